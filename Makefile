@@ -1,0 +1,87 @@
+# kvconn: `make demo` shows the main job, `make test` runs all tests that need no vLLM.
+# Both do all their set-up; `make help` lists the rest.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+GO      ?= go
+PYTHON  ?= python3
+BUILD   := build
+VENV    := .venv
+VENV_VLLM ?= .venv-vllm
+GOFILES := $(shell find . -name '*.go' -not -path './.venv*' 2>/dev/null) $(wildcard capi/*.[ch]) capi/exports.map include/kvconn.h go.mod go.sum
+PYFILES := $(shell find python -name '*.py' 2>/dev/null) setup.py pyproject.toml README.md
+LDFLAGS := -s -w -extldflags "-Wl,--version-script=$(CURDIR)/capi/exports.map -Wl,-soname,libkvconn.so.0"
+export CGO_ENABLED := 1
+
+help: ## this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+# --- what must be there -------------------------------------------------------
+
+tools: ## checks the compiler, Go and Python; installs a missing compiler where it may
+	@scripts/need-tools.sh $(GO) $(PYTHON)
+
+# --- builds -------------------------------------------------------------------
+
+lib: $(BUILD)/libkvconn.so ## build/libkvconn.so
+$(BUILD)/libkvconn.so: $(GOFILES) | tools
+	@mkdir -p $(BUILD)
+	$(GO) build -trimpath -buildvcs=false -buildmode=c-shared -ldflags '$(LDFLAGS)' -o $@ ./capi
+	@rm -f $(BUILD)/libkvconn.h
+
+cmd: $(BUILD)/kvconn ## build/kvconn, the command as a program of its own
+$(BUILD)/kvconn: $(GOFILES) | tools
+	@mkdir -p $(BUILD)
+	$(GO) build -trimpath -buildvcs=false -ldflags '-s -w' -o $@ ./cmd/kvconn
+
+wheel: $(BUILD)/wheel.stamp ## dist/kvconn-*.whl
+$(BUILD)/wheel.stamp: $(BUILD)/libkvconn.so $(PYFILES) | $(VENV)/stamp
+	@rm -rf dist $(BUILD)/lib $(BUILD)/bdist.* python/*.egg-info
+	$(VENV)/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+	@touch $@
+
+# The environment that builds and checks; tests of the wheel get a clean one.
+$(VENV)/stamp: scripts/requirements-dev.txt | tools
+	$(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r scripts/requirements-dev.txt
+	@touch $@
+
+generate: ## the MessagePack code of wire/
+	$(GO) generate ./...
+
+install: $(BUILD)/libkvconn.so ## PREFIX=/usr/local: library, header and kvconn.pc
+	@PREFIX=$${PREFIX:-/usr/local} scripts/install.sh
+
+# --- the main job -------------------------------------------------------------
+
+demo: wheel ## two real vLLM servers, KV caches carried between them, texts compared
+	@scripts/vllm-demo.sh $(VENV_VLLM)
+
+bench: cmd ## kvconn bench, beside iperf3 where it is installed
+	$(BUILD)/kvconn bench
+
+# --- tests --------------------------------------------------------------------
+
+test: lint test-go test-c test-wheel ## all tests that need no vLLM
+
+test-go: | tools ## Go, with the race detector and the invariants on
+	$(GO) test -race -tags invariants -timeout 8m ./...
+
+test-c: $(BUILD)/libkvconn.so ## the C program, as C and as C++, and the library's symbols
+	scripts/test-c.sh
+
+test-wheel: wheel ## Python tests on the wheel, in a clean environment
+	scripts/test-wheel.sh $(PYTHON)
+
+e2e: wheel ## the real vLLM pair, also with failures
+	@scripts/vllm-e2e.sh $(VENV_VLLM)
+
+lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up to date
+	scripts/lint.sh $(VENV)
+
+clean: ## removes what was built, but not the environments
+	rm -rf $(BUILD) dist python/*.egg-info .demo
+
+.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel e2e lint clean

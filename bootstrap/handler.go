@@ -1,0 +1,130 @@
+package bootstrap
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"time"
+)
+
+// MaxBody is the largest body of POST /register.
+const MaxBody = 64 << 10
+
+// exchange bounds reading a body and writing an answer: a peer that does
+// neither must not keep a goroutine. It is for the table's routes only, since
+// routes mounted beside them may stream.
+const exchange = 10 * time.Second
+
+// NewHandler serves t at /register, /query and /health, and the handlers of
+// extra at their http.ServeMux patterns. A pattern in extra that is malformed
+// or taken panics, as http.ServeMux does: it is a fault of the program.
+func NewHandler(t *Table, extra map[string]http.Handler) http.Handler {
+	mux := http.NewServeMux()
+	mux.Handle("/register", route(func(w http.ResponseWriter, r *http.Request) { register(t, w, r) }, http.MethodPost))
+	mux.Handle("/query", route(func(w http.ResponseWriter, _ *http.Request) {
+		answer(w, http.StatusOK, t.Query())
+	}, http.MethodGet, http.MethodHead))
+	mux.Handle("/health", route(func(w http.ResponseWriter, _ *http.Request) {
+		answer(w, http.StatusOK, statusOK)
+	}, http.MethodGet, http.MethodHead))
+	for pattern, h := range extra {
+		mux.Handle(pattern, unbounded(h))
+	}
+	if extra["/"] == nil {
+		mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+			fail(w, http.StatusNotFound, "Not Found")
+		})
+	}
+	return mux
+}
+
+var statusOK = map[string]string{"status": "ok"}
+
+// route answers other methods with 405, in the shape of the other errors.
+func route(h http.HandlerFunc, methods ...string) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		deadline(w, time.Now().Add(exchange))
+		for _, m := range methods {
+			if r.Method == m {
+				h(w, r)
+				return
+			}
+		}
+		w.Header()["Allow"] = methods
+		fail(w, http.StatusMethodNotAllowed, "Method Not Allowed")
+	})
+}
+
+// unbounded takes away what an earlier request on the same connection may have
+// left: net/http does not reset the write deadline between requests.
+func unbounded(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		deadline(w, time.Time{})
+		h.ServeHTTP(w, r)
+	})
+}
+
+// deadline bounds the exchange. A ResponseWriter without deadlines is not a
+// connection, so that there is nothing to bound.
+func deadline(w http.ResponseWriter, at time.Time) {
+	c := http.NewResponseController(w)
+	_ = c.SetReadDeadline(at)
+	_ = c.SetWriteDeadline(at)
+}
+
+func register(t *Table, w http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, MaxBody))
+	var tooLarge *http.MaxBytesError
+	switch {
+	case errors.As(err, &tooLarge):
+		fail(w, http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
+		return
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		w.Header().Set("Connection", "close")
+		fail(w, http.StatusRequestTimeout, fmt.Sprintf("the body did not arrive within %v", exchange))
+		return
+	case err != nil:
+		fail(w, http.StatusBadRequest, "the body cannot be read: "+err.Error())
+		return
+	}
+	reg, err := decodeRegistration(body)
+	if err == nil {
+		err = t.Register(reg)
+	}
+	var (
+		invalid  *InvalidError
+		conflict *ConflictError
+		full     *FullError
+	)
+	switch {
+	case err == nil:
+		answer(w, http.StatusOK, statusOK)
+	case errors.As(err, &invalid):
+		fail(w, http.StatusUnprocessableEntity, invalid.Fields)
+	case errors.As(err, &conflict):
+		fail(w, http.StatusBadRequest, conflict.Detail)
+	case errors.As(err, &full):
+		fail(w, http.StatusServiceUnavailable, full.detail())
+	default:
+		fail(w, http.StatusInternalServerError, err.Error())
+	}
+}
+
+// fail answers as FastAPI's HTTPException does.
+func fail(w http.ResponseWriter, status int, detail any) {
+	answer(w, status, map[string]any{"detail": detail})
+}
+
+func answer(w http.ResponseWriter, status int, v any) {
+	body, err := json.Marshal(v)
+	if err != nil { // the values above are strings, ints and maps of them
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_, _ = w.Write(body) // an error means that the client has gone
+}

@@ -1,0 +1,84 @@
+package bootstrap
+
+import (
+	"fmt"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+)
+
+// Bounds of one registration. They are far above any real engine and exist so
+// that a stranger on the port can neither fill memory nor the logs.
+const (
+	// MaxRank is the highest dp, tp or pp rank.
+	MaxRank = 65535
+	// MaxEngineID is the longest engine id, in bytes.
+	MaxEngineID = 256
+	// MaxAddr is the longest address, in bytes.
+	MaxAddr = 1024
+)
+
+// Registration is one rank of an engine and where it is reached.
+type Registration struct {
+	EngineID string `json:"engine_id"`
+	DPRank   int    `json:"dp_rank"`
+	TPRank   int    `json:"tp_rank"`
+	PPRank   int    `json:"pp_rank"`
+	Addr     string `json:"addr"`
+}
+
+// FieldError is what is wrong with one field, in the shape in which FastAPI
+// reports it.
+type FieldError struct {
+	Type string `json:"type"`
+	Loc  []any  `json:"loc"`
+	Msg  string `json:"msg"`
+}
+
+// InvalidError is a registration that could never be accepted.
+type InvalidError struct {
+	Fields []FieldError
+}
+
+// Error names each field and what is wrong with it.
+func (e *InvalidError) Error() string {
+	parts := make([]string, len(e.Fields))
+	for i, f := range e.Fields {
+		parts[i] = fmt.Sprintf("%v: %s", f.Loc[len(f.Loc)-1], f.Msg)
+	}
+	return "bootstrap: invalid registration: " + strings.Join(parts, "; ")
+}
+
+// fieldError is a FieldError of a field of the request's body.
+func fieldError(kind, field, format string, args ...any) FieldError {
+	return FieldError{Type: kind, Loc: []any{"body", field}, Msg: fmt.Sprintf(format, args...)}
+}
+
+// validate returns nil or an *InvalidError that names every bad field.
+func (r Registration) validate() error {
+	var bad []FieldError
+	text := func(field, value string, limit int) {
+		switch {
+		case value == "":
+			bad = append(bad, fieldError("string_too_short", field, "must not be empty"))
+		case len(value) > limit:
+			bad = append(bad, fieldError("string_too_long", field, "is %d bytes long, at most %d are allowed", len(value), limit))
+		case !utf8.ValidString(value) || strings.ContainsFunc(value, unicode.IsControl):
+			bad = append(bad, fieldError("string_pattern_mismatch", field, "%q must be UTF-8 without control characters", value))
+		}
+	}
+	rank := func(field string, value int) {
+		if value < 0 || value > MaxRank {
+			bad = append(bad, fieldError("value_error", field, "%d is not a rank, give one from 0 to %d", value, MaxRank))
+		}
+	}
+	text("engine_id", r.EngineID, MaxEngineID)
+	rank("dp_rank", r.DPRank)
+	rank("tp_rank", r.TPRank)
+	rank("pp_rank", r.PPRank)
+	text("addr", r.Addr, MaxAddr)
+	if bad != nil {
+		return &InvalidError{Fields: bad}
+	}
+	return nil
+}

@@ -1,0 +1,48 @@
+package bootstrap
+
+import (
+	"context"
+	"net"
+	"net/http"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/internal/httpserve"
+)
+
+// Server listens on the bootstrap port. Its methods are safe for concurrent
+// use.
+type Server struct {
+	s *httpserve.Server
+}
+
+// NewServer returns a server for h, usually NewHandler's. The logger may be
+// nil.
+func NewServer(h http.Handler, logger *zap.Logger) *Server {
+	return &Server{httpserve.New(h, httpserve.Options{
+		Name:              "bootstrap",
+		PortSetting:       "the config key bootstrap_port",
+		ReadHeaderTimeout: 5 * time.Second,
+		IdleTimeout:       time.Minute,
+		MaxHeaderBytes:    16 << 10,
+		Logger:            logger,
+	})}
+}
+
+// Listen opens the port; port 0 takes a free one, which Addr tells.
+// Connections queue until Serve.
+func (s *Server) Listen(addr string) error { return s.s.Listen(addr) }
+
+// Addr is the address that Listen opened, nil before.
+func (s *Server) Addr() net.Addr { return s.s.Addr() }
+
+// Serve answers requests until Close, and then returns nil.
+func (s *Server) Serve() error { return s.s.Serve() }
+
+// Close ends the contexts of running requests, stops listening, and returns
+// when Serve and the goroutines of all connections have ended: within three
+// seconds, or within two of ctx's end. An error says that a handler has not
+// returned. Hijacked connections belong to who hijacked them and are neither
+// closed nor waited for. Close may be called more than once.
+func (s *Server) Close(ctx context.Context) error { return s.s.Close(ctx) }

@@ -1,0 +1,132 @@
+package bootstrap
+
+import (
+	"fmt"
+	"sync"
+)
+
+// MaxEntries is how many ranks one table holds.
+const MaxEntries = 16384
+
+// Engine is one dp rank's engine as GET /query shows it: addresses by tp rank
+// and pp rank.
+type Engine struct {
+	EngineID   string                 `json:"engine_id"`
+	WorkerAddr map[int]map[int]string `json:"worker_addr"`
+}
+
+// ConflictError is a registration that contradicts an earlier one.
+type ConflictError struct {
+	Detail string
+}
+
+// Error is the detail that HTTP clients see.
+func (e *ConflictError) Error() string { return "bootstrap: " + e.Detail }
+
+// FullError is a registration that found no room.
+type FullError struct {
+	Limit int
+}
+
+// Error names the limit.
+func (e *FullError) Error() string { return "bootstrap: " + e.detail() }
+
+func (e *FullError) detail() string {
+	return fmt.Sprintf("the table holds %d ranks already, its limit: unregister ranks that are gone", e.Limit)
+}
+
+// Table holds the registered ranks. The zero value is an empty table; it is
+// safe for concurrent use and must not be copied.
+type Table struct {
+	mu      sync.Mutex
+	engines map[int]Engine
+	entries int
+	limit   int // 0 stands for MaxEntries; tests set less
+}
+
+// Register adds a rank. The very same registration again is fine: a worker
+// that did not hear the answer may ask again. Errors are *InvalidError,
+// *ConflictError and *FullError, and leave the table as it was.
+func (t *Table) Register(r Registration) error {
+	if err := r.validate(); err != nil {
+		return err
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+
+	engine, known := t.engines[r.DPRank]
+	if known && engine.EngineID != r.EngineID {
+		return &ConflictError{fmt.Sprintf("Engine ID mismatch for dp_rank=%d: expected %s, got %s",
+			r.DPRank, engine.EngineID, r.EngineID)}
+	}
+	if addr, ok := engine.WorkerAddr[r.TPRank][r.PPRank]; ok {
+		if addr == r.Addr {
+			return nil
+		}
+		return &ConflictError{fmt.Sprintf("Worker with dp_rank=%d, tp_rank=%d, pp_rank=%d is already registered at %s, but still want to register at %s",
+			r.DPRank, r.TPRank, r.PPRank, addr, r.Addr)}
+	}
+	limit := t.limit
+	if limit == 0 {
+		limit = MaxEntries
+	}
+	if t.entries >= limit {
+		return &FullError{Limit: limit}
+	}
+
+	if t.engines == nil {
+		t.engines = map[int]Engine{}
+	}
+	if !known {
+		engine = Engine{EngineID: r.EngineID, WorkerAddr: map[int]map[int]string{}}
+		t.engines[r.DPRank] = engine
+	}
+	if engine.WorkerAddr[r.TPRank] == nil {
+		engine.WorkerAddr[r.TPRank] = map[int]string{}
+	}
+	engine.WorkerAddr[r.TPRank][r.PPRank] = r.Addr
+	t.entries++
+	return nil
+}
+
+// Unregister takes a rank out and reports whether it was there. It wants the
+// registration as it was made: the late goodbye of an engine that has been
+// restarted must not take out its successor. The dp rank is free for another
+// engine when its last rank is gone.
+func (t *Table) Unregister(r Registration) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	engine := t.engines[r.DPRank]
+	addr, ok := engine.WorkerAddr[r.TPRank][r.PPRank]
+	if !ok || engine.EngineID != r.EngineID || addr != r.Addr {
+		return false
+	}
+	t.entries--
+	delete(engine.WorkerAddr[r.TPRank], r.PPRank)
+	if len(engine.WorkerAddr[r.TPRank]) == 0 {
+		delete(engine.WorkerAddr, r.TPRank)
+	}
+	if len(engine.WorkerAddr) == 0 {
+		delete(t.engines, r.DPRank)
+	}
+	return true
+}
+
+// Query returns a copy of the table by dp rank. It belongs to the caller and
+// marshals to the answer of GET /query.
+func (t *Table) Query() map[int]Engine {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	all := make(map[int]Engine, len(t.engines))
+	for dp, engine := range t.engines {
+		addrs := make(map[int]map[int]string, len(engine.WorkerAddr))
+		for tp, byPP := range engine.WorkerAddr {
+			addrs[tp] = make(map[int]string, len(byPP))
+			for pp, addr := range byPP {
+				addrs[tp][pp] = addr
+			}
+		}
+		all[dp] = Engine{EngineID: engine.EngineID, WorkerAddr: addrs}
+	}
+	return all
+}

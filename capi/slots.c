@@ -1,0 +1,158 @@
+/*
+ * One slot per open agent. Slots are static, so that kvconn_pending may read a
+ * slot's count while another thread closes the agent; the ring is only touched
+ * under the slot's lock.
+ */
+#include "slots.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+struct slot {
+  _Atomic uint64_t handle; /* 0: free; the low bits are the slot's index + 1 */
+  _Atomic uint32_t count;
+  pthread_mutex_t lock;
+  kvconn_completion *ring;
+  uint32_t size;     /* of ring, a power of two; grows up to capacity */
+  uint32_t capacity; /* most completions that may wait */
+  uint32_t head;
+  int event_fd;
+};
+
+enum { INDEX_BITS = 8, FIRST_SIZE = 64 };
+
+static struct slot slots[KVCONN_MAX_AGENTS];
+static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t generation;
+
+__attribute__((constructor)) static void init_slots(void) {
+  for (int i = 0; i < KVCONN_MAX_AGENTS; i++) pthread_mutex_init(&slots[i].lock, NULL);
+}
+
+static struct slot *find(kvconn_agent agent) {
+  uint64_t i = agent & ((1u << INDEX_BITS) - 1);
+  if (i == 0 || i > KVCONN_MAX_AGENTS) return NULL;
+  struct slot *s = &slots[i - 1];
+  return atomic_load_explicit(&s->handle, memory_order_acquire) == agent ? s : NULL;
+}
+
+/* The slot with its lock held, or NULL. */
+static struct slot *acquire(kvconn_agent agent) {
+  struct slot *s = find(agent);
+  if (s == NULL) return NULL;
+  pthread_mutex_lock(&s->lock);
+  if (atomic_load(&s->handle) == agent) return s;
+  pthread_mutex_unlock(&s->lock); /* closed while we waited */
+  return NULL;
+}
+
+kvconn_agent slot_open(uint32_t capacity) {
+  kvconn_agent agent = 0;
+  pthread_mutex_lock(&table_lock);
+  for (int i = 0; i < KVCONN_MAX_AGENTS && agent == 0; i++) {
+    struct slot *s = &slots[i];
+    if (atomic_load(&s->handle) != 0) continue;
+    pthread_mutex_lock(&s->lock);
+    s->ring = malloc(FIRST_SIZE * sizeof *s->ring);
+    s->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (s->ring == NULL || s->event_fd < 0) {
+      free(s->ring);
+      if (s->event_fd >= 0) close(s->event_fd);
+      pthread_mutex_unlock(&s->lock);
+      break;
+    }
+    s->size = FIRST_SIZE;
+    s->capacity = capacity;
+    s->head = 0;
+    atomic_store(&s->count, 0);
+    agent = ++generation << INDEX_BITS | (uint64_t)(i + 1);
+    atomic_store_explicit(&s->handle, agent, memory_order_release);
+    pthread_mutex_unlock(&s->lock);
+  }
+  pthread_mutex_unlock(&table_lock);
+  return agent;
+}
+
+void slot_close(kvconn_agent agent) {
+  struct slot *s = acquire(agent);
+  if (s == NULL) return;
+  atomic_store(&s->count, 0);
+  close(s->event_fd);
+  free(s->ring);
+  s->ring = NULL;
+  atomic_store(&s->handle, 0); /* last: slot_open may take it from here on */
+  pthread_mutex_unlock(&s->lock);
+}
+
+/* Doubles the ring and lays it out from 0 on. */
+static int grow(struct slot *s) {
+  kvconn_completion *ring = malloc(2 * (size_t)s->size * sizeof *ring);
+  if (ring == NULL) return -1;
+  uint32_t tail = s->size - s->head; /* from head to the end of the old ring */
+  memcpy(ring, s->ring + s->head, tail * sizeof *ring);
+  memcpy(ring + tail, s->ring, s->head * sizeof *ring);
+  free(s->ring);
+  s->ring = ring;
+  s->size *= 2;
+  s->head = 0;
+  return 0;
+}
+
+int slot_push(kvconn_agent agent, const kvconn_completion *c) {
+  struct slot *s = acquire(agent);
+  if (s == NULL) return -1;
+  uint32_t n = atomic_load(&s->count);
+  int rc = -1;
+  if (n < s->capacity && (n < s->size || grow(s) == 0)) {
+    s->ring[(s->head + n) & (s->size - 1)] = *c;
+    atomic_store_explicit(&s->count, n + 1, memory_order_release);
+    if (n == 0) {
+      ssize_t ignored = write(s->event_fd, &(uint64_t){1}, 8); /* cannot fail: the counter is 0 */
+      (void)ignored;
+    }
+    rc = 0;
+  }
+  pthread_mutex_unlock(&s->lock);
+  return rc;
+}
+
+int slot_count(kvconn_agent agent) {
+  struct slot *s = find(agent);
+  return s == NULL ? -1 : (int)atomic_load_explicit(&s->count, memory_order_acquire);
+}
+
+int slot_take(kvconn_agent agent, kvconn_completion *out, size_t size, size_t capacity, size_t *count) {
+  *count = 0;
+  struct slot *s = acquire(agent);
+  if (s == NULL) return KVCONN_ERR_HANDLE;
+  uint32_t n = atomic_load(&s->count);
+  size_t take = n < capacity ? n : capacity;
+  size_t part = size < sizeof *out ? size : sizeof *out; /* an older caller's struct is shorter, a newer one's longer */
+  for (size_t i = 0; i < take; i++) {
+    char *to = (char *)out + i * size;
+    memcpy(to, &s->ring[s->head], part);
+    memset(to + part, 0, size - part);
+    s->head = (s->head + 1) & (s->size - 1);
+  }
+  atomic_store(&s->count, n - (uint32_t)take);
+  if (take > 0 && take == n) {
+    uint64_t value;
+    ssize_t ignored = read(s->event_fd, &value, 8);
+    (void)ignored;
+  }
+  pthread_mutex_unlock(&s->lock);
+  *count = take;
+  return KVCONN_OK;
+}
+
+int slot_event_fd(kvconn_agent agent) {
+  struct slot *s = acquire(agent);
+  if (s == NULL) return -KVCONN_ERR_HANDLE;
+  int fd = s->event_fd;
+  pthread_mutex_unlock(&s->lock);
+  return fd;
+}

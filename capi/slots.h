@@ -1,0 +1,27 @@
+/* The table of open agents and their completion rings, in C memory. */
+#ifndef KVCONN_SLOTS_H
+#define KVCONN_SLOTS_H
+
+#include <stdint.h>
+
+#include "../include/kvconn.h"
+
+enum { KVCONN_MAX_AGENTS = 64 };
+
+/* Takes a slot for a new agent; 0 if none is free or memory is out. */
+kvconn_agent slot_open(uint32_t capacity);
+
+/* Frees a slot and its ring; its handle is stale from now on. */
+void slot_close(kvconn_agent agent);
+
+/* Appends a completion; there is room for capacity of them. 0, or -1 when the
+   handle is stale or the ring is full. */
+int slot_push(kvconn_agent agent, const kvconn_completion *c);
+
+/* Completions that wait; -1 when the handle is stale. */
+int slot_count(kvconn_agent agent);
+
+int slot_take(kvconn_agent agent, kvconn_completion *out, size_t size, size_t capacity, size_t *count);
+int slot_event_fd(kvconn_agent agent);
+
+#endif

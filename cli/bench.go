@@ -1,0 +1,198 @@
+package cli
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// benchLayers is how many regions a transfer is spread over.
+const benchLayers = 8
+
+type benchConfig struct {
+	blocks  []int
+	total   int
+	rounds  int
+	streams int
+	json    bool
+	iperf   bool
+}
+
+// benchResult is one row; rates are 10⁹ bytes a second.
+type benchResult struct {
+	Transport  string   `json:"transport"`
+	BlockBytes int      `json:"block_bytes"`
+	TotalBytes int      `json:"total_bytes"`
+	Rounds     int      `json:"rounds"`
+	Median     float64  `json:"median_gb_per_s"`
+	Best       float64  `json:"best_gb_per_s"`
+	Iperf3     *float64 `json:"iperf3_gb_per_s"`
+}
+
+func parseBench(args []string) (benchConfig, error) {
+	c := benchConfig{}
+	fs := flag.NewFlagSet("kvconn bench", flag.ContinueOnError)
+	fs.SetOutput(os.Stderr)
+	block := fs.String("block", "4K,16K,64K,1M", "block sizes, separated by commas")
+	total := fs.String("total", "256M", "bytes of a transfer")
+	transport := fs.String("transport", "tcp", "transport: tcp")
+	fs.IntVar(&c.rounds, "rounds", 9, "transfers per block size; the first one is not counted")
+	fs.IntVar(&c.streams, "streams", 2, "TCP connections")
+	fs.BoolVar(&c.json, "json", false, "print JSON")
+	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, where it is installed")
+	if err := fs.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			return c, err
+		}
+		return c, fmt.Errorf("%w: %w", errUsage, err)
+	}
+	if fs.NArg() > 0 {
+		return c, fmt.Errorf("%w: bench takes no argument %q", errUsage, fs.Arg(0))
+	}
+	if *transport != "tcp" {
+		return c, fmt.Errorf("%w: transport %q: this version has tcp", errUsage, *transport)
+	}
+	if c.rounds < 2 || c.streams < 1 {
+		return c, fmt.Errorf("%w: want at least 2 rounds and 1 stream", errUsage)
+	}
+	var err error
+	if c.total, err = parseSize(*total); err != nil {
+		return c, err
+	}
+	for _, s := range strings.Split(*block, ",") {
+		n, err := parseSize(s)
+		if err != nil {
+			return c, err
+		}
+		if n%8 != 0 || c.total%(n*benchLayers) != 0 || c.total/(n*benchLayers) > core.MaxBlocks {
+			return c, fmt.Errorf("%w: total %s is not 1 to %d times %d blocks of %s", errUsage, *total, core.MaxBlocks, benchLayers, s)
+		}
+		c.blocks = append(c.blocks, n)
+	}
+	return c, nil
+}
+
+// runBench measures whole loads: from start_load to the completion, control
+// plane and verification of the plan included, bytes checked after each.
+func runBench(ctx context.Context, args []string, out io.Writer) error {
+	c, err := parseBench(args)
+	if errors.Is(err, flag.ErrHelp) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	peer, err := startPeer(ctx)
+	if err != nil {
+		return err
+	}
+	defer peer.stop()
+	var results []benchResult
+	if !c.json {
+		fmt.Fprintf(out, "%-9s %8s %8s %14s %12s %14s %7s\n", "transport", "block", "total", "median GB/s", "best GB/s", "iperf3 GB/s", "ratio")
+	}
+	for _, block := range c.blocks {
+		r, err := benchOne(ctx, c, peer, block)
+		if err != nil {
+			return fmt.Errorf("blocks of %s: %w", formatSize(block), err)
+		}
+		results = append(results, r)
+		if !c.json {
+			iperf, ratio := "-", "-"
+			if r.Iperf3 != nil {
+				iperf, ratio = fmt.Sprintf("%.2f", *r.Iperf3), fmt.Sprintf("%.2f", r.Median / *r.Iperf3)
+			}
+			fmt.Fprintf(out, "%-9s %8s %8s %14.2f %12.2f %14s %7s\n", r.Transport, formatSize(block), formatSize(c.total), r.Median, r.Best, iperf, ratio)
+		}
+	}
+	if c.json {
+		enc := json.NewEncoder(out)
+		enc.SetIndent("", "  ")
+		return enc.Encode(map[string]any{"results": results})
+	}
+	if results[0].Iperf3 == nil && c.iperf {
+		fmt.Fprintln(out, "iperf3 is not installed: no figure to compare with")
+	}
+	fmt.Fprintln(out, "every byte of every round was verified, inside the blocks and outside")
+	return nil
+}
+
+func benchOne(ctx context.Context, c benchConfig, peer *peerProcess, block int) (benchResult, error) {
+	r := benchResult{Transport: "tcp", BlockBytes: block, TotalBytes: c.total, Rounds: c.rounds - 1}
+	count := c.total / block / benchLayers
+	local, err := newPool(benchLayers, 2*count, block)
+	if err != nil {
+		return r, err
+	}
+	defer local.free()
+	opened, err := peer.ask(peerOrder{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block})
+	if err != nil {
+		return r, err
+	}
+	agent, err := openDecode(local, c.streams)
+	if err != nil {
+		return r, err
+	}
+	defer agent.Close()
+	var rates, iperf []float64
+	for round := range c.rounds {
+		if c.iperf {
+			if v, ok := runIperf(ctx); ok && round > 0 {
+				iperf = append(iperf, v)
+			}
+		}
+		id := fmt.Sprintf("bench-%d-%d", block, round)
+		local.clear()
+		if _, err := peer.ask(peerOrder{Op: "offer", ID: id, Transfer: round + 1, Count: count}); err != nil {
+			return r, err
+		}
+		dst := local.scatter(count, int64(1000+round))
+		start := time.Now()
+		if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Blocks: [][]core.BlockID{dst},
+			From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
+			return r, err
+		}
+		rep, err := waitReport(ctx, agent, core.TransferID(id))
+		took := time.Since(start)
+		if err != nil {
+			return r, err
+		}
+		if rep.Code != core.OK {
+			return r, fmt.Errorf("transfer failed (%s): %s", rep.Code, rep.Reason)
+		}
+		if err := local.check(round+1, 0, dst); err != nil {
+			return r, err
+		}
+		if a, err := peer.ask(peerOrder{Op: "wait", ID: id}); err != nil || a.Code != 0 {
+			return r, fmt.Errorf("prefill side: code %d %s: %w", a.Code, a.Reason, err)
+		}
+		if round > 0 {
+			rates = append(rates, float64(c.total)/took.Seconds()/1e9)
+		}
+	}
+	slices.Sort(rates)
+	r.Median, r.Best = median(rates), rates[len(rates)-1]
+	if len(iperf) > 0 {
+		m := median(iperf)
+		r.Iperf3 = &m
+	}
+	return r, nil
+}
+
+func median(v []float64) float64 {
+	v = slices.Sorted(slices.Values(v))
+	n := len(v)
+	if n%2 == 1 {
+		return v[n/2]
+	}
+	return (v[n/2-1] + v[n/2]) / 2
+}

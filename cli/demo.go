@@ -1,0 +1,109 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// The synthetic cache of the demo: 8 layers, blocks of 16 tokens and 32 KiB.
+const (
+	demoLayers = 8
+	demoBlocks = 512
+	demoBlock  = 32 << 10
+)
+
+// runDemo shows transfers between two processes, each verified byte by byte.
+func runDemo(ctx context.Context, args []string, out io.Writer) error {
+	fs := flag.NewFlagSet("kvconn demo", flag.ContinueOnError)
+	fs.SetOutput(os.Stderr)
+	if err := fs.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			return nil
+		}
+		return fmt.Errorf("%w: %w", errUsage, err)
+	}
+	fmt.Fprintf(out, "Two processes, each with a paged KV cache of %d layers × %d blocks × %s.\n", demoLayers, demoBlocks, formatSize(demoBlock))
+	peer, err := startPeer(ctx)
+	if err != nil {
+		return err
+	}
+	defer peer.stop()
+	opened, err := peer.ask(peerOrder{Op: "open", Layers: demoLayers, Blocks: demoBlocks, Block: demoBlock})
+	if err != nil {
+		return err
+	}
+	local, err := newPool(demoLayers, demoBlocks, demoBlock)
+	if err != nil {
+		return err
+	}
+	defer local.free()
+	agent, err := openDecode(local, 2)
+	if err != nil {
+		return err
+	}
+	defer agent.Close()
+	fmt.Fprintf(out, "prefill: process %d, bootstrap %s\ndecode:  process %d\n\n", peer.cmd.Process.Pid, opened.Bootstrap, os.Getpid())
+	fmt.Fprintf(out, "%-44s %7s %9s %9s %9s %8s  %s\n", "request", "blocks", "bytes", "wait ms", "move ms", "GB/s", "bytes")
+
+	steps := []struct {
+		what  string
+		count int // blocks of the prompt
+		skip  int // of which decode has the first ones
+		early bool
+	}{
+		{"prefill first, then decode", 64, 0, false},
+		{"decode first, prefill still at work", 64, 0, true},
+		{"a long prompt", 256, 0, false},
+		{"decode has half of the prompt cached", 128, 64, false},
+		{"a short prompt", 1, 0, true},
+	}
+	from := core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}
+	for i, s := range steps {
+		id := core.TransferID(fmt.Sprintf("demo-%d", i+1))
+		dst := local.scatter(s.count-s.skip, int64(100+i))
+		local.clear()
+		offer := func() error {
+			_, err := peer.ask(peerOrder{Op: "offer", ID: string(id), Transfer: i + 1, Count: s.count})
+			return err
+		}
+		load := func() error {
+			_, err := agent.StartLoad([]core.LoadRequest{{ID: id, From: from, First: []uint32{uint32(s.skip)}, Blocks: [][]core.BlockID{dst}}})
+			return err
+		}
+		first, second := offer, load
+		if s.early {
+			first, second = load, offer
+		}
+		if err := first(); err != nil {
+			return err
+		}
+		if err := second(); err != nil {
+			return err
+		}
+		rep, err := waitReport(ctx, agent, id)
+		if err != nil {
+			return err
+		}
+		if rep.Code != core.OK {
+			return fmt.Errorf("%s: %s: %s", s.what, rep.Code, rep.Reason)
+		}
+		if err := local.check(i+1, s.skip, dst); err != nil {
+			return err
+		}
+		if a, err := peer.ask(peerOrder{Op: "wait", ID: string(id)}); err != nil || a.Code != 0 {
+			return fmt.Errorf("prefill side: code %d %s: %w", a.Code, a.Reason, err)
+		}
+		move := time.Duration(rep.Stats.Nanos)
+		fmt.Fprintf(out, "%-44s %7d %9s %9.2f %9.2f %8.2f  verified\n", s.what, rep.Blocks, formatSize(int(rep.Stats.Bytes)),
+			rep.Wait.Seconds()*1e3, move.Seconds()*1e3, float64(rep.Stats.Bytes)/move.Seconds()/1e9)
+	}
+	fmt.Fprintln(out, "\nEvery byte is where it belongs, and none is anywhere else.")
+	return nil
+}

@@ -1,0 +1,92 @@
+// Package cli is the kvconn command: what cmd/kvconn runs as a program of its
+// own, and the wheel through kvconn_main of libkvconn.so.
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+
+	"github.com/kvconn/kvconn/proxy"
+)
+
+const usage = `kvconn carries KV caches between LLM engines.
+
+Usage: kvconn COMMAND [OPTIONS]
+
+  demo    two processes with synthetic paged caches: a first look in seconds
+  bench   how fast paged blocks move between two processes, bytes verified
+  proxy   the router: sends each request to a prefill and a decode server
+
+kvconn COMMAND --help tells the options.
+`
+
+// exit statuses besides 0.
+const (
+	exitFailed = 1
+	exitUsage  = 2
+)
+
+// errUsage marks errors of the command line.
+var errUsage = errors.New("usage")
+
+// Main runs the command; args[0] is the program's name. SIGINT and SIGTERM end
+// it in order, with nothing left behind.
+func Main(args []string) int {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if len(args) < 2 {
+		fmt.Fprint(os.Stderr, usage)
+		return exitUsage
+	}
+	var err error
+	rest := args[2:]
+	switch args[1] {
+	case "demo":
+		err = runDemo(ctx, rest, os.Stdout)
+	case "bench":
+		err = runBench(ctx, rest, os.Stdout)
+	case "proxy":
+		err = runProxy(ctx, rest, os.Stdout)
+	case peerCommand:
+		err = runPeer(ctx, os.Stdin, os.Stdout)
+	case "help", "-h", "--help":
+		fmt.Print(usage)
+	default:
+		err = fmt.Errorf("%w: unknown command %q", errUsage, args[1])
+	}
+	switch {
+	case err == nil:
+		return 0
+	case ctx.Err() != nil:
+		fmt.Fprintln(os.Stderr, "kvconn: interrupted")
+		return 130
+	case errors.Is(err, errUsage):
+		fmt.Fprintf(os.Stderr, "kvconn: %v\n\n%s", err, usage)
+		return exitUsage
+	}
+	fmt.Fprintf(os.Stderr, "kvconn %s: %v\n", args[1], err)
+	return exitFailed
+}
+
+func runProxy(ctx context.Context, args []string, out io.Writer) error {
+	cfg, err := proxy.ParseArgs(args)
+	if err != nil {
+		return err
+	}
+	return proxy.Run(ctx, cfg, newLogger(zap.InfoLevel))
+}
+
+// newLogger writes readable lines to stderr.
+func newLogger(level zapcore.Level) *zap.Logger {
+	enc := zap.NewDevelopmentEncoderConfig()
+	enc.EncodeTime = zapcore.TimeEncoderOfLayout("15:04:05.000")
+	return zap.New(zapcore.NewCore(zapcore.NewConsoleEncoder(enc), zapcore.Lock(os.Stderr), level))
+}

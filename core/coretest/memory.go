@@ -1,0 +1,205 @@
+package coretest
+
+import (
+	"encoding/binary"
+	"fmt"
+	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+const (
+	guardByte  = 0xA5     // what no transfer writes is full of it
+	guardBytes = 64 << 10 // between regions and at both ends
+)
+
+// regionSpec describes a region to be allocated.
+type regionSpec struct {
+	group         uint32
+	bytes, stride uint64 // stride 0: dense
+	blocks        uint32
+}
+
+// arena is memory outside of the Go heap that holds the regions of a layout
+// with guards around each. It is unmapped when the test and what it opened end.
+type arena struct {
+	mem    []byte
+	layout *core.Layout
+}
+
+func newArena(t *testing.T, specs []regionSpec) *arena {
+	t.Helper()
+	size := uint64(guardBytes)
+	regions := make([]core.Region, len(specs))
+	for i, s := range specs {
+		r := &regions[i]
+		*r = core.Region{Name: fmt.Sprintf("layer%d", i), Group: s.group, BlockBytes: s.bytes, BlockStride: max(s.stride, s.bytes), NumBlocks: s.blocks}
+		r.Base = size
+		size += (r.Extent()+guardBytes-1)/4096*4096 + guardBytes
+	}
+	mem, err := unix.Mmap(-1, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	if err != nil {
+		t.Fatalf("mmap of %d bytes: %v", size, err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Munmap(mem); err != nil {
+			t.Errorf("munmap: %v", err)
+		}
+	})
+	fill(mem, guardByte)
+	for i := range regions {
+		regions[i].Base += uint64(uintptr(unsafe.Pointer(&mem[0])))
+	}
+	l, err := core.NewLayout(regions)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &arena{mem, l}
+}
+
+func fill(b []byte, v byte) {
+	b[0] = v
+	for n := 1; n < len(b); n *= 2 {
+		copy(b[n:], b[:n])
+	}
+}
+
+// block is the memory of a block in a region.
+func (a *arena) block(region int, id core.BlockID) []byte {
+	r := &a.layout.Regions[region]
+	off := r.Base - uint64(uintptr(unsafe.Pointer(&a.mem[0]))) + uint64(id)*r.BlockStride
+	return a.mem[off : off+r.BlockBytes]
+}
+
+// each calls f for every piece of blocks: the region, the block's position in
+// the transfer, and its memory.
+func (a *arena) each(blocks [][]core.BlockID, f func(region, pos int, b []byte)) {
+	for i, r := range a.layout.Regions {
+		if int(r.Group) < len(blocks) {
+			for k, id := range blocks[r.Group] {
+				f(i, k, a.block(i, id))
+			}
+		}
+	}
+}
+
+// A pattern's words name the transfer (12 bits), the region (12), the block's
+// position in the transfer (20) and the word within the block (20). The first
+// byte of a block is never guardByte.
+func word(transfer, region, pos, w int) uint64 {
+	return uint64(transfer)<<52 | uint64(region)<<40 | uint64(pos)<<20 | uint64(w)
+}
+
+func paint(b []byte, transfer, region, pos int) {
+	i := 0
+	for ; i+8 <= len(b); i += 8 {
+		binary.LittleEndian.PutUint64(b[i:], word(transfer, region, pos, i/8))
+	}
+	if i < len(b) {
+		binary.LittleEndian.PutUint32(b[i:], uint32(word(transfer, region, pos, i/8)))
+	}
+}
+
+// paint fills blocks with the pattern of a transfer.
+func (a *arena) paint(transfer int, blocks [][]core.BlockID) {
+	a.each(blocks, func(region, pos int, b []byte) { paint(b, transfer, region, pos) })
+}
+
+// delivery is what some blocks should hold.
+type delivery struct {
+	transfer int
+	blocks   [][]core.BlockID
+	part     bool // bytes may be untouched still
+}
+
+// check compares the whole arena, guards and gaps too.
+func (a *arena) check(t *testing.T, want ...delivery) {
+	t.Helper()
+	expected := make([]byte, len(a.mem))
+	fill(expected, guardByte)
+	base := uintptr(unsafe.Pointer(&a.mem[0]))
+	for _, d := range want {
+		a.each(d.blocks, func(region, pos int, b []byte) {
+			off := uintptr(unsafe.Pointer(&b[0])) - base
+			e := expected[off : off+uintptr(len(b))]
+			paint(e, d.transfer, region, pos)
+			if d.part {
+				for i := range b {
+					if b[i] == guardByte {
+						e[i] = guardByte
+					}
+				}
+			}
+		})
+	}
+	if i := differ(a.mem, expected); i >= 0 {
+		place, w := a.place(i)
+		t.Errorf("memory differs at byte %d, %s: %s, want %s", i, place, meaning(a.mem[w:]), meaning(expected[w:]))
+	}
+}
+
+// differ is the first index at which two equally long slices differ, or -1.
+func differ(a, b []byte) int {
+	if string(a) == string(b) { // no copy is made
+		return -1
+	}
+	for i := range a {
+		if a[i] != b[i] {
+			return i
+		}
+	}
+	return -1
+}
+
+// place says where byte i is, and where the word of the pattern begins that it
+// belongs to.
+func (a *arena) place(i int) (place string, start int) {
+	addr := uint64(uintptr(unsafe.Pointer(&a.mem[0]))) + uint64(i)
+	for k := range a.layout.Regions {
+		r := &a.layout.Regions[k]
+		if addr >= r.Base && addr < r.Base+r.Extent() {
+			off := (addr - r.Base) % r.BlockStride
+			return fmt.Sprintf("region %d, block %d, offset %d of %d", k, (addr-r.Base)/r.BlockStride, off, r.BlockBytes), i - int(off%8)
+		}
+	}
+	return "outside of all regions", i - i%8
+}
+
+// meaning reads the word of the pattern that mem begins with.
+func meaning(mem []byte) string {
+	w := binary.LittleEndian.Uint64(mem)
+	if w == 0x0101010101010101*guardByte {
+		return "nothing written"
+	}
+	return fmt.Sprintf("%#016x (transfer %d, region %d, position %d, offset %d)", w, w>>52, w>>40&0xfff, w>>20&0xfffff, w&0xfffff*8)
+}
+
+// touched says whether the first byte of any block was written. Transports may
+// write by system calls that the race detector does not see, hence norace.
+//
+//go:norace
+func (a *arena) touched(blocks [][]core.BlockID) bool {
+	for _, r := range a.layout.Regions {
+		if int(r.Group) < len(blocks) {
+			for _, id := range blocks[r.Group] {
+				p := uintptr(r.Base + uint64(id)*r.BlockStride)
+				if **(**byte)(unsafe.Pointer(&p)) != guardByte {
+					return true
+				}
+			}
+		}
+	}
+	return false
+}
+
+// snapshot copies the arena as it is now.
+//
+//go:norace
+func (a *arena) snapshot() []byte {
+	out := make([]byte, len(a.mem))
+	copy(out, a.mem)
+	return out
+}

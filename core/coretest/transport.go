@@ -1,0 +1,349 @@
+// Package coretest holds twins of what package core is given (Transport, Bus,
+// Clock), the conformance suite that every Transport passes, and the runner of
+// transcripts.
+package coretest
+
+import (
+	"bytes"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// chunk is how much the twin copies at a time: the longest that Revoke waits.
+const chunk = 64 << 10
+
+// Network joins the twins of one test.
+type Network struct {
+	mu    sync.Mutex
+	open  map[core.AgentID]*transport
+	links map[link]bool
+	gate  func(id core.TransferID, chunk int)
+}
+
+// link: the receiver has connected to the sender.
+type link struct{ sender, receiver core.AgentID }
+
+// NewNetwork makes one without agents.
+func NewNetwork() *Network {
+	return &Network{open: map[core.AgentID]*transport{}, links: map[link]bool{}}
+}
+
+// Gate has f called before each chunk of each write (from 0), on the writer's
+// goroutine and without a lock: f may wait, and call Close or Revoke.
+func (n *Network) Gate(f func(id core.TransferID, chunk int)) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.gate = f
+}
+
+// NewTransport opens a core.Transport that copies within this process from the
+// addresses of the sender's layout to those of the receiver's, as RDMA does:
+// the receiver's agent takes no part in a write but by its fence.
+func (n *Network) NewTransport(id core.AgentID, layout *core.Layout, sink core.Sink) core.Transport {
+	t := &transport{net: n, id: id, layout: layout, sink: sink, done: make(chan struct{}),
+		expected: map[core.TransferID]*expect{}, writes: map[core.TransferID]*write{}}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.open[id] = t
+	return t
+}
+
+type transport struct {
+	net    *Network
+	id     core.AgentID
+	layout *core.Layout
+	sink   core.Sink
+	done   chan struct{} // closed by Close
+
+	mu       sync.Mutex
+	closed   bool
+	expected map[core.TransferID]*expect
+	writes   map[core.TransferID]*write
+	running  sync.WaitGroup // goroutines that this transport owns
+}
+
+// expect is an armed receiver. Its lock is the fence: held while a chunk is
+// copied and while Received is called, so that Revoke is exact for both.
+type expect struct {
+	id       core.TransferID
+	peer     core.AgentID
+	grant    []byte
+	segments int
+	total    uint64
+	fence    sync.Mutex
+	over     bool        // revoked, or its outcome was told
+	told     atomic.Bool // Received is being called: the id is free again
+	taken    bool        // a write has begun
+}
+
+type write struct {
+	stop chan struct{}
+	once sync.Once
+}
+
+var (
+	errTwinClosed = errors.New("mem: transport is closed")
+	errStopped    = errors.New("mem: write was stopped")
+)
+
+func (t *transport) Name() string     { return "mem" }
+func (t *transport) Endpoint() string { return "mem:" + string(t.id) }
+
+// enter counts what Close waits for.
+func (t *transport) enter() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return false
+	}
+	t.running.Add(1)
+	return true
+}
+
+// spawn starts a goroutine that Close waits for.
+func (t *transport) spawn(f func()) bool {
+	if !t.enter() {
+		return false
+	}
+	go func() {
+		defer t.running.Done()
+		f()
+	}()
+	return true
+}
+
+func (t *transport) Connect(peer core.AgentID, endpoint string) error {
+	if !strings.HasPrefix(endpoint, "mem:") {
+		return fmt.Errorf("mem: agent %s has the endpoint %q", peer, endpoint)
+	}
+	t.net.mu.Lock()
+	_, there := t.net.open[peer]
+	there = there && endpoint == "mem:"+string(peer)
+	if there {
+		t.net.links[link{peer, t.id}] = true
+	}
+	t.net.mu.Unlock()
+	if !there && !t.spawn(func() { t.sink.PeerDown(peer, fmt.Errorf("mem: nobody is at %s", endpoint)) }) {
+		return errTwinClosed
+	}
+	return nil
+}
+
+func (t *transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+	e := &expect{id: id, peer: peer, grant: make([]byte, 16), segments: len(dst)}
+	rand.Read(e.grant)
+	for _, s := range dst {
+		e.total += s.Length
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	switch {
+	case t.closed:
+		return nil, errTwinClosed
+	case t.expected[id] != nil && !t.expected[id].told.Load():
+		return nil, fmt.Errorf("mem: transfer %q is expected already", string(id))
+	}
+	t.expected[id] = e
+	return bytes.Clone(e.grant), nil
+}
+
+func (t *transport) Revoke(id core.TransferID) {
+	t.mu.Lock()
+	e := t.expected[id]
+	t.mu.Unlock()
+	if e != nil {
+		e.fence.Lock()
+		e.over = true
+		e.fence.Unlock()
+		t.forget(e)
+	}
+}
+
+func (t *transport) forget(e *expect) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.expected[e.id] == e {
+		delete(t.expected, e.id)
+	}
+}
+
+// end tells the outcome, unless another end came first.
+func (t *transport) end(e *expect, s core.TransferStats, err error) bool {
+	if !t.enter() {
+		return false
+	}
+	defer t.running.Done()
+	e.fence.Lock()
+	defer e.fence.Unlock()
+	if e.over {
+		return false
+	}
+	e.over = true
+	e.told.Store(true)
+	t.sink.Received(e.id, s, err)
+	t.forget(e)
+	return true
+}
+
+func (t *transport) Write(op core.WriteOp) {
+	w := &write{stop: make(chan struct{})}
+	t.mu.Lock()
+	t.writes[op.ID] = w
+	t.mu.Unlock()
+	t.spawn(func() {
+		start := time.Now()
+		n, err := t.run(op, w)
+		t.mu.Lock()
+		delete(t.writes, op.ID)
+		t.mu.Unlock()
+		t.sink.Written(op.ID, core.TransferStats{Bytes: n, Segments: len(op.Pairs), Nanos: time.Since(start).Nanoseconds()}, err)
+	})
+}
+
+// run copies a transfer and returns how many bytes it wrote.
+func (t *transport) run(op core.WriteOp, w *write) (n uint64, err error) {
+	start := time.Now()
+	t.net.mu.Lock()
+	peer, linked, gate := t.net.open[op.Peer], t.net.links[link{t.id, op.Peer}], t.net.gate
+	t.net.mu.Unlock()
+	if peer == nil || !linked {
+		return 0, fmt.Errorf("mem: agent %s has not connected", op.Peer)
+	}
+	peer.mu.Lock()
+	e := peer.expected[op.ID]
+	peer.mu.Unlock()
+	if e == nil || e.peer != t.id || !bytes.Equal(e.grant, op.Grant) {
+		return 0, fmt.Errorf("mem: agent %s refuses the grant of transfer %q", op.Peer, string(op.ID))
+	}
+	for i := range op.Pairs {
+		p := &op.Pairs[i]
+		if err := inside(t.layout, p.SrcRegion, p.SrcOffset, p.Length); err != nil {
+			return 0, fmt.Errorf("mem: source: %w", err)
+		}
+		if err := inside(peer.layout, p.DstRegion, p.DstOffset, p.Length); err != nil {
+			return 0, fmt.Errorf("mem: destination: %w", err)
+		}
+	}
+	e.fence.Lock()
+	again := e.taken
+	e.taken = true
+	e.fence.Unlock()
+	if again {
+		return 0, fmt.Errorf("mem: transfer %q is written twice", string(op.ID))
+	}
+	chunks := 0
+	for i := range op.Pairs {
+		p := &op.Pairs[i]
+		src := t.layout.Regions[p.SrcRegion].Base + p.SrcOffset
+		dst := peer.layout.Regions[p.DstRegion].Base + p.DstOffset
+		for off := uint64(0); off < p.Length; off += chunk {
+			if gate != nil {
+				gate(op.ID, chunks)
+			}
+			chunks++
+			select {
+			case <-w.stop:
+				return n, errStopped
+			case <-t.done:
+				err := fmt.Errorf("mem: agent %s was closed in the middle of a write", t.id)
+				peer.end(e, core.TransferStats{Bytes: n, Segments: e.segments}, err)
+				return n, err
+			default:
+			}
+			size := min(chunk, p.Length-off)
+			e.fence.Lock()
+			if e.over {
+				e.fence.Unlock()
+				return n, fmt.Errorf("mem: agent %s has revoked transfer %q", op.Peer, string(op.ID))
+			}
+			copy(memory(dst+off, size), memory(src+off, size))
+			e.fence.Unlock()
+			n += size
+		}
+	}
+	if n != e.total {
+		err := fmt.Errorf("mem: transfer %q has %d bytes at its sender, %d at its receiver", string(op.ID), n, e.total)
+		peer.end(e, core.TransferStats{Bytes: n, Segments: e.segments}, err)
+		return n, err
+	}
+	if !peer.end(e, core.TransferStats{Bytes: n, Segments: e.segments, Nanos: time.Since(start).Nanoseconds()}, nil) {
+		return n, fmt.Errorf("mem: agent %s has revoked transfer %q", op.Peer, string(op.ID))
+	}
+	return n, nil
+}
+
+func (t *transport) Stop(id core.TransferID) {
+	t.mu.Lock()
+	w := t.writes[id]
+	t.mu.Unlock()
+	if w != nil {
+		w.once.Do(func() { close(w.stop) })
+	}
+}
+
+func (t *transport) Close() error {
+	t.mu.Lock()
+	if t.closed {
+		t.mu.Unlock()
+		t.running.Wait()
+		return nil
+	}
+	t.closed = true
+	expected := t.expected
+	t.expected = map[core.TransferID]*expect{}
+	t.mu.Unlock()
+	close(t.done)
+	for _, e := range expected {
+		e.fence.Lock()
+		e.over = true
+		e.fence.Unlock()
+	}
+	t.net.mu.Lock()
+	delete(t.net.open, t.id)
+	var others []*transport
+	for l := range t.net.links {
+		switch t.id {
+		case l.sender:
+			others = append(others, t.net.open[l.receiver])
+		case l.receiver:
+			others = append(others, t.net.open[l.sender])
+		default:
+			continue
+		}
+		delete(t.net.links, l)
+	}
+	t.net.mu.Unlock()
+	for _, o := range others {
+		if o != nil {
+			o.spawn(func() { o.sink.PeerDown(t.id, fmt.Errorf("mem: agent %s was closed", t.id)) })
+		}
+	}
+	t.running.Wait()
+	return nil
+}
+
+// inside checks a range against its region.
+func inside(l *core.Layout, region uint32, off, n uint64) error {
+	if int(region) >= len(l.Regions) {
+		return fmt.Errorf("region %d of %d", region, len(l.Regions))
+	}
+	r := &l.Regions[region]
+	if end := off + n; end < off || end > r.Extent() {
+		return fmt.Errorf("bytes %d to %d are outside of %v", off, end, r)
+	}
+	return nil
+}
+
+// memory is the n bytes at an address of this process, which is not Go memory.
+func memory(addr, n uint64) []byte {
+	a := uintptr(addr)
+	return unsafe.Slice(*(**byte)(unsafe.Pointer(&a)), n)
+}

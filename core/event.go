@@ -1,0 +1,181 @@
+package core
+
+import (
+	"strconv"
+	"time"
+)
+
+// Code says how a half of a transfer ended; it is the code of the C API too.
+type Code int
+
+// The codes of a transfer's end. 0 is success; calls use the lower numbers
+// (package status of the C header), transfers those from 20 on.
+const (
+	OK            Code = 0
+	Cancelled     Code = 20 // this side cancelled
+	PeerCancelled Code = 21 // the other side cancelled
+	PeerLost      Code = 22 // the other side is gone, stopped or was restarted
+	NotOffered    Code = 23 // nobody offered the transfer in time
+	Expired       Code = 24 // nobody loaded the offer while its lease ran
+	Refused       Code = 25 // the other side refused: limits, layouts, a second load
+	Unreachable   Code = 26 // the bootstrap address or the registry entry was not found
+	Failed        Code = 27 // the bytes could not be moved
+	Closed        Code = 28 // the agent was closed
+)
+
+var codeNames = map[Code]string{
+	OK: "ok", Cancelled: "cancelled", PeerCancelled: "peer-cancelled", PeerLost: "peer-lost", NotOffered: "not-offered",
+	Expired: "expired", Refused: "refused", Unreachable: "unreachable", Failed: "failed", Closed: "closed",
+}
+
+func (c Code) String() string {
+	if s, ok := codeNames[c]; ok {
+		return s
+	}
+	return "code-" + strconv.Itoa(int(c))
+}
+
+// Target names the prefill rank that a load is from.
+type Target struct {
+	Bootstrap              string // as the router gave it, "http://host:port"
+	EngineID               string
+	DPRank, TPRank, PPRank int
+}
+
+// OfferRequest is the engine's word that blocks hold a transfer. Blocks has one
+// list per KV cache group, in the prompt's order from its first block.
+type OfferRequest struct {
+	ID     TransferID
+	Blocks [][]BlockID
+	Token  uint64 // given back in the Report
+}
+
+// LoadRequest is the engine's word that it wants a transfer in its blocks.
+type LoadRequest struct {
+	ID     TransferID
+	From   Target
+	First  []uint32    // per group: position in the prompt of the first block; nil = 0
+	Blocks [][]BlockID // per group; all empty = only tell P that nothing is needed
+	Token  uint64
+}
+
+// Side tells the halves of a transfer apart.
+type Side uint8
+
+// The two sides.
+const (
+	SideLoad  Side = 1
+	SideOffer Side = 2
+)
+
+func (s Side) String() string {
+	if s == SideLoad {
+		return "load"
+	}
+	return "offer"
+}
+
+// Status is P's answer to a renewal, per transfer.
+type Status uint8
+
+// The statuses of a Renew reply.
+const (
+	StatusUnknown Status = 0 // never heard of, or forgotten
+	StatusEarly   Status = 1 // your load is here, the engine has not named the request yet
+	StatusPrefill Status = 2 // the engine works on it
+	StatusOffered Status = 3 // blocks hold it
+	StatusSending Status = 4
+	StatusSent    Status = 5 // ended well
+	StatusEnded   Status = 6 // ended otherwise; the Finish that said why was lost
+)
+
+// LoadMessage is D's load as P's machine sees it.
+type LoadMessage struct {
+	ID     TransferID
+	Peer   AgentID
+	Grant  []byte
+	First  []uint32
+	Blocks [][]BlockID
+	Lease  time.Duration
+}
+
+// Action is what a Machine wants done. The concrete types follow.
+type Action interface{ action() }
+
+type (
+	// Resolve: find the target and make it known; answer with Resolved. Fresh
+	// says that what is remembered of this target was found to be wrong. Seq
+	// comes back with the answer: an id may be in use again by then.
+	Resolve struct {
+		ID    TransferID
+		Seq   uint64
+		From  Target
+		Fresh bool
+	}
+	// Expect: arm the transport for these blocks; answer with Expecting.
+	Expect struct {
+		ID     TransferID
+		Peer   AgentID
+		Blocks [][]BlockID
+	}
+	// SendLoad: send the load to P; answer with LoadReplied.
+	SendLoad struct {
+		ID     TransferID
+		Seq    uint64
+		Peer   AgentID
+		Grant  []byte
+		First  []uint32
+		Blocks [][]BlockID
+		Lease  time.Duration
+	}
+	// SendRenew: renew these transfers at one P; answer with RenewReplied.
+	SendRenew struct {
+		Peer AgentID
+		IDs  []TransferID
+	}
+	// SendFinish: tell the peer how a transfer ended here. No answer: the peer
+	// learns it by a lease or a renewal too if this is lost.
+	SendFinish struct {
+		Peer   AgentID
+		ID     TransferID
+		Code   Code
+		Reason string
+	}
+	// Forget: drop what is remembered of a peer that was found gone.
+	Forget struct{ Peer AgentID }
+	// Revoke: fence a load's blocks; answer with Revoked.
+	Revoke struct{ ID TransferID }
+	// Write: send blocks; the transport answers with Written.
+	Write struct {
+		ID    TransferID
+		Peer  AgentID
+		Grant []byte
+		Src   [][]BlockID
+		Dst   [][]BlockID
+	}
+	// StopWrite: end a Write early; its Written still comes.
+	StopWrite struct{ ID TransferID }
+	// Report: tell the engine, once, how its half ended; its blocks are free.
+	Report struct {
+		ID        TransferID
+		Side      Side
+		Transport string // that moved the bytes; set by the user of the Machine
+		Token     uint64
+		Code      Code
+		Reason    string
+		Blocks    int           // of all groups
+		Wait      time.Duration // from the engine's call to the first byte asked for or sent
+		Stats     TransferStats
+	}
+)
+
+func (Resolve) action()    {}
+func (Expect) action()     {}
+func (SendLoad) action()   {}
+func (Forget) action()     {}
+func (SendRenew) action()  {}
+func (SendFinish) action() {}
+func (Revoke) action()     {}
+func (Write) action()      {}
+func (StopWrite) action()  {}
+func (Report) action()     {}

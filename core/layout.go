@@ -1,0 +1,270 @@
+package core
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+	"slices"
+	"strings"
+)
+
+// Limits of a layout; a layout over a limit is refused whole.
+const (
+	MaxRegions = 1 << 16
+	MaxGroups  = 16
+	// MaxBlocks bounds the block ids of one group in one transfer.
+	MaxBlocks     = 1 << 16
+	MaxRegionName = 256
+	// RegionAlign is the least alignment of addresses, strides and lengths: a
+	// double word, which RDMA and DMA engines want for full speed.
+	RegionAlign = 4
+)
+
+// BlockID numbers a block within its KV cache group, from 0.
+type BlockID = uint32
+
+// Region is a memory range that holds a piece of every block of one KV cache
+// group at a fixed stride: one layer's K, V, fused KV, latent or state, or one
+// head of it where the engine's layout keeps heads apart.
+type Region struct {
+	Name        string // same on both sides of a transfer, unique in its group
+	Base        uint64 // address of block 0 in this process, bytes
+	BlockStride uint64 // bytes from one block's start to the next one's
+	BlockBytes  uint64 // bytes of a block in this region, at most BlockStride
+	NumBlocks   uint32
+	Group       uint32 // KV cache group
+}
+
+// Extent is the number of bytes from Base to the end of the last block.
+func (r *Region) Extent() uint64 {
+	if r.NumBlocks == 0 {
+		return 0
+	}
+	return uint64(r.NumBlocks-1)*r.BlockStride + r.BlockBytes
+}
+
+// fits says whether the region ends within the address space. Extent itself
+// may overflow until this was asked.
+func (r *Region) fits() bool {
+	high, span := bits.Mul64(uint64(r.NumBlocks-1), r.BlockStride)
+	end, carry := bits.Add64(r.Base, span, 0)
+	_, carry2 := bits.Add64(end, r.BlockBytes, 0)
+	return high == 0 && carry == 0 && carry2 == 0
+}
+
+func (r *Region) String() string {
+	return fmt.Sprintf("region %q (group %d, base %#x, %d blocks of %d bytes, stride %d)",
+		r.Name, r.Group, r.Base, r.NumBlocks, r.BlockBytes, r.BlockStride)
+}
+
+// Layout is the whole registered KV cache of one agent. It does not change
+// after NewLayout, so it may be read from any goroutine.
+type Layout struct {
+	Regions []Region
+	// Groups[g] is what the regions of group g have in common.
+	Groups []Group
+}
+
+// Group is a set of regions that share their block ids.
+type Group struct {
+	NumBlocks  uint32   // the least of its regions: a block id must be below it
+	BlockBytes uint64   // bytes of one block over all regions of the group
+	Regions    []uint32 // indices into Layout.Regions
+}
+
+// NewLayout checks regions and groups them. Groups must be numbered from 0
+// without a gap.
+func NewLayout(regions []Region) (*Layout, error) {
+	if len(regions) == 0 {
+		return nil, errors.New("no regions: register at least one KV cache region")
+	}
+	if len(regions) > MaxRegions {
+		return nil, fmt.Errorf("%d regions, at most %d are supported", len(regions), MaxRegions)
+	}
+	l := &Layout{Regions: slices.Clone(regions)}
+	type key struct {
+		group uint32
+		name  string
+	}
+	names := make(map[key]bool, len(regions))
+	for i := range l.Regions {
+		r := &l.Regions[i]
+		if err := r.check(); err != nil {
+			return nil, err
+		}
+		k := key{r.Group, r.Name}
+		if names[k] {
+			return nil, fmt.Errorf("%v is registered twice: names must be unique within a group", r)
+		}
+		names[k] = true
+		for int(r.Group) >= len(l.Groups) {
+			l.Groups = append(l.Groups, Group{NumBlocks: ^uint32(0)})
+		}
+		g := &l.Groups[r.Group]
+		g.NumBlocks = min(g.NumBlocks, r.NumBlocks)
+		g.BlockBytes += r.BlockBytes
+		g.Regions = append(g.Regions, uint32(i))
+	}
+	for g := range l.Groups {
+		if len(l.Groups[g].Regions) == 0 {
+			return nil, fmt.Errorf("KV cache group %d has no region: number groups from 0 without a gap", g)
+		}
+		if err := l.checkOverlap(l.Groups[g].Regions); err != nil {
+			return nil, err
+		}
+	}
+	return l, nil
+}
+
+func (r *Region) check() error {
+	switch {
+	case r.Name == "" || len(r.Name) > MaxRegionName:
+		return fmt.Errorf("region name %.40q: want 1 to %d bytes", r.Name, MaxRegionName)
+	case r.Group >= MaxGroups:
+		return fmt.Errorf("%v: group must be below %d", r, MaxGroups)
+	case r.Base == 0:
+		return fmt.Errorf("%v: address is null", r)
+	case r.BlockBytes == 0 || r.NumBlocks == 0:
+		return fmt.Errorf("%v: block bytes and number of blocks must not be 0", r)
+	case r.BlockStride < r.BlockBytes:
+		return fmt.Errorf("%v: stride is less than the block's length", r)
+	case r.Base%RegionAlign != 0 || r.BlockStride%RegionAlign != 0 || r.BlockBytes%RegionAlign != 0:
+		return fmt.Errorf("%v is unaligned: base, stride and block bytes must be multiples of %d", r, RegionAlign)
+	case r.BlockStride > 1<<40 || !r.fits():
+		return fmt.Errorf("%v does not fit into the address space", r)
+	}
+	return nil
+}
+
+// checkOverlap finds two regions of a group that share a byte. Regions of
+// different groups may: hybrid models keep several groups in one storage.
+func (l *Layout) checkOverlap(index []uint32) error {
+	order := slices.Clone(index)
+	slices.SortFunc(order, func(a, b uint32) int {
+		switch x, y := l.Regions[a].Base, l.Regions[b].Base; {
+		case x < y:
+			return -1
+		case x > y:
+			return 1
+		}
+		return 0
+	})
+	var open []uint32 // regions whose extent reaches past the current base
+	for _, i := range order {
+		r := &l.Regions[i]
+		open = slices.DeleteFunc(open, func(j uint32) bool {
+			return l.Regions[j].Base+l.Regions[j].Extent() <= r.Base
+		})
+		for _, j := range open {
+			if overlap(&l.Regions[j], r) {
+				return fmt.Errorf("%v overlaps %v", r, &l.Regions[j])
+			}
+		}
+		open = append(open, i)
+	}
+	return nil
+}
+
+// overlap says whether b, whose base is not below a's and within a's extent,
+// shares a byte with a. Strided views of one storage interleave without overlap.
+func overlap(a, b *Region) bool {
+	if a.BlockStride != b.BlockStride {
+		return true // nothing lays regions of a group out like that
+	}
+	d := (b.Base - a.Base) % a.BlockStride
+	return d < a.BlockBytes || d+b.BlockBytes > a.BlockStride
+}
+
+// CheckBlocks says why block ids, one list per group, cannot be used with this
+// layout: too many groups, or an id out of range.
+func (l *Layout) CheckBlocks(blocks [][]BlockID) error {
+	if len(blocks) > len(l.Groups) {
+		return fmt.Errorf("block ids for %d KV cache groups, but %d are registered", len(blocks), len(l.Groups))
+	}
+	for g, ids := range blocks {
+		if len(ids) > MaxBlocks {
+			return fmt.Errorf("%d block ids in group %d, at most %d are supported in one transfer", len(ids), g, MaxBlocks)
+		}
+		n := l.Groups[g].NumBlocks
+		for i, id := range ids {
+			if id >= n {
+				return fmt.Errorf("block id %d (position %d, group %d) is out of range: the group has %d blocks", id, i, g, n)
+			}
+		}
+	}
+	return nil
+}
+
+// CheckUnique says which block id stands twice in one list: harmless to read
+// from, but two writes into one block would leave either content.
+func (l *Layout) CheckUnique(blocks [][]BlockID) error {
+	for g, ids := range blocks {
+		seen := make(map[BlockID]struct{}, len(ids))
+		for _, id := range ids {
+			if _, twice := seen[id]; twice {
+				return fmt.Errorf("block id %d stands twice in the load of group %d", id, g)
+			}
+			seen[id] = struct{}{}
+		}
+	}
+	return nil
+}
+
+// Bytes is what a transfer of these blocks carries.
+func (l *Layout) Bytes(blocks [][]BlockID) uint64 {
+	var n uint64
+	for g, ids := range blocks {
+		n += uint64(len(ids)) * l.Groups[g].BlockBytes
+	}
+	return n
+}
+
+// Shape is a region without its address: what a peer must know to check that
+// two layouts hold the same thing.
+type Shape struct {
+	Name        string
+	BlockStride uint64
+	BlockBytes  uint64
+	NumBlocks   uint32
+	Group       uint32
+}
+
+// Shapes describes the layout to peers.
+func (l *Layout) Shapes() []Shape {
+	out := make([]Shape, len(l.Regions))
+	for i, r := range l.Regions {
+		out[i] = Shape{Name: r.Name, BlockStride: r.BlockStride, BlockBytes: r.BlockBytes, NumBlocks: r.NumBlocks, Group: r.Group}
+	}
+	return out
+}
+
+// CheckPeer says why blocks cannot be copied from a peer's layout into this
+// one. The message names both values.
+func (l *Layout) CheckPeer(peer []Shape) error {
+	if len(peer) != len(l.Regions) {
+		return fmt.Errorf("layouts differ: %d regions here, %d at the peer (first here %s, first there %s)",
+			len(l.Regions), len(peer), nameAt(l.Shapes(), 0), nameAt(peer, 0))
+	}
+	var diffs []string
+	for i, r := range l.Regions {
+		p := peer[i]
+		if p.Name != r.Name || p.BlockBytes != r.BlockBytes || p.Group != r.Group {
+			diffs = append(diffs, fmt.Sprintf("region %d is %q with blocks of %d bytes in group %d here, %q with %d bytes in group %d at the peer",
+				i, r.Name, r.BlockBytes, r.Group, p.Name, p.BlockBytes, p.Group))
+		}
+		if len(diffs) == 3 {
+			break
+		}
+	}
+	if diffs != nil {
+		return fmt.Errorf("layouts differ: %s", strings.Join(diffs, "; "))
+	}
+	return nil
+}
+
+func nameAt(s []Shape, i int) string {
+	if i < len(s) {
+		return fmt.Sprintf("%q", s[i].Name)
+	}
+	return "none"
+}

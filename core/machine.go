@@ -1,0 +1,229 @@
+package core
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/invariants"
+)
+
+// Errors of a Machine's calls; they are wrapped with the value and the remedy.
+var (
+	ErrInvalid   = errors.New("invalid argument")
+	ErrDuplicate = errors.New("already under way")
+	ErrOverload  = errors.New("too many transfers")
+	ErrClosed    = errors.New("agent is closed")
+)
+
+// TickInterval is how often Tick must be called while a Machine is busy.
+const TickInterval = 100 * time.Millisecond
+
+// Options bound a Machine's waits and queues. Zero values get the defaults.
+type Options struct {
+	Lease        time.Duration // P keeps an offer that nobody renews; 30 s
+	PeerTimeout  time.Duration // silence after which a peer counts as gone; 3 s
+	EarlyLoad    time.Duration // P keeps a load whose request its engine has not named; 30 s
+	MaxTransfers int           // loads, offers and early loads, each; 8192
+}
+
+func (o Options) withDefaults() Options {
+	def := func(d *time.Duration, v time.Duration) {
+		if *d <= 0 {
+			*d = v
+		}
+	}
+	def(&o.Lease, 30*time.Second)
+	def(&o.PeerTimeout, 3*time.Second)
+	def(&o.EarlyLoad, 30*time.Second)
+	if o.MaxTransfers <= 0 {
+		o.MaxTransfers = 8192
+	}
+	return o
+}
+
+// Machine is the state of all transfers of one agent. See the package comment
+// for the user's duties.
+type Machine struct {
+	opt    Options
+	layout *Layout
+	closed bool
+	seq    uint64
+
+	loads  map[TransferID]*load
+	peers  map[AgentID]*peer // the P agents that loads wait for
+	offers map[TransferID]*offer
+	early  int // offers that no call of the engine backs yet
+	ended  tombstones
+
+	actions []Action
+}
+
+// New makes a Machine for one registered layout.
+func New(layout *Layout, opt Options) *Machine {
+	opt = opt.withDefaults()
+	return &Machine{
+		opt: opt, layout: layout,
+		loads: map[TransferID]*load{}, peers: map[AgentID]*peer{}, offers: map[TransferID]*offer{},
+		ended: tombstones{limit: opt.MaxTransfers, byID: map[TransferID]tombstone{}},
+	}
+}
+
+// Actions returns what is to be done since the last call, in order.
+func (m *Machine) Actions() []Action {
+	if invariants.Enabled {
+		m.checkInvariants()
+	}
+	a := m.actions
+	m.actions = nil
+	return a
+}
+
+func (m *Machine) act(a Action) { m.actions = append(m.actions, a) }
+
+// Busy says whether anything waits for the time.
+func (m *Machine) Busy() bool { return len(m.loads) > 0 || len(m.offers) > 0 }
+
+// Load returns, and Offer, the number of transfers of each half.
+func (m *Machine) Counts() (loads, offers int) { return len(m.loads), len(m.offers) }
+
+// Tick ends what has waited too long and renews leases.
+func (m *Machine) Tick(now time.Time) {
+	m.tickOffers(now)
+	m.tickPeers(now)
+}
+
+// Cancel ends the half or halves of a transfer that this agent has; each still
+// gets its Report. For an id that is not known here yet it is remembered, so
+// that a load that comes later is refused at once.
+func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
+	if err := checkID(id); err != nil {
+		return err
+	}
+	if m.closed {
+		return ErrClosed
+	}
+	ld := m.loads[id]
+	if ld != nil {
+		m.endLoad(now, ld, Cancelled, orText(reason, "cancelled by the decode engine"))
+	}
+	if of := m.offers[id]; of != nil || ld == nil {
+		m.cancelOffer(now, id, of, orText(reason, "cancelled by the prefill engine"))
+	}
+	return nil
+}
+
+// Close ends every transfer; the agent may go when Busy says no.
+func (m *Machine) Close(now time.Time) {
+	m.closed = true
+	for _, id := range sortedKeys(m.loads) {
+		m.endLoad(now, m.loads[id], Closed, "the decode agent was closed")
+	}
+	for _, id := range sortedKeys(m.offers) {
+		m.endOffer(now, m.offers[id], Closed, "the prefill agent was closed", true)
+	}
+}
+
+// Abandon reports all that Close could not bring to an end. It may be called
+// only when the transports are closed, so that no byte can move.
+func (m *Machine) Abandon(now time.Time) {
+	for _, id := range sortedKeys(m.loads) {
+		m.reportLoad(now, m.loads[id])
+	}
+	for _, id := range sortedKeys(m.offers) {
+		m.reportOffer(now, m.offers[id], TransferStats{})
+	}
+}
+
+func checkID(id TransferID) error {
+	if len(id) == 0 || len(id) > MaxTransferID {
+		return fmt.Errorf("%w: transfer_id %.40q has %d bytes, want 1 to %d", ErrInvalid, string(id), len(id), MaxTransferID)
+	}
+	for i := 0; i < len(id); i++ {
+		if id[i] == 0 {
+			return fmt.Errorf("%w: transfer_id %.40q holds a NUL byte", ErrInvalid, string(id))
+		}
+	}
+	return nil
+}
+
+func orText(s, def string) string {
+	if s == "" {
+		return def
+	}
+	return s
+}
+
+// tombstones remember, within a bound, how transfers ended, so that a late or
+// doubled message is answered by the truth and not by a new wait.
+type tombstones struct {
+	limit int
+	byID  map[TransferID]tombstone
+	order []TransferID
+}
+
+type tombstone struct {
+	code   Code
+	reason string
+}
+
+func (t *tombstones) add(id TransferID, code Code, reason string) {
+	if _, known := t.byID[id]; !known {
+		for len(t.order) >= t.limit {
+			delete(t.byID, t.order[0])
+			t.order = t.order[1:]
+		}
+		t.order = append(t.order, id)
+	}
+	t.byID[id] = tombstone{code, reason}
+}
+
+// sortedKeys gives maps one order, so that a run can be told again.
+func sortedKeys[K cmp.Ordered, V any](m map[K]V) []K {
+	return slices.Sorted(maps.Keys(m))
+}
+
+// checkInvariants panics when the machine contradicts itself; only in builds
+// with the tag "invariants".
+func (m *Machine) checkInvariants() {
+	must := func(ok bool, format string, args ...any) {
+		if !ok {
+			panic("core: broken invariant: " + fmt.Sprintf(format, args...))
+		}
+	}
+	early := 0
+	for id, of := range m.offers {
+		loaded, timed := of.load != nil, !of.deadline.IsZero()
+		_, gone := m.ended.byID[id]
+		must(of.id == id, "offer %q is kept as %q", of.id, id)
+		must(!gone, "offer %q has ended and is under way", id)
+		switch of.state {
+		case offerEarly:
+			early++
+			must(loaded && timed && of.blocks == nil, "early offer %q: load %v, deadline %v", id, loaded, timed)
+		case offerPrefill:
+			must(loaded == timed, "prefill %q: load %v, deadline %v", id, loaded, timed)
+		case offerReady:
+			must(!loaded && timed, "ready offer %q: load %v, deadline %v", id, loaded, timed)
+		case offerSending, offerStopping:
+			must(loaded && timed && !of.sendAt.IsZero(), "sending offer %q: load %v, deadline %v, sent at %v", id, loaded, timed, of.sendAt)
+		default:
+			must(false, "offer %q in state %d", id, of.state)
+		}
+	}
+	must(early == m.early, "%d early offers, counted %d", early, m.early)
+	must(early <= m.opt.MaxTransfers && len(m.offers)-early <= m.opt.MaxTransfers, "%d offers, %d early, over the limit", len(m.offers), early)
+	for id, ld := range m.loads {
+		must(ld.id == id && ld.state <= loadFencing, "load %q is kept as %q in state %d", ld.id, id, ld.state)
+		must(!ld.given || ld.state == loadResolving, "load %q was reported in state %d", id, ld.state)
+		must(!ld.again || ld.state == loadFencing && ld.retried, "load %q starts over in state %d", id, ld.state)
+		must(ld.peer != "" || ld.state == loadResolving, "load %q has no peer in state %d", id, ld.state)
+		must(ld.state != loadWaiting || m.peers[ld.peer] != nil, "load %q waits for %q, which nobody watches", id, ld.peer)
+	}
+	must(len(m.loads) <= m.opt.MaxTransfers, "%d loads, over the limit", len(m.loads))
+	must(len(m.loads) > 0 || len(m.peers) == 0, "%d peers are watched for no load", len(m.peers))
+	must(len(m.ended.order) == len(m.ended.byID) && len(m.ended.byID) <= m.ended.limit, "%d tombstones, %d in order", len(m.ended.byID), len(m.ended.order))
+}

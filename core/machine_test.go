@@ -1,0 +1,292 @@
+package core_test
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// TestTranscripts runs testdata/*.txt. A line is the machine's name, an event
+// and its values; what the machine then wants done is printed, one action a
+// line. "open" makes a machine, whose name is its agent id.
+func TestTranscripts(t *testing.T) {
+	leaktest.Check(t)
+	coretest.RunTranscripts(t, "testdata/*.txt", func(t *testing.T) (func(*coretest.Command) string, func()) {
+		s := &script{t: t, now: time.Unix(0, 0), machines: map[string]*scripted{}}
+		return s.run, s.end
+	})
+}
+
+type script struct {
+	t        *testing.T
+	now      time.Time
+	machines map[string]*scripted
+}
+
+type scripted struct {
+	*core.Machine
+	ledger *ledger
+}
+
+func (s *script) end() {
+	for _, name := range slices.Sorted(maps.Keys(s.machines)) {
+		m := s.machines[name]
+		m.ledger.end()
+		for _, f := range m.ledger.broken {
+			s.t.Errorf("%s: %s", name, f)
+		}
+		if loads, offers, early, peers, _ := m.Sizes(); loads+offers+early+peers > 0 {
+			s.t.Errorf("%s: left at the end: %d loads, %d offers, %d early, %d peers", name, loads, offers, early, peers)
+		}
+	}
+}
+
+func (s *script) run(c *coretest.Command) string {
+	name, what := c.Word(0), c.Word(1)
+	if what == "open" {
+		s.machines[name] = &scripted{s.open(c), newLedger()}
+		return ""
+	}
+	m := s.machines[name]
+	if m == nil {
+		s.t.Fatalf("%s: no machine %q", c.Pos, name)
+	}
+	said, err := s.event(m, what, c)
+	var out strings.Builder
+	if err != nil {
+		fmt.Fprintf(&out, "error: %v%s\n", err, sentinel(err))
+	}
+	if said != "" {
+		out.WriteString(said + "\n")
+	}
+	for _, a := range m.Actions() {
+		m.ledger.action(a)
+		out.WriteString(describe(a) + "\n")
+	}
+	return out.String()
+}
+
+func sentinel(err error) string {
+	for name, target := range map[string]error{"ErrInvalid": core.ErrInvalid, "ErrDuplicate": core.ErrDuplicate, "ErrOverload": core.ErrOverload, "ErrClosed": core.ErrClosed} {
+		if errors.Is(err, target) {
+			return " [" + name + "]"
+		}
+	}
+	return ""
+}
+
+// open makes a machine; the layout has groups= groups of 100 blocks.
+func (s *script) open(c *coretest.Command) *core.Machine {
+	var regions []core.Region
+	for g := range s.number(c, "groups", 1) {
+		regions = append(regions, core.Region{Name: "k", Group: uint32(g), Base: 1 << 20 * (1 + g), BlockStride: 1024, BlockBytes: 1024, NumBlocks: 100})
+	}
+	l, err := core.NewLayout(regions)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return core.New(l, core.Options{Lease: s.duration(c, "lease", 0), PeerTimeout: s.duration(c, "timeout", 0),
+		EarlyLoad: s.duration(c, "early", 0), MaxTransfers: int(s.number(c, "max", 0))})
+}
+
+func (s *script) event(m *scripted, what string, c *coretest.Command) (said string, err error) {
+	id := core.TransferID(c.Word(2))
+	if n := s.number(c, "times", 1); n != 1 {
+		id = core.TransferID(strings.Repeat(string(id), int(n)))
+	}
+	peer := core.AgentID(c.Value("peer", ""))
+	absent := c.Value("absent", "") == "yes"
+	var failure error
+	if text := c.Value("err", ""); text != "" {
+		failure = errors.New(text)
+	}
+	switch what {
+	case "load":
+		r := core.LoadRequest{ID: id, Blocks: s.blocks(c), First: s.first(c), Token: s.number(c, "token", 1),
+			From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
+		if err = m.Load(s.now, r); err == nil {
+			m.ledger.accepted(core.SideLoad, r.Token)
+		}
+	case "offer":
+		r := core.OfferRequest{ID: id, Blocks: s.blocks(c), Token: s.number(c, "token", 1)}
+		if err = m.Offer(s.now, r); err == nil {
+			m.ledger.accepted(core.SideOffer, r.Token)
+		}
+	case "announce":
+		err = m.Announce(s.now, id)
+	case "cancel":
+		err = m.Cancel(s.now, id, c.Value("why", ""))
+	case "resolved":
+		m.Resolved(s.now, id, s.number(c, "seq", 1), peer, s.code(c), c.Value("why", ""))
+	case "expecting":
+		m.Expecting(s.now, id, []byte(c.Value("grant", "")), failure)
+	case "replied":
+		m.LoadReplied(s.now, id, s.number(c, "seq", 1), absent, s.code(c), c.Value("why", ""))
+	case "received":
+		if failure == nil {
+			m.ledger.disarmed(id)
+		}
+		m.Received(s.now, id, s.stats(c), failure)
+	case "revoked":
+		m.ledger.disarmed(id)
+		m.Revoked(s.now, id)
+	case "written":
+		m.Written(s.now, id, s.stats(c), failure)
+	case "finish":
+		m.FinishArrived(s.now, peer, id, s.code(c), c.Value("why", ""))
+	case "loaded":
+		code, why := m.LoadArrived(s.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte(c.Value("grant", "")),
+			First: s.first(c), Blocks: s.blocks(c), Lease: s.duration(c, "lease", 30*time.Second)})
+		said = strings.TrimSpace("answer " + code.String() + " " + why)
+	case "renew":
+		said = "answer"
+		for _, st := range m.RenewArrived(s.now, peer, s.ids(c)) {
+			said += " " + [...]string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended"}[st]
+		}
+	case "renewed":
+		var statuses []core.Status
+		for _, w := range strings.Fields(c.Value("says", "")) {
+			statuses = append(statuses, core.Status(slices.Index([]string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended"}, w)))
+		}
+		m.RenewReplied(s.now, peer, s.ids(c), statuses, absent, failure)
+	case "down":
+		m.PeerDown(s.now, peer)
+	case "tick":
+		d, err := time.ParseDuration(c.Word(2))
+		if err != nil {
+			s.t.Fatalf("%s: %v", c.Pos, err)
+		}
+		s.now = s.now.Add(d)
+		m.Tick(s.now)
+	case "close":
+		m.Close(s.now)
+	case "abandon":
+		for id := range m.ledger.armed {
+			m.ledger.disarmed(id) // its transports are closed
+		}
+		m.Abandon(s.now)
+	case "state":
+		loads, offers, early, peers, ended := m.Sizes()
+		said = fmt.Sprintf("loads=%d offers=%d early=%d peers=%d ended=%d busy=%v", loads, offers, early, peers, ended, m.Busy())
+		if id != "" {
+			said = fmt.Sprintf("load %s, offer %s", m.StateOf(core.SideLoad, id), m.StateOf(core.SideOffer, id))
+		}
+	default:
+		s.t.Fatalf("%s: unknown event %q", c.Pos, what)
+	}
+	return said, err
+}
+
+func (s *script) number(c *coretest.Command, key string, def uint64) uint64 {
+	n, err := strconv.ParseUint(c.Value(key, fmt.Sprint(def)), 10, 64)
+	if err != nil {
+		s.t.Fatalf("%s: %v", c.Pos, err)
+	}
+	return n
+}
+
+func (s *script) duration(c *coretest.Command, key string, def time.Duration) time.Duration {
+	d, err := time.ParseDuration(c.Value(key, def.String()))
+	if err != nil {
+		s.t.Fatalf("%s: %v", c.Pos, err)
+	}
+	return d
+}
+
+func (s *script) stats(c *coretest.Command) core.TransferStats {
+	return core.TransferStats{Bytes: s.number(c, "bytes", 0), Segments: 1}
+}
+
+func (s *script) code(c *coretest.Command) core.Code {
+	name := c.Value("code", "ok")
+	for code := range core.Code(100) {
+		if code.String() == name {
+			return code
+		}
+	}
+	s.t.Fatalf("%s: no code %q", c.Pos, name)
+	return 0
+}
+
+func (s *script) ids(c *coretest.Command) (ids []core.TransferID) {
+	for _, w := range strings.Fields(c.Value("ids", "")) {
+		ids = append(ids, core.TransferID(w))
+	}
+	return ids
+}
+
+// blocks reads "0 1 2 | 7 8": a list per group.
+func (s *script) blocks(c *coretest.Command) (blocks [][]core.BlockID) {
+	text := c.Value("blocks", "")
+	if text == "" {
+		return nil
+	}
+	for _, group := range strings.Split(text, "|") {
+		ids := []core.BlockID{}
+		for _, w := range strings.Fields(group) {
+			n, err := strconv.ParseUint(w, 10, 32)
+			if err != nil {
+				s.t.Fatalf("%s: %v", c.Pos, err)
+			}
+			ids = append(ids, core.BlockID(n))
+		}
+		blocks = append(blocks, ids)
+	}
+	return blocks
+}
+
+func (s *script) first(c *coretest.Command) (first []uint32) {
+	for _, w := range strings.Fields(c.Value("first", "")) {
+		n, err := strconv.ParseUint(w, 10, 32)
+		if err != nil {
+			s.t.Fatalf("%s: %v", c.Pos, err)
+		}
+		first = append(first, uint32(n))
+	}
+	return first
+}
+
+func describe(a core.Action) string {
+	why := func(s string) string {
+		if s == "" {
+			return ""
+		}
+		return " (" + s + ")"
+	}
+	switch v := a.(type) {
+	case core.Resolve:
+		fresh := ""
+		if v.Fresh {
+			fresh = " fresh"
+		}
+		return fmt.Sprintf("resolve %s seq=%d from=%s%s%s", v.ID, v.Seq, v.From.Bootstrap, v.From.EngineID, fresh)
+	case core.Expect:
+		return fmt.Sprintf("expect %s peer=%s blocks=%v", v.ID, v.Peer, v.Blocks)
+	case core.SendLoad:
+		return fmt.Sprintf("send-load %s seq=%d to=%s grant=%s first=%v blocks=%v lease=%v", v.ID, v.Seq, v.Peer, v.Grant, v.First, v.Blocks, v.Lease)
+	case core.SendRenew:
+		return fmt.Sprintf("send-renew %v to=%s", v.IDs, v.Peer)
+	case core.SendFinish:
+		return fmt.Sprintf("send-finish %s to=%s %v%s", v.ID, v.Peer, v.Code, why(v.Reason))
+	case core.Forget:
+		return fmt.Sprintf("forget %s", v.Peer)
+	case core.Revoke:
+		return fmt.Sprintf("revoke %s", v.ID)
+	case core.Write:
+		return fmt.Sprintf("write %s to=%s grant=%s src=%v dst=%v", v.ID, v.Peer, v.Grant, v.Src, v.Dst)
+	case core.StopWrite:
+		return fmt.Sprintf("stop-write %s", v.ID)
+	case core.Report:
+		return fmt.Sprintf("report %v %s token=%d %v%s blocks=%d bytes=%d wait=%v", v.Side, v.ID, v.Token, v.Code, why(v.Reason), v.Blocks, v.Stats.Bytes, v.Wait)
+	}
+	return fmt.Sprintf("unknown action %T", a)
+}

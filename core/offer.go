@@ -1,0 +1,344 @@
+package core
+
+import (
+	"fmt"
+	"slices"
+	"time"
+)
+
+// The states of P's half.
+type offerState uint8
+
+const (
+	offerEarly    offerState = iota // D's load is here, the engine has not named the request
+	offerPrefill                    // the engine works on it
+	offerReady                      // blocks hold it, no load yet
+	offerSending                    // the transport reads the blocks
+	offerStopping                   // it ends; the transport may still read
+)
+
+type offer struct {
+	id       TransferID
+	state    offerState
+	token    uint64
+	blocks   [][]BlockID
+	offered  time.Time
+	sendAt   time.Time
+	deadline time.Time // end of the lease, or of the wait for the engine
+	load     *LoadMessage
+	landed   bool // D has all bytes
+	code     Code // of the end, while stopping
+	reason   string
+}
+
+// Announce says that the engine knows the request and works on it: D may wait.
+func (m *Machine) Announce(now time.Time, id TransferID) error {
+	if err := checkID(id); err != nil {
+		return err
+	}
+	if m.closed {
+		return ErrClosed
+	}
+	if _, gone := m.ended.byID[id]; gone {
+		return nil // D gave up first; the offer will be told so
+	}
+	of := m.offers[id]
+	if of == nil {
+		if m.fullOfOffers() {
+			return m.overload("offers")
+		}
+		of = &offer{id: id, state: offerPrefill}
+		m.offers[id] = of
+		return nil
+	}
+	if of.state == offerEarly {
+		if m.fullOfOffers() {
+			return m.overload("offers")
+		}
+		m.early--
+		of.state, of.deadline = offerPrefill, now.Add(of.load.Lease)
+	}
+	return nil
+}
+
+// Offer says that blocks hold a transfer. They belong to the transfer until
+// its Report.
+func (m *Machine) Offer(now time.Time, r OfferRequest) error {
+	if err := checkID(r.ID); err != nil {
+		return err
+	}
+	if m.closed {
+		return ErrClosed
+	}
+	if err := m.layout.CheckBlocks(r.Blocks); err != nil {
+		return fmt.Errorf("%w: offer %q: %w", ErrInvalid, string(r.ID), err)
+	}
+	of := m.offers[r.ID]
+	if of != nil && of.state >= offerReady {
+		return fmt.Errorf("%w: transfer %q is offered already; give each request a transfer_id of its own", ErrDuplicate, string(r.ID))
+	}
+	if t, gone := m.ended.byID[r.ID]; gone {
+		m.act(Report{ID: r.ID, Side: SideOffer, Token: r.Token, Code: t.code, Reason: t.reason, Blocks: countBlocks(r.Blocks)})
+		return nil
+	}
+	if (of == nil || of.state == offerEarly) && m.fullOfOffers() {
+		return m.overload("offers")
+	}
+	if of == nil {
+		of = &offer{id: r.ID}
+		m.offers[r.ID] = of
+	} else if of.state == offerEarly {
+		m.early--
+	}
+	of.state, of.token, of.blocks = offerReady, r.Token, r.Blocks
+	of.offered, of.deadline = now, now.Add(m.opt.Lease)
+	if of.load != nil {
+		m.startWrite(now, of)
+	}
+	return nil
+}
+
+// LoadArrived takes D's load; the result is the answer to D.
+func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
+	if m.closed {
+		return PeerLost, "the prefill agent is closing"
+	}
+	if checkID(l.ID) != nil {
+		return Refused, "malformed transfer_id"
+	}
+	if t, gone := m.ended.byID[l.ID]; gone {
+		if t.code == OK || t.code == PeerCancelled {
+			return Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(l.ID), t.code)
+		}
+		return peerCode(t.code), t.reason
+	}
+	if l.Lease <= 0 || l.Lease > time.Hour {
+		l.Lease = m.opt.Lease
+	}
+	of := m.offers[l.ID]
+	if of == nil {
+		if m.early >= m.opt.MaxTransfers {
+			return Refused, fmt.Sprintf("%d loads already wait for requests that the prefill engine does not know", m.early)
+		}
+		m.early++
+		m.offers[l.ID] = &offer{id: l.ID, state: offerEarly, load: &l, deadline: now.Add(m.opt.EarlyLoad)}
+		return OK, ""
+	}
+	if of.load != nil {
+		if of.load.Peer == l.Peer && string(of.load.Grant) == string(l.Grant) {
+			return OK, "" // the same message twice
+		}
+		return Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.load.Peer)
+	}
+	of.load = &l
+	of.deadline = now.Add(l.Lease)
+	if of.state == offerReady {
+		m.startWrite(now, of)
+		if t, gone := m.ended.byID[l.ID]; gone {
+			return t.code, t.reason // the halves do not fit
+		}
+	}
+	return OK, ""
+}
+
+// startWrite joins the halves.
+func (m *Machine) startWrite(now time.Time, of *offer) {
+	src, err := selectBlocks(of.blocks, of.load)
+	if err != nil {
+		m.endOffer(now, of, Refused, err.Error(), true)
+		return
+	}
+	of.state, of.sendAt, of.deadline = offerSending, now, now.Add(of.load.Lease)
+	m.act(Write{ID: of.id, Peer: of.load.Peer, Grant: of.load.Grant, Src: src, Dst: of.load.Blocks})
+}
+
+// selectBlocks finds the offered blocks that a load asks for.
+func selectBlocks(offered [][]BlockID, l *LoadMessage) ([][]BlockID, error) {
+	if len(l.Blocks) > len(offered) {
+		return nil, fmt.Errorf("the load has %d KV cache groups, the offer %d", len(l.Blocks), len(offered))
+	}
+	src := make([][]BlockID, len(l.Blocks))
+	for g, dst := range l.Blocks {
+		first := uint64(0)
+		if g < len(l.First) {
+			first = uint64(l.First[g])
+		}
+		end := first + uint64(len(dst))
+		if end > uint64(len(offered[g])) {
+			return nil, fmt.Errorf("the load wants blocks %d to %d of group %d, the offer has %d", first, end, g, len(offered[g]))
+		}
+		src[g] = offered[g][first:end]
+	}
+	return src, nil
+}
+
+// Written takes the transport's outcome of a Write.
+func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err error) {
+	of := m.offers[id]
+	if of == nil {
+		return
+	}
+	switch of.state {
+	case offerSending:
+		if err != nil && !of.landed {
+			of.code, of.reason = Failed, "sending to decode agent "+string(of.load.Peer)+": "+err.Error()
+			m.act(SendFinish{Peer: of.load.Peer, ID: id, Code: peerCode(of.code), Reason: of.reason})
+		}
+	case offerStopping:
+	default:
+		return
+	}
+	m.reportOffer(now, of, s)
+}
+
+// RenewArrived takes D's renewal and answers for each transfer.
+func (m *Machine) RenewArrived(now time.Time, from AgentID, ids []TransferID) []Status {
+	out := make([]Status, len(ids))
+	for i, id := range ids {
+		of := m.offers[id]
+		if of == nil {
+			if t, gone := m.ended.byID[id]; gone {
+				out[i] = StatusEnded
+				if t.code == OK {
+					out[i] = StatusSent
+				}
+			}
+			continue
+		}
+		if of.load == nil || of.load.Peer != from {
+			continue
+		}
+		if of.state != offerEarly && of.state != offerStopping {
+			of.deadline = now.Add(of.load.Lease)
+		}
+		switch of.state {
+		case offerEarly:
+			out[i] = StatusEarly
+		case offerPrefill:
+			out[i] = StatusPrefill
+		case offerReady:
+			out[i] = StatusOffered
+		default:
+			out[i] = StatusSending
+		}
+	}
+	return out
+}
+
+// finishOffer takes D's word that its half has ended.
+func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code Code, reason string) {
+	of := m.offers[id]
+	if of != nil && of.load != nil && of.load.Peer != from {
+		return // not its transfer
+	}
+	code = peerCode(code)
+	if of == nil {
+		if _, gone := m.ended.byID[id]; !gone {
+			m.ended.add(id, code, reason) // overtook the load, or came before the engine's request
+		}
+		return
+	}
+	if code == OK && of.state == offerSending {
+		of.landed = true // the transport's own word, with its figures, is about to come
+		return
+	}
+	m.endOffer(now, of, code, reason, false)
+}
+
+func (m *Machine) cancelOffer(now time.Time, id TransferID, of *offer, reason string) {
+	if of == nil {
+		if _, gone := m.ended.byID[id]; !gone {
+			m.ended.add(id, Cancelled, reason)
+		}
+		return
+	}
+	m.endOffer(now, of, Cancelled, reason, true)
+}
+
+// endOffer brings P's half to its end; tell says whether D must be told.
+func (m *Machine) endOffer(now time.Time, of *offer, code Code, reason string, tell bool) {
+	if of.state == offerStopping {
+		return
+	}
+	sending := of.state == offerSending
+	if tell && of.load != nil {
+		m.act(SendFinish{Peer: of.load.Peer, ID: of.id, Code: peerCode(code), Reason: reason})
+	}
+	of.code, of.reason = code, reason
+	if sending {
+		of.state = offerStopping
+		m.act(StopWrite{ID: of.id})
+		return
+	}
+	m.reportOffer(now, of, TransferStats{})
+}
+
+// reportOffer is the only way out of the map of offers.
+func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
+	delete(m.offers, of.id)
+	if of.state == offerEarly {
+		m.early--
+	}
+	m.ended.add(of.id, of.code, of.reason)
+	if of.state < offerReady {
+		return // the engine has given no blocks and waits for no report
+	}
+	wait := now.Sub(of.offered)
+	if !of.sendAt.IsZero() {
+		wait = of.sendAt.Sub(of.offered)
+	}
+	m.act(Report{ID: of.id, Side: SideOffer, Token: of.token, Code: of.code, Reason: of.reason,
+		Blocks: countBlocks(of.blocks), Wait: wait, Stats: s})
+}
+
+func (m *Machine) tickOffers(now time.Time) {
+	var late []TransferID
+	for id, of := range m.offers {
+		if !of.deadline.IsZero() && !now.Before(of.deadline) {
+			late = append(late, id)
+		}
+	}
+	slices.Sort(late)
+	for _, id := range late {
+		of := m.offers[id]
+		switch of.state {
+		case offerEarly:
+			m.endOffer(now, of, NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v of its load", string(of.id), m.opt.EarlyLoad), true)
+		case offerPrefill:
+			of.load, of.deadline = nil, time.Time{} // D stopped renewing; the engine still works
+		case offerReady:
+			m.endOffer(now, of, Expired, fmt.Sprintf("no decode agent loaded transfer %q within its lease of %v", string(of.id), m.opt.Lease), true)
+		case offerSending:
+			m.endOffer(now, of, PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.load.Peer, of.load.Lease), true)
+		}
+	}
+}
+
+// peerCode is how one side's end reads on the other. It also bounds what comes
+// from the network to the codes there are.
+func peerCode(c Code) Code {
+	switch _, known := codeNames[c]; {
+	case c == Cancelled:
+		return PeerCancelled
+	case c == Closed:
+		return PeerLost
+	case !known:
+		return Failed
+	}
+	return c
+}
+
+// fullOfOffers counts the offers that calls of the engine back.
+func (m *Machine) fullOfOffers() bool { return len(m.offers)-m.early >= m.opt.MaxTransfers }
+
+func (m *Machine) overload(what string) error {
+	return fmt.Errorf("%w: %d %s are under way (max_transfers); collect finished ones or raise the limit", ErrOverload, m.opt.MaxTransfers, what)
+}
+
+func countBlocks(blocks [][]BlockID) int {
+	n := 0
+	for _, ids := range blocks {
+		n += len(ids)
+	}
+	return n
+}

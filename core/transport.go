@@ -1,0 +1,77 @@
+package core
+
+// AgentID names one open agent: a random value made anew at each open, so that
+// a restarted engine is never taken for the old one.
+type AgentID string
+
+// TransferID names one transfer; minted by the router.
+type TransferID string
+
+// MaxTransferID is the longest TransferID, in bytes.
+const MaxTransferID = 128
+
+// Transport moves bytes between two agents: P writes, D receives. One Transport
+// serves all peers of an agent. Methods may be called from any goroutine; only
+// Revoke and Close may wait, and say for how long.
+//
+// coretest.TransportSuite is the contract as a test; every Transport passes it.
+type Transport interface {
+	// Name is "tcp", "rdma", "shm" …, as in configuration and statistics.
+	Name() string
+
+	// Endpoint is what a peer needs to reach this agent, for the registry. An
+	// empty host means the host at which the peer found the registry.
+	Endpoint() string
+
+	// Connect makes a peer's Endpoint usable before the first transfer. It
+	// returns at once; a failure is told by Sink.PeerDown with its cause.
+	Connect(peer AgentID, endpoint string) error
+
+	// Expect arms the receiver: bytes that arrive with the returned grant go
+	// into dst, whose segments are in the transfer's linear order. The outcome
+	// is one Sink.Received, unless Revoke comes first.
+	Expect(id TransferID, peer AgentID, dst []Segment) (grant []byte, err error)
+
+	// Revoke disarms a transfer of Expect. When it returns, no byte of it can
+	// land any more and Sink.Received will not be called for it, also when the
+	// peer is stopped in the middle of a write. An unknown id is no error.
+	// It waits at most for a copy that is under way.
+	Revoke(id TransferID)
+
+	// Write starts to send; the outcome is one Sink.Written. The source bytes
+	// must stay unchanged until then.
+	Write(op WriteOp)
+
+	// Stop ends a write early: the sooner its Sink.Written comes the better,
+	// with an error unless the write had ended. An unknown id is no error.
+	Stop(id TransferID)
+
+	// Close ends all transfers and waits, at most a few seconds, until no byte
+	// can move. No Sink method is called after it returns.
+	Close() error
+}
+
+// WriteOp is the sender's order to a Transport.
+type WriteOp struct {
+	ID    TransferID
+	Peer  AgentID
+	Grant []byte // as the receiver's Expect returned it
+	Pairs []Pair // in the transfer's linear order; transports that trust no address use only the source half
+}
+
+// TransferStats is what a transport measured of one transfer.
+type TransferStats struct {
+	Bytes    uint64
+	Segments int   // contiguous runs on this side
+	Nanos    int64 // from first byte to last
+}
+
+// Sink takes a transport's outcomes. Its methods return at once and may be
+// called from any goroutine.
+type Sink interface {
+	Received(id TransferID, s TransferStats, err error)
+	Written(id TransferID, s TransferStats, err error)
+	// PeerDown says that the way to a peer broke; transfers that it hit end by
+	// Received or Written of their own where the transport knows them.
+	PeerDown(peer AgentID, err error)
+}

@@ -1,0 +1,263 @@
+/*
+ * kvconn: carries the KV caches of LLM requests between engines, so that
+ * prefill and decode can run on different machines.
+ *
+ * Copyright the kvconn authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * This header is the whole contract of libkvconn.so. One transfer, in short:
+ *
+ *   both      kvconn_open, kvconn_register_kv_caches
+ *   prefill   kvconn_announce (the request is known), kvconn_offer (these
+ *             blocks hold it)
+ *   decode    kvconn_start_load (put it into these blocks)
+ *   both      kvconn_get_finished until the transfer's completion is there;
+ *             from then on the blocks are the engine's again
+ *
+ * Rules that hold for every call:
+ *
+ * - Threads: every function may be called from any thread.
+ * - Waiting: only kvconn_open, kvconn_register_kv_caches and kvconn_close wait
+ *   for anything, each at most as long as it says. The others take a lock for
+ *   microseconds; kvconn_pending and an empty kvconn_get_finished do not even
+ *   enter the library's Go part.
+ * - Memory: strings, arrays and structs belong to the caller and are copied
+ *   before the call returns. The registered KV memory must stay mapped until
+ *   kvconn_close has returned. The library never frees what it did not make.
+ * - Results: KVCONN_OK (0) or a code of enum kvconn_status; a text that names
+ *   the value and the remedy comes from kvconn_last_error.
+ * - Handles are numbers. One that was closed, or never opened, gets
+ *   KVCONN_ERR_HANDLE, whatever the call.
+ * - fork: a child of a process that has loaded the library gets
+ *   KVCONN_ERR_FORKED from every call; load the library after the fork.
+ * - The library installs no handler for SIGINT, SIGTERM or SIGCHLD, writes
+ *   nothing to stdout or stderr, and lets no panic of its own reach the host:
+ *   a call that fails inside gets KVCONN_ERR_INTERNAL.
+ * - Growth: every struct starts with its own size. Fields are only added at
+ *   the end; a smaller size than the library's means that the later fields have
+ *   their defaults. No function is ever removed or changed within one
+ *   KVCONN_ABI_VERSION.
+ */
+#ifndef KVCONN_H
+#define KVCONN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised when a function or struct changes in a way that breaks callers. */
+#define KVCONN_ABI_VERSION 1
+
+/* Of this header; kvconn_version tells the library's. */
+#define KVCONN_VERSION "0.1.0"
+
+/* Longest transfer_id, in bytes without the ending NUL. */
+#define KVCONN_TRANSFER_ID_MAX 128
+
+/* Results of calls (0 to 19) and codes of completions (0, and from 20 on). */
+enum kvconn_status {
+  KVCONN_OK = 0,
+  KVCONN_ERR_INVALID = 1,        /* an argument or the configuration is wrong */
+  KVCONN_ERR_HANDLE = 2,         /* the handle is not open */
+  KVCONN_ERR_CLOSED = 3,         /* the agent is closing */
+  KVCONN_ERR_NOT_REGISTERED = 4, /* kvconn_register_kv_caches comes first */
+  KVCONN_ERR_DUPLICATE = 5,      /* this transfer_id is under way already */
+  KVCONN_ERR_OVERLOAD = 6,       /* max_transfers are under way or uncollected */
+  KVCONN_ERR_FORKED = 7,         /* called in a child made by fork */
+  KVCONN_ERR_ADDRESS = 8,        /* a port is in use, or an address is not reached */
+  KVCONN_ERR_BUFFER = 9,         /* the caller's buffer is too small */
+  KVCONN_ERR_INTERNAL = 10,      /* a defect of the library; the agent is unusable */
+  KVCONN_ERR_SYSTEM = 11,        /* the operating system refused something */
+
+  KVCONN_CANCELLED = 20,      /* kvconn_cancel on this side */
+  KVCONN_PEER_CANCELLED = 21, /* the other engine cancelled */
+  KVCONN_PEER_LOST = 22,      /* the other agent is gone, stopped or restarted */
+  KVCONN_NOT_OFFERED = 23,    /* nobody offered the transfer in early_load_s */
+  KVCONN_EXPIRED = 24,        /* nobody loaded the offer in lease_s */
+  KVCONN_REFUSED = 25,        /* layouts differ, a second load, a limit */
+  KVCONN_UNREACHABLE = 26,    /* bootstrap address or registry entry not found */
+  KVCONN_FAILED = 27,         /* the bytes could not be moved */
+  KVCONN_AGENT_CLOSED = 28    /* kvconn_close on either side */
+};
+
+/* Names an open agent; 0 is never one. */
+typedef uint64_t kvconn_agent;
+
+/*
+ * A memory range that holds a piece of every block of one KV cache group: one
+ * layer's K, V, fused KV, latent or state, or one head of it. Block i lies at
+ * address + i * block_stride and has block_bytes bytes. All numbers must be
+ * multiples of 4. Regions of one group must not overlap; strided views of one
+ * storage may interleave. Both engines register the same names in the same
+ * order.
+ */
+typedef struct kvconn_region {
+  uint32_t struct_size;  /* sizeof(struct kvconn_region) */
+  uint32_t group;        /* KV cache group, from 0 without a gap, below 16 */
+  const char *name;      /* 1 to 256 bytes, unique in its group */
+  uint64_t address;      /* of block 0 */
+  uint64_t block_stride; /* bytes from one block to the next */
+  uint64_t block_bytes;  /* bytes of a block, at most block_stride */
+  uint32_t num_blocks;
+  uint32_t reserved; /* 0 */
+} kvconn_region;
+
+/* The block ids of one KV cache group, in the prompt's order. */
+typedef struct kvconn_blocks {
+  const uint32_t *ids; /* each below num_blocks of the group's regions */
+  uint32_t count;      /* at most 65536 */
+  uint32_t first;      /* loads: position in the prompt of ids[0]; offers: 0 */
+} kvconn_blocks;
+
+/* Prefill's half of a transfer: these blocks hold it. */
+typedef struct kvconn_offer_request {
+  uint32_t struct_size;
+  uint32_t num_groups;
+  const char *transfer_id; /* 1 to KVCONN_TRANSFER_ID_MAX bytes */
+  const kvconn_blocks *groups;
+  uint64_t token; /* comes back in the completion */
+} kvconn_offer_request;
+
+/*
+ * Decode's half of a transfer: put it into these blocks. With no block at all
+ * it tells the prefill engine that nothing of it is needed.
+ */
+typedef struct kvconn_load_request {
+  uint32_t struct_size;
+  uint32_t num_groups;
+  const char *transfer_id;
+  const char *bootstrap_addr; /* "http://host:port" of the prefill engine */
+  const char *engine_id;      /* of the prefill engine; NULL: the only one there */
+  const kvconn_blocks *groups;
+  uint64_t token;
+} kvconn_load_request;
+
+enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2 };
+
+/* How one half of a transfer ended. Each accepted offer and load gets one. */
+typedef struct kvconn_completion {
+  uint64_t token;
+  int32_t code;         /* KVCONN_OK, or a code from 20 on */
+  int32_t side;         /* enum kvconn_side */
+  uint64_t bytes;       /* moved */
+  uint64_t wait_ns;     /* from the call to the first byte */
+  uint64_t transfer_ns; /* from the first byte to the last */
+  uint32_t blocks;
+  uint32_t segments; /* contiguous runs in this side's memory */
+  char transport[8];
+  char transfer_id[KVCONN_TRANSFER_ID_MAX + 8]; /* NUL-terminated */
+  char reason[320];                             /* NUL-terminated; empty if OK */
+} kvconn_completion;
+
+/* KVCONN_ABI_VERSION of the library, and its version as text. */
+uint32_t kvconn_abi_version(void);
+const char *kvconn_version(void);
+
+/* The name of a status, such as "peer-lost"; never NULL, not to be freed. */
+const char *kvconn_status_name(int32_t status);
+
+/*
+ * Opens an agent; at most 64 are open at a time. config_json is a JSON object with the keys of the README's
+ * table; engine_id and role are required, unknown keys are errors. On a prefill
+ * engine the bootstrap port is served when the call returns. Waits at most
+ * connect_timeout_s. On failure *agent is 0.
+ */
+int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
+
+/*
+ * Gives the agent the engine's paged KV memory, once, before any transfer. A
+ * prefill agent is findable when the call returns. Waits at most
+ * connect_timeout_s for the registry.
+ */
+int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
+
+/*
+ * Prefill: these requests are known and being worked on, so decode engines that
+ * load them wait as long as it takes. Ends by an offer or a cancel. Batches are
+ * taken in order up to the first that is refused; *accepted (may be NULL) says
+ * how many were taken. So it is in the three calls below.
+ */
+int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, size_t count, size_t *accepted);
+
+/*
+ * Prefill: these blocks hold these transfers. They must stay unchanged until
+ * the completion: a decode engine has loaded it, it was cancelled or failed, or
+ * lease_s went by without one.
+ */
+int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, size_t count, size_t *accepted);
+
+/*
+ * Decode: loads these transfers. The blocks belong to the transfer until its
+ * completion; after it no byte of the transfer can land in them any more. The
+ * prefill engine need not know the request yet.
+ */
+int32_t kvconn_start_load(kvconn_agent agent, const kvconn_load_request *loads, size_t count, size_t *accepted);
+
+/*
+ * Ends this agent's halves of transfers early; each still gets its completion,
+ * with KVCONN_CANCELLED unless it had ended, and the other side is told. An id
+ * that is not known here is remembered: its load or offer is refused.
+ */
+int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_t count, const char *reason, size_t *accepted);
+
+/* The number of completions that wait to be collected; negative: a status. */
+int32_t kvconn_pending(kvconn_agent agent);
+
+/*
+ * Moves up to capacity completions out; *count says how many. Never waits.
+ * completion_size is sizeof(struct kvconn_completion) of the caller.
+ */
+int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *completions, size_t completion_size, size_t capacity, size_t *count);
+
+/*
+ * A file descriptor that is readable while completions wait, for poll, select
+ * or epoll; do not read from it. It is closed by kvconn_close. Negative: a status.
+ */
+int32_t kvconn_event_fd(kvconn_agent agent);
+
+/*
+ * The agent's counters as a JSON object, NUL-terminated. *length (may be NULL)
+ * is its length, also when KVCONN_ERR_BUFFER says that capacity is too small.
+ */
+int32_t kvconn_stats(kvconn_agent agent, char *buffer, size_t capacity, size_t *length);
+
+/*
+ * The text of this thread's last failed call, NUL-terminated, cut off at
+ * capacity; it names the wrong value and the remedy. Like errno it is only
+ * meaningful after a call of the same thread has failed.
+ */
+int32_t kvconn_last_error(char *buffer, size_t capacity);
+
+/* The "http://host:port" that this agent serves; empty if it serves none. */
+int32_t kvconn_bootstrap_address(kvconn_agent agent, char *buffer, size_t capacity);
+
+/*
+ * Log records wait in a bounded ring of the library (the oldest are dropped and
+ * counted). kvconn_next_log takes one as a JSON object (level, time, logger,
+ * msg, fields) and returns its length, 0 if there is none; kvconn_log_fd is
+ * readable while there are some.
+ */
+int32_t kvconn_log_fd(void);
+int32_t kvconn_next_log(char *buffer, size_t capacity);
+
+/*
+ * Ends every transfer (their completions have the code KVCONN_AGENT_CLOSED, and
+ * are lost with the handle if not collected), waits until no byte can land any
+ * more, at most close_timeout_s, and frees the agent. The handle is stale from
+ * the call on.
+ */
+int32_t kvconn_close(kvconn_agent agent);
+
+/*
+ * The kvconn command (demo, bench, proxy …) as main() would run it; for wheels
+ * whose only binary is this library. Returns the exit status. It takes SIGINT
+ * and SIGTERM, and may write to stdout and stderr.
+ */
+int32_t kvconn_main(int32_t argc, const char *const *argv);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* KVCONN_H */

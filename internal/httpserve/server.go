@@ -1,0 +1,236 @@
+// Package httpserve runs an HTTP server whose Close is bounded and leaves no
+// goroutine behind. The bootstrap port and the router both stand on it.
+package httpserve
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"sync"
+	"syscall"
+	"time"
+
+	"go.uber.org/zap"
+)
+
+// Bounds of Close after the grace: handlers whose context has ended get
+// lastWords to answer, then their connections are closed and they get reap to
+// return.
+const (
+	lastWords = time.Second
+	reap      = 2 * time.Second
+)
+
+// ErrClosed is returned by Listen and Serve after Close.
+var ErrClosed = errors.New("httpserve: the server is closed")
+
+// Options sets the bounds of a Server.
+type Options struct {
+	// Name begins every error, so that its reader knows which server it is.
+	Name string
+	// PortSetting is what a user must change when the port is in use.
+	PortSetting string
+	// ReadHeaderTimeout and IdleTimeout are those of http.Server.
+	ReadHeaderTimeout, IdleTimeout time.Duration
+	// MaxHeaderBytes is that of http.Server.
+	MaxHeaderBytes int
+	// Grace is how long Close lets running requests go on before it ends their
+	// contexts. Zero ends them at once.
+	Grace time.Duration
+	// Logger may be nil.
+	Logger *zap.Logger
+}
+
+// Server is an HTTP server that is opened once and closed once. Its methods
+// are safe for concurrent use.
+type Server struct {
+	opt    Options
+	http   *http.Server
+	cancel context.CancelFunc
+
+	mu       sync.Mutex
+	listener net.Listener
+	served   chan struct{} // made by Serve, closed when it returns
+	closed   bool
+	conns    map[net.Conn]http.ConnState
+	empty    chan struct{} // made by a waiting Close, closed with the last conn
+}
+
+// New returns a server for h, not yet listening.
+func New(h http.Handler, opt Options) *Server {
+	if opt.Logger == nil {
+		opt.Logger = zap.NewNop()
+	}
+	base, cancel := context.WithCancel(context.Background())
+	s := &Server{opt: opt, cancel: cancel, conns: map[net.Conn]http.ConnState{}}
+	s.http = &http.Server{
+		Handler:           h,
+		ReadHeaderTimeout: opt.ReadHeaderTimeout,
+		IdleTimeout:       opt.IdleTimeout,
+		MaxHeaderBytes:    opt.MaxHeaderBytes,
+		BaseContext:       func(net.Listener) context.Context { return base },
+		ConnState:         s.track,
+	}
+	// net/http writes to the host program's standard log unless told otherwise.
+	if std, err := zap.NewStdLogAt(opt.Logger, zap.DebugLevel); err == nil {
+		s.http.ErrorLog = std
+	}
+	return s
+}
+
+// Listen opens the port. From then on connections queue, until Serve takes
+// them.
+func (s *Server) Listen(addr string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return fmt.Errorf("%s: cannot listen on %q: %w", s.opt.Name, addr, ErrClosed)
+	}
+	if s.listener != nil {
+		return fmt.Errorf("%s: cannot listen on %q: already listening on %v", s.opt.Name, addr, s.listener.Addr())
+	}
+	l, err := net.Listen("tcp", addr)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return fmt.Errorf("%s: the port of %q is in use: stop the process that holds it, or set %s to a free one: %w",
+			s.opt.Name, addr, s.opt.PortSetting, err)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: cannot listen on %q, check the host and %s: %w", s.opt.Name, addr, s.opt.PortSetting, err)
+	}
+	s.listener = l
+	return nil
+}
+
+// Addr is the address that Listen opened, with the port that was chosen; nil
+// before Listen.
+func (s *Server) Addr() net.Addr {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.listener == nil {
+		return nil
+	}
+	return s.listener.Addr()
+}
+
+// Serve answers requests until Close, and then returns nil.
+func (s *Server) Serve() error {
+	s.mu.Lock()
+	switch {
+	case s.closed:
+		s.mu.Unlock()
+		return fmt.Errorf("%s: cannot serve: %w", s.opt.Name, ErrClosed)
+	case s.listener == nil:
+		s.mu.Unlock()
+		return fmt.Errorf("%s: cannot serve: call Listen first", s.opt.Name)
+	case s.served != nil:
+		s.mu.Unlock()
+		return fmt.Errorf("%s: cannot serve %v: it is served already", s.opt.Name, s.listener.Addr())
+	}
+	l, served := s.listener, make(chan struct{})
+	s.served = served
+	s.mu.Unlock()
+
+	defer close(served)
+	if err := s.http.Serve(l); err != nil && !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("%s: serving %v ended: %w", s.opt.Name, l.Addr(), err)
+	}
+	return nil
+}
+
+// Close stops listening, lets running requests finish within the grace and
+// ctx, then ends their contexts, then their connections. It returns when Serve
+// and every connection's goroutine have ended, or with an error when a handler
+// does not return: at most three seconds after the grace or ctx.
+//
+// Hijacked connections belong to who hijacked them: Close ends the contexts of
+// their requests, but neither closes them nor waits for them.
+func (s *Server) Close(ctx context.Context) error {
+	s.mu.Lock()
+	s.closed = true
+	l, served := s.listener, s.served
+	s.mu.Unlock()
+	if l == nil {
+		s.cancel()
+		return nil
+	}
+	if served == nil {
+		_ = l.Close() // the http.Server does not know it, and closes it otherwise
+	}
+
+	if s.opt.Grace > 0 {
+		s.shutdown(ctx, s.opt.Grace)
+	}
+	s.cancel()
+	s.shutdown(ctx, lastWords)
+	// Closes what is still open; errors are those of connections already gone.
+	_ = s.http.Close()
+
+	bound := time.NewTimer(reap)
+	defer bound.Stop()
+	for _, done := range []<-chan struct{}{served, s.drained()} {
+		if done == nil {
+			continue
+		}
+		select {
+		case <-done:
+		case <-bound.C:
+			return fmt.Errorf("%s: %d requests on %v still run after Close: their handlers ignore the request's context",
+				s.opt.Name, s.open(), l.Addr())
+		}
+	}
+	return nil
+}
+
+// shutdown waits for running requests, at most for the given time.
+func (s *Server) shutdown(ctx context.Context, limit time.Duration) {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	// http.Server.Shutdown would give a connection that has sent nothing yet
+	// five seconds to do so.
+	s.mu.Lock()
+	for c, state := range s.conns {
+		if state == http.StateNew {
+			_ = c.Close()
+		}
+	}
+	s.mu.Unlock()
+	_ = s.http.Shutdown(ctx) // its only error is that of ctx: the next step is harsher
+}
+
+// track follows each connection until its goroutine ends or gives it away.
+func (s *Server) track(c net.Conn, state http.ConnState) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if state != http.StateClosed && state != http.StateHijacked {
+		s.conns[c] = state
+		return
+	}
+	delete(s.conns, c)
+	if len(s.conns) == 0 && s.empty != nil {
+		close(s.empty)
+		s.empty = nil
+	}
+}
+
+// drained returns a channel that is closed when no connection is left.
+func (s *Server) drained() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.empty == nil {
+		s.empty = make(chan struct{})
+	}
+	done := s.empty
+	if len(s.conns) == 0 {
+		close(s.empty)
+		s.empty = nil
+	}
+	return done
+}
+
+func (s *Server) open() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.conns)
+}

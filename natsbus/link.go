@@ -1,0 +1,320 @@
+package natsbus
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// Bounds of a link.
+const (
+	linkPing      = time.Second // two unanswered ones end the connection
+	reconnectWait = 200 * time.Millisecond
+	// farewell is how long an open connection may take to send what it holds.
+	farewell = time.Second
+	// defaultIdle is how long a broken link is kept that nobody uses.
+	defaultIdle = time.Minute
+)
+
+// link is a connection to one NATS server or cluster that comes back by
+// itself. Its state is kept here, from nats.go's callbacks, since nats.go's own
+// methods wait while it dials.
+type link struct {
+	bus  *Bus
+	via  core.Via
+	name string // for errors and logs
+	dial *dialer
+	nc   *nats.Conn
+	js   jetstream.JetStream
+	gone chan struct{} // closed when nats.go has closed the connection for good
+
+	mu      sync.Mutex
+	up      chan struct{}      // closed while connected
+	session context.Context    // ends when the connection breaks
+	broke   context.CancelFunc // ends session
+	cause   error              // why it is not connected
+	closing bool
+	used    time.Time
+	idle    *time.Timer   // runs while not connected
+	deaf    chan struct{} // closed when no request comes in any more; nil if none ever did
+	sub     *nats.Subscription
+}
+
+// connect opens a link. It returns within twice the connect time-out, sooner
+// when the bus is closed.
+func (b *Bus) connect(via core.Via, name, urls string, open func(context.Context) (net.Conn, error)) (*link, error) {
+	l := &link{bus: b, via: via, name: name, dial: newDialer(b.opt.ConnectTimeout, open),
+		gone: make(chan struct{}), up: make(chan struct{}), used: time.Now()}
+	l.session, l.broke = context.WithCancel(context.Background())
+	close(l.up)
+	opts := []nats.Option{
+		nats.Name("kvconn " + string(b.opt.AgentID)),
+		nats.SetCustomDialer(l.dial), nats.SkipHostLookup(), nats.Timeout(b.opt.ConnectTimeout),
+		nats.PingInterval(linkPing), nats.MaxPingsOutstanding(2), nats.FlusherTimeout(writeWait),
+		nats.MaxReconnects(-1), nats.ReconnectWait(reconnectWait), nats.ReconnectJitter(reconnectWait/2, reconnectWait/2),
+		nats.ReconnectBufSize(-1), nats.IgnoreAuthErrorAbort(),
+		nats.DisconnectErrHandler(func(_ *nats.Conn, err error) { l.disconnected(err) }),
+		nats.ReconnectHandler(func(*nats.Conn) { l.reconnected() }),
+		nats.ReconnectErrHandler(func(_ *nats.Conn, err error) { l.failed(err) }),
+		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { l.failed(err) }),
+		nats.ClosedHandler(func(nc *nats.Conn) { l.closed(nc) }),
+	}
+	if via != "" || urls == inProcess {
+		opts = append(opts, nats.IgnoreDiscoveredServers())
+	}
+	if b.opt.Token != "" {
+		opts = append(opts, nats.Token(b.opt.Token))
+	}
+	stop := context.AfterFunc(b.ctx, l.dial.abort)
+	defer stop()
+	nc, err := nats.Connect(urls, opts...)
+	if err != nil {
+		l.broke()
+		l.dial.abort()
+		return nil, unreachable(name, either(l.dial.failure(), explain(err)))
+	}
+	l.nc = nc
+	if l.js, err = jetstream.New(nc); err == nil {
+		err = l.subscribe()
+	}
+	if err != nil {
+		l.close()
+		return nil, unreachable(name, err)
+	}
+	return l, nil
+}
+
+// subscribe makes this agent reachable over the link, if it serves. The queue
+// group keeps a request from coming twice when two links lead to one server.
+func (l *link) subscribe() error {
+	if l.bus.handler.Load() == nil {
+		return nil
+	}
+	sub, err := l.nc.QueueSubscribe(subject(l.bus.opt.AgentID), "agent", func(m *nats.Msg) { l.bus.arrived(l, m) })
+	if err != nil {
+		return err
+	}
+	deaf := make(chan struct{})
+	sub.SetClosedHandler(func(string) { close(deaf) })
+	l.mu.Lock()
+	l.sub, l.deaf = sub, deaf
+	l.mu.Unlock()
+	return nil
+}
+
+// quit ends the subscription and waits until all requests that came are with
+// their handlers: later ones find nobody, which is a better answer than none.
+func (l *link) quit(ctx context.Context) {
+	l.mu.Lock()
+	sub, deaf, session := l.sub, l.deaf, l.session
+	l.mu.Unlock()
+	if sub == nil || session.Err() != nil || sub.Drain() != nil {
+		return
+	}
+	select {
+	case <-deaf:
+	case <-session.Done():
+	case <-ctx.Done():
+	}
+}
+
+func explain(err error) error {
+	if errors.Is(err, nats.ErrAuthorization) {
+		return fmt.Errorf("it refuses this agent's token: %w", err)
+	}
+	return err
+}
+
+func unreachable(name string, cause error) error {
+	if cause == nil {
+		cause = nats.ErrDisconnected
+	}
+	return fmt.Errorf("%w: %s: %w", core.ErrUnreachable, name, cause)
+}
+
+// end marks the link as not connected; mu is held.
+func (l *link) end() {
+	if l.session.Err() == nil {
+		l.broke()
+		l.up = make(chan struct{})
+	}
+}
+
+func (l *link) disconnected(err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.end()
+	if l.closing {
+		return
+	}
+	if err == nil {
+		err = nats.ErrDisconnected
+	}
+	l.cause = err
+	if l.via != "" && l.idle == nil {
+		l.idle = time.AfterFunc(l.bus.opt.linkIdle, l.expire)
+	}
+	l.bus.log.Sugar().Debugf("natsbus: the connection to %s broke: %v", l.name, err)
+}
+
+func (l *link) reconnected() {
+	l.mu.Lock()
+	if l.closing {
+		l.mu.Unlock()
+		return
+	}
+	l.session, l.broke = context.WithCancel(context.Background())
+	l.cause = nil
+	close(l.up)
+	if l.idle != nil {
+		l.idle.Stop()
+		l.idle = nil
+	}
+	l.mu.Unlock()
+	l.bus.log.Sugar().Debugf("natsbus: connected to %s again", l.name)
+	if l.via == "" {
+		l.bus.renewNow()
+	}
+}
+
+// failed notes why the link does not come back, or cannot do something.
+func (l *link) failed(err error) {
+	l.mu.Lock()
+	if l.session.Err() != nil {
+		l.cause = explain(err)
+	}
+	l.mu.Unlock()
+	l.bus.log.Sugar().Debugf("natsbus: %s: %v", l.name, err)
+}
+
+// closed is nats.go's last word, also when the server ended the connection
+// with an error that forbids to come back.
+func (l *link) closed(nc *nats.Conn) {
+	l.mu.Lock()
+	l.end()
+	closing := l.closing
+	if l.idle != nil {
+		l.idle.Stop()
+		l.idle = nil
+	}
+	if l.cause == nil {
+		l.cause = nats.ErrConnectionClosed
+	}
+	if err := nc.LastError(); err != nil && !closing {
+		l.cause = err
+	}
+	l.mu.Unlock()
+	close(l.gone)
+	l.dial.abort()
+	if !closing {
+		l.bus.lost(l)
+	}
+}
+
+// expire drops a link that is broken and that nobody wants.
+func (l *link) expire() {
+	defer safe.Recover("natsbus.link.expire")
+	l.mu.Lock()
+	if l.idle == nil || l.closing {
+		l.mu.Unlock()
+		return
+	}
+	if left := l.bus.opt.linkIdle - time.Since(l.used); left > 0 {
+		l.idle.Reset(left)
+		l.mu.Unlock()
+		return
+	}
+	l.mu.Unlock()
+	l.bus.drop(l)
+}
+
+// current returns the context of the connection as it is now; ok is false when
+// the link is down.
+func (l *link) current() (session context.Context, ok bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.used = time.Now()
+	return l.session, l.session.Err() == nil && !l.closing
+}
+
+// wait returns when the link is connected.
+func (l *link) wait(ctx context.Context) (session context.Context, err error) {
+	for {
+		l.mu.Lock()
+		up, session := l.up, l.session
+		l.used = time.Now()
+		l.mu.Unlock()
+		if session.Err() == nil {
+			return session, nil
+		}
+		select {
+		case <-up:
+		case <-l.gone:
+			return nil, unreachable(l.name, l.why())
+		case <-l.bus.ctx.Done():
+			return nil, unreachable(l.name, errClosed)
+		case <-ctx.Done():
+			return nil, fmt.Errorf("%w (%w)", unreachable(l.name, l.why()), ctx.Err())
+		}
+	}
+}
+
+func (l *link) why() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.cause
+}
+
+// during ends when ctx does or when the session breaks.
+func during(ctx, session context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(ctx)
+	stop := context.AfterFunc(session, cancel)
+	return ctx, func() { stop(); cancel() }
+}
+
+// close ends the link and waits for nats.go, about a second at most when the
+// peer does not read.
+func (l *link) close() {
+	l.mu.Lock()
+	l.closing = true
+	down := l.session.Err() != nil
+	if l.idle != nil {
+		l.idle.Stop()
+		l.idle = nil
+	}
+	l.mu.Unlock()
+	if down {
+		l.dial.abort() // nats.go may be dialling, with its lock held
+	}
+	done := make(chan struct{})
+	safe.Go("natsbus.link.close", func() {
+		defer close(done)
+		l.nc.Close()
+		<-l.gone
+	})
+	bound := time.NewTimer(farewell)
+	defer bound.Stop()
+	select {
+	case <-done:
+	case <-bound.C:
+		l.dial.abort()
+		<-done
+	}
+}
+
+// either returns the first of two causes that there is.
+func either(a, b error) error {
+	if a != nil {
+		return a
+	}
+	return b
+}

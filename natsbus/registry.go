@@ -1,0 +1,469 @@
+package natsbus
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// ErrAmbiguous: a Lookup named no engine, and several have the rank.
+var ErrAmbiguous = errors.New("several engines are registered")
+
+const (
+	bucket  = "kvconn_ranks"
+	stream  = "KV_" + bucket
+	subtree = "$KV." + bucket + "."
+
+	// sinceHeader orders the agents that register one rank: the newest wins,
+	// also when the bucket was lost and all of them come back at once.
+	sinceHeader  = "Kvconn-Since"
+	opHeader     = "KV-Operation"
+	markerHeader = "Nats-Marker-Reason"
+
+	// markerTTL is how long the registry remembers that a key has ended. All
+	// agents must create the bucket alike.
+	markerTTL = 10 * time.Second
+
+	maxListed   = 16  // engines named in an error
+	maxEngines  = 256 // engines of one registry that a Lookup without EngineID reads
+	goodbyeWait = time.Second
+)
+
+// registration is this agent's entry in the registry.
+type registration struct {
+	id    core.AgentID
+	what  string // for logs
+	key   string
+	value []byte
+	since int64
+	seq   uint64       // of the last message under the key that we know of
+	taken core.AgentID // who has taken the rank over
+	stop  context.CancelFunc
+	done  chan struct{}
+}
+
+// record is what the registry holds under a key. Without an agent it is gone,
+// or never was.
+type record struct {
+	agent *wire.Agent
+	since int64
+	seq   uint64
+}
+
+// rankKey encodes any engine id: a key has letters, digits and a few others.
+func rankKey(engine string, dp, tp, pp int) string {
+	return subtree + "e" + base64.RawURLEncoding.EncodeToString([]byte(engine)) + rankSuffix(dp, tp, pp)
+}
+
+func rankSuffix(dp, tp, pp int) string {
+	return fmt.Sprintf(".%d.%d.%d", dp, tp, pp)
+}
+
+func rankName(engine string, dp, tp, pp int) string {
+	return fmt.Sprintf("engine %q, rank dp %d tp %d pp %d", engine, dp, tp, pp)
+}
+
+// keyName is a key as a reader wants it.
+func keyName(key string) string {
+	engine, rank, _ := strings.Cut(strings.TrimPrefix(key, subtree), ".")
+	raw, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(engine, "e"))
+	if err != nil {
+		return strconv.Quote(key)
+	}
+	return fmt.Sprintf("%q rank %s", raw, rank)
+}
+
+// Register implements core.Bus. When the rank has an entry already, the newest
+// agent wins.
+func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
+	what := rankName(a.EngineID, a.DPRank, a.TPRank, a.PPRank)
+	value, err := a.MarshalMsg(nil)
+	if err == nil {
+		err = wire.Decode(value, new(wire.Agent)) // what no peer would read
+	}
+	if err == nil && a.ID != string(b.opt.AgentID) {
+		err = fmt.Errorf("it is of agent %q, this is %s", a.ID, b.opt.AgentID)
+	}
+	if err != nil {
+		return fmt.Errorf("register %s: %w", what, err)
+	}
+	l := b.homeLink()
+	if l == nil {
+		return fmt.Errorf("register %s: this agent has no server or cluster of its own", what)
+	}
+	reg := &registration{id: b.opt.AgentID, what: what, value: value, done: make(chan struct{}),
+		key: rankKey(a.EngineID, a.DPRank, a.TPRank, a.PPRank)}
+	renewing, stop := context.WithCancel(b.ctx)
+	reg.stop = stop
+	b.mu.Lock()
+	if b.closed != nil || b.reg != nil {
+		err := errClosed
+		if b.reg != nil {
+			err = fmt.Errorf("this agent is registered already, as %s", b.reg.what)
+		}
+		b.mu.Unlock()
+		stop()
+		return fmt.Errorf("register %s: %w", what, err)
+	}
+	b.reg = reg
+	b.wg.Add(1) // for the whole of it: Close ends it by stop
+	b.mu.Unlock()
+
+	regCtx, cancel := during(ctx, renewing)
+	defer cancel()
+	reg.since = time.Now().UnixNano()
+	err = b.put(regCtx, l, reg, true)
+	if err != nil {
+		b.mu.Lock()
+		b.reg = nil
+		b.mu.Unlock()
+		stop()
+		close(reg.done)
+		b.wg.Done()
+		return fmt.Errorf("register %s at %s: %w", what, l.name, err)
+	}
+	safe.Go("natsbus.renew", func() {
+		defer b.wg.Done()
+		defer close(reg.done)
+		b.renew(renewing, reg)
+	})
+	return nil
+}
+
+// renewNow asks for a renewal before its time.
+func (b *Bus) renewNow() {
+	select {
+	case b.kick <- struct{}{}:
+	default:
+	}
+}
+
+// renew keeps the entry alive until ctx ends.
+func (b *Bus) renew(ctx context.Context, reg *registration) {
+	every := b.opt.TTL / 3
+	timer := time.NewTimer(every)
+	defer timer.Stop()
+	failing := false
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-b.kick:
+		case <-timer.C:
+		}
+		next := every
+		attempt, cancel := context.WithTimeout(ctx, max(every, time.Second))
+		err := b.put(attempt, b.homeLink(), reg, false)
+		cancel()
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err != nil:
+			next = min(every, 500*time.Millisecond)
+			if !failing {
+				b.log.Sugar().Warnf("natsbus: the registration of %s is not renewed, it ends %v after the last renewal: %v", reg.what, b.opt.TTL, err)
+			}
+		case failing:
+			b.log.Sugar().Infof("natsbus: the registration of %s is renewed again", reg.what)
+		}
+		failing = err != nil
+		timer.Reset(next)
+	}
+}
+
+// put writes the entry with a new lease. An entry of another agent is
+// overwritten when it is older, or in any case when this agent is new.
+func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) error {
+	session, ok := l.current()
+	if !ok {
+		if isNew {
+			var err error
+			if session, err = l.wait(ctx); err != nil {
+				return err
+			}
+		} else {
+			return unreachable(l.name, l.why())
+		}
+	}
+	ctx, cancel := during(ctx, session)
+	defer cancel()
+	look := isNew || reg.taken != ""
+	var err error
+	for range 5 {
+		if look {
+			var old record
+			if old, err = l.read(ctx, reg.key); err != nil {
+				return l.failure(session, err)
+			}
+			if !b.mayTake(reg, old, isNew) {
+				return nil
+			}
+			reg.seq = old.seq
+		}
+		m := nats.NewMsg(reg.key)
+		m.Data = reg.value
+		m.Header.Set(sinceHeader, strconv.FormatInt(reg.since, 10))
+		var ack *jetstream.PubAck
+		ack, err = l.js.PublishMsg(ctx, m, jetstream.WithMsgTTL(b.opt.TTL), jetstream.WithExpectStream(stream),
+			jetstream.WithExpectLastSequencePerSubject(reg.seq), jetstream.WithRetryAttempts(0))
+		switch {
+		case err == nil:
+			reg.seq = ack.Sequence
+			return nil
+		case errors.Is(err, jetstream.ErrNoStreamResponse), errors.Is(err, nats.ErrNoResponders):
+			if err := l.createBucket(ctx); err != nil {
+				return l.failure(session, err)
+			}
+			look = true
+		case wrongSequence(err):
+			look = true
+		default:
+			return l.failure(session, err)
+		}
+	}
+	return l.failure(session, err)
+}
+
+// mayTake decides between this agent and what the registry holds, and tells of
+// a change.
+func (b *Bus) mayTake(reg *registration, old record, isNew bool) bool {
+	if old.agent == nil || old.agent.ID == string(reg.id) {
+		if reg.taken != "" {
+			b.log.Sugar().Infof("natsbus: agent %s is gone from %s: agent %s has it again", reg.taken, reg.what, reg.id)
+			reg.taken = ""
+		}
+		return true
+	}
+	other := core.AgentID(old.agent.ID)
+	if isNew {
+		reg.since = max(reg.since, old.since+1)
+	}
+	if reg.since > old.since || (reg.since == old.since && reg.id > other) {
+		b.log.Sugar().Warnf("natsbus: %s was registered by agent %s; the newer agent %s takes it over", reg.what, other, reg.id)
+		reg.taken = ""
+		return true
+	}
+	if reg.taken != other {
+		b.log.Sugar().Warnf("natsbus: the newer agent %s has taken %s over from agent %s", other, reg.what, reg.id)
+		reg.taken = other
+	}
+	return false
+}
+
+// withdraw ends the entry if it is still ours.
+func (b *Bus) withdraw(ctx context.Context, l *link, reg *registration) {
+	if reg == nil {
+		return
+	}
+	reg.stop()
+	<-reg.done
+	session, ok := l.current()
+	if !ok || reg.taken != "" {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, goodbyeWait)
+	defer cancel()
+	ctx, cancel = during(ctx, session)
+	defer cancel()
+	m := nats.NewMsg(reg.key)
+	m.Header.Set(opHeader, "DEL")
+	_, err := l.js.PublishMsg(ctx, m, jetstream.WithMsgTTL(markerTTL), jetstream.WithExpectStream(stream),
+		jetstream.WithExpectLastSequencePerSubject(reg.seq), jetstream.WithRetryAttempts(0))
+	if err != nil && !wrongSequence(err) { // it ends by itself
+		b.log.Sugar().Debugf("natsbus: the registration of %s is not withdrawn: %v", reg.what, err)
+	}
+}
+
+func wrongSequence(err error) bool {
+	var api *jetstream.APIError
+	return errors.As(err, &api) && (api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequence ||
+		api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequenceConstant)
+}
+
+// failure says what an error of the registry means.
+func (l *link) failure(session context.Context, err error) error {
+	switch {
+	case session.Err() != nil:
+		return unreachable(l.name, l.why())
+	case errors.Is(err, nats.ErrNoResponders), errors.Is(err, jetstream.ErrNoStreamResponse), errors.Is(err, jetstream.ErrJetStreamNotEnabled):
+		return fmt.Errorf("the registry at %s does not answer, is JetStream enabled (nats-server -js)? %w", l.name, err)
+	}
+	return fmt.Errorf("the registry at %s: %w", l.name, err)
+}
+
+func (l *link) createBucket(ctx context.Context) error {
+	_, err := l.js.CreateKeyValue(ctx, jetstream.KeyValueConfig{
+		Bucket: bucket, Description: "kvconn: prefill ranks", History: 1,
+		Storage: jetstream.MemoryStorage, LimitMarkerTTL: markerTTL,
+	})
+	if errors.Is(err, jetstream.ErrBucketExists) {
+		return nil // someone's of other settings; publishing tells whether it will do
+	}
+	return err
+}
+
+func (l *link) read(ctx context.Context, key string) (record, error) {
+	st, err := l.js.Stream(ctx, stream)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return record{}, nil
+	}
+	if err != nil {
+		return record{}, err
+	}
+	return readKey(ctx, st, key)
+}
+
+func readKey(ctx context.Context, st jetstream.Stream, key string) (record, error) {
+	m, err := st.GetLastMsgForSubject(ctx, key)
+	if errors.Is(err, jetstream.ErrMsgNotFound) {
+		return record{}, nil
+	}
+	if err != nil {
+		return record{}, err
+	}
+	r := record{seq: m.Sequence}
+	if m.Header.Get(opHeader) != "" || m.Header.Get(markerHeader) != "" {
+		return r, nil
+	}
+	// An unreadable time is that of another version: older than ours.
+	r.since, _ = strconv.ParseInt(m.Header.Get(sinceHeader), 10, 64)
+	r.agent = new(wire.Agent)
+	if err := wire.Decode(m.Data, r.agent); err != nil {
+		return record{}, fmt.Errorf("the entry of %s: %w", keyName(key), err)
+	}
+	return r, nil
+}
+
+// Lookup implements core.Bus.
+func (b *Bus) Lookup(ctx context.Context, t core.Target) (*wire.Agent, core.Via, error) {
+	l, err := b.link(ctx, t.Bootstrap)
+	if err != nil {
+		return nil, "", err
+	}
+	for {
+		session, err := l.wait(ctx)
+		if err != nil {
+			return nil, "", err
+		}
+		a, err := l.find(ctx, session, t)
+		if err == nil {
+			return a, l.via, nil
+		}
+		if session.Err() == nil || ctx.Err() != nil {
+			return nil, "", err
+		}
+	}
+}
+
+func (l *link) find(ctx, session context.Context, t core.Target) (*wire.Agent, error) {
+	ctx, cancel := during(ctx, session)
+	defer cancel()
+	a, err := l.findIn(ctx, t)
+	if err == nil || errors.Is(err, core.ErrNotRegistered) || errors.Is(err, ErrAmbiguous) {
+		return a, err
+	}
+	return nil, l.failure(session, err)
+}
+
+func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
+	st, err := l.js.Stream(ctx, stream)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return nil, l.missing(t, nil)
+	}
+	if err != nil {
+		return nil, err
+	}
+	keys := []string{rankKey(t.EngineID, t.DPRank, t.TPRank, t.PPRank)}
+	if t.EngineID == "" {
+		if keys, err = list(ctx, st, subtree+"*"+rankSuffix(t.DPRank, t.TPRank, t.PPRank)); err != nil {
+			return nil, err
+		}
+		if len(keys) > maxEngines {
+			return nil, fmt.Errorf("%w at %s: %d; name one by its engine_id", ErrAmbiguous, l.name, len(keys))
+		}
+	}
+	var found []*wire.Agent
+	for _, key := range keys {
+		r, err := readKey(ctx, st, key)
+		if err != nil {
+			return nil, err
+		}
+		if a := r.agent; a != nil {
+			if rankKey(a.EngineID, a.DPRank, a.TPRank, a.PPRank) != key || !legalID.MatchString(a.ID) {
+				return nil, fmt.Errorf("the entry of %s is of agent %q, %s", keyName(key), a.ID, rankName(a.EngineID, a.DPRank, a.TPRank, a.PPRank))
+			}
+			found = append(found, a)
+		}
+	}
+	switch len(found) {
+	case 1:
+		return found[0], nil
+	case 0:
+		all, err := list(ctx, st, subtree+">")
+		if err != nil {
+			return nil, err
+		}
+		var live []string
+		for _, key := range all {
+			if len(live) == maxListed {
+				live = append(live, "and more")
+				break
+			}
+			r, err := readKey(ctx, st, key)
+			if err != nil {
+				return nil, err
+			}
+			if r.agent != nil {
+				live = append(live, keyName(key))
+			}
+		}
+		return nil, l.missing(t, live)
+	}
+	var names []string
+	for _, a := range found[:min(len(found), maxListed)] {
+		names = append(names, fmt.Sprintf("%q (agent %s)", a.EngineID, a.ID))
+	}
+	return nil, fmt.Errorf("%w at %s with rank dp %d tp %d pp %d: %s; name one by its engine_id",
+		ErrAmbiguous, l.name, t.DPRank, t.TPRank, t.PPRank, strings.Join(names, ", "))
+}
+
+func (l *link) missing(t core.Target, live []string) error {
+	there := "nothing is"
+	if len(live) > 0 {
+		there = "registered are " + strings.Join(live, ", ")
+	}
+	engine := "any engine"
+	if t.EngineID != "" {
+		engine = fmt.Sprintf("engine %q", t.EngineID)
+	}
+	return fmt.Errorf("%w: %s, rank dp %d tp %d pp %d at %s: %s", core.ErrNotRegistered, engine, t.DPRank, t.TPRank, t.PPRank, l.name, there)
+}
+
+// list returns the keys under a filter, also those that have just ended.
+func list(ctx context.Context, st jetstream.Stream, filter string) ([]string, error) {
+	info, err := st.Info(ctx, jetstream.WithSubjectFilter(filter))
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	keys := make([]string, 0, len(info.State.Subjects))
+	for key := range info.State.Subjects {
+		keys = append(keys, key)
+	}
+	slices.Sort(keys)
+	return keys, nil
+}

@@ -1,0 +1,187 @@
+package natsbus
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/nats-io/nats-server/v2/server"
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// Limits of the embedded server, unless ServerOptions say otherwise.
+const (
+	defaultMaxMemory = 64 << 20
+	defaultMaxConns  = 1024
+
+	// serverPing finds a peer that vanished without closing its connection:
+	// two unanswered pings end it.
+	serverPing = 2 * time.Second
+	// writeWait bounds one write to a connection whose peer does not read.
+	writeWait = 5 * time.Second
+	// serverStop bounds Close.
+	serverStop = 10 * time.Second
+)
+
+// ServerOptions sets up a Server. The zero value is fine.
+type ServerOptions struct {
+	// Token, when not empty, is what every client must give.
+	Token string
+	// MaxConns bounds the upgraded connections at one time; 0 means 1024.
+	MaxConns int
+	// MaxMemory bounds the registry's memory in bytes; 0 means 64 MiB.
+	MaxMemory int64
+	Logger    *zap.Logger
+}
+
+// Server is a NATS server inside this process without a port of its own: peers
+// come through Handler, this agent's Bus comes in-process.
+type Server struct {
+	opt      ServerOptions
+	log      *zap.Logger
+	nats     *server.Server
+	storeDir string
+
+	mu     sync.Mutex
+	closed bool
+	conns  map[*upgraded]struct{}
+	wg     sync.WaitGroup // of upgraded connections
+
+	once sync.Once
+	err  error
+}
+
+// StartServer starts the embedded server and returns when it can be used.
+func StartServer(opt ServerOptions) (*Server, error) {
+	if opt.Logger == nil {
+		opt.Logger = zap.NewNop()
+	}
+	if opt.MaxConns == 0 {
+		opt.MaxConns = defaultMaxConns
+	}
+	if opt.MaxMemory == 0 {
+		opt.MaxMemory = defaultMaxMemory
+	}
+	dir, err := os.MkdirTemp("", "kvconn-nats-")
+	if err != nil {
+		return nil, fmt.Errorf("embedded nats server: no folder for its state, set TMPDIR to one that can be written: %w", err)
+	}
+	s := &Server{opt: opt, log: opt.Logger, storeDir: dir, conns: map[*upgraded]struct{}{}}
+	log := &serverLogger{log: opt.Logger.Sugar()}
+	s.nats, err = server.NewServer(&server.Options{
+		ServerName:         "kvconn-" + dir[len(dir)-8:],
+		DontListen:         true,
+		NoSigs:             true,
+		JetStream:          true,
+		JetStreamMaxMemory: opt.MaxMemory,
+		JetStreamMaxStore:  1 << 20, // nothing is stored in files; 0 would mean most of the disk
+		StoreDir:           dir,
+		Authorization:      opt.Token,
+		MaxPayload:         wire.MaxMessage,
+		MaxConn:            opt.MaxConns + 16, // and the in-process ones
+		PingInterval:       serverPing,
+		MaxPingsOut:        2,
+		WriteDeadline:      writeWait,
+	})
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("embedded nats server: %w", err), os.RemoveAll(dir))
+	}
+	s.nats.SetLoggerV2(log, false, false, false)
+	s.nats.Start()
+	if !s.nats.ReadyForConnections(serverStop) || !s.nats.JetStreamEnabled() {
+		err := fmt.Errorf("embedded nats server does not start: %s", log.last())
+		return nil, errors.Join(err, s.Close())
+	}
+	return s, nil
+}
+
+// Close ends every connection and the server, and waits until they have ended,
+// at most ten seconds.
+func (s *Server) Close() error {
+	s.once.Do(func() { s.err = s.close() })
+	return s.err
+}
+
+func (s *Server) close() error {
+	s.mu.Lock()
+	s.closed = true
+	for c := range s.conns {
+		c.close()
+	}
+	s.mu.Unlock()
+
+	done := make(chan struct{})
+	safe.Go("natsbus.Server.Close", func() {
+		defer close(done)
+		s.wg.Wait()
+		s.nats.Shutdown()
+		s.nats.WaitForShutdown()
+	})
+	bound := time.NewTimer(serverStop)
+	defer bound.Stop()
+	var err error
+	select {
+	case <-done:
+	case <-bound.C:
+		err = fmt.Errorf("embedded nats server: it still runs %v after it was told to stop", serverStop)
+	}
+	return errors.Join(err, os.RemoveAll(s.storeDir))
+}
+
+func (s *Server) dialContext(context.Context) (net.Conn, error) { return s.dial() }
+
+// dial is the way into the server.
+func (s *Server) dial() (net.Conn, error) {
+	s.mu.Lock()
+	closed := s.closed
+	s.mu.Unlock()
+	if closed {
+		return nil, errServerClosed
+	}
+	return s.nats.InProcessConn()
+}
+
+var errServerClosed = errors.New("the embedded nats server is closed")
+
+// Handler is the bootstrap port's GET /nats: it turns an HTTP connection into
+// one of this server's NATS connections.
+func (s *Server) Handler() http.Handler { return http.HandlerFunc(s.upgrade) }
+
+// serverLogger gives the server's log to zap. What the server calls fatal
+// would end the process; here it ends the start.
+type serverLogger struct {
+	log *zap.SugaredLogger
+
+	mu    sync.Mutex
+	fatal string
+}
+
+func (l *serverLogger) last() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.fatal == "" {
+		return fmt.Sprintf("not ready within %v", serverStop)
+	}
+	return l.fatal
+}
+
+func (l *serverLogger) Fatalf(format string, v ...any) {
+	l.mu.Lock()
+	l.fatal = fmt.Sprintf(format, v...)
+	l.mu.Unlock()
+	l.log.Errorf("nats: "+format, v...)
+}
+
+func (l *serverLogger) Noticef(format string, v ...any) { l.log.Debugf("nats: "+format, v...) }
+func (l *serverLogger) Warnf(format string, v ...any)   { l.log.Warnf("nats: "+format, v...) }
+func (l *serverLogger) Errorf(format string, v ...any)  { l.log.Errorf("nats: "+format, v...) }
+func (l *serverLogger) Debugf(string, ...any)           {}
+func (l *serverLogger) Tracef(string, ...any)           {}

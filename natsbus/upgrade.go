@@ -1,0 +1,304 @@
+package natsbus
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"net/http"
+	"net/url"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// Path is the route of the bootstrap port that [Server.Handler] belongs at.
+const Path = "/nats"
+
+const protocol = "nats"
+
+// upgraded is one HTTP connection that has become a NATS connection.
+type upgraded struct{ peer, server net.Conn }
+
+func (u *upgraded) close() {
+	// Both are being given up: nothing is left to tell.
+	_ = u.peer.Close()
+	_ = u.server.Close()
+}
+
+func (s *Server) upgrade(w http.ResponseWriter, r *http.Request) {
+	if r.Method != http.MethodGet {
+		w.Header().Set("Allow", http.MethodGet)
+		http.Error(w, "method not allowed", http.StatusMethodNotAllowed)
+		return
+	}
+	if !hasToken(r.Header["Connection"], "upgrade") || !hasToken(r.Header["Upgrade"], protocol) {
+		w.Header().Set("Connection", "Upgrade")
+		w.Header().Set("Upgrade", protocol)
+		http.Error(w, "this is kvconn's control plane: it wants \"Upgrade: nats\"", http.StatusUpgradeRequired)
+		return
+	}
+	u := &upgraded{}
+	if err := s.admit(u); err != nil {
+		w.Header().Set("Retry-After", "1")
+		http.Error(w, err.Error(), http.StatusServiceUnavailable)
+		return
+	}
+	defer s.dismiss(u)
+	peer, rw, err := http.NewResponseController(w).Hijack()
+	if err != nil { // HTTP/2, or a wrapped ResponseWriter
+		http.Error(w, "this connection cannot be upgraded: "+err.Error(), http.StatusHTTPVersionNotSupported)
+		return
+	}
+	defer func() { _ = peer.Close() }()
+	inside, err := s.dial()
+	if err != nil {
+		s.log.Sugar().Warnf("natsbus: no connection to the embedded server for %v: %v", peer.RemoteAddr(), err)
+		return
+	}
+	defer func() { _ = inside.Close() }()
+	// The HTTP server's deadlines stay on a hijacked connection.
+	if err := peer.SetDeadline(time.Time{}); err != nil {
+		return // closed already
+	}
+	if !s.connected(u, peer, inside) {
+		return
+	}
+	_ = peer.SetWriteDeadline(time.Now().Add(writeWait))
+	if _, err := io.WriteString(peer, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: "+protocol+"\r\n\r\n"); err != nil {
+		return // the client has gone
+	}
+	_ = peer.SetWriteDeadline(time.Time{})
+
+	both := make(chan struct{})
+	safe.Go("natsbus.upgrade", func() {
+		defer close(both)
+		defer u.close()
+		_, _ = io.Copy(peer, inside) // either end's error ends both
+	})
+	var early io.Reader = peer
+	if n := rw.Reader.Buffered(); n > 0 {
+		early = io.MultiReader(io.LimitReader(rw.Reader, int64(n)), peer)
+	}
+	_, _ = io.Copy(inside, early)
+	u.close()
+	<-both
+}
+
+// admit reserves a place for a connection.
+func (s *Server) admit(u *upgraded) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return errServerClosed
+	}
+	if len(s.conns) >= s.opt.MaxConns {
+		return fmt.Errorf("%d control connections are open, the most that this agent takes", len(s.conns))
+	}
+	u.peer, u.server = noConn, noConn
+	s.conns[u] = struct{}{}
+	s.wg.Add(1)
+	return nil
+}
+
+// connected makes the connection one that Close closes.
+func (s *Server) connected(u *upgraded, peer, inside net.Conn) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	u.peer, u.server = peer, inside
+	return !s.closed
+}
+
+func (s *Server) dismiss(u *upgraded) {
+	s.mu.Lock()
+	delete(s.conns, u)
+	s.mu.Unlock()
+	s.wg.Done()
+}
+
+// noConn stands in until there is one; only Close is called.
+var noConn net.Conn = closeOnly{}
+
+type closeOnly struct{ net.Conn }
+
+func (closeOnly) Close() error { return nil }
+
+func hasToken(values []string, want string) bool {
+	for _, v := range values {
+		for tok := range strings.SplitSeq(v, ",") {
+			if strings.EqualFold(strings.TrimSpace(tok), want) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// dialer makes a link's connections: nats.go calls Dial again at each
+// reconnect, with its lock held, so that only abort can end one early.
+type dialer struct {
+	open    func(ctx context.Context) (net.Conn, error)
+	timeout time.Duration
+	ctx     context.Context
+	cancel  context.CancelFunc
+
+	mu      sync.Mutex
+	aborted bool
+	last    net.Conn
+	err     error // of the last Dial; nats.Connect does not tell all of them
+}
+
+func newDialer(timeout time.Duration, open func(ctx context.Context) (net.Conn, error)) *dialer {
+	d := &dialer{open: open, timeout: timeout}
+	d.ctx, d.cancel = context.WithCancel(context.Background())
+	return d
+}
+
+// Dial implements nats.CustomDialer. The way is the dialer's own; addr is the
+// address of one server of a cluster.
+func (d *dialer) Dial(_, addr string) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(d.ctx, d.timeout)
+	defer cancel()
+	conn, err := d.open(context.WithValue(ctx, addrKey{}, addr))
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.err = err; err != nil {
+		return nil, err
+	}
+	if d.aborted {
+		_ = conn.Close()
+		return nil, errClosed
+	}
+	d.last = conn
+	return conn, nil
+}
+
+type addrKey struct{}
+
+func (d *dialer) failure() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.err
+}
+
+// abort ends what is under way on the link without a farewell.
+func (d *dialer) abort() {
+	d.cancel()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.aborted = true
+	if d.last != nil {
+		_ = d.last.Close() // a second close, or an end without a farewell
+	}
+}
+
+func dialTCP(ctx context.Context) (net.Conn, error) {
+	var nd net.Dialer
+	return nd.DialContext(ctx, "tcp", ctx.Value(addrKey{}).(string))
+}
+
+// bootstrapHost checks a bootstrap address and returns its host:port.
+func bootstrapHost(addr string) (string, error) {
+	bad := func(why string) (string, error) {
+		return "", fmt.Errorf("bootstrap address %q: %s; it must be like http://host:port", addr, why)
+	}
+	if len(addr) > 512 {
+		return "", fmt.Errorf("bootstrap address of %d bytes, at most 512 are read", len(addr))
+	}
+	u, err := url.Parse(addr)
+	if err != nil {
+		var ue *url.Error
+		if errors.As(err, &ue) {
+			err = ue.Err
+		}
+		return bad(err.Error())
+	}
+	switch {
+	case u.Scheme == "https":
+		return bad("https is not supported yet")
+	case u.Scheme != "http" || u.Opaque != "":
+		return bad("no http:// in front")
+	case u.Hostname() == "":
+		return bad("no host")
+	case u.Port() == "":
+		return bad("no port")
+	case u.User != nil || u.RawQuery != "" || u.Fragment != "" || strings.Trim(u.Path, "/") != "":
+		return bad("more than a host and a port")
+	}
+	return u.Host, nil
+}
+
+// dialUpgrade returns the way to the control plane behind a bootstrap port.
+func dialUpgrade(host string) func(context.Context) (net.Conn, error) {
+	return func(ctx context.Context) (net.Conn, error) {
+		var nd net.Dialer
+		conn, err := nd.DialContext(ctx, "tcp", host)
+		if err != nil {
+			return nil, err
+		}
+		stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+		up, err := clientUpgrade(conn, host)
+		if !stop() && err == nil {
+			err = ctx.Err() // the deadline is set, or about to be
+		}
+		if err != nil {
+			_ = conn.Close()
+			if ctx.Err() != nil {
+				err = fmt.Errorf("it does not answer GET %s: %w", Path, ctx.Err())
+			}
+			return nil, err
+		}
+		return up, nil
+	}
+}
+
+// maxResponse bounds the head of the answer to an upgrade.
+const maxResponse = 16 << 10
+
+func clientUpgrade(conn net.Conn, host string) (net.Conn, error) {
+	// A zone belongs to this host and is no part of the Host header.
+	h := host
+	if i := strings.IndexByte(h, '%'); i >= 0 {
+		h = h[:i] + h[strings.LastIndexByte(h, ']'):]
+	}
+	if _, err := io.WriteString(conn, "GET "+Path+" HTTP/1.1\r\nHost: "+h+"\r\nUser-Agent: kvconn\r\nConnection: Upgrade\r\nUpgrade: "+protocol+"\r\n\r\n"); err != nil {
+		return nil, err
+	}
+	limited := &io.LimitedReader{R: conn, N: maxResponse}
+	br := bufio.NewReader(limited)
+	resp, err := http.ReadResponse(br, nil)
+	if err != nil {
+		return nil, fmt.Errorf("no HTTP answer to GET %s: %w", Path, err)
+	}
+	if resp.StatusCode != http.StatusSwitchingProtocols {
+		text, _ := io.ReadAll(io.LimitReader(resp.Body, 200)) // only to explain
+		_ = resp.Body.Close()
+		return nil, fmt.Errorf("GET %s is answered with %s, not by a kvconn agent: %q", Path, resp.Status, strings.TrimSpace(string(text)))
+	}
+	if !hasToken(resp.Header["Upgrade"], protocol) {
+		return nil, fmt.Errorf("GET %s upgrades to %q, not to %s", Path, resp.Header.Get("Upgrade"), protocol)
+	}
+	limited.N = math.MaxInt64
+	return &upgradedConn{Conn: conn, r: br}, nil
+}
+
+// upgradedConn reads first what came in one packet with the HTTP answer.
+type upgradedConn struct {
+	net.Conn
+	r *bufio.Reader // nil when it is empty
+}
+
+func (c *upgradedConn) Read(b []byte) (int, error) {
+	if c.r != nil {
+		if c.r.Buffered() > 0 {
+			return c.r.Read(b)
+		}
+		c.r = nil
+	}
+	return c.Conn.Read(b)
+}

@@ -1,0 +1,401 @@
+package node
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/base32"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/tcp"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// Options are the parts that a Config cannot name; zero values get the real ones.
+type Options struct {
+	Logger  *zap.Logger
+	Reports Reports
+	Bus     core.Bus
+	Clock   core.Clock
+}
+
+// Agent is one open kvconn instance.
+type Agent struct {
+	id      core.AgentID
+	cfg     Config
+	log     *zap.Logger
+	clock   core.Clock
+	reports Reports
+	plane   *controlPlane // nil with a Bus of Options
+	bus     core.Bus
+
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+
+	mu          sync.Mutex
+	state       agentState
+	layout      *core.Layout
+	machine     *core.Machine
+	self        *wire.Agent
+	transport   core.Transport
+	outstanding int // accepted offers and loads without a report
+	queue       []core.Action
+	total       Totals
+
+	wake  chan struct{}
+	peers *peerTable
+	lanes *lanes
+}
+
+type agentState int
+
+const (
+	stateOpen agentState = iota
+	stateRegistering
+	stateRegistered
+	stateClosing
+	stateClosed
+)
+
+// ErrNotRegistered: a transfer was asked for before RegisterKVCaches.
+var ErrNotRegistered = errors.New("no KV caches are registered")
+
+// Open starts an agent. It waits for the bootstrap port or the cluster, at most
+// connect_timeout_s. The agent is not findable before RegisterKVCaches.
+func Open(cfg Config, opt Options) (*Agent, error) {
+	if err := cfg.Check(); err != nil {
+		return nil, err
+	}
+	a := &Agent{id: newAgentID(), cfg: cfg, log: opt.Logger, clock: opt.Clock, reports: opt.Reports, bus: opt.Bus, wake: make(chan struct{}, 1)}
+	if a.log == nil {
+		a.log = zap.NewNop()
+	}
+	if a.clock == nil {
+		a.clock = systemClock{}
+	}
+	if a.reports == nil {
+		a.reports = newReportQueue(4 * cfg.MaxTransfers)
+	}
+	a.ctx, a.cancel = context.WithCancel(context.Background())
+	a.peers = newPeerTable()
+	a.lanes = newLanes(a)
+	if a.bus == nil {
+		plane, err := openControlPlane(a)
+		if err != nil {
+			a.cancel()
+			return nil, err
+		}
+		a.plane, a.bus = plane, plane.bus
+	}
+	a.bus.Serve(a.serve)
+	a.goRun("agent", a.run)
+	a.log.Info("agent open", zap.String("agent", string(a.id)), zap.String("engine_id", cfg.EngineID),
+		zap.String("role", cfg.Role), zap.String("bootstrap", a.BootstrapAddress()))
+	return a, nil
+}
+
+func newAgentID() core.AgentID {
+	var b [15]byte
+	rand.Read(b[:])
+	return core.AgentID(base32.StdEncoding.EncodeToString(b[:]))
+}
+
+func (a *Agent) goRun(name string, f func()) {
+	a.wg.Add(1)
+	safe.Go(name, func() {
+		defer a.wg.Done()
+		f()
+	})
+}
+
+// ID is this open agent's name; a restarted one has another.
+func (a *Agent) ID() core.AgentID { return a.id }
+
+// BootstrapAddress is the "http://host:port" that this agent serves, or "".
+func (a *Agent) BootstrapAddress() string {
+	if a.plane == nil {
+		return ""
+	}
+	return a.plane.address()
+}
+
+// RegisterKVCaches gives the agent the engine's paged memory, once. The memory
+// must stay mapped until Close has returned. On a prefill agent the call makes
+// it findable and waits for the registry, at most connect_timeout_s.
+func (a *Agent) RegisterKVCaches(regions []core.Region) error {
+	layout, err := core.NewLayout(regions)
+	if err != nil {
+		return fmt.Errorf("%w: register_kv_caches: %w", core.ErrInvalid, err)
+	}
+	a.mu.Lock()
+	if err := a.enter(stateOpen); err != nil {
+		a.mu.Unlock()
+		return err
+	}
+	a.state = stateRegistering
+	a.mu.Unlock()
+
+	t, err := tcp.New(tcp.Config{
+		Listen: a.cfg.prefills(), ListenHost: a.cfg.TCPListenHost, ListenPort: a.cfg.TCPPort, AdvertiseHost: a.cfg.AdvertiseHost,
+		Streams: a.cfg.TCPStreams, StallTimeout: time.Duration(a.cfg.StallTimeout), DialTimeout: time.Duration(a.cfg.ConnectTimeout),
+		Logger: a.log.Named("tcp"),
+	}, layout, sink{a})
+	if err != nil {
+		a.setState(stateOpen)
+		return err
+	}
+	self := a.describe(layout, t)
+	a.mu.Lock()
+	if a.state != stateRegistering { // closed meanwhile
+		a.mu.Unlock()
+		_ = t.Close()
+		return core.ErrClosed
+	}
+	a.layout, a.transport, a.self = layout, t, self
+	a.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
+		EarlyLoad: time.Duration(a.cfg.EarlyLoad), MaxTransfers: a.cfg.MaxTransfers})
+	a.state = stateRegistered
+	a.mu.Unlock()
+	if a.cfg.prefills() {
+		ctx, cancel := context.WithTimeout(a.ctx, time.Duration(a.cfg.ConnectTimeout))
+		defer cancel()
+		if err := a.bus.Register(ctx, self); err != nil {
+			return fmt.Errorf("register_kv_caches: registry: %w", err)
+		}
+		if a.plane != nil {
+			if err := a.plane.publish(self); err != nil {
+				return fmt.Errorf("register_kv_caches: %w", err)
+			}
+		}
+	}
+	a.log.Info("KV caches registered", zap.Int("regions", len(layout.Regions)), zap.Int("groups", len(layout.Groups)),
+		zap.Uint32("blocks", layout.Groups[0].NumBlocks), zap.Uint64("block_bytes", layout.Groups[0].BlockBytes))
+	return nil
+}
+
+func (a *Agent) describe(l *core.Layout, t core.Transport) *wire.Agent {
+	d := &wire.Agent{
+		Version: wire.Version, ID: string(a.id), EngineID: a.cfg.EngineID,
+		DPRank: a.cfg.DPRank, TPRank: a.cfg.TPRank, PPRank: a.cfg.PPRank,
+		Model: a.cfg.Model, DType: a.cfg.DType, BlockTokens: a.cfg.BlockTokens,
+		Endpoints: []wire.Endpoint{{Transport: t.Name(), Address: t.Endpoint()}},
+	}
+	for _, s := range l.Shapes() {
+		d.Shapes = append(d.Shapes, wire.Shape(s))
+	}
+	return d
+}
+
+func (a *Agent) setState(s agentState) {
+	a.mu.Lock()
+	if a.state < stateClosing {
+		a.state = s
+	}
+	a.mu.Unlock()
+}
+
+// enter says why a call is not possible now; a.mu is held.
+func (a *Agent) enter(want agentState) error {
+	switch {
+	case a.state >= stateClosing:
+		return core.ErrClosed
+	case want == stateOpen && a.state != stateOpen:
+		return fmt.Errorf("%w: KV caches are registered already", core.ErrDuplicate)
+	case want == stateRegistered && a.state != stateRegistered:
+		return fmt.Errorf("%w: call register_kv_caches first", ErrNotRegistered)
+	}
+	return nil
+}
+
+// do makes calls of the machine under the lock and hands on their actions.
+func (a *Agent) do(f func(m *core.Machine, now time.Time) error) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err := a.enter(stateRegistered); err != nil {
+		return err
+	}
+	err := f(a.machine, a.clock.Now())
+	a.collect()
+	return err
+}
+
+// step feeds the machine an event, also while the agent closes.
+func (a *Agent) step(f func(m *core.Machine, now time.Time)) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.machine != nil {
+		f(a.machine, a.clock.Now())
+		a.collect()
+	}
+}
+
+// collect moves the machine's actions on; a.mu is held. Reports go to the
+// engine at once, the rest to the run goroutine, in order.
+func (a *Agent) collect() {
+	n := len(a.queue)
+	for _, act := range a.machine.Actions() {
+		if r, ok := act.(core.Report); ok {
+			a.outstanding--
+			r.Transport = a.transport.Name()
+			a.total.add(r)
+			a.reports.Push(r)
+			a.logReport(r)
+			continue
+		}
+		a.queue = append(a.queue, act)
+	}
+	if len(a.queue) > n || a.machine.Busy() {
+		a.signal()
+	}
+}
+
+func (a *Agent) signal() {
+	select {
+	case a.wake <- struct{}{}:
+	default:
+	}
+}
+
+// room says why n more transfers cannot be accepted; a.mu is held.
+func (a *Agent) room(n int) error {
+	unread := a.reports.Unread()
+	if a.outstanding+unread+n > a.reports.Capacity() {
+		return fmt.Errorf("%w: %d under way and %d finished ones not collected, %d more do not fit (max_transfers)", core.ErrOverload, a.outstanding, unread, n)
+	}
+	return nil
+}
+
+// each accepts a batch in order. The first that is refused ends it: what was
+// before it is accepted, and n says how many that are.
+func each[T any](a *Agent, list []T, reports int, f func(m *core.Machine, now time.Time, v T) error) (n int, err error) {
+	err = a.do(func(m *core.Machine, now time.Time) error {
+		for _, v := range list {
+			if err := a.room(reports); err != nil {
+				return err
+			}
+			a.outstanding += reports
+			if err := f(m, now, v); err != nil {
+				a.outstanding -= reports
+				return err
+			}
+			n++
+		}
+		return nil
+	})
+	return n, err
+}
+
+// Announce tells that the engine knows these requests and works on them, so
+// that D waits as long as it takes. Returns how many were accepted.
+func (a *Agent) Announce(ids []core.TransferID) (int, error) {
+	return each(a, ids, 0, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Announce(now, id) })
+}
+
+// Offer tells that blocks hold transfers. The blocks belong to the transfer
+// until its report. Returns how many were accepted.
+func (a *Agent) Offer(offers []core.OfferRequest) (int, error) {
+	if !a.cfg.prefills() {
+		return 0, fmt.Errorf("%w: offer on an agent of role %q", core.ErrInvalid, a.cfg.Role)
+	}
+	return each(a, offers, 1, func(m *core.Machine, now time.Time, o core.OfferRequest) error { return m.Offer(now, o) })
+}
+
+// StartLoad asks for transfers in the engine's blocks. The blocks belong to the
+// transfer until its report. Returns how many were accepted.
+func (a *Agent) StartLoad(loads []core.LoadRequest) (int, error) {
+	if a.cfg.Role == RolePrefill {
+		return 0, fmt.Errorf("%w: start_load on an agent of role %q", core.ErrInvalid, a.cfg.Role)
+	}
+	return each(a, loads, 1, func(m *core.Machine, now time.Time, l core.LoadRequest) error { return m.Load(now, l) })
+}
+
+// Cancel ends this agent's halves of transfers; each still gets its report. An
+// id that is not known here is remembered: the peer's half is refused.
+func (a *Agent) Cancel(ids []core.TransferID, reason string) (int, error) {
+	return each(a, ids, 0, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Cancel(now, id, reason) })
+}
+
+// GetFinished returns the reports since the last call; it never waits. Only
+// with the Reports that Open made itself.
+func (a *Agent) GetFinished() []core.Report {
+	if q, ok := a.reports.(*reportQueue); ok {
+		return q.take()
+	}
+	return nil
+}
+
+// Finished has a value when GetFinished has something.
+func (a *Agent) Finished() <-chan struct{} {
+	if q, ok := a.reports.(*reportQueue); ok {
+		return q.ready
+	}
+	return nil
+}
+
+// Close ends every transfer (each gets its report, with code closed), waits
+// until no byte can land any more, and withdraws the agent. It is bounded by
+// close_timeout_s; after an error of Close some memory may still be written.
+func (a *Agent) Close() error {
+	a.mu.Lock()
+	if a.state >= stateClosing {
+		a.mu.Unlock()
+		return core.ErrClosed
+	}
+	a.state = stateClosing
+	if a.machine != nil {
+		a.machine.Close(a.clock.Now())
+		a.collect()
+	}
+	a.mu.Unlock()
+
+	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.cfg.CloseTimeout))
+	defer cancel()
+	drained := a.drain(ctx)
+	var errs []error
+	if a.transport != nil {
+		errs = append(errs, a.transport.Close())
+	}
+	if !drained {
+		// The transport is closed: nothing can land. The reports are still owed.
+		a.step(func(m *core.Machine, now time.Time) { m.Abandon(now) })
+	}
+	a.lanes.wait(ctx)
+	a.cancel()
+	if a.plane != nil {
+		errs = append(errs, a.plane.close(ctx)) // the bus first
+	} else {
+		errs = append(errs, a.bus.Close(ctx))
+	}
+	a.wg.Wait()
+	a.mu.Lock()
+	a.state = stateClosed
+	a.mu.Unlock()
+	a.log.Info("agent closed", zap.String("agent", string(a.id)))
+	return errors.Join(errs...)
+}
+
+// drain waits until the machine holds nothing.
+func (a *Agent) drain(ctx context.Context) bool {
+	idle := func() bool {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		return a.machine == nil || !a.machine.Busy() && len(a.queue) == 0
+	}
+	t := time.NewTicker(2 * time.Millisecond)
+	defer t.Stop()
+	for !idle() {
+		select {
+		case <-ctx.Done():
+			return false
+		case <-t.C:
+		}
+	}
+	return true
+}

@@ -1,0 +1,178 @@
+package node
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// The roles of an agent.
+const (
+	RolePrefill = "prefill"
+	RoleDecode  = "decode"
+	RoleBoth    = "both"
+)
+
+// Config says what an agent is and how it behaves. The json names are the keys
+// of kvconn_open and of vLLM's kv_connector_extra_config. Durations are seconds.
+type Config struct {
+	EngineID string `json:"engine_id"` // same for all ranks of an engine; required
+	Role     string `json:"role"`      // prefill, decode or both; required
+	DPRank   int    `json:"dp_rank"`
+	TPRank   int    `json:"tp_rank"`
+	PPRank   int    `json:"pp_rank"`
+
+	// What P and D must have in common; empty or 0 is not compared.
+	Model       string `json:"model"`
+	DType       string `json:"dtype"`
+	BlockTokens int    `json:"block_tokens"`
+
+	// The bootstrap port of a prefill engine's first rank: HTTP and NATS.
+	BootstrapHost string `json:"bootstrap_host"`
+	BootstrapPort int    `json:"bootstrap_port"` // 0 = any free one
+	AdvertiseHost string `json:"advertise_host"` // empty = where peers found the bootstrap port
+	NATSURL       string `json:"nats_url"`       // a cluster in place of the embedded server
+	NATSToken     string `json:"nats_token"`
+
+	Transport     string `json:"transport"` // auto or tcp
+	TCPListenHost string `json:"tcp_listen_host"`
+	TCPPort       int    `json:"tcp_port"` // 0 = any free one
+	TCPStreams    int    `json:"tcp_streams"`
+
+	Lease          Seconds `json:"lease_s"`
+	PeerTimeout    Seconds `json:"peer_timeout_s"`
+	EarlyLoad      Seconds `json:"early_load_s"`
+	ConnectTimeout Seconds `json:"connect_timeout_s"`
+	StallTimeout   Seconds `json:"stall_timeout_s"`
+	CloseTimeout   Seconds `json:"close_timeout_s"`
+	MaxTransfers   int     `json:"max_transfers"`
+
+	LogLevel string `json:"log_level"` // debug, info, warn or error
+}
+
+// Seconds is a duration that JSON writes as a number of seconds.
+type Seconds time.Duration
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (s *Seconds) UnmarshalJSON(b []byte) error {
+	var f float64
+	if err := json.Unmarshal(b, &f); err != nil {
+		return err
+	}
+	*s = Seconds(f * float64(time.Second))
+	return nil
+}
+
+// MarshalJSON implements json.Marshaler.
+func (s Seconds) MarshalJSON() ([]byte, error) { return json.Marshal(time.Duration(s).Seconds()) }
+
+// DefaultConfig is a Config with everything that has a default.
+func DefaultConfig() Config {
+	return Config{
+		BootstrapHost: "0.0.0.0", BootstrapPort: 8998,
+		Transport: "auto", TCPListenHost: "", TCPStreams: 2,
+		Lease: Seconds(30 * time.Second), PeerTimeout: Seconds(3 * time.Second), EarlyLoad: Seconds(30 * time.Second),
+		ConnectTimeout: Seconds(3 * time.Second), StallTimeout: Seconds(10 * time.Second), CloseTimeout: Seconds(5 * time.Second),
+		MaxTransfers: 4096, LogLevel: "info",
+	}
+}
+
+// ParseConfig reads a JSON object over the defaults. An unknown key, a wrong
+// type or a value out of range is an error that names it.
+func ParseConfig(b []byte) (Config, error) {
+	c := DefaultConfig()
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&c); err != nil {
+		return c, configError(err)
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return c, fmt.Errorf("%w: config: text after the JSON object", core.ErrInvalid)
+	}
+	return c, c.Check()
+}
+
+func configError(err error) error {
+	var te *json.UnmarshalTypeError
+	if errors.As(err, &te) {
+		return fmt.Errorf("%w: config key %q is a JSON %s, want %s", core.ErrInvalid, te.Field, te.Value, te.Type)
+	}
+	if key, ok := strings.CutPrefix(err.Error(), "json: unknown field "); ok {
+		return fmt.Errorf("%w: unknown config key %s; known keys are %s", core.ErrInvalid, key, strings.Join(configKeys(), ", "))
+	}
+	return fmt.Errorf("%w: config is not a JSON object: %w", core.ErrInvalid, err)
+}
+
+func configKeys() []string {
+	var m map[string]any
+	b, _ := json.Marshal(DefaultConfig())
+	_ = json.Unmarshal(b, &m)
+	keys := make([]string, 0, len(m))
+	for k := range m {
+		keys = append(keys, k)
+	}
+	slices.Sort(keys)
+	return keys
+}
+
+// Check says which value is out of range.
+func (c *Config) Check() error {
+	bad := func(key string, value any, want string) error {
+		return fmt.Errorf("%w: config key %q is %v, want %s", core.ErrInvalid, key, value, want)
+	}
+	switch {
+	case c.EngineID == "" || len(c.EngineID) > 256:
+		return bad("engine_id", fmt.Sprintf("%q", c.EngineID), "1 to 256 bytes")
+	case !slices.Contains([]string{RolePrefill, RoleDecode, RoleBoth}, c.Role):
+		return bad("role", fmt.Sprintf("%q", c.Role), "prefill, decode or both")
+	case len(c.Model) > 512:
+		return bad("model", fmt.Sprintf("%.40q…", c.Model), "at most 512 bytes")
+	case len(c.DType) > 64:
+		return bad("dtype", fmt.Sprintf("%.40q…", c.DType), "at most 64 bytes")
+	case c.Transport != "auto" && c.Transport != "tcp":
+		return bad("transport", fmt.Sprintf("%q", c.Transport), "auto or tcp")
+	case c.TCPStreams < 1 || c.TCPStreams > 64:
+		return bad("tcp_streams", c.TCPStreams, "1 to 64")
+	case c.MaxTransfers < 1 || c.MaxTransfers > 1<<16:
+		return bad("max_transfers", c.MaxTransfers, "1 to 65536")
+	case c.BlockTokens < 0:
+		return bad("block_tokens", c.BlockTokens, "0 or more")
+	case c.DPRank != 0 || c.TPRank != 0 || c.PPRank != 0:
+		return bad("dp_rank, tp_rank, pp_rank", fmt.Sprint(c.DPRank, ", ", c.TPRank, ", ", c.PPRank), "0: this version serves one rank an engine")
+	}
+	for key, port := range map[string]int{"bootstrap_port": c.BootstrapPort, "tcp_port": c.TCPPort} {
+		if port < 0 || port > 65535 {
+			return bad(key, port, "0 to 65535")
+		}
+	}
+	for key, s := range map[string]Seconds{"lease_s": c.Lease, "peer_timeout_s": c.PeerTimeout, "early_load_s": c.EarlyLoad,
+		"connect_timeout_s": c.ConnectTimeout, "stall_timeout_s": c.StallTimeout, "close_timeout_s": c.CloseTimeout} {
+		if d := time.Duration(s); d < 100*time.Millisecond || d > time.Hour {
+			return bad(key, d.Seconds(), "0.1 to 3600 seconds")
+		}
+	}
+	if c.NATSURL != "" {
+		u, err := url.Parse(strings.Split(c.NATSURL, ",")[0])
+		if err != nil || (u.Scheme != "nats" && u.Scheme != "tls") || u.Host == "" {
+			return bad("nats_url", fmt.Sprintf("%q", c.NATSURL), "nats://host:port, several separated by commas")
+		}
+	}
+	if h := c.AdvertiseHost; h != "" && strings.Contains(h, ":") && net.ParseIP(h) == nil {
+		return bad("advertise_host", fmt.Sprintf("%q", h), "a host name or an IP address, without a port")
+	}
+	if !slices.Contains([]string{"debug", "info", "warn", "error"}, c.LogLevel) {
+		return bad("log_level", fmt.Sprintf("%q", c.LogLevel), "debug, info, warn or error")
+	}
+	return nil
+}
+
+func (c *Config) prefills() bool { return c.Role != RoleDecode }

@@ -1,0 +1,201 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/url"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// maxPeers bounds what is remembered of peers; the oldest is forgotten first,
+// and says hello again if it comes back.
+const maxPeers = 4096
+
+// peer is what one agent remembers of another.
+type peer struct {
+	id     core.AgentID
+	via    core.Via
+	shapes []core.Shape
+}
+
+// peerTable holds the peers by id, and which of them a target was found to be.
+type peerTable struct {
+	mu       sync.Mutex
+	byID     map[core.AgentID]*peer
+	order    []core.AgentID
+	byTarget map[core.Target]core.AgentID
+	looking  map[core.Target][]core.Resolve // a look-up is under way for these
+}
+
+func newPeerTable() *peerTable {
+	return &peerTable{byID: map[core.AgentID]*peer{}, byTarget: map[core.Target]core.AgentID{}, looking: map[core.Target][]core.Resolve{}}
+}
+
+func (t *peerTable) get(id core.AgentID) *peer {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.byID[id]
+}
+
+func (t *peerTable) add(p *peer) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.byID[p.id] == nil {
+		if len(t.order) >= maxPeers {
+			t.drop(t.order[0])
+		}
+		t.order = append(t.order, p.id)
+	}
+	t.byID[p.id] = p
+}
+
+// drop removes a peer; t.mu is held.
+func (t *peerTable) drop(id core.AgentID) {
+	delete(t.byID, id)
+	for i, o := range t.order {
+		if o == id {
+			t.order = append(t.order[:i], t.order[i+1:]...)
+			break
+		}
+	}
+	for target, p := range t.byTarget {
+		if p == id {
+			delete(t.byTarget, target)
+		}
+	}
+}
+
+func (t *peerTable) forget(id core.AgentID) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.drop(id)
+}
+
+// resolve answers from memory or starts one look-up per target.
+func (t *peerTable) resolve(a *Agent, r core.Resolve) {
+	t.mu.Lock()
+	id, known := t.byTarget[r.From]
+	if known && !r.Fresh {
+		t.mu.Unlock()
+		a.step(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, core.OK, "") })
+		return
+	}
+	first := t.looking[r.From] == nil
+	t.looking[r.From] = append(t.looking[r.From], r)
+	t.mu.Unlock()
+	if !first {
+		return
+	}
+	a.goRun("lookup", func() {
+		p, err := a.find(r.From)
+		code, reason := core.OK, ""
+		if err != nil {
+			p = &peer{}
+			code, reason = lookupCode(err), err.Error()
+			a.log.Warn("prefill agent not found", zap.String("bootstrap", r.From.Bootstrap), zap.String("engine_id", r.From.EngineID), zap.Error(err))
+		} else {
+			t.add(p)
+		}
+		t.mu.Lock()
+		if err == nil {
+			t.byTarget[r.From] = p.id
+		}
+		waiting := t.looking[r.From]
+		delete(t.looking, r.From)
+		t.mu.Unlock()
+		for _, w := range waiting {
+			a.step(func(m *core.Machine, now time.Time) { m.Resolved(now, w.ID, w.Seq, p.id, code, reason) })
+		}
+	})
+}
+
+func lookupCode(err error) core.Code {
+	var r *refusedError
+	if errors.As(err, &r) {
+		return core.Refused
+	}
+	return core.Unreachable
+}
+
+// refusedError: the peer was found and refused us, or we it.
+type refusedError struct{ reason string }
+
+func (e *refusedError) Error() string { return e.reason }
+
+// find looks a prefill agent up, checks that it fits, says hello and opens the
+// way to it. An entry of an agent that is gone is waited out, within the bound:
+// the restarted one is about to take its place.
+func (a *Agent) find(target core.Target) (*peer, error) {
+	ctx, cancel := context.WithTimeout(a.ctx, time.Duration(a.cfg.ConnectTimeout))
+	defer cancel()
+	for {
+		p, err := a.meet(ctx, target)
+		if err == nil || !errors.Is(err, core.ErrAbsent) {
+			return p, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, err
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
+
+func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
+	info, via, err := a.bus.Lookup(ctx, target)
+	if err != nil {
+		return nil, err
+	}
+	if err := compatible(a.self, a.layout, info); err != nil {
+		return nil, &refusedError{fmt.Sprintf("decode engine %q refuses prefill engine %q: %v", a.cfg.EngineID, info.EngineID, err)}
+	}
+	id := core.AgentID(info.ID)
+	rep, err := a.bus.Request(ctx, via, id, &wire.Request{Kind: wire.KindHello, From: string(a.id), Hello: a.self})
+	if err != nil {
+		return nil, fmt.Errorf("hello to prefill agent %s of engine %q: %w", id, info.EngineID, err)
+	}
+	if rep.Code != 0 {
+		return nil, &refusedError{rep.Reason}
+	}
+	endpoint, err := endpointOf(info, a.transport.Name(), target.Bootstrap)
+	if err != nil {
+		return nil, &refusedError{err.Error()}
+	}
+	if err := a.transport.Connect(id, endpoint); err != nil {
+		return nil, err
+	}
+	a.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID),
+		zap.String("transport", a.transport.Name()), zap.String("endpoint", endpoint))
+	return &peer{id: id, via: via, shapes: shapes(info)}, nil
+}
+
+// endpointOf finds a transport's address; without a host it is at the host
+// where the registry was found, which is known to be reachable.
+func endpointOf(info *wire.Agent, transport, bootstrap string) (string, error) {
+	for _, e := range info.Endpoints {
+		if e.Transport != transport {
+			continue
+		}
+		host, port, err := net.SplitHostPort(e.Address)
+		if err != nil {
+			return "", fmt.Errorf("prefill agent %s has a malformed %s endpoint %q: %w", info.ID, transport, e.Address, err)
+		}
+		if host == "" {
+			u, err := url.Parse(bootstrap)
+			if err != nil || u.Hostname() == "" {
+				return "", fmt.Errorf("prefill agent %s names no host for %s and there is no bootstrap address: set advertise_host on the prefill engine", info.ID, transport)
+			}
+			host = u.Hostname()
+		}
+		return net.JoinHostPort(host, port), nil
+	}
+	return "", fmt.Errorf("prefill agent %s has no %s endpoint: no transport in common", info.ID, transport)
+}

@@ -1,0 +1,125 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/kvconn/kvconn/bootstrap"
+	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/natsbus"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// controlPlane is what an agent runs itself: the bus, and on a prefill engine's
+// first rank the bootstrap port, on which HTTP and the embedded NATS server
+// share one listener.
+type controlPlane struct {
+	cfg    *Config
+	bus    *natsbus.Bus
+	nats   *natsbus.Server   // nil on decode agents and with nats_url
+	table  *bootstrap.Table  // nil on decode agents
+	http   *bootstrap.Server // nil on decode agents
+	served chan struct{}
+}
+
+func openControlPlane(a *Agent) (_ *controlPlane, err error) {
+	p := &controlPlane{cfg: &a.cfg}
+	defer func() {
+		if err != nil {
+			ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.cfg.CloseTimeout))
+			defer cancel()
+			_ = p.close(ctx)
+		}
+	}()
+	extra := map[string]http.Handler{}
+	if a.cfg.prefills() && a.cfg.NATSURL == "" {
+		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Token: a.cfg.NATSToken, Logger: a.log.Named("nats")})
+		if err != nil {
+			return nil, err
+		}
+		extra["/nats"] = p.nats.Handler()
+	}
+	if a.cfg.prefills() {
+		p.table = &bootstrap.Table{}
+		p.http = bootstrap.NewServer(bootstrap.NewHandler(p.table, extra), a.log.Named("bootstrap"))
+		if err := p.http.Listen(net.JoinHostPort(a.cfg.BootstrapHost, strconv.Itoa(a.cfg.BootstrapPort))); err != nil {
+			return nil, err
+		}
+		p.served = make(chan struct{})
+		safe.Go("bootstrap", func() {
+			defer close(p.served)
+			if err := p.http.Serve(); err != nil {
+				a.log.Error(fmt.Sprintf("the bootstrap port ended: %v", err))
+			}
+		})
+	}
+	p.bus, err = natsbus.Open(natsbus.Options{AgentID: a.id, Server: p.nats, ClusterURL: a.cfg.NATSURL, Token: a.cfg.NATSToken,
+		ConnectTimeout: time.Duration(a.cfg.ConnectTimeout), Logger: a.log.Named("bus")})
+	if err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// publish makes the rank visible to routers, by GET /query.
+func (p *controlPlane) publish(self *wire.Agent) error {
+	if p.table == nil {
+		return nil
+	}
+	return p.table.Register(bootstrap.Registration{EngineID: self.EngineID, DPRank: self.DPRank, TPRank: self.TPRank, PPRank: self.PPRank,
+		Addr: p.address()})
+}
+
+// address is where this bootstrap port is reached.
+func (p *controlPlane) address() string {
+	if p.http == nil || p.http.Addr() == nil {
+		return ""
+	}
+	at := p.http.Addr().(*net.TCPAddr)
+	host := p.cfg.AdvertiseHost
+	if host == "" {
+		host = at.IP.String()
+		if at.IP.IsUnspecified() {
+			host = outboundHost()
+		}
+	}
+	return "http://" + net.JoinHostPort(host, strconv.Itoa(at.Port))
+}
+
+// outboundHost is the address from which this host would speak to others: a
+// guess for display, where the configuration names none.
+func outboundHost() string {
+	c, err := net.Dial("udp", "192.0.2.1:9") // sends nothing
+	if err != nil {
+		return "127.0.0.1"
+	}
+	defer c.Close()
+	return c.LocalAddr().(*net.UDPAddr).IP.String()
+}
+
+// close ends what is there; the bus is closed by the agent.
+func (p *controlPlane) close(ctx context.Context) error {
+	var errs []error
+	if p.bus != nil {
+		errs = append(errs, p.bus.Close(ctx))
+	}
+	if p.nats != nil {
+		errs = append(errs, p.nats.Close())
+	}
+	if p.http != nil {
+		errs = append(errs, p.http.Close(ctx))
+	}
+	if p.served != nil {
+		select {
+		case <-p.served:
+		case <-ctx.Done():
+			errs = append(errs, errors.New("the bootstrap port did not stop in time"))
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,176 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// run performs the machine's actions in their order, and keeps its time while
+// it waits for something.
+func (a *Agent) run() {
+	var stopTicker func()
+	defer func() {
+		if stopTicker != nil {
+			stopTicker()
+		}
+	}()
+	for {
+		select {
+		case <-a.ctx.Done():
+			return
+		case <-a.wake:
+		}
+		a.mu.Lock()
+		list := a.queue
+		a.queue = nil
+		busy := a.machine != nil && a.machine.Busy()
+		a.mu.Unlock()
+		for _, act := range list {
+			a.perform(act)
+		}
+		switch {
+		case busy && stopTicker == nil:
+			stopTicker = a.clock.NewTicker(core.TickInterval, func(time.Time) {
+				a.step(func(m *core.Machine, now time.Time) { m.Tick(now) })
+				a.signal()
+			})
+		case !busy && stopTicker != nil:
+			stopTicker()
+			stopTicker = nil
+		}
+	}
+}
+
+// perform does one action. What waits for the network goes to a lane of its
+// peer, so that a slow one does not hold up the others.
+func (a *Agent) perform(act core.Action) {
+	switch v := act.(type) {
+	case core.Resolve:
+		a.peers.resolve(a, v)
+	case core.Expect:
+		grant, err := a.transport.Expect(v.ID, v.Peer, a.layout.Segments(v.Blocks))
+		a.step(func(m *core.Machine, now time.Time) { m.Expecting(now, v.ID, grant, err) })
+	case core.SendLoad:
+		a.lanes.do(v.Peer, func() { a.sendLoad(v) })
+	case core.SendRenew:
+		a.lanes.do(v.Peer, func() { a.sendRenew(v) })
+	case core.SendFinish:
+		a.lanes.do(v.Peer, func() { a.sendFinish(v) })
+	case core.Forget:
+		a.peers.forget(v.Peer)
+	case core.Revoke:
+		a.transport.Revoke(v.ID)
+		a.step(func(m *core.Machine, now time.Time) { m.Revoked(now, v.ID) })
+	case core.Write:
+		a.write(v)
+	case core.StopWrite:
+		a.transport.Stop(v.ID)
+	default:
+		a.log.Error("unknown action", zap.String("type", fmt.Sprintf("%T", act)))
+	}
+}
+
+func (a *Agent) write(v core.Write) {
+	p := a.peers.get(v.Peer)
+	if p == nil {
+		a.step(func(m *core.Machine, now time.Time) {
+			m.Written(now, v.ID, core.TransferStats{}, fmt.Errorf("decode agent %s is not known any more", v.Peer))
+		})
+		return
+	}
+	pairs, err := a.layout.Plan(v.Src, p.shapes, v.Dst)
+	if err != nil {
+		a.step(func(m *core.Machine, now time.Time) { m.Written(now, v.ID, core.TransferStats{}, err) })
+		return
+	}
+	a.transport.Write(core.WriteOp{ID: v.ID, Peer: v.Peer, Grant: v.Grant, Pairs: pairs})
+}
+
+// request asks a peer that was resolved or has said hello.
+func (a *Agent) request(to core.AgentID, bound time.Duration, req *wire.Request) (*wire.Reply, error) {
+	p := a.peers.get(to)
+	if p == nil {
+		return nil, fmt.Errorf("%w: %s is not known any more", core.ErrAbsent, to)
+	}
+	req.From = string(a.id)
+	ctx, cancel := context.WithTimeout(a.ctx, bound)
+	defer cancel()
+	return a.bus.Request(ctx, p.via, to, req)
+}
+
+func (a *Agent) sendLoad(v core.SendLoad) {
+	groups := make([]wire.Blocks, len(v.Blocks))
+	for g := range groups {
+		groups[g] = wire.Blocks{First: v.First[g], IDs: v.Blocks[g]}
+	}
+	rep, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout), &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
+		TransferID: string(v.ID), Transport: a.transport.Name(), Grant: v.Grant, Groups: groups, LeaseMS: v.Lease.Milliseconds(),
+	}})
+	code, reason, absent := core.OK, "", false
+	switch {
+	case err != nil:
+		absent = errors.Is(err, core.ErrAbsent) || errors.Is(err, core.ErrUnreachable)
+		code, reason = core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err)
+	case rep.Code != 0:
+		code, reason = core.Code(rep.Code), rep.Reason
+		absent = code == codeUnknownPeer
+	}
+	a.step(func(m *core.Machine, now time.Time) { m.LoadReplied(now, v.ID, v.Seq, absent, code, reason) })
+}
+
+func (a *Agent) sendRenew(v core.SendRenew) {
+	ids := make([]string, len(v.IDs))
+	for i, id := range v.IDs {
+		ids[i] = string(id)
+	}
+	rep, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout)/3, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{TransferIDs: ids}})
+	var statuses []core.Status
+	if err == nil && rep.Code != 0 {
+		err = errors.New(rep.Reason)
+	}
+	if err == nil {
+		statuses = make([]core.Status, len(rep.Statuses))
+		for i, s := range rep.Statuses {
+			statuses[i] = core.Status(s)
+		}
+	}
+	absent := errors.Is(err, core.ErrAbsent)
+	a.step(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v.Peer, v.IDs, statuses, absent, err) })
+}
+
+// sendFinish tries twice: if both are lost, the other side learns it later by a
+// renewal or by the end of a lease.
+func (a *Agent) sendFinish(v core.SendFinish) {
+	reason := v.Reason[:min(len(v.Reason), 1024)]
+	for range 2 {
+		_, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout)/2, &wire.Request{Kind: wire.KindFinish,
+			Finish: &wire.Finish{TransferID: string(v.ID), Code: int(v.Code), Reason: reason}})
+		if err == nil || errors.Is(err, core.ErrAbsent) || a.ctx.Err() != nil {
+			return
+		}
+		a.log.Debug("finish not delivered", zap.String("transfer_id", string(v.ID)), zap.String("peer", string(v.Peer)), zap.Error(err))
+	}
+}
+
+// sink feeds the transports' outcomes to the machine.
+type sink struct{ a *Agent }
+
+func (s sink) Received(id core.TransferID, st core.TransferStats, err error) {
+	s.a.step(func(m *core.Machine, now time.Time) { m.Received(now, id, st, err) })
+}
+
+func (s sink) Written(id core.TransferID, st core.TransferStats, err error) {
+	s.a.step(func(m *core.Machine, now time.Time) { m.Written(now, id, st, err) })
+}
+
+func (s sink) PeerDown(peer core.AgentID, err error) {
+	s.a.log.Debug("connection to a peer ended", zap.String("peer", string(peer)), zap.Error(err))
+	s.a.step(func(m *core.Machine, now time.Time) { m.PeerDown(now, peer) })
+}

@@ -1,0 +1,104 @@
+package node
+
+import (
+	"fmt"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// codeUnknownPeer: the load came before the hello; the peer must say it again.
+const codeUnknownPeer core.Code = 99
+
+// serve answers a peer's request. It is called from the bus's goroutines.
+func (a *Agent) serve(via core.Via, req *wire.Request) *wire.Reply {
+	from := core.AgentID(req.From)
+	switch req.Kind {
+	case wire.KindHello:
+		return a.serveHello(via, req.Hello)
+	case wire.KindLoad:
+		return a.serveLoad(from, req.Load)
+	case wire.KindRenew:
+		rep := &wire.Reply{}
+		ids := make([]core.TransferID, len(req.Renew.TransferIDs))
+		for i, id := range req.Renew.TransferIDs {
+			ids[i] = core.TransferID(id)
+		}
+		a.step(func(m *core.Machine, now time.Time) {
+			for _, s := range m.RenewArrived(now, from, ids) {
+				rep.Statuses = append(rep.Statuses, uint8(s))
+			}
+		})
+		return rep
+	case wire.KindFinish:
+		f := req.Finish
+		a.step(func(m *core.Machine, now time.Time) {
+			m.FinishArrived(now, from, core.TransferID(f.TransferID), core.Code(f.Code), f.Reason)
+		})
+		return &wire.Reply{}
+	}
+	return refuse("request of unknown kind %d", req.Kind)
+}
+
+func refuse(format string, args ...any) *wire.Reply {
+	return &wire.Reply{Code: int(core.Refused), Reason: fmt.Sprintf(format, args...)}
+}
+
+// serveHello checks once per peer that its blocks can be copied from ours.
+func (a *Agent) serveHello(via core.Via, h *wire.Agent) *wire.Reply {
+	a.mu.Lock()
+	self, layout := a.self, a.layout
+	a.mu.Unlock()
+	if self == nil || !a.cfg.prefills() {
+		return refuse("agent %s has no KV caches to offer", a.id)
+	}
+	if err := compatible(self, layout, h); err != nil {
+		a.log.Warn("decode agent refused", zap.String("peer", h.ID), zap.String("engine_id", h.EngineID), zap.Error(err))
+		return refuse("prefill engine %q refuses decode engine %q: %v", self.EngineID, h.EngineID, err)
+	}
+	a.peers.add(&peer{id: core.AgentID(h.ID), via: via, shapes: shapes(h)})
+	return &wire.Reply{}
+}
+
+func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
+	if a.peers.get(from) == nil {
+		return &wire.Reply{Code: int(codeUnknownPeer), Reason: "say hello first"}
+	}
+	rep := &wire.Reply{}
+	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: l.Grant, Lease: time.Duration(l.LeaseMS) * time.Millisecond}
+	for _, g := range l.Groups {
+		msg.First = append(msg.First, g.First)
+		msg.Blocks = append(msg.Blocks, g.IDs)
+	}
+	a.step(func(m *core.Machine, now time.Time) {
+		code, reason := m.LoadArrived(now, msg)
+		rep.Code, rep.Reason = int(code), reason
+	})
+	return rep
+}
+
+// compatible says why two agents cannot exchange blocks, with both values.
+func compatible(self *wire.Agent, layout *core.Layout, peer *wire.Agent) error {
+	switch {
+	case self.Version != peer.Version:
+		return fmt.Errorf("wire version %d here, %d at the peer: run the same kvconn on both", self.Version, peer.Version)
+	case self.Model != "" && peer.Model != "" && self.Model != peer.Model:
+		return fmt.Errorf("model %q here, %q at the peer", self.Model, peer.Model)
+	case self.DType != "" && peer.DType != "" && self.DType != peer.DType:
+		return fmt.Errorf("dtype %q here, %q at the peer", self.DType, peer.DType)
+	case self.BlockTokens != 0 && peer.BlockTokens != 0 && self.BlockTokens != peer.BlockTokens:
+		return fmt.Errorf("blocks of %d tokens here, of %d at the peer", self.BlockTokens, peer.BlockTokens)
+	}
+	return layout.CheckPeer(shapes(peer))
+}
+
+func shapes(a *wire.Agent) []core.Shape {
+	out := make([]core.Shape, len(a.Shapes))
+	for i, s := range a.Shapes {
+		out[i] = core.Shape(s)
+	}
+	return out
+}

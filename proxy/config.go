@@ -1,0 +1,147 @@
+package proxy
+
+import (
+	"fmt"
+	"net"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"go.uber.org/zap"
+)
+
+// Defaults of Config.
+const (
+	DefaultHost          = "127.0.0.1"
+	DefaultPort          = 8000
+	DefaultBootstrapPort = 8998
+)
+
+// Config says which servers to route to. Zero durations and sizes stand for
+// their defaults.
+type Config struct {
+	// Host and Port are where Run listens; port 0 takes a free one.
+	Host string
+	Port int
+	// Prefill and Decode are the servers, at least one of each.
+	Prefill []Prefill
+	Decode  []string
+
+	// MaxBody bounds a request's body: 64 MiB.
+	MaxBody int64
+	// MaxRequests bounds the requests in flight, further ones get a 503: 4096.
+	MaxRequests int
+	// RetryInterval is how soon a server that is not up is asked again: 0.5 s.
+	RetryInterval time.Duration
+	// RefreshInterval is how often a server that is up is asked whether it
+	// still is, and for its engine ids: 1 s.
+	RefreshInterval time.Duration
+	// ShutdownTimeout is how long running requests may go on after the end of
+	// Run's context: 5 s.
+	ShutdownTimeout time.Duration
+
+	// Listening, if set, is called by Run with the address it listens on.
+	Listening func(net.Addr)
+	// Logger may be nil.
+	Logger *zap.Logger
+}
+
+// Prefill is one prefill server.
+type Prefill struct {
+	// URL is the server's base URL, as http://host:8010.
+	URL string
+	// BootstrapPort is its bootstrap port on the same host; 0 stands for 8998.
+	BootstrapPort int
+}
+
+// withDefaults fills in what is zero.
+func (c Config) withDefaults() Config {
+	if c.Host == "" {
+		c.Host = DefaultHost
+	}
+	if c.MaxBody == 0 {
+		c.MaxBody = 64 << 20
+	}
+	if c.MaxRequests == 0 {
+		c.MaxRequests = 4096
+	}
+	if c.RetryInterval == 0 {
+		c.RetryInterval = 500 * time.Millisecond
+	}
+	if c.RefreshInterval == 0 {
+		c.RefreshInterval = time.Second
+	}
+	if c.ShutdownTimeout == 0 {
+		c.ShutdownTimeout = 5 * time.Second
+	}
+	if c.Logger == nil {
+		c.Logger = zap.NewNop()
+	}
+	return c
+}
+
+// validate names the first value that cannot work, and what to write instead.
+func (c Config) validate() error {
+	if len(c.Prefill) == 0 {
+		return fmt.Errorf("proxy: no prefill server: give at least one, as --prefill http://host:8010 8998")
+	}
+	if len(c.Decode) == 0 {
+		return fmt.Errorf("proxy: no decode server: give at least one, as --decode http://host:8020")
+	}
+	if c.Port < 0 || c.Port > 65535 {
+		return fmt.Errorf("proxy: port %d: give one from 1 to 65535, or 0 for any free one", c.Port)
+	}
+	if c.MaxBody < 0 || c.MaxRequests < 0 || c.RetryInterval < 0 || c.RefreshInterval < 0 || c.ShutdownTimeout < 0 {
+		return fmt.Errorf("proxy: negative limit among MaxBody %d, MaxRequests %d, RetryInterval %v, RefreshInterval %v, ShutdownTimeout %v: 0 gives the default",
+			c.MaxBody, c.MaxRequests, c.RetryInterval, c.RefreshInterval, c.ShutdownTimeout)
+	}
+	for _, p := range c.Prefill {
+		if _, err := baseURL(p.URL); err != nil {
+			return fmt.Errorf("proxy: prefill server: %w", err)
+		}
+		if p.BootstrapPort < 0 || p.BootstrapPort > 65535 {
+			return fmt.Errorf("proxy: prefill server %s: bootstrap port %d: give one from 1 to 65535, or none for %d",
+				p.URL, p.BootstrapPort, DefaultBootstrapPort)
+		}
+	}
+	for _, d := range c.Decode {
+		if _, err := baseURL(d); err != nil {
+			return fmt.Errorf("proxy: decode server: %w", err)
+		}
+	}
+	return nil
+}
+
+// baseURL parses a server's URL. The result has no slash at its end, so that
+// paths can be appended.
+func baseURL(s string) (*url.URL, error) {
+	const remedy = "write it as http://host:port"
+	u, err := url.Parse(s)
+	if err != nil {
+		return nil, fmt.Errorf("bad URL %q (%v): %s", s, err, remedy)
+	}
+	if u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
+		return nil, fmt.Errorf("bad URL %q: %s", s, remedy)
+	}
+	if port := u.Port(); port != "" || strings.HasSuffix(u.Host, ":") {
+		if n, err := strconv.Atoi(port); err != nil || n < 1 || n > 65535 {
+			return nil, fmt.Errorf("bad URL %q: port %q is not from 1 to 65535: %s", s, port, remedy)
+		}
+	}
+	if u.User != nil || u.RawQuery != "" || u.Fragment != "" {
+		return nil, fmt.Errorf("bad URL %q: it must not have a user, query or fragment: %s", s, remedy)
+	}
+	u.Path = strings.TrimRight(u.Path, "/")
+	u.RawPath = ""
+	return u, nil
+}
+
+// bootstrapURL is where D finds P's control plane: always plain HTTP, on the
+// host of P's URL.
+func bootstrapURL(base *url.URL, port int) string {
+	if port == 0 {
+		port = DefaultBootstrapPort
+	}
+	return "http://" + net.JoinHostPort(base.Hostname(), strconv.Itoa(port))
+}

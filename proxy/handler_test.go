@@ -1,0 +1,256 @@
+package proxy
+
+import (
+	"context"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+func TestNotReady(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newPrefill(t, ok), newEngine(t, ok) // P has no ranks yet
+	p.ready.Store(false)
+	d.ready.Store(false)
+	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}})
+
+	expect := func(reasons ...string) {
+		t.Helper()
+		eventually(t, "the reasons "+strings.Join(reasons, ", "), func() bool {
+			code, body := r.get(t, "/health")
+			for _, reason := range reasons {
+				if code != 503 || !strings.Contains(body, reason) {
+					return false
+				}
+			}
+			return true
+		})
+		if resp, body := r.post(t, `{}`); resp.StatusCode != 503 || !strings.Contains(body, "not ready") {
+			t.Fatalf("a request before ready: %s %s", resp.Status, body)
+		}
+	}
+	expect("prefill server "+p.URL+": GET "+p.URL+"/health answered 503", "decode server "+d.URL)
+	p.ready.Store(true)
+	expect("no rank has registered yet")
+	p.register(t, "engine-0")
+	d.ready.Store(true)
+	r.waitReady(t)
+	if resp, body := r.post(t, `{}`); resp.StatusCode != 200 {
+		t.Fatalf("a request when ready: %s %s", resp.Status, body)
+	}
+}
+
+func TestModelsComeFromDecode(t *testing.T) {
+	leaktest.Check(t)
+	r, _, _ := pairOf(t, ok, ok)
+	req, err := http.NewRequest("GET", r.Server.URL+"/v1/models", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Authorization", "Bearer k")
+	resp, err := r.Server.Client().Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if want := `{"data":[{"id":"m"}],"auth":"Bearer k"}`; err != nil || resp.StatusCode != 200 || string(body) != want {
+		t.Fatalf("got %s %s (%v), want %s", resp.Status, body, err, want)
+	}
+}
+
+func TestChatEndpoint(t *testing.T) {
+	leaktest.Check(t)
+	r, p, d := pairOf(t, ok, ok)
+	resp, err := r.Server.Client().Post(r.Server.URL+"/v1/chat/completions", "application/json", strings.NewReader(`{}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	if resp.StatusCode != 200 || p.next(t).path != "/v1/chat/completions" || d.next(t).path != "/v1/chat/completions" {
+		t.Fatal(resp.Status)
+	}
+}
+
+// Bad requests reach no engine.
+func TestRefusals(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newPrefill(t, ok, "engine-0"), newEngine(t, ok)
+	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, MaxBody: 1000})
+	r.waitReady(t)
+	for _, tt := range []struct {
+		method, path, body string
+		status             int
+	}{
+		{"POST", "/v1/completions", ``, 400},
+		{"POST", "/v1/completions", `{"a":`, 400},
+		{"POST", "/v1/completions", `{} {}`, 400},
+		{"POST", "/v1/completions", `null`, 400},
+		{"POST", "/v1/completions", `[]`, 400},
+		{"POST", "/v1/completions", `"a"`, 400},
+		{"POST", "/v1/completions", `{"a":"` + strings.Repeat("x", 1000) + `"}`, 413},
+		{"GET", "/v1/completions", ``, 405},
+		{"POST", "/v1/models", ``, 405},
+		{"POST", "/health", ``, 405},
+		{"POST", "/v1/embeddings", `{}`, 404},
+	} {
+		req, err := http.NewRequest(tt.method, r.Server.URL+tt.path, strings.NewReader(tt.body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp, err := r.Server.Client().Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+		if resp.StatusCode != tt.status || resp.Header.Get("Content-Type") != "application/json" {
+			t.Errorf("%s %s %.20q: %s %s, want %d", tt.method, tt.path, tt.body, resp.Status, resp.Header.Get("Content-Type"), tt.status)
+		}
+	}
+	if len(p.calls) != 0 || len(d.calls) != 0 {
+		t.Errorf("%d requests reached P, %d reached D", len(p.calls), len(d.calls))
+	}
+}
+
+func TestRequestsInFlightAreBounded(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newPrefill(t, hang, "engine-0"), newEngine(t, hang)
+	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, MaxRequests: 1})
+	r.waitReady(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		if resp, err := r.send(ctx, `{}`); err == nil {
+			resp.Body.Close()
+		}
+	}()
+	p.next(t)
+	if resp, body := r.post(t, `{}`); resp.StatusCode != 503 || !strings.Contains(body, "1 requests are in flight") {
+		t.Errorf("second of one request: %s %s", resp.Status, body)
+	}
+	cancel()
+	recv(t, ended, "end of the client")
+	eventually(t, "the place is free", func() bool { return len(r.Proxy.places) == 0 })
+}
+
+// Requests go to every rank of every P and to every D in turn; a server that
+// is down is skipped, and comes back.
+func TestRoundRobin(t *testing.T) {
+	leaktest.Check(t)
+	p1, p2 := newPrefill(t, ok, "a0", "a1"), newPrefill(t, ok, "b0")
+	d1, d2 := newEngine(t, ok), newEngine(t, ok)
+	r := newRouter(t, Config{Prefill: []Prefill{p1.prefill(t), p2.prefill(t)}, Decode: []string{d1.URL, d2.URL}})
+	r.waitReady(t)
+
+	// send posts n requests and returns how often each engine id was named to D, and each D asked.
+	send := func(n int) (ids map[string]int, atD1, atD2 int) {
+		t.Helper()
+		for range n {
+			if resp, body := r.post(t, `{}`); resp.StatusCode != 200 {
+				t.Fatalf("%s %s", resp.Status, body)
+			}
+		}
+		ids = map[string]int{}
+		atD1, atD2 = len(d1.calls), len(d2.calls)
+		for _, d := range []*engine{d1, d2} {
+			for range len(d.calls) {
+				ids[d.next(t).params(t)["remote_engine_id"].(string)]++
+			}
+		}
+		return ids, atD1, atD2
+	}
+	ids, atD1, atD2 := send(12)
+	if ids["a0"] != 4 || ids["a1"] != 4 || ids["b0"] != 4 || atD1 != 6 || atD2 != 6 {
+		t.Errorf("12 requests went to %v and %d, %d; want 4 each and 6 each", ids, atD1, atD2)
+	}
+	ranks := map[string]int{}
+	eventually(t, "P1 has its requests", func() bool { return len(p1.calls) == 8 })
+	for range 8 {
+		ranks[p1.next(t).header.Get("X-Data-Parallel-Rank")]++
+	}
+	if ranks["0"] != 4 || ranks["1"] != 4 {
+		t.Errorf("dp ranks at P1: %v, want 4 each", ranks)
+	}
+
+	isUp := func(s *server) bool { _, up, _, _ := s.state(); return up }
+	p1.ready.Store(false)
+	d2.ready.Store(false)
+	eventually(t, "P1 and D2 are down", func() bool {
+		return !isUp(r.balancer.prefill[0]) && !isUp(r.balancer.decode[1])
+	})
+	if ids, atD1, _ := send(6); ids["b0"] != 6 || atD1 != 6 {
+		t.Errorf("6 requests went to %v and %d to D1; want all to b0 and D1", ids, atD1)
+	}
+	if code, _ := r.get(t, "/health"); code != 200 {
+		t.Errorf("health with every server seen: %d", code)
+	}
+	p1.ready.Store(true)
+	eventually(t, "P1 is back", func() bool { return isUp(r.balancer.prefill[0]) })
+	if ids, _, _ := send(6); ids["a0"] != 2 || ids["a1"] != 2 || ids["b0"] != 2 {
+		t.Errorf("6 requests went to %v; want 2 each", ids)
+	}
+}
+
+// The failure of a request takes its server out before the next probe does.
+func TestFailedServerIsSkippedAtOnce(t *testing.T) {
+	leaktest.Check(t)
+	p1, p2, d := newPrefill(t, ok, "a"), newPrefill(t, ok, "b"), newEngine(t, ok)
+	r := newRouter(t, Config{Prefill: []Prefill{p1.prefill(t), p2.prefill(t)}, Decode: []string{d.URL},
+		RefreshInterval: time.Hour})
+	r.waitReady(t)
+	p1.Server.Close()
+	r.post(t, `{}`) // one of two goes to P1
+	r.post(t, `{}`)
+	eventually(t, "P1 is out", func() bool { _, up, _, _ := r.balancer.prefill[0].state(); return !up })
+	for range 4 {
+		if resp, body := r.post(t, `{}`); resp.StatusCode != 200 {
+			t.Fatalf("%s %s", resp.Status, body)
+		}
+		p2.next(t)
+	}
+}
+
+// A restarted P has a new engine id, which D must be told.
+func TestRestartedPrefillHasANewEngineID(t *testing.T) {
+	leaktest.Check(t)
+	r, p, d := pairOf(t, ok, ok)
+	for i := range 3 {
+		id := "engine-" + strconv.Itoa(i)
+		p.register(t, id)
+		eventually(t, "the router knows "+id, func() bool {
+			rank, _, _ := r.balancer.pick()
+			return rank.engineID == id
+		})
+		r.post(t, `{}`)
+		if got := d.next(t).params(t)["remote_engine_id"]; got != id {
+			t.Errorf("engine id %v, want %s", got, id)
+		}
+	}
+}
+
+func TestParseQuery(t *testing.T) {
+	leaktest.Check(t)
+	for in, want := range map[string]string{
+		`{}`:                         "no rank",
+		`[]`:                         "not a table",
+		`{"x":{"engine_id":"e"}}`:    `"x"`,
+		`{"-1":{"engine_id":"e"}}`:   `"-1"`,
+		`{"0":{"worker_addr":{}}}`:   "no engine_id",
+		`{"0":{"engine_id":7}}`:      "not a table",
+		`{"0":{"engine_id":"e"}} {}`: "not a table",
+	} {
+		if _, err := parseQuery([]byte(in)); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v; want an error with %q", in, err, want)
+		}
+	}
+	ranks, err := parseQuery([]byte(`{"10":{"engine_id":"k"},"2":{"engine_id":"c","worker_addr":{"0":{"0":"a"}}}}`))
+	if err != nil || len(ranks) != 2 || ranks[0] != (rank{2, "c"}) || ranks[1] != (rank{10, "k"}) {
+		t.Errorf("got %v, %v", ranks, err)
+	}
+}

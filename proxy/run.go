@@ -1,0 +1,62 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"net"
+	"strconv"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/internal/httpserve"
+)
+
+// closeTimeout bounds what comes after ShutdownTimeout.
+const closeTimeout = 5 * time.Second
+
+// Run serves until ctx ends, lets running requests go on for ShutdownTimeout,
+// ends them, and returns when nothing is left. The logger may be nil.
+func Run(ctx context.Context, cfg Config, logger *zap.Logger) error {
+	if logger != nil {
+		cfg.Logger = logger
+	}
+	p, err := New(cfg)
+	if err != nil {
+		return err
+	}
+	// Closing is bounded by itself: ctx has ended by then.
+	closeProxy := func() error {
+		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
+		defer cancel()
+		return p.Close(ctx)
+	}
+	srv := httpserve.New(p.Handler(), httpserve.Options{
+		Name:              "proxy",
+		PortSetting:       "--port",
+		ReadHeaderTimeout: 10 * time.Second,
+		IdleTimeout:       2 * time.Minute,
+		MaxHeaderBytes:    64 << 10,
+		Grace:             p.cfg.ShutdownTimeout,
+		Logger:            p.log,
+	})
+	if err := srv.Listen(net.JoinHostPort(p.cfg.Host, strconv.Itoa(p.cfg.Port))); err != nil {
+		return errors.Join(err, closeProxy())
+	}
+	p.log.Info("router is listening", zap.Stringer("address", srv.Addr()))
+	served := make(chan error, 1)
+	go func() { served <- srv.Serve() }()
+	if p.cfg.Listening != nil {
+		p.cfg.Listening(srv.Addr())
+	}
+
+	var serveErr error
+	select {
+	case <-ctx.Done():
+		err = srv.Close(context.Background())
+		serveErr = <-served
+	case serveErr = <-served:
+		err = srv.Close(context.Background())
+	}
+	return errors.Join(serveErr, err, closeProxy())
+}

@@ -1,0 +1,134 @@
+package proxy
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// runRouter runs Run and returns its address, how to stop it and its result.
+func runRouter(t *testing.T, cfg Config) (addr string, stop func(), result <-chan error, client *http.Client) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	t.Cleanup(cancel)
+	listening, ended := make(chan net.Addr, 1), make(chan error, 1)
+	cfg.Listening = func(a net.Addr) { listening <- a }
+	cfg.RetryInterval = 5 * time.Millisecond
+	go func() { ended <- Run(ctx, cfg, nil) }()
+	tr := &http.Transport{}
+	t.Cleanup(tr.CloseIdleConnections)
+	client = &http.Client{Transport: tr}
+	addr = "http://" + recv(t, listening, "address").String()
+	eventually(t, "the router is ready", func() bool {
+		resp, err := client.Get(addr + "/health")
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+		return resp.StatusCode == 200
+	})
+	return addr, cancel, ended, client
+}
+
+// A request that runs at the end of the context still gets its whole answer.
+func TestRunShutsDownGracefully(t *testing.T) {
+	leaktest.Check(t)
+	release := make(chan struct{})
+	p := newPrefill(t, ok, "engine-0")
+	d := newEngine(t, func(w http.ResponseWriter, _ *http.Request) {
+		io.WriteString(w, "first\n")
+		w.(http.Flusher).Flush()
+		<-release
+		io.WriteString(w, "last\n")
+	})
+	addr, stop, ended, client := runRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, ShutdownTimeout: patience})
+	resp, err := client.Post(addr+"/v1/completions", "application/json", strings.NewReader(`{}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	body := bufio.NewReader(resp.Body)
+	if line, err := body.ReadString('\n'); line != "first\n" || err != nil {
+		t.Fatalf("%q, %v", line, err)
+	}
+	stop()
+	eventually(t, "the port is closed", func() bool {
+		c, err := net.Dial("tcp", strings.TrimPrefix(addr, "http://"))
+		if err == nil {
+			c.Close()
+		}
+		return err != nil
+	})
+	close(release)
+	if line, err := body.ReadString('\n'); line != "last\n" || err != nil {
+		t.Fatalf("%q, %v", line, err)
+	}
+	if err := recv(t, ended, "end of Run"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A request that would never end does not hold Run: it gets an error, and both
+// engines see it go.
+func TestRunEndsInBoundedTime(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newPrefill(t, hang, "engine-0"), newEngine(t, hang)
+	addr, stop, ended, client := runRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, ShutdownTimeout: 50 * time.Millisecond})
+	answered := make(chan int, 1)
+	go func() {
+		resp, err := client.Post(addr+"/v1/completions", "application/json", strings.NewReader(`{}`))
+		if err != nil {
+			answered <- 0
+			return
+		}
+		resp.Body.Close()
+		answered <- resp.StatusCode
+	}()
+	pc, dc := p.next(t), d.next(t)
+	began := time.Now()
+	stop()
+	if err := recv(t, ended, "end of Run"); err != nil {
+		t.Error(err)
+	}
+	if took := time.Since(began); took > 5*time.Second {
+		t.Errorf("Run took %v to end", took)
+	}
+	recv(t, pc.ctx.Done(), "end of P's request")
+	recv(t, dc.ctx.Done(), "end of D's request")
+	if code := recv(t, answered, "answer"); code != 503 {
+		t.Errorf("the client got %d, want 503", code)
+	}
+}
+
+func TestRunWithPortInUse(t *testing.T) {
+	leaktest.Check(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	_, port, _ := net.SplitHostPort(l.Addr().String())
+	n, _ := strconv.Atoi(port)
+	cfg := Config{Port: n, Prefill: []Prefill{{URL: "http://" + freeAddr(t)}}, Decode: []string{"http://" + freeAddr(t)}}
+	err = Run(t.Context(), cfg, nil)
+	if !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), port) || !strings.Contains(err.Error(), "--port") {
+		t.Fatalf("error %v; want EADDRINUSE with the port and --port", err)
+	}
+}
+
+func TestRunWithBadConfig(t *testing.T) {
+	leaktest.Check(t)
+	if err := Run(t.Context(), Config{}, nil); err == nil || !strings.Contains(err.Error(), "no prefill server") {
+		t.Fatalf("error %v", err)
+	}
+}

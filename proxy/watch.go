@@ -1,0 +1,127 @@
+package proxy
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"strconv"
+	"time"
+
+	"go.uber.org/zap"
+)
+
+// Bounds of a probe.
+const (
+	probeTimeout = 5 * time.Second
+	maxQuery     = 32 << 20
+)
+
+// watch keeps what is known of one server fresh until ctx ends. A restarted
+// prefill server has a new engine id: that is why it is asked again and again,
+// and not only until it is up.
+func (p *Proxy) watch(ctx context.Context, s *server) {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-timer.C:
+		}
+		ranks, err := p.probe(ctx, s)
+		if ctx.Err() != nil {
+			return
+		}
+		if err != nil {
+			p.noteDown(s, err)
+			timer.Reset(p.cfg.RetryInterval)
+			continue
+		}
+		wasUp, before := s.setUp(ranks)
+		if !wasUp || !slices.Equal(before, ranks) {
+			p.log.Info("server is up", zap.String("role", s.role), zap.String("url", s.url),
+				zap.Int("dp_size", len(ranks)), zap.Bool("was_up", wasUp))
+		}
+		timer.Reset(p.cfg.RefreshInterval)
+	}
+}
+
+// noteDown takes a server out of the round robin until its next good probe.
+func (p *Proxy) noteDown(s *server, err error) {
+	if s.setDown(err.Error()) {
+		p.log.Warn("server is down", zap.String("role", s.role), zap.String("url", s.url), zap.Error(err))
+	}
+}
+
+// probe asks a server whether it is healthy and, if it prefills, for its ranks.
+func (p *Proxy) probe(ctx context.Context, s *server) ([]rank, error) {
+	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+	defer cancel()
+	if _, err := p.fetch(ctx, s.path("/health")); err != nil {
+		return nil, err
+	}
+	if s.bootstrap == "" {
+		return nil, nil
+	}
+	body, err := p.fetch(ctx, s.bootstrap+"/query")
+	if err != nil {
+		return nil, err
+	}
+	ranks, err := parseQuery(body)
+	if err != nil {
+		return nil, fmt.Errorf("%s/query: %w", s.bootstrap, err)
+	}
+	return ranks, nil
+}
+
+// parseQuery reads the answer of GET /query, ordered by dp rank.
+func parseQuery(body []byte) ([]rank, error) {
+	var entries map[string]struct {
+		EngineID string `json:"engine_id"`
+	}
+	if err := json.Unmarshal(body, &entries); err != nil {
+		return nil, fmt.Errorf("not a table of ranks: %w", err)
+	}
+	if len(entries) == 0 {
+		return nil, fmt.Errorf("no rank has registered yet")
+	}
+	var ranks []rank
+	for key, e := range entries {
+		dp, err := strconv.Atoi(key)
+		if err != nil || dp < 0 {
+			return nil, fmt.Errorf("dp rank %q is not a number", key)
+		}
+		if e.EngineID == "" {
+			return nil, fmt.Errorf("dp rank %d has no engine_id", dp)
+		}
+		ranks = append(ranks, rank{dp, e.EngineID})
+	}
+	slices.SortFunc(ranks, func(a, b rank) int { return a.dp - b.dp })
+	return ranks, nil
+}
+
+// fetch gets a small document; any status but 200 is an error.
+func (p *Proxy) fetch(ctx context.Context, url string) ([]byte, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := p.client.Do(req)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, maxQuery+1))
+	switch {
+	case resp.StatusCode != http.StatusOK:
+		return nil, fmt.Errorf("GET %s answered %s", url, resp.Status)
+	case err != nil:
+		return nil, fmt.Errorf("GET %s: %w", url, err)
+	case len(body) > maxQuery:
+		return nil, fmt.Errorf("GET %s answered more than %d bytes", url, maxQuery)
+	}
+	return body, nil
+}

@@ -1,0 +1,83 @@
+"""kvconn carries the KV caches of LLM requests between engines.
+
+An engine opens an :class:`Agent`, gives it its paged KV memory once, and then
+offers transfers (prefill) or loads them (decode)::
+
+    import kvconn
+
+    agent = kvconn.Agent({"engine_id": "d0", "role": "decode"})
+    agent.register_kv_caches(kvconn.regions_from_tensor("layer.0", cache, block_dim=1))
+    agent.start_load([kvconn.Load("xfer-1", "http://prefill:8998", "p0", [[7, 3, 12]])])
+    while not (done := agent.get_finished()):
+        agent.wait(0.1)
+
+Importing the package loads no native library; the first :class:`Agent` does, so
+that processes may still fork before. The vLLM connector is :mod:`kvconn.vllm`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# What is exported, and from where: loaded at first use, which keeps
+# `import kvconn` at about a millisecond.
+_EXPORTS = {
+    "Agent": "agent",
+    "Completion": "types",
+    "Load": "types",
+    "Offer": "types",
+    "Region": "types",
+    "regions_from_tensor": "regions",
+    "AddressError": "errors",
+    "BufferTooSmallError": "errors",
+    "ClosedError": "errors",
+    "ConfigError": "errors",
+    "DuplicateError": "errors",
+    "ForkedError": "errors",
+    "InternalError": "errors",
+    "InvalidError": "errors",
+    "KvconnError": "errors",
+    "NotRegisteredError": "errors",
+    "OverloadError": "errors",
+    "Status": "errors",
+    "TransferError": "errors",
+}
+
+__all__ = sorted([*_EXPORTS, "__version__"])
+
+if TYPE_CHECKING:
+    from .agent import Agent as Agent
+    from .errors import (
+        AddressError as AddressError,
+        BufferTooSmallError as BufferTooSmallError,
+        ClosedError as ClosedError,
+        ConfigError as ConfigError,
+        DuplicateError as DuplicateError,
+        ForkedError as ForkedError,
+        InternalError as InternalError,
+        InvalidError as InvalidError,
+        KvconnError as KvconnError,
+        NotRegisteredError as NotRegisteredError,
+        OverloadError as OverloadError,
+        Status as Status,
+        TransferError as TransferError,
+    )
+    from .regions import regions_from_tensor as regions_from_tensor
+    from .types import Completion as Completion, Load as Load, Offer as Offer, Region as Region
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

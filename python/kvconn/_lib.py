@@ -1,0 +1,140 @@
+"""The C functions of libkvconn.so (include/kvconn.h), loaded at first use."""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+import threading
+from pathlib import Path
+from typing import Optional
+
+from .errors import KvconnError
+
+ABI_VERSION = 1
+TRANSFER_ID_MAX = 128
+
+
+class CRegion(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_uint32),
+        ("group", c.c_uint32),
+        ("name", c.c_char_p),
+        ("address", c.c_uint64),
+        ("block_stride", c.c_uint64),
+        ("block_bytes", c.c_uint64),
+        ("num_blocks", c.c_uint32),
+        ("reserved", c.c_uint32),
+    ]
+
+
+class CBlocks(c.Structure):
+    _fields_ = [("ids", c.c_void_p), ("count", c.c_uint32), ("first", c.c_uint32)]
+
+
+class COffer(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_uint32),
+        ("num_groups", c.c_uint32),
+        ("transfer_id", c.c_char_p),
+        ("groups", c.POINTER(CBlocks)),
+        ("token", c.c_uint64),
+    ]
+
+
+class CLoad(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_uint32),
+        ("num_groups", c.c_uint32),
+        ("transfer_id", c.c_char_p),
+        ("bootstrap_addr", c.c_char_p),
+        ("engine_id", c.c_char_p),
+        ("groups", c.POINTER(CBlocks)),
+        ("token", c.c_uint64),
+    ]
+
+
+class CCompletion(c.Structure):
+    _fields_ = [
+        ("token", c.c_uint64),
+        ("code", c.c_int32),
+        ("side", c.c_int32),
+        ("bytes", c.c_uint64),
+        ("wait_ns", c.c_uint64),
+        ("transfer_ns", c.c_uint64),
+        ("blocks", c.c_uint32),
+        ("segments", c.c_uint32),
+        ("transport", c.c_char * 8),
+        ("transfer_id", c.c_char * (TRANSFER_ID_MAX + 8)),
+        ("reason", c.c_char * 320),
+    ]
+
+
+class Library:
+    """One loaded libkvconn.so.
+
+    Calls that return at once go through ``PyDLL``: giving the GIL up and taking
+    it back would cost more than the call, and milliseconds beside a busy
+    thread. Calls that wait go through ``CDLL``.
+    """
+
+    def __init__(self, path: str) -> None:
+        waiting, short = c.CDLL(path), c.PyDLL(path)
+        size = c.c_size_t
+        out = c.POINTER(size)
+
+        def declare(dll: c.CDLL, name: str, result: type, *args: type) -> object:
+            f = getattr(dll, name)
+            f.restype, f.argtypes = result, list(args)
+            return f
+
+        i32, handle, text = c.c_int32, c.c_uint64, c.c_char_p
+        self.abi_version = declare(short, "kvconn_abi_version", c.c_uint32)
+        self.version = declare(short, "kvconn_version", c.c_char_p)
+        self.status_name = declare(short, "kvconn_status_name", c.c_char_p, i32)
+        self.last_error = declare(short, "kvconn_last_error", i32, text, size)
+        self.open = declare(waiting, "kvconn_open", i32, text, c.POINTER(handle))
+        self.register = declare(waiting, "kvconn_register_kv_caches", i32, handle, c.POINTER(CRegion), size)
+        self.announce = declare(short, "kvconn_announce", i32, handle, c.POINTER(text), size, out)
+        self.offer = declare(short, "kvconn_offer", i32, handle, c.POINTER(COffer), size, out)
+        self.start_load = declare(short, "kvconn_start_load", i32, handle, c.POINTER(CLoad), size, out)
+        self.cancel = declare(short, "kvconn_cancel", i32, handle, c.POINTER(text), size, text, out)
+        self.pending = declare(short, "kvconn_pending", i32, handle)
+        self.get_finished = declare(short, "kvconn_get_finished", i32, handle, c.POINTER(CCompletion), size, size, out)
+        self.event_fd = declare(short, "kvconn_event_fd", i32, handle)
+        self.stats = declare(waiting, "kvconn_stats", i32, handle, text, size, out)
+        self.bootstrap_address = declare(waiting, "kvconn_bootstrap_address", i32, handle, text, size)
+        self.log_fd = declare(short, "kvconn_log_fd", i32)
+        self.next_log = declare(short, "kvconn_next_log", i32, text, size)
+        self.close = declare(waiting, "kvconn_close", i32, handle)
+        self.main = declare(waiting, "kvconn_main", i32, i32, c.POINTER(text))
+        if self.abi_version() != ABI_VERSION:  # type: ignore[operator]
+            raise KvconnError(f"{path} has ABI version {self.abi_version()}, this package needs {ABI_VERSION}: reinstall kvconn")  # type: ignore[operator]
+
+    def error_text(self) -> str:
+        """The text of this thread's last failed call."""
+        buf = c.create_string_buffer(1024)
+        self.last_error(buf, len(buf))  # type: ignore[operator]
+        return buf.value.decode("utf-8", "replace")
+
+
+_library: Optional[Library] = None
+_lock = threading.Lock()
+
+
+def library_path() -> str:
+    """The library of this package; ``KVCONN_LIBRARY`` names another one."""
+    return os.environ.get("KVCONN_LIBRARY") or str(Path(__file__).with_name("libkvconn.so"))
+
+
+def load() -> Library:
+    """The library, loaded by the first call."""
+    global _library
+    if _library is None:
+        with _lock:
+            if _library is None:
+                path = library_path()
+                try:
+                    _library = Library(path)
+                except OSError as e:
+                    raise KvconnError(f"cannot load {path}: {e}; reinstall kvconn, or set KVCONN_LIBRARY") from e
+    return _library

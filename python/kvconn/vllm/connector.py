@@ -1,0 +1,171 @@
+"""KVConnConnector: what vLLM calls, passed on to the scheduler's or the worker's side.
+
+vLLM's base class grows and changes from release to release. What an older one lacks is looked for here, once, and
+never by version.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
+
+from .layout import transfer_groups
+from .metadata import KVConnMetadata
+from .params import agent_config, check_parallel, idle_wait_s
+from .scheduler import SchedulerSide
+from .worker import Reports, WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("kvconn.vllm")
+
+# The call that reports sends, receives and failed receives together. Without it failed loads are named by their blocks.
+_Results: Any = getattr(_base, "KVConnectorTransferResults", None)
+_HAS_FAILED = _Results is not None and "failed_recving" in getattr(_Results, "__dataclass_fields__", {})
+
+try:  # where a hit comes from, in vLLM's statistics
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource as _Source
+except ImportError:
+    _Source = None  # type: ignore[assignment,misc]
+
+
+def _show_logs() -> None:
+    """vLLM sets up the logger `vllm` only; ours writes to the same places, unless somebody has set it up already."""
+    ours, theirs = logging.getLogger("kvconn"), logging.getLogger("vllm")
+    if ours.handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = False
+
+
+class KVConnConnector(_base.KVConnectorBase_V1):
+    """Carries the KV cache of a request from the engine that prefilled it to the engine that decodes it."""
+
+    if _Source is not None and hasattr(_Source, "P2P"):
+        _cache_hit_source = _Source.P2P
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _show_logs()
+        check_parallel(vllm_config.parallel_config)
+        transfer = vllm_config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config or {}
+        wait = idle_wait_s(extra)
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._load_errors: set[int] = set()
+        self._meta: KVConnMetadata | None = None
+        if role == _base.KVConnectorRole.SCHEDULER:
+            groups = kv_cache_config.kv_cache_groups
+            self._scheduler = SchedulerSide(
+                transfer.kv_role,
+                [group.kv_cache_spec.block_size for group in groups],
+                transfer_groups(kv_cache_config),
+            )
+        else:
+            from kvconn import Agent
+
+            config = agent_config(vllm_config, kv_cache_config)
+            self._worker = WorkerSide(lambda: Agent(config), wait)
+            logger.info("engine %s, role %s, process %d", config["engine_id"], config["role"], os.getpid())
+
+    # -- scheduler side ---------------------------------------------------------------------------------------------
+
+    @property
+    def _sched(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a scheduler's method was called on a worker's connector"
+        return self._scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        self._sched.on_new_request(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return tuple(transfer_groups(self._kv_cache_config))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._sched.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._sched.after_alloc(request, [list(group) for group in blocks.get_block_ids()], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnMetadata:
+        return self._sched.build_meta(scheduler_output.total_num_scheduled_tokens)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._sched.worker_reported(connector_output.finished_sending, connector_output.finished_recving)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._sched.request_finished(request, [list(block_ids)]), None
+
+    def has_pending_push_work(self) -> bool:
+        # Without this an idle engine does not step, hears of no completion and never frees.
+        return self._scheduler is not None and (self._scheduler.has_unsaid() or self._scheduler.waits())
+
+    # -- worker side ------------------------------------------------------------------------------------------------
+
+    @property
+    def _work(self) -> WorkerSide:
+        assert self._worker is not None, "a worker's method was called on a scheduler's connector"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._work.register(kv_caches, self._vllm_config, self._kv_cache_config)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._meta = connector_metadata if isinstance(connector_metadata, KVConnMetadata) else None
+        if self._worker is not None and self._meta is not None:
+            self._worker.begin(self._meta)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._meta = None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._meta is not None:
+            self._work.load(self._meta)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        return
+
+    def _collect(self) -> Reports:
+        return self._work.collect(self._meta is not None and self._meta.empty_step)
+
+    def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, set[str] | None]:
+        reports = self._collect()
+        self._load_errors |= reports.failed_blocks
+        return reports.sent or None, reports.received or None
+
+    if _Results is not None:
+
+        def get_transfer_results(self, finished_req_ids: Iterable[str]) -> Any:
+            reports = self._collect()
+            if _HAS_FAILED:
+                return _Results(
+                    finished_sending=reports.sent, finished_recving=reports.received, failed_recving=reports.failed
+                )
+            self._load_errors |= reports.failed_blocks
+            return _Results(finished_sending=reports.sent, finished_recving=reports.received)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        errors, self._load_errors = self._load_errors, set()
+        return errors
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()

@@ -1,0 +1,56 @@
+"""What the scheduler side tells the worker side in one engine step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+BlockIds = list[list[int]]  # one list per KV cache group, in the order of the prompt
+
+
+@dataclass
+class OfferWork:
+    """Prefill: the request has ended, and these blocks hold its prompt."""
+
+    req_id: str
+    transfer_id: str
+    block_ids: BlockIds
+
+
+@dataclass
+class LoadWork:
+    """Decode: put the blocks from first_block on into block_ids.
+
+    Without block ids nothing is wanted: the prefill engine is told so and frees, and vLLM hears nothing of it.
+    """
+
+    req_id: str
+    transfer_id: str
+    bootstrap_addr: str
+    engine_id: str
+    block_ids: BlockIds
+    first_block: list[int]
+
+    @property
+    def silent(self) -> bool:
+        return not any(self.block_ids)
+
+
+@dataclass
+class CancelWork:
+    """The request is over before its transfer was: a load that need not end, or an offer that will never come."""
+
+    transfer_id: str
+    reason: str
+    of_load: bool
+
+
+@dataclass
+class KVConnMetadata(KVConnectorMetadata):
+    announces: list[str] = field(default_factory=list)
+    offers: list[OfferWork] = field(default_factory=list)
+    loads: list[LoadWork] = field(default_factory=list)
+    cancels: list[CancelWork] = field(default_factory=list)
+    # No token is computed in this step: the engine runs it only to hear of transfers.
+    empty_step: bool = False

@@ -1,0 +1,248 @@
+"""The worker side: it owns the agent, hands it the step's work, and turns completions into what vLLM wants to hear.
+
+vLLM ends the engine when it hears of a request twice, or of one it does not know: every request goes into a table when
+its work is accepted, and is reported when it is taken out of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .layout import make_regions
+from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork
+
+logger = logging.getLogger("kvconn.vllm")
+
+
+@dataclass
+class Reports:
+    """What one step has to tell the scheduler."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)  # a part of received
+    failed_blocks: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Loading:
+    work: LoadWork
+    since: float
+
+
+class WorkerSide:
+    def __init__(self, make_agent: Callable[[], Any], idle_wait_s: float) -> None:
+        self._agent = make_agent()
+        self._idle_wait_s = idle_wait_s
+        self._loads: dict[str, _Loading] = {}  # by transfer id
+        self._offers: dict[str, OfferWork] = {}
+        self._reports = Reports()
+        self._closed = False
+
+    def register(self, kv_caches: Mapping[str, Any], vllm_config: Any, kv_cache_config: Any) -> None:
+        from kvconn import regions_from_tensor
+
+        regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor)
+        self._agent.register_kv_caches(regions)
+        total = sum(region.block_bytes for region in regions)
+        logger.info(
+            "registered %d regions of %d layers: %d blocks of %d bytes",
+            len(regions),
+            len(kv_caches),
+            kv_cache_config.num_blocks,
+            total,
+        )
+
+    # -- the step's work --------------------------------------------------------------------------------------------
+
+    def begin(self, meta: KVConnMetadata) -> None:
+        """Before the forward pass, so that a long one does not delay what the peer waits for.
+
+        Nothing here touches memory that the pass works on: an offer's blocks belong to a request that has ended.
+        """
+        announces, meta.announces = meta.announces, []
+        offers, meta.offers = meta.offers, []
+        # A load is to start first, should its cancel come in the same step.
+        starting = {work.transfer_id for work in meta.loads}
+        cancels = [work for work in meta.cancels if work.transfer_id not in starting]
+        meta.cancels = [work for work in meta.cancels if work.transfer_id in starting]
+        if announces:
+            self._try(lambda: self._agent.announce(announces), f"announce {announces}")
+        if offers:
+            self._each(offers, self._offer_all, self._offer_refused)
+        for work in cancels:
+            self._cancel(work)
+
+    def load(self, meta: KVConnMetadata) -> None:
+        """Where vLLM wants loads to start: after what it has queued for these blocks itself."""
+        loads, meta.loads = meta.loads, []
+        if loads:
+            self._each(loads, self._load_all, self._load_refused)
+        cancels, meta.cancels = meta.cancels, []
+        for work in cancels:
+            self._cancel(work)
+
+    def _try(self, call: Callable[[], None], what: str) -> Exception | None:
+        """Whatever the agent says to a call, the engine lives on."""
+        try:
+            call()
+        except Exception as error:
+            logger.error("%s: %s", what, error)
+            return error
+        return None
+
+    def _each(
+        self, works: Sequence[Any], accept: Callable[[Sequence[Any]], None], refuse: Callable[[Any, Exception], None]
+    ) -> None:
+        """All in one call. The agent takes them in order up to the first that it refuses, which its error names."""
+        works = list(works)
+        while works:
+            try:
+                accept(works)
+                return
+            except Exception as error:
+                named = getattr(error, "transfer_id", None)
+                place = next((n for n, work in enumerate(works) if work.transfer_id == named), None)
+                if place is None and len(works) > 1:
+                    # It did not come to a single one of them: find out which is to blame.
+                    for work in works:
+                        self._each([work], accept, refuse)
+                    return
+                place = place or 0
+                for work in works[:place]:
+                    self._accepted(work)
+                refuse(works[place], error)
+                works = works[place + 1 :]
+
+    def _accepted(self, work: OfferWork | LoadWork) -> None:
+        if isinstance(work, OfferWork):
+            self._offers[work.transfer_id] = work
+        else:
+            self._loads[work.transfer_id] = _Loading(work, time.monotonic())
+
+    def _offer_all(self, works: Sequence[OfferWork]) -> None:
+        from kvconn import Offer
+
+        self._agent.offer([Offer(work.transfer_id, work.block_ids) for work in works])
+        for work in works:
+            self._accepted(work)
+
+    def _offer_refused(self, work: OfferWork, error: Exception) -> None:
+        logger.error("request %s: its cache cannot be offered: %s", work.req_id, error)
+        self._reports.sent.add(work.req_id)
+        self._cancel(CancelWork(work.transfer_id, "prefill: the offer was refused", of_load=False))
+
+    def _load_all(self, works: Sequence[LoadWork]) -> None:
+        from kvconn import Load
+
+        self._agent.start_load(
+            [
+                Load(work.transfer_id, work.bootstrap_addr, work.engine_id, work.block_ids, work.first_block)
+                for work in works
+            ]
+        )
+        for work in works:
+            self._accepted(work)
+
+    def _load_refused(self, work: LoadWork, error: Exception) -> None:
+        logger.error("request %s: its cache cannot be loaded: %s", work.req_id, error)
+        self._report_load(work, failed=True)
+
+    def _cancel(self, work: CancelWork) -> None:
+        # A load that has ended in the meantime needs no cancel. What prefill gives up was never offered, and the decode
+        # engine must be told all the same.
+        if work.of_load and work.transfer_id not in self._loads:
+            return
+        self._try(lambda: self._agent.cancel([work.transfer_id], work.reason), f"cancel {work.transfer_id}")
+
+    # -- the step's reports -----------------------------------------------------------------------------------------
+
+    def collect(self, empty_step: bool) -> Reports:
+        """What has ended since the last step.
+
+        A step without tokens runs only to ask this, and is followed by the next one at once: waiting a moment for an
+        answer here leaves the processor to those who work on it, and hears of a completion when it comes.
+        """
+        completions = self._completions()
+        ready = self._reports.sent or self._reports.received
+        if empty_step and not completions and not ready and (self._loads or self._offers) and self._idle_wait_s:
+            self._try(lambda: self._agent.wait(self._idle_wait_s) and None, "wait")
+            completions = self._completions()
+        for completion in completions:
+            self._ended(completion)
+        reports, self._reports = self._reports, Reports()
+        return reports
+
+    def _completions(self) -> Sequence[Any]:
+        try:
+            return self._agent.get_finished()
+        except Exception as error:
+            if not (self._loads or self._offers):
+                return ()
+            # The agent is gone and answers no more: end everything rather than wait for ever.
+            logger.error("get_finished: %s: %d loads, %d offers end", error, len(self._loads), len(self._offers))
+            for loading in self._loads.values():
+                self._report_load(loading.work, failed=True)
+            self._reports.sent.update(work.req_id for work in self._offers.values())
+            self._loads.clear()
+            self._offers.clear()
+            return ()
+
+    def _ended(self, completion: Any) -> None:
+        if completion.kind == "offer":
+            offer = self._offers.pop(completion.transfer_id, None)
+            if offer is None:
+                return
+            if completion.code:
+                logger.warning("request %s: its cache was not fetched: %s", offer.req_id, completion.reason)
+            self._reports.sent.add(offer.req_id)
+            return
+        loading = self._loads.pop(completion.transfer_id, None)
+        if loading is None:
+            return
+        work = loading.work
+        if work.silent:
+            if completion.code:
+                logger.warning("request %s: the prefill engine was not told: %s", work.req_id, completion.reason)
+            return
+        if completion.code:
+            logger.error("request %s: its cache was not loaded: %s", work.req_id, completion.reason)
+        else:
+            logger.info("kvconn load %s", json.dumps(_load_line(completion, work, loading.since)))
+        self._report_load(work, failed=bool(completion.code))
+
+    def _report_load(self, work: LoadWork, failed: bool) -> None:
+        if work.silent:
+            return
+        self._reports.received.add(work.req_id)
+        if failed:
+            self._reports.failed.add(work.req_id)
+            for group in work.block_ids:
+                self._reports.failed_blocks.update(group)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._try(self._agent.close, "close")
+
+
+def _load_line(completion: Any, work: LoadWork, since: float) -> dict[str, Any]:
+    took = completion.transfer_s
+    return {
+        "transfer_id": completion.transfer_id,
+        "request_id": work.req_id,
+        "bytes": completion.bytes,
+        "blocks": sum(len(group) for group in work.block_ids),
+        "first_block": list(work.first_block),
+        "segments": completion.segments,
+        "transport": completion.transport,
+        "ms": round(took * 1e3, 3),
+        "gb_per_s": round(completion.bytes / took / 1e9, 3) if took > 0 else 0.0,
+        "wait_ms": round(completion.wait_s * 1e3, 3),
+        "total_ms": round((time.monotonic() - since) * 1e3, 3),
+    }

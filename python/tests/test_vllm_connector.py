@@ -1,0 +1,575 @@
+"""The connector's two sides, with a stand-in for the agent. Needs vLLM's classes, but no engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import pickle
+from collections.abc import Sequence
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
+
+from kvconn.vllm import layout, params
+from kvconn.vllm.metadata import KVConnMetadata
+from kvconn.vllm.scheduler import SchedulerSide
+from kvconn.vllm.worker import WorkerSide
+
+BLOCK = 16
+names = (f"r{n}" for n in itertools.count())
+
+
+class Status(Enum):
+    FINISHED_LENGTH_CAPPED = 1
+    FINISHED_STOPPED = 2
+    FINISHED_ABORTED = 3
+    FINISHED_ERROR = 4
+
+
+def decode_params(transfer_id: str = "t") -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_bootstrap_addr": "http://p:8998",
+        "remote_engine_id": "engine-p",
+    }
+
+
+def prefill_params(transfer_id: str = "t") -> dict[str, Any]:
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+
+
+def request(tokens: int, kv: Any, computed: int | None = None) -> Any:
+    return SimpleNamespace(
+        request_id=next(names),
+        kv_transfer_params=kv,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=tokens if computed is None else computed,
+        status=Status.FINISHED_LENGTH_CAPPED,
+    )
+
+
+def prefill_side() -> SchedulerSide:
+    return SchedulerSide("kv_producer", [BLOCK], [0])
+
+
+def decode_side() -> SchedulerSide:
+    return SchedulerSide("kv_consumer", [BLOCK], [0])
+
+
+def ids(count: int, start: int = 100) -> list[list[int]]:
+    return [list(range(start, start + count))]
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kv", "said"),
+    [
+        ([], "an object was expected"),
+        ({"do_remote_prefill": True}, "transfer_id is missing"),
+        ({**decode_params(), "remote_engine_id": None}, "remote_engine_id is missing"),
+        ({**decode_params(), "transfer_id": 3}, "transfer_id is 3: a string was expected, not int"),
+        ({**decode_params(), "do_remote_prefill": 1}, "do_remote_prefill is 1: true or false was expected"),
+        ({**decode_params(), "do_remote_decode": True}, "both true"),
+    ],
+)
+def test_bad_params(kv: Any, said: str) -> None:
+    with pytest.raises(params.BadParams, match=said):
+        params.parse(kv)
+
+
+@pytest.mark.parametrize("kv", [None, {}, {"transfer_id": "t"}, {"do_remote_decode": False}, {"do_remote_decode": None}])
+def test_params_that_ask_for_nothing(kv: Any) -> None:
+    assert params.parse(kv) is None
+
+
+def test_parallel_engines_are_refused_by_name() -> None:
+    params.check_parallel(SimpleNamespace(tensor_parallel_size=1))
+    with pytest.raises(ValueError, match="TP = 2, DP = 4 is not supported yet"):
+        params.check_parallel(SimpleNamespace(tensor_parallel_size=2, data_parallel_size=4, pipeline_parallel_size=1))
+
+
+def vllm_config(extra: dict[str, Any], role: str = "kv_producer") -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role, kv_connector_extra_config=extra),
+        model_config=SimpleNamespace(model="/models/tiny/", dtype="torch.bfloat16"),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK),
+    )
+
+
+def cache_config(num_blocks: int = 8, layers: Sequence[str] = ("a", "b")) -> Any:
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK), layer_names=list(layers))
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group], kv_cache_layout="LBHNC")
+
+
+def test_agent_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVCONN_BOOTSTRAP_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    made = params.agent_config(vllm_config({"lease_s": 5, "idle_wait_ms": 1}), cache_config())
+    assert made == {
+        "engine_id": "e",
+        "role": "prefill",
+        "model": "tiny",
+        "dtype": "bfloat16",
+        "block_tokens": BLOCK,
+        "lease_s": 5,
+    }
+    monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", "9001")
+    assert params.agent_config(vllm_config({}), cache_config())["bootstrap_port"] == 9001
+    monkeypatch.setenv("KVCONN_BOOTSTRAP_PORT", "9002")
+    assert params.agent_config(vllm_config({}), cache_config())["bootstrap_port"] == 9002
+    assert params.agent_config(vllm_config({"bootstrap_port": 1}), cache_config())["bootstrap_port"] == 1
+    assert "bootstrap_port" not in params.agent_config(vllm_config({}, "kv_consumer"), cache_config())
+    monkeypatch.setenv("KVCONN_BOOTSTRAP_PORT", "x")
+    with pytest.raises(ValueError, match="KVCONN_BOOTSTRAP_PORT is 'x'"):
+        params.agent_config(vllm_config({}), cache_config())
+
+
+@pytest.mark.parametrize("value", ["2", True, -1, 1000])
+def test_idle_wait_of_a_wrong_kind(value: Any) -> None:
+    with pytest.raises(ValueError, match="idle_wait_ms"):
+        params.idle_wait_s({"idle_wait_ms": value})
+
+
+# -- the prefill engine's scheduler ---------------------------------------------------------------------------------
+
+
+def test_prefill_announces_once_and_offers() -> None:
+    side, req = prefill_side(), request(40, prefill_params())
+    side.on_new_request(req)
+    side.after_alloc(req, ids(3), 0)
+    meta = side.build_meta(40)
+    assert (meta.announces, meta.offers, meta.empty_step) == (["t"], [], False)
+    assert side.matched_tokens(req, 0) == (0, False)
+    assert side.request_finished(req, ids(3)) is True
+    assert side.has_unsaid() and side.waits()
+    (offer,) = side.build_meta(0).offers
+    assert (offer.req_id, offer.transfer_id, offer.block_ids) == (req.request_id, "t", ids(3))
+    side.worker_reported({req.request_id}, None)
+    assert not side.waits() and not side.has_unsaid()
+
+
+def test_prefill_without_on_new_request_announces_at_allocation() -> None:
+    side, req = prefill_side(), request(40, prefill_params())
+    side.after_alloc(req, ids(3), 0)
+    assert side.build_meta(40).announces == ["t"]
+
+
+@pytest.mark.parametrize("status", [Status.FINISHED_LENGTH_CAPPED, Status.FINISHED_STOPPED])
+def test_prefill_offers_only_the_prompt(status: Status) -> None:
+    side, req = prefill_side(), request(40, prefill_params(), computed=60)
+    req.status = status
+    assert side.request_finished(req, ids(5))
+    assert side.build_meta(0).offers[0].block_ids == ids(3)
+
+
+@pytest.mark.parametrize("status", [Status.FINISHED_ABORTED, Status.FINISHED_ERROR])
+def test_prefill_that_ends_otherwise_is_cancelled(status: Status) -> None:
+    side, req = prefill_side(), request(40, prefill_params())
+    side.on_new_request(req)
+    req.status = status
+    assert side.request_finished(req, ids(3)) is False
+    (cancel,) = side.build_meta(0).cancels
+    assert (cancel.transfer_id, cancel.of_load) == ("t", False)
+    assert status.name in cancel.reason
+    assert not side.waits()
+
+
+def test_prefill_with_part_of_the_prompt_is_cancelled() -> None:
+    side, req = prefill_side(), request(40, prefill_params(), computed=16)
+    assert side.request_finished(req, ids(1)) is False
+    assert len(side.build_meta(0).cancels) == 1
+
+
+# -- the decode engine's scheduler ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached", "first", "count"),
+    [(40, 0, 0, 3), (48, 0, 0, 3), (49, 0, 0, 4), (40, 16, 1, 2), (40, 32, 2, 1), (2, 0, 0, 1), (50, 48, 3, 1)],
+)
+def test_decode_loads_what_it_lacks(tokens: int, cached: int, first: int, count: int) -> None:
+    side, req = decode_side(), request(tokens, decode_params())
+    side.on_new_request(req)
+    assert side.matched_tokens(req, cached) == (tokens - cached, True)
+    assert side.matched_tokens(req, cached) == (tokens - cached, True)  # without side effects
+    side.after_alloc(req, ids(8), tokens - cached)  # vLLM may have allocated blocks for tokens to come
+    side.after_alloc(req, ids(8), 0)  # after the load
+    (load,) = side.build_meta(0).loads
+    assert load.first_block == [first]
+    assert load.block_ids == [ids(8)[0][first : first + count]]
+    assert (load.bootstrap_addr, load.engine_id, load.silent) == ("http://p:8998", "engine-p", False)
+    assert req.kv_transfer_params["do_remote_prefill"] is False
+    assert side.matched_tokens(req, 0) == (0, False)  # preempted, or recomputed after a failure
+    assert side.waits()
+    side.worker_reported(None, {req.request_id})
+    assert not side.waits()
+    assert side.request_finished(req, ids(8)) is False
+    assert not side.has_unsaid()
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(49, 48), (1, 0)])
+def test_decode_that_lacks_nothing_lets_the_prefill_engine_free(tokens: int, cached: int) -> None:
+    side, req = decode_side(), request(tokens, decode_params())
+    assert side.matched_tokens(req, cached) == (0, False)
+    side.after_alloc(req, ids(4), 0)
+    (load,) = side.build_meta(1).loads
+    assert load.silent and not side.waits()
+    assert side.request_finished(req, ids(4)) is False
+    assert not side.has_unsaid()
+
+
+def test_decode_aborted_before_admission_lets_the_prefill_engine_free() -> None:
+    side, req = decode_side(), request(40, decode_params())
+    side.on_new_request(req)
+    side.matched_tokens(req, 0)
+    req.status = Status.FINISHED_ABORTED
+    assert side.request_finished(req, [[]]) is False
+    assert side.has_unsaid() and not side.waits()
+    assert [load.silent for load in side.build_meta(0).loads] == [True]
+
+
+def test_decode_aborted_during_its_load_is_cancelled() -> None:
+    side, req = decode_side(), request(40, decode_params())
+    side.matched_tokens(req, 0)
+    side.after_alloc(req, ids(3), 40)
+    side.build_meta(0)
+    req.status = Status.FINISHED_ABORTED
+    assert side.request_finished(req, ids(3)) is False
+    (cancel,) = side.build_meta(0).cancels
+    assert cancel.of_load
+    assert side.waits()  # until the worker says that no byte can land any more
+
+
+def test_second_request_with_a_transfer_id_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+    side, one, two = decode_side(), request(40, decode_params()), request(40, decode_params())
+    side.on_new_request(one)
+    side.on_new_request(two)
+    assert side.matched_tokens(one, 0) == (40, True)
+    assert side.matched_tokens(two, 0) == (0, False)
+    assert "belongs to request" in caplog.text
+
+
+@pytest.mark.parametrize(("side", "kv"), [(prefill_side(), decode_params()), (decode_side(), prefill_params())])
+def test_the_other_role(side: SchedulerSide, kv: Any, caplog: pytest.LogCaptureFixture) -> None:
+    req = request(40, kv)
+    side.on_new_request(req)
+    assert side.matched_tokens(req, 0) == (0, False)
+    side.after_alloc(req, ids(3), 0)
+    assert side.request_finished(req, ids(3)) is False
+    assert not side.has_unsaid()
+    assert caplog.text.count("kv_role is") == 1
+
+
+def test_metadata_crosses_processes() -> None:
+    side, req = decode_side(), request(40, decode_params())
+    side.after_alloc(req, ids(3), 40)
+    meta = side.build_meta(0)
+    assert pickle.loads(pickle.dumps(meta)) == meta
+
+
+# -- the worker -----------------------------------------------------------------------------------------------------
+
+
+class Refused(RuntimeError):
+    def __init__(self, transfer_id: str) -> None:
+        super().__init__(f"{transfer_id}: refused")
+        self.transfer_id = transfer_id
+
+
+class FakeAgent:
+    nameless = False  # refuses batches without saying for which id
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.done: list[Any] = []
+        self.refused: set[str] = set()
+        self.waits = 0
+
+    def _take(self, kind: str, works: Sequence[Any]) -> None:
+        if self.nameless and len(works) > 1:
+            raise RuntimeError("none of them was looked at")
+        for work in works:
+            if work.transfer_id in self.refused:
+                raise Refused(work.transfer_id)
+            self.calls.append((kind, work.transfer_id))
+
+    def announce(self, transfer_ids: Sequence[str]) -> None:
+        self.calls += [("announce", each) for each in transfer_ids]
+
+    def offer(self, offers: Sequence[Any]) -> None:
+        self._take("offer", offers)
+
+    def start_load(self, loads: Sequence[Any]) -> None:
+        self._take("load", loads)
+
+    def cancel(self, transfer_ids: Sequence[str], reason: str = "") -> None:
+        self.calls += [("cancel", each) for each in transfer_ids]
+
+    def get_finished(self) -> Sequence[Any]:
+        done, self.done = self.done, []
+        return done
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waits += 1
+        return False
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+    def ends(self, transfer_id: str, kind: str, code: int = 0) -> None:
+        self.done.append(
+            SimpleNamespace(
+                transfer_id=transfer_id,
+                kind=kind,
+                code=code,
+                reason="why" if code else "",
+                bytes=64,
+                blocks=3,
+                segments=1,
+                wait_s=0.01,
+                transfer_s=0.001,
+                transport="tcp",
+            )
+        )
+
+
+def worker() -> tuple[WorkerSide, FakeAgent]:
+    agent = FakeAgent()
+    return WorkerSide(lambda: agent, 0.001), agent
+
+
+def loading(worker_side: WorkerSide, *transfer_ids: str) -> list[str]:
+    scheduler = decode_side()
+    reqs = [request(40, decode_params(each)) for each in transfer_ids]
+    for number, req in enumerate(reqs):
+        scheduler.after_alloc(req, ids(3, 100 * number), 40)
+    step(worker_side, scheduler.build_meta(0))
+    return [req.request_id for req in reqs]
+
+
+def offering(worker_side: WorkerSide, *transfer_ids: str) -> list[str]:
+    scheduler = prefill_side()
+    reqs = [request(40, prefill_params(each)) for each in transfer_ids]
+    for req in reqs:
+        scheduler.request_finished(req, ids(3))
+    step(worker_side, scheduler.build_meta(0))
+    return [req.request_id for req in reqs]
+
+
+def step(worker_side: WorkerSide, meta: KVConnMetadata) -> None:
+    worker_side.begin(meta)
+    worker_side.load(meta)
+
+
+def test_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvconn.vllm")
+    side, agent = worker()
+    (req_id,) = loading(side, "t")
+    assert side.collect(False).received == set()
+    agent.ends("t", "load")
+    agent.ends("t", "load")
+    reports = side.collect(False)
+    assert (reports.received, reports.failed, reports.sent) == ({req_id}, set(), set())
+    assert side.collect(False).received == set()
+    assert '"gb_per_s": ' in caplog.text and "kvconn load {" in caplog.text
+
+
+def test_failed_load_names_request_and_blocks() -> None:
+    side, agent = worker()
+    (req_id,) = loading(side, "t")
+    agent.ends("t", "load", code=5)
+    reports = side.collect(False)
+    assert reports.received == reports.failed == {req_id}
+    assert reports.failed_blocks == {0, 1, 2}
+
+
+@pytest.mark.parametrize("nameless", [False, True])
+def test_load_that_the_agent_refuses_fails_alone(nameless: bool) -> None:
+    side, agent = worker()
+    agent.refused, agent.nameless = {"b"}, nameless
+    one, two, three = loading(side, "a", "b", "c")
+    reports = side.collect(False)
+    assert reports.received == reports.failed == {two}
+    assert agent.calls == [("load", "a"), ("load", "c")]
+    for each in ("a", "c"):
+        agent.ends(each, "load")
+    assert side.collect(False).received == {one, three}
+
+
+def test_offer_is_reported_whatever_became_of_it() -> None:
+    side, agent = worker()
+    reqs = offering(side, "a", "b")
+    agent.ends("a", "offer")
+    agent.ends("b", "offer", code=9)
+    assert side.collect(False).sent == set(reqs)
+    assert side.collect(False).sent == set()
+
+
+def test_offer_that_the_agent_refuses_frees_at_once() -> None:
+    side, agent = worker()
+    agent.refused = {"a"}
+    (req_id,) = offering(side, "a")
+    assert side.collect(False).sent == {req_id}
+    assert agent.calls == [("cancel", "a")]
+
+
+def test_empty_load_is_never_reported() -> None:
+    side, agent = worker()
+    scheduler, req = decode_side(), request(40, decode_params())
+    scheduler.request_finished(req, [[]])
+    step(side, scheduler.build_meta(0))
+    assert agent.calls == [("load", "t")]
+    agent.ends("t", "load", code=3)
+    reports = side.collect(False)
+    assert (reports.received, reports.failed) == (set(), set())
+
+
+def test_cancel_of_a_load_that_has_ended_is_dropped() -> None:
+    side, agent = worker()
+    scheduler, req = decode_side(), request(40, decode_params())
+    scheduler.after_alloc(req, ids(3), 40)
+    step(side, scheduler.build_meta(0))
+    agent.ends("t", "load")
+    side.collect(False)
+    scheduler.request_finished(req, ids(3))
+    step(side, scheduler.build_meta(0))
+    assert agent.calls == [("load", "t")]
+
+
+def test_cancelled_load_is_reported_after_its_completion() -> None:
+    side, agent = worker()
+    scheduler, req = decode_side(), request(40, decode_params())
+    scheduler.after_alloc(req, ids(3), 40)
+    step(side, scheduler.build_meta(0))
+    scheduler.request_finished(req, ids(3))
+    step(side, scheduler.build_meta(0))
+    assert agent.calls == [("load", "t"), ("cancel", "t")]
+    assert side.collect(False).received == set()
+    agent.ends("t", "load", code=4)
+    assert side.collect(False).received == {req.request_id}
+
+
+def test_load_and_its_cancel_in_one_step() -> None:
+    side, agent = worker()
+    scheduler, req = decode_side(), request(40, decode_params())
+    scheduler.after_alloc(req, ids(3), 40)
+    scheduler.request_finished(req, ids(3))
+    step(side, scheduler.build_meta(0))
+    assert agent.calls == [("load", "t"), ("cancel", "t")]
+
+
+def test_waits_only_in_an_empty_step_with_something_to_wait_for() -> None:
+    side, agent = worker()
+    side.collect(True)
+    assert agent.waits == 0
+    loading(side, "t")
+    side.collect(False)
+    assert agent.waits == 0
+    side.collect(True)
+    assert agent.waits == 1
+
+
+def test_dead_agent_ends_everything() -> None:
+    side, agent = worker()
+    (load,) = loading(side, "a")
+    (offer,) = offering(side, "b")
+
+    def broken() -> Any:
+        raise RuntimeError("closed")
+
+    agent.get_finished = broken  # type: ignore[method-assign]
+    reports = side.collect(False)
+    assert (reports.received, reports.failed, reports.sent) == ({load}, {load}, {offer})
+    assert side.collect(False).received == set()
+
+
+# -- layouts --------------------------------------------------------------------------------------------------------
+
+
+def regions(caches: dict[str, Any], config: Any) -> list[tuple[Any, ...]]:
+    def record(name: str, tensor: Any, dim: int, group: int = 0) -> list[Any]:
+        return [(name, tuple(tensor.shape), tuple(tensor.stride()), dim, group)]
+
+    return layout.make_regions(caches, SimpleNamespace(), config, record)
+
+
+# The orders that vLLM names, as memory order of the logical axes L, B, H, N, C.
+ORDERS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_named_layouts(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    kvconn = pytest.importorskip("kvconn")
+    order = ORDERS[name]
+    sizes = (2, 8, 3, BLOCK, 10)
+    memory = torch.arange(2 * 8 * 3 * BLOCK * 10, dtype=torch.int32).reshape([sizes[axis] for axis in order])
+    logical = memory.permute([order.index(axis) for axis in range(5)])
+    caches = {"a": logical[0], "b": logical[1]}
+    assert [entry[1] for entry in regions(caches, cache_config())] == [(8, 3, BLOCK, 10)] * 2
+    if not hasattr(kvconn, "regions_from_tensor"):
+        pytest.skip("this kvconn has no regions_from_tensor")
+    made = layout.make_regions(caches, SimpleNamespace(), cache_config(), kvconn.regions_from_tensor)
+    # Whatever the order: block 5 of all regions together is exactly block 5 of all layers.
+    import ctypes
+
+    got = sorted(
+        value
+        for region in made
+        for value in (ctypes.c_int32 * (region.block_bytes // 4)).from_address(region.address + 5 * region.block_stride)
+    )
+    assert got == sorted(logical[:, 5].flatten().tolist())
+
+
+def test_smaller_kernel_blocks_are_put_together() -> None:
+    torch = pytest.importorskip("torch")
+    made = regions({"a": torch.zeros(32, 2, 4, 6), "b": torch.zeros(8, 2, 4, 6)}, cache_config())
+    assert [entry[1] for entry in made] == [(8, 4, 2, 4, 6), (8, 2, 4, 6)]
+
+
+def test_older_vllm_asks_the_backend() -> None:
+    torch = pytest.importorskip("torch")
+    config = cache_config(layers=["a"])
+    del config.kv_cache_layout
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3, head_size=4)
+    backend = SimpleNamespace(get_kv_cache_shape=lambda blocks, size, heads, dim: (2, blocks, size, heads, dim))
+    layer = SimpleNamespace(get_attn_backend=lambda: backend)
+    context = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a": layer}))
+    # 8 blocks and 8 of something else: only the backend can tell.
+    cache = torch.zeros(2, 8, 8, 3, 4)
+    found = layout.make_regions({"a": cache}, context, config, lambda name, tensor, dim, group: [dim])
+    assert found == [1]
+    with pytest.raises(ValueError, match="no dimension of it counts 8 blocks"):
+        layout.make_regions({"a": cache}, SimpleNamespace(), config, lambda *_: [])
+
+
+def test_shared_tensor_is_taken_once_and_strangers_are_left_out() -> None:
+    torch = pytest.importorskip("torch")
+    cache = torch.zeros(8, 2, 4, 6)
+    assert [entry[0] for entry in regions({"a": cache, "b": cache, "x": torch.zeros(3)}, cache_config())] == ["a"]
+    with pytest.raises(ValueError, match="none of 1 caches"):
+        regions({"x": cache}, cache_config())
+
+
+def test_importing_kvconn_vllm_imports_no_vllm() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, kvconn.vllm; assert 'vllm' not in sys.modules and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Installs the library, its header and kvconn.pc under PREFIX (DESTDIR honoured).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+to=${DESTDIR:-}${PREFIX:?}
+version=$(sed -n 's/^#define KVCONN_VERSION "\(.*\)"/\1/p' include/kvconn.h)
+install -d "$to/lib/pkgconfig" "$to/include"
+install -m 755 build/libkvconn.so "$to/lib/libkvconn.so.$version"
+ln -sf "libkvconn.so.$version" "$to/lib/libkvconn.so.0"
+ln -sf libkvconn.so.0 "$to/lib/libkvconn.so"
+install -m 644 include/kvconn.h "$to/include/kvconn.h"
+cat >"$to/lib/pkgconfig/kvconn.pc" <<PC
+prefix=\${pcfiledir}/../..
+Name: kvconn
+Description: carries KV caches between LLM engines
+Version: $version
+Cflags: -I\${prefix}/include
+Libs: -L\${prefix}/lib -lkvconn
+PC
+echo "installed libkvconn $version under $to"

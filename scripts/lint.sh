@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# gofmt, vet, staticcheck, ruff, and that generated code is up to date.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${1:?}
+bad=$(gofmt -l $(git ls-files -co --exclude-standard '*.go'))
+[[ -z $bad ]] || { echo "gofmt would change: $bad" >&2; exit 1; }
+go vet ./...
+go tool staticcheck ./...
+before=$(sha256sum wire/wire_gen.go)
+go generate ./wire
+[[ $before == "$(sha256sum wire/wire_gen.go)" ]] || { echo "wire/wire_gen.go was not up to date: commit it" >&2; exit 1; }
+"$venv/bin/ruff" check .
+"$venv/bin/ruff" format --check . || { echo "run: ruff format ." >&2; exit 1; }
+echo "lint: ok"

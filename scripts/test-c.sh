@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The C contract: the header alone compiles as C and C++, the example moves
+# blocks between two processes, the library exports kvconn_* and nothing else
+# and needs libc only; calls in a forked child and with bad arguments fail with
+# a code, and no panic reaches the host.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=build/test-c
+rm -rf $out && mkdir -p $out
+lib=build/libkvconn.so
+warn=(-Wall -Wextra -Werror -pedantic)
+
+cp $lib $out/libkvconn.so.0 && ln -s libkvconn.so.0 $out/libkvconn.so
+link=(-I include -L $out -lkvconn "-Wl,-rpath,$PWD/$out")
+passed=0 failed=0
+case_() { # name, command …
+  local name=$1; shift
+  if "$@" >"$out/log" 2>&1; then passed=$((passed + 1)); echo "ok    $name"; else failed=$((failed + 1)); echo "FAIL  $name"; sed 's/^/      /' "$out/log"; fi
+}
+exports() {
+  nm -D --defined-only $lib | awk '$2 ~ /[TDBRW]/ {print $3}' | sed 's/@.*//' | sort >"$out/have"
+  grep -oE '\bkvconn_[a-z_]+\(' include/kvconn.h | tr -d '(' | sort -u >"$out/want"
+  diff "$out/want" "$out/have"
+}
+needs() { [[ $(readelf -d $lib | grep -c NEEDED) == 1 ]] && readelf -d $lib | grep -q 'NEEDED.*libc.so.6'; }
+soname() { readelf -d $lib | grep -q 'SONAME.*libkvconn.so.0'; }
+panics() {
+  ${GO:-go} build -trimpath -buildvcs=false -tags panictest -buildmode=c-shared -o $out/panic/libkvconn.so.0 \
+    -ldflags '-s -w -extldflags "-Wl,--version-script='"$PWD"'/capi/exports.map -Wl,-soname,libkvconn.so.0"' ./capi
+  LD_LIBRARY_PATH=$out/panic $out/test_panic
+}
+
+case_ "exports are those of kvconn.h" exports
+case_ "needs libc only" needs
+case_ "has its soname" soname
+case_ "example compiles as C" cc -std=gnu99 "${warn[@]}" examples/c/move_blocks.c "${link[@]}" -o $out/move_blocks
+case_ "example compiles as C++" c++ -std=c++17 "${warn[@]}" -x c++ examples/c/move_blocks.c "${link[@]}" -o $out/move_blocks_cpp
+case_ "example moves blocks (C)" timeout 60 $out/move_blocks
+case_ "example moves blocks (C++)" timeout 60 $out/move_blocks_cpp
+case_ "contract test compiles" cc -std=gnu11 "${warn[@]}" capi/test/contract.c "${link[@]}" -lpthread -o $out/contract
+case_ "contract" timeout 120 $out/contract
+case_ "panic test compiles" cc -std=gnu11 "${warn[@]}" capi/test/panic.c -I include -L $out -lkvconn -o $out/test_panic
+case_ "no panic reaches the host" panics
+echo "$passed passed, $failed failed"
+[[ $failed == 0 ]]

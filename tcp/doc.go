@@ -1,0 +1,16 @@
+// Package tcp carries KV blocks over TCP: P sends from its registered memory
+// and D receives straight into its own, without a copy in user space.
+//
+// D opens the connections ("streams"), several to a peer, to P's one listening
+// port, so that only P must be reachable. A stream says by its first frame to
+// which link it belongs: a random key that D has told P over the control plane
+// within each grant. P sends a transfer in frames, spread over the link's
+// streams as each of them has room.
+//
+// A frame names a transfer's random grant and a position in its linear order
+// (core/plan.go), never an address: where bytes go follows from D's own plan.
+// Each frame's bytes are read by readv into the blocks under the transfer's
+// fence, so that Revoke waits at most for one readv that is under way; what
+// arrives later is read into a scratch buffer. When all bytes are in, D answers
+// with an acknowledgement on the stream, and P's blocks are free.
+package tcp

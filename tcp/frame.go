@@ -1,0 +1,50 @@
+package tcp
+
+import (
+	"encoding/binary"
+	"fmt"
+)
+
+// headerSize is the length of a frame's header; a data frame's bytes follow.
+const headerSize = 40
+
+// magic starts each header: "KV" and the version of the stream's protocol.
+const magic = uint32('K')<<24 | uint32('V')<<16 | 1
+
+type frameKind uint32
+
+const (
+	frameHello frameKind = 1 // D → P, first: key is the link's
+	frameData  frameKind = 2 // P → D: length bytes from position on
+	frameAck   frameKind = 3 // D → P: all bytes of the transfer are in
+)
+
+// token is 128 random bits: a link's key, or a transfer's grant.
+type token [16]byte
+
+// header is a frame's header, big-endian on the wire.
+type header struct {
+	kind     frameKind
+	key      token  // of the link (hello) or the transfer's grant
+	position uint64 // first byte, in the transfer's linear order
+	length   uint64
+}
+
+func (h *header) encode(b *[headerSize]byte) {
+	binary.BigEndian.PutUint32(b[0:], magic)
+	binary.BigEndian.PutUint32(b[4:], uint32(h.kind))
+	copy(b[8:24], h.key[:])
+	binary.BigEndian.PutUint64(b[24:], h.position)
+	binary.BigEndian.PutUint64(b[32:], h.length)
+}
+
+func (h *header) decode(b *[headerSize]byte) error {
+	if m := binary.BigEndian.Uint32(b[0:]); m != magic {
+		return fmt.Errorf("frame starts with %#08x, want %#08x: the peer is no kvconn agent, or of another version", m, magic)
+	}
+	h.kind = frameKind(binary.BigEndian.Uint32(b[4:]))
+	copy(h.key[:], b[8:24])
+	h.position = binary.BigEndian.Uint64(b[24:])
+	h.length = binary.BigEndian.Uint64(b[32:])
+	return nil
+}

@@ -1,0 +1,409 @@
+package tcp
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// receiver is D's half: links to P agents, and the transfers that they fill.
+type receiver struct {
+	t  *Transport
+	mu sync.Mutex
+	// inbound by transfer, and by grant for the streams.
+	byID    map[core.TransferID]*inbound
+	byGrant map[token]*inbound
+	links   map[core.AgentID]*inLink
+	closed  bool
+}
+
+// inbound is one transfer that is expected.
+type inbound struct {
+	id    core.TransferID
+	grant token
+	link  *inLink
+	runs  []run
+	ends  []uint64 // ends[i]: position after runs[i]
+	total uint64
+
+	// fence is held for reading while bytes are copied into the runs, and for
+	// writing to set revoked.
+	fence   sync.RWMutex
+	revoked bool
+
+	// Guarded by receiver.mu.
+	spans []span // positions that frames have claimed, sorted, merged
+	got   uint64
+	first time.Time
+}
+
+type span struct{ from, to uint64 }
+
+// inLink is D's set of streams to one P agent.
+type inLink struct {
+	peer     core.AgentID
+	endpoint string
+	key      token
+	streams  map[int]net.Conn // by number; nil while it is dialled
+}
+
+func (r *receiver) init(t *Transport) {
+	r.t = t
+	r.byID = map[core.TransferID]*inbound{}
+	r.byGrant = map[token]*inbound{}
+	r.links = map[core.AgentID]*inLink{}
+}
+
+// Connect implements core.Transport.
+func (t *Transport) Connect(peer core.AgentID, endpoint string) error {
+	host, port, err := net.SplitHostPort(endpoint)
+	if err != nil || host == "" || port == "" {
+		return fmt.Errorf("tcp: prefill agent %s has the endpoint %q, want host:port", peer, endpoint)
+	}
+	r := &t.receiver
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return errClosed
+	}
+	link := r.links[peer]
+	if link == nil {
+		link = &inLink{peer: peer, endpoint: endpoint, key: newToken(), streams: map[int]net.Conn{}}
+		r.links[peer] = link
+	}
+	link.endpoint = endpoint
+	r.dialMissing(link)
+	return nil
+}
+
+// dialMissing starts the streams of a link that are not there; r.mu is held.
+func (r *receiver) dialMissing(link *inLink) {
+	for n := range r.t.cfg.Streams {
+		if _, there := link.streams[n]; !there {
+			link.streams[n] = nil
+			r.t.goRun("tcp receive", func() { r.stream(link, n) })
+		}
+	}
+}
+
+// Expect implements core.Transport.
+func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+	in := &inbound{id: id, grant: newToken(), runs: runsOf(t.layout, dst)}
+	in.ends = make([]uint64, len(in.runs))
+	for i, r := range in.runs {
+		in.total += r.len
+		in.ends[i] = in.total
+	}
+	r := &t.receiver
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch {
+	case r.closed:
+		return nil, errClosed
+	case r.byID[id] != nil:
+		return nil, fmt.Errorf("tcp: transfer %q is expected already", string(id))
+	case r.links[peer] == nil:
+		return nil, fmt.Errorf("tcp: no connection to prefill agent %s was asked for", peer)
+	}
+	in.link = r.links[peer]
+	r.byID[id], r.byGrant[in.grant] = in, in
+	r.dialMissing(in.link)
+	return slices.Concat(in.link.key[:], in.grant[:]), nil
+}
+
+// Revoke implements core.Transport.
+func (t *Transport) Revoke(id core.TransferID) {
+	r := &t.receiver
+	r.mu.Lock()
+	in := r.byID[id]
+	r.forget(in)
+	r.mu.Unlock()
+	if in != nil {
+		in.fence.Lock()
+		in.revoked = true
+		in.fence.Unlock()
+	}
+}
+
+// forget ends the streams' knowledge of a transfer; r.mu is held. Only the one
+// that gets true may tell the sink.
+func (r *receiver) forget(in *inbound) bool {
+	if in == nil || r.byID[in.id] != in {
+		return false
+	}
+	delete(r.byID, in.id)
+	delete(r.byGrant, in.grant)
+	return true
+}
+
+func (r *receiver) close() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.closed = true
+	for _, l := range r.links {
+		for _, c := range l.streams {
+			if c != nil {
+				c.Close()
+			}
+		}
+	}
+	for _, in := range r.byID {
+		r.forget(in)
+		in.fence.Lock()
+		in.revoked = true
+		in.fence.Unlock()
+	}
+}
+
+// stream is the life of one connection to P: dial, say hello, read frames.
+func (r *receiver) stream(link *inLink, n int) {
+	err := r.runStream(link, n)
+	r.mu.Lock()
+	delete(link.streams, n)
+	last := len(link.streams) == 0
+	var lost []*inbound
+	if last {
+		if r.links[link.peer] == link {
+			delete(r.links, link.peer)
+		}
+		for _, in := range r.byID {
+			if in.link == link {
+				lost = append(lost, in)
+			}
+		}
+	}
+	closed := r.closed
+	r.mu.Unlock()
+	if closed {
+		return
+	}
+	err = fmt.Errorf("tcp stream to %s: %w", link.endpoint, r.t.describe(err))
+	r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(link.peer)), zap.Error(err))
+	for _, in := range lost {
+		r.fail(in, err)
+	}
+	r.t.sink.PeerDown(link.peer, err)
+}
+
+func (r *receiver) fail(in *inbound, err error) {
+	r.mu.Lock()
+	mine := r.forget(in)
+	r.mu.Unlock()
+	if mine {
+		in.fence.Lock()
+		in.revoked = true
+		in.fence.Unlock()
+		r.t.sink.Received(in.id, core.TransferStats{}, err)
+	}
+}
+
+func (r *receiver) runStream(link *inLink, n int) error {
+	d := net.Dialer{Timeout: r.t.cfg.DialTimeout}
+	conn, err := d.DialContext(r.t.ctx, "tcp", link.endpoint)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	r.mu.Lock()
+	closed := r.closed
+	link.streams[n] = conn
+	r.mu.Unlock()
+	if closed {
+		return errClosed
+	}
+	c := conn.(*net.TCPConn)
+	r.t.tune(c)
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	s := &inStream{r: r, conn: c, raw: raw, link: link, vec: make([]iovec, 0, maxVector)}
+	hello := header{kind: frameHello, key: link.key}
+	if err := s.send(&hello); err != nil {
+		return err
+	}
+	for {
+		if err := s.frame(); err != nil {
+			return err
+		}
+	}
+}
+
+// inStream reads one connection.
+type inStream struct {
+	r       *receiver
+	conn    *net.TCPConn
+	raw     syscall.RawConn
+	link    *inLink
+	vec     []iovec
+	buf     [headerSize]byte
+	scratch []byte // what no transfer wants is read into it
+}
+
+func (s *inStream) send(h *header) error {
+	var b [headerSize]byte
+	h.encode(&b)
+	s.conn.SetWriteDeadline(time.Now().Add(s.r.t.cfg.StallTimeout))
+	_, err := s.conn.Write(b[:])
+	return err
+}
+
+// frame reads one frame. Between frames a stream may be idle for as long as the
+// connection lives; within one it must not stall.
+func (s *inStream) frame() error {
+	s.conn.SetReadDeadline(time.Time{})
+	if _, err := io.ReadFull(s.conn, s.buf[:]); err != nil {
+		return err
+	}
+	var h header
+	if err := h.decode(&s.buf); err != nil {
+		return err
+	}
+	if h.kind != frameData {
+		return fmt.Errorf("frame of kind %d, want data", h.kind)
+	}
+	s.r.mu.Lock()
+	in := s.r.byGrant[h.key]
+	if in != nil {
+		if in.link != s.link {
+			in = nil // a grant of another peer
+		} else if err := in.claim(h.position, h.length); err != nil {
+			s.r.mu.Unlock()
+			s.r.fail(in, err)
+			return err
+		}
+	}
+	s.r.mu.Unlock()
+	if err := s.payload(in, &h); err != nil {
+		return err
+	}
+	if in != nil {
+		return s.landed(in, h.length)
+	}
+	return nil
+}
+
+// claim checks a frame's place; receiver.mu is held. Bytes that were claimed
+// before would be counted twice, and a hole would go unseen.
+func (in *inbound) claim(pos, length uint64) error {
+	end := pos + length
+	if end < pos || end > in.total {
+		return fmt.Errorf("transfer %q: frame of bytes %d to %d, but it has %d", string(in.id), pos, end, in.total)
+	}
+	if in.first.IsZero() {
+		in.first = time.Now()
+	}
+	if length == 0 {
+		return nil
+	}
+	i, _ := slices.BinarySearchFunc(in.spans, pos, func(s span, p uint64) int {
+		if s.to <= p {
+			return -1
+		}
+		return 1
+	})
+	if i < len(in.spans) && in.spans[i].from < end {
+		return fmt.Errorf("transfer %q: bytes %d to %d came twice", string(in.id), pos, end)
+	}
+	joinsLeft := i > 0 && in.spans[i-1].to == pos
+	joinsRight := i < len(in.spans) && in.spans[i].from == end
+	switch {
+	case joinsLeft && joinsRight:
+		in.spans[i-1].to = in.spans[i].to
+		in.spans = slices.Delete(in.spans, i, i+1)
+	case joinsLeft:
+		in.spans[i-1].to = end
+	case joinsRight:
+		in.spans[i].from = pos
+	default:
+		in.spans = slices.Insert(in.spans, i, span{pos, end})
+	}
+	return nil
+}
+
+// payload reads a frame's bytes into the transfer's blocks, or away.
+func (s *inStream) payload(in *inbound, h *header) error {
+	var cur cursor
+	if in != nil && h.length > 0 {
+		i, _ := slices.BinarySearchFunc(in.ends, h.position, func(end, p uint64) int {
+			if end <= p {
+				return -1
+			}
+			return 1
+		})
+		cur = cursor{runs: in.runs[i:], off: h.position - (in.ends[i] - in.runs[i].len)}
+	}
+	for left := h.length; left > 0; {
+		s.conn.SetReadDeadline(time.Now().Add(s.r.t.cfg.StallTimeout))
+		var n uintptr
+		var errno syscall.Errno
+		err := s.raw.Read(func(fd uintptr) bool {
+			n, errno = s.read(fd, in, &cur, left)
+			return errno != syscall.EAGAIN
+		})
+		switch {
+		case err != nil:
+			return err
+		case errno != 0:
+			return fmt.Errorf("readv: %w", errno)
+		case n == 0:
+			return fmt.Errorf("%d bytes before the end of a frame: %w", left, io.ErrUnexpectedEOF)
+		}
+		left -= uint64(n)
+	}
+	return nil
+}
+
+// read is one readv that does not wait. The fence is held just for it: that is
+// all that Revoke can have to wait for.
+func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uintptr, syscall.Errno) {
+	if in != nil {
+		in.fence.RLock()
+		defer in.fence.RUnlock()
+		if !in.revoked {
+			vec, _ := cur.fill(s.vec[:0], left)
+			n, errno := vectored(syscall.SYS_READV, fd, vec)
+			if errno == 0 {
+				cur.advance(uint64(n))
+			}
+			return n, errno
+		}
+	}
+	if s.scratch == nil {
+		s.scratch = make([]byte, 64<<10)
+	}
+	n, err := syscall.Read(int(fd), s.scratch[:min(left, uint64(len(s.scratch)))])
+	if err != nil {
+		var errno syscall.Errno
+		if errors.As(err, &errno) {
+			if errno == syscall.EINTR {
+				errno = syscall.EAGAIN
+			}
+			return 0, errno
+		}
+	}
+	return uintptr(max(n, 0)), 0
+}
+
+// landed counts a frame's bytes and, with the last ones, ends the transfer.
+func (s *inStream) landed(in *inbound, n uint64) error {
+	s.r.mu.Lock()
+	in.got += n
+	done := in.got == in.total && s.r.forget(in)
+	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs), Nanos: time.Since(in.first).Nanoseconds()}
+	s.r.mu.Unlock()
+	if !done {
+		return nil
+	}
+	s.r.t.sink.Received(in.id, stats, nil)
+	return s.send(&header{kind: frameAck, key: in.grant, length: stats.Bytes})
+}

@@ -1,0 +1,404 @@
+package tcp
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"syscall"
+	"time"
+	"unsafe"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// sender is P's half: links of D agents, and the transfers that go to them.
+type sender struct {
+	t       *Transport
+	mu      sync.Mutex
+	links   map[token]*outLink
+	byID    map[core.TransferID]*outbound
+	streams int
+	closed  bool
+}
+
+// outLink is the set of streams that one D agent has opened.
+type outLink struct {
+	key     token
+	streams map[*outStream]bool
+	queue   []*outbound // with bytes that no frame has taken yet; served in turn
+	byGrant map[token]*outbound
+	wake    *sync.Cond // on sender.mu: the queue grew, or a stream ended
+}
+
+// outbound is one transfer that is sent. Its fields are guarded by sender.mu.
+type outbound struct {
+	id       core.TransferID
+	grant    token
+	link     *outLink
+	cur      cursor
+	position uint64 // of the next frame
+	left     uint64 // bytes that no frame has taken
+	total    uint64
+	segments int
+	frames   int // taken by a stream and not yet written whole
+	used     map[*outStream]bool
+	started  time.Time
+	waiting  *time.Timer // bounds the wait for D's first stream
+	err      error       // ends the transfer when frames is 0
+	empty    bool        // no bytes at all: one frame without any
+}
+
+// outStream is one accepted connection.
+type outStream struct {
+	conn *net.TCPConn
+	raw  syscall.RawConn
+	link *outLink
+	dead bool
+	// vec[0] is the frame's header in hdr.
+	vec []iovec
+	hdr [headerSize]byte
+}
+
+func (s *sender) init(t *Transport) {
+	s.t = t
+	s.links = map[token]*outLink{}
+	s.byID = map[core.TransferID]*outbound{}
+}
+
+// link finds or makes the link of a key; s.mu is held.
+func (s *sender) link(key token) *outLink {
+	l := s.links[key]
+	if l == nil {
+		l = &outLink{key: key, streams: map[*outStream]bool{}, byGrant: map[token]*outbound{}, wake: sync.NewCond(&s.mu)}
+		s.links[key] = l
+	}
+	return l
+}
+
+// unlink drops a link that nothing uses; s.mu is held.
+func (s *sender) unlink(l *outLink) {
+	if len(l.streams) == 0 && len(l.byGrant) == 0 && s.links[l.key] == l {
+		delete(s.links, l.key)
+	}
+}
+
+// Write implements core.Transport.
+func (t *Transport) Write(op core.WriteOp) {
+	s := &t.sender
+	if len(op.Grant) != 2*len(token{}) {
+		t.sink.Written(op.ID, core.TransferStats{}, fmt.Errorf("tcp: grant of %d bytes, want %d", len(op.Grant), 2*len(token{})))
+		return
+	}
+	out := &outbound{id: op.ID, cur: cursor{runs: sourceRuns(t.layout, op.Pairs)}, used: map[*outStream]bool{}, started: time.Now()}
+	out.segments = len(out.cur.runs)
+	for _, r := range out.cur.runs {
+		out.total += r.len
+	}
+	out.left, out.empty = out.total, out.total == 0
+	copy(out.grant[:], op.Grant[16:])
+	var err error
+	s.mu.Lock()
+	switch {
+	case s.closed:
+		err = errClosed
+	case s.byID[op.ID] != nil:
+		err = fmt.Errorf("tcp: transfer %q is being written already", string(op.ID))
+	default:
+		l := s.link(token(op.Grant[:16]))
+		out.link = l
+		s.byID[op.ID], l.byGrant[out.grant] = out, out
+		l.queue = append(l.queue, out)
+		if len(l.streams) == 0 {
+			out.waiting = time.AfterFunc(t.cfg.DialTimeout, func() {
+				s.end(out, fmt.Errorf("tcp: decode agent %s has opened no stream within %v", op.Peer, t.cfg.DialTimeout))
+			})
+		}
+		l.wake.Broadcast()
+	}
+	s.mu.Unlock()
+	if err != nil {
+		t.sink.Written(op.ID, core.TransferStats{}, err)
+	}
+}
+
+// Stop implements core.Transport.
+func (t *Transport) Stop(id core.TransferID) {
+	t.sender.mu.Lock()
+	out := t.sender.byID[id]
+	t.sender.mu.Unlock()
+	if out != nil {
+		t.sender.end(out, errors.New("tcp: stopped"))
+	}
+}
+
+// end gives a transfer up with err; it is told when no stream reads its blocks.
+func (s *sender) end(out *outbound, err error) {
+	s.mu.Lock()
+	if out.err == nil {
+		out.err = err
+	}
+	out.left, out.empty = 0, false
+	tell := s.settle(out)
+	s.mu.Unlock()
+	s.tell(out, tell)
+}
+
+// settle forgets a failed transfer once no frame of it is under way; s.mu is
+// held. The one that gets true must tell the sink.
+func (s *sender) settle(out *outbound) bool {
+	if out.err == nil || out.frames > 0 || s.byID[out.id] != out {
+		return false
+	}
+	s.forget(out)
+	return true
+}
+
+func (s *sender) forget(out *outbound) {
+	delete(s.byID, out.id)
+	delete(out.link.byGrant, out.grant)
+	if out.waiting != nil {
+		out.waiting.Stop()
+	}
+	s.unlink(out.link)
+}
+
+func (s *sender) tell(out *outbound, really bool) {
+	if really {
+		s.t.sink.Written(out.id, core.TransferStats{Segments: out.segments}, out.err)
+	}
+}
+
+func (s *sender) close() {
+	s.mu.Lock()
+	s.closed = true
+	for _, l := range s.links {
+		for st := range l.streams {
+			st.conn.Close()
+		}
+		l.wake.Broadcast()
+	}
+	for _, out := range s.byID {
+		if out.waiting != nil {
+			out.waiting.Stop()
+		}
+	}
+	s.mu.Unlock()
+}
+
+// accept takes D agents' streams.
+func (s *sender) accept() {
+	for {
+		conn, err := s.t.ln.Accept()
+		if err != nil {
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			// Out of descriptors, most likely: the next one may have better luck.
+			s.t.cfg.Logger.Warn("accept", zap.Error(err))
+			select {
+			case <-s.t.ctx.Done():
+				return
+			case <-time.After(100 * time.Millisecond):
+			}
+			continue
+		}
+		s.mu.Lock()
+		full := s.streams >= s.t.cfg.MaxStreams || s.closed
+		if !full {
+			s.streams++
+		}
+		s.mu.Unlock()
+		if full {
+			s.t.cfg.Logger.Warn("stream refused", zap.Int("limit", s.t.cfg.MaxStreams), zap.Stringer("from", conn.RemoteAddr()))
+			conn.Close()
+			continue
+		}
+		s.t.goRun("tcp accepted", func() {
+			s.serve(conn.(*net.TCPConn))
+			s.mu.Lock()
+			s.streams--
+			s.mu.Unlock()
+		})
+	}
+}
+
+// serve reads a stream: its hello, then acknowledgements, until it ends.
+func (s *sender) serve(conn *net.TCPConn) {
+	defer conn.Close()
+	s.t.tune(conn)
+	stop := make(chan struct{})
+	defer close(stop)
+	s.t.goRun("tcp closer", func() { // ends the reads below at Close
+		select {
+		case <-s.t.ctx.Done():
+			conn.Close()
+		case <-stop:
+		}
+	})
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return
+	}
+	conn.SetReadDeadline(time.Now().Add(s.t.cfg.DialTimeout))
+	h, err := readHeader(conn)
+	if err != nil || h.kind != frameHello {
+		s.t.cfg.Logger.Warn("stream without a hello", zap.Stringer("from", conn.RemoteAddr()), zap.Error(err))
+		return
+	}
+	conn.SetReadDeadline(time.Time{})
+
+	s.mu.Lock()
+	l := s.link(h.key)
+	st := &outStream{conn: conn, raw: raw, link: l, vec: make([]iovec, 0, maxVector)}
+	l.streams[st] = true
+	for _, out := range l.queue {
+		if out.waiting != nil {
+			out.waiting.Stop()
+		}
+	}
+	s.mu.Unlock()
+	s.t.goRun("tcp send", func() { s.run(st) })
+
+	for {
+		h, err = readHeader(conn)
+		if err == nil && h.kind != frameAck {
+			err = fmt.Errorf("frame of kind %d, want an acknowledgement", h.kind)
+		}
+		if err != nil {
+			s.streamEnded(st, err)
+			return
+		}
+		s.acked(l, &h)
+	}
+}
+
+func readHeader(conn net.Conn) (h header, err error) {
+	var b [headerSize]byte
+	if _, err = io.ReadFull(conn, b[:]); err != nil {
+		return h, err
+	}
+	return h, h.decode(&b)
+}
+
+func (s *sender) acked(l *outLink, h *header) {
+	s.mu.Lock()
+	out := l.byGrant[h.key]
+	ok := out != nil && out.left == 0 && h.length == out.total
+	if ok {
+		s.forget(out)
+	}
+	s.mu.Unlock()
+	if ok {
+		s.t.sink.Written(out.id, core.TransferStats{Bytes: out.total, Segments: out.segments, Nanos: time.Since(out.started).Nanoseconds()}, nil)
+	}
+}
+
+// streamEnded fails what the stream may have lost.
+func (s *sender) streamEnded(st *outStream, err error) {
+	err = fmt.Errorf("tcp stream from %s: %w", st.conn.RemoteAddr(), s.t.describe(err))
+	st.conn.Close()
+	s.mu.Lock()
+	if st.dead {
+		s.mu.Unlock()
+		return
+	}
+	st.dead = true
+	l := st.link
+	delete(l.streams, st)
+	var lost []*outbound
+	for _, out := range l.byGrant {
+		if out.used[st] || len(l.streams) == 0 {
+			lost = append(lost, out)
+		}
+	}
+	l.wake.Broadcast()
+	s.unlink(l)
+	s.mu.Unlock()
+	for _, out := range lost {
+		s.end(out, err)
+	}
+}
+
+// run writes frames to one stream until it ends.
+func (s *sender) run(st *outStream) {
+	for {
+		out, left := s.take(st)
+		if out == nil {
+			return
+		}
+		err := s.write(st, left)
+		s.mu.Lock()
+		out.frames--
+		tell := s.settle(out)
+		s.mu.Unlock()
+		s.tell(out, tell)
+		if err != nil {
+			s.streamEnded(st, err)
+			return
+		}
+	}
+}
+
+// take waits for a transfer with bytes to send and cuts a frame off it into the
+// stream's vector. It returns nil when the stream ends.
+func (s *sender) take(st *outStream) (*outbound, uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := st.link
+	var out *outbound
+	for out == nil {
+		switch {
+		case st.dead || s.closed:
+			return nil, 0
+		case len(l.queue) == 0:
+			l.wake.Wait()
+		default:
+			if l.queue[0].left > 0 || l.queue[0].empty { // else given up while it stood in the queue
+				out = l.queue[0]
+			}
+			l.queue = l.queue[1:]
+		}
+	}
+	out.empty = false
+	vec, n := out.cur.fill(append(st.vec[:0], iovec{}), min(s.t.cfg.FrameBytes, out.left))
+	out.cur.advance(n)
+	h := header{kind: frameData, key: out.grant, position: out.position, length: n}
+	h.encode(&st.hdr)
+	vec[0] = iovec{uintptr(unsafe.Pointer(&st.hdr)), headerSize}
+	st.vec = vec
+	out.position += n
+	out.left -= n
+	out.frames++
+	out.used[st] = true
+	if out.left > 0 {
+		l.queue = append(l.queue, out)
+	}
+	return out, headerSize + n
+}
+
+// write sends a frame whole; each step must make progress within the bound.
+func (s *sender) write(st *outStream, left uint64) error {
+	vec := st.vec
+	for left > 0 {
+		st.conn.SetWriteDeadline(time.Now().Add(s.t.cfg.StallTimeout))
+		var n uintptr
+		var errno syscall.Errno
+		err := st.raw.Write(func(fd uintptr) bool {
+			n, errno = vectored(syscall.SYS_WRITEV, fd, vec)
+			return errno != syscall.EAGAIN
+		})
+		if err != nil {
+			return err
+		}
+		if errno != 0 {
+			return fmt.Errorf("writev: %w", errno)
+		}
+		vec = drop(vec, n)
+		left -= uint64(n)
+	}
+	return nil
+}

@@ -1,0 +1,159 @@
+package tcp
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"syscall"
+	"time"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// Config of a Transport; zero values get the defaults.
+type Config struct {
+	// ListenHost and ListenPort are where P listens for streams; port 0 is any
+	// free one. Listen false: this agent only receives.
+	Listen     bool
+	ListenHost string
+	ListenPort int
+	// AdvertiseHost is the host that peers are told; empty means the one at
+	// which they found the registry.
+	AdvertiseHost string
+	Streams       int           // connections to a peer; 2
+	FrameBytes    uint64        // most bytes of a frame; 2 MiB
+	StallTimeout  time.Duration // no progress for so long ends a stream; 10 s
+	DialTimeout   time.Duration // 3 s
+	MaxStreams    int           // accepted at a time; 4096
+	Logger        *zap.Logger
+}
+
+func (c Config) withDefaults() Config {
+	if c.Streams <= 0 {
+		c.Streams = 2
+	}
+	if c.FrameBytes == 0 {
+		c.FrameBytes = 2 << 20
+	}
+	if c.StallTimeout <= 0 {
+		c.StallTimeout = 10 * time.Second
+	}
+	if c.DialTimeout <= 0 {
+		c.DialTimeout = 3 * time.Second
+	}
+	if c.MaxStreams <= 0 {
+		c.MaxStreams = 4096
+	}
+	if c.Logger == nil {
+		c.Logger = zap.NewNop()
+	}
+	return c
+}
+
+// Transport is the tcp core.Transport of one agent.
+type Transport struct {
+	cfg    Config
+	layout *core.Layout
+	sink   core.Sink
+	ln     net.Listener
+	port   int
+
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	wg     sync.WaitGroup // every goroutine of the transport
+
+	receiver receiver
+	sender   sender
+}
+
+var _ core.Transport = (*Transport)(nil)
+
+// errClosed ends what is under way at Close.
+var errClosed = errors.New("tcp transport is closed")
+
+// New opens a Transport over the registered memory of layout. Outcomes go to
+// sink until Close returns.
+func New(cfg Config, layout *core.Layout, sink core.Sink) (*Transport, error) {
+	t := &Transport{cfg: cfg.withDefaults(), layout: layout, sink: sink}
+	t.ctx, t.cancel = context.WithCancel(context.Background())
+	t.receiver.init(t)
+	t.sender.init(t)
+	if cfg.Listen {
+		addr := net.JoinHostPort(cfg.ListenHost, fmt.Sprint(cfg.ListenPort))
+		ln, err := net.Listen("tcp", addr)
+		if err != nil {
+			return nil, fmt.Errorf("tcp: cannot listen on %s (tcp_listen_host, tcp_port): %w", addr, err)
+		}
+		t.ln = ln
+		t.port = ln.Addr().(*net.TCPAddr).Port
+		t.goRun("tcp accept", t.sender.accept)
+	}
+	return t, nil
+}
+
+// goRun starts a goroutine that Close waits for.
+func (t *Transport) goRun(name string, f func()) {
+	t.wg.Add(1)
+	safe.Go(name, func() {
+		defer t.wg.Done()
+		f()
+	})
+}
+
+// Name implements core.Transport.
+func (t *Transport) Name() string { return "tcp" }
+
+// Endpoint implements core.Transport.
+func (t *Transport) Endpoint() string {
+	if t.ln == nil {
+		return ""
+	}
+	return net.JoinHostPort(t.cfg.AdvertiseHost, fmt.Sprint(t.port))
+}
+
+// Close implements core.Transport.
+func (t *Transport) Close() error {
+	t.cancel()
+	if t.ln != nil {
+		t.ln.Close()
+	}
+	t.receiver.close()
+	t.sender.close()
+	t.wg.Wait()
+	return nil
+}
+
+func newToken() (k token) {
+	rand.Read(k[:]) // never fails: crypto/rand ends the program instead
+	return k
+}
+
+// tune sets what both ends of a stream want: a dead host is noticed by
+// keep-alive when idle and by the user time-out when bytes are unacknowledged.
+func (t *Transport) tune(c *net.TCPConn) {
+	c.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 2 * time.Second, Count: 3})
+	if raw, err := c.SyscallConn(); err == nil {
+		raw.Control(func(fd uintptr) {
+			unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(t.cfg.StallTimeout.Milliseconds()))
+		})
+	}
+}
+
+// describe adds what an error of the network means here.
+func (t *Transport) describe(err error) error {
+	var ne net.Error
+	if errors.As(err, &ne) && ne.Timeout() {
+		return fmt.Errorf("no progress for %v: %w", t.cfg.StallTimeout, err)
+	}
+	if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) {
+		return fmt.Errorf("the peer closed the connection: %w", err)
+	}
+	return err
+}

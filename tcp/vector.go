@@ -1,0 +1,107 @@
+package tcp
+
+import (
+	"syscall"
+	"unsafe"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// maxVector is the kernel's limit of entries in one readv or writev (IOV_MAX).
+const maxVector = 1024
+
+// iovec is the kernel's struct iovec. The memory belongs to the host process,
+// not to Go's heap, so its address is kept as a number.
+type iovec struct {
+	base uintptr
+	len  uintptr
+}
+
+// run is a contiguous piece of registered memory.
+type run struct {
+	base uintptr
+	len  uint64
+}
+
+func runsOf(l *core.Layout, segs []core.Segment) []run {
+	out := make([]run, len(segs))
+	for i, s := range segs {
+		out[i] = run{uintptr(l.Regions[s.Region].Base + s.Offset), s.Length}
+	}
+	return out
+}
+
+// sourceRuns takes the sender's half of a plan; pieces that are adjacent here
+// are merged, though they may not be at the receiver.
+func sourceRuns(l *core.Layout, pairs []core.Pair) []run {
+	out := make([]run, 0, len(pairs))
+	for _, p := range pairs {
+		r := run{uintptr(l.Regions[p.SrcRegion].Base + p.SrcOffset), p.Length}
+		if n := len(out); n > 0 && out[n-1].base+uintptr(out[n-1].len) == r.base {
+			out[n-1].len += r.len
+			continue
+		}
+		out = append(out, r)
+	}
+	return out
+}
+
+// cursor walks over runs from one byte on.
+type cursor struct {
+	runs []run
+	off  uint64 // bytes of runs[0] that are done
+}
+
+// fill puts at most limit bytes into v, up to its capacity, and says how many.
+func (c *cursor) fill(v []iovec, limit uint64) ([]iovec, uint64) {
+	total := uint64(0)
+	off := c.off
+	for _, r := range c.runs {
+		if len(v) == cap(v) || total == limit {
+			break
+		}
+		n := min(r.len-off, limit-total)
+		if n > 0 {
+			v = append(v, iovec{r.base + uintptr(off), uintptr(n)})
+		}
+		total += n
+		off = 0
+	}
+	return v, total
+}
+
+// advance moves past n bytes.
+func (c *cursor) advance(n uint64) {
+	for n > 0 {
+		left := c.runs[0].len - c.off
+		if n < left {
+			c.off += n
+			return
+		}
+		n -= left
+		c.runs, c.off = c.runs[1:], 0
+	}
+}
+
+// drop removes n bytes from the front of v, which it changes.
+func drop(v []iovec, n uintptr) []iovec {
+	for len(v) > 0 && n >= v[0].len {
+		n -= v[0].len
+		v = v[1:]
+	}
+	if n > 0 {
+		v[0].base += n
+		v[0].len -= n
+	}
+	return v
+}
+
+// vectored is readv or writev (trap) on a non-blocking descriptor.
+func vectored(trap, fd uintptr, v []iovec) (uintptr, syscall.Errno) {
+	for {
+		n, _, errno := syscall.Syscall(trap, fd, uintptr(unsafe.Pointer(&v[0])), uintptr(len(v)))
+		if errno != syscall.EINTR {
+			return n, errno
+		}
+	}
+}

@@ -1,0 +1,87 @@
+package wire
+
+import (
+	"fmt"
+
+	"github.com/tinylib/msgp/msgp"
+)
+
+// message is what this package can decode.
+type message interface {
+	msgp.Unmarshaler
+	check() error
+}
+
+// Decode reads one whole message from b. It refuses what is over a limit, cut
+// off, or followed by more.
+func Decode(b []byte, m message) error {
+	if len(b) > MaxMessage {
+		return fmt.Errorf("message of %d bytes, at most %d are read", len(b), MaxMessage)
+	}
+	rest, err := m.UnmarshalMsg(b)
+	if err != nil {
+		return fmt.Errorf("malformed %T of %d bytes: %w", m, len(b), err)
+	}
+	if len(rest) != 0 {
+		return fmt.Errorf("malformed %T: %d bytes after its end", m, len(rest))
+	}
+	return m.check()
+}
+
+// The generator puts limits on arrays and byte strings only; text is held by
+// the message's own length until it is checked here.
+func short(what, s string, limit int) error {
+	if len(s) > limit {
+		return fmt.Errorf("%s of %d bytes, at most %d are read", what, len(s), limit)
+	}
+	return nil
+}
+
+func first(errs ...error) error {
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *Request) check() error {
+	if err := short("sender", r.From, 64); err != nil {
+		return err
+	}
+	switch {
+	case r.Kind == KindHello && r.Hello != nil:
+		return r.Hello.check()
+	case r.Kind == KindLoad && r.Load != nil:
+		return r.Load.check()
+	case r.Kind == KindRenew && r.Renew != nil:
+		for _, id := range r.Renew.TransferIDs {
+			if err := short("transfer_id", id, 128); err != nil {
+				return err
+			}
+		}
+		return nil
+	case r.Kind == KindFinish && r.Finish != nil:
+		return first(short("transfer_id", r.Finish.TransferID, 128), short("reason", r.Finish.Reason, 1024))
+	}
+	return fmt.Errorf("request of kind %d without its part: the peer speaks another version", r.Kind)
+}
+
+func (a *Agent) check() error {
+	err := first(short("agent id", a.ID, 64), short("engine_id", a.EngineID, 256),
+		short("model", a.Model, 512), short("dtype", a.DType, 64))
+	for _, e := range a.Endpoints {
+		err = first(err, short("transport", e.Transport, 16), short("address", e.Address, 512))
+	}
+	for _, s := range a.Shapes {
+		err = first(err, short("region name", s.Name, 256))
+	}
+	return err
+}
+
+func (l *Load) check() error {
+	return first(short("transfer_id", l.TransferID, 128), short("transport", l.Transport, 16))
+}
+
+func (r *Reply) check() error { return short("reason", r.Reason, 1024) }

@@ -1,0 +1,162 @@
+package wire
+
+import (
+	"bytes"
+	"reflect"
+	"runtime/metrics"
+	"strings"
+	"testing"
+
+	"github.com/tinylib/msgp/msgp"
+)
+
+// maxShort bounds what one message of a few bytes may make Decode allocate. The
+// limits on arrays allow 65536 elements to be claimed by a header alone; the
+// largest element is a Shape of 40 bytes, and 16 map entries may each claim
+// anew only what is larger than before.
+const maxShort = 8 << 20
+
+type codec interface {
+	message
+	msgp.Marshaler
+}
+
+// fuzz checks what holds for any bytes.
+func fuzz(t *testing.T, b []byte, fresh func() codec) {
+	t.Helper()
+	m := fresh()
+	before := allocated()
+	err := Decode(b, m)
+	if n := allocated() - before; len(b) < 1024 && n > maxShort {
+		t.Fatalf("%d bytes make Decode allocate %d", len(b), n)
+	}
+	if err != nil {
+		return
+	}
+	b2, err := m.MarshalMsg(nil)
+	if err != nil {
+		t.Fatalf("%+v decodes but does not encode: %v", m, err)
+	}
+	m2 := fresh()
+	if err := Decode(b2, m2); err != nil {
+		t.Fatalf("%+v does not decode again: %v", m, err)
+	}
+	b3, err := m2.MarshalMsg(nil)
+	if err != nil || !bytes.Equal(b2, b3) {
+		t.Fatalf("not the same again: %x, then %x, %v", b2, b3, err)
+	}
+	if !reflect.DeepEqual(plain(m), plain(m2)) {
+		t.Fatalf("not equal: %+v, then %+v", m, m2)
+	}
+}
+
+// allocated is exact for large objects, which are what the bound is about.
+func allocated() uint64 {
+	s := []metrics.Sample{{Name: "/gc/heap/allocs:bytes"}}
+	metrics.Read(s)
+	return s[0].Value.Uint64()
+}
+
+// plain makes empty and missing lists alike, as the encoding does.
+func plain(v any) any {
+	empty(reflect.ValueOf(v))
+	return v
+}
+
+func empty(v reflect.Value) {
+	switch v.Kind() {
+	case reflect.Pointer:
+		if !v.IsNil() {
+			empty(v.Elem())
+		}
+	case reflect.Struct:
+		for i := range v.NumField() {
+			empty(v.Field(i))
+		}
+	case reflect.Slice:
+		if v.Len() == 0 {
+			v.SetZero()
+		}
+		for i := range v.Len() {
+			empty(v.Index(i))
+		}
+	}
+}
+
+func add(f *testing.F, ms ...msgp.Marshaler) {
+	f.Helper()
+	f.Add([]byte{})
+	for _, m := range ms {
+		b, err := m.MarshalMsg(nil)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(b)
+		f.Add(b[:len(b)/2])
+		f.Add(append(b, 0xc0))
+	}
+}
+
+func anAgent() *Agent {
+	return &Agent{Version: Version, ID: "3f2a", EngineID: "engine-0", DPRank: 1, TPRank: 2, PPRank: 3, Model: "m", DType: "bfloat16", BlockTokens: 16,
+		Endpoints: []Endpoint{{"tcp", "10.0.0.1:7000"}, {"rdma", "x"}},
+		Shapes:    []Shape{{"layers.0.k", 8192, 4096, 1000, 0}, {"layers.0.v", 8192, 4096, 1000, 1}}}
+}
+
+func aLoad() *Load {
+	return &Load{TransferID: "t-1", Transport: "tcp", Grant: []byte{1, 2, 3},
+		Groups: []Blocks{{IDs: []uint32{1, 2, 70000}}, {First: 4}}, LeaseMS: 30000}
+}
+
+func requests() []*Request {
+	return []*Request{
+		{Kind: KindHello, From: "d", Hello: anAgent()},
+		{Kind: KindLoad, From: "d", Load: aLoad()},
+		{Kind: KindRenew, From: "d", Renew: &Renew{TransferIDs: []string{"t-1", "t-2"}}},
+		{Kind: KindFinish, From: "p", Finish: &Finish{TransferID: "t-1", Code: 27, Reason: "no route"}},
+	}
+}
+
+func FuzzRequest(f *testing.F) {
+	for _, r := range requests() {
+		add(f, r)
+	}
+	f.Fuzz(func(t *testing.T, b []byte) { fuzz(t, b, func() codec { return new(Request) }) })
+}
+
+func FuzzAgent(f *testing.F) {
+	add(f, anAgent(), &Agent{})
+	f.Fuzz(func(t *testing.T, b []byte) { fuzz(t, b, func() codec { return new(Agent) }) })
+}
+
+func FuzzLoad(f *testing.F) {
+	add(f, aLoad(), &Load{})
+	f.Fuzz(func(t *testing.T, b []byte) { fuzz(t, b, func() codec { return new(Load) }) })
+}
+
+func FuzzReply(f *testing.F) {
+	add(f, &Reply{}, &Reply{Code: 25, Reason: "no"}, &Reply{Statuses: []uint8{0, 1, 2, 255}})
+	f.Fuzz(func(t *testing.T, b []byte) { fuzz(t, b, func() codec { return new(Reply) }) })
+}
+
+// part makes a request of which one part is b: Renew and Finish travel only so.
+func part(kind Kind, key string, b []byte) []byte {
+	head := msgp.AppendMapHeader(nil, 3)
+	head = msgp.AppendUint8(msgp.AppendString(head, "k"), uint8(kind))
+	head = msgp.AppendString(msgp.AppendString(head, "f"), "d")
+	return append(msgp.AppendString(head, key), b...)
+}
+
+func FuzzRenew(f *testing.F) {
+	add(f, &Renew{}, &Renew{TransferIDs: []string{"t-1", "", strings.Repeat("x", 128)}})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		fuzz(t, part(KindRenew, "r", b), func() codec { return new(Request) })
+	})
+}
+
+func FuzzFinish(f *testing.F) {
+	add(f, &Finish{}, &Finish{TransferID: "t-1", Code: 24, Reason: "expired"})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		fuzz(t, part(KindFinish, "x", b), func() codec { return new(Request) })
+	})
+}

@@ -1,0 +1,106 @@
+// Package wire is what agents say to each other on the control plane, as
+// MessagePack with a limit on every array and string: a peer's claim of a size
+// never allocates more than the limit. Fields may be added; Version is raised
+// only when an older agent would misunderstand.
+package wire
+
+//go:generate go tool msgp -o wire_gen.go -tests=false -io=false
+
+//msgp:limit arrays:65536 maps:16
+
+// Version is compared at Hello; agents of unequal versions refuse each other.
+const Version = 1
+
+// MaxMessage is the longest encoded message that is read, in bytes.
+const MaxMessage = 8 << 20
+
+// Kind says which field of a Request is set.
+type Kind uint8
+
+// The kinds of requests.
+const (
+	KindHello  Kind = 1 // D → P, once per peer: who I am, what my layout is
+	KindLoad   Kind = 2 // D → P: put this transfer into these blocks
+	KindRenew  Kind = 3 // D → P: I still wait for these transfers
+	KindFinish Kind = 4 // both ways: this transfer ended on my side
+)
+
+// Request is one message that is answered by a Reply.
+type Request struct {
+	Kind   Kind    `msg:"k"`
+	From   string  `msg:"f,limit=64"` // AgentID of the sender
+	Hello  *Agent  `msg:"h,omitempty"`
+	Load   *Load   `msg:"l,omitempty"`
+	Renew  *Renew  `msg:"r,omitempty"`
+	Finish *Finish `msg:"x,omitempty"`
+}
+
+// Agent describes an agent: a prefill rank's entry in the registry, and a
+// decode rank's Hello.
+type Agent struct {
+	Version     int        `msg:"v"`
+	ID          string     `msg:"id,limit=64"`
+	EngineID    string     `msg:"e,limit=256"`
+	DPRank      int        `msg:"dp"`
+	TPRank      int        `msg:"tp"`
+	PPRank      int        `msg:"pp"`
+	Model       string     `msg:"m,limit=512"`
+	DType       string     `msg:"dt,limit=64"`
+	BlockTokens int        `msg:"bt"`
+	Endpoints   []Endpoint `msg:"ep,limit=16"`
+	Shapes      []Shape    `msg:"s,limit=65536"`
+}
+
+// Endpoint is where one transport of an agent is reached.
+type Endpoint struct {
+	Transport string `msg:"t,limit=16"`
+	Address   string `msg:"a,limit=512"`
+}
+
+// Shape is core.Shape.
+//
+//msgp:tuple Shape
+type Shape struct {
+	Name        string `msg:",limit=256"`
+	BlockStride uint64
+	BlockBytes  uint64
+	NumBlocks   uint32
+	Group       uint32
+}
+
+// Load asks P to write a transfer into D's blocks. Blocks may be empty: D needs
+// nothing of it, and P's blocks are free as soon as it has them.
+type Load struct {
+	TransferID string   `msg:"t,limit=128"`
+	Transport  string   `msg:"tr,limit=16"`
+	Grant      []byte   `msg:"g,limit=4096"`
+	Groups     []Blocks `msg:"b,limit=16"`
+	LeaseMS    int64    `msg:"ls"`
+}
+
+// Blocks are D's blocks of one KV cache group.
+//
+//msgp:tuple Blocks
+type Blocks struct {
+	First uint32   // position in the prompt of the first block
+	IDs   []uint32 `msg:",limit=65536"`
+}
+
+// Renew keeps the leases of transfers that D has asked for.
+type Renew struct {
+	TransferIDs []string `msg:"t,limit=65536"`
+}
+
+// Finish ends a transfer: a Code of 0 says that all bytes have arrived.
+type Finish struct {
+	TransferID string `msg:"t,limit=128"`
+	Code       int    `msg:"c"`
+	Reason     string `msg:"r,limit=1024"`
+}
+
+// Reply answers a Request. A Code other than 0 is a refusal.
+type Reply struct {
+	Code     int     `msg:"c"`
+	Reason   string  `msg:"r,limit=1024"`
+	Statuses []uint8 `msg:"s,limit=65536"` // of a Renew: core.Status per transfer, in its order
+}
