@@ -17,6 +17,7 @@ const (
 	frameHello frameKind = 1 // D → P, first: key is the link's
 	frameData  frameKind = 2 // P → D: length bytes from position on
 	frameAck   frameKind = 3 // D → P: all bytes of the transfer are in
+	frameNack  frameKind = 4 // D → P: the transfer is not expected, or no more
 )
 
 // token is 128 random bits: a link's key, or a transfer's grant.

@@ -22,6 +22,8 @@ type receiver struct {
 	// inbound by transfer, and by grant for the streams.
 	byID    map[core.TransferID]*inbound
 	byGrant map[token]*inbound
+	// telling holds the transfers whose outcome the sink is being told.
+	telling map[core.TransferID]chan struct{}
 	links   map[core.AgentID]*inLink
 	closed  bool
 }
@@ -60,6 +62,7 @@ func (r *receiver) init(t *Transport) {
 	r.t = t
 	r.byID = map[core.TransferID]*inbound{}
 	r.byGrant = map[token]*inbound{}
+	r.telling = map[core.TransferID]chan struct{}{}
 	r.links = map[core.AgentID]*inLink{}
 }
 
@@ -124,18 +127,25 @@ func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Seg
 func (t *Transport) Revoke(id core.TransferID) {
 	r := &t.receiver
 	r.mu.Lock()
-	in := r.byID[id]
+	in, told := r.byID[id], r.telling[id]
 	r.forget(in)
 	r.mu.Unlock()
 	if in != nil {
-		in.fence.Lock()
-		in.revoked = true
-		in.fence.Unlock()
+		in.revoke()
+	}
+	if told != nil {
+		<-told // the sink returns at once
 	}
 }
 
-// forget ends the streams' knowledge of a transfer; r.mu is held. Only the one
-// that gets true may tell the sink.
+// revoke returns when no stream reads into the runs any more.
+func (in *inbound) revoke() {
+	in.fence.Lock()
+	in.revoked = true
+	in.fence.Unlock()
+}
+
+// forget ends the streams' knowledge of a transfer; r.mu is held.
 func (r *receiver) forget(in *inbound) bool {
 	if in == nil || r.byID[in.id] != in {
 		return false
@@ -158,9 +168,7 @@ func (r *receiver) close() {
 	}
 	for _, in := range r.byID {
 		r.forget(in)
-		in.fence.Lock()
-		in.revoked = true
-		in.fence.Unlock()
+		in.revoke()
 	}
 }
 
@@ -196,14 +204,33 @@ func (r *receiver) stream(link *inLink, n int) {
 
 func (r *receiver) fail(in *inbound, err error) {
 	r.mu.Lock()
-	mine := r.forget(in)
+	told := r.ends(in)
 	r.mu.Unlock()
-	if mine {
-		in.fence.Lock()
-		in.revoked = true
-		in.fence.Unlock()
-		r.t.sink.Received(in.id, core.TransferStats{}, err)
+	if told != nil {
+		in.revoke()
+		r.tell(in, told, core.TransferStats{}, err)
 	}
+}
+
+// ends forgets a transfer, so that just one caller gets a channel to tell its
+// outcome with; r.mu is held.
+func (r *receiver) ends(in *inbound) chan struct{} {
+	if !r.forget(in) {
+		return nil
+	}
+	told := make(chan struct{})
+	r.telling[in.id] = told
+	return told
+}
+
+func (r *receiver) tell(in *inbound, told chan struct{}, s core.TransferStats, err error) {
+	r.t.sink.Received(in.id, s, err)
+	r.mu.Lock()
+	if r.telling[in.id] == told {
+		delete(r.telling, in.id)
+	}
+	r.mu.Unlock()
+	close(told)
 }
 
 func (r *receiver) runStream(link *inLink, n int) error {
@@ -283,6 +310,11 @@ func (s *inStream) frame() error {
 		}
 	}
 	s.r.mu.Unlock()
+	if in == nil {
+		if err := s.send(&header{kind: frameNack, key: h.key}); err != nil {
+			return err
+		}
+	}
 	if err := s.payload(in, &h); err != nil {
 		return err
 	}
@@ -398,12 +430,19 @@ func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uint
 func (s *inStream) landed(in *inbound, n uint64) error {
 	s.r.mu.Lock()
 	in.got += n
-	done := in.got == in.total && s.r.forget(in)
+	gone := s.r.byID[in.id] != in
+	var told chan struct{}
+	if in.got == in.total {
+		told = s.r.ends(in)
+	}
 	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs), Nanos: time.Since(in.first).Nanoseconds()}
 	s.r.mu.Unlock()
-	if !done {
+	switch {
+	case gone: // revoked meanwhile: the sender may stop
+		return s.send(&header{kind: frameNack, key: in.grant})
+	case told == nil:
 		return nil
 	}
-	s.r.t.sink.Received(in.id, stats, nil)
+	s.r.tell(in, told, stats, nil)
 	return s.send(&header{kind: frameAck, key: in.grant, length: stats.Bytes})
 }

@@ -265,14 +265,19 @@ func (s *sender) serve(conn *net.TCPConn) {
 
 	for {
 		h, err = readHeader(conn)
-		if err == nil && h.kind != frameAck {
+		switch {
+		case err != nil:
+		case h.kind == frameAck:
+			s.acked(l, &h)
+		case h.kind == frameNack:
+			s.nacked(l, &h)
+		default:
 			err = fmt.Errorf("frame of kind %d, want an acknowledgement", h.kind)
 		}
 		if err != nil {
 			s.streamEnded(st, err)
 			return
 		}
-		s.acked(l, &h)
 	}
 }
 
@@ -294,6 +299,15 @@ func (s *sender) acked(l *outLink, h *header) {
 	s.mu.Unlock()
 	if ok {
 		s.t.sink.Written(out.id, core.TransferStats{Bytes: out.total, Segments: out.segments, Nanos: time.Since(out.started).Nanoseconds()}, nil)
+	}
+}
+
+func (s *sender) nacked(l *outLink, h *header) {
+	s.mu.Lock()
+	out := l.byGrant[h.key]
+	s.mu.Unlock()
+	if out != nil {
+		s.end(out, errors.New("tcp: the decode agent does not expect the transfer any more"))
 	}
 }
 
