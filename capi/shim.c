@@ -158,6 +158,16 @@ PUBLIC int32_t kvconn_pending(kvconn_agent agent) {
   return n >= 0 ? n : -fail_handle();
 }
 
+PUBLIC const volatile uint32_t *kvconn_pending_address(kvconn_agent agent) {
+  if (in_fork()) {
+    fail_forked();
+    return NULL;
+  }
+  const volatile uint32_t *address = slot_count_address(agent);
+  if (address == NULL) fail_handle();
+  return address;
+}
+
 PUBLIC int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *completions, size_t completion_size, size_t capacity, size_t *count) {
   if (in_fork()) return fail_forked();
   NEED(count != NULL, "count is NULL");

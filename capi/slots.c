@@ -125,6 +125,12 @@ int slot_count(kvconn_agent agent) {
   return s == NULL ? -1 : (int)atomic_load_explicit(&s->count, memory_order_acquire);
 }
 
+const volatile uint32_t *slot_count_address(kvconn_agent agent) {
+  struct slot *s = find(agent);
+  _Static_assert(sizeof s->count == sizeof(uint32_t), "an atomic counter is a plain number in memory");
+  return s == NULL ? NULL : (const volatile uint32_t *)&s->count;
+}
+
 int slot_take(kvconn_agent agent, kvconn_completion *out, size_t size, size_t capacity, size_t *count) {
   *count = 0;
   struct slot *s = acquire(agent);

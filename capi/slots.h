@@ -21,6 +21,9 @@ int slot_push(kvconn_agent agent, const kvconn_completion *c);
 /* Completions that wait; -1 when the handle is stale. */
 int slot_count(kvconn_agent agent);
 
+/* Where the count stands, or NULL when the handle is stale. */
+const volatile uint32_t *slot_count_address(kvconn_agent agent);
+
 int slot_take(kvconn_agent agent, kvconn_completion *out, size_t size, size_t capacity, size_t *count);
 int slot_event_fd(kvconn_agent agent);
 

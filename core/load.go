@@ -110,7 +110,11 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 	if ld == nil || ld.state != loadExpecting {
 		return
 	}
-	if err != nil {
+	switch {
+	case err != nil && !ld.retried:
+		m.lookAgain(ld) // what is remembered of P is out of date, most likely
+		return
+	case err != nil:
 		m.endLoad(now, ld, Failed, err.Error())
 		return
 	}
@@ -128,10 +132,7 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 	code = peerCode(code)
 	switch {
 	case absent && !ld.retried:
-		// Nothing has moved: look once whether a new agent took the place.
-		ld.retried, ld.again = true, true
-		m.act(Forget{Peer: ld.peer})
-		m.fence(ld)
+		m.lookAgain(ld)
 	case absent:
 		m.endLoad(now, ld, PeerLost, reason)
 	case code != OK:
@@ -143,6 +144,14 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 	}
 }
 
+// lookAgain starts over, once, before anything has moved: a new agent may have
+// taken P's place.
+func (m *Machine) lookAgain(ld *load) {
+	ld.retried, ld.again = true, true
+	m.act(Forget{Peer: ld.peer})
+	m.fence(ld)
+}
+
 // Received takes the transport's outcome of an Expect.
 func (m *Machine) Received(now time.Time, id TransferID, s TransferStats, err error) {
 	ld := m.loads[id]
@@ -151,7 +160,7 @@ func (m *Machine) Received(now time.Time, id TransferID, s TransferStats, err er
 	}
 	ld.stats = s
 	if err != nil {
-		m.endLoad(now, ld, Failed, "receiving from prefill agent "+string(ld.peer)+": "+err.Error())
+		m.endLoad(now, ld, transportCode(err), "receiving from prefill agent "+string(ld.peer)+": "+err.Error())
 		return
 	}
 	// The bytes are all here: the transport has nothing left to fence.
@@ -236,4 +245,10 @@ func (m *Machine) giveReport(now time.Time, ld *load) {
 	wait := now.Sub(ld.started) - time.Duration(ld.stats.Nanos)
 	m.act(Report{ID: ld.id, Side: SideLoad, Token: ld.token, Code: ld.code, Reason: ld.reason,
 		Blocks: countBlocks(ld.blocks), Wait: max(wait, 0), Stats: ld.stats})
+}
+
+// Waiting says whether P has the load of a transfer and bytes are awaited.
+func (m *Machine) Waiting(id TransferID) bool {
+	ld := m.loads[id]
+	return ld != nil && ld.state == loadWaiting
 }

@@ -181,7 +181,7 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 	switch of.state {
 	case offerSending:
 		if err != nil && !of.landed {
-			of.code, of.reason = Failed, "sending to decode agent "+string(of.load.Peer)+": "+err.Error()
+			of.code, of.reason = transportCode(err), "sending to decode agent "+string(of.load.Peer)+": "+err.Error()
 			m.act(SendFinish{Peer: of.load.Peer, ID: id, Code: peerCode(of.code), Reason: of.reason})
 		}
 	case offerStopping:

@@ -67,6 +67,7 @@ type world struct {
 	token    uint64
 	loss     float64
 	codes    map[string]int
+	kind     bool // nothing is lost, late, cancelled or closed: all must end well
 	told     bool // keep a log
 	log      []string
 	broken   []string
@@ -80,11 +81,13 @@ type simAgent struct {
 	dead   bool
 	closed bool
 	known  map[core.Target]core.AgentID
-	owner  [simBlocks]uint64        // token of the half that a block belongs to
-	holds  [simBlocks]string        // what a block contains
-	loads  map[uint64]*simHalf      // by token
-	armed  map[core.TransferID]*arm // the transport's Expects
+	owner  [simBlocks]uint64          // token of the half that a block belongs to
+	holds  [simBlocks]string          // what a block contains
+	loads  map[uint64]*simHalf        // by token
+	offers map[core.TransferID]uint64 // token of the newest
+	armed  map[core.TransferID]*arm   // the transport's Expects
 	writes map[core.TransferID]*simWrite
+	queue  []core.Action // not done yet
 }
 
 type simHalf struct {
@@ -101,7 +104,10 @@ type arm struct {
 	live   bool // false: revoked, or the outcome was told
 }
 
-type simWrite struct{ stopped bool }
+type simWrite struct {
+	stopped bool
+	owner   uint64 // token of the offer that it reads
+}
 
 type simEvent struct {
 	at    time.Time
@@ -128,6 +134,9 @@ func newWorld(seed uint64, told bool) *world {
 		registry: map[string]core.AgentID{}, codes: map[string]int{}}
 	w.now = w.start
 	w.loss = []float64{0, 0, 0.05, 0.3}[w.rnd.IntN(4)]
+	if w.kind = seed%10 == 0; w.kind {
+		w.loss = 0
+	}
 	return w
 }
 
@@ -153,7 +162,7 @@ func (w *world) after(d time.Duration, f func()) {
 // delay is mostly short, sometimes long enough to be overtaken by everything.
 func (w *world) delay() time.Duration {
 	d := time.Duration(w.rnd.Int64N(int64(20 * time.Millisecond)))
-	if w.chance(0.1) {
+	if !w.kind && w.chance(0.1) {
 		d = time.Duration(w.rnd.Int64N(int64(1500 * time.Millisecond)))
 	}
 	return d
@@ -165,7 +174,7 @@ func (w *world) open(id core.AgentID) *simAgent {
 		panic(err)
 	}
 	a := &simAgent{w: w, id: id, m: core.New(l, simOptions), ledger: newLedger(), known: map[core.Target]core.AgentID{},
-		loads: map[uint64]*simHalf{}, armed: map[core.TransferID]*arm{}, writes: map[core.TransferID]*simWrite{}}
+		loads: map[uint64]*simHalf{}, offers: map[core.TransferID]uint64{}, armed: map[core.TransferID]*arm{}, writes: map[core.TransferID]*simWrite{}}
 	w.agents[id] = a
 	return a
 }
@@ -174,6 +183,16 @@ func (w *world) run() {
 	d1, d2 := w.open("d1"), w.open("d2")
 	w.open("p1")
 	w.registry["e"] = "p1"
+	if w.kind {
+		for i := range 5 {
+			w.kindRequest(core.TransferID(fmt.Sprint("t", i)), d1)
+		}
+		w.drain()
+		if w.codes["load ok"] != 5 || w.codes["offer ok"] != 5 {
+			w.fault("nothing was in the way, but it ended so: %v", w.codes)
+		}
+		return
+	}
 	for i := range 5 + w.rnd.IntN(6) {
 		id := core.TransferID(fmt.Sprint("t", i))
 		if w.chance(0.05) {
@@ -199,6 +218,11 @@ func (w *world) run() {
 			w.after(w.spread(), func() { w.agents[id].close() })
 		}
 	}
+	w.drain()
+}
+
+// drain runs until nothing is left to happen and checks what is left then.
+func (w *world) drain() {
 	w.tick()
 	for len(w.events) > 0 && w.broken == nil {
 		e := heap.Pop(&w.events).(simEvent)
@@ -217,6 +241,22 @@ func (w *world) run() {
 
 // spread is a time within the first seconds of a run.
 func (w *world) spread() time.Duration { return time.Duration(w.rnd.Int64N(int64(4 * time.Second))) }
+
+// kindRequest: a prefill that takes longer than any lease, and engines that do
+// what they should.
+func (w *world) kindRequest(id core.TransferID, d *simAgent) {
+	at, ready := w.spread(), 3*w.spread()
+	w.after(at+w.delay(), func() { d.load(id) })
+	w.after(at+w.delay(), func() {
+		if p := w.agents["p1"]; w.chance(0.5) {
+			_ = p.m.Announce(w.now, id)
+			p.perform()
+		} else {
+			ready = min(ready, simOptions.EarlyLoad-50*time.Millisecond)
+		}
+		w.after(ready, func() { w.agents["p1"].offerOrCancel(id) })
+	})
+}
 
 // request is what the router sends to both engines.
 func (w *world) request(id core.TransferID, d *simAgent) {
@@ -321,12 +361,12 @@ const promptBlocks = 4
 
 func (a *simAgent) load(id core.TransferID) {
 	w := a.w
-	first := w.rnd.IntN(promptBlocks + 1)
-	if w.chance(0.05) {
+	first := w.rnd.IntN(promptBlocks)
+	if !w.kind && w.chance(0.05) {
 		first += 3 // more than will be offered
 	}
 	blocks := a.take(max(1, promptBlocks-first))
-	if w.chance(0.1) {
+	if !w.kind && w.chance(0.1) {
 		blocks = nil
 	}
 	w.token++
@@ -352,13 +392,14 @@ func (a *simAgent) offerOrCancel(id core.TransferID) {
 	blocks := a.take(promptBlocks)
 	w.token++
 	err := errors.New("no room")
-	if len(blocks) == promptBlocks && !w.chance(0.1) {
+	if len(blocks) == promptBlocks && (w.kind || !w.chance(0.1)) {
 		err = a.m.Offer(w.now, core.OfferRequest{ID: id, Blocks: [][]core.BlockID{blocks}, Token: w.token})
 	}
 	w.note("%s offer %s token=%d blocks=%v: %v", a.id, id, w.token, blocks, err)
 	switch {
 	case err == nil:
 		a.own(blocks, w.token)
+		a.offers[id] = w.token
 		for i, b := range blocks {
 			a.holds[b] = content(id, i)
 		}
@@ -374,21 +415,38 @@ func (a *simAgent) cancel(id core.TransferID) {
 	a.event(func(m *core.Machine) { a.w.note("%s cancel %s: %v", a.id, id, m.Cancel(a.w.now, id, "")) })
 }
 
-// perform does what the machine wants, as package node does.
+// perform does what the machine wants as package node does: a report goes to
+// the engine at once, the rest is done in its order, but some time later.
 func (a *simAgent) perform() {
 	w := a.w
-	for list := a.m.Actions(); len(list) > 0; list = a.m.Actions() {
-		for _, act := range list {
-			if w.told {
-				w.note("%s %s", a.id, describe(act))
-			}
-			a.ledger.action(act)
-			for _, f := range a.ledger.broken {
-				w.fault("%s: %s", a.id, f)
-			}
-			a.ledger.broken = nil
-			a.act(act)
+	for _, act := range a.m.Actions() {
+		if w.told {
+			w.note("%s %s", a.id, describe(act))
 		}
+		a.ledger.action(act)
+		for _, f := range a.ledger.broken {
+			w.fault("%s: %s", a.id, f)
+		}
+		a.ledger.broken = nil
+		if r, ok := act.(core.Report); ok {
+			a.report(r)
+			continue
+		}
+		if a.queue = append(a.queue, act); len(a.queue) == 1 {
+			w.after(w.delay()/4, a.work)
+		}
+	}
+}
+
+// work does the first action of the queue.
+func (a *simAgent) work() {
+	if a.dead {
+		return
+	}
+	a.act(a.queue[0])
+	a.perform()
+	if a.queue = a.queue[1:]; len(a.queue) > 0 {
+		a.w.after(a.w.delay()/16, a.work)
 	}
 }
 
@@ -457,15 +515,13 @@ func (a *simAgent) act(act core.Action) {
 		a.ledger.disarmed(v.ID)
 		a.m.Revoked(w.now, v.ID)
 	case core.Write:
-		wr := &simWrite{}
+		wr := &simWrite{owner: a.offers[v.ID]}
 		a.writes[v.ID] = wr
 		w.after(w.delay(), func() { a.write(v, wr, 0) })
 	case core.StopWrite:
 		if wr := a.writes[v.ID]; wr != nil {
-			wr.stopped = true
+			w.after(w.delay()/4, func() { wr.stopped = true })
 		}
-	case core.Report:
-		a.report(v)
 	default:
 		w.fault("unknown action %T", act)
 	}
@@ -550,6 +606,9 @@ func (p *simAgent) write(v core.Write, wr *simWrite, k int) {
 		return
 	}
 	src, dst := v.Src[0][k], v.Dst[0][k]
+	if p.owner[src] != wr.owner {
+		w.fault("%s: block %d is read for %q but was given back", p.id, src, v.ID)
+	}
 	h := d.loads[d.owner[dst]]
 	if h == nil || h.id != v.ID || !slices.Contains(h.blocks[0], dst) {
 		w.fault("%s: block %d is written by %q but belongs to token %d", d.id, dst, v.ID, d.owner[dst])

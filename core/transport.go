@@ -1,8 +1,21 @@
 package core
 
+import "errors"
+
 // AgentID names one open agent: a random value made anew at each open, so that
 // a restarted engine is never taken for the old one.
 type AgentID string
+
+// ErrConnectionLost is wrapped by a transport's error when the way to the peer
+// broke, rather than the transfer itself.
+var ErrConnectionLost = errors.New("connection lost")
+
+func transportCode(err error) Code {
+	if errors.Is(err, ErrConnectionLost) {
+		return PeerLost
+	}
+	return Failed
+}
 
 // TransferID names one transfer; minted by the router.
 type TransferID string
@@ -35,7 +48,8 @@ type Transport interface {
 	// Revoke disarms a transfer of Expect. When it returns, no byte of it can
 	// land any more and Sink.Received will not be called for it, also when the
 	// peer is stopped in the middle of a write. An unknown id is no error.
-	// It waits at most for a copy that is under way.
+	// It waits at most for a copy that is under way, and for a Received that is
+	// being told; so it is not called under a lock that the Sink takes.
 	Revoke(id TransferID)
 
 	// Write starts to send; the outcome is one Sink.Written. The source bytes

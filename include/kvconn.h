@@ -206,6 +206,14 @@ int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_
 int32_t kvconn_pending(kvconn_agent agent);
 
 /*
+ * The address of the number that kvconn_pending gives, for a caller to whom even
+ * a call is dear: 32 bits, changed atomically, readable until the process ends,
+ * 0 once the agent is closed. NULL when the handle is not open. A forked child
+ * must not use it: there it never changes.
+ */
+const volatile uint32_t *kvconn_pending_address(kvconn_agent agent);
+
+/*
  * Moves up to capacity completions out; *count says how many. Never waits.
  * completion_size is sizeof(struct kvconn_completion) of the caller.
  */

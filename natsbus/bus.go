@@ -435,7 +435,7 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 		return nil, fmt.Errorf("%w: nobody listens as agent %s at %s", core.ErrAbsent, to, l.name)
 	case ctx.Err() != nil:
 		return nil, fmt.Errorf("request to agent %s over %s: no reply: %w", to, l.name, ctx.Err())
-	case session.Err() != nil, errors.Is(err, nats.ErrReconnectBufExceeded), errors.Is(err, nats.ErrConnectionClosed), errors.Is(err, nats.ErrDisconnected):
+	case session.Err() != nil, broken(err):
 		return nil, fmt.Errorf("request to agent %s: %w", to, unreachable(l.name, either(l.why(), err)))
 	default:
 		return nil, fmt.Errorf("request to agent %s over %s: %w", to, l.name, err)

@@ -134,6 +134,12 @@ func explain(err error) error {
 	return err
 }
 
+// broken reports whether an error of nats.go means that it is not connected.
+func broken(err error) bool {
+	return errors.Is(err, nats.ErrReconnectBufExceeded) || errors.Is(err, nats.ErrConnectionReconnecting) ||
+		errors.Is(err, nats.ErrConnectionClosed) || errors.Is(err, nats.ErrDisconnected)
+}
+
 func unreachable(name string, cause error) error {
 	if cause == nil {
 		cause = nats.ErrDisconnected

@@ -295,8 +295,8 @@ func wrongSequence(err error) bool {
 // failure says what an error of the registry means.
 func (l *link) failure(session context.Context, err error) error {
 	switch {
-	case session.Err() != nil:
-		return unreachable(l.name, l.why())
+	case session.Err() != nil, broken(err):
+		return unreachable(l.name, either(l.why(), err))
 	case errors.Is(err, nats.ErrNoResponders), errors.Is(err, jetstream.ErrNoStreamResponse), errors.Is(err, jetstream.ErrJetStreamNotEnabled):
 		return fmt.Errorf("the registry at %s does not answer, is JetStream enabled (nats-server -js)? %w", l.name, err)
 	}
@@ -361,8 +361,13 @@ func (b *Bus) Lookup(ctx context.Context, t core.Target) (*wire.Agent, core.Via,
 		if err == nil {
 			return a, l.via, nil
 		}
-		if session.Err() == nil || ctx.Err() != nil {
+		if ctx.Err() != nil || session.Err() == nil && !errors.Is(err, core.ErrUnreachable) {
 			return nil, "", err
+		}
+		// nats.go knows a broken connection a moment before its callback runs.
+		select {
+		case <-session.Done():
+		case <-ctx.Done():
 		}
 	}
 }

@@ -66,17 +66,30 @@ func (t *peerTable) drop(id core.AgentID) {
 			break
 		}
 	}
-	for target, p := range t.byTarget {
-		if p == id {
-			delete(t.byTarget, target)
-		}
-	}
+	t.unmap(id)
 }
 
 func (t *peerTable) forget(id core.AgentID) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.drop(id)
+}
+
+// suspect makes the next load look the target up again: its agent may have been
+// replaced. The peer stays known to the transfers that are under way with it.
+func (t *peerTable) suspect(id core.AgentID) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.unmap(id)
+}
+
+// unmap drops the targets that were found to be a peer; t.mu is held.
+func (t *peerTable) unmap(id core.AgentID) {
+	for target, p := range t.byTarget {
+		if p == id {
+			delete(t.byTarget, target)
+		}
+	}
 }
 
 // resolve answers from memory or starts one look-up per target.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"go.uber.org/zap"
@@ -125,20 +126,28 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 	a.step(func(m *core.Machine, now time.Time) { m.LoadReplied(now, v.ID, v.Seq, absent, code, reason) })
 }
 
+// maxRenew bounds the transfers that one renewal names, so that it fits into
+// any server's messages.
+const maxRenew = 1024
+
 func (a *Agent) sendRenew(v core.SendRenew) {
-	ids := make([]string, len(v.IDs))
-	for i, id := range v.IDs {
-		ids[i] = string(id)
-	}
-	rep, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout)/3, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{TransferIDs: ids}})
 	var statuses []core.Status
-	if err == nil && rep.Code != 0 {
-		err = errors.New(rep.Reason)
-	}
-	if err == nil {
-		statuses = make([]core.Status, len(rep.Statuses))
-		for i, s := range rep.Statuses {
-			statuses[i] = core.Status(s)
+	var err error
+	for part := range slices.Chunk(v.IDs, maxRenew) {
+		ids := make([]string, len(part))
+		for i, id := range part {
+			ids[i] = string(id)
+		}
+		var rep *wire.Reply
+		rep, err = a.request(v.Peer, time.Duration(a.cfg.PeerTimeout)/3, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{TransferIDs: ids}})
+		if err == nil && rep.Code != 0 {
+			err = errors.New(rep.Reason)
+		}
+		if err != nil {
+			break
+		}
+		for _, s := range rep.Statuses {
+			statuses = append(statuses, core.Status(s))
 		}
 	}
 	absent := errors.Is(err, core.ErrAbsent)
@@ -172,5 +181,6 @@ func (s sink) Written(id core.TransferID, st core.TransferStats, err error) {
 
 func (s sink) PeerDown(peer core.AgentID, err error) {
 	s.a.log.Debug("connection to a peer ended", zap.String("peer", string(peer)), zap.Error(err))
+	s.a.peers.suspect(peer)
 	s.a.step(func(m *core.Machine, now time.Time) { m.PeerDown(now, peer) })
 }

@@ -194,7 +194,7 @@ func (r *receiver) stream(link *inLink, n int) {
 	if closed {
 		return
 	}
-	err = fmt.Errorf("tcp stream to %s: %w", link.endpoint, r.t.describe(err))
+	err = fmt.Errorf("tcp stream to %s: %w: %w", link.endpoint, core.ErrConnectionLost, r.t.describe(err))
 	r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(link.peer)), zap.Error(err))
 	for _, in := range lost {
 		r.fail(in, err)

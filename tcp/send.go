@@ -313,7 +313,7 @@ func (s *sender) nacked(l *outLink, h *header) {
 
 // streamEnded fails what the stream may have lost.
 func (s *sender) streamEnded(st *outStream, err error) {
-	err = fmt.Errorf("tcp stream from %s: %w", st.conn.RemoteAddr(), s.t.describe(err))
+	err = fmt.Errorf("tcp stream from %s: %w: %w", st.conn.RemoteAddr(), core.ErrConnectionLost, s.t.describe(err))
 	st.conn.Close()
 	s.mu.Lock()
 	if st.dead {

@@ -51,21 +51,48 @@ if TYPE_CHECKING:
     from .agent import Agent as Agent
     from .errors import (
         AddressError as AddressError,
+    )
+    from .errors import (
         BufferTooSmallError as BufferTooSmallError,
+    )
+    from .errors import (
         ClosedError as ClosedError,
+    )
+    from .errors import (
         ConfigError as ConfigError,
+    )
+    from .errors import (
         DuplicateError as DuplicateError,
+    )
+    from .errors import (
         ForkedError as ForkedError,
+    )
+    from .errors import (
         InternalError as InternalError,
+    )
+    from .errors import (
         InvalidError as InvalidError,
+    )
+    from .errors import (
         KvconnError as KvconnError,
+    )
+    from .errors import (
         NotRegisteredError as NotRegisteredError,
+    )
+    from .errors import (
         OverloadError as OverloadError,
+    )
+    from .errors import (
         Status as Status,
+    )
+    from .errors import (
         TransferError as TransferError,
     )
     from .regions import regions_from_tensor as regions_from_tensor
-    from .types import Completion as Completion, Load as Load, Offer as Offer, Region as Region
+    from .types import Completion as Completion
+    from .types import Load as Load
+    from .types import Offer as Offer
+    from .types import Region as Region
 
 
 def __getattr__(name: str) -> Any:

@@ -99,6 +99,7 @@ class Library:
         self.start_load = declare(short, "kvconn_start_load", i32, handle, c.POINTER(CLoad), size, out)
         self.cancel = declare(short, "kvconn_cancel", i32, handle, c.POINTER(text), size, text, out)
         self.pending = declare(short, "kvconn_pending", i32, handle)
+        self.pending_address = declare(short, "kvconn_pending_address", c.c_void_p, handle)
         self.get_finished = declare(short, "kvconn_get_finished", i32, handle, c.POINTER(CCompletion), size, size, out)
         self.event_fd = declare(short, "kvconn_event_fd", i32, handle)
         self.stats = declare(waiting, "kvconn_stats", i32, handle, text, size, out)

@@ -6,8 +6,8 @@ import ctypes as c
 import json
 import os
 import select
+import weakref
 from array import array
-from functools import partial
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
 from . import _lib
@@ -17,8 +17,17 @@ from .types import Completion, Load, Offer, Region
 
 _NOTHING: tuple[Completion, ...] = ()
 _BATCH = 64
-_HANDLE = -Status.HANDLE
-_FORKED = -Status.FORKED
+# Stands in for an agent's count when the library must be asked, and will refuse.
+_ASK = c.c_uint32(1)
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for agent in _agents:
+        agent._count = _ASK
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Agent:
@@ -48,10 +57,11 @@ class Agent:
             raise ConfigError(self._lib.error_text(), code=code)
         self._check(code)
         self._handle = handle.value
-        self._pending = partial(self._lib.pending, handle)
+        # Read by get_finished without a call; see kvconn_pending_address.
+        self._count = c.c_uint32.from_address(self._lib.pending_address(handle))
         self._buffer = (_lib.CCompletion * _BATCH)()
         self._event_fd = self._lib.event_fd(handle)
-        self._keep: list[Any] = []
+        _agents.add(self)
 
     def _check(self, code: int, transfer_id: Optional[str] = None) -> None:
         if code:
@@ -142,11 +152,9 @@ class Agent:
 
         Each accepted offer and load appears exactly once, cancelled ones too.
         """
-        n = self._pending()
-        if not n:
+        if not self._count.value:
             return _NOTHING
-        if n < 0:
-            raise error_for(-n, self._lib.error_text())
+        self._waiting()
         out: list[Completion] = []
         count = c.c_size_t()
         while True:
@@ -155,12 +163,16 @@ class Agent:
             if count.value < _BATCH:
                 return out
 
-    def wait(self, timeout_s: float) -> bool:
-        """Waits until :meth:`get_finished` has something; False after the time."""
-        n = self._pending()
+    def _waiting(self) -> int:
+        """The number of completions to collect; raises if the agent is closed."""
+        n: int = self._lib.pending(self._handle)
         if n < 0:
             raise error_for(-n, self._lib.error_text())
-        if n:
+        return n
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until :meth:`get_finished` has something; False after the time."""
+        if self._waiting():
             return True
         poll = select.poll()
         poll.register(self._event_fd, select.POLLIN)
@@ -197,6 +209,7 @@ class Agent:
         Completions that were not collected are lost. Closing twice is fine.
         """
         handle, self._handle = self._handle, 0
+        self._count = _ASK
         if handle and self._pid == os.getpid():
             self._check(self._lib.close(handle))
 

@@ -250,6 +250,7 @@ def test_decode_aborted_during_its_load_is_cancelled() -> None:
 
 
 def test_second_request_with_a_transfer_id_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvconn.vllm")
     side, one, two = decode_side(), request(40, decode_params()), request(40, decode_params())
     side.on_new_request(one)
     side.on_new_request(two)

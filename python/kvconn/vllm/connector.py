@@ -156,9 +156,7 @@ class KVConnConnector(_base.KVConnectorBase_V1):
         def get_transfer_results(self, finished_req_ids: Iterable[str]) -> Any:
             reports = self._collect()
             if _HAS_FAILED:
-                return _Results(
-                    finished_sending=reports.sent, finished_recving=reports.received, failed_recving=reports.failed
-                )
+                return _Results(finished_sending=reports.sent, finished_recving=reports.received, failed_recving=reports.failed)
             self._load_errors |= reports.failed_blocks
             return _Results(finished_sending=reports.sent, finished_recving=reports.received)
 

@@ -18,11 +18,7 @@ _MARK = 1_234_577
 
 def transfer_groups(kv_cache_config: Any) -> list[int]:
     """The KV cache groups that take part in transfers (all, in a vLLM that makes no difference)."""
-    return [
-        number
-        for number, group in enumerate(kv_cache_config.kv_cache_groups)
-        if getattr(group, "enable_kv_transfer", True)
-    ]
+    return [number for number, group in enumerate(kv_cache_config.kv_cache_groups) if getattr(group, "enable_kv_transfer", True)]
 
 
 def _dim_from_backend(vllm_config: Any, layer_name: str, spec: Any) -> int | None:
@@ -49,8 +45,7 @@ def block_dim(vllm_config: Any, kv_cache_config: Any, layer_name: str, spec: Any
     # A kernel that works on smaller blocks sees a multiple of vLLM's blocks.
     if dim is None or not shape[dim] or shape[dim] % num_blocks:
         raise ValueError(
-            f"KVConnConnector: layer {layer_name} has a cache of shape {tuple(shape)}: "
-            f"no dimension of it counts {num_blocks} blocks"
+            f"KVConnConnector: layer {layer_name} has a cache of shape {tuple(shape)}: no dimension of it counts {num_blocks} blocks"
         )
     return dim
 
@@ -81,8 +76,7 @@ def make_regions(
             )
         if tensor.device.type != "cpu":
             raise ValueError(
-                f"KVConnConnector: the cache of layer {name} lies on {tensor.device}: "
-                "only caches in host memory are supported yet"
+                f"KVConnConnector: the cache of layer {name} lies on {tensor.device}: only caches in host memory are supported yet"
             )
         place, spec = group_of[name]
         key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), place)

@@ -66,9 +66,7 @@ def parse(params: Any) -> PrefillParams | DecodeParams | None:
     if prefill:
         return PrefillParams(_text(params, "transfer_id"))
     if decode:
-        return DecodeParams(
-            _text(params, "transfer_id"), _text(params, "remote_bootstrap_addr"), _text(params, "remote_engine_id")
-        )
+        return DecodeParams(_text(params, "transfer_id"), _text(params, "remote_bootstrap_addr"), _text(params, "remote_engine_id"))
     return None
 
 
@@ -87,9 +85,7 @@ def check_parallel(parallel_config: Any) -> None:
         sizes["DP"] = max(sizes["DP"], parallel_config.data_parallel_index + 1)
     if any(size != 1 for size in sizes.values()):
         found = ", ".join(f"{short} = {size}" for short, size in sizes.items() if size != 1)
-        raise ValueError(
-            f"KVConnConnector: {found} is not supported yet: an engine must have one rank (TP = PP = DP = 1)"
-        )
+        raise ValueError(f"KVConnConnector: {found} is not supported yet: an engine must have one rank (TP = PP = DP = 1)")
 
 
 def idle_wait_s(extra: Mapping[str, Any]) -> float:

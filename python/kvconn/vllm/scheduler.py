@@ -24,6 +24,10 @@ _PROMPT_IS_THERE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "FINISHED_REPE
 _REMEMBERED = 16384
 
 
+class _Taken(BadParams):
+    """The transfer id has an owner."""
+
+
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -56,14 +60,17 @@ class SchedulerSide:
         if req_id not in self._known:
             try:
                 self._known[req_id] = self._accept(req_id, parse(request.kv_transfer_params))
+            except _Taken as taken:
+                # No fault of anybody's: the other samples of one prompt, and the request with which vLLM itself lets the
+                # connector clean up after one that failed.
+                logger.info("request %s: %s: no transfer for this one", req_id, taken)
+                self._known[req_id] = None
             except BadParams as error:
                 logger.warning("request %s: %s: it is computed here, without a transfer", req_id, error)
                 self._known[req_id] = None
         return self._known[req_id]
 
-    def _accept(
-        self, req_id: str, params: PrefillParams | DecodeParams | None
-    ) -> PrefillParams | DecodeParams | None:
+    def _accept(self, req_id: str, params: PrefillParams | DecodeParams | None) -> PrefillParams | DecodeParams | None:
         if params is None:
             return None
         if isinstance(params, PrefillParams) and not self._can_prefill:
@@ -75,7 +82,7 @@ class SchedulerSide:
         key = f"{type(params).__name__}:{params.transfer_id}"
         owner = self._owners.setdefault(key, req_id)
         if owner != req_id:
-            raise BadParams(f"transfer_id {params.transfer_id!r} belongs to request {owner} already")
+            raise _Taken(f"transfer_id {params.transfer_id!r} belongs to request {owner} already")
         while len(self._owners) > _REMEMBERED:
             self._owners.popitem(last=False)
         return params
@@ -123,9 +130,7 @@ class SchedulerSide:
 
     @staticmethod
     def _load(req_id: str, params: DecodeParams, block_ids: BlockIds, first_block: list[int]) -> LoadWork:
-        return LoadWork(
-            req_id, params.transfer_id, params.bootstrap_addr, params.engine_id, block_ids, first_block
-        )
+        return LoadWork(req_id, params.transfer_id, params.bootstrap_addr, params.engine_id, block_ids, first_block)
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
@@ -155,9 +160,7 @@ class SchedulerSide:
         prompt = int(request.num_prompt_tokens)
         computed = int(getattr(request, "num_computed_tokens", prompt))
         if status in _PROMPT_IS_THERE and computed >= prompt:
-            blocks = [
-                list(block_ids[group][: _cdiv(prompt, self._block_sizes[group])]) for group in self._groups
-            ]
+            blocks = [list(block_ids[group][: _cdiv(prompt, self._block_sizes[group])]) for group in self._groups]
             if any(blocks):
                 self._offered[request.request_id] = params.transfer_id
                 self._next.offers.append(OfferWork(request.request_id, params.transfer_id, blocks))

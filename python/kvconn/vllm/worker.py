@@ -33,6 +33,7 @@ class Reports:
 class _Loading:
     work: LoadWork
     since: float
+    cancelled: bool = False
 
 
 class WorkerSide:
@@ -96,9 +97,7 @@ class WorkerSide:
             return error
         return None
 
-    def _each(
-        self, works: Sequence[Any], accept: Callable[[Sequence[Any]], None], refuse: Callable[[Any, Exception], None]
-    ) -> None:
+    def _each(self, works: Sequence[Any], accept: Callable[[Sequence[Any]], None], refuse: Callable[[Any, Exception], None]) -> None:
         """All in one call. The agent takes them in order up to the first that it refuses, which its error names."""
         works = list(works)
         while works:
@@ -141,10 +140,7 @@ class WorkerSide:
         from kvconn import Load
 
         self._agent.start_load(
-            [
-                Load(work.transfer_id, work.bootstrap_addr, work.engine_id, work.block_ids, work.first_block)
-                for work in works
-            ]
+            [Load(work.transfer_id, work.bootstrap_addr, work.engine_id, work.block_ids, work.first_block) for work in works]
         )
         for work in works:
             self._accepted(work)
@@ -156,8 +152,11 @@ class WorkerSide:
     def _cancel(self, work: CancelWork) -> None:
         # A load that has ended in the meantime needs no cancel. What prefill gives up was never offered, and the decode
         # engine must be told all the same.
-        if work.of_load and work.transfer_id not in self._loads:
-            return
+        if work.of_load:
+            loading = self._loads.get(work.transfer_id)
+            if loading is None:
+                return
+            loading.cancelled = True
         self._try(lambda: self._agent.cancel([work.transfer_id], work.reason), f"cancel {work.transfer_id}")
 
     # -- the step's reports -----------------------------------------------------------------------------------------
@@ -211,7 +210,8 @@ class WorkerSide:
                 logger.warning("request %s: the prefill engine was not told: %s", work.req_id, completion.reason)
             return
         if completion.code:
-            logger.error("request %s: its cache was not loaded: %s", work.req_id, completion.reason)
+            level = logging.INFO if loading.cancelled else logging.ERROR
+            logger.log(level, "request %s: its cache was not loaded: %s", work.req_id, completion.reason)
         else:
             logger.info("kvconn load %s", json.dumps(_load_line(completion, work, loading.since)))
         self._report_load(work, failed=bool(completion.code))

@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Two real vLLM servers, one prefilling, one decoding, and kvconn carrying the KV cache between them.
+
+    python e2e/demo.py [--prompts N] [--fat] [--workdir DIR]
+
+Run it with the Python of an environment that has vLLM and kvconn (setup_vllm.py prints one; `make demo` does it all).
+Every prompt goes through the router, and once straight to one server without any transfer: the texts must be equal.
+Exit code 0: all equal. 1: a text differs or a server failed. 130: interrupted. No process is left behind in any case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from servers import Answer, Pair, ServerError, ask, wait_until
+
+SUBJECTS = (
+    "the lighthouse keeper",
+    "a retired clockmaker",
+    "the night train",
+    "an old map of the harbour",
+    "the beekeeper's daughter",
+    "a letter without a sender",
+    "the second violin",
+    "a winter without snow",
+    "the ferry across the lake",
+    "the last page of the book",
+    "an orchard at the border",
+    "the cartographer's mistake",
+)
+WARM_UP = 3
+
+
+def prompt_text(number: int, tokens: int) -> str:
+    """A prompt of so many tokens (the tiny model has one a byte), unlike any other from its first words on."""
+    subject = SUBJECTS[number % len(SUBJECTS)]
+    sentence = f"Story {number}: {subject} knew that the tide would turn {number + 2} times before morning came. "
+    return (sentence * (tokens // len(sentence) + 1))[:tokens]
+
+
+def say(text: str = "") -> None:
+    print(text, flush=True)
+
+
+def progress(name: str, seconds: float, text: str) -> None:
+    say(f"  [{seconds:4.0f} s] {name}: {text}")
+
+
+def one_line(text: str, width: int = 60) -> str:
+    text = text.encode("unicode_escape").decode()
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def ask_both(pair: Pair, number: int, tokens: int, max_tokens: int) -> tuple[Answer, Answer, dict[str, Any]]:
+    """The same prompt to one server alone, and to the pair; and what the transfer was."""
+    body = {
+        "model": pair.served,
+        "prompt": prompt_text(number, tokens),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+    # Different salts: neither way finds the other's prefix in a cache and looks faster than it is.
+    single = ask(pair.decode.url, {**body, "cache_salt": f"single-{number}"})
+    position = pair.decode.log_size()
+    through = ask(pair.router.url, {**body, "cache_salt": f"pair-{number}"})
+    loads: list[dict[str, Any]] = []
+
+    def logged() -> bool:
+        loads[:] = pair.loads(position)
+        return bool(loads)
+
+    if through.ok:
+        try:
+            wait_until("the load's line in the decode server's log", logged, 5)
+        except TimeoutError:
+            through.error = "the text came without a transfer: the decode server computed the prompt itself"
+    return single, through, loads[-1] if loads else {}
+
+
+def show(number: int, single: Answer, through: Answer, load: dict[str, Any]) -> bool:
+    equal = single.ok and through.ok and single.text == through.text
+    say(f"prompt {number + 1:2d}  {one_line(through.text)!s}")
+    if equal:
+        say("           text equal to the single engine's: yes")
+    else:
+        say("           text equal to the single engine's: NO")
+        say(f"           single engine: {one_line(single.text)} {single.error}")
+        if through.error:
+            say(f"           pair: {through.error}")
+    say(
+        f"           first token {through.ttft_s * 1e3:6.1f} ms, single engine {single.ttft_s * 1e3:6.1f} ms"
+        f" ({through.ttft_s / max(single.ttft_s, 1e-9):.2f} times)"
+    )
+    if load:
+        say(
+            f"           carried {load['bytes']:,} bytes in {load['blocks']} blocks by {load['transport']}:"
+            f" {load['ms']:.2f} ms, {load['gb_per_s']:.2f} GB/s (before that {load['wait_ms']:.1f} ms for the prefill)"
+        )
+    return equal
+
+
+def run(args: argparse.Namespace, workdir: Path) -> int:
+    import tiny_model
+
+    begin = time.monotonic()
+    say("model")
+    model = tiny_model.make(workdir / ("model-fat" if args.fat else "model"), args.fat)
+    say(f"  {model}")
+    say("servers (prefill, decode, router)")
+    pair = Pair(model, workdir / "logs", executor=args.executor, dtype=args.dtype, progress=progress, router_argv=args.router)
+    different = 0
+    try:
+        with pair:
+            say(f"  all ready after {time.monotonic() - begin:.0f} s; logs in {workdir / 'logs'}")
+            say(f"warm-up ({WARM_UP} prompts)")
+            for number in range(-WARM_UP, 0):
+                single, through, _ = ask_both(pair, number, args.tokens, args.max_tokens)
+                if not (single.ok and through.ok):
+                    raise ServerError(f"no answer: {single.error or through.error}\n{pair.decode.log_tail()}")
+            say()
+            rows: list[tuple[Answer, Answer, dict[str, Any]]] = []
+            for number in range(args.prompts):
+                row = ask_both(pair, number, args.tokens, args.max_tokens)
+                rows.append(row)
+                different += not show(number, *row)
+            say()
+            summary(rows, args.tokens)
+    finally:
+        left = pair.leftovers()
+        if left:
+            say("LEFT BEHIND: " + "; ".join(left))
+            different += 1
+    if different:
+        say(f"\nFAILED: {different} of {args.prompts} prompts differ; logs in {workdir / 'logs'}")
+        return 1
+    say(f"\nall {args.prompts} texts equal the single engine's; {time.monotonic() - begin:.0f} s in all")
+    return 0
+
+
+def summary(rows: list[tuple[Answer, Answer, dict[str, Any]]], tokens: int) -> None:
+    single = statistics.median(row[0].ttft_s for row in rows) * 1e3
+    through = statistics.median(row[1].ttft_s for row in rows) * 1e3
+    say(
+        f"time to first token, median of {len(rows)} prompts of {tokens} tokens: {through:.1f} ms through the pair, "
+        f"{single:.1f} ms with a single engine: {through / max(single, 1e-9):.2f} times"
+    )
+    loads = [row[2] for row in rows if row[2]]
+    if loads:
+        say(
+            f"transfers: {sum(load['bytes'] for load in loads):,} bytes in {len(loads)} loads, median "
+            f"{statistics.median(load['ms'] for load in loads):.2f} ms, "
+            f"{statistics.median(load['gb_per_s'] for load in loads):.2f} GB/s"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=12, metavar="N")
+    parser.add_argument("--tokens", type=int, default=900, metavar="N", help="length of a prompt")
+    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="length of an answer")
+    parser.add_argument("--fat", action="store_true", help="a cache of 64 KiB a token instead of 4 KiB (in float32)")
+    parser.add_argument(
+        "--executor", choices=("uni", "mp"), default="uni", help="vLLM's worker in the engine's process, or in one of its own"
+    )
+    parser.add_argument("--dtype", default="float32", help="in bfloat16 texts may differ by rounding, also from one engine")
+    parser.add_argument("--workdir", type=Path, metavar="DIR", help="model and logs go there (default: a new one)")
+    parser.add_argument("--router", nargs="+", metavar="ARG", help="another router's command")
+    args = parser.parse_args()
+    for name in ("prompts", "tokens", "max_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1 was expected")
+    # SIGTERM takes the way of Ctrl-C: through every finally on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    workdir = args.workdir or Path(tempfile.mkdtemp(prefix="kvconn-demo-"))
+    try:
+        return run(args, workdir.absolute())
+    except KeyboardInterrupt:
+        say("\ninterrupted; the servers are stopped")
+        return 130
+    except (ServerError, TimeoutError) as error:
+        say(f"\nFAILED: {error}")
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,371 @@
+"""A real pair of vLLM servers, with failures. Run with the Python of an environment that has vLLM, kvconn and pytest.
+
+Nothing sleeps to let something happen: every wait polls for what it waits for, up to a bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tiny_model
+from servers import Answer, Pair, ask, metric, open_stream, wait_ready, wait_until
+from servers import request as http_request
+
+BLOCK = 128  # tokens, vLLM's on CPU
+TOKEN_BYTES = 8 * 8 * 128 * 2 * 4  # layers, KV heads, head size, K and V, float32
+LEASE_S = 8
+USAGE = "vllm:kv_cache_usage_perc"
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+numbers = itertools.count(1)
+
+
+def progress(name: str, seconds: float, text: str) -> None:
+    print(f"  [{seconds:4.0f} s] {name}: {text}", file=sys.stderr, flush=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    workdir = Path(os.environ.get("KVCONN_E2E_WORKDIR") or tmp_path_factory.mktemp("pair"))
+    router = os.environ.get("KVCONN_E2E_ROUTER")
+    model = tiny_model.make(workdir / "model-fat", fat=True)
+    # The fat cache: a transfer that takes long enough to be interrupted.
+    the_pair = Pair(
+        model,
+        workdir / "logs",
+        executor=os.environ.get("KVCONN_E2E_EXECUTOR", "uni"),
+        prefill_config={"lease_s": LEASE_S},
+        progress=progress,
+        router_argv=router.split() if router else None,
+    )
+    try:
+        with the_pair:
+            yield the_pair
+    finally:
+        left = the_pair.leftovers()
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def servers_live(pair: Pair) -> Iterator[None]:
+    """Whatever a test did: the engines live on, serve, and hold no block of a request that is over."""
+    yield
+    for server in pair.servers:
+        server.check_alive()
+    idle(pair)
+
+
+def idle(pair: Pair, bound_s: float = 15) -> None:
+    for server in (pair.prefill, pair.decode):
+        wait_until(
+            f"{server.name}: no request and no block in use",
+            lambda server=server: all(metric(server.url, name) == 0 for name in (RUNNING, WAITING, USAGE)),
+            bound_s,
+        )
+
+
+def words(tokens: int) -> str:
+    """A prompt that no cache has seen."""
+    text = f"{next(numbers)} of {time.monotonic_ns()}: whose woods these are I think I know, his house is in the village. "
+    return (text * (tokens // len(text) + 1))[:tokens]
+
+
+def body(pair: Pair, prompt: str, max_tokens: int = 16, **more: Any) -> dict[str, Any]:
+    return {"model": pair.served, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
+
+
+def alone(pair: Pair, request: dict[str, Any], chat: bool = False) -> Answer:
+    """The same, from one engine, without a transfer."""
+    answer = ask(pair.decode.url, {**request, "cache_salt": f"alone-{next(numbers)}"}, chat=chat)
+    assert answer.ok, answer
+    return answer
+
+
+def new_loads(pair: Pair, position: int, count: int, bound_s: float = 10) -> list[dict[str, Any]]:
+    wait_until(f"{count} loads in the decode server's log", lambda: len(pair.loads(position)) >= count, bound_s)
+    loads = pair.loads(position)
+    assert len(loads) == count, loads
+    return loads
+
+
+def serves(pair: Pair) -> None:
+    """A request through the pair, with its transfer, gives the single engine's text."""
+    request = body(pair, words(300))
+    position = pair.decode.log_size()
+    answer = ask(pair.router.url, request)
+    assert answer.ok, (answer, pair.decode.log_tail())
+    assert answer.text == alone(pair, request).text
+    new_loads(pair, position, 1)
+
+
+# -- texts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("tokens", [2, BLOCK - 1, BLOCK, BLOCK + 1, 900, 2200])
+def test_completion_equals_single_engine(pair: Pair, tokens: int, stream: bool) -> None:
+    request = body(pair, words(tokens), stream=stream)
+    expected = alone(pair, request)
+    position = pair.decode.log_size()
+    answer = ask(pair.router.url, request)
+    assert answer.ok, answer
+    assert (answer.text, answer.finish_reason) == (expected.text, expected.finish_reason)
+    assert len(answer.text) == 16
+    (load,) = new_loads(pair, position, 1)
+    assert load["blocks"] == -(-tokens // BLOCK)
+    assert load["bytes"] == load["blocks"] * BLOCK * TOKEN_BYTES
+    assert load["first_block"] == [0]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_chat_equals_single_engine(pair: Pair, stream: bool) -> None:
+    request = {
+        "model": pair.served,
+        "messages": [{"role": "user", "content": words(500)}],
+        "max_tokens": 16,
+        "temperature": 0,
+        "stream": stream,
+    }
+    expected = alone(pair, request, chat=True)
+    position = pair.decode.log_size()
+    answer = ask(pair.router.url, request, chat=True)
+    assert answer.ok, answer
+    assert answer.text == expected.text != ""
+    new_loads(pair, position, 1)
+
+
+def test_first_token_ends_the_text(pair: Pair) -> None:
+    """The prefill request then stops before its length does; the decode engine needs the cache all the same."""
+    request = body(pair, words(400), logit_bias={"1": 100})
+    expected = alone(pair, request)
+    assert expected.finish_reason == "stop"
+    position = pair.decode.log_size()
+    answer = ask(pair.router.url, request)
+    assert answer.ok, answer
+    assert (answer.text, answer.finish_reason) == (expected.text, "stop")
+    new_loads(pair, position, 1)
+
+
+def test_concurrent_requests(pair: Pair) -> None:
+    requests = [body(pair, words(100 + 150 * n), stream=bool(n % 2)) for n in range(12)]
+    expected = [alone(pair, request).text for request in requests]
+    position = pair.decode.log_size()
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = list(pool.map(lambda request: ask(pair.router.url, request), requests))
+    assert [answer.error for answer in answers] == [""] * len(requests)
+    assert [answer.text for answer in answers] == expected
+    new_loads(pair, position, len(requests))
+
+
+def test_several_samples_of_one_prompt(pair: Pair) -> None:
+    """n > 1 makes several requests with one transfer id: one is loaded, the others are computed."""
+    request = {**body(pair, words(300), n=2, seed=1), "temperature": 1}
+    position = pair.decode.log_size()
+    answer = ask(pair.router.url, request)
+    assert answer.ok, answer
+    assert (answer.chunks, answer.finish_reason) == (2, "length")
+    new_loads(pair, position, 1)
+
+
+# -- the decode engine's own cache ------------------------------------------------------------------------------------
+
+
+def test_cached_prefix_is_not_loaded_again(pair: Pair) -> None:
+    prefix = words(5 * BLOCK)
+    first, second = body(pair, prefix + words(200)), body(pair, prefix + words(2 * BLOCK))
+    expected = [alone(pair, request).text for request in (first, second)]
+    texts, loads = [], []
+    for request in (first, second):
+        position = pair.decode.log_size()
+        answer = ask(pair.router.url, request)
+        assert answer.ok, answer
+        texts.append(answer.text)
+        loads += new_loads(pair, position, 1)
+    assert texts == expected
+    assert (loads[0]["first_block"], loads[0]["blocks"]) == ([0], 7)
+    assert (loads[1]["first_block"], loads[1]["blocks"]) == ([5], 2)
+
+
+def test_whole_prompt_cached(pair: Pair) -> None:
+    """Nothing is loaded, and the prefill engine frees (servers_live looks)."""
+    request = body(pair, words(3 * BLOCK + 1))
+    first = ask(pair.router.url, request)
+    position = pair.decode.log_size()
+    again = ask(pair.router.url, request)
+    assert first.ok and again.ok, (first, again)
+    assert first.text == again.text
+    idle(pair)
+    assert pair.loads(position) == []
+
+
+# -- requests that make no sense ------------------------------------------------------------------------------------
+
+GOOD = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "transfer_id": "t",
+    "remote_engine_id": "e",
+    "remote_bootstrap_addr": "http://127.0.0.1:1",
+}
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in GOOD.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (without("transfer_id"), "transfer_id is missing"),
+        (without("remote_bootstrap_addr"), "remote_bootstrap_addr is missing"),
+        (without("remote_engine_id"), "remote_engine_id is missing"),
+        ({**GOOD, "transfer_id": 7}, "transfer_id is 7"),
+        ({**GOOD, "transfer_id": ""}, "transfer_id is empty"),
+        ({**GOOD, "remote_bootstrap_addr": ["x"]}, "remote_bootstrap_addr is ['x']"),
+        ({**GOOD, "do_remote_prefill": "yes"}, "do_remote_prefill is 'yes'"),
+        ({"do_remote_decode": True, "transfer_id": "t"}, "kv_role is kv_consumer"),
+        ({**GOOD, "do_remote_decode": True}, "both true"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_params_are_computed_locally(pair: Pair, params: dict[str, Any], said: str) -> None:
+    request = body(pair, words(200))
+    position = pair.decode.log_size()
+    answer = ask(pair.decode.url, {**request, "kv_transfer_params": params})
+    assert answer.ok, answer
+    assert answer.text == alone(pair, request).text
+    wait_until(f"{said!r} in the log", lambda: said in pair.decode.log_since(position), 5)
+    assert pair.loads(position) == []
+
+
+def test_bad_params_at_the_prefill_engine(pair: Pair) -> None:
+    request = body(pair, words(200), max_tokens=1)
+    position = pair.prefill.log_size()
+    answer = ask(pair.prefill.url, {**request, "kv_transfer_params": {"do_remote_decode": True}})
+    assert answer.ok, answer
+    wait_until("a warning", lambda: "transfer_id is missing" in pair.prefill.log_since(position), 5)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "nonsense", "http://", "http://[::1", "ftp://127.0.0.1:1"])
+def test_unreachable_prefill_engine(pair: Pair, address: str) -> None:
+    """By the policy (fail) the request ends, in seconds."""
+    params = {**GOOD, "transfer_id": f"unreachable-{next(numbers)}", "remote_bootstrap_addr": address}
+    answer = ask(pair.decode.url, {**body(pair, words(200)), "kv_transfer_params": params}, timeout_s=30)
+    assert not answer.ok
+    assert answer.total_s < 8, answer
+    serves(pair)
+
+
+# -- clients that go away -------------------------------------------------------------------------------------------
+
+
+def test_client_disconnects(pair: Pair) -> None:
+    """At every stage of a request; idle() then finds no block in use on either side."""
+    for delay_s in (0.0, 0.02, 0.05, 0.1, 0.2, 0.4):
+        with open_stream(pair.router.url, body(pair, words(2200), max_tokens=200)) as connection:
+            # A bound on how long the client stays: it leaves then, or with the first bytes of the answer.
+            connection.sock.settimeout(max(delay_s, 0.001))
+            with contextlib.suppress(TimeoutError):
+                connection.sock.recv(1)
+    idle(pair)
+    serves(pair)
+
+
+def test_storm_of_disconnects(pair: Pair) -> None:
+    def client(number: int) -> None:
+        with open_stream(pair.router.url, body(pair, words(700), max_tokens=100)) as connection:
+            connection.sock.settimeout(0.01 + 0.03 * (number % 10))
+            with contextlib.suppress(TimeoutError):
+                connection.sock.recv(1)
+
+    with ThreadPoolExecutor(10) as pool:
+        list(pool.map(client, range(40)))
+    idle(pair, bound_s=40)
+    serves(pair)
+
+
+def test_decode_request_that_nobody_prefills(pair: Pair) -> None:
+    """Its client gives up: the load is cancelled and its blocks come back, long before the load would end by itself."""
+    address = f"http://127.0.0.1:{pair.bootstrap_port}"
+    status, answer = http_request("GET", address + "/query")
+    assert status == 200
+    engine = {"remote_bootstrap_addr": address, "remote_engine_id": json.loads(answer)["0"]["engine_id"]}
+    params = {**GOOD, **engine, "transfer_id": f"nobody-{next(numbers)}"}
+    whole = {**body(pair, words(600)), "kv_transfer_params": params}
+    with open_stream(pair.decode.url, whole):
+        wait_until("the load holds its blocks", lambda: metric(pair.decode.url, USAGE) > 0, 5, every_s=0.02)
+    idle(pair, bound_s=5)
+    serves(pair)
+
+
+def test_offer_whose_decode_request_never_comes(pair: Pair) -> None:
+    """The lease ends, and the prefill engine frees; no decode engine is needed for that."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"unloved-{next(numbers)}"}
+    request = {**body(pair, words(600), max_tokens=1), "kv_transfer_params": params}
+    assert ask(pair.prefill.url, request).ok
+    assert metric(pair.prefill.url, USAGE) > 0
+    idle(pair, bound_s=LEASE_S + 10)
+
+
+# -- the prefill engine dies ----------------------------------------------------------------------------------------
+
+
+def test_prefill_killed_during_loads_and_restarted(pair: Pair) -> None:
+    """Requests under way end within 5 s by the policy; the decode engine serves on and finds the new prefill engine."""
+    answers: list[Answer] = []
+    requests = [body(pair, words(2200), max_tokens=64, stream=True) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda request=request: answers.append(ask(pair.router.url, request, timeout_s=60))) for request in requests
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until("the decode engine waits", lambda: metric(pair.decode.url, USAGE) > 0, 10, every_s=0.01)
+    killed = time.monotonic()
+    pair.kill_prefill()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    took = time.monotonic() - killed
+    assert took < 5, f"{took:.1f} s"
+    assert any(not answer.ok for answer in answers), answers
+    # The decode engine serves what needs no prefill engine, and holds nothing of the rest.
+    assert alone(pair, body(pair, words(200))).ok
+    wait_until("no block in use", lambda: metric(pair.decode.url, USAGE) == 0, 5)
+
+    pair.restart_prefill()
+    serves(pair)
+
+
+# -- the other policy -----------------------------------------------------------------------------------------------
+
+
+def test_recompute_policy(pair: Pair, tmp_path: Path) -> None:
+    """With kv_load_failure_policy recompute a failed load costs time, and no text."""
+    other = Pair(Path(pair.model), tmp_path, failure_policy="recompute", progress=progress)
+    params = {**GOOD, "transfer_id": "recompute"}
+    request = body(pair, words(300))
+    try:
+        other.decode.start()
+        wait_ready([other.decode], progress=progress)
+        other.warm(other.decode)
+        answer = ask(other.decode.url, {**request, "kv_transfer_params": params})
+        assert answer.ok, answer
+        assert answer.text == alone(pair, request).text
+        wait_until("no block in use", lambda: metric(other.decode.url, USAGE) == 0, 5)
+    finally:
+        other.stop()
+    assert not other.leftovers()

@@ -1,0 +1,307 @@
+package natsbus
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// within is how long anything may take that should happen soon.
+const within = 10 * time.Second
+
+func ctxOf(t testing.TB, d time.Duration) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), d)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// eventually polls, since nothing tells a test of another process's state.
+func eventually(t testing.TB, what string, f func() error) {
+	t.Helper()
+	deadline := time.Now().Add(within)
+	for {
+		err := f()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%s: not within %v: %v", what, within, err)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+}
+
+// port is a prefill agent's bootstrap port.
+type port struct {
+	*Server
+	addr string // host:port
+	http *http.Server
+	once sync.Once
+}
+
+func (p *port) url() string { return "http://" + p.addr }
+
+func newPort(t testing.TB, addr string, opt ServerOptions) *port {
+	t.Helper()
+	s, err := StartServer(opt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var l net.Listener
+	eventually(t, "listen on "+addr, func() error {
+		l, err = net.Listen("tcp", addr)
+		return err
+	})
+	mux := http.NewServeMux()
+	mux.Handle(Path, s.Handler())
+	p := &port{Server: s, addr: l.Addr().String(), http: &http.Server{Handler: mux}}
+	go func() { _ = p.http.Serve(l) }()
+	t.Cleanup(p.stop)
+	return p
+}
+
+func (p *port) stop() {
+	p.once.Do(func() {
+		_ = p.http.Close()
+		if err := p.Server.Close(); err != nil {
+			panic(err)
+		}
+	})
+}
+
+func newBus(t testing.TB, opt Options) *Bus {
+	t.Helper()
+	b, err := Open(opt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { closeBus(t, b) })
+	return b
+}
+
+func closeBus(t testing.TB, b *Bus) {
+	t.Helper()
+	if err := b.Close(ctxOf(t, within)); err != nil {
+		t.Errorf("close: %v", err)
+	}
+}
+
+func agent(id, engine string) *wire.Agent {
+	return &wire.Agent{Version: wire.Version, ID: id, EngineID: engine, Model: "m", DType: "bf16", BlockTokens: 16,
+		Endpoints: []wire.Endpoint{{Transport: "tcp", Address: ":7000"}},
+		Shapes:    []wire.Shape{{Name: "layers.0", BlockStride: 4096, BlockBytes: 4096, NumBlocks: 10}}}
+}
+
+func hello(id string) *wire.Request {
+	return &wire.Request{Kind: wire.KindHello, From: id, Hello: agent(id, "")}
+}
+
+// serve answers every request with "ID via VIA: hello SENDER".
+func serve(b *Bus) {
+	b.Serve(func(via core.Via, req *wire.Request) *wire.Reply {
+		return &wire.Reply{Reason: string(b.opt.AgentID) + " via " + string(via) + ": hello " + req.From}
+	})
+}
+
+func register(t testing.TB, b *Bus, engine string) {
+	t.Helper()
+	if err := b.Register(ctxOf(t, within), agent(string(b.opt.AgentID), engine)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// ask sends a hello and checks who answered.
+func ask(t testing.TB, b *Bus, via core.Via, to core.AgentID, want string) {
+	t.Helper()
+	r, err := b.Request(ctxOf(t, within), via, to, hello(string(b.opt.AgentID)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r.Code != 0 || r.Reason != want {
+		t.Fatalf("reply %+v, want %q", r, want)
+	}
+}
+
+// pair is a prefill agent "P" of engine "e" and a decode agent "D" that knows it.
+func pair(t testing.TB) (p *port, prefill, decode *Bus, via core.Via) {
+	t.Helper()
+	p = newPort(t, "127.0.0.1:0", ServerOptions{})
+	prefill = newBus(t, Options{AgentID: "P", Server: p.Server})
+	serve(prefill)
+	register(t, prefill, "e")
+	decode = newBus(t, Options{AgentID: "D"})
+	serve(decode)
+	_, via, err := decode.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url(), EngineID: "e"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p, prefill, decode, via
+}
+
+func mustBe(t testing.TB, err, want error) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Fatalf("error %v, want one that is %q", err, want)
+	}
+}
+
+func observed() (*zap.Logger, *observer.ObservedLogs) {
+	c, logs := observer.New(zapcore.DebugLevel)
+	return zap.New(c), logs
+}
+
+// proxy is a TCP proxy that can stop to carry bytes without closing anything.
+type proxy struct {
+	net.Listener
+	frozen atomic.Bool
+	mu     sync.Mutex
+	conns  []net.Conn
+	wg     sync.WaitGroup
+}
+
+func newProxy(t testing.TB, to string) *proxy {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &proxy{Listener: l}
+	p.wg.Go(func() {
+		for {
+			in, err := l.Accept()
+			if err != nil {
+				return
+			}
+			out, err := net.Dial("tcp", to)
+			if err != nil {
+				_ = in.Close()
+				continue
+			}
+			p.mu.Lock()
+			p.conns = append(p.conns, in, out)
+			p.mu.Unlock()
+			p.wg.Go(func() { p.copy(in, out) })
+			p.wg.Go(func() { p.copy(out, in) })
+		}
+	})
+	t.Cleanup(func() {
+		_ = l.Close()
+		p.mu.Lock()
+		for _, c := range p.conns {
+			_ = c.Close()
+		}
+		p.mu.Unlock()
+		p.wg.Wait()
+	})
+	return p
+}
+
+func (p *proxy) copy(dst, src net.Conn) {
+	defer func() { _ = dst.Close() }()
+	buf := make([]byte, 64<<10)
+	for {
+		n, err := src.Read(buf)
+		if err != nil {
+			return
+		}
+		if p.frozen.Load() {
+			continue
+		}
+		if _, err := dst.Write(buf[:n]); err != nil {
+			return
+		}
+	}
+}
+
+var (
+	buildOnce sync.Once
+	buildDir  string
+	errBuild  error
+)
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if buildDir != "" {
+		_ = os.RemoveAll(buildDir)
+	}
+	os.Exit(code)
+}
+
+// cluster is a nats-server in a process of its own.
+type cluster struct {
+	t    testing.TB
+	bin  string
+	addr string
+	args []string
+	cmd  *exec.Cmd
+}
+
+func newCluster(t testing.TB, args ...string) *cluster {
+	t.Helper()
+	buildOnce.Do(func() {
+		if buildDir, errBuild = os.MkdirTemp("", "kvconn-test-"); errBuild != nil {
+			return
+		}
+		cmd := exec.Command("go", "build", "-o", filepath.Join(buildDir, "nats-server"), "github.com/nats-io/nats-server/v2")
+		var out []byte
+		if out, errBuild = cmd.CombinedOutput(); errBuild != nil {
+			errBuild = errors.New(string(out))
+		}
+	})
+	if errBuild != nil {
+		t.Fatal(errBuild)
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &cluster{t: t, bin: filepath.Join(buildDir, "nats-server"), addr: l.Addr().String(), args: args}
+	_ = l.Close()
+	c.start()
+	t.Cleanup(c.kill)
+	return c
+}
+
+func (c *cluster) url() string { return "nats://" + c.addr }
+
+func (c *cluster) start() {
+	c.t.Helper()
+	host, port, _ := net.SplitHostPort(c.addr)
+	c.cmd = exec.Command(c.bin, append([]string{"-a", host, "-p", port, "-js", "-sd", c.t.TempDir()}, c.args...)...)
+	if err := c.cmd.Start(); err != nil {
+		c.t.Fatal(err)
+	}
+	eventually(c.t, "nats-server", func() error {
+		conn, err := net.Dial("tcp", c.addr)
+		if err == nil {
+			_ = conn.Close()
+		}
+		return err
+	})
+}
+
+// kill is SIGKILL.
+func (c *cluster) kill() {
+	if c.cmd == nil {
+		return
+	}
+	_ = c.cmd.Process.Kill()
+	_ = c.cmd.Wait()
+	c.cmd = nil
+}

@@ -1,0 +1,491 @@
+"""The typed API on the installed wheel: transfers, completions, bad input."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import BLOCK, BLOCKS, LAYERS, Side
+
+import kvconn
+
+
+def random_blocks(side: Side, ids: list[int]) -> np.ndarray:
+    data = np.random.default_rng(7).integers(0, 256, (LAYERS, len(ids), BLOCK), dtype=np.uint8)
+    side.cache[:, ids] = data
+    return data
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_blocks_move(prefill: Side, decode: Side, transfer_id: str, first: str) -> None:
+    data = random_blocks(prefill, [3, 9, 4])
+    offer = kvconn.Offer(transfer_id, [[3, 9, 4]], token=5)
+    load = kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1, 0, 7]], token=2**60)
+    if first == "prefill":
+        prefill.agent.offer([offer])
+        decode.agent.start_load([load])
+    else:
+        decode.agent.start_load([load])
+        prefill.agent.announce([transfer_id])
+        prefill.agent.offer([offer])
+    done = decode.finished(transfer_id)
+    assert (done.kind, done.code, done.reason, done.blocks, done.token) == ("load", 0, "", 3, 2**60)
+    assert done.ok and done.transport == "tcp" and done.bytes == LAYERS * 3 * BLOCK and done.segments > 0
+    assert done.wait_s >= 0 and done.transfer_s > 0
+    sent = prefill.finished(transfer_id)
+    assert (sent.kind, sent.code, sent.token, sent.bytes) == ("offer", 0, 5, done.bytes)
+    assert np.array_equal(decode.cache[:, [1, 0, 7]], data)
+    others = [b for b in range(BLOCKS) if b not in (1, 0, 7)]
+    assert not decode.cache[:, others].any()
+    assert not decode.agent.get_finished() and not prefill.agent.get_finished()
+
+
+def test_cached_prefix_is_skipped(prefill: Side, decode: Side, transfer_id: str) -> None:
+    data = random_blocks(prefill, [0, 1, 2, 3])
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[0, 1, 2, 3]])])
+    address = prefill.agent.bootstrap_address
+    decode.agent.start_load([kvconn.Load(transfer_id, address, "engine-prefill", [[8, 9]], first_block=[2])])
+    assert decode.finished(transfer_id).blocks == 2
+    assert np.array_equal(decode.cache[:, [8, 9]], data[:, 2:])
+    assert not decode.cache[:, :8].any()
+
+
+def test_empty_load_frees_the_offer(prefill: Side, decode: Side, transfer_id: str) -> None:
+    address = prefill.agent.bootstrap_address
+    decode.agent.start_load([kvconn.Load(transfer_id, address, "engine-prefill", [])])
+    assert decode.finished(transfer_id).ok
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[1]])])
+    assert prefill.finished(transfer_id).ok
+
+
+def test_many_in_one_batch(prefill: Side, decode: Side) -> None:
+    ids = [f"batch-{i}" for i in range(500)]
+    address = prefill.agent.bootstrap_address
+    decode.agent.start_load([kvconn.Load(t, address, "engine-prefill", [[i % BLOCKS]]) for i, t in enumerate(ids)])
+    prefill.agent.offer([kvconn.Offer(t, [[i % BLOCKS]]) for i, t in enumerate(ids)])
+    for side in (decode, prefill):
+        seen: dict[str, int] = {}
+        deadline = time.monotonic() + 60
+        while len(seen) < len(ids) and time.monotonic() < deadline:
+            for done in side.agent.get_finished():
+                assert done.ok, done
+                seen[done.transfer_id] = seen.get(done.transfer_id, 0) + 1
+            side.agent.wait(1)
+        assert seen == dict.fromkeys(ids, 1)
+
+
+def test_cancel_by_decode_frees_prefill(prefill: Side, decode: Side, transfer_id: str) -> None:
+    prefill.agent.announce([transfer_id])
+    decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1]])])
+    decode.agent.cancel([transfer_id], "the client went away")
+    done = decode.finished(transfer_id)
+    assert done.code == kvconn.Status.CANCELLED and "client went away" in done.reason
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[2]])])
+    assert prefill.finished(transfer_id).code == kvconn.Status.PEER_CANCELLED
+
+
+def test_cancel_by_prefill_reaches_decode(prefill: Side, decode: Side, transfer_id: str) -> None:
+    prefill.agent.announce([transfer_id])
+    decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1]])])
+    prefill.agent.cancel([transfer_id], "out of memory")
+    done = decode.finished(transfer_id)
+    assert done.code == kvconn.Status.PEER_CANCELLED and "out of memory" in done.reason
+
+
+def test_load_that_nobody_offers(decode: Side, transfer_id: str) -> None:
+    prefill = Side("prefill", early_load_s=0.5).register()
+    decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1]])])
+    done = decode.finished(transfer_id)
+    assert done.code == kvconn.Status.NOT_OFFERED and transfer_id in done.reason
+    prefill.agent.close()
+
+
+def test_offer_that_nobody_loads(transfer_id: str) -> None:
+    prefill = Side("prefill", lease_s=0.5).register()
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[1]])])
+    done = prefill.finished(transfer_id)
+    assert done.code == kvconn.Status.EXPIRED and "lease" in done.reason
+    prefill.agent.close()
+
+
+def test_closed_prefill_ends_loads(decode: Side, transfer_id: str) -> None:
+    prefill = Side("prefill").register()
+    decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1]])])
+    prefill.until("offers_under_way", 1)  # the load has arrived
+    prefill.agent.announce([transfer_id])
+    prefill.agent.close()
+    done = decode.finished(transfer_id)
+    assert done.code in (kvconn.Status.AGENT_CLOSED, kvconn.Status.PEER_LOST), done
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://", "ftp://x", "127.0.0.1:8998", "http://[::1"])
+def test_unreachable_bootstrap(decode: Side, transfer_id: str, address: str) -> None:
+    decode.agent.start_load([kvconn.Load(transfer_id, address, "engine-prefill", [[1]])])
+    done = decode.finished(transfer_id)
+    assert done.code == kvconn.Status.UNREACHABLE and address in done.reason
+
+
+def test_unknown_engine(prefill: Side, decode: Side, transfer_id: str) -> None:
+    decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "somebody-else", [[1]])])
+    done = decode.finished(transfer_id)
+    assert done.code == kvconn.Status.UNREACHABLE and "somebody-else" in done.reason
+
+
+def test_layouts_that_differ_name_both_values(prefill: Side, transfer_id: str) -> None:
+    other = kvconn.Agent({"engine_id": "d", "role": "decode"})
+    cache = np.zeros((LAYERS, BLOCKS, BLOCK // 2), np.uint8)
+    other.register_kv_caches([r for i in range(LAYERS) for r in kvconn.regions_from_tensor(f"layer.{i}", cache[i], 0)])
+    other.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1]])])
+    other.wait(30)
+    (done,) = other.get_finished()
+    assert done.code == kvconn.Status.REFUSED and str(BLOCK) in done.reason and str(BLOCK // 2) in done.reason
+    other.close()
+
+
+def test_models_that_differ_are_refused(prefill: Side, transfer_id: str) -> None:
+    one = Side("prefill", model="llama", engine_id="m").register()
+    two = Side("decode", model="qwen").register()
+    two.agent.start_load([kvconn.Load(transfer_id, one.agent.bootstrap_address, "m", [[1]])])
+    done = two.finished(transfer_id)
+    assert done.code == kvconn.Status.REFUSED and "llama" in done.reason and "qwen" in done.reason
+    one.agent.close()
+    two.agent.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({}, "engine_id"),
+        ({"engine_id": "e"}, "role"),
+        ({"engine_id": "e", "role": "chef"}, "chef"),
+        ({"engine_id": 5, "role": "decode"}, "engine_id"),
+        ({"engine_id": "e", "role": "decode", "leas_s": 3}, "leas_s"),
+        ({"engine_id": "e", "role": "decode", "lease_s": -3}, "lease_s"),
+        ({"engine_id": "e", "role": "decode", "lease_s": "long"}, "lease_s"),
+        ({"engine_id": "e", "role": "decode", "transport": "pigeon"}, "pigeon"),
+        ({"engine_id": "e", "role": "decode", "max_transfers": 0}, "max_transfers"),
+        ({"engine_id": "e", "role": "prefill", "bootstrap_port": 70000}, "70000"),
+        ({"engine_id": "e", "role": "decode", "nats_url": "http://x"}, "nats_url"),
+        ({"engine_id": "e", "role": "decode", "model": object()}, "JSON"),
+    ],
+)
+def test_bad_config_names_the_key(config: dict, says: str) -> None:
+    with pytest.raises(kvconn.ConfigError, match=says) as e:
+        kvconn.Agent(config)
+    assert e.value.code == kvconn.Status.INVALID
+
+
+def test_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+        with pytest.raises(kvconn.AddressError, match=str(port)):
+            kvconn.Agent({"engine_id": "e", "role": "prefill", "bootstrap_host": "127.0.0.1", "bootstrap_port": port})
+
+
+def region(**change: object) -> kvconn.Region:
+    return kvconn.Region("r", 1 << 20, 4096, 4096, 8)._replace(**change)
+
+
+@pytest.mark.parametrize(
+    ("regions", "says"),
+    [
+        ([], "no regions"),
+        ([region(address=0)], "null"),
+        ([region(address=(1 << 20) + 2)], "unaligned"),
+        ([region(block_bytes=8192)], "stride"),
+        ([region(), region()], "twice"),
+        ([region(), region(name="s", address=(1 << 20) + 4096)], "overlaps"),
+        ([region(group=1)], "group 0"),
+        ([region(name="")], "name"),
+        ([region(num_blocks=0)], "0"),
+        ([region(address=-1)], "address"),
+        ([region(address=(1 << 64) - 4096)], "address space"),
+    ],
+)
+def test_bad_regions(regions: list[kvconn.Region], says: str) -> None:
+    with kvconn.Agent({"engine_id": "e", "role": "decode"}) as agent, pytest.raises(kvconn.InvalidError, match=says):
+        agent.register_kv_caches(regions)
+
+
+@pytest.mark.parametrize(
+    ("load", "error", "says"),
+    [
+        (kvconn.Load("", "http://x:1", "e", [[1]]), kvconn.InvalidError, "transfer_id"),
+        (kvconn.Load("a\0b", "http://x:1", "e", [[1]]), kvconn.InvalidError, "NUL"),
+        (kvconn.Load("t" * 200, "http://x:1", "e", [[1]]), kvconn.InvalidError, "128"),
+        (kvconn.Load("t", "", "", [[1]]), kvconn.InvalidError, "bootstrap"),
+        (kvconn.Load("t", "http://x:1", "e", [[BLOCKS]]), kvconn.InvalidError, f"block id {BLOCKS}"),
+        (kvconn.Load("t", "http://x:1", "e", [[1, 1]]), kvconn.InvalidError, "twice"),
+        (kvconn.Load("t", "http://x:1", "e", [[-1]]), kvconn.InvalidError, "block ids"),
+        (kvconn.Load("t", "http://x:1", "e", [[1], [1]]), kvconn.InvalidError, "groups"),
+        (kvconn.Load("t", "http://x:1", "e", [[1]], [1, 2]), kvconn.InvalidError, "first_block"),
+        (kvconn.Load(7, "http://x:1", "e", [[1]]), kvconn.InvalidError, "transfer_id"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_loads(decode: Side, load: kvconn.Load, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        decode.agent.start_load([load])
+    assert decode.agent.stats()["outstanding"] == 0
+
+
+def test_same_transfer_twice(prefill: Side, decode: Side, transfer_id: str) -> None:
+    prefill.agent.announce([transfer_id])
+    load = kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1]])
+    decode.agent.start_load([load])
+    with pytest.raises(kvconn.DuplicateError, match=transfer_id) as e:
+        decode.agent.start_load([load])
+    assert e.value.transfer_id == transfer_id
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[1]])])
+    assert decode.finished(transfer_id).ok
+
+
+def test_second_decoder_is_refused(prefill: Side, decode: Side, transfer_id: str) -> None:
+    other = Side("decode", engine_id="other").register()
+    load = kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1]])
+    decode.agent.start_load([load])
+    prefill.until("offers_under_way", 1)
+    other.agent.start_load([load._replace(block_ids=[[2]])])
+    done = other.finished(transfer_id)
+    assert done.code == kvconn.Status.REFUSED and "already" in done.reason
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[1]])])
+    assert decode.finished(transfer_id).ok and prefill.finished(transfer_id).ok
+    other.agent.close()
+
+
+def test_overload_is_refused_and_passes() -> None:
+    prefill = Side("prefill", max_transfers=4).register()
+    offers = [kvconn.Offer(f"o{i}", [[1]]) for i in range(6)]
+    with pytest.raises(kvconn.OverloadError, match="max_transfers") as e:
+        prefill.agent.offer(offers)
+    assert e.value.transfer_id == "o4"
+    prefill.agent.cancel([o.transfer_id for o in offers[:4]])
+    for o in offers[:4]:
+        assert prefill.finished(o.transfer_id).code == kvconn.Status.CANCELLED
+    prefill.agent.offer([kvconn.Offer("later", [[1]])])
+    prefill.agent.close()
+
+
+def test_transfers_before_registration() -> None:
+    with kvconn.Agent({"engine_id": "e", "role": "decode"}) as agent, pytest.raises(kvconn.NotRegisteredError):
+        agent.start_load([kvconn.Load("t", "http://x:1", "e", [[1]])])
+
+
+def test_closed_agent(decode: Side) -> None:
+    agent = decode.agent
+    agent.close()
+    agent.close()
+    for call in (
+        agent.get_finished,
+        agent.stats,
+        agent.fileno,
+        lambda: agent.wait(0),
+        lambda: agent.cancel(["x"]),
+        lambda: agent.announce(["x"]),
+        lambda: agent.register_kv_caches([]),
+    ):
+        with pytest.raises(kvconn.ClosedError):
+            call()
+    assert "closed" in repr(agent)
+
+
+def test_close_with_transfers_under_way(prefill: Side) -> None:
+    decode = Side("decode").register()
+    load = kvconn.Load("under-way", prefill.agent.bootstrap_address, "engine-prefill", [[1]])
+    decode.agent.start_load([load, load._replace(transfer_id="early", block_ids=[[2]])])
+    prefill.until("offers_under_way", 2)
+    prefill.agent.announce(["under-way"])
+    begin = time.monotonic()
+    decode.agent.close()
+    assert time.monotonic() - begin < 20
+    # The prefill engine is told: its blocks come back without waiting for the lease.
+    prefill.agent.offer([kvconn.Offer("under-way", [[1]])])
+    assert not prefill.finished("under-way").ok
+
+
+def test_event_fd(prefill: Side, decode: Side, transfer_id: str) -> None:
+    assert select.select([decode.agent], [], [], 0) == ([], [], [])
+    assert decode.agent.wait(0) is False
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[1]])])
+    decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1]])])
+    assert select.select([decode.agent], [], [], 30)[0] == [decode.agent]
+    assert decode.agent.wait(0) is True
+    assert len(decode.agent.get_finished()) == 1
+    assert select.select([decode.agent], [], [], 0)[0] == []
+
+
+def test_logs_arrive_in_logging(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "kvconn"):
+        agent = kvconn.Agent({"engine_id": "talkative", "role": "decode"})
+        agent.close()
+        deadline = time.monotonic() + 30
+        while not any("talkative" in r.getMessage() for r in caplog.records) and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+    assert any(r.name.startswith("kvconn") and "talkative" in r.getMessage() for r in caplog.records)
+
+
+def test_threads_share_an_agent(prefill: Side, decode: Side) -> None:
+    address = prefill.agent.bootstrap_address
+
+    def work(n: int) -> None:
+        for i in range(25):
+            t = f"thread-{n}-{i}"
+            decode.agent.start_load([kvconn.Load(t, address, "engine-prefill", [[n]])])
+            prefill.agent.offer([kvconn.Offer(t, [[n]])])
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for t in threads:
+        t.start()
+    seen: list[str] = []
+    deadline = time.monotonic() + 60
+    while len(seen) < 100 and time.monotonic() < deadline:
+        for done in decode.agent.get_finished():
+            assert done.ok, done
+            seen.append(done.transfer_id)
+        decode.agent.wait(0.1)
+    for t in threads:
+        t.join()
+    assert len(seen) == len(set(seen)) == 100
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, **env})
+
+
+def test_forked_child_gets_an_error() -> None:
+    r = run(
+        """
+import os, signal, kvconn
+a = kvconn.Agent({"engine_id": "e", "role": "decode"})
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    errors = 0
+    for call in (a.get_finished, a.stats, lambda: kvconn.Agent({"engine_id": "e", "role": "decode"})):
+        try:
+            call()
+        except kvconn.ForkedError:
+            errors += 1
+    os._exit(0 if errors == 3 else 1)
+assert os.waitpid(pid, 0)[1] == 0
+a.close()
+"""
+    )
+    assert r.returncode == 0, r.stderr
+
+
+def test_fork_before_first_use_is_fine() -> None:
+    r = run(
+        """
+import os, signal, kvconn
+pid = os.fork()
+signal.alarm(60)
+kvconn.Agent({"engine_id": "e", "role": "decode"}).close()
+if pid == 0:
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    )
+    assert r.returncode == 0, r.stderr
+
+
+def test_import_loads_no_library() -> None:
+    r = run(
+        """
+import sys, kvconn
+assert "ctypes" not in sys.modules and "libkvconn" not in open("/proc/self/maps").read()
+from kvconn import Agent
+assert "libkvconn" not in open("/proc/self/maps").read()
+Agent({"engine_id": "e", "role": "decode"}).close()
+assert "libkvconn" in open("/proc/self/maps").read()
+"""
+    )
+    assert r.returncode == 0, r.stderr
+
+
+def test_missing_library_says_what_to_do() -> None:
+    r = run("import kvconn; kvconn.Agent({})", KVCONN_LIBRARY="/nowhere/libkvconn.so")
+    assert r.returncode != 0 and "KVCONN_LIBRARY" in r.stderr
+
+
+def test_host_keeps_its_signals_and_output() -> None:
+    r = run(
+        """
+import signal, kvconn
+before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}
+a = kvconn.Agent({"engine_id": "e", "role": "both", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
+assert before == {s: signal.getsignal(s) for s in before}
+caught = []
+signal.signal(signal.SIGINT, lambda *_: caught.append(1))
+signal.raise_signal(signal.SIGINT)
+assert caught == [1]
+a.close()
+"""
+    )
+    assert (r.returncode, r.stdout, r.stderr) == (0, "", "")
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    r = run(
+        """
+import os, tempfile, kvconn
+def once():
+    a = kvconn.Agent({"engine_id": "e", "role": "both", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
+    a.close()
+once()
+fds = len(os.listdir("/proc/self/fd"))
+for _ in range(5):
+    once()
+assert len(os.listdir("/proc/self/fd")) <= fds, (fds, os.listdir("/proc/self/fd"))
+left = [f for f in os.listdir(tempfile.gettempdir()) if f.startswith("kvconn")]
+assert not left, left
+""",
+        TMPDIR=str(tmp_path),
+    )
+    assert r.returncode == 0, r.stderr
+
+
+def test_host_process_stays_small() -> None:
+    r = run(
+        """
+import json, os, kvconn
+def rss():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) / 1024
+from kvconn import agent, errors, logs, types, _lib
+before, threads = rss(), len(os.listdir("/proc/self/task"))
+a = kvconn.Agent({"engine_id": "e", "role": "both", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
+a.register_kv_caches([kvconn.Region("r", 1 << 20, 4096, 4096, 8)])
+print(json.dumps({"mb": rss() - before, "threads": len(os.listdir("/proc/self/task")) - threads}))
+a.close()
+"""
+    )
+    used = json.loads(r.stdout)
+    assert used["mb"] <= 40 and used["threads"] <= 12, used
+
+
+def test_command_line() -> None:
+    command = [sys.executable, "-m", "kvconn"]
+    r = subprocess.run([*command, "demo"], capture_output=True, text=True, timeout=120)
+    assert r.returncode == 0 and r.stdout.count("verified") == 5, r.stdout + r.stderr
+    r = subprocess.run(
+        [*command, "bench", "--block", "16K", "--total", "8M", "--rounds", "2", "--iperf3=false", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (row,) = json.loads(r.stdout)["results"]
+    assert row["block_bytes"] == 16384 and row["total_bytes"] == 8 << 20 and row["median_gb_per_s"] > 0
+    assert set(row) >= {"transport", "best_gb_per_s", "iperf3_gb_per_s"}
+    for args, says in (([], "Usage"), (["cook"], "cook"), (["bench", "--block", "3"], "block"), (["proxy"], "--prefill")):
+        r = subprocess.run([*command, *args], capture_output=True, text=True, timeout=60)
+        assert r.returncode == 2 or (args == ["proxy"] and r.returncode != 0), (args, r)
+        assert says in r.stderr, (args, r.stderr)
