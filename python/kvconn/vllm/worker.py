@@ -183,14 +183,10 @@ class WorkerSide:
         except Exception as error:
             if not (self._loads or self._offers):
                 return ()
-            # The agent is gone and answers no more: end everything rather than wait for ever.
-            logger.error("get_finished: %s: %d loads, %d offers end", error, len(self._loads), len(self._offers))
-            for loading in self._loads.values():
-                self._report_load(loading.work, failed=True)
-            self._reports.sent.update(work.req_id for work in self._offers.values())
-            self._loads.clear()
-            self._offers.clear()
-            return ()
+            # Nobody can say any more whether bytes still land in these blocks, or are read from them. Giving them back
+            # would mean wrong tokens, so the engine has to end instead.
+            logger.critical("get_finished: %s: %d loads and %d offers have no end", error, len(self._loads), len(self._offers))
+            raise
 
     def _ended(self, completion: Any) -> None:
         if completion.kind == "offer":
