@@ -35,7 +35,7 @@ const (
 )
 
 // errUsage marks errors of the command line.
-var errUsage = errors.New("usage")
+var errUsage = errors.New("wrong usage")
 
 // Main runs the command; args[0] is the program's name. SIGINT and SIGTERM end
 // it in order, with nothing left behind.
@@ -60,7 +60,7 @@ func Main(args []string) int {
 	case "help", "-h", "--help":
 		fmt.Print(usage)
 	default:
-		err = fmt.Errorf("%w: unknown command %q", errUsage, args[1])
+		err = fmt.Errorf("%w: there is no command %q", errUsage, args[1])
 	}
 	switch {
 	case err == nil:
@@ -69,7 +69,7 @@ func Main(args []string) int {
 		fmt.Fprintln(os.Stderr, "kvconn: interrupted")
 		return 130
 	case errors.Is(err, errUsage):
-		fmt.Fprintf(os.Stderr, "kvconn: %v\n\n%s", err, usage)
+		fmt.Fprintf(os.Stderr, "kvconn %s: %v\nkvconn --help lists the commands, kvconn COMMAND --help its options\n", args[1], err)
 		return exitUsage
 	}
 	fmt.Fprintf(os.Stderr, "kvconn %s: %v\n", args[1], err)
@@ -78,8 +78,12 @@ func Main(args []string) int {
 
 func runProxy(ctx context.Context, args []string, out io.Writer) error {
 	cfg, err := proxy.ParseArgs(args)
-	if err != nil {
+	if errors.Is(err, proxy.ErrHelp) {
+		_, err = io.WriteString(out, proxy.Usage)
 		return err
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", errUsage, err)
 	}
 	return proxy.Run(ctx, cfg, newLogger(zap.InfoLevel))
 }

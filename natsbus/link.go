@@ -108,6 +108,10 @@ func (l *link) subscribe() error {
 	l.mu.Lock()
 	l.sub, l.deaf = sub, deaf
 	l.mu.Unlock()
+	// From here on the server knows. A link that is down tells it later.
+	if err := l.nc.FlushTimeout(l.bus.opt.ConnectTimeout); err != nil && !broken(err) {
+		return err
+	}
 	return nil
 }
 

@@ -11,12 +11,16 @@ rm -rf $clean && "$python" -m venv $clean
 $clean/bin/pip install --quiet --disable-pip-version-check "$wheel" pytest==8.4.2 'numpy<3'
 rm -rf $clean/tests && cp -r python/tests $clean/tests
 (cd $clean && env -u PYTHONPATH PATH="$PWD/bin:$PATH" bin/python -m pytest tests --ignore tests/test_vllm_connector.py -p no:cacheprovider "${PYTEST_ARGS[@]:--q}")
-for old in python3.9 python3.10; do
-  if command -v $old >/dev/null && $old -c 'import venv' 2>/dev/null; then
-    rm -rf build/test-old && $old -m venv build/test-old
-    build/test-old/bin/pip install --quiet --disable-pip-version-check "$wheel"
-    build/test-old/bin/python -c 'import kvconn; a = kvconn.Agent({"engine_id": "old", "role": "decode"}); a.close(); print("imports and opens")'
-    echo "the same wheel works on $($old -V)"
-    break
+# One wheel serves every CPython: the oldest and the newest that are at hand.
+versions=${PYENV_ROOT:-$HOME/.pyenv}/versions
+tried=0
+for other in python3.9 "$versions"/3.9.*/bin/python python3.10 python3.13 "$versions"/3.13.*/bin/python python3.14; do
+  if command -v "$other" >/dev/null && "$other" -c 'import venv, ensurepip' 2>/dev/null; then
+    rm -rf build/test-other && "$other" -m venv build/test-other
+    build/test-other/bin/pip install --quiet --disable-pip-version-check "$wheel"
+    (cd build/test-other && bin/python -c 'import kvconn; a = kvconn.Agent({"engine_id": "other", "role": "decode"}); a.close()' && bin/kvconn demo >/dev/null)
+    echo "the same wheel works on $("$other" -V)"
+    tried=$((tried + 1))
   fi
 done
+[[ $tried -gt 0 ]] || echo "the wheel was tried on $("$python" -V) only: no other Python is at hand"
