@@ -720,8 +720,8 @@ func TestClosedBus(t *testing.T) {
 	_, err := prefill.Request(ctxOf(t, within), "", "D", hello("P"))
 	mustBe(t, err, core.ErrAbsent)
 	p.stop()
-	if _, err := os.Stat(p.storeDir); !os.IsNotExist(err) {
-		t.Errorf("%s is left: %v", p.storeDir, err)
+	if _, err := os.Stat(p.store.dir); !os.IsNotExist(err) {
+		t.Errorf("%s is left: %v", p.store.dir, err)
 	}
 	if err := p.Server.Close(); err != nil {
 		t.Error(err)

@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
-	"os"
+	"path/filepath"
 	"sync"
 	"time"
 
@@ -45,10 +45,10 @@ type ServerOptions struct {
 // Server is a NATS server inside this process without a port of its own: peers
 // come through Handler, this agent's Bus comes in-process.
 type Server struct {
-	opt      ServerOptions
-	log      *zap.Logger
-	nats     *server.Server
-	storeDir string
+	opt   ServerOptions
+	log   *zap.Logger
+	nats  *server.Server
+	store *store
 
 	mu     sync.Mutex
 	closed bool
@@ -70,20 +70,20 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	if opt.MaxMemory == 0 {
 		opt.MaxMemory = defaultMaxMemory
 	}
-	dir, err := os.MkdirTemp("", "kvconn-nats-")
+	st, err := newStore()
 	if err != nil {
-		return nil, fmt.Errorf("embedded nats server: no folder for its state, set TMPDIR to one that can be written: %w", err)
+		return nil, err
 	}
-	s := &Server{opt: opt, log: opt.Logger, storeDir: dir, conns: map[*upgraded]struct{}{}}
+	s := &Server{opt: opt, log: opt.Logger, store: st, conns: map[*upgraded]struct{}{}}
 	log := &serverLogger{log: opt.Logger.Sugar()}
 	s.nats, err = server.NewServer(&server.Options{
-		ServerName:         "kvconn-" + dir[len(dir)-8:],
+		ServerName:         filepath.Base(st.dir),
 		DontListen:         true,
 		NoSigs:             true,
 		JetStream:          true,
 		JetStreamMaxMemory: opt.MaxMemory,
 		JetStreamMaxStore:  1 << 20, // nothing is stored in files; 0 would mean most of the disk
-		StoreDir:           dir,
+		StoreDir:           st.dir,
 		Authorization:      opt.Token,
 		MaxPayload:         wire.MaxMessage,
 		MaxConn:            opt.MaxConns + 16, // and the in-process ones
@@ -92,7 +92,7 @@ func StartServer(opt ServerOptions) (*Server, error) {
 		WriteDeadline:      writeWait,
 	})
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("embedded nats server: %w", err), os.RemoveAll(dir))
+		return nil, errors.Join(fmt.Errorf("embedded nats server: %w", err), st.remove())
 	}
 	s.nats.SetLoggerV2(log, false, false, false)
 	s.nats.Start()
@@ -133,7 +133,7 @@ func (s *Server) close() error {
 	case <-bound.C:
 		err = fmt.Errorf("embedded nats server: it still runs %v after it was told to stop", serverStop)
 	}
-	return errors.Join(err, os.RemoveAll(s.storeDir))
+	return errors.Join(err, s.store.remove())
 }
 
 func (s *Server) dialContext(context.Context) (net.Conn, error) { return s.dial() }
