@@ -1,18 +1,20 @@
 package main
 
 /*
-#cgo CFLAGS: -std=gnu11 -O2 -Wall -Wextra -fvisibility=hidden
+#cgo CFLAGS: -std=gnu11 -O2 -Wall -Wextra -Wno-unused-parameter -fvisibility=hidden
 #include <stdlib.h>
 #include "slots.h"
 */
 import "C"
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
 	"runtime"
+	"slices"
 	"sync"
 	"syscall"
 	"unsafe"
@@ -49,6 +51,7 @@ func poison(where string, cause any, stack []byte) {
 		agents.poisoned = fmt.Errorf("a defect of kvconn in %s: %v; the library is unusable in this process, please report it", where, cause)
 	}
 	logs.panicked(where, cause, stack)
+	C.slots_poison()
 }
 
 // guard contains a panic of an export and turns errors into status and text.
@@ -154,20 +157,17 @@ func go_open(config *C.char, out *C.kvconn_agent, text **C.char) C.int32_t {
 //export go_close
 func go_close(h C.kvconn_agent, text **C.char) C.int32_t {
 	return guard("kvconn_close", text, func() error {
-		a, err := find(h)
-		if err != nil {
-			return err
-		}
+		// Also after a panic: the memory must not be written any more.
 		agents.Lock()
-		_, mine := agents.byHandle[h]
+		a, poisoned := agents.byHandle[h], agents.poisoned
 		delete(agents.byHandle, h)
 		agents.Unlock()
-		if !mine {
-			return errHandle
+		if a == nil {
+			return cmp.Or(poisoned, errHandle)
 		}
-		err = a.Close()
+		err := a.Close()
 		C.slot_close(h)
-		return err
+		return cmp.Or(poisoned, err)
 	})
 }
 
@@ -185,6 +185,9 @@ func go_register(h C.kvconn_agent, regions *C.kvconn_region, n C.size_t, text **
 		err = structs(regions, n, func(r *C.kvconn_region) C.uint32_t { return r.struct_size }, func(i int, r *C.kvconn_region) error {
 			if r.name == nil {
 				return fmt.Errorf("%w: region %d: name is NULL", core.ErrInvalid, i)
+			}
+			if r.reserved != 0 {
+				return fmt.Errorf("%w: region %d: reserved is %d, want 0", core.ErrInvalid, i, r.reserved)
 			}
 			list = append(list, core.Region{Name: C.GoString(r.name), Base: uint64(r.address), BlockStride: uint64(r.block_stride),
 				BlockBytes: uint64(r.block_bytes), NumBlocks: uint32(r.num_blocks), Group: uint32(r.group)})
@@ -241,7 +244,10 @@ func go_offer(h C.kvconn_agent, offers *C.kvconn_offer_request, n C.size_t, take
 		}
 		list := make([]core.OfferRequest, 0, n)
 		err = structs(offers, n, func(o *C.kvconn_offer_request) C.uint32_t { return o.struct_size }, func(i int, o *C.kvconn_offer_request) error {
-			blocks, _, err := groups(o.groups, o.num_groups)
+			blocks, first, err := groups(o.groups, o.num_groups)
+			if i := slices.IndexFunc(first, func(f uint32) bool { return f != 0 }); i >= 0 && err == nil {
+				err = fmt.Errorf("first of group %d is %d, want 0: an offer starts with the prompt's first block", i, first[i])
+			}
 			if err != nil || o.transfer_id == nil {
 				return fmt.Errorf("%w: offers[%d]: transfer_id is NULL or %v", core.ErrInvalid, i, err)
 			}

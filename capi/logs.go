@@ -19,6 +19,9 @@ import (
 // maxLogs bounds the ring: a host that does not read loses the oldest.
 const maxLogs = 1024
 
+// maxStack keeps the record of a panic within a reader's buffer.
+const maxStack = 8 << 10
+
 // logs is the ring of the whole library.
 var logs logRing
 
@@ -61,6 +64,9 @@ func (l *logRing) logger(level string) *zap.Logger {
 }
 
 func (l *logRing) panicked(where string, cause any, stack []byte) {
+	if len(stack) > maxStack {
+		stack = stack[:maxStack]
+	}
 	b, err := json.Marshal(map[string]any{"level": "error", "time": float64(time.Now().UnixMicro()) / 1e6, "msg": "panic contained",
 		"where": where, "cause": fmt.Sprint(cause), "stack": string(stack)})
 	if err == nil {

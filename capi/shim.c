@@ -46,6 +46,10 @@ static int32_t fail_forked(void) {
 
 static int32_t fail_handle(void) { return fail(KVCONN_ERR_HANDLE, "the handle is not open: it was closed, or kvconn_open did not return it"); }
 
+static int32_t fail_poisoned(void) {
+  return fail(KVCONN_ERR_INTERNAL, "a defect of kvconn was contained; the library is unusable in this process, its log says more");
+}
+
 /* Takes over the text that the Go half has allocated. */
 static int32_t done(int32_t status, char *text) {
   if (text != NULL) {
@@ -58,6 +62,9 @@ static int32_t done(int32_t status, char *text) {
 #define ENTER() \
   if (in_fork()) return fail_forked(); \
   char *text = NULL
+
+/* More than any engine has in one step; a count over it is a mistake. */
+enum { MAX_BATCH = 1 << 20 };
 
 #define NEED(condition, message) \
   if (!(condition)) return fail(KVCONN_ERR_INVALID, message)
@@ -111,14 +118,14 @@ PUBLIC int32_t kvconn_open(const char *config_json, kvconn_agent *agent) {
 
 PUBLIC int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions) {
   ENTER();
-  NEED(regions != NULL || num_regions == 0, "regions is NULL");
+  NEED((regions != NULL || num_regions == 0) && num_regions <= MAX_BATCH, "regions is NULL, or num_regions is over 1048576");
   int32_t status = go_register(agent, (kvconn_region *)regions, num_regions, &text);
   return done(status, text);
 }
 
 PUBLIC int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, size_t count, size_t *accepted) {
   ENTER();
-  NEED(transfer_ids != NULL || count == 0, "transfer_ids is NULL");
+  NEED((transfer_ids != NULL || count == 0) && count <= MAX_BATCH, "transfer_ids is NULL, or count is over 1048576");
   size_t taken = 0;
   int32_t status = go_announce(agent, (char **)transfer_ids, count, &taken, &text);
   if (accepted != NULL) *accepted = taken;
@@ -127,7 +134,7 @@ PUBLIC int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_i
 
 PUBLIC int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, size_t count, size_t *accepted) {
   ENTER();
-  NEED(offers != NULL || count == 0, "offers is NULL");
+  NEED((offers != NULL || count == 0) && count <= MAX_BATCH, "offers is NULL, or count is over 1048576");
   size_t taken = 0;
   int32_t status = go_offer(agent, (kvconn_offer_request *)offers, count, &taken, &text);
   if (accepted != NULL) *accepted = taken;
@@ -136,7 +143,7 @@ PUBLIC int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offe
 
 PUBLIC int32_t kvconn_start_load(kvconn_agent agent, const kvconn_load_request *loads, size_t count, size_t *accepted) {
   ENTER();
-  NEED(loads != NULL || count == 0, "loads is NULL");
+  NEED((loads != NULL || count == 0) && count <= MAX_BATCH, "loads is NULL, or count is over 1048576");
   size_t taken = 0;
   int32_t status = go_start_load(agent, (kvconn_load_request *)loads, count, &taken, &text);
   if (accepted != NULL) *accepted = taken;
@@ -145,7 +152,7 @@ PUBLIC int32_t kvconn_start_load(kvconn_agent agent, const kvconn_load_request *
 
 PUBLIC int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_t count, const char *reason, size_t *accepted) {
   ENTER();
-  NEED(transfer_ids != NULL || count == 0, "transfer_ids is NULL");
+  NEED((transfer_ids != NULL || count == 0) && count <= MAX_BATCH, "transfer_ids is NULL, or count is over 1048576");
   size_t taken = 0;
   int32_t status = go_cancel(agent, (char **)transfer_ids, count, (char *)reason, &taken, &text);
   if (accepted != NULL) *accepted = taken;
@@ -154,6 +161,7 @@ PUBLIC int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids
 
 PUBLIC int32_t kvconn_pending(kvconn_agent agent) {
   if (in_fork()) return -fail_forked();
+  if (slots_poisoned()) return -fail_poisoned();
   int n = slot_count(agent);
   return n >= 0 ? n : -fail_handle();
 }
@@ -174,6 +182,7 @@ PUBLIC int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *comple
   *count = 0;
   NEED(completions != NULL || capacity == 0, "completions is NULL");
   NEED(completion_size >= offsetof(kvconn_completion, bytes), "completion_size is not the size of a kvconn_completion");
+  if (slots_poisoned()) return fail_poisoned();
   int n = slot_count(agent);
   if (n < 0) return fail_handle();
   if (n == 0) return KVCONN_OK;
@@ -222,5 +231,6 @@ PUBLIC int32_t kvconn_close(kvconn_agent agent) {
 
 PUBLIC int32_t kvconn_main(int32_t argc, const char *const *argv) {
   if (in_fork()) return fail_forked();
+  NEED(argc > 0 && argc < 10000 && argv != NULL, "argc is not 1 to 9999, or argv is NULL");
   return go_main(argc, (char **)argv);
 }

@@ -15,6 +15,7 @@
 struct slot {
   _Atomic uint64_t handle; /* 0: free; the low bits are the slot's index + 1 */
   _Atomic uint32_t count;
+  _Atomic uint32_t shown; /* what kvconn_pending_address points to: count, or not 0 to make the host ask */
   pthread_mutex_t lock;
   kvconn_completion *ring;
   uint32_t size;     /* of ring, a power of two; grows up to capacity */
@@ -28,6 +29,7 @@ enum { INDEX_BITS = 8, FIRST_SIZE = 64 };
 static struct slot slots[KVCONN_MAX_AGENTS];
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t generation;
+static _Atomic int poisoned;
 
 __attribute__((constructor)) static void init_slots(void) {
   for (int i = 0; i < KVCONN_MAX_AGENTS; i++) pthread_mutex_init(&slots[i].lock, NULL);
@@ -50,6 +52,32 @@ static struct slot *acquire(kvconn_agent agent) {
   return NULL;
 }
 
+/* Sets the count; the slot's lock is held. */
+static void set_count(struct slot *s, uint32_t n) {
+  atomic_store_explicit(&s->count, n, memory_order_release);
+  if (!atomic_load(&poisoned)) atomic_store_explicit(&s->shown, n, memory_order_release);
+}
+
+static void wake(struct slot *s) {
+  ssize_t ignored = write(s->event_fd, &(uint64_t){1}, 8); /* fails only when the counter is full, and then it is readable */
+  (void)ignored;
+}
+
+void slots_poison(void) {
+  atomic_store(&poisoned, 1);
+  for (int i = 0; i < KVCONN_MAX_AGENTS; i++) {
+    struct slot *s = &slots[i];
+    pthread_mutex_lock(&s->lock);
+    if (atomic_load(&s->handle) != 0) {
+      atomic_store(&s->shown, 1);
+      wake(s);
+    }
+    pthread_mutex_unlock(&s->lock);
+  }
+}
+
+int slots_poisoned(void) { return atomic_load_explicit(&poisoned, memory_order_relaxed); }
+
 kvconn_agent slot_open(uint32_t capacity) {
   kvconn_agent agent = 0;
   pthread_mutex_lock(&table_lock);
@@ -68,7 +96,7 @@ kvconn_agent slot_open(uint32_t capacity) {
     s->size = FIRST_SIZE;
     s->capacity = capacity;
     s->head = 0;
-    atomic_store(&s->count, 0);
+    set_count(s, 0);
     agent = ++generation << INDEX_BITS | (uint64_t)(i + 1);
     atomic_store_explicit(&s->handle, agent, memory_order_release);
     pthread_mutex_unlock(&s->lock);
@@ -80,7 +108,8 @@ kvconn_agent slot_open(uint32_t capacity) {
 void slot_close(kvconn_agent agent) {
   struct slot *s = acquire(agent);
   if (s == NULL) return;
-  atomic_store(&s->count, 0);
+  set_count(s, 0);
+  wake(s); /* whoever polls in another thread must not wait for ever */
   close(s->event_fd);
   free(s->ring);
   s->ring = NULL;
@@ -109,11 +138,8 @@ int slot_push(kvconn_agent agent, const kvconn_completion *c) {
   int rc = -1;
   if (n < s->capacity && (n < s->size || grow(s) == 0)) {
     s->ring[(s->head + n) & (s->size - 1)] = *c;
-    atomic_store_explicit(&s->count, n + 1, memory_order_release);
-    if (n == 0) {
-      ssize_t ignored = write(s->event_fd, &(uint64_t){1}, 8); /* cannot fail: the counter is 0 */
-      (void)ignored;
-    }
+    set_count(s, n + 1);
+    if (n == 0) wake(s);
     rc = 0;
   }
   pthread_mutex_unlock(&s->lock);
@@ -127,8 +153,8 @@ int slot_count(kvconn_agent agent) {
 
 const volatile uint32_t *slot_count_address(kvconn_agent agent) {
   struct slot *s = find(agent);
-  _Static_assert(sizeof s->count == sizeof(uint32_t), "an atomic counter is a plain number in memory");
-  return s == NULL ? NULL : (const volatile uint32_t *)&s->count;
+  _Static_assert(sizeof s->shown == sizeof(uint32_t), "an atomic counter is a plain number in memory");
+  return s == NULL ? NULL : (const volatile uint32_t *)&s->shown;
 }
 
 int slot_take(kvconn_agent agent, kvconn_completion *out, size_t size, size_t capacity, size_t *count) {
@@ -144,7 +170,7 @@ int slot_take(kvconn_agent agent, kvconn_completion *out, size_t size, size_t ca
     memset(to + part, 0, size - part);
     s->head = (s->head + 1) & (s->size - 1);
   }
-  atomic_store(&s->count, n - (uint32_t)take);
+  set_count(s, n - (uint32_t)take);
   if (take > 0 && take == n) {
     uint64_t value;
     ssize_t ignored = read(s->event_fd, &value, 8);

@@ -24,6 +24,10 @@ int slot_count(kvconn_agent agent);
 /* Where the count stands, or NULL when the handle is stale. */
 const volatile uint32_t *slot_count_address(kvconn_agent agent);
 
+/* After a panic: every open agent says so instead of waiting in silence. */
+void slots_poison(void);
+int slots_poisoned(void);
+
 int slot_take(kvconn_agent agent, kvconn_completion *out, size_t size, size_t capacity, size_t *count);
 int slot_event_fd(kvconn_agent agent);
 

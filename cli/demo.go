@@ -97,8 +97,8 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		if err := local.check(i+1, s.skip, dst); err != nil {
 			return err
 		}
-		if a, err := peer.ask(peerOrder{Op: "wait", ID: string(id)}); err != nil || a.Code != 0 {
-			return fmt.Errorf("prefill side: code %d %s: %w", a.Code, a.Reason, err)
+		if err := peer.sent(string(id)); err != nil {
+			return err
 		}
 		move := time.Duration(rep.Stats.Nanos)
 		fmt.Fprintf(out, "%-44s %7d %9s %9.2f %9.2f %8.2f  verified\n", s.what, rep.Blocks, formatSize(int(rep.Stats.Bytes)),

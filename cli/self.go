@@ -110,6 +110,15 @@ func (p *peerProcess) ask(order peerOrder) (peerAnswer, error) {
 	}
 }
 
+// sent waits until the prefill side has its transfer's report too.
+func (p *peerProcess) sent(id string) error {
+	a, err := p.ask(peerOrder{Op: "wait", ID: id})
+	if err == nil && a.Code != 0 {
+		err = fmt.Errorf("prefill side: code %d: %s", a.Code, a.Reason)
+	}
+	return err
+}
+
 // stop ends the process: by the end of its input, else by force.
 func (p *peerProcess) stop() {
 	p.in.Close()

@@ -196,15 +196,16 @@ func (l *Layout) CheckBlocks(blocks [][]BlockID) error {
 }
 
 // CheckUnique says which block id stands twice in one list: harmless to read
-// from, but two writes into one block would leave either content.
+// from, but two writes into one block would leave either content. The ids must
+// have passed CheckBlocks.
 func (l *Layout) CheckUnique(blocks [][]BlockID) error {
 	for g, ids := range blocks {
-		seen := make(map[BlockID]struct{}, len(ids))
+		seen := make([]uint64, (l.Groups[g].NumBlocks+63)/64)
 		for _, id := range ids {
-			if _, twice := seen[id]; twice {
+			if seen[id/64]&(1<<(id%64)) != 0 {
 				return fmt.Errorf("block id %d stands twice in the load of group %d", id, g)
 			}
-			seen[id] = struct{}{}
+			seen[id/64] |= 1 << (id % 64)
 		}
 	}
 	return nil

@@ -160,7 +160,11 @@ func (m *Machine) Received(now time.Time, id TransferID, s TransferStats, err er
 	}
 	ld.stats = s
 	if err != nil {
-		m.endLoad(now, ld, transportCode(err), "receiving from prefill agent "+string(ld.peer)+": "+err.Error())
+		code, reason := transportCode(err), "receiving from prefill agent "+string(ld.peer)+": "+err.Error()
+		if code == PeerLost { // only the connection, for all that is known: P may live and hold blocks
+			m.act(SendFinish{Peer: ld.peer, ID: id, Code: code, Reason: reason})
+		}
+		m.endLoad(now, ld, code, reason)
 		return
 	}
 	// The bytes are all here: the transport has nothing left to fence.
@@ -245,10 +249,4 @@ func (m *Machine) giveReport(now time.Time, ld *load) {
 	wait := now.Sub(ld.started) - time.Duration(ld.stats.Nanos)
 	m.act(Report{ID: ld.id, Side: SideLoad, Token: ld.token, Code: ld.code, Reason: ld.reason,
 		Blocks: countBlocks(ld.blocks), Wait: max(wait, 0), Stats: ld.stats})
-}
-
-// Waiting says whether P has the load of a transfer and bytes are awaited.
-func (m *Machine) Waiting(id TransferID) bool {
-	ld := m.loads[id]
-	return ld != nil && ld.state == loadWaiting
 }

@@ -57,7 +57,9 @@ type Machine struct {
 	peers  map[AgentID]*peer // the P agents that loads wait for
 	offers map[TransferID]*offer
 	early  int // offers that no call of the engine backs yet
-	ended  tombstones
+	// earlyBlocks is how many block ids they hold.
+	earlyBlocks int
+	ended       tombstones
 
 	actions []Action
 }
@@ -87,8 +89,19 @@ func (m *Machine) act(a Action) { m.actions = append(m.actions, a) }
 // Busy says whether anything waits for the time.
 func (m *Machine) Busy() bool { return len(m.loads) > 0 || len(m.offers) > 0 }
 
-// Load returns, and Offer, the number of transfers of each half.
+// Counts returns the number of transfers of each half.
 func (m *Machine) Counts() (loads, offers int) { return len(m.loads), len(m.offers) }
+
+// Waiting is the number of loads that P has and whose bytes are awaited.
+func (m *Machine) Waiting() int {
+	n := 0
+	for _, ld := range m.loads {
+		if ld.state == loadWaiting {
+			n++
+		}
+	}
+	return n
+}
 
 // Tick ends what has waited too long and renews leases.
 func (m *Machine) Tick(now time.Time) {
@@ -98,7 +111,7 @@ func (m *Machine) Tick(now time.Time) {
 
 // Cancel ends the half or halves of a transfer that this agent has; each still
 // gets its Report. For an id that is not known here yet it is remembered, so
-// that a load that comes later is refused at once.
+// that a peer's load that comes later is refused at once.
 func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 	if err := checkID(id); err != nil {
 		return err
@@ -166,11 +179,12 @@ type tombstones struct {
 }
 
 type tombstone struct {
-	code   Code
-	reason string
+	code    Code
+	reason  string
+	offered bool // the engine has had its report
 }
 
-func (t *tombstones) add(id TransferID, code Code, reason string) {
+func (t *tombstones) add(id TransferID, code Code, reason string, offered bool) {
 	if _, known := t.byID[id]; !known {
 		for len(t.order) >= t.limit {
 			delete(t.byID, t.order[0])
@@ -178,7 +192,7 @@ func (t *tombstones) add(id TransferID, code Code, reason string) {
 		}
 		t.order = append(t.order, id)
 	}
-	t.byID[id] = tombstone{code, reason}
+	t.byID[id] = tombstone{code, reason, offered}
 }
 
 // sortedKeys gives maps one order, so that a run can be told again.
@@ -194,7 +208,7 @@ func (m *Machine) checkInvariants() {
 			panic("core: broken invariant: " + fmt.Sprintf(format, args...))
 		}
 	}
-	early := 0
+	early, earlyBlocks := 0, 0
 	for id, of := range m.offers {
 		loaded, timed := of.load != nil, !of.deadline.IsZero()
 		_, gone := m.ended.byID[id]
@@ -203,6 +217,7 @@ func (m *Machine) checkInvariants() {
 		switch of.state {
 		case offerEarly:
 			early++
+			earlyBlocks += countBlocks(of.load.Blocks)
 			must(loaded && timed && of.blocks == nil, "early offer %q: load %v, deadline %v", id, loaded, timed)
 		case offerPrefill:
 			must(loaded == timed, "prefill %q: load %v, deadline %v", id, loaded, timed)
@@ -214,7 +229,7 @@ func (m *Machine) checkInvariants() {
 			must(false, "offer %q in state %d", id, of.state)
 		}
 	}
-	must(early == m.early, "%d early offers, counted %d", early, m.early)
+	must(early == m.early && earlyBlocks == m.earlyBlocks, "%d early offers of %d blocks, counted %d of %d", early, earlyBlocks, m.early, m.earlyBlocks)
 	must(early <= m.opt.MaxTransfers && len(m.offers)-early <= m.opt.MaxTransfers, "%d offers, %d early, over the limit", len(m.offers), early)
 	for id, ld := range m.loads {
 		must(ld.id == id && ld.state <= loadFencing, "load %q is kept as %q in state %d", ld.id, id, ld.state)

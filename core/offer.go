@@ -55,7 +55,7 @@ func (m *Machine) Announce(now time.Time, id TransferID) error {
 		if m.fullOfOffers() {
 			return m.overload("offers")
 		}
-		m.early--
+		m.leaveEarly(of)
 		of.state, of.deadline = offerPrefill, now.Add(of.load.Lease)
 	}
 	return nil
@@ -78,6 +78,10 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 		return fmt.Errorf("%w: transfer %q is offered already; give each request a transfer_id of its own", ErrDuplicate, string(r.ID))
 	}
 	if t, gone := m.ended.byID[r.ID]; gone {
+		if t.offered {
+			return fmt.Errorf("%w: transfer %q was offered before and has ended (%s); give each request a transfer_id of its own", ErrDuplicate, string(r.ID), t.code)
+		}
+		m.ended.add(r.ID, t.code, t.reason, true)
 		m.act(Report{ID: r.ID, Side: SideOffer, Token: r.Token, Code: t.code, Reason: t.reason, Blocks: countBlocks(r.Blocks)})
 		return nil
 	}
@@ -88,7 +92,7 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 		of = &offer{id: r.ID}
 		m.offers[r.ID] = of
 	} else if of.state == offerEarly {
-		m.early--
+		m.leaveEarly(of)
 	}
 	of.state, of.token, of.blocks = offerReady, r.Token, r.Blocks
 	of.offered, of.deadline = now, now.Add(m.opt.Lease)
@@ -112,21 +116,34 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 		}
 		return peerCode(t.code), t.reason
 	}
+	if reason := m.tooMuch(&l); reason != "" {
+		return Refused, reason
+	}
 	if l.Lease <= 0 || l.Lease > time.Hour {
 		l.Lease = m.opt.Lease
 	}
 	of := m.offers[l.ID]
 	if of == nil {
-		if m.early >= m.opt.MaxTransfers {
-			return Refused, fmt.Sprintf("%d loads already wait for requests that the prefill engine does not know", m.early)
+		n := countBlocks(l.Blocks)
+		if m.early >= m.opt.MaxTransfers || m.earlyBlocks+n > maxEarlyBlocks {
+			return Refused, fmt.Sprintf("%d loads of %d blocks already wait for requests that the prefill engine does not know", m.early, m.earlyBlocks)
 		}
 		m.early++
+		m.earlyBlocks += n
 		m.offers[l.ID] = &offer{id: l.ID, state: offerEarly, load: &l, deadline: now.Add(m.opt.EarlyLoad)}
 		return OK, ""
 	}
 	if of.load != nil {
 		if of.load.Peer == l.Peer && string(of.load.Grant) == string(l.Grant) {
 			return OK, "" // the same message twice
+		}
+		if of.load.Peer == l.Peer && of.state <= offerPrefill {
+			// D has started over, because it got no answer to its first load.
+			if of.state == offerEarly {
+				m.earlyBlocks += countBlocks(l.Blocks) - countBlocks(of.load.Blocks)
+			}
+			of.load = &l
+			return OK, ""
 		}
 		return Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.load.Peer)
 	}
@@ -139,6 +156,27 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 		}
 	}
 	return OK, ""
+}
+
+// maxEarlyBlocks bounds the block ids that early loads hold: 16 MiB.
+const maxEarlyBlocks = 1 << 22
+
+// tooMuch says why a load can fit no offer of this agent.
+func (m *Machine) tooMuch(l *LoadMessage) string {
+	if len(l.Blocks) > len(m.layout.Groups) {
+		return fmt.Sprintf("the load has %d KV cache groups, %d are registered here", len(l.Blocks), len(m.layout.Groups))
+	}
+	for g, ids := range l.Blocks {
+		if n := m.layout.Groups[g].NumBlocks; len(ids) > int(n) {
+			return fmt.Sprintf("the load wants %d blocks of group %d, which has %d here", len(ids), g, n)
+		}
+	}
+	return ""
+}
+
+func (m *Machine) leaveEarly(of *offer) {
+	m.early--
+	m.earlyBlocks -= countBlocks(of.load.Blocks)
 }
 
 // startWrite joins the halves.
@@ -234,7 +272,7 @@ func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code C
 	code = peerCode(code)
 	if of == nil {
 		if _, gone := m.ended.byID[id]; !gone {
-			m.ended.add(id, code, reason) // overtook the load, or came before the engine's request
+			m.ended.add(id, code, reason, false) // overtook the load, or came before the engine's request
 		}
 		return
 	}
@@ -248,7 +286,7 @@ func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code C
 func (m *Machine) cancelOffer(now time.Time, id TransferID, of *offer, reason string) {
 	if of == nil {
 		if _, gone := m.ended.byID[id]; !gone {
-			m.ended.add(id, Cancelled, reason)
+			m.ended.add(id, Cancelled, reason, false)
 		}
 		return
 	}
@@ -277,9 +315,9 @@ func (m *Machine) endOffer(now time.Time, of *offer, code Code, reason string, t
 func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 	delete(m.offers, of.id)
 	if of.state == offerEarly {
-		m.early--
+		m.leaveEarly(of)
 	}
-	m.ended.add(of.id, of.code, of.reason)
+	m.ended.add(of.id, of.code, of.reason, of.state >= offerReady)
 	if of.state < offerReady {
 		return // the engine has given no blocks and waits for no report
 	}

@@ -10,9 +10,16 @@ type AgentID string
 // broke, rather than the transfer itself.
 var ErrConnectionLost = errors.New("connection lost")
 
+// ErrNotExpected is wrapped by a sender's error when the receiver said that it
+// does not expect the transfer, or no more.
+var ErrNotExpected = errors.New("the decode agent does not expect the transfer")
+
 func transportCode(err error) Code {
-	if errors.Is(err, ErrConnectionLost) {
+	switch {
+	case errors.Is(err, ErrConnectionLost):
 		return PeerLost
+	case errors.Is(err, ErrNotExpected):
+		return PeerCancelled
 	}
 	return Failed
 }

@@ -32,10 +32,11 @@
  * - The library installs no handler for SIGINT, SIGTERM or SIGCHLD, writes
  *   nothing to stdout or stderr, and lets no panic of its own reach the host:
  *   a call that fails inside gets KVCONN_ERR_INTERNAL.
- * - Growth: every struct starts with its own size. Fields are only added at
- *   the end; a smaller size than the library's means that the later fields have
- *   their defaults. No function is ever removed or changed within one
- *   KVCONN_ABI_VERSION.
+ * - Growth: the size of each struct is said by the caller (struct_size, or
+ *   completion_size). Fields are only added at the end, so a caller built with
+ *   a newer header may have longer structs. kvconn_blocks never changes. No
+ *   function is ever removed or changed within one KVCONN_ABI_VERSION. Fields
+ *   that are named reserved, and an offer's first, must be 0.
  */
 #ifndef KVCONN_H
 #define KVCONN_H
@@ -162,7 +163,7 @@ const char *kvconn_status_name(int32_t status);
  * Opens an agent; at most 64 are open at a time. config_json is a JSON object with the keys of the README's
  * table; engine_id and role are required, unknown keys are errors. On a prefill
  * engine the bootstrap port is served when the call returns. Waits at most
- * connect_timeout_s. On failure *agent is 0.
+ * twice connect_timeout_s. On failure *agent is 0.
  */
 int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
 
@@ -198,7 +199,8 @@ int32_t kvconn_start_load(kvconn_agent agent, const kvconn_load_request *loads, 
 /*
  * Ends this agent's halves of transfers early; each still gets its completion,
  * with KVCONN_CANCELLED unless it had ended, and the other side is told. An id
- * that is not known here is remembered: its load or offer is refused.
+ * that is not known here is remembered on the prefill side: a load of it that
+ * arrives later is refused, an offer of it ends at once.
  */
 int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_t count, const char *reason, size_t *accepted);
 
@@ -207,9 +209,10 @@ int32_t kvconn_pending(kvconn_agent agent);
 
 /*
  * The address of the number that kvconn_pending gives, for a caller to whom even
- * a call is dear: 32 bits, changed atomically, readable until the process ends,
- * 0 once the agent is closed. NULL when the handle is not open. A forked child
- * must not use it: there it never changes.
+ * a call is dear: 32 bits, changed atomically, readable until the process ends.
+ * It is not 0 either when kvconn_pending has an error to tell. NULL when the
+ * handle is not open. After kvconn_close, and in a forked child, it must not be
+ * used: it may be another agent's, or never change.
  */
 const volatile uint32_t *kvconn_pending_address(kvconn_agent agent);
 
@@ -253,8 +256,9 @@ int32_t kvconn_next_log(char *buffer, size_t capacity);
 /*
  * Ends every transfer (their completions have the code KVCONN_AGENT_CLOSED, and
  * are lost with the handle if not collected), waits until no byte can land any
- * more, at most close_timeout_s, and frees the agent. The handle is stale from
- * the call on.
+ * more, and frees the agent: at most close_timeout_s, and ten seconds more if
+ * the embedded server does not stop. The handle is stale when it returns, and
+ * its event fd, which becomes readable once more, is closed.
  */
 int32_t kvconn_close(kvconn_agent agent);
 

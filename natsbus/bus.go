@@ -32,9 +32,10 @@ import (
 
 // Bounds of a Bus.
 const (
-	maxHandlers = 64   // requests answered at one time; more are refused
-	maxLinks    = 1024 // bootstrap addresses in use at one time
-	maxReason   = 1024 // bytes of a Reply's reason
+	maxHandlers = 64          // requests answered at one time; more wait
+	maxArrival  = time.Second // for so long, which only a fault makes it; then they are refused
+	maxLinks    = 1024        // bootstrap addresses in use at one time
+	maxReason   = 1024        // bytes of a Reply's reason
 )
 
 var errClosed = errors.New("the bus is closed")
@@ -204,7 +205,8 @@ func (b *Bus) homeLink() *link {
 	return b.home
 }
 
-// arrived takes a request from nats.go's goroutine, which must not wait.
+// arrived takes a request from nats.go's goroutine. A burst waits here, in
+// nats.go's bounded queue: handlers return at once.
 func (b *Bus) arrived(l *link, m *nats.Msg) {
 	if m.Reply == "" {
 		return // not a request
@@ -212,8 +214,17 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 	select {
 	case b.slots <- struct{}{}:
 	default:
-		b.answer(l, m, refuse("overloaded: %d requests are being answered", maxHandlers))
-		return
+		full := time.NewTimer(maxArrival)
+		defer full.Stop()
+		select {
+		case b.slots <- struct{}{}:
+		case <-b.ctx.Done():
+			b.answer(l, m, refuse("agent %s is closing", b.opt.AgentID))
+			return
+		case <-full.C:
+			b.answer(l, m, refuse("overloaded: %d requests are being answered", maxHandlers))
+			return
+		}
 	}
 	if !b.spawn("natsbus.handler", func() {
 		defer func() { <-b.slots }()

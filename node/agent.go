@@ -21,7 +21,6 @@ import (
 type Options struct {
 	Logger  *zap.Logger
 	Reports Reports
-	Bus     core.Bus
 	Clock   core.Clock
 }
 
@@ -32,12 +31,13 @@ type Agent struct {
 	log     *zap.Logger
 	clock   core.Clock
 	reports Reports
-	plane   *controlPlane // nil with a Bus of Options
+	plane   *controlPlane
 	bus     core.Bus
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
+	closed chan struct{} // closed when Close is done
 
 	mu          sync.Mutex
 	state       agentState
@@ -47,6 +47,7 @@ type Agent struct {
 	transport   core.Transport
 	outstanding int // accepted offers and loads without a report
 	queue       []core.Action
+	performing  bool // the run goroutine has taken the queue and is not done
 	total       Totals
 
 	wake  chan struct{}
@@ -73,7 +74,7 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 	if err := cfg.Check(); err != nil {
 		return nil, err
 	}
-	a := &Agent{id: newAgentID(), cfg: cfg, log: opt.Logger, clock: opt.Clock, reports: opt.Reports, bus: opt.Bus, wake: make(chan struct{}, 1)}
+	a := &Agent{id: newAgentID(), cfg: cfg, log: opt.Logger, clock: opt.Clock, reports: opt.Reports, closed: make(chan struct{}), wake: make(chan struct{}, 1)}
 	if a.log == nil {
 		a.log = zap.NewNop()
 	}
@@ -86,14 +87,12 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 	a.ctx, a.cancel = context.WithCancel(context.Background())
 	a.peers = newPeerTable()
 	a.lanes = newLanes(a)
-	if a.bus == nil {
-		plane, err := openControlPlane(a)
-		if err != nil {
-			a.cancel()
-			return nil, err
-		}
-		a.plane, a.bus = plane, plane.bus
+	plane, err := openControlPlane(a)
+	if err != nil {
+		a.cancel()
+		return nil, err
 	}
+	a.plane, a.bus = plane, plane.bus
 	a.bus.Serve(a.serve)
 	a.goRun("agent", a.run)
 	a.log.Info("agent open", zap.String("agent", string(a.id)), zap.String("engine_id", cfg.EngineID),
@@ -120,9 +119,6 @@ func (a *Agent) ID() core.AgentID { return a.id }
 
 // BootstrapAddress is the "http://host:port" that this agent serves, or "".
 func (a *Agent) BootstrapAddress() string {
-	if a.plane == nil {
-		return ""
-	}
 	return a.plane.address()
 }
 
@@ -161,20 +157,25 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	a.layout, a.transport, a.self = layout, t, self
 	a.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
 		EarlyLoad: time.Duration(a.cfg.EarlyLoad), MaxTransfers: a.cfg.MaxTransfers})
-	a.state = stateRegistered
 	a.mu.Unlock()
 	if a.cfg.prefills() {
 		ctx, cancel := context.WithTimeout(a.ctx, time.Duration(a.cfg.ConnectTimeout))
 		defer cancel()
 		if err := a.bus.Register(ctx, self); err != nil {
-			return fmt.Errorf("register_kv_caches: registry: %w", err)
+			a.unregister()
+			return fmt.Errorf("%w: register_kv_caches: the registry does not take the agent: %w", core.ErrUnreachable, err)
 		}
-		if a.plane != nil {
-			if err := a.plane.publish(self); err != nil {
-				return fmt.Errorf("register_kv_caches: %w", err)
-			}
+		if err := a.plane.publish(self); err != nil {
+			return fmt.Errorf("register_kv_caches: %w", err)
 		}
 	}
+	a.mu.Lock()
+	if a.state != stateRegistering {
+		a.mu.Unlock()
+		return core.ErrClosed // Close has taken it all back
+	}
+	a.state = stateRegistered
+	a.mu.Unlock()
 	a.log.Info("KV caches registered", zap.Int("regions", len(layout.Regions)), zap.Int("groups", len(layout.Groups)),
 		zap.Uint32("blocks", layout.Groups[0].NumBlocks), zap.Uint64("block_bytes", layout.Groups[0].BlockBytes))
 	return nil
@@ -191,6 +192,20 @@ func (a *Agent) describe(l *core.Layout, t core.Transport) *wire.Agent {
 		d.Shapes = append(d.Shapes, wire.Shape(s))
 	}
 	return d
+}
+
+// unregister takes back what RegisterKVCaches has set up, so that it can be
+// called again.
+func (a *Agent) unregister() {
+	a.mu.Lock()
+	t := a.transport
+	if a.state == stateRegistering { // else Close does it
+		a.layout, a.transport, a.self, a.machine, a.state = nil, nil, nil, nil, stateOpen
+	}
+	a.mu.Unlock()
+	if t != nil {
+		_ = t.Close()
+	}
 }
 
 func (a *Agent) setState(s agentState) {
@@ -295,6 +310,9 @@ func each[T any](a *Agent, list []T, reports int, f func(m *core.Machine, now ti
 // Announce tells that the engine knows these requests and works on them, so
 // that D waits as long as it takes. Returns how many were accepted.
 func (a *Agent) Announce(ids []core.TransferID) (int, error) {
+	if !a.cfg.prefills() {
+		return 0, fmt.Errorf("%w: announce on an agent of role %q", core.ErrInvalid, a.cfg.Role)
+	}
 	return each(a, ids, 0, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Announce(now, id) })
 }
 
@@ -339,15 +357,22 @@ func (a *Agent) Finished() <-chan struct{} {
 	return nil
 }
 
+// goodbye is what Close keeps of its time to withdraw the agent, when transfers
+// do not end in time.
+const goodbye = time.Second
+
 // Close ends every transfer (each gets its report, with code closed), waits
 // until no byte can land any more, and withdraws the agent. It is bounded by
-// close_timeout_s; after an error of Close some memory may still be written.
+// close_timeout_s, and a few seconds more if the embedded server does not stop.
+// A second call waits for the first one and returns ErrClosed.
 func (a *Agent) Close() error {
 	a.mu.Lock()
 	if a.state >= stateClosing {
 		a.mu.Unlock()
+		<-a.closed
 		return core.ErrClosed
 	}
+	defer close(a.closed)
 	a.state = stateClosing
 	if a.machine != nil {
 		a.machine.Close(a.clock.Now())
@@ -357,7 +382,9 @@ func (a *Agent) Close() error {
 
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.cfg.CloseTimeout))
 	defer cancel()
-	drained := a.drain(ctx)
+	draining, stop := context.WithTimeout(ctx, max(time.Duration(a.cfg.CloseTimeout)-goodbye, time.Duration(a.cfg.CloseTimeout)/2))
+	defer stop()
+	drained := a.drain(draining)
 	var errs []error
 	if a.transport != nil {
 		errs = append(errs, a.transport.Close())
@@ -366,13 +393,9 @@ func (a *Agent) Close() error {
 		// The transport is closed: nothing can land. The reports are still owed.
 		a.step(func(m *core.Machine, now time.Time) { m.Abandon(now) })
 	}
-	a.lanes.wait(ctx)
+	a.lanes.wait(draining)
 	a.cancel()
-	if a.plane != nil {
-		errs = append(errs, a.plane.close(ctx)) // the bus first
-	} else {
-		errs = append(errs, a.bus.Close(ctx))
-	}
+	errs = append(errs, a.plane.close(ctx))
 	a.wg.Wait()
 	a.mu.Lock()
 	a.state = stateClosed
@@ -386,7 +409,7 @@ func (a *Agent) drain(ctx context.Context) bool {
 	idle := func() bool {
 		a.mu.Lock()
 		defer a.mu.Unlock()
-		return a.machine == nil || !a.machine.Busy() && len(a.queue) == 0
+		return a.machine == nil || !a.machine.Busy() && len(a.queue) == 0 && !a.performing
 	}
 	t := time.NewTicker(2 * time.Millisecond)
 	defer t.Stop()

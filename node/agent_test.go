@@ -250,7 +250,9 @@ func TestPeerThatForgotUsIsMetAgain(t *testing.T) {
 		d.load(id, p.BootstrapAddress(), 3)
 		d.want(id, core.OK)
 		same(t, p, []core.BlockID{4}, d, []core.BlockID{3})
-		p.peers.forget(d.ID())
+		p.peers.mu.Lock()
+		p.peers.drop(d.ID())
+		p.peers.mu.Unlock()
 	}
 }
 
@@ -390,11 +392,7 @@ func TestPrefillKilledDuringLoads(t *testing.T) {
 	if b := d.block(0, 2); b[0] != 7 || b[blockBytes-1] != 7 {
 		t.Fatal("the loaded block has wrong bytes")
 	}
-	until(t, "the load waits at prefill", func() bool {
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		return d.machine.Waiting("announced")
-	})
+	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
 	kill()
 	d.want("announced", core.PeerLost, "connection lost")
 

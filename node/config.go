@@ -124,6 +124,9 @@ func configKeys() []string {
 	return keys
 }
 
+// minBound is the least of the configurable durations: some ticks of the machine.
+const minBound = 5 * core.TickInterval
+
 // Check says which value is out of range.
 func (c *Config) Check() error {
 	bad := func(key string, value any, want string) error {
@@ -156,8 +159,9 @@ func (c *Config) Check() error {
 	}
 	for key, s := range map[string]Seconds{"lease_s": c.Lease, "peer_timeout_s": c.PeerTimeout, "early_load_s": c.EarlyLoad,
 		"connect_timeout_s": c.ConnectTimeout, "stall_timeout_s": c.StallTimeout, "close_timeout_s": c.CloseTimeout} {
-		if d := time.Duration(s); d < 100*time.Millisecond || d > time.Hour {
-			return bad(key, d.Seconds(), "0.1 to 3600 seconds")
+		// Less would leave no room for the three renewals that a bound is made of.
+		if d := time.Duration(s); d < minBound || d > time.Hour {
+			return bad(key, d.Seconds(), fmt.Sprintf("%v to 3600 seconds", minBound.Seconds()))
 		}
 	}
 	if c.NATSURL != "" {

@@ -11,8 +11,8 @@ import (
 // laneWidth is how many requests to one peer are under way at a time.
 const laneWidth = 16
 
-// lanes run what waits for peers, each peer apart. What is queued is bounded by
-// the machine: a transfer has at most a load, a renewal and a finish waiting.
+// lanes run what waits for peers, each peer apart. A transfer has at most a load
+// and a finish waiting; each wait is bounded, and short once a peer is lost.
 type lanes struct {
 	a    *Agent
 	mu   sync.Mutex

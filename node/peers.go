@@ -24,6 +24,7 @@ type peer struct {
 	id     core.AgentID
 	via    core.Via
 	shapes []core.Shape
+	gone   bool // nobody listens there, or nobody answers; guarded by the table
 }
 
 // peerTable holds the peers by id, and which of them a target was found to be.
@@ -54,7 +55,7 @@ func (t *peerTable) add(p *peer) {
 		}
 		t.order = append(t.order, p.id)
 	}
-	t.byID[p.id] = p
+	t.byID[p.id] = p // met anew: not gone, whatever was
 }
 
 // drop removes a peer; t.mu is held.
@@ -69,14 +70,27 @@ func (t *peerTable) drop(id core.AgentID) {
 	t.unmap(id)
 }
 
-func (t *peerTable) forget(id core.AgentID) {
+// lose marks a peer that was found gone, and makes the next load look the target
+// up again. It stays known: transfers that are under way with it, if it lives
+// after all, must still be renewed and ended.
+func (t *peerTable) lose(id core.AgentID) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.drop(id)
+	if p := t.byID[id]; p != nil {
+		p.gone = true
+	}
+	t.unmap(id)
+}
+
+func (t *peerTable) lost(id core.AgentID) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	p := t.byID[id]
+	return p == nil || p.gone
 }
 
 // suspect makes the next load look the target up again: its agent may have been
-// replaced. The peer stays known to the transfers that are under way with it.
+// replaced.
 func (t *peerTable) suspect(id core.AgentID) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -102,7 +102,7 @@ func outboundHost() string {
 	return c.LocalAddr().(*net.UDPAddr).IP.String()
 }
 
-// close ends what is there; the bus is closed by the agent.
+// close ends what is there: the bus first, it says goodbye through the others.
 func (p *controlPlane) close(ctx context.Context) error {
 	var errs []error
 	if p.bus != nil {

@@ -30,12 +30,15 @@ func (a *Agent) run() {
 		}
 		a.mu.Lock()
 		list := a.queue
-		a.queue = nil
+		a.queue, a.performing = nil, true
 		busy := a.machine != nil && a.machine.Busy()
 		a.mu.Unlock()
 		for _, act := range list {
 			a.perform(act)
 		}
+		a.mu.Lock()
+		a.performing = false
+		a.mu.Unlock()
 		switch {
 		case busy && stopTicker == nil:
 			stopTicker = a.clock.NewTicker(core.TickInterval, func(time.Time) {
@@ -61,11 +64,13 @@ func (a *Agent) perform(act core.Action) {
 	case core.SendLoad:
 		a.lanes.do(v.Peer, func() { a.sendLoad(v) })
 	case core.SendRenew:
-		a.lanes.do(v.Peer, func() { a.sendRenew(v) })
+		// Not behind loads that wait for an answer: this is how D learns that none
+		// will come. The machine has one under way for each peer.
+		a.goRun("renew", func() { a.sendRenew(v) })
 	case core.SendFinish:
 		a.lanes.do(v.Peer, func() { a.sendFinish(v) })
 	case core.Forget:
-		a.peers.forget(v.Peer)
+		a.peers.lose(v.Peer)
 	case core.Revoke:
 		a.transport.Revoke(v.ID)
 		a.step(func(m *core.Machine, now time.Time) { m.Revoked(now, v.ID) })
@@ -98,7 +103,7 @@ func (a *Agent) write(v core.Write) {
 func (a *Agent) request(to core.AgentID, bound time.Duration, req *wire.Request) (*wire.Reply, error) {
 	p := a.peers.get(to)
 	if p == nil {
-		return nil, fmt.Errorf("%w: %s is not known any more", core.ErrAbsent, to)
+		return nil, fmt.Errorf("agent %s is not known any more", to)
 	}
 	req.From = string(a.id)
 	ctx, cancel := context.WithTimeout(a.ctx, bound)
@@ -110,6 +115,13 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 	groups := make([]wire.Blocks, len(v.Blocks))
 	for g := range groups {
 		groups[g] = wire.Blocks{First: v.First[g], IDs: v.Blocks[g]}
+	}
+	if a.peers.lost(v.Peer) {
+		// It was found gone while this stood in the lane: no need to find out again.
+		a.step(func(m *core.Machine, now time.Time) {
+			m.LoadReplied(now, v.ID, v.Seq, true, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
+		})
+		return
 	}
 	rep, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout), &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
 		TransferID: string(v.ID), Transport: a.transport.Name(), Grant: v.Grant, Groups: groups, LeaseMS: v.Lease.Milliseconds(),
@@ -159,8 +171,11 @@ func (a *Agent) sendRenew(v core.SendRenew) {
 func (a *Agent) sendFinish(v core.SendFinish) {
 	reason := v.Reason[:min(len(v.Reason), 1024)]
 	for range 2 {
-		_, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout)/2, &wire.Request{Kind: wire.KindFinish,
+		rep, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout)/2, &wire.Request{Kind: wire.KindFinish,
 			Finish: &wire.Finish{TransferID: string(v.ID), Code: int(v.Code), Reason: reason}})
+		if err == nil && rep.Code != 0 {
+			err = errors.New(rep.Reason)
+		}
 		if err == nil || errors.Is(err, core.ErrAbsent) || a.ctx.Err() != nil {
 			return
 		}

@@ -18,7 +18,7 @@ func (a *Agent) serve(via core.Via, req *wire.Request) *wire.Reply {
 	from := core.AgentID(req.From)
 	switch req.Kind {
 	case wire.KindHello:
-		return a.serveHello(via, req.Hello)
+		return a.serveHello(via, from, req.Hello)
 	case wire.KindLoad:
 		return a.serveLoad(from, req.Load)
 	case wire.KindRenew:
@@ -48,7 +48,10 @@ func refuse(format string, args ...any) *wire.Reply {
 }
 
 // serveHello checks once per peer that its blocks can be copied from ours.
-func (a *Agent) serveHello(via core.Via, h *wire.Agent) *wire.Reply {
+func (a *Agent) serveHello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Reply {
+	if h.ID != string(from) {
+		return refuse("hello of agent %s sent by %s", h.ID, from)
+	}
 	a.mu.Lock()
 	self, layout := a.self, a.layout
 	a.mu.Unlock()
@@ -66,6 +69,9 @@ func (a *Agent) serveHello(via core.Via, h *wire.Agent) *wire.Reply {
 func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
 	if a.peers.get(from) == nil {
 		return &wire.Reply{Code: int(codeUnknownPeer), Reason: "say hello first"}
+	}
+	if l.Transport != a.transport.Name() {
+		return refuse("transport %q: this agent has %s", l.Transport, a.transport.Name())
 	}
 	rep := &wire.Reply{}
 	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: l.Grant, Lease: time.Duration(l.LeaseMS) * time.Millisecond}

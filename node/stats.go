@@ -26,6 +26,7 @@ type Stats struct {
 	Transport string `json:"transport"`
 	Totals
 	LoadsUnderWay  int `json:"loads_under_way"`
+	LoadsWaiting   int `json:"loads_waiting"`    // of them, those that P has and whose bytes are awaited
 	OffersUnderWay int `json:"offers_under_way"` // announced, offered, sending, and early loads
 	Outstanding    int `json:"outstanding"`      // accepted and not reported
 	Unread         int `json:"unread"`           // reported and not collected
@@ -54,6 +55,7 @@ func (a *Agent) Stats() Stats {
 	s := Stats{Agent: string(a.id), EngineID: a.cfg.EngineID, Bootstrap: a.BootstrapAddress(), Totals: a.total, Outstanding: a.outstanding, Unread: a.reports.Unread()}
 	if a.machine != nil {
 		s.LoadsUnderWay, s.OffersUnderWay = a.machine.Counts()
+		s.LoadsWaiting = a.machine.Waiting()
 		s.Transport = a.transport.Name()
 	}
 	return s

@@ -55,8 +55,17 @@ type inLink struct {
 	peer     core.AgentID
 	endpoint string
 	key      token
-	streams  map[int]net.Conn // by number; nil while it is dialled
+	streams  map[int]net.Conn  // by number; nil while it is dialled
+	retryAt  map[int]time.Time // not before, of those that failed
 }
+
+// redialAfter is how long a stream must have lived to be dialled again at once,
+// and how long one that failed is left alone.
+const redialAfter = time.Second
+
+// maxSpans bounds what is kept of a transfer's frames. A sender needs about one
+// span for each of its streams.
+const maxSpans = 1024
 
 func (r *receiver) init(t *Transport) {
 	r.t = t
@@ -80,7 +89,7 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string) error {
 	}
 	link := r.links[peer]
 	if link == nil {
-		link = &inLink{peer: peer, endpoint: endpoint, key: newToken(), streams: map[int]net.Conn{}}
+		link = &inLink{peer: peer, endpoint: endpoint, key: newToken(), streams: map[int]net.Conn{}, retryAt: map[int]time.Time{}}
 		r.links[peer] = link
 	}
 	link.endpoint = endpoint
@@ -91,10 +100,13 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string) error {
 // dialMissing starts the streams of a link that are not there; r.mu is held.
 func (r *receiver) dialMissing(link *inLink) {
 	for n := range r.t.cfg.Streams {
-		if _, there := link.streams[n]; !there {
-			link.streams[n] = nil
-			r.t.goRun("tcp receive", func() { r.stream(link, n) })
+		_, there := link.streams[n]
+		if there || len(link.streams) > 0 && time.Now().Before(link.retryAt[n]) {
+			continue
 		}
+		link.streams[n] = nil
+		endpoint := link.endpoint
+		r.t.goRun("tcp receive", func() { r.stream(link, n, endpoint) })
 	}
 }
 
@@ -172,34 +184,70 @@ func (r *receiver) close() {
 	}
 }
 
-// stream is the life of one connection to P: dial, say hello, read frames.
-func (r *receiver) stream(link *inLink, n int) {
-	err := r.runStream(link, n)
+// stream is the life of one connection to P, and of the next one while transfers
+// wait for it.
+func (r *receiver) stream(link *inLink, n int, endpoint string) {
+	for {
+		began := time.Now()
+		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, r.runStream(link, n, endpoint))
+		again, gone, lost := r.streamEnded(link, n, time.Since(began) > redialAfter)
+		r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(link.peer)), zap.Bool("again", again), zap.Error(err))
+		for _, in := range lost {
+			r.fail(in, err)
+		}
+		if gone {
+			r.t.sink.PeerDown(link.peer, err)
+		}
+		if !again {
+			return
+		}
+	}
+}
+
+// streamEnded decides whether a stream is dialled again, whether it was the last
+// one of its link, and which transfers are lost with it: with the last one all,
+// and while others are dialled those that have begun. A transfer of which no
+// byte has come loses nothing by a broken connection, P still works on it.
+func (r *receiver) streamEnded(link *inLink, n int, lived bool) (again, gone bool, lost []*inbound) {
 	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		delete(link.streams, n)
+		return false, false, nil
+	}
+	link.streams[n] = nil
+	open := false
+	for _, c := range link.streams {
+		open = open || c != nil
+	}
+	for _, in := range r.byID {
+		if in.link != link {
+			continue
+		}
+		if in.first.IsZero() {
+			again = again || lived
+		} else if !open {
+			lost = append(lost, in)
+		}
+	}
+	if again {
+		return true, false, lost
+	}
 	delete(link.streams, n)
-	last := len(link.streams) == 0
-	var lost []*inbound
-	if last {
-		if r.links[link.peer] == link {
-			delete(r.links, link.peer)
+	link.retryAt[n] = time.Now().Add(redialAfter)
+	if len(link.streams) > 0 {
+		return false, false, lost
+	}
+	if r.links[link.peer] == link {
+		delete(r.links, link.peer)
+	}
+	lost = nil
+	for _, in := range r.byID {
+		if in.link == link {
+			lost = append(lost, in)
 		}
-		for _, in := range r.byID {
-			if in.link == link {
-				lost = append(lost, in)
-			}
-		}
 	}
-	closed := r.closed
-	r.mu.Unlock()
-	if closed {
-		return
-	}
-	err = fmt.Errorf("tcp stream to %s: %w: %w", link.endpoint, core.ErrConnectionLost, r.t.describe(err))
-	r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(link.peer)), zap.Error(err))
-	for _, in := range lost {
-		r.fail(in, err)
-	}
-	r.t.sink.PeerDown(link.peer, err)
+	return false, true, lost
 }
 
 func (r *receiver) fail(in *inbound, err error) {
@@ -233,9 +281,9 @@ func (r *receiver) tell(in *inbound, told chan struct{}, s core.TransferStats, e
 	close(told)
 }
 
-func (r *receiver) runStream(link *inLink, n int) error {
+func (r *receiver) runStream(link *inLink, n int, endpoint string) error {
 	d := net.Dialer{Timeout: r.t.cfg.DialTimeout}
-	conn, err := d.DialContext(r.t.ctx, "tcp", link.endpoint)
+	conn, err := d.DialContext(r.t.ctx, "tcp", endpoint)
 	if err != nil {
 		return err
 	}
@@ -255,14 +303,11 @@ func (r *receiver) runStream(link *inLink, n int) error {
 	}
 	s := &inStream{r: r, conn: c, raw: raw, link: link, vec: make([]iovec, 0, maxVector)}
 	hello := header{kind: frameHello, key: link.key}
-	if err := s.send(&hello); err != nil {
-		return err
+	err = s.send(&hello)
+	for err == nil {
+		err = s.frame()
 	}
-	for {
-		if err := s.frame(); err != nil {
-			return err
-		}
-	}
+	return r.t.describe(err)
 }
 
 // inStream reads one connection.
@@ -356,6 +401,8 @@ func (in *inbound) claim(pos, length uint64) error {
 		in.spans[i-1].to = end
 	case joinsRight:
 		in.spans[i].from = pos
+	case len(in.spans) == maxSpans:
+		return fmt.Errorf("transfer %q: its frames leave more than %d holes", string(in.id), maxSpans)
 	default:
 		in.spans = slices.Insert(in.spans, i, span{pos, end})
 	}

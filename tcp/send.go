@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -13,6 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
 )
 
 // sender is P's half: links of D agents, and the transfers that go to them.
@@ -22,12 +24,15 @@ type sender struct {
 	links   map[token]*outLink
 	byID    map[core.TransferID]*outbound
 	streams int
+	// unnamed are the streams whose link no transfer has named yet, oldest first.
+	unnamed []*outStream
 	closed  bool
 }
 
 // outLink is the set of streams that one D agent has opened.
 type outLink struct {
 	key     token
+	named   bool // by a transfer's grant: its streams are a decode agent's
 	streams map[*outStream]bool
 	queue   []*outbound // with bytes that no frame has taken yet; served in turn
 	byGrant map[token]*outbound
@@ -49,6 +54,7 @@ type outbound struct {
 	started  time.Time
 	waiting  *time.Timer // bounds the wait for D's first stream
 	err      error       // ends the transfer when frames is 0
+	acked    bool        // so does D's word that all bytes are in
 	empty    bool        // no bytes at all: one frame without any
 }
 
@@ -110,11 +116,18 @@ func (t *Transport) Write(op core.WriteOp) {
 	default:
 		l := s.link(token(op.Grant[:16]))
 		out.link = l
+		if !l.named {
+			l.named = true
+			s.unnamed = slices.DeleteFunc(s.unnamed, func(st *outStream) bool { return st.link == l })
+		}
 		s.byID[op.ID], l.byGrant[out.grant] = out, out
 		l.queue = append(l.queue, out)
 		if len(l.streams) == 0 {
+			t.wg.Add(1)
 			out.waiting = time.AfterFunc(t.cfg.DialTimeout, func() {
-				s.end(out, fmt.Errorf("tcp: decode agent %s has opened no stream within %v", op.Peer, t.cfg.DialTimeout))
+				defer t.wg.Done()
+				defer safe.Recover("tcp wait for a stream")
+				s.end(out, fmt.Errorf("tcp: decode agent %s has opened no stream within %v: %w", op.Peer, t.cfg.DialTimeout, core.ErrConnectionLost))
 			})
 		}
 		l.wake.Broadcast()
@@ -147,29 +160,40 @@ func (s *sender) end(out *outbound, err error) {
 	s.tell(out, tell)
 }
 
-// settle forgets a failed transfer once no frame of it is under way; s.mu is
-// held. The one that gets true must tell the sink.
+// settle forgets a transfer that has ended, once no frame of it is under way;
+// s.mu is held. The one that gets true must tell the sink.
 func (s *sender) settle(out *outbound) bool {
-	if out.err == nil || out.frames > 0 || s.byID[out.id] != out {
+	if out.err == nil && !out.acked || out.frames > 0 || s.byID[out.id] != out {
 		return false
 	}
 	s.forget(out)
 	return true
 }
 
+// stopWaiting ends the wait for D's first stream; s.mu is held.
+func (s *sender) stopWaiting(out *outbound) {
+	if out.waiting != nil && out.waiting.Stop() {
+		s.t.wg.Done()
+	}
+	out.waiting = nil
+}
+
 func (s *sender) forget(out *outbound) {
 	delete(s.byID, out.id)
 	delete(out.link.byGrant, out.grant)
-	if out.waiting != nil {
-		out.waiting.Stop()
-	}
+	s.stopWaiting(out)
 	s.unlink(out.link)
 }
 
 func (s *sender) tell(out *outbound, really bool) {
-	if really {
-		s.t.sink.Written(out.id, core.TransferStats{Segments: out.segments}, out.err)
+	if !really {
+		return
 	}
+	stats := core.TransferStats{Segments: out.segments}
+	if out.err == nil {
+		stats.Bytes, stats.Nanos = out.total, time.Since(out.started).Nanoseconds()
+	}
+	s.t.sink.Written(out.id, stats, out.err)
 }
 
 func (s *sender) close() {
@@ -182,9 +206,7 @@ func (s *sender) close() {
 		l.wake.Broadcast()
 	}
 	for _, out := range s.byID {
-		if out.waiting != nil {
-			out.waiting.Stop()
-		}
+		s.stopWaiting(out)
 	}
 	s.mu.Unlock()
 }
@@ -256,11 +278,20 @@ func (s *sender) serve(conn *net.TCPConn) {
 	st := &outStream{conn: conn, raw: raw, link: l, vec: make([]iovec, 0, maxVector)}
 	l.streams[st] = true
 	for _, out := range l.queue {
-		if out.waiting != nil {
-			out.waiting.Stop()
+		s.stopWaiting(out)
+	}
+	var stranger *outStream
+	if !l.named {
+		s.unnamed = append(s.unnamed, st)
+		if len(s.unnamed) > s.t.cfg.MaxUnnamed {
+			stranger, s.unnamed = s.unnamed[0], s.unnamed[1:]
 		}
 	}
 	s.mu.Unlock()
+	if stranger != nil {
+		s.t.cfg.Logger.Warn("stream closed: too many that no transfer has named", zap.Stringer("from", stranger.conn.RemoteAddr()))
+		stranger.conn.Close()
+	}
 	s.t.goRun("tcp send", func() { s.run(st) })
 
 	for {
@@ -292,14 +323,14 @@ func readHeader(conn net.Conn) (h header, err error) {
 func (s *sender) acked(l *outLink, h *header) {
 	s.mu.Lock()
 	out := l.byGrant[h.key]
-	ok := out != nil && out.left == 0 && h.length == out.total
-	if ok {
-		s.forget(out)
+	tell := false
+	// Only of a transfer whose every byte was sent is it the truth.
+	if out != nil && out.err == nil && out.left == 0 && !out.empty && h.length == out.total {
+		out.acked = true
+		tell = s.settle(out)
 	}
 	s.mu.Unlock()
-	if ok {
-		s.t.sink.Written(out.id, core.TransferStats{Bytes: out.total, Segments: out.segments, Nanos: time.Since(out.started).Nanoseconds()}, nil)
-	}
+	s.tell(out, tell)
 }
 
 func (s *sender) nacked(l *outLink, h *header) {
@@ -307,7 +338,7 @@ func (s *sender) nacked(l *outLink, h *header) {
 	out := l.byGrant[h.key]
 	s.mu.Unlock()
 	if out != nil {
-		s.end(out, errors.New("tcp: the decode agent does not expect the transfer any more"))
+		s.end(out, core.ErrNotExpected)
 	}
 }
 
@@ -323,6 +354,7 @@ func (s *sender) streamEnded(st *outStream, err error) {
 	st.dead = true
 	l := st.link
 	delete(l.streams, st)
+	s.unnamed = slices.DeleteFunc(s.unnamed, func(u *outStream) bool { return u == st })
 	var lost []*outbound
 	for _, out := range l.byGrant {
 		if out.used[st] || len(l.streams) == 0 {

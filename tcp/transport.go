@@ -31,7 +31,8 @@ type Config struct {
 	FrameBytes    uint64        // most bytes of a frame; 2 MiB
 	StallTimeout  time.Duration // no progress for so long ends a stream; 10 s
 	DialTimeout   time.Duration // 3 s
-	MaxStreams    int           // accepted at a time; 4096
+	MaxStreams    int           // accepted at a time; 4096, and a quarter of the process's descriptors
+	MaxUnnamed    int           // of them, those that no transfer has named; 256
 	Logger        *zap.Logger
 }
 
@@ -50,6 +51,13 @@ func (c Config) withDefaults() Config {
 	}
 	if c.MaxStreams <= 0 {
 		c.MaxStreams = 4096
+		var limit unix.Rlimit
+		if unix.Getrlimit(unix.RLIMIT_NOFILE, &limit) == nil {
+			c.MaxStreams = int(min(uint64(c.MaxStreams), max(limit.Cur/4, 16)))
+		}
+	}
+	if c.MaxUnnamed <= 0 {
+		c.MaxUnnamed = min(256, c.MaxStreams/2)
 	}
 	if c.Logger == nil {
 		c.Logger = zap.NewNop()
@@ -146,7 +154,7 @@ func (t *Transport) tune(c *net.TCPConn) {
 	}
 }
 
-// describe adds what an error of the network means here.
+// describe adds what an error of an open stream means here.
 func (t *Transport) describe(err error) error {
 	var ne net.Error
 	if errors.As(err, &ne) && ne.Timeout() {

@@ -68,8 +68,7 @@ type Shape struct {
 	Group       uint32
 }
 
-// Load asks P to write a transfer into D's blocks. Blocks may be empty: D needs
-// nothing of it, and P's blocks are free as soon as it has them.
+// Load asks P to write a transfer into D's blocks.
 type Load struct {
 	TransferID string   `msg:"t,limit=128"`
 	Transport  string   `msg:"tr,limit=16"`

@@ -1,6 +1,8 @@
 /* Run on a library built with the tag panictest: each export panics inside when
    KVCONN_PANIC names it, and must give an error code instead of ending us. */
+#include <fcntl.h>
 #include <kvconn.h>
+#include <poll.h>
 #include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,8 +11,7 @@
 
 extern char **environ;
 
-static int32_t call(const char *name) {
-  kvconn_agent a = 1;
+static int32_t call(const char *name, kvconn_agent a) {
   char buf[4096];
   const char *id = "x";
   if (strcmp(name, "kvconn_open") == 0) return kvconn_open("{}", &a);
@@ -24,18 +25,40 @@ static int32_t call(const char *name) {
   return kvconn_close(a);
 }
 
-/* The child: makes one call that panics inside. */
+static int expect(int holds, const char *what, const char *name) {
+  if (!holds) fprintf(stderr, "%s: not so: %s\n", name, what);
+  return holds ? 0 : 1;
+}
+
+/* The child: makes one call that panics inside. Nothing may pretend afterwards
+   that all is well, and nobody may be left waiting. */
 static int panicking(const char *name) {
-  int32_t status = call(name);
+  static const char config[] = "{\"engine_id\":\"e\",\"role\":\"decode\"}";
+  int failures = 0, is_open = strcmp(name, "kvconn_open") == 0, is_close = strcmp(name, "kvconn_close") == 0;
+  kvconn_agent a = 1, other;
+  if (!is_open && kvconn_open(config, &a) != KVCONN_OK) return 3;
+  int fd = is_open ? -1 : kvconn_event_fd(a);
+  const volatile uint32_t *shown = is_open ? NULL : kvconn_pending_address(a);
+
+  int32_t status = call(name, a);
   char text[1024];
   kvconn_last_error(text, sizeof text);
-  if (status != KVCONN_ERR_INTERNAL || strstr(text, name) == NULL) {
-    fprintf(stderr, "%s gave %d: %s\n", name, status, text);
-    return 1;
+  failures += expect(status == KVCONN_ERR_INTERNAL && strstr(text, name) != NULL, text, name);
+  failures += expect(kvconn_open(config, &other) == KVCONN_ERR_INTERNAL, "open fails afterwards", name);
+  if (!is_open) {
+    kvconn_completion c;
+    size_t n;
+    struct pollfd ready = {fd, POLLIN, 0};
+    failures += expect(poll(&ready, 1, 0) == 1, "who polls is woken", name);
+    failures += expect(*shown != 0, "who looks at the count is made to ask", name);
+    failures += expect(kvconn_pending(a) == -KVCONN_ERR_INTERNAL, "pending tells", name);
+    failures += expect(kvconn_get_finished(a, &c, sizeof c, 1, &n) == KVCONN_ERR_INTERNAL, "get_finished tells", name);
+    if (!is_close) {
+      failures += expect(kvconn_close(a) == KVCONN_ERR_INTERNAL, "close tells", name);
+      failures += expect(fcntl(fd, F_GETFD) < 0, "close has closed all the same", name);
+    }
   }
-  /* a defect was found: later calls must not pretend that all is well */
-  kvconn_agent a;
-  return kvconn_open("{\"engine_id\":\"e\",\"role\":\"decode\"}", &a) == KVCONN_ERR_INTERNAL ? 0 : 1;
+  return failures ? 1 : 0;
 }
 
 int main(int argc, char **argv) {

@@ -62,6 +62,8 @@ class Agent:
         self._buffer = (_lib.CCompletion * _BATCH)()
         self._event_fd = self._lib.event_fd(handle)
         _agents.add(self)
+        # An agent that is forgotten must not write into memory that is freed next.
+        self._finalizer = weakref.finalize(self, _close_forgotten, self._lib, handle.value, self._pid)
 
     def _check(self, code: int, transfer_id: Optional[str] = None) -> None:
         if code:
@@ -131,8 +133,8 @@ class Agent:
     def cancel(self, transfer_ids: Iterable[str], reason: str = "") -> None:
         """Ends this agent's halves early; each still gets its completion.
 
-        The other side is told. An id that is not known here is remembered: a
-        load or offer of it is refused.
+        The other side is told. An id that is not known here is remembered on
+        the prefill side: a load of it that arrives later is refused.
         """
         ids = list(transfer_ids)
         if not ids:
@@ -210,7 +212,7 @@ class Agent:
         """
         handle, self._handle = self._handle, 0
         self._count = _ASK
-        if handle and self._pid == os.getpid():
+        if handle and self._finalizer.detach() and self._pid == os.getpid():
             self._check(self._lib.close(handle))
 
     def __enter__(self) -> Agent:
@@ -221,6 +223,11 @@ class Agent:
 
     def __repr__(self) -> str:
         return f"<kvconn.Agent {'open' if self._handle else 'closed'} handle={self._handle:#x}>"
+
+
+def _close_forgotten(lib: Any, handle: int, pid: int) -> None:
+    if pid == os.getpid():
+        lib.close(handle)
 
 
 def _completion(r: Any) -> Completion:

@@ -12,6 +12,9 @@ from .types import Region
 def _describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
     """Address, shape, strides in bytes and item size of anything array-like."""
     if hasattr(tensor, "data_ptr"):  # torch
+        device = getattr(getattr(tensor, "device", None), "type", "cpu")
+        if device != "cpu":
+            raise InvalidError(f"the tensor is on device {device!r}; this version moves host memory")
         item = tensor.element_size()
         return tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in tensor.stride()), item
     interface = getattr(tensor, "__array_interface__", None)
