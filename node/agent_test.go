@@ -11,12 +11,14 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/internal/nettest"
 )
 
 const (
@@ -353,8 +355,13 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// prefillProcess starts it; kill ends it by SIGKILL.
-func prefillProcess(t *testing.T, port int) (address string, kill func()) {
+// signals are what tests do to the prefill process.
+type signals struct {
+	kill, stop func()
+}
+
+// prefillProcess starts it.
+func prefillProcess(t *testing.T, port int) (address string, to signals) {
 	t.Helper()
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), fmt.Sprint("KVCONN_TEST_PREFILL=", max(port, 0)))
@@ -369,22 +376,23 @@ func prefillProcess(t *testing.T, port int) (address string, kill func()) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	kill = func() {
+	to.kill = func() {
 		_ = cmd.Process.Kill()
 		_ = cmd.Wait()
 		in.Close()
 	}
-	t.Cleanup(kill)
+	to.stop = func() { _ = cmd.Process.Signal(syscall.SIGSTOP) }
+	t.Cleanup(to.kill)
 	line, err := bufio.NewReader(out).ReadString('\n')
 	if err != nil || !strings.HasPrefix(line, "http://") {
 		t.Fatalf("prefill process said %q: %v", line, err)
 	}
-	return strings.TrimSpace(line), kill
+	return strings.TrimSpace(line), to
 }
 
 func TestPrefillKilledDuringLoads(t *testing.T) {
 	leaktest.Check(t)
-	address, kill := prefillProcess(t, 0)
+	address, to := prefillProcess(t, 0)
 	d := open(t, testConfig(RoleDecode))
 	d.load("announced", address, 1)
 	d.load("offered", address, 2, 3)
@@ -393,7 +401,7 @@ func TestPrefillKilledDuringLoads(t *testing.T) {
 		t.Fatal("the loaded block has wrong bytes")
 	}
 	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
-	kill()
+	to.kill()
 	d.want("announced", core.PeerLost, "connection lost")
 
 	// The engine comes back on its port: the next request works.
@@ -406,6 +414,88 @@ func TestPrefillKilledDuringLoads(t *testing.T) {
 	d.want("offered", core.OK)
 	if b := d.block(0, 4); b[0] != 7 {
 		t.Fatal("the block loaded after the restart has wrong bytes")
+	}
+}
+
+// TestBlipBesideNewLoads: while the control plane is away for a moment, a load
+// that waits for a living P must not end because another one begins.
+func TestBlipBesideNewLoads(t *testing.T) {
+	leaktest.Check(t)
+	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
+	dc.PeerTimeout, dc.ConnectTimeout = Seconds(bound), Seconds(bound)
+	p, d := open(t, pc), open(t, dc)
+	way := nettest.Forward(t, strings.TrimPrefix(p.BootstrapAddress(), "http://"))
+	address := "http://" + way.Addr()
+	p.fill(3, 1, 2)
+	d.load("waits", address, 1)
+	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
+	announce(t, p, "waits")
+	way.Shut(true)
+	way.Cut()
+	d.load("new", address, 2)
+	until(t, "the new load has noticed", func() bool { return way.Open() == 0 && d.Stats().LoadsUnderWay == 2 })
+	way.Shut(false)
+	p.offer("new", 2)
+	d.want("new", core.OK)
+	p.offer("waits", 1)
+	d.want("waits", core.OK)
+	same(t, p, []core.BlockID{1, 2}, d, []core.BlockID{1, 2})
+}
+
+// TestBurstFromManyDecoders: an ordinary burst is served, not refused.
+func TestBurstFromManyDecoders(t *testing.T) {
+	leaktest.Check(t)
+	const decoders, each = 8, 200
+	p := open(t, testConfig(RolePrefill))
+	var ds []*side
+	for range decoders {
+		cfg := testConfig(RoleDecode)
+		cfg.PeerTimeout = Seconds(bound)
+		ds = append(ds, open(t, cfg))
+	}
+	id := func(d, i int) core.TransferID { return core.TransferID(fmt.Sprint("d", d, "-", i)) }
+	for n, d := range ds {
+		var loads []core.LoadRequest
+		for i := range each {
+			loads = append(loads, core.LoadRequest{ID: id(n, i), From: core.Target{Bootstrap: p.BootstrapAddress()}, Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}})
+		}
+		if _, err := d.StartLoad(loads); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for n := range ds {
+		for i := range each {
+			p.offer(id(n, i), core.BlockID(i%numBlocks))
+		}
+	}
+	for n, d := range ds {
+		for i := range each {
+			d.want(id(n, i), core.OK)
+		}
+	}
+}
+
+// TestStoppedPrefillIsNoticedThroughManyLoads: that P is silent is learned by the
+// renewal, which does not stand behind the loads that P leaves unanswered.
+func TestStoppedPrefillIsNoticedThroughManyLoads(t *testing.T) {
+	leaktest.Check(t)
+	const loads = 200
+	address, to := prefillProcess(t, 0)
+	d := open(t, testConfig(RoleDecode))
+	d.load("announced", address, 1)
+	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
+	to.stop()
+	for i := range loads {
+		d.load(core.TransferID(fmt.Sprint("more-", i)), address, 2)
+	}
+	d.want("announced", core.PeerLost, "gone")
+	if n := len(d.seen); n > loads/2 {
+		t.Fatalf("%d of %d later loads ended before the one that waited", n-1, loads)
+	}
+	for i := range loads {
+		if r := d.report(core.TransferID(fmt.Sprint("more-", i))); r.Code == core.OK {
+			t.Fatalf("%+v", r)
+		}
 	}
 }
 

@@ -1,0 +1,258 @@
+package tcp
+
+import (
+	"errors"
+	"io"
+	"net"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/internal/nettest"
+)
+
+const bound = 30 * time.Second
+
+// agent is a transport over one region of memory that Go does not manage.
+type agent struct {
+	*Transport
+	sink *coretest.Recorder
+	mem  []byte
+}
+
+const (
+	testBlocks = 64
+	testBlock  = 1 << 20
+)
+
+func newAgent(t *testing.T, cfg Config) *agent {
+	t.Helper()
+	mem, err := unix.Mmap(-1, 0, testBlocks*testBlock, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	layout, err := core.NewLayout([]core.Region{{Name: "r", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))),
+		BlockStride: testBlock, BlockBytes: testBlock, NumBlocks: testBlocks}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg.Listen, cfg.ListenHost, cfg.AdvertiseHost = true, "127.0.0.1", "127.0.0.1"
+	a := &agent{sink: coretest.NewRecorder(t, "agent"), mem: mem}
+	if a.Transport, err = New(cfg, layout, a.sink); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = a.Close()
+		_ = unix.Munmap(mem)
+	})
+	return a
+}
+
+func allBlocks(n int) [][]core.BlockID {
+	ids := make([]core.BlockID, n)
+	for i := range ids {
+		ids[i] = core.BlockID(i)
+	}
+	return [][]core.BlockID{ids}
+}
+
+func (a *agent) pairs(t *testing.T, blocks [][]core.BlockID) []core.Pair {
+	t.Helper()
+	p, err := a.layout.Plan(blocks, a.layout.Shapes(), blocks)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func until(t *testing.T, what string, f func() bool) {
+	t.Helper()
+	deadline := time.Now().Add(bound)
+	for !f() {
+		if time.Now().After(deadline) {
+			t.Fatalf("not within %v: %s", bound, what)
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// TestTransferWithoutAByteSurvivesACut: P still works on the request when the
+// connections break; D dials again and the transfer goes on.
+func TestTransferWithoutAByteSurvivesACut(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{}), newAgent(t, Config{})
+	f := nettest.Forward(t, p.Endpoint())
+	if err := d.Connect("p", f.Addr()); err != nil {
+		t.Fatal(err)
+	}
+	blocks := allBlocks(4)
+	grant, err := d.Expect("t", "p", d.layout.Segments(blocks))
+	if err != nil {
+		t.Fatal(err)
+	}
+	until(t, "both streams are open", func() bool { return f.Open() == 2 })
+	began := time.Now()
+	until(t, "the streams have lived long enough", func() bool { return time.Since(began) > redialAfter+100*time.Millisecond })
+	f.Cut()
+	until(t, "both streams are open again", func() bool { return f.Open() == 2 })
+	for i := range p.mem[:4*testBlock] {
+		p.mem[i] = byte(i*7 + i>>12)
+	}
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant, Pairs: p.pairs(t, blocks)})
+	until(t, "the transfer has ended on both sides", func() bool {
+		return len(d.sink.All("received", "t")) == 1 && len(p.sink.All("written", "t")) == 1
+	})
+	if err := d.sink.All("received", "t")[0].Err; err != nil {
+		t.Fatal(err)
+	}
+	if string(d.mem[:4*testBlock]) != string(p.mem[:4*testBlock]) {
+		t.Fatal("wrong bytes")
+	}
+}
+
+// TestEarlyAcknowledgement: a receiver that says "done" while bytes are still on
+// their way must not free blocks that a stream reads.
+func TestEarlyAcknowledgement(t *testing.T) {
+	leaktest.Check(t)
+	p := newAgent(t, Config{FrameBytes: testBlocks * testBlock})
+	conn, err := net.Dial("tcp", p.Endpoint())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	key, grant := newToken(), newToken()
+	say := func(h header) {
+		var b [headerSize]byte
+		h.encode(&b)
+		if _, err := conn.Write(b[:]); err != nil {
+			t.Error(err)
+		}
+	}
+	say(header{kind: frameHello, key: key})
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: append(key[:], grant[:]...), Pairs: p.pairs(t, allBlocks(testBlocks))})
+	var first [headerSize]byte
+	if _, err := io.ReadFull(conn, first[:]); err != nil {
+		t.Fatal(err)
+	}
+	say(header{kind: frameAck, key: grant, length: testBlocks * testBlock})
+	until(t, "the acknowledgement has arrived", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		out := p.sender.byID["t"]
+		return out == nil || out.acked
+	})
+	if told := p.sink.All("written", "t"); len(told) != 0 {
+		t.Fatalf("told %+v while its frame is being sent", told)
+	}
+	if _, err := io.CopyN(io.Discard, conn, testBlocks*testBlock); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "the write is told", func() bool { return len(p.sink.All("written", "t")) == 1 })
+}
+
+// TestStrangersDoNotKeepDecodersOut: streams that no transfer names are closed,
+// the oldest first, before they use up the places of those that one does.
+func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{MaxStreams: 16, MaxUnnamed: 8}), newAgent(t, Config{})
+	for range 40 {
+		c, err := net.Dial("tcp", p.Endpoint())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		var b [headerSize]byte
+		(&header{kind: frameHello, key: newToken()}).encode(&b)
+		_, _ = c.Write(b[:]) // may be refused already
+	}
+	until(t, "the strangers are few", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		return p.sender.streams <= 9 && len(p.sender.unnamed) <= 8
+	})
+	if err := d.Connect("p", p.Endpoint()); err != nil {
+		t.Fatal(err)
+	}
+	blocks := allBlocks(1)
+	grant, err := d.Expect("t", "p", d.layout.Segments(blocks))
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant, Pairs: p.pairs(t, blocks)})
+	until(t, "the transfer has ended", func() bool { return len(d.sink.All("received", "t")) == 1 })
+	if err := d.sink.All("received", "t")[0].Err; err != nil {
+		t.Fatal(err)
+	}
+	until(t, "the write is told", func() bool { return len(p.sink.All("written", "t")) == 1 })
+}
+
+// TestMalformedFrames: what no sender says ends the stream and its transfers, and
+// changes no byte.
+func TestMalformedFrames(t *testing.T) {
+	leaktest.Check(t)
+	blocks := allBlocks(2)
+	for name, frames := range map[string][]header{
+		"beyond the end":      {{kind: frameData, position: 2*testBlock - 4, length: 8}},
+		"wraps around":        {{kind: frameData, position: ^uint64(0) - 3, length: 8}},
+		"twice the same byte": {{kind: frameData, position: 0, length: 0}, {kind: frameData, position: 4, length: 4}, {kind: frameData, position: 4, length: 4}},
+		"unknown kind":        {{kind: 77, position: 0, length: 4}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer l.Close()
+			d := newAgent(t, Config{Streams: 1})
+			if err := d.Connect("p", l.Addr().String()); err != nil {
+				t.Fatal(err)
+			}
+			grant, err := d.Expect("t", "p", d.layout.Segments(blocks))
+			if err != nil {
+				t.Fatal(err)
+			}
+			conn, err := l.Accept()
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			for i, h := range frames {
+				h.key = token(grant[16:])
+				var b [headerSize]byte
+				h.encode(&b)
+				_, _ = conn.Write(b[:])
+				if i < len(frames)-1 { // the last one is refused by its header
+					_, _ = conn.Write(make([]byte, h.length))
+				}
+			}
+			until(t, "the transfer fails", func() bool { return len(d.sink.All("received", "t")) == 1 })
+			if d.sink.All("received", "t")[0].Err == nil {
+				t.Fatal("it ended well")
+			}
+			for i, b := range d.mem {
+				if b != 0 {
+					t.Fatalf("byte %d is %d", i, b)
+				}
+			}
+		})
+	}
+}
+
+func TestDescribeNamesTheBound(t *testing.T) {
+	a := newAgent(t, Config{StallTimeout: 3 * time.Second})
+	err := a.describe(&net.OpError{Op: "read", Err: timeoutError{}})
+	if !errors.Is(err, error(timeoutError{})) || err.Error()[:18] != "no progress for 3s" {
+		t.Fatal(err)
+	}
+}
+
+type timeoutError struct{}
+
+func (timeoutError) Error() string   { return "i/o timeout" }
+func (timeoutError) Timeout() bool   { return true }
+func (timeoutError) Temporary() bool { return true }
