@@ -330,6 +330,7 @@ func TestMain(m *testing.M) {
 	if port := os.Getenv("KVCONN_TEST_PREFILL"); port != "" {
 		cfg := testConfig(RolePrefill)
 		fmt.Sscan(port, &cfg.BootstrapPort)
+		cfg.NATSURL, cfg.AdvertiseHost = os.Getenv("KVCONN_TEST_NATS"), "127.0.0.1"
 		a, err := Open(cfg, Options{})
 		cache := make([]byte, layers*numBlocks*blockBytes)
 		for i := range cache {
@@ -361,10 +362,10 @@ type signals struct {
 }
 
 // prefillProcess starts it.
-func prefillProcess(t *testing.T, port int) (address string, to signals) {
+func prefillProcess(t *testing.T, port int, cluster string) (address string, to signals) {
 	t.Helper()
 	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), fmt.Sprint("KVCONN_TEST_PREFILL=", max(port, 0)))
+	cmd.Env = append(os.Environ(), fmt.Sprint("KVCONN_TEST_PREFILL=", port), "KVCONN_TEST_NATS="+cluster)
 	in, err := cmd.StdinPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -392,7 +393,7 @@ func prefillProcess(t *testing.T, port int) (address string, to signals) {
 
 func TestPrefillKilledDuringLoads(t *testing.T) {
 	leaktest.Check(t)
-	address, to := prefillProcess(t, 0)
+	address, to := prefillProcess(t, 0, "")
 	d := open(t, testConfig(RoleDecode))
 	d.load("announced", address, 1)
 	d.load("offered", address, 2, 3)
@@ -405,7 +406,7 @@ func TestPrefillKilledDuringLoads(t *testing.T) {
 	d.want("announced", core.PeerLost, "connection lost")
 
 	// The engine comes back on its port: the next request works.
-	again, _ := prefillProcess(t, portOf(t, address))
+	again, _ := prefillProcess(t, portOf(t, address), "")
 	if again != address {
 		t.Fatalf("restarted at %s, was at %s", again, address)
 	}
@@ -422,7 +423,7 @@ func TestPrefillKilledDuringLoads(t *testing.T) {
 func TestBlipBesideNewLoads(t *testing.T) {
 	leaktest.Check(t)
 	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
-	dc.PeerTimeout, dc.ConnectTimeout = Seconds(bound), Seconds(bound)
+	dc.PeerTimeout, dc.ConnectTimeout = Seconds(6*time.Second), Seconds(bound)
 	p, d := open(t, pc), open(t, dc)
 	way := nettest.Forward(t, strings.TrimPrefix(p.BootstrapAddress(), "http://"))
 	address := "http://" + way.Addr()
@@ -433,7 +434,8 @@ func TestBlipBesideNewLoads(t *testing.T) {
 	way.Shut(true)
 	way.Cut()
 	d.load("new", address, 2)
-	until(t, "the new load has noticed", func() bool { return way.Open() == 0 && d.Stats().LoadsUnderWay == 2 })
+	began := time.Now() // longer than the time between two renewals, shorter than the bound
+	until(t, "a renewal was due", func() bool { return time.Since(began) > 5*time.Second/2 })
 	way.Shut(false)
 	p.offer("new", 2)
 	d.want("new", core.OK)
@@ -480,8 +482,10 @@ func TestBurstFromManyDecoders(t *testing.T) {
 func TestStoppedPrefillIsNoticedThroughManyLoads(t *testing.T) {
 	leaktest.Check(t)
 	const loads = 200
-	address, to := prefillProcess(t, 0)
-	d := open(t, testConfig(RoleDecode))
+	cfg := testConfig(RoleDecode)
+	cfg.NATSURL = cluster(t) // the bus lives on when P stops
+	address, to := prefillProcess(t, 0, cfg.NATSURL)
+	d := open(t, cfg)
 	d.load("announced", address, 1)
 	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
 	to.stop()
@@ -499,8 +503,9 @@ func TestStoppedPrefillIsNoticedThroughManyLoads(t *testing.T) {
 	}
 }
 
-func TestGivenClusterInsteadOfEmbeddedServer(t *testing.T) {
-	leaktest.Check(t)
+// cluster starts a nats-server process, built from the module that is embedded.
+func cluster(t *testing.T) (url string) {
+	t.Helper()
 	dir := t.TempDir()
 	bin := filepath.Join(dir, "nats-server")
 	if out, err := exec.Command("go", "build", "-o", bin, "github.com/nats-io/nats-server/v2").CombinedOutput(); err != nil {
@@ -522,15 +527,18 @@ func TestGivenClusterInsteadOfEmbeddedServer(t *testing.T) {
 		}
 		return err == nil
 	})
+	return fmt.Sprint("nats://127.0.0.1:", port)
+}
+
+func TestGivenClusterInsteadOfEmbeddedServer(t *testing.T) {
+	leaktest.Check(t)
 	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
-	pc.NATSURL = fmt.Sprint("nats://127.0.0.1:", port)
+	pc.NATSURL = cluster(t)
 	dc.NATSURL, pc.AdvertiseHost = pc.NATSURL, "127.0.0.1"
 	p, d := open(t, pc), open(t, dc)
 	p.fill(9, 1, 2)
 	p.offer("t", 1, 2)
-	if _, err := d.StartLoad([]core.LoadRequest{{ID: "t", From: core.Target{Bootstrap: p.BootstrapAddress(), EngineID: pc.EngineID}, Blocks: [][]core.BlockID{{8, 9}}}}); err != nil {
-		t.Fatal(err)
-	}
+	d.load("t", p.BootstrapAddress(), 8, 9)
 	d.want("t", core.OK)
 	p.want("t", core.OK)
 	same(t, p, []core.BlockID{1, 2}, d, []core.BlockID{8, 9})

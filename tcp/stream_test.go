@@ -208,7 +208,7 @@ func TestMalformedFrames(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer l.Close()
-			d := newAgent(t, Config{Streams: 1})
+			d := newAgent(t, Config{Streams: 1, StallTimeout: time.Hour})
 			if err := d.Connect("p", l.Addr().String()); err != nil {
 				t.Fatal(err)
 			}
