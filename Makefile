@@ -4,7 +4,9 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
+# A Go that is missing or too old is put into .venv-go by scripts/need-tools.sh.
 GO      ?= go
+export PATH := $(CURDIR)/.venv-go/tool:$(PATH)
 PYTHON  ?= python3
 BUILD   := build
 VENV    := .venv
@@ -51,7 +53,7 @@ $(VENV)/stamp: scripts/requirements-dev.txt | tools
 generate: ## the MessagePack code of wire/
 	$(GO) generate ./...
 
-install: $(BUILD)/libkvconn.so ## PREFIX=/usr/local: library, header and kvconn.pc
+install: ## after `make lib`; PREFIX=/usr/local: library, header and kvconn.pc
 	@PREFIX=$${PREFIX:-/usr/local} scripts/install.sh
 
 # --- the main job -------------------------------------------------------------

@@ -139,7 +139,8 @@ def works(python: str) -> str | None:
         "import importlib.util, sys\n"
         "if importlib.util.find_spec('vllm') is None: sys.exit(3)\n"
         "import vllm\n"
-        "print('vllm', vllm.__version__)\n"
+        "from vllm.platforms import current_platform as platform\n"
+        "print('vllm', vllm.__version__, platform.is_cpu())\n"
     )
     try:
         out = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=300, check=False)
@@ -147,7 +148,11 @@ def works(python: str) -> str | None:
         return None
     for line in out.stdout.splitlines():
         if line.startswith("vllm "):
-            return line.split()[1]
+            _, version, on_cpu = line.split()
+            if on_cpu == "True":
+                return version
+            say(f"{python} has vLLM {version}, but not for the CPU: kvconn moves host memory so far, so it is left alone")
+            return None
     if out.returncode not in (0, 3):
         say(f"{python} has a vllm that cannot be imported: {(out.stderr.strip().splitlines() or ['?'])[-1][:200]}")
     return None

@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 to=${DESTDIR:-}${PREFIX:?}
+[[ -f build/libkvconn.so ]] || { echo "there is no build/libkvconn.so: run make lib first" >&2; exit 1; }
 version=$(sed -n 's/^#define KVCONN_VERSION "\(.*\)"/\1/p' include/kvconn.h)
 install -d "$to/lib/pkgconfig" "$to/include"
 install -m 755 build/libkvconn.so "$to/lib/libkvconn.so.$version"
@@ -17,4 +18,7 @@ Version: $version
 Cflags: -I\${prefix}/include
 Libs: -L\${prefix}/lib -lkvconn
 PC
+if [[ -z ${DESTDIR:-} ]] && command -v ldconfig >/dev/null; then
+  if [[ $(id -u) == 0 ]]; then ldconfig; else echo "for programs to find it: sudo ldconfig, or LD_LIBRARY_PATH=$to/lib"; fi
+fi
 echo "installed libkvconn $version under $to"

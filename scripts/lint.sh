@@ -3,7 +3,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:?}
-bad=$(gofmt -l $(git ls-files -co --exclude-standard '*.go'))
+mapfile -t files < <(find . -name '*.go' -not -path './.venv*' -not -path './build/*')
+((${#files[@]})) || { echo "no Go file was found" >&2; exit 1; }
+bad=$("$(go env GOROOT)/bin/gofmt" -l "${files[@]}" </dev/null)
 [[ -z $bad ]] || { echo "gofmt would change: $bad" >&2; exit 1; }
 go vet ./...
 go tool staticcheck ./...

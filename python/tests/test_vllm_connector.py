@@ -110,6 +110,39 @@ def cache_config(num_blocks: int = 8, layers: Sequence[str] = ("a", "b")) -> Any
     return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group], kv_cache_layout="LBHNC")
 
 
+def test_caches_that_lose_blocks_are_refused() -> None:
+    class SlidingWindowSpec(SimpleNamespace):
+        pass
+
+    class FullAttentionSpec(SimpleNamespace):
+        pass
+
+    full, window = FullAttentionSpec(block_size=BLOCK), SlidingWindowSpec(block_size=BLOCK)
+    for spec, fine in ((full, True), (window, False), (SimpleNamespace(kv_cache_specs={"a": full, "b": window}), False)):
+        config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])])
+        if fine:
+            params.check_caches(config)
+        else:
+            with pytest.raises(ValueError, match="SlidingWindowSpec"):
+                params.check_caches(config)
+
+
+def test_one_bad_announce_hides_no_other() -> None:
+    side, agent = worker()
+    good: list[str] = []
+
+    def announce(ids: Sequence[str]) -> None:
+        if "bad" in ids:
+            raise ValueError("bad")
+        good.extend(ids)
+
+    agent.announce = announce  # type: ignore[method-assign]
+    meta = KVConnMetadata()
+    meta.announces = ["a", "bad", "b"]
+    side.begin(meta)
+    assert good == ["a", "b"]
+
+
 def test_agent_config(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVCONN_BOOTSTRAP_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -122,6 +155,8 @@ def test_agent_config(monkeypatch: pytest.MonkeyPatch) -> None:
         "block_tokens": BLOCK,
         "lease_s": 5,
     }
+    assert params.agent_config(vllm_config({}), cache_config())["lease_s"] == 120
+    assert "lease_s" not in params.agent_config(vllm_config({}, "kv_consumer"), cache_config())
     monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", "9001")
     assert params.agent_config(vllm_config({}), cache_config())["bootstrap_port"] == 9001
     monkeypatch.setenv("KVCONN_BOOTSTRAP_PORT", "9002")

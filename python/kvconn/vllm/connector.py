@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 
 from .layout import transfer_groups
 from .metadata import KVConnMetadata
-from .params import agent_config, check_parallel, idle_wait_s
+from .params import agent_config, check_caches, check_parallel, idle_wait_s
 from .scheduler import SchedulerSide
 from .worker import Reports, WorkerSide
 
@@ -55,6 +55,7 @@ class KVConnConnector(_base.KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         _show_logs()
         check_parallel(vllm_config.parallel_config)
+        check_caches(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config or {}
         wait = idle_wait_s(extra)

@@ -10,6 +10,7 @@ from typing import Any
 # Settings of the connector itself; every other key of kv_connector_extra_config goes to the agent, which knows its own.
 IDLE_WAIT_MS = "idle_wait_ms"
 _OWN_KEYS = (IDLE_WAIT_MS,)
+_DEFAULT_LEASE_S = 120
 _DEFAULT_IDLE_WAIT_MS = 2.0
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
@@ -88,6 +89,20 @@ def check_parallel(parallel_config: Any) -> None:
         raise ValueError(f"KVConnConnector: {found} is not supported yet: an engine must have one rank (TP = PP = DP = 1)")
 
 
+# A window's blocks outside of it are gone, and a state is no block: loading those blindly would be wrong bytes.
+_REFUSED_SPECS = ("SlidingWindow", "ChunkedLocal", "Mamba")
+
+
+def check_caches(kv_cache_config: Any) -> None:
+    """Only caches that keep every block of the prompt, for now."""
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
+            name = type(one).__name__
+            if name.startswith(_REFUSED_SPECS):
+                raise ValueError(f"KVConnConnector: a KV cache of {name} is not supported yet: full attention and MLA are")
+
+
 def idle_wait_s(extra: Mapping[str, Any]) -> float:
     value = extra.get(IDLE_WAIT_MS, _DEFAULT_IDLE_WAIT_MS)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 100:
@@ -122,6 +137,9 @@ def agent_config(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "dtype": dtype.replace("torch.", ""),
         "block_tokens": min(group_blocks) if group_blocks else cache.block_size,
     }
+    if config["role"] != "decode":
+        # Decode speaks up for a request only when vLLM admits it there: a queue of a minute must not end the offer.
+        config["lease_s"] = _DEFAULT_LEASE_S
     port = _port_from_environment()
     if port is not None and config["role"] != "decode":
         config["bootstrap_port"] = port

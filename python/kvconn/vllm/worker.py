@@ -72,8 +72,9 @@ class WorkerSide:
         starting = {work.transfer_id for work in meta.loads}
         cancels = [work for work in meta.cancels if work.transfer_id not in starting]
         meta.cancels = [work for work in meta.cancels if work.transfer_id in starting]
-        if announces:
-            self._try(lambda: self._agent.announce(announces), f"announce {announces}")
+        if announces and self._try(lambda: self._agent.announce(announces), f"announce {len(announces)} requests"):
+            for transfer_id in announces:  # one bad id must not hide the others
+                self._try(lambda one=transfer_id: self._agent.announce([one]), f"announce {transfer_id!r}")
         if offers:
             self._each(offers, self._offer_all, self._offer_refused)
         for work in cancels:
