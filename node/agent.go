@@ -166,6 +166,7 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 			return fmt.Errorf("%w: register_kv_caches: the registry does not take the agent: %w", core.ErrUnreachable, err)
 		}
 		if err := a.plane.publish(self); err != nil {
+			a.unregister()
 			return fmt.Errorf("register_kv_caches: %w", err)
 		}
 	}

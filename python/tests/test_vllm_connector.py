@@ -559,16 +559,16 @@ ORDERS = {
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_named_layouts(name: str) -> None:
-    torch = pytest.importorskip("torch")
-    kvconn = pytest.importorskip("kvconn")
+    import torch
+
+    import kvconn
+
     order = ORDERS[name]
     sizes = (2, 8, 3, BLOCK, 10)
     memory = torch.arange(2 * 8 * 3 * BLOCK * 10, dtype=torch.int32).reshape([sizes[axis] for axis in order])
     logical = memory.permute([order.index(axis) for axis in range(5)])
     caches = {"a": logical[0], "b": logical[1]}
     assert [entry[1] for entry in regions(caches, cache_config())] == [(8, 3, BLOCK, 10)] * 2
-    if not hasattr(kvconn, "regions_from_tensor"):
-        pytest.skip("this kvconn has no regions_from_tensor")
     made = layout.make_regions(caches, SimpleNamespace(), cache_config(), kvconn.regions_from_tensor)
     # Whatever the order: block 5 of all regions together is exactly block 5 of all layers.
     import ctypes
@@ -582,13 +582,15 @@ def test_named_layouts(name: str) -> None:
 
 
 def test_smaller_kernel_blocks_are_put_together() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     made = regions({"a": torch.zeros(32, 2, 4, 6), "b": torch.zeros(8, 2, 4, 6)}, cache_config())
     assert [entry[1] for entry in made] == [(8, 4, 2, 4, 6), (8, 2, 4, 6)]
 
 
 def test_older_vllm_asks_the_backend() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     config = cache_config(layers=["a"])
     del config.kv_cache_layout
     config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3, head_size=4)
@@ -604,7 +606,8 @@ def test_older_vllm_asks_the_backend() -> None:
 
 
 def test_shared_tensor_is_taken_once_and_strangers_are_left_out() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     cache = torch.zeros(8, 2, 4, 6)
     assert [entry[0] for entry in regions({"a": cache, "b": cache, "x": torch.zeros(3)}, cache_config())] == ["a"]
     with pytest.raises(ValueError, match="none of 1 caches"):
