@@ -30,6 +30,7 @@ type load struct {
 	again   bool // fencing in order to start over
 	given   bool // reported already; only P must still be told
 	sent    int  // renewals that said "sent" while bytes were missing
+	ended   int  // renewals that said "ended" before the Finish that says why
 	code    Code // of the end, while fencing
 	reason  string
 	stats   TransferStats

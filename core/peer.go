@@ -86,7 +86,10 @@ func (m *Machine) RenewReplied(now time.Time, id AgentID, ids []TransferID, stat
 		case StatusUnknown:
 			m.endLoad(now, ld, PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", id, string(tid)))
 		case StatusEnded:
-			m.endLoad(now, ld, Failed, fmt.Sprintf("prefill agent %s has given transfer %q up", id, string(tid)))
+			// The Finish that says why is on its way, or lost: the next round tells.
+			if ld.ended++; ld.ended >= 2 {
+				m.endLoad(now, ld, Failed, fmt.Sprintf("prefill agent %s has given transfer %q up", id, string(tid)))
+			}
 		case StatusSent:
 			// The last bytes may be on their way; not for several rounds.
 			if ld.sent++; ld.sent >= 3 {
