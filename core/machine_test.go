@@ -20,10 +20,12 @@ import (
 // line. "open" makes a machine, whose name is its agent id.
 func TestTranscripts(t *testing.T) {
 	leaktest.Check(t)
-	coretest.RunTranscripts(t, "testdata/*.txt", func(t *testing.T) (func(*coretest.Command) string, func()) {
-		s := &script{t: t, now: time.Unix(0, 0), machines: map[string]*scripted{}}
-		return s.run, s.end
-	})
+	coretest.RunTranscripts(t, "testdata/*.txt", newScript)
+}
+
+func newScript(t *testing.T) (func(*coretest.Command) string, func()) {
+	s := &script{t: t, now: time.Unix(0, 0), machines: map[string]*scripted{}}
+	return s.run, s.end
 }
 
 type script struct {
@@ -52,6 +54,9 @@ func (s *script) end() {
 
 func (s *script) run(c *coretest.Command) string {
 	name, what := c.Word(0), c.Word(1)
+	if at := s.duration(c, "now", -1); at >= 0 { // a machine's own clock, in runs of the simulator
+		s.now = time.Unix(0, 0).Add(at)
+	}
 	if what == "open" {
 		s.machines[name] = &scripted{s.open(c), newLedger()}
 		return ""
@@ -107,7 +112,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	absent := c.Value("absent", "") == "yes"
 	var failure error
 	if text := c.Value("err", ""); text != "" {
-		failure = errors.New(text)
+		failure = transportError(text)
 	}
 	switch what {
 	case "load":
@@ -184,6 +189,16 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		s.t.Fatalf("%s: unknown event %q", c.Pos, what)
 	}
 	return said, err
+}
+
+// transportError wraps what a text begins with, if package core knows it.
+func transportError(text string) error {
+	for _, known := range []error{core.ErrConnectionLost, core.ErrNotExpected} {
+		if rest, ok := strings.CutPrefix(text, known.Error()); ok {
+			return fmt.Errorf("%w%s", known, rest)
+		}
+	}
+	return errors.New(text)
 }
 
 func (s *script) number(c *coretest.Command, key string, def uint64) uint64 {

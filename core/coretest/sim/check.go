@@ -1,0 +1,107 @@
+package sim
+
+import (
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// promised notes that a P agent has said that it has a load: from now on its
+// death must be noticed.
+func (a *agent) promised(id core.TransferID, p core.AgentID) {
+	if token := a.loading[id]; a.loads[token] != nil {
+		a.promises[token] = p
+	}
+}
+
+// patience is how long after the last sign of life of P its loads may go on.
+func (w *world) patience() time.Duration {
+	d := 2*w.plan.opt.PeerTimeout + 500*time.Millisecond
+	if w.plan.slow > 0 {
+		d += 6 * time.Second // answers that were sent still come, and each step may be late
+	}
+	return d
+}
+
+// promiseOfDead checks in time that all who wait for p have ended.
+func (w *world) promiseOfDead(p *agent) {
+	w.expectEnds(p, func() bool { return true })
+}
+
+// promiseOfStopped does it for a process that is stopped for that long.
+func (w *world) promiseOfStopped(h *host) {
+	p, since := h.agent, w.now
+	h.stoppedAt = since
+	w.expectEnds(p, func() bool { return h.agent == p && h.stopped && h.stoppedAt == since })
+}
+
+func (w *world) expectEnds(p *agent, still func() bool) {
+	for _, d := range w.all {
+		if d.dead || d == p {
+			continue
+		}
+		var tokens []uint64
+		for token, id := range d.promises {
+			if id == p.id {
+				tokens = append(tokens, token)
+			}
+		}
+		slices.Sort(tokens)
+		since := w.now
+		for _, token := range tokens {
+			h := d.loads[token]
+			w.after(w.patience(), func() {
+				if still() && !d.dead && !d.host.stopped && d.host.disturbed <= since && d.loads[token] == h {
+					w.fault(h.id, "%s: %v after %s has gone, the load of %q still waits for it", d.id, w.now-since, p.id, h.id)
+				}
+			})
+		}
+	}
+}
+
+// checkEmpty says what an agent still holds that it must not.
+func (a *agent) checkEmpty() {
+	w := a.w
+	a.ledger.end()
+	for _, f := range a.ledger.broken {
+		w.fault(f.id, "%s: at the end: %s", a.id, f.text)
+	}
+	if s := a.m.Held(); s.Loads+s.Offers+s.Early+s.Peers > 0 || a.m.Busy() {
+		w.fault(a.someID(), "%s: left at the end: %+v", a.id, s)
+	}
+	for b := range a.host.mem {
+		owner := a.host.mem[b].owner
+		if id, owed := a.ledger.owed[owner]; owed {
+			w.fault(id, "%s: block %d still belongs to token %d", a.id, b, owner)
+		}
+	}
+	if n := len(a.armed) + len(a.byGrant) + len(a.writes) + len(a.loads); n > 0 {
+		w.fault(a.someID(), "%s: left at the end: %d armed, %d grants, %d writes, %d loads", a.id, len(a.armed), len(a.byGrant), len(a.writes), len(a.loads))
+	}
+}
+
+// someID names one of the transfers that are left.
+func (a *agent) someID() core.TransferID {
+	for _, r := range a.ledger.owed {
+		return r
+	}
+	return ""
+}
+
+func (w *world) checkEnd() {
+	for _, a := range w.all {
+		if a.dead {
+			continue
+		}
+		a.checkEmpty()
+		if len(a.lanes)+len(a.looking)+len(a.queue)+len(a.waiting) > 0 {
+			w.fault("", "%s: left at the end: %d lanes, %d look-ups, %d actions, %d requests", a.id, len(a.lanes), len(a.looking), len(a.queue), len(a.waiting))
+		}
+		for b := range a.host.mem {
+			if owner := a.host.mem[b].owner; owner != 0 {
+				w.fault("", "%s: block %d still belongs to token %d at the end", a.id, b, owner)
+			}
+		}
+	}
+}

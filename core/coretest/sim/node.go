@@ -1,0 +1,273 @@
+package sim
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// node is what package node does around a machine: one goroutine that performs
+// the actions in order (run.go), the table of peers (peers.go), lanes (lanes.go)
+// and the answers to requests (serve.go).
+type node struct {
+	queue    []core.Action
+	working  bool
+	peers    map[core.AgentID]*peer
+	byTarget map[core.Target]core.AgentID
+	looking  map[core.Target][]core.Resolve
+	lanes    map[core.AgentID]*lane
+}
+
+type peer struct{ gone bool }
+
+type lane struct {
+	queue   []func(done func())
+	running int
+}
+
+func (n *node) init() {
+	n.peers = map[core.AgentID]*peer{}
+	n.byTarget = map[core.Target]core.AgentID{}
+	n.looking = map[core.Target][]core.Resolve{}
+	n.lanes = map[core.AgentID]*lane{}
+}
+
+// work performs the first action of the queue.
+func (a *agent) work() {
+	act := a.queue[0]
+	a.perform(act)
+	if a.queue = a.queue[1:]; len(a.queue) > 0 {
+		a.after(a.w.delay()/16, a.work)
+		return
+	}
+	a.working = false
+}
+
+func (a *agent) perform(act core.Action) {
+	switch v := act.(type) {
+	case core.Resolve:
+		a.resolve(v)
+	case core.Expect:
+		grant, err := a.expect(v.ID, v.Peer, v.Blocks)
+		a.event(func(m *core.Machine, now time.Time) { m.Expecting(now, v.ID, []byte(grant), err) },
+			"expecting %s grant=%s%s", v.ID, grant, failure(err))
+	case core.SendLoad:
+		a.do(v.Peer, func(done func()) { a.sendLoad(v, done) })
+	case core.SendRenew:
+		a.sendRenew(v)
+	case core.SendFinish:
+		a.do(v.Peer, func(done func()) { a.sendFinish(v, 2, done) })
+	case core.Forget:
+		if p := a.peers[v.Peer]; p != nil {
+			p.gone = true
+		}
+		a.unmap(v.Peer)
+	case core.Revoke:
+		a.revoke(v.ID)
+		a.ledger.disarmed(v.ID)
+		a.event(func(m *core.Machine, now time.Time) { m.Revoked(now, v.ID) }, "revoked %s", v.ID)
+	case core.Write:
+		if a.peers[v.Peer] == nil {
+			a.written(v.ID, fmt.Errorf("decode agent %s is not known any more", v.Peer))
+			return
+		}
+		a.write(v)
+	case core.StopWrite:
+		a.stopWrite(v.ID)
+	default:
+		a.w.fault("", "%s: unknown action %T", a.id, act)
+	}
+}
+
+// do runs what waits for a peer, each peer apart and a bounded number at a time.
+func (a *agent) do(to core.AgentID, f func(done func())) {
+	l := a.lanes[to]
+	if l == nil {
+		l = &lane{}
+		a.lanes[to] = l
+	}
+	l.queue = append(l.queue, f)
+	if l.running < a.w.plan.lane {
+		l.running++
+		a.next(to, l)
+	}
+}
+
+func (a *agent) next(to core.AgentID, l *lane) {
+	if len(l.queue) == 0 {
+		if l.running--; l.running == 0 {
+			delete(a.lanes, to)
+		}
+		return
+	}
+	f := l.queue[0]
+	l.queue = l.queue[1:]
+	f(func() { a.next(to, l) })
+}
+
+func (a *agent) unmap(id core.AgentID) {
+	for t, p := range a.byTarget {
+		if p == id {
+			delete(a.byTarget, t)
+		}
+	}
+}
+
+// resolve answers from memory or starts one look-up per target.
+func (a *agent) resolve(r core.Resolve) {
+	if id, known := a.byTarget[r.From]; known && !r.Fresh {
+		a.resolved(r, id, core.OK, "")
+		return
+	}
+	a.looking[r.From] = append(a.looking[r.From], r)
+	if len(a.looking[r.From]) == 1 {
+		a.find(r.From, a.w.now+connectTimeout)
+	}
+}
+
+func (a *agent) resolved(r core.Resolve, id core.AgentID, code core.Code, why string) {
+	peer := ""
+	if id != "" {
+		peer = " peer=" + string(id)
+	}
+	a.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, code, why) },
+		"resolved %s seq=%d%s code=%v%s", r.ID, r.Seq, peer, code, optional("why", why))
+}
+
+// find looks an agent up, says hello and opens the way to it. An entry of an
+// agent that is gone is waited out.
+func (a *agent) find(t core.Target, until time.Duration) {
+	end := func(id core.AgentID, code core.Code, why string) {
+		if code == core.OK {
+			a.peers[id] = &peer{}
+			a.byTarget[t] = id
+		}
+		waiting := a.looking[t]
+		delete(a.looking, t)
+		for _, r := range waiting {
+			a.resolved(r, id, code, why)
+		}
+	}
+	a.after(2*a.w.delay(), func() {
+		id, there := a.w.registry[t]
+		if !there {
+			end("", core.Unreachable, "engine is not registered")
+			return
+		}
+		if a.w.now >= until {
+			end("", core.Unreachable, "no time left")
+			return
+		}
+		ticket := ""
+		a.ask(id, until-a.w.now, func(p *agent) func() {
+			p.peers[a.id] = &peer{}
+			t := p.admit(a)
+			return func() { ticket = t }
+		}, func(absent bool, err error) {
+			switch {
+			case err == nil:
+				a.connect(id, ticket)
+				end(id, core.OK, "")
+			case absent && a.w.now < until:
+				a.after(100*time.Millisecond, func() { a.find(t, until) })
+			default:
+				end("", core.Unreachable, "hello: "+err.Error())
+			}
+		})
+	})
+}
+
+func (a *agent) sendLoad(v core.SendLoad, done func()) {
+	replied := func(absent bool, code core.Code, why string) {
+		a.event(func(m *core.Machine, now time.Time) { m.LoadReplied(now, v.ID, v.Seq, absent, code, why) },
+			"replied %s seq=%d%s code=%v%s", v.ID, v.Seq, absence(absent), code, optional("why", why))
+		done()
+	}
+	if p := a.peers[v.Peer]; p == nil || p.gone {
+		replied(true, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
+		return
+	}
+	var code core.Code
+	var why string
+	a.ask(v.Peer, a.w.plan.opt.PeerTimeout, func(p *agent) func() {
+		c, reason := p.loadArrived(a.id, v)
+		return func() { code, why = c, reason }
+	}, func(absent bool, err error) {
+		switch {
+		case err != nil:
+			replied(absent, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err))
+		default:
+			if code == core.OK {
+				a.promised(v.ID, v.Peer)
+			}
+			replied(code == unknownPeer, code, why)
+		}
+	})
+}
+
+const unknownPeer core.Code = 99
+
+func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code, why string) {
+	if a.peers[from] == nil {
+		return unknownPeer, "say hello first"
+	}
+	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Lease: v.Lease}
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		code, why = m.LoadArrived(now, lm)
+		if why != "" {
+			return "answer " + code.String() + " " + why, nil
+		}
+		return "answer " + code.String(), nil
+	}, "loaded %s peer=%s grant=%s first=[%s]%s lease=%v", v.ID, from, v.Grant, list(v.First), groups(v.Blocks), v.Lease)
+	return code, why
+}
+
+var statusNames = [...]string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended"}
+
+func (a *agent) sendRenew(v core.SendRenew) {
+	var statuses []core.Status
+	a.ask(v.Peer, a.w.plan.opt.PeerTimeout/3, func(p *agent) func() {
+		answer := p.renewArrived(a.id, v)
+		return func() { statuses = answer }
+	}, func(absent bool, err error) {
+		says := make([]string, len(statuses))
+		for i, s := range statuses {
+			says[i] = statusNames[s]
+		}
+		a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v.Peer, v.IDs, statuses, absent, err) },
+			"renewed peer=%s ids=[%s]%s%s%s", v.Peer, list(v.IDs), optional("says", list(says)), absence(absent), failure(err))
+	})
+}
+
+func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) (out []core.Status) {
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		out = m.RenewArrived(now, from, v.IDs)
+		said := "answer"
+		for _, s := range out {
+			said += " " + statusNames[s]
+		}
+		return said, nil
+	}, "renew peer=%s ids=[%s]", from, list(v.IDs))
+	return slices.Clone(out)
+}
+
+// sendFinish tries twice.
+func (a *agent) sendFinish(v core.SendFinish, tries int, done func()) {
+	a.ask(v.Peer, a.w.plan.opt.PeerTimeout/2, func(p *agent) func() {
+		p.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, a.id, v.ID, v.Code, v.Reason) },
+			"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
+		return func() {}
+	}, func(absent bool, err error) {
+		if err == nil || absent || tries <= 1 {
+			done()
+			return
+		}
+		a.sendFinish(v, tries-1, done)
+	})
+}
+
+var errAbsent = errors.New("agent is gone")
+var errDeadline = errors.New("deadline exceeded")
