@@ -190,4 +190,3 @@ func TestSimTranscript(t *testing.T) {
 	}
 	coretest.RunTranscripts(t, filepath.Join(dir, "*.txt"), newScript)
 }
-

@@ -105,3 +105,67 @@ func (w *world) checkEnd() {
 		}
 	}
 }
+
+// reach is how long a word takes at most in a calm world.
+const reach = time.Second
+
+// expectAbort checks, where nothing is in the way of a message, that the other
+// side hears in time that this one has cancelled.
+func (a *agent) expectAbort(id core.TransferID) {
+	w := a.w
+	if h := a.loads[a.loading[id]]; h != nil {
+		h.dropped = true
+	}
+	if a.host.prefill {
+		w.cancelledAtP[id] = true
+	}
+	if !w.plan.calm || w.reused[id] {
+		return
+	}
+	told := a.host.prefill || a.promises[a.loading[id]] != ""
+	since := w.now
+	if !told {
+		return
+	}
+	for _, other := range w.all {
+		w.after(reach, func() {
+			for _, halves := range []map[uint64]*half{other.loads, other.offers} {
+				for _, h := range halves {
+					if h.id == id && h.began < since && (other.host.prefill || len(h.blocks) > 0) {
+						w.fault(id, "%s: %v after %s has cancelled %q its half is still under way", other.id, reach, a.id, id)
+					}
+				}
+			}
+		})
+	}
+}
+
+// checkReason says whether an end is one that the world gave a reason for.
+func (a *agent) checkReason(r core.Report) {
+	w := a.w
+	wrong := func() {
+		w.fault(r.ID, "%s: nothing was in the way, but the %v of %q ended with %v (%s)", a.id, r.Side, r.ID, r.Code, r.Reason)
+	}
+	switch {
+	case w.plan.kind && r.Code != core.OK:
+		wrong()
+	case !w.plan.calm || w.reused[r.ID]:
+	case r.Code == core.PeerLost || r.Code == core.Failed || r.Code == core.Unreachable || r.Code == core.Closed:
+		wrong()
+	case r.Side == core.SideLoad && a.promises[r.Token] != "":
+		h := a.loads[r.Token]
+		if r.Code == core.Cancelled && !h.dropped || r.Code == core.PeerCancelled && !w.cancelledAtP[r.ID] || r.Code == core.Expired ||
+			r.Code == core.Refused && h.first+len(h.blocks) <= w.plan.blocks {
+			wrong()
+		}
+	}
+}
+
+// checkStale: an answer to what an earlier load of the id has asked is void.
+func (a *agent) checkStale(id core.TransferID, seq uint64, feed func()) {
+	n := len(a.queue)
+	feed()
+	if a.asked[id] != seq && len(a.queue) > n {
+		a.w.fault(id, "%s: an answer to load %d of %q, which load %d has replaced, makes the machine act", a.id, seq, id, a.asked[id])
+	}
+}

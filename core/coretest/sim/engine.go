@@ -15,6 +15,7 @@ func compare(a, b core.TransferID) int { return strings.Compare(string(a), strin
 // pool and uses them again as soon as they are reported.
 type engine struct {
 	loads    map[uint64]*half
+	offers   map[uint64]*half
 	loading  map[core.TransferID]uint64 // token of the newest load
 	offering map[core.TransferID]uint64 // token of the newest offer
 	promises map[uint64]core.AgentID    // P has said that it has this load
@@ -23,9 +24,11 @@ type engine struct {
 }
 
 type half struct {
-	id     core.TransferID
-	blocks []core.BlockID
-	first  int
+	id      core.TransferID
+	blocks  []core.BlockID
+	first   int
+	began   time.Duration
+	dropped bool // this side has cancelled it
 }
 
 // want is a request that waits for blocks.
@@ -38,7 +41,8 @@ type want struct {
 }
 
 func (e *engine) init() {
-	e.loads, e.loading, e.offering = map[uint64]*half{}, map[core.TransferID]uint64{}, map[core.TransferID]uint64{}
+	e.loads, e.offers = map[uint64]*half{}, map[uint64]*half{}
+	e.loading, e.offering = map[core.TransferID]uint64{}, map[core.TransferID]uint64{}
 	e.promises, e.aborted = map[uint64]core.AgentID{}, map[core.TransferID]bool{}
 }
 
@@ -114,7 +118,7 @@ func (a *agent) load(id core.TransferID, from core.Target, first int, blocks []c
 	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		err := m.Load(now, r)
 		if err == nil {
-			a.loads[token] = &half{id, blocks, first}
+			a.loads[token] = &half{id: id, blocks: blocks, first: first, began: w.now}
 			a.loading[id] = token
 			a.host.own(blocks, token, func(int) content { return content{} })
 			a.ledger.accepted(id, token)
@@ -133,6 +137,7 @@ func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
 		err := m.Offer(now, r)
 		if err == nil {
 			a.offering[id] = token
+			a.offers[token] = &half{id: id, blocks: blocks, began: w.now}
 			a.host.own(blocks, token, func(i int) content { return content{id, i} })
 			a.ledger.accepted(id, token)
 		}
@@ -147,6 +152,7 @@ func (a *agent) announce(id core.TransferID) error {
 
 func (a *agent) cancel(id core.TransferID) {
 	a.w.acted(a.w.now)
+	a.expectAbort(id)
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Cancel(now, id, "") }, "cancel %s", id)
 }
 
@@ -154,9 +160,7 @@ func (a *agent) cancel(id core.TransferID) {
 func (a *agent) report(r core.Report) {
 	w := a.w
 	w.codes[r.Side.String()+" "+r.Code.String()]++
-	if w.plan.kind && r.Code != core.OK {
-		w.fault(r.ID, "%s: nothing was in the way, but the %v of %q ended with %v (%s)", a.id, r.Side, r.ID, r.Code, r.Reason)
-	}
+	a.checkReason(r)
 	var kept []core.BlockID
 	if h := a.loads[r.Token]; h != nil {
 		delete(a.loads, r.Token)
@@ -176,6 +180,12 @@ func (a *agent) report(r core.Report) {
 					a.free(token)
 				})
 			}
+		}
+	}
+	if a.offers[r.Token] != nil {
+		delete(a.offers, r.Token)
+		if wr := a.writes[r.ID]; wr != nil && wr.token == r.Token {
+			w.fault(r.ID, "%s: the offer of %q is reported while the transport reads its blocks", a.id, r.ID)
 		}
 	}
 	if kept == nil {

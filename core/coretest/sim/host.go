@@ -141,6 +141,9 @@ func (a *agent) collect(actions []core.Action) {
 			a.report(r)
 			continue
 		}
+		if r, ok := act.(core.Resolve); ok {
+			a.asked[r.ID] = r.Seq
+		}
 		a.queue = append(a.queue, act)
 		if !a.working {
 			a.working = true

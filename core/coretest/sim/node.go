@@ -19,6 +19,7 @@ type node struct {
 	byTarget map[core.Target]core.AgentID
 	looking  map[core.Target][]core.Resolve
 	lanes    map[core.AgentID]*lane
+	asked    map[core.TransferID]uint64 // seq of the newest load
 }
 
 type peer struct{ gone bool }
@@ -33,6 +34,7 @@ func (n *node) init() {
 	n.byTarget = map[core.Target]core.AgentID{}
 	n.looking = map[core.Target][]core.Resolve{}
 	n.lanes = map[core.AgentID]*lane{}
+	n.asked = map[core.TransferID]uint64{}
 }
 
 // work performs the first action of the queue.
@@ -133,8 +135,10 @@ func (a *agent) resolved(r core.Resolve, id core.AgentID, code core.Code, why st
 	if id != "" {
 		peer = " peer=" + string(id)
 	}
-	a.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, code, why) },
-		"resolved %s seq=%d%s code=%v%s", r.ID, r.Seq, peer, code, optional("why", why))
+	a.checkStale(r.ID, r.Seq, func() {
+		a.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, code, why) },
+			"resolved %s seq=%d%s code=%v%s", r.ID, r.Seq, peer, code, optional("why", why))
+	})
 }
 
 // find looks an agent up, says hello and opens the way to it. An entry of an
@@ -182,8 +186,10 @@ func (a *agent) find(t core.Target, until time.Duration) {
 
 func (a *agent) sendLoad(v core.SendLoad, done func()) {
 	replied := func(absent bool, code core.Code, why string) {
-		a.event(func(m *core.Machine, now time.Time) { m.LoadReplied(now, v.ID, v.Seq, absent, code, why) },
-			"replied %s seq=%d%s code=%v%s", v.ID, v.Seq, absence(absent), code, optional("why", why))
+		a.checkStale(v.ID, v.Seq, func() {
+			a.event(func(m *core.Machine, now time.Time) { m.LoadReplied(now, v.ID, v.Seq, absent, code, why) },
+				"replied %s seq=%d%s code=%v%s", v.ID, v.Seq, absence(absent), code, optional("why", why))
+		})
 		done()
 	}
 	if p := a.peers[v.Peer]; p == nil || p.gone {

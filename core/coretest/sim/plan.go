@@ -9,6 +9,7 @@ import (
 // plan is what a seed's world is like.
 type plan struct {
 	kind     bool // nothing is lost, late, cancelled or broken: all must end well
+	calm     bool // only the engines are awkward: each end must have its reason
 	opt      core.Options
 	oneSided bool // bytes land without the receiver's process, as by RDMA
 	prefills int  // ranks of the prefill engine
@@ -38,7 +39,7 @@ func (w *world) newPlan() plan {
 	p := plan{
 		oneSided: w.chance(0.4),
 		prefills: 1 + w.rnd.IntN(3),
-		requests: 3 + w.rnd.IntN(5),
+		requests: 4 + w.rnd.IntN(8),
 		blocks:   4,
 		lane:     []int{1, 2, 16}[w.rnd.IntN(3)],
 		opt: core.Options{
@@ -55,16 +56,16 @@ func (w *world) newPlan() plan {
 	switch w.seed % 10 {
 	case 0:
 		p.kind, p.opt.MaxTransfers, p.requests = true, 64, 3
-	case 1, 2: // only the engines are awkward
-		p.cancels = 0.3
+	case 1, 2:
+		p.calm, p.cancels, p.opt.MaxTransfers = true, 0.3, 64
 	case 3, 4, 5:
 		p.loss, p.double, p.slow = 0.05, 0.05, 0.1
-		p.breaks, p.errors, p.cancels, p.faults = 0.01, 0.01, 0.1, 1+w.rnd.IntN(3)
+		p.breaks, p.errors, p.cancels, p.faults = 0.01, 0.01, 0.1, 1+w.rnd.IntN(5)
 	case 6, 7:
 		p.loss, p.double, p.slow = 0.3, 0.2, 0.3
-		p.breaks, p.errors, p.cancels, p.faults = 0.04, 0.03, 0.15, w.rnd.IntN(3)
+		p.breaks, p.errors, p.cancels, p.faults = 0.04, 0.03, 0.15, w.rnd.IntN(4)
 	default: // the net is good, but whole processes and ways go
-		p.slow, p.cancels, p.faults = 0.02, 0.05, 2+w.rnd.IntN(4)
+		p.cancels, p.faults = 0.05, 2+w.rnd.IntN(5)
 	}
 	return p
 }

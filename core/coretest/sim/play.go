@@ -30,12 +30,18 @@ func (w *world) play() {
 	for _, h := range w.hosts {
 		h.open()
 	}
-	for i := range w.plan.requests {
-		id := fmt.Sprintf("t%d", i)
+	ids := make([]string, w.plan.requests)
+	for i := range ids {
+		ids[i] = fmt.Sprintf("t%d", i)
 		if !w.plan.kind && i > 0 && w.chance(0.06) {
-			id = "t0"
+			ids[i] = ids[w.rnd.IntN(i)]
 			w.faults["id-twice"]++
+			for rank := range 8 {
+				w.reused[pairID(ids[i], rank)] = true
+			}
 		}
+	}
+	for _, id := range ids {
 		e := w.rnd.IntN(len(decodes))
 		w.request(id, prefills, decodes[e])
 		if !w.plan.kind && w.chance(0.08) { // a router that sends a request to two decode engines
@@ -155,7 +161,13 @@ func (a *agent) abortLoad(id core.TransferID, p core.Target) {
 		return
 	}
 	if _, asked := a.loading[id]; asked {
-		a.cancel(id)
+		h := a.loads[a.loading[id]]
+		if a.cancel(id); h != nil && h.blocks != nil && a.w.chance(0.2) { // the same request comes again at once
+			a.w.reused[id] = true
+			a.wait(&want{id: id, n: len(h.blocks), until: a.w.now + time.Second,
+				got:  func(blocks []core.BlockID) error { return a.load(id, p, h.first, blocks) },
+				none: func() {}})
+		}
 		return
 	}
 	a.w.faults["abort-first"]++

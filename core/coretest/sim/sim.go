@@ -89,6 +89,9 @@ type world struct {
 	stuck    map[way][]func()
 	token    uint64
 
+	reused       map[core.TransferID]bool // ids that are used twice
+	cancelledAtP map[core.TransferID]bool
+
 	codes   map[string]int
 	faults  map[string]int
 	broken  []string
@@ -123,7 +126,8 @@ func (q *eventQueue) Pop() any {
 func newWorld(seed uint64, words *Words) *world {
 	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)),
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
-		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, faults: map[string]int{}}
+		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, faults: map[string]int{},
+		reused: map[core.TransferID]bool{}, cancelledAtP: map[core.TransferID]bool{}}
 	w.plan = w.newPlan()
 	return w
 }
