@@ -122,10 +122,12 @@ func (a *agent) expectAbort(id core.TransferID) {
 	if !w.plan.calm || w.reused[id] {
 		return
 	}
-	told := a.host.prefill || a.promises[a.loading[id]] != ""
 	since := w.now
-	if !told {
-		return
+	if !a.host.prefill {
+		if a.promises[a.loading[id]] == "" {
+			return // P has not answered: it need not know yet
+		}
+		w.cancelledAtD[id] = since
 	}
 	for _, other := range w.all {
 		w.after(reach, func() {
@@ -137,6 +139,13 @@ func (a *agent) expectAbort(id core.TransferID) {
 				}
 			}
 		})
+	}
+}
+
+// checkOffered: of a transfer that its D has cancelled, the offer ends at once.
+func (a *agent) checkOffered(id core.TransferID, token uint64) {
+	if at, cancelled := a.w.cancelledAtD[id]; cancelled && a.w.now > at+reach && !a.w.reused[id] && a.offers[token] != nil {
+		a.w.fault(id, "%s: %q is offered %v after its decode engine has cancelled it, and nobody knows", a.id, id, a.w.now-at)
 	}
 }
 

@@ -133,6 +133,7 @@ func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
 	token := w.token
 	r := core.OfferRequest{ID: id, Blocks: [][]core.BlockID{blocks}, Token: token}
 	w.acted(w.now)
+	defer func() { a.checkOffered(id, token) }()
 	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		err := m.Offer(now, r)
 		if err == nil {

@@ -46,14 +46,20 @@ func (w *world) play() {
 		w.request(id, prefills, decodes[e])
 		if !w.plan.kind && w.chance(0.08) { // a router that sends a request to two decode engines
 			w.faults["two-decoders"]++
-			for i, d := range decodes[w.rnd.IntN(len(decodes))] {
+			other := w.rnd.IntN(len(decodes))
+			for i, d := range decodes[other] {
 				p := prefills[i%len(prefills)]
+				w.reused[pairID(id, i)] = w.reused[pairID(id, i)] || other == e
 				w.decodes(pairID(id, i), p, d, w.upTo(act), 0)
 			}
 		}
 	}
 	for range w.plan.faults {
-		w.trouble(prefills)
+		if w.chance(0.2) {
+			w.resurrection(prefills, decodes)
+		} else {
+			w.trouble(prefills)
+		}
 	}
 }
 
@@ -136,8 +142,11 @@ func (w *world) decodes(id core.TransferID, p, d *host, at, hold time.Duration) 
 	n := max(1, w.plan.blocks-first)
 	w.after(at, func() {
 		d.run(func(a *agent) {
-			if a.aborted[id] && w.chance(0.8) {
-				return
+			if a.aborted[id] {
+				if w.chance(0.8) {
+					return
+				}
+				w.reused[id] = true // the abort was about this one, and made a load of it
 			}
 			a.after(hold, func() {
 				if a.aborted[id] && hold > 0 {
@@ -183,8 +192,11 @@ func (a *agent) abortLoad(id core.TransferID, p core.Target) {
 func (w *world) prefills(id core.TransferID, p *host, at, prefill time.Duration) {
 	w.after(at, func() {
 		p.run(func(a *agent) {
-			if a.aborted[id] && w.chance(0.8) {
-				return
+			if a.aborted[id] {
+				if w.chance(0.8) {
+					return
+				}
+				w.reused[id] = true
 			}
 			announced := false
 			if w.chance(0.6) || w.plan.kind && (prefill > w.plan.opt.EarlyLoad/2 || w.plan.prefills < 3) {
@@ -293,5 +305,30 @@ func (w *world) trouble(prefills []*host) {
 			w.faults["close"]++
 			h.run(func(a *agent) { a.close() })
 		}
+	})
+}
+
+// resurrection: a prefill rank is stopped in the middle of its writes, and when
+// it goes on another process has the decode rank's place.
+func (w *world) resurrection(prefills []*host, decodes [][]*host) {
+	p := prefills[w.rnd.IntN(len(prefills))]
+	ranks := decodes[w.rnd.IntN(len(decodes))]
+	d := ranks[w.rnd.IntN(len(ranks))]
+	w.after(w.upTo(act), func() {
+		if p.stopped || p.agent == nil || d.agent == nil {
+			return
+		}
+		w.faults["resurrection"]++
+		lasts := w.upTo(stallTimeout)
+		w.acted(w.now + lasts)
+		p.stop()
+		w.after(lasts, p.cont)
+		d.crash()
+		w.after(w.upTo(lasts), func() {
+			if d.agent == nil {
+				d.stopped = false
+				d.open()
+			}
+		})
 	})
 }

@@ -91,6 +91,7 @@ type world struct {
 
 	reused       map[core.TransferID]bool // ids that are used twice
 	cancelledAtP map[core.TransferID]bool
+	cancelledAtD map[core.TransferID]time.Duration // when, in a calm world, after P's answer
 
 	codes   map[string]int
 	faults  map[string]int
@@ -127,7 +128,7 @@ func newWorld(seed uint64, words *Words) *world {
 	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)),
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
 		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, faults: map[string]int{},
-		reused: map[core.TransferID]bool{}, cancelledAtP: map[core.TransferID]bool{}}
+		reused: map[core.TransferID]bool{}, cancelledAtP: map[core.TransferID]bool{}, cancelledAtD: map[core.TransferID]time.Duration{}}
 	w.plan = w.newPlan()
 	return w
 }

@@ -346,8 +346,11 @@ func (a *agent) land(f *frame) *arm {
 		at = f.dst
 	}
 	b := &a.host.mem[at]
-	if b.owner != e.token || f.wr.v.ID != e.id {
-		a.w.fault(f.wr.v.ID, "%s: block %d is written by %q but belongs to token %d, not %d", a.id, at, f.wr.v.ID, b.owner, e.token)
+	switch {
+	case f.wr.v.ID != e.id:
+		a.w.fault(e.id, "%s: block %d of %q is written by %q", a.id, at, e.id, f.wr.v.ID)
+	case b.owner != e.token:
+		a.w.fault(e.id, "%s: block %d is written by %q, whose load has token %d, but belongs to token %d", a.id, at, e.id, e.token, b.owner)
 	}
 	b.holds = f.holds
 	e.got++
@@ -472,7 +475,7 @@ func (a *agent) leave(f *frame) {
 	}
 	b := &a.host.mem[f.src]
 	if b.owner != wr.token {
-		a.w.fault(wr.v.ID, "%s: block %d is read for %q but belongs to token %d, not %d", a.id, f.src, wr.v.ID, b.owner, wr.token)
+		a.w.fault(wr.v.ID, "%s: block %d is read for %q, whose offer has token %d, but belongs to token %d", a.id, f.src, wr.v.ID, wr.token, b.owner)
 	}
 	f.holds = b.holds
 	s.busy = false
