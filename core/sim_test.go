@@ -43,6 +43,7 @@ func TestSim(t *testing.T) {
 	sum := runSeeds(t, *simFrom, func(seed uint64) bool { return seed < *simFrom+seeds })
 	t.Logf("%d seeds in %v, %d steps, %v of virtual time", seeds, time.Since(began).Round(time.Millisecond), sum.Steps, sum.Took.Round(time.Second))
 	t.Logf("ends: %v", sum.Codes)
+	t.Logf("states: %v", sum.States)
 	t.Logf("faults: %v", sum.Faults)
 	if t.Failed() || seeds < 200 {
 		return
@@ -57,7 +58,7 @@ func TestSim(t *testing.T) {
 		}
 	}
 	for _, want := range []string{"loss", "delay", "double", "one-way", "partition", "break", "stop", "crash", "restart", "clock-jump", "close",
-		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued"} {
+		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued", "claim", "claim-left", "probe", "retry"} {
 		if sum.Faults[want] == 0 {
 			t.Errorf("in %d seeds there was no %q", seeds, want)
 		}
@@ -90,7 +91,7 @@ type simSum struct {
 // so, and stops at the first that fails.
 func runSeeds(t *testing.T, from uint64, more func(seed uint64) bool) simSum {
 	t.Helper()
-	sum := simSum{sim.Result{Codes: map[string]int{}, Faults: map[string]int{}}, map[int]int{}}
+	sum := simSum{sim.Result{Codes: map[string]int{}, States: map[string]int{}, Faults: map[string]int{}}, map[int]int{}}
 	var failed []uint64
 	var next atomic.Uint64
 	var stop atomic.Bool
@@ -111,6 +112,9 @@ func runSeeds(t *testing.T, from uint64, more func(seed uint64) bool) simSum {
 				}
 				for k, n := range r.Faults {
 					sum.Faults[k] += n
+				}
+				for k, n := range r.States {
+					sum.States[k] += n
 				}
 				sum.agents[r.Agents]++
 				sum.Steps += r.Steps

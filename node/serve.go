@@ -22,21 +22,12 @@ func (a *Agent) serve(via core.Via, req *wire.Request) *wire.Reply {
 	case wire.KindLoad:
 		return a.serveLoad(from, req.Load)
 	case wire.KindRenew:
-		rep := &wire.Reply{}
-		ids := make([]core.TransferID, len(req.Renew.TransferIDs))
-		for i, id := range req.Renew.TransferIDs {
-			ids[i] = core.TransferID(id)
-		}
-		a.step(func(m *core.Machine, now time.Time) {
-			for _, s := range m.RenewArrived(now, from, ids) {
-				rep.Statuses = append(rep.Statuses, uint8(s))
-			}
-		})
-		return rep
+		return a.serveRenew(from, req.Renew)
 	case wire.KindFinish:
-		f := req.Finish
 		a.step(func(m *core.Machine, now time.Time) {
-			m.FinishArrived(now, from, core.TransferID(f.TransferID), core.Code(f.Code), f.Reason)
+			for _, f := range req.Finishes {
+				m.FinishArrived(now, from, core.TransferID(f.TransferID), core.Code(f.Code), f.Reason)
+			}
 		})
 		return &wire.Reply{}
 	}
@@ -84,6 +75,34 @@ func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
 		rep.Code, rep.Reason = int(code), reason
 	})
 	return rep
+}
+
+func (a *Agent) serveRenew(from core.AgentID, r *wire.Renew) *wire.Reply {
+	rep := &wire.Reply{Statuses: make([]uint8, 0, len(r.Loads)+len(r.Claims))}
+	claims := r.Claims
+	if a.peers.get(from) == nil {
+		claims = nil // its load will say hello first
+	}
+	a.step(func(m *core.Machine, now time.Time) {
+		for i, ans := range m.RenewArrived(now, from, transferIDs(r.Loads), transferIDs(claims)) {
+			rep.Statuses = append(rep.Statuses, uint8(ans.Status))
+			if ans.Status == core.StatusEnded {
+				rep.Ends = append(rep.Ends, wire.End{Index: uint32(i), Code: int(ans.Code), Reason: shorten(ans.Reason)})
+			}
+		}
+	})
+	for len(rep.Statuses) < len(r.Loads)+len(r.Claims) {
+		rep.Statuses = append(rep.Statuses, uint8(core.StatusUnknown))
+	}
+	return rep
+}
+
+func transferIDs(list []string) []core.TransferID {
+	out := make([]core.TransferID, len(list))
+	for i, id := range list {
+		out[i] = core.TransferID(id)
+	}
+	return out
 }
 
 // compatible says why two agents cannot exchange blocks, with both values.

@@ -17,7 +17,7 @@ func (a *agent) promised(id core.TransferID, p core.AgentID) {
 
 // patience is how long after the last sign of life of P its loads may go on.
 func (w *world) patience() time.Duration {
-	d := 2*w.plan.opt.PeerTimeout + 500*time.Millisecond
+	d := w.plan.opt.PeerTimeout + core.TickInterval
 	if w.plan.slow > 0 {
 		d += 6 * time.Second // answers that were sent still come, and each step may be late
 	}
@@ -67,8 +67,10 @@ func (a *agent) checkEmpty() {
 	for _, f := range a.ledger.broken {
 		w.fault(f.id, "%s: at the end: %s", a.id, f.text)
 	}
-	if s := a.m.Held(); s.Loads+s.Offers+s.Early+s.Peers > 0 || a.m.Busy() {
-		w.fault(a.someID(), "%s: left at the end: %+v", a.id, s)
+	left := a.m.Sizes()
+	left.Ended = 0
+	if left != (core.Sizes{}) || a.m.Busy() {
+		w.fault(a.someID(), "%s: left at the end: %+v", a.id, left)
 	}
 	for b := range a.host.mem {
 		owner := a.host.mem[b].owner
@@ -95,8 +97,9 @@ func (w *world) checkEnd() {
 			continue
 		}
 		a.checkEmpty()
-		if len(a.lanes)+len(a.looking)+len(a.queue)+len(a.waiting) > 0 {
-			w.fault("", "%s: left at the end: %d lanes, %d look-ups, %d actions, %d requests", a.id, len(a.lanes), len(a.looking), len(a.queue), len(a.waiting))
+		if len(a.lanes)+len(a.outbox)+len(a.looking)+len(a.queue)+len(a.waiting) > 0 {
+			w.fault("", "%s: left at the end: %d lanes, %d in the outbox, %d look-ups, %d actions, %d requests",
+				a.id, len(a.lanes), len(a.outbox), len(a.looking), len(a.queue), len(a.waiting))
 		}
 		for b := range a.host.mem {
 			if owner := a.host.mem[b].owner; owner != 0 {
@@ -112,40 +115,61 @@ const reach = time.Second
 // expectAbort checks, where nothing is in the way of a message, that the other
 // side hears in time that this one has cancelled.
 func (a *agent) expectAbort(id core.TransferID) {
-	w := a.w
+	w, since := a.w, a.w.now
 	if h := a.loads[a.loading[id]]; h != nil {
 		h.dropped = true
 	}
-	if a.host.prefill {
-		w.cancelledAtP[id] = true
+	switch {
+	case a.host.prefill:
+		w.cancelledAtP[id] = since
+	case a.promises[a.loading[id]] != "" || a.claims[id] != "":
+		w.cancelledAtD[id] = since
+	default:
+		return // P has not answered: it need not know yet
 	}
 	if !w.plan.calm || w.reused[id] {
 		return
 	}
-	since := w.now
-	if !a.host.prefill {
-		if a.promises[a.loading[id]] == "" {
-			return // P has not answered: it need not know yet
-		}
-		w.cancelledAtD[id] = since
-	}
-	for _, other := range w.all {
-		w.after(reach, func() {
-			for _, halves := range []map[uint64]*half{other.loads, other.offers} {
-				for _, h := range halves {
-					if h.id == id && h.began < since && (other.host.prefill || len(h.blocks) > 0) {
-						w.fault(id, "%s: %v after %s has cancelled %q its half is still under way", other.id, reach, a.id, id)
-					}
+	w.after(reach, func() {
+		for _, other := range w.all {
+			for _, h := range other.halves() {
+				if h.id == id && h.began < since && !w.reused[id] && (other.host.prefill || len(h.blocks) > 0) {
+					w.fault(id, "%s: %v after %s has cancelled %q its half is still under way", other.id, reach, a.id, id)
 				}
 			}
-		})
+		}
+	})
+}
+
+// halves are those that the engine waits for, in one order.
+func (a *agent) halves() []*half {
+	var out []*half
+	for _, h := range a.loads {
+		out = append(out, h)
 	}
+	for _, h := range a.offers {
+		out = append(out, h)
+	}
+	slices.SortFunc(out, func(x, y *half) int { return compare(x.id, y.id) })
+	return out
 }
 
 // checkOffered: of a transfer that its D has cancelled, the offer ends at once.
 func (a *agent) checkOffered(id core.TransferID, token uint64) {
-	if at, cancelled := a.w.cancelledAtD[id]; cancelled && a.w.now > at+reach && !a.w.reused[id] && a.offers[token] != nil {
+	if at, cancelled := a.w.cancelledAtD[id]; cancelled && a.w.plan.calm && a.w.now > at+reach && !a.w.reused[id] && a.offers[token] != nil {
 		a.w.fault(id, "%s: %q is offered %v after its decode engine has cancelled it, and nobody knows", a.id, id, a.w.now-at)
+	}
+}
+
+// checkLoaded: a load of a transfer that P has cancelled ends soon.
+func (a *agent) checkLoaded(h *half, token uint64) {
+	w := a.w
+	if at, cancelled := w.cancelledAtP[h.id]; cancelled && w.plan.calm && w.now > at+reach && len(h.blocks) > 0 {
+		a.after(reach, func() {
+			if a.loads[token] == h && !w.reused[h.id] {
+				w.fault(h.id, "%s: the load of %q, which P has cancelled, still waits after %v", a.id, h.id, reach)
+			}
+		})
 	}
 }
 
@@ -155,15 +179,22 @@ func (a *agent) checkReason(r core.Report) {
 	wrong := func() {
 		w.fault(r.ID, "%s: nothing was in the way, but the %v of %q ended with %v (%s)", a.id, r.Side, r.ID, r.Code, r.Reason)
 	}
+	claimed := false
+	for _, d := range w.all {
+		claimed = claimed || d.claims[r.ID] == a.id
+	}
+	_, cancelledAtP := w.cancelledAtP[r.ID]
 	switch {
 	case w.plan.kind && r.Code != core.OK:
 		wrong()
 	case !w.plan.calm || w.reused[r.ID]:
 	case r.Code == core.PeerLost || r.Code == core.Failed || r.Code == core.Unreachable || r.Code == core.Closed:
 		wrong()
+	case r.Side == core.SideOffer && r.Code == core.Expired && claimed && r.Elapsed < w.plan.opt.Claim:
+		wrong()
 	case r.Side == core.SideLoad && a.promises[r.Token] != "":
 		h := a.loads[r.Token]
-		if r.Code == core.Cancelled && !h.dropped || r.Code == core.PeerCancelled && !w.cancelledAtP[r.ID] || r.Code == core.Expired ||
+		if r.Code == core.Cancelled && !h.dropped || r.Code == core.PeerCancelled && !cancelledAtP || r.Code == core.Expired ||
 			r.Code == core.Refused && h.first+len(h.blocks) <= w.plan.blocks {
 			wrong()
 		}

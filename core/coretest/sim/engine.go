@@ -16,9 +16,10 @@ func compare(a, b core.TransferID) int { return strings.Compare(string(a), strin
 type engine struct {
 	loads    map[uint64]*half
 	offers   map[uint64]*half
-	loading  map[core.TransferID]uint64 // token of the newest load
-	offering map[core.TransferID]uint64 // token of the newest offer
-	promises map[uint64]core.AgentID    // P has said that it has this load
+	loading  map[core.TransferID]uint64       // token of the newest load
+	offering map[core.TransferID]uint64       // token of the newest offer
+	promises map[uint64]core.AgentID          // P has said that it has this load
+	claims   map[core.TransferID]core.AgentID // P has answered this claim
 	aborted  map[core.TransferID]bool
 	waiting  []*want // for blocks, in order
 }
@@ -44,12 +45,13 @@ func (e *engine) init() {
 	e.loads, e.offers = map[uint64]*half{}, map[uint64]*half{}
 	e.loading, e.offering = map[core.TransferID]uint64{}, map[core.TransferID]uint64{}
 	e.promises, e.aborted = map[uint64]core.AgentID{}, map[core.TransferID]bool{}
+	e.claims = map[core.TransferID]core.AgentID{}
 }
 
 // take finds free blocks for the engine, or nil if there are not enough.
 func (h *host) take(n int) []core.BlockID {
 	var out []core.BlockID
-	for _, i := range h.w.rnd.Perm(poolBlocks) {
+	for _, i := range h.w.rnd.Perm(len(h.mem)) {
 		if h.mem[i].owner == 0 && len(out) < n {
 			out = append(out, core.BlockID(i))
 		}
@@ -115,6 +117,11 @@ func (a *agent) load(id core.TransferID, from core.Target, first int, blocks []c
 		w.faults["empty"]++
 	}
 	w.acted(w.now)
+	defer func() {
+		if h := a.loads[token]; h != nil {
+			a.checkLoaded(h, token)
+		}
+	}()
 	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		err := m.Load(now, r)
 		if err == nil {
@@ -125,6 +132,14 @@ func (a *agent) load(id core.TransferID, from core.Target, first int, blocks []c
 		}
 		return "", err
 	}, "load %s at=%s from=%s token=%d%s%s", id, from.Bootstrap, from.EngineID, token, optional("first", list(r.First)), groups(r.Blocks))
+}
+
+func (a *agent) claim(id core.TransferID, from core.Target) {
+	a.w.acted(a.w.now)
+	a.w.faults["claim"]++
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		return "", m.Claim(now, core.ClaimRequest{ID: id, From: from})
+	}, "claim %s at=%s from=%s", id, from.Bootstrap, from.EngineID)
 }
 
 func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
@@ -160,7 +175,9 @@ func (a *agent) cancel(id core.TransferID) {
 // report gives the blocks back to the engine.
 func (a *agent) report(r core.Report) {
 	w := a.w
-	w.codes[r.Side.String()+" "+r.Code.String()]++
+	how := r.Side.String() + " " + r.Code.String()
+	w.codes[how]++
+	w.states[how+" "+r.State]++
 	a.checkReason(r)
 	var kept []core.BlockID
 	if h := a.loads[r.Token]; h != nil {

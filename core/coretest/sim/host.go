@@ -19,10 +19,10 @@ type host struct {
 	stopped bool
 	pending []func() // what came to the stopped process, in order
 	skew    time.Duration
+	mem     []block
 	// stoppedAt is when it was stopped last, disturbed when its time last went
 	// wrong: it was continued, or its clock jumped.
 	stoppedAt, disturbed time.Duration
-	mem                  [poolBlocks]block
 }
 
 // block is a KV block: whom it belongs to, and what it holds.
@@ -75,14 +75,12 @@ func (h *host) open() *agent {
 	h.agent = a
 	w.byID[a.id] = a
 	w.all = append(w.all, a)
-	for i := range h.mem {
-		h.mem[i] = block{} // the same addresses, nothing in them
-	}
+	h.mem = make([]block, w.plan.pool) // the same addresses, nothing in them
 	if h.prefill {
 		w.registry[h.target] = a.id
 	}
 	o := w.plan.opt
-	a.told(nil, "", nil, "open lease=%v timeout=%v early=%v max=%d", o.Lease, o.PeerTimeout, o.EarlyLoad, o.MaxTransfers)
+	a.told(nil, "", nil, "open lease=%v timeout=%v early=%v claim=%v max=%d", o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers)
 	return a
 }
 
@@ -128,7 +126,7 @@ func (a *agent) event(f func(m *core.Machine, now time.Time), format string, arg
 
 func (a *agent) tick() {
 	if a.ticking = false; a.m.Busy() {
-		a.event(func(m *core.Machine, now time.Time) { m.Tick(now) }, "tick 0s")
+		a.event(func(m *core.Machine, now time.Time) { m.Tick(now) }, "tick")
 	}
 }
 
@@ -141,8 +139,11 @@ func (a *agent) collect(actions []core.Action) {
 			a.report(r)
 			continue
 		}
-		if r, ok := act.(core.Resolve); ok {
-			a.asked[r.ID] = r.Seq
+		switch v := act.(type) {
+		case core.Resolve:
+			a.asked[v.ID] = v.Seq
+		case core.SendLoad: // of one that has followed a claim
+			a.asked[v.ID] = v.Seq
 		}
 		a.queue = append(a.queue, act)
 		if !a.working {
@@ -173,9 +174,7 @@ func (h *host) end() {
 	h.agent.dead = true
 	h.agent = nil
 	h.pending = nil
-	for i := range h.mem {
-		h.mem[i] = block{}
-	}
+	clear(h.mem)
 }
 
 func (h *host) stop() {
@@ -227,7 +226,7 @@ func (a *agent) drain(until time.Duration) {
 
 // leaveLanes waits for what is still to be said, and goes.
 func (a *agent) leaveLanes(until time.Duration) {
-	if len(a.lanes) > 0 && a.w.now < until {
+	if len(a.lanes)+len(a.outbox) > 0 && a.w.now < until {
 		a.after(20*time.Millisecond, func() { a.leaveLanes(until) })
 		return
 	}

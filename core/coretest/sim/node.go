@@ -3,15 +3,15 @@ package sim
 import (
 	"errors"
 	"fmt"
-	"slices"
+	"strings"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
 )
 
 // node is what package node does around a machine: one goroutine that performs
-// the actions in order (run.go), the table of peers (peers.go), lanes (lanes.go)
-// and the answers to requests (serve.go).
+// the actions in order (run.go), the table of peers (peers.go), lanes (lanes.go),
+// the outbox (outbox.go) and the answers to requests (serve.go).
 type node struct {
 	queue    []core.Action
 	working  bool
@@ -19,7 +19,8 @@ type node struct {
 	byTarget map[core.Target]core.AgentID
 	looking  map[core.Target][]core.Resolve
 	lanes    map[core.AgentID]*lane
-	asked    map[core.TransferID]uint64 // seq of the newest load
+	outbox   map[core.AgentID][]core.SendFinish // something is under way to each that is there
+	asked    map[core.TransferID]uint64         // seq of the newest load
 }
 
 type peer struct{ gone bool }
@@ -34,6 +35,7 @@ func (n *node) init() {
 	n.byTarget = map[core.Target]core.AgentID{}
 	n.looking = map[core.Target][]core.Resolve{}
 	n.lanes = map[core.AgentID]*lane{}
+	n.outbox = map[core.AgentID][]core.SendFinish{}
 	n.asked = map[core.TransferID]uint64{}
 }
 
@@ -60,8 +62,10 @@ func (a *agent) perform(act core.Action) {
 		a.do(v.Peer, func(done func()) { a.sendLoad(v, done) })
 	case core.SendRenew:
 		a.sendRenew(v)
+	case core.SendProbe:
+		a.sendProbe(v)
 	case core.SendFinish:
-		a.do(v.Peer, func(done func()) { a.sendFinish(v, 2, done) })
+		a.post(v)
 	case core.Forget:
 		if p := a.peers[v.Peer]; p != nil {
 			p.gone = true
@@ -184,6 +188,34 @@ func (a *agent) find(t core.Target, until time.Duration) {
 	})
 }
 
+// request asks an agent that is in the table.
+func (a *agent) request(to core.AgentID, bound time.Duration, serve func(p *agent) func(), answer func(absent bool, err error)) {
+	if a.peers[to] == nil {
+		a.after(0, func() { answer(false, errUnknown) })
+		return
+	}
+	a.ask(to, bound, serve, answer)
+}
+
+// insist asks until there is an answer, for a little less than PeerTimeout.
+func (a *agent) insist(to core.AgentID, serve func(p *agent) func(), answer func(absent bool, err error)) {
+	w := a.w
+	bound := w.plan.opt.PeerTimeout
+	end := w.now + bound - 2*core.TickInterval
+	var try func()
+	try = func() {
+		a.request(to, min(bound/3, end-w.now), serve, func(absent bool, err error) {
+			if err == nil || absent || end-w.now < core.TickInterval {
+				answer(absent, err)
+				return
+			}
+			w.faults["retry"]++
+			a.after(core.TickInterval/2, try)
+		})
+	}
+	try()
+}
+
 func (a *agent) sendLoad(v core.SendLoad, done func()) {
 	replied := func(absent bool, code core.Code, why string) {
 		a.checkStale(v.ID, v.Seq, func() {
@@ -198,19 +230,18 @@ func (a *agent) sendLoad(v core.SendLoad, done func()) {
 	}
 	var code core.Code
 	var why string
-	a.ask(v.Peer, a.w.plan.opt.PeerTimeout, func(p *agent) func() {
+	a.insist(v.Peer, func(p *agent) func() {
 		c, reason := p.loadArrived(a.id, v)
 		return func() { code, why = c, reason }
 	}, func(absent bool, err error) {
-		switch {
-		case err != nil:
+		if err != nil {
 			replied(absent, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err))
-		default:
-			if code == core.OK {
-				a.promised(v.ID, v.Peer)
-			}
-			replied(code == unknownPeer, code, why)
+			return
 		}
+		if code == core.OK {
+			a.promised(v.ID, v.Peer)
+		}
+		replied(code == unknownPeer || code == core.PeerLost, code, why)
 	})
 }
 
@@ -234,46 +265,89 @@ func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code,
 var statusNames = [...]string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended"}
 
 func (a *agent) sendRenew(v core.SendRenew) {
-	var statuses []core.Status
-	a.ask(v.Peer, a.w.plan.opt.PeerTimeout/3, func(p *agent) func() {
-		answer := p.renewArrived(a.id, v)
-		return func() { statuses = answer }
+	var answers []core.Answer
+	a.request(v.Peer, a.w.plan.opt.PeerTimeout/3, func(p *agent) func() {
+		got := p.renewArrived(a.id, v)
+		return func() { answers = got }
 	}, func(absent bool, err error) {
-		says := make([]string, len(statuses))
-		for i, s := range statuses {
-			says[i] = statusNames[s]
+		var says, ends []string
+		for i, ans := range answers {
+			says = append(says, statusNames[ans.Status])
+			if ans.Status == core.StatusEnded {
+				ends = append(ends, fmt.Sprintf("%d %v %s", i, ans.Code, ans.Reason))
+			}
+			if k := i - len(v.Loads); k >= 0 && ans.Status != core.StatusUnknown {
+				a.claims[v.Claims[k]] = v.Peer
+			}
 		}
-		a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v.Peer, v.IDs, statuses, absent, err) },
-			"renewed peer=%s ids=[%s]%s%s%s", v.Peer, list(v.IDs), optional("says", list(says)), absence(absent), failure(err))
+		a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) },
+			"renewed peer=%s%s%s%s%s%s%s", v.Peer, optional("ids", list(v.Loads)), optional("claims", list(v.Claims)),
+			optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), absence(absent), failure(err))
 	})
 }
 
-func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) (out []core.Status) {
+func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer {
+	claims := v.Claims
+	if a.peers[from] == nil {
+		claims = nil // its load will say hello first
+	}
+	var out []core.Answer
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		out = m.RenewArrived(now, from, v.IDs)
+		out = m.RenewArrived(now, from, v.Loads, claims)
 		said := "answer"
-		for _, s := range out {
-			said += " " + statusNames[s]
+		for _, ans := range out {
+			said += " " + statusNames[ans.Status]
+			if ans.Status == core.StatusEnded {
+				said += fmt.Sprintf("(%v %s)", ans.Code, ans.Reason)
+			}
 		}
 		return said, nil
-	}, "renew peer=%s ids=[%s]", from, list(v.IDs))
-	return slices.Clone(out)
+	}, "renew peer=%s%s%s", from, optional("ids", list(v.Loads)), optional("claims", list(claims)))
+	for len(out) < len(v.Loads)+len(v.Claims) {
+		out = append(out, core.Answer{Status: core.StatusUnknown})
+	}
+	return out
 }
 
-// sendFinish tries twice.
-func (a *agent) sendFinish(v core.SendFinish, tries int, done func()) {
-	a.ask(v.Peer, a.w.plan.opt.PeerTimeout/2, func(p *agent) func() {
-		p.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, a.id, v.ID, v.Code, v.Reason) },
-			"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
+// sendProbe is a renewal of nothing.
+func (a *agent) sendProbe(v core.SendProbe) {
+	a.w.faults["probe"]++
+	a.request(v.Peer, a.w.plan.opt.PeerTimeout/3, func(p *agent) func() {
+		p.renewArrived(a.id, core.SendRenew{})
 		return func() {}
 	}, func(absent bool, err error) {
-		if err == nil || absent || tries <= 1 {
-			done()
-			return
-		}
-		a.sendFinish(v, tries-1, done)
+		a.event(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, absent, err) },
+			"probed peer=%s%s%s", v.Peer, absence(absent), failure(err))
 	})
 }
 
-var errAbsent = errors.New("agent is gone")
-var errDeadline = errors.New("deadline exceeded")
+// post brings the news of transfers' ends to a peer, in batches.
+func (a *agent) post(v core.SendFinish) {
+	list, working := a.outbox[v.Peer]
+	a.outbox[v.Peer] = append(list, v)
+	if !working {
+		a.after(a.w.delay()/8, func() { a.postNext(v.Peer) })
+	}
+}
+
+func (a *agent) postNext(to core.AgentID) {
+	part := a.outbox[to]
+	if len(part) == 0 {
+		delete(a.outbox, to)
+		return
+	}
+	a.outbox[to] = nil
+	a.insist(to, func(p *agent) func() {
+		for _, v := range part {
+			p.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, a.id, v.ID, v.Code, v.Reason) },
+				"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
+		}
+		return func() {}
+	}, func(bool, error) { a.postNext(to) })
+}
+
+var (
+	errAbsent   = errors.New("agent is gone")
+	errDeadline = errors.New("deadline exceeded")
+	errUnknown  = errors.New("agent is not known any more")
+)

@@ -16,6 +16,7 @@ type plan struct {
 	decodes  []int
 	requests int
 	blocks   int // of a prompt, at each rank
+	pool     int // blocks of a rank
 	lane     int // requests to one peer at a time, as in node
 
 	loss, double, slow float64 // of each message
@@ -30,8 +31,7 @@ const (
 	connectTimeout = time.Second
 	stallTimeout   = 1200 * time.Millisecond
 	closeTimeout   = 2 * time.Second
-	goodbye        = time.Second // what Close keeps of it
-	poolBlocks     = 14
+	goodbye        = time.Second     // what Close keeps of it
 	act            = 5 * time.Second // requests and faults begin within
 )
 
@@ -41,11 +41,13 @@ func (w *world) newPlan() plan {
 		prefills: 1 + w.rnd.IntN(3),
 		requests: 4 + w.rnd.IntN(8),
 		blocks:   4,
+		pool:     14,
 		lane:     []int{1, 2, 16}[w.rnd.IntN(3)],
 		opt: core.Options{
 			Lease:        []time.Duration{2, 3, 5}[w.rnd.IntN(3)] * time.Second,
 			PeerTimeout:  []time.Duration{900, 1500}[w.rnd.IntN(2)] * time.Millisecond,
 			EarlyLoad:    2 * time.Second,
+			Claim:        10 * time.Second,
 			MaxTransfers: []int{4, 16, 64}[w.rnd.IntN(3)],
 		},
 	}
@@ -55,7 +57,8 @@ func (w *world) newPlan() plan {
 	}
 	switch w.seed % 10 {
 	case 0:
-		p.kind, p.opt.MaxTransfers, p.requests = true, 64, 3
+		p.kind, p.opt.MaxTransfers, p.opt.Claim = true, 64, time.Minute
+		p.pool, p.requests = 100, min(p.requests, 8) // enough at once, else engines could wait for each other
 	case 1, 2:
 		p.calm, p.cancels, p.opt.MaxTransfers = true, 0.3, 64
 	case 3, 4, 5:
@@ -73,5 +76,5 @@ func (w *world) newPlan() plan {
 // quiet is how long after the last call of an engine and the last fault all must
 // have ended: leases, then the time-outs of what they make the agents say.
 func (p *plan) quiet() time.Duration {
-	return p.opt.Lease + max(p.opt.Lease, p.opt.EarlyLoad) + 4*p.opt.PeerTimeout + 2*connectTimeout + 2*stallTimeout + closeTimeout + 8*time.Second
+	return p.opt.Claim + p.opt.Lease + max(p.opt.Lease, p.opt.EarlyLoad) + 4*p.opt.PeerTimeout + 2*connectTimeout + 2*stallTimeout + closeTimeout + 8*time.Second
 }

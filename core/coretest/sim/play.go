@@ -88,7 +88,7 @@ func (w *world) request(id string, prefills, decodes []*host) {
 		prefill = w.upTo(12 * time.Second)
 	}
 	hold := time.Duration(0)
-	if !w.plan.kind && w.chance(0.15) { // the decode engine is busy with others
+	if w.chance(0.2) { // the decode engine is busy with others
 		w.faults["queued"]++
 		hold = w.upTo(8 * time.Second)
 	}
@@ -147,6 +147,13 @@ func (w *world) decodes(id core.TransferID, p, d *host, at, hold time.Duration) 
 					return
 				}
 				w.reused[id] = true // the abort was about this one, and made a load of it
+			}
+			if w.plan.kind || w.chance(0.7) {
+				a.claim(id, p.target)
+				if !w.plan.kind && w.chance(0.02) {
+					w.faults["claim-left"]++
+					return // and forgets it
+				}
 			}
 			a.after(hold, func() {
 				if a.aborted[id] && hold > 0 {

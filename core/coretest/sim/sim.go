@@ -36,6 +36,7 @@ type Result struct {
 	Seed   uint64
 	Broken []string       // the promises that were broken; empty: all were kept
 	Codes  map[string]int // how often a half ended so: "load ok"
+	States map[string]int // the same with the state in which it ended: "load ok waiting"
 	Faults map[string]int // how often each kind of fault was there
 	Agents int            // at the start
 	Steps  int            // events that happened
@@ -64,7 +65,7 @@ func Run(seed uint64, words *Words) *Result {
 		w.checkEnd()
 	}
 	w.closeTranscript()
-	return &Result{Seed: seed, Broken: w.broken, Codes: w.codes, Faults: w.faults, Agents: len(w.hosts), Steps: w.steps, Took: w.now,
+	return &Result{Seed: seed, Broken: w.broken, Codes: w.codes, States: w.states, Faults: w.faults, Agents: len(w.hosts), Steps: w.steps, Took: w.now,
 		Transcript: w.lines.text(false, ""), Short: w.lines.text(true, w.suspect), Story: strings.Join(w.story, "\n")}
 }
 
@@ -90,10 +91,11 @@ type world struct {
 	token    uint64
 
 	reused       map[core.TransferID]bool // ids that are used twice
-	cancelledAtP map[core.TransferID]bool
-	cancelledAtD map[core.TransferID]time.Duration // when, in a calm world, after P's answer
+	cancelledAtP map[core.TransferID]time.Duration
+	cancelledAtD map[core.TransferID]time.Duration // after P's answer
 
 	codes   map[string]int
+	states  map[string]int
 	faults  map[string]int
 	broken  []string
 	suspect core.TransferID // what the first broken promise is about
@@ -127,8 +129,8 @@ func (q *eventQueue) Pop() any {
 func newWorld(seed uint64, words *Words) *world {
 	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)),
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
-		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, faults: map[string]int{},
-		reused: map[core.TransferID]bool{}, cancelledAtP: map[core.TransferID]bool{}, cancelledAtD: map[core.TransferID]time.Duration{}}
+		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, states: map[string]int{}, faults: map[string]int{},
+		reused: map[core.TransferID]bool{}, cancelledAtP: map[core.TransferID]time.Duration{}, cancelledAtD: map[core.TransferID]time.Duration{}}
 	w.plan = w.newPlan()
 	return w
 }
