@@ -60,6 +60,37 @@ func (w *world) expectEnds(p *agent, still func() bool) {
 	}
 }
 
+// expectProbe: P, whose connections to a D broke, asks whether it lives, and
+// when it hears that it does not, it frees what it keeps for it.
+func (a *agent) expectProbe(d *agent) {
+	w := a.w
+	if !d.dead || d.silent || w.plan.slow > 0 {
+		return
+	}
+	since := w.now
+	for _, h := range a.halves() {
+		if d.claims[h.id] != a.id && !slices.Contains(d.promisedBy(a), h.id) || w.reused[h.id] {
+			continue
+		}
+		token := a.offering[h.id]
+		a.after(w.plan.opt.PeerTimeout/2, func() {
+			if a.offers[token] == h && a.host.disturbed <= since {
+				w.fault(h.id, "%s: %v after the connections to %s, which is dead, broke, the offer of %q is still under way", a.id, w.now-since, d.id, h.id)
+			}
+		})
+	}
+}
+
+// promisedBy lists the loads that a P agent has.
+func (a *agent) promisedBy(p *agent) (ids []core.TransferID) {
+	for token, id := range a.promises {
+		if id == p.id {
+			ids = append(ids, a.loads[token].id)
+		}
+	}
+	return ids
+}
+
 // checkEmpty says what an agent still holds that it must not.
 func (a *agent) checkEmpty() {
 	w := a.w
@@ -110,7 +141,7 @@ func (w *world) checkEnd() {
 }
 
 // reach is how long a word takes at most in a calm world.
-const reach = time.Second
+const reach = 250 * time.Millisecond
 
 // expectAbort checks, where nothing is in the way of a message, that the other
 // side hears in time that this one has cancelled.
@@ -164,6 +195,9 @@ func (a *agent) checkOffered(id core.TransferID, token uint64) {
 // checkLoaded: a load of a transfer that P has cancelled ends soon.
 func (a *agent) checkLoaded(h *half, token uint64) {
 	w := a.w
+	if a.given[h.id] && w.plan.calm && !w.reused[h.id] {
+		w.fault(h.id, "%s: %q is loaded, though P has said that it has given the claim up", a.id, h.id)
+	}
 	if at, cancelled := w.cancelledAtP[h.id]; cancelled && w.plan.calm && w.now > at+reach && len(h.blocks) > 0 {
 		a.after(reach, func() {
 			if a.loads[token] == h && !w.reused[h.id] {
@@ -192,7 +226,7 @@ func (a *agent) checkReason(r core.Report) {
 		wrong()
 	case r.Side == core.SideOffer && r.Code == core.Expired && claimed && r.Elapsed < w.plan.opt.Claim:
 		wrong()
-	case r.Side == core.SideLoad && a.promises[r.Token] != "":
+	case r.Side == core.SideLoad && (a.promises[r.Token] != "" || a.claims[r.ID] != ""):
 		h := a.loads[r.Token]
 		if r.Code == core.Cancelled && !h.dropped || r.Code == core.PeerCancelled && !cancelledAtP || r.Code == core.Expired ||
 			r.Code == core.Refused && h.first+len(h.blocks) <= w.plan.blocks {

@@ -19,6 +19,8 @@ type engine struct {
 	loading  map[core.TransferID]uint64       // token of the newest load
 	offering map[core.TransferID]uint64       // token of the newest offer
 	promises map[uint64]core.AgentID          // P has said that it has this load
+	complete map[uint64]bool                  // the transport has said that all bytes are there
+	given    map[core.TransferID]bool         // P has said that it has given this claim up
 	claims   map[core.TransferID]core.AgentID // P has answered this claim
 	aborted  map[core.TransferID]bool
 	waiting  []*want // for blocks, in order
@@ -45,6 +47,7 @@ func (e *engine) init() {
 	e.loads, e.offers = map[uint64]*half{}, map[uint64]*half{}
 	e.loading, e.offering = map[core.TransferID]uint64{}, map[core.TransferID]uint64{}
 	e.promises, e.aborted = map[uint64]core.AgentID{}, map[core.TransferID]bool{}
+	e.complete, e.given = map[uint64]bool{}, map[core.TransferID]bool{}
 	e.claims = map[core.TransferID]core.AgentID{}
 }
 
@@ -185,6 +188,9 @@ func (a *agent) report(r core.Report) {
 		delete(a.promises, r.Token)
 		if e := a.armed[r.ID]; e != nil && e.token == r.Token {
 			w.fault(r.ID, "%s: the load of %q is reported while the transport is armed", a.id, r.ID)
+		}
+		if r.Code == core.OK && len(h.blocks) > 0 && !a.complete[r.Token] {
+			w.fault(r.ID, "%s: the load of %q ended well before the transport had said so", a.id, r.ID)
 		}
 		if r.Code == core.OK {
 			a.check(h, "ended well")

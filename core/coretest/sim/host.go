@@ -44,6 +44,7 @@ type agent struct {
 	m       *core.Machine
 	ledger  *ledger
 	dead    bool
+	silent  bool // when dead: its server is gone with it, and nobody says so
 	closing bool
 	ticking bool
 
@@ -164,6 +165,7 @@ func (h *host) crash() {
 		return
 	}
 	h.w.note("%s crashes", a.id)
+	a.silent = h.w.chance(0.3)
 	h.end()
 	a.linksOfDead(0.3)
 	h.w.promiseOfDead(a)

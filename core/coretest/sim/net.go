@@ -27,7 +27,7 @@ func (a *agent) ask(to core.AgentID, bound time.Duration, serve func(p *agent) f
 	w.after(bound, func() { once(false, errDeadline, nil) })
 	p := w.byID[to]
 	if p.dead {
-		if w.plan.kind || w.chance(0.7) { // else its server is gone with it, and nobody says so
+		if !p.silent {
 			w.after(w.delay(), func() { once(true, errAbsent, nil) })
 		}
 		return

@@ -276,8 +276,14 @@ func (a *agent) sendRenew(v core.SendRenew) {
 			if ans.Status == core.StatusEnded {
 				ends = append(ends, fmt.Sprintf("%d %v %s", i, ans.Code, ans.Reason))
 			}
-			if k := i - len(v.Loads); k >= 0 && ans.Status != core.StatusUnknown {
-				a.claims[v.Claims[k]] = v.Peer
+			if k := i - len(v.Loads); k >= 0 {
+				switch ans.Status {
+				case core.StatusUnknown:
+				case core.StatusSent, core.StatusEnded:
+					a.given[v.Claims[k]] = true
+				default:
+					a.claims[v.Claims[k]] = v.Peer
+				}
 			}
 		}
 		a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) },
@@ -337,10 +343,18 @@ func (a *agent) postNext(to core.AgentID) {
 		return
 	}
 	a.outbox[to] = nil
+	if a.w.chance(a.w.plan.loss / 2) { // every try is lost
+		a.w.faults["finish-lost"]++
+		a.after(a.w.plan.opt.PeerTimeout, func() { a.postNext(to) })
+		return
+	}
 	a.insist(to, func(p *agent) func() {
 		for _, v := range part {
 			p.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, a.id, v.ID, v.Code, v.Reason) },
 				"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
+			if v.Code != core.OK && p.claims[v.ID] == a.id {
+				p.given[v.ID] = true
+			}
 		}
 		return func() {}
 	}, func(bool, error) { a.postNext(to) })

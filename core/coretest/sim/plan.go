@@ -24,6 +24,7 @@ type plan struct {
 	errors             float64 // of each call of the transport: it fails
 	cancels            float64
 	faults             int
+	jumps              int // of clocks, in worlds where else nothing is in the way
 }
 
 // Bounds that node and the transports have by configuration.
@@ -55,12 +56,15 @@ func (w *world) newPlan() plan {
 	if w.chance(0.4) {
 		p.decodes = append(p.decodes, 1+w.rnd.IntN(2))
 	}
+	if w.seed%20 < 3 {
+		p.jumps = w.rnd.IntN(4)
+	}
 	switch w.seed % 10 {
 	case 0:
 		p.kind, p.opt.MaxTransfers, p.opt.Claim = true, 64, time.Minute
 		p.pool, p.requests = 100, min(p.requests, 8) // enough at once, else engines could wait for each other
 	case 1, 2:
-		p.calm, p.cancels, p.opt.MaxTransfers = true, 0.3, 64
+		p.calm, p.cancels, p.opt.MaxTransfers, p.opt.Claim = true, 0.3, 64, time.Minute
 	case 3, 4, 5:
 		p.loss, p.double, p.slow = 0.05, 0.05, 0.1
 		p.breaks, p.errors, p.cancels, p.faults = 0.01, 0.01, 0.1, 1+w.rnd.IntN(5)

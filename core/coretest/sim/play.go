@@ -54,6 +54,10 @@ func (w *world) play() {
 			}
 		}
 	}
+	for range w.plan.jumps {
+		h := w.hosts[w.rnd.IntN(len(w.hosts))]
+		w.after(w.upTo(2*act), func() { h.jump(time.Second + w.upTo(15*time.Second)) })
+	}
 	for range w.plan.faults {
 		if w.chance(0.2) {
 			w.resurrection(prefills, decodes)
@@ -178,7 +182,7 @@ func (a *agent) abortLoad(id core.TransferID, p core.Target) {
 	}
 	if _, asked := a.loading[id]; asked {
 		h := a.loads[a.loading[id]]
-		if a.cancel(id); h != nil && h.blocks != nil && a.w.chance(0.2) { // the same request comes again at once
+		if a.cancel(id); h != nil && h.blocks != nil && a.w.chance(0.4) { // the same request comes again at once
 			a.w.reused[id] = true
 			a.wait(&want{id: id, n: len(h.blocks), until: a.w.now + time.Second,
 				got:  func(blocks []core.BlockID) error { return a.load(id, p, h.first, blocks) },
@@ -293,10 +297,7 @@ func (w *world) trouble(prefills []*host) {
 				})
 			}
 		case 3:
-			w.faults["clock-jump"]++
-			h.skew += w.upTo(15 * time.Second)
-			h.disturbed = w.now
-			w.note("the clock of %s is at %v", h.name, w.now+h.skew)
+			h.jump(w.upTo(15 * time.Second))
 		case 4, 5:
 			other := w.hosts[w.rnd.IntN(len(w.hosts))]
 			both := w.chance(0.5)
@@ -313,6 +314,14 @@ func (w *world) trouble(prefills []*host) {
 			h.run(func(a *agent) { a.close() })
 		}
 	})
+}
+
+// jump: the host has slept, and wakes up in what for its processes is the future.
+func (h *host) jump(d time.Duration) {
+	h.w.faults["clock-jump"]++
+	h.skew += d
+	h.disturbed = h.w.now
+	h.w.note("the clock of %s is at %v", h.name, h.w.now+h.skew)
 }
 
 // resurrection: a prefill rank is stopped in the middle of its writes, and when

@@ -27,12 +27,13 @@ type transport struct {
 
 // arm is one Expect.
 type arm struct {
-	id    core.TransferID
-	peer  core.AgentID
-	grant string
-	dst   []core.BlockID
-	token uint64 // of the half that owns dst
-	got   int
+	id     core.TransferID
+	peer   core.AgentID
+	grant  string
+	dst    []core.BlockID
+	token  uint64 // of the half that owns dst
+	landed int    // blocks in memory
+	got    int    // of them, those that the process has heard of
 }
 
 // link is D's way to P: streams that break together.
@@ -217,6 +218,7 @@ func (a *agent) streamsBroke(l *link, gen int) {
 	if a.in[l.d.id] == l && l.p != a {
 		delete(a.in, l.d.id)
 		a.peerDown(l.d.id)
+		a.expectProbe(l.d)
 	}
 }
 
@@ -300,6 +302,7 @@ func (a *agent) received(e *arm, err error) {
 	a.forget(e)
 	if err == nil {
 		a.ledger.disarmed(e.id)
+		a.complete[e.token] = true
 	}
 	stats := core.TransferStats{Bytes: uint64(e.got) << 10, Segments: 1}
 	a.event(func(m *core.Machine, now time.Time) { m.Received(now, e.id, stats, err) },
@@ -329,7 +332,10 @@ func (f *frame) arrive() {
 	case d == nil:
 	case w.plan.oneSided: // the card does it, whether the process runs or not
 		e := d.land(f)
-		d.run(func() { d.landed(f, e) })
+		if e != nil && e.landed == len(e.dst) {
+			l.back(f.gen, func(p *agent) { p.acked(f.wr) }) // so P's card knows
+		}
+		d.after(w.delay(), func() { d.landed(f, e) })
 	default:
 		d.run(func() { d.landed(f, d.land(f)) })
 	}
@@ -353,7 +359,7 @@ func (a *agent) land(f *frame) *arm {
 		a.w.fault(e.id, "%s: block %d is written by %q, whose load has token %d, but belongs to token %d", a.id, at, e.id, e.token, b.owner)
 	}
 	b.holds = f.holds
-	e.got++
+	e.landed++
 	return e
 }
 
@@ -363,6 +369,9 @@ func (a *agent) landed(f *frame, e *arm) {
 	if l.gen == f.gen && l.p != nil {
 		l.streams[f.n].inflight--
 		l.p.run(func() { l.kick(f.gen) })
+	}
+	if e != nil {
+		e.got++
 	}
 	switch {
 	case e == nil || a.armed[e.id] != e:
