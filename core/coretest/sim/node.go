@@ -343,7 +343,7 @@ func (a *agent) postNext(to core.AgentID) {
 		return
 	}
 	a.outbox[to] = nil
-	if a.w.chance(a.w.plan.loss / 2) { // every try is lost
+	if a.w.chance(a.w.plan.mute) { // every try is lost
 		a.w.faults["finish-lost"]++
 		a.after(a.w.plan.opt.PeerTimeout, func() { a.postNext(to) })
 		return

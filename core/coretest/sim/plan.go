@@ -20,6 +20,7 @@ type plan struct {
 	lane     int // requests to one peer at a time, as in node
 
 	loss, double, slow float64 // of each message
+	mute               float64 // of each news of an end: every try to tell it is lost
 	breaks             float64 // of each frame: its connection breaks
 	errors             float64 // of each call of the transport: it fails
 	cancels            float64
@@ -53,7 +54,7 @@ func (w *world) newPlan() plan {
 		},
 	}
 	p.decodes = []int{1 + w.rnd.IntN(3)}
-	if w.chance(0.4) {
+	if w.chance(0.5) {
 		p.decodes = append(p.decodes, 1+w.rnd.IntN(2))
 	}
 	if w.seed%20 < 3 {
@@ -67,12 +68,12 @@ func (w *world) newPlan() plan {
 		p.calm, p.cancels, p.opt.MaxTransfers, p.opt.Claim = true, 0.3, 64, time.Minute
 	case 3, 4, 5:
 		p.loss, p.double, p.slow = 0.05, 0.05, 0.1
-		p.breaks, p.errors, p.cancels, p.faults = 0.01, 0.01, 0.1, 1+w.rnd.IntN(5)
+		p.mute, p.breaks, p.errors, p.cancels, p.faults = 0.1, 0.01, 0.01, 0.1, 1+w.rnd.IntN(5)
 	case 6, 7:
 		p.loss, p.double, p.slow = 0.3, 0.2, 0.3
-		p.breaks, p.errors, p.cancels, p.faults = 0.04, 0.03, 0.15, w.rnd.IntN(4)
+		p.mute, p.breaks, p.errors, p.cancels, p.faults = 0.2, 0.04, 0.03, 0.15, w.rnd.IntN(4)
 	default: // the net is good, but whole processes and ways go
-		p.cancels, p.faults = 0.05, 2+w.rnd.IntN(5)
+		p.mute, p.cancels, p.faults = 0.05, 0.05, 2+w.rnd.IntN(5)
 	}
 	return p
 }

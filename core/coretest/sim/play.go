@@ -44,13 +44,13 @@ func (w *world) play() {
 	for _, id := range ids {
 		e := w.rnd.IntN(len(decodes))
 		w.request(id, prefills, decodes[e])
-		if !w.plan.kind && w.chance(0.08) { // a router that sends a request to two decode engines
+		if !w.plan.kind && w.chance(0.12) { // a router that sends a request to two decode engines
 			w.faults["two-decoders"]++
 			other := w.rnd.IntN(len(decodes))
 			for i, d := range decodes[other] {
 				p := prefills[i%len(prefills)]
 				w.reused[pairID(id, i)] = w.reused[pairID(id, i)] || other == e
-				w.decodes(pairID(id, i), p, d, w.upTo(act), 0)
+				w.decodes(pairID(id, i), p, d, w.upTo(act), w.upTo(act))
 			}
 		}
 	}
