@@ -101,5 +101,6 @@ type Finish struct {
 type Reply struct {
 	Code     int     `msg:"c"`
 	Reason   string  `msg:"r,limit=1024"`
-	Statuses []uint8 `msg:"s,limit=65536"` // of a Renew: core.Status per transfer, in its order
+	Statuses []uint8 `msg:"s,limit=65536"`         // of a Renew: core.Status per transfer, in its order
+	Ticket   []byte  `msg:"tk,limit=64,omitempty"` // of a Hello: with it D connects its transport to P's
 }

@@ -729,18 +729,36 @@ func (z *Renew) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 3
-	// string "c"
-	o = append(o, 0x83, 0xa1, 0x63)
-	o = msgp.AppendInt(o, z.Code)
-	// string "r"
-	o = append(o, 0xa1, 0x72)
-	o = msgp.AppendString(o, z.Reason)
-	// string "s"
-	o = append(o, 0xa1, 0x73)
-	o = msgp.AppendArrayHeader(o, uint32(len(z.Statuses)))
-	for za0001 := range z.Statuses {
-		o = msgp.AppendUint8(o, z.Statuses[za0001])
+	// check for omitted fields
+	zb0001Len := uint32(4)
+	var zb0001Mask uint8 /* 4 bits */
+	_ = zb0001Mask
+	if z.Ticket == nil {
+		zb0001Len--
+		zb0001Mask |= 0x8
+	}
+	// variable map header, size zb0001Len
+	o = append(o, 0x80|uint8(zb0001Len))
+
+	// skip if no fields are to be emitted
+	if zb0001Len != 0 {
+		// string "c"
+		o = append(o, 0xa1, 0x63)
+		o = msgp.AppendInt(o, z.Code)
+		// string "r"
+		o = append(o, 0xa1, 0x72)
+		o = msgp.AppendString(o, z.Reason)
+		// string "s"
+		o = append(o, 0xa1, 0x73)
+		o = msgp.AppendArrayHeader(o, uint32(len(z.Statuses)))
+		for za0001 := range z.Statuses {
+			o = msgp.AppendUint8(o, z.Statuses[za0001])
+		}
+		if (zb0001Mask & 0x8) == 0 { // if not omitted
+			// string "tk"
+			o = append(o, 0xa2, 0x74, 0x6b)
+			o = msgp.AppendBytes(o, z.Ticket)
+		}
 	}
 	return
 }
@@ -802,6 +820,28 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					return
 				}
 			}
+		case "tk":
+			var zb0003 uint32
+			zb0003, bts, err = msgp.ReadBytesHeader(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Ticket")
+				return
+			}
+			if zb0003 > 64 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if z.Ticket == nil || uint32(cap(z.Ticket)) < zb0003 {
+				z.Ticket = make([]byte, zb0003)
+			} else {
+				z.Ticket = z.Ticket[:zb0003]
+			}
+			if uint32(len(bts)) < zb0003 {
+				err = msgp.ErrShortBytes
+				return
+			}
+			copy(z.Ticket, bts[:zb0003])
+			bts = bts[zb0003:]
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -816,7 +856,7 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Reply) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size))
+	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 3 + msgp.BytesPrefixSize + len(z.Ticket)
 	return
 }
 
