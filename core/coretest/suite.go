@@ -23,17 +23,22 @@ type Fixture struct {
 	// BigBytes is how large a transfer must be for the suite to catch it in the
 	// middle; 64 MiB unless set.
 	BigBytes int
+
+	// Remote is for ProcessSuite: the name under which the package's TestMain has
+	// given ServeRemote a transport that can reach those of Open.
+	Remote string
+}
+
+func (f Fixture) withDefaults() Fixture {
+	if f.BigBytes == 0 {
+		f.BigBytes = 64 << 20
+	}
+	return f
 }
 
 // TransportSuite is the contract of core.Transport as a test.
 func TransportSuite(t *testing.T, f Fixture) {
-	if f.BigBytes == 0 {
-		f.BigBytes = 64 << 20
-	}
-	for _, c := range []struct {
-		name string
-		run  func(*testing.T, Fixture)
-	}{
+	runCases(t, f.withDefaults(), []suiteCase{
 		{"ordered", ordered},
 		{"scattered", scattered},
 		{"odd sizes", oddSizes},
@@ -66,7 +71,16 @@ func TransportSuite(t *testing.T, f Fixture) {
 		{"dismiss during write", dismissDuring},
 		{"loss and return", lossAndReturn},
 		{"close", closed},
-	} {
+	})
+}
+
+type suiteCase struct {
+	name string
+	run  func(*testing.T, Fixture)
+}
+
+func runCases(t *testing.T, f Fixture, cases []suiteCase) {
+	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			leaktest.Check(t)
 			c.run(t, f)
@@ -87,8 +101,15 @@ type endpoint struct {
 
 func open(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {
 	t.Helper()
-	e := &endpoint{arena: newArena(t, specs), t: t, id: id, sink: NewRecorder(t, string(id)), wrote: map[core.TransferID]int{}}
-	e.tr = f.Open(t, id, e.layout, e.sink)
+	return openOn(t, id, newArena(t, specs, nil), func(a *arena, sink *Recorder) core.Transport {
+		return f.Open(t, id, a.layout, sink)
+	})
+}
+
+func openOn(t *testing.T, id core.AgentID, a *arena, start func(a *arena, sink *Recorder) core.Transport) *endpoint {
+	t.Helper()
+	e := &endpoint{arena: a, t: t, id: id, sink: NewRecorder(t, string(id)), wrote: map[core.TransferID]int{}}
+	e.tr = start(a, e.sink)
 	t.Cleanup(e.close)
 	return e
 }
@@ -456,10 +477,27 @@ func noReceived(t *testing.T, d *endpoint, id core.TransferID, want int) {
 	}
 }
 
+// landed waits for the first byte in any of some blocks.
+func (e *endpoint) landed(blocks [][]core.BlockID) {
+	e.t.Helper()
+	for deadline := time.Now().Add(patience); !e.touched(blocks); runtime.Gosched() {
+		if time.Now().After(deadline) {
+			e.t.Fatalf("%s: no byte has landed within %v", e.id, patience)
+		}
+	}
+}
+
 // inMidst has a big write under way, calls cut when its first bytes have
 // landed, and then after. It tries anew, with more bytes, when the write ended
 // well all the same.
 func inMidst(t *testing.T, f Fixture, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]core.BlockID)) {
+	inMidstOf(t, f, open, open, cut, after)
+}
+
+// opener is open or openRemote.
+type opener func(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint
+
+func inMidstOf(t *testing.T, f Fixture, openP, openD opener, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]core.BlockID)) {
 	const blockBytes = 256<<10 + 4
 	size := f.BigBytes
 	for try := range 8 {
@@ -467,15 +505,12 @@ func inMidst(t *testing.T, f Fixture, cut func(p, d *endpoint), after func(p, d 
 		caught := false
 		t.Run(fmt.Sprintf("try%d", try), func(t *testing.T) {
 			spec := dense(blockBytes, uint32(n))
-			p, d := pair(t, f, spec, spec)
+			p, d := openP(t, f, "sender", spec), openD(t, f, "receiver", spec)
+			connect(t, d, p)
 			src, dst := [][]core.BlockID{sequence(0, n)}, [][]core.BlockID{shuffled(1, n, n)}
 			p.paint(1, src)
 			p.write("t", d, d.expect("t", p, dst), src, dst)
-			for deadline := time.Now().Add(patience); !d.touched(dst); runtime.Gosched() {
-				if time.Now().After(deadline) {
-					t.Fatalf("no byte has landed within %v", patience)
-				}
-			}
+			d.landed(dst)
 			cut(p, d)
 			caught = !arrived(d)
 			after(p, d, dst)
@@ -588,11 +623,7 @@ func revokeLeavesOthers(t *testing.T, f Fixture) {
 	g1, g2 := d.expect("cut", p, one), d.expect("kept", p, two)
 	p.write("cut", d, g1, one, one)
 	p.write("kept", d, g2, two, two)
-	for deadline := time.Now().Add(patience); !d.touched(one); runtime.Gosched() {
-		if time.Now().After(deadline) {
-			t.Fatalf("no byte has landed within %v", patience)
-		}
-	}
+	d.landed(one)
 	d.tr.Revoke("cut")
 	p.sink.Wait("written", "cut", 1)
 	well(t, "kept", p, d, d.layout.Bytes(two))
