@@ -359,6 +359,9 @@ func (s *inStream) frame() error {
 	default:
 		return fmt.Errorf("frame of kind %d, want data", h.kind)
 	}
+	if h.length > maxFrame {
+		return fmt.Errorf("frame of %d bytes, at most %d are read", h.length, maxFrame)
+	}
 	s.r.mu.Lock()
 	in := s.r.byGrant[h.key]
 	if in != nil {

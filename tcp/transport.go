@@ -42,6 +42,7 @@ func (c Config) withDefaults() Config {
 	if c.FrameBytes == 0 {
 		c.FrameBytes = 2 << 20
 	}
+	c.FrameBytes = min(c.FrameBytes, maxFrame)
 	if c.StallTimeout <= 0 {
 		c.StallTimeout = 10 * time.Second
 	}
