@@ -13,6 +13,7 @@ package natsbus
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net/url"
@@ -49,8 +50,20 @@ type Options struct {
 	// ClusterURL is a NATS cluster to use in place of all agents' own servers:
 	// nats://host:port, or tls://; several are separated by commas.
 	ClusterURL string
-	// Token is what the servers want from their clients; "" for none.
+	// Token is what the servers want their clients to know; "" for none. It is
+	// sent to a cluster only.
 	Token string
+	// Seed is the seed of this agent's own user nkey, in the token's place.
+	Seed string
+	// TLS is for https:// bootstrap addresses and for the cluster; nil means that
+	// the system's authorities are trusted.
+	TLS *tls.Config
+	// OnlyTLS makes http:// in a bootstrap address mean https://.
+	OnlyTLS bool
+	// Allow, if set, is asked before anything is sent to a bootstrap address's
+	// host. The Control that it returns may be nil; else it is called with every
+	// IP address before it is dialled. An error ends the Lookup.
+	Allow func(host string) (Control, error)
 	// TTL is how long a registration outlives its last renewal, in whole
 	// seconds; 0 means 6 s, 1 s is the least.
 	TTL time.Duration
@@ -133,14 +146,16 @@ func Open(opt Options) (*Bus, error) {
 			b.cancel()
 			return nil, err
 		}
-		b.openHome = func() (*link, error) { return b.connect("", name, opt.ClusterURL, dialTCP) }
+		b.openHome = func() (*link, error) {
+			return b.connect(clusterLink, "", name, opt.ClusterURL, dialTCP)
+		}
 	case opt.Server != nil:
 		if opt.Server.opt.Token != opt.Token {
 			b.cancel()
 			return nil, errors.New("natsbus: this agent's own server wants another token than its bus has")
 		}
 		b.openHome = func() (*link, error) {
-			return b.connect("", "this agent's own server", inProcess, opt.Server.dialContext)
+			return b.connect(homeLink, "", "this agent's own server", inProcess, opt.Server.dialContext)
 		}
 	default:
 		return b, nil
@@ -289,11 +304,18 @@ func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
 		}
 		return nil, fmt.Errorf("%w: no bootstrap address is given, and this agent has no server or cluster of its own", core.ErrUnreachable)
 	}
-	host, err := bootstrapHost(addr)
+	at, err := ParseAddress(addr)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", core.ErrUnreachable, err)
 	}
-	via := core.Via("http://" + host)
+	at.TLS = at.TLS || b.opt.OnlyTLS
+	via := core.Via(at.String())
+	var control Control
+	if b.opt.Allow != nil {
+		if control, err = b.opt.Allow(at.Name); err != nil {
+			return nil, fmt.Errorf("bootstrap address %q: %w", addr, err)
+		}
+	}
 	b.mu.Lock()
 	e := b.links[via]
 	if e == nil {
@@ -308,7 +330,7 @@ func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
 		e = &entry{ready: make(chan struct{})}
 		b.links[via] = e
 		b.mu.Unlock()
-		if !b.spawn("natsbus.connect", func() { b.connectEntry(e, via, host) }) {
+		if !b.spawn("natsbus.connect", func() { b.connectEntry(e, via, at, control) }) {
 			b.settle(e, via, nil, errClosed)
 		}
 	} else {
@@ -331,10 +353,16 @@ func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
 	}
 }
 
-func (b *Bus) connectEntry(e *entry, via core.Via, host string) {
+func (b *Bus) connectEntry(e *entry, via core.Via, at Address, control Control) {
 	l, err := (*link)(nil), errors.New("a fault while connecting, see the log")
 	defer func() { b.settle(e, via, l, err) }() // also after a panic
-	l, err = b.connect(via, "bootstrap address "+string(via), "nats://"+host, dialUpgrade(host))
+	var secure *tls.Config
+	if at.TLS {
+		if secure = b.opt.TLS; secure == nil {
+			secure = &tls.Config{}
+		}
+	}
+	l, err = b.connect(portLink, via, "bootstrap address "+string(via), "nats://"+at.Host, dialUpgrade(at, secure, control))
 }
 
 // settle ends the making of a link.

@@ -2,7 +2,10 @@ package natsbus
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
+	"io"
+	"log"
 	"net"
 	"net/http"
 	"os"
@@ -53,11 +56,23 @@ type port struct {
 	addr string // host:port
 	http *http.Server
 	once sync.Once
+	tls  bool
 }
 
-func (p *port) url() string { return "http://" + p.addr }
+func (p *port) url() string {
+	if p.tls {
+		return "https://" + p.addr
+	}
+	return "http://" + p.addr
+}
 
 func newPort(t testing.TB, addr string, opt ServerOptions) *port {
+	t.Helper()
+	return newSecurePort(t, addr, opt, nil)
+}
+
+// newSecurePort speaks https when it has a configuration for that.
+func newSecurePort(t testing.TB, addr string, opt ServerOptions, secure *tls.Config) *port {
 	t.Helper()
 	s, err := StartServer(opt)
 	if err != nil {
@@ -70,7 +85,10 @@ func newPort(t testing.TB, addr string, opt ServerOptions) *port {
 	})
 	mux := http.NewServeMux()
 	mux.Handle(Path, s.Handler())
-	p := &port{Server: s, addr: l.Addr().String(), http: &http.Server{Handler: mux}}
+	p := &port{Server: s, addr: l.Addr().String(), http: &http.Server{Handler: mux, ErrorLog: log.New(io.Discard, "", 0)}, tls: secure != nil}
+	if secure != nil {
+		l = tls.NewListener(l, secure)
+	}
 	go func() { _ = p.http.Serve(l) }()
 	t.Cleanup(p.stop)
 	return p
