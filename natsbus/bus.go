@@ -37,6 +37,11 @@ const (
 	maxArrival  = time.Second // for so long, which only a fault makes it; then they are refused
 	maxLinks    = 1024        // bootstrap addresses in use at one time
 	maxReason   = 1024        // bytes of a Reply's reason
+
+	// absentGrace is how long an agent of a cluster may not listen before it
+	// counts as gone: it may be on its way from a server that died to another.
+	absentGrace = 2 * time.Second
+	absentAgain = 50 * time.Millisecond
 )
 
 var errClosed = errors.New("the bus is closed")
@@ -65,8 +70,12 @@ type Options struct {
 	// IP address before it is dialled. An error ends the Lookup.
 	Allow func(host string) (Control, error)
 	// TTL is how long a registration outlives its last renewal, in whole
-	// seconds; 0 means 6 s, 1 s is the least.
+	// seconds; 0 means 6 s, with a cluster 30 s: an entry must outlive the
+	// election of a leader. 1 s is the least.
 	TTL time.Duration
+	// Replicas is how many servers of the cluster hold the registry; 0 means 3
+	// where there are as many, else 1. A registry that is there is used as it is.
+	Replicas int
 	// ConnectTimeout bounds the making of a connection; 0 means 3 s.
 	ConnectTimeout time.Duration
 	Logger         *zap.Logger
@@ -118,6 +127,9 @@ func Open(opt Options) (*Bus, error) {
 	}
 	if opt.TTL == 0 {
 		opt.TTL = 6 * time.Second
+		if opt.ClusterURL != "" {
+			opt.TTL = 30 * time.Second
+		}
 	}
 	if opt.TTL < time.Second {
 		return nil, fmt.Errorf("natsbus: a registration's TTL of %v is under the least of 1s", opt.TTL)
@@ -468,6 +480,13 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 	both, cancel := during(ctx, session)
 	defer cancel()
 	m, err := l.nc.RequestWithContext(both, subject(to), data)
+	for patience := time.Now().Add(absentGrace); l.kind == clusterLink && errors.Is(err, nats.ErrNoResponders) && time.Now().Before(patience); {
+		if pause(both, absentAgain) != nil {
+			err = fmt.Errorf("nobody listens as agent %s yet: %w", to, both.Err())
+			break
+		}
+		m, err = l.nc.RequestWithContext(both, subject(to), data)
+	}
 	switch {
 	case err == nil:
 	case errors.Is(err, nats.ErrNoResponders):
@@ -484,6 +503,18 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 		return nil, fmt.Errorf("reply of agent %s over %s: %w", to, l.name, err)
 	}
 	return reply, nil
+}
+
+// pause waits for d; an error is that of ctx.
+func pause(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // known returns the link of a Via that Lookup or a Handler was given.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -30,12 +31,16 @@ const (
 // methods wait while it dials.
 type link struct {
 	bus  *Bus
+	kind linkKind
 	via  core.Via
 	name string // for errors and logs
 	dial *dialer
 	nc   *nats.Conn
 	js   jetstream.JetStream
 	gone chan struct{} // closed when nats.go has closed the connection for good
+	// ranks is the registry's stream as it was found last, so that a read needs
+	// no answer from the stream's leader.
+	ranks atomic.Pointer[jetstream.Stream]
 
 	mu      sync.Mutex
 	up      chan struct{}      // closed while connected
@@ -61,7 +66,7 @@ const (
 // connect opens a link. It returns within twice the connect time-out, sooner
 // when the bus is closed.
 func (b *Bus) connect(kind linkKind, via core.Via, name, urls string, open func(context.Context) (net.Conn, error)) (*link, error) {
-	l := &link{bus: b, via: via, name: name, dial: newDialer(b.opt.ConnectTimeout, open),
+	l := &link{bus: b, kind: kind, via: via, name: name, dial: newDialer(b.opt.ConnectTimeout, open),
 		gone: make(chan struct{}), up: make(chan struct{}), used: time.Now()}
 	l.session, l.broke = context.WithCancel(context.Background())
 	close(l.up)

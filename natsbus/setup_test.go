@@ -272,6 +272,15 @@ type cluster struct {
 
 func newCluster(t testing.TB, args ...string) *cluster {
 	t.Helper()
+	c := &cluster{t: t, bin: serverBinary(t), addr: freeAddr(t), args: args}
+	c.start()
+	t.Cleanup(c.kill)
+	return c
+}
+
+// serverBinary is nats-server, built once for all tests.
+func serverBinary(t testing.TB) string {
+	t.Helper()
 	buildOnce.Do(func() {
 		if buildDir, errBuild = os.MkdirTemp("", "kvconn-test-"); errBuild != nil {
 			return
@@ -285,15 +294,17 @@ func newCluster(t testing.TB, args ...string) *cluster {
 	if errBuild != nil {
 		t.Fatal(errBuild)
 	}
+	return filepath.Join(buildDir, "nats-server")
+}
+
+func freeAddr(t testing.TB) string {
+	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &cluster{t: t, bin: filepath.Join(buildDir, "nats-server"), addr: l.Addr().String(), args: args}
-	_ = l.Close()
-	c.start()
-	t.Cleanup(c.kill)
-	return c
+	defer l.Close()
+	return l.Addr().String()
 }
 
 func (c *cluster) url() string { return "nats://" + c.addr }

@@ -65,7 +65,7 @@ func openControlPlane(a *Agent) (_ *controlPlane, err error) {
 		})
 	}
 	p.bus, err = natsbus.Open(natsbus.Options{AgentID: a.id, Server: p.nats, ClusterURL: a.cfg.NATSURL,
-		Token: p.sec.token, Seed: p.sec.seed, TLS: p.sec.client, OnlyTLS: a.cfg.TLSCAFile != "", Allow: p.sec.allow.enter,
+		Replicas: a.cfg.NATSReplicas, Token: p.sec.token, Seed: p.sec.seed, TLS: p.sec.client, OnlyTLS: a.cfg.TLSCAFile != "", Allow: p.sec.allow.enter,
 		ConnectTimeout: time.Duration(a.cfg.ConnectTimeout), Logger: a.log.Named("bus")})
 	if err != nil {
 		return nil, err
