@@ -36,6 +36,10 @@ type peerTable struct {
 	order    *list.List // of *peer, the one used last at the end
 	byTarget map[core.Target]core.AgentID
 	looking  map[core.Target][]core.Resolve // a look-up is under way for these
+
+	// meeting is held while a peer is added and who makes room for it is
+	// dismissed, so that a peer of the table is one that the transport admits.
+	meeting sync.Mutex
 }
 
 func newPeerTable() *peerTable {
@@ -52,16 +56,34 @@ func (t *peerTable) get(id core.AgentID) *peer {
 	return p
 }
 
-func (t *peerTable) add(p *peer) {
+// add remembers a peer, and dismisses the one that makes room for it; t.meeting
+// is held.
+func (t *peerTable) add(p *peer, transport core.Transport) {
+	var oldest core.AgentID
 	t.mu.Lock()
-	defer t.mu.Unlock()
 	if old := t.byID[p.id]; old != nil {
 		t.order.Remove(old.place)
 	} else if t.order.Len() >= maxPeers {
-		t.drop(t.order.Front().Value.(*peer))
+		first := t.order.Front().Value.(*peer)
+		oldest = first.id
+		t.drop(first)
 	}
 	p.place = t.order.PushBack(p)
 	t.byID[p.id] = p // met anew: not gone, whatever was
+	t.mu.Unlock()
+	if oldest != "" {
+		transport.Dismiss(oldest) // it may call the sink
+	}
+}
+
+// admit lets a peer that has said hello connect, and remembers it.
+func (t *peerTable) admit(p *peer, transport core.Transport) (ticket []byte, err error) {
+	t.meeting.Lock()
+	defer t.meeting.Unlock()
+	if ticket, err = transport.Admit(p.id); err == nil {
+		t.add(p, transport)
+	}
+	return ticket, err
 }
 
 // drop removes a peer; t.mu is held.
@@ -130,7 +152,9 @@ func (t *peerTable) resolve(a *Agent, r core.Resolve) {
 			code, reason = lookupCode(err), err.Error()
 			a.log.Warn("prefill agent not found", zap.String("bootstrap", r.From.Bootstrap), zap.String("engine_id", r.From.EngineID), zap.Error(err))
 		} else {
-			t.add(p)
+			t.meeting.Lock()
+			t.add(p, a.transport)
+			t.meeting.Unlock()
 		}
 		t.mu.Lock()
 		if err == nil {
@@ -197,7 +221,10 @@ func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
 	if err != nil {
 		return nil, &refusedError{err.Error()}
 	}
-	if err := a.transport.Connect(id, endpoint); err != nil {
+	if err := a.allow.checkEndpoint(ctx, endpoint); err != nil {
+		return nil, err
+	}
+	if err := a.transport.Connect(id, endpoint, rep.Ticket); err != nil {
 		return nil, err
 	}
 	a.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID),

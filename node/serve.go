@@ -44,7 +44,7 @@ func (a *Agent) serveHello(via core.Via, from core.AgentID, h *wire.Agent) *wire
 		return refuse("hello of agent %s sent by %s", h.ID, from)
 	}
 	a.mu.Lock()
-	self, layout := a.self, a.layout
+	self, layout, transport := a.self, a.layout, a.transport
 	a.mu.Unlock()
 	if self == nil || !a.cfg.prefills() {
 		return refuse("agent %s has no KV caches to offer", a.id)
@@ -53,16 +53,22 @@ func (a *Agent) serveHello(via core.Via, from core.AgentID, h *wire.Agent) *wire
 		a.log.Warn("decode agent refused", zap.String("peer", h.ID), zap.String("engine_id", h.EngineID), zap.Error(err))
 		return refuse("prefill engine %q refuses decode engine %q: %v", self.EngineID, h.EngineID, err)
 	}
-	a.peers.add(&peer{id: core.AgentID(h.ID), via: via, shapes: shapes(h)})
-	return &wire.Reply{}
+	ticket, err := a.peers.admit(&peer{id: from, via: via, shapes: shapes(h)}, transport)
+	if err != nil { // closed meanwhile
+		return refuse("agent %s: %v", a.id, err)
+	}
+	return &wire.Reply{Ticket: ticket}
 }
 
 func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
-	if a.peers.get(from) == nil {
+	a.mu.Lock()
+	transport := a.transport // nil again after a registration that failed
+	a.mu.Unlock()
+	if a.peers.get(from) == nil || transport == nil {
 		return &wire.Reply{Code: int(codeUnknownPeer), Reason: "say hello first"}
 	}
-	if l.Transport != a.transport.Name() {
-		return refuse("transport %q: this agent has %s", l.Transport, a.transport.Name())
+	if l.Transport != transport.Name() {
+		return refuse("transport %q: this agent has %s", l.Transport, transport.Name())
 	}
 	rep := &wire.Reply{}
 	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: l.Grant, Lease: time.Duration(l.LeaseMS) * time.Millisecond}

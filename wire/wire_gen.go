@@ -811,12 +811,16 @@ func (z *Renew) Msgsize() (s int) {
 func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(4)
-	var zb0001Mask uint8 /* 4 bits */
+	zb0001Len := uint32(5)
+	var zb0001Mask uint8 /* 5 bits */
 	_ = zb0001Mask
+	if z.Ticket == nil {
+		zb0001Len--
+		zb0001Mask |= 0x4
+	}
 	if z.Ends == nil {
 		zb0001Len--
-		zb0001Mask |= 0x8
+		zb0001Mask |= 0x10
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -829,13 +833,18 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 		// string "r"
 		o = append(o, 0xa1, 0x72)
 		o = msgp.AppendString(o, z.Reason)
+		if (zb0001Mask & 0x4) == 0 { // if not omitted
+			// string "tk"
+			o = append(o, 0xa2, 0x74, 0x6b)
+			o = msgp.AppendBytes(o, z.Ticket)
+		}
 		// string "s"
 		o = append(o, 0xa1, 0x73)
 		o = msgp.AppendArrayHeader(o, uint32(len(z.Statuses)))
 		for za0001 := range z.Statuses {
 			o = msgp.AppendUint8(o, z.Statuses[za0001])
 		}
-		if (zb0001Mask & 0x8) == 0 { // if not omitted
+		if (zb0001Mask & 0x10) == 0 { // if not omitted
 			// string "e"
 			o = append(o, 0xa1, 0x65)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Ends)))
@@ -885,21 +894,43 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Reason")
 				return
 			}
-		case "s":
+		case "tk":
 			var zb0002 uint32
-			zb0002, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			zb0002, bts, err = msgp.ReadBytesHeader(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Ticket")
+				return
+			}
+			if zb0002 > 64 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if z.Ticket == nil || uint32(cap(z.Ticket)) < zb0002 {
+				z.Ticket = make([]byte, zb0002)
+			} else {
+				z.Ticket = z.Ticket[:zb0002]
+			}
+			if uint32(len(bts)) < zb0002 {
+				err = msgp.ErrShortBytes
+				return
+			}
+			copy(z.Ticket, bts[:zb0002])
+			bts = bts[zb0002:]
+		case "s":
+			var zb0003 uint32
+			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Statuses")
 				return
 			}
-			if zb0002 > 131072 {
+			if zb0003 > 131072 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Statuses) >= int(zb0002) {
-				z.Statuses = (z.Statuses)[:zb0002]
+			if cap(z.Statuses) >= int(zb0003) {
+				z.Statuses = (z.Statuses)[:zb0003]
 			} else {
-				z.Statuses = make([]uint8, zb0002)
+				z.Statuses = make([]uint8, zb0003)
 			}
 			for za0001 := range z.Statuses {
 				z.Statuses[za0001], bts, err = msgp.ReadUint8Bytes(bts)
@@ -909,30 +940,30 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				}
 			}
 		case "e":
-			var zb0003 uint32
-			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0004 uint32
+			zb0004, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Ends")
 				return
 			}
-			if zb0003 > 65536 {
+			if zb0004 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Ends) >= int(zb0003) {
-				z.Ends = (z.Ends)[:zb0003]
+			if cap(z.Ends) >= int(zb0004) {
+				z.Ends = (z.Ends)[:zb0004]
 			} else {
-				z.Ends = make([]End, zb0003)
+				z.Ends = make([]End, zb0004)
 			}
 			for za0002 := range z.Ends {
-				var zb0004 uint32
-				zb0004, bts, err = msgp.ReadArrayHeaderBytes(bts)
+				var zb0005 uint32
+				zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Ends", za0002)
 					return
 				}
-				if zb0004 != 3 {
-					err = msgp.ArrayError{Wanted: 3, Got: zb0004}
+				if zb0005 != 3 {
+					err = msgp.ArrayError{Wanted: 3, Got: zb0005}
 					return
 				}
 				z.Ends[za0002].Index, bts, err = msgp.ReadUint32Bytes(bts)
@@ -965,7 +996,7 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Reply) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
+	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 3 + msgp.BytesPrefixSize + len(z.Ticket) + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
 	for za0002 := range z.Ends {
 		s += 1 + msgp.Uint32Size + msgp.IntSize + msgp.StringPrefixSize + len(z.Ends[za0002].Reason)
 	}
