@@ -243,6 +243,9 @@ func dialTCP(ctx context.Context) (net.Conn, error) {
 // wantsTLS is what net/http answers to plain HTTP on a TLS port.
 const wantsTLS = "HTTP request to an HTTPS server"
 
+// errBusy: the server has no place at this moment.
+var errBusy = errors.New("it takes no more connections now")
+
 // maxResponse bounds the head of the answer to an upgrade.
 const maxResponse = 16 << 10
 
@@ -266,6 +269,9 @@ func clientUpgrade(conn net.Conn, host string) (net.Conn, error) {
 		_ = resp.Body.Close()
 		if resp.StatusCode == http.StatusBadRequest && strings.Contains(string(text), wantsTLS) {
 			return nil, errors.New("the port speaks https: write https:// in front, or set tls_ca_file on the decode engine")
+		}
+		if resp.StatusCode == http.StatusServiceUnavailable && resp.Header.Get("Retry-After") != "" {
+			return nil, fmt.Errorf("%w: %s", errBusy, strings.TrimSpace(string(text)))
 		}
 		return nil, fmt.Errorf("GET %s is answered with %s, not by a kvconn agent: %q", Path, resp.Status, strings.TrimSpace(string(text)))
 	}
