@@ -176,7 +176,7 @@ func (d *decodeBus) renew(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, agentsBound)
 	defer cancel()
 	rep, err := d.bus.Request(ctx, d.via, d.agent, &wire.Request{Kind: wire.KindRenew, From: d.self.ID,
-		Renew: &wire.Renew{TransferIDs: []string{"bench"}}})
+		Renew: &wire.Renew{Loads: []string{"bench"}}})
 	if err == nil && rep.Code != 0 {
 		err = errors.New(rep.Reason)
 	}

@@ -21,7 +21,10 @@ import (
 // Path is the route of the bootstrap port that [Server.Handler] belongs at.
 const Path = "/nats"
 
-const protocol = "nats"
+const (
+	protocol  = "nats"
+	lastWords = 500 * time.Millisecond
+)
 
 // upgraded is one HTTP connection that has become a NATS connection.
 type upgraded struct {
@@ -84,22 +87,37 @@ func (s *Server) upgrade(w http.ResponseWriter, r *http.Request) {
 	hs := &handshake{w: peer, done: func() { s.letIn(u) }}
 	safe.Go("natsbus.upgrade", func() {
 		defer close(both)
-		defer u.close()
 		_, _ = io.Copy(hs, inside) // either end's error ends both
 		hs.dropped = !left.Load()
+		farewellTo(peer)
+		_ = inside.Close()
 	})
 	var early io.Reader = peer
 	if n := rw.Reader.Buffered(); n > 0 {
 		early = io.MultiReader(io.LimitReader(rw.Reader, int64(n)), peer)
 	}
-	_, _ = io.Copy(inside, early)
-	left.Store(true)
-	u.close()
+	if _, err := io.Copy(inside, early); !errors.Is(err, io.ErrClosedPipe) {
+		left.Store(true)
+		u.close()
+	}
 	<-both
+	// What the client still sends is read, else the system would throw away what
+	// the client has not read yet: why it was sent away.
+	_, _ = io.Copy(io.Discard, peer)
+	u.close()
 	if why := hs.refusal(); why != "" && !s.isClosed() {
 		s.refused.Do(func(note string) {
 			s.log.Sugar().Warnf("natsbus: a client at %v is refused: %s%s", peer.RemoteAddr(), why, note)
 		})
+	}
+}
+
+// farewellTo ends this side of a connection, and bounds how long the other side
+// may take to end its own.
+func farewellTo(peer net.Conn) {
+	_ = peer.SetDeadline(time.Now().Add(lastWords))
+	if c, ok := peer.(interface{ CloseWrite() error }); ok {
+		_ = c.CloseWrite() // the client may have gone
 	}
 }
 

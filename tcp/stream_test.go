@@ -70,6 +70,15 @@ func (a *agent) pairs(t *testing.T, blocks [][]core.BlockID) []core.Pair {
 	return p
 }
 
+func (a *agent) admit(t *testing.T, peer core.AgentID) []byte {
+	t.Helper()
+	ticket, err := a.Admit(peer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ticket
+}
+
 func until(t *testing.T, what string, f func() bool) {
 	t.Helper()
 	deadline := time.Now().Add(bound)
@@ -87,7 +96,7 @@ func TestTransferWithoutAByteSurvivesACut(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{}), newAgent(t, Config{})
 	f := nettest.Forward(t, p.Endpoint())
-	if err := d.Connect("p", f.Addr()); err != nil {
+	if err := d.Connect("p", f.Addr(), p.admit(t, "d")); err != nil {
 		t.Fatal(err)
 	}
 	blocks := allBlocks(4)
@@ -125,7 +134,7 @@ func TestEarlyAcknowledgement(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer conn.Close()
-	key, grant := newToken(), newToken()
+	grant := newToken()
 	say := func(h header) {
 		var b [headerSize]byte
 		h.encode(&b)
@@ -133,8 +142,8 @@ func TestEarlyAcknowledgement(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	say(header{kind: frameHello, key: key})
-	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: append(key[:], grant[:]...), Pairs: p.pairs(t, allBlocks(testBlocks))})
+	say(header{kind: frameHello, key: token(p.admit(t, "d"))})
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	var first [headerSize]byte
 	if _, err := io.ReadFull(conn, first[:]); err != nil {
 		t.Fatal(err)
@@ -155,91 +164,22 @@ func TestEarlyAcknowledgement(t *testing.T) {
 	until(t, "the write is told", func() bool { return len(p.sink.All("written", "t")) == 1 })
 }
 
-// TestStrangersDoNotKeepDecodersOut: streams that no transfer names are closed,
-// the oldest first, before they use up the places of those that one does.
-func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
-	leaktest.Check(t)
-	p, d := newAgent(t, Config{MaxStreams: 16, MaxUnnamed: 8}), newAgent(t, Config{})
-	for range 40 {
-		c, err := net.Dial("tcp", p.Endpoint())
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer c.Close()
-		var b [headerSize]byte
-		(&header{kind: frameHello, key: newToken()}).encode(&b)
-		_, _ = c.Write(b[:]) // may be refused already
-	}
-	until(t, "the strangers are few", func() bool {
-		p.sender.mu.Lock()
-		defer p.sender.mu.Unlock()
-		return p.sender.streams <= 9 && len(p.sender.unnamed) <= 8
-	})
-	if err := d.Connect("p", p.Endpoint()); err != nil {
+// move checks that a transfer of one block ends well.
+func move(t *testing.T, p, d *agent, id core.TransferID) {
+	t.Helper()
+	if err := d.Connect("p", p.Endpoint(), p.admit(t, "d")); err != nil {
 		t.Fatal(err)
 	}
 	blocks := allBlocks(1)
-	grant, err := d.Expect("t", "p", d.layout.Segments(blocks))
+	grant, err := d.Expect(id, "p", d.layout.Segments(blocks))
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant, Pairs: p.pairs(t, blocks)})
-	until(t, "the transfer has ended", func() bool { return len(d.sink.All("received", "t")) == 1 })
-	if err := d.sink.All("received", "t")[0].Err; err != nil {
-		t.Fatal(err)
-	}
-	until(t, "the write is told", func() bool { return len(p.sink.All("written", "t")) == 1 })
-}
-
-// TestMalformedFrames: what no sender says ends the stream and its transfers, and
-// changes no byte.
-func TestMalformedFrames(t *testing.T) {
-	leaktest.Check(t)
-	blocks := allBlocks(2)
-	for name, frames := range map[string][]header{
-		"beyond the end":      {{kind: frameData, position: 2*testBlock - 4, length: 8}},
-		"wraps around":        {{kind: frameData, position: ^uint64(0) - 3, length: 8}},
-		"twice the same byte": {{kind: frameData, position: 0, length: 0}, {kind: frameData, position: 4, length: 4}, {kind: frameData, position: 4, length: 4}},
-		"unknown kind":        {{kind: 77, position: 0, length: 4}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			l, err := net.Listen("tcp", "127.0.0.1:0")
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer l.Close()
-			d := newAgent(t, Config{Streams: 1, StallTimeout: time.Hour})
-			if err := d.Connect("p", l.Addr().String()); err != nil {
-				t.Fatal(err)
-			}
-			grant, err := d.Expect("t", "p", d.layout.Segments(blocks))
-			if err != nil {
-				t.Fatal(err)
-			}
-			conn, err := l.Accept()
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer conn.Close()
-			for i, h := range frames {
-				h.key = token(grant[16:])
-				var b [headerSize]byte
-				h.encode(&b)
-				_, _ = conn.Write(b[:])
-				if i < len(frames)-1 { // the last one is refused by its header
-					_, _ = conn.Write(make([]byte, h.length))
-				}
-			}
-			until(t, "the transfer fails", func() bool { return len(d.sink.All("received", "t")) == 1 })
-			if d.sink.All("received", "t")[0].Err == nil {
-				t.Fatal("it ended well")
-			}
-			for i, b := range d.mem {
-				if b != 0 {
-					t.Fatalf("byte %d is %d", i, b)
-				}
-			}
-		})
+	p.Write(core.WriteOp{ID: id, Peer: "d", Grant: grant, Pairs: p.pairs(t, blocks)})
+	for _, o := range []coretest.Outcome{d.sink.Wait("received", id, 1), p.sink.Wait("written", id, 1)} {
+		if o.Err != nil {
+			t.Fatalf("%s: %v", o.Kind, o.Err)
+		}
 	}
 }
 
