@@ -166,7 +166,8 @@ func newPump(t testing.TB, b *Bus, to core.AgentID) *pump {
 	p := &pump{stop: stop}
 	p.wg.Go(func() {
 		for ctx.Err() == nil {
-			asked, cancel := context.WithTimeout(ctx, within)
+			// Short, so that one that is lost does not hide what comes after it.
+			asked, cancel := context.WithTimeout(ctx, 500*time.Millisecond)
 			_, err := b.Request(asked, "", to, hello(string(b.opt.AgentID)))
 			cancel()
 			p.mu.Lock()
