@@ -60,6 +60,7 @@ func (m *Machine) watch(now time.Time, id AgentID) {
 }
 
 func (m *Machine) tickPeers(now time.Time) {
+	m.noticePause(now) // before anyone counts as silent: events come before the first tick
 	if len(m.peers) == 0 {
 		return
 	}
