@@ -328,6 +328,9 @@ func (l *link) patiently(ctx context.Context, ask func(context.Context) error) e
 			errors.Is(err, nats.ErrNoResponders) || errors.Is(err, jetstream.ErrNoStreamResponse) {
 			late = true // only a leader listens
 		}
+		if wrongSequence(err) {
+			late = true // an earlier attempt is on its way into the log
+		}
 		if err == nil || !late && !errors.Is(err, core.ErrUnreachable) || l.over() {
 			return err
 		}
