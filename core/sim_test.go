@@ -45,7 +45,7 @@ func TestSim(t *testing.T) {
 	t.Logf("ends: %v", sum.Codes)
 	t.Logf("states: %v", sum.States)
 	t.Logf("faults: %v", sum.Faults)
-	if t.Failed() || seeds < 200 {
+	if t.Failed() || seeds < 2000 {
 		return
 	}
 	// A world so hostile that nothing arrives, or so kind that nothing fails,

@@ -181,8 +181,7 @@ func (h *host) crash() {
 // end makes the host's process gone.
 func (h *host) end() {
 	h.agent.dead = true
-	h.agent = nil
-	h.pending = nil
+	h.agent, h.stopped, h.pending = nil, false, nil
 	clear(h.mem)
 }
 

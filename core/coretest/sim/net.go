@@ -71,6 +71,7 @@ func (w *world) deliver(from, to *host, f func()) {
 // partition cuts a way until it is healed.
 func (w *world) partition(k way, d time.Duration) {
 	w.cut[k]++
+	w.promiseOfCut(k, d)
 	w.acted(w.now + d)
 	w.after(d, func() {
 		if w.cut[k]--; w.cut[k] > 0 {

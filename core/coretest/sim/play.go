@@ -279,9 +279,6 @@ func (w *world) trouble(prefills []*host) {
 		case 1, 2:
 			w.faults["crash"]++
 			h.crash()
-			if h.stopped {
-				h.stopped = false
-			}
 			if restart {
 				w.after(lasts/2, func() {
 					if h.agent == nil {
@@ -344,7 +341,6 @@ func (w *world) resurrection(prefills []*host, decodes [][]*host) {
 		d.crash()
 		w.after(w.upTo(lasts), func() {
 			if d.agent == nil {
-				d.stopped = false
 				d.open()
 			}
 		})
