@@ -315,10 +315,31 @@ func TestLyingDecoder(t *testing.T) {
 	if told := p.sink.All("written", "t"); len(told) != 0 {
 		t.Fatalf("told %+v", told)
 	}
+	p.Write(core.WriteOp{ID: "again", Peer: "good", Grant: grant[:], Pairs: p.pairs(t, allBlocks(1))})
+	if o := p.sink.Wait("written", "again", 1); o.Err == nil {
+		t.Fatal("one grant served two transfers")
+	}
 	good.say(frameBytes(header{kind: frameAck, key: grant, length: testBlock}))
 	if o := p.sink.Wait("written", "t", 1); o.Err != nil || o.Stats.Bytes != testBlock {
 		t.Fatalf("written: %+v", o)
 	}
+}
+
+// TestStreamsOfOnePeer: one ticket does not open them without end.
+func TestStreamsOfOnePeer(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{MaxStreams: 4 * maxPeerStreams}), newAgent(t, Config{})
+	hello := frameBytes(header{kind: frameHello, key: token(p.admit(t, "greedy"))})
+	const more = 9
+	for range maxPeerStreams + more {
+		dial(t, p).say(hello)
+	}
+	move(t, p, d, "beside")
+	until(t, "each has been greeted", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		return len(p.sender.links["greedy"].streams) == maxPeerStreams && len(p.sender.strangers.conns) == 0
+	})
 }
 
 // TestPeerThatNeverReads: its write ends when it has stalled, and what goes to
