@@ -63,6 +63,14 @@ func TestSim(t *testing.T) {
 			t.Errorf("in %d seeds there was no %q", seeds, want)
 		}
 	}
+	for _, want := range []string{"load cancelled resolving", "load cancelled expecting", "load cancelled requesting", "load cancelled waiting",
+		"load ok claimed", "load not-offered claimed", "load peer-cancelled claimed", "load peer-lost claimed", "load peer-lost requesting",
+		"load peer-lost waiting", "offer cancelled ended", "offer cancelled ready", "offer cancelled sending", "offer peer-cancelled ready",
+		"offer peer-cancelled sending", "offer peer-lost ready", "offer peer-lost sending", "offer ok ready", "offer ok sending"} {
+		if sum.States[want] == 0 {
+			t.Errorf("in %d seeds no transfer ended with %q", seeds, want)
+		}
+	}
 	for n := 2; n <= 8; n++ {
 		if sum.agents[n] == 0 {
 			t.Errorf("in %d seeds there was none with %d agents", seeds, n)

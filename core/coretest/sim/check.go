@@ -64,12 +64,12 @@ func (w *world) expectEnds(p *agent, still func() bool) {
 // when it hears that it does not, it frees what it keeps for it.
 func (a *agent) expectProbe(d *agent) {
 	w := a.w
-	if !d.dead || d.silent || w.plan.slow > 0 {
+	if !d.dead || d.silent || w.plan.slow > 0 || w.plan.opt.MaxTransfers < 64 { // P forgets what has ended
 		return
 	}
 	since := w.now
 	for _, h := range a.halves() {
-		if d.claims[h.id] != a.id && !slices.Contains(d.promisedBy(a), h.id) || w.reused[h.id] {
+		if (d.claims[h.id] != a.id || d.given[h.id]) && !slices.Contains(d.promisedBy(a), h.id) || w.reused[h.id] {
 			continue
 		}
 		token := a.offering[h.id]
@@ -237,9 +237,12 @@ func (a *agent) checkReason(r core.Report) {
 
 // checkStale: an answer to what an earlier load of the id has asked is void.
 func (a *agent) checkStale(id core.TransferID, seq uint64, feed func()) {
-	n := len(a.queue)
-	feed()
-	if a.asked[id] != seq && len(a.queue) > n {
-		a.w.fault(id, "%s: an answer to load %d of %q, which load %d has replaced, makes the machine act", a.id, seq, id, a.asked[id])
+	if a.asked[id] == seq {
+		feed()
+		return
+	}
+	n, sizes := len(a.queue), a.m.Sizes()
+	if feed(); len(a.queue) > n || a.m.Sizes() != sizes {
+		a.w.fault(id, "%s: an answer to load %d of %q, which load %d has replaced, counts", a.id, seq, id, a.asked[id])
 	}
 }

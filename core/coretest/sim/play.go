@@ -182,11 +182,13 @@ func (a *agent) abortLoad(id core.TransferID, p core.Target) {
 	}
 	if _, asked := a.loading[id]; asked {
 		h := a.loads[a.loading[id]]
-		if a.cancel(id); h != nil && h.blocks != nil && a.w.chance(0.4) { // the same request comes again at once
+		if a.cancel(id); h != nil && h.blocks != nil && a.w.chance(0.4) { // the same request comes again
 			a.w.reused[id] = true
-			a.wait(&want{id: id, n: len(h.blocks), until: a.w.now + time.Second,
-				got:  func(blocks []core.BlockID) error { return a.load(id, p, h.first, blocks) },
-				none: func() {}})
+			a.after(a.w.upTo(30*time.Millisecond), func() {
+				a.wait(&want{id: id, n: len(h.blocks), until: a.w.now + time.Second,
+					got:  func(blocks []core.BlockID) error { return a.load(id, p, h.first, blocks) },
+					none: func() {}})
+			})
 		}
 		return
 	}

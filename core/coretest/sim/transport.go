@@ -467,7 +467,7 @@ func (l *link) pump() {
 // leave reads a frame's bytes from the blocks into the socket, when it has room.
 func (a *agent) leave(f *frame) {
 	l, wr := f.link, f.wr
-	if l.gen != f.gen || l.p != a {
+	if l.gen != f.gen || l.p != a || a.shut {
 		wr.frames--
 		a.settle(wr)
 		return
