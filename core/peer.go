@@ -37,17 +37,29 @@ func (m *Machine) noticePause(now time.Time) {
 	if gap < maxGap {
 		return
 	}
+	// Not further than if it began now: some of it may have, after the pause.
 	for _, p := range m.peers {
-		p.heard = p.heard.Add(gap)
+		p.heard = earlier(p.heard.Add(gap), now)
 	}
 	for _, p := range m.probes {
-		p.since = p.since.Add(gap)
+		p.since = earlier(p.since.Add(gap), now)
 	}
 	for _, of := range m.offers {
 		if !of.deadline.IsZero() {
-			of.deadline = of.deadline.Add(gap)
+			most := m.lease(of)
+			if of.state == offerEarly {
+				most = m.opt.EarlyLoad
+			}
+			of.deadline = earlier(of.deadline.Add(gap), now.Add(most))
 		}
 	}
+}
+
+func earlier(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return a
+	}
+	return b
 }
 
 // maxGap between two ticks is what a busy machine explains.
