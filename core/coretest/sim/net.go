@@ -26,7 +26,7 @@ func (a *agent) ask(to core.AgentID, bound time.Duration, serve func(p *agent) f
 	w := a.w
 	w.after(bound, func() { once(false, errDeadline, nil) })
 	p := w.byID[to]
-	if p.dead {
+	if p.dead || w.now < p.deaf {
 		if !p.silent {
 			w.after(w.delay(), func() { once(true, errAbsent, nil) })
 		}
