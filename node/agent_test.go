@@ -445,6 +445,16 @@ func TestGivenClusterInsteadOfEmbeddedServer(t *testing.T) {
 	same(t, p, []core.BlockID{1, 2}, d, []core.BlockID{8, 9})
 }
 
+func freePort(t testing.TB) int {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().(*net.TCPAddr).Port
+}
+
 // TestBootstrapPortSpeaksToRouters: one port serves /query and the control plane.
 func TestBootstrapPortSpeaksToRouters(t *testing.T) {
 	leaktest.Check(t)

@@ -39,6 +39,7 @@ func runRole(role, address string) (string, error) {
 	cfg.NATSURL, cfg.AdvertiseHost = os.Getenv("KVCONN_TEST_NATS"), "127.0.0.1"
 	if role == RolePrefill {
 		fmt.Sscan(address, &cfg.BootstrapPort)
+		fmt.Sscan(os.Getenv("KVCONN_TEST_TCP_PORT"), &cfg.TCPPort)
 	}
 	a, err := Open(cfg, Options{})
 	if err != nil {
