@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/internal/nettest"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -730,11 +731,11 @@ func TestClosedBus(t *testing.T) {
 
 func TestCluster(t *testing.T) {
 	leaktest.Check(t)
-	c := newCluster(t, "--auth", "right")
-	prefill := newBus(t, Options{AgentID: "P", ClusterURL: c.url(), Token: "right", TTL: time.Minute}) // no renewal but that of the return
+	c := nettest.NewNATS(t, "--auth", "right")
+	prefill := newBus(t, Options{AgentID: "P", ClusterURL: c.URL(), Token: "right", TTL: time.Minute}) // no renewal but that of the return
 	serve(prefill)
 	register(t, prefill, "e")
-	decode := newBus(t, Options{AgentID: "D", ClusterURL: c.url(), Token: "right"})
+	decode := newBus(t, Options{AgentID: "D", ClusterURL: c.URL(), Token: "right"})
 	serve(decode)
 	target := core.Target{Bootstrap: "http://not-used:1", EngineID: "e"}
 	a, via, err := decode.Lookup(ctxOf(t, within), target)
@@ -743,16 +744,16 @@ func TestCluster(t *testing.T) {
 	}
 	ask(t, decode, "", "P", "P via : hello D")
 	ask(t, prefill, "", "D", "D via : hello P")
-	_, err = Open(Options{AgentID: "X", ClusterURL: c.url(), Token: "wrong"})
+	_, err = Open(Options{AgentID: "X", ClusterURL: c.URL(), Token: "wrong"})
 	mustBe(t, err, core.ErrUnreachable)
 
-	c.kill()
+	c.Kill()
 	_, _, err = decode.Lookup(ctxOf(t, 200*time.Millisecond), target)
 	mustBe(t, err, core.ErrUnreachable)
 	_, err = decode.Request(ctxOf(t, within), "", "P", hello("D"))
 	mustBe(t, err, core.ErrUnreachable)
 
-	c.start() // with nothing of what it knew
+	c.Start() // with nothing of what it knew
 	eventually(t, "the registration comes back", func() error {
 		_, _, err := decode.Lookup(ctxOf(t, within), target)
 		return err

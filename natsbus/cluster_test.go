@@ -180,8 +180,8 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 // With one server there is one replica; a number that cannot be is an error.
 func TestReplicas(t *testing.T) {
 	leaktest.Check(t)
-	c := newCluster(t)
-	b := newBus(t, Options{AgentID: "P", ClusterURL: c.url()})
+	c := nettest.NewNATS(t)
+	b := newBus(t, Options{AgentID: "P", ClusterURL: c.URL()})
 	serve(b)
 	register(t, b, "e")
 	if info, err := b.homeLink().js.Stream(ctxOf(t, within), stream); err != nil || info.CachedInfo().Config.Replicas != 1 {
@@ -190,7 +190,7 @@ func TestReplicas(t *testing.T) {
 	if err := b.homeLink().js.DeleteStream(ctxOf(t, within), stream); err != nil {
 		t.Fatal(err)
 	}
-	three := newBus(t, Options{AgentID: "Q", ClusterURL: c.url(), Replicas: 3})
+	three := newBus(t, Options{AgentID: "Q", ClusterURL: c.URL(), Replicas: 3})
 	if err := three.Register(ctxOf(t, within), agent("Q", "q")); err == nil || !strings.Contains(err.Error(), "nats_replicas") {
 		t.Errorf("3 replicas on one server: %v", err)
 	}
@@ -209,10 +209,10 @@ func TestClusterByTLSAndNKey(t *testing.T) {
 	leaktest.Check(t)
 	ca, stranger := nettest.NewAuthority(t), nettest.NewAuthority(t)
 	cert, key := ca.Issue(time.Now().Add(time.Hour), "127.0.0.1")
-	c := newCluster(t, "--tlsverify", "--tlscert", cert, "--tlskey", key, "--tlscacert", ca.File, "--auth", "right")
+	c := nettest.NewNATS(t, "--tlsverify", "--tlscert", cert, "--tlskey", key, "--tlscacert", ca.File, "--auth", "right")
 	secure := ca.Client()
 	secure.Certificates = ca.Server(time.Now().Add(time.Hour), "client").Certificates
-	for what, u := range map[string]string{"tls": "tls://" + c.addr, "nats": c.url()} {
+	for what, u := range map[string]string{"tls": "tls://" + c.Addr(), "nats": c.URL()} {
 		b := newBus(t, Options{AgentID: core.AgentID(what), ClusterURL: u, Token: "right", TLS: secure})
 		b.Serve(func(core.Via, *wire.Request) *wire.Reply { return &wire.Reply{} })
 		register(t, b, what)
@@ -225,17 +225,17 @@ func TestClusterByTLSAndNKey(t *testing.T) {
 		"no certificate":    {Options{Token: "right", TLS: ca.Client()}, ""},
 		"wrong token":       {Options{Token: "wrong", TLS: secure}, "nats_token"},
 	} {
-		w.opt.AgentID, w.opt.ClusterURL, w.opt.ConnectTimeout = "D", "tls://"+c.addr, within
+		w.opt.AgentID, w.opt.ClusterURL, w.opt.ConnectTimeout = "D", "tls://"+c.Addr(), within
 		b, err := Open(w.opt)
 		if err == nil {
 			closeBus(t, b)
 		}
-		if !errors.Is(err, core.ErrUnreachable) || !strings.Contains(err.Error(), w.says) || !strings.Contains(err.Error(), c.addr) {
+		if !errors.Is(err, core.ErrUnreachable) || !strings.Contains(err.Error(), w.says) || !strings.Contains(err.Error(), c.Addr()) {
 			t.Errorf("%s: %v, want %q", what, err, w.says)
 		}
 	}
-	plain := newCluster(t)
-	if _, err := Open(Options{AgentID: "D", ClusterURL: "tls://" + plain.addr, TLS: secure}); err == nil || !strings.Contains(err.Error(), "no TLS") {
+	plain := nettest.NewNATS(t)
+	if _, err := Open(Options{AgentID: "D", ClusterURL: "tls://" + plain.Addr(), TLS: secure}); err == nil || !strings.Contains(err.Error(), "no TLS") {
 		t.Errorf("tls:// to a plain server: %v", err)
 	}
 }
@@ -254,12 +254,12 @@ func TestClusterUsersWithLeastPermissions(t *testing.T) {
 	if err := os.WriteFile(conf, []byte("authorization { users: [\n"+user(pKey, prefills)+user(dKey, all)+"] }\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	c := newCluster(t, "-c", conf)
+	c := nettest.NewNATS(t, "-c", conf)
 	log, logs := observed()
-	prefill := newBus(t, Options{AgentID: "P", ClusterURL: c.url(), Seed: pSeed, Logger: log})
+	prefill := newBus(t, Options{AgentID: "P", ClusterURL: c.URL(), Seed: pSeed, Logger: log})
 	serve(prefill)
 	register(t, prefill, "e")
-	decode := newBus(t, Options{AgentID: "D", ClusterURL: c.url(), Seed: dSeed, Logger: log})
+	decode := newBus(t, Options{AgentID: "D", ClusterURL: c.URL(), Seed: dSeed, Logger: log})
 	serve(decode)
 	for _, engine := range []string{"e", ""} {
 		if _, _, err := decode.Lookup(ctxOf(t, within), core.Target{EngineID: engine}); err != nil {
@@ -268,7 +268,7 @@ func TestClusterUsersWithLeastPermissions(t *testing.T) {
 	}
 	ask(t, decode, "", "P", "P via : hello D")
 	ask(t, prefill, "", "D", "D via : hello P")
-	_, err := Open(Options{AgentID: "X", ClusterURL: c.url()})
+	_, err := Open(Options{AgentID: "X", ClusterURL: c.URL()})
 	mustBe(t, err, core.ErrUnreachable)
 	closeBus(t, prefill)
 	_, _, err = decode.Lookup(ctxOf(t, within), core.Target{EngineID: "e"})

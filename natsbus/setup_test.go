@@ -9,8 +9,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -21,6 +19,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/nettest"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -247,90 +246,4 @@ func (p *proxy) copy(dst, src net.Conn) {
 	}
 }
 
-var (
-	buildOnce sync.Once
-	buildDir  string
-	errBuild  error
-)
-
-func TestMain(m *testing.M) {
-	code := m.Run()
-	if buildDir != "" {
-		_ = os.RemoveAll(buildDir)
-	}
-	os.Exit(code)
-}
-
-// cluster is a nats-server in a process of its own.
-type cluster struct {
-	t    testing.TB
-	bin  string
-	addr string
-	args []string
-	cmd  *exec.Cmd
-}
-
-func newCluster(t testing.TB, args ...string) *cluster {
-	t.Helper()
-	c := &cluster{t: t, bin: serverBinary(t), addr: freeAddr(t), args: args}
-	c.start()
-	t.Cleanup(c.kill)
-	return c
-}
-
-// serverBinary is nats-server, built once for all tests.
-func serverBinary(t testing.TB) string {
-	t.Helper()
-	buildOnce.Do(func() {
-		if buildDir, errBuild = os.MkdirTemp("", "kvconn-test-"); errBuild != nil {
-			return
-		}
-		cmd := exec.Command("go", "build", "-o", filepath.Join(buildDir, "nats-server"), "github.com/nats-io/nats-server/v2")
-		var out []byte
-		if out, errBuild = cmd.CombinedOutput(); errBuild != nil {
-			errBuild = errors.New(string(out))
-		}
-	})
-	if errBuild != nil {
-		t.Fatal(errBuild)
-	}
-	return filepath.Join(buildDir, "nats-server")
-}
-
-func freeAddr(t testing.TB) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
-}
-
-func (c *cluster) url() string { return "nats://" + c.addr }
-
-func (c *cluster) start() {
-	c.t.Helper()
-	host, port, _ := net.SplitHostPort(c.addr)
-	c.cmd = exec.Command(c.bin, append([]string{"-a", host, "-p", port, "-js", "-sd", c.t.TempDir()}, c.args...)...)
-	if err := c.cmd.Start(); err != nil {
-		c.t.Fatal(err)
-	}
-	eventually(c.t, "nats-server", func() error {
-		conn, err := net.Dial("tcp", c.addr)
-		if err == nil {
-			_ = conn.Close()
-		}
-		return err
-	})
-}
-
-// kill is SIGKILL.
-func (c *cluster) kill() {
-	if c.cmd == nil {
-		return
-	}
-	_ = c.cmd.Process.Kill()
-	_ = c.cmd.Wait()
-	c.cmd = nil
-}
+func TestMain(m *testing.M) { os.Exit(nettest.Main(m)) }

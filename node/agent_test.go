@@ -6,8 +6,6 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"os/exec"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -413,7 +411,7 @@ func TestStoppedPrefillIsNoticedThroughManyLoads(t *testing.T) {
 	leaktest.Check(t)
 	const loads = 200
 	cfg := testConfig(RoleDecode)
-	cfg.NATSURL = cluster(t) // the bus lives on when P stops
+	cfg.NATSURL = nettest.NewNATS(t).URL() // the bus lives on when P stops
 	address, to := prefillProcess(t, 0, cfg.NATSURL)
 	d := open(t, cfg)
 	d.load("announced", address, 1)
@@ -433,37 +431,10 @@ func TestStoppedPrefillIsNoticedThroughManyLoads(t *testing.T) {
 	}
 }
 
-// cluster starts a nats-server process, built from the module that is embedded.
-func cluster(t *testing.T) (url string) {
-	t.Helper()
-	dir := t.TempDir()
-	bin := filepath.Join(dir, "nats-server")
-	if out, err := exec.Command("go", "build", "-o", bin, "github.com/nats-io/nats-server/v2").CombinedOutput(); err != nil {
-		t.Fatalf("build nats-server: %v\n%s", err, out)
-	}
-	port := freePort(t)
-	server := exec.Command(bin, "-a", "127.0.0.1", "-p", fmt.Sprint(port), "-js", "-sd", dir)
-	if err := server.Start(); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		_ = server.Process.Kill()
-		_ = server.Wait()
-	})
-	until(t, "nats-server listens", func() bool {
-		c, err := net.Dial("tcp", fmt.Sprint("127.0.0.1:", port))
-		if err == nil {
-			c.Close()
-		}
-		return err == nil
-	})
-	return fmt.Sprint("nats://127.0.0.1:", port)
-}
-
 func TestGivenClusterInsteadOfEmbeddedServer(t *testing.T) {
 	leaktest.Check(t)
 	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
-	pc.NATSURL = cluster(t)
+	pc.NATSURL = nettest.NewNATS(t).URL()
 	dc.NATSURL, pc.AdvertiseHost = pc.NATSURL, "127.0.0.1"
 	p, d := open(t, pc), open(t, dc)
 	p.fill(9, 1, 2)

@@ -1,7 +1,10 @@
 package node
 
 import (
+	"bytes"
 	"fmt"
+	"net"
+	"strings"
 	"testing"
 	"time"
 
@@ -10,51 +13,305 @@ import (
 	"github.com/kvconn/kvconn/internal/nettest"
 )
 
-// The server that leads the registry is killed: transfers under way finish, and
-// new ones between agents that have met start at once; a new agent gets in.
-func TestTransfersOutliveTheClustersLeader(t *testing.T) {
-	leaktest.Check(t)
-	c := nettest.NewNATSTrio(t)
-	configure := func(role string) Config {
-		cfg := testConfig(role)
-		cfg.NATSURL, cfg.ConnectTimeout, cfg.CloseTimeout = c.URLs(), Seconds(nettest.ElectionBound), Seconds(10*time.Second)
-		cfg.PeerTimeout = Seconds(10 * time.Second) // of a machine that also runs other tests
-		cfg.EarlyLoad = Seconds(nettest.ElectionBound)
-		if role == RolePrefill {
-			cfg.AdvertiseHost = "127.0.0.1"
-		}
-		return cfg
-	}
-	p, d := open(t, configure(RolePrefill)), open(t, configure(RoleDecode))
-	transfer(t, p, d, "before", p.BootstrapAddress())
+const registry = "KV_kvconn_ranks"
 
-	const under = 8
-	for i := range under {
-		d.load(core.TransferID(fmt.Sprint("under way ", i)), p.BootstrapAddress(), core.BlockID(8+i))
+// trioConfig is for agents of a cluster on a machine that also runs other tests.
+func trioConfig(role, urls string) Config {
+	cfg := testConfig(role)
+	cfg.NATSURL, cfg.ConnectTimeout, cfg.CloseTimeout = urls, Seconds(nettest.ElectionBound), Seconds(10*time.Second)
+	cfg.PeerTimeout, cfg.StallTimeout = Seconds(10*time.Second), Seconds(2*nettest.ElectionBound)
+	cfg.EarlyLoad = Seconds(nettest.ElectionBound)
+	if role == RolePrefill {
+		cfg.AdvertiseHost = "127.0.0.1"
 	}
-	p.knows(under)
-	leader, _ := c.StreamLeader("KV_kvconn_ranks")
-	leader.Kill()
-	transfer(t, p, d, "at once", p.BootstrapAddress())
-	for i := range under {
-		id := core.TransferID(fmt.Sprint("under way ", i))
-		p.fill(byte(40+i), core.BlockID(20))
-		p.offer(id, 20)
-		d.want(id, core.OK)
-		p.want(id, core.OK)
-		same(t, p, []core.BlockID{20}, d, []core.BlockID{core.BlockID(8 + i)})
-	}
-	fresh := open(t, configure(RoleDecode))
-	transfer(t, p, fresh, "by a new agent", p.BootstrapAddress())
-	another := configure(RolePrefill)
-	another.EngineID = "another"
-	p2 := open(t, another) // its registration waits for the election
-	p2.fill(99, 3)
-	p2.offer("from a new agent", 3)
-	if _, err := d.StartLoad([]core.LoadRequest{{ID: "from a new agent", Blocks: [][]core.BlockID{{4}},
-		From: core.Target{Bootstrap: p2.BootstrapAddress(), EngineID: "another"}}}); err != nil {
+	return cfg
+}
+
+// registryLeader makes the registry by an agent that comes and goes, and returns
+// the server that leads it and the two others.
+func registryLeader(t *testing.T, c *nettest.NATSTrio) (leader *nettest.NATSServer, others [2]*nettest.NATSServer) {
+	t.Helper()
+	cfg := trioConfig(RolePrefill, c.URLs())
+	cfg.EngineID = "first"
+	if err := open(t, cfg).Close(); err != nil {
 		t.Fatal(err)
 	}
-	d.want("from a new agent", core.OK)
-	same(t, p2, []core.BlockID{3}, d, []core.BlockID{4})
+	return c.StreamLeader(registry)
+}
+
+// atServer opens an agent that knows one server; it finds the others by itself.
+func atServer(t *testing.T, c *nettest.NATSTrio, cfg Config, s *nettest.NATSServer) *side {
+	t.Helper()
+	cfg.NATSURL = s.URL()
+	a := open(t, cfg)
+	if at, _ := c.At(string(a.ID())); at != s {
+		t.Fatalf("agent of role %s is connected to %s, want %s", cfg.Role, at.URL(), s.URL())
+	}
+	return a
+}
+
+// span is a run of n block ids.
+func span(first, n int) []core.BlockID {
+	ids := make([]core.BlockID, n)
+	for i := range ids {
+		ids[i] = core.BlockID(first + i)
+	}
+	return ids
+}
+
+// failed counts what ended badly at an agent.
+func (s *side) failed() uint64 {
+	st := s.Stats()
+	return st.LoadsFailed + st.OffersFailed
+}
+
+// The server that leads the registry is killed, once with nobody at it, once
+// with P, once with a D: a transfer in the middle, loads that wait and claims go
+// on, and new ones between agents that have met need no election.
+func TestTransfersOutliveTheClustersLeader(t *testing.T) {
+	for name, at := range map[string][3]int{ // servers of P and the two D's; 0 is killed
+		"without agents":   {1, 2, 1},
+		"with prefill":     {0, 1, 2},
+		"with one decode":  {1, 0, 2},
+		"with both decode": {1, 0, 0},
+		"with all":         {0, 0, 0},
+	} {
+		t.Run(name, func(t *testing.T) { outliveLeader(t, at) })
+	}
+}
+
+func outliveLeader(t *testing.T, at [3]int) {
+	leaktest.Check(t)
+	c := nettest.NewNATSTrio(t)
+	leader, others := registryLeader(t, c)
+	servers := []*nettest.NATSServer{leader, others[0], others[1]}
+	pc := trioConfig(RolePrefill, "")
+	pc.AdvertiseHost = "127.0.0.2" // the data path leads over a way that can be held
+	p := atServer(t, c, pc, servers[at[0]])
+	_, port, err := net.SplitHostPort(p.transport.Endpoint())
+	if err != nil {
+		t.Fatal(err)
+	}
+	way := nettest.ForwardFrom(t, "127.0.0.2:"+port, "127.0.0.1:"+port)
+	held := atServer(t, c, trioConfig(RoleDecode, ""), servers[at[1]])
+	free := atServer(t, c, trioConfig(RoleDecode, ""), servers[at[2]])
+	from := p.BootstrapAddress()
+
+	// A transfer stops in the middle; only the streams of its D are held.
+	transfer(t, p, held, "held meets prefill", from)
+	way.Hold(24 * layers * blockBytes / 2)
+	transfer(t, p, free, "free meets prefill", from)
+	large := span(0, 24)
+	p.fill(77, large...)
+	p.offer("large", large...)
+	held.load("large", from, large...)
+	until(t, "half of the bytes are here", way.Holds)
+	// Loads of announced requests and claims wait.
+	ds := map[string]*side{"held": held, "free": free}
+	for name, d := range ds {
+		d.claim(from, core.TransferID("claim of "+name))
+		announce(t, p, core.TransferID("load of "+name))
+		d.load(core.TransferID("load of "+name), from, 25)
+		waiting := 1
+		if d == held {
+			waiting++
+		}
+		until(t, "prefill has it all", func() bool { return d.Stats().LoadsWaiting == waiting && d.sizes().Kept == 1 })
+	}
+
+	leader.Kill()
+
+	p.fill(3, 28)
+	p.offer("at once", 28)
+	free.load("at once", from, 28)
+	free.want("at once", core.OK)
+	p.want("at once", core.OK)
+	same(t, p, []core.BlockID{28}, free, []core.BlockID{28})
+	p.fill(4, 29)
+	p.offer("behind the large one", 29)
+	held.load("behind the large one", from, 29)
+	for _, r := range held.GetFinished() {
+		t.Fatalf("while the streams are held: %+v", r)
+	}
+	way.Release()
+	for _, id := range []core.TransferID{"large", "behind the large one"} {
+		held.want(id, core.OK)
+		p.want(id, core.OK)
+	}
+	same(t, p, append(large, 29), held, append(large, 29))
+
+	// What waits is renewed during the election and after it.
+	leader.Start()
+	c.StreamLeader(registry)
+	for name, d := range ds {
+		p.fill(byte(len(name)), 26, 27)
+		p.offer(core.TransferID("load of "+name), 26)
+		d.want(core.TransferID("load of "+name), core.OK)
+		p.offer(core.TransferID("claim of "+name), 27)
+		d.load(core.TransferID("claim of "+name), from, 24)
+		d.want(core.TransferID("claim of "+name), core.OK)
+		same(t, p, []core.BlockID{26, 27}, d, []core.BlockID{25, 24})
+		transfer(t, p, d, core.TransferID("after the election, to "+name), from)
+	}
+	for name, a := range map[string]*side{"prefill": p, "held": held, "free": free} {
+		if a.failed() != 0 {
+			t.Errorf("%s: %+v", name, a.Stats())
+		}
+	}
+}
+
+// Agents that have not met wait for the election, with a bound; the worst that
+// they say is that the registry is not reached.
+func TestAgentsMeetDuringAnElection(t *testing.T) {
+	leaktest.Check(t)
+	c := nettest.NewNATSTrio(t)
+	leader, others := registryLeader(t, c)
+	p := atServer(t, c, trioConfig(RolePrefill, ""), leader)
+	from := p.BootstrapAddress()
+	patient := atServer(t, c, trioConfig(RoleDecode, ""), leader)
+	hasty := map[string]*side{}
+	for name, s := range map[string]*nettest.NATSServer{"there": leader, "elsewhere": others[0]} {
+		cfg := trioConfig(RoleDecode, "")
+		cfg.ConnectTimeout = Seconds(5 * time.Second)
+		hasty[name] = atServer(t, c, cfg, s)
+	}
+
+	leader.Kill()
+
+	p.offer("patient", 1)
+	patient.load("patient", from, 1)
+	for name, d := range hasty {
+		for n := 0; ; n++ {
+			id := core.TransferID(fmt.Sprint(name, n))
+			p.offer(id, 2)
+			if _, err := d.StartLoad([]core.LoadRequest{{ID: id, Blocks: [][]core.BlockID{{2}}, From: core.Target{Bootstrap: from, EngineID: p.cfg.EngineID}}}); err != nil {
+				t.Fatal(err)
+			}
+			r := d.report(id)
+			if r.Code == core.OK {
+				break
+			}
+			if r.Code != core.Unreachable || n > 20 {
+				t.Fatalf("%s, load %d: %v, %s", name, n, r.Code, r.Reason)
+			}
+			t.Logf("%s, load %d: %s", name, n, r.Reason)
+		}
+	}
+	patient.want("patient", core.OK)
+
+	fresh := open(t, trioConfig(RoleDecode, c.URLs()))
+	transfer(t, p, fresh, "by a new decode agent", from)
+	cfg := trioConfig(RolePrefill, c.URLs())
+	cfg.EngineID = "another"
+	another := open(t, cfg) // its registration waits for the election
+	another.fill(99, 3)
+	another.offer("from a new prefill agent", 3)
+	if _, err := patient.StartLoad([]core.LoadRequest{{ID: "from a new prefill agent", Blocks: [][]core.BlockID{{4}},
+		From: core.Target{Bootstrap: another.BootstrapAddress(), EngineID: "another"}}}); err != nil {
+		t.Fatal(err)
+	}
+	patient.want("from a new prefill agent", core.OK)
+	same(t, another, []core.BlockID{3}, patient, []core.BlockID{4})
+}
+
+// P is killed and comes back under its engine_id at its ports, while D lives on:
+// what the old instance knew fails and says so, nothing of it reaches the new
+// one, and the next load finds that.
+func TestPrefillReplacedByANewInstance(t *testing.T) {
+	t.Run("on its own server", func(t *testing.T) { replaced(t, "") })
+	t.Run("on a cluster", func(t *testing.T) { replaced(t, nettest.NewNATSTrio(t).URLs()) })
+}
+
+func replaced(t *testing.T, urls string) {
+	leaktest.Check(t)
+	cfg := func(role string) Config {
+		cfg := testConfig(role)
+		cfg.ConnectTimeout, cfg.PeerTimeout, cfg.CloseTimeout = Seconds(bound), Seconds(5*time.Second), Seconds(10*time.Second)
+		cfg.NATSURL = urls
+		return cfg
+	}
+	data := freePort(t)
+	t.Setenv("KVCONN_TEST_TCP_PORT", fmt.Sprint(data))
+	address, to := prefillProcess(t, 0, urls)
+	d := open(t, cfg(RoleDecode))
+	d.load("offered", address, 0, 1)
+	d.want("offered", core.OK)
+	old := theOnlyPeer(t, d)
+	d.fill(200, span(0, numBlocks)...)
+	before := bytes.Clone(d.cache)
+	loads := []core.TransferID{"announced", "early 1", "early 2"}
+	claims := []core.TransferID{"claimed 1", "claimed 2"}
+	for i, id := range loads {
+		d.load(id, address, span(2*i, 2)...)
+	}
+	d.claim(address, claims...)
+	until(t, "prefill has it all", func() bool { return d.Stats().LoadsWaiting == len(loads) && d.sizes().Kept == len(claims) })
+
+	to.kill()
+	pc := cfg(RolePrefill)
+	pc.BootstrapPort, pc.TCPPort, pc.AdvertiseHost = portOf(t, address), data, "127.0.0.1"
+	pc.EarlyLoad = Seconds(minBound) // what came by mistake would be reaped and counted
+	p := open(t, pc)
+	if p.BootstrapAddress() != address || p.ID() == old {
+		t.Fatalf("agent %s at %s took the place of %s at %s", p.ID(), p.BootstrapAddress(), old, address)
+	}
+	// It has the same requests again: none of its bytes may go to the old loads.
+	p.fill(9, 1, 2)
+	for _, id := range loads {
+		p.offer(id, 1, 2)
+	}
+	for _, id := range claims {
+		p.offer(id, 1, 2)
+	}
+	for i, id := range loads {
+		r := d.want(id, core.PeerLost, string(old))
+		if !says(r.Reason, "gone", "connection lost") {
+			t.Errorf("load %d: %s", i, r.Reason)
+		}
+	}
+	until(t, "the claims are lost", func() bool { return d.sizes().Kept == 0 })
+	for i, id := range claims {
+		d.load(id, address, span(10+2*i, 2)...)
+		if r := d.want(id, core.PeerLost, string(old)); !says(r.Reason, "gone", "replaced") {
+			t.Errorf("claim %d: %s", i, r.Reason)
+		}
+	}
+	p.fill(9, 5)
+	p.offer("next", 5)
+	d.load("next", address, 31)
+	d.want("next", core.OK)
+	p.want("next", core.OK)
+	same(t, p, []core.BlockID{5}, d, []core.BlockID{31})
+	for l := range layers {
+		at := l * numBlocks * blockBytes
+		if !bytes.Equal(d.cache[at:at+31*blockBytes], before[at:at+31*blockBytes]) {
+			t.Errorf("layer %d: bytes of the new instance came into blocks of old loads", l)
+		}
+	}
+	st := p.Stats()
+	if offered := len(loads) + len(claims); st.OffersUnderWay != offered || st.OffersEarly != 0 || st.Reaped != 0 || st.Offers != 1 || st.OffersFailed != 0 {
+		t.Errorf("the new instance was told of the old one's transfers: %+v", st)
+	}
+}
+
+func says(reason string, words ...string) bool {
+	for _, w := range words {
+		if strings.Contains(reason, w) {
+			return true
+		}
+	}
+	return false
+}
+
+func theOnlyPeer(t *testing.T, s *side) core.AgentID {
+	t.Helper()
+	s.peers.mu.Lock()
+	defer s.peers.mu.Unlock()
+	if len(s.peers.byID) != 1 {
+		t.Fatalf("%d peers, want 1", len(s.peers.byID))
+	}
+	for id := range s.peers.byID {
+		return id
+	}
+	return ""
 }

@@ -12,13 +12,14 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/nettest"
 )
 
 // TestMain is also the agent in a process of its own that tests kill and stop.
 func TestMain(m *testing.M) {
 	role := os.Getenv("KVCONN_TEST_ROLE")
 	if role == "" {
-		os.Exit(m.Run())
+		os.Exit(nettest.Main(m))
 	}
 	line, err := runRole(role, os.Getenv("KVCONN_TEST_ADDRESS"))
 	if err != nil {
@@ -38,6 +39,7 @@ func runRole(role, address string) (string, error) {
 	cfg.NATSURL, cfg.AdvertiseHost = os.Getenv("KVCONN_TEST_NATS"), "127.0.0.1"
 	if role == RolePrefill {
 		fmt.Sscan(address, &cfg.BootstrapPort)
+		fmt.Sscan(os.Getenv("KVCONN_TEST_TCP_PORT"), &cfg.TCPPort)
 	}
 	a, err := Open(cfg, Options{})
 	if err != nil {

@@ -4,28 +4,50 @@ package nettest
 import (
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"testing"
 )
 
-// Forwarder is a way to a TCP address that can be cut and opened again.
+// Forwarder is a way to a TCP address that can be cut and opened again, and
+// held for a time.
 type Forwarder struct {
 	l     net.Listener
 	to    string
 	mu    sync.Mutex
+	more  sync.Cond // on mu: something may pass again
 	shut  bool
-	conns []net.Conn
+	conns []*forwarded
+	left  int // bytes that held connections may still bring back
 	wg    sync.WaitGroup
+}
+
+// forwarded is one connection, with its two ends.
+type forwarded struct {
+	in, out net.Conn
+	held    bool
+}
+
+func (c *forwarded) close() {
+	c.in.Close()
+	c.out.Close()
 }
 
 // Forward opens a way to an address; it ends with the test.
 func Forward(t testing.TB, to string) *Forwarder {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	return ForwardFrom(t, "127.0.0.1:0", to)
+}
+
+// ForwardFrom is Forward with an address at which the way begins.
+func ForwardFrom(t testing.TB, at, to string) *Forwarder {
+	t.Helper()
+	l, err := net.Listen("tcp", at)
 	if err != nil {
 		t.Fatal(err)
 	}
 	f := &Forwarder{l: l, to: to}
+	f.more.L = &f.mu
 	f.wg.Go(f.accept)
 	t.Cleanup(func() {
 		l.Close()
@@ -56,24 +78,95 @@ func (f *Forwarder) accept() {
 			in.Close()
 			continue
 		}
+		c := &forwarded{in: in, out: out}
 		f.mu.Lock()
-		f.conns = append(f.conns, in, out)
+		f.conns = append(f.conns, c)
 		f.mu.Unlock()
-		for _, way := range [][2]net.Conn{{in, out}, {out, in}} {
-			f.wg.Go(func() {
-				_, _ = io.Copy(way[0], way[1])
-				way[0].Close()
-				way[1].Close()
-			})
+		f.wg.Go(func() {
+			_, _ = io.Copy(out, in)
+			f.end(c)
+		})
+		f.wg.Go(func() {
+			f.bring(c)
+			f.end(c)
+		})
+	}
+}
+
+// end closes a connection; bytes that are held are lost.
+func (f *Forwarder) end(c *forwarded) {
+	c.close()
+	f.mu.Lock()
+	c.held = false
+	f.mu.Unlock()
+	f.more.Broadcast()
+}
+
+// bring copies what comes back, as far as it is let through.
+func (f *Forwarder) bring(c *forwarded) {
+	buf := make([]byte, 32<<10)
+	for {
+		n, err := c.out.Read(buf)
+		for part := buf[:n]; len(part) > 0; {
+			n := f.pass(c, len(part))
+			if _, err := c.in.Write(part[:n]); err != nil {
+				return
+			}
+			part = part[n:]
+		}
+		if err != nil {
+			return
 		}
 	}
+}
+
+// pass waits until some of n bytes may pass and says how many.
+func (f *Forwarder) pass(c *forwarded, n int) int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for c.held && f.left == 0 {
+		f.more.Wait()
+	}
+	if c.held {
+		n = min(n, f.left)
+		f.left -= n
+	}
+	return n
+}
+
+// Hold lets the connections that there are now bring back n more bytes, all
+// together, and then nothing until Release. Later ones are not held.
+func (f *Forwarder) Hold(n int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.left = n
+	for _, c := range f.conns {
+		c.held = true
+	}
+}
+
+// Holds reports whether the bytes that Hold lets through have come.
+func (f *Forwarder) Holds() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.left == 0 && slices.ContainsFunc(f.conns, func(c *forwarded) bool { return c.held })
+}
+
+// Release lets everything through again, in its order.
+func (f *Forwarder) Release() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, c := range f.conns {
+		c.held = false
+	}
+	f.more.Broadcast()
 }
 
 // Open is the number of connections since the last cut.
 func (f *Forwarder) Open() int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return len(f.conns) / 2
+	return len(f.conns)
 }
 
 // Cut ends all connections; new ones are let through.
@@ -81,9 +174,11 @@ func (f *Forwarder) Cut() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, c := range f.conns {
-		c.Close()
+		c.close()
+		c.held = false
 	}
 	f.conns = nil
+	f.more.Broadcast()
 }
 
 // Shut closes the way, or opens it again: new connections end at once.

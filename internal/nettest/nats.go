@@ -6,9 +6,12 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 )
@@ -16,6 +19,42 @@ import (
 // ElectionBound is how long a cluster may be without a leader on a slow machine:
 // nats-server waits 4 to 9 s before it elects one.
 const ElectionBound = 40 * time.Second
+
+// start is how long a server may take until it listens.
+const start = 30 * time.Second
+
+var (
+	buildOnce sync.Once
+	buildDir  string
+	errBuild  error
+)
+
+// Main is for TestMain of packages that start servers: it runs the tests and
+// takes away what was built for them.
+func Main(m *testing.M) (code int) {
+	code = m.Run()
+	if buildDir != "" {
+		_ = os.RemoveAll(buildDir)
+	}
+	return code
+}
+
+// binary is nats-server of the module's version, built once for all tests.
+func binary(t testing.TB) string {
+	t.Helper()
+	buildOnce.Do(func() {
+		if buildDir, errBuild = os.MkdirTemp("", "kvconn-test-"); errBuild != nil {
+			return
+		}
+		if out, err := exec.Command("go", "build", "-o", filepath.Join(buildDir, "nats-server"), "github.com/nats-io/nats-server/v2").CombinedOutput(); err != nil {
+			errBuild = fmt.Errorf("build nats-server: %w\n%s", err, out)
+		}
+	})
+	if errBuild != nil {
+		t.Fatal(errBuild)
+	}
+	return filepath.Join(buildDir, "nats-server")
+}
 
 // NATSServer is a nats-server in a process of its own.
 type NATSServer struct {
@@ -27,17 +66,53 @@ type NATSServer struct {
 	cmd     *exec.Cmd
 }
 
+// NewNATS starts a server with JetStream, and with more arguments; it ends with
+// the test. It returns when the server listens.
+func NewNATS(t testing.TB, args ...string) *NATSServer {
+	t.Helper()
+	addrs := freeAddrs(t, 2)
+	s := &NATSServer{t: t, bin: binary(t), addr: addrs[0], monitor: addrs[1], args: args}
+	t.Cleanup(s.Kill)
+	s.Start()
+	return s
+}
+
+// Addr is where clients connect, host:port.
+func (s *NATSServer) Addr() string { return s.addr }
+
 // URL is where clients connect.
 func (s *NATSServer) URL() string { return "nats://" + s.addr }
 
-// Start starts a killed server again, with nothing of what it knew.
+// Start starts a killed server again, with nothing of what it knew, and returns
+// when it listens.
 func (s *NATSServer) Start() {
+	s.t.Helper()
+	s.launch()
+	s.await()
+}
+
+func (s *NATSServer) launch() {
 	s.t.Helper()
 	host, port, _ := net.SplitHostPort(s.addr)
 	_, monitor, _ := net.SplitHostPort(s.monitor)
 	s.cmd = exec.Command(s.bin, append([]string{"-a", host, "-p", port, "-m", monitor, "-js", "-sd", s.t.TempDir()}, s.args...)...)
 	if err := s.cmd.Start(); err != nil {
+		s.cmd = nil
 		s.t.Fatal(err)
+	}
+}
+
+func (s *NATSServer) await() {
+	s.t.Helper()
+	for begin := time.Now(); ; time.Sleep(5 * time.Millisecond) {
+		conn, err := net.Dial("tcp", s.addr)
+		if err == nil {
+			_ = conn.Close()
+			return
+		}
+		if time.Since(begin) > start {
+			s.t.Fatalf("nats-server does not listen within %v: %v", start, err)
+		}
 	}
 }
 
@@ -57,22 +132,19 @@ type NATSTrio struct {
 	Servers [3]*NATSServer // s0 to s2
 }
 
-// NewNATSTrio builds nats-server from the module and starts three; they end with
-// the test. It returns when they are a cluster.
+// NewNATSTrio starts three servers; they end with the test. It returns when they
+// are a cluster.
 func NewNATSTrio(t testing.TB) *NATSTrio {
 	t.Helper()
-	bin := filepath.Join(t.TempDir(), "nats-server")
-	if out, err := exec.Command("go", "build", "-o", bin, "github.com/nats-io/nats-server/v2").CombinedOutput(); err != nil {
-		t.Fatalf("build nats-server: %v\n%s", err, out)
-	}
 	c := &NATSTrio{t: t}
 	addrs := freeAddrs(t, 9)
 	routes := []string{"nats://" + addrs[6], "nats://" + addrs[7], "nats://" + addrs[8]}
 	for i := range c.Servers {
-		c.Servers[i] = &NATSServer{t: t, bin: bin, addr: addrs[i], monitor: addrs[3+i], args: []string{
+		s := &NATSServer{t: t, bin: binary(t), addr: addrs[i], monitor: addrs[3+i], args: []string{
 			"-n", fmt.Sprint("s", i), "--cluster_name", "trio", "--cluster", routes[i], "--routes", strings.Join(routes, ",")}}
-		c.Servers[i].Start()
-		t.Cleanup(c.Servers[i].Kill)
+		c.Servers[i] = s
+		t.Cleanup(s.Kill)
+		s.launch()
 	}
 	c.MetaLeader()
 	return c
@@ -171,7 +243,7 @@ func (c *NATSTrio) leader(what string, group func(*jsz) *raftGroup) (leader *NAT
 				continue // the leader itself knows the others
 			}
 			if g.whole() {
-				return s, [2]*NATSServer{c.Servers[(i+1)%3], c.Servers[(i+2)%3]}
+				return s, c.but(i)
 			}
 			err = fmt.Errorf("its leader s%d sees %+v", i, g.Replicas)
 		}
@@ -179,6 +251,40 @@ func (c *NATSTrio) leader(what string, group func(*jsz) *raftGroup) (leader *NAT
 			c.t.Fatalf("%s is not whole within %v: %v", what, ElectionBound, err)
 		}
 	}
+}
+
+// connz is what a server's monitoring port tells of its clients.
+type connz struct {
+	Connections []struct {
+		Name string `json:"name"`
+	} `json:"connections"`
+}
+
+// At waits until a client with this word in its name is connected to one of the
+// servers, and returns that one and the two others.
+func (c *NATSTrio) At(word string) (its *NATSServer, others [2]*NATSServer) {
+	c.t.Helper()
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {
+		for i, s := range c.Servers {
+			var j connz
+			if s.cmd == nil || fetchJSON("http://"+s.monitor+"/connz", &j) != nil {
+				continue
+			}
+			for _, client := range j.Connections {
+				if slices.Contains(strings.Fields(client.Name), word) {
+					return s, c.but(i)
+				}
+			}
+		}
+		if time.Since(begin) > ElectionBound {
+			c.t.Fatalf("client %s is at no server within %v", word, ElectionBound)
+		}
+	}
+}
+
+// but returns the two others.
+func (c *NATSTrio) but(i int) [2]*NATSServer {
+	return [2]*NATSServer{c.Servers[(i+1)%3], c.Servers[(i+2)%3]}
 }
 
 func fetchJSON(url string, v any) error {
