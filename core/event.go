@@ -23,9 +23,13 @@ const (
 	Closed        Code = 28 // the agent was closed
 )
 
+// SayHello answers a load of an agent that P does not know: it must say hello
+// first. It never ends a transfer.
+const SayHello Code = 99
+
 var codeNames = map[Code]string{
 	OK: "ok", Cancelled: "cancelled", PeerCancelled: "peer-cancelled", PeerLost: "peer-lost", NotOffered: "not-offered",
-	Expired: "expired", Refused: "refused", Unreachable: "unreachable", Failed: "failed", Closed: "closed",
+	Expired: "expired", Refused: "refused", Unreachable: "unreachable", Failed: "failed", Closed: "closed", SayHello: "say-hello",
 }
 
 func (c Code) String() string {

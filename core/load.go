@@ -32,6 +32,7 @@ type load struct {
 	peer    AgentID
 	started time.Time
 	until   time.Time // end of a claim that no load follows
+	retryAt time.Time // of a claim whose P was not found: when it is looked up again
 	claim   bool      // no load yet: nothing is owed to the engine
 	known   AgentID   // the agent that has answered the claim: one in its place knows nothing of it
 	retried bool      // found again after P's agent had been replaced
@@ -59,8 +60,8 @@ func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
 	}
 	old := m.loads[r.ID]
 	switch {
-	case old == nil && len(m.loads) >= m.opt.MaxTransfers:
-		return m.overload("loads")
+	case old == nil && m.claims >= m.opt.MaxTransfers:
+		return m.overload("claims")
 	case old != nil && !old.given:
 		return nil // claimed or loaded already
 	}
@@ -69,6 +70,7 @@ func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
 	m.count.Claimed++
 	ld := &load{id: r.ID, seq: m.seq, from: r.From, claim: true, started: now, until: now.Add(m.opt.Claim)}
 	m.loads[r.ID] = ld
+	m.claims++
 	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from})
 	return nil
 }
@@ -105,7 +107,8 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if old != nil && old.owes() {
 		return fmt.Errorf("%w: transfer %q is being loaded already; give each request a transfer_id of its own", ErrDuplicate, string(r.ID))
 	}
-	if old == nil && len(m.loads) >= m.opt.MaxTransfers {
+	// To let go of a transfer is never refused for want of room.
+	if (old == nil || old.claim) && len(m.loads)-m.claims >= m.opt.MaxTransfers && countBlocks(r.Blocks) > 0 {
 		return m.overload("loads")
 	}
 	first := r.First
@@ -117,6 +120,9 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	m.seq++ // an old one that was cancelled is void: P hears of the id by this load
 	ld := &load{id: r.ID, seq: m.seq, token: r.Token, from: r.From, first: first, blocks: r.Blocks, started: now}
 	m.loads[r.ID] = ld
+	if old != nil && old.claim {
+		m.claims--
+	}
 	if old == nil || !old.claim || old.state != loadClaimed || old.from != r.From {
 		if old != nil && old.state == loadClaimed && old.code == OK {
 			m.act(SendFinish{Peer: old.peer, ID: r.ID, Code: Cancelled, Reason: "the decode engine loads it from another engine"})
@@ -155,9 +161,17 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 	if ld == nil || ld.seq != seq || ld.state != loadResolving {
 		return
 	}
-	if code != OK {
+	switch {
+	case code == OK:
+	case ld.claim && code == Unreachable:
+		m.resolveLater(now, ld)
+		return
+	case ld.claim:
+		ld.doom(code, reason)
+		return
+	default:
 		ld.code, ld.reason = code, reason
-		m.reportLoad(now, ld) // a claim: the load that follows looks again
+		m.reportLoad(now, ld)
 		return
 	}
 	ld.peer = peer
@@ -171,7 +185,12 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 	case ld.claim:
 		ld.state = loadClaimed
 		m.watch(now, peer)
-		m.renewNow(now, m.peers[peer])
+		if p := m.peers[peer]; !p.fresh {
+			p.fresh = true // a thousand that come one by one are two messages
+			if !p.asking {
+				m.tickPeers(now)
+			}
+		}
 	default:
 		m.proceed(now, ld)
 	}
@@ -202,9 +221,10 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 	if ld == nil || ld.seq != seq || ld.state != loadRequesting {
 		return
 	}
+	hello := code == SayHello
 	code = peerCode(code)
 	switch {
-	case absent && !ld.retried && ld.known == "":
+	case absent && !ld.retried && ld.known == "", hello && !ld.retried:
 		m.lookAgain(ld)
 	case absent:
 		m.endLoad(now, ld, PeerLost, reason, false)
@@ -230,8 +250,13 @@ func (m *Machine) lookAgain(ld *load) {
 	m.fence(ld)
 }
 
+// resolveLater: P's agent may not be up yet.
+func (m *Machine) resolveLater(now time.Time, ld *load) {
+	ld.state, ld.peer, ld.retryAt = loadResolving, "", now.Add(m.opt.PeerTimeout)
+}
+
 func (m *Machine) resolveAgain(ld *load) {
-	ld.state, ld.peer = loadResolving, "" // the old agent's last words do not count
+	ld.state, ld.peer, ld.retryAt = loadResolving, "", time.Time{} // the old agent's last words do not count
 	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from, Fresh: true})
 }
 
@@ -270,8 +295,13 @@ func (m *Machine) peerEnded(now time.Time, ld *load, code Code, reason string) {
 	case ld.state != loadClaimed:
 		m.endLoad(now, ld, code, reason, false)
 	case ld.code == OK:
-		ld.code, ld.reason = code, reason
+		ld.doom(code, reason)
 	}
+}
+
+// doom keeps what a claim came to for the load that follows.
+func (ld *load) doom(code Code, reason string) {
+	ld.state, ld.code, ld.reason = loadClaimed, code, reason
 }
 
 // Revoked answers Revoke: no byte of the load can land any more.
@@ -300,7 +330,7 @@ func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string, tel
 			return
 		}
 		ld.code, ld.reason = code, reason
-		if code != Cancelled {
+		if code != Cancelled || !ld.retryAt.IsZero() { // nobody was found who must be told
 			m.reportLoad(now, ld)
 			return
 		}
@@ -308,7 +338,8 @@ func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string, tel
 		if ld.owes() {
 			m.giveReport(now, ld)
 		}
-		ld.given, ld.claim = true, false
+		m.dropClaim(ld)
+		ld.given = true
 	case loadClaimed:
 		if tell && ld.code == OK { // else P has ended it
 			m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: code, Reason: reason})
@@ -340,6 +371,15 @@ func (m *Machine) reportLoad(now time.Time, ld *load) {
 	}
 	if ld.owes() {
 		m.giveReport(now, ld)
+	}
+	m.dropClaim(ld)
+}
+
+// dropClaim: the engine wants nothing of it any more.
+func (m *Machine) dropClaim(ld *load) {
+	if ld.claim {
+		ld.claim = false
+		m.claims--
 	}
 }
 

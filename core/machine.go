@@ -28,7 +28,7 @@ type Options struct {
 	PeerTimeout  time.Duration // silence after which a peer counts as gone; 3 s
 	EarlyLoad    time.Duration // P keeps a claim or load whose request its engine has not named; 30 s
 	Claim        time.Duration // D keeps a claim that no load follows; 1 h
-	MaxTransfers int           // claims and loads, offers, and early loads, each; 8192
+	MaxTransfers int           // claims, loads, offers, and early ones of both, each; 8192
 }
 
 func (o Options) withDefaults() Options {
@@ -56,6 +56,7 @@ type Machine struct {
 	seq    uint64
 
 	loads  map[TransferID]*load
+	claims int               // of them, those that are only claimed
 	peers  map[AgentID]*peer // the P agents that loads wait for
 	offers map[TransferID]*offer
 	early  int // offers that no call of the engine backs yet
@@ -67,6 +68,7 @@ type Machine struct {
 	awake       time.Time // last time that this process is known to have run
 
 	actions []Action
+	checks  int // calls of Actions, for the invariants
 }
 
 // New makes a Machine for one registered layout.
@@ -82,7 +84,10 @@ func New(layout *Layout, opt Options) *Machine {
 // Actions returns what is to be done since the last call, in order.
 func (m *Machine) Actions() []Action {
 	if invariants.Enabled {
-		m.checkInvariants()
+		// Now and then when there is much to look at: it is all looked at.
+		if m.checks++; m.checks%(1+(len(m.loads)+len(m.offers))/64) == 0 {
+			m.checkInvariants()
+		}
 	}
 	a := m.actions
 	m.actions = nil
@@ -209,7 +214,7 @@ func (m *Machine) checkInvariants() {
 			panic("core: broken invariant: " + fmt.Sprintf(format, args...))
 		}
 	}
-	early, earlyBlocks := 0, 0
+	early, earlyBlocks, claims, busy := 0, 0, 0, 0
 	for id, of := range m.offers {
 		loaded, timed := of.load != nil, !of.deadline.IsZero()
 		_, gone := m.ended.byID[id]
@@ -239,11 +244,19 @@ func (m *Machine) checkInvariants() {
 		must(!ld.claim || ld.state <= loadClaimed, "claim %q in state %v", id, ld.state)
 		must(ld.state != loadClaimed || ld.claim, "load %q in state %v", id, ld.state)
 		must(!ld.again || ld.state == loadFencing && ld.retried, "load %q starts over in state %v", id, ld.state)
-		must(ld.peer != "" || ld.state == loadResolving, "load %q has no peer in state %v", id, ld.state)
+		must(ld.peer != "" || ld.state == loadResolving || ld.code != OK, "load %q has no peer in state %v", id, ld.state)
+		must(ld.retryAt.IsZero() || ld.claim && ld.state == loadResolving, "load %q is looked up later in state %v", id, ld.state)
+		switch {
+		case ld.claim:
+			claims++
+		case !ld.empty() && !ld.given:
+			busy++
+		}
 		renewed := ld.state == loadWaiting || ld.state == loadClaimed && ld.code == OK
 		must(!renewed || m.peers[ld.peer] != nil, "load %q waits for %q, which nobody watches", id, ld.peer)
 	}
-	must(len(m.loads) <= m.opt.MaxTransfers, "%d loads, over the limit", len(m.loads))
+	must(claims == m.claims && claims <= m.opt.MaxTransfers, "%d claims, counted %d", claims, m.claims)
+	must(busy <= m.opt.MaxTransfers, "%d loads, over the limit", busy)
 	must(len(m.loads) > 0 || len(m.peers) == 0, "%d peers are watched for no load", len(m.peers))
 	must(len(m.offers) > 0 || len(m.probes) == 0, "%d peers are asked for no offer", len(m.probes))
 	must(len(m.ended.order) == len(m.ended.byID) && len(m.ended.byID) <= m.ended.limit, "%d tombstones, %d in order", len(m.ended.byID), len(m.ended.order))

@@ -420,7 +420,7 @@ func peerCode(c Code) Code {
 		return PeerCancelled
 	case c == Closed:
 		return PeerLost
-	case !known:
+	case !known, c == SayHello:
 		return Failed
 	}
 	return c

@@ -10,7 +10,8 @@ import (
 // and tells at the same time that P lives and knows them.
 type peer struct {
 	heard  time.Time // last sign of life
-	next   time.Time // next renewal
+	next   time.Time // next renewal of all
+	fresh  bool      // there are claims that P has not heard of
 	asking bool      // a renewal is under way
 }
 
@@ -37,6 +38,7 @@ func (m *Machine) noticePause(now time.Time) {
 	if gap < maxGap {
 		return
 	}
+	gap -= TickInterval // who is starved and not stopped still sees a death
 	// Not further than if it began now: some of it may have, after the pause.
 	for _, p := range m.peers {
 		p.heard = earlier(p.heard.Add(gap), now)
@@ -78,6 +80,7 @@ func (m *Machine) tickPeers(now time.Time) {
 	}
 	renewals := make(map[AgentID]*SendRenew, len(m.peers))
 	used := make(map[AgentID]bool, len(m.peers))
+	due := func(id AgentID) bool { return !now.Before(m.peers[id].next) }
 	of := func(id AgentID) *SendRenew {
 		r := renewals[id]
 		if r == nil {
@@ -94,7 +97,9 @@ func (m *Machine) tickPeers(now time.Time) {
 			r.Loads = append(r.Loads, id)
 		case ld.state == loadClaimed && ld.code == OK:
 			r := of(ld.peer)
-			r.Claims = append(r.Claims, id)
+			if ld.known == "" || due(ld.peer) {
+				r.Claims = append(r.Claims, id)
+			}
 		}
 	}
 	for _, id := range sortedKeys(m.peers) {
@@ -109,9 +114,18 @@ func (m *Machine) tickPeers(now time.Time) {
 			p.heard = now // SendLoad has a bound of its own
 		case now.Sub(p.heard) >= m.patience():
 			m.peerGone(now, id, false, "no answer")
-		case !p.asking && !now.Before(p.next):
+		case p.asking || !due(id) && !p.fresh:
+		default:
+			if due(id) {
+				p.next = now.Add(m.renewInterval())
+			} else {
+				r.Loads = nil // only what is new, and at once
+			}
+			p.fresh = false
+			if len(r.Loads)+len(r.Claims) == 0 {
+				continue // loaded or cancelled meanwhile
+			}
 			p.asking = true
-			p.next = now.Add(m.renewInterval())
 			slices.Sort(r.Loads) // one order, so that a run can be told again
 			slices.Sort(r.Claims)
 			m.act(*r)
@@ -147,19 +161,10 @@ func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, abs
 	}
 	for i, id := range r.Claims {
 		if ld := m.loads[id]; ld != nil && ld.peer == r.Peer && ld.state == loadClaimed {
-			m.claimAnswered(ld, answers[len(r.Loads)+i])
+			claimAnswered(ld, answers[len(r.Loads)+i])
 		}
 	}
-	if !now.Before(p.next) { // claims came while this was under way
-		m.tickPeers(now)
-	}
-}
-
-// renewNow asks P at once, or when it has answered what it was asked: a
-// thousand claims that come one by one are two messages.
-func (m *Machine) renewNow(now time.Time, p *peer) {
-	p.next = now
-	if !p.asking {
+	if p.fresh || !now.Before(p.next) { // they came while this was under way
 		m.tickPeers(now)
 	}
 }
@@ -180,29 +185,34 @@ func (m *Machine) answered(now time.Time, ld *load, a Answer) {
 
 // claimAnswered: what P has given up is kept for the load that may follow. A
 // claim that P has no place for now is asked again at the next renewal.
-func (m *Machine) claimAnswered(ld *load, a Answer) {
+func claimAnswered(ld *load, a Answer) {
 	switch a.Status {
 	case StatusUnknown:
 	case StatusEnded:
-		ld.code, ld.reason = peerCode(a.Code), a.Reason
+		ld.doom(peerCode(a.Code), a.Reason)
 	case StatusSent:
-		ld.code, ld.reason = Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(ld.id))
+		ld.doom(Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(ld.id)))
 	default:
 		ld.known = ld.peer
 	}
 }
 
-// tickClaims ends claims that no load has followed.
+// tickClaims ends claims that no load has followed, and looks again for the P of
+// those that were made before it could be found.
 func (m *Machine) tickClaims(now time.Time) {
-	var late []TransferID
+	var due []TransferID
 	for id, ld := range m.loads {
-		if ld.claim && !now.Before(ld.until) {
-			late = append(late, id)
+		if ld.claim && (!now.Before(ld.until) || !ld.retryAt.IsZero() && !now.Before(ld.retryAt)) {
+			due = append(due, id)
 		}
 	}
-	slices.Sort(late)
-	for _, id := range late {
-		m.endLoad(now, m.loads[id], Cancelled, fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", string(id), m.opt.Claim), true)
+	slices.Sort(due)
+	for _, id := range due {
+		if ld := m.loads[id]; now.Before(ld.until) {
+			m.resolveAgain(ld)
+		} else {
+			m.endLoad(now, ld, Cancelled, fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", string(id), m.opt.Claim), true)
+		}
 	}
 }
 
@@ -210,7 +220,8 @@ func (m *Machine) tickClaims(now time.Time) {
 // peer is gone too is asked at once.
 func (m *Machine) PeerDown(now time.Time, id AgentID) {
 	if p := m.peers[id]; p != nil {
-		m.renewNow(now, p)
+		p.next = now
+		m.tickPeers(now)
 	}
 	if m.probes[id] == nil && len(m.offersOf(id)) > 0 {
 		m.probes[id] = &probe{since: now, asking: true}
@@ -235,9 +246,12 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 			// What has not been asked yet learns it by its own SendLoad, and may find
 			// the agent that took the place.
 		case ld.known != "":
-			ld.code, ld.reason = PeerLost, reason
+			if !absent {
+				m.act(SendFinish{Peer: id, ID: tid, Code: PeerLost, Reason: reason})
+			}
+			ld.doom(PeerLost, reason)
 		case ld.retried:
-			m.reportLoad(now, ld) // the load that follows looks again
+			m.resolveLater(now, ld)
 		default:
 			m.lookAgain(ld)
 		}
@@ -261,7 +275,7 @@ func (m *Machine) tickProbes(now time.Time) {
 	for _, id := range sortedKeys(m.probes) {
 		switch p := m.probes[id]; {
 		case p.asking:
-		case now.Sub(p.since) >= m.opt.PeerTimeout, len(m.offersOf(id)) == 0:
+		case now.Sub(p.since) >= 2*m.opt.PeerTimeout, len(m.offersOf(id)) == 0:
 			delete(m.probes, id)
 		default:
 			p.asking = true
@@ -277,7 +291,7 @@ func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent bool, err error
 	p := m.probes[id]
 	switch {
 	case p == nil:
-	case absent && now.Sub(p.since) >= m.opt.PeerTimeout/3:
+	case absent && now.Sub(p.since) >= m.patience():
 		delete(m.probes, id)
 		for _, tid := range m.offersOf(id) {
 			m.endOffer(now, m.offers[tid], PeerLost, fmt.Sprintf("decode agent %s is gone", id), false)

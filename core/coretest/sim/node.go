@@ -246,15 +246,14 @@ func (a *agent) sendLoad(v core.SendLoad, done func()) {
 		if code == core.OK {
 			a.promised(v.ID, v.Peer)
 		}
-		replied(code == unknownPeer || code == core.PeerLost, code, why)
+		replied(code == core.SayHello || code == core.PeerLost, code, why)
 	})
 }
 
-const unknownPeer core.Code = 99
 
 func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code, why string) {
 	if a.peers[from] == nil {
-		return unknownPeer, "say hello first"
+		return core.SayHello, "say hello first"
 	}
 	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Lease: v.Lease}
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
