@@ -13,6 +13,11 @@ var (
 	// ErrAbsent: nobody listens under that agent id any more. It is known at
 	// once, without a time-out.
 	ErrAbsent = errors.New("agent is gone")
+	// ErrAway, beside ErrAbsent: it may be on its way back, from a connection that
+	// broke or from a server that died. Only time tells.
+	ErrAway = errors.New("it may come back")
+	// ErrTooLarge: the message is over what the servers carry.
+	ErrTooLarge = errors.New("message is too large")
 	// ErrUnreachable: the bootstrap address or cluster cannot be reached.
 	ErrUnreachable = errors.New("bootstrap address cannot be reached")
 	// ErrNotRegistered: the registry is reached and has no such engine or rank.
@@ -45,7 +50,8 @@ type Bus interface {
 	Lookup(ctx context.Context, t Target) (*wire.Agent, Via, error)
 
 	// Request asks an agent and waits for its reply. ErrAbsent when nobody
-	// listens; the context's error when no reply came in time.
+	// listens, with ErrAway when that is no proof; the context's error when no
+	// reply came in time.
 	Request(ctx context.Context, via Via, to AgentID, req *wire.Request) (*wire.Reply, error)
 
 	// Close withdraws the registration, ends all connections and waits, bounded

@@ -187,7 +187,8 @@ type tombstones struct {
 type tombstone struct {
 	code    Code
 	reason  string
-	offered bool // the engine has had its report
+	offered bool    // the engine has had its report
+	nacked  AgentID // the D whose transport did not expect it any more
 }
 
 func (t *tombstones) add(id TransferID, code Code, reason string, offered bool) {
@@ -198,7 +199,13 @@ func (t *tombstones) add(id TransferID, code Code, reason string, offered bool) 
 		}
 		t.order = append(t.order, id)
 	}
-	t.byID[id] = tombstone{code, reason, offered}
+	t.byID[id] = tombstone{code: code, reason: reason, offered: offered}
+}
+
+func (t *tombstones) nacked(id TransferID, by AgentID) {
+	end := t.byID[id]
+	end.nacked = by
+	t.byID[id] = end
 }
 
 // sortedKeys gives maps one order, so that a run can be told again.

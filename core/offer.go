@@ -1,6 +1,7 @@
 package core
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -32,6 +33,7 @@ type offer struct {
 	peer     AgentID   // the D agent that claims or loads it
 	load     *LoadMessage
 	landed   bool // D has all bytes
+	nacked   bool // D's transport expects it no more
 	code     Code // of the end, while stopping
 	reason   string
 }
@@ -136,6 +138,9 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 		return Refused, "malformed transfer_id"
 	}
 	if t, gone := m.ended.byID[l.ID]; gone {
+		if t.nacked == l.Peer && t.nacked != "" { // D looked for P again, while P had its first load
+			return PeerLost, fmt.Sprintf("transfer %q was begun for an earlier load, whose answer was lost: %s", string(l.ID), t.reason)
+		}
 		if t.code == OK || t.code == PeerCancelled {
 			return Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(l.ID), t.code)
 		}
@@ -253,6 +258,7 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 	switch of.state {
 	case offerSending:
 		if err != nil && !of.landed {
+			of.nacked = errors.Is(err, ErrNotExpected)
 			of.code, of.reason = transportCode(err), "sending to decode agent "+string(of.load.Peer)+": "+err.Error()
 			m.act(SendFinish{Peer: of.load.Peer, ID: id, Code: peerCode(of.code), Reason: of.reason})
 		}
@@ -369,6 +375,9 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 		m.leaveEarly(of)
 	}
 	m.ended.add(of.id, of.code, of.reason, of.state >= offerReady)
+	if of.nacked {
+		m.ended.nacked(of.id, of.peer)
+	}
 	if of.state < offerReady {
 		return // the engine has given no blocks and waits for no report
 	}

@@ -21,6 +21,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -38,10 +39,7 @@ const (
 	maxLinks    = 1024        // bootstrap addresses in use at one time
 	maxReason   = 1024        // bytes of a Reply's reason
 
-	// absentGrace is how long an agent of a cluster may not listen before it
-	// counts as gone: it may be on its way from a server that died to another.
-	absentGrace = 2 * time.Second
-	absentAgain = 50 * time.Millisecond
+	absentAgain = 50 * time.Millisecond // a replica that lags behind is read again
 )
 
 var errClosed = errors.New("the bus is closed")
@@ -472,25 +470,27 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 	}
 	session, ok := l.current()
 	if !ok {
-		return nil, fmt.Errorf("request to agent %s: %w", to, unreachable(l.name, l.why()))
+		err := unreachable(l.name, l.why())
+		if l.kind == portLink && errors.Is(err, syscall.ECONNREFUSED) { // the agent is the server's process
+			err = fmt.Errorf("%w: %w", core.ErrAbsent, err)
+		}
+		return nil, fmt.Errorf("request to agent %s: %w", to, err)
 	}
 	if limit := min(l.nc.MaxPayload(), wire.MaxMessage); int64(len(data)) > limit {
-		return nil, fmt.Errorf("request to agent %s over %s: %d bytes, at most %d are carried", to, l.name, len(data), limit)
+		return nil, fmt.Errorf("request to agent %s over %s: %w: %d bytes, at most %d are carried (max_payload of the NATS servers)",
+			to, l.name, core.ErrTooLarge, len(data), limit)
 	}
 	both, cancel := during(ctx, session)
 	defer cancel()
 	m, err := l.nc.RequestWithContext(both, subject(to), data)
-	for patience := time.Now().Add(absentGrace); l.kind == clusterLink && errors.Is(err, nats.ErrNoResponders) && time.Now().Before(patience); {
-		if pause(both, absentAgain) != nil {
-			err = fmt.Errorf("nobody listens as agent %s yet: %w", to, both.Err())
-			break
-		}
-		m, err = l.nc.RequestWithContext(both, subject(to), data)
-	}
 	switch {
 	case err == nil:
 	case errors.Is(err, nats.ErrNoResponders):
-		return nil, fmt.Errorf("%w: nobody listens as agent %s at %s", core.ErrAbsent, to, l.name)
+		err = core.ErrAbsent
+		if l.kind != portLink {
+			err = fmt.Errorf("%w: %w", core.ErrAbsent, core.ErrAway)
+		}
+		return nil, fmt.Errorf("%w: nobody listens as agent %s at %s", err, to, l.name)
 	case ctx.Err() != nil:
 		return nil, fmt.Errorf("request to agent %s over %s: no reply: %w", to, l.name, ctx.Err())
 	case session.Err() != nil, broken(err):

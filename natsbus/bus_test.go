@@ -275,8 +275,8 @@ func TestNewestAgentWins(t *testing.T) {
 		return a.ID
 	}
 	eventually(t, "the old agent's warning", func() error {
-		if who() != "new" {
-			t.Fatalf("the rank belongs to %s", who())
+		if w := who(); w != "new" { // on a starved machine its entry may end before it is renewed
+			return fmt.Errorf("the rank belongs to %s", w)
 		}
 		if n := logs.FilterMessageSnippet("new").FilterMessageSnippet("old").Len(); n < 2 {
 			return fmt.Errorf("%d warnings name both agents", n)

@@ -136,7 +136,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 		good, errs := p.counts()
 		t.Logf("%s the killed server: %d requests, %d errors", what, good, len(errs))
 		for _, err := range errs {
-			if errors.Is(err, core.ErrAbsent) || !errors.Is(err, core.ErrUnreachable) && !errors.Is(err, context.DeadlineExceeded) {
+			if proven(err) || !errors.Is(err, core.ErrAway) && !errors.Is(err, core.ErrUnreachable) && !errors.Is(err, context.DeadlineExceeded) {
 				t.Errorf("%s the killed server: %v", what, err)
 			}
 		}
@@ -171,7 +171,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	again.end()
 	_, errs := again.counts()
 	for _, err := range errs {
-		if errors.Is(err, core.ErrAbsent) {
+		if proven(err) {
 			t.Errorf("after the second kill: %v", err)
 		}
 	}
@@ -277,3 +277,6 @@ func TestClusterUsersWithLeastPermissions(t *testing.T) {
 		t.Errorf("permissions are missing: %v", logs.All())
 	}
 }
+
+// proven: the error says that an agent is gone for good.
+func proven(err error) bool { return errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -97,6 +98,9 @@ func (b *Bus) connect(kind linkKind, via core.Via, name, urls string, open func(
 	stop := context.AfterFunc(b.ctx, l.dial.abort)
 	defer stop()
 	nc, err := nats.Connect(urls, opts...)
+	for end := time.Now().Add(b.opt.ConnectTimeout); err != nil && interrupted(err) && time.Now().Before(end); {
+		nc, err = nats.Connect(urls, opts...)
+	}
 	if err != nil {
 		l.broke()
 		l.dial.abort()
@@ -112,6 +116,10 @@ func (b *Bus) connect(kind linkKind, via core.Via, name, urls string, open func(
 	}
 	return l, nil
 }
+
+// interrupted: the server's first ping, which it sends after a second, came into
+// a handshake that took as long; nats.go has no type for it.
+func interrupted(err error) bool { return strings.Contains(err.Error(), "expected 'PONG', got 'PING'") }
 
 // subscribe makes this agent reachable over the link, if it serves. The queue
 // group keeps a request from coming twice when two links lead to one server.

@@ -331,7 +331,7 @@ func TestPrefillKilledDuringLoads(t *testing.T) {
 	}
 	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
 	to.kill()
-	d.want("announced", core.PeerLost, "connection lost")
+	d.want("announced", core.PeerLost, "is gone")
 
 	// The engine comes back on its port: the next request works.
 	again, _ := prefillProcess(t, portOf(t, address), "")
@@ -405,8 +405,8 @@ func TestBurstFromManyDecoders(t *testing.T) {
 	}
 }
 
-// TestStoppedPrefillIsNoticedThroughManyLoads: that P is silent is learned by the
-// renewal, which does not stand behind the loads that P leaves unanswered.
+// TestStoppedPrefillIsNoticedThroughManyLoads: neither the load that waits nor the
+// many that are under way find out one after the other that P is silent.
 func TestStoppedPrefillIsNoticedThroughManyLoads(t *testing.T) {
 	leaktest.Check(t)
 	const loads = 200
@@ -421,9 +421,6 @@ func TestStoppedPrefillIsNoticedThroughManyLoads(t *testing.T) {
 		d.load(core.TransferID(fmt.Sprint("more-", i)), address, 2)
 	}
 	d.want("announced", core.PeerLost, "gone")
-	if n := len(d.seen); n > loads/2 {
-		t.Fatalf("%d of %d later loads ended before the one that waited", n-1, loads)
-	}
 	for i := range loads {
 		if r := d.report(core.TransferID(fmt.Sprint("more-", i))); r.Code == core.OK {
 			t.Fatalf("%+v", r)

@@ -26,6 +26,8 @@ type peer struct {
 	via    core.Via
 	shapes []core.Shape
 	gone   bool          // nobody listens there, or nobody answers; guarded by the table
+	heard  time.Time     // when it answered a load last
+	mute   time.Time     // until then its loads are not tried: it has left others without an answer
 	place  *list.Element // in the table's order
 }
 
@@ -112,6 +114,34 @@ func (t *peerTable) lost(id core.AgentID) bool {
 	return p == nil || p.gone
 }
 
+// answered notes that a peer lives.
+func (t *peerTable) answered(id core.AgentID) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if p := t.byID[id]; p != nil {
+		p.heard, p.mute = time.Now(), time.Time{}
+	}
+}
+
+// silent notes that a peer has left a load without an answer that began then: the
+// loads that stand behind it shall not find out one after the other. The next one
+// looks the target up again.
+func (t *peerTable) silent(id core.AgentID, began time.Time, pause time.Duration) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if p := t.byID[id]; p != nil && p.heard.Before(began) {
+		p.mute = time.Now().Add(pause)
+		t.unmap(id)
+	}
+}
+
+func (t *peerTable) deaf(id core.AgentID, now time.Time) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	p := t.byID[id]
+	return p != nil && now.Before(p.mute)
+}
+
 // suspect makes the next load look the target up again: its agent may have been
 // replaced.
 func (t *peerTable) suspect(id core.AgentID) {
@@ -182,6 +212,9 @@ type refusedError struct{ reason string }
 
 func (e *refusedError) Error() string { return e.reason }
 
+// errNotMet: the registry names the agent, and it has not answered.
+var errNotMet = errors.New("not met")
+
 // find looks a prefill agent up, checks that it fits, says hello and opens the
 // way to it. An entry of an agent that is gone is waited out, within the bound:
 // the restarted one is about to take its place.
@@ -190,7 +223,7 @@ func (a *Agent) find(target core.Target) (*peer, error) {
 	defer cancel()
 	for {
 		p, err := a.meet(ctx, target)
-		if err == nil || !errors.Is(err, core.ErrAbsent) {
+		if err == nil || !errors.Is(err, errNotMet) {
 			return p, err
 		}
 		select {
@@ -210,9 +243,11 @@ func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
 		return nil, &refusedError{fmt.Sprintf("decode engine %q refuses prefill engine %q: %v", a.cfg.EngineID, info.EngineID, err)}
 	}
 	id := core.AgentID(info.ID)
-	rep, err := a.bus.Request(ctx, via, id, &wire.Request{Kind: wire.KindHello, From: string(a.id), Hello: a.self})
+	asked, cancel := context.WithTimeout(ctx, time.Duration(a.cfg.PeerTimeout)/3) // a message may get lost
+	defer cancel()
+	rep, err := a.bus.Request(asked, via, id, &wire.Request{Kind: wire.KindHello, From: string(a.id), Hello: a.self})
 	if err != nil {
-		return nil, fmt.Errorf("hello to prefill agent %s of engine %q: %w", id, info.EngineID, err)
+		return nil, fmt.Errorf("%w: hello to prefill agent %s of engine %q: %w", errNotMet, id, info.EngineID, err)
 	}
 	if rep.Code != 0 {
 		return nil, &refusedError{rep.Reason}

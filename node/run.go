@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"syscall"
 	"time"
 
 	"go.uber.org/zap"
@@ -126,17 +125,30 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 		})
 		return
 	}
+	began := time.Now()
+	if a.peers.deaf(v.Peer, began) {
+		a.step(func(m *core.Machine, now time.Time) {
+			m.LoadReplied(now, v.ID, v.Seq, false, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer other loads", v.Peer))
+		})
+		return
+	}
 	rep, err := a.insist(v.Peer, &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
 		TransferID: string(v.ID), Transport: a.transport.Name(), Grant: v.Grant, Groups: groups, LeaseMS: v.Lease.Milliseconds(),
 	}})
 	code, reason, absent := core.OK, "", false
 	switch {
+	case errors.Is(err, core.ErrTooLarge):
+		code, reason = core.Refused, fmt.Sprintf("the load cannot be sent to prefill agent %s: %v", v.Peer, err)
 	case err != nil:
 		absent = gone(err)
 		code, reason = core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err)
+		a.peers.silent(v.Peer, began, time.Duration(a.cfg.PeerTimeout)/3)
 	case rep.Code != 0:
 		code, reason = core.Code(rep.Code), rep.Reason
-		absent = code == codeUnknownPeer || code == core.PeerLost // it closes: another may take its place
+		absent = code == core.PeerLost // it closes: another may take its place
+	}
+	if err == nil {
+		a.peers.answered(v.Peer)
 	}
 	a.step(func(m *core.Machine, now time.Time) { m.LoadReplied(now, v.ID, v.Seq, absent, code, reason) })
 }
@@ -201,14 +213,14 @@ func (a *Agent) sendProbe(v core.SendProbe) {
 	if err == nil && rep.Code != 0 {
 		err = errors.New(rep.Reason)
 	}
-	a.step(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, gone(err), err) })
+	// Its links broke too, so that it is away at best: the machine gives it time.
+	absent := errors.Is(err, core.ErrAbsent)
+	a.step(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, absent, err) })
 }
 
 // gone says whether an error proves that the agent is not there any more.
 // Otherwise a connection may have broken, or a message got lost.
-func gone(err error) bool {
-	return errors.Is(err, core.ErrAbsent) || errors.Is(err, core.ErrUnreachable) && errors.Is(err, syscall.ECONNREFUSED)
-}
+func gone(err error) bool { return errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) }
 
 // insist asks until there is an answer, for a little less than PeerTimeout:
 // messages get lost, and links come back. What it asks may arrive twice.
@@ -216,8 +228,12 @@ func (a *Agent) insist(to core.AgentID, req *wire.Request) (rep *wire.Reply, err
 	bound := time.Duration(a.cfg.PeerTimeout)
 	end := time.Now().Add(bound - 2*core.TickInterval)
 	for {
-		rep, err = a.request(to, min(bound/3, time.Until(end)), req)
-		if err == nil || gone(err) || a.ctx.Err() != nil || time.Until(end) < core.TickInterval {
+		asked, most := time.Now(), min(bound/3, time.Until(end))
+		rep, err = a.request(to, most, req)
+		if late := time.Since(asked) - most; late > core.TickInterval*10 {
+			end = end.Add(late) // this process did not run
+		}
+		if err == nil || gone(err) || errors.Is(err, core.ErrTooLarge) || a.ctx.Err() != nil || time.Until(end) < core.TickInterval {
 			return rep, err
 		}
 		a.count(func(t *Totals) { t.Retries++ })

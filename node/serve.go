@@ -10,9 +10,6 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// codeUnknownPeer: the load came before the hello; the peer must say it again.
-const codeUnknownPeer core.Code = 99
-
 // serve answers a peer's request. It is called from the bus's goroutines.
 func (a *Agent) serve(via core.Via, req *wire.Request) *wire.Reply {
 	from := core.AgentID(req.From)
@@ -65,7 +62,7 @@ func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
 	transport := a.transport // nil again after a registration that failed
 	a.mu.Unlock()
 	if a.peers.get(from) == nil || transport == nil {
-		return &wire.Reply{Code: int(codeUnknownPeer), Reason: "say hello first"}
+		return &wire.Reply{Code: int(core.SayHello), Reason: "say hello first"}
 	}
 	if l.Transport != transport.Name() {
 		return refuse("transport %q: this agent has %s", l.Transport, transport.Name())

@@ -57,12 +57,17 @@ type inLink struct {
 	endpoint string
 	ticket   token
 	met      bool              // a stream has got through to P
+	tries    int               // streams that have not, while none has
 	streams  map[int]net.Conn  // by number; nil while it is dialled
 	retryAt  map[int]time.Time // not before, of those that failed
 }
 
 // redialAfter is the least time between two dials of one stream.
 const redialAfter = time.Second
+
+// maxTries is how often each stream of a link is dialled that P was never reached
+// by, while transfers wait for it.
+const maxTries = 3
 
 // maxSpans bounds what is kept of a transfer's frames. A sender needs about one
 // span for each of its streams.
@@ -99,6 +104,7 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	if link.endpoint != endpoint || link.ticket != token(ticket) {
 		link.endpoint, link.ticket = endpoint, token(ticket)
 		clear(link.retryAt) // what failed before says nothing of the new ones
+		link.tries = 0
 	}
 	r.dialMissing(link)
 	return nil
@@ -236,7 +242,7 @@ func (r *receiver) stream(link *inLink, n int) {
 // is down with it, and which transfers are lost. A transfer of which no byte has
 // come loses nothing by a broken connection: P still works on it, or the control
 // plane tells that it does not. One that has begun is lost with the last stream.
-// Where no stream ever got through, or P knows the ticket no more, all are.
+// Where no stream gets through at all, or P knows the ticket no more, all are.
 func (r *receiver) streamEnded(link *inLink, n int, refused bool) (again, down bool, lost []*inbound) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -250,7 +256,10 @@ func (r *receiver) streamEnded(link *inLink, n int, refused bool) (again, down b
 	for _, c := range link.streams {
 		open = open || c != nil
 	}
-	hopeful := link.met && !refused && r.links[link.peer] == link
+	if !link.met {
+		link.tries++
+	}
+	hopeful := (link.met || link.tries < maxTries*r.t.cfg.Streams) && !refused && r.links[link.peer] == link
 	for _, in := range r.byID {
 		switch {
 		case in.link != link:
@@ -260,10 +269,11 @@ func (r *receiver) streamEnded(link *inLink, n int, refused bool) (again, down b
 			lost = append(lost, in)
 		}
 	}
-	down = !open && (wasOpen || !link.met)
+	down = !open && wasOpen
 	if again {
 		return true, down, lost
 	}
+	down = down || !open && !link.met
 	delete(link.streams, n)
 	link.retryAt[n] = time.Now().Add(redialAfter)
 	if !hopeful && len(link.streams) > 0 {

@@ -250,7 +250,6 @@ func (a *agent) sendLoad(v core.SendLoad, done func()) {
 	})
 }
 
-
 func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code, why string) {
 	if a.peers[from] == nil {
 		return core.SayHello, "say hello first"
