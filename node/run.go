@@ -111,7 +111,12 @@ func (a *Agent) request(to core.AgentID, bound time.Duration, req *wire.Request)
 	req.From = string(a.id)
 	ctx, cancel := context.WithTimeout(a.ctx, bound)
 	defer cancel()
-	return a.bus.Request(ctx, p.via, to, req)
+	rep, err := a.bus.Request(ctx, p.via, to, req)
+	if p.via != "" && errors.Is(err, core.ErrUnreachable) && errors.Is(err, syscall.ECONNREFUSED) {
+		// The port is of the agent's own process. A cluster's server is not.
+		err = fmt.Errorf("%w: %w", core.ErrAbsent, err)
+	}
+	return rep, err
 }
 
 func (a *Agent) sendLoad(v core.SendLoad) {
@@ -132,7 +137,9 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 	code, reason, absent := core.OK, "", false
 	switch {
 	case err != nil:
-		absent = gone(err)
+		if absent = gone(err); !absent {
+			a.peers.suspect(v.Peer) // its connections may stand, though its host is gone
+		}
 		code, reason = core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err)
 	case rep.Code != 0:
 		code, reason = core.Code(rep.Code), rep.Reason
@@ -206,9 +213,7 @@ func (a *Agent) sendProbe(v core.SendProbe) {
 
 // gone says whether an error proves that the agent is not there any more.
 // Otherwise a connection may have broken, or a message got lost.
-func gone(err error) bool {
-	return errors.Is(err, core.ErrAbsent) || errors.Is(err, core.ErrUnreachable) && errors.Is(err, syscall.ECONNREFUSED)
-}
+func gone(err error) bool { return errors.Is(err, core.ErrAbsent) }
 
 // insist asks until there is an answer, for a little less than PeerTimeout:
 // messages get lost, and links come back. What it asks may arrive twice.
