@@ -278,5 +278,34 @@ func TestClusterUsersWithLeastPermissions(t *testing.T) {
 	}
 }
 
+// A newcomer finds an engine by any replica of the registry: it asks nothing that
+// only a leader answers, which it may not here.
+func TestNewcomerAsksNoLeader(t *testing.T) {
+	leaktest.Check(t)
+	pSeed, pKey := newNKey(t)
+	dSeed, dKey := newNKey(t)
+	conf := filepath.Join(t.TempDir(), "nats.conf")
+	users := fmt.Sprintf("authorization { users: [ { nkey: %s }, { nkey: %s, permissions: { publish: [\"kvconn.v1.agent.*\", \"$JS.API.DIRECT.GET.KV_kvconn_ranks.>\"] } } ] }\n", pKey, dKey)
+	if err := os.WriteFile(conf, []byte(users), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c := nettest.NewNATS(t, "-c", conf)
+	decode := newBus(t, Options{AgentID: "D", ClusterURL: c.URL(), Seed: dSeed})
+	serve(decode)
+	target := core.Target{EngineID: "e"}
+	_, _, err := decode.Lookup(ctxOf(t, 500*time.Millisecond), target) // no registry yet
+	mustBe(t, err, core.ErrUnreachable)
+	prefill := newBus(t, Options{AgentID: "P", ClusterURL: c.URL(), Seed: pSeed})
+	serve(prefill)
+	register(t, prefill, "e")
+	if a, _, err := decode.Lookup(ctxOf(t, within), target); err != nil || a.ID != "P" {
+		t.Fatalf("%+v, %v", a, err)
+	}
+	ask(t, decode, "", "P", "P via : hello D")
+	closeBus(t, prefill)
+	_, _, err = decode.Lookup(ctxOf(t, 500*time.Millisecond), target) // of an end the leader must be asked
+	mustBe(t, err, core.ErrUnreachable)
+}
+
 // proven: the error says that an agent is gone for good.
 func proven(err error) bool { return errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) }

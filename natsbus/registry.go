@@ -409,11 +409,33 @@ func (l *link) read(ctx context.Context, key string) (record, error) {
 }
 
 func (l *link) readOnce(ctx context.Context, key string) (record, error) {
+	if l.kind == clusterLink && l.ranks.Load() == nil {
+		if r, err := l.readAny(ctx, key); err != nil || r.agent != nil {
+			return r, err
+		}
+	}
 	st, err := l.registry(ctx)
 	if err != nil {
 		return record{}, err
 	}
 	return readKey(ctx, st, key)
+}
+
+// readAny reads an entry from whichever replica has it, for a newcomer: to find
+// the stream takes its leader. Without an agent the leader must be asked.
+func (l *link) readAny(ctx context.Context, key string) (record, error) {
+	m, err := l.nc.RequestWithContext(ctx, "$JS.API.DIRECT.GET."+stream+"."+key, nil)
+	if errors.Is(err, nats.ErrNoResponders) {
+		return record{}, nil
+	}
+	if err != nil {
+		return record{}, err
+	}
+	seq, err := strconv.ParseUint(m.Header.Get(jetstream.SequenceHeader), 10, 64)
+	if err != nil { // a status, like "not found"
+		return record{}, nil
+	}
+	return recordOf(seq, m.Header, m.Data, key)
 }
 
 // registry returns the stream as it was found first.
@@ -434,14 +456,18 @@ func readKey(ctx context.Context, st jetstream.Stream, key string) (record, erro
 	if err != nil {
 		return record{}, err
 	}
-	r := record{seq: m.Sequence}
-	if m.Header.Get(opHeader) != "" || m.Header.Get(markerHeader) != "" {
+	return recordOf(m.Sequence, m.Header, m.Data, key)
+}
+
+func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, error) {
+	r := record{seq: seq}
+	if header.Get(opHeader) != "" || header.Get(markerHeader) != "" {
 		return r, nil
 	}
 	// An unreadable time is that of another version: older than ours.
-	r.since, _ = strconv.ParseInt(m.Header.Get(sinceHeader), 10, 64)
+	r.since, _ = strconv.ParseInt(header.Get(sinceHeader), 10, 64)
 	r.agent = new(wire.Agent)
-	if err := wire.Decode(m.Data, r.agent); err != nil {
+	if err := wire.Decode(data, r.agent); err != nil {
 		return record{}, fmt.Errorf("the entry of %s: %w", keyName(key), err)
 	}
 	return r, nil

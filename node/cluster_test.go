@@ -2,15 +2,20 @@ package node
 
 import (
 	"bytes"
+	"context"
+	"errors"
 	"fmt"
 	"net"
 	"strings"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/internal/nettest"
+	"github.com/kvconn/kvconn/wire"
 )
 
 const registry = "KV_kvconn_ranks"
@@ -292,6 +297,102 @@ func replaced(t *testing.T, urls string) {
 	if offered := len(loads) + len(claims); st.OffersUnderWay != offered || st.OffersEarly != 0 || st.Reaped != 0 || st.Offers != 1 || st.OffersFailed != 0 {
 		t.Errorf("the new instance was told of the old one's transfers: %+v", st)
 	}
+}
+
+// A cluster's server that refuses connections says nothing of P: it comes back,
+// and everything that waited goes on.
+func TestRefusedConnectionToAClusterIsNoProof(t *testing.T) {
+	leaktest.Check(t)
+	c := nettest.NewNATS(t)
+	cfg := func(role string) Config {
+		cfg := trioConfig(role, c.URL())
+		cfg.PeerTimeout = Seconds(bound)
+		return cfg
+	}
+	p, d := open(t, cfg(RolePrefill)), open(t, cfg(RoleDecode))
+	from := p.BootstrapAddress()
+	announce(t, p, "waits")
+	d.claim(from, "claimed")
+	d.load("waits", from, 1)
+	until(t, "prefill has both", func() bool { return d.Stats().LoadsWaiting == 1 && d.sizes().Kept == 1 })
+
+	c.Kill()
+	until(t, "the connection is refused", func() bool {
+		_, err := d.request(p.ID(), time.Second, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}})
+		if gone(err) {
+			t.Fatalf("taken for the proof that P is gone: %v", err)
+		}
+		return errors.Is(err, syscall.ECONNREFUSED)
+	})
+	d.claim(from, "claimed meanwhile") // it is asked for at once
+	d.load("meanwhile", from, 2)
+	until(t, "it is asked again", func() bool { return d.Stats().Retries > 0 })
+	c.Start()
+
+	p.fill(5, 1, 2, 3, 4)
+	p.offer("waits", 1)
+	p.offer("meanwhile", 2)
+	p.offer("claimed", 3)
+	p.offer("claimed meanwhile", 4)
+	d.load("claimed", from, 3)
+	d.load("claimed meanwhile", from, 4)
+	for _, id := range []core.TransferID{"waits", "meanwhile", "claimed", "claimed meanwhile"} {
+		d.want(id, core.OK)
+		p.want(id, core.OK)
+	}
+	same(t, p, span(1, 4), d, span(1, 4))
+}
+
+// lossy is a bus that loses requests.
+type lossy struct {
+	core.Bus
+	lose func(to core.AgentID, req *wire.Request) bool
+}
+
+func (b *lossy) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+	if !b.lose(to, req) {
+		return b.Bus.Request(ctx, via, to, req)
+	}
+	<-ctx.Done()
+	return nil, fmt.Errorf("no reply: %w", ctx.Err())
+}
+
+// A hello that is lost, with the server that P was at, is said again within the
+// bound.
+func TestLostHelloIsSaidAgain(t *testing.T) {
+	leaktest.Check(t)
+	cfg := testConfig(RoleDecode)
+	cfg.ConnectTimeout = Seconds(9 * time.Second)
+	p, d := open(t, testConfig(RolePrefill)), open(t, cfg)
+	var hellos atomic.Int32
+	d.bus = &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
+		return req.Kind == wire.KindHello && hellos.Add(1) == 1
+	}}
+	transfer(t, p, d, "t", p.BootstrapAddress())
+	if n := hellos.Load(); n != 2 {
+		t.Fatalf("hello was said %d times", n)
+	}
+}
+
+// An agent that does not answer a load, though its connections stand, may have
+// been replaced: the next load looks it up.
+func TestSilentPrefillIsLookedUpAgain(t *testing.T) {
+	leaktest.Check(t)
+	urls := nettest.NewNATS(t).URL()
+	cfg := func(role string) Config {
+		cfg := testConfig(role)
+		cfg.NATSURL, cfg.AdvertiseHost = urls, "127.0.0.1"
+		return cfg
+	}
+	old, d := open(t, cfg(RolePrefill)), open(t, cfg(RoleDecode))
+	var silent atomic.Bool
+	d.bus = &lossy{Bus: d.bus, lose: func(to core.AgentID, _ *wire.Request) bool { return silent.Load() && to == old.ID() }}
+	transfer(t, old, d, "first", old.BootstrapAddress())
+	silent.Store(true)
+	p := open(t, cfg(RolePrefill))
+	d.load("for the old one", old.BootstrapAddress(), 1)
+	d.want("for the old one", core.PeerLost, "does not answer", string(old.ID()))
+	transfer(t, p, d, "next", old.BootstrapAddress())
 }
 
 func says(reason string, words ...string) bool {

@@ -124,14 +124,12 @@ func (t *peerTable) answered(id core.AgentID) {
 }
 
 // silent notes that a peer has left a load without an answer that began then: the
-// loads that stand behind it shall not find out one after the other. The next one
-// looks the target up again.
+// loads that stand behind it shall not find out one after the other.
 func (t *peerTable) silent(id core.AgentID, began time.Time, pause time.Duration) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if p := t.byID[id]; p != nil && p.heard.Before(began) {
 		p.mute = time.Now().Add(pause)
-		t.unmap(id)
 	}
 }
 
@@ -212,18 +210,26 @@ type refusedError struct{ reason string }
 
 func (e *refusedError) Error() string { return e.reason }
 
-// errNotMet: the registry names the agent, and it has not answered.
-var errNotMet = errors.New("not met")
+// unansweredError: a hello got no answer, and another may get one.
+type unansweredError struct{ error }
+
+func (e *unansweredError) Unwrap() error { return e.error }
+
+// helloShare is the part of the bound of a look-up that one hello may take: the
+// server that carried it may have died.
+const helloShare = 3
 
 // find looks a prefill agent up, checks that it fits, says hello and opens the
-// way to it. An entry of an agent that is gone is waited out, within the bound:
-// the restarted one is about to take its place.
+// way to it. Within the bound an entry of an agent that is gone is waited out,
+// since the restarted one is about to take its place, and so is one that is on
+// its way from a server of a cluster to another.
 func (a *Agent) find(target core.Target) (*peer, error) {
 	ctx, cancel := context.WithTimeout(a.ctx, time.Duration(a.cfg.ConnectTimeout))
 	defer cancel()
 	for {
 		p, err := a.meet(ctx, target)
-		if err == nil || !errors.Is(err, errNotMet) {
+		var unanswered *unansweredError
+		if !errors.As(err, &unanswered) {
 			return p, err
 		}
 		select {
@@ -243,11 +249,16 @@ func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
 		return nil, &refusedError{fmt.Sprintf("decode engine %q refuses prefill engine %q: %v", a.cfg.EngineID, info.EngineID, err)}
 	}
 	id := core.AgentID(info.ID)
-	asked, cancel := context.WithTimeout(ctx, time.Duration(a.cfg.PeerTimeout)/3) // a message may get lost
-	defer cancel()
-	rep, err := a.bus.Request(asked, via, id, &wire.Request{Kind: wire.KindHello, From: string(a.id), Hello: a.self})
+	attempt, cancel := context.WithTimeout(ctx, time.Duration(a.cfg.ConnectTimeout)/helloShare)
+	rep, err := a.bus.Request(attempt, via, id, &wire.Request{Kind: wire.KindHello, From: string(a.id), Hello: a.self})
+	late := attempt.Err() != nil
+	cancel()
 	if err != nil {
-		return nil, fmt.Errorf("%w: hello to prefill agent %s of engine %q: %w", errNotMet, id, info.EngineID, err)
+		err = fmt.Errorf("hello to prefill agent %s of engine %q: %w", id, info.EngineID, err)
+		if late || errors.Is(err, core.ErrAbsent) || via == "" && errors.Is(err, core.ErrUnreachable) {
+			err = &unansweredError{err}
+		}
+		return nil, err
 	}
 	if rep.Code != 0 {
 		return nil, &refusedError{rep.Reason}

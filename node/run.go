@@ -140,7 +140,9 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 	case errors.Is(err, core.ErrTooLarge):
 		code, reason = core.Refused, fmt.Sprintf("the load cannot be sent to prefill agent %s: %v", v.Peer, err)
 	case err != nil:
-		absent = gone(err)
+		if absent = gone(err); !absent {
+			a.peers.suspect(v.Peer) // its connections may stand, though its host is gone
+		}
 		code, reason = core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err)
 		a.peers.silent(v.Peer, began, time.Duration(a.cfg.PeerTimeout)/3)
 	case rep.Code != 0:
