@@ -55,13 +55,36 @@ func (n *numbers) blocks() [][]BlockID {
 // an error, reads whole blocks of the offer within their regions and in the
 // load's order, and allocates for the blocks there are, not for those claimed.
 func FuzzPlan(f *testing.F) {
-	seed := func(b ...byte) { f.Add(b) }
-	// regions (name, group, base, stride, bytes, blocks), peer's changes, offer, first, load
-	seed(2, 'k', 0, 30, 49, 49, 49, 'v', 0, 200, 49, 49, 49, 0, 1, 4, 1, 2, 3, 4, 1, 1, 1, 2, 8, 9)
-	seed(1, 'k', 0, 3, 0, 16, 0, 0, 0, 0, 0, 0, 49, 49, 49, 1, 0, 255, 255, 255, 255, 255, 255, 255, 255, 1, 2, 3, 4, 1, 0, 1, 2, 255, 0, 255, 255, 255, 255)
-	seed(3, 'k', 0, 30, 49, 49, 4, 'k', 1, 30, 49, 25, 4, 's', 15, 30, 4, 4, 4, 7, 2, 3, 3, 2, 1, 2, 0, 0, 1, 1)
-	seed(2, 'k', 0, 3, 252, 255, 255, 255, 255, 255, 255, 255, 4, 4, 7, 'v', 0, 30, 4, 4, 0, 255, 255, 255, 255)
-	seed(2, 'a', 0, 30, 25, 13, 49, 'b', 0, 42, 25, 13, 49, 0, 2, 3, 1, 2, 3, 0, 2, 1, 1, 2, 2, 5, 6)
+	small := func(size int) []byte { return []byte{byte(3*size/RegionAlign + 1)} }
+	whole := func(size uint64) []byte { return binary.LittleEndian.AppendUint64([]byte{0}, size) }
+	region := func(name, group byte, sizes ...[]byte) []byte {
+		return append([]byte{name, group}, slices.Concat(sizes...)...)
+	}
+	k, v := region('k', 0, whole(4096), small(64), small(64), small(16)), region('v', 0, whole(1<<20), small(32), small(16), small(12))
+	state := region('s', 1, whole(1<<30), small(8), small(8), small(16))
+	ids := func(groups ...[]byte) []byte {
+		b := []byte{byte(len(groups))}
+		for _, g := range groups {
+			b = append(append(b, byte(len(g))), g...)
+		}
+		return b
+	}
+	same, fromStart := []byte{0}, []byte{0}
+	for _, parts := range [][][]byte{
+		{{1}, k, same, ids([]byte{1, 2, 3, 7}), fromStart, ids([]byte{4, 5, 6, 7})},
+		{{3}, k, v, state, same, ids([]byte{1, 2, 3}, []byte{4, 5}), {1}, small(4), ids([]byte{4, 5}, []byte{7, 9}), {1}},
+		{{3}, k, v, state, {2, 0, 0}, whole(^uint64(3)), {1, 1}, whole(0), ids([]byte{1, 2, 3}, []byte{4}), {2}, whole(0), whole(0), ids([]byte{0xff}, nil), whole(1 << 31)},
+		{{1}, k, same, ids([]byte{1}), {1}, whole(1<<32 - 1), ids([]byte{4})},
+		{{1}, k, same, ids([]byte{1, 1}), fromStart, ids([]byte{4, 4})},
+		{{2}, k, v, {1, 1, 4}}, {{2}, k, v, {1, 1, 2}, small(8)}, {{2}, k, v, {1, 0, 3}, whole(1)}, {{2}, k, k},
+		{{1}, region('x', 0, whole(1<<63), whole(1<<40), whole(1<<39), whole(1<<22)), same, ids([]byte{200}), fromStart, ids([]byte{200})},
+		{{1}, region('x', 0, whole(^uint64(3)), small(4), small(4), whole(1)), same, ids([]byte{0}), fromStart, ids([]byte{0})},
+		{{1}, region('x', 15, small(4), whole(1<<40), small(4), whole(1<<32-1))},
+		{{2}, region('a', 0, whole(4096), small(64), small(32), small(16)), region('b', 0, whole(4128), small(64), small(32), small(16)), same, ids([]byte{0, 15, 4}), fromStart, ids([]byte{5, 6, 7})},
+		{{2}, region('a', 0, whole(4096), small(64), small(32), small(16)), region('b', 0, whole(4112), small(64), small(32), small(16))},
+	} {
+		f.Add(slices.Concat(parts...))
+	}
 	f.Fuzz(func(t *testing.T, in []byte) {
 		n := &numbers{in}
 		regions := make([]Region, n.byte()%5)
