@@ -18,8 +18,13 @@ trap stop EXIT
 trap 'exit 130' INT TERM
 
 grep -rlE --include='*_test.go' --exclude-dir='.venv*' '^func Fuzz' . | xargs -n1 dirname | sort -u >"$out/packages"
+failed=0
 while read -r pkg; do
-  "$go" test -tags invariants -list '^Fuzz' "$pkg" >"$out/list" || { cat "$out/list" >&2; exit 1; }
+  if ! "$go" test -tags invariants -list '^Fuzz' "$pkg" >"$out/list" 2>&1 </dev/null; then
+    cat "$out/list" >&2
+    failed=$((failed + 1))
+    continue
+  fi
   sed -n "s|^\(Fuzz.*\)|$pkg \1|p" "$out/list"
 done <"$out/packages" | { grep -E "$only" || true; } >"$out/targets"
 [[ -s $out/targets ]] || { echo "fuzz: no fuzz test matches \"$only\"" >&2; exit 2; }
@@ -28,7 +33,6 @@ echo "fuzz: $(wc -l <"$out/targets") targets, $time each"
 row="%-12s %-18s %12s %10s  %s\n"
 # shellcheck disable=SC2059
 printf "$row" package target executions new result | tee "$out/table"
-failed=0
 while read -r pkg name; do
   timeout -k 10 "$hard" "$go" test -tags invariants -run '^$' -fuzz "^$name\$" -fuzztime "$time" -fuzzminimizetime 10s \
     -parallel 2 "$pkg" >"$out/log" 2>&1 </dev/null &
@@ -52,5 +56,5 @@ while read -r pkg name; do
   printf "$row" "${pkg#./}" "$name" "${execs:-0}" "${new:-0}" "$result" | tee -a "$out/table"
   [[ $result == ok ]] || sed 's/^/    /' "$out/log" >&2
 done <"$out/targets"
-((failed == 0)) || { printf '\n'; grep -E 'result$|FAILED' "$out/table"; echo "fuzz: $failed targets failed" >&2; exit 1; }
+((failed == 0)) || { printf '\n'; grep -E 'result$|FAILED' "$out/table"; echo "fuzz: $failed packages or targets failed" >&2; exit 1; }
 echo "fuzz: ok"
