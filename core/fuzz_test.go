@@ -42,6 +42,7 @@ func FuzzMachine(f *testing.F) {
 		slices.Concat(claim(1), perform, resolved, perform, renewed(1), load(1), expect, perform, replied, received),
 		slices.Concat(claim(1), claim(2), perform, resolved, perform, renewed(6), load(1), []byte{4, 2}, []byte{9, 250, 10}),
 		slices.Concat(load(0), load(1), load(2), load(3), load(4), offer(0), offer(1), offer(2), offer(3), offer(4), message(5, 0), message(6, 0), []byte{4, 0}),
+		slices.Concat([]byte{7, 0, 0, 5}, offer(0)), slices.Concat(started, []byte{15, 0, 1, 1, 0, 0, 0}),
 	} {
 		f.Add(seed)
 	}

@@ -88,7 +88,7 @@ func FuzzHandler(f *testing.F) {
 	}
 	for _, body := range []string{
 		`{"prompt":"x","max_tokens":5,"stream":true,"stream_options":{"include_usage":true},"min_tokens":3}`, `{"prompt":[1,2],"max_completion_tokens":1e400,"seed":12345678901234567890}`,
-		`{"kv_transfer_params":{"remote_bootstrap_addr":"http://evil:1"},"kv_transfer_params":7,"\u006bv_transfer_params":8}`, `{"<&>":"\u2028","a":1,"a":2,"":null}`,
+		`{"kv_transfer_params":{"remote_bootstrap_addr":"http://evil:1"},"kv_transfer_params":7,"\u006bv_transfer_params":8}`, `{"<&>":"\u2028<&>","a":1,"a":2,"":null}`,
 		`{}`, `null`, `[]`, `7`, `{"a":`, `{"a":1}{}`, "{\"\xff\":\"\xff\"}", ``, strings.Repeat(`{"a":`, 11000), `{"min_tokens":"x","max_tokens":null}`, strings.Repeat(" ", 1<<16) + "{}",
 	} {
 		for _, path := range []string{"/v1/completions", "/v1/chat/completions?x=y"} {
