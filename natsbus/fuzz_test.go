@@ -33,8 +33,11 @@ type hostile struct {
 	read    int
 }
 
-func (h *hostile) Write(b []byte) (int, error) { return len(b), nil }
-func (h *hostile) Close() error                { return nil }
+func (h *hostile) Write(b []byte) (int, error)      { return len(b), nil }
+func (h *hostile) Close() error                     { return nil }
+func (h *hostile) SetDeadline(time.Time) error      { return nil }
+func (h *hostile) SetReadDeadline(time.Time) error  { return nil }
+func (h *hostile) SetWriteDeadline(time.Time) error { return nil }
 
 func (h *hostile) Read(b []byte) (int, error) {
 	if h.at == len(h.text) {
@@ -85,6 +88,9 @@ func FuzzUpgradeAnswer(f *testing.F) {
 			return
 		}
 		rest, err := io.ReadAll(conn)
+		if conn.(*upgradedConn).refused != nil {
+			return // FuzzServer is about these
+		}
 		head := bytes.Index(text, []byte("\n\r\n"))
 		if bare := bytes.Index(text, []byte("\n\n")); bare >= 0 && (head < 0 || bare < head) {
 			head = bare - 1
@@ -94,6 +100,42 @@ func FuzzUpgradeAnswer(f *testing.F) {
 		}
 	})
 }
+
+// FuzzServer is nats.go over a link to a server that lets it in and then says
+// anything: nothing ends this process, no claim of a size is believed, and the
+// connection ends when the server's words do.
+func FuzzServer(f *testing.F) {
+	for _, s := range []string{
+		"MSG _INBOX.a 1 5\r\nhello\r\nPING\r\n", "HMSG a 1 r 12 17\r\nNATS/1.0\r\n\r\nhello\r\n", "MSG a 1 0\r\n\r\nPING\r\n", "INFO {\"max_payload\":-1}\r\n+OK\r\n-ERR 'x'\r\n",
+		"MSG a 1 9223372036854775807\r\nabc", "MSG a 1 1000000000000\r\nabc", "hmsg a 1 2 99999999999\r\nabc", "MSG a 1 00000000000000000000000000000007\r\nabc\r\n", "MSG a 1 18446744073709551617\r\n",
+		"INFO \nMSG a 1 5\r\nMSG a 1 99999999999\r\nab", "-ERR\t\nMSG a 1 5\r\nMSG a 1 99999999999\r\nab", "MSG a 1 5\r0\r\nabcdef", "MSG \na 1 99999999999\r\nab", "MSG a 1 5\nhello\n", "MSG a 1 3\r\nabc\nMSG a 1 99999999999\r\nab\n",
+		"MSG " + strings.Repeat("a", maxLine), "INFO " + strings.Repeat("{", maxLine), "PONG\r\nPONG\r\nMSGX 1\r\n",
+	} {
+		f.Add([]byte(s))
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		h := &hostile{text: append([]byte("INFO {\"max_payload\":1048576,\"headers\":true}\r\nPONG\r\n"), text...)}
+		closed := make(chan struct{})
+		alloctest.Bound(t, 2*maxPayload, func() {
+			nc, err := nats.Connect("nats://h:1", nats.SetCustomDialer(dialTo{&upgradedConn{Conn: h}}), nats.SkipHostLookup(), nats.NoReconnect(),
+				nats.IgnoreDiscoveredServers(), nats.ClosedHandler(func(*nats.Conn) { close(closed) }), nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) {}))
+			if err != nil {
+				return
+			}
+			defer nc.Close()
+			select {
+			case <-closed:
+			case <-time.After(within):
+				t.Errorf("%q: the connection does not end", text)
+			}
+		})
+	})
+}
+
+// dialTo is a nats.CustomDialer that has its connection already.
+type dialTo struct{ conn net.Conn }
+
+func (d dialTo) Dial(string, string) (net.Conn, error) { return d.conn, nil }
 
 // hijacked is a ResponseWriter over one end of a pipe.
 type hijacked struct {
