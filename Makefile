@@ -81,6 +81,10 @@ TIME ?= 5m
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
 	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core -sim.soak $(TIME)
 
+# TIME's default is the soak's; unless it is given, a target gets a minute.
+fuzz: | tools ## every fuzz test, for TIME=1m each; what is found stays in testdata/fuzz
+	GO=$(GO) scripts/fuzz.sh $(if $(filter file,$(origin TIME)),1m,$(TIME)) $(ONLY)
+
 mutants: | tools ## deliberate defects, each of which the simulator must find
 	$(GO) run ./internal/mutants
 
@@ -93,4 +97,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist python/*.egg-info .demo
 
-.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak mutants e2e lint clean
+.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants e2e lint clean

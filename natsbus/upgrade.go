@@ -300,10 +300,13 @@ func clientUpgrade(conn net.Conn, host string) (net.Conn, error) {
 	return &upgradedConn{Conn: conn, r: br}, nil
 }
 
-// upgradedConn reads first what came in one packet with the HTTP answer.
+// upgradedConn reads first what came in one packet with the HTTP answer, and
+// nothing that its guard refuses.
 type upgradedConn struct {
 	net.Conn
-	r *bufio.Reader // nil when it is empty
+	r       *bufio.Reader // nil when it is empty
+	guard   guard
+	refused error
 }
 
 // Close ends the connection at once.
@@ -319,6 +322,17 @@ func hangUp(c net.Conn) error {
 }
 
 func (c *upgradedConn) Read(b []byte) (int, error) {
+	if c.refused != nil {
+		return 0, c.refused
+	}
+	n, err := c.next(b)
+	if c.refused = c.guard.check(b[:n]); c.refused != nil {
+		return 0, c.refused
+	}
+	return n, err
+}
+
+func (c *upgradedConn) next(b []byte) (int, error) {
 	if c.r != nil {
 		if c.r.Buffered() > 0 {
 			return c.r.Read(b)

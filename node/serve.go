@@ -13,6 +13,9 @@ import (
 // serve answers a peer's request. It is called from the bus's goroutines.
 func (a *Agent) serve(via core.Via, req *wire.Request) *wire.Reply {
 	from := core.AgentID(req.From)
+	if from == "" { // nobody, to the machine: a load that looks for its P has no peer either
+		return refuse("request without the id of its sender")
+	}
 	switch req.Kind {
 	case wire.KindHello:
 		return a.serveHello(via, from, req.Hello)

@@ -91,7 +91,7 @@ func parseQuery(body []byte) ([]rank, error) {
 	var ranks []rank
 	for key, e := range entries {
 		dp, err := strconv.Atoi(key)
-		if err != nil || dp < 0 {
+		if err != nil || dp < 0 || strconv.Itoa(dp) != key { // "01" would be a second rank 1
 			return nil, fmt.Errorf("dp rank %q is not a number", key)
 		}
 		if e.EngineID == "" {

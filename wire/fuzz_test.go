@@ -2,12 +2,14 @@ package wire
 
 import (
 	"bytes"
+	"math"
 	"reflect"
-	"runtime/metrics"
 	"strings"
 	"testing"
 
 	"github.com/tinylib/msgp/msgp"
+
+	"github.com/kvconn/kvconn/internal/alloctest"
 )
 
 // maxShort bounds what one message of a few bytes may make Decode allocate. The
@@ -25,11 +27,12 @@ type codec interface {
 func fuzz(t *testing.T, b []byte, fresh func() codec) {
 	t.Helper()
 	m := fresh()
-	before := allocated()
-	err := Decode(b, m)
-	if n := allocated() - before; len(b) < 1024 && n > maxShort {
-		t.Fatalf("%d bytes make Decode allocate %d", len(b), n)
+	bound := uint64(math.MaxUint64)
+	if len(b) < 1024 {
+		bound = maxShort
 	}
+	var err error
+	alloctest.Bound(t, bound, func() { err = Decode(b, m) })
 	if err != nil {
 		return
 	}
@@ -48,13 +51,6 @@ func fuzz(t *testing.T, b []byte, fresh func() codec) {
 	if !reflect.DeepEqual(plain(m), plain(m2)) {
 		t.Fatalf("not equal: %+v, then %+v", m, m2)
 	}
-}
-
-// allocated is exact for large objects, which are what the bound is about.
-func allocated() uint64 {
-	s := []metrics.Sample{{Name: "/gc/heap/allocs:bytes"}}
-	metrics.Read(s)
-	return s[0].Value.Uint64()
 }
 
 // plain makes empty and missing lists alike, as the encoding does.

@@ -1,0 +1,379 @@
+package core_test
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// FuzzMachine reads its input as calls of the engine, messages of peers and
+// outcomes of a transport, and is one machine's user. Ids, blocks, codes,
+// statuses and the order are the input's; the user's duties of the package
+// comment are kept, and the transport keeps to its contract.
+//
+// What it checks: the ledger's promises (each accepted half is reported once, a
+// load after its fence); that no offer is reported while its blocks are read;
+// that a Write plans, and reads offered blocks only; that codes and statuses
+// which leave the machine are known; and that a closed machine is empty.
+func FuzzMachine(f *testing.F) {
+	// Operations with their operands, as next and what it calls read them.
+	offer := func(id byte) []byte { return []byte{1, id, 2, 3, 1, 2, 3, 1, 5} }
+	message := func(id, first byte) []byte { return []byte{5, id, 0, 0, 2, first, 0, 2, 2, 7, 8, 1, 4, 30} }
+	load := func(id byte) []byte { return []byte{3, id, 0, 0, 2, 2, 4, 5, 1, 6} }
+	claim := func(id byte) []byte { return []byte{2, id, 0} }
+	perform, expect, resolved, replied := []byte{11, 0}, []byte{11, 0, 0}, []byte{12, 0, 0, 0}, []byte{12, 0, 0, 0}
+	written, received, tick, second := []byte{12, 0, 0}, []byte{13, 0, 0, 9, 9}, []byte{10}, []byte{9, 4, 10}
+	renewed := func(status byte) []byte { return []byte{12, 0, 1, status, 0, 0, 0} }
+	started := slices.Concat(load(1), perform, resolved, expect, perform, replied)
+	for _, seed := range [][]byte{
+		slices.Concat(offer(0), message(0, 0), perform, written),
+		slices.Concat(message(0, 2), offer(0), perform, []byte{7, 0, 0, 0}, written, offer(0)),
+		slices.Concat([]byte{0, 0}, message(0, 0), []byte{6, 1, 0, 1, 0, 0}, []byte{9, 200}, tick, offer(0), []byte{4, 0}, perform, perform, written),
+		slices.Concat(offer(0), message(0, 0), perform, []byte{8, 0}, perform, []byte{9, 40}, tick, []byte{14, 0, 0, 0}, perform, perform, written),
+		slices.Concat(started, received), slices.Concat(started, []byte{13, 0, 1, 9, 9}, perform, perform),
+		slices.Concat(started, second, perform, renewed(3), second, perform, renewed(5), second, perform, renewed(6), perform),
+		slices.Concat(started, second, perform, []byte{12, 0, 0, 3, 0, 0, 0}, []byte{9, 40}, tick, perform, perform),
+		slices.Concat(load(1), perform, resolved, []byte{11, 0, 1}, perform, perform, perform, []byte{12, 0, 2}),
+		slices.Concat(load(1), perform, resolved, expect, perform, []byte{12, 0, 3, 2}, perform, perform, perform, resolved, expect, perform, replied, received),
+		slices.Concat(claim(1), perform, resolved, perform, renewed(1), load(1), expect, perform, replied, received),
+		slices.Concat(claim(1), claim(2), perform, resolved, perform, renewed(6), load(1), []byte{4, 2}, []byte{9, 250, 10}),
+		slices.Concat(load(0), load(1), load(2), load(3), load(4), offer(0), offer(1), offer(2), offer(3), offer(4), message(5, 0), message(6, 0), []byte{4, 0}),
+		slices.Concat([]byte{7, 0, 0, 5}, offer(0)), slices.Concat(started, []byte{15, 0, 1, 1, 0, 0, 0}),
+	} {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, in []byte) {
+		if len(in) > 4096 {
+			return
+		}
+		u := newUser(t, in)
+		for len(u.in) > 0 {
+			u.next()
+		}
+		u.end()
+	})
+}
+
+const fuzzTransfers = 4 // MaxTransfers: every limit is near
+
+// user is a machine's user whose choices are bytes.
+type user struct {
+	t      *testing.T
+	in     []byte
+	m      *core.Machine
+	layout *core.Layout
+	now    time.Time
+	ledger *ledger
+	token  uint64
+
+	queue   []core.Action // to be performed, in order
+	asked   []core.Action // performed, the answer is awaited
+	armed   []core.TransferID
+	writing map[core.TransferID]bool // the transport reads the blocks, or will
+	offered map[core.TransferID][][]core.BlockID
+}
+
+func newUser(t *testing.T, in []byte) *user {
+	l, err := core.NewLayout([]core.Region{
+		{Name: "k", Base: 1 << 20, BlockStride: 64, BlockBytes: 64, NumBlocks: 16},
+		{Name: "v", Base: 2 << 20, BlockStride: 64, BlockBytes: 32, NumBlocks: 12},
+		{Name: "s", Base: 3 << 20, BlockStride: 8, BlockBytes: 8, NumBlocks: 16, Group: 1},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &user{t: t, in: in, layout: l, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{},
+		m: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Claim: time.Minute})}
+}
+
+// byte is the input's next choice; 0 when there is none.
+func (u *user) byte() byte {
+	if len(u.in) == 0 {
+		return 0
+	}
+	b := u.in[0]
+	u.in = u.in[1:]
+	return b
+}
+
+func pick[T any](u *user, from []T) T { return from[int(u.byte())%len(from)] }
+
+var longID = core.TransferID(strings.Repeat("x", core.MaxTransferID))
+
+func (u *user) id() core.TransferID {
+	return pick(u, []core.TransferID{"a", "b", "c", "d", "e", "f", "", "a\x00", longID, longID + "x"})
+}
+
+// peer is never "", which means nobody to the machine: node lets no such one in.
+func (u *user) peer() core.AgentID { return pick(u, []core.AgentID{"p", "q", "r", "\xff"}) }
+
+func (u *user) code() core.Code {
+	return pick(u, []core.Code{core.OK, core.Cancelled, core.PeerLost, core.Closed, core.Refused, 99, -1, 1 << 40})
+}
+
+// blocks has up to 4 groups of up to 17 ids: more than there are.
+func (u *user) blocks() [][]core.BlockID {
+	out := make([][]core.BlockID, u.byte()%5)
+	for g := range out {
+		out[g] = make([]core.BlockID, u.byte()%18)
+		for i := range out[g] {
+			out[g][i] = core.BlockID(u.byte())
+			if out[g][i] == 0xff {
+				out[g][i] = ^core.BlockID(0)
+			}
+		}
+	}
+	return out
+}
+
+func (u *user) first() []uint32 {
+	out := make([]uint32, u.byte()%5)
+	for i := range out {
+		out[i] = pick(u, []uint32{0, 0, 1, 2, ^uint32(0)})
+	}
+	return out
+}
+
+func (u *user) ids() []core.TransferID {
+	out := make([]core.TransferID, u.byte()%5)
+	for i := range out {
+		out[i] = u.id()
+	}
+	return out
+}
+
+func (u *user) failure() error {
+	return pick(u, []error{nil, errors.New("broken"), core.ErrConnectionLost, core.ErrNotExpected})
+}
+
+// next makes one call.
+func (u *user) next() {
+	m := u.m
+	switch op := u.byte() % 16; op {
+	case 0:
+		_ = m.Announce(u.now, u.id())
+	case 1:
+		u.token++
+		r := core.OfferRequest{ID: u.id(), Blocks: u.blocks(), Token: u.token}
+		if m.Offer(u.now, r) == nil {
+			u.ledger.accepted(core.SideOffer, r.Token)
+			u.offered[r.ID] = r.Blocks
+		}
+	case 2:
+		_ = m.Claim(u.now, core.ClaimRequest{ID: u.id(), From: u.target()})
+	case 3:
+		u.token++
+		r := core.LoadRequest{ID: u.id(), From: u.target(), First: u.first(), Blocks: u.blocks(), Token: u.token}
+		if len(r.First) == 0 {
+			r.First = nil
+		}
+		if m.Load(u.now, r) == nil {
+			u.ledger.accepted(core.SideLoad, r.Token)
+		}
+	case 4:
+		_ = m.Cancel(u.now, u.id(), "")
+	case 5:
+		code, _ := m.LoadArrived(u.now, core.LoadMessage{ID: u.id(), Peer: u.peer(), Grant: []byte{u.byte() % 3}, First: u.first(), Blocks: u.blocks(),
+			Lease: time.Duration(int8(u.byte())) * time.Second})
+		u.known(code)
+	case 6:
+		loads, claims := u.ids(), u.ids()
+		answers := m.RenewArrived(u.now, u.peer(), loads, claims)
+		if len(answers) != len(loads)+len(claims) {
+			u.t.Errorf("%d answers to a renewal of %q and %q", len(answers), loads, claims)
+		}
+		for _, a := range answers {
+			u.known(a.Code)
+			if a.Status > core.StatusEnded {
+				u.t.Errorf("status %d", a.Status)
+			}
+		}
+	case 7:
+		m.FinishArrived(u.now, u.peer(), u.id(), u.code(), "said so")
+	case 8:
+		m.PeerDown(u.now, u.peer())
+	case 9: // up to a minute, also without a tick
+		u.now = u.now.Add(time.Duration(u.byte()) * time.Second / 4)
+	case 10:
+		u.now = u.now.Add(core.TickInterval)
+		m.Tick(u.now)
+	case 11:
+		for range 1 + u.byte()%8 {
+			u.perform()
+		}
+	case 12:
+		u.answer()
+	case 13:
+		if len(u.armed) > 0 {
+			i := int(u.byte()) % len(u.armed)
+			id := u.armed[i]
+			u.armed = slices.Delete(u.armed, i, i+1)
+			err := u.failure()
+			if err == nil {
+				u.ledger.disarmed(id)
+			}
+			m.Received(u.now, id, core.TransferStats{Bytes: uint64(u.byte()), Nanos: int64(u.byte())}, err)
+		}
+	case 14:
+		m.ProbeReplied(u.now, u.peer(), u.byte()%2 == 0, u.failure())
+	case 15: // a renewal's answer that nobody asked for, or another one than was asked
+		r := core.SendRenew{Peer: u.peer(), Loads: u.ids(), Claims: u.ids()}
+		m.RenewReplied(u.now, r, u.answers(len(r.Loads)+len(r.Claims)), false, nil)
+	}
+	u.collect()
+}
+
+func (u *user) target() core.Target {
+	return pick(u, []core.Target{{Bootstrap: "http://p:1"}, {Bootstrap: "http://q:1"}, {EngineID: "e", DPRank: -1}, {}})
+}
+
+// answers are for n transfers, or for another number.
+func (u *user) answers(n int) []core.Answer {
+	if u.byte()%8 == 0 {
+		n = int(u.byte() % 8)
+	}
+	out := make([]core.Answer, n)
+	for i := range out {
+		out[i] = core.Answer{Status: core.Status(u.byte() % 9), Code: u.code(), Reason: "as it says"}
+	}
+	return out
+}
+
+// collect takes the machine's actions, reports at once and the rest in order.
+func (u *user) collect() {
+	for _, a := range u.m.Actions() {
+		u.ledger.action(a)
+		switch v := a.(type) {
+		case core.Report:
+			u.known(v.Code)
+			if v.Side == core.SideOffer && u.writing[v.ID] {
+				u.t.Errorf("offer %q is reported while its blocks are read: %+v", v.ID, v)
+			}
+			continue
+		case core.SendFinish:
+			u.known(v.Code)
+		case core.Write:
+			u.checkWrite(v)
+			u.writing[v.ID] = true
+		}
+		u.queue = append(u.queue, a)
+	}
+	if s := u.m.Sizes(); s.Loads > fuzzTransfers || s.Offers > 2*fuzzTransfers || s.Early > fuzzTransfers || s.Ended > fuzzTransfers || s.Peers > fuzzTransfers || s.Probes > 2*fuzzTransfers {
+		u.t.Errorf("over the limit of %d: %+v", fuzzTransfers, s)
+	}
+}
+
+func (u *user) known(c core.Code) {
+	if strings.HasPrefix(c.String(), "code-") {
+		u.t.Errorf("%v leaves the machine", c)
+	}
+}
+
+// checkWrite: whatever blocks D names, what is read are blocks that the engine
+// has offered under this id, and the plan stays within them.
+func (u *user) checkWrite(w core.Write) {
+	if u.writing[w.ID] {
+		u.t.Errorf("%q is written twice at a time", w.ID)
+	}
+	for g, ids := range w.Src {
+		for _, id := range ids {
+			if g >= len(u.offered[w.ID]) || !slices.Contains(u.offered[w.ID][g], id) {
+				u.t.Errorf("block %d of group %d is read for %q, offered are %v", id, g, w.ID, u.offered[w.ID])
+			}
+		}
+	}
+	pairs, err := u.layout.Plan(w.Src, u.layout.Shapes(), w.Dst)
+	if err != nil {
+		u.t.Errorf("no plan for %+v: %v", w, err)
+	}
+	for _, p := range pairs {
+		if p.SrcOffset+p.Length > u.layout.Regions[p.SrcRegion].Extent() {
+			u.t.Errorf("%+v is read outside of its region", p)
+		}
+	}
+}
+
+// perform does the oldest action.
+func (u *user) perform() {
+	if len(u.queue) == 0 {
+		return
+	}
+	a := u.queue[0]
+	u.queue = u.queue[1:]
+	switch v := a.(type) {
+	case core.Expect:
+		if u.byte()%4 == 1 {
+			u.m.Expecting(u.now, v.ID, nil, errors.New("no place"))
+			break
+		}
+		u.armed = append(u.armed, v.ID)
+		u.m.Expecting(u.now, v.ID, []byte("grant"), nil)
+	case core.Revoke:
+		u.armed = slices.DeleteFunc(u.armed, func(id core.TransferID) bool { return id == v.ID })
+		u.ledger.disarmed(v.ID)
+		u.m.Revoked(u.now, v.ID)
+	case core.SendFinish, core.Forget, core.StopWrite:
+	default:
+		u.asked = append(u.asked, a)
+	}
+	u.collect()
+}
+
+// answer brings the outcome of one of the actions that take their time.
+func (u *user) answer() {
+	if len(u.asked) == 0 {
+		return
+	}
+	i := int(u.byte()) % len(u.asked)
+	a := u.asked[i]
+	u.asked = slices.Delete(u.asked, i, i+1)
+	switch v := a.(type) {
+	case core.Resolve:
+		// The codes are node's own, and the registry's entries have legal ids.
+		code := pick(u, []core.Code{core.OK, core.OK, core.Unreachable, core.Refused})
+		u.m.Resolved(u.now, v.ID, v.Seq, pick(u, []core.AgentID{"p", "q", "r"}), code, "as it is")
+	case core.SendLoad:
+		u.m.LoadReplied(u.now, v.ID, v.Seq, u.byte()%4 == 3, u.code(), "as it is")
+	case core.SendRenew:
+		u.m.RenewReplied(u.now, v, u.answers(len(v.Loads)+len(v.Claims)), u.byte()%4 == 3, u.failure())
+	case core.SendProbe:
+		u.m.ProbeReplied(u.now, v.Peer, u.byte()%4 == 3, u.failure())
+	case core.Write:
+		delete(u.writing, v.ID)
+		u.m.Written(u.now, v.ID, core.TransferStats{Bytes: 1}, u.failure())
+	default:
+		u.t.Fatalf("unknown action %T", a)
+	}
+	u.collect()
+}
+
+// end closes the machine and performs what is left: nothing may remain.
+func (u *user) end() {
+	u.m.Close(u.now)
+	u.collect()
+	for range 10000 {
+		switch {
+		case len(u.queue) > 0:
+			u.perform()
+		case len(u.asked) > 0:
+			u.answer()
+		default:
+			if left := u.m.Sizes(); left != (core.Sizes{Ended: left.Ended}) {
+				u.t.Errorf("left after Close: %+v", left)
+			}
+			u.ledger.end()
+			for _, fault := range u.ledger.broken {
+				u.t.Error(fault)
+			}
+			if err := u.m.Load(u.now, core.LoadRequest{ID: "late", From: core.Target{EngineID: "e"}}); !errors.Is(err, core.ErrClosed) {
+				u.t.Errorf("a load after Close: %v", err)
+			}
+			return
+		}
+	}
+	u.t.Errorf("no end of actions: %d to perform, %d to answer", len(u.queue), len(u.asked))
+}

@@ -1,0 +1,82 @@
+package natsbus
+
+import (
+	"bytes"
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/kvconn/kvconn/wire"
+)
+
+// Bounds of what a server behind a bootstrap port may send.
+const (
+	maxLine    = 64 << 10                     // of the protocol: an INFO is the longest
+	maxPayload = wire.MaxMessage + (64 << 10) // with its headers
+)
+
+// guard follows a server's side of the NATS protocol. nats.go believes the size
+// that a message claims and allocates it at once, in a goroutine whose panic
+// ends the host, and keeps a line until it ends: neither is for a server that
+// a client's request has named.
+type guard struct {
+	line []byte // of the protocol, as far as it came
+	skip int    // bytes of a payload and the one behind it that are still to come
+	tail bool   // nats.go reads on to the end of the line then
+}
+
+// check takes the next bytes; an error says what nats.go must not see.
+func (g *guard) check(p []byte) error {
+	for len(p) > 0 {
+		if g.skip > 0 {
+			n := min(g.skip, len(p))
+			g.skip -= n
+			p = p[n:]
+			continue
+		}
+		end := bytes.IndexByte(p, '\n')
+		part := p
+		if end >= 0 {
+			part = p[:end]
+		}
+		p = p[min(len(part)+1, len(p)):]
+		if g.tail {
+			g.tail = end < 0
+			continue
+		}
+		if len(g.line)+len(part) > maxLine {
+			return fmt.Errorf("the server sends a line of more than %d bytes", maxLine)
+		}
+		g.line = append(g.line, part...)
+		if end < 0 {
+			return nil
+		}
+		if err := g.message(string(g.line)); err != nil {
+			return err
+		}
+		g.line = g.line[:0]
+	}
+	return nil
+}
+
+// message looks whether a line announces a payload.
+func (g *guard) message(line string) error {
+	verb := strings.ToUpper(line[:min(len(line), 4)])
+	switch {
+	case strings.HasPrefix(verb, "MSG"), verb == "HMSG":
+	case (verb == "INFO" || verb == "-ERR") && strings.TrimSpace(line[4:]) == "":
+		return fmt.Errorf("the server sends an empty %s", verb) // nats.go would take the next line for its text
+	default:
+		return nil
+	}
+	// nats.go takes other ends too, and then reads another number than this.
+	args, ended := strings.CutSuffix(line, "\r")
+	fields := strings.FieldsFunc(args, func(r rune) bool { return r == ' ' || r == '\t' })
+	last := fields[len(fields)-1]
+	size, err := strconv.ParseUint(last, 10, 31)
+	if err != nil || !ended || strings.Contains(args, "\r") || size > maxPayload {
+		return fmt.Errorf("the server announces a message as %.60q: want a size of at most %d bytes", line, maxPayload)
+	}
+	g.skip, g.tail = int(size)+1, true
+	return nil
+}

@@ -1,0 +1,244 @@
+package node
+
+import (
+	"encoding/json"
+	"errors"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/tinylib/msgp/msgp"
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/alloctest"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// FuzzConfig: any text is either refused with ErrInvalid, or a Config that
+// passes its own check, that is the same after it was written and read again,
+// and whose numbers are within their documented ranges.
+func FuzzConfig(f *testing.F) {
+	full, err := json.Marshal(testConfig(RoleBoth))
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(full)
+	f.Add(full[:len(full)/2])
+	for _, s := range []string{
+		`{"engine_id":"e","role":"prefill"}`, `{"engine_id":"e","role":"decode","lease_s":0.5,"peer_timeout_s":3600,"tcp_streams":64}`,
+		`{"engine_id":"e","role":"decode","lease_s":3601}`, `{"engine_id":"e","role":"decode","lease_s":1e300}`, `{"engine_id":"e","role":"decode","lease_s":-1e300}`, `{"engine_id":"e","role":"decode","lease_s":1.0000000001}`,
+		`{"ENGINE_ID":"e","Role":"both","nats_url":"nats://h:1,h:2","nats_replicas":3}`, `{"engine_id":"e","role":"prefill","bootstrap_port":-1}`,
+		`{"engine_id":"e","role":"prefill","bootstrap_port":99999999999999999999}`, `{"engine_id":"e","role":"prefill","max_transfers":65536,"nats_token":"a b"}`,
+		`{"engine_id":"e","role":"decode","bootstrap_allow":["10.0.0.0/8","*.cluster.local","h"],"advertise_host":"::1"}`, `{"engine_id":"e","role":"both","advertise_host":"h:1"}`,
+		`{"engine_id":"e","role":"both","nats_nkeys":["UA"]}`, `{"engine_id":"e","role":"both","tls_cert_file":"c","tls_key_file":"k"}`, `{"engine_id":"\ud800","role":"both"}`,
+		`{"engine_id":"e","role":"both"} x`, `{"engine_id":"e","role":"both","engine_id":"","x":1}`, `null`, `[]`, ``, `{"a":`, strings.Repeat(`[`, 20000),
+	} {
+		f.Add([]byte(s))
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		c, err := ParseConfig(text)
+		if err != nil {
+			if !errors.Is(err, core.ErrInvalid) {
+				t.Errorf("%q: %v is no ErrInvalid", text, err)
+			}
+			return
+		}
+		if err := c.Check(); err != nil {
+			t.Fatalf("%q is accepted, but %v", text, err)
+		}
+		for _, s := range []Seconds{c.Lease, c.PeerTimeout, c.EarlyLoad, c.ConnectTimeout, c.StallTimeout, c.CloseTimeout} {
+			if d := time.Duration(s); d < 500*time.Millisecond || d > time.Hour {
+				t.Errorf("%q has a duration of %v", text, d)
+			}
+		}
+		if c.MaxTransfers < 1 || c.MaxTransfers > 65536 || c.TCPStreams < 1 || c.TCPStreams > 64 || c.EngineID == "" || len(c.EngineID) > 256 {
+			t.Errorf("%q is accepted: %+v", text, c)
+		}
+		again, err := json.Marshal(c)
+		if err != nil {
+			t.Fatalf("%+v is not written: %v", c, err)
+		}
+		c2, err := ParseConfig(again)
+		if err != nil {
+			t.Fatalf("%q becomes %s: %v", text, again, err)
+		}
+		if len(c.NATSNKeys) == 0 && len(c.BootstrapAllow) == 0 { // [] and null are alike
+			c.NATSNKeys, c.BootstrapAllow, c2.NATSNKeys, c2.BootstrapAllow = nil, nil, nil, nil
+		}
+		if !reflect.DeepEqual(c, c2) {
+			t.Errorf("%q is %+v, and then %+v", text, c, c2)
+		}
+	})
+}
+
+// fakeTransport admits everyone and keeps what is to be written.
+type fakeTransport struct {
+	core.Transport
+	admitted map[core.AgentID]bool
+	writes   []core.WriteOp
+}
+
+func (*fakeTransport) Name() string { return "tcp" }
+func (f *fakeTransport) Admit(id core.AgentID) ([]byte, error) {
+	f.admitted[id] = true
+	return make([]byte, 16), nil
+}
+func (f *fakeTransport) Dismiss(id core.AgentID) { delete(f.admitted, id) }
+func (f *fakeTransport) Write(op core.WriteOp)   { f.writes = append(f.writes, op) }
+
+// deafAgent is a registered prefill agent without a bus and without goroutines:
+// what its machine wants done stays in its queue.
+func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
+	l, err := core.NewLayout(fuzzRegions)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tr := &fakeTransport{admitted: map[core.AgentID]bool{}}
+	a := &Agent{id: "P", cfg: testConfig(RoleBoth), log: zap.NewNop(), clock: systemClock{}, reports: newReportQueue(64), wake: make(chan struct{}, 1),
+		peers: newPeerTable(), layout: l, transport: tr, machine: core.New(l, core.Options{MaxTransfers: 8}), state: stateRegistered}
+	a.self = &wire.Agent{Version: wire.Version, ID: "P", EngineID: a.cfg.EngineID, Endpoints: []wire.Endpoint{{Transport: "tcp", Address: ":1"}}}
+	for _, s := range l.Shapes() {
+		a.self.Shapes = append(a.self.Shapes, wire.Shape(s))
+	}
+	return a, tr
+}
+
+var fuzzRegions = []core.Region{
+	{Name: "k", Base: 1 << 20, BlockStride: 64, BlockBytes: 64, NumBlocks: 16},
+	{Name: "s", Base: 2 << 20, BlockStride: 16, BlockBytes: 8, NumBlocks: 16, Group: 1},
+}
+
+// FuzzServe gives a prefill agent two messages of a stranger, between them the
+// engine's offer of transfer "t-1". Each answer can be sent and read; statuses
+// are as many as were asked for; nobody gets bytes before a hello that fits; and
+// what is written lies in the offered blocks. A message of a few bytes makes the
+// agent allocate little, whatever it claims.
+func FuzzServe(f *testing.F) {
+	hello := func(from string, change func(*wire.Agent)) *wire.Request {
+		h := &wire.Agent{Version: wire.Version, ID: from, EngineID: "d", Shapes: []wire.Shape{{Name: "k", BlockStride: 64, BlockBytes: 64, NumBlocks: 99}, {Name: "s", BlockStride: 1 << 60, BlockBytes: 8, Group: 1}}}
+		if change != nil {
+			change(h)
+		}
+		return &wire.Request{Kind: wire.KindHello, From: from, Hello: h}
+	}
+	load := func(from string, groups ...wire.Blocks) *wire.Request {
+		return &wire.Request{Kind: wire.KindLoad, From: from, Load: &wire.Load{TransferID: "t-1", Transport: "tcp", Grant: []byte{1}, Groups: groups, LeaseMS: 30000}}
+	}
+	renew := func(from string, loads, claims []string) *wire.Request {
+		return &wire.Request{Kind: wire.KindRenew, From: from, Renew: &wire.Renew{Loads: loads, Claims: claims}}
+	}
+	finish := func(from string, list ...wire.Finish) *wire.Request {
+		return &wire.Request{Kind: wire.KindFinish, From: from, Finishes: list}
+	}
+	ids := wire.Blocks{IDs: []uint32{7, 8}}
+	for _, seed := range [][3]*wire.Request{
+		{hello("d", nil), load("d", ids), renew("d", []string{"t-1"}, []string{"t-2", ""})},
+		{hello("d", nil), load("d", wire.Blocks{First: 1<<32 - 1, IDs: []uint32{1<<32 - 1}}, ids), finish("d", wire.Finish{TransferID: "t-1", Code: -1})},
+		{hello("d", nil), load("d", ids, ids, ids), finish("d", wire.Finish{TransferID: "t-1"}, wire.Finish{TransferID: "t-2", Code: 1 << 40, Reason: "x"})},
+		{hello("d", func(h *wire.Agent) { h.Shapes[0].BlockBytes = 0 }), load("d", ids), renew("d", nil, nil)},
+		{hello("d", func(h *wire.Agent) { h.ID = "other" }), load("other", ids), renew("e", []string{"t-1"}, []string{"t-1"})},
+		{hello("", nil), load("", ids), renew("", nil, []string{"t-1"})},
+	} {
+		var enc [3][]byte
+		for i, m := range seed {
+			b, err := m.MarshalMsg(nil)
+			if err != nil {
+				f.Fatal(err)
+			}
+			enc[i] = b
+		}
+		f.Add(enc[0], enc[1], enc[2])
+		f.Add(enc[0], enc[2], enc[1])
+		f.Add(enc[0], enc[1][:len(enc[1])-3], append(enc[2], 0xc0))
+	}
+	// Arrays of 65536 elements in a few bytes.
+	f.Add(msgp.AppendArrayHeader([]byte("\x83\xa1k\x03\xa1f\xa1d\xa1r\x81\xa1t"), 65536), msgp.AppendArrayHeader([]byte("\x83\xa1k\x01\xa1f\xa1d\xa1h\x81\xa1s"), 65536),
+		msgp.AppendArrayHeader([]byte("\x83\xa1k\x02\xa1f\xa1d\xa1l\x81\xa1b\x91\x92\x00"), 65536))
+	f.Fuzz(func(t *testing.T, first, second, third []byte) {
+		a, tr := deafAgent(t)
+		for i, b := range [][]byte{first, second, third} {
+			if i == 2 {
+				if _, err := a.Offer([]core.OfferRequest{{ID: "t-1", Blocks: [][]core.BlockID{{1, 2, 3}, {4}}}}); err != nil && !errors.Is(err, core.ErrDuplicate) {
+					t.Fatal(err)
+				}
+			}
+			bound := uint64(64 << 20)
+			if len(b) < 1024 {
+				bound = 10 << 20 // package wire's own, and a little
+			}
+			alloctest.Bound(t, bound, func() {
+				req := new(wire.Request)
+				if wire.Decode(b, req) == nil {
+					checkServed(t, a, tr, req)
+				}
+			})
+		}
+	})
+}
+
+// fits: the blocks of h's shapes are those of fuzzRegions.
+func fits(h *wire.Agent) bool {
+	return len(h.Shapes) == 2 && h.Version == wire.Version && h.Shapes[0].Name == "k" && h.Shapes[0].BlockBytes == 64 && h.Shapes[0].Group == 0 &&
+		h.Shapes[1].Name == "s" && h.Shapes[1].BlockBytes == 8 && h.Shapes[1].Group == 1
+}
+
+func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) {
+	t.Helper()
+	from := core.AgentID(req.From)
+	rep := a.serve("via", req)
+	if rep == nil {
+		t.Fatalf("no answer to %+v", req)
+	}
+	sent := *rep
+	sent.Reason = shorten(sent.Reason) // as natsbus does, later
+	b, err := sent.MarshalMsg(nil)
+	if err == nil {
+		err = wire.Decode(b, new(wire.Reply))
+	}
+	if err != nil {
+		t.Fatalf("the answer %+v to %+v: %v", rep, req, err)
+	}
+	if req.From == "" && rep.Code == 0 {
+		t.Errorf("a request without a sender is served: %+v", req)
+	}
+	if r := req.Renew; req.Kind == wire.KindRenew && rep.Code == 0 && len(rep.Statuses) != len(r.Loads)+len(r.Claims) {
+		t.Errorf("%d statuses for %+v", len(rep.Statuses), r)
+	}
+	if len(rep.Ticket) > 0 && (req.Kind != wire.KindHello || !fits(req.Hello)) {
+		t.Errorf("a ticket for %+v", req)
+	}
+	if req.Kind == wire.KindLoad && !tr.admitted[from] && rep.Code == 0 {
+		t.Errorf("a load of a stranger is answered with %+v", rep)
+	}
+	if (a.peers.get(from) != nil) != tr.admitted[from] {
+		t.Errorf("%q is known %v, admitted %v", from, a.peers.get(from) != nil, tr.admitted[from])
+	}
+	if s := a.machine.Sizes(); s.Offers > 16 || s.Early > 8 || s.Ended > 8 {
+		t.Errorf("over the limits: %+v", s)
+	}
+	queue := a.queue
+	a.queue = nil
+	for _, act := range queue {
+		if w, ok := act.(core.Write); ok {
+			a.write(w)
+		}
+	}
+	for _, w := range tr.writes {
+		if !tr.admitted[w.Peer] || w.Peer == "" || w.ID != "t-1" {
+			t.Errorf("%q is written to %q", w.ID, w.Peer)
+		}
+		for _, p := range w.Pairs {
+			r := a.layout.Regions[p.SrcRegion]
+			low, high := 1*r.BlockStride, 3*r.BlockStride+r.BlockBytes // offered are 1 to 3, and 4 of group 1
+			if r.Group == 1 {
+				low, high = 4*r.BlockStride, 4*r.BlockStride+r.BlockBytes
+			}
+			if p.SrcOffset < low || p.SrcOffset+p.Length > high {
+				t.Errorf("%+v is outside of the offered blocks", p)
+			}
+		}
+	}
+	tr.writes = nil
+}
