@@ -1,0 +1,233 @@
+package chaos
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// never is the time of a step that is not made.
+const never = time.Duration(-1)
+
+// plan is what the router does with one transfer; times count from its start.
+type plan struct {
+	id      core.TransferID
+	tag     uint64
+	p, d    int
+	first   int // blocks that D has cached
+	blocks  int // that it loads
+	offered int // that P has
+
+	announce, offer, load time.Duration
+	cancelP, cancelD      time.Duration
+}
+
+// Bounds of what is drawn.
+const (
+	maxBlocks  = 24
+	maxPrefill = 800 * time.Millisecond
+)
+
+// drawPlan draws a transfer of one pair: most are what engines do all day, some
+// are what goes wrong without any fault.
+func drawPlan(r *rand.Rand, id core.TransferID, p, d int) plan {
+	pl := plan{id: id, tag: r.Uint64() >> 1, p: p, d: d, announce: never, load: never, offer: never, cancelP: never, cancelD: never}
+	pl.blocks = 1 + r.IntN(maxBlocks)
+	if r.IntN(4) == 0 {
+		pl.first = r.IntN(8)
+	}
+	pl.offered = pl.first + pl.blocks
+	if r.IntN(8) == 0 {
+		pl.offered += r.IntN(4)
+	}
+	within := func(d time.Duration) time.Duration { return time.Duration(r.Int64N(int64(d))) }
+	pl.offer = within(maxPrefill)
+	pl.load = within(maxPrefill)
+	if r.IntN(3) > 0 {
+		pl.announce = within(pl.offer + 1)
+	}
+	switch n := r.IntN(100); {
+	case n < 80: // a plain one
+	case n < 84: // D needs nothing
+		pl.first, pl.blocks = 0, 0
+	case n < 88: // the request ends at D
+		pl.cancelD = within(2 * maxPrefill)
+	case n < 92: // the request ends at P
+		pl.cancelP = within(2 * maxPrefill)
+	case n < 94: // on both sides at once
+		pl.cancelD = within(2 * maxPrefill)
+		pl.cancelP = pl.cancelD
+	case n < 96: // nobody loads
+		pl.load = never
+	case n < 98: // nobody offers, nor ever says a word of it
+		pl.offer, pl.announce = never, never
+	default: // P works on it for a while, and then the request ends
+		pl.offer, pl.announce = never, within(maxPrefill)
+		pl.cancelP = pl.announce + within(4*maxPrefill)
+	}
+	return pl
+}
+
+// plainPlan is a transfer that ends well where nothing is broken.
+func plainPlan(r *rand.Rand, id core.TransferID, p, d int) plan {
+	for {
+		pl := drawPlan(r, id, p, d)
+		if pl.cancelP == never && pl.cancelD == never && pl.load != never && pl.offer != never && pl.blocks > 0 {
+			pl.offer, pl.load = pl.offer/8, pl.load/8
+			pl.announce = min(pl.announce, pl.offer)
+			return pl
+		}
+	}
+}
+
+// transfer is one plan being carried out.
+type transfer struct {
+	offer, load *entry // nil when the call was not ordered
+}
+
+// carry does what a plan says, and returns when both halves have ended or ctx
+// has.
+func (f *fleet) carry(ctx context.Context, pl plan) transfer {
+	var t transfer
+	P, D := f.P[pl.p], f.D[pl.d]
+	prefill, prefillLife := P.up()
+	decode, decodeLife := D.up()
+	type step struct {
+		at time.Duration
+		do func()
+	}
+	one := func(o order, p *process) error {
+		if p == nil {
+			return errDown
+		}
+		return p.give(o)
+	}
+	call := func(c *child, p *process, life int, side core.Side, o order) *entry {
+		if p == nil {
+			return nil
+		}
+		e := f.led.ordered(c.name, life, half{side, pl.id}, pl.p, pl.d)
+		if one(o, p) != nil {
+			f.led.void(e)
+		}
+		return e
+	}
+	cancel := func(p *process, why string) {
+		for _, e := range []*entry{t.offer, t.load} {
+			if e != nil {
+				f.led.cancel(e)
+			}
+		}
+		_ = one(order{Op: opCancel, Items: []item{{ID: pl.id}}, Reason: why}, p)
+	}
+	steps := []step{
+		{pl.announce, func() { _ = one(order{Op: opAnnounce, Items: []item{{ID: pl.id}}}, prefill) }},
+		{pl.offer, func() {
+			t.offer = call(P, prefill, prefillLife, core.SideOffer, order{Op: opOffer, Items: []item{{ID: pl.id, Tag: pl.tag, Blocks: pl.offered}}})
+		}},
+		{pl.load, func() {
+			t.load = call(D, decode, decodeLife, core.SideLoad, order{Op: opLoad,
+				Items: []item{{ID: pl.id, Tag: pl.tag, First: pl.first, Blocks: pl.blocks, From: f.target(pl.p, pl.d)}}})
+		}},
+		{pl.cancelP, func() { cancel(prefill, "the router cancels at P") }},
+		{pl.cancelD, func() { cancel(decode, "the router cancels at D") }},
+	}
+	slices.SortStableFunc(steps, func(a, b step) int { return cmp.Compare(a.at, b.at) })
+	start := time.Now()
+	for _, s := range steps {
+		if s.at == never {
+			continue
+		}
+		select {
+		case <-ctx.Done():
+			return t
+		case <-time.After(time.Until(start.Add(s.at))):
+			s.do()
+		}
+	}
+	for _, e := range []*entry{t.offer, t.load} {
+		if e == nil {
+			continue
+		}
+		select {
+		case <-ctx.Done():
+			return t
+		case <-e.done:
+		}
+	}
+	return t
+}
+
+// perPair is how many transfers of a pair the router has under way.
+const perPair = 8
+
+// traffic keeps transfers of every pair under way until stop ends; those that
+// were begun are carried on until ctx ends. It returns when all have ended.
+func (f *fleet) traffic(ctx context.Context, stop <-chan struct{}, seed uint64) {
+	var wg sync.WaitGroup
+	for p := range f.P {
+		for d := range f.D {
+			for k := range perPair {
+				r := rand.New(rand.NewPCG(seed, uint64(p)<<32|uint64(d)<<16|uint64(k)))
+				wg.Go(func() {
+					for n := 0; ; n++ {
+						select {
+						case <-stop:
+							return
+						case <-ctx.Done():
+							return
+						default:
+						}
+						id := core.TransferID(fmt.Sprintf("%s-p%d-d%d-%d-%d", f.name, p, d, k, n))
+						t := f.carry(ctx, drawPlan(r, id, p, d))
+						if t.offer == nil && t.load == nil { // both are down: not all the time
+							select {
+							case <-stop:
+							case <-time.After(50 * time.Millisecond):
+							}
+						}
+					}
+				})
+			}
+		}
+	}
+	wg.Wait()
+}
+
+// round has every pair carry n plain transfers, which must all end well.
+func (f *fleet) round(ctx context.Context, what string, seed uint64, n int) {
+	var wg sync.WaitGroup
+	for p := range f.P {
+		for d := range f.D {
+			r := rand.New(rand.NewPCG(seed, uint64(p)<<32|uint64(d)))
+			wg.Go(func() {
+				for k := range n {
+					id := core.TransferID(fmt.Sprintf("%s-%s-p%d-d%d-%d", f.name, what, p, d, k))
+					f.mustEndWell(f.carry(ctx, plainPlan(r, id, p, d)), what)
+				}
+			})
+		}
+	}
+	wg.Wait()
+}
+
+// mustEndWell writes down what has not.
+func (f *fleet) mustEndWell(t transfer, what string) {
+	for _, e := range []*entry{t.offer, t.load} {
+		if e == nil {
+			f.led.problem("%s: a process is not up", what)
+			continue
+		}
+		f.led.mu.Lock()
+		if e.state != halfReported || e.code != core.OK {
+			f.led.addProblem("%s: without any fault %s of %s: %s: %s", what, e.side, e.id, e.outcome(), e.reason)
+		}
+		f.led.mu.Unlock()
+	}
+}

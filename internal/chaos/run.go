@@ -1,0 +1,189 @@
+package chaos
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"strings"
+	"time"
+)
+
+// Options of a run.
+type Options struct {
+	Self   []string // the command that runs RunEngine
+	Faults int
+	Seed   uint64
+	Short  bool // smaller overload parts and shorter faults
+	Strict bool // a late notice of P's death is a failure too
+	// Progress is told what the run does now.
+	Progress func(format string, args ...any)
+
+	// sabotage is given to a D's and a P's process in the middle, by tests.
+	sabotage []string
+	parts    []string      // of the run; all if empty
+	drain    time.Duration // in place of drainBound
+}
+
+// Bounds of a run.
+const (
+	leaseSeconds = 4
+	earlySeconds = 3
+	// drainBound is how long after the last fault everything must have ended: a
+	// lease, what a look-up and a second one may take, and a good deal for a
+	// machine that is busy.
+	drainBound = 40 * time.Second
+	// noticeBound is how soon a load must be reported whose P was killed.
+	noticeBound = 3 * time.Second
+)
+
+// mainShape is the fleet of the faults: blocks are few, so that they are used
+// again at once.
+func mainShape() shape {
+	return shape{name: "f", prefills: 3, decodes: 2, memory: opening{
+		Lease: leaseSeconds, EarlyLoad: earlySeconds, MaxTransfers: 4096, Regions: 4, Blocks: 256, BlockBytes: 8 << 10,
+	}}
+}
+
+// Run carries out a whole run. The error says what kept it from being one; what
+// it found is in the Result.
+func Run(ctx context.Context, opt Options) (*Result, error) {
+	if opt.Progress == nil {
+		opt.Progress = func(string, ...any) {}
+	}
+	if opt.drain == 0 {
+		opt.drain = drainBound
+	}
+	start := now()
+	res := &Result{Seed: opt.Seed, Short: opt.Short, Strict: opt.Strict}
+	led := newLedger()
+	parts := []struct {
+		name string
+		run  func(context.Context, *Options, *ledger, *Result) error
+	}{
+		{"faults", runFaults},
+	}
+	for _, part := range parts {
+		if len(opt.parts) > 0 && !contains(opt.parts, part.name) {
+			continue
+		}
+		if err := part.run(ctx, &opt, led, res); err != nil {
+			if ctx.Err() != nil {
+				return nil, ctx.Err()
+			}
+			return nil, fmt.Errorf("%s: %w", part.name, err)
+		}
+	}
+	res.Took = time.Duration(now() - start)
+	res.close(led)
+	return res, nil
+}
+
+func contains(list []string, s string) bool {
+	for _, v := range list {
+		if v == s {
+			return true
+		}
+	}
+	return false
+}
+
+// runFaults is the main part: traffic, and faults under it.
+func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err error) {
+	f, err := startFleet(ctx, opt.Self, mainShape(), led)
+	if err != nil {
+		return err
+	}
+	defer f.destroy()
+	opt.Progress("%d P and %d D engines, seed %d", len(f.P), len(f.D), opt.Seed)
+	f.round(ctx, "before the faults", opt.Seed, 10)
+	before, err := f.counts(ctx)
+	if err != nil {
+		return err
+	}
+
+	stop, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		f.traffic(ctx, stop, opt.Seed)
+	}()
+	longest := 8 * time.Second
+	if opt.Short {
+		longest = 4 * time.Second
+	}
+	in := newInjector(f, opt.Seed, longest)
+	watch := time.NewTicker(10 * time.Second)
+	defer watch.Stop()
+	injected := make(chan struct{})
+	go func() {
+		defer close(injected)
+		in.run(ctx, opt.Faults)
+	}()
+	if err := f.sabotageAll(ctx, opt.sabotage); err != nil {
+		return err
+	}
+	for done := false; !done; {
+		select {
+		case <-injected:
+			done = true
+		case <-watch.C:
+			opt.Progress("%d of %d faults", in.count(), opt.Faults)
+		}
+	}
+	if ctx.Err() != nil {
+		<-ended
+		return ctx.Err()
+	}
+	opt.Progress("%d faults are over, everything must end now", in.count())
+	close(stop)
+	if err := f.heal(ctx); err != nil {
+		return fmt.Errorf("after the last fault: %w", err)
+	}
+	select { // the transfers that were begun; what is left of them is for drain to tell
+	case <-ended:
+	case <-ctx.Done():
+	case <-time.After(opt.drain):
+	}
+	if res.Drain, err = f.drain(ctx, opt.drain); err != nil {
+		return err
+	}
+	f.round(ctx, "after the faults", opt.Seed, 10)
+	if _, err := f.drain(ctx, opt.drain); err != nil {
+		return err
+	}
+	after, err := f.counts(ctx)
+	if err != nil {
+		return err
+	}
+	for _, c := range f.all() {
+		_, life := c.up()
+		res.Processes = append(res.Processes, processRow{Name: c.name, Lives: life, Before: before[c.name], After: after[c.name]})
+	}
+	res.addFaults(in)
+	if err := f.stop(); err != nil {
+		led.problem("close: %v", err)
+	}
+	return ctx.Err()
+}
+
+// sabotageAll breaks something in every process that lives to the end.
+func (f *fleet) sabotageAll(ctx context.Context, what []string) error {
+	for _, s := range what {
+		for _, c := range []*child{f.P[len(f.P)-1], f.D[len(f.D)-1]} {
+			if _, err := c.ask(ctx, order{Op: opSabotage, What: s}); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (in *injector) count() int {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	return len(in.faults)
+}
+
+// milliseconds writes a time for people.
+func milliseconds(d time.Duration) string {
+	return strings.TrimSuffix(fmt.Sprintf("%.1f", math.Round(float64(d)/1e5)/10), ".0")
+}
