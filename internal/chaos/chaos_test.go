@@ -47,7 +47,7 @@ func run(t *testing.T, opt Options) *Result {
 
 // A few faults on real processes: nothing may be lost.
 func TestFewFaults(t *testing.T) {
-	res := run(t, Options{Faults: 8, Seed: 7, parts: []string{"faults"}})
+	res := run(t, Options{Faults: 8, Seed: 7, Parts: []string{"faults"}})
 	if !res.OK {
 		t.Errorf("problems: %s", strings.Join(res.Problems, "\n"))
 	}
@@ -72,7 +72,7 @@ func TestVerdictTurnsRed(t *testing.T) {
 		sabotageMute:   "lost report",
 		sabotageTwice:  "is reported twice",
 	}
-	res := run(t, Options{Faults: 1, Seed: 7, sabotage: sortedKeys(broken), parts: []string{"faults"}, drain: time.Second})
+	res := run(t, Options{Faults: 1, Seed: 7, sabotage: sortedKeys(broken), Parts: []string{"faults"}, drain: time.Second})
 	if res.OK || res.Wrong == 0 || res.Lost == 0 {
 		t.Errorf("the verdict is %v: %d wrong bytes, %d lost", res.OK, res.Wrong, res.Lost)
 	}

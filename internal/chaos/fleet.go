@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -43,6 +44,8 @@ func (w pairWays) each() []*faultnet.Way { return []*faultnet.Way{w.boot, w.data
 // prefillHost is where P's engines listen; D's come through addresses of their
 // own with the same ports, since a P names only its port.
 const prefillHost = "127.0.0.2"
+
+func at(host string, port int) string { return net.JoinHostPort(host, strconv.Itoa(port)) }
 
 func decodeHost(i int) string { return fmt.Sprintf("127.0.%d.1", 1+i) }
 
@@ -109,7 +112,7 @@ func waysTo(ports [2]int, decodes int) (ways []pairWays, err error) {
 		}
 	}()
 	for _, port := range ports {
-		ln, err := net.Listen("tcp", fmt.Sprintf("%s:%d", prefillHost, port))
+		ln, err := net.Listen("tcp", at(prefillHost, port))
 		if err != nil {
 			return nil, err
 		}
@@ -118,7 +121,7 @@ func waysTo(ports [2]int, decodes int) (ways []pairWays, err error) {
 	for i := range decodes {
 		var both [2]*faultnet.Way
 		for k, port := range ports {
-			if both[k], err = faultnet.Open(fmt.Sprintf("%s:%d", decodeHost(i), port), fmt.Sprintf("%s:%d", prefillHost, port)); err != nil {
+			if both[k], err = faultnet.Open(at(decodeHost(i), port), at(prefillHost, port)); err != nil {
 				if both[0] != nil {
 					both[0].Close()
 				}

@@ -86,6 +86,24 @@ func plainPlan(r *rand.Rand, id core.TransferID, p, d int) plan {
 	}
 }
 
+// call orders one side's calls, all in one line, and opens their books.
+func (f *fleet) call(c *child, p *process, life int, side core.Side, prefill, decode int, items []item) []*entry {
+	entries := make([]*entry, len(items))
+	for i, it := range items {
+		entries[i] = f.led.ordered(c.name, life, half{side, it.ID}, prefill, decode)
+	}
+	op := opOffer
+	if side == core.SideLoad {
+		op = opLoad
+	}
+	if p.give(order{Op: op, Items: items}) != nil {
+		for _, e := range entries {
+			f.led.void(e)
+		}
+	}
+	return entries
+}
+
 // transfer is one plan being carried out.
 type transfer struct {
 	offer, load *entry // nil when the call was not ordered
@@ -108,15 +126,11 @@ func (f *fleet) carry(ctx context.Context, pl plan) transfer {
 		}
 		return p.give(o)
 	}
-	call := func(c *child, p *process, life int, side core.Side, o order) *entry {
+	call := func(c *child, p *process, life int, side core.Side, it item) *entry {
 		if p == nil {
 			return nil
 		}
-		e := f.led.ordered(c.name, life, half{side, pl.id}, pl.p, pl.d)
-		if one(o, p) != nil {
-			f.led.void(e)
-		}
-		return e
+		return f.call(c, p, life, side, pl.p, pl.d, []item{it})[0]
 	}
 	cancel := func(p *process, why string) {
 		for _, e := range []*entry{t.offer, t.load} {
@@ -129,11 +143,10 @@ func (f *fleet) carry(ctx context.Context, pl plan) transfer {
 	steps := []step{
 		{pl.announce, func() { _ = one(order{Op: opAnnounce, Items: []item{{ID: pl.id}}}, prefill) }},
 		{pl.offer, func() {
-			t.offer = call(P, prefill, prefillLife, core.SideOffer, order{Op: opOffer, Items: []item{{ID: pl.id, Tag: pl.tag, Blocks: pl.offered}}})
+			t.offer = call(P, prefill, prefillLife, core.SideOffer, item{ID: pl.id, Tag: pl.tag, Blocks: pl.offered})
 		}},
 		{pl.load, func() {
-			t.load = call(D, decode, decodeLife, core.SideLoad, order{Op: opLoad,
-				Items: []item{{ID: pl.id, Tag: pl.tag, First: pl.first, Blocks: pl.blocks, From: f.target(pl.p, pl.d)}}})
+			t.load = call(D, decode, decodeLife, core.SideLoad, item{ID: pl.id, Tag: pl.tag, First: pl.first, Blocks: pl.blocks, From: f.target(pl.p, pl.d)})
 		}},
 		{pl.cancelP, func() { cancel(prefill, "the router cancels at P") }},
 		{pl.cancelD, func() { cancel(decode, "the router cancels at D") }},

@@ -13,8 +13,9 @@ type Options struct {
 	Self   []string // the command that runs RunEngine
 	Faults int
 	Seed   uint64
-	Short  bool // smaller overload parts and shorter faults
-	Strict bool // a late notice of P's death is a failure too
+	Short  bool     // smaller overload parts and shorter faults
+	Strict bool     // a late notice of P's death is a failure too
+	Parts  []string // of the run; all if empty
 	// Progress is told what the run does now.
 	Progress func(format string, args ...any)
 
@@ -60,10 +61,10 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 		name string
 		run  func(context.Context, *Options, *ledger, *Result) error
 	}{
-		{"faults", runFaults},
+		{"faults", runFaults}, {"burst", runBurst}, {"storm", runStorm}, {"slow", runSlow}, {"orphans", runOrphans}, {"deaf", runDeaf},
 	}
 	for _, part := range parts {
-		if len(opt.parts) > 0 && !contains(opt.parts, part.name) {
+		if len(opt.Parts) > 0 && !contains(opt.Parts, part.name) {
 			continue
 		}
 		if err := part.run(ctx, &opt, led, res); err != nil {
