@@ -159,11 +159,14 @@ func TestNotice(t *testing.T) {
 	e := l.ordered("d0", 1, half{core.SideLoad, "a"}, 0, 0)
 	l.event("d0", 1, event{Op: evCall, ID: "a", Side: core.SideLoad, At: 1 * ms})
 	all := func(*entry) bool { return true }
-	cut, kill, late := &fault{kind: cutReset, from: 10 * ms}, &fault{kind: killP, from: 20 * ms}, &fault{kind: killP, from: 1000 * ms}
+	cut, kill, late := &fault{kind: cutReset, from: 10 * ms, affects: all}, &fault{kind: killP, from: 20 * ms, affects: all}, &fault{kind: killP, from: 1000 * ms, affects: all}
 	for _, f := range []*fault{cut, kill, late} {
-		if n := l.hit(f, all); n != 1 {
-			t.Fatalf("%s hit %d", f.kind, n)
+		if l.begin(f); f.hits != 1 {
+			t.Fatalf("%s hit %d", f.kind, f.hits)
 		}
+	}
+	if l.ordered("d0", 1, half{core.SideLoad, "b"}, 0, 0); !l.entries[entryKey{"d0", 1, half{core.SideLoad, "b"}}].troubled {
+		t.Error("a half that was ordered under a fault does not know of it")
 	}
 	l.event("d0", 1, event{Op: evReport, ID: "a", Side: core.SideLoad, Code: core.PeerLost, At: 920 * ms})
 	l.event("d0", 1, event{Op: evLag, At: 0, Until: 120 * ms})
@@ -172,8 +175,14 @@ func TestNotice(t *testing.T) {
 	if len(got) != 1 || got[0].fault != kill || got[0].alone || got[0].after != 800*time.Millisecond {
 		t.Fatalf("%+v", got)
 	}
-	if n := l.hit(kill, all); n != 0 {
-		t.Errorf("a fault hit %d halves that had ended", n)
+	if l.begin(kill); kill.hits != 1 {
+		t.Errorf("a fault hit %d halves, one of them twice or when it had ended", kill.hits)
+	}
+	for _, f := range []*fault{cut, kill, late} {
+		l.over(f)
+	}
+	if e := l.ordered("d0", 1, half{core.SideLoad, "c"}, 0, 0); e.troubled {
+		t.Error("a half is ordered under a fault that is over")
 	}
 	e.cancelled = true
 	if n := len(l.notices()); n != 0 {

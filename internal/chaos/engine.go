@@ -51,6 +51,7 @@ type held struct {
 	blocks []core.BlockID
 	tag    uint64
 	first  int
+	called int64
 }
 
 // RunEngine is the main function of an engine's process: it obeys the orders on
@@ -252,6 +253,7 @@ func (e *engine) call(ev event, h half, what *held, f func() error) event {
 	before := e.held[h]
 	e.held[h] = what
 	ev.At = now()
+	what.called = ev.At
 	err := f()
 	ev.Took = now() - ev.At
 	if err != nil {
@@ -291,6 +293,7 @@ func (e *engine) report(r core.Report, at int64) {
 		return
 	}
 	delete(e.held, h)
+	ev.Called = what.called
 	if r.Side == core.SideLoad && r.Code == core.OK {
 		if len(what.blocks) > 0 && e.due(sabotageByte) {
 			e.mem.words(0, what.blocks[0])[1] ^= 1 << 9

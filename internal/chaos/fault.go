@@ -51,7 +51,9 @@ type fault struct {
 	kind   faultKind
 	target string
 	from   int64
-	hits   int // halves that it began upon
+	// affects says whether a half depends on the target.
+	affects func(*entry) bool
+	hits    int // halves that it began upon
 }
 
 // injector draws faults and injects them, several at a time but one for each
@@ -65,6 +67,8 @@ type injector struct {
 	busy   map[string]bool
 	faults []*fault
 	notRun map[faultKind]string
+	// startErrors counts why processes did not start again at once.
+	startErrors map[string]int
 }
 
 // Bounds of the injector.
@@ -75,7 +79,7 @@ const (
 )
 
 func newInjector(f *fleet, seed uint64, longest time.Duration) *injector {
-	return &injector{f: f, r: rand.New(rand.NewPCG(seed, 0xFA17)), longest: longest, busy: map[string]bool{}, notRun: map[faultKind]string{}}
+	return &injector{f: f, r: rand.New(rand.NewPCG(seed, 0xFA17)), longest: longest, busy: map[string]bool{}, notRun: map[faultKind]string{}, startErrors: map[string]int{}}
 }
 
 // run injects n faults, and returns when the last one has ended.
@@ -159,14 +163,18 @@ func (in *injector) skip(kind faultKind, reason string) {
 	in.mu.Unlock()
 }
 
-// begin writes a fault down; what it does comes right after.
-func (in *injector) begin(kind faultKind, target string, affects func(*entry) bool) {
-	f := &fault{kind: kind, target: target, from: now()}
-	f.hits = in.f.led.hit(f, affects)
+// begin writes a fault down; what it does comes right after, and over is called
+// when that has ended.
+func (in *injector) begin(kind faultKind, target string, affects func(*entry) bool) (over func()) {
+	f := &fault{kind: kind, target: target, from: now(), affects: affects}
+	in.f.led.begin(f)
 	in.mu.Lock()
 	in.faults = append(in.faults, f)
 	in.mu.Unlock()
+	return func() { in.f.led.over(f) }
 }
+
+func noHalf(*entry) bool { return false }
 
 // make prepares a fault; its inject returns when the fault is over. The last of
 // each side is never killed, so that a leak has the time to show.
@@ -180,7 +188,7 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 	ways := [][]*faultnet.Way{{w.boot}, {w.data}, {w.data}, w.each()}[pick%4]
 	trouble := func(t faultnet.Trouble) func() {
 		return func() {
-			in.begin(kind, pair, ofPair)
+			defer in.begin(kind, pair, ofPair)()
 			for _, w := range ways {
 				w.Set(t)
 			}
@@ -192,7 +200,7 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 	}
 	cut := func(f func(*faultnet.Way)) func() {
 		return func() {
-			in.begin(kind, pair, ofPair)
+			defer in.begin(kind, pair, ofPair)()
 			for _, w := range ways {
 				f(w)
 			}
@@ -239,7 +247,7 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 			return "", nil
 		}
 		return "disk", func() {
-			in.begin(kind, "disk", func(*entry) bool { return false })
+			defer in.begin(kind, "disk", noHalf)()
 			if err := f.disk.fillUp(); err != nil {
 				in.skip(kind, err.Error())
 			}
@@ -266,7 +274,7 @@ func (in *injector) kill(ctx context.Context, kind faultKind, c *child, affects 
 	if p, _ := c.up(); p == nil {
 		return
 	}
-	in.begin(kind, c.name, affects)
+	defer in.begin(kind, c.name, affects)()
 	c.kill()
 	pause(ctx, time.Duration(pick%uint64(restartWait)))
 	// The disk may be full, or descriptors short: an engine's supervisor tries on.
@@ -275,12 +283,15 @@ func (in *injector) kill(ctx context.Context, kind faultKind, c *child, affects 
 		if err == nil {
 			return
 		}
+		in.mu.Lock()
+		in.startErrors[particulars.ReplaceAllString(err.Error(), "…")]++
+		in.mu.Unlock()
 		pause(ctx, 100*time.Millisecond)
 	}
 }
 
 func (in *injector) stop(ctx context.Context, kind faultKind, c *child, affects func(*entry) bool, long time.Duration) {
-	in.begin(kind, c.name, affects)
+	defer in.begin(kind, c.name, affects)()
 	c.signal(syscall.SIGSTOP)
 	pause(ctx, long)
 	c.signal(syscall.SIGCONT)
@@ -298,7 +309,7 @@ func (in *injector) noFiles(ctx context.Context, c *child, long time.Duration) {
 		in.skip(noFiles, "the limit of another process cannot be lowered: "+err.Error())
 		return
 	}
-	in.begin(noFiles, c.name, func(*entry) bool { return false })
+	defer in.begin(noFiles, c.name, noHalf)()
 	pause(ctx, long)
 	_ = unix.Prlimit(pid, unix.RLIMIT_NOFILE, &old, nil)
 }

@@ -4,7 +4,9 @@ import (
 	"cmp"
 	"fmt"
 	"maps"
+	"regexp"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -38,6 +40,7 @@ type entry struct {
 	took       time.Duration // the call
 	done       chan struct{} // closed with the end
 	hits       []*fault      // that began while it was under way
+	troubled   bool          // a fault was on when it was ordered
 	overloaded bool
 	exhausted  bool
 }
@@ -62,6 +65,7 @@ type ledger struct {
 	wrong    int
 	lags     map[string][]span // when a child did not run
 	dead     map[string]int    // the last life of a child that is known to have ended
+	on       map[*fault]bool   // the faults that are on
 }
 
 // span is a time on the clock that all share.
@@ -71,7 +75,7 @@ type span struct{ from, to int64 }
 const maxProblems = 64
 
 func newLedger() *ledger {
-	return &ledger{entries: map[entryKey]*entry{}, lags: map[string][]span{}, dead: map[string]int{}}
+	return &ledger{entries: map[entryKey]*entry{}, lags: map[string][]span{}, dead: map[string]int{}, on: map[*fault]bool{}}
 }
 
 func (l *ledger) problem(format string, args ...any) {
@@ -98,6 +102,9 @@ func (l *ledger) ordered(child string, life int, h half, prefill, decode int) *e
 	if life <= l.dead[child] {
 		l.end(e, halfGone)
 	}
+	for f := range l.on {
+		e.troubled = e.troubled || f.affects(e)
+	}
 	return e
 }
 
@@ -114,7 +121,7 @@ func (l *ledger) event(child string, life int, ev event) {
 				l.addProblem("%s: a call for %s that was not ordered", child, ev.ID)
 				return
 			}
-			e.took, e.accepted = time.Duration(ev.Took), ev.At
+			e.took = time.Duration(ev.Took)
 			return
 		}
 		e.took, e.accepted, e.exhausted = time.Duration(ev.Took), ev.At, ev.Exhausted
@@ -132,7 +139,7 @@ func (l *ledger) event(child string, life int, ev event) {
 		case e.over():
 			l.addProblem("%s: %s %s is reported twice: %s, then %s: %s", child, ev.Side, ev.ID, e.code, ev.Code, ev.Reason)
 		default:
-			e.reported, e.code, e.reason = ev.At, ev.Code, ev.Reason
+			e.accepted, e.reported, e.code, e.reason = ev.Called, ev.At, ev.Code, ev.Reason
 			l.end(e, halfReported)
 		}
 	case evWrong:
@@ -187,18 +194,24 @@ func (l *ledger) open() []*entry {
 	return out
 }
 
-// hit notes which halves a fault begins upon, and returns how many they are.
-func (l *ledger) hit(f *fault, affects func(*entry) bool) int {
+// begin notes which halves a fault begins upon.
+func (l *ledger) begin(f *fault) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	n := 0
+	l.on[f] = true
 	for _, e := range l.order {
-		if e.state == halfAccepted && affects(e) {
+		if e.state == halfAccepted && f.affects(e) {
 			e.hits = append(e.hits, f)
-			n++
+			f.hits++
 		}
 	}
-	return n
+}
+
+// over notes that a fault is over, and what it hit works again.
+func (l *ledger) over(f *fault) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	delete(l.on, f)
 }
 
 // ends counts how halves ended, by side and code.
@@ -211,6 +224,22 @@ func (l *ledger) ends() map[string]int {
 	}
 	return out
 }
+
+// reasons counts the texts with which halves ended otherwise than well, without
+// what is of one transfer, peer or moment only.
+func (l *ledger) reasons() map[string]int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	out := map[string]int{}
+	for _, e := range l.order {
+		if e.reason != "" && !e.cancelled {
+			out[e.outcome()+": "+particulars.ReplaceAllString(e.reason, "…")]++
+		}
+	}
+	return out
+}
+
+var particulars = regexp.MustCompile(`[A-Z2-7]{24}|[a-z]+-[a-z0-9-]*p?d?[0-9]+|[0-9.:]*[0-9]+(m?s\b)?`)
 
 func (e *entry) outcome() string {
 	switch e.state {
@@ -246,7 +275,17 @@ type notice struct {
 	*entry
 	fault *fault
 	after time.Duration // less what the engine's process was stopped for
-	alone bool          // no other fault hit it
+	alone bool          // no other fault hit it, and none was on
+	anew  bool          // it found the P that was started in a killed one's place
+}
+
+func (n notice) String() string {
+	var hits []string
+	for _, h := range n.hits {
+		hits = append(hits, fmt.Sprintf("%s of %s %s ms before", h.kind, h.target, milliseconds(time.Duration(n.reported-h.from))))
+	}
+	return fmt.Sprintf("%s: %s %s, called %s ms before its report, after %s: %s: %s", n.child, n.side, n.id,
+		milliseconds(time.Duration(n.reported-n.accepted)), strings.Join(hits, ", "), n.code, n.reason)
 }
 
 // notices are those halves that faults ended: a side's word that the other is
@@ -259,12 +298,14 @@ func (l *ledger) notices() []notice {
 		if e.state != halfReported || e.cancelled {
 			continue
 		}
-		if e.code != core.PeerLost && e.code != core.Unreachable && e.code != core.Failed {
+		f, alone := e.cause()
+		anew := f != nil && f.kind == killP && e.code == core.NotOffered
+		if e.code != core.PeerLost && e.code != core.Unreachable && e.code != core.Failed && !anew {
 			continue
 		}
-		if f, alone := e.cause(); f != nil {
+		if f != nil {
 			after := time.Duration(e.reported-f.from) - l.lag(e.child, span{f.from, e.reported})
-			out = append(out, notice{e, f, max(after, 0), alone})
+			out = append(out, notice{e, f, max(after, 0), alone, anew})
 		}
 	}
 	return out
@@ -283,7 +324,7 @@ func (e *entry) cause() (f *fault, alone bool) {
 			f = h
 		}
 	}
-	return f, n == 1
+	return f, n == 1 && !e.troubled
 }
 
 // figures are the usual ones of a list of times.

@@ -75,6 +75,7 @@ type event struct {
 	Error     string          `json:"error,omitempty"`
 	Overload  bool            `json:"overload,omitempty"`  // the error is core.ErrOverload
 	Exhausted bool            `json:"exhausted,omitempty"` // the engine had no free blocks
+	Called    int64           `json:"called,omitempty"`    // report: when the call was made
 	At        int64           `json:"at,omitempty"`
 	Until     int64           `json:"until,omitempty"`
 	Took      int64           `json:"took,omitempty"` // how long the call took

@@ -343,6 +343,7 @@ func runSlow(ctx context.Context, opt *Options, led *ledger, res *Result) error 
 		if err != nil {
 			return "", err
 		}
+		start := now()
 		throttled := f.steady(ctx, opt.window(), fast)
 		f.D[0].signal(syscall.SIGSTOP)
 		stopped := f.steady(ctx, opt.window(), fast)
@@ -350,7 +351,7 @@ func runSlow(ctx context.Context, opt *Options, led *ledger, res *Result) error 
 		f.ways[0][0].data.Set(faultnet.Trouble{})
 		await(ctx, append(loads, offers...), opt.drain)
 		return fmt.Sprintf("fast D's: %.0f MB/s alone, %.2f of it beside a throttled D, %.2f beside a stopped one; the slow one's: %s", alone.bytes/1e6,
-			throttled.bytes/alone.bytes, stopped.bytes/alone.bytes, led.tell(append(loads, offers...), 0)), nil
+			throttled.bytes/alone.bytes, stopped.bytes/alone.bytes, led.tell(append(loads, offers...), start)), nil
 	})
 	res.Parts = append(res.Parts, row)
 	return err

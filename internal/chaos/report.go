@@ -1,8 +1,10 @@
 package chaos
 
 import (
+	"cmp"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -17,12 +19,15 @@ type Result struct {
 	Injected  int               `json:"faults"`
 	Faults    []faultRow        `json:"faults_by_kind"`
 	NotRun    map[string]string `json:"faults_not_run,omitempty"`
+	Starts    map[string]int    `json:"failed_starts,omitempty"` // of killed processes, tried again
 	Ends      map[string]int    `json:"transfers"`
+	Reasons   map[string]int    `json:"reasons"`
 	Halves    int               `json:"halves"`
 	Wrong     int               `json:"wrong_bytes"`
 	Lost      int               `json:"lost"` // blocks and reports
 	Notice    []noticeRow       `json:"notice"`
 	Killed    figures           `json:"p_killed"` // all loads that P's death ended
+	Slowest   []string          `json:"slowest"`  // of the notices
 	Late      []string          `json:"late"`
 	Call      figures           `json:"calls"` // how long the engines' calls took
 	Drain     time.Duration     `json:"drain_ns"`
@@ -32,6 +37,10 @@ type Result struct {
 	Untold    int               `json:"problems_untold,omitempty"`
 	OK        bool              `json:"ok"`
 }
+
+// newP marks loads that found the process that took the killed P's place, and
+// ended because that one does not know them.
+const newP = ", new P asked"
 
 type faultRow struct {
 	Kind string `json:"kind"`
@@ -62,7 +71,7 @@ type processRow struct {
 func (r *Result) addFaults(in *injector) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	r.Injected += len(in.faults)
+	r.Injected, r.Starts = len(in.faults), in.startErrors
 	for _, m := range mixture {
 		row := faultRow{Kind: string(m.kind)}
 		for _, f := range in.faults {
@@ -85,32 +94,35 @@ func (r *Result) addFaults(in *injector) {
 
 // close draws the sums of the books, and the verdict.
 func (r *Result) close(led *ledger) {
-	r.Ends = led.ends()
+	r.Ends, r.Reasons = led.ends(), led.reasons()
 	notices := led.notices()
 	times := map[noticeRow][]time.Duration{}
 	var killed []time.Duration
 	for _, n := range notices {
 		row := noticeRow{Kind: string(n.fault.kind), Side: n.side.String(), Alone: n.alone}
+		if n.anew {
+			row.Kind += newP
+		}
 		times[row] = append(times[row], n.after)
-		if n.fault.kind == killP {
+		if n.fault.kind == killP && !n.anew {
 			killed = append(killed, n.after)
 			if n.after > noticeBound {
-				r.Late = append(r.Late, fmt.Sprintf("%s: load %s reported %s ms after %s was killed: %s: %s", n.child, n.id, milliseconds(n.after), n.fault.target, n.code, n.reason))
+				r.Late = append(r.Late, n.String())
 			}
 		}
 	}
 	r.Killed = figuresOf(killed)
-	for _, m := range mixture {
-		for _, side := range []string{"load", "offer"} {
-			for _, alone := range []bool{true, false} {
-				row := noticeRow{Kind: string(m.kind), Side: side, Alone: alone}
-				if list := times[row]; len(list) > 0 {
-					row.figures = figuresOf(list)
-					r.Notice = append(r.Notice, row)
-				}
-			}
-		}
+	slices.SortFunc(notices, func(a, b notice) int { return cmp.Compare(b.after, a.after) })
+	for _, n := range notices[:min(len(notices), 5)] {
+		r.Slowest = append(r.Slowest, n.String())
 	}
+	for row, list := range times {
+		row.figures = figuresOf(list)
+		r.Notice = append(r.Notice, row)
+	}
+	slices.SortFunc(r.Notice, func(a, b noticeRow) int {
+		return cmp.Or(cmp.Compare(a.Side, b.Side), cmp.Compare(a.Kind, b.Kind), cmp.Compare(b.N, a.N))
+	})
 	led.mu.Lock()
 	defer led.mu.Unlock()
 	var calls []time.Duration
@@ -143,6 +155,9 @@ func (r *Result) Print(w io.Writer) error {
 		p("%s\tnot run: %s", kind, r.NotRun[kind])
 	}
 	p("all\t%d", r.Injected)
+	for _, why := range sortedKeys(r.Starts) {
+		p("a process did not start, and then did: %s\t%d", why, r.Starts[why])
+	}
 	p("\nTRANSFERS\thalves")
 	for _, end := range sortedKeys(r.Ends) {
 		p("%s\t%d", end, r.Ends[end])
@@ -152,7 +167,7 @@ func (r *Result) Print(w io.Writer) error {
 	for _, n := range r.Notice {
 		kind := n.Kind
 		if !n.Alone {
-			kind += ", with others"
+			kind += ", among others"
 		}
 		p("%s\t%s\t%d\t%s\t%s\t%s", kind, n.Side, n.N, milliseconds(n.Median), milliseconds(n.P99), milliseconds(n.Max))
 	}
@@ -164,12 +179,19 @@ func (r *Result) Print(w io.Writer) error {
 			p("%s\t%s", part.Name, part.Text)
 		}
 	}
+	p("\nREASONS\thalves")
+	for _, reason := range sortedKeys(r.Reasons) {
+		p("%s\t%d", reason, r.Reasons[reason])
+	}
 	p("\nPROCESSES\tlives\tgoroutines\tfiles\theap KiB\tRSS MiB")
 	for _, c := range r.Processes {
 		p("%s\t%d\t%d → %d\t%d → %d\t%d → %d\t%d → %d", c.Name, c.Lives, c.Before.Goroutines, c.After.Goroutines,
 			c.Before.Files, c.After.Files, c.Before.Heap>>10, c.After.Heap>>10, c.Before.RSS>>20, c.After.RSS>>20)
 	}
 	p("")
+	for _, slow := range r.Slowest {
+		p("slowest: %s", slow)
+	}
 	for _, late := range r.Late {
 		p("LATE (over %v): %s", noticeBound, late)
 	}

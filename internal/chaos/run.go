@@ -21,7 +21,6 @@ type Options struct {
 
 	// sabotage is given to a D's and a P's process in the middle, by tests.
 	sabotage []string
-	parts    []string      // of the run; all if empty
 	drain    time.Duration // in place of drainBound
 }
 
@@ -41,7 +40,7 @@ const (
 // again at once.
 func mainShape() shape {
 	return shape{name: "f", prefills: 3, decodes: 2, memory: opening{
-		Lease: leaseSeconds, EarlyLoad: earlySeconds, MaxTransfers: 4096, Regions: 4, Blocks: 256, BlockBytes: 8 << 10,
+		Lease: leaseSeconds, EarlyLoad: earlySeconds, MaxTransfers: 4096, Regions: 4, Blocks: 384, BlockBytes: 8 << 10,
 	}}
 }
 
