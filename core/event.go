@@ -50,6 +50,13 @@ type OfferRequest struct {
 	Token  uint64 // given back in the Report
 }
 
+// ClaimRequest is the engine's word that it knows a request and will load the
+// transfer when it has blocks for it.
+type ClaimRequest struct {
+	ID   TransferID
+	From Target
+}
+
 // LoadRequest is the engine's word that it wants a transfer in its blocks.
 type LoadRequest struct {
 	ID     TransferID
@@ -80,14 +87,21 @@ type Status uint8
 
 // The statuses of a Renew reply.
 const (
-	StatusUnknown Status = 0 // never heard of, or forgotten
-	StatusEarly   Status = 1 // your load is here, the engine has not named the request yet
+	StatusUnknown Status = 0 // never heard of, forgotten, or another agent's
+	StatusEarly   Status = 1 // your claim or load is here, the engine has not named the request yet
 	StatusPrefill Status = 2 // the engine works on it
 	StatusOffered Status = 3 // blocks hold it
 	StatusSending Status = 4
 	StatusSent    Status = 5 // ended well
-	StatusEnded   Status = 6 // ended otherwise; the Finish that said why was lost
+	StatusEnded   Status = 6 // ended otherwise, as Code and Reason say
 )
+
+// Answer is P's word on one transfer of a renewal.
+type Answer struct {
+	Status Status
+	Code   Code   // with StatusEnded
+	Reason string // with StatusEnded
+}
 
 // LoadMessage is D's load as P's machine sees it.
 type LoadMessage struct {
@@ -118,7 +132,8 @@ type (
 		Peer   AgentID
 		Blocks [][]BlockID
 	}
-	// SendLoad: send the load to P; answer with LoadReplied.
+	// SendLoad: send the load to P, again if no answer comes, for less than
+	// Options.PeerTimeout; answer with LoadReplied.
 	SendLoad struct {
 		ID     TransferID
 		Seq    uint64
@@ -128,13 +143,17 @@ type (
 		Blocks [][]BlockID
 		Lease  time.Duration
 	}
-	// SendRenew: renew these transfers at one P; answer with RenewReplied.
+	// SendRenew: renew these transfers at one P, those that it has a load of and
+	// those that are only claimed; answer with RenewReplied.
 	SendRenew struct {
-		Peer AgentID
-		IDs  []TransferID
+		Peer          AgentID
+		Loads, Claims []TransferID
 	}
+	// SendProbe: ask a D whose connections broke whether it lives; answer with
+	// ProbeReplied.
+	SendProbe struct{ Peer AgentID }
 	// SendFinish: tell the peer how a transfer ended here. No answer: the peer
-	// learns it by a lease or a renewal too if this is lost.
+	// learns it by a renewal or a lease if this is lost.
 	SendFinish struct {
 		Peer   AgentID
 		ID     TransferID
@@ -165,6 +184,10 @@ type (
 		Reason    string
 		Blocks    int           // of all groups
 		Wait      time.Duration // from the engine's call to the first byte asked for or sent
+		Elapsed   time.Duration // from the engine's call to this report
+		State     string        // in which the half ended: "waiting", "sending" …
+		Peer      AgentID       // the other side's agent, as far as it was known
+		From      Target        // of a load
 		Stats     TransferStats
 	}
 )
@@ -174,6 +197,7 @@ func (Expect) action()     {}
 func (SendLoad) action()   {}
 func (Forget) action()     {}
 func (SendRenew) action()  {}
+func (SendProbe) action()  {}
 func (SendFinish) action() {}
 func (Revoke) action()     {}
 func (Write) action()      {}

@@ -10,11 +10,16 @@ type loadState uint8
 
 const (
 	loadResolving  loadState = iota // P's agent is being looked up; no byte can come
+	loadClaimed                     // P keeps it for us, or has given it up; the engine has no blocks for it yet
 	loadExpecting                   // the transport is being armed
 	loadRequesting                  // P has been asked
 	loadWaiting                     // P knows; bytes come when it has them
 	loadFencing                     // it ends; bytes may land until Revoked
 )
+
+func (s loadState) String() string {
+	return [...]string{"resolving", "claimed", "expecting", "requesting", "waiting", "fencing"}[s]
+}
 
 type load struct {
 	id      TransferID
@@ -26,30 +31,65 @@ type load struct {
 	blocks  [][]BlockID
 	peer    AgentID
 	started time.Time
-	retried bool // found again after P's agent had been replaced
-	again   bool // fencing in order to start over
-	given   bool // reported already; only P must still be told
-	sent    int  // renewals that said "sent" while bytes were missing
-	ended   int  // renewals that said "ended" before the Finish that says why
-	code    Code // of the end, while fencing
+	until   time.Time // end of a claim that no load follows
+	claim   bool      // no load yet: nothing is owed to the engine
+	known   AgentID   // the agent that has answered the claim: one in its place knows nothing of it
+	retried bool      // found again after P's agent had been replaced
+	again   bool      // fencing in order to start over
+	given   bool      // reported already; only P must still be told
+	sent    int       // renewals that said "sent" while bytes were missing
+	code    Code      // of the end, while fencing, or of a claim that P has given up
 	reason  string
+	ended   loadState // in which it was when its end began
 	stats   TransferStats
 }
 
 // empty: the engine needs nothing of it, P is only told to free its blocks.
 func (ld *load) empty() bool { return countBlocks(ld.blocks) == 0 }
 
+// owes says whether the engine waits for a Report.
+func (ld *load) owes() bool { return !ld.given && !ld.claim }
+
+// Claim tells P that the engine will load a transfer as soon as it has blocks
+// for it: P keeps it for as long. A claim has no Report; it ends by Load, by
+// Cancel, or after Options.Claim. One that is known already is no error.
+func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
+	if err := m.checkLoad(r.ID, r.From); err != nil {
+		return err
+	}
+	old := m.loads[r.ID]
+	switch {
+	case old == nil && len(m.loads) >= m.opt.MaxTransfers:
+		return m.overload("loads")
+	case old != nil && !old.given:
+		return nil // claimed or loaded already
+	}
+	m.begin(now)
+	m.seq++
+	m.count.Claimed++
+	ld := &load{id: r.ID, seq: m.seq, from: r.From, claim: true, started: now, until: now.Add(m.opt.Claim)}
+	m.loads[r.ID] = ld
+	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from})
+	return nil
+}
+
+func (m *Machine) checkLoad(id TransferID, from Target) error {
+	switch err := checkID(id); {
+	case err != nil:
+		return err
+	case m.closed:
+		return ErrClosed
+	case from.Bootstrap == "" && from.EngineID == "":
+		return fmt.Errorf("%w: load %q names neither a bootstrap address nor an engine_id", ErrInvalid, string(id))
+	}
+	return nil
+}
+
 // Load asks for a transfer in the engine's blocks. They belong to the transfer
 // until its Report.
 func (m *Machine) Load(now time.Time, r LoadRequest) error {
-	if err := checkID(r.ID); err != nil {
+	if err := m.checkLoad(r.ID, r.From); err != nil {
 		return err
-	}
-	if m.closed {
-		return ErrClosed
-	}
-	if r.From.Bootstrap == "" && r.From.EngineID == "" {
-		return fmt.Errorf("%w: load %q names neither a bootstrap address nor an engine_id", ErrInvalid, string(r.ID))
 	}
 	err := m.layout.CheckBlocks(r.Blocks)
 	if err == nil {
@@ -62,7 +102,7 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 		return fmt.Errorf("%w: load %q: %w", ErrInvalid, string(r.ID), err)
 	}
 	old := m.loads[r.ID]
-	if old != nil && !old.given {
+	if old != nil && old.owes() {
 		return fmt.Errorf("%w: transfer %q is being loaded already; give each request a transfer_id of its own", ErrDuplicate, string(r.ID))
 	}
 	if old == nil && len(m.loads) >= m.opt.MaxTransfers {
@@ -72,11 +112,40 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if first == nil {
 		first = make([]uint32, len(r.Blocks))
 	}
+	m.begin(now)
+	m.count.Loaded++
 	m.seq++ // an old one that was cancelled is void: P hears of the id by this load
 	ld := &load{id: r.ID, seq: m.seq, token: r.Token, from: r.From, first: first, blocks: r.Blocks, started: now}
 	m.loads[r.ID] = ld
-	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from})
+	if old == nil || !old.claim || old.state != loadClaimed || old.from != r.From {
+		if old != nil && old.state == loadClaimed && old.code == OK {
+			m.act(SendFinish{Peer: old.peer, ID: r.ID, Code: Cancelled, Reason: "the decode engine loads it from another engine"})
+		}
+		m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from})
+		return nil
+	}
+	ld.state, ld.peer, ld.known = loadClaimed, old.peer, old.known
+	ld.code, ld.reason = old.code, old.reason
+	m.proceed(now, ld)
 	return nil
+}
+
+// proceed goes on with a load whose P is known.
+func (m *Machine) proceed(now time.Time, ld *load) {
+	switch {
+	case ld.empty():
+		if ld.code == OK {
+			m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: OK, Reason: "nothing to load"})
+		}
+		ld.code, ld.reason = OK, "nothing to load"
+		m.reportLoad(now, ld)
+	case ld.code != OK:
+		m.reportLoad(now, ld)
+	default:
+		m.watch(now, ld.peer)
+		ld.state = loadExpecting
+		m.act(Expect{ID: ld.id, Peer: ld.peer, Blocks: ld.blocks})
+	}
 }
 
 // Resolved answers Resolve. A code other than OK says why P's agent was not
@@ -88,21 +157,25 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 	}
 	if code != OK {
 		ld.code, ld.reason = code, reason
-		m.reportLoad(now, ld)
+		m.reportLoad(now, ld) // a claim: the load that follows looks again
 		return
 	}
 	ld.peer = peer
-	if ld.given || ld.empty() {
-		if !ld.given {
-			ld.reason = "nothing to load"
-		}
+	switch {
+	case ld.given:
 		m.act(SendFinish{Peer: peer, ID: id, Code: ld.code, Reason: ld.reason})
 		m.reportLoad(now, ld)
-		return
+	case ld.known != "" && ld.known != peer:
+		ld.code, ld.reason = PeerLost, fmt.Sprintf("prefill agent %s, which had the request, was replaced by %s", ld.known, peer)
+		m.reportLoad(now, ld)
+	case ld.claim:
+		ld.state = loadClaimed
+		m.watch(now, peer)
+		m.peers[peer].next = now
+		m.tickPeers(now)
+	default:
+		m.proceed(now, ld)
 	}
-	m.watch(now, peer)
-	ld.state = loadExpecting
-	m.act(Expect{ID: id, Peer: peer, Blocks: ld.blocks})
 }
 
 // Expecting answers Expect.
@@ -116,7 +189,7 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 		m.lookAgain(ld) // what is remembered of P is out of date, most likely
 		return
 	case err != nil:
-		m.endLoad(now, ld, Failed, err.Error())
+		m.endLoad(now, ld, Failed, err.Error(), true)
 		return
 	}
 	ld.state = loadRequesting
@@ -132,12 +205,12 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 	}
 	code = peerCode(code)
 	switch {
-	case absent && !ld.retried:
+	case absent && !ld.retried && ld.known == "":
 		m.lookAgain(ld)
 	case absent:
-		m.endLoad(now, ld, PeerLost, reason)
-	case code != OK:
-		m.endLoad(now, ld, code, reason)
+		m.endLoad(now, ld, PeerLost, reason, false)
+	case code != OK: // without an answer P may have it all the same
+		m.endLoad(now, ld, code, reason, code == PeerLost)
 	default:
 		ld.state = loadWaiting
 		m.watch(now, ld.peer)
@@ -145,12 +218,22 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 	}
 }
 
-// lookAgain starts over, once, before anything has moved: a new agent may have
-// taken P's place.
+// lookAgain starts over, once: a new agent may have taken P's place.
 func (m *Machine) lookAgain(ld *load) {
-	ld.retried, ld.again = true, true
+	ld.retried = true
+	m.count.Retries++
 	m.act(Forget{Peer: ld.peer})
+	if ld.claim {
+		m.resolveAgain(ld)
+		return
+	}
+	ld.again = true
 	m.fence(ld)
+}
+
+func (m *Machine) resolveAgain(ld *load) {
+	ld.state, ld.peer = loadResolving, "" // the old agent's last words do not count
+	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from, Fresh: true})
 }
 
 // Received takes the transport's outcome of an Expect.
@@ -161,11 +244,8 @@ func (m *Machine) Received(now time.Time, id TransferID, s TransferStats, err er
 	}
 	ld.stats = s
 	if err != nil {
-		code, reason := transportCode(err), "receiving from prefill agent "+string(ld.peer)+": "+err.Error()
-		if code == PeerLost { // only the connection, for all that is known: P may live and hold blocks
-			m.act(SendFinish{Peer: ld.peer, ID: id, Code: code, Reason: reason})
-		}
-		m.endLoad(now, ld, code, reason)
+		// P may live, though its connections broke, and hold blocks for this.
+		m.endLoad(now, ld, transportCode(err), "receiving from prefill agent "+string(ld.peer)+": "+err.Error(), true)
 		return
 	}
 	// The bytes are all here: the transport has nothing left to fence.
@@ -177,11 +257,22 @@ func (m *Machine) Received(now time.Time, id TransferID, s TransferStats, err er
 func (m *Machine) FinishArrived(now time.Time, from AgentID, id TransferID, code Code, reason string) {
 	if ld := m.loads[id]; ld != nil && ld.peer == from {
 		if code != OK { // of success the bytes themselves are the sign
-			m.endLoad(now, ld, peerCode(code), reason)
+			m.peerEnded(now, ld, peerCode(code), reason)
 		}
 		return
 	}
 	m.finishOffer(now, from, id, code, reason)
+}
+
+// peerEnded takes P's word that it has given a transfer up. A claim keeps it
+// for the load that may follow.
+func (m *Machine) peerEnded(now time.Time, ld *load, code Code, reason string) {
+	switch {
+	case ld.state != loadClaimed:
+		m.endLoad(now, ld, code, reason, false)
+	case ld.code == OK:
+		ld.code, ld.reason = code, reason
+	}
 }
 
 // Revoked answers Revoke: no byte of the load can land any more.
@@ -192,15 +283,15 @@ func (m *Machine) Revoked(now time.Time, id TransferID) {
 	}
 	if ld.again {
 		ld.again = false
-		ld.state, ld.peer = loadResolving, "" // the old agent's last words do not count
-		m.act(Resolve{ID: id, Seq: ld.seq, From: ld.from, Fresh: true})
+		m.resolveAgain(ld)
 		return
 	}
 	m.reportLoad(now, ld)
 }
 
-// endLoad brings D's half to an end other than success.
-func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string) {
+// endLoad brings D's half to an end other than success; tell says whether P
+// must be told.
+func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string, tell bool) {
 	switch ld.state {
 	case loadResolving:
 		if ld.given {
@@ -215,15 +306,22 @@ func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string) {
 			return
 		}
 		// The engine has its blocks back now; P must still hear of it.
-		m.giveReport(now, ld)
-		ld.given = true
+		if ld.owes() {
+			m.giveReport(now, ld)
+		}
+		ld.given, ld.claim = true, false
+	case loadClaimed:
+		if tell && ld.code == OK { // else P has ended it
+			m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: code, Reason: reason})
+		}
+		m.reportLoad(now, ld)
 	case loadFencing:
 		if ld.again {
 			ld.again, ld.code, ld.reason = false, code, reason
 		}
 	default:
 		ld.code, ld.reason = code, reason
-		if code != PeerLost && code != PeerCancelled {
+		if tell {
 			m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: code, Reason: reason})
 		}
 		m.fence(ld)
@@ -231,7 +329,7 @@ func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string) {
 }
 
 func (m *Machine) fence(ld *load) {
-	ld.state = loadFencing
+	ld.ended, ld.state = ld.state, loadFencing
 	m.act(Revoke{ID: ld.id})
 }
 
@@ -241,13 +339,18 @@ func (m *Machine) reportLoad(now time.Time, ld *load) {
 	if len(m.loads) == 0 {
 		clear(m.peers) // nobody may call Tick now, which drops them one by one
 	}
-	if !ld.given {
+	if ld.owes() {
 		m.giveReport(now, ld)
 	}
 }
 
 func (m *Machine) giveReport(now time.Time, ld *load) {
-	wait := now.Sub(ld.started) - time.Duration(ld.stats.Nanos)
+	elapsed := now.Sub(ld.started)
+	state := ld.state
+	if state == loadFencing {
+		state = ld.ended
+	}
 	m.act(Report{ID: ld.id, Side: SideLoad, Token: ld.token, Code: ld.code, Reason: ld.reason,
-		Blocks: countBlocks(ld.blocks), Wait: max(wait, 0), Stats: ld.stats})
+		Blocks: countBlocks(ld.blocks), Wait: max(elapsed-time.Duration(ld.stats.Nanos), 0), Elapsed: elapsed,
+		State: state.String(), Peer: ld.peer, From: ld.from, Stats: ld.stats})
 }

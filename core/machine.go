@@ -26,8 +26,9 @@ const TickInterval = 100 * time.Millisecond
 type Options struct {
 	Lease        time.Duration // P keeps an offer that nobody renews; 30 s
 	PeerTimeout  time.Duration // silence after which a peer counts as gone; 3 s
-	EarlyLoad    time.Duration // P keeps a load whose request its engine has not named; 30 s
-	MaxTransfers int           // loads, offers and early loads, each; 8192
+	EarlyLoad    time.Duration // P keeps a claim or load whose request its engine has not named; 30 s
+	Claim        time.Duration // D keeps a claim that no load follows; 1 h
+	MaxTransfers int           // claims and loads, offers, and early loads, each; 8192
 }
 
 func (o Options) withDefaults() Options {
@@ -39,6 +40,7 @@ func (o Options) withDefaults() Options {
 	def(&o.Lease, 30*time.Second)
 	def(&o.PeerTimeout, 3*time.Second)
 	def(&o.EarlyLoad, 30*time.Second)
+	def(&o.Claim, time.Hour)
 	if o.MaxTransfers <= 0 {
 		o.MaxTransfers = 8192
 	}
@@ -60,6 +62,9 @@ type Machine struct {
 	// earlyBlocks is how many block ids they hold.
 	earlyBlocks int
 	ended       tombstones
+	probes      map[AgentID]*probe // the D agents that P asks whether they live
+	count       Counters
+	awake       time.Time // last time that this process is known to have run
 
 	actions []Action
 }
@@ -69,7 +74,7 @@ func New(layout *Layout, opt Options) *Machine {
 	opt = opt.withDefaults()
 	return &Machine{
 		opt: opt, layout: layout,
-		loads: map[TransferID]*load{}, peers: map[AgentID]*peer{}, offers: map[TransferID]*offer{},
+		loads: map[TransferID]*load{}, peers: map[AgentID]*peer{}, offers: map[TransferID]*offer{}, probes: map[AgentID]*probe{},
 		ended: tombstones{limit: opt.MaxTransfers, byID: map[TransferID]tombstone{}},
 	}
 }
@@ -89,23 +94,19 @@ func (m *Machine) act(a Action) { m.actions = append(m.actions, a) }
 // Busy says whether anything waits for the time.
 func (m *Machine) Busy() bool { return len(m.loads) > 0 || len(m.offers) > 0 }
 
-// Counts returns the number of transfers of each half.
-func (m *Machine) Counts() (loads, offers int) { return len(m.loads), len(m.offers) }
-
-// Waiting is the number of loads that P has and whose bytes are awaited.
-func (m *Machine) Waiting() int {
-	n := 0
-	for _, ld := range m.loads {
-		if ld.state == loadWaiting {
-			n++
-		}
+// begin is called before the first half is added: nobody ticks while there is none.
+func (m *Machine) begin(now time.Time) {
+	if !m.Busy() {
+		m.awake = now
 	}
-	return n
 }
 
 // Tick ends what has waited too long and renews leases.
 func (m *Machine) Tick(now time.Time) {
+	m.noticePause(now)
 	m.tickOffers(now)
+	m.tickProbes(now)
+	m.tickClaims(now)
 	m.tickPeers(now)
 }
 
@@ -121,7 +122,7 @@ func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 	}
 	ld := m.loads[id]
 	if ld != nil {
-		m.endLoad(now, ld, Cancelled, orText(reason, "cancelled by the decode engine"))
+		m.endLoad(now, ld, Cancelled, orText(reason, "cancelled by the decode engine"), true)
 	}
 	if of := m.offers[id]; of != nil || ld == nil {
 		m.cancelOffer(now, id, of, orText(reason, "cancelled by the prefill engine"))
@@ -133,7 +134,7 @@ func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 func (m *Machine) Close(now time.Time) {
 	m.closed = true
 	for _, id := range sortedKeys(m.loads) {
-		m.endLoad(now, m.loads[id], Closed, "the decode agent was closed")
+		m.endLoad(now, m.loads[id], Closed, "the decode agent was closed", true)
 	}
 	for _, id := range sortedKeys(m.offers) {
 		m.endOffer(now, m.offers[id], Closed, "the prefill agent was closed", true)
@@ -212,33 +213,38 @@ func (m *Machine) checkInvariants() {
 	for id, of := range m.offers {
 		loaded, timed := of.load != nil, !of.deadline.IsZero()
 		_, gone := m.ended.byID[id]
+		must(!loaded || of.load.Peer == of.peer, "offer %q is loaded by another agent than %q, for which it is kept", id, of.peer)
 		must(of.id == id, "offer %q is kept as %q", of.id, id)
 		must(!gone, "offer %q has ended and is under way", id)
 		switch of.state {
 		case offerEarly:
 			early++
-			earlyBlocks += countBlocks(of.load.Blocks)
-			must(loaded && timed && of.blocks == nil, "early offer %q: load %v, deadline %v", id, loaded, timed)
+			earlyBlocks += of.loadBlocks()
+			must(of.peer != "" && timed && of.blocks == nil, "early offer %q: peer %q, deadline %v", id, of.peer, timed)
 		case offerPrefill:
-			must(loaded == timed, "prefill %q: load %v, deadline %v", id, loaded, timed)
+			must((of.peer != "") == timed, "prefill %q: peer %q, deadline %v", id, of.peer, timed)
 		case offerReady:
 			must(!loaded && timed, "ready offer %q: load %v, deadline %v", id, loaded, timed)
 		case offerSending, offerStopping:
 			must(loaded && timed && !of.sendAt.IsZero(), "sending offer %q: load %v, deadline %v, sent at %v", id, loaded, timed, of.sendAt)
 		default:
-			must(false, "offer %q in state %d", id, of.state)
+			must(false, "offer %q in state %v", id, of.state)
 		}
 	}
 	must(early == m.early && earlyBlocks == m.earlyBlocks, "%d early offers of %d blocks, counted %d of %d", early, earlyBlocks, m.early, m.earlyBlocks)
 	must(early <= m.opt.MaxTransfers && len(m.offers)-early <= m.opt.MaxTransfers, "%d offers, %d early, over the limit", len(m.offers), early)
 	for id, ld := range m.loads {
-		must(ld.id == id && ld.state <= loadFencing, "load %q is kept as %q in state %d", ld.id, id, ld.state)
-		must(!ld.given || ld.state == loadResolving, "load %q was reported in state %d", id, ld.state)
-		must(!ld.again || ld.state == loadFencing && ld.retried, "load %q starts over in state %d", id, ld.state)
-		must(ld.peer != "" || ld.state == loadResolving, "load %q has no peer in state %d", id, ld.state)
-		must(ld.state != loadWaiting || m.peers[ld.peer] != nil, "load %q waits for %q, which nobody watches", id, ld.peer)
+		must(ld.id == id && ld.state <= loadFencing, "load %q is kept as %q in state %v", ld.id, id, ld.state)
+		must(!ld.given || ld.state == loadResolving, "load %q was reported in state %v", id, ld.state)
+		must(!ld.claim || ld.state <= loadClaimed, "claim %q in state %v", id, ld.state)
+		must(ld.state != loadClaimed || ld.claim, "load %q in state %v", id, ld.state)
+		must(!ld.again || ld.state == loadFencing && ld.retried, "load %q starts over in state %v", id, ld.state)
+		must(ld.peer != "" || ld.state == loadResolving, "load %q has no peer in state %v", id, ld.state)
+		renewed := ld.state == loadWaiting || ld.state == loadClaimed && ld.code == OK
+		must(!renewed || m.peers[ld.peer] != nil, "load %q waits for %q, which nobody watches", id, ld.peer)
 	}
 	must(len(m.loads) <= m.opt.MaxTransfers, "%d loads, over the limit", len(m.loads))
 	must(len(m.loads) > 0 || len(m.peers) == 0, "%d peers are watched for no load", len(m.peers))
+	must(len(m.offers) > 0 || len(m.probes) == 0, "%d peers are asked for no offer", len(m.probes))
 	must(len(m.ended.order) == len(m.ended.byID) && len(m.ended.byID) <= m.ended.limit, "%d tombstones, %d in order", len(m.ended.byID), len(m.ended.order))
 }

@@ -44,8 +44,10 @@ func (s *script) end() {
 		for _, f := range m.ledger.broken {
 			s.t.Errorf("%s: %s", name, f)
 		}
-		if loads, offers, early, peers, _ := m.Sizes(); loads+offers+early+peers > 0 {
-			s.t.Errorf("%s: left at the end: %d loads, %d offers, %d early, %d peers", name, loads, offers, early, peers)
+		left := m.Sizes()
+		left.Ended = 0
+		if left != (core.Sizes{}) {
+			s.t.Errorf("%s: left at the end: %+v", name, left)
 		}
 	}
 }
@@ -95,7 +97,7 @@ func (s *script) open(c *coretest.Command) *core.Machine {
 		s.t.Fatal(err)
 	}
 	return core.New(l, core.Options{Lease: s.duration(c, "lease", 0), PeerTimeout: s.duration(c, "timeout", 0),
-		EarlyLoad: s.duration(c, "early", 0), MaxTransfers: int(s.number(c, "max", 0))})
+		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), MaxTransfers: int(s.number(c, "max", 0))})
 }
 
 func (s *script) event(m *scripted, what string, c *coretest.Command) (said string, err error) {
@@ -149,18 +151,38 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		said = strings.TrimSpace("answer " + code.String() + " " + why)
 	case "renew":
 		said = "answer"
-		for _, st := range m.RenewArrived(s.now, peer, s.ids(c)) {
-			said += " " + [...]string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended"}[st]
+		for _, a := range m.RenewArrived(s.now, peer, s.ids(c, "ids"), s.ids(c, "claims")) {
+			said += " " + statusNames[a.Status]
+			if a.Status == core.StatusEnded {
+				said += fmt.Sprintf("(%v %s)", a.Code, a.Reason)
+			}
 		}
 	case "renewed":
-		var statuses []core.Status
+		var answers []core.Answer
 		for _, w := range strings.Fields(c.Value("says", "")) {
-			statuses = append(statuses, core.Status(slices.Index([]string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended"}, w)))
+			a := core.Answer{Status: core.Status(slices.Index(statusNames, w))}
+			if a.Status == core.StatusEnded {
+				a.Code, a.Reason = s.code(c), c.Value("why", "")
+			}
+			answers = append(answers, a)
 		}
-		m.RenewReplied(s.now, peer, s.ids(c), statuses, absent, failure)
+		m.RenewReplied(s.now, core.SendRenew{Peer: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims")}, answers, absent, failure)
+	case "claim":
+		err = m.Claim(s.now, core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}})
+	case "probed":
+		m.ProbeReplied(s.now, peer, absent, failure)
 	case "down":
 		m.PeerDown(s.now, peer)
 	case "tick":
+		d, err := time.ParseDuration(c.Word(2))
+		if err != nil {
+			s.t.Fatalf("%s: %v", c.Pos, err)
+		}
+		for end := s.now.Add(d); s.now.Before(end); {
+			s.now = s.now.Add(min(end.Sub(s.now), core.TickInterval))
+			m.Tick(s.now)
+		}
+	case "sleep": // the process does not run for as long
 		d, err := time.ParseDuration(c.Word(2))
 		if err != nil {
 			s.t.Fatalf("%s: %v", c.Pos, err)
@@ -175,8 +197,8 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		}
 		m.Abandon(s.now)
 	case "state":
-		loads, offers, early, peers, ended := m.Sizes()
-		said = fmt.Sprintf("loads=%d offers=%d early=%d peers=%d ended=%d busy=%v", loads, offers, early, peers, ended, m.Busy())
+		n := m.Sizes()
+		said = fmt.Sprintf("loads=%d offers=%d early=%d peers=%d ended=%d busy=%v", n.Loads, n.Offers, n.Early, n.Peers, n.Ended, m.Busy())
 		if id != "" {
 			said = fmt.Sprintf("load %s, offer %s", m.StateOf(core.SideLoad, id), m.StateOf(core.SideOffer, id))
 		}
@@ -217,8 +239,10 @@ func (s *script) code(c *coretest.Command) core.Code {
 	return 0
 }
 
-func (s *script) ids(c *coretest.Command) (ids []core.TransferID) {
-	for _, w := range strings.Fields(c.Value("ids", "")) {
+var statusNames = []string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended"}
+
+func (s *script) ids(c *coretest.Command, key string) (ids []core.TransferID) {
+	for _, w := range strings.Fields(c.Value(key, "")) {
 		ids = append(ids, core.TransferID(w))
 	}
 	return ids
@@ -274,7 +298,12 @@ func describe(a core.Action) string {
 	case core.SendLoad:
 		return fmt.Sprintf("send-load %s seq=%d to=%s grant=%s first=%v blocks=%v lease=%v", v.ID, v.Seq, v.Peer, v.Grant, v.First, v.Blocks, v.Lease)
 	case core.SendRenew:
-		return fmt.Sprintf("send-renew %v to=%s", v.IDs, v.Peer)
+		if len(v.Claims) > 0 {
+			return fmt.Sprintf("send-renew %v claims=%v to=%s", v.Loads, v.Claims, v.Peer)
+		}
+		return fmt.Sprintf("send-renew %v to=%s", v.Loads, v.Peer)
+	case core.SendProbe:
+		return fmt.Sprintf("send-probe %s", v.Peer)
 	case core.SendFinish:
 		return fmt.Sprintf("send-finish %s to=%s %v%s", v.ID, v.Peer, v.Code, why(v.Reason))
 	case core.Forget:
@@ -286,7 +315,7 @@ func describe(a core.Action) string {
 	case core.StopWrite:
 		return fmt.Sprintf("stop-write %s", v.ID)
 	case core.Report:
-		return fmt.Sprintf("report %v %s token=%d %v%s blocks=%d bytes=%d wait=%v", v.Side, v.ID, v.Token, v.Code, why(v.Reason), v.Blocks, v.Stats.Bytes, v.Wait)
+		return fmt.Sprintf("report %v %s token=%d %v%s blocks=%d bytes=%d wait=%v state=%s", v.Side, v.ID, v.Token, v.Code, why(v.Reason), v.Blocks, v.Stats.Bytes, v.Wait, v.State)
 	}
 	return fmt.Sprintf("unknown action %T", a)
 }

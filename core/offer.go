@@ -10,12 +10,16 @@ import (
 type offerState uint8
 
 const (
-	offerEarly    offerState = iota // D's load is here, the engine has not named the request
+	offerEarly    offerState = iota // D's claim or load is here, the engine has not named the request
 	offerPrefill                    // the engine works on it
 	offerReady                      // blocks hold it, no load yet
 	offerSending                    // the transport reads the blocks
 	offerStopping                   // it ends; the transport may still read
 )
+
+func (s offerState) String() string {
+	return [...]string{"early", "prefill", "ready", "sending", "stopping"}[s]
+}
 
 type offer struct {
 	id       TransferID
@@ -25,10 +29,27 @@ type offer struct {
 	offered  time.Time
 	sendAt   time.Time
 	deadline time.Time // end of the lease, or of the wait for the engine
+	peer     AgentID   // the D agent that claims or loads it
 	load     *LoadMessage
 	landed   bool // D has all bytes
 	code     Code // of the end, while stopping
 	reason   string
+}
+
+// loadBlocks is how many block ids its load holds.
+func (of *offer) loadBlocks() int {
+	if of.load == nil {
+		return 0
+	}
+	return countBlocks(of.load.Blocks)
+}
+
+// lease is how long D may be silent.
+func (m *Machine) lease(of *offer) time.Duration {
+	if of.load == nil {
+		return m.opt.Lease
+	}
+	return of.load.Lease
 }
 
 // Announce says that the engine knows the request and works on it: D may wait.
@@ -47,6 +68,7 @@ func (m *Machine) Announce(now time.Time, id TransferID) error {
 		if m.fullOfOffers() {
 			return m.overload("offers")
 		}
+		m.begin(now)
 		of = &offer{id: id, state: offerPrefill}
 		m.offers[id] = of
 		return nil
@@ -56,7 +78,7 @@ func (m *Machine) Announce(now time.Time, id TransferID) error {
 			return m.overload("offers")
 		}
 		m.leaveEarly(of)
-		of.state, of.deadline = offerPrefill, now.Add(of.load.Lease)
+		of.state, of.deadline = offerPrefill, now.Add(m.lease(of))
 	}
 	return nil
 }
@@ -82,18 +104,21 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 			return fmt.Errorf("%w: transfer %q was offered before and has ended (%s); give each request a transfer_id of its own", ErrDuplicate, string(r.ID), t.code)
 		}
 		m.ended.add(r.ID, t.code, t.reason, true)
-		m.act(Report{ID: r.ID, Side: SideOffer, Token: r.Token, Code: t.code, Reason: t.reason, Blocks: countBlocks(r.Blocks)})
+		m.count.Offered++
+		m.act(Report{ID: r.ID, Side: SideOffer, Token: r.Token, Code: t.code, Reason: t.reason, Blocks: countBlocks(r.Blocks), State: "ended"})
 		return nil
 	}
 	if (of == nil || of.state == offerEarly) && m.fullOfOffers() {
 		return m.overload("offers")
 	}
 	if of == nil {
+		m.begin(now)
 		of = &offer{id: r.ID}
 		m.offers[r.ID] = of
 	} else if of.state == offerEarly {
 		m.leaveEarly(of)
 	}
+	m.count.Offered++
 	of.state, of.token, of.blocks = offerReady, r.Token, r.Blocks
 	of.offered, of.deadline = now, now.Add(m.opt.Lease)
 	if of.load != nil {
@@ -123,31 +148,31 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 		l.Lease = m.opt.Lease
 	}
 	of := m.offers[l.ID]
-	if of == nil {
-		n := countBlocks(l.Blocks)
-		if m.early >= m.opt.MaxTransfers || m.earlyBlocks+n > maxEarlyBlocks {
-			return Refused, fmt.Sprintf("%d loads of %d blocks already wait for requests that the prefill engine does not know", m.early, m.earlyBlocks)
-		}
-		m.early++
-		m.earlyBlocks += n
-		m.offers[l.ID] = &offer{id: l.ID, state: offerEarly, load: &l, deadline: now.Add(m.opt.EarlyLoad)}
-		return OK, ""
+	if of != nil && of.peer != "" && of.peer != l.Peer {
+		return Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.peer)
 	}
-	if of.load != nil {
-		if of.load.Peer == l.Peer && string(of.load.Grant) == string(l.Grant) {
+	if of != nil && of.load != nil {
+		if string(of.load.Grant) == string(l.Grant) {
 			return OK, "" // the same message twice
 		}
-		if of.load.Peer == l.Peer && of.state <= offerPrefill {
-			// D has started over, because it got no answer to its first load.
-			if of.state == offerEarly {
-				m.earlyBlocks += countBlocks(l.Blocks) - countBlocks(of.load.Blocks)
-			}
-			of.load = &l
-			return OK, ""
+		if of.state > offerPrefill {
+			return Refused, fmt.Sprintf("transfer %q is being sent to decode agent %s already", string(l.ID), of.peer)
 		}
-		return Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.load.Peer)
+		// D has started over, because it got no answer to its first load.
 	}
-	of.load = &l
+	if of == nil || of.state == offerEarly {
+		more := countBlocks(l.Blocks)
+		if of == nil && m.early >= m.opt.MaxTransfers || m.earlyBlocks+more > maxEarlyBlocks {
+			return Refused, fmt.Sprintf("%d claims and loads of %d blocks already wait for requests that the prefill engine does not know", m.early, m.earlyBlocks)
+		}
+		if of == nil {
+			of = m.addEarly(now, l.ID, l.Peer)
+		}
+		m.earlyBlocks += more - of.loadBlocks()
+		of.load = &l
+		return OK, ""
+	}
+	of.load, of.peer = &l, l.Peer
 	of.deadline = now.Add(l.Lease)
 	if of.state == offerReady {
 		m.startWrite(now, of)
@@ -156,6 +181,15 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 		}
 	}
 	return OK, ""
+}
+
+// addEarly keeps what a D wants and P's engine does not know yet.
+func (m *Machine) addEarly(now time.Time, id TransferID, peer AgentID) *offer {
+	m.begin(now)
+	of := &offer{id: id, state: offerEarly, peer: peer, deadline: now.Add(m.opt.EarlyLoad)}
+	m.offers[id] = of
+	m.early++
+	return of
 }
 
 // maxEarlyBlocks bounds the block ids that early loads hold: 16 MiB.
@@ -176,7 +210,7 @@ func (m *Machine) tooMuch(l *LoadMessage) string {
 
 func (m *Machine) leaveEarly(of *offer) {
 	m.early--
-	m.earlyBlocks -= countBlocks(of.load.Blocks)
+	m.earlyBlocks -= of.loadBlocks()
 }
 
 // startWrite joins the halves.
@@ -229,44 +263,57 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 	m.reportOffer(now, of, s)
 }
 
-// RenewArrived takes D's renewal and answers for each transfer.
-func (m *Machine) RenewArrived(now time.Time, from AgentID, ids []TransferID) []Status {
-	out := make([]Status, len(ids))
-	for i, id := range ids {
-		of := m.offers[id]
-		if of == nil {
-			if t, gone := m.ended.byID[id]; gone {
-				out[i] = StatusEnded
-				if t.code == OK {
-					out[i] = StatusSent
-				}
-			}
-			continue
-		}
-		if of.load == nil || of.load.Peer != from {
-			continue
-		}
-		if of.state != offerEarly && of.state != offerStopping {
-			of.deadline = now.Add(of.load.Lease)
-		}
-		switch of.state {
-		case offerEarly:
-			out[i] = StatusEarly
-		case offerPrefill:
-			out[i] = StatusPrefill
-		case offerReady:
-			out[i] = StatusOffered
-		default:
-			out[i] = StatusSending
-		}
+// RenewArrived takes D's renewal of its loads and claims, and answers for each
+// of them in this order.
+func (m *Machine) RenewArrived(now time.Time, from AgentID, loads, claims []TransferID) []Answer {
+	out := make([]Answer, 0, len(loads)+len(claims))
+	for _, id := range loads {
+		out = append(out, m.renewed(now, from, id, false))
+	}
+	for _, id := range claims {
+		out = append(out, m.renewed(now, from, id, true))
 	}
 	return out
+}
+
+func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool) Answer {
+	of := m.offers[id]
+	if of == nil {
+		t, gone := m.ended.byID[id]
+		switch {
+		case gone && t.code == OK:
+			return Answer{Status: StatusSent}
+		case gone:
+			return Answer{StatusEnded, peerCode(t.code), t.reason}
+		case !claim || m.closed || checkID(id) != nil || m.early >= m.opt.MaxTransfers:
+			return Answer{Status: StatusUnknown}
+		}
+		of = m.addEarly(now, id, from)
+	}
+	if claim && of.peer == "" {
+		of.peer = from
+	}
+	if of.peer != from || !claim && of.load == nil {
+		return Answer{Status: StatusUnknown}
+	}
+	if of.state != offerEarly && of.state != offerStopping {
+		of.deadline = now.Add(m.lease(of))
+	}
+	switch of.state {
+	case offerEarly:
+		return Answer{Status: StatusEarly}
+	case offerPrefill:
+		return Answer{Status: StatusPrefill}
+	case offerReady:
+		return Answer{Status: StatusOffered}
+	}
+	return Answer{Status: StatusSending}
 }
 
 // finishOffer takes D's word that its half has ended.
 func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code Code, reason string) {
 	of := m.offers[id]
-	if of != nil && of.load != nil && of.load.Peer != from {
+	if of != nil && of.peer != "" && of.peer != from {
 		return // not its transfer
 	}
 	code = peerCode(code)
@@ -299,8 +346,8 @@ func (m *Machine) endOffer(now time.Time, of *offer, code Code, reason string, t
 		return
 	}
 	sending := of.state == offerSending
-	if tell && of.load != nil {
-		m.act(SendFinish{Peer: of.load.Peer, ID: of.id, Code: peerCode(code), Reason: reason})
+	if tell && of.peer != "" {
+		m.act(SendFinish{Peer: of.peer, ID: of.id, Code: peerCode(code), Reason: reason})
 	}
 	of.code, of.reason = code, reason
 	if sending {
@@ -314,6 +361,9 @@ func (m *Machine) endOffer(now time.Time, of *offer, code Code, reason string, t
 // reportOffer is the only way out of the map of offers.
 func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 	delete(m.offers, of.id)
+	if len(m.offers) == 0 {
+		clear(m.probes) // nobody may call Tick now
+	}
 	if of.state == offerEarly {
 		m.leaveEarly(of)
 	}
@@ -325,8 +375,12 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 	if !of.sendAt.IsZero() {
 		wait = of.sendAt.Sub(of.offered)
 	}
+	state := of.state
+	if state == offerStopping {
+		state = offerSending
+	}
 	m.act(Report{ID: of.id, Side: SideOffer, Token: of.token, Code: of.code, Reason: of.reason,
-		Blocks: countBlocks(of.blocks), Wait: wait, Stats: s})
+		Blocks: countBlocks(of.blocks), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: s})
 }
 
 func (m *Machine) tickOffers(now time.Time) {
@@ -341,13 +395,18 @@ func (m *Machine) tickOffers(now time.Time) {
 		of := m.offers[id]
 		switch of.state {
 		case offerEarly:
-			m.endOffer(now, of, NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v of its load", string(of.id), m.opt.EarlyLoad), true)
+			m.count.Reaped++
+			m.endOffer(now, of, NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", string(of.id), m.opt.EarlyLoad), true)
 		case offerPrefill:
-			of.load, of.deadline = nil, time.Time{} // D stopped renewing; the engine still works
+			of.load, of.peer, of.deadline = nil, "", time.Time{} // D stopped renewing; the engine still works
 		case offerReady:
-			m.endOffer(now, of, Expired, fmt.Sprintf("no decode agent loaded transfer %q within its lease of %v", string(of.id), m.opt.Lease), true)
+			reason := fmt.Sprintf("no decode agent claimed or loaded transfer %q within its lease of %v", string(of.id), m.opt.Lease)
+			if of.peer != "" {
+				reason = fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, m.opt.Lease)
+			}
+			m.endOffer(now, of, Expired, reason, true)
 		case offerSending:
-			m.endOffer(now, of, PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.load.Peer, of.load.Lease), true)
+			m.endOffer(now, of, PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease), true)
 		}
 	}
 }

@@ -6,19 +6,52 @@ import (
 	"time"
 )
 
-// peer is a P agent that loads wait for. One message renews them all and tells
-// at the same time that P lives and knows them.
+// peer is a P agent that claims and loads wait for. One message renews them all
+// and tells at the same time that P lives and knows them.
 type peer struct {
-	heard   time.Time // last sign of life
-	next    time.Time // next renewal
-	asking  bool      // a renewal is under way
-	suspect bool      // the transport saw its connections break
+	heard  time.Time // last sign of life
+	next   time.Time // next renewal
+	asking bool      // a renewal is under way
+}
+
+// probe is a D agent whose connections broke: P asks whether it lives.
+type probe struct {
+	since  time.Time
+	asking bool
 }
 
 // renewInterval leaves room for three renewals within either bound.
 func (m *Machine) renewInterval() time.Duration {
 	return min(m.opt.PeerTimeout, m.opt.Lease) / 3
 }
+
+// patience is the silence after which a peer counts as gone, so that its loads
+// are reported within PeerTimeout: two ticks less.
+func (m *Machine) patience() time.Duration { return m.opt.PeerTimeout - 2*TickInterval }
+
+// noticePause makes up for a time in which this process did not run: it was
+// stopped, or its machine slept. Nobody was silent then, and no lease ran.
+func (m *Machine) noticePause(now time.Time) {
+	gap := now.Sub(m.awake)
+	m.awake = now
+	if gap < maxGap {
+		return
+	}
+	for _, p := range m.peers {
+		p.heard = p.heard.Add(gap)
+	}
+	for _, p := range m.probes {
+		p.since = p.since.Add(gap)
+	}
+	for _, of := range m.offers {
+		if !of.deadline.IsZero() {
+			of.deadline = of.deadline.Add(gap)
+		}
+	}
+}
+
+// maxGap between two ticks is what a busy machine explains.
+const maxGap = 10 * TickInterval
 
 func (m *Machine) watch(now time.Time, id AgentID) {
 	if m.peers[id] == nil {
@@ -30,92 +63,204 @@ func (m *Machine) tickPeers(now time.Time) {
 	if len(m.peers) == 0 {
 		return
 	}
-	waiting := make(map[AgentID][]TransferID, len(m.peers))
+	renewals := make(map[AgentID]*SendRenew, len(m.peers))
 	used := make(map[AgentID]bool, len(m.peers))
+	of := func(id AgentID) *SendRenew {
+		r := renewals[id]
+		if r == nil {
+			r = &SendRenew{Peer: id}
+			renewals[id] = r
+		}
+		return r
+	}
 	for id, ld := range m.loads {
 		used[ld.peer] = true
-		if ld.state == loadWaiting {
-			waiting[ld.peer] = append(waiting[ld.peer], id)
+		switch {
+		case ld.state == loadWaiting:
+			r := of(ld.peer)
+			r.Loads = append(r.Loads, id)
+		case ld.state == loadClaimed && ld.code == OK:
+			r := of(ld.peer)
+			r.Claims = append(r.Claims, id)
 		}
 	}
 	for _, id := range sortedKeys(m.peers) {
-		p := m.peers[id]
+		p, r := m.peers[id], renewals[id]
 		switch {
+		case p == nil: // the last load went with another peer
 		case !used[id]:
 			if !p.asking {
 				delete(m.peers, id)
 			}
-		case len(waiting[id]) == 0:
+		case r == nil:
 			p.heard = now // SendLoad has a bound of its own
+		case now.Sub(p.heard) >= m.patience():
+			m.peerGone(now, id, false, "no answer")
 		case !p.asking && !now.Before(p.next):
 			p.asking = true
 			p.next = now.Add(m.renewInterval())
-			slices.Sort(waiting[id]) // one order, so that a run can be told again
-			m.act(SendRenew{Peer: id, IDs: waiting[id]})
+			slices.Sort(r.Loads) // one order, so that a run can be told again
+			slices.Sort(r.Claims)
+			m.act(*r)
 		}
 	}
 }
 
 // RenewReplied answers SendRenew. absent says that nobody listens at the peer's
 // address; err that no answer came.
-func (m *Machine) RenewReplied(now time.Time, id AgentID, ids []TransferID, statuses []Status, absent bool, err error) {
-	p := m.peers[id]
+func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, absent bool, err error) {
+	p := m.peers[r.Peer]
 	if p == nil {
 		return
 	}
 	p.asking = false
-	if err == nil && !absent && len(statuses) != len(ids) {
-		err = fmt.Errorf("malformed reply: %d statuses for %d transfers", len(statuses), len(ids))
+	m.noticePause(now)
+	if err == nil && !absent && len(answers) != len(r.Loads)+len(r.Claims) {
+		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(answers), len(r.Loads)+len(r.Claims))
 	}
 	if err != nil || absent {
-		silent := now.Sub(p.heard)
-		if absent || p.suspect || silent >= m.opt.PeerTimeout {
-			m.peerGone(now, id, fmt.Sprintf("prefill agent %s is gone: silent for %v: %v", id, silent.Round(time.Millisecond), err))
+		if absent || now.Sub(p.heard) >= m.patience() {
+			m.peerGone(now, r.Peer, absent, fmt.Sprint(err))
 			return
 		}
-		p.next = now
+		p.next = now // with the next tick
 		return
 	}
-	p.heard, p.suspect = now, false
-	for i, tid := range ids {
-		ld := m.loads[tid]
-		if ld == nil || ld.peer != id || ld.state != loadWaiting {
-			continue
+	p.heard = now
+	for i, id := range r.Loads {
+		if ld := m.loads[id]; ld != nil && ld.peer == r.Peer && ld.state == loadWaiting {
+			m.answered(now, ld, answers[i])
 		}
-		switch statuses[i] {
-		case StatusUnknown:
-			m.endLoad(now, ld, PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", id, string(tid)))
-		case StatusEnded:
-			// The Finish that says why is on its way, or lost: the next round tells.
-			if ld.ended++; ld.ended >= 2 {
-				m.endLoad(now, ld, Failed, fmt.Sprintf("prefill agent %s has given transfer %q up", id, string(tid)))
-			}
-		case StatusSent:
-			// The last bytes may be on their way; not for several rounds.
-			if ld.sent++; ld.sent >= 3 {
-				m.endLoad(now, ld, Failed, fmt.Sprintf("prefill agent %s has sent transfer %q, but bytes are missing", id, string(tid)))
-			}
+	}
+	for i, id := range r.Claims {
+		if ld := m.loads[id]; ld != nil && ld.peer == r.Peer && ld.state == loadClaimed {
+			m.claimAnswered(ld, answers[len(r.Loads)+i])
+		}
+	}
+	m.tickPeers(now) // claims that came while this was under way
+}
+
+func (m *Machine) answered(now time.Time, ld *load, a Answer) {
+	switch a.Status {
+	case StatusUnknown:
+		m.endLoad(now, ld, PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", ld.peer, string(ld.id)), false)
+	case StatusEnded:
+		m.endLoad(now, ld, peerCode(a.Code), a.Reason, false)
+	case StatusSent:
+		// The last bytes may be on their way; not for several rounds.
+		if ld.sent++; ld.sent >= 3 {
+			m.endLoad(now, ld, Failed, fmt.Sprintf("prefill agent %s has sent transfer %q, but bytes are missing", ld.peer, string(ld.id)), false)
 		}
 	}
 }
 
-// PeerDown takes a transport's word that the way to a peer broke. Whether P is
-// gone too is asked at once.
+// claimAnswered: what P has given up is kept for the load that may follow. A
+// claim that P has no place for now is asked again at the next renewal.
+func (m *Machine) claimAnswered(ld *load, a Answer) {
+	switch a.Status {
+	case StatusUnknown:
+	case StatusEnded:
+		ld.code, ld.reason = peerCode(a.Code), a.Reason
+	case StatusSent:
+		ld.code, ld.reason = Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(ld.id))
+	default:
+		ld.known = ld.peer
+	}
+}
+
+// tickClaims ends claims that no load has followed.
+func (m *Machine) tickClaims(now time.Time) {
+	var late []TransferID
+	for id, ld := range m.loads {
+		if ld.claim && !now.Before(ld.until) {
+			late = append(late, id)
+		}
+	}
+	slices.Sort(late)
+	for _, id := range late {
+		m.endLoad(now, m.loads[id], Cancelled, fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", string(id), m.opt.Claim), true)
+	}
+}
+
+// PeerDown takes a transport's word that the way to a peer broke. Whether the
+// peer is gone too is asked at once.
 func (m *Machine) PeerDown(now time.Time, id AgentID) {
 	if p := m.peers[id]; p != nil {
-		p.suspect, p.next = true, now
+		p.next = now
 		m.tickPeers(now)
+	}
+	if m.probes[id] == nil && len(m.offersOf(id)) > 0 {
+		m.probes[id] = &probe{since: now, asking: true}
+		m.act(SendProbe{Peer: id})
 	}
 }
 
-func (m *Machine) peerGone(now time.Time, id AgentID, reason string) {
+// peerGone ends what waits for a P agent. absent: nobody listens there; else it
+// may live and be told when it listens again.
+func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string) {
+	silent := now.Sub(m.peers[id].heard).Round(time.Millisecond)
+	reason := fmt.Sprintf("prefill agent %s is gone: silent for %v: %s", id, silent, cause)
 	delete(m.peers, id)
 	m.act(Forget{Peer: id})
 	for _, tid := range sortedKeys(m.loads) {
-		// What has not been asked yet learns it by its own SendLoad, and may find
-		// the agent that took the place.
-		if ld := m.loads[tid]; ld.peer == id && ld.state == loadWaiting {
-			m.endLoad(now, ld, PeerLost, reason)
+		ld := m.loads[tid]
+		switch {
+		case ld == nil || ld.peer != id:
+		case ld.state == loadWaiting:
+			m.endLoad(now, ld, PeerLost, reason, !absent)
+		case ld.state != loadClaimed || ld.code != OK:
+			// What has not been asked yet learns it by its own SendLoad, and may find
+			// the agent that took the place.
+		case ld.known != "":
+			ld.code, ld.reason = PeerLost, reason
+		case ld.retried:
+			m.reportLoad(now, ld) // the load that follows looks again
+		default:
+			m.lookAgain(ld)
 		}
+	}
+}
+
+// offersOf lists what P keeps for a D agent.
+func (m *Machine) offersOf(id AgentID) (ids []TransferID) {
+	for tid, of := range m.offers {
+		if of.peer == id {
+			ids = append(ids, tid)
+		}
+	}
+	slices.Sort(ids)
+	return ids
+}
+
+// tickProbes asks again those that have not answered. Without any answer the
+// lease decides.
+func (m *Machine) tickProbes(now time.Time) {
+	for _, id := range sortedKeys(m.probes) {
+		switch p := m.probes[id]; {
+		case p.asking:
+		case now.Sub(p.since) >= m.opt.PeerTimeout, len(m.offersOf(id)) == 0:
+			delete(m.probes, id)
+		default:
+			p.asking = true
+			m.act(SendProbe{Peer: id})
+		}
+	}
+}
+
+// ProbeReplied answers SendProbe. absent says that nobody listens at the peer's
+// address; err that no answer came.
+func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent bool, err error) {
+	p := m.probes[id]
+	switch {
+	case p == nil:
+	case absent:
+		delete(m.probes, id)
+		for _, tid := range m.offersOf(id) {
+			m.endOffer(now, m.offers[tid], PeerLost, fmt.Sprintf("decode agent %s is gone", id), false)
+		}
+	case err != nil:
+		p.asking = false
+	default:
+		delete(m.probes, id)
 	}
 }

@@ -491,10 +491,10 @@ func (a *simAgent) act(act core.Action) {
 		}, func(absent bool, err error) { a.m.LoadReplied(w.now, v.ID, v.Seq, absent, core.PeerLost, err.Error()) })
 	case core.SendRenew:
 		w.ask(a, v.Peer, func(p *simAgent) func(bool, error) {
-			statuses := p.m.RenewArrived(w.now, a.id, v.IDs)
+			answers := p.m.RenewArrived(w.now, a.id, v.Loads, v.Claims)
 			p.perform()
-			return func(absent bool, err error) { a.m.RenewReplied(w.now, v.Peer, v.IDs, statuses, false, nil) }
-		}, func(absent bool, err error) { a.m.RenewReplied(w.now, v.Peer, v.IDs, nil, absent, err) })
+			return func(absent bool, err error) { a.m.RenewReplied(w.now, v, answers, false, nil) }
+		}, func(absent bool, err error) { a.m.RenewReplied(w.now, v, nil, absent, err) })
 	case core.SendFinish:
 		w.ask(a, v.Peer, func(p *simAgent) func(bool, error) {
 			p.m.FinishArrived(w.now, a.id, v.ID, v.Code, v.Reason)
@@ -657,8 +657,10 @@ func (a *simAgent) end() {
 	for _, f := range a.ledger.broken {
 		a.w.fault("%s: at the end: %s", a.id, f)
 	}
-	if loads, offers, early, peers, _ := a.m.Sizes(); loads+offers+early+peers > 0 {
-		a.w.fault("%s: left at the end: %d loads, %d offers, %d early, %d peers", a.id, loads, offers, early, peers)
+	left := a.m.Sizes()
+	left.Ended = 0
+	if left != (core.Sizes{}) {
+		a.w.fault("%s: left at the end: %+v", a.id, left)
 	}
 	for b, token := range a.owner {
 		if token != 0 {

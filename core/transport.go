@@ -43,13 +43,28 @@ type Transport interface {
 	// empty host means the host at which the peer found the registry.
 	Endpoint() string
 
-	// Connect makes a peer's Endpoint usable before the first transfer. It
-	// returns at once; a failure is told by Sink.PeerDown with its cause.
-	Connect(peer AgentID, endpoint string) error
+	// Admit lets a peer that has said hello connect, and returns the ticket that
+	// it must show when it does: random, 16 to 64 bytes, the same one until the
+	// peer is dismissed. Nothing is written to a peer that was not admitted, and
+	// who shows no ticket gets no connection.
+	Admit(peer AgentID) (ticket []byte, err error)
+
+	// Dismiss takes an admission back: the ticket is dead, the peer's connections
+	// are closed, and writes to it end with an error. No PeerDown follows. An
+	// unknown peer is no error. Sink.Written may be called before it returns.
+	Dismiss(peer AgentID)
+
+	// Connect makes a peer's Endpoint usable before the first transfer, with the
+	// ticket that the peer's Admit gave for this agent. It returns at once; a
+	// failure is told by Sink.PeerDown with its cause. For a known peer the new
+	// endpoint and ticket hold for the connections that are made from now on.
+	Connect(peer AgentID, endpoint string, ticket []byte) error
 
 	// Expect arms the receiver: bytes that arrive with the returned grant go
-	// into dst, whose segments are in the transfer's linear order. The outcome
-	// is one Sink.Received, unless Revoke comes first.
+	// into dst, whose segments are in the transfer's linear order. The grant is
+	// random, of this transfer only, and dead when the transfer has ended; from
+	// another peer's connections it is worth nothing. The outcome is one
+	// Sink.Received, unless Revoke comes first.
 	Expect(id TransferID, peer AgentID, dst []Segment) (grant []byte, err error)
 
 	// Revoke disarms a transfer of Expect. When it returns, no byte of it can
@@ -59,16 +74,17 @@ type Transport interface {
 	// being told; so it is not called under a lock that the Sink takes.
 	Revoke(id TransferID)
 
-	// Write starts to send; the outcome is one Sink.Written. The source bytes
-	// must stay unchanged until then.
+	// Write starts to send to a peer that was admitted; the outcome is one
+	// Sink.Written. The source bytes must stay unchanged until then.
 	Write(op WriteOp)
 
 	// Stop ends a write early: the sooner its Sink.Written comes the better,
 	// with an error unless the write had ended. An unknown id is no error.
 	Stop(id TransferID)
 
-	// Close ends all transfers and waits, at most a few seconds, until no byte
-	// can move. No Sink method is called after it returns.
+	// Close ends all transfers, tells the outcome of each write, and waits, at
+	// most a few seconds, until no byte can move. No Sink method is called after
+	// it returns.
 	Close() error
 }
 
@@ -92,7 +108,10 @@ type TransferStats struct {
 type Sink interface {
 	Received(id TransferID, s TransferStats, err error)
 	Written(id TransferID, s TransferStats, err error)
-	// PeerDown says that the way to a peer broke; transfers that it hit end by
-	// Received or Written of their own where the transport knows them.
+	// PeerDown says that the way to a peer broke: on D that it cannot connect, or
+	// is not connected any more; on P, once per loss, that an admitted peer that
+	// was connected is so no more (it may come back with the same ticket).
+	// Transfers that it hit end by Received or Written of their own where the
+	// transport knows them.
 	PeerDown(peer AgentID, err error)
 }

@@ -772,7 +772,7 @@ func BenchmarkRequest(b *testing.B) {
 		via core.Via
 		to  core.AgentID
 	}{"decode-to-prefill": {decode, via, "P"}, "prefill-to-decode": {prefill, "", "D"}} {
-		req := &wire.Request{Kind: wire.KindFinish, From: "D", Finish: &wire.Finish{TransferID: "t"}}
+		req := &wire.Request{Kind: wire.KindFinish, From: "D", Finishes: []wire.Finish{{TransferID: "t"}}}
 		b.Run(name, func(b *testing.B) {
 			b.ReportAllocs()
 			ctx := context.Background()

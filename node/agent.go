@@ -50,9 +50,10 @@ type Agent struct {
 	performing  bool // the run goroutine has taken the queue and is not done
 	total       Totals
 
-	wake  chan struct{}
-	peers *peerTable
-	lanes *lanes
+	wake   chan struct{}
+	peers  *peerTable
+	lanes  *lanes
+	outbox *outbox
 }
 
 type agentState int
@@ -87,6 +88,7 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 	a.ctx, a.cancel = context.WithCancel(context.Background())
 	a.peers = newPeerTable()
 	a.lanes = newLanes(a)
+	a.outbox = newOutbox(a)
 	plane, err := openControlPlane(a)
 	if err != nil {
 		a.cancel()
@@ -261,8 +263,9 @@ func (a *Agent) collect() {
 			a.outstanding--
 			r.Transport = a.transport.Name()
 			a.total.add(r)
-			a.reports.Push(r)
 			a.logReport(r)
+			r.Reason = a.explain(r)
+			a.reports.Push(r)
 			continue
 		}
 		a.queue = append(a.queue, act)
@@ -324,6 +327,17 @@ func (a *Agent) Offer(offers []core.OfferRequest) (int, error) {
 		return 0, fmt.Errorf("%w: offer on an agent of role %q", core.ErrInvalid, a.cfg.Role)
 	}
 	return each(a, offers, 1, func(m *core.Machine, now time.Time, o core.OfferRequest) error { return m.Offer(now, o) })
+}
+
+// Claim tells prefill engines that this engine will load transfers as soon as
+// it has blocks for them, so that they are kept however long that takes. A
+// claim has no report; it ends by StartLoad or Cancel. Returns how many were
+// accepted.
+func (a *Agent) Claim(claims []core.ClaimRequest) (int, error) {
+	if a.cfg.Role == RolePrefill {
+		return 0, fmt.Errorf("%w: claim on an agent of role %q", core.ErrInvalid, a.cfg.Role)
+	}
+	return each(a, claims, 0, func(m *core.Machine, now time.Time, c core.ClaimRequest) error { return m.Claim(now, c) })
 }
 
 // StartLoad asks for transfers in the engine's blocks. The blocks belong to the
@@ -395,6 +409,7 @@ func (a *Agent) Close() error {
 		a.step(func(m *core.Machine, now time.Time) { m.Abandon(now) })
 	}
 	a.lanes.wait(draining)
+	a.outbox.wait(draining)
 	a.cancel()
 	errs = append(errs, a.plane.close(ctx))
 	a.wg.Wait()

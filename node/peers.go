@@ -1,6 +1,7 @@
 package node
 
 import (
+	"container/list"
 	"context"
 	"errors"
 	"fmt"
@@ -15,8 +16,8 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// maxPeers bounds what is remembered of peers; the oldest is forgotten first,
-// and says hello again if it comes back.
+// maxPeers bounds what is remembered of peers; the one that was not used for
+// longest is forgotten first, and says hello again if it comes back.
 const maxPeers = 4096
 
 // peer is what one agent remembers of another.
@@ -24,50 +25,72 @@ type peer struct {
 	id     core.AgentID
 	via    core.Via
 	shapes []core.Shape
-	gone   bool // nobody listens there, or nobody answers; guarded by the table
+	gone   bool          // nobody listens there, or nobody answers; guarded by the table
+	place  *list.Element // in the table's order
 }
 
 // peerTable holds the peers by id, and which of them a target was found to be.
 type peerTable struct {
 	mu       sync.Mutex
 	byID     map[core.AgentID]*peer
-	order    []core.AgentID
+	order    *list.List // of *peer, the one used last at the end
 	byTarget map[core.Target]core.AgentID
 	looking  map[core.Target][]core.Resolve // a look-up is under way for these
+
+	// meeting is held while a peer is added and who makes room for it is
+	// dismissed, so that a peer of the table is one that the transport admits.
+	meeting sync.Mutex
 }
 
 func newPeerTable() *peerTable {
-	return &peerTable{byID: map[core.AgentID]*peer{}, byTarget: map[core.Target]core.AgentID{}, looking: map[core.Target][]core.Resolve{}}
+	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), byTarget: map[core.Target]core.AgentID{}, looking: map[core.Target][]core.Resolve{}}
 }
 
 func (t *peerTable) get(id core.AgentID) *peer {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.byID[id]
+	p := t.byID[id]
+	if p != nil {
+		t.order.MoveToBack(p.place)
+	}
+	return p
 }
 
-func (t *peerTable) add(p *peer) {
+// add remembers a peer, and dismisses the one that makes room for it; t.meeting
+// is held.
+func (t *peerTable) add(p *peer, transport core.Transport) {
+	var oldest core.AgentID
 	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.byID[p.id] == nil {
-		if len(t.order) >= maxPeers {
-			t.drop(t.order[0])
-		}
-		t.order = append(t.order, p.id)
+	if old := t.byID[p.id]; old != nil {
+		t.order.Remove(old.place)
+	} else if t.order.Len() >= maxPeers {
+		first := t.order.Front().Value.(*peer)
+		oldest = first.id
+		t.drop(first)
 	}
+	p.place = t.order.PushBack(p)
 	t.byID[p.id] = p // met anew: not gone, whatever was
+	t.mu.Unlock()
+	if oldest != "" {
+		transport.Dismiss(oldest) // it may call the sink
+	}
+}
+
+// admit lets a peer that has said hello connect, and remembers it.
+func (t *peerTable) admit(p *peer, transport core.Transport) (ticket []byte, err error) {
+	t.meeting.Lock()
+	defer t.meeting.Unlock()
+	if ticket, err = transport.Admit(p.id); err == nil {
+		t.add(p, transport)
+	}
+	return ticket, err
 }
 
 // drop removes a peer; t.mu is held.
-func (t *peerTable) drop(id core.AgentID) {
-	delete(t.byID, id)
-	for i, o := range t.order {
-		if o == id {
-			t.order = append(t.order[:i], t.order[i+1:]...)
-			break
-		}
-	}
-	t.unmap(id)
+func (t *peerTable) drop(p *peer) {
+	delete(t.byID, p.id)
+	t.order.Remove(p.place)
+	t.unmap(p.id)
 }
 
 // lose marks a peer that was found gone, and makes the next load look the target
@@ -129,7 +152,9 @@ func (t *peerTable) resolve(a *Agent, r core.Resolve) {
 			code, reason = lookupCode(err), err.Error()
 			a.log.Warn("prefill agent not found", zap.String("bootstrap", r.From.Bootstrap), zap.String("engine_id", r.From.EngineID), zap.Error(err))
 		} else {
-			t.add(p)
+			t.meeting.Lock()
+			t.add(p, a.transport)
+			t.meeting.Unlock()
 		}
 		t.mu.Lock()
 		if err == nil {
@@ -196,7 +221,7 @@ func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
 	if err != nil {
 		return nil, &refusedError{err.Error()}
 	}
-	if err := a.transport.Connect(id, endpoint); err != nil {
+	if err := a.transport.Connect(id, endpoint, rep.Ticket); err != nil {
 		return nil, err
 	}
 	a.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID),

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"syscall"
 	"time"
 
 	"go.uber.org/zap"
@@ -67,8 +68,10 @@ func (a *Agent) perform(act core.Action) {
 		// Not behind loads that wait for an answer: this is how D learns that none
 		// will come. The machine has one under way for each peer.
 		a.goRun("renew", func() { a.sendRenew(v) })
+	case core.SendProbe:
+		a.goRun("probe", func() { a.sendProbe(v) })
 	case core.SendFinish:
-		a.lanes.do(v.Peer, func() { a.sendFinish(v) })
+		a.outbox.add(v)
 	case core.Forget:
 		a.peers.lose(v.Peer)
 	case core.Revoke:
@@ -123,17 +126,17 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 		})
 		return
 	}
-	rep, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout), &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
+	rep, err := a.insist(v.Peer, &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
 		TransferID: string(v.ID), Transport: a.transport.Name(), Grant: v.Grant, Groups: groups, LeaseMS: v.Lease.Milliseconds(),
 	}})
 	code, reason, absent := core.OK, "", false
 	switch {
 	case err != nil:
-		absent = errors.Is(err, core.ErrAbsent) || errors.Is(err, core.ErrUnreachable)
+		absent = gone(err)
 		code, reason = core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err)
 	case rep.Code != 0:
 		code, reason = core.Code(rep.Code), rep.Reason
-		absent = code == codeUnknownPeer
+		absent = code == codeUnknownPeer || code == core.PeerLost // it closes: another may take its place
 	}
 	a.step(func(m *core.Machine, now time.Time) { m.LoadReplied(now, v.ID, v.Seq, absent, code, reason) })
 }
@@ -143,43 +146,85 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 const maxRenew = 1024
 
 func (a *Agent) sendRenew(v core.SendRenew) {
-	var statuses []core.Status
+	answers := make([]core.Answer, 0, len(v.Loads)+len(v.Claims))
 	var err error
-	for part := range slices.Chunk(v.IDs, maxRenew) {
-		ids := make([]string, len(part))
-		for i, id := range part {
-			ids[i] = string(id)
+	for _, claims := range []bool{false, true} {
+		ids := v.Loads
+		if claims {
+			ids = v.Claims
 		}
-		var rep *wire.Reply
-		rep, err = a.request(v.Peer, time.Duration(a.cfg.PeerTimeout)/3, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{TransferIDs: ids}})
-		if err == nil && rep.Code != 0 {
-			err = errors.New(rep.Reason)
-		}
-		if err != nil {
-			break
-		}
-		for _, s := range rep.Statuses {
-			statuses = append(statuses, core.Status(s))
+		for part := range slices.Chunk(ids, maxRenew) {
+			if err == nil {
+				var list []core.Answer
+				list, err = a.renew(v.Peer, part, claims)
+				answers = append(answers, list...)
+			}
 		}
 	}
-	absent := errors.Is(err, core.ErrAbsent)
-	a.step(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v.Peer, v.IDs, statuses, absent, err) })
+	absent := gone(err)
+	a.step(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) })
 }
 
-// sendFinish tries twice: if both are lost, the other side learns it later by a
-// renewal or by the end of a lease.
-func (a *Agent) sendFinish(v core.SendFinish) {
-	reason := v.Reason[:min(len(v.Reason), 1024)]
-	for range 2 {
-		rep, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout)/2, &wire.Request{Kind: wire.KindFinish,
-			Finish: &wire.Finish{TransferID: string(v.ID), Code: int(v.Code), Reason: reason}})
-		if err == nil && rep.Code != 0 {
-			err = errors.New(rep.Reason)
+// renew asks for a part of the claims, or of the loads.
+func (a *Agent) renew(peer core.AgentID, part []core.TransferID, claims bool) ([]core.Answer, error) {
+	ids := make([]string, len(part))
+	for i, id := range part {
+		ids[i] = string(id)
+	}
+	req := &wire.Renew{Loads: ids}
+	if claims {
+		req = &wire.Renew{Claims: ids}
+	}
+	rep, err := a.request(peer, time.Duration(a.cfg.PeerTimeout)/3, &wire.Request{Kind: wire.KindRenew, Renew: req})
+	if err == nil && rep.Code != 0 {
+		err = errors.New(rep.Reason)
+	}
+	if err == nil && len(rep.Statuses) != len(ids) {
+		err = fmt.Errorf("prefill agent %s answers for %d transfers, it was asked for %d", peer, len(rep.Statuses), len(ids))
+	}
+	if err != nil {
+		return nil, err
+	}
+	answers := make([]core.Answer, len(ids))
+	for i, s := range rep.Statuses {
+		answers[i].Status = core.Status(s)
+	}
+	for _, e := range rep.Ends {
+		answers[e.Index].Code, answers[e.Index].Reason = core.Code(e.Code), e.Reason
+	}
+	return answers, nil
+}
+
+// sendProbe asks a decode agent whether it lives.
+func (a *Agent) sendProbe(v core.SendProbe) {
+	rep, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout)/3, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}})
+	if err == nil && rep.Code != 0 {
+		err = errors.New(rep.Reason)
+	}
+	a.step(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, gone(err), err) })
+}
+
+// gone says whether an error proves that the agent is not there any more.
+// Otherwise a connection may have broken, or a message got lost.
+func gone(err error) bool {
+	return errors.Is(err, core.ErrAbsent) || errors.Is(err, core.ErrUnreachable) && errors.Is(err, syscall.ECONNREFUSED)
+}
+
+// insist asks until there is an answer, for a little less than PeerTimeout:
+// messages get lost, and links come back. What it asks may arrive twice.
+func (a *Agent) insist(to core.AgentID, req *wire.Request) (rep *wire.Reply, err error) {
+	bound := time.Duration(a.cfg.PeerTimeout)
+	end := time.Now().Add(bound - 2*core.TickInterval)
+	for {
+		rep, err = a.request(to, min(bound/3, time.Until(end)), req)
+		if err == nil || gone(err) || a.ctx.Err() != nil || time.Until(end) < core.TickInterval {
+			return rep, err
 		}
-		if err == nil || errors.Is(err, core.ErrAbsent) || a.ctx.Err() != nil {
-			return
+		a.count(func(t *Totals) { t.Retries++ })
+		select {
+		case <-a.ctx.Done():
+		case <-time.After(core.TickInterval / 2): // a link that is down says so at once
 		}
-		a.log.Debug("finish not delivered", zap.String("transfer_id", string(v.ID)), zap.String("peer", string(v.Peer)), zap.Error(err))
 	}
 }
 

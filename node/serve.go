@@ -22,21 +22,12 @@ func (a *Agent) serve(via core.Via, req *wire.Request) *wire.Reply {
 	case wire.KindLoad:
 		return a.serveLoad(from, req.Load)
 	case wire.KindRenew:
-		rep := &wire.Reply{}
-		ids := make([]core.TransferID, len(req.Renew.TransferIDs))
-		for i, id := range req.Renew.TransferIDs {
-			ids[i] = core.TransferID(id)
-		}
-		a.step(func(m *core.Machine, now time.Time) {
-			for _, s := range m.RenewArrived(now, from, ids) {
-				rep.Statuses = append(rep.Statuses, uint8(s))
-			}
-		})
-		return rep
+		return a.serveRenew(from, req.Renew)
 	case wire.KindFinish:
-		f := req.Finish
 		a.step(func(m *core.Machine, now time.Time) {
-			m.FinishArrived(now, from, core.TransferID(f.TransferID), core.Code(f.Code), f.Reason)
+			for _, f := range req.Finishes {
+				m.FinishArrived(now, from, core.TransferID(f.TransferID), core.Code(f.Code), f.Reason)
+			}
 		})
 		return &wire.Reply{}
 	}
@@ -53,7 +44,7 @@ func (a *Agent) serveHello(via core.Via, from core.AgentID, h *wire.Agent) *wire
 		return refuse("hello of agent %s sent by %s", h.ID, from)
 	}
 	a.mu.Lock()
-	self, layout := a.self, a.layout
+	self, layout, transport := a.self, a.layout, a.transport
 	a.mu.Unlock()
 	if self == nil || !a.cfg.prefills() {
 		return refuse("agent %s has no KV caches to offer", a.id)
@@ -62,16 +53,22 @@ func (a *Agent) serveHello(via core.Via, from core.AgentID, h *wire.Agent) *wire
 		a.log.Warn("decode agent refused", zap.String("peer", h.ID), zap.String("engine_id", h.EngineID), zap.Error(err))
 		return refuse("prefill engine %q refuses decode engine %q: %v", self.EngineID, h.EngineID, err)
 	}
-	a.peers.add(&peer{id: core.AgentID(h.ID), via: via, shapes: shapes(h)})
-	return &wire.Reply{}
+	ticket, err := a.peers.admit(&peer{id: from, via: via, shapes: shapes(h)}, transport)
+	if err != nil { // closed meanwhile
+		return refuse("agent %s: %v", a.id, err)
+	}
+	return &wire.Reply{Ticket: ticket}
 }
 
 func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
-	if a.peers.get(from) == nil {
+	a.mu.Lock()
+	transport := a.transport // nil again after a registration that failed
+	a.mu.Unlock()
+	if a.peers.get(from) == nil || transport == nil {
 		return &wire.Reply{Code: int(codeUnknownPeer), Reason: "say hello first"}
 	}
-	if l.Transport != a.transport.Name() {
-		return refuse("transport %q: this agent has %s", l.Transport, a.transport.Name())
+	if l.Transport != transport.Name() {
+		return refuse("transport %q: this agent has %s", l.Transport, transport.Name())
 	}
 	rep := &wire.Reply{}
 	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: l.Grant, Lease: time.Duration(l.LeaseMS) * time.Millisecond}
@@ -84,6 +81,34 @@ func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
 		rep.Code, rep.Reason = int(code), reason
 	})
 	return rep
+}
+
+func (a *Agent) serveRenew(from core.AgentID, r *wire.Renew) *wire.Reply {
+	rep := &wire.Reply{Statuses: make([]uint8, 0, len(r.Loads)+len(r.Claims))}
+	claims := r.Claims
+	if a.peers.get(from) == nil {
+		claims = nil // its load will say hello first
+	}
+	a.step(func(m *core.Machine, now time.Time) {
+		for i, ans := range m.RenewArrived(now, from, transferIDs(r.Loads), transferIDs(claims)) {
+			rep.Statuses = append(rep.Statuses, uint8(ans.Status))
+			if ans.Status == core.StatusEnded {
+				rep.Ends = append(rep.Ends, wire.End{Index: uint32(i), Code: int(ans.Code), Reason: shorten(ans.Reason)})
+			}
+		}
+	})
+	for len(rep.Statuses) < len(r.Loads)+len(r.Claims) {
+		rep.Statuses = append(rep.Statuses, uint8(core.StatusUnknown))
+	}
+	return rep
+}
+
+func transferIDs(list []string) []core.TransferID {
+	out := make([]core.TransferID, len(list))
+	for i, id := range list {
+		out[i] = core.TransferID(id)
+	}
+	return out
 }
 
 // compatible says why two agents cannot exchange blocks, with both values.

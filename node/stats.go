@@ -1,6 +1,8 @@
 package node
 
 import (
+	"fmt"
+	"maps"
 	"time"
 
 	"go.uber.org/zap"
@@ -8,14 +10,17 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// Totals count an agent's finished transfers since Open.
+// Totals count what an agent has done since Open.
 type Totals struct {
-	Loads        uint64 `json:"loads"` // ended well
-	LoadsFailed  uint64 `json:"loads_failed"`
-	Offers       uint64 `json:"offers"`
-	OffersFailed uint64 `json:"offers_failed"`
-	BytesIn      uint64 `json:"bytes_in"`
-	BytesOut     uint64 `json:"bytes_out"`
+	Loads        uint64            `json:"loads"`  // ended well
+	Offers       uint64            `json:"offers"` // ended well: sent, or released by a decode engine that needed nothing
+	LoadsFailed  uint64            `json:"loads_failed"`
+	OffersFailed uint64            `json:"offers_failed"`
+	LoadsBy      map[string]uint64 `json:"loads_failed_by"`  // code's name -> number
+	OffersBy     map[string]uint64 `json:"offers_failed_by"` // "expired" among them
+	BytesIn      uint64            `json:"bytes_in"`
+	BytesOut     uint64            `json:"bytes_out"`
+	Retries      uint64            `json:"retries"` // requests sent again, and peers looked up again
 }
 
 // Stats are an agent's counters and gauges.
@@ -25,11 +30,18 @@ type Stats struct {
 	Bootstrap string `json:"bootstrap"`
 	Transport string `json:"transport"`
 	Totals
-	LoadsUnderWay  int `json:"loads_under_way"`
-	LoadsWaiting   int `json:"loads_waiting"`    // of them, those that P has and whose bytes are awaited
-	OffersUnderWay int `json:"offers_under_way"` // announced, offered, sending, and early loads
-	Outstanding    int `json:"outstanding"`      // accepted and not reported
-	Unread         int `json:"unread"`           // reported and not collected
+	Offered        uint64  `json:"offered"` // accepted calls
+	LoadsStarted   uint64  `json:"loads_started"`
+	Claimed        uint64  `json:"claimed"`
+	Reaped         uint64  `json:"reaped"`           // claims and loads of others that this engine never named
+	LoadsUnderWay  int     `json:"loads_under_way"`  // claims among them
+	LoadsClaimed   int     `json:"loads_claimed"`    // of them, those without blocks yet
+	LoadsWaiting   int     `json:"loads_waiting"`    // of them, those that P has and whose bytes are awaited
+	OffersUnderWay int     `json:"offers_under_way"` // announced, offered, sending, and early ones
+	OffersEarly    int     `json:"offers_early"`     // of them, claims and loads that this engine has not named
+	Outstanding    int     `json:"outstanding"`      // accepted and not reported
+	Unread         int     `json:"unread"`           // reported and not collected
+	OldestWait     float64 `json:"oldest_wait_s"`    // of what is outstanding
 }
 
 func (t *Totals) add(r core.Report) {
@@ -40,12 +52,29 @@ func (t *Totals) add(r core.Report) {
 		t.BytesIn += r.Stats.Bytes
 	case r.Side == core.SideLoad:
 		t.LoadsFailed++
+		t.LoadsBy = counted(t.LoadsBy, r.Code)
 	case ok:
 		t.Offers++
 		t.BytesOut += r.Stats.Bytes
 	default:
 		t.OffersFailed++
+		t.OffersBy = counted(t.OffersBy, r.Code)
 	}
+}
+
+func counted(by map[string]uint64, c core.Code) map[string]uint64 {
+	if by == nil {
+		by = map[string]uint64{}
+	}
+	by[c.String()]++
+	return by
+}
+
+// count changes the totals.
+func (a *Agent) count(f func(t *Totals)) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	f(&a.total)
 }
 
 // Stats returns the agent's counters and gauges.
@@ -53,21 +82,45 @@ func (a *Agent) Stats() Stats {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	s := Stats{Agent: string(a.id), EngineID: a.cfg.EngineID, Bootstrap: a.BootstrapAddress(), Totals: a.total, Outstanding: a.outstanding, Unread: a.reports.Unread()}
+	s.LoadsBy, s.OffersBy = maps.Clone(a.total.LoadsBy), maps.Clone(a.total.OffersBy)
 	if a.machine != nil {
-		s.LoadsUnderWay, s.OffersUnderWay = a.machine.Counts()
-		s.LoadsWaiting = a.machine.Waiting()
+		n, c := a.machine.Sizes(), a.machine.Counters()
+		s.LoadsUnderWay, s.LoadsClaimed, s.LoadsWaiting = n.Loads, n.Claims, n.Waiting
+		s.OffersUnderWay, s.OffersEarly = n.Offers, n.Early
+		s.Offered, s.LoadsStarted, s.Claimed, s.Reaped = c.Offered, c.Loaded, c.Claimed, c.Reaped
+		s.Retries += c.Retries
+		s.OldestWait = a.machine.OldestWait(a.clock.Now()).Seconds()
 		s.Transport = a.transport.Name()
 	}
 	return s
 }
 
+// explain adds to a failed half's cause what a reader needs who sees only this
+// text: which side of which engines and ranks, in which state, after how long.
+// The cause comes first, because the C completion cuts off the end.
+func (a *Agent) explain(r core.Report) string {
+	if !failure(r.Code) {
+		return r.Reason
+	}
+	where := fmt.Sprintf("engine %q dp%d tp%d pp%d", a.cfg.EngineID, a.cfg.DPRank, a.cfg.TPRank, a.cfg.PPRank)
+	if r.Side == core.SideLoad {
+		where += fmt.Sprintf(" from engine %q dp%d tp%d pp%d at %s", r.From.EngineID, r.From.DPRank, r.From.TPRank, r.From.PPRank, r.From.Bootstrap)
+	}
+	return fmt.Sprintf("%s [%v of %s, %s, %d ms]", r.Reason, r.Side, where, r.State, r.Elapsed.Milliseconds())
+}
+
+// failure: neither success nor what this engine has asked for.
+func failure(c core.Code) bool { return c != core.OK && c != core.Cancelled && c != core.Closed }
+
 func (a *Agent) logReport(r core.Report) {
 	level := zap.DebugLevel
-	if r.Code != core.OK && r.Code != core.Cancelled && r.Code != core.Closed {
+	if failure(r.Code) {
 		level = zap.WarnLevel
 	}
 	if ce := a.log.Check(level, "transfer ended"); ce != nil {
-		ce.Write(zap.String("transfer_id", string(r.ID)), zap.Stringer("side", r.Side), zap.Stringer("code", r.Code), zap.String("reason", r.Reason),
-			zap.Uint64("bytes", r.Stats.Bytes), zap.Duration("wait", r.Wait), zap.Duration("transfer", time.Duration(r.Stats.Nanos)))
+		ce.Write(zap.String("transfer_id", string(r.ID)), zap.Stringer("side", r.Side), zap.Stringer("code", r.Code), zap.String("engine_id", a.cfg.EngineID),
+			zap.Ints("rank", []int{a.cfg.DPRank, a.cfg.TPRank, a.cfg.PPRank}), zap.String("state", r.State), zap.String("peer", string(r.Peer)),
+			zap.String("reason", r.Reason), zap.Int64("ms", r.Elapsed.Milliseconds()), zap.Uint64("bytes", r.Stats.Bytes), zap.Duration("wait", r.Wait),
+			zap.Duration("transfer", time.Duration(r.Stats.Nanos)))
 	}
 }

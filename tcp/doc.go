@@ -2,10 +2,10 @@
 // and D receives straight into its own, without a copy in user space.
 //
 // D opens the connections ("streams"), several to a peer, to P's one listening
-// port, so that only P must be reachable. A stream says by its first frame to
-// which link it belongs: a random key that D has told P over the control plane
-// within each grant. P sends a transfer in frames, spread over the link's
-// streams as each of them has room.
+// port, so that only P must be reachable. A stream shows by its first frame the
+// ticket that P gave D over the control plane; P closes one that shows no ticket
+// of an admitted peer. P sends a transfer in frames, spread over the streams of
+// the D that asked for it as each of them has room.
 //
 // A frame names a transfer's random grant and a position in its linear order
 // (core/plan.go), never an address: where bytes go follows from D's own plan.

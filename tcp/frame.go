@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"crypto/rand"
 	"encoding/binary"
 	"fmt"
 )
@@ -9,24 +10,30 @@ import (
 const headerSize = 40
 
 // magic starts each header: "KV" and the version of the stream's protocol.
-const magic = uint32('K')<<24 | uint32('V')<<16 | 1
+const magic = uint32('K')<<24 | uint32('V')<<16 | 2
 
 type frameKind uint32
 
 const (
-	frameHello frameKind = 1 // D → P, first: key is the link's
+	frameHello frameKind = 1 // D → P, first: key is the ticket that P gave D
 	frameData  frameKind = 2 // P → D: length bytes from position on
 	frameAck   frameKind = 3 // D → P: all bytes of the transfer are in
 	frameNack  frameKind = 4 // D → P: the transfer is not expected, or no more
+	frameLeave frameKind = 5 // P → D, the last: P knows no such ticket
 )
 
-// token is 128 random bits: a link's key, or a transfer's grant.
+// token is 128 random bits: a peer's ticket, or a transfer's grant.
 type token [16]byte
+
+func newToken() (k token) {
+	rand.Read(k[:]) // never fails: crypto/rand ends the program instead
+	return k
+}
 
 // header is a frame's header, big-endian on the wire.
 type header struct {
 	kind     frameKind
-	key      token  // of the link (hello) or the transfer's grant
+	key      token  // ticket (hello) or the transfer's grant
 	position uint64 // first byte, in the transfer's linear order
 	length   uint64
 }

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -54,7 +55,7 @@ type span struct{ from, to uint64 }
 type inLink struct {
 	peer     core.AgentID
 	endpoint string
-	key      token
+	ticket   token
 	streams  map[int]net.Conn  // by number; nil while it is dialled
 	retryAt  map[int]time.Time // not before, of those that failed
 }
@@ -76,10 +77,13 @@ func (r *receiver) init(t *Transport) {
 }
 
 // Connect implements core.Transport.
-func (t *Transport) Connect(peer core.AgentID, endpoint string) error {
+func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
 	host, port, err := net.SplitHostPort(endpoint)
 	if err != nil || host == "" || port == "" {
 		return fmt.Errorf("tcp: prefill agent %s has the endpoint %q, want host:port", peer, endpoint)
+	}
+	if len(ticket) != len(token{}) {
+		return fmt.Errorf("tcp: prefill agent %s gave a ticket of %d bytes, want %d: run the same kvconn on both", peer, len(ticket), len(token{}))
 	}
 	r := &t.receiver
 	r.mu.Lock()
@@ -89,10 +93,13 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string) error {
 	}
 	link := r.links[peer]
 	if link == nil {
-		link = &inLink{peer: peer, endpoint: endpoint, key: newToken(), streams: map[int]net.Conn{}, retryAt: map[int]time.Time{}}
+		link = &inLink{peer: peer, streams: map[int]net.Conn{}, retryAt: map[int]time.Time{}}
 		r.links[peer] = link
 	}
-	link.endpoint = endpoint
+	if link.endpoint != endpoint || link.ticket != token(ticket) {
+		link.endpoint, link.ticket = endpoint, token(ticket)
+		clear(link.retryAt) // what failed before says nothing of the new ones
+	}
 	r.dialMissing(link)
 	return nil
 }
@@ -105,8 +112,7 @@ func (r *receiver) dialMissing(link *inLink) {
 			continue
 		}
 		link.streams[n] = nil
-		endpoint := link.endpoint
-		r.t.goRun("tcp receive", func() { r.stream(link, n, endpoint) })
+		r.t.goRun("tcp receive", func() { r.stream(link, n) })
 	}
 }
 
@@ -132,7 +138,7 @@ func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Seg
 	in.link = r.links[peer]
 	r.byID[id], r.byGrant[in.grant] = in, in
 	r.dialMissing(in.link)
-	return slices.Concat(in.link.key[:], in.grant[:]), nil
+	return bytes.Clone(in.grant[:]), nil
 }
 
 // Revoke implements core.Transport.
@@ -186,10 +192,13 @@ func (r *receiver) close() {
 
 // stream is the life of one connection to P, and of the next one while transfers
 // wait for it.
-func (r *receiver) stream(link *inLink, n int, endpoint string) {
+func (r *receiver) stream(link *inLink, n int) {
 	for {
 		began := time.Now()
-		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, r.runStream(link, n, endpoint))
+		r.mu.Lock()
+		endpoint, ticket := link.endpoint, link.ticket
+		r.mu.Unlock()
+		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, r.runStream(link, n, endpoint, ticket))
 		again, gone, lost := r.streamEnded(link, n, time.Since(began) > redialAfter)
 		r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(link.peer)), zap.Bool("again", again), zap.Error(err))
 		for _, in := range lost {
@@ -281,7 +290,7 @@ func (r *receiver) tell(in *inbound, told chan struct{}, s core.TransferStats, e
 	close(told)
 }
 
-func (r *receiver) runStream(link *inLink, n int, endpoint string) error {
+func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token) error {
 	d := net.Dialer{Timeout: r.t.cfg.DialTimeout}
 	conn, err := d.DialContext(r.t.ctx, "tcp", endpoint)
 	if err != nil {
@@ -302,7 +311,7 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string) error {
 		return err
 	}
 	s := &inStream{r: r, conn: c, raw: raw, link: link, vec: make([]iovec, 0, maxVector)}
-	hello := header{kind: frameHello, key: link.key}
+	hello := header{kind: frameHello, key: ticket}
 	err = s.send(&hello)
 	for err == nil {
 		err = s.frame()
@@ -329,6 +338,9 @@ func (s *inStream) send(h *header) error {
 	return err
 }
 
+// errTicket ends a stream that P did not take.
+var errTicket = errors.New("the prefill agent does not know our ticket, or no more: it must be met again")
+
 // frame reads one frame. Between frames a stream may be idle for as long as the
 // connection lives; within one it must not stall.
 func (s *inStream) frame() error {
@@ -340,7 +352,11 @@ func (s *inStream) frame() error {
 	if err := h.decode(&s.buf); err != nil {
 		return err
 	}
-	if h.kind != frameData {
+	switch h.kind {
+	case frameData:
+	case frameLeave:
+		return errTicket
+	default:
 		return fmt.Errorf("frame of kind %d, want data", h.kind)
 	}
 	s.r.mu.Lock()

@@ -1,9 +1,10 @@
 package tcp
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
-	"io"
+	"maps"
 	"net"
 	"slices"
 	"sync"
@@ -11,28 +12,26 @@ import (
 	"time"
 	"unsafe"
 
-	"go.uber.org/zap"
-
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
 // sender is P's half: links of D agents, and the transfers that go to them.
 type sender struct {
-	t       *Transport
-	mu      sync.Mutex
-	links   map[token]*outLink
-	byID    map[core.TransferID]*outbound
-	streams int
-	// unnamed are the streams whose link no transfer has named yet, oldest first.
-	unnamed []*outStream
-	closed  bool
+	t         *Transport
+	mu        sync.Mutex
+	links     map[core.AgentID]*outLink // of the admitted peers
+	byTicket  map[token]*outLink        // the same
+	byID      map[core.TransferID]*outbound
+	streams   int // of all links
+	strangers strangers
+	closed    bool
 }
 
-// outLink is the set of streams that one D agent has opened.
+// outLink is an admitted D agent, and the streams that it has opened.
 type outLink struct {
-	key     token
-	named   bool // by a transfer's grant: its streams are a decode agent's
+	peer    core.AgentID
+	ticket  token
 	streams map[*outStream]bool
 	queue   []*outbound // with bytes that no frame has taken yet; served in turn
 	byGrant map[token]*outbound
@@ -71,32 +70,55 @@ type outStream struct {
 
 func (s *sender) init(t *Transport) {
 	s.t = t
-	s.links = map[token]*outLink{}
+	s.links = map[core.AgentID]*outLink{}
+	s.byTicket = map[token]*outLink{}
 	s.byID = map[core.TransferID]*outbound{}
 }
 
-// link finds or makes the link of a key; s.mu is held.
-func (s *sender) link(key token) *outLink {
-	l := s.links[key]
-	if l == nil {
-		l = &outLink{key: key, streams: map[*outStream]bool{}, byGrant: map[token]*outbound{}, wake: sync.NewCond(&s.mu)}
-		s.links[key] = l
+// Admit implements core.Transport.
+func (t *Transport) Admit(peer core.AgentID) ([]byte, error) {
+	s := &t.sender
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil, errClosed
 	}
-	return l
+	l := s.links[peer]
+	if l == nil {
+		l = &outLink{peer: peer, ticket: newToken(), streams: map[*outStream]bool{}, byGrant: map[token]*outbound{}, wake: sync.NewCond(&s.mu)}
+		s.links[peer], s.byTicket[l.ticket] = l, l
+	}
+	return bytes.Clone(l.ticket[:]), nil
 }
 
-// unlink drops a link that nothing uses; s.mu is held.
-func (s *sender) unlink(l *outLink) {
-	if len(l.streams) == 0 && len(l.byGrant) == 0 && s.links[l.key] == l {
-		delete(s.links, l.key)
+// Dismiss implements core.Transport.
+func (t *Transport) Dismiss(peer core.AgentID) {
+	s := &t.sender
+	s.mu.Lock()
+	l := s.links[peer]
+	if l == nil || s.closed {
+		s.mu.Unlock()
+		return
+	}
+	t.wg.Add(1) // Close waits for what is told below
+	defer t.wg.Done()
+	delete(s.links, peer)
+	delete(s.byTicket, l.ticket)
+	for st := range l.streams {
+		st.conn.Close()
+	}
+	lost := slices.Collect(maps.Values(l.byGrant))
+	s.mu.Unlock()
+	for _, out := range lost {
+		s.end(out, fmt.Errorf("tcp: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost))
 	}
 }
 
 // Write implements core.Transport.
 func (t *Transport) Write(op core.WriteOp) {
 	s := &t.sender
-	if len(op.Grant) != 2*len(token{}) {
-		t.sink.Written(op.ID, core.TransferStats{}, fmt.Errorf("tcp: grant of %d bytes, want %d", len(op.Grant), 2*len(token{})))
+	if len(op.Grant) != len(token{}) {
+		t.sink.Written(op.ID, core.TransferStats{}, fmt.Errorf("tcp: grant of %d bytes, want %d", len(op.Grant), len(token{})))
 		return
 	}
 	out := &outbound{id: op.ID, cur: cursor{runs: sourceRuns(t.layout, op.Pairs)}, used: map[*outStream]bool{}, started: time.Now()}
@@ -105,21 +127,21 @@ func (t *Transport) Write(op core.WriteOp) {
 		out.total += r.len
 	}
 	out.left, out.empty = out.total, out.total == 0
-	copy(out.grant[:], op.Grant[16:])
+	out.grant = token(op.Grant)
 	var err error
 	s.mu.Lock()
+	l := s.links[op.Peer]
 	switch {
 	case s.closed:
 		err = errClosed
 	case s.byID[op.ID] != nil:
 		err = fmt.Errorf("tcp: transfer %q is being written already", string(op.ID))
+	case l == nil:
+		err = fmt.Errorf("tcp: decode agent %s is not admitted, it must say hello: %w", op.Peer, core.ErrConnectionLost)
+	case l.byGrant[out.grant] != nil:
+		err = fmt.Errorf("tcp: transfer %q has the grant of transfer %q", string(op.ID), string(l.byGrant[out.grant].id))
 	default:
-		l := s.link(token(op.Grant[:16]))
 		out.link = l
-		if !l.named {
-			l.named = true
-			s.unnamed = slices.DeleteFunc(s.unnamed, func(st *outStream) bool { return st.link == l })
-		}
 		s.byID[op.ID], l.byGrant[out.grant] = out, out
 		l.queue = append(l.queue, out)
 		if len(l.streams) == 0 {
@@ -140,12 +162,17 @@ func (t *Transport) Write(op core.WriteOp) {
 
 // Stop implements core.Transport.
 func (t *Transport) Stop(id core.TransferID) {
-	t.sender.mu.Lock()
-	out := t.sender.byID[id]
-	t.sender.mu.Unlock()
-	if out != nil {
-		t.sender.end(out, errors.New("tcp: stopped"))
+	s := &t.sender
+	s.mu.Lock()
+	out := s.byID[id]
+	if out == nil || s.closed {
+		s.mu.Unlock()
+		return
 	}
+	t.wg.Add(1) // Close waits for what is told below
+	defer t.wg.Done()
+	s.mu.Unlock()
+	s.end(out, errors.New("tcp: stopped"))
 }
 
 // end gives a transfer up with err; it is told when no stream reads its blocks.
@@ -182,7 +209,6 @@ func (s *sender) forget(out *outbound) {
 	delete(s.byID, out.id)
 	delete(out.link.byGrant, out.grant)
 	s.stopWaiting(out)
-	s.unlink(out.link)
 }
 
 func (s *sender) tell(out *outbound, really bool) {
@@ -199,109 +225,33 @@ func (s *sender) tell(out *outbound, really bool) {
 func (s *sender) close() {
 	s.mu.Lock()
 	s.closed = true
+	for _, c := range s.strangers.conns {
+		c.Close()
+	}
 	for _, l := range s.links {
 		for st := range l.streams {
 			st.conn.Close()
 		}
 		l.wake.Broadcast()
 	}
-	for _, out := range s.byID {
-		s.stopWaiting(out)
-	}
+	left := slices.Collect(maps.Values(s.byID))
 	s.mu.Unlock()
-}
-
-// accept takes D agents' streams.
-func (s *sender) accept() {
-	for {
-		conn, err := s.t.ln.Accept()
-		if err != nil {
-			if errors.Is(err, net.ErrClosed) {
-				return
-			}
-			// Out of descriptors, most likely: the next one may have better luck.
-			s.t.cfg.Logger.Warn("accept", zap.Error(err))
-			select {
-			case <-s.t.ctx.Done():
-				return
-			case <-time.After(100 * time.Millisecond):
-			}
-			continue
-		}
-		s.mu.Lock()
-		full := s.streams >= s.t.cfg.MaxStreams || s.closed
-		if !full {
-			s.streams++
-		}
-		s.mu.Unlock()
-		if full {
-			s.t.cfg.Logger.Warn("stream refused", zap.Int("limit", s.t.cfg.MaxStreams), zap.Stringer("from", conn.RemoteAddr()))
-			conn.Close()
-			continue
-		}
-		s.t.goRun("tcp accepted", func() {
-			s.serve(conn.(*net.TCPConn))
-			s.mu.Lock()
-			s.streams--
-			s.mu.Unlock()
-		})
+	for _, out := range left {
+		s.end(out, errClosed) // told now, or when its last frame has ended
 	}
 }
 
-// serve reads a stream: its hello, then acknowledgements, until it ends.
-func (s *sender) serve(conn *net.TCPConn) {
-	defer conn.Close()
-	s.t.tune(conn)
-	stop := make(chan struct{})
-	defer close(stop)
-	s.t.goRun("tcp closer", func() { // ends the reads below at Close
-		select {
-		case <-s.t.ctx.Done():
-			conn.Close()
-		case <-stop:
-		}
-	})
-	raw, err := conn.SyscallConn()
-	if err != nil {
-		return
-	}
-	conn.SetReadDeadline(time.Now().Add(s.t.cfg.DialTimeout))
-	h, err := readHeader(conn)
-	if err != nil || h.kind != frameHello {
-		s.t.cfg.Logger.Warn("stream without a hello", zap.Stringer("from", conn.RemoteAddr()), zap.Error(err))
-		return
-	}
-	conn.SetReadDeadline(time.Time{})
-
-	s.mu.Lock()
-	l := s.link(h.key)
-	st := &outStream{conn: conn, raw: raw, link: l, vec: make([]iovec, 0, maxVector)}
-	l.streams[st] = true
-	for _, out := range l.queue {
-		s.stopWaiting(out)
-	}
-	var stranger *outStream
-	if !l.named {
-		s.unnamed = append(s.unnamed, st)
-		if len(s.unnamed) > s.t.cfg.MaxUnnamed {
-			stranger, s.unnamed = s.unnamed[0], s.unnamed[1:]
-		}
-	}
-	s.mu.Unlock()
-	if stranger != nil {
-		s.t.cfg.Logger.Warn("stream closed: too many that no transfer has named", zap.Stringer("from", stranger.conn.RemoteAddr()))
-		stranger.conn.Close()
-	}
+// serve reads a stream's acknowledgements until it ends.
+func (s *sender) serve(st *outStream) {
 	s.t.goRun("tcp send", func() { s.run(st) })
-
 	for {
-		h, err = readHeader(conn)
+		h, err := readHeader(st.conn)
 		switch {
 		case err != nil:
 		case h.kind == frameAck:
-			s.acked(l, &h)
+			s.acked(st.link, &h)
 		case h.kind == frameNack:
-			s.nacked(l, &h)
+			s.nacked(st.link, &h)
 		default:
 			err = fmt.Errorf("frame of kind %d, want an acknowledgement", h.kind)
 		}
@@ -310,14 +260,6 @@ func (s *sender) serve(conn *net.TCPConn) {
 			return
 		}
 	}
-}
-
-func readHeader(conn net.Conn) (h header, err error) {
-	var b [headerSize]byte
-	if _, err = io.ReadFull(conn, b[:]); err != nil {
-		return h, err
-	}
-	return h, h.decode(&b)
 }
 
 func (s *sender) acked(l *outLink, h *header) {
@@ -342,7 +284,8 @@ func (s *sender) nacked(l *outLink, h *header) {
 	}
 }
 
-// streamEnded fails what the stream may have lost.
+// streamEnded fails what the stream may have lost, and tells when it was the
+// peer's last one.
 func (s *sender) streamEnded(st *outStream, err error) {
 	err = fmt.Errorf("tcp stream from %s: %w: %w", st.conn.RemoteAddr(), core.ErrConnectionLost, s.t.describe(err))
 	st.conn.Close()
@@ -354,18 +297,21 @@ func (s *sender) streamEnded(st *outStream, err error) {
 	st.dead = true
 	l := st.link
 	delete(l.streams, st)
-	s.unnamed = slices.DeleteFunc(s.unnamed, func(u *outStream) bool { return u == st })
+	s.streams--
 	var lost []*outbound
 	for _, out := range l.byGrant {
 		if out.used[st] || len(l.streams) == 0 {
 			lost = append(lost, out)
 		}
 	}
+	down := len(l.streams) == 0 && !s.closed && s.links[l.peer] == l
 	l.wake.Broadcast()
-	s.unlink(l)
 	s.mu.Unlock()
 	for _, out := range lost {
 		s.end(out, err)
+	}
+	if down {
+		s.t.sink.PeerDown(l.peer, err)
 	}
 }
 

@@ -4,10 +4,13 @@ import (
 	"errors"
 	"io"
 	"net"
+	"os"
 	"testing"
 	"time"
 	"unsafe"
 
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
@@ -70,6 +73,15 @@ func (a *agent) pairs(t *testing.T, blocks [][]core.BlockID) []core.Pair {
 	return p
 }
 
+func (a *agent) admit(t *testing.T, peer core.AgentID) []byte {
+	t.Helper()
+	ticket, err := a.Admit(peer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ticket
+}
+
 func until(t *testing.T, what string, f func() bool) {
 	t.Helper()
 	deadline := time.Now().Add(bound)
@@ -87,7 +99,7 @@ func TestTransferWithoutAByteSurvivesACut(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{}), newAgent(t, Config{})
 	f := nettest.Forward(t, p.Endpoint())
-	if err := d.Connect("p", f.Addr()); err != nil {
+	if err := d.Connect("p", f.Addr(), p.admit(t, "d")); err != nil {
 		t.Fatal(err)
 	}
 	blocks := allBlocks(4)
@@ -125,7 +137,7 @@ func TestEarlyAcknowledgement(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer conn.Close()
-	key, grant := newToken(), newToken()
+	grant := newToken()
 	say := func(h header) {
 		var b [headerSize]byte
 		h.encode(&b)
@@ -133,8 +145,8 @@ func TestEarlyAcknowledgement(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	say(header{kind: frameHello, key: key})
-	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: append(key[:], grant[:]...), Pairs: p.pairs(t, allBlocks(testBlocks))})
+	say(header{kind: frameHello, key: token(p.admit(t, "d"))})
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	var first [headerSize]byte
 	if _, err := io.ReadFull(conn, first[:]); err != nil {
 		t.Fatal(err)
@@ -155,40 +167,74 @@ func TestEarlyAcknowledgement(t *testing.T) {
 	until(t, "the write is told", func() bool { return len(p.sink.All("written", "t")) == 1 })
 }
 
-// TestStrangersDoNotKeepDecodersOut: streams that no transfer names are closed,
-// the oldest first, before they use up the places of those that one does.
+// TestStrangersDoNotKeepDecodersOut: connections that show no ticket are few, the
+// oldest is closed first, and those that show a wrong one are none.
 func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
 	leaktest.Check(t)
-	p, d := newAgent(t, Config{MaxStreams: 16, MaxUnnamed: 8}), newAgent(t, Config{})
-	for range 40 {
+	sink, logs := observer.New(zap.WarnLevel)
+	p, d := newAgent(t, Config{MaxStreams: 4, MaxGreeting: 8, DialTimeout: time.Hour, Logger: zap.New(sink)}), newAgent(t, Config{})
+	strangers := func() (n int) {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		return len(p.sender.strangers.conns)
+	}
+	var silent []net.Conn
+	for i := range 80 {
 		c, err := net.Dial("tcp", p.Endpoint())
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer c.Close()
+		if i%2 == 0 {
+			silent = append(silent, c)
+			continue
+		}
 		var b [headerSize]byte
 		(&header{kind: frameHello, key: newToken()}).encode(&b)
 		_, _ = c.Write(b[:]) // may be refused already
+		c.SetReadDeadline(time.Now().Add(bound))
+		if rest, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatalf("a stranger is let be, after %d bytes", len(rest))
+		}
 	}
-	until(t, "the strangers are few", func() bool {
-		p.sender.mu.Lock()
-		defer p.sender.mu.Unlock()
-		return p.sender.streams <= 9 && len(p.sender.unnamed) <= 8
-	})
-	if err := d.Connect("p", p.Endpoint()); err != nil {
+	for _, c := range silent[:len(silent)-8] { // each made place for a later one
+		c.SetReadDeadline(time.Now().Add(bound))
+		if _, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatal("a silent stranger is let be")
+		}
+	}
+	if n := strangers(); n > 8 {
+		t.Fatalf("%d strangers", n)
+	}
+	move(t, p, d, "t")
+	p.sender.mu.Lock()
+	streams, unlogged := p.sender.streams, p.sender.strangers.silent
+	p.sender.mu.Unlock()
+	if streams != 2 {
+		t.Errorf("%d streams, want those of the decode agent", streams)
+	}
+	if logs.Len() == 0 || unlogged == 0 && logs.Len() >= 40 {
+		t.Errorf("%d log lines and %d left out, of 72 strangers", logs.Len(), unlogged)
+	}
+}
+
+// move checks that a transfer of one block ends well.
+func move(t *testing.T, p, d *agent, id core.TransferID) {
+	t.Helper()
+	if err := d.Connect("p", p.Endpoint(), p.admit(t, "d")); err != nil {
 		t.Fatal(err)
 	}
 	blocks := allBlocks(1)
-	grant, err := d.Expect("t", "p", d.layout.Segments(blocks))
+	grant, err := d.Expect(id, "p", d.layout.Segments(blocks))
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant, Pairs: p.pairs(t, blocks)})
-	until(t, "the transfer has ended", func() bool { return len(d.sink.All("received", "t")) == 1 })
-	if err := d.sink.All("received", "t")[0].Err; err != nil {
-		t.Fatal(err)
+	p.Write(core.WriteOp{ID: id, Peer: "d", Grant: grant, Pairs: p.pairs(t, blocks)})
+	for _, o := range []coretest.Outcome{d.sink.Wait("received", id, 1), p.sink.Wait("written", id, 1)} {
+		if o.Err != nil {
+			t.Fatalf("%s: %v", o.Kind, o.Err)
+		}
 	}
-	until(t, "the write is told", func() bool { return len(p.sink.All("written", "t")) == 1 })
 }
 
 // TestMalformedFrames: what no sender says ends the stream and its transfers, and
@@ -209,7 +255,7 @@ func TestMalformedFrames(t *testing.T) {
 			}
 			defer l.Close()
 			d := newAgent(t, Config{Streams: 1, StallTimeout: time.Hour})
-			if err := d.Connect("p", l.Addr().String()); err != nil {
+			if err := d.Connect("p", l.Addr().String(), make([]byte, len(token{}))); err != nil {
 				t.Fatal(err)
 			}
 			grant, err := d.Expect("t", "p", d.layout.Segments(blocks))
@@ -222,7 +268,7 @@ func TestMalformedFrames(t *testing.T) {
 			}
 			defer conn.Close()
 			for i, h := range frames {
-				h.key = token(grant[16:])
+				h.key = token(grant)
 				var b [headerSize]byte
 				h.encode(&b)
 				_, _ = conn.Write(b[:])

@@ -2,7 +2,6 @@ package tcp
 
 import (
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"net"
@@ -32,7 +31,7 @@ type Config struct {
 	StallTimeout  time.Duration // no progress for so long ends a stream; 10 s
 	DialTimeout   time.Duration // 3 s
 	MaxStreams    int           // accepted at a time; 4096, and a quarter of the process's descriptors
-	MaxUnnamed    int           // of them, those that no transfer has named; 256
+	MaxGreeting   int           // more, that have not shown their ticket yet; 256
 	Logger        *zap.Logger
 }
 
@@ -56,8 +55,8 @@ func (c Config) withDefaults() Config {
 			c.MaxStreams = int(min(uint64(c.MaxStreams), max(limit.Cur/4, 16)))
 		}
 	}
-	if c.MaxUnnamed <= 0 {
-		c.MaxUnnamed = min(256, c.MaxStreams/2)
+	if c.MaxGreeting <= 0 {
+		c.MaxGreeting = min(256, c.MaxStreams/2)
 	}
 	if c.Logger == nil {
 		c.Logger = zap.NewNop()
@@ -136,11 +135,6 @@ func (t *Transport) Close() error {
 	t.sender.close()
 	t.wg.Wait()
 	return nil
-}
-
-func newToken() (k token) {
-	rand.Read(k[:]) // never fails: crypto/rand ends the program instead
-	return k
 }
 
 // tune sets what both ends of a stream want: a dead host is noticed by

@@ -56,14 +56,21 @@ func (r *Request) check() error {
 	case r.Kind == KindLoad && r.Load != nil:
 		return r.Load.check()
 	case r.Kind == KindRenew && r.Renew != nil:
-		for _, id := range r.Renew.TransferIDs {
-			if err := short("transfer_id", id, 128); err != nil {
+		for _, ids := range [][]string{r.Renew.Loads, r.Renew.Claims} {
+			for _, id := range ids {
+				if err := short("transfer_id", id, 128); err != nil {
+					return err
+				}
+			}
+		}
+		return nil
+	case r.Kind == KindFinish && len(r.Finishes) > 0:
+		for _, f := range r.Finishes {
+			if err := first(short("transfer_id", f.TransferID, 128), short("reason", f.Reason, 1024)); err != nil {
 				return err
 			}
 		}
 		return nil
-	case r.Kind == KindFinish && r.Finish != nil:
-		return first(short("transfer_id", r.Finish.TransferID, 128), short("reason", r.Finish.Reason, 1024))
 	}
 	return fmt.Errorf("request of kind %d without its part: the peer speaks another version", r.Kind)
 }
@@ -84,4 +91,14 @@ func (l *Load) check() error {
 	return first(short("transfer_id", l.TransferID, 128), short("transport", l.Transport, 16))
 }
 
-func (r *Reply) check() error { return short("reason", r.Reason, 1024) }
+func (r *Reply) check() error {
+	for _, e := range r.Ends {
+		if int(e.Index) >= len(r.Statuses) {
+			return fmt.Errorf("the end of transfer %d, of %d", e.Index, len(r.Statuses))
+		}
+		if err := short("reason", e.Reason, 1024); err != nil {
+			return err
+		}
+	}
+	return short("reason", r.Reason, 1024)
+}

@@ -40,9 +40,9 @@ func TestDecodeAtTheLimits(t *testing.T) {
 		"hello":  &Request{Kind: KindHello, From: n(64), Hello: a},
 		"agent":  a,
 		"load":   &Request{Kind: KindLoad, Load: &Load{TransferID: n(128), Transport: n(16), Grant: make([]byte, 4096), Groups: groups}},
-		"renew":  &Request{Kind: KindRenew, Renew: &Renew{TransferIDs: make([]string, 65536)}},
-		"finish": &Request{Kind: KindFinish, Finish: &Finish{TransferID: n(128), Reason: n(1024)}},
-		"reply":  &Reply{Reason: n(1024), Statuses: make([]uint8, 65536)},
+		"renew":  &Request{Kind: KindRenew, Renew: &Renew{Loads: make([]string, 65536), Claims: make([]string, 65536)}},
+		"finish": &Request{Kind: KindFinish, Finishes: []Finish{{TransferID: n(128), Reason: n(1024)}}},
+		"reply":  &Reply{Reason: n(1024), Statuses: make([]uint8, 131072), Ends: []End{{131071, 1, n(1024)}}},
 	} {
 		got := reflect.New(reflect.TypeOf(m).Elem()).Interface().(codec)
 		if err := Decode(encode(t, m), got); err != nil {
@@ -68,9 +68,9 @@ func TestDecodeRefuses(t *testing.T) {
 		m    codec
 		want string
 	}{
-		"sender":            {&Request{Kind: KindFinish, From: n(65), Finish: &Finish{}}, "sender of 65 bytes"},
+		"sender":            {&Request{Kind: KindFinish, From: n(65), Finishes: []Finish{{}}}, "sender of 65 bytes"},
 		"no kind":           {&Request{}, "without its part"},
-		"unknown kind":      {&Request{Kind: 9, Finish: &Finish{}}, "kind 9"},
+		"unknown kind":      {&Request{Kind: 9, Finishes: []Finish{{}}}, "kind 9"},
 		"hello missing":     {&Request{Kind: KindHello, Load: aLoad()}, "without its part"},
 		"load missing":      {&Request{Kind: KindLoad, Hello: anAgent()}, "without its part"},
 		"renew missing":     {&Request{Kind: KindRenew}, "without its part"},
@@ -90,12 +90,15 @@ func TestDecodeRefuses(t *testing.T) {
 		"grant":             {load(func(l *Load) { l.Grant = make([]byte, 4097) }), limit},
 		"groups":            {load(func(l *Load) { l.Groups = make([]Blocks, 17) }), limit},
 		"blocks of a group": {load(func(l *Load) { l.Groups[0].IDs = make([]uint32, 65537) }), limit},
-		"renewed transfers": {&Request{Kind: KindRenew, Renew: &Renew{TransferIDs: make([]string, 65537)}}, limit},
-		"renewed id":        {&Request{Kind: KindRenew, Renew: &Renew{TransferIDs: []string{"a", n(129)}}}, "transfer_id"},
-		"finish's id":       {&Request{Kind: KindFinish, Finish: &Finish{TransferID: n(129)}}, "transfer_id"},
-		"finish's reason":   {&Request{Kind: KindFinish, Finish: &Finish{Reason: n(1025)}}, "reason"},
+		"renewed transfers": {&Request{Kind: KindRenew, Renew: &Renew{Loads: make([]string, 65537)}}, limit},
+		"renewed id":        {&Request{Kind: KindRenew, Renew: &Renew{Claims: []string{"a", n(129)}}}, "transfer_id"},
+		"finish's id":       {&Request{Kind: KindFinish, Finishes: []Finish{{TransferID: n(129)}}}, "transfer_id"},
+		"finish's reason":   {&Request{Kind: KindFinish, Finishes: []Finish{{Reason: n(1025)}}}, "reason"},
 		"reply's reason":    {&Reply{Reason: n(1025)}, "reason"},
-		"statuses":          {&Reply{Statuses: make([]uint8, 65537)}, limit},
+		"statuses":          {&Reply{Statuses: make([]uint8, 131073)}, limit},
+		"finishes":          {&Request{Kind: KindFinish, Finishes: make([]Finish, 4097)}, limit},
+		"end of none":       {&Reply{Statuses: make([]uint8, 2), Ends: []End{{Index: 2}}}, "the end of transfer 2, of 2"},
+		"end's reason":      {&Reply{Statuses: make([]uint8, 2), Ends: []End{{1, 2, n(1025)}}}, "reason"},
 	} {
 		got := reflect.New(reflect.TypeOf(c.m).Elem()).Interface().(codec)
 		err := Decode(encode(t, c.m), got)

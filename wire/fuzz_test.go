@@ -112,8 +112,8 @@ func requests() []*Request {
 	return []*Request{
 		{Kind: KindHello, From: "d", Hello: anAgent()},
 		{Kind: KindLoad, From: "d", Load: aLoad()},
-		{Kind: KindRenew, From: "d", Renew: &Renew{TransferIDs: []string{"t-1", "t-2"}}},
-		{Kind: KindFinish, From: "p", Finish: &Finish{TransferID: "t-1", Code: 27, Reason: "no route"}},
+		{Kind: KindRenew, From: "d", Renew: &Renew{Loads: []string{"t-1", "t-2"}, Claims: []string{"t-3"}}},
+		{Kind: KindFinish, From: "p", Finishes: []Finish{{TransferID: "t-1", Code: 27, Reason: "no route"}}},
 	}
 }
 
@@ -135,7 +135,8 @@ func FuzzLoad(f *testing.F) {
 }
 
 func FuzzReply(f *testing.F) {
-	add(f, &Reply{}, &Reply{Code: 25, Reason: "no"}, &Reply{Statuses: []uint8{0, 1, 2, 255}})
+	add(f, &Reply{}, &Reply{Code: 25, Reason: "no"}, &Reply{Statuses: []uint8{0, 1, 2, 255}},
+		&Reply{Statuses: []uint8{6, 6}, Ends: []End{{0, 24, "expired"}, {1, 21, ""}}})
 	f.Fuzz(func(t *testing.T, b []byte) { fuzz(t, b, func() codec { return new(Reply) }) })
 }
 
@@ -148,7 +149,7 @@ func part(kind Kind, key string, b []byte) []byte {
 }
 
 func FuzzRenew(f *testing.F) {
-	add(f, &Renew{}, &Renew{TransferIDs: []string{"t-1", "", strings.Repeat("x", 128)}})
+	add(f, &Renew{}, &Renew{Loads: []string{"t-1", "", strings.Repeat("x", 128)}})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		fuzz(t, part(KindRenew, "r", b), func() codec { return new(Request) })
 	})
@@ -157,6 +158,6 @@ func FuzzRenew(f *testing.F) {
 func FuzzFinish(f *testing.F) {
 	add(f, &Finish{}, &Finish{TransferID: "t-1", Code: 24, Reason: "expired"})
 	f.Fuzz(func(t *testing.T, b []byte) {
-		fuzz(t, part(KindFinish, "x", b), func() codec { return new(Request) })
+		fuzz(t, part(KindFinish, "x", append([]byte{0x91}, b...)), func() codec { return new(Request) })
 	})
 }

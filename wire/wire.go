@@ -9,7 +9,7 @@ package wire
 //msgp:limit arrays:65536 maps:16
 
 // Version is compared at Hello; agents of unequal versions refuse each other.
-const Version = 1
+const Version = 2
 
 // MaxMessage is the longest encoded message that is read, in bytes.
 const MaxMessage = 8 << 20
@@ -21,18 +21,18 @@ type Kind uint8
 const (
 	KindHello  Kind = 1 // D → P, once per peer: who I am, what my layout is
 	KindLoad   Kind = 2 // D → P: put this transfer into these blocks
-	KindRenew  Kind = 3 // D → P: I still wait for these transfers
-	KindFinish Kind = 4 // both ways: this transfer ended on my side
+	KindRenew  Kind = 3 // D → P: I still want these transfers; without any, both ways: are you there?
+	KindFinish Kind = 4 // both ways: these transfers ended on my side
 )
 
 // Request is one message that is answered by a Reply.
 type Request struct {
-	Kind   Kind    `msg:"k"`
-	From   string  `msg:"f,limit=64"` // AgentID of the sender
-	Hello  *Agent  `msg:"h,omitempty"`
-	Load   *Load   `msg:"l,omitempty"`
-	Renew  *Renew  `msg:"r,omitempty"`
-	Finish *Finish `msg:"x,omitempty"`
+	Kind     Kind     `msg:"k"`
+	From     string   `msg:"f,limit=64"` // AgentID of the sender
+	Hello    *Agent   `msg:"h,omitempty"`
+	Load     *Load    `msg:"l,omitempty"`
+	Renew    *Renew   `msg:"r,omitempty"`
+	Finishes []Finish `msg:"x,omitempty,limit=4096"`
 }
 
 // Agent describes an agent: a prefill rank's entry in the registry, and a
@@ -85,9 +85,11 @@ type Blocks struct {
 	IDs   []uint32 `msg:",limit=65536"`
 }
 
-// Renew keeps the leases of transfers that D has asked for.
+// Renew keeps the leases of transfers that D has asked for, and of those that
+// it will ask for when it has blocks.
 type Renew struct {
-	TransferIDs []string `msg:"t,limit=65536"`
+	Loads  []string `msg:"t,limit=65536"`
+	Claims []string `msg:"c,limit=65536"`
 }
 
 // Finish ends a transfer: a Code of 0 says that all bytes have arrived.
@@ -101,5 +103,16 @@ type Finish struct {
 type Reply struct {
 	Code     int     `msg:"c"`
 	Reason   string  `msg:"r,limit=1024"`
-	Statuses []uint8 `msg:"s,limit=65536"` // of a Renew: core.Status per transfer, in its order
+	Ticket   []byte  `msg:"tk,limit=64,omitempty"`   // of a Hello: with it D connects its transport to P's
+	Statuses []uint8 `msg:"s,limit=131072"`          // of a Renew: core.Status per load, then per claim
+	Ends     []End   `msg:"e,omitempty,limit=65536"` // of those that have ended: why
+}
+
+// End is how a transfer of a Renew ended on P's side.
+//
+//msgp:tuple End
+type End struct {
+	Index  uint32 // into Statuses
+	Code   int
+	Reason string `msg:",limit=1024"`
 }

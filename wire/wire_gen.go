@@ -311,6 +311,54 @@ func (z *Blocks) Msgsize() (s int) {
 }
 
 // MarshalMsg implements msgp.Marshaler
+func (z End) MarshalMsg(b []byte) (o []byte, err error) {
+	o = msgp.Require(b, z.Msgsize())
+	// array header, size 3
+	o = append(o, 0x93)
+	o = msgp.AppendUint32(o, z.Index)
+	o = msgp.AppendInt(o, z.Code)
+	o = msgp.AppendString(o, z.Reason)
+	return
+}
+
+// UnmarshalMsg implements msgp.Unmarshaler
+func (z *End) UnmarshalMsg(bts []byte) (o []byte, err error) {
+	var zb0001 uint32
+	zb0001, bts, err = msgp.ReadArrayHeaderBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err)
+		return
+	}
+	if zb0001 != 3 {
+		err = msgp.ArrayError{Wanted: 3, Got: zb0001}
+		return
+	}
+	z.Index, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Index")
+		return
+	}
+	z.Code, bts, err = msgp.ReadIntBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Code")
+		return
+	}
+	z.Reason, bts, err = msgp.ReadStringBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Reason")
+		return
+	}
+	o = bts
+	return
+}
+
+// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
+func (z End) Msgsize() (s int) {
+	s = 1 + msgp.Uint32Size + msgp.IntSize + msgp.StringPrefixSize + len(z.Reason)
+	return
+}
+
+// MarshalMsg implements msgp.Marshaler
 func (z Endpoint) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// map header, size 2
@@ -650,12 +698,18 @@ func (z *Load) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *Renew) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 1
+	// map header, size 2
 	// string "t"
-	o = append(o, 0x81, 0xa1, 0x74)
-	o = msgp.AppendArrayHeader(o, uint32(len(z.TransferIDs)))
-	for za0001 := range z.TransferIDs {
-		o = msgp.AppendString(o, z.TransferIDs[za0001])
+	o = append(o, 0x82, 0xa1, 0x74)
+	o = msgp.AppendArrayHeader(o, uint32(len(z.Loads)))
+	for za0001 := range z.Loads {
+		o = msgp.AppendString(o, z.Loads[za0001])
+	}
+	// string "c"
+	o = append(o, 0xa1, 0x63)
+	o = msgp.AppendArrayHeader(o, uint32(len(z.Claims)))
+	for za0002 := range z.Claims {
+		o = msgp.AppendString(o, z.Claims[za0002])
 	}
 	return
 }
@@ -686,22 +740,45 @@ func (z *Renew) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			var zb0002 uint32
 			zb0002, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
-				err = msgp.WrapError(err, "TransferIDs")
+				err = msgp.WrapError(err, "Loads")
 				return
 			}
 			if zb0002 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.TransferIDs) >= int(zb0002) {
-				z.TransferIDs = (z.TransferIDs)[:zb0002]
+			if cap(z.Loads) >= int(zb0002) {
+				z.Loads = (z.Loads)[:zb0002]
 			} else {
-				z.TransferIDs = make([]string, zb0002)
+				z.Loads = make([]string, zb0002)
 			}
-			for za0001 := range z.TransferIDs {
-				z.TransferIDs[za0001], bts, err = msgp.ReadStringBytes(bts)
+			for za0001 := range z.Loads {
+				z.Loads[za0001], bts, err = msgp.ReadStringBytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "TransferIDs", za0001)
+					err = msgp.WrapError(err, "Loads", za0001)
+					return
+				}
+			}
+		case "c":
+			var zb0003 uint32
+			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Claims")
+				return
+			}
+			if zb0003 > 65536 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Claims) >= int(zb0003) {
+				z.Claims = (z.Claims)[:zb0003]
+			} else {
+				z.Claims = make([]string, zb0003)
+			}
+			for za0002 := range z.Claims {
+				z.Claims[za0002], bts, err = msgp.ReadStringBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Claims", za0002)
 					return
 				}
 			}
@@ -720,8 +797,12 @@ func (z *Renew) UnmarshalMsg(bts []byte) (o []byte, err error) {
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Renew) Msgsize() (s int) {
 	s = 1 + 2 + msgp.ArrayHeaderSize
-	for za0001 := range z.TransferIDs {
-		s += msgp.StringPrefixSize + len(z.TransferIDs[za0001])
+	for za0001 := range z.Loads {
+		s += msgp.StringPrefixSize + len(z.Loads[za0001])
+	}
+	s += 2 + msgp.ArrayHeaderSize
+	for za0002 := range z.Claims {
+		s += msgp.StringPrefixSize + len(z.Claims[za0002])
 	}
 	return
 }
@@ -729,18 +810,52 @@ func (z *Renew) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 3
-	// string "c"
-	o = append(o, 0x83, 0xa1, 0x63)
-	o = msgp.AppendInt(o, z.Code)
-	// string "r"
-	o = append(o, 0xa1, 0x72)
-	o = msgp.AppendString(o, z.Reason)
-	// string "s"
-	o = append(o, 0xa1, 0x73)
-	o = msgp.AppendArrayHeader(o, uint32(len(z.Statuses)))
-	for za0001 := range z.Statuses {
-		o = msgp.AppendUint8(o, z.Statuses[za0001])
+	// check for omitted fields
+	zb0001Len := uint32(5)
+	var zb0001Mask uint8 /* 5 bits */
+	_ = zb0001Mask
+	if z.Ticket == nil {
+		zb0001Len--
+		zb0001Mask |= 0x4
+	}
+	if z.Ends == nil {
+		zb0001Len--
+		zb0001Mask |= 0x10
+	}
+	// variable map header, size zb0001Len
+	o = append(o, 0x80|uint8(zb0001Len))
+
+	// skip if no fields are to be emitted
+	if zb0001Len != 0 {
+		// string "c"
+		o = append(o, 0xa1, 0x63)
+		o = msgp.AppendInt(o, z.Code)
+		// string "r"
+		o = append(o, 0xa1, 0x72)
+		o = msgp.AppendString(o, z.Reason)
+		if (zb0001Mask & 0x4) == 0 { // if not omitted
+			// string "tk"
+			o = append(o, 0xa2, 0x74, 0x6b)
+			o = msgp.AppendBytes(o, z.Ticket)
+		}
+		// string "s"
+		o = append(o, 0xa1, 0x73)
+		o = msgp.AppendArrayHeader(o, uint32(len(z.Statuses)))
+		for za0001 := range z.Statuses {
+			o = msgp.AppendUint8(o, z.Statuses[za0001])
+		}
+		if (zb0001Mask & 0x10) == 0 { // if not omitted
+			// string "e"
+			o = append(o, 0xa1, 0x65)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Ends)))
+			for za0002 := range z.Ends {
+				// array header, size 3
+				o = append(o, 0x93)
+				o = msgp.AppendUint32(o, z.Ends[za0002].Index)
+				o = msgp.AppendInt(o, z.Ends[za0002].Code)
+				o = msgp.AppendString(o, z.Ends[za0002].Reason)
+			}
+		}
 	}
 	return
 }
@@ -779,26 +894,91 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Reason")
 				return
 			}
-		case "s":
+		case "tk":
 			var zb0002 uint32
-			zb0002, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			zb0002, bts, err = msgp.ReadBytesHeader(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Ticket")
+				return
+			}
+			if zb0002 > 64 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if z.Ticket == nil || uint32(cap(z.Ticket)) < zb0002 {
+				z.Ticket = make([]byte, zb0002)
+			} else {
+				z.Ticket = z.Ticket[:zb0002]
+			}
+			if uint32(len(bts)) < zb0002 {
+				err = msgp.ErrShortBytes
+				return
+			}
+			copy(z.Ticket, bts[:zb0002])
+			bts = bts[zb0002:]
+		case "s":
+			var zb0003 uint32
+			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Statuses")
 				return
 			}
-			if zb0002 > 65536 {
+			if zb0003 > 131072 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Statuses) >= int(zb0002) {
-				z.Statuses = (z.Statuses)[:zb0002]
+			if cap(z.Statuses) >= int(zb0003) {
+				z.Statuses = (z.Statuses)[:zb0003]
 			} else {
-				z.Statuses = make([]uint8, zb0002)
+				z.Statuses = make([]uint8, zb0003)
 			}
 			for za0001 := range z.Statuses {
 				z.Statuses[za0001], bts, err = msgp.ReadUint8Bytes(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Statuses", za0001)
+					return
+				}
+			}
+		case "e":
+			var zb0004 uint32
+			zb0004, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Ends")
+				return
+			}
+			if zb0004 > 65536 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Ends) >= int(zb0004) {
+				z.Ends = (z.Ends)[:zb0004]
+			} else {
+				z.Ends = make([]End, zb0004)
+			}
+			for za0002 := range z.Ends {
+				var zb0005 uint32
+				zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Ends", za0002)
+					return
+				}
+				if zb0005 != 3 {
+					err = msgp.ArrayError{Wanted: 3, Got: zb0005}
+					return
+				}
+				z.Ends[za0002].Index, bts, err = msgp.ReadUint32Bytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Ends", za0002, "Index")
+					return
+				}
+				z.Ends[za0002].Code, bts, err = msgp.ReadIntBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Ends", za0002, "Code")
+					return
+				}
+				z.Ends[za0002].Reason, bts, err = msgp.ReadStringBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Ends", za0002, "Reason")
 					return
 				}
 			}
@@ -816,7 +996,10 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Reply) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size))
+	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 3 + msgp.BytesPrefixSize + len(z.Ticket) + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
+	for za0002 := range z.Ends {
+		s += 1 + msgp.Uint32Size + msgp.IntSize + msgp.StringPrefixSize + len(z.Ends[za0002].Reason)
+	}
 	return
 }
 
@@ -839,7 +1022,7 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 		zb0001Len--
 		zb0001Mask |= 0x10
 	}
-	if z.Finish == nil {
+	if z.Finishes == nil {
 		zb0001Len--
 		zb0001Mask |= 0x20
 	}
@@ -886,31 +1069,28 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 			if z.Renew == nil {
 				o = msgp.AppendNil(o)
 			} else {
-				// map header, size 1
-				// string "t"
-				o = append(o, 0x81, 0xa1, 0x74)
-				o = msgp.AppendArrayHeader(o, uint32(len(z.Renew.TransferIDs)))
-				for za0001 := range z.Renew.TransferIDs {
-					o = msgp.AppendString(o, z.Renew.TransferIDs[za0001])
+				o, err = z.Renew.MarshalMsg(o)
+				if err != nil {
+					err = msgp.WrapError(err, "Renew")
+					return
 				}
 			}
 		}
 		if (zb0001Mask & 0x20) == 0 { // if not omitted
 			// string "x"
 			o = append(o, 0xa1, 0x78)
-			if z.Finish == nil {
-				o = msgp.AppendNil(o)
-			} else {
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Finishes)))
+			for za0001 := range z.Finishes {
 				// map header, size 3
 				// string "t"
 				o = append(o, 0x83, 0xa1, 0x74)
-				o = msgp.AppendString(o, z.Finish.TransferID)
+				o = msgp.AppendString(o, z.Finishes[za0001].TransferID)
 				// string "c"
 				o = append(o, 0xa1, 0x63)
-				o = msgp.AppendInt(o, z.Finish.Code)
+				o = msgp.AppendInt(o, z.Finishes[za0001].Code)
 				// string "r"
 				o = append(o, 0xa1, 0x72)
-				o = msgp.AppendString(o, z.Finish.Reason)
+				o = msgp.AppendString(o, z.Finishes[za0001].Reason)
 			}
 		}
 	}
@@ -1000,107 +1180,69 @@ func (z *Request) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				if z.Renew == nil {
 					z.Renew = new(Renew)
 				}
-				var zb0003 uint32
-				zb0003, bts, err = msgp.ReadMapHeaderBytes(bts)
+				bts, err = z.Renew.UnmarshalMsg(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Renew")
 					return
 				}
-				if zb0003 > z5817a858limitMaps {
-					err = msgp.ErrLimitExceeded
-					return
-				}
-				for zb0003 > 0 {
-					zb0003--
-					field, bts, err = msgp.ReadMapKeyZC(bts)
-					if err != nil {
-						err = msgp.WrapError(err, "Renew")
-						return
-					}
-					switch msgp.UnsafeString(field) {
-					case "t":
-						var zb0004 uint32
-						zb0004, bts, err = msgp.ReadArrayHeaderBytes(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Renew", "TransferIDs")
-							return
-						}
-						if zb0004 > 65536 {
-							err = msgp.ErrLimitExceeded
-							return
-						}
-						if cap(z.Renew.TransferIDs) >= int(zb0004) {
-							z.Renew.TransferIDs = (z.Renew.TransferIDs)[:zb0004]
-						} else {
-							z.Renew.TransferIDs = make([]string, zb0004)
-						}
-						for za0001 := range z.Renew.TransferIDs {
-							z.Renew.TransferIDs[za0001], bts, err = msgp.ReadStringBytes(bts)
-							if err != nil {
-								err = msgp.WrapError(err, "Renew", "TransferIDs", za0001)
-								return
-							}
-						}
-					default:
-						bts, err = msgp.Skip(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Renew")
-							return
-						}
-					}
-				}
 			}
 		case "x":
-			if msgp.IsNil(bts) {
-				bts, err = msgp.ReadNilBytes(bts)
-				if err != nil {
-					return
-				}
-				z.Finish = nil
+			var zb0003 uint32
+			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Finishes")
+				return
+			}
+			if zb0003 > 4096 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Finishes) >= int(zb0003) {
+				z.Finishes = (z.Finishes)[:zb0003]
 			} else {
-				if z.Finish == nil {
-					z.Finish = new(Finish)
-				}
-				var zb0005 uint32
-				zb0005, bts, err = msgp.ReadMapHeaderBytes(bts)
+				z.Finishes = make([]Finish, zb0003)
+			}
+			for za0001 := range z.Finishes {
+				var zb0004 uint32
+				zb0004, bts, err = msgp.ReadMapHeaderBytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Finish")
+					err = msgp.WrapError(err, "Finishes", za0001)
 					return
 				}
-				if zb0005 > z5817a858limitMaps {
+				if zb0004 > 4096 {
 					err = msgp.ErrLimitExceeded
 					return
 				}
-				for zb0005 > 0 {
-					zb0005--
+				for zb0004 > 0 {
+					zb0004--
 					field, bts, err = msgp.ReadMapKeyZC(bts)
 					if err != nil {
-						err = msgp.WrapError(err, "Finish")
+						err = msgp.WrapError(err, "Finishes", za0001)
 						return
 					}
 					switch msgp.UnsafeString(field) {
 					case "t":
-						z.Finish.TransferID, bts, err = msgp.ReadStringBytes(bts)
+						z.Finishes[za0001].TransferID, bts, err = msgp.ReadStringBytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Finish", "TransferID")
+							err = msgp.WrapError(err, "Finishes", za0001, "TransferID")
 							return
 						}
 					case "c":
-						z.Finish.Code, bts, err = msgp.ReadIntBytes(bts)
+						z.Finishes[za0001].Code, bts, err = msgp.ReadIntBytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Finish", "Code")
+							err = msgp.WrapError(err, "Finishes", za0001, "Code")
 							return
 						}
 					case "r":
-						z.Finish.Reason, bts, err = msgp.ReadStringBytes(bts)
+						z.Finishes[za0001].Reason, bts, err = msgp.ReadStringBytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Finish", "Reason")
+							err = msgp.WrapError(err, "Finishes", za0001, "Reason")
 							return
 						}
 					default:
 						bts, err = msgp.Skip(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Finish")
+							err = msgp.WrapError(err, "Finishes", za0001)
 							return
 						}
 					}
@@ -1136,16 +1278,11 @@ func (z *Request) Msgsize() (s int) {
 	if z.Renew == nil {
 		s += msgp.NilSize
 	} else {
-		s += 1 + 2 + msgp.ArrayHeaderSize
-		for za0001 := range z.Renew.TransferIDs {
-			s += msgp.StringPrefixSize + len(z.Renew.TransferIDs[za0001])
-		}
+		s += z.Renew.Msgsize()
 	}
-	s += 2
-	if z.Finish == nil {
-		s += msgp.NilSize
-	} else {
-		s += 1 + 2 + msgp.StringPrefixSize + len(z.Finish.TransferID) + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Finish.Reason)
+	s += 2 + msgp.ArrayHeaderSize
+	for za0001 := range z.Finishes {
+		s += 1 + 2 + msgp.StringPrefixSize + len(z.Finishes[za0001].TransferID) + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Finishes[za0001].Reason)
 	}
 	return
 }

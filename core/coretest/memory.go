@@ -3,6 +3,7 @@ package coretest
 import (
 	"encoding/binary"
 	"fmt"
+	"os"
 	"testing"
 	"unsafe"
 
@@ -30,7 +31,8 @@ type arena struct {
 	layout *core.Layout
 }
 
-func newArena(t *testing.T, specs []regionSpec) *arena {
+// With a file it is the file's, and other processes may share it.
+func newArena(t *testing.T, specs []regionSpec, file *os.File) *arena {
 	t.Helper()
 	size := uint64(guardBytes)
 	regions := make([]core.Region, len(specs))
@@ -40,7 +42,14 @@ func newArena(t *testing.T, specs []regionSpec) *arena {
 		r.Base = size
 		size += (r.Extent()+guardBytes-1)/4096*4096 + guardBytes
 	}
-	mem, err := unix.Mmap(-1, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	fd, flags := -1, unix.MAP_ANON|unix.MAP_PRIVATE
+	if file != nil {
+		fd, flags = int(file.Fd()), unix.MAP_SHARED
+		if err := file.Truncate(int64(size)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	mem, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, flags)
 	if err != nil {
 		t.Fatalf("mmap of %d bytes: %v", size, err)
 	}

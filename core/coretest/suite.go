@@ -23,17 +23,22 @@ type Fixture struct {
 	// BigBytes is how large a transfer must be for the suite to catch it in the
 	// middle; 64 MiB unless set.
 	BigBytes int
+
+	// Remote is for ProcessSuite: the name under which the package's TestMain has
+	// given ServeRemote a transport that can reach those of Open.
+	Remote string
+}
+
+func (f Fixture) withDefaults() Fixture {
+	if f.BigBytes == 0 {
+		f.BigBytes = 64 << 20
+	}
+	return f
 }
 
 // TransportSuite is the contract of core.Transport as a test.
 func TransportSuite(t *testing.T, f Fixture) {
-	if f.BigBytes == 0 {
-		f.BigBytes = 64 << 20
-	}
-	for _, c := range []struct {
-		name string
-		run  func(*testing.T, Fixture)
-	}{
+	runCases(t, f.withDefaults(), []suiteCase{
 		{"ordered", ordered},
 		{"scattered", scattered},
 		{"odd sizes", oddSizes},
@@ -59,8 +64,23 @@ func TransportSuite(t *testing.T, f Fixture) {
 		{"grant of another peer", stolenGrant},
 		{"peer that never connected", neverConnected},
 		{"nobody at the endpoint", nobodyThere},
+		{"admit again", admitAgain},
+		{"wrong tickets", wrongTickets},
+		{"grant of one peer at another", crossedGrant},
+		{"dismiss", dismiss},
+		{"dismiss during write", dismissDuring},
+		{"loss and return", lossAndReturn},
 		{"close", closed},
-	} {
+	})
+}
+
+type suiteCase struct {
+	name string
+	run  func(*testing.T, Fixture)
+}
+
+func runCases(t *testing.T, f Fixture, cases []suiteCase) {
+	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			leaktest.Check(t)
 			c.run(t, f)
@@ -81,8 +101,15 @@ type endpoint struct {
 
 func open(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {
 	t.Helper()
-	e := &endpoint{arena: newArena(t, specs), t: t, id: id, sink: NewRecorder(t, string(id)), wrote: map[core.TransferID]int{}}
-	e.tr = f.Open(t, id, e.layout, e.sink)
+	return openOn(t, id, newArena(t, specs, nil), func(a *arena, sink *Recorder) core.Transport {
+		return f.Open(t, id, a.layout, sink)
+	})
+}
+
+func openOn(t *testing.T, id core.AgentID, a *arena, start func(a *arena, sink *Recorder) core.Transport) *endpoint {
+	t.Helper()
+	e := &endpoint{arena: a, t: t, id: id, sink: NewRecorder(t, string(id)), wrote: map[core.TransferID]int{}}
+	e.tr = start(a, e.sink)
 	t.Cleanup(e.close)
 	return e
 }
@@ -107,8 +134,13 @@ func (e *endpoint) close() {
 		e.t.Errorf("%s: Close has not returned within %v", e.id, patience)
 	}
 	for _, o := range e.sink.All("written", "") {
-		if n := len(e.sink.All("written", o.ID)); n > e.wrote[o.ID] {
-			e.t.Errorf("%s: %d outcomes of %d writes of %q", e.id, n, e.wrote[o.ID], o.ID)
+		if e.wrote[o.ID] == 0 {
+			e.t.Errorf("%s: an outcome of %q, which was not written", e.id, o.ID)
+		}
+	}
+	for id, wrote := range e.wrote {
+		if n := len(e.sink.All("written", id)); n != wrote {
+			e.t.Errorf("%s: %d outcomes of %d writes of %q", e.id, n, wrote, id)
 		}
 	}
 }
@@ -116,9 +148,50 @@ func (e *endpoint) close() {
 // connect makes the way from sender to receiver, as D does when it has found P.
 func connect(t *testing.T, receiver, sender *endpoint) {
 	t.Helper()
-	if err := receiver.tr.Connect(sender.id, sender.tr.Endpoint()); err != nil {
+	connectWith(t, receiver, sender, sender.admit(receiver.id))
+}
+
+func connectWith(t *testing.T, receiver, sender *endpoint, ticket []byte) {
+	t.Helper()
+	if err := receiver.tr.Connect(sender.id, sender.tr.Endpoint(), ticket); err != nil {
 		t.Fatalf("%s: Connect(%s, %q): %v", receiver.id, sender.id, sender.tr.Endpoint(), err)
 	}
+}
+
+func (e *endpoint) admit(peer core.AgentID) []byte {
+	e.t.Helper()
+	ticket, err := e.tr.Admit(peer)
+	if err != nil || len(ticket) < 16 || len(ticket) > 64 {
+		e.t.Fatalf("%s: Admit(%s): a ticket of %d bytes, %v; want 16 to 64", e.id, peer, len(ticket), err)
+	}
+	return ticket
+}
+
+// down waits for the n-th word (from 1) that the way to a peer broke.
+func (e *endpoint) down(peer core.AgentID, n int) Outcome {
+	e.t.Helper()
+	o := e.sink.waitFor(fmt.Sprintf("PeerDown %d of %s", n, peer), func() (Outcome, bool) {
+		k := 0
+		for _, o := range e.sink.list {
+			if o.Kind == "down" && o.Peer == peer {
+				if k++; k == n {
+					return o, true
+				}
+			}
+		}
+		return Outcome{}, false
+	})
+	if o.Err == nil {
+		e.t.Errorf("%s: PeerDown(%s) without a cause", e.id, peer)
+	}
+	return o
+}
+
+// moves checks that a small transfer ends well between two agents.
+func moves(t *testing.T, p, d *endpoint, id core.TransferID, blocks [][]core.BlockID) {
+	t.Helper()
+	p.write(id, d, d.expect(id, p, blocks), blocks, blocks)
+	well(t, id, p, d, d.layout.Bytes(blocks))
 }
 
 func pair(t *testing.T, f Fixture, src, dst []regionSpec) (sender, receiver *endpoint) {
@@ -404,10 +477,27 @@ func noReceived(t *testing.T, d *endpoint, id core.TransferID, want int) {
 	}
 }
 
+// landed waits for the first byte in any of some blocks.
+func (e *endpoint) landed(blocks [][]core.BlockID) {
+	e.t.Helper()
+	for deadline := time.Now().Add(patience); !e.touched(blocks); runtime.Gosched() {
+		if time.Now().After(deadline) {
+			e.t.Fatalf("%s: no byte has landed within %v", e.id, patience)
+		}
+	}
+}
+
 // inMidst has a big write under way, calls cut when its first bytes have
 // landed, and then after. It tries anew, with more bytes, when the write ended
 // well all the same.
 func inMidst(t *testing.T, f Fixture, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]core.BlockID)) {
+	inMidstOf(t, f, open, open, cut, after)
+}
+
+// opener is open or openRemote.
+type opener func(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint
+
+func inMidstOf(t *testing.T, f Fixture, openP, openD opener, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]core.BlockID)) {
 	const blockBytes = 256<<10 + 4
 	size := f.BigBytes
 	for try := range 8 {
@@ -415,15 +505,12 @@ func inMidst(t *testing.T, f Fixture, cut func(p, d *endpoint), after func(p, d 
 		caught := false
 		t.Run(fmt.Sprintf("try%d", try), func(t *testing.T) {
 			spec := dense(blockBytes, uint32(n))
-			p, d := pair(t, f, spec, spec)
+			p, d := openP(t, f, "sender", spec), openD(t, f, "receiver", spec)
+			connect(t, d, p)
 			src, dst := [][]core.BlockID{sequence(0, n)}, [][]core.BlockID{shuffled(1, n, n)}
 			p.paint(1, src)
 			p.write("t", d, d.expect("t", p, dst), src, dst)
-			for deadline := time.Now().Add(patience); !d.touched(dst); runtime.Gosched() {
-				if time.Now().After(deadline) {
-					t.Fatalf("no byte has landed within %v", patience)
-				}
-			}
+			d.landed(dst)
 			cut(p, d)
 			caught = !arrived(d)
 			after(p, d, dst)
@@ -536,11 +623,7 @@ func revokeLeavesOthers(t *testing.T, f Fixture) {
 	g1, g2 := d.expect("cut", p, one), d.expect("kept", p, two)
 	p.write("cut", d, g1, one, one)
 	p.write("kept", d, g2, two, two)
-	for deadline := time.Now().Add(patience); !d.touched(one); runtime.Gosched() {
-		if time.Now().After(deadline) {
-			t.Fatalf("no byte has landed within %v", patience)
-		}
-	}
+	d.landed(one)
 	d.tr.Revoke("cut")
 	p.sink.Wait("written", "cut", 1)
 	well(t, "kept", p, d, d.layout.Bytes(two))
@@ -651,9 +734,11 @@ func neverConnected(t *testing.T, f Fixture) {
 	p, d := open(t, f, "sender", spec), open(t, f, "stranger", spec)
 	blocks := [][]core.BlockID{sequence(0, 4)}
 	p.paint(1, blocks)
-	p.write("t", d, bytes.Repeat([]byte{1}, 32), blocks, blocks)
+	p.write("s", d, bytes.Repeat([]byte{1}, 16), blocks, blocks) // not even admitted
+	p.admit(d.id)
+	p.write("t", d, bytes.Repeat([]byte{1}, 16), blocks, blocks)
 	p.write("u", d, nil, blocks, blocks)
-	for _, id := range []core.TransferID{"t", "u"} {
+	for _, id := range []core.TransferID{"s", "t", "u"} {
 		if o := p.sink.Wait("written", id, 1); o.Err == nil {
 			t.Errorf("a write to a peer that never connected ended well: %+v", o)
 		}
@@ -664,22 +749,163 @@ func neverConnected(t *testing.T, f Fixture) {
 func nobodyThere(t *testing.T, f Fixture) {
 	spec := dense(4096, 4)
 	p, d := open(t, f, "sender", spec), open(t, f, "receiver", spec)
-	address := p.tr.Endpoint()
+	address, ticket := p.tr.Endpoint(), p.admit(d.id)
 	p.close()
-	if err := d.tr.Connect(p.id, address); err != nil {
+	if err := d.tr.Connect(p.id, address, ticket); err != nil {
 		return
 	}
-	d.sink.waitFor("word that nobody is at the endpoint", func() (Outcome, bool) {
-		for _, o := range d.sink.list {
-			if o.Kind == "down" && o.Peer == p.id {
-				if o.Err == nil {
-					t.Errorf("PeerDown without a cause")
+	d.down(p.id, 1)
+}
+
+// admitAgain: a second hello must not cut off what the first one has set up.
+func admitAgain(t *testing.T, f Fixture) {
+	p, d := pair(t, f, dense(4096, 4), dense(4096, 4))
+	blocks := [][]core.BlockID{sequence(0, 4)}
+	p.paint(1, blocks)
+	ticket := p.admit(d.id)
+	if again := p.admit(d.id); !bytes.Equal(ticket, again) {
+		t.Errorf("the ticket of an admitted peer has changed")
+	}
+	if other := p.admit("other"); bytes.Equal(ticket, other) {
+		t.Errorf("two peers have one ticket")
+	}
+	p.tr.Dismiss("nobody")
+	clear(ticket) // it is the caller's
+	moves(t, p, d, "t", blocks)
+	connect(t, d, p)
+	moves(t, p, d, "u", blocks)
+	d.check(t, delivery{transfer: 1, blocks: blocks})
+}
+
+// wrongTickets: who shows none of P's tickets gets no connection and no byte,
+// and does not disturb those who do.
+func wrongTickets(t *testing.T, f Fixture) {
+	spec := dense(4096, 40)
+	p, d := pair(t, f, spec, spec)
+	blocks, more := [][]core.BlockID{sequence(0, 20)}, [][]core.BlockID{sequence(20, 20)}
+	p.paint(1, blocks)
+	p.paint(2, more)
+	moves(t, p, d, "before", blocks)
+	good := p.admit("stranger")
+	for name, ticket := range map[string][]byte{
+		"empty":       nil,
+		"cut":         good[:len(good)-1],
+		"longer":      append(bytes.Clone(good), 0),
+		"one bit off": append(bytes.Clone(good[:len(good)-1]), good[len(good)-1]^1),
+		"zero":        make([]byte, len(good)),
+	} {
+		t.Run(name, func(t *testing.T) {
+			stranger := open(t, f, "stranger", spec)
+			if err := stranger.tr.Connect(p.id, p.tr.Endpoint(), ticket); err != nil {
+				return // it can see that the ticket is none
+			}
+			stranger.down(p.id, 1)
+			id := core.TransferID("t-" + name)
+			p.write(id, stranger, bytes.Repeat([]byte{1}, 16), blocks, blocks)
+			if o := p.sink.Wait("written", id, 1); o.Err == nil {
+				t.Errorf("a write to a peer with a wrong ticket ended well: %+v", o)
+			}
+			stranger.check(t)
+		})
+	}
+	moves(t, p, d, "after", more)
+	d.check(t, delivery{transfer: 1, blocks: blocks}, delivery{transfer: 2, blocks: more})
+	if down := p.sink.All("down", ""); len(down) != 0 {
+		t.Errorf("the sender was told %+v", down)
+	}
+}
+
+// crossedGrant: what one peer has granted is written to no other.
+func crossedGrant(t *testing.T, f Fixture) {
+	spec := dense(4096, 20)
+	p, a := pair(t, f, spec, spec)
+	b := open(t, f, "other", spec)
+	connect(t, b, p)
+	blocks := [][]core.BlockID{sequence(0, 20)}
+	p.paint(1, blocks)
+	ga, gb := a.expect("t", p, blocks), b.expect("u", p, blocks)
+	p.write("u", a, gb, blocks, blocks)
+	if o := p.sink.Wait("written", "u", 1); o.Err == nil {
+		t.Errorf("a write with the grant of another peer ended well: %+v", o)
+	}
+	a.check(t)
+	b.check(t)
+	p.write("t", a, ga, blocks, blocks)
+	well(t, "t", p, a, a.layout.Bytes(blocks))
+	noReceived(t, b, "u", 0)
+}
+
+// dismiss: a peer that was dismissed gets nothing, until it is admitted anew.
+func dismiss(t *testing.T, f Fixture) {
+	spec := dense(4096, 20)
+	p, d := pair(t, f, spec, spec)
+	blocks := [][]core.BlockID{sequence(0, 20)}
+	p.paint(1, blocks)
+	old := p.admit(d.id)
+	moves(t, p, d, "before", blocks)
+	fill(d.mem, guardByte)
+	grant := d.expect("t", p, blocks)
+	p.tr.Dismiss(d.id)
+	p.tr.Dismiss(d.id)
+	d.down(p.id, 1)
+	p.write("t", d, grant, blocks, blocks)
+	if o := p.sink.Wait("written", "t", 1); o.Err == nil {
+		t.Errorf("a write to a dismissed peer ended well: %+v", o)
+	}
+	d.tr.Revoke("t")
+	connectWith(t, d, p, old)
+	d.down(p.id, 2)
+	d.check(t)
+	if down := p.sink.All("down", ""); len(down) != 0 {
+		t.Errorf("the sender was told %+v of a peer that it has dismissed", down)
+	}
+	if again := p.admit(d.id); bytes.Equal(old, again) {
+		t.Errorf("the ticket of a dismissed peer lives again")
+	}
+	connect(t, d, p)
+	moves(t, p, d, "after", blocks)
+}
+
+func dismissDuring(t *testing.T, f Fixture) {
+	inMidst(t, f,
+		func(p, d *endpoint) { p.tr.Dismiss(d.id) },
+		func(p, d *endpoint, dst [][]core.BlockID) {
+			o := p.sink.Wait("written", "t", 1)
+			p.paint(2, [][]core.BlockID{sequence(0, len(dst[0]))}) // the blocks are the engine's again
+			if o.Err == nil {
+				if r := d.sink.Wait("received", "t", 1); r.Err != nil {
+					t.Errorf("written without an error, received with %v", r.Err)
 				}
-				return o, true
+			}
+			d.down(p.id, 1)
+			d.tr.Revoke("t")
+			d.check(t, delivery{transfer: 1, blocks: dst, part: !arrived(d)})
+		})
+}
+
+// lossAndReturn: P hears once of each loss, and the ticket outlives it.
+func lossAndReturn(t *testing.T, f Fixture) {
+	spec := dense(4096, 20)
+	p := open(t, f, "sender", spec)
+	blocks := [][]core.BlockID{sequence(0, 20)}
+	p.paint(1, blocks)
+	ticket := p.admit("receiver")
+	for i := range 3 {
+		d := open(t, f, "receiver", spec)
+		connectWith(t, d, p, ticket)
+		moves(t, p, d, core.TransferID(fmt.Sprint("t", i)), blocks)
+		d.close()
+		p.down(d.id, i+1)
+		if i == 2 {
+			p.write("late", d, bytes.Repeat([]byte{1}, 16), blocks, blocks)
+			if o := p.sink.Wait("written", "late", 1); o.Err == nil {
+				t.Errorf("a write to a peer that is gone ended well: %+v", o)
 			}
 		}
-		return Outcome{}, false
-	})
+	}
+	if n := len(p.sink.All("down", "")); n != 3 {
+		t.Errorf("the sender was told %d times of 3 losses", n)
+	}
 }
 
 // closed: an idle transport closes at once, from several goroutines too, and
@@ -703,6 +929,10 @@ func closed(t *testing.T, f Fixture) {
 	if _, err := d.tr.Expect("v", p.id, d.layout.Segments(blocks)); err == nil {
 		t.Errorf("Expect after Close gave no error")
 	}
+	if _, err := d.tr.Admit(p.id); err == nil {
+		t.Errorf("Admit after Close gave no error")
+	}
+	d.tr.Dismiss(p.id)
 	d.tr.Revoke("t")
 	p.write("t", d, grant, blocks, blocks)
 	if o := p.sink.Wait("written", "t", 1); o.Err == nil {

@@ -5,6 +5,7 @@ package coretest
 
 import (
 	"bytes"
+	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -28,7 +29,7 @@ type Network struct {
 	gate  func(id core.TransferID, chunk int)
 }
 
-// link: the receiver has connected to the sender.
+// link: the receiver has connected to the sender, with its ticket.
 type link struct{ sender, receiver core.AgentID }
 
 // NewNetwork makes one without agents.
@@ -49,7 +50,7 @@ func (n *Network) Gate(f func(id core.TransferID, chunk int)) {
 // the receiver's agent takes no part in a write but by its fence.
 func (n *Network) NewTransport(id core.AgentID, layout *core.Layout, sink core.Sink) core.Transport {
 	t := &transport{net: n, id: id, layout: layout, sink: sink, done: make(chan struct{}),
-		expected: map[core.TransferID]*expect{}, writes: map[core.TransferID]*write{}}
+		admitted: map[core.AgentID][]byte{}, expected: map[core.TransferID]*expect{}, writes: map[core.TransferID]*write{}}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.open[id] = t
@@ -65,6 +66,7 @@ type transport struct {
 
 	mu       sync.Mutex
 	closed   bool
+	admitted map[core.AgentID][]byte // the tickets
 	expected map[core.TransferID]*expect
 	writes   map[core.TransferID]*write
 	running  sync.WaitGroup // goroutines that this transport owns
@@ -85,8 +87,9 @@ type expect struct {
 }
 
 type write struct {
-	stop chan struct{}
-	once sync.Once
+	peer core.AgentID
+	stop context.Context
+	end  context.CancelCauseFunc
 }
 
 var (
@@ -120,18 +123,63 @@ func (t *transport) spawn(f func()) bool {
 	return true
 }
 
-func (t *transport) Connect(peer core.AgentID, endpoint string) error {
+func (t *transport) Admit(peer core.AgentID) ([]byte, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return nil, errTwinClosed
+	}
+	if t.admitted[peer] == nil {
+		ticket := make([]byte, 16)
+		rand.Read(ticket)
+		t.admitted[peer] = ticket
+	}
+	return bytes.Clone(t.admitted[peer]), nil
+}
+
+func (t *transport) Dismiss(peer core.AgentID) {
+	t.mu.Lock()
+	delete(t.admitted, peer)
+	for _, w := range t.writes {
+		if w.peer == peer {
+			w.end(fmt.Errorf("mem: agent %s was dismissed", peer))
+		}
+	}
+	t.mu.Unlock()
+	t.net.mu.Lock()
+	other := t.net.open[peer]
+	linked := t.net.links[link{t.id, peer}]
+	delete(t.net.links, link{t.id, peer})
+	t.net.mu.Unlock()
+	if linked && other != nil {
+		other.spawn(func() { other.sink.PeerDown(t.id, fmt.Errorf("mem: agent %s has dismissed this one", t.id)) })
+	}
+}
+
+// admits says whether a ticket is the one of a peer that is admitted.
+func (t *transport) admits(peer core.AgentID, ticket []byte) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.admitted[peer] != nil && bytes.Equal(t.admitted[peer], ticket)
+}
+
+func (t *transport) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
 	if !strings.HasPrefix(endpoint, "mem:") {
 		return fmt.Errorf("mem: agent %s has the endpoint %q", peer, endpoint)
 	}
 	t.net.mu.Lock()
-	_, there := t.net.open[peer]
-	there = there && endpoint == "mem:"+string(peer)
-	if there {
+	var err error
+	switch other := t.net.open[peer]; {
+	case t.net.links[link{peer, t.id}]: // the ticket is for the next connection
+	case other == nil || endpoint != "mem:"+string(peer):
+		err = fmt.Errorf("mem: nobody is at %s", endpoint)
+	case !other.admits(t.id, ticket):
+		err = fmt.Errorf("mem: agent %s does not know the ticket", peer)
+	default:
 		t.net.links[link{peer, t.id}] = true
 	}
 	t.net.mu.Unlock()
-	if !there && !t.spawn(func() { t.sink.PeerDown(peer, fmt.Errorf("mem: nobody is at %s", endpoint)) }) {
+	if err != nil && !t.spawn(func() { t.sink.PeerDown(peer, err) }) {
 		return errTwinClosed
 	}
 	return nil
@@ -194,11 +242,13 @@ func (t *transport) end(e *expect, s core.TransferStats, err error) bool {
 }
 
 func (t *transport) Write(op core.WriteOp) {
-	w := &write{stop: make(chan struct{})}
+	w := &write{peer: op.Peer}
+	w.stop, w.end = context.WithCancelCause(context.Background())
 	t.mu.Lock()
 	t.writes[op.ID] = w
 	t.mu.Unlock()
 	t.spawn(func() {
+		defer w.end(nil)
 		start := time.Now()
 		n, err := t.run(op, w)
 		t.mu.Lock()
@@ -250,8 +300,8 @@ func (t *transport) run(op core.WriteOp, w *write) (n uint64, err error) {
 			}
 			chunks++
 			select {
-			case <-w.stop:
-				return n, errStopped
+			case <-w.stop.Done():
+				return n, context.Cause(w.stop)
 			case <-t.done:
 				err := fmt.Errorf("mem: agent %s was closed in the middle of a write", t.id)
 				peer.end(e, core.TransferStats{Bytes: n, Segments: e.segments}, err)
@@ -285,7 +335,7 @@ func (t *transport) Stop(id core.TransferID) {
 	w := t.writes[id]
 	t.mu.Unlock()
 	if w != nil {
-		w.once.Do(func() { close(w.stop) })
+		w.end(errStopped)
 	}
 }
 

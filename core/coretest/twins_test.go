@@ -62,7 +62,7 @@ func newTestBuses(t *testing.T) (c *Cluster, d, p *Bus) {
 }
 
 func finish(from string) *wire.Request {
-	return &wire.Request{Kind: wire.KindFinish, From: from, Finish: &wire.Finish{TransferID: "t"}}
+	return &wire.Request{Kind: wire.KindFinish, From: from, Finishes: []wire.Finish{{TransferID: "t"}}}
 }
 
 func TestBusFindsAndAsks(t *testing.T) {

@@ -1,0 +1,203 @@
+package coretest
+
+import (
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// ProcessSuite is the part of the contract that needs an agent in a process of
+// its own: one that is stopped or killed while bytes move. Every Transport that
+// crosses processes passes it; Fixture.Remote says how.
+func ProcessSuite(t *testing.T, f Fixture) {
+	runCases(t, f.withDefaults(), []suiteCase{
+		{"between processes", betweenProcesses},
+		{"sender stopped, revoked, continued", senderStopped},
+		{"sender stopped, receiver closed, continued", senderStoppedClose},
+		{"sender killed", senderKilled},
+		{"receiver killed", receiverKilled},
+		{"receiver stopped beside another", receiverStopped},
+		{"receiver stopped, sender closed, continued", receiverStoppedClose},
+	})
+}
+
+func (e *endpoint) freeze() { e.t.Helper(); e.tr.(*remote).freeze() }
+func (e *endpoint) thaw()   { e.t.Helper(); e.tr.(*remote).thaw() }
+
+// kill ends a remote as the kernel ends a process: it says no goodbye.
+func (e *endpoint) kill() {
+	e.tr.(*remote).kill()
+	e.closed = true
+}
+
+// within fails the test if f does not return; f's goroutine is then lost.
+func within(t *testing.T, what string, f func()) {
+	t.Helper()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		f()
+	}()
+	select {
+	case <-done:
+	case <-time.After(patience):
+		t.Fatalf("%s has not returned within %v", what, patience)
+	}
+}
+
+func betweenProcesses(t *testing.T, f Fixture) {
+	spec := dense(4100, 300)
+	p, d := openRemote(t, f, "sender", spec), openRemote(t, f, "receiver", spec)
+	connect(t, d, p)
+	src, dst := [][]core.BlockID{shuffled(1, 200, 300)}, [][]core.BlockID{shuffled(2, 200, 300)}
+	p.paint(1, src)
+	p.write("t", d, d.expect("t", p, dst), src, dst)
+	well(t, "t", p, d, d.layout.Bytes(dst))
+	d.check(t, delivery{transfer: 1, blocks: dst})
+	p.check(t, delivery{transfer: 1, blocks: src})
+}
+
+// refused checks what a sender learns of a transfer that its receiver gave up.
+func refused(t *testing.T, o Outcome) {
+	t.Helper()
+	if !errors.Is(o.Err, core.ErrNotExpected) && !errors.Is(o.Err, core.ErrConnectionLost) {
+		t.Errorf("the sender of a transfer that was given up learns %v; want that it is not expected, or that the connection is lost", o.Err)
+	}
+}
+
+// unchanged checks that no byte is another than it was.
+func (e *endpoint) unchanged(frozen []byte, since string) {
+	e.t.Helper()
+	if i := differ(frozen, e.mem); i >= 0 {
+		place, _ := e.place(i)
+		e.t.Errorf("%s: a byte changed after %s: %d, %s", e.id, since, i, place)
+	}
+}
+
+// senderStopped is the fence: a sender that is stopped anywhere in a transfer
+// changes no byte after Revoke, whatever it still does when it runs on.
+func senderStopped(t *testing.T, f Fixture) {
+	const rounds = 5 // each stops it further on
+	for round := range rounds {
+		var frozen []byte
+		told := 0
+		inMidstOf(t, f, openRemote, open,
+			func(p, d *endpoint) {
+				n := int(d.layout.Groups[0].NumBlocks)
+				d.landed([][]core.BlockID{shuffled(1, n, n)[n*round/(2*rounds):][:1]})
+				p.freeze()
+				within(d.t, "Revoke of a stopped sender's transfer", func() { d.tr.Revoke("t") })
+				told = len(d.sink.All("received", "t"))
+				d.paint(9, [][]core.BlockID{sequence(0, n)}) // the blocks are the engine's again
+				frozen = d.snapshot()
+				p.thaw()
+			},
+			func(p, d *endpoint, dst [][]core.BlockID) {
+				if o := p.sink.Wait("written", "t", 1); told == 0 {
+					refused(d.t, o)
+				}
+				p.close()
+				d.down(p.id, 1) // what was on its way is over
+				d.unchanged(frozen, "Revoke had returned")
+				noReceived(d.t, d, "t", told)
+			})
+	}
+}
+
+func senderStoppedClose(t *testing.T, f Fixture) {
+	inMidstOf(t, f, openRemote, open,
+		func(p, d *endpoint) { p.freeze() },
+		func(p, d *endpoint, dst [][]core.BlockID) {
+			d.close()
+			ended := arrived(d)
+			d.paint(9, dst)
+			frozen := d.snapshot()
+			p.thaw()
+			if o := p.sink.Wait("written", "t", 1); !ended {
+				refused(d.t, o)
+			}
+			p.down(d.id, 1)
+			p.close()
+			d.unchanged(frozen, "Close had returned")
+		})
+}
+
+func senderKilled(t *testing.T, f Fixture) {
+	inMidstOf(t, f, openRemote, open,
+		func(p, d *endpoint) { p.kill() },
+		func(p, d *endpoint, dst [][]core.BlockID) {
+			o := d.sink.Wait("received", "t", 1)
+			if o.Err != nil && !errors.Is(o.Err, core.ErrConnectionLost) {
+				d.t.Errorf("received from a killed sender: %v, want that the connection is lost", o.Err)
+			}
+			d.check(d.t, delivery{transfer: 1, blocks: dst, part: o.Err != nil})
+			d.paint(9, dst)
+			frozen := d.snapshot()
+			d.down(p.id, 1)
+			d.unchanged(frozen, "the end was told")
+		})
+}
+
+func receiverKilled(t *testing.T, f Fixture) {
+	inMidstOf(t, f, open, openRemote,
+		func(p, d *endpoint) { d.kill() },
+		func(p, d *endpoint, dst [][]core.BlockID) {
+			o := p.sink.Wait("written", "t", 1)
+			if o.Err != nil && !errors.Is(o.Err, core.ErrConnectionLost) {
+				d.t.Errorf("written to a killed receiver: %v, want that the connection is lost", o.Err)
+			}
+			d.check(d.t, delivery{transfer: 1, blocks: dst, part: o.Err != nil})
+			p.down(d.id, 1)
+		})
+}
+
+// receiverStopped: one that takes no bytes holds up no other, and its write can
+// be stopped.
+func receiverStopped(t *testing.T, f Fixture) {
+	for try := range 3 {
+		beside := false
+		inMidstOf(t, f, open, openRemote,
+			func(p, d *endpoint) { d.freeze() },
+			func(p, d *endpoint, dst [][]core.BlockID) {
+				fast := open(d.t, f, "fast", dense(p.layout.Regions[0].BlockBytes, 8))
+				connect(d.t, fast, p)
+				few := [][]core.BlockID{sequence(0, 8)}
+				for i := range 8 {
+					moves(d.t, p, fast, core.TransferID(fmt.Sprint("fast", i)), few)
+				}
+				fast.check(d.t, delivery{transfer: 1, blocks: few})
+				beside = len(p.sink.All("written", "t")) == 0
+				p.tr.Stop("t")
+				o := p.sink.Wait("written", "t", 1)
+				if o.Err == nil {
+					d.check(d.t, delivery{transfer: 1, blocks: dst})
+				}
+				p.paint(2, [][]core.BlockID{sequence(0, len(dst[0]))}) // the blocks are the engine's again
+				d.thaw()
+				p.close()
+				d.down(p.id, 1)
+				d.check(d.t, delivery{transfer: 1, blocks: dst, part: o.Err != nil})
+			})
+		if beside || t.Failed() {
+			return
+		}
+		t.Logf("try %d: the stopped receiver's write had ended before the transfers beside it", try)
+	}
+	t.Errorf("transfers to another receiver end only when the stopped one's has")
+}
+
+func receiverStoppedClose(t *testing.T, f Fixture) {
+	inMidstOf(t, f, open, openRemote,
+		func(p, d *endpoint) { d.freeze() },
+		func(p, d *endpoint, dst [][]core.BlockID) {
+			p.close() // says what came of the write
+			ended := p.sink.All("written", "t")[0].Err == nil
+			p.paint(2, [][]core.BlockID{sequence(0, len(dst[0]))})
+			d.thaw()
+			d.down(p.id, 1)
+			d.check(d.t, delivery{transfer: 1, blocks: dst, part: !ended})
+		})
+}

@@ -1,0 +1,60 @@
+package core
+
+import "time"
+
+// Counters are what a machine has done since New and what its reports do not
+// tell.
+type Counters struct {
+	Offered uint64 // accepted Offers
+	Loaded  uint64 // accepted Loads
+	Claimed uint64 // accepted Claims
+	Reaped  uint64 // claims and loads whose request P's engine never named
+	Retries uint64 // loads and claims for which P was looked up again
+}
+
+// Counters returns them.
+func (m *Machine) Counters() Counters { return m.count }
+
+// Sizes are the numbers of what a machine holds now, for statistics and tests:
+// when nothing is under way only Ended is not 0, and it is bounded.
+type Sizes struct {
+	Loads   int // D's halves, claims among them
+	Claims  int
+	Waiting int // loads that P has and whose bytes are awaited
+	Peers   int // P agents that are renewed
+	Offers  int // P's halves, early ones among them
+	Early   int // claims and loads that P's engine has not named
+	Probes  int // D agents that are asked whether they live
+	Ended   int // transfers whose end is remembered
+}
+
+// Sizes counts them; it walks over all loads.
+func (m *Machine) Sizes() Sizes {
+	s := Sizes{Loads: len(m.loads), Peers: len(m.peers), Offers: len(m.offers), Early: m.early, Probes: len(m.probes), Ended: len(m.ended.byID)}
+	for _, ld := range m.loads {
+		switch {
+		case ld.claim:
+			s.Claims++
+		case ld.state == loadWaiting:
+			s.Waiting++
+		}
+	}
+	return s
+}
+
+// OldestWait is for how long the oldest half has waited that the engine was
+// promised a report of.
+func (m *Machine) OldestWait(now time.Time) time.Duration {
+	oldest := now
+	for _, ld := range m.loads {
+		if ld.owes() && ld.started.Before(oldest) {
+			oldest = ld.started
+		}
+	}
+	for _, of := range m.offers {
+		if of.state >= offerReady && of.offered.Before(oldest) {
+			oldest = of.offered
+		}
+	}
+	return now.Sub(oldest)
+}

@@ -1,0 +1,140 @@
+package tcp
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+)
+
+// strangers are the accepted connections that have shown no ticket yet: anyone
+// may open one, so they are few, have little time, and rarely fill a log line.
+type strangers struct {
+	conns  []*net.TCPConn // oldest first
+	logAt  time.Time      // not before
+	silent int            // refused since the last line
+}
+
+// errUnknownTicket refuses a stream whose peer was never admitted, or dismissed.
+var errUnknownTicket = errors.New("its ticket is none of this agent's: the peer must say hello")
+
+// accept takes D agents' streams.
+func (s *sender) accept() {
+	for {
+		conn, err := s.t.ln.Accept()
+		if err != nil {
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			// Out of descriptors, most likely: the next one may have better luck.
+			s.warn("accept", zap.Error(err))
+			select {
+			case <-s.t.ctx.Done():
+				return
+			case <-time.After(100 * time.Millisecond):
+			}
+			continue
+		}
+		s.enter(conn.(*net.TCPConn))
+	}
+}
+
+// enter gives a connection its time for a hello. The place that it needs may be
+// the oldest stranger's: a decode agent says hello at once.
+func (s *sender) enter(conn *net.TCPConn) {
+	var oldest *net.TCPConn
+	s.mu.Lock()
+	closed := s.closed
+	if !closed {
+		s.strangers.conns = append(s.strangers.conns, conn)
+		if len(s.strangers.conns) > s.t.cfg.MaxGreeting {
+			oldest = s.strangers.conns[0]
+			s.strangers.conns = slices.Delete(s.strangers.conns, 0, 1)
+		}
+	}
+	s.mu.Unlock()
+	if closed {
+		conn.Close()
+		return
+	}
+	if oldest != nil {
+		oldest.Close()
+	}
+	s.t.goRun("tcp accepted", func() {
+		defer conn.Close()
+		st, err := s.greet(conn)
+		if err != nil {
+			if errors.Is(err, errUnknownTicket) {
+				var b [headerSize]byte
+				(&header{kind: frameLeave}).encode(&b)
+				conn.SetWriteDeadline(time.Now().Add(s.t.cfg.DialTimeout))
+				_, _ = conn.Write(b[:]) // it learns the end of the connection anyhow
+			}
+			s.warn("stream refused", zap.Stringer("from", conn.RemoteAddr()), zap.Error(err))
+			return
+		}
+		s.serve(st)
+	})
+}
+
+// greet reads the hello and makes the connection a stream of its peer's link.
+func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
+	s.t.tune(conn)
+	conn.SetReadDeadline(time.Now().Add(s.t.cfg.DialTimeout))
+	h, err := readHeader(conn)
+	conn.SetReadDeadline(time.Time{})
+	raw, rawErr := conn.SyscallConn()
+
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.strangers.conns = slices.DeleteFunc(s.strangers.conns, func(c *net.TCPConn) bool { return c == conn })
+	l := s.byTicket[h.key]
+	switch {
+	case s.closed:
+		return nil, errClosed
+	case err != nil:
+		return nil, fmt.Errorf("no hello within %v, or until its place was needed (%d): %w", s.t.cfg.DialTimeout, s.t.cfg.MaxGreeting, err)
+	case h.kind != frameHello:
+		return nil, fmt.Errorf("it begins with a frame of kind %d, want a hello", h.kind)
+	case l == nil:
+		return nil, errUnknownTicket
+	case s.streams >= s.t.cfg.MaxStreams:
+		return nil, fmt.Errorf("%d streams are open, the most that this process's limit of descriptors allows", s.streams)
+	case rawErr != nil:
+		return nil, rawErr
+	}
+	s.streams++
+	st := &outStream{conn: conn, raw: raw, link: l, vec: make([]iovec, 0, maxVector)}
+	l.streams[st] = true
+	for _, out := range l.queue {
+		s.stopWaiting(out)
+	}
+	return st, nil
+}
+
+// warn logs what strangers cause, one line a second: they must not fill the log.
+func (s *sender) warn(what string, fields ...zap.Field) {
+	now := time.Now()
+	s.mu.Lock()
+	if s.closed || now.Before(s.strangers.logAt) {
+		s.strangers.silent++
+		s.mu.Unlock()
+		return
+	}
+	silent := s.strangers.silent
+	s.strangers.logAt, s.strangers.silent = now.Add(time.Second), 0
+	s.mu.Unlock()
+	s.t.cfg.Logger.Warn(what, append(fields, zap.Int("not_logged", silent))...)
+}
+
+func readHeader(conn net.Conn) (h header, err error) {
+	var b [headerSize]byte
+	if _, err = io.ReadFull(conn, b[:]); err != nil {
+		return h, err
+	}
+	return h, h.decode(&b)
+}
