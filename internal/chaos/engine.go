@@ -161,14 +161,14 @@ func (e *engine) watchClock(quit <-chan struct{}) {
 func (e *engine) obey(o *order) {
 	switch o.Op {
 	case opAnnounce:
-		ids := make([]core.TransferID, len(o.Items))
-		for i, it := range o.Items {
-			ids[i] = it.ID
+		for _, it := range o.Items {
+			_, err := e.agent.Announce([]core.TransferID{it.ID})
+			e.refused(it.ID, err)
 		}
-		if n, err := e.agent.Announce(ids); err != nil {
-			for _, id := range ids[n:] {
-				e.tell(event{Op: evDone, ID: id, Error: err.Error(), Overload: errors.Is(err, core.ErrOverload)})
-			}
+	case opClaim:
+		for _, it := range o.Items {
+			_, err := e.agent.Claim([]core.ClaimRequest{{ID: it.ID, From: *it.From}})
+			e.refused(it.ID, err)
 		}
 	case opOffer:
 		for _, it := range o.Items {
@@ -200,6 +200,13 @@ func (e *engine) obey(o *order) {
 	case opSabotage:
 		e.sabotage(o.What)
 		e.tell(event{Op: evDone, Seq: o.Seq})
+	}
+}
+
+// refused tells of a call that has no report.
+func (e *engine) refused(id core.TransferID, err error) {
+	if err != nil {
+		e.tell(event{Op: evDone, ID: id, Error: err.Error(), Overload: errors.Is(err, core.ErrOverload)})
 	}
 }
 

@@ -233,7 +233,8 @@ func (l *ledger) reasons() map[string]int {
 	out := map[string]int{}
 	for _, e := range l.order {
 		if e.reason != "" && !e.cancelled {
-			out[e.outcome()+": "+particulars.ReplaceAllString(e.reason, "…")]++
+			text, _, _ := strings.Cut(e.reason, " [") // who, where and how long
+			out[e.outcome()+": "+particulars.ReplaceAllString(text, "…")]++
 		}
 	}
 	return out

@@ -10,6 +10,7 @@ const (
 	opOpen     = "open"
 	opAnnounce = "announce"
 	opOffer    = "offer"
+	opClaim    = "claim"
 	opLoad     = "load"
 	opCancel   = "cancel"
 	opLook     = "look"
@@ -60,7 +61,7 @@ const (
 	evLook   = "look"
 	evWrong  = "wrong" // a byte is not what it must be, or the books do not add up
 	evLag    = "lag"   // the process did not run from At to Until
-	evDone   = "done"  // a cancel or a sabotage
+	evDone   = "done"  // a cancel, a sabotage, or an announcement or a claim that was refused
 )
 
 // event is one line of an engine's standard output. Times are nanoseconds of
@@ -84,7 +85,7 @@ type event struct {
 
 // look is what an engine's process says of itself.
 type look struct {
-	Loads       int               `json:"loads"`
+	Loads       int               `json:"loads"` // claims among them
 	Offers      int               `json:"offers"`
 	Outstanding int               `json:"outstanding"`
 	Unread      int               `json:"unread"`

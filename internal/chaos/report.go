@@ -179,10 +179,6 @@ func (r *Result) Print(w io.Writer) error {
 			p("%s\t%s", part.Name, part.Text)
 		}
 	}
-	p("\nREASONS\thalves")
-	for _, reason := range sortedKeys(r.Reasons) {
-		p("%s\t%d", reason, r.Reasons[reason])
-	}
 	p("\nPROCESSES\tlives\tgoroutines\tfiles\theap KiB\tRSS MiB")
 	for _, c := range r.Processes {
 		p("%s\t%d\t%d → %d\t%d → %d\t%d → %d\t%d → %d", c.Name, c.Lives, c.Before.Goroutines, c.After.Goroutines,

@@ -24,20 +24,22 @@ type plan struct {
 	blocks  int // that it loads
 	offered int // that P has
 
-	announce, offer, load time.Duration
-	cancelP, cancelD      time.Duration
+	announce, offer, claim, load time.Duration
+	cancelP, cancelD             time.Duration
 }
 
 // Bounds of what is drawn.
 const (
 	maxBlocks  = 24
 	maxPrefill = 800 * time.Millisecond
+	// longClaim is how long D may be without blocks: longer than a lease.
+	longClaim = (leaseSeconds + 2) * time.Second
 )
 
 // drawPlan draws a transfer of one pair: most are what engines do all day, some
 // are what goes wrong without any fault.
 func drawPlan(r *rand.Rand, id core.TransferID, p, d int) plan {
-	pl := plan{id: id, tag: r.Uint64() >> 1, p: p, d: d, announce: never, load: never, offer: never, cancelP: never, cancelD: never}
+	pl := plan{id: id, tag: r.Uint64() >> 1, p: p, d: d, announce: never, claim: never, load: never, offer: never, cancelP: never, cancelD: never}
 	pl.blocks = 1 + r.IntN(maxBlocks)
 	if r.IntN(4) == 0 {
 		pl.first = r.IntN(8)
@@ -52,8 +54,17 @@ func drawPlan(r *rand.Rand, id core.TransferID, p, d int) plan {
 	if r.IntN(3) > 0 {
 		pl.announce = within(pl.offer + 1)
 	}
+	if r.IntN(3) == 0 {
+		pl.claim = within(pl.load + 1)
+	}
 	switch n := r.IntN(100); {
-	case n < 80: // a plain one
+	case n < 74: // a plain one
+	case n < 78: // D has no blocks for it for long
+		pl.claim = within(maxPrefill)
+		pl.load = pl.claim + within(longClaim)
+	case n < 80: // D never gets any
+		pl.claim, pl.load = within(maxPrefill), never
+		pl.cancelD = pl.claim + within(longClaim)
 	case n < 84: // D needs nothing
 		pl.first, pl.blocks = 0, 0
 	case n < 88: // the request ends at D
@@ -64,7 +75,7 @@ func drawPlan(r *rand.Rand, id core.TransferID, p, d int) plan {
 		pl.cancelD = within(2 * maxPrefill)
 		pl.cancelP = pl.cancelD
 	case n < 96: // nobody loads
-		pl.load = never
+		pl.claim, pl.load = never, never
 	case n < 98: // nobody offers, nor ever says a word of it
 		pl.offer, pl.announce = never, never
 	default: // P works on it for a while, and then the request ends
@@ -80,7 +91,7 @@ func plainPlan(r *rand.Rand, id core.TransferID, p, d int) plan {
 		pl := drawPlan(r, id, p, d)
 		if pl.cancelP == never && pl.cancelD == never && pl.load != never && pl.offer != never && pl.blocks > 0 {
 			pl.offer, pl.load = pl.offer/8, pl.load/8
-			pl.announce = min(pl.announce, pl.offer)
+			pl.announce, pl.claim = min(pl.announce, pl.offer), min(pl.claim, pl.load)
 			return pl
 		}
 	}
@@ -142,6 +153,9 @@ func (f *fleet) carry(ctx context.Context, pl plan) transfer {
 	}
 	steps := []step{
 		{pl.announce, func() { _ = one(order{Op: opAnnounce, Items: []item{{ID: pl.id}}}, prefill) }},
+		{pl.claim, func() {
+			_ = one(order{Op: opClaim, Items: []item{{ID: pl.id, From: f.target(pl.p, pl.d)}}}, decode)
+		}},
 		{pl.offer, func() {
 			t.offer = call(P, prefill, prefillLife, core.SideOffer, item{ID: pl.id, Tag: pl.tag, Blocks: pl.offered})
 		}},
@@ -178,7 +192,7 @@ func (f *fleet) carry(ctx context.Context, pl plan) transfer {
 }
 
 // perPair is how many transfers of a pair the router has under way.
-const perPair = 8
+const perPair = 10
 
 // traffic keeps transfers of every pair under way until stop ends; those that
 // were begun are carried on until ctx ends. It returns when all have ended.
@@ -219,12 +233,17 @@ func (f *fleet) round(ctx context.Context, what string, seed uint64, n int) {
 	for p := range f.P {
 		for d := range f.D {
 			r := rand.New(rand.NewPCG(seed, uint64(p)<<32|uint64(d)))
+			r2 := rand.New(rand.NewPCG(seed, uint64(p)<<32|uint64(d)<<16))
 			wg.Go(func() {
 				for k := range n {
 					id := core.TransferID(fmt.Sprintf("%s-%s-p%d-d%d-%d", f.name, what, p, d, k))
 					f.mustEndWell(f.carry(ctx, plainPlan(r, id, p, d)), what)
 				}
 			})
+			// A claim keeps an offer beyond its lease.
+			long := plainPlan(r2, core.TransferID(fmt.Sprintf("%s-%s-p%d-d%d-claimed", f.name, what, p, d)), p, d)
+			long.claim, long.load = long.offer, longClaim
+			wg.Go(func() { f.mustEndWell(f.carry(ctx, long), what) })
 		}
 	}
 	wg.Wait()
