@@ -346,7 +346,7 @@ func (e *engine) look(paint bool) *look {
 	s := e.agent.Stats()
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	l := &look{Loads: s.LoadsUnderWay, Offers: s.OffersUnderWay, Outstanding: s.Outstanding, Unread: s.Unread,
+	l := &look{Loads: s.LoadsUnderWay, Waiting: s.LoadsWaiting, Claims: s.LoadsClaimed, Offers: s.OffersUnderWay, Outstanding: s.Outstanding, Unread: s.Unread,
 		Free: len(e.mem.free), Blocks: e.mem.blocks, Goroutines: runtime.NumGoroutine()}
 	for h := range e.held {
 		if len(l.Held) == 16 {

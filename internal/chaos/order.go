@@ -85,7 +85,9 @@ type event struct {
 
 // look is what an engine's process says of itself.
 type look struct {
-	Loads       int               `json:"loads"` // claims among them
+	Loads       int               `json:"loads"`   // claims among them
+	Waiting     int               `json:"waiting"` // of them, those that P has and whose bytes are awaited
+	Claims      int               `json:"claims"`  // of them, those without blocks
 	Offers      int               `json:"offers"`
 	Outstanding int               `json:"outstanding"`
 	Unread      int               `json:"unread"`

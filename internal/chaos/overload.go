@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -39,7 +40,7 @@ func with(ctx context.Context, opt *Options, led *ledger, s shape, do func(*flee
 		return partRow{}, err
 	}
 	defer f.destroy()
-	f.round(ctx, "before "+s.name, opt.Seed, 2)
+	f.round(ctx, "before "+s.name, opt.Seed, 2, false)
 	text, err := do(f)
 	if err != nil {
 		return partRow{}, err
@@ -50,7 +51,7 @@ func with(ctx context.Context, opt *Options, led *ledger, s shape, do func(*flee
 	if _, err := f.drain(ctx, opt.drain); err != nil {
 		return partRow{}, err
 	}
-	f.round(ctx, "after "+s.name, opt.Seed, 2)
+	f.round(ctx, "after "+s.name, opt.Seed, 2, false)
 	if err := f.stop(); err != nil {
 		led.problem("close: %v", err)
 	}
@@ -148,14 +149,20 @@ func (l *ledger) tell(entries []*entry, from int64) string {
 	return text
 }
 
-// require writes down entries that ended in another way than one of these.
+// require writes down that some ended in another way than one of these.
 func (l *ledger) require(what string, entries []*entry, outcomes ...string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	others := map[string]int{}
+	example := ""
 	for _, e := range entries {
-		if got := e.outcome(); !contains(outcomes, got) {
-			l.addProblem("%s: %s of %s: %s: %s; want %s", what, e.id, e.child, got, e.reason, strings.Join(outcomes, " or "))
+		if got := e.outcome(); !slices.Contains(outcomes, got) {
+			others[got]++
+			example = fmt.Sprintf("%s: %s", e.id, e.reason)
 		}
+	}
+	for _, got := range sortedKeys(others) {
+		l.addProblem("%s: %d of %d: %s, want %s; one is %s", what, others[got], len(entries), got, strings.Join(outcomes, " or "), example)
 	}
 }
 
@@ -227,7 +234,7 @@ func runStorm(ctx context.Context, opt *Options, led *ledger, res *Result) error
 		if err != nil {
 			return "", err
 		}
-		if err := f.waitAll(ctx, 0, stormAborts); err != nil {
+		if err := f.waiting(ctx, 0, stormAborts, 0); err != nil {
 			return "", err
 		}
 		window := opt.window()
@@ -247,6 +254,56 @@ func runStorm(ctx context.Context, opt *Options, led *ledger, res *Result) error
 	return err
 }
 
+// blipTransfers is how many transfers wait when all connections of a pair break.
+const blipTransfers = 100
+
+// runBlip: every connection between a P and a D that both live breaks at once.
+// Of what waits, no byte has come: it survives.
+func runBlip(ctx context.Context, opt *Options, led *ledger, res *Result) error {
+	row, err := with(ctx, opt, led, shape{name: "blip", prefills: 1, decodes: 1, memory: tinyBlocks(leaseSeconds, earlySeconds)}, func(f *fleet) (string, error) {
+		opt.Progress("all connections of a pair break at once")
+		items := f.items("blip", blipTransfers, 0, 0)
+		claims := f.items("claim", blipTransfers, 0, 0)
+		if err := f.announce(0, append(items, claims...)); err != nil {
+			return "", err
+		}
+		proc, _ := f.D[0].up()
+		if proc == nil {
+			return "", errDown
+		}
+		if err := proc.give(order{Op: opClaim, Items: claims}); err != nil {
+			return "", err
+		}
+		loads, err := f.loads(0, 0, items)
+		if err != nil {
+			return "", err
+		}
+		if err := f.waiting(ctx, 0, len(items), len(claims)); err != nil {
+			return "", err
+		}
+		start := now()
+		for _, w := range f.ways[0][0].each() {
+			w.Cut(true)
+		}
+		pause(ctx, time.Second)
+		offers, err := f.offers(0, 0, append(items, claims...))
+		if err != nil {
+			return "", err
+		}
+		late, err := f.loads(0, 0, claims)
+		if err != nil {
+			return "", err
+		}
+		loads = append(loads, late...)
+		await(ctx, append(loads, offers...), opt.drain)
+		led.require("blip", loads, "load ok")
+		led.require("blip", offers, "offer ok")
+		return led.tell(loads, start) + "; " + led.tell(offers, start), nil
+	})
+	res.Parts = append(res.Parts, row)
+	return err
+}
+
 // window is how long one measurement takes.
 func (o *Options) window() time.Duration {
 	if o.Short {
@@ -255,18 +312,18 @@ func (o *Options) window() time.Duration {
 	return 3 * time.Second
 }
 
-// waitAll waits until D d has n loads under way.
-func (f *fleet) waitAll(ctx context.Context, d, n int) error {
+// waiting waits until P has that many loads and claims of D d.
+func (f *fleet) waiting(ctx context.Context, d, loads, claims int) error {
 	for end := time.Now().Add(askTimeout); ; {
 		ev, err := f.D[d].ask(ctx, order{Op: opLook})
 		if err != nil {
 			return err
 		}
-		if ev.Look.Loads >= n {
+		if ev.Look.Waiting >= loads && ev.Look.Claims >= claims {
 			return nil
 		}
 		if time.Now().After(end) {
-			return fmt.Errorf("%s has %d loads under way, want %d", f.D[d].name, ev.Look.Loads, n)
+			return fmt.Errorf("there are %d loads and %d claims of %s that P knows of, want %d and %d", ev.Look.Waiting, ev.Look.Claims, f.D[d].name, loads, claims)
 		}
 		pause(ctx, 20*time.Millisecond)
 	}
@@ -297,7 +354,7 @@ func (f *fleet) steady(ctx context.Context, window time.Duration, ds []int) pace
 				for n := 0; time.Since(begin) < window && ctx.Err() == nil; n++ {
 					id := core.TransferID(fmt.Sprintf("%s-steady-%d-%d-%d-%d", f.name, begin.UnixNano(), d, k, n))
 					pl := plainPlan(r, id, 0, d)
-					pl.announce, pl.offer, pl.load = never, 0, 0
+					pl.announce, pl.claim, pl.offer, pl.load = never, never, 0, 0
 					t := f.carry(ctx, pl)
 					if ctx.Err() != nil {
 						return

@@ -227,21 +227,24 @@ func (f *fleet) traffic(ctx context.Context, stop <-chan struct{}, seed uint64) 
 	wg.Wait()
 }
 
-// round has every pair carry n plain transfers, which must all end well.
-func (f *fleet) round(ctx context.Context, what string, seed uint64, n int) {
+// round has every pair carry n plain transfers, which must all end well; with
+// claims also one whose offer a claim keeps beyond its lease.
+func (f *fleet) round(ctx context.Context, what string, seed uint64, n int, claims bool) {
 	var wg sync.WaitGroup
 	for p := range f.P {
 		for d := range f.D {
 			r := rand.New(rand.NewPCG(seed, uint64(p)<<32|uint64(d)))
-			r2 := rand.New(rand.NewPCG(seed, uint64(p)<<32|uint64(d)<<16))
 			wg.Go(func() {
 				for k := range n {
 					id := core.TransferID(fmt.Sprintf("%s-%s-p%d-d%d-%d", f.name, what, p, d, k))
 					f.mustEndWell(f.carry(ctx, plainPlan(r, id, p, d)), what)
 				}
 			})
-			// A claim keeps an offer beyond its lease.
-			long := plainPlan(r2, core.TransferID(fmt.Sprintf("%s-%s-p%d-d%d-claimed", f.name, what, p, d)), p, d)
+			if !claims {
+				continue
+			}
+			other := rand.New(rand.NewPCG(seed, uint64(p)<<32|uint64(d)<<16))
+			long := plainPlan(other, core.TransferID(fmt.Sprintf("%s-%s-p%d-d%d-claimed", f.name, what, p, d)), p, d)
 			long.claim, long.load = long.offer, longClaim
 			wg.Go(func() { f.mustEndWell(f.carry(ctx, long), what) })
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 	"time"
 )
@@ -60,10 +61,10 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 		name string
 		run  func(context.Context, *Options, *ledger, *Result) error
 	}{
-		{"faults", runFaults}, {"burst", runBurst}, {"storm", runStorm}, {"slow", runSlow}, {"orphans", runOrphans}, {"deaf", runDeaf},
+		{"faults", runFaults}, {"burst", runBurst}, {"storm", runStorm}, {"blip", runBlip}, {"slow", runSlow}, {"orphans", runOrphans}, {"deaf", runDeaf},
 	}
 	for _, part := range parts {
-		if len(opt.Parts) > 0 && !contains(opt.Parts, part.name) {
+		if len(opt.Parts) > 0 && !slices.Contains(opt.Parts, part.name) {
 			continue
 		}
 		if err := part.run(ctx, &opt, led, res); err != nil {
@@ -78,15 +79,6 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 	return res, nil
 }
 
-func contains(list []string, s string) bool {
-	for _, v := range list {
-		if v == s {
-			return true
-		}
-	}
-	return false
-}
-
 // runFaults is the main part: traffic, and faults under it.
 func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err error) {
 	f, err := startFleet(ctx, opt.Self, mainShape(), led)
@@ -95,7 +87,7 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err
 	}
 	defer f.destroy()
 	opt.Progress("%d P and %d D engines, seed %d", len(f.P), len(f.D), opt.Seed)
-	f.round(ctx, "before the faults", opt.Seed, 10)
+	f.round(ctx, "before the faults", opt.Seed, 10, true)
 	before, err := f.counts(ctx)
 	if err != nil {
 		return err
@@ -146,7 +138,7 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err
 	if res.Drain, err = f.drain(ctx, opt.drain); err != nil {
 		return err
 	}
-	f.round(ctx, "after the faults", opt.Seed, 10)
+	f.round(ctx, "after the faults", opt.Seed, 10, true)
 	if _, err := f.drain(ctx, opt.drain); err != nil {
 		return err
 	}
