@@ -19,11 +19,13 @@ const MaxBody = 64 << 10
 const exchange = 10 * time.Second
 
 // NewHandler serves t at /register, /query and /health, and the handlers of
-// extra at their http.ServeMux patterns. A pattern in extra that is malformed
-// or taken panics, as http.ServeMux does: it is a fault of the program.
-func NewHandler(t *Table, extra map[string]http.Handler) http.Handler {
+// extra at their http.ServeMux patterns. Access guards /register, nil means
+// everyone; handlers in extra are wrapped in it by who gives them. A pattern in
+// extra that is malformed or taken panics, as http.ServeMux does: it is a fault
+// of the program.
+func NewHandler(t *Table, access *Access, extra map[string]http.Handler) http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle("/register", route(func(w http.ResponseWriter, r *http.Request) { register(t, w, r) }, http.MethodPost))
+	mux.Handle("/register", access.Wrap(route(func(w http.ResponseWriter, r *http.Request) { register(t, w, r) }, http.MethodPost)))
 	mux.Handle("/query", route(func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, http.StatusOK, t.Query())
 	}, http.MethodGet, http.MethodHead))

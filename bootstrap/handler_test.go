@@ -25,7 +25,7 @@ func do(t *testing.T, h http.Handler, method, path, body string) (int, string) {
 
 func TestEmptyTableAndHealth(t *testing.T) {
 	leaktest.Check(t)
-	h := NewHandler(new(Table), nil)
+	h := NewHandler(new(Table), nil, nil)
 	for path, want := range map[string]string{"/query": `{}`, "/health": `{"status":"ok"}`} {
 		if code, body := do(t, h, "GET", path, ""); code != 200 || body != want {
 			t.Errorf("GET %s: %d %s, want 200 %s", path, code, body, want)
@@ -35,7 +35,7 @@ func TestEmptyTableAndHealth(t *testing.T) {
 
 func TestRegisterThenQuery(t *testing.T) {
 	leaktest.Check(t)
-	h := NewHandler(new(Table), nil)
+	h := NewHandler(new(Table), nil, nil)
 	for _, r := range []Registration{
 		{"e1", 0, 0, 0, "tcp://h:1"}, {"e1", 0, 0, 1, "tcp://h:2"}, {"e1", 0, 1, 0, "tcp://h:3"},
 		{"e2", 10, 0, 0, "tcp://i:1"},
@@ -132,7 +132,7 @@ func TestRefusals(t *testing.T) {
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
 			table := &Table{limit: 1}
-			h := NewHandler(table, nil)
+			h := NewHandler(table, nil, nil)
 			if code, body := do(t, h, "POST", "/register", good); code != 200 {
 				t.Fatalf("the good registration: %d %s", code, body)
 			}
@@ -155,7 +155,7 @@ func TestRefusals(t *testing.T) {
 // What is just inside the bounds is taken, and unknown fields are ignored.
 func TestBoundsAreInclusive(t *testing.T) {
 	leaktest.Check(t)
-	h := NewHandler(new(Table), nil)
+	h := NewHandler(new(Table), nil, nil)
 	body := fmt.Sprintf(`{"engine_id":%q,"dp_rank":65535,"tp_rank":65535,"pp_rank":65535,"addr":%q,"later":{"version":[2]}}`,
 		strings.Repeat("e", MaxEngineID), strings.Repeat("a", MaxAddr))
 	if code, got := do(t, h, "POST", "/register", body); code != 200 {
@@ -168,7 +168,7 @@ func TestBoundsAreInclusive(t *testing.T) {
 
 func TestFieldErrorsHaveFastAPIsShape(t *testing.T) {
 	leaktest.Check(t)
-	_, got := do(t, NewHandler(new(Table), nil), "POST", "/register", `{"engine_id":"e","dp_rank":0,"tp_rank":0,"pp_rank":0}`)
+	_, got := do(t, NewHandler(new(Table), nil, nil), "POST", "/register", `{"engine_id":"e","dp_rank":0,"tp_rank":0,"pp_rank":0}`)
 	if want := `{"detail":[{"type":"missing","loc":["body","addr"],"msg":"Field required"}]}`; got != want {
 		t.Fatalf("got %s, want %s", got, want)
 	}
@@ -177,7 +177,7 @@ func TestFieldErrorsHaveFastAPIsShape(t *testing.T) {
 func TestExtraRoutes(t *testing.T) {
 	leaktest.Check(t)
 	teapot := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusTeapot) })
-	h := NewHandler(new(Table), map[string]http.Handler{"/nats": teapot})
+	h := NewHandler(new(Table), nil, map[string]http.Handler{"/nats": teapot})
 	if code, _ := do(t, h, "GET", "/nats", ""); code != http.StatusTeapot {
 		t.Errorf("GET /nats: %d, want 418", code)
 	}
@@ -190,7 +190,7 @@ func TestExtraRoutes(t *testing.T) {
 func TestConcurrentRequests(t *testing.T) {
 	leaktest.Check(t)
 	table := new(Table)
-	srv := httptest.NewServer(NewHandler(table, nil))
+	srv := httptest.NewServer(NewHandler(table, nil, nil))
 	defer srv.Close()
 	client := srv.Client()
 	defer client.CloseIdleConnections()

@@ -2,6 +2,7 @@ package bootstrap
 
 import (
 	"context"
+	"crypto/tls"
 	"net"
 	"net/http"
 	"time"
@@ -17,15 +18,21 @@ type Server struct {
 	s *httpserve.Server
 }
 
-// NewServer returns a server for h, usually NewHandler's. The logger may be
-// nil.
-func NewServer(h http.Handler, logger *zap.Logger) *Server {
+// maxConns bounds the connections that speak HTTP; those that became the control
+// plane's do not count.
+const maxConns = 1024
+
+// NewServer returns a server for h, usually NewHandler's. It speaks https if a
+// configuration for that is given. The logger may be nil.
+func NewServer(h http.Handler, secure *tls.Config, logger *zap.Logger) *Server {
 	return &Server{httpserve.New(h, httpserve.Options{
 		Name:              "bootstrap",
 		PortSetting:       "the config key bootstrap_port",
 		ReadHeaderTimeout: 5 * time.Second,
 		IdleTimeout:       time.Minute,
 		MaxHeaderBytes:    16 << 10,
+		MaxConns:          maxConns,
+		TLS:               secure,
 		Logger:            logger,
 	})}
 }

@@ -19,7 +19,7 @@ import (
 // and checks that Serve has ended.
 func start(t *testing.T, h http.Handler) (*Server, func()) {
 	t.Helper()
-	s := NewServer(h, nil)
+	s := NewServer(h, nil, nil)
 	if err := s.Listen("127.0.0.1:0"); err != nil {
 		t.Fatal(err)
 	}
@@ -42,7 +42,7 @@ func start(t *testing.T, h http.Handler) (*Server, func()) {
 
 func TestServerServesAndCloses(t *testing.T) {
 	leaktest.Check(t)
-	s, stop := start(t, NewHandler(new(Table), nil))
+	s, stop := start(t, NewHandler(new(Table), nil, nil))
 	client := &http.Client{Transport: &http.Transport{}}
 	defer client.CloseIdleConnections()
 	resp, err := client.Get("http://" + s.Addr().String() + "/health")
@@ -71,7 +71,7 @@ func TestPortInUse(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	err = NewServer(http.NotFoundHandler(), nil).Listen(l.Addr().String())
+	err = NewServer(http.NotFoundHandler(), nil, nil).Listen(l.Addr().String())
 	if !errors.Is(err, syscall.EADDRINUSE) ||
 		!strings.Contains(err.Error(), l.Addr().String()) || !strings.Contains(err.Error(), "bootstrap_port") {
 		t.Fatalf("error %v; want EADDRINUSE with the address and bootstrap_port", err)
@@ -80,7 +80,7 @@ func TestPortInUse(t *testing.T) {
 
 func TestCloseWithoutServe(t *testing.T) {
 	leaktest.Check(t)
-	s := NewServer(http.NotFoundHandler(), nil)
+	s := NewServer(http.NotFoundHandler(), nil, nil)
 	if err := s.Listen("127.0.0.1:0"); err != nil {
 		t.Fatal(err)
 	}
@@ -99,7 +99,7 @@ func TestCloseWithoutServe(t *testing.T) {
 // that is idle after an answer must not hold Close.
 func TestCloseWithSilentClients(t *testing.T) {
 	leaktest.Check(t)
-	s, stop := start(t, NewHandler(new(Table), nil))
+	s, stop := start(t, NewHandler(new(Table), nil, nil))
 	for _, sent := range []string{"", "GET /health HT", "GET /health HTTP/1.1\r\nHost: x\r\n\r\n"} {
 		c, err := net.Dial("tcp", s.Addr().String())
 		if err != nil {
@@ -128,7 +128,7 @@ func TestCloseWithHijackedConnection(t *testing.T) {
 		release  = make(chan struct{})
 		returned = make(chan struct{})
 	)
-	s, stop := start(t, NewHandler(new(Table), map[string]http.Handler{
+	s, stop := start(t, NewHandler(new(Table), nil, map[string]http.Handler{
 		"/nats": http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			defer close(returned)
 			c, _, err := http.NewResponseController(w).Hijack()
@@ -169,7 +169,7 @@ func TestCloseWithHijackedConnection(t *testing.T) {
 func TestCloseEndsRunningRequests(t *testing.T) {
 	leaktest.Check(t)
 	running := make(chan struct{})
-	s, stop := start(t, NewHandler(new(Table), map[string]http.Handler{
+	s, stop := start(t, NewHandler(new(Table), nil, map[string]http.Handler{
 		"/wait": http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 			close(running)
 			<-r.Context().Done()
@@ -194,7 +194,7 @@ func TestCloseIsBounded(t *testing.T) {
 	s := NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
 		close(running)
 		<-release
-	}), nil)
+	}), nil, nil)
 	defer close(release)
 	if err := s.Listen("127.0.0.1:0"); err != nil {
 		t.Fatal(err)

@@ -263,6 +263,41 @@ func go_offer(h C.kvconn_agent, offers *C.kvconn_offer_request, n C.size_t, take
 	})
 }
 
+//export go_claim
+func go_claim(h C.kvconn_agent, claims *C.kvconn_load_request, n C.size_t, taken *C.size_t, text **C.char) C.int32_t {
+	return guard("kvconn_claim", text, func() error {
+		a, err := find(h)
+		if err != nil {
+			return err
+		}
+		list := make([]core.ClaimRequest, 0, n)
+		err = structs(claims, n, func(l *C.kvconn_load_request) C.uint32_t { return l.struct_size }, func(i int, l *C.kvconn_load_request) error {
+			if l.transfer_id == nil || l.num_groups != 0 {
+				return fmt.Errorf("%w: claims[%d]: transfer_id is NULL, or num_groups is %d, want 0", core.ErrInvalid, i, l.num_groups)
+			}
+			list = append(list, core.ClaimRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l)})
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+		k, err := a.Claim(list)
+		*taken = C.size_t(k)
+		return err
+	})
+}
+
+// target is where a claim or load is from.
+func target(l *C.kvconn_load_request) (t core.Target) {
+	if l.bootstrap_addr != nil {
+		t.Bootstrap = C.GoString(l.bootstrap_addr)
+	}
+	if l.engine_id != nil {
+		t.EngineID = C.GoString(l.engine_id)
+	}
+	return t
+}
+
 //export go_start_load
 func go_start_load(h C.kvconn_agent, loads *C.kvconn_load_request, n C.size_t, taken *C.size_t, text **C.char) C.int32_t {
 	return guard("kvconn_start_load", text, func() error {
@@ -276,14 +311,7 @@ func go_start_load(h C.kvconn_agent, loads *C.kvconn_load_request, n C.size_t, t
 			if err != nil || l.transfer_id == nil {
 				return fmt.Errorf("%w: loads[%d]: transfer_id is NULL or %v", core.ErrInvalid, i, err)
 			}
-			r := core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), First: first, Blocks: blocks, Token: uint64(l.token)}
-			if l.bootstrap_addr != nil {
-				r.From.Bootstrap = C.GoString(l.bootstrap_addr)
-			}
-			if l.engine_id != nil {
-				r.From.EngineID = C.GoString(l.engine_id)
-			}
-			list = append(list, r)
+			list = append(list, core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), First: first, Blocks: blocks, Token: uint64(l.token)})
 			return nil
 		})
 		if err != nil {

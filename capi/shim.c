@@ -141,6 +141,15 @@ PUBLIC int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offe
   return done(status, text);
 }
 
+PUBLIC int32_t kvconn_claim(kvconn_agent agent, const kvconn_load_request *claims, size_t count, size_t *accepted) {
+  ENTER();
+  NEED((claims != NULL || count == 0) && count <= MAX_BATCH, "claims is NULL, or count is over 1048576");
+  size_t taken = 0;
+  int32_t status = go_claim(agent, (kvconn_load_request *)claims, count, &taken, &text);
+  if (accepted != NULL) *accepted = taken;
+  return done(status, text);
+}
+
 PUBLIC int32_t kvconn_start_load(kvconn_agent agent, const kvconn_load_request *loads, size_t count, size_t *accepted) {
   ENTER();
   NEED((loads != NULL || count == 0) && count <= MAX_BATCH, "loads is NULL, or count is over 1048576");

@@ -20,6 +20,7 @@ func (m *Machine) Counters() Counters { return m.count }
 type Sizes struct {
 	Loads   int // D's halves, claims among them
 	Claims  int
+	Kept    int // claims that P has answered and keeps
 	Waiting int // loads that P has and whose bytes are awaited
 	Peers   int // P agents that are renewed
 	Offers  int // P's halves, early ones among them
@@ -35,6 +36,9 @@ func (m *Machine) Sizes() Sizes {
 		switch {
 		case ld.claim:
 			s.Claims++
+			if ld.known != "" && ld.code == OK {
+				s.Kept++
+			}
 		case ld.state == loadWaiting:
 			s.Waiting++
 		}

@@ -9,7 +9,8 @@
  *   both      kvconn_open, kvconn_register_kv_caches
  *   prefill   kvconn_announce (the request is known), kvconn_offer (these
  *             blocks hold it)
- *   decode    kvconn_start_load (put it into these blocks)
+ *   decode    kvconn_claim (the request is known), kvconn_start_load (put it
+ *             into these blocks)
  *   both      kvconn_get_finished until the transfer's completion is there;
  *             from then on the blocks are the engine's again
  *
@@ -178,16 +179,25 @@ int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regio
  * Prefill: these requests are known and being worked on, so decode engines that
  * load them wait as long as it takes. Ends by an offer or a cancel. Batches are
  * taken in order up to the first that is refused; *accepted (may be NULL) says
- * how many were taken. So it is in the three calls below.
+ * how many were taken. So it is in the four calls below.
  */
 int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, size_t count, size_t *accepted);
 
 /*
  * Prefill: these blocks hold these transfers. They must stay unchanged until
  * the completion: a decode engine has loaded it, it was cancelled or failed, or
- * lease_s went by without one.
+ * lease_s went by without one that claims or loads it.
  */
 int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, size_t count, size_t *accepted);
+
+/*
+ * Decode: these transfers will be loaded as soon as there are blocks for them;
+ * until then they are kept, however long it takes, within claim_s. A claim has
+ * num_groups 0 and no completion of its own. It ends by kvconn_start_load or
+ * kvconn_cancel of the id; a load whose prefill engine went meanwhile fails at
+ * once. To claim what is claimed or loaded already is no error.
+ */
+int32_t kvconn_claim(kvconn_agent agent, const kvconn_load_request *claims, size_t count, size_t *accepted);
 
 /*
  * Decode: loads these transfers. The blocks belong to the transfer until its

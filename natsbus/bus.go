@@ -13,6 +13,7 @@ package natsbus
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net/url"
@@ -36,6 +37,11 @@ const (
 	maxArrival  = time.Second // for so long, which only a fault makes it; then they are refused
 	maxLinks    = 1024        // bootstrap addresses in use at one time
 	maxReason   = 1024        // bytes of a Reply's reason
+
+	// absentGrace is how long an agent of a cluster may not listen before it
+	// counts as gone: it may be on its way from a server that died to another.
+	absentGrace = 2 * time.Second
+	absentAgain = 50 * time.Millisecond
 )
 
 var errClosed = errors.New("the bus is closed")
@@ -49,11 +55,27 @@ type Options struct {
 	// ClusterURL is a NATS cluster to use in place of all agents' own servers:
 	// nats://host:port, or tls://; several are separated by commas.
 	ClusterURL string
-	// Token is what the servers want from their clients; "" for none.
+	// Token is what the servers want their clients to know; "" for none. It is
+	// sent to a cluster only.
 	Token string
+	// Seed is the seed of this agent's own user nkey, in the token's place.
+	Seed string
+	// TLS is for https:// bootstrap addresses and for the cluster; nil means that
+	// the system's authorities are trusted.
+	TLS *tls.Config
+	// OnlyTLS makes http:// in a bootstrap address mean https://.
+	OnlyTLS bool
+	// Allow, if set, is asked before anything is sent to a bootstrap address's
+	// host. The Control that it returns may be nil; else it is called with every
+	// IP address before it is dialled. An error ends the Lookup.
+	Allow func(host string) (Control, error)
 	// TTL is how long a registration outlives its last renewal, in whole
-	// seconds; 0 means 6 s, 1 s is the least.
+	// seconds; 0 means 6 s, with a cluster 30 s: an entry must outlive the
+	// election of a leader. 1 s is the least.
 	TTL time.Duration
+	// Replicas is how many servers of the cluster hold the registry; 0 means 3
+	// where there are as many, else 1. A registry that is there is used as it is.
+	Replicas int
 	// ConnectTimeout bounds the making of a connection; 0 means 3 s.
 	ConnectTimeout time.Duration
 	Logger         *zap.Logger
@@ -105,6 +127,9 @@ func Open(opt Options) (*Bus, error) {
 	}
 	if opt.TTL == 0 {
 		opt.TTL = 6 * time.Second
+		if opt.ClusterURL != "" {
+			opt.TTL = 30 * time.Second
+		}
 	}
 	if opt.TTL < time.Second {
 		return nil, fmt.Errorf("natsbus: a registration's TTL of %v is under the least of 1s", opt.TTL)
@@ -133,14 +158,16 @@ func Open(opt Options) (*Bus, error) {
 			b.cancel()
 			return nil, err
 		}
-		b.openHome = func() (*link, error) { return b.connect("", name, opt.ClusterURL, dialTCP) }
+		b.openHome = func() (*link, error) {
+			return b.connect(clusterLink, "", name, opt.ClusterURL, dialTCP)
+		}
 	case opt.Server != nil:
 		if opt.Server.opt.Token != opt.Token {
 			b.cancel()
 			return nil, errors.New("natsbus: this agent's own server wants another token than its bus has")
 		}
 		b.openHome = func() (*link, error) {
-			return b.connect("", "this agent's own server", inProcess, opt.Server.dialContext)
+			return b.connect(homeLink, "", "this agent's own server", inProcess, opt.Server.dialContext)
 		}
 	default:
 		return b, nil
@@ -289,11 +316,18 @@ func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
 		}
 		return nil, fmt.Errorf("%w: no bootstrap address is given, and this agent has no server or cluster of its own", core.ErrUnreachable)
 	}
-	host, err := bootstrapHost(addr)
+	at, err := ParseAddress(addr)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", core.ErrUnreachable, err)
 	}
-	via := core.Via("http://" + host)
+	at.TLS = at.TLS || b.opt.OnlyTLS
+	via := core.Via(at.String())
+	var control Control
+	if b.opt.Allow != nil {
+		if control, err = b.opt.Allow(at.Name); err != nil {
+			return nil, fmt.Errorf("bootstrap address %q: %w", addr, err)
+		}
+	}
 	b.mu.Lock()
 	e := b.links[via]
 	if e == nil {
@@ -308,7 +342,7 @@ func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
 		e = &entry{ready: make(chan struct{})}
 		b.links[via] = e
 		b.mu.Unlock()
-		if !b.spawn("natsbus.connect", func() { b.connectEntry(e, via, host) }) {
+		if !b.spawn("natsbus.connect", func() { b.connectEntry(e, via, at, control) }) {
 			b.settle(e, via, nil, errClosed)
 		}
 	} else {
@@ -331,10 +365,16 @@ func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
 	}
 }
 
-func (b *Bus) connectEntry(e *entry, via core.Via, host string) {
+func (b *Bus) connectEntry(e *entry, via core.Via, at Address, control Control) {
 	l, err := (*link)(nil), errors.New("a fault while connecting, see the log")
 	defer func() { b.settle(e, via, l, err) }() // also after a panic
-	l, err = b.connect(via, "bootstrap address "+string(via), "nats://"+host, dialUpgrade(host))
+	var secure *tls.Config
+	if at.TLS {
+		if secure = b.opt.TLS; secure == nil {
+			secure = &tls.Config{}
+		}
+	}
+	l, err = b.connect(portLink, via, "bootstrap address "+string(via), "nats://"+at.Host, dialUpgrade(at, secure, control))
 }
 
 // settle ends the making of a link.
@@ -440,6 +480,13 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 	both, cancel := during(ctx, session)
 	defer cancel()
 	m, err := l.nc.RequestWithContext(both, subject(to), data)
+	for patience := time.Now().Add(absentGrace); l.kind == clusterLink && errors.Is(err, nats.ErrNoResponders) && time.Now().Before(patience); {
+		if pause(both, absentAgain) != nil {
+			err = fmt.Errorf("nobody listens as agent %s yet: %w", to, both.Err())
+			break
+		}
+		m, err = l.nc.RequestWithContext(both, subject(to), data)
+	}
 	switch {
 	case err == nil:
 	case errors.Is(err, nats.ErrNoResponders):
@@ -456,6 +503,18 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 		return nil, fmt.Errorf("reply of agent %s over %s: %w", to, l.name, err)
 	}
 	return reply, nil
+}
+
+// pause waits for d; an error is that of ctx.
+func pause(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // known returns the link of a Via that Lookup or a Handler was given.

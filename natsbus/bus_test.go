@@ -586,7 +586,7 @@ func TestUnreachableAddresses(t *testing.T) {
 		closed:                             "refused",
 		"http://" + ol.Addr().String():     "404",
 		"http://" + silent.Addr().String(): "", // either bound may be the first
-		"https://h:1":                      "not supported yet",
+		"https://" + ol.Addr().String():    "speaks no TLS",
 		"h:1":                              "http://",
 		"http://h":                         "no port",
 		"http://:1":                        "no host",

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -30,12 +31,16 @@ const (
 // methods wait while it dials.
 type link struct {
 	bus  *Bus
+	kind linkKind
 	via  core.Via
 	name string // for errors and logs
 	dial *dialer
 	nc   *nats.Conn
 	js   jetstream.JetStream
 	gone chan struct{} // closed when nats.go has closed the connection for good
+	// ranks is the registry's stream as it was found last, so that a read needs
+	// no answer from the stream's leader.
+	ranks atomic.Pointer[jetstream.Stream]
 
 	mu      sync.Mutex
 	up      chan struct{}      // closed while connected
@@ -49,15 +54,25 @@ type link struct {
 	sub     *nats.Subscription
 }
 
+// linkKind is where a link leads.
+type linkKind int
+
+const (
+	homeLink    linkKind = iota // this process's own server
+	clusterLink                 // Options.ClusterURL
+	portLink                    // the server behind a bootstrap port
+)
+
 // connect opens a link. It returns within twice the connect time-out, sooner
 // when the bus is closed.
-func (b *Bus) connect(via core.Via, name, urls string, open func(context.Context) (net.Conn, error)) (*link, error) {
-	l := &link{bus: b, via: via, name: name, dial: newDialer(b.opt.ConnectTimeout, open),
+func (b *Bus) connect(kind linkKind, via core.Via, name, urls string, open func(context.Context) (net.Conn, error)) (*link, error) {
+	l := &link{bus: b, kind: kind, via: via, name: name, dial: newDialer(b.opt.ConnectTimeout, open),
 		gone: make(chan struct{}), up: make(chan struct{}), used: time.Now()}
 	l.session, l.broke = context.WithCancel(context.Background())
 	close(l.up)
+	inbox := randomName()
 	opts := []nats.Option{
-		nats.Name("kvconn " + string(b.opt.AgentID)),
+		nats.Name(clientName + " " + string(b.opt.AgentID) + " " + inbox), nats.CustomInboxPrefix(inboxPrefix(inbox)),
 		nats.SetCustomDialer(l.dial), nats.SkipHostLookup(), nats.Timeout(b.opt.ConnectTimeout),
 		nats.PingInterval(linkPing), nats.MaxPingsOutstanding(2), nats.FlusherTimeout(writeWait),
 		nats.MaxReconnects(-1), nats.ReconnectWait(reconnectWait), nats.ReconnectJitter(reconnectWait/2, reconnectWait/2),
@@ -68,12 +83,17 @@ func (b *Bus) connect(via core.Via, name, urls string, open func(context.Context
 		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { l.failed(err) }),
 		nats.ClosedHandler(func(nc *nats.Conn) { l.closed(nc) }),
 	}
-	if via != "" || urls == inProcess {
+	if kind != clusterLink {
 		opts = append(opts, nats.IgnoreDiscoveredServers())
+	} else if b.opt.TLS != nil {
+		// Used when the server or the URL wants TLS.
+		opts = append(opts, func(o *nats.Options) error { o.TLSConfig = b.opt.TLS.Clone(); return nil })
 	}
-	if b.opt.Token != "" {
-		opts = append(opts, nats.Token(b.opt.Token))
+	proof, err := b.credentials(kind)
+	if err != nil {
+		return nil, fmt.Errorf("natsbus: %w", err)
 	}
+	opts = append(opts, proof...)
 	stop := context.AfterFunc(b.ctx, l.dial.abort)
 	defer stop()
 	nc, err := nats.Connect(urls, opts...)
@@ -132,8 +152,16 @@ func (l *link) quit(ctx context.Context) {
 }
 
 func explain(err error) error {
-	if errors.Is(err, nats.ErrAuthorization) {
-		return fmt.Errorf("it refuses this agent's token: %w", err)
+	switch {
+	case errors.Is(err, nats.ErrAuthorization), errors.Is(err, nats.ErrAuthExpired):
+		return fmt.Errorf("it refuses this agent: nats_token, or the key of nats_nkey_seed_file, is not one that it admits: %w", err)
+	case errors.Is(err, nats.ErrNkeysNotSupported):
+		return fmt.Errorf("it admits no nkeys: take nats_nkey_seed_file away or give its server nkeys: %w", err)
+	case errors.Is(err, nats.ErrSecureConnWanted):
+		return fmt.Errorf("it speaks no TLS: write nats:// in front, or give its servers certificates: %w", err)
+	}
+	if tlsError(err) {
+		return explainTLS(err)
 	}
 	return err
 }

@@ -36,6 +36,12 @@ const (
 	// agents must create the bucket alike.
 	markerTTL = 10 * time.Second
 
+	// attemptTime bounds one question to the registry of a cluster: while no
+	// leader is elected nobody answers. Between attempts there is a pause.
+	attemptTime  = time.Second
+	attemptPause = 200 * time.Millisecond
+	staleReads   = 10
+
 	maxListed   = 16  // engines named in an error
 	maxEngines  = 256 // engines of one registry that a Lookup without EngineID reads
 	goodbyeWait = time.Second
@@ -124,7 +130,7 @@ func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
 	regCtx, cancel := during(ctx, renewing)
 	defer cancel()
 	reg.since = time.Now().UnixNano()
-	err = b.put(regCtx, l, reg, true)
+	err = l.patiently(regCtx, func(ctx context.Context) error { return b.put(ctx, l, reg, true) })
 	if err != nil {
 		b.mu.Lock()
 		b.reg = nil
@@ -164,7 +170,7 @@ func (b *Bus) renew(ctx context.Context, reg *registration) {
 		case <-timer.C:
 		}
 		next := every
-		attempt, cancel := context.WithTimeout(ctx, max(every, time.Second))
+		attempt, cancel := context.WithTimeout(ctx, min(max(every, time.Second), 2*time.Second))
 		err := b.put(attempt, b.homeLink(), reg, false)
 		cancel()
 		switch {
@@ -229,6 +235,9 @@ func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) e
 			look = true
 		case wrongSequence(err):
 			look = true
+			if l.kind == clusterLink && pause(ctx, absentAgain) != nil { // a replica that lags behind is read again
+				return l.failure(session, err)
+			}
 		default:
 			return l.failure(session, err)
 		}
@@ -303,33 +312,121 @@ func (l *link) failure(session context.Context, err error) error {
 	return fmt.Errorf("the registry at %s: %w", l.name, err)
 }
 
-func (l *link) createBucket(ctx context.Context) error {
-	_, err := l.js.CreateKeyValue(ctx, jetstream.KeyValueConfig{
-		Bucket: bucket, Description: "kvconn: prefill ranks", History: 1,
-		Storage: jetstream.MemoryStorage, LimitMarkerTTL: markerTTL,
-	})
-	if errors.Is(err, jetstream.ErrBucketExists) {
-		return nil // someone's of other settings; publishing tells whether it will do
+// patiently repeats a question to a cluster's registry that nobody answered in
+// time, or that has no leader at this moment, until ctx ends.
+func (l *link) patiently(ctx context.Context, ask func(context.Context) error) error {
+	if l.kind != clusterLink {
+		return ask(ctx)
 	}
-	return err
+	for {
+		attempt, cancel := context.WithTimeout(ctx, attemptTime)
+		err := ask(attempt)
+		late := attempt.Err() != nil
+		cancel()
+		var api *jetstream.APIError
+		if errors.As(err, &api) && (api.ErrorCode == errNotAvailable || api.ErrorCode == errNotLeader) {
+			late = true
+		}
+		if err == nil || !late && !errors.Is(err, core.ErrUnreachable) || l.over() {
+			return err
+		}
+		if pause(ctx, attemptPause) != nil {
+			return fmt.Errorf("%w: %s: its registry has no leader at this moment, or does not answer: %w", core.ErrUnreachable, l.name, err)
+		}
+	}
 }
 
+// over: the link will not come back.
+func (l *link) over() bool {
+	select {
+	case <-l.gone:
+		return true
+	case <-l.bus.ctx.Done():
+		return true
+	default:
+		return false
+	}
+}
+
+// Error codes of a JetStream cluster that nats.go has no names for.
+const (
+	errNoPeers      jetstream.ErrorCode = 10005 // not as many servers as replicas
+	errNotAvailable jetstream.ErrorCode = 10008 // no leader
+	errNotLeader    jetstream.ErrorCode = 10009
+	errResources    jetstream.ErrorCode = 10023 // as errNoPeers, of older servers
+	errNoReplicas   jetstream.ErrorCode = 10074 // no cluster
+)
+
+func (l *link) createBucket(ctx context.Context) error {
+	create := func(replicas int) error {
+		_, err := l.js.CreateKeyValue(ctx, jetstream.KeyValueConfig{
+			Bucket: bucket, Description: "kvconn: prefill ranks", History: 1, Replicas: replicas,
+			Storage: jetstream.MemoryStorage, LimitMarkerTTL: markerTTL,
+		})
+		if errors.Is(err, jetstream.ErrBucketExists) {
+			return nil // someone's of other settings; publishing tells whether it will do
+		}
+		return err
+	}
+	replicas := l.bus.opt.Replicas
+	switch {
+	case replicas > 0:
+		if err := create(replicas); err != nil {
+			return fmt.Errorf("a registry of %d replicas (nats_replicas): %w", replicas, err)
+		}
+		return nil
+	case l.kind != clusterLink:
+		return create(1)
+	}
+	err := create(clusterReplicas)
+	var api *jetstream.APIError
+	if !errors.As(err, &api) || api.ErrorCode != errNoPeers && api.ErrorCode != errNoReplicas && api.ErrorCode != errResources {
+		return err
+	}
+	if known := len(l.nc.Servers()); known >= clusterReplicas {
+		l.bus.log.Sugar().Warnf("natsbus: %s has %d servers, but not %d for the registry: it ends with one server; delete stream %s when all are up: %v",
+			l.name, known, clusterReplicas, stream, err)
+	}
+	return create(1)
+}
+
+// clusterReplicas is how many servers hold the registry where they are there.
+const clusterReplicas = 3
+
 func (l *link) read(ctx context.Context, key string) (record, error) {
-	st, err := l.js.Stream(ctx, stream)
-	if errors.Is(err, jetstream.ErrStreamNotFound) {
+	r, err := l.readOnce(ctx, key)
+	if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) && ctx.Err() == nil && l.ranks.Swap(nil) != nil {
+		r, err = l.readOnce(ctx, key) // the stream may be another than was found
+	}
+	if errors.Is(err, jetstream.ErrStreamNotFound) || errors.Is(err, jetstream.ErrMsgNotFound) {
 		return record{}, nil
 	}
+	return r, err
+}
+
+func (l *link) readOnce(ctx context.Context, key string) (record, error) {
+	st, err := l.registry(ctx)
 	if err != nil {
 		return record{}, err
 	}
 	return readKey(ctx, st, key)
 }
 
+// registry returns the stream as it was found first.
+func (l *link) registry(ctx context.Context) (jetstream.Stream, error) {
+	if st := l.ranks.Load(); st != nil {
+		return *st, nil
+	}
+	st, err := l.js.Stream(ctx, stream)
+	if err != nil {
+		return nil, err
+	}
+	l.ranks.Store(&st)
+	return st, nil
+}
+
 func readKey(ctx context.Context, st jetstream.Stream, key string) (record, error) {
 	m, err := st.GetLastMsgForSubject(ctx, key)
-	if errors.Is(err, jetstream.ErrMsgNotFound) {
-		return record{}, nil
-	}
 	if err != nil {
 		return record{}, err
 	}
@@ -353,15 +450,18 @@ func (b *Bus) Lookup(ctx context.Context, t core.Target) (*wire.Agent, core.Via,
 		return nil, "", err
 	}
 	for {
-		session, err := l.wait(ctx)
-		if err != nil {
-			return nil, "", err
-		}
-		a, err := l.find(ctx, session, t)
+		var a *wire.Agent
+		var session context.Context
+		err := l.patiently(ctx, func(ctx context.Context) (err error) {
+			if session, err = l.wait(ctx); err == nil {
+				a, err = l.find(ctx, session, t)
+			}
+			return err
+		})
 		if err == nil {
 			return a, l.via, nil
 		}
-		if ctx.Err() != nil || session.Err() == nil && !errors.Is(err, core.ErrUnreachable) {
+		if ctx.Err() != nil || session == nil || session.Err() == nil && !errors.Is(err, core.ErrUnreachable) {
 			return nil, "", err
 		}
 		// nats.go knows a broken connection a moment before its callback runs.
@@ -383,16 +483,10 @@ func (l *link) find(ctx, session context.Context, t core.Target) (*wire.Agent, e
 }
 
 func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
-	st, err := l.js.Stream(ctx, stream)
-	if errors.Is(err, jetstream.ErrStreamNotFound) {
-		return nil, l.missing(t, nil)
-	}
-	if err != nil {
-		return nil, err
-	}
 	keys := []string{rankKey(t.EngineID, t.DPRank, t.TPRank, t.PPRank)}
 	if t.EngineID == "" {
-		if keys, err = list(ctx, st, subtree+"*"+rankSuffix(t.DPRank, t.TPRank, t.PPRank)); err != nil {
+		var err error
+		if keys, err = l.list(ctx, subtree+"*"+rankSuffix(t.DPRank, t.TPRank, t.PPRank)); err != nil {
 			return nil, err
 		}
 		if len(keys) > maxEngines {
@@ -401,24 +495,33 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 	}
 	var found []*wire.Agent
 	for _, key := range keys {
-		r, err := readKey(ctx, st, key)
+		r, err := l.readChecked(ctx, key)
 		if err != nil {
 			return nil, err
 		}
-		if a := r.agent; a != nil {
-			if rankKey(a.EngineID, a.DPRank, a.TPRank, a.PPRank) != key || !legalID.MatchString(a.ID) {
-				return nil, fmt.Errorf("the entry of %s is of agent %q, %s", keyName(key), a.ID, rankName(a.EngineID, a.DPRank, a.TPRank, a.PPRank))
-			}
-			found = append(found, a)
+		if r.agent != nil {
+			found = append(found, r.agent)
 		}
 	}
 	switch len(found) {
 	case 1:
 		return found[0], nil
 	case 0:
-		all, err := list(ctx, st, subtree+">")
+		all, err := l.list(ctx, subtree+">")
 		if err != nil {
 			return nil, err
+		}
+		if t.EngineID != "" && slices.Contains(all, keys[0]) {
+			// The leader knows the rank. A replica that lags behind may not yet.
+			for range staleReads {
+				r, err := l.readChecked(ctx, keys[0])
+				if err != nil || r.agent != nil {
+					return r.agent, err
+				}
+				if r.seq != 0 || pause(ctx, absentAgain) != nil {
+					break
+				}
+			}
 		}
 		var live []string
 		for _, key := range all {
@@ -426,7 +529,7 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 				live = append(live, "and more")
 				break
 			}
-			r, err := readKey(ctx, st, key)
+			r, err := l.read(ctx, key)
 			if err != nil {
 				return nil, err
 			}
@@ -444,6 +547,15 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 		ErrAmbiguous, l.name, t.DPRank, t.TPRank, t.PPRank, strings.Join(names, ", "))
 }
 
+// readChecked reads an entry that must be of the rank that its key says.
+func (l *link) readChecked(ctx context.Context, key string) (record, error) {
+	r, err := l.read(ctx, key)
+	if a := r.agent; err == nil && a != nil && (rankKey(a.EngineID, a.DPRank, a.TPRank, a.PPRank) != key || !legalID.MatchString(a.ID)) {
+		return record{}, fmt.Errorf("the entry of %s is of agent %q, %s", keyName(key), a.ID, rankName(a.EngineID, a.DPRank, a.TPRank, a.PPRank))
+	}
+	return r, err
+}
+
 func (l *link) missing(t core.Target, live []string) error {
 	there := "nothing is"
 	if len(live) > 0 {
@@ -456,17 +568,23 @@ func (l *link) missing(t core.Target, live []string) error {
 	return fmt.Errorf("%w: %s, rank dp %d tp %d pp %d at %s: %s", core.ErrNotRegistered, engine, t.DPRank, t.TPRank, t.PPRank, l.name, there)
 }
 
-// list returns the keys under a filter, also those that have just ended.
-func list(ctx context.Context, st jetstream.Stream, filter string) ([]string, error) {
-	info, err := st.Info(ctx, jetstream.WithSubjectFilter(filter))
+// list returns the keys under a filter, also those that have just ended. The
+// stream's leader answers.
+func (l *link) list(ctx context.Context, filter string) ([]string, error) {
+	st, err := l.registry(ctx)
+	var info *jetstream.StreamInfo
+	if err == nil {
+		info, err = st.Info(ctx, jetstream.WithSubjectFilter(filter))
+	}
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
 		return nil, nil
 	}
 	if err != nil {
 		return nil, err
 	}
-	keys := make([]string, 0, len(info.State.Subjects))
-	for key := range info.State.Subjects {
+	subjects := info.State.Subjects
+	keys := make([]string, 0, len(subjects))
+	for key := range subjects {
 		keys = append(keys, key)
 	}
 	slices.Sort(keys)

@@ -7,12 +7,14 @@ import (
 	"net"
 	"net/http"
 	"path/filepath"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
 	"go.uber.org/zap"
 
+	"github.com/kvconn/kvconn/internal/ratelog"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -20,7 +22,12 @@ import (
 // Limits of the embedded server, unless ServerOptions say otherwise.
 const (
 	defaultMaxMemory = 64 << 20
-	defaultMaxConns  = 1024
+	defaultMaxConns  = 4096
+
+	// maxHandshakes bounds the connections that have not proved themselves yet,
+	// and proofWithin the time that they have.
+	maxHandshakes = 256
+	proofWithin   = 2 * time.Second
 
 	// serverPing finds a peer that vanished without closing its connection:
 	// two unanswered pings end it.
@@ -33,9 +40,13 @@ const (
 
 // ServerOptions sets up a Server. The zero value is fine.
 type ServerOptions struct {
-	// Token, when not empty, is what every client must give.
+	// Token, when not empty, is what a client must know; it proves that without
+	// sending it.
 	Token string
-	// MaxConns bounds the upgraded connections at one time; 0 means 1024.
+	// NKeys are the public user nkeys that are let in too. With neither a token
+	// nor keys everyone is.
+	NKeys []string
+	// MaxConns bounds the upgraded connections at one time; 0 means 4096.
 	MaxConns int
 	// MaxMemory bounds the registry's memory in bytes; 0 means 64 MiB.
 	MaxMemory int64
@@ -49,11 +60,15 @@ type Server struct {
 	log   *zap.Logger
 	nats  *server.Server
 	store *store
+	gate  *gate
 
-	mu     sync.Mutex
-	closed bool
-	conns  map[*upgraded]struct{}
-	wg     sync.WaitGroup // of upgraded connections
+	mu      sync.Mutex
+	closed  bool
+	conns   map[*upgraded]struct{}
+	clients int            // of conns, those that were let in
+	wg      sync.WaitGroup // of upgraded connections
+
+	refused ratelog.Limit
 
 	once sync.Once
 	err  error
@@ -70,11 +85,15 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	if opt.MaxMemory == 0 {
 		opt.MaxMemory = defaultMaxMemory
 	}
+	gate, err := newGate(&opt)
+	if err != nil {
+		return nil, err
+	}
 	st, err := newStore()
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{opt: opt, log: opt.Logger, store: st, conns: map[*upgraded]struct{}{}}
+	s := &Server{opt: opt, log: opt.Logger, store: st, gate: gate, conns: map[*upgraded]struct{}{}}
 	log := &serverLogger{log: opt.Logger.Sugar()}
 	s.nats, err = server.NewServer(&server.Options{
 		ServerName:         filepath.Base(st.dir),
@@ -84,12 +103,15 @@ func StartServer(opt ServerOptions) (*Server, error) {
 		JetStreamMaxMemory: opt.MaxMemory,
 		JetStreamMaxStore:  1 << 20, // nothing is stored in files; 0 would mean most of the disk
 		StoreDir:           st.dir,
-		Authorization:      opt.Token,
 		MaxPayload:         wire.MaxMessage,
-		MaxConn:            opt.MaxConns + 16, // and the in-process ones
-		PingInterval:       serverPing,
-		MaxPingsOut:        2,
-		WriteDeadline:      writeWait,
+		MaxConn:            opt.MaxConns + maxHandshakes + 16, // and the in-process ones
+		AuthTimeout:        proofWithin.Seconds(),
+		AlwaysEnableNonce:  true,
+
+		CustomClientAuthentication: gate,
+		PingInterval:               serverPing,
+		MaxPingsOut:                2,
+		WriteDeadline:              writeWait,
 	})
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("embedded nats server: %w", err), st.remove())
@@ -140,10 +162,7 @@ func (s *Server) dialContext(context.Context) (net.Conn, error) { return s.dial(
 
 // dial is the way into the server.
 func (s *Server) dial() (net.Conn, error) {
-	s.mu.Lock()
-	closed := s.closed
-	s.mu.Unlock()
-	if closed {
+	if s.isClosed() {
 		return nil, errServerClosed
 	}
 	return s.nats.InProcessConn()
@@ -182,6 +201,16 @@ func (l *serverLogger) Fatalf(format string, v ...any) {
 
 func (l *serverLogger) Noticef(format string, v ...any) { l.log.Debugf("nats: "+format, v...) }
 func (l *serverLogger) Warnf(format string, v ...any)   { l.log.Warnf("nats: "+format, v...) }
-func (l *serverLogger) Errorf(format string, v ...any)  { l.log.Errorf("nats: "+format, v...) }
-func (l *serverLogger) Debugf(string, ...any)           {}
-func (l *serverLogger) Tracef(string, ...any)           {}
+
+// Errorf leaves out who was refused: the upgrade knows from where that came.
+func (l *serverLogger) Errorf(format string, v ...any) {
+	text := fmt.Sprintf("nats: "+format, v...)
+	if strings.Contains(text, server.ErrAuthentication.Error()) || strings.Contains(text, server.ErrAuthTimeout.Error()) {
+		l.log.Debug(text)
+		return
+	}
+	l.log.Error(text)
+}
+
+func (l *serverLogger) Debugf(string, ...any) {}
+func (l *serverLogger) Tracef(string, ...any) {}

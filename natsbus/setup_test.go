@@ -2,7 +2,10 @@ package natsbus
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
+	"io"
+	"log"
 	"net"
 	"net/http"
 	"os"
@@ -53,11 +56,23 @@ type port struct {
 	addr string // host:port
 	http *http.Server
 	once sync.Once
+	tls  bool
 }
 
-func (p *port) url() string { return "http://" + p.addr }
+func (p *port) url() string {
+	if p.tls {
+		return "https://" + p.addr
+	}
+	return "http://" + p.addr
+}
 
 func newPort(t testing.TB, addr string, opt ServerOptions) *port {
+	t.Helper()
+	return newSecurePort(t, addr, opt, nil)
+}
+
+// newSecurePort speaks https when it has a configuration for that.
+func newSecurePort(t testing.TB, addr string, opt ServerOptions, secure *tls.Config) *port {
 	t.Helper()
 	s, err := StartServer(opt)
 	if err != nil {
@@ -70,7 +85,10 @@ func newPort(t testing.TB, addr string, opt ServerOptions) *port {
 	})
 	mux := http.NewServeMux()
 	mux.Handle(Path, s.Handler())
-	p := &port{Server: s, addr: l.Addr().String(), http: &http.Server{Handler: mux}}
+	p := &port{Server: s, addr: l.Addr().String(), http: &http.Server{Handler: mux, ErrorLog: log.New(io.Discard, "", 0)}, tls: secure != nil}
+	if secure != nil {
+		l = tls.NewListener(l, secure)
+	}
 	go func() { _ = p.http.Serve(l) }()
 	t.Cleanup(p.stop)
 	return p
@@ -254,6 +272,15 @@ type cluster struct {
 
 func newCluster(t testing.TB, args ...string) *cluster {
 	t.Helper()
+	c := &cluster{t: t, bin: serverBinary(t), addr: freeAddr(t), args: args}
+	c.start()
+	t.Cleanup(c.kill)
+	return c
+}
+
+// serverBinary is nats-server, built once for all tests.
+func serverBinary(t testing.TB) string {
+	t.Helper()
 	buildOnce.Do(func() {
 		if buildDir, errBuild = os.MkdirTemp("", "kvconn-test-"); errBuild != nil {
 			return
@@ -267,15 +294,17 @@ func newCluster(t testing.TB, args ...string) *cluster {
 	if errBuild != nil {
 		t.Fatal(errBuild)
 	}
+	return filepath.Join(buildDir, "nats-server")
+}
+
+func freeAddr(t testing.TB) string {
+	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &cluster{t: t, bin: filepath.Join(buildDir, "nats-server"), addr: l.Addr().String(), args: args}
-	_ = l.Close()
-	c.start()
-	t.Cleanup(c.kill)
-	return c
+	defer l.Close()
+	return l.Addr().String()
 }
 
 func (c *cluster) url() string { return "nats://" + c.addr }

@@ -3,15 +3,16 @@ package natsbus
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
 	"math"
 	"net"
 	"net/http"
-	"net/url"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvconn/kvconn/internal/safe"
@@ -23,11 +24,14 @@ const Path = "/nats"
 const protocol = "nats"
 
 // upgraded is one HTTP connection that has become a NATS connection.
-type upgraded struct{ peer, server net.Conn }
+type upgraded struct {
+	peer, server net.Conn
+	in           bool // the server has let the client in; guarded by Server.mu
+}
 
 func (u *upgraded) close() {
 	// Both are being given up: nothing is left to tell.
-	_ = u.peer.Close()
+	_ = hangUp(u.peer)
 	_ = u.server.Close()
 }
 
@@ -55,7 +59,7 @@ func (s *Server) upgrade(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "this connection cannot be upgraded: "+err.Error(), http.StatusHTTPVersionNotSupported)
 		return
 	}
-	defer func() { _ = peer.Close() }()
+	defer func() { _ = hangUp(peer) }()
 	inside, err := s.dial()
 	if err != nil {
 		s.log.Sugar().Warnf("natsbus: no connection to the embedded server for %v: %v", peer.RemoteAddr(), err)
@@ -76,18 +80,33 @@ func (s *Server) upgrade(w http.ResponseWriter, r *http.Request) {
 	_ = peer.SetWriteDeadline(time.Time{})
 
 	both := make(chan struct{})
+	var left atomic.Bool // the client went away by itself
+	hs := &handshake{w: peer, done: func() { s.letIn(u) }}
 	safe.Go("natsbus.upgrade", func() {
 		defer close(both)
 		defer u.close()
-		_, _ = io.Copy(peer, inside) // either end's error ends both
+		_, _ = io.Copy(hs, inside) // either end's error ends both
+		hs.dropped = !left.Load()
 	})
 	var early io.Reader = peer
 	if n := rw.Reader.Buffered(); n > 0 {
 		early = io.MultiReader(io.LimitReader(rw.Reader, int64(n)), peer)
 	}
 	_, _ = io.Copy(inside, early)
+	left.Store(true)
 	u.close()
 	<-both
+	if why := hs.refusal(); why != "" && !s.isClosed() {
+		s.refused.Do(func(note string) {
+			s.log.Sugar().Warnf("natsbus: a client at %v is refused: %s%s", peer.RemoteAddr(), why, note)
+		})
+	}
+}
+
+func (s *Server) isClosed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.closed
 }
 
 // admit reserves a place for a connection.
@@ -97,8 +116,12 @@ func (s *Server) admit(u *upgraded) error {
 	if s.closed {
 		return errServerClosed
 	}
-	if len(s.conns) >= s.opt.MaxConns {
-		return fmt.Errorf("%d control connections are open, the most that this agent takes", len(s.conns))
+	waiting := len(s.conns) - s.clients
+	if s.clients >= s.opt.MaxConns {
+		return fmt.Errorf("%d control connections are open, the most that this agent takes", s.clients)
+	}
+	if waiting >= maxHandshakes {
+		return fmt.Errorf("%d control connections have not proved themselves yet, the most at a time", waiting)
 	}
 	u.peer, u.server = noConn, noConn
 	s.conns[u] = struct{}{}
@@ -114,9 +137,24 @@ func (s *Server) connected(u *upgraded, peer, inside net.Conn) bool {
 	return !s.closed
 }
 
+// letIn counts a connection that has proved itself: strangers cannot take the
+// places of clients.
+func (s *Server) letIn(u *upgraded) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	u.in = true
+	s.clients++
+	if s.clients > s.opt.MaxConns { // several were in the handshake for the last place
+		u.close()
+	}
+}
+
 func (s *Server) dismiss(u *upgraded) {
 	s.mu.Lock()
 	delete(s.conns, u)
+	if u.in {
+		s.clients--
+	}
 	s.mu.Unlock()
 	s.wg.Done()
 }
@@ -202,60 +240,8 @@ func dialTCP(ctx context.Context) (net.Conn, error) {
 	return nd.DialContext(ctx, "tcp", ctx.Value(addrKey{}).(string))
 }
 
-// bootstrapHost checks a bootstrap address and returns its host:port.
-func bootstrapHost(addr string) (string, error) {
-	bad := func(why string) (string, error) {
-		return "", fmt.Errorf("bootstrap address %q: %s; it must be like http://host:port", addr, why)
-	}
-	if len(addr) > 512 {
-		return "", fmt.Errorf("bootstrap address of %d bytes, at most 512 are read", len(addr))
-	}
-	u, err := url.Parse(addr)
-	if err != nil {
-		var ue *url.Error
-		if errors.As(err, &ue) {
-			err = ue.Err
-		}
-		return bad(err.Error())
-	}
-	switch {
-	case u.Scheme == "https":
-		return bad("https is not supported yet")
-	case u.Scheme != "http" || u.Opaque != "":
-		return bad("no http:// in front")
-	case u.Hostname() == "":
-		return bad("no host")
-	case u.Port() == "":
-		return bad("no port")
-	case u.User != nil || u.RawQuery != "" || u.Fragment != "" || strings.Trim(u.Path, "/") != "":
-		return bad("more than a host and a port")
-	}
-	return u.Host, nil
-}
-
-// dialUpgrade returns the way to the control plane behind a bootstrap port.
-func dialUpgrade(host string) func(context.Context) (net.Conn, error) {
-	return func(ctx context.Context) (net.Conn, error) {
-		var nd net.Dialer
-		conn, err := nd.DialContext(ctx, "tcp", host)
-		if err != nil {
-			return nil, err
-		}
-		stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
-		up, err := clientUpgrade(conn, host)
-		if !stop() && err == nil {
-			err = ctx.Err() // the deadline is set, or about to be
-		}
-		if err != nil {
-			_ = conn.Close()
-			if ctx.Err() != nil {
-				err = fmt.Errorf("it does not answer GET %s: %w", Path, ctx.Err())
-			}
-			return nil, err
-		}
-		return up, nil
-	}
-}
+// wantsTLS is what net/http answers to plain HTTP on a TLS port.
+const wantsTLS = "HTTP request to an HTTPS server"
 
 // maxResponse bounds the head of the answer to an upgrade.
 const maxResponse = 16 << 10
@@ -278,6 +264,9 @@ func clientUpgrade(conn net.Conn, host string) (net.Conn, error) {
 	if resp.StatusCode != http.StatusSwitchingProtocols {
 		text, _ := io.ReadAll(io.LimitReader(resp.Body, 200)) // only to explain
 		_ = resp.Body.Close()
+		if resp.StatusCode == http.StatusBadRequest && strings.Contains(string(text), wantsTLS) {
+			return nil, errors.New("the port speaks https: write https:// in front, or set tls_ca_file on the decode engine")
+		}
 		return nil, fmt.Errorf("GET %s is answered with %s, not by a kvconn agent: %q", Path, resp.Status, strings.TrimSpace(string(text)))
 	}
 	if !hasToken(resp.Header["Upgrade"], protocol) {
@@ -291,6 +280,18 @@ func clientUpgrade(conn net.Conn, host string) (net.Conn, error) {
 type upgradedConn struct {
 	net.Conn
 	r *bufio.Reader // nil when it is empty
+}
+
+// Close ends the connection at once.
+func (c *upgradedConn) Close() error { return hangUp(c.Conn) }
+
+// hangUp closes a connection without TLS's farewell, which would wait for a
+// peer that does not read. NATS's messages tell where they end.
+func hangUp(c net.Conn) error {
+	if t, ok := c.(*tls.Conn); ok {
+		c = t.NetConn()
+	}
+	return c.Close()
 }
 
 func (c *upgradedConn) Read(b []byte) (int, error) {

@@ -33,6 +33,7 @@ type Agent struct {
 	reports Reports
 	plane   *controlPlane
 	bus     core.Bus
+	allow   *allowList // whom this agent may contact
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -143,7 +144,7 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	t, err := tcp.New(tcp.Config{
 		Listen: a.cfg.prefills(), ListenHost: a.cfg.TCPListenHost, ListenPort: a.cfg.TCPPort, AdvertiseHost: a.cfg.AdvertiseHost,
 		Streams: a.cfg.TCPStreams, StallTimeout: time.Duration(a.cfg.StallTimeout), DialTimeout: time.Duration(a.cfg.ConnectTimeout),
-		Logger: a.log.Named("tcp"),
+		Guard: a.allow.checkDial, Logger: a.log.Named("tcp"),
 	}, layout, sink{a})
 	if err != nil {
 		a.setState(stateOpen)

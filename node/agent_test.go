@@ -1,17 +1,14 @@
 package node
 
 import (
-	"bufio"
 	"bytes"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 	"unsafe"
@@ -322,73 +319,6 @@ func TestThousandsOfLoadsAtOnce(t *testing.T) {
 		d.want(loads[i].ID, core.OK)
 		p.want(loads[i].ID, core.OK)
 	}
-}
-
-// TestMain is also the prefill process that tests kill: it announces transfers,
-// says its address, and stays until its input ends.
-func TestMain(m *testing.M) {
-	if port := os.Getenv("KVCONN_TEST_PREFILL"); port != "" {
-		cfg := testConfig(RolePrefill)
-		fmt.Sscan(port, &cfg.BootstrapPort)
-		cfg.NATSURL, cfg.AdvertiseHost = os.Getenv("KVCONN_TEST_NATS"), "127.0.0.1"
-		a, err := Open(cfg, Options{})
-		cache := make([]byte, layers*numBlocks*blockBytes)
-		for i := range cache {
-			cache[i] = 7
-		}
-		if err == nil {
-			err = a.RegisterKVCaches(regions(cache))
-		}
-		if err == nil {
-			_, err = a.Announce([]core.TransferID{"announced"})
-		}
-		if err == nil {
-			_, err = a.Offer([]core.OfferRequest{{ID: "offered", Blocks: [][]core.BlockID{{1, 2}}}})
-		}
-		if err != nil {
-			fmt.Println("error:", err)
-			os.Exit(1)
-		}
-		fmt.Println(a.BootstrapAddress())
-		_, _ = io.Copy(io.Discard, os.Stdin)
-		os.Exit(0)
-	}
-	os.Exit(m.Run())
-}
-
-// signals are what tests do to the prefill process.
-type signals struct {
-	kill, stop func()
-}
-
-// prefillProcess starts it.
-func prefillProcess(t *testing.T, port int, cluster string) (address string, to signals) {
-	t.Helper()
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), fmt.Sprint("KVCONN_TEST_PREFILL=", port), "KVCONN_TEST_NATS="+cluster)
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	to.kill = func() {
-		_ = cmd.Process.Kill()
-		_ = cmd.Wait()
-		in.Close()
-	}
-	to.stop = func() { _ = cmd.Process.Signal(syscall.SIGSTOP) }
-	t.Cleanup(to.kill)
-	line, err := bufio.NewReader(out).ReadString('\n')
-	if err != nil || !strings.HasPrefix(line, "http://") {
-		t.Fatalf("prefill process said %q: %v", line, err)
-	}
-	return strings.TrimSpace(line), to
 }
 
 func TestPrefillKilledDuringLoads(t *testing.T) {

@@ -41,7 +41,17 @@ type Config struct {
 	BootstrapPort int    `json:"bootstrap_port"` // 0 = any free one
 	AdvertiseHost string `json:"advertise_host"` // empty = where peers found the bootstrap port
 	NATSURL       string `json:"nats_url"`       // a cluster in place of the embedded server
-	NATSToken     string `json:"nats_token"`
+	NATSReplicas  int    `json:"nats_replicas"`  // of the registry in that cluster; 0 = 3 where it can
+
+	// Who gets in. Files are read once, by Open.
+	NATSToken        string   `json:"nats_token"`
+	NATSTokenFile    string   `json:"nats_token_file"`
+	NATSNKeySeedFile string   `json:"nats_nkey_seed_file"` // this agent's own, in the token's place
+	NATSNKeys        []string `json:"nats_nkeys"`          // public keys that the embedded server admits
+	TLSCertFile      string   `json:"tls_cert_file"`       // of the bootstrap port, and towards a cluster
+	TLSKeyFile       string   `json:"tls_key_file"`
+	TLSCAFile        string   `json:"tls_ca_file"`     // whom to trust; bootstrap ports must speak TLS then
+	BootstrapAllow   []string `json:"bootstrap_allow"` // hosts, *.domains, CIDRs that may be contacted
 
 	Transport     string `json:"transport"` // auto or tcp
 	TCPListenHost string `json:"tcp_listen_host"`
@@ -169,6 +179,9 @@ func (c *Config) Check() error {
 		if err != nil || (u.Scheme != "nats" && u.Scheme != "tls") || u.Host == "" {
 			return bad("nats_url", fmt.Sprintf("%q", c.NATSURL), "nats://host:port, several separated by commas")
 		}
+	}
+	if err := c.checkSecurity(); err != nil {
+		return err
 	}
 	if h := c.AdvertiseHost; h != "" && strings.Contains(h, ":") && net.ParseIP(h) == nil {
 		return bad("advertise_host", fmt.Sprintf("%q", h), "a host name or an IP address, without a port")

@@ -221,6 +221,9 @@ func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
 	if err != nil {
 		return nil, &refusedError{err.Error()}
 	}
+	if err := a.allow.checkEndpoint(ctx, endpoint); err != nil {
+		return nil, err
+	}
 	if err := a.transport.Connect(id, endpoint, rep.Ticket); err != nil {
 		return nil, err
 	}

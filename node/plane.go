@@ -20,6 +20,7 @@ import (
 // share one listener.
 type controlPlane struct {
 	cfg    *Config
+	sec    *security
 	bus    *natsbus.Bus
 	nats   *natsbus.Server   // nil on decode agents and with nats_url
 	table  *bootstrap.Table  // nil on decode agents
@@ -29,6 +30,10 @@ type controlPlane struct {
 
 func openControlPlane(a *Agent) (_ *controlPlane, err error) {
 	p := &controlPlane{cfg: &a.cfg}
+	if p.sec, err = openSecurity(&a.cfg, a.log); err != nil {
+		return nil, err
+	}
+	a.allow = p.sec.allow
 	defer func() {
 		if err != nil {
 			ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.cfg.CloseTimeout))
@@ -38,7 +43,7 @@ func openControlPlane(a *Agent) (_ *controlPlane, err error) {
 	}()
 	extra := map[string]http.Handler{}
 	if a.cfg.prefills() && a.cfg.NATSURL == "" {
-		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Token: a.cfg.NATSToken, Logger: a.log.Named("nats")})
+		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Token: p.sec.token, NKeys: a.cfg.NATSNKeys, Logger: a.log.Named("nats")})
 		if err != nil {
 			return nil, err
 		}
@@ -46,7 +51,8 @@ func openControlPlane(a *Agent) (_ *controlPlane, err error) {
 	}
 	if a.cfg.prefills() {
 		p.table = &bootstrap.Table{}
-		p.http = bootstrap.NewServer(bootstrap.NewHandler(p.table, extra), a.log.Named("bootstrap"))
+		access := &bootstrap.Access{Token: p.sec.token, Closed: len(a.cfg.NATSNKeys) > 0, Logger: a.log.Named("bootstrap")}
+		p.http = bootstrap.NewServer(bootstrap.NewHandler(p.table, access, extra), p.sec.server, a.log.Named("bootstrap"))
 		if err := p.http.Listen(net.JoinHostPort(a.cfg.BootstrapHost, strconv.Itoa(a.cfg.BootstrapPort))); err != nil {
 			return nil, err
 		}
@@ -58,7 +64,8 @@ func openControlPlane(a *Agent) (_ *controlPlane, err error) {
 			}
 		})
 	}
-	p.bus, err = natsbus.Open(natsbus.Options{AgentID: a.id, Server: p.nats, ClusterURL: a.cfg.NATSURL, Token: a.cfg.NATSToken,
+	p.bus, err = natsbus.Open(natsbus.Options{AgentID: a.id, Server: p.nats, ClusterURL: a.cfg.NATSURL,
+		Replicas: a.cfg.NATSReplicas, Token: p.sec.token, Seed: p.sec.seed, TLS: p.sec.client, OnlyTLS: a.cfg.TLSCAFile != "", Allow: p.sec.allow.enter,
 		ConnectTimeout: time.Duration(a.cfg.ConnectTimeout), Logger: a.log.Named("bus")})
 	if err != nil {
 		return nil, err
@@ -88,7 +95,11 @@ func (p *controlPlane) address() string {
 			host = outboundHost()
 		}
 	}
-	return "http://" + net.JoinHostPort(host, strconv.Itoa(at.Port))
+	scheme := "http://"
+	if p.sec.server != nil {
+		scheme = "https://"
+	}
+	return scheme + net.JoinHostPort(host, strconv.Itoa(at.Port))
 }
 
 // outboundHost is the address from which this host would speak to others: a

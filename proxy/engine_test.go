@@ -84,7 +84,7 @@ func newPrefill(t *testing.T, answer http.HandlerFunc, engineIDs ...string) *eng
 	t.Helper()
 	e := newEngine(t, answer)
 	e.boot = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		bootstrap.NewHandler(e.table.Load(), nil).ServeHTTP(w, r)
+		bootstrap.NewHandler(e.table.Load(), nil, nil).ServeHTTP(w, r)
 	}))
 	t.Cleanup(e.boot.Close)
 	e.register(t, engineIDs...)

@@ -30,6 +30,10 @@ func newToken() (k token) {
 	return k
 }
 
+// maxFrame is the most bytes of one frame: what no transfer wants is read away,
+// and a peer must not keep a stream at that for ever.
+const maxFrame = 1 << 30
+
 // header is a frame's header, big-endian on the wire.
 type header struct {
 	kind     frameKind

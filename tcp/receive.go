@@ -291,7 +291,7 @@ func (r *receiver) tell(in *inbound, told chan struct{}, s core.TransferStats, e
 }
 
 func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token) error {
-	d := net.Dialer{Timeout: r.t.cfg.DialTimeout}
+	d := net.Dialer{Timeout: r.t.cfg.DialTimeout, Control: r.t.cfg.guard(endpoint)}
 	conn, err := d.DialContext(r.t.ctx, "tcp", endpoint)
 	if err != nil {
 		return err
@@ -358,6 +358,9 @@ func (s *inStream) frame() error {
 		return errTicket
 	default:
 		return fmt.Errorf("frame of kind %d, want data", h.kind)
+	}
+	if h.length > maxFrame {
+		return fmt.Errorf("frame of %d bytes, at most %d are read", h.length, maxFrame)
 	}
 	s.r.mu.Lock()
 	in := s.r.byGrant[h.key]

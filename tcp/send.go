@@ -104,13 +104,16 @@ func (t *Transport) Dismiss(peer core.AgentID) {
 	defer t.wg.Done()
 	delete(s.links, peer)
 	delete(s.byTicket, l.ticket)
+	lost := slices.Collect(maps.Values(l.byGrant))
+	for _, out := range lost {
+		out.fail(fmt.Errorf("tcp: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost))
+	}
 	for st := range l.streams {
 		st.conn.Close()
 	}
-	lost := slices.Collect(maps.Values(l.byGrant))
 	s.mu.Unlock()
 	for _, out := range lost {
-		s.end(out, fmt.Errorf("tcp: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost))
+		s.end(out, nil)
 	}
 }
 
@@ -175,13 +178,19 @@ func (t *Transport) Stop(id core.TransferID) {
 	s.end(out, errors.New("tcp: stopped"))
 }
 
-// end gives a transfer up with err; it is told when no stream reads its blocks.
-func (s *sender) end(out *outbound, err error) {
-	s.mu.Lock()
+// fail gives a transfer up; sender.mu is held. The first cause is the one that
+// is told.
+func (out *outbound) fail(err error) {
 	if out.err == nil {
 		out.err = err
 	}
 	out.left, out.empty = 0, false
+}
+
+// end gives a transfer up with err; it is told when no stream reads its blocks.
+func (s *sender) end(out *outbound, err error) {
+	s.mu.Lock()
+	out.fail(err)
 	tell := s.settle(out)
 	s.mu.Unlock()
 	s.tell(out, tell)
@@ -225,6 +234,10 @@ func (s *sender) tell(out *outbound, really bool) {
 func (s *sender) close() {
 	s.mu.Lock()
 	s.closed = true
+	left := slices.Collect(maps.Values(s.byID))
+	for _, out := range left {
+		out.fail(errClosed)
+	}
 	for _, c := range s.strangers.conns {
 		c.Close()
 	}
@@ -234,10 +247,9 @@ func (s *sender) close() {
 		}
 		l.wake.Broadcast()
 	}
-	left := slices.Collect(maps.Values(s.byID))
 	s.mu.Unlock()
 	for _, out := range left {
-		s.end(out, errClosed) // told now, or when its last frame has ended
+		s.end(out, nil) // told now, or when its last frame has ended
 	}
 }
 
@@ -288,13 +300,13 @@ func (s *sender) nacked(l *outLink, h *header) {
 // peer's last one.
 func (s *sender) streamEnded(st *outStream, err error) {
 	err = fmt.Errorf("tcp stream from %s: %w: %w", st.conn.RemoteAddr(), core.ErrConnectionLost, s.t.describe(err))
-	st.conn.Close()
 	s.mu.Lock()
 	if st.dead {
 		s.mu.Unlock()
 		return
 	}
 	st.dead = true
+	st.conn.Close() // not before: its other goroutine would tell that as the cause
 	l := st.link
 	delete(l.streams, st)
 	s.streams--

@@ -4,13 +4,10 @@ import (
 	"errors"
 	"io"
 	"net"
-	"os"
 	"testing"
 	"time"
 	"unsafe"
 
-	"go.uber.org/zap"
-	"go.uber.org/zap/zaptest/observer"
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
@@ -167,57 +164,6 @@ func TestEarlyAcknowledgement(t *testing.T) {
 	until(t, "the write is told", func() bool { return len(p.sink.All("written", "t")) == 1 })
 }
 
-// TestStrangersDoNotKeepDecodersOut: connections that show no ticket are few, the
-// oldest is closed first, and those that show a wrong one are none.
-func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
-	leaktest.Check(t)
-	sink, logs := observer.New(zap.WarnLevel)
-	p, d := newAgent(t, Config{MaxStreams: 4, MaxGreeting: 8, DialTimeout: time.Hour, Logger: zap.New(sink)}), newAgent(t, Config{})
-	strangers := func() (n int) {
-		p.sender.mu.Lock()
-		defer p.sender.mu.Unlock()
-		return len(p.sender.strangers.conns)
-	}
-	var silent []net.Conn
-	for i := range 80 {
-		c, err := net.Dial("tcp", p.Endpoint())
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer c.Close()
-		if i%2 == 0 {
-			silent = append(silent, c)
-			continue
-		}
-		var b [headerSize]byte
-		(&header{kind: frameHello, key: newToken()}).encode(&b)
-		_, _ = c.Write(b[:]) // may be refused already
-		c.SetReadDeadline(time.Now().Add(bound))
-		if rest, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
-			t.Fatalf("a stranger is let be, after %d bytes", len(rest))
-		}
-	}
-	for _, c := range silent[:len(silent)-8] { // each made place for a later one
-		c.SetReadDeadline(time.Now().Add(bound))
-		if _, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
-			t.Fatal("a silent stranger is let be")
-		}
-	}
-	if n := strangers(); n > 8 {
-		t.Fatalf("%d strangers", n)
-	}
-	move(t, p, d, "t")
-	p.sender.mu.Lock()
-	streams, unlogged := p.sender.streams, p.sender.strangers.silent
-	p.sender.mu.Unlock()
-	if streams != 2 {
-		t.Errorf("%d streams, want those of the decode agent", streams)
-	}
-	if logs.Len() == 0 || unlogged == 0 && logs.Len() >= 40 {
-		t.Errorf("%d log lines and %d left out, of 72 strangers", logs.Len(), unlogged)
-	}
-}
-
 // move checks that a transfer of one block ends well.
 func move(t *testing.T, p, d *agent, id core.TransferID) {
 	t.Helper()
@@ -234,58 +180,6 @@ func move(t *testing.T, p, d *agent, id core.TransferID) {
 		if o.Err != nil {
 			t.Fatalf("%s: %v", o.Kind, o.Err)
 		}
-	}
-}
-
-// TestMalformedFrames: what no sender says ends the stream and its transfers, and
-// changes no byte.
-func TestMalformedFrames(t *testing.T) {
-	leaktest.Check(t)
-	blocks := allBlocks(2)
-	for name, frames := range map[string][]header{
-		"beyond the end":      {{kind: frameData, position: 2*testBlock - 4, length: 8}},
-		"wraps around":        {{kind: frameData, position: ^uint64(0) - 3, length: 8}},
-		"twice the same byte": {{kind: frameData, position: 0, length: 0}, {kind: frameData, position: 4, length: 4}, {kind: frameData, position: 4, length: 4}},
-		"unknown kind":        {{kind: 77, position: 0, length: 4}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			l, err := net.Listen("tcp", "127.0.0.1:0")
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer l.Close()
-			d := newAgent(t, Config{Streams: 1, StallTimeout: time.Hour})
-			if err := d.Connect("p", l.Addr().String(), make([]byte, len(token{}))); err != nil {
-				t.Fatal(err)
-			}
-			grant, err := d.Expect("t", "p", d.layout.Segments(blocks))
-			if err != nil {
-				t.Fatal(err)
-			}
-			conn, err := l.Accept()
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer conn.Close()
-			for i, h := range frames {
-				h.key = token(grant)
-				var b [headerSize]byte
-				h.encode(&b)
-				_, _ = conn.Write(b[:])
-				if i < len(frames)-1 { // the last one is refused by its header
-					_, _ = conn.Write(make([]byte, h.length))
-				}
-			}
-			until(t, "the transfer fails", func() bool { return len(d.sink.All("received", "t")) == 1 })
-			if d.sink.All("received", "t")[0].Err == nil {
-				t.Fatal("it ended well")
-			}
-			for i, b := range d.mem {
-				if b != 0 {
-					t.Fatalf("byte %d is %d", i, b)
-				}
-			}
-		})
 	}
 }
 

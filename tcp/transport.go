@@ -32,7 +32,10 @@ type Config struct {
 	DialTimeout   time.Duration // 3 s
 	MaxStreams    int           // accepted at a time; 4096, and a quarter of the process's descriptors
 	MaxGreeting   int           // more, that have not shown their ticket yet; 256
-	Logger        *zap.Logger
+	// Guard, if set, can refuse the IP address and port that a peer's endpoint was
+	// resolved to, each time before it is dialled.
+	Guard  func(endpoint, address string) error
+	Logger *zap.Logger
 }
 
 func (c Config) withDefaults() Config {
@@ -42,6 +45,7 @@ func (c Config) withDefaults() Config {
 	if c.FrameBytes == 0 {
 		c.FrameBytes = 2 << 20
 	}
+	c.FrameBytes = min(c.FrameBytes, maxFrame)
 	if c.StallTimeout <= 0 {
 		c.StallTimeout = 10 * time.Second
 	}

@@ -107,6 +107,14 @@ static void bad_calls(kvconn_agent p, kvconn_agent d, const char *address) {
   l.groups = &g;
   l.num_groups = 1;
   EXPECT(kvconn_start_load(p, &l, 1, &taken) == KVCONN_ERR_INVALID && error_says("role"));
+  EXPECT(kvconn_claim(d, &l, 1, &taken) == KVCONN_ERR_INVALID && taken == 0 && error_says("num_groups"));
+  l.num_groups = 0;
+  EXPECT(kvconn_claim(p, &l, 1, &taken) == KVCONN_ERR_INVALID && error_says("role"));
+  EXPECT(kvconn_claim(d, NULL, 1, &taken) == KVCONN_ERR_INVALID && error_says("claims is NULL"));
+  EXPECT(kvconn_claim(d, &l, 1, &taken) == KVCONN_OK && taken == 1);
+  EXPECT(kvconn_claim(d, &l, 1, &taken) == KVCONN_OK && taken == 1);
+  EXPECT(kvconn_cancel(d, &l.transfer_id, 1, NULL, &taken) == KVCONN_OK && kvconn_pending(d) == 0);
+  l.num_groups = 1;
   l.transfer_id = "";
   EXPECT(kvconn_start_load(d, &l, 1, &taken) == KVCONN_ERR_INVALID && error_says("transfer_id"));
   l.transfer_id = NULL;

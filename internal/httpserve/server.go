@@ -4,15 +4,20 @@ package httpserve
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
+	"log"
 	"net"
 	"net/http"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
 
 	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/internal/ratelog"
 )
 
 // Bounds of Close after the grace: handlers whose context has ended get
@@ -36,6 +41,11 @@ type Options struct {
 	ReadHeaderTimeout, IdleTimeout time.Duration
 	// MaxHeaderBytes is that of http.Server.
 	MaxHeaderBytes int
+	// MaxConns bounds the connections that are not hijacked; a new one ends one
+	// that waits. 0 means no bound.
+	MaxConns int
+	// TLS makes the server speak https.
+	TLS *tls.Config
 	// Grace is how long Close lets running requests go on before it ends their
 	// contexts. Zero ends them at once.
 	Grace time.Duration
@@ -74,9 +84,7 @@ func New(h http.Handler, opt Options) *Server {
 		ConnState:         s.track,
 	}
 	// net/http writes to the host program's standard log unless told otherwise.
-	if std, err := zap.NewStdLogAt(opt.Logger, zap.DebugLevel); err == nil {
-		s.http.ErrorLog = std
-	}
+	s.http.ErrorLog = log.New(&errorLog{opt: &s.opt}, "", 0)
 	return s
 }
 
@@ -133,6 +141,9 @@ func (s *Server) Serve() error {
 	s.mu.Unlock()
 
 	defer close(served)
+	if s.opt.TLS != nil {
+		l = tls.NewListener(l, s.opt.TLS)
+	}
 	if err := s.http.Serve(l); err != nil && !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("%s: serving %v ended: %w", s.opt.Name, l.Addr(), err)
 	}
@@ -192,7 +203,7 @@ func (s *Server) shutdown(ctx context.Context, limit time.Duration) {
 	s.mu.Lock()
 	for c, state := range s.conns {
 		if state == http.StateNew {
-			_ = c.Close()
+			hangUp(c)
 		}
 	}
 	s.mu.Unlock()
@@ -204,6 +215,9 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if state != http.StateClosed && state != http.StateHijacked {
+		if state == http.StateNew && s.opt.MaxConns > 0 && len(s.conns) >= s.opt.MaxConns {
+			s.evict(c)
+		}
 		s.conns[c] = state
 		return
 	}
@@ -212,6 +226,45 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 		close(s.empty)
 		s.empty = nil
 	}
+}
+
+// evict makes room for a connection: strangers that hold all places must not
+// keep others out. If every connection has a request under way it is c that
+// ends. mu is held.
+func (s *Server) evict(c net.Conn) {
+	for other, state := range s.conns {
+		if state == http.StateIdle || state == http.StateNew {
+			c = other
+			s.conns[c] = http.StateClosed // its goroutine is about to end
+			break
+		}
+	}
+	hangUp(c)
+}
+
+// hangUp closes a connection without TLS's farewell, which may wait.
+func hangUp(c net.Conn) {
+	if t, ok := c.(*tls.Conn); ok {
+		c = t.NetConn()
+	}
+	_ = c.Close()
+}
+
+// errorLog takes net/http's own messages. Handshakes that fail are refused
+// clients; those that were only broken off are not.
+type errorLog struct {
+	opt     *Options
+	refused ratelog.Limit
+}
+
+func (e *errorLog) Write(p []byte) (int, error) {
+	text := strings.TrimSpace(string(p))
+	if !strings.Contains(text, "TLS handshake error") || strings.HasSuffix(text, ": EOF") || strings.Contains(text, "connection reset") {
+		e.opt.Logger.Debug(text)
+		return len(p), nil
+	}
+	e.refused.Do(func(note string) { e.opt.Logger.Warn(e.opt.Name + ": " + text + note) })
+	return len(p), nil
 }
 
 // drained returns a channel that is closed when no connection is left.

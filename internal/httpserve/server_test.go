@@ -6,10 +6,15 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"strings"
 	"testing"
 	"time"
 
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
+
 	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/internal/nettest"
 )
 
 // Within the grace a running request ends in its own time: its context lives
@@ -54,5 +59,90 @@ func TestGraceLetsRequestsFinish(t *testing.T) {
 	}
 	if err := <-closed; err != nil {
 		t.Errorf("Close: %v", err)
+	}
+}
+
+// Connections that say nothing cannot keep others out.
+func TestMaxConnsEvictsWhoWaits(t *testing.T) {
+	leaktest.Check(t)
+	s := New(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "hello") }), Options{Name: "test", MaxConns: 4})
+	if err := s.Listen("127.0.0.1:0"); err != nil {
+		t.Fatal(err)
+	}
+	served := make(chan error, 1)
+	go func() { served <- s.Serve() }()
+	for range 20 {
+		c, err := net.Dial("tcp", s.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+	}
+	c, err := net.Dial("tcp", s.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := io.WriteString(c, "GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	if answer, err := io.ReadAll(c); err != nil || !strings.HasSuffix(string(answer), "hello") {
+		t.Errorf("%q, %v", answer, err)
+	}
+	s.mu.Lock()
+	open := 0
+	for _, state := range s.conns {
+		if state != http.StateClosed {
+			open++
+		}
+	}
+	s.mu.Unlock()
+	if open > 4 {
+		t.Errorf("%d connections are open", open)
+	}
+	if err := s.Close(context.Background()); err != nil {
+		t.Error(err)
+	}
+	if err := <-served; err != nil {
+		t.Error(err)
+	}
+}
+
+// A plain request to a TLS port gets an answer in words, and one line in the log
+// with its address; a probe that only connects gets none.
+func TestPlainRequestToTLSPort(t *testing.T) {
+	leaktest.Check(t)
+	ca := nettest.NewAuthority(t)
+	o, logs := observer.New(zap.WarnLevel)
+	s := New(http.NotFoundHandler(), Options{Name: "test", TLS: ca.Server(time.Now().Add(time.Hour), "127.0.0.1"), ReadHeaderTimeout: time.Minute, Logger: zap.New(o)})
+	if err := s.Listen("127.0.0.1:0"); err != nil {
+		t.Fatal(err)
+	}
+	served := make(chan error, 1)
+	go func() { served <- s.Serve() }()
+	probe, err := net.Dial("tcp", s.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = probe.Close()
+	c, err := net.Dial("tcp", s.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := io.WriteString(c, "GET / HTTP/1.1\r\nHost: x\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	if answer, err := io.ReadAll(c); err != nil || !strings.Contains(string(answer), "HTTP request to an HTTPS server") {
+		t.Errorf("%q, %v", answer, err)
+	}
+	if err := s.Close(context.Background()); err != nil {
+		t.Error(err)
+	}
+	if err := <-served; err != nil {
+		t.Error(err)
+	}
+	if logs.Len() != 1 || !strings.Contains(logs.All()[0].Message, c.LocalAddr().String()) {
+		t.Errorf("the log holds %v", logs.All())
 	}
 }

@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 # `import kvconn` at about a millisecond.
 _EXPORTS = {
     "Agent": "agent",
+    "Claim": "types",
     "Completion": "types",
     "Load": "types",
     "Offer": "types",
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
         TransferError as TransferError,
     )
     from .regions import regions_from_tensor as regions_from_tensor
+    from .types import Claim as Claim
     from .types import Completion as Completion
     from .types import Load as Load
     from .types import Offer as Offer

@@ -96,6 +96,7 @@ class Library:
         self.register = declare(waiting, "kvconn_register_kv_caches", i32, handle, c.POINTER(CRegion), size)
         self.announce = declare(short, "kvconn_announce", i32, handle, c.POINTER(text), size, out)
         self.offer = declare(short, "kvconn_offer", i32, handle, c.POINTER(COffer), size, out)
+        self.claim = declare(short, "kvconn_claim", i32, handle, c.POINTER(CLoad), size, out)
         self.start_load = declare(short, "kvconn_start_load", i32, handle, c.POINTER(CLoad), size, out)
         self.cancel = declare(short, "kvconn_cancel", i32, handle, c.POINTER(text), size, text, out)
         self.pending = declare(short, "kvconn_pending", i32, handle)

@@ -13,7 +13,7 @@ from typing import Any, Iterable, Mapping, Optional, Sequence
 from . import _lib
 from .errors import ClosedError, ConfigError, InvalidError, Status, error_for
 from .logs import start_logging
-from .types import Completion, Load, Offer, Region
+from .types import Claim, Completion, Load, Offer, Region
 
 _NOTHING: tuple[Completion, ...] = ()
 _BATCH = 64
@@ -109,6 +109,23 @@ class Agent:
             row.token = o.token
             row.groups, row.num_groups = _groups(o.block_ids, (), keep)
         self._batch(self._lib.offer, rows, [o.transfer_id for o in offers])
+
+    def claim(self, claims: Iterable[Claim]) -> None:
+        """Decode: these transfers will be loaded as soon as there are blocks.
+
+        Until then the prefill engine keeps them, however long it takes. A claim
+        has no completion; it ends by :meth:`start_load` or :meth:`cancel`.
+        """
+        claims = list(claims)
+        if not claims:
+            return
+        rows = (_lib.CLoad * len(claims))()
+        for row, claim in zip(rows, claims):
+            row.struct_size = c.sizeof(_lib.CLoad)
+            row.transfer_id = _text(claim.transfer_id, "transfer_id")
+            row.bootstrap_addr = _text(claim.bootstrap_addr, "bootstrap_addr")
+            row.engine_id = _text(claim.engine_id, "engine_id")
+        self._batch(self._lib.claim, rows, [claim.transfer_id for claim in claims])
 
     def start_load(self, loads: Iterable[Load]) -> None:
         """Decode: loads these transfers, which prefill need not know yet.

@@ -34,6 +34,17 @@ class Offer(NamedTuple):
     token: int = 0
 
 
+class Claim(NamedTuple):
+    """Decode's word that it will load a transfer as soon as it has blocks.
+
+    ``bootstrap_addr`` is the prefill engine's ``http://host:port``.
+    """
+
+    transfer_id: str
+    bootstrap_addr: str
+    engine_id: str
+
+
 class Load(NamedTuple):
     """Decode's half of a transfer: put it into these blocks.
 

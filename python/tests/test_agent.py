@@ -110,6 +110,44 @@ def test_load_that_nobody_offers(decode: Side, transfer_id: str) -> None:
     prefill.agent.close()
 
 
+def test_claim_outlives_the_lease(transfer_id: str) -> None:
+    prefill, decode = Side("prefill", lease_s=1).register(), Side("decode", peer_timeout_s=0.6).register()
+    address = prefill.agent.bootstrap_address
+    claim = kvconn.Claim(transfer_id, address, "engine-prefill")
+    decode.agent.claim([claim])
+    decode.agent.claim([claim])
+    prefill.until("offers_early", 1)
+    data = random_blocks(prefill, [4])
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[4]]), kvconn.Offer("unclaimed", [[5]])])
+    assert prefill.finished("unclaimed").code == kvconn.Status.EXPIRED
+    decode.agent.start_load([kvconn.Load(transfer_id, address, "engine-prefill", [[2]])])
+    assert decode.finished(transfer_id).ok and prefill.finished(transfer_id).ok
+    assert np.array_equal(decode.cache[:, [2]], data)
+    stats = decode.agent.stats()
+    assert (stats["claimed"], stats["loads_started"], stats["loads"], stats["loads_claimed"]) == (1, 1, 1, 0)
+    assert prefill.agent.stats()["offers_failed_by"] == {"expired": 1}
+    prefill.agent.close()
+    decode.agent.close()
+
+
+def test_cancelled_claim_frees_prefill(prefill: Side, decode: Side, transfer_id: str) -> None:
+    decode.agent.claim([kvconn.Claim(transfer_id, prefill.agent.bootstrap_address, "engine-prefill")])
+    prefill.until("offers_early", 1)
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[1]])])
+    decode.agent.cancel([transfer_id], "aborted in the queue")
+    done = prefill.finished(transfer_id)
+    assert done.code == kvconn.Status.PEER_CANCELLED and "aborted in the queue" in done.reason
+    assert not decode.agent.get_finished()
+
+
+def test_failure_says_where_and_when(prefill: Side, decode: Side, transfer_id: str) -> None:
+    prefill.agent.cancel([transfer_id], "out of memory")
+    decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1]])])
+    reason = decode.finished(transfer_id).reason
+    for part in ("out of memory [load of engine", "dp0 tp0 pp0", '"engine-prefill"', prefill.agent.bootstrap_address, "requesting", " ms]"):
+        assert part in reason
+
+
 def test_offer_that_nobody_loads(transfer_id: str) -> None:
     prefill = Side("prefill", lease_s=0.5).register()
     prefill.agent.offer([kvconn.Offer(transfer_id, [[1]])])

@@ -18,7 +18,7 @@ if importlib.util.find_spec("vllm") is None:
 from kvconn.vllm import layout, params
 from kvconn.vllm.metadata import KVConnMetadata
 from kvconn.vllm.scheduler import SchedulerSide
-from kvconn.vllm.worker import WorkerSide
+from kvconn.vllm.worker import Reports, WorkerSide
 
 BLOCK = 16
 names = (f"r{n}" for n in itertools.count())
@@ -155,8 +155,7 @@ def test_agent_config(monkeypatch: pytest.MonkeyPatch) -> None:
         "block_tokens": BLOCK,
         "lease_s": 5,
     }
-    assert params.agent_config(vllm_config({}), cache_config())["lease_s"] == 120
-    assert "lease_s" not in params.agent_config(vllm_config({}, "kv_consumer"), cache_config())
+    assert "lease_s" not in params.agent_config(vllm_config({}), cache_config())
     monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", "9001")
     assert params.agent_config(vllm_config({}), cache_config())["bootstrap_port"] == 9001
     monkeypatch.setenv("KVCONN_BOOTSTRAP_PORT", "9002")
@@ -272,6 +271,27 @@ def test_decode_aborted_before_admission_lets_the_prefill_engine_free() -> None:
     assert [load.silent for load in side.build_meta(0).loads] == [True]
 
 
+def test_decode_claims_what_it_has_no_blocks_for() -> None:
+    side, req = decode_side(), request(40, decode_params())
+    side.on_new_request(req)
+    assert side.has_unsaid()
+    (claim,) = side.build_meta(1).claims
+    assert (claim.transfer_id, claim.bootstrap_addr, claim.engine_id) == ("t", "http://p:8998", "engine-p")
+    assert not side.has_unsaid() and not side.waits()
+    side.matched_tokens(req, 0)
+    side.after_alloc(req, ids(3), 40)
+    meta = side.build_meta(0)
+    assert not meta.claims and len(meta.loads) == 1
+
+
+def test_decode_with_blocks_at_once_claims_nothing() -> None:
+    side, req = decode_side(), request(40, decode_params())
+    side.on_new_request(req)
+    side.after_alloc(req, ids(3), 40)
+    meta = side.build_meta(0)
+    assert not meta.claims and len(meta.loads) == 1
+
+
 def test_decode_aborted_during_its_load_is_cancelled() -> None:
     side, req = decode_side(), request(40, decode_params())
     side.matched_tokens(req, 0)
@@ -303,6 +323,17 @@ def test_the_other_role(side: SchedulerSide, kv: Any, caplog: pytest.LogCaptureF
     assert side.request_finished(req, ids(3)) is False
     assert not side.has_unsaid()
     assert caplog.text.count("kv_role is") == 1
+
+
+def test_one_refused_claim_hides_no_other() -> None:
+    side, agent = worker()
+    agent.refused = {"b"}
+    scheduler = decode_side()
+    for each in "abc":
+        scheduler.on_new_request(request(40, decode_params(each)))
+    step(side, scheduler.build_meta(1))
+    assert [call for call in agent.calls if call[1] == "c"] and ("claim", "b") not in agent.calls
+    assert side.collect(False) == Reports()
 
 
 def test_metadata_crosses_processes() -> None:
@@ -343,6 +374,9 @@ class FakeAgent:
 
     def offer(self, offers: Sequence[Any]) -> None:
         self._take("offer", offers)
+
+    def claim(self, claims: Sequence[Any]) -> None:
+        self._take("claim", claims)
 
     def start_load(self, loads: Sequence[Any]) -> None:
         self._take("load", loads)

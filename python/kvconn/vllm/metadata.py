@@ -19,6 +19,15 @@ class OfferWork:
 
 
 @dataclass
+class ClaimWork:
+    """Decode: the request waits for blocks; its cache must be kept until it has them."""
+
+    transfer_id: str
+    bootstrap_addr: str
+    engine_id: str
+
+
+@dataclass
 class LoadWork:
     """Decode: put the blocks from first_block on into block_ids.
 
@@ -50,6 +59,7 @@ class CancelWork:
 class KVConnMetadata(KVConnectorMetadata):
     announces: list[str] = field(default_factory=list)
     offers: list[OfferWork] = field(default_factory=list)
+    claims: list[ClaimWork] = field(default_factory=list)
     loads: list[LoadWork] = field(default_factory=list)
     cancels: list[CancelWork] = field(default_factory=list)
     # No token is computed in this step: the engine runs it only to hear of transfers.

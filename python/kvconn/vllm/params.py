@@ -10,7 +10,6 @@ from typing import Any
 # Settings of the connector itself; every other key of kv_connector_extra_config goes to the agent, which knows its own.
 IDLE_WAIT_MS = "idle_wait_ms"
 _OWN_KEYS = (IDLE_WAIT_MS,)
-_DEFAULT_LEASE_S = 120
 _DEFAULT_IDLE_WAIT_MS = 2.0
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
@@ -137,9 +136,6 @@ def agent_config(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "dtype": dtype.replace("torch.", ""),
         "block_tokens": min(group_blocks) if group_blocks else cache.block_size,
     }
-    if config["role"] != "decode":
-        # Decode speaks up for a request only when vLLM admits it there: a queue of a minute must not end the offer.
-        config["lease_s"] = _DEFAULT_LEASE_S
     port = _port_from_environment()
     if port is not None and config["role"] != "decode":
         config["bootstrap_port"] = port

@@ -10,7 +10,7 @@ import logging
 from collections import OrderedDict
 from typing import Any
 
-from .metadata import BlockIds, CancelWork, KVConnMetadata, LoadWork, OfferWork
+from .metadata import BlockIds, CancelWork, ClaimWork, KVConnMetadata, LoadWork, OfferWork
 from .params import BadParams, DecodeParams, PrefillParams, parse
 
 logger = logging.getLogger("kvconn.vllm")
@@ -54,6 +54,8 @@ class SchedulerSide:
         params = self._learn(request)
         if isinstance(params, PrefillParams):
             self._announce(request.request_id, params)
+        elif isinstance(params, DecodeParams):
+            self._next.claims.append(ClaimWork(params.transfer_id, params.bootstrap_addr, params.engine_id))
 
     def _learn(self, request: Any) -> PrefillParams | DecodeParams | None:
         req_id = request.request_id
@@ -128,8 +130,9 @@ class SchedulerSide:
         self._loading[req_id] = params.transfer_id
         self._next.loads.append(self._load(req_id, params, wanted, first))
 
-    @staticmethod
-    def _load(req_id: str, params: DecodeParams, block_ids: BlockIds, first_block: list[int]) -> LoadWork:
+    def _load(self, req_id: str, params: DecodeParams, block_ids: BlockIds, first_block: list[int]) -> LoadWork:
+        # Nothing to claim first when there are blocks in the very step in which the request came.
+        self._next.claims = [claim for claim in self._next.claims if claim.transfer_id != params.transfer_id]
         return LoadWork(req_id, params.transfer_id, params.bootstrap_addr, params.engine_id, block_ids, first_block)
 
     # -- ends -------------------------------------------------------------------------------------------------------
@@ -183,7 +186,7 @@ class SchedulerSide:
 
     def has_unsaid(self) -> bool:
         meta = self._next
-        return bool(meta.announces or meta.offers or meta.loads or meta.cancels)
+        return bool(meta.announces or meta.offers or meta.claims or meta.loads or meta.cancels)
 
     def waits(self) -> bool:
         """Whether a report of the worker is outstanding."""

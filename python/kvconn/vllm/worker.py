@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .layout import make_regions
-from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork
+from .metadata import CancelWork, ClaimWork, KVConnMetadata, LoadWork, OfferWork
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -77,6 +77,9 @@ class WorkerSide:
                 self._try(lambda one=transfer_id: self._agent.announce([one]), f"announce {transfer_id!r}")
         if offers:
             self._each(offers, self._offer_all, self._offer_refused)
+        if meta.claims:
+            self._claim(meta.claims)
+            meta.claims = []
         for work in cancels:
             self._cancel(work)
 
@@ -88,6 +91,14 @@ class WorkerSide:
         cancels, meta.cancels = meta.cancels, []
         for work in cancels:
             self._cancel(work)
+
+    def _claim(self, works: Sequence[ClaimWork]) -> None:
+        from kvconn import Claim
+
+        claims = [Claim(work.transfer_id, work.bootstrap_addr, work.engine_id) for work in works]
+        if self._try(lambda: self._agent.claim(claims), f"claim {len(claims)} transfers"):
+            for claim in claims:  # one that is refused must not hide the others; its load will say why
+                self._try(lambda one=claim: self._agent.claim([one]), f"claim {claim.transfer_id!r}")
 
     def _try(self, call: Callable[[], None], what: str) -> Exception | None:
         """Whatever the agent says to a call, the engine lives on."""

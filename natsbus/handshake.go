@@ -1,0 +1,70 @@
+package natsbus
+
+import (
+	"fmt"
+	"io"
+	"strings"
+)
+
+// handshake carries what the server sends to a client, and sees in its first
+// lines whether the client was let in.
+type handshake struct {
+	w    io.Writer
+	done func() // called once, when the client was let in
+
+	// Used by the one goroutine that writes, and after its end.
+	told    bool // the server's INFO is through
+	in      bool
+	head    []byte          // of a line, as long as it may be a PING
+	final   strings.Builder // what it says instead of letting the client in
+	dropped bool            // the server ended the connection, not the client
+}
+
+const maxRefusal = 200
+
+// Write implements io.Writer.
+func (h *handshake) Write(p []byte) (int, error) {
+	if !h.in {
+		h.look(p)
+	}
+	return h.w.Write(p)
+}
+
+// look reads lines: INFO first; then PINGs, which everyone gets; then an error,
+// or anything else, which only clients get.
+func (h *handshake) look(p []byte) {
+	for _, c := range p {
+		switch {
+		case !h.told:
+			h.told = c == '\n'
+		case h.final.Len() > 0 || len(h.head) == 0 && c == '-':
+			if h.final.Len() < maxRefusal {
+				h.final.WriteByte(c)
+			}
+		default:
+			h.head = append(h.head, c)
+			switch whole := string(h.head); {
+			case whole == pingLine:
+				h.head = h.head[:0]
+			case !strings.HasPrefix(pingLine, whole):
+				h.in = true
+				h.done()
+				return
+			}
+		}
+	}
+}
+
+const pingLine = "PING\r\n"
+
+// refusal is the server's word to a client that it has not let in; "" when it
+// was let in, or went away by itself.
+func (h *handshake) refusal() string {
+	switch {
+	case h.in:
+		return ""
+	case h.final.Len() == 0 && h.dropped: // its last word is lost now and then
+		return fmt.Sprintf("it did not prove itself within %v", proofWithin)
+	}
+	return strings.Trim(strings.TrimPrefix(h.final.String(), "-ERR "), "' \r\n")
+}

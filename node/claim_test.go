@@ -1,0 +1,125 @@
+package node
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+func (s *side) claim(from string, ids ...core.TransferID) {
+	s.t.Helper()
+	var list []core.ClaimRequest
+	for _, id := range ids {
+		list = append(list, core.ClaimRequest{ID: id, From: core.Target{Bootstrap: from}})
+	}
+	if _, err := s.Claim(list); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// TestClaimsOutliveTheLease: what nobody claims expires, what is claimed before
+// it and after it does not.
+func TestClaimsOutliveTheLease(t *testing.T) {
+	leaktest.Check(t)
+	pc := testConfig(RolePrefill)
+	pc.Lease = Seconds(time.Second)
+	p, d := open(t, pc), open(t, testConfig(RoleDecode))
+	d.claim(p.BootstrapAddress(), "early", "late", "dropped")
+	p.knows(3)
+	p.fill(1, 1)
+	p.fill(2, 2)
+	p.offer("early", 1)
+	announce(t, p, "late")
+	for round := range 2 {
+		id := core.TransferID(fmt.Sprint("unclaimed", round))
+		p.offer(id, 3)
+		p.want(id, core.Expired, "claimed or loaded")
+	}
+	p.offer("late", 2)
+	d.load("early", p.BootstrapAddress(), 7)
+	d.load("late", p.BootstrapAddress(), 8)
+	for _, id := range []core.TransferID{"early", "late"} {
+		d.want(id, core.OK)
+		p.want(id, core.OK)
+	}
+	same(t, p, []core.BlockID{1, 2}, d, []core.BlockID{7, 8})
+	if _, err := d.Cancel([]core.TransferID{"dropped"}, "client went away"); err != nil {
+		t.Fatal(err)
+	}
+	p.offer("dropped", 4)
+	p.want("dropped", core.PeerCancelled, "client went away")
+}
+
+// TestClaimOfAKilledPrefill: the load that follows fails at once, and finds no
+// new instance by mistake.
+func TestClaimOfAKilledPrefill(t *testing.T) {
+	leaktest.Check(t)
+	address, to := prefillProcess(t, 0, "")
+	d := open(t, testConfig(RoleDecode))
+	d.claim(address, "announced")
+	until(t, "prefill has answered the claim", func() bool { return d.sizes().Kept == 1 })
+	to.kill()
+	until(t, "the claim is lost", func() bool { return d.sizes().Kept == 0 })
+	_, _ = prefillProcess(t, portOf(t, address), "")
+	d.load("announced", address, 1)
+	d.want("announced", core.PeerLost, "claimed")
+}
+
+func (s *side) sizes() core.Sizes {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.machine.Sizes()
+}
+
+// TestDecodeKilled: P's blocks come back at once, not with the lease.
+func TestDecodeKilled(t *testing.T) {
+	leaktest.Check(t)
+	p := open(t, testConfig(RolePrefill))
+	to := decodeProcess(t, p.BootstrapAddress())
+	p.knows(2) // claimed and loaded
+	p.offer("claimed", 1)
+	announce(t, p, "loaded")
+	to.kill()
+	p.want("claimed", core.PeerLost, "gone")
+	p.offer("loaded", 2)
+	p.want("loaded", core.PeerLost, "gone")
+}
+
+// TestAbortStorm: a thousand transfers are aborted at once while others go on.
+func TestAbortStorm(t *testing.T) {
+	leaktest.Check(t)
+	const storm = 1000
+	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
+	var loads []core.LoadRequest
+	var ids []core.TransferID
+	for i := range storm {
+		id := core.TransferID(fmt.Sprint("storm-", i))
+		ids = append(ids, id)
+		loads = append(loads, core.LoadRequest{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}})
+	}
+	announce(t, p, ids...)
+	if _, err := d.StartLoad(loads); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "prefill has the loads", func() bool { return d.Stats().LoadsWaiting == storm })
+	if _, err := d.Cancel(ids, "storm"); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 20 { // in the middle of it
+		id := core.TransferID(fmt.Sprint("other-", i))
+		p.offer(id, 1)
+		d.load(id, p.BootstrapAddress(), 2)
+		d.want(id, core.OK)
+	}
+	for _, id := range ids {
+		d.want(id, core.Cancelled)
+		p.offer(id, 3)
+		p.want(id, core.PeerCancelled, "storm")
+	}
+	until(t, "nothing is left", func() bool {
+		return p.Stats().OffersUnderWay == 0 && d.Stats().LoadsUnderWay == 0
+	})
+}

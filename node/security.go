@@ -1,0 +1,181 @@
+package node
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/natsbus"
+)
+
+// Bounds of what is read for the control plane's protection.
+const (
+	maxSecretFile = 64 << 10
+	maxToken      = 1024
+	maxListed     = 4096 // entries of nats_nkeys and of bootstrap_allow
+)
+
+// security is what a Config's keys and files say about who gets in.
+type security struct {
+	token, seed string
+	server      *tls.Config // of the bootstrap port; nil for plain HTTP
+	client      *tls.Config // nil trusts the system's authorities
+	allow       *allowList
+}
+
+// checkSecurity says which key cannot be, without a look at the files.
+func (c *Config) checkSecurity() error {
+	bad := func(key, format string, args ...any) error {
+		return fmt.Errorf("%w: config key %q %s", core.ErrInvalid, key, fmt.Sprintf(format, args...))
+	}
+	switch {
+	case c.NATSReplicas < 0 || c.NATSReplicas > 5:
+		return bad("nats_replicas", "is %d, want 0 to 5", c.NATSReplicas)
+	case c.NATSReplicas > 1 && c.NATSURL == "":
+		return bad("nats_replicas", "is %d, but there is no cluster: set nats_url", c.NATSReplicas)
+	case c.NATSToken != "" && c.NATSTokenFile != "":
+		return bad("nats_token_file", "and nats_token are both set: give one")
+	case c.NATSNKeySeedFile != "" && (c.NATSToken != "" || c.NATSTokenFile != "") && !c.servesNATS():
+		return bad("nats_nkey_seed_file", "and a token are both set: an agent proves itself with one of them")
+	case len(c.NATSNKeys) > 0 && !c.servesNATS():
+		return bad("nats_nkeys", "is for the embedded server of a prefill engine: a cluster has its own list")
+	case (c.TLSCertFile == "") != (c.TLSKeyFile == ""):
+		return bad("tls_cert_file", "and tls_key_file belong together: %q, %q", c.TLSCertFile, c.TLSKeyFile)
+	case len(c.NATSNKeys) > maxListed || len(c.BootstrapAllow) > maxListed:
+		return bad("nats_nkeys, bootstrap_allow", "have %d and %d entries, at most %d are read", len(c.NATSNKeys), len(c.BootstrapAllow), maxListed)
+	}
+	if err := checkToken(c.NATSToken); err != nil {
+		return bad("nats_token", "%v", err)
+	}
+	for _, key := range c.NATSNKeys {
+		if err := natsbus.CheckNKey(key); err != nil {
+			return bad("nats_nkeys", "has %q: %v", key, err)
+		}
+	}
+	if _, err := parseAllow(c.BootstrapAllow); err != nil {
+		return bad("bootstrap_allow", "has %v", err)
+	}
+	return nil
+}
+
+func (c *Config) servesNATS() bool { return c.prefills() && c.NATSURL == "" }
+
+func checkToken(token string) error {
+	if len(token) > maxToken {
+		return fmt.Errorf("has %d bytes, at most %d are read", len(token), maxToken)
+	}
+	for _, r := range token {
+		if r <= ' ' || r >= 0x7f {
+			return fmt.Errorf("has a character that is not printable ASCII, or a space")
+		}
+	}
+	return nil
+}
+
+// openSecurity reads the files. What is dangerous but allowed is logged.
+func openSecurity(c *Config, log *zap.Logger) (*security, error) {
+	s := &security{token: c.NATSToken}
+	bad := func(key, path string, err error) error {
+		return fmt.Errorf("%w: config key %q: %s: %w", core.ErrInvalid, key, path, err)
+	}
+	var err error
+	if c.NATSTokenFile != "" {
+		if s.token, err = readSecret("nats_token_file", c.NATSTokenFile, log); err == nil {
+			err = checkToken(s.token)
+		}
+		if err != nil {
+			return nil, bad("nats_token_file", c.NATSTokenFile, err)
+		}
+	}
+	if c.NATSNKeySeedFile != "" {
+		if s.seed, err = readSecret("nats_nkey_seed_file", c.NATSNKeySeedFile, log); err == nil {
+			err = natsbus.CheckSeed(s.seed)
+		}
+		if err != nil {
+			return nil, bad("nats_nkey_seed_file", c.NATSNKeySeedFile, err)
+		}
+	}
+	var certs []tls.Certificate
+	if c.TLSCertFile != "" {
+		warnReadable("tls_key_file", c.TLSKeyFile, log)
+		cert, err := tls.LoadX509KeyPair(c.TLSCertFile, c.TLSKeyFile)
+		if err != nil {
+			return nil, bad("tls_cert_file", c.TLSCertFile+" with tls_key_file "+c.TLSKeyFile, err)
+		}
+		certs = []tls.Certificate{cert}
+		// The control plane upgrades HTTP/1.1.
+		s.server = &tls.Config{Certificates: certs, MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}}
+	}
+	if c.TLSCAFile != "" || certs != nil {
+		s.client = &tls.Config{Certificates: certs, MinVersion: tls.VersionTLS12}
+	}
+	if c.TLSCAFile != "" {
+		text, err := readFile(c.TLSCAFile, 1<<20)
+		if err != nil {
+			return nil, bad("tls_ca_file", c.TLSCAFile, err)
+		}
+		s.client.RootCAs = x509.NewCertPool()
+		if !s.client.RootCAs.AppendCertsFromPEM(text) {
+			return nil, bad("tls_ca_file", c.TLSCAFile, fmt.Errorf("no certificate in PEM form"))
+		}
+	}
+	if s.allow, err = parseAllow(c.BootstrapAllow); err != nil {
+		return nil, fmt.Errorf("%w: config key \"bootstrap_allow\": %w", core.ErrInvalid, err)
+	}
+	if c.servesNATS() && s.token == "" && len(c.NATSNKeys) == 0 && !isLoopback(c.BootstrapHost) {
+		log.Warn("everyone who reaches the bootstrap port can ask for KV caches: set nats_token or nats_nkeys, or bind bootstrap_host to a private address",
+			zap.String("bootstrap_host", c.BootstrapHost), zap.Int("bootstrap_port", c.BootstrapPort))
+	}
+	return s, nil
+}
+
+func isLoopback(host string) bool {
+	ip := net.ParseIP(host)
+	return host == "localhost" || ip != nil && ip.IsLoopback()
+}
+
+// readSecret reads a file of one line.
+func readSecret(key, path string, log *zap.Logger) (string, error) {
+	warnReadable(key, path, log)
+	b, err := readFile(path, maxSecretFile)
+	if err != nil {
+		return "", err
+	}
+	secret := strings.TrimRight(string(b), "\r\n")
+	if secret == "" {
+		return "", fmt.Errorf("the file is empty")
+	}
+	return secret, nil
+}
+
+func warnReadable(key, path string, log *zap.Logger) {
+	if st, err := os.Stat(path); err == nil && st.Mode().Perm()&0o007 != 0 {
+		log.Warn("everyone on this host can open a secret: chmod o-rwx", zap.String("key", key), zap.String("file", path),
+			zap.Stringer("mode", st.Mode().Perm()))
+	}
+}
+
+// readFile reads a file of a bounded size.
+func readFile(path string, limit int64) ([]byte, error) {
+	f, err := os.Open(filepath.Clean(path))
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.LimitReader(f, limit+1))
+	if err != nil {
+		return nil, err
+	}
+	if int64(len(b)) > limit {
+		return nil, fmt.Errorf("it is larger than %d bytes", limit)
+	}
+	return b, nil
+}

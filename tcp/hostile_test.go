@@ -1,0 +1,428 @@
+package tcp
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// TestStrangersDoNotKeepDecodersOut: connections that show no ticket are few, the
+// oldest is closed first, and those that show a wrong one are none.
+func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
+	leaktest.Check(t)
+	sink, logs := observer.New(zap.WarnLevel)
+	p, d := newAgent(t, Config{MaxStreams: 4, MaxGreeting: 8, DialTimeout: time.Hour, Logger: zap.New(sink)}), newAgent(t, Config{})
+	strangers := func() (n int) {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		return len(p.sender.strangers.conns)
+	}
+	var silent []net.Conn
+	for i := range 80 {
+		c, err := net.Dial("tcp", p.Endpoint())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if i%2 == 0 {
+			silent = append(silent, c)
+			continue
+		}
+		var b [headerSize]byte
+		(&header{kind: frameHello, key: newToken()}).encode(&b)
+		_, _ = c.Write(b[:]) // may be refused already
+		c.SetReadDeadline(time.Now().Add(bound))
+		if rest, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatalf("a stranger is let be, after %d bytes", len(rest))
+		}
+	}
+	for _, c := range silent[:len(silent)-8] { // each made place for a later one
+		c.SetReadDeadline(time.Now().Add(bound))
+		if _, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatal("a silent stranger is let be")
+		}
+	}
+	if n := strangers(); n > 8 {
+		t.Fatalf("%d strangers", n)
+	}
+	move(t, p, d, "t")
+	p.sender.mu.Lock()
+	streams, unlogged := p.sender.streams, p.sender.strangers.silent
+	p.sender.mu.Unlock()
+	if streams != 2 {
+		t.Errorf("%d streams, want those of the decode agent", streams)
+	}
+	if logs.Len() == 0 || unlogged == 0 && logs.Len() >= 40 {
+		t.Errorf("%d log lines and %d left out, of 72 strangers", logs.Len(), unlogged)
+	}
+}
+
+// TestMalformedFrames: what no sender says ends the stream and its transfers, and
+// changes no byte.
+func TestMalformedFrames(t *testing.T) {
+	leaktest.Check(t)
+	blocks := allBlocks(2)
+	for name, frames := range map[string][]header{
+		"beyond the end":      {{kind: frameData, position: 2*testBlock - 4, length: 8}},
+		"wraps around":        {{kind: frameData, position: ^uint64(0) - 3, length: 8}},
+		"twice the same byte": {{kind: frameData, position: 0, length: 0}, {kind: frameData, position: 4, length: 4}, {kind: frameData, position: 4, length: 4}},
+		"unknown kind":        {{kind: 77, position: 0, length: 4}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer l.Close()
+			d := newAgent(t, Config{Streams: 1, StallTimeout: time.Hour})
+			if err := d.Connect("p", l.Addr().String(), make([]byte, len(token{}))); err != nil {
+				t.Fatal(err)
+			}
+			grant, err := d.Expect("t", "p", d.layout.Segments(blocks))
+			if err != nil {
+				t.Fatal(err)
+			}
+			conn, err := l.Accept()
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			for i, h := range frames {
+				h.key = token(grant)
+				var b [headerSize]byte
+				h.encode(&b)
+				_, _ = conn.Write(b[:])
+				if i < len(frames)-1 { // the last one is refused by its header
+					_, _ = conn.Write(make([]byte, h.length))
+				}
+			}
+			until(t, "the transfer fails", func() bool { return len(d.sink.All("received", "t")) == 1 })
+			if d.sink.All("received", "t")[0].Err == nil {
+				t.Fatal("it ended well")
+			}
+			for i, b := range d.mem {
+				if b != 0 {
+					t.Fatalf("byte %d is %d", i, b)
+				}
+			}
+		})
+	}
+}
+
+// rawConn speaks to an agent as no agent would.
+type rawConn struct {
+	net.Conn
+	t *testing.T
+}
+
+func dial(t *testing.T, a *agent) *rawConn {
+	t.Helper()
+	c, err := net.Dial("tcp", a.Endpoint())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	c.SetReadDeadline(time.Now().Add(bound))
+	return &rawConn{c, t}
+}
+
+func frameBytes(h header) []byte {
+	var b [headerSize]byte
+	h.encode(&b)
+	return b[:]
+}
+
+// say sends bytes to one that may have closed the connection.
+func (c *rawConn) say(b ...[]byte) { _, _ = c.Write(bytes.Join(b, nil)) }
+
+// next reads a header.
+func (c *rawConn) next() header {
+	c.t.Helper()
+	h, err := readHeader(c)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return h
+}
+
+// ends waits until the agent closes the connection.
+func (c *rawConn) ends() {
+	c.t.Helper()
+	if n, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
+		c.t.Fatalf("the connection is let be, after %d bytes", n)
+	}
+}
+
+// fakeSender is the P of the first stream that d opens to it.
+func fakeSender(t *testing.T, d *agent, peer core.AgentID) *rawConn {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	ticket := newToken()
+	if err := d.Connect(peer, l.Addr().String(), ticket[:]); err != nil {
+		t.Fatal(err)
+	}
+	conn, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	conn.SetReadDeadline(time.Now().Add(bound))
+	c := &rawConn{conn, t}
+	if h := c.next(); h.kind != frameHello || h.key != ticket {
+		t.Fatalf("the stream begins with %+v, want a hello with the ticket", h)
+	}
+	return c
+}
+
+func (a *agent) expect(t *testing.T, id core.TransferID, peer core.AgentID, blocks [][]core.BlockID) token {
+	t.Helper()
+	grant, err := a.Expect(id, peer, a.layout.Segments(blocks))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return token(grant)
+}
+
+// full checks that an agent's memory holds one value throughout.
+func (a *agent) full(t *testing.T, v byte) {
+	t.Helper()
+	for i, b := range a.mem {
+		if b != v {
+			t.Fatalf("byte %d is %d, want %d", i, b, v)
+		}
+	}
+}
+
+// TestHostileHello: what does not begin with a ticket is closed within the bound,
+// and disturbs nobody.
+func TestHostileHello(t *testing.T) {
+	leaktest.Check(t)
+	hello := frameBytes(header{kind: frameHello, key: newToken()})
+	other := bytes.Clone(hello)
+	other[3]++ // the version
+	p, d := newAgent(t, Config{DialTimeout: time.Second}), newAgent(t, Config{})
+	move(t, p, d, "before")
+	for name, c := range map[string]struct {
+		bytes []byte
+		then  func(c *rawConn)
+	}{
+		"nothing":                    {nil, (*rawConn).ends},
+		"half a header":              {hello[:headerSize/2], (*rawConn).ends},
+		"half a header, and the end": {hello[:headerSize/2], func(c *rawConn) { _ = c.Conn.(*net.TCPConn).CloseWrite(); c.ends() }},
+		"garbage":                    {bytes.Repeat([]byte("GET / HTTP/1.1\r\n"), 64), (*rawConn).ends},
+		"another version":            {other, (*rawConn).ends},
+		"data first":                 {frameBytes(header{kind: frameData, length: 1 << 62}), (*rawConn).ends},
+		"a wrong ticket": {hello, func(c *rawConn) {
+			if h := c.next(); h.kind != frameLeave {
+				c.t.Errorf("answered by %+v", h)
+			}
+			c.ends()
+		}},
+		"no ticket": {frameBytes(header{kind: frameHello}), (*rawConn).ends},
+	} {
+		t.Run(name, func(t *testing.T) {
+			raw := dial(t, p)
+			raw.say(c.bytes)
+			c.then(raw)
+		})
+	}
+	move(t, p, d, "after")
+	if down := p.sink.All("down", ""); len(down) != 0 {
+		t.Errorf("told %+v", down)
+	}
+}
+
+// TestHostileDecoder: what no decode agent says ends its own stream and
+// transfers, and no other's.
+func TestHostileDecoder(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{}), newAgent(t, Config{})
+	for name, words := range map[string][]byte{
+		"garbage":       bytes.Repeat([]byte{0xff}, 400),
+		"hello again":   frameBytes(header{kind: frameHello, key: token(p.admit(t, "evil"))}),
+		"data":          frameBytes(header{kind: frameData, length: 1 << 62}),
+		"unknown kind":  frameBytes(header{kind: 99}),
+		"half a header": frameBytes(header{kind: frameAck})[:13],
+	} {
+		t.Run(name, func(t *testing.T) {
+			evil := dial(t, p)
+			evil.say(frameBytes(header{kind: frameHello, key: token(p.admit(t, "evil"))}))
+			id, down := core.TransferID(name), len(p.sink.All("down", ""))
+			grant := newToken()
+			p.Write(core.WriteOp{ID: id, Peer: "evil", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+			if h := evil.next(); h.kind != frameData || h.key != grant {
+				t.Fatalf("begins with %+v", h)
+			}
+			evil.say(words)
+			_ = evil.Conn.(*net.TCPConn).CloseWrite()
+			if o := p.sink.Wait("written", id, 1); !errors.Is(o.Err, core.ErrConnectionLost) {
+				t.Errorf("written with %v", o.Err)
+			}
+			until(t, "the loss is told", func() bool { return len(p.sink.All("down", "")) == down+1 })
+			move(t, p, d, core.TransferID("beside "+name))
+		})
+	}
+}
+
+// TestLyingDecoder: acknowledgements of what was not sent, and of transfers of
+// other agents, are not believed.
+func TestLyingDecoder(t *testing.T) {
+	leaktest.Check(t)
+	p := newAgent(t, Config{})
+	good, evil := dial(t, p), dial(t, p)
+	good.say(frameBytes(header{kind: frameHello, key: token(p.admit(t, "good"))}))
+	evil.say(frameBytes(header{kind: frameHello, key: token(p.admit(t, "evil"))}))
+	grant, ends := newToken(), newToken()
+	p.Write(core.WriteOp{ID: "t", Peer: "good", Grant: grant[:], Pairs: p.pairs(t, allBlocks(1))})
+	if h := good.next(); h.key != grant || h.length != testBlock {
+		t.Fatalf("begins with %+v", h)
+	}
+	if _, err := io.CopyN(io.Discard, good, testBlock); err != nil {
+		t.Fatal(err)
+	}
+	evil.say(frameBytes(header{kind: frameAck, key: grant, length: testBlock}), frameBytes(header{kind: frameNack, key: grant}))
+	for _, n := range []uint64{0, testBlock - 1, testBlock + 1, 1 << 63} {
+		good.say(frameBytes(header{kind: frameAck, key: grant, length: n}))
+	}
+	// A transfer that ends on each stream says that what was before it was read.
+	for _, c := range []struct {
+		peer core.AgentID
+		conn *rawConn
+	}{{"evil", evil}, {"good", good}} {
+		p.Write(core.WriteOp{ID: core.TransferID(c.peer), Peer: c.peer, Grant: ends[:], Pairs: p.pairs(t, allBlocks(1))})
+		c.conn.say(frameBytes(header{kind: frameNack, key: ends}))
+		if o := p.sink.Wait("written", core.TransferID(c.peer), 1); !errors.Is(o.Err, core.ErrNotExpected) {
+			t.Fatalf("a refused write ended with %v", o.Err)
+		}
+	}
+	if told := p.sink.All("written", "t"); len(told) != 0 {
+		t.Fatalf("told %+v", told)
+	}
+	good.say(frameBytes(header{kind: frameAck, key: grant, length: testBlock}))
+	if o := p.sink.Wait("written", "t", 1); o.Err != nil || o.Stats.Bytes != testBlock {
+		t.Fatalf("written: %+v", o)
+	}
+}
+
+// TestPeerThatNeverReads: its write ends when it has stalled, and what goes to
+// others does not wait for that.
+func TestPeerThatNeverReads(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{StallTimeout: time.Second}), newAgent(t, Config{})
+	deaf := dial(t, p)
+	deaf.say(frameBytes(header{kind: frameHello, key: token(p.admit(t, "deaf"))}))
+	grant := newToken()
+	p.Write(core.WriteOp{ID: "t", Peer: "deaf", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	for i := range 20 {
+		move(t, p, d, core.TransferID(fmt.Sprint("beside", i)))
+	}
+	o := p.sink.Wait("written", "t", 1)
+	if !errors.Is(o.Err, core.ErrConnectionLost) || !strings.Contains(o.Err.Error(), "no progress for 1s") {
+		t.Fatalf("written: %+v", o)
+	}
+	until(t, "the loss is told", func() bool { return len(p.sink.All("down", "")) == 1 })
+	move(t, p, d, "after")
+}
+
+// TestHostileSender: a stream that says what no sender says ends, with the
+// transfers that waited for it, and no byte of it lands.
+func TestHostileSender(t *testing.T) {
+	leaktest.Check(t)
+	for name, words := range map[string]func(grant token) []byte{
+		"garbage":                     func(token) []byte { return bytes.Repeat([]byte{0xff}, 400) },
+		"half a header":               func(g token) []byte { return frameBytes(header{kind: frameData, key: g, length: 8})[:30] },
+		"hello":                       func(g token) []byte { return frameBytes(header{kind: frameHello, key: g}) },
+		"acknowledgement":             func(g token) []byte { return frameBytes(header{kind: frameAck, key: g}) },
+		"leave":                       func(g token) []byte { return frameBytes(header{kind: frameLeave}) },
+		"enormous":                    func(g token) []byte { return frameBytes(header{kind: frameData, key: g, length: 1 << 62}) },
+		"enormous, of an unknown one": func(g token) []byte { return frameBytes(header{kind: frameData, length: 1 << 62}) },
+		"length as large as a position": func(g token) []byte {
+			return frameBytes(header{kind: frameData, key: g, position: 1 << 63, length: 1 << 63})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newAgent(t, Config{Streams: 1})
+			c := fakeSender(t, d, "p")
+			grant := d.expect(t, "t", "p", allBlocks(2))
+			c.say(words(grant), make([]byte, 100))
+			_ = c.Conn.(*net.TCPConn).CloseWrite()
+			if o := d.sink.Wait("received", "t", 1); o.Err == nil {
+				t.Error("it ended well")
+			}
+			until(t, "the loss is told", func() bool { return len(d.sink.All("down", "")) == 1 })
+			d.full(t, 0)
+		})
+	}
+}
+
+// TestGrantOfAnotherPeer: a frame with it lands nowhere and ends nothing.
+func TestGrantOfAnotherPeer(t *testing.T) {
+	leaktest.Check(t)
+	d := newAgent(t, Config{Streams: 1})
+	p, thief := fakeSender(t, d, "p"), fakeSender(t, d, "thief")
+	grant := d.expect(t, "t", "p", allBlocks(1))
+	d.expect(t, "u", "thief", [][]core.BlockID{{1}})
+	ones := bytes.Repeat([]byte{1}, testBlock)
+	thief.say(frameBytes(header{kind: frameData, key: grant, length: testBlock}), ones)
+	if h := thief.next(); h.kind != frameNack || h.key != grant {
+		t.Fatalf("answered by %+v", h)
+	}
+	// Its end would need the whole frame read; the next nack says that it was.
+	thief.say(frameBytes(header{kind: frameData, key: token{}}))
+	thief.next()
+	d.full(t, 0)
+	p.say(frameBytes(header{kind: frameData, key: grant, length: testBlock}), ones)
+	if h := p.next(); h.kind != frameAck || h.key != grant || h.length != testBlock {
+		t.Fatalf("answered by %+v", h)
+	}
+	if o := d.sink.Wait("received", "t", 1); o.Err != nil || !bytes.Equal(d.mem[:testBlock], ones) {
+		t.Fatalf("received: %+v", o)
+	}
+	if told := d.sink.All("received", "u"); len(told) != 0 {
+		t.Fatalf("told %+v", told)
+	}
+}
+
+// TestFramesAfterRevoke: the rest of one that had begun, and whole ones.
+func TestFramesAfterRevoke(t *testing.T) {
+	leaktest.Check(t)
+	d := newAgent(t, Config{Streams: 1})
+	p := fakeSender(t, d, "p")
+	grant := d.expect(t, "t", "p", allBlocks(2))
+	ones := bytes.Repeat([]byte{1}, testBlock)
+	p.say(frameBytes(header{kind: frameData, key: grant, length: testBlock}), ones[:testBlock/2])
+	until(t, "half of a frame has landed", func() bool { return d.mem[testBlock/2-1] == 1 })
+	d.Revoke("t")
+	for i := range d.mem {
+		d.mem[i] = 9
+	}
+	p.say(ones[testBlock/2:])
+	p.say(frameBytes(header{kind: frameData, key: grant, position: testBlock, length: testBlock}), ones)
+	p.say(frameBytes(header{kind: frameData, key: grant, length: 1 << 20}), ones) // was there before
+	p.say(frameBytes(header{kind: frameData, key: token{}}))                      // its nack says that all was read
+	for i := range 4 {
+		if h := p.next(); h.kind != frameNack || (h.key != grant) != (i == 3) {
+			t.Fatalf("answer %d is %+v", i, h)
+		}
+	}
+	d.full(t, 9)
+	if told := d.sink.All("received", "t"); len(told) != 0 {
+		t.Fatalf("told %+v", told)
+	}
+}
