@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -27,7 +28,7 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	fs := flag.NewFlagSet("kvconn chaos", flag.ContinueOnError)
 	fs.SetOutput(os.Stderr)
 	fs.IntVar(&opt.Faults, "faults", 0, "how many faults to inject; 500, with --short 40")
-	parts := fs.String("parts", "", "only these parts, separated by commas: faults, burst, storm, blip, slow, orphans, deaf")
+	parts := fs.String("parts", "", "only these parts, separated by commas: "+strings.Join(chaos.PartNames(), ", "))
 	fs.Uint64Var(&opt.Seed, "seed", uint64(time.Now().UnixNano()), "what faults and transfers are drawn from")
 	fs.BoolVar(&opt.Short, "short", false, "a run of a minute")
 	fs.BoolVar(&opt.Strict, "strict", false, "fail also when a load is reported later than 3 s after its P was killed")
@@ -49,6 +50,11 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	}
 	if *parts != "" {
 		opt.Parts = strings.Split(*parts, ",")
+		for _, p := range opt.Parts {
+			if !slices.Contains(chaos.PartNames(), p) {
+				return fmt.Errorf("%w: chaos has no part %q", errUsage, p)
+			}
+		}
 	}
 	self, err := selfCommand()
 	if err != nil {

@@ -35,7 +35,7 @@ func run(t *testing.T, opt Options) *Result {
 	if err != nil {
 		t.Fatal(err)
 	}
-	opt.Self, opt.Short, opt.Progress = []string{exe, engineArgument}, true, t.Logf
+	opt.Self, opt.Short, opt.quick, opt.Progress = []string{exe, engineArgument}, true, true, t.Logf
 	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	defer cancel()
 	res, err := Run(ctx, opt)
@@ -168,7 +168,9 @@ func TestNotice(t *testing.T) {
 	if l.ordered("d0", 1, half{core.SideLoad, "b"}, 0, 0); !l.entries[entryKey{"d0", 1, half{core.SideLoad, "b"}}].troubled {
 		t.Error("a half that was ordered under a fault does not know of it")
 	}
-	l.event("d0", 1, event{Op: evReport, ID: "a", Side: core.SideLoad, Code: core.PeerLost, At: 920 * ms})
+	l.event("p0", 4, event{Op: evOpened, Agent: "fourth"})
+	kill.victim, late.victim = processLife{"p0", 4}, processLife{"p0", 5}
+	l.event("d0", 1, event{Op: evReport, ID: "a", Side: core.SideLoad, Code: core.PeerLost, Agent: "fourth", At: 920 * ms})
 	l.event("d0", 1, event{Op: evLag, At: 0, Until: 120 * ms})
 	l.event("d1", 1, event{Op: evLag, At: 0, Until: 900 * ms})
 	got := l.notices()
@@ -183,6 +185,10 @@ func TestNotice(t *testing.T) {
 	}
 	if e := l.ordered("d0", 1, half{core.SideLoad, "c"}, 0, 0); e.troubled {
 		t.Error("a half is ordered under a fault that is over")
+	}
+	kill.victim.life = 3
+	if got := l.notices(); len(got) != 1 || got[0].fault != cut {
+		t.Errorf("a death that the load survived is the cause of its end: %+v", got)
 	}
 	e.cancelled = true
 	if n := len(l.notices()); n != 0 {

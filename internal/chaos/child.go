@@ -90,6 +90,7 @@ func (c *child) start(ctx context.Context) error {
 		c.kill()
 		return fmt.Errorf("%s: open: %w", c.name, err)
 	}
+	c.on(c, life, answer)
 	c.mu.Lock()
 	c.ready = c.p == p
 	c.mu.Unlock()

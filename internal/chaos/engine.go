@@ -80,6 +80,7 @@ func RunEngine(in io.Reader, out io.Writer) error {
 			if err != nil {
 				ev.Error = err.Error()
 			} else {
+				ev.Agent = e.agent.ID()
 				wg.Go(func() { e.collect(quit) })
 			}
 			e.tell(ev)
@@ -293,7 +294,7 @@ func (e *engine) report(r core.Report, at int64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	h := half{r.Side, r.ID}
-	ev := event{Op: evReport, ID: r.ID, Side: r.Side, Code: r.Code, Reason: r.Reason, At: at}
+	ev := event{Op: evReport, ID: r.ID, Side: r.Side, Code: r.Code, Reason: r.Reason, Agent: r.Peer, At: at}
 	what := e.held[h]
 	if what == nil {
 		e.tell(event{Op: evWrong, ID: r.ID, Error: fmt.Sprintf("a report of a %s that is not under way: %s: %s", r.Side, r.Code, r.Reason), At: at})

@@ -51,6 +51,7 @@ type fault struct {
 	kind   faultKind
 	target string
 	from   int64
+	victim processLife // of a SIGKILL
 	// affects says whether a half depends on the target.
 	affects func(*entry) bool
 	hits    int // halves that it began upon
@@ -166,7 +167,11 @@ func (in *injector) skip(kind faultKind, reason string) {
 // begin writes a fault down; what it does comes right after, and over is called
 // when that has ended.
 func (in *injector) begin(kind faultKind, target string, affects func(*entry) bool) (over func()) {
-	f := &fault{kind: kind, target: target, from: now(), affects: affects}
+	return in.beginOn(&fault{kind: kind, target: target, affects: affects})
+}
+
+func (in *injector) beginOn(f *fault) (over func()) {
+	f.from = now()
 	in.f.led.begin(f)
 	in.mu.Lock()
 	in.faults = append(in.faults, f)
@@ -271,10 +276,11 @@ func pause(ctx context.Context, d time.Duration) {
 
 // kill kills a process under load, and starts it again on its ports.
 func (in *injector) kill(ctx context.Context, kind faultKind, c *child, affects func(*entry) bool, pick uint64) {
-	if p, _ := c.up(); p == nil {
+	p, life := c.up()
+	if p == nil {
 		return
 	}
-	defer in.begin(kind, c.name, affects)()
+	defer in.beginOn(&fault{kind: kind, target: c.name, victim: processLife{c.name, life}, affects: affects})()
 	c.kill()
 	pause(ctx, time.Duration(pick%uint64(restartWait)))
 	// The disk may be full, or descriptors short: an engine's supervisor tries on.

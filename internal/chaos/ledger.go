@@ -37,6 +37,7 @@ type entry struct {
 	reported   int64
 	code       core.Code
 	reason     string
+	peer       core.AgentID  // whom it was with in the end, as far as it knew
 	took       time.Duration // the call
 	done       chan struct{} // closed with the end
 	hits       []*fault      // that began while it was under way
@@ -66,6 +67,13 @@ type ledger struct {
 	lags     map[string][]span // when a child did not run
 	dead     map[string]int    // the last life of a child that is known to have ended
 	on       map[*fault]bool   // the faults that are on
+	agents   map[core.AgentID]processLife
+}
+
+// processLife is one process of a child.
+type processLife struct {
+	child string
+	life  int
 }
 
 // span is a time on the clock that all share.
@@ -75,7 +83,7 @@ type span struct{ from, to int64 }
 const maxProblems = 64
 
 func newLedger() *ledger {
-	return &ledger{entries: map[entryKey]*entry{}, lags: map[string][]span{}, dead: map[string]int{}, on: map[*fault]bool{}}
+	return &ledger{entries: map[entryKey]*entry{}, lags: map[string][]span{}, dead: map[string]int{}, on: map[*fault]bool{}, agents: map[core.AgentID]processLife{}}
 }
 
 func (l *ledger) problem(format string, args ...any) {
@@ -113,6 +121,8 @@ func (l *ledger) event(child string, life int, ev event) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch ev.Op {
+	case evOpened:
+		l.agents[ev.Agent] = processLife{child, life}
 	case evCall:
 		e := l.entries[entryKey{child, life, half{ev.Side, ev.ID}}]
 		if e == nil || e.state != halfOrdered {
@@ -140,6 +150,7 @@ func (l *ledger) event(child string, life int, ev event) {
 			l.addProblem("%s: %s %s is reported twice: %s, then %s: %s", child, ev.Side, ev.ID, e.code, ev.Code, ev.Reason)
 		default:
 			e.accepted, e.reported, e.code, e.reason = ev.Called, ev.At, ev.Code, ev.Reason
+			e.peer = ev.Agent
 			l.end(e, halfReported)
 		}
 	case evWrong:
@@ -299,7 +310,7 @@ func (l *ledger) notices() []notice {
 		if e.state != halfReported || e.cancelled {
 			continue
 		}
-		f, alone := e.cause()
+		f, alone := l.cause(e)
 		anew := f != nil && f.kind == killP && e.code == core.NotOffered
 		if e.code != core.PeerLost && e.code != core.Unreachable && e.code != core.Failed && !anew {
 			continue
@@ -312,15 +323,20 @@ func (l *ledger) notices() []notice {
 	return out
 }
 
-// cause is the fault that a half's end is put down to: the other side's death
-// if that was one, else the first one that hit it.
-func (e *entry) cause() (f *fault, alone bool) {
+// cause is the fault that a half's end is put down to: the death of the process
+// that it was with if there is one, else the first fault that hit it. A death
+// that it survived, by finding the process that came after, is none.
+func (l *ledger) cause(e *entry) (f *fault, alone bool) {
+	with, known := l.agents[e.peer]
 	n := 0
 	for _, h := range e.hits {
 		if h.from >= e.reported {
 			continue // it had ended, which was not told yet
 		}
 		n++
+		if h.kind.deadly() && known && with != h.victim && e.code != core.NotOffered {
+			continue
+		}
 		if f == nil || h.kind.deadly() && !f.kind.deadly() {
 			f = h
 		}

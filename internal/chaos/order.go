@@ -76,6 +76,7 @@ type event struct {
 	Error     string          `json:"error,omitempty"`
 	Overload  bool            `json:"overload,omitempty"`  // the error is core.ErrOverload
 	Exhausted bool            `json:"exhausted,omitempty"` // the engine had no free blocks
+	Agent     core.AgentID    `json:"agent,omitempty"`     // opened: its own; report: the peer's, as far as it was known
 	Called    int64           `json:"called,omitempty"`    // report: when the call was made
 	At        int64           `json:"at,omitempty"`
 	Until     int64           `json:"until,omitempty"`

@@ -179,8 +179,8 @@ func (l *ledger) longestCall(entries []*entry) time.Duration {
 
 // runBurst: 10,000 loads at once on one agent. What is over the bound is refused
 // by the call, with a reason; all others end, and no call waits.
-func runBurst(ctx context.Context, opt *Options, led *ledger, res *Result) error {
-	row, err := with(ctx, opt, led, shape{name: "burst", prefills: 1, decodes: 1, memory: tinyBlocks(30, 30)}, func(f *fleet) (string, error) {
+func runBurst(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	return with(ctx, opt, led, shape{name: "burst", prefills: 1, decodes: 1, memory: tinyBlocks(30, 30)}, func(f *fleet) (string, error) {
 		opt.Progress("%d loads at once", burstLoads)
 		items := f.items("load", burstLoads, 0, 0)
 		start := now()
@@ -217,14 +217,12 @@ func runBurst(ctx context.Context, opt *Options, led *ledger, res *Result) error
 		led.require("burst", offers, "offer ok")
 		return fmt.Sprintf("%s; longest call %s ms; refused with %q", led.tell(loads, start), milliseconds(led.longestCall(loads)), reason), nil
 	})
-	res.Parts = append(res.Parts, row)
-	return err
 }
 
 // runStorm: 1,000 transfers are aborted at once, on D, on P and on both, while
 // others go on.
-func runStorm(ctx context.Context, opt *Options, led *ledger, res *Result) error {
-	row, err := with(ctx, opt, led, shape{name: "storm", prefills: 1, decodes: 2, memory: tinyBlocks(30, 30)}, func(f *fleet) (string, error) {
+func runStorm(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	return with(ctx, opt, led, shape{name: "storm", prefills: 1, decodes: 2, memory: tinyBlocks(30, 30)}, func(f *fleet) (string, error) {
 		opt.Progress("%d transfers aborted at once", stormAborts)
 		items := f.items("abort", stormAborts, 0, 0)
 		if err := f.announce(0, items); err != nil {
@@ -250,8 +248,6 @@ func runStorm(ctx context.Context, opt *Options, led *ledger, res *Result) error
 		led.require("storm", loads, "load cancelled", "load peer-cancelled")
 		return fmt.Sprintf("%s; others' transfers: %s before, %s during", led.tell(loads, start), before, during), nil
 	})
-	res.Parts = append(res.Parts, row)
-	return err
 }
 
 // blipTransfers is how many transfers wait when all connections of a pair break.
@@ -259,8 +255,8 @@ const blipTransfers = 100
 
 // runBlip: every connection between a P and a D that both live breaks at once.
 // Of what waits, no byte has come: it survives.
-func runBlip(ctx context.Context, opt *Options, led *ledger, res *Result) error {
-	row, err := with(ctx, opt, led, shape{name: "blip", prefills: 1, decodes: 1, memory: tinyBlocks(leaseSeconds, earlySeconds)}, func(f *fleet) (string, error) {
+func runBlip(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	return with(ctx, opt, led, shape{name: "blip", prefills: 1, decodes: 1, memory: tinyBlocks(leaseSeconds, earlySeconds)}, func(f *fleet) (string, error) {
 		opt.Progress("all connections of a pair break at once")
 		items := f.items("blip", blipTransfers, 0, 0)
 		claims := f.items("claim", blipTransfers, 0, 0)
@@ -300,8 +296,6 @@ func runBlip(ctx context.Context, opt *Options, led *ledger, res *Result) error 
 		led.require("blip", offers, "offer ok")
 		return led.tell(loads, start) + "; " + led.tell(offers, start), nil
 	})
-	res.Parts = append(res.Parts, row)
-	return err
 }
 
 // window is how long one measurement takes.
@@ -380,10 +374,10 @@ func (f *fleet) steady(ctx context.Context, window time.Duration, ds []int) pace
 
 // runSlow: a D that takes its bytes slowly, and then not at all, beside fast
 // ones of the same P.
-func runSlow(ctx context.Context, opt *Options, led *ledger, res *Result) error {
+func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 	memory := bigBlocks()
 	memory.Lease = 30 // what is slow is to end by itself
-	row, err := with(ctx, opt, led, shape{name: "slow", prefills: 1, decodes: 3, memory: memory}, func(f *fleet) (string, error) {
+	return with(ctx, opt, led, shape{name: "slow", prefills: 1, decodes: 3, memory: memory}, func(f *fleet) (string, error) {
 		opt.Progress("a slow D beside fast ones")
 		fast := []int{1, 2}
 		alone := f.steady(ctx, opt.window(), fast)
@@ -410,14 +404,12 @@ func runSlow(ctx context.Context, opt *Options, led *ledger, res *Result) error 
 		return fmt.Sprintf("fast D's: %.0f MB/s alone, %.2f of it beside a throttled D, %.2f beside a stopped one; the slow one's: %s", alone.bytes/1e6,
 			throttled.bytes/alone.bytes, stopped.bytes/alone.bytes, led.tell(append(loads, offers...), start)), nil
 	})
-	res.Parts = append(res.Parts, row)
-	return err
 }
 
 // runOrphans: offers that nobody loads, and loads that nobody offers, must all
 // end by themselves.
-func runOrphans(ctx context.Context, opt *Options, led *ledger, res *Result) error {
-	row, err := with(ctx, opt, led, shape{name: "orphans", prefills: 1, decodes: 1, memory: tinyBlocks(leaseSeconds, earlySeconds)}, func(f *fleet) (string, error) {
+func runOrphans(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	return with(ctx, opt, led, shape{name: "orphans", prefills: 1, decodes: 1, memory: tinyBlocks(leaseSeconds, earlySeconds)}, func(f *fleet) (string, error) {
 		opt.Progress("%d offers that nobody loads, %d loads that nobody offers", orphans, orphans)
 		start := now()
 		offers, err := f.offers(0, 0, f.items("offer", orphans, 0, 0))
@@ -433,8 +425,6 @@ func runOrphans(ctx context.Context, opt *Options, led *ledger, res *Result) err
 		led.require("orphans", loads, "load not-offered")
 		return led.tell(offers, start) + "; " + led.tell(loads, start), nil
 	})
-	res.Parts = append(res.Parts, row)
-	return err
 }
 
 // deafFor is how long nobody reads: longer than the transport waits for
@@ -443,8 +433,8 @@ const deafFor = 12 * time.Second
 
 // runDeaf: peers that accept connections and never read, in both roles and at
 // both ports. What goes with them ends in time; what does not, goes on.
-func runDeaf(ctx context.Context, opt *Options, led *ledger, res *Result) error {
-	row, err := with(ctx, opt, led, shape{name: "deaf", prefills: 1, decodes: 3, memory: bigBlocks()}, func(f *fleet) (string, error) {
+func runDeaf(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	return with(ctx, opt, led, shape{name: "deaf", prefills: 1, decodes: 3, memory: bigBlocks()}, func(f *fleet) (string, error) {
 		opt.Progress("peers that never read")
 		good := []int{2}
 		before := f.steady(ctx, opt.window(), good)
@@ -508,8 +498,6 @@ func runDeaf(ctx context.Context, opt *Options, led *ledger, res *Result) error 
 		return fmt.Sprintf("mute bootstrap port: %s; mute data port and deaf D: %s; others' transfers: %s before, %s during",
 			led.tell(unreachable, start), led.tell(stuck, start), before, during), nil
 	})
-	res.Parts = append(res.Parts, row)
-	return err
 }
 
 // mute accepts connections and never reads.

@@ -27,7 +27,7 @@ type Result struct {
 	Lost      int               `json:"lost"` // blocks and reports
 	Notice    []noticeRow       `json:"notice"`
 	Killed    figures           `json:"p_killed"` // all loads that P's death ended
-	Slowest   []string          `json:"slowest"`  // of the notices
+	Notices   []string          `json:"notices"`  // the slowest first
 	Late      []string          `json:"late"`
 	Call      figures           `json:"calls"` // how long the engines' calls took
 	Drain     time.Duration     `json:"drain_ns"`
@@ -113,8 +113,8 @@ func (r *Result) close(led *ledger) {
 	}
 	r.Killed = figuresOf(killed)
 	slices.SortFunc(notices, func(a, b notice) int { return cmp.Compare(b.after, a.after) })
-	for _, n := range notices[:min(len(notices), 5)] {
-		r.Slowest = append(r.Slowest, n.String())
+	for _, n := range notices {
+		r.Notices = append(r.Notices, n.String())
 	}
 	for row, list := range times {
 		row.figures = figuresOf(list)
@@ -185,8 +185,8 @@ func (r *Result) Print(w io.Writer) error {
 			c.Before.Files, c.After.Files, c.Before.Heap>>10, c.After.Heap>>10, c.Before.RSS>>20, c.After.RSS>>20)
 	}
 	p("")
-	for _, slow := range r.Slowest {
-		p("slowest: %s", slow)
+	for _, slow := range r.Notices[:min(len(r.Notices), 5)] {
+		p("SLOW: %s", slow)
 	}
 	for _, late := range r.Late {
 		p("LATE (over %v): %s", noticeBound, late)

@@ -6,6 +6,7 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 )
 
@@ -22,6 +23,7 @@ type Options struct {
 
 	// sabotage is given to a D's and a P's process in the middle, by tests.
 	sabotage []string
+	quick    bool          // no long faults and claims
 	drain    time.Duration // in place of drainBound
 }
 
@@ -57,26 +59,55 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 	start := now()
 	res := &Result{Seed: opt.Seed, Short: opt.Short, Strict: opt.Strict}
 	led := newLedger()
-	parts := []struct {
-		name string
-		run  func(context.Context, *Options, *ledger, *Result) error
-	}{
-		{"faults", runFaults}, {"burst", runBurst}, {"storm", runStorm}, {"blip", runBlip}, {"slow", runSlow}, {"orphans", runOrphans}, {"deaf", runDeaf},
-	}
-	for _, part := range parts {
-		if len(opt.Parts) > 0 && !slices.Contains(opt.Parts, part.name) {
-			continue
+	if opt.runs("faults") {
+		if err := runFaults(ctx, &opt, led, res); err != nil {
+			return nil, cause(ctx, "faults", err)
 		}
-		if err := part.run(ctx, &opt, led, res); err != nil {
-			if ctx.Err() != nil {
-				return nil, ctx.Err()
+	}
+	// The last ones wait most of the time: they do so together.
+	for _, group := range [][]part{{{"burst", runBurst}}, {{"storm", runStorm}}, {{"slow", runSlow}}, {{"blip", runBlip}, {"orphans", runOrphans}, {"deaf", runDeaf}}} {
+		rows := make([]partRow, len(group))
+		errs := make([]error, len(group))
+		var wg sync.WaitGroup
+		for i, p := range group {
+			if opt.runs(p.name) {
+				wg.Go(func() { rows[i], errs[i] = p.run(ctx, &opt, led) })
 			}
-			return nil, fmt.Errorf("%s: %w", part.name, err)
+		}
+		wg.Wait()
+		for i, p := range group {
+			if errs[i] != nil {
+				return nil, cause(ctx, p.name, errs[i])
+			}
+			if rows[i].Name != "" {
+				res.Parts = append(res.Parts, rows[i])
+			}
 		}
 	}
 	res.Took = time.Duration(now() - start)
 	res.close(led)
 	return res, nil
+}
+
+// PartNames are the names of a run's parts.
+func PartNames() []string {
+	return []string{"faults", "burst", "storm", "slow", "blip", "orphans", "deaf"}
+}
+
+// part is one part of the overload.
+type part struct {
+	name string
+	run  func(context.Context, *Options, *ledger) (partRow, error)
+}
+
+func (o *Options) runs(part string) bool { return len(o.Parts) == 0 || slices.Contains(o.Parts, part) }
+
+// cause prefers that the run was interrupted to what came of it.
+func cause(ctx context.Context, part string, err error) error {
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	return fmt.Errorf("%s: %w", part, err)
 }
 
 // runFaults is the main part: traffic, and faults under it.
@@ -87,7 +118,7 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err
 	}
 	defer f.destroy()
 	opt.Progress("%d P and %d D engines, seed %d", len(f.P), len(f.D), opt.Seed)
-	f.round(ctx, "before the faults", opt.Seed, 10, true)
+	f.round(ctx, "before the faults", opt.Seed, 10, !opt.quick)
 	before, err := f.counts(ctx)
 	if err != nil {
 		return err
@@ -99,7 +130,10 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err
 		f.traffic(ctx, stop, opt.Seed)
 	}()
 	longest := 8 * time.Second
-	if opt.Short {
+	switch {
+	case opt.quick:
+		longest = time.Second
+	case opt.Short:
 		longest = 4 * time.Second
 	}
 	in := newInjector(f, opt.Seed, longest)
@@ -138,7 +172,7 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err
 	if res.Drain, err = f.drain(ctx, opt.drain); err != nil {
 		return err
 	}
-	f.round(ctx, "after the faults", opt.Seed, 10, true)
+	f.round(ctx, "after the faults", opt.Seed, 10, !opt.Short)
 	if _, err := f.drain(ctx, opt.drain); err != nil {
 		return err
 	}
