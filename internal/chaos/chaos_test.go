@@ -190,6 +190,10 @@ func TestNotice(t *testing.T) {
 	if got := l.notices(); len(got) != 1 || got[0].fault != cut {
 		t.Errorf("a death that the load survived is the cause of its end: %+v", got)
 	}
+	e.code = core.NotOffered
+	if got := l.notices(); len(got) != 1 || got[0].fault != kill || !got[0].anew {
+		t.Errorf("a load that the next process did not know: %+v", got)
+	}
 	e.cancelled = true
 	if n := len(l.notices()); n != 0 {
 		t.Errorf("%d notices of what the driver cancelled", n)

@@ -310,9 +310,15 @@ func (l *ledger) notices() []notice {
 		if e.state != halfReported || e.cancelled {
 			continue
 		}
-		f, alone := l.cause(e)
-		anew := f != nil && f.kind == killP && e.code == core.NotOffered
-		if e.code != core.PeerLost && e.code != core.Unreachable && e.code != core.Failed && !anew {
+		f, alone, anew := l.cause(e)
+		switch e.code {
+		case core.PeerLost, core.Unreachable, core.Failed:
+			anew = false // what it found has been lost too
+		case core.NotOffered:
+			if !anew {
+				continue
+			}
+		default:
 			continue
 		}
 		if f != nil {
@@ -325,23 +331,29 @@ func (l *ledger) notices() []notice {
 
 // cause is the fault that a half's end is put down to: the death of the process
 // that it was with if there is one, else the first fault that hit it. A death
-// that it survived, by finding the process that came after, is none.
-func (l *ledger) cause(e *entry) (f *fault, alone bool) {
+// that it survived, by finding the process that came after, is none, unless
+// that one did not know it: then anew is true.
+func (l *ledger) cause(e *entry) (f *fault, alone, anew bool) {
 	with, known := l.agents[e.peer]
 	n := 0
+	var survived *fault
 	for _, h := range e.hits {
 		if h.from >= e.reported {
 			continue // it had ended, which was not told yet
 		}
 		n++
-		if h.kind.deadly() && known && with != h.victim && e.code != core.NotOffered {
+		if h.kind.deadly() && known && with != h.victim {
+			survived = h
 			continue
 		}
 		if f == nil || h.kind.deadly() && !f.kind.deadly() {
 			f = h
 		}
 	}
-	return f, n == 1 && !e.troubled
+	if survived != nil && e.code == core.NotOffered {
+		f, anew = survived, true
+	}
+	return f, n == 1 && !e.troubled, anew
 }
 
 // figures are the usual ones of a list of times.
