@@ -77,6 +77,13 @@ test-c: $(BUILD)/libkvconn.so ## the C program, as C and as C++, and the library
 test-wheel: wheel ## Python tests on the wheel, in a clean environment
 	scripts/test-wheel.sh $(PYTHON)
 
+TIME ?= 5m
+soak: | tools ## seeds of the simulator from a random start, for TIME=5m
+	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core -sim.soak $(TIME)
+
+mutants: | tools ## deliberate defects, each of which the simulator must find
+	$(GO) run ./internal/mutants
+
 e2e: wheel ## the real vLLM pair, also with failures
 	@scripts/vllm-e2e.sh $(VENV_VLLM)
 
@@ -89,4 +96,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist python/*.egg-info .demo
 
-.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel e2e chaos lint clean
+.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak mutants e2e chaos lint clean

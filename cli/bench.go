@@ -25,6 +25,7 @@ type benchConfig struct {
 	streams int
 	json    bool
 	iperf   bool
+	agents  int // > 0: many decode agents in place of transfers
 }
 
 // benchResult is one row; rates are 10⁹ bytes a second.
@@ -49,6 +50,7 @@ func parseBench(args []string) (benchConfig, error) {
 	fs.IntVar(&c.streams, "streams", 2, "TCP connections")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
 	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, where it is installed")
+	fs.IntVar(&c.agents, "agents", 0, "measure what one prefill agent does for so many decode agents, in place of transfers")
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			return c, err
@@ -63,6 +65,9 @@ func parseBench(args []string) (benchConfig, error) {
 	}
 	if c.rounds < 2 || c.streams < 1 {
 		return c, fmt.Errorf("%w: want at least 2 rounds and 1 stream", errUsage)
+	}
+	if c.agents < 0 || c.agents > maxAgents {
+		return c, fmt.Errorf("%w: %d agents: at most %d", errUsage, c.agents, maxAgents)
 	}
 	var err error
 	if c.total, err = parseSize(*total); err != nil {
@@ -90,6 +95,9 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 	}
 	if err != nil {
 		return err
+	}
+	if c.agents > 0 {
+		return runAgentsBench(ctx, c.agents, out)
 	}
 	peer, err := startPeer(ctx)
 	if err != nil {

@@ -6,11 +6,14 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
+	"strconv"
 	"time"
 
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/node"
 )
 
@@ -24,6 +27,8 @@ type peerOrder struct {
 	ID       string `json:"id,omitempty"`
 	Transfer int    `json:"transfer,omitempty"` // names the pattern
 	Count    int    `json:"count,omitempty"`    // blocks of the transfer
+	// Bootstrap is where open is to listen again; any free port without it.
+	Bootstrap string `json:"bootstrap,omitempty"`
 }
 
 type peerAnswer struct {
@@ -88,6 +93,16 @@ func (p *prefillPeer) open(o peerOrder) (peerAnswer, error) {
 	cfg := node.DefaultConfig()
 	cfg.EngineID, cfg.Role = "prefill", node.RolePrefill
 	cfg.BootstrapHost, cfg.BootstrapPort, cfg.TCPListenHost = "127.0.0.1", 0, "127.0.0.1"
+	if o.Bootstrap != "" {
+		at, err := natsbus.ParseAddress(o.Bootstrap)
+		if err != nil {
+			return peerAnswer{}, err
+		}
+		_, port, _ := net.SplitHostPort(at.Host)
+		if cfg.BootstrapPort, err = strconv.Atoi(port); err != nil {
+			return peerAnswer{}, err
+		}
+	}
 	var err error
 	if p.pool, err = newPool(o.Layers, o.Blocks, o.Block); err != nil {
 		return peerAnswer{}, err

@@ -20,10 +20,12 @@ import (
 // line. "open" makes a machine, whose name is its agent id.
 func TestTranscripts(t *testing.T) {
 	leaktest.Check(t)
-	coretest.RunTranscripts(t, "testdata/*.txt", func(t *testing.T) (func(*coretest.Command) string, func()) {
-		s := &script{t: t, now: time.Unix(0, 0), machines: map[string]*scripted{}}
-		return s.run, s.end
-	})
+	coretest.RunTranscripts(t, "testdata/*.txt", newScript)
+}
+
+func newScript(t *testing.T) (func(*coretest.Command) string, func()) {
+	s := &script{t: t, now: time.Unix(0, 0), machines: map[string]*scripted{}}
+	return s.run, s.end
 }
 
 type script struct {
@@ -54,6 +56,9 @@ func (s *script) end() {
 
 func (s *script) run(c *coretest.Command) string {
 	name, what := c.Word(0), c.Word(1)
+	if at := s.duration(c, "now", -1); at >= 0 { // a machine's own clock, in runs of the simulator
+		s.now = time.Unix(0, 0).Add(at)
+	}
 	if what == "open" {
 		s.machines[name] = &scripted{s.open(c), newLedger()}
 		return ""
@@ -109,7 +114,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	absent := c.Value("absent", "") == "yes"
 	var failure error
 	if text := c.Value("err", ""); text != "" {
-		failure = errors.New(text)
+		failure = transportError(text)
 	}
 	switch what {
 	case "load":
@@ -166,6 +171,12 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 			}
 			answers = append(answers, a)
 		}
+		for _, end := range strings.Split(c.Value("ends", ""), " | ") { // an index, its code and reason
+			if f := strings.SplitN(end, " ", 3); len(f) == 3 {
+				a := &answers[s.parse(c, f[0])]
+				a.Code, a.Reason = s.codeNamed(c, f[1]), f[2]
+			}
+		}
 		m.RenewReplied(s.now, core.SendRenew{Peer: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims")}, answers, absent, failure)
 	case "claim":
 		err = m.Claim(s.now, core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}})
@@ -174,6 +185,10 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	case "down":
 		m.PeerDown(s.now, peer)
 	case "tick":
+		if c.Word(2) == "" { // once, at now=
+			m.Tick(s.now)
+			break
+		}
 		d, err := time.ParseDuration(c.Word(2))
 		if err != nil {
 			s.t.Fatalf("%s: %v", c.Pos, err)
@@ -208,8 +223,22 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	return said, err
 }
 
+// transportError wraps what a text begins with, if package core knows it.
+func transportError(text string) error {
+	for _, known := range []error{core.ErrConnectionLost, core.ErrNotExpected} {
+		if rest, ok := strings.CutPrefix(text, known.Error()); ok {
+			return fmt.Errorf("%w%s", known, rest)
+		}
+	}
+	return errors.New(text)
+}
+
 func (s *script) number(c *coretest.Command, key string, def uint64) uint64 {
-	n, err := strconv.ParseUint(c.Value(key, fmt.Sprint(def)), 10, 64)
+	return s.parse(c, c.Value(key, fmt.Sprint(def)))
+}
+
+func (s *script) parse(c *coretest.Command, text string) uint64 {
+	n, err := strconv.ParseUint(text, 10, 64)
 	if err != nil {
 		s.t.Fatalf("%s: %v", c.Pos, err)
 	}
@@ -229,7 +258,10 @@ func (s *script) stats(c *coretest.Command) core.TransferStats {
 }
 
 func (s *script) code(c *coretest.Command) core.Code {
-	name := c.Value("code", "ok")
+	return s.codeNamed(c, c.Value("code", "ok"))
+}
+
+func (s *script) codeNamed(c *coretest.Command, name string) core.Code {
 	for code := range core.Code(100) {
 		if code.String() == name {
 			return code

@@ -60,6 +60,7 @@ func (m *Machine) watch(now time.Time, id AgentID) {
 }
 
 func (m *Machine) tickPeers(now time.Time) {
+	m.noticePause(now) // before anyone counts as silent: events come before the first tick
 	if len(m.peers) == 0 {
 		return
 	}
@@ -248,18 +249,19 @@ func (m *Machine) tickProbes(now time.Time) {
 }
 
 // ProbeReplied answers SendProbe. absent says that nobody listens at the peer's
-// address; err that no answer came.
+// address, which one that lives and connects again does not either for a moment;
+// err that no answer came.
 func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent bool, err error) {
 	p := m.probes[id]
 	switch {
 	case p == nil:
-	case absent:
+	case absent && now.Sub(p.since) >= m.opt.PeerTimeout/3:
 		delete(m.probes, id)
 		for _, tid := range m.offersOf(id) {
 			m.endOffer(now, m.offers[tid], PeerLost, fmt.Sprintf("decode agent %s is gone", id), false)
 		}
-	case err != nil:
-		p.asking = false
+	case absent || err != nil:
+		p.asking = false // again with the next tick
 	default:
 		delete(m.probes, id)
 	}

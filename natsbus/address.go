@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"net/url"
 	"strings"
@@ -65,25 +66,37 @@ type Control = func(network, address string, c syscall.RawConn) error
 // configuration is that of TLS, nil for none.
 func dialUpgrade(at Address, secure *tls.Config, control Control) func(context.Context) (net.Conn, error) {
 	return func(ctx context.Context) (net.Conn, error) {
-		nd := net.Dialer{Control: control}
-		conn, err := nd.DialContext(ctx, "tcp", at.Host)
-		if err != nil {
-			return nil, err
-		}
-		stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
-		up, err := upgradeOver(ctx, conn, at, secure)
-		if !stop() && err == nil {
-			err = ctx.Err() // the deadline is set, or about to be
-		}
-		if err != nil {
-			_ = conn.Close()
-			if ctx.Err() != nil {
-				err = fmt.Errorf("it does not answer GET %s: %w", Path, ctx.Err())
+		for {
+			conn, err := dialOnce(ctx, at, secure, control)
+			// A burst of agents is let in one after another.
+			if !errors.Is(err, errBusy) || pause(ctx, busyPause+rand.N(busyPause)) != nil {
+				return conn, err
 			}
-			return nil, err
 		}
-		return up, nil
 	}
+}
+
+const busyPause = 50 * time.Millisecond
+
+func dialOnce(ctx context.Context, at Address, secure *tls.Config, control Control) (net.Conn, error) {
+	nd := net.Dialer{Control: control}
+	conn, err := nd.DialContext(ctx, "tcp", at.Host)
+	if err != nil {
+		return nil, err
+	}
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	up, err := upgradeOver(ctx, conn, at, secure)
+	if !stop() && err == nil {
+		err = ctx.Err() // the deadline is set, or about to be
+	}
+	if err != nil {
+		_ = conn.Close()
+		if ctx.Err() != nil {
+			err = fmt.Errorf("it does not answer GET %s: %w", Path, ctx.Err())
+		}
+		return nil, err
+	}
+	return up, nil
 }
 
 func upgradeOver(ctx context.Context, conn net.Conn, at Address, secure *tls.Config) (net.Conn, error) {

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -152,6 +154,25 @@ func ranksInfo(t testing.TB, b *Bus) *jetstream.StreamInfo {
 	}
 }
 
+// healed waits until all replicas of the registry hold what its leader holds.
+func healed(t testing.TB, b *Bus) {
+	t.Helper()
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {
+		info, current := ranksInfo(t, b), 0
+		for _, r := range info.Cluster.Replicas {
+			if r.Current && !r.Offline {
+				current++
+			}
+		}
+		if current == 2 {
+			return
+		}
+		if time.Since(begin) > electionBound {
+			t.Fatalf("the registry is not whole within %v: %+v", electionBound, info.Cluster)
+		}
+	}
+}
+
 // pump asks an agent again and again, and keeps the errors.
 type pump struct {
 	stop   context.CancelFunc
@@ -166,7 +187,8 @@ func newPump(t testing.TB, b *Bus, to core.AgentID) *pump {
 	p := &pump{stop: stop}
 	p.wg.Go(func() {
 		for ctx.Err() == nil {
-			asked, cancel := context.WithTimeout(ctx, within)
+			// Short, so that one that is lost does not hide what comes after it.
+			asked, cancel := context.WithTimeout(ctx, 500*time.Millisecond)
 			_, err := b.Request(asked, "", to, hello(string(b.opt.AgentID)))
 			cancel()
 			p.mu.Lock()
@@ -284,6 +306,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	// The server comes back empty; then the cluster's own leader goes.
 	leader.start()
 	c.whole()
+	healed(t, decode)
 	meta, err := c.metaLeader(3)
 	if err != nil {
 		t.Fatal(err)
@@ -377,5 +400,43 @@ func TestClusterByTLSAndNKey(t *testing.T) {
 	plain := newCluster(t)
 	if _, err := Open(Options{AgentID: "D", ClusterURL: "tls://" + plain.addr, TLS: secure}); err == nil || !strings.Contains(err.Error(), "no TLS") {
 		t.Errorf("tls:// to a plain server: %v", err)
+	}
+}
+
+// The permissions that the README names for a cluster's users are enough.
+func TestClusterUsersWithLeastPermissions(t *testing.T) {
+	leaktest.Check(t)
+	pSeed, pKey := newNKey(t)
+	dSeed, dKey := newNKey(t)
+	const all = `"kvconn.v1.agent.*", "$JS.API.STREAM.INFO.KV_kvconn_ranks", "$JS.API.STREAM.MSG.GET.KV_kvconn_ranks", "$JS.API.DIRECT.GET.KV_kvconn_ranks.>"`
+	const prefills = all + `, "$KV.kvconn_ranks.>", "$JS.API.INFO", "$JS.API.STREAM.CREATE.KV_kvconn_ranks"`
+	user := func(key, publish string) string {
+		return fmt.Sprintf("{ nkey: %s, permissions: { publish: [%s], subscribe: [\"kvconn.v1.agent.*\", \"_INBOX.>\"], allow_responses: true } }\n", key, publish)
+	}
+	conf := filepath.Join(t.TempDir(), "nats.conf")
+	if err := os.WriteFile(conf, []byte("authorization { users: [\n"+user(pKey, prefills)+user(dKey, all)+"] }\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c := newCluster(t, "-c", conf)
+	log, logs := observed()
+	prefill := newBus(t, Options{AgentID: "P", ClusterURL: c.url(), Seed: pSeed, Logger: log})
+	serve(prefill)
+	register(t, prefill, "e")
+	decode := newBus(t, Options{AgentID: "D", ClusterURL: c.url(), Seed: dSeed, Logger: log})
+	serve(decode)
+	for _, engine := range []string{"e", ""} {
+		if _, _, err := decode.Lookup(ctxOf(t, within), core.Target{EngineID: engine}); err != nil {
+			t.Error(err)
+		}
+	}
+	ask(t, decode, "", "P", "P via : hello D")
+	ask(t, prefill, "", "D", "D via : hello P")
+	_, err := Open(Options{AgentID: "X", ClusterURL: c.url()})
+	mustBe(t, err, core.ErrUnreachable)
+	closeBus(t, prefill)
+	_, _, err = decode.Lookup(ctxOf(t, within), core.Target{EngineID: "e"})
+	mustBe(t, err, core.ErrNotRegistered)
+	if n := logs.FilterMessageSnippet("ermissions").Len(); n != 0 {
+		t.Errorf("permissions are missing: %v", logs.All())
 	}
 }

@@ -324,8 +324,12 @@ func (l *link) patiently(ctx context.Context, ask func(context.Context) error) e
 		late := attempt.Err() != nil
 		cancel()
 		var api *jetstream.APIError
-		if errors.As(err, &api) && (api.ErrorCode == errNotAvailable || api.ErrorCode == errNotLeader) {
-			late = true
+		if errors.As(err, &api) && (api.ErrorCode == errNotAvailable || api.ErrorCode == errNotLeader) ||
+			errors.Is(err, nats.ErrNoResponders) || errors.Is(err, jetstream.ErrNoStreamResponse) {
+			late = true // only a leader listens
+		}
+		if wrongSequence(err) {
+			late = true // an earlier attempt is on its way into the log
 		}
 		if err == nil || !late && !errors.Is(err, core.ErrUnreachable) || l.over() {
 			return err

@@ -21,7 +21,10 @@ import (
 // Path is the route of the bootstrap port that [Server.Handler] belongs at.
 const Path = "/nats"
 
-const protocol = "nats"
+const (
+	protocol  = "nats"
+	lastWords = 500 * time.Millisecond
+)
 
 // upgraded is one HTTP connection that has become a NATS connection.
 type upgraded struct {
@@ -84,22 +87,37 @@ func (s *Server) upgrade(w http.ResponseWriter, r *http.Request) {
 	hs := &handshake{w: peer, done: func() { s.letIn(u) }}
 	safe.Go("natsbus.upgrade", func() {
 		defer close(both)
-		defer u.close()
 		_, _ = io.Copy(hs, inside) // either end's error ends both
 		hs.dropped = !left.Load()
+		farewellTo(peer)
+		_ = inside.Close()
 	})
 	var early io.Reader = peer
 	if n := rw.Reader.Buffered(); n > 0 {
 		early = io.MultiReader(io.LimitReader(rw.Reader, int64(n)), peer)
 	}
-	_, _ = io.Copy(inside, early)
-	left.Store(true)
-	u.close()
+	if _, err := io.Copy(inside, early); !errors.Is(err, io.ErrClosedPipe) {
+		left.Store(true)
+		u.close()
+	}
 	<-both
+	// What the client still sends is read, else the system would throw away what
+	// the client has not read yet: why it was sent away.
+	_, _ = io.Copy(io.Discard, peer)
+	u.close()
 	if why := hs.refusal(); why != "" && !s.isClosed() {
 		s.refused.Do(func(note string) {
 			s.log.Sugar().Warnf("natsbus: a client at %v is refused: %s%s", peer.RemoteAddr(), why, note)
 		})
+	}
+}
+
+// farewellTo ends this side of a connection, and bounds how long the other side
+// may take to end its own.
+func farewellTo(peer net.Conn) {
+	_ = peer.SetDeadline(time.Now().Add(lastWords))
+	if c, ok := peer.(interface{ CloseWrite() error }); ok {
+		_ = c.CloseWrite() // the client may have gone
 	}
 }
 
@@ -243,6 +261,9 @@ func dialTCP(ctx context.Context) (net.Conn, error) {
 // wantsTLS is what net/http answers to plain HTTP on a TLS port.
 const wantsTLS = "HTTP request to an HTTPS server"
 
+// errBusy: the server has no place at this moment.
+var errBusy = errors.New("it takes no more connections now")
+
 // maxResponse bounds the head of the answer to an upgrade.
 const maxResponse = 16 << 10
 
@@ -266,6 +287,9 @@ func clientUpgrade(conn net.Conn, host string) (net.Conn, error) {
 		_ = resp.Body.Close()
 		if resp.StatusCode == http.StatusBadRequest && strings.Contains(string(text), wantsTLS) {
 			return nil, errors.New("the port speaks https: write https:// in front, or set tls_ca_file on the decode engine")
+		}
+		if resp.StatusCode == http.StatusServiceUnavailable && resp.Header.Get("Retry-After") != "" {
+			return nil, fmt.Errorf("%w: %s", errBusy, strings.TrimSpace(string(text)))
 		}
 		return nil, fmt.Errorf("GET %s is answered with %s, not by a kvconn agent: %q", Path, resp.Status, strings.TrimSpace(string(text)))
 	}

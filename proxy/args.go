@@ -8,12 +8,13 @@ import (
 )
 
 // Usage is the text for --help.
-const Usage = `usage: proxy --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [--host HOST] [--port PORT]
+const Usage = `usage: proxy --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [--host HOST] [--port PORT] [--bootstrap-ca FILE]
 
   --prefill URL [PORT|none]  a prefill server and its bootstrap port (none: 8998); repeatable
   --decode URL               a decode server; repeatable
   --host HOST                address to listen on (default 127.0.0.1)
   --port PORT                port to listen on, 0 for any free one (default 8000)
+  --bootstrap-ca FILE        the bootstrap ports speak https: whom to trust, "system" for the system's authorities
   --help                     show this text
 `
 
@@ -50,6 +51,8 @@ func ParseArgs(args []string) (Config, error) {
 			if s, err = value("a port"); err == nil {
 				cfg.Port, err = parsePort("--port", s, 0)
 			}
+		case "--bootstrap-ca":
+			cfg.BootstrapCA, err = value("a file, or system")
 		case "--decode":
 			var s string
 			if s, err = value("a URL, as http://host:8020"); err == nil {

@@ -77,8 +77,11 @@ func TestBootstrapURL(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := bootstrapURL(base, in.BootstrapPort); got != want {
+		if got := bootstrapURL(base, in.BootstrapPort, false); got != want {
 			t.Errorf("%+v: %s, want %s", in, got, want)
+		}
+		if got := bootstrapURL(base, in.BootstrapPort, true); got != strings.Replace(want, "http", "https", 1) {
+			t.Errorf("%+v with TLS: %s", in, got)
 		}
 	}
 }

@@ -27,6 +27,9 @@ type Config struct {
 	// Prefill and Decode are the servers, at least one of each.
 	Prefill []Prefill
 	Decode  []string
+	// BootstrapCA, when not empty, says that the bootstrap ports speak https, and
+	// names the file of the authority to trust in PEM form, or "system".
+	BootstrapCA string
 
 	// MaxBody bounds a request's body: 64 MiB.
 	MaxBody int64
@@ -137,11 +140,14 @@ func baseURL(s string) (*url.URL, error) {
 	return u, nil
 }
 
-// bootstrapURL is where D finds P's control plane: always plain HTTP, on the
-// host of P's URL.
-func bootstrapURL(base *url.URL, port int) string {
+// bootstrapURL is where D finds P's control plane, on the host of P's URL.
+func bootstrapURL(base *url.URL, port int, secure bool) string {
 	if port == 0 {
 		port = DefaultBootstrapPort
 	}
-	return "http://" + net.JoinHostPort(base.Hostname(), strconv.Itoa(port))
+	scheme := "http://"
+	if secure {
+		scheme = "https://"
+	}
+	return scheme + net.JoinHostPort(base.Hostname(), strconv.Itoa(port))
 }

@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
@@ -14,11 +15,13 @@ import (
 
 // Proxy routes completion requests. New makes one, Close ends it.
 type Proxy struct {
-	cfg      Config
-	log      *zap.Logger
-	client   *http.Client
-	balancer balancer
-	places   chan struct{} // one for each request in flight
+	cfg    Config
+	log    *zap.Logger
+	client *http.Client
+	// bootstraps is the client for bootstrap ports, whose authority may be another.
+	bootstraps *http.Client
+	balancer   balancer
+	places     chan struct{} // one for each request in flight
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -36,7 +39,11 @@ func New(cfg Config) (*Proxy, error) {
 		return nil, err
 	}
 	cfg = cfg.withDefaults()
-	p := &Proxy{cfg: cfg, log: cfg.Logger, client: newClient(), places: make(chan struct{}, cfg.MaxRequests)}
+	trust, err := bootstrapTrust(cfg.BootstrapCA)
+	if err != nil {
+		return nil, err
+	}
+	p := &Proxy{cfg: cfg, log: cfg.Logger, client: newClient(nil), bootstraps: newClient(trust), places: make(chan struct{}, cfg.MaxRequests)}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	for _, c := range cfg.Prefill {
 		base, err := baseURL(c.URL)
@@ -44,7 +51,7 @@ func New(cfg Config) (*Proxy, error) {
 			return nil, err
 		}
 		p.balancer.prefill = append(p.balancer.prefill, &server{
-			role: "prefill", url: c.URL, base: base, bootstrap: bootstrapURL(base, c.BootstrapPort), reason: "not asked yet",
+			role: "prefill", url: c.URL, base: base, bootstrap: bootstrapURL(base, c.BootstrapPort, cfg.BootstrapCA != ""), reason: "not asked yet",
 		})
 	}
 	for _, c := range cfg.Decode {
@@ -60,13 +67,15 @@ func New(cfg Config) (*Proxy, error) {
 	return p, nil
 }
 
-// newClient returns the client for all servers.
-func newClient() *http.Client {
+// newClient returns a client for servers; trust nil means the system's
+// authorities.
+func newClient(trust *tls.Config) *http.Client {
 	return &http.Client{
 		Transport: &http.Transport{
 			// No Proxy: engines are near, and not behind the environment's.
 			DialContext:         (&net.Dialer{Timeout: 5 * time.Second, KeepAlive: 15 * time.Second}).DialContext,
 			TLSHandshakeTimeout: 5 * time.Second,
+			TLSClientConfig:     trust,
 			MaxIdleConnsPerHost: 256,
 			// uvicorn closes idle connections after 5 s. A POST that meets such
 			// a close fails and may not be sent again, so we close first.
@@ -113,6 +122,7 @@ func (p *Proxy) Close(ctx context.Context) error {
 		close(done)
 	}()
 	defer p.client.CloseIdleConnections()
+	defer p.bootstraps.CloseIdleConnections()
 	select {
 	case <-done:
 		return nil

@@ -60,13 +60,13 @@ func (p *Proxy) noteDown(s *server, err error) {
 func (p *Proxy) probe(ctx context.Context, s *server) ([]rank, error) {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
-	if _, err := p.fetch(ctx, s.path("/health")); err != nil {
+	if _, err := p.fetch(ctx, p.client, s.path("/health")); err != nil {
 		return nil, err
 	}
 	if s.bootstrap == "" {
 		return nil, nil
 	}
-	body, err := p.fetch(ctx, s.bootstrap+"/query")
+	body, err := p.fetch(ctx, p.bootstraps, s.bootstrap+"/query")
 	if err != nil {
 		return nil, err
 	}
@@ -104,12 +104,12 @@ func parseQuery(body []byte) ([]rank, error) {
 }
 
 // fetch gets a small document; any status but 200 is an error.
-func (p *Proxy) fetch(ctx context.Context, url string) ([]byte, error) {
+func (p *Proxy) fetch(ctx context.Context, client *http.Client, url string) ([]byte, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
 		return nil, err
 	}
-	resp, err := p.client.Do(req)
+	resp, err := client.Do(req)
 	if err != nil {
 		return nil, err
 	}

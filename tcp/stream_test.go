@@ -32,12 +32,17 @@ const (
 
 func newAgent(t *testing.T, cfg Config) *agent {
 	t.Helper()
-	mem, err := unix.Mmap(-1, 0, testBlocks*testBlock, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	return newSizedAgent(t, cfg, testBlocks, testBlock)
+}
+
+func newSizedAgent(t *testing.T, cfg Config, blocks uint32, block uint64) *agent {
+	t.Helper()
+	mem, err := unix.Mmap(-1, 0, int(uint64(blocks)*block), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	if err != nil {
 		t.Fatal(err)
 	}
 	layout, err := core.NewLayout([]core.Region{{Name: "r", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))),
-		BlockStride: testBlock, BlockBytes: testBlock, NumBlocks: testBlocks}})
+		BlockStride: block, BlockBytes: block, NumBlocks: blocks}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -162,6 +167,65 @@ func TestEarlyAcknowledgement(t *testing.T) {
 		t.Fatal(err)
 	}
 	until(t, "the write is told", func() bool { return len(p.sink.All("written", "t")) == 1 })
+}
+
+// TestRevokeWaitsForTheCopy has a readv that takes as long as the test wants: a
+// pipe's descriptor waits, a stream's does not.
+func TestRevokeWaitsForTheCopy(t *testing.T) {
+	leaktest.Check(t)
+	d := newAgent(t, Config{})
+	var pipe [2]int
+	if err := unix.Pipe2(pipe[:], unix.O_CLOEXEC); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(pipe[0])
+	defer unix.Close(pipe[1])
+	in := &inbound{id: "t", runs: runsOf(d.layout, d.layout.Segments(allBlocks(1)))}
+	s := &inStream{r: &d.receiver, vec: make([]iovec, 0, maxVector)}
+	cur := cursor{runs: in.runs}
+	copied, revoked := make(chan struct{}), make(chan struct{})
+	defer func() { _, _ = unix.Write(pipe[1], []byte{1}) }() // whatever fails below
+	go func() {
+		defer close(copied)
+		s.read(uintptr(pipe[0]), in, &cur, testBlock)
+	}()
+	until(t, "the copy holds the fence", func() bool {
+		free := in.fence.TryLock()
+		if free {
+			in.fence.Unlock()
+		}
+		return !free
+	})
+	go func() {
+		defer close(revoked)
+		in.revoke()
+	}()
+	until(t, "the revoke waits", func() bool {
+		free := in.fence.TryRLock()
+		if free {
+			in.fence.RUnlock()
+		}
+		return !free
+	})
+	select {
+	case <-revoked:
+		t.Fatal("revoke has returned while a copy was under way")
+	default:
+	}
+	if _, err := unix.Write(pipe[1], []byte{1}); err != nil {
+		t.Fatal(err)
+	}
+	<-copied
+	<-revoked
+	if _, err := unix.Write(pipe[1], []byte{2}); err != nil {
+		t.Fatal(err)
+	}
+	if n, errno := s.read(uintptr(pipe[0]), in, &cur, testBlock); n != 1 || errno != 0 {
+		t.Fatalf("%d bytes, %v", n, errno)
+	}
+	if d.mem[0] != 1 || d.mem[1] != 0 {
+		t.Fatalf("memory begins with %v, want what came before the revoke", d.mem[:2])
+	}
 }
 
 // move checks that a transfer of one block ends well.

@@ -939,4 +939,8 @@ func closed(t *testing.T, f Fixture) {
 		t.Errorf("a write to a closed agent ended well: %+v", o)
 	}
 	d.check(t)
+	late := open(t, f, "late", dense(4096, 4))
+	p.admit(late.id)
+	p.write("w", late, grant, blocks, blocks)
+	p.close() // checks that the write was told
 }

@@ -1,0 +1,248 @@
+package sim
+
+import (
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// promised notes that a P agent has said that it has a load: from now on its
+// death must be noticed.
+func (a *agent) promised(id core.TransferID, p core.AgentID) {
+	if token := a.loading[id]; a.loads[token] != nil {
+		a.promises[token] = p
+	}
+}
+
+// patience is how long after the last sign of life of P its loads may go on.
+func (w *world) patience() time.Duration {
+	d := w.plan.opt.PeerTimeout + core.TickInterval
+	if w.plan.slow > 0 {
+		d += 6 * time.Second // answers that were sent still come, and each step may be late
+	}
+	return d
+}
+
+// promiseOfDead checks in time that all who wait for p have ended.
+func (w *world) promiseOfDead(p *agent) {
+	w.expectEnds(p, func() bool { return true })
+}
+
+// promiseOfStopped does it for a process that is stopped for that long.
+func (w *world) promiseOfStopped(h *host) {
+	p, since := h.agent, w.now
+	h.stoppedAt = since
+	w.expectEnds(p, func() bool { return h.agent == p && h.stopped && h.stoppedAt == since })
+}
+
+func (w *world) expectEnds(p *agent, still func() bool) {
+	for _, d := range w.all {
+		if d.dead || d == p {
+			continue
+		}
+		var tokens []uint64
+		for token, id := range d.promises {
+			if id == p.id {
+				tokens = append(tokens, token)
+			}
+		}
+		slices.Sort(tokens)
+		since := w.now
+		for _, token := range tokens {
+			h := d.loads[token]
+			w.after(w.patience(), func() {
+				if still() && !d.dead && !d.host.stopped && d.host.disturbed <= since && d.loads[token] == h {
+					w.fault(h.id, "%s: %v after %s has gone, the load of %q still waits for it", d.id, w.now-since, p.id, h.id)
+				}
+			})
+		}
+	}
+}
+
+// expectProbe: P, whose connections to a D broke, asks whether it lives, and
+// when it hears that it does not, it frees what it keeps for it.
+func (a *agent) expectProbe(d *agent) {
+	w := a.w
+	if !d.dead || d.silent || w.plan.slow > 0 || w.plan.opt.MaxTransfers < 64 { // P forgets what has ended
+		return
+	}
+	since := w.now
+	for _, h := range a.halves() {
+		if (d.claims[h.id] != a.id || d.given[h.id]) && !slices.Contains(d.promisedBy(a), h.id) || w.reused[h.id] {
+			continue
+		}
+		token := a.offering[h.id]
+		a.after(w.plan.opt.PeerTimeout/2, func() {
+			if a.offers[token] == h && a.host.disturbed <= since {
+				w.fault(h.id, "%s: %v after the connections to %s, which is dead, broke, the offer of %q is still under way", a.id, w.now-since, d.id, h.id)
+			}
+		})
+	}
+}
+
+// promisedBy lists the loads that a P agent has.
+func (a *agent) promisedBy(p *agent) (ids []core.TransferID) {
+	for token, id := range a.promises {
+		if id == p.id {
+			ids = append(ids, a.loads[token].id)
+		}
+	}
+	return ids
+}
+
+// checkEmpty says what an agent still holds that it must not.
+func (a *agent) checkEmpty() {
+	w := a.w
+	a.ledger.end()
+	for _, f := range a.ledger.broken {
+		w.fault(f.id, "%s: at the end: %s", a.id, f.text)
+	}
+	left := a.m.Sizes()
+	left.Ended = 0
+	if left != (core.Sizes{}) || a.m.Busy() {
+		w.fault(a.someID(), "%s: left at the end: %+v", a.id, left)
+	}
+	for b := range a.host.mem {
+		owner := a.host.mem[b].owner
+		if id, owed := a.ledger.owed[owner]; owed {
+			w.fault(id, "%s: block %d still belongs to token %d", a.id, b, owner)
+		}
+	}
+	if n := len(a.armed) + len(a.byGrant) + len(a.writes) + len(a.loads); n > 0 {
+		w.fault(a.someID(), "%s: left at the end: %d armed, %d grants, %d writes, %d loads", a.id, len(a.armed), len(a.byGrant), len(a.writes), len(a.loads))
+	}
+}
+
+// someID names one of the transfers that are left.
+func (a *agent) someID() core.TransferID {
+	for _, r := range a.ledger.owed {
+		return r
+	}
+	return ""
+}
+
+func (w *world) checkEnd() {
+	for _, a := range w.all {
+		if a.dead {
+			continue
+		}
+		a.checkEmpty()
+		if len(a.lanes)+len(a.outbox)+len(a.looking)+len(a.queue)+len(a.waiting) > 0 {
+			w.fault("", "%s: left at the end: %d lanes, %d in the outbox, %d look-ups, %d actions, %d requests",
+				a.id, len(a.lanes), len(a.outbox), len(a.looking), len(a.queue), len(a.waiting))
+		}
+		for b := range a.host.mem {
+			if owner := a.host.mem[b].owner; owner != 0 {
+				w.fault("", "%s: block %d still belongs to token %d at the end", a.id, b, owner)
+			}
+		}
+	}
+}
+
+// reach is how long a word takes at most in a calm world.
+const reach = 250 * time.Millisecond
+
+// expectAbort checks, where nothing is in the way of a message, that the other
+// side hears in time that this one has cancelled.
+func (a *agent) expectAbort(id core.TransferID) {
+	w, since := a.w, a.w.now
+	if h := a.loads[a.loading[id]]; h != nil {
+		h.dropped = true
+	}
+	switch {
+	case a.host.prefill:
+		w.cancelledAtP[id] = since
+	case a.promises[a.loading[id]] != "" || a.claims[id] != "":
+		w.cancelledAtD[id] = since
+	default:
+		return // P has not answered: it need not know yet
+	}
+	if !w.plan.calm || w.reused[id] {
+		return
+	}
+	w.after(reach, func() {
+		for _, other := range w.all {
+			for _, h := range other.halves() {
+				if h.id == id && h.began < since && !w.reused[id] && (other.host.prefill || len(h.blocks) > 0) {
+					w.fault(id, "%s: %v after %s has cancelled %q its half is still under way", other.id, reach, a.id, id)
+				}
+			}
+		}
+	})
+}
+
+// halves are those that the engine waits for, in one order.
+func (a *agent) halves() []*half {
+	var out []*half
+	for _, h := range a.loads {
+		out = append(out, h)
+	}
+	for _, h := range a.offers {
+		out = append(out, h)
+	}
+	slices.SortFunc(out, func(x, y *half) int { return compare(x.id, y.id) })
+	return out
+}
+
+// checkOffered: of a transfer that its D has cancelled, the offer ends at once.
+func (a *agent) checkOffered(id core.TransferID, token uint64) {
+	if at, cancelled := a.w.cancelledAtD[id]; cancelled && a.w.plan.calm && a.w.now > at+reach && !a.w.reused[id] && a.offers[token] != nil {
+		a.w.fault(id, "%s: %q is offered %v after its decode engine has cancelled it, and nobody knows", a.id, id, a.w.now-at)
+	}
+}
+
+// checkLoaded: a load of a transfer that P has cancelled ends soon.
+func (a *agent) checkLoaded(h *half, token uint64) {
+	w := a.w
+	if a.given[h.id] && w.plan.calm && !w.reused[h.id] {
+		w.fault(h.id, "%s: %q is loaded, though P has said that it has given the claim up", a.id, h.id)
+	}
+	if at, cancelled := w.cancelledAtP[h.id]; cancelled && w.plan.calm && w.now > at+reach && len(h.blocks) > 0 {
+		a.after(reach, func() {
+			if a.loads[token] == h && !w.reused[h.id] {
+				w.fault(h.id, "%s: the load of %q, which P has cancelled, still waits after %v", a.id, h.id, reach)
+			}
+		})
+	}
+}
+
+// checkReason says whether an end is one that the world gave a reason for.
+func (a *agent) checkReason(r core.Report) {
+	w := a.w
+	wrong := func() {
+		w.fault(r.ID, "%s: nothing was in the way, but the %v of %q ended with %v (%s)", a.id, r.Side, r.ID, r.Code, r.Reason)
+	}
+	claimed := false
+	for _, d := range w.all {
+		claimed = claimed || d.claims[r.ID] == a.id
+	}
+	_, cancelledAtP := w.cancelledAtP[r.ID]
+	switch {
+	case w.plan.kind && r.Code != core.OK:
+		wrong()
+	case !w.plan.calm || w.reused[r.ID]:
+	case r.Code == core.PeerLost || r.Code == core.Failed || r.Code == core.Unreachable || r.Code == core.Closed:
+		wrong()
+	case r.Side == core.SideOffer && r.Code == core.Expired && claimed && r.Elapsed < w.plan.opt.Claim:
+		wrong()
+	case r.Side == core.SideLoad && (a.promises[r.Token] != "" || a.claims[r.ID] != ""):
+		h := a.loads[r.Token]
+		if r.Code == core.Cancelled && !h.dropped || r.Code == core.PeerCancelled && !cancelledAtP || r.Code == core.Expired ||
+			r.Code == core.Refused && h.first+len(h.blocks) <= w.plan.blocks {
+			wrong()
+		}
+	}
+}
+
+// checkStale: an answer to what an earlier load of the id has asked is void.
+func (a *agent) checkStale(id core.TransferID, seq uint64, feed func()) {
+	if a.asked[id] == seq {
+		feed()
+		return
+	}
+	n, sizes := len(a.queue), a.m.Sizes()
+	if feed(); len(a.queue) > n || a.m.Sizes() != sizes {
+		a.w.fault(id, "%s: an answer to load %d of %q, which load %d has replaced, counts", a.id, seq, id, a.asked[id])
+	}
+}

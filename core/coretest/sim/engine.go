@@ -1,0 +1,246 @@
+package sim
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+func compare(a, b core.TransferID) int { return strings.Compare(string(a), string(b)) }
+
+// engine is the scheduler above an agent: it gives transfers blocks of a small
+// pool and uses them again as soon as they are reported.
+type engine struct {
+	loads    map[uint64]*half
+	offers   map[uint64]*half
+	loading  map[core.TransferID]uint64       // token of the newest load
+	offering map[core.TransferID]uint64       // token of the newest offer
+	promises map[uint64]core.AgentID          // P has said that it has this load
+	complete map[uint64]bool                  // the transport has said that all bytes are there
+	given    map[core.TransferID]bool         // P has said that it has given this claim up
+	claims   map[core.TransferID]core.AgentID // P has answered this claim
+	aborted  map[core.TransferID]bool
+	waiting  []*want // for blocks, in order
+}
+
+type half struct {
+	id      core.TransferID
+	blocks  []core.BlockID
+	first   int
+	began   time.Duration
+	dropped bool // this side has cancelled it
+}
+
+// want is a request that waits for blocks.
+type want struct {
+	id    core.TransferID
+	n     int
+	until time.Duration // then it is given up
+	got   func(blocks []core.BlockID) error
+	none  func()
+}
+
+func (e *engine) init() {
+	e.loads, e.offers = map[uint64]*half{}, map[uint64]*half{}
+	e.loading, e.offering = map[core.TransferID]uint64{}, map[core.TransferID]uint64{}
+	e.promises, e.aborted = map[uint64]core.AgentID{}, map[core.TransferID]bool{}
+	e.complete, e.given = map[uint64]bool{}, map[core.TransferID]bool{}
+	e.claims = map[core.TransferID]core.AgentID{}
+}
+
+// take finds free blocks for the engine, or nil if there are not enough.
+func (h *host) take(n int) []core.BlockID {
+	var out []core.BlockID
+	for _, i := range h.w.rnd.Perm(len(h.mem)) {
+		if h.mem[i].owner == 0 && len(out) < n {
+			out = append(out, core.BlockID(i))
+		}
+	}
+	if len(out) < n {
+		return nil
+	}
+	return out
+}
+
+func (h *host) own(blocks []core.BlockID, token uint64, holds func(i int) content) {
+	for i, b := range blocks {
+		h.mem[b] = block{token, holds(i)}
+	}
+}
+
+// wait queues for blocks.
+func (a *agent) wait(x *want) {
+	a.waiting = append(a.waiting, x)
+	a.after(x.until-a.w.now, func() {
+		if i := slices.Index(a.waiting, x); i >= 0 {
+			a.waiting = slices.Delete(a.waiting, i, i+1)
+			a.w.acted(a.w.now)
+			x.none()
+		}
+	})
+	a.serveWaiting()
+}
+
+// serveWaiting gives free blocks to who waits longest.
+func (a *agent) serveWaiting() {
+	for len(a.waiting) > 0 && !a.closing {
+		x := a.waiting[0]
+		blocks := a.host.take(x.n)
+		if blocks == nil {
+			return
+		}
+		a.waiting = a.waiting[1:]
+		a.w.acted(a.w.now)
+		if err := x.got(blocks); errors.Is(err, core.ErrOverload) {
+			a.waiting = slices.Insert(a.waiting, 0, x) // tried again with the next report, or given up
+			return
+		}
+	}
+}
+
+// dropWaiting removes a request that was aborted.
+func (a *agent) dropWaiting(id core.TransferID) bool {
+	n := len(a.waiting)
+	a.waiting = slices.DeleteFunc(a.waiting, func(x *want) bool { return x.id == id })
+	return len(a.waiting) < n
+}
+
+// load asks for a transfer from block first on; nil blocks let go of it.
+func (a *agent) load(id core.TransferID, from core.Target, first int, blocks []core.BlockID) error {
+	w := a.w
+	w.token++
+	token := w.token
+	r := core.LoadRequest{ID: id, From: from, Token: token}
+	if blocks != nil {
+		r.Blocks, r.First = [][]core.BlockID{blocks}, []uint32{uint32(first)}
+	} else {
+		w.faults["empty"]++
+	}
+	w.acted(w.now)
+	defer func() {
+		if h := a.loads[token]; h != nil {
+			a.checkLoaded(h, token)
+		}
+	}()
+	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		err := m.Load(now, r)
+		if err == nil {
+			a.loads[token] = &half{id: id, blocks: blocks, first: first, began: w.now}
+			a.loading[id] = token
+			a.host.own(blocks, token, func(int) content { return content{} })
+			a.ledger.accepted(id, token)
+		}
+		return "", err
+	}, "load %s at=%s from=%s token=%d%s%s", id, from.Bootstrap, from.EngineID, token, optional("first", list(r.First)), groups(r.Blocks))
+}
+
+func (a *agent) claim(id core.TransferID, from core.Target) {
+	a.w.acted(a.w.now)
+	a.w.faults["claim"]++
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		return "", m.Claim(now, core.ClaimRequest{ID: id, From: from})
+	}, "claim %s at=%s from=%s", id, from.Bootstrap, from.EngineID)
+}
+
+func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
+	w := a.w
+	w.token++
+	token := w.token
+	r := core.OfferRequest{ID: id, Blocks: [][]core.BlockID{blocks}, Token: token}
+	w.acted(w.now)
+	defer func() { a.checkOffered(id, token) }()
+	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		err := m.Offer(now, r)
+		if err == nil {
+			a.offering[id] = token
+			a.offers[token] = &half{id: id, blocks: blocks, began: w.now}
+			a.host.own(blocks, token, func(i int) content { return content{id, i} })
+			a.ledger.accepted(id, token)
+		}
+		return "", err
+	}, "offer %s token=%d%s", id, token, groups(r.Blocks))
+}
+
+func (a *agent) announce(id core.TransferID) error {
+	a.w.acted(a.w.now)
+	return a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Announce(now, id) }, "announce %s", id)
+}
+
+func (a *agent) cancel(id core.TransferID) {
+	a.w.acted(a.w.now)
+	a.expectAbort(id)
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Cancel(now, id, "") }, "cancel %s", id)
+}
+
+// report gives the blocks back to the engine.
+func (a *agent) report(r core.Report) {
+	w := a.w
+	how := r.Side.String() + " " + r.Code.String()
+	w.codes[how]++
+	w.states[how+" "+r.State]++
+	a.checkReason(r)
+	var kept []core.BlockID
+	if h := a.loads[r.Token]; h != nil {
+		delete(a.loads, r.Token)
+		delete(a.promises, r.Token)
+		if e := a.armed[r.ID]; e != nil && e.token == r.Token {
+			w.fault(r.ID, "%s: the load of %q is reported while the transport is armed", a.id, r.ID)
+		}
+		if r.Code == core.OK && len(h.blocks) > 0 && !a.complete[r.Token] {
+			w.fault(r.ID, "%s: the load of %q ended well before the transport had said so", a.id, r.ID)
+		}
+		if r.Code == core.OK {
+			a.check(h, "ended well")
+			if w.chance(0.5) {
+				kept = h.blocks
+				w.token++
+				token := w.token
+				a.decode(h, token)
+				a.after(w.upTo(500*time.Millisecond), func() {
+					a.check(h, "is decoded")
+					a.free(token)
+				})
+			}
+		}
+	}
+	if a.offers[r.Token] != nil {
+		delete(a.offers, r.Token)
+		if wr := a.writes[r.ID]; wr != nil && wr.token == r.Token {
+			w.fault(r.ID, "%s: the offer of %q is reported while the transport reads its blocks", a.id, r.ID)
+		}
+	}
+	if kept == nil {
+		a.free(r.Token)
+	}
+}
+
+// decode keeps blocks that were loaded for the engine's own use.
+func (a *agent) decode(h *half, token uint64) {
+	for _, b := range h.blocks {
+		a.host.mem[b].owner = token
+	}
+}
+
+// check says whether blocks hold what the request needs.
+func (a *agent) check(h *half, what string) {
+	for i, b := range h.blocks {
+		if holds, want := a.host.mem[b].holds, (content{h.id, h.first + i}); holds != want {
+			a.w.fault(h.id, "%s: %q %s, but block %d holds %v, want %v", a.id, h.id, what, b, holds, want)
+		}
+	}
+}
+
+// free makes a token's blocks the next request's.
+func (a *agent) free(token uint64) {
+	for i := range a.host.mem {
+		if a.host.mem[i].owner == token {
+			a.host.mem[i] = block{}
+		}
+	}
+	if len(a.waiting) > 0 {
+		a.after(0, a.serveWaiting)
+	}
+}

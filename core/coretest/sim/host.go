@@ -1,0 +1,242 @@
+package sim
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// host is one rank of an engine: its memory stays where it is, its process may
+// be stopped, end, and be replaced by another.
+type host struct {
+	w       *world
+	name    string
+	target  core.Target // under which a prefill rank is found
+	prefill bool
+	agent   *agent // the open one, or nil
+	opened  int
+	stopped bool
+	pending []func() // what came to the stopped process, in order
+	skew    time.Duration
+	mem     []block
+	// stoppedAt is when it was stopped last, disturbed when its time last went
+	// wrong: it was continued, or its clock jumped.
+	stoppedAt, disturbed time.Duration
+}
+
+// block is a KV block: whom it belongs to, and what it holds.
+type block struct {
+	owner uint64 // token of the half that the engine gave it to; 0: none
+	holds content
+}
+
+type content struct {
+	id  core.TransferID
+	pos int
+}
+
+// agent is one process's kvconn: a machine and the models around it.
+type agent struct {
+	w       *world
+	host    *host
+	id      core.AgentID
+	m       *core.Machine
+	ledger  *ledger
+	dead    bool
+	silent  bool // when dead: its server is gone with it, and nobody says so
+	closing bool
+	ticking bool
+
+	node
+	transport
+	engine
+}
+
+// layout is that of the transcripts' machines.
+func layout() *core.Layout {
+	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 1 << 20, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 100}})
+	if err != nil {
+		panic(err)
+	}
+	return l
+}
+
+// open starts a process on the host.
+func (h *host) open() *agent {
+	w := h.w
+	h.opened++
+	a := &agent{w: w, host: h, id: core.AgentID(h.name), m: core.New(layout(), w.plan.opt), ledger: newLedger()}
+	if h.opened > 1 {
+		a.id = core.AgentID(fmt.Sprintf("%s.%d", h.name, h.opened))
+	}
+	a.node.init()
+	a.transport.init()
+	a.engine.init()
+	h.agent = a
+	w.byID[a.id] = a
+	w.all = append(w.all, a)
+	h.mem = make([]block, w.plan.pool) // the same addresses, nothing in them
+	if h.prefill {
+		w.registry[h.target] = a.id
+	}
+	o := w.plan.opt
+	a.told(nil, "", nil, "open lease=%v timeout=%v early=%v claim=%v max=%d", o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers)
+	return a
+}
+
+// run does f in the process now, when it is continued, or never if it has ended.
+func (a *agent) run(f func()) {
+	switch {
+	case a.dead:
+	case a.host.stopped:
+		a.host.pending = append(a.host.pending, func() { a.run(f) })
+	default:
+		f()
+	}
+}
+
+func (a *agent) after(d time.Duration, f func()) { a.w.after(d, func() { a.run(f) }) }
+
+// now is the process's clock.
+func (a *agent) now() time.Duration { return a.w.now + a.host.skew }
+
+func (a *agent) time() time.Time { return time.Unix(0, 0).Add(a.now()) }
+
+// feed makes a call of the machine and takes what it wants then. The transcript
+// gets the call as format and args say it.
+func (a *agent) feed(f func(m *core.Machine, now time.Time) (said string, err error), format string, args ...any) error {
+	said, err := f(a.m, a.time())
+	actions := a.m.Actions()
+	a.told(actions, said, err, format, args...)
+	a.collect(actions)
+	if a.m.Busy() && !a.ticking {
+		a.ticking = true
+		a.after(core.TickInterval, a.tick)
+	}
+	return err
+}
+
+// event is a call that returns nothing.
+func (a *agent) event(f func(m *core.Machine, now time.Time), format string, args ...any) {
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		f(m, now)
+		return "", nil
+	}, format, args...)
+}
+
+func (a *agent) tick() {
+	if a.ticking = false; a.m.Busy() {
+		a.event(func(m *core.Machine, now time.Time) { m.Tick(now) }, "tick")
+	}
+}
+
+// collect gives the reports to the engine at once and the rest, in order, to the
+// node's goroutine.
+func (a *agent) collect(actions []core.Action) {
+	for _, act := range actions {
+		a.ledger.action(act)
+		if r, ok := act.(core.Report); ok {
+			a.report(r)
+			continue
+		}
+		switch v := act.(type) {
+		case core.Resolve:
+			a.asked[v.ID] = v.Seq
+		case core.SendLoad: // of one that has followed a claim
+			a.asked[v.ID] = v.Seq
+		}
+		a.queue = append(a.queue, act)
+		if !a.working {
+			a.working = true
+			a.after(a.w.delay()/4, a.work)
+		}
+	}
+	for _, f := range a.ledger.broken {
+		a.w.fault(f.id, "%s: %s", a.id, f.text)
+	}
+	a.ledger.broken = nil
+}
+
+// crash ends the process: nothing of it moves any more.
+func (h *host) crash() {
+	a := h.agent
+	if a == nil {
+		return
+	}
+	h.w.note("%s crashes", a.id)
+	a.silent = h.w.chance(0.3)
+	h.end()
+	a.linksOfDead(0.3)
+	h.w.promiseOfDead(a)
+}
+
+// end makes the host's process gone.
+func (h *host) end() {
+	h.agent.dead = true
+	h.agent = nil
+	h.pending = nil
+	clear(h.mem)
+}
+
+func (h *host) stop() {
+	if h.stopped || h.agent == nil {
+		return
+	}
+	h.w.note("%s is stopped", h.name)
+	h.stopped = true
+	h.w.promiseOfStopped(h)
+}
+
+func (h *host) cont() {
+	if !h.stopped {
+		return
+	}
+	h.w.note("%s is continued, %d things wait", h.name, len(h.pending))
+	h.stopped, h.disturbed = false, h.w.now
+	list := h.pending
+	h.pending = nil
+	for _, f := range list {
+		f()
+	}
+}
+
+// close is the agent's Close: all is ended, waited for within a bound, and gone.
+func (a *agent) close() {
+	if a.closing {
+		return
+	}
+	a.w.note("%s is closed", a.id)
+	a.closing = true
+	a.event(func(m *core.Machine, now time.Time) { m.Close(now) }, "close")
+	a.drain(a.w.now + closeTimeout - goodbye)
+}
+
+func (a *agent) drain(until time.Duration) {
+	drained := !a.m.Busy() && len(a.queue) == 0
+	if !drained && a.w.now < until {
+		a.after(20*time.Millisecond, func() { a.drain(until) })
+		return
+	}
+	a.shutTransport()
+	if !drained {
+		a.ledger.shut()
+		a.event(func(m *core.Machine, now time.Time) { m.Abandon(now) }, "abandon")
+	}
+	a.leaveLanes(a.w.now + goodbye)
+}
+
+// leaveLanes waits for what is still to be said, and goes.
+func (a *agent) leaveLanes(until time.Duration) {
+	if len(a.lanes)+len(a.outbox) > 0 && a.w.now < until {
+		a.after(20*time.Millisecond, func() { a.leaveLanes(until) })
+		return
+	}
+	a.checkEmpty()
+	if h := a.host; h.prefill && a.w.registry[h.target] == a.id {
+		delete(a.w.registry, h.target)
+	}
+	a.host.end()
+	a.linksOfDead(1)
+	a.w.acted(a.w.now)
+}

@@ -1,0 +1,85 @@
+package sim
+
+import (
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// ask sends a request and calls answer in a, once: without an error after what
+// serve returned was run there. serve runs at the peer, twice if the request
+// is doubled.
+func (a *agent) ask(to core.AgentID, bound time.Duration, serve func(p *agent) func(), answer func(absent bool, err error)) {
+	answered := false
+	once := func(absent bool, err error, take func()) {
+		a.run(func() {
+			if answered {
+				return
+			}
+			answered = true
+			if take != nil {
+				take()
+			}
+			answer(absent, err)
+		})
+	}
+	w := a.w
+	w.after(bound, func() { once(false, errDeadline, nil) })
+	p := w.byID[to]
+	if p.dead {
+		if !p.silent {
+			w.after(w.delay(), func() { once(true, errAbsent, nil) })
+		}
+		return
+	}
+	copies := 1
+	if w.chance(w.plan.double) {
+		w.faults["double"]++
+		copies = 2
+	}
+	for range copies {
+		w.deliver(a.host, p.host, func() {
+			if p.dead {
+				once(true, errAbsent, nil)
+				return
+			}
+			p.run(func() {
+				take := serve(p)
+				w.deliver(p.host, a.host, func() { once(false, nil, take) })
+			})
+		})
+	}
+}
+
+// deliver brings one message from host to host, or loses it.
+func (w *world) deliver(from, to *host, f func()) {
+	if w.chance(w.plan.loss) {
+		w.faults["loss"]++
+		return
+	}
+	w.after(w.delay(), func() {
+		k := way{from, to}
+		switch {
+		case w.cut[k] == 0:
+			f()
+		case w.chance(0.3): // it waits in a socket
+			w.stuck[k] = append(w.stuck[k], f)
+		}
+	})
+}
+
+// partition cuts a way until it is healed.
+func (w *world) partition(k way, d time.Duration) {
+	w.cut[k]++
+	w.acted(w.now + d)
+	w.after(d, func() {
+		if w.cut[k]--; w.cut[k] > 0 {
+			return
+		}
+		list := w.stuck[k]
+		delete(w.stuck, k)
+		for _, f := range list {
+			w.after(w.delay(), f)
+		}
+	})
+}

@@ -1,0 +1,367 @@
+package sim
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// node is what package node does around a machine: one goroutine that performs
+// the actions in order (run.go), the table of peers (peers.go), lanes (lanes.go),
+// the outbox (outbox.go) and the answers to requests (serve.go).
+type node struct {
+	queue    []core.Action
+	working  bool
+	peers    map[core.AgentID]*peer
+	byTarget map[core.Target]core.AgentID
+	looking  map[core.Target][]core.Resolve
+	lanes    map[core.AgentID]*lane
+	outbox   map[core.AgentID][]core.SendFinish // something is under way to each that is there
+	asked    map[core.TransferID]uint64         // seq of the newest load
+}
+
+type peer struct{ gone bool }
+
+type lane struct {
+	queue   []func(done func())
+	running int
+}
+
+func (n *node) init() {
+	n.peers = map[core.AgentID]*peer{}
+	n.byTarget = map[core.Target]core.AgentID{}
+	n.looking = map[core.Target][]core.Resolve{}
+	n.lanes = map[core.AgentID]*lane{}
+	n.outbox = map[core.AgentID][]core.SendFinish{}
+	n.asked = map[core.TransferID]uint64{}
+}
+
+// work performs the first action of the queue.
+func (a *agent) work() {
+	act := a.queue[0]
+	a.perform(act)
+	if a.queue = a.queue[1:]; len(a.queue) > 0 {
+		a.after(a.w.delay()/16, a.work)
+		return
+	}
+	a.working = false
+}
+
+func (a *agent) perform(act core.Action) {
+	switch v := act.(type) {
+	case core.Resolve:
+		a.resolve(v)
+	case core.Expect:
+		grant, err := a.expect(v.ID, v.Peer, v.Blocks)
+		a.event(func(m *core.Machine, now time.Time) { m.Expecting(now, v.ID, []byte(grant), err) },
+			"expecting %s grant=%s%s", v.ID, grant, failure(err))
+	case core.SendLoad:
+		a.do(v.Peer, func(done func()) { a.sendLoad(v, done) })
+	case core.SendRenew:
+		a.sendRenew(v)
+	case core.SendProbe:
+		a.sendProbe(v)
+	case core.SendFinish:
+		a.post(v)
+	case core.Forget:
+		if p := a.peers[v.Peer]; p != nil {
+			p.gone = true
+		}
+		a.unmap(v.Peer)
+	case core.Revoke:
+		a.revoke(v.ID)
+		a.ledger.disarmed(v.ID)
+		a.event(func(m *core.Machine, now time.Time) { m.Revoked(now, v.ID) }, "revoked %s", v.ID)
+	case core.Write:
+		if a.peers[v.Peer] == nil {
+			a.written(v.ID, fmt.Errorf("decode agent %s is not known any more", v.Peer))
+			return
+		}
+		a.write(v)
+	case core.StopWrite:
+		a.stopWrite(v.ID)
+	default:
+		a.w.fault("", "%s: unknown action %T", a.id, act)
+	}
+}
+
+// do runs what waits for a peer, each peer apart and a bounded number at a time.
+func (a *agent) do(to core.AgentID, f func(done func())) {
+	l := a.lanes[to]
+	if l == nil {
+		l = &lane{}
+		a.lanes[to] = l
+	}
+	l.queue = append(l.queue, f)
+	if l.running < a.w.plan.lane {
+		l.running++
+		a.next(to, l)
+	}
+}
+
+func (a *agent) next(to core.AgentID, l *lane) {
+	if len(l.queue) == 0 {
+		if l.running--; l.running == 0 {
+			delete(a.lanes, to)
+		}
+		return
+	}
+	f := l.queue[0]
+	l.queue = l.queue[1:]
+	f(func() { a.next(to, l) })
+}
+
+func (a *agent) unmap(id core.AgentID) {
+	for t, p := range a.byTarget {
+		if p == id {
+			delete(a.byTarget, t)
+		}
+	}
+}
+
+// resolve answers from memory or starts one look-up per target.
+func (a *agent) resolve(r core.Resolve) {
+	if id, known := a.byTarget[r.From]; known && !r.Fresh {
+		a.resolved(r, id, core.OK, "")
+		return
+	}
+	a.looking[r.From] = append(a.looking[r.From], r)
+	if len(a.looking[r.From]) == 1 {
+		a.find(r.From, a.w.now+connectTimeout)
+	}
+}
+
+func (a *agent) resolved(r core.Resolve, id core.AgentID, code core.Code, why string) {
+	peer := ""
+	if id != "" {
+		peer = " peer=" + string(id)
+	}
+	a.checkStale(r.ID, r.Seq, func() {
+		a.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, code, why) },
+			"resolved %s seq=%d%s code=%v%s", r.ID, r.Seq, peer, code, optional("why", why))
+	})
+}
+
+// find looks an agent up, says hello and opens the way to it. An entry of an
+// agent that is gone is waited out.
+func (a *agent) find(t core.Target, until time.Duration) {
+	end := func(id core.AgentID, code core.Code, why string) {
+		if code == core.OK {
+			a.peers[id] = &peer{}
+			a.byTarget[t] = id
+		}
+		waiting := a.looking[t]
+		delete(a.looking, t)
+		for _, r := range waiting {
+			a.resolved(r, id, code, why)
+		}
+	}
+	a.after(2*a.w.delay(), func() {
+		id, there := a.w.registry[t]
+		if !there {
+			end("", core.Unreachable, "engine is not registered")
+			return
+		}
+		if a.w.now >= until {
+			end("", core.Unreachable, "no time left")
+			return
+		}
+		ticket := ""
+		a.ask(id, until-a.w.now, func(p *agent) func() {
+			p.peers[a.id] = &peer{}
+			t := p.admit(a)
+			return func() { ticket = t }
+		}, func(absent bool, err error) {
+			switch {
+			case err == nil:
+				a.connect(id, ticket)
+				end(id, core.OK, "")
+			case absent && a.w.now < until:
+				a.after(100*time.Millisecond, func() { a.find(t, until) })
+			default:
+				end("", core.Unreachable, "hello: "+err.Error())
+			}
+		})
+	})
+}
+
+// request asks an agent that is in the table.
+func (a *agent) request(to core.AgentID, bound time.Duration, serve func(p *agent) func(), answer func(absent bool, err error)) {
+	if a.peers[to] == nil {
+		a.after(0, func() { answer(false, errUnknown) })
+		return
+	}
+	a.ask(to, bound, serve, answer)
+}
+
+// insist asks until there is an answer, for a little less than PeerTimeout.
+func (a *agent) insist(to core.AgentID, serve func(p *agent) func(), answer func(absent bool, err error)) {
+	w := a.w
+	bound := w.plan.opt.PeerTimeout
+	end := w.now + bound - 2*core.TickInterval
+	var try func()
+	try = func() {
+		a.request(to, min(bound/3, end-w.now), serve, func(absent bool, err error) {
+			if err == nil || absent || end-w.now < core.TickInterval {
+				answer(absent, err)
+				return
+			}
+			w.faults["retry"]++
+			a.after(core.TickInterval/2, try)
+		})
+	}
+	try()
+}
+
+func (a *agent) sendLoad(v core.SendLoad, done func()) {
+	replied := func(absent bool, code core.Code, why string) {
+		a.checkStale(v.ID, v.Seq, func() {
+			a.event(func(m *core.Machine, now time.Time) { m.LoadReplied(now, v.ID, v.Seq, absent, code, why) },
+				"replied %s seq=%d%s code=%v%s", v.ID, v.Seq, absence(absent), code, optional("why", why))
+		})
+		done()
+	}
+	if p := a.peers[v.Peer]; p == nil || p.gone {
+		replied(true, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
+		return
+	}
+	var code core.Code
+	var why string
+	a.insist(v.Peer, func(p *agent) func() {
+		c, reason := p.loadArrived(a.id, v)
+		return func() { code, why = c, reason }
+	}, func(absent bool, err error) {
+		if err != nil {
+			replied(absent, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err))
+			return
+		}
+		if code == core.OK {
+			a.promised(v.ID, v.Peer)
+		}
+		replied(code == unknownPeer || code == core.PeerLost, code, why)
+	})
+}
+
+const unknownPeer core.Code = 99
+
+func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code, why string) {
+	if a.peers[from] == nil {
+		return unknownPeer, "say hello first"
+	}
+	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Lease: v.Lease}
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		code, why = m.LoadArrived(now, lm)
+		if why != "" {
+			return "answer " + code.String() + " " + why, nil
+		}
+		return "answer " + code.String(), nil
+	}, "loaded %s peer=%s grant=%s first=[%s]%s lease=%v", v.ID, from, v.Grant, list(v.First), groups(v.Blocks), v.Lease)
+	return code, why
+}
+
+var statusNames = [...]string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended"}
+
+func (a *agent) sendRenew(v core.SendRenew) {
+	var answers []core.Answer
+	a.request(v.Peer, a.w.plan.opt.PeerTimeout/3, func(p *agent) func() {
+		got := p.renewArrived(a.id, v)
+		return func() { answers = got }
+	}, func(absent bool, err error) {
+		var says, ends []string
+		for i, ans := range answers {
+			says = append(says, statusNames[ans.Status])
+			if ans.Status == core.StatusEnded {
+				ends = append(ends, fmt.Sprintf("%d %v %s", i, ans.Code, ans.Reason))
+			}
+			if k := i - len(v.Loads); k >= 0 {
+				switch ans.Status {
+				case core.StatusUnknown:
+				case core.StatusSent, core.StatusEnded:
+					a.given[v.Claims[k]] = true
+				default:
+					a.claims[v.Claims[k]] = v.Peer
+				}
+			}
+		}
+		a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) },
+			"renewed peer=%s%s%s%s%s%s%s", v.Peer, optional("ids", list(v.Loads)), optional("claims", list(v.Claims)),
+			optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), absence(absent), failure(err))
+	})
+}
+
+func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer {
+	claims := v.Claims
+	if a.peers[from] == nil {
+		claims = nil // its load will say hello first
+	}
+	var out []core.Answer
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		out = m.RenewArrived(now, from, v.Loads, claims)
+		said := "answer"
+		for _, ans := range out {
+			said += " " + statusNames[ans.Status]
+			if ans.Status == core.StatusEnded {
+				said += fmt.Sprintf("(%v %s)", ans.Code, ans.Reason)
+			}
+		}
+		return said, nil
+	}, "renew peer=%s%s%s", from, optional("ids", list(v.Loads)), optional("claims", list(claims)))
+	for len(out) < len(v.Loads)+len(v.Claims) {
+		out = append(out, core.Answer{Status: core.StatusUnknown})
+	}
+	return out
+}
+
+// sendProbe is a renewal of nothing.
+func (a *agent) sendProbe(v core.SendProbe) {
+	a.w.faults["probe"]++
+	a.request(v.Peer, a.w.plan.opt.PeerTimeout/3, func(p *agent) func() {
+		p.renewArrived(a.id, core.SendRenew{})
+		return func() {}
+	}, func(absent bool, err error) {
+		a.event(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, absent, err) },
+			"probed peer=%s%s%s", v.Peer, absence(absent), failure(err))
+	})
+}
+
+// post brings the news of transfers' ends to a peer, in batches.
+func (a *agent) post(v core.SendFinish) {
+	list, working := a.outbox[v.Peer]
+	a.outbox[v.Peer] = append(list, v)
+	if !working {
+		a.after(a.w.delay()/8, func() { a.postNext(v.Peer) })
+	}
+}
+
+func (a *agent) postNext(to core.AgentID) {
+	part := a.outbox[to]
+	if len(part) == 0 {
+		delete(a.outbox, to)
+		return
+	}
+	a.outbox[to] = nil
+	if a.w.chance(a.w.plan.mute) { // every try is lost
+		a.w.faults["finish-lost"]++
+		a.after(a.w.plan.opt.PeerTimeout, func() { a.postNext(to) })
+		return
+	}
+	a.insist(to, func(p *agent) func() {
+		for _, v := range part {
+			p.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, a.id, v.ID, v.Code, v.Reason) },
+				"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
+			if v.Code != core.OK && p.claims[v.ID] == a.id {
+				p.given[v.ID] = true
+			}
+		}
+		return func() {}
+	}, func(bool, error) { a.postNext(to) })
+}
+
+var (
+	errAbsent   = errors.New("agent is gone")
+	errDeadline = errors.New("deadline exceeded")
+	errUnknown  = errors.New("agent is not known any more")
+)

@@ -1,0 +1,85 @@
+package sim
+
+import (
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// plan is what a seed's world is like.
+type plan struct {
+	kind     bool // nothing is lost, late, cancelled or broken: all must end well
+	calm     bool // only the engines are awkward: each end must have its reason
+	opt      core.Options
+	oneSided bool // bytes land without the receiver's process, as by RDMA
+	prefills int  // ranks of the prefill engine
+	decodes  []int
+	requests int
+	blocks   int // of a prompt, at each rank
+	pool     int // blocks of a rank
+	lane     int // requests to one peer at a time, as in node
+
+	loss, double, slow float64 // of each message
+	mute               float64 // of each news of an end: every try to tell it is lost
+	breaks             float64 // of each frame: its connection breaks
+	errors             float64 // of each call of the transport: it fails
+	cancels            float64
+	faults             int
+	jumps              int // of clocks, in worlds where else nothing is in the way
+}
+
+// Bounds that node and the transports have by configuration.
+const (
+	connectTimeout = time.Second
+	stallTimeout   = 1200 * time.Millisecond
+	closeTimeout   = 2 * time.Second
+	goodbye        = time.Second     // what Close keeps of it
+	act            = 5 * time.Second // requests and faults begin within
+)
+
+func (w *world) newPlan() plan {
+	p := plan{
+		oneSided: w.chance(0.4),
+		prefills: 1 + w.rnd.IntN(3),
+		requests: 4 + w.rnd.IntN(8),
+		blocks:   4,
+		pool:     14,
+		lane:     []int{1, 2, 16}[w.rnd.IntN(3)],
+		opt: core.Options{
+			Lease:        []time.Duration{2, 3, 5}[w.rnd.IntN(3)] * time.Second,
+			PeerTimeout:  []time.Duration{900, 1500}[w.rnd.IntN(2)] * time.Millisecond,
+			EarlyLoad:    2 * time.Second,
+			Claim:        10 * time.Second,
+			MaxTransfers: []int{4, 16, 64}[w.rnd.IntN(3)],
+		},
+	}
+	p.decodes = []int{1 + w.rnd.IntN(3)}
+	if w.chance(0.5) {
+		p.decodes = append(p.decodes, 1+w.rnd.IntN(2))
+	}
+	if w.seed%20 < 3 {
+		p.jumps = w.rnd.IntN(4)
+	}
+	switch w.seed % 10 {
+	case 0:
+		p.kind, p.opt.MaxTransfers, p.opt.Claim = true, 64, time.Minute
+		p.pool, p.requests = 100, min(p.requests, 8) // enough at once, else engines could wait for each other
+	case 1, 2:
+		p.calm, p.cancels, p.opt.MaxTransfers, p.opt.Claim = true, 0.3, 64, time.Minute
+	case 3, 4, 5:
+		p.loss, p.double, p.slow = 0.05, 0.05, 0.1
+		p.mute, p.breaks, p.errors, p.cancels, p.faults = 0.1, 0.01, 0.01, 0.1, 1+w.rnd.IntN(5)
+	case 6, 7:
+		p.loss, p.double, p.slow = 0.3, 0.2, 0.3
+		p.mute, p.breaks, p.errors, p.cancels, p.faults = 0.2, 0.04, 0.03, 0.15, w.rnd.IntN(4)
+	default: // the net is good, but whole processes and ways go
+		p.mute, p.cancels, p.faults = 0.05, 0.05, 2+w.rnd.IntN(5)
+	}
+	return p
+}
+
+// quiet is how long after the last call of an engine and the last fault all must
+// have ended: leases, then the time-outs of what they make the agents say.
+func (p *plan) quiet() time.Duration {
+	return p.opt.Claim + p.opt.Lease + max(p.opt.Lease, p.opt.EarlyLoad) + 4*p.opt.PeerTimeout + 2*connectTimeout + 2*stallTimeout + closeTimeout + 8*time.Second
+}

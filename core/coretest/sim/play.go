@@ -1,0 +1,352 @@
+package sim
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+const bootstrap = "http://p:8998"
+
+// play opens the engines and plans what happens to them.
+func (w *world) play() {
+	var prefills []*host
+	for i := range w.plan.prefills {
+		h := &host{w: w, name: fmt.Sprintf("p%d", i), prefill: true, target: core.Target{Bootstrap: bootstrap, EngineID: fmt.Sprintf("/e%d", i), TPRank: i}}
+		prefills = append(prefills, h)
+	}
+	w.hosts = append(w.hosts, prefills...)
+	var decodes [][]*host
+	for e, ranks := range w.plan.decodes {
+		var list []*host
+		for i := range ranks {
+			list = append(list, &host{w: w, name: fmt.Sprintf("d%d%c", i, 'a'+e)})
+		}
+		decodes = append(decodes, list)
+		w.hosts = append(w.hosts, list...)
+	}
+	for _, h := range w.hosts {
+		h.open()
+	}
+	ids := make([]string, w.plan.requests)
+	for i := range ids {
+		ids[i] = fmt.Sprintf("t%d", i)
+		if !w.plan.kind && i > 0 && w.chance(0.06) {
+			ids[i] = ids[w.rnd.IntN(i)]
+			w.faults["id-twice"]++
+			for rank := range 8 {
+				w.reused[pairID(ids[i], rank)] = true
+			}
+		}
+	}
+	for _, id := range ids {
+		e := w.rnd.IntN(len(decodes))
+		w.request(id, prefills, decodes[e])
+		if !w.plan.kind && w.chance(0.12) { // a router that sends a request to two decode engines
+			w.faults["two-decoders"]++
+			other := w.rnd.IntN(len(decodes))
+			for i, d := range decodes[other] {
+				p := prefills[i%len(prefills)]
+				w.reused[pairID(id, i)] = w.reused[pairID(id, i)] || other == e
+				w.decodes(pairID(id, i), p, d, w.upTo(act), w.upTo(act))
+			}
+		}
+	}
+	for range w.plan.jumps {
+		h := w.hosts[w.rnd.IntN(len(w.hosts))]
+		w.after(w.upTo(2*act), func() { h.jump(time.Second + w.upTo(15*time.Second)) })
+	}
+	for range w.plan.faults {
+		if w.chance(0.2) {
+			w.resurrection(prefills, decodes)
+		} else {
+			w.trouble(prefills)
+		}
+	}
+}
+
+func pairID(id string, rank int) core.TransferID {
+	return core.TransferID(fmt.Sprintf("%s.%d", id, rank))
+}
+
+// run does f in the process that the host has now.
+func (h *host) run(f func(a *agent)) {
+	if a := h.agent; a != nil {
+		a.run(func() {
+			if !a.closing {
+				f(a)
+			}
+		})
+	}
+}
+
+// request is what a router sends: rank i of the decode engine loads from rank
+// i mod p of the prefill engine, each under an id of its own. Prefill ranks that
+// nobody needs are let go.
+func (w *world) request(id string, prefills, decodes []*host) {
+	at := w.upTo(act)
+	prefill := w.upTo(act / 2)
+	if w.plan.kind || w.chance(0.1) {
+		prefill = w.upTo(12 * time.Second)
+	}
+	hold := time.Duration(0)
+	if w.chance(0.2) { // the decode engine is busy with others
+		w.faults["queued"]++
+		hold = w.upTo(8 * time.Second)
+	}
+	decode := at
+	if !w.plan.kind && w.chance(0.3) { // a router that asks P first
+		decode += w.upTo(prefill)
+	}
+	hearsP, hearsD := w.plan.kind || !w.chance(0.05), w.plan.kind || !w.chance(0.05)
+	var abortD, abortP time.Duration
+	if w.chance(w.plan.cancels) {
+		w.faults["cancel-d"]++
+		abortD = max(1, at-200*time.Millisecond+w.upTo(prefill+hold+time.Second))
+	}
+	if w.chance(w.plan.cancels) {
+		w.faults["cancel-p"]++
+		if abortP = max(1, at-200*time.Millisecond+w.upTo(prefill+time.Second)); abortD > 0 && w.chance(0.5) {
+			w.faults["cancel-both"]++
+			abortP = abortD
+		}
+	}
+	one := func(id core.TransferID, p, d *host, needed bool) {
+		if hearsD && needed {
+			w.decodes(id, p, d, decode+w.delay(), hold)
+		} else if hearsD && (w.plan.kind || w.chance(0.8)) {
+			w.after(decode+w.delay(), func() { d.run(func(a *agent) { _ = a.load(id, p.target, 0, nil) }) })
+		}
+		if abortD > 0 {
+			w.after(abortD+w.delay(), func() { d.run(func(a *agent) { a.abortLoad(id, p.target) }) })
+		}
+		if hearsP {
+			w.prefills(id, p, at+w.delay(), prefill)
+		}
+		if abortP > 0 {
+			w.after(abortP+w.delay(), func() { p.run(func(a *agent) { a.abortOffer(id) }) })
+		}
+	}
+	for i, d := range decodes {
+		one(pairID(id, i), prefills[i%len(prefills)], d, true)
+	}
+	for j := len(decodes); j < len(prefills); j++ {
+		one(pairID(id, j), prefills[j], decodes[j%len(decodes)], false)
+	}
+}
+
+// decodes is one decode rank's part of a request.
+func (w *world) decodes(id core.TransferID, p, d *host, at, hold time.Duration) {
+	first := w.rnd.IntN(w.plan.blocks)
+	if !w.plan.kind && w.chance(0.03) {
+		first += 3 // more than will be offered
+	}
+	n := max(1, w.plan.blocks-first)
+	w.after(at, func() {
+		d.run(func(a *agent) {
+			if a.aborted[id] {
+				if w.chance(0.8) {
+					return
+				}
+				w.reused[id] = true // the abort was about this one, and made a load of it
+			}
+			if w.plan.kind || w.chance(0.7) {
+				a.claim(id, p.target)
+				if !w.plan.kind && w.chance(0.02) {
+					w.faults["claim-left"]++
+					return // and forgets it
+				}
+			}
+			a.after(hold, func() {
+				if a.aborted[id] && hold > 0 {
+					return
+				}
+				if !w.plan.kind && w.chance(0.06) {
+					_ = a.load(id, p.target, 0, nil) // the prefix was in its cache
+					return
+				}
+				a.wait(&want{id: id, n: n, until: w.now + 12*time.Second,
+					got:  func(blocks []core.BlockID) error { return a.load(id, p.target, first, blocks) },
+					none: func() { a.abortLoad(id, p.target) }})
+			})
+		})
+	})
+}
+
+// abortLoad: the decode engine drops a request, whatever has become of it.
+func (a *agent) abortLoad(id core.TransferID, p core.Target) {
+	if a.aborted[id] = true; a.closing {
+		return
+	}
+	if _, asked := a.loading[id]; asked {
+		h := a.loads[a.loading[id]]
+		if a.cancel(id); h != nil && h.blocks != nil && a.w.chance(0.4) { // the same request comes again
+			a.w.reused[id] = true
+			a.after(a.w.upTo(30*time.Millisecond), func() {
+				a.wait(&want{id: id, n: len(h.blocks), until: a.w.now + time.Second,
+					got:  func(blocks []core.BlockID) error { return a.load(id, p, h.first, blocks) },
+					none: func() {}})
+			})
+		}
+		return
+	}
+	a.w.faults["abort-first"]++
+	a.dropWaiting(id)
+	if a.w.chance(0.5) {
+		_ = a.load(id, p, 0, nil)
+	} else {
+		a.cancel(id)
+	}
+}
+
+// prefills is one prefill rank's part of a request.
+func (w *world) prefills(id core.TransferID, p *host, at, prefill time.Duration) {
+	w.after(at, func() {
+		p.run(func(a *agent) {
+			if a.aborted[id] {
+				if w.chance(0.8) {
+					return
+				}
+				w.reused[id] = true
+			}
+			announced := false
+			if w.chance(0.6) || w.plan.kind && (prefill > w.plan.opt.EarlyLoad/2 || w.plan.prefills < 3) {
+				announced = a.announce(id) == nil
+			}
+			a.after(prefill, func() {
+				if a.closing {
+					return
+				}
+				if a.aborted[id] && !announced {
+					return
+				}
+				until := w.now + time.Second
+				if w.plan.kind {
+					until += 20 * time.Second
+				}
+				if w.chance(w.plan.errors) { // the prefill failed
+					a.cancel(id)
+					return
+				}
+				a.wait(&want{id: id, n: w.plan.blocks, until: until,
+					got: func(blocks []core.BlockID) error {
+						err := a.offer(id, blocks)
+						if err != nil && !errors.Is(err, core.ErrDuplicate) {
+							a.cancel(id)
+						}
+						return nil
+					},
+					none: func() {
+						if !a.closing {
+							a.cancel(id)
+						}
+					}})
+			})
+		})
+	})
+}
+
+// abortOffer: the prefill engine drops a request.
+func (a *agent) abortOffer(id core.TransferID) {
+	a.aborted[id] = true
+	if a.dropWaiting(id); !a.closing {
+		a.cancel(id)
+	}
+}
+
+// trouble plans one fault.
+func (w *world) trouble(prefills []*host) {
+	h := w.hosts[w.rnd.IntN(len(w.hosts))]
+	if w.chance(0.4) {
+		h = prefills[w.rnd.IntN(len(prefills))]
+	}
+	at := w.upTo(act + act/2)
+	lasts := 50*time.Millisecond + w.upTo(4*time.Second)
+	kind := w.rnd.IntN(7)
+	restart := w.chance(0.8)
+	w.after(at, func() {
+		if h.agent == nil {
+			return
+		}
+		w.acted(w.now + lasts)
+		switch kind {
+		case 0:
+			w.faults["stop"]++
+			h.stop()
+			w.after(lasts, h.cont)
+		case 1, 2:
+			w.faults["crash"]++
+			h.crash()
+			if h.stopped {
+				h.stopped = false
+			}
+			if restart {
+				w.after(lasts/2, func() {
+					if h.agent == nil {
+						w.faults["restart"]++
+						h.open()
+						w.note("%s is there", h.agent.id)
+					}
+				})
+			} else if h.prefill { // its entry in the registry ends by itself
+				id := w.registry[h.target]
+				w.after(lasts, func() {
+					if w.registry[h.target] == id {
+						delete(w.registry, h.target)
+					}
+				})
+			}
+		case 3:
+			h.jump(w.upTo(15 * time.Second))
+		case 4, 5:
+			other := w.hosts[w.rnd.IntN(len(w.hosts))]
+			both := w.chance(0.5)
+			w.note("the way from %s to %s is cut for %v, both ways %v", h.name, other.name, lasts, both)
+			w.partition(way{h, other}, lasts)
+			if both {
+				w.faults["partition"]++
+				w.partition(way{other, h}, lasts)
+			} else {
+				w.faults["one-way"]++
+			}
+		case 6:
+			w.faults["close"]++
+			h.run(func(a *agent) { a.close() })
+		}
+	})
+}
+
+// jump: the host has slept, and wakes up in what for its processes is the future.
+func (h *host) jump(d time.Duration) {
+	h.w.faults["clock-jump"]++
+	h.skew += d
+	h.disturbed = h.w.now
+	h.w.note("the clock of %s is at %v", h.name, h.w.now+h.skew)
+}
+
+// resurrection: a prefill rank is stopped in the middle of its writes, and when
+// it goes on another process has the decode rank's place.
+func (w *world) resurrection(prefills []*host, decodes [][]*host) {
+	p := prefills[w.rnd.IntN(len(prefills))]
+	ranks := decodes[w.rnd.IntN(len(decodes))]
+	d := ranks[w.rnd.IntN(len(ranks))]
+	w.after(w.upTo(act), func() {
+		if p.stopped || p.agent == nil || d.agent == nil {
+			return
+		}
+		w.faults["resurrection"]++
+		lasts := w.upTo(stallTimeout)
+		w.acted(w.now + lasts)
+		p.stop()
+		w.after(lasts, p.cont)
+		d.crash()
+		w.after(w.upTo(lasts), func() {
+			if d.agent == nil {
+				d.stopped = false
+				d.open()
+			}
+		})
+	})
+}

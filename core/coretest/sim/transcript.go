@@ -1,0 +1,115 @@
+package sim
+
+import (
+	"fmt"
+	"strings"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// transcript is what the machines were told and what they wanted, in the form
+// of core/testdata.
+type transcript []line
+
+type line struct {
+	agent  core.AgentID
+	text   string
+	prints string
+}
+
+// text is the transcript; short is of it what names a transfer, with the opening
+// of the machines that it concerns and without the ticks at which nothing happened.
+func (t transcript) text(short bool, id core.TransferID) string {
+	concerned := map[core.AgentID]bool{}
+	names := func(l *line) bool {
+		return !short || id == "" || strings.Contains(l.text+" ", " "+string(id)+" ") || strings.Contains(l.prints, " "+string(id)+" ")
+	}
+	for i := range t {
+		if names(&t[i]) {
+			concerned[t[i].agent] = true
+		}
+	}
+	var b strings.Builder
+	for i := range t {
+		l := &t[i]
+		word := strings.Fields(l.text)[1]
+		if !concerned[l.agent] || !names(l) && word != "open" && word != "tick" && word != "down" && word != "close" && word != "abandon" {
+			continue
+		}
+		if short && word == "tick" && l.prints == "" {
+			continue
+		}
+		b.WriteString(l.text + "\n")
+		if l.prints != "" {
+			b.WriteString("----\n" + l.prints + "\n")
+		}
+	}
+	return strings.TrimRight(b.String(), "\n") + "\n"
+}
+
+// told writes a line and takes what the machine wants; said is what the call
+// itself returned.
+func (a *agent) told(actions []core.Action, said string, err error, format string, args ...any) {
+	w := a.w
+	if w.words == nil {
+		return
+	}
+	var prints strings.Builder
+	if err != nil {
+		prints.WriteString(w.words.Error(err) + "\n")
+	}
+	if said != "" {
+		prints.WriteString(said + "\n")
+	}
+	for _, act := range actions {
+		prints.WriteString(w.words.Action(act) + "\n")
+	}
+	text := fmt.Sprintf("%s %s now=%v", a.id, fmt.Sprintf(format, args...), a.now())
+	w.lines = append(w.lines, line{a.id, text, prints.String()})
+}
+
+// closeTranscript ends all machines, so that the transcript is whole.
+func (w *world) closeTranscript() {
+	if w.words == nil {
+		return
+	}
+	for _, a := range w.all {
+		a.m.Abandon(a.time())
+		a.told(a.m.Actions(), "", nil, "abandon")
+	}
+}
+
+// list writes block ids as transcripts have them.
+func list[T any](ids []T) string { return strings.Trim(fmt.Sprint(ids), "[]") }
+
+func groups(blocks [][]core.BlockID) string {
+	if len(blocks) == 0 {
+		return ""
+	}
+	all := make([]string, len(blocks))
+	for i, ids := range blocks {
+		all[i] = list(ids)
+	}
+	return " blocks=[" + strings.Join(all, " | ") + "]"
+}
+
+func optional(key, value string) string {
+	if value == "" {
+		return ""
+	}
+	return " " + key + "=[" + value + "]"
+}
+
+func failure(err error) string {
+	if err == nil {
+		return ""
+	}
+	return optional("err", err.Error())
+}
+
+func absence(absent bool) string {
+	if absent {
+		return " absent=yes"
+	}
+	return ""
+}

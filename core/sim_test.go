@@ -1,0 +1,204 @@
+package core_test
+
+import (
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/core/coretest/sim"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+var (
+	simSeeds = flag.Uint64("sim.seeds", 2000, "how many seeds TestSim runs")
+	simFrom  = flag.Uint64("sim.from", 0, "the first seed of TestSim")
+	simSoak  = flag.Duration("sim.soak", 0, "how long TestSoak runs seeds from a random start; 0: not at all")
+	simOut   = flag.String("sim.out", "", "directory for the files of a seed that fails; empty: a temporary one")
+)
+
+var simWords = &sim.Words{
+	Action: describe,
+	Error:  func(err error) string { return fmt.Sprintf("error: %v%s", err, sentinel(err)) },
+}
+
+// TestSim runs seeds of the simulator, whose package comment says what happens
+// in one and what is checked.
+func TestSim(t *testing.T) {
+	leaktest.Check(t)
+	seeds := *simSeeds
+	if testing.Short() {
+		seeds = min(seeds, 200)
+	}
+	began := time.Now()
+	sum := runSeeds(t, *simFrom, func(seed uint64) bool { return seed < *simFrom+seeds })
+	t.Logf("%d seeds in %v, %d steps, %v of virtual time", seeds, time.Since(began).Round(time.Millisecond), sum.Steps, sum.Took.Round(time.Second))
+	t.Logf("ends: %v", sum.Codes)
+	t.Logf("states: %v", sum.States)
+	t.Logf("faults: %v", sum.Faults)
+	if t.Failed() || seeds < 200 {
+		return
+	}
+	// A world so hostile that nothing arrives, or so kind that nothing fails,
+	// would prove nothing.
+	for _, want := range []string{"load ok", "offer ok", "load cancelled", "offer cancelled", "load peer-cancelled", "offer peer-cancelled",
+		"load peer-lost", "offer peer-lost", "load not-offered", "offer not-offered", "load expired", "offer expired", "load failed", "offer failed",
+		"load refused", "offer refused", "load unreachable", "load closed", "offer closed"} {
+		if sum.Codes[want] == 0 {
+			t.Errorf("in %d seeds no transfer ended with %q", seeds, want)
+		}
+	}
+	for _, want := range []string{"loss", "delay", "double", "one-way", "partition", "break", "stop", "crash", "restart", "clock-jump", "close",
+		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued", "claim", "claim-left", "probe", "retry", "finish-lost"} {
+		if sum.Faults[want] == 0 {
+			t.Errorf("in %d seeds there was no %q", seeds, want)
+		}
+	}
+	for _, want := range []string{"load cancelled resolving", "load cancelled expecting", "load cancelled requesting", "load cancelled waiting",
+		"load ok claimed", "load not-offered claimed", "load peer-cancelled claimed", "load peer-lost claimed", "load peer-lost requesting",
+		"load peer-lost waiting", "offer cancelled ended", "offer cancelled ready", "offer cancelled sending", "offer peer-cancelled ready",
+		"offer peer-cancelled sending", "offer peer-lost ready", "offer peer-lost sending", "offer ok ready", "offer ok sending"} {
+		if sum.States[want] == 0 {
+			t.Errorf("in %d seeds no transfer ended with %q", seeds, want)
+		}
+	}
+	for n := 2; n <= 8; n++ {
+		if sum.agents[n] == 0 {
+			t.Errorf("in %d seeds there was none with %d agents", seeds, n)
+		}
+	}
+}
+
+// TestSoak runs seeds until the time is over (make soak).
+func TestSoak(t *testing.T) {
+	if *simSoak == 0 {
+		t.Skip("runs with -sim.soak only")
+	}
+	from, end := rand.Uint64()>>1, time.Now().Add(*simSoak)
+	var n atomic.Uint64
+	sum := runSeeds(t, from, func(uint64) bool { n.Add(1); return time.Now().Before(end) })
+	t.Logf("%d seeds from %d on, %d steps, %v of virtual time", n.Load(), from, sum.Steps, sum.Took.Round(time.Second))
+	t.Logf("ends: %v", sum.Codes)
+}
+
+type simSum struct {
+	sim.Result
+	agents map[int]int
+}
+
+// runSeeds runs seeds from the first one on, on all processors, while more says
+// so, and stops at the first that fails.
+func runSeeds(t *testing.T, from uint64, more func(seed uint64) bool) simSum {
+	t.Helper()
+	sum := simSum{sim.Result{Codes: map[string]int{}, States: map[string]int{}, Faults: map[string]int{}}, map[int]int{}}
+	var failed []uint64
+	var next atomic.Uint64
+	var stop atomic.Bool
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	next.Store(from)
+	for range runtime.GOMAXPROCS(0) {
+		wg.Go(func() {
+			for !stop.Load() {
+				seed := next.Add(1) - 1
+				if !more(seed) {
+					return
+				}
+				r := runSeed(seed, nil)
+				mu.Lock()
+				for k, n := range r.Codes {
+					sum.Codes[k] += n
+				}
+				for k, n := range r.Faults {
+					sum.Faults[k] += n
+				}
+				for k, n := range r.States {
+					sum.States[k] += n
+				}
+				sum.agents[r.Agents]++
+				sum.Steps += r.Steps
+				sum.Took += r.Took
+				if r.Broken != nil {
+					failed = append(failed, seed)
+					stop.Store(true)
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	wg.Wait()
+	if failed != nil {
+		tellSeed(t, slices.Min(failed))
+	}
+	return sum
+}
+
+// runSeed is sim.Run; a panic in it is a broken promise too.
+func runSeed(seed uint64, words *sim.Words) (r *sim.Result) {
+	defer func() {
+		if v := recover(); v != nil {
+			r = &sim.Result{Seed: seed, Broken: []string{fmt.Sprintf("panic: %v", v)}, Story: "no transcript: it panics"}
+		}
+	}()
+	return sim.Run(seed, words)
+}
+
+// tellSeed runs a seed that fails again and writes down what happened.
+func tellSeed(t *testing.T, seed uint64) {
+	t.Helper()
+	r := runSeed(seed, simWords)
+	dir := *simOut
+	if dir == "" {
+		var err error
+		if dir, err = os.MkdirTemp("", "kvconn-sim-"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	name := filepath.Join(dir, fmt.Sprintf("seed%d", seed))
+	for suffix, text := range map[string]string{".txt": r.Transcript, ".short.txt": r.Short, ".story": r.Story} {
+		if err := os.WriteFile(name+suffix, []byte(text), 0o644); err != nil {
+			t.Error(err)
+		}
+	}
+	t.Errorf("seed %d: %s\n\nwhat happened around the machines:\n%s\n\nwhat the machines were told about it:\n%s\n"+
+		"the whole transcript, which core/testdata can hold: %s.txt\nto repeat it: go test ./core -run '^TestSim$' -sim.from %d -sim.seeds 1",
+		seed, strings.Join(r.Broken, "\n\t"), r.Story, r.Short, name, seed)
+}
+
+// TestSimRepeats: a seed is a run, to the last word.
+func TestSimRepeats(t *testing.T) {
+	for seed := range uint64(40) {
+		a, b := runSeed(seed, simWords), runSeed(seed, simWords)
+		if a.Transcript != b.Transcript || a.Story != b.Story {
+			t.Fatalf("seed %d ran differently the second time", seed)
+		}
+		if c := runSeed(seed, nil); c.Steps != a.Steps || c.Took != a.Took {
+			t.Fatalf("seed %d ran differently without a transcript: %d steps, %d with", seed, c.Steps, a.Steps)
+		}
+	}
+}
+
+// TestSimTranscript: what a seed prints is a file of testdata, that makes the
+// machines do the same.
+func TestSimTranscript(t *testing.T) {
+	dir := t.TempDir()
+	for seed := range uint64(20) {
+		r := runSeed(seed, simWords)
+		if n := strings.Count(r.Transcript, "\nreport ") + strings.Count(r.Transcript, "report load"); n == 0 {
+			t.Errorf("seed %d: no report in its transcript", seed)
+		}
+		if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf("seed%d.txt", seed)), []byte(r.Transcript), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	coretest.RunTranscripts(t, filepath.Join(dir, "*.txt"), newScript)
+}
