@@ -2,8 +2,10 @@ package chaos
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -60,6 +62,35 @@ func TestFewFaults(t *testing.T) {
 	var b strings.Builder
 	if err := res.Print(&b); err != nil || !strings.Contains(b.String(), "OK: nothing was lost") {
 		t.Errorf("the report: %v\n%s", err, b.String())
+	}
+}
+
+// A run that is interrupted leaves no process behind.
+func TestInterrupted(t *testing.T) {
+	leaktest.Check(t)
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	opt := Options{Self: []string{exe, engineArgument}, Faults: 1000, Seed: 7, Parts: []string{"faults"}, quick: true}
+	opt.Progress = func(format string, args ...any) {
+		if strings.HasPrefix(format, "%d of %d faults") {
+			cancel()
+		}
+	}
+	if res, err := Run(ctx, opt); !errors.Is(err, context.Canceled) || res != nil {
+		t.Fatalf("%v, %v", res, err)
+	}
+	left, err := filepath.Glob("/proc/self/task/*/children")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range left {
+		if b, err := os.ReadFile(name); err == nil && len(b) > 0 {
+			t.Errorf("processes are left: %s", b)
+		}
 	}
 }
 

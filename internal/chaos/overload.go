@@ -253,8 +253,12 @@ func runStorm(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 // blipTransfers is how many transfers wait when all connections of a pair break.
 const blipTransfers = 100
 
-// runBlip: every connection between a P and a D that both live breaks at once.
-// Of what waits, no byte has come: it survives.
+// stoppedFor is how long P is stopped while its connections break: less than
+// what makes it gone.
+const stoppedFor = 1500 * time.Millisecond
+
+// runBlip: every connection between a P and a D that both live breaks at once,
+// and again while P is stopped. Of what waits, no byte has come: it survives.
 func runBlip(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 	return with(ctx, opt, led, shape{name: "blip", prefills: 1, decodes: 1, memory: tinyBlocks(leaseSeconds, earlySeconds)}, func(f *fleet) (string, error) {
 		opt.Progress("all connections of a pair break at once")
@@ -280,9 +284,12 @@ func runBlip(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		// Connections that break when they are young are not made again at once.
 		pause(ctx, 2*time.Second)
 		start := now()
-		for _, w := range f.ways[0][0].each() {
-			w.Cut(true)
-		}
+		f.cut(0, 0)
+		pause(ctx, 2*time.Second)
+		f.P[0].signal(syscall.SIGSTOP)
+		f.cut(0, 0)
+		pause(ctx, stoppedFor)
+		f.P[0].signal(syscall.SIGCONT)
 		pause(ctx, time.Second)
 		offers, err := f.offers(0, 0, append(items, claims...))
 		if err != nil {
@@ -298,6 +305,13 @@ func runBlip(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		led.require("blip", offers, "offer ok")
 		return led.tell(loads, start) + "; " + led.tell(offers, start), nil
 	})
+}
+
+// cut breaks all connections of a pair.
+func (f *fleet) cut(p, d int) {
+	for _, w := range f.ways[p][d].each() {
+		w.Cut(true)
+	}
 }
 
 // window is how long one measurement takes.

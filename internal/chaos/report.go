@@ -201,6 +201,10 @@ func (r *Result) Print(w io.Writer) error {
 	if !r.OK {
 		verdict = "FAILED"
 	}
+	if r.Killed.N > 0 {
+		p("P's death was reported after %s ms in the middle, %s ms at most, %d times later than %v", milliseconds(r.Killed.Median),
+			milliseconds(r.Killed.Max), len(r.Late), noticeBound)
+	}
 	p("%s: %d faults, %d wrong bytes, %d lost blocks or reports, all quiet %s ms after the last fault; seed %d, %.0f s",
 		verdict, r.Injected, r.Wrong, r.Lost, milliseconds(r.Drain), r.Seed, r.Took.Seconds())
 	return t.Flush()

@@ -137,7 +137,11 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err
 		longest = 4 * time.Second
 	}
 	in := newInjector(f, opt.Seed, longest)
-	watch := time.NewTicker(10 * time.Second)
+	every := 10 * time.Second
+	if opt.quick {
+		every = time.Second
+	}
+	watch := time.NewTicker(every)
 	defer watch.Stop()
 	injected := make(chan struct{})
 	go func() {
