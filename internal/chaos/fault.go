@@ -195,11 +195,11 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 		return func() {
 			defer in.begin(kind, pair, ofPair)()
 			for _, w := range ways {
-				w.Set(t)
+				f.trouble(w, t)
 			}
 			pause(ctx, long)
 			for _, w := range ways {
-				w.Set(faultnet.Trouble{})
+				f.calm(w)
 			}
 		}
 	}

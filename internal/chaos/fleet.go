@@ -24,6 +24,7 @@ type shape struct {
 	prefills int
 	decodes  int
 	memory   opening // of each engine: the fields that do not say who it is
+	rate     int     // bytes a second of each data connection; 0 = any
 }
 
 // fleet is some P and D engines in processes of their own, and the ways
@@ -33,13 +34,25 @@ type fleet struct {
 	led  *ledger
 	P, D []*child
 	ways [][]pairWays // by P, then by D
-	disk *disk
+	// isData tells the ways of data from those of the bootstrap port.
+	isData map[*faultnet.Way]bool
+	disk   *disk
 }
 
 // pairWays are the ways from one D to one P.
 type pairWays struct{ boot, data *faultnet.Way }
 
 func (w pairWays) each() []*faultnet.Way { return []*faultnet.Way{w.boot, w.data} }
+
+// calm ends a way's trouble, all but the usual rate.
+func (f *fleet) calm(w *faultnet.Way) { f.trouble(w, faultnet.Trouble{}) }
+
+func (f *fleet) trouble(w *faultnet.Way, t faultnet.Trouble) {
+	if t.Rate == 0 && f.isData[w] {
+		t.Rate = f.rate
+	}
+	w.Set(t)
+}
 
 // prefillHost is where P's engines listen; D's come through addresses of their
 // own with the same ports, since a P names only its port.
@@ -51,7 +64,7 @@ func decodeHost(i int) string { return fmt.Sprintf("127.0.%d.1", 1+i) }
 
 // startFleet starts the processes and the ways.
 func startFleet(ctx context.Context, self []string, s shape, led *ledger) (_ *fleet, err error) {
-	f := &fleet{shape: s, led: led}
+	f := &fleet{shape: s, led: led, isData: map[*faultnet.Way]bool{}}
 	defer func() {
 		if err != nil {
 			f.destroy()
@@ -67,6 +80,10 @@ func startFleet(ctx context.Context, self []string, s shape, led *ledger) (_ *fl
 			return nil, err
 		}
 		f.ways = append(f.ways, ways)
+		for _, w := range ways {
+			f.isData[w.data] = true
+			f.calm(w.data)
+		}
 		c := &child{name: fmt.Sprintf("%s/p%d", s.name, i), index: i, self: self, open: s.memory, on: on}
 		c.open.EngineID, c.open.Role, c.open.Host = fmt.Sprintf("p%d", i), node.RolePrefill, prefillHost
 		c.open.BootstrapPort, c.open.TCPPort = ports[0], ports[1]
@@ -150,8 +167,9 @@ func (f *fleet) heal(ctx context.Context) error {
 	f.disk.empty()
 	for _, ways := range f.ways {
 		for _, w := range ways {
-			w.boot.Set(faultnet.Trouble{})
-			w.data.Set(faultnet.Trouble{})
+			for _, w := range w.each() {
+				f.calm(w)
+			}
 		}
 	}
 	for _, c := range f.all() {

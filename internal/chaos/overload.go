@@ -415,7 +415,7 @@ func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		f.D[0].signal(syscall.SIGSTOP)
 		stopped := f.steady(ctx, opt.window(), fast)
 		f.D[0].signal(syscall.SIGCONT)
-		f.ways[0][0].data.Set(faultnet.Trouble{})
+		f.calm(f.ways[0][0].data)
 		await(ctx, append(loads, offers...), opt.drain)
 		return fmt.Sprintf("fast D's: %.0f MB/s alone, %.2f of it beside a throttled D, %.2f beside a stopped one; the slow one's: %s", alone.bytes/1e6,
 			throttled.bytes/alone.bytes, stopped.bytes/alone.bytes, led.tell(append(loads, offers...), start)), nil
@@ -507,7 +507,7 @@ func runDeaf(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		}
 		during := f.steady(ctx, deafFor, good)
 		for _, w := range f.ways[0] {
-			w.data.Set(faultnet.Trouble{})
+			f.calm(w.data)
 		}
 		await(ctx, append(stuck, unreachable...), opt.drain)
 		led.require("deaf", unreachable, "load unreachable")

@@ -32,6 +32,7 @@ type plan struct {
 const (
 	maxBlocks  = 24
 	maxPrefill = 800 * time.Millisecond
+	maxMove    = 400 * time.Millisecond
 	// longClaim is how long D may be without blocks: longer than a lease.
 	longClaim = (leaseSeconds + 2) * time.Second
 )
@@ -58,21 +59,21 @@ func drawPlan(r *rand.Rand, id core.TransferID, p, d int) plan {
 		pl.claim = within(pl.load + 1)
 	}
 	switch n := r.IntN(100); {
-	case n < 74: // a plain one
-	case n < 78: // D has no blocks for it for long
+	case n < 68: // a plain one
+	case n < 72: // D has no blocks for it for long
 		pl.claim = within(maxPrefill)
 		pl.load = pl.claim + within(longClaim)
-	case n < 80: // D never gets any
+	case n < 74: // D never gets any
 		pl.claim, pl.load = within(maxPrefill), never
 		pl.cancelD = pl.claim + within(longClaim)
-	case n < 84: // D needs nothing
+	case n < 78: // D needs nothing
 		pl.first, pl.blocks = 0, 0
-	case n < 88: // the request ends at D
-		pl.cancelD = within(2 * maxPrefill)
-	case n < 92: // the request ends at P
-		pl.cancelP = within(2 * maxPrefill)
+	case n < 84: // the request ends at D, most often while bytes move
+		pl.cancelD = max(pl.offer, pl.load) + max(0, within(maxMove)-maxMove/4)
+	case n < 90: // at P
+		pl.cancelP = max(pl.offer, pl.load) + max(0, within(maxMove)-maxMove/4)
 	case n < 94: // on both sides at once
-		pl.cancelD = within(2 * maxPrefill)
+		pl.cancelD = max(pl.offer, pl.load) + max(0, within(maxMove)-maxMove/4)
 		pl.cancelP = pl.cancelD
 	case n < 96: // nobody loads
 		pl.claim, pl.load = never, never

@@ -39,10 +39,14 @@ const (
 	noticeBound = 3 * time.Second
 )
 
+// dataRate makes transfers of the faults' fleet take some tenths of a second, so
+// that faults find them with bytes on their way.
+const dataRate = 4 << 20
+
 // mainShape is the fleet of the faults: blocks are few, so that they are used
 // again at once.
 func mainShape() shape {
-	return shape{name: "f", prefills: 3, decodes: 2, memory: opening{
+	return shape{name: "f", prefills: 3, decodes: 2, rate: dataRate, memory: opening{
 		Lease: leaseSeconds, EarlyLoad: earlySeconds, MaxTransfers: 4096, Regions: 4, Blocks: 384, BlockBytes: 8 << 10,
 	}}
 }

@@ -52,8 +52,11 @@ type Way struct {
 const (
 	dialTimeout = 3 * time.Second
 	chunk       = 32 << 10
-	// inFlight bounds the chunks that a delayed direction of a connection holds.
-	inFlight = 64
+	// inFlight bounds the chunks that a direction of a connection holds, and
+	// socketBuffer what the system does: the end of a sender is not to lie long
+	// behind its bytes.
+	inFlight     = 8
+	socketBuffer = 128 << 10
 )
 
 // Open listens on an address and forwards to another, until Close.
@@ -156,7 +159,7 @@ func (w *Way) accept() {
 			continue
 		}
 		c := &conn{way: w, done: make(chan struct{})}
-		c.ends[Up] = in.(*net.TCPConn)
+		c.ends[Up] = tune(in)
 		w.mu.Lock()
 		if w.ctx.Err() != nil || w.trouble.Refuse {
 			c.end(true)
@@ -167,6 +170,13 @@ func (w *Way) accept() {
 		w.mu.Unlock()
 		w.goRun(c.run)
 	}
+}
+
+func tune(c net.Conn) *net.TCPConn {
+	t := c.(*net.TCPConn)
+	_ = t.SetReadBuffer(socketBuffer) // it may have been reset already
+	_ = t.SetWriteBuffer(socketBuffer)
+	return t
 }
 
 func (w *Way) forget(c *conn) {
@@ -204,7 +214,7 @@ func (c *conn) run() {
 		out.Close()
 		return
 	}
-	c.ends[Down] = out.(*net.TCPConn)
+	c.ends[Down] = tune(out)
 	c.mu.Unlock()
 	var both sync.WaitGroup
 	for _, d := range []Direction{Up, Down} {
