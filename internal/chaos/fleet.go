@@ -198,12 +198,12 @@ func (f *fleet) looks(ctx context.Context, paint bool) (map[string]*look, error)
 
 // drain waits until nothing is under way, and writes down what still is when
 // the time is over: a report or a block that was lost.
-func (f *fleet) drain(ctx context.Context, bound time.Duration) (took time.Duration, err error) {
+func (f *fleet) drain(ctx context.Context, bound time.Duration) error {
 	start := now()
 	for {
 		looks, err := f.looks(ctx, false)
 		if err != nil {
-			return 0, err
+			return err
 		}
 		var left []string
 		for _, name := range sortedKeys(looks) {
@@ -212,11 +212,10 @@ func (f *fleet) drain(ctx context.Context, bound time.Duration) (took time.Durat
 			}
 		}
 		open := f.openEntries()
-		took = time.Duration(now() - start)
 		if len(left) == 0 && len(open) == 0 {
 			break
 		}
-		if took > bound {
+		if time.Duration(now()-start) > bound {
 			for _, e := range open {
 				f.led.problem("lost report: %s of %s (life %d) of %s has none %v after the last fault", e.side, e.child, e.life, e.id, bound)
 			}
@@ -227,20 +226,20 @@ func (f *fleet) drain(ctx context.Context, bound time.Duration) (took time.Durat
 		}
 		select {
 		case <-ctx.Done():
-			return 0, ctx.Err()
+			return ctx.Err()
 		case <-time.After(100 * time.Millisecond):
 		}
 	}
 	looks, err := f.looks(ctx, true)
 	if err != nil {
-		return took, err
+		return err
 	}
 	for _, name := range sortedKeys(looks) {
 		if l := looks[name]; l.Free != l.Blocks {
 			f.led.problem("lost blocks: %s has %d of %d, and nothing is under way", name, l.Free, l.Blocks)
 		}
 	}
-	return took, nil
+	return nil
 }
 
 // openEntries are this fleet's halves without an end.

@@ -48,7 +48,7 @@ func with(ctx context.Context, opt *Options, led *ledger, s shape, do func(*flee
 	if err := f.heal(ctx); err != nil {
 		return partRow{}, err
 	}
-	if _, err := f.drain(ctx, opt.drain); err != nil {
+	if err := f.drain(ctx, opt.drain); err != nil {
 		return partRow{}, err
 	}
 	f.round(ctx, "after "+s.name, opt.Seed, 2, false)

@@ -205,7 +205,7 @@ func (r *Result) Print(w io.Writer) error {
 		p("P's death was reported after %s ms in the middle, %s ms at most, %d times later than %v", milliseconds(r.Killed.Median),
 			milliseconds(r.Killed.Max), len(r.Late), noticeBound)
 	}
-	p("%s: %d faults, %d wrong bytes, %d lost blocks or reports, all quiet %s ms after the last fault; seed %d, %.0f s",
+	p("%s: %d faults, %d wrong bytes, %d lost blocks or reports, all quiet %s ms after the last fault, with the transfers begun before; seed %d, %.0f s",
 		verdict, r.Injected, r.Wrong, r.Lost, milliseconds(r.Drain), r.Seed, r.Took.Seconds())
 	return t.Flush()
 }

@@ -121,8 +121,12 @@ type transfer struct {
 	offer, load *entry // nil when the call was not ordered
 }
 
-// carry does what a plan says, and returns when both halves have ended or ctx
-// has.
+// carryBound is how long a transfer may take after its last step; drain tells of
+// those that take longer.
+const carryBound = time.Minute
+
+// carry does what a plan says, and returns when both halves have ended, ctx has,
+// or carryBound is over.
 func (f *fleet) carry(ctx context.Context, pl plan) transfer {
 	var t transfer
 	P, D := f.P[pl.p], f.D[pl.d]
@@ -179,16 +183,13 @@ func (f *fleet) carry(ctx context.Context, pl plan) transfer {
 			s.do()
 		}
 	}
+	var given []*entry
 	for _, e := range []*entry{t.offer, t.load} {
-		if e == nil {
-			continue
-		}
-		select {
-		case <-ctx.Done():
-			return t
-		case <-e.done:
+		if e != nil {
+			given = append(given, e)
 		}
 	}
+	await(ctx, given, carryBound)
 	return t
 }
 

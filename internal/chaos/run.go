@@ -115,12 +115,19 @@ func cause(ctx context.Context, part string, err error) error {
 }
 
 // runFaults is the main part: traffic, and faults under it.
-func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err error) {
+func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) error {
+	ctx, cancel := context.WithCancel(ctx)
 	f, err := startFleet(ctx, opt.Self, mainShape(), led)
 	if err != nil {
+		cancel()
 		return err
 	}
-	defer f.destroy()
+	var wg sync.WaitGroup
+	defer func() {
+		cancel()
+		wg.Wait()
+		f.destroy()
+	}()
 	opt.Progress("%d P and %d D engines, seed %d", len(f.P), len(f.D), opt.Seed)
 	f.round(ctx, "before the faults", opt.Seed, 10, !opt.quick)
 	before, err := f.counts(ctx)
@@ -129,10 +136,10 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err
 	}
 
 	stop, ended := make(chan struct{}), make(chan struct{})
-	go func() {
+	wg.Go(func() {
 		defer close(ended)
 		f.traffic(ctx, stop, opt.Seed)
-	}()
+	})
 	longest := 8 * time.Second
 	switch {
 	case opt.quick:
@@ -148,10 +155,10 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err
 	watch := time.NewTicker(every)
 	defer watch.Stop()
 	injected := make(chan struct{})
-	go func() {
+	wg.Go(func() {
 		defer close(injected)
 		in.run(ctx, opt.Faults)
-	}()
+	})
 	if err := f.sabotageAll(ctx, opt.sabotage); err != nil {
 		return err
 	}
@@ -164,11 +171,11 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err
 		}
 	}
 	if ctx.Err() != nil {
-		<-ended
 		return ctx.Err()
 	}
 	opt.Progress("%d faults are over, everything must end now", in.count())
 	close(stop)
+	healed := now()
 	if err := f.heal(ctx); err != nil {
 		return fmt.Errorf("after the last fault: %w", err)
 	}
@@ -177,11 +184,12 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) (err
 	case <-ctx.Done():
 	case <-time.After(opt.drain):
 	}
-	if res.Drain, err = f.drain(ctx, opt.drain); err != nil {
+	if err := f.drain(ctx, opt.drain); err != nil {
 		return err
 	}
+	res.Drain = time.Duration(now() - healed)
 	f.round(ctx, "after the faults", opt.Seed, 10, !opt.Short)
-	if _, err := f.drain(ctx, opt.drain); err != nil {
+	if err := f.drain(ctx, opt.drain); err != nil {
 		return err
 	}
 	after, err := f.counts(ctx)
