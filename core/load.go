@@ -171,8 +171,7 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 	case ld.claim:
 		ld.state = loadClaimed
 		m.watch(now, peer)
-		m.peers[peer].next = now
-		m.tickPeers(now)
+		m.renewNow(now, m.peers[peer])
 	default:
 		m.proceed(now, ld)
 	}

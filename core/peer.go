@@ -37,17 +37,29 @@ func (m *Machine) noticePause(now time.Time) {
 	if gap < maxGap {
 		return
 	}
+	// Not further than if it began now: some of it may have, after the pause.
 	for _, p := range m.peers {
-		p.heard = p.heard.Add(gap)
+		p.heard = earlier(p.heard.Add(gap), now)
 	}
 	for _, p := range m.probes {
-		p.since = p.since.Add(gap)
+		p.since = earlier(p.since.Add(gap), now)
 	}
 	for _, of := range m.offers {
 		if !of.deadline.IsZero() {
-			of.deadline = of.deadline.Add(gap)
+			most := m.lease(of)
+			if of.state == offerEarly {
+				most = m.opt.EarlyLoad
+			}
+			of.deadline = earlier(of.deadline.Add(gap), now.Add(most))
 		}
 	}
+}
+
+func earlier(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return a
+	}
+	return b
 }
 
 // maxGap between two ticks is what a busy machine explains.
@@ -138,7 +150,18 @@ func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, abs
 			m.claimAnswered(ld, answers[len(r.Loads)+i])
 		}
 	}
-	m.tickPeers(now) // claims that came while this was under way
+	if !now.Before(p.next) { // claims came while this was under way
+		m.tickPeers(now)
+	}
+}
+
+// renewNow asks P at once, or when it has answered what it was asked: a
+// thousand claims that come one by one are two messages.
+func (m *Machine) renewNow(now time.Time, p *peer) {
+	p.next = now
+	if !p.asking {
+		m.tickPeers(now)
+	}
 }
 
 func (m *Machine) answered(now time.Time, ld *load, a Answer) {
@@ -187,8 +210,7 @@ func (m *Machine) tickClaims(now time.Time) {
 // peer is gone too is asked at once.
 func (m *Machine) PeerDown(now time.Time, id AgentID) {
 	if p := m.peers[id]; p != nil {
-		p.next = now
-		m.tickPeers(now)
+		m.renewNow(now, p)
 	}
 	if m.probes[id] == nil && len(m.offersOf(id)) > 0 {
 		m.probes[id] = &probe{since: now, asking: true}

@@ -113,7 +113,7 @@ func runSeeds(t *testing.T, from uint64, more func(seed uint64) bool) simSum {
 				if !more(seed) {
 					return
 				}
-				r := runSeed(seed, nil)
+				r := sim.Run(seed, nil)
 				mu.Lock()
 				for k, n := range r.Codes {
 					sum.Codes[k] += n
@@ -142,20 +142,10 @@ func runSeeds(t *testing.T, from uint64, more func(seed uint64) bool) simSum {
 	return sum
 }
 
-// runSeed is sim.Run; a panic in it is a broken promise too.
-func runSeed(seed uint64, words *sim.Words) (r *sim.Result) {
-	defer func() {
-		if v := recover(); v != nil {
-			r = &sim.Result{Seed: seed, Broken: []string{fmt.Sprintf("panic: %v", v)}, Story: "no transcript: it panics"}
-		}
-	}()
-	return sim.Run(seed, words)
-}
-
 // tellSeed runs a seed that fails again and writes down what happened.
 func tellSeed(t *testing.T, seed uint64) {
 	t.Helper()
-	r := runSeed(seed, simWords)
+	r := sim.Run(seed, simWords)
 	dir := *simOut
 	if dir == "" {
 		var err error
@@ -177,11 +167,11 @@ func tellSeed(t *testing.T, seed uint64) {
 // TestSimRepeats: a seed is a run, to the last word.
 func TestSimRepeats(t *testing.T) {
 	for seed := range uint64(40) {
-		a, b := runSeed(seed, simWords), runSeed(seed, simWords)
+		a, b := sim.Run(seed, simWords), sim.Run(seed, simWords)
 		if a.Transcript != b.Transcript || a.Story != b.Story {
 			t.Fatalf("seed %d ran differently the second time", seed)
 		}
-		if c := runSeed(seed, nil); c.Steps != a.Steps || c.Took != a.Took {
+		if c := sim.Run(seed, nil); c.Steps != a.Steps || c.Took != a.Took {
 			t.Fatalf("seed %d ran differently without a transcript: %d steps, %d with", seed, c.Steps, a.Steps)
 		}
 	}
@@ -192,7 +182,7 @@ func TestSimRepeats(t *testing.T) {
 func TestSimTranscript(t *testing.T) {
 	dir := t.TempDir()
 	for seed := range uint64(20) {
-		r := runSeed(seed, simWords)
+		r := sim.Run(seed, simWords)
 		if n := strings.Count(r.Transcript, "\nreport ") + strings.Count(r.Transcript, "report load"); n == 0 {
 			t.Errorf("seed %d: no report in its transcript", seed)
 		}

@@ -428,6 +428,7 @@ class Pair:
         executor: str = "uni",
         dtype: str = "float32",
         extra_args: Sequence[str] = (),
+        decode_args: Sequence[str] = (),
         extra_env: dict[str, str] | None = None,
         router_argv: Sequence[str] | None = None,
         progress: Progress | None = None,
@@ -451,7 +452,7 @@ class Pair:
         self.prefill = self._engine(
             "prefill", prefill_port, "kv_producer", {"bootstrap_port": self.bootstrap_port, **(prefill_config or {})}
         )
-        self.decode = self._engine("decode", decode_port, "kv_consumer", decode_config or {})
+        self.decode = self._engine("decode", decode_port, "kv_consumer", decode_config or {}, decode_args)
         router = list(router_argv or [python, "-m", "kvconn", "proxy"])
         router += ["--prefill", self.prefill.url, str(self.bootstrap_port), "--decode", self.decode.url]
         self.router = Server(
@@ -483,7 +484,7 @@ class Pair:
         env.update(self._extra_env)
         return env
 
-    def _engine(self, name: str, port: int, role: str, config: dict[str, Any]) -> Server:
+    def _engine(self, name: str, port: int, role: str, config: dict[str, Any], more: Sequence[str] = ()) -> Server:
         transfer = {
             "kv_connector": "KVConnConnector",
             "kv_connector_module_path": "kvconn.vllm",
@@ -495,7 +496,7 @@ class Pair:
         argv = [self.python, str(command)] if command.exists() else [self.python, "-m", "vllm.entrypoints.cli.main"]
         argv += ["serve", self.model, "--served-model-name", self.served, "--host", HOST, "--port", str(port)]
         argv += ["--enforce-eager", "--max-model-len", str(self._max_model_len), "--dtype", self._dtype]
-        argv += ["--kv-transfer-config", json.dumps(transfer), *self._extra_args]
+        argv += ["--kv-transfer-config", json.dumps(transfer), *self._extra_args, *more]
         return Server(name, argv, self._env(), self.workdir / f"{name}.log", f"http://{HOST}:{port}")
 
     def __enter__(self) -> Pair:

@@ -27,7 +27,7 @@ from servers import request as http_request
 
 BLOCK = 128  # tokens, vLLM's on CPU
 TOKEN_BYTES = 8 * 8 * 128 * 2 * 4  # layers, KV heads, head size, K and V, float32
-LEASE_S = 8
+LEASE_S = 5
 USAGE = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -350,22 +350,69 @@ def test_prefill_killed_during_loads_and_restarted(pair: Pair) -> None:
     serves(pair)
 
 
-# -- the other policy -----------------------------------------------------------------------------------------------
+# -- another decode engine, that takes one request at a time -----------------------------------------------------------
 
 
-def test_recompute_policy(pair: Pair, tmp_path: Path) -> None:
-    """With kv_load_failure_policy recompute a failed load costs time, and no text."""
-    other = Pair(Path(pair.model), tmp_path, failure_policy="recompute", progress=progress)
-    params = {**GOOD, "transfer_id": "recompute"}
-    request = body(pair, words(300))
+@pytest.fixture(scope="module")
+def narrow(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    other = Pair(
+        Path(pair.model),
+        tmp_path_factory.mktemp("narrow"),
+        failure_policy="recompute",
+        decode_args=["--max-num-seqs", "1"],
+        progress=progress,
+    )
     try:
         other.decode.start()
         wait_ready([other.decode], progress=progress)
         other.warm(other.decode)
-        answer = ask(other.decode.url, {**request, "kv_transfer_params": params})
-        assert answer.ok, answer
-        assert answer.text == alone(pair, request).text
-        wait_until("no block in use", lambda: metric(other.decode.url, USAGE) == 0, 5)
+        yield other
     finally:
         other.stop()
     assert not other.leftovers()
+
+
+def test_recompute_policy(pair: Pair, narrow: Pair) -> None:
+    """With kv_load_failure_policy recompute a failed load costs time, and no text."""
+    params = {**GOOD, "transfer_id": "recompute"}
+    request = body(pair, words(300))
+    answer = ask(narrow.decode.url, {**request, "kv_transfer_params": params})
+    assert answer.ok, answer
+    assert answer.text == alone(pair, request).text
+    wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0, 5)
+
+
+def test_queue_longer_than_the_lease(pair: Pair, narrow: Pair) -> None:
+    """A request that waits on decode for a place is claimed: what prefill has for it outlives the lease."""
+    address = f"http://127.0.0.1:{pair.bootstrap_port}"
+    status, answer = http_request("GET", address + "/query")
+    assert status == 200
+    transfer = f"queued-{next(numbers)}"
+    to_load = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer,
+        "remote_engine_id": json.loads(answer)["0"]["engine_id"],
+        "remote_bootstrap_addr": address,
+    }
+    request = body(pair, words(600))
+    expected = alone(pair, request)
+    position = narrow.decode.log_size()
+    answers: list[Answer] = []
+    queued = threading.Thread(target=lambda: answers.append(ask(narrow.decode.url, {**request, "kv_transfer_params": to_load})))
+    with open_stream(narrow.decode.url, body(pair, words(20), max_tokens=4000, ignore_eos=True)):
+        wait_until("decode works", lambda: metric(narrow.decode.url, RUNNING) == 1, 10, every_s=0.02)
+        queued.start()
+        wait_until("one queues", lambda: metric(narrow.decode.url, WAITING) == 1, 10, every_s=0.02)
+        for name in (transfer, f"unloved-{next(numbers)}"):
+            to_offer = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
+            assert ask(pair.prefill.url, {**request, "max_tokens": 1, "cache_salt": name, "kv_transfer_params": to_offer}).ok
+        both = metric(pair.prefill.url, USAGE)
+        wait_until("the other offer has expired", lambda: metric(pair.prefill.url, USAGE) < both, LEASE_S + 10)
+        assert metric(pair.prefill.url, USAGE) > 0  # the one that is claimed
+        assert metric(narrow.decode.url, WAITING) == 1
+    queued.join(30)
+    assert not queued.is_alive()
+    assert answers[0].ok and answers[0].text == expected.text
+    (load,) = new_loads(narrow, position, 1)
+    assert load["transfer_id"] == transfer

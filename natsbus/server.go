@@ -29,6 +29,11 @@ const (
 	maxHandshakes = 256
 	proofWithin   = 2 * time.Second
 
+	// maxSubs and maxPending bound what one client makes the server keep: an agent
+	// listens at its own subject and for answers.
+	maxSubs    = 64
+	maxPending = 2 * wire.MaxMessage
+
 	// serverPing finds a peer that vanished without closing its connection:
 	// two unanswered pings end it.
 	serverPing = 2 * time.Second
@@ -105,6 +110,8 @@ func StartServer(opt ServerOptions) (*Server, error) {
 		StoreDir:           st.dir,
 		MaxPayload:         wire.MaxMessage,
 		MaxConn:            opt.MaxConns + maxHandshakes + 16, // and the in-process ones
+		MaxSubs:            maxSubs,
+		MaxPending:         maxPending,
 		AuthTimeout:        proofWithin.Seconds(),
 		AlwaysEnableNonce:  true,
 

@@ -159,7 +159,7 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	}
 	a.layout, a.transport, a.self = layout, t, self
 	a.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
-		EarlyLoad: time.Duration(a.cfg.EarlyLoad), MaxTransfers: a.cfg.MaxTransfers})
+		EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers})
 	a.mu.Unlock()
 	if a.cfg.prefills() {
 		ctx, cancel := context.WithTimeout(a.ctx, time.Duration(a.cfg.ConnectTimeout))

@@ -61,6 +61,7 @@ type Config struct {
 	Lease          Seconds `json:"lease_s"`
 	PeerTimeout    Seconds `json:"peer_timeout_s"`
 	EarlyLoad      Seconds `json:"early_load_s"`
+	Claim          Seconds `json:"claim_s"`
 	ConnectTimeout Seconds `json:"connect_timeout_s"`
 	StallTimeout   Seconds `json:"stall_timeout_s"`
 	CloseTimeout   Seconds `json:"close_timeout_s"`
@@ -90,7 +91,7 @@ func DefaultConfig() Config {
 	return Config{
 		BootstrapHost: "0.0.0.0", BootstrapPort: 8998,
 		Transport: "auto", TCPListenHost: "", TCPStreams: 2,
-		Lease: Seconds(30 * time.Second), PeerTimeout: Seconds(3 * time.Second), EarlyLoad: Seconds(30 * time.Second),
+		Lease: Seconds(30 * time.Second), PeerTimeout: Seconds(3 * time.Second), EarlyLoad: Seconds(30 * time.Second), Claim: Seconds(time.Hour),
 		ConnectTimeout: Seconds(3 * time.Second), StallTimeout: Seconds(10 * time.Second), CloseTimeout: Seconds(5 * time.Second),
 		MaxTransfers: 4096, LogLevel: "info",
 	}
@@ -167,7 +168,7 @@ func (c *Config) Check() error {
 			return bad(key, port, "0 to 65535")
 		}
 	}
-	for key, s := range map[string]Seconds{"lease_s": c.Lease, "peer_timeout_s": c.PeerTimeout, "early_load_s": c.EarlyLoad,
+	for key, s := range map[string]Seconds{"lease_s": c.Lease, "peer_timeout_s": c.PeerTimeout, "early_load_s": c.EarlyLoad, "claim_s": c.Claim,
 		"connect_timeout_s": c.ConnectTimeout, "stall_timeout_s": c.StallTimeout, "close_timeout_s": c.CloseTimeout} {
 		// Less would leave no room for the three renewals that a bound is made of.
 		if d := time.Duration(s); d < minBound || d > time.Hour {

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"go.uber.org/zap"
 
@@ -109,6 +110,9 @@ func openSecurity(c *Config, log *zap.Logger) (*security, error) {
 		cert, err := tls.LoadX509KeyPair(c.TLSCertFile, c.TLSKeyFile)
 		if err != nil {
 			return nil, bad("tls_cert_file", c.TLSCertFile+" with tls_key_file "+c.TLSKeyFile, err)
+		}
+		if leaf := cert.Leaf; leaf != nil && time.Now().After(leaf.NotAfter) {
+			log.Warn("the certificate has expired: decode agents will refuse it", zap.String("tls_cert_file", c.TLSCertFile), zap.Time("end", leaf.NotAfter))
 		}
 		certs = []tls.Certificate{cert}
 		// The control plane upgrades HTTP/1.1.

@@ -187,6 +187,7 @@ func TestSecurityWarnings(t *testing.T) {
 	leaktest.Check(t)
 	ca := nettest.NewAuthority(t)
 	cert, key := ca.Issue(time.Now().Add(time.Hour), "h")
+	oldCert, oldKey := ca.Issue(time.Now().Add(-time.Hour), "h")
 	for what, c := range map[string]struct {
 		set  func(*Config)
 		want string // "" for no warning
@@ -197,6 +198,7 @@ func TestSecurityWarnings(t *testing.T) {
 		"readable token":  {func(c *Config) { c.NATSTokenFile = secretFile(t, "x", 0o644) }, "everyone on this host"},
 		"guarded token":   {func(c *Config) { c.NATSTokenFile = secretFile(t, "x", 0o640) }, ""},
 		"guarded TLS key": {func(c *Config) { c.TLSCertFile, c.TLSKeyFile = cert, key }, ""},
+		"expired":         {func(c *Config) { c.TLSCertFile, c.TLSKeyFile = oldCert, oldKey }, "has expired"},
 		"readable TLS key": {func(c *Config) {
 			b, _ := os.ReadFile(key)
 			c.TLSCertFile, c.TLSKeyFile = cert, secretFile(t, string(b), 0o604)

@@ -19,6 +19,10 @@ type strangers struct {
 	silent int            // refused since the last line
 }
 
+// maxPeerStreams bounds what one ticket opens: twice the most that an agent is
+// configured with, since it may know of broken ones before this side does.
+const maxPeerStreams = 128
+
 // errUnknownTicket refuses a stream whose peer was never admitted, or dismissed.
 var errUnknownTicket = errors.New("its ticket is none of this agent's: the peer must say hello")
 
@@ -104,6 +108,8 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 		return nil, errUnknownTicket
 	case s.streams >= s.t.cfg.MaxStreams:
 		return nil, fmt.Errorf("%d streams are open, the most that this process's limit of descriptors allows", s.streams)
+	case len(l.streams) >= maxPeerStreams:
+		return nil, fmt.Errorf("decode agent %s has %d streams already", l.peer, len(l.streams))
 	case rawErr != nil:
 		return nil, rawErr
 	}

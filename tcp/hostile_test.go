@@ -58,12 +58,13 @@ func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
 		t.Fatalf("%d strangers", n)
 	}
 	move(t, p, d, "t")
-	p.sender.mu.Lock()
-	streams, unlogged := p.sender.streams, p.sender.strangers.silent
-	p.sender.mu.Unlock()
-	if streams != 2 {
-		t.Errorf("%d streams, want those of the decode agent", streams)
-	}
+	var unlogged int
+	until(t, "the decode agent's two streams are there", func() bool { // the transfer needed but one
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		unlogged = p.sender.strangers.silent
+		return p.sender.streams == 2
+	})
 	if logs.Len() == 0 || unlogged == 0 && logs.Len() >= 40 {
 		t.Errorf("%d log lines and %d left out, of 72 strangers", logs.Len(), unlogged)
 	}
@@ -314,10 +315,31 @@ func TestLyingDecoder(t *testing.T) {
 	if told := p.sink.All("written", "t"); len(told) != 0 {
 		t.Fatalf("told %+v", told)
 	}
+	p.Write(core.WriteOp{ID: "again", Peer: "good", Grant: grant[:], Pairs: p.pairs(t, allBlocks(1))})
+	if o := p.sink.Wait("written", "again", 1); o.Err == nil {
+		t.Fatal("one grant served two transfers")
+	}
 	good.say(frameBytes(header{kind: frameAck, key: grant, length: testBlock}))
 	if o := p.sink.Wait("written", "t", 1); o.Err != nil || o.Stats.Bytes != testBlock {
 		t.Fatalf("written: %+v", o)
 	}
+}
+
+// TestStreamsOfOnePeer: one ticket does not open them without end.
+func TestStreamsOfOnePeer(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{MaxStreams: 4 * maxPeerStreams}), newAgent(t, Config{})
+	hello := frameBytes(header{kind: frameHello, key: token(p.admit(t, "greedy"))})
+	const more = 9
+	for range maxPeerStreams + more {
+		dial(t, p).say(hello)
+	}
+	move(t, p, d, "beside")
+	until(t, "each has been greeted", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		return len(p.sender.links["greedy"].streams) == maxPeerStreams && len(p.sender.strangers.conns) == 0
+	})
 }
 
 // TestPeerThatNeverReads: its write ends when it has stalled, and what goes to

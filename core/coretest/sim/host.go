@@ -106,8 +106,15 @@ func (a *agent) time() time.Time { return time.Unix(0, 0).Add(a.now()) }
 // feed makes a call of the machine and takes what it wants then. The transcript
 // gets the call as format and args say it.
 func (a *agent) feed(f func(m *core.Machine, now time.Time) (said string, err error), format string, args ...any) error {
+	returned := false
+	defer func() {
+		if !returned { // it panics: the transcript ends with it
+			a.told(nil, "", nil, format, args...)
+		}
+	}()
 	said, err := f(a.m, a.time())
 	actions := a.m.Actions()
+	returned = true
 	a.told(actions, said, err, format, args...)
 	a.collect(actions)
 	if a.m.Busy() && !a.ticking {

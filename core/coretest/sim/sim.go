@@ -19,6 +19,7 @@ import (
 	"container/heap"
 	"fmt"
 	"math/rand/v2"
+	"runtime/debug"
 	"strings"
 	"time"
 
@@ -51,6 +52,14 @@ type Result struct {
 // Run runs a seed. words may be nil, which is faster.
 func Run(seed uint64, words *Words) *Result {
 	w := newWorld(seed, words)
+	w.contain(w.live)
+	w.contain(w.closeTranscript)
+	return &Result{Seed: seed, Broken: w.broken, Codes: w.codes, States: w.states, Faults: w.faults, Agents: len(w.hosts), Steps: w.steps, Took: w.now,
+		Transcript: w.lines.text(false, ""), Short: w.lines.text(true, w.suspect), Story: strings.Join(w.story, "\n")}
+}
+
+// live runs the world until nothing is left to happen, or a promise is broken.
+func (w *world) live() {
 	w.play()
 	for w.events.Len() > 0 && len(w.broken) == 0 {
 		e := heap.Pop(&w.events).(event)
@@ -64,9 +73,17 @@ func Run(seed uint64, words *Words) *Result {
 	if len(w.broken) == 0 {
 		w.checkEnd()
 	}
-	w.closeTranscript()
-	return &Result{Seed: seed, Broken: w.broken, Codes: w.codes, States: w.states, Faults: w.faults, Agents: len(w.hosts), Steps: w.steps, Took: w.now,
-		Transcript: w.lines.text(false, ""), Short: w.lines.text(true, w.suspect), Story: strings.Join(w.story, "\n")}
+}
+
+// contain makes a panic a broken promise: a Machine's invariants panic.
+func (w *world) contain(f func()) {
+	defer func() {
+		if v := recover(); v != nil {
+			w.fault("", "panic: %v", v)
+			w.note("%s", debug.Stack())
+		}
+	}()
+	f()
 }
 
 // world is one run.

@@ -347,15 +347,16 @@ func (a *agent) land(f *frame) *arm {
 	if e == nil || e.peer != f.link.peer {
 		return nil
 	}
+	if f.wr.v.ID != e.id {
+		a.w.fault(e.id, "%s: the blocks of %q are written by %q", a.id, e.id, f.wr.v.ID)
+		return nil
+	}
 	at := e.dst[f.pos]
 	if a.w.plan.oneSided {
 		at = f.dst
 	}
 	b := &a.host.mem[at]
-	switch {
-	case f.wr.v.ID != e.id:
-		a.w.fault(e.id, "%s: block %d of %q is written by %q", a.id, at, e.id, f.wr.v.ID)
-	case b.owner != e.token:
+	if b.owner != e.token {
 		a.w.fault(e.id, "%s: block %d is written by %q, whose load has token %d, but belongs to token %d", a.id, at, e.id, e.token, b.owner)
 	}
 	b.holds = f.holds

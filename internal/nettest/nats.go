@@ -1,0 +1,192 @@
+package nettest
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+// ElectionBound is how long a cluster may be without a leader on a slow machine:
+// nats-server waits 4 to 9 s before it elects one.
+const ElectionBound = 40 * time.Second
+
+// NATSServer is a nats-server in a process of its own.
+type NATSServer struct {
+	t       testing.TB
+	bin     string
+	addr    string
+	monitor string
+	args    []string
+	cmd     *exec.Cmd
+}
+
+// URL is where clients connect.
+func (s *NATSServer) URL() string { return "nats://" + s.addr }
+
+// Start starts a killed server again, with nothing of what it knew.
+func (s *NATSServer) Start() {
+	s.t.Helper()
+	host, port, _ := net.SplitHostPort(s.addr)
+	_, monitor, _ := net.SplitHostPort(s.monitor)
+	s.cmd = exec.Command(s.bin, append([]string{"-a", host, "-p", port, "-m", monitor, "-js", "-sd", s.t.TempDir()}, s.args...)...)
+	if err := s.cmd.Start(); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// Kill is SIGKILL.
+func (s *NATSServer) Kill() {
+	if s.cmd == nil {
+		return
+	}
+	_ = s.cmd.Process.Kill()
+	_ = s.cmd.Wait()
+	s.cmd = nil
+}
+
+// NATSTrio is a cluster of three servers.
+type NATSTrio struct {
+	t       testing.TB
+	Servers [3]*NATSServer // s0 to s2
+}
+
+// NewNATSTrio builds nats-server from the module and starts three; they end with
+// the test. It returns when they are a cluster.
+func NewNATSTrio(t testing.TB) *NATSTrio {
+	t.Helper()
+	bin := filepath.Join(t.TempDir(), "nats-server")
+	if out, err := exec.Command("go", "build", "-o", bin, "github.com/nats-io/nats-server/v2").CombinedOutput(); err != nil {
+		t.Fatalf("build nats-server: %v\n%s", err, out)
+	}
+	c := &NATSTrio{t: t}
+	addrs := freeAddrs(t, 9)
+	routes := []string{"nats://" + addrs[6], "nats://" + addrs[7], "nats://" + addrs[8]}
+	for i := range c.Servers {
+		c.Servers[i] = &NATSServer{t: t, bin: bin, addr: addrs[i], monitor: addrs[3+i], args: []string{
+			"-n", fmt.Sprint("s", i), "--cluster_name", "trio", "--cluster", routes[i], "--routes", strings.Join(routes, ",")}}
+		c.Servers[i].Start()
+		t.Cleanup(c.Servers[i].Kill)
+	}
+	c.MetaLeader()
+	return c
+}
+
+func freeAddrs(t testing.TB, n int) []string {
+	t.Helper()
+	var addrs []string
+	for range n {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close() // all at the end, so that none is given twice
+		addrs = append(addrs, l.Addr().String())
+	}
+	return addrs
+}
+
+// URLs are those of all servers.
+func (c *NATSTrio) URLs() string {
+	var all []string
+	for _, s := range c.Servers {
+		all = append(all, s.URL())
+	}
+	return strings.Join(all, ",")
+}
+
+type replica struct {
+	Current bool `json:"current"`
+	Offline bool `json:"offline"`
+}
+
+type raftGroup struct {
+	Leader   string    `json:"leader"`
+	Replicas []replica `json:"replicas"`
+}
+
+// whole: it has a leader, and the two others hold what that holds.
+func (g *raftGroup) whole() bool {
+	n := 0
+	for _, r := range g.Replicas {
+		if r.Current && !r.Offline {
+			n++
+		}
+	}
+	return g.Leader != "" && n == 2
+}
+
+// jsz is what a server's monitoring port tells of JetStream.
+type jsz struct {
+	Meta     raftGroup `json:"meta_cluster"`
+	Accounts []struct {
+		Streams []struct {
+			Name    string    `json:"name"`
+			Cluster raftGroup `json:"cluster"`
+		} `json:"stream_detail"`
+	} `json:"account_details"`
+}
+
+// MetaLeader waits until the cluster is whole, and returns its leader and the
+// two others.
+func (c *NATSTrio) MetaLeader() (leader *NATSServer, others [2]*NATSServer) {
+	c.t.Helper()
+	return c.leader("the cluster", func(j *jsz) *raftGroup { return &j.Meta })
+}
+
+// StreamLeader waits until a stream has three whole replicas, and returns their
+// leader and the two others.
+func (c *NATSTrio) StreamLeader(name string) (leader *NATSServer, others [2]*NATSServer) {
+	c.t.Helper()
+	return c.leader("stream "+name, func(j *jsz) *raftGroup {
+		for _, a := range j.Accounts {
+			for _, s := range a.Streams {
+				if s.Name == name {
+					return &s.Cluster
+				}
+			}
+		}
+		return nil
+	})
+}
+
+func (c *NATSTrio) leader(what string, group func(*jsz) *raftGroup) (leader *NATSServer, others [2]*NATSServer) {
+	c.t.Helper()
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {
+		err := errors.New("no server leads it")
+		for i, s := range c.Servers {
+			var j jsz
+			if e := fetchJSON("http://"+s.monitor+"/jsz?accounts=1&streams=1", &j); e != nil {
+				err = e
+				continue
+			}
+			g := group(&j)
+			if g == nil || g.Leader != fmt.Sprint("s", i) {
+				continue // the leader itself knows the others
+			}
+			if g.whole() {
+				return s, [2]*NATSServer{c.Servers[(i+1)%3], c.Servers[(i+2)%3]}
+			}
+			err = fmt.Errorf("its leader s%d sees %+v", i, g.Replicas)
+		}
+		if time.Since(begin) > ElectionBound {
+			c.t.Fatalf("%s is not whole within %v: %v", what, ElectionBound, err)
+		}
+	}
+}
+
+func fetchJSON(url string, v any) error {
+	client := &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	resp, err := client.Get(url)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	return json.NewDecoder(resp.Body).Decode(v)
+}

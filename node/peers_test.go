@@ -1,0 +1,48 @@
+package node
+
+import (
+	"bytes"
+	"fmt"
+	"testing"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// admissions is the half of a transport that the peer table uses.
+type admissions struct {
+	core.Transport
+	tickets map[core.AgentID][]byte
+}
+
+func (a *admissions) Admit(peer core.AgentID) ([]byte, error) {
+	if a.tickets[peer] == nil {
+		a.tickets[peer] = []byte(fmt.Sprint("ticket of ", peer))
+	}
+	return a.tickets[peer], nil
+}
+
+func (a *admissions) Dismiss(peer core.AgentID) { delete(a.tickets, peer) }
+
+// TestForgottenPeersAreDismissed: who is not in the table is not admitted, so
+// that what was met of peers is bounded in the transport too.
+func TestForgottenPeersAreDismissed(t *testing.T) {
+	table, transport := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}
+	for i := range maxPeers + 3 {
+		id := core.AgentID(fmt.Sprint(i))
+		ticket, err := table.admit(&peer{id: id}, transport)
+		if err != nil {
+			t.Fatal(err)
+		}
+		again, err := table.admit(&peer{id: id}, transport)
+		if err != nil || !bytes.Equal(ticket, again) {
+			t.Fatalf("second hello of %s: ticket %q, %v; the first was %q", id, again, err, ticket)
+		}
+	}
+	for i := range maxPeers + 3 {
+		id := core.AgentID(fmt.Sprint(i))
+		known, admitted := table.get(id) != nil, transport.tickets[id] != nil
+		if want := i >= 3; known != want || admitted != want {
+			t.Fatalf("peer %d: known %v, admitted %v; want %v", i, known, admitted, want)
+		}
+	}
+}
