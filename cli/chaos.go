@@ -31,7 +31,7 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	parts := fs.String("parts", "", "only these parts, separated by commas: "+strings.Join(chaos.PartNames(), ", "))
 	fs.Uint64Var(&opt.Seed, "seed", uint64(time.Now().UnixNano()), "what faults and transfers are drawn from")
 	fs.BoolVar(&opt.Short, "short", false, "a run of a minute")
-	fs.BoolVar(&opt.Strict, "strict", false, "fail also when a load is reported later than 3 s after its P was killed")
+	fs.BoolVar(&opt.Strict, "strict", false, "fail also for what was missed: a load reported later than 3 s after its P was killed, a transfer that failed for no fault")
 	asJSON := fs.Bool("json", false, "print JSON")
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {

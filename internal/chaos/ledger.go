@@ -62,7 +62,8 @@ type ledger struct {
 	entries  map[entryKey]*entry
 	order    []*entry // as they were ordered
 	problems []string
-	dropped  int // problems beyond maxProblems
+	dropped  int      // problems beyond maxProblems
+	missed   []string // what was not reached, though nothing was lost
 	wrong    int
 	lags     map[string][]span // when a child did not run
 	dead     map[string]int    // the last life of a child that is known to have ended
@@ -98,6 +99,13 @@ func (l *ledger) addProblem(format string, args ...any) {
 		return
 	}
 	l.problems = append(l.problems, fmt.Sprintf(format, args...))
+}
+
+// miss writes down what was not reached; l.mu is held.
+func (l *ledger) miss(format string, args ...any) {
+	if len(l.missed) < maxProblems {
+		l.missed = append(l.missed, fmt.Sprintf(format, args...))
+	}
 }
 
 // ordered opens the books of a half. An id is ordered once for each life.

@@ -149,7 +149,7 @@ func (l *ledger) tell(entries []*entry, from int64) string {
 	return text
 }
 
-// require writes down that some ended in another way than one of these.
+// require misses those that ended in another way than one of these.
 func (l *ledger) require(what string, entries []*entry, outcomes ...string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -162,7 +162,7 @@ func (l *ledger) require(what string, entries []*entry, outcomes ...string) {
 		}
 	}
 	for _, got := range sortedKeys(others) {
-		l.addProblem("%s: %d of %d: %s, want %s; one is %s", what, others[got], len(entries), got, strings.Join(outcomes, " or "), example)
+		l.miss("%s: %d of %d: %s, want %s; one is %s", what, others[got], len(entries), got, strings.Join(outcomes, " or "), example)
 	}
 }
 
@@ -369,7 +369,7 @@ func (f *fleet) steady(ctx context.Context, window time.Duration, ds []int) pace
 					if ctx.Err() != nil {
 						return
 					}
-					f.mustEndWell(t, f.name+", beside the others")
+					f.endedWell(t, f.name+", beside the others")
 					if t.load == nil {
 						return
 					}

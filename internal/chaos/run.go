@@ -16,7 +16,7 @@ type Options struct {
 	Faults int
 	Seed   uint64
 	Short  bool     // smaller overload parts and shorter faults
-	Strict bool     // a late notice of P's death is a failure too
+	Strict bool     // what was missed is a failure too: a late notice of P's death …
 	Parts  []string // of the run; all if empty
 	// Progress is told what the run does now.
 	Progress func(format string, args ...any)
