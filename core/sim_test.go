@@ -45,7 +45,7 @@ func TestSim(t *testing.T) {
 	t.Logf("ends: %v", sum.Codes)
 	t.Logf("states: %v", sum.States)
 	t.Logf("faults: %v", sum.Faults)
-	if t.Failed() || seeds < 200 {
+	if t.Failed() || seeds < 2000 {
 		return
 	}
 	// A world so hostile that nothing arrives, or so kind that nothing fails,
@@ -58,7 +58,7 @@ func TestSim(t *testing.T) {
 		}
 	}
 	for _, want := range []string{"loss", "delay", "double", "one-way", "partition", "break", "stop", "crash", "restart", "clock-jump", "close",
-		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued", "claim", "claim-left", "probe", "retry", "finish-lost"} {
+		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued", "claim", "claim-left", "probe", "retry", "finish-lost", "deaf"} {
 		if sum.Faults[want] == 0 {
 			t.Errorf("in %d seeds there was no %q", seeds, want)
 		}

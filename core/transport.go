@@ -49,9 +49,9 @@ type Transport interface {
 	// who shows no ticket gets no connection.
 	Admit(peer AgentID) (ticket []byte, err error)
 
-	// Dismiss takes an admission back: the ticket is dead, the peer's connections
-	// are closed, and writes to it end with an error. No PeerDown follows. An
-	// unknown peer is no error. Sink.Written may be called before it returns.
+	// Dismiss forgets a peer on either side: its ticket is dead, its connections
+	// are closed, and transfers with it end with an error. An unknown peer is no
+	// error. Sink.Written may be called before it returns.
 	Dismiss(peer AgentID)
 
 	// Connect makes a peer's Endpoint usable before the first transfer, with the

@@ -56,12 +56,12 @@ type inLink struct {
 	peer     core.AgentID
 	endpoint string
 	ticket   token
+	met      bool              // a stream has got through to P
 	streams  map[int]net.Conn  // by number; nil while it is dialled
 	retryAt  map[int]time.Time // not before, of those that failed
 }
 
-// redialAfter is how long a stream must have lived to be dialled again at once,
-// and how long one that failed is left alone.
+// redialAfter is the least time between two dials of one stream.
 const redialAfter = time.Second
 
 // maxSpans bounds what is kept of a transfer's frames. A sender needs about one
@@ -141,6 +141,21 @@ func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Seg
 	return bytes.Clone(in.grant[:]), nil
 }
 
+// dismiss forgets a P agent: its streams are closed, and what waits for them is
+// lost.
+func (r *receiver) dismiss(peer core.AgentID) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if link := r.links[peer]; link != nil {
+		delete(r.links, peer)
+		for _, c := range link.streams {
+			if c != nil {
+				c.Close()
+			}
+		}
+	}
+}
+
 // Revoke implements core.Transport.
 func (t *Transport) Revoke(id core.TransferID) {
 	r := &t.receiver
@@ -190,73 +205,71 @@ func (r *receiver) close() {
 	}
 }
 
-// stream is the life of one connection to P, and of the next one while transfers
-// wait for it.
+// stream is the life of one connection to P, and of the next ones while
+// transfers wait for it.
 func (r *receiver) stream(link *inLink, n int) {
 	for {
 		began := time.Now()
 		r.mu.Lock()
 		endpoint, ticket := link.endpoint, link.ticket
 		r.mu.Unlock()
-		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, r.runStream(link, n, endpoint, ticket))
-		again, gone, lost := r.streamEnded(link, n, time.Since(began) > redialAfter)
+		cause := r.runStream(link, n, endpoint, ticket)
+		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, cause)
+		if errors.Is(cause, syscall.EMFILE) || errors.Is(cause, syscall.ENFILE) {
+			err = fmt.Errorf("tcp stream to %s: this process has no descriptor left (ulimit -n): %w", endpoint, cause)
+		}
+		again, down, lost := r.streamEnded(link, n, errors.Is(cause, errTicket))
 		r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(link.peer)), zap.Bool("again", again), zap.Error(err))
 		for _, in := range lost {
 			r.fail(in, err)
 		}
-		if gone {
+		if down {
 			r.t.sink.PeerDown(link.peer, err)
 		}
-		if !again {
+		if !again || !r.t.pause(redialAfter-time.Since(began)) {
 			return
 		}
 	}
 }
 
-// streamEnded decides whether a stream is dialled again, whether it was the last
-// one of its link, and which transfers are lost with it: with the last one all,
-// and while others are dialled those that have begun. A transfer of which no
-// byte has come loses nothing by a broken connection, P still works on it.
-func (r *receiver) streamEnded(link *inLink, n int, lived bool) (again, gone bool, lost []*inbound) {
+// streamEnded decides whether a stream is dialled again, whether the way to P
+// is down with it, and which transfers are lost. A transfer of which no byte has
+// come loses nothing by a broken connection: P still works on it, or the control
+// plane tells that it does not. One that has begun is lost with the last stream.
+// Where no stream ever got through, or P knows the ticket no more, all are.
+func (r *receiver) streamEnded(link *inLink, n int, refused bool) (again, down bool, lost []*inbound) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	wasOpen := link.streams[n] != nil
+	link.streams[n] = nil
 	if r.closed {
 		delete(link.streams, n)
 		return false, false, nil
 	}
-	link.streams[n] = nil
 	open := false
 	for _, c := range link.streams {
 		open = open || c != nil
 	}
+	hopeful := link.met && !refused && r.links[link.peer] == link
 	for _, in := range r.byID {
-		if in.link != link {
-			continue
-		}
-		if in.first.IsZero() {
-			again = again || lived
-		} else if !open {
+		switch {
+		case in.link != link:
+		case in.first.IsZero() && hopeful:
+			again = true
+		case !open:
 			lost = append(lost, in)
 		}
 	}
+	down = !open && (wasOpen || !link.met)
 	if again {
-		return true, false, lost
+		return true, down, lost
 	}
 	delete(link.streams, n)
 	link.retryAt[n] = time.Now().Add(redialAfter)
-	if len(link.streams) > 0 {
-		return false, false, lost
+	if !hopeful && len(link.streams) > 0 {
+		return false, false, nil // the last one decides
 	}
-	if r.links[link.peer] == link {
-		delete(r.links, link.peer)
-	}
-	lost = nil
-	for _, in := range r.byID {
-		if in.link == link {
-			lost = append(lost, in)
-		}
-	}
-	return false, true, lost
+	return false, down, lost
 }
 
 func (r *receiver) fail(in *inbound, err error) {
@@ -299,7 +312,7 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token)
 	defer conn.Close()
 	r.mu.Lock()
 	closed := r.closed
-	link.streams[n] = conn
+	link.streams[n], link.met = conn, true
 	r.mu.Unlock()
 	if closed {
 		return errClosed

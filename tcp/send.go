@@ -91,17 +91,16 @@ func (t *Transport) Admit(peer core.AgentID) ([]byte, error) {
 	return bytes.Clone(l.ticket[:]), nil
 }
 
-// Dismiss implements core.Transport.
-func (t *Transport) Dismiss(peer core.AgentID) {
-	s := &t.sender
+// dismiss forgets a D agent: its streams are closed, its writes end.
+func (s *sender) dismiss(peer core.AgentID) {
 	s.mu.Lock()
 	l := s.links[peer]
 	if l == nil || s.closed {
 		s.mu.Unlock()
 		return
 	}
-	t.wg.Add(1) // Close waits for what is told below
-	defer t.wg.Done()
+	s.t.wg.Add(1) // Close waits for what is told below
+	defer s.t.wg.Done()
 	delete(s.links, peer)
 	delete(s.byTicket, l.ticket)
 	lost := slices.Collect(maps.Values(l.byGrant))

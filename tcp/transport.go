@@ -118,6 +118,24 @@ func (t *Transport) goRun(name string, f func()) {
 	})
 }
 
+// pause waits; false when the transport is closed.
+func (t *Transport) pause(d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-t.ctx.Done():
+		return false
+	}
+}
+
+// Dismiss implements core.Transport.
+func (t *Transport) Dismiss(peer core.AgentID) {
+	t.sender.dismiss(peer)
+	t.receiver.dismiss(peer)
+}
+
 // Name implements core.Transport.
 func (t *Transport) Name() string { return "tcp" }
 

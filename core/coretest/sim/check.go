@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"maps"
 	"slices"
 	"time"
 
@@ -24,19 +25,28 @@ func (w *world) patience() time.Duration {
 	return d
 }
 
-// promiseOfDead checks in time that all who wait for p have ended.
+// promiseOfDead checks, when it is time, that all who wait for p have ended.
 func (w *world) promiseOfDead(p *agent) {
-	w.expectEnds(p, func() bool { return true })
+	w.expectEnds(p, func(*agent) bool { return true })
+}
+
+// promiseOfCut does it for a D whose way to P, or back, is cut for that long.
+func (w *world) promiseOfCut(k way, lasts time.Duration) {
+	for _, k := range []way{k, {k.to, k.from}} {
+		if p := k.to.agent; p != nil && k.to.prefill && lasts > w.patience() {
+			w.expectEnds(p, func(d *agent) bool { return d.host == k.from })
+		}
+	}
 }
 
 // promiseOfStopped does it for a process that is stopped for that long.
 func (w *world) promiseOfStopped(h *host) {
 	p, since := h.agent, w.now
 	h.stoppedAt = since
-	w.expectEnds(p, func() bool { return h.agent == p && h.stopped && h.stoppedAt == since })
+	w.expectEnds(p, func(*agent) bool { return h.agent == p && h.stopped && h.stoppedAt == since })
 }
 
-func (w *world) expectEnds(p *agent, still func() bool) {
+func (w *world) expectEnds(p *agent, still func(d *agent) bool) {
 	for _, d := range w.all {
 		if d.dead || d == p {
 			continue
@@ -52,7 +62,7 @@ func (w *world) expectEnds(p *agent, still func() bool) {
 		for _, token := range tokens {
 			h := d.loads[token]
 			w.after(w.patience(), func() {
-				if still() && !d.dead && !d.host.stopped && d.host.disturbed <= since && d.loads[token] == h {
+				if still(d) && !d.dead && !d.host.stopped && d.host.disturbed <= since && d.loads[token] == h {
 					w.fault(h.id, "%s: %v after %s has gone, the load of %q still waits for it", d.id, w.now-since, p.id, h.id)
 				}
 			})
@@ -116,10 +126,10 @@ func (a *agent) checkEmpty() {
 
 // someID names one of the transfers that are left.
 func (a *agent) someID() core.TransferID {
-	for _, r := range a.ledger.owed {
-		return r
+	if len(a.ledger.owed) == 0 {
+		return ""
 	}
-	return ""
+	return slices.Min(slices.Collect(maps.Values(a.ledger.owed)))
 }
 
 func (w *world) checkEnd() {
@@ -224,10 +234,13 @@ func (a *agent) checkReason(r core.Report) {
 	case !w.plan.calm || w.reused[r.ID]:
 	case r.Code == core.PeerLost || r.Code == core.Failed || r.Code == core.Unreachable || r.Code == core.Closed:
 		wrong()
-	case r.Side == core.SideOffer && r.Code == core.Expired && claimed && r.Elapsed < w.plan.opt.Claim:
+	case r.Side == core.SideOffer && r.Code == core.Expired && claimed:
 		wrong()
 	case r.Side == core.SideLoad && (a.promises[r.Token] != "" || a.claims[r.ID] != ""):
 		h := a.loads[r.Token]
+		if h == nil { // reported twice, as the ledger says
+			return
+		}
 		if r.Code == core.Cancelled && !h.dropped || r.Code == core.PeerCancelled && !cancelledAtP || r.Code == core.Expired ||
 			r.Code == core.Refused && h.first+len(h.blocks) <= w.plan.blocks {
 			wrong()

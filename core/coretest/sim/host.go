@@ -44,7 +44,8 @@ type agent struct {
 	m       *core.Machine
 	ledger  *ledger
 	dead    bool
-	silent  bool // when dead: its server is gone with it, and nobody says so
+	deaf    time.Duration // until then nobody listens at its address: its link is made anew
+	silent  bool          // when dead: its server is gone with it, and nobody says so
 	closing bool
 	ticking bool
 
@@ -181,8 +182,7 @@ func (h *host) crash() {
 // end makes the host's process gone.
 func (h *host) end() {
 	h.agent.dead = true
-	h.agent = nil
-	h.pending = nil
+	h.agent, h.stopped, h.pending = nil, false, nil
 	clear(h.mem)
 }
 

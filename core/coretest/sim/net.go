@@ -26,7 +26,7 @@ func (a *agent) ask(to core.AgentID, bound time.Duration, serve func(p *agent) f
 	w := a.w
 	w.after(bound, func() { once(false, errDeadline, nil) })
 	p := w.byID[to]
-	if p.dead {
+	if p.dead || w.now < p.deaf {
 		if !p.silent {
 			w.after(w.delay(), func() { once(true, errAbsent, nil) })
 		}
@@ -71,6 +71,7 @@ func (w *world) deliver(from, to *host, f func()) {
 // partition cuts a way until it is healed.
 func (w *world) partition(k way, d time.Duration) {
 	w.cut[k]++
+	w.promiseOfCut(k, d)
 	w.acted(w.now + d)
 	w.after(d, func() {
 		if w.cut[k]--; w.cut[k] > 0 {

@@ -171,11 +171,16 @@ func (a *agent) find(t core.Target, until time.Duration) {
 		}
 		ticket := ""
 		a.ask(id, until-a.w.now, func(p *agent) func() {
+			if p.shut {
+				return func() {}
+			}
 			p.peers[a.id] = &peer{}
 			t := p.admit(a)
 			return func() { ticket = t }
 		}, func(absent bool, err error) {
 			switch {
+			case err == nil && ticket == "":
+				end("", core.Refused, "transport is closed")
 			case err == nil:
 				a.connect(id, ticket)
 				end(id, core.OK, "")

@@ -70,7 +70,7 @@ func (w *world) newPlan() plan {
 		p.loss, p.double, p.slow = 0.05, 0.05, 0.1
 		p.mute, p.breaks, p.errors, p.cancels, p.faults = 0.1, 0.01, 0.01, 0.1, 1+w.rnd.IntN(5)
 	case 6, 7:
-		p.loss, p.double, p.slow = 0.3, 0.2, 0.3
+		p.loss, p.double, p.slow = 0.2, 0.2, 0.2
 		p.mute, p.breaks, p.errors, p.cancels, p.faults = 0.2, 0.04, 0.03, 0.15, w.rnd.IntN(4)
 	default: // the net is good, but whole processes and ways go
 		p.mute, p.cancels, p.faults = 0.05, 0.05, 2+w.rnd.IntN(5)

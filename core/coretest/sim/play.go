@@ -264,7 +264,7 @@ func (w *world) trouble(prefills []*host) {
 	}
 	at := w.upTo(act + act/2)
 	lasts := 50*time.Millisecond + w.upTo(4*time.Second)
-	kind := w.rnd.IntN(7)
+	kind := w.rnd.IntN(8)
 	restart := w.chance(0.8)
 	w.after(at, func() {
 		if h.agent == nil {
@@ -279,9 +279,6 @@ func (w *world) trouble(prefills []*host) {
 		case 1, 2:
 			w.faults["crash"]++
 			h.crash()
-			if h.stopped {
-				h.stopped = false
-			}
 			if restart {
 				w.after(lasts/2, func() {
 					if h.agent == nil {
@@ -314,6 +311,9 @@ func (w *world) trouble(prefills []*host) {
 		case 6:
 			w.faults["close"]++
 			h.run(func(a *agent) { a.close() })
+		case 7:
+			w.faults["deaf"]++
+			h.agent.deaf = w.now + lasts/8
 		}
 	})
 }
@@ -344,7 +344,6 @@ func (w *world) resurrection(prefills []*host, decodes [][]*host) {
 		d.crash()
 		w.after(w.upTo(lasts), func() {
 			if d.agent == nil {
-				d.stopped = false
 				d.open()
 			}
 		})
