@@ -281,8 +281,6 @@ func runBlip(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		if err := f.waiting(ctx, 0, len(items), len(claims)); err != nil {
 			return "", err
 		}
-		// Connections that break when they are young are not made again at once.
-		pause(ctx, 2*time.Second)
 		start := now()
 		f.cut(0, 0)
 		pause(ctx, 2*time.Second)
