@@ -91,10 +91,13 @@ mutants: | tools ## deliberate defects, each of which the simulator must find
 e2e: wheel ## the real vLLM pair, also with failures
 	@scripts/vllm-e2e.sh $(VENV_VLLM)
 
+chaos: cmd ## real agents under load and faults; CHAOS='--short --seed 1' for options
+	$(BUILD)/kvconn chaos $(CHAOS)
+
 lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up to date
 	scripts/lint.sh $(VENV)
 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist python/*.egg-info .demo
 
-.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants e2e lint clean
+.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants e2e lint clean chaos

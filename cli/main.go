@@ -14,6 +14,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
+	"github.com/kvconn/kvconn/internal/chaos"
 	"github.com/kvconn/kvconn/proxy"
 )
 
@@ -55,8 +56,12 @@ func Main(args []string) int {
 		err = runBench(ctx, rest, os.Stdout)
 	case "proxy":
 		err = runProxy(ctx, rest, os.Stdout)
+	case "chaos":
+		err = runChaos(ctx, rest, os.Stdout)
 	case peerCommand:
 		err = runPeer(ctx, os.Stdin, os.Stdout)
+	case engineCommand:
+		err = chaos.RunEngine(os.Stdin, os.Stdout)
 	case "help", "-h", "--help":
 		fmt.Print(usage)
 	default:

@@ -1,0 +1,139 @@
+package chaos
+
+import (
+	"fmt"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// memory is an engine's paged cache, outside Go's heap, in which every block
+// always holds a pattern that is known: a transfer's, or that of its owner
+// nobody.
+type memory struct {
+	mem        []byte
+	regions    int
+	blocks     int // of a region
+	blockBytes int
+	paint      []uint64 // per block: the tag of nobody's pattern, anew after each use
+	free       []core.BlockID
+	given      uint64
+}
+
+func newMemory(regions, blocks, blockBytes int) (*memory, error) {
+	size := regions * blocks * blockBytes
+	mem, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	if err != nil {
+		return nil, fmt.Errorf("%d bytes of memory: %w", size, err)
+	}
+	m := &memory{mem: mem, regions: regions, blocks: blocks, blockBytes: blockBytes, paint: make([]uint64, blocks)}
+	ids := make([]core.BlockID, blocks)
+	for i := range ids {
+		ids[i] = core.BlockID(i)
+	}
+	m.give(ids)
+	return m, nil
+}
+
+func (m *memory) unmap() { _ = unix.Munmap(m.mem) }
+
+func (m *memory) layout() []core.Region {
+	out := make([]core.Region, m.regions)
+	for r := range out {
+		out[r] = core.Region{
+			Name: fmt.Sprintf("layer.%d", r), Base: uint64(uintptr(unsafe.Pointer(&m.mem[r*m.blocks*m.blockBytes]))),
+			BlockStride: uint64(m.blockBytes), BlockBytes: uint64(m.blockBytes), NumBlocks: uint32(m.blocks),
+		}
+	}
+	return out
+}
+
+func (m *memory) words(region int, id core.BlockID) []uint64 {
+	off := (region*m.blocks + int(id)) * m.blockBytes
+	return unsafe.Slice((*uint64)(unsafe.Pointer(&m.mem[off])), m.blockBytes/8)
+}
+
+// mix spreads a number over all bits.
+func mix(x uint64) uint64 {
+	x ^= x >> 30
+	x *= 0xBF58476D1CE4E5B9
+	x ^= x >> 27
+	x *= 0x94D049BB133111EB
+	return x ^ x>>31
+}
+
+const golden = 0x9E3779B97F4A7C15
+
+// base is the first word of a block's pattern; each next one is golden more. It
+// names the tag, the region and the position in the prompt.
+func base(tag uint64, region, position int) uint64 {
+	return mix(mix(tag+golden) ^ uint64(region)<<32 ^ uint64(position))
+}
+
+func (m *memory) fill(id core.BlockID, tag uint64, position int) {
+	for r := range m.regions {
+		x := base(tag, r, position)
+		w := m.words(r, id)
+		for i := range w {
+			w[i] = x
+			x += golden
+		}
+	}
+}
+
+// check says which byte of a block is not the pattern's.
+func (m *memory) check(id core.BlockID, tag uint64, position int) error {
+	for r := range m.regions {
+		x := base(tag, r, position)
+		for i, got := range m.words(r, id) {
+			if got != x {
+				return fmt.Errorf("region %d, block %d, byte %d is %#x, want %#x (position %d of tag %#x)", r, id, i*8, got, x, position, tag)
+			}
+			x += golden
+		}
+	}
+	return nil
+}
+
+// nobody marks the tags of blocks without an owner.
+const nobody = 1 << 63
+
+// take gives n free blocks, those last that were given back last first, and
+// says whether someone has written into one. It gives none if there are fewer.
+func (m *memory) take(n int) ([]core.BlockID, error) {
+	if n > len(m.free) {
+		return nil, nil
+	}
+	ids := make([]core.BlockID, n)
+	var wrong error
+	for i := range ids {
+		ids[i] = m.free[len(m.free)-1]
+		m.free = m.free[:len(m.free)-1]
+		if err := m.check(ids[i], m.paint[ids[i]], 0); err != nil && wrong == nil {
+			wrong = fmt.Errorf("a block that nobody had was written: %w", err)
+		}
+	}
+	return ids, wrong
+}
+
+// give takes blocks back and paints them over.
+func (m *memory) give(ids []core.BlockID) {
+	for _, id := range ids {
+		m.given++
+		m.paint[id] = nobody | m.given
+		m.fill(id, m.paint[id], 0)
+	}
+	m.free = append(m.free, ids...)
+}
+
+// checkFree says whether someone has written into a free block.
+func (m *memory) checkFree() error {
+	for _, id := range m.free {
+		if err := m.check(id, m.paint[id], 0); err != nil {
+			return fmt.Errorf("a block that nobody has was written: %w", err)
+		}
+	}
+	return nil
+}
