@@ -152,9 +152,11 @@ func outliveLeader(t *testing.T, at [3]int) {
 		p.fill(byte(len(name)), 26, 27)
 		p.offer(core.TransferID("load of "+name), 26)
 		d.want(core.TransferID("load of "+name), core.OK)
+		p.want(core.TransferID("load of "+name), core.OK)
 		p.offer(core.TransferID("claim of "+name), 27)
 		d.load(core.TransferID("claim of "+name), from, 24)
 		d.want(core.TransferID("claim of "+name), core.OK)
+		p.want(core.TransferID("claim of "+name), core.OK)
 		same(t, p, []core.BlockID{26, 27}, d, []core.BlockID{25, 24})
 		transfer(t, p, d, core.TransferID("after the election, to "+name), from)
 	}
@@ -255,6 +257,7 @@ func replaced(t *testing.T, urls string) {
 	to.kill()
 	pc := cfg(RolePrefill)
 	pc.BootstrapPort, pc.TCPPort, pc.AdvertiseHost = portOf(t, address), data, "127.0.0.1"
+	pc.Lease = Seconds(time.Hour)
 	pc.EarlyLoad = Seconds(minBound) // what came by mistake would be reaped and counted
 	p := open(t, pc)
 	if p.BootstrapAddress() != address || p.ID() == old {
