@@ -126,6 +126,9 @@ func outliveLeader(t *testing.T, at [3]int) {
 
 	leader.Kill()
 
+	for name, d := range ds { // all that waits is renewed with it, at once
+		d.claim(from, core.TransferID("claimed at once by "+name))
+	}
 	p.fill(3, 28)
 	p.offer("at once", 28)
 	free.load("at once", from, 28)
@@ -158,6 +161,11 @@ func outliveLeader(t *testing.T, at [3]int) {
 		d.want(core.TransferID("claim of "+name), core.OK)
 		p.want(core.TransferID("claim of "+name), core.OK)
 		same(t, p, []core.BlockID{26, 27}, d, []core.BlockID{25, 24})
+		p.offer(core.TransferID("claimed at once by "+name), 27)
+		d.load(core.TransferID("claimed at once by "+name), from, 26)
+		d.want(core.TransferID("claimed at once by "+name), core.OK)
+		p.want(core.TransferID("claimed at once by "+name), core.OK)
+		same(t, p, []core.BlockID{27}, d, []core.BlockID{26})
 		transfer(t, p, d, core.TransferID("after the election, to "+name), from)
 	}
 	for name, a := range map[string]*side{"prefill": p, "held": held, "free": free} {
