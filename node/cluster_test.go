@@ -49,7 +49,7 @@ func atServer(t *testing.T, c *nettest.NATSTrio, cfg Config, s *nettest.NATSServ
 	t.Helper()
 	cfg.NATSURL = s.URL()
 	a := open(t, cfg)
-	if at, _ := c.At(string(a.ID())); at != s {
+	if at := c.At(string(a.ID())); at != s {
 		t.Fatalf("agent of role %s is connected to %s, want %s", cfg.Role, at.URL(), s.URL())
 	}
 	return a
