@@ -104,6 +104,7 @@ func outliveLeader(t *testing.T, at [3]int) {
 
 	// A transfer stops in the middle; only the streams of its D are held.
 	transfer(t, p, held, "held meets prefill", from)
+	until(t, "all its streams are there", func() bool { return way.Open() == held.cfg.TCPStreams })
 	way.Hold(24 * layers * blockBytes / 2)
 	transfer(t, p, free, "free meets prefill", from)
 	large := span(0, 24)
