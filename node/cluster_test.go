@@ -49,7 +49,7 @@ func atServer(t *testing.T, c *nettest.NATSTrio, cfg Config, s *nettest.NATSServ
 	t.Helper()
 	cfg.NATSURL = s.URL()
 	a := open(t, cfg)
-	if at, _ := c.At(string(a.ID())); at != s {
+	if at := c.At(string(a.ID())); at != s {
 		t.Fatalf("agent of role %s is connected to %s, want %s", cfg.Role, at.URL(), s.URL())
 	}
 	return a
@@ -104,6 +104,7 @@ func outliveLeader(t *testing.T, at [3]int) {
 
 	// A transfer stops in the middle; only the streams of its D are held.
 	transfer(t, p, held, "held meets prefill", from)
+	until(t, "all its streams are there", func() bool { return way.Open() == held.cfg.TCPStreams })
 	way.Hold(24 * layers * blockBytes / 2)
 	transfer(t, p, free, "free meets prefill", from)
 	large := span(0, 24)
@@ -126,6 +127,9 @@ func outliveLeader(t *testing.T, at [3]int) {
 
 	leader.Kill()
 
+	for name, d := range ds { // all that waits is renewed with it, at once
+		d.claim(from, core.TransferID("claimed at once by "+name))
+	}
 	p.fill(3, 28)
 	p.offer("at once", 28)
 	free.load("at once", from, 28)
@@ -152,10 +156,17 @@ func outliveLeader(t *testing.T, at [3]int) {
 		p.fill(byte(len(name)), 26, 27)
 		p.offer(core.TransferID("load of "+name), 26)
 		d.want(core.TransferID("load of "+name), core.OK)
+		p.want(core.TransferID("load of "+name), core.OK)
 		p.offer(core.TransferID("claim of "+name), 27)
 		d.load(core.TransferID("claim of "+name), from, 24)
 		d.want(core.TransferID("claim of "+name), core.OK)
+		p.want(core.TransferID("claim of "+name), core.OK)
 		same(t, p, []core.BlockID{26, 27}, d, []core.BlockID{25, 24})
+		p.offer(core.TransferID("claimed at once by "+name), 27)
+		d.load(core.TransferID("claimed at once by "+name), from, 26)
+		d.want(core.TransferID("claimed at once by "+name), core.OK)
+		p.want(core.TransferID("claimed at once by "+name), core.OK)
+		same(t, p, []core.BlockID{27}, d, []core.BlockID{26})
 		transfer(t, p, d, core.TransferID("after the election, to "+name), from)
 	}
 	for name, a := range map[string]*side{"prefill": p, "held": held, "free": free} {
@@ -255,6 +266,7 @@ func replaced(t *testing.T, urls string) {
 	to.kill()
 	pc := cfg(RolePrefill)
 	pc.BootstrapPort, pc.TCPPort, pc.AdvertiseHost = portOf(t, address), data, "127.0.0.1"
+	pc.Lease = Seconds(time.Hour)
 	pc.EarlyLoad = Seconds(minBound) // what came by mistake would be reaped and counted
 	p := open(t, pc)
 	if p.BootstrapAddress() != address || p.ID() == old {

@@ -243,7 +243,7 @@ func (c *NATSTrio) leader(what string, group func(*jsz) *raftGroup) (leader *NAT
 				continue // the leader itself knows the others
 			}
 			if g.whole() {
-				return s, c.but(i)
+				return s, [2]*NATSServer{c.Servers[(i+1)%3], c.Servers[(i+2)%3]}
 			}
 			err = fmt.Errorf("its leader s%d sees %+v", i, g.Replicas)
 		}
@@ -261,18 +261,18 @@ type connz struct {
 }
 
 // At waits until a client with this word in its name is connected to one of the
-// servers, and returns that one and the two others.
-func (c *NATSTrio) At(word string) (its *NATSServer, others [2]*NATSServer) {
+// servers, and returns that one.
+func (c *NATSTrio) At(word string) *NATSServer {
 	c.t.Helper()
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {
-		for i, s := range c.Servers {
+		for _, s := range c.Servers {
 			var j connz
 			if s.cmd == nil || fetchJSON("http://"+s.monitor+"/connz", &j) != nil {
 				continue
 			}
 			for _, client := range j.Connections {
 				if slices.Contains(strings.Fields(client.Name), word) {
-					return s, c.but(i)
+					return s
 				}
 			}
 		}
@@ -280,11 +280,6 @@ func (c *NATSTrio) At(word string) (its *NATSServer, others [2]*NATSServer) {
 			c.t.Fatalf("client %s is at no server within %v", word, ElectionBound)
 		}
 	}
-}
-
-// but returns the two others.
-func (c *NATSTrio) but(i int) [2]*NATSServer {
-	return [2]*NATSServer{c.Servers[(i+1)%3], c.Servers[(i+2)%3]}
 }
 
 func fetchJSON(url string, v any) error {
