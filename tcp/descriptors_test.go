@@ -115,7 +115,7 @@ func outOfDescriptorsAtDial(t *testing.T) {
 		t.Fatal(err)
 	}
 	until(t, "the failure is told", func() bool { return len(d.sink.All("down", "")) == 1 })
-	if err := d.sink.All("down", "")[0].Err; !errors.Is(err, syscall.EMFILE) || !errors.Is(err, core.ErrConnectionLost) {
+	if err := d.sink.All("down", "")[0].Err; !errors.Is(err, syscall.EMFILE) || errors.Is(err, core.ErrConnectionLost) {
 		t.Errorf("told %v, want what the kernel said", err)
 	}
 	release()

@@ -58,6 +58,7 @@ type inLink struct {
 	ticket   token
 	met      bool              // a stream has got through to P
 	tries    int               // streams that have not, while none has
+	up       bool              // one is open, or its end was not told yet
 	streams  map[int]net.Conn  // by number; nil while it is dialled
 	retryAt  map[int]time.Time // not before, of those that failed
 }
@@ -224,7 +225,7 @@ func (r *receiver) stream(link *inLink, n int) {
 		if errors.Is(cause, syscall.EMFILE) || errors.Is(cause, syscall.ENFILE) {
 			err = fmt.Errorf("tcp stream to %s: this process has no descriptor left (ulimit -n): %w", endpoint, cause)
 		}
-		again, down, lost := r.streamEnded(link, n, errors.Is(cause, errTicket))
+		again, down, lost := r.streamEnded(link, n, !broken(cause))
 		r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(link.peer)), zap.Bool("again", again), zap.Error(err))
 		for _, in := range lost {
 			r.fail(in, err)
@@ -238,15 +239,23 @@ func (r *receiver) stream(link *inLink, n int) {
 	}
 }
 
+// broken: the connection ended, or was never made. Other errors are what the peer
+// has said: that it knows no such ticket, or what no sender says.
+func broken(cause error) bool {
+	var network net.Error
+	var errno syscall.Errno
+	return errors.Is(cause, io.EOF) || errors.Is(cause, io.ErrUnexpectedEOF) || errors.Is(cause, net.ErrClosed) ||
+		errors.As(cause, &network) || errors.As(cause, &errno)
+}
+
 // streamEnded decides whether a stream is dialled again, whether the way to P
 // is down with it, and which transfers are lost. A transfer of which no byte has
 // come loses nothing by a broken connection: P still works on it, or the control
 // plane tells that it does not. One that has begun is lost with the last stream.
-// Where no stream gets through at all, or P knows the ticket no more, all are.
-func (r *receiver) streamEnded(link *inLink, n int, refused bool) (again, down bool, lost []*inbound) {
+// Where no stream gets through at all, or P says what it should not, all are.
+func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down bool, lost []*inbound) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	wasOpen := link.streams[n] != nil
 	link.streams[n] = nil
 	if r.closed {
 		delete(link.streams, n)
@@ -259,7 +268,7 @@ func (r *receiver) streamEnded(link *inLink, n int, refused bool) (again, down b
 	if !link.met {
 		link.tries++
 	}
-	hopeful := (link.met || link.tries < maxTries*r.t.cfg.Streams) && !refused && r.links[link.peer] == link
+	hopeful := (link.met || link.tries < maxTries*r.t.cfg.Streams) && !hostile && r.links[link.peer] == link
 	for _, in := range r.byID {
 		switch {
 		case in.link != link:
@@ -269,15 +278,17 @@ func (r *receiver) streamEnded(link *inLink, n int, refused bool) (again, down b
 			lost = append(lost, in)
 		}
 	}
-	down = !open && wasOpen
+	if !open && link.up {
+		link.up, down = false, true
+	}
 	if again {
 		return true, down, lost
 	}
-	down = down || !open && !link.met
 	delete(link.streams, n)
+	down = down || len(link.streams) == 0 && !link.met
 	link.retryAt[n] = time.Now().Add(redialAfter)
 	if !hopeful && len(link.streams) > 0 {
-		return false, false, nil // the last one decides
+		return false, down, nil // the last one decides
 	}
 	return false, down, lost
 }
@@ -322,7 +333,7 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token)
 	defer conn.Close()
 	r.mu.Lock()
 	closed := r.closed
-	link.streams[n], link.met = conn, true
+	link.streams[n], link.met, link.up = conn, true, true
 	r.mu.Unlock()
 	if closed {
 		return errClosed
