@@ -88,7 +88,8 @@ fuzz: | tools ## every fuzz test, for TIME=1m each; what is found stays in testd
 mutants: | tools ## deliberate defects, each of which the simulator must find
 	$(GO) run ./internal/mutants
 
-e2e: wheel ## the real vLLM pair, also with failures
+e2e: wheel cmd ## faults on agents in processes of their own, then the real vLLM pair, also with failures
+	$(BUILD)/kvconn chaos --short
 	@scripts/vllm-e2e.sh $(VENV_VLLM)
 
 chaos: cmd ## real agents under load and faults; CHAOS='--short --seed 1' for options

@@ -292,7 +292,7 @@ func FuzzRecord(f *testing.F) {
 		var r record
 		var err error
 		alloctest.Bound(t, bound, func() { r, err = l.readChecked(t.Context(), key) })
-		if name := keyName(key); !strings.ContainsAny(key, "\r\n") && strings.ContainsAny(name, "\r\n") {
+		if name := keyName(key); strings.ContainsAny(name, "\r\n") {
 			t.Errorf("%q is written as %q", key, name)
 		}
 		if err != nil || r.agent == nil {

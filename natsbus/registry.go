@@ -85,8 +85,8 @@ func rankName(engine string, dp, tp, pp int) string {
 func keyName(key string) string {
 	engine, rank, _ := strings.Cut(strings.TrimPrefix(key, subtree), ".")
 	raw, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(engine, "e"))
-	if err != nil {
-		return strconv.Quote(key)
+	if err != nil || strconv.Quote(rank) != `"`+rank+`"` { // a stranger's registry may say anything
+		return fmt.Sprintf("%.300q", key)
 	}
 	return fmt.Sprintf("%q rank %s", raw, rank)
 }

@@ -280,7 +280,7 @@ func clientUpgrade(conn net.Conn, host string) (net.Conn, error) {
 	br := bufio.NewReader(limited)
 	resp, err := http.ReadResponse(br, nil)
 	if err != nil {
-		return nil, fmt.Errorf("no HTTP answer to GET %s: %w", Path, err)
+		return nil, fmt.Errorf("no HTTP answer to GET %s: %.200s", Path, err)
 	}
 	if resp.StatusCode != http.StatusSwitchingProtocols {
 		text, _ := io.ReadAll(io.LimitReader(resp.Body, 200)) // only to explain
@@ -291,10 +291,10 @@ func clientUpgrade(conn net.Conn, host string) (net.Conn, error) {
 		if resp.StatusCode == http.StatusServiceUnavailable && resp.Header.Get("Retry-After") != "" {
 			return nil, fmt.Errorf("%w: %s", errBusy, strings.TrimSpace(string(text)))
 		}
-		return nil, fmt.Errorf("GET %s is answered with %s, not by a kvconn agent: %q", Path, resp.Status, strings.TrimSpace(string(text)))
+		return nil, fmt.Errorf("GET %s is answered with %.200s, not by a kvconn agent: %q", Path, resp.Status, strings.TrimSpace(string(text)))
 	}
 	if !hasToken(resp.Header["Upgrade"], protocol) {
-		return nil, fmt.Errorf("GET %s upgrades to %q, not to %s", Path, resp.Header.Get("Upgrade"), protocol)
+		return nil, fmt.Errorf("GET %s upgrades to %.200q, not to %s", Path, resp.Header.Get("Upgrade"), protocol)
 	}
 	limited.N = math.MaxInt64
 	return &upgradedConn{Conn: conn, r: br}, nil
