@@ -164,8 +164,12 @@ type (
 		Code   Code
 		Reason string
 	}
-	// Forget: drop what is remembered of a peer that was found gone.
-	Forget struct{ Peer AgentID }
+	// Forget: look the peer's target up again next time. Gone says that nobody
+	// listens there, so that nothing more need be asked of it.
+	Forget struct {
+		Peer AgentID
+		Gone bool
+	}
 	// Revoke: fence a load's blocks; answer with Revoked.
 	Revoke struct{ ID TransferID }
 	// Write: send blocks; the transport answers with Written.

@@ -107,8 +107,12 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if old != nil && old.owes() {
 		return fmt.Errorf("%w: transfer %q is being loaded already; give each request a transfer_id of its own", ErrDuplicate, string(r.ID))
 	}
+	others := len(m.loads) - m.claims
+	if old != nil && !old.claim {
+		others--
+	}
 	// To let go of a transfer is never refused for want of room.
-	if (old == nil || old.claim) && len(m.loads)-m.claims >= m.opt.MaxTransfers && countBlocks(r.Blocks) > 0 {
+	if others >= m.opt.MaxTransfers && countBlocks(r.Blocks) > 0 {
 		return m.overload("loads")
 	}
 	first := r.First
@@ -204,7 +208,7 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 	}
 	switch {
 	case err != nil && !ld.retried:
-		m.lookAgain(ld) // what is remembered of P is out of date, most likely
+		m.lookAgain(ld, false) // what is remembered of P is out of date, most likely
 		return
 	case err != nil:
 		m.endLoad(now, ld, Failed, err.Error(), true)
@@ -225,7 +229,7 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 	code = peerCode(code)
 	switch {
 	case absent && !ld.retried && ld.known == "", hello && !ld.retried:
-		m.lookAgain(ld)
+		m.lookAgain(ld, absent)
 	case absent:
 		m.endLoad(now, ld, PeerLost, reason, false)
 	case code != OK: // without an answer P may have it all the same
@@ -238,10 +242,10 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 }
 
 // lookAgain starts over, once: a new agent may have taken P's place.
-func (m *Machine) lookAgain(ld *load) {
+func (m *Machine) lookAgain(ld *load, gone bool) {
 	ld.retried = true
 	m.count.Retries++
-	m.act(Forget{Peer: ld.peer})
+	m.act(Forget{Peer: ld.peer, Gone: gone})
 	if ld.claim {
 		m.resolveAgain(ld)
 		return

@@ -339,6 +339,9 @@ func describe(a core.Action) string {
 	case core.SendFinish:
 		return fmt.Sprintf("send-finish %s to=%s %v%s", v.ID, v.Peer, v.Code, why(v.Reason))
 	case core.Forget:
+		if v.Gone {
+			return fmt.Sprintf("forget %s gone", v.Peer)
+		}
 		return fmt.Sprintf("forget %s", v.Peer)
 	case core.Revoke:
 		return fmt.Sprintf("revoke %s", v.ID)

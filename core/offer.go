@@ -132,14 +132,14 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 // LoadArrived takes D's load; the result is the answer to D.
 func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	if m.closed {
-		return PeerLost, "the prefill agent is closing"
+		return Closed, "the prefill agent is closing"
 	}
 	if checkID(l.ID) != nil {
 		return Refused, "malformed transfer_id"
 	}
 	if t, gone := m.ended.byID[l.ID]; gone {
-		if t.nacked == l.Peer && t.nacked != "" { // D looked for P again, while P had its first load
-			return PeerLost, fmt.Sprintf("transfer %q was begun for an earlier load, whose answer was lost: %s", string(l.ID), t.reason)
+		if t.nacked == l.Peer && t.nacked != "" {
+			return Failed, fmt.Sprintf("transfer %q was begun for an earlier load, which was cancelled or whose answer was lost: %s", string(l.ID), t.reason)
 		}
 		if t.code == OK || t.code == PeerCancelled {
 			return Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(l.ID), t.code)

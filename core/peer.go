@@ -235,7 +235,7 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 	silent := now.Sub(m.peers[id].heard).Round(time.Millisecond)
 	reason := fmt.Sprintf("prefill agent %s is gone: silent for %v: %s", id, silent, cause)
 	delete(m.peers, id)
-	m.act(Forget{Peer: id})
+	m.act(Forget{Peer: id, Gone: true})
 	for _, tid := range sortedKeys(m.loads) {
 		ld := m.loads[tid]
 		switch {
@@ -253,7 +253,7 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 		case ld.retried:
 			m.resolveLater(now, ld)
 		default:
-			m.lookAgain(ld)
+			m.lookAgain(ld, true)
 		}
 	}
 }

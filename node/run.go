@@ -72,7 +72,11 @@ func (a *Agent) perform(act core.Action) {
 	case core.SendFinish:
 		a.outbox.add(v)
 	case core.Forget:
-		a.peers.lose(v.Peer)
+		if v.Gone {
+			a.peers.lose(v.Peer)
+		} else {
+			a.peers.suspect(v.Peer)
+		}
 	case core.Revoke:
 		a.transport.Revoke(v.ID)
 		a.step(func(m *core.Machine, now time.Time) { m.Revoked(now, v.ID) })
@@ -147,7 +151,7 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 		a.peers.silent(v.Peer, began, time.Duration(a.cfg.PeerTimeout)/3)
 	case rep.Code != 0:
 		code, reason = core.Code(rep.Code), rep.Reason
-		absent = code == core.PeerLost // it closes: another may take its place
+		absent = code == core.Closed // another may take its place
 	}
 	if err == nil {
 		a.peers.answered(v.Peer)

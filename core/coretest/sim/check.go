@@ -78,6 +78,9 @@ func (a *agent) expectProbe(d *agent) {
 		return
 	}
 	since := w.now
+	if a.now()-a.heard[d.id] >= w.plan.opt.Lease-core.TickInterval {
+		return // its leases have ended, or are about to
+	}
 	for _, h := range a.halves() {
 		if (d.claims[h.id] != a.id || d.given[h.id]) && !slices.Contains(d.promisedBy(a), h.id) || w.reused[h.id] {
 			continue

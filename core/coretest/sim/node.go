@@ -21,6 +21,7 @@ type node struct {
 	lanes    map[core.AgentID]*lane
 	outbox   map[core.AgentID][]core.SendFinish // something is under way to each that is there
 	asked    map[core.TransferID]uint64         // seq of the newest load
+	heard    map[core.AgentID]time.Duration     // when a D has renewed or loaded last, by this process's clock
 }
 
 type peer struct{ gone bool }
@@ -33,6 +34,7 @@ type lane struct {
 func (n *node) init() {
 	n.peers = map[core.AgentID]*peer{}
 	n.byTarget = map[core.Target]core.AgentID{}
+	n.heard = map[core.AgentID]time.Duration{}
 	n.looking = map[core.Target][]core.Resolve{}
 	n.lanes = map[core.AgentID]*lane{}
 	n.outbox = map[core.AgentID][]core.SendFinish{}
@@ -67,7 +69,7 @@ func (a *agent) perform(act core.Action) {
 	case core.SendFinish:
 		a.post(v)
 	case core.Forget:
-		if p := a.peers[v.Peer]; p != nil {
+		if p := a.peers[v.Peer]; p != nil && v.Gone {
 			p.gone = true
 		}
 		a.unmap(v.Peer)
@@ -246,7 +248,7 @@ func (a *agent) sendLoad(v core.SendLoad, done func()) {
 		if code == core.OK {
 			a.promised(v.ID, v.Peer)
 		}
-		replied(code == core.SayHello || code == core.PeerLost, code, why)
+		replied(code == core.Closed, code, why)
 	})
 }
 
@@ -254,6 +256,7 @@ func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code,
 	if a.peers[from] == nil {
 		return core.SayHello, "say hello first"
 	}
+	a.heard[from] = a.now()
 	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Lease: v.Lease}
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		code, why = m.LoadArrived(now, lm)
@@ -300,6 +303,7 @@ func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer 
 	if a.peers[from] == nil {
 		claims = nil // its load will say hello first
 	}
+	a.heard[from] = a.now()
 	var out []core.Answer
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		out = m.RenewArrived(now, from, v.Loads, claims)
