@@ -272,7 +272,9 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 // RenewArrived takes D's renewal of its loads and claims, and answers for each
 // of them in this order.
 func (m *Machine) RenewArrived(now time.Time, from AgentID, loads, claims []TransferID) []Answer {
-	delete(m.probes, from) // it lives
+	if p := m.probes[from]; p != nil {
+		p.since = now // it lives, or this is the last that it has sent
+	}
 	out := make([]Answer, 0, len(loads)+len(claims))
 	for _, id := range loads {
 		out = append(out, m.renewed(now, from, id, false))

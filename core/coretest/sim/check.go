@@ -86,7 +86,7 @@ func (a *agent) expectProbe(d *agent) {
 			continue
 		}
 		token := a.offering[h.id]
-		a.after(w.plan.opt.PeerTimeout+core.TickInterval, func() {
+		a.after(w.plan.opt.PeerTimeout+2*core.TickInterval, func() {
 			if a.offers[token] == h && a.host.disturbed <= since {
 				w.fault(h.id, "%s: %v after the connections to %s, which is dead, broke, the offer of %q is still under way", a.id, w.now-since, d.id, h.id)
 			}
