@@ -6,9 +6,11 @@ import (
 	"io"
 	"net"
 	"slices"
+	"syscall"
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 )
 
 // strangers are the accepted connections that have shown no ticket yet: anyone
@@ -85,6 +87,18 @@ func (s *sender) enter(conn *net.TCPConn) {
 	})
 }
 
+// left says whether the peer has closed a connection of which nothing is unread:
+// a stream that came late must not take a part of the next transfer.
+func left(raw syscall.RawConn) bool {
+	closed := false
+	_ = raw.Control(func(fd uintptr) {
+		var b [1]byte
+		n, _, err := unix.Recvfrom(int(fd), b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
+		closed = n == 0 && err == nil
+	})
+	return closed
+}
+
 // greet reads the hello and makes the connection a stream of its peer's link.
 func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 	s.t.tune(conn)
@@ -106,12 +120,14 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 		return nil, fmt.Errorf("it begins with a frame of kind %d, want a hello", h.kind)
 	case l == nil:
 		return nil, errUnknownTicket
+	case rawErr != nil:
+		return nil, rawErr
+	case left(raw):
+		return nil, errors.New("the peer has closed it already")
 	case s.streams >= s.t.cfg.MaxStreams:
 		return nil, fmt.Errorf("%d streams are open, the most that this process's limit of descriptors allows", s.streams)
 	case len(l.streams) >= maxPeerStreams:
 		return nil, fmt.Errorf("decode agent %s has %d streams already", l.peer, len(l.streams))
-	case rawErr != nil:
-		return nil, rawErr
 	}
 	s.streams++
 	st := &outStream{conn: conn, raw: raw, link: l, vec: make([]iovec, 0, maxVector)}
