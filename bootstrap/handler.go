@@ -40,7 +40,19 @@ func NewHandler(t *Table, access *Access, extra map[string]http.Handler) http.Ha
 			fail(w, http.StatusNotFound, "Not Found")
 		})
 	}
-	return mux
+	return unread(mux)
+}
+
+// unread ends a connection whose request's body is not all read when the answer
+// is there: net/http would wait for the rest, for ever, in one of few places.
+func unread(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.ContentLength != 0 {
+			w.Header().Set("Connection", "close")
+			defer func() { _ = http.NewResponseController(w).SetReadDeadline(time.Unix(1, 0)) }()
+		}
+		h.ServeHTTP(w, r)
+	})
 }
 
 var statusOK = map[string]string{"status": "ok"}

@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/url"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -21,7 +22,7 @@ type Address struct {
 	Name string // without the port
 }
 
-// String is the address as it was, but for a slash at its end.
+// String is the address in the one way in which it is written here.
 func (a Address) String() string {
 	if a.TLS {
 		return "https://" + a.Host
@@ -55,7 +56,16 @@ func ParseAddress(addr string) (Address, error) {
 	case u.User != nil || u.RawQuery != "" || u.Fragment != "" || strings.Trim(u.Path, "/") != "":
 		return bad("more than a host and a port")
 	}
-	return Address{TLS: u.Scheme == "https", Host: u.Host, Name: u.Hostname()}, nil
+	port, err := strconv.ParseUint(u.Port(), 10, 16)
+	if err != nil || port == 0 {
+		return bad("port " + u.Port() + " is not one of 1 to 65535")
+	}
+	// One spelling: each is a connection of its own, and there are few.
+	name := strings.ToLower(u.Hostname())
+	if zone := strings.IndexByte(u.Hostname(), '%'); zone >= 0 {
+		name = strings.ToLower(u.Hostname()[:zone]) + u.Hostname()[zone:]
+	}
+	return Address{TLS: u.Scheme == "https", Host: net.JoinHostPort(name, strconv.FormatUint(port, 10)), Name: name}, nil
 }
 
 // Control is net.Dialer's: it sees the address that a name was resolved to, and

@@ -151,7 +151,7 @@ func Open(opt Options) (*Bus, error) {
 	b.ctx, b.cancel = context.WithCancel(context.Background())
 	switch {
 	case opt.ClusterURL != "":
-		name, err := checkCluster(opt.ClusterURL)
+		name, err := CheckCluster(opt.ClusterURL)
 		if err != nil {
 			b.cancel()
 			return nil, err
@@ -178,20 +178,22 @@ func Open(opt Options) (*Bus, error) {
 	return b, nil
 }
 
-// checkCluster returns the cluster's name without passwords.
-func checkCluster(urls string) (name string, err error) {
+// CheckCluster checks the URLs of a cluster, separated by commas, and returns a
+// name for it without users and passwords.
+func CheckCluster(urls string) (name string, err error) {
 	var names []string
 	for s := range strings.SplitSeq(urls, ",") {
 		u, err := url.Parse(strings.TrimSpace(s))
 		if err != nil || u.Host == "" || (u.Scheme != "nats" && u.Scheme != "tls") {
+			s = "(it cannot be read)"
 			if err == nil {
-				s = u.Redacted()
-			} else {
-				s = "(it cannot be read)"
+				u.User = nil // a user may be a token
+				s = u.String()
 			}
-			return "", fmt.Errorf("natsbus: cluster URL %s must be like nats://host:port", s)
+			return "", fmt.Errorf("cluster URL %s must be like nats://host:port", s)
 		}
-		names = append(names, u.Redacted())
+		u.User = nil
+		names = append(names, u.String())
 	}
 	return "NATS cluster " + strings.Join(names, ","), nil
 }

@@ -354,7 +354,7 @@ func FuzzClientName(f *testing.F) {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, name string) {
-		perm := clientPermissions(name)
+		perm := clientPermissions(name, "")
 		if perm.Subscribe == nil || perm.Publish == nil || len(perm.Subscribe.Allow)+len(perm.Subscribe.Deny) == 0 || len(perm.Publish.Allow)+len(perm.Publish.Deny) == 0 {
 			t.Fatalf("%q is allowed everything", name)
 		}

@@ -32,11 +32,12 @@ const replyWithin = time.Minute
 type gate struct {
 	secret string // of homeUser
 	token  string
+	owner  core.AgentID    // whose server this is: it has its own way in
 	keys   map[string]bool // public keys, that of the token among them; nil: everyone is let in
 }
 
 func newGate(opt *ServerOptions) (*gate, error) {
-	g := &gate{secret: randomName(), token: opt.Token}
+	g := &gate{secret: randomName(), token: opt.Token, owner: opt.Owner}
 	if opt.Token != "" || len(opt.NKeys) > 0 {
 		g.keys = map[string]bool{}
 	}
@@ -65,7 +66,7 @@ func (g *gate) Check(c server.ClientAuthentication) bool {
 	if g.keys != nil && !g.proven(o, c.GetNonce()) {
 		return false
 	}
-	c.RegisterUser(&server.User{Permissions: clientPermissions(o.Name)})
+	c.RegisterUser(&server.User{Permissions: clientPermissions(o.Name, g.owner)})
 	return true
 }
 
@@ -89,9 +90,9 @@ func (g *gate) proven(o *server.ClientOpts, nonce []byte) bool {
 // answer them, read the registry. Only this process writes the registry. An
 // agent's id is known to those only that it has spoken to, so that nobody
 // listens in another's place.
-func clientPermissions(name string) *server.Permissions {
+func clientPermissions(name string, owner core.AgentID) *server.Permissions {
 	id, inbox, ok := parseClientName(name)
-	if !ok {
+	if !ok || id == subject(owner) { // the registry tells everyone the owner's id
 		nothing := &server.SubjectPermission{Deny: []string{">"}}
 		return &server.Permissions{Publish: nothing, Subscribe: nothing}
 	}

@@ -69,6 +69,7 @@ const (
 func (b *Bus) connect(kind linkKind, via core.Via, name, urls string, open func(context.Context) (net.Conn, error)) (*link, error) {
 	l := &link{bus: b, kind: kind, via: via, name: name, dial: newDialer(b.opt.ConnectTimeout, open),
 		gone: make(chan struct{}), up: make(chan struct{}), used: time.Now()}
+	l.dial.bare = kind != clusterLink
 	l.session, l.broke = context.WithCancel(context.Background())
 	close(l.up)
 	inbox := randomName()

@@ -14,6 +14,7 @@ import (
 	"github.com/nats-io/nats-server/v2/server"
 	"go.uber.org/zap"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/ratelog"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
@@ -45,6 +46,8 @@ const (
 
 // ServerOptions sets up a Server. The zero value is fine.
 type ServerOptions struct {
+	// Owner is the agent of this process: no client may go by its id.
+	Owner core.AgentID
 	// Token, when not empty, is what a client must know; it proves that without
 	// sending it.
 	Token string

@@ -202,6 +202,7 @@ type dialer struct {
 	timeout time.Duration
 	ctx     context.Context
 	cancel  context.CancelFunc
+	bare    bool // never TLS within: its guard must see what nats.go reads
 
 	mu      sync.Mutex
 	aborted bool
@@ -233,6 +234,9 @@ func (d *dialer) Dial(_, addr string) (net.Conn, error) {
 	d.last = conn
 	return conn, nil
 }
+
+// SkipTLSHandshake tells nats.go whether it may follow a server that wants TLS.
+func (d *dialer) SkipTLSHandshake() bool { return d.bare }
 
 type addrKey struct{}
 

@@ -7,12 +7,12 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"net/url"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/natsbus"
 )
 
 // The roles of an agent.
@@ -176,9 +176,8 @@ func (c *Config) Check() error {
 		}
 	}
 	if c.NATSURL != "" {
-		u, err := url.Parse(strings.Split(c.NATSURL, ",")[0])
-		if err != nil || (u.Scheme != "nats" && u.Scheme != "tls") || u.Host == "" {
-			return bad("nats_url", fmt.Sprintf("%q", c.NATSURL), "nats://host:port, several separated by commas")
+		if _, err := natsbus.CheckCluster(c.NATSURL); err != nil {
+			return fmt.Errorf("%w: config key \"nats_url\": %w, several separated by commas", core.ErrInvalid, err)
 		}
 	}
 	if err := c.checkSecurity(); err != nil {

@@ -186,6 +186,9 @@ func (t *peerTable) resolve(a *Agent, r core.Resolve) {
 		}
 		t.mu.Lock()
 		if err == nil {
+			if len(t.byTarget) >= 4*maxPeers { // many spellings; what is in use is found again
+				clear(t.byTarget)
+			}
 			t.byTarget[r.From] = p.id
 		}
 		waiting := t.looking[r.From]

@@ -43,7 +43,7 @@ func openControlPlane(a *Agent) (_ *controlPlane, err error) {
 	}()
 	extra := map[string]http.Handler{}
 	if a.cfg.prefills() && a.cfg.NATSURL == "" {
-		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Token: p.sec.token, NKeys: a.cfg.NATSNKeys, Logger: a.log.Named("nats")})
+		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Owner: a.id, Token: p.sec.token, NKeys: a.cfg.NATSNKeys, Logger: a.log.Named("nats")})
 		if err != nil {
 			return nil, err
 		}

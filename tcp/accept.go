@@ -25,8 +25,8 @@ type strangers struct {
 // configured with, since it may know of broken ones before this side does.
 const maxPeerStreams = 128
 
-// errUnknownTicket refuses a stream whose peer was never admitted, or dismissed.
-var errUnknownTicket = errors.New("its ticket is none of this agent's: the peer must say hello")
+// errUnwanted refuses a stream so that its peer does not try again.
+var errUnwanted = errors.New("refused")
 
 // accept takes D agents' streams.
 func (s *sender) accept() {
@@ -74,7 +74,7 @@ func (s *sender) enter(conn *net.TCPConn) {
 		defer conn.Close()
 		st, err := s.greet(conn)
 		if err != nil {
-			if errors.Is(err, errUnknownTicket) {
+			if errors.Is(err, errUnwanted) {
 				var b [headerSize]byte
 				(&header{kind: frameLeave}).encode(&b)
 				conn.SetWriteDeadline(time.Now().Add(s.t.cfg.DialTimeout))
@@ -119,15 +119,15 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 	case h.kind != frameHello:
 		return nil, fmt.Errorf("it begins with a frame of kind %d, want a hello", h.kind)
 	case l == nil:
-		return nil, errUnknownTicket
+		return nil, fmt.Errorf("%w: its ticket is none of this agent's: the peer must say hello", errUnwanted)
 	case rawErr != nil:
 		return nil, rawErr
 	case left(raw):
 		return nil, errors.New("the peer has closed it already")
 	case s.streams >= s.t.cfg.MaxStreams:
-		return nil, fmt.Errorf("%d streams are open, the most that this process's limit of descriptors allows", s.streams)
+		return nil, fmt.Errorf("%w: %d streams are open, the most that this process's limit of descriptors allows", errUnwanted, s.streams)
 	case len(l.streams) >= maxPeerStreams:
-		return nil, fmt.Errorf("decode agent %s has %d streams already", l.peer, len(l.streams))
+		return nil, fmt.Errorf("%w: decode agent %s has %d streams already", errUnwanted, l.peer, len(l.streams))
 	}
 	s.streams++
 	st := &outStream{conn: conn, raw: raw, link: l, vec: make([]iovec, 0, maxVector)}

@@ -218,9 +218,12 @@ func (r *receiver) stream(link *inLink, n int) {
 	for {
 		began := time.Now()
 		r.mu.Lock()
-		endpoint, ticket := link.endpoint, link.ticket
+		endpoint, ticket, dismissed := link.endpoint, link.ticket, r.links[link.peer] != link
 		r.mu.Unlock()
-		cause := r.runStream(link, n, endpoint, ticket)
+		cause := errDismissed
+		if !dismissed {
+			cause = r.runStream(link, n, endpoint, ticket)
+		}
 		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, cause)
 		if errors.Is(cause, syscall.EMFILE) || errors.Is(cause, syscall.ENFILE) {
 			err = fmt.Errorf("tcp stream to %s: this process has no descriptor left (ulimit -n): %w", endpoint, cause)
@@ -332,12 +335,12 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token)
 	}
 	defer conn.Close()
 	r.mu.Lock()
-	closed := r.closed
+	if r.closed || r.links[link.peer] != link { // while it was dialled
+		r.mu.Unlock()
+		return errDismissed
+	}
 	link.streams[n], link.met, link.up = conn, true, true
 	r.mu.Unlock()
-	if closed {
-		return errClosed
-	}
 	c := conn.(*net.TCPConn)
 	r.t.tune(c)
 	raw, err := c.SyscallConn()
@@ -373,7 +376,10 @@ func (s *inStream) send(h *header) error {
 }
 
 // errTicket ends a stream that P did not take.
-var errTicket = errors.New("the prefill agent does not know our ticket, or no more: it must be met again")
+var errTicket = errors.New("the prefill agent does not know our ticket (any more), or has too many streams; its log says which")
+
+// errDismissed ends a stream whose peer is not wanted any more.
+var errDismissed = errors.New("the prefill agent was dismissed, or the transport is closed")
 
 // frame reads one frame. Between frames a stream may be idle for as long as the
 // connection lives; within one it must not stall.

@@ -260,3 +260,40 @@ type timeoutError struct{}
 func (timeoutError) Error() string   { return "i/o timeout" }
 func (timeoutError) Timeout() bool   { return true }
 func (timeoutError) Temporary() bool { return true }
+
+// TestDismissedBetweenTwoDials: no stream is opened for a peer that is not wanted
+// any more, and Close waits for none.
+func TestDismissedBetweenTwoDials(t *testing.T) {
+	leaktest.Check(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := l.Addr().String()
+	l.Close()
+	d := newAgent(t, Config{Streams: 1})
+	if err := d.Connect("p", addr, make([]byte, len(token{}))); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.Expect("t", "p", d.layout.Segments(allBlocks(2))); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "one dial failed", func() bool {
+		d.receiver.mu.Lock()
+		defer d.receiver.mu.Unlock()
+		return d.receiver.links["p"].tries == 1
+	})
+	d.Dismiss("p")
+	if l, err = net.Listen("tcp", addr); err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if o := d.sink.Wait("received", "t", 1); o.Err == nil {
+		t.Error("a transfer with a dismissed peer ended well")
+	}
+	_ = l.(*net.TCPListener).SetDeadline(time.Now().Add(50 * time.Millisecond))
+	if c, err := l.Accept(); err == nil {
+		c.Close()
+		t.Error("a dismissed peer is dialled")
+	}
+}
