@@ -71,6 +71,9 @@ func (p *Proxy) read(w http.ResponseWriter, r *http.Request, endpoint string) (*
 	}
 	// After the body, which may take its time: an engine id can become stale.
 	rank, decode, ok := p.balancer.pick()
+	if ok && p.askAgain(r.Context(), rank.server) {
+		rank, decode, ok = p.balancer.pick()
+	}
 	if !ok {
 		p.notReady(w)
 		return nil, false

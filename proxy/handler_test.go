@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"context"
+	"errors"
 	"io"
 	"net/http"
 	"strconv"
@@ -231,6 +232,21 @@ func TestRestartedPrefillHasANewEngineID(t *testing.T) {
 		if got := d.next(t).params(t)["remote_engine_id"]; got != id {
 			t.Errorf("engine id %v, want %s", got, id)
 		}
+	}
+}
+
+// A request that comes before the next probe of a P that was down must not name
+// the engine id that P had before.
+func TestRestartedPrefillIsAskedBeforeItIsUsed(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newPrefill(t, ok, "old"), newEngine(t, ok)
+	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, RetryInterval: time.Hour, RefreshInterval: time.Hour})
+	r.waitReady(t)
+	p.register(t, "new")
+	r.noteDown(r.balancer.prefill[0], errors.New("connection reset"))
+	r.post(t, `{}`)
+	if got := d.next(t).params(t)["remote_engine_id"]; got != "new" {
+		t.Errorf("engine id %v", got)
 	}
 }
 

@@ -49,6 +49,22 @@ func (p *Proxy) watch(ctx context.Context, s *server) {
 	}
 }
 
+// askAgain asks a prefill server that is taken for down, before a request goes
+// there because none is up: a restarted one has another engine id than the one
+// that is remembered of it. It reports whether the server is up after all.
+func (p *Proxy) askAgain(ctx context.Context, s *server) bool {
+	if _, up, _, _ := s.state(); up {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, p.cfg.RetryInterval)
+	defer cancel()
+	ranks, err := p.probe(ctx, s)
+	if err == nil {
+		s.setUp(ranks)
+	}
+	return err == nil
+}
+
 // noteDown takes a server out of the round robin until its next good probe.
 func (p *Proxy) noteDown(s *server, err error) {
 	if s.setDown(err.Error()) {
