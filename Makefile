@@ -83,7 +83,7 @@ soak: | tools ## seeds of the simulator from a random start, for TIME=5m
 
 # TIME's default is the soak's; unless it is given, a target gets a minute.
 fuzz: | tools ## every fuzz test, for TIME=1m each; what is found stays in testdata/fuzz
-	GO=$(GO) scripts/fuzz.sh $(if $(filter file,$(origin TIME)),1m,$(TIME)) $(ONLY)
+	GO=$(GO) scripts/fuzz.sh $(if $(filter file,$(origin TIME)),1m,$(TIME)) $(if $(ONLY),'$(ONLY)')
 
 mutants: | tools ## deliberate defects, each of which the simulator must find
 	$(GO) run ./internal/mutants
