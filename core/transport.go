@@ -1,6 +1,9 @@
 package core
 
-import "errors"
+import (
+	"context"
+	"errors"
+)
 
 // AgentID names one open agent: a random value made anew at each open, so that
 // a restarted engine is never taken for the old one.
@@ -70,8 +73,10 @@ type Transport interface {
 	// Revoke disarms a transfer of Expect. When it returns, no byte of it can
 	// land any more and Sink.Received will not be called for it, also when the
 	// peer is stopped in the middle of a write. An unknown id is no error.
-	// It waits at most for a copy that is under way, and for a Received that is
-	// being told; so it is not called under a lock that the Sink takes.
+	// It waits for a copy that is under way, and for a Received that is being
+	// told; a Signaller also for the peer's word, at most a second or two, and cuts
+	// the peer off without it. So it is not called under a lock that the Sink
+	// takes, nor where others wait behind it.
 	Revoke(id TransferID)
 
 	// Write starts to send to a peer that was admitted; the outcome is one
@@ -87,6 +92,28 @@ type Transport interface {
 	// it returns.
 	Close() error
 }
+
+// Signaller is a Transport whose two ends must agree on something before bytes
+// move, and to end it: queue pairs and keys of RDMA. Its messages go over the
+// control plane, which has authenticated both agents; their content is the
+// transport's own. It is given a Signal when it is made.
+type Signaller interface {
+	Transport
+
+	// Signalled handles a message of a peer's transport of the same name and
+	// returns the answer; an error is told to the peer as text. It does not wait
+	// for the network. Messages may be lost, doubled and reordered.
+	Signalled(from AgentID, msg []byte) (answer []byte, err error)
+
+	// Usable says whether new transfers with a peer can go this way; the error
+	// says why they cannot. While that is being found out it waits, until ctx
+	// ends, whose error is then the cause.
+	Usable(ctx context.Context, peer AgentID) error
+}
+
+// Signal sends a message to a peer's transport of the same name and waits for
+// the answer, bounded by ctx. ErrAbsent as of Bus.Request.
+type Signal func(ctx context.Context, to AgentID, msg []byte) (answer []byte, err error)
 
 // WriteOp is the sender's order to a Transport.
 type WriteOp struct {
