@@ -57,7 +57,7 @@ func (a *Agent) serveHello(via core.Via, from core.AgentID, h *wire.Agent) *wire
 	if err != nil { // closed meanwhile
 		return refuse("agent %s: %v", a.id, err)
 	}
-	return &wire.Reply{Ticket: ticket}
+	return &wire.Reply{Ticket: ticket, AgeMS: 1 + a.clock.Now().Sub(a.opened).Milliseconds()}
 }
 
 func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {

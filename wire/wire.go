@@ -104,6 +104,7 @@ type Reply struct {
 	Code     int     `msg:"c"`
 	Reason   string  `msg:"r,limit=1024"`
 	Ticket   []byte  `msg:"tk,limit=64,omitempty"`   // of a Hello: with it D connects its transport to P's
+	AgeMS    int64   `msg:"ag,omitempty"`            // of a Hello: for how long P's agent has been open, rounded up; 0 is unknown
 	Statuses []uint8 `msg:"s,limit=131072"`          // of a Renew: core.Status per load, then per claim
 	Ends     []End   `msg:"e,omitempty,limit=65536"` // of those that have ended: why
 }

@@ -811,16 +811,20 @@ func (z *Renew) Msgsize() (s int) {
 func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(5)
-	var zb0001Mask uint8 /* 5 bits */
+	zb0001Len := uint32(6)
+	var zb0001Mask uint8 /* 6 bits */
 	_ = zb0001Mask
 	if z.Ticket == nil {
 		zb0001Len--
 		zb0001Mask |= 0x4
 	}
+	if z.AgeMS == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x8
+	}
 	if z.Ends == nil {
 		zb0001Len--
-		zb0001Mask |= 0x10
+		zb0001Mask |= 0x20
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -838,13 +842,18 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 			o = append(o, 0xa2, 0x74, 0x6b)
 			o = msgp.AppendBytes(o, z.Ticket)
 		}
+		if (zb0001Mask & 0x8) == 0 { // if not omitted
+			// string "ag"
+			o = append(o, 0xa2, 0x61, 0x67)
+			o = msgp.AppendInt64(o, z.AgeMS)
+		}
 		// string "s"
 		o = append(o, 0xa1, 0x73)
 		o = msgp.AppendArrayHeader(o, uint32(len(z.Statuses)))
 		for za0001 := range z.Statuses {
 			o = msgp.AppendUint8(o, z.Statuses[za0001])
 		}
-		if (zb0001Mask & 0x10) == 0 { // if not omitted
+		if (zb0001Mask & 0x20) == 0 { // if not omitted
 			// string "e"
 			o = append(o, 0xa1, 0x65)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Ends)))
@@ -916,6 +925,12 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			}
 			copy(z.Ticket, bts[:zb0002])
 			bts = bts[zb0002:]
+		case "ag":
+			z.AgeMS, bts, err = msgp.ReadInt64Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "AgeMS")
+				return
+			}
 		case "s":
 			var zb0003 uint32
 			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
@@ -996,7 +1011,7 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Reply) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 3 + msgp.BytesPrefixSize + len(z.Ticket) + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
+	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 3 + msgp.BytesPrefixSize + len(z.Ticket) + 3 + msgp.Int64Size + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
 	for za0002 := range z.Ends {
 		s += 1 + msgp.Uint32Size + msgp.IntSize + msgp.StringPrefixSize + len(z.Ends[za0002].Reason)
 	}
