@@ -188,7 +188,7 @@ func TestChoosePath(t *testing.T) {
 func FuzzGIDs(f *testing.F) {
 	seed := func(ports ...*portAddress) (b []byte) {
 		for _, p := range ports {
-			b = append(b, byte(p.Link), byte(p.LID>>8), byte(p.LID), byte(p.Index), byte(len(p.GIDs)))
+			b = append(b, byte(p.Link), byte(p.LID>>8), byte(p.LID), byte(p.Index), 0, byte(len(p.GIDs)))
 			for _, g := range p.GIDs {
 				b = append(append(b, byte(g.Index), byte(g.Type)), g.Raw[:]...)
 			}
