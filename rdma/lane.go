@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -18,8 +17,8 @@ import (
 type lane struct {
 	id     uint32 // P's number of it, unique for the two agents
 	b      *bundle
-	rail   *rail // the port here
-	remote int   // index of the peer's port
+	port   *localPort
+	remote int // index of the peer's port
 	psn    uint32
 	qp     *verbs.QP
 	dead   chan struct{} // closed when the queue pair is destroyed: it moves nothing, nothing of it lands
@@ -35,7 +34,8 @@ type lane struct {
 	link  *link
 	queue *sendQueue[*job]
 	jobs  []*job // whose requests are not all posted; the first is next
-	pair  *pairing
+	rail  *rail
+	probe chan error // what came of the first write
 }
 
 // IDs of completions that are not a write's.
@@ -56,7 +56,6 @@ type bundle struct {
 	lanes map[uint32]*lane // by the number of the queue pair; what was destroyed stays, a late completion may name it
 	open  int
 	whole bool // no lane will be added
-	busy  atomic.Int64
 }
 
 // newBundle makes one for so many completions at a time.
@@ -74,12 +73,12 @@ func (t *Transport) newBundle(d *device, depth int, handle func(*lane, []verbs.C
 }
 
 // add makes a queue pair; seal must follow when all are added.
-func (b *bundle) add(id uint32, r *rail, remote int, caps verbs.Caps) (*lane, error) {
-	qp, err := verbs.NewQP(r.dev.pd, b.cq, caps)
+func (b *bundle) add(id uint32, p *localPort, remote int, caps verbs.Caps) (*lane, error) {
+	qp, err := verbs.NewQP(p.dev.pd, b.cq, caps)
 	if err != nil {
 		return nil, err
 	}
-	l := &lane{id: id, b: b, rail: r, remote: remote, qp: qp, psn: rand.Uint32N(1 << 24), dead: make(chan struct{})}
+	l := &lane{id: id, b: b, port: p, remote: remote, qp: qp, psn: rand.Uint32N(1 << 24), dead: make(chan struct{}), probe: make(chan error, 1)}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.lanes[qp.Number()] = l
@@ -219,7 +218,7 @@ func (l *lane) failure(c *verbs.Completion) error {
 	case verbs.Flushed:
 		hint = ": the queue pair was in error already"
 	}
-	return fmt.Errorf("rdma: queue pair %d on %s: %v (vendor code %#x)%s", l.qp.Number(), l.rail.name, c.Status, c.Vendor, hint)
+	return fmt.Errorf("rdma: queue pair %d on %s: %v (vendor code %#x)%s", l.qp.Number(), l.port.name, c.Status, c.Vendor, hint)
 }
 
 // refill posts receives for marks; src.mu is held.
@@ -247,14 +246,14 @@ func (l *lane) ping() {
 	}
 }
 
-// path is what both ends of a lane have in common.
-func (t *Transport) path(r *rail, from int, to address, lid uint16, mtu int, qpn, psn, local uint32) *verbs.Path {
+// verbsPath is how a queue pair on p reaches the peer's.
+func (t *Transport) verbsPath(p *localPort, to path, mtu int, qpn, psn, own uint32) *verbs.Path {
 	c := &t.cfg
 	return &verbs.Path{
-		Port: r.num, PKeyIndex: c.PKeyIndex, RemoteWrite: true,
-		RemoteQP: qpn, RemotePSN: psn, LocalPSN: local, MTU: mtu,
-		Global: !r.ib, RemoteGID: to.GID, SourceGIDIndex: from, HopLimit: 64,
-		TrafficClass: c.TrafficClass, RemoteLID: lid, ServiceLevel: c.ServiceLevel,
+		Port: p.num, PKeyIndex: c.PKeyIndex, RemoteWrite: true,
+		RemoteQP: qpn, RemotePSN: psn, LocalPSN: own, MTU: mtu,
+		Global: to.GRH, RemoteGID: to.Remote.Raw, SourceGIDIndex: to.Local.Index, HopLimit: 64,
+		TrafficClass: c.TrafficClass, RemoteLID: to.LID, ServiceLevel: c.ServiceLevel,
 		MinRNRTimer: c.MinRNRTimer, Timeout: c.Timeout, Retry: c.Retry, RNRRetry: c.RNRRetry,
 	}
 }

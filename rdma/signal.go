@@ -9,7 +9,7 @@ import (
 //go:generate go tool msgp -unexported -o signal_gen.go -tests=false -io=false
 
 //msgp:limit arrays:65536 maps:16
-//msgp:ignore grant
+//msgp:ignore grant mark
 
 // signalKind says what a signal asks. P is the writer, D the receiver; only P
 // makes connections, so that both sides may ask for one at once.
@@ -42,14 +42,15 @@ type signal struct {
 
 // laneOffer is P's end of a lane, and the port of D that it is for.
 type laneOffer struct {
-	Lane  uint32 `msg:"l"`
-	Port  int    `msg:"p"` // index into D's ports
-	QPN   uint32 `msg:"q"`
-	PSN   uint32 `msg:"s"`
-	From  port   `msg:"f"`
-	GID   int    `msg:"g"` // which of D's addresses: index into its port's list
-	MTU   int    `msg:"m"` // bytes
-	Depth int    `msg:"d"` // marks that may be under way
+	Lane  uint32   `msg:"l"`
+	Port  int      `msg:"p"` // portInfo.Index
+	QPN   uint32   `msg:"q"`
+	PSN   uint32   `msg:"s"`
+	MTU   int      `msg:"m"` // bytes
+	GRH   bool     `msg:"h"`
+	GID   [16]byte `msg:"g"` // P's, with GRH
+	Index int      `msg:"i"` // of the entry of D's table that GID is to reach
+	LID   uint16   `msg:"d"` // P's
 }
 
 // laneAnswer is D's end; Error says why there is none.
@@ -59,23 +60,27 @@ type laneAnswer struct {
 	Error string `msg:"e,omitempty,limit=512"`
 }
 
-// port is what the other side must know of a port.
-type port struct {
-	Device  int       `msg:"d"` // index into the keys: ports of one device share them
-	Name    string    `msg:"n,limit=80"`
-	IB      bool      `msg:"ib"` // link layer InfiniBand; else Ethernet
-	LID     uint16    `msg:"l"`
-	MTU     int       `msg:"m"` // bytes
-	Speed   uint64    `msg:"s"` // bits per second
-	NUMA    int       `msg:"u"`
-	Address []address `msg:"a,limit=256"` // best first; on P's end of a lane, the one that it uses
+// portInfo is what P must know of a port of D.
+type portInfo struct {
+	Index  int       `msg:"i"` // in D's list
+	Device int       `msg:"d"` // index into the keys: ports of one device share them
+	Name   string    `msg:"n,limit=80"`
+	Link   uint8     `msg:"k"` // linkLayer
+	LID    uint16    `msg:"l"`
+	GRH    bool      `msg:"h"`
+	MTU    int       `msg:"m"` // bytes
+	Speed  uint64    `msg:"s"` // bytes a second
+	Forced int       `msg:"f"` // index of the GID that is to be used; below 0: any
+	GIDs   []gidInfo `msg:"a,limit=256"`
 }
 
-// address is one entry of a port's GID table.
-type address struct {
-	Index int      `msg:"i"`
-	GID   [16]byte `msg:"g"`
-	Type  int      `msg:"t"` // verbs.GIDType
+// gidInfo is an entry of a port's GID table.
+//
+//msgp:tuple gidInfo
+type gidInfo struct {
+	Index int
+	Raw   [16]byte
+	Type  uint8 // gidType
 }
 
 // keyInfo is memory that D has registered on a device.
@@ -98,8 +103,10 @@ type deviceKeys struct {
 
 // reply answers a signal.
 type reply struct {
+	Refused string `msg:"r,omitempty,limit=1024"` // why; nothing else is set
+
 	// of signalPorts
-	Ports   []port       `msg:"p,omitempty,limit=64"`
+	Ports   []portInfo   `msg:"p,omitempty,limit=64"`
 	Devices []deviceKeys `msg:"d,omitempty,limit=64"`
 	Regions []span       `msg:"g,omitempty,limit=65536"`
 	Secret  []byte       `msg:"x,omitempty,limit=64"` // signs D's grants for this P; new with each D

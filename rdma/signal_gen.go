@@ -13,80 +13,6 @@ const (
 )
 
 // MarshalMsg implements msgp.Marshaler
-func (z *address) MarshalMsg(b []byte) (o []byte, err error) {
-	o = msgp.Require(b, z.Msgsize())
-	// map header, size 3
-	// string "i"
-	o = append(o, 0x83, 0xa1, 0x69)
-	o = msgp.AppendInt(o, z.Index)
-	// string "g"
-	o = append(o, 0xa1, 0x67)
-	o = msgp.AppendBytes(o, (z.GID)[:])
-	// string "t"
-	o = append(o, 0xa1, 0x74)
-	o = msgp.AppendInt(o, z.Type)
-	return
-}
-
-// UnmarshalMsg implements msgp.Unmarshaler
-func (z *address) UnmarshalMsg(bts []byte) (o []byte, err error) {
-	var field []byte
-	_ = field
-	var zb0001 uint32
-	zb0001, bts, err = msgp.ReadMapHeaderBytes(bts)
-	if err != nil {
-		err = msgp.WrapError(err)
-		return
-	}
-	if zb0001 > z4809a3c8limitMaps {
-		err = msgp.ErrLimitExceeded
-		return
-	}
-	for zb0001 > 0 {
-		zb0001--
-		field, bts, err = msgp.ReadMapKeyZC(bts)
-		if err != nil {
-			err = msgp.WrapError(err)
-			return
-		}
-		switch msgp.UnsafeString(field) {
-		case "i":
-			z.Index, bts, err = msgp.ReadIntBytes(bts)
-			if err != nil {
-				err = msgp.WrapError(err, "Index")
-				return
-			}
-		case "g":
-			bts, err = msgp.ReadExactBytes(bts, (z.GID)[:])
-			if err != nil {
-				err = msgp.WrapError(err, "GID")
-				return
-			}
-		case "t":
-			z.Type, bts, err = msgp.ReadIntBytes(bts)
-			if err != nil {
-				err = msgp.WrapError(err, "Type")
-				return
-			}
-		default:
-			bts, err = msgp.Skip(bts)
-			if err != nil {
-				err = msgp.WrapError(err)
-				return
-			}
-		}
-	}
-	o = bts
-	return
-}
-
-// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
-func (z *address) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 2 + msgp.ArrayHeaderSize + (16 * (msgp.ByteSize)) + 2 + msgp.IntSize
-	return
-}
-
-// MarshalMsg implements msgp.Marshaler
 func (z *deviceKeys) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// map header, size 1
@@ -183,6 +109,54 @@ func (z *deviceKeys) UnmarshalMsg(bts []byte) (o []byte, err error) {
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *deviceKeys) Msgsize() (s int) {
 	s = 1 + 2 + msgp.ArrayHeaderSize + (len(z.Keys) * (17 + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size))
+	return
+}
+
+// MarshalMsg implements msgp.Marshaler
+func (z *gidInfo) MarshalMsg(b []byte) (o []byte, err error) {
+	o = msgp.Require(b, z.Msgsize())
+	// array header, size 3
+	o = append(o, 0x93)
+	o = msgp.AppendInt(o, z.Index)
+	o = msgp.AppendBytes(o, (z.Raw)[:])
+	o = msgp.AppendUint8(o, z.Type)
+	return
+}
+
+// UnmarshalMsg implements msgp.Unmarshaler
+func (z *gidInfo) UnmarshalMsg(bts []byte) (o []byte, err error) {
+	var zb0001 uint32
+	zb0001, bts, err = msgp.ReadArrayHeaderBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err)
+		return
+	}
+	if zb0001 != 3 {
+		err = msgp.ArrayError{Wanted: 3, Got: zb0001}
+		return
+	}
+	z.Index, bts, err = msgp.ReadIntBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Index")
+		return
+	}
+	bts, err = msgp.ReadExactBytes(bts, (z.Raw)[:])
+	if err != nil {
+		err = msgp.WrapError(err, "Raw")
+		return
+	}
+	z.Type, bts, err = msgp.ReadUint8Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Type")
+		return
+	}
+	o = bts
+	return
+}
+
+// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
+func (z *gidInfo) Msgsize() (s int) {
+	s = 1 + msgp.IntSize + msgp.ArrayHeaderSize + (16 * (msgp.ByteSize)) + msgp.Uint8Size
 	return
 }
 
@@ -326,9 +300,9 @@ func (z laneAnswer) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *laneOffer) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 8
+	// map header, size 9
 	// string "l"
-	o = append(o, 0x88, 0xa1, 0x6c)
+	o = append(o, 0x89, 0xa1, 0x6c)
 	o = msgp.AppendUint32(o, z.Lane)
 	// string "p"
 	o = append(o, 0xa1, 0x70)
@@ -339,22 +313,21 @@ func (z *laneOffer) MarshalMsg(b []byte) (o []byte, err error) {
 	// string "s"
 	o = append(o, 0xa1, 0x73)
 	o = msgp.AppendUint32(o, z.PSN)
-	// string "f"
-	o = append(o, 0xa1, 0x66)
-	o, err = z.From.MarshalMsg(o)
-	if err != nil {
-		err = msgp.WrapError(err, "From")
-		return
-	}
-	// string "g"
-	o = append(o, 0xa1, 0x67)
-	o = msgp.AppendInt(o, z.GID)
 	// string "m"
 	o = append(o, 0xa1, 0x6d)
 	o = msgp.AppendInt(o, z.MTU)
+	// string "h"
+	o = append(o, 0xa1, 0x68)
+	o = msgp.AppendBool(o, z.GRH)
+	// string "g"
+	o = append(o, 0xa1, 0x67)
+	o = msgp.AppendBytes(o, (z.GID)[:])
+	// string "i"
+	o = append(o, 0xa1, 0x69)
+	o = msgp.AppendInt(o, z.Index)
 	// string "d"
 	o = append(o, 0xa1, 0x64)
-	o = msgp.AppendInt(o, z.Depth)
+	o = msgp.AppendUint16(o, z.LID)
 	return
 }
 
@@ -404,28 +377,34 @@ func (z *laneOffer) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "PSN")
 				return
 			}
-		case "f":
-			bts, err = z.From.UnmarshalMsg(bts)
-			if err != nil {
-				err = msgp.WrapError(err, "From")
-				return
-			}
-		case "g":
-			z.GID, bts, err = msgp.ReadIntBytes(bts)
-			if err != nil {
-				err = msgp.WrapError(err, "GID")
-				return
-			}
 		case "m":
 			z.MTU, bts, err = msgp.ReadIntBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "MTU")
 				return
 			}
-		case "d":
-			z.Depth, bts, err = msgp.ReadIntBytes(bts)
+		case "h":
+			z.GRH, bts, err = msgp.ReadBoolBytes(bts)
 			if err != nil {
-				err = msgp.WrapError(err, "Depth")
+				err = msgp.WrapError(err, "GRH")
+				return
+			}
+		case "g":
+			bts, err = msgp.ReadExactBytes(bts, (z.GID)[:])
+			if err != nil {
+				err = msgp.WrapError(err, "GID")
+				return
+			}
+		case "i":
+			z.Index, bts, err = msgp.ReadIntBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Index")
+				return
+			}
+		case "d":
+			z.LID, bts, err = msgp.ReadUint16Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "LID")
 				return
 			}
 		default:
@@ -442,42 +421,45 @@ func (z *laneOffer) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *laneOffer) Msgsize() (s int) {
-	s = 1 + 2 + msgp.Uint32Size + 2 + msgp.IntSize + 2 + msgp.Uint32Size + 2 + msgp.Uint32Size + 2 + z.From.Msgsize() + 2 + msgp.IntSize + 2 + msgp.IntSize + 2 + msgp.IntSize
+	s = 1 + 2 + msgp.Uint32Size + 2 + msgp.IntSize + 2 + msgp.Uint32Size + 2 + msgp.Uint32Size + 2 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.ArrayHeaderSize + (16 * (msgp.ByteSize)) + 2 + msgp.IntSize + 2 + msgp.Uint16Size
 	return
 }
 
 // MarshalMsg implements msgp.Marshaler
-func (z *port) MarshalMsg(b []byte) (o []byte, err error) {
+func (z *portInfo) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 8
+	// map header, size 9
 	// string "d"
-	o = append(o, 0x88, 0xa1, 0x64)
+	o = append(o, 0x89, 0xa1, 0x64)
 	o = msgp.AppendInt(o, z.Device)
 	// string "n"
 	o = append(o, 0xa1, 0x6e)
 	o = msgp.AppendString(o, z.Name)
-	// string "ib"
-	o = append(o, 0xa2, 0x69, 0x62)
-	o = msgp.AppendBool(o, z.IB)
+	// string "k"
+	o = append(o, 0xa1, 0x6b)
+	o = msgp.AppendUint8(o, z.Link)
 	// string "l"
 	o = append(o, 0xa1, 0x6c)
 	o = msgp.AppendUint16(o, z.LID)
+	// string "h"
+	o = append(o, 0xa1, 0x68)
+	o = msgp.AppendBool(o, z.GRH)
 	// string "m"
 	o = append(o, 0xa1, 0x6d)
 	o = msgp.AppendInt(o, z.MTU)
 	// string "s"
 	o = append(o, 0xa1, 0x73)
 	o = msgp.AppendUint64(o, z.Speed)
-	// string "u"
-	o = append(o, 0xa1, 0x75)
-	o = msgp.AppendInt(o, z.NUMA)
+	// string "f"
+	o = append(o, 0xa1, 0x66)
+	o = msgp.AppendInt(o, z.Forced)
 	// string "a"
 	o = append(o, 0xa1, 0x61)
-	o = msgp.AppendArrayHeader(o, uint32(len(z.Address)))
-	for za0001 := range z.Address {
-		o, err = z.Address[za0001].MarshalMsg(o)
+	o = msgp.AppendArrayHeader(o, uint32(len(z.GIDs)))
+	for za0001 := range z.GIDs {
+		o, err = z.GIDs[za0001].MarshalMsg(o)
 		if err != nil {
-			err = msgp.WrapError(err, "Address", za0001)
+			err = msgp.WrapError(err, "GIDs", za0001)
 			return
 		}
 	}
@@ -485,7 +467,7 @@ func (z *port) MarshalMsg(b []byte) (o []byte, err error) {
 }
 
 // UnmarshalMsg implements msgp.Unmarshaler
-func (z *port) UnmarshalMsg(bts []byte) (o []byte, err error) {
+func (z *portInfo) UnmarshalMsg(bts []byte) (o []byte, err error) {
 	var field []byte
 	_ = field
 	var zb0001 uint32
@@ -518,16 +500,22 @@ func (z *port) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Name")
 				return
 			}
-		case "ib":
-			z.IB, bts, err = msgp.ReadBoolBytes(bts)
+		case "k":
+			z.Link, bts, err = msgp.ReadUint8Bytes(bts)
 			if err != nil {
-				err = msgp.WrapError(err, "IB")
+				err = msgp.WrapError(err, "Link")
 				return
 			}
 		case "l":
 			z.LID, bts, err = msgp.ReadUint16Bytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "LID")
+				return
+			}
+		case "h":
+			z.GRH, bts, err = msgp.ReadBoolBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "GRH")
 				return
 			}
 		case "m":
@@ -542,32 +530,32 @@ func (z *port) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Speed")
 				return
 			}
-		case "u":
-			z.NUMA, bts, err = msgp.ReadIntBytes(bts)
+		case "f":
+			z.Forced, bts, err = msgp.ReadIntBytes(bts)
 			if err != nil {
-				err = msgp.WrapError(err, "NUMA")
+				err = msgp.WrapError(err, "Forced")
 				return
 			}
 		case "a":
 			var zb0002 uint32
 			zb0002, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
-				err = msgp.WrapError(err, "Address")
+				err = msgp.WrapError(err, "GIDs")
 				return
 			}
 			if zb0002 > 256 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Address) >= int(zb0002) {
-				z.Address = (z.Address)[:zb0002]
+			if cap(z.GIDs) >= int(zb0002) {
+				z.GIDs = (z.GIDs)[:zb0002]
 			} else {
-				z.Address = make([]address, zb0002)
+				z.GIDs = make([]gidInfo, zb0002)
 			}
-			for za0001 := range z.Address {
-				bts, err = z.Address[za0001].UnmarshalMsg(bts)
+			for za0001 := range z.GIDs {
+				bts, err = z.GIDs[za0001].UnmarshalMsg(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Address", za0001)
+					err = msgp.WrapError(err, "GIDs", za0001)
 					return
 				}
 			}
@@ -584,10 +572,10 @@ func (z *port) UnmarshalMsg(bts []byte) (o []byte, err error) {
 }
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
-func (z *port) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Name) + 3 + msgp.BoolSize + 2 + msgp.Uint16Size + 2 + msgp.IntSize + 2 + msgp.Uint64Size + 2 + msgp.IntSize + 2 + msgp.ArrayHeaderSize
-	for za0001 := range z.Address {
-		s += z.Address[za0001].Msgsize()
+func (z *portInfo) Msgsize() (s int) {
+	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Name) + 2 + msgp.Uint8Size + 2 + msgp.Uint16Size + 2 + msgp.BoolSize + 2 + msgp.IntSize + 2 + msgp.Uint64Size + 2 + msgp.IntSize + 2 + msgp.ArrayHeaderSize
+	for za0001 := range z.GIDs {
+		s += z.GIDs[za0001].Msgsize()
 	}
 	return
 }
@@ -596,48 +584,52 @@ func (z *port) Msgsize() (s int) {
 func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(10)
-	var zb0001Mask uint16 /* 10 bits */
+	zb0001Len := uint32(11)
+	var zb0001Mask uint16 /* 11 bits */
 	_ = zb0001Mask
-	if z.Ports == nil {
+	if z.Refused == "" {
 		zb0001Len--
 		zb0001Mask |= 0x1
 	}
-	if z.Devices == nil {
+	if z.Ports == nil {
 		zb0001Len--
 		zb0001Mask |= 0x2
 	}
-	if z.Regions == nil {
+	if z.Devices == nil {
 		zb0001Len--
 		zb0001Mask |= 0x4
 	}
-	if z.Secret == nil {
+	if z.Regions == nil {
 		zb0001Len--
 		zb0001Mask |= 0x8
 	}
-	if z.Next == 0 {
+	if z.Secret == nil {
 		zb0001Len--
 		zb0001Mask |= 0x10
 	}
-	if z.Live == nil {
+	if z.Next == 0 {
 		zb0001Len--
 		zb0001Mask |= 0x20
 	}
-	if z.Lanes == nil {
+	if z.Live == nil {
 		zb0001Len--
 		zb0001Mask |= 0x40
 	}
-	if z.Arrived == nil {
+	if z.Lanes == nil {
 		zb0001Len--
 		zb0001Mask |= 0x80
 	}
-	if z.Busy == false {
+	if z.Arrived == nil {
 		zb0001Len--
 		zb0001Mask |= 0x100
 	}
-	if z.Pending == nil {
+	if z.Busy == false {
 		zb0001Len--
 		zb0001Mask |= 0x200
+	}
+	if z.Pending == nil {
+		zb0001Len--
+		zb0001Mask |= 0x400
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -645,6 +637,11 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 	// skip if no fields are to be emitted
 	if zb0001Len != 0 {
 		if (zb0001Mask & 0x1) == 0 { // if not omitted
+			// string "r"
+			o = append(o, 0xa1, 0x72)
+			o = msgp.AppendString(o, z.Refused)
+		}
+		if (zb0001Mask & 0x2) == 0 { // if not omitted
 			// string "p"
 			o = append(o, 0xa1, 0x70)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Ports)))
@@ -656,7 +653,7 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 				}
 			}
 		}
-		if (zb0001Mask & 0x2) == 0 { // if not omitted
+		if (zb0001Mask & 0x4) == 0 { // if not omitted
 			// string "d"
 			o = append(o, 0xa1, 0x64)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Devices)))
@@ -674,7 +671,7 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 				}
 			}
 		}
-		if (zb0001Mask & 0x4) == 0 { // if not omitted
+		if (zb0001Mask & 0x8) == 0 { // if not omitted
 			// string "g"
 			o = append(o, 0xa1, 0x67)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Regions)))
@@ -685,17 +682,17 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendUint64(o, z.Regions[za0004].Length)
 			}
 		}
-		if (zb0001Mask & 0x8) == 0 { // if not omitted
+		if (zb0001Mask & 0x10) == 0 { // if not omitted
 			// string "x"
 			o = append(o, 0xa1, 0x78)
 			o = msgp.AppendBytes(o, z.Secret)
 		}
-		if (zb0001Mask & 0x10) == 0 { // if not omitted
+		if (zb0001Mask & 0x20) == 0 { // if not omitted
 			// string "n"
 			o = append(o, 0xa1, 0x6e)
 			o = msgp.AppendUint64(o, z.Next)
 		}
-		if (zb0001Mask & 0x20) == 0 { // if not omitted
+		if (zb0001Mask & 0x40) == 0 { // if not omitted
 			// string "v"
 			o = append(o, 0xa1, 0x76)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Live)))
@@ -703,7 +700,7 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendUint64(o, z.Live[za0005])
 			}
 		}
-		if (zb0001Mask & 0x40) == 0 { // if not omitted
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
 			// string "l"
 			o = append(o, 0xa1, 0x6c)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Lanes)))
@@ -735,7 +732,7 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 				}
 			}
 		}
-		if (zb0001Mask & 0x80) == 0 { // if not omitted
+		if (zb0001Mask & 0x100) == 0 { // if not omitted
 			// string "a"
 			o = append(o, 0xa1, 0x61)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Arrived)))
@@ -743,12 +740,12 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendUint64(o, z.Arrived[za0007])
 			}
 		}
-		if (zb0001Mask & 0x100) == 0 { // if not omitted
+		if (zb0001Mask & 0x200) == 0 { // if not omitted
 			// string "b"
 			o = append(o, 0xa1, 0x62)
 			o = msgp.AppendBool(o, z.Busy)
 		}
-		if (zb0001Mask & 0x200) == 0 { // if not omitted
+		if (zb0001Mask & 0x400) == 0 { // if not omitted
 			// string "w"
 			o = append(o, 0xa1, 0x77)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Pending)))
@@ -782,6 +779,12 @@ func (z *reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			return
 		}
 		switch msgp.UnsafeString(field) {
+		case "r":
+			z.Refused, bts, err = msgp.ReadStringBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Refused")
+				return
+			}
 		case "p":
 			var zb0002 uint32
 			zb0002, bts, err = msgp.ReadArrayHeaderBytes(bts)
@@ -796,7 +799,7 @@ func (z *reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			if cap(z.Ports) >= int(zb0002) {
 				z.Ports = (z.Ports)[:zb0002]
 			} else {
-				z.Ports = make([]port, zb0002)
+				z.Ports = make([]portInfo, zb0002)
 			}
 			for za0001 := range z.Ports {
 				bts, err = z.Ports[za0001].UnmarshalMsg(bts)
@@ -1109,7 +1112,7 @@ func (z *reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *reply) Msgsize() (s int) {
-	s = 1 + 2 + msgp.ArrayHeaderSize
+	s = 1 + 2 + msgp.StringPrefixSize + len(z.Refused) + 2 + msgp.ArrayHeaderSize
 	for za0001 := range z.Ports {
 		s += z.Ports[za0001].Msgsize()
 	}
