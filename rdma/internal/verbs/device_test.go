@@ -287,6 +287,9 @@ func TestWriteChainWithImmediate(t *testing.T) {
 	pieces[3].Key = 0xbad // of inline data no key is looked at
 	writes[3].Flags = Inline
 	writes = append(writes, Write{ID: 16, RemoteAddr: address(w.mem), RemoteKey: w.mr.RKey, Imm: 0xdecade01, Flags: WithImm | Signaled})
+	if n, err := w.a.Post(writes[:3], pieces); n != 3 || err != nil { // a shorter chain leaves no end in a longer one
+		t.Fatal(n, err)
+	}
 	if n, err := w.a.Post(writes, pieces); n != 17 || err != nil {
 		t.Fatal(n, err)
 	}
@@ -527,6 +530,41 @@ func TestEventsOfALink(t *testing.T) {
 	}
 	if _, err := d.NextEvent(); !errors.Is(err, ErrClosed) {
 		t.Errorf("NextEvent after close: %v", err)
+	}
+}
+
+func TestQueueOverrun(t *testing.T) {
+	leaktest.Check(t)
+	w := newWire(t, Caps{SendDepth: 1, Pieces: 1})
+	small, err := w.dev.NewCQ(2, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer small.Close()
+	writes := make([]Write, small.Depth()+2)
+	for i := range writes {
+		writes[i] = Write{RemoteAddr: address(w.mem), RemoteKey: w.mr.RKey, Flags: Signaled}
+	}
+	a, err := NewQP(w.pd, small, Caps{SendDepth: len(writes), Pieces: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Destroy()
+	if err := w.b.Reset(); err != nil {
+		t.Fatal(err)
+	}
+	w.connect(t, a, w.b)
+	if _, err := a.Post(writes, nil); err != nil {
+		t.Fatal(err)
+	}
+	for { // bounded by -timeout
+		e, err := w.dev.NextEvent()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if e.Type == EventQueueError {
+			return
+		}
 	}
 }
 
