@@ -50,6 +50,7 @@ if [[ ${1:-} == --guest ]]; then
     if ((rc)); then
       failed=1
       cat "$log"
+      grep -E '^ *--- FAIL|^panic: |DATA RACE' "$log" || true # once more, below all the rest
       echo "FAIL  $stage (status $rc, $took s)"
     else
       grep -E '^ *--- |^ok |^== ' "$log" || true
