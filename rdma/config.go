@@ -24,7 +24,7 @@ type Config struct {
 	SendDepth    int // rdma_send_depth: requests posted and not completed, of a queue pair
 	MTU          int // rdma_mtu: bytes; 0 takes the largest that both ports have
 	Timeout      int // rdma_timeout: an acknowledgement is waited for 4.096 µs · 2^Timeout
-	Retry        int // rdma_retry: times that a request is sent again without one
+	Retry        int // rdma_retry: times that a request is sent again without one; 7 is without end on some devices
 	RNRRetry     int // rdma_rnr_retry: times that a receiver may be not ready; 7 is without end
 	MinRNRTimer  int // rdma_min_rnr_timer: the pause that a receiver which is not ready asks for, as encoded by InfiniBand
 	TrafficClass int // rdma_traffic_class: of RoCE packets; DSCP · 4 + ECN
@@ -47,11 +47,11 @@ const (
 )
 
 // DefaultConfig is a Config with everything that has a default. With Timeout 14
-// and Retry 7 a path that swallows all packets is given up after 0.5 s, at most
+// and Retry 6 a path that swallows all packets is given up after 0.5 s, at most
 // 2 s on devices that stretch the timeout as the standard lets them.
 func DefaultConfig() Config {
 	return Config{
-		GIDIndex: -1, QueuePairs: 2, SendDepth: 512, Timeout: 14, Retry: 7, RNRRetry: 7, MinRNRTimer: 12,
+		GIDIndex: -1, QueuePairs: 2, SendDepth: 512, Timeout: 14, Retry: 6, RNRRetry: 7, MinRNRTimer: 12,
 		Idle: 5 * time.Minute, RelaxedOrdering: OrderAuto,
 		ConnectTimeout: 3 * time.Second, StallTimeout: 10 * time.Second,
 	}
@@ -72,7 +72,7 @@ func (c *Config) Check() error {
 		{"rdma_qps", c.QueuePairs, 1, 16, " queue pairs for each pair of ports"},
 		{"rdma_send_depth", c.SendDepth, 16, 16384, " requests; more than the device has is cut to what it has"},
 		{"rdma_timeout", c.Timeout, 1, 21, ": 4.096 µs · 2^n, 14 is 67 ms, 21 is 8.6 s"},
-		{"rdma_retry", c.Retry, 0, 7, ""},
+		{"rdma_retry", c.Retry, 0, 7, "; 7 is without end on some devices, Soft-RoCE among them"},
 		{"rdma_rnr_retry", c.RNRRetry, 0, 7, "; 7 is without end"},
 		{"rdma_min_rnr_timer", c.MinRNRTimer, 0, 31, ", as InfiniBand encodes it: 1 is 0.01 ms, 12 is 0.64 ms, 31 is 491 ms, 0 is 655 ms"},
 		{"rdma_traffic_class", c.TrafficClass, 0, 255, ": DSCP · 4 + ECN"},
