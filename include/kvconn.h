@@ -71,7 +71,8 @@ enum kvconn_status {
   KVCONN_ERR_ADDRESS = 8,        /* a port is in use, or an address is not reached */
   KVCONN_ERR_BUFFER = 9,         /* the caller's buffer is too small */
   KVCONN_ERR_INTERNAL = 10,      /* a defect of the library; the agent is unusable */
-  KVCONN_ERR_SYSTEM = 11,        /* the operating system refused something */
+  KVCONN_ERR_SYSTEM = 11,        /* the operating system refused something, or the
+                                    transport that is asked for is not available */
 
   KVCONN_CANCELLED = 20,      /* kvconn_cancel on this side */
   KVCONN_PEER_CANCELLED = 21, /* the other engine cancelled */
@@ -79,7 +80,8 @@ enum kvconn_status {
   KVCONN_NOT_OFFERED = 23,    /* nobody offered the transfer in early_load_s */
   KVCONN_EXPIRED = 24,        /* nobody loaded the offer in lease_s */
   KVCONN_REFUSED = 25,        /* layouts differ, a second load, a limit */
-  KVCONN_UNREACHABLE = 26,    /* bootstrap address or registry entry not found */
+  KVCONN_UNREACHABLE = 26,    /* bootstrap address or registry entry not found,
+                                 or no transport's bytes get through */
   KVCONN_FAILED = 27,         /* the bytes could not be moved */
   KVCONN_AGENT_CLOSED = 28    /* kvconn_close on either side */
 };
