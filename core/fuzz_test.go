@@ -336,7 +336,9 @@ func (u *user) answer() {
 	case core.Resolve:
 		// The codes are node's own, and the registry's entries have legal ids.
 		code := pick(u, []core.Code{core.OK, core.OK, core.Unreachable, core.Refused})
-		u.m.Resolved(u.now, v.ID, v.Seq, pick(u, []core.AgentID{"p", "q", "r"}), code, "as it is")
+		peer := pick(u, []core.AgentID{"p", "q", "r"})
+		opened := pick(u, []time.Time{{}, u.now, u.now.Add(-time.Second), u.now.Add(-time.Minute)})
+		u.m.Resolved(u.now, v.ID, v.Seq, peer, opened, code, "as it is")
 	case core.SendLoad:
 		u.m.LoadReplied(u.now, v.ID, v.Seq, u.byte()%4 == 3, u.code(), "as it is")
 	case core.SendRenew:

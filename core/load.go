@@ -31,11 +31,13 @@ type load struct {
 	blocks  [][]BlockID
 	peer    AgentID
 	started time.Time
-	until   time.Time // end of a claim that no load follows
+	since   time.Time // the engine's first word of it: its claim, if there was one
+	begun   time.Time // when P's agent was known: what is asked of it is asked since then
+	until   time.Time // end of a claim that no load follows, or of a load's second look-up
 	retryAt time.Time // of a claim whose P was not found: when it is looked up again
 	claim   bool      // no load yet: nothing is owed to the engine
 	known   AgentID   // the agent that has answered the claim: one in its place knows nothing of it
-	retried bool      // found again after P's agent had been replaced
+	tried   AgentID   // the agent that it was with before P was looked up again
 	again   bool      // fencing in order to start over
 	given   bool      // reported already; only P must still be told
 	sent    int       // renewals that said "sent" while bytes were missing
@@ -68,7 +70,7 @@ func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
 	m.begin(now)
 	m.seq++
 	m.count.Claimed++
-	ld := &load{id: r.ID, seq: m.seq, from: r.From, claim: true, started: now, until: now.Add(m.opt.Claim)}
+	ld := &load{id: r.ID, seq: m.seq, from: r.From, claim: true, started: now, since: now, until: now.Add(m.opt.Claim)}
 	m.loads[r.ID] = ld
 	m.claims++
 	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from})
@@ -122,10 +124,13 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	m.begin(now)
 	m.count.Loaded++
 	m.seq++ // an old one that was cancelled is void: P hears of the id by this load
-	ld := &load{id: r.ID, seq: m.seq, token: r.Token, from: r.From, first: first, blocks: r.Blocks, started: now}
+	ld := &load{id: r.ID, seq: m.seq, token: r.Token, from: r.From, first: first, blocks: r.Blocks, started: now, since: now}
 	m.loads[r.ID] = ld
 	if old != nil && old.claim {
 		m.claims--
+		if old.from == r.From {
+			ld.since, ld.tried, ld.until = old.since, old.tried, now.Add(m.patience())
+		}
 	}
 	if old == nil || !old.claim || old.state != loadClaimed || old.from != r.From {
 		if old != nil && old.state == loadClaimed && old.code == OK {
@@ -153,14 +158,15 @@ func (m *Machine) proceed(now time.Time, ld *load) {
 		m.reportLoad(now, ld)
 	default:
 		m.watch(now, ld.peer)
-		ld.state = loadExpecting
+		ld.state, ld.begun = loadExpecting, now
 		m.act(Expect{ID: ld.id, Peer: ld.peer, Blocks: ld.blocks})
 	}
 }
 
 // Resolved answers Resolve. A code other than OK says why P's agent was not
-// found or refused this one.
-func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentID, code Code, reason string) {
+// found or refused this one. opened is an instant, on this machine's clock,
+// before which that agent was not open for certain; zero if nothing is known.
+func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentID, opened time.Time, code Code, reason string) {
 	ld := m.loads[id]
 	if ld == nil || ld.seq != seq || ld.state != loadResolving {
 		return
@@ -186,6 +192,15 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 	case ld.known != "" && ld.known != peer:
 		ld.code, ld.reason = PeerLost, fmt.Sprintf("prefill agent %s, which had the request, was replaced by %s", ld.known, peer)
 		m.reportLoad(now, ld)
+	case ld.tried != "" && ld.tried != peer && ld.since.Before(opened):
+		// The request is older than this agent, so its engine cannot know it.
+		reason = fmt.Sprintf("prefill agent %s, which the request was for, was replaced by %s", ld.tried, peer)
+		if ld.claim {
+			ld.doom(PeerLost, reason)
+			return
+		}
+		ld.code, ld.reason = PeerLost, reason
+		m.reportLoad(now, ld)
 	case ld.claim:
 		ld.state = loadClaimed
 		m.watch(now, peer)
@@ -207,8 +222,8 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 		return
 	}
 	switch {
-	case err != nil && !ld.retried:
-		m.lookAgain(ld, false) // what is remembered of P is out of date, most likely
+	case err != nil && ld.tried == "":
+		m.lookAgain(now, ld, false) // what is remembered of P is out of date, most likely
 		return
 	case err != nil:
 		m.endLoad(now, ld, Failed, err.Error(), true)
@@ -228,8 +243,8 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 	hello := code == SayHello
 	code = peerCode(code)
 	switch {
-	case absent && !ld.retried && ld.known == "", hello && !ld.retried:
-		m.lookAgain(ld, absent)
+	case absent && ld.tried == "" && ld.known == "", hello && ld.tried == "":
+		m.lookAgain(now, ld, absent)
 	case absent:
 		m.endLoad(now, ld, PeerLost, reason, false)
 	case code != OK: // without an answer P may have it all the same
@@ -241,14 +256,18 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 	}
 }
 
-// lookAgain starts over, once: a new agent may have taken P's place.
-func (m *Machine) lookAgain(ld *load, gone bool) {
-	ld.retried = true
+// lookAgain starts over, once: a new agent may have taken P's place. A load that
+// was under way with one that is gone must end within PeerTimeout of its death.
+func (m *Machine) lookAgain(now time.Time, ld *load, gone bool) {
+	ld.tried = ld.peer
 	m.count.Retries++
 	m.act(Forget{Peer: ld.peer, Gone: gone})
 	if ld.claim {
 		m.resolveAgain(ld)
 		return
+	}
+	if ld.until = now.Add(m.patience()); gone {
+		ld.until = ld.begun.Add(m.patience())
 	}
 	ld.again = true
 	m.fence(ld)

@@ -111,7 +111,7 @@ func (m *Machine) Tick(now time.Time) {
 	m.noticePause(now)
 	m.tickOffers(now)
 	m.tickProbes(now)
-	m.tickClaims(now)
+	m.tickLoads(now)
 	m.tickPeers(now)
 }
 
@@ -250,7 +250,7 @@ func (m *Machine) checkInvariants() {
 		must(!ld.given || ld.state == loadResolving, "load %q was reported in state %v", id, ld.state)
 		must(!ld.claim || ld.state <= loadClaimed, "claim %q in state %v", id, ld.state)
 		must(ld.state != loadClaimed || ld.claim, "load %q in state %v", id, ld.state)
-		must(!ld.again || ld.state == loadFencing && ld.retried, "load %q starts over in state %v", id, ld.state)
+		must(!ld.again || ld.state == loadFencing && ld.tried != "", "load %q starts over in state %v", id, ld.state)
 		must(ld.peer != "" || ld.state == loadResolving || ld.code != OK, "load %q has no peer in state %v", id, ld.state)
 		must(ld.retryAt.IsZero() || ld.claim && ld.state == loadResolving, "load %q is looked up later in state %v", id, ld.state)
 		switch {

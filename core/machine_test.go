@@ -133,7 +133,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	case "cancel":
 		err = m.Cancel(s.now, id, c.Value("why", ""))
 	case "resolved":
-		m.Resolved(s.now, id, s.number(c, "seq", 1), peer, s.code(c), c.Value("why", ""))
+		m.Resolved(s.now, id, s.number(c, "seq", 1), peer, s.instant(c, "opened"), s.code(c), c.Value("why", ""))
 	case "expecting":
 		m.Expecting(s.now, id, []byte(c.Value("grant", "")), failure)
 	case "replied":
@@ -251,6 +251,14 @@ func (s *script) duration(c *coretest.Command, key string, def time.Duration) ti
 		s.t.Fatalf("%s: %v", c.Pos, err)
 	}
 	return d
+}
+
+// instant is a time since the script's begin, or zero.
+func (s *script) instant(c *coretest.Command, key string) time.Time {
+	if c.Value(key, "") == "" {
+		return time.Time{}
+	}
+	return time.Unix(0, 0).Add(s.duration(c, key, 0))
 }
 
 func (s *script) stats(c *coretest.Command) core.TransferStats {

@@ -46,6 +46,11 @@ func (m *Machine) noticePause(now time.Time) {
 	for _, p := range m.probes {
 		p.since = earlier(p.since.Add(gap), now)
 	}
+	for _, ld := range m.loads {
+		if !ld.claim {
+			ld.until = earlier(ld.until.Add(gap), now.Add(m.patience()))
+		}
+	}
 	for _, of := range m.offers {
 		if !of.deadline.IsZero() {
 			most := m.lease(of)
@@ -197,20 +202,26 @@ func claimAnswered(ld *load, a Answer) {
 	}
 }
 
-// tickClaims ends claims that no load has followed, and looks again for the P of
-// those that were made before it could be found.
-func (m *Machine) tickClaims(now time.Time) {
+// tickLoads ends claims that no load has followed, looks again for the P of those
+// that were made before it could be found, and ends loads whose P is gone and
+// has no successor.
+func (m *Machine) tickLoads(now time.Time) {
 	var due []TransferID
 	for id, ld := range m.loads {
-		if ld.claim && (!now.Before(ld.until) || !ld.retryAt.IsZero() && !now.Before(ld.retryAt)) {
+		late := !now.Before(ld.until)
+		if ld.claim && (late || !ld.retryAt.IsZero() && !now.Before(ld.retryAt)) ||
+			late && ld.tried != "" && ld.state == loadResolving && ld.owes() {
 			due = append(due, id)
 		}
 	}
 	slices.Sort(due)
 	for _, id := range due {
-		if ld := m.loads[id]; now.Before(ld.until) {
+		switch ld := m.loads[id]; {
+		case now.Before(ld.until):
 			m.resolveAgain(ld)
-		} else {
+		case !ld.claim:
+			m.endLoad(now, ld, PeerLost, fmt.Sprintf("no agent was found in the place of prefill agent %s, which the request was for", ld.tried), false)
+		default:
 			m.endLoad(now, ld, Cancelled, fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", string(id), m.opt.Claim), true)
 		}
 	}
@@ -250,10 +261,11 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 				m.act(SendFinish{Peer: id, ID: tid, Code: PeerLost, Reason: reason})
 			}
 			ld.doom(PeerLost, reason)
-		case ld.retried:
+		case ld.tried != "":
+			ld.tried = id
 			m.resolveLater(now, ld)
 		default:
-			m.lookAgain(ld, true)
+			m.lookAgain(now, ld, true)
 		}
 	}
 }

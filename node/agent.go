@@ -31,6 +31,7 @@ type Agent struct {
 	cfg     Config
 	log     *zap.Logger
 	clock   core.Clock
+	opened  time.Time // by clock
 	reports Reports
 	plane   *controlPlane
 	bus     core.Bus
@@ -87,6 +88,7 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 	if a.clock == nil {
 		a.clock = systemClock{}
 	}
+	a.opened = a.clock.Now()
 	if a.reports == nil {
 		a.reports = newReportQueue(4 * cfg.MaxTransfers)
 	}

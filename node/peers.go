@@ -25,6 +25,7 @@ type peer struct {
 	id     core.AgentID
 	via    core.Via
 	shapes []core.Shape
+	opened time.Time     // it was not open before this; zero: unknown
 	gone   bool          // nobody listens there, or nobody answers; guarded by the table
 	heard  time.Time     // when it answered a load last
 	mute   time.Time     // until then its loads are not tried: it has left others without an answer
@@ -171,8 +172,9 @@ func (t *peerTable) resolve(a *Agent, r core.Resolve) {
 	t.mu.Lock()
 	id, known := t.byTarget[r.From]
 	if known && !r.Fresh {
+		opened := t.byID[id].opened
 		t.mu.Unlock()
-		a.step(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, core.OK, "") })
+		a.step(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, opened, core.OK, "") })
 		return
 	}
 	first := t.looking[r.From] == nil
@@ -200,7 +202,7 @@ func (t *peerTable) resolve(a *Agent, r core.Resolve) {
 		delete(t.looking, r.From)
 		t.mu.Unlock()
 		for _, w := range waiting {
-			a.step(func(m *core.Machine, now time.Time) { m.Resolved(now, w.ID, w.Seq, p.id, code, reason) })
+			a.step(func(m *core.Machine, now time.Time) { m.Resolved(now, w.ID, w.Seq, p.id, p.opened, code, reason) })
 		}
 	})
 }
@@ -258,6 +260,7 @@ func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
 	}
 	id := core.AgentID(info.ID)
 	attempt, cancel := context.WithTimeout(ctx, time.Duration(a.cfg.ConnectTimeout)/helloShare)
+	asked := a.clock.Now()
 	rep, err := a.bus.Request(attempt, via, id, &wire.Request{Kind: wire.KindHello, From: string(a.id), Hello: a.self})
 	late := attempt.Err() != nil
 	cancel()
@@ -275,12 +278,22 @@ func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &peer{id: id, via: via, shapes: shapes(info)}
+	p := &peer{id: id, via: via, shapes: shapes(info), opened: openedAt(asked, rep.AgeMS)}
 	if err := a.peers.connect(p, a.transport, func() error { return a.transport.connect(id, info.EngineID, roads, absent, rep) }); err != nil {
 		return nil, err
 	}
 	a.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID), zap.Stringers("roads", roads))
 	return p, a.transport.settle(ctx, id)
+}
+
+// openedAt is an instant, on this process's clock, before which an agent was not
+// open: it said how old it was after it was asked.
+func openedAt(asked time.Time, ageMS int64) time.Time {
+	const most = int64(100 * 365 * 24 * time.Hour / time.Millisecond)
+	if ageMS <= 0 || ageMS > most {
+		return time.Time{}
+	}
+	return asked.Add(-time.Duration(ageMS) * time.Millisecond)
 }
 
 // fullEndpoint is a transport's address as it is dialled; without a host it is at

@@ -59,7 +59,9 @@ func (a *Agent) serveHello(via core.Via, from core.AgentID, h *wire.Agent) *wire
 	if err != nil { // nothing in common, or closed meanwhile
 		return refuse("agent %s: %v", a.id, err)
 	}
-	return withTickets(tickets)
+	rep := withTickets(tickets)
+	rep.AgeMS = 1 + a.clock.Now().Sub(a.opened).Milliseconds()
+	return rep
 }
 
 func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {

@@ -125,6 +125,7 @@ type Reply struct {
 	Reason   string   `msg:"r,limit=1024"`
 	Ticket   []byte   `msg:"tk,limit=64,omitempty"`      // of a Hello: with it D connects its tcp to P's
 	Tickets  []Ticket `msg:"ts,omitempty,limit=16"`      // of a Hello: those of the other transports
+	AgeMS    int64    `msg:"ag,omitempty"`               // of a Hello: for how long P's agent has been open, rounded up; 0 is unknown
 	Statuses []uint8  `msg:"s,limit=131072"`             // of a Renew: core.Status per load, then per claim
 	Ends     []End    `msg:"e,omitempty,limit=65536"`    // of those that have ended: why
 	Signal   []byte   `msg:"sg,omitempty,limit=4194304"` // the answer to a Signal

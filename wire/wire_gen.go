@@ -963,8 +963,8 @@ func (z *Renew) Msgsize() (s int) {
 func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(7)
-	var zb0001Mask uint8 /* 7 bits */
+	zb0001Len := uint32(8)
+	var zb0001Mask uint8 /* 8 bits */
 	_ = zb0001Mask
 	if z.Ticket == nil {
 		zb0001Len--
@@ -974,13 +974,17 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 		zb0001Len--
 		zb0001Mask |= 0x8
 	}
+	if z.AgeMS == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x10
+	}
 	if z.Ends == nil {
 		zb0001Len--
-		zb0001Mask |= 0x20
+		zb0001Mask |= 0x40
 	}
 	if z.Signal == nil {
 		zb0001Len--
-		zb0001Mask |= 0x40
+		zb0001Mask |= 0x80
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1009,13 +1013,18 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendBytes(o, z.Tickets[za0001].Ticket)
 			}
 		}
+		if (zb0001Mask & 0x10) == 0 { // if not omitted
+			// string "ag"
+			o = append(o, 0xa2, 0x61, 0x67)
+			o = msgp.AppendInt64(o, z.AgeMS)
+		}
 		// string "s"
 		o = append(o, 0xa1, 0x73)
 		o = msgp.AppendArrayHeader(o, uint32(len(z.Statuses)))
 		for za0002 := range z.Statuses {
 			o = msgp.AppendUint8(o, z.Statuses[za0002])
 		}
-		if (zb0001Mask & 0x20) == 0 { // if not omitted
+		if (zb0001Mask & 0x40) == 0 { // if not omitted
 			// string "e"
 			o = append(o, 0xa1, 0x65)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Ends)))
@@ -1027,7 +1036,7 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendString(o, z.Ends[za0003].Reason)
 			}
 		}
-		if (zb0001Mask & 0x40) == 0 { // if not omitted
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
 			// string "sg"
 			o = append(o, 0xa2, 0x73, 0x67)
 			o = msgp.AppendBytes(o, z.Signal)
@@ -1146,6 +1155,12 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				copy(z.Tickets[za0001].Ticket, bts[:zb0005])
 				bts = bts[zb0005:]
 			}
+		case "ag":
+			z.AgeMS, bts, err = msgp.ReadInt64Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "AgeMS")
+				return
+			}
 		case "s":
 			var zb0006 uint32
 			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
@@ -1252,7 +1267,7 @@ func (z *Reply) Msgsize() (s int) {
 	for za0001 := range z.Tickets {
 		s += 1 + msgp.StringPrefixSize + len(z.Tickets[za0001].Transport) + msgp.BytesPrefixSize + len(z.Tickets[za0001].Ticket)
 	}
-	s += 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
+	s += 3 + msgp.Int64Size + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
 	for za0003 := range z.Ends {
 		s += 1 + msgp.Uint32Size + msgp.IntSize + msgp.StringPrefixSize + len(z.Ends[za0003].Reason)
 	}

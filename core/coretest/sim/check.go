@@ -25,16 +25,30 @@ func (w *world) patience() time.Duration {
 	return d
 }
 
-// promiseOfDead checks, when it is time, that all who wait for p have ended.
+// promiseOfDead checks, when it is time, that all that was under way towards p has
+// ended, whether p had answered or not, and whoever has its place then.
 func (w *world) promiseOfDead(p *agent) {
-	w.expectEnds(p, func(*agent) bool { return true })
+	w.expectEnds(p, func(d *agent) map[uint64]core.AgentID { return d.towards }, func(d *agent, h *half) bool {
+		next := p.host.agent // that it is younger than a load can be said if hello is answered soon, and if its clock did not jump
+		return next == nil || p.host.disturbed < next.began && h.began < next.began-w.helloTakes()
+	})
 }
+
+// helloTakes is how long an answer to hello may be on its way.
+func (w *world) helloTakes() time.Duration {
+	if w.plan.slow > 0 {
+		return connectTimeout
+	}
+	return 20 * time.Millisecond
+}
+
+func promised(d *agent) map[uint64]core.AgentID { return d.promises }
 
 // promiseOfCut does it for a D whose way to P, or back, is cut for that long.
 func (w *world) promiseOfCut(k way, lasts time.Duration) {
 	for _, k := range []way{k, {k.to, k.from}} {
 		if p := k.to.agent; p != nil && k.to.prefill && lasts > w.patience() {
-			w.expectEnds(p, func(d *agent) bool { return d.host == k.from })
+			w.expectEnds(p, promised, func(d *agent, _ *half) bool { return d.host == k.from })
 		}
 	}
 }
@@ -43,16 +57,18 @@ func (w *world) promiseOfCut(k way, lasts time.Duration) {
 func (w *world) promiseOfStopped(h *host) {
 	p, since := h.agent, w.now
 	h.stoppedAt = since
-	w.expectEnds(p, func(*agent) bool { return h.agent == p && h.stopped && h.stoppedAt == since })
+	w.expectEnds(p, promised, func(*agent, *half) bool { return h.agent == p && h.stopped && h.stoppedAt == since })
 }
 
-func (w *world) expectEnds(p *agent, still func(d *agent) bool) {
+// expectEnds checks, when the time is over, that those loads have ended of which
+// waiting says that they wait for p now, if still says that they had to.
+func (w *world) expectEnds(p *agent, waiting func(d *agent) map[uint64]core.AgentID, still func(d *agent, h *half) bool) {
 	for _, d := range w.all {
 		if d.dead || d == p {
 			continue
 		}
 		var tokens []uint64
-		for token, id := range d.promises {
+		for token, id := range waiting(d) {
 			if id == p.id {
 				tokens = append(tokens, token)
 			}
@@ -61,8 +77,11 @@ func (w *world) expectEnds(p *agent, still func(d *agent) bool) {
 		since := w.now
 		for _, token := range tokens {
 			h := d.loads[token]
+			if h == nil {
+				continue // begun by one that was refused
+			}
 			w.after(w.patience(), func() {
-				if still(d) && !d.dead && !d.host.stopped && d.host.disturbed <= since && d.loads[token] == h {
+				if d.loads[token] == h && still(d, h) && !d.dead && !d.host.stopped && d.host.disturbed <= since {
 					w.fault(h.id, "%s: %v after %s has gone, the load of %q still waits for it", d.id, w.now-since, p.id, h.id)
 				}
 			})

@@ -18,6 +18,7 @@ type engine struct {
 	offers   map[uint64]*half
 	loading  map[core.TransferID]uint64       // token of the newest load
 	offering map[core.TransferID]uint64       // token of the newest offer
+	towards  map[uint64]core.AgentID          // the P agent that this load is to be asked of
 	promises map[uint64]core.AgentID          // P has said that it has this load
 	complete map[uint64]bool                  // the transport has said that all bytes are there
 	given    map[core.TransferID]bool         // P has said that it has given this claim up
@@ -46,6 +47,7 @@ type want struct {
 func (e *engine) init() {
 	e.loads, e.offers = map[uint64]*half{}, map[uint64]*half{}
 	e.loading, e.offering = map[core.TransferID]uint64{}, map[core.TransferID]uint64{}
+	e.towards = map[uint64]core.AgentID{}
 	e.promises, e.aborted = map[uint64]core.AgentID{}, map[core.TransferID]bool{}
 	e.complete, e.given = map[uint64]bool{}, map[core.TransferID]bool{}
 	e.claims = map[core.TransferID]core.AgentID{}
@@ -186,6 +188,7 @@ func (a *agent) report(r core.Report) {
 	if h := a.loads[r.Token]; h != nil {
 		delete(a.loads, r.Token)
 		delete(a.promises, r.Token)
+		delete(a.towards, r.Token)
 		if e := a.armed[r.ID]; e != nil && e.token == r.Token {
 			w.fault(r.ID, "%s: the load of %q is reported while the transport is armed", a.id, r.ID)
 		}

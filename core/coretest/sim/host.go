@@ -43,6 +43,8 @@ type agent struct {
 	id      core.AgentID
 	m       *core.Machine
 	ledger  *ledger
+	opened  time.Duration // by this process's clock
+	began   time.Duration // the same by the world's
 	dead    bool
 	deaf    time.Duration // until then nobody listens at its address: its link is made anew
 	silent  bool          // when dead: its server is gone with it, and nobody says so
@@ -67,7 +69,7 @@ func layout() *core.Layout {
 func (h *host) open() *agent {
 	w := h.w
 	h.opened++
-	a := &agent{w: w, host: h, id: core.AgentID(h.name), m: core.New(layout(), w.plan.opt), ledger: newLedger()}
+	a := &agent{w: w, host: h, id: core.AgentID(h.name), m: core.New(layout(), w.plan.opt), ledger: newLedger(), opened: w.now + h.skew, began: w.now}
 	if h.opened > 1 {
 		a.id = core.AgentID(fmt.Sprintf("%s.%d", h.name, h.opened))
 	}
@@ -151,6 +153,8 @@ func (a *agent) collect(actions []core.Action) {
 		switch v := act.(type) {
 		case core.Resolve:
 			a.asked[v.ID] = v.Seq
+		case core.Expect:
+			a.towards[a.loading[v.ID]] = v.Peer
 		case core.SendLoad: // of one that has followed a claim
 			a.asked[v.ID] = v.Seq
 		}

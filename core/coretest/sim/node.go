@@ -24,7 +24,12 @@ type node struct {
 	heard    map[core.AgentID]time.Duration     // when a D has renewed or loaded last, by this process's clock
 }
 
-type peer struct{ gone bool }
+type peer struct {
+	gone   bool
+	opened time.Duration // by the clock of who remembers it
+	heard  time.Duration // when it answered a load last
+	mute   time.Duration // until then its loads are not tried
+}
 
 type lane struct {
 	queue   []func(done func())
@@ -141,8 +146,14 @@ func (a *agent) resolved(r core.Resolve, id core.AgentID, code core.Code, why st
 	if id != "" {
 		peer = " peer=" + string(id)
 	}
+	var opened time.Time
+	if id != "" {
+		age := a.peers[id].opened
+		opened = time.Unix(0, 0).Add(age)
+		peer += fmt.Sprintf(" opened=%v", age)
+	}
 	a.checkStale(r.ID, r.Seq, func() {
-		a.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, code, why) },
+		a.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, opened, code, why) },
 			"resolved %s seq=%d%s code=%v%s", r.ID, r.Seq, peer, code, optional("why", why))
 	})
 }
@@ -150,9 +161,10 @@ func (a *agent) resolved(r core.Resolve, id core.AgentID, code core.Code, why st
 // find looks an agent up, says hello and opens the way to it. An entry of an
 // agent that is gone is waited out.
 func (a *agent) find(t core.Target, until time.Duration) {
+	var opened time.Duration
 	end := func(id core.AgentID, code core.Code, why string) {
 		if code == core.OK {
-			a.peers[id] = &peer{}
+			a.peers[id] = &peer{opened: opened}
 			a.byTarget[t] = id
 		}
 		waiting := a.looking[t]
@@ -171,14 +183,15 @@ func (a *agent) find(t core.Target, until time.Duration) {
 			end("", core.Unreachable, "no time left")
 			return
 		}
-		ticket := ""
+		ticket, asked := "", a.now()
 		a.ask(id, until-a.w.now, func(p *agent) func() {
 			if p.shut {
 				return func() {}
 			}
 			p.peers[a.id] = &peer{}
 			t := p.admit(a)
-			return func() { ticket = t }
+			age := p.now() - p.opened
+			return func() { ticket, opened = t, asked-age }
 		}, func(absent bool, err error) {
 			switch {
 			case err == nil && ticket == "":
@@ -235,6 +248,11 @@ func (a *agent) sendLoad(v core.SendLoad, done func()) {
 		replied(true, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
 		return
 	}
+	p, began := a.peers[v.Peer], a.w.now
+	if began < p.mute {
+		replied(false, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer other loads", v.Peer))
+		return
+	}
 	var code core.Code
 	var why string
 	a.insist(v.Peer, func(p *agent) func() {
@@ -242,9 +260,13 @@ func (a *agent) sendLoad(v core.SendLoad, done func()) {
 		return func() { code, why = c, reason }
 	}, func(absent bool, err error) {
 		if err != nil {
+			if p.heard < began {
+				p.mute = a.w.now + a.w.plan.opt.PeerTimeout/3
+			}
 			replied(absent, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err))
 			return
 		}
+		p.heard, p.mute = a.w.now, 0
 		if code == core.OK {
 			a.promised(v.ID, v.Peer)
 		}

@@ -1,0 +1,83 @@
+package node
+
+import (
+	"context"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// skewedClock is the system's clock, put forward.
+type skewedClock struct {
+	systemClock
+	by atomic.Int64
+}
+
+func (c *skewedClock) Now() time.Time { return c.systemClock.Now().Add(time.Duration(c.by.Load())) }
+
+// TestLoadIsNotForTheSuccessor: P goes before it has answered a load, and another
+// agent is up on its port at once. It cannot know the request, and says by its age
+// that it is younger.
+func TestLoadIsNotForTheSuccessor(t *testing.T) {
+	leaktest.Check(t)
+	cfg := testConfig(RolePrefill)
+	p := open(t, cfg)
+	address := p.BootstrapAddress()
+	cfg.BootstrapPort = portOf(t, address)
+	clock := &skewedClock{}
+	patient := testConfig(RoleDecode)
+	patient.PeerTimeout, patient.ConnectTimeout = Seconds(bound), Seconds(bound)
+	a, err := Open(patient, Options{Clock: clock})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := &side{Agent: a, t: t, cache: make([]byte, layers*numBlocks*blockBytes), seen: map[core.TransferID]core.Report{}}
+	t.Cleanup(func() { _ = a.Close() })
+	if err := a.RegisterKVCaches(regions(d.cache)); err != nil {
+		t.Fatal(err)
+	}
+	p.offer("first", 1)
+	d.load("first", address, 2)
+	d.want("first", core.OK)
+
+	p.mu.Lock() // P answers nothing any more
+	goOn := sync.OnceFunc(p.mu.Unlock)
+	t.Cleanup(goOn)
+	d.load("second", address, 3)
+	until(t, "the load has begun", func() bool {
+		d.lanes.mu.Lock()
+		defer d.lanes.mu.Unlock()
+		return len(d.lanes.byID) > 0
+	})
+	clock.by.Store(int64(time.Minute)) // more than a hello takes on any machine
+	gone, cancel := context.WithTimeout(t.Context(), bound)
+	cancel()
+	_ = p.plane.close(gone)
+	next := open(t, cfg)
+	r := d.want("second", core.PeerLost, string(p.ID()), "was replaced by "+string(next.ID()))
+	goOn()
+	if n := next.Stats().OffersUnderWay; n != 0 || r.Blocks != 1 {
+		t.Errorf("%d transfers at the successor after %+v", n, r)
+	}
+
+	next.fill(3, 4)
+	next.offer("third", 4)
+	d.load("third", address, 5)
+	d.want("third", core.OK)
+	same(t, next, []core.BlockID{4}, d, []core.BlockID{5})
+}
+
+func TestOpenedAt(t *testing.T) {
+	asked := time.Now()
+	for age, want := range map[int64]time.Time{
+		1: asked.Add(-time.Millisecond), 0: {}, -1: {}, 1 << 62: {}, -1 << 63: {}, 60_000: asked.Add(-time.Minute),
+	} {
+		if got := openedAt(asked, age); !got.Equal(want) {
+			t.Errorf("an agent of %d ms that was asked at %v was open at %v, want %v", age, asked, got, want)
+		}
+	}
+}
