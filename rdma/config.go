@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"fmt"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -15,7 +16,8 @@ import (
 // which errors name too.
 type Config struct {
 	// Devices are those that may be used, Deny those that may not, which counts
-	// more: "mlx5_0", or one of its ports, "mlx5_0:1". No Devices means all.
+	// more: "mlx5_0", one of its ports "mlx5_0:1", or a pattern "mlx5_*" as of
+	// path.Match. No Devices means all.
 	Devices []string // rdma_devices
 	Deny    []string // rdma_deny
 
@@ -121,6 +123,9 @@ func splitPort(entry string) (device string, port int, err error) {
 			return "", 0, fmt.Errorf("is not a device's name: kvconn doctor lists them")
 		}
 	}
+	if _, err := filepath.Match(device, ""); err != nil {
+		return "", 0, fmt.Errorf("is a malformed pattern: %w", err)
+	}
 	return device, port, nil
 }
 
@@ -131,7 +136,11 @@ func (c *Config) Selects(device string, port int) bool {
 
 func lists(entries []string, device string, port int) bool {
 	for _, entry := range entries {
-		if d, p, err := splitPort(entry); err == nil && d == device && (p == 0 || p == port) {
+		d, p, err := splitPort(entry)
+		if err != nil || p != 0 && p != port {
+			continue
+		}
+		if ok, _ := filepath.Match(d, device); ok {
 			return true
 		}
 	}
@@ -142,7 +151,12 @@ func lists(entries []string, device string, port int) bool {
 // misspelt name must not go unseen.
 func (c *Config) Missing(devices []string) (entries []string) {
 	for _, entry := range c.Devices {
-		if d, _, err := splitPort(entry); err != nil || !slices.Contains(devices, d) {
+		d, _, err := splitPort(entry)
+		fits := func(device string) bool {
+			ok, _ := filepath.Match(d, device)
+			return ok
+		}
+		if err != nil || !slices.ContainsFunc(devices, fits) {
 			entries = append(entries, entry)
 		}
 	}
