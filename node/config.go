@@ -202,7 +202,7 @@ func (c *Config) Check() error {
 	if err := c.checkSecurity(); err != nil {
 		return err
 	}
-	forRDMA := c.rdmaConfig(nil)
+	forRDMA := c.RDMA()
 	if err := forRDMA.Check(); err != nil {
 		return fmt.Errorf("%w: %w", core.ErrInvalid, err)
 	}

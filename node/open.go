@@ -35,10 +35,10 @@ func (a *Agent) openTransports(layout *core.Layout) (*transports, error) {
 			if len(a.cfg.RDMADevices) > 0 { // somebody wants them
 				log = a.log.Warn
 			}
-			log(fmt.Sprintf("%s is unavailable here: %v", name, err), zap.String("transport", name))
+			log(fmt.Sprintf("going on without %s: %v", name, err), zap.String("transport", name))
 			continue
 		default:
-			err = fmt.Errorf("%w: transport is %q, and %s is unavailable here: %w", ErrTransport, a.cfg.Transport, name, err)
+			err = fmt.Errorf("%w: transport is %q: %w", ErrTransport, a.cfg.Transport, err)
 		}
 		_ = t.Close()
 		return nil, err

@@ -15,7 +15,9 @@ func newRDMA(rdma.Config, *core.Layout, core.Sink, core.Signal) (core.Signaller,
 	return nil, errors.New("rdma unavailable: this build has none")
 }
 
-// rdmaConfig is what the keys that begin with rdma_ say.
+// RDMA is what the keys that begin with rdma_ say.
+func (c *Config) RDMA() rdma.Config { return c.rdmaConfig(nil) }
+
 func (c *Config) rdmaConfig(log *zap.Logger) rdma.Config {
 	return rdma.Config{
 		Devices: c.RDMADevices, Deny: c.RDMADeny, GIDIndex: c.RDMAGIDIndex, QueuePairs: c.RDMAQPs, SendDepth: c.RDMASendDepth,
