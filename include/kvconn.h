@@ -150,7 +150,7 @@ typedef struct kvconn_completion {
   uint64_t transfer_ns; /* from the first byte to the last */
   uint32_t blocks;
   uint32_t segments; /* contiguous runs in this side's memory */
-  char transport[8];
+  char transport[8]; /* that moved the bytes, "rdma" or "tcp"; empty if it came to none */
   char transfer_id[KVCONN_TRANSFER_ID_MAX + 8]; /* NUL-terminated */
   char reason[320];                             /* NUL-terminated; empty if OK */
 } kvconn_completion;
@@ -173,7 +173,8 @@ int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
 /*
  * Gives the agent the engine's paged KV memory, once, before any transfer. A
  * prefill agent is findable when the call returns. Waits at most
- * connect_timeout_s for the registry.
+ * connect_timeout_s for the registry. With "transport": "rdma" and no rdma on
+ * this machine it is KVCONN_ERR_SYSTEM with the reason; kvconn doctor tells more.
  */
 int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
 
