@@ -4,9 +4,11 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"flag"
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strconv"
 	"time"
 
@@ -19,14 +21,15 @@ import (
 
 // peerOrder is what demo and bench tell their second process, the prefill side.
 type peerOrder struct {
-	Op       string `json:"op"` // open, announce, offer, wait, close
-	Layers   int    `json:"layers,omitempty"`
-	Blocks   int    `json:"blocks,omitempty"` // of the pool
-	Block    int    `json:"block,omitempty"`  // bytes
-	Streams  int    `json:"streams,omitempty"`
-	ID       string `json:"id,omitempty"`
-	Transfer int    `json:"transfer,omitempty"` // names the pattern
-	Count    int    `json:"count,omitempty"`    // blocks of the transfer
+	Op        string `json:"op"` // open, announce, offer, wait, close
+	Layers    int    `json:"layers,omitempty"`
+	Blocks    int    `json:"blocks,omitempty"` // of the pool
+	Block     int    `json:"block,omitempty"`  // bytes
+	Streams   int    `json:"streams,omitempty"`
+	Transport string `json:"transport,omitempty"` // as in the configuration; empty for auto
+	ID        string `json:"id,omitempty"`
+	Transfer  int    `json:"transfer,omitempty"` // names the pattern
+	Count     int    `json:"count,omitempty"`    // blocks of the transfer
 	// Bootstrap is where open is to listen again; any free port without it.
 	Bootstrap string `json:"bootstrap,omitempty"`
 }
@@ -37,6 +40,18 @@ type peerAnswer struct {
 	EngineID  string `json:"engine_id,omitempty"`
 	Code      int    `json:"code,omitempty"`
 	Reason    string `json:"reason,omitempty"`
+}
+
+// transportFlag adds --transport.
+func transportFlag(fs *flag.FlagSet) *string {
+	return fs.String("transport", "auto", "auto (rdma where it works, else tcp), rdma or tcp: that one or none")
+}
+
+func checkTransport(name string) error {
+	if !slices.Contains([]string{"auto", "rdma", "tcp"}, name) {
+		return fmt.Errorf("%w: transport %q: want auto, rdma or tcp", errUsage, name)
+	}
+	return nil
 }
 
 // runPeer obeys orders until its input ends.
@@ -93,6 +108,9 @@ func (p *prefillPeer) open(o peerOrder) (peerAnswer, error) {
 	cfg := node.DefaultConfig()
 	cfg.EngineID, cfg.Role = "prefill", node.RolePrefill
 	cfg.BootstrapHost, cfg.BootstrapPort, cfg.TCPListenHost = "127.0.0.1", 0, "127.0.0.1"
+	if o.Transport != "" {
+		cfg.Transport = o.Transport
+	}
 	if o.Bootstrap != "" {
 		at, err := natsbus.ParseAddress(o.Bootstrap)
 		if err != nil {
@@ -147,9 +165,9 @@ func waitReport(ctx context.Context, a *node.Agent, id core.TransferID) (core.Re
 }
 
 // openDecode opens the decode side in this process.
-func openDecode(p *pool, streams int) (*node.Agent, error) {
+func openDecode(p *pool, streams int, transport string) (*node.Agent, error) {
 	cfg := node.DefaultConfig()
-	cfg.EngineID, cfg.Role, cfg.TCPStreams = "decode", node.RoleDecode, streams
+	cfg.EngineID, cfg.Role, cfg.TCPStreams, cfg.Transport = "decode", node.RoleDecode, streams, transport
 	a, err := node.Open(cfg, node.Options{Logger: newLogger(zap.WarnLevel)})
 	if err != nil {
 		return nil, err

@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"fmt"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -15,7 +16,8 @@ import (
 // which errors name too.
 type Config struct {
 	// Devices are those that may be used, Deny those that may not, which counts
-	// more: "mlx5_0", or one of its ports, "mlx5_0:1". No Devices means all.
+	// more: "mlx5_0", one of its ports "mlx5_0:1", or a pattern "mlx5_*" as of
+	// path.Match. No Devices means all.
 	Devices []string // rdma_devices
 	Deny    []string // rdma_deny
 
@@ -24,7 +26,7 @@ type Config struct {
 	SendDepth    int // rdma_send_depth: requests posted and not completed, of a queue pair
 	MTU          int // rdma_mtu: bytes; 0 takes the largest that both ports have
 	Timeout      int // rdma_timeout: an acknowledgement is waited for 4.096 µs · 2^Timeout
-	Retry        int // rdma_retry: times that a request is sent again without one
+	Retry        int // rdma_retry: times that a request is sent again without one; 7 is without end on some devices
 	RNRRetry     int // rdma_rnr_retry: times that a receiver may be not ready; 7 is without end
 	MinRNRTimer  int // rdma_min_rnr_timer: the pause that a receiver which is not ready asks for, as encoded by InfiniBand
 	TrafficClass int // rdma_traffic_class: of RoCE packets; DSCP · 4 + ECN
@@ -48,7 +50,7 @@ const (
 )
 
 // DefaultConfig is a Config with everything that has a default. With Timeout 14
-// and Retry 7 a path that swallows all packets is given up after 0.5 s, at most
+// and Retry 6 a path that swallows all packets is given up after 0.5 s, at most
 // 2 s on devices that stretch the timeout as the standard lets them.
 func DefaultConfig() Config {
 	return Config{
@@ -73,7 +75,7 @@ func (c *Config) Check() error {
 		{"rdma_qps", c.QueuePairs, 1, 16, " queue pairs for each pair of ports"},
 		{"rdma_send_depth", c.SendDepth, 16, 16384, " requests; more than the device has is cut to what it has"},
 		{"rdma_timeout", c.Timeout, 1, 21, ": 4.096 µs · 2^n, 14 is 67 ms, 21 is 8.6 s"},
-		{"rdma_retry", c.Retry, 0, 7, ""},
+		{"rdma_retry", c.Retry, 0, 7, "; 7 is without end on some devices, Soft-RoCE among them"},
 		{"rdma_rnr_retry", c.RNRRetry, 0, 7, "; 7 is without end"},
 		{"rdma_min_rnr_timer", c.MinRNRTimer, 0, 31, ", as InfiniBand encodes it: 1 is 0.01 ms, 12 is 0.64 ms, 31 is 491 ms, 0 is 655 ms"},
 		{"rdma_traffic_class", c.TrafficClass, 0, 255, ": DSCP · 4 + ECN"},
@@ -122,6 +124,9 @@ func splitPort(entry string) (device string, port int, err error) {
 			return "", 0, fmt.Errorf("is not a device's name: kvconn doctor lists them")
 		}
 	}
+	if _, err := filepath.Match(device, ""); err != nil {
+		return "", 0, fmt.Errorf("is a malformed pattern: %w", err)
+	}
 	return device, port, nil
 }
 
@@ -132,7 +137,11 @@ func (c *Config) Selects(device string, port int) bool {
 
 func lists(entries []string, device string, port int) bool {
 	for _, entry := range entries {
-		if d, p, err := splitPort(entry); err == nil && d == device && (p == 0 || p == port) {
+		d, p, err := splitPort(entry)
+		if err != nil || p != 0 && p != port {
+			continue
+		}
+		if ok, _ := filepath.Match(d, device); ok {
 			return true
 		}
 	}
@@ -143,7 +152,12 @@ func lists(entries []string, device string, port int) bool {
 // misspelt name must not go unseen.
 func (c *Config) Missing(devices []string) (entries []string) {
 	for _, entry := range c.Devices {
-		if d, _, err := splitPort(entry); err != nil || !slices.Contains(devices, d) {
+		d, _, err := splitPort(entry)
+		fits := func(device string) bool {
+			ok, _ := filepath.Match(d, device)
+			return ok
+		}
+		if err != nil || !slices.ContainsFunc(devices, fits) {
 			entries = append(entries, entry)
 		}
 	}

@@ -34,6 +34,7 @@ func TestConfigCheck(t *testing.T) {
 		"no name":            {func(c *Config) { c.Devices = []string{""} }, []string{"rdma_devices", "kvconn doctor"}},
 		"a path":             {func(c *Config) { c.Devices = []string{"/dev/infiniband/uverbs0"} }, []string{"rdma_devices", "uverbs0"}},
 		"a name with spaces": {func(c *Config) { c.Devices = []string{"mlx5_0 mlx5_1"} }, []string{"rdma_devices"}},
+		"a bad pattern":      {func(c *Config) { c.Deny = []string{"mlx5_["} }, []string{"rdma_deny", "pattern"}},
 		"port 0":             {func(c *Config) { c.Deny = []string{"mlx5_0:0"} }, []string{"rdma_deny", "1 to 255"}},
 		"port x":             {func(c *Config) { c.Deny = []string{"mlx5_0:x"} }, []string{"rdma_deny", `"x"`}},
 		"a long list":        {func(c *Config) { c.Deny = make([]string, maxListed+1) }, []string{"rdma_deny", "257 entries"}},
@@ -68,14 +69,17 @@ func TestConfigSelects(t *testing.T) {
 		{nil, []string{"mlx5_0:1"}, "mlx5_0", 1, false},
 		{nil, []string{"mlx5_0:1"}, "mlx5_0", 2, true},
 		{[]string{"mlx5_0"}, []string{"mlx5_0"}, "mlx5_0", 1, false},
+		{[]string{"mlx5_*:2"}, nil, "mlx5_7", 2, true},
+		{[]string{"mlx5_*:2"}, nil, "mlx5_7", 1, false},
+		{[]string{"mlx5_*"}, []string{"mlx5_[01]"}, "mlx5_1", 1, false},
 	} {
 		cfg := Config{Devices: c.allow, Deny: c.deny}
 		if got := cfg.Selects(c.device, c.port); got != c.want {
 			t.Errorf("%v without %v: %s:%d is selected: %v", c.allow, c.deny, c.device, c.port, got)
 		}
 	}
-	cfg := Config{Devices: []string{"mlx5_0:1", "mlx5_9", "rxe0:3"}}
-	if got := cfg.Missing([]string{"mlx5_0", "rxe0"}); !slices.Equal(got, []string{"mlx5_9"}) {
+	cfg := Config{Devices: []string{"mlx5_0:1", "mlx5_9", "rxe*:3", "bnxt*"}}
+	if got := cfg.Missing([]string{"mlx5_0", "rxe0"}); !slices.Equal(got, []string{"mlx5_9", "bnxt*"}) {
 		t.Errorf("missing are %q", got)
 	}
 }

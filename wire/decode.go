@@ -71,6 +71,8 @@ func (r *Request) check() error {
 			}
 		}
 		return nil
+	case r.Kind == KindSignal && r.Signal != nil:
+		return short("transport", r.Signal.Transport, 16)
 	}
 	return fmt.Errorf("request of kind %d without its part: the peer speaks another version", r.Kind)
 }
@@ -83,6 +85,9 @@ func (a *Agent) check() error {
 	}
 	for _, s := range a.Shapes {
 		err = first(err, short("region name", s.Name, 256))
+	}
+	for _, l := range a.Lacks {
+		err = first(err, short("transport", l.Transport, 16), short("reason", l.Reason, 512))
 	}
 	return err
 }
@@ -97,6 +102,11 @@ func (r *Reply) check() error {
 			return fmt.Errorf("the end of transfer %d, of %d", e.Index, len(r.Statuses))
 		}
 		if err := short("reason", e.Reason, 1024); err != nil {
+			return err
+		}
+	}
+	for _, t := range r.Tickets {
+		if err := short("transport", t.Transport, 16); err != nil {
 			return err
 		}
 	}

@@ -1,0 +1,37 @@
+package node
+
+import (
+	"errors"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma"
+)
+
+// newRDMA opens the rdma transport.
+func newRDMA(rdma.Config, *core.Layout, core.Sink, core.Signal) (core.Signaller, error) {
+	return nil, errors.New("rdma unavailable: this build has none")
+}
+
+// RDMA is what the keys that begin with rdma_ say.
+func (c *Config) RDMA() rdma.Config { return c.rdmaConfig(nil) }
+
+func (c *Config) rdmaConfig(log *zap.Logger) rdma.Config {
+	return rdma.Config{
+		Devices: c.RDMADevices, Deny: c.RDMADeny, GIDIndex: c.RDMAGIDIndex, QueuePairs: c.RDMAQPs, SendDepth: c.RDMASendDepth,
+		MTU: c.RDMAMTU, Timeout: c.RDMATimeout, Retry: c.RDMARetry, RNRRetry: c.RDMARNRRetry, MinRNRTimer: c.RDMAMinRNRTimer,
+		TrafficClass: c.RDMATrafficClass, ServiceLevel: c.RDMAServiceLevel, PKeyIndex: c.RDMAPKeyIndex,
+		Idle: time.Duration(c.RDMAIdle), RelaxedOrdering: c.RDMARelaxedOrdering,
+		ConnectTimeout: time.Duration(c.ConnectTimeout), StallTimeout: time.Duration(c.StallTimeout), Logger: log,
+	}
+}
+
+func (c *Config) rdmaDefaults() {
+	r := rdma.DefaultConfig()
+	c.RDMAGIDIndex, c.RDMAQPs, c.RDMASendDepth, c.RDMAMTU = r.GIDIndex, r.QueuePairs, r.SendDepth, r.MTU
+	c.RDMATimeout, c.RDMARetry, c.RDMARNRRetry, c.RDMAMinRNRTimer = r.Timeout, r.Retry, r.RNRRetry, r.MinRNRTimer
+	c.RDMATrafficClass, c.RDMAServiceLevel, c.RDMAPKeyIndex = r.TrafficClass, r.ServiceLevel, r.PKeyIndex
+	c.RDMAIdle, c.RDMARelaxedOrdering = Seconds(r.Idle), r.RelaxedOrdering
+}
