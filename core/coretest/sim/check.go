@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"fmt"
 	"maps"
 	"slices"
 	"time"
@@ -96,7 +97,10 @@ func (a *agent) expectProbe(d *agent) {
 	if !d.dead || d.silent || w.plan.slow > 0 || w.plan.opt.MaxTransfers < 64 { // P forgets what has ended
 		return
 	}
-	since := w.now
+	since, bound := w.now, w.plan.absence()+4*core.TickInterval
+	if a.probing[d.id] {
+		bound += w.plan.opt.PeerTimeout / 10 // that one may get no answer
+	}
 	if a.now()-a.heard[d.id] >= w.plan.opt.Lease-core.TickInterval {
 		return // its leases have ended, or are about to
 	}
@@ -105,7 +109,7 @@ func (a *agent) expectProbe(d *agent) {
 			continue
 		}
 		token := a.offering[h.id]
-		a.after(w.plan.opt.PeerTimeout+2*core.TickInterval, func() {
+		a.after(bound, func() {
 			if a.offers[token] == h && a.host.disturbed <= since {
 				w.fault(h.id, "%s: %v after the connections to %s, which is dead, broke, the offer of %q is still under way", a.id, w.now-since, d.id, h.id)
 			}
@@ -242,6 +246,9 @@ func (a *agent) checkLoaded(h *half, token uint64) {
 // checkReason says whether an end is one that the world gave a reason for.
 func (a *agent) checkReason(r core.Report) {
 	w := a.w
+	if d := w.byID[r.Peer]; r.Side == core.SideOffer && d != nil && !d.dead && r.Reason == fmt.Sprintf("decode agent %s is gone", d.id) {
+		w.fault(r.ID, "%s: %s is said to be gone, but its link only was made anew", a.id, d.id)
+	}
 	wrong := func() {
 		w.fault(r.ID, "%s: nothing was in the way, but the %v of %q ended with %v (%s)", a.id, r.Side, r.ID, r.Code, r.Reason)
 	}

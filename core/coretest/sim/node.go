@@ -20,6 +20,7 @@ type node struct {
 	looking  map[core.Target][]core.Resolve
 	lanes    map[core.AgentID]*lane
 	outbox   map[core.AgentID][]core.SendFinish // something is under way to each that is there
+	probing  map[core.AgentID]bool              // it is being asked whether it lives
 	asked    map[core.TransferID]uint64         // seq of the newest load
 	heard    map[core.AgentID]time.Duration     // when a D has renewed or loaded last, by this process's clock
 }
@@ -43,6 +44,7 @@ func (n *node) init() {
 	n.looking = map[core.Target][]core.Resolve{}
 	n.lanes = map[core.AgentID]*lane{}
 	n.outbox = map[core.AgentID][]core.SendFinish{}
+	n.probing = map[core.AgentID]bool{}
 	n.asked = map[core.TransferID]uint64{}
 }
 
@@ -192,14 +194,14 @@ func (a *agent) find(t core.Target, until time.Duration) {
 			t := p.admit(a)
 			age := p.now() - p.opened
 			return func() { ticket, opened = t, asked-age }
-		}, func(absent bool, err error) {
+		}, func(_ bool, err error) {
 			switch {
 			case err == nil && ticket == "":
 				end("", core.Refused, "transport is closed")
 			case err == nil:
 				a.connect(id, ticket)
 				end(id, core.OK, "")
-			case absent && a.w.now < until:
+			case errors.Is(err, errAbsent) && a.w.now < until:
 				a.after(100*time.Millisecond, func() { a.find(t, until) })
 			default:
 				end("", core.Unreachable, "hello: "+err.Error())
@@ -347,12 +349,18 @@ func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer 
 // sendProbe is a renewal of nothing.
 func (a *agent) sendProbe(v core.SendProbe) {
 	a.w.faults["probe"]++
-	a.request(v.Peer, a.w.plan.opt.PeerTimeout/3, func(p *agent) func() {
+	a.probing[v.Peer] = true
+	a.request(v.Peer, a.w.plan.opt.PeerTimeout/10, func(p *agent) func() {
 		p.renewArrived(a.id, core.SendRenew{})
 		return func() {}
-	}, func(absent bool, err error) {
-		a.event(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, absent, err) },
-			"probed peer=%s%s%s", v.Peer, absence(absent), failure(err))
+	}, func(_ bool, err error) {
+		delete(a.probing, v.Peer)
+		absent, away := errors.Is(err, errAbsent), ""
+		if absent && a.w.plan.cluster {
+			away = " away=yes"
+		}
+		a.event(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, absent, away != "", err) },
+			"probed peer=%s%s%s%s", v.Peer, absence(absent), away, failure(err))
 	})
 }
 

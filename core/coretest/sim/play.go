@@ -312,8 +312,13 @@ func (w *world) trouble(prefills []*host) {
 			w.faults["close"]++
 			h.run(func(a *agent) { a.close() })
 		case 7:
-			w.faults["deaf"]++
-			h.agent.deaf = w.now + lasts/8
+			if w.now > h.agent.deaf+core.TickInterval*3 {
+				w.faults["deaf"]++
+				h.agent.deaf = w.now + w.upTo(w.plan.absence()-core.TickInterval/2)
+				if w.chance(0.7) { // what broke its link broke its streams too
+					h.agent.breakLinks()
+				}
+			}
 		}
 	})
 }
