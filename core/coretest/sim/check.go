@@ -221,6 +221,21 @@ func (a *agent) halves() []*half {
 	return out
 }
 
+// expectClaim: a claim that was made before its P was up reaches it soon after.
+func (a *agent) expectClaim(id core.TransferID, p *host) {
+	w := a.w
+	if p.openAt <= w.now {
+		return
+	}
+	w.after(p.openAt-w.now+w.plan.opt.PeerTimeout+2*core.TickInterval+reach, func() {
+		_, loaded := a.loading[id]
+		_, cancelled := w.cancelledAtP[id]
+		if !loaded && !cancelled && !a.aborted[id] && !w.shared[id] && !w.reused[id] && a.claims[id] != p.agent.id {
+			w.fault(id, "%s: %s is up since %v, but the claim of %q has not reached it", a.id, p.agent.id, p.openAt, id)
+		}
+	})
+}
+
 // checkOffered: of a transfer that its D has cancelled, the offer ends at once.
 func (a *agent) checkOffered(id core.TransferID, token uint64) {
 	if at, cancelled := a.w.cancelledAtD[id]; cancelled && a.w.plan.calm && a.w.now > at+reach && !a.w.reused[id] && a.offers[token] != nil {
@@ -261,6 +276,7 @@ func (a *agent) checkReason(r core.Report) {
 	case w.plan.kind && r.Code != core.OK:
 		wrong()
 	case !w.plan.calm || w.reused[r.ID]:
+	case r.Code == core.Unreachable && a.beforeItsP(r):
 	case r.Code == core.PeerLost || r.Code == core.Failed || r.Code == core.Unreachable || r.Code == core.Closed:
 		wrong()
 	case r.Side == core.SideOffer && r.Code == core.Expired && claimed:
@@ -275,6 +291,17 @@ func (a *agent) checkReason(r core.Report) {
 			wrong()
 		}
 	}
+}
+
+// beforeItsP says whether a load was made before its P was up.
+func (a *agent) beforeItsP(r core.Report) bool {
+	h := a.loads[r.Token]
+	for _, p := range a.w.hosts {
+		if p.prefill && p.target == r.From && h != nil && h.began <= p.openAt {
+			return true
+		}
+	}
+	return false
 }
 
 // checkStale: an answer to what an earlier load of the id has asked is void.

@@ -300,26 +300,35 @@ func (a *agent) sendRenew(v core.SendRenew) {
 		got := p.renewArrived(a.id, v)
 		return func() { answers = got }
 	}, func(absent bool, err error) {
-		var says, ends []string
-		for i, ans := range answers {
-			says = append(says, statusNames[ans.Status])
-			if ans.Status == core.StatusEnded {
-				ends = append(ends, fmt.Sprintf("%d %v %s", i, ans.Code, ans.Reason))
-			}
-			if k := i - len(v.Loads); k >= 0 {
-				switch ans.Status {
-				case core.StatusUnknown:
-				case core.StatusSent, core.StatusEnded:
-					a.given[v.Claims[k]] = true
-				default:
-					a.claims[v.Claims[k]] = v.Peer
-				}
+		if err != nil && a.w.chance(a.w.plan.hang) {
+			a.w.faults["hang"]++
+			a.after(a.w.upTo(4*time.Second), func() { a.renewed(v, nil, absent, err) })
+			return
+		}
+		a.renewed(v, answers, absent, err)
+	})
+}
+
+func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, err error) {
+	var says, ends []string
+	for i, ans := range answers {
+		says = append(says, statusNames[ans.Status])
+		if ans.Status == core.StatusEnded {
+			ends = append(ends, fmt.Sprintf("%d %v %s", i, ans.Code, ans.Reason))
+		}
+		if k := i - len(v.Loads); k >= 0 {
+			switch ans.Status {
+			case core.StatusUnknown:
+			case core.StatusSent, core.StatusEnded:
+				a.given[v.Claims[k]] = true
+			default:
+				a.claims[v.Claims[k]] = v.Peer
 			}
 		}
-		a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) },
-			"renewed peer=%s%s%s%s%s%s%s", v.Peer, optional("ids", list(v.Loads)), optional("claims", list(v.Claims)),
-			optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), absence(absent), failure(err))
-	})
+	}
+	a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) },
+		"renewed peer=%s%s%s%s%s%s%s", v.Peer, optional("ids", list(v.Loads)), optional("claims", list(v.Claims)),
+		optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), absence(absent), failure(err))
 }
 
 func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer {
