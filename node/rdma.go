@@ -1,7 +1,6 @@
 package node
 
 import (
-	"errors"
 	"time"
 
 	"go.uber.org/zap"
@@ -11,8 +10,8 @@ import (
 )
 
 // newRDMA opens the rdma transport.
-func newRDMA(rdma.Config, *core.Layout, core.Sink, core.Signal) (core.Signaller, error) {
-	return nil, errors.New("rdma unavailable: this build has none")
+func newRDMA(cfg rdma.Config, id core.AgentID, layout *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+	return rdma.New(cfg, id, layout, s, signal)
 }
 
 // RDMA is what the keys that begin with rdma_ say.
