@@ -23,7 +23,7 @@ func (c *Config) rdmaConfig(log *zap.Logger) rdma.Config {
 		MTU: c.RDMAMTU, Timeout: c.RDMATimeout, Retry: c.RDMARetry, RNRRetry: c.RDMARNRRetry, MinRNRTimer: c.RDMAMinRNRTimer,
 		TrafficClass: c.RDMATrafficClass, ServiceLevel: c.RDMAServiceLevel, PKeyIndex: c.RDMAPKeyIndex,
 		Idle: time.Duration(c.RDMAIdle), RelaxedOrdering: c.RDMARelaxedOrdering,
-		ConnectTimeout: time.Duration(c.ConnectTimeout), StallTimeout: time.Duration(c.StallTimeout), Logger: log,
+		MaxTransfers: c.MaxTransfers, ConnectTimeout: time.Duration(c.ConnectTimeout), StallTimeout: time.Duration(c.StallTimeout), Logger: log,
 	}
 }
 

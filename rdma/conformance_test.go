@@ -13,11 +13,12 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// opener opens transports with so many queue pairs for a pair of ports.
-func opener(pairs int) coretest.RemoteOpener {
+// opener opens transports with so many queue pairs for a pair of ports, of such a
+// depth.
+func opener(pairs, depth int) coretest.RemoteOpener {
 	return func(id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) (core.Transport, error) {
 		cfg := rdma.DefaultConfig()
-		cfg.QueuePairs = pairs
+		cfg.QueuePairs, cfg.SendDepth = pairs, depth
 		cfg.MaxTransfers = 256
 		if os.Getenv("KVCONN_TEST_LOG") != "" {
 			cfg.Logger, _ = zap.NewDevelopment()
@@ -40,7 +41,7 @@ func fixture(open coretest.RemoteOpener) coretest.Fixture {
 }
 
 func TestMain(m *testing.M) {
-	coretest.ServeRemote(map[string]coretest.RemoteOpener{"1": opener(1), "2": opener(2)})
+	coretest.ServeRemote(map[string]coretest.RemoteOpener{"2": opener(2, 16)})
 	os.Exit(m.Run())
 }
 
@@ -61,7 +62,7 @@ func TestConformance(t *testing.T) {
 	needsDevice(t)
 	for _, pairs := range []int{1, 2} {
 		t.Run(fmt.Sprint(pairs, " queue pairs"), func(t *testing.T) {
-			coretest.TransportSuite(t, fixture(opener(pairs)))
+			coretest.TransportSuite(t, fixture(opener(pairs, 512)))
 		})
 	}
 }
@@ -69,7 +70,7 @@ func TestConformance(t *testing.T) {
 // TestProcesses holds it to that between processes.
 func TestProcesses(t *testing.T) {
 	needsDevice(t)
-	f := fixture(opener(2))
-	f.Remote = "2"
+	f := fixture(opener(2, 16)) // a process that is stopped has much left to post
+	f.Remote, f.OneSided = "2", true
 	coretest.ProcessSuite(t, f)
 }

@@ -64,6 +64,7 @@ type mark struct {
 }
 
 const (
+	maxSlots      = 1 << 16
 	maxGeneration = 16
 	beginIndex    = maxParts - 1 // with total 1
 )

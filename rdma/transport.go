@@ -67,7 +67,7 @@ func New(cfg Config, id core.AgentID, layout *core.Layout, sink core.Sink, signa
 		t.log = zap.NewNop()
 	}
 	t.ctx, t.cancel = context.WithCancel(context.Background())
-	t.receiver.init(t, cfg.MaxTransfers)
+	t.receiver.init(t, min(max(cfg.MaxTransfers, 1), maxSlots))
 	t.sender.init(t)
 	if err := t.open(); err != nil {
 		t.cancel()

@@ -23,6 +23,10 @@ type Fixture struct {
 	// given ServeRemote a transport that can reach those of Open.
 	Remote string
 
+	// OneSided: bytes arrive without the receiver's process, so that a write may
+	// end well that its receiver has given up, or has not heard of as it is stopped.
+	OneSided bool
+
 	board *board // of one case
 }
 
