@@ -46,7 +46,7 @@ func (t *Transport) acceptOne(src *source, o *laneOffer, bundles map[*device]*bu
 	if !state.up {
 		return nil, fmt.Errorf("port %s is not active", p.name)
 	}
-	way := path{GRH: o.GRH, LID: o.LID, Remote: gid{Raw: o.GID}}
+	way := portPath{GRH: o.GRH, LID: o.LID, Remote: gid{Raw: o.GID}}
 	if o.GRH {
 		var err error
 		if way.Local, err = forceGID(state.address.GIDs, o.Index, p.name); err != nil {

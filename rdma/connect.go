@@ -218,7 +218,7 @@ type pairOfPorts struct {
 	key   railKey
 	local *localPort
 	far   *portInfo
-	path  path
+	path  portPath
 }
 
 // candidates are pairs of ports without a lane on either side, at most one for

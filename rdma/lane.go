@@ -247,7 +247,7 @@ func (l *lane) ping() {
 }
 
 // verbsPath is how a queue pair on p reaches the peer's.
-func (t *Transport) verbsPath(p *localPort, to path, mtu int, qpn, psn, own uint32) *verbs.Path {
+func (t *Transport) verbsPath(p *localPort, to portPath, mtu int, qpn, psn, own uint32) *verbs.Path {
 	c := &t.cfg
 	return &verbs.Path{
 		Port: p.num, PKeyIndex: c.PKeyIndex, RemoteWrite: true,

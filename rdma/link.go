@@ -30,9 +30,9 @@ type link struct {
 	bySeq  map[uint64]*write
 	grants grants
 
-	wanted  bool // D has asked for lanes
-	resync  bool // D is to be asked which grants are alive
-	mends   bool // a goroutine connects, or asks what of lost lanes has arrived
+	wanted  bool     // D has asked for lanes
+	resync  bool     // D is to be asked which grants are alive
+	mends   bool     // a goroutine connects, or asks what of lost lanes has arrived
 	held    []uint64 // drained, but D has lost lanes to end before it can be told
 	drained []uint64
 	tells   bool // a goroutine tells D what was drained
@@ -381,14 +381,19 @@ func (lk *link) tellDrained() {
 	}
 }
 
-// breakLane gives a lane up. What was on it waits until D has said what arrived.
+// breakLane gives a lane up, and its rail for a while.
 func (lk *link) breakLane(l *lane, cause error) {
 	if !lk.remove(l) {
 		return
 	}
 	lk.t.log.Warn("rdma lane broke", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.Error(cause))
+	l.rail.fail(time.Now(), cause)
+	lk.flush(l)
+}
+
+// flush: what was on a lane waits until D has said what arrived.
+func (lk *link) flush(l *lane) {
 	now := time.Now()
-	l.rail.fail(now, cause)
 	lk.lost = append(lk.lost, l.id)
 	for {
 		b, ok := l.queue.flush()
@@ -483,7 +488,8 @@ func (lk *link) again() {
 // lose ends the way to D, as far as it is known here; D may come back.
 func (lk *link) lose(cause error) {
 	for _, l := range append([]*lane(nil), lk.lanes...) {
-		lk.breakLane(l, cause)
+		lk.remove(l)
+		lk.flush(l)
 	}
 	lk.there = nil
 	for w := range lk.writes {

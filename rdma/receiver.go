@@ -247,11 +247,11 @@ func (src *source) retire(l *lane) {
 	l.retired = true
 	delete(src.lanes, l.id)
 	src.dying[l.id] = l
+	bound := flushBound
 	if err := l.qp.ToError(); err != nil || l.posted == 0 {
-		src.r.t.goRun("rdma retire", l.destroy)
-		return
+		bound = 0
 	}
-	late := time.AfterFunc(flushBound, l.destroy)
+	late := time.AfterFunc(bound, l.destroy)
 	if !src.r.t.goRun("rdma retire", func() {
 		<-l.dead
 		late.Stop()
@@ -452,4 +452,3 @@ func (src *source) landed(m mark) *expect {
 	}
 	return e
 }
-

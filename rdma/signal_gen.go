@@ -428,9 +428,12 @@ func (z *laneOffer) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *portInfo) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 9
+	// map header, size 10
+	// string "i"
+	o = append(o, 0x8a, 0xa1, 0x69)
+	o = msgp.AppendInt(o, z.Index)
 	// string "d"
-	o = append(o, 0x89, 0xa1, 0x64)
+	o = append(o, 0xa1, 0x64)
 	o = msgp.AppendInt(o, z.Device)
 	// string "n"
 	o = append(o, 0xa1, 0x6e)
@@ -488,6 +491,12 @@ func (z *portInfo) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			return
 		}
 		switch msgp.UnsafeString(field) {
+		case "i":
+			z.Index, bts, err = msgp.ReadIntBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Index")
+				return
+			}
 		case "d":
 			z.Device, bts, err = msgp.ReadIntBytes(bts)
 			if err != nil {
@@ -573,7 +582,7 @@ func (z *portInfo) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *portInfo) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Name) + 2 + msgp.Uint8Size + 2 + msgp.Uint16Size + 2 + msgp.BoolSize + 2 + msgp.IntSize + 2 + msgp.Uint64Size + 2 + msgp.IntSize + 2 + msgp.ArrayHeaderSize
+	s = 1 + 2 + msgp.IntSize + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Name) + 2 + msgp.Uint8Size + 2 + msgp.Uint16Size + 2 + msgp.BoolSize + 2 + msgp.IntSize + 2 + msgp.Uint64Size + 2 + msgp.IntSize + 2 + msgp.ArrayHeaderSize
 	for za0001 := range z.GIDs {
 		s += z.GIDs[za0001].Msgsize()
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -37,6 +38,8 @@ type Transport struct {
 
 	sender   sender
 	receiver receiver
+
+	requests, doorbells atomic.Uint64
 }
 
 var _ core.Signaller = (*Transport)(nil)
@@ -268,4 +271,10 @@ func shorten(s string) string {
 
 func (t *Transport) tellWritten(id core.TransferID, st core.TransferStats, err error) {
 	t.tell(func(s core.Sink) { s.Written(id, st, err) })
+}
+
+// posted counts a chain that is posted.
+func (t *Transport) posted(requests int) {
+	t.requests.Add(uint64(requests))
+	t.doorbells.Add(1)
 }

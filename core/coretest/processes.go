@@ -30,6 +30,7 @@ func (e *endpoint) thaw()   { e.t.Helper(); e.tr.(*remote).thaw() }
 // kill ends a remote as the kernel ends a process: it says no goodbye.
 func (e *endpoint) kill() {
 	e.tr.(*remote).kill()
+	e.board.leave(e.id, e.tr)
 	e.closed = true
 }
 
