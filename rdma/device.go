@@ -1,10 +1,8 @@
 package rdma
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -336,19 +334,4 @@ func (d *device) close() error {
 		errs = append(errs, d.pd.Close())
 	}
 	return errors.Join(append(errs, d.verbs.Close())...)
-}
-
-func mergeRanges(regions []memRange, most uint64) []memRange {
-	out := slices.Clone(regions)
-	slices.SortFunc(out, func(a, b memRange) int { return cmp.Compare(a.Base, b.Base) })
-	n := 0
-	for _, r := range out {
-		if n > 0 && r.Base <= out[n-1].Base+out[n-1].Length {
-			out[n-1].Length = max(out[n-1].Length, r.Base+r.Length-out[n-1].Base)
-			continue
-		}
-		out[n] = r
-		n++
-	}
-	return out[:n]
 }

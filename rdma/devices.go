@@ -34,15 +34,11 @@ func (p devicePattern) match(name portName) bool {
 	return ok && (p.port == 0 || p.port == name.Port)
 }
 
-// parseDevices reads a list as "mlx5_0, mlx5_1:1, rxe*"; empty is none. setting
-// is the name that errors give it.
-func parseDevices(setting, list string) ([]devicePattern, error) {
-	if strings.TrimSpace(list) == "" {
-		return nil, nil
-	}
+// parseDevices reads a list of entries as "mlx5_0", "mlx5_1:1", "rxe*". setting is
+// the name that errors give it.
+func parseDevices(setting string, list []string) ([]devicePattern, error) {
 	var out []devicePattern
-	for _, text := range strings.Split(list, ",") {
-		text = strings.TrimSpace(text)
+	for _, text := range list {
 		device, port, hasPort := strings.Cut(text, ":")
 		p := devicePattern{device: device}
 		if hasPort {
@@ -53,7 +49,7 @@ func parseDevices(setting, list string) ([]devicePattern, error) {
 			p.port = int(n)
 		}
 		if _, err := path.Match(device, ""); err != nil || device == "" || strings.Contains(device, "/") {
-			return nil, fmt.Errorf("%s: %q is no device: want names or patterns with commas between them, as in mlx5_0, mlx5_1:1, rxe*", setting, text)
+			return nil, fmt.Errorf("%s: %q is no device: want a name or a pattern, as mlx5_0, mlx5_1:1 or rxe*", setting, text)
 		}
 		out = append(out, p)
 	}
