@@ -1,8 +1,12 @@
 package rdma
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"math"
+	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -41,8 +45,6 @@ type portState struct {
 	speed   uint64 // bytes a second
 	address portAddress
 }
-
-func (p *localPort) up() bool { return p.state.Load().up }
 
 // maxWrite is the most bytes of one write: large enough that more gains nothing,
 // small enough that lanes share a port fairly.
@@ -201,6 +203,17 @@ func (t *Transport) register() (err error) {
 	}()
 	began := time.Now()
 	regions := regionRanges(t.layout)
+	whole := mergeRanges(regions, math.MaxUint64)
+	if lock, err := readMemlock(); err == nil {
+		if err := lock.check(rangeBytes(whole) * uint64(len(t.devices))); err != nil {
+			return fmt.Errorf("rdma: %w", err)
+		}
+	}
+	if err := pretouch(whole, touching); err != nil {
+		return fmt.Errorf("rdma: %w", err)
+	}
+	touched := time.Now()
+	t.place(whole)
 	access := verbs.LocalWrite | verbs.RemoteWrite
 	errs := make([]error, len(t.devices))
 	var wg sync.WaitGroup
@@ -211,13 +224,30 @@ func (t *Transport) register() (err error) {
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("rdma: %w", err)
 	}
-	var bytes uint64
-	for _, k := range t.devices[0].keys {
-		bytes += k.Length
-	}
-	t.log.Info("rdma memory registered", zap.Uint64("bytes", bytes), zap.Int("ranges", len(t.devices[0].keys)),
-		zap.Int("devices", len(t.devices)), zap.Duration("took", time.Since(began)))
+	t.log.Info("rdma memory registered", zap.Uint64("bytes", rangeBytes(whole)), zap.Int("ranges", len(t.devices[0].keys)), zap.Int("devices", len(t.devices)),
+		zap.Duration("touching", touched.Sub(began)), zap.Duration("registering", time.Since(touched)))
 	return nil
+}
+
+const (
+	touching   = 8 // goroutines that have the kernel give pages their memory
+	registrars = 4 // goroutines that register ranges with one device
+)
+
+// place says how near each port is to the memory, which most often is of one NUMA
+// node: that of the largest range.
+func (t *Transport) place(whole []memRange) {
+	if len(whole) == 0 {
+		return
+	}
+	memory := memoryPlace(slices.MaxFunc(whole, func(a, b memRange) int { return cmp.Compare(a.Length, b.Length) }))
+	for _, p := range t.ports {
+		p.near = farUnknown
+		if at, err := devicePlace(os.DirFS("/sys"), p.dev.verbs.Info().Name); err == nil {
+			p.near = at.distanceTo(memory)
+			t.log.Info("rdma port and memory", zap.String("port", p.name), zap.Stringer("at", at), zap.Stringer("memory", memory), zap.Stringer("distance", p.near))
+		}
+	}
 }
 
 func (d *device) register(regions []memRange, access verbs.Access, order string) error {
@@ -227,15 +257,29 @@ func (d *device) register(regions []memRange, access verbs.Access, order string)
 	case order != OrderStrict:
 		access |= verbs.RelaxedOrdering
 	}
+	ranges := mergeRanges(regions, d.verbs.Attr().MaxMRSize)
+	mrs, errs := make([]*verbs.MR, len(ranges)), make([]error, len(ranges))
+	var wg sync.WaitGroup
+	var next atomic.Int64
+	for range min(registrars, len(ranges)) {
+		wg.Go(func() {
+			for i := int(next.Add(1)) - 1; i < len(ranges); i = int(next.Add(1)) - 1 {
+				if mrs[i], errs[i] = d.pd.Register(uintptr(ranges[i].Base), ranges[i].Length, access); errs[i] != nil {
+					next.Store(int64(len(ranges))) // the others would fail too
+				}
+			}
+		})
+	}
+	wg.Wait()
 	var local []keyRange
-	for _, r := range mergeRanges(regions, d.verbs.Attr().MaxMRSize) {
-		mr, err := d.pd.Register(uintptr(r.Base), r.Length, access)
-		if err != nil {
-			return err
+	for i, mr := range mrs {
+		if mr != nil {
+			d.mrs = append(d.mrs, mr)
+			local, d.keys = append(local, keyRange{ranges[i], mr.LKey}), append(d.keys, keyRange{ranges[i], mr.RKey})
 		}
-		d.mrs = append(d.mrs, mr)
-		local = append(local, keyRange{r, mr.LKey})
-		d.keys = append(d.keys, keyRange{r, mr.RKey})
+	}
+	if err := errors.Join(errs...); err != nil {
+		return err
 	}
 	var err error
 	d.local, err = newKeyTable("here", regions, local)

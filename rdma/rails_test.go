@@ -4,7 +4,6 @@ import (
 	"errors"
 	"math"
 	"reflect"
-	"strings"
 	"testing"
 	"time"
 )
@@ -250,106 +249,4 @@ func TestChooseRailsRandom(t *testing.T) {
 			}
 		}
 	}
-}
-
-func TestDeviceFilter(t *testing.T) {
-	ports := []portName{{"mlx5_0", 1}, {"mlx5_0", 2}, {"mlx5_1", 1}, {"rxe0", 1}}
-	for _, c := range []struct {
-		allow, deny string
-		ports       []portName
-		want        string // ports, or a part of the error
-	}{
-		{"", "", ports, "mlx5_0:1, mlx5_0:2, mlx5_1:1, rxe0:1"},
-		{"mlx5_0", "", ports, "mlx5_0:1, mlx5_0:2"},
-		{"mlx5_1:1,mlx5_0:2", "", ports, "mlx5_0:2, mlx5_1:1"},
-		{"mlx5_*:1", "", ports, "mlx5_0:1, mlx5_1:1"},
-		{"mlx5_[1-9]", "", ports, "mlx5_1:1"},
-		{"", "rxe*,mlx5_0:1", ports, "mlx5_0:2, mlx5_1:1"},
-		{"mlx5_0", "mlx5_0:2", ports, "mlx5_0:1"},
-		{"", "nothing_like_it", ports, "mlx5_0:1, mlx5_0:2, mlx5_1:1, rxe0:1"},
-		{"", "", nil, "none"},
-		{"mlx5_0,mlx5_7", "", ports, `rdma_devices: no port matches "mlx5_7"; there are mlx5_0:1, mlx5_0:2, mlx5_1:1, rxe0:1`},
-		{"mlx5_1:2", "", ports, `rdma_devices: no port matches "mlx5_1:2"`},
-		{"mlx5_0", "", nil, `no port matches "mlx5_0"; there are none`},
-		{"mlx5", "", ports, `no port matches "mlx5"`},
-		{"mlx5_1", "mlx5_*", ports, "rdma_devices [mlx5_1] and rdma_deny [mlx5_*] leave none of the ports: there are mlx5_0:1"},
-		{"mlx5_0:", "", ports, `rdma_devices: "mlx5_0:" has port "": want a number from 1 to 255`},
-		{"mlx5_0:0", "", ports, `has port "0"`},
-		{"mlx5_0:256", "", ports, `has port "256"`},
-		{"mlx5_0:+1", "", ports, `has port "+1"`},
-		{"mlx5_0:1:2", "", ports, `has port "1:2"`},
-		{"mlx5_0,,mlx5_1", "", ports, `rdma_devices: "" is no device`},
-		{":1", "", ports, `":1" is no device`},
-		{"mlx5_[", "", ports, `"mlx5_[" is no device`},
-		{"", "a/b", ports, `rdma_deny: "a/b" is no device`},
-	} {
-		got, err := useDevices(c.allow, c.deny, c.ports)
-		s := listPorts(got)
-		if err != nil {
-			s = err.Error()
-		}
-		if err == nil && s != c.want || !strings.Contains(s, c.want) {
-			t.Errorf("allow %q, deny %q:\ngot  %s\nwant %s", c.allow, c.deny, s, c.want)
-		}
-	}
-}
-
-func useDevices(allow, deny string, ports []portName) ([]portName, error) {
-	f := deviceFilter{allowSetting: "rdma_devices", denySetting: "rdma_deny"}
-	list := func(s string) []string {
-		if s == "" {
-			return nil
-		}
-		return strings.Split(s, ",")
-	}
-	var err error
-	if f.allow, err = parseDevices(f.allowSetting, list(allow)); err != nil {
-		return nil, err
-	}
-	if f.deny, err = parseDevices(f.denySetting, list(deny)); err != nil {
-		return nil, err
-	}
-	return f.use(ports)
-}
-
-// FuzzDevices: lists of any text. What parses reads the same again, and the ports
-// that are used are some of those that there are.
-func FuzzDevices(f *testing.F) {
-	for _, s := range []string{"", "mlx5_0", "mlx5_0:1, rxe*", "*:255", "a,,b", "[a-", `\`, `a\:1`, "mlx5_[01]:2", "mlx5_0:00001", ":", "\xff", "a b"} {
-		f.Add(s, "")
-		f.Add("", s)
-	}
-	f.Fuzz(func(t *testing.T, allow, deny string) {
-		ports := []portName{{"mlx5_0", 1}, {"mlx5_0", 2}, {"mlx5_1", 1}, {"rxe0", 1}, {"a b", 255}}
-		list, err := parseDevices("x", []string{allow, deny})
-		if err == nil {
-			var s []string
-			for _, p := range list {
-				s = append(s, p.String())
-			}
-			again, err := parseDevices("x", s)
-			if err != nil || !reflect.DeepEqual(again, list) {
-				t.Fatalf("%q reads as %v, and that as %v, %v", allow, list, again, err)
-			}
-		}
-		used, err := useDevices(allow, deny, ports)
-		if err != nil {
-			if used != nil {
-				t.Fatalf("%v and an error: %v", used, err)
-			}
-			return
-		}
-		if len(used) == 0 {
-			t.Fatalf("no port is left by %q and %q, without an error", allow, deny)
-		}
-		i := 0
-		for _, p := range used {
-			for i < len(ports) && ports[i] != p {
-				i++
-			}
-			if i == len(ports) {
-				t.Fatalf("%v are used of %v", used, ports)
-			}
-		}
-	})
 }
