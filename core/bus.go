@@ -11,10 +11,11 @@ import (
 // Errors of a Bus, wrapped with the address and the cause.
 var (
 	// ErrAbsent: nobody listens under that agent id any more. It is known at
-	// once, without a time-out.
+	// once, without a time-out. At this agent's own server it may be that the
+	// peer's link broke: it is back in a moment, if the peer lives.
 	ErrAbsent = errors.New("agent is gone")
-	// ErrAway, beside ErrAbsent: it may be on its way back, from a connection that
-	// broke or from a server that died. Only time tells.
+	// ErrAway, beside ErrAbsent: it may be on its way from a server that died to
+	// another. Only time tells.
 	ErrAway = errors.New("it may come back")
 	// ErrTooLarge: the message is over what the servers carry.
 	ErrTooLarge = errors.New("message is too large")

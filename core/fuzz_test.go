@@ -219,7 +219,8 @@ func (u *user) next() {
 			m.Received(u.now, id, core.TransferStats{Bytes: uint64(u.byte()), Nanos: int64(u.byte())}, err)
 		}
 	case 14:
-		m.ProbeReplied(u.now, u.peer(), u.byte()%2 == 0, u.failure())
+		b := u.byte()
+		m.ProbeReplied(u.now, u.peer(), b%2 == 0, b%4 == 0, u.failure())
 	case 15: // a renewal's answer that nobody asked for, or another one than was asked
 		r := core.SendRenew{Peer: u.peer(), Loads: u.ids(), Claims: u.ids()}
 		m.RenewReplied(u.now, r, u.answers(len(r.Loads)+len(r.Claims)), false, nil)
@@ -344,7 +345,8 @@ func (u *user) answer() {
 	case core.SendRenew:
 		u.m.RenewReplied(u.now, v, u.answers(len(v.Loads)+len(v.Claims)), u.byte()%4 == 3, u.failure())
 	case core.SendProbe:
-		u.m.ProbeReplied(u.now, v.Peer, u.byte()%4 == 3, u.failure())
+		b := u.byte()
+		u.m.ProbeReplied(u.now, v.Peer, b%4 == 3, b%8 == 7, u.failure())
 	case core.Write:
 		delete(u.writing, v.ID)
 		u.m.Written(u.now, v.ID, core.TransferStats{Bytes: 1}, u.failure())

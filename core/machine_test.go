@@ -181,7 +181,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	case "claim":
 		err = m.Claim(s.now, core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}})
 	case "probed":
-		m.ProbeReplied(s.now, peer, absent, failure)
+		m.ProbeReplied(s.now, peer, absent, c.Value("away", "") == "yes", failure)
 	case "down":
 		m.PeerDown(s.now, peer)
 	case "tick":

@@ -17,7 +17,8 @@ type peer struct {
 
 // probe is a D agent whose connections broke: P asks whether it lives.
 type probe struct {
-	since  time.Time
+	since  time.Time // its connections broke, or it was heard of
+	absent int       // answers in a row that nobody listens as it, one for each tick
 	asking bool
 }
 
@@ -297,20 +298,38 @@ func (m *Machine) tickProbes(now time.Time) {
 }
 
 // ProbeReplied answers SendProbe. absent says that nobody listens at the peer's
-// address, which one that lives and connects again does not either for a moment;
-// err that no answer came.
-func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent bool, err error) {
+// address, which one that lives and connects again does not either for a moment,
+// or, with away, for as long as it takes to find another server; err that no
+// answer came.
+func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent, away bool, err error) {
 	p := m.probes[id]
+	if p == nil {
+		return
+	}
+	p.asking = false // again with the next tick
 	switch {
-	case p == nil:
-	case absent && now.Sub(p.since) >= m.patience():
+	case absent:
+		// The first was asked between two ticks.
+		if p.absent++; p.absent < 2+int(m.absence(away)/TickInterval) {
+			return
+		}
 		delete(m.probes, id)
 		for _, tid := range m.offersOf(id) {
 			m.endOffer(now, m.offers[tid], PeerLost, fmt.Sprintf("decode agent %s is gone", id), false)
 		}
-	case absent || err != nil:
-		p.asking = false // again with the next tick
+	case err != nil:
+		p.absent = 0 // somebody listens, most likely
 	default:
 		delete(m.probes, id)
 	}
+}
+
+// absence is for how long nobody must have listened as a D before it counts as
+// gone: the time in which its link comes back, with much to spare. It is counted in
+// ticks, since nobody can connect to a process that does not run.
+func (m *Machine) absence(away bool) time.Duration {
+	if away {
+		return m.patience()
+	}
+	return m.opt.PeerTimeout / 3
 }

@@ -489,7 +489,7 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 	case err == nil:
 	case errors.Is(err, nats.ErrNoResponders):
 		err = core.ErrAbsent
-		if l.kind != portLink {
+		if l.kind == clusterLink {
 			err = fmt.Errorf("%w: %w", core.ErrAbsent, core.ErrAway)
 		}
 		return nil, fmt.Errorf("%w: nobody listens as agent %s at %s", err, to, l.name)

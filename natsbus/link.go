@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"strings"
 	"sync"
@@ -21,6 +22,10 @@ import (
 const (
 	linkPing      = time.Second // two unanswered ones end the connection
 	reconnectWait = 200 * time.Millisecond
+	// A link that has stood for steadyLink is dialled again within firstWait when
+	// it breaks: its agent is missed. The time spreads those of a server that went.
+	steadyLink = time.Second
+	firstWait  = 50 * time.Millisecond
 	// farewell is how long an open connection may take to send what it holds.
 	farewell = time.Second
 	// defaultIdle is how long a broken link is kept that nobody uses.
@@ -46,6 +51,7 @@ type link struct {
 	mu      sync.Mutex
 	up      chan struct{}      // closed while connected
 	session context.Context    // ends when the connection breaks
+	since   time.Time          // when it came to be
 	broke   context.CancelFunc // ends session
 	cause   error              // why it is not connected
 	closing bool
@@ -71,13 +77,14 @@ func (b *Bus) connect(kind linkKind, via core.Via, name, urls string, open func(
 		gone: make(chan struct{}), up: make(chan struct{}), used: time.Now()}
 	l.dial.bare = kind != clusterLink
 	l.session, l.broke = context.WithCancel(context.Background())
+	l.since = time.Now()
 	close(l.up)
 	inbox := randomName()
 	opts := []nats.Option{
 		nats.Name(clientName + " " + string(b.opt.AgentID) + " " + inbox), nats.CustomInboxPrefix(inboxPrefix(inbox)),
 		nats.SetCustomDialer(l.dial), nats.SkipHostLookup(), nats.Timeout(b.opt.ConnectTimeout),
 		nats.PingInterval(linkPing), nats.MaxPingsOutstanding(2), nats.FlusherTimeout(writeWait),
-		nats.MaxReconnects(-1), nats.ReconnectWait(reconnectWait), nats.ReconnectJitter(reconnectWait/2, reconnectWait/2),
+		nats.MaxReconnects(-1), nats.CustomReconnectDelay(l.delay),
 		nats.ReconnectBufSize(-1), nats.IgnoreAuthErrorAbort(),
 		nats.DisconnectErrHandler(func(_ *nats.Conn, err error) { l.disconnected(err) }),
 		nats.ReconnectHandler(func(*nats.Conn) { l.reconnected() }),
@@ -196,6 +203,17 @@ func (l *link) end() {
 	}
 }
 
+// delay is the wait before all servers are tried once more; tried counts from 1.
+func (l *link) delay(tried int) time.Duration {
+	l.mu.Lock()
+	steady := time.Since(l.since) >= steadyLink
+	l.mu.Unlock()
+	if steady && tried == 1 && l.kind != clusterLink { // in a cluster others were tried already
+		return rand.N(firstWait)
+	}
+	return reconnectWait + rand.N(reconnectWait/2)
+}
+
 func (l *link) disconnected(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -220,7 +238,7 @@ func (l *link) reconnected() {
 		return
 	}
 	l.session, l.broke = context.WithCancel(context.Background())
-	l.cause = nil
+	l.cause, l.since = nil, time.Now()
 	close(l.up)
 	if l.idle != nil {
 		l.idle.Stop()

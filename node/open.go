@@ -16,7 +16,7 @@ import (
 var ErrTransport = errors.New("transport is not available")
 
 // openRDMA makes the rdma transport; an error says why there is none.
-type openRDMA func(cfg rdma.Config, layout *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error)
+type openRDMA func(cfg rdma.Config, id core.AgentID, layout *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error)
 
 // openTransports opens what the configuration names over the registered memory,
 // the preferred one first.
@@ -49,7 +49,7 @@ func (a *Agent) openTransports(layout *core.Layout) (*transports, error) {
 func (a *Agent) openTransport(t *transports, name string, layout *core.Layout) (core.Transport, error) {
 	to := sink{a, t, name}
 	if name == viaRDMA {
-		w, err := a.rdma(a.cfg.rdmaConfig(a.log.Named(viaRDMA)), layout, to, a.signalOf(viaRDMA))
+		w, err := a.rdma(a.cfg.rdmaConfig(a.log.Named(viaRDMA)), a.id, layout, to, a.signalOf(viaRDMA))
 		if err != nil {
 			return nil, err // and no Signaller that is nil within
 		}

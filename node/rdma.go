@@ -1,7 +1,6 @@
 package node
 
 import (
-	"errors"
 	"time"
 
 	"go.uber.org/zap"
@@ -11,8 +10,8 @@ import (
 )
 
 // newRDMA opens the rdma transport.
-func newRDMA(rdma.Config, *core.Layout, core.Sink, core.Signal) (core.Signaller, error) {
-	return nil, errors.New("rdma unavailable: this build has none")
+func newRDMA(cfg rdma.Config, id core.AgentID, layout *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+	return rdma.New(cfg, id, layout, s, signal)
 }
 
 // RDMA is what the keys that begin with rdma_ say.
@@ -24,7 +23,7 @@ func (c *Config) rdmaConfig(log *zap.Logger) rdma.Config {
 		MTU: c.RDMAMTU, Timeout: c.RDMATimeout, Retry: c.RDMARetry, RNRRetry: c.RDMARNRRetry, MinRNRTimer: c.RDMAMinRNRTimer,
 		TrafficClass: c.RDMATrafficClass, ServiceLevel: c.RDMAServiceLevel, PKeyIndex: c.RDMAPKeyIndex,
 		Idle: time.Duration(c.RDMAIdle), RelaxedOrdering: c.RDMARelaxedOrdering,
-		ConnectTimeout: time.Duration(c.ConnectTimeout), StallTimeout: time.Duration(c.StallTimeout), Logger: log,
+		MaxTransfers: c.MaxTransfers, ConnectTimeout: time.Duration(c.ConnectTimeout), StallTimeout: time.Duration(c.StallTimeout), Logger: log,
 	}
 }
 

@@ -219,13 +219,14 @@ func (a *Agent) renew(peer core.AgentID, part []core.TransferID, claims bool) ([
 
 // sendProbe asks a decode agent whether it lives.
 func (a *Agent) sendProbe(v core.SendProbe) {
-	rep, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout)/3, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}})
+	// Not for long: what is sent while D's link breaks is lost, and it is asked again.
+	rep, err := a.request(v.Peer, time.Duration(a.cfg.PeerTimeout)/10, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}})
 	if err == nil && rep.Code != 0 {
 		err = errors.New(rep.Reason)
 	}
 	// Its links broke too, so that it is away at best: the machine gives it time.
-	absent := errors.Is(err, core.ErrAbsent)
-	a.step(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, absent, err) })
+	absent, away := errors.Is(err, core.ErrAbsent), errors.Is(err, core.ErrAway)
+	a.step(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, absent, away, err) })
 }
 
 // gone says whether an error proves that the agent is not there any more.
@@ -236,6 +237,8 @@ func gone(err error) bool { return errors.Is(err, core.ErrAbsent) && !errors.Is(
 // messages get lost, and links come back. What it asks may arrive twice.
 func (a *Agent) insist(to core.AgentID, req *wire.Request) (rep *wire.Reply, err error) {
 	bound := time.Duration(a.cfg.PeerTimeout)
+	p := a.peers.get(to)
+	here := p != nil && p.via == "" // its link leads here, and may be on its way back
 	end := time.Now().Add(bound - 2*core.TickInterval)
 	for {
 		asked, most := time.Now(), min(bound/3, time.Until(end))
@@ -243,7 +246,7 @@ func (a *Agent) insist(to core.AgentID, req *wire.Request) (rep *wire.Reply, err
 		if late := time.Since(asked) - most; late > core.TickInterval*10 {
 			end = end.Add(late) // this process did not run
 		}
-		if err == nil || gone(err) || errors.Is(err, core.ErrTooLarge) || a.ctx.Err() != nil || time.Until(end) < core.TickInterval {
+		if err == nil || gone(err) && !here || errors.Is(err, core.ErrTooLarge) || a.ctx.Err() != nil || time.Until(end) < core.TickInterval {
 			return rep, err
 		}
 		a.count(func(t *Totals) { t.Retries++ })

@@ -66,7 +66,7 @@ func tryRailed(t *testing.T, n *coretest.Network, cfg Config, lack error) (*rail
 	t.Helper()
 	seen, logs := observer.New(zap.InfoLevel)
 	r := &railed{logs: logs}
-	opt := Options{Logger: zap.New(seen), rdma: func(_ rdma.Config, l *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+	opt := Options{Logger: zap.New(seen), rdma: func(_ rdma.Config, _ core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
 		if lack != nil {
 			return nil, lack
 		}

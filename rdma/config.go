@@ -36,6 +36,7 @@ type Config struct {
 	Idle            time.Duration // rdma_idle_s: queue pairs without a transfer for so long are closed
 	RelaxedOrdering string        // rdma_relaxed_ordering: auto (where the device has it), on (else an error), off
 
+	MaxTransfers   int           // max_transfers: expected at a time
 	ConnectTimeout time.Duration // connect_timeout_s: the handshake with a peer, its probes included
 	StallTimeout   time.Duration // stall_timeout_s: a transfer without progress ends
 	Logger         *zap.Logger   // nil logs nothing
@@ -55,7 +56,7 @@ func DefaultConfig() Config {
 	return Config{
 		GIDIndex: -1, QueuePairs: 2, SendDepth: 512, Timeout: 14, Retry: 6, RNRRetry: 7, MinRNRTimer: 12,
 		Idle: 5 * time.Minute, RelaxedOrdering: OrderAuto,
-		ConnectTimeout: 3 * time.Second, StallTimeout: 10 * time.Second,
+		MaxTransfers: 4096, ConnectTimeout: 3 * time.Second, StallTimeout: 10 * time.Second,
 	}
 }
 

@@ -168,14 +168,14 @@ type portAddress struct {
 	Index int // of the forced GID; below 0 when any will do
 }
 
-// path is how two ports address each other. Without GRH only LID counts.
-type path struct {
+// portPath is how two ports address each other. Without GRH only LID counts.
+type portPath struct {
 	GRH           bool
 	Local, Remote gid
 	LID           uint16 // of the remote port; 0 on Ethernet
 }
 
-func (p path) String() string {
+func (p portPath) String() string {
 	if !p.GRH {
 		return fmt.Sprintf("LID %d", p.LID)
 	}
@@ -188,35 +188,35 @@ func (p path) String() string {
 
 // choosePath says how local reaches remote, or why it cannot. Both may be what a
 // peer wrote. That a path was found proves nothing: it is probed.
-func choosePath(local, remote *portAddress) (path, error) {
+func choosePath(local, remote *portAddress) (portPath, error) {
 	switch {
 	case local.Link != remote.Link:
-		return path{}, fmt.Errorf("%s is %v here, %s is %v at the peer: different link layers cannot reach each other",
+		return portPath{}, fmt.Errorf("%s is %v here, %s is %v at the peer: different link layers cannot reach each other",
 			local.Name, local.Link, remote.Name, remote.Link)
 	case local.Link == linkInfiniBand:
 		return pathByLID(local, remote)
 	case local.Link == linkEthernet:
 		return pathByGID(local, remote)
 	}
-	return path{}, fmt.Errorf("%s here and %s at the peer have a link layer of no known kind: %v", local.Name, remote.Name, local.Link)
+	return portPath{}, fmt.Errorf("%s here and %s at the peer have a link layer of no known kind: %v", local.Name, remote.Name, local.Link)
 }
 
-func pathByLID(local, remote *portAddress) (path, error) {
+func pathByLID(local, remote *portAddress) (portPath, error) {
 	for _, p := range []*portAddress{local, remote} {
 		if p.LID == 0 || p.LID >= 0xc000 {
-			return path{}, fmt.Errorf("%s has LID %d, which no host has: is a subnet manager running?", p.Name, p.LID)
+			return portPath{}, fmt.Errorf("%s has LID %d, which no host has: is a subnet manager running?", p.Name, p.LID)
 		}
 	}
 	l, lok := subnetGID(local)
 	r, rok := subnetGID(remote)
 	if lok && rok && !bytes.Equal(l.Raw[:8], r.Raw[:8]) {
-		return path{}, fmt.Errorf("%s is in the subnet of %v here, %s in that of %v at the peer: between subnets rdma is not supported",
+		return portPath{}, fmt.Errorf("%s is in the subnet of %v here, %s in that of %v at the peer: between subnets rdma is not supported",
 			local.Name, l.addr(), remote.Name, r.addr())
 	}
-	p := path{LID: remote.LID}
+	p := portPath{LID: remote.LID}
 	if local.GRH || remote.GRH {
 		if !lok || !rok {
-			return path{}, fmt.Errorf("%s to %s needs a global routing header, but a side has no GID: here %s, at the peer %s",
+			return portPath{}, fmt.Errorf("%s to %s needs a global routing header, but a side has no GID: here %s, at the peer %s",
 				local.Name, remote.Name, listGIDs(local.GIDs), listGIDs(remote.GIDs))
 		}
 		p.GRH, p.Local, p.Remote = true, l, r
@@ -240,7 +240,7 @@ func subnetGID(p *portAddress) (gid, bool) {
 // pair: a peer's list costs no more than that.
 const maxGIDs = 256
 
-func pathByGID(local, remote *portAddress) (path, error) {
+func pathByGID(local, remote *portAddress) (portPath, error) {
 	candidates := func(p *portAddress) ([]gid, error) {
 		if p.Index >= 0 {
 			g, err := forceGID(p.GIDs, p.Index, p.Name)
@@ -251,23 +251,23 @@ func pathByGID(local, remote *portAddress) (path, error) {
 	}
 	ls, err := candidates(local)
 	if err != nil {
-		return path{}, err
+		return portPath{}, err
 	}
 	rs, err := candidates(remote)
 	if err != nil {
-		return path{}, fmt.Errorf("at the peer: %w", err)
+		return portPath{}, fmt.Errorf("at the peer: %w", err)
 	}
-	best, found := path{GRH: true}, false
+	best, found := portPath{GRH: true}, false
 	for _, l := range ls {
 		for _, r := range rs {
-			p := path{GRH: true, Local: l, Remote: r}
+			p := portPath{GRH: true, Local: l, Remote: r}
 			if match(&l, &r) && (!found || comparePaths(&p, &best) < 0) {
 				best, found = p, true
 			}
 		}
 	}
 	if !found {
-		return path{}, fmt.Errorf("%s and %s have no two GIDs of the same type and address family: here %s; at the peer %s",
+		return portPath{}, fmt.Errorf("%s and %s have no two GIDs of the same type and address family: here %s; at the peer %s",
 			local.Name, remote.Name, listGIDs(local.GIDs), listGIDs(remote.GIDs))
 	}
 	return best, nil
@@ -282,8 +282,8 @@ func match(l, r *gid) bool {
 
 // comparePaths orders pairs of GIDs, the better first: by their type, by the
 // scope of the worse side, then what is likely in one subnet, then by the tables.
-func comparePaths(a, b *path) int {
-	worse := func(p *path) scope { return min(p.Local.scope(), p.Remote.scope()) }
+func comparePaths(a, b *portPath) int {
+	worse := func(p *portPath) scope { return min(p.Local.scope(), p.Remote.scope()) }
 	return cmp.Or(
 		cmp.Compare(b.Local.Type, a.Local.Type),
 		cmp.Compare(worse(b), worse(a)),
@@ -295,7 +295,7 @@ func comparePaths(a, b *path) int {
 
 // commonBits is the length of the prefix that both addresses share, of which 96
 // bits are the same in all IPv4-mapped ones: IPv6 goes first only when it is nearer.
-func commonBits(p *path) int {
+func commonBits(p *portPath) int {
 	for i := range p.Local.Raw {
 		if x := p.Local.Raw[i] ^ p.Remote.Raw[i]; x != 0 {
 			return i*8 + bits.LeadingZeros8(x)

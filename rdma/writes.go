@@ -34,6 +34,9 @@ func (p part) cursor(imm uint32) cursor {
 	return cursor{part: p, imm: imm, pair: p.first, skip: p.skip, left: p.length}
 }
 
+// atStart says whether nothing was filled since the part's first byte.
+func (c *cursor) atStart() bool { return c.left == c.part.length && !c.done }
+
 // rewind goes back to the part's first byte.
 func (c *cursor) rewind() { *c = c.part.cursor(c.imm) }
 

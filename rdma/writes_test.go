@@ -3,7 +3,6 @@ package rdma
 import (
 	"bytes"
 	"encoding/binary"
-	"fmt"
 	"math"
 	"math/rand/v2"
 	"os"
@@ -29,134 +28,6 @@ func newRand(t testing.TB) *rand.Rand {
 		}
 	})
 	return rand.New(rand.NewPCG(seed, 0))
-}
-
-func mustTable(t testing.TB, where string, regions []memRange, keys ...keyRange) *keyTable {
-	t.Helper()
-	table, err := newKeyTable(where, regions, keys)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return table
-}
-
-func key(base, length uint64, k uint32) keyRange { return keyRange{memRange{base, length}, k} }
-
-func TestKeyTableRefuses(t *testing.T) {
-	const top = math.MaxUint64
-	for _, c := range []struct {
-		name    string
-		regions []memRange
-		keys    []keyRange
-		want    string
-	}{
-		{"no keys", []memRange{{0x1000, 64}}, nil, "region 0 at the peer: 0x1000+64 is not registered from 0x1000 on"},
-		{"an end that is not registered", []memRange{{0x1000, 65}}, []keyRange{key(0x1000, 64, 1)}, "not registered from 0x1040 on"},
-		{"a start that is not", []memRange{{0x1000, 64}}, []keyRange{key(0x1001, 200, 1)}, "not registered from 0x1000 on"},
-		{"a gap", []memRange{{0x1000, 64}}, []keyRange{key(0x1000, 16, 1), key(0x1011, 200, 2)}, "not registered from 0x1010 on"},
-		{"an empty region", []memRange{{0x1000, 0}}, []keyRange{key(0x1000, 64, 1)}, "region 0 at the peer: 0x1000+0 is empty"},
-		{"a region that wraps", []memRange{{0x1000, 8}, {top - 7, 8}}, []keyRange{key(0x1000, 64, 1)}, "region 1 at the peer: 0xfffffffffffffff8+8 is empty or leaves"},
-		{"a region of everything", []memRange{{0x1000, top}}, []keyRange{key(0x1000, 64, 1)}, "leaves the address space"},
-		{"an empty key", []memRange{{0x1000, 8}}, []keyRange{key(0x1000, 64, 1), key(0x1040, 0, 1)}, "key 1 at the peer: 0x1040+0 is empty"},
-		{"a key that wraps", []memRange{{0x1000, 8}}, []keyRange{key(0x1000, top-0x1000+1, 1)}, "leaves the address space"},
-		{"keys out of order", []memRange{{0x1000, 8}}, []keyRange{key(0x2000, 8, 1), key(0x1000, 8, 1)}, "key 1 at the peer: 0x1000+8 begins before the end of the one before, 0x2008"},
-		{"keys that overlap", []memRange{{0x1000, 8}}, []keyRange{key(0x1000, 8, 1), key(0x1007, 8, 1)}, "begins before"},
-		{"too many regions", make([]memRange, core.MaxRegions+1), nil, "65537 regions at the peer, at most 65536"},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			_, err := newKeyTable("at the peer", c.regions, c.keys)
-			if err == nil || !strings.Contains(err.Error(), c.want) {
-				t.Errorf("%v, want %q", err, c.want)
-			}
-		})
-	}
-}
-
-func TestKeyTableAt(t *testing.T) {
-	table := mustTable(t, "here",
-		[]memRange{{0x1000, 0x100}, {0x1080, 0x180}, {0x1100, 0x100}},
-		key(0x0800, 0x880, 7), key(0x1080, 0x80, 8), key(0x1100, 0x100, 9), key(0x9000, 8, 10))
-	for _, c := range []struct {
-		region         uint32
-		offset, length uint64
-		addr           uint64
-		key            uint32
-		covered        uint64
-		err            string
-	}{
-		{0, 0, 0x100, 0x1000, 7, 0x80, ""},
-		{0, 0x7f, 0x81, 0x107f, 7, 1, ""},
-		{0, 0x80, 0x80, 0x1080, 8, 0x80, ""},
-		{0, 0x90, 8, 0x1090, 8, 8, ""},
-		{0, 0x100, 0, 0x1100, 8, 0, ""},
-		{1, 0, 0x180, 0x1080, 8, 0x80, ""},
-		{1, 0x80, 0x100, 0x1100, 9, 0x100, ""},
-		{2, 0xff, 1, 0x11ff, 9, 1, ""},
-		{0, 0x101, 0, 0, 0, 0, "region 0: 0 bytes from offset 257 leave it: it has 256 bytes here"},
-		{0, 0xff, 2, 0, 0, 0, "region 0: 2 bytes from offset 255 leave it"},
-		{0, math.MaxUint64, 1, 0, 0, 0, "leave it"},
-		{0, 1, math.MaxUint64, 0, 0, 0, "leave it"},
-		{3, 0, 0, 0, 0, 0, "region 3: there are 3 here"},
-		{math.MaxUint32, 0, 0, 0, 0, 0, "there are 3"},
-	} {
-		addr, k, covered, err := table.at(c.region, c.offset, c.length)
-		if c.err != "" {
-			if err == nil || !strings.Contains(err.Error(), c.err) {
-				t.Errorf("%+v: %v", c, err)
-			}
-			continue
-		}
-		if addr != c.addr || k != c.key || covered != c.covered || err != nil {
-			t.Errorf("%+v: got %#x, %d, %#x, %v", c, addr, k, covered, err)
-		}
-	}
-}
-
-func pairsOf(lengths ...uint64) []core.Pair {
-	out := make([]core.Pair, len(lengths))
-	for i, n := range lengths {
-		out[i].Length = n
-	}
-	return out
-}
-
-func TestSplit(t *testing.T) {
-	big := pairsOf(1 << 20)
-	for _, c := range []struct {
-		name    string
-		pairs   []core.Pair
-		weights []float64
-		least   uint64
-		want    []part // lengths, and where they begin
-	}{
-		{"nothing", nil, []float64{1, 1}, 4096, []part{{}}},
-		{"only empty pairs", pairsOf(0, 0), []float64{1, 1}, 4096, []part{{}}},
-		{"no weights", pairsOf(10), nil, 4, []part{{length: 10}}},
-		{"shorter than the least", pairsOf(10, 20), []float64{1, 2}, 4096, []part{{length: 30, lane: 1}}},
-		{"halves", big, []float64{1, 1}, 4096, []part{{length: 1 << 19}, {skip: 1 << 19, length: 1 << 19, lane: 1}}},
-		{"one to three", big, []float64{1, 3}, 4096, []part{{length: 1 << 18}, {skip: 1 << 18, length: 3 << 18, lane: 1}}},
-		{"a third is cut at a page", big, []float64{1, 2}, 4096, []part{{length: 85 * 4096}, {skip: 85 * 4096, length: 171 * 4096, lane: 1}}},
-		{"between pairs", pairsOf(100, 100, 0, 100, 100), []float64{1, 1}, 1, []part{{length: 200}, {first: 3, length: 200, lane: 1}}},
-		{"nearest end of a short pair", pairsOf(100, 300, 400), []float64{1, 2}, 1, []part{{length: 400}, {first: 2, length: 400, lane: 1}}},
-		{"a page from the pair's start", pairsOf(1000, 9000), []float64{1, 1}, 1, []part{{length: 5096}, {first: 1, skip: 4096, length: 4904, lane: 1}}},
-		{"no page within the least", pairsOf(6000), []float64{1, 1}, 3000, []part{{length: 3000}, {skip: 3000, length: 3000, lane: 1}}},
-		{"too light for a part", big, []float64{1, 1000, 1000}, 4096, []part{{length: 1 << 19, lane: 1}, {skip: 1 << 19, length: 1 << 19, lane: 2}}},
-		{"room for two of three", pairsOf(10000), []float64{2, 1, 2}, 4096, []part{{length: 4096}, {skip: 4096, length: 5904, lane: 2}}},
-		{"weights that are none", big, []float64{math.NaN(), math.Inf(1), -1, 0, 1, 1}, 1, []part{{length: 1 << 19, lane: 4}, {skip: 1 << 19, length: 1 << 19, lane: 5}}},
-		{"all are none", big, []float64{0, math.NaN()}, 1, []part{{length: 1 << 19}, {skip: 1 << 19, length: 1 << 19, lane: 1}}},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			for i := range c.want {
-				c.want[i].pairs = c.pairs
-			}
-			if got := split(c.pairs, c.weights, c.least); !reflect.DeepEqual(got, c.want) {
-				t.Errorf("got  %v\nwant %v", got, c.want)
-			}
-		})
-	}
-	if n := len(split(pairsOf(1<<30), make([]float64, 1000), 1)); n != maxParts {
-		t.Errorf("%d parts for 1000 lanes, want %d", n, maxParts)
-	}
 }
 
 func pr(src, dst uint32, srcOffset, dstOffset, length uint64) core.Pair {
@@ -503,62 +374,6 @@ func execute(t *testing.T, local, remote *side, writes []verbs.Write, pieces []v
 	}
 }
 
-// checkParts: they follow each other without a gap, one lane each, in order, and
-// none is too short.
-func checkParts(t *testing.T, parts []part, pairs []core.Pair, weights []float64, least uint64) {
-	t.Helper()
-	total := pairBytes(pairs)
-	if len(parts) == 0 || len(parts) > min(max(len(weights), 1), maxParts) {
-		t.Fatalf("%d parts for %d weights", len(parts), len(weights))
-	}
-	at, lane := uint64(0), -1
-	for _, p := range parts {
-		if from := pairBytes(pairs[:p.first]) + p.skip; from != at || (p.first < len(pairs) && p.skip >= max(pairs[p.first].Length, 1)) {
-			t.Fatalf("a part begins at %d, the one before ends at %d: %+v", from, at, parts)
-		}
-		if p.length < least && total >= least && len(parts) > 0 {
-			t.Fatalf("a part of %d bytes, at least %d: %+v", p.length, least, parts)
-		}
-		if p.lane <= lane || p.lane >= max(len(weights), 1) {
-			t.Fatalf("lane %d after %d", p.lane, lane)
-		}
-		at, lane = at+p.length, p.lane
-	}
-	if at != total {
-		t.Fatalf("the parts end at %d of %d bytes", at, total)
-	}
-}
-
-// Shares differ from the weights by less than the alignment of a cut, as long as
-// none is near the least.
-func TestSplitShares(t *testing.T) {
-	rnd := newRand(t)
-	for range 200 {
-		pairs := make([]core.Pair, 1+rnd.IntN(200))
-		for i := range pairs {
-			pairs[i].Length = uint64(rnd.IntN(40)) * 1000
-		}
-		weights := make([]float64, 1+rnd.IntN(8))
-		sum := 0.0
-		for i := range weights {
-			weights[i] = 1 + rnd.Float64()
-			sum += weights[i]
-		}
-		const least = 8192
-		parts := split(pairs, weights, least)
-		checkParts(t, parts, pairs, weights, least)
-		total := float64(pairBytes(pairs))
-		if total < 2*8*2*least {
-			continue
-		}
-		for _, p := range parts {
-			if want := total * weights[p.lane] / sum; math.Abs(float64(p.length)-want) > 2*cutAlign {
-				t.Fatalf("lane %d gets %d bytes, its share is %.0f of %.0f", p.lane, p.length, want, total)
-			}
-		}
-	}
-}
-
 func benchmarkSetup(b testing.TB, blocks int, blockBytes uint64) ([]core.Pair, *keyTable, *keyTable) {
 	rnd := rand.New(rand.NewPCG(1, 2))
 	const regions = 40
@@ -600,14 +415,6 @@ func BenchmarkFill(b *testing.B) {
 	}
 }
 
-func BenchmarkSplit(b *testing.B) {
-	pairs, _, _ := benchmarkSetup(b, 20000, 4096)
-	b.ReportAllocs()
-	for b.Loop() {
-		split(pairs, []float64{1, 1, 1, 1}, 256<<10)
-	}
-}
-
 // What a transfer's posting must not do.
 func TestFillAllocatesNothing(t *testing.T) {
 	pairs, local, remote := benchmarkSetup(t, 2000, 4096)
@@ -621,8 +428,4 @@ func TestFillAllocatesNothing(t *testing.T) {
 	}); n != 0 {
 		t.Errorf("%v allocations for 2000 pairs", n)
 	}
-}
-
-func (p part) String() string {
-	return fmt.Sprintf("{pair %d, skip %d, %d bytes, lane %d}", p.first, p.skip, p.length, p.lane)
 }

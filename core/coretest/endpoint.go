@@ -18,19 +18,21 @@ type endpoint struct {
 	sink   *Recorder
 	wrote  map[core.TransferID]int // calls of Write
 	closed bool
+	board  *board
 }
 
 func open(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {
 	t.Helper()
-	return openOn(t, id, newArena(t, specs, nil), func(a *arena, sink *Recorder) core.Transport {
-		return f.Open(t, id, a.layout, sink)
+	return openOn(t, f, id, newArena(t, specs, nil), func(a *arena, sink *Recorder) core.Transport {
+		return f.Open(t, id, a.layout, sink, f.board.from(id))
 	})
 }
 
-func openOn(t *testing.T, id core.AgentID, a *arena, start func(a *arena, sink *Recorder) core.Transport) *endpoint {
+func openOn(t *testing.T, f Fixture, id core.AgentID, a *arena, start func(a *arena, sink *Recorder) core.Transport) *endpoint {
 	t.Helper()
-	e := &endpoint{arena: a, t: t, id: id, sink: NewRecorder(t, string(id)), wrote: map[core.TransferID]int{}}
+	e := &endpoint{arena: a, t: t, id: id, sink: NewRecorder(t, string(id)), wrote: map[core.TransferID]int{}, board: f.board}
 	e.tr = start(a, e.sink)
+	e.board.enter(id, e.tr)
 	t.Cleanup(e.close)
 	return e
 }
@@ -47,6 +49,7 @@ func (e *endpoint) close() {
 		if err := e.tr.Close(); err != nil {
 			e.t.Errorf("%s: Close: %v", e.id, err)
 		}
+		e.board.leave(e.id, e.tr)
 		e.sink.Shut()
 	}()
 	select {

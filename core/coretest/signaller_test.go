@@ -13,7 +13,7 @@ func TestSignaller(t *testing.T) {
 	var n *Network
 	var owner string
 	TransportSuite(t, Fixture{
-		Open: func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink) core.Transport {
+		Open: func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) core.Transport {
 			if owner != t.Name() {
 				n, owner = NewNetwork(), t.Name()
 			}
@@ -25,7 +25,7 @@ func TestSignaller(t *testing.T) {
 func TestSignallerCutAndMended(t *testing.T) {
 	leaktest.Check(t)
 	n := NewNetwork()
-	f := Fixture{Open: func(_ *testing.T, id core.AgentID, l *core.Layout, sink core.Sink) core.Transport {
+	f := Fixture{Open: func(_ *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) core.Transport {
 		return n.NewSignaller("sig", id, l, sink, n.Signals(id))
 	}}
 	hold := make(chan struct{})

@@ -11,8 +11,9 @@ import (
 type Fixture struct {
 	// Open makes a transport over the layout's memory, which is of this process
 	// and stays mapped until the transport is closed. The suite closes it. Its
-	// Endpoint must be usable as it is: a host must not be left out.
-	Open func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink) core.Transport
+	// Endpoint must be usable as it is: a host must not be left out. A Signaller's
+	// signals go by signal.
+	Open func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) core.Transport
 
 	// BigBytes is how large a transfer must be for the suite to catch it in the
 	// middle; 64 MiB unless set.
@@ -21,6 +22,12 @@ type Fixture struct {
 	// Remote is for ProcessSuite: the name under which the package's TestMain has
 	// given ServeRemote a transport that can reach those of Open.
 	Remote string
+
+	// OneSided: bytes arrive without the receiver's process, so that a write may
+	// end well that its receiver has given up, or has not heard of as it is stopped.
+	OneSided bool
+
+	board *board // of one case
 }
 
 func (f Fixture) withDefaults() Fixture {
@@ -77,6 +84,7 @@ func runCases(t *testing.T, f Fixture, cases []suiteCase) {
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			leaktest.Check(t)
+			f.board = newBoard()
 			c.run(t, f)
 		})
 	}

@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"fmt"
 	"maps"
 	"slices"
 	"time"
@@ -96,7 +97,10 @@ func (a *agent) expectProbe(d *agent) {
 	if !d.dead || d.silent || w.plan.slow > 0 || w.plan.opt.MaxTransfers < 64 { // P forgets what has ended
 		return
 	}
-	since := w.now
+	since, bound := w.now, w.plan.absence()+4*core.TickInterval
+	if a.probing[d.id] {
+		bound += w.plan.opt.PeerTimeout / 10 // that one may get no answer
+	}
 	if a.now()-a.heard[d.id] >= w.plan.opt.Lease-core.TickInterval {
 		return // its leases have ended, or are about to
 	}
@@ -105,7 +109,7 @@ func (a *agent) expectProbe(d *agent) {
 			continue
 		}
 		token := a.offering[h.id]
-		a.after(w.plan.opt.PeerTimeout+2*core.TickInterval, func() {
+		a.after(bound, func() {
 			if a.offers[token] == h && a.host.disturbed <= since {
 				w.fault(h.id, "%s: %v after the connections to %s, which is dead, broke, the offer of %q is still under way", a.id, w.now-since, d.id, h.id)
 			}
@@ -217,6 +221,21 @@ func (a *agent) halves() []*half {
 	return out
 }
 
+// expectClaim: a claim that was made before its P was up reaches it soon after.
+func (a *agent) expectClaim(id core.TransferID, p *host) {
+	w := a.w
+	if p.openAt <= w.now {
+		return
+	}
+	w.after(p.openAt-w.now+w.plan.opt.PeerTimeout+2*core.TickInterval+reach, func() {
+		_, loaded := a.loading[id]
+		_, cancelled := w.cancelledAtP[id]
+		if !loaded && !cancelled && !a.aborted[id] && !w.shared[id] && !w.reused[id] && a.claims[id] != p.agent.id {
+			w.fault(id, "%s: %s is up since %v, but the claim of %q has not reached it", a.id, p.agent.id, p.openAt, id)
+		}
+	})
+}
+
 // checkOffered: of a transfer that its D has cancelled, the offer ends at once.
 func (a *agent) checkOffered(id core.TransferID, token uint64) {
 	if at, cancelled := a.w.cancelledAtD[id]; cancelled && a.w.plan.calm && a.w.now > at+reach && !a.w.reused[id] && a.offers[token] != nil {
@@ -242,6 +261,9 @@ func (a *agent) checkLoaded(h *half, token uint64) {
 // checkReason says whether an end is one that the world gave a reason for.
 func (a *agent) checkReason(r core.Report) {
 	w := a.w
+	if d := w.byID[r.Peer]; r.Side == core.SideOffer && d != nil && !d.dead && r.Reason == fmt.Sprintf("decode agent %s is gone", d.id) {
+		w.fault(r.ID, "%s: %s is said to be gone, but its link only was made anew", a.id, d.id)
+	}
 	wrong := func() {
 		w.fault(r.ID, "%s: nothing was in the way, but the %v of %q ended with %v (%s)", a.id, r.Side, r.ID, r.Code, r.Reason)
 	}
@@ -254,6 +276,7 @@ func (a *agent) checkReason(r core.Report) {
 	case w.plan.kind && r.Code != core.OK:
 		wrong()
 	case !w.plan.calm || w.reused[r.ID]:
+	case r.Code == core.Unreachable && a.beforeItsP(r):
 	case r.Code == core.PeerLost || r.Code == core.Failed || r.Code == core.Unreachable || r.Code == core.Closed:
 		wrong()
 	case r.Side == core.SideOffer && r.Code == core.Expired && claimed:
@@ -268,6 +291,17 @@ func (a *agent) checkReason(r core.Report) {
 			wrong()
 		}
 	}
+}
+
+// beforeItsP says whether a load was made before its P was up.
+func (a *agent) beforeItsP(r core.Report) bool {
+	h := a.loads[r.Token]
+	for _, p := range a.w.hosts {
+		if p.prefill && p.target == r.From && h != nil && h.began <= p.openAt {
+			return true
+		}
+	}
+	return false
 }
 
 // checkStale: an answer to what an earlier load of the id has asked is void.

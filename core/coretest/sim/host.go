@@ -16,6 +16,7 @@ type host struct {
 	prefill bool
 	agent   *agent // the open one, or nil
 	opened  int
+	openAt  time.Duration // when its first process starts
 	stopped bool
 	pending []func() // what came to the stopped process, in order
 	skew    time.Duration

@@ -8,7 +8,8 @@ import (
 
 // ask sends a request and calls answer in a, once: without an error after what
 // serve returned was run there. serve runs at the peer, twice if the request
-// is doubled.
+// is doubled. absent is the proof that the peer is gone, errAbsent what a server
+// says for which nobody listens.
 func (a *agent) ask(to core.AgentID, bound time.Duration, serve func(p *agent) func(), answer func(absent bool, err error)) {
 	answered := false
 	once := func(absent bool, err error, take func()) {
@@ -28,7 +29,7 @@ func (a *agent) ask(to core.AgentID, bound time.Duration, serve func(p *agent) f
 	p := w.byID[to]
 	if p.dead || w.now < p.deaf {
 		if !p.silent {
-			w.after(w.delay(), func() { once(true, errAbsent, nil) })
+			w.after(w.delay(), func() { once(!w.plan.cluster, errAbsent, nil) })
 		}
 		return
 	}
@@ -40,7 +41,7 @@ func (a *agent) ask(to core.AgentID, bound time.Duration, serve func(p *agent) f
 	for range copies {
 		w.deliver(a.host, p.host, func() {
 			if p.dead {
-				once(true, errAbsent, nil)
+				once(!w.plan.cluster, errAbsent, nil)
 				return
 			}
 			p.run(func() {

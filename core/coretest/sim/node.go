@@ -20,6 +20,7 @@ type node struct {
 	looking  map[core.Target][]core.Resolve
 	lanes    map[core.AgentID]*lane
 	outbox   map[core.AgentID][]core.SendFinish // something is under way to each that is there
+	probing  map[core.AgentID]bool              // it is being asked whether it lives
 	asked    map[core.TransferID]uint64         // seq of the newest load
 	heard    map[core.AgentID]time.Duration     // when a D has renewed or loaded last, by this process's clock
 }
@@ -43,6 +44,7 @@ func (n *node) init() {
 	n.looking = map[core.Target][]core.Resolve{}
 	n.lanes = map[core.AgentID]*lane{}
 	n.outbox = map[core.AgentID][]core.SendFinish{}
+	n.probing = map[core.AgentID]bool{}
 	n.asked = map[core.TransferID]uint64{}
 }
 
@@ -192,14 +194,14 @@ func (a *agent) find(t core.Target, until time.Duration) {
 			t := p.admit(a)
 			age := p.now() - p.opened
 			return func() { ticket, opened = t, asked-age }
-		}, func(absent bool, err error) {
+		}, func(_ bool, err error) {
 			switch {
 			case err == nil && ticket == "":
 				end("", core.Refused, "transport is closed")
 			case err == nil:
 				a.connect(id, ticket)
 				end(id, core.OK, "")
-			case absent && a.w.now < until:
+			case errors.Is(err, errAbsent) && a.w.now < until:
 				a.after(100*time.Millisecond, func() { a.find(t, until) })
 			default:
 				end("", core.Unreachable, "hello: "+err.Error())
@@ -298,26 +300,35 @@ func (a *agent) sendRenew(v core.SendRenew) {
 		got := p.renewArrived(a.id, v)
 		return func() { answers = got }
 	}, func(absent bool, err error) {
-		var says, ends []string
-		for i, ans := range answers {
-			says = append(says, statusNames[ans.Status])
-			if ans.Status == core.StatusEnded {
-				ends = append(ends, fmt.Sprintf("%d %v %s", i, ans.Code, ans.Reason))
-			}
-			if k := i - len(v.Loads); k >= 0 {
-				switch ans.Status {
-				case core.StatusUnknown:
-				case core.StatusSent, core.StatusEnded:
-					a.given[v.Claims[k]] = true
-				default:
-					a.claims[v.Claims[k]] = v.Peer
-				}
+		if err != nil && a.w.chance(a.w.plan.hang) {
+			a.w.faults["hang"]++
+			a.after(a.w.upTo(4*time.Second), func() { a.renewed(v, nil, absent, err) })
+			return
+		}
+		a.renewed(v, answers, absent, err)
+	})
+}
+
+func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, err error) {
+	var says, ends []string
+	for i, ans := range answers {
+		says = append(says, statusNames[ans.Status])
+		if ans.Status == core.StatusEnded {
+			ends = append(ends, fmt.Sprintf("%d %v %s", i, ans.Code, ans.Reason))
+		}
+		if k := i - len(v.Loads); k >= 0 {
+			switch ans.Status {
+			case core.StatusUnknown:
+			case core.StatusSent, core.StatusEnded:
+				a.given[v.Claims[k]] = true
+			default:
+				a.claims[v.Claims[k]] = v.Peer
 			}
 		}
-		a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) },
-			"renewed peer=%s%s%s%s%s%s%s", v.Peer, optional("ids", list(v.Loads)), optional("claims", list(v.Claims)),
-			optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), absence(absent), failure(err))
-	})
+	}
+	a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) },
+		"renewed peer=%s%s%s%s%s%s%s", v.Peer, optional("ids", list(v.Loads)), optional("claims", list(v.Claims)),
+		optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), absence(absent), failure(err))
 }
 
 func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer {
@@ -347,12 +358,18 @@ func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer 
 // sendProbe is a renewal of nothing.
 func (a *agent) sendProbe(v core.SendProbe) {
 	a.w.faults["probe"]++
-	a.request(v.Peer, a.w.plan.opt.PeerTimeout/3, func(p *agent) func() {
+	a.probing[v.Peer] = true
+	a.request(v.Peer, a.w.plan.opt.PeerTimeout/10, func(p *agent) func() {
 		p.renewArrived(a.id, core.SendRenew{})
 		return func() {}
-	}, func(absent bool, err error) {
-		a.event(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, absent, err) },
-			"probed peer=%s%s%s", v.Peer, absence(absent), failure(err))
+	}, func(_ bool, err error) {
+		delete(a.probing, v.Peer)
+		absent, away := errors.Is(err, errAbsent), ""
+		if absent && a.w.plan.cluster {
+			away = " away=yes"
+		}
+		a.event(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, absent, away != "", err) },
+			"probed peer=%s%s%s%s", v.Peer, absence(absent), away, failure(err))
 	})
 }
 

@@ -11,6 +11,7 @@ type plan struct {
 	kind     bool // nothing is lost, late, cancelled or broken: all must end well
 	calm     bool // only the engines are awkward: each end must have its reason
 	opt      core.Options
+	cluster  bool // agents are clients of servers that they do not share: that nobody listens is no proof
 	oneSided bool // bytes land without the receiver's process, as by RDMA
 	prefills int  // ranks of the prefill engine
 	decodes  []int
@@ -20,6 +21,7 @@ type plan struct {
 	lane     int // requests to one peer at a time, as in node
 
 	loss, double, slow float64 // of each message
+	hang               float64 // of each renewal that gets no answer: for long not even its time-out is told
 	mute               float64 // of each news of an end: every try to tell it is lost
 	breaks             float64 // of each frame: its connection breaks
 	errors             float64 // of each call of the transport: it fails
@@ -40,6 +42,7 @@ const (
 func (w *world) newPlan() plan {
 	p := plan{
 		oneSided: w.chance(0.4),
+		cluster:  w.chance(0.3),
 		prefills: 1 + w.rnd.IntN(3),
 		requests: 4 + w.rnd.IntN(8),
 		blocks:   4,
@@ -73,9 +76,18 @@ func (w *world) newPlan() plan {
 		p.loss, p.double, p.slow = 0.2, 0.2, 0.2
 		p.mute, p.breaks, p.errors, p.cancels, p.faults = 0.2, 0.04, 0.03, 0.15, w.rnd.IntN(4)
 	default: // the net is good, but whole processes and ways go
-		p.mute, p.cancels, p.faults = 0.05, 0.05, 2+w.rnd.IntN(5)
+		p.hang, p.mute, p.cancels, p.faults = 0.3, 0.05, 0.05, 2+w.rnd.IntN(5)
 	}
 	return p
+}
+
+// absence is for how long nobody must have listened as a D for P to believe that
+// it is gone.
+func (p *plan) absence() time.Duration {
+	if p.cluster {
+		return p.opt.PeerTimeout - 2*core.TickInterval
+	}
+	return p.opt.PeerTimeout / 3
 }
 
 // quiet is how long after the last call of an engine and the last fault all must

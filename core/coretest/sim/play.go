@@ -28,6 +28,12 @@ func (w *world) play() {
 		w.hosts = append(w.hosts, list...)
 	}
 	for _, h := range w.hosts {
+		if h.prefill && (w.plan.kind || w.plan.calm) && w.chance(0.3) {
+			w.faults["late-prefill"]++
+			h.openAt = w.upTo(3 * time.Second)
+			w.after(h.openAt, func() { h.open() })
+			continue
+		}
 		h.open()
 	}
 	ids := make([]string, w.plan.requests)
@@ -49,6 +55,7 @@ func (w *world) play() {
 			other := w.rnd.IntN(len(decodes))
 			for i, d := range decodes[other] {
 				p := prefills[i%len(prefills)]
+				w.shared[pairID(id, i)] = true
 				w.reused[pairID(id, i)] = w.reused[pairID(id, i)] || other == e
 				w.decodes(pairID(id, i), p, d, w.upTo(act), w.upTo(act))
 			}
@@ -117,13 +124,13 @@ func (w *world) request(id string, prefills, decodes []*host) {
 		if hearsD && needed {
 			w.decodes(id, p, d, decode+w.delay(), hold)
 		} else if hearsD && (w.plan.kind || w.chance(0.8)) {
-			w.after(decode+w.delay(), func() { d.run(func(a *agent) { _ = a.load(id, p.target, 0, nil) }) })
+			w.after(max(decode, p.openAt)+w.delay(), func() { d.run(func(a *agent) { _ = a.load(id, p.target, 0, nil) }) })
 		}
 		if abortD > 0 {
 			w.after(abortD+w.delay(), func() { d.run(func(a *agent) { a.abortLoad(id, p.target) }) })
 		}
 		if hearsP {
-			w.prefills(id, p, at+w.delay(), prefill)
+			w.prefills(id, p, max(at, p.openAt)+w.delay(), prefill)
 		}
 		if abortP > 0 {
 			w.after(abortP+w.delay(), func() { p.run(func(a *agent) { a.abortOffer(id) }) })
@@ -144,6 +151,9 @@ func (w *world) decodes(id core.TransferID, p, d *host, at, hold time.Duration) 
 		first += 3 // more than will be offered
 	}
 	n := max(1, w.plan.blocks-first)
+	if at < p.openAt { // the router asks P again until it is up
+		hold = p.openAt - at + w.upTo(3*time.Second)
+	}
 	w.after(at, func() {
 		d.run(func(a *agent) {
 			if a.aborted[id] {
@@ -154,6 +164,7 @@ func (w *world) decodes(id core.TransferID, p, d *host, at, hold time.Duration) 
 			}
 			if w.plan.kind || w.chance(0.7) {
 				a.claim(id, p.target)
+				a.expectClaim(id, p)
 				if !w.plan.kind && w.chance(0.02) {
 					w.faults["claim-left"]++
 					return // and forgets it
@@ -312,8 +323,13 @@ func (w *world) trouble(prefills []*host) {
 			w.faults["close"]++
 			h.run(func(a *agent) { a.close() })
 		case 7:
-			w.faults["deaf"]++
-			h.agent.deaf = w.now + lasts/8
+			if w.now > h.agent.deaf+core.TickInterval*3 {
+				w.faults["deaf"]++
+				h.agent.deaf = w.now + w.upTo(w.plan.absence()-core.TickInterval/2)
+				if w.chance(0.7) { // what broke its link broke its streams too
+					h.agent.breakLinks()
+				}
+			}
 		}
 	})
 }

@@ -241,6 +241,15 @@ func (a *agent) linksOfDead(seen float64) {
 	}
 }
 
+// breakLinks breaks all connections of a process that lives.
+func (a *agent) breakLinks() {
+	for _, l := range a.w.links {
+		if l.d == a || l.p == a {
+			l.breaks()
+		}
+	}
+}
+
 // arms lists what is expected from a peer, in one order.
 func (a *agent) arms(peer core.AgentID) []*arm {
 	var out []*arm

@@ -103,6 +103,13 @@ static int failed(void) { return errno != 0 ? errno : EIO; }
 /* The status of functions that are documented to return errno, and return -1 or its negative with some drivers. */
 static int code(int rc) { return rc == -1 ? failed() : rc < 0 ? -rc : rc; }
 
+/*
+ * The status of giving an object back. EIO: the device was taken out of the
+ * machine, and the kernel has freed the object already; the library's few bytes
+ * for it are lost.
+ */
+static int gone(int rc) { return code(rc) == EIO ? 0 : code(rc); }
+
 static int nonblocking(int fd) {
   int flags = fcntl(fd, F_GETFL);
   return flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 ? failed() : 0;
@@ -254,14 +261,14 @@ int vb_next_event(struct ibv_context *ctx, struct vb_event *e) {
 /* ---- memory ---- */
 
 struct ibv_pd *vb_alloc_pd(struct ibv_context *ctx) { return lib.alloc_pd(ctx); }
-int vb_dealloc_pd(struct ibv_pd *pd) { return code(lib.dealloc_pd(pd)); }
+int vb_dealloc_pd(struct ibv_pd *pd) { return gone(lib.dealloc_pd(pd)); }
 
 struct ibv_mr *vb_register(struct ibv_pd *pd, uintptr_t addr, uint64_t length, uint32_t access) {
   /* Only this entry masks what the kernel does not know of the optional flags. */
   if (access & IBV_ACCESS_OPTIONAL_RANGE) return lib.reg_mr_iova2(pd, (void *)addr, length, addr, access);
   return (lib.reg_mr)(pd, (void *)addr, length, (int)access);
 }
-int vb_deregister(struct ibv_mr *mr) { return code(lib.dereg_mr(mr)); }
+int vb_deregister(struct ibv_mr *mr) { return gone(lib.dereg_mr(mr)); }
 void vb_keys(struct ibv_mr *mr, uint32_t *lkey, uint32_t *rkey) {
   *lkey = mr->lkey;
   *rkey = mr->rkey;
@@ -305,7 +312,7 @@ free:
 int vb_destroy_cq(struct vb_cq *q) {
   if (q->unacked > 0) lib.ack_cq_events(q->cq, q->unacked);
   q->unacked = 0;
-  int err = code(lib.destroy_cq(q->cq));
+  int err = gone(lib.destroy_cq(q->cq));
   if (err != 0) return err; /* EBUSY: a queue pair still uses it; nothing is freed */
   err = code(lib.destroy_comp_channel(q->channel));
   free(q);
@@ -395,7 +402,7 @@ struct vb_qp *vb_create_qp(struct ibv_pd *pd, struct vb_cq *cq, struct vb_caps *
 }
 
 int vb_destroy_qp(struct vb_qp *q) {
-  int err = code(lib.destroy_qp(q->qp));
+  int err = gone(lib.destroy_qp(q->qp));
   if (err == 0) free(q);
   return err;
 }

@@ -20,6 +20,26 @@ func TestLibraryIsMissing(t *testing.T) {
 	}
 }
 
+// Load's answer is of the whole process, so a child asks.
+func TestLoadNamesTheLibrary(t *testing.T) {
+	if os.Getenv(libraryVariable) != "" {
+		_, first := Load()
+		_, again := Load()
+		var u *UnavailableError
+		if !errors.As(first, &u) || !strings.Contains(u.Reason, "libsomewhere.so") || again != first {
+			t.Errorf("Load gives %v, then %v", first, again)
+		}
+		return
+	}
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if out, err := command("env", libraryVariable+"=libsomewhere.so", exe, "-test.run=^TestLoadNamesTheLibrary$"); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+}
+
 func TestLibraryIsAnother(t *testing.T) {
 	_, err := load("libc.so.6")
 	var u *UnavailableError

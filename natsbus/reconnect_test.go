@@ -1,0 +1,99 @@
+package natsbus
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/internal/nettest"
+)
+
+// behindForwarder is a decode agent whose link to a prefill agent can be cut.
+func behindForwarder(t testing.TB) (f *nettest.Forwarder, prefill *Bus) {
+	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "t"})
+	f = nettest.Forward(t, p.addr)
+	prefill = newBus(t, Options{AgentID: "P", Server: p.Server, Token: "t"})
+	serve(prefill)
+	register(t, prefill, "e")
+	decode := newBus(t, Options{AgentID: "D", Token: "t"})
+	serve(decode)
+	if _, _, err := decode.Lookup(ctxOf(t, within), core.Target{Bootstrap: "http://" + f.Addr()}); err != nil {
+		t.Fatal(err)
+	}
+	return f, prefill
+}
+
+// TestAbsentAtOnesOwnServer: between the end of D's link and its return nobody
+// listens as D at P's own server, which is not the absence of a cluster.
+func TestAbsentAtOnesOwnServer(t *testing.T) {
+	leaktest.Check(t)
+	f, prefill := behindForwarder(t)
+	ask(t, prefill, "", "D", "D via http://"+f.Addr()+": hello P")
+	f.Shut(true)
+	f.Cut()
+	eventually(t, "nobody listens as D", func() error {
+		// One that is asked while the link breaks gets no answer.
+		_, err := prefill.Request(ctxOf(t, 100*time.Millisecond), "", "D", hello("P"))
+		if err == nil || !errors.Is(err, core.ErrAbsent) {
+			return errors.Join(errors.New("not yet"), err)
+		}
+		if errors.Is(err, core.ErrAway) {
+			t.Fatalf("%v: as if there were other servers", err)
+		}
+		return nil
+	})
+	f.Shut(false)
+	eventually(t, "D is back", func() error {
+		_, err := prefill.Request(ctxOf(t, within), "", "D", hello("P"))
+		return err
+	})
+}
+
+// TestDelay: only a link that has stood for long is dialled again nearly at once,
+// and only once: a server that ends each connection is not asked again and again.
+func TestDelay(t *testing.T) {
+	for _, c := range []struct {
+		kind  linkKind
+		stood time.Duration
+		tried int
+		soon  bool
+	}{
+		{portLink, 2 * steadyLink, 1, true}, {homeLink, 2 * steadyLink, 1, true}, {portLink, 2 * steadyLink, 2, false},
+		{portLink, 0, 1, false}, {clusterLink, 2 * steadyLink, 1, false},
+	} {
+		l := &link{kind: c.kind, since: time.Now().Add(-c.stood)}
+		for range 100 {
+			if d := l.delay(c.tried); d < firstWait != c.soon || d >= 2*reconnectWait {
+				t.Fatalf("%+v: dialled after %v", c, d)
+			}
+		}
+	}
+}
+
+// BenchmarkReconnect: how long nobody listens as a D whose link broke.
+func BenchmarkReconnect(b *testing.B) {
+	f, prefill := behindForwarder(b)
+	var all []time.Duration
+	for b.Loop() {
+		time.Sleep(steadyLink + steadyLink/10)
+		f.Cut()
+		began := time.Now()
+		for away := false; ; {
+			ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
+			_, err := prefill.Request(ctx, "", "D", hello("P"))
+			cancel()
+			if away = away || err != nil; away && err == nil {
+				break
+			}
+			time.Sleep(time.Millisecond)
+		}
+		all = append(all, time.Since(began))
+	}
+	slices.Sort(all)
+	b.ReportMetric(float64(all[len(all)/2].Milliseconds()), "ms-median")
+	b.ReportMetric(float64(all[len(all)-1].Milliseconds()), "ms-most")
+}
