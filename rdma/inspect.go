@@ -5,10 +5,7 @@ import (
 	"fmt"
 	"math"
 	"os"
-	"strconv"
 	"strings"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
@@ -114,11 +111,9 @@ func Inspect(cfg Config) Report {
 }
 
 func inspectDevice(cfg *Config, lib *verbs.Library, info verbs.DeviceInfo) DeviceReport {
-	r := DeviceReport{Name: info.Name, File: info.File, Transport: info.Transport.String(), NUMANode: -1}
-	if b, err := os.ReadFile(info.SysPath + "/device/numa_node"); err == nil { // Soft-RoCE has none
-		if n, err := strconv.Atoi(strings.TrimSpace(string(b))); err == nil {
-			r.NUMANode = n
-		}
+	r := DeviceReport{Name: info.Name, File: info.File, Transport: info.Transport.String(), NUMANode: noNode}
+	if at, err := devicePlace(os.DirFS("/sys"), info.Name); err == nil {
+		r.NUMANode = at.Node
 	}
 	if info.Problem != nil {
 		r.Problem = info.Problem.Error()
@@ -219,25 +214,16 @@ func inspectPort(cfg *Config, device string, port verbs.Port, entries []verbs.GI
 	return r
 }
 
-const capIPCLock = 14
-
 func inspectMemlock() Memlock {
-	if b, err := os.ReadFile("/proc/self/status"); err == nil {
-		for line := range strings.Lines(string(b)) {
-			if hex, ok := strings.CutPrefix(line, "CapEff:"); ok {
-				if caps, err := strconv.ParseUint(strings.TrimSpace(hex), 16, 64); err == nil && caps&(1<<capIPCLock) != 0 {
-					return Memlock{Unlimited: true, Why: "CAP_IPC_LOCK"}
-				}
-			}
-		}
-	}
-	var limit unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &limit); err != nil {
-		return Memlock{Why: fmt.Sprintf("RLIMIT_MEMLOCK cannot be read: %v", err)}
-	}
-	if limit.Cur == math.MaxUint64 {
+	m, err := readMemlock()
+	switch {
+	case err != nil:
+		return Memlock{Why: fmt.Sprintf("it cannot be read: %v", err), Remedy: "see whether registering the KV caches works"}
+	case m.Capable:
+		return Memlock{Unlimited: true, Why: "CAP_IPC_LOCK"}
+	case m.Soft == math.MaxUint64:
 		return Memlock{Unlimited: true, Why: "RLIMIT_MEMLOCK"}
 	}
-	return Memlock{Bytes: limit.Cur, Why: "RLIMIT_MEMLOCK",
-		Remedy: "the KV caches must fit: ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, --ulimit memlock=-1 for a container"}
+	return Memlock{Bytes: m.Soft, Why: "RLIMIT_MEMLOCK",
+		Remedy: "the KV caches must fit: ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, --ulimit memlock=-1 for docker"}
 }
