@@ -47,8 +47,8 @@ type portState struct {
 }
 
 // maxWrite is the most bytes of one write: large enough that more gains nothing,
-// small enough that lanes share a port fairly.
-const maxWrite = 1 << 20
+// small enough that lanes share a port fairly, and that a signal is for many.
+const maxWrite = 256 << 10
 
 // maxChain is the most writes behind one doorbell.
 const maxChain = 64
