@@ -3,7 +3,8 @@
 # only the ratios mean anything.
 #   scripts/bench-rdma.sh [--pairs N] [--depth N] [--sizes 4K,16K,64K,1M] [--mb N] [SIDE]
 # Each pair runs both sides, the order alternates, and the ratio is the median of the pairs' ratios. SIDE is what is
-# compared: a function bw_SIDE below, kvconn unless given; perftest is ib_write_bw against itself, which shows the noise.
+# compared: a function bw_SIDE below, kvconn unless given; perftest is ib_write_bw against itself, which shows the noise;
+# register is something else, the time that registering memory takes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/bench-rdma
@@ -65,6 +66,12 @@ fi
 
 . scripts/await.sh
 mkdir -p $out
+if [[ $side == register ]]; then # from the opening of the library until 1, 2 and 4 GiB are registered
+  rxe_prepare bench-rdma $out/prepare.log
+  go test -c -o $out/rdma.test ./rdma
+  rxe_vm --rails 1 --mem 9000 --share $out --timeout 600 -- $out/rdma.test -test.run '^$' -test.bench Open -test.benchtime 3x
+  exit
+fi
 make -s cmd
 rxe_prepare bench-rdma $out/prepare.log
 rc=0
