@@ -49,7 +49,7 @@ kvconn_bench() { # SIZE TOTAL DEPTH ORDER: whole loads, the control plane includ
     python3 -c 'import json, sys; print(json.load(sys.stdin)["results"][0]["median_gb_per_s"] * 1000)'
 }
 
-[[ $(type -t "bw_$side") == function ]] || bad "no side $side"
+[[ $side == register || $(type -t "bw_$side") == function ]] || bad "no side $side"
 if [[ $guest ]]; then
   tmp=$(mktemp -d)
   for size in ${sizes//,/ }; do
