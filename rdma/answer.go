@@ -108,6 +108,7 @@ func (src *source) joined(s *signal) {
 	case len(src.lanes) > 0:
 		src.settle(nil)
 		src.owed, src.backoff = true, 0
+		src.watch()
 	case s.Reason == "": // closed because nothing was to be sent; P opens others when something is
 		src.settle(nil)
 	default:
