@@ -88,8 +88,12 @@ fuzz: | tools ## every fuzz test, for TIME=1m each; what is found stays in testd
 mutants: | tools ## deliberate defects, each of which the simulator must find
 	$(GO) run ./internal/mutants
 
-e2e: wheel cmd ## faults on agents in processes of their own, then the real vLLM pair, also with failures
+rdma-test: | tools ## rdma/ on real queue pairs, in a small virtual machine; STAGES='go' for some
+	@GO=$(GO) scripts/rdma-test.sh $(STAGES)
+
+e2e: wheel cmd ## faults on agents in processes of their own, rdma-test, then the real vLLM pair, also with failures
 	$(BUILD)/kvconn chaos --short
+	@GO=$(GO) scripts/rdma-test.sh
 	@scripts/vllm-e2e.sh $(VENV_VLLM)
 
 chaos: cmd ## real agents under load and faults; CHAOS='--short --seed 1' for options
@@ -101,4 +105,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist python/*.egg-info .demo
 
-.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants e2e lint clean chaos
+.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e lint clean chaos

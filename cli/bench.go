@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma"
 )
 
 // benchLayers is how many regions a transfer is spread over.
@@ -26,6 +27,11 @@ type benchConfig struct {
 	json    bool
 	iperf   bool
 	agents  int // > 0: many decode agents in place of transfers
+
+	transport string // as in the configuration
+	adjacent  bool   // blocks lie one after the other on both sides
+	qps       int    // rdma_qps
+	depth     int    // rdma_send_depth
 }
 
 // benchResult is one row; rates are 10⁹ bytes a second.
@@ -45,7 +51,11 @@ func parseBench(args []string) (benchConfig, error) {
 	fs.SetOutput(os.Stderr)
 	block := fs.String("block", "4K,16K,64K,1M", "block sizes, separated by commas")
 	total := fs.String("total", "256M", "bytes of a transfer")
-	transport := fs.String("transport", "tcp", "transport: tcp")
+	transport := transportFlag(fs)
+	order := fs.String("order", "scattered", "how blocks lie on both sides: scattered, or adjacent, so that they are merged")
+	r := rdma.DefaultConfig()
+	fs.IntVar(&c.qps, "rdma-qps", r.QueuePairs, "queue pairs for each pair of ports")
+	fs.IntVar(&c.depth, "rdma-send-depth", r.SendDepth, "requests under way on a queue pair")
 	fs.IntVar(&c.rounds, "rounds", 9, "transfers per block size; the first one is not counted")
 	fs.IntVar(&c.streams, "streams", 2, "TCP connections")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
@@ -60,8 +70,12 @@ func parseBench(args []string) (benchConfig, error) {
 	if fs.NArg() > 0 {
 		return c, fmt.Errorf("%w: bench takes no argument %q", errUsage, fs.Arg(0))
 	}
-	if *transport != "tcp" {
-		return c, fmt.Errorf("%w: transport %q: this version has tcp", errUsage, *transport)
+	if err := checkTransport(*transport); err != nil {
+		return c, err
+	}
+	c.transport = *transport
+	if c.adjacent = *order == "adjacent"; !c.adjacent && *order != "scattered" {
+		return c, fmt.Errorf("%w: order %q: want scattered or adjacent", errUsage, *order)
 	}
 	if c.rounds < 2 || c.streams < 1 {
 		return c, fmt.Errorf("%w: want at least 2 rounds and 1 stream", errUsage)
@@ -127,7 +141,7 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 		enc.SetIndent("", "  ")
 		return enc.Encode(map[string]any{"results": results})
 	}
-	if results[0].Iperf3 == nil && c.iperf {
+	if results[0].Iperf3 == nil && c.iperf && results[0].Transport == "tcp" {
 		fmt.Fprintln(out, "iperf3 is not installed: no figure to compare with")
 	}
 	fmt.Fprintln(out, "every byte of every round was verified, inside the blocks and outside")
@@ -135,35 +149,35 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 }
 
 func benchOne(ctx context.Context, c benchConfig, peer *peerProcess, block int) (benchResult, error) {
-	r := benchResult{Transport: "tcp", BlockBytes: block, TotalBytes: c.total, Rounds: c.rounds - 1}
+	r := benchResult{BlockBytes: block, TotalBytes: c.total, Rounds: c.rounds - 1}
 	count := c.total / block / benchLayers
 	local, err := newPool(benchLayers, 2*count, block)
 	if err != nil {
 		return r, err
 	}
 	defer local.free()
-	opened, err := peer.ask(peerOrder{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block})
+	opened, err := peer.ask(peerOrder{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Transport: c.transport, QPs: c.qps, Depth: c.depth})
 	if err != nil {
 		return r, err
 	}
-	agent, err := openDecode(local, c.streams)
+	agent, err := openDecode(local, peerOrder{Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth})
 	if err != nil {
 		return r, err
 	}
 	defer agent.Close()
 	var rates, iperf []float64
 	for round := range c.rounds {
-		if c.iperf {
+		if c.iperf && c.transport != "rdma" {
 			if v, ok := runIperf(ctx); ok && round > 0 {
 				iperf = append(iperf, v)
 			}
 		}
 		id := fmt.Sprintf("bench-%d-%d", block, round)
 		local.clear()
-		if _, err := peer.ask(peerOrder{Op: "offer", ID: id, Transfer: round + 1, Count: count}); err != nil {
+		if _, err := peer.ask(peerOrder{Op: "offer", ID: id, Transfer: round + 1, Count: count, Adjacent: c.adjacent}); err != nil {
 			return r, err
 		}
-		dst := local.scatter(count, int64(1000+round))
+		dst := local.choose(count, int64(1000+round), c.adjacent)
 		start := time.Now()
 		if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Blocks: [][]core.BlockID{dst},
 			From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
@@ -177,6 +191,10 @@ func benchOne(ctx context.Context, c benchConfig, peer *peerProcess, block int) 
 		if rep.Code != core.OK {
 			return r, fmt.Errorf("transfer failed (%s): %s", rep.Code, rep.Reason)
 		}
+		if round > 0 && rep.Transport != r.Transport {
+			return r, fmt.Errorf("round %d went by %s, those before by %s: no figure of one transport", round+1, rep.Transport, r.Transport)
+		}
+		r.Transport = rep.Transport
 		if err := local.check(round+1, 0, dst); err != nil {
 			return r, err
 		}

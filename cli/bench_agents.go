@@ -122,7 +122,7 @@ type decodeBus struct {
 
 func newDecodeBus(i int, opened peerAnswer) (*decodeBus, error) {
 	d := &decodeBus{target: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID},
-		self: &wire.Agent{Version: wire.Version, ID: fmt.Sprint("bench-", i), EngineID: fmt.Sprint("decode-", i),
+		self: &wire.Agent{Version: wire.Version, ID: fmt.Sprint("bench-", i), EngineID: fmt.Sprint("decode-", i), Endpoints: []wire.Endpoint{{Transport: "tcp"}},
 			Shapes: []wire.Shape{{Name: "layer.0", BlockStride: 4096, BlockBytes: 4096, NumBlocks: 16}}}}
 	var err error
 	d.bus, err = natsbus.Open(natsbus.Options{AgentID: core.AgentID(d.self.ID), ConnectTimeout: agentsBound})

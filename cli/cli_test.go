@@ -32,7 +32,7 @@ func TestParseSize(t *testing.T) {
 func TestBadArguments(t *testing.T) {
 	for _, args := range [][]string{
 		{"bench", "--block", "7"}, {"bench", "--transport", "pigeon"}, {"bench", "more"}, {"bench", "--rounds", "1"},
-		{"bench", "--nope"}, {"demo", "--nope"}, {"bench", "--agents", "-1"}, {"bench", "--agents", "3001"},
+		{"bench", "--nope"}, {"demo", "--nope"}, {"demo", "--transport", "pigeon"}, {"bench", "--agents", "-1"}, {"bench", "--agents", "3001"},
 	} {
 		run := runBench
 		if args[0] == "demo" {

@@ -23,11 +23,15 @@ const (
 func runDemo(ctx context.Context, args []string, out io.Writer) error {
 	fs := flag.NewFlagSet("kvconn demo", flag.ContinueOnError)
 	fs.SetOutput(os.Stderr)
+	transport := transportFlag(fs)
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			return nil
 		}
 		return fmt.Errorf("%w: %w", errUsage, err)
+	}
+	if err := checkTransport(*transport); err != nil {
+		return err
 	}
 	fmt.Fprintf(out, "Two processes, each with a paged KV cache of %d layers × %d blocks × %s.\n", demoLayers, demoBlocks, formatSize(demoBlock))
 	peer, err := startPeer(ctx)
@@ -35,7 +39,7 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer peer.stop()
-	opened, err := peer.ask(peerOrder{Op: "open", Layers: demoLayers, Blocks: demoBlocks, Block: demoBlock})
+	opened, err := peer.ask(peerOrder{Op: "open", Layers: demoLayers, Blocks: demoBlocks, Block: demoBlock, Transport: *transport})
 	if err != nil {
 		return err
 	}
@@ -44,13 +48,13 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer local.free()
-	agent, err := openDecode(local, 2)
+	agent, err := openDecode(local, peerOrder{Streams: 2, Transport: *transport})
 	if err != nil {
 		return err
 	}
 	defer agent.Close()
 	fmt.Fprintf(out, "prefill: process %d, bootstrap %s\ndecode:  process %d\n\n", peer.cmd.Process.Pid, opened.Bootstrap, os.Getpid())
-	fmt.Fprintf(out, "%-44s %7s %9s %9s %9s %8s  %s\n", "request", "blocks", "bytes", "wait ms", "move ms", "GB/s", "bytes")
+	fmt.Fprintf(out, "%-44s %7s %9s %9s %9s %8s %-5s %s\n", "request", "blocks", "bytes", "wait ms", "move ms", "GB/s", "by", "bytes")
 
 	steps := []struct {
 		what  string
@@ -101,8 +105,8 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 			return err
 		}
 		move := time.Duration(rep.Stats.Nanos)
-		fmt.Fprintf(out, "%-44s %7d %9s %9.2f %9.2f %8.2f  verified\n", s.what, rep.Blocks, formatSize(int(rep.Stats.Bytes)),
-			rep.Wait.Seconds()*1e3, move.Seconds()*1e3, float64(rep.Stats.Bytes)/move.Seconds()/1e9)
+		fmt.Fprintf(out, "%-44s %7d %9s %9.2f %9.2f %8.2f %-5s verified\n", s.what, rep.Blocks, formatSize(int(rep.Stats.Bytes)),
+			rep.Wait.Seconds()*1e3, move.Seconds()*1e3, float64(rep.Stats.Bytes)/move.Seconds()/1e9, rep.Transport)
 	}
 	fmt.Fprintln(out, "\nEvery byte is where it belongs, and none is anywhere else.")
 	return nil

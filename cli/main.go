@@ -24,6 +24,7 @@ Usage: kvconn COMMAND [OPTIONS]
 
   demo    two processes with synthetic paged caches: a first look in seconds
   bench   how fast paged blocks move between two processes, bytes verified
+  doctor  which transports work on this machine, and what to do about the others
   proxy   the router: sends each request to a prefill and a decode server
 
 kvconn COMMAND --help tells the options.
@@ -54,6 +55,8 @@ func Main(args []string) int {
 		err = runDemo(ctx, rest, os.Stdout)
 	case "bench":
 		err = runBench(ctx, rest, os.Stdout)
+	case "doctor":
+		err = runDoctor(rest, os.Stdout)
 	case "proxy":
 		err = runProxy(ctx, rest, os.Stdout)
 	case "chaos":

@@ -4,9 +4,11 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"flag"
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strconv"
 	"time"
 
@@ -19,14 +21,18 @@ import (
 
 // peerOrder is what demo and bench tell their second process, the prefill side.
 type peerOrder struct {
-	Op       string `json:"op"` // open, announce, offer, wait, close
-	Layers   int    `json:"layers,omitempty"`
-	Blocks   int    `json:"blocks,omitempty"` // of the pool
-	Block    int    `json:"block,omitempty"`  // bytes
-	Streams  int    `json:"streams,omitempty"`
-	ID       string `json:"id,omitempty"`
-	Transfer int    `json:"transfer,omitempty"` // names the pattern
-	Count    int    `json:"count,omitempty"`    // blocks of the transfer
+	Op        string `json:"op"` // open, announce, offer, wait, close
+	Layers    int    `json:"layers,omitempty"`
+	Blocks    int    `json:"blocks,omitempty"` // of the pool
+	Block     int    `json:"block,omitempty"`  // bytes
+	Streams   int    `json:"streams,omitempty"`
+	Transport string `json:"transport,omitempty"` // as in the configuration; empty for auto
+	ID        string `json:"id,omitempty"`
+	Transfer  int    `json:"transfer,omitempty"` // names the pattern
+	Count     int    `json:"count,omitempty"`    // blocks of the transfer
+	Adjacent  bool   `json:"adjacent,omitempty"` // they lie one after the other
+	QPs       int    `json:"qps,omitempty"`      // rdma_qps
+	Depth     int    `json:"depth,omitempty"`    // rdma_send_depth
 	// Bootstrap is where open is to listen again; any free port without it.
 	Bootstrap string `json:"bootstrap,omitempty"`
 }
@@ -37,6 +43,18 @@ type peerAnswer struct {
 	EngineID  string `json:"engine_id,omitempty"`
 	Code      int    `json:"code,omitempty"`
 	Reason    string `json:"reason,omitempty"`
+}
+
+// transportFlag adds --transport.
+func transportFlag(fs *flag.FlagSet) *string {
+	return fs.String("transport", "auto", "auto (rdma where it works, else tcp), rdma or tcp: that one or none")
+}
+
+func checkTransport(name string) error {
+	if !slices.Contains([]string{"auto", "rdma", "tcp"}, name) {
+		return fmt.Errorf("%w: transport %q: want auto, rdma or tcp", errUsage, name)
+	}
+	return nil
 }
 
 // runPeer obeys orders until its input ends.
@@ -75,7 +93,7 @@ func (p *prefillPeer) obey(ctx context.Context, o peerOrder) (peerAnswer, error)
 		_, err := p.agent.Announce([]core.TransferID{core.TransferID(o.ID)})
 		return peerAnswer{}, err
 	case "offer":
-		ids := p.pool.scatter(o.Count, int64(o.Transfer))
+		ids := p.pool.choose(o.Count, int64(o.Transfer), o.Adjacent)
 		p.pool.fill(o.Transfer, ids)
 		_, err := p.agent.Offer([]core.OfferRequest{{ID: core.TransferID(o.ID), Blocks: [][]core.BlockID{ids}}})
 		return peerAnswer{}, err
@@ -93,6 +111,7 @@ func (p *prefillPeer) open(o peerOrder) (peerAnswer, error) {
 	cfg := node.DefaultConfig()
 	cfg.EngineID, cfg.Role = "prefill", node.RolePrefill
 	cfg.BootstrapHost, cfg.BootstrapPort, cfg.TCPListenHost = "127.0.0.1", 0, "127.0.0.1"
+	o.transport(&cfg)
 	if o.Bootstrap != "" {
 		at, err := natsbus.ParseAddress(o.Bootstrap)
 		if err != nil {
@@ -114,6 +133,16 @@ func (p *prefillPeer) open(o peerOrder) (peerAnswer, error) {
 		return peerAnswer{}, err
 	}
 	return peerAnswer{Bootstrap: p.agent.BootstrapAddress(), EngineID: cfg.EngineID}, nil
+}
+
+// transport sets what the order says of it.
+func (o *peerOrder) transport(cfg *node.Config) {
+	if o.Transport != "" {
+		cfg.Transport = o.Transport
+	}
+	if o.QPs > 0 {
+		cfg.RDMAQPs, cfg.RDMASendDepth = o.QPs, o.Depth
+	}
 }
 
 func (p *prefillPeer) close() {
@@ -146,10 +175,11 @@ func waitReport(ctx context.Context, a *node.Agent, id core.TransferID) (core.Re
 	}
 }
 
-// openDecode opens the decode side in this process.
-func openDecode(p *pool, streams int) (*node.Agent, error) {
+// openDecode opens the decode side in this process, as the peer's order says.
+func openDecode(p *pool, o peerOrder) (*node.Agent, error) {
 	cfg := node.DefaultConfig()
-	cfg.EngineID, cfg.Role, cfg.TCPStreams = "decode", node.RoleDecode, streams
+	cfg.EngineID, cfg.Role, cfg.TCPStreams = "decode", node.RoleDecode, o.Streams
+	o.transport(&cfg)
 	a, err := node.Open(cfg, node.Options{Logger: newLogger(zap.WarnLevel)})
 	if err != nil {
 		return nil, err

@@ -71,7 +71,8 @@ enum kvconn_status {
   KVCONN_ERR_ADDRESS = 8,        /* a port is in use, or an address is not reached */
   KVCONN_ERR_BUFFER = 9,         /* the caller's buffer is too small */
   KVCONN_ERR_INTERNAL = 10,      /* a defect of the library; the agent is unusable */
-  KVCONN_ERR_SYSTEM = 11,        /* the operating system refused something */
+  KVCONN_ERR_SYSTEM = 11,        /* the operating system refused something, or the
+                                    transport that is asked for is not available */
 
   KVCONN_CANCELLED = 20,      /* kvconn_cancel on this side */
   KVCONN_PEER_CANCELLED = 21, /* the other engine cancelled */
@@ -79,7 +80,8 @@ enum kvconn_status {
   KVCONN_NOT_OFFERED = 23,    /* nobody offered the transfer in early_load_s */
   KVCONN_EXPIRED = 24,        /* nobody loaded the offer in lease_s */
   KVCONN_REFUSED = 25,        /* layouts differ, a second load, a limit */
-  KVCONN_UNREACHABLE = 26,    /* bootstrap address or registry entry not found */
+  KVCONN_UNREACHABLE = 26,    /* bootstrap address or registry entry not found,
+                                 or no transport's bytes get through */
   KVCONN_FAILED = 27,         /* the bytes could not be moved */
   KVCONN_AGENT_CLOSED = 28    /* kvconn_close on either side */
 };
@@ -148,7 +150,7 @@ typedef struct kvconn_completion {
   uint64_t transfer_ns; /* from the first byte to the last */
   uint32_t blocks;
   uint32_t segments; /* contiguous runs in this side's memory */
-  char transport[8];
+  char transport[8]; /* that moved the bytes, "rdma" or "tcp"; empty if it came to none */
   char transfer_id[KVCONN_TRANSFER_ID_MAX + 8]; /* NUL-terminated */
   char reason[320];                             /* NUL-terminated; empty if OK */
 } kvconn_completion;
@@ -171,7 +173,8 @@ int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
 /*
  * Gives the agent the engine's paged KV memory, once, before any transfer. A
  * prefill agent is findable when the call returns. Waits at most
- * connect_timeout_s for the registry.
+ * connect_timeout_s for the registry. With "transport": "rdma" and no rdma on
+ * this machine it is KVCONN_ERR_SYSTEM with the reason; kvconn doctor tells more.
  */
 int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
 

@@ -13,7 +13,6 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
-	"github.com/kvconn/kvconn/tcp"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -22,6 +21,8 @@ type Options struct {
 	Logger  *zap.Logger
 	Reports Reports
 	Clock   core.Clock
+
+	rdma openRDMA // tests only
 }
 
 // Agent is one open kvconn instance.
@@ -35,6 +36,7 @@ type Agent struct {
 	plane   *controlPlane
 	bus     core.Bus
 	allow   *allowList // whom this agent may contact
+	rdma    openRDMA
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -46,16 +48,18 @@ type Agent struct {
 	layout      *core.Layout
 	machine     *core.Machine
 	self        *wire.Agent
-	transport   core.Transport
+	transport   *transports
 	outstanding int // accepted offers and loads without a report
 	queue       []core.Action
 	performing  bool // the run goroutine has taken the queue and is not done
 	total       Totals
 
-	wake   chan struct{}
-	peers  *peerTable
-	lanes  *lanes
-	outbox *outbox
+	wake    chan struct{}
+	peers   *peerTable
+	lanes   *lanes
+	outbox  *outbox
+	revokes *revokes
+	signals signalGate
 }
 
 type agentState int
@@ -92,6 +96,10 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 	a.peers = newPeerTable()
 	a.lanes = newLanes(a)
 	a.outbox = newOutbox(a)
+	a.revokes = &revokes{a: a}
+	if a.rdma = opt.rdma; a.rdma == nil {
+		a.rdma = newRDMA
+	}
 	plane, err := openControlPlane(a)
 	if err != nil {
 		a.cancel()
@@ -143,14 +151,10 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	a.state = stateRegistering
 	a.mu.Unlock()
 
-	t, err := tcp.New(tcp.Config{
-		Listen: a.cfg.prefills(), ListenHost: a.cfg.TCPListenHost, ListenPort: a.cfg.TCPPort, AdvertiseHost: a.cfg.AdvertiseHost,
-		Streams: a.cfg.TCPStreams, StallTimeout: time.Duration(a.cfg.StallTimeout), DialTimeout: time.Duration(a.cfg.ConnectTimeout),
-		Guard: a.allow.checkDial, Logger: a.log.Named("tcp"),
-	}, layout, sink{a})
+	t, err := a.openTransports(layout)
 	if err != nil {
 		a.setState(stateOpen)
-		return err
+		return fmt.Errorf("register_kv_caches: %w", err)
 	}
 	self := a.describe(layout, t)
 	a.mu.Lock()
@@ -183,16 +187,17 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	a.state = stateRegistered
 	a.mu.Unlock()
 	a.log.Info("KV caches registered", zap.Int("regions", len(layout.Regions)), zap.Int("groups", len(layout.Groups)),
-		zap.Uint32("blocks", layout.Groups[0].NumBlocks), zap.Uint64("block_bytes", layout.Groups[0].BlockBytes))
+		zap.Uint32("blocks", layout.Groups[0].NumBlocks), zap.Uint64("block_bytes", layout.Groups[0].BlockBytes),
+		zap.Stringer("transports", t))
 	return nil
 }
 
-func (a *Agent) describe(l *core.Layout, t core.Transport) *wire.Agent {
+func (a *Agent) describe(l *core.Layout, t *transports) *wire.Agent {
 	d := &wire.Agent{
 		Version: wire.Version, ID: string(a.id), EngineID: a.cfg.EngineID,
 		DPRank: a.cfg.DPRank, TPRank: a.cfg.TPRank, PPRank: a.cfg.PPRank,
 		Model: a.cfg.Model, DType: a.cfg.DType, BlockTokens: a.cfg.BlockTokens,
-		Endpoints: []wire.Endpoint{{Transport: t.Name(), Address: t.Endpoint()}},
+		Endpoints: t.endpoints(), Lacks: t.lacks,
 	}
 	for _, s := range l.Shapes() {
 		d.Shapes = append(d.Shapes, wire.Shape(s))
@@ -264,7 +269,7 @@ func (a *Agent) collect() {
 	for _, act := range a.machine.Actions() {
 		if r, ok := act.(core.Report); ok {
 			a.outstanding--
-			r.Transport = a.transport.Name()
+			r.Transport = a.transport.ended(r)
 			a.total.add(r)
 			a.logReport(r)
 			r.Reason = a.explain(r)

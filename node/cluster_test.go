@@ -93,7 +93,7 @@ func outliveLeader(t *testing.T, at [3]int) {
 	pc := trioConfig(RolePrefill, "")
 	pc.AdvertiseHost = "127.0.0.2" // the data path leads over a way that can be held
 	p := atServer(t, c, pc, servers[at[0]])
-	_, port, err := net.SplitHostPort(p.transport.Endpoint())
+	_, port, err := net.SplitHostPort(p.transport.named(viaTCP).Endpoint())
 	if err != nil {
 		t.Fatal(err)
 	}

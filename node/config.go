@@ -53,10 +53,27 @@ type Config struct {
 	TLSCAFile        string   `json:"tls_ca_file"`     // whom to trust; bootstrap ports must speak TLS then
 	BootstrapAllow   []string `json:"bootstrap_allow"` // hosts, *.domains, CIDRs that may be contacted
 
-	Transport     string `json:"transport"` // auto or tcp
+	Transport     string `json:"transport"` // auto: rdma, else tcp; rdma or tcp: that one or none
 	TCPListenHost string `json:"tcp_listen_host"`
 	TCPPort       int    `json:"tcp_port"` // 0 = any free one
 	TCPStreams    int    `json:"tcp_streams"`
+
+	// See rdma.Config.
+	RDMADevices         []string `json:"rdma_devices"` // "mlx5_0", "mlx5_1:1"; none = all
+	RDMADeny            []string `json:"rdma_deny"`
+	RDMAGIDIndex        int      `json:"rdma_gid_index"`
+	RDMAQPs             int      `json:"rdma_qps"`
+	RDMASendDepth       int      `json:"rdma_send_depth"`
+	RDMAMTU             int      `json:"rdma_mtu"`
+	RDMATimeout         int      `json:"rdma_timeout"`
+	RDMARetry           int      `json:"rdma_retry"`
+	RDMARNRRetry        int      `json:"rdma_rnr_retry"`
+	RDMAMinRNRTimer     int      `json:"rdma_min_rnr_timer"`
+	RDMATrafficClass    int      `json:"rdma_traffic_class"`
+	RDMAServiceLevel    int      `json:"rdma_service_level"`
+	RDMAPKeyIndex       int      `json:"rdma_pkey_index"`
+	RDMAIdle            Seconds  `json:"rdma_idle_s"`
+	RDMARelaxedOrdering string   `json:"rdma_relaxed_ordering"`
 
 	Lease          Seconds `json:"lease_s"`
 	PeerTimeout    Seconds `json:"peer_timeout_s"`
@@ -88,13 +105,15 @@ func (s Seconds) MarshalJSON() ([]byte, error) { return json.Marshal(time.Durati
 
 // DefaultConfig is a Config with everything that has a default.
 func DefaultConfig() Config {
-	return Config{
+	c := Config{
 		BootstrapHost: "0.0.0.0", BootstrapPort: 8998,
-		Transport: "auto", TCPListenHost: "", TCPStreams: 2,
+		Transport: viaAuto, TCPListenHost: "", TCPStreams: 2,
 		Lease: Seconds(30 * time.Second), PeerTimeout: Seconds(3 * time.Second), EarlyLoad: Seconds(30 * time.Second), Claim: Seconds(time.Hour),
 		ConnectTimeout: Seconds(3 * time.Second), StallTimeout: Seconds(10 * time.Second), CloseTimeout: Seconds(5 * time.Second),
 		MaxTransfers: 4096, LogLevel: "info",
 	}
+	c.rdmaDefaults()
+	return c
 }
 
 // ParseConfig reads a JSON object over the defaults. An unknown key, a wrong
@@ -152,8 +171,8 @@ func (c *Config) Check() error {
 		return bad("model", fmt.Sprintf("%.40q…", c.Model), "at most 512 bytes")
 	case len(c.DType) > 64:
 		return bad("dtype", fmt.Sprintf("%.40q…", c.DType), "at most 64 bytes")
-	case c.Transport != "auto" && c.Transport != "tcp":
-		return bad("transport", fmt.Sprintf("%q", c.Transport), "auto or tcp")
+	case !slices.Contains([]string{viaAuto, viaRDMA, viaTCP}, c.Transport):
+		return bad("transport", fmt.Sprintf("%q", c.Transport), "auto, rdma or tcp")
 	case c.TCPStreams < 1 || c.TCPStreams > 64:
 		return bad("tcp_streams", c.TCPStreams, "1 to 64")
 	case c.MaxTransfers < 1 || c.MaxTransfers > 1<<16:
@@ -182,6 +201,10 @@ func (c *Config) Check() error {
 	}
 	if err := c.checkSecurity(); err != nil {
 		return err
+	}
+	forRDMA := c.RDMA()
+	if err := forRDMA.Check(); err != nil {
+		return fmt.Errorf("%w: %w", core.ErrInvalid, err)
 	}
 	if h := c.AdvertiseHost; h != "" && strings.Contains(h, ":") && net.ParseIP(h) == nil {
 		return bad("advertise_host", fmt.Sprintf("%q", h), "a host name or an IP address, without a port")

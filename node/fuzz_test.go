@@ -33,6 +33,9 @@ func FuzzConfig(f *testing.F) {
 		`{"engine_id":"e","role":"prefill","bootstrap_port":99999999999999999999}`, `{"engine_id":"e","role":"prefill","max_transfers":65536,"nats_token":"a b"}`,
 		`{"engine_id":"e","role":"decode","bootstrap_allow":["10.0.0.0/8","*.cluster.local","h"],"advertise_host":"::1"}`, `{"engine_id":"e","role":"both","advertise_host":"h:1"}`,
 		`{"engine_id":"e","role":"both","nats_nkeys":["UA"]}`, `{"engine_id":"e","role":"both","tls_cert_file":"c","tls_key_file":"k"}`, `{"engine_id":"\ud800","role":"both"}`,
+		`{"engine_id":"e","role":"both","transport":"rdma","rdma_devices":["mlx5_0","mlx5_1:2"],"rdma_deny":[],"rdma_gid_index":3,"rdma_qps":16,"rdma_idle_s":1.5}`,
+		`{"engine_id":"e","role":"both","transport":"shm"}`, `{"engine_id":"e","role":"both","rdma_mtu":1500}`, `{"engine_id":"e","role":"both","rdma_timeout":0}`, `{"engine_id":"e","role":"both","rdma_idle_s":0.9}`,
+		`{"engine_id":"e","role":"both","rdma_relaxed_ordering":"on","rdma_traffic_class":256}`, `{"engine_id":"e","role":"both","rdma_devices":["mlx5_0:0"]}`, `{"engine_id":"e","role":"both","rdma_deny":["\u0000"]}`,
 		`{"engine_id":"e","role":"both"} x`, `{"engine_id":"e","role":"both","engine_id":"","x":1}`, `null`, `[]`, ``, `{"a":`, strings.Repeat(`[`, 20000),
 	} {
 		f.Add([]byte(s))
@@ -56,6 +59,17 @@ func FuzzConfig(f *testing.F) {
 		if c.MaxTransfers < 1 || c.MaxTransfers > 65536 || c.TCPStreams < 1 || c.TCPStreams > 64 || c.EngineID == "" || len(c.EngineID) > 256 {
 			t.Errorf("%q is accepted: %+v", text, c)
 		}
+		for key, v := range map[string][3]int{"rdma_gid_index": {c.RDMAGIDIndex, -1, 255}, "rdma_qps": {c.RDMAQPs, 1, 16}, "rdma_send_depth": {c.RDMASendDepth, 16, 16384},
+			"rdma_mtu": {c.RDMAMTU, 0, 4096}, "rdma_timeout": {c.RDMATimeout, 1, 21}, "rdma_retry": {c.RDMARetry, 0, 7}, "rdma_rnr_retry": {c.RDMARNRRetry, 0, 7},
+			"rdma_min_rnr_timer": {c.RDMAMinRNRTimer, 0, 31}, "rdma_traffic_class": {c.RDMATrafficClass, 0, 255}, "rdma_service_level": {c.RDMAServiceLevel, 0, 15},
+			"rdma_pkey_index": {c.RDMAPKeyIndex, 0, 65535}} {
+			if v[0] < v[1] || v[0] > v[2] {
+				t.Errorf("%q has %s %d, want %d to %d", text, key, v[0], v[1], v[2])
+			}
+		}
+		if d := time.Duration(c.RDMAIdle); d < time.Second || d > time.Hour {
+			t.Errorf("%q has rdma_idle_s %v", text, d)
+		}
 		again, err := json.Marshal(c)
 		if err != nil {
 			t.Fatalf("%+v is not written: %v", c, err)
@@ -64,8 +78,10 @@ func FuzzConfig(f *testing.F) {
 		if err != nil {
 			t.Fatalf("%q becomes %s: %v", text, again, err)
 		}
-		if len(c.NATSNKeys) == 0 && len(c.BootstrapAllow) == 0 { // [] and null are alike
-			c.NATSNKeys, c.BootstrapAllow, c2.NATSNKeys, c2.BootstrapAllow = nil, nil, nil, nil
+		for _, list := range []*[]string{&c.NATSNKeys, &c.BootstrapAllow, &c.RDMADevices, &c.RDMADeny, &c2.NATSNKeys, &c2.BootstrapAllow, &c2.RDMADevices, &c2.RDMADeny} {
+			if len(*list) == 0 { // [] and null are alike
+				*list = nil
+			}
 		}
 		if !reflect.DeepEqual(c, c2) {
 			t.Errorf("%q is %+v, and then %+v", text, c, c2)
@@ -80,13 +96,36 @@ type fakeTransport struct {
 	writes   []core.WriteOp
 }
 
-func (*fakeTransport) Name() string { return "tcp" }
+func (*fakeTransport) Name() string     { return "tcp" }
+func (*fakeTransport) Endpoint() string { return ":1" }
 func (f *fakeTransport) Admit(id core.AgentID) ([]byte, error) {
 	f.admitted[id] = true
 	return make([]byte, 16), nil
 }
 func (f *fakeTransport) Dismiss(id core.AgentID) { delete(f.admitted, id) }
 func (f *fakeTransport) Write(op core.WriteOp)   { f.writes = append(f.writes, op) }
+
+// fakeSignaller takes signals, of those only who were admitted by tcp beside it.
+type fakeSignaller struct {
+	core.Signaller
+	of *fakeTransport
+	t  *testing.T
+}
+
+func (*fakeSignaller) Name() string     { return "sig" }
+func (*fakeSignaller) Endpoint() string { return "" }
+func (f *fakeSignaller) Admit(id core.AgentID) ([]byte, error) {
+	f.of.admitted[id] = true
+	return make([]byte, 16), nil
+}
+func (*fakeSignaller) Dismiss(core.AgentID) {}
+func (f *fakeSignaller) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
+	if !f.of.admitted[from] {
+		f.t.Errorf("a signal of %q, which was not met", from)
+	}
+	return msg, nil
+}
+func (f *fakeSignaller) Write(op core.WriteOp) { f.of.Write(op) }
 
 // deafAgent is a registered prefill agent without a bus and without goroutines:
 // what its machine wants done stays in its queue.
@@ -97,11 +136,9 @@ func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
 	}
 	tr := &fakeTransport{admitted: map[core.AgentID]bool{}}
 	a := &Agent{id: "P", cfg: testConfig(RoleBoth), log: zap.NewNop(), clock: systemClock{}, reports: newReportQueue(64), wake: make(chan struct{}, 1),
-		peers: newPeerTable(), layout: l, transport: tr, machine: core.New(l, core.Options{MaxTransfers: 8}), state: stateRegistered}
-	a.self = &wire.Agent{Version: wire.Version, ID: "P", EngineID: a.cfg.EngineID, Endpoints: []wire.Endpoint{{Transport: "tcp", Address: ":1"}}}
-	for _, s := range l.Shapes() {
-		a.self.Shapes = append(a.self.Shapes, wire.Shape(s))
-	}
+		peers: newPeerTable(), layout: l, machine: core.New(l, core.Options{MaxTransfers: 8}), state: stateRegistered}
+	a.transport = newTransports(a, &fakeSignaller{of: tr, t: t}, tr)
+	a.self = a.describe(l, a.transport)
 	return a, tr
 }
 
@@ -117,7 +154,7 @@ var fuzzRegions = []core.Region{
 // agent allocate little, whatever it claims.
 func FuzzServe(f *testing.F) {
 	hello := func(from string, change func(*wire.Agent)) *wire.Request {
-		h := &wire.Agent{Version: wire.Version, ID: from, EngineID: "d", Shapes: []wire.Shape{{Name: "k", BlockStride: 64, BlockBytes: 64, NumBlocks: 99}, {Name: "s", BlockStride: 1 << 60, BlockBytes: 8, Group: 1}}}
+		h := &wire.Agent{Version: wire.Version, ID: from, EngineID: "d", Endpoints: []wire.Endpoint{{Transport: "tcp"}}, Shapes: []wire.Shape{{Name: "k", BlockStride: 64, BlockBytes: 64, NumBlocks: 99}, {Name: "s", BlockStride: 1 << 60, BlockBytes: 8, Group: 1}}}
 		if change != nil {
 			change(h)
 		}
@@ -132,6 +169,9 @@ func FuzzServe(f *testing.F) {
 	finish := func(from string, list ...wire.Finish) *wire.Request {
 		return &wire.Request{Kind: wire.KindFinish, From: from, Finishes: list}
 	}
+	signal := func(from, transport string) *wire.Request {
+		return &wire.Request{Kind: wire.KindSignal, From: from, Signal: &wire.Signal{Transport: transport, Data: []byte("join")}}
+	}
 	ids := wire.Blocks{IDs: []uint32{7, 8}}
 	for _, seed := range [][3]*wire.Request{
 		{hello("d", nil), load("d", ids), renew("d", []string{"t-1"}, []string{"t-2", ""})},
@@ -140,6 +180,9 @@ func FuzzServe(f *testing.F) {
 		{hello("d", func(h *wire.Agent) { h.Shapes[0].BlockBytes = 0 }), load("d", ids), renew("d", nil, nil)},
 		{hello("d", func(h *wire.Agent) { h.ID = "other" }), load("other", ids), renew("e", []string{"t-1"}, []string{"t-1"})},
 		{hello("", nil), load("", ids), renew("", nil, []string{"t-1"})},
+		{hello("d", func(h *wire.Agent) { h.Endpoints = []wire.Endpoint{{Transport: "rdma"}} }), load("d", ids), signal("d", "sig")},
+		{signal("d", "sig"), hello("d", nil), signal("d", "tcp")},
+		{hello("d", nil), signal("d", "sig"), signal("e", "sig")},
 	} {
 		var enc [3][]byte
 		for i, m := range seed {
@@ -206,7 +249,7 @@ func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) {
 	if r := req.Renew; req.Kind == wire.KindRenew && rep.Code == 0 && len(rep.Statuses) != len(r.Loads)+len(r.Claims) {
 		t.Errorf("%d statuses for %+v", len(rep.Statuses), r)
 	}
-	if len(rep.Ticket) > 0 && (req.Kind != wire.KindHello || !fits(req.Hello)) {
+	if len(rep.Ticket)+len(rep.Tickets) > 0 && (req.Kind != wire.KindHello || !fits(req.Hello)) {
 		t.Errorf("a ticket for %+v", req)
 	}
 	if req.Kind == wire.KindLoad && !tr.admitted[from] && rep.Code == 0 {

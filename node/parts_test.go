@@ -1,6 +1,7 @@
 package node
 
 import (
+	"strings"
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
@@ -40,6 +41,7 @@ func (s *side) loadParts(id core.TransferID, parts ...core.LoadPart) {
 // TestSharesOfOnePrefillRank: two decode ranks have their layers of one offer.
 func TestSharesOfOnePrefillRank(t *testing.T) {
 	leaktest.Check(t)
+	id := core.TransferID(strings.Repeat("x", core.MaxTransferID)) // and each share's is longer
 	p := open(t, testConfig(RolePrefill))
 	from := core.Target{Bootstrap: p.BootstrapAddress()}
 	ds := []*side{open(t, testConfig(RoleDecode)), open(t, testConfig(RoleDecode))}
@@ -47,23 +49,23 @@ func TestSharesOfOnePrefillRank(t *testing.T) {
 	of := [][]uint32{{0, 1}, {2}}
 	share := func(k int) core.Share { return core.Share{K: k, Of: 2} }
 	p.fill(1, 4, 5)
-	if _, err := ds[1].Claim([]core.ClaimRequest{{ID: "t", Parts: []core.ClaimPart{{From: from, Share: share(1)}}}}); err != nil {
+	if _, err := ds[1].Claim([]core.ClaimRequest{{ID: id, Parts: []core.ClaimPart{{From: from, Share: share(1)}}}}); err != nil {
 		t.Fatal(err)
 	}
 	p.knows(2) // both shares, of which one is claimed
-	p.offer("t", 4, 5)
-	ds[0].loadParts("t", core.LoadPart{From: from, Share: share(0), Blocks: [][]core.BlockID{{7, 9}}, Regions: of[0]})
-	ds[0].want("t", core.OK)
+	p.offer(id, 4, 5)
+	ds[0].loadParts(id, core.LoadPart{From: from, Share: share(0), Blocks: [][]core.BlockID{{7, 9}}, Regions: of[0]})
+	ds[0].want(id, core.OK)
 	if r := p.GetFinished(); len(r) != 0 {
 		t.Fatalf("the offer has ended with its first share: %+v", r)
 	}
-	others[0].load("t", p.BootstrapAddress(), 1)
-	others[0].want("t", core.Refused, "2 shares")
-	others[1].loadParts("t", core.LoadPart{From: from, Share: share(1), Blocks: [][]core.BlockID{{7, 9}}})
-	others[1].want("t", core.Refused, string(ds[1].ID()))
-	ds[1].loadParts("t", core.LoadPart{From: from, Share: share(1), Blocks: [][]core.BlockID{{3, 2}}, Regions: of[1]})
-	ds[1].want("t", core.OK)
-	if r := p.want("t", core.OK); r.Blocks != 2 || r.Stats.Bytes != 2*layers*blockBytes {
+	others[0].load(id, p.BootstrapAddress(), 1)
+	others[0].want(id, core.Refused, "2 shares")
+	others[1].loadParts(id, core.LoadPart{From: from, Share: share(1), Blocks: [][]core.BlockID{{7, 9}}})
+	others[1].want(id, core.Refused, string(ds[1].ID()))
+	ds[1].loadParts(id, core.LoadPart{From: from, Share: share(1), Blocks: [][]core.BlockID{{3, 2}}, Regions: of[1]})
+	ds[1].want(id, core.OK)
+	if r := p.want(id, core.OK); r.Blocks != 2 || r.Stats.Bytes != 2*layers*blockBytes {
 		t.Errorf("the offer's report: %+v", r)
 	}
 	sameIn(t, of[0], p, []core.BlockID{4, 5}, ds[0], []core.BlockID{7, 9})

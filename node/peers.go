@@ -61,7 +61,7 @@ func (t *peerTable) get(id core.AgentID) *peer {
 
 // add remembers a peer, and dismisses the one that makes room for it; t.meeting
 // is held.
-func (t *peerTable) add(p *peer, transport core.Transport) {
+func (t *peerTable) add(p *peer, transport *transports) {
 	var oldest core.AgentID
 	t.mu.Lock()
 	if old := t.byID[p.id]; old != nil {
@@ -80,13 +80,22 @@ func (t *peerTable) add(p *peer, transport core.Transport) {
 }
 
 // admit lets a peer that has said hello connect, and remembers it.
-func (t *peerTable) admit(p *peer, transport core.Transport) (ticket []byte, err error) {
+func (t *peerTable) admit(p *peer, h *wire.Agent, transport *transports) (tickets []wire.Ticket, err error) {
 	t.meeting.Lock()
 	defer t.meeting.Unlock()
-	if ticket, err = transport.Admit(p.id); err == nil {
+	if tickets, err = transport.admit(p.id, h); err == nil {
 		t.add(p, transport)
 	}
-	return ticket, err
+	return tickets, err
+}
+
+// connect remembers a peer that has answered a hello, and then makes the ways to
+// it usable: their signals are taken from those only who are remembered.
+func (t *peerTable) connect(p *peer, transport *transports, connect func() error) error {
+	t.meeting.Lock()
+	defer t.meeting.Unlock()
+	t.add(p, transport)
+	return connect()
 }
 
 // drop removes a peer; t.mu is held.
@@ -181,10 +190,6 @@ func (t *peerTable) resolve(a *Agent, r core.Resolve) {
 			p = &peer{}
 			code, reason = lookupCode(err), err.Error()
 			a.log.Warn("prefill agent not found", zap.String("bootstrap", r.From.Bootstrap), zap.String("engine_id", r.From.EngineID), zap.Error(err))
-		} else {
-			t.meeting.Lock()
-			t.add(p, a.transport)
-			t.meeting.Unlock()
 		}
 		t.mu.Lock()
 		if err == nil {
@@ -269,19 +274,16 @@ func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
 	if rep.Code != 0 {
 		return nil, &refusedError{rep.Reason}
 	}
-	endpoint, err := endpointOf(info, a.transport.Name(), target.Bootstrap)
+	roads, absent, err := a.transport.roads(ctx, info, target.Bootstrap)
 	if err != nil {
-		return nil, &refusedError{err.Error()}
-	}
-	if err := a.allow.checkEndpoint(ctx, endpoint); err != nil {
 		return nil, err
 	}
-	if err := a.transport.Connect(id, endpoint, rep.Ticket); err != nil {
+	p := &peer{id: id, via: via, shapes: shapes(info), opened: openedAt(asked, rep.AgeMS)}
+	if err := a.peers.connect(p, a.transport, func() error { return a.transport.connect(id, info.EngineID, roads, absent, rep) }); err != nil {
 		return nil, err
 	}
-	a.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID),
-		zap.String("transport", a.transport.Name()), zap.String("endpoint", endpoint))
-	return &peer{id: id, via: via, shapes: shapes(info), opened: openedAt(asked, rep.AgeMS)}, nil
+	a.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID), zap.Stringers("roads", roads))
+	return p, a.transport.settle(ctx, id)
 }
 
 // openedAt is an instant, on this process's clock, before which an agent was not
@@ -294,25 +296,19 @@ func openedAt(asked time.Time, ageMS int64) time.Time {
 	return asked.Add(-time.Duration(ageMS) * time.Millisecond)
 }
 
-// endpointOf finds a transport's address; without a host it is at the host
-// where the registry was found, which is known to be reachable.
-func endpointOf(info *wire.Agent, transport, bootstrap string) (string, error) {
-	for _, e := range info.Endpoints {
-		if e.Transport != transport {
-			continue
-		}
-		host, port, err := net.SplitHostPort(e.Address)
-		if err != nil {
-			return "", fmt.Errorf("prefill agent %s has a malformed %s endpoint %q: %w", info.ID, transport, e.Address, err)
-		}
-		if host == "" {
-			u, err := url.Parse(bootstrap)
-			if err != nil || u.Hostname() == "" {
-				return "", fmt.Errorf("prefill agent %s names no host for %s and there is no bootstrap address: set advertise_host on the prefill engine", info.ID, transport)
-			}
-			host = u.Hostname()
-		}
-		return net.JoinHostPort(host, port), nil
+// fullEndpoint is a transport's address as it is dialled; without a host it is at
+// the host where the registry was found, which is known to be reachable.
+func fullEndpoint(info *wire.Agent, e wire.Endpoint, bootstrap string) (string, error) {
+	host, port, err := net.SplitHostPort(e.Address)
+	if err != nil {
+		return "", fmt.Errorf("prefill agent %s has a malformed %s endpoint %q: %w", info.ID, e.Transport, e.Address, err)
 	}
-	return "", fmt.Errorf("prefill agent %s has no %s endpoint: no transport in common", info.ID, transport)
+	if host == "" {
+		u, err := url.Parse(bootstrap)
+		if err != nil || u.Hostname() == "" {
+			return "", fmt.Errorf("prefill agent %s names no host for %s and there is no bootstrap address: set advertise_host on the prefill engine", info.ID, e.Transport)
+		}
+		host = u.Hostname()
+	}
+	return net.JoinHostPort(host, port), nil
 }

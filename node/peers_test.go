@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
 )
 
 // admissions is the half of a transport that the peer table uses.
@@ -21,20 +22,25 @@ func (a *admissions) Admit(peer core.AgentID) ([]byte, error) {
 	return a.tickets[peer], nil
 }
 
+func (a *admissions) Name() string     { return viaTCP }
+func (a *admissions) Endpoint() string { return "" }
+
 func (a *admissions) Dismiss(peer core.AgentID) { delete(a.tickets, peer) }
 
 // TestForgottenPeersAreDismissed: who is not in the table is not admitted, so
 // that what was met of peers is bounded in the transport too.
 func TestForgottenPeersAreDismissed(t *testing.T) {
 	table, transport := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}
+	all := newTransports(&Agent{}, transport)
+	hello := &wire.Agent{Endpoints: []wire.Endpoint{{Transport: viaTCP}}}
 	for i := range maxPeers + 3 {
 		id := core.AgentID(fmt.Sprint(i))
-		ticket, err := table.admit(&peer{id: id}, transport)
+		ticket, err := table.admit(&peer{id: id}, hello, all)
 		if err != nil {
 			t.Fatal(err)
 		}
-		again, err := table.admit(&peer{id: id}, transport)
-		if err != nil || !bytes.Equal(ticket, again) {
+		again, err := table.admit(&peer{id: id}, hello, all)
+		if err != nil || len(ticket) != 1 || !bytes.Equal(ticket[0].Ticket, again[0].Ticket) {
 			t.Fatalf("second hello of %s: ticket %q, %v; the first was %q", id, again, err, ticket)
 		}
 	}
@@ -44,5 +50,8 @@ func TestForgottenPeersAreDismissed(t *testing.T) {
 		if want := i >= 3; known != want || admitted != want {
 			t.Fatalf("peer %d: known %v, admitted %v; want %v", i, known, admitted, want)
 		}
+	}
+	if len(all.pairs) != maxPeers {
+		t.Fatalf("%d pairs are remembered, of %d peers", len(all.pairs), maxPeers)
 	}
 }

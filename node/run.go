@@ -78,8 +78,7 @@ func (a *Agent) perform(act core.Action) {
 			a.peers.suspect(v.Peer)
 		}
 	case core.Revoke:
-		a.transport.Revoke(v.ID)
-		a.step(func(m *core.Machine, now time.Time) { m.Revoked(now, v.ID) })
+		a.revokes.add(v.ID) // it may wait for the peer's word
 	case core.Write:
 		a.write(v)
 	case core.StopWrite:
@@ -107,13 +106,17 @@ func (a *Agent) write(v core.Write) {
 
 // request asks a peer that was resolved or has said hello.
 func (a *Agent) request(to core.AgentID, bound time.Duration, req *wire.Request) (*wire.Reply, error) {
+	ctx, cancel := context.WithTimeout(a.ctx, bound)
+	defer cancel()
+	return a.ask(ctx, to, req)
+}
+
+func (a *Agent) ask(ctx context.Context, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
 	p := a.peers.get(to)
 	if p == nil {
 		return nil, fmt.Errorf("agent %s is not known any more", to)
 	}
 	req.From = string(a.id)
-	ctx, cancel := context.WithTimeout(a.ctx, bound)
-	defer cancel()
 	return a.bus.Request(ctx, p.via, to, req)
 }
 
@@ -136,8 +139,9 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 		})
 		return
 	}
+	transport, grant := unmark(v.Grant)
 	rep, err := a.insist(v.Peer, &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
-		TransferID: string(v.ID), Transport: a.transport.Name(), Grant: v.Grant, Groups: groups, Regions: v.Regions, LeaseMS: v.Lease.Milliseconds(),
+		TransferID: string(v.ID), Transport: transport, Grant: grant, Groups: groups, Regions: v.Regions, LeaseMS: v.Lease.Milliseconds(),
 	}})
 	code, reason, absent := core.OK, "", false
 	switch {
@@ -251,21 +255,4 @@ func (a *Agent) insist(to core.AgentID, req *wire.Request) (rep *wire.Reply, err
 		case <-time.After(core.TickInterval / 2): // a link that is down says so at once
 		}
 	}
-}
-
-// sink feeds the transports' outcomes to the machine.
-type sink struct{ a *Agent }
-
-func (s sink) Received(id core.TransferID, st core.TransferStats, err error) {
-	s.a.step(func(m *core.Machine, now time.Time) { m.Received(now, id, st, err) })
-}
-
-func (s sink) Written(id core.TransferID, st core.TransferStats, err error) {
-	s.a.step(func(m *core.Machine, now time.Time) { m.Written(now, id, st, err) })
-}
-
-func (s sink) PeerDown(peer core.AgentID, err error) {
-	s.a.log.Debug("connection to a peer ended", zap.String("peer", string(peer)), zap.Error(err))
-	s.a.peers.suspect(peer)
-	s.a.step(func(m *core.Machine, now time.Time) { m.PeerDown(now, peer) })
 }

@@ -30,6 +30,8 @@ func (a *Agent) serve(via core.Via, req *wire.Request) *wire.Reply {
 			}
 		})
 		return &wire.Reply{}
+	case wire.KindSignal:
+		return a.serveSignal(from, req.Signal)
 	}
 	return refuse("request of unknown kind %d", req.Kind)
 }
@@ -53,11 +55,13 @@ func (a *Agent) serveHello(via core.Via, from core.AgentID, h *wire.Agent) *wire
 		a.log.Warn("decode agent refused", zap.String("peer", h.ID), zap.String("engine_id", h.EngineID), zap.Error(err))
 		return refuse("prefill engine %q refuses decode engine %q: %v", self.EngineID, h.EngineID, err)
 	}
-	ticket, err := a.peers.admit(&peer{id: from, via: via, shapes: shapes(h)}, transport)
-	if err != nil { // closed meanwhile
+	tickets, err := a.peers.admit(&peer{id: from, via: via, shapes: shapes(h)}, h, transport)
+	if err != nil { // nothing in common, or closed meanwhile
 		return refuse("agent %s: %v", a.id, err)
 	}
-	return &wire.Reply{Ticket: ticket, AgeMS: 1 + a.clock.Now().Sub(a.opened).Milliseconds()}
+	rep := withTickets(tickets)
+	rep.AgeMS = 1 + a.clock.Now().Sub(a.opened).Milliseconds()
+	return rep
 }
 
 func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
@@ -67,14 +71,14 @@ func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
 	if a.peers.get(from) == nil || transport == nil {
 		return &wire.Reply{Code: int(core.SayHello), Reason: "say hello first"}
 	}
-	if l.Transport != transport.Name() {
-		return refuse("transport %q: this agent has %s", l.Transport, transport.Name())
+	if transport.named(l.Transport) == nil {
+		return refuse("transport %q: prefill agent %s of engine %q has %s", l.Transport, a.id, a.cfg.EngineID, transport.have(nil))
 	}
 	rep := &wire.Reply{}
 	if len(l.Regions) == 0 {
 		l.Regions = nil // all
 	}
-	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: l.Grant, Regions: l.Regions, Lease: time.Duration(l.LeaseMS) * time.Millisecond}
+	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: mark(l.Transport, l.Grant), Regions: l.Regions, Lease: time.Duration(l.LeaseMS) * time.Millisecond}
 	for _, g := range l.Groups {
 		msg.First = append(msg.First, g.First)
 		msg.Blocks = append(msg.Blocks, g.IDs)

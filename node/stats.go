@@ -28,7 +28,7 @@ type Stats struct {
 	Agent     string `json:"agent"`
 	EngineID  string `json:"engine_id"`
 	Bootstrap string `json:"bootstrap"`
-	Transport string `json:"transport"`
+	Transport string `json:"transport"` // those that are available, the preferred one first
 	Totals
 	Offered        uint64  `json:"offered"` // accepted calls
 	LoadsStarted   uint64  `json:"loads_started"`
@@ -42,6 +42,9 @@ type Stats struct {
 	Outstanding    int     `json:"outstanding"`      // accepted and not reported
 	Unread         int     `json:"unread"`           // reported and not collected
 	OldestWait     float64 `json:"oldest_wait_s"`    // of what is outstanding
+
+	Transports map[string]TransportStats `json:"transports"`
+	Pairs      []PairStats               `json:"pairs"` // those used last, at most 64
 }
 
 func (t *Totals) add(r core.Report) {
@@ -90,7 +93,8 @@ func (a *Agent) Stats() Stats {
 		s.Offered, s.LoadsStarted, s.Claimed, s.Reaped = c.Offered, c.Loaded, c.Claimed, c.Reaped
 		s.Retries += c.Retries
 		s.OldestWait = a.machine.OldestWait(a.clock.Now()).Seconds()
-		s.Transport = a.transport.Name()
+		s.Transport = a.transport.String()
+		s.Transports, s.Pairs = a.transport.stats()
 	}
 	return s
 }

@@ -13,14 +13,14 @@ import (
 
 // opener opens transports with so many streams to a peer.
 func opener(streams int, stall time.Duration) coretest.RemoteOpener {
-	return func(_ core.AgentID, l *core.Layout, sink core.Sink) (core.Transport, error) {
+	return func(_ core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
 		return tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: streams, StallTimeout: stall}, l, sink)
 	}
 }
 
 func fixture(open coretest.RemoteOpener) coretest.Fixture {
-	return coretest.Fixture{Open: func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink) core.Transport {
-		tr, err := open(id, l, sink)
+	return coretest.Fixture{Open: func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) core.Transport {
+		tr, err := open(id, l, sink, signal)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -58,7 +58,7 @@ func (r *Request) check() error {
 	case r.Kind == KindRenew && r.Renew != nil:
 		for _, ids := range [][]string{r.Renew.Loads, r.Renew.Claims} {
 			for _, id := range ids {
-				if err := short("transfer_id", id, 128); err != nil {
+				if err := short("transfer_id", id, 144); err != nil {
 					return err
 				}
 			}
@@ -66,11 +66,13 @@ func (r *Request) check() error {
 		return nil
 	case r.Kind == KindFinish && len(r.Finishes) > 0:
 		for _, f := range r.Finishes {
-			if err := first(short("transfer_id", f.TransferID, 128), short("reason", f.Reason, 1024)); err != nil {
+			if err := first(short("transfer_id", f.TransferID, 144), short("reason", f.Reason, 1024)); err != nil {
 				return err
 			}
 		}
 		return nil
+	case r.Kind == KindSignal && r.Signal != nil:
+		return short("transport", r.Signal.Transport, 16)
 	}
 	return fmt.Errorf("request of kind %d without its part: the peer speaks another version", r.Kind)
 }
@@ -84,11 +86,14 @@ func (a *Agent) check() error {
 	for _, s := range a.Shapes {
 		err = first(err, short("region name", s.Name, 256))
 	}
+	for _, l := range a.Lacks {
+		err = first(err, short("transport", l.Transport, 16), short("reason", l.Reason, 512))
+	}
 	return err
 }
 
 func (l *Load) check() error {
-	return first(short("transfer_id", l.TransferID, 128), short("transport", l.Transport, 16))
+	return first(short("transfer_id", l.TransferID, 144), short("transport", l.Transport, 16))
 }
 
 func (r *Reply) check() error {
@@ -97,6 +102,11 @@ func (r *Reply) check() error {
 			return fmt.Errorf("the end of transfer %d, of %d", e.Index, len(r.Statuses))
 		}
 		if err := short("reason", e.Reason, 1024); err != nil {
+			return err
+		}
+	}
+	for _, t := range r.Tickets {
+		if err := short("transport", t.Transport, 16); err != nil {
 			return err
 		}
 	}

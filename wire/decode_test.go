@@ -34,15 +34,20 @@ func TestDecodeAtTheLimits(t *testing.T) {
 	a := &Agent{ID: n(64), EngineID: n(256), Model: n(512), DType: n(64), Endpoints: make([]Endpoint, 16), Shapes: make([]Shape, 65536)}
 	a.Endpoints[15] = Endpoint{n(16), n(512)}
 	a.Shapes[65535].Name = n(256)
+	a.Lacks = make([]Lack, 16)
+	a.Lacks[15] = Lack{n(16), n(512)}
+	tickets := make([]Ticket, 16)
+	tickets[15] = Ticket{n(16), make([]byte, 64)}
 	groups := make([]Blocks, 16)
 	groups[15].IDs = make([]uint32, 65536)
 	for what, m := range map[string]codec{
 		"hello":  &Request{Kind: KindHello, From: n(64), Hello: a},
 		"agent":  a,
-		"load":   &Request{Kind: KindLoad, Load: &Load{TransferID: n(128), Transport: n(16), Grant: make([]byte, 4096), Groups: groups}},
+		"load":   &Request{Kind: KindLoad, Load: &Load{TransferID: n(144), Transport: n(16), Grant: make([]byte, 4096), Groups: groups, Regions: make([]uint32, 65536)}},
 		"renew":  &Request{Kind: KindRenew, Renew: &Renew{Loads: make([]string, 65536), Claims: make([]string, 65536)}},
-		"finish": &Request{Kind: KindFinish, Finishes: []Finish{{TransferID: n(128), Reason: n(1024)}}},
-		"reply":  &Reply{Reason: n(1024), Statuses: make([]uint8, 131072), Ends: []End{{131071, 1, n(1024)}}},
+		"finish": &Request{Kind: KindFinish, Finishes: []Finish{{TransferID: n(144), Reason: n(1024)}}},
+		"reply":  &Reply{Reason: n(1024), Statuses: make([]uint8, 131072), Ends: []End{{131071, 1, n(1024)}}, Tickets: tickets, Signal: make([]byte, MaxSignal)},
+		"signal": &Request{Kind: KindSignal, From: n(64), Signal: &Signal{Transport: n(16), Data: make([]byte, MaxSignal)}},
 	} {
 		got := reflect.New(reflect.TypeOf(m).Elem()).Interface().(codec)
 		if err := Decode(encode(t, m), got); err != nil {
@@ -85,20 +90,31 @@ func TestDecodeRefuses(t *testing.T) {
 		"endpoints":         {hello(func(a *Agent) { a.Endpoints = make([]Endpoint, 17) }), limit},
 		"shapes":            {hello(func(a *Agent) { a.Shapes = make([]Shape, 65537) }), limit},
 		"entry's shapes":    {&Agent{Shapes: make([]Shape, 65537)}, limit},
-		"load's id":         {load(func(l *Load) { l.TransferID = n(129) }), "transfer_id"},
+		"load's id":         {load(func(l *Load) { l.TransferID = n(145) }), "transfer_id"},
 		"load's transport":  {load(func(l *Load) { l.Transport = n(17) }), "transport"},
 		"grant":             {load(func(l *Load) { l.Grant = make([]byte, 4097) }), limit},
 		"groups":            {load(func(l *Load) { l.Groups = make([]Blocks, 17) }), limit},
 		"blocks of a group": {load(func(l *Load) { l.Groups[0].IDs = make([]uint32, 65537) }), limit},
+		"regions":           {load(func(l *Load) { l.Regions = make([]uint32, 65537) }), limit},
 		"renewed transfers": {&Request{Kind: KindRenew, Renew: &Renew{Loads: make([]string, 65537)}}, limit},
-		"renewed id":        {&Request{Kind: KindRenew, Renew: &Renew{Claims: []string{"a", n(129)}}}, "transfer_id"},
-		"finish's id":       {&Request{Kind: KindFinish, Finishes: []Finish{{TransferID: n(129)}}}, "transfer_id"},
+		"renewed id":        {&Request{Kind: KindRenew, Renew: &Renew{Claims: []string{"a", n(145)}}}, "transfer_id"},
+		"finish's id":       {&Request{Kind: KindFinish, Finishes: []Finish{{TransferID: n(145)}}}, "transfer_id"},
 		"finish's reason":   {&Request{Kind: KindFinish, Finishes: []Finish{{Reason: n(1025)}}}, "reason"},
 		"reply's reason":    {&Reply{Reason: n(1025)}, "reason"},
 		"statuses":          {&Reply{Statuses: make([]uint8, 131073)}, limit},
 		"finishes":          {&Request{Kind: KindFinish, Finishes: make([]Finish, 4097)}, limit},
 		"end of none":       {&Reply{Statuses: make([]uint8, 2), Ends: []End{{Index: 2}}}, "the end of transfer 2, of 2"},
 		"end's reason":      {&Reply{Statuses: make([]uint8, 2), Ends: []End{{1, 2, n(1025)}}}, "reason"},
+		"lacks":             {hello(func(a *Agent) { a.Lacks = make([]Lack, 17) }), limit},
+		"lack's reason":     {hello(func(a *Agent) { a.Lacks[0].Reason = n(513) }), "reason"},
+		"lack's transport":  {hello(func(a *Agent) { a.Lacks[0].Transport = n(17) }), "transport"},
+		"signal missing":    {&Request{Kind: KindSignal, Hello: anAgent()}, "without its part"},
+		"signal's bytes":    {&Request{Kind: KindSignal, Signal: &Signal{Data: make([]byte, MaxSignal+1)}}, limit},
+		"signal's way":      {&Request{Kind: KindSignal, Signal: &Signal{Transport: n(17)}}, "transport"},
+		"answer's bytes":    {&Reply{Signal: make([]byte, MaxSignal+1)}, limit},
+		"tickets":           {&Reply{Tickets: make([]Ticket, 17)}, limit},
+		"a ticket":          {&Reply{Tickets: []Ticket{{"rdma", make([]byte, 65)}}}, limit},
+		"a ticket's way":    {&Reply{Tickets: []Ticket{{n(17), nil}}}, "transport"},
 	} {
 		got := reflect.New(reflect.TypeOf(c.m).Elem()).Interface().(codec)
 		err := Decode(encode(t, c.m), got)
@@ -122,6 +138,7 @@ func TestDecodeRefuses(t *testing.T) {
 		"a list":             {[]byte{0x93, 1, 2, 3}, "malformed"},
 		"many keys":          {append([]byte{0xde, 0, 17}, whole...), limit},
 		"claims 4 Gi shapes": {part(KindHello, "h", append(msgp.AppendString([]byte{0x81}, "s"), 0xdd, 0xff, 0xff, 0xff, 0xff)), limit},
+		"claims a signal":    {part(KindSignal, "sg", append(msgp.AppendString([]byte{0x81}, "d"), 0xc6, 0x00, 0x3f, 0xff, 0xff)), "malformed"},
 		"claims a 4 GiB id":  {part(KindHello, "h", append(msgp.AppendString([]byte{0x81}, "id"), 0xdb, 0xff, 0xff, 0xff, 0xff)), "malformed"},
 		"nested for ever":    {append(msgp.AppendString([]byte{0x81}, "?"), []byte(strings.Repeat("\x91", 1<<20))...), "malformed"},
 	} {

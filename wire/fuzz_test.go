@@ -96,7 +96,8 @@ func add(f *testing.F, ms ...msgp.Marshaler) {
 func anAgent() *Agent {
 	return &Agent{Version: Version, ID: "3f2a", EngineID: "engine-0", DPRank: 1, TPRank: 2, PPRank: 3, Model: "m", DType: "bfloat16", BlockTokens: 16,
 		Endpoints: []Endpoint{{"tcp", "10.0.0.1:7000"}, {"rdma", "x"}},
-		Shapes:    []Shape{{"layers.0.k", 8192, 4096, 1000, 0}, {"layers.0.v", 8192, 4096, 1000, 1}}}
+		Shapes:    []Shape{{"layers.0.k", 8192, 4096, 1000, 0}, {"layers.0.v", 8192, 4096, 1000, 1}},
+		Lacks:     []Lack{{"shm", "another host"}}}
 }
 
 func aLoad() *Load {
@@ -110,6 +111,7 @@ func requests() []*Request {
 		{Kind: KindLoad, From: "d", Load: aLoad()},
 		{Kind: KindRenew, From: "d", Renew: &Renew{Loads: []string{"t-1", "t-2"}, Claims: []string{"t-3"}}},
 		{Kind: KindFinish, From: "p", Finishes: []Finish{{TransferID: "t-1", Code: 27, Reason: "no route"}}},
+		{Kind: KindSignal, From: "d", Signal: &Signal{Transport: "rdma", Data: []byte{1, 0, 255}}},
 	}
 }
 
@@ -132,7 +134,8 @@ func FuzzLoad(f *testing.F) {
 
 func FuzzReply(f *testing.F) {
 	add(f, &Reply{}, &Reply{Code: 25, Reason: "no"}, &Reply{Statuses: []uint8{0, 1, 2, 255}},
-		&Reply{Statuses: []uint8{6, 6}, Ends: []End{{0, 24, "expired"}, {1, 21, ""}}})
+		&Reply{Statuses: []uint8{6, 6}, Ends: []End{{0, 24, "expired"}, {1, 21, ""}}},
+		&Reply{Ticket: make([]byte, 16), Tickets: []Ticket{{"rdma", make([]byte, 64)}, {}}}, &Reply{Signal: []byte("ports")})
 	f.Fuzz(func(t *testing.T, b []byte) { fuzz(t, b, func() codec { return new(Reply) }) })
 }
 

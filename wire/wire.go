@@ -23,6 +23,7 @@ const (
 	KindLoad   Kind = 2 // D → P: put this transfer into these blocks
 	KindRenew  Kind = 3 // D → P: I still want these transfers; without any, both ways: are you there?
 	KindFinish Kind = 4 // both ways: these transfers ended on my side
+	KindSignal Kind = 5 // both ways: what one end of a transport says to the other
 )
 
 // Request is one message that is answered by a Reply.
@@ -33,6 +34,17 @@ type Request struct {
 	Load     *Load    `msg:"l,omitempty"`
 	Renew    *Renew   `msg:"r,omitempty"`
 	Finishes []Finish `msg:"x,omitempty,limit=4096"`
+	Signal   *Signal  `msg:"sg,omitempty"`
+}
+
+// MaxSignal is the longest Data of a Signal and Signal of a Reply, in bytes.
+const MaxSignal = 4 << 20
+
+// Signal is a message between two ends of a transport whose content is the
+// transport's own. It is sent only where both agents have that transport.
+type Signal struct {
+	Transport string `msg:"tr,limit=16"`
+	Data      []byte `msg:"d,limit=4194304"`
 }
 
 // Agent describes an agent: a prefill rank's entry in the registry, and a
@@ -49,12 +61,20 @@ type Agent struct {
 	BlockTokens int        `msg:"bt"`
 	Endpoints   []Endpoint `msg:"ep,limit=16"`
 	Shapes      []Shape    `msg:"s,limit=65536"`
+	Lacks       []Lack     `msg:"lk,omitempty,limit=16"`
 }
 
 // Endpoint is where one transport of an agent is reached.
 type Endpoint struct {
 	Transport string `msg:"t,limit=16"`
 	Address   string `msg:"a,limit=512"`
+}
+
+// Lack says why an agent has not got a transport, for the log and the errors of
+// peers that would take it.
+type Lack struct {
+	Transport string `msg:"t,limit=16"`
+	Reason    string `msg:"r,limit=512"`
 }
 
 // Shape is core.Shape.
@@ -102,12 +122,22 @@ type Finish struct {
 
 // Reply answers a Request. A Code other than 0 is a refusal.
 type Reply struct {
-	Code     int     `msg:"c"`
-	Reason   string  `msg:"r,limit=1024"`
-	Ticket   []byte  `msg:"tk,limit=64,omitempty"`   // of a Hello: with it D connects its transport to P's
-	AgeMS    int64   `msg:"ag,omitempty"`            // of a Hello: for how long P's agent has been open, rounded up; 0 is unknown
-	Statuses []uint8 `msg:"s,limit=131072"`          // of a Renew: core.Status per load, then per claim
-	Ends     []End   `msg:"e,omitempty,limit=65536"` // of those that have ended: why
+	Code     int      `msg:"c"`
+	Reason   string   `msg:"r,limit=1024"`
+	Ticket   []byte   `msg:"tk,limit=64,omitempty"`      // of a Hello: with it D connects its tcp to P's
+	Tickets  []Ticket `msg:"ts,omitempty,limit=16"`      // of a Hello: those of the other transports
+	AgeMS    int64    `msg:"ag,omitempty"`               // of a Hello: for how long P's agent has been open, rounded up; 0 is unknown
+	Statuses []uint8  `msg:"s,limit=131072"`             // of a Renew: core.Status per load, then per claim
+	Ends     []End    `msg:"e,omitempty,limit=65536"`    // of those that have ended: why
+	Signal   []byte   `msg:"sg,omitempty,limit=4194304"` // the answer to a Signal
+}
+
+// Ticket is what D shows when its transport of that name connects.
+//
+//msgp:tuple Ticket
+type Ticket struct {
+	Transport string `msg:",limit=16"`
+	Ticket    []byte `msg:",limit=64"`
 }
 
 // End is how a transfer of a Renew ended on P's side.

@@ -15,54 +15,81 @@ const (
 // MarshalMsg implements msgp.Marshaler
 func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 11
-	// string "v"
-	o = append(o, 0x8b, 0xa1, 0x76)
-	o = msgp.AppendInt(o, z.Version)
-	// string "id"
-	o = append(o, 0xa2, 0x69, 0x64)
-	o = msgp.AppendString(o, z.ID)
-	// string "e"
-	o = append(o, 0xa1, 0x65)
-	o = msgp.AppendString(o, z.EngineID)
-	// string "dp"
-	o = append(o, 0xa2, 0x64, 0x70)
-	o = msgp.AppendInt(o, z.DPRank)
-	// string "tp"
-	o = append(o, 0xa2, 0x74, 0x70)
-	o = msgp.AppendInt(o, z.TPRank)
-	// string "pp"
-	o = append(o, 0xa2, 0x70, 0x70)
-	o = msgp.AppendInt(o, z.PPRank)
-	// string "m"
-	o = append(o, 0xa1, 0x6d)
-	o = msgp.AppendString(o, z.Model)
-	// string "dt"
-	o = append(o, 0xa2, 0x64, 0x74)
-	o = msgp.AppendString(o, z.DType)
-	// string "bt"
-	o = append(o, 0xa2, 0x62, 0x74)
-	o = msgp.AppendInt(o, z.BlockTokens)
-	// string "ep"
-	o = append(o, 0xa2, 0x65, 0x70)
-	o = msgp.AppendArrayHeader(o, uint32(len(z.Endpoints)))
-	for za0001 := range z.Endpoints {
-		// map header, size 2
-		// string "t"
-		o = append(o, 0x82, 0xa1, 0x74)
-		o = msgp.AppendString(o, z.Endpoints[za0001].Transport)
-		// string "a"
-		o = append(o, 0xa1, 0x61)
-		o = msgp.AppendString(o, z.Endpoints[za0001].Address)
+	// check for omitted fields
+	zb0001Len := uint32(12)
+	var zb0001Mask uint16 /* 12 bits */
+	_ = zb0001Mask
+	if z.Lacks == nil {
+		zb0001Len--
+		zb0001Mask |= 0x800
 	}
-	// string "s"
-	o = append(o, 0xa1, 0x73)
-	o = msgp.AppendArrayHeader(o, uint32(len(z.Shapes)))
-	for za0002 := range z.Shapes {
-		o, err = z.Shapes[za0002].MarshalMsg(o)
-		if err != nil {
-			err = msgp.WrapError(err, "Shapes", za0002)
-			return
+	// variable map header, size zb0001Len
+	o = append(o, 0x80|uint8(zb0001Len))
+
+	// skip if no fields are to be emitted
+	if zb0001Len != 0 {
+		// string "v"
+		o = append(o, 0xa1, 0x76)
+		o = msgp.AppendInt(o, z.Version)
+		// string "id"
+		o = append(o, 0xa2, 0x69, 0x64)
+		o = msgp.AppendString(o, z.ID)
+		// string "e"
+		o = append(o, 0xa1, 0x65)
+		o = msgp.AppendString(o, z.EngineID)
+		// string "dp"
+		o = append(o, 0xa2, 0x64, 0x70)
+		o = msgp.AppendInt(o, z.DPRank)
+		// string "tp"
+		o = append(o, 0xa2, 0x74, 0x70)
+		o = msgp.AppendInt(o, z.TPRank)
+		// string "pp"
+		o = append(o, 0xa2, 0x70, 0x70)
+		o = msgp.AppendInt(o, z.PPRank)
+		// string "m"
+		o = append(o, 0xa1, 0x6d)
+		o = msgp.AppendString(o, z.Model)
+		// string "dt"
+		o = append(o, 0xa2, 0x64, 0x74)
+		o = msgp.AppendString(o, z.DType)
+		// string "bt"
+		o = append(o, 0xa2, 0x62, 0x74)
+		o = msgp.AppendInt(o, z.BlockTokens)
+		// string "ep"
+		o = append(o, 0xa2, 0x65, 0x70)
+		o = msgp.AppendArrayHeader(o, uint32(len(z.Endpoints)))
+		for za0001 := range z.Endpoints {
+			// map header, size 2
+			// string "t"
+			o = append(o, 0x82, 0xa1, 0x74)
+			o = msgp.AppendString(o, z.Endpoints[za0001].Transport)
+			// string "a"
+			o = append(o, 0xa1, 0x61)
+			o = msgp.AppendString(o, z.Endpoints[za0001].Address)
+		}
+		// string "s"
+		o = append(o, 0xa1, 0x73)
+		o = msgp.AppendArrayHeader(o, uint32(len(z.Shapes)))
+		for za0002 := range z.Shapes {
+			o, err = z.Shapes[za0002].MarshalMsg(o)
+			if err != nil {
+				err = msgp.WrapError(err, "Shapes", za0002)
+				return
+			}
+		}
+		if (zb0001Mask & 0x800) == 0 { // if not omitted
+			// string "lk"
+			o = append(o, 0xa2, 0x6c, 0x6b)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Lacks)))
+			for za0003 := range z.Lacks {
+				// map header, size 2
+				// string "t"
+				o = append(o, 0x82, 0xa1, 0x74)
+				o = msgp.AppendString(o, z.Lacks[za0003].Transport)
+				// string "r"
+				o = append(o, 0xa1, 0x72)
+				o = msgp.AppendString(o, z.Lacks[za0003].Reason)
+			}
 		}
 	}
 	return
@@ -223,6 +250,62 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					return
 				}
 			}
+		case "lk":
+			var zb0005 uint32
+			zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Lacks")
+				return
+			}
+			if zb0005 > 16 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Lacks) >= int(zb0005) {
+				z.Lacks = (z.Lacks)[:zb0005]
+			} else {
+				z.Lacks = make([]Lack, zb0005)
+			}
+			for za0003 := range z.Lacks {
+				var zb0006 uint32
+				zb0006, bts, err = msgp.ReadMapHeaderBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Lacks", za0003)
+					return
+				}
+				if zb0006 > 16 {
+					err = msgp.ErrLimitExceeded
+					return
+				}
+				for zb0006 > 0 {
+					zb0006--
+					field, bts, err = msgp.ReadMapKeyZC(bts)
+					if err != nil {
+						err = msgp.WrapError(err, "Lacks", za0003)
+						return
+					}
+					switch msgp.UnsafeString(field) {
+					case "t":
+						z.Lacks[za0003].Transport, bts, err = msgp.ReadStringBytes(bts)
+						if err != nil {
+							err = msgp.WrapError(err, "Lacks", za0003, "Transport")
+							return
+						}
+					case "r":
+						z.Lacks[za0003].Reason, bts, err = msgp.ReadStringBytes(bts)
+						if err != nil {
+							err = msgp.WrapError(err, "Lacks", za0003, "Reason")
+							return
+						}
+					default:
+						bts, err = msgp.Skip(bts)
+						if err != nil {
+							err = msgp.WrapError(err, "Lacks", za0003)
+							return
+						}
+					}
+				}
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -244,6 +327,10 @@ func (z *Agent) Msgsize() (s int) {
 	s += 2 + msgp.ArrayHeaderSize
 	for za0002 := range z.Shapes {
 		s += z.Shapes[za0002].Msgsize()
+	}
+	s += 3 + msgp.ArrayHeaderSize
+	for za0003 := range z.Lacks {
+		s += 1 + 2 + msgp.StringPrefixSize + len(z.Lacks[za0003].Transport) + 2 + msgp.StringPrefixSize + len(z.Lacks[za0003].Reason)
 	}
 	return
 }
@@ -522,6 +609,71 @@ func (z *Kind) UnmarshalMsg(bts []byte) (o []byte, err error) {
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z Kind) Msgsize() (s int) {
 	s = msgp.Uint8Size
+	return
+}
+
+// MarshalMsg implements msgp.Marshaler
+func (z Lack) MarshalMsg(b []byte) (o []byte, err error) {
+	o = msgp.Require(b, z.Msgsize())
+	// map header, size 2
+	// string "t"
+	o = append(o, 0x82, 0xa1, 0x74)
+	o = msgp.AppendString(o, z.Transport)
+	// string "r"
+	o = append(o, 0xa1, 0x72)
+	o = msgp.AppendString(o, z.Reason)
+	return
+}
+
+// UnmarshalMsg implements msgp.Unmarshaler
+func (z *Lack) UnmarshalMsg(bts []byte) (o []byte, err error) {
+	var field []byte
+	_ = field
+	var zb0001 uint32
+	zb0001, bts, err = msgp.ReadMapHeaderBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err)
+		return
+	}
+	if zb0001 > z5817a858limitMaps {
+		err = msgp.ErrLimitExceeded
+		return
+	}
+	for zb0001 > 0 {
+		zb0001--
+		field, bts, err = msgp.ReadMapKeyZC(bts)
+		if err != nil {
+			err = msgp.WrapError(err)
+			return
+		}
+		switch msgp.UnsafeString(field) {
+		case "t":
+			z.Transport, bts, err = msgp.ReadStringBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Transport")
+				return
+			}
+		case "r":
+			z.Reason, bts, err = msgp.ReadStringBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Reason")
+				return
+			}
+		default:
+			bts, err = msgp.Skip(bts)
+			if err != nil {
+				err = msgp.WrapError(err)
+				return
+			}
+		}
+	}
+	o = bts
+	return
+}
+
+// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
+func (z Lack) Msgsize() (s int) {
+	s = 1 + 2 + msgp.StringPrefixSize + len(z.Transport) + 2 + msgp.StringPrefixSize + len(z.Reason)
 	return
 }
 
@@ -855,20 +1007,28 @@ func (z *Renew) Msgsize() (s int) {
 func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(6)
-	var zb0001Mask uint8 /* 6 bits */
+	zb0001Len := uint32(8)
+	var zb0001Mask uint8 /* 8 bits */
 	_ = zb0001Mask
 	if z.Ticket == nil {
 		zb0001Len--
 		zb0001Mask |= 0x4
 	}
-	if z.AgeMS == 0 {
+	if z.Tickets == nil {
 		zb0001Len--
 		zb0001Mask |= 0x8
 	}
+	if z.AgeMS == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x10
+	}
 	if z.Ends == nil {
 		zb0001Len--
-		zb0001Mask |= 0x20
+		zb0001Mask |= 0x40
+	}
+	if z.Signal == nil {
+		zb0001Len--
+		zb0001Mask |= 0x80
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -887,6 +1047,17 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 			o = msgp.AppendBytes(o, z.Ticket)
 		}
 		if (zb0001Mask & 0x8) == 0 { // if not omitted
+			// string "ts"
+			o = append(o, 0xa2, 0x74, 0x73)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Tickets)))
+			for za0001 := range z.Tickets {
+				// array header, size 2
+				o = append(o, 0x92)
+				o = msgp.AppendString(o, z.Tickets[za0001].Transport)
+				o = msgp.AppendBytes(o, z.Tickets[za0001].Ticket)
+			}
+		}
+		if (zb0001Mask & 0x10) == 0 { // if not omitted
 			// string "ag"
 			o = append(o, 0xa2, 0x61, 0x67)
 			o = msgp.AppendInt64(o, z.AgeMS)
@@ -894,20 +1065,25 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 		// string "s"
 		o = append(o, 0xa1, 0x73)
 		o = msgp.AppendArrayHeader(o, uint32(len(z.Statuses)))
-		for za0001 := range z.Statuses {
-			o = msgp.AppendUint8(o, z.Statuses[za0001])
+		for za0002 := range z.Statuses {
+			o = msgp.AppendUint8(o, z.Statuses[za0002])
 		}
-		if (zb0001Mask & 0x20) == 0 { // if not omitted
+		if (zb0001Mask & 0x40) == 0 { // if not omitted
 			// string "e"
 			o = append(o, 0xa1, 0x65)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Ends)))
-			for za0002 := range z.Ends {
+			for za0003 := range z.Ends {
 				// array header, size 3
 				o = append(o, 0x93)
-				o = msgp.AppendUint32(o, z.Ends[za0002].Index)
-				o = msgp.AppendInt(o, z.Ends[za0002].Code)
-				o = msgp.AppendString(o, z.Ends[za0002].Reason)
+				o = msgp.AppendUint32(o, z.Ends[za0003].Index)
+				o = msgp.AppendInt(o, z.Ends[za0003].Code)
+				o = msgp.AppendString(o, z.Ends[za0003].Reason)
 			}
+		}
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
+			// string "sg"
+			o = append(o, 0xa2, 0x73, 0x67)
+			o = msgp.AppendBytes(o, z.Signal)
 		}
 	}
 	return
@@ -969,6 +1145,60 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			}
 			copy(z.Ticket, bts[:zb0002])
 			bts = bts[zb0002:]
+		case "ts":
+			var zb0003 uint32
+			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Tickets")
+				return
+			}
+			if zb0003 > 16 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Tickets) >= int(zb0003) {
+				z.Tickets = (z.Tickets)[:zb0003]
+			} else {
+				z.Tickets = make([]Ticket, zb0003)
+			}
+			for za0001 := range z.Tickets {
+				var zb0004 uint32
+				zb0004, bts, err = msgp.ReadArrayHeaderBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Tickets", za0001)
+					return
+				}
+				if zb0004 != 2 {
+					err = msgp.ArrayError{Wanted: 2, Got: zb0004}
+					return
+				}
+				z.Tickets[za0001].Transport, bts, err = msgp.ReadStringBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Tickets", za0001, "Transport")
+					return
+				}
+				var zb0005 uint32
+				zb0005, bts, err = msgp.ReadBytesHeader(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Tickets", za0001, "Ticket")
+					return
+				}
+				if zb0005 > 64 {
+					err = msgp.ErrLimitExceeded
+					return
+				}
+				if z.Tickets[za0001].Ticket == nil || uint32(cap(z.Tickets[za0001].Ticket)) < zb0005 {
+					z.Tickets[za0001].Ticket = make([]byte, zb0005)
+				} else {
+					z.Tickets[za0001].Ticket = z.Tickets[za0001].Ticket[:zb0005]
+				}
+				if uint32(len(bts)) < zb0005 {
+					err = msgp.ErrShortBytes
+					return
+				}
+				copy(z.Tickets[za0001].Ticket, bts[:zb0005])
+				bts = bts[zb0005:]
+			}
 		case "ag":
 			z.AgeMS, bts, err = msgp.ReadInt64Bytes(bts)
 			if err != nil {
@@ -976,71 +1206,93 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				return
 			}
 		case "s":
-			var zb0003 uint32
-			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0006 uint32
+			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Statuses")
 				return
 			}
-			if zb0003 > 131072 {
+			if zb0006 > 131072 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Statuses) >= int(zb0003) {
-				z.Statuses = (z.Statuses)[:zb0003]
+			if cap(z.Statuses) >= int(zb0006) {
+				z.Statuses = (z.Statuses)[:zb0006]
 			} else {
-				z.Statuses = make([]uint8, zb0003)
+				z.Statuses = make([]uint8, zb0006)
 			}
-			for za0001 := range z.Statuses {
-				z.Statuses[za0001], bts, err = msgp.ReadUint8Bytes(bts)
+			for za0002 := range z.Statuses {
+				z.Statuses[za0002], bts, err = msgp.ReadUint8Bytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Statuses", za0001)
+					err = msgp.WrapError(err, "Statuses", za0002)
 					return
 				}
 			}
 		case "e":
-			var zb0004 uint32
-			zb0004, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0007 uint32
+			zb0007, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Ends")
 				return
 			}
-			if zb0004 > 65536 {
+			if zb0007 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Ends) >= int(zb0004) {
-				z.Ends = (z.Ends)[:zb0004]
+			if cap(z.Ends) >= int(zb0007) {
+				z.Ends = (z.Ends)[:zb0007]
 			} else {
-				z.Ends = make([]End, zb0004)
+				z.Ends = make([]End, zb0007)
 			}
-			for za0002 := range z.Ends {
-				var zb0005 uint32
-				zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			for za0003 := range z.Ends {
+				var zb0008 uint32
+				zb0008, bts, err = msgp.ReadArrayHeaderBytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Ends", za0002)
+					err = msgp.WrapError(err, "Ends", za0003)
 					return
 				}
-				if zb0005 != 3 {
-					err = msgp.ArrayError{Wanted: 3, Got: zb0005}
+				if zb0008 != 3 {
+					err = msgp.ArrayError{Wanted: 3, Got: zb0008}
 					return
 				}
-				z.Ends[za0002].Index, bts, err = msgp.ReadUint32Bytes(bts)
+				z.Ends[za0003].Index, bts, err = msgp.ReadUint32Bytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Ends", za0002, "Index")
+					err = msgp.WrapError(err, "Ends", za0003, "Index")
 					return
 				}
-				z.Ends[za0002].Code, bts, err = msgp.ReadIntBytes(bts)
+				z.Ends[za0003].Code, bts, err = msgp.ReadIntBytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Ends", za0002, "Code")
+					err = msgp.WrapError(err, "Ends", za0003, "Code")
 					return
 				}
-				z.Ends[za0002].Reason, bts, err = msgp.ReadStringBytes(bts)
+				z.Ends[za0003].Reason, bts, err = msgp.ReadStringBytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Ends", za0002, "Reason")
+					err = msgp.WrapError(err, "Ends", za0003, "Reason")
 					return
 				}
 			}
+		case "sg":
+			var zb0009 uint32
+			zb0009, bts, err = msgp.ReadBytesHeader(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Signal")
+				return
+			}
+			if zb0009 > 4194304 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if z.Signal == nil || uint32(cap(z.Signal)) < zb0009 {
+				z.Signal = make([]byte, zb0009)
+			} else {
+				z.Signal = z.Signal[:zb0009]
+			}
+			if uint32(len(bts)) < zb0009 {
+				err = msgp.ErrShortBytes
+				return
+			}
+			copy(z.Signal, bts[:zb0009])
+			bts = bts[zb0009:]
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1055,10 +1307,15 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Reply) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 3 + msgp.BytesPrefixSize + len(z.Ticket) + 3 + msgp.Int64Size + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
-	for za0002 := range z.Ends {
-		s += 1 + msgp.Uint32Size + msgp.IntSize + msgp.StringPrefixSize + len(z.Ends[za0002].Reason)
+	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 3 + msgp.BytesPrefixSize + len(z.Ticket) + 3 + msgp.ArrayHeaderSize
+	for za0001 := range z.Tickets {
+		s += 1 + msgp.StringPrefixSize + len(z.Tickets[za0001].Transport) + msgp.BytesPrefixSize + len(z.Tickets[za0001].Ticket)
 	}
+	s += 3 + msgp.Int64Size + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
+	for za0003 := range z.Ends {
+		s += 1 + msgp.Uint32Size + msgp.IntSize + msgp.StringPrefixSize + len(z.Ends[za0003].Reason)
+	}
+	s += 3 + msgp.BytesPrefixSize + len(z.Signal)
 	return
 }
 
@@ -1066,8 +1323,8 @@ func (z *Reply) Msgsize() (s int) {
 func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(6)
-	var zb0001Mask uint8 /* 6 bits */
+	zb0001Len := uint32(7)
+	var zb0001Mask uint8 /* 7 bits */
 	_ = zb0001Mask
 	if z.Hello == nil {
 		zb0001Len--
@@ -1084,6 +1341,10 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 	if z.Finishes == nil {
 		zb0001Len--
 		zb0001Mask |= 0x20
+	}
+	if z.Signal == nil {
+		zb0001Len--
+		zb0001Mask |= 0x40
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1150,6 +1411,21 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 				// string "r"
 				o = append(o, 0xa1, 0x72)
 				o = msgp.AppendString(o, z.Finishes[za0001].Reason)
+			}
+		}
+		if (zb0001Mask & 0x40) == 0 { // if not omitted
+			// string "sg"
+			o = append(o, 0xa2, 0x73, 0x67)
+			if z.Signal == nil {
+				o = msgp.AppendNil(o)
+			} else {
+				// map header, size 2
+				// string "tr"
+				o = append(o, 0x82, 0xa2, 0x74, 0x72)
+				o = msgp.AppendString(o, z.Signal.Transport)
+				// string "d"
+				o = append(o, 0xa1, 0x64)
+				o = msgp.AppendBytes(o, z.Signal.Data)
 			}
 		}
 	}
@@ -1307,6 +1583,72 @@ func (z *Request) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					}
 				}
 			}
+		case "sg":
+			if msgp.IsNil(bts) {
+				bts, err = msgp.ReadNilBytes(bts)
+				if err != nil {
+					return
+				}
+				z.Signal = nil
+			} else {
+				if z.Signal == nil {
+					z.Signal = new(Signal)
+				}
+				var zb0005 uint32
+				zb0005, bts, err = msgp.ReadMapHeaderBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Signal")
+					return
+				}
+				if zb0005 > z5817a858limitMaps {
+					err = msgp.ErrLimitExceeded
+					return
+				}
+				for zb0005 > 0 {
+					zb0005--
+					field, bts, err = msgp.ReadMapKeyZC(bts)
+					if err != nil {
+						err = msgp.WrapError(err, "Signal")
+						return
+					}
+					switch msgp.UnsafeString(field) {
+					case "tr":
+						z.Signal.Transport, bts, err = msgp.ReadStringBytes(bts)
+						if err != nil {
+							err = msgp.WrapError(err, "Signal", "Transport")
+							return
+						}
+					case "d":
+						var zb0006 uint32
+						zb0006, bts, err = msgp.ReadBytesHeader(bts)
+						if err != nil {
+							err = msgp.WrapError(err, "Signal", "Data")
+							return
+						}
+						if zb0006 > 4194304 {
+							err = msgp.ErrLimitExceeded
+							return
+						}
+						if z.Signal.Data == nil || uint32(cap(z.Signal.Data)) < zb0006 {
+							z.Signal.Data = make([]byte, zb0006)
+						} else {
+							z.Signal.Data = z.Signal.Data[:zb0006]
+						}
+						if uint32(len(bts)) < zb0006 {
+							err = msgp.ErrShortBytes
+							return
+						}
+						copy(z.Signal.Data, bts[:zb0006])
+						bts = bts[zb0006:]
+					default:
+						bts, err = msgp.Skip(bts)
+						if err != nil {
+							err = msgp.WrapError(err, "Signal")
+							return
+						}
+					}
+				}
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1342,6 +1684,12 @@ func (z *Request) Msgsize() (s int) {
 	s += 2 + msgp.ArrayHeaderSize
 	for za0001 := range z.Finishes {
 		s += 1 + 2 + msgp.StringPrefixSize + len(z.Finishes[za0001].TransferID) + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Finishes[za0001].Reason)
+	}
+	s += 3
+	if z.Signal == nil {
+		s += msgp.NilSize
+	} else {
+		s += 1 + 3 + msgp.StringPrefixSize + len(z.Signal.Transport) + 2 + msgp.BytesPrefixSize + len(z.Signal.Data)
 	}
 	return
 }
@@ -1403,5 +1751,144 @@ func (z *Shape) UnmarshalMsg(bts []byte) (o []byte, err error) {
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Shape) Msgsize() (s int) {
 	s = 1 + msgp.StringPrefixSize + len(z.Name) + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size + msgp.Uint32Size
+	return
+}
+
+// MarshalMsg implements msgp.Marshaler
+func (z *Signal) MarshalMsg(b []byte) (o []byte, err error) {
+	o = msgp.Require(b, z.Msgsize())
+	// map header, size 2
+	// string "tr"
+	o = append(o, 0x82, 0xa2, 0x74, 0x72)
+	o = msgp.AppendString(o, z.Transport)
+	// string "d"
+	o = append(o, 0xa1, 0x64)
+	o = msgp.AppendBytes(o, z.Data)
+	return
+}
+
+// UnmarshalMsg implements msgp.Unmarshaler
+func (z *Signal) UnmarshalMsg(bts []byte) (o []byte, err error) {
+	var field []byte
+	_ = field
+	var zb0001 uint32
+	zb0001, bts, err = msgp.ReadMapHeaderBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err)
+		return
+	}
+	if zb0001 > z5817a858limitMaps {
+		err = msgp.ErrLimitExceeded
+		return
+	}
+	for zb0001 > 0 {
+		zb0001--
+		field, bts, err = msgp.ReadMapKeyZC(bts)
+		if err != nil {
+			err = msgp.WrapError(err)
+			return
+		}
+		switch msgp.UnsafeString(field) {
+		case "tr":
+			z.Transport, bts, err = msgp.ReadStringBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Transport")
+				return
+			}
+		case "d":
+			var zb0002 uint32
+			zb0002, bts, err = msgp.ReadBytesHeader(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Data")
+				return
+			}
+			if zb0002 > 4194304 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if z.Data == nil || uint32(cap(z.Data)) < zb0002 {
+				z.Data = make([]byte, zb0002)
+			} else {
+				z.Data = z.Data[:zb0002]
+			}
+			if uint32(len(bts)) < zb0002 {
+				err = msgp.ErrShortBytes
+				return
+			}
+			copy(z.Data, bts[:zb0002])
+			bts = bts[zb0002:]
+		default:
+			bts, err = msgp.Skip(bts)
+			if err != nil {
+				err = msgp.WrapError(err)
+				return
+			}
+		}
+	}
+	o = bts
+	return
+}
+
+// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
+func (z *Signal) Msgsize() (s int) {
+	s = 1 + 3 + msgp.StringPrefixSize + len(z.Transport) + 2 + msgp.BytesPrefixSize + len(z.Data)
+	return
+}
+
+// MarshalMsg implements msgp.Marshaler
+func (z *Ticket) MarshalMsg(b []byte) (o []byte, err error) {
+	o = msgp.Require(b, z.Msgsize())
+	// array header, size 2
+	o = append(o, 0x92)
+	o = msgp.AppendString(o, z.Transport)
+	o = msgp.AppendBytes(o, z.Ticket)
+	return
+}
+
+// UnmarshalMsg implements msgp.Unmarshaler
+func (z *Ticket) UnmarshalMsg(bts []byte) (o []byte, err error) {
+	var zb0001 uint32
+	zb0001, bts, err = msgp.ReadArrayHeaderBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err)
+		return
+	}
+	if zb0001 != 2 {
+		err = msgp.ArrayError{Wanted: 2, Got: zb0001}
+		return
+	}
+	z.Transport, bts, err = msgp.ReadStringBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Transport")
+		return
+	}
+	var zb0002 uint32
+	zb0002, bts, err = msgp.ReadBytesHeader(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Ticket")
+		return
+	}
+	if zb0002 > 64 {
+		err = msgp.ErrLimitExceeded
+		return
+	}
+	if z.Ticket == nil || uint32(cap(z.Ticket)) < zb0002 {
+		z.Ticket = make([]byte, zb0002)
+	} else {
+		z.Ticket = z.Ticket[:zb0002]
+	}
+	if uint32(len(bts)) < zb0002 {
+		err = msgp.ErrShortBytes
+		return
+	}
+	copy(z.Ticket, bts[:zb0002])
+	bts = bts[zb0002:]
+	o = bts
+	return
+}
+
+// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
+func (z *Ticket) Msgsize() (s int) {
+	s = 1 + msgp.StringPrefixSize + len(z.Transport) + msgp.BytesPrefixSize + len(z.Ticket)
 	return
 }

@@ -2,6 +2,7 @@ package coretest
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -29,7 +30,7 @@ const remoteEnv = "KVCONN_TEST_REMOTE"
 const remoteMemory = 3
 
 // RemoteOpener opens a transport in a process that the suite has started.
-type RemoteOpener func(id core.AgentID, l *core.Layout, sink core.Sink) (core.Transport, error)
+type RemoteOpener func(id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) (core.Transport, error)
 
 // ServeRemote must be the first call of the TestMain of a package that has
 // ProcessSuite start processes. In such a process it opens the transport that
@@ -59,6 +60,8 @@ type order struct {
 	Ticket   []byte         `json:",omitempty"`
 	Segments []core.Segment `json:",omitempty"`
 	Op       *core.WriteOp  `json:",omitempty"`
+	Msg      []byte         `json:",omitempty"` // of Signalled
+	Answer   *answer        `json:",omitempty"` // of "Answered": to the remote's signal of that number
 }
 
 // answer is what came of order N; N 0: what the sink was told.
@@ -68,31 +71,75 @@ type answer struct {
 	Text    string       `json:",omitempty"`
 	Err     *remoteError `json:",omitempty"`
 	Outcome *Outcome     `json:",omitempty"` // without its Err
+	Signal  *signalOut   `json:",omitempty"`
+}
+
+// signalOut is a signal that a remote's transport sends.
+type signalOut struct {
+	N   int
+	To  core.AgentID
+	Msg []byte
 }
 
 // remoteError is an error of another process.
 type remoteError struct {
-	Text              string
-	Lost, NotExpected bool
+	Text                      string
+	Lost, NotExpected, Absent bool
 }
 
 func (e *remoteError) Error() string { return e.Text }
 
 func (e *remoteError) Is(target error) bool {
-	return target == core.ErrConnectionLost && e.Lost || target == core.ErrNotExpected && e.NotExpected
+	return target == core.ErrConnectionLost && e.Lost || target == core.ErrNotExpected && e.NotExpected || target == core.ErrAbsent && e.Absent
 }
 
 func toRemote(err error) *remoteError {
 	if err == nil {
 		return nil
 	}
-	return &remoteError{err.Error(), errors.Is(err, core.ErrConnectionLost), errors.Is(err, core.ErrNotExpected)}
+	return &remoteError{err.Error(), errors.Is(err, core.ErrConnectionLost), errors.Is(err, core.ErrNotExpected), errors.Is(err, core.ErrAbsent)}
 }
 
 // speaker says answers, one at a time. It is the remote's sink.
 type speaker struct {
 	mu sync.Mutex
 	to *json.Encoder
+
+	signals int
+	asked   map[int]chan answer
+}
+
+// signal is the core.Signal of a remote's transport.
+func (s *speaker) signal(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
+	c := make(chan answer, 1)
+	s.mu.Lock()
+	s.signals++
+	n := s.signals
+	s.asked[n] = c
+	s.mu.Unlock()
+	s.say(answer{Signal: &signalOut{n, to, msg}})
+	select {
+	case a := <-c:
+		if a.Err != nil {
+			return nil, a.Err
+		}
+		return a.Data, nil
+	case <-ctx.Done():
+		s.mu.Lock()
+		delete(s.asked, n)
+		s.mu.Unlock()
+		return nil, ctx.Err()
+	}
+}
+
+func (s *speaker) answered(n int, a answer) {
+	s.mu.Lock()
+	c := s.asked[n]
+	delete(s.asked, n)
+	s.mu.Unlock()
+	if c != nil {
+		c <- a
+	}
 }
 
 func (s *speaker) say(a answer) {
@@ -118,7 +165,7 @@ func serveRemote(open RemoteOpener, in io.Reader, out io.Writer) error {
 		return errors.New("ServeRemote was not given this kind")
 	}
 	orders := json.NewDecoder(in)
-	s := &speaker{to: json.NewEncoder(out)}
+	s := &speaker{to: json.NewEncoder(out), asked: map[int]chan answer{}}
 	var first order
 	if err := orders.Decode(&first); err != nil {
 		return err
@@ -134,7 +181,7 @@ func serveRemote(open RemoteOpener, in io.Reader, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	t, err := open(first.Agent, l, s)
+	t, err := open(first.Agent, l, s, s.signal)
 	if err != nil {
 		return err
 	}
@@ -146,6 +193,10 @@ func serveRemote(open RemoteOpener, in io.Reader, out io.Writer) error {
 				return nil
 			}
 			return err
+		}
+		if o.Method == "Answered" {
+			s.answered(o.N, *o.Answer)
+			continue
 		}
 		go func() { // one that waits holds up no other
 			a := answer{N: o.N}
@@ -165,6 +216,8 @@ func serveRemote(open RemoteOpener, in io.Reader, out io.Writer) error {
 				t.Write(*o.Op)
 			case "Stop":
 				t.Stop(o.ID)
+			case "Signalled":
+				a.Data, err = t.(core.Signaller).Signalled(o.Peer, o.Msg)
 			case "Close":
 				err = t.Close()
 			}
@@ -179,6 +232,7 @@ type remote struct {
 	t        *testing.T
 	cmd      *exec.Cmd
 	sink     *Recorder
+	signal   core.Signal // of the board
 	endpoint string
 	ended    chan struct{} // the process says nothing any more
 
@@ -201,8 +255,8 @@ func openRemote(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *e
 	}
 	file := os.NewFile(uintptr(fd), "memory")
 	defer file.Close()
-	return openOn(t, id, newArena(t, specs, file), func(a *arena, sink *Recorder) core.Transport {
-		r := &remote{t: t, cmd: exec.Command(os.Args[0]), sink: sink, ended: make(chan struct{}), waiting: map[int]chan answer{}}
+	return openOn(t, f, id, newArena(t, specs, file), func(a *arena, sink *Recorder) core.Transport {
+		r := &remote{t: t, cmd: exec.Command(os.Args[0]), sink: sink, signal: f.board.from(id), ended: make(chan struct{}), waiting: map[int]chan answer{}}
 		// The race detector would rest a second at the exit, in case of late reports.
 		r.cmd.Env = append(os.Environ(), remoteEnv+"="+f.Remote, "GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0")
 		r.cmd.ExtraFiles = []*os.File{file}
@@ -241,6 +295,10 @@ func (r *remote) read(out io.Reader) {
 		if words.Decode(&a) != nil {
 			return
 		}
+		if s := a.Signal; s != nil {
+			go r.carry(s)
+			continue
+		}
 		if o := a.Outcome; o != nil {
 			if a.Err != nil { // else it would be an error that holds a nil
 				o.Err = a.Err
@@ -258,8 +316,39 @@ func (r *remote) read(out io.Reader) {
 	}
 }
 
+// carry hands a remote's signal to the board. It ends when the one that is asked
+// answers, or with the remote.
+func (r *remote) carry(s *signalOut) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	go func() {
+		select {
+		case <-r.ended:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	data, err := r.signal(ctx, s.To, s.Msg)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.killed {
+		_ = json.NewEncoder(r.in).Encode(order{N: s.N, Method: "Answered", Answer: &answer{Data: data, Err: toRemote(err)}})
+	}
+}
+
+func (r *remote) signalled(ctx context.Context, from core.AgentID, msg []byte) ([]byte, error) {
+	a, err := r.askUntil(ctx, order{Method: "Signalled", Peer: from, Msg: msg})
+	return a.Data, err
+}
+
 // ask gives an order and waits for what comes of it.
 func (r *remote) ask(o order) (answer, error) {
+	ctx, cancel := context.WithTimeoutCause(context.Background(), patience, fmt.Errorf("the remote's %s has not returned within %v", o.Method, patience))
+	defer cancel()
+	return r.askUntil(ctx, o)
+}
+
+func (r *remote) askUntil(ctx context.Context, o order) (answer, error) {
 	c := make(chan answer, 1)
 	r.mu.Lock()
 	r.n++
@@ -268,10 +357,8 @@ func (r *remote) ask(o order) (answer, error) {
 	err := json.NewEncoder(r.in).Encode(o)
 	r.mu.Unlock()
 	if err != nil {
-		return answer{}, fmt.Errorf("the remote takes no orders: %w", err)
+		return answer{}, fmt.Errorf("the remote takes no orders: %w", errors.Join(core.ErrAbsent, err))
 	}
-	late := time.NewTimer(patience)
-	defer late.Stop()
 	select {
 	case a := <-c:
 		if a.Err != nil {
@@ -279,9 +366,9 @@ func (r *remote) ask(o order) (answer, error) {
 		}
 		return a, nil
 	case <-r.ended:
-		return answer{}, errors.New("the remote has ended")
-	case <-late.C:
-		return answer{}, fmt.Errorf("the remote's %s has not returned within %v", o.Method, patience)
+		return answer{}, fmt.Errorf("the remote has ended: %w", core.ErrAbsent)
+	case <-ctx.Done():
+		return answer{}, context.Cause(ctx)
 	}
 }
 

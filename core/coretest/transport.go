@@ -27,6 +27,12 @@ type Network struct {
 	open  map[core.AgentID]*transport
 	links map[link]bool
 	gate  func(id core.TransferID, chunk int)
+
+	// Of Signallers.
+	twins    map[core.AgentID]*Signaller
+	broken   map[link]error // by both orders of two agents
+	hold     <-chan struct{}
+	revoking func(id core.TransferID)
 }
 
 // link: the receiver has connected to the sender, with its ticket.
@@ -34,7 +40,7 @@ type link struct{ sender, receiver core.AgentID }
 
 // NewNetwork makes one without agents.
 func NewNetwork() *Network {
-	return &Network{open: map[core.AgentID]*transport{}, links: map[link]bool{}}
+	return &Network{open: map[core.AgentID]*transport{}, links: map[link]bool{}, twins: map[core.AgentID]*Signaller{}, broken: map[link]error{}}
 }
 
 // Gate has f called before each chunk of each write (from 0), on the writer's
@@ -49,12 +55,16 @@ func (n *Network) Gate(f func(id core.TransferID, chunk int)) {
 // addresses of the sender's layout to those of the receiver's, as RDMA does:
 // the receiver's agent takes no part in a write but by its fence.
 func (n *Network) NewTransport(id core.AgentID, layout *core.Layout, sink core.Sink) core.Transport {
-	t := &transport{net: n, id: id, layout: layout, sink: sink, done: make(chan struct{}),
-		admitted: map[core.AgentID][]byte{}, expected: map[core.TransferID]*expect{}, writes: map[core.TransferID]*write{}}
+	t := n.newTransport(id, layout, sink)
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.open[id] = t
 	return t
+}
+
+func (n *Network) newTransport(id core.AgentID, layout *core.Layout, sink core.Sink) *transport {
+	return &transport{net: n, id: id, layout: layout, sink: sink, done: make(chan struct{}),
+		admitted: map[core.AgentID][]byte{}, expected: map[core.TransferID]*expect{}, writes: map[core.TransferID]*write{}}
 }
 
 type transport struct {
@@ -63,6 +73,8 @@ type transport struct {
 	layout *core.Layout
 	sink   core.Sink
 	done   chan struct{} // closed by Close
+	// prepare, of a Signaller, makes the link before a write.
+	prepare func(ctx context.Context, peer core.AgentID) error
 
 	mu       sync.Mutex
 	closed   bool
@@ -261,6 +273,11 @@ func (t *transport) Write(op core.WriteOp) {
 // run copies a transfer and returns how many bytes it wrote.
 func (t *transport) run(op core.WriteOp, w *write) (n uint64, err error) {
 	start := time.Now()
+	if t.prepare != nil {
+		if err := t.prepare(w.stop, op.Peer); err != nil {
+			return 0, err
+		}
+	}
 	t.net.mu.Lock()
 	peer, linked, gate := t.net.open[op.Peer], t.net.links[link{t.id, op.Peer}], t.net.gate
 	t.net.mu.Unlock()

@@ -24,7 +24,7 @@ func TestGate(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			leaktest.Check(t)
 			n := NewNetwork()
-			f := Fixture{Open: func(_ *testing.T, id core.AgentID, l *core.Layout, sink core.Sink) core.Transport {
+			f := Fixture{Open: func(_ *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) core.Transport {
 				return n.NewTransport(id, l, sink)
 			}}
 			p, d := pair(t, f, dense(chunk, 8), dense(chunk, 8))

@@ -1,0 +1,85 @@
+package cli
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kvconn/kvconn/node"
+	"github.com/kvconn/kvconn/rdma"
+)
+
+func TestDoctorSaysWhatItFinds(t *testing.T) {
+	report := rdma.Report{Available: true, Memlock: rdma.Memlock{Bytes: 64 << 10, Why: "RLIMIT_MEMLOCK", Remedy: "ulimit -l unlimited"},
+		Devices: []rdma.DeviceReport{
+			{Name: "mlx5_0", File: "/dev/infiniband/uverbs0", Selected: true, Transport: "IB", NUMANode: 1, Firmware: "22.1", MaxMRSize: 1 << 40, RelaxedOrdering: true,
+				Ports: []rdma.PortReport{
+					{Number: 1, Usable: true, State: "active", LinkLayer: "Ethernet", Speed: 100e9, MTU: 4096, Address: "GID 3, the best of 2", GIDs: []rdma.GIDReport{
+						{Index: 3, Address: "10.0.0.1", Type: "RoCE v2", Scope: "private", NetDev: "eth2", Usable: true, Chosen: true},
+						{Index: 0, Address: "fe80::1", Type: "IB", Scope: "link-local"}}},
+					{Number: 2, State: "down", LinkLayer: "Ethernet", Problem: "the port is down: check the cable"}}},
+			{Name: "mlx5_1", Problem: "no permission to open /dev/infiniband/uverbs1"},
+		}}
+	cfg := node.DefaultConfig()
+	cfg.TCPListenHost, cfg.RDMAGIDIndex = "127.0.0.1", 5
+	d := examine(cfg, func(c rdma.Config) rdma.Report {
+		if c.GIDIndex != 5 {
+			t.Errorf("looked with %+v, not with the configuration", c)
+		}
+		return report
+	})
+	var out bytes.Buffer
+	d.print(&out)
+	for _, want := range []string{"tcp   available", "rdma  available", "64K (RLIMIT_MEMLOCK); ulimit -l unlimited", "mlx5_0: /dev/infiniband/uverbs0, NUMA node 1, firmware 22.1, regions of at most 1024G, relaxed ordering",
+		"port 1: active, Ethernet, 100 Gb/s, MTU 4096: GID 3, the best of 2", "GID 3: 10.0.0.1, RoCE v2, private, eth2  <- preferred", "fe80::1, IB, link-local, -  cannot be used",
+		"port 2: down, Ethernet, unknown speed, MTU 0: cannot be used: the port is down: check the cable", "mlx5_1: cannot be used: no permission", "auto: rdma with peers"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("it does not say %q:\n%s", want, out.String())
+		}
+	}
+	for what, c := range map[string]struct {
+		host string
+		rdma bool
+		ok   bool
+		auto string
+	}{"both": {"127.0.0.1", true, true, "rdma"}, "tcp": {"127.0.0.1", false, true, "tcp"}, "rdma": {"203.0.113.1", true, true, "transport rdma works"}, "none": {"203.0.113.1", false, false, "fails"}} {
+		cfg.TCPListenHost = c.host
+		d := examine(cfg, func(rdma.Config) rdma.Report { return rdma.Report{Available: c.rdma} })
+		if d.OK != c.ok || !strings.Contains(d.Auto, c.auto) || d.TCP.Available == (d.TCP.Problem != "") {
+			t.Errorf("%s: %+v", what, d)
+		}
+	}
+}
+
+// TestDoctorOnThisMachine: whatever this machine has, the answer is whole.
+func TestDoctorOnThisMachine(t *testing.T) {
+	var out bytes.Buffer
+	if err := runDoctor([]string{"--json"}, &out); err != nil {
+		t.Fatal(err)
+	}
+	var d diagnosis
+	if err := json.Unmarshal(out.Bytes(), &d); err != nil || !d.OK || !d.TCP.Available || d.RDMA.Available == (d.RDMA.Problem != "") || d.Auto == "" {
+		t.Errorf("%v: %s", err, out.String())
+	}
+	file := filepath.Join(t.TempDir(), "agent.json")
+	write := func(text string) {
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write(`{"engine_id": "e", "role": "prefill", "tcp_listen_host": "203.0.113.1", "rdma_devices": ["no_such_device"]}`)
+	out.Reset()
+	if err := runDoctor([]string{"--config", file}, &out); !errors.Is(err, errNoTransport) || !strings.Contains(out.String(), "203.0.113.1") {
+		t.Errorf("%v: %s", err, out.String())
+	}
+	write(`{"engine_id": "e", "role": "prefill", "rdma_mtu": 1500}`)
+	for _, args := range [][]string{{"--config", file}, {"--config", file + ".none"}, {"more"}, {"--nope"}} {
+		if err := runDoctor(args, &out); !errors.Is(err, errUsage) {
+			t.Errorf("%q: %v", args, err)
+		}
+	}
+}

@@ -1,0 +1,66 @@
+package coretest
+
+import (
+	"fmt"
+	"runtime"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// landed waits for the first byte in any of some blocks.
+func (e *endpoint) landed(blocks [][]core.BlockID) {
+	e.t.Helper()
+	for deadline := time.Now().Add(patience); !e.touched(blocks); runtime.Gosched() {
+		if time.Now().After(deadline) {
+			e.t.Fatalf("%s: no byte has landed within %v", e.id, patience)
+		}
+	}
+}
+
+// inMidst has a big write under way, calls cut when its first bytes have
+// landed, and then after. It tries anew, with more bytes, when the write ended
+// well all the same.
+func inMidst(t *testing.T, f Fixture, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]core.BlockID)) {
+	inMidstOf(t, f, open, open, cut, after)
+}
+
+// opener is open or openRemote.
+type opener func(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint
+
+func inMidstOf(t *testing.T, f Fixture, openP, openD opener, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]core.BlockID)) {
+	const blockBytes = 256<<10 + 4
+	size := f.BigBytes
+	for try := range 8 {
+		n := size / blockBytes
+		caught := false
+		t.Run(fmt.Sprintf("try%d", try), func(t *testing.T) {
+			spec := dense(blockBytes, uint32(n))
+			p, d := openP(t, f, "sender", spec), openD(t, f, "receiver", spec)
+			connect(t, d, p)
+			src, dst := [][]core.BlockID{sequence(0, n)}, [][]core.BlockID{shuffled(1, n, n)}
+			p.paint(1, src)
+			p.write("t", d, d.expect("t", p, dst), src, dst)
+			d.landed(dst)
+			cut(p, d)
+			caught = !arrived(d)
+			after(p, d, dst)
+		})
+		if caught || t.Failed() {
+			return
+		}
+		size = min(2*size, 512<<20)
+	}
+	t.Errorf("no write was caught in the middle: raise Fixture.BigBytes from %d", f.BigBytes)
+}
+
+// arrived says whether the transfer of inMidst ended well at its receiver.
+func arrived(d *endpoint) bool {
+	for _, o := range d.sink.All("received", "t") {
+		if o.Err == nil {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,87 @@
+package coretest
+
+import (
+	"bytes"
+	"sync"
+	"testing"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// idAgain: what a load does whose first agent was found to be gone.
+func idAgain(t *testing.T, f Fixture) {
+	p, d := pair(t, f, dense(4096, 20), dense(4096, 20))
+	src, first, second := [][]core.BlockID{sequence(0, 5)}, [][]core.BlockID{sequence(1, 5)}, [][]core.BlockID{sequence(10, 5)}
+	p.paint(1, src)
+	old := d.expect("t", p, first)
+	d.tr.Revoke("t")
+	grant := d.expect("t", p, second)
+	if bytes.Equal(old, grant) {
+		t.Errorf("the second grant is the first one again")
+	}
+	p.write("t", d, grant, src, second)
+	well(t, "t", p, d, d.layout.Bytes(second))
+	d.check(t, delivery{transfer: 1, blocks: second})
+}
+
+func expectTwice(t *testing.T, f Fixture) {
+	p, d := pair(t, f, dense(4096, 20), dense(4096, 20))
+	src, dst := [][]core.BlockID{sequence(0, 5)}, [][]core.BlockID{sequence(1, 5)}
+	p.paint(1, src)
+	grant := d.expect("t", p, dst)
+	if _, err := d.tr.Expect("t", p.id, d.layout.Segments([][]core.BlockID{sequence(10, 5)})); err == nil {
+		t.Errorf("Expect of an id that is expected already gave no error")
+	}
+	p.write("t", d, grant, src, dst)
+	well(t, "t", p, d, d.layout.Bytes(dst))
+	d.check(t, delivery{transfer: 1, blocks: dst})
+}
+
+func unknownIDs(t *testing.T, f Fixture) {
+	p, d := pair(t, f, dense(4096, 4), dense(4096, 4))
+	d.tr.Revoke("never")
+	p.tr.Revoke("never")
+	p.tr.Stop("never")
+	d.tr.Stop("never")
+	src := [][]core.BlockID{sequence(0, 4)}
+	p.paint(1, src)
+	p.write("t", d, d.expect("t", p, src), src, src)
+	well(t, "t", p, d, d.layout.Bytes(src))
+}
+
+// closed: an idle transport closes at once, from several goroutines too, and
+// takes no more orders.
+func closed(t *testing.T, f Fixture) {
+	p, d := pair(t, f, dense(4096, 4), dense(4096, 4))
+	blocks := [][]core.BlockID{sequence(0, 4)}
+	p.paint(1, blocks)
+	grant := d.expect("t", p, blocks)
+	d.expect("u", p, blocks)
+	var wg sync.WaitGroup
+	for range 3 {
+		wg.Go(func() {
+			if err := d.tr.Close(); err != nil {
+				t.Errorf("Close: %v", err)
+			}
+		})
+	}
+	wg.Wait()
+	d.sink.Shut()
+	if _, err := d.tr.Expect("v", p.id, d.layout.Segments(blocks)); err == nil {
+		t.Errorf("Expect after Close gave no error")
+	}
+	if _, err := d.tr.Admit(p.id); err == nil {
+		t.Errorf("Admit after Close gave no error")
+	}
+	d.tr.Dismiss(p.id)
+	d.tr.Revoke("t")
+	p.write("t", d, grant, blocks, blocks)
+	if o := p.sink.Wait("written", "t", 1); o.Err == nil {
+		t.Errorf("a write to a closed agent ended well: %+v", o)
+	}
+	d.check(t)
+	late := open(t, f, "late", dense(4096, 4))
+	p.admit(late.id)
+	p.write("w", late, grant, blocks, blocks)
+	p.close() // checks that the write was told
+}

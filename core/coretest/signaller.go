@@ -1,0 +1,404 @@
+package coretest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// Signaller is the twin of a transport whose ends agree by signals before bytes
+// move: D greets, P asks D to join, D answers with its ticket, P says that it is up.
+type Signaller struct {
+	*transport
+	name   string
+	signal core.Signal
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+
+	state sync.Mutex
+	ways  map[core.AgentID]*twinWay  // D: to those that it was told to connect
+	joins map[core.AgentID]*twinJoin // P: under way
+}
+
+var _ core.Signaller = (*Signaller)(nil)
+
+type twinWay struct {
+	ticket  []byte
+	settled chan struct{} // closed when it is up, or err is set
+	err     error
+}
+
+type twinJoin struct {
+	done chan struct{}
+	err  error
+}
+
+// twinPatience bounds a handshake's messages.
+const twinPatience = 5 * time.Second
+
+// NewSignaller opens a twin whose Name is name. As with NewTransport, the bytes
+// are copied within this process.
+func (n *Network) NewSignaller(name string, id core.AgentID, layout *core.Layout, sink core.Sink, signal core.Signal) *Signaller {
+	s := &Signaller{transport: n.newTransport(id, layout, sink), name: name, signal: signal,
+		ways: map[core.AgentID]*twinWay{}, joins: map[core.AgentID]*twinJoin{}}
+	s.ctx, s.cancel = context.WithCancel(context.Background())
+	s.prepare = s.link
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.open[id], n.twins[id] = s.transport, s
+	return s
+}
+
+// Signals is a Signal that hands messages over within the test, for the twin id.
+func (n *Network) Signals(id core.AgentID) core.Signal {
+	return func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
+		n.mu.Lock()
+		s := n.twins[to]
+		n.mu.Unlock()
+		if s == nil || s.ctx.Err() != nil {
+			return nil, fmt.Errorf("%w: %s", core.ErrAbsent, to)
+		}
+		return s.Signalled(id, bytes.Clone(msg))
+	}
+}
+
+// Cut breaks the way between two agents, for why, until Mend. Writes under way
+// end, and what has begun to be received; both sides are told.
+func (n *Network) Cut(a, b core.AgentID, why error) {
+	n.mu.Lock()
+	n.broken[link{a, b}], n.broken[link{b, a}] = why, why
+	x, y := n.twins[a], n.twins[b]
+	up := n.links[link{a, b}] || n.links[link{b, a}]
+	delete(n.links, link{a, b})
+	delete(n.links, link{b, a})
+	n.mu.Unlock()
+	lost := fmt.Errorf("mem: %w: %w", core.ErrConnectionLost, why)
+	for s, other := range map[*Signaller]core.AgentID{x: b, y: a} {
+		if s == nil {
+			continue
+		}
+		s.mu.Lock()
+		for _, w := range s.writes {
+			if w.peer == other {
+				w.end(lost)
+			}
+		}
+		var begun []*expect
+		for _, e := range s.expected {
+			if e.peer == other {
+				begun = append(begun, e)
+			}
+		}
+		s.mu.Unlock()
+		for _, e := range begun {
+			e.fence.Lock()
+			taken := e.taken
+			e.fence.Unlock()
+			if taken {
+				s.end(e, core.TransferStats{Segments: e.segments}, lost)
+			}
+		}
+		if up {
+			s.spawn(func() { s.sink.PeerDown(other, lost) })
+		}
+	}
+}
+
+// Mend ends Cut: who was told to connect greets again.
+func (n *Network) Mend(a, b core.AgentID) {
+	n.mu.Lock()
+	delete(n.broken, link{a, b})
+	delete(n.broken, link{b, a})
+	x, y := n.twins[a], n.twins[b]
+	n.mu.Unlock()
+	for s, other := range map[*Signaller]core.AgentID{x: b, y: a} {
+		if s == nil {
+			continue
+		}
+		s.state.Lock()
+		w := s.ways[other]
+		if w != nil {
+			w = &twinWay{ticket: w.ticket, settled: make(chan struct{})}
+			s.ways[other] = w
+		}
+		s.state.Unlock()
+		if w != nil {
+			s.spawn(func() { s.greet(other, w) })
+		}
+	}
+}
+
+// Hold keeps every handshake from its end until c is closed.
+func (n *Network) Hold(c <-chan struct{}) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.hold = c
+}
+
+// Revoking has f called before each Revoke of a Signaller, on its goroutine: f may
+// wait, as for the word of a peer.
+func (n *Network) Revoking(f func(id core.TransferID)) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.revoking = f
+}
+
+// Name implements core.Transport.
+func (s *Signaller) Name() string { return s.name }
+
+func (s *Signaller) linked(sender, receiver core.AgentID) bool {
+	s.net.mu.Lock()
+	defer s.net.mu.Unlock()
+	return s.net.links[link{sender, receiver}]
+}
+
+func (s *Signaller) cutOff(peer core.AgentID) error {
+	s.net.mu.Lock()
+	defer s.net.mu.Unlock()
+	return s.net.broken[link{s.id, peer}]
+}
+
+// Connect implements core.Transport.
+func (s *Signaller) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
+	if endpoint != "mem:"+string(peer) {
+		return fmt.Errorf("mem: agent %s has the endpoint %q", peer, endpoint)
+	}
+	w := &twinWay{ticket: bytes.Clone(ticket), settled: make(chan struct{})}
+	s.state.Lock()
+	s.ways[peer] = w
+	s.state.Unlock()
+	if s.linked(peer, s.id) { // the ticket is for the next connection
+		close(w.settled)
+		return nil
+	}
+	if !s.spawn(func() { s.greet(peer, w) }) {
+		return errTwinClosed
+	}
+	return nil
+}
+
+func (s *Signaller) greet(peer core.AgentID, w *twinWay) {
+	ctx, cancel := context.WithTimeout(s.ctx, twinPatience)
+	defer cancel()
+	if _, err := s.signal(ctx, peer, append([]byte("greet "), w.ticket...)); err != nil {
+		s.settle(peer, err)
+	}
+}
+
+// settle ends the waiting for a way; an error is told.
+func (s *Signaller) settle(peer core.AgentID, err error) {
+	s.state.Lock()
+	w := s.ways[peer]
+	if w == nil {
+		s.state.Unlock()
+		return
+	}
+	select {
+	case <-w.settled:
+		s.state.Unlock()
+		return
+	default:
+	}
+	w.err = err
+	close(w.settled)
+	s.state.Unlock()
+	if err != nil {
+		s.spawn(func() { s.sink.PeerDown(peer, err) })
+	}
+}
+
+// Signalled implements core.Signaller.
+func (s *Signaller) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
+	if s.ctx.Err() != nil {
+		return nil, errTwinClosed
+	}
+	kind, rest, _ := bytes.Cut(msg, []byte(" "))
+	switch string(kind) {
+	case "greet":
+		if err := s.cutOff(from); err != nil {
+			return nil, err
+		}
+		if !s.admits(from, rest) {
+			return nil, fmt.Errorf("mem: agent %s does not know the ticket", s.id)
+		}
+		if !s.spawn(func() { s.welcome(from) }) {
+			return nil, errTwinClosed
+		}
+		return nil, nil
+	case "join":
+		s.state.Lock()
+		defer s.state.Unlock()
+		w := s.ways[from]
+		if w == nil {
+			return nil, fmt.Errorf("mem: agent %s has not connected", s.id)
+		}
+		return w.ticket, nil
+	case "up":
+		s.settle(from, nil)
+		return nil, nil
+	case "no":
+		s.settle(from, errors.New(string(rest)))
+		return nil, nil
+	}
+	return nil, fmt.Errorf("mem: a signal of unknown kind %.20q", kind)
+}
+
+// welcome makes the link that D has asked for, and tells it the outcome.
+func (s *Signaller) welcome(peer core.AgentID) {
+	ctx, cancel := context.WithTimeout(s.ctx, twinPatience)
+	defer cancel()
+	word := "up"
+	if err := s.link(ctx, peer); err != nil {
+		word = "no " + err.Error()
+	}
+	_, _ = s.signal(ctx, peer, []byte(word))
+}
+
+// join makes P's end of the link, once at a time.
+func (s *Signaller) join(peer core.AgentID) *twinJoin {
+	s.state.Lock()
+	defer s.state.Unlock()
+	j := s.joins[peer]
+	if j != nil {
+		return j
+	}
+	j = &twinJoin{done: make(chan struct{})}
+	end := func(err error) {
+		s.state.Lock()
+		j.err = err
+		delete(s.joins, peer)
+		s.state.Unlock()
+		close(j.done)
+	}
+	s.joins[peer] = j
+	if !s.spawn(func() { end(s.agree(peer)) }) {
+		delete(s.joins, peer)
+		j.err = errTwinClosed
+		close(j.done)
+	}
+	return j
+}
+
+func (s *Signaller) agree(peer core.AgentID) error {
+	s.net.mu.Lock()
+	hold := s.net.hold
+	s.net.mu.Unlock()
+	if hold != nil {
+		select {
+		case <-hold:
+		case <-s.ctx.Done():
+			return errTwinClosed
+		}
+	}
+	ctx, cancel := context.WithTimeout(s.ctx, twinPatience)
+	defer cancel()
+	if err := s.cutOff(peer); err != nil {
+		return err
+	}
+	ticket, err := s.signal(ctx, peer, []byte("join"))
+	if err != nil {
+		return err
+	}
+	if !s.admits(peer, ticket) {
+		return fmt.Errorf("mem: agent %s shows a ticket that %s does not know", peer, s.id)
+	}
+	s.net.mu.Lock()
+	defer s.net.mu.Unlock()
+	if s.net.open[peer] == nil {
+		return fmt.Errorf("mem: nobody is at %s", peer)
+	}
+	s.net.links[link{s.id, peer}] = true
+	return nil
+}
+
+// link makes the link to a peer that was admitted, unless it is there.
+func (s *Signaller) link(ctx context.Context, peer core.AgentID) error {
+	for range 3 { // one that was made may be the last agent's of that id
+		s.mu.Lock()
+		admitted := s.admitted[peer] != nil
+		s.mu.Unlock()
+		if s.linked(s.id, peer) || !admitted {
+			return nil // run says what is missing
+		}
+		if err := s.cutOff(peer); err != nil {
+			return fmt.Errorf("mem: %w: %w", core.ErrConnectionLost, err)
+		}
+		j := s.join(peer)
+		select {
+		case <-j.done:
+			if j.err != nil {
+				return j.err
+			}
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	return nil
+}
+
+// Usable implements core.Signaller.
+func (s *Signaller) Usable(ctx context.Context, peer core.AgentID) error {
+	for {
+		if err := s.cutOff(peer); err != nil {
+			return err
+		}
+		if s.linked(peer, s.id) || s.linked(s.id, peer) {
+			return nil
+		}
+		s.state.Lock()
+		w := s.ways[peer]
+		s.state.Unlock()
+		if w == nil {
+			return fmt.Errorf("mem: agent %s was not connected", peer)
+		}
+		select {
+		case <-w.settled:
+			s.state.Lock()
+			err, old := w.err, s.ways[peer] != w
+			s.state.Unlock()
+			if err == nil && !s.linked(peer, s.id) {
+				err = fmt.Errorf("mem: agent %s is not connected any more", peer)
+			}
+			if !old {
+				return err
+			}
+		case <-ctx.Done():
+			return fmt.Errorf("mem: agent %s is being connected: %w", peer, ctx.Err())
+		}
+	}
+}
+
+// Dismiss implements core.Transport.
+func (s *Signaller) Dismiss(peer core.AgentID) {
+	s.state.Lock()
+	delete(s.ways, peer)
+	s.state.Unlock()
+	s.transport.Dismiss(peer)
+}
+
+// Revoke implements core.Transport.
+func (s *Signaller) Revoke(id core.TransferID) {
+	s.net.mu.Lock()
+	f := s.net.revoking
+	s.net.mu.Unlock()
+	if f != nil {
+		f(id)
+	}
+	s.transport.Revoke(id)
+}
+
+// Close implements core.Transport.
+func (s *Signaller) Close() error {
+	s.cancel()
+	s.net.mu.Lock()
+	if s.net.twins[s.id] == s {
+		delete(s.net.twins, s.id)
+	}
+	s.net.mu.Unlock()
+	return s.transport.Close()
+}

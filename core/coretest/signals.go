@@ -1,0 +1,63 @@
+package coretest
+
+import (
+	"context"
+	"fmt"
+	"sync"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// board carries the signals of one case's transports, in place of the control
+// plane: to who is open, in this process or another. A process that is stopped
+// answers nobody; one that has ended is absent.
+type board struct {
+	mu   sync.Mutex
+	open map[core.AgentID]core.Transport
+}
+
+func newBoard() *board { return &board{open: map[core.AgentID]core.Transport{}} }
+
+// signaller is what a board can hand a signal to.
+type signaller interface {
+	signalled(ctx context.Context, from core.AgentID, msg []byte) ([]byte, error)
+}
+
+func (b *board) enter(id core.AgentID, tr core.Transport) {
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.open[id] = tr
+}
+
+func (b *board) leave(id core.AgentID, tr core.Transport) {
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.open[id] == tr {
+		delete(b.open, id)
+	}
+}
+
+// from is the Signal of one transport.
+func (b *board) from(id core.AgentID) core.Signal {
+	return func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
+		b.mu.Lock()
+		tr := b.open[to]
+		b.mu.Unlock()
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		switch s := tr.(type) {
+		case signaller:
+			return s.signalled(ctx, id, msg)
+		case core.Signaller:
+			return s.Signalled(id, msg)
+		}
+		return nil, fmt.Errorf("%s: %w", to, core.ErrAbsent)
+	}
+}

@@ -1,0 +1,36 @@
+package node
+
+import (
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma"
+)
+
+// newRDMA opens the rdma transport.
+func newRDMA(cfg rdma.Config, id core.AgentID, layout *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+	return rdma.New(cfg, id, layout, s, signal)
+}
+
+// RDMA is what the keys that begin with rdma_ say.
+func (c *Config) RDMA() rdma.Config { return c.rdmaConfig(nil) }
+
+func (c *Config) rdmaConfig(log *zap.Logger) rdma.Config {
+	return rdma.Config{
+		Devices: c.RDMADevices, Deny: c.RDMADeny, GIDIndex: c.RDMAGIDIndex, QueuePairs: c.RDMAQPs, SendDepth: c.RDMASendDepth,
+		MTU: c.RDMAMTU, Timeout: c.RDMATimeout, Retry: c.RDMARetry, RNRRetry: c.RDMARNRRetry, MinRNRTimer: c.RDMAMinRNRTimer,
+		TrafficClass: c.RDMATrafficClass, ServiceLevel: c.RDMAServiceLevel, PKeyIndex: c.RDMAPKeyIndex,
+		Idle: time.Duration(c.RDMAIdle), RelaxedOrdering: c.RDMARelaxedOrdering,
+		MaxTransfers: c.MaxTransfers, ConnectTimeout: time.Duration(c.ConnectTimeout), StallTimeout: time.Duration(c.StallTimeout), Logger: log,
+	}
+}
+
+func (c *Config) rdmaDefaults() {
+	r := rdma.DefaultConfig()
+	c.RDMAGIDIndex, c.RDMAQPs, c.RDMASendDepth, c.RDMAMTU = r.GIDIndex, r.QueuePairs, r.SendDepth, r.MTU
+	c.RDMATimeout, c.RDMARetry, c.RDMARNRRetry, c.RDMAMinRNRTimer = r.Timeout, r.Retry, r.RNRRetry, r.MinRNRTimer
+	c.RDMATrafficClass, c.RDMAServiceLevel, c.RDMAPKeyIndex = r.TrafficClass, r.ServiceLevel, r.PKeyIndex
+	c.RDMAIdle, c.RDMARelaxedOrdering = Seconds(r.Idle), r.RelaxedOrdering
+}

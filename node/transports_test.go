@@ -1,0 +1,578 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// spy is a Signaller twin that counts and replaces calls.
+type spy struct {
+	*coretest.Signaller
+	waits    atomic.Int32 // calls of Usable that might have waited
+	signals  atomic.Int32
+	answerer atomic.Pointer[func(from core.AgentID, msg []byte) ([]byte, error)]
+	signal   core.Signal
+}
+
+func (s *spy) Usable(ctx context.Context, peer core.AgentID) error {
+	if ctx.Err() == nil {
+		s.waits.Add(1)
+	}
+	return s.Signaller.Usable(ctx, peer)
+}
+
+func (s *spy) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
+	s.signals.Add(1)
+	if f := s.answerer.Load(); f != nil {
+		return (*f)(from, msg)
+	}
+	return s.Signaller.Signalled(from, msg)
+}
+
+// railed is an agent with a twin in the place of rdma.
+type railed struct {
+	*side
+	twin *spy
+	logs *observer.ObservedLogs
+}
+
+// openRailed opens an agent; lack says why it has no rdma.
+func openRailed(t *testing.T, n *coretest.Network, cfg Config, lack error) *railed {
+	t.Helper()
+	r, err := tryRailed(t, n, cfg, lack)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+func tryRailed(t *testing.T, n *coretest.Network, cfg Config, lack error) (*railed, error) {
+	t.Helper()
+	seen, logs := observer.New(zap.InfoLevel)
+	r := &railed{logs: logs}
+	opt := Options{Logger: zap.New(seen), rdma: func(_ rdma.Config, _ core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+		if lack != nil {
+			return nil, lack
+		}
+		r.twin = &spy{Signaller: n.NewSignaller(viaRDMA, s.(sink).a.ID(), l, s, signal), signal: signal}
+		return r.twin, nil
+	}}
+	a, err := Open(cfg, opt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.side = &side{Agent: a, t: t, cache: make([]byte, layers*numBlocks*blockBytes), seen: map[core.TransferID]core.Report{}}
+	t.Cleanup(func() { _ = a.Close() })
+	return r, a.RegisterKVCaches(regions(r.cache))
+}
+
+// said counts the log lines that begin so.
+func (r *railed) said(begin string) int {
+	n := 0
+	for _, e := range r.logs.All() {
+		if strings.HasPrefix(e.Message, begin) {
+			n++
+		}
+	}
+	return n
+}
+
+func forced(role, transport string) Config {
+	cfg := testConfig(role)
+	cfg.Transport = transport
+	return cfg
+}
+
+// goesBy moves one transfer and checks by which transport.
+func goesBy(t *testing.T, p, d *railed, id core.TransferID, transport string) {
+	t.Helper()
+	p.fill(byte(len(id)), 5, 6)
+	p.offer(id, 5, 6)
+	d.load(id, p.BootstrapAddress(), 1, 2)
+	for _, r := range []core.Report{d.want(id, core.OK), p.want(id, core.OK)} {
+		if r.Transport != transport {
+			t.Fatalf("%s of %q went by %q, want %q; decode said %v", r.Side, id, r.Transport, transport, d.logs.All())
+		}
+	}
+	same(t, p.side, []core.BlockID{5, 6}, d.side, []core.BlockID{1, 2})
+}
+
+func TestBestTransportIsTaken(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	for i := range 3 {
+		goesBy(t, p, d, core.TransferID(fmt.Sprint("t", i)), viaRDMA)
+	}
+	size := uint64(3 * layers * 2 * blockBytes)
+	ps, ds := p.Stats(), d.Stats()
+	if s := ds.Transports[viaRDMA]; s.Loads != 3 || s.BytesIn != size || len(s.Fallbacks) != 0 || !s.Available || ds.Transport != "rdma,tcp" {
+		t.Errorf("decode counts %+v", ds)
+	}
+	if s := ps.Transports[viaRDMA]; s.Offers != 3 || s.BytesOut != size || ps.Transports[viaTCP].Offers != 0 {
+		t.Errorf("prefill counts %+v", ps)
+	}
+	if len(ds.Pairs) != 1 || ds.Pairs[0].Agent != string(p.ID()) || ds.Pairs[0].EngineID != "engine-prefill" || ds.Pairs[0].Transport != viaRDMA || ds.Pairs[0].Transfers[viaRDMA] != 3 {
+		t.Errorf("decode's pairs: %+v", ds.Pairs)
+	}
+	if d.said("pair goes over rdma") != 1 || p.said("pair goes over rdma") != 1 || d.said("pair") != 1 {
+		t.Errorf("decode said %v", d.logs.All())
+	}
+}
+
+// The choice by what each side has: what is not forced falls back and says why,
+// what is forced fails with both sides' names.
+func TestChoice(t *testing.T) {
+	noDevice, noPower := errors.New("no device"), errors.New("port is down")
+	for what, c := range map[string]struct {
+		p, d         string // configured transports
+		pLack, dLack error
+		cut          error
+		by           string    // the transport that is taken, or
+		code         core.Code // how the load ends, and
+		says         []string  // what it says
+	}{
+		"both":                           {p: "auto", d: "auto", by: viaRDMA},
+		"prefill has none":               {p: "auto", d: "auto", pLack: noDevice, by: viaTCP},
+		"decode has none":                {p: "auto", d: "auto", dLack: noDevice, by: viaTCP},
+		"neither":                        {p: "auto", d: "auto", pLack: noDevice, dLack: noPower, by: viaTCP},
+		"tcp at decode":                  {p: "auto", d: "tcp", by: viaTCP},
+		"tcp at prefill":                 {p: "tcp", d: "auto", by: viaTCP},
+		"they do not reach each other":   {p: "auto", d: "auto", cut: noPower, by: viaTCP},
+		"rdma at both":                   {p: "rdma", d: "rdma", by: viaRDMA},
+		"rdma at decode":                 {p: "auto", d: "rdma", by: viaRDMA},
+		"rdma at prefill":                {p: "rdma", d: "auto", by: viaRDMA},
+		"forced, prefill has none":       {p: "auto", d: "rdma", pLack: noDevice, code: core.Refused, says: []string{"no transport in common", "engine-decode", "engine-prefill", "no device"}},
+		"forced, prefill may not":        {p: "tcp", d: "rdma", code: core.Refused, says: []string{"no transport in common", "engine-prefill", `"tcp"`}},
+		"forced at prefill, none here":   {p: "rdma", d: "auto", dLack: noDevice, code: core.Refused, says: []string{"no transport in common", "engine-decode", "no device"}},
+		"forced, not reached":            {p: "auto", d: "rdma", cut: noPower, code: core.Unreachable, says: []string{"engine-prefill", "engine-decode", "port is down", `transport is "rdma"`}},
+		"forced at prefill, not reached": {p: "rdma", d: "auto", cut: noPower, code: core.Unreachable, says: []string{"port is down", "tcp: prefill agent", "has none"}},
+	} {
+		t.Run(what, func(t *testing.T) {
+			leaktest.Check(t)
+			n := coretest.NewNetwork()
+			p, d := openRailed(t, n, forced(RolePrefill, c.p), c.pLack), openRailed(t, n, forced(RoleDecode, c.d), c.dLack)
+			if c.cut != nil {
+				n.Cut(p.ID(), d.ID(), c.cut)
+			}
+			if c.by != "" {
+				goesBy(t, p, d, "t", c.by)
+				why := c.cut
+				if c.pLack != nil && c.dLack == nil {
+					why = c.pLack
+				}
+				if why == nil || c.by == viaRDMA {
+					return
+				}
+				s := d.Stats()
+				if len(s.Pairs) != 1 || len(s.Pairs[0].Fallbacks) != 1 || len(s.Transports[viaRDMA].Fallbacks) != 1 || !strings.Contains(s.Pairs[0].Reason, why.Error()) {
+					t.Errorf("decode counts %+v", s)
+				}
+				if d.said("pair goes over tcp: rdma: ") != 1 {
+					t.Errorf("decode said %v", d.logs.All())
+				}
+				return
+			}
+			p.offer("t", 1)
+			d.load("t", p.BootstrapAddress(), 1)
+			if r := d.want("t", c.code, c.says...); r.Transport != "" {
+				t.Errorf("%+v names a transport", r)
+			}
+		})
+	}
+}
+
+// A transport that is forced and not there fails the registration, once its
+// reason is gone it can be tried again; a wrong configuration fails it always.
+func TestForcedTransportThatIsNotThere(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	for _, role := range []string{RolePrefill, RoleDecode} {
+		lack := errors.New("RLIMIT_MEMLOCK is 64 KiB")
+		_, err := tryRailed(t, n, forced(role, viaRDMA), lack)
+		if !errors.Is(err, ErrTransport) || !errors.Is(err, lack) || !strings.Contains(err.Error(), `transport is "rdma"`) {
+			t.Errorf("%s: %v", role, err)
+		}
+		if _, err := tryRailed(t, n, testConfig(role), fmt.Errorf("%w: rdma_devices has mlx5_9", core.ErrInvalid)); !errors.Is(err, core.ErrInvalid) {
+			t.Errorf("%s with a device that is not there: %v", role, err)
+		}
+		d := openRailed(t, n, testConfig(role), lack)
+		if s := d.Stats().Transports[viaRDMA]; s.Available || s.Reason != lack.Error() || d.said("going on without rdma: RLIMIT_MEMLOCK") != 1 {
+			t.Errorf("%s: %+v, said %v", role, s, d.logs.All())
+		}
+	}
+}
+
+// A pair that loses all its rails goes on over tcp at once, and comes back.
+func TestFallbackAndReturn(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	var hellos atomic.Int32
+	d.bus = &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
+		if req.Kind == wire.KindHello {
+			hellos.Add(1)
+		}
+		return false
+	}}
+	goesBy(t, p, d, "first", viaRDMA)
+	why := errors.New("both rails are down")
+	var once sync.Once
+	n.Gate(func(id core.TransferID, _ int) {
+		if id == "under way" {
+			once.Do(func() { n.Cut(p.ID(), d.ID(), why) })
+		}
+	})
+	announce(t, p.side, "waits")
+	d.load("waits", p.BootstrapAddress(), 7)
+	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
+	p.offer("under way", 3)
+	d.load("under way", p.BootstrapAddress(), 3)
+	if r := d.want("under way", core.PeerLost, "both rails are down"); r.Transport != viaRDMA {
+		t.Errorf("%+v", r)
+	}
+	goesBy(t, p, d, "second", viaTCP)
+	goesBy(t, p, d, "third", viaTCP)
+	p.offer("waits", 8) // it was armed for rdma
+	if r := d.report("waits"); r.Code == core.OK || !strings.Contains(r.Reason, "both rails are down") {
+		t.Errorf("%+v", r)
+	}
+	n.Mend(p.ID(), d.ID())
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
+	defer cancel()
+	if err := d.twin.Signaller.Usable(ctx, p.ID()); err != nil {
+		t.Fatal(err)
+	}
+	goesBy(t, p, d, "fourth", viaRDMA)
+	for line, want := range map[string]int{"pair goes over rdma": 1, "pair goes on over tcp: rdma: both rails are down": 1, "pair is back on rdma": 1} {
+		if got := d.said(line); got != want {
+			t.Errorf("%q was said %d times, want %d: %v", line, got, want, d.logs.All())
+		}
+	}
+	s := d.Stats()
+	if s.Pairs[0].Fallbacks["rdma: both rails are down"] != 2 || s.Transports[viaRDMA].Fallbacks["both rails are down"] != 2 || s.Pairs[0].Transfers[viaTCP] != 2 || s.Pairs[0].Transfers[viaRDMA] != 2 || s.Transports[viaRDMA].LoadsFailed != 2 {
+		t.Errorf("decode counts %+v %+v", s.Pairs, s.Transports)
+	}
+	// A transport that breaks beside another that stands is no reason to look P up.
+	if got := hellos.Load(); got != 1 {
+		t.Errorf("hello was said %d times", got)
+	}
+	if got := d.twin.waits.Load(); got != 1 {
+		t.Errorf("rdma was waited for %d times", got)
+	}
+}
+
+// The first contact waits for rdma within its bound, no later transfer does.
+func TestFirstContactWaits(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	hold := make(chan struct{})
+	n.Hold(hold)
+	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	goesBy(t, p, d, "first", viaTCP)
+	d.peers.suspect(p.ID()) // it is met again
+	goesBy(t, p, d, "second", viaTCP)
+	if got := d.twin.waits.Load(); got != 1 {
+		t.Errorf("rdma was waited for %d times", got)
+	}
+	if s := d.Stats().Pairs[0]; s.Fallbacks["rdma: "+errPending.Error()] != 2 {
+		t.Errorf("decode counts %+v", s)
+	}
+	close(hold)
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
+	defer cancel()
+	if err := d.twin.Signaller.Usable(ctx, p.ID()); err != nil {
+		t.Fatal(err)
+	}
+	goesBy(t, p, d, "third", viaRDMA)
+	if d.said("pair is back on rdma") != 1 {
+		t.Errorf("decode said %v", d.logs.All())
+	}
+}
+
+// Where rdma is forced the pair is waited for at each look-up, and works again
+// when the rails are back.
+func TestForcedPairComesBack(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	p, d := openRailed(t, n, forced(RolePrefill, viaRDMA), nil), openRailed(t, n, forced(RoleDecode, viaRDMA), nil)
+	goesBy(t, p, d, "first", viaRDMA)
+	n.Cut(p.ID(), d.ID(), errors.New("link down"))
+	p.offer("cut", 1)
+	d.load("cut", p.BootstrapAddress(), 1)
+	d.want("cut", core.Unreachable, "link down", string(p.ID()), string(d.ID()))
+	n.Mend(p.ID(), d.ID())
+	goesBy(t, p, d, "second", viaRDMA)
+}
+
+func TestRestartedPeersMeetAgain(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	cfg := testConfig(RolePrefill)
+	p, d := openRailed(t, n, cfg, nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	cfg.BootstrapPort = portOf(t, p.BootstrapAddress())
+	goesBy(t, p, d, "first", viaRDMA)
+	if err := p.Close(); err != nil {
+		t.Fatal(err)
+	}
+	p = openRailed(t, n, cfg, nil)
+	goesBy(t, p, d, "second", viaRDMA)
+	if err := d.Close(); err != nil {
+		t.Fatal(err)
+	}
+	d = openRailed(t, n, testConfig(RoleDecode), nil)
+	goesBy(t, p, d, "third", viaRDMA)
+	if err := p.Close(); err != nil {
+		t.Fatal(err)
+	}
+	p = openRailed(t, n, cfg, errors.New("the device is gone")) // without rdma now
+	goesBy(t, p, d, "fourth", viaTCP)
+}
+
+// An agent of before: one ticket, of tcp, and no other field.
+func TestAgentsOfBefore(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	d.bus = &changed{Bus: d.bus, reply: func(rep *wire.Reply) {
+		if len(rep.Tickets) > 0 && (len(rep.Ticket) < 16 || len(rep.Tickets) != 1 || rep.Tickets[0].Transport != viaRDMA) {
+			t.Errorf("tickets %v and %v", rep.Ticket, rep.Tickets)
+		}
+		rep.Tickets = nil
+	}}
+	goesBy(t, p, d, "t", viaTCP)
+	if why := d.Stats().Pairs[0].Reason; !strings.Contains(why, "gives no ticket for rdma") {
+		t.Errorf("the reason is %q", why)
+	}
+}
+
+// changed is a bus whose replies come changed.
+type changed struct {
+	core.Bus
+	reply func(*wire.Reply)
+}
+
+func (b *changed) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+	rep, err := b.Bus.Request(ctx, via, to, req)
+	if err == nil {
+		b.reply(rep)
+	}
+	return rep, err
+}
+
+func TestSignals(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	stranger := openRailed(t, n, testConfig(RoleDecode), nil)
+	goesBy(t, p, d, "t", viaRDMA)
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
+	defer cancel()
+	target := core.Target{Bootstrap: p.BootstrapAddress()}
+	_, via, err := stranger.bus.Lookup(ctx, target)
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := p.twin.signals.Load()
+	raw := func(s *railed, transport string, msg []byte) *wire.Reply {
+		t.Helper()
+		rep, err := s.bus.Request(ctx, via, p.ID(), &wire.Request{Kind: wire.KindSignal, From: string(s.ID()), Signal: &wire.Signal{Transport: transport, Data: msg}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return rep
+	}
+	if rep := raw(stranger, viaRDMA, []byte("greet")); core.Code(rep.Code) != core.SayHello {
+		t.Errorf("a stranger's signal is answered with %+v", rep)
+	}
+	for _, name := range []string{viaTCP, "shm", ""} {
+		if rep := raw(d, name, []byte("greet")); core.Code(rep.Code) != core.Refused || !strings.Contains(rep.Reason, `"rdma", "tcp"`) {
+			t.Errorf("a signal for %q is answered with %+v", name, rep)
+		}
+	}
+	if got := p.twin.signals.Load(); got != seen {
+		t.Errorf("%d signals came through", got-seen)
+	}
+
+	echo := func(_ core.AgentID, msg []byte) ([]byte, error) {
+		if string(msg) == "fail" {
+			return nil, errors.New("the keys are stale")
+		}
+		return msg, nil
+	}
+	p.twin.answerer.Store(&echo)
+	d.twin.answerer.Store(&echo)
+	big := make([]byte, wire.MaxSignal)
+	big[len(big)-1] = 7
+	for what, s := range map[string]struct {
+		signal core.Signal
+		to     core.AgentID
+	}{"to prefill": {d.twin.signal, p.ID()}, "to decode": {p.twin.signal, d.ID()}} {
+		if got, err := s.signal(ctx, s.to, []byte("hi")); err != nil || string(got) != "hi" {
+			t.Errorf("%s: %q, %v", what, got, err)
+		}
+		if got, err := s.signal(ctx, s.to, big); err != nil || !slices.Equal(got, big) {
+			t.Errorf("%s: the longest signal: %d bytes, %v", what, len(got), err)
+		}
+		if _, err := s.signal(ctx, s.to, append(big, 1)); !errors.Is(err, core.ErrTooLarge) {
+			t.Errorf("%s: one byte more: %v", what, err)
+		}
+		if _, err := s.signal(ctx, s.to, []byte("fail")); err == nil || !strings.Contains(err.Error(), "the keys are stale") || !strings.Contains(err.Error(), string(s.to)) {
+			t.Errorf("%s: an error came as %v", what, err)
+		}
+	}
+	if _, err := d.twin.signal(ctx, "nobody", []byte("hi")); err == nil {
+		t.Error("a signal to an agent that was not met was sent")
+	}
+	more := func(core.AgentID, []byte) ([]byte, error) { return make([]byte, wire.MaxSignal+1), nil }
+	p.twin.answerer.Store(&more)
+	if _, err := d.twin.signal(ctx, p.ID(), []byte("hi")); err == nil || !strings.Contains(err.Error(), "at most") {
+		t.Errorf("an answer of a byte too much: %v", err)
+	}
+}
+
+// Signals that are slow to handle take a part of the handlers only, and one
+// peer's a part of that; who finds them taken asks again.
+func TestSlowSignals(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	goesBy(t, p, d, "t", viaRDMA)
+	var running, most atomic.Int32
+	gate := make(chan struct{})
+	slow := func(_ core.AgentID, msg []byte) ([]byte, error) {
+		now := running.Add(1)
+		defer running.Add(-1)
+		for old := most.Load(); now > old && !most.CompareAndSwap(old, now); old = most.Load() {
+		}
+		<-gate
+		return msg, nil
+	}
+	p.twin.answerer.Store(&slow)
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
+	defer cancel()
+	errs := make(chan error, 20)
+	for range cap(errs) {
+		go func() {
+			_, err := d.twin.signal(ctx, p.ID(), []byte("x"))
+			errs <- err
+		}()
+	}
+	until(t, "as many are handled as may be", func() bool { return running.Load() == maxSignalsEach })
+	goesBy(t, p, d, "beside", viaRDMA)
+	close(gate)
+	for range cap(errs) {
+		if err := <-errs; err != nil {
+			t.Error(err)
+		}
+	}
+	if got := most.Load(); got != maxSignalsEach {
+		t.Errorf("%d signals of one peer were handled at a time, want %d", got, maxSignalsEach)
+	}
+	short, stop := context.WithTimeout(ctx, 50*time.Millisecond)
+	defer stop()
+	others := func(n int) { // of other peers
+		p.signals.mu.Lock()
+		defer p.signals.mu.Unlock()
+		p.signals.all += n
+	}
+	others(maxSignals)
+	if _, err := d.twin.signal(short, p.ID(), []byte("x")); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a signal while all places are taken: %v", err)
+	}
+	others(-maxSignals)
+	if _, err := d.twin.signal(ctx, p.ID(), []byte("x")); err != nil {
+		t.Errorf("a signal when they are free again: %v", err)
+	}
+}
+
+// TestStormOfWaitingRevokes: revokes that wait for a peer's word wait side by side, and hold
+// up nothing else.
+func TestStormOfWaitingRevokes(t *testing.T) {
+	leaktest.Check(t)
+	const loads = maxRevokes + 100
+	n := coretest.NewNetwork()
+	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
+	pc.MaxTransfers, dc.MaxTransfers = 2*loads, 2*loads
+	p, d := openRailed(t, n, pc, nil), openRailed(t, n, dc, nil)
+	var entered atomic.Int32
+	word := make(chan struct{})
+	n.Revoking(func(core.TransferID) {
+		entered.Add(1)
+		<-word
+	})
+	release := sync.OnceFunc(func() { close(word) })
+	t.Cleanup(release) // before the agents close
+	id := func(i int) core.TransferID { return core.TransferID(fmt.Sprint("t", i)) }
+	var ids []core.TransferID
+	var list []core.LoadRequest
+	for i := range loads {
+		ids = append(ids, id(i))
+		list = append(list, core.LoadRequest{ID: id(i), From: core.Target{Bootstrap: p.BootstrapAddress()}, Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}})
+	}
+	if _, err := d.StartLoad(list); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "all loads wait at prefill", func() bool { return d.Stats().LoadsWaiting == loads })
+	if _, err := d.Cancel(ids, "storm"); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "as many wait for the word as may", func() bool { return entered.Load() == maxRevokes })
+	goesBy(t, p, d, "beside the storm", viaRDMA)
+	if s := d.Stats(); s.LoadsUnderWay != loads || entered.Load() != maxRevokes {
+		t.Fatalf("%d loads are under way, %d revokes: a load was reported before its revoke returned", s.LoadsUnderWay, entered.Load())
+	}
+	release()
+	for _, id := range ids {
+		d.want(id, core.Cancelled)
+	}
+	if got := entered.Load(); got != loads {
+		t.Errorf("%d revokes of %d loads", got, loads)
+	}
+	if d.transport.halves == nil || len(d.transport.halves) != 0 {
+		t.Errorf("%d transfers are left", len(d.transport.halves))
+	}
+}
+
+// An id is used again: what was revoked on one transport is expected on another.
+func TestIdAgainOnAnotherTransport(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	var drop atomic.Bool
+	d.bus = &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
+		if req.Kind == wire.KindLoad && drop.CompareAndSwap(true, false) {
+			n.Cut(p.ID(), d.ID(), errors.New("link down"))
+			p.peers.mu.Lock()
+			p.peers.drop(p.peers.byID[d.ID()]) // P asks for a hello: the load starts over
+			p.peers.mu.Unlock()
+		}
+		return false
+	}}
+	goesBy(t, p, d, "first", viaRDMA)
+	drop.Store(true)
+	p.fill(1, 5)
+	p.offer("again", 5)
+	d.load("again", p.BootstrapAddress(), 9)
+	if r := d.want("again", core.OK); r.Transport != viaTCP {
+		t.Errorf("%+v", r)
+	}
+	p.want("again", core.OK)
+	same(t, p.side, []core.BlockID{5}, d.side, []core.BlockID{9})
+}

@@ -1,0 +1,142 @@
+package rdma
+
+import (
+	"crypto/subtle"
+	"fmt"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// What D answers to P's signals.
+
+func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
+	src := r.source(from)
+	if src == nil {
+		return nil, refusef("agent %s has not been told of agent %s", r.t.id, from)
+	}
+	if s.Kind == signalDismissed {
+		return src.dismissed(s)
+	}
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	if err := src.knows(s); err != nil {
+		return nil, err
+	}
+	switch s.Kind {
+	case signalPorts:
+		rep := r.t.describe()
+		rep.Secret = src.secret
+		return rep, nil
+	case signalJoin:
+		return src.join(s)
+	case signalJoined:
+		src.joined(s)
+		return &reply{}, nil
+	case signalLost:
+		return src.lost(s), nil
+	case signalDrained:
+		for _, seq := range s.Seqs {
+			if e := src.live[seq]; e != nil && e.ended {
+				src.fenced(e)
+			}
+		}
+		return &reply{}, nil
+	}
+	return nil, refusef("signal of unknown kind %d", s.Kind)
+}
+
+// knows says whether a signal shows the ticket that P gave; src.mu is held.
+func (src *source) knows(s *signal) error {
+	if src.gone || subtle.ConstantTimeCompare(src.ticket, s.Ticket) != 1 {
+		return refusef("agent %s has no ticket of agent %s, or another one", src.r.t.id, src.peer)
+	}
+	return nil
+}
+
+// dismissed: P has closed, or wants this agent no more.
+func (src *source) dismissed(s *signal) (*reply, error) {
+	src.mu.Lock()
+	err := src.knows(s)
+	src.mu.Unlock()
+	if err != nil {
+		return nil, err
+	}
+	src.r.t.goRun("rdma dismissed", func() {
+		src.lose(fmt.Errorf("rdma: prefill agent %s has ended the connection: %s", src.peer, s.Reason))
+	})
+	return &reply{}, nil
+}
+
+// grants says which are alive; src.mu is held.
+func (src *source) grants(rep *reply) {
+	src.r.mu.Lock()
+	rep.Next = src.r.seq
+	src.r.mu.Unlock()
+	for seq, e := range src.live {
+		if !e.ended {
+			rep.Live = append(rep.Live, seq)
+		}
+	}
+}
+
+// maxLanes bounds the queue pairs that one P may have here.
+const maxLanes = 512
+
+// join makes D's ends of lanes. From here on a revoke must be heard by P, or cut
+// these lanes too; so the grants that are alive are told with them. src.mu is held.
+func (src *source) join(s *signal) (*reply, error) {
+	if n := len(src.lanes) + len(src.dying); n+len(s.Join) > maxLanes {
+		return nil, refusef("%d lanes are open and %d more wanted, at most %d are allowed", n, len(s.Join), maxLanes)
+	}
+	rep := &reply{Lanes: src.r.t.accept(src, s.Join)}
+	src.grants(rep)
+	return rep, nil
+}
+
+// joined: P says which lanes it keeps; src.mu is held.
+func (src *source) joined(s *signal) {
+	keep := map[uint32]bool{}
+	for _, id := range s.Lanes {
+		keep[id] = true
+	}
+	for _, l := range src.lanes {
+		if !keep[l.id] {
+			src.retire(l)
+		}
+	}
+	switch {
+	case len(src.lanes) > 0:
+		src.settle(nil)
+		src.owed, src.backoff = true, 0
+	case s.Reason == "": // closed because nothing was to be sent; P opens others when something is
+		src.settle(nil)
+	default:
+		src.settle(fmt.Errorf("rdma: prefill agent %s reaches none of this agent's ports: %s", src.peer, s.Reason))
+		src.backOff()
+	}
+}
+
+// lost retires the lanes that broke at P, and says what had landed by them. From
+// the answer on P may write the rest by others, so there is none while a lane can
+// still deliver. src.mu is held.
+func (src *source) lost(s *signal) *reply {
+	rep := &reply{}
+	for _, id := range s.Lanes {
+		if l := src.lanes[id]; l != nil {
+			src.retire(l)
+		}
+		rep.Busy = rep.Busy || src.dying[id] != nil
+	}
+	if rep.Busy {
+		return rep
+	}
+	src.grants(rep)
+	for _, seq := range s.Seqs {
+		parts := uint64(0)
+		if e := src.live[seq]; e != nil {
+			parts = e.parts
+		}
+		rep.Arrived = append(rep.Arrived, parts)
+	}
+	return rep
+}

@@ -1,0 +1,433 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// What P does to have lanes, and to have back those that broke. One goroutine of
+// a link does it all, so that nothing of it crosses.
+
+// kick starts that goroutine if there is something to do; lk.mu is held.
+func (lk *link) kick() {
+	if !lk.mends && lk.ended == nil && lk.work() {
+		lk.mends = lk.t.goRun("rdma connect", lk.mend)
+	}
+}
+
+// work says whether there is something to do; lk.mu is held.
+func (lk *link) work() bool {
+	return len(lk.lost) > 0 || lk.resync || lk.wanted || lk.rest || len(lk.lanes) == 0 && len(lk.writes) > 0 || len(lk.writes) > 0 && lk.retryDue()
+}
+
+// retryDue says whether a rail that was paused may be tried again.
+func (lk *link) retryDue() bool {
+	now := time.Now()
+	for _, r := range lk.rails {
+		if !r.usable() && !r.trying && !now.Before(r.retryAt) {
+			return true
+		}
+	}
+	return false
+}
+
+// busyPause is how long D may take to end lanes in error before it is asked again.
+const busyPause = 2 * time.Millisecond
+
+func (lk *link) mend() {
+	var giveUp time.Time // of a D that does not answer
+	for {
+		var done bool
+		lk.update(func(lk *link) {
+			if done = lk.ended != nil || !lk.work(); done {
+				lk.mends = false
+			}
+		})
+		if done {
+			return
+		}
+		again, err := lk.mendOnce()
+		switch {
+		case err == nil && again:
+			if !lk.t.pause(busyPause) {
+				again = false
+			}
+			continue
+		case err == nil:
+			giveUp = time.Time{}
+			continue
+		case giveUp.IsZero():
+			giveUp = time.Now().Add(lk.t.cfg.ConnectTimeout)
+		}
+		lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || errors.Is(err, errNoPath)
+		if lasting || time.Now().After(giveUp) || !lk.t.pause(100*time.Millisecond) {
+			lk.update(func(lk *link) {
+				if errors.Is(err, core.ErrAbsent) {
+					lk.confirmed(len(lk.lost)) // nobody is left to write to
+				}
+				lk.resync, lk.rest = false, false
+				lk.lose(fmt.Errorf("rdma: no way to decode agent %s: %w: %w", lk.peer, err, core.ErrConnectionLost))
+				if lasting {
+					lk.lost = nil
+				}
+				lk.mends = false
+			})
+			return
+		}
+	}
+}
+
+// mendOnce does what stands first. again: D asks for a moment.
+func (lk *link) mendOnce() (again bool, err error) {
+	lk.mu.Lock()
+	s := &signal{Kind: signalLost, Ticket: lk.ticket, Lanes: append([]uint32(nil), lk.lost...)}
+	s.Lanes = s.Lanes[:min(len(s.Lanes), 1024)]
+	for w := range lk.writes {
+		if w.known && w.cause == nil && w.isLost() {
+			s.Seqs = append(s.Seqs, w.grant.seq)
+		}
+	}
+	ask, rest := len(lk.lost) > 0 || lk.resync, lk.rest
+	lk.mu.Unlock()
+	switch {
+	case ask:
+		rep, err := lk.t.ask(lk.peer, s, lk.t.cfg.ConnectTimeout/3)
+		if err != nil || rep.Busy {
+			return true, err
+		}
+		lk.update(func(lk *link) {
+			lk.resync = false
+			if err = lk.arrived(s.Lanes, s.Seqs, rep); err == nil {
+				lk.again()
+			}
+		})
+		return false, err
+	case rest:
+		return false, lk.goToRest()
+	}
+	return false, lk.connect()
+}
+
+func (w *write) isLost() bool {
+	for _, j := range w.jobs {
+		if j.lost {
+			return true
+		}
+	}
+	return false
+}
+
+var errNoPath = errors.New("no port here reaches a port there")
+
+// connect asks D for its ports, and makes lanes for pairs of ports that have none,
+// until each port has some or no pair is left to try.
+func (lk *link) connect() error {
+	rep, err := lk.t.ask(lk.peer, &signal{Kind: signalPorts, Ticket: lk.ticket}, lk.t.cfg.ConnectTimeout/3)
+	if err != nil {
+		return err
+	}
+	there, err := newFar(rep)
+	if err != nil {
+		return fmt.Errorf("%w: agent %s: %w", errNoPath, lk.peer, err)
+	}
+	lk.update(func(lk *link) {
+		if lk.there != nil && string(lk.there.secret) != string(there.secret) {
+			lk.lose(fmt.Errorf("rdma: decode agent %s has opened anew: %w", lk.peer, core.ErrConnectionLost))
+		}
+		if lk.there == nil {
+			lk.grants = grants{dead: map[uint64]bool{}}
+		}
+		lk.there, lk.wanted = there, false
+	})
+	tried := map[railKey]bool{}
+	var causes []error
+	for {
+		pairs := lk.candidates(there, tried, &causes)
+		if len(pairs) == 0 {
+			break
+		}
+		causes = append(causes, lk.join(there, pairs)...)
+		if lk.t.ctx.Err() != nil {
+			return errClosed
+		}
+	}
+	why := errors.Join(causes...)
+	s := &signal{Kind: signalJoined, Ticket: lk.ticket}
+	lk.mu.Lock()
+	for _, l := range lk.lanes {
+		s.Lanes = append(s.Lanes, l.id)
+	}
+	lk.mu.Unlock()
+	if len(s.Lanes) == 0 {
+		if why == nil {
+			why = errors.New("all were tried a moment ago")
+		}
+		s.Reason = shorten(why.Error())
+		why = fmt.Errorf("%w: %w", errNoPath, why)
+	} else {
+		why = nil
+	}
+	if _, err := lk.t.ask(lk.peer, s, lk.t.cfg.ConnectTimeout/3); err != nil && why == nil {
+		lk.t.log.Debug("rdma: a peer does not hear which lanes it has", zap.String("peer", string(lk.peer)), zap.Error(err))
+	}
+	return why
+}
+
+// newFar checks what D says of itself.
+func newFar(rep *reply) (*far, error) {
+	if len(rep.Secret) != secretSize {
+		return nil, fmt.Errorf("a secret of %d bytes, want %d", len(rep.Secret), secretSize)
+	}
+	f := &far{secret: rep.Secret, ports: map[int]*portInfo{}, tables: map[int]*keyTable{}}
+	regions := make([]memRange, len(rep.Regions))
+	for i, r := range rep.Regions {
+		regions[i] = memRange(r)
+	}
+	tables := make([]*keyTable, len(rep.Devices))
+	for i, d := range rep.Devices {
+		keys := make([]keyRange, len(d.Keys))
+		for k, key := range d.Keys {
+			keys[k] = keyRange{memRange{key.Base, key.Length}, key.Key}
+		}
+		var err error
+		if tables[i], err = newKeyTable("at the peer", regions, keys); err != nil {
+			return nil, err
+		}
+	}
+	for i := range rep.Ports {
+		p := &rep.Ports[i]
+		if p.Device < 0 || p.Device >= len(tables) || f.ports[p.Index] != nil {
+			return nil, fmt.Errorf("port %q is of device %d of %d, or listed twice", p.Name, p.Device, len(tables))
+		}
+		f.ports[p.Index], f.tables[p.Index] = p, tables[p.Device]
+	}
+	if len(f.ports) == 0 {
+		return nil, errors.New("no port of the peer is active")
+	}
+	return f, nil
+}
+
+// pairOfPorts is a rail to be tried.
+type pairOfPorts struct {
+	key   railKey
+	local *localPort
+	far   *portInfo
+	path  portPath
+}
+
+// candidates are pairs of ports without a lane on either side, at most one for
+// each port, the best first: of what has not been tried, nor is paused.
+func (lk *link) candidates(there *far, tried map[railKey]bool, causes *[]error) (out []pairOfPorts) {
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	localUsed, farUsed := map[int]bool{}, map[int]bool{}
+	for _, l := range lk.lanes {
+		localUsed[l.port.index], farUsed[l.remote] = true, true
+	}
+	now := time.Now()
+	var all []pairOfPorts
+	for _, p := range lk.t.ports {
+		state := p.state.Load()
+		if !state.up || localUsed[p.index] {
+			continue
+		}
+		for _, q := range there.ports {
+			key := railKey{p.index, q.Index}
+			if farUsed[q.Index] || tried[key] {
+				continue
+			}
+			if r := lk.rails[key]; r != nil && !r.usable() && !r.retry(now) && len(lk.lanes) > 0 {
+				continue
+			}
+			way, err := choosePath(&state.address, q.address())
+			if err != nil {
+				tried[key] = true
+				*causes = append(*causes, err)
+				continue
+			}
+			all = append(all, pairOfPorts{key, p, q, way})
+		}
+	}
+	sortPairs(all)
+	for _, c := range all {
+		if !localUsed[c.key.local] && !farUsed[c.key.remote] {
+			localUsed[c.key.local], farUsed[c.key.remote], tried[c.key] = true, true, true
+			out = append(out, c)
+		}
+	}
+	return out
+}
+
+// join makes lanes for pairs of ports and sees whether bytes get through. What
+// does is used at once.
+func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
+	t := lk.t
+	s := &signal{Kind: signalJoin, Ticket: lk.ticket}
+	var lanes []*lane
+	ways := map[*lane]pairOfPorts{}
+	bundles := map[*device]*bundle{}
+	for _, c := range pairs {
+		b := bundles[c.local.dev]
+		if b == nil {
+			var err error
+			if b, err = t.newBundle(c.local.dev, len(pairs)*t.cfg.QueuePairs*(t.cfg.SendDepth+1), lk.completed); err != nil {
+				return append(causes, err)
+			}
+			bundles[c.local.dev] = b
+			defer b.seal()
+		}
+		for range t.cfg.QueuePairs {
+			l, err := lk.newLane(b, c)
+			if err != nil {
+				causes = append(causes, err)
+				break
+			}
+			lanes, ways[l] = append(lanes, l), c
+			s.Join = append(s.Join, laneOffer{Lane: l.id, Port: c.far.Index, QPN: l.qp.Number(), PSN: l.psn, MTU: min(c.local.state.Load().mtu, c.far.MTU),
+				GRH: c.path.GRH, GID: c.path.Local.Raw, Index: c.path.Remote.Index, LID: c.local.state.Load().address.LID})
+		}
+	}
+	failed := func(l *lane, err error) {
+		l.destroy()
+		c := ways[l]
+		err = fmt.Errorf("%s to %s (%v): %w", c.local.name, c.far.Name, c.path, err)
+		causes = append(causes, err)
+		t.log.Info("rdma rail cannot be used", zap.String("peer", string(lk.peer)), zap.Error(err))
+		lk.update(func(lk *link) { lk.rail(c).fail(time.Now(), err) })
+	}
+	rep, err := t.ask(lk.peer, s, t.cfg.ConnectTimeout/3)
+	if err == nil && len(rep.Lanes) != len(lanes) {
+		err = fmt.Errorf("agent %s answers for %d lanes, it was asked for %d", lk.peer, len(rep.Lanes), len(lanes))
+	}
+	if err != nil {
+		for _, l := range lanes {
+			failed(l, err)
+		}
+		return causes
+	}
+	lk.update(func(lk *link) { lk.grants.told(rep.Next, rep.Live) })
+	probing := lanes[:0:0]
+	for i, l := range lanes {
+		a, o := &rep.Lanes[i], &s.Join[i]
+		var err error
+		if a.Error != "" {
+			err = fmt.Errorf("at the peer: %s", a.Error)
+		} else if err = l.ready(t.verbsPath(l.port, ways[l].path, o.MTU, a.QPN, a.PSN, l.psn)); err == nil {
+			_, err = l.qp.Post([]verbs.Write{{ID: probeID, Flags: verbs.Signaled}}, nil)
+		}
+		if err != nil {
+			failed(l, err)
+			continue
+		}
+		probing = append(probing, l)
+	}
+	late := time.NewTimer(t.cfg.ConnectTimeout)
+	defer late.Stop()
+	for _, l := range probing {
+		var err error
+		select {
+		case err = <-l.probe:
+		case <-late.C:
+			late.Reset(0)
+			err = fmt.Errorf("nothing gets through within %v", t.cfg.ConnectTimeout)
+		case <-t.ctx.Done():
+			err = errClosed
+		}
+		if err != nil {
+			failed(l, err)
+			continue
+		}
+		c := ways[l]
+		lk.update(func(lk *link) {
+			if lk.ended != nil {
+				l.destroy()
+				return
+			}
+			t.log.Info("rdma lane", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.String("from", c.local.name), zap.String("to", c.far.Name), zap.Stringer("path", c.path))
+			lk.rail(c).restored(time.Now())
+			lk.lanes, lk.up = append(lk.lanes, l), true
+			lk.again()
+			lk.watchRest()
+		})
+	}
+	return causes
+}
+
+func (lk *link) newLane(b *bundle, c pairOfPorts) (*lane, error) {
+	t := lk.t
+	depth := min(t.cfg.SendDepth, c.local.dev.verbs.Attr().MaxQPWR-1)
+	l, err := b.add(0, c.local, c.far.Index, verbs.Caps{SendDepth: depth + 1, ReceiveDepth: 1, Pieces: c.local.dev.limit.maxPieces})
+	if err != nil {
+		return nil, err
+	}
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	lk.lastID++
+	l.id, l.link, l.rail = lk.lastID, lk, lk.rail(c)
+	l.queue = newSendQueue[*job](depth, maxFlight, signalEvery)
+	return l, nil
+}
+
+const (
+	// maxFlight is the most bytes that a lane has under way: more than any path
+	// holds, little enough that a write that is stopped ends soon.
+	maxFlight = 16 << 20
+	// signalEvery is how many writes one completion stands for.
+	signalEvery = 32
+)
+
+// rail of a pair of ports; lk.mu is held.
+func (lk *link) rail(c pairOfPorts) *rail {
+	r := lk.rails[c.key]
+	if r == nil {
+		r = newRail(c.local.name+"-"+c.far.Name, float64(min(c.local.state.Load().speed, c.far.Speed)))
+		lk.rails[c.key] = r
+	}
+	return r
+}
+
+// watchRest closes the lanes when nothing was written for long; lk.mu is held.
+func (lk *link) watchRest() {
+	lk.used = time.Now()
+	if lk.sleep != nil {
+		lk.sleep.Stop()
+	}
+	idle := lk.t.cfg.Idle
+	lk.sleep = time.AfterFunc(idle, func() {
+		lk.update(func(lk *link) {
+			switch left := idle - time.Since(lk.used); {
+			case len(lk.lanes) == 0 || lk.ended != nil:
+			case len(lk.writes) > 0:
+				lk.sleep.Reset(idle)
+			case left > 0:
+				lk.sleep.Reset(left)
+			default:
+				lk.rest = true
+			}
+		})
+	})
+}
+
+// goToRest closes the lanes and tells D; the next write opens others.
+func (lk *link) goToRest() error {
+	lk.mu.Lock()
+	lk.rest = false
+	idle := len(lk.writes) == 0
+	if idle {
+		for _, l := range append([]*lane(nil), lk.lanes...) {
+			lk.remove(l)
+		}
+	}
+	lk.mu.Unlock()
+	if !idle {
+		return nil
+	}
+	_, err := lk.t.ask(lk.peer, &signal{Kind: signalJoined, Ticket: lk.ticket}, lk.t.cfg.ConnectTimeout/3)
+	return err
+}

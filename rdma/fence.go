@@ -1,0 +1,214 @@
+package rdma
+
+import (
+	"maps"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// drainBound is how long P may take to hear that transfers were revoked, and
+// again to say that nothing of them is on its way. Then its lanes are cut.
+const drainBound = time.Second
+
+// maxDrain bounds the transfers that one signal names.
+const maxDrain = 4096
+
+// revoke implements core.Transport. P says that it has stopped; or no lane that it
+// could write by is left.
+func (r *receiver) revoke(id core.TransferID) {
+	r.mu.Lock()
+	e, told := r.expected[id], r.telling[id]
+	delete(r.expected, id)
+	closed := r.closed
+	r.mu.Unlock()
+	if e != nil && !closed {
+		e.src.revoke(e)
+		<-e.fenced
+	}
+	if told != nil {
+		<-told.told
+	}
+	if e != nil {
+		r.mu.Lock()
+		told = r.telling[id] // it was taken while it was revoked
+		r.mu.Unlock()
+		if told == e {
+			<-told.told
+		}
+	}
+}
+
+// revoke begins to fence an expect.
+func (src *source) revoke(e *expect) {
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	if e.ended {
+		return // its outcome is about to be told
+	}
+	e.ended = true
+	if len(src.lanes) == 0 && len(src.dying) == 0 {
+		src.fenced(e) // a lane that is joined later comes with the news
+		return
+	}
+	src.draining = append(src.draining, e)
+	if !src.drains {
+		src.drains = src.r.t.goRun("rdma drain", src.drain)
+		if !src.drains { // closing: Close cuts all lanes
+			src.draining = nil
+		}
+	}
+}
+
+// drain tells P of what was revoked, many at a time.
+func (src *source) drain() {
+	for {
+		src.mu.Lock()
+		list := src.draining[:min(len(src.draining), maxDrain)]
+		src.draining = src.draining[len(list):]
+		if len(list) == 0 {
+			src.draining, src.drains = nil, false
+			src.mu.Unlock()
+			return
+		}
+		s := &signal{Kind: signalDrain, Ticket: src.ticket, Below: src.below()}
+		src.mu.Unlock()
+		for _, e := range list {
+			s.Seqs = append(s.Seqs, e.grant.seq)
+		}
+		rep, err := src.r.t.ask(src.peer, s, drainBound)
+		if err != nil {
+			src.r.t.log.Warn("rdma: a peer does not say that it has stopped writing; its lanes are cut", zap.String("peer", string(src.peer)), zap.Error(err))
+			src.cutOff(list)
+			continue
+		}
+		pending := map[uint64]bool{}
+		for _, seq := range rep.Pending {
+			pending[seq] = true
+		}
+		var wait []*expect
+		for _, e := range list {
+			if pending[e.grant.seq] {
+				wait = append(wait, e)
+			} else {
+				src.fence(e)
+			}
+		}
+		if len(wait) > 0 && !src.r.t.goRun("rdma drain", func() { src.await(wait) }) {
+			src.cutOff(wait)
+		}
+	}
+}
+
+// await gives P its time to end what was on its way.
+func (src *source) await(list []*expect) {
+	late := time.NewTimer(drainBound)
+	defer late.Stop()
+	for _, e := range list {
+		select {
+		case <-e.fenced:
+		case <-late.C:
+			src.r.t.log.Warn("rdma: a peer has not ended its writes; its lanes are cut", zap.String("peer", string(src.peer)))
+			src.cutOff(list)
+			return
+		case <-src.r.t.ctx.Done():
+			return // Close cuts all lanes
+		}
+	}
+}
+
+// cutOff fences transfers without P's help. Those that are still wanted go on when
+// P has connected again.
+func (src *source) cutOff(list []*expect) {
+	src.mu.Lock()
+	dying := src.cut()
+	if len(src.broken) > 0 {
+		src.greet()
+	}
+	src.mu.Unlock()
+	await(dying)
+	for _, e := range list {
+		src.fence(e)
+	}
+}
+
+// below is the least number of a grant that is alive; src.mu is held.
+func (src *source) below() uint64 {
+	src.r.mu.Lock()
+	least := src.r.seq
+	src.r.mu.Unlock()
+	for seq, e := range src.live {
+		if !e.ended {
+			least = min(least, seq)
+		}
+	}
+	return least
+}
+
+// dismiss forgets a P.
+func (r *receiver) dismiss(peer core.AgentID) {
+	r.mu.Lock()
+	src := r.sources[peer]
+	delete(r.sources, peer)
+	r.mu.Unlock()
+	if src != nil {
+		src.end("this decode agent has dismissed it")
+	}
+}
+
+// end closes the way to a P for good, and tells it.
+func (src *source) end(why string) {
+	src.mu.Lock()
+	src.owed = false
+	for _, e := range src.live { // also what has not begun: P will never come back
+		if e.begun.IsZero() {
+			e.begun = time.Now()
+		}
+	}
+	s := &signal{Kind: signalBye, Ticket: src.ticket, Reason: why}
+	src.mu.Unlock()
+	src.r.t.sayBye(src.peer, s)
+	src.lose(errDismissed)
+	src.mu.Lock()
+	src.gone = true
+	if src.watching != nil {
+		src.watching.Stop()
+	}
+	src.mu.Unlock()
+}
+
+// close ends everything; no byte can land when it returns.
+func (r *receiver) close() {
+	r.mu.Lock()
+	r.closed = true
+	all := slices.Collect(maps.Values(r.sources))
+	r.mu.Unlock()
+	for _, src := range all {
+		src.mu.Lock()
+		src.owed, src.gone = false, true
+		if src.watching != nil {
+			src.watching.Stop()
+		}
+		s := &signal{Kind: signalBye, Ticket: src.ticket, Reason: "it was closed"}
+		src.mu.Unlock()
+		r.t.sayBye(src.peer, s)
+	}
+	for _, src := range all {
+		src.mu.Lock()
+		dying := src.cut()
+		src.mu.Unlock()
+		await(dying)
+		src.mu.Lock()
+		for _, e := range src.live {
+			if !e.ended {
+				e.ended = true
+				close(e.told)
+			}
+			src.fenced(e)
+		}
+		src.mu.Unlock()
+	}
+}

@@ -1,0 +1,80 @@
+package rdma
+
+import (
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// grant is D's word that P may write one transfer. On the wire it is signed with
+// a secret that D tells this P alone, so that P can tell a grant of this D for
+// this transfer from everything else before it writes a byte.
+type grant struct {
+	seq        uint64 // rising within D's agent: a grant that was revoked is known by it
+	bytes      uint64 // of the whole transfer
+	slot       uint16 // names the transfer in an immediate
+	generation uint8  // of the slot
+}
+
+const (
+	grantFields = 8 + 8 + 2 + 1
+	grantMAC    = 16
+	secretSize  = 32
+)
+
+var errWrongGrant = errors.New("rdma: the grant is not one that this decode agent has given for this transfer")
+
+func (g grant) sign(secret []byte, id core.TransferID) []byte {
+	b := make([]byte, grantFields, grantFields+sha256.Size)
+	binary.LittleEndian.PutUint64(b, g.seq)
+	binary.LittleEndian.PutUint64(b[8:], g.bytes)
+	binary.LittleEndian.PutUint16(b[16:], g.slot)
+	b[18] = g.generation
+	return append(b, grantSum(b, secret, id)...)
+}
+
+func grantSum(fields, secret []byte, id core.TransferID) []byte {
+	h := hmac.New(sha256.New, secret)
+	h.Write(fields)
+	h.Write([]byte(id))
+	return h.Sum(nil)[:grantMAC]
+}
+
+func checkGrant(b, secret []byte, id core.TransferID) (grant, error) {
+	if len(b) != grantFields+grantMAC || !hmac.Equal(b[grantFields:], grantSum(b[:grantFields], secret, id)) {
+		return grant{}, errWrongGrant
+	}
+	return grant{
+		seq: binary.LittleEndian.Uint64(b), bytes: binary.LittleEndian.Uint64(b[8:]),
+		slot: binary.LittleEndian.Uint16(b[16:]), generation: b[18],
+	}, nil
+}
+
+// A mark is the immediate of a part's last write: by it D counts the parts of a
+// transfer, in whatever order they end. The mark of an impossible part says that
+// the first byte is on its way.
+type mark struct {
+	slot       uint16
+	generation uint8 // 4 bits
+	index      uint8 // 6 bits
+	total      uint8 // 1 to 64
+}
+
+const (
+	maxSlots      = 1 << 16
+	maxGeneration = 16
+	beginIndex    = maxParts - 1 // with total 1
+)
+
+func (m mark) encode() uint32 {
+	return uint32(m.slot)<<16 | uint32(m.generation)<<12 | uint32(m.index)<<6 | uint32(m.total-1)
+}
+
+func decodeMark(imm uint32) mark {
+	return mark{uint16(imm >> 16), uint8(imm >> 12 & 15), uint8(imm >> 6 & 63), uint8(imm&63) + 1}
+}
+
+func (m mark) begins() bool { return m.index == beginIndex && m.total == 1 }

@@ -1,0 +1,277 @@
+package rdma
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// lane is one end of a reliable connection (an RC queue pair) between a port of P
+// and a port of D. P's end writes; D's end takes marks, and pings to see whether
+// P's still answers.
+type lane struct {
+	id     uint32 // P's number of it, unique for the two agents
+	b      *bundle
+	port   *localPort
+	remote int // index of the peer's port
+	psn    uint32
+	qp     *verbs.QP
+	dead   chan struct{} // closed when the queue pair is destroyed: it moves nothing, nothing of it lands
+	once   sync.Once
+
+	// D's end, guarded by its source.
+	posted  int // receives
+	spent   int // of them since the last refill
+	pinging bool
+	retired bool
+
+	// P's end, guarded by its link.
+	link  *link
+	queue *sendQueue[*job]
+	jobs  []*job // whose requests are not all posted; the first is next
+	rail  *rail
+	probe chan error // what came of the first write
+}
+
+// IDs of completions that are not a write's.
+const (
+	receiveID = 1 << 63
+	pingID    = 1 << 62
+	probeID   = 1 << 61
+)
+
+// bundle is a completion queue and the lanes that were made with it, at one time
+// and for one peer. Its goroutine owns it and ends with its last lane.
+type bundle struct {
+	t      *Transport
+	cq     *verbs.CQ
+	handle func(l *lane, list []verbs.Completion)
+
+	mu    sync.Mutex
+	lanes map[uint32]*lane // by the number of the queue pair; what was destroyed stays, a late completion may name it
+	open  int
+	whole bool // no lane will be added
+}
+
+// newBundle makes one for so many completions at a time.
+func (t *Transport) newBundle(d *device, depth int, handle func(*lane, []verbs.Completion)) (*bundle, error) {
+	cq, err := d.verbs.NewCQ(min(depth, d.verbs.Attr().MaxCQE), 0)
+	if err != nil {
+		return nil, err
+	}
+	b := &bundle{t: t, cq: cq, handle: handle, lanes: map[uint32]*lane{}}
+	if !t.goRun("rdma completions", b.run) {
+		_ = cq.Close()
+		return nil, errClosed
+	}
+	return b, nil
+}
+
+// add makes a queue pair; seal must follow when all are added.
+func (b *bundle) add(id uint32, p *localPort, remote int, caps verbs.Caps) (*lane, error) {
+	qp, err := verbs.NewQP(p.dev.pd, b.cq, caps)
+	if err != nil {
+		return nil, err
+	}
+	l := &lane{id: id, b: b, port: p, remote: remote, qp: qp, psn: rand.Uint32N(1 << 24), dead: make(chan struct{}), probe: make(chan error, 1)}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.lanes[qp.Number()] = l
+	b.open++
+	return l, nil
+}
+
+func (b *bundle) seal() {
+	b.mu.Lock()
+	b.whole = true
+	last := b.open == 0
+	b.mu.Unlock()
+	if last {
+		b.cq.Interrupt()
+	}
+}
+
+// destroy ends a lane for good: when it returns nothing of it moves or lands.
+func (l *lane) destroy() {
+	l.once.Do(func() {
+		if err := l.qp.Destroy(); err != nil {
+			l.b.t.log.Error("rdma queue pair cannot be destroyed", zap.Error(err))
+			_ = l.qp.ToError()
+		}
+		close(l.dead)
+		b := l.b
+		b.mu.Lock()
+		b.open--
+		last := b.whole && b.open == 0
+		b.mu.Unlock()
+		if last {
+			b.cq.Interrupt()
+		}
+	})
+	<-l.dead
+}
+
+// spins are the polls without a result before the queue is armed: a peer that
+// keeps sending is not waited for by interrupt.
+const spins = 64
+
+// run takes completions: by polling while they come, by the channel's descriptor
+// in Go's poller when none do.
+func (b *bundle) run() {
+	defer func() {
+		if err := b.cq.Close(); err != nil {
+			b.t.log.Error("rdma completion queue cannot be closed", zap.Error(err))
+		}
+	}()
+	var list [64]verbs.Completion
+	idle, armed := 0, false
+	for {
+		n, err := b.cq.Poll(list[:])
+		if err != nil {
+			b.fail(err)
+			return
+		}
+		if n > 0 {
+			idle, armed = 0, false
+			b.sort(list[:n])
+			continue
+		}
+		if idle++; idle < spins {
+			continue
+		}
+		if b.over() {
+			return
+		}
+		if !armed {
+			if err := b.cq.Arm(); err != nil {
+				b.fail(err)
+				return
+			}
+			armed = true // and look once more: something may have come before
+			continue
+		}
+		if err := b.cq.Wait(time.Time{}); err != nil {
+			if !b.over() {
+				b.fail(err)
+			}
+			return
+		}
+		idle, armed = 0, false
+	}
+}
+
+func (b *bundle) over() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.whole && b.open == 0
+}
+
+// sort hands each lane its completions, in their order.
+func (b *bundle) sort(list []verbs.Completion) {
+	for len(list) > 0 {
+		n := 1
+		for n < len(list) && list[n].QueuePair == list[0].QueuePair {
+			n++
+		}
+		b.mu.Lock()
+		l := b.lanes[list[0].QueuePair]
+		b.mu.Unlock()
+		if l != nil {
+			b.handle(l, list[:n])
+		}
+		list = list[n:]
+	}
+}
+
+// fail: the completion queue is of no use any more, so its lanes are not either.
+func (b *bundle) fail(cause error) {
+	b.t.log.Error("rdma completion queue broke", zap.Error(cause))
+	b.mu.Lock()
+	lanes := make([]*lane, 0, len(b.lanes))
+	for _, l := range b.lanes {
+		lanes = append(lanes, l)
+	}
+	b.mu.Unlock()
+	for _, l := range lanes {
+		b.handle(l, []verbs.Completion{{Status: verbs.Fatal}})
+	}
+	for _, l := range lanes {
+		l.destroy()
+	}
+}
+
+// failure says what a failed completion means.
+func (l *lane) failure(c *verbs.Completion) error {
+	hint := ""
+	switch c.Status {
+	case verbs.RetryExceeded:
+		hint = ": the peer's port does not answer"
+	case verbs.RNRExceeded:
+		hint = ": the peer takes no completions"
+	case verbs.RemoteAccess:
+		hint = ": the peer does not know the key any more; it was restarted, or has registered other memory"
+	case verbs.Flushed:
+		hint = ": the queue pair was in error already"
+	}
+	return fmt.Errorf("rdma: queue pair %d on %s: %v (vendor code %#x)%s", l.qp.Number(), l.port.name, c.Status, c.Vendor, hint)
+}
+
+// refill posts receives for marks; src.mu is held.
+func (l *lane) refill(spent int) error {
+	l.spent += spent
+	if l.spent < l.qp.Caps().ReceiveDepth/4 {
+		return nil
+	}
+	n := l.spent
+	l.spent = 0
+	done, err := l.qp.PostReceives(receiveID, n)
+	l.posted += done
+	return err
+}
+
+// ping writes nothing to P's end, which answers as long as its queue pair lives:
+// also when its process is stopped. src.mu is held.
+func (l *lane) ping() {
+	if l.pinging || l.retired {
+		return
+	}
+	w := [1]verbs.Write{{ID: pingID, Flags: verbs.Signaled}}
+	if _, err := l.qp.Post(w[:], nil); err == nil {
+		l.pinging = true
+	}
+}
+
+// verbsPath is how a queue pair on p reaches the peer's.
+func (t *Transport) verbsPath(p *localPort, to portPath, mtu int, qpn, psn, own uint32) *verbs.Path {
+	c := &t.cfg
+	return &verbs.Path{
+		Port: p.num, PKeyIndex: c.PKeyIndex, RemoteWrite: true,
+		RemoteQP: qpn, RemotePSN: psn, LocalPSN: own, MTU: mtu,
+		Global: to.GRH, RemoteGID: to.Remote.Raw, SourceGIDIndex: to.Local.Index, HopLimit: 64,
+		TrafficClass: c.TrafficClass, RemoteLID: to.LID, ServiceLevel: c.ServiceLevel,
+		MinRNRTimer: c.MinRNRTimer, Timeout: c.Timeout, Retry: c.Retry, RNRRetry: c.RNRRetry,
+	}
+}
+
+// ready brings a queue pair to where it may write.
+func (l *lane) ready(p *verbs.Path) error {
+	if err := l.qp.Init(p); err != nil {
+		return err
+	}
+	if n := l.qp.Caps().ReceiveDepth; n > 0 && l.posted == 0 {
+		done, err := l.qp.PostReceives(receiveID, n)
+		l.posted = done
+		if err != nil {
+			return err
+		}
+	}
+	if err := l.qp.ReadyToReceive(p); err != nil {
+		return err
+	}
+	return l.qp.ReadyToSend(p)
+}

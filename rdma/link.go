@@ -1,0 +1,530 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// link is a D as P sees it: its memory, the lanes to it, and what is written.
+type link struct {
+	t      *Transport
+	peer   core.AgentID
+	ticket []byte
+
+	mu     sync.Mutex
+	ended  error // dismissed or closed, for good
+	there  *far  // D's ports and keys; nil: not connected since it was lost
+	lanes  []*lane
+	lost   []uint32 // lanes that broke, until D has ended its side of them
+	rails  map[railKey]*rail
+	lastID uint32 // of a lane
+	up     bool   // the sink has not been told that D is gone
+	writes map[*write]struct{}
+	bySeq  map[uint64]*write
+	grants grants
+
+	wanted  bool     // D has asked for lanes
+	resync  bool     // D is to be asked which grants are alive
+	mends   bool     // a goroutine connects, or asks what of lost lanes has arrived
+	held    []uint64 // drained, but D has lost lanes to end before it can be told
+	drained []uint64
+	tells   bool // a goroutine tells D what was drained
+
+	used  time.Time // when something was written last
+	sleep *time.Timer
+	rest  bool // the lanes are closed because nothing was written for long
+
+	// What update leaves to be done without the lock.
+	outcomes []*write
+	fell     error
+
+	// Scratch of pump.
+	chain  [maxChain]verbs.Write
+	pieces [maxChain * 4]verbs.SGE
+}
+
+// railKey names a pair of ports, by their place in each side's list.
+type railKey struct{ local, remote int }
+
+// far is what D has said of itself. It does not change.
+type far struct {
+	secret []byte
+	ports  map[int]*portInfo
+	tables map[int]*keyTable // by device
+}
+
+// grants says which of D's grants are dead.
+type grants struct {
+	below uint64 // dead
+	next  uint64 // when live was told, this was to be the next one
+	live  map[uint64]bool
+	dead  map[uint64]bool // told since, or used up
+}
+
+// maxDead is how many are remembered one by one; then D is asked.
+const maxDead = 1 << 16
+
+func (g *grants) alive(seq uint64) bool {
+	return seq >= g.below && !g.dead[seq] && (seq >= g.next || g.live[seq])
+}
+
+// told takes D's word of which were alive; of words that crossed the later one
+// has the greater next.
+func (g *grants) told(next uint64, live []uint64) {
+	if next < g.next {
+		return
+	}
+	g.next, g.live = next, make(map[uint64]bool, len(live))
+	for _, seq := range live {
+		g.live[seq] = true
+	}
+	for seq := range g.dead {
+		if seq < next && !g.live[seq] {
+			delete(g.dead, seq)
+		}
+	}
+}
+
+func (g *grants) drop(below uint64) {
+	if below <= g.below {
+		return
+	}
+	g.below = below
+	for seq := range g.dead {
+		if seq < below {
+			delete(g.dead, seq)
+		}
+	}
+}
+
+func newLink(t *Transport, peer core.AgentID) *link {
+	return &link{t: t, peer: peer, ticket: make([]byte, 32), rails: map[railKey]*rail{}, writes: map[*write]struct{}{},
+		bySeq: map[uint64]*write{}, grants: grants{dead: map[uint64]bool{}}}
+}
+
+// update runs f with the lock and does without it what f has left to be done.
+func (lk *link) update(f func(lk *link)) {
+	lk.mu.Lock()
+	f(lk)
+	lk.kick()
+	outcomes, fell := lk.outcomes, lk.fell
+	lk.outcomes, lk.fell = nil, nil
+	if len(lk.drained) > 0 && !lk.tells {
+		lk.tells = lk.t.goRun("rdma drained", lk.tellDrained)
+	}
+	lk.mu.Unlock()
+	for _, w := range outcomes {
+		lk.t.sender.outcome(w)
+	}
+	if fell != nil {
+		lk.t.down(lk.peer, fell)
+	}
+}
+
+// add begins a write, or has it wait for a lane.
+func (lk *link) add(w *write) {
+	lk.update(func(lk *link) {
+		w.began = time.Now()
+		lk.used = w.began
+		lk.writes[w] = struct{}{}
+		if lk.ended != nil {
+			lk.fail(w, lk.ended)
+			return
+		}
+		if len(lk.lanes) > 0 {
+			lk.begin(w)
+		}
+	})
+}
+
+// begin cuts a write into parts and gives them to lanes.
+func (lk *link) begin(w *write) {
+	if !w.known {
+		g, err := checkGrant(w.op.Grant, lk.there.secret, w.op.ID)
+		switch {
+		case err != nil:
+		case g.bytes != w.bytes:
+			err = fmt.Errorf("rdma: transfer %q has %d bytes here, %d at decode agent %s", string(w.op.ID), w.bytes, g.bytes, lk.peer)
+		case !lk.grants.alive(g.seq):
+			err = fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected)
+		case lk.bySeq[g.seq] != nil:
+			err = fmt.Errorf("rdma: transfer %q has the grant of one that is being written", string(w.op.ID))
+		}
+		if err != nil {
+			lk.fail(w, err)
+			return
+		}
+		w.grant, w.known = g, true
+		lk.bySeq[g.seq] = w
+	}
+	now := time.Now()
+	weights, lanes := lk.choose(w.bytes, now)
+	parts := split(w.op.Pairs, weights, minPart)
+	w.left = len(parts)
+	w.jobs = make([]*job, len(parts))
+	for i, p := range parts {
+		m := mark{slot: w.grant.slot, generation: w.grant.generation, index: uint8(i), total: uint8(len(parts))}
+		w.jobs[i] = &job{w: w, index: i, cursor: p.cursor(m.encode())}
+		lk.assign(w.jobs[i], lanes[p.lane])
+	}
+	for _, l := range lanes {
+		lk.pump(l)
+	}
+}
+
+// minPart is the least that is worth a lane of its own.
+const minPart = 256 << 10
+
+// stripe says from which size on a transfer takes several rails.
+var stripe = striping{near: 2 * minPart, far: 16 << 20}
+
+// choose spreads bytes over the lanes: by the speed of their rails, and on each
+// rail evenly. A small transfer takes the lane that carries least.
+func (lk *link) choose(bytes uint64, now time.Time) (weights []float64, lanes []*lane) {
+	var rails []candidate
+	index := map[*rail]int{}
+	count := map[*rail]int{}
+	for _, l := range lk.lanes {
+		if _, seen := index[l.rail]; !seen {
+			index[l.rail] = len(rails)
+			rails = append(rails, candidate{rail: l.rail, near: l.port.near})
+		}
+		count[l.rail]++
+	}
+	byRail, err := chooseRails(rails, bytes, stripe, now)
+	if err != nil { // all are paused, and yet there are lanes: they are as good as others
+		byRail = make([]float64, len(rails))
+		for i := range byRail {
+			byRail[i] = 1
+		}
+	}
+	if bytes < stripe.near {
+		var best *lane
+		for _, l := range lk.lanes {
+			if byRail[index[l.rail]] > 0 && (best == nil || l.load() < best.load()) {
+				best = l
+			}
+		}
+		return []float64{1}, []*lane{best}
+	}
+	weights = make([]float64, len(lk.lanes))
+	for i, l := range lk.lanes {
+		weights[i] = byRail[index[l.rail]] / float64(count[l.rail])
+	}
+	return weights, lk.lanes
+}
+
+// load is a measure of what a lane has to do.
+func (l *lane) load() int { return l.queue.requests + len(l.jobs)*maxChain }
+
+func (lk *link) assign(j *job, l *lane) {
+	j.lane, j.lost, j.filled = l, false, false
+	l.jobs = append(l.jobs, j)
+}
+
+// pump posts what there is room for, a chain for each job in turn, so that a
+// small transfer does not stand behind a large one.
+func (lk *link) pump(l *lane) {
+	if l.rail == nil || l.isDead() {
+		return
+	}
+	for len(l.jobs) > 0 {
+		j := l.jobs[0]
+		if j.w.cause != nil || j.lane != l {
+			l.jobs = l.jobs[1:]
+			continue
+		}
+		room, bytes := l.queue.room()
+		first := j.index == 0 && j.cursor.atStart()
+		if room < 2 || bytes == 0 {
+			return
+		}
+		n := 0
+		if first { // the time from here on is the transfer's, and D knows that bytes may come
+			m := mark{slot: j.w.grant.slot, generation: j.w.grant.generation, index: beginIndex, total: 1}
+			lk.chain[0] = verbs.Write{Imm: m.encode(), Flags: verbs.WithImm}
+			n = 1
+		}
+		limit := l.port.dev.limit
+		limit.maxBytes = bytes
+		k, pieces, carried, done, err := j.cursor.fill(lk.chain[n:min(room, maxChain)], lk.pieces[:], l.port.dev.local, lk.there.tables[l.remote], limit)
+		if err != nil {
+			lk.fail(j.w, fmt.Errorf("rdma: transfer %q: %w", string(j.w.op.ID), err))
+			continue
+		}
+		n += k
+		l.queue.posting(j, lk.chain[:n], lk.pieces[:pieces], done)
+		l.rail.begin(time.Now(), carried)
+		j.flight += n
+		j.w.flight += n
+		lk.t.posted(lk.chain[:n])
+		if _, err := l.qp.Post(lk.chain[:n], lk.pieces[:pieces]); err != nil {
+			lk.breakLane(l, fmt.Errorf("rdma: %s: %w", l.port.name, err))
+			return
+		}
+		l.jobs = l.jobs[1:]
+		if j.filled = done; !done {
+			l.jobs = append(l.jobs, j)
+		}
+	}
+}
+
+// landed: requests of a job have completed, so their bytes are at D.
+func (lk *link) landed(j *job, requests int) {
+	j.flight -= requests
+	j.w.flight -= requests
+	if j.filled && j.flight == 0 {
+		lk.finish(j)
+		return
+	}
+	lk.settle(j.w)
+}
+
+// finish: a job's bytes and its mark are at D.
+func (lk *link) finish(j *job) {
+	if !j.done {
+		j.done, j.lost = true, false
+		j.w.left--
+	}
+	lk.settle(j.w)
+}
+
+// fail gives a write up. It ends when no request reads its blocks any more.
+func (lk *link) fail(w *write, cause error) {
+	if w.cause == nil && !w.over {
+		w.cause = cause
+	}
+	lk.settle(w)
+}
+
+// settle ends a write that has nothing more to do.
+func (lk *link) settle(w *write) {
+	if w.over || w.flight > 0 || w.cause == nil && (w.left > 0 || w.jobs == nil) {
+		return
+	}
+	w.over = true
+	delete(lk.writes, w)
+	lk.used = time.Now()
+	if w.known {
+		delete(lk.bySeq, w.grant.seq)
+		lk.kill(w.grant.seq)
+		if w.drained {
+			lk.drained = append(lk.drained, w.grant.seq)
+		}
+	}
+	lk.outcomes = append(lk.outcomes, w)
+}
+
+// kill: a grant is used up, or revoked.
+func (lk *link) kill(seq uint64) {
+	if seq >= lk.grants.below {
+		lk.grants.dead[seq] = true
+	}
+	if len(lk.grants.dead) > maxDead {
+		lk.resync = true
+	}
+}
+
+// drain takes D's word that grants are dead, and says which of their transfers
+// may still have something on its way. Of these tellDrained will tell.
+func (lk *link) drain(m *signal) (pending []uint64) {
+	for _, seq := range m.Seqs {
+		lk.kill(seq)
+		w := lk.bySeq[seq]
+		switch {
+		case len(lk.lost) > 0: // what they have sent may land as long as D has not ended them
+			lk.held = append(lk.held, seq)
+			pending = append(pending, seq)
+		case w != nil && w.flight > 0:
+			w.drained = true
+			pending = append(pending, seq)
+		}
+		if w != nil {
+			lk.fail(w, fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected))
+		}
+	}
+	lk.grants.drop(m.Below)
+	return pending
+}
+
+// confirmed: D has ended its side of lanes that broke.
+func (lk *link) confirmed(lanes int) {
+	lk.lost = lk.lost[lanes:]
+	if len(lk.lost) == 0 {
+		lk.drained = append(lk.drained, lk.held...)
+		lk.lost, lk.held = nil, nil
+	}
+}
+
+// tellDrained tells D of transfers of which nothing is on its way any more.
+func (lk *link) tellDrained() {
+	for {
+		lk.mu.Lock()
+		s := &signal{Kind: signalDrained, Ticket: lk.ticket, Seqs: lk.drained}
+		lk.drained = nil
+		if len(s.Seqs) == 0 {
+			lk.tells = false
+			lk.mu.Unlock()
+			return
+		}
+		lk.mu.Unlock()
+		if _, err := lk.t.ask(lk.peer, s, drainBound); err != nil {
+			lk.t.log.Debug("rdma: a peer does not hear that writes have ended", zap.String("peer", string(lk.peer)), zap.Error(err))
+		}
+	}
+}
+
+// breakLane gives a lane up, and its rail for a while.
+func (lk *link) breakLane(l *lane, cause error) {
+	if !lk.remove(l) {
+		return
+	}
+	lk.t.log.Warn("rdma lane broke", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.Error(cause))
+	l.rail.fail(time.Now(), cause)
+	lk.flush(l)
+}
+
+// flush: what was on a lane waits until D has said what arrived.
+func (lk *link) flush(l *lane) {
+	now := time.Now()
+	lk.lost = append(lk.lost, l.id)
+	for {
+		b, ok := l.queue.flush()
+		if !ok {
+			break
+		}
+		l.rail.lose(now, b.Bytes)
+		b.Owner.flight -= b.Requests
+		b.Owner.w.flight -= b.Requests
+	}
+	for w := range lk.writes {
+		for _, j := range w.jobs {
+			if j.lane == l && !j.done {
+				j.lane, j.lost = nil, true
+			}
+		}
+		lk.settle(w)
+	}
+}
+
+// remove destroys a lane, so that it reads nothing any more.
+func (lk *link) remove(l *lane) bool {
+	for i := range lk.lanes {
+		if lk.lanes[i] == l {
+			lk.lanes = append(lk.lanes[:i:i], lk.lanes[i+1:]...)
+			l.destroy()
+			return true
+		}
+	}
+	return false
+}
+
+func (l *lane) isDead() bool {
+	select {
+	case <-l.dead:
+		return true
+	default:
+		return false
+	}
+}
+
+// arrived takes D's word on what had come by the lanes that broke; it has ended
+// them. The rest is written again.
+func (lk *link) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
+	if len(rep.Arrived) != len(seqs) {
+		return fmt.Errorf("agent %s answers for %d transfers, it was asked for %d", lk.peer, len(rep.Arrived), len(seqs))
+	}
+	lk.confirmed(len(lanes))
+	lk.grants.told(rep.Next, rep.Live)
+	for i, seq := range seqs {
+		w := lk.bySeq[seq]
+		switch {
+		case w == nil:
+		case !lk.grants.alive(seq):
+			lk.fail(w, fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected))
+		default:
+			for _, j := range w.jobs {
+				if j.lost && rep.Arrived[i]>>j.index&1 == 1 {
+					lk.finish(j)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// again gives jobs without a lane to those that there are, once D has ended the
+// lanes that they were on.
+func (lk *link) again() {
+	if len(lk.lanes) == 0 || len(lk.lost) > 0 {
+		return
+	}
+	n := 0
+	for w := range lk.writes {
+		if w.jobs == nil {
+			lk.begin(w)
+			continue
+		}
+		for _, j := range w.jobs {
+			if j.lost && w.cause == nil {
+				j.cursor.rewind()
+				lk.assign(j, lk.lanes[n%len(lk.lanes)])
+				n++
+			}
+		}
+	}
+	for _, l := range append([]*lane(nil), lk.lanes...) {
+		lk.pump(l)
+	}
+}
+
+// lose ends the way to D, as far as it is known here; D may come back.
+func (lk *link) lose(cause error) {
+	for _, l := range append([]*lane(nil), lk.lanes...) {
+		lk.remove(l)
+		lk.flush(l)
+	}
+	lk.there = nil
+	for w := range lk.writes {
+		lk.fail(w, cause)
+	}
+	if lk.up {
+		lk.up, lk.fell = false, cause
+	}
+	lk.wanted = false
+}
+
+// end closes a link for good, and tells D.
+func (lk *link) end(cause error, why string) {
+	lk.update(func(lk *link) {
+		if lk.ended != nil {
+			return
+		}
+		lk.ended, lk.up = cause, false
+		lk.lose(cause)
+		if lk.sleep != nil {
+			lk.sleep.Stop()
+		}
+		lk.t.sayBye(lk.peer, &signal{Kind: signalDismissed, Ticket: lk.ticket, Reason: why})
+	})
+}
+
+// greeted: D wants lanes, and has lost these.
+func (lk *link) greeted(broken []uint32) {
+	for _, id := range broken {
+		for _, l := range lk.lanes {
+			if l.id == id {
+				lk.breakLane(l, errors.New("rdma: it broke at the peer"))
+				break
+			}
+		}
+	}
+	lk.wanted = true
+}

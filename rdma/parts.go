@@ -1,0 +1,130 @@
+package rdma
+
+import (
+	"cmp"
+	"math"
+	"slices"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// maxParts is the most parts of a transfer: an immediate has 6 bits for the index.
+const maxParts = 64
+
+// cutAlign is where a part may begin within a pair: pages, and packets of any MTU,
+// stay whole.
+const cutAlign = 4096
+
+// part is a contiguous range of a transfer's linear order: what one lane writes,
+// and what is written again elsewhere when that lane fails.
+type part struct {
+	pairs  []core.Pair // the transfer's, shared by its parts
+	first  int         // the pair that holds the part's first byte
+	skip   uint64      // bytes of that pair before it
+	length uint64
+	lane   int // index of the weight that it was cut for
+}
+
+// pairBytes is what a plan carries. Pairs of real memory do not add up to 2^64.
+func pairBytes(pairs []core.Pair) uint64 {
+	var n uint64
+	for i := range pairs {
+		n += pairs[i].Length
+	}
+	return n
+}
+
+// split cuts a transfer into parts whose lengths are proportional to weights, in
+// the order of the weights, each byte in exactly one. Lanes that would get less
+// than least bytes get no part, the lightest first; a transfer that is shorter
+// than least, or empty, is one part. A weight that is no positive number gets
+// nothing unless all are such; then all count the same.
+func split(pairs []core.Pair, weights []float64, least uint64) []part {
+	least = max(least, 1)
+	total := pairBytes(pairs)
+	lanes := share(weights, total, least)
+	parts := make([]part, len(lanes))
+	sum, upTo := 0.0, 0.0
+	for _, l := range lanes {
+		sum += l.weight
+	}
+	var (
+		pair  int    // where the next part begins
+		start uint64 // position of that pair's first byte
+		from  uint64 // position of the part's
+	)
+	for i, l := range lanes {
+		upTo += l.weight
+		parts[i] = part{pairs: pairs, first: pair, skip: from - start, length: total - from, lane: l.index}
+		rest := uint64(len(lanes) - 1 - i)
+		if rest == 0 {
+			break
+		}
+		// As near to its share as least allows, for this part and for the others.
+		lo, hi := from+least, total-rest*least
+		want := min(max(uint64(float64(total)*(upTo/sum)), lo), hi)
+		for want-start >= pairs[pair].Length {
+			start += pairs[pair].Length
+			pair++
+		}
+		to := cutNear(want, start, pairs[pair].Length, lo, hi)
+		parts[i].length = to - from
+		from = to
+		if from-start == pairs[pair].Length {
+			start = from
+			pair++
+		}
+	}
+	return parts
+}
+
+// cutNear is the position nearest to want, down before up, between lo and hi that
+// is aligned from the start of its pair or is one of its ends; else want itself.
+func cutNear(want, start, length, lo, hi uint64) uint64 {
+	down := want - (want-start)%cutAlign
+	up := start + min(want-start+cutAlign-1-(want-start+cutAlign-1)%cutAlign, length)
+	switch canDown, canUp := down >= lo, up <= hi; {
+	case canDown && (!canUp || want-down <= up-want):
+		return down
+	case canUp:
+		return up
+	}
+	return want
+}
+
+type weighted struct {
+	index  int
+	weight float64
+}
+
+// share picks the lanes that get a part: at most maxParts, none with a share of
+// less than least bytes of total; at least one.
+func share(weights []float64, total, least uint64) []weighted {
+	lanes := make([]weighted, 0, len(weights))
+	for i, w := range weights {
+		if w > 0 && w <= math.MaxFloat64/maxParts {
+			lanes = append(lanes, weighted{i, w})
+		}
+	}
+	if len(lanes) == 0 {
+		for i := range max(len(weights), 1) {
+			lanes = append(lanes, weighted{i, 1})
+		}
+	}
+	slices.SortStableFunc(lanes, func(a, b weighted) int { return cmp.Compare(b.weight, a.weight) })
+	lanes = lanes[:max(1, min(uint64(len(lanes)), maxParts, total/least))]
+	sum := 0.0
+	for _, l := range lanes {
+		sum += l.weight
+	}
+	for n := len(lanes); n > 1; n-- {
+		light := lanes[n-1].weight
+		if float64(total)*(light/sum) >= float64(least) {
+			break
+		}
+		sum -= light
+		lanes = lanes[:n-1]
+	}
+	slices.SortFunc(lanes, func(a, b weighted) int { return cmp.Compare(a.index, b.index) })
+	return lanes
+}

@@ -1,0 +1,225 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"strings"
+	"time"
+)
+
+// A rail's pauses: the first, and the longest.
+const (
+	firstPause = time.Second
+	longPause  = 30 * time.Second
+)
+
+const (
+	// sampleBytes is the least that a measurement of speed holds: less is latency.
+	sampleBytes = 4 << 20
+	// speedFades is the time in which a measured speed counts half: a rail that
+	// was slow once must get bytes again to be measured again.
+	speedFades = 10 * time.Minute
+)
+
+// rail is a pair of ports, one here and one at the peer, that reach each other:
+// how fast it is, what it carries now, and whether it is paused. It has no lock
+// and no clock of its own.
+type rail struct {
+	name string
+	link float64 // bytes a second, as the ports say
+
+	inFlight uint64 // bytes under way
+	speed    float64
+	measured time.Time // when speed was; zero: never
+	busyFrom time.Time // of the sample that is being taken
+	sample   uint64    // its bytes
+
+	cause   error // why it is paused; nil: it is not
+	pause   time.Duration
+	retryAt time.Time
+	trying  bool
+	upSince time.Time
+}
+
+// newRail seeds a rail's speed with the slower port's, in bytes a second.
+func newRail(name string, link float64) *rail {
+	if !(link >= 1 && link <= math.MaxFloat64) {
+		link = 1
+	}
+	return &rail{name: name, link: link, speed: link}
+}
+
+// begin says that bytes were given to the rail.
+func (r *rail) begin(now time.Time, bytes uint64) {
+	if r.inFlight == 0 {
+		r.busyFrom, r.sample = now, 0
+	}
+	r.inFlight += bytes
+}
+
+// end says that bytes of begin have arrived. A sample ends with enough of them;
+// time in which nothing is under way belongs to none.
+func (r *rail) end(now time.Time, bytes uint64) {
+	r.inFlight -= min(bytes, r.inFlight)
+	r.sample += bytes
+	if busy := now.Sub(r.busyFrom); r.sample >= sampleBytes && busy > 0 {
+		r.speed += (float64(r.sample)/busy.Seconds() - r.speed) / 4
+		r.measured = now
+		r.busyFrom, r.sample = now, 0
+	}
+}
+
+// lose says that bytes of begin will not arrive; what was being measured is void.
+func (r *rail) lose(now time.Time, bytes uint64) {
+	r.inFlight -= min(bytes, r.inFlight)
+	r.busyFrom, r.sample = now, 0
+}
+
+// rate is the rail's speed in bytes a second as far as it is known: an average
+// of what was measured, which fades into what the link says.
+func (r *rail) rate(now time.Time) float64 {
+	if r.measured.IsZero() {
+		return r.link
+	}
+	age := max(now.Sub(r.measured), 0)
+	return r.link + (r.speed-r.link)*math.Exp2(-float64(age)/float64(speedFades))
+}
+
+// usable says whether the rail is not paused.
+func (r *rail) usable() bool { return r.cause == nil }
+
+// fail pauses the rail: 1 s first, twice as long each time up to 30 s, unless it
+// has worked for so long in between. What else fails of a paused rail, lane after
+// lane, changes nothing, but a try that fails does.
+func (r *rail) fail(now time.Time, cause error) {
+	if r.cause != nil && !r.trying {
+		return
+	}
+	again := r.cause != nil || (r.pause > 0 && now.Sub(r.upSince) < longPause)
+	r.pause = min(2*r.pause, longPause)
+	if !again {
+		r.pause = firstPause
+	}
+	if r.cause = cause; cause == nil {
+		r.cause = errors.New("unknown")
+	}
+	r.trying = false
+	r.retryAt = now.Add(r.pause)
+}
+
+// retry says whether a paused rail is to be tried now. It says so once, then not
+// before another pause, unless restored or fail tells the outcome.
+func (r *rail) retry(now time.Time) bool {
+	if r.cause == nil || now.Before(r.retryAt) {
+		return false
+	}
+	r.trying = true
+	r.retryAt = now.Add(r.pause)
+	return true
+}
+
+// restored ends the pause.
+func (r *rail) restored(now time.Time) {
+	if r.cause != nil {
+		r.cause, r.trying, r.upSince = nil, false, now
+	}
+}
+
+// candidate is a rail that a transfer could take.
+type candidate struct {
+	rail *rail
+	near distance // of the worse end to the transfer's memory
+}
+
+// striping says from which size on a transfer takes more than one rail.
+type striping struct {
+	near uint64 // all of the nearest class
+	far  uint64 // those of other classes too
+}
+
+// chooseRails says what each candidate should carry of a transfer: a weight for
+// split, 0 for none. A small transfer takes the one of the nearest that will be
+// done with it first; a larger one is spread so that all are done at the same
+// time, with what they carry already. An error when all rails are paused.
+func chooseRails(rails []candidate, bytes uint64, s striping, now time.Time) ([]float64, error) {
+	nearest, found := distance(0), false
+	for _, c := range rails {
+		if c.rail.usable() && (!found || c.near < nearest) {
+			nearest, found = c.near, true
+		}
+	}
+	if !found {
+		return nil, allPaused(rails, now)
+	}
+	weights := make([]float64, len(rails))
+	take := make([]int, 0, len(rails))
+	for i, c := range rails {
+		if c.rail.usable() && (c.near == nearest || bytes >= s.far) {
+			take = append(take, i)
+		}
+	}
+	if bytes < s.near && bytes < s.far {
+		best, soonest := take[0], math.Inf(1)
+		for _, i := range take {
+			r := rails[i].rail
+			if at := (float64(r.inFlight) + float64(bytes)) / r.rate(now); at < soonest {
+				best, soonest = i, at
+			}
+		}
+		weights[best] = 1
+		return weights, nil
+	}
+	// All are done at time t: rate·t = in flight + share. Those whose own bytes take
+	// longer get none, which moves t.
+	for {
+		var queued, rate float64
+		for _, i := range take {
+			queued += float64(rails[i].rail.inFlight)
+			rate += rails[i].rail.rate(now)
+		}
+		t := (float64(bytes) + queued) / rate
+		early := make([]int, 0, len(take))
+		for _, i := range take {
+			r := rails[i].rail
+			if weights[i] = max(r.rate(now)*t-float64(r.inFlight), 0); weights[i] > 0 {
+				early = append(early, i)
+			}
+		}
+		switch len(early) {
+		case 0: // nothing to carry
+			weights[take[0]] = 1
+			return weights, nil
+		case len(take):
+			return weights, nil
+		}
+		take = early
+	}
+}
+
+func allPaused(rails []candidate, now time.Time) error {
+	if len(rails) == 0 {
+		return errors.New("no pair of ports reaches the peer")
+	}
+	next := longPause
+	var causes []string
+	for _, c := range rails {
+		next = min(next, max(c.rail.retryAt.Sub(now), 0))
+		if len(causes) < 8 {
+			causes = append(causes, fmt.Sprintf("%s: %v", c.rail.name, c.rail.cause))
+		}
+	}
+	return &pausedError{
+		text:  fmt.Sprintf("all %d rails to the peer are paused, the next is tried in %v: %s", len(rails), next.Round(time.Millisecond), strings.Join(causes, "; ")),
+		cause: rails[0].rail.cause,
+	}
+}
+
+// pausedError keeps the first rail's cause.
+type pausedError struct {
+	text  string
+	cause error
+}
+
+func (e *pausedError) Error() string { return e.text }
+func (e *pausedError) Unwrap() error { return e.cause }

@@ -1,0 +1,252 @@
+package rdma
+
+import (
+	"errors"
+	"math"
+	"reflect"
+	"testing"
+	"time"
+)
+
+var epoch = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+
+func at(d time.Duration) time.Time { return epoch.Add(d) }
+
+// paused is a rail that failed at the epoch.
+func paused(name string) *rail {
+	r := newRail(name, 1e9)
+	r.fail(epoch, errors.New("cable of "+name))
+	return r
+}
+
+func TestRailSpeed(t *testing.T) {
+	const mb = 1 << 20
+	r := newRail("a", 1000*mb)
+	near := func(want float64) {
+		t.Helper()
+		if got := r.rate(at(time.Second)) / mb; math.Abs(got-want) > want/100 {
+			t.Errorf("%.1f MiB/s, want %.1f", got, want)
+		}
+	}
+	near(1000)
+	// 40 MiB in 0.1 s: 400 MiB/s, a quarter of which counts.
+	r.begin(at(0), 30*mb)
+	r.begin(at(50*time.Millisecond), 10*mb)
+	r.end(at(time.Second), 40*mb) // 40 MiB/s
+	near(1000 + (40.0-1000)/4)
+	// What is little, and idle time, is no measurement.
+	r = newRail("a", 1000*mb)
+	r.begin(at(0), 3*mb)
+	r.end(at(time.Second), 3*mb)
+	r.begin(at(2*time.Second), 3*mb)
+	r.end(at(3*time.Second), 3*mb)
+	near(1000)
+	// In the middle of a stream samples follow each other.
+	r = newRail("a", 1000*mb)
+	r.begin(at(0), 100*mb)
+	for i := range 100 {
+		r.end(at(time.Duration(i+1)*10*time.Millisecond), mb)
+	}
+	near(100 + 900*math.Pow(0.75, 25))
+	if r.inFlight != 0 {
+		t.Errorf("%d bytes are left", r.inFlight)
+	}
+	// What is lost is no measurement, nor is time that stands still.
+	r = newRail("a", 1000*mb)
+	r.begin(at(0), 100*mb)
+	r.lose(at(time.Second), 90*mb)
+	r.end(at(time.Second), 10*mb)
+	near(1000)
+	if r.end(at(time.Second), 1<<60); r.inFlight != 0 {
+		t.Errorf("%d bytes are left", r.inFlight)
+	}
+}
+
+func TestRailSpeedFades(t *testing.T) {
+	r := newRail("a", 1000)
+	r.speed, r.measured = 200, epoch
+	for after, want := range map[time.Duration]float64{-time.Second: 200, 0: 200, 10 * time.Minute: 600, 20 * time.Minute: 800, 24 * time.Hour: 1000} {
+		if got := r.rate(at(after)); math.Abs(got-want) > 1e-6 {
+			t.Errorf("after %v: %v, want %v", after, got, want)
+		}
+	}
+	for _, link := range []float64{0, -5, math.NaN(), math.Inf(1)} {
+		if got := newRail("a", link).rate(epoch); got != 1 {
+			t.Errorf("a link of %v has speed %v", link, got)
+		}
+	}
+}
+
+func TestRailPauses(t *testing.T) {
+	boom := errors.New("boom")
+	r := newRail("a", 1)
+	now := epoch
+	if !r.usable() || r.retry(now) {
+		t.Fatal("a new rail is paused")
+	}
+	// It fails each time that it is tried.
+	r.fail(now, boom)
+	for _, want := range []time.Duration{1, 2, 4, 8, 16, 30, 30} {
+		want *= time.Second
+		r.fail(now.Add(want/2), errors.New("its other lane"))
+		if r.usable() || r.retry(now.Add(want-1)) {
+			t.Fatalf("it is tried before %v", want)
+		}
+		if now = now.Add(want); !r.retry(now) {
+			t.Fatalf("it is not tried after %v", want)
+		}
+		if r.usable() || r.retry(now) || r.retry(now.Add(want-1)) {
+			t.Fatal("it is tried twice")
+		}
+		r.fail(now, boom)
+	}
+	// A try of which nothing is heard is made again.
+	if now = now.Add(longPause); !r.retry(now) || r.retry(now) {
+		t.Fatal("not tried once")
+	}
+	if now = now.Add(longPause); !r.retry(now) {
+		t.Fatal("not tried again")
+	}
+	r.restored(now)
+	if !r.usable() || r.retry(now.Add(time.Hour)) {
+		t.Fatal("restored, and yet paused")
+	}
+	// It fails soon: that is the same trouble. Late: another.
+	r.fail(now.Add(longPause-1), boom)
+	now = now.Add(longPause - 1)
+	if r.retry(now.Add(29*time.Second)) || !r.retry(now.Add(longPause)) {
+		t.Fatal("the pause was not the longest")
+	}
+	now = now.Add(longPause)
+	r.restored(now)
+	now = now.Add(longPause)
+	r.fail(now, nil)
+	if r.usable() || r.retry(now.Add(time.Second-1)) || !r.retry(now.Add(time.Second)) {
+		t.Fatal("the pause was not the first")
+	}
+	r.restored(now.Add(2 * time.Second))
+	r.fail(now.Add(3*time.Second), boom)
+	if now = now.Add(3 * time.Second); r.retry(now.Add(2*time.Second-1)) || !r.retry(now.Add(2*time.Second)) {
+		t.Fatal("the pause was not twice the first")
+	}
+}
+
+func TestChooseRails(t *testing.T) {
+	up := func(rate float64, inFlight uint64, near distance) candidate {
+		r := newRail("up", rate)
+		r.inFlight = inFlight
+		return candidate{r, near}
+	}
+	down := candidate{paused("down"), sameSwitch}
+	s := striping{near: 1000, far: 100000}
+	for _, c := range []struct {
+		name  string
+		rails []candidate
+		bytes uint64
+		want  []float64 // in proportion
+	}{
+		{"small: the first", []candidate{up(100, 0, sameNode), up(100, 0, sameNode)}, 999, []float64{1, 0}},
+		{"small: the faster", []candidate{up(100, 0, sameNode), up(101, 0, sameNode)}, 999, []float64{0, 1}},
+		{"small: the one with less to do", []candidate{up(100, 500, sameNode), up(100, 499, sameNode)}, 999, []float64{0, 1}},
+		{"small: done first, although it has more to do", []candidate{up(100, 100, sameNode), up(1000, 500, sameNode)}, 999, []float64{0, 1}},
+		{"small: the nearest, although it is slow", []candidate{up(1e6, 0, otherNode), up(100, 1e6, sameRoot)}, 999, []float64{0, 1}},
+		{"small: the nearest is down", []candidate{down, up(100, 0, otherNode), up(100, 0, farUnknown)}, 999, []float64{0, 1, 0}},
+		{"larger: all of the nearest", []candidate{up(100, 0, sameNode), up(300, 0, sameNode), up(100, 0, otherNode)}, 1000, []float64{1, 3, 0}},
+		{"larger: all done at the same time", []candidate{up(100, 1000, sameNode), up(300, 0, sameNode)}, 7000, []float64{1, 6}},
+		{"larger: one has too much to do", []candidate{up(100, 1e6, sameNode), up(300, 0, sameNode), up(100, 0, sameNode)}, 4000, []float64{0, 3, 1}},
+		{"large: all that are up", []candidate{up(100, 0, sameNode), up(100, 0, otherNode), down}, 100000, []float64{1, 1, 0}},
+		{"nothing", []candidate{up(100, 0, sameNode), up(100, 0, sameNode)}, 0, []float64{1, 0}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			got, err := chooseRails(c.rails, c.bytes, s, epoch)
+			if err != nil {
+				t.Fatal(err)
+			}
+			norm := func(w []float64) []float64 {
+				sum := 0.0
+				for _, x := range w {
+					sum += x
+				}
+				out := make([]float64, len(w))
+				for i, x := range w {
+					out[i] = math.Round(x/sum*1e6) / 1e6
+				}
+				return out
+			}
+			if !reflect.DeepEqual(norm(got), norm(c.want)) {
+				t.Errorf("got %v, want %v", got, c.want)
+			}
+		})
+	}
+	if w, err := chooseRails([]candidate{up(1, 7, sameNode), up(1, 7, sameNode)}, 0, striping{}, epoch); err != nil || w[0]+w[1] <= 0 {
+		t.Errorf("nothing, over all rails: %v, %v", w, err)
+	}
+}
+
+func TestChooseRailsRefuses(t *testing.T) {
+	if _, err := chooseRails(nil, 1, striping{}, epoch); err == nil || err.Error() != "no pair of ports reaches the peer" {
+		t.Errorf("no rails: %v", err)
+	}
+	a, b := paused("a:1 > b:1"), paused("a:2 > b:2")
+	_, err := chooseRails([]candidate{{a, sameNode}, {b, sameNode}}, 1, striping{}, at(250*time.Millisecond))
+	if want := "all 2 rails to the peer are paused, the next is tried in 750ms: a:1 > b:1: cable of a:1 > b:1; a:2 > b:2: cable of a:2 > b:2"; err == nil || err.Error() != want {
+		t.Errorf("%v, want %s", err, want)
+	}
+	if !errors.Is(err, a.cause) {
+		t.Error("the cause is lost")
+	}
+	many := make([]candidate, 1000)
+	for i := range many {
+		many[i].rail = a
+	}
+	if _, err := chooseRails(many, 1, striping{}, epoch); err == nil || len(err.Error()) > 1000 {
+		t.Errorf("an error of %d bytes", len(err.Error()))
+	}
+}
+
+// However the rails are, what they get adds up to the transfer, none that is
+// paused gets any, and all that get some are done at the same time, none of the
+// others before.
+func TestChooseRailsRandom(t *testing.T) {
+	rnd := newRand(t)
+	for range 2000 {
+		rails := make([]candidate, 1+rnd.IntN(8))
+		up := 0
+		for i := range rails {
+			r := newRail("r", 1+rnd.Float64()*1e9)
+			r.inFlight = uint64(rnd.IntN(1 << 30))
+			if rnd.IntN(4) == 0 {
+				r.fail(epoch, errors.New("x"))
+			} else {
+				up++
+			}
+			rails[i] = candidate{r, distance(rnd.IntN(4))}
+		}
+		bytes := 1 + uint64(rnd.IntN(1<<30))
+		w, err := chooseRails(rails, bytes, striping{}, epoch)
+		if (err == nil) != (up > 0) {
+			t.Fatalf("%d rails are up: %v", up, err)
+		}
+		if err != nil {
+			continue
+		}
+		sum, done := 0.0, 0.0
+		for i, c := range rails {
+			if sum += w[i]; w[i] > 0 {
+				done = (w[i] + float64(c.rail.inFlight)) / c.rail.rate(epoch)
+			}
+		}
+		if math.Abs(sum/float64(bytes)-1) > 1e-6 {
+			t.Fatalf("%v adds up to %v, not to %d", w, sum, bytes)
+		}
+		for i, c := range rails {
+			mine := (w[i] + float64(c.rail.inFlight)) / c.rail.rate(epoch)
+			switch {
+			case !c.rail.usable() && w[i] != 0:
+				t.Fatalf("rail %d is paused and gets %v", i, w[i])
+			case w[i] > 0 && math.Abs(mine/done-1) > 1e-6, c.rail.usable() && w[i] == 0 && mine < done*(1-1e-9):
+				t.Fatalf("rail %d is done after %v, others after %v: %v", i, mine, done, w)
+			}
+		}
+	}
+}

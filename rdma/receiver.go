@@ -1,0 +1,454 @@
+package rdma
+
+import (
+	"bytes"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"math/bits"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// receiver is D's half: what it expects, and from whom.
+type receiver struct {
+	t *Transport
+
+	mu       sync.Mutex // taken after a source's
+	closed   bool
+	sources  map[core.AgentID]*source
+	expected map[core.TransferID]*expect
+	telling  map[core.TransferID]*expect // Received is being called; the id is free again
+	slots    []slot
+	free     []uint16
+	seq      uint64 // of the next grant
+}
+
+// slot names a transfer in an immediate.
+type slot struct {
+	e          *expect
+	generation uint8
+}
+
+// expect is a transfer that one P may write. Guarded by its source, but for what
+// never changes.
+type expect struct {
+	id       core.TransferID
+	src      *source
+	grant    grant
+	segments int
+
+	parts  uint64 // bit i: part i has landed
+	begun  time.Time
+	ended  bool          // revoked, or its outcome is told
+	fenced chan struct{} // closed when nothing can land any more
+	told   chan struct{} // closed when Received has returned
+}
+
+// source is a P as D sees it.
+type source struct {
+	r    *receiver
+	peer core.AgentID
+
+	mu      sync.Mutex
+	gone    bool // dismissed
+	ticket  []byte
+	secret  []byte // signs the grants for this P
+	lanes   map[uint32]*lane
+	dying   map[uint32]*lane   // in error, until their last completions were counted
+	broken  []uint32           // lanes that broke here and that P must hear of
+	live    map[uint64]*expect // by the grant's number, until nothing of them can land
+	cause   error              // why no transfer can come this way; nil: it can
+	settled chan struct{}      // closed when cause says something
+	owed    bool               // the sink must hear that P cannot be reached: it was, or was asked for
+	greets  bool               // a goroutine greets P
+	greetAt time.Time          // not before, while P cannot be reached
+	backoff time.Duration
+
+	draining []*expect // revoked: P must hear of it
+	drains   bool      // a goroutine tells P
+
+	watching *time.Timer // while transfers are expected: does P's end still answer?
+}
+
+// errUnsettled: the handshake is under way.
+var errUnsettled = errors.New("the handshake is under way")
+
+func (r *receiver) init(t *Transport, slots int) {
+	r.t = t
+	r.sources, r.expected, r.telling = map[core.AgentID]*source{}, map[core.TransferID]*expect{}, map[core.TransferID]*expect{}
+	r.slots = make([]slot, slots)
+	r.free = make([]uint16, slots)
+	for i := range r.free {
+		r.free[i] = uint16(slots - 1 - i)
+	}
+	r.seq = 1
+}
+
+func (r *receiver) source(peer core.AgentID) *source {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.sources[peer]
+}
+
+// connect has P make its lanes.
+func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
+	r.mu.Lock()
+	if r.closed {
+		r.mu.Unlock()
+		return errClosed
+	}
+	src := r.sources[peer]
+	if src == nil {
+		src = &source{r: r, peer: peer, secret: make([]byte, secretSize), lanes: map[uint32]*lane{}, dying: map[uint32]*lane{},
+			live: map[uint64]*expect{}, cause: errUnsettled, settled: make(chan struct{})}
+		rand.Read(src.secret)
+		r.sources[peer] = src
+	}
+	r.mu.Unlock()
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	src.ticket = bytes.Clone(ticket)
+	src.greetAt, src.backoff, src.owed = time.Time{}, 0, true
+	src.greet()
+	return nil
+}
+
+// settle: it is known whether P can write to us; src.mu is held.
+func (src *source) settle(cause error) {
+	if src.cause == errUnsettled {
+		close(src.settled)
+	}
+	src.cause = cause
+}
+
+// usable says whether P can write to us; settled is closed when that is known.
+func (src *source) usable() (cause error, settled <-chan struct{}) {
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	if src.cause != nil && src.cause != errUnsettled && !time.Now().Before(src.greetAt) {
+		src.greet() // P may be reached again
+	}
+	return src.cause, src.settled
+}
+
+// greet asks P to connect, in the background; src.mu is held.
+func (src *source) greet() {
+	if src.greets || src.gone {
+		return
+	}
+	src.greets = src.r.t.goRun("rdma greet", src.greeting)
+	if src.greets && len(src.lanes) == 0 && src.cause != errUnsettled {
+		src.cause, src.settled = errUnsettled, make(chan struct{})
+	}
+}
+
+// maxBackoff between attempts to reach a P that could not be.
+const maxBackoff = 30 * time.Second
+
+func (src *source) backOff() {
+	src.backoff = min(max(2*src.backoff, time.Second), maxBackoff)
+	src.greetAt = time.Now().Add(src.backoff)
+}
+
+// greeting tells P of the lanes that broke here and that it may connect; again
+// while P does not answer and transfers depend on it. P says by signalJoined what
+// came of it.
+func (src *source) greeting() {
+	t := src.r.t
+	for end := time.Now().Add(t.cfg.StallTimeout); ; {
+		src.mu.Lock()
+		s := &signal{Kind: signalGreet, Ticket: src.ticket, Lanes: src.broken}
+		src.mu.Unlock()
+		_, err := t.ask(src.peer, s, t.cfg.ConnectTimeout/3)
+		src.mu.Lock()
+		if err == nil {
+			src.broken = src.broken[len(s.Lanes):]
+			src.greets = len(src.broken) > 0 && !src.gone
+		} else {
+			lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || t.ctx.Err() != nil
+			src.greets = !lasting && !src.gone && len(src.live) > 0 && time.Now().Before(end)
+		}
+		again := src.greets
+		src.mu.Unlock()
+		switch {
+		case err != nil && !again:
+			src.lose(fmt.Errorf("rdma: prefill agent %s cannot be asked to connect: %w", src.peer, err))
+			return
+		case !again:
+			return
+		case err != nil && !t.pause(100*time.Millisecond):
+			return
+		}
+	}
+}
+
+// lose ends the way to P: what has begun to land ends. What has not may still
+// come, when P connects again.
+func (src *source) lose(cause error) {
+	cause = fmt.Errorf("%w: %w", core.ErrConnectionLost, cause)
+	src.mu.Lock()
+	var ended []*expect
+	for _, e := range src.live {
+		if !e.begun.IsZero() && src.r.take(e) {
+			ended = append(ended, e)
+		}
+	}
+	dying := src.cut()
+	src.settle(cause)
+	src.backOff()
+	owed := src.owed && !src.gone
+	src.owed = false
+	src.mu.Unlock()
+	await(dying)
+	for _, e := range ended {
+		src.fence(e)
+		e.tell(cause)
+	}
+	if owed {
+		src.r.t.down(src.peer, cause)
+	}
+}
+
+// cut retires all lanes. When those that it returns are dead, nothing that P has
+// posted until now can land. src.mu is held.
+func (src *source) cut() (dying []*lane) {
+	for _, l := range src.lanes {
+		src.broken = append(src.broken, l.id)
+		src.retire(l)
+	}
+	for _, l := range src.dying {
+		dying = append(dying, l)
+	}
+	return dying
+}
+
+func await(lanes []*lane) {
+	for _, l := range lanes {
+		<-l.dead
+	}
+}
+
+// flushBound is how long a lane in error may keep its last completions to itself.
+const flushBound = time.Second
+
+// retire puts a lane into error. It dies when its last completions were counted:
+// a mark that has landed must be, since P may not write that part again.
+// src.mu is held.
+func (src *source) retire(l *lane) {
+	if l.retired {
+		return
+	}
+	l.retired = true
+	delete(src.lanes, l.id)
+	src.dying[l.id] = l
+	bound := flushBound
+	if err := l.qp.ToError(); err != nil || l.posted == 0 {
+		bound = 0
+	}
+	late := time.AfterFunc(bound, l.destroy)
+	if !src.r.t.goRun("rdma retire", func() {
+		<-l.dead
+		late.Stop()
+		src.mu.Lock()
+		defer src.mu.Unlock()
+		delete(src.dying, l.id)
+	}) {
+		l.destroy()
+	}
+}
+
+// take ends an expect whose outcome is to be told: with tell, when it is fenced.
+// False if it has ended already. Its source's lock is held.
+func (r *receiver) take(e *expect) bool {
+	if e.ended {
+		return false
+	}
+	e.ended = true
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.expected, e.id)
+	r.telling[e.id] = e
+	return true
+}
+
+// fence: nothing of a transfer can land any more.
+func (src *source) fence(e *expect) {
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	src.fenced(e)
+}
+
+// fenced is fence where src.mu is held.
+func (src *source) fenced(e *expect) {
+	if src.live[e.grant.seq] == nil {
+		return
+	}
+	delete(src.live, e.grant.seq)
+	close(e.fenced)
+	r := src.r
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s := &r.slots[e.grant.slot]
+	s.e, s.generation = nil, (s.generation+1)%maxGeneration
+	r.free = append(r.free, e.grant.slot)
+}
+
+// tell says the outcome of an expect that was taken, unless the agent is closed.
+func (e *expect) tell(err error) {
+	r := e.src.r
+	st := core.TransferStats{Segments: e.segments}
+	if err == nil {
+		st.Bytes = e.grant.bytes
+	}
+	if !e.begun.IsZero() {
+		st.Nanos = time.Since(e.begun).Nanoseconds()
+	}
+	r.t.tell(func(s core.Sink) { s.Received(e.id, st, err) })
+	r.mu.Lock()
+	if r.telling[e.id] == e {
+		delete(r.telling, e.id)
+	}
+	r.mu.Unlock()
+	close(e.told)
+}
+
+// expect implements core.Transport.
+func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+	e := &expect{id: id, segments: len(dst), fenced: make(chan struct{}), told: make(chan struct{})}
+	var total uint64
+	for _, s := range dst {
+		total += s.Length
+	}
+	src := r.source(peer)
+	if src == nil {
+		return nil, fmt.Errorf("rdma: transfer %q: agent %s is not connected", string(id), peer)
+	}
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	e.src = src
+	r.mu.Lock()
+	switch {
+	case r.closed:
+		r.mu.Unlock()
+		return nil, errClosed
+	case src.gone:
+		r.mu.Unlock()
+		return nil, fmt.Errorf("rdma: transfer %q: agent %s was dismissed", string(id), peer)
+	case r.expected[id] != nil:
+		r.mu.Unlock()
+		return nil, fmt.Errorf("rdma: transfer %q is expected already", string(id))
+	case len(r.free) == 0:
+		r.mu.Unlock()
+		return nil, fmt.Errorf("rdma: %d transfers are expected or being revoked already (max_transfers)", len(r.slots))
+	}
+	n := r.free[len(r.free)-1]
+	r.free = r.free[:len(r.free)-1]
+	r.slots[n].e = e
+	e.grant = grant{seq: r.seq, bytes: total, slot: n, generation: r.slots[n].generation}
+	r.seq++
+	r.expected[id] = e
+	r.mu.Unlock()
+	src.live[e.grant.seq] = e
+	src.watch()
+	return e.grant.sign(src.secret, id), nil
+}
+
+// watchInterval is how often D looks whether P's ends still answer while it
+// expects something: RC tells a receiver nothing of a sender that died.
+const watchInterval = time.Second
+
+// watch starts to look; src.mu is held.
+func (src *source) watch() {
+	if src.watching == nil && !src.gone {
+		// Nothing but locks that are held shortly: Close need not wait for it.
+		src.watching = time.AfterFunc(watchInterval, func() {
+			src.mu.Lock()
+			defer src.mu.Unlock()
+			src.watching = nil
+			if len(src.live) == 0 || src.gone {
+				return
+			}
+			for _, l := range src.lanes {
+				l.ping()
+			}
+			src.watch()
+		})
+	}
+}
+
+// received handles the completions of a lane's receives and pings.
+func (src *source) received(l *lane, list []verbs.Completion) {
+	var done []*expect
+	landed := 0
+	var cause error
+	src.mu.Lock()
+	for i := range list {
+		c := &list[i]
+		switch {
+		case c.Status != verbs.Success:
+			cause = l.failure(c)
+			if c.ID == receiveID {
+				l.posted--
+			}
+		case c.Opcode == verbs.OpReceiveImm:
+			landed++
+			if e := src.landed(decodeMark(c.Imm)); e != nil {
+				done = append(done, e)
+			}
+		default:
+			l.pinging = false
+		}
+	}
+	l.posted -= landed
+	if cause == nil && !l.retired {
+		cause = l.refill(landed)
+	}
+	if cause != nil && !l.retired {
+		src.r.t.log.Warn("rdma lane broke", zap.String("peer", string(src.peer)), zap.Uint32("lane", l.id), zap.Error(cause))
+		src.broken = append(src.broken, l.id)
+		src.retire(l)
+		src.greet()
+	}
+	last := l.retired && l.posted <= 0
+	for _, e := range done {
+		src.fenced(e)
+	}
+	src.mu.Unlock()
+	for _, e := range done {
+		e.tell(nil)
+	}
+	if last {
+		l.destroy()
+	}
+}
+
+// landed counts a mark; the expect that it completes is taken. src.mu is held.
+func (src *source) landed(m mark) *expect {
+	r := src.r
+	if int(m.slot) >= len(r.slots) {
+		return nil
+	}
+	r.mu.Lock()
+	e, generation := r.slots[m.slot].e, r.slots[m.slot].generation
+	r.mu.Unlock()
+	if e == nil || e.src != src || generation != m.generation {
+		return nil
+	}
+	if e.begun.IsZero() {
+		e.begun = time.Now()
+	}
+	if m.begins() || m.index >= m.total {
+		return nil
+	}
+	e.parts |= 1 << m.index
+	if bits.OnesCount64(e.parts) < int(m.total) || !r.take(e) {
+		return nil
+	}
+	return e
+}

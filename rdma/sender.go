@@ -1,0 +1,280 @@
+package rdma
+
+import (
+	"bytes"
+	"crypto/rand"
+	"crypto/subtle"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// sender is P's half: whom it may write to, and what it writes.
+type sender struct {
+	t *Transport
+
+	mu     sync.Mutex // never held with a link's
+	closed bool
+	links  map[core.AgentID]*link
+	writes map[core.TransferID]*write
+}
+
+// write is a transfer that is being written. Guarded by its link.
+type write struct {
+	op    core.WriteOp
+	link  *link
+	bytes uint64
+	runs  int // on this side
+
+	grant   grant
+	known   bool // the grant was read
+	began   time.Time
+	jobs    []*job // its parts, once it has begun
+	left    int    // jobs that have not ended
+	flight  int    // requests that read its blocks
+	cause   error  // why it ends; nil: it goes on
+	over    bool   // nothing of it is in any list
+	drained bool   // D waits to hear that nothing is on its way
+}
+
+// job is a part of a write on its lane.
+type job struct {
+	w      *write
+	cursor cursor
+	index  int
+	lane   *lane // nil: it waits for one
+	lost   bool  // its lane broke, D must say whether it has arrived
+	filled bool  // all its requests are posted
+	flight int
+	done   bool
+}
+
+var errStopped = errors.New("rdma: the write was stopped")
+
+func (s *sender) init(t *Transport) {
+	s.t = t
+	s.links, s.writes = map[core.AgentID]*link{}, map[core.TransferID]*write{}
+}
+
+func (s *sender) link(peer core.AgentID) *link {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.links[peer]
+}
+
+func (s *sender) admit(peer core.AgentID) ([]byte, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil, errClosed
+	}
+	l := s.links[peer]
+	if l == nil {
+		l = newLink(s.t, peer)
+		rand.Read(l.ticket)
+		s.links[peer] = l
+	}
+	return bytes.Clone(l.ticket), nil
+}
+
+func (s *sender) dismiss(peer core.AgentID) {
+	s.mu.Lock()
+	l := s.links[peer]
+	delete(s.links, peer)
+	s.mu.Unlock()
+	if l != nil {
+		l.end(fmt.Errorf("rdma: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost), "it was dismissed")
+	}
+}
+
+// write implements core.Transport.
+func (s *sender) write(op core.WriteOp) {
+	w := &write{op: op, bytes: pairBytes(op.Pairs), runs: sourceRuns(op.Pairs)}
+	s.mu.Lock()
+	l := s.links[op.Peer]
+	var err error
+	switch {
+	case s.closed:
+		err = errClosed
+	case l == nil:
+		err = fmt.Errorf("rdma: decode agent %s is not admitted, it must say hello: %w", op.Peer, core.ErrConnectionLost)
+	case s.writes[op.ID] != nil:
+		err = fmt.Errorf("rdma: transfer %q is being written already", string(op.ID))
+	default:
+		w.link = l
+		s.writes[op.ID] = w
+	}
+	s.mu.Unlock()
+	if err != nil {
+		s.t.tellWritten(op.ID, core.TransferStats{}, err)
+		return
+	}
+	l.add(w)
+}
+
+// stopGrace is how long requests that are on their way may go on reading the
+// blocks of a write that was stopped; then their lanes are cut.
+const stopGrace = 500 * time.Millisecond
+
+// stop implements core.Transport.
+func (s *sender) stop(id core.TransferID) {
+	s.mu.Lock()
+	w := s.writes[id]
+	s.mu.Unlock()
+	if w == nil {
+		return
+	}
+	w.link.update(func(l *link) { l.fail(w, errStopped) })
+	l := w.link
+	late := func() {
+		l.update(func(l *link) {
+			for _, j := range w.jobs {
+				if j.flight > 0 && !w.over {
+					l.breakLane(j.lane, fmt.Errorf("rdma: a write that was stopped has not ended within %v", stopGrace))
+				}
+			}
+		})
+	}
+	l.mu.Lock()
+	waits := !w.over
+	l.mu.Unlock()
+	if waits {
+		s.t.goRun("rdma stop", func() {
+			if s.t.pause(stopGrace) {
+				late()
+			}
+		})
+	}
+}
+
+// forget lets the id be used again; its outcome is told next.
+func (s *sender) forget(w *write) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.writes[w.op.ID] == w {
+		delete(s.writes, w.op.ID)
+	}
+}
+
+// outcome tells what came of a write.
+func (s *sender) outcome(w *write) {
+	s.forget(w)
+	st := core.TransferStats{Segments: w.runs}
+	if w.cause == nil {
+		st.Bytes = w.bytes
+		st.Nanos = time.Since(w.began).Nanoseconds()
+	}
+	s.t.tellWritten(w.op.ID, st, w.cause)
+}
+
+// signalled answers D.
+func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
+	l := s.link(from)
+	if l == nil || subtle.ConstantTimeCompare(l.ticket, m.Ticket) != 1 {
+		return nil, refusef("prefill agent %s has admitted no agent %s with that ticket", s.t.id, from)
+	}
+	rep := &reply{}
+	switch m.Kind {
+	case signalGreet:
+		l.update(func(l *link) { l.greeted(m.Lanes) })
+	case signalDrain:
+		l.update(func(l *link) { rep.Pending = l.drain(m) })
+	case signalBye:
+		l.update(func(l *link) {
+			defer func() { l.confirmed(len(l.lost)) }() // it has ended all of them
+			l.lose(fmt.Errorf("rdma: decode agent %s has ended the connection: %s: %w", from, m.Reason, core.ErrConnectionLost))
+		})
+	}
+	return rep, nil
+}
+
+func (s *sender) portDown(p *localPort, cause error) {
+	s.mu.Lock()
+	all := slices.Collect(maps.Values(s.links))
+	s.mu.Unlock()
+	for _, lk := range all {
+		lk.update(func(lk *link) {
+			for _, l := range lk.lanes {
+				if l.port == p {
+					lk.breakLane(l, cause)
+				}
+			}
+		})
+	}
+}
+
+func (s *sender) lanes() (n int) {
+	s.mu.Lock()
+	all := slices.Collect(maps.Values(s.links))
+	s.mu.Unlock()
+	for _, lk := range all {
+		lk.mu.Lock()
+		n += len(lk.lanes)
+		lk.mu.Unlock()
+	}
+	return n
+}
+
+func (s *sender) close() {
+	s.mu.Lock()
+	s.closed = true
+	all := slices.Collect(maps.Values(s.links))
+	s.mu.Unlock()
+	for _, l := range all {
+		l.end(errClosed, "it was closed")
+	}
+}
+
+// sourceRuns counts the contiguous runs of a plan on this side.
+func sourceRuns(pairs []core.Pair) int {
+	n := 0
+	for i := range pairs {
+		p := &pairs[i]
+		if i == 0 || p.SrcRegion != pairs[i-1].SrcRegion || p.SrcOffset != pairs[i-1].SrcOffset+pairs[i-1].Length {
+			n++
+		}
+	}
+	return n
+}
+
+// completed handles the completions of a lane's requests.
+func (lk *link) completed(l *lane, list []verbs.Completion) {
+	lk.update(func(lk *link) {
+		now := time.Now()
+		for i := range list {
+			c := &list[i]
+			if c.Status != verbs.Success {
+				err := l.failure(c)
+				l.probed(err)
+				lk.breakLane(l, err)
+				return
+			}
+			if c.ID == probeID {
+				l.probed(nil)
+				continue
+			}
+			for {
+				b, ok := l.queue.completed(c.ID)
+				if !ok {
+					break
+				}
+				l.rail.end(now, b.Bytes)
+				lk.landed(b.Owner, b.Requests)
+			}
+		}
+		lk.pump(l)
+	})
+}
+
+func (l *lane) probed(err error) {
+	select {
+	case l.probe <- err:
+	default:
+	}
+}

@@ -1,0 +1,130 @@
+package rdma
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// writeLimits bound what a cursor fills.
+type writeLimits struct {
+	maxPieces int    // pieces of one write, the device's max_sge
+	maxWrite  uint64 // bytes of one write, at most 2 GiB, the most that verbs take
+	// maxBytes is what one fill should carry: it begins no write once it has so
+	// much. So it may go over by less than a write, which keeps writes large.
+	maxBytes uint64
+}
+
+// cursor turns a part into writes, a chain at a time. It is a value: a copy is a
+// cursor of its own. Its last write carries the immediate, also when the part is
+// empty, so that a part is always ended by a mark that follows its bytes.
+type cursor struct {
+	part part
+	imm  uint32
+	pair int    // the pair that holds the next byte
+	skip uint64 // bytes of it that are done
+	left uint64 // bytes of the part that are not
+	done bool   // the write with the immediate was filled
+}
+
+// cursor begins at the part's first byte; imm is the mark of its last write.
+func (p part) cursor(imm uint32) cursor {
+	return cursor{part: p, imm: imm, pair: p.first, skip: p.skip, left: p.length}
+}
+
+// atStart says whether nothing was filled since the part's first byte.
+func (c *cursor) atStart() bool { return c.left == c.part.length && !c.done }
+
+// rewind goes back to the part's first byte.
+func (c *cursor) rewind() { *c = c.part.cursor(c.imm) }
+
+// fill makes the part's next writes from the front of writes and of pieces, whose
+// lengths bound it, and says how many of each and how many bytes they carry; First
+// of a write counts from the front of pieces. done: the last of them ends the
+// part. Pairs that are adjacent at the peer under one key share a write. IDs and
+// signals are left to the sendQueue. An error names a pair outside of its region;
+// nothing of this call must be posted then, and the cursor must be rewound. It
+// does not allocate. Without room for one write or piece it makes none.
+func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, local, remote *keyTable, lim writeLimits) (nWrites, nPieces int, bytes uint64, done bool, err error) {
+	if len(writes) == 0 || c.done {
+		return 0, 0, 0, c.done, nil
+	}
+	maxPieces := min(max(lim.maxPieces, 1), math.MaxUint16)
+	maxWrite := min(max(lim.maxWrite, 1), 1<<31)
+	var (
+		w        *verbs.Write // the open one
+		wBytes   uint64
+		endsAt   uint64 // where the open write ends at the peer
+		endsHere uint64 // where its last piece ends here
+	)
+	for c.left > 0 {
+		p := &c.part.pairs[c.pair]
+		length := min(p.Length-c.skip, c.left)
+		if length == 0 {
+			c.pair++
+			c.skip = 0
+			continue
+		}
+		src, lkey, n, err := local.at(p.SrcRegion, p.SrcOffset+c.skip, length)
+		if err != nil {
+			return 0, 0, 0, false, c.wrong(p, "source", err)
+		}
+		dst, rkey, m, err := remote.at(p.DstRegion, p.DstOffset+c.skip, length)
+		if err != nil {
+			return 0, 0, 0, false, c.wrong(p, "destination", err)
+		}
+		n = min(n, m)
+		joins := w != nil && dst == endsAt && rkey == w.RemoteKey && wBytes < maxWrite
+		extends := joins && src == endsHere && lkey == pieces[nPieces-1].Key
+		if joins && !extends && int(w.Pieces) == maxPieces {
+			joins = false
+		}
+		if !joins {
+			if nWrites == len(writes) || nPieces == len(pieces) || (nWrites > 0 && bytes >= lim.maxBytes) {
+				break
+			}
+			w = &writes[nWrites]
+			*w = verbs.Write{RemoteAddr: dst, RemoteKey: rkey, First: uint32(nPieces)}
+			nWrites++
+			wBytes = 0
+		}
+		n = min(n, maxWrite-wBytes)
+		if extends {
+			pieces[nPieces-1].Length += uint32(n)
+		} else {
+			if nPieces == len(pieces) {
+				break
+			}
+			pieces[nPieces] = verbs.SGE{Addr: src, Length: uint32(n), Key: lkey}
+			nPieces++
+			w.Pieces++
+		}
+		wBytes += n
+		bytes += n
+		endsAt, endsHere = dst+n, src+n
+		c.left -= n
+		if c.skip += n; c.skip == p.Length {
+			c.pair++
+			c.skip = 0
+		}
+	}
+	if c.left > 0 {
+		return nWrites, nPieces, bytes, false, nil
+	}
+	if nWrites == 0 {
+		// An empty part: a write of nothing touches no memory and needs no key.
+		writes[0] = verbs.Write{}
+		nWrites = 1
+	}
+	c.done = true
+	w = &writes[nWrites-1]
+	w.Flags |= verbs.WithImm
+	w.Imm = c.imm
+	return nWrites, nPieces, bytes, true, nil
+}
+
+func (c *cursor) wrong(p *core.Pair, which string, err error) error {
+	return fmt.Errorf("pair %d of the transfer (%d bytes), its %s: %w", c.pair, p.Length, which, err)
+}

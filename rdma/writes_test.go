@@ -1,0 +1,431 @@
+package rdma
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math"
+	"math/rand/v2"
+	"os"
+	"reflect"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// newRand is seeded anew in each run; KVCONN_SEED repeats one.
+func newRand(t testing.TB) *rand.Rand {
+	seed := uint64(time.Now().UnixNano())
+	if s := os.Getenv("KVCONN_SEED"); s != "" {
+		seed, _ = strconv.ParseUint(s, 10, 64)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("repeat with KVCONN_SEED=%d", seed)
+		}
+	})
+	return rand.New(rand.NewPCG(seed, 0))
+}
+
+func pr(src, dst uint32, srcOffset, dstOffset, length uint64) core.Pair {
+	return core.Pair{SrcRegion: src, DstRegion: dst, SrcOffset: srcOffset, DstOffset: dstOffset, Length: length}
+}
+
+func sge(addr uint64, length, key uint32) verbs.SGE {
+	return verbs.SGE{Addr: addr, Length: length, Key: key}
+}
+
+func TestFill(t *testing.T) {
+	local := mustTable(t, "here", []memRange{{0x10000, 0x4000}, {0x14000, 0x4000}}, key(0x10000, 0x2000, 1), key(0x12000, 0x6000, 2))
+	remote := mustTable(t, "at the peer", []memRange{{0x80000, 0x4000}, {0x84000, 0x4000}}, key(0x80000, 0x7000, 8), key(0x87000, 0x1000, 9))
+	lim := writeLimits{maxPieces: 2, maxWrite: 0x1000, maxBytes: 1 << 40}
+	const imm = verbs.WithImm
+	for _, c := range []struct {
+		name   string
+		pairs  []core.Pair
+		writes []verbs.Write
+		pieces []verbs.SGE
+	}{
+		{"nothing", nil, []verbs.Write{{Imm: 5, Flags: imm}}, []verbs.SGE{}},
+		{"one pair", []core.Pair{pr(0, 1, 0x100, 0x200, 0x40)},
+			[]verbs.Write{{RemoteAddr: 0x84200, RemoteKey: 8, Pieces: 1, Imm: 5, Flags: imm}},
+			[]verbs.SGE{sge(0x10100, 0x40, 1)}},
+		{"scattered on both sides", []core.Pair{pr(0, 0, 0, 0x40, 0x40), pr(0, 0, 0x100, 0, 0x40)},
+			[]verbs.Write{{RemoteAddr: 0x80040, RemoteKey: 8, Pieces: 1}, {RemoteAddr: 0x80000, RemoteKey: 8, First: 1, Pieces: 1, Imm: 5, Flags: imm}},
+			[]verbs.SGE{sge(0x10000, 0x40, 1), sge(0x10100, 0x40, 1)}},
+		{"adjacent at the peer: at most two pieces", []core.Pair{pr(0, 0, 0x40, 0, 0x10), pr(0, 0, 0, 0x10, 0x10), pr(0, 0, 0x80, 0x20, 0x10)},
+			[]verbs.Write{{RemoteAddr: 0x80000, RemoteKey: 8, Pieces: 2}, {RemoteAddr: 0x80020, RemoteKey: 8, First: 2, Pieces: 1, Imm: 5, Flags: imm}},
+			[]verbs.SGE{sge(0x10040, 0x10, 1), sge(0x10000, 0x10, 1), sge(0x10080, 0x10, 1)}},
+		{"adjacent on both sides over regions", []core.Pair{pr(0, 0, 0x3ff0, 0x3ff0, 0x10), pr(1, 1, 0, 0, 0x20)},
+			[]verbs.Write{{RemoteAddr: 0x83ff0, RemoteKey: 8, Pieces: 1, Imm: 5, Flags: imm}},
+			[]verbs.SGE{sge(0x13ff0, 0x30, 2)}},
+		{"empty pairs between", []core.Pair{pr(0, 0, 0, 0, 0), pr(0, 0, 0, 0, 0x10), pr(1, 1, 9, 9, 0), pr(0, 0, 0x10, 0x10, 0x10)},
+			[]verbs.Write{{RemoteAddr: 0x80000, RemoteKey: 8, Pieces: 1, Imm: 5, Flags: imm}},
+			[]verbs.SGE{sge(0x10000, 0x20, 1)}},
+		{"over a local key", []core.Pair{pr(0, 0, 0x1f00, 0, 0x200)},
+			[]verbs.Write{{RemoteAddr: 0x80000, RemoteKey: 8, Pieces: 2, Imm: 5, Flags: imm}},
+			[]verbs.SGE{sge(0x11f00, 0x100, 1), sge(0x12000, 0x100, 2)}},
+		{"over a remote key", []core.Pair{pr(0, 1, 0, 0x2f00, 0x200)},
+			[]verbs.Write{{RemoteAddr: 0x86f00, RemoteKey: 8, Pieces: 1}, {RemoteAddr: 0x87000, RemoteKey: 9, First: 1, Pieces: 1, Imm: 5, Flags: imm}},
+			[]verbs.SGE{sge(0x10000, 0x100, 1), sge(0x10100, 0x100, 1)}},
+		{"longer than a write", []core.Pair{pr(0, 0, 0, 0, 0x1800)},
+			[]verbs.Write{{RemoteAddr: 0x80000, RemoteKey: 8, Pieces: 1}, {RemoteAddr: 0x81000, RemoteKey: 8, First: 1, Pieces: 1, Imm: 5, Flags: imm}},
+			[]verbs.SGE{sge(0x10000, 0x1000, 1), sge(0x11000, 0x800, 1)}},
+		{"a write is filled up", []core.Pair{pr(0, 0, 0, 0, 0xc00), pr(0, 0, 0x1000, 0xc00, 0xc00)},
+			[]verbs.Write{{RemoteAddr: 0x80000, RemoteKey: 8, Pieces: 2}, {RemoteAddr: 0x81000, RemoteKey: 8, First: 2, Pieces: 1, Imm: 5, Flags: imm}},
+			[]verbs.SGE{sge(0x10000, 0xc00, 1), sge(0x11000, 0x400, 1), sge(0x11400, 0x800, 1)}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			cur := split(c.pairs, []float64{1}, 1)[0].cursor(5)
+			writes, pieces := make([]verbs.Write, 8), make([]verbs.SGE, 8)
+			for range 2 { // again after a rewind
+				nw, np, bytes, done, err := cur.fill(writes, pieces, local, remote, lim)
+				if !done || err != nil || bytes != pairBytes(c.pairs) {
+					t.Fatalf("%d bytes, done %v, %v", bytes, done, err)
+				}
+				if !reflect.DeepEqual(writes[:nw], c.writes) || !reflect.DeepEqual(pieces[:np], c.pieces) {
+					t.Errorf("got  %+v %x\nwant %+v %x", writes[:nw], pieces[:np], c.writes, c.pieces)
+				}
+				if nw, np, bytes, done, err = cur.fill(writes, pieces, local, remote, lim); nw+np != 0 || bytes != 0 || !done || err != nil {
+					t.Errorf("after its end: %d writes, %d pieces, %d bytes, done %v, %v", nw, np, bytes, done, err)
+				}
+				cur.rewind()
+			}
+		})
+	}
+}
+
+func TestFillRefuses(t *testing.T) {
+	local := mustTable(t, "here", []memRange{{0x10000, 0x4000}, {0x20000, 0x4000}}, key(0x10000, 0x20000, 1))
+	remote := mustTable(t, "at the peer", []memRange{{0x80000, 0x1000}}, key(0x80000, 0x1000, 8))
+	for _, c := range []struct {
+		pair core.Pair
+		want string
+	}{
+		{core.Pair{SrcRegion: 0, DstRegion: 0, DstOffset: 0xfff, Length: 2}, "pair 1 of the transfer (2 bytes), its destination: region 0: 2 bytes from offset 4095 leave it: it has 4096 bytes at the peer"},
+		{core.Pair{SrcRegion: 1, DstRegion: 1, Length: 2}, "destination: region 1: there are 1 at the peer"},
+		{core.Pair{DstOffset: math.MaxUint64 - 1, Length: 8}, "destination: region 0: 8 bytes from"},
+		{core.Pair{SrcOffset: 0x4000, Length: 8}, "source: region 0: 8 bytes from offset 16384 leave it: it has 16384 bytes here"},
+		{core.Pair{SrcRegion: 2, Length: 8}, "source: region 2: there are 2 here"},
+	} {
+		pairs := []core.Pair{{Length: 64}, c.pair}
+		cur := split(pairs, nil, 1)[0].cursor(0)
+		nw, np, n, done, err := cur.fill(make([]verbs.Write, 8), make([]verbs.SGE, 8), local, remote, writeLimits{4, 1 << 20, 1 << 40})
+		if err == nil || !strings.Contains(err.Error(), c.want) || nw+np != 0 || n != 0 || done {
+			t.Errorf("%+v: %d writes, %d pieces, done %v, %v; want %q", c.pair, nw, np, done, err, c.want)
+		}
+	}
+}
+
+// Each fill stays within its room, and a copy goes on from where it was taken.
+func TestFillBounds(t *testing.T) {
+	local := mustTable(t, "here", []memRange{{0x100000, 1 << 20}}, key(0x100000, 1<<20, 1))
+	pairs := make([]core.Pair, 64)
+	for i := range pairs {
+		pairs[i] = core.Pair{SrcOffset: uint64(i) * 8192, DstOffset: uint64(i) * 8192, Length: 4096}
+	}
+	for _, c := range []struct {
+		writes, pieces int
+		maxBytes       uint64
+		want           int
+	}{
+		{10, 100, 1 << 40, 10}, {100, 7, 1 << 40, 7}, {100, 100, 5 * 4096, 5}, {100, 100, 5*4096 + 1, 6}, {100, 100, 0, 1}, {0, 10, 1 << 40, 0}, {10, 0, 1 << 40, 0},
+	} {
+		cur := split(pairs, nil, 1)[0].cursor(0)
+		fill := func(cur *cursor) (int, []verbs.Write) {
+			writes := make([]verbs.Write, c.writes)
+			nw, np, n, done, err := cur.fill(writes, make([]verbs.SGE, c.pieces), local, local, writeLimits{8, 1 << 20, c.maxBytes})
+			if nw != np || n != uint64(nw)*4096 || done || err != nil {
+				t.Fatalf("%+v: %d writes, %d pieces, %d bytes, done %v, %v", c, nw, np, n, done, err)
+			}
+			return nw, writes[:nw]
+		}
+		if n, _ := fill(&cur); n != c.want {
+			t.Errorf("%+v: %d writes, want %d", c, n, c.want)
+		}
+		twin := cur
+		_, a := fill(&cur)
+		if _, b := fill(&twin); !reflect.DeepEqual(a, b) {
+			t.Errorf("%+v: a copy fills\n%+v, the cursor\n%+v", c, b, a)
+		}
+	}
+}
+
+// numbers reads an input as numbers.
+type numbers struct{ b []byte }
+
+func (n *numbers) byte() byte {
+	if len(n.b) == 0 {
+		return 0
+	}
+	v := n.b[0]
+	n.b = n.b[1:]
+	return v
+}
+
+func (n *numbers) two() uint64 { return uint64(n.byte())<<8 | uint64(n.byte()) }
+
+// side is the memory of one agent in the model.
+type side struct {
+	base    uint64
+	mem     []byte
+	times   []byte // writes to each byte, in the receiver's
+	regions []memRange
+	keys    []keyRange
+	table   *keyTable
+}
+
+const sideBytes = 4096
+
+// newSide lays regions into the memory and registers all of it, in pieces.
+func newSide(t *testing.T, n *numbers, where string, base uint64, firstKey uint32) *side {
+	s := &side{base: base, mem: make([]byte, sideBytes), times: make([]byte, sideBytes)}
+	for range 1 + n.byte()%3 {
+		from := n.two() % (sideBytes - 1)
+		s.regions = append(s.regions, memRange{base + from, 1 + n.two()%(sideBytes-from)})
+	}
+	for at := uint64(0); at < sideBytes; {
+		length := uint64(sideBytes) - at
+		if cut := n.two(); cut != 0 && len(s.keys) < 16 {
+			length = min(length, cut)
+		}
+		s.keys = append(s.keys, key(base+at, length, firstKey+uint32(len(s.keys))))
+		at += length
+	}
+	s.table = mustTable(t, where, s.regions, s.keys...)
+	return s
+}
+
+// take is the memory at addr, which must be all under that key.
+func (s *side) take(t *testing.T, addr, length uint64, k uint32) []byte {
+	t.Helper()
+	for _, r := range s.keys {
+		if r.Key == k && addr >= r.Base && length <= r.Length && addr-r.Base <= r.Length-length {
+			return s.mem[addr-s.base:][:length]
+		}
+	}
+	t.Fatalf("%d bytes at %#x are not under key %d: %v", length, addr, k, s.keys)
+	return nil
+}
+
+// FuzzWrites: regions, registrations, pairs and weights of any kind. What is
+// written equals a copy pair by pair, each byte as often, in the same order; all
+// stays in the regions and under the keys; each part ends in one mark. Pairs that
+// leave their region are refused.
+func FuzzWrites(f *testing.F) {
+	two := func(v ...uint16) (b []byte) {
+		for _, x := range v {
+			b = binary.BigEndian.AppendUint16(b, x)
+		}
+		return b
+	}
+	one := func(pairs ...[]byte) []byte { // one region of all memory on each side
+		b := append([]byte{0}, two(0, 4095, 0)...)
+		b = append(b, 0)
+		b = append(b, two(0, 4095, 0)...)
+		b = append(b, byte(len(pairs)))
+		for _, p := range pairs {
+			b = append(b, p...)
+		}
+		return b
+	}
+	pair := func(src, dst, length uint16) []byte { return append([]byte{0}, two(src, dst, length)...) }
+	f.Add(one())
+	f.Add(one(pair(0, 0, 4096)))
+	f.Add(append(one(pair(0, 64, 64), pair(128, 128, 64), pair(7, 192, 1000)), 3, 1, 1, 1, 0, 3, 2, 100))
+	f.Add(append(one(pair(0, 1000, 700), pair(3000, 1700, 300), pair(0, 0, 0), pair(5, 9, 13)), 2, 1, 2, 40, 2, 1, 9, 3, 7, 1))
+	f.Add(one(pair(4095, 0, 2)))
+	f.Add(one(pair(0, 4000, 97)))
+	f.Add([]byte("a few words of text are an input as good as any other, says the fuzzer, and so it is, 0123456789"))
+	f.Add(bytes.Repeat([]byte{1, 3, 0, 7, 129}, 40))
+	f.Fuzz(checkWrites)
+}
+
+// The same on inputs that are random all over.
+func TestWritesRandom(t *testing.T) {
+	rnd := newRand(t)
+	for range 500 {
+		in := make([]byte, 100+rnd.IntN(400))
+		for i := range in {
+			in[i] = byte(rnd.Uint32())
+		}
+		checkWrites(t, in)
+	}
+}
+
+func checkWrites(t *testing.T, in []byte) {
+	n := &numbers{in}
+	local := newSide(t, n, "here", 0x10000, 100)
+	remote := newSide(t, n, "at the peer", 1<<63, 200)
+	for i := range local.mem {
+		local.mem[i] = byte(i*7 + i>>8)
+	}
+	pairs := make([]core.Pair, n.byte()%40)
+	inside := true
+	want, times := make([]byte, sideBytes), make([]byte, sideBytes)
+	for i := range pairs {
+		r := n.byte()
+		p := core.Pair{SrcRegion: uint32(r) % 4, DstRegion: uint32(r>>4) % 4, SrcOffset: n.two(), DstOffset: n.two(), Length: n.two()}
+		if int(p.SrcRegion) < len(local.regions) && int(p.DstRegion) < len(remote.regions) && r < 0xf0 {
+			// Most are moved to where they fit.
+			s, d := local.regions[p.SrcRegion].Length, remote.regions[p.DstRegion].Length
+			p.Length %= min(s, d) + 1
+			p.SrcOffset %= s - p.Length + 1
+			p.DstOffset %= d - p.Length + 1
+			s, d = local.regions[p.SrcRegion].Base+p.SrcOffset-local.base, remote.regions[p.DstRegion].Base+p.DstOffset-remote.base
+			copy(want[d:d+p.Length], local.mem[s:])
+			for j := range p.Length {
+				times[d+j]++
+			}
+		} else if p.Length > 0 {
+			fits := func(r uint32, off uint64, s *side) bool {
+				return int(r) < len(s.regions) && off+p.Length <= s.regions[r].Length
+			}
+			if inside = fits(p.SrcRegion, p.SrcOffset, local) && fits(p.DstRegion, p.DstOffset, remote); !inside {
+				pairs = append(pairs[:i], p)
+				break
+			}
+			p.Length = 0
+		}
+		pairs[i] = p
+	}
+	weights := make([]float64, n.byte()%70)
+	for i := range weights {
+		weights[i] = float64(n.byte()) - 1
+	}
+	least := uint64(n.byte())
+	parts := split(pairs, weights, least)
+	checkParts(t, parts, pairs, weights, least)
+
+	writes, pieces := make([]verbs.Write, 1+n.byte()%8), make([]verbs.SGE, 1+n.byte()%8)
+	lim := writeLimits{maxPieces: int(n.byte() % 6), maxWrite: n.two() % 1000, maxBytes: n.two()}
+	for i, p := range parts {
+		c := p.cursor(uint32(i))
+		var err error
+		if n.byte()%2 == 1 { // a lane that failed
+			for range n.byte() % 4 {
+				c.fill(writes, pieces, local.table, remote.table, lim)
+			}
+			c.rewind()
+		}
+		for done := false; !done; {
+			var nw, np int
+			var carried uint64
+			nw, np, carried, done, err = c.fill(writes, pieces, local.table, remote.table, lim)
+			if err != nil {
+				if inside {
+					t.Fatalf("%+v are all inside: %v", pairs, err)
+				}
+				return
+			}
+			if nw == 0 {
+				t.Fatalf("a fill with room for %d writes and %d pieces made none: %+v", len(writes), len(pieces), c)
+			}
+			execute(t, local, remote, writes[:nw], pieces[:np], carried, lim)
+			for j, w := range writes[:nw] {
+				if marks := w.Flags&verbs.WithImm != 0; marks != (done && j == nw-1) || marks && w.Imm != uint32(i) {
+					t.Fatalf("write %d of %d, done %v: %+v", j, nw, done, w)
+				}
+			}
+		}
+	}
+	if !inside {
+		t.Fatalf("the last of %+v leaves its region, and was written", pairs)
+	}
+	if !bytes.Equal(remote.mem, want) {
+		t.Fatalf("what was written differs from %+v", pairs)
+	}
+	if !bytes.Equal(remote.times, times) {
+		t.Fatalf("bytes were written another number of times than by %+v", pairs)
+	}
+}
+
+// execute does what a device would.
+func execute(t *testing.T, local, remote *side, writes []verbs.Write, pieces []verbs.SGE, carried uint64, lim writeLimits) {
+	t.Helper()
+	used, total := 0, uint64(0)
+	for _, w := range writes {
+		if int(w.First) != used || w.Flags&^verbs.WithImm != 0 || int(w.Pieces) > max(lim.maxPieces, 1) {
+			t.Fatalf("%+v after %d pieces", w, used)
+		}
+		if total > 0 && total >= lim.maxBytes {
+			t.Fatalf("a write begins after %d bytes of %d", total, lim.maxBytes)
+		}
+		at := w.RemoteAddr
+		for _, p := range pieces[used:][:w.Pieces] {
+			src := local.take(t, p.Addr, uint64(p.Length), p.Key)
+			copy(remote.take(t, at, uint64(p.Length), w.RemoteKey), src)
+			for i := range src {
+				remote.times[at-remote.base+uint64(i)]++
+			}
+			at += uint64(p.Length)
+		}
+		if at-w.RemoteAddr > max(lim.maxWrite, 1) || (at == w.RemoteAddr && w.Flags&verbs.WithImm == 0) {
+			t.Fatalf("a write of %d bytes, at most %d: %+v", at-w.RemoteAddr, lim.maxWrite, w)
+		}
+		total += at - w.RemoteAddr
+		used += int(w.Pieces)
+	}
+	if used != len(pieces) || total != carried {
+		t.Fatalf("%d pieces and %d bytes are used, %d and %d filled", used, total, len(pieces), carried)
+	}
+}
+
+func benchmarkSetup(b testing.TB, blocks int, blockBytes uint64) ([]core.Pair, *keyTable, *keyTable) {
+	rnd := rand.New(rand.NewPCG(1, 2))
+	const regions = 40
+	per := uint64(blocks/regions) * 4 * blockBytes
+	var at []memRange
+	var keys []keyRange
+	for i := range uint64(regions) {
+		at = append(at, memRange{1<<40 + i*per, per})
+		keys = append(keys, key(1<<40+i*per, per, uint32(i)))
+	}
+	pairs := make([]core.Pair, 0, blocks)
+	for r := range regions {
+		src, dst := rnd.Perm(blocks/regions*4), rnd.Perm(blocks/regions*4)
+		for i := range blocks / regions {
+			pairs = append(pairs, core.Pair{SrcRegion: uint32(r), DstRegion: uint32(r), SrcOffset: uint64(src[i]) * blockBytes, DstOffset: uint64(dst[i]) * blockBytes, Length: blockBytes})
+		}
+	}
+	return pairs, mustTable(b, "here", at, keys...), mustTable(b, "at the peer", at, keys...)
+}
+
+// BenchmarkFill is what 20,000 scattered blocks of 4 KiB cost from the plan to
+// requests in Go memory: cut for 4 lanes, filled in chains of 32.
+func BenchmarkFill(b *testing.B) {
+	pairs, local, remote := benchmarkSetup(b, 20000, 4096)
+	writes, pieces := make([]verbs.Write, 32), make([]verbs.SGE, 128)
+	lim := writeLimits{maxPieces: 16, maxWrite: 1 << 20, maxBytes: 64 << 20}
+	parts := split(pairs, []float64{1, 1, 1, 1}, 256<<10)
+	b.ReportAllocs()
+	for b.Loop() {
+		for i := range parts {
+			c := parts[i].cursor(uint32(i))
+			for done := false; !done; {
+				var err error
+				if _, _, _, done, err = c.fill(writes, pieces, local, remote, lim); err != nil {
+					b.Fatal(err)
+				}
+			}
+		}
+	}
+}
+
+// What a transfer's posting must not do.
+func TestFillAllocatesNothing(t *testing.T) {
+	pairs, local, remote := benchmarkSetup(t, 2000, 4096)
+	writes, pieces := make([]verbs.Write, 32), make([]verbs.SGE, 64)
+	p := split(pairs, nil, 1)[0]
+	if n := testing.AllocsPerRun(10, func() {
+		c := p.cursor(0)
+		for done := false; !done; {
+			_, _, _, done, _ = c.fill(writes, pieces, local, remote, writeLimits{16, 1 << 20, 1 << 20})
+		}
+	}); n != 0 {
+		t.Errorf("%v allocations for 2000 pairs", n)
+	}
+}
