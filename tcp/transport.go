@@ -26,7 +26,7 @@ type Config struct {
 	// AdvertiseHost is the host that peers are told; empty means the one at
 	// which they found the registry.
 	AdvertiseHost string
-	Streams       int           // connections to a peer; 2
+	Streams       int           // connections to a peer; 2, at most 64
 	FrameBytes    uint64        // most bytes of a frame; 2 MiB
 	StallTimeout  time.Duration // no progress for so long ends a stream; 10 s
 	DialTimeout   time.Duration // 3 s
@@ -42,6 +42,7 @@ func (c Config) withDefaults() Config {
 	if c.Streams <= 0 {
 		c.Streams = 2
 	}
+	c.Streams = min(c.Streams, maxPeerStreams)
 	if c.FrameBytes == 0 {
 		c.FrameBytes = 2 << 20
 	}
@@ -85,6 +86,10 @@ type Transport struct {
 }
 
 var _ core.Transport = (*Transport)(nil)
+
+// step is what longer waits are made of: the time in which this process was
+// stopped then counts as one step, and not as its peer's.
+const step = 250 * time.Millisecond
 
 // errClosed ends what is under way at Close.
 var errClosed = errors.New("tcp transport is closed")
