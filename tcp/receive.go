@@ -321,9 +321,10 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, err error) {
 		})
 		cur = cursor{runs: in.runs[i:], off: h.position - (in.ends[i] - in.runs[i].len)}
 	}
+	idle := stall{bound: s.r.t.cfg.StallTimeout}
 	for got < h.length {
 		left := h.length - got
-		s.conn.SetReadDeadline(time.Now().Add(s.r.t.cfg.StallTimeout))
+		s.conn.SetReadDeadline(idle.deadline())
 		var n uintptr
 		var errno syscall.Errno
 		err := s.raw.Read(func(fd uintptr) bool {
@@ -331,6 +332,8 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, err error) {
 			return errno != syscall.EAGAIN
 		})
 		switch {
+		case err != nil && idle.goesOn(err):
+			continue
 		case err != nil:
 			return got, err
 		case errno != 0:
@@ -339,6 +342,7 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, err error) {
 			return got, fmt.Errorf("%d bytes before the end of a frame: %w", left, io.ErrUnexpectedEOF)
 		}
 		got += uint64(n)
+		idle.since = 0
 	}
 	return got, nil
 }

@@ -65,8 +65,9 @@ func TestStreamsThatOnlyDLost(t *testing.T) {
 // TestBrokenInTheMiddle: the same where both sides see it.
 func TestBrokenInTheMiddle(t *testing.T) {
 	leaktest.Check(t)
-	p, d := newAgent(t, Config{}), newAgent(t, Config{})
-	p.sender.grace = bound // a slow machine's D is as good
+	patient := Config{DialTimeout: bound, StallTimeout: time.Hour} // a slow machine's D is as good
+	p, d := newAgent(t, patient), newAgent(t, patient)
+	p.sender.grace = bound
 	for i := range p.mem {
 		p.mem[i] = byte(i*7 + i>>12)
 	}

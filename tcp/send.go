@@ -6,8 +6,10 @@ import (
 	"fmt"
 	"maps"
 	"net"
+	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 	"unsafe"
@@ -59,10 +61,11 @@ type outbound struct {
 	sent     []sentFrame // on the newest stream of each number
 	frames   int         // taken by a stream and not yet written whole
 	started  time.Time
-	wait     *wait // for a stream of D's, without which it cannot go on
-	err      error // ends the transfer when frames is 0
-	acked    bool  // so does D's word that all bytes are in
-	ask      bool  // a frame without bytes is to be sent: there are none at all, or D has all that P knows of
+	wait     *wait       // for a stream of D's, without which it cannot go on
+	err      error       // ends the transfer when frames is 0
+	over     atomic.Bool // err is set
+	acked    bool        // so does D's word that all bytes are in
+	ask      bool        // a frame without bytes is to be sent: there are none at all, or D has all that P knows of
 }
 
 // outStream is one accepted connection.
@@ -199,6 +202,7 @@ func (out *outbound) fail(err error) {
 	if out.err == nil {
 		out.err = err
 	}
+	out.over.Store(true)
 	out.left, out.again, out.ask = 0, nil, false
 }
 
@@ -323,7 +327,7 @@ func (s *sender) streamEnded(st *outStream, err error) {
 	l.open--
 	s.streams--
 	bound := s.t.cfg.DialTimeout
-	if l.open == 0 {
+	if l.open == 0 && !errors.Is(err, errStuck) {
 		bound = s.grace
 	}
 	here := !s.closed && s.links[l.peer] == l
@@ -355,13 +359,14 @@ func (s *sender) run(st *outStream) {
 		if out == nil {
 			return
 		}
-		err := s.write(st, left)
+		err := s.write(st, out, left)
 		s.mu.Lock()
 		out.frames--
 		tell := s.settle(out)
 		s.mu.Unlock()
 		s.tell(out, tell)
 		if err != nil {
+			_ = st.conn.SetLinger(0) // what the kernel still has is of no use
 			s.streamEnded(st, err)
 			return
 		}
@@ -403,25 +408,45 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 	return out, headerSize + h.length
 }
 
-// write sends a frame whole; each step must make progress within the bound.
-func (s *sender) write(st *outStream, left uint64) error {
+// stopGrace is how long a frame of a transfer that was given up may stay without
+// progress: its source is read until it is written whole, or its stream ends.
+const stopGrace = 500 * time.Millisecond
+
+var errStuck = errors.New("a transfer was given up, and the decode agent does not take the rest of its frame")
+
+// write sends a frame whole; each step must make progress within the bound. It
+// looks every step whether the transfer was given up meanwhile.
+func (s *sender) write(st *outStream, out *outbound, left uint64) error {
 	vec := st.vec
+	idle := stall{bound: s.t.cfg.StallTimeout}
+	var over time.Time
 	for left > 0 {
-		st.conn.SetWriteDeadline(time.Now().Add(s.t.cfg.StallTimeout))
+		st.conn.SetWriteDeadline(idle.deadline())
 		var n uintptr
 		var errno syscall.Errno
 		err := st.raw.Write(func(fd uintptr) bool {
 			n, errno = vectored(syscall.SYS_WRITEV, fd, vec)
 			return errno != syscall.EAGAIN
 		})
-		if err != nil {
+		switch {
+		case err != nil && idle.goesOn(err):
+		case err != nil:
 			return err
-		}
-		if errno != 0 {
+		case errno != 0:
 			return fmt.Errorf("writev: %w", errno)
+		default:
+			idle.since = 0
+			vec = drop(vec, n)
+			left -= uint64(n)
 		}
-		vec = drop(vec, n)
-		left -= uint64(n)
+		if left > 0 && out.over.Load() {
+			if over.IsZero() {
+				over = time.Now()
+			}
+			if idle.since >= stopGrace || time.Since(over) >= s.t.cfg.StallTimeout {
+				return fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded)
+			}
+		}
 	}
 	return nil
 }

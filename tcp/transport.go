@@ -87,10 +87,6 @@ type Transport struct {
 
 var _ core.Transport = (*Transport)(nil)
 
-// step is what longer waits are made of: the time in which this process was
-// stopped then counts as one step, and not as its peer's.
-const step = 250 * time.Millisecond
-
 // errClosed ends what is under way at Close.
 var errClosed = errors.New("tcp transport is closed")
 
@@ -177,6 +173,9 @@ func (t *Transport) tune(c *net.TCPConn) {
 
 // describe adds what an error of an open stream means here.
 func (t *Transport) describe(err error) error {
+	if errors.Is(err, errStuck) {
+		return err
+	}
 	var ne net.Error
 	if errors.As(err, &ne) && ne.Timeout() {
 		return fmt.Errorf("no progress for %v: %w", t.cfg.StallTimeout, err)
