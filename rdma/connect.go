@@ -68,13 +68,10 @@ func (lk *link) mend() {
 		lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || errors.Is(err, errNoPath)
 		if lasting || time.Now().After(giveUp) || !lk.t.pause(100*time.Millisecond) {
 			lk.update(func(lk *link) {
-				if errors.Is(err, core.ErrAbsent) {
-					lk.confirmed(len(lk.lost)) // nobody is left to write to
-				}
 				lk.resync, lk.rest = false, false
 				lk.lose(fmt.Errorf("rdma: no way to decode agent %s: %w: %w", lk.peer, err, core.ErrConnectionLost))
-				if lasting {
-					lk.lost = nil
+				if errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) && !errors.Is(err, errNoPath) {
+					lk.confirmed(lk.lost) // D is gone, or knows nothing of this agent any more: it has cut all lanes
 				}
 				lk.mends = false
 			})
@@ -311,7 +308,7 @@ func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
 		}
 		return causes
 	}
-	lk.update(func(lk *link) { lk.grants.told(rep.Next, rep.Live) })
+	lk.update(func(lk *link) { lk.told(rep) })
 	probing := lanes[:0:0]
 	for i, l := range lanes {
 		a, o := &rep.Lanes[i], &s.Join[i]

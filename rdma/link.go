@@ -3,6 +3,7 @@ package rdma
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -153,7 +154,7 @@ func (lk *link) begin(w *write) {
 		case g.bytes != w.bytes:
 			err = fmt.Errorf("rdma: transfer %q has %d bytes here, %d at decode agent %s", string(w.op.ID), w.bytes, g.bytes, lk.peer)
 		case !lk.grants.alive(g.seq):
-			err = fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected)
+			err = errRevoked(w)
 		case lk.bySeq[g.seq] != nil:
 			err = fmt.Errorf("rdma: transfer %q has the grant of one that is being written", string(w.op.ID))
 		}
@@ -315,7 +316,11 @@ func (lk *link) settle(w *write) {
 	if w.known {
 		delete(lk.bySeq, w.grant.seq)
 		lk.kill(w.grant.seq)
-		if w.drained {
+		switch {
+		case !w.drained:
+		case len(lk.lost) > 0: // as in drain
+			lk.held = append(lk.held, w.grant.seq)
+		default:
 			lk.drained = append(lk.drained, w.grant.seq)
 		}
 	}
@@ -347,19 +352,25 @@ func (lk *link) drain(m *signal) (pending []uint64) {
 			pending = append(pending, seq)
 		}
 		if w != nil {
-			lk.fail(w, fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected))
+			lk.fail(w, errRevoked(w))
 		}
 	}
 	lk.grants.drop(m.Below)
 	return pending
 }
 
-// confirmed: D has ended its side of lanes that broke.
-func (lk *link) confirmed(lanes int) {
-	lk.lost = lk.lost[lanes:]
-	if len(lk.lost) == 0 {
+// confirmed: D has ended its side of lanes that broke. Some may have been confirmed
+// before, by a word of D that crossed the answer.
+func (lk *link) confirmed(lanes []uint32) {
+	var rest []uint32
+	for _, id := range lk.lost {
+		if !slices.Contains(lanes, id) {
+			rest = append(rest, id)
+		}
+	}
+	if lk.lost = rest; len(rest) == 0 {
 		lk.drained = append(lk.drained, lk.held...)
-		lk.lost, lk.held = nil, nil
+		lk.held = nil
 	}
 }
 
@@ -441,15 +452,10 @@ func (lk *link) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 	if len(rep.Arrived) != len(seqs) {
 		return fmt.Errorf("agent %s answers for %d transfers, it was asked for %d", lk.peer, len(rep.Arrived), len(seqs))
 	}
-	lk.confirmed(len(lanes))
-	lk.grants.told(rep.Next, rep.Live)
+	lk.confirmed(lanes)
+	lk.told(rep)
 	for i, seq := range seqs {
-		w := lk.bySeq[seq]
-		switch {
-		case w == nil:
-		case !lk.grants.alive(seq):
-			lk.fail(w, fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected))
-		default:
+		if w := lk.bySeq[seq]; w != nil {
 			for _, j := range w.jobs {
 				if j.lost && rep.Arrived[i]>>j.index&1 == 1 {
 					lk.finish(j)
@@ -458,6 +464,21 @@ func (lk *link) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 		}
 	}
 	return nil
+}
+
+// told takes D's word of which grants are alive. A D without lanes revokes without
+// a word: what waits to be written again learns it by this.
+func (lk *link) told(rep *reply) {
+	lk.grants.told(rep.Next, rep.Live)
+	for seq, w := range lk.bySeq {
+		if !lk.grants.alive(seq) {
+			lk.fail(w, errRevoked(w))
+		}
+	}
+}
+
+func errRevoked(w *write) error {
+	return fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected)
 }
 
 // again gives jobs without a lane to those that there are, once D has ended the
