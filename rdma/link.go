@@ -24,6 +24,7 @@ type link struct {
 	there  *far  // D's ports and keys; nil: not connected since it was lost
 	lanes  []*lane
 	lost   []uint32 // lanes that broke, until D has ended its side of them
+	broke  error    // why the last one did
 	rails  map[railKey]*rail
 	lastID uint32 // of a lane
 	up     bool   // the sink has not been told that D is gone
@@ -112,21 +113,27 @@ func newLink(t *Transport, peer core.AgentID) *link {
 
 // update runs f with the lock and does without it what f has left to be done.
 func (lk *link) update(f func(lk *link)) {
-	lk.mu.Lock()
-	f(lk)
-	lk.kick()
-	outcomes, fell := lk.outcomes, lk.fell
-	lk.outcomes, lk.fell = nil, nil
-	if len(lk.drained) > 0 && !lk.tells {
-		lk.tells = lk.t.goRun("rdma drained", lk.tellDrained)
-	}
-	lk.mu.Unlock()
+	outcomes, fell := lk.locked(f)
 	for _, w := range outcomes {
 		lk.t.sender.outcome(w)
 	}
 	if fell != nil {
 		lk.t.down(lk.peer, fell)
 	}
+}
+
+// locked lets the lock go also when f panics: Close must still stop the bytes.
+func (lk *link) locked(f func(lk *link)) (outcomes []*write, fell error) {
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	f(lk)
+	lk.kick()
+	outcomes, fell = lk.outcomes, lk.fell
+	lk.outcomes, lk.fell = nil, nil
+	if len(lk.drained) > 0 && !lk.tells {
+		lk.tells = lk.t.goRun("rdma drained", lk.tellDrained)
+	}
+	return outcomes, fell
 }
 
 // add begins a write, or has it wait for a lane.
@@ -255,7 +262,7 @@ func (lk *link) pump(l *lane) {
 		}
 		limit := l.port.dev.limit
 		limit.maxBytes = bytes
-		k, pieces, carried, done, err := j.cursor.fill(lk.chain[n:min(room, maxChain)], lk.pieces[:], l.port.dev.local, lk.there.tables[l.remote], limit)
+		k, pieces, carried, done, err := j.cursor.fill(lk.chain[n:min(room, maxChain)], lk.pieces[:], l.port.dev.local, l.keys, limit)
 		if err != nil {
 			lk.fail(j.w, fmt.Errorf("rdma: transfer %q: %w", string(j.w.op.ID), err))
 			continue
@@ -398,6 +405,7 @@ func (lk *link) breakLane(l *lane, cause error) {
 		return
 	}
 	lk.t.log.Warn("rdma lane broke", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.Error(cause))
+	lk.broke = cause
 	l.rail.fail(time.Now(), cause)
 	lk.flush(l)
 }
@@ -419,6 +427,7 @@ func (lk *link) flush(l *lane) {
 		for _, j := range w.jobs {
 			if j.lane == l && !j.done {
 				j.lane, j.lost = nil, true
+				j.breaks++
 			}
 		}
 		lk.settle(w)
@@ -481,6 +490,11 @@ func errRevoked(w *write) error {
 	return fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected)
 }
 
+// maxBreaks is how many lanes may break under a part before its transfer is given
+// up: what no lane carries (a path that swallows large packets, a key that D does
+// not know any more) must end.
+const maxBreaks = 8
+
 // again gives jobs without a lane to those that there are, once D has ended the
 // lanes that they were on.
 func (lk *link) again() {
@@ -489,11 +503,17 @@ func (lk *link) again() {
 	}
 	n := 0
 	for w := range lk.writes {
+		if len(lk.lanes) == 0 { // the last one broke as something was posted
+			return
+		}
 		if w.jobs == nil {
 			lk.begin(w)
 			continue
 		}
 		for _, j := range w.jobs {
+			if j.lost && j.breaks >= maxBreaks {
+				lk.fail(w, fmt.Errorf("rdma: transfer %q: %d queue pairs broke under a part of it, the last: %w: %w", string(w.op.ID), j.breaks, lk.broke, core.ErrConnectionLost))
+			}
 			if j.lost && w.cause == nil {
 				j.cursor.rewind()
 				lk.assign(j, lk.lanes[n%len(lk.lanes)])

@@ -91,3 +91,43 @@ func TestConfirmedByTwo(t *testing.T) {
 		t.Errorf("%v, lanes %v are lost, want 3", err, lk.lost)
 	}
 }
+
+// TestRetryOncePerPause: a paused rail that cannot be tried, since its port is down
+// or in use, must not have D asked again and again while something is written.
+func TestRetryOncePerPause(t *testing.T) {
+	lk := newTestLink(t, 1)
+	lk.mends = true
+	lk.testWrite("t", 7, lk.lanes[0], 1)
+	r := newRail("other", 1e9)
+	r.fail(time.Now().Add(-time.Minute), errors.New("test"))
+	lk.rails[railKey{1, 1}] = r
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	if !lk.work() {
+		t.Fatal("a rail whose pause is over is not tried again")
+	}
+	if due := lk.due(); !due[railKey{1, 1}] || lk.work() || lk.due()[railKey{1, 1}] {
+		t.Error("the rail is due again before another pause")
+	}
+}
+
+// TestUnansweredLanesGoOn: a D that does not answer for a while takes nothing from
+// the lanes that work.
+func TestUnansweredLanesGoOn(t *testing.T) {
+	lk := newTestLink(t, 2)
+	lk.t.cfg.ConnectTimeout = 30 * time.Millisecond
+	kept, waits := lk.testWrite("kept", 7, lk.lanes[0], 1), lk.testWrite("waits", 8, lk.lanes[1], 1)
+	lk.update(func(lk *link) {
+		lk.wanted = true
+		lk.breakLane(lk.lanes[1], errors.New("test"))
+	})
+	rec := lk.t.sink.(*coretest.Recorder)
+	if o := rec.Wait("written", "waits", 1); !errors.Is(o.Err, core.ErrConnectionLost) {
+		t.Errorf("what waits for D's word ended with %v", o.Err)
+	}
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	if kept.cause != nil || len(lk.lanes) != 1 || waits.cause == nil {
+		t.Errorf("%d lanes are left of the one that works, its write ended with %v", len(lk.lanes), kept.cause)
+	}
+}

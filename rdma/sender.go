@@ -52,6 +52,7 @@ type job struct {
 	lost   bool  // its lane broke, D must say whether it has arrived
 	filled bool  // all its requests are posted
 	flight int
+	breaks int // lanes that broke under it
 	done   bool
 }
 
