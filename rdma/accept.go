@@ -57,18 +57,15 @@ func (t *Transport) acceptOne(src *source, o *laneOffer, bundles map[*device]*bu
 	b := bundles[p.dev]
 	if b == nil {
 		var err error
-		// A ping and the marks of each lane.
-		if b, err = t.newBundle(p.dev, lanes*(marksDepth+2), src.received); err != nil {
+		if b, err = t.newBundle(p.dev, lanes, marksDepth, src.received); err != nil {
 			return nil, err
 		}
 		bundles[p.dev] = b
 	}
-	depth := min(marksDepth, p.dev.verbs.Attr().MaxQPWR)
-	l, err := b.add(o.Lane, p, -1, verbs.Caps{SendDepth: 2, ReceiveDepth: depth, Pieces: 1})
+	l, err := b.add(o.Lane, p, -1, verbs.Caps{SendDepth: laneExtra, ReceiveDepth: b.depth, Pieces: 1})
 	if err != nil {
 		return nil, err
 	}
-	l.posted = 0
 	if err := l.ready(t.verbsPath(p, way, min(o.MTU, state.mtu), o.QPN, o.PSN, l.psn)); err != nil {
 		l.destroy()
 		return nil, err

@@ -30,11 +30,23 @@ func (lk *link) work() bool {
 func (lk *link) retryDue() bool {
 	now := time.Now()
 	for _, r := range lk.rails {
-		if !r.usable() && !r.trying && !now.Before(r.retryAt) {
+		if !r.usable() && !now.Before(r.retryAt) {
 			return true
 		}
 	}
 	return false
+}
+
+// due are the rails whose pause is over. They are not due again before another
+// pause, whether they can be tried now or not: a port may be down, or in use.
+func (lk *link) due() map[railKey]bool {
+	now, due := time.Now(), map[railKey]bool{}
+	for key, r := range lk.rails {
+		if r.retry(now) {
+			due[key] = true
+		}
+	}
+	return due
 }
 
 // busyPause is how long D may take to end lanes in error before it is asked again.
@@ -67,19 +79,29 @@ func (lk *link) mend() {
 		}
 		lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || errors.Is(err, errNoPath)
 		if lasting || time.Now().After(giveUp) || !lk.t.pause(100*time.Millisecond) {
-			lk.update(func(lk *link) {
-				if errors.Is(err, core.ErrAbsent) {
-					lk.confirmed(len(lk.lost)) // nobody is left to write to
-				}
-				lk.resync, lk.rest = false, false
-				lk.lose(fmt.Errorf("rdma: no way to decode agent %s: %w: %w", lk.peer, err, core.ErrConnectionLost))
-				if lasting {
-					lk.lost = nil
-				}
-				lk.mends = false
-			})
+			lk.update(func(lk *link) { lk.giveUp(err) })
 			return
 		}
+	}
+}
+
+// giveUp ends what waits for a D that cannot be asked or reached.
+func (lk *link) giveUp(err error) {
+	absent := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) && !errors.Is(err, errNoPath)
+	cause := fmt.Errorf("rdma: no way to decode agent %s: %w: %w", lk.peer, err, core.ErrConnectionLost)
+	lk.resync, lk.rest, lk.wanted, lk.mends = false, false, false, false
+	if len(lk.lanes) > 0 && !absent {
+		// What is on its way goes on: only D's word is missing.
+		for w := range lk.writes {
+			if w.isLost() {
+				lk.fail(w, cause)
+			}
+		}
+		return
+	}
+	lk.lose(cause)
+	if absent {
+		lk.confirmed(lk.lost) // D is gone, or knows nothing of this agent any more: it has cut all lanes
 	}
 }
 
@@ -128,36 +150,25 @@ var errNoPath = errors.New("no port here reaches a port there")
 // connect asks D for its ports, and makes lanes for pairs of ports that have none,
 // until each port has some or no pair is left to try.
 func (lk *link) connect() error {
+	lk.mu.Lock()
+	due := lk.due()
+	lk.mu.Unlock()
 	rep, err := lk.t.ask(lk.peer, &signal{Kind: signalPorts, Ticket: lk.ticket}, lk.t.cfg.ConnectTimeout/3)
 	if err != nil {
 		return err
 	}
-	there, err := newFar(rep)
-	if err != nil {
-		return fmt.Errorf("%w: agent %s: %w", errNoPath, lk.peer, err)
-	}
-	lk.update(func(lk *link) {
-		if lk.there != nil && string(lk.there.secret) != string(there.secret) {
-			lk.lose(fmt.Errorf("rdma: decode agent %s has opened anew: %w", lk.peer, core.ErrConnectionLost))
-		}
-		if lk.there == nil {
-			lk.grants = grants{dead: map[uint64]bool{}}
-		}
-		lk.there, lk.wanted = there, false
-	})
-	tried := map[railKey]bool{}
-	var causes []error
-	for {
-		pairs := lk.candidates(there, tried, &causes)
-		if len(pairs) == 0 {
-			break
-		}
-		causes = append(causes, lk.join(there, pairs)...)
-		if lk.t.ctx.Err() != nil {
-			return errClosed
+	lk.mu.Lock()
+	lk.wanted = false
+	lk.mu.Unlock()
+	there, why := newFar(rep)
+	if why == nil {
+		if why, err = lk.connectTo(there, due); err != nil {
+			lk.mu.Lock()
+			defer lk.mu.Unlock()
+			lk.wanted = true // still
+			return err
 		}
 	}
-	why := errors.Join(causes...)
 	s := &signal{Kind: signalJoined, Ticket: lk.ticket}
 	lk.mu.Lock()
 	for _, l := range lk.lanes {
@@ -166,10 +177,10 @@ func (lk *link) connect() error {
 	lk.mu.Unlock()
 	if len(s.Lanes) == 0 {
 		if why == nil {
-			why = errors.New("all were tried a moment ago")
+			why = errors.New("all that were made broke at once")
 		}
-		s.Reason = shorten(why.Error())
 		why = fmt.Errorf("%w: %w", errNoPath, why)
+		s.Reason = shorten(why.Error())
 	} else {
 		why = nil
 	}
@@ -177,6 +188,34 @@ func (lk *link) connect() error {
 		lk.t.log.Debug("rdma: a peer does not hear which lanes it has", zap.String("peer", string(lk.peer)), zap.Error(err))
 	}
 	return why
+}
+
+// connectTo makes lanes to ports of D. why says what was in the way of those that
+// could not be made; err, that D could not be asked.
+func (lk *link) connectTo(there *far, due map[railKey]bool) (why, err error) {
+	lk.update(func(lk *link) {
+		if lk.there != nil && string(lk.there.secret) != string(there.secret) {
+			lk.lose(fmt.Errorf("rdma: decode agent %s has opened anew: %w", lk.peer, core.ErrConnectionLost))
+		}
+		if lk.there == nil {
+			lk.grants = grants{dead: map[uint64]bool{}}
+		}
+		lk.there = there
+	})
+	tried := map[railKey]bool{}
+	var causes []error
+	for {
+		pairs := lk.candidates(there, tried, due, &causes)
+		if len(pairs) == 0 {
+			return errors.Join(causes...), nil
+		}
+		if err := lk.join(there, pairs, &causes); err != nil {
+			return nil, err
+		}
+		if lk.t.ctx.Err() != nil {
+			return nil, errClosed
+		}
+	}
 }
 
 // newFar checks what D says of itself.
@@ -223,14 +262,13 @@ type pairOfPorts struct {
 
 // candidates are pairs of ports without a lane on either side, at most one for
 // each port, the best first: of what has not been tried, nor is paused.
-func (lk *link) candidates(there *far, tried map[railKey]bool, causes *[]error) (out []pairOfPorts) {
+func (lk *link) candidates(there *far, tried, due map[railKey]bool, causes *[]error) (out []pairOfPorts) {
 	lk.mu.Lock()
 	defer lk.mu.Unlock()
 	localUsed, farUsed := map[int]bool{}, map[int]bool{}
 	for _, l := range lk.lanes {
 		localUsed[l.port.index], farUsed[l.remote] = true, true
 	}
-	now := time.Now()
 	var all []pairOfPorts
 	for _, p := range lk.t.ports {
 		state := p.state.Load()
@@ -242,7 +280,7 @@ func (lk *link) candidates(there *far, tried map[railKey]bool, causes *[]error) 
 			if farUsed[q.Index] || tried[key] {
 				continue
 			}
-			if r := lk.rails[key]; r != nil && !r.usable() && !r.retry(now) && len(lk.lanes) > 0 {
+			if r := lk.rails[key]; r != nil && !r.usable() && !due[key] && len(lk.lanes) > 0 {
 				continue
 			}
 			way, err := choosePath(&state.address, q.address())
@@ -265,8 +303,9 @@ func (lk *link) candidates(there *far, tried map[railKey]bool, causes *[]error) 
 }
 
 // join makes lanes for pairs of ports and sees whether bytes get through. What
-// does is used at once.
-func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
+// does is used at once; of what does not causes has the reason. An error says that
+// D could not be asked.
+func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 	t := lk.t
 	s := &signal{Kind: signalJoin, Ticket: lk.ticket}
 	var lanes []*lane
@@ -276,16 +315,17 @@ func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
 		b := bundles[c.local.dev]
 		if b == nil {
 			var err error
-			if b, err = t.newBundle(c.local.dev, len(pairs)*t.cfg.QueuePairs*(t.cfg.SendDepth+1), lk.completed); err != nil {
-				return append(causes, err)
+			if b, err = t.newBundle(c.local.dev, len(pairs)*t.cfg.QueuePairs, t.cfg.SendDepth, lk.completed); err != nil {
+				*causes = append(*causes, err)
+				continue
 			}
 			bundles[c.local.dev] = b
 			defer b.seal()
 		}
 		for range t.cfg.QueuePairs {
-			l, err := lk.newLane(b, c)
+			l, err := lk.newLane(b, there, c)
 			if err != nil {
-				causes = append(causes, err)
+				*causes = append(*causes, err)
 				break
 			}
 			lanes, ways[l] = append(lanes, l), c
@@ -293,15 +333,24 @@ func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
 				GRH: c.path.GRH, GID: c.path.Local.Raw, Index: c.path.Remote.Index, LID: c.local.state.Load().address.LID})
 		}
 	}
+	if len(lanes) == 0 {
+		return nil
+	}
 	failed := func(l *lane, err error) {
 		l.destroy()
 		c := ways[l]
 		err = fmt.Errorf("%s to %s (%v): %w", c.local.name, c.far.Name, c.path, err)
-		causes = append(causes, err)
+		*causes = append(*causes, err)
 		t.log.Info("rdma rail cannot be used", zap.String("peer", string(lk.peer)), zap.Error(err))
 		lk.update(func(lk *link) { lk.rail(c).fail(time.Now(), err) })
 	}
 	rep, err := t.ask(lk.peer, s, t.cfg.ConnectTimeout/3)
+	if err != nil && !errors.Is(err, errRefused) { // which says nothing of the ports
+		for _, l := range lanes {
+			l.destroy()
+		}
+		return err
+	}
 	if err == nil && len(rep.Lanes) != len(lanes) {
 		err = fmt.Errorf("agent %s answers for %d lanes, it was asked for %d", lk.peer, len(rep.Lanes), len(lanes))
 	}
@@ -309,9 +358,9 @@ func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
 		for _, l := range lanes {
 			failed(l, err)
 		}
-		return causes
+		return nil
 	}
-	lk.update(func(lk *link) { lk.grants.told(rep.Next, rep.Live) })
+	lk.update(func(lk *link) { lk.told(rep) })
 	probing := lanes[:0:0]
 	for i, l := range lanes {
 		a, o := &rep.Lanes[i], &s.Join[i]
@@ -345,7 +394,7 @@ func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
 		}
 		c := ways[l]
 		lk.update(func(lk *link) {
-			if lk.ended != nil {
+			if lk.ended != nil || lk.there != there { // D has ended the connection
 				l.destroy()
 				return
 			}
@@ -356,12 +405,11 @@ func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
 			lk.watchRest()
 		})
 	}
-	return causes
+	return nil
 }
 
-func (lk *link) newLane(b *bundle, c pairOfPorts) (*lane, error) {
-	t := lk.t
-	depth := min(t.cfg.SendDepth, c.local.dev.verbs.Attr().MaxQPWR-1)
+func (lk *link) newLane(b *bundle, there *far, c pairOfPorts) (*lane, error) {
+	depth := b.depth
 	l, err := b.add(0, c.local, c.far.Index, verbs.Caps{SendDepth: depth + 1, ReceiveDepth: 1, Pieces: c.local.dev.limit.maxPieces})
 	if err != nil {
 		return nil, err
@@ -369,7 +417,7 @@ func (lk *link) newLane(b *bundle, c pairOfPorts) (*lane, error) {
 	lk.mu.Lock()
 	defer lk.mu.Unlock()
 	lk.lastID++
-	l.id, l.link, l.rail = lk.lastID, lk, lk.rail(c)
+	l.id, l.link, l.rail, l.keys = lk.lastID, lk, lk.rail(c), there.tables[c.far.Index]
 	l.queue = newSendQueue[*job](depth, maxFlight, signalEvery)
 	return l, nil
 }

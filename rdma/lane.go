@@ -35,8 +35,12 @@ type lane struct {
 	queue *sendQueue[*job]
 	jobs  []*job // whose requests are not all posted; the first is next
 	rail  *rail
+	keys  *keyTable  // D's memory by its port
 	probe chan error // what came of the first write
 }
+
+// laneExtra are the requests of a lane beyond its depth: probes and pings.
+const laneExtra = 2
 
 // IDs of completions that are not a write's.
 const (
@@ -50,6 +54,7 @@ const (
 type bundle struct {
 	t      *Transport
 	cq     *verbs.CQ
+	depth  int // requests of each lane
 	handle func(l *lane, list []verbs.Completion)
 
 	mu    sync.Mutex
@@ -58,13 +63,16 @@ type bundle struct {
 	whole bool // no lane will be added
 }
 
-// newBundle makes one for so many completions at a time.
-func (t *Transport) newBundle(d *device, depth int, handle func(*lane, []verbs.Completion)) (*bundle, error) {
-	cq, err := d.verbs.NewCQ(min(depth, d.verbs.Attr().MaxCQE), 0)
+// newBundle makes one for so many lanes, each with so many requests at a time, or
+// as many as the device takes: none must find the queue full, also when all fail.
+func (t *Transport) newBundle(d *device, lanes, depth int, handle func(*lane, []verbs.Completion)) (*bundle, error) {
+	a := d.verbs.Attr()
+	depth = max(min(depth, a.MaxQPWR-laneExtra, a.MaxCQE/lanes-laneExtra), 2)
+	cq, err := d.verbs.NewCQ(min(lanes*(depth+laneExtra), a.MaxCQE), 0)
 	if err != nil {
 		return nil, err
 	}
-	b := &bundle{t: t, cq: cq, handle: handle, lanes: map[uint32]*lane{}}
+	b := &bundle{t: t, cq: cq, depth: depth, handle: handle, lanes: map[uint32]*lane{}}
 	if !t.goRun("rdma completions", b.run) {
 		_ = cq.Close()
 		return nil, errClosed
@@ -224,7 +232,7 @@ func (l *lane) failure(c *verbs.Completion) error {
 // refill posts receives for marks; src.mu is held.
 func (l *lane) refill(spent int) error {
 	l.spent += spent
-	if l.spent < l.qp.Caps().ReceiveDepth/4 {
+	if l.spent < l.b.depth/4 {
 		return nil
 	}
 	n := l.spent
@@ -263,8 +271,8 @@ func (l *lane) ready(p *verbs.Path) error {
 	if err := l.qp.Init(p); err != nil {
 		return err
 	}
-	if n := l.qp.Caps().ReceiveDepth; n > 0 && l.posted == 0 {
-		done, err := l.qp.PostReceives(receiveID, n)
+	if l.link == nil { // D's end; a device may have given room for more
+		done, err := l.qp.PostReceives(receiveID, l.b.depth)
 		l.posted = done
 		if err != nil {
 			return err

@@ -3,6 +3,7 @@ package rdma
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -23,6 +24,7 @@ type link struct {
 	there  *far  // D's ports and keys; nil: not connected since it was lost
 	lanes  []*lane
 	lost   []uint32 // lanes that broke, until D has ended its side of them
+	broke  error    // why the last one did
 	rails  map[railKey]*rail
 	lastID uint32 // of a lane
 	up     bool   // the sink has not been told that D is gone
@@ -111,21 +113,27 @@ func newLink(t *Transport, peer core.AgentID) *link {
 
 // update runs f with the lock and does without it what f has left to be done.
 func (lk *link) update(f func(lk *link)) {
-	lk.mu.Lock()
-	f(lk)
-	lk.kick()
-	outcomes, fell := lk.outcomes, lk.fell
-	lk.outcomes, lk.fell = nil, nil
-	if len(lk.drained) > 0 && !lk.tells {
-		lk.tells = lk.t.goRun("rdma drained", lk.tellDrained)
-	}
-	lk.mu.Unlock()
+	outcomes, fell := lk.locked(f)
 	for _, w := range outcomes {
 		lk.t.sender.outcome(w)
 	}
 	if fell != nil {
 		lk.t.down(lk.peer, fell)
 	}
+}
+
+// locked lets the lock go also when f panics: Close must still stop the bytes.
+func (lk *link) locked(f func(lk *link)) (outcomes []*write, fell error) {
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	f(lk)
+	lk.kick()
+	outcomes, fell = lk.outcomes, lk.fell
+	lk.outcomes, lk.fell = nil, nil
+	if len(lk.drained) > 0 && !lk.tells {
+		lk.tells = lk.t.goRun("rdma drained", lk.tellDrained)
+	}
+	return outcomes, fell
 }
 
 // add begins a write, or has it wait for a lane.
@@ -153,7 +161,7 @@ func (lk *link) begin(w *write) {
 		case g.bytes != w.bytes:
 			err = fmt.Errorf("rdma: transfer %q has %d bytes here, %d at decode agent %s", string(w.op.ID), w.bytes, g.bytes, lk.peer)
 		case !lk.grants.alive(g.seq):
-			err = fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected)
+			err = errRevoked(w)
 		case lk.bySeq[g.seq] != nil:
 			err = fmt.Errorf("rdma: transfer %q has the grant of one that is being written", string(w.op.ID))
 		}
@@ -254,7 +262,7 @@ func (lk *link) pump(l *lane) {
 		}
 		limit := l.port.dev.limit
 		limit.maxBytes = bytes
-		k, pieces, carried, done, err := j.cursor.fill(lk.chain[n:min(room, maxChain)], lk.pieces[:], l.port.dev.local, lk.there.tables[l.remote], limit)
+		k, pieces, carried, done, err := j.cursor.fill(lk.chain[n:min(room, maxChain)], lk.pieces[:], l.port.dev.local, l.keys, limit)
 		if err != nil {
 			lk.fail(j.w, fmt.Errorf("rdma: transfer %q: %w", string(j.w.op.ID), err))
 			continue
@@ -315,7 +323,11 @@ func (lk *link) settle(w *write) {
 	if w.known {
 		delete(lk.bySeq, w.grant.seq)
 		lk.kill(w.grant.seq)
-		if w.drained {
+		switch {
+		case !w.drained:
+		case len(lk.lost) > 0: // as in drain
+			lk.held = append(lk.held, w.grant.seq)
+		default:
 			lk.drained = append(lk.drained, w.grant.seq)
 		}
 	}
@@ -347,19 +359,25 @@ func (lk *link) drain(m *signal) (pending []uint64) {
 			pending = append(pending, seq)
 		}
 		if w != nil {
-			lk.fail(w, fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected))
+			lk.fail(w, errRevoked(w))
 		}
 	}
 	lk.grants.drop(m.Below)
 	return pending
 }
 
-// confirmed: D has ended its side of lanes that broke.
-func (lk *link) confirmed(lanes int) {
-	lk.lost = lk.lost[lanes:]
-	if len(lk.lost) == 0 {
+// confirmed: D has ended its side of lanes that broke. Some may have been confirmed
+// before, by a word of D that crossed the answer.
+func (lk *link) confirmed(lanes []uint32) {
+	var rest []uint32
+	for _, id := range lk.lost {
+		if !slices.Contains(lanes, id) {
+			rest = append(rest, id)
+		}
+	}
+	if lk.lost = rest; len(rest) == 0 {
 		lk.drained = append(lk.drained, lk.held...)
-		lk.lost, lk.held = nil, nil
+		lk.held = nil
 	}
 }
 
@@ -387,6 +405,7 @@ func (lk *link) breakLane(l *lane, cause error) {
 		return
 	}
 	lk.t.log.Warn("rdma lane broke", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.Error(cause))
+	lk.broke = cause
 	l.rail.fail(time.Now(), cause)
 	lk.flush(l)
 }
@@ -408,6 +427,7 @@ func (lk *link) flush(l *lane) {
 		for _, j := range w.jobs {
 			if j.lane == l && !j.done {
 				j.lane, j.lost = nil, true
+				j.breaks++
 			}
 		}
 		lk.settle(w)
@@ -441,15 +461,10 @@ func (lk *link) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 	if len(rep.Arrived) != len(seqs) {
 		return fmt.Errorf("agent %s answers for %d transfers, it was asked for %d", lk.peer, len(rep.Arrived), len(seqs))
 	}
-	lk.confirmed(len(lanes))
-	lk.grants.told(rep.Next, rep.Live)
+	lk.confirmed(lanes)
+	lk.told(rep)
 	for i, seq := range seqs {
-		w := lk.bySeq[seq]
-		switch {
-		case w == nil:
-		case !lk.grants.alive(seq):
-			lk.fail(w, fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected))
-		default:
+		if w := lk.bySeq[seq]; w != nil {
 			for _, j := range w.jobs {
 				if j.lost && rep.Arrived[i]>>j.index&1 == 1 {
 					lk.finish(j)
@@ -460,6 +475,26 @@ func (lk *link) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 	return nil
 }
 
+// told takes D's word of which grants are alive. A D without lanes revokes without
+// a word: what waits to be written again learns it by this.
+func (lk *link) told(rep *reply) {
+	lk.grants.told(rep.Next, rep.Live)
+	for seq, w := range lk.bySeq {
+		if !lk.grants.alive(seq) {
+			lk.fail(w, errRevoked(w))
+		}
+	}
+}
+
+func errRevoked(w *write) error {
+	return fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected)
+}
+
+// maxBreaks is how many lanes may break under a part before its transfer is given
+// up: what no lane carries (a path that swallows large packets, a key that D does
+// not know any more) must end.
+const maxBreaks = 8
+
 // again gives jobs without a lane to those that there are, once D has ended the
 // lanes that they were on.
 func (lk *link) again() {
@@ -468,11 +503,17 @@ func (lk *link) again() {
 	}
 	n := 0
 	for w := range lk.writes {
+		if len(lk.lanes) == 0 { // the last one broke as something was posted
+			return
+		}
 		if w.jobs == nil {
 			lk.begin(w)
 			continue
 		}
 		for _, j := range w.jobs {
+			if j.lost && j.breaks >= maxBreaks {
+				lk.fail(w, fmt.Errorf("rdma: transfer %q: %d queue pairs broke under a part of it, the last: %w: %w", string(w.op.ID), j.breaks, lk.broke, core.ErrConnectionLost))
+			}
 			if j.lost && w.cause == nil {
 				j.cursor.rewind()
 				lk.assign(j, lk.lanes[n%len(lk.lanes)])

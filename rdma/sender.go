@@ -52,6 +52,7 @@ type job struct {
 	lost   bool  // its lane broke, D must say whether it has arrived
 	filled bool  // all its requests are posted
 	flight int
+	breaks int // lanes that broke under it
 	done   bool
 }
 
@@ -187,7 +188,7 @@ func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
 		l.update(func(l *link) { rep.Pending = l.drain(m) })
 	case signalBye:
 		l.update(func(l *link) {
-			defer func() { l.confirmed(len(l.lost)) }() // it has ended all of them
+			defer func() { l.confirmed(l.lost) }() // it has ended all of them
 			l.lose(fmt.Errorf("rdma: decode agent %s has ended the connection: %s: %w", from, m.Reason, core.ErrConnectionLost))
 		})
 	}

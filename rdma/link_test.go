@@ -1,0 +1,133 @@
+package rdma
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"testing"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// newTestLink makes a link whose lanes have no queue pair. D answers no signal.
+func newTestLink(t *testing.T, lanes int) *link {
+	t.Helper()
+	tr := &Transport{cfg: DefaultConfig(), log: zap.NewNop(), sink: coretest.NewRecorder(t, "p")}
+	tr.ctx, tr.cancel = context.WithCancel(context.Background())
+	tr.signal = func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}
+	tr.sender.init(tr)
+	t.Cleanup(func() {
+		tr.cancel()
+		tr.mu.Lock()
+		tr.shut = true
+		tr.mu.Unlock()
+		tr.wg.Wait()
+	})
+	lk := newLink(tr, "d")
+	b := &bundle{t: tr, lanes: map[uint32]*lane{}}
+	for i := range lanes {
+		l := &lane{id: uint32(i + 1), b: b, qp: &verbs.QP{}, dead: make(chan struct{}), link: lk, rail: newRail("test", 1e9), probe: make(chan error, 1)}
+		l.queue = newSendQueue[*job](16, maxFlight, signalEvery)
+		lk.lanes = append(lk.lanes, l)
+	}
+	lk.lastID = uint32(lanes)
+	return lk
+}
+
+// testWrite has a write with so many requests under way on a lane.
+func (lk *link) testWrite(id core.TransferID, seq uint64, l *lane, requests int) *write {
+	w := &write{op: core.WriteOp{ID: id, Peer: lk.peer}, link: lk, grant: grant{seq: seq}, known: true, left: 1, flight: requests, began: time.Now()}
+	j := &job{w: w, lane: l, flight: requests}
+	w.jobs = []*job{j}
+	l.queue.posting(j, make([]verbs.Write, requests), nil, false)
+	lk.writes[w], lk.bySeq[seq] = struct{}{}, w
+	return w
+}
+
+// TestDrainedAfterLoss: a lane that breaks has what it sent on its way still, until
+// D has ended its side. D must not hear before that a revoked transfer has ended.
+func TestDrainedAfterLoss(t *testing.T) {
+	lk := newTestLink(t, 2)
+	lk.mends, lk.tells = true, true // the test does their work
+	l := lk.lanes[0]
+	w := lk.testWrite("t", 7, l, 3)
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	if pending := lk.drain(&signal{Seqs: []uint64{7}}); !slices.Equal(pending, []uint64{7}) {
+		t.Fatalf("pending %v, want the transfer that has requests under way", pending)
+	}
+	lk.breakLane(l, errors.New("test"))
+	if !w.over {
+		t.Error("the write has not ended, though no request reads its blocks")
+	}
+	if len(lk.drained) > 0 {
+		t.Errorf("%v are drained while lanes %v may still deliver", lk.drained, lk.lost)
+	}
+	if err := lk.arrived([]uint32{1}, nil, &reply{}); err != nil || !slices.Equal(lk.drained, []uint64{7}) {
+		t.Errorf("%v, drained %v after D has ended the lane, want 7", err, lk.drained)
+	}
+}
+
+// TestConfirmedByTwo: D's word that all is over crosses its answer about some lanes.
+func TestConfirmedByTwo(t *testing.T) {
+	lk := newTestLink(t, 3)
+	lk.mends, lk.tells = true, true
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	lk.breakLane(lk.lanes[0], errors.New("test"))
+	lk.breakLane(lk.lanes[0], errors.New("test"))
+	asked := slices.Clone(lk.lost)
+	lk.confirmed(lk.lost) // D has closed
+	lk.breakLane(lk.lanes[0], errors.New("test"))
+	if err := lk.arrived(asked, nil, &reply{}); err != nil || !slices.Equal(lk.lost, []uint32{3}) {
+		t.Errorf("%v, lanes %v are lost, want 3", err, lk.lost)
+	}
+}
+
+// TestRetryOncePerPause: a paused rail that cannot be tried, since its port is down
+// or in use, must not have D asked again and again while something is written.
+func TestRetryOncePerPause(t *testing.T) {
+	lk := newTestLink(t, 1)
+	lk.mends = true
+	lk.testWrite("t", 7, lk.lanes[0], 1)
+	r := newRail("other", 1e9)
+	r.fail(time.Now().Add(-time.Minute), errors.New("test"))
+	lk.rails[railKey{1, 1}] = r
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	if !lk.work() {
+		t.Fatal("a rail whose pause is over is not tried again")
+	}
+	if due := lk.due(); !due[railKey{1, 1}] || lk.work() || lk.due()[railKey{1, 1}] {
+		t.Error("the rail is due again before another pause")
+	}
+}
+
+// TestUnansweredLanesGoOn: a D that does not answer for a while takes nothing from
+// the lanes that work.
+func TestUnansweredLanesGoOn(t *testing.T) {
+	lk := newTestLink(t, 2)
+	lk.t.cfg.ConnectTimeout = 30 * time.Millisecond
+	kept, waits := lk.testWrite("kept", 7, lk.lanes[0], 1), lk.testWrite("waits", 8, lk.lanes[1], 1)
+	lk.update(func(lk *link) {
+		lk.wanted = true
+		lk.breakLane(lk.lanes[1], errors.New("test"))
+	})
+	rec := lk.t.sink.(*coretest.Recorder)
+	if o := rec.Wait("written", "waits", 1); !errors.Is(o.Err, core.ErrConnectionLost) {
+		t.Errorf("what waits for D's word ended with %v", o.Err)
+	}
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	if kept.cause != nil || len(lk.lanes) != 1 || waits.cause == nil {
+		t.Errorf("%d lanes are left of the one that works, its write ended with %v", len(lk.lanes), kept.cause)
+	}
+}
