@@ -134,7 +134,7 @@ func (lk *link) connect() error {
 	}
 	there, err := newFar(rep)
 	if err != nil {
-		return fmt.Errorf("%w: agent %s: %w", errNoPath, lk.peer, err)
+		return lk.noPath(fmt.Errorf("agent %s: %w", lk.peer, err))
 	}
 	lk.update(func(lk *link) {
 		if lk.there != nil && string(lk.there.secret) != string(there.secret) {
@@ -157,7 +157,6 @@ func (lk *link) connect() error {
 			return errClosed
 		}
 	}
-	why := errors.Join(causes...)
 	s := &signal{Kind: signalJoined, Ticket: lk.ticket}
 	lk.mu.Lock()
 	for _, l := range lk.lanes {
@@ -165,18 +164,31 @@ func (lk *link) connect() error {
 	}
 	lk.mu.Unlock()
 	if len(s.Lanes) == 0 {
-		if why == nil {
-			why = errors.New("all were tried a moment ago")
+		for _, p := range lk.t.ports {
+			if !p.state.Load().up {
+				causes = append(causes, fmt.Errorf("port %s is down", p.name))
+			}
 		}
-		s.Reason = shorten(why.Error())
-		why = fmt.Errorf("%w: %w", errNoPath, why)
-	} else {
-		why = nil
+		if len(causes) == 0 {
+			causes = append(causes, errors.New("all were tried a moment ago"))
+		}
+		return lk.noPath(errors.Join(causes...))
 	}
-	if _, err := lk.t.ask(lk.peer, s, lk.t.cfg.ConnectTimeout/3); err != nil && why == nil {
+	lk.joined(s)
+	return nil
+}
+
+// noPath tells D, which would wait otherwise, why there is no lane.
+func (lk *link) noPath(why error) error {
+	lk.joined(&signal{Kind: signalJoined, Ticket: lk.ticket, Reason: shorten(why.Error())})
+	return fmt.Errorf("%w: %w", errNoPath, why)
+}
+
+// joined tells D which lanes there are.
+func (lk *link) joined(s *signal) {
+	if _, err := lk.t.ask(lk.peer, s, lk.t.cfg.ConnectTimeout/3); err != nil {
 		lk.t.log.Debug("rdma: a peer does not hear which lanes it has", zap.String("peer", string(lk.peer)), zap.Error(err))
 	}
-	return why
 }
 
 // newFar checks what D says of itself.
