@@ -1,0 +1,175 @@
+package rdma_test
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rdma"
+)
+
+// caught begins transfers until one is caught in the middle: cut is called when a
+// quarter of it has landed.
+func caught(t *testing.T, p, d *agent, n *int, blocks int, cut func()) *moving {
+	t.Helper()
+	for range 8 {
+		*n++
+		m := begin(p, d, *n, blocks)
+		if m.part(25) {
+			cut()
+			if !m.endedWell() {
+				return m
+			}
+		}
+		m.ends()
+		blocks = min(2*blocks, poolBlocks)
+		if t.Failed() {
+			t.FailNow()
+		}
+	}
+	t.Fatal("no transfer was caught in the middle")
+	return nil
+}
+
+// TestRailLost: one of two rails goes down in the middle of a transfer, for each of
+// them; then it comes back and is used again.
+func TestRailLost(t *testing.T) {
+	needsMachine(t)
+	if rails() < 2 {
+		t.Skip("this needs two rails")
+	}
+	for _, lost := range []int{0, 1} {
+		t.Run(fmt.Sprint("rail ", lost), func(t *testing.T) {
+			leaktest.Check(t)
+			p, d := pair(t, rdma.DefaultConfig())
+			n := 1
+			const blocks = poolBlocks / 2
+			whole := begin(p, d, n, blocks).well()
+			m := caught(t, p, d, &n, blocks, func() { cutLink(t, lost) })
+			cut := m.well()
+			t.Logf("measured: %d MiB in %v, with one rail of two lost in the middle %v: %v longer",
+				len(m.dst)*blockBytes>>20, whole.Round(time.Millisecond), cut.Round(time.Millisecond), (cut - whole).Round(time.Millisecond))
+			n++
+			before := packets(t, lost)
+			begin(p, d, n, 64).well()
+			if after := packets(t, lost); after != before {
+				t.Errorf("a rail that is down has sent %d packets", after-before)
+			}
+			setLink(t, lost, true)
+			back := time.Now()
+			// Its share of a transfer is some thousand packets; a probe is a few.
+			for before = packets(t, lost); packets(t, lost)-before < 100; {
+				if time.Since(back) > patience {
+					t.Fatalf("rail %d is up and not used again after %v", lost, patience)
+				}
+				n++
+				begin(p, d, n, blocks/4).well()
+			}
+			t.Logf("measured: the rail is used again after %v", time.Since(back).Round(time.Millisecond))
+		})
+	}
+}
+
+// TestAllRailsLost: what is under way ends with the reason, the peer is not usable
+// and says why; when the links are up again it is.
+func TestAllRailsLost(t *testing.T) {
+	needsMachine(t)
+	leaktest.Check(t)
+	p, d := pair(t, rdma.DefaultConfig())
+	n := 0
+	start := time.Now()
+	m := caught(t, p, d, &n, poolBlocks/2, func() {
+		start = time.Now()
+		for i := range rails() {
+			cutLink(t, i)
+		}
+	})
+	m.failed()
+	t.Logf("measured: both ends know after %v", time.Since(start).Round(time.Millisecond))
+	err := d.usable(p)
+	if err == nil || !strings.Contains(err.Error(), "port") {
+		t.Errorf("usable without a link: %v, want the reason", err)
+	}
+	t.Logf("not usable: %v", err)
+	for i := range rails() {
+		setLink(t, i, true)
+	}
+	t.Logf("measured: usable again after %v", d.again(p).Round(time.Millisecond))
+	n++
+	begin(p, d, n, 64).well()
+	for _, a := range []*agent{p, d} {
+		if len(a.sink.All("down", "")) == 0 {
+			t.Errorf("%s was not told that the way broke", a.id)
+		}
+	}
+}
+
+// TestQueuePairErrors: queue pairs go into error in the middle of a transfer, at
+// either end, one or all of them. The transfer goes on.
+func TestQueuePairErrors(t *testing.T) {
+	needsMachine(t)
+	for _, c := range []struct {
+		name  string
+		n     int
+		force func(p, d *agent, n int) (int, error)
+	}{
+		{"one at the sender", 1, func(p, d *agent, n int) (int, error) { return p.tr.BreakSending(n) }},
+		{"all at the sender", 100, func(p, d *agent, n int) (int, error) { return p.tr.BreakSending(n) }},
+		{"one at the receiver", 1, func(p, d *agent, n int) (int, error) { return d.tr.BreakReceiving(n) }},
+		{"all at the receiver", 100, func(p, d *agent, n int) (int, error) { return d.tr.BreakReceiving(n) }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			leaktest.Check(t)
+			p, d := pair(t, rdma.DefaultConfig())
+			n := 0
+			m := caught(t, p, d, &n, poolBlocks/4, func() {
+				if k, err := c.force(p, d, c.n); err != nil || k == 0 {
+					t.Fatalf("%d queue pairs broken: %v", k, err)
+				}
+			})
+			t.Logf("measured: %v", m.well().Round(time.Millisecond))
+			n++
+			begin(p, d, n, 64).well()
+		})
+	}
+}
+
+// TestReplacedReceiver: D dies without a word, in the middle of a transfer, and a
+// process with the same memory takes its place. P's old keys move nothing there.
+func TestReplacedReceiver(t *testing.T) {
+	needsMachine(t)
+	for _, id := range []string{"decode", "decode anew"} {
+		t.Run(id, func(t *testing.T) {
+			leaktest.Check(t)
+			b := newBoard()
+			cfg := rdma.DefaultConfig()
+			p, d := b.openOn(t, "prefill", newMemory(t), cfg), b.openOn(t, "decode", newMemory(t), cfg)
+			d.connect(p)
+			begin(p, d, 1, 64).well()
+			stale := &moving{p: p, d: d, id: "stale", n: 2, src: scattered(2, 64), dst: scattered(3, 64)}
+			p.paint(2, stale.src)
+			grant, err := d.tr.Expect(stale.id, p.id, d.layout.Segments([][]blockID{stale.dst}))
+			if err != nil {
+				t.Fatal(err)
+			}
+			n := 2
+			m := caught(t, p, d, &n, poolBlocks/2, d.die)
+			anew := b.openOn(t, agentID(id), d.mem, cfg) // which paints the memory
+			if err := p.sink.Wait("written", m.id, 1).Err; err == nil {
+				t.Error("a write to an agent that died ended well")
+			}
+			stale.d = anew
+			anew.check(0, nil)
+			anew.connect(p)
+			stale.write(grant)
+			if err := p.sink.Wait("written", stale.id, 1).Err; err == nil {
+				t.Error("a write with a dead agent's grant ended well")
+			}
+			anew.check(0, nil)
+			n++
+			begin(p, anew, n, 64).well()
+		})
+	}
+}
