@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma"
 )
 
 // benchLayers is how many regions a transfer is spread over.
@@ -28,6 +29,9 @@ type benchConfig struct {
 	agents  int // > 0: many decode agents in place of transfers
 
 	transport string // as in the configuration
+	adjacent  bool   // blocks lie one after the other on both sides
+	qps       int    // rdma_qps
+	depth     int    // rdma_send_depth
 }
 
 // benchResult is one row; rates are 10⁹ bytes a second.
@@ -48,6 +52,10 @@ func parseBench(args []string) (benchConfig, error) {
 	block := fs.String("block", "4K,16K,64K,1M", "block sizes, separated by commas")
 	total := fs.String("total", "256M", "bytes of a transfer")
 	transport := transportFlag(fs)
+	order := fs.String("order", "scattered", "how blocks lie on both sides: scattered, or adjacent, so that they are merged")
+	r := rdma.DefaultConfig()
+	fs.IntVar(&c.qps, "rdma-qps", r.QueuePairs, "queue pairs for each pair of ports")
+	fs.IntVar(&c.depth, "rdma-send-depth", r.SendDepth, "requests under way on a queue pair")
 	fs.IntVar(&c.rounds, "rounds", 9, "transfers per block size; the first one is not counted")
 	fs.IntVar(&c.streams, "streams", 2, "TCP connections")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
@@ -66,6 +74,9 @@ func parseBench(args []string) (benchConfig, error) {
 		return c, err
 	}
 	c.transport = *transport
+	if c.adjacent = *order == "adjacent"; !c.adjacent && *order != "scattered" {
+		return c, fmt.Errorf("%w: order %q: want scattered or adjacent", errUsage, *order)
+	}
 	if c.rounds < 2 || c.streams < 1 {
 		return c, fmt.Errorf("%w: want at least 2 rounds and 1 stream", errUsage)
 	}
@@ -145,11 +156,11 @@ func benchOne(ctx context.Context, c benchConfig, peer *peerProcess, block int) 
 		return r, err
 	}
 	defer local.free()
-	opened, err := peer.ask(peerOrder{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Transport: c.transport})
+	opened, err := peer.ask(peerOrder{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Transport: c.transport, QPs: c.qps, Depth: c.depth})
 	if err != nil {
 		return r, err
 	}
-	agent, err := openDecode(local, c.streams, c.transport)
+	agent, err := openDecode(local, peerOrder{Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth})
 	if err != nil {
 		return r, err
 	}
@@ -163,10 +174,10 @@ func benchOne(ctx context.Context, c benchConfig, peer *peerProcess, block int) 
 		}
 		id := fmt.Sprintf("bench-%d-%d", block, round)
 		local.clear()
-		if _, err := peer.ask(peerOrder{Op: "offer", ID: id, Transfer: round + 1, Count: count}); err != nil {
+		if _, err := peer.ask(peerOrder{Op: "offer", ID: id, Transfer: round + 1, Count: count, Adjacent: c.adjacent}); err != nil {
 			return r, err
 		}
-		dst := local.scatter(count, int64(1000+round))
+		dst := local.choose(count, int64(1000+round), c.adjacent)
 		start := time.Now()
 		if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Blocks: [][]core.BlockID{dst},
 			From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {

@@ -48,7 +48,7 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer local.free()
-	agent, err := openDecode(local, 2, *transport)
+	agent, err := openDecode(local, peerOrder{Streams: 2, Transport: *transport})
 	if err != nil {
 		return err
 	}

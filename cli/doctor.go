@@ -6,6 +6,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"os"
 	"path/filepath"
@@ -173,7 +174,11 @@ func describeDevice(d rdma.DeviceReport) string {
 	if d.RelaxedOrdering {
 		ordering = "relaxed ordering"
 	}
-	text := fmt.Sprintf("%s, %s, firmware %s, regions of at most %d bytes, %s", d.File, node, orDash(d.Firmware), d.MaxMRSize, ordering)
+	size := "regions of any size"
+	if d.MaxMRSize < math.MaxInt64 {
+		size = "regions of at most " + formatSize(int(d.MaxMRSize))
+	}
+	text := fmt.Sprintf("%s, %s, firmware %s, %s, %s", d.File, node, orDash(d.Firmware), size, ordering)
 	if d.Problem != "" {
 		text += "; cannot be used: " + d.Problem
 	}

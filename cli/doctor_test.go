@@ -34,7 +34,7 @@ func TestDoctorSaysWhatItFinds(t *testing.T) {
 	})
 	var out bytes.Buffer
 	d.print(&out)
-	for _, want := range []string{"tcp   available", "rdma  available", "64K (RLIMIT_MEMLOCK); ulimit -l unlimited", "mlx5_0: /dev/infiniband/uverbs0, NUMA node 1",
+	for _, want := range []string{"tcp   available", "rdma  available", "64K (RLIMIT_MEMLOCK); ulimit -l unlimited", "mlx5_0: /dev/infiniband/uverbs0, NUMA node 1, firmware 22.1, regions of at most 1024G, relaxed ordering",
 		"port 1: active, Ethernet, 100 Gb/s, MTU 4096: GID 3, the best of 2", "GID 3: 10.0.0.1, RoCE v2, private, eth2  <- preferred", "fe80::1, IB, link-local, -  cannot be used",
 		"port 2: down, Ethernet, unknown speed, MTU 0: cannot be used: the port is down: check the cable", "mlx5_1: cannot be used: no permission", "auto: rdma with peers"} {
 		if !strings.Contains(out.String(), want) {

@@ -30,6 +30,9 @@ type peerOrder struct {
 	ID        string `json:"id,omitempty"`
 	Transfer  int    `json:"transfer,omitempty"` // names the pattern
 	Count     int    `json:"count,omitempty"`    // blocks of the transfer
+	Adjacent  bool   `json:"adjacent,omitempty"` // they lie one after the other
+	QPs       int    `json:"qps,omitempty"`      // rdma_qps
+	Depth     int    `json:"depth,omitempty"`    // rdma_send_depth
 	// Bootstrap is where open is to listen again; any free port without it.
 	Bootstrap string `json:"bootstrap,omitempty"`
 }
@@ -90,7 +93,7 @@ func (p *prefillPeer) obey(ctx context.Context, o peerOrder) (peerAnswer, error)
 		_, err := p.agent.Announce([]core.TransferID{core.TransferID(o.ID)})
 		return peerAnswer{}, err
 	case "offer":
-		ids := p.pool.scatter(o.Count, int64(o.Transfer))
+		ids := p.pool.choose(o.Count, int64(o.Transfer), o.Adjacent)
 		p.pool.fill(o.Transfer, ids)
 		_, err := p.agent.Offer([]core.OfferRequest{{ID: core.TransferID(o.ID), Blocks: [][]core.BlockID{ids}}})
 		return peerAnswer{}, err
@@ -108,9 +111,7 @@ func (p *prefillPeer) open(o peerOrder) (peerAnswer, error) {
 	cfg := node.DefaultConfig()
 	cfg.EngineID, cfg.Role = "prefill", node.RolePrefill
 	cfg.BootstrapHost, cfg.BootstrapPort, cfg.TCPListenHost = "127.0.0.1", 0, "127.0.0.1"
-	if o.Transport != "" {
-		cfg.Transport = o.Transport
-	}
+	o.transport(&cfg)
 	if o.Bootstrap != "" {
 		at, err := natsbus.ParseAddress(o.Bootstrap)
 		if err != nil {
@@ -132,6 +133,16 @@ func (p *prefillPeer) open(o peerOrder) (peerAnswer, error) {
 		return peerAnswer{}, err
 	}
 	return peerAnswer{Bootstrap: p.agent.BootstrapAddress(), EngineID: cfg.EngineID}, nil
+}
+
+// transport sets what the order says of it.
+func (o *peerOrder) transport(cfg *node.Config) {
+	if o.Transport != "" {
+		cfg.Transport = o.Transport
+	}
+	if o.QPs > 0 {
+		cfg.RDMAQPs, cfg.RDMASendDepth = o.QPs, o.Depth
+	}
 }
 
 func (p *prefillPeer) close() {
@@ -164,10 +175,11 @@ func waitReport(ctx context.Context, a *node.Agent, id core.TransferID) (core.Re
 	}
 }
 
-// openDecode opens the decode side in this process.
-func openDecode(p *pool, streams int, transport string) (*node.Agent, error) {
+// openDecode opens the decode side in this process, as the peer's order says.
+func openDecode(p *pool, o peerOrder) (*node.Agent, error) {
 	cfg := node.DefaultConfig()
-	cfg.EngineID, cfg.Role, cfg.TCPStreams, cfg.Transport = "decode", node.RoleDecode, streams, transport
+	cfg.EngineID, cfg.Role, cfg.TCPStreams = "decode", node.RoleDecode, o.Streams
+	o.transport(&cfg)
 	a, err := node.Open(cfg, node.Options{Logger: newLogger(zap.WarnLevel)})
 	if err != nil {
 		return nil, err

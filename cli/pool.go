@@ -101,6 +101,18 @@ func (p *pool) check(transfer, first int, ids []core.BlockID) error {
 	return nil
 }
 
+// choose picks n of the pool's blocks: scattered, or the first ones.
+func (p *pool) choose(n int, seed int64, adjacent bool) []core.BlockID {
+	if !adjacent {
+		return p.scatter(n, seed)
+	}
+	out := make([]core.BlockID, n)
+	for i := range out {
+		out[i] = core.BlockID(i)
+	}
+	return out
+}
+
 // scatter picks n of the pool's blocks in an order that a seed gives.
 func (p *pool) scatter(n int, seed int64) []core.BlockID {
 	out := make([]core.BlockID, n)

@@ -105,6 +105,28 @@ func (f *fakeTransport) Admit(id core.AgentID) ([]byte, error) {
 func (f *fakeTransport) Dismiss(id core.AgentID) { delete(f.admitted, id) }
 func (f *fakeTransport) Write(op core.WriteOp)   { f.writes = append(f.writes, op) }
 
+// fakeSignaller takes signals, of those only who were admitted by tcp beside it.
+type fakeSignaller struct {
+	core.Signaller
+	of *fakeTransport
+	t  *testing.T
+}
+
+func (*fakeSignaller) Name() string     { return "sig" }
+func (*fakeSignaller) Endpoint() string { return "" }
+func (f *fakeSignaller) Admit(id core.AgentID) ([]byte, error) {
+	f.of.admitted[id] = true
+	return make([]byte, 16), nil
+}
+func (*fakeSignaller) Dismiss(core.AgentID) {}
+func (f *fakeSignaller) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
+	if !f.of.admitted[from] {
+		f.t.Errorf("a signal of %q, which was not met", from)
+	}
+	return msg, nil
+}
+func (f *fakeSignaller) Write(op core.WriteOp) { f.of.Write(op) }
+
 // deafAgent is a registered prefill agent without a bus and without goroutines:
 // what its machine wants done stays in its queue.
 func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
@@ -115,7 +137,7 @@ func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
 	tr := &fakeTransport{admitted: map[core.AgentID]bool{}}
 	a := &Agent{id: "P", cfg: testConfig(RoleBoth), log: zap.NewNop(), clock: systemClock{}, reports: newReportQueue(64), wake: make(chan struct{}, 1),
 		peers: newPeerTable(), layout: l, machine: core.New(l, core.Options{MaxTransfers: 8}), state: stateRegistered}
-	a.transport = newTransports(a, tr)
+	a.transport = newTransports(a, &fakeSignaller{of: tr, t: t}, tr)
 	a.self = a.describe(l, a.transport)
 	return a, tr
 }
@@ -147,6 +169,9 @@ func FuzzServe(f *testing.F) {
 	finish := func(from string, list ...wire.Finish) *wire.Request {
 		return &wire.Request{Kind: wire.KindFinish, From: from, Finishes: list}
 	}
+	signal := func(from, transport string) *wire.Request {
+		return &wire.Request{Kind: wire.KindSignal, From: from, Signal: &wire.Signal{Transport: transport, Data: []byte("join")}}
+	}
 	ids := wire.Blocks{IDs: []uint32{7, 8}}
 	for _, seed := range [][3]*wire.Request{
 		{hello("d", nil), load("d", ids), renew("d", []string{"t-1"}, []string{"t-2", ""})},
@@ -155,6 +180,9 @@ func FuzzServe(f *testing.F) {
 		{hello("d", func(h *wire.Agent) { h.Shapes[0].BlockBytes = 0 }), load("d", ids), renew("d", nil, nil)},
 		{hello("d", func(h *wire.Agent) { h.ID = "other" }), load("other", ids), renew("e", []string{"t-1"}, []string{"t-1"})},
 		{hello("", nil), load("", ids), renew("", nil, []string{"t-1"})},
+		{hello("d", func(h *wire.Agent) { h.Endpoints = []wire.Endpoint{{Transport: "rdma"}} }), load("d", ids), signal("d", "sig")},
+		{signal("d", "sig"), hello("d", nil), signal("d", "tcp")},
+		{hello("d", nil), signal("d", "sig"), signal("e", "sig")},
 	} {
 		var enc [3][]byte
 		for i, m := range seed {
@@ -221,7 +249,7 @@ func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) {
 	if r := req.Renew; req.Kind == wire.KindRenew && rep.Code == 0 && len(rep.Statuses) != len(r.Loads)+len(r.Claims) {
 		t.Errorf("%d statuses for %+v", len(rep.Statuses), r)
 	}
-	if len(rep.Ticket) > 0 && (req.Kind != wire.KindHello || !fits(req.Hello)) {
+	if len(rep.Ticket)+len(rep.Tickets) > 0 && (req.Kind != wire.KindHello || !fits(req.Hello)) {
 		t.Errorf("a ticket for %+v", req)
 	}
 	if req.Kind == wire.KindLoad && !tr.admitted[from] && rep.Code == 0 {

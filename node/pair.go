@@ -284,7 +284,11 @@ type TransportStats struct {
 	BytesIn      uint64            `json:"bytes_in"`
 	BytesOut     uint64            `json:"bytes_out"`
 	Fallbacks    map[string]uint64 `json:"fallbacks,omitempty"` // loads that another took in its place, by reason
+	Counters     map[string]uint64 `json:"counters,omitempty"`  // of the transport itself: rdma.Transport.Counters
 }
+
+// counting is a transport with counters of its own.
+type counting interface{ Counters() map[string]uint64 }
 
 func (s *TransportStats) add(r core.Report) {
 	ok := r.Code == core.OK
@@ -317,12 +321,23 @@ const maxPairStats = 64
 
 // stats returns copies.
 func (t *transports) stats() (by map[string]TransportStats, pairs []PairStats) {
+	own := map[string]map[string]uint64{}
+	for _, w := range t.list {
+		if c, ok := w.(counting); ok {
+			own[w.Name()] = c.Counters()
+		}
+	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	by = map[string]TransportStats{}
 	for name, s := range t.moved {
 		c := *s
 		c.Fallbacks = maps.Clone(s.Fallbacks)
+		by[name] = c
+	}
+	for name, counters := range own {
+		c := by[name]
+		c.Counters = counters
 		by[name] = c
 	}
 	ids := slices.SortedFunc(maps.Keys(t.pairs), func(a, b core.AgentID) int { return t.pairs[b].used.Compare(t.pairs[a].used) })

@@ -487,13 +487,18 @@ func TestSlowSignals(t *testing.T) {
 	}
 	short, stop := context.WithTimeout(ctx, 50*time.Millisecond)
 	defer stop()
-	gate = make(chan struct{})
-	defer close(gate)
-	p.signals.mu.Lock()
-	p.signals.all = maxSignals
-	p.signals.mu.Unlock()
+	others := func(n int) { // of other peers
+		p.signals.mu.Lock()
+		defer p.signals.mu.Unlock()
+		p.signals.all += n
+	}
+	others(maxSignals)
 	if _, err := d.twin.signal(short, p.ID(), []byte("x")); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("a signal while all places are taken: %v", err)
+	}
+	others(-maxSignals)
+	if _, err := d.twin.signal(ctx, p.ID(), []byte("x")); err != nil {
+		t.Errorf("a signal when they are free again: %v", err)
 	}
 }
 

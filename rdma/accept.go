@@ -3,6 +3,7 @@ package rdma
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 
 	"go.uber.org/zap"
@@ -88,10 +89,7 @@ func sortPairs(all []pairOfPorts) {
 // portDown retires the lanes of a port, and has P told.
 func (r *receiver) portDown(p *localPort, cause error) {
 	r.mu.Lock()
-	all := make([]*source, 0, len(r.sources))
-	for _, src := range r.sources {
-		all = append(all, src)
-	}
+	all := slices.Collect(maps.Values(r.sources))
 	r.mu.Unlock()
 	for _, src := range all {
 		src.mu.Lock()
@@ -107,4 +105,16 @@ func (r *receiver) portDown(p *localPort, cause error) {
 		}
 		src.mu.Unlock()
 	}
+}
+
+func (r *receiver) lanes() (n int) {
+	r.mu.Lock()
+	all := slices.Collect(maps.Values(r.sources))
+	r.mu.Unlock()
+	for _, src := range all {
+		src.mu.Lock()
+		n += len(src.lanes)
+		src.mu.Unlock()
+	}
+	return n
 }

@@ -7,12 +7,15 @@ import (
 	"math"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"go.uber.org/zap"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -47,8 +50,8 @@ type portState struct {
 }
 
 // maxWrite is the most bytes of one write: large enough that more gains nothing,
-// small enough that lanes share a port fairly.
-const maxWrite = 1 << 20
+// small enough that lanes share a port fairly, and that a signal is for many.
+const maxWrite = 256 << 10
 
 // maxChain is the most writes behind one doorbell.
 const maxChain = 64
@@ -83,9 +86,9 @@ func (t *Transport) open() error {
 			}
 		}
 	}
-	if missing := t.cfg.Missing(names); len(missing) > 0 {
-		problems = append(problems, fmt.Errorf("rdma_devices names %v, this machine has %v", missing, names))
+	if missing := t.cfg.Missing(names); len(missing) > 0 { // somebody counts on it
 		t.closeDevices()
+		return fmt.Errorf("%w: config key \"rdma_devices\" has %q, which no device fits: this machine has %s", core.ErrInvalid, missing, strings.Join(names, ", "))
 	}
 	if len(t.devices) == 0 {
 		if len(problems) == 0 {
@@ -258,13 +261,13 @@ func (d *device) register(regions []memRange, access verbs.Access, order string)
 		access |= verbs.RelaxedOrdering
 	}
 	ranges := mergeRanges(regions, d.verbs.Attr().MaxMRSize)
-	mrs, errs := make([]*verbs.MR, len(ranges)), make([]error, len(ranges))
+	mrs, errs := make([][]*verbs.MR, len(ranges)), make([]error, len(ranges))
 	var wg sync.WaitGroup
 	var next atomic.Int64
 	for range min(registrars, len(ranges)) {
 		wg.Go(func() {
 			for i := int(next.Add(1)) - 1; i < len(ranges); i = int(next.Add(1)) - 1 {
-				if mrs[i], errs[i] = d.pd.Register(uintptr(ranges[i].Base), ranges[i].Length, access); errs[i] != nil {
+				if mrs[i], errs[i] = d.registerRange(ranges[i], access); errs[i] != nil {
 					next.Store(int64(len(ranges))) // the others would fail too
 				}
 			}
@@ -272,11 +275,10 @@ func (d *device) register(regions []memRange, access verbs.Access, order string)
 	}
 	wg.Wait()
 	var local []keyRange
-	for i, mr := range mrs {
-		if mr != nil {
-			d.mrs = append(d.mrs, mr)
-			local, d.keys = append(local, keyRange{ranges[i], mr.LKey}), append(d.keys, keyRange{ranges[i], mr.RKey})
-		}
+	for _, mr := range slices.Concat(mrs...) {
+		r := memRange{mr.Addr, mr.Length}
+		d.mrs = append(d.mrs, mr)
+		local, d.keys = append(local, keyRange{r, mr.LKey}), append(d.keys, keyRange{r, mr.RKey})
 	}
 	if err := errors.Join(errs...); err != nil {
 		return err
@@ -284,6 +286,29 @@ func (d *device) register(regions []memRange, access verbs.Access, order string)
 	var err error
 	d.local, err = newKeyTable("here", regions, local)
 	return err
+}
+
+// leastSplit is the size below which a range that cannot be registered is not cut.
+const leastSplit = 256 << 20
+
+// registerRange registers a range, in halves where the device's driver takes less
+// at once than the device says.
+func (d *device) registerRange(r memRange, access verbs.Access) ([]*verbs.MR, error) {
+	mr, err := d.pd.Register(uintptr(r.Base), r.Length, access)
+	if err == nil {
+		return []*verbs.MR{mr}, nil
+	}
+	if r.Length < 2*leastSplit || !errors.Is(err, syscall.ENOMEM) && !errors.Is(err, syscall.E2BIG) {
+		return nil, err
+	}
+	half := r.Length / 2 &^ (2<<20 - 1)
+	mrs, err := d.registerRange(memRange{r.Base, half}, access)
+	if err == nil {
+		var rest []*verbs.MR
+		rest, err = d.registerRange(memRange{r.Base + half, r.Length - half}, access)
+		mrs = append(mrs, rest...)
+	}
+	return mrs, err // those that there are, to be closed
 }
 
 // describe is what P must know to write to us.

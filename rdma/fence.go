@@ -1,6 +1,8 @@
 package rdma
 
 import (
+	"maps"
+	"slices"
 	"time"
 
 	"go.uber.org/zap"
@@ -182,10 +184,7 @@ func (src *source) end(why string) {
 func (r *receiver) close() {
 	r.mu.Lock()
 	r.closed = true
-	var all []*source
-	for _, src := range r.sources {
-		all = append(all, src)
-	}
+	all := slices.Collect(maps.Values(r.sources))
 	r.mu.Unlock()
 	for _, src := range all {
 		src.mu.Lock()

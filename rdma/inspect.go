@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"math"
 	"os"
-	"strconv"
 	"strings"
 
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
@@ -112,11 +111,9 @@ func Inspect(cfg Config) Report {
 }
 
 func inspectDevice(cfg *Config, lib *verbs.Library, info verbs.DeviceInfo) DeviceReport {
-	r := DeviceReport{Name: info.Name, File: info.File, Transport: info.Transport.String(), NUMANode: -1}
-	if b, err := os.ReadFile(info.SysPath + "/device/numa_node"); err == nil { // Soft-RoCE has none
-		if n, err := strconv.Atoi(strings.TrimSpace(string(b))); err == nil {
-			r.NUMANode = n
-		}
+	r := DeviceReport{Name: info.Name, File: info.File, Transport: info.Transport.String(), NUMANode: noNode}
+	if at, err := devicePlace(os.DirFS("/sys"), info.Name); err == nil {
+		r.NUMANode = at.Node
 	}
 	if info.Problem != nil {
 		r.Problem = info.Problem.Error()
@@ -221,12 +218,12 @@ func inspectMemlock() Memlock {
 	m, err := readMemlock()
 	switch {
 	case err != nil:
-		return Memlock{Why: err.Error()}
+		return Memlock{Why: fmt.Sprintf("it cannot be read: %v", err), Remedy: "see whether registering the KV caches works"}
 	case m.Capable:
 		return Memlock{Unlimited: true, Why: "CAP_IPC_LOCK"}
 	case m.Soft == math.MaxUint64:
 		return Memlock{Unlimited: true, Why: "RLIMIT_MEMLOCK"}
 	}
 	return Memlock{Bytes: m.Soft, Why: "RLIMIT_MEMLOCK",
-		Remedy: "the KV caches must fit: ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, --ulimit memlock=-1 for a container"}
+		Remedy: "the KV caches must fit: ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, --ulimit memlock=-1 for docker"}
 }

@@ -264,7 +264,7 @@ func (lk *link) pump(l *lane) {
 		l.rail.begin(time.Now(), carried)
 		j.flight += n
 		j.w.flight += n
-		lk.t.posted(n)
+		lk.t.posted(lk.chain[:n])
 		if _, err := l.qp.Post(lk.chain[:n], lk.pieces[:pieces]); err != nil {
 			lk.breakLane(l, fmt.Errorf("rdma: %s: %w", l.port.name, err))
 			return

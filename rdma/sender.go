@@ -6,6 +6,8 @@ import (
 	"crypto/subtle"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -194,10 +196,7 @@ func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
 
 func (s *sender) portDown(p *localPort, cause error) {
 	s.mu.Lock()
-	all := make([]*link, 0, len(s.links))
-	for _, l := range s.links {
-		all = append(all, l)
-	}
+	all := slices.Collect(maps.Values(s.links))
 	s.mu.Unlock()
 	for _, lk := range all {
 		lk.update(func(lk *link) {
@@ -210,13 +209,22 @@ func (s *sender) portDown(p *localPort, cause error) {
 	}
 }
 
+func (s *sender) lanes() (n int) {
+	s.mu.Lock()
+	all := slices.Collect(maps.Values(s.links))
+	s.mu.Unlock()
+	for _, lk := range all {
+		lk.mu.Lock()
+		n += len(lk.lanes)
+		lk.mu.Unlock()
+	}
+	return n
+}
+
 func (s *sender) close() {
 	s.mu.Lock()
 	s.closed = true
-	all := make([]*link, 0, len(s.links))
-	for _, l := range s.links {
-		all = append(all, l)
-	}
+	all := slices.Collect(maps.Values(s.links))
 	s.mu.Unlock()
 	for _, l := range all {
 		l.end(errClosed, "it was closed")

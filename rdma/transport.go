@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
 // Transport is the rdma core.Transport of one agent.
@@ -39,7 +40,7 @@ type Transport struct {
 	sender   sender
 	receiver receiver
 
-	requests, doorbells atomic.Uint64
+	requests, doorbells, signals atomic.Uint64
 }
 
 var _ core.Signaller = (*Transport)(nil)
@@ -274,7 +275,20 @@ func (t *Transport) tellWritten(id core.TransferID, st core.TransferStats, err e
 }
 
 // posted counts a chain that is posted.
-func (t *Transport) posted(requests int) {
-	t.requests.Add(uint64(requests))
+func (t *Transport) posted(chain []verbs.Write) {
 	t.doorbells.Add(1)
+	t.requests.Add(uint64(len(chain)))
+	for i := range chain {
+		if chain[i].Flags&verbs.Signaled != 0 {
+			t.signals.Add(1)
+		}
+	}
+}
+
+// Counters are what the agent's statistics show of the transport itself: writes
+// posted, doorbells (chains) that it took and completions that were asked for, all
+// since it was opened; lanes now, of both sides.
+func (t *Transport) Counters() map[string]uint64 {
+	lanes := t.sender.lanes() + t.receiver.lanes()
+	return map[string]uint64{"writes": t.requests.Load(), "doorbells": t.doorbells.Load(), "signals": t.signals.Load(), "lanes": uint64(lanes)}
 }

@@ -3,11 +3,12 @@
 # only the ratios mean anything.
 #   scripts/bench-rdma.sh [--pairs N] [--depth N] [--sizes 4K,16K,64K,1M] [--mb N] [SIDE]
 # Each pair runs both sides, the order alternates, and the ratio is the median of the pairs' ratios. SIDE is what is
-# compared: a function bw_SIDE below. Without one ib_write_bw runs against itself, which shows the noise.
+# compared: a function bw_SIDE below, kvconn unless given; perftest is ib_write_bw against itself, which shows the noise;
+# register is something else, the time that registering memory takes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/bench-rdma
-pairs=5 depth=128 sizes=4K,16K,64K,1M mb=64 side=perftest
+pairs=5 depth=128 sizes=4K,16K,64K,1M mb=64 side=kvconn
 bad() { echo "bench-rdma: $*; usage: bench-rdma.sh [--pairs N] [--depth N] [--sizes 4K,64K] [--mb N] [SIDE]" >&2; exit 2; }
 guest=
 while (($#)); do
@@ -39,9 +40,16 @@ bw_perftest() { # SIZE TOTAL DEPTH
   echo "$bw"
 }
 
-# bw_kvconn goes here: build/kvconn bench --transport rdma, and becomes the default side.
+bw_kvconn() { kvconn_bench "$@" scattered; } # blocks of SIZE, scattered on both sides
+bw_adjacent() { kvconn_bench "$@" adjacent; } # blocks of SIZE that are merged
 
-[[ $(type -t "bw_$side") == function ]] || bad "no side $side"
+kvconn_bench() { # SIZE TOTAL DEPTH ORDER: whole loads, the control plane included
+  local total=$(($2 / ($1 * 8) * $1 * 8))
+  timeout 300 build/kvconn bench --transport rdma --order "$4" --rdma-qps 1 --rdma-send-depth "$3" --block "$1" --total "$total" --rounds 4 --json |
+    python3 -c 'import json, sys; print(json.load(sys.stdin)["results"][0]["median_gb_per_s"] * 1000)'
+}
+
+[[ $side == register || $(type -t "bw_$side") == function ]] || bad "no side $side"
 if [[ $guest ]]; then
   tmp=$(mktemp -d)
   for size in ${sizes//,/ }; do
@@ -58,6 +66,13 @@ fi
 
 . scripts/await.sh
 mkdir -p $out
+if [[ $side == register ]]; then # from the opening of the library until 1, 2 and 4 GiB are registered
+  rxe_prepare bench-rdma $out/prepare.log
+  go test -c -o $out/rdma.test ./rdma
+  rxe_vm --rails 1 --mem 9000 --share $out --timeout 600 -- $out/rdma.test -test.run '^$' -test.bench Open -test.benchtime 3x
+  exit
+fi
+make -s cmd
 rxe_prepare bench-rdma $out/prepare.log
 rc=0
 rxe_vm --rails 1 --share $out --timeout 1800 -- scripts/bench-rdma.sh --guest --pairs "$pairs" --depth "$depth" --sizes "$sizes" --mb "$mb" "$side" \

@@ -401,6 +401,30 @@ struct vb_qp *vb_create_qp(struct ibv_pd *pd, struct vb_cq *cq, struct vb_caps *
   return q;
 }
 
+static int null_post(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad) {
+  (void)qp, (void)wr, (void)bad;
+  return 0;
+}
+
+struct vb_qp *vb_null_qp(const struct vb_caps *caps) {
+  struct null {
+    struct ibv_context context;
+    struct ibv_qp qp;
+    size_t chain; /* aligns what follows */
+  };
+  size_t own = sizeof(struct vb_qp) + caps->send_depth * sizeof(struct ibv_send_wr);
+  struct vb_qp *q = calloc(1, own + sizeof(struct null));
+  if (q == NULL) return NULL;
+  struct null *n = (struct null *)((char *)q + own);
+  n->context.ops.post_send = null_post;
+  n->qp.context = &n->context;
+  q->qp = &n->qp;
+  q->depth = caps->send_depth;
+  q->max_pieces = caps->pieces;
+  for (int i = 0; i + 1 < q->depth; i++) q->wr[i].next = &q->wr[i + 1];
+  return q;
+}
+
 int vb_destroy_qp(struct vb_qp *q) {
   int err = gone(lib.destroy_qp(q->qp));
   if (err == 0) free(q);

@@ -116,6 +116,8 @@ struct vb_caps {
 struct vb_qp; /* with the chain of work requests that posts are built in */
 /* Writes back what the device gave. */
 struct vb_qp *vb_create_qp(struct ibv_pd *pd, struct vb_cq *cq, struct vb_caps *caps);
+/* Of no device: posts go nowhere. One block of memory, for free(). */
+struct vb_qp *vb_null_qp(const struct vb_caps *caps);
 int vb_destroy_qp(struct vb_qp *q);
 uint32_t vb_qp_number(struct vb_qp *q);
 
