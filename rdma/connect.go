@@ -68,6 +68,11 @@ func (lk *link) mend() {
 		lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || errors.Is(err, errNoPath)
 		if lasting || time.Now().After(giveUp) || !lk.t.pause(100*time.Millisecond) {
 			lk.update(func(lk *link) {
+				gone := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused)
+				if !gone && !lk.resync && len(lk.lost) == 0 && len(lk.lanes) > 0 {
+					lk.keep(err)
+					return
+				}
 				if errors.Is(err, core.ErrAbsent) {
 					lk.confirmed(len(lk.lost)) // nobody is left to write to
 				}
@@ -81,6 +86,17 @@ func (lk *link) mend() {
 			return
 		}
 	}
+}
+
+// keep goes on with the lanes that there are: more could not be made now.
+func (lk *link) keep(cause error) {
+	now := time.Now()
+	for _, r := range lk.rails {
+		if r.retry(now) {
+			r.fail(now, cause)
+		}
+	}
+	lk.wanted, lk.rest, lk.mends = false, false, false
 }
 
 // mendOnce does what stands first. again: D asks for a moment.
@@ -152,7 +168,11 @@ func (lk *link) connect() error {
 		if len(pairs) == 0 {
 			break
 		}
-		causes = append(causes, lk.join(there, pairs)...)
+		failed, err := lk.join(there, pairs)
+		if err != nil { // D was not asked, so nothing is known of the rails
+			return err
+		}
+		causes = append(causes, failed...)
 		if lk.t.ctx.Err() != nil {
 			return errClosed
 		}
@@ -277,8 +297,9 @@ func (lk *link) candidates(there *far, tried map[railKey]bool, causes *[]error) 
 }
 
 // join makes lanes for pairs of ports and sees whether bytes get through. What
-// does is used at once.
-func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
+// does is used at once; causes says why the others are not. An error says that D
+// does not answer.
+func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error, err error) {
 	t := lk.t
 	s := &signal{Kind: signalJoin, Ticket: lk.ticket}
 	var lanes []*lane
@@ -289,7 +310,8 @@ func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
 		if b == nil {
 			var err error
 			if b, err = t.newBundle(c.local.dev, len(pairs)*t.cfg.QueuePairs*(t.cfg.SendDepth+1), lk.completed); err != nil {
-				return append(causes, err)
+				causes = append(causes, err)
+				continue
 			}
 			bundles[c.local.dev] = b
 			defer b.seal()
@@ -305,6 +327,9 @@ func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
 				GRH: c.path.GRH, GID: c.path.Local.Raw, Index: c.path.Remote.Index, LID: c.local.state.Load().address.LID})
 		}
 	}
+	if len(lanes) == 0 {
+		return causes, nil
+	}
 	failed := func(l *lane, err error) {
 		l.destroy()
 		c := ways[l]
@@ -319,9 +344,16 @@ func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
 	}
 	if err != nil {
 		for _, l := range lanes {
-			failed(l, err)
+			l.destroy()
 		}
-		return causes
+		lk.update(func(lk *link) {
+			for _, c := range pairs {
+				if r := lk.rails[c.key]; r != nil && r.trying {
+					r.fail(time.Now(), err)
+				}
+			}
+		})
+		return causes, err
 	}
 	lk.update(func(lk *link) { lk.grants.told(rep.Next, rep.Live) })
 	probing := lanes[:0:0]
@@ -368,7 +400,7 @@ func (lk *link) join(there *far, pairs []pairOfPorts) (causes []error) {
 			lk.watchRest()
 		})
 	}
-	return causes
+	return causes, nil
 }
 
 func (lk *link) newLane(b *bundle, c pairOfPorts) (*lane, error) {
