@@ -106,6 +106,9 @@ func (e *engine) open(o *opening) error {
 	cfg.BootstrapHost, cfg.BootstrapPort, cfg.TCPListenHost, cfg.TCPPort = o.Host, o.BootstrapPort, o.Host, o.TCPPort
 	cfg.Lease, cfg.EarlyLoad = seconds(o.Lease), seconds(o.EarlyLoad)
 	cfg.MaxTransfers = o.MaxTransfers
+	if o.PeerTimeout > 0 {
+		cfg.PeerTimeout = seconds(o.PeerTimeout)
+	}
 	cfg.Transport = "tcp"
 	if o.Transport != "" {
 		cfg.Transport = o.Transport

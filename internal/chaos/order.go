@@ -37,6 +37,7 @@ type opening struct {
 	TCPPort       int     `json:"tcp_port,omitempty"`
 	Lease         float64 `json:"lease_s"`
 	EarlyLoad     float64 `json:"early_load_s"`
+	PeerTimeout   float64 `json:"peer_timeout_s,omitempty"` // 0: the default
 	MaxTransfers  int     `json:"max_transfers"`
 	Regions       int     `json:"regions"`
 	Blocks        int     `json:"blocks"`

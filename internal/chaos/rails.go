@@ -56,7 +56,7 @@ func (r rails) set(which []int, how string) error {
 // The sizes of the part rails: transfers at a time, and the blocks of one.
 const (
 	railTransfers = 4
-	railBlocks    = 64
+	railBlocks    = 32
 	// railReturn is how long after its rails are back a pair may take to use them:
 	// the longest pause of a rail, and a handshake.
 	railReturn = 60 * time.Second
@@ -70,6 +70,7 @@ func runRails(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		return partRow{}, nil
 	}
 	s := shape{name: "rails", prefills: 1, decodes: 1, memory: bigBlocks(), rails: opt.rails(), host: opt.Host, decode: opt.Decode}
+	s.memory.PeerTimeout = 15 // a machine that is emulated may be silent for long
 	return with(ctx, opt, led, s, func(f *fleet) (string, error) {
 		r := &railRun{f: f, opt: opt}
 		whole := r.stream(ctx, func() error { pause(ctx, time.Second); return nil })
