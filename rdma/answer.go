@@ -111,9 +111,9 @@ func (src *source) joined(s *signal) {
 		src.watch()
 	case s.Reason == "": // closed because nothing was to be sent; P opens others when something is
 		src.settle(nil)
-	default:
-		src.settle(fmt.Errorf("rdma: prefill agent %s reaches none of this agent's ports: %s", src.peer, s.Reason))
-		src.backOff()
+	default: // and gives up what it was writing
+		tell := src.losing(fmt.Errorf("rdma: prefill agent %s reaches none of this agent's ports: %s", src.peer, s.Reason))
+		src.r.t.goRun("rdma no path", tell)
 	}
 }
 

@@ -192,8 +192,16 @@ func (src *source) greeting() {
 // lose ends the way to P: what has begun to land ends. What has not may still
 // come, when P connects again.
 func (src *source) lose(cause error) {
-	cause = fmt.Errorf("%w: %w", core.ErrConnectionLost, cause)
 	src.mu.Lock()
+	tell := src.losing(cause)
+	src.mu.Unlock()
+	tell()
+}
+
+// losing is lose but for what waits and what the sink is told, which tell does
+// without src.mu.
+func (src *source) losing(cause error) (tell func()) {
+	cause = fmt.Errorf("%w: %w", core.ErrConnectionLost, cause)
 	var ended []*expect
 	for _, e := range src.live {
 		if !e.begun.IsZero() && src.r.take(e) {
@@ -205,14 +213,15 @@ func (src *source) lose(cause error) {
 	src.backOff()
 	owed := src.owed && !src.gone
 	src.owed = false
-	src.mu.Unlock()
-	await(dying)
-	for _, e := range ended {
-		src.fence(e)
-		e.tell(cause)
-	}
-	if owed {
-		src.r.t.down(src.peer, cause)
+	return func() {
+		await(dying)
+		for _, e := range ended {
+			src.fence(e)
+			e.tell(cause)
+		}
+		if owed {
+			src.r.t.down(src.peer, cause)
+		}
 	}
 }
 
