@@ -30,6 +30,8 @@ type inLink struct {
 type inSlot struct {
 	busy     bool      // it is open or dialled, or will be
 	conn     net.Conn  // nil unless it is open
+	wanted   bool      // P has asked for it, whether transfers wait or not
+	attempt  uint64    // of conn
 	retryAt  time.Time // no dial before, unless there is no other stream
 	received uint64    // of this number's frames, headers included
 }
@@ -40,6 +42,18 @@ func (l *inLink) busy() bool {
 
 func (l *inLink) open() bool {
 	return slices.ContainsFunc(l.slots, func(s inSlot) bool { return s.conn != nil })
+}
+
+// openAgain ends a stream that P's bytes do not get through, so that its number is
+// dialled anew; r.mu is held.
+func (l *inLink) openAgain(number int, attempt uint64) {
+	if number >= len(l.slots) {
+		return
+	}
+	if slot := &l.slots[number]; slot.conn != nil && slot.attempt == attempt {
+		slot.wanted = true
+		slot.conn.Close()
+	}
 }
 
 func (l *inLink) closeAll() {
@@ -144,7 +158,7 @@ func (r *receiver) stream(link *inLink, n int, pause time.Duration) {
 		if !again {
 			return
 		}
-		pause = redialAfter - time.Since(began)
+		pause = r.redial - time.Since(began)
 	}
 }
 
@@ -177,6 +191,7 @@ func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down b
 	}
 	hopeful := (link.met || link.tries < maxTries*r.t.cfg.Streams) && !hostile && r.links[link.peer] == link
 	open := link.open()
+	again = slot.wanted && hopeful
 	goesOn := open || link.moved
 	link.moved = link.moved && open
 	for _, in := range r.byID {
@@ -197,7 +212,7 @@ func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down b
 	slot.busy = false
 	busy := link.busy()
 	down = down || !busy && !link.met
-	slot.retryAt = time.Now().Add(redialAfter)
+	slot.retryAt = time.Now().Add(r.redial)
 	if !hopeful && busy {
 		return false, down, nil // the last one decides
 	}
@@ -217,9 +232,10 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token)
 		return errDismissed
 	}
 	slot := &link.slots[n]
-	slot.conn, link.met, link.up = conn, true, true
 	r.attempts++
-	greeting := hello(ticket, n, r.attempts, slot.received)
+	slot.conn, slot.attempt, slot.wanted = conn, r.attempts, false
+	link.met, link.up = true, true
+	greeting := hello(ticket, n, slot.attempt, slot.received)
 	r.mu.Unlock()
 	c := conn.(*net.TCPConn)
 	r.t.tune(c)
