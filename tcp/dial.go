@@ -64,8 +64,11 @@ func (l *inLink) closeAll() {
 	}
 }
 
-// redialAfter is the least time between two dials of one stream.
+// redialAfter is the least time from one dial of a stream to the next.
 const redialAfter = time.Second
+
+// redialSoon is that after one that has brought bytes: P waits for it.
+const redialSoon = 50 * time.Millisecond
 
 // maxTries is how often each stream of a link is dialled that P was never reached
 // by, while transfers wait for it.
@@ -139,9 +142,9 @@ func (r *receiver) stream(link *inLink, n int, pause time.Duration) {
 		r.mu.Lock()
 		endpoint, ticket, dismissed := link.endpoint, link.ticket, r.links[link.peer] != link
 		r.mu.Unlock()
-		cause := errDismissed
+		cause, received := errDismissed, uint64(0)
 		if !dismissed {
-			cause = r.runStream(link, n, endpoint, ticket)
+			received, cause = r.runStream(link, n, endpoint, ticket)
 		}
 		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, cause)
 		if errors.Is(cause, syscall.EMFILE) || errors.Is(cause, syscall.ENFILE) {
@@ -158,7 +161,11 @@ func (r *receiver) stream(link *inLink, n int, pause time.Duration) {
 		if !again {
 			return
 		}
-		pause = r.redial - time.Since(began)
+		pause = r.redial
+		if received > 0 {
+			pause = min(pause, redialSoon)
+		}
+		pause -= time.Since(began)
 	}
 }
 
@@ -219,17 +226,18 @@ func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down b
 	return false, down, lost
 }
 
-func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token) error {
+// runStream is one connection; it says how many bytes of frames came.
+func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token) (received uint64, _ error) {
 	d := net.Dialer{Timeout: r.t.cfg.DialTimeout, Control: r.t.cfg.guard(endpoint)}
 	conn, err := d.DialContext(r.t.ctx, "tcp", endpoint)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	defer conn.Close()
 	r.mu.Lock()
 	if r.closed || r.links[link.peer] != link { // while it was dialled
 		r.mu.Unlock()
-		return errDismissed
+		return 0, errDismissed
 	}
 	slot := &link.slots[n]
 	r.attempts++
@@ -241,7 +249,7 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token)
 	r.t.tune(c)
 	raw, err := c.SyscallConn()
 	if err != nil {
-		return err
+		return 0, err
 	}
 	s := &inStream{r: r, conn: c, raw: raw, link: link, vec: make([]iovec, 0, maxVector)}
 	err = s.send(&greeting)
@@ -251,7 +259,7 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token)
 	r.mu.Lock()
 	slot.received += s.received
 	r.mu.Unlock()
-	return r.t.describe(err)
+	return s.received, r.t.describe(err)
 }
 
 // errTicket ends a stream that P did not take.

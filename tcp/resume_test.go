@@ -211,6 +211,7 @@ func (a *agent) open(peer core.AgentID) uint64 {
 func TestBrokenFrameGoesOn(t *testing.T) {
 	leaktest.Check(t)
 	d := newAgent(t, Config{Streams: 1, StallTimeout: time.Hour})
+	d.receiver.redial = time.Hour // of a stream that has brought nothing
 	p := newFakeP(t, d, "p")
 	grant := d.expect(t, "t", "p", allBlocks(2))
 	ones := bytes.Repeat([]byte{1}, testBlock)
