@@ -309,3 +309,40 @@ func TestNewcomerAsksNoLeader(t *testing.T) {
 
 // proven: the error says that an agent is gone for good.
 func proven(err error) bool { return errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) }
+
+func TestCluster(t *testing.T) {
+	leaktest.Check(t)
+	c := nettest.NewNATS(t, "--auth", "right")
+	prefill := newBus(t, Options{AgentID: "P", ClusterURL: c.URL(), Token: "right", TTL: time.Minute}) // no renewal but that of the return
+	serve(prefill)
+	register(t, prefill, "e")
+	decode := newBus(t, Options{AgentID: "D", ClusterURL: c.URL(), Token: "right"})
+	serve(decode)
+	target := core.Target{Bootstrap: "http://not-used:1", EngineID: "e"}
+	a, via, err := decode.Lookup(ctxOf(t, within), target)
+	if err != nil || a.ID != "P" || via != "" {
+		t.Fatalf("%+v via %q: %v", a, via, err)
+	}
+	ask(t, decode, "", "P", "P via : hello D")
+	ask(t, prefill, "", "D", "D via : hello P")
+	_, err = Open(Options{AgentID: "X", ClusterURL: c.URL(), Token: "wrong"})
+	mustBe(t, err, core.ErrUnreachable)
+
+	c.Kill()
+	_, _, err = decode.Lookup(ctxOf(t, 200*time.Millisecond), target)
+	mustBe(t, err, core.ErrUnreachable)
+	_, err = decode.Request(ctxOf(t, within), "", "P", hello("D"))
+	mustBe(t, err, core.ErrUnreachable)
+
+	c.Start() // with nothing of what it knew
+	eventually(t, "the registration comes back", func() error {
+		_, _, err := decode.Lookup(ctxOf(t, within), target)
+		return err
+	})
+	ask(t, decode, "", "P", "P via : hello D")
+	closeBus(t, prefill)
+	_, _, err = decode.Lookup(ctxOf(t, within), target)
+	mustBe(t, err, core.ErrNotRegistered)
+	_, err = decode.Request(ctxOf(t, within), "", "P", hello("D"))
+	mustBe(t, err, core.ErrAbsent)
+}

@@ -409,3 +409,29 @@ func TestAllow(t *testing.T) {
 		t.Errorf("%d connections were made", len(p.conns))
 	}
 }
+
+func TestToken(t *testing.T) {
+	leaktest.Check(t)
+	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right"})
+	prefill := newBus(t, Options{AgentID: "P", Server: p.Server, Token: "right"})
+	serve(prefill)
+	register(t, prefill, "e")
+	for token, ok := range map[string]bool{"right": true, "wrong": false, "": false} {
+		d := newBus(t, Options{AgentID: "D", Token: token})
+		_, _, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url()})
+		if ok && err != nil {
+			t.Error(err)
+		}
+		if !ok {
+			mustBe(t, err, core.ErrUnreachable)
+			if !strings.Contains(err.Error(), "token") || strings.Contains(err.Error(), "wrong") {
+				t.Errorf("token %q: error %q", token, err)
+			}
+		}
+		if b, err := Open(Options{AgentID: "P2", Server: p.Server, Token: token}); (err == nil) != ok {
+			t.Errorf("token %q: own server: %v", token, err)
+		} else if err == nil {
+			closeBus(t, b)
+		}
+	}
+}

@@ -30,6 +30,8 @@ type inLink struct {
 type inSlot struct {
 	busy     bool      // it is open or dialled, or will be
 	conn     net.Conn  // nil unless it is open
+	wanted   bool      // P has asked for it, whether transfers wait or not
+	attempt  uint64    // of conn
 	retryAt  time.Time // no dial before, unless there is no other stream
 	received uint64    // of this number's frames, headers included
 }
@@ -42,6 +44,18 @@ func (l *inLink) open() bool {
 	return slices.ContainsFunc(l.slots, func(s inSlot) bool { return s.conn != nil })
 }
 
+// openAgain ends a stream that P's bytes do not get through, so that its number is
+// dialled anew; r.mu is held.
+func (l *inLink) openAgain(number int, attempt uint64) {
+	if number >= len(l.slots) {
+		return
+	}
+	if slot := &l.slots[number]; slot.conn != nil && slot.attempt == attempt {
+		slot.wanted = true
+		slot.conn.Close()
+	}
+}
+
 func (l *inLink) closeAll() {
 	for i := range l.slots {
 		if c := l.slots[i].conn; c != nil {
@@ -50,8 +64,11 @@ func (l *inLink) closeAll() {
 	}
 }
 
-// redialAfter is the least time between two dials of one stream.
+// redialAfter is the least time from one dial of a stream to the next.
 const redialAfter = time.Second
+
+// redialSoon is that after one that has brought bytes: P waits for it.
+const redialSoon = 50 * time.Millisecond
 
 // maxTries is how often each stream of a link is dialled that P was never reached
 // by, while transfers wait for it.
@@ -125,9 +142,9 @@ func (r *receiver) stream(link *inLink, n int, pause time.Duration) {
 		r.mu.Lock()
 		endpoint, ticket, dismissed := link.endpoint, link.ticket, r.links[link.peer] != link
 		r.mu.Unlock()
-		cause := errDismissed
+		cause, received := errDismissed, uint64(0)
 		if !dismissed {
-			cause = r.runStream(link, n, endpoint, ticket)
+			received, cause = r.runStream(link, n, endpoint, ticket)
 		}
 		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, cause)
 		if errors.Is(cause, syscall.EMFILE) || errors.Is(cause, syscall.ENFILE) {
@@ -144,7 +161,11 @@ func (r *receiver) stream(link *inLink, n int, pause time.Duration) {
 		if !again {
 			return
 		}
-		pause = redialAfter - time.Since(began)
+		pause = r.redial
+		if received > 0 {
+			pause = min(pause, redialSoon)
+		}
+		pause -= time.Since(began)
 	}
 }
 
@@ -177,6 +198,7 @@ func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down b
 	}
 	hopeful := (link.met || link.tries < maxTries*r.t.cfg.Streams) && !hostile && r.links[link.peer] == link
 	open := link.open()
+	again = slot.wanted && hopeful
 	goesOn := open || link.moved
 	link.moved = link.moved && open
 	for _, in := range r.byID {
@@ -197,35 +219,37 @@ func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down b
 	slot.busy = false
 	busy := link.busy()
 	down = down || !busy && !link.met
-	slot.retryAt = time.Now().Add(redialAfter)
+	slot.retryAt = time.Now().Add(r.redial)
 	if !hopeful && busy {
 		return false, down, nil // the last one decides
 	}
 	return false, down, lost
 }
 
-func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token) error {
+// runStream is one connection; it says how many bytes of frames came.
+func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token) (received uint64, _ error) {
 	d := net.Dialer{Timeout: r.t.cfg.DialTimeout, Control: r.t.cfg.guard(endpoint)}
 	conn, err := d.DialContext(r.t.ctx, "tcp", endpoint)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	defer conn.Close()
 	r.mu.Lock()
 	if r.closed || r.links[link.peer] != link { // while it was dialled
 		r.mu.Unlock()
-		return errDismissed
+		return 0, errDismissed
 	}
 	slot := &link.slots[n]
-	slot.conn, link.met, link.up = conn, true, true
 	r.attempts++
-	greeting := hello(ticket, n, r.attempts, slot.received)
+	slot.conn, slot.attempt, slot.wanted = conn, r.attempts, false
+	link.met, link.up = true, true
+	greeting := hello(ticket, n, slot.attempt, slot.received)
 	r.mu.Unlock()
 	c := conn.(*net.TCPConn)
 	r.t.tune(c)
 	raw, err := c.SyscallConn()
 	if err != nil {
-		return err
+		return 0, err
 	}
 	s := &inStream{r: r, conn: c, raw: raw, link: link, vec: make([]iovec, 0, maxVector)}
 	err = s.send(&greeting)
@@ -235,7 +259,7 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token)
 	r.mu.Lock()
 	slot.received += s.received
 	r.mu.Unlock()
-	return r.t.describe(err)
+	return s.received, r.t.describe(err)
 }
 
 // errTicket ends a stream that P did not take.

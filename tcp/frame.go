@@ -20,6 +20,7 @@ const (
 	frameAck   frameKind = 3 // D → P: all bytes of the transfer are in
 	frameNack  frameKind = 4 // D → P: the transfer is not expected, or no more
 	frameLeave frameKind = 5 // P → D, the last: P knows no such ticket
+	frameAgain frameKind = 6 // P → D: see again
 )
 
 // token is 128 random bits: a peer's ticket, or a transfer's grant.
@@ -48,6 +49,12 @@ func hello(ticket token, number int, attempt, received uint64) header {
 	return header{kind: frameHello, key: ticket, position: received, length: attempt<<numberBits | uint64(number)}
 }
 
+// again asks D to open a stream of its anew, because P's bytes do not get through.
+func again(number int, attempt uint64) header {
+	return header{kind: frameAgain, length: attempt<<numberBits | uint64(number)}
+}
+
+// stream is what a hello or an again names.
 func (h *header) stream() (number int, attempt uint64) {
 	return int(h.length % maxPeerStreams), h.length >> numberBits
 }

@@ -47,14 +47,18 @@ func FuzzReceiver(f *testing.F) {
 	f.Add(bytes.Join([][]byte{marked(header{kind: frameData}), first, half[:9]}, nil))
 	f.Add(marked(header{kind: frameData, position: ^uint64(0), length: 2}))
 	f.Add(frameBytes(header{kind: frameLeave}))
+	f.Add(frameBytes(again(0, 1)))
+	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, in []byte) {
 		d := newSizedAgent(t, Config{Streams: 1, StallTimeout: time.Hour}, fuzzBlocks, fuzzBlock)
+		d.receiver.redial = time.Millisecond
 		p := fakeSender(t, d, "p")
 		grant := d.expect(t, "t", "p", fuzzDst)
 		p.say(bytes.ReplaceAll(in, grantMark, grant[:]))
 		_ = p.Conn.(*net.TCPConn).CloseWrite()
-		o := d.sink.Wait("received", "t", 1)
 		until(t, "the loss is told", func() bool { return len(d.sink.All("down", "")) == 1 })
+		d.Dismiss("p") // else D would wait for a P that is still to begin
+		o := d.sink.Wait("received", "t", 1)
 		if o.Err == nil && o.Stats.Bytes != 2*fuzzBlock {
 			t.Errorf("ended well: %+v", o)
 		}
@@ -78,6 +82,7 @@ func FuzzSender(f *testing.F) {
 	f.Add(false, []byte("GET / HTTP/1.1\r\n\r\n"))
 	f.Fuzz(func(t *testing.T, greeted bool, in []byte) {
 		p := newSizedAgent(t, Config{StallTimeout: time.Hour}, fuzzBlocks, fuzzBlock)
+		p.sender.grace = time.Millisecond
 		d := dial(t, p)
 		if !greeted {
 			d.say(in)

@@ -28,6 +28,7 @@ type receiver struct {
 	// New on: also the ones of an agent that opens again under its id are newer.
 	attempts uint64
 	done     doneList
+	redial   time.Duration // see redialAfter
 	closed   bool
 }
 
@@ -58,7 +59,7 @@ type span struct{ from, to uint64 }
 const maxSpans = 1024
 
 func (r *receiver) init(t *Transport) {
-	r.t, r.attempts = t, uint64(time.Now().UnixMicro())
+	r.t, r.attempts, r.redial = t, uint64(time.Now().UnixMicro()), redialAfter
 	r.byID = map[core.TransferID]*inbound{}
 	r.byGrant = map[token]*inbound{}
 	r.telling = map[core.TransferID]chan struct{}{}
@@ -202,6 +203,11 @@ func (s *inStream) frame() error {
 	case frameData:
 	case frameLeave:
 		return errTicket
+	case frameAgain:
+		s.r.mu.Lock()
+		s.link.openAgain(h.stream())
+		s.r.mu.Unlock()
+		return nil
 	default:
 		return fmt.Errorf("frame of kind %d, want data", h.kind)
 	}

@@ -24,7 +24,8 @@ type sender struct {
 	links     map[core.AgentID]*outLink // of the admitted peers
 	byTicket  map[token]*outLink        // the same
 	byID      map[core.TransferID]*outbound
-	streams   int // of all links
+	streams   int         // of all links
+	patrol    *time.Timer // while there are transfers; see look
 	strangers strangers
 	grace     time.Duration // see returnGrace
 	closed    bool
@@ -36,6 +37,7 @@ type outLink struct {
 	ticket  token
 	slots   [maxPeerStreams]outSlot // by number
 	open    int                     // streams in them
+	stuck   *outStream              // D is to open it anew; another one says so
 	queue   []*outbound             // that have a frame to send; served in turn
 	byGrant map[token]*outbound
 	wake    *sync.Cond // on sender.mu: the queue grew, or a stream ended
@@ -76,6 +78,8 @@ type outStream struct {
 	number int
 	offset uint64 // of the next frame, as D counts what it has received
 	dead   bool
+	acked  uint64 // bytes that D's kernel had acknowledged at the last look
+	still  int    // looks since without any
 	// vec[0] is the frame's header in hdr.
 	vec []iovec
 	hdr [headerSize]byte
@@ -170,6 +174,7 @@ func (t *Transport) Write(op core.WriteOp) {
 		out.link = l
 		s.byID[op.ID], l.byGrant[out.grant] = out, out
 		l.queue = append(l.queue, out)
+		s.startPatrol()
 		if l.open == 0 {
 			s.await(out, t.cfg.DialTimeout, fmt.Errorf("tcp: decode agent %s has no stream: %w", op.Peer, core.ErrConnectionLost))
 		}
@@ -245,6 +250,9 @@ func (s *sender) tell(out *outbound, really bool) {
 func (s *sender) close() {
 	s.mu.Lock()
 	s.closed = true
+	if s.patrol != nil && s.patrol.Stop() {
+		s.t.wg.Done()
+	}
 	left := slices.Collect(maps.Values(s.byID))
 	for _, out := range left {
 		out.fail(errClosed)
@@ -356,15 +364,17 @@ func (s *sender) streamEnded(st *outStream, err error) {
 func (s *sender) run(st *outStream) {
 	for {
 		out, left := s.take(st)
-		if out == nil {
+		if left == 0 {
 			return
 		}
 		err := s.write(st, out, left)
-		s.mu.Lock()
-		out.frames--
-		tell := s.settle(out)
-		s.mu.Unlock()
-		s.tell(out, tell)
+		if out != nil {
+			s.mu.Lock()
+			out.frames--
+			tell := s.settle(out)
+			s.mu.Unlock()
+			s.tell(out, tell)
+		}
 		if err != nil {
 			_ = st.conn.SetLinger(0) // what the kernel still has is of no use
 			s.streamEnded(st, err)
@@ -374,7 +384,8 @@ func (s *sender) run(st *outStream) {
 }
 
 // take waits for a transfer with bytes to send and cuts a frame off it into the
-// stream's vector. It returns nil when the stream ends.
+// stream's vector; or it is a frame of no transfer. It returns how many bytes that
+// are, none when the stream ends.
 func (s *sender) take(st *outStream) (*outbound, uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -384,6 +395,14 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 		switch {
 		case st.dead || s.closed:
 			return nil, 0
+		case l.stuck != nil && l.stuck != st:
+			stuck := l.stuck
+			l.stuck = nil
+			if !stuck.dead {
+				h := again(stuck.number, l.slots[stuck.number].attempt)
+				st.frame(&h)
+				return nil, headerSize
+			}
 		case len(l.queue) == 0:
 			l.wake.Wait()
 		default:
@@ -395,17 +414,26 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 	}
 	out.ask = false
 	h := header{kind: frameData, key: out.grant}
-	vec := append(st.vec[:0], iovec{uintptr(unsafe.Pointer(&st.hdr)), headerSize})
-	vec, h.position, h.length = out.cut(vec, s.t.cfg.FrameBytes)
-	h.encode(&st.hdr)
-	st.vec = vec
+	st.vec, h.position, h.length = out.cut(append(st.vec[:0], iovec{}), s.t.cfg.FrameBytes)
 	out.sent = append(out.sent, sentFrame{st.number, st.offset, piece{h.position, h.length}})
-	st.offset += headerSize + h.length
+	st.frame(&h)
 	out.frames++
 	if out.left > 0 {
 		l.queue = append(l.queue, out)
 	}
 	return out, headerSize + h.length
+}
+
+// frame begins a stream's vector, with a header before what is in it.
+func (st *outStream) frame(h *header) {
+	h.encode(&st.hdr)
+	if h.kind != frameData {
+		st.vec = append(st.vec[:0], iovec{})
+		st.offset += headerSize
+	} else {
+		st.offset += headerSize + h.length
+	}
+	st.vec[0] = iovec{uintptr(unsafe.Pointer(&st.hdr)), headerSize}
 }
 
 // stopGrace is how long a frame of a transfer that was given up may stay without
@@ -439,7 +467,7 @@ func (s *sender) write(st *outStream, out *outbound, left uint64) error {
 			vec = drop(vec, n)
 			left -= uint64(n)
 		}
-		if left > 0 && out.over.Load() {
+		if left > 0 && out != nil && out.over.Load() {
 			if over.IsZero() {
 				over = time.Now()
 			}

@@ -1,0 +1,201 @@
+package natsbus
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/wire"
+)
+
+func TestDeadServerAndItsSuccessor(t *testing.T) {
+	leaktest.Check(t)
+	p := newPort(t, "127.0.0.1:0", ServerOptions{})
+	prefill := newBus(t, Options{AgentID: "P", Server: p.Server})
+	asked, hold := make(chan struct{}), make(chan struct{})
+	prefill.Serve(func(core.Via, *wire.Request) *wire.Reply { asked <- struct{}{}; <-hold; return &wire.Reply{} })
+	register(t, prefill, "e")
+	decode := newBus(t, Options{AgentID: "D"})
+	serve(decode)
+	target := core.Target{Bootstrap: p.url(), EngineID: "e"}
+	_, via, err := decode.Lookup(ctxOf(t, within), target)
+	if err != nil {
+		t.Fatal(err)
+	}
+	failed := make(chan error, 1)
+	go func() {
+		_, err := decode.Request(ctxOf(t, within), via, "P", hello("D"))
+		failed <- err
+	}()
+	<-asked
+	begin := time.Now()
+	p.stop()
+	mustBe(t, <-failed, core.ErrUnreachable)
+	_, err = decode.Request(ctxOf(t, within), via, "P", hello("D"))
+	mustBe(t, err, core.ErrUnreachable)
+	_, _, err = decode.Lookup(ctxOf(t, 300*time.Millisecond), target)
+	mustBe(t, err, core.ErrUnreachable)
+	if !strings.Contains(err.Error(), p.addr) {
+		t.Errorf("error %q does not name %s", err, p.addr)
+	}
+	if d := time.Since(begin); d > 3*time.Second {
+		t.Errorf("it took %v to know that the server is dead", d)
+	}
+	close(hold)
+	closeBus(t, prefill)
+
+	// The engine starts again on the same port, as another agent.
+	p2 := newPort(t, p.addr, ServerOptions{})
+	prefill2 := newBus(t, Options{AgentID: "P2", Server: p2.Server})
+	serve(prefill2)
+	register(t, prefill2, "e")
+	a, via, err := decode.Lookup(ctxOf(t, within), target)
+	if err != nil || a.ID != "P2" {
+		t.Fatalf("looked up %+v, %v", a, err)
+	}
+	ask(t, decode, via, "P2", "P2 via : hello D")
+	ask(t, prefill2, "", "D", "D via "+p.url()+": hello P2")
+	_, err = decode.Request(ctxOf(t, within), via, "P", hello("D"))
+	mustBe(t, err, core.ErrAbsent)
+}
+
+// A peer whose host stops answers nothing and closes nothing.
+func TestSilentServer(t *testing.T) {
+	leaktest.Check(t)
+	p := newPort(t, "127.0.0.1:0", ServerOptions{})
+	prefill := newBus(t, Options{AgentID: "P", Server: p.Server})
+	serve(prefill)
+	register(t, prefill, "e")
+	px := newProxy(t, p.addr)
+	decode := newBus(t, Options{AgentID: "D", ConnectTimeout: time.Second})
+	target := core.Target{Bootstrap: "http://" + px.Addr().String(), EngineID: "e"}
+	_, via, err := decode.Lookup(ctxOf(t, within), target)
+	if err != nil {
+		t.Fatal(err)
+	}
+	px.frozen.Store(true)
+	begin := time.Now()
+	_, err = decode.Request(ctxOf(t, within), via, "P", hello("D"))
+	mustBe(t, err, core.ErrUnreachable)
+	if d := time.Since(begin); d > 5*time.Second {
+		t.Errorf("it took %v to know that the server is silent", d)
+	}
+	// Nothing waits for the dials that nats.go makes meanwhile.
+	for range 20 {
+		begin = time.Now()
+		_, err = decode.Request(ctxOf(t, within), via, "P", hello("D"))
+		mustBe(t, err, core.ErrUnreachable)
+		if d := time.Since(begin); d > 200*time.Millisecond {
+			t.Fatalf("a request on a broken link took %v", d)
+		}
+		time.Sleep(20 * time.Millisecond) // spread over the dials
+	}
+	px.frozen.Store(false)
+	if _, _, err = decode.Lookup(ctxOf(t, within), target); err != nil {
+		t.Fatal(err)
+	}
+	ask(t, decode, via, "P", "P via : hello D")
+}
+
+func TestCloseWhileTheServerIsSilent(t *testing.T) {
+	leaktest.Check(t)
+	p := newPort(t, "127.0.0.1:0", ServerOptions{})
+	px := newProxy(t, p.addr)
+	px.frozen.Store(true)
+	decode := newBus(t, Options{AgentID: "D", ConnectTimeout: within})
+	failed := make(chan error, 1)
+	go func() {
+		_, _, err := decode.Lookup(ctxOf(t, within), core.Target{Bootstrap: "http://" + px.Addr().String()})
+		failed <- err
+	}()
+	eventually(t, "dial", func() error {
+		px.mu.Lock()
+		defer px.mu.Unlock()
+		if len(px.conns) == 0 {
+			return errors.New("no connection")
+		}
+		return nil
+	})
+	begin := time.Now()
+	closeBus(t, decode)
+	if err := <-failed; err == nil {
+		t.Error("a Lookup succeeded at a server that does not answer")
+	}
+	if d := time.Since(begin); d > 3*time.Second {
+		t.Errorf("Close took %v", d)
+	}
+}
+
+func TestUnreachableAddresses(t *testing.T) {
+	leaktest.Check(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	closed := "http://" + l.Addr().String()
+	_ = l.Close()
+	other := &http.Server{Handler: http.NotFoundHandler()}
+	ol, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	go func() { _ = other.Serve(ol) }()
+	t.Cleanup(func() { _ = other.Close() })
+	silent := newProxy(t, ol.Addr().String())
+	silent.frozen.Store(true)
+
+	d := newBus(t, Options{AgentID: "D", ConnectTimeout: 300 * time.Millisecond})
+	for addr, want := range map[string]string{
+		closed:                             "refused",
+		"http://" + ol.Addr().String():     "404",
+		"http://" + silent.Addr().String(): "", // either bound may be the first
+		"https://" + ol.Addr().String():    "speaks no TLS",
+		"h:1":                              "http://",
+		"http://h":                         "no port",
+		"http://:1":                        "no host",
+		"http://h:1/x":                     "more than",
+		"http://u@h:1":                     "more than",
+		"http://h:x":                       "port",
+		"http://[::1:1":                    "']'",
+		"nats://h:1":                       "http://",
+		"%":                                "%",
+		"http://" + strings.Repeat("h", 600) + ":1": "600", // with its port and scheme 609
+	} {
+		begin := time.Now()
+		_, _, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: addr})
+		if !errors.Is(err, core.ErrUnreachable) {
+			t.Errorf("%.40s: error %v", addr, err)
+			continue
+		}
+		if len(addr) < 512 && (!strings.Contains(err.Error(), strings.TrimPrefix(addr, "http://")) || !strings.Contains(err.Error(), want)) {
+			t.Errorf("%s: error %q, want %q in it", addr, err, want)
+		}
+		if took := time.Since(begin); took > 2*time.Second {
+			t.Errorf("%s: it took %v", addr, took)
+		}
+	}
+	eventually(t, "no link is kept", func() error {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if len(d.links) != 0 {
+			return fmt.Errorf("%d links", len(d.links))
+		}
+		return nil
+	})
+	for _, u := range []string{"http://h:1", "h", "nats://h:1,x", "nats://u:secret@", "nats://u:secret@h:%zz"} {
+		if b, err := Open(Options{AgentID: "D", ClusterURL: u}); err == nil || strings.Contains(err.Error(), "secret") {
+			t.Errorf("cluster %q: %v", u, err)
+			if err == nil {
+				closeBus(t, b)
+			}
+		}
+	}
+	_, err = Open(Options{AgentID: "D", ClusterURL: "nats://" + strings.TrimPrefix(closed, "http://")})
+	mustBe(t, err, core.ErrUnreachable)
+}

@@ -1,0 +1,165 @@
+package natsbus
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/wire"
+)
+
+func TestRegistrationEndsWithItsAgent(t *testing.T) {
+	leaktest.Check(t)
+	p := newPort(t, "127.0.0.1:0", ServerOptions{})
+	prefill := newBus(t, Options{AgentID: "P", Server: p.Server, TTL: time.Second})
+	register(t, prefill, "e")
+	lookup := func() error {
+		_, _, err := prefill.Lookup(ctxOf(t, within), core.Target{EngineID: "e"})
+		return err
+	}
+	// It lives longer than its TTL while it is renewed.
+	for end := time.Now().Add(2500 * time.Millisecond); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+		if err := lookup(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	prefill.mu.Lock()
+	reg := prefill.reg
+	prefill.mu.Unlock()
+	reg.stop()
+	<-reg.done
+	begin := time.Now()
+	eventually(t, "end of the entry", func() error {
+		if err := lookup(); !errors.Is(err, core.ErrNotRegistered) {
+			return fmt.Errorf("lookup gives %v", err)
+		}
+		return nil
+	})
+	t.Logf("it ended %v after the last renewal could be", time.Since(begin))
+}
+
+func TestNewestAgentWins(t *testing.T) {
+	leaktest.Check(t)
+	p := newPort(t, "127.0.0.1:0", ServerOptions{})
+	log, logs := observed()
+	oldBus := newBus(t, Options{AgentID: "old", Server: p.Server, TTL: time.Second, Logger: log})
+	newer := newBus(t, Options{AgentID: "new", Server: p.Server, TTL: time.Second, Logger: log})
+	register(t, oldBus, "e")
+	register(t, newer, "e")
+	who := func() string {
+		a, _, err := newer.Lookup(ctxOf(t, within), core.Target{EngineID: "e"})
+		if err != nil {
+			return err.Error()
+		}
+		return a.ID
+	}
+	eventually(t, "the old agent's warning", func() error {
+		if w := who(); w != "new" { // on a starved machine its entry may end before it is renewed
+			return fmt.Errorf("the rank belongs to %s", w)
+		}
+		if n := logs.FilterMessageSnippet("new").FilterMessageSnippet("old").Len(); n < 2 {
+			return fmt.Errorf("%d warnings name both agents", n)
+		}
+		return nil
+	})
+	// All lost the bucket: the order is still the same.
+	if err := newer.homeLink().js.DeleteKeyValue(ctxOf(t, within), bucket); err != nil {
+		t.Fatal(err)
+	}
+	oldBus.renewNow()
+	eventually(t, "the new agent again", func() error {
+		newer.renewNow()
+		if w := who(); w != "new" {
+			return errors.New(w)
+		}
+		return nil
+	})
+	// The old one must not take the new one's entry along.
+	closeBus(t, oldBus)
+	if who() != "new" {
+		t.Fatalf("after the old agent's end the rank belongs to %s", who())
+	}
+}
+
+func TestOldAgentComesBack(t *testing.T) {
+	leaktest.Check(t)
+	p := newPort(t, "127.0.0.1:0", ServerOptions{})
+	a := newBus(t, Options{AgentID: "A", Server: p.Server, TTL: time.Second})
+	b := newBus(t, Options{AgentID: "B", Server: p.Server, TTL: time.Second})
+	register(t, a, "e")
+	register(t, b, "e")
+	closeBus(t, b)
+	eventually(t, "the agent that still lives", func() error {
+		_, _, err := a.Lookup(ctxOf(t, within), core.Target{EngineID: "e"})
+		return err
+	})
+}
+
+func TestLookupWithoutEngine(t *testing.T) {
+	leaktest.Check(t)
+	p := newPort(t, "127.0.0.1:0", ServerOptions{})
+	first := newBus(t, Options{AgentID: "P1", Server: p.Server})
+	ask := func(engine string, tp int) error {
+		_, _, err := first.Lookup(ctxOf(t, within), core.Target{EngineID: engine, TPRank: tp})
+		return err
+	}
+	mustBe(t, ask("", 0), core.ErrNotRegistered) // no bucket yet
+	odd := "engine/ü *.> \x00"
+	register(t, first, odd)
+	for _, engine := range []string{"", odd} {
+		if err := ask(engine, 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	err := ask("other", 3)
+	mustBe(t, err, core.ErrNotRegistered)
+	for _, want := range []string{`"other"`, "tp 3", fmt.Sprintf("%q", odd)} {
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("error %q does not name %s", err, want)
+		}
+	}
+	second := newBus(t, Options{AgentID: "P2", Server: p.Server})
+	register(t, second, "second")
+	err = ask("", 0)
+	mustBe(t, err, ErrAmbiguous)
+	for _, want := range []string{`"second"`, "P1", "P2"} {
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("error %q does not name %s", err, want)
+		}
+	}
+	closeBus(t, second)
+	if err := ask("", 0); err != nil {
+		t.Errorf("with one engine left: %v", err)
+	}
+}
+
+func TestRegisterRefusals(t *testing.T) {
+	leaktest.Check(t)
+	p := newPort(t, "127.0.0.1:0", ServerOptions{})
+	b := newBus(t, Options{AgentID: "P", Server: p.Server})
+	for what, a := range map[string]*wire.Agent{
+		"another's id": agent("Q", "e"), "long engine_id": agent("P", strings.Repeat("x", 257)),
+	} {
+		if err := b.Register(ctxOf(t, within), a); err == nil {
+			t.Errorf("%s: registered", what)
+		}
+	}
+	register(t, b, "e")
+	if err := b.Register(ctxOf(t, within), agent("P", "f")); err == nil {
+		t.Error("registered twice")
+	}
+	d := newBus(t, Options{AgentID: "D"})
+	if err := d.Register(ctxOf(t, within), agent("D", "e")); err == nil {
+		t.Error("registered without a server")
+	}
+	if _, err := d.Request(ctxOf(t, within), "", "P", hello("D")); !errors.Is(err, core.ErrUnreachable) {
+		t.Errorf("request without a server: %v", err)
+	}
+	if _, _, err := d.Lookup(ctxOf(t, within), core.Target{}); !errors.Is(err, core.ErrUnreachable) {
+		t.Errorf("lookup without a server: %v", err)
+	}
+}

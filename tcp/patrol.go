@@ -1,0 +1,83 @@
+package tcp
+
+import (
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// One of several streams can be dead while the others live: a link of a bundle,
+// one way of many. The kernel finds out after StallTimeout; by looking at what D's
+// kernel has acknowledged, P knows it sooner, and D opens that one anew.
+
+// lookEvery is the time between two looks, stuckLooks how many of them see a stream
+// without progress before it counts as stuck.
+const (
+	lookEvery  = time.Second
+	stuckLooks = 2
+)
+
+// startPatrol looks at the streams while there are transfers; s.mu is held.
+func (s *sender) startPatrol() {
+	if s.patrol == nil {
+		s.t.wg.Add(1)
+		s.patrol = time.AfterFunc(lookEvery, func() {
+			defer safe.Recover("tcp patrol")
+			s.look()
+		})
+	}
+}
+
+// look finds the streams without progress.
+func (s *sender) look() {
+	var streams []*outStream
+	s.mu.Lock()
+	for _, l := range s.links {
+		if len(l.byGrant) == 0 || l.open < 2 {
+			continue
+		}
+		for i := range l.slots {
+			if st := l.slots[i].stream; st != nil {
+				streams = append(streams, st)
+			}
+		}
+	}
+	s.mu.Unlock()
+	infos := make([]*unix.TCPInfo, len(streams))
+	for i, st := range streams {
+		_ = st.raw.Control(func(fd uintptr) { // an error means that it has ended
+			infos[i], _ = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+		})
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	moving := map[*outLink]bool{}
+	for i, st := range streams {
+		if infos[i] == nil {
+			continue
+		}
+		if infos[i].Bytes_acked != st.acked {
+			moving[st.link] = true
+			st.acked, st.still = infos[i].Bytes_acked, 0
+		} else if st.still++; infos[i].Unacked == 0 && infos[i].Notsent_bytes == 0 {
+			st.still = 0
+		}
+	}
+	for i, st := range streams {
+		// A D that takes no bytes is as slow on all its streams; where nothing comes
+		// back at all it is the way that is dead.
+		dead := infos[i] != nil && infos[i].Retransmits > 0
+		if st.still >= stuckLooks && (dead || moving[st.link]) && st.link.stuck == nil {
+			st.still, st.link.stuck = 0, st
+			st.link.wake.Broadcast()
+		}
+	}
+	if s.closed || len(s.byID) == 0 {
+		s.patrol = nil
+		s.t.wg.Done()
+		return
+	}
+	s.patrol.Reset(lookEvery)
+}

@@ -1,0 +1,148 @@
+package tcp
+
+import (
+	"bytes"
+	"io"
+	"net"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// deafen drops all that comes to a connection, as a dead way does.
+func deafen(t *testing.T, c net.Conn) {
+	t.Helper()
+	raw, err := c.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	drop := unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K}
+	control := raw.Control(func(fd uintptr) {
+		err = unix.SetsockoptSockFprog(int(fd), unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: 1, Filter: &drop})
+	})
+	if control != nil || err != nil {
+		t.Fatal(control, err)
+	}
+}
+
+// TestOneDeadWay: a transfer does not wait for a stream whose way is dead, also
+// when there is nothing left to send on the others.
+func TestOneDeadWay(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{StallTimeout: time.Hour}), newAgent(t, Config{Streams: 2, StallTimeout: time.Hour})
+	for i := range p.mem {
+		p.mem[i] = byte(i*7 + i>>12)
+	}
+	if err := d.Connect("p", p.Endpoint(), p.admit(t, "d")); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "both streams are open", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		return p.sender.streams == 2
+	})
+	d.receiver.mu.Lock()
+	dead := d.receiver.links["p"].slots[1].conn
+	d.receiver.mu.Unlock()
+	deafen(t, dead)
+	grant := d.expect(t, "t", "p", allBlocks(testBlocks))
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	for _, o := range []coretest.Outcome{d.sink.Wait("received", "t", 1), p.sink.Wait("written", "t", 1)} {
+		if o.Err != nil || o.Stats.Bytes != testBlocks*testBlock {
+			t.Errorf("%s: %+v", o.Kind, o)
+		}
+	}
+	if !bytes.Equal(p.mem, d.mem) {
+		t.Error("wrong bytes")
+	}
+}
+
+// TestOneStreamThatIsNotRead: nor for one that takes no bytes while another does.
+func TestOneStreamThatIsNotRead(t *testing.T) {
+	leaktest.Check(t)
+	p := newAgent(t, Config{FrameBytes: 16 << 20, StallTimeout: time.Hour})
+	deaf, good := dial(t, p), dial(t, p)
+	deaf.say(p.hello(t, "d", 4, 7, 0))
+	grant := newToken()
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	if h := deaf.next(); h.kind != frameData || h.key != grant {
+		t.Fatalf("begins with %+v", h)
+	}
+	good.say(p.hello(t, "d", 5, 8, 0))
+	received := uint64(0)
+	for {
+		h := good.next()
+		received += headerSize
+		if h.kind == frameAgain {
+			if number, attempt := h.stream(); number != 4 || attempt != 7 {
+				t.Errorf("stream %d, attempt %d is to be opened anew", number, attempt)
+			}
+			break
+		}
+		received += h.length
+		// Another transfer keeps it moving for as long as that takes.
+		b := make([]byte, 64<<10)
+		for left := h.length; left > 0; time.Sleep(time.Millisecond) {
+			n, err := good.Read(b[:min(left, uint64(len(b)))])
+			if err != nil {
+				t.Fatal(err)
+			}
+			left -= uint64(n)
+		}
+		good.say(frameBytes(header{kind: frameAck, key: h.key, length: testBlock}))
+		more := newToken()
+		p.Write(core.WriteOp{ID: core.TransferID(more[:]), Peer: "d", Grant: more[:], Pairs: p.pairs(t, allBlocks(1))})
+	}
+	if told := p.sink.All("down", ""); len(told) != 0 {
+		t.Errorf("told %+v", told)
+	}
+	// That frame counts as any other when the stream breaks.
+	cut := good.next()
+	good = dial(t, p)
+	good.say(p.hello(t, "d", 5, 9, received+headerSize+100))
+	h := good.next()
+	for ; h.key != cut.key; h = good.next() {
+		if _, err := io.CopyN(io.Discard, good, int64(h.length)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if h.position != cut.position+100 {
+		t.Errorf("%+v was cut after 100 bytes, and goes on with %+v", cut, h)
+	}
+}
+
+// TestAskedToOpenAgain: D opens the stream that P names anew, whether transfers
+// wait or not, and no other.
+func TestAskedToOpenAgain(t *testing.T) {
+	leaktest.Check(t)
+	d := newAgent(t, Config{Streams: 2, StallTimeout: time.Hour})
+	p := newFakeP(t, d, "p")
+	one, first := p.stream()
+	two, _ := p.stream()
+	number, attempt := first.stream()
+	for _, h := range []header{again(number, attempt-1), again(number+2, attempt), again(maxPeerStreams-1, attempt), {kind: frameData}} {
+		two.say(frameBytes(h))
+	}
+	if h := two.next(); h.kind != frameNack { // the others were read too
+		t.Fatalf("answered by %+v", h)
+	}
+	d.receiver.mu.Lock()
+	for n, slot := range d.receiver.links["p"].slots {
+		if slot.wanted || slot.conn == nil {
+			t.Errorf("stream %d is opened anew", n)
+		}
+	}
+	d.receiver.mu.Unlock()
+	h := again(number, attempt)
+	two.say(frameBytes(h))
+	one.ends()
+	_, anew := p.stream()
+	if n, next := anew.stream(); n != number || next <= attempt {
+		t.Errorf("stream %d, attempt %d was opened, want a newer one of %d", n, next, number)
+	}
+}
