@@ -100,7 +100,7 @@ func (src *source) joined(s *signal) {
 		keep[id] = true
 	}
 	for _, l := range src.lanes {
-		if !keep[l.id] {
+		if l.id <= s.Last && !keep[l.id] { // a later one is of a later word
 			src.retire(l)
 		}
 	}
@@ -111,8 +111,9 @@ func (src *source) joined(s *signal) {
 	case s.Reason == "": // closed because nothing was to be sent; P opens others when something is
 		src.settle(nil)
 	default:
-		src.settle(fmt.Errorf("rdma: prefill agent %s reaches none of this agent's ports: %s", src.peer, s.Reason))
-		src.backOff()
+		src.r.t.goRun("rdma unreachable", func() {
+			src.lose(fmt.Errorf("rdma: prefill agent %s reaches none of this agent's ports: %s", src.peer, s.Reason))
+		})
 	}
 }
 
