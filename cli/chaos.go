@@ -18,6 +18,9 @@ import (
 // engineCommand is the hidden command of chaos's processes.
 const engineCommand = "__engine"
 
+// relayCommand is that of one that stands for an engine on another host.
+const relayCommand = "__relay"
+
 // errChaos: the run was one, and what it found is not as it must be.
 var errChaos = errors.New("the run failed, see above")
 
@@ -32,6 +35,11 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	fs.Uint64Var(&opt.Seed, "seed", uint64(time.Now().UnixNano()), "what faults and transfers are drawn from")
 	fs.BoolVar(&opt.Short, "short", false, "a run of a minute")
 	fs.BoolVar(&opt.Strict, "strict", false, "fail also for what was missed: a load reported later than 3 s after its P was killed, a transfer that failed for no fault")
+	fs.StringVar(&opt.Transport, "transport", "tcp", "of the agents: auto, rdma or tcp")
+	fs.IntVar(&opt.Rails, "rails", 0, "how many RDMA rails of this machine --rail-command may take off, from 0 on")
+	fs.StringVar(&opt.RailCommand, "rail-command", "", "a command that takes a rail's number and off, mute (packets vanish) or on")
+	fs.StringVar(&opt.Host, "host", "", "part rails: an address of this machine at which P listens, without faulty ways between")
+	decode := fs.String("decode-at", "", "part rails: host and port of D's engine on another machine: kvconn "+engineCommand+" HOST:PORT there")
 	asJSON := fs.Bool("json", false, "print JSON")
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
@@ -41,6 +49,15 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	}
 	if fs.NArg() > 0 || opt.Faults < 0 {
 		return fmt.Errorf("%w: chaos takes no argument, and no negative number of faults", errUsage)
+	}
+	if err := checkTransport(opt.Transport); err != nil {
+		return err
+	}
+	if opt.Rails < 0 || opt.Rails > 64 || (opt.Rails > 0) != (opt.RailCommand != "") {
+		return fmt.Errorf("%w: --rails takes 1 to 64, and --rail-command with it", errUsage)
+	}
+	if (*decode != "") != (opt.Host != "") {
+		return fmt.Errorf("%w: --decode-at and --host go together", errUsage)
 	}
 	if opt.Faults == 0 {
 		opt.Faults = 500
@@ -60,7 +77,10 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	opt.Self = append(self, engineCommand)
+	opt.Self = append(slices.Clip(self), engineCommand)
+	if *decode != "" {
+		opt.Decode = append(slices.Clip(self), relayCommand, *decode)
+	}
 	opt.Progress = func(format string, args ...any) {
 		fmt.Fprintf(os.Stderr, "%s "+format+"\n", append([]any{time.Now().Format("15:04:05")}, args...)...)
 	}

@@ -64,7 +64,16 @@ func Main(args []string) int {
 	case peerCommand:
 		err = runPeer(ctx, os.Stdin, os.Stdout)
 	case engineCommand:
-		err = chaos.RunEngine(os.Stdin, os.Stdout)
+		if len(rest) == 1 {
+			err = chaos.ServeEngine(ctx, rest[0])
+		} else {
+			err = chaos.RunEngine(os.Stdin, os.Stdout)
+		}
+	case relayCommand:
+		if len(rest) != 1 {
+			return exitUsage
+		}
+		err = chaos.Relay(ctx, rest[0], os.Stdin, os.Stdout)
 	case "help", "-h", "--help":
 		fmt.Print(usage)
 	default:

@@ -57,8 +57,15 @@ type OfferRequest struct {
 // ClaimRequest is the engine's word that it knows a request and will load the
 // transfer when it has blocks for it.
 type ClaimRequest struct {
-	ID   TransferID
-	From Target
+	ID    TransferID
+	From  Target
+	Parts []ClaimPart // in place of From, when the engines' ranks are unequal
+}
+
+// ClaimPart is what will be loaded from one P agent.
+type ClaimPart struct {
+	From  Target
+	Share Share
 }
 
 // LoadRequest is the engine's word that it wants a transfer in its blocks.
@@ -68,6 +75,19 @@ type LoadRequest struct {
 	First  []uint32    // per group: position in the prompt of the first block; nil = 0
 	Blocks [][]BlockID // per group; all empty = only tell P that nothing is needed
 	Token  uint64
+	Parts  []LoadPart // in place of From, First and Blocks, when the engines' ranks are unequal
+}
+
+// LoadPart is what is loaded from one P agent. The parts of a load write no byte
+// twice.
+type LoadPart struct {
+	From   Target
+	Share  Share
+	First  []uint32
+	Blocks [][]BlockID
+	// Regions that are loaded from it, in growing order; nil is all. When heads are
+	// cut, each gets the range of a block's bytes that is taken.
+	Regions []uint32
 }
 
 // Side tells the halves of a transfer apart.
@@ -109,12 +129,13 @@ type Answer struct {
 
 // LoadMessage is D's load as P's machine sees it.
 type LoadMessage struct {
-	ID     TransferID
-	Peer   AgentID
-	Grant  []byte
-	First  []uint32
-	Blocks [][]BlockID
-	Lease  time.Duration
+	ID      TransferID
+	Peer    AgentID
+	Grant   []byte
+	First   []uint32
+	Blocks  [][]BlockID
+	Regions []uint32 // nil: all
+	Lease   time.Duration
 }
 
 // Action is what a Machine wants done. The concrete types follow.
@@ -132,20 +153,22 @@ type (
 	}
 	// Expect: arm the transport for these blocks; answer with Expecting.
 	Expect struct {
-		ID     TransferID
-		Peer   AgentID
-		Blocks [][]BlockID
+		ID      TransferID
+		Peer    AgentID
+		Blocks  [][]BlockID
+		Regions []uint32
 	}
 	// SendLoad: send the load to P, again if no answer comes, for less than
 	// Options.PeerTimeout; answer with LoadReplied.
 	SendLoad struct {
-		ID     TransferID
-		Seq    uint64
-		Peer   AgentID
-		Grant  []byte
-		First  []uint32
-		Blocks [][]BlockID
-		Lease  time.Duration
+		ID      TransferID
+		Seq     uint64
+		Peer    AgentID
+		Grant   []byte
+		First   []uint32
+		Blocks  [][]BlockID
+		Regions []uint32
+		Lease   time.Duration
 	}
 	// SendRenew: renew these transfers at one P, those that it has a load of and
 	// those that are only claimed; answer with RenewReplied.
@@ -174,11 +197,12 @@ type (
 	Revoke struct{ ID TransferID }
 	// Write: send blocks; the transport answers with Written.
 	Write struct {
-		ID    TransferID
-		Peer  AgentID
-		Grant []byte
-		Src   [][]BlockID
-		Dst   [][]BlockID
+		ID      TransferID
+		Peer    AgentID
+		Grant   []byte
+		Src     [][]BlockID
+		Dst     [][]BlockID
+		Regions []uint32
 	}
 	// StopWrite: end a Write early; its Written still comes.
 	StopWrite struct{ ID TransferID }

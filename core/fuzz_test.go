@@ -141,7 +141,7 @@ func (u *user) first() []uint32 {
 func (u *user) ids() []core.TransferID {
 	out := make([]core.TransferID, u.byte()%5)
 	for i := range out {
-		out[i] = u.id()
+		out[i] = u.named()
 	}
 	return out
 }
@@ -153,7 +153,7 @@ func (u *user) failure() error {
 // next makes one call.
 func (u *user) next() {
 	m := u.m
-	switch op := u.byte() % 16; op {
+	switch op := u.byte() % 18; op {
 	case 0:
 		_ = m.Announce(u.now, u.id())
 	case 1:
@@ -177,8 +177,9 @@ func (u *user) next() {
 	case 4:
 		_ = m.Cancel(u.now, u.id(), "")
 	case 5:
-		code, _ := m.LoadArrived(u.now, core.LoadMessage{ID: u.id(), Peer: u.peer(), Grant: []byte{u.byte() % 3}, First: u.first(), Blocks: u.blocks(),
-			Lease: time.Duration(int8(u.byte())) * time.Second})
+		code, _ := m.LoadArrived(u.now, core.LoadMessage{ID: u.named(), Peer: u.peer(), Grant: []byte{u.byte() % 3}, First: u.first(), Blocks: u.blocks(),
+			Lease:   time.Duration(int8(u.byte())) * time.Second,
+			Regions: pick(u, [][]uint32{nil, nil, nil, {0}, {1, 2}, {5}, {}})})
 		u.known(code)
 	case 6:
 		loads, claims := u.ids(), u.ids()
@@ -193,7 +194,7 @@ func (u *user) next() {
 			}
 		}
 	case 7:
-		m.FinishArrived(u.now, u.peer(), u.id(), u.code(), "said so")
+		m.FinishArrived(u.now, u.peer(), u.named(), u.code(), "said so")
 	case 8:
 		m.PeerDown(u.now, u.peer())
 	case 9: // up to a minute, also without a tick
@@ -224,8 +225,50 @@ func (u *user) next() {
 	case 15: // a renewal's answer that nobody asked for, or another one than was asked
 		r := core.SendRenew{Peer: u.peer(), Loads: u.ids(), Claims: u.ids()}
 		m.RenewReplied(u.now, r, u.answers(len(r.Loads)+len(r.Claims)), false, nil)
+	case 16:
+		r := core.ClaimRequest{ID: u.id()}
+		for range 1 + u.byte()%3 {
+			r.Parts = append(r.Parts, core.ClaimPart{From: u.target(), Share: u.share()})
+		}
+		_ = m.Claim(u.now, r)
+	case 17:
+		u.token++
+		r := core.LoadRequest{ID: u.id(), Token: u.token}
+		for range 1 + u.byte()%3 {
+			p := core.LoadPart{From: u.target(), Share: u.share(), Blocks: u.blocks(), First: u.first()}
+			if len(p.First) == 0 {
+				p.First = nil
+			}
+			p.Regions = pick(u, [][]uint32{nil, {0}, {1}, {0, 2}, {2}, {}, {1, 0}, {7}})
+			r.Parts = append(r.Parts, p)
+		}
+		if m.Load(u.now, r) == nil {
+			u.ledger.accepted(core.SideLoad, r.Token)
+		}
 	}
 	u.collect()
+}
+
+func (u *user) share() core.Share {
+	b := u.byte()
+	return core.Share{K: int(b % 3), Of: 1 + int(b/3%3), Source: int(b/9) % 3}
+}
+
+// named is an id as a peer names it: whole or a part's, well formed or not.
+func (u *user) named() core.TransferID {
+	id := u.id()
+	switch b := u.byte(); {
+	case b < 128:
+		return id
+	case b < 250:
+		return u.share().Part(id)
+	}
+	return id + pick(u, []core.TransferID{"\x00", "\x000/2", "\x003/2@0", "\x00-1/2@0", "\x000/65@0", "\x0000/2@0", "\x000/1@99999"})
+}
+
+func whole(id core.TransferID) core.TransferID {
+	s, _, _ := strings.Cut(string(id), "\x00")
+	return core.TransferID(s)
 }
 
 func (u *user) target() core.Target {
@@ -251,8 +294,10 @@ func (u *user) collect() {
 		switch v := a.(type) {
 		case core.Report:
 			u.known(v.Code)
-			if v.Side == core.SideOffer && u.writing[v.ID] {
-				u.t.Errorf("offer %q is reported while its blocks are read: %+v", v.ID, v)
+			for id := range u.writing {
+				if v.Side == core.SideOffer && whole(id) == v.ID {
+					u.t.Errorf("offer %q is reported while its blocks are read: %+v", v.ID, v)
+				}
 			}
 			continue
 		case core.SendFinish:
@@ -283,12 +328,12 @@ func (u *user) checkWrite(w core.Write) {
 	}
 	for g, ids := range w.Src {
 		for _, id := range ids {
-			if g >= len(u.offered[w.ID]) || !slices.Contains(u.offered[w.ID][g], id) {
-				u.t.Errorf("block %d of group %d is read for %q, offered are %v", id, g, w.ID, u.offered[w.ID])
+			if has := u.offered[whole(w.ID)]; g >= len(has) || !slices.Contains(has[g], id) {
+				u.t.Errorf("block %d of group %d is read for %q, offered are %v", id, g, w.ID, has)
 			}
 		}
 	}
-	pairs, err := u.layout.Plan(w.Src, u.layout.Shapes(), w.Dst)
+	pairs, err := u.layout.PlanOf(w.Regions, w.Src, u.layout.Shapes(), w.Dst)
 	if err != nil {
 		u.t.Errorf("no plan for %+v: %v", w, err)
 	}

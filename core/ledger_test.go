@@ -2,6 +2,7 @@ package core_test
 
 import (
 	"fmt"
+	"strings"
 
 	"github.com/kvconn/kvconn/core"
 )
@@ -45,8 +46,10 @@ func (l *ledger) action(a core.Action) {
 		if l.owed[h] == 0 {
 			delete(l.owed, h)
 		}
-		if v.Side == core.SideLoad && l.armed[v.ID] {
-			l.fault("load %q was reported (%v) before its fence", v.ID, v.Code)
+		for id := range l.armed {
+			if whole, _, _ := strings.Cut(string(id), "\x00"); v.Side == core.SideLoad && whole == string(v.ID) {
+				l.fault("load %q was reported (%v) before its fence", v.ID, v.Code)
+			}
 		}
 	}
 }

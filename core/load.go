@@ -29,6 +29,8 @@ type load struct {
 	from    Target
 	first   []uint32
 	blocks  [][]BlockID
+	regions []uint32 // that it is of; nil: all
+	join    *join    // whose part it is, or nil
 	peer    AgentID
 	started time.Time
 	since   time.Time // the engine's first word of it: its claim, if there was one
@@ -57,24 +59,31 @@ func (ld *load) owes() bool { return !ld.given && !ld.claim }
 // for it: P keeps it for as long. A claim has no Report; it ends by Load, by
 // Cancel, or after Options.Claim. One that is known already is no error.
 func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
+	if len(r.Parts) > 0 {
+		return m.claimParts(now, r)
+	}
 	if err := m.checkLoad(r.ID, r.From); err != nil {
 		return err
 	}
 	old := m.loads[r.ID]
 	switch {
-	case old == nil && m.claims >= m.opt.MaxTransfers:
-		return m.overload("claims")
-	case old != nil && !old.given:
+	case old != nil && !old.given || m.joins[r.ID] != nil:
 		return nil // claimed or loaded already
+	case m.claims >= m.opt.MaxTransfers:
+		return m.overload("claims")
 	}
+	m.count.Claimed++
+	m.addClaim(now, &load{id: r.ID, from: r.From})
+	return nil
+}
+
+func (m *Machine) addClaim(now time.Time, ld *load) {
 	m.begin(now)
 	m.seq++
-	m.count.Claimed++
-	ld := &load{id: r.ID, seq: m.seq, from: r.From, claim: true, started: now, since: now, until: now.Add(m.opt.Claim)}
-	m.loads[r.ID] = ld
+	ld.seq, ld.claim, ld.started, ld.since, ld.until = m.seq, true, now, now, now.Add(m.opt.Claim)
+	m.loads[ld.id] = ld
 	m.claims++
 	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from})
-	return nil
 }
 
 func (m *Machine) checkLoad(id TransferID, from Target) error {
@@ -92,22 +101,18 @@ func (m *Machine) checkLoad(id TransferID, from Target) error {
 // Load asks for a transfer in the engine's blocks. They belong to the transfer
 // until its Report.
 func (m *Machine) Load(now time.Time, r LoadRequest) error {
+	if len(r.Parts) > 0 {
+		return m.loadParts(now, r)
+	}
 	if err := m.checkLoad(r.ID, r.From); err != nil {
 		return err
 	}
-	err := m.layout.CheckBlocks(r.Blocks)
-	if err == nil {
-		err = m.layout.CheckUnique(r.Blocks)
-	}
-	if err == nil && r.First != nil && len(r.First) != len(r.Blocks) {
-		err = fmt.Errorf("first blocks of %d groups, block ids of %d", len(r.First), len(r.Blocks))
-	}
-	if err != nil {
+	if err := m.checkBlocks(r.First, r.Blocks); err != nil {
 		return fmt.Errorf("%w: load %q: %w", ErrInvalid, string(r.ID), err)
 	}
-	old := m.loads[r.ID]
-	if old != nil && old.owes() {
-		return fmt.Errorf("%w: transfer %q is being loaded already; give each request a transfer_id of its own", ErrDuplicate, string(r.ID))
+	old, j := m.loads[r.ID], m.joins[r.ID]
+	if old != nil && old.owes() || j != nil && !j.claim {
+		return duplicateLoad(r.ID)
 	}
 	others := len(m.loads) - m.claims
 	if old != nil && !old.claim {
@@ -117,32 +122,51 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if others >= m.opt.MaxTransfers && countBlocks(r.Blocks) > 0 {
 		return m.overload("loads")
 	}
-	first := r.First
-	if first == nil {
-		first = make([]uint32, len(r.Blocks))
+	m.count.Loaded++
+	if j != nil {
+		m.endParts(now, j, Cancelled, otherEngine)
+	}
+	m.addLoad(now, &load{id: r.ID, token: r.Token, from: r.From, first: r.First, blocks: r.Blocks})
+	return nil
+}
+
+func (m *Machine) checkBlocks(first []uint32, blocks [][]BlockID) error {
+	err := m.layout.CheckBlocks(blocks)
+	if err == nil {
+		err = m.layout.CheckUnique(blocks)
+	}
+	if err == nil && first != nil && len(first) != len(blocks) {
+		err = fmt.Errorf("first blocks of %d groups, block ids of %d", len(first), len(blocks))
+	}
+	return err
+}
+
+// addLoad begins a load, in place of the claim that there may be.
+func (m *Machine) addLoad(now time.Time, ld *load) {
+	old := m.loads[ld.id]
+	if ld.first == nil {
+		ld.first = make([]uint32, len(ld.blocks))
 	}
 	m.begin(now)
-	m.count.Loaded++
 	m.seq++ // an old one that was cancelled is void: P hears of the id by this load
-	ld := &load{id: r.ID, seq: m.seq, token: r.Token, from: r.From, first: first, blocks: r.Blocks, started: now, since: now}
-	m.loads[r.ID] = ld
+	ld.seq, ld.started, ld.since = m.seq, now, now
+	m.loads[ld.id] = ld
 	if old != nil && old.claim {
 		m.claims--
-		if old.from == r.From {
+		if old.from == ld.from {
 			ld.since, ld.tried, ld.until = old.since, old.tried, now.Add(m.patience())
 		}
 	}
-	if old == nil || !old.claim || old.state != loadClaimed || old.from != r.From {
+	if old == nil || !old.claim || old.state != loadClaimed || old.from != ld.from {
 		if old != nil && old.state == loadClaimed && old.code == OK {
-			m.act(SendFinish{Peer: old.peer, ID: r.ID, Code: Cancelled, Reason: "the decode engine loads it from another engine"})
+			m.act(SendFinish{Peer: old.peer, ID: ld.id, Code: Cancelled, Reason: "the decode engine loads it from another engine"})
 		}
 		m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from})
-		return nil
+		return
 	}
 	ld.state, ld.peer, ld.known = loadClaimed, old.peer, old.known
 	ld.code, ld.reason = old.code, old.reason
 	m.proceed(now, ld)
-	return nil
 }
 
 // proceed goes on with a load whose P is known.
@@ -159,7 +183,7 @@ func (m *Machine) proceed(now time.Time, ld *load) {
 	default:
 		m.watch(now, ld.peer)
 		ld.state, ld.begun = loadExpecting, now
-		m.act(Expect{ID: ld.id, Peer: ld.peer, Blocks: ld.blocks})
+		m.act(Expect{ID: ld.id, Peer: ld.peer, Blocks: ld.blocks, Regions: ld.regions})
 	}
 }
 
@@ -230,7 +254,7 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 		return
 	}
 	ld.state = loadRequesting
-	m.act(SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, First: ld.first, Blocks: ld.blocks, Lease: m.opt.Lease})
+	m.act(SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, First: ld.first, Blocks: ld.blocks, Regions: ld.regions, Lease: m.opt.Lease})
 }
 
 // LoadReplied answers SendLoad. absent says that nobody listens at the peer's
@@ -358,11 +382,11 @@ func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string, tel
 			return
 		}
 		// The engine has its blocks back now; P must still hear of it.
-		if ld.owes() {
+		owes := ld.owes()
+		m.dropClaim(ld)
+		if ld.given = true; owes {
 			m.giveReport(now, ld)
 		}
-		m.dropClaim(ld)
-		ld.given = true
 	case loadClaimed:
 		if tell && ld.code == OK { // else P has ended it
 			m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: code, Reason: reason})
@@ -371,6 +395,7 @@ func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string, tel
 	case loadFencing:
 		if ld.again {
 			ld.again, ld.code, ld.reason = false, code, reason
+			m.partFails(now, ld)
 		}
 	default:
 		ld.code, ld.reason = code, reason
@@ -378,6 +403,7 @@ func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string, tel
 			m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: code, Reason: reason})
 		}
 		m.fence(ld)
+		m.partFails(now, ld)
 	}
 }
 
@@ -403,6 +429,9 @@ func (m *Machine) dropClaim(ld *load) {
 	if ld.claim {
 		ld.claim = false
 		m.claims--
+		if ld.join != nil {
+			m.claimEnded(ld.join)
+		}
 	}
 }
 
@@ -412,7 +441,12 @@ func (m *Machine) giveReport(now time.Time, ld *load) {
 	if state == loadFencing {
 		state = ld.ended
 	}
-	m.act(Report{ID: ld.id, Side: SideLoad, Token: ld.token, Code: ld.code, Reason: ld.reason,
+	r := Report{ID: ld.id, Side: SideLoad, Token: ld.token, Code: ld.code, Reason: ld.reason,
 		Blocks: countBlocks(ld.blocks), Wait: max(elapsed-time.Duration(ld.stats.Nanos), 0), Elapsed: elapsed,
-		State: state.String(), Peer: ld.peer, From: ld.from, Stats: ld.stats})
+		State: state.String(), Peer: ld.peer, From: ld.from, Stats: ld.stats}
+	if ld.join != nil {
+		m.partLoaded(now, ld.join, &r)
+		return
+	}
+	m.act(r)
 }

@@ -56,9 +56,11 @@ type Machine struct {
 	seq    uint64
 
 	loads  map[TransferID]*load
-	claims int               // of them, those that are only claimed
+	claims int // of them, those that are only claimed
+	joins  map[TransferID]*join
 	peers  map[AgentID]*peer // the P agents that loads wait for
 	offers map[TransferID]*offer
+	wholes map[TransferID]*whole
 	early  int // offers that no call of the engine backs yet
 	// earlyBlocks is how many block ids they hold.
 	earlyBlocks int
@@ -76,7 +78,7 @@ func New(layout *Layout, opt Options) *Machine {
 	opt = opt.withDefaults()
 	return &Machine{
 		opt: opt, layout: layout,
-		loads: map[TransferID]*load{}, peers: map[AgentID]*peer{}, offers: map[TransferID]*offer{}, probes: map[AgentID]*probe{},
+		loads: map[TransferID]*load{}, joins: map[TransferID]*join{}, wholes: map[TransferID]*whole{}, peers: map[AgentID]*peer{}, offers: map[TransferID]*offer{}, probes: map[AgentID]*probe{},
 		ended: tombstones{limit: opt.MaxTransfers, byID: map[TransferID]tombstone{}},
 	}
 }
@@ -129,7 +131,17 @@ func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 	if ld != nil {
 		m.endLoad(now, ld, Cancelled, orText(reason, "cancelled by the decode engine"), true)
 	}
-	if of := m.offers[id]; of != nil || ld == nil {
+	j := m.joins[id]
+	if j != nil {
+		m.endParts(now, j, Cancelled, orText(reason, "cancelled by the decode engine"))
+	}
+	if w := m.wholes[id]; w != nil {
+		for _, of := range m.live(w) {
+			m.endOffer(now, of, Cancelled, orText(reason, "cancelled by the prefill engine"), true)
+		}
+		return nil
+	}
+	if of := m.offers[id]; of != nil || ld == nil && j == nil {
 		m.cancelOffer(now, id, of, orText(reason, "cancelled by the prefill engine"))
 	}
 	return nil
@@ -139,7 +151,9 @@ func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 func (m *Machine) Close(now time.Time) {
 	m.closed = true
 	for _, id := range sortedKeys(m.loads) {
-		m.endLoad(now, m.loads[id], Closed, "the decode agent was closed", true)
+		if ld := m.loads[id]; ld != nil {
+			m.endLoad(now, ld, Closed, "the decode agent was closed", true)
+		}
 	}
 	for _, id := range sortedKeys(m.offers) {
 		m.endOffer(now, m.offers[id], Closed, "the prefill agent was closed", true)
@@ -150,7 +164,9 @@ func (m *Machine) Close(now time.Time) {
 // only when the transports are closed, so that no byte can move.
 func (m *Machine) Abandon(now time.Time) {
 	for _, id := range sortedKeys(m.loads) {
-		m.reportLoad(now, m.loads[id])
+		if ld := m.loads[id]; ld != nil {
+			m.reportLoad(now, ld)
+		}
 	}
 	for _, id := range sortedKeys(m.offers) {
 		m.reportOffer(now, m.offers[id], TransferStats{})
@@ -232,7 +248,7 @@ func (m *Machine) checkInvariants() {
 		case offerEarly:
 			early++
 			earlyBlocks += of.loadBlocks()
-			must(of.peer != "" && timed && of.blocks == nil, "early offer %q: peer %q, deadline %v", id, of.peer, timed)
+			must((of.peer != "" || of.whole != nil) && timed && of.blocks == nil, "early offer %q: peer %q, deadline %v", id, of.peer, timed)
 		case offerPrefill:
 			must((of.peer != "") == timed, "prefill %q: peer %q, deadline %v", id, of.peer, timed)
 		case offerReady:
@@ -262,6 +278,7 @@ func (m *Machine) checkInvariants() {
 		renewed := ld.state == loadWaiting || ld.state == loadClaimed && ld.code == OK
 		must(!renewed || m.peers[ld.peer] != nil, "load %q waits for %q, which nobody watches", id, ld.peer)
 	}
+	m.checkJoined(must)
 	must(claims == m.claims && claims <= m.opt.MaxTransfers, "%d claims, counted %d", claims, m.claims)
 	must(busy <= m.opt.MaxTransfers, "%d loads, over the limit", busy)
 	must(len(m.loads) > 0 || len(m.peers) == 0, "%d peers are watched for no load", len(m.peers))

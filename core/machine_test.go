@@ -79,7 +79,12 @@ func (s *script) run(c *coretest.Command) string {
 		m.ledger.action(a)
 		out.WriteString(describe(a) + "\n")
 	}
-	return out.String()
+	return strings.ReplaceAll(out.String(), "\x00", "~")
+}
+
+// partID reads an id, in which ~ stands before the share of a part.
+func partID(text string) core.TransferID {
+	return core.TransferID(strings.ReplaceAll(text, "~", "\x00"))
 }
 
 func sentinel(err error) string {
@@ -106,7 +111,7 @@ func (s *script) open(c *coretest.Command) *core.Machine {
 }
 
 func (s *script) event(m *scripted, what string, c *coretest.Command) (said string, err error) {
-	id := core.TransferID(c.Word(2))
+	id := partID(c.Word(2))
 	if n := s.number(c, "times", 1); n != 1 {
 		id = core.TransferID(strings.Repeat(string(id), int(n)))
 	}
@@ -118,7 +123,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	}
 	switch what {
 	case "load":
-		r := core.LoadRequest{ID: id, Blocks: s.blocks(c), First: s.first(c), Token: s.number(c, "token", 1),
+		r := core.LoadRequest{ID: id, Blocks: s.blocks(c), First: s.first(c), Token: s.number(c, "token", 1), Parts: s.parts(c),
 			From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
 		if err = m.Load(s.now, r); err == nil {
 			m.ledger.accepted(core.SideLoad, r.Token)
@@ -152,7 +157,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		m.FinishArrived(s.now, peer, id, s.code(c), c.Value("why", ""))
 	case "loaded":
 		code, why := m.LoadArrived(s.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte(c.Value("grant", "")),
-			First: s.first(c), Blocks: s.blocks(c), Lease: s.duration(c, "lease", 30*time.Second)})
+			First: s.first(c), Blocks: s.blocks(c), Regions: numbers(s, c, strings.Fields(c.Value("of", ""))), Lease: s.duration(c, "lease", 30*time.Second)})
 		said = strings.TrimSpace("answer " + code.String() + " " + why)
 	case "renew":
 		said = "answer"
@@ -179,7 +184,11 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		}
 		m.RenewReplied(s.now, core.SendRenew{Peer: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims")}, answers, absent, failure)
 	case "claim":
-		err = m.Claim(s.now, core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}})
+		r := core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
+		for _, p := range s.parts(c) {
+			r.Parts = append(r.Parts, core.ClaimPart{From: p.From, Share: p.Share})
+		}
+		err = m.Claim(s.now, r)
 	case "probed":
 		m.ProbeReplied(s.now, peer, absent, c.Value("away", "") == "yes", failure)
 	case "down":
@@ -283,7 +292,7 @@ var statusNames = []string{"unknown", "early", "prefill", "offered", "sending", 
 
 func (s *script) ids(c *coretest.Command, key string) (ids []core.TransferID) {
 	for _, w := range strings.Fields(c.Value(key, "")) {
-		ids = append(ids, core.TransferID(w))
+		ids = append(ids, partID(w))
 	}
 	return ids
 }
@@ -308,6 +317,37 @@ func (s *script) blocks(c *coretest.Command) (blocks [][]core.BlockID) {
 	return blocks
 }
 
+// parts reads "at from k/n@source first ids of regions | ...", without what comes
+// after the share for a claim; "-" is no address.
+func (s *script) parts(c *coretest.Command) (parts []core.LoadPart) {
+	text := c.Value("parts", "")
+	if text == "" {
+		return nil
+	}
+	for _, one := range strings.Split(text, "|") {
+		f := strings.Fields(one)
+		p := core.LoadPart{From: core.Target{Bootstrap: strings.TrimPrefix(f[0], "-"), EngineID: f[1]}}
+		if _, err := fmt.Sscanf(f[2], "%d/%d@%d", &p.Share.K, &p.Share.Of, &p.Share.Source); err != nil {
+			s.t.Fatalf("%s: %v", c.Pos, err)
+		}
+		if f = f[3:]; len(f) > 0 {
+			if of := slices.Index(f, "of"); of >= 0 {
+				p.Regions, f = numbers(s, c, f[of+1:]), f[:of]
+			}
+			p.First, p.Blocks = numbers(s, c, f[:1]), [][]core.BlockID{numbers(s, c, f[1:])}
+		}
+		parts = append(parts, p)
+	}
+	return parts
+}
+
+func numbers(s *script, c *coretest.Command, words []string) (out []uint32) {
+	for _, w := range words {
+		out = append(out, uint32(s.parse(c, w)))
+	}
+	return out
+}
+
 func (s *script) first(c *coretest.Command) (first []uint32) {
 	for _, w := range strings.Fields(c.Value("first", "")) {
 		n, err := strconv.ParseUint(w, 10, 32)
@@ -317,6 +357,13 @@ func (s *script) first(c *coretest.Command) (first []uint32) {
 		first = append(first, uint32(n))
 	}
 	return first
+}
+
+func of(regions []uint32) string {
+	if regions == nil {
+		return ""
+	}
+	return fmt.Sprintf(" of=%v", regions)
 }
 
 func describe(a core.Action) string {
@@ -334,9 +381,9 @@ func describe(a core.Action) string {
 		}
 		return fmt.Sprintf("resolve %s seq=%d from=%s%s%s", v.ID, v.Seq, v.From.Bootstrap, v.From.EngineID, fresh)
 	case core.Expect:
-		return fmt.Sprintf("expect %s peer=%s blocks=%v", v.ID, v.Peer, v.Blocks)
+		return fmt.Sprintf("expect %s peer=%s blocks=%v%s", v.ID, v.Peer, v.Blocks, of(v.Regions))
 	case core.SendLoad:
-		return fmt.Sprintf("send-load %s seq=%d to=%s grant=%s first=%v blocks=%v lease=%v", v.ID, v.Seq, v.Peer, v.Grant, v.First, v.Blocks, v.Lease)
+		return fmt.Sprintf("send-load %s seq=%d to=%s grant=%s first=%v blocks=%v%s lease=%v", v.ID, v.Seq, v.Peer, v.Grant, v.First, v.Blocks, of(v.Regions), v.Lease)
 	case core.SendRenew:
 		if len(v.Claims) > 0 {
 			return fmt.Sprintf("send-renew %v claims=%v to=%s", v.Loads, v.Claims, v.Peer)
@@ -354,7 +401,7 @@ func describe(a core.Action) string {
 	case core.Revoke:
 		return fmt.Sprintf("revoke %s", v.ID)
 	case core.Write:
-		return fmt.Sprintf("write %s to=%s grant=%s src=%v dst=%v", v.ID, v.Peer, v.Grant, v.Src, v.Dst)
+		return fmt.Sprintf("write %s to=%s grant=%s src=%v dst=%v%s", v.ID, v.Peer, v.Grant, v.Src, v.Dst, of(v.Regions))
 	case core.StopWrite:
 		return fmt.Sprintf("stop-write %s", v.ID)
 	case core.Report:

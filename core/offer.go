@@ -32,9 +32,10 @@ type offer struct {
 	deadline time.Time // end of the lease, or of the wait for the engine
 	peer     AgentID   // the D agent that claims or loads it
 	load     *LoadMessage
-	landed   bool // D has all bytes
-	nacked   bool // D's transport expects it no more
-	code     Code // of the end, while stopping
+	whole    *whole // whose part it is, or nil
+	landed   bool   // D has all bytes
+	nacked   bool   // D's transport expects it no more
+	code     Code   // of the end, while stopping
 	reason   string
 }
 
@@ -64,6 +65,9 @@ func (m *Machine) Announce(now time.Time, id TransferID) error {
 	}
 	if _, gone := m.ended.byID[id]; gone {
 		return nil // D gave up first; the offer will be told so
+	}
+	if w := m.wholes[id]; w != nil {
+		return m.announceParts(now, w)
 	}
 	of := m.offers[id]
 	if of == nil {
@@ -97,9 +101,12 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 	if err := m.layout.CheckBlocks(r.Blocks); err != nil {
 		return fmt.Errorf("%w: offer %q: %w", ErrInvalid, string(r.ID), err)
 	}
-	of := m.offers[r.ID]
-	if of != nil && of.state >= offerReady {
+	of, w := m.offers[r.ID], m.wholes[r.ID]
+	if of != nil && of.state >= offerReady || w != nil && !w.offered.IsZero() {
 		return fmt.Errorf("%w: transfer %q is offered already; give each request a transfer_id of its own", ErrDuplicate, string(r.ID))
+	}
+	if w != nil {
+		return m.offerParts(now, w, r)
 	}
 	if t, gone := m.ended.byID[r.ID]; gone {
 		if t.offered {
@@ -121,12 +128,16 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 		m.leaveEarly(of)
 	}
 	m.count.Offered++
+	m.ready(now, of, r)
+	return nil
+}
+
+func (m *Machine) ready(now time.Time, of *offer, r OfferRequest) {
 	of.state, of.token, of.blocks = offerReady, r.Token, r.Blocks
 	of.offered, of.deadline = now, now.Add(m.opt.Lease)
 	if of.load != nil {
 		m.startWrite(now, of)
 	}
-	return nil
 }
 
 // LoadArrived takes D's load; the result is the answer to D.
@@ -134,7 +145,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	if m.closed {
 		return Closed, "the prefill agent is closing"
 	}
-	if checkID(l.ID) != nil {
+	if checkWireID(l.ID) != nil {
 		return Refused, "malformed transfer_id"
 	}
 	if t, gone := m.ended.byID[l.ID]; gone {
@@ -152,7 +163,13 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	if l.Lease <= 0 || l.Lease > time.Hour {
 		l.Lease = m.opt.Lease
 	}
+	if code, reason := m.wholeOf(now, l.ID); code != OK {
+		return code, reason
+	}
 	of := m.offers[l.ID]
+	if of == nil && isPart(l.ID) {
+		return Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(l.ID))
+	}
 	if of != nil && of.peer != "" && of.peer != l.Peer {
 		return Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.peer)
 	}
@@ -174,7 +191,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 			of = m.addEarly(now, l.ID, l.Peer)
 		}
 		m.earlyBlocks += more - of.loadBlocks()
-		of.load = &l
+		of.load, of.peer = &l, l.Peer
 		return OK, ""
 	}
 	of.load, of.peer = &l, l.Peer
@@ -210,6 +227,9 @@ func (m *Machine) tooMuch(l *LoadMessage) string {
 			return fmt.Sprintf("the load wants %d blocks of group %d, which has %d here", len(ids), g, n)
 		}
 	}
+	if err := m.layout.checkRegions(l.Regions); err != nil {
+		return "the load is of " + err.Error()
+	}
 	return ""
 }
 
@@ -226,7 +246,7 @@ func (m *Machine) startWrite(now time.Time, of *offer) {
 		return
 	}
 	of.state, of.sendAt, of.deadline = offerSending, now, now.Add(of.load.Lease)
-	m.act(Write{ID: of.id, Peer: of.load.Peer, Grant: of.load.Grant, Src: src, Dst: of.load.Blocks})
+	m.act(Write{ID: of.id, Peer: of.load.Peer, Grant: of.load.Grant, Src: src, Dst: of.load.Blocks, Regions: of.load.Regions})
 }
 
 // selectBlocks finds the offered blocks that a load asks for.
@@ -294,10 +314,21 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 			return Answer{Status: StatusSent}
 		case gone:
 			return Answer{StatusEnded, peerCode(t.code), t.reason}
-		case !claim || m.closed || checkID(id) != nil || m.early >= m.opt.MaxTransfers:
+		case !claim || m.closed || checkWireID(id) != nil || m.early >= m.opt.MaxTransfers:
 			return Answer{Status: StatusUnknown}
 		}
-		of = m.addEarly(now, id, from)
+		switch code, reason := m.wholeOf(now, id); code {
+		case OK:
+		case Refused, Closed:
+			return Answer{Status: StatusUnknown}
+		default:
+			return Answer{StatusEnded, code, reason}
+		}
+		if of = m.offers[id]; of == nil && isPart(id) {
+			return Answer{Status: StatusUnknown}
+		} else if of == nil {
+			of = m.addEarly(now, id, from)
+		}
 	}
 	if claim && of.peer == "" {
 		of.peer = from
@@ -322,6 +353,10 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 // finishOffer takes D's word that its half has ended.
 func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code Code, reason string) {
 	of := m.offers[id]
+	if _, gone := m.ended.byID[id]; of == nil && !gone && isPart(id) {
+		m.wholeOf(now, id) // the other parts are waited for
+		of = m.offers[id]
+	}
 	if of != nil && of.peer != "" && of.peer != from {
 		return // not its transfer
 	}
@@ -380,19 +415,27 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 	if of.nacked {
 		m.ended.nacked(of.id, of.peer)
 	}
-	if of.state < offerReady {
+	if of.state < offerReady && of.whole == nil {
 		return // the engine has given no blocks and waits for no report
 	}
 	wait := now.Sub(of.offered)
-	if !of.sendAt.IsZero() {
+	switch {
+	case of.offered.IsZero():
+		wait = 0
+	case !of.sendAt.IsZero():
 		wait = of.sendAt.Sub(of.offered)
 	}
 	state := of.state
 	if state == offerStopping {
 		state = offerSending
 	}
-	m.act(Report{ID: of.id, Side: SideOffer, Token: of.token, Code: of.code, Reason: of.reason,
-		Blocks: countBlocks(of.blocks), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: s})
+	r := Report{ID: of.id, Side: SideOffer, Token: of.token, Code: of.code, Reason: of.reason,
+		Blocks: countBlocks(of.blocks), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: s}
+	if of.whole != nil {
+		m.partOffered(now, of.whole, &r)
+		return
+	}
+	m.act(r)
 }
 
 func (m *Machine) tickOffers(now time.Time) {

@@ -218,6 +218,7 @@ func (m *Machine) tickLoads(now time.Time) {
 	slices.Sort(due)
 	for _, id := range due {
 		switch ld := m.loads[id]; {
+		case ld == nil: // another part of the same load took it along
 		case now.Before(ld.until):
 			m.resolveAgain(ld)
 		case !ld.claim:

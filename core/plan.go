@@ -25,9 +25,16 @@ type Pair struct {
 // Segments lists, in the transfer's linear order, where blocks lie in this
 // layout; runs that are adjacent in memory are merged. The ids must have passed
 // CheckBlocks.
-func (l *Layout) Segments(blocks [][]BlockID) []Segment {
-	out := make([]Segment, 0, l.upperBound(blocks))
-	for i := range l.Regions {
+func (l *Layout) Segments(blocks [][]BlockID) []Segment { return l.SegmentsOf(nil, blocks) }
+
+// SegmentsOf is Segments of some of the regions; nil is all.
+func (l *Layout) SegmentsOf(regions []uint32, blocks [][]BlockID) []Segment {
+	out := make([]Segment, 0, l.upperBound(regions, blocks))
+	for n := range l.count(regions) {
+		i := n
+		if regions != nil {
+			i = int(regions[n])
+		}
 		r := &l.Regions[i]
 		if int(r.Group) >= len(blocks) {
 			continue
@@ -53,6 +60,11 @@ func (l *Layout) Segments(blocks [][]BlockID) []Segment {
 // layout. Both layouts must have
 // passed CheckPeer, both lists the same length per group and be in range.
 func (l *Layout) Plan(src [][]BlockID, peer []Shape, dst [][]BlockID) ([]Pair, error) {
+	return l.PlanOf(nil, src, peer, dst)
+}
+
+// PlanOf is Plan of some of the regions; nil is all.
+func (l *Layout) PlanOf(regions []uint32, src [][]BlockID, peer []Shape, dst [][]BlockID) ([]Pair, error) {
 	if len(src) != len(dst) {
 		return nil, fmt.Errorf("plan: %d groups here, %d at the peer", len(src), len(dst))
 	}
@@ -61,8 +73,12 @@ func (l *Layout) Plan(src [][]BlockID, peer []Shape, dst [][]BlockID) ([]Pair, e
 			return nil, fmt.Errorf("plan: group %d has %d blocks here, %d at the peer", g, len(src[g]), len(dst[g]))
 		}
 	}
-	out := make([]Pair, 0, l.upperBound(src))
-	for i := range l.Regions {
+	out := make([]Pair, 0, l.upperBound(regions, src))
+	for n := range l.count(regions) {
+		i := n
+		if regions != nil {
+			i = int(regions[n])
+		}
 		r, p := &l.Regions[i], &peer[i]
 		if int(r.Group) >= len(src) {
 			continue
@@ -87,10 +103,25 @@ func (l *Layout) Plan(src [][]BlockID, peer []Shape, dst [][]BlockID) ([]Pair, e
 	return out, nil
 }
 
+func (l *Layout) count(regions []uint32) int {
+	if regions == nil {
+		return len(l.Regions)
+	}
+	return len(regions)
+}
+
 // upperBound is the number of runs when nothing merges: one allocation then
 // holds every plan.
-func (l *Layout) upperBound(blocks [][]BlockID) int {
+func (l *Layout) upperBound(regions []uint32, blocks [][]BlockID) int {
 	n := 0
+	for _, i := range regions {
+		if g := int(l.Regions[i].Group); g < len(blocks) {
+			n += len(blocks[g])
+		}
+	}
+	if regions != nil {
+		return n
+	}
 	for g, ids := range blocks {
 		n += len(ids) * len(l.Groups[g].Regions)
 	}

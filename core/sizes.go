@@ -26,12 +26,13 @@ type Sizes struct {
 	Offers  int // P's halves, early ones among them
 	Early   int // claims and loads that P's engine has not named
 	Probes  int // D agents that are asked whether they live
+	Joined  int // halves that have several parts
 	Ended   int // transfers whose end is remembered
 }
 
 // Sizes counts them; it walks over all loads.
 func (m *Machine) Sizes() Sizes {
-	s := Sizes{Loads: len(m.loads), Peers: len(m.peers), Offers: len(m.offers), Early: m.early, Probes: len(m.probes), Ended: len(m.ended.byID)}
+	s := Sizes{Loads: len(m.loads), Peers: len(m.peers), Offers: len(m.offers), Early: m.early, Probes: len(m.probes), Joined: len(m.joins) + len(m.wholes), Ended: len(m.ended.byID)}
 	for _, ld := range m.loads {
 		switch {
 		case ld.claim:
@@ -61,4 +62,16 @@ func (m *Machine) OldestWait(now time.Time) time.Duration {
 		}
 	}
 	return now.Sub(oldest)
+}
+
+// StateOf names the state of a half, or of a part of one; "-" if there is none.
+func (m *Machine) StateOf(s Side, id TransferID) string {
+	if s == SideLoad {
+		if ld := m.loads[id]; ld != nil {
+			return ld.state.String()
+		}
+	} else if of := m.offers[id]; of != nil {
+		return of.state.String()
+	}
+	return "-"
 }

@@ -83,8 +83,9 @@ type Transport interface {
 	// Sink.Written. The source bytes must stay unchanged until then.
 	Write(op WriteOp)
 
-	// Stop ends a write early: the sooner its Sink.Written comes the better,
-	// with an error unless the write had ended. An unknown id is no error.
+	// Stop ends a write early, with an error unless the write had ended. Its
+	// Sink.Written comes within a second or so, also when the peer takes no bytes.
+	// An unknown id is no error.
 	Stop(id TransferID)
 
 	// Close ends all transfers, tells the outcome of each write, and waits, at

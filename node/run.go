@@ -59,7 +59,7 @@ func (a *Agent) perform(act core.Action) {
 	case core.Resolve:
 		a.peers.resolve(a, v)
 	case core.Expect:
-		grant, err := a.transport.Expect(v.ID, v.Peer, a.layout.Segments(v.Blocks))
+		grant, err := a.transport.Expect(v.ID, v.Peer, a.layout.SegmentsOf(v.Regions, v.Blocks))
 		a.step(func(m *core.Machine, now time.Time) { m.Expecting(now, v.ID, grant, err) })
 	case core.SendLoad:
 		a.lanes.do(v.Peer, func() { a.sendLoad(v) })
@@ -96,7 +96,7 @@ func (a *Agent) write(v core.Write) {
 		})
 		return
 	}
-	pairs, err := a.layout.Plan(v.Src, p.shapes, v.Dst)
+	pairs, err := a.layout.PlanOf(v.Regions, v.Src, p.shapes, v.Dst)
 	if err != nil {
 		a.step(func(m *core.Machine, now time.Time) { m.Written(now, v.ID, core.TransferStats{}, err) })
 		return
@@ -141,7 +141,7 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 	}
 	transport, grant := unmark(v.Grant)
 	rep, err := a.insist(v.Peer, &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
-		TransferID: string(v.ID), Transport: transport, Grant: grant, Groups: groups, LeaseMS: v.Lease.Milliseconds(),
+		TransferID: string(v.ID), Transport: transport, Grant: grant, Groups: groups, Regions: v.Regions, LeaseMS: v.Lease.Milliseconds(),
 	}})
 	code, reason, absent := core.OK, "", false
 	switch {

@@ -75,7 +75,10 @@ func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
 		return refuse("transport %q: prefill agent %s of engine %q has %s", l.Transport, a.id, a.cfg.EngineID, transport.have(nil))
 	}
 	rep := &wire.Reply{}
-	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: mark(l.Transport, l.Grant), Lease: time.Duration(l.LeaseMS) * time.Millisecond}
+	if len(l.Regions) == 0 {
+		l.Regions = nil // all
+	}
+	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: mark(l.Transport, l.Grant), Regions: l.Regions, Lease: time.Duration(l.LeaseMS) * time.Millisecond}
 	for _, g := range l.Groups {
 		msg.First = append(msg.First, g.First)
 		msg.Blocks = append(msg.Blocks, g.IDs)

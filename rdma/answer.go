@@ -108,12 +108,12 @@ func (src *source) joined(s *signal) {
 	case len(src.lanes) > 0:
 		src.settle(nil)
 		src.owed, src.backoff = true, 0
+		src.watch()
 	case s.Reason == "": // closed because nothing was to be sent; P opens others when something is
 		src.settle(nil)
-	default:
-		src.r.t.goRun("rdma unreachable", func() {
-			src.lose(fmt.Errorf("rdma: prefill agent %s reaches none of this agent's ports: %s", src.peer, s.Reason))
-		})
+	default: // and gives up what it was writing
+		tell := src.losing(fmt.Errorf("rdma: prefill agent %s reaches none of this agent's ports: %s", src.peer, s.Reason))
+		src.r.t.goRun("rdma no path", tell)
 	}
 }
 

@@ -182,6 +182,11 @@ func (lk *link) sayJoined(why error) error {
 	}
 	lk.mu.Unlock()
 	if len(s.Lanes) == 0 {
+		for _, p := range lk.t.ports {
+			if !p.state.Load().up {
+				why = errors.Join(why, fmt.Errorf("port %s is down", p.name))
+			}
+		}
 		if why == nil {
 			why = errors.New("all that were made broke at once")
 		}

@@ -74,7 +74,8 @@ type source struct {
 	draining []*expect // revoked: P must hear of it
 	drains   bool      // a goroutine tells P
 
-	watching *time.Timer // while transfers are expected: does P's end still answer?
+	watching *time.Timer // while there are lanes: do P's ends still answer?
+	lookAt   time.Time
 }
 
 // errUnsettled: the handshake is under way.
@@ -239,8 +240,16 @@ func (src *source) unsettled(settled <-chan struct{}, bound time.Duration) (late
 // lose ends the way to P: what has begun to land ends. What has not may still
 // come, when P connects again.
 func (src *source) lose(cause error) {
-	cause = fmt.Errorf("%w: %w", core.ErrConnectionLost, cause)
 	src.mu.Lock()
+	tell := src.losing(cause)
+	src.mu.Unlock()
+	tell()
+}
+
+// losing is lose but for what waits and what the sink is told, which tell does
+// without src.mu.
+func (src *source) losing(cause error) (tell func()) {
+	cause = fmt.Errorf("%w: %w", core.ErrConnectionLost, cause)
 	var ended []*expect
 	for _, e := range src.live {
 		if !e.begun.IsZero() && src.r.take(e) {
@@ -252,14 +261,15 @@ func (src *source) lose(cause error) {
 	src.backOff()
 	owed := src.owed && !src.gone
 	src.owed = false
-	src.mu.Unlock()
-	await(dying)
-	for _, e := range ended {
-		src.fence(e)
-		e.tell(cause)
-	}
-	if owed {
-		src.r.t.down(src.peer, cause)
+	return func() {
+		await(dying)
+		for _, e := range ended {
+			src.fence(e)
+			e.tell(cause)
+		}
+		if owed {
+			src.r.t.down(src.peer, cause)
+		}
 	}
 }
 
@@ -430,26 +440,41 @@ func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []core.Segm
 	return e.grant.sign(src.secret, id), nil
 }
 
-// watchInterval is how often D looks whether P's ends still answer while it
-// expects something: RC tells a receiver nothing of a sender that died.
-const watchInterval = time.Second
+// How often D looks whether P's ends still answer, while it expects something and
+// while it does not: RC tells a receiver nothing of a sender that died.
+const (
+	watchInterval = time.Second
+	idleInterval  = 10 * time.Second
+)
 
-// watch starts to look; src.mu is held.
+// watch begins to look, or looks sooner; src.mu is held.
 func (src *source) watch() {
-	if src.watching == nil && !src.gone {
+	if src.gone {
+		return
+	}
+	every := idleInterval
+	if len(src.live) > 0 {
+		every = watchInterval
+	}
+	if src.watching == nil {
 		// Nothing but locks that are held shortly: Close need not wait for it.
-		src.watching = time.AfterFunc(watchInterval, func() {
-			src.mu.Lock()
-			defer src.mu.Unlock()
-			src.watching = nil
-			if len(src.live) == 0 || src.gone {
-				return
-			}
-			for _, l := range src.lanes {
-				l.ping()
-			}
-			src.watch()
-		})
+		src.watching = time.AfterFunc(every, src.look)
+		src.lookAt = time.Now().Add(every)
+	} else if at := time.Now().Add(every); at.Before(src.lookAt) && src.watching.Reset(every) {
+		src.lookAt = at
+	}
+}
+
+// look pings P's ends.
+func (src *source) look() {
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	src.watching = nil
+	for _, l := range src.lanes {
+		l.ping()
+	}
+	if len(src.lanes) > 0 || len(src.live) > 0 {
+		src.watch()
 	}
 }
 

@@ -21,10 +21,6 @@ type strangers struct {
 	silent int            // refused since the last line
 }
 
-// maxPeerStreams bounds what one ticket opens: twice the most that an agent is
-// configured with, since it may know of broken ones before this side does.
-const maxPeerStreams = 128
-
 // errUnwanted refuses a stream so that its peer does not try again.
 var errUnwanted = errors.New("refused")
 
@@ -99,7 +95,8 @@ func left(raw syscall.RawConn) bool {
 	return closed
 }
 
-// greet reads the hello and makes the connection a stream of its peer's link.
+// greet reads the hello and makes the connection a stream of its peer's link. D
+// has ended the one of the same number before, whether this side saw that or not.
 func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 	s.t.tune(conn)
 	conn.SetReadDeadline(time.Now().Add(s.t.cfg.DialTimeout))
@@ -111,6 +108,7 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 	defer s.mu.Unlock()
 	s.strangers.conns = slices.DeleteFunc(s.strangers.conns, func(c *net.TCPConn) bool { return c == conn })
 	l := s.byTicket[h.key]
+	number, attempt := h.stream()
 	switch {
 	case s.closed:
 		return nil, errClosed
@@ -124,17 +122,13 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 		return nil, rawErr
 	case left(raw):
 		return nil, errors.New("the peer has closed it already")
-	case s.streams >= s.t.cfg.MaxStreams:
+	case attempt <= l.slots[number].attempt:
+		return nil, fmt.Errorf("stream %d of decode agent %s comes late: attempt %d, after %d", number, l.peer, attempt, l.slots[number].attempt)
+	case s.streams >= s.t.cfg.MaxStreams && l.slots[number].stream == nil:
 		return nil, fmt.Errorf("%w: %d streams are open, the most that this process's limit of descriptors allows", errUnwanted, s.streams)
-	case len(l.streams) >= maxPeerStreams:
-		return nil, fmt.Errorf("%w: decode agent %s has %d streams already", errUnwanted, l.peer, len(l.streams))
 	}
-	s.streams++
-	st := &outStream{conn: conn, raw: raw, link: l, vec: make([]iovec, 0, maxVector)}
-	l.streams[st] = true
-	for _, out := range l.queue {
-		s.stopWaiting(out)
-	}
+	st := &outStream{conn: conn, raw: raw, link: l, number: number, offset: h.position, vec: make([]iovec, 0, maxVector)}
+	s.enlist(st, attempt)
 	return st, nil
 }
 
@@ -151,6 +145,25 @@ func (s *sender) warn(what string, fields ...zap.Field) {
 	s.strangers.logAt, s.strangers.silent = now.Add(time.Second), 0
 	s.mu.Unlock()
 	s.t.cfg.Logger.Warn(what, append(fields, zap.Int("not_logged", silent))...)
+}
+
+// enlist makes a stream the one of its number; s.mu is held.
+func (s *sender) enlist(st *outStream, attempt uint64) {
+	l := st.link
+	slot := &l.slots[st.number]
+	if old := slot.stream; old != nil {
+		old.dead = true
+		old.drop()
+		s.t.cfg.Logger.Debug("stream replaced", zap.String("peer", string(l.peer)), zap.Int("number", st.number))
+	} else {
+		l.open++
+		s.streams++
+	}
+	slot.attempt, slot.stream = attempt, st
+	for _, out := range l.byGrant {
+		s.resume(out, st.number, st.offset)
+	}
+	l.wake.Broadcast()
 }
 
 func readHeader(conn net.Conn) (h header, err error) {

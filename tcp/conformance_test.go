@@ -11,10 +11,12 @@ import (
 	"github.com/kvconn/kvconn/tcp"
 )
 
-// opener opens transports with so many streams to a peer.
-func opener(streams int, stall time.Duration) coretest.RemoteOpener {
+// opener opens transports with so many streams to a peer, and frames of at most so
+// many bytes.
+func opener(streams int, frame uint64, stall time.Duration) coretest.RemoteOpener {
 	return func(_ core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
-		return tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: streams, StallTimeout: stall}, l, sink)
+		return tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: streams,
+			FrameBytes: frame, StallTimeout: stall}, l, sink)
 	}
 }
 
@@ -28,11 +30,18 @@ func fixture(open coretest.RemoteOpener) coretest.Fixture {
 	}}
 }
 
-// stall is short in the tests that wait for it.
-const stall = 3 * time.Second
+// stall is longer than any test: none may wait for it.
+const stall = time.Hour
+
+// largeFrame is more than a connection's buffers hold: one to a receiver that is
+// stopped stays in the middle.
+const largeFrame = 512 << 20
+
+// processes are the openers of TestProcesses.
+var processes = map[string]coretest.RemoteOpener{"1 stream": opener(1, largeFrame, stall), "3 streams": opener(3, 0, stall)}
 
 func TestMain(m *testing.M) {
-	coretest.ServeRemote(map[string]coretest.RemoteOpener{"1": opener(1, stall), "3": opener(3, stall)})
+	coretest.ServeRemote(processes)
 	os.Exit(m.Run())
 }
 
@@ -40,17 +49,17 @@ func TestMain(m *testing.M) {
 func TestConformance(t *testing.T) {
 	for _, streams := range []int{1, 3} {
 		t.Run(fmt.Sprint(streams, " streams"), func(t *testing.T) {
-			coretest.TransportSuite(t, fixture(opener(streams, 0)))
+			coretest.TransportSuite(t, fixture(opener(streams, 0, 0)))
 		})
 	}
 }
 
 // TestProcesses holds it to that between processes.
 func TestProcesses(t *testing.T) {
-	for _, streams := range []int{1, 3} {
-		t.Run(fmt.Sprint(streams, " streams"), func(t *testing.T) {
-			f := fixture(opener(streams, stall))
-			f.Remote = fmt.Sprint(streams)
+	for name, open := range processes {
+		t.Run(name, func(t *testing.T) {
+			f := fixture(open)
+			f.Remote = name
 			coretest.ProcessSuite(t, f)
 		})
 	}

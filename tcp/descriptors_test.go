@@ -80,7 +80,7 @@ func outOfDescriptorsAtAccept(t *testing.T) {
 	if err := unix.Connect(fd, &unix.SockaddrInet4{Port: p.port, Addr: [4]byte{127, 0, 0, 1}}); err != nil {
 		t.Fatal(err)
 	}
-	hello := frameBytes(header{kind: frameHello, key: token(p.admit(t, "early"))})
+	hello := p.hello(t, "early", 0, 1, 0)
 	if _, err := unix.Write(fd, hello); err != nil {
 		t.Fatal(err)
 	}

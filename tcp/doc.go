@@ -7,6 +7,10 @@
 // of an admitted peer. P sends a transfer in frames, spread over the streams of
 // the D that asked for it as each of them has room.
 //
+// Streams are numbered. When one breaks, D opens the number anew and says how many
+// bytes of its frames it has received in all: P takes the new one for the old, also
+// when it has not seen that break, and sends exactly what was lost again.
+//
 // A frame names a transfer's random grant and a position in its linear order
 // (core/plan.go), never an address: where bytes go follows from D's own plan.
 // Each frame's bytes are read by readv into the blocks under the transfer's

@@ -10,12 +10,12 @@ import (
 const headerSize = 40
 
 // magic starts each header: "KV" and the version of the stream's protocol.
-const magic = uint32('K')<<24 | uint32('V')<<16 | 2
+const magic = uint32('K')<<24 | uint32('V')<<16 | 3
 
 type frameKind uint32
 
 const (
-	frameHello frameKind = 1 // D → P, first: key is the ticket that P gave D
+	frameHello frameKind = 1 // D → P, first: see hello
 	frameData  frameKind = 2 // P → D: length bytes from position on
 	frameAck   frameKind = 3 // D → P: all bytes of the transfer are in
 	frameNack  frameKind = 4 // D → P: the transfer is not expected, or no more
@@ -33,6 +33,24 @@ func newToken() (k token) {
 // maxFrame is the most bytes of one frame: what no transfer wants is read away,
 // and a peer must not keep a stream at that for ever.
 const maxFrame = 1 << 30
+
+// numberBits bound the number of a stream, and with it what one ticket opens.
+const numberBits = 6
+
+// maxPeerStreams is the most streams between two agents.
+const maxPeerStreams = 1 << numberBits
+
+// hello is the first frame of D's stream number: key is the ticket that P gave D.
+// attempt rises with each stream that D opens, so that the newest of a number
+// counts. received is what D has read of this number's frames, headers included,
+// in all its streams to this P: what was sent beyond it is lost.
+func hello(ticket token, number int, attempt, received uint64) header {
+	return header{kind: frameHello, key: ticket, position: received, length: attempt<<numberBits | uint64(number)}
+}
+
+func (h *header) stream() (number int, attempt uint64) {
+	return int(h.length % maxPeerStreams), h.length >> numberBits
+}
 
 // header is a frame's header, big-endian on the wire.
 type header struct {

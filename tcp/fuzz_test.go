@@ -89,7 +89,7 @@ func FuzzSender(f *testing.F) {
 			return
 		}
 		grant := newToken()
-		d.say(frameBytes(header{kind: frameHello, key: token(p.admit(t, "d"))}))
+		d.say(p.hello(t, "d", 0, 1, 0))
 		p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, fuzzDst)})
 		if h := d.next(); h.key != grant {
 			t.Fatalf("begins with %+v", h)

@@ -82,42 +82,21 @@ func TestMalformedFrames(t *testing.T) {
 		"unknown kind":        {{kind: 77, position: 0, length: 4}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			l, err := net.Listen("tcp", "127.0.0.1:0")
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer l.Close()
 			d := newAgent(t, Config{Streams: 1, StallTimeout: time.Hour})
-			if err := d.Connect("p", l.Addr().String(), make([]byte, len(token{}))); err != nil {
-				t.Fatal(err)
-			}
-			grant, err := d.Expect("t", "p", d.layout.Segments(blocks))
-			if err != nil {
-				t.Fatal(err)
-			}
-			conn, err := l.Accept()
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer conn.Close()
+			c := fakeSender(t, d, "p")
+			grant := d.expect(t, "t", "p", blocks)
 			for i, h := range frames {
-				h.key = token(grant)
-				var b [headerSize]byte
-				h.encode(&b)
-				_, _ = conn.Write(b[:])
+				h.key = grant
+				c.say(frameBytes(h))
 				if i < len(frames)-1 { // the last one is refused by its header
-					_, _ = conn.Write(make([]byte, h.length))
+					c.say(make([]byte, h.length))
 				}
 			}
 			until(t, "the transfer fails", func() bool { return len(d.sink.All("received", "t")) == 1 })
 			if d.sink.All("received", "t")[0].Err == nil {
 				t.Fatal("it ended well")
 			}
-			for i, b := range d.mem {
-				if b != 0 {
-					t.Fatalf("byte %d is %d", i, b)
-				}
-			}
+			d.full(t, 0)
 		})
 	}
 }
@@ -137,6 +116,12 @@ func dial(t *testing.T, a *agent) *rawConn {
 	t.Cleanup(func() { c.Close() })
 	c.SetReadDeadline(time.Now().Add(bound))
 	return &rawConn{c, t}
+}
+
+// hello is the bytes with which peer opens a stream to a.
+func (a *agent) hello(t *testing.T, peer core.AgentID, number int, attempt, received uint64) []byte {
+	t.Helper()
+	return frameBytes(hello(token(a.admit(t, peer)), number, attempt, received))
 }
 
 func frameBytes(h header) []byte {
@@ -166,28 +151,51 @@ func (c *rawConn) ends() {
 	}
 }
 
-// fakeSender is the P of the first stream that d opens to it.
-func fakeSender(t *testing.T, d *agent, peer core.AgentID) *rawConn {
+// fakeP is a P that says what the test says.
+type fakeP struct {
+	net.Listener
+	t      *testing.T
+	ticket token
+}
+
+func newFakeP(t *testing.T, d *agent, peer core.AgentID) *fakeP {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
-	ticket := newToken()
-	if err := d.Connect(peer, l.Addr().String(), ticket[:]); err != nil {
+	t.Cleanup(func() { l.Close() })
+	p := &fakeP{l, t, newToken()}
+	if err := d.Connect(peer, l.Addr().String(), p.ticket[:]); err != nil {
 		t.Fatal(err)
 	}
-	conn, err := l.Accept()
+	return p
+}
+
+// stream takes d's next stream.
+func (p *fakeP) stream() (*rawConn, header) {
+	p.t.Helper()
+	_ = p.Listener.(*net.TCPListener).SetDeadline(time.Now().Add(bound))
+	conn, err := p.Accept()
 	if err != nil {
-		t.Fatal(err)
+		p.t.Fatal(err)
 	}
-	t.Cleanup(func() { conn.Close() })
+	p.t.Cleanup(func() { conn.Close() })
 	conn.SetReadDeadline(time.Now().Add(bound))
-	c := &rawConn{conn, t}
-	if h := c.next(); h.kind != frameHello || h.key != ticket {
-		t.Fatalf("the stream begins with %+v, want a hello with the ticket", h)
+	c := &rawConn{conn, p.t}
+	h := c.next()
+	if h.kind != frameHello || h.key != p.ticket {
+		p.t.Fatalf("the stream begins with %+v, want a hello with the ticket", h)
 	}
+	return c, h
+}
+
+// fakeSender is the P of the first stream that d opens to it, and of no other.
+func fakeSender(t *testing.T, d *agent, peer core.AgentID) *rawConn {
+	t.Helper()
+	p := newFakeP(t, d, peer)
+	c, _ := p.stream()
+	p.Close()
 	return c
 }
 
@@ -254,16 +262,18 @@ func TestHostileHello(t *testing.T) {
 func TestHostileDecoder(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{}), newAgent(t, Config{})
+	attempt := uint64(0)
 	for name, words := range map[string][]byte{
 		"garbage":       bytes.Repeat([]byte{0xff}, 400),
-		"hello again":   frameBytes(header{kind: frameHello, key: token(p.admit(t, "evil"))}),
+		"hello again":   p.hello(t, "evil", 0, 99, 0),
 		"data":          frameBytes(header{kind: frameData, length: 1 << 62}),
 		"unknown kind":  frameBytes(header{kind: 99}),
 		"half a header": frameBytes(header{kind: frameAck})[:13],
 	} {
 		t.Run(name, func(t *testing.T) {
 			evil := dial(t, p)
-			evil.say(frameBytes(header{kind: frameHello, key: token(p.admit(t, "evil"))}))
+			attempt++
+			evil.say(p.hello(t, "evil", 0, attempt, 0))
 			id, down := core.TransferID(name), len(p.sink.All("down", ""))
 			grant := newToken()
 			p.Write(core.WriteOp{ID: id, Peer: "evil", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
@@ -287,8 +297,8 @@ func TestLyingDecoder(t *testing.T) {
 	leaktest.Check(t)
 	p := newAgent(t, Config{})
 	good, evil := dial(t, p), dial(t, p)
-	good.say(frameBytes(header{kind: frameHello, key: token(p.admit(t, "good"))}))
-	evil.say(frameBytes(header{kind: frameHello, key: token(p.admit(t, "evil"))}))
+	good.say(p.hello(t, "good", 0, 1, 0))
+	evil.say(p.hello(t, "evil", 0, 1, 0))
 	grant, ends := newToken(), newToken()
 	p.Write(core.WriteOp{ID: "t", Peer: "good", Grant: grant[:], Pairs: p.pairs(t, allBlocks(1))})
 	if h := good.next(); h.key != grant || h.length != testBlock {
@@ -325,20 +335,19 @@ func TestLyingDecoder(t *testing.T) {
 	}
 }
 
-// TestStreamsOfOnePeer: one ticket does not open them without end.
+// TestStreamsOfOnePeer: one ticket opens one stream of each number, whatever else
+// the numbers are.
 func TestStreamsOfOnePeer(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{MaxStreams: 4 * maxPeerStreams}), newAgent(t, Config{})
-	hello := frameBytes(header{kind: frameHello, key: token(p.admit(t, "greedy"))})
-	const more = 9
-	for range maxPeerStreams + more {
-		dial(t, p).say(hello)
+	for i := range maxPeerStreams + 9 {
+		dial(t, p).say(p.hello(t, "greedy", i%maxPeerStreams, uint64(1+i), ^uint64(0)))
 	}
 	move(t, p, d, "beside")
 	until(t, "each has been greeted", func() bool {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		return len(p.sender.links["greedy"].streams) == maxPeerStreams && len(p.sender.strangers.conns) == 0
+		return p.sender.links["greedy"].open == maxPeerStreams && len(p.sender.strangers.conns) == 0
 	})
 }
 
@@ -348,7 +357,7 @@ func TestPeerThatNeverReads(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{StallTimeout: time.Second}), newAgent(t, Config{})
 	deaf := dial(t, p)
-	deaf.say(frameBytes(header{kind: frameHello, key: token(p.admit(t, "deaf"))}))
+	deaf.say(p.hello(t, "deaf", 0, 1, 0))
 	grant := newToken()
 	p.Write(core.WriteOp{ID: "t", Peer: "deaf", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	for i := range 20 {

@@ -11,8 +11,6 @@ import (
 	"syscall"
 	"time"
 
-	"go.uber.org/zap"
-
 	"github.com/kvconn/kvconn/core"
 )
 
@@ -26,7 +24,11 @@ type receiver struct {
 	// telling holds the transfers whose outcome the sink is being told.
 	telling map[core.TransferID]chan struct{}
 	links   map[core.AgentID]*inLink
-	closed  bool
+	// attempts counts the streams that were opened, to all peers, from the time of
+	// New on: also the ones of an agent that opens again under its id are newer.
+	attempts uint64
+	done     doneList
+	closed   bool
 }
 
 // inbound is one transfer that is expected.
@@ -51,76 +53,16 @@ type inbound struct {
 
 type span struct{ from, to uint64 }
 
-// inLink is D's set of streams to one P agent.
-type inLink struct {
-	peer     core.AgentID
-	endpoint string
-	ticket   token
-	met      bool              // a stream has got through to P
-	tries    int               // streams that have not, while none has
-	up       bool              // one is open, or its end was not told yet
-	streams  map[int]net.Conn  // by number; nil while it is dialled
-	retryAt  map[int]time.Time // not before, of those that failed
-}
-
-// redialAfter is the least time between two dials of one stream.
-const redialAfter = time.Second
-
-// maxTries is how often each stream of a link is dialled that P was never reached
-// by, while transfers wait for it.
-const maxTries = 3
-
 // maxSpans bounds what is kept of a transfer's frames. A sender needs about one
 // span for each of its streams.
 const maxSpans = 1024
 
 func (r *receiver) init(t *Transport) {
-	r.t = t
+	r.t, r.attempts = t, uint64(time.Now().UnixMicro())
 	r.byID = map[core.TransferID]*inbound{}
 	r.byGrant = map[token]*inbound{}
 	r.telling = map[core.TransferID]chan struct{}{}
 	r.links = map[core.AgentID]*inLink{}
-}
-
-// Connect implements core.Transport.
-func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
-	host, port, err := net.SplitHostPort(endpoint)
-	if err != nil || host == "" || port == "" {
-		return fmt.Errorf("tcp: prefill agent %s has the endpoint %q, want host:port", peer, endpoint)
-	}
-	if len(ticket) != len(token{}) {
-		return fmt.Errorf("tcp: prefill agent %s gave a ticket of %d bytes, want %d: run the same kvconn on both", peer, len(ticket), len(token{}))
-	}
-	r := &t.receiver
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.closed {
-		return errClosed
-	}
-	link := r.links[peer]
-	if link == nil {
-		link = &inLink{peer: peer, streams: map[int]net.Conn{}, retryAt: map[int]time.Time{}}
-		r.links[peer] = link
-	}
-	if link.endpoint != endpoint || link.ticket != token(ticket) {
-		link.endpoint, link.ticket = endpoint, token(ticket)
-		clear(link.retryAt) // what failed before says nothing of the new ones
-		link.tries = 0
-	}
-	r.dialMissing(link)
-	return nil
-}
-
-// dialMissing starts the streams of a link that are not there; r.mu is held.
-func (r *receiver) dialMissing(link *inLink) {
-	for n := range r.t.cfg.Streams {
-		_, there := link.streams[n]
-		if there || len(link.streams) > 0 && time.Now().Before(link.retryAt[n]) {
-			continue
-		}
-		link.streams[n] = nil
-		r.t.goRun("tcp receive", func() { r.stream(link, n) })
-	}
 }
 
 // Expect implements core.Transport.
@@ -146,21 +88,6 @@ func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Seg
 	r.byID[id], r.byGrant[in.grant] = in, in
 	r.dialMissing(in.link)
 	return bytes.Clone(in.grant[:]), nil
-}
-
-// dismiss forgets a P agent: its streams are closed, and what waits for them is
-// lost.
-func (r *receiver) dismiss(peer core.AgentID) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if link := r.links[peer]; link != nil {
-		delete(r.links, peer)
-		for _, c := range link.streams {
-			if c != nil {
-				c.Close()
-			}
-		}
-	}
 }
 
 // Revoke implements core.Transport.
@@ -200,100 +127,12 @@ func (r *receiver) close() {
 	defer r.mu.Unlock()
 	r.closed = true
 	for _, l := range r.links {
-		for _, c := range l.streams {
-			if c != nil {
-				c.Close()
-			}
-		}
+		l.closeAll()
 	}
 	for _, in := range r.byID {
 		r.forget(in)
 		in.revoke()
 	}
-}
-
-// stream is the life of one connection to P, and of the next ones while
-// transfers wait for it.
-func (r *receiver) stream(link *inLink, n int) {
-	for {
-		began := time.Now()
-		r.mu.Lock()
-		endpoint, ticket, dismissed := link.endpoint, link.ticket, r.links[link.peer] != link
-		r.mu.Unlock()
-		cause := errDismissed
-		if !dismissed {
-			cause = r.runStream(link, n, endpoint, ticket)
-		}
-		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, cause)
-		if errors.Is(cause, syscall.EMFILE) || errors.Is(cause, syscall.ENFILE) {
-			err = fmt.Errorf("tcp stream to %s: this process has no descriptor left (ulimit -n): %w", endpoint, cause)
-		}
-		again, down, lost := r.streamEnded(link, n, !broken(cause))
-		r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(link.peer)), zap.Bool("again", again), zap.Error(err))
-		for _, in := range lost {
-			r.fail(in, err)
-		}
-		if down {
-			r.t.sink.PeerDown(link.peer, err)
-		}
-		if !again || !r.t.pause(redialAfter-time.Since(began)) {
-			return
-		}
-	}
-}
-
-// broken: the connection ended, or was never made. Other errors are what the peer
-// has said: that it knows no such ticket, or what no sender says.
-func broken(cause error) bool {
-	var network net.Error
-	var errno syscall.Errno
-	return errors.Is(cause, io.EOF) || errors.Is(cause, io.ErrUnexpectedEOF) || errors.Is(cause, net.ErrClosed) ||
-		errors.As(cause, &network) || errors.As(cause, &errno)
-}
-
-// streamEnded decides whether a stream is dialled again, whether the way to P
-// is down with it, and which transfers are lost. A transfer of which no byte has
-// come loses nothing by a broken connection: P still works on it, or the control
-// plane tells that it does not. One that has begun is lost with the last stream.
-// Where no stream gets through at all, or P says what it should not, all are.
-func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down bool, lost []*inbound) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	link.streams[n] = nil
-	if r.closed {
-		delete(link.streams, n)
-		return false, false, nil
-	}
-	open := false
-	for _, c := range link.streams {
-		open = open || c != nil
-	}
-	if !link.met {
-		link.tries++
-	}
-	hopeful := (link.met || link.tries < maxTries*r.t.cfg.Streams) && !hostile && r.links[link.peer] == link
-	for _, in := range r.byID {
-		switch {
-		case in.link != link:
-		case in.first.IsZero() && hopeful:
-			again = true
-		case !open:
-			lost = append(lost, in)
-		}
-	}
-	if !open && link.up {
-		link.up, down = false, true
-	}
-	if again {
-		return true, down, lost
-	}
-	delete(link.streams, n)
-	down = down || len(link.streams) == 0 && !link.met
-	link.retryAt[n] = time.Now().Add(redialAfter)
-	if !hopeful && len(link.streams) > 0 {
-		return false, down, nil // the last one decides
-	}
-	return false, down, lost
 }
 
 func (r *receiver) fail(in *inbound, err error) {
@@ -327,44 +166,16 @@ func (r *receiver) tell(in *inbound, told chan struct{}, s core.TransferStats, e
 	close(told)
 }
 
-func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token) error {
-	d := net.Dialer{Timeout: r.t.cfg.DialTimeout, Control: r.t.cfg.guard(endpoint)}
-	conn, err := d.DialContext(r.t.ctx, "tcp", endpoint)
-	if err != nil {
-		return err
-	}
-	defer conn.Close()
-	r.mu.Lock()
-	if r.closed || r.links[link.peer] != link { // while it was dialled
-		r.mu.Unlock()
-		return errDismissed
-	}
-	link.streams[n], link.met, link.up = conn, true, true
-	r.mu.Unlock()
-	c := conn.(*net.TCPConn)
-	r.t.tune(c)
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return err
-	}
-	s := &inStream{r: r, conn: c, raw: raw, link: link, vec: make([]iovec, 0, maxVector)}
-	hello := header{kind: frameHello, key: ticket}
-	err = s.send(&hello)
-	for err == nil {
-		err = s.frame()
-	}
-	return r.t.describe(err)
-}
-
 // inStream reads one connection.
 type inStream struct {
-	r       *receiver
-	conn    *net.TCPConn
-	raw     syscall.RawConn
-	link    *inLink
-	vec     []iovec
-	buf     [headerSize]byte
-	scratch []byte // what no transfer wants is read into it
+	r        *receiver
+	conn     *net.TCPConn
+	raw      syscall.RawConn
+	link     *inLink
+	received uint64 // bytes of frames; of a header all or none
+	vec      []iovec
+	buf      [headerSize]byte
+	scratch  []byte // what no transfer wants is read into it
 }
 
 func (s *inStream) send(h *header) error {
@@ -375,12 +186,6 @@ func (s *inStream) send(h *header) error {
 	return err
 }
 
-// errTicket ends a stream that P did not take.
-var errTicket = errors.New("the prefill agent does not know our ticket (any more), or has too many streams; its log says which")
-
-// errDismissed ends a stream whose peer is not wanted any more.
-var errDismissed = errors.New("the prefill agent was dismissed, or the transport is closed")
-
 // frame reads one frame. Between frames a stream may be idle for as long as the
 // connection lives; within one it must not stall.
 func (s *inStream) frame() error {
@@ -389,6 +194,7 @@ func (s *inStream) frame() error {
 		return err
 	}
 	var h header
+	s.received += headerSize
 	if err := h.decode(&s.buf); err != nil {
 		return err
 	}
@@ -413,13 +219,27 @@ func (s *inStream) frame() error {
 			return err
 		}
 	}
+	answer := header{kind: frameNack, key: h.key}
+	if in != nil {
+		s.link.moved = true
+	} else if total, done := s.r.done.find(h.key); done { // its acknowledgement was lost
+		answer.kind, answer.length = frameAck, total
+	}
 	s.r.mu.Unlock()
 	if in == nil {
-		if err := s.send(&header{kind: frameNack, key: h.key}); err != nil {
+		if err := s.send(&answer); err != nil {
 			return err
 		}
 	}
-	if err := s.payload(in, &h); err != nil {
+	n, err := s.payload(in, &h)
+	s.received += n
+	if err != nil {
+		if in != nil {
+			s.r.mu.Lock()
+			in.unclaim(h.position+n, h.length-n)
+			in.got += n
+			s.r.mu.Unlock()
+		}
 		return err
 	}
 	if in != nil {
@@ -468,8 +288,29 @@ func (in *inbound) claim(pos, length uint64) error {
 	return nil
 }
 
-// payload reads a frame's bytes into the transfer's blocks, or away.
-func (s *inStream) payload(in *inbound, h *header) error {
+// unclaim gives back what of a frame has not come with a stream that broke, so
+// that P may send it again; receiver.mu is held.
+func (in *inbound) unclaim(pos, length uint64) {
+	end := pos + length
+	for i, s := range in.spans {
+		if s.from > pos || s.to < end {
+			continue
+		}
+		var rest []span
+		if s.from < pos {
+			rest = append(rest, span{s.from, pos})
+		}
+		if end < s.to {
+			rest = append(rest, span{end, s.to})
+		}
+		in.spans = slices.Replace(in.spans, i, i+1, rest...)
+		return
+	}
+}
+
+// payload reads a frame's bytes into the transfer's blocks, or away, and says how
+// many came.
+func (s *inStream) payload(in *inbound, h *header) (got uint64, err error) {
 	var cur cursor
 	if in != nil && h.length > 0 {
 		i, _ := slices.BinarySearchFunc(in.ends, h.position, func(end, p uint64) int {
@@ -480,8 +321,10 @@ func (s *inStream) payload(in *inbound, h *header) error {
 		})
 		cur = cursor{runs: in.runs[i:], off: h.position - (in.ends[i] - in.runs[i].len)}
 	}
-	for left := h.length; left > 0; {
-		s.conn.SetReadDeadline(time.Now().Add(s.r.t.cfg.StallTimeout))
+	idle := stall{bound: s.r.t.cfg.StallTimeout}
+	for got < h.length {
+		left := h.length - got
+		s.conn.SetReadDeadline(idle.deadline())
 		var n uintptr
 		var errno syscall.Errno
 		err := s.raw.Read(func(fd uintptr) bool {
@@ -489,16 +332,19 @@ func (s *inStream) payload(in *inbound, h *header) error {
 			return errno != syscall.EAGAIN
 		})
 		switch {
+		case err != nil && idle.goesOn(err):
+			continue
 		case err != nil:
-			return err
+			return got, err
 		case errno != 0:
-			return fmt.Errorf("readv: %w", errno)
+			return got, fmt.Errorf("readv: %w", errno)
 		case n == 0:
-			return fmt.Errorf("%d bytes before the end of a frame: %w", left, io.ErrUnexpectedEOF)
+			return got, fmt.Errorf("%d bytes before the end of a frame: %w", left, io.ErrUnexpectedEOF)
 		}
-		left -= uint64(n)
+		got += uint64(n)
+		idle.since = 0
 	}
-	return nil
+	return got, nil
 }
 
 // read is one readv that does not wait. The fence is held just for it: that is
@@ -539,7 +385,9 @@ func (s *inStream) landed(in *inbound, n uint64) error {
 	gone := s.r.byID[in.id] != in
 	var told chan struct{}
 	if in.got == in.total {
-		told = s.r.ends(in)
+		if told = s.r.ends(in); told != nil {
+			s.r.done.add(in.grant, in.total)
+		}
 	}
 	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs), Nanos: time.Since(in.first).Nanoseconds()}
 	s.r.mu.Unlock()

@@ -6,14 +6,15 @@ import (
 	"fmt"
 	"maps"
 	"net"
+	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/safe"
 )
 
 // sender is P's half: links of D agents, and the transfers that go to them.
@@ -25,6 +26,7 @@ type sender struct {
 	byID      map[core.TransferID]*outbound
 	streams   int // of all links
 	strangers strangers
+	grace     time.Duration // see returnGrace
 	closed    bool
 }
 
@@ -32,10 +34,17 @@ type sender struct {
 type outLink struct {
 	peer    core.AgentID
 	ticket  token
-	streams map[*outStream]bool
-	queue   []*outbound // with bytes that no frame has taken yet; served in turn
+	slots   [maxPeerStreams]outSlot // by number
+	open    int                     // streams in them
+	queue   []*outbound             // that have a frame to send; served in turn
 	byGrant map[token]*outbound
 	wake    *sync.Cond // on sender.mu: the queue grew, or a stream ended
+}
+
+// outSlot is what P knows of D's streams of one number.
+type outSlot struct {
+	attempt uint64     // of the newest
+	stream  *outStream // nil when it has ended
 }
 
 // outbound is one transfer that is sent. Its fields are guarded by sender.mu.
@@ -43,33 +52,37 @@ type outbound struct {
 	id       core.TransferID
 	grant    token
 	link     *outLink
-	cur      cursor
-	position uint64 // of the next frame
-	left     uint64 // bytes that no frame has taken
+	runs     []run
+	cur      cursor  // of the first run over the bytes that no frame has had
+	position uint64  // of cur
+	again    []piece // what was lost with a stream
+	left     uint64  // bytes to send: from cur on, and again
 	total    uint64
-	segments int
-	frames   int // taken by a stream and not yet written whole
-	used     map[*outStream]bool
+	sent     []sentFrame // on the newest stream of each number
+	frames   int         // taken by a stream and not yet written whole
 	started  time.Time
-	waiting  *time.Timer // bounds the wait for D's first stream
+	wait     *wait       // for a stream of D's, without which it cannot go on
 	err      error       // ends the transfer when frames is 0
+	over     atomic.Bool // err is set
 	acked    bool        // so does D's word that all bytes are in
-	empty    bool        // no bytes at all: one frame without any
+	ask      bool        // a frame without bytes is to be sent: there are none at all, or D has all that P knows of
 }
 
 // outStream is one accepted connection.
 type outStream struct {
-	conn *net.TCPConn
-	raw  syscall.RawConn
-	link *outLink
-	dead bool
+	conn   *net.TCPConn
+	raw    syscall.RawConn
+	link   *outLink
+	number int
+	offset uint64 // of the next frame, as D counts what it has received
+	dead   bool
 	// vec[0] is the frame's header in hdr.
 	vec []iovec
 	hdr [headerSize]byte
 }
 
 func (s *sender) init(t *Transport) {
-	s.t = t
+	s.t, s.grace = t, returnGrace
 	s.links = map[core.AgentID]*outLink{}
 	s.byTicket = map[token]*outLink{}
 	s.byID = map[core.TransferID]*outbound{}
@@ -85,7 +98,7 @@ func (t *Transport) Admit(peer core.AgentID) ([]byte, error) {
 	}
 	l := s.links[peer]
 	if l == nil {
-		l = &outLink{peer: peer, ticket: newToken(), streams: map[*outStream]bool{}, byGrant: map[token]*outbound{}, wake: sync.NewCond(&s.mu)}
+		l = &outLink{peer: peer, ticket: newToken(), byGrant: map[token]*outbound{}, wake: sync.NewCond(&s.mu)}
 		s.links[peer], s.byTicket[l.ticket] = l, l
 	}
 	return bytes.Clone(l.ticket[:]), nil
@@ -107,13 +120,25 @@ func (s *sender) dismiss(peer core.AgentID) {
 	for _, out := range lost {
 		out.fail(fmt.Errorf("tcp: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost))
 	}
-	for st := range l.streams {
-		st.conn.Close()
-	}
+	l.closeAll()
 	s.mu.Unlock()
 	for _, out := range lost {
 		s.end(out, nil)
 	}
+}
+
+func (l *outLink) closeAll() {
+	for i := range l.slots {
+		if st := l.slots[i].stream; st != nil {
+			st.conn.Close()
+		}
+	}
+}
+
+// drop ends a connection of which nothing is worth sending any more.
+func (st *outStream) drop() {
+	_ = st.conn.SetLinger(0) // else the kernel would go on with what it has
+	st.conn.Close()
 }
 
 // Write implements core.Transport.
@@ -123,13 +148,12 @@ func (t *Transport) Write(op core.WriteOp) {
 		t.sink.Written(op.ID, core.TransferStats{}, fmt.Errorf("tcp: grant of %d bytes, want %d", len(op.Grant), len(token{})))
 		return
 	}
-	out := &outbound{id: op.ID, cur: cursor{runs: sourceRuns(t.layout, op.Pairs)}, used: map[*outStream]bool{}, started: time.Now()}
-	out.segments = len(out.cur.runs)
-	for _, r := range out.cur.runs {
+	out := &outbound{id: op.ID, grant: token(op.Grant), runs: sourceRuns(t.layout, op.Pairs), started: time.Now()}
+	for _, r := range out.runs {
 		out.total += r.len
 	}
-	out.left, out.empty = out.total, out.total == 0
-	out.grant = token(op.Grant)
+	out.cur, out.left, out.ask = cursor{runs: out.runs}, out.total, out.total == 0
+	out.sent = make([]sentFrame, 0, 1+out.total/t.cfg.FrameBytes)
 	var err error
 	s.mu.Lock()
 	l := s.links[op.Peer]
@@ -146,13 +170,8 @@ func (t *Transport) Write(op core.WriteOp) {
 		out.link = l
 		s.byID[op.ID], l.byGrant[out.grant] = out, out
 		l.queue = append(l.queue, out)
-		if len(l.streams) == 0 {
-			t.wg.Add(1)
-			out.waiting = time.AfterFunc(t.cfg.DialTimeout, func() {
-				defer t.wg.Done()
-				defer safe.Recover("tcp wait for a stream")
-				s.end(out, fmt.Errorf("tcp: decode agent %s has opened no stream within %v: %w", op.Peer, t.cfg.DialTimeout, core.ErrConnectionLost))
-			})
+		if l.open == 0 {
+			s.await(out, t.cfg.DialTimeout, fmt.Errorf("tcp: decode agent %s has no stream: %w", op.Peer, core.ErrConnectionLost))
 		}
 		l.wake.Broadcast()
 	}
@@ -183,7 +202,8 @@ func (out *outbound) fail(err error) {
 	if out.err == nil {
 		out.err = err
 	}
-	out.left, out.empty = 0, false
+	out.over.Store(true)
+	out.left, out.again, out.ask = 0, nil, false
 }
 
 // end gives a transfer up with err; it is told when no stream reads its blocks.
@@ -205,14 +225,6 @@ func (s *sender) settle(out *outbound) bool {
 	return true
 }
 
-// stopWaiting ends the wait for D's first stream; s.mu is held.
-func (s *sender) stopWaiting(out *outbound) {
-	if out.waiting != nil && out.waiting.Stop() {
-		s.t.wg.Done()
-	}
-	out.waiting = nil
-}
-
 func (s *sender) forget(out *outbound) {
 	delete(s.byID, out.id)
 	delete(out.link.byGrant, out.grant)
@@ -223,7 +235,7 @@ func (s *sender) tell(out *outbound, really bool) {
 	if !really {
 		return
 	}
-	stats := core.TransferStats{Segments: out.segments}
+	stats := core.TransferStats{Segments: len(out.runs)}
 	if out.err == nil {
 		stats.Bytes, stats.Nanos = out.total, time.Since(out.started).Nanoseconds()
 	}
@@ -241,9 +253,7 @@ func (s *sender) close() {
 		c.Close()
 	}
 	for _, l := range s.links {
-		for st := range l.streams {
-			st.conn.Close()
-		}
+		l.closeAll()
 		l.wake.Broadcast()
 	}
 	s.mu.Unlock()
@@ -278,7 +288,7 @@ func (s *sender) acked(l *outLink, h *header) {
 	out := l.byGrant[h.key]
 	tell := false
 	// Only of a transfer whose every byte was sent is it the truth.
-	if out != nil && out.err == nil && out.left == 0 && !out.empty && h.length == out.total {
+	if out != nil && out.err == nil && out.left == 0 && !out.ask && h.length == out.total {
 		out.acked = true
 		tell = s.settle(out)
 	}
@@ -295,9 +305,15 @@ func (s *sender) nacked(l *outLink, h *header) {
 	}
 }
 
-// streamEnded fails what the stream may have lost, and tells when it was the
-// peer's last one.
+// returnGrace is how long transfers wait for a D whose streams have all broken:
+// one that lives dials again at once, and a dead one's blocks must come back.
+const returnGrace = 500 * time.Millisecond
+
+// streamEnded has what the stream may have lost wait until D has opened it anew,
+// and tells when it was the peer's last one. What D should not say is no broken
+// connection: it ends the transfers.
 func (s *sender) streamEnded(st *outStream, err error) {
+	network := broken(err)
 	err = fmt.Errorf("tcp stream from %s: %w: %w", st.conn.RemoteAddr(), core.ErrConnectionLost, s.t.describe(err))
 	s.mu.Lock()
 	if st.dead {
@@ -307,15 +323,25 @@ func (s *sender) streamEnded(st *outStream, err error) {
 	st.dead = true
 	st.conn.Close() // not before: its other goroutine would tell that as the cause
 	l := st.link
-	delete(l.streams, st)
+	l.slots[st.number].stream = nil
+	l.open--
 	s.streams--
+	bound := s.t.cfg.DialTimeout
+	if l.open == 0 && !errors.Is(err, errStuck) {
+		bound = s.grace
+	}
+	here := !s.closed && s.links[l.peer] == l
 	var lost []*outbound
 	for _, out := range l.byGrant {
-		if out.used[st] || len(l.streams) == 0 {
+		switch {
+		case l.open > 0 && !out.sentOn(st.number):
+		case here && network:
+			s.await(out, bound, err)
+		default:
 			lost = append(lost, out)
 		}
 	}
-	down := len(l.streams) == 0 && !s.closed && s.links[l.peer] == l
+	down := here && l.open == 0
 	l.wake.Broadcast()
 	s.mu.Unlock()
 	for _, out := range lost {
@@ -333,13 +359,14 @@ func (s *sender) run(st *outStream) {
 		if out == nil {
 			return
 		}
-		err := s.write(st, left)
+		err := s.write(st, out, left)
 		s.mu.Lock()
 		out.frames--
 		tell := s.settle(out)
 		s.mu.Unlock()
 		s.tell(out, tell)
 		if err != nil {
+			_ = st.conn.SetLinger(0) // what the kernel still has is of no use
 			s.streamEnded(st, err)
 			return
 		}
@@ -360,48 +387,66 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 		case len(l.queue) == 0:
 			l.wake.Wait()
 		default:
-			if l.queue[0].left > 0 || l.queue[0].empty { // else given up while it stood in the queue
+			if l.queue[0].left > 0 || l.queue[0].ask { // else given up while it stood in the queue
 				out = l.queue[0]
 			}
 			l.queue = l.queue[1:]
 		}
 	}
-	out.empty = false
-	vec, n := out.cur.fill(append(st.vec[:0], iovec{}), min(s.t.cfg.FrameBytes, out.left))
-	out.cur.advance(n)
-	h := header{kind: frameData, key: out.grant, position: out.position, length: n}
+	out.ask = false
+	h := header{kind: frameData, key: out.grant}
+	vec := append(st.vec[:0], iovec{uintptr(unsafe.Pointer(&st.hdr)), headerSize})
+	vec, h.position, h.length = out.cut(vec, s.t.cfg.FrameBytes)
 	h.encode(&st.hdr)
-	vec[0] = iovec{uintptr(unsafe.Pointer(&st.hdr)), headerSize}
 	st.vec = vec
-	out.position += n
-	out.left -= n
+	out.sent = append(out.sent, sentFrame{st.number, st.offset, piece{h.position, h.length}})
+	st.offset += headerSize + h.length
 	out.frames++
-	out.used[st] = true
 	if out.left > 0 {
 		l.queue = append(l.queue, out)
 	}
-	return out, headerSize + n
+	return out, headerSize + h.length
 }
 
-// write sends a frame whole; each step must make progress within the bound.
-func (s *sender) write(st *outStream, left uint64) error {
+// stopGrace is how long a frame of a transfer that was given up may stay without
+// progress: its source is read until it is written whole, or its stream ends.
+const stopGrace = 500 * time.Millisecond
+
+var errStuck = errors.New("a transfer was given up, and the decode agent does not take the rest of its frame")
+
+// write sends a frame whole; each step must make progress within the bound. It
+// looks every step whether the transfer was given up meanwhile.
+func (s *sender) write(st *outStream, out *outbound, left uint64) error {
 	vec := st.vec
+	idle := stall{bound: s.t.cfg.StallTimeout}
+	var over time.Time
 	for left > 0 {
-		st.conn.SetWriteDeadline(time.Now().Add(s.t.cfg.StallTimeout))
+		st.conn.SetWriteDeadline(idle.deadline())
 		var n uintptr
 		var errno syscall.Errno
 		err := st.raw.Write(func(fd uintptr) bool {
 			n, errno = vectored(syscall.SYS_WRITEV, fd, vec)
 			return errno != syscall.EAGAIN
 		})
-		if err != nil {
+		switch {
+		case err != nil && idle.goesOn(err):
+		case err != nil:
 			return err
-		}
-		if errno != 0 {
+		case errno != 0:
 			return fmt.Errorf("writev: %w", errno)
+		default:
+			idle.since = 0
+			vec = drop(vec, n)
+			left -= uint64(n)
 		}
-		vec = drop(vec, n)
-		left -= uint64(n)
+		if left > 0 && out.over.Load() {
+			if over.IsZero() {
+				over = time.Now()
+			}
+			if idle.since >= stopGrace || time.Since(over) >= s.t.cfg.StallTimeout {
+				return fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded)
+			}
+		}
 	}
 	return nil
 }

@@ -134,26 +134,12 @@ func TestTransferWithoutAByteSurvivesACut(t *testing.T) {
 func TestEarlyAcknowledgement(t *testing.T) {
 	leaktest.Check(t)
 	p := newAgent(t, Config{FrameBytes: testBlocks * testBlock})
-	conn, err := net.Dial("tcp", p.Endpoint())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
+	c := dial(t, p)
 	grant := newToken()
-	say := func(h header) {
-		var b [headerSize]byte
-		h.encode(&b)
-		if _, err := conn.Write(b[:]); err != nil {
-			t.Error(err)
-		}
-	}
-	say(header{kind: frameHello, key: token(p.admit(t, "d"))})
+	c.say(p.hello(t, "d", 0, 1, 0))
 	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
-	var first [headerSize]byte
-	if _, err := io.ReadFull(conn, first[:]); err != nil {
-		t.Fatal(err)
-	}
-	say(header{kind: frameAck, key: grant, length: testBlocks * testBlock})
+	c.next()
+	c.say(frameBytes(header{kind: frameAck, key: grant, length: testBlocks * testBlock}))
 	until(t, "the acknowledgement has arrived", func() bool {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
@@ -163,7 +149,7 @@ func TestEarlyAcknowledgement(t *testing.T) {
 	if told := p.sink.All("written", "t"); len(told) != 0 {
 		t.Fatalf("told %+v while its frame is being sent", told)
 	}
-	if _, err := io.CopyN(io.Discard, conn, testBlocks*testBlock); err != nil {
+	if _, err := io.CopyN(io.Discard, c, testBlocks*testBlock); err != nil {
 		t.Fatal(err)
 	}
 	until(t, "the write is told", func() bool { return len(p.sink.All("written", "t")) == 1 })

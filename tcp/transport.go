@@ -26,7 +26,7 @@ type Config struct {
 	// AdvertiseHost is the host that peers are told; empty means the one at
 	// which they found the registry.
 	AdvertiseHost string
-	Streams       int           // connections to a peer; 2
+	Streams       int           // connections to a peer; 2, at most 64
 	FrameBytes    uint64        // most bytes of a frame; 2 MiB
 	StallTimeout  time.Duration // no progress for so long ends a stream; 10 s
 	DialTimeout   time.Duration // 3 s
@@ -42,6 +42,7 @@ func (c Config) withDefaults() Config {
 	if c.Streams <= 0 {
 		c.Streams = 2
 	}
+	c.Streams = min(c.Streams, maxPeerStreams)
 	if c.FrameBytes == 0 {
 		c.FrameBytes = 2 << 20
 	}
@@ -172,6 +173,9 @@ func (t *Transport) tune(c *net.TCPConn) {
 
 // describe adds what an error of an open stream means here.
 func (t *Transport) describe(err error) error {
+	if errors.Is(err, errStuck) {
+		return err
+	}
 	var ne net.Error
 	if errors.As(err, &ne) && ne.Timeout() {
 		return fmt.Errorf("no progress for %v: %w", t.cfg.StallTimeout, err)

@@ -58,7 +58,7 @@ func (r *Request) check() error {
 	case r.Kind == KindRenew && r.Renew != nil:
 		for _, ids := range [][]string{r.Renew.Loads, r.Renew.Claims} {
 			for _, id := range ids {
-				if err := short("transfer_id", id, 128); err != nil {
+				if err := short("transfer_id", id, 144); err != nil {
 					return err
 				}
 			}
@@ -66,7 +66,7 @@ func (r *Request) check() error {
 		return nil
 	case r.Kind == KindFinish && len(r.Finishes) > 0:
 		for _, f := range r.Finishes {
-			if err := first(short("transfer_id", f.TransferID, 128), short("reason", f.Reason, 1024)); err != nil {
+			if err := first(short("transfer_id", f.TransferID, 144), short("reason", f.Reason, 1024)); err != nil {
 				return err
 			}
 		}
@@ -93,7 +93,7 @@ func (a *Agent) check() error {
 }
 
 func (l *Load) check() error {
-	return first(short("transfer_id", l.TransferID, 128), short("transport", l.Transport, 16))
+	return first(short("transfer_id", l.TransferID, 144), short("transport", l.Transport, 16))
 }
 
 func (r *Reply) check() error {

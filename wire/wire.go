@@ -90,10 +90,11 @@ type Shape struct {
 
 // Load asks P to write a transfer into D's blocks.
 type Load struct {
-	TransferID string   `msg:"t,limit=128"`
+	TransferID string   `msg:"t,limit=144"` // of a part: core.Share.Part
 	Transport  string   `msg:"tr,limit=16"`
 	Grant      []byte   `msg:"g,limit=4096"`
 	Groups     []Blocks `msg:"b,limit=16"`
+	Regions    []uint32 `msg:"rg,omitempty,limit=65536"` // of a part: those that it is of; none means all
 	LeaseMS    int64    `msg:"ls"`
 }
 
@@ -114,7 +115,7 @@ type Renew struct {
 
 // Finish ends a transfer: a Code of 0 says that all bytes have arrived.
 type Finish struct {
-	TransferID string `msg:"t,limit=128"`
+	TransferID string `msg:"t,limit=144"`
 	Code       int    `msg:"c"`
 	Reason     string `msg:"r,limit=1024"`
 }

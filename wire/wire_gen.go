@@ -680,31 +680,52 @@ func (z Lack) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *Load) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 5
-	// string "t"
-	o = append(o, 0x85, 0xa1, 0x74)
-	o = msgp.AppendString(o, z.TransferID)
-	// string "tr"
-	o = append(o, 0xa2, 0x74, 0x72)
-	o = msgp.AppendString(o, z.Transport)
-	// string "g"
-	o = append(o, 0xa1, 0x67)
-	o = msgp.AppendBytes(o, z.Grant)
-	// string "b"
-	o = append(o, 0xa1, 0x62)
-	o = msgp.AppendArrayHeader(o, uint32(len(z.Groups)))
-	for za0001 := range z.Groups {
-		// array header, size 2
-		o = append(o, 0x92)
-		o = msgp.AppendUint32(o, z.Groups[za0001].First)
-		o = msgp.AppendArrayHeader(o, uint32(len(z.Groups[za0001].IDs)))
-		for za0002 := range z.Groups[za0001].IDs {
-			o = msgp.AppendUint32(o, z.Groups[za0001].IDs[za0002])
-		}
+	// check for omitted fields
+	zb0001Len := uint32(6)
+	var zb0001Mask uint8 /* 6 bits */
+	_ = zb0001Mask
+	if z.Regions == nil {
+		zb0001Len--
+		zb0001Mask |= 0x10
 	}
-	// string "ls"
-	o = append(o, 0xa2, 0x6c, 0x73)
-	o = msgp.AppendInt64(o, z.LeaseMS)
+	// variable map header, size zb0001Len
+	o = append(o, 0x80|uint8(zb0001Len))
+
+	// skip if no fields are to be emitted
+	if zb0001Len != 0 {
+		// string "t"
+		o = append(o, 0xa1, 0x74)
+		o = msgp.AppendString(o, z.TransferID)
+		// string "tr"
+		o = append(o, 0xa2, 0x74, 0x72)
+		o = msgp.AppendString(o, z.Transport)
+		// string "g"
+		o = append(o, 0xa1, 0x67)
+		o = msgp.AppendBytes(o, z.Grant)
+		// string "b"
+		o = append(o, 0xa1, 0x62)
+		o = msgp.AppendArrayHeader(o, uint32(len(z.Groups)))
+		for za0001 := range z.Groups {
+			// array header, size 2
+			o = append(o, 0x92)
+			o = msgp.AppendUint32(o, z.Groups[za0001].First)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Groups[za0001].IDs)))
+			for za0002 := range z.Groups[za0001].IDs {
+				o = msgp.AppendUint32(o, z.Groups[za0001].IDs[za0002])
+			}
+		}
+		if (zb0001Mask & 0x10) == 0 { // if not omitted
+			// string "rg"
+			o = append(o, 0xa2, 0x72, 0x67)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Regions)))
+			for za0003 := range z.Regions {
+				o = msgp.AppendUint32(o, z.Regions[za0003])
+			}
+		}
+		// string "ls"
+		o = append(o, 0xa2, 0x6c, 0x73)
+		o = msgp.AppendInt64(o, z.LeaseMS)
+	}
 	return
 }
 
@@ -819,6 +840,29 @@ func (z *Load) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					}
 				}
 			}
+		case "rg":
+			var zb0006 uint32
+			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Regions")
+				return
+			}
+			if zb0006 > 65536 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Regions) >= int(zb0006) {
+				z.Regions = (z.Regions)[:zb0006]
+			} else {
+				z.Regions = make([]uint32, zb0006)
+			}
+			for za0003 := range z.Regions {
+				z.Regions[za0003], bts, err = msgp.ReadUint32Bytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Regions", za0003)
+					return
+				}
+			}
 		case "ls":
 			z.LeaseMS, bts, err = msgp.ReadInt64Bytes(bts)
 			if err != nil {
@@ -843,7 +887,7 @@ func (z *Load) Msgsize() (s int) {
 	for za0001 := range z.Groups {
 		s += 1 + msgp.Uint32Size + msgp.ArrayHeaderSize + (len(z.Groups[za0001].IDs) * (msgp.Uint32Size))
 	}
-	s += 3 + msgp.Int64Size
+	s += 3 + msgp.ArrayHeaderSize + (len(z.Regions) * (msgp.Uint32Size)) + 3 + msgp.Int64Size
 	return
 }
 

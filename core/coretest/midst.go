@@ -2,7 +2,6 @@ package coretest
 
 import (
 	"fmt"
-	"runtime"
 	"testing"
 	"time"
 
@@ -12,7 +11,7 @@ import (
 // landed waits for the first byte in any of some blocks.
 func (e *endpoint) landed(blocks [][]core.BlockID) {
 	e.t.Helper()
-	for deadline := time.Now().Add(patience); !e.touched(blocks); runtime.Gosched() {
+	for deadline := time.Now().Add(patience); !e.touched(blocks); time.Sleep(20 * time.Microsecond) {
 		if time.Now().After(deadline) {
 			e.t.Fatalf("%s: no byte has landed within %v", e.id, patience)
 		}

@@ -20,6 +20,7 @@ func ProcessSuite(t *testing.T, f Fixture) {
 		{"sender killed", senderKilled},
 		{"receiver killed", receiverKilled},
 		{"receiver stopped beside another", receiverStopped},
+		{"receiver stopped, one of two writes stopped", oneOfTwoStopped},
 		{"receiver stopped, sender closed, continued", receiverStoppedClose},
 	})
 }
@@ -191,6 +192,40 @@ func receiverStopped(t *testing.T, f Fixture) {
 		t.Logf("try %d: the stopped receiver's write had ended before the transfers beside it", try)
 	}
 	t.Errorf("transfers to another receiver end only when the stopped one's has")
+}
+
+// oneOfTwoStopped: a write to one that takes no bytes gives its blocks back, and
+// the other one to it ends as with a broken connection, if not well.
+func oneOfTwoStopped(t *testing.T, f Fixture) {
+	const blockBytes = 256 << 10
+	n := f.BigBytes / blockBytes / 2
+	spec := dense(blockBytes, uint32(2*n))
+	p, d := open(t, f, "sender", spec), openRemote(t, f, "receiver", spec)
+	connect(t, d, p)
+	one, two := [][]core.BlockID{sequence(0, n)}, [][]core.BlockID{sequence(n, n)}
+	p.paint(1, one)
+	p.paint(2, two)
+	g1, g2 := d.expect("stopped", p, one), d.expect("other", p, two)
+	p.write("stopped", d, g1, one, one)
+	p.write("other", d, g2, two, two)
+	d.landed(one)
+	d.freeze()
+	p.tr.Stop("stopped")
+	if o := p.sink.Wait("written", "stopped", 1); o.Err == nil {
+		t.Errorf("the write had ended: raise Fixture.BigBytes from %d", f.BigBytes)
+	}
+	p.paint(3, one) // the blocks are the engine's again
+	d.thaw()
+	o := p.sink.Wait("written", "other", 1)
+	switch {
+	case o.Err == nil:
+		well(t, "other", p, d, d.layout.Bytes(two))
+	case !errors.Is(o.Err, core.ErrConnectionLost):
+		t.Errorf("the other write ended with %v", o.Err)
+	}
+	p.close()
+	d.down(p.id, 1)
+	d.check(t, delivery{transfer: 1, blocks: one, part: true}, delivery{transfer: 2, blocks: two, part: o.Err != nil})
 }
 
 func receiverStoppedClose(t *testing.T, f Fixture) {

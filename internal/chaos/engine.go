@@ -106,6 +106,13 @@ func (e *engine) open(o *opening) error {
 	cfg.BootstrapHost, cfg.BootstrapPort, cfg.TCPListenHost, cfg.TCPPort = o.Host, o.BootstrapPort, o.Host, o.TCPPort
 	cfg.Lease, cfg.EarlyLoad = seconds(o.Lease), seconds(o.EarlyLoad)
 	cfg.MaxTransfers = o.MaxTransfers
+	if o.PeerTimeout > 0 {
+		cfg.PeerTimeout = seconds(o.PeerTimeout)
+	}
+	cfg.Transport = "tcp"
+	if o.Transport != "" {
+		cfg.Transport = o.Transport
+	}
 	log := zap.NewNop()
 	if o.Log {
 		enc := zap.NewDevelopmentEncoderConfig()
@@ -294,7 +301,7 @@ func (e *engine) report(r core.Report, at int64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	h := half{r.Side, r.ID}
-	ev := event{Op: evReport, ID: r.ID, Side: r.Side, Code: r.Code, Reason: r.Reason, Agent: r.Peer, At: at}
+	ev := event{Op: evReport, ID: r.ID, Side: r.Side, Code: r.Code, Reason: r.Reason, Agent: r.Peer, Transport: r.Transport, At: at}
 	what := e.held[h]
 	if what == nil {
 		e.tell(event{Op: evWrong, ID: r.ID, Error: fmt.Sprintf("a report of a %s that is not under way: %s: %s", r.Side, r.Code, r.Reason), At: at})

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -32,19 +33,26 @@ const (
 	shut      faultKind = "cut and refused"
 	diskFull  faultKind = "disk full at P"
 	noFiles   faultKind = "no descriptors"
+	railOff   faultKind = "a rail off"
+	allOff    faultKind = "all rails off"
 )
 
 // deadly: what was under way with the other side is lost for sure.
 func (k faultKind) deadly() bool { return k == killP || k == killD }
 
-// mixture is how often each kind is drawn.
-var mixture = []struct {
+// weighted is how often a kind is drawn.
+type weighted struct {
 	kind   faultKind
 	weight int
-}{
+}
+
+var mixture = []weighted{
 	{killP, 20}, {killD, 8}, {stopP, 10}, {stopD, 8}, {cutReset, 10}, {cutEnd, 8}, {halfClose, 10},
 	{delay, 6}, {throttle, 6}, {hole, 8}, {shut, 4}, {diskFull, 3}, {noFiles, 4},
 }
+
+// railMixture comes with it where there are rails.
+var railMixture = []weighted{{railOff, 25}, {allOff, 8}}
 
 // fault is one that was injected.
 type fault struct {
@@ -63,6 +71,7 @@ type injector struct {
 	f       *fleet
 	r       *rand.Rand
 	longest time.Duration // of a fault
+	mixture []weighted
 
 	mu     sync.Mutex
 	busy   map[string]bool
@@ -80,7 +89,11 @@ const (
 )
 
 func newInjector(f *fleet, seed uint64, longest time.Duration) *injector {
-	return &injector{f: f, r: rand.New(rand.NewPCG(seed, 0xFA17)), longest: longest, busy: map[string]bool{}, notRun: map[faultKind]string{}, startErrors: map[string]int{}}
+	mix := slices.Clone(mixture)
+	if f.rails.n > 0 {
+		mix = append(mix, railMixture...)
+	}
+	return &injector{mixture: mix, f: f, r: rand.New(rand.NewPCG(seed, 0xFA17)), longest: longest, busy: map[string]bool{}, notRun: map[faultKind]string{}, startErrors: map[string]int{}}
 }
 
 // run injects n faults, and returns when the last one has ended.
@@ -114,12 +127,12 @@ func (in *injector) run(ctx context.Context, n int) {
 // draw picks a fault whose target is free; nil when ctx ends first.
 func (in *injector) draw(ctx context.Context) (inject func(), target string) {
 	total := 0
-	for _, m := range mixture {
+	for _, m := range in.mixture {
 		total += m.weight
 	}
 	for ctx.Err() == nil {
 		n, kind := in.r.IntN(total), faultKind("")
-		for _, m := range mixture {
+		for _, m := range in.mixture {
 			if n -= m.weight; n < 0 {
 				kind = m.kind
 				break
@@ -191,6 +204,9 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 	offersToD := func(e *entry) bool { return e.side == core.SideOffer && e.decode == d }
 	w := f.ways[p][d]
 	ways := [][]*faultnet.Way{{w.boot}, {w.data}, {w.data}, w.each()}[pick%4]
+	if f.memory.Transport == "rdma" { // no byte goes over a way of data
+		ways = []*faultnet.Way{w.boot}
+	}
 	trouble := func(t faultnet.Trouble) func() {
 		return func() {
 			defer in.begin(kind, pair, ofPair)()
@@ -262,6 +278,10 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 	case noFiles:
 		c := f.all()[pick>>8%uint64(len(f.P)+len(f.D))]
 		return c.name, func() { in.noFiles(ctx, c, long) }
+	case railOff:
+		return "rails", func() { in.railsOff(ctx, kind, long, int(pick>>8%uint64(f.rails.n))) }
+	case allOff:
+		return "rails", func() { in.railsOff(ctx, kind, long, f.rails.all()...) }
 	}
 	return "", nil
 }
@@ -301,6 +321,18 @@ func (in *injector) stop(ctx context.Context, kind faultKind, c *child, affects 
 	c.signal(syscall.SIGSTOP)
 	pause(ctx, long)
 	c.signal(syscall.SIGCONT)
+}
+
+// railsOff has rails off for a while.
+func (in *injector) railsOff(ctx context.Context, kind faultKind, long time.Duration, which ...int) {
+	defer in.begin(kind, fmt.Sprint("rails ", which), func(*entry) bool { return true })()
+	if err := in.f.rails.set(which, railIsOff); err != nil {
+		in.skip(kind, err.Error())
+	}
+	pause(ctx, long)
+	if err := in.f.rails.set(which, railIsOn); err != nil {
+		in.f.led.problem("a rail does not come back: %v", err)
+	}
 }
 
 // noFiles lets a process open nothing for a while.

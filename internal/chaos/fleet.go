@@ -25,6 +25,17 @@ type shape struct {
 	decodes  int
 	memory   opening // of each engine: the fields that do not say who it is
 	rate     int     // bytes a second of each data connection; 0 = any
+	perPair  int     // transfers at a time under load; 0 = perPair
+	rails    rails
+	host     string   // where P's engines listen, with no ways between; empty: prefillHost behind ways
+	decode   []string // the command of D's engines; nil: the same as P's
+}
+
+func (s *shape) atOnce() int {
+	if s.perPair > 0 {
+		return s.perPair
+	}
+	return perPair
 }
 
 // fleet is some P and D engines in processes of their own, and the ways
@@ -75,7 +86,7 @@ func startFleet(ctx context.Context, self []string, s shape, led *ledger) (_ *fl
 	}
 	on := func(c *child, life int, ev event) { led.event(c.name, life, ev) }
 	for i := range s.prefills {
-		ports, ways, err := openWays(s.decodes)
+		ports, ways, err := s.openWays()
 		if err != nil {
 			return nil, err
 		}
@@ -85,7 +96,7 @@ func startFleet(ctx context.Context, self []string, s shape, led *ledger) (_ *fl
 			f.calm(w.data)
 		}
 		c := &child{name: fmt.Sprintf("%s/p%d", s.name, i), index: i, self: self, open: s.memory, on: on}
-		c.open.EngineID, c.open.Role, c.open.Host = fmt.Sprintf("p%d", i), node.RolePrefill, prefillHost
+		c.open.EngineID, c.open.Role, c.open.Host = fmt.Sprintf("p%d", i), node.RolePrefill, s.prefillHost()
 		c.open.BootstrapPort, c.open.TCPPort = ports[0], ports[1]
 		tmp, err := f.disk.folder(c.open.EngineID)
 		if err != nil {
@@ -97,6 +108,9 @@ func startFleet(ctx context.Context, self []string, s shape, led *ledger) (_ *fl
 	for i := range s.decodes {
 		c := &child{name: fmt.Sprintf("%s/d%d", s.name, i), index: i, self: self, open: s.memory, on: on}
 		c.open.EngineID, c.open.Role = fmt.Sprintf("d%d", i), node.RoleDecode
+		if s.decode != nil {
+			c.self = s.decode
+		}
 		f.D = append(f.D, c)
 	}
 	errs := make([]error, len(f.all()))
@@ -112,30 +126,40 @@ func (f *fleet) all() []*child { return append(append([]*child(nil), f.P...), f.
 
 // openWays finds two ports that are free for a P and for its ways, below those
 // that systems give to connections.
-func openWays(decodes int) (ports [2]int, ways []pairWays, err error) {
+func (s *shape) openWays() (ports [2]int, ways []pairWays, err error) {
 	for range 50 {
 		ports = [2]int{20000 + rand.IntN(12000), 20000 + rand.IntN(12000)}
-		if ways, err = waysTo(ports, decodes); err == nil {
+		if ways, err = s.waysTo(ports); err == nil {
 			return ports, ways, nil
 		}
 	}
 	return ports, nil, fmt.Errorf("no free ports: %w", err)
 }
 
-func waysTo(ports [2]int, decodes int) (ways []pairWays, err error) {
+func (s *shape) prefillHost() string {
+	if s.host != "" {
+		return s.host
+	}
+	return prefillHost
+}
+
+func (s *shape) waysTo(ports [2]int) (ways []pairWays, err error) {
 	defer func() {
 		if err != nil {
 			closeWays(ways)
 		}
 	}()
 	for _, port := range ports {
-		ln, err := net.Listen("tcp", at(prefillHost, port))
+		ln, err := net.Listen("tcp", at(s.prefillHost(), port))
 		if err != nil {
 			return nil, err
 		}
 		ln.Close()
 	}
-	for i := range decodes {
+	if s.host != "" {
+		return nil, nil
+	}
+	for i := range s.decodes {
 		var both [2]*faultnet.Way
 		for k, port := range ports {
 			if both[k], err = faultnet.Open(at(decodeHost(i), port), at(prefillHost, port)); err != nil {
@@ -159,12 +183,20 @@ func closeWays(ways []pairWays) {
 
 // target is how a D finds a P.
 func (f *fleet) target(p, d int) *core.Target {
-	return &core.Target{Bootstrap: "http://" + f.ways[p][d].boot.Addr(), EngineID: f.P[p].open.EngineID}
+	open := &f.P[p].open
+	address := at(open.Host, open.BootstrapPort)
+	if f.host == "" {
+		address = f.ways[p][d].boot.Addr()
+	}
+	return &core.Target{Bootstrap: "http://" + address, EngineID: open.EngineID}
 }
 
 // heal ends all faults: processes run, ways pass, and the dead are started again.
 func (f *fleet) heal(ctx context.Context) error {
 	f.disk.empty()
+	if err := f.rails.set(f.rails.all(), railIsOn); err != nil {
+		return err
+	}
 	for _, ways := range f.ways {
 		for _, w := range ways {
 			for _, w := range w.each() {
@@ -276,6 +308,7 @@ func (f *fleet) destroy() {
 	if f.disk != nil {
 		f.disk.close()
 	}
+	_ = f.rails.set(f.rails.all(), railIsOn) // heal says why it cannot
 }
 
 // counts is what the system says of a process.

@@ -37,6 +37,7 @@ type entry struct {
 	reported   int64
 	code       core.Code
 	reason     string
+	transport  string        // that moved the bytes, if one did
 	peer       core.AgentID  // whom it was with in the end, as far as it knew
 	took       time.Duration // the call
 	done       chan struct{} // closed with the end
@@ -158,7 +159,7 @@ func (l *ledger) event(child string, life int, ev event) {
 			l.addProblem("%s: %s %s is reported twice: %s, then %s: %s", child, ev.Side, ev.ID, e.code, ev.Code, ev.Reason)
 		default:
 			e.accepted, e.reported, e.code, e.reason = ev.Called, ev.At, ev.Code, ev.Reason
-			e.peer = ev.Agent
+			e.peer, e.transport = ev.Agent, ev.Transport
 			l.end(e, halfReported)
 		}
 	case evWrong:
@@ -240,6 +241,19 @@ func (l *ledger) ends() map[string]int {
 	out := map[string]int{}
 	for _, e := range l.order {
 		out[e.outcome()]++
+	}
+	return out
+}
+
+// moved counts the loads that ended well, by transport.
+func (l *ledger) moved() map[string]int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	out := map[string]int{}
+	for _, e := range l.order {
+		if e.side == core.SideLoad && e.state == halfReported && e.code == core.OK && e.transport != "" {
+			out[e.transport]++
+		}
 	}
 	return out
 }

@@ -37,11 +37,13 @@ type opening struct {
 	TCPPort       int     `json:"tcp_port,omitempty"`
 	Lease         float64 `json:"lease_s"`
 	EarlyLoad     float64 `json:"early_load_s"`
+	PeerTimeout   float64 `json:"peer_timeout_s,omitempty"` // 0: the default
 	MaxTransfers  int     `json:"max_transfers"`
 	Regions       int     `json:"regions"`
 	Blocks        int     `json:"blocks"`
 	BlockBytes    int     `json:"block_bytes"`
-	Log           bool    `json:"log,omitempty"` // the agent's warnings go to standard error
+	Transport     string  `json:"transport,omitempty"` // as in the configuration; empty for tcp
+	Log           bool    `json:"log,omitempty"`       // the agent's warnings go to standard error
 }
 
 // item is one transfer of an order.
@@ -78,6 +80,7 @@ type event struct {
 	Exhausted bool            `json:"exhausted,omitempty"` // the engine had no free blocks
 	Agent     core.AgentID    `json:"agent,omitempty"`     // opened: its own; report: the peer's, as far as it was known
 	Called    int64           `json:"called,omitempty"`    // report: when the call was made
+	Transport string          `json:"transport,omitempty"` // report: what moved the bytes
 	At        int64           `json:"at,omitempty"`
 	Until     int64           `json:"until,omitempty"`
 	Took      int64           `json:"took,omitempty"` // how long the call took

@@ -21,6 +21,7 @@ type Result struct {
 	NotRun    map[string]string `json:"faults_not_run,omitempty"`
 	Starts    map[string]int    `json:"failed_starts,omitempty"` // of killed processes, tried again
 	Ends      map[string]int    `json:"transfers"`
+	Moved     map[string]int    `json:"loads_by_transport"` // that ended well
 	Reasons   map[string]int    `json:"reasons"`
 	Halves    int               `json:"halves"`
 	Wrong     int               `json:"wrong_bytes"`
@@ -73,7 +74,7 @@ func (r *Result) addFaults(in *injector) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	r.Injected, r.Starts = len(in.faults), in.startErrors
-	for _, m := range mixture {
+	for _, m := range in.mixture {
 		row := faultRow{Kind: string(m.kind)}
 		for _, f := range in.faults {
 			if f.kind == m.kind {
@@ -95,7 +96,7 @@ func (r *Result) addFaults(in *injector) {
 
 // close draws the sums of the books, and the verdict.
 func (r *Result) close(led *ledger) {
-	r.Ends, r.Reasons = led.ends(), led.reasons()
+	r.Ends, r.Reasons, r.Moved = led.ends(), led.reasons(), led.moved()
 	notices := led.notices()
 	times := map[noticeRow][]time.Duration{}
 	var killed []time.Duration
@@ -166,6 +167,9 @@ func (r *Result) Print(w io.Writer) error {
 		p("%s\t%d", end, r.Ends[end])
 	}
 	p("all\t%d", r.Halves)
+	for _, name := range sortedKeys(r.Moved) {
+		p("loads that %s moved\t%d", name, r.Moved[name])
+	}
 	p("\nTIME TO NOTICE\tside\tn\tmedian ms\tp99 ms\tmax ms")
 	for _, n := range r.Notice {
 		kind := n.Kind

@@ -202,7 +202,7 @@ func (f *fleet) traffic(ctx context.Context, stop <-chan struct{}, seed uint64) 
 	var wg sync.WaitGroup
 	for p := range f.P {
 		for d := range f.D {
-			for k := range perPair {
+			for k := range f.atOnce() {
 				r := rand.New(rand.NewPCG(seed, uint64(p)<<32|uint64(d)<<16|uint64(k)))
 				wg.Go(func() {
 					for n := 0; ; n++ {

@@ -18,6 +18,17 @@ type Options struct {
 	Short  bool     // smaller overload parts and shorter faults
 	Strict bool     // what was missed is a failure too: a late notice of P's death …
 	Parts  []string // of the run; all if empty
+
+	Transport string // of the agents, as in their configuration; empty for tcp
+	Rails     int    // RDMA rails that may be taken off
+	// RailCommand takes a rail's number and "off", "mute" (its packets vanish and
+	// nobody is told) or "on".
+	RailCommand string
+	// Host is where P's engines listen in the part rails, and Decode the command of
+	// its D's engine, on another host: see ServeEngine and Relay.
+	Host   string
+	Decode []string
+
 	// Progress is told what the run does now.
 	Progress func(format string, args ...any)
 
@@ -45,10 +56,14 @@ const dataRate = 4 << 20
 
 // mainShape is the fleet of the faults: blocks are few, so that they are used
 // again at once.
-func mainShape() shape {
-	return shape{name: "f", prefills: 3, decodes: 2, rate: dataRate, memory: opening{
-		Lease: leaseSeconds, EarlyLoad: earlySeconds, MaxTransfers: 4096, Regions: 4, Blocks: 384, BlockBytes: 8 << 10,
+func mainShape(opt *Options) shape {
+	s := shape{name: "f", prefills: 3, decodes: 2, rate: dataRate, rails: opt.rails(), memory: opening{
+		Lease: leaseSeconds, EarlyLoad: earlySeconds, MaxTransfers: 4096, Regions: 4, Blocks: 384, BlockBytes: 8 << 10, Transport: opt.Transport,
 	}}
+	if opt.Rails > 0 { // nothing slows their bytes down, so there are more of them, and fewer transfers
+		s.prefills, s.rate, s.perPair, s.memory.BlockBytes = 2, 0, 4, 16<<10
+	}
+	return s
 }
 
 // Run carries out a whole run. The error says what kept it from being one; what
@@ -69,7 +84,7 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 		}
 	}
 	// The last ones wait most of the time: they do so together.
-	for _, group := range [][]part{{{"burst", runBurst}}, {{"storm", runStorm}}, {{"slow", runSlow}}, {{"blip", runBlip}, {"orphans", runOrphans}, {"deaf", runDeaf}}} {
+	for _, group := range [][]part{{{"burst", runBurst}}, {{"storm", runStorm}}, {{"slow", runSlow}}, {{"blip", runBlip}, {"orphans", runOrphans}, {"deaf", runDeaf}}, {{"rails", runRails}}} {
 		rows := make([]partRow, len(group))
 		errs := make([]error, len(group))
 		var wg sync.WaitGroup
@@ -95,7 +110,7 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 
 // PartNames are the names of a run's parts.
 func PartNames() []string {
-	return []string{"faults", "burst", "storm", "slow", "blip", "orphans", "deaf"}
+	return []string{"faults", "burst", "storm", "slow", "blip", "orphans", "deaf", "rails"}
 }
 
 // part is one part of the overload.
@@ -117,7 +132,7 @@ func cause(ctx context.Context, part string, err error) error {
 // runFaults is the main part: traffic, and faults under it.
 func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) error {
 	ctx, cancel := context.WithCancel(ctx)
-	f, err := startFleet(ctx, opt.Self, mainShape(), led)
+	f, err := startFleet(ctx, opt.Self, mainShape(opt), led)
 	if err != nil {
 		cancel()
 		return err

@@ -12,12 +12,13 @@ const (
 	offerFile = "core/offer.go"
 	peerFile  = "core/peer.go"
 	coreFile  = "core/machine.go"
+	shareFile = "core/share.go"
 	wireFile  = "core/coretest/sim/transport.go"
 )
 
 var mutants = []mutant{
 	{"no-fence", "a load is reported before its fence", loadFile,
-		"\t\tm.fence(ld)\n\t}\n}\n\nfunc (m *Machine) fence",
+		"\t\tm.fence(ld)\n\t\tm.partFails(now, ld)\n\t}\n}\n\nfunc (m *Machine) fence",
 		"\t\tm.act(Revoke{ID: ld.id})\n\t\tm.reportLoad(now, ld)\n\t}\n}\n\nfunc (m *Machine) fence"},
 	{"no-fence-again", "a load starts over without a fence", loadFile,
 		"\tld.again = true\n\tm.fence(ld)\n", "\tm.resolveAgain(ld)\n"},
@@ -59,6 +60,21 @@ var mutants = []mutant{
 		"return m.opt.PeerTimeout - 2*TickInterval", "return 1000 * m.opt.PeerTimeout"},
 	{"no-probe", "P does not ask a D whose connections broke", peerFile,
 		"\t\tm.probes[id] = &probe{since: now, asking: true}\n\t\tm.act(SendProbe{Peer: id})\n", ""},
+	{"first-share-ends", "an offer is reported when the first of its shares has ended", shareFile,
+		"	if w.add(r); w.left > 0 {\n", "	if w.add(r); w.left > 0 && w.left < w.of-1 {\n"},
+	{"first-source-ends", "a load is reported when the bytes of one source are there", shareFile,
+		"	if j.left > 0 || m.joins[j.id] != j {\n", "	if j.left > len(j.parts)-1 || m.joins[j.id] != j {\n"},
+	{"others-not-fenced", "a load of several sources is reported before the others are fenced", shareFile,
+		"			m.endLoad(now, ld, code, reason, true)\n		}\n	}\n}\n\n// claimEnded",
+		"			ld.code, ld.reason = code, reason\n			m.act(Revoke{ID: id})\n			m.reportLoad(now, ld)\n		}\n	}\n}\n\n// claimEnded"},
+	{"others-go-on", "a source that fails does not end the others", shareFile,
+		"	if !j.adding {\n		m.endParts(now, j, Cancelled, ld.reason)\n	}\n", ""},
+	{"lease-of-all", "the lease of one share renews the others", offerFile,
+		"		of.deadline = now.Add(m.lease(of))\n	}\n	switch of.state {", "		of.deadline = now.Add(m.lease(of))\n		if of.whole != nil {\n			for _, o := range m.live(of.whole) {\n				o.deadline = of.deadline\n			}\n		}\n	}\n	switch of.state {"},
+	{"cancel-one-share", "P's abort ends one share only", coreFile,
+		"		for _, of := range m.live(w) {\n			m.endOffer(", "		for _, of := range m.live(w)[:1] {\n			m.endOffer("},
+	{"share-taken-twice", "any D may have a share that another has", offerFile,
+		"if of != nil && of.peer != \"\" && of.peer != l.Peer {", "if of != nil && of.peer != \"\" && of.peer != l.Peer && of.whole == nil {"},
 	{"silence-unasked", "silence is seen only when a renewal's answer comes", peerFile,
 		"\t\tcase now.Sub(p.heard) >= m.patience():\n\t\t\tm.peerGone(now, id, false, \"no answer\")\n", ""},
 	{"claim-dropped", "a claim is dropped when its P is not up yet", loadFile,
@@ -85,7 +101,7 @@ var mutants = []mutant{
 	{"waits-for-successor", "a load waits for as long as a look-up takes for an agent in P's place", peerFile,
 		"\t\t\tlate && ld.tried != \"\" &&", "\t\t\tlate && ld.tried == \"nobody\" &&"},
 	{"given-twice", "an aborted load is reported again when P is found", loadFile,
-		"\t\tm.dropClaim(ld)\n\t\tld.given = true\n", "\t\tm.dropClaim(ld)\n"},
+		"\t\tif ld.given = true; owes {\n\t\t\tm.giveReport(now, ld)\n", "\t\tif owes {\n\t\t\tm.giveReport(now, ld)\n"},
 	{"finish-before-written", "D's word that it has all frees blocks that are still read", offerFile,
 		"\t\tof.landed = true // the transport's own word, with its figures, is about to come\n\t\treturn\n",
 		"\t\tm.reportOffer(now, of, TransferStats{})\n\t\treturn\n"},

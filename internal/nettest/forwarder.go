@@ -18,7 +18,8 @@ type Forwarder struct {
 	more  sync.Cond // on mu: something may pass again
 	shut  bool
 	conns []*forwarded
-	left  int // bytes that held connections may still bring back
+	gone  []*forwarded // lost
+	left  int          // bytes that held connections may still bring back
 	wg    sync.WaitGroup
 }
 
@@ -26,6 +27,7 @@ type Forwarder struct {
 type forwarded struct {
 	in, out net.Conn
 	held    bool
+	lost    bool // the end that listens does not know that it is over
 }
 
 func (c *forwarded) close() {
@@ -52,6 +54,11 @@ func ForwardFrom(t testing.TB, at, to string) *Forwarder {
 	t.Cleanup(func() {
 		l.Close()
 		f.Cut()
+		f.mu.Lock()
+		for _, c := range f.gone {
+			c.out.Close()
+		}
+		f.mu.Unlock()
 		f.wg.Wait()
 	})
 	return f
@@ -95,8 +102,10 @@ func (f *Forwarder) accept() {
 
 // end closes a connection; bytes that are held are lost.
 func (f *Forwarder) end(c *forwarded) {
-	c.close()
 	f.mu.Lock()
+	if !c.lost {
+		c.close()
+	}
 	c.held = false
 	f.mu.Unlock()
 	f.more.Broadcast()
@@ -177,6 +186,21 @@ func (f *Forwarder) Cut() {
 		c.close()
 		c.held = false
 	}
+	f.conns = nil
+	f.more.Broadcast()
+}
+
+// Lose ends all connections for the one who dialled only, as a middlebox does
+// that has forgotten them: whoever listens keeps his ends until the test does, and
+// nobody reads what he writes. New ones are let through.
+func (f *Forwarder) Lose() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, c := range f.conns {
+		c.lost, c.held = true, false
+		c.in.Close()
+	}
+	f.gone = append(f.gone, f.conns...)
 	f.conns = nil
 	f.more.Broadcast()
 }

@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -12,8 +13,9 @@ import (
 // promised notes that a P agent has said that it has a load: from now on its
 // death must be noticed.
 func (a *agent) promised(id core.TransferID, p core.AgentID) {
-	if token := a.loading[id]; a.loads[token] != nil {
-		a.promises[token] = p
+	of := partOf{a.loading[base(id)], id}
+	if _, awaited := a.towards[of]; awaited { // else it is here already
+		a.promises[of] = p
 	}
 }
 
@@ -29,7 +31,7 @@ func (w *world) patience() time.Duration {
 // promiseOfDead checks, when it is time, that all that was under way towards p has
 // ended, whether p had answered or not, and whoever has its place then.
 func (w *world) promiseOfDead(p *agent) {
-	w.expectEnds(p, func(d *agent) map[uint64]core.AgentID { return d.towards }, func(d *agent, h *half) bool {
+	w.expectEnds(p, func(d *agent) map[partOf]core.AgentID { return d.towards }, func(d *agent, h *half) bool {
 		next := p.host.agent // that it is younger than a load can be said if hello is answered soon, and if its clock did not jump
 		return next == nil || p.host.disturbed < next.began && h.began < next.began-w.helloTakes()
 	})
@@ -43,7 +45,7 @@ func (w *world) helloTakes() time.Duration {
 	return 20 * time.Millisecond
 }
 
-func promised(d *agent) map[uint64]core.AgentID { return d.promises }
+func promised(d *agent) map[partOf]core.AgentID { return d.promises }
 
 // promiseOfCut does it for a D whose way to P, or back, is cut for that long.
 func (w *world) promiseOfCut(k way, lasts time.Duration) {
@@ -63,26 +65,26 @@ func (w *world) promiseOfStopped(h *host) {
 
 // expectEnds checks, when the time is over, that those loads have ended of which
 // waiting says that they wait for p now, if still says that they had to.
-func (w *world) expectEnds(p *agent, waiting func(d *agent) map[uint64]core.AgentID, still func(d *agent, h *half) bool) {
+func (w *world) expectEnds(p *agent, waiting func(d *agent) map[partOf]core.AgentID, still func(d *agent, h *half) bool) {
 	for _, d := range w.all {
 		if d.dead || d == p {
 			continue
 		}
-		var tokens []uint64
-		for token, id := range waiting(d) {
+		var parts []partOf
+		for of, id := range waiting(d) {
 			if id == p.id {
-				tokens = append(tokens, token)
+				parts = append(parts, of)
 			}
 		}
-		slices.Sort(tokens)
+		slices.SortFunc(parts, func(x, y partOf) int { return cmp.Or(cmp.Compare(x.token, y.token), compare(x.id, y.id)) })
 		since := w.now
-		for _, token := range tokens {
-			h := d.loads[token]
+		for _, of := range parts {
+			h := d.loads[of.token]
 			if h == nil {
 				continue // begun by one that was refused
 			}
 			w.after(w.patience(), func() {
-				if d.loads[token] == h && still(d, h) && !d.dead && !d.host.stopped && d.host.disturbed <= since {
+				if _, awaited := waiting(d)[of]; awaited && d.loads[of.token] == h && still(d, h) && !d.dead && !d.host.stopped && d.host.disturbed <= since {
 					w.fault(h.id, "%s: %v after %s has gone, the load of %q still waits for it", d.id, w.now-since, p.id, h.id)
 				}
 			})
@@ -105,7 +107,8 @@ func (a *agent) expectProbe(d *agent) {
 		return // its leases have ended, or are about to
 	}
 	for _, h := range a.halves() {
-		if (d.claims[h.id] != a.id || d.given[h.id]) && !slices.Contains(d.promisedBy(a), h.id) || w.reused[h.id] {
+		part, alone := w.alone(a.host, h.id) // else others have their shares of it
+		if !alone || (d.claims[part] != a.id || d.given[part]) && !slices.Contains(d.promisedBy(a), part) || w.reused[h.id] || w.shared[h.id] {
 			continue
 		}
 		token := a.offering[h.id]
@@ -117,11 +120,29 @@ func (a *agent) expectProbe(d *agent) {
 	}
 }
 
+// expectLeases: what a dead D has claimed ends with its own lease, whoever else
+// renews other shares of it.
+func (w *world) expectLeases(d *agent) {
+	lease := w.plan.opt.Lease
+	for _, part := range slices.SortedFunc(maps.Keys(d.claims), compare) {
+		p := w.byID[d.claims[part]]
+		if p.dead || p.m.StateOf(core.SideOffer, part) != "ready" || w.shared[base(part)] || w.reused[base(part)] {
+			continue
+		}
+		since := w.now
+		w.after(lease+3*core.TickInterval, func() {
+			if !p.dead && !p.host.stopped && p.host.disturbed <= since && p.now()-p.heard[d.id] >= lease+2*core.TickInterval && p.m.StateOf(core.SideOffer, part) == "ready" {
+				w.fault(base(part), "%s: %v after the last word of %s, which is dead, %q is still kept for it", p.id, p.now()-p.heard[d.id], d.id, part)
+			}
+		})
+	}
+}
+
 // promisedBy lists the loads that a P agent has.
 func (a *agent) promisedBy(p *agent) (ids []core.TransferID) {
-	for token, id := range a.promises {
+	for of, id := range a.promises {
 		if id == p.id {
-			ids = append(ids, a.loads[token].id)
+			ids = append(ids, of.id)
 		}
 	}
 	return ids
@@ -189,23 +210,45 @@ func (a *agent) expectAbort(id core.TransferID) {
 	switch {
 	case a.host.prefill:
 		w.cancelledAtP[id] = since
-	case a.promises[a.loading[id]] != "" || a.claims[id] != "":
-		w.cancelledAtD[id] = since
+	case len(a.answered(id)) > 0:
+		for _, part := range a.answered(id) {
+			w.cancelledAtD[part] = since
+		}
 	default:
 		return // P has not answered: it need not know yet
 	}
 	if !w.plan.calm || w.reused[id] {
 		return
 	}
+	tells := a.answered(id)
 	w.after(reach, func() {
 		for _, other := range w.all {
 			for _, h := range other.halves() {
-				if h.id == id && h.began < since && !w.reused[id] && (other.host.prefill || len(h.blocks) > 0) {
+				part, alone := w.alone(other.host, id) // the other ranks of D's engine say it for themselves
+				if other.host.prefill && (a.host.prefill || !alone || w.shared[id] || !slices.Contains(tells, part)) {
+					continue
+				}
+				if h.id == id && h.began < since && !w.reused[id] && other.host.prefill != a.host.prefill && (other.host.prefill || h.needsAll) {
 					w.fault(id, "%s: %v after %s has cancelled %q its half is still under way", other.id, reach, a.id, id)
 				}
 			}
 		}
 	})
+}
+
+// answered lists the parts of a load or claim that P agents have said something of.
+func (a *agent) answered(id core.TransferID) (parts []core.TransferID) {
+	for part := range a.claims {
+		if base(part) == id {
+			parts = append(parts, part)
+		}
+	}
+	for of := range a.promises {
+		if of.token == a.loading[id] && base(of.id) == id && !slices.Contains(parts, of.id) {
+			parts = append(parts, of.id)
+		}
+	}
+	return parts
 }
 
 // halves are those that the engine waits for, in one order.
@@ -222,7 +265,7 @@ func (a *agent) halves() []*half {
 }
 
 // expectClaim: a claim that was made before its P was up reaches it soon after.
-func (a *agent) expectClaim(id core.TransferID, p *host) {
+func (a *agent) expectClaim(id, part core.TransferID, p *host) {
 	w := a.w
 	if p.openAt <= w.now {
 		return
@@ -230,7 +273,7 @@ func (a *agent) expectClaim(id core.TransferID, p *host) {
 	w.after(p.openAt-w.now+w.plan.opt.PeerTimeout+2*core.TickInterval+reach, func() {
 		_, loaded := a.loading[id]
 		_, cancelled := w.cancelledAtP[id]
-		if !loaded && !cancelled && !a.aborted[id] && !w.shared[id] && !w.reused[id] && a.claims[id] != p.agent.id {
+		if !loaded && !cancelled && !a.aborted[id] && !w.shared[id] && !w.reused[id] && a.claims[part] != p.agent.id {
 			w.fault(id, "%s: %s is up since %v, but the claim of %q has not reached it", a.id, p.agent.id, p.openAt, id)
 		}
 	})
@@ -238,7 +281,8 @@ func (a *agent) expectClaim(id core.TransferID, p *host) {
 
 // checkOffered: of a transfer that its D has cancelled, the offer ends at once.
 func (a *agent) checkOffered(id core.TransferID, token uint64) {
-	if at, cancelled := a.w.cancelledAtD[id]; cancelled && a.w.plan.calm && a.w.now > at+reach && !a.w.reused[id] && a.offers[token] != nil {
+	part, alone := a.w.alone(a.host, id)
+	if at, cancelled := a.w.cancelledAtD[part]; cancelled && alone && !a.w.shared[id] && a.w.plan.calm && a.w.now > at+reach && !a.w.reused[id] && a.offers[token] != nil {
 		a.w.fault(id, "%s: %q is offered %v after its decode engine has cancelled it, and nobody knows", a.id, id, a.w.now-at)
 	}
 }
@@ -246,10 +290,10 @@ func (a *agent) checkOffered(id core.TransferID, token uint64) {
 // checkLoaded: a load of a transfer that P has cancelled ends soon.
 func (a *agent) checkLoaded(h *half, token uint64) {
 	w := a.w
-	if a.given[h.id] && w.plan.calm && !w.reused[h.id] {
+	if a.given[h.id] && w.plan.calm && !w.reused[h.id] { // of several parts, the others may have to be fenced
 		w.fault(h.id, "%s: %q is loaded, though P has said that it has given the claim up", a.id, h.id)
 	}
-	if at, cancelled := w.cancelledAtP[h.id]; cancelled && w.plan.calm && w.now > at+reach && len(h.blocks) > 0 {
+	if at, cancelled := w.cancelledAtP[h.id]; cancelled && w.plan.calm && w.now > at+reach && h.needsAll {
 		a.after(reach, func() {
 			if a.loads[token] == h && !w.reused[h.id] {
 				w.fault(h.id, "%s: the load of %q, which P has cancelled, still waits after %v", a.id, h.id, reach)
@@ -267,10 +311,7 @@ func (a *agent) checkReason(r core.Report) {
 	wrong := func() {
 		w.fault(r.ID, "%s: nothing was in the way, but the %v of %q ended with %v (%s)", a.id, r.Side, r.ID, r.Code, r.Reason)
 	}
-	claimed := false
-	for _, d := range w.all {
-		claimed = claimed || d.claims[r.ID] == a.id
-	}
+	claimed := a.allClaimed(r.ID)
 	_, cancelledAtP := w.cancelledAtP[r.ID]
 	switch {
 	case w.plan.kind && r.Code != core.OK:
@@ -281,16 +322,31 @@ func (a *agent) checkReason(r core.Report) {
 		wrong()
 	case r.Side == core.SideOffer && r.Code == core.Expired && claimed:
 		wrong()
-	case r.Side == core.SideLoad && (a.promises[r.Token] != "" || a.claims[r.ID] != ""):
+	case r.Side == core.SideLoad && a.hasHeard(r):
 		h := a.loads[r.Token]
 		if h == nil { // reported twice, as the ledger says
 			return
 		}
 		if r.Code == core.Cancelled && !h.dropped || r.Code == core.PeerCancelled && !cancelledAtP || r.Code == core.Expired ||
-			r.Code == core.Refused && h.first+len(h.blocks) <= w.plan.blocks {
+			r.Code == core.Refused && h.first+len(h.blocks) <= w.plan.blocks && !(w.shared[r.ID] && w.deals[r.ID] != nil && !w.deals[r.ID].plain()) {
 			wrong()
 		}
 	}
+}
+
+// hasHeard says whether the P agent that a load's end is from had answered.
+func (a *agent) hasHeard(r core.Report) bool {
+	w := a.w
+	for _, part := range a.answered(r.ID) {
+		p := a.claims[part]
+		if p == "" {
+			p = a.promises[partOf{r.Token, part}]
+		}
+		if w.byID[p].host.target == r.From {
+			return true
+		}
+	}
+	return false
 }
 
 // beforeItsP says whether a load was made before its P was up.

@@ -2,6 +2,8 @@ package sim
 
 import (
 	"errors"
+	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -18,21 +20,30 @@ type engine struct {
 	offers   map[uint64]*half
 	loading  map[core.TransferID]uint64       // token of the newest load
 	offering map[core.TransferID]uint64       // token of the newest offer
-	towards  map[uint64]core.AgentID          // the P agent that this load is to be asked of
-	promises map[uint64]core.AgentID          // P has said that it has this load
-	complete map[uint64]bool                  // the transport has said that all bytes are there
+	towards  map[partOf]core.AgentID          // the P agent that this is to be asked of
+	promises map[partOf]core.AgentID          // P has said that it has this
+	complete map[uint64]int                   // of how many parts the transport has said that all bytes are there
 	given    map[core.TransferID]bool         // P has said that it has given this claim up
 	claims   map[core.TransferID]core.AgentID // P has answered this claim
 	aborted  map[core.TransferID]bool
 	waiting  []*want // for blocks, in order
 }
 
+// partOf is a load, or a part of it.
+type partOf struct {
+	token uint64
+	id    core.TransferID
+}
+
 type half struct {
-	id      core.TransferID
-	blocks  []core.BlockID
-	first   int
-	began   time.Duration
-	dropped bool // this side has cancelled it
+	id       core.TransferID
+	blocks   []core.BlockID
+	sources  []int // of each block: the number of the prefill rank that it is from
+	parts    int   // that have blocks
+	needsAll bool  // there are no others: each prefill rank is needed
+	first    int
+	began    time.Duration
+	dropped  bool // this side has cancelled it
 }
 
 // want is a request that waits for blocks.
@@ -47,9 +58,9 @@ type want struct {
 func (e *engine) init() {
 	e.loads, e.offers = map[uint64]*half{}, map[uint64]*half{}
 	e.loading, e.offering = map[core.TransferID]uint64{}, map[core.TransferID]uint64{}
-	e.towards = map[uint64]core.AgentID{}
-	e.promises, e.aborted = map[uint64]core.AgentID{}, map[core.TransferID]bool{}
-	e.complete, e.given = map[uint64]bool{}, map[core.TransferID]bool{}
+	e.towards = map[partOf]core.AgentID{}
+	e.promises, e.aborted = map[partOf]core.AgentID{}, map[core.TransferID]bool{}
+	e.complete, e.given = map[uint64]int{}, map[core.TransferID]bool{}
 	e.claims = map[core.TransferID]core.AgentID{}
 }
 
@@ -111,16 +122,36 @@ func (a *agent) dropWaiting(id core.TransferID) bool {
 }
 
 // load asks for a transfer from block first on; nil blocks let go of it.
-func (a *agent) load(id core.TransferID, from core.Target, first int, blocks []core.BlockID) error {
-	w := a.w
+func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
+	w, id := a.w, dl.id
 	w.token++
 	token := w.token
-	r := core.LoadRequest{ID: id, From: from, Token: token}
-	if blocks != nil {
-		r.Blocks, r.First = [][]core.BlockID{blocks}, []uint32{uint32(first)}
-	} else {
+	r := core.LoadRequest{ID: id, Token: token}
+	h := &half{id: id, blocks: blocks, first: first, began: w.now, parts: 1}
+	parts, sources := dl.wanted(k, first, blocks)
+	h.sources = sources
+	text := ""
+	switch {
+	case !dl.plain():
+		r.Parts = parts
+		h.parts = 0
+		for _, p := range r.Parts {
+			if len(p.Blocks[0]) > 0 {
+				h.parts++
+			}
+		}
+		text = partsText(r.Parts)
+	default:
+		r.From = dl.ps[0].target
+		if blocks != nil {
+			r.Blocks, r.First = [][]core.BlockID{blocks}, []uint32{uint32(first)}
+		}
+		text = fmt.Sprintf(" at=%s from=%s%s%s", r.From.Bootstrap, r.From.EngineID, optional("first", list(r.First)), groups(r.Blocks))
+	}
+	if blocks == nil {
 		w.faults["empty"]++
 	}
+	h.needsAll = len(blocks) >= len(dl.ps)
 	w.acted(w.now)
 	defer func() {
 		if h := a.loads[token]; h != nil {
@@ -130,21 +161,28 @@ func (a *agent) load(id core.TransferID, from core.Target, first int, blocks []c
 	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		err := m.Load(now, r)
 		if err == nil {
-			a.loads[token] = &half{id: id, blocks: blocks, first: first, began: w.now}
+			a.loads[token] = h
 			a.loading[id] = token
 			a.host.own(blocks, token, func(int) content { return content{} })
 			a.ledger.accepted(id, token)
 		}
 		return "", err
-	}, "load %s at=%s from=%s token=%d%s%s", id, from.Bootstrap, from.EngineID, token, optional("first", list(r.First)), groups(r.Blocks))
+	}, "load %s token=%d%s", id, token, text)
 }
 
-func (a *agent) claim(id core.TransferID, from core.Target) {
+func (a *agent) claim(dl *deal, k int) {
 	a.w.acted(a.w.now)
 	a.w.faults["claim"]++
-	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		return "", m.Claim(now, core.ClaimRequest{ID: id, From: from})
-	}, "claim %s at=%s from=%s", id, from.Bootstrap, from.EngineID)
+	r, text := core.ClaimRequest{ID: dl.id, From: dl.ps[0].target}, fmt.Sprintf(" at=%s from=%s", dl.ps[0].target.Bootstrap, dl.ps[0].target.EngineID)
+	if !dl.plain() {
+		parts, _ := dl.wanted(k, 0, nil)
+		for i := range parts {
+			parts[i].First, parts[i].Blocks = nil, nil
+			r.Parts = append(r.Parts, core.ClaimPart{From: parts[i].From, Share: parts[i].Share})
+		}
+		r.From, text = core.Target{}, partsText(parts)
+	}
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Claim(now, r) }, "claim %s%s", dl.id, text)
 }
 
 func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
@@ -159,7 +197,7 @@ func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
 		if err == nil {
 			a.offering[id] = token
 			a.offers[token] = &half{id: id, blocks: blocks, began: w.now}
-			a.host.own(blocks, token, func(i int) content { return content{id, i} })
+			a.host.own(blocks, token, func(i int) content { return content{id, i, a.host.number} })
 			a.ledger.accepted(id, token)
 		}
 		return "", err
@@ -187,12 +225,14 @@ func (a *agent) report(r core.Report) {
 	var kept []core.BlockID
 	if h := a.loads[r.Token]; h != nil {
 		delete(a.loads, r.Token)
-		delete(a.promises, r.Token)
-		delete(a.towards, r.Token)
-		if e := a.armed[r.ID]; e != nil && e.token == r.Token {
-			w.fault(r.ID, "%s: the load of %q is reported while the transport is armed", a.id, r.ID)
+		maps.DeleteFunc(a.promises, func(k partOf, _ core.AgentID) bool { return k.token == r.Token })
+		maps.DeleteFunc(a.towards, func(k partOf, _ core.AgentID) bool { return k.token == r.Token })
+		for _, e := range a.armed {
+			if e.token == r.Token {
+				w.fault(r.ID, "%s: the load of %q is reported while the transport is armed", a.id, r.ID)
+			}
 		}
-		if r.Code == core.OK && len(h.blocks) > 0 && !a.complete[r.Token] {
+		if r.Code == core.OK && len(h.blocks) > 0 && a.complete[r.Token] < h.parts {
 			w.fault(r.ID, "%s: the load of %q ended well before the transport had said so", a.id, r.ID)
 		}
 		if r.Code == core.OK {
@@ -211,8 +251,10 @@ func (a *agent) report(r core.Report) {
 	}
 	if a.offers[r.Token] != nil {
 		delete(a.offers, r.Token)
-		if wr := a.writes[r.ID]; wr != nil && wr.token == r.Token {
-			w.fault(r.ID, "%s: the offer of %q is reported while the transport reads its blocks", a.id, r.ID)
+		for _, wr := range a.writes {
+			if wr.token == r.Token {
+				w.fault(r.ID, "%s: the offer of %q is reported while the transport reads its blocks", a.id, r.ID)
+			}
 		}
 	}
 	if kept == nil {
@@ -230,7 +272,7 @@ func (a *agent) decode(h *half, token uint64) {
 // check says whether blocks hold what the request needs.
 func (a *agent) check(h *half, what string) {
 	for i, b := range h.blocks {
-		if holds, want := a.host.mem[b].holds, (content{h.id, h.first + i}); holds != want {
+		if holds, want := a.host.mem[b].holds, (content{h.id, h.first + i, h.sources[i]}); holds != want {
 			a.w.fault(h.id, "%s: %q %s, but block %d holds %v, want %v", a.id, h.id, what, b, holds, want)
 		}
 	}

@@ -12,6 +12,7 @@ import (
 type host struct {
 	w       *world
 	name    string
+	number  int         // of a prefill rank
 	target  core.Target // under which a prefill rank is found
 	prefill bool
 	agent   *agent // the open one, or nil
@@ -33,8 +34,9 @@ type block struct {
 }
 
 type content struct {
-	id  core.TransferID
-	pos int
+	id     core.TransferID
+	pos    int
+	source int // number of the prefill rank that it is from
 }
 
 // agent is one process's kvconn: a machine and the models around it.
@@ -155,7 +157,7 @@ func (a *agent) collect(actions []core.Action) {
 		case core.Resolve:
 			a.asked[v.ID] = v.Seq
 		case core.Expect:
-			a.towards[a.loading[v.ID]] = v.Peer
+			a.towards[partOf{a.loading[base(v.ID)], v.ID}] = v.Peer
 		case core.SendLoad: // of one that has followed a claim
 			a.asked[v.ID] = v.Seq
 		}
@@ -178,7 +180,8 @@ func (h *host) crash() {
 		return
 	}
 	h.w.note("%s crashes", a.id)
-	a.silent = h.w.chance(0.3)
+	h.w.expectLeases(a)
+	a.silent = h.w.chance(0.4)
 	h.end()
 	a.linksOfDead(0.3)
 	h.w.promiseOfDead(a)

@@ -43,8 +43,13 @@ func (l *ledger) action(act core.Action) {
 			l.fault(v.ID, "the %v of %q was reported twice or never accepted: %+v", v.Side, v.ID, v)
 		}
 		delete(l.owed, v.Token)
-		if v.Side == core.SideLoad && l.armed[v.ID] {
-			l.fault(v.ID, "the load of %q was reported (%v) before its fence", v.ID, v.Code)
+		if v.Side != core.SideLoad {
+			break
+		}
+		for id := range l.armed {
+			if base(id) == v.ID {
+				l.fault(v.ID, "the load of %q was reported (%v) before its fence", v.ID, v.Code)
+			}
 		}
 	}
 }

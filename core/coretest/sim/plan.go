@@ -12,6 +12,7 @@ type plan struct {
 	calm     bool // only the engines are awkward: each end must have its reason
 	opt      core.Options
 	cluster  bool // agents are clients of servers that they do not share: that nobody listens is no proof
+	ranks    int  // how transfers lie between engines of several ranks
 	oneSided bool // bytes land without the receiver's process, as by RDMA
 	prefills int  // ranks of the prefill engine
 	decodes  []int
@@ -30,6 +31,13 @@ type plan struct {
 	jumps              int // of clocks, in worlds where else nothing is in the way
 }
 
+// How a transfer lies between engines of several ranks.
+const (
+	shares     = iota // one prefill rank has several decode ranks, or the reverse
+	pairs             // each decode rank has a transfer of its own
+	allWithAll        // each decode rank has a part from each prefill rank
+)
+
 // Bounds that node and the transports have by configuration.
 const (
 	connectTimeout = time.Second
@@ -43,6 +51,7 @@ func (w *world) newPlan() plan {
 	p := plan{
 		oneSided: w.chance(0.4),
 		cluster:  w.chance(0.3),
+		ranks:    w.rnd.IntN(4) % 3,
 		prefills: 1 + w.rnd.IntN(3),
 		requests: 4 + w.rnd.IntN(8),
 		blocks:   4,

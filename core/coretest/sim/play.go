@@ -14,7 +14,7 @@ const bootstrap = "http://p:8998"
 func (w *world) play() {
 	var prefills []*host
 	for i := range w.plan.prefills {
-		h := &host{w: w, name: fmt.Sprintf("p%d", i), prefill: true, target: core.Target{Bootstrap: bootstrap, EngineID: fmt.Sprintf("/e%d", i), TPRank: i}}
+		h := &host{w: w, name: fmt.Sprintf("p%d", i), number: i, prefill: true, target: core.Target{Bootstrap: bootstrap, EngineID: fmt.Sprintf("/e%d", i), TPRank: i}}
 		prefills = append(prefills, h)
 	}
 	w.hosts = append(w.hosts, prefills...)
@@ -53,11 +53,20 @@ func (w *world) play() {
 		if !w.plan.kind && w.chance(0.12) { // a router that sends a request to two decode engines
 			w.faults["two-decoders"]++
 			other := w.rnd.IntN(len(decodes))
-			for i, d := range decodes[other] {
-				p := prefills[i%len(prefills)]
-				w.shared[pairID(id, i)] = true
-				w.reused[pairID(id, i)] = w.reused[pairID(id, i)] || other == e
-				w.decodes(pairID(id, i), p, d, w.upTo(act), w.upTo(act))
+			for i := range 8 {
+				dl := w.deals[pairID(id, i)]
+				if dl == nil {
+					continue
+				}
+				w.shared[dl.id] = true
+				w.reused[dl.id] = w.reused[dl.id] || other == e
+				second := &deal{id: dl.id, ps: dl.ps} // perhaps of another number of ranks
+				if second.ds = decodes[other]; len(dl.ds) == 1 || w.chance(0.7) {
+					second.ds = second.ds[:min(len(dl.ds), len(second.ds))]
+				}
+				for k := range second.ds {
+					w.decodes(second, k, w.upTo(act), w.upTo(act))
+				}
 			}
 		}
 	}
@@ -89,9 +98,8 @@ func (h *host) run(f func(a *agent)) {
 	}
 }
 
-// request is what a router sends: rank i of the decode engine loads from rank
-// i mod p of the prefill engine, each under an id of its own. Prefill ranks that
-// nobody needs are let go.
+// request is what a router sends: ranks of the decode engine load from ranks of
+// the prefill engine. Prefill ranks that nobody needs are let go.
 func (w *world) request(id string, prefills, decodes []*host) {
 	at := w.upTo(act)
 	prefill := w.upTo(act / 2)
@@ -120,39 +128,52 @@ func (w *world) request(id string, prefills, decodes []*host) {
 			abortP = abortD
 		}
 	}
-	one := func(id core.TransferID, p, d *host, needed bool) {
-		if hearsD && needed {
-			w.decodes(id, p, d, decode+w.delay(), hold)
-		} else if hearsD && (w.plan.kind || w.chance(0.8)) {
-			w.after(max(decode, p.openAt)+w.delay(), func() { d.run(func(a *agent) { _ = a.load(id, p.target, 0, nil) }) })
+	one := func(dl *deal, needed bool) {
+		for k, d := range dl.ds {
+			if hearsD && needed {
+				w.decodes(dl, k, decode+w.delay(), hold)
+			} else if hearsD && (w.plan.kind || w.chance(0.8)) {
+				w.after(max(decode, dl.opensAt())+w.delay(), func() { d.run(func(a *agent) { _ = a.load(dl, k, 0, nil) }) })
+			}
+			if abortD > 0 {
+				w.after(abortD+w.delay(), func() { d.run(func(a *agent) { a.abortLoad(dl, k) }) })
+			}
 		}
-		if abortD > 0 {
-			w.after(abortD+w.delay(), func() { d.run(func(a *agent) { a.abortLoad(id, p.target) }) })
-		}
-		if hearsP {
-			w.prefills(id, p, max(at, p.openAt)+w.delay(), prefill)
-		}
-		if abortP > 0 {
-			w.after(abortP+w.delay(), func() { p.run(func(a *agent) { a.abortOffer(id) }) })
+		for _, p := range dl.ps {
+			if hearsP {
+				w.prefills(dl.id, p, max(at, p.openAt)+w.delay(), prefill)
+			}
+			if abortP > 0 {
+				w.after(abortP+w.delay(), func() { p.run(func(a *agent) { a.abortOffer(dl.id) }) })
+			}
 		}
 	}
-	for i, d := range decodes {
-		one(pairID(id, i), prefills[i%len(prefills)], d, true)
+	used := map[*host]bool{}
+	for _, dl := range w.dealsOf(id, prefills, decodes) {
+		one(dl, true)
+		for _, p := range dl.ps {
+			used[p] = true
+		}
 	}
-	for j := len(decodes); j < len(prefills); j++ {
-		one(pairID(id, j), prefills[j], decodes[j%len(decodes)], false)
+	for j, p := range prefills {
+		if !used[p] {
+			dl := &deal{id: pairID(id, j), ps: []*host{p}, ds: []*host{decodes[j%len(decodes)]}}
+			w.deals[dl.id] = dl
+			one(dl, false)
+		}
 	}
 }
 
 // decodes is one decode rank's part of a request.
-func (w *world) decodes(id core.TransferID, p, d *host, at, hold time.Duration) {
+func (w *world) decodes(dl *deal, k int, at, hold time.Duration) {
+	id, d := dl.id, dl.ds[k]
 	first := w.rnd.IntN(w.plan.blocks)
 	if !w.plan.kind && w.chance(0.03) {
 		first += 3 // more than will be offered
 	}
 	n := max(1, w.plan.blocks-first)
-	if at < p.openAt { // the router asks P again until it is up
-		hold = p.openAt - at + w.upTo(3*time.Second)
+	if up := dl.opensAt(); at < up { // the router asks P again until it is up
+		hold = up - at + w.upTo(3*time.Second)
 	}
 	w.after(at, func() {
 		d.run(func(a *agent) {
@@ -163,8 +184,10 @@ func (w *world) decodes(id core.TransferID, p, d *host, at, hold time.Duration) 
 				w.reused[id] = true // the abort was about this one, and made a load of it
 			}
 			if w.plan.kind || w.chance(0.7) {
-				a.claim(id, p.target)
-				a.expectClaim(id, p)
+				a.claim(dl, k)
+				for _, p := range dl.ps {
+					a.expectClaim(id, dl.part(k, p), p)
+				}
 				if !w.plan.kind && w.chance(0.02) {
 					w.faults["claim-left"]++
 					return // and forgets it
@@ -175,19 +198,20 @@ func (w *world) decodes(id core.TransferID, p, d *host, at, hold time.Duration) 
 					return
 				}
 				if !w.plan.kind && w.chance(0.06) {
-					_ = a.load(id, p.target, 0, nil) // the prefix was in its cache
+					_ = a.load(dl, k, 0, nil) // the prefix was in its cache
 					return
 				}
 				a.wait(&want{id: id, n: n, until: w.now + 12*time.Second,
-					got:  func(blocks []core.BlockID) error { return a.load(id, p.target, first, blocks) },
-					none: func() { a.abortLoad(id, p.target) }})
+					got:  func(blocks []core.BlockID) error { return a.load(dl, k, first, blocks) },
+					none: func() { a.abortLoad(dl, k) }})
 			})
 		})
 	})
 }
 
 // abortLoad: the decode engine drops a request, whatever has become of it.
-func (a *agent) abortLoad(id core.TransferID, p core.Target) {
+func (a *agent) abortLoad(dl *deal, k int) {
+	id := dl.id
 	if a.aborted[id] = true; a.closing {
 		return
 	}
@@ -197,7 +221,7 @@ func (a *agent) abortLoad(id core.TransferID, p core.Target) {
 			a.w.reused[id] = true
 			a.after(a.w.upTo(30*time.Millisecond), func() {
 				a.wait(&want{id: id, n: len(h.blocks), until: a.w.now + time.Second,
-					got:  func(blocks []core.BlockID) error { return a.load(id, p, h.first, blocks) },
+					got:  func(blocks []core.BlockID) error { return a.load(dl, k, h.first, blocks) },
 					none: func() {}})
 			})
 		}
@@ -206,7 +230,7 @@ func (a *agent) abortLoad(id core.TransferID, p core.Target) {
 	a.w.faults["abort-first"]++
 	a.dropWaiting(id)
 	if a.w.chance(0.5) {
-		_ = a.load(id, p, 0, nil)
+		_ = a.load(dl, k, 0, nil)
 	} else {
 		a.cancel(id)
 	}

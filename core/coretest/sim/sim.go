@@ -108,6 +108,7 @@ type world struct {
 	token    uint64
 
 	reused       map[core.TransferID]bool // ids that are used twice
+	deals        map[core.TransferID]*deal
 	shared       map[core.TransferID]bool // that two decode engines want
 	cancelledAtP map[core.TransferID]time.Duration
 	cancelledAtD map[core.TransferID]time.Duration // after P's answer
@@ -148,7 +149,7 @@ func newWorld(seed uint64, words *Words) *world {
 	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)),
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
 		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, states: map[string]int{}, faults: map[string]int{},
-		reused: map[core.TransferID]bool{}, shared: map[core.TransferID]bool{}, cancelledAtP: map[core.TransferID]time.Duration{}, cancelledAtD: map[core.TransferID]time.Duration{}}
+		reused: map[core.TransferID]bool{}, shared: map[core.TransferID]bool{}, deals: map[core.TransferID]*deal{}, cancelledAtP: map[core.TransferID]time.Duration{}, cancelledAtD: map[core.TransferID]time.Duration{}}
 	w.plan = w.newPlan()
 	return w
 }
@@ -177,7 +178,7 @@ func (w *world) acted(at time.Duration) { w.lastAct = max(w.lastAct, at) }
 
 func (w *world) note(format string, args ...any) {
 	if w.words != nil {
-		w.story = append(w.story, fmt.Sprintf("%8v ", w.now.Round(time.Millisecond))+fmt.Sprintf(format, args...))
+		w.story = append(w.story, legible(fmt.Sprintf("%8v ", w.now.Round(time.Millisecond))+fmt.Sprintf(format, args...)))
 	}
 }
 
@@ -186,6 +187,6 @@ func (w *world) fault(id core.TransferID, format string, args ...any) {
 	if len(w.broken) == 0 {
 		w.suspect = id
 	}
-	w.broken = append(w.broken, fmt.Sprintf(format, args...))
+	w.broken = append(w.broken, legible(fmt.Sprintf(format, args...)))
 	w.note(format, args...)
 }

@@ -17,12 +17,16 @@ type line struct {
 	prints string
 }
 
+// legible writes the ids of parts as transcripts do.
+func legible(text string) string { return strings.ReplaceAll(text, "\x00", "~") }
+
 // text is the transcript; short is of it what names a transfer, with the opening
 // of the machines that it concerns and without the ticks at which nothing happened.
 func (t transcript) text(short bool, id core.TransferID) string {
 	concerned := map[core.AgentID]bool{}
 	names := func(l *line) bool {
-		return !short || id == "" || strings.Contains(l.text+" ", " "+string(id)+" ") || strings.Contains(l.prints, " "+string(id)+" ")
+		return !short || id == "" || strings.Contains(l.text+" ", " "+string(id)+" ") || strings.Contains(l.prints, " "+string(id)+" ") ||
+			strings.Contains(l.text, string(id)+"~") || strings.Contains(l.prints, string(id)+"~")
 	}
 	for i := range t {
 		if names(&t[i]) {
@@ -65,7 +69,7 @@ func (a *agent) told(actions []core.Action, said string, err error, format strin
 		prints.WriteString(w.words.Action(act) + "\n")
 	}
 	text := fmt.Sprintf("%s %s now=%v", a.id, fmt.Sprintf(format, args...), a.now())
-	w.lines = append(w.lines, line{a.id, text, prints.String()})
+	w.lines = append(w.lines, line{a.id, legible(text), legible(prints.String())})
 }
 
 // closeTranscript ends all machines, so that the transcript is whole.

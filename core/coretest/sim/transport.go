@@ -289,7 +289,7 @@ func (a *agent) expect(id core.TransferID, peer core.AgentID, blocks [][]core.Bl
 	case a.w.chance(a.w.plan.errors):
 		return "", errors.New("cannot be registered")
 	}
-	e := &arm{id: id, peer: peer, grant: a.newGrant(), dst: blocks[0], token: a.loading[id]}
+	e := &arm{id: id, peer: peer, grant: a.newGrant(), dst: blocks[0], token: a.loading[base(id)]}
 	a.armed[id], a.byGrant[e.grant] = e, e
 	a.out[peer].dial()
 	return e.grant, nil
@@ -311,7 +311,9 @@ func (a *agent) received(e *arm, err error) {
 	a.forget(e)
 	if err == nil {
 		a.ledger.disarmed(e.id)
-		a.complete[e.token] = true
+		a.complete[e.token]++
+		delete(a.promises, partOf{e.token, e.id})
+		delete(a.towards, partOf{e.token, e.id})
 	}
 	stats := core.TransferStats{Bytes: uint64(e.got) << 10, Segments: 1}
 	a.event(func(m *core.Machine, now time.Time) { m.Received(now, e.id, stats, err) },
@@ -425,7 +427,7 @@ func (a *agent) write(v core.Write) {
 		a.w.fault(v.ID, "%s: the transport is asked to write %q twice", a.id, v.ID)
 		return
 	}
-	wr := &write{v: v, token: a.offering[v.ID]}
+	wr := &write{v: v, token: a.offering[base(v.ID)]}
 	a.writes[v.ID] = wr
 	if l := a.in[v.Peer]; l != nil && l.p == a {
 		a.begin(wr, l)

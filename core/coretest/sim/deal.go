@@ -1,0 +1,142 @@
+package sim
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// deal is which ranks of two engines a transfer goes between: each decode rank
+// loads its share from each prefill rank. Between one and one it is a plain
+// transfer, else each pair has a part of it.
+type deal struct {
+	id     core.TransferID
+	ps, ds []*host
+}
+
+func (dl *deal) plain() bool { return len(dl.ps) == 1 && len(dl.ds) == 1 }
+
+// part is what decode rank k gets from a prefill rank.
+func (dl *deal) part(k int, p *host) core.TransferID {
+	if dl.plain() {
+		return dl.id
+	}
+	return dl.share(k, p).Part(dl.id)
+}
+
+func (dl *deal) share(k int, p *host) core.Share {
+	return core.Share{K: k, Of: len(dl.ds), Source: p.number}
+}
+
+// base is the id that the engines know.
+func base(id core.TransferID) core.TransferID {
+	b, _, _ := strings.Cut(string(id), "\x00")
+	return core.TransferID(b)
+}
+
+// alone is the part of a prefill rank's half that the only decode rank has; ok
+// says that there is but one.
+func (w *world) alone(h *host, id core.TransferID) (part core.TransferID, ok bool) {
+	dl := w.deals[id]
+	if dl == nil || len(dl.ds) != 1 {
+		return "", false
+	}
+	return dl.part(0, h), true
+}
+
+// allClaimed says whether each share of a prefill rank's half was claimed, as far
+// as that rank has told.
+func (a *agent) allClaimed(id core.TransferID) bool {
+	dl := a.w.deals[id]
+	if dl == nil {
+		return false
+	}
+	for k := range dl.ds {
+		part, claimed := dl.part(k, a.host), false
+		for _, d := range a.w.all {
+			claimed = claimed || d.claims[part] == a.id
+		}
+		if !claimed {
+			return false
+		}
+	}
+	return true
+}
+
+// deals are those of a request: as few ranks as can be on one side, or, where
+// engines cut their caches in two ways, all with all.
+func (w *world) dealsOf(id string, prefills, decodes []*host) (out []*deal) {
+	switch {
+	case w.plan.ranks == allWithAll:
+		out = append(out, &deal{ps: prefills, ds: decodes})
+	case w.plan.ranks == shares && len(decodes) >= len(prefills):
+		for j, p := range prefills {
+			dl := &deal{ps: []*host{p}}
+			for k := j; k < len(decodes); k += len(prefills) {
+				dl.ds = append(dl.ds, decodes[k])
+			}
+			out = append(out, dl)
+		}
+	case w.plan.ranks == shares:
+		for k, d := range decodes {
+			dl := &deal{ds: []*host{d}}
+			for j := k; j < len(prefills); j += len(decodes) {
+				dl.ps = append(dl.ps, prefills[j])
+			}
+			out = append(out, dl)
+		}
+	default:
+		for k, d := range decodes {
+			out = append(out, &deal{ps: []*host{prefills[k%len(prefills)]}, ds: []*host{d}})
+		}
+	}
+	for i, dl := range out {
+		dl.id = pairID(id, i)
+		w.deals[dl.id] = dl
+		if len(dl.ps) > 1 {
+			w.faults["several-sources"]++
+		}
+		if len(dl.ds) > 1 {
+			w.faults["several-shares"]++
+		}
+	}
+	return out
+}
+
+// wanted is what a decode rank asks for: from each prefill rank a run of the
+// prompt's blocks, in turns of their own for each rank.
+func (dl *deal) wanted(k, first int, blocks []core.BlockID) (parts []core.LoadPart, sources []int) {
+	n := len(dl.ps)
+	for i := range n {
+		source := dl.ps[(i+k)%n]
+		lo, hi := i*len(blocks)/n, (i+1)*len(blocks)/n
+		p := core.LoadPart{From: source.target, Share: dl.share(k, source), First: []uint32{uint32(first + lo)}, Blocks: [][]core.BlockID{blocks[lo:hi:hi]}}
+		parts = append(parts, p)
+		for range hi - lo {
+			sources = append(sources, source.number)
+		}
+	}
+	return parts, sources
+}
+
+// partsText writes parts as transcripts have them.
+func partsText(parts []core.LoadPart) string {
+	text := make([]string, len(parts))
+	for i, p := range parts {
+		text[i] = fmt.Sprintf("%s %s %d/%d@%d", p.From.Bootstrap, p.From.EngineID, p.Share.K, p.Share.Of, p.Share.Source)
+		if p.Blocks != nil {
+			text[i] = strings.TrimRight(fmt.Sprintf("%s %d %s", text[i], p.First[0], list(p.Blocks[0])), " ")
+		}
+	}
+	return " parts=[" + strings.Join(text, " | ") + "]"
+}
+
+// opensAt is when all of a deal's prefill ranks are there.
+func (dl *deal) opensAt() (at time.Duration) {
+	for _, p := range dl.ps {
+		at = max(at, p.openAt)
+	}
+	return at
+}

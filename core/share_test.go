@@ -1,0 +1,77 @@
+package core
+
+import (
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func TestPartIDs(t *testing.T) {
+	long := TransferID(strings.Repeat("x", MaxTransferID))
+	for _, s := range []Share{{0, 1, 0}, {1, 2, 0}, {63, 64, maxSource - 1}} {
+		for _, id := range []TransferID{"a", "a/1@2", "0/1@0", long} {
+			part := s.Part(id)
+			base, back, ok := splitPart(part)
+			if !ok || base != id || back != s || !isPart(part) || isPart(id) || len(part) > MaxPartID || checkWireID(part) != nil {
+				t.Errorf("%+v of %q is %q, which reads as %+v of %q (%v)", s, id, part, back, base, ok)
+			}
+		}
+	}
+	for _, bad := range []TransferID{"", "\x00", "\x000/1@0", "a\x00", "a\x000/1", "a\x000/1@", "a\x00/1@0", "a\x001/1@0", "a\x00-1/2@0", "a\x00+0/1@0",
+		"a\x0000/1@0", "a\x000/1@00", "a\x000/0@0", "a\x000/65@0", "a\x000/1@65536", "a\x000/1@0\x00", "a\x000/1@0\x000/1@0", "a\x00 0/1@0", long + "x\x000/1@0"} {
+		if base, s, ok := splitPart(bad); ok || checkWireID(bad) == nil {
+			t.Errorf("%q reads as %+v of %q", bad, s, base)
+		}
+	}
+}
+
+// TestPartsOfRegions: what some regions hold is what all hold, without the others.
+func TestPartsOfRegions(t *testing.T) {
+	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16), region("v", 0, 0x8000, 128, 64, 16), region("s", 1, 0x9000, 8, 8, 16), region("t", 1, 0xa000, 8, 8, 16))
+	src, dst := [][]BlockID{{3, 4, 9}, {1, 2}}, [][]BlockID{{7, 8, 9}, {5, 6}}
+	plan, err := l.Plan(src, l.Shapes(), dst)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, regions := range [][]uint32{{0}, {1, 2}, {3}, {0, 1, 2, 3}, {0, 3}} {
+		want := slices.DeleteFunc(l.Segments(dst), func(s Segment) bool { return !slices.Contains(regions, s.Region) })
+		if got := l.SegmentsOf(regions, dst); !reflect.DeepEqual(got, want) || cap(got) < len(got) {
+			t.Errorf("segments of %v:\ngot  %v\nwant %v", regions, got, want)
+		}
+		pairs := slices.DeleteFunc(slices.Clone(plan), func(p Pair) bool { return !slices.Contains(regions, p.SrcRegion) })
+		got, err := l.PlanOf(regions, src, l.Shapes(), dst)
+		if err != nil || !reflect.DeepEqual(got, pairs) {
+			t.Errorf("plan of %v, %v:\ngot  %v\nwant %v", regions, err, got, pairs)
+		}
+		if n := testing.AllocsPerRun(20, func() { _, _ = l.PlanOf(regions, src, l.Shapes(), dst) }); n > 2 { // the shapes are the other
+			t.Errorf("a plan of %v makes %v allocations", regions, n)
+		}
+	}
+}
+
+// TestPartsApart: parts of one load may write into one block, in regions of their own.
+func TestPartsApart(t *testing.T) {
+	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16), region("v", 0, 0x8000, 64, 64, 16), region("s", 1, 0x9000, 8, 8, 16))
+	for _, c := range []struct {
+		a, b LoadPart
+		ok   bool
+	}{
+		{LoadPart{Blocks: [][]BlockID{{1, 2}}, Regions: []uint32{0}}, LoadPart{Blocks: [][]BlockID{{1, 2}}, Regions: []uint32{1}}, true},
+		{LoadPart{Blocks: [][]BlockID{{1, 2}}, Regions: []uint32{0, 1}}, LoadPart{Blocks: [][]BlockID{{2}}, Regions: []uint32{1}}, false},
+		{LoadPart{Blocks: [][]BlockID{{1, 2}}}, LoadPart{Blocks: [][]BlockID{{3}}}, true},
+		{LoadPart{Blocks: [][]BlockID{{1, 2}}}, LoadPart{Blocks: [][]BlockID{{2}}, Regions: []uint32{1}}, false},
+		{LoadPart{Blocks: [][]BlockID{{1}, {4}}}, LoadPart{Blocks: [][]BlockID{{2}, {4}}}, false},
+		{LoadPart{Blocks: [][]BlockID{nil, {4}}, Regions: []uint32{2}}, LoadPart{Blocks: [][]BlockID{{4}}}, true},
+	} {
+		for _, swap := range []bool{false, true} {
+			a, b := c.a, c.b
+			if swap {
+				a, b = b, a
+			}
+			if err := l.checkApart(&a, &b); (err == nil) != c.ok {
+				t.Errorf("%+v beside %+v: %v", a, b, err)
+			}
+		}
+	}
+}

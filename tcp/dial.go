@@ -1,0 +1,245 @@
+package tcp
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"slices"
+	"syscall"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// inLink is D's set of streams to one P agent.
+type inLink struct {
+	peer     core.AgentID
+	endpoint string
+	ticket   token
+	met      bool     // a stream has got through to P
+	tries    int      // streams that have not, while none has
+	up       bool     // one is open, or its end was not told yet
+	moved    bool     // bytes came since all streams were broken
+	slots    []inSlot // by number
+}
+
+// inSlot is D's stream of one number, and what is known of the former ones.
+type inSlot struct {
+	busy     bool      // it is open or dialled, or will be
+	conn     net.Conn  // nil unless it is open
+	retryAt  time.Time // no dial before, unless there is no other stream
+	received uint64    // of this number's frames, headers included
+}
+
+func (l *inLink) busy() bool {
+	return slices.ContainsFunc(l.slots, func(s inSlot) bool { return s.busy })
+}
+
+func (l *inLink) open() bool {
+	return slices.ContainsFunc(l.slots, func(s inSlot) bool { return s.conn != nil })
+}
+
+func (l *inLink) closeAll() {
+	for i := range l.slots {
+		if c := l.slots[i].conn; c != nil {
+			c.Close()
+		}
+	}
+}
+
+// redialAfter is the least time between two dials of one stream.
+const redialAfter = time.Second
+
+// maxTries is how often each stream of a link is dialled that P was never reached
+// by, while transfers wait for it.
+const maxTries = 3
+
+// Connect implements core.Transport.
+func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
+	host, port, err := net.SplitHostPort(endpoint)
+	if err != nil || host == "" || port == "" {
+		return fmt.Errorf("tcp: prefill agent %s has the endpoint %q, want host:port", peer, endpoint)
+	}
+	if len(ticket) != len(token{}) {
+		return fmt.Errorf("tcp: prefill agent %s gave a ticket of %d bytes, want %d: run the same kvconn on both", peer, len(ticket), len(token{}))
+	}
+	r := &t.receiver
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return errClosed
+	}
+	link := r.links[peer]
+	if link == nil {
+		link = &inLink{peer: peer, slots: make([]inSlot, t.cfg.Streams)}
+		r.links[peer] = link
+	}
+	if link.endpoint != endpoint || link.ticket != token(ticket) {
+		link.endpoint, link.ticket = endpoint, token(ticket)
+		for i := range link.slots {
+			link.slots[i].retryAt = time.Time{} // what failed before says nothing of the new ones
+		}
+		link.tries = 0
+	}
+	r.dialMissing(link)
+	return nil
+}
+
+// dialMissing starts the streams of a link that are not there, or are no more:
+// until it is replaced, P may think that the former one lives; r.mu is held.
+func (r *receiver) dialMissing(link *inLink) {
+	others := link.busy()
+	for n := range link.slots {
+		slot := &link.slots[n]
+		if slot.busy {
+			continue
+		}
+		slot.busy = true
+		pause := time.Duration(0)
+		if others {
+			pause = time.Until(slot.retryAt)
+		}
+		r.t.goRun("tcp receive", func() { r.stream(link, n, pause) })
+	}
+}
+
+// dismiss forgets a P agent: its streams are closed, and what waits for them is
+// lost.
+func (r *receiver) dismiss(peer core.AgentID) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if link := r.links[peer]; link != nil {
+		delete(r.links, peer)
+		link.closeAll()
+	}
+}
+
+// stream is the life of one connection to P, after a pause, and of the next ones
+// while transfers wait for it.
+func (r *receiver) stream(link *inLink, n int, pause time.Duration) {
+	for r.t.pause(pause) {
+		began := time.Now()
+		r.mu.Lock()
+		endpoint, ticket, dismissed := link.endpoint, link.ticket, r.links[link.peer] != link
+		r.mu.Unlock()
+		cause := errDismissed
+		if !dismissed {
+			cause = r.runStream(link, n, endpoint, ticket)
+		}
+		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, cause)
+		if errors.Is(cause, syscall.EMFILE) || errors.Is(cause, syscall.ENFILE) {
+			err = fmt.Errorf("tcp stream to %s: this process has no descriptor left (ulimit -n): %w", endpoint, cause)
+		}
+		again, down, lost := r.streamEnded(link, n, !broken(cause))
+		r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(link.peer)), zap.Bool("again", again), zap.Error(err))
+		for _, in := range lost {
+			r.fail(in, err)
+		}
+		if down {
+			r.t.sink.PeerDown(link.peer, err)
+		}
+		if !again {
+			return
+		}
+		pause = redialAfter - time.Since(began)
+	}
+}
+
+// broken: the connection ended, or was never made. Other errors are what the peer
+// has said: that it knows no such ticket, or what no sender says.
+func broken(cause error) bool {
+	var network net.Error
+	var errno syscall.Errno
+	return errors.Is(cause, io.EOF) || errors.Is(cause, io.ErrUnexpectedEOF) || errors.Is(cause, net.ErrClosed) ||
+		errors.As(cause, &network) || errors.As(cause, &errno)
+}
+
+// streamEnded decides whether a stream is dialled again, whether the way to P
+// is down with it, and which transfers are lost. A broken connection loses none:
+// P still works on it, goes on with it when the stream is open again, or the
+// control plane tells that it does not. One that has begun is lost when no stream
+// is left and none has brought a byte since that was so before. Where no stream
+// gets through at all, or P says what it should not, all are.
+func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down bool, lost []*inbound) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	slot := &link.slots[n]
+	slot.conn = nil
+	if r.closed {
+		slot.busy = false
+		return false, false, nil
+	}
+	if !link.met {
+		link.tries++
+	}
+	hopeful := (link.met || link.tries < maxTries*r.t.cfg.Streams) && !hostile && r.links[link.peer] == link
+	open := link.open()
+	goesOn := open || link.moved
+	link.moved = link.moved && open
+	for _, in := range r.byID {
+		switch {
+		case in.link != link:
+		case hopeful && (in.first.IsZero() || goesOn):
+			again = true
+		case !open:
+			lost = append(lost, in)
+		}
+	}
+	if !open && link.up {
+		link.up, down = false, true
+	}
+	if again {
+		return true, down, lost
+	}
+	slot.busy = false
+	busy := link.busy()
+	down = down || !busy && !link.met
+	slot.retryAt = time.Now().Add(redialAfter)
+	if !hopeful && busy {
+		return false, down, nil // the last one decides
+	}
+	return false, down, lost
+}
+
+func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token) error {
+	d := net.Dialer{Timeout: r.t.cfg.DialTimeout, Control: r.t.cfg.guard(endpoint)}
+	conn, err := d.DialContext(r.t.ctx, "tcp", endpoint)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	r.mu.Lock()
+	if r.closed || r.links[link.peer] != link { // while it was dialled
+		r.mu.Unlock()
+		return errDismissed
+	}
+	slot := &link.slots[n]
+	slot.conn, link.met, link.up = conn, true, true
+	r.attempts++
+	greeting := hello(ticket, n, r.attempts, slot.received)
+	r.mu.Unlock()
+	c := conn.(*net.TCPConn)
+	r.t.tune(c)
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	s := &inStream{r: r, conn: c, raw: raw, link: link, vec: make([]iovec, 0, maxVector)}
+	err = s.send(&greeting)
+	for err == nil {
+		err = s.frame()
+	}
+	r.mu.Lock()
+	slot.received += s.received
+	r.mu.Unlock()
+	return r.t.describe(err)
+}
+
+// errTicket ends a stream that P did not take.
+var errTicket = errors.New("the prefill agent does not know our ticket (any more), or has too many streams; its log says which")
+
+// errDismissed ends a stream whose peer is not wanted any more.
+var errDismissed = errors.New("the prefill agent was dismissed, or the transport is closed")

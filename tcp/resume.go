@@ -1,0 +1,162 @@
+package tcp
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// A transfer goes on when a stream that had frames of it breaks. D's next stream
+// of that number says how far it has read them, and what lies beyond is sent
+// again, on any stream. Before D has said so nothing is: D may still be reading.
+
+// piece is a part of a transfer, in its linear order.
+type piece struct{ position, length uint64 }
+
+// sentFrame is a frame that a stream has taken. No acknowledgement says that it
+// has arrived, but the end of the transfer does.
+type sentFrame struct {
+	number int    // of the stream
+	offset uint64 // of its header, as D counts what it has received of that number
+	piece
+}
+
+// rest is what of a frame is lost when D has received so much of its number.
+func (f *sentFrame) rest(received uint64) (lost piece) {
+	begin := f.offset + headerSize
+	if received <= begin {
+		return f.piece
+	}
+	n := min(received-begin, f.length)
+	return piece{f.position + n, f.length - n}
+}
+
+// resume takes D's word on what it has received of a number's streams, now that a
+// new one is open; s.mu is held.
+func (s *sender) resume(out *outbound, number int, received uint64) {
+	if out.err == nil && !out.acked {
+		queued := out.left > 0 || out.ask
+		if out.lose(number, received) && !queued {
+			out.link.queue = append(out.link.queue, out)
+		}
+	}
+	if !out.stuck() {
+		s.stopWaiting(out)
+	}
+}
+
+// lose has sent again what D has not received of a number's frames. D may have
+// all of it, and only its acknowledgement be lost: then it is asked. It says
+// whether there is something to send now.
+func (out *outbound) lose(number int, received uint64) bool {
+	touched := false
+	kept := out.sent[:0]
+	for _, f := range out.sent {
+		if f.number != number {
+			kept = append(kept, f)
+			continue
+		}
+		touched = true
+		if p := f.rest(received); p.length > 0 {
+			out.again = append(out.again, p)
+			out.left += p.length
+		}
+	}
+	out.sent = kept
+	out.ask = out.ask || touched && out.left == 0
+	return out.left > 0 || out.ask
+}
+
+// cut puts the next frame's bytes, at most limit, into a stream's vector.
+func (out *outbound) cut(v []iovec, limit uint64) (_ []iovec, position, n uint64) {
+	if len(out.again) == 0 {
+		position = out.position
+		v, n = out.cur.fill(v, min(limit, out.left))
+		out.cur.advance(n)
+		out.position += n
+	} else {
+		p := &out.again[0]
+		position = p.position
+		cur := cursor{runs: out.runs}
+		cur.advance(position)
+		v, n = cur.fill(v, min(limit, p.length))
+		p.position += n
+		p.length -= n
+		if p.length == 0 {
+			out.again = out.again[1:]
+		}
+	}
+	out.left -= n
+	return v, position, n
+}
+
+// sentOn says whether a frame may be lost with a stream of that number.
+func (out *outbound) sentOn(number int) bool {
+	for i := range out.sent {
+		if out.sent[i].number == number {
+			return true
+		}
+	}
+	return false
+}
+
+// stuck says whether a transfer waits for a stream that is not there.
+func (out *outbound) stuck() bool {
+	if out.link.open == 0 {
+		return true
+	}
+	for i := range out.sent {
+		if out.link.slots[out.sent[i].number].stream == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// wait bounds how long a transfer waits for a stream of D's.
+type wait struct {
+	timer *time.Timer
+	bound time.Duration
+	left  time.Duration // of bound
+	cause error
+}
+
+// await gives D so long to open a stream, in steps, so that the time in which
+// this process is stopped counts as one step; s.mu is held.
+func (s *sender) await(out *outbound, bound time.Duration, cause error) {
+	if w := out.wait; w != nil {
+		w.bound, w.left = min(w.bound, bound), min(w.left, bound)
+		return
+	}
+	w := &wait{bound: bound, left: bound, cause: cause}
+	out.wait = w
+	s.t.wg.Add(1)
+	w.timer = time.AfterFunc(min(step, bound), func() {
+		defer safe.Recover("tcp wait for a stream")
+		s.mu.Lock()
+		over := out.wait != w
+		if !over {
+			w.left -= step
+			if w.left > 0 {
+				w.timer.Reset(min(step, w.left))
+				s.mu.Unlock()
+				return
+			}
+			out.wait = nil
+		}
+		s.mu.Unlock()
+		defer s.t.wg.Done()
+		if !over {
+			s.end(out, fmt.Errorf("%w; no stream came within %v", w.cause, w.bound))
+		}
+	})
+}
+
+// stopWaiting: a transfer can go on, or has ended; s.mu is held.
+func (s *sender) stopWaiting(out *outbound) {
+	if out.wait != nil && out.wait.timer.Stop() {
+		s.t.wg.Done()
+	}
+	out.wait = nil
+}

@@ -1,0 +1,102 @@
+package tcp
+
+import (
+	"errors"
+	"io"
+	"net"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// TestStopOfAStuckFrame: a peer that takes no bytes does not keep the blocks of a
+// write that was stopped, nor lose the other one.
+func TestStopOfAStuckFrame(t *testing.T) {
+	leaktest.Check(t)
+	p := newAgent(t, Config{FrameBytes: 16 << 20, StallTimeout: time.Hour, DialTimeout: bound})
+	for i := range p.mem {
+		p.mem[i] = 1
+	}
+	deaf := dial(t, p)
+	deaf.say(p.hello(t, "d", 0, 1, 0))
+	stopped, other := newToken(), newToken()
+	p.Write(core.WriteOp{ID: "stopped", Peer: "d", Grant: stopped[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	if h := deaf.next(); h.key != stopped {
+		t.Fatalf("begins with %+v", h)
+	}
+	p.Write(core.WriteOp{ID: "other", Peer: "d", Grant: other[:], Pairs: p.pairs(t, allBlocks(1))})
+	p.Stop("stopped")
+	if o := p.sink.Wait("written", "stopped", 1); o.Err == nil || errors.Is(o.Err, core.ErrConnectionLost) {
+		t.Errorf("written: %+v", o)
+	}
+	clear(p.mem[testBlock:]) // the blocks are the engine's again, but for the other's
+	for b := make([]byte, 1<<20); ; {
+		n, err := deaf.Read(b)
+		for _, v := range b[:n] {
+			if v != 1 {
+				t.Fatal("bytes were read after the end was told")
+			}
+		}
+		if err != nil {
+			break
+		}
+	}
+	c := dial(t, p)
+	c.say(p.hello(t, "d", 0, 2, headerSize+100))
+	if h := c.next(); h.key != other || h.position != 0 || h.length != testBlock {
+		t.Fatalf("goes on with %+v", h)
+	}
+	c.say(frameBytes(header{kind: frameAck, key: other, length: testBlock}))
+	if _, err := io.CopyN(io.Discard, c, testBlock); err != nil {
+		t.Fatal(err)
+	}
+	if o := p.sink.Wait("written", "other", 1); o.Err != nil {
+		t.Errorf("the other: %+v", o)
+	}
+}
+
+// TestStopOfASlowFrame: nor does one that takes a few bytes now and then.
+func TestStopOfASlowFrame(t *testing.T) {
+	leaktest.Check(t)
+	p := newAgent(t, Config{FrameBytes: testBlocks * testBlock, StallTimeout: time.Second})
+	slow := dial(t, p)
+	_ = slow.Conn.(*net.TCPConn).SetReadBuffer(64 << 10)
+	slow.say(p.hello(t, "d", 0, 1, 0))
+	grant := newToken()
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	slow.next()
+	p.Stop("t")
+	for b, began := make([]byte, 64<<10), time.Now(); len(p.sink.All("written", "t")) == 0; time.Sleep(50 * time.Millisecond) {
+		if time.Since(began) > bound/2 { // 64 MiB at this rate take a minute
+			t.Fatal("the write is not told")
+		}
+		_ = slow.SetReadDeadline(time.Now().Add(time.Millisecond))
+		_, _ = slow.Read(b)
+	}
+	if o := p.sink.Wait("written", "t", 1); o.Err == nil {
+		t.Error("it ended well")
+	}
+}
+
+// TestOwnStopIsOneStep: a deadline that has passed by far counts for no more than
+// it was set for.
+func TestOwnStopIsOneStep(t *testing.T) {
+	s := stall{bound: 10*step - 1}
+	for i := range 9 {
+		if left := time.Until(s.deadline()); left > step {
+			t.Fatalf("step %d: the deadline is in %v", i, left)
+		}
+		if !s.goesOn(os.ErrDeadlineExceeded) {
+			t.Fatalf("ends after %d steps", i)
+		}
+	}
+	if s.goesOn(os.ErrDeadlineExceeded) {
+		t.Errorf("goes on after %v, want %v at most", s.since, s.bound)
+	}
+	if s := (stall{bound: time.Hour}); s.goesOn(io.EOF) {
+		t.Error("goes on after an end")
+	}
+}
