@@ -45,6 +45,8 @@ func (f fault) String() string {
 type control struct {
 	// decide says what becomes of a signal; it may wait. Nil: all pass.
 	decide func(from core.AgentID, s *signal) fault
+	// config changes that of who is opened on it, unless it is nil.
+	config func(*Config)
 
 	mu    sync.Mutex
 	open  map[core.AgentID]*Transport
@@ -145,6 +147,9 @@ func start(t *testing.T, c *control, id core.AgentID, blocks int, wrap func(core
 	layout := &core.Layout{Regions: []core.Region{{Name: "kv", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: uint32(blocks)}}}
 	cfg := DefaultConfig()
 	cfg.ConnectTimeout, cfg.StallTimeout, cfg.MaxTransfers = 3*time.Second, 6*time.Second, 64
+	if c.config != nil {
+		c.config(&cfg)
+	}
 	if os.Getenv("KVCONN_TEST_LOG") != "" {
 		cfg.Logger, _ = zap.NewDevelopment()
 		cfg.Logger = cfg.Logger.Named(string(id))
