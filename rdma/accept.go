@@ -20,6 +20,10 @@ func (t *Transport) accept(src *source, offers []laneOffer) []laneAnswer {
 	bundles := map[*device]*bundle{}
 	for i := range offers {
 		o := &offers[i]
+		if l := src.lanes[o.Lane]; l != nil && l.offer == *o { // the same signal once more
+			out[i].QPN, out[i].PSN = l.qp.Number(), l.psn
+			continue
+		}
 		l, err := t.acceptOne(src, o, bundles, len(offers))
 		if err != nil {
 			out[i].Error = shorten(err.Error())
@@ -66,6 +70,7 @@ func (t *Transport) acceptOne(src *source, o *laneOffer, bundles map[*device]*bu
 	if err != nil {
 		return nil, err
 	}
+	l.offer = *o
 	if err := l.ready(t.verbsPath(p, way, min(o.MTU, state.mtu), o.QPN, o.PSN, l.psn)); err != nil {
 		l.destroy()
 		return nil, err

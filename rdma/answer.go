@@ -100,7 +100,7 @@ func (src *source) joined(s *signal) {
 		keep[id] = true
 	}
 	for _, l := range src.lanes {
-		if !keep[l.id] {
+		if l.id <= s.Last && !keep[l.id] { // a later one is of a later word
 			src.retire(l)
 		}
 	}

@@ -169,8 +169,14 @@ func (lk *link) connect() error {
 			return err
 		}
 	}
+	return lk.sayJoined(why)
+}
+
+// sayJoined tells D which lanes there are. An error says why there are none.
+func (lk *link) sayJoined(why error) error {
 	s := &signal{Kind: signalJoined, Ticket: lk.ticket}
 	lk.mu.Lock()
+	s.Last = lk.lastID
 	for _, l := range lk.lanes {
 		s.Lanes = append(s.Lanes, l.id)
 	}
@@ -190,7 +196,7 @@ func (lk *link) connect() error {
 		why = nil
 	}
 	if _, err := lk.t.ask(lk.peer, s, lk.t.cfg.ConnectTimeout/3); err != nil && why == nil {
-		lk.t.log.Debug("rdma: a peer does not hear which lanes it has", zap.String("peer", string(lk.peer)), zap.Error(err))
+		lk.t.log.Debug("rdma: a peer does not hear which lanes it has; it will ask", zap.String("peer", string(lk.peer)), zap.Error(err))
 	}
 	return why
 }
@@ -209,10 +215,13 @@ func (lk *link) connectTo(there *far, due map[railKey]bool) (why, err error) {
 	})
 	tried := map[railKey]bool{}
 	var causes []error
-	for {
+	for round := 0; ; round++ {
 		pairs := lk.candidates(there, tried, due, &causes)
 		if len(pairs) == 0 {
 			return errors.Join(causes...), nil
+		}
+		if round > 0 && lk.hasLanes() { // D need not wait for what may take long
+			_ = lk.sayJoined(nil)
 		}
 		if err := lk.join(there, pairs, &causes); err != nil {
 			return nil, err
@@ -221,6 +230,12 @@ func (lk *link) connectTo(there *far, due map[railKey]bool) (why, err error) {
 			return nil, errClosed
 		}
 	}
+}
+
+func (lk *link) hasLanes() bool {
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	return len(lk.lanes) > 0
 }
 
 // newFar checks what D says of itself.
@@ -471,7 +486,7 @@ func (lk *link) watchRest() {
 func (lk *link) goToRest() error {
 	lk.mu.Lock()
 	lk.rest = false
-	idle := len(lk.writes) == 0
+	idle, last := len(lk.writes) == 0, lk.lastID
 	if idle {
 		for _, l := range append([]*lane(nil), lk.lanes...) {
 			lk.remove(l)
@@ -481,6 +496,6 @@ func (lk *link) goToRest() error {
 	if !idle {
 		return nil
 	}
-	_, err := lk.t.ask(lk.peer, &signal{Kind: signalJoined, Ticket: lk.ticket}, lk.t.cfg.ConnectTimeout/3)
+	_, err := lk.t.ask(lk.peer, &signal{Kind: signalJoined, Ticket: lk.ticket, Last: last}, lk.t.cfg.ConnectTimeout/3)
 	return err
 }

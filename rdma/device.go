@@ -141,8 +141,10 @@ func (t *Transport) openDevice(lib *verbs.Library, name string) (_ *device, err 
 		t.log.Warn("rdma port is not used", zap.Error(err))
 	}
 	d.limit = writeLimits{maxPieces: min(v.Attr().MaxSGE, 30), maxWrite: maxWrite}
-	d.pd, err = v.NewPD()
-	return d, err
+	if d.pd, err = v.NewPD(); err != nil {
+		return nil, err
+	}
+	return d, nil
 }
 
 func (t *Transport) openPort(d *device, n int) (*localPort, error) {

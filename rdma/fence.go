@@ -22,10 +22,8 @@ const maxDrain = 4096
 func (r *receiver) revoke(id core.TransferID) {
 	r.mu.Lock()
 	e, told := r.expected[id], r.telling[id]
-	delete(r.expected, id)
-	closed := r.closed
 	r.mu.Unlock()
-	if e != nil && !closed {
+	if e != nil {
 		e.src.revoke(e)
 		<-e.fenced
 	}
@@ -75,6 +73,13 @@ func (src *source) drain() {
 			return
 		}
 		s := &signal{Kind: signalDrain, Ticket: src.ticket, Below: src.below()}
+		if len(src.lanes) == 0 && len(src.dying) == 0 { // cut since
+			for _, e := range list {
+				src.fenced(e)
+			}
+			src.mu.Unlock()
+			continue
+		}
 		src.mu.Unlock()
 		for _, e := range list {
 			s.Seqs = append(s.Seqs, e.grant.seq)
@@ -162,22 +167,14 @@ func (r *receiver) dismiss(peer core.AgentID) {
 // end closes the way to a P for good, and tells it.
 func (src *source) end(why string) {
 	src.mu.Lock()
-	src.owed = false
-	for _, e := range src.live { // also what has not begun: P will never come back
-		if e.begun.IsZero() {
-			e.begun = time.Now()
-		}
-	}
-	s := &signal{Kind: signalBye, Ticket: src.ticket, Reason: why}
-	src.mu.Unlock()
-	src.r.t.sayBye(src.peer, s)
-	src.lose(errDismissed)
-	src.mu.Lock()
-	src.gone = true
+	src.owed, src.gone = false, true // from here on it joins no lane
 	if src.watching != nil {
 		src.watching.Stop()
 	}
+	s := &signal{Kind: signalBye, Ticket: src.ticket, Secret: src.secret, Reason: why}
 	src.mu.Unlock()
+	src.r.t.sayBye(src.peer, s)
+	src.loseAll(errDismissed) // also what has not begun: P will never come back
 }
 
 // close ends everything; no byte can land when it returns.
@@ -192,7 +189,7 @@ func (r *receiver) close() {
 		if src.watching != nil {
 			src.watching.Stop()
 		}
-		s := &signal{Kind: signalBye, Ticket: src.ticket, Reason: "it was closed"}
+		s := &signal{Kind: signalBye, Ticket: src.ticket, Secret: src.secret, Reason: "it was closed"}
 		src.mu.Unlock()
 		r.t.sayBye(src.peer, s)
 	}

@@ -25,6 +25,7 @@ type lane struct {
 	once   sync.Once
 
 	// D's end, guarded by its source.
+	offer   laneOffer
 	posted  int // receives
 	spent   int // of them since the last refill
 	pinging bool
@@ -56,6 +57,9 @@ type bundle struct {
 	cq     *verbs.CQ
 	depth  int // requests of each lane
 	handle func(l *lane, list []verbs.Completion)
+
+	reaping sync.Mutex // held from a poll until its completions are handled
+	list    [64]verbs.Completion
 
 	mu    sync.Mutex
 	lanes map[uint32]*lane // by the number of the queue pair; what was destroyed stays, a late completion may name it
@@ -136,17 +140,15 @@ func (b *bundle) run() {
 			b.t.log.Error("rdma completion queue cannot be closed", zap.Error(err))
 		}
 	}()
-	var list [64]verbs.Completion
 	idle, armed := 0, false
 	for {
-		n, err := b.cq.Poll(list[:])
+		n, err := b.reap()
 		if err != nil {
 			b.fail(err)
 			return
 		}
 		if n > 0 {
 			idle, armed = 0, false
-			b.sort(list[:n])
 			continue
 		}
 		if idle++; idle < spins {
@@ -163,13 +165,32 @@ func (b *bundle) run() {
 			armed = true // and look once more: something may have come before
 			continue
 		}
-		if err := b.cq.Wait(time.Time{}); err != nil {
-			if !b.over() {
-				b.fail(err)
-			}
+		if err := b.cq.Wait(time.Time{}); err != nil && !b.over() {
+			b.fail(err)
 			return
 		}
 		idle, armed = 0, false
+	}
+}
+
+// reap handles what has completed, up to a list of it.
+func (b *bundle) reap() (n int, err error) {
+	b.reaping.Lock()
+	defer b.reaping.Unlock()
+	if n, err = b.cq.Poll(b.list[:]); n > 0 {
+		b.sort(b.list[:n])
+	}
+	return n, err
+}
+
+// reapAll handles all that had completed when it was called: no more than fits.
+func (b *bundle) reapAll() {
+	for left := b.cq.Depth(); left > 0; {
+		n, err := b.reap()
+		if n == 0 || err != nil {
+			return
+		}
+		left -= n
 	}
 }
 

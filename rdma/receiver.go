@@ -24,9 +24,10 @@ type receiver struct {
 	sources  map[core.AgentID]*source
 	expected map[core.TransferID]*expect
 	telling  map[core.TransferID]*expect // Received is being called; the id is free again
+	most     int                         // transfers at a time
 	slots    []slot
-	free     []uint16
-	seq      uint64 // of the next grant
+	free     []uint16 // the longest free first: a late mark should find its generation gone, not come round
+	seq      uint64   // of the next grant
 }
 
 // slot names a transfer in an immediate.
@@ -83,10 +84,11 @@ var errUnsettled = errors.New("the handshake is under way")
 func (r *receiver) init(t *Transport, slots int) {
 	r.t = t
 	r.sources, r.expected, r.telling = map[core.AgentID]*source{}, map[core.TransferID]*expect{}, map[core.TransferID]*expect{}
-	r.slots = make([]slot, slots)
-	r.free = make([]uint16, slots)
+	r.most = slots
+	r.slots = make([]slot, min(2*slots, maxSlots))
+	r.free = make([]uint16, len(r.slots))
 	for i := range r.free {
-		r.free[i] = uint16(slots - 1 - i)
+		r.free[i] = uint16(i)
 	}
 	r.seq = 1
 }
@@ -114,6 +116,10 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	r.mu.Unlock()
 	src.mu.Lock()
 	defer src.mu.Unlock()
+	if !bytes.Equal(src.ticket, ticket) { // P has dismissed this agent: it numbers its lanes anew
+		src.cut()
+		src.broken = nil
+	}
 	src.ticket = bytes.Clone(ticket)
 	src.greetAt, src.backoff, src.owed = time.Time{}, 0, true
 	src.greet()
@@ -149,6 +155,9 @@ func (src *source) greet() {
 	}
 }
 
+// maxBroken lanes are told in one greet.
+const maxBroken = 1024
+
 // maxBackoff between attempts to reach a P that could not be.
 const maxBackoff = 30 * time.Second
 
@@ -157,23 +166,33 @@ func (src *source) backOff() {
 	src.greetAt = time.Now().Add(src.backoff)
 }
 
-// greeting tells P of the lanes that broke here and that it may connect; again
-// while P does not answer and transfers depend on it. P says by signalJoined what
-// came of it.
+// greeting tells P of the lanes that broke here and that it may connect. P says by
+// signalJoined what came of it. While it does not, and transfers or the first word
+// depend on it, it is greeted again: one of the two signals may be lost.
 func (src *source) greeting() {
 	t := src.r.t
-	for end := time.Now().Add(t.cfg.StallTimeout); ; {
+	began := time.Now()
+	for {
 		src.mu.Lock()
-		s := &signal{Kind: signalGreet, Ticket: src.ticket, Lanes: src.broken}
+		s := &signal{Kind: signalGreet, Ticket: src.ticket, Lanes: src.broken[:min(len(src.broken), maxBroken)]}
 		src.mu.Unlock()
 		_, err := t.ask(src.peer, s, t.cfg.ConnectTimeout/3)
 		src.mu.Lock()
-		if err == nil {
-			src.broken = src.broken[len(s.Lanes):]
-			src.greets = len(src.broken) > 0 && !src.gone
-		} else {
+		bound := t.cfg.ConnectTimeout
+		if len(src.live) > 0 {
+			bound = max(bound, t.cfg.StallTimeout)
+		}
+		var settled <-chan struct{}
+		switch {
+		case err == nil:
+			src.broken = src.broken[min(len(s.Lanes), len(src.broken)):] // Connect may have emptied it
+			src.greets = (len(src.broken) > 0 || src.cause == errUnsettled) && !src.gone
+			if len(src.broken) == 0 {
+				settled = src.settled
+			}
+		default:
 			lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || t.ctx.Err() != nil
-			src.greets = !lasting && !src.gone && len(src.live) > 0 && time.Now().Before(end)
+			src.greets = !lasting && !src.gone && (len(src.live) > 0 || src.cause == errUnsettled) && time.Since(began) < bound
 		}
 		again := src.greets
 		src.mu.Unlock()
@@ -185,8 +204,37 @@ func (src *source) greeting() {
 			return
 		case err != nil && !t.pause(100*time.Millisecond):
 			return
+		case settled == nil:
+			continue
+		}
+		if late := src.unsettled(settled, t.cfg.ConnectTimeout); late && time.Since(began) > bound+t.cfg.ConnectTimeout {
+			src.mu.Lock()
+			src.greets = false
+			src.mu.Unlock()
+			src.lose(fmt.Errorf("rdma: prefill agent %s has been asked to connect %v ago and has not said what came of it", src.peer, time.Since(began).Round(time.Millisecond)))
+			return
+		}
+		src.mu.Lock()
+		src.greets = (len(src.broken) > 0 || src.cause == errUnsettled) && !src.gone && t.ctx.Err() == nil
+		again = src.greets
+		src.mu.Unlock()
+		if !again {
+			return
 		}
 	}
+}
+
+// unsettled waits for P's word; late when it has not come.
+func (src *source) unsettled(settled <-chan struct{}, bound time.Duration) (late bool) {
+	timer := time.NewTimer(bound)
+	defer timer.Stop()
+	select {
+	case <-settled:
+	case <-timer.C:
+		late = true
+	case <-src.r.t.ctx.Done():
+	}
+	return late
 }
 
 // lose ends the way to P: what has begun to land ends. What has not may still
@@ -247,9 +295,9 @@ func await(lanes []*lane) {
 // flushBound is how long a lane in error may keep its last completions to itself.
 const flushBound = time.Second
 
-// retire puts a lane into error. It dies when its last completions were counted:
-// a mark that has landed must be, since P may not write that part again.
-// src.mu is held.
+// retire puts a lane into error. It dies when its last completions were counted: a
+// mark that has landed must be, since P has it for done or, if the lane broke there
+// first, would write that part again under a transfer that has ended. src.mu is held.
 func (src *source) retire(l *lane) {
 	if l.retired {
 		return
@@ -261,16 +309,36 @@ func (src *source) retire(l *lane) {
 	if err := l.qp.ToError(); err != nil || l.posted == 0 {
 		bound = 0
 	}
-	late := time.AfterFunc(bound, l.destroy)
+	late := time.AfterFunc(bound, func() {
+		l.b.reapAll()
+		l.destroy()
+	})
 	if !src.r.t.goRun("rdma retire", func() {
 		<-l.dead
 		late.Stop()
+		l.b.reapAll()
 		src.mu.Lock()
-		defer src.mu.Unlock()
 		delete(src.dying, l.id)
+		missing := l.posted > 0 && !src.gone
+		src.mu.Unlock()
+		if missing { // of what P has for done some may never be counted
+			src.loseAll(fmt.Errorf("rdma: queue pair %d on %s has not given back its receives", l.qp.Number(), l.port.name))
+		}
 	}) {
 		l.destroy()
 	}
+}
+
+// loseAll is lose for what has not begun too.
+func (src *source) loseAll(cause error) {
+	src.mu.Lock()
+	for _, e := range src.live {
+		if e.begun.IsZero() {
+			e.begun = time.Now()
+		}
+	}
+	src.mu.Unlock()
+	src.lose(cause)
 }
 
 // take ends an expect whose outcome is to be told: with tell, when it is fenced.
@@ -304,6 +372,9 @@ func (src *source) fenced(e *expect) {
 	r := src.r
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.expected[e.id] == e {
+		delete(r.expected, e.id)
+	}
 	s := &r.slots[e.grant.slot]
 	s.e, s.generation = nil, (s.generation+1)%maxGeneration
 	r.free = append(r.free, e.grant.slot)
@@ -353,12 +424,12 @@ func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []core.Segm
 	case r.expected[id] != nil:
 		r.mu.Unlock()
 		return nil, fmt.Errorf("rdma: transfer %q is expected already", string(id))
-	case len(r.free) == 0:
+	case len(r.slots)-len(r.free) >= r.most:
 		r.mu.Unlock()
-		return nil, fmt.Errorf("rdma: %d transfers are expected or being revoked already (max_transfers)", len(r.slots))
+		return nil, fmt.Errorf("rdma: %d transfers are expected or being revoked already (max_transfers)", r.most)
 	}
-	n := r.free[len(r.free)-1]
-	r.free = r.free[:len(r.free)-1]
+	n := r.free[0]
+	r.free = r.free[1:]
 	r.slots[n].e = e
 	e.grant = grant{seq: r.seq, bytes: total, slot: n, generation: r.slots[n].generation}
 	r.seq++
@@ -409,10 +480,22 @@ func (src *source) look() {
 
 // received handles the completions of a lane's receives and pings.
 func (src *source) received(l *lane, list []verbs.Completion) {
-	var done []*expect
+	done, last := src.count(l, list)
+	for _, e := range done {
+		e.tell(nil)
+	}
+	if last {
+		l.destroy()
+	}
+}
+
+// count returns the expects that are complete, fenced and to be told, and whether
+// the lane is retired and has nothing more to say.
+func (src *source) count(l *lane, list []verbs.Completion) (done []*expect, last bool) {
 	landed := 0
 	var cause error
 	src.mu.Lock()
+	defer src.mu.Unlock()
 	for i := range list {
 		c := &list[i]
 		switch {
@@ -440,17 +523,10 @@ func (src *source) received(l *lane, list []verbs.Completion) {
 		src.retire(l)
 		src.greet()
 	}
-	last := l.retired && l.posted <= 0
 	for _, e := range done {
 		src.fenced(e)
 	}
-	src.mu.Unlock()
-	for _, e := range done {
-		e.tell(nil)
-	}
-	if last {
-		l.destroy()
-	}
+	return done, l.retired && l.posted <= 0
 }
 
 // landed counts a mark; the expect that it completes is taken. src.mu is held.

@@ -188,6 +188,9 @@ func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
 		l.update(func(l *link) { rep.Pending = l.drain(m) })
 	case signalBye:
 		l.update(func(l *link) {
+			if l.there != nil && !bytes.Equal(l.there.secret, m.Secret) {
+				return // it is late: D has connected anew since
+			}
 			defer func() { l.confirmed(l.lost) }() // it has ended all of them
 			l.lose(fmt.Errorf("rdma: decode agent %s has ended the connection: %s: %w", from, m.Reason, core.ErrConnectionLost))
 		})

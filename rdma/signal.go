@@ -37,6 +37,8 @@ type signal struct {
 	Seqs   []uint64    `msg:"s,omitempty,limit=65536"`
 	Below  uint64      `msg:"b,omitempty"` // grants below it are dead
 	Join   []laneOffer `msg:"j,omitempty,limit=256"`
+	Last   uint32      `msg:"z,omitempty"`          // of signalJoined: it speaks of the lanes up to this one
+	Secret []byte      `msg:"x,omitempty,limit=64"` // of signalBye: whose end it is, should D have begun anew
 	Reason string      `msg:"r,omitempty,limit=1024"`
 }
 

@@ -1141,8 +1141,8 @@ func (z *reply) Msgsize() (s int) {
 func (z *signal) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(7)
-	var zb0001Mask uint8 /* 7 bits */
+	zb0001Len := uint32(9)
+	var zb0001Mask uint16 /* 9 bits */
 	_ = zb0001Mask
 	if z.Lanes == nil {
 		zb0001Len--
@@ -1160,9 +1160,17 @@ func (z *signal) MarshalMsg(b []byte) (o []byte, err error) {
 		zb0001Len--
 		zb0001Mask |= 0x20
 	}
-	if z.Reason == "" {
+	if z.Last == 0 {
 		zb0001Len--
 		zb0001Mask |= 0x40
+	}
+	if z.Secret == nil {
+		zb0001Len--
+		zb0001Mask |= 0x80
+	}
+	if z.Reason == "" {
+		zb0001Len--
+		zb0001Mask |= 0x100
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1209,6 +1217,16 @@ func (z *signal) MarshalMsg(b []byte) (o []byte, err error) {
 			}
 		}
 		if (zb0001Mask & 0x40) == 0 { // if not omitted
+			// string "z"
+			o = append(o, 0xa1, 0x7a)
+			o = msgp.AppendUint32(o, z.Last)
+		}
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
+			// string "x"
+			o = append(o, 0xa1, 0x78)
+			o = msgp.AppendBytes(o, z.Secret)
+		}
+		if (zb0001Mask & 0x100) == 0 { // if not omitted
 			// string "r"
 			o = append(o, 0xa1, 0x72)
 			o = msgp.AppendString(o, z.Reason)
@@ -1346,6 +1364,34 @@ func (z *signal) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					return
 				}
 			}
+		case "z":
+			z.Last, bts, err = msgp.ReadUint32Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Last")
+				return
+			}
+		case "x":
+			var zb0007 uint32
+			zb0007, bts, err = msgp.ReadBytesHeader(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Secret")
+				return
+			}
+			if zb0007 > 64 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if z.Secret == nil || uint32(cap(z.Secret)) < zb0007 {
+				z.Secret = make([]byte, zb0007)
+			} else {
+				z.Secret = z.Secret[:zb0007]
+			}
+			if uint32(len(bts)) < zb0007 {
+				err = msgp.ErrShortBytes
+				return
+			}
+			copy(z.Secret, bts[:zb0007])
+			bts = bts[zb0007:]
 		case "r":
 			z.Reason, bts, err = msgp.ReadStringBytes(bts)
 			if err != nil {
@@ -1370,7 +1416,7 @@ func (z *signal) Msgsize() (s int) {
 	for za0003 := range z.Join {
 		s += z.Join[za0003].Msgsize()
 	}
-	s += 2 + msgp.StringPrefixSize + len(z.Reason)
+	s += 2 + msgp.Uint32Size + 2 + msgp.BytesPrefixSize + len(z.Secret) + 2 + msgp.StringPrefixSize + len(z.Reason)
 	return
 }
 

@@ -119,8 +119,8 @@ func (t *Transport) Write(op core.WriteOp) { t.sender.write(op) }
 // Stop implements core.Transport.
 func (t *Transport) Stop(id core.TransferID) { t.sender.stop(id) }
 
-// Usable implements core.Signaller, for transfers that the peer writes to us; of
-// one that we only write to, it says that it was admitted.
+// Usable implements core.Signaller, for transfers that the peer writes to us: one
+// that we only write to is not connected.
 func (t *Transport) Usable(ctx context.Context, peer core.AgentID) error {
 	src := t.receiver.source(peer)
 	if src == nil {

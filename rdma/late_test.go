@@ -1,0 +1,295 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// breakAll has all lanes of an agent break, as when its links go down.
+func (s *agent) breakAll() {
+	for _, p := range s.tr.ports {
+		s.tr.sender.portDown(p, errors.New("broken by the test"))
+		s.tr.receiver.portDown(p, errors.New("broken by the test"))
+	}
+}
+
+func firstDevice(t *testing.T) string {
+	t.Helper()
+	lib, err := verbs.Load()
+	if err != nil {
+		t.Fatal(err)
+	}
+	list, err := lib.Devices()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return list[0].Name
+}
+
+// soon waits for a condition of the other side's.
+func soon(t *testing.T, what string, is func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !is(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not within %v: %s", patience, what)
+		}
+	}
+}
+
+// TestRevokeBetweenLanes: D has lost all lanes, so that a revoke needs no word of P.
+// P, which knows what has not arrived, must not write it when it has lanes again.
+func TestRevokeBetweenLanes(t *testing.T) {
+	needsRDMA(t)
+	c := newControl()
+	held, release := make(chan struct{}), make(chan struct{})
+	var hold atomic.Bool
+	c.decide = func(from core.AgentID, s *signal) fault {
+		if s.Kind == signalJoin && hold.CompareAndSwap(true, false) {
+			close(held)
+			<-release
+		}
+		return passes
+	}
+	const n = 160
+	p, d := start(t, c, "p", n, nil), start(t, c, "d", n, nil)
+	connect(t, d, p)
+	usable(t, d, p)
+	p.paint(1, 0, n)
+	p.write("t", d, d.expect("t", p, 0, n), 0, 0, n)
+	d.landed(0, n, false)
+	hold.Store(true)
+	d.breakAll()
+	select {
+	case <-held:
+	case <-time.After(patience):
+		t.Fatal("P makes no lanes")
+	}
+	d.tr.Revoke("t")
+	if len(d.rec.All("received", "t")) > 0 {
+		t.Fatal("the transfer had ended: it must be larger")
+	}
+	d.fill(0, n)
+	close(release)
+	if o := p.rec.Wait("written", "t", 1); !errors.Is(o.Err, core.ErrNotExpected) {
+		t.Errorf("written: %v", o.Err)
+	}
+	p.paint(2, 0, 1)
+	p.write("next", d, d.expect("next", p, 0, 1), 0, 0, 1)
+	if o := d.rec.Wait("received", "next", 1); o.Err != nil {
+		t.Error(o.Err)
+	}
+	d.untouched("a transfer that was revoked while there was no lane", 1, n-1)
+}
+
+// slowSink holds one outcome, and with it the goroutine that takes completions.
+type slowSink struct {
+	core.Sink
+	id      core.TransferID
+	held    chan struct{}
+	release chan struct{}
+}
+
+func newSlowSink(id core.TransferID) *slowSink {
+	return &slowSink{id: id, held: make(chan struct{}), release: make(chan struct{})}
+}
+
+func (s *slowSink) wrap(to core.Sink) core.Sink {
+	s.Sink = to
+	return s
+}
+
+func (s *slowSink) Received(id core.TransferID, st core.TransferStats, err error) {
+	if id == s.id {
+		close(s.held)
+		<-s.release
+	}
+	s.Sink.Received(id, st, err)
+}
+
+func (s *slowSink) Written(id core.TransferID, st core.TransferStats, err error) {
+	if id == s.id {
+		close(s.held)
+		<-s.release
+	}
+	s.Sink.Written(id, st, err)
+}
+
+// TestUnreadMarks: the lanes break before D has looked at the marks that landed by
+// them. They must count before P hears what has arrived, or not at all: P writes
+// again what D says is missing, and a mark that counts after that would end the
+// transfer while its bytes still come.
+func TestUnreadMarks(t *testing.T) {
+	needsRDMA(t)
+	c := newControl()
+	c.config = func(cfg *Config) {
+		cfg.ConnectTimeout = patience          // signals may wait
+		cfg.Devices = []string{firstDevice(t)} // whose completions have one goroutine
+	}
+	var lost atomic.Bool
+	release := make(chan struct{})
+	let := sync.OnceFunc(func() { close(release) })
+	defer let()
+	pSink, dSink := newSlowSink("first"), newSlowSink("first")
+	look := sync.OnceFunc(func() { close(dSink.release) })
+	c.decide = func(from core.AgentID, s *signal) fault {
+		if s.Kind == signalJoin && lost.Load() {
+			look() // D has said what has arrived, and looks at its marks now
+			<-release
+		}
+		return passes
+	}
+	const n = 8
+	p, d := start(t, c, "p", n, pSink.wrap), start(t, c, "d", n, dSink.wrap)
+	defer look()
+	connect(t, d, p)
+	usable(t, d, p)
+	p.paint(1, 0, 1)
+	p.write("first", d, d.expect("first", p, 0, 1), 0, 0, 1)
+	<-pSink.held
+	<-dSink.held // from here on neither side reads completions of these lanes
+	p.paint(2, 1, n-1)
+	p.write("t", d, d.expect("t", p, 1, n-1), 1, 1, n-1)
+	d.landed(1, n-1, true)
+	lost.Store(true)
+	d.breakAll()
+	close(pSink.release) // it has lost its lanes before it hears that all is written
+	// Or D does not say it before it has looked.
+	late := time.AfterFunc(3*flushBound, look)
+	defer late.Stop()
+	if o := d.rec.Wait("received", "t", 1); o.Err != nil {
+		t.Fatalf("received: %v", o.Err)
+	}
+	d.has(2, 1, n-1)
+	d.fill(0, n) // the blocks are the engine's
+	let()
+	if o := p.rec.Wait("written", "t", 1); o.Err != nil {
+		t.Logf("written: %v", o.Err)
+	}
+	p.paint(3, 0, 1)
+	p.write("next", d, d.expect("next", p, 0, 1), 0, 0, 1)
+	if o := d.rec.Wait("received", "next", 1); o.Err != nil {
+		t.Error(o.Err)
+	}
+	d.untouched("a transfer that had ended", 1, n-1)
+}
+
+// TestKeyGone: what no lane carries ends. D's memory is not registered any more.
+func TestKeyGone(t *testing.T) {
+	needsRDMA(t)
+	c := newControl()
+	const n = 4
+	p, d := start(t, c, "p", n, nil), start(t, c, "d", n, nil)
+	connect(t, d, p)
+	usable(t, d, p)
+	for _, dev := range d.tr.devices {
+		for _, mr := range dev.mrs {
+			if err := mr.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	p.write("t", d, d.expect("t", p, 0, n), 0, 0, n)
+	if o := p.rec.Wait("written", "t", 1); !errors.Is(o.Err, core.ErrConnectionLost) {
+		t.Errorf("written: %v", o.Err)
+	} else {
+		t.Log(o.Err)
+	}
+	d.tr.Revoke("t")
+	d.untouched("memory that is not registered", 0, n)
+}
+
+// TestSignalsWhileAPortIsDown: P asks once per pause whether a port is back, not
+// without end, though something is written all the time.
+func TestSignalsWhileAPortIsDown(t *testing.T) {
+	needsRDMA(t)
+	c := newControl()
+	const n = 16
+	p, d := start(t, c, "p", n, nil), start(t, c, "d", n, nil)
+	if len(p.tr.ports) < 2 {
+		t.Skip("needs two devices: rxe-vm --rails 2")
+	}
+	connect(t, d, p)
+	usable(t, d, p)
+	down := *p.tr.ports[0].state.Load()
+	down.up = false
+	p.tr.ports[0].state.Store(&down)
+	p.breakPort()
+	began := time.Now()
+	for i := 0; time.Since(began) < 4*firstPause; i++ {
+		id := core.TransferID(fmt.Sprint("t", i))
+		p.write(id, d, d.expect(id, p, 0, n), 0, 0, n)
+		if o := d.rec.Wait("received", id, 1); o.Err != nil {
+			t.Fatal(o.Err)
+		}
+	}
+	got, most := c.count(signalPorts), 4+2*int(time.Since(began)/firstPause)
+	t.Logf("P has asked for D's ports %d times", got)
+	if got > most {
+		t.Errorf("that is too often within %v, want at most %d", time.Since(began), most)
+	}
+}
+
+// TestRevokeInClose: a Revoke beside Close, and one beside another Revoke, return
+// when nothing can land any more.
+func TestRevokeInClose(t *testing.T) {
+	needsRDMA(t)
+	c := newControl()
+	const n = 8
+	p, d := start(t, c, "p", n, nil), start(t, c, "d", n, nil)
+	connect(t, d, p)
+	usable(t, d, p)
+	d.expect("t", p, 0, n)
+	r := &d.tr.receiver
+	src := r.source(p.id)
+	src.mu.Lock() // neither gets on
+	closed, revoked := make(chan struct{}), make(chan struct{}, 2)
+	go func() {
+		defer close(closed)
+		d.close(c)
+	}()
+	soon(t, "D closes", func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return r.closed
+	})
+	for range 2 {
+		go func() {
+			d.tr.Revoke("t")
+			revoked <- struct{}{}
+		}()
+	}
+	select {
+	case <-revoked:
+		t.Errorf("Revoke has returned while %d lanes were open", len(src.lanes))
+	case <-time.After(100 * time.Millisecond):
+	}
+	src.mu.Unlock()
+	<-closed
+	<-revoked
+}
+
+// TestJoinInDismiss: a join that meets a Dismiss leaves no lane behind.
+func TestJoinInDismiss(t *testing.T) {
+	needsRDMA(t)
+	c := newControl()
+	p, d := start(t, c, "p", 1, nil), start(t, c, "d", 1, nil)
+	connect(t, d, p)
+	usable(t, d, p)
+	src := d.tr.receiver.source(p.id)
+	l := p.tr.sender.link(d.id)
+	// As a handler of signals that has found the source just before.
+	d.tr.receiver.dismiss(p.id)
+	src.mu.Lock()
+	err := src.knows(&signal{Ticket: l.ticket})
+	src.mu.Unlock()
+	if !errors.Is(err, errRefused) {
+		t.Errorf("a dismissed peer may join: %v", err)
+	}
+}
