@@ -178,7 +178,7 @@ func (lk *link) connect() error {
 	if len(s.Lanes) == 0 {
 		for _, p := range lk.t.ports {
 			if !p.state.Load().up {
-				why = errors.Join(why, fmt.Errorf("port %s is down", p.name))
+				why = allOf(why, fmt.Errorf("port %s is down", p.name))
 			}
 		}
 		if why == nil {
@@ -212,7 +212,7 @@ func (lk *link) connectTo(there *far, due map[railKey]bool) (why, err error) {
 	for {
 		pairs := lk.candidates(there, tried, due, &causes)
 		if len(pairs) == 0 {
-			return errors.Join(causes...), nil
+			return allOf(causes...), nil
 		}
 		if err := lk.join(there, pairs, &causes); err != nil {
 			return nil, err
