@@ -184,7 +184,7 @@ func (lk *link) sayJoined(why error) error {
 	if len(s.Lanes) == 0 {
 		for _, p := range lk.t.ports {
 			if !p.state.Load().up {
-				why = errors.Join(why, fmt.Errorf("port %s is down", p.name))
+				why = allOf(why, fmt.Errorf("port %s is down", p.name))
 			}
 		}
 		if why == nil {
@@ -218,7 +218,7 @@ func (lk *link) connectTo(there *far, due map[railKey]bool) (why, err error) {
 	for round := 0; ; round++ {
 		pairs := lk.candidates(there, tried, due, &causes)
 		if len(pairs) == 0 {
-			return errors.Join(causes...), nil
+			return allOf(causes...), nil
 		}
 		if round > 0 && lk.hasLanes() { // D need not wait for what may take long
 			_ = lk.sayJoined(nil)

@@ -94,7 +94,7 @@ func (t *Transport) open() error {
 		if len(problems) == 0 {
 			problems = append(problems, fmt.Errorf("rdma_devices %v and rdma_deny %v leave none of %v", t.cfg.Devices, t.cfg.Deny, names))
 		}
-		return fmt.Errorf("rdma: %w", errors.Join(problems...))
+		return fmt.Errorf("rdma: %w", allOf(problems...))
 	}
 	for _, err := range problems {
 		t.log.Warn("rdma device or port is not used", zap.Error(err))
@@ -135,7 +135,7 @@ func (t *Transport) openDevice(lib *verbs.Library, name string) (_ *device, err 
 		d.ports = append(d.ports, p)
 	}
 	if len(d.ports) == 0 {
-		return nil, errors.Join(problems...)
+		return nil, allOf(problems...)
 	}
 	for _, err := range problems {
 		t.log.Warn("rdma port is not used", zap.Error(err))
@@ -226,7 +226,7 @@ func (t *Transport) register() (err error) {
 		wg.Go(func() { errs[i] = d.register(regions, access, t.cfg.RelaxedOrdering) })
 	}
 	wg.Wait()
-	if err := errors.Join(errs...); err != nil {
+	if err := allOf(errs...); err != nil {
 		return fmt.Errorf("rdma: %w", err)
 	}
 	t.log.Info("rdma memory registered", zap.Uint64("bytes", rangeBytes(whole)), zap.Int("ranges", len(t.devices[0].keys)), zap.Int("devices", len(t.devices)),
@@ -282,7 +282,7 @@ func (d *device) register(regions []memRange, access verbs.Access, order string)
 		d.mrs = append(d.mrs, mr)
 		local, d.keys = append(local, keyRange{r, mr.LKey}), append(d.keys, keyRange{r, mr.RKey})
 	}
-	if err := errors.Join(errs...); err != nil {
+	if err := allOf(errs...); err != nil {
 		return err
 	}
 	var err error

@@ -9,9 +9,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/rdma-test
-one_guest=(go)
-two_guests=()
-bound=600 # seconds, for all stages of a machine, its start included
+one_guest=(go agents python)
+two_guests=(hosts)
+bound=900 # seconds, for all stages of a machine, its start included
 
 # ---- the stages ----
 
@@ -34,6 +34,40 @@ run_go() {
   return $failed
 }
 
+# The command, with the invariants on. Not with the race detector: it would have two cores emulate ten times as much.
+build_kvconn() { [[ -x $out/bin/kvconn ]] || ${GO:-go} build -tags invariants -trimpath -buildvcs=false -o $out/bin/kvconn ./cmd/kvconn; }
+chaos() { timeout -k 5 240 $out/bin/kvconn chaos --short --rails "$RXE_RAILS" --rail-command rxe-link "$@"; }
+
+# Whole agents under load: processes killed and stopped, the control plane broken, rails taken off; then what becomes of
+# transfers whose rails are lost, with and without tcp to go on by.
+build_agents() { build_kvconn; }
+run_agents() {
+  local failed=0
+  chaos --transport rdma --parts faults,rails --faults 20 || failed=1
+  chaos --transport auto --parts rails || failed=1
+  return $failed
+}
+
+# The C library under Python, in two processes.
+build_python() { "${MAKE:-make}" --no-print-directory -s lib GO="${GO:-go}"; }
+run_python() { PYTHONPATH=python KVCONN_LIBRARY=$PWD/build/libkvconn.so timeout -k 5 180 python3 scripts/rdma-python.py; }
+
+# P in host 0, D in host 1, which are joined by rails that are cut and that swallow what they are given, and by a link of
+# their own for the control plane.
+build_hosts() { build_kvconn; }
+run_hosts() {
+  local failed=0 transport port=7000
+  for transport in rdma auto; do
+    if ((RXE_HOST == 0)); then
+      chaos --transport $transport --parts rails --host "$RXE_CTL_IP" --decode-at "$RXE_PEER_CTL_IP:$port" || failed=1
+    else
+      timeout -k 5 260 $out/bin/kvconn __engine "$RXE_CTL_IP:$port" || failed=1
+    fi
+    port=$((port + 1))
+  done
+  return $failed
+}
+
 # ---- in the guest ----
 
 if [[ ${1:-} == --guest ]]; then
@@ -50,10 +84,10 @@ if [[ ${1:-} == --guest ]]; then
     if ((rc)); then
       failed=1
       cat "$log"
-      grep -E '^ *--- FAIL|^panic: |DATA RACE' "$log" || true # once more, below all the rest
-      echo "FAIL  $stage (status $rc, $took s)"
+      grep -E '^ *--- FAIL|^panic: |DATA RACE|^PROBLEM: |^kvconn |Error: ' "$log" || true # once more, below all the rest
+      echo "FAIL  $stage (status $rc, $took s)" | tee "$log.failed"
     else
-      grep -E '^ *--- |^ok |^== ' "$log" || true
+      grep -E '^ *--- (FAIL|SKIP)|^--- |^ok|^== |measured: |^(OK: |rails  |loads that )' "$log" || true
       echo "ok    $stage ($took s)"
     fi
   done
@@ -85,5 +119,6 @@ for stage in "${two[@]}"; do
   export RXE_TWO_HOSTS=1
   rxe_vm --two-hosts --share $out --timeout $bound "scripts/rdma-test.sh --guest $stage" "scripts/rdma-test.sh --guest $stage" || status=$?
 done
+cat $out/*.failed 2>/dev/null || true # once more, at the end
 echo "rdma-test: $([[ $status == 0 ]] && echo ok || echo "FAILED (status $status)"); logs in $out"
 exit $status

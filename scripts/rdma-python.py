@@ -1,0 +1,147 @@
+"""A pair of agents through the C library and the Python API, in two processes, by
+RDMA; and what ``kvconn doctor`` says. Run by scripts/rdma-test.sh in its machine,
+with PYTHONPATH=python and KVCONN_LIBRARY. Nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import subprocess
+import sys
+import time
+from ctypes import addressof, c_char
+from typing import Any
+
+import kvconn
+
+LAYERS, BLOCKS, BLOCK = 4, 256, 32 << 10
+BOUND = 60.0
+
+
+class Side:
+    """One agent over a cache of LAYERS regions of BLOCKS blocks of BLOCK bytes."""
+
+    def __init__(self, role: str, **config: Any) -> None:
+        self.cache = mmap.mmap(-1, LAYERS * BLOCKS * BLOCK)
+        base = addressof(c_char.from_buffer(self.cache))
+        self.agent = kvconn.Agent({"engine_id": f"engine-{role}", "role": role, "transport": "rdma", **config})
+        size = BLOCKS * BLOCK
+        self.agent.register_kv_caches([kvconn.Region(f"layer.{i}", base + i * size, BLOCK, BLOCK, BLOCKS) for i in range(LAYERS)])
+
+    def at(self, layer: int, block: int) -> slice:
+        start = (layer * BLOCKS + block) * BLOCK
+        return slice(start, start + BLOCK)
+
+    def finished(self, transfer_id: str) -> kvconn.Completion:
+        end = time.monotonic() + BOUND
+        while time.monotonic() < end:
+            for done in self.agent.get_finished():
+                assert done.transfer_id == transfer_id, done
+                return done
+            self.agent.wait(1)
+        raise AssertionError(f"no completion of {transfer_id} within {BOUND} s: {self.agent.stats()}")
+
+
+def content(transfer_id: str, layer: int, position: int) -> bytes:
+    """What a transfer has at a place: it names both."""
+    return random.Random(f"{transfer_id} {layer} {position}").randbytes(BLOCK)
+
+
+def blocks_of(transfer_id: str, side: str, count: int) -> list[int]:
+    return random.Random(transfer_id + side).sample(range(BLOCKS), count)
+
+
+def prefill() -> None:
+    """Offers what its standard input names, a transfer and a number of blocks a line."""
+    side = Side("prefill", bootstrap_host="127.0.0.1", bootstrap_port=0)
+    print(json.dumps(side.agent.bootstrap_address), flush=True)
+    for line in sys.stdin:
+        transfer_id, count = json.loads(line)
+        ids = blocks_of(transfer_id, "prefill", count)
+        for layer in range(LAYERS):
+            for position, block in enumerate(ids):
+                side.cache[side.at(layer, block)] = content(transfer_id, layer, position)
+        side.agent.offer([kvconn.Offer(transfer_id, [ids])])
+        done = side.finished(transfer_id)
+        print(json.dumps([done.code, done.reason, done.bytes, done.transport, side.agent.stats()["transports"]["rdma"]]), flush=True)
+    side.agent.close()
+
+
+def check_pair() -> None:
+    process = subprocess.Popen([sys.executable, __file__, "prefill"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin and process.stdout
+    try:
+        address = json.loads(process.stdout.readline())
+        side = Side("decode")
+        nothing = bytes(BLOCK)
+        total = 0
+        for n, count in enumerate([1, 7, 64, 200]):
+            transfer_id = f"transfer-{n}"
+            print(json.dumps([transfer_id, count]), file=process.stdin, flush=True)
+            ids = blocks_of(transfer_id, "decode", count)
+            side.cache[:] = bytes(len(side.cache))
+            side.agent.start_load([kvconn.Load(transfer_id, address, "engine-prefill", [ids])])
+            done = side.finished(transfer_id)
+            assert done.ok and done.transport == "rdma" and done.bytes == LAYERS * count * BLOCK, done
+            total += done.bytes
+            position = {block: i for i, block in enumerate(ids)}
+            for layer in range(LAYERS):
+                for block in range(BLOCKS):
+                    want = content(transfer_id, layer, position[block]) if block in position else nothing
+                    assert side.cache[side.at(layer, block)] == want, (transfer_id, layer, block)
+            code, reason, sent, transport, stats = json.loads(process.stdout.readline())
+            assert (code, sent, transport) == (0, done.bytes, "rdma"), (code, reason, sent, transport)
+            assert stats["offers"] == n + 1 and stats["bytes_out"] == total, stats
+            print(f"measured: {count} blocks, {done.bytes >> 10} KiB by {done.transport} in {done.wait_s + done.transfer_s:.3f} s, every byte right")
+        stats = side.agent.stats()
+        assert stats["transport"] == "rdma" and list(stats["transports"]) == ["rdma"], stats
+        counts = stats["transports"]["rdma"]
+        assert counts["available"] and counts["loads"] == 4 and counts["bytes_in"] == total, counts
+        assert [(p["transport"], p["transfers"]["rdma"]) for p in stats["pairs"]] == [("rdma", 4)], stats["pairs"]
+        side.agent.close()
+        process.stdin.close()
+        assert process.wait(BOUND) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def check_refusal() -> None:
+    """Where rdma is asked for in vain, the call says why; auto goes on without."""
+    try:
+        Side("decode", rdma_devices=["mlx5_9"])
+    except kvconn.KvconnError as e:
+        assert "mlx5_9" in str(e) and "rxe0" in str(e), e
+        print(f"refused: {e}")
+    else:
+        raise AssertionError("a device that is not there was taken")
+
+
+def check_doctor() -> None:
+    out = subprocess.run([sys.executable, "-m", "kvconn", "doctor", "--json"], capture_output=True, text=True, timeout=BOUND, check=True).stdout
+    found = json.loads(out)
+    rdma = found["rdma"]
+    assert found["ok"] and rdma["available"] and not rdma.get("problem"), rdma
+    assert found["auto"].startswith("rdma"), found["auto"]
+    rails = int(os.environ["RXE_RAILS"])
+    assert [d["name"] for d in rdma["devices"]] == [f"rxe{i}" for i in range(rails)], rdma["devices"]
+    for i, device in enumerate(rdma["devices"]):
+        assert device["selected"] and device["file"].startswith("/dev/infiniband/uverbs"), device
+        (port,) = device["ports"]
+        assert port["usable"] and port["link_layer"] == "Ethernet", port
+        (gid,) = [g for g in port["gids"] if g["chosen"]]
+        assert (gid["address"], gid["netdev"], gid["type"]) == (f"10.77.{i}.1", f"rail{i}", "RoCE v2"), gid
+    print(subprocess.run([sys.executable, "-m", "kvconn", "doctor"], capture_output=True, text=True, timeout=BOUND, check=True).stdout)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["prefill"]:
+        prefill()
+    else:
+        check_doctor()
+        check_refusal()
+        check_pair()
+        print("ok: two agents in two Python processes, by rdma")
