@@ -298,6 +298,7 @@ func TestThousandsOfLoadsAtOnce(t *testing.T) {
 	leaktest.Check(t)
 	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
 	pc.MaxTransfers, dc.MaxTransfers = 2000, 2000
+	dc.PeerTimeout = Seconds(20 * time.Second) // a machine with much else to do is no death
 	p, d := open(t, pc), open(t, dc)
 	var loads []core.LoadRequest
 	var offers []core.OfferRequest
