@@ -96,25 +96,34 @@ func (w *world) expectEnds(p *agent, waiting func(d *agent) map[partOf]core.Agen
 // when it hears that it does not, it frees what it keeps for it.
 func (a *agent) expectProbe(d *agent) {
 	w := a.w
-	if !d.dead || d.silent || w.plan.slow > 0 || w.plan.opt.MaxTransfers < 64 { // P forgets what has ended
+	if !d.dead || d.silent || w.plan.slow > 0 || w.plan.opt.MaxTransfers < 16 { // P forgets what has ended
 		return
 	}
-	since, bound := w.now, w.plan.absence()+4*core.TickInterval
+	since, bound := w.now, w.plan.absence()+3*core.TickInterval
 	if a.probing[d.id] {
 		bound += w.plan.opt.PeerTimeout / 10 // that one may get no answer
 	}
 	if a.now()-a.heard[d.id] >= w.plan.opt.Lease-core.TickInterval {
 		return // its leases have ended, or are about to
 	}
-	for _, h := range a.halves() {
-		part, alone := w.alone(a.host, h.id) // else others have their shares of it
-		if !alone || (d.claims[part] != a.id || d.given[part]) && !slices.Contains(d.promisedBy(a), part) || w.reused[h.id] || w.shared[h.id] {
+	kept := func(part core.TransferID) bool {
+		state := a.m.StateOf(core.SideOffer, part)
+		return state == "ready" || state == "sending"
+	}
+	parts := d.promisedBy(a)
+	for part, p := range d.claims {
+		if p == a.id && !d.given[part] && !slices.Contains(parts, part) {
+			parts = append(parts, part)
+		}
+	}
+	slices.SortFunc(parts, compare)
+	for _, part := range parts {
+		if !kept(part) || w.reused[base(part)] || w.shared[base(part)] {
 			continue
 		}
-		token := a.offering[h.id]
 		a.after(bound, func() {
-			if a.offers[token] == h && a.host.disturbed <= since {
-				w.fault(h.id, "%s: %v after the connections to %s, which is dead, broke, the offer of %q is still under way", a.id, w.now-since, d.id, h.id)
+			if kept(part) && a.host.disturbed <= since {
+				w.fault(base(part), "%s: %v after the connections to %s, which is dead, broke, the offer of %q is still under way", a.id, w.now-since, d.id, part)
 			}
 		})
 	}
@@ -287,12 +296,16 @@ func (a *agent) checkOffered(id core.TransferID, token uint64) {
 	}
 }
 
+// checkNotGiven: what P has given up while it was claimed is not asked for.
+func (a *agent) checkNotGiven(part core.TransferID) {
+	if a.given[part] && a.w.plan.calm && !a.w.reused[base(part)] {
+		a.w.fault(base(part), "%s: %q is loaded, though P has said that it has given the claim up", a.id, part)
+	}
+}
+
 // checkLoaded: a load of a transfer that P has cancelled ends soon.
 func (a *agent) checkLoaded(h *half, token uint64) {
 	w := a.w
-	if a.given[h.id] && w.plan.calm && !w.reused[h.id] { // of several parts, the others may have to be fenced
-		w.fault(h.id, "%s: %q is loaded, though P has said that it has given the claim up", a.id, h.id)
-	}
 	if at, cancelled := w.cancelledAtP[h.id]; cancelled && w.plan.calm && w.now > at+reach && h.needsAll {
 		a.after(reach, func() {
 			if a.loads[token] == h && !w.reused[h.id] {

@@ -158,6 +158,7 @@ func (a *agent) collect(actions []core.Action) {
 			a.asked[v.ID] = v.Seq
 		case core.Expect:
 			a.towards[partOf{a.loading[base(v.ID)], v.ID}] = v.Peer
+			a.checkNotGiven(v.ID)
 		case core.SendLoad: // of one that has followed a claim
 			a.asked[v.ID] = v.Seq
 		}

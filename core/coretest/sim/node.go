@@ -250,6 +250,9 @@ func (a *agent) sendLoad(v core.SendLoad, done func()) {
 		replied(true, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
 		return
 	}
+	if a.w.chance(a.w.plan.killed) {
+		a.w.byID[v.Peer].killedWhenAsked()
+	}
 	p, began := a.peers[v.Peer], a.w.now
 	if began < p.mute {
 		replied(false, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer other loads", v.Peer))
@@ -273,6 +276,25 @@ func (a *agent) sendLoad(v core.SendLoad, done func()) {
 			a.promised(v.ID, v.Peer)
 		}
 		replied(code == core.Closed, code, why)
+	})
+}
+
+// killedWhenAsked: P dies before or after it answers, and another is up soon.
+func (p *agent) killedWhenAsked() {
+	w, h := p.w, p.host
+	w.after(w.delay(), func() {
+		if h.agent != p || h.stopped || p.closing {
+			return
+		}
+		w.faults["killed-when-asked"]++
+		h.crash()
+		w.acted(w.now + time.Second)
+		w.after(50*time.Millisecond+w.upTo(500*time.Millisecond), func() {
+			if h.agent == nil {
+				h.open()
+				w.note("%s is there", h.agent.id)
+			}
+		})
 	})
 }
 

@@ -23,6 +23,7 @@ type plan struct {
 
 	loss, double, slow float64 // of each message
 	hang               float64 // of each renewal that gets no answer: for long not even its time-out is told
+	killed             float64 // of each load: its P dies
 	mute               float64 // of each news of an end: every try to tell it is lost
 	breaks             float64 // of each frame: its connection breaks
 	errors             float64 // of each call of the transport: it fails
@@ -85,7 +86,7 @@ func (w *world) newPlan() plan {
 		p.loss, p.double, p.slow = 0.2, 0.2, 0.2
 		p.mute, p.breaks, p.errors, p.cancels, p.faults = 0.2, 0.04, 0.03, 0.15, w.rnd.IntN(4)
 	default: // the net is good, but whole processes and ways go
-		p.hang, p.mute, p.cancels, p.faults = 0.3, 0.05, 0.05, 2+w.rnd.IntN(5)
+		p.hang, p.killed, p.mute, p.cancels, p.faults = 0.3, 0.02, 0.05, 0.05, 2+w.rnd.IntN(5)
 	}
 	return p
 }
