@@ -5,8 +5,8 @@ import (
 	"strings"
 )
 
-// causes are several errors in one line, as reasons and logs have them.
-type causes []error
+// manyCauses are several errors in one line, as reasons and logs have them.
+type manyCauses []error
 
 // allOf is errors.Join in one line: nil without an error.
 func allOf(list ...error) error {
@@ -14,10 +14,10 @@ func allOf(list ...error) error {
 	if len(list) == 0 {
 		return nil
 	}
-	return causes(list)
+	return manyCauses(list)
 }
 
-func (c causes) Error() string {
+func (c manyCauses) Error() string {
 	texts := make([]string, len(c))
 	for i, err := range c {
 		texts[i] = err.Error()
@@ -25,4 +25,4 @@ func (c causes) Error() string {
 	return strings.Join(texts, "; ")
 }
 
-func (c causes) Unwrap() []error { return c }
+func (c manyCauses) Unwrap() []error { return c }
