@@ -48,11 +48,10 @@ type control struct {
 	// config changes that of who is opened on it, unless it is nil.
 	config func(*Config)
 
-	mu    sync.Mutex
-	open  map[core.AgentID]*Transport
-	sent  map[signalKind]int
-	late  map[core.AgentID][]func() // by sender: what arrives after its next signal
-	tasks sync.WaitGroup
+	mu   sync.Mutex
+	open map[core.AgentID]*Transport
+	sent map[signalKind]int
+	late map[core.AgentID][]func() // by sender: what arrives after its next signal
 }
 
 func newControl() *control {
