@@ -48,11 +48,10 @@ type control struct {
 	// config changes that of who is opened on it, unless it is nil.
 	config func(*Config)
 
-	mu    sync.Mutex
-	open  map[core.AgentID]*Transport
-	sent  map[signalKind]int
-	late  map[core.AgentID][]func() // by sender: what arrives after its next signal
-	tasks sync.WaitGroup
+	mu   sync.Mutex
+	open map[core.AgentID]*Transport
+	sent map[signalKind]int
+	late map[core.AgentID][]func() // by sender: what arrives after its next signal
 }
 
 func newControl() *control {
@@ -316,8 +315,15 @@ func TestSignalFaults(t *testing.T) {
 		signalDrain: "drain", signalDrained: "drained", signalBye: "bye", signalDismissed: "dismissed"}
 	for kind := signalGreet; kind <= signalDismissed; kind++ {
 		for f := lost; f <= behind; f++ {
-			// The second of a kind meets agents that have lanes and transfers already.
+			if testing.Short() && f != lost && f != behind {
+				continue
+			}
+			// The second of a kind meets agents that have lanes and transfers already; of
+			// three kinds it shows nothing new.
 			for nth := 1; nth <= 2; nth++ {
+				if nth == 2 && (testing.Short() || kind == signalGreet || kind == signalBye || kind == signalDismissed) {
+					continue
+				}
 				t.Run(fmt.Sprintf("%s %d %v", names[kind], nth, f), func(t *testing.T) { signalFault(t, kind, nth, f) })
 			}
 		}
