@@ -50,7 +50,7 @@ func (lk *link) due() map[railKey]bool {
 }
 
 // busyPause is how long D may take to end lanes in error before it is asked again.
-const busyPause = 2 * time.Millisecond
+const busyPause = 5 * time.Millisecond
 
 func (lk *link) mend() {
 	var giveUp time.Time // of a D that does not answer
