@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests of rdma/ on real queue pairs: built here, run in a machine that has them (scripts/rxe-vm).
-#   scripts/rdma-test.sh [STAGE…]       all stages when none is named
+#   scripts/rdma-test.sh [STAGE…]       when none is named all but signals, the long form of a part of go
 # Where the machine's packages cannot be downloaded they are not run, loudly, and the status is 0.
 #
 # A stage NAME is build_NAME, which runs here (may be left out), and run_NAME, which runs in the guest, as root, in the
@@ -9,12 +9,15 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/rdma-test
-one_guest=(go agents python)
+one_guest=(go agents python signals)
+unless_named=signals # is left out
 two_guests=(hosts)
 bound=900 # seconds, for all stages of a machine, its start included
 
 # ---- the stages ----
 
+# With the race detector, in the short form; without what is slow, needs no device, and runs in `make test`.
+elsewhere='TestPretouch|TestSendQueueRandom'
 build_go() { # the test binary of each package below rdma/ that has tests
   local package dir
   ${GO:-go} list -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{.Dir}}{{end}}' ./rdma/... >$out/packages
@@ -29,10 +32,24 @@ run_go() {
   while read -r package dir; do
     binary=$PWD/$out/bin/${package//\//_}.test
     echo "== $package"
-    (cd "$dir" && timeout -k 5 400 "$binary" -test.v -test.timeout 380s -test.fullpath) || failed=1
+    (cd "$dir" && timeout -k 5 400 "$binary" -test.v -test.short -test.timeout 380s -test.fullpath -test.skip "^($elsewhere)\$") || failed=1
   done <$out/packages
   return $failed
 }
+
+# Each signal, lost, late and doubled, the first of its kind and the second; by two processes, since they wait most of the
+# time. The race detector would make five minutes of it.
+build_signals() { ${GO:-go} test -tags invariants -c -o $out/bin/signals.test ./rdma; }
+run_signals() {
+  local failed=0 binary=$PWD/$out/bin/signals.test first
+  signal_faults 'greet|ports|join|joined' >$out/signals.first.log 2>&1 &
+  first=$!
+  signal_faults 'lost|drain|drained|bye|dismissed' || failed=1
+  wait $first || failed=1
+  cat $out/signals.first.log
+  return $failed
+}
+signal_faults() { (cd rdma && timeout -k 5 300 "$binary" -test.v -test.timeout 280s -test.fullpath -test.run "^TestSignalFaults\$/^($1)_"); }
 
 # The command, with the invariants on. Not with the race detector: it would have two cores emulate ten times as much.
 build_kvconn() { [[ -x $out/bin/kvconn ]] || ${GO:-go} build -tags invariants -trimpath -buildvcs=false -o $out/bin/kvconn ./cmd/kvconn; }
@@ -101,7 +118,7 @@ for stage; do
 done
 chosen() { # of a list, what the command line names
   local s
-  for s in "${@:2}"; do [[ ! $1 || " $1 " == *" $s "* ]] && echo "$s"; done
+  for s in "${@:2}"; do [[ ! $1 && $s != "$unless_named" || " $1 " == *" $s "* ]] && echo "$s"; done
   return 0
 }
 mapfile -t one < <(chosen "$*" "${one_guest[@]}")
