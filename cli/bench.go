@@ -43,6 +43,10 @@ type benchResult struct {
 	Median     float64  `json:"median_gb_per_s"`
 	Best       float64  `json:"best_gb_per_s"`
 	Iperf3     *float64 `json:"iperf3_gb_per_s"`
+
+	// Of all rounds by rdma: writes for each doorbell, and for each completion asked for.
+	PerDoorbell float64 `json:"writes_per_doorbell,omitempty"`
+	PerSignal   float64 `json:"writes_per_signal,omitempty"`
 }
 
 func parseBench(args []string) (benchConfig, error) {
@@ -134,6 +138,9 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 				iperf, ratio = fmt.Sprintf("%.2f", *r.Iperf3), fmt.Sprintf("%.2f", r.Median / *r.Iperf3)
 			}
 			fmt.Fprintf(out, "%-9s %8s %8s %14.2f %12.2f %14s %7s\n", r.Transport, formatSize(block), formatSize(c.total), r.Median, r.Best, iperf, ratio)
+			if r.PerSignal > 0 {
+				fmt.Fprintf(out, "%27s %.1f writes for each doorbell, %.1f for each completion\n", "", r.PerDoorbell, r.PerSignal)
+			}
 		}
 	}
 	if c.json {
@@ -204,6 +211,14 @@ func benchOne(ctx context.Context, c benchConfig, peer *peerProcess, block int) 
 		if round > 0 {
 			rates = append(rates, float64(c.total)/took.Seconds()/1e9)
 		}
+	}
+	if r.Transport == "rdma" {
+		a, err := peer.ask(peerOrder{Op: "counters"})
+		if err != nil {
+			return r, err
+		}
+		writes := float64(a.Counters["writes"])
+		r.PerDoorbell, r.PerSignal = writes/float64(max(a.Counters["doorbells"], 1)), writes/float64(max(a.Counters["signals"], 1))
 	}
 	slices.Sort(rates)
 	r.Median, r.Best = median(rates), rates[len(rates)-1]

@@ -21,7 +21,7 @@ import (
 
 // peerOrder is what demo and bench tell their second process, the prefill side.
 type peerOrder struct {
-	Op        string `json:"op"` // open, announce, offer, wait, close
+	Op        string `json:"op"` // open, announce, offer, wait, counters, close
 	Layers    int    `json:"layers,omitempty"`
 	Blocks    int    `json:"blocks,omitempty"` // of the pool
 	Block     int    `json:"block,omitempty"`  // bytes
@@ -43,6 +43,8 @@ type peerAnswer struct {
 	EngineID  string `json:"engine_id,omitempty"`
 	Code      int    `json:"code,omitempty"`
 	Reason    string `json:"reason,omitempty"`
+
+	Counters map[string]uint64 `json:"counters,omitempty"` // of rdma
 }
 
 // transportFlag adds --transport.
@@ -100,6 +102,8 @@ func (p *prefillPeer) obey(ctx context.Context, o peerOrder) (peerAnswer, error)
 	case "wait":
 		r, err := waitReport(ctx, p.agent, core.TransferID(o.ID))
 		return peerAnswer{Code: int(r.Code), Reason: r.Reason}, err
+	case "counters":
+		return peerAnswer{Counters: p.agent.Stats().Transports["rdma"].Counters}, nil
 	case "close":
 		p.close()
 		return peerAnswer{}, nil
