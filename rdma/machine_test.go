@@ -358,7 +358,7 @@ func (m *moving) endedWell() bool {
 
 // ends waits for both outcomes and checks every byte of d's pool: a transfer that
 // ended well is there, and nothing else was touched.
-func (m *moving) ends() (received, written error, took time.Duration) {
+func (m *moving) ends() (took time.Duration, received, written error) {
 	m.p.t.Helper()
 	written = m.p.sink.Wait("written", m.id, 1).Err
 	received = m.d.sink.Wait("received", m.id, 1).Err
@@ -366,7 +366,7 @@ func (m *moving) ends() (received, written error, took time.Duration) {
 	if received == nil {
 		m.check()
 	}
-	return received, written, took
+	return took, received, written
 }
 
 func (m *moving) check() {
@@ -409,7 +409,7 @@ func (a *agent) check(transfer int, dst []core.BlockID) {
 // well requires that a transfer ended well on both sides.
 func (m *moving) well() time.Duration {
 	m.p.t.Helper()
-	received, written, took := m.ends()
+	took, received, written := m.ends()
 	if received != nil || written != nil {
 		m.p.t.Fatalf("%s: received: %v; written: %v", m.id, received, written)
 	}

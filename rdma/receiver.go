@@ -135,13 +135,13 @@ func (src *source) settle(cause error) {
 }
 
 // usable says whether P can write to us; settled is closed when that is known.
-func (src *source) usable() (cause error, settled <-chan struct{}) {
+func (src *source) usable() (settled <-chan struct{}, cause error) {
 	src.mu.Lock()
 	defer src.mu.Unlock()
 	if src.cause != nil && src.cause != errUnsettled && !time.Now().Before(src.greetAt) {
 		src.greet() // P may be reached again
 	}
-	return src.cause, src.settled
+	return src.settled, src.cause
 }
 
 // greet asks P to connect, in the background; src.mu is held.

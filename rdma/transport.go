@@ -127,7 +127,7 @@ func (t *Transport) Usable(ctx context.Context, peer core.AgentID) error {
 		return fmt.Errorf("rdma: agent %s is not connected", peer)
 	}
 	for {
-		cause, settled := src.usable()
+		settled, cause := src.usable()
 		if cause != errUnsettled {
 			return cause
 		}

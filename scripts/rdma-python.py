@@ -95,7 +95,8 @@ def check_pair() -> None:
             code, reason, sent, transport, stats = json.loads(process.stdout.readline())
             assert (code, sent, transport) == (0, done.bytes, "rdma"), (code, reason, sent, transport)
             assert stats["offers"] == n + 1 and stats["bytes_out"] == total, stats
-            print(f"measured: {count} blocks, {done.bytes >> 10} KiB by {done.transport} in {done.wait_s + done.transfer_s:.3f} s, every byte right")
+            took = done.wait_s + done.transfer_s
+            print(f"measured: {count} blocks, {done.bytes >> 10} KiB by {done.transport} in {took:.3f} s, every byte right")
         stats = side.agent.stats()
         assert stats["transport"] == "rdma" and list(stats["transports"]) == ["rdma"], stats
         counts = stats["transports"]["rdma"]
@@ -121,7 +122,8 @@ def check_refusal() -> None:
 
 
 def check_doctor() -> None:
-    out = subprocess.run([sys.executable, "-m", "kvconn", "doctor", "--json"], capture_output=True, text=True, timeout=BOUND, check=True).stdout
+    doctor = [sys.executable, "-m", "kvconn", "doctor", "--json"]
+    out = subprocess.run(doctor, capture_output=True, text=True, timeout=BOUND, check=True).stdout
     found = json.loads(out)
     rdma = found["rdma"]
     assert found["ok"] and rdma["available"] and not rdma.get("problem"), rdma
