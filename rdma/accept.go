@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"sync"
 
 	"go.uber.org/zap"
 
@@ -14,39 +15,49 @@ import (
 // marksDepth is how many marks a lane takes before D has looked at them.
 const marksDepth = 512
 
-// accept makes D's ends of lanes; src.mu is held.
-func (t *Transport) accept(src *source, offers []laneOffer) []laneAnswer {
-	out := make([]laneAnswer, len(offers))
-	bundles := map[*device]*bundle{}
+// accepted is what came of an offer.
+type accepted struct {
+	lane *lane
+	err  error
+}
+
+// accept makes D's ends of lanes, but for those that are known; of all ports at the
+// same time.
+func (t *Transport) accept(src *source, offers []laneOffer, known []bool) []accepted {
+	out := make([]accepted, len(offers))
+	byPort := map[int][]int{}
 	for i := range offers {
-		o := &offers[i]
-		if l := src.lanes[o.Lane]; l != nil && l.offer == *o { // the same signal once more
-			out[i].QPN, out[i].PSN = l.qp.Number(), l.psn
-			continue
+		switch n := offers[i].Port; {
+		case known[i]:
+		case n < 0 || n >= len(t.ports):
+			out[i].err = fmt.Errorf("port %d of %d", n, len(t.ports))
+		default:
+			byPort[n] = append(byPort[n], i)
 		}
-		l, err := t.acceptOne(src, o, bundles, len(offers))
-		if err != nil {
-			out[i].Error = shorten(err.Error())
-			t.log.Info("rdma lane refused", zap.String("peer", string(src.peer)), zap.Uint32("lane", o.Lane), zap.Error(err))
-			continue
-		}
-		src.lanes[l.id] = l
-		out[i].QPN, out[i].PSN = l.qp.Number(), l.psn
 	}
-	for _, b := range bundles {
-		b.seal()
+	var wg sync.WaitGroup
+	for n, list := range byPort {
+		wg.Go(func() { t.acceptAt(src, t.ports[n], offers, list, out) })
 	}
+	wg.Wait()
 	return out
 }
 
-func (t *Transport) acceptOne(src *source, o *laneOffer, bundles map[*device]*bundle, lanes int) (*lane, error) {
-	if src.lanes[o.Lane] != nil || src.dying[o.Lane] != nil {
-		return nil, fmt.Errorf("lane %d is open already", o.Lane)
+// acceptAt makes the ends at one port; what is in the way of one is of the next.
+func (t *Transport) acceptAt(src *source, p *localPort, offers []laneOffer, list []int, out []accepted) {
+	b, err := t.newBundle(p.dev, len(list), marksDepth, src.received)
+	if err == nil {
+		defer b.seal()
 	}
-	if o.Port < 0 || o.Port >= len(t.ports) {
-		return nil, fmt.Errorf("port %d of %d", o.Port, len(t.ports))
+	for _, i := range list {
+		if err == nil {
+			out[i].lane, err = t.acceptOne(b, p, &offers[i])
+		}
+		out[i].err = err
 	}
-	p := t.ports[o.Port]
+}
+
+func (t *Transport) acceptOne(b *bundle, p *localPort, o *laneOffer) (*lane, error) {
 	state := p.state.Load()
 	if !state.up {
 		return nil, fmt.Errorf("port %s is not active", p.name)
@@ -57,14 +68,6 @@ func (t *Transport) acceptOne(src *source, o *laneOffer, bundles map[*device]*bu
 		if way.Local, err = forceGID(state.address.GIDs, o.Index, p.name); err != nil {
 			return nil, err
 		}
-	}
-	b := bundles[p.dev]
-	if b == nil {
-		var err error
-		if b, err = t.newBundle(p.dev, lanes, marksDepth, src.received); err != nil {
-			return nil, err
-		}
-		bundles[p.dev] = b
 	}
 	l, err := b.add(o.Lane, p, -1, verbs.Caps{SendDepth: laneExtra, ReceiveDepth: b.depth, Pieces: 1})
 	if err != nil {

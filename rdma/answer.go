@@ -4,6 +4,8 @@ import (
 	"crypto/subtle"
 	"fmt"
 
+	"go.uber.org/zap"
+
 	"github.com/kvconn/kvconn/core"
 )
 
@@ -14,8 +16,11 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 	if src == nil {
 		return nil, refusef("agent %s has not been told of agent %s", r.t.id, from)
 	}
-	if s.Kind == signalDismissed {
+	switch s.Kind {
+	case signalDismissed:
 		return src.dismissed(s)
+	case signalJoin:
+		return src.join(s)
 	}
 	src.mu.Lock()
 	defer src.mu.Unlock()
@@ -27,8 +32,6 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 		rep := r.t.describe()
 		rep.Secret = src.secret
 		return rep, nil
-	case signalJoin:
-		return src.join(s)
 	case signalJoined:
 		src.joined(s)
 		return &reply{}, nil
@@ -82,15 +85,71 @@ func (src *source) grants(rep *reply) {
 // maxLanes bounds the queue pairs that one P may have here.
 const maxLanes = 512
 
-// join makes D's ends of lanes. From here on a revoke must be heard by P, or cut
-// these lanes too; so the grants that are alive are told with them. src.mu is held.
+// join makes D's ends of lanes. From when they are in src.lanes a revoke must be
+// heard by P, or cut these lanes too; so the grants that are alive are told with
+// them. Queue pairs are made without src.mu: RoCE looks the neighbour up, which
+// takes a second where there is none.
 func (src *source) join(s *signal) (*reply, error) {
-	if n := len(src.lanes) + len(src.dying); n+len(s.Join) > maxLanes {
-		return nil, refusef("%d lanes are open and %d more wanted, at most %d are allowed", n, len(s.Join), maxLanes)
+	t := src.r.t
+	if !t.enter() {
+		return nil, errClosed
 	}
-	rep := &reply{Lanes: src.r.t.accept(src, s.Join)}
+	defer t.wg.Done()
+	src.mu.Lock()
+	err := src.knows(s)
+	if n := len(src.lanes) + len(src.dying) + src.joining; err == nil && n+len(s.Join) > maxLanes {
+		err = refusef("%d lanes are open and %d more wanted, at most %d are allowed", n, len(s.Join), maxLanes)
+	}
+	if err != nil {
+		src.mu.Unlock()
+		return nil, err
+	}
+	src.joining += len(s.Join)
+	known := make([]bool, len(s.Join))
+	for i := range s.Join {
+		known[i] = src.open(&s.Join[i]) != nil
+	}
+	src.mu.Unlock()
+	made := t.accept(src, s.Join, known)
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	src.joining -= len(s.Join)
+	rep := &reply{Lanes: make([]laneAnswer, len(s.Join))}
+	err = src.knows(s) // still
+	for i := range made {
+		m, o, out := &made[i], &s.Join[i], &rep.Lanes[i]
+		l := src.open(o)
+		switch {
+		case err != nil || m.err != nil:
+		case l == nil && (src.lanes[o.Lane] != nil || src.dying[o.Lane] != nil || m.lane == nil):
+			m.err = fmt.Errorf("lane %d is open already, or was", o.Lane)
+		case l == nil:
+			l, m.lane = m.lane, nil
+			src.lanes[o.Lane] = l
+		}
+		if m.lane != nil {
+			m.lane.destroy()
+		}
+		if m.err != nil {
+			out.Error = shorten(m.err.Error())
+			t.log.Info("rdma lane refused", zap.String("peer", string(src.peer)), zap.Uint32("lane", o.Lane), zap.Error(m.err))
+		} else if l != nil {
+			out.QPN, out.PSN = l.qp.Number(), l.psn
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
 	src.grants(rep)
 	return rep, nil
+}
+
+// open is the lane of an offer that has come before; src.mu is held.
+func (src *source) open(o *laneOffer) *lane {
+	if l := src.lanes[o.Lane]; l != nil && l.offer == *o {
+		return l
+	}
+	return nil
 }
 
 // joined: P says which lanes it keeps; src.mu is held.

@@ -62,6 +62,7 @@ type source struct {
 	secret  []byte // signs the grants for this P
 	lanes   map[uint32]*lane
 	dying   map[uint32]*lane   // in error, until their last completions were counted
+	joining int                // lanes that are being made
 	broken  []uint32           // lanes that broke here and that P must hear of
 	live    map[uint64]*expect // by the grant's number, until nothing of them can land
 	cause   error              // why no transfer can come this way; nil: it can

@@ -207,6 +207,17 @@ func (t *Transport) goRun(name string, f func()) bool {
 	return true
 }
 
+// enter has Close wait for something, until t.wg.Done; false when it has begun to.
+func (t *Transport) enter() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.shut {
+		return false
+	}
+	t.wg.Add(1)
+	return true
+}
+
 // tell has the sink told something, which Close waits for.
 func (t *Transport) tell(f func(s core.Sink)) {
 	t.mu.Lock()
