@@ -365,7 +365,7 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 		lk.update(func(lk *link) { lk.rail(c).fail(time.Now(), err) })
 	}
 	rep, err := t.ask(lk.peer, s, 2*t.cfg.ConnectTimeout/3) // D may look for neighbours that are not there, which takes a second
-	if err != nil && !errors.Is(err, errRefused) { // which says nothing of the ports
+	if err != nil && !errors.Is(err, errRefused) {          // which says nothing of the ports
 		for _, l := range lanes {
 			l.destroy()
 		}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"os/exec"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -25,6 +26,7 @@ const (
 	railIsOn   = "on"
 	railIsOff  = "off"  // the link is down, and this machine knows
 	railIsMute = "mute" // packets vanish
+	railSent   = "sent" // prints how many packets it has sent so far
 )
 
 // railBound is how long the command may take.
@@ -42,15 +44,30 @@ func (r rails) all() (list []int) {
 func (r rails) set(which []int, how string) error {
 	var errs []error
 	for _, i := range which {
-		// Not with the run's context: what is off must come on.
-		ctx, cancel := context.WithTimeout(context.Background(), railBound)
-		out, err := exec.CommandContext(ctx, r.command, fmt.Sprint(i), how).CombinedOutput()
-		cancel()
-		if err != nil {
-			errs = append(errs, fmt.Errorf("%s %d %s: %w: %s", r.command, i, how, err, strings.TrimSpace(string(out))))
-		}
+		_, err := r.run(i, how)
+		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
+}
+
+func (r rails) run(i int, how string) (said string, err error) {
+	// Not with the run's context: what is off must come on.
+	ctx, cancel := context.WithTimeout(context.Background(), railBound)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, r.command, fmt.Sprint(i), how).CombinedOutput()
+	said = strings.TrimSpace(string(out))
+	if err != nil {
+		err = fmt.Errorf("%s %d %s: %w: %s", r.command, i, how, err, said)
+	}
+	return said, err
+}
+
+func (r rails) sent(i int) (packets int64, err error) {
+	said, err := r.run(i, railSent)
+	if err == nil {
+		packets, err = strconv.ParseInt(said, 10, 64)
+	}
+	return packets, err
 }
 
 // The sizes of the part rails: transfers at a time, and the blocks of one.
@@ -222,8 +239,33 @@ func (r *railRun) oneLost(ctx context.Context, rail int, how string) bool {
 	}
 	if err := r.f.rails.set([]int{rail}, railIsOn); err != nil {
 		r.f.led.problem("rails: %v", err)
+	} else if b.fault == nil {
+		r.used(ctx, rail)
 	}
 	return b.fault == nil
+}
+
+// railShare is so many packets that they are no handshake's but a transfer's.
+const railShare = 100
+
+// used has transfers until a rail has its share of one again.
+func (r *railRun) used(ctx context.Context, rail int) {
+	start := time.Now()
+	before, err := r.f.rails.sent(rail)
+	for now := before; err == nil && now-before < railShare && ctx.Err() == nil; now, err = r.f.rails.sent(rail) {
+		if time.Since(start) > railReturn {
+			r.f.led.problem("rails: rail %d is on and not used after %v", rail, railReturn)
+			return
+		}
+		if r.carry(ctx, railBlocks, nil) == nil {
+			return
+		}
+	}
+	if err != nil {
+		r.f.led.problem("rails: %v", err)
+		return
+	}
+	r.say("on, and used after %s ms", milliseconds(time.Since(start)))
 }
 
 // back has transfers until one goes by rdma, and says how many did not, and for

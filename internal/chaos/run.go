@@ -22,7 +22,7 @@ type Options struct {
 	Transport string // of the agents, as in their configuration; empty for tcp
 	Rails     int    // RDMA rails that may be taken off
 	// RailCommand takes a rail's number and "off", "mute" (its packets vanish and
-	// nobody is told) or "on".
+	// nobody is told), "on", or "sent", which prints its packets.
 	RailCommand string
 	// Host is where P's engines listen in the part rails, and Decode the command of
 	// its D's engine, on another host: see ServeEngine and Relay.
