@@ -81,10 +81,32 @@ func (m *Machine) addClaim(now time.Time, ld *load) {
 	m.begin(now)
 	m.seq++
 	ld.seq, ld.claim, ld.started, ld.since, ld.until = m.seq, true, now, now, now.Add(m.opt.Claim)
-	m.loads[ld.id] = ld
-	m.claims++
-	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from})
+	m.keepLoad(ld)
+	if ld.join == nil {
+		m.claims++
+	}
+	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from, Part: ld.join != nil})
 }
+
+// keepLoad puts a half into the map of loads, in place of the one that there may be.
+func (m *Machine) keepLoad(ld *load) {
+	if old := m.loads[ld.id]; old != nil && old.join != nil {
+		m.parts--
+	}
+	if ld.join != nil {
+		m.parts++
+	}
+	m.loads[ld.id] = ld
+}
+
+func (m *Machine) dropLoad(ld *load) {
+	if delete(m.loads, ld.id); ld.join != nil {
+		m.parts--
+	}
+}
+
+// named is how many loads the engine has named; one of several parts counts once.
+func (m *Machine) named() int { return len(m.loads) - m.parts + len(m.joins) - m.claims }
 
 func (m *Machine) checkLoad(id TransferID, from Target) error {
 	switch err := checkID(id); {
@@ -114,7 +136,7 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if old != nil && old.owes() || j != nil && !j.claim {
 		return duplicateLoad(r.ID)
 	}
-	others := len(m.loads) - m.claims
+	others := m.named()
 	if old != nil && !old.claim {
 		others--
 	}
@@ -123,6 +145,10 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 		return m.overload("loads")
 	}
 	m.count.Loaded++
+	if j != nil && j.found != nil && j.of == r.From {
+		m.loadFound(now, j, r)
+		return nil
+	}
 	if j != nil {
 		m.endParts(now, j, Cancelled, otherEngine)
 	}
@@ -150,9 +176,11 @@ func (m *Machine) addLoad(now time.Time, ld *load) {
 	m.begin(now)
 	m.seq++ // an old one that was cancelled is void: P hears of the id by this load
 	ld.seq, ld.started, ld.since = m.seq, now, now
-	m.loads[ld.id] = ld
+	m.keepLoad(ld)
 	if old != nil && old.claim {
-		m.claims--
+		if old.join == nil {
+			m.claims--
+		}
 		if old.from == ld.from {
 			ld.since, ld.tried, ld.until = old.since, old.tried, now.Add(m.patience())
 		}
@@ -161,7 +189,7 @@ func (m *Machine) addLoad(now time.Time, ld *load) {
 		if old != nil && old.state == loadClaimed && old.code == OK {
 			m.act(SendFinish{Peer: old.peer, ID: ld.id, Code: Cancelled, Reason: "the decode engine loads it from another engine"})
 		}
-		m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from})
+		m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from, Part: ld.join != nil})
 		return
 	}
 	ld.state, ld.peer, ld.known = loadClaimed, old.peer, old.known
@@ -304,7 +332,7 @@ func (m *Machine) resolveLater(now time.Time, ld *load) {
 
 func (m *Machine) resolveAgain(ld *load) {
 	ld.state, ld.peer, ld.retryAt = loadResolving, "", time.Time{} // the old agent's last words do not count
-	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from, Fresh: true})
+	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from, Part: ld.join != nil, Fresh: true})
 }
 
 // Received takes the transport's outcome of an Expect.
@@ -414,7 +442,7 @@ func (m *Machine) fence(ld *load) {
 
 // reportLoad is the only way out of the map of loads.
 func (m *Machine) reportLoad(now time.Time, ld *load) {
-	delete(m.loads, ld.id)
+	m.dropLoad(ld)
 	if len(m.loads) == 0 {
 		clear(m.peers) // nobody may call Tick now, which drops them one by one
 	}
@@ -428,9 +456,10 @@ func (m *Machine) reportLoad(now time.Time, ld *load) {
 func (m *Machine) dropClaim(ld *load) {
 	if ld.claim {
 		ld.claim = false
-		m.claims--
 		if ld.join != nil {
 			m.claimEnded(ld.join)
+		} else {
+			m.claims--
 		}
 	}
 }

@@ -96,11 +96,15 @@ func sentinel(err error) string {
 	return ""
 }
 
-// open makes a machine; the layout has groups= groups of 100 blocks.
+// open makes a machine; the layout has groups= groups of 100 blocks, and in each
+// regions= regions.
 func (s *script) open(c *coretest.Command) *core.Machine {
 	var regions []core.Region
+	n := s.number(c, "regions", 1)
 	for g := range s.number(c, "groups", 1) {
-		regions = append(regions, core.Region{Name: "k", Group: uint32(g), Base: 1 << 20 * (1 + g), BlockStride: 1024, BlockBytes: 1024, NumBlocks: 100})
+		for i := range n {
+			regions = append(regions, core.Region{Name: strings.Repeat("k", 1+int(i)), Group: uint32(g), Base: 1 << 20 * (1 + n*g + i), BlockStride: 1024, BlockBytes: 1024, NumBlocks: 100})
+		}
 	}
 	l, err := core.NewLayout(regions)
 	if err != nil {
@@ -139,6 +143,8 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		err = m.Cancel(s.now, id, c.Value("why", ""))
 	case "resolved":
 		m.Resolved(s.now, id, s.number(c, "seq", 1), peer, s.instant(c, "opened"), s.code(c), c.Value("why", ""))
+	case "found":
+		m.ResolvedParts(s.now, id, s.number(c, "seq", 1), s.found(c))
 	case "expecting":
 		m.Expecting(s.now, id, []byte(c.Value("grant", "")), failure)
 	case "replied":
@@ -341,6 +347,27 @@ func (s *script) parts(c *coretest.Command) (parts []core.LoadPart) {
 	return parts
 }
 
+// found reads parts= with peers=, opened= and of=, which has a list of regions
+// for each.
+func (s *script) found(c *coretest.Command) (list []core.FoundPart) {
+	peers, opened, of := strings.Fields(c.Value("peers", "")), strings.Fields(c.Value("opened", "")), strings.Split(c.Value("of", ""), "|")
+	for i, p := range s.parts(c) {
+		f := core.FoundPart{From: p.From, Share: p.Share, Peer: core.AgentID(peers[i])}
+		if len(opened) > i {
+			d, err := time.ParseDuration(opened[i])
+			if err != nil {
+				s.t.Fatalf("%s: %v", c.Pos, err)
+			}
+			f.Opened = time.Unix(0, 0).Add(d)
+		}
+		if i < len(of) {
+			f.Regions = numbers(s, c, strings.Fields(of[i]))
+		}
+		list = append(list, f)
+	}
+	return list
+}
+
 func numbers(s *script, c *coretest.Command, words []string) (out []uint32) {
 	for _, w := range words {
 		out = append(out, uint32(s.parse(c, w)))
@@ -376,8 +403,11 @@ func describe(a core.Action) string {
 	switch v := a.(type) {
 	case core.Resolve:
 		fresh := ""
+		if v.Part {
+			fresh = " part"
+		}
 		if v.Fresh {
-			fresh = " fresh"
+			fresh += " fresh"
 		}
 		return fmt.Sprintf("resolve %s seq=%d from=%s%s%s", v.ID, v.Seq, v.From.Bootstrap, v.From.EngineID, fresh)
 	case core.Expect:
