@@ -58,7 +58,7 @@ type Machine struct {
 	loads  map[TransferID]*load
 	parts  int // of them, those that are parts
 	joins  map[TransferID]*join
-	claims int // of what the engine has named, those that are only claimed
+	claims int               // of what the engine has named, those that are only claimed
 	peers  map[AgentID]*peer // the P agents that loads wait for
 	offers map[TransferID]*offer
 	wholes map[TransferID]*whole

@@ -38,9 +38,9 @@ type partOf struct {
 type half struct {
 	id       core.TransferID
 	blocks   []core.BlockID
-	sources  []int // of each block: the number of the prefill rank that it is from
-	parts    int   // that have blocks
-	needsAll bool  // there are no others: each prefill rank is needed
+	sources  [][regions]int // of each block and region: the number of the prefill rank that it is from
+	parts    int            // that have blocks
+	needsAll bool           // there are no others: each prefill rank is needed
 	first    int
 	began    time.Duration
 	dropped  bool // this side has cancelled it
@@ -80,7 +80,10 @@ func (h *host) take(n int) []core.BlockID {
 
 func (h *host) own(blocks []core.BlockID, token uint64, holds func(i int) content) {
 	for i, b := range blocks {
-		h.mem[b] = block{token, holds(i)}
+		h.mem[b] = block{owner: token}
+		for r := range regions {
+			h.mem[b].holds[r] = holds(i)
+		}
 	}
 }
 
@@ -128,12 +131,10 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	token := w.token
 	r := core.LoadRequest{ID: id, Token: token}
 	h := &half{id: id, blocks: blocks, first: first, began: w.now, parts: 1}
-	parts, sources := dl.wanted(k, first, blocks)
-	h.sources = sources
 	text := ""
 	switch {
-	case !dl.plain():
-		r.Parts = parts
+	case w.byParts(dl):
+		r.Parts, h.sources = dl.wanted(k, first, blocks)
 		h.parts = 0
 		for _, p := range r.Parts {
 			if len(p.Blocks[0]) > 0 {
@@ -141,17 +142,32 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 			}
 		}
 		text = partsText(r.Parts)
+		h.needsAll = len(blocks) >= len(dl.ps)
 	default:
-		r.From = dl.ps[0].target
+		r.From = w.engine(dl)
 		if blocks != nil {
 			r.Blocks, r.First = [][]core.BlockID{blocks}, []uint32{uint32(first)}
 		}
 		text = fmt.Sprintf(" at=%s from=%s%s%s", r.From.Bootstrap, r.From.EngineID, optional("first", list(r.First)), groups(r.Blocks))
+		var sources [regions]int
+		h.parts = 0
+		for i, of := range w.regionsOf(dl, k) {
+			if len(of) > 0 {
+				h.parts++
+			}
+			for _, n := range of {
+				sources[n] = dl.ps[i].number
+			}
+		}
+		for range blocks {
+			h.sources = append(h.sources, sources)
+		}
+		h.needsAll = h.parts == len(dl.ps)
 	}
 	if blocks == nil {
 		w.faults["empty"]++
+		h.needsAll = false
 	}
-	h.needsAll = len(blocks) >= len(dl.ps)
 	w.acted(w.now)
 	defer func() {
 		if h := a.loads[token]; h != nil {
@@ -173,8 +189,9 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 func (a *agent) claim(dl *deal, k int) {
 	a.w.acted(a.w.now)
 	a.w.faults["claim"]++
-	r, text := core.ClaimRequest{ID: dl.id, From: dl.ps[0].target}, fmt.Sprintf(" at=%s from=%s", dl.ps[0].target.Bootstrap, dl.ps[0].target.EngineID)
-	if !dl.plain() {
+	from := a.w.engine(dl)
+	r, text := core.ClaimRequest{ID: dl.id, From: from}, fmt.Sprintf(" at=%s from=%s", from.Bootstrap, from.EngineID)
+	if a.w.byParts(dl) {
 		parts, _ := dl.wanted(k, 0, nil)
 		for i := range parts {
 			parts[i].First, parts[i].Blocks = nil, nil
@@ -272,8 +289,10 @@ func (a *agent) decode(h *half, token uint64) {
 // check says whether blocks hold what the request needs.
 func (a *agent) check(h *half, what string) {
 	for i, b := range h.blocks {
-		if holds, want := a.host.mem[b].holds, (content{h.id, h.first + i, h.sources[i]}); holds != want {
-			a.w.fault(h.id, "%s: %q %s, but block %d holds %v, want %v", a.id, h.id, what, b, holds, want)
+		for r, holds := range a.host.mem[b].holds {
+			if want := (content{h.id, h.first + i, h.sources[i][r]}); holds != want {
+				a.w.fault(h.id, "%s: %q %s, but region %d of block %d holds %v, want %v", a.id, h.id, what, r, b, holds, want)
+			}
 		}
 	}
 }

@@ -3,6 +3,8 @@ package sim
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -17,6 +19,7 @@ type node struct {
 	working  bool
 	peers    map[core.AgentID]*peer
 	byTarget map[core.Target]core.AgentID
+	byEngine map[core.Target][]core.FoundPart
 	looking  map[core.Target][]core.Resolve
 	lanes    map[core.AgentID]*lane
 	outbox   map[core.AgentID][]core.SendFinish // something is under way to each that is there
@@ -40,6 +43,7 @@ type lane struct {
 func (n *node) init() {
 	n.peers = map[core.AgentID]*peer{}
 	n.byTarget = map[core.Target]core.AgentID{}
+	n.byEngine = map[core.Target][]core.FoundPart{}
 	n.heard = map[core.AgentID]time.Duration{}
 	n.looking = map[core.Target][]core.Resolve{}
 	n.lanes = map[core.AgentID]*lane{}
@@ -129,18 +133,102 @@ func (a *agent) unmap(id core.AgentID) {
 			delete(a.byTarget, t)
 		}
 	}
+	maps.DeleteFunc(a.byEngine, func(_ core.Target, found []core.FoundPart) bool {
+		return slices.ContainsFunc(found, func(f core.FoundPart) bool { return f.Peer == id })
+	})
 }
 
 // resolve answers from memory or starts one look-up per target.
 func (a *agent) resolve(r core.Resolve) {
-	if id, known := a.byTarget[r.From]; known && !r.Fresh {
+	if id, known := a.byTarget[r.From]; known && r.Part && !r.Fresh {
 		a.resolved(r, id, core.OK, "")
 		return
 	}
-	a.looking[r.From] = append(a.looking[r.From], r)
-	if len(a.looking[r.From]) == 1 {
-		a.find(r.From, a.w.now+connectTimeout)
+	if found, known := a.byEngine[r.From]; known && !r.Fresh {
+		a.resolvedEngine(r, found)
+		return
 	}
+	a.looking[r.From] = append(a.looking[r.From], r)
+	switch {
+	case len(a.looking[r.From]) > 1:
+	case r.Part:
+		a.findOne(r.From)
+	default:
+		a.findAll(r.From)
+	}
+}
+
+func (a *agent) findOne(t core.Target) {
+	a.find(t, a.w.now+connectTimeout, func(id core.AgentID, code core.Code, why string) {
+		if code == core.OK {
+			a.byTarget[t] = id
+		}
+		for _, r := range a.looked(t) {
+			a.resolved(r, id, code, why)
+		}
+	})
+}
+
+// findAll looks up all ranks of an engine that this agent loads from.
+func (a *agent) findAll(t core.Target) {
+	dl := a.w.engines[t]
+	found := a.w.found(dl, slices.Index(dl.ds, a.host))
+	left := len(found)
+	var failed core.Code
+	var reason string
+	for i := range found {
+		f := &found[i]
+		a.find(f.From, a.w.now+connectTimeout, func(id core.AgentID, code core.Code, why string) {
+			if f.Peer = id; code == core.OK {
+				a.byTarget[f.From] = id
+			} else if failed == core.OK {
+				failed, reason = code, why
+			}
+			if left--; left > 0 {
+				return
+			}
+			if failed == core.OK {
+				a.byEngine[t] = found
+			}
+			for _, r := range a.looked(t) {
+				if failed != core.OK {
+					a.resolved(r, "", failed, reason)
+				} else {
+					a.resolvedEngine(r, found)
+				}
+			}
+		})
+	}
+}
+
+// looked takes those who wait for a look-up that has ended.
+func (a *agent) looked(t core.Target) []core.Resolve {
+	waiting := a.looking[t]
+	delete(a.looking, t)
+	return waiting
+}
+
+// resolvedEngine tells of an engine's ranks, of which there may be but one.
+func (a *agent) resolvedEngine(r core.Resolve, found []core.FoundPart) {
+	if len(found) == 1 && found[0].Share.Of == 1 {
+		a.resolved(r, found[0].Peer, core.OK, "")
+		return
+	}
+	a.w.faults["found-parts"]++
+	found = slices.Clone(found)
+	var parts, peers, opened, of []string
+	for i := range found {
+		f := &found[i]
+		age := a.peers[f.Peer].opened
+		f.Opened = time.Unix(0, 0).Add(age)
+		parts = append(parts, fmt.Sprintf("%s %s %d/%d@%d", f.From.Bootstrap, f.From.EngineID, f.Share.K, f.Share.Of, f.Share.Source))
+		peers, opened, of = append(peers, string(f.Peer)), append(opened, age.String()), append(of, list(f.Regions))
+	}
+	a.checkStale(r.ID, r.Seq, func() {
+		a.event(func(m *core.Machine, now time.Time) { m.ResolvedParts(now, r.ID, r.Seq, found) },
+			"found %s seq=%d parts=[%s] peers=[%s] opened=[%s] of=[%s]", r.ID, r.Seq,
+			strings.Join(parts, " | "), list(peers), list(opened), strings.Join(of, " | "))
+	})
 }
 
 func (a *agent) resolved(r core.Resolve, id core.AgentID, code core.Code, why string) {
@@ -162,18 +250,13 @@ func (a *agent) resolved(r core.Resolve, id core.AgentID, code core.Code, why st
 
 // find looks an agent up, says hello and opens the way to it. An entry of an
 // agent that is gone is waited out.
-func (a *agent) find(t core.Target, until time.Duration) {
+func (a *agent) find(t core.Target, until time.Duration, found func(id core.AgentID, code core.Code, why string)) {
 	var opened time.Duration
 	end := func(id core.AgentID, code core.Code, why string) {
 		if code == core.OK {
 			a.peers[id] = &peer{opened: opened}
-			a.byTarget[t] = id
 		}
-		waiting := a.looking[t]
-		delete(a.looking, t)
-		for _, r := range waiting {
-			a.resolved(r, id, code, why)
-		}
+		found(id, code, why)
 	}
 	a.after(2*a.w.delay(), func() {
 		id, there := a.w.registry[t]
@@ -202,7 +285,7 @@ func (a *agent) find(t core.Target, until time.Duration) {
 				a.connect(id, ticket)
 				end(id, core.OK, "")
 			case errors.Is(err, errAbsent) && a.w.now < until:
-				a.after(100*time.Millisecond, func() { a.find(t, until) })
+				a.after(100*time.Millisecond, func() { a.find(t, until, found) })
 			default:
 				end("", core.Unreachable, "hello: "+err.Error())
 			}
@@ -303,14 +386,14 @@ func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code,
 		return core.SayHello, "say hello first"
 	}
 	a.heard[from] = a.now()
-	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Lease: v.Lease}
+	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Regions: v.Regions, Lease: v.Lease}
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		code, why = m.LoadArrived(now, lm)
 		if why != "" {
 			return "answer " + code.String() + " " + why, nil
 		}
 		return "answer " + code.String(), nil
-	}, "loaded %s peer=%s grant=%s first=[%s]%s lease=%v", v.ID, from, v.Grant, list(v.First), groups(v.Blocks), v.Lease)
+	}, "loaded %s peer=%s grant=%s first=[%s]%s%s lease=%v", v.ID, from, v.Grant, list(v.First), groups(v.Blocks), optional("of", list(v.Regions)), v.Lease)
 	return code, why
 }
 

@@ -186,7 +186,7 @@ func (w *world) decodes(dl *deal, k int, at, hold time.Duration) {
 			if w.plan.kind || w.chance(0.7) {
 				a.claim(dl, k)
 				for _, p := range dl.ps {
-					a.expectClaim(id, dl.part(k, p), p)
+					a.expectClaim(dl, k, p)
 				}
 				if !w.plan.kind && w.chance(0.02) {
 					w.faults["claim-left"]++
