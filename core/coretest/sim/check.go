@@ -389,3 +389,22 @@ func (a *agent) checkStale(id core.TransferID, seq uint64, feed func()) {
 		a.w.fault(id, "%s: an answer to load %d of %q, which load %d has replaced, counts", a.id, seq, id, a.asked[id])
 	}
 }
+
+// checkTold: of what was aborted while its engine was looked up, each rank is told.
+func (a *agent) checkTold(r core.Resolve, found []core.FoundPart) (after func()) {
+	if !a.dropped[r.ID] || a.asked[r.ID] != r.Seq || a.m.StateOf(core.SideLoad, r.ID) != "resolving" {
+		return func() {}
+	}
+	n := len(a.queue)
+	return func() {
+		a.w.faults["abort-found"]++
+		for _, f := range found {
+			if !slices.ContainsFunc(a.queue[n:], func(act core.Action) bool {
+				v, ok := act.(core.SendFinish)
+				return ok && v.ID == f.Share.Part(r.ID) && v.Peer == f.Peer
+			}) {
+				a.w.fault(r.ID, "%s: %s is not told that %q was cancelled before it was found", a.id, f.Peer, r.ID)
+			}
+		}
+	}
+}

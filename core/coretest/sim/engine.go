@@ -26,6 +26,7 @@ type engine struct {
 	given    map[core.TransferID]bool         // P has said that it has given this claim up
 	claims   map[core.TransferID]core.AgentID // P has answered this claim
 	aborted  map[core.TransferID]bool
+	dropped  map[core.TransferID]bool // cancelled, and neither claimed nor loaded since
 	waiting  []*want // for blocks, in order
 }
 
@@ -61,7 +62,7 @@ func (e *engine) init() {
 	e.towards = map[partOf]core.AgentID{}
 	e.promises, e.aborted = map[partOf]core.AgentID{}, map[core.TransferID]bool{}
 	e.complete, e.given = map[uint64]int{}, map[core.TransferID]bool{}
-	e.claims = map[core.TransferID]core.AgentID{}
+	e.claims, e.dropped = map[core.TransferID]core.AgentID{}, map[core.TransferID]bool{}
 }
 
 // take finds free blocks for the engine, or nil if there are not enough.
@@ -177,6 +178,7 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		err := m.Load(now, r)
 		if err == nil {
+			delete(a.dropped, id)
 			a.loads[token] = h
 			a.loading[id] = token
 			a.host.own(blocks, token, func(int) content { return content{} })
@@ -199,6 +201,7 @@ func (a *agent) claim(dl *deal, k int) {
 		}
 		r.From, text = core.Target{}, partsText(parts)
 	}
+	delete(a.dropped, dl.id)
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Claim(now, r) }, "claim %s%s", dl.id, text)
 }
 
@@ -229,6 +232,7 @@ func (a *agent) announce(id core.TransferID) error {
 func (a *agent) cancel(id core.TransferID) {
 	a.w.acted(a.w.now)
 	a.expectAbort(id)
+	a.dropped[id] = true
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Cancel(now, id, "") }, "cancel %s", id)
 }
 
