@@ -27,7 +27,7 @@ type engine struct {
 	claims   map[core.TransferID]core.AgentID // P has answered this claim
 	aborted  map[core.TransferID]bool
 	dropped  map[core.TransferID]bool // cancelled, and neither claimed nor loaded since
-	waiting  []*want // for blocks, in order
+	waiting  []*want                  // for blocks, in order
 }
 
 // partOf is a load, or a part of it.
