@@ -1,7 +1,6 @@
 package core
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -74,19 +73,6 @@ func checkWireID(id TransferID) error {
 		return nil
 	}
 	return checkID(id)
-}
-
-// checkRegions says what is wrong with a list of regions: nil means all.
-func (l *Layout) checkRegions(regions []uint32) error {
-	if regions != nil && len(regions) == 0 {
-		return errors.New("no region: leave the list out for all")
-	}
-	for i, r := range regions {
-		if int(r) >= len(l.Regions) || i > 0 && r <= regions[i-1] {
-			return fmt.Errorf("region %d at position %d: want growing numbers below %d", r, i, len(l.Regions))
-		}
-	}
-	return nil
 }
 
 // joined is what the parts of one half have come to so far.
@@ -204,7 +190,7 @@ func (m *Machine) loadParts(now time.Time, r LoadRequest) error {
 		m.endLoad(now, ld, Cancelled, otherEngine, true)
 	}
 	for i, p := range r.Parts {
-		m.addLoad(now, &load{id: parts[i], from: p.From, first: p.First, blocks: p.Blocks, regions: p.Regions, join: j})
+		m.addLoad(now, &load{id: parts[i], from: p.From, first: p.First, blocks: p.Blocks, tokens: r.Tokens, regions: p.Regions, join: j})
 	}
 	if j.adding = false; j.code != OK {
 		m.endParts(now, j, Cancelled, j.reason)
@@ -223,9 +209,9 @@ func duplicateLoad(id TransferID) error {
 func (m *Machine) checkPartsBlocks(r *LoadRequest) error {
 	for i := range r.Parts {
 		p := &r.Parts[i]
-		err := m.checkBlocks(p.First, p.Blocks)
+		err := m.checkBlocks(p.First, p.Blocks, r.Tokens)
 		if err == nil {
-			err = m.layout.checkRegions(p.Regions)
+			err = checkRegions(p.Regions, len(m.layout.Regions))
 		}
 		for g := range p.Blocks {
 			if err == nil && len(p.Blocks[g]) > 0 && !m.layout.has(p.Regions, uint32(g)) {
@@ -383,7 +369,7 @@ func (m *Machine) wholeOf(now time.Time, part TransferID) (Code, string) {
 		w.parts = append(w.parts, of.id)
 		w.left++
 		if base != nil {
-			of.state, of.token, of.blocks, of.offered, of.deadline = base.state, base.token, base.blocks, base.offered, base.deadline
+			of.state, of.token, of.first, of.blocks, of.offered, of.deadline = base.state, base.token, base.first, base.blocks, base.offered, base.deadline
 		} else {
 			m.early++
 		}
