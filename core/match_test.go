@@ -420,6 +420,24 @@ func TestMatchPieces(t *testing.T) {
 	}
 }
 
+// TestMatchWanted: what is asked for by name must be there.
+func TestMatchWanted(t *testing.T) {
+	p := mustLayout(t, region("a", 0, 1<<20, 64, 64, 4), region("c", 0, 2<<20, 64, 64, 4))
+	d := mustLayout(t, region("a", 0, 1<<20, 64, 64, 4), region("b", 0, 2<<20, 64, 64, 4), region("c", 0, 3<<20, 64, 64, 4))
+	m, err := NewMatch(p.Shapes(), d.Shapes())
+	if err != nil {
+		t.Fatal(err)
+	}
+	blocks := [][]BlockID{{1}}
+	for _, regions := range [][]uint32{{1}, {0, 1}, {1, 2}, {0, 1, 2}} {
+		_, err := m.Segments(regions, blocks, nil, nil)
+		checkError(t, err, []string{"region 1 of the decode engine"})
+		_, err = m.Pairs(regions, blocks, nil, blocks, nil, nil)
+		checkError(t, err, []string{"region 1 of the decode engine"})
+	}
+	checkMatch(t, m, p.Shapes(), d.Shapes(), []uint32{0, 2}, blocks, nil, blocks, nil, nil)
+}
+
 func TestNewMatchRefuses(t *testing.T) {
 	base := func() []Shape {
 		return mustLayout(t, shaped(region("k", 0, 1<<20, 1024, 1024, 4), "NHD", 16, 0, 4, 8), region("s", 1, 2<<20, 128, 32, 9)).Shapes()

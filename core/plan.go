@@ -205,8 +205,15 @@ func (m *Match) bound(regions []uint32, blocks [][]BlockID, first, tokens []uint
 		return 0, fmt.Errorf("plan: %w", err)
 	}
 	var total, cut uint64
-	for k := range m.among(regions, len(blocks)) {
+	found := 0
+	for k := range m.among(regions, MaxGroups) {
 		g := int(k.group)
+		if found < len(regions) && regions[found] == k.Dst {
+			found++
+		}
+		if g >= len(blocks) {
+			continue
+		}
 		from, to := m.ratios[g].span(at(first, g), len(blocks[g]), at(tokens, g))
 		units := to - from
 		if k.whole != 0 {
@@ -219,6 +226,9 @@ func (m *Match) bound(regions []uint32, blocks [][]BlockID, first, tokens []uint
 				MaxPieces, runs, m.ratios[g].unit, g)
 		}
 		cut += units * runs
+	}
+	if found < len(regions) {
+		return 0, fmt.Errorf("region %d of the decode engine is wanted, of which the prefill engine has nothing", regions[found])
 	}
 	total += cut
 	return int(total), nil
