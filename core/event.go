@@ -51,9 +51,10 @@ type Target struct {
 }
 
 // OfferRequest is the engine's word that blocks hold a transfer. Blocks has one
-// list per KV cache group, in the prompt's order from its first block.
+// list per KV cache group, in the prompt's order.
 type OfferRequest struct {
 	ID     TransferID
+	First  []uint32 // per group: position in the prompt of the first block; those before it are not there; nil = 0
 	Blocks [][]BlockID
 	Token  uint64 // given back in the Report
 }
@@ -81,6 +82,10 @@ type LoadRequest struct {
 	From   Target
 	First  []uint32    // per group: position in the prompt of the first block; nil = 0
 	Blocks [][]BlockID // per group; all empty = only tell P that nothing is needed
+	// Tokens of the prompt, per group, from its start: what lies in the blocks
+	// behind them is not copied. nil, 0, and any of a group of opaque blocks: all
+	// that the blocks have room for.
+	Tokens []uint32
 	Token  uint64
 	Parts  []LoadPart // in place of From, First and Blocks
 }
@@ -92,8 +97,8 @@ type LoadPart struct {
 	Share  Share
 	First  []uint32
 	Blocks [][]BlockID
-	// Regions that are loaded from it, in growing order; nil is all. When heads are
-	// cut, each gets the range of a block's bytes that is taken.
+	// Regions that are loaded from it, in growing order; nil is all that both have.
+	// Of each come the heads that the P agent holds.
 	Regions []uint32
 }
 
@@ -151,8 +156,10 @@ type LoadMessage struct {
 	Grant   []byte
 	First   []uint32
 	Blocks  [][]BlockID
-	Regions []uint32 // nil: all
+	Tokens  []uint32
+	Regions []uint32 // of D; nil: all that both have
 	Lease   time.Duration
+	Match   *Match // of this agent's caches with D's; nil: they are alike
 }
 
 // Action is what a Machine wants done. The concrete types follow.
@@ -174,7 +181,9 @@ type (
 	Expect struct {
 		ID      TransferID
 		Peer    AgentID
+		First   []uint32
 		Blocks  [][]BlockID
+		Tokens  []uint32
 		Regions []uint32
 	}
 	// SendLoad: send the load to P, again if no answer comes, for less than
@@ -186,6 +195,7 @@ type (
 		Grant   []byte
 		First   []uint32
 		Blocks  [][]BlockID
+		Tokens  []uint32
 		Regions []uint32
 		Lease   time.Duration
 	}
@@ -214,14 +224,19 @@ type (
 	}
 	// Revoke: fence a load's blocks; answer with Revoked.
 	Revoke struct{ ID TransferID }
-	// Write: send blocks; the transport answers with Written.
+	// Write: send blocks; the transport answers with Written. Src are those that
+	// hold the load's, which Dst and the rest says as it came.
 	Write struct {
-		ID      TransferID
-		Peer    AgentID
-		Grant   []byte
-		Src     [][]BlockID
-		Dst     [][]BlockID
-		Regions []uint32
+		ID       TransferID
+		Peer     AgentID
+		Grant    []byte
+		SrcFirst []uint32
+		Src      [][]BlockID
+		DstFirst []uint32
+		Dst      [][]BlockID
+		Tokens   []uint32
+		Regions  []uint32
+		Match    *Match
 	}
 	// StopWrite: end a Write early; its Written still comes.
 	StopWrite struct{ ID TransferID }

@@ -69,6 +69,7 @@ type user struct {
 	in     []byte
 	m      *core.Machine
 	layout *core.Layout
+	match  *core.Match // with itself
 	now    time.Time
 	ledger *ledger
 	token  uint64
@@ -89,7 +90,11 @@ func newUser(t *testing.T, in []byte) *user {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &user{t: t, in: in, layout: l, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{},
+	match, err := core.NewMatch(l.Shapes(), l.Shapes())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &user{t: t, in: in, layout: l, match: match, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{},
 		m: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Claim: time.Minute})}
 }
 
@@ -353,7 +358,10 @@ func (u *user) checkWrite(w core.Write) {
 			}
 		}
 	}
-	pairs, err := u.layout.PlanOf(w.Regions, w.Src, u.layout.Shapes(), w.Dst)
+	if w.Match == nil {
+		w.Match = u.match
+	}
+	pairs, err := w.Match.Pairs(w.Regions, w.Src, w.SrcFirst, w.Dst, w.DstFirst, w.Tokens)
 	if err != nil {
 		u.t.Errorf("no plan for %+v: %v", w, err)
 	}

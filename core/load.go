@@ -29,6 +29,7 @@ type load struct {
 	from    Target
 	first   []uint32
 	blocks  [][]BlockID
+	tokens  []uint32
 	regions []uint32 // that it is of; nil: all
 	join    *join    // whose part it is, or nil
 	peer    AgentID
@@ -129,7 +130,7 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if err := m.checkLoad(r.ID, r.From); err != nil {
 		return err
 	}
-	if err := m.checkBlocks(r.First, r.Blocks); err != nil {
+	if err := m.checkBlocks(r.First, r.Blocks, r.Tokens); err != nil {
 		return fmt.Errorf("%w: load %q: %w", ErrInvalid, string(r.ID), err)
 	}
 	old, j := m.loads[r.ID], m.joins[r.ID]
@@ -152,11 +153,11 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if j != nil {
 		m.endParts(now, j, Cancelled, otherEngine)
 	}
-	m.addLoad(now, &load{id: r.ID, token: r.Token, from: r.From, first: r.First, blocks: r.Blocks})
+	m.addLoad(now, &load{id: r.ID, token: r.Token, from: r.From, first: r.First, blocks: r.Blocks, tokens: r.Tokens})
 	return nil
 }
 
-func (m *Machine) checkBlocks(first []uint32, blocks [][]BlockID) error {
+func (m *Machine) checkBlocks(first []uint32, blocks [][]BlockID, tokens []uint32) error {
 	err := m.layout.CheckBlocks(blocks)
 	if err == nil {
 		err = m.layout.CheckUnique(blocks)
@@ -164,7 +165,19 @@ func (m *Machine) checkBlocks(first []uint32, blocks [][]BlockID) error {
 	if err == nil && first != nil && len(first) != len(blocks) {
 		err = fmt.Errorf("first blocks of %d groups, block ids of %d", len(first), len(blocks))
 	}
-	return err
+	if err == nil && tokens != nil && len(tokens) != len(blocks) {
+		err = fmt.Errorf("tokens of %d groups, block ids of %d", len(tokens), len(blocks))
+	}
+	if err != nil {
+		return err
+	}
+	for g, n := range tokens {
+		// Whatever P's blocks are like, there is then something to copy.
+		if begin := uint64(at(first, g)) * uint64(m.layout.Groups[g].Tokens); n != 0 && len(blocks[g]) > 0 && begin >= uint64(n) {
+			return fmt.Errorf("the prompt has %d tokens in group %d, but the first block is that of token %d", n, g, begin)
+		}
+	}
+	return nil
 }
 
 // addLoad begins a load, in place of the claim that there may be.
@@ -211,7 +224,7 @@ func (m *Machine) proceed(now time.Time, ld *load) {
 	default:
 		m.watch(now, ld.peer)
 		ld.state, ld.begun = loadExpecting, now
-		m.act(Expect{ID: ld.id, Peer: ld.peer, Blocks: ld.blocks, Regions: ld.regions})
+		m.act(Expect{ID: ld.id, Peer: ld.peer, First: ld.first, Blocks: ld.blocks, Tokens: ld.tokens, Regions: ld.regions})
 	}
 }
 
@@ -282,7 +295,7 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 		return
 	}
 	ld.state = loadRequesting
-	m.act(SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, First: ld.first, Blocks: ld.blocks, Regions: ld.regions, Lease: m.opt.Lease})
+	m.act(SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, First: ld.first, Blocks: ld.blocks, Tokens: ld.tokens, Regions: ld.regions, Lease: m.opt.Lease})
 }
 
 // LoadReplied answers SendLoad. absent says that nobody listens at the peer's

@@ -1,7 +1,6 @@
 package core
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -74,19 +73,6 @@ func checkWireID(id TransferID) error {
 		return nil
 	}
 	return checkID(id)
-}
-
-// checkRegions says what is wrong with a list of regions: nil means all.
-func (l *Layout) checkRegions(regions []uint32) error {
-	if regions != nil && len(regions) == 0 {
-		return errors.New("no region: leave the list out for all")
-	}
-	for i, r := range regions {
-		if int(r) >= len(l.Regions) || i > 0 && r <= regions[i-1] {
-			return fmt.Errorf("region %d at position %d: want growing numbers below %d", r, i, len(l.Regions))
-		}
-	}
-	return nil
 }
 
 // joined is what the parts of one half have come to so far.
@@ -189,12 +175,12 @@ func (m *Machine) loadParts(now time.Time, r LoadRequest) error {
 		return m.overload("loads")
 	}
 	m.count.Loaded++
-	m.beginParts(now, &join{id: r.ID, parts: parts, token: r.Token, blocks: blocks}, r.Parts)
+	m.beginParts(now, &join{id: r.ID, parts: parts, token: r.Token, blocks: blocks}, r.Parts, r.Tokens)
 	return nil
 }
 
 // beginParts begins the parts of a load, in place of the claim that there may be.
-func (m *Machine) beginParts(now time.Time, j *join, from []LoadPart) {
+func (m *Machine) beginParts(now time.Time, j *join, from []LoadPart, tokens []uint32) {
 	old := m.joins[j.id]
 	j.started, j.adding, j.left = now, true, len(j.parts)
 	m.joins[j.id] = j
@@ -212,7 +198,7 @@ func (m *Machine) beginParts(now time.Time, j *join, from []LoadPart) {
 		m.reportLoad(now, ld)
 	}
 	for i, p := range from {
-		m.addLoad(now, &load{id: j.parts[i], from: p.From, first: p.First, blocks: p.Blocks, regions: p.Regions, join: j})
+		m.addLoad(now, &load{id: j.parts[i], from: p.From, first: p.First, blocks: p.Blocks, tokens: tokens, regions: p.Regions, join: j})
 	}
 	m.partsBegun(now, j)
 }
@@ -235,9 +221,9 @@ func duplicateLoad(id TransferID) error {
 func (m *Machine) checkPartsBlocks(r *LoadRequest) error {
 	for i := range r.Parts {
 		p := &r.Parts[i]
-		err := m.checkBlocks(p.First, p.Blocks)
+		err := m.checkBlocks(p.First, p.Blocks, r.Tokens)
 		if err == nil {
-			err = m.layout.checkRegions(p.Regions)
+			err = checkRegions(p.Regions, len(m.layout.Regions))
 		}
 		for g := range p.Blocks {
 			if err == nil && len(p.Blocks[g]) > 0 && !m.layout.has(p.Regions, uint32(g)) {
@@ -396,7 +382,7 @@ func (m *Machine) wholeOf(now time.Time, part TransferID) (Code, string) {
 		w.parts = append(w.parts, of.id)
 		w.left++
 		if base != nil {
-			of.state, of.token, of.blocks, of.offered, of.deadline = base.state, base.token, base.blocks, base.offered, base.deadline
+			of.state, of.token, of.first, of.blocks, of.offered, of.deadline = base.state, base.token, base.first, base.blocks, base.offered, base.deadline
 		} else {
 			m.early++
 		}

@@ -199,9 +199,7 @@ func (a *Agent) describe(l *core.Layout, t *transports) *wire.Agent {
 		Model: a.cfg.Model, DType: a.cfg.DType, BlockTokens: a.cfg.BlockTokens,
 		Endpoints: t.endpoints(), Lacks: t.lacks,
 	}
-	for _, s := range l.Shapes() {
-		d.Shapes = append(d.Shapes, wire.Shape(s))
-	}
+	describeShapes(d, l.Shapes())
 	return d
 }
 

@@ -24,7 +24,8 @@ const maxPeers = 4096
 type peer struct {
 	id     core.AgentID
 	via    core.Via
-	shapes []core.Shape
+	in     *core.Match   // of its caches with ours, for loads from it; nil: we have not looked it up
+	out    *core.Match   // of ours with its, for loads of ours; nil: it has not said hello
 	opened time.Time     // it was not open before this; zero: unknown
 	gone   bool          // nobody listens there, or nobody answers; guarded by the table
 	heard  time.Time     // when it answered a load last
@@ -65,6 +66,12 @@ func (t *peerTable) add(p *peer, transport *transports) {
 	var oldest core.AgentID
 	t.mu.Lock()
 	if old := t.byID[p.id]; old != nil {
+		if p.in == nil { // an agent's caches do not change
+			p.in = old.in
+		}
+		if p.out == nil {
+			p.out = old.out
+		}
 		t.order.Remove(old.place)
 	} else if t.order.Len() >= maxPeers {
 		first := t.order.Front().Value.(*peer)
@@ -255,7 +262,8 @@ func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := compatible(a.self, a.layout, info); err != nil {
+	match, err := compatible(info, a.self)
+	if err != nil {
 		return nil, &refusedError{fmt.Sprintf("decode engine %q refuses prefill engine %q: %v", a.cfg.EngineID, info.EngineID, err)}
 	}
 	id := core.AgentID(info.ID)
@@ -278,7 +286,7 @@ func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &peer{id: id, via: via, shapes: shapes(info), opened: openedAt(asked, rep.AgeMS)}
+	p := &peer{id: id, via: via, in: match, opened: openedAt(asked, rep.AgeMS)}
 	if err := a.peers.connect(p, a.transport, func() error { return a.transport.connect(id, info.EngineID, roads, absent, rep) }); err != nil {
 		return nil, err
 	}

@@ -9,7 +9,7 @@ package wire
 //msgp:limit arrays:65536 maps:16
 
 // Version is compared at Hello; agents of unequal versions refuse each other.
-const Version = 2
+const Version = 3
 
 // MaxMessage is the longest encoded message that is read, in bytes.
 const MaxMessage = 8 << 20
@@ -74,6 +74,7 @@ type Agent struct {
 	BlockTokens int        `msg:"bt"`
 	Endpoints   []Endpoint `msg:"ep,limit=16"`
 	Shapes      []Shape    `msg:"s,limit=65536"`
+	Geometry    []Geometry `msg:"g,omitempty,limit=65536"` // of each of Shapes; none: all are opaque
 	Lacks       []Lack     `msg:"lk,omitempty,limit=16"`
 }
 
@@ -90,7 +91,7 @@ type Lack struct {
 	Reason    string `msg:"r,limit=512"`
 }
 
-// Shape is core.Shape.
+// Shape is core.Shape, but for what an agent of version 2 does not know.
 //
 //msgp:tuple Shape
 type Shape struct {
@@ -101,13 +102,23 @@ type Shape struct {
 	Group       uint32
 }
 
+// Geometry is what core.Shape says of a block's inside. It is apart from Shape so that
+// an older agent reads all but it, and can say that the versions differ.
+//
+//msgp:tuple Geometry
+type Geometry struct {
+	Tokens, Heads, FirstHead, TotalHeads uint32
+	TokenStride, HeadStride              uint64
+}
+
 // Load asks P to write a transfer into D's blocks.
 type Load struct {
 	TransferID string   `msg:"t,limit=144"` // of a part: core.Share.Part
 	Transport  string   `msg:"tr,limit=16"`
 	Grant      []byte   `msg:"g,limit=4096"`
 	Groups     []Blocks `msg:"b,limit=16"`
-	Regions    []uint32 `msg:"rg,omitempty,limit=65536"` // of a part: those that it is of; none means all
+	Tokens     []uint32 `msg:"tk,omitempty,limit=16"`    // of the prompt, per group; none: all that the blocks have room for
+	Regions    []uint32 `msg:"rg,omitempty,limit=65536"` // of a part: D's regions that it is of; none means all
 	LeaseMS    int64    `msg:"ls"`
 }
 

@@ -16,8 +16,8 @@ const (
 func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(15)
-	var zb0001Mask uint16 /* 15 bits */
+	zb0001Len := uint32(16)
+	var zb0001Mask uint16 /* 16 bits */
 	_ = zb0001Mask
 	if z.TPSize == 0 {
 		zb0001Len--
@@ -31,12 +31,16 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 		zb0001Len--
 		zb0001Mask |= 0x100
 	}
-	if z.Lacks == nil {
+	if z.Geometry == nil {
 		zb0001Len--
 		zb0001Mask |= 0x4000
 	}
+	if z.Lacks == nil {
+		zb0001Len--
+		zb0001Mask |= 0x8000
+	}
 	// variable map header, size zb0001Len
-	o = append(o, 0x80|uint8(zb0001Len))
+	o = msgp.AppendMapHeader(o, zb0001Len)
 
 	// skip if no fields are to be emitted
 	if zb0001Len != 0 {
@@ -105,17 +109,29 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 			}
 		}
 		if (zb0001Mask & 0x4000) == 0 { // if not omitted
+			// string "g"
+			o = append(o, 0xa1, 0x67)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Geometry)))
+			for za0003 := range z.Geometry {
+				o, err = z.Geometry[za0003].MarshalMsg(o)
+				if err != nil {
+					err = msgp.WrapError(err, "Geometry", za0003)
+					return
+				}
+			}
+		}
+		if (zb0001Mask & 0x8000) == 0 { // if not omitted
 			// string "lk"
 			o = append(o, 0xa2, 0x6c, 0x6b)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Lacks)))
-			for za0003 := range z.Lacks {
+			for za0004 := range z.Lacks {
 				// map header, size 2
 				// string "t"
 				o = append(o, 0x82, 0xa1, 0x74)
-				o = msgp.AppendString(o, z.Lacks[za0003].Transport)
+				o = msgp.AppendString(o, z.Lacks[za0004].Transport)
 				// string "r"
 				o = append(o, 0xa1, 0x72)
-				o = msgp.AppendString(o, z.Lacks[za0003].Reason)
+				o = msgp.AppendString(o, z.Lacks[za0004].Reason)
 			}
 		}
 	}
@@ -295,57 +311,80 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					return
 				}
 			}
-		case "lk":
+		case "g":
 			var zb0005 uint32
 			zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Geometry")
+				return
+			}
+			if zb0005 > 65536 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Geometry) >= int(zb0005) {
+				z.Geometry = (z.Geometry)[:zb0005]
+			} else {
+				z.Geometry = make([]Geometry, zb0005)
+			}
+			for za0003 := range z.Geometry {
+				bts, err = z.Geometry[za0003].UnmarshalMsg(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Geometry", za0003)
+					return
+				}
+			}
+		case "lk":
+			var zb0006 uint32
+			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Lacks")
 				return
 			}
-			if zb0005 > 16 {
+			if zb0006 > 16 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Lacks) >= int(zb0005) {
-				z.Lacks = (z.Lacks)[:zb0005]
+			if cap(z.Lacks) >= int(zb0006) {
+				z.Lacks = (z.Lacks)[:zb0006]
 			} else {
-				z.Lacks = make([]Lack, zb0005)
+				z.Lacks = make([]Lack, zb0006)
 			}
-			for za0003 := range z.Lacks {
-				var zb0006 uint32
-				zb0006, bts, err = msgp.ReadMapHeaderBytes(bts)
+			for za0004 := range z.Lacks {
+				var zb0007 uint32
+				zb0007, bts, err = msgp.ReadMapHeaderBytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Lacks", za0003)
+					err = msgp.WrapError(err, "Lacks", za0004)
 					return
 				}
-				if zb0006 > 16 {
+				if zb0007 > 16 {
 					err = msgp.ErrLimitExceeded
 					return
 				}
-				for zb0006 > 0 {
-					zb0006--
+				for zb0007 > 0 {
+					zb0007--
 					field, bts, err = msgp.ReadMapKeyZC(bts)
 					if err != nil {
-						err = msgp.WrapError(err, "Lacks", za0003)
+						err = msgp.WrapError(err, "Lacks", za0004)
 						return
 					}
 					switch msgp.UnsafeString(field) {
 					case "t":
-						z.Lacks[za0003].Transport, bts, err = msgp.ReadStringBytes(bts)
+						z.Lacks[za0004].Transport, bts, err = msgp.ReadStringBytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lacks", za0003, "Transport")
+							err = msgp.WrapError(err, "Lacks", za0004, "Transport")
 							return
 						}
 					case "r":
-						z.Lacks[za0003].Reason, bts, err = msgp.ReadStringBytes(bts)
+						z.Lacks[za0004].Reason, bts, err = msgp.ReadStringBytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lacks", za0003, "Reason")
+							err = msgp.WrapError(err, "Lacks", za0004, "Reason")
 							return
 						}
 					default:
 						bts, err = msgp.Skip(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lacks", za0003)
+							err = msgp.WrapError(err, "Lacks", za0004)
 							return
 						}
 					}
@@ -365,7 +404,7 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Agent) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 3 + msgp.StringPrefixSize + len(z.ID) + 2 + msgp.StringPrefixSize + len(z.EngineID) + 3 + msgp.IntSize + 3 + msgp.IntSize + 3 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.StringPrefixSize + len(z.Model) + 3 + msgp.StringPrefixSize + len(z.DType) + 3 + msgp.IntSize + 3 + msgp.ArrayHeaderSize
+	s = 3 + 2 + msgp.IntSize + 3 + msgp.StringPrefixSize + len(z.ID) + 2 + msgp.StringPrefixSize + len(z.EngineID) + 3 + msgp.IntSize + 3 + msgp.IntSize + 3 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.StringPrefixSize + len(z.Model) + 3 + msgp.StringPrefixSize + len(z.DType) + 3 + msgp.IntSize + 3 + msgp.ArrayHeaderSize
 	for za0001 := range z.Endpoints {
 		s += 1 + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Transport) + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Address)
 	}
@@ -373,9 +412,13 @@ func (z *Agent) Msgsize() (s int) {
 	for za0002 := range z.Shapes {
 		s += z.Shapes[za0002].Msgsize()
 	}
+	s += 2 + msgp.ArrayHeaderSize
+	for za0003 := range z.Geometry {
+		s += z.Geometry[za0003].Msgsize()
+	}
 	s += 3 + msgp.ArrayHeaderSize
-	for za0003 := range z.Lacks {
-		s += 1 + 2 + msgp.StringPrefixSize + len(z.Lacks[za0003].Transport) + 2 + msgp.StringPrefixSize + len(z.Lacks[za0003].Reason)
+	for za0004 := range z.Lacks {
+		s += 1 + 2 + msgp.StringPrefixSize + len(z.Lacks[za0004].Transport) + 2 + msgp.StringPrefixSize + len(z.Lacks[za0004].Reason)
 	}
 	return
 }
@@ -630,6 +673,72 @@ func (z Finish) Msgsize() (s int) {
 }
 
 // MarshalMsg implements msgp.Marshaler
+func (z *Geometry) MarshalMsg(b []byte) (o []byte, err error) {
+	o = msgp.Require(b, z.Msgsize())
+	// array header, size 6
+	o = append(o, 0x96)
+	o = msgp.AppendUint32(o, z.Tokens)
+	o = msgp.AppendUint32(o, z.Heads)
+	o = msgp.AppendUint32(o, z.FirstHead)
+	o = msgp.AppendUint32(o, z.TotalHeads)
+	o = msgp.AppendUint64(o, z.TokenStride)
+	o = msgp.AppendUint64(o, z.HeadStride)
+	return
+}
+
+// UnmarshalMsg implements msgp.Unmarshaler
+func (z *Geometry) UnmarshalMsg(bts []byte) (o []byte, err error) {
+	var zb0001 uint32
+	zb0001, bts, err = msgp.ReadArrayHeaderBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err)
+		return
+	}
+	if zb0001 != 6 {
+		err = msgp.ArrayError{Wanted: 6, Got: zb0001}
+		return
+	}
+	z.Tokens, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Tokens")
+		return
+	}
+	z.Heads, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Heads")
+		return
+	}
+	z.FirstHead, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "FirstHead")
+		return
+	}
+	z.TotalHeads, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "TotalHeads")
+		return
+	}
+	z.TokenStride, bts, err = msgp.ReadUint64Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "TokenStride")
+		return
+	}
+	z.HeadStride, bts, err = msgp.ReadUint64Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "HeadStride")
+		return
+	}
+	o = bts
+	return
+}
+
+// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
+func (z *Geometry) Msgsize() (s int) {
+	s = 1 + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint64Size + msgp.Uint64Size
+	return
+}
+
+// MarshalMsg implements msgp.Marshaler
 func (z *Join) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
@@ -855,12 +964,16 @@ func (z Lack) Msgsize() (s int) {
 func (z *Load) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(6)
-	var zb0001Mask uint8 /* 6 bits */
+	zb0001Len := uint32(7)
+	var zb0001Mask uint8 /* 7 bits */
 	_ = zb0001Mask
-	if z.Regions == nil {
+	if z.Tokens == nil {
 		zb0001Len--
 		zb0001Mask |= 0x10
+	}
+	if z.Regions == nil {
+		zb0001Len--
+		zb0001Mask |= 0x20
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -889,11 +1002,19 @@ func (z *Load) MarshalMsg(b []byte) (o []byte, err error) {
 			}
 		}
 		if (zb0001Mask & 0x10) == 0 { // if not omitted
+			// string "tk"
+			o = append(o, 0xa2, 0x74, 0x6b)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Tokens)))
+			for za0003 := range z.Tokens {
+				o = msgp.AppendUint32(o, z.Tokens[za0003])
+			}
+		}
+		if (zb0001Mask & 0x20) == 0 { // if not omitted
 			// string "rg"
 			o = append(o, 0xa2, 0x72, 0x67)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Regions)))
-			for za0003 := range z.Regions {
-				o = msgp.AppendUint32(o, z.Regions[za0003])
+			for za0004 := range z.Regions {
+				o = msgp.AppendUint32(o, z.Regions[za0004])
 			}
 		}
 		// string "ls"
@@ -1014,26 +1135,49 @@ func (z *Load) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					}
 				}
 			}
-		case "rg":
+		case "tk":
 			var zb0006 uint32
 			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Tokens")
+				return
+			}
+			if zb0006 > 16 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Tokens) >= int(zb0006) {
+				z.Tokens = (z.Tokens)[:zb0006]
+			} else {
+				z.Tokens = make([]uint32, zb0006)
+			}
+			for za0003 := range z.Tokens {
+				z.Tokens[za0003], bts, err = msgp.ReadUint32Bytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Tokens", za0003)
+					return
+				}
+			}
+		case "rg":
+			var zb0007 uint32
+			zb0007, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Regions")
 				return
 			}
-			if zb0006 > 65536 {
+			if zb0007 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Regions) >= int(zb0006) {
-				z.Regions = (z.Regions)[:zb0006]
+			if cap(z.Regions) >= int(zb0007) {
+				z.Regions = (z.Regions)[:zb0007]
 			} else {
-				z.Regions = make([]uint32, zb0006)
+				z.Regions = make([]uint32, zb0007)
 			}
-			for za0003 := range z.Regions {
-				z.Regions[za0003], bts, err = msgp.ReadUint32Bytes(bts)
+			for za0004 := range z.Regions {
+				z.Regions[za0004], bts, err = msgp.ReadUint32Bytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Regions", za0003)
+					err = msgp.WrapError(err, "Regions", za0004)
 					return
 				}
 			}
@@ -1061,7 +1205,7 @@ func (z *Load) Msgsize() (s int) {
 	for za0001 := range z.Groups {
 		s += 1 + msgp.Uint32Size + msgp.ArrayHeaderSize + (len(z.Groups[za0001].IDs) * (msgp.Uint32Size))
 	}
-	s += 3 + msgp.ArrayHeaderSize + (len(z.Regions) * (msgp.Uint32Size)) + 3 + msgp.Int64Size
+	s += 3 + msgp.ArrayHeaderSize + (len(z.Tokens) * (msgp.Uint32Size)) + 3 + msgp.ArrayHeaderSize + (len(z.Regions) * (msgp.Uint32Size)) + 3 + msgp.Int64Size
 	return
 }
 
