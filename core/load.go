@@ -41,6 +41,7 @@ type load struct {
 	claim   bool      // no load yet: nothing is owed to the engine
 	known   AgentID   // the agent that has answered the claim: one in its place knows nothing of it
 	tried   AgentID   // the agent that it was with before P was looked up again
+	nameBy  time.Time // when an agent that opened after the request was made must have named it; zero: it was there before
 	again   bool      // fencing in order to start over
 	given   bool      // reported already; only P must still be told
 	sent    int       // renewals that said "sent" while bytes were missing
@@ -207,6 +208,9 @@ func (m *Machine) addLoad(now time.Time, ld *load) {
 	}
 	ld.state, ld.peer, ld.known = loadClaimed, old.peer, old.known
 	ld.code, ld.reason = old.code, old.reason
+	if !old.nameBy.IsZero() {
+		ld.nameBy = later(old.nameBy, now.Add(m.opt.PeerTimeout/3))
+	}
 	m.proceed(now, ld)
 }
 
@@ -249,7 +253,11 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 		m.reportLoad(now, ld)
 		return
 	}
-	ld.peer = peer
+	ld.peer, ld.nameBy = peer, time.Time{}
+	older := ld.since.Before(opened)
+	if older { // so that it is reported within PeerTimeout of its beginning, with the next renewal
+		ld.nameBy = later(ld.since.Add(m.patience()-m.renewInterval()), now.Add(m.opt.PeerTimeout/3))
+	}
 	switch {
 	case ld.given:
 		m.act(SendFinish{Peer: peer, ID: id, Code: ld.code, Reason: ld.reason})
@@ -257,7 +265,7 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 	case ld.known != "" && ld.known != peer:
 		ld.code, ld.reason = PeerLost, fmt.Sprintf("prefill agent %s, which had the request, was replaced by %s", ld.known, peer)
 		m.reportLoad(now, ld)
-	case ld.tried != "" && ld.tried != peer && ld.since.Before(opened):
+	case ld.tried != "" && ld.tried != peer && older:
 		// The request is older than this agent, so its engine cannot know it.
 		reason = fmt.Sprintf("prefill agent %s, which the request was for, was replaced by %s", ld.tried, peer)
 		if ld.claim {

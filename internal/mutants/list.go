@@ -108,7 +108,7 @@ var mutants = []mutant{
 	{"ended-is-sending", "P's answer hides that it has given a transfer up", offerFile,
 		"\t\t\treturn Answer{StatusEnded, peerCode(t.code), t.reason}\n", "\t\t\treturn Answer{Status: StatusSending}\n"},
 	{"to-the-successor", "a load that P had not answered goes on with the agent in P's place", loadFile,
-		"ld.tried != peer && ld.since.Before(opened):", "ld.tried != peer && ld.since.IsZero():"},
+		"ld.tried != peer && older:", "ld.tried != peer && older && ld.since.IsZero():"},
 	{"waits-for-successor", "a load waits for as long as a look-up takes for an agent in P's place", peerFile,
 		"\t\t\tlate && ld.tried != \"\" &&", "\t\t\tlate && ld.tried == \"nobody\" &&"},
 	{"given-twice", "an aborted load is reported again when P is found", loadFile,
