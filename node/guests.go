@@ -185,5 +185,5 @@ func ranksOf(a *wire.Agent) core.Ranks {
 func rankOf(a *wire.Agent) core.Rank { return core.Rank{TP: a.TPRank, PP: a.PPRank} }
 
 func rankText(a *wire.Agent) string {
-	return fmt.Sprintf("engine %q dp %d tp %d pp %d", a.EngineID, a.DPRank, a.TPRank, a.PPRank)
+	return fmt.Sprintf("engine %q dp%d tp%d pp%d", a.EngineID, a.DPRank, a.TPRank, a.PPRank)
 }
