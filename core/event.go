@@ -39,11 +39,15 @@ func (c Code) String() string {
 	return "code-" + strconv.Itoa(int(c))
 }
 
-// Target names the prefill rank that a load is from.
+// Target names the prefill engine that a load is from; in parts, a rank of it.
 type Target struct {
-	Bootstrap              string // as the router gave it, "http://host:port"
-	EngineID               string
-	DPRank, TPRank, PPRank int
+	Bootstrap      string // as the router gave it, "http://host:port"
+	EngineID       string
+	DPRank         int // -1: whichever has that EngineID
+	TPRank, PPRank int // of a part
+	// Engine, in a part, is how many ranks the engine must have; zero: it is not
+	// compared.
+	Engine Ranks
 }
 
 // OfferRequest is the engine's word that blocks hold a transfer. Blocks has one
@@ -56,11 +60,12 @@ type OfferRequest struct {
 }
 
 // ClaimRequest is the engine's word that it knows a request and will load the
-// transfer when it has blocks for it.
+// transfer when it has blocks for it. From which ranks of the prefill engine this
+// agent loads is found out, unless Parts say so.
 type ClaimRequest struct {
 	ID    TransferID
 	From  Target
-	Parts []ClaimPart // in place of From, when the engines' ranks are unequal
+	Parts []ClaimPart // in place of From
 }
 
 // ClaimPart is what will be loaded from one P agent.
@@ -69,7 +74,9 @@ type ClaimPart struct {
 	Share Share
 }
 
-// LoadRequest is the engine's word that it wants a transfer in its blocks.
+// LoadRequest is the engine's word that it wants a transfer in its blocks. From
+// which ranks of the prefill engine, and what from each, is found out, unless
+// Parts say so.
 type LoadRequest struct {
 	ID     TransferID
 	From   Target
@@ -80,7 +87,7 @@ type LoadRequest struct {
 	// that the blocks have room for.
 	Tokens []uint32
 	Token  uint64
-	Parts  []LoadPart // in place of From, First and Blocks, when the engines' ranks are unequal
+	Parts  []LoadPart // in place of From, First and Blocks
 }
 
 // LoadPart is what is loaded from one P agent. The parts of a load write no byte
@@ -93,6 +100,16 @@ type LoadPart struct {
 	// Regions that are loaded from it, in growing order; nil is all that both have.
 	// Of each come the heads that the P agent holds.
 	Regions []uint32
+}
+
+// FoundPart is a rank of a prefill engine that this agent loads from, when there
+// are several of them, or several agents that load from one.
+type FoundPart struct {
+	From    Target // that rank
+	Share   Share
+	Regions []uint32 // that are loaded from it, in growing order; none: nothing is needed of it
+	Peer    AgentID
+	Opened  time.Time // as of Machine.Resolved
 }
 
 // Side tells the halves of a transfer apart.
@@ -149,13 +166,15 @@ type LoadMessage struct {
 type Action interface{ action() }
 
 type (
-	// Resolve: find the target and make it known; answer with Resolved. Fresh
-	// says that what is remembered of this target was found to be wrong. Seq
-	// comes back with the answer: an id may be in use again by then.
+	// Resolve: find the target and make it known; answer with Resolved, or, if
+	// the load falls into parts, with ResolvedParts. Fresh says that what is
+	// remembered of this target was found to be wrong. Seq comes back with the
+	// answer: an id may be in use again by then.
 	Resolve struct {
 		ID    TransferID
 		Seq   uint64
 		From  Target
+		Part  bool // From is a rank, and falls into no parts
 		Fresh bool
 	}
 	// Expect: arm the transport for these blocks; answer with Expecting.
@@ -224,6 +243,7 @@ type (
 	// Report: tell the engine, once, how its half ended; its blocks are free.
 	Report struct {
 		ID        TransferID
+		Parts     []TransferID // as the transports knew them, if it had any
 		Side      Side
 		Transport string // that moved the bytes; set by the user of the Machine
 		Token     uint64

@@ -98,7 +98,7 @@ func sentinel(err error) string {
 }
 
 // layout has groups= groups of 100 blocks, opaque ones or of size= tokens, which are
-// a list.
+// a list, and regions= regions in each.
 func (s *script) layout(c *coretest.Command, sizes []uint32) *core.Layout {
 	var regions []core.Region
 	for g := range s.number(c, "groups", max(1, uint64(len(sizes)))) {
@@ -106,7 +106,10 @@ func (s *script) layout(c *coretest.Command, sizes []uint32) *core.Layout {
 		if sizes != nil {
 			r.Tokens, r.Heads, r.TokenStride, r.HeadStride, r.BlockBytes = sizes[g], 1, 4, 4, 4*uint64(sizes[g])
 		}
-		regions = append(regions, r)
+		for range s.number(c, "regions", 1) {
+			regions = append(regions, r)
+			r.Name, r.Base = r.Name+"k", r.Base+1<<24
+		}
 	}
 	l, err := core.NewLayout(regions)
 	if err != nil {
@@ -151,6 +154,8 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		err = m.Cancel(s.now, id, c.Value("why", ""))
 	case "resolved":
 		m.Resolved(s.now, id, s.number(c, "seq", 1), peer, s.instant(c, "opened"), s.code(c), c.Value("why", ""))
+	case "found":
+		m.ResolvedParts(s.now, id, s.number(c, "seq", 1), s.found(c))
 	case "expecting":
 		m.Expecting(s.now, id, []byte(c.Value("grant", "")), failure)
 	case "replied":
@@ -353,6 +358,27 @@ func (s *script) parts(c *coretest.Command) (parts []core.LoadPart) {
 	return parts
 }
 
+// found reads parts= with peers=, opened= and of=, which has a list of regions
+// for each.
+func (s *script) found(c *coretest.Command) (list []core.FoundPart) {
+	peers, opened, of := strings.Fields(c.Value("peers", "")), strings.Fields(c.Value("opened", "")), strings.Split(c.Value("of", ""), "|")
+	for i, p := range s.parts(c) {
+		f := core.FoundPart{From: p.From, Share: p.Share, Peer: core.AgentID(peers[i])}
+		if len(opened) > i {
+			d, err := time.ParseDuration(opened[i])
+			if err != nil {
+				s.t.Fatalf("%s: %v", c.Pos, err)
+			}
+			f.Opened = time.Unix(0, 0).Add(d)
+		}
+		if i < len(of) {
+			f.Regions = numbers(s, c, strings.Fields(of[i]))
+		}
+		list = append(list, f)
+	}
+	return list
+}
+
 func numbers(s *script, c *coretest.Command, words []string) (out []uint32) {
 	for _, w := range words {
 		out = append(out, uint32(s.parse(c, w)))
@@ -411,8 +437,11 @@ func describe(a core.Action) string {
 	switch v := a.(type) {
 	case core.Resolve:
 		fresh := ""
+		if v.Part {
+			fresh = " part"
+		}
 		if v.Fresh {
-			fresh = " fresh"
+			fresh += " fresh"
 		}
 		return fmt.Sprintf("resolve %s seq=%d from=%s%s%s", v.ID, v.Seq, v.From.Bootstrap, v.From.EngineID, fresh)
 	case core.Expect:

@@ -35,6 +35,7 @@ type Agent struct {
 	reports Reports
 	plane   *controlPlane
 	bus     core.Bus
+	metrics *metrics   // nil where no port is served
 	allow   *allowList // whom this agent may contact
 	rdma    openRDMA
 
@@ -269,6 +270,7 @@ func (a *Agent) collect() {
 			a.outstanding--
 			r.Transport = a.transport.ended(r)
 			a.total.add(r)
+			a.metrics.observe(r)
 			a.logReport(r)
 			r.Reason = a.explain(r)
 			a.reports.Push(r)

@@ -51,6 +51,8 @@ func openControlPlane(a *Agent) (_ *controlPlane, err error) {
 	}
 	if a.cfg.prefills() {
 		p.table = &bootstrap.Table{}
+		a.metrics = newMetrics(a)
+		extra["/metrics"] = a.metrics.handler()
 		access := &bootstrap.Access{Token: p.sec.token, Closed: len(a.cfg.NATSNKeys) > 0, Logger: a.log.Named("bootstrap")}
 		p.http = bootstrap.NewServer(bootstrap.NewHandler(p.table, access, extra), p.sec.server, a.log.Named("bootstrap"))
 		if err := p.http.Listen(net.JoinHostPort(a.cfg.BootstrapHost, strconv.Itoa(a.cfg.BootstrapPort))); err != nil {

@@ -82,9 +82,16 @@ func (a *Agent) count(f func(t *Totals)) {
 
 // Stats returns the agent's counters and gauges.
 func (a *Agent) Stats() Stats {
+	s := a.stats()
+	s.Bootstrap = a.BootstrapAddress()
+	return s
+}
+
+// stats is Stats for who may ask while the agent is being opened.
+func (a *Agent) stats() Stats {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	s := Stats{Agent: string(a.id), EngineID: a.cfg.EngineID, Bootstrap: a.BootstrapAddress(), Totals: a.total, Outstanding: a.outstanding, Unread: a.reports.Unread()}
+	s := Stats{Agent: string(a.id), EngineID: a.cfg.EngineID, Totals: a.total, Outstanding: a.outstanding, Unread: a.reports.Unread()}
 	s.LoadsBy, s.OffersBy = maps.Clone(a.total.LoadsBy), maps.Clone(a.total.OffersBy)
 	if a.machine != nil {
 		n, c := a.machine.Sizes(), a.machine.Counters()

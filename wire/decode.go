@@ -71,6 +71,8 @@ func (r *Request) check() error {
 			}
 		}
 		return nil
+	case r.Kind == KindJoin && r.Join != nil && r.Join.Agent != nil:
+		return r.Join.Agent.check()
 	case r.Kind == KindSignal && r.Signal != nil:
 		return short("transport", r.Signal.Transport, 16)
 	}

@@ -24,6 +24,7 @@ const (
 	KindRenew  Kind = 3 // D → P: I still want these transfers; without any, both ways: are you there?
 	KindFinish Kind = 4 // both ways: these transfers ended on my side
 	KindSignal Kind = 5 // both ways: what one end of a transport says to the other
+	KindJoin   Kind = 6 // rank → its engine's first rank, whose server it uses: register me there, again and again
 )
 
 // Request is one message that is answered by a Reply.
@@ -35,6 +36,15 @@ type Request struct {
 	Renew    *Renew   `msg:"r,omitempty"`
 	Finishes []Finish `msg:"x,omitempty,limit=4096"`
 	Signal   *Signal  `msg:"sg,omitempty"`
+	Join     *Join    `msg:"j,omitempty"`
+}
+
+// Join keeps the registration of a rank at a server that is not its own.
+type Join struct {
+	Agent *Agent `msg:"a"`
+	New   bool   `msg:"n,omitempty"` // it takes the rank over from whoever has it
+	Leave bool   `msg:"l,omitempty"` // it goes
+	Since int64  `msg:"s"`           // orders the agents that register one rank; the answer may raise it
 }
 
 // MaxSignal is the longest Data of a Signal and Signal of a Reply, in bytes.
@@ -56,6 +66,9 @@ type Agent struct {
 	DPRank      int        `msg:"dp"`
 	TPRank      int        `msg:"tp"`
 	PPRank      int        `msg:"pp"`
+	TPSize      int        `msg:"tps,omitempty"` // of its engine; 0 means 1
+	PPSize      int        `msg:"pps,omitempty"`
+	Joined      bool       `msg:"j,omitempty"` // the server where it is registered is another process's
 	Model       string     `msg:"m,limit=512"`
 	DType       string     `msg:"dt,limit=64"`
 	BlockTokens int        `msg:"bt"`
@@ -138,6 +151,7 @@ type Reply struct {
 	Ticket   []byte   `msg:"tk,limit=64,omitempty"`      // of a Hello: with it D connects its tcp to P's
 	Tickets  []Ticket `msg:"ts,omitempty,limit=16"`      // of a Hello: those of the other transports
 	AgeMS    int64    `msg:"ag,omitempty"`               // of a Hello: for how long P's agent has been open, rounded up; 0 is unknown
+	Since    int64    `msg:"sn,omitempty"`               // of a Join: its Since from now on
 	Statuses []uint8  `msg:"s,limit=131072"`             // of a Renew: core.Status per load, then per claim
 	Ends     []End    `msg:"e,omitempty,limit=65536"`    // of those that have ended: why
 	Signal   []byte   `msg:"sg,omitempty,limit=4194304"` // the answer to a Signal

@@ -16,19 +16,31 @@ const (
 func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(13)
-	var zb0001Mask uint16 /* 13 bits */
+	zb0001Len := uint32(16)
+	var zb0001Mask uint16 /* 16 bits */
 	_ = zb0001Mask
+	if z.TPSize == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x40
+	}
+	if z.PPSize == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x80
+	}
+	if z.Joined == false {
+		zb0001Len--
+		zb0001Mask |= 0x100
+	}
 	if z.Geometry == nil {
 		zb0001Len--
-		zb0001Mask |= 0x800
+		zb0001Mask |= 0x4000
 	}
 	if z.Lacks == nil {
 		zb0001Len--
-		zb0001Mask |= 0x1000
+		zb0001Mask |= 0x8000
 	}
 	// variable map header, size zb0001Len
-	o = append(o, 0x80|uint8(zb0001Len))
+	o = msgp.AppendMapHeader(o, zb0001Len)
 
 	// skip if no fields are to be emitted
 	if zb0001Len != 0 {
@@ -50,6 +62,21 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 		// string "pp"
 		o = append(o, 0xa2, 0x70, 0x70)
 		o = msgp.AppendInt(o, z.PPRank)
+		if (zb0001Mask & 0x40) == 0 { // if not omitted
+			// string "tps"
+			o = append(o, 0xa3, 0x74, 0x70, 0x73)
+			o = msgp.AppendInt(o, z.TPSize)
+		}
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
+			// string "pps"
+			o = append(o, 0xa3, 0x70, 0x70, 0x73)
+			o = msgp.AppendInt(o, z.PPSize)
+		}
+		if (zb0001Mask & 0x100) == 0 { // if not omitted
+			// string "j"
+			o = append(o, 0xa1, 0x6a)
+			o = msgp.AppendBool(o, z.Joined)
+		}
 		// string "m"
 		o = append(o, 0xa1, 0x6d)
 		o = msgp.AppendString(o, z.Model)
@@ -81,7 +108,7 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 				return
 			}
 		}
-		if (zb0001Mask & 0x800) == 0 { // if not omitted
+		if (zb0001Mask & 0x4000) == 0 { // if not omitted
 			// string "g"
 			o = append(o, 0xa1, 0x67)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Geometry)))
@@ -93,7 +120,7 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 				}
 			}
 		}
-		if (zb0001Mask & 0x1000) == 0 { // if not omitted
+		if (zb0001Mask & 0x8000) == 0 { // if not omitted
 			// string "lk"
 			o = append(o, 0xa2, 0x6c, 0x6b)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Lacks)))
@@ -167,6 +194,24 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			z.PPRank, bts, err = msgp.ReadIntBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "PPRank")
+				return
+			}
+		case "tps":
+			z.TPSize, bts, err = msgp.ReadIntBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "TPSize")
+				return
+			}
+		case "pps":
+			z.PPSize, bts, err = msgp.ReadIntBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "PPSize")
+				return
+			}
+		case "j":
+			z.Joined, bts, err = msgp.ReadBoolBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Joined")
 				return
 			}
 		case "m":
@@ -359,7 +404,7 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Agent) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 3 + msgp.StringPrefixSize + len(z.ID) + 2 + msgp.StringPrefixSize + len(z.EngineID) + 3 + msgp.IntSize + 3 + msgp.IntSize + 3 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Model) + 3 + msgp.StringPrefixSize + len(z.DType) + 3 + msgp.IntSize + 3 + msgp.ArrayHeaderSize
+	s = 3 + 2 + msgp.IntSize + 3 + msgp.StringPrefixSize + len(z.ID) + 2 + msgp.StringPrefixSize + len(z.EngineID) + 3 + msgp.IntSize + 3 + msgp.IntSize + 3 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.StringPrefixSize + len(z.Model) + 3 + msgp.StringPrefixSize + len(z.DType) + 3 + msgp.IntSize + 3 + msgp.ArrayHeaderSize
 	for za0001 := range z.Endpoints {
 		s += 1 + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Transport) + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Address)
 	}
@@ -690,6 +735,135 @@ func (z *Geometry) UnmarshalMsg(bts []byte) (o []byte, err error) {
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Geometry) Msgsize() (s int) {
 	s = 1 + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint64Size + msgp.Uint64Size
+	return
+}
+
+// MarshalMsg implements msgp.Marshaler
+func (z *Join) MarshalMsg(b []byte) (o []byte, err error) {
+	o = msgp.Require(b, z.Msgsize())
+	// check for omitted fields
+	zb0001Len := uint32(4)
+	var zb0001Mask uint8 /* 4 bits */
+	_ = zb0001Mask
+	if z.New == false {
+		zb0001Len--
+		zb0001Mask |= 0x2
+	}
+	if z.Leave == false {
+		zb0001Len--
+		zb0001Mask |= 0x4
+	}
+	// variable map header, size zb0001Len
+	o = append(o, 0x80|uint8(zb0001Len))
+
+	// skip if no fields are to be emitted
+	if zb0001Len != 0 {
+		// string "a"
+		o = append(o, 0xa1, 0x61)
+		if z.Agent == nil {
+			o = msgp.AppendNil(o)
+		} else {
+			o, err = z.Agent.MarshalMsg(o)
+			if err != nil {
+				err = msgp.WrapError(err, "Agent")
+				return
+			}
+		}
+		if (zb0001Mask & 0x2) == 0 { // if not omitted
+			// string "n"
+			o = append(o, 0xa1, 0x6e)
+			o = msgp.AppendBool(o, z.New)
+		}
+		if (zb0001Mask & 0x4) == 0 { // if not omitted
+			// string "l"
+			o = append(o, 0xa1, 0x6c)
+			o = msgp.AppendBool(o, z.Leave)
+		}
+		// string "s"
+		o = append(o, 0xa1, 0x73)
+		o = msgp.AppendInt64(o, z.Since)
+	}
+	return
+}
+
+// UnmarshalMsg implements msgp.Unmarshaler
+func (z *Join) UnmarshalMsg(bts []byte) (o []byte, err error) {
+	var field []byte
+	_ = field
+	var zb0001 uint32
+	zb0001, bts, err = msgp.ReadMapHeaderBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err)
+		return
+	}
+	if zb0001 > z5817a858limitMaps {
+		err = msgp.ErrLimitExceeded
+		return
+	}
+	for zb0001 > 0 {
+		zb0001--
+		field, bts, err = msgp.ReadMapKeyZC(bts)
+		if err != nil {
+			err = msgp.WrapError(err)
+			return
+		}
+		switch msgp.UnsafeString(field) {
+		case "a":
+			if msgp.IsNil(bts) {
+				bts, err = msgp.ReadNilBytes(bts)
+				if err != nil {
+					return
+				}
+				z.Agent = nil
+			} else {
+				if z.Agent == nil {
+					z.Agent = new(Agent)
+				}
+				bts, err = z.Agent.UnmarshalMsg(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Agent")
+					return
+				}
+			}
+		case "n":
+			z.New, bts, err = msgp.ReadBoolBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "New")
+				return
+			}
+		case "l":
+			z.Leave, bts, err = msgp.ReadBoolBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Leave")
+				return
+			}
+		case "s":
+			z.Since, bts, err = msgp.ReadInt64Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Since")
+				return
+			}
+		default:
+			bts, err = msgp.Skip(bts)
+			if err != nil {
+				err = msgp.WrapError(err)
+				return
+			}
+		}
+	}
+	o = bts
+	return
+}
+
+// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
+func (z *Join) Msgsize() (s int) {
+	s = 1 + 2
+	if z.Agent == nil {
+		s += msgp.NilSize
+	} else {
+		s += z.Agent.Msgsize()
+	}
+	s += 2 + msgp.BoolSize + 2 + msgp.BoolSize + 2 + msgp.Int64Size
 	return
 }
 
@@ -1151,8 +1325,8 @@ func (z *Renew) Msgsize() (s int) {
 func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(8)
-	var zb0001Mask uint8 /* 8 bits */
+	zb0001Len := uint32(9)
+	var zb0001Mask uint16 /* 9 bits */
 	_ = zb0001Mask
 	if z.Ticket == nil {
 		zb0001Len--
@@ -1166,13 +1340,17 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 		zb0001Len--
 		zb0001Mask |= 0x10
 	}
+	if z.Since == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x20
+	}
 	if z.Ends == nil {
 		zb0001Len--
-		zb0001Mask |= 0x40
+		zb0001Mask |= 0x80
 	}
 	if z.Signal == nil {
 		zb0001Len--
-		zb0001Mask |= 0x80
+		zb0001Mask |= 0x100
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1206,13 +1384,18 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 			o = append(o, 0xa2, 0x61, 0x67)
 			o = msgp.AppendInt64(o, z.AgeMS)
 		}
+		if (zb0001Mask & 0x20) == 0 { // if not omitted
+			// string "sn"
+			o = append(o, 0xa2, 0x73, 0x6e)
+			o = msgp.AppendInt64(o, z.Since)
+		}
 		// string "s"
 		o = append(o, 0xa1, 0x73)
 		o = msgp.AppendArrayHeader(o, uint32(len(z.Statuses)))
 		for za0002 := range z.Statuses {
 			o = msgp.AppendUint8(o, z.Statuses[za0002])
 		}
-		if (zb0001Mask & 0x40) == 0 { // if not omitted
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
 			// string "e"
 			o = append(o, 0xa1, 0x65)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Ends)))
@@ -1224,7 +1407,7 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendString(o, z.Ends[za0003].Reason)
 			}
 		}
-		if (zb0001Mask & 0x80) == 0 { // if not omitted
+		if (zb0001Mask & 0x100) == 0 { // if not omitted
 			// string "sg"
 			o = append(o, 0xa2, 0x73, 0x67)
 			o = msgp.AppendBytes(o, z.Signal)
@@ -1349,6 +1532,12 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "AgeMS")
 				return
 			}
+		case "sn":
+			z.Since, bts, err = msgp.ReadInt64Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Since")
+				return
+			}
 		case "s":
 			var zb0006 uint32
 			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
@@ -1455,7 +1644,7 @@ func (z *Reply) Msgsize() (s int) {
 	for za0001 := range z.Tickets {
 		s += 1 + msgp.StringPrefixSize + len(z.Tickets[za0001].Transport) + msgp.BytesPrefixSize + len(z.Tickets[za0001].Ticket)
 	}
-	s += 3 + msgp.Int64Size + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
+	s += 3 + msgp.Int64Size + 3 + msgp.Int64Size + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
 	for za0003 := range z.Ends {
 		s += 1 + msgp.Uint32Size + msgp.IntSize + msgp.StringPrefixSize + len(z.Ends[za0003].Reason)
 	}
@@ -1467,8 +1656,8 @@ func (z *Reply) Msgsize() (s int) {
 func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(7)
-	var zb0001Mask uint8 /* 7 bits */
+	zb0001Len := uint32(8)
+	var zb0001Mask uint8 /* 8 bits */
 	_ = zb0001Mask
 	if z.Hello == nil {
 		zb0001Len--
@@ -1489,6 +1678,10 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 	if z.Signal == nil {
 		zb0001Len--
 		zb0001Mask |= 0x40
+	}
+	if z.Join == nil {
+		zb0001Len--
+		zb0001Mask |= 0x80
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1570,6 +1763,19 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 				// string "d"
 				o = append(o, 0xa1, 0x64)
 				o = msgp.AppendBytes(o, z.Signal.Data)
+			}
+		}
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
+			// string "j"
+			o = append(o, 0xa1, 0x6a)
+			if z.Join == nil {
+				o = msgp.AppendNil(o)
+			} else {
+				o, err = z.Join.MarshalMsg(o)
+				if err != nil {
+					err = msgp.WrapError(err, "Join")
+					return
+				}
 			}
 		}
 	}
@@ -1793,6 +1999,23 @@ func (z *Request) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					}
 				}
 			}
+		case "j":
+			if msgp.IsNil(bts) {
+				bts, err = msgp.ReadNilBytes(bts)
+				if err != nil {
+					return
+				}
+				z.Join = nil
+			} else {
+				if z.Join == nil {
+					z.Join = new(Join)
+				}
+				bts, err = z.Join.UnmarshalMsg(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Join")
+					return
+				}
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1834,6 +2057,12 @@ func (z *Request) Msgsize() (s int) {
 		s += msgp.NilSize
 	} else {
 		s += 1 + 3 + msgp.StringPrefixSize + len(z.Signal.Transport) + 2 + msgp.BytesPrefixSize + len(z.Signal.Data)
+	}
+	s += 2
+	if z.Join == nil {
+		s += msgp.NilSize
+	} else {
+		s += z.Join.Msgsize()
 	}
 	return
 }

@@ -13,6 +13,7 @@ const (
 	peerFile  = "core/peer.go"
 	coreFile  = "core/machine.go"
 	shareFile = "core/share.go"
+	foundFile = "core/found.go"
 	wireFile  = "core/coretest/sim/transport.go"
 )
 
@@ -69,6 +70,16 @@ var mutants = []mutant{
 		"			ld.code, ld.reason = code, reason\n			m.act(Revoke{ID: id})\n			m.reportLoad(now, ld)\n		}\n	}\n}\n\n// claimEnded"},
 	{"others-go-on", "a source that fails does not end the others", shareFile,
 		"	if !j.adding {\n		m.endParts(now, j, Cancelled, ld.reason)\n	}\n", ""},
+	{"found-not-told", "ranks of an engine that is found after an abort hear nothing of it", foundFile,
+		"			m.act(SendFinish{Peer: found[i].Peer, ID: found[i].Share.Part(id), Code: ld.code, Reason: ld.reason})\n", "			_ = i\n"},
+	{"found-first-told", "of an abort, only the first rank of the engine hears", foundFile,
+		"		for i := range found {\n			m.act(SendFinish", "		for i := range found[:1] {\n			m.act(SendFinish"},
+	{"found-whole", "each rank of an engine is asked for all regions", foundFile,
+		"	case len(l.Regions):\n", "	default:\n"},
+	{"found-unneeded", "a rank of which nothing is needed is not told so", foundFile,
+		"	case 0: // P is only told that nothing is needed\n		return p\n", "	case 0:\n		p.First, p.Blocks = first, blocks\n		return p\n"},
+	{"found-claim-lost", "the claim of an engine ends when its ranks are found", foundFile,
+		"found: found, claim: ld.claim,", "found: nil, claim: ld.claim,"},
 	{"lease-of-all", "the lease of one share renews the others", offerFile,
 		"		of.deadline = now.Add(m.lease(of))\n	}\n	switch of.state {", "		of.deadline = now.Add(m.lease(of))\n		if of.whole != nil {\n			for _, o := range m.live(of.whole) {\n				o.deadline = of.deadline\n			}\n		}\n	}\n	switch of.state {"},
 	{"cancel-one-share", "P's abort ends one share only", coreFile,
@@ -97,7 +108,7 @@ var mutants = []mutant{
 	{"ended-is-sending", "P's answer hides that it has given a transfer up", offerFile,
 		"\t\t\treturn Answer{StatusEnded, peerCode(t.code), t.reason}\n", "\t\t\treturn Answer{Status: StatusSending}\n"},
 	{"to-the-successor", "a load that P had not answered goes on with the agent in P's place", loadFile,
-		"ld.tried != peer && ld.since.Before(opened):", "ld.tried != peer && ld.since.IsZero():"},
+		"ld.tried != peer && older:", "ld.tried != peer && older && ld.since.IsZero():"},
 	{"waits-for-successor", "a load waits for as long as a look-up takes for an agent in P's place", peerFile,
 		"\t\t\tlate && ld.tried != \"\" &&", "\t\t\tlate && ld.tried == \"nobody\" &&"},
 	{"given-twice", "an aborted load is reported again when P is found", loadFile,

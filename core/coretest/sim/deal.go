@@ -2,6 +2,7 @@ package sim
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -17,6 +18,54 @@ type deal struct {
 }
 
 func (dl *deal) plain() bool { return len(dl.ps) == 1 && len(dl.ds) == 1 }
+
+// byParts says whether the engines name the parts themselves; else they name the
+// prefill engine, and the parts are found.
+func (w *world) byParts(dl *deal) bool { return w.plan.ranks == allWithAll && !dl.plain() }
+
+// engine is under which name a deal's prefill ranks are found: one engine has the
+// same ranks for the same decode ranks.
+func (w *world) engine(dl *deal) core.Target {
+	name := "/"
+	for _, h := range slices.Concat(dl.ps, dl.ds) {
+		name += h.name
+	}
+	t := core.Target{Bootstrap: bootstrap, EngineID: name, DPRank: -1}
+	if w.engines[t] == nil {
+		w.engines[t] = dl
+	}
+	return t
+}
+
+// regionsOf lists, for each prefill rank of a deal, the regions that decode rank k
+// loads from it: all of one that it alone is, or what all hold; else each has its own.
+func (w *world) regionsOf(dl *deal, k int) [][]uint32 {
+	out := make([][]uint32, len(dl.ps))
+	for r := range uint32(regions) {
+		i := 0
+		if !w.plan.latent {
+			i = (int(r) + k) % len(dl.ps)
+		}
+		out[i] = append(out[i], r)
+	}
+	return out
+}
+
+// found is what decode rank k learns of a deal's prefill ranks.
+func (w *world) found(dl *deal, k int) (list []core.FoundPart) {
+	of := w.regionsOf(dl, k)
+	for i, p := range dl.ps {
+		list = append(list, core.FoundPart{From: p.target, Share: dl.share(k, p), Regions: of[i]})
+	}
+	return list
+}
+
+// isOf says whether a load's end that is told to be from a target may be from a
+// prefill rank.
+func (w *world) isOf(p *host, from core.Target) bool {
+	dl := w.engines[from]
+	return p.target == from || dl != nil && dl.plain() && dl.ps[0] == p
+}
 
 // part is what decode rank k gets from a prefill rank.
 func (dl *deal) part(k int, p *host) core.TransferID {
@@ -107,7 +156,7 @@ func (w *world) dealsOf(id string, prefills, decodes []*host) (out []*deal) {
 
 // wanted is what a decode rank asks for: from each prefill rank a run of the
 // prompt's blocks, in turns of their own for each rank.
-func (dl *deal) wanted(k, first int, blocks []core.BlockID) (parts []core.LoadPart, sources []int) {
+func (dl *deal) wanted(k, first int, blocks []core.BlockID) (parts []core.LoadPart, sources [][regions]int) {
 	n := len(dl.ps)
 	for i := range n {
 		source := dl.ps[(i+k)%n]
@@ -115,7 +164,7 @@ func (dl *deal) wanted(k, first int, blocks []core.BlockID) (parts []core.LoadPa
 		p := core.LoadPart{From: source.target, Share: dl.share(k, source), First: []uint32{uint32(first + lo)}, Blocks: [][]core.BlockID{blocks[lo:hi:hi]}}
 		parts = append(parts, p)
 		for range hi - lo {
-			sources = append(sources, source.number)
+			sources = append(sources, [regions]int{source.number, source.number, source.number})
 		}
 	}
 	return parts, sources

@@ -26,7 +26,8 @@ type engine struct {
 	given    map[core.TransferID]bool         // P has said that it has given this claim up
 	claims   map[core.TransferID]core.AgentID // P has answered this claim
 	aborted  map[core.TransferID]bool
-	waiting  []*want // for blocks, in order
+	dropped  map[core.TransferID]bool // cancelled, and neither claimed nor loaded since
+	waiting  []*want                  // for blocks, in order
 }
 
 // partOf is a load, or a part of it.
@@ -38,9 +39,9 @@ type partOf struct {
 type half struct {
 	id       core.TransferID
 	blocks   []core.BlockID
-	sources  []int // of each block: the number of the prefill rank that it is from
-	parts    int   // that have blocks
-	needsAll bool  // there are no others: each prefill rank is needed
+	sources  [][regions]int // of each block and region: the number of the prefill rank that it is from
+	parts    int            // that have blocks
+	needsAll bool           // there are no others: each prefill rank is needed
 	first    int
 	began    time.Duration
 	dropped  bool // this side has cancelled it
@@ -61,7 +62,7 @@ func (e *engine) init() {
 	e.towards = map[partOf]core.AgentID{}
 	e.promises, e.aborted = map[partOf]core.AgentID{}, map[core.TransferID]bool{}
 	e.complete, e.given = map[uint64]int{}, map[core.TransferID]bool{}
-	e.claims = map[core.TransferID]core.AgentID{}
+	e.claims, e.dropped = map[core.TransferID]core.AgentID{}, map[core.TransferID]bool{}
 }
 
 // take finds free blocks for the engine, or nil if there are not enough.
@@ -80,7 +81,10 @@ func (h *host) take(n int) []core.BlockID {
 
 func (h *host) own(blocks []core.BlockID, token uint64, holds func(i int) content) {
 	for i, b := range blocks {
-		h.mem[b] = block{token, holds(i)}
+		h.mem[b] = block{owner: token}
+		for r := range regions {
+			h.mem[b].holds[r] = holds(i)
+		}
 	}
 }
 
@@ -128,12 +132,10 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	token := w.token
 	r := core.LoadRequest{ID: id, Token: token}
 	h := &half{id: id, blocks: blocks, first: first, began: w.now, parts: 1}
-	parts, sources := dl.wanted(k, first, blocks)
-	h.sources = sources
 	text := ""
 	switch {
-	case !dl.plain():
-		r.Parts = parts
+	case w.byParts(dl):
+		r.Parts, h.sources = dl.wanted(k, first, blocks)
 		h.parts = 0
 		for _, p := range r.Parts {
 			if len(p.Blocks[0]) > 0 {
@@ -141,17 +143,32 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 			}
 		}
 		text = partsText(r.Parts)
+		h.needsAll = len(blocks) >= len(dl.ps)
 	default:
-		r.From = dl.ps[0].target
+		r.From = w.engine(dl)
 		if blocks != nil {
 			r.Blocks, r.First = [][]core.BlockID{blocks}, []uint32{uint32(first)}
 		}
 		text = fmt.Sprintf(" at=%s from=%s%s%s", r.From.Bootstrap, r.From.EngineID, optional("first", list(r.First)), groups(r.Blocks))
+		var sources [regions]int
+		h.parts = 0
+		for i, of := range w.regionsOf(dl, k) {
+			if len(of) > 0 {
+				h.parts++
+			}
+			for _, n := range of {
+				sources[n] = dl.ps[i].number
+			}
+		}
+		for range blocks {
+			h.sources = append(h.sources, sources)
+		}
+		h.needsAll = h.parts == len(dl.ps)
 	}
 	if blocks == nil {
 		w.faults["empty"]++
+		h.needsAll = false
 	}
-	h.needsAll = len(blocks) >= len(dl.ps)
 	w.acted(w.now)
 	defer func() {
 		if h := a.loads[token]; h != nil {
@@ -161,6 +178,7 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		err := m.Load(now, r)
 		if err == nil {
+			delete(a.dropped, id)
 			a.loads[token] = h
 			a.loading[id] = token
 			a.host.own(blocks, token, func(int) content { return content{} })
@@ -173,8 +191,9 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 func (a *agent) claim(dl *deal, k int) {
 	a.w.acted(a.w.now)
 	a.w.faults["claim"]++
-	r, text := core.ClaimRequest{ID: dl.id, From: dl.ps[0].target}, fmt.Sprintf(" at=%s from=%s", dl.ps[0].target.Bootstrap, dl.ps[0].target.EngineID)
-	if !dl.plain() {
+	from := a.w.engine(dl)
+	r, text := core.ClaimRequest{ID: dl.id, From: from}, fmt.Sprintf(" at=%s from=%s", from.Bootstrap, from.EngineID)
+	if a.w.byParts(dl) {
 		parts, _ := dl.wanted(k, 0, nil)
 		for i := range parts {
 			parts[i].First, parts[i].Blocks = nil, nil
@@ -182,6 +201,7 @@ func (a *agent) claim(dl *deal, k int) {
 		}
 		r.From, text = core.Target{}, partsText(parts)
 	}
+	delete(a.dropped, dl.id)
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Claim(now, r) }, "claim %s%s", dl.id, text)
 }
 
@@ -212,6 +232,7 @@ func (a *agent) announce(id core.TransferID) error {
 func (a *agent) cancel(id core.TransferID) {
 	a.w.acted(a.w.now)
 	a.expectAbort(id)
+	a.dropped[id] = true
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Cancel(now, id, "") }, "cancel %s", id)
 }
 
@@ -272,8 +293,10 @@ func (a *agent) decode(h *half, token uint64) {
 // check says whether blocks hold what the request needs.
 func (a *agent) check(h *half, what string) {
 	for i, b := range h.blocks {
-		if holds, want := a.host.mem[b].holds, (content{h.id, h.first + i, h.sources[i]}); holds != want {
-			a.w.fault(h.id, "%s: %q %s, but block %d holds %v, want %v", a.id, h.id, what, b, holds, want)
+		for r, holds := range a.host.mem[b].holds {
+			if want := (content{h.id, h.first + i, h.sources[i][r]}); holds != want {
+				a.w.fault(h.id, "%s: %q %s, but region %d of block %d holds %v, want %v", a.id, h.id, what, r, b, holds, want)
+			}
 		}
 	}
 }

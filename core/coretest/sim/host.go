@@ -2,6 +2,7 @@ package sim
 
 import (
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -30,8 +31,11 @@ type host struct {
 // block is a KV block: whom it belongs to, and what it holds.
 type block struct {
 	owner uint64 // token of the half that the engine gave it to; 0: none
-	holds content
+	holds [regions]content
 }
+
+// regions is how many a layout has: as many as there are prefill ranks at most.
+const regions = 3
 
 type content struct {
 	id     core.TransferID
@@ -61,7 +65,11 @@ type agent struct {
 
 // layout is that of the transcripts' machines.
 func layout() *core.Layout {
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 1 << 20, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 100}})
+	var list []core.Region
+	for i := range regions {
+		list = append(list, core.Region{Name: strings.Repeat("k", 1+i), Base: uint64(1<<20) * uint64(1+i), BlockStride: 1024, BlockBytes: 1024, NumBlocks: 100})
+	}
+	l, err := core.NewLayout(list)
 	if err != nil {
 		panic(err)
 	}
@@ -87,7 +95,7 @@ func (h *host) open() *agent {
 		w.registry[h.target] = a.id
 	}
 	o := w.plan.opt
-	a.told(nil, "", nil, "open lease=%v timeout=%v early=%v claim=%v max=%d", o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers)
+	a.told(nil, "", nil, "open regions=%d lease=%v timeout=%v early=%v claim=%v max=%d", regions, o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers)
 	return a
 }
 

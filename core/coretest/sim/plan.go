@@ -13,6 +13,7 @@ type plan struct {
 	opt      core.Options
 	cluster  bool // agents are clients of servers that they do not share: that nobody listens is no proof
 	ranks    int  // how transfers lie between engines of several ranks
+	latent   bool // the first prefill rank of a deal has all that its decode ranks need
 	oneSided bool // bytes land without the receiver's process, as by RDMA
 	prefills int  // ranks of the prefill engine
 	decodes  []int
@@ -53,7 +54,8 @@ func (w *world) newPlan() plan {
 		oneSided: w.chance(0.4),
 		cluster:  w.chance(0.3),
 		ranks:    w.rnd.IntN(4) % 3,
-		prefills: 1 + w.rnd.IntN(3),
+		latent:   w.chance(0.25),
+		prefills: 1 + w.rnd.IntN(regions),
 		requests: 4 + w.rnd.IntN(8),
 		blocks:   4,
 		pool:     14,

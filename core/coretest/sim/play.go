@@ -141,7 +141,11 @@ func (w *world) request(id string, prefills, decodes []*host) {
 		}
 		for _, p := range dl.ps {
 			if hearsP {
-				w.prefills(dl.id, p, max(at, p.openAt)+w.delay(), prefill)
+				hears := at + w.delay()
+				if p.openAt > at { // the router asks until it is up
+					hears = max(hears, p.openAt+w.upTo(20*time.Millisecond))
+				}
+				w.prefills(dl.id, p, hears, prefill)
 			}
 			if abortP > 0 {
 				w.after(abortP+w.delay(), func() { p.run(func(a *agent) { a.abortOffer(dl.id) }) })
@@ -186,7 +190,7 @@ func (w *world) decodes(dl *deal, k int, at, hold time.Duration) {
 			if w.plan.kind || w.chance(0.7) {
 				a.claim(dl, k)
 				for _, p := range dl.ps {
-					a.expectClaim(id, dl.part(k, p), p)
+					a.expectClaim(dl, k, p)
 				}
 				if !w.plan.kind && w.chance(0.02) {
 					w.faults["claim-left"]++
@@ -247,7 +251,7 @@ func (w *world) prefills(id core.TransferID, p *host, at, prefill time.Duration)
 				w.reused[id] = true
 			}
 			announced := false
-			if w.chance(0.6) || w.plan.kind && (prefill > w.plan.opt.EarlyLoad/2 || w.plan.prefills < 3) {
+			if p.openAt > 0 || w.chance(0.6) || w.plan.kind && (prefill > w.plan.opt.EarlyLoad/2 || w.plan.prefills < 3) {
 				announced = a.announce(id) == nil
 			}
 			a.after(prefill, func() {

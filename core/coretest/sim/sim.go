@@ -109,6 +109,7 @@ type world struct {
 
 	reused       map[core.TransferID]bool // ids that are used twice
 	deals        map[core.TransferID]*deal
+	engines      map[core.Target]*deal    // what is found under the names of engines
 	shared       map[core.TransferID]bool // that two decode engines want
 	cancelledAtP map[core.TransferID]time.Duration
 	cancelledAtD map[core.TransferID]time.Duration // after P's answer
@@ -149,7 +150,7 @@ func newWorld(seed uint64, words *Words) *world {
 	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)),
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
 		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, states: map[string]int{}, faults: map[string]int{},
-		reused: map[core.TransferID]bool{}, shared: map[core.TransferID]bool{}, deals: map[core.TransferID]*deal{}, cancelledAtP: map[core.TransferID]time.Duration{}, cancelledAtD: map[core.TransferID]time.Duration{}}
+		reused: map[core.TransferID]bool{}, shared: map[core.TransferID]bool{}, deals: map[core.TransferID]*deal{}, engines: map[core.Target]*deal{}, cancelledAtP: map[core.TransferID]time.Duration{}, cancelledAtD: map[core.TransferID]time.Duration{}}
 	w.plan = w.newPlan()
 	return w
 }

@@ -80,7 +80,7 @@ type frame struct {
 	src   core.BlockID
 	dst   core.BlockID
 	grant string
-	holds content
+	holds [regions]content
 	late  time.Duration // how long a cut has held it up
 }
 
@@ -370,7 +370,11 @@ func (a *agent) land(f *frame) *arm {
 	if b.owner != e.token {
 		a.w.fault(e.id, "%s: block %d is written by %q, whose load has token %d, but belongs to token %d", a.id, at, e.id, e.token, b.owner)
 	}
-	b.holds = f.holds
+	for r := range b.holds {
+		if of := f.wr.v.Regions; of == nil || slices.Contains(of, uint32(r)) {
+			b.holds[r] = f.holds[r]
+		}
+	}
 	e.landed++
 	return e
 }
