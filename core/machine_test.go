@@ -389,11 +389,11 @@ func numbers(s *script, c *coretest.Command, words []string) (out []uint32) {
 // match is of this machine's caches with those of a peer, whose blocks have size=
 // tokens.
 func (s *script) match(c *coretest.Command) *core.Match {
-	sizes := s.list(c, "size")
-	if sizes == nil {
-		return nil
+	d := s.layout(c, s.list(c, "size"))
+	if c.Value("regions", "") == "" && c.Value("size", "") == "" {
+		return nil // alike
 	}
-	m, err := core.NewMatch(s.layouts[c.Word(0)].Shapes(), s.layout(c, sizes).Shapes())
+	m, err := core.NewMatch(s.layouts[c.Word(0)].Shapes(), d.Shapes())
 	if err != nil {
 		s.t.Fatalf("%s: %v", c.Pos, err)
 	}

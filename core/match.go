@@ -107,7 +107,7 @@ func NewMatch(src, dst []Shape) (*Match, error) {
 	}
 	m := &Match{regions: len(dst)}
 	var diffs []string
-	used, held := make([]bool, len(src)), make([]uint32, len(dst)) // whether, and how many heads
+	used, held := make([]bool, len(src)), make([]uint32, len(dst)) // whether D has its name, and how many heads
 	for i := range dst {
 		d := &dst[i]
 		r := groupRatio(from[d.Group], to[d.Group])
@@ -124,6 +124,7 @@ func NewMatch(src, dst []Shape) (*Match, error) {
 				}
 				break
 			}
+			used[j] = true // as far as D wants it
 			c := Common{Src: j, Dst: uint32(i)}
 			first, end := s.heads()
 			c.First, c.End = d.heads()
@@ -132,7 +133,6 @@ func NewMatch(src, dst []Shape) (*Match, error) {
 			}
 			m.links = append(m.links, newLink(c, s, d, r))
 			m.ratios[d.Group] = r
-			used[j] = true
 			held[i] += c.End - c.First
 		}
 	}

@@ -13,6 +13,8 @@ const (
 	peerFile  = "core/peer.go"
 	coreFile  = "core/machine.go"
 	shareFile = "core/share.go"
+	planFile  = "core/plan.go"
+	matchFile = "core/match.go"
 	foundFile = "core/found.go"
 	wireFile  = "core/coretest/sim/transport.go"
 )
@@ -116,6 +118,20 @@ var mutants = []mutant{
 	{"finish-before-written", "D's word that it has all frees blocks that are still read", offerFile,
 		"\t\tof.landed = true // the transport's own word, with its figures, is about to come\n\t\treturn\n",
 		"\t\tm.reportOffer(now, of, TransferStats{})\n\t\treturn\n"},
+	{"first-half", "of a block of P that is larger the first unit is sent for each", planFile,
+		"k.src + h*p.srcHead + part*k.srcUnit", "k.src + h*p.srcHead + 0*part"},
+	{"units-first", "P sends a block of several units in another order than D expects", planFile,
+		"		for h := range p.heads {\n			for u := range count {\n				b, part", "		for u := range count {\n			for h := range p.heads {\n				b, part"},
+	{"first-heads", "a cut region is read from its first head on", matchFile,
+		"k.src, k.dst = uint64(c.First-s.FirstHead)*s.HeadStride,", "k.src, k.dst = 0,"},
+	{"heads-at-the-front", "heads land at the front of the block", matchFile,
+		", uint64(c.First-d.FirstHead)*d.HeadStride\n", ", 0\n"},
+	{"beyond-the-prompt", "what lies behind the prompt's end is copied", matchFile,
+		"		to = max(from, min(to, (uint64(tokens)+r.unit-1)/r.unit))\n", ""},
+	{"before-the-prompt-ends", "the last unit is left out when the prompt fills it in part", matchFile,
+		"(uint64(tokens)+r.unit-1)/r.unit))", "uint64(tokens)/r.unit))"},
+	{"order-ignored", "heads and tokens in another order are copied as they lie", matchFile,
+		"		if heads == 1 || s.HeadStride == item {\n", "		if true {\n"},
 	{"old-grant", "a region key is used again after a restart", wireFile,
 		"return fmt.Sprintf(\"%s/%d\", a.id, a.grants)", "return fmt.Sprintf(\"%s/%d\", a.host.name, a.grants)"},
 	{"late-fence", "bytes land for a while after a revoke", wireFile,
@@ -123,5 +139,5 @@ var mutants = []mutant{
 	{"notification-alone", "the last frame ends the load, whatever is missing", wireFile,
 		"\tcase e.got == len(e.dst):\n", "\tcase f.pos == len(e.dst)-1:\n"},
 	{"early-completion", "the transport tells of the end before the last bytes", wireFile,
-		"\tcase e.got == len(e.dst):\n", "\tcase e.got >= max(1, len(e.dst)-1):\n"},
+		"\tcase e.got == len(e.dst):\n", "\tcase e.got >= max(1, len(e.dst)-len(f.holds)):\n"},
 }

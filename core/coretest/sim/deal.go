@@ -42,6 +42,14 @@ func (w *world) engine(dl *deal) core.Target {
 func (w *world) regionsOf(dl *deal, k int) [][]uint32 {
 	out := make([][]uint32, len(dl.ps))
 	for r := range uint32(regions) {
+		if w.plan.ranks == byHeads { // of each that has some of its heads
+			for i, p := range dl.ps {
+				if p.meets(dl.ds[k].geometry) {
+					out[i] = append(out[i], r)
+				}
+			}
+			continue
+		}
 		i := 0
 		if !w.plan.latent {
 			i = (int(r) + k) % len(dl.ps)
@@ -118,7 +126,7 @@ func (a *agent) allClaimed(id core.TransferID) bool {
 // engines cut their caches in two ways, all with all.
 func (w *world) dealsOf(id string, prefills, decodes []*host) (out []*deal) {
 	switch {
-	case w.plan.ranks == allWithAll:
+	case w.plan.ranks == allWithAll, w.plan.ranks == byHeads:
 		out = append(out, &deal{ps: prefills, ds: decodes})
 	case w.plan.ranks == shares && len(decodes) >= len(prefills):
 		for j, p := range prefills {
@@ -156,7 +164,7 @@ func (w *world) dealsOf(id string, prefills, decodes []*host) (out []*deal) {
 
 // wanted is what a decode rank asks for: from each prefill rank a run of the
 // prompt's blocks, in turns of their own for each rank.
-func (dl *deal) wanted(k, first int, blocks []core.BlockID) (parts []core.LoadPart, sources [][regions]int) {
+func (dl *deal) wanted(k, first int, blocks []core.BlockID) (parts []core.LoadPart, sources []int) {
 	n := len(dl.ps)
 	for i := range n {
 		source := dl.ps[(i+k)%n]
@@ -164,7 +172,7 @@ func (dl *deal) wanted(k, first int, blocks []core.BlockID) (parts []core.LoadPa
 		p := core.LoadPart{From: source.target, Share: dl.share(k, source), First: []uint32{uint32(first + lo)}, Blocks: [][]core.BlockID{blocks[lo:hi:hi]}}
 		parts = append(parts, p)
 		for range hi - lo {
-			sources = append(sources, [regions]int{source.number, source.number, source.number})
+			sources = append(sources, source.number)
 		}
 	}
 	return parts, sources

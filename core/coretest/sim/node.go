@@ -68,7 +68,7 @@ func (a *agent) perform(act core.Action) {
 	case core.Resolve:
 		a.resolve(v)
 	case core.Expect:
-		grant, err := a.expect(v.ID, v.Peer, v.Blocks)
+		grant, err := a.expect(v)
 		a.event(func(m *core.Machine, now time.Time) { m.Expecting(now, v.ID, []byte(grant), err) },
 			"expecting %s grant=%s%s", v.ID, grant, failure(err))
 	case core.SendLoad:
@@ -231,14 +231,16 @@ func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code,
 		return core.SayHello, "say hello first"
 	}
 	a.heard[from] = a.now()
-	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Regions: v.Regions, Lease: v.Lease}
+	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Tokens: v.Tokens, Regions: v.Regions, Lease: v.Lease,
+		Match: a.w.match(a.host, a.w.byID[from].host)}
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		code, why = m.LoadArrived(now, lm)
 		if why != "" {
 			return "answer " + code.String() + " " + why, nil
 		}
 		return "answer " + code.String(), nil
-	}, "loaded %s peer=%s grant=%s first=[%s]%s%s lease=%v", v.ID, from, v.Grant, list(v.First), groups(v.Blocks), optional("of", list(v.Regions)), v.Lease)
+	}, "loaded %s peer=%s grant=%s%s first=[%s]%s%s%s lease=%v", v.ID, from, v.Grant, a.w.byID[from].host.said(), list(v.First), groups(v.Blocks),
+		optional("tokens", list(v.Tokens)), optional("of", list(v.Regions)), v.Lease)
 	return code, why
 }
 

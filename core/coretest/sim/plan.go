@@ -18,9 +18,13 @@ type plan struct {
 	prefills int  // ranks of the prefill engine
 	decodes  []int
 	requests int
-	blocks   int // of a prompt, at each rank
-	pool     int // blocks of a rank
-	lane     int // requests to one peer at a time, as in node
+	blocks   int  // of a prompt, at each prefill rank
+	cut      bool // ranks have blocks of tokens and heads, each as it likes
+	tokens   int  // of a prompt, then
+	// blockTokens of the prefill engine and of each decode engine.
+	blockTokens []int
+	pool        int // blocks of a rank
+	lane        int // requests to one peer at a time, as in node
 
 	loss, double, slow float64 // of each message
 	hang               float64 // of each renewal that gets no answer: for long not even its time-out is told
@@ -38,6 +42,7 @@ const (
 	shares     = iota // one prefill rank has several decode ranks, or the reverse
 	pairs             // each decode rank has a transfer of its own
 	allWithAll        // each decode rank has a part from each prefill rank
+	byHeads           // each rank of either engine has its heads
 )
 
 // Bounds that node and the transports have by configuration.
@@ -74,6 +79,16 @@ func (w *world) newPlan() plan {
 	}
 	if w.seed%20 < 3 {
 		p.jumps = w.rnd.IntN(4)
+	}
+	if p.cut = w.chance(0.5); p.cut {
+		if w.chance(0.4) {
+			p.ranks = byHeads
+		}
+		for range 1 + len(p.decodes) {
+			p.blockTokens = append(p.blockTokens, 1<<w.rnd.IntN(3))
+		}
+		p.blocks = 5/p.blockTokens[0] + w.rnd.IntN(2)
+		p.tokens = p.blocks*p.blockTokens[0] - w.rnd.IntN(p.blockTokens[0])
 	}
 	switch w.seed % 10 {
 	case 0:

@@ -15,6 +15,7 @@ func (w *world) play() {
 	var prefills []*host
 	for i := range w.plan.prefills {
 		h := &host{w: w, name: fmt.Sprintf("p%d", i), number: i, prefill: true, target: core.Target{Bootstrap: bootstrap, EngineID: fmt.Sprintf("/e%d", i), TPRank: i}}
+		h.geometry = w.geometryOf(w.tokensOf(0), i, w.plan.prefills, true)
 		prefills = append(prefills, h)
 	}
 	w.hosts = append(w.hosts, prefills...)
@@ -22,7 +23,7 @@ func (w *world) play() {
 	for e, ranks := range w.plan.decodes {
 		var list []*host
 		for i := range ranks {
-			list = append(list, &host{w: w, name: fmt.Sprintf("d%d%c", i, 'a'+e)})
+			list = append(list, &host{w: w, name: fmt.Sprintf("d%d%c", i, 'a'+e), geometry: w.geometryOf(w.tokensOf(1+e), i, ranks, false)})
 		}
 		decodes = append(decodes, list)
 		w.hosts = append(w.hosts, list...)
@@ -175,11 +176,11 @@ func (w *world) request(id string, prefills, decodes []*host) {
 // decodes is one decode rank's part of a request.
 func (w *world) decodes(dl *deal, k int, at, hold time.Duration) {
 	id, d := dl.id, dl.ds[k]
-	first := w.rnd.IntN(w.plan.blocks)
+	first := w.rnd.IntN(w.prompt(d))
 	if !w.plan.kind && w.chance(0.03) {
 		first += 3 // more than will be offered
 	}
-	n := max(1, w.plan.blocks-first)
+	n := max(1, w.prompt(d)-first)
 	if up := dl.opensAt(); at < up { // the router asks P again until it is up
 		hold = up - at + w.upTo(3*time.Second)
 	}
