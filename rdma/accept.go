@@ -75,7 +75,7 @@ func (t *Transport) acceptOne(b *bundle, p *localPort, o *laneOffer) (*lane, err
 	}
 	l.offer = *o
 	if err := l.ready(t.verbsPath(p, way, min(o.MTU, state.mtu), o.QPN, o.PSN, l.psn)); err != nil {
-		l.destroy()
+		l.drop(func() {})
 		return nil, err
 	}
 	return l, nil

@@ -357,7 +357,7 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 		return nil
 	}
 	failed := func(l *lane, err error) {
-		l.destroy()
+		l.drop(func() {})
 		c := ways[l]
 		err = fmt.Errorf("%s to %s (%v): %w", c.local.name, c.far.Name, c.path, err)
 		*causes = append(*causes, err)
@@ -367,7 +367,7 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 	rep, err := t.ask(lk.peer, s, 2*t.cfg.ConnectTimeout/3) // D may look for neighbours that are not there, which takes a second
 	if err != nil && !errors.Is(err, errRefused) {          // which says nothing of the ports
 		for _, l := range lanes {
-			l.destroy()
+			l.drop(func() {})
 		}
 		return err
 	}
@@ -415,7 +415,7 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 		c := ways[l]
 		lk.update(func(lk *link) {
 			if lk.ended != nil || lk.there != there { // D has ended the connection
-				l.destroy()
+				l.drop(func() {})
 				return
 			}
 			t.log.Info("rdma lane", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.String("from", c.local.name), zap.String("to", c.far.Name), zap.Stringer("path", c.path))

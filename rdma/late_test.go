@@ -293,3 +293,61 @@ func TestJoinInDismiss(t *testing.T) {
 		t.Errorf("a dismissed peer may join: %v", err)
 	}
 }
+
+// holdDestroys has the destruction of all lanes that there are take until release.
+func (s *agent) holdDestroys() (release func()) {
+	var all []*lane
+	if lk := s.tr.sender.links["d"]; lk != nil {
+		lk.mu.Lock()
+		all = append(all, lk.lanes...)
+		lk.mu.Unlock()
+	}
+	if src := s.tr.receiver.sources["p"]; src != nil {
+		src.mu.Lock()
+		for _, l := range src.lanes {
+			all = append(all, l)
+		}
+		src.mu.Unlock()
+	}
+	let := make(chan struct{})
+	for _, l := range all {
+		held := make(chan struct{})
+		go l.once.Do(func() {
+			close(held)
+			<-let
+			l.end()
+		})
+		<-held
+	}
+	return sync.OnceFunc(func() { close(let) })
+}
+
+// TestSlowDestroy: the kernel takes its time to destroy queue pairs. What was on them
+// goes on by others, and ends, and a revoke is through, long before.
+func TestSlowDestroy(t *testing.T) {
+	needsRDMA(t)
+	c := newControl()
+	const n = 160
+	p, d := start(t, c, "p", n, nil), start(t, c, "d", n, nil)
+	connect(t, d, p)
+	usable(t, d, p)
+	p.paint(1, 0, n)
+	grant := d.expect("t", p, 0, n)
+	d.expect("revoked", p, 0, 1)
+	for _, s := range []*agent{p, d} {
+		release := s.holdDestroys()
+		defer release()
+	}
+	p.write("t", d, grant, 0, 0, n)
+	d.landed(0, n, false)
+	p.breakAll()
+	if o := p.rec.Wait("written", "t", 1); o.Err != nil && !errors.Is(o.Err, core.ErrNotExpected) { // D may have had all of it
+		t.Errorf("written: %v", o.Err)
+	}
+	if o := d.rec.Wait("received", "t", 1); o.Err != nil {
+		t.Errorf("received: %v", o.Err)
+	}
+	d.has(1, 0, n)
+	d.breakAll()
+	d.tr.Revoke("revoked")
+}

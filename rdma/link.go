@@ -240,7 +240,7 @@ func (lk *link) assign(j *job, l *lane) {
 // pump posts what there is room for, a chain for each job in turn, so that a
 // small transfer does not stand behind a large one.
 func (lk *link) pump(l *lane) {
-	if l.rail == nil || l.isDead() {
+	if l.rail == nil || l.broken {
 		return
 	}
 	for len(l.jobs) > 0 {
@@ -312,7 +312,8 @@ func (lk *link) fail(w *write, cause error) {
 	lk.settle(w)
 }
 
-// settle ends a write that has nothing more to do.
+// settle ends a write that has nothing more to do. Its outcome waits for lanes that
+// broke, which may still read its blocks.
 func (lk *link) settle(w *write) {
 	if w.over || w.flight > 0 || w.cause == nil && (w.left > 0 || w.jobs == nil) {
 		return
@@ -331,7 +332,9 @@ func (lk *link) settle(w *write) {
 			lk.drained = append(lk.drained, w.grant.seq)
 		}
 	}
-	lk.outcomes = append(lk.outcomes, w)
+	if w.reads == 0 {
+		lk.outcomes = append(lk.outcomes, w)
+	}
 }
 
 // kill: a grant is used up, or revoked.
@@ -410,7 +413,8 @@ func (lk *link) breakLane(l *lane, cause error) {
 	lk.flush(l)
 }
 
-// flush: what was on a lane waits until D has said what arrived.
+// flush: what was on a lane waits until D has said what arrived. The lane may read it
+// until it is quiet.
 func (lk *link) flush(l *lane) {
 	now := time.Now()
 	lk.lost = append(lk.lost, l.id)
@@ -422,6 +426,11 @@ func (lk *link) flush(l *lane) {
 		l.rail.lose(now, b.Bytes)
 		b.Owner.flight -= b.Requests
 		b.Owner.w.flight -= b.Requests
+		b.Owner.w.reads += b.Requests
+		l.reads[b.Owner.w] += b.Requests
+	}
+	if l.isDead() {
+		lk.quiet(l)
 	}
 	for w := range lk.writes {
 		for _, j := range w.jobs {
@@ -434,16 +443,27 @@ func (lk *link) flush(l *lane) {
 	}
 }
 
-// remove destroys a lane, so that it reads nothing any more.
-func (lk *link) remove(l *lane) bool {
-	for i := range lk.lanes {
-		if lk.lanes[i] == l {
-			lk.lanes = append(lk.lanes[:i:i], lk.lanes[i+1:]...)
-			l.destroy()
-			return true
+// quiet: a lane that broke reads nothing any more. Its last request has come back, or
+// its queue pair is destroyed.
+func (lk *link) quiet(l *lane) {
+	for w, n := range l.reads {
+		if w.reads -= n; w.over && w.reads == 0 {
+			lk.outcomes = append(lk.outcomes, w)
 		}
 	}
-	return false
+	clear(l.reads)
+}
+
+// remove takes a lane away: it sends nothing any more.
+func (lk *link) remove(l *lane) bool {
+	i := slices.Index(lk.lanes, l)
+	if i < 0 {
+		return false
+	}
+	lk.lanes = append(lk.lanes[:i:i], lk.lanes[i+1:]...)
+	l.broken = true
+	l.drop(func() { lk.update(func(lk *link) { lk.quiet(l) }) })
+	return true
 }
 
 func (l *lane) isDead() bool {

@@ -34,7 +34,7 @@ func newTestLink(t *testing.T, lanes int) *link {
 	lk := newLink(tr, "d")
 	b := &bundle{t: tr, lanes: map[uint32]*lane{}}
 	for i := range lanes {
-		l := &lane{id: uint32(i + 1), b: b, qp: &verbs.QP{}, dead: make(chan struct{}), link: lk, rail: newRail("test", 1e9), probe: make(chan error, 1)}
+		l := &lane{id: uint32(i + 1), b: b, qp: &verbs.QP{}, dead: make(chan struct{}), link: lk, rail: newRail("test", 1e9), probe: make(chan error, 1), reads: map[*write]int{}}
 		l.queue = newSendQueue[*job](16, maxFlight, signalEvery)
 		lk.lanes = append(lk.lanes, l)
 	}
@@ -47,9 +47,22 @@ func (lk *link) testWrite(id core.TransferID, seq uint64, l *lane, requests int)
 	w := &write{op: core.WriteOp{ID: id, Peer: lk.peer}, link: lk, grant: grant{seq: seq}, known: true, left: 1, flight: requests, began: time.Now()}
 	j := &job{w: w, lane: l, flight: requests}
 	w.jobs = []*job{j}
+	lk.t.sender.untold++
 	l.queue.posting(j, make([]verbs.Write, requests), nil, false)
 	lk.writes[w], lk.bySeq[seq] = struct{}{}, w
 	return w
+}
+
+// holdDestroy has the destruction of a lane take until release, as the kernel may.
+func (lk *link) holdDestroy(l *lane) (release func()) {
+	held, let := make(chan struct{}), make(chan struct{})
+	go l.once.Do(func() {
+		close(held)
+		<-let
+		l.end()
+	})
+	<-held
+	return func() { close(let) }
 }
 
 // TestDrainedAfterLoss: a lane that breaks has what it sent on its way still, until
@@ -129,5 +142,92 @@ func TestUnansweredLanesGoOn(t *testing.T) {
 	defer lk.mu.Unlock()
 	if kept.cause != nil || len(lk.lanes) != 1 || waits.cause == nil {
 		t.Errorf("%d lanes are left of the one that works, its write ended with %v", len(lk.lanes), kept.cause)
+	}
+}
+
+// TestWrittenWaitsForReads: a lane that broke may read the blocks of a write until its
+// last request has come back, or its queue pair is destroyed. Until then the engine does
+// not hear that the write has ended, however it has.
+func TestWrittenWaitsForReads(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		ended error
+		flush bool // the last request comes back before the queue pair is destroyed
+	}{
+		{"it ended well, flushed", nil, true},
+		{"it ended well, destroyed", nil, false},
+		{"it failed, flushed", errStopped, true},
+		{"it failed, destroyed", errStopped, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			lk := newTestLink(t, 2)
+			lk.mends, lk.tells = true, true
+			l := lk.lanes[0]
+			w := lk.testWrite("t", 7, l, 3)
+			release := lk.holdDestroy(l)
+			var early, told int
+			lk.update(func(lk *link) { // which would wait, were the lane destroyed here
+				lk.breakLane(l, errors.New("test"))
+				if c.ended != nil {
+					lk.fail(w, c.ended)
+				} else if err := lk.arrived([]uint32{l.id}, []uint64{7}, &reply{Arrived: []uint64{1}, Live: []uint64{7}}); err != nil {
+					t.Error(err)
+				}
+				lk.took(l, []verbs.Completion{{ID: 2, Status: verbs.Flushed}}, time.Now())
+				early = len(lk.outcomes)
+				if c.flush {
+					lk.took(l, []verbs.Completion{{ID: 3, Status: verbs.Flushed}}, time.Now())
+					told = len(lk.outcomes)
+				}
+			})
+			if !w.over || early != 0 {
+				t.Errorf("over: %v; %d outcomes are told while the lane may read", w.over, early)
+			}
+			if c.flush && told != 1 {
+				t.Errorf("%d outcomes when the last request has come back, want 1", told)
+			}
+			release()
+			rec := lk.t.sink.(*coretest.Recorder)
+			if o := rec.Wait("written", "t", 1); !errors.Is(o.Err, c.ended) {
+				t.Errorf("it ended with %v, want %v", o.Err, c.ended)
+			}
+		})
+	}
+}
+
+// TestCloseTellsAll: an outcome that somebody is about to tell is told before Close has
+// returned.
+func TestCloseTellsAll(t *testing.T) {
+	lk := newTestLink(t, 1)
+	lk.mends, lk.tells = true, true
+	s := &lk.t.sender
+	s.mu.Lock()
+	s.links[lk.peer] = lk
+	s.mu.Unlock()
+	lk.mu.Lock()
+	lk.lanes = nil // the write waits for one
+	lk.mu.Unlock()
+	s.write(core.WriteOp{ID: "t", Peer: lk.peer})
+	outcomes, _ := lk.locked(func(lk *link) {
+		for w := range lk.writes {
+			lk.fail(w, errStopped)
+		}
+	})
+	closed := make(chan struct{})
+	go func() {
+		defer close(closed)
+		_ = lk.t.Close()
+	}()
+	select {
+	case <-closed:
+		t.Error("Close has returned, and an outcome is not told")
+	case <-time.After(100 * time.Millisecond):
+	}
+	for _, w := range outcomes {
+		s.outcome(w)
+	}
+	<-closed
+	if all := lk.t.sink.(*coretest.Recorder).All("written", "t"); len(all) != 1 {
+		t.Errorf("%d outcomes are told, want 1", len(all))
 	}
 }

@@ -274,7 +274,7 @@ func (src *source) losing(cause error) (tell func()) {
 	}
 }
 
-// cut retires all lanes. When those that it returns are dead, nothing that P has
+// cut retires all lanes. When those that it returns are still, nothing that P has
 // posted until now can land. src.mu is held.
 func (src *source) cut() (dying []*lane) {
 	for _, l := range src.lanes {
@@ -289,16 +289,18 @@ func (src *source) cut() (dying []*lane) {
 
 func await(lanes []*lane) {
 	for _, l := range lanes {
-		<-l.dead
+		<-l.still
 	}
 }
 
 // flushBound is how long a lane in error may keep its last completions to itself.
 const flushBound = time.Second
 
-// retire puts a lane into error. It dies when its last completions were counted: a
+// retire puts a lane into error. It is dying until its last completions were counted: a
 // mark that has landed must be, since P has it for done or, if the lane broke there
-// first, would write that part again under a transfer that has ended. src.mu is held.
+// first, would write that part again under a transfer that has ended. When all its
+// receives have come back nothing of it lands any more, and nobody waits until the
+// queue pair is destroyed, which may take seconds. src.mu is held.
 func (src *source) retire(l *lane) {
 	if l.retired {
 		return
@@ -310,23 +312,36 @@ func (src *source) retire(l *lane) {
 	if err := l.qp.ToError(); err != nil || l.posted == 0 {
 		bound = 0
 	}
-	late := time.AfterFunc(bound, func() {
-		l.b.reapAll()
-		l.destroy()
-	})
 	if !src.r.t.goRun("rdma retire", func() {
-		<-l.dead
-		late.Stop()
-		l.b.reapAll()
+		late := time.NewTimer(bound)
+		defer late.Stop()
+		select {
+		case <-l.still:
+		case <-late.C:
+			l.b.reapAll()
+			l.destroy()
+			l.b.reapAll()
+		}
 		src.mu.Lock()
-		delete(src.dying, l.id)
+		src.laid(l)
 		missing := l.posted > 0 && !src.gone
 		src.mu.Unlock()
 		if missing { // of what P has for done some may never be counted
 			src.loseAll(fmt.Errorf("rdma: queue pair %d on %s has not given back its receives", l.qp.Number(), l.port.name))
 		}
+		l.destroy()
 	}) {
 		l.destroy()
+		src.laid(l)
+	}
+}
+
+// laid: nothing of a retired lane lands any more, and its marks are counted; src.mu is
+// held.
+func (src *source) laid(l *lane) {
+	if src.dying[l.id] == l {
+		delete(src.dying, l.id)
+		close(l.still)
 	}
 }
 
@@ -481,18 +496,13 @@ func (src *source) look() {
 
 // received handles the completions of a lane's receives and pings.
 func (src *source) received(l *lane, list []verbs.Completion) {
-	done, last := src.count(l, list)
-	for _, e := range done {
+	for _, e := range src.count(l, list) {
 		e.tell(nil)
-	}
-	if last {
-		l.destroy()
 	}
 }
 
-// count returns the expects that are complete, fenced and to be told, and whether
-// the lane is retired and has nothing more to say.
-func (src *source) count(l *lane, list []verbs.Completion) (done []*expect, last bool) {
+// count returns the expects that are complete, fenced and to be told.
+func (src *source) count(l *lane, list []verbs.Completion) (done []*expect) {
 	landed := 0
 	var cause error
 	src.mu.Lock()
@@ -527,7 +537,10 @@ func (src *source) count(l *lane, list []verbs.Completion) (done []*expect, last
 	for _, e := range done {
 		src.fenced(e)
 	}
-	return done, l.retired && l.posted <= 0
+	if l.retired && l.posted <= 0 {
+		src.laid(l)
+	}
+	return done
 }
 
 // landed counts a mark; the expect that it completes is taken. src.mu is held.

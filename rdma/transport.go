@@ -281,10 +281,6 @@ func shorten(s string) string {
 	return ""
 }
 
-func (t *Transport) tellWritten(id core.TransferID, st core.TransferStats, err error) {
-	t.tell(func(s core.Sink) { s.Written(id, st, err) })
-}
-
 // posted counts a chain that is posted.
 func (t *Transport) posted(chain []verbs.Write) {
 	t.doorbells.Add(1)
