@@ -153,18 +153,7 @@ func inspectDevice(cfg *Config, lib *verbs.Library, info verbs.DeviceInfo) Devic
 func inspectPort(cfg *Config, device string, port verbs.Port, entries []verbs.GID, gidErr error) PortReport {
 	r := PortReport{Number: port.Number, State: port.State.String(), LinkLayer: port.LinkLayer.String(), Speed: port.Speed, MTU: port.ActiveMTU, LID: port.LID}
 	name := fmt.Sprintf("%s:%d", device, port.Number)
-	table := make([]gid, len(entries))
-	for i, e := range entries {
-		table[i] = gid{Index: e.Index, Raw: e.GID, NetDev: e.NetDev}
-		switch e.Type {
-		case verbs.GIDInfiniBand:
-			table[i].Type = gidIB
-		case verbs.GIDRoCEv1:
-			table[i].Type = gidRoCEv1
-		case verbs.GIDRoCEv2:
-			table[i].Type = gidRoCEv2
-		}
-	}
+	table := gidTable(entries)
 	chosen, why, err := -1, "", gidErr
 	ranked := rankGIDs(table)
 	if err == nil && port.LinkLayer == verbs.LinkEthernet {

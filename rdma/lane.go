@@ -33,14 +33,17 @@ type lane struct {
 	still   chan struct{} // closed when it is retired and has given back all receives: nothing of it lands
 
 	// P's end, guarded by its link.
-	link   *link
-	queue  *sendQueue[*job]
-	jobs   []*job // whose requests are not all posted; the first is next
-	rail   *rail
-	keys   *keyTable      // D's memory by its port
-	probe  chan error     // what came of the first write
-	broken bool           // its link has it no more
-	reads  map[*write]int // once it is broken: requests that may still read a write's blocks
+	link    *link
+	queue   *sendQueue[*job]
+	jobs    []*job // whose requests are not all posted; the first is next
+	rail    *rail
+	keys    *keyTable      // D's memory by its port
+	probe   chan error     // what came of the first writes
+	reached bool           // the one without bytes has come through
+	proven  bool           // both have
+	broken  bool           // its link has it no more
+	looks   int            // in a row, at which something was under way and nothing had completed since the one before
+	reads   map[*write]int // once it is broken: requests that may still read a write's blocks
 }
 
 // laneExtra are the requests of a lane beyond its depth: probes and pings.
@@ -48,9 +51,10 @@ const laneExtra = 2
 
 // IDs of completions that are not a write's.
 const (
-	receiveID = 1 << 63
-	pingID    = 1 << 62
-	probeID   = 1 << 61
+	receiveID  = 1 << 63
+	pingID     = 1 << 62
+	probeID    = 1 << 61
+	bigProbeID = 1 << 60
 )
 
 // bundle is a completion queue and the lanes that were made with it, at one time

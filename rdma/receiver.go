@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/bits"
+	"slices"
 	"sync"
 	"time"
 
@@ -44,11 +45,12 @@ type expect struct {
 	grant    grant
 	segments int
 
-	parts  uint64 // bit i: part i has landed
-	begun  time.Time
-	ended  bool          // revoked, or its outcome is told
-	fenced chan struct{} // closed when nothing can land any more
-	told   chan struct{} // closed when Received has returned
+	patience time.Time // with P, of a revoke
+	parts    uint64    // bit i: part i has landed
+	begun    time.Time
+	ended    bool          // revoked, or its outcome is told
+	fenced   chan struct{} // closed when nothing can land any more
+	told     chan struct{} // closed when Received has returned
 }
 
 // source is a P as D sees it.
@@ -64,6 +66,7 @@ type source struct {
 	dying   map[uint32]*lane   // in error, until their last completions were counted
 	joining int                // lanes that are being made
 	broken  []uint32           // lanes that broke here and that P must hear of
+	up      []int              // ports that have become active, likewise
 	live    map[uint64]*expect // by the grant's number, until nothing of them can land
 	cause   error              // why no transfer can come this way; nil: it can
 	settled chan struct{}      // closed when cause says something
@@ -119,7 +122,7 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	defer src.mu.Unlock()
 	if !bytes.Equal(src.ticket, ticket) { // P has dismissed this agent: it numbers its lanes anew
 		src.cut()
-		src.broken = nil
+		src.broken, src.up = nil, nil
 	}
 	src.ticket = bytes.Clone(ticket)
 	src.greetAt, src.backoff, src.owed = time.Time{}, 0, true
@@ -156,8 +159,11 @@ func (src *source) greet() {
 	}
 }
 
-// maxBroken lanes are told in one greet.
-const maxBroken = 1024
+// What one greet tells at most.
+const (
+	maxBroken = 1024 // lanes
+	maxUp     = 64   // ports
+)
 
 // maxBackoff between attempts to reach a P that could not be.
 const maxBackoff = 30 * time.Second
@@ -175,7 +181,7 @@ func (src *source) greeting() {
 	began := time.Now()
 	for {
 		src.mu.Lock()
-		s := &signal{Kind: signalGreet, Ticket: src.ticket, Lanes: src.broken[:min(len(src.broken), maxBroken)]}
+		s := &signal{Kind: signalGreet, Ticket: src.ticket, Lanes: src.broken[:min(len(src.broken), maxBroken)], Up: slices.Clone(src.up[:min(len(src.up), maxUp)])}
 		src.mu.Unlock()
 		_, err := t.ask(src.peer, s, t.cfg.ConnectTimeout/3)
 		src.mu.Lock()
@@ -187,13 +193,19 @@ func (src *source) greeting() {
 		switch {
 		case err == nil:
 			src.broken = src.broken[min(len(s.Lanes), len(src.broken)):] // Connect may have emptied it
-			src.greets = (len(src.broken) > 0 || src.cause == errUnsettled) && !src.gone
-			if len(src.broken) == 0 {
+			src.up = src.up[min(len(s.Up), len(src.up)):]
+			src.greets = src.toTell() && !src.gone
+			if len(src.broken)+len(src.up) == 0 {
 				settled = src.settled
 			}
 		default:
 			lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || t.ctx.Err() != nil
 			src.greets = !lasting && !src.gone && (len(src.live) > 0 || src.cause == errUnsettled) && time.Since(began) < bound
+			if !src.greets && !lasting && len(src.broken) == 0 && len(src.lanes) > 0 { // P sees it at its next try
+				src.up = nil
+				src.mu.Unlock()
+				return
+			}
 		}
 		again := src.greets
 		src.mu.Unlock()
@@ -216,13 +228,18 @@ func (src *source) greeting() {
 			return
 		}
 		src.mu.Lock()
-		src.greets = (len(src.broken) > 0 || src.cause == errUnsettled) && !src.gone && t.ctx.Err() == nil
+		src.greets = src.toTell() && !src.gone && t.ctx.Err() == nil
 		again = src.greets
 		src.mu.Unlock()
 		if !again {
 			return
 		}
 	}
+}
+
+// toTell says whether there is something that P must hear; src.mu is held.
+func (src *source) toTell() bool {
+	return len(src.broken) > 0 || len(src.up) > 0 || src.cause == errUnsettled
 }
 
 // unsettled waits for P's word; late when it has not come.

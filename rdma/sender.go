@@ -227,7 +227,7 @@ func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
 	rep := &reply{}
 	switch m.Kind {
 	case signalGreet:
-		l.update(func(l *link) { l.greeted(m.Lanes) })
+		l.update(func(l *link) { l.greeted(m.Lanes, m.Up) })
 	case signalDrain:
 		l.update(func(l *link) { rep.Pending = l.drain(m) })
 	case signalBye:
@@ -243,12 +243,9 @@ func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
 }
 
 func (s *sender) portDown(p *localPort, cause error) {
-	s.mu.Lock()
-	all := slices.Collect(maps.Values(s.links))
-	s.mu.Unlock()
-	for _, lk := range all {
+	for _, lk := range s.all() {
 		lk.update(func(lk *link) {
-			for _, l := range lk.lanes {
+			for _, l := range slices.Clone(lk.lanes) {
 				if l.port == p {
 					lk.breakLane(l, cause)
 				}
@@ -257,11 +254,23 @@ func (s *sender) portDown(p *localPort, cause error) {
 	}
 }
 
-func (s *sender) lanes() (n int) {
+// portUp has all links try a port that has become active.
+func (s *sender) portUp(p *localPort) {
+	for _, lk := range s.all() {
+		lk.update(func(lk *link) {
+			lk.portUp(func(k railKey) bool { return k.local == p.index })
+		})
+	}
+}
+
+func (s *sender) all() []*link {
 	s.mu.Lock()
-	all := slices.Collect(maps.Values(s.links))
-	s.mu.Unlock()
-	for _, lk := range all {
+	defer s.mu.Unlock()
+	return slices.Collect(maps.Values(s.links))
+}
+
+func (s *sender) lanes() (n int) {
+	for _, lk := range s.all() {
 		lk.mu.Lock()
 		n += len(lk.lanes)
 		lk.mu.Unlock()
@@ -272,9 +281,8 @@ func (s *sender) lanes() (n int) {
 func (s *sender) close() {
 	s.mu.Lock()
 	s.closed = true
-	all := slices.Collect(maps.Values(s.links))
 	s.mu.Unlock()
-	for _, l := range all {
+	for _, l := range s.all() {
 		l.end(errClosed, "it was closed")
 	}
 	s.allTold()
@@ -303,6 +311,9 @@ func (lk *link) took(l *lane, list []verbs.Completion, now time.Time) {
 		c := &list[i]
 		if c.Status != verbs.Success && !l.broken {
 			err := l.failure(c)
+			if l.reached && !l.proven {
+				err = fmt.Errorf("packets without bytes get through and %d bytes do not: is the MTU the same on the whole path (rdma_mtu)? %w", scratchBytes, err)
+			}
 			l.probed(err)
 			lk.breakLane(l, err)
 		}
@@ -315,9 +326,13 @@ func (lk *link) took(l *lane, list []verbs.Completion, now time.Time) {
 		case c.Status != verbs.Success: // it was never in use
 			continue
 		case c.ID == probeID:
+			l.reached = true
+			continue
+		case c.ID == bigProbeID:
 			l.probed(nil)
 			continue
 		}
+		l.looks = 0
 		for {
 			b, ok := l.queue.completed(c.ID)
 			if !ok {

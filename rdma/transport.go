@@ -24,6 +24,7 @@ type Transport struct {
 	signal core.Signal
 	log    *zap.Logger
 
+	memory  registry
 	devices []*device
 	ports   []*localPort // of all devices
 
@@ -127,6 +128,9 @@ func (t *Transport) Usable(ctx context.Context, peer core.AgentID) error {
 		return fmt.Errorf("rdma: agent %s is not connected", peer)
 	}
 	for {
+		if err := t.unusable(); err != nil {
+			return err
+		}
 		settled, cause := src.usable()
 		if cause != errUnsettled {
 			return cause
