@@ -85,6 +85,10 @@ func TestRefused(t *testing.T) {
 		cutLink(t, 0)
 		err := openFor(config(func(c *rdma.Config) { c.Devices = []string{"rxe0"} }), some)
 		wants(t, err, "rxe0:1", "down", "ip link set")
+		cfg := config(func(c *rdma.Config) { c.Devices = []string{"rxe0"} })
+		if r := rdma.Inspect(cfg); r.Available || !r.Later || !strings.Contains(r.Problem, "once it is active") {
+			t.Errorf("of a port that is down: %+v", r)
+		}
 		if rails() > 1 { // the others serve
 			if err := openFor(rdma.DefaultConfig(), some); err != nil {
 				t.Error(err)

@@ -26,6 +26,7 @@ const (
 	railIsOn   = "on"
 	railIsOff  = "off"  // the link is down, and this machine knows
 	railIsMute = "mute" // packets vanish
+	railIsThin = "thin" // large packets vanish, as where the MTU of a path is not what its ends think
 	railSent   = "sent" // prints how many packets it has sent so far
 )
 
@@ -93,7 +94,7 @@ func runRails(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		whole := r.stream(ctx, func() error { pause(ctx, time.Second); return nil })
 		r.well(whole.hit, "rdma")
 		r.say("%d transfers of %d MiB at a time take %s ms", railTransfers, railBlocks*s.memory.Regions*s.memory.BlockBytes>>20, milliseconds(r.took(whole.hit)))
-		for _, how := range []string{railIsOff, railIsMute} {
+		for _, how := range []string{railIsOff, railIsMute, railIsThin} {
 			for _, rail := range f.rails.all() {
 				if opt.Rails == 1 || ctx.Err() != nil || !r.oneLost(ctx, rail, how) {
 					break
@@ -237,6 +238,9 @@ func (r *railRun) oneLost(ctx context.Context, rail int, how string) bool {
 	} else if r.well(b.hit, "rdma") {
 		r.say("rail %d %s: they take %s ms", rail, how, milliseconds(r.took(b.hit)))
 	}
+	if how == railIsThin && b.fault == nil {
+		r.thin(ctx, rail)
+	}
 	if err := r.f.rails.set([]int{rail}, railIsOn); err != nil {
 		r.f.led.problem("rails: %v", err)
 	} else if b.fault == nil {
@@ -247,6 +251,34 @@ func (r *railRun) oneLost(ctx context.Context, rail int, how string) bool {
 
 // railShare is so many packets that they are no handshake's but a transfer's.
 const railShare = 100
+
+// thinFor is how long transfers go on beside a rail that swallows large packets: it is
+// tried again after one second, and after two more.
+const thinFor = 5 * time.Second
+
+// thin: the rail is tried again, and found out before transfers are given to it. A try
+// is a few packets, which are sent again and again; what a transfer has under way is a
+// hundred for each queue pair.
+func (r *railRun) thin(ctx context.Context, rail int) {
+	before, err := r.f.rails.sent(rail)
+	for start := time.Now(); err == nil && time.Since(start) < thinFor && ctx.Err() == nil; {
+		if r.carry(ctx, railBlocks, nil) == nil {
+			return
+		}
+	}
+	after := before
+	if err == nil {
+		after, err = r.f.rails.sent(rail)
+	}
+	if err != nil {
+		r.f.led.problem("rails: %v", err)
+		return
+	}
+	if after-before > 3*railShare {
+		r.f.led.problem("rails: rail %d swallows large packets, and was given %d packets within %v", rail, after-before, thinFor)
+	}
+	r.say("tried with %d packets within %v", after-before, thinFor)
+}
 
 // used has transfers until a rail has its share of one again.
 func (r *railRun) used(ctx context.Context, rail int) {
