@@ -256,15 +256,41 @@ const railShare = 100
 // tried again after one second, and after two more.
 const thinFor = 5 * time.Second
 
-// thin: the rail is tried again, and found out before transfers are given to it. A try
-// is a few packets, which are sent again and again; what a transfer has under way is a
-// hundred for each queue pair.
+// thin: once the rail was found out it is tried again, and found out before transfers
+// are given to it. A try is a few packets, which are sent again and again; what a
+// transfer has under way is a hundred for each queue pair.
 func (r *railRun) thin(ctx context.Context, rail int) {
-	before, err := r.f.rails.sent(rail)
-	for start := time.Now(); err == nil && time.Since(start) < thinFor && ctx.Err() == nil; {
-		if r.carry(ctx, railBlocks, nil) == nil {
+	found, given, until := false, int64(0), time.Now().Add(railReturn)
+	for time.Now().Before(until) && ctx.Err() == nil {
+		n, ok := r.gives(ctx, rail)
+		switch {
+		case !ok:
 			return
+		case found:
+			given += n
+		case n < railShare:
+			found, until = true, time.Now().Add(thinFor)
 		}
+	}
+	switch {
+	case ctx.Err() != nil:
+		return
+	case !found:
+		r.f.led.problem("rails: rail %d swallows large packets, and is not found out within %v", rail, railReturn)
+		return
+	}
+	if given > 3*railShare {
+		r.f.led.problem("rails: rail %d swallows large packets, and was given %d packets after it was found out, within %v", rail, given, thinFor)
+	}
+	r.say("tried with %d packets within %v", given, thinFor)
+}
+
+// gives has a transfer, and says how many packets of it, and of what goes beside it, a
+// rail has got.
+func (r *railRun) gives(ctx context.Context, rail int) (packets int64, ok bool) {
+	before, err := r.f.rails.sent(rail)
+	if err == nil && r.carry(ctx, railBlocks, nil) == nil {
+		return 0, false
 	}
 	after := before
 	if err == nil {
@@ -272,30 +298,23 @@ func (r *railRun) thin(ctx context.Context, rail int) {
 	}
 	if err != nil {
 		r.f.led.problem("rails: %v", err)
-		return
 	}
-	if after-before > 3*railShare {
-		r.f.led.problem("rails: rail %d swallows large packets, and was given %d packets within %v", rail, after-before, thinFor)
-	}
-	r.say("tried with %d packets within %v", after-before, thinFor)
+	return after - before, err == nil
 }
 
 // used has transfers until a rail has its share of one again.
 func (r *railRun) used(ctx context.Context, rail int) {
 	start := time.Now()
-	before, err := r.f.rails.sent(rail)
-	for now := before; err == nil && now-before < railShare && ctx.Err() == nil; now, err = r.f.rails.sent(rail) {
+	for total := int64(0); total < railShare && ctx.Err() == nil; {
 		if time.Since(start) > railReturn {
 			r.f.led.problem("rails: rail %d is on and not used after %v", rail, railReturn)
 			return
 		}
-		if r.carry(ctx, railBlocks, nil) == nil {
+		n, ok := r.gives(ctx, rail)
+		if !ok {
 			return
 		}
-	}
-	if err != nil {
-		r.f.led.problem("rails: %v", err)
-		return
+		total += n
 	}
 	r.say("on, and used after %s ms", milliseconds(time.Since(start)))
 }
