@@ -55,7 +55,7 @@ func parseLaunch(args []string) (launch.Config, error) {
 	fs.DurationVar(&c.Ready, "timeout", launch.DefaultReady, "how long the servers may take until they are ready")
 	fs.StringVar(&c.VLLM, "vllm", "vllm", "the vllm program")
 	fs.BoolVar(&c.Bench, "bench", false, "run vllm bench serve on the router, print its table, and end")
-	benchArgs := fs.String("bench-args", "", "further arguments of vllm bench serve, which go before its defaults here")
+	benchArgs := fs.String("bench-args", "", "arguments of vllm bench serve, beside those that launch gives or in their place")
 	// The model may stand before the options, as with vllm serve.
 	if len(args) > 0 && !strings.HasPrefix(args[0], "-") {
 		c.Model, args = args[0], args[1:]

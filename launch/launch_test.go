@@ -279,7 +279,7 @@ func TestBench(t *testing.T) {
 		t.Errorf("bench.log: %q, %v", text, err)
 	}
 	line := strings.Join(stubs(t)[0].Args, " ")
-	if !strings.Contains(line, fmt.Sprintf("--port %d --model m --served-model-name tiny", c.Port)) {
+	if !strings.Contains(line, fmt.Sprintf("--port %d --model m --served-model-name tiny", c.Port)) || strings.Count(line, "--num-prompts") != 1 {
 		t.Errorf("vllm was started as %s", line)
 	}
 	if left := alive(t); len(left) > 0 {

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -162,9 +163,14 @@ func (c Config) serve(ctx context.Context, vllm string, routes proxy.Config, ser
 // startBench runs vLLM's own benchmark on the router. The arguments are those of
 // vLLM's launch script for Mooncake, unless BenchArgs say otherwise.
 func (c Config) startBench(vllm string) (*process, error) {
-	command := []string{vllm, "bench", "serve", "--backend", "vllm", "--host", c.Host, "--port", strconv.Itoa(c.Port), "--model", c.Model,
-		"--served-model-name", c.servedName(), "--seed", strconv.FormatInt(time.Now().Unix(), 10), "--dataset-name", "random",
-		"--random-input-len", "7500", "--random-output-len", "200", "--num-prompts", "200", "--burstiness", "100", "--request-rate", "2"}
+	command := []string{vllm, "bench", "serve"}
+	for _, d := range [][2]string{{"--backend", "vllm"}, {"--host", c.Host}, {"--port", strconv.Itoa(c.Port)}, {"--model", c.Model},
+		{"--served-model-name", c.servedName()}, {"--seed", strconv.FormatInt(time.Now().Unix(), 10)}, {"--dataset-name", "random"},
+		{"--random-input-len", "7500"}, {"--random-output-len", "200"}, {"--num-prompts", "200"}, {"--burstiness", "100"}, {"--request-rate", "2"}} {
+		if !slices.ContainsFunc(c.BenchArgs, func(a string) bool { return a == d[0] || strings.HasPrefix(a, d[0]+"=") }) {
+			command = append(command, d[0], d[1])
+		}
+	}
 	command = append(command, c.BenchArgs...)
 	logPath := filepath.Join(c.LogDir, "bench.log")
 	log, err := os.Create(logPath)
