@@ -1,8 +1,10 @@
 package node
 
 import (
+	"context"
 	"encoding/binary"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -10,6 +12,7 @@ import (
 	"os"
 	"reflect"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 	"unsafe"
@@ -17,6 +20,8 @@ import (
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/internal/nettest"
+	"github.com/kvconn/kvconn/wire"
 )
 
 // model is what engines of several ranks hold: of each layer the heads, or a latent
@@ -602,5 +607,59 @@ func TestRanksConfig(t *testing.T) {
 	}
 	if _, err := ParseConfig([]byte(`{"engine_id":"e","role":"decode","tp_size":2,"tp_rank":1}`)); err != nil {
 		t.Error(err)
+	}
+}
+
+// watchedBus counts the renewals to an agent that find nobody.
+type watchedBus struct {
+	core.Bus
+	to     core.AgentID
+	absent atomic.Int32
+}
+
+func (b *watchedBus) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+	rep, err := b.Bus.Request(ctx, via, to, req)
+	if to == b.to && req.Kind == wire.KindRenew && errors.Is(err, core.ErrAbsent) {
+		b.absent.Add(1)
+	}
+	return rep, err
+}
+
+// TestRanksLinkBreaks: that nobody listens as a rank at another process's server is
+// no proof that it is gone.
+func TestRanksLinkBreaks(t *testing.T) {
+	leaktest.Check(t)
+	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
+	patient := func(c *Config) { c.PeerTimeout = Seconds(bound / 2) }
+	cfg := rankConfig(RolePrefill, two, core.Rank{}, "")
+	patient(&cfg)
+	first := m.open(t, cfg)
+	way := nettest.Forward(t, strings.TrimPrefix(first.BootstrapAddress(), "http://"))
+	cfg = rankConfig(RolePrefill, two, core.Rank{TP: 1}, "http://"+way.Addr())
+	patient(&cfg)
+	ps := []*rank{first, m.open(t, cfg)}
+	ds, _ := m.engine(t, RoleDecode, core.One, patient)
+	at := from(first.BootstrapAddress(), "engine-prefill")
+	d := ds[0]
+	bus := &watchedBus{Bus: d.bus, to: ps[1].ID()}
+	d.bus = bus
+	carry(t, "a", 1, ps, ds, at)
+	for _, p := range ps {
+		announce(t, p.side, "b")
+	}
+	d.loadFrom("b", at, 7, 3)
+	until(t, "both ranks have it", func() bool { return d.Stats().LoadsWaiting == 2 })
+	way.Shut(true)
+	way.Cut()
+	until(t, "a renewal has found nobody", func() bool { return bus.absent.Load() > 0 })
+	way.Shut(false)
+	for _, p := range ps {
+		p.paint(9, 1, 2)
+		p.offer("b", 1, 2)
+	}
+	d.want("b", core.OK)
+	d.check(9, 7, 3)
+	for _, p := range ps {
+		p.want("b", core.OK)
 	}
 }
