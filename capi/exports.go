@@ -288,6 +288,7 @@ func go_claim(h C.kvconn_agent, claims *C.kvconn_load_request, n C.size_t, taken
 
 // target is where a claim or load is from.
 func target(l *C.kvconn_load_request) (t core.Target) {
+	t.DPRank = -1 // an engine_id names one dp rank
 	if l.bootstrap_addr != nil {
 		t.Bootstrap = C.GoString(l.bootstrap_addr)
 	}

@@ -9,12 +9,14 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"runtime/debug"
 	"syscall"
 
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
 	"github.com/kvconn/kvconn/internal/chaos"
+	"github.com/kvconn/kvconn/launch"
 	"github.com/kvconn/kvconn/proxy"
 )
 
@@ -26,6 +28,9 @@ Usage: kvconn COMMAND [OPTIONS]
   bench   how fast paged blocks move between two processes, bytes verified
   doctor  which transports work on this machine, and what to do about the others
   proxy   the router: sends each request to a prefill and a decode server
+  launch  vLLM servers for prefill and decode on this machine, and the router
+  bench-proxy
+          what the router costs a request, beside another router
 
 kvconn COMMAND --help tells the options.
 `
@@ -44,6 +49,7 @@ var errUsage = errors.New("wrong usage")
 func Main(args []string) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal ends a command that takes its time
 	if len(args) < 2 {
 		fmt.Fprint(os.Stderr, usage)
 		return exitUsage
@@ -59,6 +65,17 @@ func Main(args []string) int {
 		err = runDoctor(rest, os.Stdout)
 	case "proxy":
 		err = runProxy(ctx, rest, os.Stdout)
+	case "launch":
+		err = runLaunch(ctx, rest, os.Stdout)
+	case launch.GuardCommand:
+		var code int
+		if code, err = runGuard(rest, os.Stdin); err == nil {
+			return code
+		}
+	case "bench-proxy":
+		err = runBenchProxy(ctx, rest, os.Stdout)
+	case stubCommand:
+		err = runStubs(ctx, rest, os.Stdin, os.Stdout)
 	case "chaos":
 		err = runChaos(ctx, rest, os.Stdout)
 	case peerCommand:
@@ -101,6 +118,10 @@ func runProxy(ctx context.Context, args []string, out io.Writer) error {
 	}
 	if err != nil {
 		return fmt.Errorf("%w: %w", errUsage, err)
+	}
+	if os.Getenv("GOGC") == "" {
+		// The heap is a few MiB, so that collections would come many times a second.
+		debug.SetGCPercent(400)
 	}
 	return proxy.Run(ctx, cfg, newLogger(zap.InfoLevel))
 }

@@ -128,7 +128,11 @@ func (a *Agent) ask(ctx context.Context, to core.AgentID, req *wire.Request) (*w
 		return nil, fmt.Errorf("agent %s is not known any more", to)
 	}
 	req.From = string(a.id)
-	return a.bus.Request(ctx, p.via, to, req)
+	rep, err := a.bus.Request(ctx, p.via, to, req)
+	if p.joined && errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) {
+		err = fmt.Errorf("%w: %w", core.ErrAway, err) // its link to that server may be on its way back, or the server itself
+	}
+	return rep, err
 }
 
 func (a *Agent) sendLoad(v core.SendLoad) {

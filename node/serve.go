@@ -30,6 +30,8 @@ func (a *Agent) serve(via core.Via, req *wire.Request) *wire.Reply {
 			}
 		})
 		return &wire.Reply{}
+	case wire.KindJoin:
+		return a.serveJoin(from, req.Join)
 	case wire.KindSignal:
 		return a.serveSignal(from, req.Signal)
 	}
@@ -133,8 +135,8 @@ func compatible(p, d *wire.Agent) (*core.Match, error) {
 		return nil, fmt.Errorf("dtype %q at the prefill engine, %q at the decode engine", p.DType, d.DType)
 	}
 	m, err := core.NewMatch(shapes(p), shapes(d))
-	if err == nil {
-		err = m.Whole() // there is one rank on each side
+	if err == nil && ranksOf(p) == core.One && ranksOf(d) == core.One {
+		err = m.Whole() // else D looks whether all of its ranks together have what it needs
 	}
 	if err == nil && p.BlockTokens != 0 && d.BlockTokens != 0 && p.BlockTokens != d.BlockTokens && m.Opaque() {
 		err = fmt.Errorf("blocks of %d tokens at the prefill engine, of %d at the decode engine: register the caches with their tokens and heads, then unequal blocks fit", p.BlockTokens, d.BlockTokens)

@@ -115,7 +115,11 @@ func (a *Agent) explain(r core.Report) string {
 	}
 	where := fmt.Sprintf("engine %q dp%d tp%d pp%d", a.cfg.EngineID, a.cfg.DPRank, a.cfg.TPRank, a.cfg.PPRank)
 	if r.Side == core.SideLoad {
-		where += fmt.Sprintf(" from engine %q dp%d tp%d pp%d at %s", r.From.EngineID, r.From.DPRank, r.From.TPRank, r.From.PPRank, r.From.Bootstrap)
+		from := a.peers.rankOf(r.Peer)
+		if from == "" {
+			from = fmt.Sprintf("engine %q", r.From.EngineID)
+		}
+		where += fmt.Sprintf(" from %s at %s", from, r.From.Bootstrap)
 	}
 	return fmt.Sprintf("%s [%v of %s, %s, %d ms]", r.Reason, r.Side, where, r.State, r.Elapsed.Milliseconds())
 }

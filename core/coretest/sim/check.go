@@ -33,7 +33,11 @@ func (w *world) patience() time.Duration {
 func (w *world) promiseOfDead(p *agent) {
 	w.expectEnds(p, func(d *agent) map[partOf]core.AgentID { return d.towards }, func(d *agent, h *half) bool {
 		next := p.host.agent // that it is younger than a load can be said if hello is answered soon, and if its clock did not jump
-		return next == nil || p.host.disturbed < next.began && h.began < next.began-w.helloTakes()
+		if next == nil || p.host.disturbed >= next.began || h.began >= next.began-w.helloTakes() {
+			return next == nil
+		}
+		met := d.peers[next.id] // a way that was cut has held hello up for as long as that
+		return met == nil || h.began+d.host.skew < met.opened
 	})
 }
 

@@ -103,7 +103,7 @@ func (w *world) newPlan() plan {
 		p.loss, p.double, p.slow = 0.2, 0.2, 0.2
 		p.mute, p.breaks, p.errors, p.cancels, p.faults = 0.2, 0.04, 0.03, 0.15, w.rnd.IntN(4)
 	default: // the net is good, but whole processes and ways go
-		p.hang, p.killed, p.mute, p.cancels, p.faults = 0.3, 0.02, 0.05, 0.05, 2+w.rnd.IntN(5)
+		p.hang, p.killed, p.mute, p.cancels, p.faults = 0.3, 0.06, 0.05, 0.05, 2+w.rnd.IntN(5)
 	}
 	return p
 }

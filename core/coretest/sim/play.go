@@ -144,13 +144,13 @@ func (w *world) request(id string, prefills, decodes []*host) {
 			if hearsP {
 				hears := at + w.delay()
 				up := p.openAt
-				if !w.byParts(dl) {
-					up = dl.opensAt() // an engine that is looked up takes requests when all its ranks are there
+				if !w.byParts(dl) { // an engine works when all of its ranks do
+					up = dl.opensAt()
 				}
 				if up > at { // the router asks until it is up
 					hears = max(hears, up+w.upTo(20*time.Millisecond))
 				}
-				w.prefills(dl.id, p, hears, prefill)
+				w.prefills(dl.id, p, hears, prefill, up > 0)
 			}
 			if abortP > 0 {
 				w.after(abortP+w.delay(), func() { p.run(func(a *agent) { a.abortOffer(dl.id) }) })
@@ -246,7 +246,7 @@ func (a *agent) abortLoad(dl *deal, k int) {
 }
 
 // prefills is one prefill rank's part of a request.
-func (w *world) prefills(id core.TransferID, p *host, at, prefill time.Duration) {
+func (w *world) prefills(id core.TransferID, p *host, at, prefill time.Duration, late bool) {
 	w.after(at, func() {
 		p.run(func(a *agent) {
 			if a.aborted[id] {
@@ -256,7 +256,7 @@ func (w *world) prefills(id core.TransferID, p *host, at, prefill time.Duration)
 				w.reused[id] = true
 			}
 			announced := false
-			if p.openAt > 0 || w.chance(0.6) || w.plan.kind && (prefill > w.plan.opt.EarlyLoad/2 || w.plan.prefills < 3) {
+			if late || w.chance(0.6) || w.plan.kind && (prefill > w.plan.opt.EarlyLoad/2 || w.plan.prefills < 3) {
 				announced = a.announce(id) == nil
 			}
 			a.after(prefill, func() {
