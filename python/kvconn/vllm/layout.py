@@ -10,15 +10,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .groups import transfer_groups
+
 logger = logging.getLogger("kvconn.vllm")
 
 # Stands for the number of blocks when a backend is asked for its shape: equal to no other dimension of a cache.
 _MARK = 1_234_577
-
-
-def transfer_groups(kv_cache_config: Any) -> list[int]:
-    """The KV cache groups that take part in transfers (all, in a vLLM that makes no difference)."""
-    return [number for number, group in enumerate(kv_cache_config.kv_cache_groups) if getattr(group, "enable_kv_transfer", True)]
 
 
 def _dim_from_backend(vllm_config: Any, layer_name: str, spec: Any) -> int | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 # Settings of the connector itself; every other key of kv_connector_extra_config goes to the agent, which knows its own.
 IDLE_WAIT_MS = "idle_wait_ms"
@@ -13,6 +15,7 @@ _OWN_KEYS = (IDLE_WAIT_MS,)
 _DEFAULT_IDLE_WAIT_MS = 2.0
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+ERROR = "kvconn_error"  # in a prefill engine's answer: why there is nothing to load
 _PORT_VARIABLES = ("KVCONN_BOOTSTRAP_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 
 
@@ -36,6 +39,14 @@ class DecodeParams:
     engine_id: str
 
 
+@dataclass(frozen=True)
+class Refused:
+    """The request's kv_transfer_params are of no use."""
+
+    reason: str
+    loads: bool  # it counts on a cache from elsewhere, and fails by kv_load_failure_policy
+
+
 def _text(params: Mapping[str, Any], key: str) -> str:
     if key not in params or params[key] is None:
         raise BadParams(f"{key} is missing")
@@ -54,8 +65,17 @@ def _flag(params: Mapping[str, Any], key: str) -> bool:
     raise BadParams(f"{key} is {value!r}: true or false was expected, not {type(value).__name__}")
 
 
+def wants_load(params: Any) -> bool:
+    """Whether the request counts on a cache from elsewhere, however little sense its parameters make."""
+    return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
+
+
 def parse(params: Any) -> PrefillParams | DecodeParams | None:
-    """What a request's kv_transfer_params ask for; None when they ask for nothing; BadParams when they make no sense."""
+    """What a request's kv_transfer_params ask for; None when they ask for nothing; BadParams when they make no sense.
+
+    A decode request comes with Mooncake's words, which the router has made, or with those that the prefill engine has
+    answered (answer, below), which are NIXL's and Mooncake's at once; a router may have dropped either.
+    """
     if params is None:
         return None
     if not isinstance(params, Mapping):
@@ -64,10 +84,63 @@ def parse(params: Any) -> PrefillParams | DecodeParams | None:
     if prefill and decode:
         raise BadParams("do_remote_decode and do_remote_prefill are both true")
     if prefill:
-        return PrefillParams(_text(params, "transfer_id"))
+        # Whoever leaves the name to us relays our answer, which has it.
+        return PrefillParams(_text(params, "transfer_id") if params.get("transfer_id") is not None else f"kvconn-{uuid.uuid4().hex}")
     if decode:
-        return DecodeParams(_text(params, "transfer_id"), _text(params, "remote_bootstrap_addr"), _text(params, "remote_engine_id"))
+        if params.get(ERROR) is not None:
+            raise BadParams(f"the prefill engine says: {params[ERROR]}")
+        return DecodeParams(_transfer_id(params), _bootstrap_addr(params), _text(params, "remote_engine_id"))
     return None
+
+
+def _transfer_id(params: Mapping[str, Any]) -> str:
+    mooncake, nixl = (params.get(key) is not None for key in ("transfer_id", "remote_request_id"))
+    if nixl and mooncake and params["transfer_id"] != params["remote_request_id"]:
+        raise BadParams(f"transfer_id is {params['transfer_id']!r}, but remote_request_id is {params['remote_request_id']!r}")
+    return _text(params, "remote_request_id" if nixl and not mooncake else "transfer_id")
+
+
+def _bootstrap_addr(params: Mapping[str, Any]) -> str:
+    if params.get("remote_bootstrap_addr") is not None or params.get("remote_host") is None:
+        return _text(params, "remote_bootstrap_addr")
+    host, port = _text(params, "remote_host"), params.get("remote_port")
+    if isinstance(port, str) and port.isdigit():
+        port = int(port)
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        raise BadParams(f"remote_port is {port!r}: a port from 1 to 65535 was expected")
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def answer(
+    transfer_id: str, engine_id: str, bootstrap_addr: str, block_ids: list[list[int]], sizes: Mapping[str, int], num_tokens: int
+) -> dict[str, Any]:
+    """What the prefill engine answers for the router to hand to the decode engine, word for word."""
+    parts = urlsplit(bootstrap_addr)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_bootstrap_addr": bootstrap_addr,
+        "remote_engine_id": engine_id,
+        # NIXL's words for the same, for routers that know and keep only those.
+        "remote_request_id": transfer_id,
+        "remote_host": parts.hostname,
+        "remote_port": parts.port,
+        "remote_block_ids": block_ids,
+        "remote_num_tokens": num_tokens,
+        **sizes,
+    }
+
+
+def refusal(reason: str) -> dict[str, Any]:
+    """What the prefill engine answers instead: the decode engine that gets it fails the request with this reason."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, ERROR: reason}
+
+
+def sizes(parallel_config: Any) -> dict[str, int]:
+    """The engine's sizes, in NIXL's words."""
+    names = {"tp_size": "tensor", "pp_size": "pipeline", "dcp_size": "decode_context"}
+    return {key: getattr(parallel_config, f"{name}_parallel_size", 1) or 1 for key, name in names.items()}
 
 
 def check_parallel(parallel_config: Any) -> None:
@@ -86,20 +159,6 @@ def check_parallel(parallel_config: Any) -> None:
     if any(size != 1 for size in sizes.values()):
         found = ", ".join(f"{short} = {size}" for short, size in sizes.items() if size != 1)
         raise ValueError(f"KVConnConnector: {found} is not supported yet: an engine must have one rank (TP = PP = DP = 1)")
-
-
-# A window's blocks outside of it are gone, and a state is no block: loading those blindly would be wrong bytes.
-_REFUSED_SPECS = ("SlidingWindow", "ChunkedLocal", "Mamba")
-
-
-def check_caches(kv_cache_config: Any) -> None:
-    """Only caches that keep every block of the prompt, for now."""
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
-            name = type(one).__name__
-            if name.startswith(_REFUSED_SPECS):
-                raise ValueError(f"KVConnConnector: a KV cache of {name} is not supported yet: full attention and MLA are")
 
 
 def idle_wait_s(extra: Mapping[str, Any]) -> float:
