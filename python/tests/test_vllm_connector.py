@@ -391,7 +391,7 @@ def test_prefill_at_a_decode_engine_answers_why_not(caplog: pytest.LogCaptureFix
     side.after_alloc(req, ids(3), 0)
     kept, answer = side.request_finished(req, ids(3))
     assert not kept and not side.has_unsaid()
-    with pytest.raises(params.BadParams, match="the prefill engine says: .*kv_role is kv_consumer"):
+    with pytest.raises(params.BadParams, match=r"the prefill engine says: .*kv_role is kv_consumer"):
         params.parse(answer)
     assert caplog.text.count("kv_role is") == 1
 
