@@ -388,13 +388,15 @@ def open_stream(url: str, body: dict[str, Any], timeout_s: float = 60) -> Iterat
         connection.close()
 
 
-def metric(url: str, name: str) -> float:
-    """The sum of a metric over its labels."""
+def metric(url: str, name: str, absent: float | None = None) -> float:
+    """The sum of a metric over its labels; a counter with labels of its own may not be there yet."""
     status, body = request("GET", url + "/metrics", timeout_s=10)
     if status != 200:
         raise ServerError(f"{url}/metrics answers {status}")
     values = [float(line.rsplit(" ", 1)[1]) for line in body.decode().splitlines() if line.startswith((name + "{", name + " "))]
     if not values:
+        if absent is not None:
+            return absent
         raise ServerError(f"{url}/metrics has no {name}")
     return sum(values)
 
@@ -432,7 +434,9 @@ class Pair:
         extra_env: dict[str, str] | None = None,
         router_argv: Sequence[str] | None = None,
         progress: Progress | None = None,
+        beside: dict[str, Any] | None = None,
     ) -> None:
+        self._beside = beside  # another connector, with which ours shares a MultiConnector
         self.model, self.workdir, self.python = str(model), workdir, python
         self.served = "tiny"
         self.run = uuid.uuid4().hex
@@ -492,6 +496,14 @@ class Pair:
             "kv_load_failure_policy": self._failure_policy,
             "kv_connector_extra_config": {"advertise_host": HOST, "bootstrap_host": HOST, **config},
         }
+        if self._beside is not None:
+            members = [{key: transfer[key] for key in transfer if key != "kv_load_failure_policy"}, self._beside]
+            transfer = {
+                "kv_connector": "MultiConnector",
+                "kv_role": role,
+                "kv_load_failure_policy": self._failure_policy,
+                "kv_connector_extra_config": {"connectors": members},
+            }
         command = Path(self.python).parent / "vllm"
         argv = [self.python, str(command)] if command.exists() else [self.python, "-m", "vllm.entrypoints.cli.main"]
         argv += ["serve", self.model, "--served-model-name", self.served, "--host", HOST, "--port", str(port)]
