@@ -214,6 +214,17 @@ class Server:
         _signal_all(_descendants(self._guard.pid), signal.SIGKILL)
         self._end(5)
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """SIGSTOP for all of it, as of a machine that hangs; it goes on afterwards."""
+        assert self._guard is not None
+        pids = _descendants(self._guard.pid)
+        _signal_all(pids, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _signal_all(pids, signal.SIGCONT)
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL after a while; returns when nothing is left."""
         if self._guard is None:
