@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import pickle
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,3 +133,22 @@ def test_metrics(multi: bool) -> None:
     assert (value("transfers_in_flight", side="load"), value("transfers_in_flight", side="offer")) == (2, 5)
     assert value("step_time_seconds_count", part="worker") == 1
     assert registry.get_sample_value("vllm:kvconn_expired_offers_total", {"model_name": "m", "engine": "0"}) == 0
+
+
+def test_dashboard_asks_for_metrics_that_there_are() -> None:
+    dashboard = Path(__file__).parents[2] / "docs" / "grafana-vllm.json"
+    if not dashboard.exists():
+        pytest.skip("the tests run without the repository")
+    registry = CollectorRegistry()
+    kinds = {kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    prom = KVConnConnector.build_prom_metrics(
+        SimpleNamespace(kv_transfer_config=None), kinds, ["model_name", "engine", "instance"], {0: ["m", "0", "i"]}
+    )
+    prom.observe(told().data, 0)
+    there = {sample.name for family in registry.collect() for sample in family.samples}
+    asked = [target["expr"] for panel in json.loads(dashboard.read_text())["panels"] for target in panel["targets"]]
+    names = {name for expr in asked for name in re.findall(r"vllm:\w+", expr)}
+    assert len(asked) >= 10 and names <= there
+    # And every metric is in a panel.
+    shown = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in names}
+    assert {re.sub(r"_(bucket|sum|count|total|created)$", "", name) for name in there} == shown
