@@ -182,7 +182,7 @@ func go_register(h C.kvconn_agent, regions *C.kvconn_region, n C.size_t, text **
 			return fmt.Errorf("%w: %d regions, at most %d", core.ErrInvalid, n, core.MaxRegions)
 		}
 		list := make([]core.Region, 0, n)
-		err = structs(regions, n, func(r *C.kvconn_region) C.uint32_t { return r.struct_size }, func(i int, r *C.kvconn_region) error {
+		err = structs(regions, n, unsafe.Offsetof(regions.tokens), func(r *C.kvconn_region) C.uint32_t { return r.struct_size }, func(i int, r *C.kvconn_region) error {
 			if r.name == nil {
 				return fmt.Errorf("%w: region %d: name is NULL", core.ErrInvalid, i)
 			}
@@ -190,7 +190,9 @@ func go_register(h C.kvconn_agent, regions *C.kvconn_region, n C.size_t, text **
 				return fmt.Errorf("%w: region %d: reserved is %d, want 0", core.ErrInvalid, i, r.reserved)
 			}
 			list = append(list, core.Region{Name: C.GoString(r.name), Base: uint64(r.address), BlockStride: uint64(r.block_stride),
-				BlockBytes: uint64(r.block_bytes), NumBlocks: uint32(r.num_blocks), Group: uint32(r.group)})
+				BlockBytes: uint64(r.block_bytes), NumBlocks: uint32(r.num_blocks), Group: uint32(r.group),
+				Tokens: uint32(r.tokens), Heads: uint32(r.heads), FirstHead: uint32(r.first_head), TotalHeads: uint32(r.total_heads),
+				TokenStride: uint64(r.token_stride), HeadStride: uint64(r.head_stride)})
 			return nil
 		})
 		if err != nil {
@@ -243,15 +245,12 @@ func go_offer(h C.kvconn_agent, offers *C.kvconn_offer_request, n C.size_t, take
 			return err
 		}
 		list := make([]core.OfferRequest, 0, n)
-		err = structs(offers, n, func(o *C.kvconn_offer_request) C.uint32_t { return o.struct_size }, func(i int, o *C.kvconn_offer_request) error {
+		err = structs(offers, n, unsafe.Sizeof(*offers), func(o *C.kvconn_offer_request) C.uint32_t { return o.struct_size }, func(i int, o *C.kvconn_offer_request) error {
 			blocks, first, err := groups(o.groups, o.num_groups)
-			if i := slices.IndexFunc(first, func(f uint32) bool { return f != 0 }); i >= 0 && err == nil {
-				err = fmt.Errorf("first of group %d is %d, want 0: an offer starts with the prompt's first block", i, first[i])
-			}
 			if err != nil || o.transfer_id == nil {
 				return fmt.Errorf("%w: offers[%d]: transfer_id is NULL or %v", core.ErrInvalid, i, err)
 			}
-			list = append(list, core.OfferRequest{ID: core.TransferID(C.GoString(o.transfer_id)), Blocks: blocks, Token: uint64(o.token)})
+			list = append(list, core.OfferRequest{ID: core.TransferID(C.GoString(o.transfer_id)), First: first, Blocks: blocks, Token: uint64(o.token)})
 			return nil
 		})
 		if err != nil {
@@ -271,7 +270,7 @@ func go_claim(h C.kvconn_agent, claims *C.kvconn_load_request, n C.size_t, taken
 			return err
 		}
 		list := make([]core.ClaimRequest, 0, n)
-		err = structs(claims, n, func(l *C.kvconn_load_request) C.uint32_t { return l.struct_size }, func(i int, l *C.kvconn_load_request) error {
+		err = structs(claims, n, unsafe.Offsetof(claims.tokens), func(l *C.kvconn_load_request) C.uint32_t { return l.struct_size }, func(i int, l *C.kvconn_load_request) error {
 			if l.transfer_id == nil || l.num_groups != 0 {
 				return fmt.Errorf("%w: claims[%d]: transfer_id is NULL, or num_groups is %d, want 0", core.ErrInvalid, i, l.num_groups)
 			}
@@ -289,6 +288,7 @@ func go_claim(h C.kvconn_agent, claims *C.kvconn_load_request, n C.size_t, taken
 
 // target is where a claim or load is from.
 func target(l *C.kvconn_load_request) (t core.Target) {
+	t.DPRank = -1 // an engine_id names one dp rank
 	if l.bootstrap_addr != nil {
 		t.Bootstrap = C.GoString(l.bootstrap_addr)
 	}
@@ -306,12 +306,16 @@ func go_start_load(h C.kvconn_agent, loads *C.kvconn_load_request, n C.size_t, t
 			return err
 		}
 		list := make([]core.LoadRequest, 0, n)
-		err = structs(loads, n, func(l *C.kvconn_load_request) C.uint32_t { return l.struct_size }, func(i int, l *C.kvconn_load_request) error {
+		err = structs(loads, n, unsafe.Offsetof(loads.tokens), func(l *C.kvconn_load_request) C.uint32_t { return l.struct_size }, func(i int, l *C.kvconn_load_request) error {
 			blocks, first, err := groups(l.groups, l.num_groups)
 			if err != nil || l.transfer_id == nil {
 				return fmt.Errorf("%w: loads[%d]: transfer_id is NULL or %v", core.ErrInvalid, i, err)
 			}
-			list = append(list, core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), First: first, Blocks: blocks, Token: uint64(l.token)})
+			var tokens []uint32
+			if l.tokens != nil {
+				tokens = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(l.tokens)), l.num_groups))
+			}
+			list = append(list, core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), First: first, Blocks: blocks, Tokens: tokens, Token: uint64(l.token)})
 			return nil
 		})
 		if err != nil {
@@ -323,22 +327,25 @@ func go_start_load(h C.kvconn_agent, loads *C.kvconn_load_request, n C.size_t, t
 	})
 }
 
-// structs walks over a caller's array whose elements say their own size.
-func structs[T any](first *T, n C.size_t, sizeOf func(*T) C.uint32_t, f func(int, *T) error) error {
+// structs walks over a caller's array whose elements say their own size: at least
+// that of the first header's. What the caller's header does not have is 0.
+func structs[T any](first *T, n C.size_t, least uintptr, sizeOf func(*T) C.uint32_t, f func(int, *T) error) error {
 	if n == 0 {
 		return nil
 	}
 	// A newer caller's struct may be longer: the fields that are known here come first.
 	size := uintptr(sizeOf(first))
-	if want := unsafe.Sizeof(*first); size < want || size > 4096 || size%8 != 0 {
-		return fmt.Errorf("%w: struct_size of element 0 is %d, want %d: set it to sizeof of the struct", core.ErrInvalid, size, want)
+	if size < least || size > 4096 || size%8 != 0 {
+		return fmt.Errorf("%w: struct_size of element 0 is %d, want %d: set it to sizeof of the struct", core.ErrInvalid, size, unsafe.Sizeof(*first))
 	}
+	var known T
 	for i := range int(n) {
 		e := (*T)(unsafe.Add(unsafe.Pointer(first), uintptr(i)*size))
 		if uintptr(sizeOf(e)) != size {
 			return fmt.Errorf("%w: struct_size of element %d is %d, of the first one %d", core.ErrInvalid, i, sizeOf(e), size)
 		}
-		if err := f(i, e); err != nil {
+		copy(unsafe.Slice((*byte)(unsafe.Pointer(&known)), unsafe.Sizeof(known)), unsafe.Slice((*byte)(unsafe.Pointer(e)), size))
+		if err := f(i, &known); err != nil {
 			return err
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"runtime/debug"
 	"syscall"
 
 	"go.uber.org/zap"
@@ -26,6 +27,8 @@ Usage: kvconn COMMAND [OPTIONS]
   bench   how fast paged blocks move between two processes, bytes verified
   doctor  which transports work on this machine, and what to do about the others
   proxy   the router: sends each request to a prefill and a decode server
+  bench-proxy
+          what the router costs a request, beside another router
 
 kvconn COMMAND --help tells the options.
 `
@@ -44,6 +47,7 @@ var errUsage = errors.New("wrong usage")
 func Main(args []string) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal ends a command that takes its time
 	if len(args) < 2 {
 		fmt.Fprint(os.Stderr, usage)
 		return exitUsage
@@ -59,6 +63,10 @@ func Main(args []string) int {
 		err = runDoctor(rest, os.Stdout)
 	case "proxy":
 		err = runProxy(ctx, rest, os.Stdout)
+	case "bench-proxy":
+		err = runBenchProxy(ctx, rest, os.Stdout)
+	case stubCommand:
+		err = runStubs(ctx, rest, os.Stdin, os.Stdout)
 	case "chaos":
 		err = runChaos(ctx, rest, os.Stdout)
 	case peerCommand:
@@ -101,6 +109,10 @@ func runProxy(ctx context.Context, args []string, out io.Writer) error {
 	}
 	if err != nil {
 		return fmt.Errorf("%w: %w", errUsage, err)
+	}
+	if os.Getenv("GOGC") == "" {
+		// The heap is a few MiB, so that collections would come many times a second.
+		debug.SetGCPercent(400)
 	}
 	return proxy.Run(ctx, cfg, newLogger(zap.InfoLevel))
 }

@@ -27,7 +27,7 @@ func selfCommand() ([]string, error) {
 	parts := bytes.Split(bytes.TrimSuffix(b, []byte{0}), []byte{0})
 	for i := len(parts) - 1; i >= 0; i-- {
 		switch string(parts[i]) {
-		case "demo", "bench", "chaos":
+		case "demo", "bench", "bench-proxy", "chaos", "launch":
 			out := make([]string, i)
 			for k := range out {
 				out[k] = string(parts[k])

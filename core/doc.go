@@ -22,6 +22,7 @@
 //     of that transfer may land after it, which is why a Report of a failed
 //     load always comes after the [Revoked] event of its [Revoke].
 //
-// Layouts ([Layout], [Region]) and plans ([Plan], [Layout.Segments]) are values
+// Layouts ([Layout], [Region]), what two of them have in common ([Match]) and plans
+// ([Match.Pairs] of the sender, [Match.Segments] of the receiver) are values
 // without I/O too, shared by all transports.
 package core

@@ -39,27 +39,33 @@ func (c Code) String() string {
 	return "code-" + strconv.Itoa(int(c))
 }
 
-// Target names the prefill rank that a load is from.
+// Target names the prefill engine that a load is from; in parts, a rank of it.
 type Target struct {
-	Bootstrap              string // as the router gave it, "http://host:port"
-	EngineID               string
-	DPRank, TPRank, PPRank int
+	Bootstrap      string // as the router gave it, "http://host:port"
+	EngineID       string
+	DPRank         int // -1: whichever has that EngineID
+	TPRank, PPRank int // of a part
+	// Engine, in a part, is how many ranks the engine must have; zero: it is not
+	// compared.
+	Engine Ranks
 }
 
 // OfferRequest is the engine's word that blocks hold a transfer. Blocks has one
-// list per KV cache group, in the prompt's order from its first block.
+// list per KV cache group, in the prompt's order.
 type OfferRequest struct {
 	ID     TransferID
+	First  []uint32 // per group: position in the prompt of the first block; those before it are not there; nil = 0
 	Blocks [][]BlockID
 	Token  uint64 // given back in the Report
 }
 
 // ClaimRequest is the engine's word that it knows a request and will load the
-// transfer when it has blocks for it.
+// transfer when it has blocks for it. From which ranks of the prefill engine this
+// agent loads is found out, unless Parts say so.
 type ClaimRequest struct {
 	ID    TransferID
 	From  Target
-	Parts []ClaimPart // in place of From, when the engines' ranks are unequal
+	Parts []ClaimPart // in place of From
 }
 
 // ClaimPart is what will be loaded from one P agent.
@@ -68,14 +74,20 @@ type ClaimPart struct {
 	Share Share
 }
 
-// LoadRequest is the engine's word that it wants a transfer in its blocks.
+// LoadRequest is the engine's word that it wants a transfer in its blocks. From
+// which ranks of the prefill engine, and what from each, is found out, unless
+// Parts say so.
 type LoadRequest struct {
 	ID     TransferID
 	From   Target
 	First  []uint32    // per group: position in the prompt of the first block; nil = 0
 	Blocks [][]BlockID // per group; all empty = only tell P that nothing is needed
+	// Tokens of the prompt, per group, from its start: what lies in the blocks
+	// behind them is not copied. nil, 0, and any of a group of opaque blocks: all
+	// that the blocks have room for.
+	Tokens []uint32
 	Token  uint64
-	Parts  []LoadPart // in place of From, First and Blocks, when the engines' ranks are unequal
+	Parts  []LoadPart // in place of From, First and Blocks
 }
 
 // LoadPart is what is loaded from one P agent. The parts of a load write no byte
@@ -85,9 +97,19 @@ type LoadPart struct {
 	Share  Share
 	First  []uint32
 	Blocks [][]BlockID
-	// Regions that are loaded from it, in growing order; nil is all. When heads are
-	// cut, each gets the range of a block's bytes that is taken.
+	// Regions that are loaded from it, in growing order; nil is all that both have.
+	// Of each come the heads that the P agent holds.
 	Regions []uint32
+}
+
+// FoundPart is a rank of a prefill engine that this agent loads from, when there
+// are several of them, or several agents that load from one.
+type FoundPart struct {
+	From    Target // that rank
+	Share   Share
+	Regions []uint32 // that are loaded from it, in growing order; none: nothing is needed of it
+	Peer    AgentID
+	Opened  time.Time // as of Machine.Resolved
 }
 
 // Side tells the halves of a transfer apart.
@@ -134,28 +156,34 @@ type LoadMessage struct {
 	Grant   []byte
 	First   []uint32
 	Blocks  [][]BlockID
-	Regions []uint32 // nil: all
+	Tokens  []uint32
+	Regions []uint32 // of D; nil: all that both have
 	Lease   time.Duration
+	Match   *Match // of this agent's caches with D's; nil: they are alike
 }
 
 // Action is what a Machine wants done. The concrete types follow.
 type Action interface{ action() }
 
 type (
-	// Resolve: find the target and make it known; answer with Resolved. Fresh
-	// says that what is remembered of this target was found to be wrong. Seq
-	// comes back with the answer: an id may be in use again by then.
+	// Resolve: find the target and make it known; answer with Resolved, or, if
+	// the load falls into parts, with ResolvedParts. Fresh says that what is
+	// remembered of this target was found to be wrong. Seq comes back with the
+	// answer: an id may be in use again by then.
 	Resolve struct {
 		ID    TransferID
 		Seq   uint64
 		From  Target
+		Part  bool // From is a rank, and falls into no parts
 		Fresh bool
 	}
 	// Expect: arm the transport for these blocks; answer with Expecting.
 	Expect struct {
 		ID      TransferID
 		Peer    AgentID
+		First   []uint32
 		Blocks  [][]BlockID
+		Tokens  []uint32
 		Regions []uint32
 	}
 	// SendLoad: send the load to P, again if no answer comes, for less than
@@ -167,6 +195,7 @@ type (
 		Grant   []byte
 		First   []uint32
 		Blocks  [][]BlockID
+		Tokens  []uint32
 		Regions []uint32
 		Lease   time.Duration
 	}
@@ -195,20 +224,26 @@ type (
 	}
 	// Revoke: fence a load's blocks; answer with Revoked.
 	Revoke struct{ ID TransferID }
-	// Write: send blocks; the transport answers with Written.
+	// Write: send blocks; the transport answers with Written. Src are those that
+	// hold the load's, which Dst and the rest says as it came.
 	Write struct {
-		ID      TransferID
-		Peer    AgentID
-		Grant   []byte
-		Src     [][]BlockID
-		Dst     [][]BlockID
-		Regions []uint32
+		ID       TransferID
+		Peer     AgentID
+		Grant    []byte
+		SrcFirst []uint32
+		Src      [][]BlockID
+		DstFirst []uint32
+		Dst      [][]BlockID
+		Tokens   []uint32
+		Regions  []uint32
+		Match    *Match
 	}
 	// StopWrite: end a Write early; its Written still comes.
 	StopWrite struct{ ID TransferID }
 	// Report: tell the engine, once, how its half ended; its blocks are free.
 	Report struct {
 		ID        TransferID
+		Parts     []TransferID // as the transports knew them, if it had any
 		Side      Side
 		Transport string // that moved the bytes; set by the user of the Machine
 		Token     uint64

@@ -27,6 +27,7 @@ func FuzzMachine(f *testing.F) {
 	claim := func(id byte) []byte { return []byte{2, id, 0} }
 	perform, expect, resolved, replied := []byte{11, 0}, []byte{11, 0, 0}, []byte{12, 0, 0, 0}, []byte{12, 0, 0, 0}
 	written, received, tick, second := []byte{12, 0, 0}, []byte{13, 0, 0, 9, 9}, []byte{10}, []byte{9, 4, 10}
+	found := []byte{12, 0, 0, 0, 0, 2, 1, 0, 0, 0, 1, 1, 0, 1, 1} // two ranks
 	renewed := func(status byte) []byte { return []byte{12, 0, 1, status, 0, 0, 0} }
 	started := slices.Concat(load(1), perform, resolved, expect, perform, replied)
 	for _, seed := range [][]byte{
@@ -42,6 +43,8 @@ func FuzzMachine(f *testing.F) {
 		slices.Concat(claim(1), perform, resolved, perform, renewed(1), load(1), expect, perform, replied, received),
 		slices.Concat(claim(1), claim(2), perform, resolved, perform, renewed(6), load(1), []byte{4, 2}, []byte{9, 250, 10}),
 		slices.Concat(load(0), load(1), load(2), load(3), load(4), offer(0), offer(1), offer(2), offer(3), offer(4), message(5, 0), message(6, 0), []byte{4, 0}),
+		slices.Concat(load(1), perform, found, expect, perform, replied, received), slices.Concat(claim(1), perform, found, load(1), expect, expect, []byte{4, 1}, perform, perform),
+		slices.Concat(load(1), perform, []byte{4, 1}, found, perform, perform), slices.Concat(claim(1), perform, found, []byte{9, 250, 10}, perform),
 		slices.Concat([]byte{7, 0, 0, 5}, offer(0)), slices.Concat(started, []byte{15, 0, 1, 1, 0, 0, 0}),
 	} {
 		f.Add(seed)
@@ -66,6 +69,7 @@ type user struct {
 	in     []byte
 	m      *core.Machine
 	layout *core.Layout
+	match  *core.Match // with itself
 	now    time.Time
 	ledger *ledger
 	token  uint64
@@ -86,7 +90,11 @@ func newUser(t *testing.T, in []byte) *user {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &user{t: t, in: in, layout: l, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{},
+	match, err := core.NewMatch(l.Shapes(), l.Shapes())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &user{t: t, in: in, layout: l, match: match, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{},
 		m: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Claim: time.Minute})}
 }
 
@@ -249,6 +257,23 @@ func (u *user) next() {
 	u.collect()
 }
 
+// maxFound is how many parts an engine of the fuzz test falls into.
+const maxFound = 3
+
+// found are an engine's ranks, with all of the regions among them, or of some of
+// them nothing.
+func (u *user) found(opened time.Time) (list []core.FoundPart) {
+	n, of := 1+int(u.byte())%maxFound, 1+int(u.byte())%3
+	for i := range n {
+		list = append(list, core.FoundPart{From: u.target(), Share: core.Share{K: of - 1, Of: of, Source: i}, Peer: pick(u, []core.AgentID{"p", "q", "r"}), Opened: opened})
+	}
+	for r := range uint32(3) {
+		f := &list[int(u.byte())%n]
+		f.Regions = append(f.Regions, r)
+	}
+	return list
+}
+
 func (u *user) share() core.Share {
 	b := u.byte()
 	return core.Share{K: int(b % 3), Of: 1 + int(b/3%3), Source: int(b/9) % 3}
@@ -309,7 +334,7 @@ func (u *user) collect() {
 		u.queue = append(u.queue, a)
 	}
 	// Loads of nothing are not bounded here, but by the room for their reports.
-	if s := u.m.Sizes(); s.Claims > fuzzTransfers || s.Offers > 2*fuzzTransfers || s.Early > fuzzTransfers || s.Ended > fuzzTransfers || s.Peers > 2*fuzzTransfers || s.Probes > 2*fuzzTransfers {
+	if s := u.m.Sizes(); s.Claims > maxFound*fuzzTransfers || s.Offers > 2*fuzzTransfers || s.Early > fuzzTransfers || s.Ended > fuzzTransfers || s.Peers > 2*fuzzTransfers || s.Probes > 2*fuzzTransfers {
 		u.t.Errorf("over the limit of %d: %+v", fuzzTransfers, s)
 	}
 }
@@ -333,7 +358,10 @@ func (u *user) checkWrite(w core.Write) {
 			}
 		}
 	}
-	pairs, err := u.layout.PlanOf(w.Regions, w.Src, u.layout.Shapes(), w.Dst)
+	if w.Match == nil {
+		w.Match = u.match
+	}
+	pairs, err := w.Match.Pairs(w.Regions, w.Src, w.SrcFirst, w.Dst, w.DstFirst, w.Tokens)
 	if err != nil {
 		u.t.Errorf("no plan for %+v: %v", w, err)
 	}
@@ -384,6 +412,10 @@ func (u *user) answer() {
 		code := pick(u, []core.Code{core.OK, core.OK, core.Unreachable, core.Refused})
 		peer := pick(u, []core.AgentID{"p", "q", "r"})
 		opened := pick(u, []time.Time{{}, u.now, u.now.Add(-time.Second), u.now.Add(-time.Minute)})
+		if !v.Part && code == core.OK && u.byte()%3 == 2 {
+			u.m.ResolvedParts(u.now, v.ID, v.Seq, u.found(opened))
+			break
+		}
 		u.m.Resolved(u.now, v.ID, v.Seq, peer, opened, code, "as it is")
 	case core.SendLoad:
 		u.m.LoadReplied(u.now, v.ID, v.Seq, u.byte()%4 == 3, u.code(), "as it is")

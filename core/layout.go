@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"math/bits"
 	"slices"
-	"strings"
 )
 
 // Limits of a layout; a layout over a limit is refused whole.
@@ -27,12 +26,21 @@ type BlockID = uint32
 // group at a fixed stride: one layer's K, V, fused KV, latent or state, or one
 // head of it where the engine's layout keeps heads apart.
 type Region struct {
-	Name        string // same on both sides of a transfer, unique in its group
+	Name        string // same on both sides of a transfer, in its group unique but for regions of other heads
 	Base        uint64 // address of block 0 in this process, bytes
 	BlockStride uint64 // bytes from one block's start to the next one's
 	BlockBytes  uint64 // bytes of a block in this region, at most BlockStride
 	NumBlocks   uint32
 	Group       uint32 // KV cache group
+
+	// What lies where in a block, as geometry.go has it; all 0: an opaque block,
+	// which is copied whole. Both TotalHeads and FirstHead 0: all heads of the model.
+	Tokens      uint32
+	Heads       uint32
+	FirstHead   uint32 // of the model's TotalHeads, the first that this region holds
+	TotalHeads  uint32
+	TokenStride uint64 // bytes from one token's item of a head to the next one's
+	HeadStride  uint64 // bytes from one head's item of a token to the next one's
 }
 
 // Extent is the number of bytes from Base to the end of the last block.
@@ -70,6 +78,7 @@ type Group struct {
 	NumBlocks  uint32   // the least of its regions: a block id must be below it
 	BlockBytes uint64   // bytes of one block over all regions of the group
 	Regions    []uint32 // indices into Layout.Regions
+	Tokens     uint32   // of a block; 0 if all its regions are opaque
 }
 
 // NewLayout checks regions and groups them. Groups must be numbered from 0
@@ -82,28 +91,22 @@ func NewLayout(regions []Region) (*Layout, error) {
 		return nil, fmt.Errorf("%d regions, at most %d are supported", len(regions), MaxRegions)
 	}
 	l := &Layout{Regions: slices.Clone(regions)}
-	type key struct {
-		group uint32
-		name  string
-	}
-	names := make(map[key]bool, len(regions))
 	for i := range l.Regions {
 		r := &l.Regions[i]
 		if err := r.check(); err != nil {
 			return nil, err
 		}
-		k := key{r.Group, r.Name}
-		if names[k] {
-			return nil, fmt.Errorf("%v is registered twice: names must be unique within a group", r)
-		}
-		names[k] = true
 		for int(r.Group) >= len(l.Groups) {
 			l.Groups = append(l.Groups, Group{NumBlocks: ^uint32(0)})
 		}
 		g := &l.Groups[r.Group]
+		g.Tokens = max(g.Tokens, r.Tokens)
 		g.NumBlocks = min(g.NumBlocks, r.NumBlocks)
 		g.BlockBytes += r.BlockBytes
 		g.Regions = append(g.Regions, uint32(i))
+	}
+	if _, _, err := checkShapes(l.Shapes()); err != nil {
+		return nil, err
 	}
 	for g := range l.Groups {
 		if len(l.Groups[g].Regions) == 0 {
@@ -133,6 +136,9 @@ func (r *Region) check() error {
 	case r.BlockStride > 1<<40 || !r.fits():
 		return fmt.Errorf("%v does not fit into the address space", r)
 	}
+	s := r.shape()
+	s.complete()
+	r.TotalHeads = s.TotalHeads
 	return nil
 }
 
@@ -220,52 +226,29 @@ func (l *Layout) Bytes(blocks [][]BlockID) uint64 {
 	return n
 }
 
-// Shape is a region without its address: what a peer must know to check that
-// two layouts hold the same thing.
+// Shape is a region without its address: what a peer must know to find out
+// which bytes of two layouts are the same thing.
 type Shape struct {
 	Name        string
 	BlockStride uint64
 	BlockBytes  uint64
 	NumBlocks   uint32
 	Group       uint32
+
+	Tokens, Heads, FirstHead, TotalHeads uint32
+	TokenStride, HeadStride              uint64
+}
+
+func (r *Region) shape() Shape {
+	return Shape{Name: r.Name, BlockStride: r.BlockStride, BlockBytes: r.BlockBytes, NumBlocks: r.NumBlocks, Group: r.Group,
+		Tokens: r.Tokens, Heads: r.Heads, FirstHead: r.FirstHead, TotalHeads: r.TotalHeads, TokenStride: r.TokenStride, HeadStride: r.HeadStride}
 }
 
 // Shapes describes the layout to peers.
 func (l *Layout) Shapes() []Shape {
 	out := make([]Shape, len(l.Regions))
-	for i, r := range l.Regions {
-		out[i] = Shape{Name: r.Name, BlockStride: r.BlockStride, BlockBytes: r.BlockBytes, NumBlocks: r.NumBlocks, Group: r.Group}
+	for i := range l.Regions {
+		out[i] = l.Regions[i].shape()
 	}
 	return out
-}
-
-// CheckPeer says why blocks cannot be copied from a peer's layout into this
-// one. The message names both values.
-func (l *Layout) CheckPeer(peer []Shape) error {
-	if len(peer) != len(l.Regions) {
-		return fmt.Errorf("layouts differ: %d regions here, %d at the peer (first here %s, first there %s)",
-			len(l.Regions), len(peer), nameAt(l.Shapes(), 0), nameAt(peer, 0))
-	}
-	var diffs []string
-	for i, r := range l.Regions {
-		p := peer[i]
-		if p.Name != r.Name || p.BlockBytes != r.BlockBytes || p.Group != r.Group {
-			diffs = append(diffs, fmt.Sprintf("region %d is %q with blocks of %d bytes in group %d here, %q with %d bytes in group %d at the peer",
-				i, r.Name, r.BlockBytes, r.Group, p.Name, p.BlockBytes, p.Group))
-		}
-		if len(diffs) == 3 {
-			break
-		}
-	}
-	if diffs != nil {
-		return fmt.Errorf("layouts differ: %s", strings.Join(diffs, "; "))
-	}
-	return nil
-}
-
-func nameAt(s []Shape, i int) string {
-	if i < len(s) {
-		return fmt.Sprintf("%q", s[i].Name)
-	}
-	return "none"
 }

@@ -39,7 +39,7 @@ func TestNewLayoutRefuses(t *testing.T) {
 		{"past the end", with(func(r *Region) { r.Base = math.MaxUint64 - 255 }), []string{"address space"}},
 		// 2^40 * 2^24 wraps round to 0.
 		{"extent wraps", with(func(r *Region) { r.BlockStride, r.NumBlocks = 1<<40, 1<<24+1 }), []string{"address space", "16777217 blocks"}},
-		{"twice", []Region{ok, region("k", 0, 0x9000, 64, 64, 4)}, []string{`"k"`, "registered twice", "0x9000"}},
+		{"twice", []Region{ok, region("k", 0, 0x9000, 64, 64, 4)}, []string{`"k"`, "registered twice", "group 0"}},
 		{"gap in groups", []Region{ok, region("k", 2, 0x9000, 64, 64, 4)}, []string{"group 1 has no region"}},
 		{"same memory", []Region{ok, region("v", 0, 0x1000, 64, 64, 4)}, []string{`"v"`, "overlaps", `"k"`, "0x1000"}},
 		{"last block", []Region{ok, region("v", 0, 0x10fc, 64, 64, 4)}, []string{`"v"`, "overlaps", `"k"`, "0x10fc"}},
@@ -69,18 +69,18 @@ func TestNewLayoutAccepts(t *testing.T) {
 		regions []Region
 		groups  []Group
 	}{
-		{"one", []Region{region("k", 0, 0x1000, 64, 64, 4)}, []Group{{4, 64, []uint32{0}}}},
-		{"up to the end of memory", []Region{region("k", 0, math.MaxUint64-259, 64, 64, 4)}, []Group{{4, 64, []uint32{0}}}},
-		{"least of several", []Region{region("k", 0, 0x1000, 64, 64, 4), region("v", 0, 0x9000, 64, 32, 3)}, []Group{{3, 96, []uint32{0, 1}}}},
-		{"interleaved K and V", []Region{region("k", 0, 0x1000, 64, 32, 4), region("v", 0, 0x1020, 64, 32, 4)}, []Group{{4, 64, []uint32{0, 1}}}},
+		{"one", []Region{region("k", 0, 0x1000, 64, 64, 4)}, []Group{{4, 64, []uint32{0}, 0}}},
+		{"up to the end of memory", []Region{region("k", 0, math.MaxUint64-259, 64, 64, 4)}, []Group{{4, 64, []uint32{0}, 0}}},
+		{"least of several", []Region{region("k", 0, 0x1000, 64, 64, 4), region("v", 0, 0x9000, 64, 32, 3)}, []Group{{3, 96, []uint32{0, 1}, 0}}},
+		{"interleaved K and V", []Region{region("k", 0, 0x1000, 64, 32, 4), region("v", 0, 0x1020, 64, 32, 4)}, []Group{{4, 64, []uint32{0, 1}, 0}}},
 		{"interleaved heads, last first", []Region{region("h2", 0, 0x1020, 64, 16, 4), region("h0", 0, 0x1000, 64, 16, 4), region("h1", 0, 0x1010, 64, 16, 4)},
-			[]Group{{4, 48, []uint32{0, 1, 2}}}},
-		{"side by side", []Region{region("k", 0, 0x1000, 64, 64, 4), region("v", 0, 0x1100, 64, 64, 4)}, []Group{{4, 128, []uint32{0, 1}}}},
-		{"starts in the last gap", []Region{region("k", 0, 0x1000, 64, 32, 4), region("v", 0, 0x10e0, 64, 64, 4)}, []Group{{4, 96, []uint32{0, 1}}}},
+			[]Group{{4, 48, []uint32{0, 1, 2}, 0}}},
+		{"side by side", []Region{region("k", 0, 0x1000, 64, 64, 4), region("v", 0, 0x1100, 64, 64, 4)}, []Group{{4, 128, []uint32{0, 1}, 0}}},
+		{"starts in the last gap", []Region{region("k", 0, 0x1000, 64, 32, 4), region("v", 0, 0x10e0, 64, 64, 4)}, []Group{{4, 96, []uint32{0, 1}, 0}}},
 		{"groups share one storage", []Region{region("k", 0, 0x1000, 64, 64, 4), region("k", 1, 0x1000, 128, 128, 2)},
-			[]Group{{4, 64, []uint32{0}}, {2, 128, []uint32{1}}}},
+			[]Group{{4, 64, []uint32{0}, 0}, {2, 128, []uint32{1}, 0}}},
 		{"groups in any order", []Region{region("a", 1, 0x1000, 64, 64, 4), region("b", 0, 0x2000, 64, 64, 5)},
-			[]Group{{5, 64, []uint32{1}}, {4, 64, []uint32{0}}}},
+			[]Group{{5, 64, []uint32{1}, 0}, {4, 64, []uint32{0}, 0}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			l, err := NewLayout(c.regions)
@@ -109,39 +109,6 @@ func TestLayoutKeepsItsOwnRegions(t *testing.T) {
 	regions[0].Base = 0
 	if l.Regions[0].Base != 0x1000 {
 		t.Errorf("a change of the caller's slice changed the layout")
-	}
-}
-
-func TestCheckPeer(t *testing.T) {
-	l, err := NewLayout([]Region{region("k", 0, 0x1000, 64, 64, 4), region("v", 1, 0x2000, 128, 32, 9)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, c := range []struct {
-		name   string
-		change func([]Shape) []Shape
-		want   []string // nil: they fit
-	}{
-		{"same", func(s []Shape) []Shape { return s }, nil},
-		{"other stride and number of blocks", func(s []Shape) []Shape { s[0].BlockStride, s[0].NumBlocks = 4096, 1; return s }, nil},
-		{"name", func(s []Shape) []Shape { s[0].Name = "q"; return s }, []string{"region 0", `"k"`, `"q"`}},
-		{"bytes", func(s []Shape) []Shape { s[1].BlockBytes = 36; return s }, []string{"region 1", "32 bytes", "36 bytes"}},
-		{"group", func(s []Shape) []Shape { s[1].Group = 0; return s }, []string{"group 1 here", "group 0 at the peer"}},
-		{"fewer", func(s []Shape) []Shape { return s[:1] }, []string{"2 regions here", "1 at the peer"}},
-		{"none", func(s []Shape) []Shape { return nil }, []string{"2 regions here", "0 at the peer", "none"}},
-		{"more", func(s []Shape) []Shape { return append(s, s[0]) }, []string{"2 regions here", "3 at the peer"}},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			err := l.CheckPeer(c.change(l.Shapes()))
-			if (err == nil) != (c.want == nil) {
-				t.Fatalf("error %v, want one: %v", err, c.want != nil)
-			}
-			for _, part := range c.want {
-				if !strings.Contains(err.Error(), part) {
-					t.Errorf("%q does not say %q", err, part)
-				}
-			}
-		})
 	}
 }
 

@@ -29,6 +29,7 @@ type load struct {
 	from    Target
 	first   []uint32
 	blocks  [][]BlockID
+	tokens  []uint32
 	regions []uint32 // that it is of; nil: all
 	join    *join    // whose part it is, or nil
 	peer    AgentID
@@ -40,6 +41,7 @@ type load struct {
 	claim   bool      // no load yet: nothing is owed to the engine
 	known   AgentID   // the agent that has answered the claim: one in its place knows nothing of it
 	tried   AgentID   // the agent that it was with before P was looked up again
+	nameBy  time.Time // when an agent that opened after the request was made must have named it; zero: it was there before
 	again   bool      // fencing in order to start over
 	given   bool      // reported already; only P must still be told
 	sent    int       // renewals that said "sent" while bytes were missing
@@ -81,10 +83,32 @@ func (m *Machine) addClaim(now time.Time, ld *load) {
 	m.begin(now)
 	m.seq++
 	ld.seq, ld.claim, ld.started, ld.since, ld.until = m.seq, true, now, now, now.Add(m.opt.Claim)
-	m.loads[ld.id] = ld
-	m.claims++
-	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from})
+	m.keepLoad(ld)
+	if ld.join == nil {
+		m.claims++
+	}
+	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from, Part: ld.join != nil})
 }
+
+// keepLoad puts a half into the map of loads, in place of the one that there may be.
+func (m *Machine) keepLoad(ld *load) {
+	if old := m.loads[ld.id]; old != nil && old.join != nil {
+		m.parts--
+	}
+	if ld.join != nil {
+		m.parts++
+	}
+	m.loads[ld.id] = ld
+}
+
+func (m *Machine) dropLoad(ld *load) {
+	if delete(m.loads, ld.id); ld.join != nil {
+		m.parts--
+	}
+}
+
+// named is how many loads the engine has named; one of several parts counts once.
+func (m *Machine) named() int { return len(m.loads) - m.parts + len(m.joins) - m.claims }
 
 func (m *Machine) checkLoad(id TransferID, from Target) error {
 	switch err := checkID(id); {
@@ -107,14 +131,14 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if err := m.checkLoad(r.ID, r.From); err != nil {
 		return err
 	}
-	if err := m.checkBlocks(r.First, r.Blocks); err != nil {
+	if err := m.checkBlocks(r.First, r.Blocks, r.Tokens); err != nil {
 		return fmt.Errorf("%w: load %q: %w", ErrInvalid, string(r.ID), err)
 	}
 	old, j := m.loads[r.ID], m.joins[r.ID]
 	if old != nil && old.owes() || j != nil && !j.claim {
 		return duplicateLoad(r.ID)
 	}
-	others := len(m.loads) - m.claims
+	others := m.named()
 	if old != nil && !old.claim {
 		others--
 	}
@@ -123,14 +147,18 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 		return m.overload("loads")
 	}
 	m.count.Loaded++
+	if j != nil && j.found != nil && j.of == r.From {
+		m.loadFound(now, j, r)
+		return nil
+	}
 	if j != nil {
 		m.endParts(now, j, Cancelled, otherEngine)
 	}
-	m.addLoad(now, &load{id: r.ID, token: r.Token, from: r.From, first: r.First, blocks: r.Blocks})
+	m.addLoad(now, &load{id: r.ID, token: r.Token, from: r.From, first: r.First, blocks: r.Blocks, tokens: r.Tokens})
 	return nil
 }
 
-func (m *Machine) checkBlocks(first []uint32, blocks [][]BlockID) error {
+func (m *Machine) checkBlocks(first []uint32, blocks [][]BlockID, tokens []uint32) error {
 	err := m.layout.CheckBlocks(blocks)
 	if err == nil {
 		err = m.layout.CheckUnique(blocks)
@@ -138,7 +166,19 @@ func (m *Machine) checkBlocks(first []uint32, blocks [][]BlockID) error {
 	if err == nil && first != nil && len(first) != len(blocks) {
 		err = fmt.Errorf("first blocks of %d groups, block ids of %d", len(first), len(blocks))
 	}
-	return err
+	if err == nil && tokens != nil && len(tokens) != len(blocks) {
+		err = fmt.Errorf("tokens of %d groups, block ids of %d", len(tokens), len(blocks))
+	}
+	if err != nil {
+		return err
+	}
+	for g, n := range tokens {
+		// Whatever P's blocks are like, there is then something to copy.
+		if begin := uint64(at(first, g)) * uint64(m.layout.Groups[g].Tokens); n != 0 && len(blocks[g]) > 0 && begin >= uint64(n) {
+			return fmt.Errorf("the prompt has %d tokens in group %d, but the first block is that of token %d", n, g, begin)
+		}
+	}
+	return nil
 }
 
 // addLoad begins a load, in place of the claim that there may be.
@@ -150,9 +190,11 @@ func (m *Machine) addLoad(now time.Time, ld *load) {
 	m.begin(now)
 	m.seq++ // an old one that was cancelled is void: P hears of the id by this load
 	ld.seq, ld.started, ld.since = m.seq, now, now
-	m.loads[ld.id] = ld
+	m.keepLoad(ld)
 	if old != nil && old.claim {
-		m.claims--
+		if old.join == nil {
+			m.claims--
+		}
 		if old.from == ld.from {
 			ld.since, ld.tried, ld.until = old.since, old.tried, now.Add(m.patience())
 		}
@@ -161,11 +203,14 @@ func (m *Machine) addLoad(now time.Time, ld *load) {
 		if old != nil && old.state == loadClaimed && old.code == OK {
 			m.act(SendFinish{Peer: old.peer, ID: ld.id, Code: Cancelled, Reason: "the decode engine loads it from another engine"})
 		}
-		m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from})
+		m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from, Part: ld.join != nil})
 		return
 	}
 	ld.state, ld.peer, ld.known = loadClaimed, old.peer, old.known
 	ld.code, ld.reason = old.code, old.reason
+	if !old.nameBy.IsZero() {
+		ld.nameBy = later(old.nameBy, now.Add(m.opt.PeerTimeout/3))
+	}
 	m.proceed(now, ld)
 }
 
@@ -183,7 +228,7 @@ func (m *Machine) proceed(now time.Time, ld *load) {
 	default:
 		m.watch(now, ld.peer)
 		ld.state, ld.begun = loadExpecting, now
-		m.act(Expect{ID: ld.id, Peer: ld.peer, Blocks: ld.blocks, Regions: ld.regions})
+		m.act(Expect{ID: ld.id, Peer: ld.peer, First: ld.first, Blocks: ld.blocks, Tokens: ld.tokens, Regions: ld.regions})
 	}
 }
 
@@ -208,7 +253,11 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 		m.reportLoad(now, ld)
 		return
 	}
-	ld.peer = peer
+	ld.peer, ld.nameBy = peer, time.Time{}
+	older := ld.since.Before(opened)
+	if older { // so that it is reported within PeerTimeout of its beginning, with the next renewal
+		ld.nameBy = later(ld.since.Add(m.patience()-m.renewInterval()), now.Add(m.opt.PeerTimeout/3))
+	}
 	switch {
 	case ld.given:
 		m.act(SendFinish{Peer: peer, ID: id, Code: ld.code, Reason: ld.reason})
@@ -216,7 +265,7 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 	case ld.known != "" && ld.known != peer:
 		ld.code, ld.reason = PeerLost, fmt.Sprintf("prefill agent %s, which had the request, was replaced by %s", ld.known, peer)
 		m.reportLoad(now, ld)
-	case ld.tried != "" && ld.tried != peer && ld.since.Before(opened):
+	case ld.tried != "" && ld.tried != peer && older:
 		// The request is older than this agent, so its engine cannot know it.
 		reason = fmt.Sprintf("prefill agent %s, which the request was for, was replaced by %s", ld.tried, peer)
 		if ld.claim {
@@ -254,7 +303,7 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 		return
 	}
 	ld.state = loadRequesting
-	m.act(SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, First: ld.first, Blocks: ld.blocks, Regions: ld.regions, Lease: m.opt.Lease})
+	m.act(SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, First: ld.first, Blocks: ld.blocks, Tokens: ld.tokens, Regions: ld.regions, Lease: m.opt.Lease})
 }
 
 // LoadReplied answers SendLoad. absent says that nobody listens at the peer's
@@ -304,7 +353,7 @@ func (m *Machine) resolveLater(now time.Time, ld *load) {
 
 func (m *Machine) resolveAgain(ld *load) {
 	ld.state, ld.peer, ld.retryAt = loadResolving, "", time.Time{} // the old agent's last words do not count
-	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from, Fresh: true})
+	m.act(Resolve{ID: ld.id, Seq: ld.seq, From: ld.from, Part: ld.join != nil, Fresh: true})
 }
 
 // Received takes the transport's outcome of an Expect.
@@ -414,7 +463,7 @@ func (m *Machine) fence(ld *load) {
 
 // reportLoad is the only way out of the map of loads.
 func (m *Machine) reportLoad(now time.Time, ld *load) {
-	delete(m.loads, ld.id)
+	m.dropLoad(ld)
 	if len(m.loads) == 0 {
 		clear(m.peers) // nobody may call Tick now, which drops them one by one
 	}
@@ -428,9 +477,10 @@ func (m *Machine) reportLoad(now time.Time, ld *load) {
 func (m *Machine) dropClaim(ld *load) {
 	if ld.claim {
 		ld.claim = false
-		m.claims--
 		if ld.join != nil {
 			m.claimEnded(ld.join)
+		} else {
+			m.claims--
 		}
 	}
 }

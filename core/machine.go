@@ -56,8 +56,9 @@ type Machine struct {
 	seq    uint64
 
 	loads  map[TransferID]*load
-	claims int // of them, those that are only claimed
+	parts  int // of them, those that are parts
 	joins  map[TransferID]*join
+	claims int               // of what the engine has named, those that are only claimed
 	peers  map[AgentID]*peer // the P agents that loads wait for
 	offers map[TransferID]*offer
 	wholes map[TransferID]*whole
@@ -237,7 +238,7 @@ func (m *Machine) checkInvariants() {
 			panic("core: broken invariant: " + fmt.Sprintf(format, args...))
 		}
 	}
-	early, earlyBlocks, claims, busy := 0, 0, 0, 0
+	early, earlyBlocks, claims, busy, parts := 0, 0, 0, 0, 0
 	for id, of := range m.offers {
 		loaded, timed := of.load != nil, !of.deadline.IsZero()
 		_, gone := m.ended.byID[id]
@@ -270,6 +271,8 @@ func (m *Machine) checkInvariants() {
 		must(ld.peer != "" || ld.state == loadResolving || ld.code != OK, "load %q has no peer in state %v", id, ld.state)
 		must(ld.retryAt.IsZero() || ld.claim && ld.state == loadResolving, "load %q is looked up later in state %v", id, ld.state)
 		switch {
+		case ld.join != nil:
+			parts++
 		case ld.claim:
 			claims++
 		case !ld.empty() && !ld.given:
@@ -278,7 +281,16 @@ func (m *Machine) checkInvariants() {
 		renewed := ld.state == loadWaiting || ld.state == loadClaimed && ld.code == OK
 		must(!renewed || m.peers[ld.peer] != nil, "load %q waits for %q, which nobody watches", id, ld.peer)
 	}
+	for _, j := range m.joins {
+		switch {
+		case j.claim:
+			claims++
+		case j.blocks > 0:
+			busy++
+		}
+	}
 	m.checkJoined(must)
+	must(parts == m.parts, "%d parts, counted %d", parts, m.parts)
 	must(claims == m.claims && claims <= m.opt.MaxTransfers, "%d claims, counted %d", claims, m.claims)
 	must(busy <= m.opt.MaxTransfers, "%d loads, over the limit", busy)
 	must(len(m.loads) > 0 || len(m.peers) == 0, "%d peers are watched for no load", len(m.peers))

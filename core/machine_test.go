@@ -24,7 +24,7 @@ func TestTranscripts(t *testing.T) {
 }
 
 func newScript(t *testing.T) (func(*coretest.Command) string, func()) {
-	s := &script{t: t, now: time.Unix(0, 0), machines: map[string]*scripted{}}
+	s := &script{t: t, now: time.Unix(0, 0), machines: map[string]*scripted{}, layouts: map[string]*core.Layout{}}
 	return s.run, s.end
 }
 
@@ -32,6 +32,7 @@ type script struct {
 	t        *testing.T
 	now      time.Time
 	machines map[string]*scripted
+	layouts  map[string]*core.Layout
 }
 
 type scripted struct {
@@ -96,16 +97,30 @@ func sentinel(err error) string {
 	return ""
 }
 
-// open makes a machine; the layout has groups= groups of 100 blocks.
-func (s *script) open(c *coretest.Command) *core.Machine {
+// layout has groups= groups of 100 blocks, opaque ones or of size= tokens, which are
+// a list, and regions= regions in each.
+func (s *script) layout(c *coretest.Command, sizes []uint32) *core.Layout {
 	var regions []core.Region
-	for g := range s.number(c, "groups", 1) {
-		regions = append(regions, core.Region{Name: "k", Group: uint32(g), Base: 1 << 20 * (1 + g), BlockStride: 1024, BlockBytes: 1024, NumBlocks: 100})
+	for g := range s.number(c, "groups", max(1, uint64(len(sizes)))) {
+		r := core.Region{Name: "k", Group: uint32(g), Base: 1 << 20 * (1 + g), BlockStride: 1024, BlockBytes: 1024, NumBlocks: 100}
+		if sizes != nil {
+			r.Tokens, r.Heads, r.TokenStride, r.HeadStride, r.BlockBytes = sizes[g], 1, 4, 4, 4*uint64(sizes[g])
+		}
+		for range s.number(c, "regions", 1) {
+			regions = append(regions, r)
+			r.Name, r.Base = r.Name+"k", r.Base+1<<24
+		}
 	}
 	l, err := core.NewLayout(regions)
 	if err != nil {
 		s.t.Fatal(err)
 	}
+	return l
+}
+
+func (s *script) open(c *coretest.Command) *core.Machine {
+	l := s.layout(c, s.list(c, "size"))
+	s.layouts[c.Word(0)] = l
 	return core.New(l, core.Options{Lease: s.duration(c, "lease", 0), PeerTimeout: s.duration(c, "timeout", 0),
 		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), MaxTransfers: int(s.number(c, "max", 0))})
 }
@@ -123,13 +138,13 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	}
 	switch what {
 	case "load":
-		r := core.LoadRequest{ID: id, Blocks: s.blocks(c), First: s.first(c), Token: s.number(c, "token", 1), Parts: s.parts(c),
+		r := core.LoadRequest{ID: id, Blocks: s.blocks(c), First: s.first(c), Tokens: s.list(c, "tokens"), Token: s.number(c, "token", 1), Parts: s.parts(c),
 			From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
 		if err = m.Load(s.now, r); err == nil {
 			m.ledger.accepted(core.SideLoad, r.Token)
 		}
 	case "offer":
-		r := core.OfferRequest{ID: id, Blocks: s.blocks(c), Token: s.number(c, "token", 1)}
+		r := core.OfferRequest{ID: id, First: s.first(c), Blocks: s.blocks(c), Token: s.number(c, "token", 1)}
 		if err = m.Offer(s.now, r); err == nil {
 			m.ledger.accepted(core.SideOffer, r.Token)
 		}
@@ -139,6 +154,8 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		err = m.Cancel(s.now, id, c.Value("why", ""))
 	case "resolved":
 		m.Resolved(s.now, id, s.number(c, "seq", 1), peer, s.instant(c, "opened"), s.code(c), c.Value("why", ""))
+	case "found":
+		m.ResolvedParts(s.now, id, s.number(c, "seq", 1), s.found(c))
 	case "expecting":
 		m.Expecting(s.now, id, []byte(c.Value("grant", "")), failure)
 	case "replied":
@@ -156,8 +173,8 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	case "finish":
 		m.FinishArrived(s.now, peer, id, s.code(c), c.Value("why", ""))
 	case "loaded":
-		code, why := m.LoadArrived(s.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte(c.Value("grant", "")),
-			First: s.first(c), Blocks: s.blocks(c), Regions: numbers(s, c, strings.Fields(c.Value("of", ""))), Lease: s.duration(c, "lease", 30*time.Second)})
+		code, why := m.LoadArrived(s.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte(c.Value("grant", "")), Match: s.match(c),
+			First: s.first(c), Blocks: s.blocks(c), Tokens: s.list(c, "tokens"), Regions: numbers(s, c, strings.Fields(c.Value("of", ""))), Lease: s.duration(c, "lease", 30*time.Second)})
 		said = strings.TrimSpace("answer " + code.String() + " " + why)
 	case "renew":
 		said = "answer"
@@ -341,6 +358,27 @@ func (s *script) parts(c *coretest.Command) (parts []core.LoadPart) {
 	return parts
 }
 
+// found reads parts= with peers=, opened= and of=, which has a list of regions
+// for each.
+func (s *script) found(c *coretest.Command) (list []core.FoundPart) {
+	peers, opened, of := strings.Fields(c.Value("peers", "")), strings.Fields(c.Value("opened", "")), strings.Split(c.Value("of", ""), "|")
+	for i, p := range s.parts(c) {
+		f := core.FoundPart{From: p.From, Share: p.Share, Peer: core.AgentID(peers[i])}
+		if len(opened) > i {
+			d, err := time.ParseDuration(opened[i])
+			if err != nil {
+				s.t.Fatalf("%s: %v", c.Pos, err)
+			}
+			f.Opened = time.Unix(0, 0).Add(d)
+		}
+		if i < len(of) {
+			f.Regions = numbers(s, c, strings.Fields(of[i]))
+		}
+		list = append(list, f)
+	}
+	return list
+}
+
 func numbers(s *script, c *coretest.Command, words []string) (out []uint32) {
 	for _, w := range words {
 		out = append(out, uint32(s.parse(c, w)))
@@ -348,8 +386,24 @@ func numbers(s *script, c *coretest.Command, words []string) (out []uint32) {
 	return out
 }
 
-func (s *script) first(c *coretest.Command) (first []uint32) {
-	for _, w := range strings.Fields(c.Value("first", "")) {
+// match is of this machine's caches with those of a peer, whose blocks have size=
+// tokens.
+func (s *script) match(c *coretest.Command) *core.Match {
+	d := s.layout(c, s.list(c, "size"))
+	if c.Value("regions", "") == "" && c.Value("size", "") == "" {
+		return nil // alike
+	}
+	m, err := core.NewMatch(s.layouts[c.Word(0)].Shapes(), d.Shapes())
+	if err != nil {
+		s.t.Fatalf("%s: %v", c.Pos, err)
+	}
+	return m
+}
+
+func (s *script) first(c *coretest.Command) []uint32 { return s.list(c, "first") }
+
+func (s *script) list(c *coretest.Command, key string) (first []uint32) {
+	for _, w := range strings.Fields(c.Value(key, "")) {
 		n, err := strconv.ParseUint(w, 10, 32)
 		if err != nil {
 			s.t.Fatalf("%s: %v", c.Pos, err)
@@ -357,6 +411,13 @@ func (s *script) first(c *coretest.Command) (first []uint32) {
 		first = append(first, uint32(n))
 	}
 	return first
+}
+
+func tokens(n []uint32) string {
+	if n == nil {
+		return ""
+	}
+	return fmt.Sprintf(" tokens=%v", n)
 }
 
 func of(regions []uint32) string {
@@ -376,14 +437,17 @@ func describe(a core.Action) string {
 	switch v := a.(type) {
 	case core.Resolve:
 		fresh := ""
+		if v.Part {
+			fresh = " part"
+		}
 		if v.Fresh {
-			fresh = " fresh"
+			fresh += " fresh"
 		}
 		return fmt.Sprintf("resolve %s seq=%d from=%s%s%s", v.ID, v.Seq, v.From.Bootstrap, v.From.EngineID, fresh)
 	case core.Expect:
-		return fmt.Sprintf("expect %s peer=%s blocks=%v%s", v.ID, v.Peer, v.Blocks, of(v.Regions))
+		return fmt.Sprintf("expect %s peer=%s blocks=%v%s", v.ID, v.Peer, v.Blocks, tokens(v.Tokens)+of(v.Regions))
 	case core.SendLoad:
-		return fmt.Sprintf("send-load %s seq=%d to=%s grant=%s first=%v blocks=%v%s lease=%v", v.ID, v.Seq, v.Peer, v.Grant, v.First, v.Blocks, of(v.Regions), v.Lease)
+		return fmt.Sprintf("send-load %s seq=%d to=%s grant=%s first=%v blocks=%v%s lease=%v", v.ID, v.Seq, v.Peer, v.Grant, v.First, v.Blocks, tokens(v.Tokens)+of(v.Regions), v.Lease)
 	case core.SendRenew:
 		if len(v.Claims) > 0 {
 			return fmt.Sprintf("send-renew %v claims=%v to=%s", v.Loads, v.Claims, v.Peer)
@@ -401,7 +465,7 @@ func describe(a core.Action) string {
 	case core.Revoke:
 		return fmt.Sprintf("revoke %s", v.ID)
 	case core.Write:
-		return fmt.Sprintf("write %s to=%s grant=%s src=%v dst=%v%s", v.ID, v.Peer, v.Grant, v.Src, v.Dst, of(v.Regions))
+		return fmt.Sprintf("write %s to=%s grant=%s src=%v dst=%v%s", v.ID, v.Peer, v.Grant, v.Src, v.Dst, tokens(v.Tokens)+of(v.Regions))
 	case core.StopWrite:
 		return fmt.Sprintf("stop-write %s", v.ID)
 	case core.Report:

@@ -26,6 +26,7 @@ type offer struct {
 	id       TransferID
 	state    offerState
 	token    uint64
+	first    []uint32
 	blocks   [][]BlockID
 	offered  time.Time
 	sendAt   time.Time
@@ -98,7 +99,11 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 	if m.closed {
 		return ErrClosed
 	}
-	if err := m.layout.CheckBlocks(r.Blocks); err != nil {
+	err := m.layout.CheckBlocks(r.Blocks)
+	if err == nil && r.First != nil && len(r.First) != len(r.Blocks) {
+		err = fmt.Errorf("first blocks of %d groups, block ids of %d", len(r.First), len(r.Blocks))
+	}
+	if err != nil {
 		return fmt.Errorf("%w: offer %q: %w", ErrInvalid, string(r.ID), err)
 	}
 	of, w := m.offers[r.ID], m.wholes[r.ID]
@@ -133,7 +138,7 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 }
 
 func (m *Machine) ready(now time.Time, of *offer, r OfferRequest) {
-	of.state, of.token, of.blocks = offerReady, r.Token, r.Blocks
+	of.state, of.token, of.first, of.blocks = offerReady, r.Token, r.First, r.Blocks
 	of.offered, of.deadline = now, now.Add(m.opt.Lease)
 	if of.load != nil {
 		m.startWrite(now, of)
@@ -223,11 +228,16 @@ func (m *Machine) tooMuch(l *LoadMessage) string {
 		return fmt.Sprintf("the load has %d KV cache groups, %d are registered here", len(l.Blocks), len(m.layout.Groups))
 	}
 	for g, ids := range l.Blocks {
-		if n := m.layout.Groups[g].NumBlocks; len(ids) > int(n) {
-			return fmt.Sprintf("the load wants %d blocks of group %d, which has %d here", len(ids), g, n)
+		from, to := l.Match.ratio(g).sources(0, len(ids), at(l.Tokens, g))
+		if n := m.layout.Groups[g].NumBlocks; to-from > uint64(n) || len(ids) > MaxBlocks {
+			return fmt.Sprintf("the load wants %d blocks of group %d, which has %d here", to-from, g, n)
 		}
 	}
-	if err := m.layout.checkRegions(l.Regions); err != nil {
+	regions := len(m.layout.Regions)
+	if l.Match != nil {
+		regions = l.Match.regions
+	}
+	if err := checkRegions(l.Regions, regions); err != nil {
 		return "the load is of " + err.Error()
 	}
 	return ""
@@ -240,33 +250,37 @@ func (m *Machine) leaveEarly(of *offer) {
 
 // startWrite joins the halves.
 func (m *Machine) startWrite(now time.Time, of *offer) {
-	src, err := selectBlocks(of.blocks, of.load)
+	l := of.load
+	first, src, err := selectBlocks(of.first, of.blocks, l)
 	if err != nil {
 		m.endOffer(now, of, Refused, err.Error(), true)
 		return
 	}
-	of.state, of.sendAt, of.deadline = offerSending, now, now.Add(of.load.Lease)
-	m.act(Write{ID: of.id, Peer: of.load.Peer, Grant: of.load.Grant, Src: src, Dst: of.load.Blocks, Regions: of.load.Regions})
+	of.state, of.sendAt, of.deadline = offerSending, now, now.Add(l.Lease)
+	m.act(Write{ID: of.id, Peer: l.Peer, Grant: l.Grant, SrcFirst: first, Src: src, DstFirst: l.First, Dst: l.Blocks, Tokens: l.Tokens, Regions: l.Regions, Match: l.Match})
 }
 
-// selectBlocks finds the offered blocks that a load asks for.
-func selectBlocks(offered [][]BlockID, l *LoadMessage) ([][]BlockID, error) {
+// selectBlocks finds the offered blocks that a load asks for, and where in the
+// prompt the first ones stand.
+func selectBlocks(begin []uint32, offered [][]BlockID, l *LoadMessage) (first []uint32, src [][]BlockID, err error) {
 	if len(l.Blocks) > len(offered) {
-		return nil, fmt.Errorf("the load has %d KV cache groups, the offer %d", len(l.Blocks), len(offered))
+		return nil, nil, fmt.Errorf("the load has %d KV cache groups, the offer %d", len(l.Blocks), len(offered))
 	}
-	src := make([][]BlockID, len(l.Blocks))
+	first, src = make([]uint32, len(l.Blocks)), make([][]BlockID, len(l.Blocks))
 	for g, dst := range l.Blocks {
-		first := uint64(0)
-		if g < len(l.First) {
-			first = uint64(l.First[g])
+		from, to := l.Match.ratio(g).sources(at(l.First, g), len(dst), at(l.Tokens, g))
+		has := uint64(at(begin, g))
+		switch {
+		case from == to:
+			continue
+		case from < has:
+			return nil, nil, fmt.Errorf("the load wants blocks %d to %d of group %d, the offer begins with block %d", from, to, g, has)
+		case to > has+uint64(len(offered[g])):
+			return nil, nil, fmt.Errorf("the load wants blocks %d to %d of group %d, the offer has %d", from, to, g, has+uint64(len(offered[g])))
 		}
-		end := first + uint64(len(dst))
-		if end > uint64(len(offered[g])) {
-			return nil, fmt.Errorf("the load wants blocks %d to %d of group %d, the offer has %d", first, end, g, len(offered[g]))
-		}
-		src[g] = offered[g][first:end]
+		first[g], src[g] = uint32(from), offered[g][from-has:to-has]
 	}
-	return src, nil
+	return first, src, nil
 }
 
 // Written takes the transport's outcome of a Write.

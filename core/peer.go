@@ -51,6 +51,9 @@ func (m *Machine) noticePause(now time.Time) {
 		if !ld.claim {
 			ld.until = earlier(ld.until.Add(gap), now.Add(m.patience()))
 		}
+		if !ld.nameBy.IsZero() {
+			ld.nameBy = earlier(ld.nameBy.Add(gap), now.Add(m.patience()))
+		}
 	}
 	for _, of := range m.offers {
 		if !of.deadline.IsZero() {
@@ -68,6 +71,13 @@ func earlier(a, b time.Time) time.Time {
 		return a
 	}
 	return b
+}
+
+func later(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return b
+	}
+	return a
 }
 
 // maxGap between two ticks is what a busy machine explains.
@@ -177,6 +187,10 @@ func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, abs
 
 func (m *Machine) answered(now time.Time, ld *load, a Answer) {
 	switch a.Status {
+	case StatusEarly:
+		if !ld.nameBy.IsZero() && !now.Before(ld.nameBy) { // a successor of the one that had the request
+			m.endLoad(now, ld, NotOffered, fmt.Sprintf("the engine of prefill agent %s, which was opened after this load was made, has not named transfer %q", ld.peer, string(ld.id)), true)
+		}
 	case StatusUnknown:
 		m.endLoad(now, ld, PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", ld.peer, string(ld.id)), false)
 	case StatusEnded:

@@ -1,6 +1,9 @@
 package core
 
-import "fmt"
+import (
+	"fmt"
+	"iter"
+)
 
 // Segment is a contiguous run of bytes in one region: Offset from the region's
 // base, Length bytes.
@@ -17,113 +20,247 @@ type Pair struct {
 	Length               uint64
 }
 
-// A transfer's bytes have one linear order that both sides know without
-// talking: region after region as registered, within a region block after
-// block as the load lists them. A position in this order names a byte on
-// either side, which is all that a TCP frame carries.
+// MaxPieces bounds the runs of one transfer, which are that small only where
+// blocks are cut by heads or turned into another order.
+const MaxPieces = 1 << 24
 
-// Segments lists, in the transfer's linear order, where blocks lie in this
-// layout; runs that are adjacent in memory are merged. The ids must have passed
-// CheckBlocks.
-func (l *Layout) Segments(blocks [][]BlockID) []Segment { return l.SegmentsOf(nil, blocks) }
+// A transfer's bytes have one linear order that both sides know without talking,
+// the receiver's: region after region as registered, within a region block after
+// block as the load lists them, within a block as it lies there (several regions
+// of P that go into one of D come one after the other). A position in this order
+// names a byte on either side, which is all that a TCP frame carries.
 
-// SegmentsOf is Segments of some of the regions; nil is all.
-func (l *Layout) SegmentsOf(regions []uint32, blocks [][]BlockID) []Segment {
-	out := make([]Segment, 0, l.upperBound(regions, blocks))
-	for n := range l.count(regions) {
-		i := n
-		if regions != nil {
-			i = int(regions[n])
-		}
-		r := &l.Regions[i]
-		if int(r.Group) >= len(blocks) {
+// Segments lists, in the transfer's linear order, where the bytes of a load land
+// in D's layout; runs that are adjacent in memory are merged. regions are D's, nil
+// is all that both have; the other arguments are LoadRequest's. The ids must have
+// passed CheckBlocks.
+func (m *Match) Segments(regions []uint32, blocks [][]BlockID, first, tokens []uint32) ([]Segment, error) {
+	bound, err := m.bound(regions, blocks, first, tokens, func(k *link) uint64 { return k.seg.perUnit() })
+	if err != nil {
+		return nil, err
+	}
+	out := make([]Segment, 0, bound)
+	for k := range m.among(regions, len(blocks)) {
+		g := int(k.group)
+		r := m.ratios[g]
+		from, to := r.span(at(first, g), len(blocks[g]), at(tokens, g))
+		if k.whole == 0 {
+			out = k.land(out, blocks[g], r.dst, to-from)
 			continue
 		}
-		ids := blocks[r.Group]
-		dense := r.BlockStride == r.BlockBytes
-		for k := 0; k < len(ids); {
+		ids := blocks[g][:to-from]
+		for i := 0; i < len(ids); {
 			n := 1
-			if dense {
-				for k+n < len(ids) && ids[k+n] == ids[k]+BlockID(n) {
+			if k.denseDst {
+				for i+n < len(ids) && ids[i+n] == ids[i]+BlockID(n) {
 					n++
 				}
 			}
-			out = append(out, Segment{Region: uint32(i), Offset: uint64(ids[k]) * r.BlockStride, Length: uint64(n) * r.BlockBytes})
-			k += n
-		}
-	}
-	return out
-}
-
-// Plan pairs the sender's blocks with the receiver's, in the transfer's linear
-// order, and merges runs that are adjacent on both sides. peer is the receiver's
-// layout. Both layouts must have
-// passed CheckPeer, both lists the same length per group and be in range.
-func (l *Layout) Plan(src [][]BlockID, peer []Shape, dst [][]BlockID) ([]Pair, error) {
-	return l.PlanOf(nil, src, peer, dst)
-}
-
-// PlanOf is Plan of some of the regions; nil is all.
-func (l *Layout) PlanOf(regions []uint32, src [][]BlockID, peer []Shape, dst [][]BlockID) ([]Pair, error) {
-	if len(src) != len(dst) {
-		return nil, fmt.Errorf("plan: %d groups here, %d at the peer", len(src), len(dst))
-	}
-	for g := range src {
-		if len(src[g]) != len(dst[g]) {
-			return nil, fmt.Errorf("plan: group %d has %d blocks here, %d at the peer", g, len(src[g]), len(dst[g]))
-		}
-	}
-	out := make([]Pair, 0, l.upperBound(regions, src))
-	for n := range l.count(regions) {
-		i := n
-		if regions != nil {
-			i = int(regions[n])
-		}
-		r, p := &l.Regions[i], &peer[i]
-		if int(r.Group) >= len(src) {
-			continue
-		}
-		s, d := src[r.Group], dst[r.Group]
-		dense := r.BlockStride == r.BlockBytes && p.BlockStride == r.BlockBytes
-		for k := 0; k < len(s); {
-			n := 1
-			if dense {
-				for k+n < len(s) && s[k+n] == s[k]+BlockID(n) && d[k+n] == d[k]+BlockID(n) {
-					n++
-				}
-			}
-			out = append(out, Pair{
-				SrcRegion: uint32(i), DstRegion: uint32(i),
-				SrcOffset: uint64(s[k]) * r.BlockStride, DstOffset: uint64(d[k]) * p.BlockStride,
-				Length: uint64(n) * r.BlockBytes,
-			})
-			k += n
+			out = append(out, Segment{Region: k.Dst, Offset: uint64(ids[i]) * k.dstStride, Length: uint64(n) * k.whole})
+			i += n
 		}
 	}
 	return out, nil
 }
 
-func (l *Layout) count(regions []uint32) int {
-	if regions == nil {
-		return len(l.Regions)
+// Pairs pairs P's blocks with D's, in the transfer's linear order, and merges runs
+// that are adjacent on both sides. src are blocks of P, the first of a group at
+// srcFirst in the prompt; the rest is the load's, as of Segments. What is read lies
+// in P's blocks whatever D says; where it lands is for the transport to check.
+func (m *Match) Pairs(regions []uint32, src [][]BlockID, srcFirst []uint32, dst [][]BlockID, dstFirst, tokens []uint32) ([]Pair, error) {
+	if len(dst) > len(src) {
+		return nil, fmt.Errorf("plan: %d groups at the prefill engine, %d at the decode engine", len(src), len(dst))
 	}
-	return len(regions)
-}
-
-// upperBound is the number of runs when nothing merges: one allocation then
-// holds every plan.
-func (l *Layout) upperBound(regions []uint32, blocks [][]BlockID) int {
-	n := 0
-	for _, i := range regions {
-		if g := int(l.Regions[i].Group); g < len(blocks) {
-			n += len(blocks[g])
+	bound, err := m.bound(regions, dst, dstFirst, tokens, func(k *link) uint64 { return k.pair.perUnit() })
+	if err != nil {
+		return nil, err
+	}
+	for g := range dst {
+		from, to := m.ratios[g].sources(at(dstFirst, g), len(dst[g]), at(tokens, g))
+		if first := uint64(at(srcFirst, g)); from < to && (from < first || to > first+uint64(len(src[g]))) {
+			return nil, fmt.Errorf("plan: blocks %d to %d of group %d are wanted, there are %d to %d", from, to, g, first, first+uint64(len(src[g])))
 		}
 	}
-	if regions != nil {
-		return n
+	out := make([]Pair, 0, bound)
+	for k := range m.among(regions, len(dst)) {
+		g := int(k.group)
+		r := m.ratios[g]
+		from, to := r.span(at(dstFirst, g), len(dst[g]), at(tokens, g))
+		if from == to {
+			continue
+		}
+		if k.whole == 0 {
+			out = k.copy(out, r, src[g], uint64(at(srcFirst, g)), dst[g], from, to)
+			continue
+		}
+		d := dst[g][:to-from]
+		s := src[g][from-uint64(at(srcFirst, g)):][:len(d)]
+		for i := 0; i < len(s); {
+			n := 1
+			if k.dense {
+				for i+n < len(s) && s[i+n] == s[i]+BlockID(n) && d[i+n] == d[i]+BlockID(n) {
+					n++
+				}
+			}
+			out = append(out, Pair{
+				SrcRegion: k.Src, DstRegion: k.Dst,
+				SrcOffset: uint64(s[i]) * k.srcStride, DstOffset: uint64(d[i]) * k.dstStride,
+				Length: uint64(n) * k.whole,
+			})
+			i += n
+		}
 	}
-	for g, ids := range blocks {
-		n += len(ids) * len(l.Groups[g].Regions)
+	return out, nil
+}
+
+// land is Segments of blocks that are cut: units of them, perBlock in each.
+func (k *link) land(out []Segment, ids []BlockID, perBlock, units uint64) []Segment {
+	p, begin := &k.seg, len(out)
+	for _, id := range ids {
+		count := min(units, perBlock)
+		if units -= count; count == 0 {
+			break
+		}
+		block := uint64(id)*k.dstStride + k.dst
+		for h := range p.heads {
+			for u := range count {
+				unit := block + h*p.dstHead + u*k.dstUnit
+				for o := range p.outer {
+					for i := range p.inner {
+						at := unit + o*p.dstOuter + i*p.dstInner
+						if n := len(out); n > begin && out[n-1].Offset+out[n-1].Length == at {
+							out[n-1].Length += p.run
+							continue
+						}
+						out = append(out, Segment{Region: k.Dst, Offset: at, Length: p.run})
+					}
+				}
+			}
+		}
 	}
-	return n
+	return out
+}
+
+// copy is Pairs of blocks that are cut.
+func (k *link) copy(out []Pair, r ratio, src []BlockID, srcFirst uint64, dst []BlockID, from, to uint64) []Pair {
+	p, begin := &k.pair, len(out)
+	for _, id := range dst {
+		count := min(to-from, r.dst)
+		if count == 0 {
+			break
+		}
+		block := uint64(id)*k.dstStride + k.dst
+		for h := range p.heads {
+			for u := range count {
+				b, part := from+u, uint64(0)
+				if r.src > 1 {
+					b, part = b/r.src, b%r.src
+				}
+				s := uint64(src[b-srcFirst])*k.srcStride + k.src + h*p.srcHead + part*k.srcUnit
+				d := block + h*p.dstHead + u*k.dstUnit
+				for o := range p.outer {
+					s, d := s+o*p.srcOuter, d+o*p.dstOuter
+					for range p.inner {
+						if n := len(out); n > begin && out[n-1].DstOffset+out[n-1].Length == d && out[n-1].SrcOffset+out[n-1].Length == s {
+							out[n-1].Length += p.run
+						} else {
+							out = append(out, Pair{SrcRegion: k.Src, DstRegion: k.Dst, SrcOffset: s, DstOffset: d, Length: p.run})
+						}
+						s, d = s+p.srcInner, d+p.dstInner
+					}
+				}
+			}
+		}
+		from += count
+	}
+	return out
+}
+
+// among is the links of some of D's regions, in groups below that.
+func (m *Match) among(regions []uint32, groups int) iter.Seq[*link] {
+	return func(yield func(*link) bool) {
+		rest := regions
+		for i := range m.links {
+			k := &m.links[i]
+			for len(rest) > 0 && rest[0] < k.Dst {
+				rest = rest[1:]
+			}
+			if regions != nil && (len(rest) == 0 || rest[0] != k.Dst) || int(k.group) >= groups {
+				continue
+			}
+			if !yield(k) {
+				return
+			}
+		}
+	}
+}
+
+// bound is the number of runs when nothing merges, so that one allocation holds
+// every plan.
+func (m *Match) bound(regions []uint32, blocks [][]BlockID, first, tokens []uint32, perUnit func(*link) uint64) (int, error) {
+	if len(blocks) > MaxGroups {
+		return 0, fmt.Errorf("plan: %d groups, at most %d are supported", len(blocks), MaxGroups)
+	}
+	if err := m.checkRegions(regions); err != nil {
+		return 0, fmt.Errorf("plan: %w", err)
+	}
+	var total, cut uint64
+	found := 0
+	for k := range m.among(regions, MaxGroups) {
+		g := int(k.group)
+		if found < len(regions) && regions[found] == k.Dst {
+			found++
+		}
+		if g >= len(blocks) {
+			continue
+		}
+		from, to := m.ratios[g].span(at(first, g), len(blocks[g]), at(tokens, g))
+		units := to - from
+		if k.whole != 0 {
+			total += units
+			continue
+		}
+		runs := perUnit(k)
+		if units > 0 && runs > MaxPieces/units || cut+units*runs > MaxPieces {
+			return 0, fmt.Errorf("the load is cut into more than %d pieces (%d of each %d tokens in group %d): have the heads outside of the tokens (HND) on both sides, or load fewer blocks at a time",
+				MaxPieces, runs, m.ratios[g].unit, g)
+		}
+		cut += units * runs
+	}
+	if found < len(regions) {
+		return 0, fmt.Errorf("region %d of the decode engine is wanted, of which the prefill engine has nothing", regions[found])
+	}
+	total += cut
+	return int(total), nil
+}
+
+// at is an element of a list that may be shorter, or nil.
+func at(list []uint32, i int) uint32 {
+	if i < len(list) {
+		return list[i]
+	}
+	return 0
+}
+
+// Plan is NewMatch and Pairs in one, for whoever plans but once: from the first of
+// this layout's blocks to a peer's.
+func (l *Layout) Plan(src [][]BlockID, peer []Shape, dst [][]BlockID) ([]Pair, error) {
+	m, err := NewMatch(l.Shapes(), peer)
+	if err != nil {
+		return nil, err
+	}
+	return m.Pairs(nil, src, nil, dst, nil, nil)
+}
+
+// Segments is where blocks lie in this layout, all of them whole.
+func (l *Layout) Segments(blocks [][]BlockID) []Segment {
+	m, err := NewMatch(l.Shapes(), l.Shapes())
+	var out []Segment
+	if err == nil {
+		out, err = m.Segments(nil, blocks, nil, nil)
+	}
+	if err != nil {
+		panic(err) // a layout fits itself, and whole blocks are one piece each
+	}
+	return out
 }

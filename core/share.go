@@ -1,7 +1,6 @@
 package core
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -76,19 +75,6 @@ func checkWireID(id TransferID) error {
 	return checkID(id)
 }
 
-// checkRegions says what is wrong with a list of regions: nil means all.
-func (l *Layout) checkRegions(regions []uint32) error {
-	if regions != nil && len(regions) == 0 {
-		return errors.New("no region: leave the list out for all")
-	}
-	for i, r := range regions {
-		if int(r) >= len(l.Regions) || i > 0 && r <= regions[i-1] {
-			return fmt.Errorf("region %d at position %d: want growing numbers below %d", r, i, len(l.Regions))
-		}
-	}
-	return nil
-}
-
 // joined is what the parts of one half have come to so far.
 type joined struct {
 	left   int // parts that have not ended
@@ -121,6 +107,8 @@ type join struct {
 	id      TransferID
 	token   uint64
 	parts   []TransferID
+	of      Target      // the engine that the parts were found to be of
+	found   []FoundPart // they; nil if the engine has named them itself
 	claim   bool
 	started time.Time
 	blocks  int
@@ -156,10 +144,11 @@ func (m *Machine) claimParts(now time.Time, r ClaimRequest) error {
 		return err
 	case old != nil && !old.given || m.joins[r.ID] != nil:
 		return nil // claimed or loaded already
-	case m.claims+len(parts) > m.opt.MaxTransfers:
+	case m.claims >= m.opt.MaxTransfers:
 		return m.overload("claims")
 	}
 	m.count.Claimed++
+	m.claims++
 	j := &join{id: r.ID, parts: parts, claim: true, joined: joined{left: len(parts)}}
 	m.joins[r.ID] = j
 	for i, p := range r.Parts {
@@ -181,35 +170,44 @@ func (m *Machine) loadParts(now time.Time, r LoadRequest) error {
 	if old != nil && !old.claim || m.loads[r.ID] != nil && m.loads[r.ID].owes() {
 		return duplicateLoad(r.ID)
 	}
-	others, blocks := len(m.loads)-m.claims, 0
-	for i, id := range parts {
-		if ld := m.loads[id]; ld != nil && !ld.claim {
-			others--
-		}
-		blocks += countBlocks(r.Parts[i].Blocks)
-	}
-	if others+len(parts) > m.opt.MaxTransfers && blocks > 0 {
+	blocks := m.layout.distinct(&r)
+	if m.named() >= m.opt.MaxTransfers && blocks > 0 {
 		return m.overload("loads")
 	}
-	j := &join{id: r.ID, parts: parts, token: r.Token, started: now, blocks: m.layout.distinct(&r), adding: true, joined: joined{left: len(parts)}}
-	m.joins[r.ID] = j
 	m.count.Loaded++
+	m.beginParts(now, &join{id: r.ID, parts: parts, token: r.Token, blocks: blocks}, r.Parts, r.Tokens)
+	return nil
+}
+
+// beginParts begins the parts of a load, in place of the claim that there may be.
+func (m *Machine) beginParts(now time.Time, j *join, from []LoadPart, tokens []uint32) {
+	old := m.joins[j.id]
+	j.started, j.adding, j.left = now, true, len(j.parts)
+	m.joins[j.id] = j
 	if old != nil {
+		m.claims--
 		for _, id := range old.parts {
-			if ld := m.loads[id]; ld != nil && ld.claim && !slices.Contains(parts, id) {
+			if ld := m.loads[id]; ld != nil && ld.claim && !slices.Contains(j.parts, id) {
 				m.endLoad(now, ld, Cancelled, otherEngine, true)
 			}
 		}
-	} else if ld := m.loads[r.ID]; ld != nil && ld.claim {
+	} else if ld := m.loads[j.id]; ld != nil && ld.claim {
 		m.endLoad(now, ld, Cancelled, otherEngine, true)
 	}
-	for i, p := range r.Parts {
-		m.addLoad(now, &load{id: parts[i], from: p.From, first: p.First, blocks: p.Blocks, regions: p.Regions, join: j})
+	if ld := m.loads[j.id]; ld != nil { // cancelled, and void: P hears of the id by this load
+		m.reportLoad(now, ld)
 	}
+	for i, p := range from {
+		m.addLoad(now, &load{id: j.parts[i], from: p.From, first: p.First, blocks: p.Blocks, tokens: tokens, regions: p.Regions, join: j})
+	}
+	m.partsBegun(now, j)
+}
+
+// partsBegun ends the others if one has failed while they were being begun.
+func (m *Machine) partsBegun(now time.Time, j *join) {
 	if j.adding = false; j.code != OK {
 		m.endParts(now, j, Cancelled, j.reason)
 	}
-	return nil
 }
 
 const otherEngine = "the decode engine loads it otherwise"
@@ -223,9 +221,9 @@ func duplicateLoad(id TransferID) error {
 func (m *Machine) checkPartsBlocks(r *LoadRequest) error {
 	for i := range r.Parts {
 		p := &r.Parts[i]
-		err := m.checkBlocks(p.First, p.Blocks)
+		err := m.checkBlocks(p.First, p.Blocks, r.Tokens)
 		if err == nil {
-			err = m.layout.checkRegions(p.Regions)
+			err = checkRegions(p.Regions, len(m.layout.Regions))
 		}
 		for g := range p.Blocks {
 			if err == nil && len(p.Blocks[g]) > 0 && !m.layout.has(p.Regions, uint32(g)) {
@@ -306,7 +304,7 @@ func (m *Machine) partLoaded(now time.Time, j *join, r *Report) {
 	}
 	delete(m.joins, j.id)
 	elapsed := now.Sub(j.started)
-	m.act(Report{ID: j.id, Side: SideLoad, Token: j.token, Code: j.code, Reason: j.reason, Blocks: j.blocks,
+	m.act(Report{ID: j.id, Parts: j.parts, Side: SideLoad, Token: j.token, Code: j.code, Reason: j.reason, Blocks: j.blocks,
 		Wait: max(elapsed-time.Duration(j.stats.Nanos), 0), Elapsed: elapsed, State: j.state, Peer: j.peer, From: j.from, Stats: j.stats})
 }
 
@@ -324,6 +322,7 @@ func (m *Machine) endParts(now time.Time, j *join, code Code, reason string) {
 func (m *Machine) claimEnded(j *join) {
 	if j.left--; j.left == 0 && m.joins[j.id] == j {
 		delete(m.joins, j.id)
+		m.claims--
 	}
 }
 
@@ -383,7 +382,7 @@ func (m *Machine) wholeOf(now time.Time, part TransferID) (Code, string) {
 		w.parts = append(w.parts, of.id)
 		w.left++
 		if base != nil {
-			of.state, of.token, of.blocks, of.offered, of.deadline = base.state, base.token, base.blocks, base.offered, base.deadline
+			of.state, of.token, of.first, of.blocks, of.offered, of.deadline = base.state, base.token, base.first, base.blocks, base.offered, base.deadline
 		} else {
 			m.early++
 		}
@@ -456,7 +455,7 @@ func (m *Machine) partOffered(now time.Time, w *whole, r *Report) {
 	offered := !w.offered.IsZero()
 	m.ended.add(w.id, w.code, w.reason, offered)
 	if offered {
-		m.act(Report{ID: w.id, Side: SideOffer, Token: w.token, Code: w.code, Reason: w.reason, Blocks: w.blocks,
+		m.act(Report{ID: w.id, Parts: w.parts, Side: SideOffer, Token: w.token, Code: w.code, Reason: w.reason, Blocks: w.blocks,
 			Wait: w.wait, Elapsed: now.Sub(w.offered), State: w.state, Peer: w.peer, Stats: w.stats})
 	}
 }

@@ -30,21 +30,22 @@ func TestPartIDs(t *testing.T) {
 func TestPartsOfRegions(t *testing.T) {
 	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16), region("v", 0, 0x8000, 128, 64, 16), region("s", 1, 0x9000, 8, 8, 16), region("t", 1, 0xa000, 8, 8, 16))
 	src, dst := [][]BlockID{{3, 4, 9}, {1, 2}}, [][]BlockID{{7, 8, 9}, {5, 6}}
-	plan, err := l.Plan(src, l.Shapes(), dst)
+	m := matched(t, l, l)
+	plan, err := m.Pairs(nil, src, nil, dst, nil, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, regions := range [][]uint32{{0}, {1, 2}, {3}, {0, 1, 2, 3}, {0, 3}} {
 		want := slices.DeleteFunc(l.Segments(dst), func(s Segment) bool { return !slices.Contains(regions, s.Region) })
-		if got := l.SegmentsOf(regions, dst); !reflect.DeepEqual(got, want) || cap(got) < len(got) {
-			t.Errorf("segments of %v:\ngot  %v\nwant %v", regions, got, want)
+		if got, err := m.Segments(regions, dst, nil, nil); err != nil || !reflect.DeepEqual(got, want) {
+			t.Errorf("segments of %v, %v:\ngot  %v\nwant %v", regions, err, got, want)
 		}
 		pairs := slices.DeleteFunc(slices.Clone(plan), func(p Pair) bool { return !slices.Contains(regions, p.SrcRegion) })
-		got, err := l.PlanOf(regions, src, l.Shapes(), dst)
+		got, err := m.Pairs(regions, src, nil, dst, nil, nil)
 		if err != nil || !reflect.DeepEqual(got, pairs) {
 			t.Errorf("plan of %v, %v:\ngot  %v\nwant %v", regions, err, got, pairs)
 		}
-		if n := testing.AllocsPerRun(20, func() { _, _ = l.PlanOf(regions, src, l.Shapes(), dst) }); n > 2 { // the shapes are the other
+		if n := testing.AllocsPerRun(20, func() { _, _ = m.Pairs(regions, src, nil, dst, nil, nil) }); n > 1 {
 			t.Errorf("a plan of %v makes %v allocations", regions, n)
 		}
 	}

@@ -37,7 +37,8 @@
  *   completion_size). Fields are only added at the end, so a caller built with
  *   a newer header may have longer structs. kvconn_blocks never changes. No
  *   function is ever removed or changed within one KVCONN_ABI_VERSION. Fields
- *   that are named reserved, and an offer's first, must be 0.
+ *   that are named reserved must be 0; fields that a caller's older header does
+ *   not have count as 0.
  */
 #ifndef KVCONN_H
 #define KVCONN_H
@@ -94,25 +95,47 @@ typedef uint64_t kvconn_agent;
  * layer's K, V, fused KV, latent or state, or one head of it. Block i lies at
  * address + i * block_stride and has block_bytes bytes. All numbers must be
  * multiples of 4. Regions of one group must not overlap; strided views of one
- * storage may interleave. Both engines register the same names in the same
- * order.
+ * storage may interleave. The two engines' regions belong together by group and
+ * name, whatever their order.
+ *
+ * The last six fields say what lies where in a block; all 0: it is opaque, and
+ * is copied whole between blocks of equal length. Else it holds the items of
+ * tokens × heads, each of block_bytes / (tokens * heads) bytes (a multiple of 4,
+ * and equal on both sides): that of token t and the region's h-th head at
+ * t * token_stride + h * head_stride. They lie densely, either token after token
+ * (NHD: token_stride is heads items, head_stride one) or head after head (HND:
+ * token_stride is one item, head_stride tokens of them). A latent (MLA) has one
+ * head. Regions of one group have equal tokens.
+ *
+ * Then blocks may have unequal numbers of tokens on the two sides, if one divides
+ * the other; the orders may differ, though each item is then a copy of its own;
+ * and a region may hold some of the model's heads: those from first_head on, of
+ * total_heads in all (both 0: it has all of them). Regions of a group may share a
+ * name if they hold different heads of it.
  */
 typedef struct kvconn_region {
   uint32_t struct_size;  /* sizeof(struct kvconn_region) */
   uint32_t group;        /* KV cache group, from 0 without a gap, below 16 */
-  const char *name;      /* 1 to 256 bytes, unique in its group */
+  const char *name;      /* 1 to 256 bytes */
   uint64_t address;      /* of block 0 */
   uint64_t block_stride; /* bytes from one block to the next */
   uint64_t block_bytes;  /* bytes of a block, at most block_stride */
   uint32_t num_blocks;
-  uint32_t reserved; /* 0 */
+  uint32_t reserved;     /* 0 */
+  uint32_t tokens;       /* of a block, at most 2^20; 0: opaque, as all below */
+  uint32_t heads;        /* at least 1 unless opaque */
+  uint32_t first_head;   /* first_head + heads is at most total_heads */
+  uint32_t total_heads;  /* of the model, at most 65536 */
+  uint64_t token_stride; /* bytes */
+  uint64_t head_stride;  /* bytes */
 } kvconn_region;
 
 /* The block ids of one KV cache group, in the prompt's order. */
 typedef struct kvconn_blocks {
   const uint32_t *ids; /* each below num_blocks of the group's regions */
   uint32_t count;      /* at most 65536 */
-  uint32_t first;      /* loads: position in the prompt of ids[0]; offers: 0 */
+  uint32_t first;      /* position in the prompt of ids[0], in blocks of this side;
+                          what lies before it in an offer is not there */
 } kvconn_blocks;
 
 /* Prefill's half of a transfer: these blocks hold it. */
@@ -136,6 +159,11 @@ typedef struct kvconn_load_request {
   const char *engine_id;      /* of the prefill engine; NULL: the only one there */
   const kvconn_blocks *groups;
   uint64_t token;
+  /* Tokens of the prompt, from its start, for each of num_groups; what lies in the
+     blocks behind them is not copied, up to a whole block of the side whose blocks
+     are smaller. NULL, 0, and in a group of opaque blocks any: all that the blocks
+     have room for, which the prefill engine must then have. */
+  const uint32_t *tokens;
 } kvconn_load_request;
 
 enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2 };

@@ -51,6 +51,8 @@ func ParseAddress(addr string) (Address, error) {
 		return bad("no http:// in front")
 	case u.Hostname() == "":
 		return bad("no host")
+	case strings.ContainsAny(u.Hostname(), "[]"): // net/url lets some of them be part of a name
+		return bad("a bracket in the host")
 	case u.Port() == "":
 		return bad("no port")
 	case u.User != nil || u.RawQuery != "" || u.Fragment != "" || strings.Trim(u.Path, "/") != "":

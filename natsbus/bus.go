@@ -53,6 +53,11 @@ type Options struct {
 	// ClusterURL is a NATS cluster to use in place of all agents' own servers:
 	// nats://host:port, or tls://; several are separated by commas.
 	ClusterURL string
+	// Join is the bootstrap address of the server to use, without a server and
+	// cluster of its own: http://host:port. Its agent registers this one. Open waits
+	// for it for JoinTimeout.
+	Join        string
+	JoinTimeout time.Duration
 	// Token is what the servers want their clients to know; "" for none. It is
 	// sent to a cluster only.
 	Token string
@@ -167,6 +172,12 @@ func Open(opt Options) (*Bus, error) {
 		b.openHome = func() (*link, error) {
 			return b.connect(homeLink, "", "this agent's own server", inProcess, opt.Server.dialContext)
 		}
+	case opt.Join != "":
+		if err := b.openJoin(); err != nil {
+			b.cancel()
+			return nil, err
+		}
+		return b, nil
 	default:
 		return b, nil
 	}
@@ -368,13 +379,17 @@ func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
 func (b *Bus) connectEntry(e *entry, via core.Via, at Address, control Control) {
 	l, err := (*link)(nil), errors.New("a fault while connecting, see the log")
 	defer func() { b.settle(e, via, l, err) }() // also after a panic
+	l, err = b.connectPort(portLink, via, at, control)
+}
+
+func (b *Bus) connectPort(kind linkKind, via core.Via, at Address, control Control) (*link, error) {
 	var secure *tls.Config
 	if at.TLS {
 		if secure = b.opt.TLS; secure == nil {
 			secure = &tls.Config{}
 		}
 	}
-	l, err = b.connect(portLink, via, "bootstrap address "+string(via), "nats://"+at.Host, dialUpgrade(at, secure, control))
+	return b.connect(kind, via, "bootstrap address "+at.String(), "nats://"+at.Host, dialUpgrade(at, secure, control))
 }
 
 // settle ends the making of a link.

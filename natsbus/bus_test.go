@@ -258,7 +258,7 @@ func TestGarbage(t *testing.T) {
 		}
 	}
 	// An entry of the registry that is none.
-	if _, err := prefill.homeLink().js.Publish(ctxOf(t, within), rankKey("bad", 0, 0, 0), []byte("garbage")); err != nil {
+	if _, err := prefill.homeLink().js.Publish(ctxOf(t, within), rankKey("bad", 0, 0), []byte("garbage")); err != nil {
 		t.Fatal(err)
 	}
 	if _, _, err := decode.Lookup(ctxOf(t, within), core.Target{Bootstrap: string(via), EngineID: "bad"}); err == nil || !strings.Contains(err.Error(), `"bad"`) {

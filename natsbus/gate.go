@@ -92,7 +92,7 @@ func (g *gate) proven(o *server.ClientOpts, nonce []byte) bool {
 // listens in another's place.
 func clientPermissions(name string, owner core.AgentID) *server.Permissions {
 	id, inbox, ok := parseClientName(name)
-	if !ok || id == subject(owner) { // the registry tells everyone the owner's id
+	if !ok || id == subject(owner) || id == subject(hostID) { // the registry tells everyone the owner's id
 		nothing := &server.SubjectPermission{Deny: []string{">"}}
 		return &server.Permissions{Publish: nothing, Subscribe: nothing}
 	}

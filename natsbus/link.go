@@ -68,6 +68,7 @@ const (
 	homeLink    linkKind = iota // this process's own server
 	clusterLink                 // Options.ClusterURL
 	portLink                    // the server behind a bootstrap port
+	joinLink                    // the same, in the place of a server of its own
 )
 
 // connect opens a link. It returns within twice the connect time-out, sooner
@@ -138,6 +139,11 @@ func (l *link) subscribe() error {
 	sub, err := l.nc.QueueSubscribe(subject(l.bus.opt.AgentID), "agent", func(m *nats.Msg) { l.bus.arrived(l, m) })
 	if err != nil {
 		return err
+	}
+	if l.kind == homeLink { // ranks without a server of their own ask whoever has it
+		if _, err := l.nc.Subscribe(subject(hostID), func(m *nats.Msg) { l.bus.arrived(l, m) }); err != nil {
+			return err
+		}
 	}
 	deaf := make(chan struct{})
 	sub.SetClosedHandler(func(string) { close(deaf) })

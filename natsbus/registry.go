@@ -52,10 +52,12 @@ type registration struct {
 	id    core.AgentID
 	what  string // for logs
 	key   string
+	dp    int
 	value []byte
 	since int64
 	seq   uint64       // of the last message under the key that we know of
 	taken core.AgentID // who has taken the rank over
+	guest bool         // of another process, which tells of changes itself
 	stop  context.CancelFunc
 	done  chan struct{}
 }
@@ -68,18 +70,21 @@ type record struct {
 	seq   uint64
 }
 
-// rankKey encodes any engine id: a key has letters, digits and a few others.
-func rankKey(engine string, dp, tp, pp int) string {
-	return subtree + "e" + base64.RawURLEncoding.EncodeToString([]byte(engine)) + rankSuffix(dp, tp, pp)
+// rankKey encodes any engine id: a key has letters, digits and a few others. Each
+// dp rank is an engine with an id of its own, so it is found by that alone.
+func rankKey(engine string, tp, pp int) string {
+	return subtree + "e" + base64.RawURLEncoding.EncodeToString([]byte(engine)) + rankSuffix(tp, pp)
 }
 
-func rankSuffix(dp, tp, pp int) string {
-	return fmt.Sprintf(".%d.%d.%d", dp, tp, pp)
+func rankSuffix(tp, pp int) string {
+	return fmt.Sprintf(".%d.%d", tp, pp)
 }
 
 func rankName(engine string, dp, tp, pp int) string {
 	return fmt.Sprintf("engine %q, rank dp %d tp %d pp %d", engine, dp, tp, pp)
 }
+
+func nameOf(a *wire.Agent) string { return rankName(a.EngineID, a.DPRank, a.TPRank, a.PPRank) }
 
 // keyName is a key as a reader wants it.
 func keyName(key string) string {
@@ -94,11 +99,8 @@ func keyName(key string) string {
 // Register implements core.Bus. When the rank has an entry already, the newest
 // agent wins.
 func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
-	what := rankName(a.EngineID, a.DPRank, a.TPRank, a.PPRank)
-	value, err := a.MarshalMsg(nil)
-	if err == nil {
-		err = wire.Decode(value, new(wire.Agent)) // what no peer would read
-	}
+	what := nameOf(a)
+	reg, err := registrationOf(a)
 	if err == nil && a.ID != string(b.opt.AgentID) {
 		err = fmt.Errorf("it is of agent %q, this is %s", a.ID, b.opt.AgentID)
 	}
@@ -109,8 +111,6 @@ func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
 	if l == nil {
 		return fmt.Errorf("register %s: this agent has no server or cluster of its own", what)
 	}
-	reg := &registration{id: b.opt.AgentID, what: what, value: value, done: make(chan struct{}),
-		key: rankKey(a.EngineID, a.DPRank, a.TPRank, a.PPRank)}
 	renewing, stop := context.WithCancel(b.ctx)
 	reg.stop = stop
 	b.mu.Lock()
@@ -131,6 +131,11 @@ func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
 	defer cancel()
 	reg.since = time.Now().UnixNano()
 	err = l.patiently(regCtx, func(ctx context.Context) error { return b.put(ctx, l, reg, true) })
+	for l.kind == joinLink && err != nil && pause(regCtx, attemptPause) == nil { // that one may still be starting, or remember a rank that is gone
+		if e := b.put(regCtx, l, reg, true); e == nil || regCtx.Err() == nil { // else the reason is the one before
+			err = e
+		}
+	}
 	if err != nil {
 		b.mu.Lock()
 		b.reg = nil
@@ -146,6 +151,14 @@ func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
 		b.renew(renewing, reg)
 	})
 	return nil
+}
+
+func registrationOf(a *wire.Agent) (*registration, error) {
+	value, err := a.MarshalMsg(nil)
+	if err == nil {
+		err = wire.Decode(value, new(wire.Agent)) // what no peer would read
+	}
+	return &registration{id: core.AgentID(a.ID), what: nameOf(a), value: value, done: make(chan struct{}), dp: a.DPRank, key: rankKey(a.EngineID, a.TPRank, a.PPRank)}, err
 }
 
 // renewNow asks for a renewal before its time.
@@ -205,13 +218,19 @@ func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) e
 	}
 	ctx, cancel := during(ctx, session)
 	defer cancel()
-	look := isNew || reg.taken != ""
+	if l.kind == joinLink {
+		return b.join(ctx, reg, &wire.Join{New: isNew, Since: reg.since})
+	}
+	look := isNew || reg.seq == 0 || reg.taken != ""
 	var err error
 	for range 5 {
 		if look {
 			var old record
 			if old, err = l.read(ctx, reg.key); err != nil {
 				return l.failure(session, err)
+			}
+			if a := old.agent; a != nil && a.DPRank != reg.dp {
+				return fmt.Errorf("engine_id %q is that of dp rank %d (agent %s) already: each dp rank is an engine with an engine_id of its own", a.EngineID, a.DPRank, a.ID)
 			}
 			if !b.mayTake(reg, old, isNew) {
 				return nil
@@ -265,7 +284,9 @@ func (b *Bus) mayTake(reg *registration, old record, isNew bool) bool {
 		return true
 	}
 	if reg.taken != other {
-		b.log.Sugar().Warnf("natsbus: the newer agent %s has taken %s over from agent %s", other, reg.what, reg.id)
+		if !reg.guest {
+			b.log.Sugar().Warnf("natsbus: the newer agent %s has taken %s over from agent %s", other, reg.what, reg.id)
+		}
 		reg.taken = other
 	}
 	return false
@@ -286,6 +307,17 @@ func (b *Bus) withdraw(ctx context.Context, l *link, reg *registration) {
 	defer cancel()
 	ctx, cancel = during(ctx, session)
 	defer cancel()
+	if l.kind == joinLink {
+		if err := b.join(ctx, reg, &wire.Join{Leave: true, Since: reg.since}); err != nil {
+			b.log.Sugar().Debugf("natsbus: the registration of %s is not withdrawn: %v", reg.what, err)
+		}
+		return
+	}
+	b.erase(ctx, l, reg)
+}
+
+// erase writes that an entry has ended, if it is as reg knows it.
+func (b *Bus) erase(ctx context.Context, l *link, reg *registration) {
 	m := nats.NewMsg(reg.key)
 	m.Header.Set(opHeader, "DEL")
 	_, err := l.js.PublishMsg(ctx, m, jetstream.WithMsgTTL(markerTTL), jetstream.WithExpectStream(stream),
@@ -513,10 +545,10 @@ func (l *link) find(ctx, session context.Context, t core.Target) (*wire.Agent, e
 }
 
 func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
-	keys := []string{rankKey(t.EngineID, t.DPRank, t.TPRank, t.PPRank)}
+	keys := []string{rankKey(t.EngineID, t.TPRank, t.PPRank)}
 	if t.EngineID == "" {
 		var err error
-		if keys, err = l.list(ctx, subtree+"*"+rankSuffix(t.DPRank, t.TPRank, t.PPRank)); err != nil {
+		if keys, err = l.list(ctx, subtree+"*"+rankSuffix(t.TPRank, t.PPRank)); err != nil {
 			return nil, err
 		}
 		if len(keys) > maxEngines {
@@ -529,7 +561,7 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 		if err != nil {
 			return nil, err
 		}
-		if r.agent != nil {
+		if r.agent != nil && isRank(r.agent, t) {
 			found = append(found, r.agent)
 		}
 	}
@@ -545,7 +577,7 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 			// The leader knows the rank. A replica that lags behind may not yet.
 			for range staleReads {
 				r, err := l.readChecked(ctx, keys[0])
-				if err != nil || r.agent != nil {
+				if err != nil || r.agent != nil && isRank(r.agent, t) {
 					return r.agent, err
 				}
 				if r.seq != 0 || pause(ctx, absentAgain) != nil {
@@ -564,7 +596,7 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 				return nil, err
 			}
 			if r.agent != nil {
-				live = append(live, keyName(key))
+				live = append(live, fmt.Sprintf("%.300s", nameOf(r.agent)))
 			}
 		}
 		return nil, l.missing(t, live)
@@ -573,15 +605,24 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 	for _, a := range found[:min(len(found), maxListed)] {
 		names = append(names, fmt.Sprintf("%q (agent %s)", a.EngineID, a.ID))
 	}
-	return nil, fmt.Errorf("%w at %s with rank dp %d tp %d pp %d: %s; name one by its engine_id",
-		ErrAmbiguous, l.name, t.DPRank, t.TPRank, t.PPRank, strings.Join(names, ", "))
+	return nil, fmt.Errorf("%w at %s with %s: %s; name one by its engine_id",
+		ErrAmbiguous, l.name, rankOf(t), strings.Join(names, ", "))
+}
+
+func isRank(a *wire.Agent, t core.Target) bool { return t.DPRank < 0 || a.DPRank == t.DPRank }
+
+func rankOf(t core.Target) string {
+	if t.DPRank < 0 {
+		return fmt.Sprintf("rank tp %d pp %d", t.TPRank, t.PPRank)
+	}
+	return fmt.Sprintf("rank dp %d tp %d pp %d", t.DPRank, t.TPRank, t.PPRank)
 }
 
 // readChecked reads an entry that must be of the rank that its key says.
 func (l *link) readChecked(ctx context.Context, key string) (record, error) {
 	r, err := l.read(ctx, key)
-	if a := r.agent; err == nil && a != nil && (rankKey(a.EngineID, a.DPRank, a.TPRank, a.PPRank) != key || !legalID.MatchString(a.ID)) {
-		return record{}, fmt.Errorf("the entry of %s is of agent %q, %s", keyName(key), a.ID, rankName(a.EngineID, a.DPRank, a.TPRank, a.PPRank))
+	if a := r.agent; err == nil && a != nil && (rankKey(a.EngineID, a.TPRank, a.PPRank) != key || !legalID.MatchString(a.ID)) {
+		return record{}, fmt.Errorf("the entry of %s is of agent %q, %s", keyName(key), a.ID, nameOf(a))
 	}
 	return r, err
 }
@@ -595,7 +636,7 @@ func (l *link) missing(t core.Target, live []string) error {
 	if t.EngineID != "" {
 		engine = fmt.Sprintf("engine %q", t.EngineID)
 	}
-	return fmt.Errorf("%w: %s, rank dp %d tp %d pp %d at %s: %s", core.ErrNotRegistered, engine, t.DPRank, t.TPRank, t.PPRank, l.name, there)
+	return fmt.Errorf("%w: %s, %s at %s: %s", core.ErrNotRegistered, engine, rankOf(t), l.name, there)
 }
 
 // list returns the keys under a filter, also those that have just ended. The

@@ -35,6 +35,7 @@ type Agent struct {
 	reports Reports
 	plane   *controlPlane
 	bus     core.Bus
+	metrics *metrics   // nil where no port is served
 	allow   *allowList // whom this agent may contact
 	rdma    openRDMA
 
@@ -76,7 +77,7 @@ const (
 var ErrNotRegistered = errors.New("no KV caches are registered")
 
 // Open starts an agent. It waits for the bootstrap port or the cluster, at most
-// connect_timeout_s. The agent is not findable before RegisterKVCaches.
+// connect_timeout_s; with bootstrap_join for that port, at most join_timeout_s. The agent is not findable before RegisterKVCaches.
 func Open(cfg Config, opt Options) (*Agent, error) {
 	if err := cfg.Check(); err != nil {
 		return nil, err
@@ -130,14 +131,16 @@ func (a *Agent) goRun(name string, f func()) {
 // ID is this open agent's name; a restarted one has another.
 func (a *Agent) ID() core.AgentID { return a.id }
 
-// BootstrapAddress is the "http://host:port" that this agent serves, or "".
+// BootstrapAddress is the "http://host:port" that this agent serves or has joined,
+// or "".
 func (a *Agent) BootstrapAddress() string {
 	return a.plane.address()
 }
 
 // RegisterKVCaches gives the agent the engine's paged memory, once. The memory
 // must stay mapped until Close has returned. On a prefill agent the call makes
-// it findable and waits for the registry, at most connect_timeout_s.
+// it findable and waits for the registry, at most connect_timeout_s, or
+// join_timeout_s with bootstrap_join.
 func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	layout, err := core.NewLayout(regions)
 	if err != nil {
@@ -168,7 +171,11 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 		EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers})
 	a.mu.Unlock()
 	if a.cfg.prefills() {
-		ctx, cancel := context.WithTimeout(a.ctx, time.Duration(a.cfg.ConnectTimeout))
+		bound := a.cfg.ConnectTimeout
+		if a.cfg.BootstrapJoin != "" {
+			bound = a.cfg.JoinTimeout
+		}
+		ctx, cancel := context.WithTimeout(a.ctx, time.Duration(bound))
 		defer cancel()
 		if err := a.bus.Register(ctx, self); err != nil {
 			a.unregister()
@@ -195,13 +202,11 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 func (a *Agent) describe(l *core.Layout, t *transports) *wire.Agent {
 	d := &wire.Agent{
 		Version: wire.Version, ID: string(a.id), EngineID: a.cfg.EngineID,
-		DPRank: a.cfg.DPRank, TPRank: a.cfg.TPRank, PPRank: a.cfg.PPRank,
+		DPRank: a.cfg.DPRank, TPRank: a.cfg.TPRank, PPRank: a.cfg.PPRank, TPSize: a.cfg.TPSize, PPSize: a.cfg.PPSize, Joined: a.cfg.BootstrapJoin != "",
 		Model: a.cfg.Model, DType: a.cfg.DType, BlockTokens: a.cfg.BlockTokens,
 		Endpoints: t.endpoints(), Lacks: t.lacks,
 	}
-	for _, s := range l.Shapes() {
-		d.Shapes = append(d.Shapes, wire.Shape(s))
-	}
+	describeShapes(d, l.Shapes())
 	return d
 }
 
@@ -271,6 +276,7 @@ func (a *Agent) collect() {
 			a.outstanding--
 			r.Transport = a.transport.ended(r)
 			a.total.add(r)
+			a.metrics.observe(r)
 			a.logReport(r)
 			r.Reason = a.explain(r)
 			a.reports.Push(r)

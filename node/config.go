@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/natsbus"
 )
@@ -25,20 +26,25 @@ const (
 // Config says what an agent is and how it behaves. The json names are the keys
 // of kvconn_open and of vLLM's kv_connector_extra_config. Durations are seconds.
 type Config struct {
-	EngineID string `json:"engine_id"` // same for all ranks of an engine; required
+	EngineID string `json:"engine_id"` // same for all tp and pp ranks of an engine, another one for each dp rank; required
 	Role     string `json:"role"`      // prefill, decode or both; required
 	DPRank   int    `json:"dp_rank"`
 	TPRank   int    `json:"tp_rank"`
 	PPRank   int    `json:"pp_rank"`
+	DPSize   int    `json:"dp_size"`
+	TPSize   int    `json:"tp_size"`
+	PPSize   int    `json:"pp_size"`
 
 	// What P and D must have in common; empty or 0 is not compared.
 	Model       string `json:"model"`
 	DType       string `json:"dtype"`
 	BlockTokens int    `json:"block_tokens"`
 
-	// The bootstrap port of a prefill engine's first rank: HTTP and NATS.
+	// The bootstrap port of a prefill engine's first rank: HTTP and NATS. Its other
+	// ranks, and other dp ranks that have no port of their own, join that.
 	BootstrapHost string `json:"bootstrap_host"`
 	BootstrapPort int    `json:"bootstrap_port"` // 0 = any free one
+	BootstrapJoin string `json:"bootstrap_join"` // "http://host:port" of the first rank; empty: this one has a port
 	AdvertiseHost string `json:"advertise_host"` // empty = where peers found the bootstrap port
 	NATSURL       string `json:"nats_url"`       // a cluster in place of the embedded server
 	NATSReplicas  int    `json:"nats_replicas"`  // of the registry in that cluster; 0 = 3 where it can
@@ -82,6 +88,7 @@ type Config struct {
 	ConnectTimeout Seconds `json:"connect_timeout_s"`
 	StallTimeout   Seconds `json:"stall_timeout_s"`
 	CloseTimeout   Seconds `json:"close_timeout_s"`
+	JoinTimeout    Seconds `json:"join_timeout_s"`
 	MaxTransfers   int     `json:"max_transfers"`
 
 	LogLevel string `json:"log_level"` // debug, info, warn or error
@@ -106,10 +113,12 @@ func (s Seconds) MarshalJSON() ([]byte, error) { return json.Marshal(time.Durati
 // DefaultConfig is a Config with everything that has a default.
 func DefaultConfig() Config {
 	c := Config{
+		DPSize: 1, TPSize: 1, PPSize: 1,
 		BootstrapHost: "0.0.0.0", BootstrapPort: 8998,
 		Transport: viaAuto, TCPListenHost: "", TCPStreams: 2,
 		Lease: Seconds(30 * time.Second), PeerTimeout: Seconds(3 * time.Second), EarlyLoad: Seconds(30 * time.Second), Claim: Seconds(time.Hour),
 		ConnectTimeout: Seconds(3 * time.Second), StallTimeout: Seconds(10 * time.Second), CloseTimeout: Seconds(5 * time.Second),
+		JoinTimeout:  Seconds(2 * time.Minute),
 		MaxTransfers: 4096, LogLevel: "info",
 	}
 	c.rdmaDefaults()
@@ -179,8 +188,16 @@ func (c *Config) Check() error {
 		return bad("max_transfers", c.MaxTransfers, "1 to 65536")
 	case c.BlockTokens < 0:
 		return bad("block_tokens", c.BlockTokens, "0 or more")
-	case c.DPRank != 0 || c.TPRank != 0 || c.PPRank != 0:
-		return bad("dp_rank, tp_rank, pp_rank", fmt.Sprint(c.DPRank, ", ", c.TPRank, ", ", c.PPRank), "0: this version serves one rank an engine")
+	case c.DPSize < 1 || c.DPSize > maxDPSize:
+		return bad("dp_size", c.DPSize, fmt.Sprintf("1 to %d", maxDPSize))
+	case c.DPRank < 0 || c.DPRank >= c.DPSize:
+		return bad("dp_rank", c.DPRank, fmt.Sprintf("0 to %d, which is below dp_size", c.DPSize-1))
+	}
+	if err := c.ranks().Check(c.rank()); err != nil {
+		return fmt.Errorf("%w: config keys \"tp_rank\", \"tp_size\", \"pp_rank\", \"pp_size\": %w", core.ErrInvalid, err)
+	}
+	if err := c.checkJoin(); err != nil {
+		return err
 	}
 	for key, port := range map[string]int{"bootstrap_port": c.BootstrapPort, "tcp_port": c.TCPPort} {
 		if port < 0 || port > 65535 {
@@ -188,7 +205,7 @@ func (c *Config) Check() error {
 		}
 	}
 	for key, s := range map[string]Seconds{"lease_s": c.Lease, "peer_timeout_s": c.PeerTimeout, "early_load_s": c.EarlyLoad, "claim_s": c.Claim,
-		"connect_timeout_s": c.ConnectTimeout, "stall_timeout_s": c.StallTimeout, "close_timeout_s": c.CloseTimeout} {
+		"join_timeout_s": c.JoinTimeout, "connect_timeout_s": c.ConnectTimeout, "stall_timeout_s": c.StallTimeout, "close_timeout_s": c.CloseTimeout} {
 		// Less would leave no room for the three renewals that a bound is made of.
 		if d := time.Duration(s); d < minBound || d > time.Hour {
 			return bad(key, d.Seconds(), fmt.Sprintf("%v to 3600 seconds", minBound.Seconds()))
@@ -215,4 +232,38 @@ func (c *Config) Check() error {
 	return nil
 }
 
+// maxDPSize is as many dp ranks as GET /query has numbers for.
+const maxDPSize = bootstrap.MaxRank + 1
+
+// checkJoin says what is wrong with the way to the first rank.
+func (c *Config) checkJoin() error {
+	bad := func(format string, args ...any) error {
+		return fmt.Errorf("%w: config key \"bootstrap_join\" %s", core.ErrInvalid, fmt.Sprintf(format, args...))
+	}
+	first := c.rank() == core.Rank{}
+	switch {
+	case c.BootstrapJoin == "" && c.prefills() && !first && c.NATSURL == "":
+		return bad("is missing: rank %v of a prefill engine has no bootstrap port of its own; set it to the port of the engine's first rank, like http://host:%d, or set nats_url", c.rank(), DefaultConfig().BootstrapPort)
+	case c.BootstrapJoin == "":
+		return nil
+	case !c.prefills():
+		return bad("is %q, but only ranks of a prefill engine join: take it away", c.BootstrapJoin)
+	case c.NATSURL != "":
+		return bad("is %q, but nats_url is set too: in a cluster each rank registers itself; take one away", c.BootstrapJoin)
+	}
+	if _, err := natsbus.ParseAddress(c.BootstrapJoin); err != nil {
+		return bad("is wrong: %v", err)
+	}
+	return nil
+}
+
 func (c *Config) prefills() bool { return c.Role != RoleDecode }
+
+// servesPort: this agent has a bootstrap port.
+func (c *Config) servesPort() bool {
+	return c.prefills() && c.BootstrapJoin == "" && c.rank() == core.Rank{}
+}
+
+func (c *Config) ranks() core.Ranks { return core.Ranks{TP: c.TPSize, PP: c.PPSize} }
+
+func (c *Config) rank() core.Rank { return core.Rank{TP: c.TPRank, PP: c.PPRank} }

@@ -143,7 +143,7 @@ func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
 }
 
 var fuzzRegions = []core.Region{
-	{Name: "k", Base: 1 << 20, BlockStride: 64, BlockBytes: 64, NumBlocks: 16},
+	{Name: "k", Base: 1 << 20, BlockStride: 64, BlockBytes: 64, NumBlocks: 16, Tokens: 4, Heads: 2, FirstHead: 2, TotalHeads: 4, TokenStride: 16, HeadStride: 8},
 	{Name: "s", Base: 2 << 20, BlockStride: 16, BlockBytes: 8, NumBlocks: 16, Group: 1},
 }
 
@@ -154,7 +154,8 @@ var fuzzRegions = []core.Region{
 // agent allocate little, whatever it claims.
 func FuzzServe(f *testing.F) {
 	hello := func(from string, change func(*wire.Agent)) *wire.Request {
-		h := &wire.Agent{Version: wire.Version, ID: from, EngineID: "d", Endpoints: []wire.Endpoint{{Transport: "tcp"}}, Shapes: []wire.Shape{{Name: "k", BlockStride: 64, BlockBytes: 64, NumBlocks: 99}, {Name: "s", BlockStride: 1 << 60, BlockBytes: 8, Group: 1}}}
+		h := &wire.Agent{Version: wire.Version, ID: from, EngineID: "d", Endpoints: []wire.Endpoint{{Transport: "tcp"}}, Shapes: []wire.Shape{{Name: "k", BlockStride: 64, BlockBytes: 64, NumBlocks: 99}, {Name: "s", BlockStride: 1 << 60, BlockBytes: 8, Group: 1}},
+			Geometry: []wire.Geometry{{Tokens: 4, Heads: 2, FirstHead: 2, TotalHeads: 4, TokenStride: 16, HeadStride: 8}, {}}}
 		if change != nil {
 			change(h)
 		}
@@ -177,6 +178,13 @@ func FuzzServe(f *testing.F) {
 		{hello("d", nil), load("d", ids), renew("d", []string{"t-1"}, []string{"t-2", ""})},
 		{hello("d", nil), load("d", wire.Blocks{First: 1<<32 - 1, IDs: []uint32{1<<32 - 1}}, ids), finish("d", wire.Finish{TransferID: "t-1", Code: -1})},
 		{hello("d", nil), load("d", ids, ids, ids), finish("d", wire.Finish{TransferID: "t-1"}, wire.Finish{TransferID: "t-2", Code: 1 << 40, Reason: "x"})},
+		{hello("d", func(h *wire.Agent) { // larger blocks, heads before tokens
+			h.Shapes[0].BlockBytes, h.Shapes[0].BlockStride = 256, 256
+			h.Geometry[0] = wire.Geometry{Tokens: 16, Heads: 2, FirstHead: 2, TotalHeads: 4, TokenStride: 8, HeadStride: 128}
+		}), &wire.Request{Kind: wire.KindLoad, From: "d", Load: &wire.Load{TransferID: "t-1", Transport: "tcp", Grant: []byte{1}, Groups: []wire.Blocks{{IDs: []uint32{3}}}, Tokens: []uint32{9}, LeaseMS: 30000}}, renew("d", nil, nil)},
+		{hello("d", func(h *wire.Agent) {
+			h.Geometry[0] = wire.Geometry{Tokens: 1 << 31, Heads: 1 << 31, FirstHead: 1 << 31, TotalHeads: 1<<32 - 1, TokenStride: 1 << 63, HeadStride: 1 << 63}
+		}), load("d", ids), renew("d", nil, nil)},
 		{hello("d", func(h *wire.Agent) { h.Shapes[0].BlockBytes = 0 }), load("d", ids), renew("d", nil, nil)},
 		{hello("d", func(h *wire.Agent) { h.ID = "other" }), load("other", ids), renew("e", []string{"t-1"}, []string{"t-1"})},
 		{hello("", nil), load("", ids), renew("", nil, []string{"t-1"})},
@@ -221,10 +229,22 @@ func FuzzServe(f *testing.F) {
 	})
 }
 
-// fits: the blocks of h's shapes are those of fuzzRegions.
+// fits: h's shapes are those of fuzzRegions, in any order, with the same items of the
+// same model.
 func fits(h *wire.Agent) bool {
-	return len(h.Shapes) == 2 && h.Version == wire.Version && h.Shapes[0].Name == "k" && h.Shapes[0].BlockBytes == 64 && h.Shapes[0].Group == 0 &&
-		h.Shapes[1].Name == "s" && h.Shapes[1].BlockBytes == 8 && h.Shapes[1].Group == 1
+	if h.Version != wire.Version || len(h.Geometry) != len(h.Shapes) {
+		return false
+	}
+	k, s := false, false
+	for i, shape := range h.Shapes {
+		switch g := h.Geometry[i]; {
+		case shape.Name == "k" && shape.Group == 0:
+			k = g.TotalHeads == 4 && shape.BlockBytes == 8*uint64(g.Tokens)*uint64(g.Heads)
+		case shape.Name == "s" && shape.Group == 1:
+			s = shape.BlockBytes == 8 && g == wire.Geometry{}
+		}
+	}
+	return k && s
 }
 
 func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) {

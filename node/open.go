@@ -55,8 +55,12 @@ func (a *Agent) openTransport(t *transports, name string, layout *core.Layout) (
 		}
 		return w, nil
 	}
+	host, err := a.plane.advertised()
+	if err != nil {
+		return nil, err
+	}
 	w, err := tcp.New(tcp.Config{
-		Listen: a.cfg.prefills(), ListenHost: a.cfg.TCPListenHost, ListenPort: a.cfg.TCPPort, AdvertiseHost: a.cfg.AdvertiseHost,
+		Listen: a.cfg.prefills(), ListenHost: a.cfg.TCPListenHost, ListenPort: a.cfg.TCPPort, AdvertiseHost: host,
 		Streams: a.cfg.TCPStreams, StallTimeout: time.Duration(a.cfg.StallTimeout), DialTimeout: time.Duration(a.cfg.ConnectTimeout),
 		Guard: a.allow.checkDial, Logger: a.log.Named(viaTCP),
 	}, layout, to)

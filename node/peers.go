@@ -2,15 +2,13 @@ package node
 
 import (
 	"container/list"
-	"context"
-	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/url"
+	"slices"
 	"sync"
 	"time"
-
-	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/wire"
@@ -24,7 +22,10 @@ const maxPeers = 4096
 type peer struct {
 	id     core.AgentID
 	via    core.Via
-	shapes []core.Shape
+	rank   string        // of which engine it is; "" on P
+	joined bool          // it and the server that it is reached by are not one process
+	in     *core.Match   // of its caches with ours, for loads from it; nil: we have not looked it up
+	out    *core.Match   // of ours with its, for loads of ours; nil: it has not said hello
 	opened time.Time     // it was not open before this; zero: unknown
 	gone   bool          // nobody listens there, or nobody answers; guarded by the table
 	heard  time.Time     // when it answered a load last
@@ -34,11 +35,12 @@ type peer struct {
 
 // peerTable holds the peers by id, and which of them a target was found to be.
 type peerTable struct {
-	mu       sync.Mutex
-	byID     map[core.AgentID]*peer
-	order    *list.List // of *peer, the one used last at the end
-	byTarget map[core.Target]core.AgentID
-	looking  map[core.Target][]core.Resolve // a look-up is under way for these
+	mu      sync.Mutex
+	byID    map[core.AgentID]*peer
+	order   *list.List                   // of *peer, the one used last at the end
+	known   map[lookup][]core.FoundPart  // what a target was found to be
+	looking map[lookup][]core.Resolve    // a look-up is under way for these
+	held    map[core.Target][]core.Shape // what a rank held when its engine's regions were dealt out
 
 	// meeting is held while a peer is added and who makes room for it is
 	// dismissed, so that a peer of the table is one that the transport admits.
@@ -46,7 +48,7 @@ type peerTable struct {
 }
 
 func newPeerTable() *peerTable {
-	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), byTarget: map[core.Target]core.AgentID{}, looking: map[core.Target][]core.Resolve{}}
+	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), known: map[lookup][]core.FoundPart{}, looking: map[lookup][]core.Resolve{}, held: map[core.Target][]core.Shape{}}
 }
 
 func (t *peerTable) get(id core.AgentID) *peer {
@@ -59,12 +61,31 @@ func (t *peerTable) get(id core.AgentID) *peer {
 	return p
 }
 
+// rankOf names a prefill agent's engine and rank; "" if it was not met.
+func (t *peerTable) rankOf(id core.AgentID) string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if p := t.byID[id]; p != nil {
+		return p.rank
+	}
+	return ""
+}
+
 // add remembers a peer, and dismisses the one that makes room for it; t.meeting
 // is held.
 func (t *peerTable) add(p *peer, transport *transports) {
 	var oldest core.AgentID
 	t.mu.Lock()
 	if old := t.byID[p.id]; old != nil {
+		if p.in == nil { // an agent's caches do not change
+			p.in = old.in
+		}
+		if p.out == nil {
+			p.out = old.out
+		}
+		if p.rank == "" {
+			p.rank, p.joined = old.rank, old.joined
+		}
 		t.order.Remove(old.place)
 	} else if t.order.Len() >= maxPeers {
 		first := t.order.Front().Value.(*peer)
@@ -160,130 +181,9 @@ func (t *peerTable) suspect(id core.AgentID) {
 
 // unmap drops the targets that were found to be a peer; t.mu is held.
 func (t *peerTable) unmap(id core.AgentID) {
-	for target, p := range t.byTarget {
-		if p == id {
-			delete(t.byTarget, target)
-		}
-	}
-}
-
-// resolve answers from memory or starts one look-up per target.
-func (t *peerTable) resolve(a *Agent, r core.Resolve) {
-	t.mu.Lock()
-	id, known := t.byTarget[r.From]
-	if known && !r.Fresh {
-		opened := t.byID[id].opened
-		t.mu.Unlock()
-		a.step(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, opened, core.OK, "") })
-		return
-	}
-	first := t.looking[r.From] == nil
-	t.looking[r.From] = append(t.looking[r.From], r)
-	t.mu.Unlock()
-	if !first {
-		return
-	}
-	a.goRun("lookup", func() {
-		p, err := a.find(r.From)
-		code, reason := core.OK, ""
-		if err != nil {
-			p = &peer{}
-			code, reason = lookupCode(err), err.Error()
-			a.log.Warn("prefill agent not found", zap.String("bootstrap", r.From.Bootstrap), zap.String("engine_id", r.From.EngineID), zap.Error(err))
-		}
-		t.mu.Lock()
-		if err == nil {
-			if len(t.byTarget) >= 4*maxPeers { // many spellings; what is in use is found again
-				clear(t.byTarget)
-			}
-			t.byTarget[r.From] = p.id
-		}
-		waiting := t.looking[r.From]
-		delete(t.looking, r.From)
-		t.mu.Unlock()
-		for _, w := range waiting {
-			a.step(func(m *core.Machine, now time.Time) { m.Resolved(now, w.ID, w.Seq, p.id, p.opened, code, reason) })
-		}
+	maps.DeleteFunc(t.known, func(_ lookup, found []core.FoundPart) bool {
+		return slices.ContainsFunc(found, func(f core.FoundPart) bool { return f.Peer == id })
 	})
-}
-
-func lookupCode(err error) core.Code {
-	var r *refusedError
-	if errors.As(err, &r) {
-		return core.Refused
-	}
-	return core.Unreachable
-}
-
-// refusedError: the peer was found and refused us, or we it.
-type refusedError struct{ reason string }
-
-func (e *refusedError) Error() string { return e.reason }
-
-// unansweredError: a hello got no answer, and another may get one.
-type unansweredError struct{ error }
-
-func (e *unansweredError) Unwrap() error { return e.error }
-
-// helloShare is the part of the bound of a look-up that one hello may take: the
-// server that carried it may have died.
-const helloShare = 3
-
-// find looks a prefill agent up, checks that it fits, says hello and opens the
-// way to it. Within the bound an entry of an agent that is gone is waited out,
-// since the restarted one is about to take its place, and so is one that is on
-// its way from a server of a cluster to another.
-func (a *Agent) find(target core.Target) (*peer, error) {
-	ctx, cancel := context.WithTimeout(a.ctx, time.Duration(a.cfg.ConnectTimeout))
-	defer cancel()
-	for {
-		p, err := a.meet(ctx, target)
-		var unanswered *unansweredError
-		if !errors.As(err, &unanswered) {
-			return p, err
-		}
-		select {
-		case <-ctx.Done():
-			return nil, err
-		case <-time.After(100 * time.Millisecond):
-		}
-	}
-}
-
-func (a *Agent) meet(ctx context.Context, target core.Target) (*peer, error) {
-	info, via, err := a.bus.Lookup(ctx, target)
-	if err != nil {
-		return nil, err
-	}
-	if err := compatible(a.self, a.layout, info); err != nil {
-		return nil, &refusedError{fmt.Sprintf("decode engine %q refuses prefill engine %q: %v", a.cfg.EngineID, info.EngineID, err)}
-	}
-	id := core.AgentID(info.ID)
-	attempt, cancel := context.WithTimeout(ctx, time.Duration(a.cfg.ConnectTimeout)/helloShare)
-	asked := a.clock.Now()
-	rep, err := a.bus.Request(attempt, via, id, &wire.Request{Kind: wire.KindHello, From: string(a.id), Hello: a.self})
-	late := attempt.Err() != nil
-	cancel()
-	if err != nil {
-		err = fmt.Errorf("hello to prefill agent %s of engine %q: %w", id, info.EngineID, err)
-		if late || errors.Is(err, core.ErrAbsent) || via == "" && errors.Is(err, core.ErrUnreachable) {
-			err = &unansweredError{err}
-		}
-		return nil, err
-	}
-	if rep.Code != 0 {
-		return nil, &refusedError{rep.Reason}
-	}
-	roads, absent, err := a.transport.roads(ctx, info, target.Bootstrap)
-	if err != nil {
-		return nil, err
-	}
-	p := &peer{id: id, via: via, shapes: shapes(info), opened: openedAt(asked, rep.AgeMS)}
-	if err := a.peers.connect(p, a.transport, func() error { return a.transport.connect(id, info.EngineID, roads, absent, rep) }); err != nil {
-		return nil, err
-	}
-	a.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID), zap.Stringers("roads", roads))
-	return p, a.transport.settle(ctx, id)
 }
 
 // openedAt is an instant, on this process's clock, before which an agent was not

@@ -22,10 +22,11 @@ type controlPlane struct {
 	cfg    *Config
 	sec    *security
 	bus    *natsbus.Bus
-	nats   *natsbus.Server   // nil on decode agents and with nats_url
-	table  *bootstrap.Table  // nil on decode agents
-	http   *bootstrap.Server // nil on decode agents
+	nats   *natsbus.Server   // nil where no port is served, and with nats_url
+	table  *bootstrap.Table  // nil where no port is served
+	http   *bootstrap.Server // the same
 	served chan struct{}
+	guests *guests // ranks that have joined; nil without nats
 }
 
 func openControlPlane(a *Agent) (_ *controlPlane, err error) {
@@ -42,15 +43,17 @@ func openControlPlane(a *Agent) (_ *controlPlane, err error) {
 		}
 	}()
 	extra := map[string]http.Handler{}
-	if a.cfg.prefills() && a.cfg.NATSURL == "" {
+	if a.cfg.servesNATS() {
 		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Owner: a.id, Token: p.sec.token, NKeys: a.cfg.NATSNKeys, Logger: a.log.Named("nats")})
 		if err != nil {
 			return nil, err
 		}
 		extra["/nats"] = p.nats.Handler()
 	}
-	if a.cfg.prefills() {
+	if a.cfg.servesPort() {
 		p.table = &bootstrap.Table{}
+		a.metrics = newMetrics(a)
+		extra["/metrics"] = a.metrics.handler()
 		access := &bootstrap.Access{Token: p.sec.token, Closed: len(a.cfg.NATSNKeys) > 0, Logger: a.log.Named("bootstrap")}
 		p.http = bootstrap.NewServer(bootstrap.NewHandler(p.table, access, extra), p.sec.server, a.log.Named("bootstrap"))
 		if err := p.http.Listen(net.JoinHostPort(a.cfg.BootstrapHost, strconv.Itoa(a.cfg.BootstrapPort))); err != nil {
@@ -64,11 +67,14 @@ func openControlPlane(a *Agent) (_ *controlPlane, err error) {
 			}
 		})
 	}
-	p.bus, err = natsbus.Open(natsbus.Options{AgentID: a.id, Server: p.nats, ClusterURL: a.cfg.NATSURL,
+	p.bus, err = natsbus.Open(natsbus.Options{AgentID: a.id, Server: p.nats, ClusterURL: a.cfg.NATSURL, Join: a.cfg.BootstrapJoin, JoinTimeout: time.Duration(a.cfg.JoinTimeout),
 		Replicas: a.cfg.NATSReplicas, Token: p.sec.token, Seed: p.sec.seed, TLS: p.sec.client, OnlyTLS: a.cfg.TLSCAFile != "", Allow: p.sec.allow.enter,
 		ConnectTimeout: time.Duration(a.cfg.ConnectTimeout), Logger: a.log.Named("bus")})
 	if err != nil {
 		return nil, err
+	}
+	if p.nats != nil {
+		p.guests = newGuests(a, p)
 	}
 	return p, nil
 }
@@ -82,8 +88,11 @@ func (p *controlPlane) publish(self *wire.Agent) error {
 		Addr: p.address()})
 }
 
-// address is where this bootstrap port is reached.
+// address is where this engine's bootstrap port is reached.
 func (p *controlPlane) address() string {
+	if p.cfg.BootstrapJoin != "" {
+		return p.cfg.BootstrapJoin
+	}
 	if p.http == nil || p.http.Addr() == nil {
 		return ""
 	}
@@ -102,6 +111,28 @@ func (p *controlPlane) address() string {
 	return scheme + net.JoinHostPort(host, strconv.Itoa(at.Port))
 }
 
+// advertised is the host that peers are told, "" for the one at which they found
+// the bootstrap port: a rank that has joined from another host is not there.
+func (p *controlPlane) advertised() (string, error) {
+	if p.cfg.AdvertiseHost != "" || p.cfg.BootstrapJoin == "" {
+		return p.cfg.AdvertiseHost, nil
+	}
+	at, err := natsbus.ParseAddress(p.cfg.BootstrapJoin)
+	if err != nil {
+		return "", err
+	}
+	c, err := net.Dial("udp", at.Host) // sends nothing
+	if err != nil {
+		return "", fmt.Errorf("the address from which %s is reached: %w: set advertise_host", p.cfg.BootstrapJoin, err)
+	}
+	defer c.Close()
+	from, to := c.LocalAddr().(*net.UDPAddr).IP, c.RemoteAddr().(*net.UDPAddr).IP
+	if from.Equal(to) || from.IsLoopback() && to.IsLoopback() {
+		return "", nil
+	}
+	return from.String(), nil
+}
+
 // outboundHost is the address from which this host would speak to others: a
 // guess for display, where the configuration names none.
 func outboundHost() string {
@@ -116,6 +147,9 @@ func outboundHost() string {
 // close ends what is there: the bus first, it says goodbye through the others.
 func (p *controlPlane) close(ctx context.Context) error {
 	var errs []error
+	if p.guests != nil {
+		p.guests.close()
+	}
 	if p.bus != nil {
 		errs = append(errs, p.bus.Close(ctx))
 	}

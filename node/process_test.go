@@ -32,9 +32,12 @@ func TestMain(m *testing.M) {
 }
 
 // runRole opens an agent: a prefill one at a port that has one transfer
-// announced and one offered, or a decode one that claims one and loads one. It
-// says where it is found, or that it has begun.
+// announced and one offered, a decode one that claims one and loads one, or a rank of
+// a prefill engine. It says where it is found, or that it has begun.
 func runRole(role, address string) (string, error) {
+	if role == "rank" {
+		return runRank()
+	}
 	cfg := testConfig(role)
 	cfg.NATSURL, cfg.AdvertiseHost = os.Getenv("KVCONN_TEST_NATS"), "127.0.0.1"
 	if role == RolePrefill {

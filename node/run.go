@@ -59,7 +59,7 @@ func (a *Agent) perform(act core.Action) {
 	case core.Resolve:
 		a.peers.resolve(a, v)
 	case core.Expect:
-		grant, err := a.transport.Expect(v.ID, v.Peer, a.layout.SegmentsOf(v.Regions, v.Blocks))
+		grant, err := a.expect(v)
 		a.step(func(m *core.Machine, now time.Time) { m.Expecting(now, v.ID, grant, err) })
 	case core.SendLoad:
 		a.lanes.do(v.Peer, func() { a.sendLoad(v) })
@@ -88,15 +88,26 @@ func (a *Agent) perform(act core.Action) {
 	}
 }
 
-func (a *Agent) write(v core.Write) {
+func (a *Agent) expect(v core.Expect) (grant []byte, err error) {
 	p := a.peers.get(v.Peer)
-	if p == nil {
+	if p == nil || p.in == nil {
+		return nil, fmt.Errorf("prefill agent %s is not known any more", v.Peer)
+	}
+	segments, err := p.in.Segments(v.Regions, v.Blocks, v.First, v.Tokens)
+	if err != nil {
+		return nil, fmt.Errorf("the load from prefill agent %s cannot be planned: %w", v.Peer, err)
+	}
+	return a.transport.Expect(v.ID, v.Peer, segments)
+}
+
+func (a *Agent) write(v core.Write) {
+	if a.peers.get(v.Peer) == nil {
 		a.step(func(m *core.Machine, now time.Time) {
 			m.Written(now, v.ID, core.TransferStats{}, fmt.Errorf("decode agent %s is not known any more", v.Peer))
 		})
 		return
 	}
-	pairs, err := a.layout.PlanOf(v.Regions, v.Src, p.shapes, v.Dst)
+	pairs, err := v.Match.Pairs(v.Regions, v.Src, v.SrcFirst, v.Dst, v.DstFirst, v.Tokens)
 	if err != nil {
 		a.step(func(m *core.Machine, now time.Time) { m.Written(now, v.ID, core.TransferStats{}, err) })
 		return
@@ -117,7 +128,11 @@ func (a *Agent) ask(ctx context.Context, to core.AgentID, req *wire.Request) (*w
 		return nil, fmt.Errorf("agent %s is not known any more", to)
 	}
 	req.From = string(a.id)
-	return a.bus.Request(ctx, p.via, to, req)
+	rep, err := a.bus.Request(ctx, p.via, to, req)
+	if p.joined && errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) {
+		err = fmt.Errorf("%w: %w", core.ErrAway, err) // its link to that server may be on its way back, or the server itself
+	}
+	return rep, err
 }
 
 func (a *Agent) sendLoad(v core.SendLoad) {
@@ -141,7 +156,7 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 	}
 	transport, grant := unmark(v.Grant)
 	rep, err := a.insist(v.Peer, &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
-		TransferID: string(v.ID), Transport: transport, Grant: grant, Groups: groups, Regions: v.Regions, LeaseMS: v.Lease.Milliseconds(),
+		TransferID: string(v.ID), Transport: transport, Grant: grant, Groups: groups, Tokens: v.Tokens, Regions: v.Regions, LeaseMS: v.Lease.Milliseconds(),
 	}})
 	code, reason, absent := core.OK, "", false
 	switch {

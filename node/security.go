@@ -67,7 +67,7 @@ func (c *Config) checkSecurity() error {
 	return nil
 }
 
-func (c *Config) servesNATS() bool { return c.prefills() && c.NATSURL == "" }
+func (c *Config) servesNATS() bool { return c.servesPort() && c.NATSURL == "" }
 
 func checkToken(token string) error {
 	if len(token) > maxToken {

@@ -30,6 +30,8 @@ func (a *Agent) serve(via core.Via, req *wire.Request) *wire.Reply {
 			}
 		})
 		return &wire.Reply{}
+	case wire.KindJoin:
+		return a.serveJoin(from, req.Join)
 	case wire.KindSignal:
 		return a.serveSignal(from, req.Signal)
 	}
@@ -46,16 +48,17 @@ func (a *Agent) serveHello(via core.Via, from core.AgentID, h *wire.Agent) *wire
 		return refuse("hello of agent %s sent by %s", h.ID, from)
 	}
 	a.mu.Lock()
-	self, layout, transport := a.self, a.layout, a.transport
+	self, transport := a.self, a.transport
 	a.mu.Unlock()
 	if self == nil || !a.cfg.prefills() {
 		return refuse("agent %s has no KV caches to offer", a.id)
 	}
-	if err := compatible(self, layout, h); err != nil {
+	match, err := compatible(self, h)
+	if err != nil {
 		a.log.Warn("decode agent refused", zap.String("peer", h.ID), zap.String("engine_id", h.EngineID), zap.Error(err))
 		return refuse("prefill engine %q refuses decode engine %q: %v", self.EngineID, h.EngineID, err)
 	}
-	tickets, err := a.peers.admit(&peer{id: from, via: via, shapes: shapes(h)}, h, transport)
+	tickets, err := a.peers.admit(&peer{id: from, via: via, out: match}, h, transport)
 	if err != nil { // nothing in common, or closed meanwhile
 		return refuse("agent %s: %v", a.id, err)
 	}
@@ -68,7 +71,8 @@ func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
 	a.mu.Lock()
 	transport := a.transport // nil again after a registration that failed
 	a.mu.Unlock()
-	if a.peers.get(from) == nil || transport == nil {
+	p := a.peers.get(from)
+	if p == nil || p.out == nil || transport == nil {
 		return &wire.Reply{Code: int(core.SayHello), Reason: "say hello first"}
 	}
 	if transport.named(l.Transport) == nil {
@@ -78,7 +82,8 @@ func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
 	if len(l.Regions) == 0 {
 		l.Regions = nil // all
 	}
-	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: mark(l.Transport, l.Grant), Regions: l.Regions, Lease: time.Duration(l.LeaseMS) * time.Millisecond}
+	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: mark(l.Transport, l.Grant), Tokens: l.Tokens, Regions: l.Regions,
+		Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out}
 	for _, g := range l.Groups {
 		msg.First = append(msg.First, g.First)
 		msg.Blocks = append(msg.Blocks, g.IDs)
@@ -118,25 +123,52 @@ func transferIDs(list []string) []core.TransferID {
 	return out
 }
 
-// compatible says why two agents cannot exchange blocks, with both values.
-func compatible(self *wire.Agent, layout *core.Layout, peer *wire.Agent) error {
+// compatible matches the caches of two agents, or says why they cannot exchange
+// blocks, with both values.
+func compatible(p, d *wire.Agent) (*core.Match, error) {
 	switch {
-	case self.Version != peer.Version:
-		return fmt.Errorf("wire version %d here, %d at the peer: run the same kvconn on both", self.Version, peer.Version)
-	case self.Model != "" && peer.Model != "" && self.Model != peer.Model:
-		return fmt.Errorf("model %q here, %q at the peer", self.Model, peer.Model)
-	case self.DType != "" && peer.DType != "" && self.DType != peer.DType:
-		return fmt.Errorf("dtype %q here, %q at the peer", self.DType, peer.DType)
-	case self.BlockTokens != 0 && peer.BlockTokens != 0 && self.BlockTokens != peer.BlockTokens:
-		return fmt.Errorf("blocks of %d tokens here, of %d at the peer", self.BlockTokens, peer.BlockTokens)
+	case p.Version != d.Version:
+		return nil, fmt.Errorf("wire version %d at the prefill engine, %d at the decode engine: run the same kvconn on both", p.Version, d.Version)
+	case p.Model != "" && d.Model != "" && p.Model != d.Model:
+		return nil, fmt.Errorf("model %q at the prefill engine, %q at the decode engine", p.Model, d.Model)
+	case p.DType != "" && d.DType != "" && p.DType != d.DType:
+		return nil, fmt.Errorf("dtype %q at the prefill engine, %q at the decode engine", p.DType, d.DType)
 	}
-	return layout.CheckPeer(shapes(peer))
+	m, err := core.NewMatch(shapes(p), shapes(d))
+	if err == nil && ranksOf(p) == core.One && ranksOf(d) == core.One {
+		err = m.Whole() // else D looks whether all of its ranks together have what it needs
+	}
+	if err == nil && p.BlockTokens != 0 && d.BlockTokens != 0 && p.BlockTokens != d.BlockTokens && m.Opaque() {
+		err = fmt.Errorf("blocks of %d tokens at the prefill engine, of %d at the decode engine: register the caches with their tokens and heads, then unequal blocks fit", p.BlockTokens, d.BlockTokens)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return m, nil
 }
 
+func describeShapes(d *wire.Agent, shapes []core.Shape) {
+	known := false
+	for _, s := range shapes {
+		d.Shapes = append(d.Shapes, wire.Shape{Name: s.Name, BlockStride: s.BlockStride, BlockBytes: s.BlockBytes, NumBlocks: s.NumBlocks, Group: s.Group})
+		d.Geometry = append(d.Geometry, wire.Geometry{Tokens: s.Tokens, Heads: s.Heads, FirstHead: s.FirstHead, TotalHeads: s.TotalHeads, TokenStride: s.TokenStride, HeadStride: s.HeadStride})
+		known = known || s.Tokens != 0
+	}
+	if !known {
+		d.Geometry = nil
+	}
+}
+
+// shapes is the reverse; wire.Decode has seen to it that there is a geometry for
+// each, or none.
 func shapes(a *wire.Agent) []core.Shape {
 	out := make([]core.Shape, len(a.Shapes))
 	for i, s := range a.Shapes {
-		out[i] = core.Shape(s)
+		out[i] = core.Shape{Name: s.Name, BlockStride: s.BlockStride, BlockBytes: s.BlockBytes, NumBlocks: s.NumBlocks, Group: s.Group}
+		if i < len(a.Geometry) {
+			g, o := a.Geometry[i], &out[i]
+			o.Tokens, o.Heads, o.FirstHead, o.TotalHeads, o.TokenStride, o.HeadStride = g.Tokens, g.Heads, g.FirstHead, g.TotalHeads, g.TokenStride, g.HeadStride
+		}
 	}
 	return out
 }

@@ -82,9 +82,16 @@ func (a *Agent) count(f func(t *Totals)) {
 
 // Stats returns the agent's counters and gauges.
 func (a *Agent) Stats() Stats {
+	s := a.stats()
+	s.Bootstrap = a.BootstrapAddress()
+	return s
+}
+
+// stats is Stats for who may ask while the agent is being opened.
+func (a *Agent) stats() Stats {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	s := Stats{Agent: string(a.id), EngineID: a.cfg.EngineID, Bootstrap: a.BootstrapAddress(), Totals: a.total, Outstanding: a.outstanding, Unread: a.reports.Unread()}
+	s := Stats{Agent: string(a.id), EngineID: a.cfg.EngineID, Totals: a.total, Outstanding: a.outstanding, Unread: a.reports.Unread()}
 	s.LoadsBy, s.OffersBy = maps.Clone(a.total.LoadsBy), maps.Clone(a.total.OffersBy)
 	if a.machine != nil {
 		n, c := a.machine.Sizes(), a.machine.Counters()
@@ -108,7 +115,11 @@ func (a *Agent) explain(r core.Report) string {
 	}
 	where := fmt.Sprintf("engine %q dp%d tp%d pp%d", a.cfg.EngineID, a.cfg.DPRank, a.cfg.TPRank, a.cfg.PPRank)
 	if r.Side == core.SideLoad {
-		where += fmt.Sprintf(" from engine %q dp%d tp%d pp%d at %s", r.From.EngineID, r.From.DPRank, r.From.TPRank, r.From.PPRank, r.From.Bootstrap)
+		from := a.peers.rankOf(r.Peer)
+		if from == "" {
+			from = fmt.Sprintf("engine %q", r.From.EngineID)
+		}
+		where += fmt.Sprintf(" from %s at %s", from, r.From.Bootstrap)
 	}
 	return fmt.Sprintf("%s [%v of %s, %s, %d ms]", r.Reason, r.Side, where, r.State, r.Elapsed.Milliseconds())
 }

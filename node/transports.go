@@ -242,18 +242,22 @@ func (t *transports) of(h half) core.Transport {
 // ended takes a report: by its name, the transport that moved the bytes, "" if
 // it came to none. An id may be used again from now on.
 func (t *transports) ended(r core.Report) string {
-	h := half{r.ID, r.Side}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	rt, ok := t.halves[h]
-	if !ok {
-		return ""
-	}
-	delete(t.halves, h)
-	name := rt.via.Name()
-	t.moved[name].add(r)
-	if p := t.pairs[rt.peer]; p != nil && r.Code == core.OK {
-		p.transfers[name]++
+	name := ""
+	for _, id := range slices.Concat(r.Parts, []core.TransferID{r.ID}) {
+		rt, ok := t.halves[half{id, r.Side}]
+		if !ok {
+			continue
+		}
+		delete(t.halves, half{id, r.Side})
+		if p := t.pairs[rt.peer]; p != nil && r.Code == core.OK {
+			p.transfers[rt.via.Name()]++
+		}
+		if name == "" { // the figures are of all parts together
+			name = rt.via.Name()
+			t.moved[name].add(r)
+		}
 	}
 	return name
 }

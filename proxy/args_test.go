@@ -5,6 +5,7 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
@@ -17,6 +18,7 @@ func TestParseArgs(t *testing.T) {
 		Host:    "0.0.0.0",
 		Prefill: []Prefill{{"http://p1:8010", 9000}, {"http://p2:8010", 0}, {"http://[::1]:8010", 0}},
 		Decode:  []string{"http://d1:8020", "https://d2"},
+		Retries: 2, AccessLog: true,
 	}
 	if err != nil || !reflect.DeepEqual(cfg, want) {
 		t.Fatalf("got %+v, %v\nwant %+v", cfg, err, want)
@@ -24,6 +26,12 @@ func TestParseArgs(t *testing.T) {
 	cfg, err = ParseArgs(strings.Fields("--prefill http://p --decode http://d"))
 	if err != nil || cfg.Host != "127.0.0.1" || cfg.Port != 8000 {
 		t.Fatalf("defaults: %+v, %v", cfg, err)
+	}
+	cfg, err = ParseArgs(strings.Fields("--prefill http://p --decode http://d --contract nixl --balance=round-robin --retries 0 --max-requests 9 --max-body 1000 --drain-timeout 7 --no-access-log"))
+	want = Config{Host: "127.0.0.1", Port: 8000, Prefill: []Prefill{{"http://p", 0}}, Decode: []string{"http://d"},
+		Contract: NIXL, Balance: RoundRobin, MaxRequests: 9, MaxBody: 1000, ShutdownTimeout: 7 * time.Second}
+	if err != nil || !reflect.DeepEqual(cfg, want) {
+		t.Fatalf("got %+v, %v\nwant %+v", cfg, err, want)
 	}
 	for _, help := range []string{"--help", "-h", "--port 1 --help"} {
 		if _, err := ParseArgs(strings.Fields(help)); !errors.Is(err, ErrHelp) {
@@ -48,6 +56,13 @@ func TestParseArgsErrors(t *testing.T) {
 		p + d + "--port 65536":        `--port "65536"`,
 		d + "--prefill http://p:1 0":  `bootstrap port "0"`,
 		d + "--prefill http://p:1 x":  "or none for 8998",
+		p + d + "--contract http":     `contract "http"`,
+		p + d + "--balance":           "--balance needs",
+		p + d + "--balance x":         `balance "x"`,
+		p + d + "--retries 10":        `--retries "10"`,
+		p + d + "--max-requests 0":    `--max-requests "0"`,
+		p + d + "--drain-timeout 0":   `--drain-timeout "0"`,
+		p + d + "--no-access-log=no":  "takes no value",
 		d + p + "9000 9001":           `unknown argument "9001"`,
 		p + d + "--prefil http://p":   `unknown argument "--prefil"`,
 		d + "--prefill p:8010":        `bad URL "p:8010"`,

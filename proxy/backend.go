@@ -2,33 +2,60 @@ package proxy
 
 import (
 	"net/url"
+	"slices"
 	"sync"
+	"sync/atomic"
+)
+
+// Roles of servers.
+const (
+	prefillRole = "prefill"
+	decodeRole  = "decode"
 )
 
 // server is one prefill or decode server and what is known of it.
 type server struct {
-	role      string // "prefill" or "decode"
+	role      string
 	url       string // as configured
 	base      *url.URL
-	bootstrap string // the bootstrap URL of a prefill server
+	bootstrap string // the bootstrap URL of a prefill server that has one
 
 	mu     sync.Mutex
 	seen   bool // has been up once
 	up     bool
 	reason string // why it is not up
-	ranks  []rank // of a prefill server, by dp rank; the last ones known
+	ranks  []rank // the last ones known; a server without a table of ranks has one
 }
 
-// rank is one data parallel rank of a prefill server.
+// rank is one data parallel rank of a server.
 type rank struct {
 	dp       int
-	engineID string
+	engineID string // empty where no table of ranks names it
+	load     *load
 }
 
-// prefillRank is a rank together with its server: what one request goes to.
-type prefillRank struct {
+// load is what is under way at a rank, in units of roughly equal work.
+type load struct{ n atomic.Int64 }
+
+// unranked is the one rank of a server that tells of none.
+const unranked = -1
+
+// target is a rank together with its server: what one request goes to.
+type target struct {
 	server *server
 	rank
+}
+
+// begin counts work at the rank until the returned function is called.
+func (t target) begin(units int64) (end func()) {
+	t.load.n.Add(units)
+	return func() { t.load.n.Add(-units) }
+}
+
+// same reports whether two targets are one engine. A restarted engine is
+// another one.
+func (t target) same(o target) bool {
+	return t.server == o.server && t.dp == o.dp && t.engineID == o.engineID
 }
 
 // path is the URL of a path on the server.
@@ -41,14 +68,24 @@ func (s *server) state() (seen, up bool, reason string, ranks []rank) {
 	return s.seen, s.up, s.reason, s.ranks
 }
 
-// setUp notes that the server is up with these ranks, and returns whether it
-// was and the ranks it had.
-func (s *server) setUp(ranks []rank) (wasUp bool, before []rank) {
+// setUp notes that the server is up with these ranks, and reports whether it
+// was, and whether the ranks are others than before. A rank that stays keeps
+// its load.
+func (s *server) setUp(ranks []rank) (wasUp, changed bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	wasUp, before = s.up, s.ranks
+	ranks = slices.Clone(ranks)
+	for i := range ranks {
+		ranks[i].load = new(load)
+		for _, old := range s.ranks {
+			if old.dp == ranks[i].dp && old.engineID == ranks[i].engineID {
+				ranks[i].load = old.load
+			}
+		}
+	}
+	wasUp, changed = s.up, !slices.Equal(s.ranks, ranks)
 	s.seen, s.up, s.reason, s.ranks = true, true, "", ranks
-	return wasUp, before
+	return wasUp, changed
 }
 
 // setDown notes why the server is not up, and reports whether it was.
@@ -58,4 +95,13 @@ func (s *server) setDown(reason string) (wasUp bool) {
 	wasUp = s.up
 	s.up, s.reason = false, reason
 	return wasUp
+}
+
+// inFlight sums the loads of the server's ranks.
+func (s *server) inFlight() (units int64) {
+	_, _, _, ranks := s.state()
+	for _, r := range ranks {
+		units += r.load.n.Load()
+	}
+	return units
 }

@@ -1,79 +1,115 @@
 package proxy
 
-import "sync"
+import (
+	"fmt"
+	"sync/atomic"
+)
 
-// balancer hands out servers in turn: prefill servers rank by rank, decode
-// servers one by one.
-type balancer struct {
-	prefill, decode []*server
+// Balance is how the servers of a request are chosen.
+type Balance string
 
-	mu           sync.Mutex
-	nextP, nextD uint64
+// The ways to choose.
+const (
+	// LeastLoaded takes the rank with the least under way, in turn where equal.
+	LeastLoaded Balance = "least-loaded"
+	// RoundRobin takes one rank after the other.
+	RoundRobin Balance = "round-robin"
+)
+
+func parseBalance(s string) (Balance, error) {
+	switch b := Balance(s); b {
+	case LeastLoaded, RoundRobin:
+		return b, nil
+	}
+	return "", fmt.Errorf("proxy: balance %q: want %s or %s", s, LeastLoaded, RoundRobin)
 }
 
-// pick returns where the next request goes, or false while no prefill or no
-// decode server has ever been up. Servers that are down are skipped; when all
-// are, one is tried nevertheless, since it may be back before the next probe,
-// and its failure is a better answer than a guess.
-func (b *balancer) pick() (prefillRank, *server, bool) {
-	var up, seen []prefillRank
-	for _, s := range b.prefill {
-		_, isUp, _, ranks := s.state()
+// balancer hands out servers, rank by rank.
+type balancer struct {
+	policy          Balance
+	prefill, decode side
+}
+
+// side are the servers of a role.
+type side struct {
+	servers []*server
+	next    atomic.Uint64
+}
+
+// pick returns where a request goes, or false when there is nothing to choose
+// from: what refuse names is not taken at all, what avoid names only if nothing
+// else is left. Servers that are down are passed over; when all are, one is
+// tried nevertheless, since it may be back before the next probe, and its
+// failure is a better answer than a guess.
+func (s *side) pick(policy Balance, refuse, avoid func(target) bool) (target, bool) {
+	var buf [4][8]target
+	// From the best to the worst: up, up but to avoid, down, down and to avoid.
+	classes := [4][]target{buf[0][:0], buf[1][:0], buf[2][:0], buf[3][:0]}
+	for _, srv := range s.servers {
+		seen, up, _, ranks := srv.state()
+		if !seen {
+			continue
+		}
 		for _, r := range ranks {
-			seen = append(seen, prefillRank{s, r})
-			if isUp {
-				up = append(up, prefillRank{s, r})
+			candidate := target{srv, r}
+			if refuse != nil && refuse(candidate) {
+				continue
+			}
+			class := 0
+			if avoid != nil && avoid(candidate) {
+				class++
+			}
+			if !up {
+				class += 2
+			}
+			classes[class] = append(classes[class], candidate)
+		}
+	}
+	turn := s.next.Add(1) - 1
+	for _, list := range classes {
+		if len(list) == 0 {
+			continue
+		}
+		best := int(turn % uint64(len(list)))
+		if policy == LeastLoaded {
+			first := best
+			for i := range list {
+				k := (first + i) % len(list)
+				if list[k].load.n.Load() < list[best].load.n.Load() {
+					best = k
+				}
 			}
 		}
+		return list[best], true
 	}
-	if len(up) == 0 {
-		up = seen
-	}
-	d, ok := b.pickDecode()
-	if len(up) == 0 || !ok {
-		return prefillRank{}, nil, false
-	}
-	return up[b.turn(&b.nextP, len(up))], d, true
+	return target{}, false
 }
 
-// pickDecode is pick for the decode servers alone.
-func (b *balancer) pickDecode() (*server, bool) {
-	var up, seen []*server
-	for _, s := range b.decode {
-		wasSeen, isUp, _, _ := s.state()
-		if wasSeen {
-			seen = append(seen, s)
-		}
-		if isUp {
-			up = append(up, s)
-		}
-	}
-	if len(up) == 0 {
-		up = seen
-	}
-	if len(up) == 0 {
-		return nil, false
-	}
-	return up[b.turn(&b.nextD, len(up))], true
-}
-
-func (b *balancer) turn(next *uint64, n int) int {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	i := *next % uint64(n)
-	*next++
-	return int(i)
-}
-
-// missing lists the servers that have never been up, and why.
+// missing lists the servers that are not up, and why.
 func (b *balancer) missing() []string {
 	var all []string
-	for _, list := range [][]*server{b.prefill, b.decode} {
-		for _, s := range list {
-			if seen, _, reason, _ := s.state(); !seen {
-				all = append(all, s.role+" server "+s.url+": "+reason)
-			}
+	for _, s := range b.servers() {
+		if _, up, reason, _ := s.state(); !up {
+			all = append(all, s.role+" server "+s.url+": "+reason)
 		}
 	}
 	return all
+}
+
+func (b *balancer) servers() []*server {
+	return append(append([]*server(nil), b.prefill.servers...), b.decode.servers...)
+}
+
+// ready reports whether a server of each role is up.
+func (b *balancer) ready() bool {
+	return b.prefill.anyUp() && b.decode.anyUp()
+}
+
+func (s *side) anyUp() bool {
+	for _, srv := range s.servers {
+		if _, up, _, ranks := srv.state(); up && len(ranks) > 0 {
+			return true
+		}
+	}
+	return false
 }

@@ -3,88 +3,172 @@ package proxy
 import (
 	"bytes"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"maps"
+	"slices"
+	"strings"
 )
 
-// fields is a request's JSON object with its values as the client wrote them:
-// a number that went through a float64 would not be the client's number.
-type fields map[string]json.RawMessage
+// field is one member of a request's JSON object, as the client wrote it: a
+// number that went through a float64 would not be the client's number.
+type field struct {
+	name  string
+	text  []byte // name and value
+	value []byte
+}
 
-// parseFields reads a client's body.
+// fields are a request's members in the client's order. Of members with one
+// name the last counts, as in the engines' parsers.
+type fields []field
+
+// parseFields reads a client's body, which the fields go on to use.
 func parseFields(body []byte) (fields, error) {
-	var f fields
-	if err := json.Unmarshal(body, &f); err != nil {
-		var wrongType *json.UnmarshalTypeError
-		if errors.As(err, &wrongType) {
-			return nil, fmt.Errorf("the body must be a JSON object, not a %s", wrongType.Value)
-		}
-		return nil, fmt.Errorf("the body is not valid JSON: %w", err)
+	if !json.Valid(body) {
+		var v any // says where
+		return nil, fmt.Errorf("the body is not valid JSON: %w", json.Unmarshal(body, &v))
 	}
-	if f == nil { // null unmarshals without an error
-		return nil, errors.New("the body must be a JSON object, not null")
+	at := skipSpace(body, 0)
+	if body[at] != '{' {
+		kind := map[byte]string{'[': "array", '"': "string", 'n': "null", 't': "bool", 'f': "bool"}[body[at]]
+		if kind == "" {
+			kind = "number"
+		}
+		return nil, fmt.Errorf("the body must be a JSON object, not %s", kind)
+	}
+	f := make(fields, 0, 16)
+	// The text is valid, so that each step has something to find.
+	for at = skipSpace(body, at+1); body[at] != '}'; {
+		begin, end := at, endOfString(body, at)
+		name, err := memberName(body[begin:end])
+		if err != nil {
+			return nil, err
+		}
+		at = skipSpace(body, end)     // the colon
+		from := skipSpace(body, at+1) // the value
+		at = endOfValue(body, from)
+		f = append(f, field{name, body[begin:at], body[from:at]})
+		if at = skipSpace(body, at); body[at] == ',' {
+			at = skipSpace(body, at+1)
+		}
 	}
 	return f, nil
 }
 
-type prefillParams struct {
-	DoRemoteDecode  bool   `json:"do_remote_decode"`
-	DoRemotePrefill bool   `json:"do_remote_prefill"`
-	TransferID      string `json:"transfer_id"`
+func skipSpace(b []byte, at int) int {
+	for b[at] == ' ' || b[at] == '\t' || b[at] == '\n' || b[at] == '\r' {
+		at++
+	}
+	return at
 }
 
-type decodeParams struct {
-	DoRemoteDecode      bool   `json:"do_remote_decode"`
-	DoRemotePrefill     bool   `json:"do_remote_prefill"`
-	RemoteBootstrapAddr string `json:"remote_bootstrap_addr"`
-	RemoteEngineID      string `json:"remote_engine_id"`
-	TransferID          string `json:"transfer_id"`
+// endOfString is the place behind the string that begins at a place.
+func endOfString(b []byte, at int) int {
+	for at++; ; at += 2 { // from behind the quote, and behind each escaped byte
+		quote := bytes.IndexByte(b[at:], '"')
+		escape := bytes.IndexByte(b[at:at+quote], '\\')
+		if escape < 0 {
+			return at + quote + 1
+		}
+		at += escape
+	}
 }
+
+// endOfValue is endOfString of any value.
+func endOfValue(b []byte, at int) int {
+	depth := 0
+	for {
+		switch b[at] {
+		case '"':
+			at = endOfString(b, at)
+		case '{', '[':
+			depth++
+			at++
+		case '}', ']':
+			depth--
+			at++
+		case ',', ':', ' ', '\t', '\n', '\r':
+			at++
+		default: // a number or a word, which ends where something else begins
+			for at++; strings.IndexByte(",:}] \t\n\r", b[at]) < 0; at++ {
+			}
+		}
+		if depth == 0 {
+			return at
+		}
+	}
+}
+
+// memberName is the text of a JSON string.
+func memberName(text []byte) (string, error) {
+	if !bytes.ContainsRune(text, '\\') {
+		return string(text[1 : len(text)-1]), nil
+	}
+	var name string
+	if err := json.Unmarshal(text, &name); err != nil {
+		return "", err
+	}
+	return name, nil
+}
+
+// last is the value of a member, nil when there is none.
+func (f fields) last(name string) []byte {
+	for _, m := range slices.Backward(f) {
+		if m.name == name {
+			return m.value
+		}
+	}
+	return nil
+}
+
+// isTrue reports whether a member is the word true.
+func (f fields) isTrue(name string) bool { return string(f.last(name)) == "true" }
 
 // prefillBody is the request to P: compute the prompt, keep its KV for the
 // transfer, and answer one token, which nobody reads.
-func prefillBody(f fields, transferID string) ([]byte, error) {
-	f = maps.Clone(f)
+func (f fields) prefillBody(ours []member) []byte {
 	one := json.RawMessage("1")
-	f["stream"] = json.RawMessage("false")
-	delete(f, "stream_options") // refused where stream is false
-	f["max_tokens"] = one
-	if _, ok := f["max_completion_tokens"]; ok {
-		f["max_completion_tokens"] = one
+	ours = append(ours, member{"stream", json.RawMessage("false")}, member{"max_tokens", one})
+	if f.last("max_completion_tokens") != nil {
+		ours = append(ours, member{"max_completion_tokens", one})
 	}
 	// Engines refuse min_tokens above max_tokens. What is no number is left for
 	// P to refuse.
 	var least float64
-	if raw, ok := f["min_tokens"]; ok && json.Unmarshal(raw, &least) == nil && least > 1 {
-		f["min_tokens"] = one
+	if raw := f.last("min_tokens"); raw != nil && json.Unmarshal(raw, &least) == nil && least > 1 {
+		ours = append(ours, member{"min_tokens", one})
 	}
-	return f.with(prefillParams{DoRemoteDecode: true, TransferID: transferID})
+	return f.with(ours, "stream_options") // refused where stream is false
 }
 
-// decodeBody is the request to D: fetch the prompt's KV from P, then answer.
-func decodeBody(f fields, rank prefillRank, transferID string) ([]byte, error) {
-	return maps.Clone(f).with(decodeParams{
-		DoRemotePrefill:     true,
-		RemoteBootstrapAddr: rank.server.bootstrap,
-		RemoteEngineID:      rank.engineID,
-		TransferID:          transferID,
-	})
+// member is one that the router sets.
+type member struct {
+	name  string
+	value json.RawMessage
 }
 
-// with sets kv_transfer_params and marshals. What the client may have sent
-// under that name is dropped: it would choose the address that D connects to.
-func (f fields) with(params any) ([]byte, error) {
-	raw, err := json.Marshal(params)
-	if err != nil {
-		return nil, err
+// with writes the object with our members in the place of the client's of
+// these names, and without those that are named besides.
+func (f fields) with(ours []member, without ...string) []byte {
+	size := 2
+	for _, m := range f {
+		size += len(m.text) + 1
 	}
-	f["kv_transfer_params"] = raw
-	var buf bytes.Buffer
-	enc := json.NewEncoder(&buf)
-	enc.SetEscapeHTML(false) // it would rewrite the client's strings
-	if err := enc.Encode(f); err != nil {
-		return nil, err
+	for _, m := range ours {
+		size += len(m.name) + len(m.value) + 4
 	}
-	return buf.Bytes(), nil
+	out := append(make([]byte, 0, size), '{')
+	for _, m := range f {
+		if slices.Contains(without, m.name) || slices.ContainsFunc(ours, func(o member) bool { return o.name == m.name }) {
+			continue
+		}
+		out = append(append(out, m.text...), ',')
+	}
+	for _, m := range ours {
+		out = append(append(append(append(out, '"'), m.name...), `":`...), m.value...)
+		out = append(out, ',')
+	}
+	if len(out) == 1 {
+		return append(out, '}')
+	}
+	out[len(out)-1] = '}'
+	return out
 }

@@ -16,7 +16,12 @@ const (
 	DefaultHost          = "127.0.0.1"
 	DefaultPort          = 8000
 	DefaultBootstrapPort = 8998
+	DefaultRetries       = 2
 )
+
+// maxRetries bounds Config.Retries: a request that kills its engines must not
+// kill all of them.
+const maxRetries = 9
 
 // Config says which servers to route to. Zero durations and sizes stand for
 // their defaults.
@@ -31,6 +36,16 @@ type Config struct {
 	// names the file of the authority to trust in PEM form, or "system".
 	BootstrapCA string
 
+	// Contract is how P and D are told of each other: Mooncake.
+	Contract Contract
+	// Balance is how a request's servers are chosen: LeastLoaded.
+	Balance Balance
+	// Retries is how many further attempts with other engines a request gets
+	// while the client has not seen a byte of an answer; 0 is none.
+	Retries int
+	// AccessLog logs a line for each completion request.
+	AccessLog bool
+
 	// MaxBody bounds a request's body: 64 MiB.
 	MaxBody int64
 	// MaxRequests bounds the requests in flight, further ones get a 503: 4096.
@@ -41,7 +56,7 @@ type Config struct {
 	// still is, and for its engine ids: 1 s.
 	RefreshInterval time.Duration
 	// ShutdownTimeout is how long running requests may go on after the end of
-	// Run's context: 5 s.
+	// Run's context: 30 s.
 	ShutdownTimeout time.Duration
 
 	// Listening, if set, is called by Run with the address it listens on.
@@ -54,7 +69,9 @@ type Config struct {
 type Prefill struct {
 	// URL is the server's base URL, as http://host:8010.
 	URL string
-	// BootstrapPort is its bootstrap port on the same host; 0 stands for 8998.
+	// BootstrapPort is its bootstrap port on the same host. 0 stands for 8998,
+	// and by the NIXL contract for none, so that its data parallel ranks are not
+	// known.
 	BootstrapPort int
 }
 
@@ -62,6 +79,12 @@ type Prefill struct {
 func (c Config) withDefaults() Config {
 	if c.Host == "" {
 		c.Host = DefaultHost
+	}
+	if c.Contract == "" {
+		c.Contract = Mooncake
+	}
+	if c.Balance == "" {
+		c.Balance = LeastLoaded
 	}
 	if c.MaxBody == 0 {
 		c.MaxBody = 64 << 20
@@ -76,7 +99,7 @@ func (c Config) withDefaults() Config {
 		c.RefreshInterval = time.Second
 	}
 	if c.ShutdownTimeout == 0 {
-		c.ShutdownTimeout = 5 * time.Second
+		c.ShutdownTimeout = 30 * time.Second
 	}
 	if c.Logger == nil {
 		c.Logger = zap.NewNop()
@@ -94,6 +117,19 @@ func (c Config) validate() error {
 	}
 	if c.Port < 0 || c.Port > 65535 {
 		return fmt.Errorf("proxy: port %d: give one from 1 to 65535, or 0 for any free one", c.Port)
+	}
+	if c.Contract != "" {
+		if _, err := parseContract(string(c.Contract)); err != nil {
+			return err
+		}
+	}
+	if c.Balance != "" {
+		if _, err := parseBalance(string(c.Balance)); err != nil {
+			return err
+		}
+	}
+	if c.Retries < 0 || c.Retries > maxRetries {
+		return fmt.Errorf("proxy: %d retries: give 0 to %d", c.Retries, maxRetries)
 	}
 	if c.MaxBody < 0 || c.MaxRequests < 0 || c.RetryInterval < 0 || c.RefreshInterval < 0 || c.ShutdownTimeout < 0 {
 		return fmt.Errorf("proxy: negative limit among MaxBody %d, MaxRequests %d, RetryInterval %v, RefreshInterval %v, ShutdownTimeout %v: 0 gives the default",

@@ -1,8 +1,7 @@
-// Package proxy is the prefill/decode router. It mints a transfer id for each
-// completion request, sends the request to a prefill server and to a decode
-// server at the same time with the parameters by which they find each other,
-// and answers what the decode server answers.
+// Package proxy is the prefill/decode router. It chooses a prefill and a decode
+// server for each completion request, sends the request to both with the
+// parameters by which they find each other, answers what the decode server
+// answers, and tries others where these fail before they have answered.
 //
-// It speaks the contract of vLLM's Mooncake connector: see prefillBody and
-// decodeBody.
+// It speaks the contracts of vLLM's Mooncake and NIXL connectors: see Contract.
 package proxy

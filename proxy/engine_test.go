@@ -215,6 +215,12 @@ func (r router) waitReady(t *testing.T) {
 	})
 }
 
+// waitAllUp waits until every server is up.
+func (r router) waitAllUp(t *testing.T) {
+	t.Helper()
+	eventually(t, "every server is up", func() bool { return len(r.balancer.missing()) == 0 })
+}
+
 // waitRefused waits until a probe has found a server's port closed. Before that
 // a connection left over from an earlier probe may break with an EOF instead.
 func (r router) waitRefused(t *testing.T, s *server) {

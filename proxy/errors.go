@@ -1,8 +1,12 @@
 package proxy
 
 import (
+	"context"
 	"encoding/json"
 	"net/http"
+	"strconv"
+
+	"go.uber.org/zap"
 )
 
 // apiError is an error in the shape that OpenAI clients understand.
@@ -18,8 +22,77 @@ type apiError struct {
 const (
 	badRequest  = "invalid_request_error"
 	unavailable = "service_unavailable"
-	upstream    = "upstream_error"
 )
+
+// failure is why an attempt has no answer for the client.
+type failure struct {
+	role   string // of who failed
+	url    string
+	at     *target // nil when it may have been either engine's fault
+	err    error
+	answer *engineAnswer // nil when there was none
+}
+
+// engineAnswer is an engine's own error.
+type engineAnswer struct {
+	status int
+	header http.Header // nil for JSON
+	body   []byte
+}
+
+func (f *failure) Error() string { return f.role + " server " + f.url + ": " + f.err.Error() }
+
+func (f *failure) Unwrap() error { return f.err }
+
+// mayRetry reports whether another engine might do better: not for a request
+// that is at fault itself, which every engine refuses.
+func (f *failure) mayRetry() bool {
+	if f.answer == nil {
+		return true
+	}
+	switch f.answer.status {
+	case http.StatusInternalServerError, http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout:
+		return true
+	}
+	return false
+}
+
+// answerFailure answers for the engines: with an engine's own words where the
+// client can do something about it or D has spoken, else with 503 and the reason.
+func (p *Proxy) answerFailure(w http.ResponseWriter, client context.Context, r *request, f *failure) {
+	r.err = f
+	switch {
+	case p.ending(client):
+		p.refuse(w, r, shuttingDown)
+		if p.ctx.Err() == nil && !p.draining.Load() {
+			r.outcome = clientGone // who does not see the answer
+		}
+	case f.answer != nil && f.answer.status >= 400 && (f.role == decodeRole || f.answer.status < 500):
+		r.outcome = strconv.Itoa(f.answer.status)
+		passHeader(w.Header(), f.answer.header)
+		w.Header().Del("Content-Length") // of a body that may have been cut
+		w.Header().Set("X-Request-Id", r.id)
+		kind := ""
+		if f.answer.header == nil {
+			kind = "application/json"
+		}
+		writeBody(w, f.answer.status, kind, f.answer.body)
+	default:
+		p.log.Warn("no engine has answered the request", zap.String("request_id", r.id), zap.Error(f))
+		p.refuse(w, r, f.Error())
+	}
+}
+
+// refuse answers a request with 503 and the reason.
+func (p *Proxy) refuse(w http.ResponseWriter, r *request, reason string) {
+	r.fail(w, http.StatusServiceUnavailable, unavailable, reason)
+}
+
+// fail answers a request with an error of the router's own.
+func (r *request) fail(w http.ResponseWriter, status int, kind, message string) {
+	r.outcome = strconv.Itoa(status)
+	writeError(w, status, kind, message)
+}
 
 func writeError(w http.ResponseWriter, status int, kind, message string) {
 	var e apiError

@@ -96,14 +96,18 @@ func TestRefusals(t *testing.T) {
 		{"POST", "/v1/completions", `"a"`, 400},
 		{"POST", "/v1/completions", `{"a":"` + strings.Repeat("x", 1000) + `"}`, 413},
 		{"GET", "/v1/completions", ``, 405},
-		{"POST", "/v1/models", ``, 405},
 		{"POST", "/health", ``, 405},
-		{"POST", "/v1/embeddings", `{}`, 404},
+		{"POST", "/metrics", ``, 405},
+		{"GET", "//v1/models", ``, 404},
+		{"GET", "/v1/../admin", ``, 404},
+		{"POST", "/v1/embeddings", `{"a":"` + strings.Repeat("x", 1000) + `"}`, 413},
+		{"POST", "/inference/v1/generate", `{"kv_transfer_params":{"remote_bootstrap_addr":"http://evil"}}`, 400},
 	} {
 		req, err := http.NewRequest(tt.method, r.Server.URL+tt.path, strings.NewReader(tt.body))
 		if err != nil {
 			t.Fatal(err)
 		}
+		req.Header.Set("Content-Type", "application/json")
 		resp, err := r.Server.Client().Do(req)
 		if err != nil {
 			t.Fatal(err)
@@ -146,8 +150,8 @@ func TestRoundRobin(t *testing.T) {
 	leaktest.Check(t)
 	p1, p2 := newPrefill(t, ok, "a0", "a1"), newPrefill(t, ok, "b0")
 	d1, d2 := newEngine(t, ok), newEngine(t, ok)
-	r := newRouter(t, Config{Prefill: []Prefill{p1.prefill(t), p2.prefill(t)}, Decode: []string{d1.URL, d2.URL}})
-	r.waitReady(t)
+	r := newRouter(t, Config{Prefill: []Prefill{p1.prefill(t), p2.prefill(t)}, Decode: []string{d1.URL, d2.URL}, Balance: RoundRobin})
+	r.waitAllUp(t)
 
 	// send posts n requests and returns how often each engine id was named to D, and each D asked.
 	send := func(n int) (ids map[string]int, atD1, atD2 int) {
@@ -183,16 +187,16 @@ func TestRoundRobin(t *testing.T) {
 	p1.ready.Store(false)
 	d2.ready.Store(false)
 	eventually(t, "P1 and D2 are down", func() bool {
-		return !isUp(r.balancer.prefill[0]) && !isUp(r.balancer.decode[1])
+		return !isUp(r.balancer.prefill.servers[0]) && !isUp(r.balancer.decode.servers[1])
 	})
 	if ids, atD1, _ := send(6); ids["b0"] != 6 || atD1 != 6 {
 		t.Errorf("6 requests went to %v and %d to D1; want all to b0 and D1", ids, atD1)
 	}
-	if code, _ := r.get(t, "/health"); code != 200 {
-		t.Errorf("health with every server seen: %d", code)
+	if code, body := r.get(t, "/health"); code != 200 || !strings.Contains(body, "degraded") || !strings.Contains(body, p1.URL) {
+		t.Errorf("health with two servers down: %d %s", code, body)
 	}
 	p1.ready.Store(true)
-	eventually(t, "P1 is back", func() bool { return isUp(r.balancer.prefill[0]) })
+	eventually(t, "P1 is back", func() bool { return isUp(r.balancer.prefill.servers[0]) })
 	if ids, _, _ := send(6); ids["a0"] != 2 || ids["a1"] != 2 || ids["b0"] != 2 {
 		t.Errorf("6 requests went to %v; want 2 each", ids)
 	}
@@ -203,12 +207,12 @@ func TestFailedServerIsSkippedAtOnce(t *testing.T) {
 	leaktest.Check(t)
 	p1, p2, d := newPrefill(t, ok, "a"), newPrefill(t, ok, "b"), newEngine(t, ok)
 	r := newRouter(t, Config{Prefill: []Prefill{p1.prefill(t), p2.prefill(t)}, Decode: []string{d.URL},
-		RefreshInterval: time.Hour})
-	r.waitReady(t)
+		RefreshInterval: time.Hour, Balance: RoundRobin})
+	r.waitAllUp(t)
 	p1.Server.Close()
 	r.post(t, `{}`) // one of two goes to P1
 	r.post(t, `{}`)
-	eventually(t, "P1 is out", func() bool { _, up, _, _ := r.balancer.prefill[0].state(); return !up })
+	eventually(t, "P1 is out", func() bool { _, up, _, _ := r.balancer.prefill.servers[0].state(); return !up })
 	for range 4 {
 		if resp, body := r.post(t, `{}`); resp.StatusCode != 200 {
 			t.Fatalf("%s %s", resp.Status, body)
@@ -225,8 +229,8 @@ func TestRestartedPrefillHasANewEngineID(t *testing.T) {
 		id := "engine-" + strconv.Itoa(i)
 		p.register(t, id)
 		eventually(t, "the router knows "+id, func() bool {
-			rank, _, _ := r.balancer.pick()
-			return rank.engineID == id
+			_, _, _, ranks := r.balancer.prefill.servers[0].state()
+			return ranks[0].engineID == id
 		})
 		r.post(t, `{}`)
 		if got := d.next(t).params(t)["remote_engine_id"]; got != id {
@@ -243,7 +247,7 @@ func TestRestartedPrefillIsAskedBeforeItIsUsed(t *testing.T) {
 	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, RetryInterval: time.Hour, RefreshInterval: time.Hour})
 	r.waitReady(t)
 	p.register(t, "new")
-	r.noteDown(r.balancer.prefill[0], errors.New("connection reset"))
+	r.noteDown(r.balancer.prefill.servers[0], errors.New("connection reset"))
 	r.post(t, `{}`)
 	if got := d.next(t).params(t)["remote_engine_id"]; got != "new" {
 		t.Errorf("engine id %v", got)
@@ -266,7 +270,7 @@ func TestParseQuery(t *testing.T) {
 		}
 	}
 	ranks, err := parseQuery([]byte(`{"10":{"engine_id":"k"},"2":{"engine_id":"c","worker_addr":{"0":{"0":"a"}}}}`))
-	if err != nil || len(ranks) != 2 || ranks[0] != (rank{2, "c"}) || ranks[1] != (rank{10, "k"}) {
+	if err != nil || len(ranks) != 2 || ranks[0] != (rank{dp: 2, engineID: "c"}) || ranks[1] != (rank{dp: 10, engineID: "k"}) {
 		t.Errorf("got %v, %v", ranks, err)
 	}
 }

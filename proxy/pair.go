@@ -3,9 +3,9 @@ package proxy
 import (
 	"context"
 	"errors"
-	"fmt"
-	"io"
 	"net/http"
+	"strconv"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -15,29 +15,29 @@ import (
 // is due at any moment, and cutting it off would make P abort for nothing.
 const prefillTail = 10 * time.Second
 
-// request is one completion on its way to a prefill and a decode server.
-type request struct {
-	endpoint    string
-	id          string
-	transferID  string
-	header      http.Header // the client's
-	rank        prefillRank
-	decode      *server
-	prefillBody []byte
-	decodeBody  []byte
+// try makes an attempt and returns nil when the client has its answer, or has
+// gone while it came.
+func (p *Proxy) try(w http.ResponseWriter, client context.Context, a *attempt) *failure {
+	dctx, cancelD := context.WithCancelCause(client)
+	defer cancelD(nil)
+	defer context.AfterFunc(p.ctx, func() { cancelD(errShutdown) })()
+	if p.cfg.Contract == NIXL {
+		return p.tryInTurn(w, dctx, a)
+	}
+	return p.tryAtOnce(w, dctx, cancelD, a)
 }
 
-// serve sends the request to both servers at once and answers what D answers.
-// The caller holds a place among the requests in flight, which done gives back
-// when both halves have ended.
-func (p *Proxy) serve(w http.ResponseWriter, client context.Context, r *request, done func()) {
-	dctx, cancelD := context.WithCancel(client)
-	defer cancelD()
-	stopD := context.AfterFunc(p.ctx, cancelD)
-	defer stopD()
+// Who was first: D with the first bytes of its answer, or P with a failure.
+const (
+	neither = iota
+	decodeBegan
+	prefillFailed
+)
 
-	// P's half ends with this function, and so with the client, whose leaving
-	// ends D's half; only after a whole answer it may outlive it by prefillTail.
+// tryAtOnce sends the request to both servers at the same time.
+func (p *Proxy) tryAtOnce(w http.ResponseWriter, dctx context.Context, cancelD context.CancelCauseFunc, a *attempt) *failure {
+	// P's half ends with this function, and so with the client; only after a
+	// whole answer it may outlive it by prefillTail.
 	pctx, cancelP := context.WithCancel(p.ctx)
 	letPrefillEnd := false
 	defer func() {
@@ -49,87 +49,73 @@ func (p *Proxy) serve(w http.ResponseWriter, client context.Context, r *request,
 		context.AfterFunc(pctx, func() { timer.Stop() })
 	}()
 
-	prefilled := make(chan error, 1)
+	var first atomic.Int32
+	var failed *failure // written before first becomes prefillFailed
+	a.place.add()
 	p.wg.Go(func() {
-		defer done()
+		defer a.place.done()
 		defer cancelP()
-		err := p.prefill(pctx, r)
-		if err != nil && pctx.Err() == nil {
-			p.log.Warn("prefill failed", r.fields(r.rank.server, err)...)
+		_, f := p.prefill(pctx, a)
+		if f == nil || pctx.Err() != nil {
+			return
 		}
-		prefilled <- err
+		failed = f
+		if first.CompareAndSwap(neither, prefillFailed) {
+			cancelD(errPrefill) // D would wait for what P does not send
+		} else {
+			p.log.Warn("prefill failed after the decode server had begun", a.logFields(zap.Error(f))...)
+		}
 	})
-	decoded := make(chan decodeResult, 1)
-	go func() { decoded <- p.decode(dctx, r) }()
-
-	var d decodeResult
-	select {
-	case d = <-decoded:
-	case err := <-prefilled:
-		if err == nil {
-			d = <-decoded
-			break
-		}
-		// D would wait for ever for what P does not send, unless it needed
-		// nothing of P and answers already.
-		select {
-		case d = <-decoded:
-		default:
-			cancelD()
-			d = <-decoded
-			d.close()
-			d = decodeResult{err: errCancelled}
-		}
-		if d.err != nil || d.resp.StatusCode >= 400 {
-			d.close()
-			p.failPrefill(w, client, r, err)
-			return
-		}
+	d, f := p.decode(dctx, a, nil)
+	if !first.CompareAndSwap(neither, decodeBegan) {
+		d.close()
+		return failed
 	}
+	if f != nil {
+		return f
+	}
+	p.relay(w, dctx, a, d)
+	letPrefillEnd = true
+	return nil
+}
+
+// tryInTurn sends the request to P, and with P's parameters to D.
+func (p *Proxy) tryInTurn(w http.ResponseWriter, ctx context.Context, a *attempt) *failure {
+	params, f := p.prefill(ctx, a)
+	if f != nil {
+		return f
+	}
+	d, f := p.decode(ctx, a, params)
+	if f != nil {
+		return f
+	}
+	p.relay(w, ctx, a, d)
+	return nil
+}
+
+// relay gives the client D's answer, all of it when it returns.
+func (p *Proxy) relay(w http.ResponseWriter, ctx context.Context, a *attempt, d answer) {
 	defer d.close()
-	if d.err != nil {
-		cancelP()
-		if p.ending(client) {
-			writeError(w, http.StatusServiceUnavailable, unavailable, shuttingDown)
-			return
-		}
-		p.log.Warn("decode failed", r.fields(r.decode, d.err)...)
-		writeError(w, http.StatusBadGateway, upstream, fmt.Sprintf("decode server %s: %v", r.decode.url, d.err))
+	p.metrics.firstByte.Observe(time.Since(a.began).Seconds())
+	a.outcome = strconv.Itoa(d.resp.StatusCode)
+	d.resp.Header.Set("X-Request-Id", a.id)
+	err := d.relay(w)
+	if err == nil {
 		return
 	}
-	if d.resp.StatusCode >= 400 {
-		cancelP() // nobody will fetch what it computes
+	a.outcome = clientGone
+	if ctx.Err() == nil {
+		a.outcome, a.err = brokenOff, err
+		p.log.Warn("the answer broke off", a.logFields(zap.Error(err))...)
 	}
-	if d.resp.Header.Get("X-Request-Id") == "" {
-		w.Header().Set("X-Request-Id", r.id)
-	}
-	if err := d.relay(w); err != nil {
-		cancelD()
-		if client.Err() == nil {
-			p.log.Warn("decode answer broke off", r.fields(r.decode, err)...)
-		}
-		// Closes the connection, so that the client sees that this is not all.
-		panic(http.ErrAbortHandler)
-	}
-	letPrefillEnd = d.resp.StatusCode < 400
+	// Closes the connection, so that the client sees that this is not all.
+	panic(http.ErrAbortHandler)
 }
 
-var errCancelled = errors.New("cancelled since the prefill failed")
-
-// failPrefill answers for a P that failed: its own answer if the request was
-// at fault, for the client can mend that, and else a 502.
-func (p *Proxy) failPrefill(w http.ResponseWriter, client context.Context, r *request, err error) {
-	w.Header().Set("X-Request-Id", r.id)
-	var answered *statusError
-	switch {
-	case errors.As(err, &answered) && answered.clientsFault():
-		writeBody(w, answered.status, answered.contentType, answered.body)
-	case p.ending(client):
-		writeError(w, http.StatusServiceUnavailable, unavailable, shuttingDown)
-	default:
-		writeError(w, http.StatusBadGateway, upstream, fmt.Sprintf("prefill server %s: %v", r.rank.server.url, err))
-	}
-}
+var (
+	errPrefill  = errors.New("cancelled since the prefill failed")
+	errShutdown = errors.New(shuttingDown)
+)
 
 const shuttingDown = "the router is shutting down"
 
@@ -137,41 +123,4 @@ const shuttingDown = "the router is shutting down"
 // context ends too when the client goes, but then nobody reads the answer.
 func (p *Proxy) ending(client context.Context) bool {
 	return p.ctx.Err() != nil || client.Err() != nil
-}
-
-// decodeResult is D's answer once it has begun, or why there is none.
-type decodeResult struct {
-	answer
-	err error
-}
-
-func (d decodeResult) close() {
-	if d.resp != nil {
-		_ = d.resp.Body.Close()
-	}
-}
-
-// decode sends the request to D and waits until D begins to answer.
-func (p *Proxy) decode(ctx context.Context, r *request) decodeResult {
-	req, err := p.newRequest(ctx, r, r.decode, r.decodeBody)
-	if err != nil {
-		return decodeResult{err: err}
-	}
-	resp, err := p.client.Do(req)
-	if err != nil {
-		if ctx.Err() == nil {
-			p.noteDown(r.decode, err)
-		}
-		return decodeResult{err: err}
-	}
-	a := readFirst(resp)
-	if len(a.first) == 0 && a.err != nil && a.err != io.EOF {
-		return decodeResult{answer: a, err: fmt.Errorf("no answer after the headers: %w", a.err)}
-	}
-	return decodeResult{answer: a}
-}
-
-func (r *request) fields(s *server, err error) []zap.Field {
-	return []zap.Field{zap.String("url", s.url), zap.String("request_id", r.id),
-		zap.String("transfer_id", r.transferID), zap.Error(err)}
 }

@@ -179,9 +179,9 @@ func TestPrefillFailures(t *testing.T) {
 	}{
 		{"4xx", status(400, clientsBody), 400, clientsBody, ""},
 		{"429", status(429, clientsBody), 429, clientsBody, ""},
-		{"5xx", status(500, "out of memory"), 502, "", "answered 500 Internal Server Error: out of memory"},
-		{"redirect", status(302, ""), 502, "", "answered 302"},
-		{"breaks off", func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, 502, "", "EOF"},
+		{"5xx", status(500, "out of memory"), 503, "", "answered 500 Internal Server Error: out of memory"},
+		{"redirect", status(302, ""), 503, "", "answered 302"},
+		{"breaks off", func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, 503, "", "EOF"},
 	}
 	for _, tt := range tests {
 		for name, decode := range map[string]http.HandlerFunc{"silent D": hang, "D with headers": hangAfterHeaders} {
@@ -200,7 +200,7 @@ func TestPrefillFailures(t *testing.T) {
 				}
 				if tt.body == "" {
 					var e apiError
-					if err := json.Unmarshal([]byte(got), &e); err != nil || e.Error.Code != 502 ||
+					if err := json.Unmarshal([]byte(got), &e); err != nil || e.Error.Code != 503 ||
 						!strings.Contains(e.Error.Message, p.URL) || !strings.Contains(e.Error.Message, tt.reason) {
 						t.Errorf("body %s (%v); want an error with %q and %q", got, err, p.URL, tt.reason)
 					}
@@ -215,10 +215,10 @@ func TestPrefillRefusesConnections(t *testing.T) {
 	leaktest.Check(t)
 	r, p, _ := pairOf(t, ok, hang)
 	p.Server.Close()
-	r.waitRefused(t, r.balancer.prefill[0])
+	r.waitRefused(t, r.balancer.prefill.servers[0])
 	resp, got := r.post(t, `{}`)
-	if resp.StatusCode != 502 || !strings.Contains(got, p.URL) || !strings.Contains(got, "refused") {
-		t.Fatalf("got %s %s; want 502 with %s", resp.Status, got, p.URL)
+	if resp.StatusCode != 503 || !strings.Contains(got, p.URL) || !strings.Contains(got, "refused") {
+		t.Fatalf("got %s %s; want 503 with %s", resp.Status, got, p.URL)
 	}
 }
 
@@ -226,10 +226,10 @@ func TestDecodeRefusesConnections(t *testing.T) {
 	leaktest.Check(t)
 	r, p, d := pairOf(t, hang, ok)
 	d.Server.Close()
-	r.waitRefused(t, r.balancer.decode[0])
+	r.waitRefused(t, r.balancer.decode.servers[0])
 	resp, got := r.post(t, `{}`)
-	if resp.StatusCode != 502 || !strings.Contains(got, d.URL) || !strings.Contains(got, "refused") {
-		t.Fatalf("got %s %s; want 502 with %s", resp.Status, got, d.URL)
+	if resp.StatusCode != 503 || !strings.Contains(got, d.URL) || !strings.Contains(got, "refused") {
+		t.Fatalf("got %s %s; want 503 with %s", resp.Status, got, d.URL)
 	}
 	select {
 	case c := <-p.calls: // if it had got that far
@@ -262,7 +262,7 @@ func TestPrefillFailsAfterDecodeHasBegun(t *testing.T) {
 	close(begun) // the client has D's headers, so that the router has its first bytes
 	recv(t, answered, "P's answer")
 	// The router's end of P's half is not visible from outside but here.
-	eventually(t, "P's half has ended", func() bool { return len(r.Proxy.places) == 0 })
+	eventually(t, "P's half has ended", func() bool { return r.balancer.prefill.servers[0].inFlight() == 0 })
 	close(failed)
 	if body, err := io.ReadAll(resp.Body); string(body) != "first last" || err != nil {
 		t.Fatalf("body %q, %v", body, err)

@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -22,6 +23,8 @@ type Proxy struct {
 	bootstraps *http.Client
 	balancer   balancer
 	places     chan struct{} // one for each request in flight
+	metrics    *metrics
+	draining   atomic.Bool
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -45,23 +48,27 @@ func New(cfg Config) (*Proxy, error) {
 	}
 	p := &Proxy{cfg: cfg, log: cfg.Logger, client: newClient(nil), bootstraps: newClient(trust), places: make(chan struct{}, cfg.MaxRequests)}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
+	p.balancer.policy = cfg.Balance
 	for _, c := range cfg.Prefill {
 		base, err := baseURL(c.URL)
 		if err != nil {
 			return nil, err
 		}
-		p.balancer.prefill = append(p.balancer.prefill, &server{
-			role: "prefill", url: c.URL, base: base, bootstrap: bootstrapURL(base, c.BootstrapPort, cfg.BootstrapCA != ""), reason: "not asked yet",
-		})
+		s := &server{role: prefillRole, url: c.URL, base: base, reason: "not asked yet"}
+		if cfg.Contract == Mooncake || c.BootstrapPort != 0 {
+			s.bootstrap = bootstrapURL(base, c.BootstrapPort, cfg.BootstrapCA != "")
+		}
+		p.balancer.prefill.servers = append(p.balancer.prefill.servers, s)
 	}
 	for _, c := range cfg.Decode {
 		base, err := baseURL(c)
 		if err != nil {
 			return nil, err
 		}
-		p.balancer.decode = append(p.balancer.decode, &server{role: "decode", url: c, base: base, reason: "not asked yet"})
+		p.balancer.decode.servers = append(p.balancer.decode.servers, &server{role: decodeRole, url: c, base: base, reason: "not asked yet"})
 	}
-	for _, s := range append(append([]*server(nil), p.balancer.prefill...), p.balancer.decode...) {
+	p.metrics = newMetrics(p)
+	for _, s := range p.balancer.servers() {
 		p.wg.Go(func() { p.watch(p.ctx, s) })
 	}
 	return p, nil
@@ -73,7 +80,9 @@ func newClient(trust *tls.Config) *http.Client {
 	return &http.Client{
 		Transport: &http.Transport{
 			// No Proxy: engines are near, and not behind the environment's.
-			DialContext:         (&net.Dialer{Timeout: 5 * time.Second, KeepAlive: 15 * time.Second}).DialContext,
+			// A host that vanishes is noticed by keep-alives: answers have no time limit.
+			DialContext: (&net.Dialer{Timeout: 5 * time.Second, KeepAliveConfig: net.KeepAliveConfig{
+				Enable: true, Idle: 5 * time.Second, Interval: 5 * time.Second, Count: 3}}).DialContext,
 			TLSHandshakeTimeout: 5 * time.Second,
 			TLSClientConfig:     trust,
 			MaxIdleConnsPerHost: 256,
@@ -82,31 +91,12 @@ func newClient(trust *tls.Config) *http.Client {
 			IdleConnTimeout:        3 * time.Second,
 			DisableCompression:     true, // bodies pass as they are
 			MaxResponseHeaderBytes: 64 << 10,
+			ReadBufferSize:         16 << 10,
 		},
 		// A redirect is an answer like others; following it would send a
 		// client's credentials to a server that nobody configured.
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
-}
-
-// begin takes a place among the requests in flight, and the reason if there is
-// none.
-func (p *Proxy) begin() (done func(), reason string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.closed {
-		return nil, shuttingDown
-	}
-	select {
-	case p.places <- struct{}{}:
-	default:
-		return nil, fmt.Sprintf("%d requests are in flight, the limit: try again later", cap(p.places))
-	}
-	p.wg.Add(1)
-	return func() {
-		<-p.places
-		p.wg.Done()
-	}, ""
 }
 
 // Close ends all requests and the background work, and waits for them within

@@ -15,6 +15,10 @@ import (
 // closeTimeout bounds what comes after ShutdownTimeout.
 const closeTimeout = 5 * time.Second
 
+// connsPerRequest is how many connections there may be for each of MaxRequests,
+// most of them idle.
+const connsPerRequest = 4
+
 // Run serves until ctx ends, lets running requests go on for ShutdownTimeout,
 // ends them, and returns when nothing is left. The logger may be nil.
 func Run(ctx context.Context, cfg Config, logger *zap.Logger) error {
@@ -37,6 +41,7 @@ func Run(ctx context.Context, cfg Config, logger *zap.Logger) error {
 		ReadHeaderTimeout: 10 * time.Second,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    64 << 10,
+		MaxConns:          connsPerRequest * p.cfg.MaxRequests,
 		Grace:             p.cfg.ShutdownTimeout,
 		Logger:            p.log,
 	})
@@ -53,6 +58,8 @@ func Run(ctx context.Context, cfg Config, logger *zap.Logger) error {
 	var serveErr error
 	select {
 	case <-ctx.Done():
+		p.draining.Store(true)
+		p.log.Info("draining", zap.Int("requests", len(p.places)), zap.Duration("at_most", p.cfg.ShutdownTimeout))
 		err = srv.Close(context.Background())
 		serveErr = <-served
 	case serveErr = <-served:

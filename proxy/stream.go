@@ -1,8 +1,10 @@
 package proxy
 
 import (
+	"bytes"
 	"io"
 	"net/http"
+	"sync"
 	"time"
 )
 
@@ -15,23 +17,67 @@ func boundWrite(w http.ResponseWriter) {
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeStall))
 }
 
-// answer is an upstream's response whose first bytes have been read.
+// buffers are what answers are read into.
+var buffers = sync.Pool{New: func() any { return new([32 << 10]byte) }}
+
+// answer is an upstream's response whose first bytes have been read. The zero
+// value is none.
 type answer struct {
 	resp  *http.Response
+	buf   *[32 << 10]byte
 	first []byte
-	err   error // io.EOF when first is all there is
+	err   error  // io.EOF when first is all there is
+	end   func() // may be nil
 }
 
-// readFirst waits for the first bytes of the body. Headers alone do not say
-// that a server has begun: engines send those of a stream before they have
-// anything to stream.
+// readFirst waits for the first bytes of the body.
 func readFirst(resp *http.Response) answer {
-	buf := make([]byte, 32<<10)
+	a := answer{resp: resp, buf: buffers.Get().(*[32 << 10]byte)}
+	for len(a.first) == 0 && a.err == nil {
+		a.more()
+	}
+	return a
+}
+
+// more reads on into first.
+func (a *answer) more() {
+	var n int
+	have := len(a.first)
+	n, a.err = a.resp.Body.Read(a.buf[have:])
+	a.first = a.buf[:have+n]
+}
+
+// close ends the answer and gives its buffer back.
+func (a *answer) close() {
+	if a.resp == nil {
+		return
+	}
+	_ = a.resp.Body.Close()
+	if a.end != nil {
+		a.end()
+	}
+	buffers.Put(a.buf)
+	*a = answer{}
+}
+
+// errorEvent is the data of a stream's first event, if that is an error.
+func (a *answer) errorEvent() ([]byte, bool) {
+	mark, end := []byte(`data: {"error"`), []byte("\n\n")
 	for {
-		n, err := resp.Body.Read(buf)
-		if n > 0 || err != nil {
-			return answer{resp, buf[:n], err}
+		n := min(len(mark), len(a.first))
+		if !bytes.Equal(a.first[:n], mark[:n]) {
+			return nil, false
 		}
+		if at := bytes.Index(a.first, end); n == len(mark) && (at >= 0 || a.err != nil) {
+			if at < 0 {
+				at = len(a.first)
+			}
+			return a.first[len("data: "):at], true
+		}
+		if a.err != nil || len(a.first) == len(a.buf) {
+			return nil, false
+		}
+		a.more()
 	}
 }
 
@@ -41,40 +87,46 @@ var hopByHop = []string{
 	"Te", "Trailer", "Transfer-Encoding", "Upgrade",
 }
 
+// passHeader copies what an engine says for the client.
+func passHeader(to, from http.Header) {
+	for name, values := range from {
+		to[name] = values
+	}
+	for _, name := range hopByHop {
+		delete(to, name)
+	}
+}
+
 // relay writes an answer to the client as it arrives. It returns nil when the
 // client has all of it; after an error it must not take what it has for
 // the whole.
-func (a answer) relay(w http.ResponseWriter) error {
-	for name, values := range a.resp.Header {
-		w.Header()[name] = values
-	}
-	for _, name := range hopByHop {
-		w.Header().Del(name)
-	}
+func (a *answer) relay(w http.ResponseWriter) error {
+	passHeader(w.Header(), a.resp.Header)
 	c := http.NewResponseController(w)
 	boundWrite(w)
 	w.WriteHeader(a.resp.StatusCode)
 
 	chunk, err := a.first, a.err
-	buf := a.first[:cap(a.first)]
 	for {
 		if len(chunk) > 0 {
-			boundWrite(w)
 			if _, werr := w.Write(chunk); werr != nil {
-				return werr
-			}
-			if werr := c.Flush(); werr != nil {
 				return werr
 			}
 		}
 		if err == io.EOF {
-			return nil
+			return nil // the handler's end flushes
+		}
+		if len(chunk) > 0 {
+			if werr := c.Flush(); werr != nil {
+				return werr
+			}
 		}
 		if err != nil {
 			return err
 		}
 		var n int
-		n, err = a.resp.Body.Read(buf)
-		chunk = buf[:n]
+		n, err = a.resp.Body.Read(a.buf[:])
+		chunk = a.buf[:n]
+		boundWrite(w)
 	}
 }

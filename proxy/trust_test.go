@@ -36,7 +36,7 @@ func TestBootstrapOverTLS(t *testing.T) {
 	for _, ca := range []string{stranger.File, SystemCA, ""} { // "" speaks http
 		r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, BootstrapCA: ca})
 		eventually(t, "the prefill server was asked", func() bool {
-			_, _, reason, _ := r.balancer.prefill[0].state()
+			_, _, reason, _ := r.balancer.prefill.servers[0].state()
 			return reason != "not asked yet"
 		})
 		if resp, text := r.post(t, `{"prompt":"x"}`); resp.StatusCode != 503 {

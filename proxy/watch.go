@@ -40,8 +40,7 @@ func (p *Proxy) watch(ctx context.Context, s *server) {
 			timer.Reset(p.cfg.RetryInterval)
 			continue
 		}
-		wasUp, before := s.setUp(ranks)
-		if !wasUp || !slices.Equal(before, ranks) {
+		if wasUp, changed := s.setUp(ranks); !wasUp || changed {
 			p.log.Info("server is up", zap.String("role", s.role), zap.String("url", s.url),
 				zap.Int("dp_size", len(ranks)), zap.Bool("was_up", wasUp))
 		}
@@ -49,13 +48,8 @@ func (p *Proxy) watch(ctx context.Context, s *server) {
 	}
 }
 
-// askAgain asks a prefill server that is taken for down, before a request goes
-// there because none is up: a restarted one has another engine id than the one
-// that is remembered of it. It reports whether the server is up after all.
+// askAgain asks a server between its probes, and reports whether it is up.
 func (p *Proxy) askAgain(ctx context.Context, s *server) bool {
-	if _, up, _, _ := s.state(); up {
-		return false
-	}
 	ctx, cancel := context.WithTimeout(ctx, p.cfg.RetryInterval)
 	defer cancel()
 	ranks, err := p.probe(ctx, s)
@@ -65,7 +59,7 @@ func (p *Proxy) askAgain(ctx context.Context, s *server) bool {
 	return err == nil
 }
 
-// noteDown takes a server out of the round robin until its next good probe.
+// noteDown takes a server out of the choice until its next good probe.
 func (p *Proxy) noteDown(s *server, err error) {
 	if s.setDown(err.Error()) {
 		p.log.Warn("server is down", zap.String("role", s.role), zap.String("url", s.url), zap.Error(err))
@@ -80,7 +74,7 @@ func (p *Proxy) probe(ctx context.Context, s *server) ([]rank, error) {
 		return nil, err
 	}
 	if s.bootstrap == "" {
-		return nil, nil
+		return []rank{{dp: unranked}}, nil
 	}
 	body, err := p.fetch(ctx, p.bootstraps, s.bootstrap+"/query")
 	if err != nil {
@@ -113,7 +107,7 @@ func parseQuery(body []byte) ([]rank, error) {
 		if e.EngineID == "" {
 			return nil, fmt.Errorf("dp rank %d has no engine_id", dp)
 		}
-		ranks = append(ranks, rank{dp, e.EngineID})
+		ranks = append(ranks, rank{dp: dp, engineID: e.EngineID})
 	}
 	slices.SortFunc(ranks, func(a, b rank) int { return a.dp - b.dp })
 	return ranks, nil

@@ -39,6 +39,8 @@ case_ "example moves blocks (C)" timeout 60 $out/move_blocks
 case_ "example moves blocks (C++)" timeout 60 $out/move_blocks_cpp
 case_ "contract test compiles" cc -std=gnu11 "${warn[@]}" capi/test/contract.c "${link[@]}" -lpthread -o $out/contract
 case_ "contract" timeout 120 $out/contract
+case_ "geometry test compiles" cc -std=gnu11 "${warn[@]}" capi/test/geometry.c "${link[@]}" -o $out/geometry
+case_ "geometry" timeout 120 $out/geometry
 case_ "panic test compiles" cc -std=gnu11 "${warn[@]}" capi/test/panic.c -I include -L $out -lkvconn -o $out/test_panic
 case_ "no panic reaches the host" panics
 echo "$passed passed, $failed failed"

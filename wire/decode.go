@@ -71,6 +71,8 @@ func (r *Request) check() error {
 			}
 		}
 		return nil
+	case r.Kind == KindJoin && r.Join != nil && r.Join.Agent != nil:
+		return r.Join.Agent.check()
 	case r.Kind == KindSignal && r.Signal != nil:
 		return short("transport", r.Signal.Transport, 16)
 	}
@@ -85,6 +87,9 @@ func (a *Agent) check() error {
 	}
 	for _, s := range a.Shapes {
 		err = first(err, short("region name", s.Name, 256))
+	}
+	if len(a.Geometry) != 0 && len(a.Geometry) != len(a.Shapes) {
+		err = first(err, fmt.Errorf("geometry of %d regions, shapes of %d", len(a.Geometry), len(a.Shapes)))
 	}
 	for _, l := range a.Lacks {
 		err = first(err, short("transport", l.Transport, 16), short("reason", l.Reason, 512))

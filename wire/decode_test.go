@@ -1,6 +1,7 @@
 package wire
 
 import (
+	"math"
 	"reflect"
 	"strings"
 	"testing"
@@ -48,6 +49,7 @@ func TestDecodeAtTheLimits(t *testing.T) {
 		"finish": &Request{Kind: KindFinish, Finishes: []Finish{{TransferID: n(144), Reason: n(1024)}}},
 		"reply":  &Reply{Reason: n(1024), Statuses: make([]uint8, 131072), Ends: []End{{131071, 1, n(1024)}}, Tickets: tickets, Signal: make([]byte, MaxSignal)},
 		"signal": &Request{Kind: KindSignal, From: n(64), Signal: &Signal{Transport: n(16), Data: make([]byte, MaxSignal)}},
+		"join":   &Request{Kind: KindJoin, From: n(64), Join: &Join{Agent: anAgent(), New: true, Since: math.MaxInt64}},
 	} {
 		got := reflect.New(reflect.TypeOf(m).Elem()).Interface().(codec)
 		if err := Decode(encode(t, m), got); err != nil {
@@ -88,6 +90,9 @@ func TestDecodeRefuses(t *testing.T) {
 		"address":           {hello(func(a *Agent) { a.Endpoints[1].Address = n(513) }), "address"},
 		"region name":       {hello(func(a *Agent) { a.Shapes[1].Name = n(257) }), "region name"},
 		"endpoints":         {hello(func(a *Agent) { a.Endpoints = make([]Endpoint, 17) }), limit},
+		"geometry":          {hello(func(a *Agent) { a.Geometry = a.Geometry[:1] }), "geometry of 1 regions, shapes of 2"},
+		"much geometry":     {hello(func(a *Agent) { a.Geometry = make([]Geometry, 65537) }), limit},
+		"tokens":            {load(func(l *Load) { l.Tokens = make([]uint32, 17) }), limit},
 		"shapes":            {hello(func(a *Agent) { a.Shapes = make([]Shape, 65537) }), limit},
 		"entry's shapes":    {&Agent{Shapes: make([]Shape, 65537)}, limit},
 		"load's id":         {load(func(l *Load) { l.TransferID = n(145) }), "transfer_id"},
@@ -108,6 +113,9 @@ func TestDecodeRefuses(t *testing.T) {
 		"lacks":             {hello(func(a *Agent) { a.Lacks = make([]Lack, 17) }), limit},
 		"lack's reason":     {hello(func(a *Agent) { a.Lacks[0].Reason = n(513) }), "reason"},
 		"lack's transport":  {hello(func(a *Agent) { a.Lacks[0].Transport = n(17) }), "transport"},
+		"join missing":      {&Request{Kind: KindJoin, Hello: anAgent()}, "without its part"},
+		"join of nobody":    {&Request{Kind: KindJoin, Join: &Join{}}, "without its part"},
+		"join's engine":     {&Request{Kind: KindJoin, Join: &Join{Agent: &Agent{EngineID: n(257)}}}, "engine_id"},
 		"signal missing":    {&Request{Kind: KindSignal, Hello: anAgent()}, "without its part"},
 		"signal's bytes":    {&Request{Kind: KindSignal, Signal: &Signal{Data: make([]byte, MaxSignal+1)}}, limit},
 		"signal's way":      {&Request{Kind: KindSignal, Signal: &Signal{Transport: n(17)}}, "transport"},

@@ -9,7 +9,7 @@ package wire
 //msgp:limit arrays:65536 maps:16
 
 // Version is compared at Hello; agents of unequal versions refuse each other.
-const Version = 2
+const Version = 3
 
 // MaxMessage is the longest encoded message that is read, in bytes.
 const MaxMessage = 8 << 20
@@ -24,6 +24,7 @@ const (
 	KindRenew  Kind = 3 // D → P: I still want these transfers; without any, both ways: are you there?
 	KindFinish Kind = 4 // both ways: these transfers ended on my side
 	KindSignal Kind = 5 // both ways: what one end of a transport says to the other
+	KindJoin   Kind = 6 // rank → its engine's first rank, whose server it uses: register me there, again and again
 )
 
 // Request is one message that is answered by a Reply.
@@ -35,6 +36,15 @@ type Request struct {
 	Renew    *Renew   `msg:"r,omitempty"`
 	Finishes []Finish `msg:"x,omitempty,limit=4096"`
 	Signal   *Signal  `msg:"sg,omitempty"`
+	Join     *Join    `msg:"j,omitempty"`
+}
+
+// Join keeps the registration of a rank at a server that is not its own.
+type Join struct {
+	Agent *Agent `msg:"a"`
+	New   bool   `msg:"n,omitempty"` // it takes the rank over from whoever has it
+	Leave bool   `msg:"l,omitempty"` // it goes
+	Since int64  `msg:"s"`           // orders the agents that register one rank; the answer may raise it
 }
 
 // MaxSignal is the longest Data of a Signal and Signal of a Reply, in bytes.
@@ -56,11 +66,15 @@ type Agent struct {
 	DPRank      int        `msg:"dp"`
 	TPRank      int        `msg:"tp"`
 	PPRank      int        `msg:"pp"`
+	TPSize      int        `msg:"tps,omitempty"` // of its engine; 0 means 1
+	PPSize      int        `msg:"pps,omitempty"`
+	Joined      bool       `msg:"j,omitempty"` // the server where it is registered is another process's
 	Model       string     `msg:"m,limit=512"`
 	DType       string     `msg:"dt,limit=64"`
 	BlockTokens int        `msg:"bt"`
 	Endpoints   []Endpoint `msg:"ep,limit=16"`
 	Shapes      []Shape    `msg:"s,limit=65536"`
+	Geometry    []Geometry `msg:"g,omitempty,limit=65536"` // of each of Shapes; none: all are opaque
 	Lacks       []Lack     `msg:"lk,omitempty,limit=16"`
 }
 
@@ -77,7 +91,7 @@ type Lack struct {
 	Reason    string `msg:"r,limit=512"`
 }
 
-// Shape is core.Shape.
+// Shape is core.Shape, but for what an agent of version 2 does not know.
 //
 //msgp:tuple Shape
 type Shape struct {
@@ -88,13 +102,23 @@ type Shape struct {
 	Group       uint32
 }
 
+// Geometry is what core.Shape says of a block's inside. It is apart from Shape so that
+// an older agent reads all but it, and can say that the versions differ.
+//
+//msgp:tuple Geometry
+type Geometry struct {
+	Tokens, Heads, FirstHead, TotalHeads uint32
+	TokenStride, HeadStride              uint64
+}
+
 // Load asks P to write a transfer into D's blocks.
 type Load struct {
 	TransferID string   `msg:"t,limit=144"` // of a part: core.Share.Part
 	Transport  string   `msg:"tr,limit=16"`
 	Grant      []byte   `msg:"g,limit=4096"`
 	Groups     []Blocks `msg:"b,limit=16"`
-	Regions    []uint32 `msg:"rg,omitempty,limit=65536"` // of a part: those that it is of; none means all
+	Tokens     []uint32 `msg:"tk,omitempty,limit=16"`    // of the prompt, per group; none: all that the blocks have room for
+	Regions    []uint32 `msg:"rg,omitempty,limit=65536"` // of a part: D's regions that it is of; none means all
 	LeaseMS    int64    `msg:"ls"`
 }
 
@@ -127,6 +151,7 @@ type Reply struct {
 	Ticket   []byte   `msg:"tk,limit=64,omitempty"`      // of a Hello: with it D connects its tcp to P's
 	Tickets  []Ticket `msg:"ts,omitempty,limit=16"`      // of a Hello: those of the other transports
 	AgeMS    int64    `msg:"ag,omitempty"`               // of a Hello: for how long P's agent has been open, rounded up; 0 is unknown
+	Since    int64    `msg:"sn,omitempty"`               // of a Join: its Since from now on
 	Statuses []uint8  `msg:"s,limit=131072"`             // of a Renew: core.Status per load, then per claim
 	Ends     []End    `msg:"e,omitempty,limit=65536"`    // of those that have ended: why
 	Signal   []byte   `msg:"sg,omitempty,limit=4194304"` // the answer to a Signal

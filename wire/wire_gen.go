@@ -16,15 +16,31 @@ const (
 func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(12)
-	var zb0001Mask uint16 /* 12 bits */
+	zb0001Len := uint32(16)
+	var zb0001Mask uint16 /* 16 bits */
 	_ = zb0001Mask
+	if z.TPSize == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x40
+	}
+	if z.PPSize == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x80
+	}
+	if z.Joined == false {
+		zb0001Len--
+		zb0001Mask |= 0x100
+	}
+	if z.Geometry == nil {
+		zb0001Len--
+		zb0001Mask |= 0x4000
+	}
 	if z.Lacks == nil {
 		zb0001Len--
-		zb0001Mask |= 0x800
+		zb0001Mask |= 0x8000
 	}
 	// variable map header, size zb0001Len
-	o = append(o, 0x80|uint8(zb0001Len))
+	o = msgp.AppendMapHeader(o, zb0001Len)
 
 	// skip if no fields are to be emitted
 	if zb0001Len != 0 {
@@ -46,6 +62,21 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 		// string "pp"
 		o = append(o, 0xa2, 0x70, 0x70)
 		o = msgp.AppendInt(o, z.PPRank)
+		if (zb0001Mask & 0x40) == 0 { // if not omitted
+			// string "tps"
+			o = append(o, 0xa3, 0x74, 0x70, 0x73)
+			o = msgp.AppendInt(o, z.TPSize)
+		}
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
+			// string "pps"
+			o = append(o, 0xa3, 0x70, 0x70, 0x73)
+			o = msgp.AppendInt(o, z.PPSize)
+		}
+		if (zb0001Mask & 0x100) == 0 { // if not omitted
+			// string "j"
+			o = append(o, 0xa1, 0x6a)
+			o = msgp.AppendBool(o, z.Joined)
+		}
 		// string "m"
 		o = append(o, 0xa1, 0x6d)
 		o = msgp.AppendString(o, z.Model)
@@ -77,18 +108,30 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 				return
 			}
 		}
-		if (zb0001Mask & 0x800) == 0 { // if not omitted
+		if (zb0001Mask & 0x4000) == 0 { // if not omitted
+			// string "g"
+			o = append(o, 0xa1, 0x67)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Geometry)))
+			for za0003 := range z.Geometry {
+				o, err = z.Geometry[za0003].MarshalMsg(o)
+				if err != nil {
+					err = msgp.WrapError(err, "Geometry", za0003)
+					return
+				}
+			}
+		}
+		if (zb0001Mask & 0x8000) == 0 { // if not omitted
 			// string "lk"
 			o = append(o, 0xa2, 0x6c, 0x6b)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Lacks)))
-			for za0003 := range z.Lacks {
+			for za0004 := range z.Lacks {
 				// map header, size 2
 				// string "t"
 				o = append(o, 0x82, 0xa1, 0x74)
-				o = msgp.AppendString(o, z.Lacks[za0003].Transport)
+				o = msgp.AppendString(o, z.Lacks[za0004].Transport)
 				// string "r"
 				o = append(o, 0xa1, 0x72)
-				o = msgp.AppendString(o, z.Lacks[za0003].Reason)
+				o = msgp.AppendString(o, z.Lacks[za0004].Reason)
 			}
 		}
 	}
@@ -151,6 +194,24 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			z.PPRank, bts, err = msgp.ReadIntBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "PPRank")
+				return
+			}
+		case "tps":
+			z.TPSize, bts, err = msgp.ReadIntBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "TPSize")
+				return
+			}
+		case "pps":
+			z.PPSize, bts, err = msgp.ReadIntBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "PPSize")
+				return
+			}
+		case "j":
+			z.Joined, bts, err = msgp.ReadBoolBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Joined")
 				return
 			}
 		case "m":
@@ -250,57 +311,80 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					return
 				}
 			}
-		case "lk":
+		case "g":
 			var zb0005 uint32
 			zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Geometry")
+				return
+			}
+			if zb0005 > 65536 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Geometry) >= int(zb0005) {
+				z.Geometry = (z.Geometry)[:zb0005]
+			} else {
+				z.Geometry = make([]Geometry, zb0005)
+			}
+			for za0003 := range z.Geometry {
+				bts, err = z.Geometry[za0003].UnmarshalMsg(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Geometry", za0003)
+					return
+				}
+			}
+		case "lk":
+			var zb0006 uint32
+			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Lacks")
 				return
 			}
-			if zb0005 > 16 {
+			if zb0006 > 16 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Lacks) >= int(zb0005) {
-				z.Lacks = (z.Lacks)[:zb0005]
+			if cap(z.Lacks) >= int(zb0006) {
+				z.Lacks = (z.Lacks)[:zb0006]
 			} else {
-				z.Lacks = make([]Lack, zb0005)
+				z.Lacks = make([]Lack, zb0006)
 			}
-			for za0003 := range z.Lacks {
-				var zb0006 uint32
-				zb0006, bts, err = msgp.ReadMapHeaderBytes(bts)
+			for za0004 := range z.Lacks {
+				var zb0007 uint32
+				zb0007, bts, err = msgp.ReadMapHeaderBytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Lacks", za0003)
+					err = msgp.WrapError(err, "Lacks", za0004)
 					return
 				}
-				if zb0006 > 16 {
+				if zb0007 > 16 {
 					err = msgp.ErrLimitExceeded
 					return
 				}
-				for zb0006 > 0 {
-					zb0006--
+				for zb0007 > 0 {
+					zb0007--
 					field, bts, err = msgp.ReadMapKeyZC(bts)
 					if err != nil {
-						err = msgp.WrapError(err, "Lacks", za0003)
+						err = msgp.WrapError(err, "Lacks", za0004)
 						return
 					}
 					switch msgp.UnsafeString(field) {
 					case "t":
-						z.Lacks[za0003].Transport, bts, err = msgp.ReadStringBytes(bts)
+						z.Lacks[za0004].Transport, bts, err = msgp.ReadStringBytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lacks", za0003, "Transport")
+							err = msgp.WrapError(err, "Lacks", za0004, "Transport")
 							return
 						}
 					case "r":
-						z.Lacks[za0003].Reason, bts, err = msgp.ReadStringBytes(bts)
+						z.Lacks[za0004].Reason, bts, err = msgp.ReadStringBytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lacks", za0003, "Reason")
+							err = msgp.WrapError(err, "Lacks", za0004, "Reason")
 							return
 						}
 					default:
 						bts, err = msgp.Skip(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lacks", za0003)
+							err = msgp.WrapError(err, "Lacks", za0004)
 							return
 						}
 					}
@@ -320,7 +404,7 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Agent) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 3 + msgp.StringPrefixSize + len(z.ID) + 2 + msgp.StringPrefixSize + len(z.EngineID) + 3 + msgp.IntSize + 3 + msgp.IntSize + 3 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Model) + 3 + msgp.StringPrefixSize + len(z.DType) + 3 + msgp.IntSize + 3 + msgp.ArrayHeaderSize
+	s = 3 + 2 + msgp.IntSize + 3 + msgp.StringPrefixSize + len(z.ID) + 2 + msgp.StringPrefixSize + len(z.EngineID) + 3 + msgp.IntSize + 3 + msgp.IntSize + 3 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.StringPrefixSize + len(z.Model) + 3 + msgp.StringPrefixSize + len(z.DType) + 3 + msgp.IntSize + 3 + msgp.ArrayHeaderSize
 	for za0001 := range z.Endpoints {
 		s += 1 + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Transport) + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Address)
 	}
@@ -328,9 +412,13 @@ func (z *Agent) Msgsize() (s int) {
 	for za0002 := range z.Shapes {
 		s += z.Shapes[za0002].Msgsize()
 	}
+	s += 2 + msgp.ArrayHeaderSize
+	for za0003 := range z.Geometry {
+		s += z.Geometry[za0003].Msgsize()
+	}
 	s += 3 + msgp.ArrayHeaderSize
-	for za0003 := range z.Lacks {
-		s += 1 + 2 + msgp.StringPrefixSize + len(z.Lacks[za0003].Transport) + 2 + msgp.StringPrefixSize + len(z.Lacks[za0003].Reason)
+	for za0004 := range z.Lacks {
+		s += 1 + 2 + msgp.StringPrefixSize + len(z.Lacks[za0004].Transport) + 2 + msgp.StringPrefixSize + len(z.Lacks[za0004].Reason)
 	}
 	return
 }
@@ -585,6 +673,201 @@ func (z Finish) Msgsize() (s int) {
 }
 
 // MarshalMsg implements msgp.Marshaler
+func (z *Geometry) MarshalMsg(b []byte) (o []byte, err error) {
+	o = msgp.Require(b, z.Msgsize())
+	// array header, size 6
+	o = append(o, 0x96)
+	o = msgp.AppendUint32(o, z.Tokens)
+	o = msgp.AppendUint32(o, z.Heads)
+	o = msgp.AppendUint32(o, z.FirstHead)
+	o = msgp.AppendUint32(o, z.TotalHeads)
+	o = msgp.AppendUint64(o, z.TokenStride)
+	o = msgp.AppendUint64(o, z.HeadStride)
+	return
+}
+
+// UnmarshalMsg implements msgp.Unmarshaler
+func (z *Geometry) UnmarshalMsg(bts []byte) (o []byte, err error) {
+	var zb0001 uint32
+	zb0001, bts, err = msgp.ReadArrayHeaderBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err)
+		return
+	}
+	if zb0001 != 6 {
+		err = msgp.ArrayError{Wanted: 6, Got: zb0001}
+		return
+	}
+	z.Tokens, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Tokens")
+		return
+	}
+	z.Heads, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Heads")
+		return
+	}
+	z.FirstHead, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "FirstHead")
+		return
+	}
+	z.TotalHeads, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "TotalHeads")
+		return
+	}
+	z.TokenStride, bts, err = msgp.ReadUint64Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "TokenStride")
+		return
+	}
+	z.HeadStride, bts, err = msgp.ReadUint64Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "HeadStride")
+		return
+	}
+	o = bts
+	return
+}
+
+// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
+func (z *Geometry) Msgsize() (s int) {
+	s = 1 + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint64Size + msgp.Uint64Size
+	return
+}
+
+// MarshalMsg implements msgp.Marshaler
+func (z *Join) MarshalMsg(b []byte) (o []byte, err error) {
+	o = msgp.Require(b, z.Msgsize())
+	// check for omitted fields
+	zb0001Len := uint32(4)
+	var zb0001Mask uint8 /* 4 bits */
+	_ = zb0001Mask
+	if z.New == false {
+		zb0001Len--
+		zb0001Mask |= 0x2
+	}
+	if z.Leave == false {
+		zb0001Len--
+		zb0001Mask |= 0x4
+	}
+	// variable map header, size zb0001Len
+	o = append(o, 0x80|uint8(zb0001Len))
+
+	// skip if no fields are to be emitted
+	if zb0001Len != 0 {
+		// string "a"
+		o = append(o, 0xa1, 0x61)
+		if z.Agent == nil {
+			o = msgp.AppendNil(o)
+		} else {
+			o, err = z.Agent.MarshalMsg(o)
+			if err != nil {
+				err = msgp.WrapError(err, "Agent")
+				return
+			}
+		}
+		if (zb0001Mask & 0x2) == 0 { // if not omitted
+			// string "n"
+			o = append(o, 0xa1, 0x6e)
+			o = msgp.AppendBool(o, z.New)
+		}
+		if (zb0001Mask & 0x4) == 0 { // if not omitted
+			// string "l"
+			o = append(o, 0xa1, 0x6c)
+			o = msgp.AppendBool(o, z.Leave)
+		}
+		// string "s"
+		o = append(o, 0xa1, 0x73)
+		o = msgp.AppendInt64(o, z.Since)
+	}
+	return
+}
+
+// UnmarshalMsg implements msgp.Unmarshaler
+func (z *Join) UnmarshalMsg(bts []byte) (o []byte, err error) {
+	var field []byte
+	_ = field
+	var zb0001 uint32
+	zb0001, bts, err = msgp.ReadMapHeaderBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err)
+		return
+	}
+	if zb0001 > z5817a858limitMaps {
+		err = msgp.ErrLimitExceeded
+		return
+	}
+	for zb0001 > 0 {
+		zb0001--
+		field, bts, err = msgp.ReadMapKeyZC(bts)
+		if err != nil {
+			err = msgp.WrapError(err)
+			return
+		}
+		switch msgp.UnsafeString(field) {
+		case "a":
+			if msgp.IsNil(bts) {
+				bts, err = msgp.ReadNilBytes(bts)
+				if err != nil {
+					return
+				}
+				z.Agent = nil
+			} else {
+				if z.Agent == nil {
+					z.Agent = new(Agent)
+				}
+				bts, err = z.Agent.UnmarshalMsg(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Agent")
+					return
+				}
+			}
+		case "n":
+			z.New, bts, err = msgp.ReadBoolBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "New")
+				return
+			}
+		case "l":
+			z.Leave, bts, err = msgp.ReadBoolBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Leave")
+				return
+			}
+		case "s":
+			z.Since, bts, err = msgp.ReadInt64Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Since")
+				return
+			}
+		default:
+			bts, err = msgp.Skip(bts)
+			if err != nil {
+				err = msgp.WrapError(err)
+				return
+			}
+		}
+	}
+	o = bts
+	return
+}
+
+// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
+func (z *Join) Msgsize() (s int) {
+	s = 1 + 2
+	if z.Agent == nil {
+		s += msgp.NilSize
+	} else {
+		s += z.Agent.Msgsize()
+	}
+	s += 2 + msgp.BoolSize + 2 + msgp.BoolSize + 2 + msgp.Int64Size
+	return
+}
+
+// MarshalMsg implements msgp.Marshaler
 func (z Kind) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	o = msgp.AppendUint8(o, uint8(z))
@@ -681,12 +964,16 @@ func (z Lack) Msgsize() (s int) {
 func (z *Load) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(6)
-	var zb0001Mask uint8 /* 6 bits */
+	zb0001Len := uint32(7)
+	var zb0001Mask uint8 /* 7 bits */
 	_ = zb0001Mask
-	if z.Regions == nil {
+	if z.Tokens == nil {
 		zb0001Len--
 		zb0001Mask |= 0x10
+	}
+	if z.Regions == nil {
+		zb0001Len--
+		zb0001Mask |= 0x20
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -715,11 +1002,19 @@ func (z *Load) MarshalMsg(b []byte) (o []byte, err error) {
 			}
 		}
 		if (zb0001Mask & 0x10) == 0 { // if not omitted
+			// string "tk"
+			o = append(o, 0xa2, 0x74, 0x6b)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Tokens)))
+			for za0003 := range z.Tokens {
+				o = msgp.AppendUint32(o, z.Tokens[za0003])
+			}
+		}
+		if (zb0001Mask & 0x20) == 0 { // if not omitted
 			// string "rg"
 			o = append(o, 0xa2, 0x72, 0x67)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Regions)))
-			for za0003 := range z.Regions {
-				o = msgp.AppendUint32(o, z.Regions[za0003])
+			for za0004 := range z.Regions {
+				o = msgp.AppendUint32(o, z.Regions[za0004])
 			}
 		}
 		// string "ls"
@@ -840,26 +1135,49 @@ func (z *Load) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					}
 				}
 			}
-		case "rg":
+		case "tk":
 			var zb0006 uint32
 			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Tokens")
+				return
+			}
+			if zb0006 > 16 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Tokens) >= int(zb0006) {
+				z.Tokens = (z.Tokens)[:zb0006]
+			} else {
+				z.Tokens = make([]uint32, zb0006)
+			}
+			for za0003 := range z.Tokens {
+				z.Tokens[za0003], bts, err = msgp.ReadUint32Bytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Tokens", za0003)
+					return
+				}
+			}
+		case "rg":
+			var zb0007 uint32
+			zb0007, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Regions")
 				return
 			}
-			if zb0006 > 65536 {
+			if zb0007 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Regions) >= int(zb0006) {
-				z.Regions = (z.Regions)[:zb0006]
+			if cap(z.Regions) >= int(zb0007) {
+				z.Regions = (z.Regions)[:zb0007]
 			} else {
-				z.Regions = make([]uint32, zb0006)
+				z.Regions = make([]uint32, zb0007)
 			}
-			for za0003 := range z.Regions {
-				z.Regions[za0003], bts, err = msgp.ReadUint32Bytes(bts)
+			for za0004 := range z.Regions {
+				z.Regions[za0004], bts, err = msgp.ReadUint32Bytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Regions", za0003)
+					err = msgp.WrapError(err, "Regions", za0004)
 					return
 				}
 			}
@@ -887,7 +1205,7 @@ func (z *Load) Msgsize() (s int) {
 	for za0001 := range z.Groups {
 		s += 1 + msgp.Uint32Size + msgp.ArrayHeaderSize + (len(z.Groups[za0001].IDs) * (msgp.Uint32Size))
 	}
-	s += 3 + msgp.ArrayHeaderSize + (len(z.Regions) * (msgp.Uint32Size)) + 3 + msgp.Int64Size
+	s += 3 + msgp.ArrayHeaderSize + (len(z.Tokens) * (msgp.Uint32Size)) + 3 + msgp.ArrayHeaderSize + (len(z.Regions) * (msgp.Uint32Size)) + 3 + msgp.Int64Size
 	return
 }
 
@@ -1007,8 +1325,8 @@ func (z *Renew) Msgsize() (s int) {
 func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(8)
-	var zb0001Mask uint8 /* 8 bits */
+	zb0001Len := uint32(9)
+	var zb0001Mask uint16 /* 9 bits */
 	_ = zb0001Mask
 	if z.Ticket == nil {
 		zb0001Len--
@@ -1022,13 +1340,17 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 		zb0001Len--
 		zb0001Mask |= 0x10
 	}
+	if z.Since == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x20
+	}
 	if z.Ends == nil {
 		zb0001Len--
-		zb0001Mask |= 0x40
+		zb0001Mask |= 0x80
 	}
 	if z.Signal == nil {
 		zb0001Len--
-		zb0001Mask |= 0x80
+		zb0001Mask |= 0x100
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1062,13 +1384,18 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 			o = append(o, 0xa2, 0x61, 0x67)
 			o = msgp.AppendInt64(o, z.AgeMS)
 		}
+		if (zb0001Mask & 0x20) == 0 { // if not omitted
+			// string "sn"
+			o = append(o, 0xa2, 0x73, 0x6e)
+			o = msgp.AppendInt64(o, z.Since)
+		}
 		// string "s"
 		o = append(o, 0xa1, 0x73)
 		o = msgp.AppendArrayHeader(o, uint32(len(z.Statuses)))
 		for za0002 := range z.Statuses {
 			o = msgp.AppendUint8(o, z.Statuses[za0002])
 		}
-		if (zb0001Mask & 0x40) == 0 { // if not omitted
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
 			// string "e"
 			o = append(o, 0xa1, 0x65)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Ends)))
@@ -1080,7 +1407,7 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendString(o, z.Ends[za0003].Reason)
 			}
 		}
-		if (zb0001Mask & 0x80) == 0 { // if not omitted
+		if (zb0001Mask & 0x100) == 0 { // if not omitted
 			// string "sg"
 			o = append(o, 0xa2, 0x73, 0x67)
 			o = msgp.AppendBytes(o, z.Signal)
@@ -1205,6 +1532,12 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "AgeMS")
 				return
 			}
+		case "sn":
+			z.Since, bts, err = msgp.ReadInt64Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Since")
+				return
+			}
 		case "s":
 			var zb0006 uint32
 			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
@@ -1311,7 +1644,7 @@ func (z *Reply) Msgsize() (s int) {
 	for za0001 := range z.Tickets {
 		s += 1 + msgp.StringPrefixSize + len(z.Tickets[za0001].Transport) + msgp.BytesPrefixSize + len(z.Tickets[za0001].Ticket)
 	}
-	s += 3 + msgp.Int64Size + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
+	s += 3 + msgp.Int64Size + 3 + msgp.Int64Size + 2 + msgp.ArrayHeaderSize + (len(z.Statuses) * (msgp.Uint8Size)) + 2 + msgp.ArrayHeaderSize
 	for za0003 := range z.Ends {
 		s += 1 + msgp.Uint32Size + msgp.IntSize + msgp.StringPrefixSize + len(z.Ends[za0003].Reason)
 	}
@@ -1323,8 +1656,8 @@ func (z *Reply) Msgsize() (s int) {
 func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(7)
-	var zb0001Mask uint8 /* 7 bits */
+	zb0001Len := uint32(8)
+	var zb0001Mask uint8 /* 8 bits */
 	_ = zb0001Mask
 	if z.Hello == nil {
 		zb0001Len--
@@ -1345,6 +1678,10 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 	if z.Signal == nil {
 		zb0001Len--
 		zb0001Mask |= 0x40
+	}
+	if z.Join == nil {
+		zb0001Len--
+		zb0001Mask |= 0x80
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1426,6 +1763,19 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 				// string "d"
 				o = append(o, 0xa1, 0x64)
 				o = msgp.AppendBytes(o, z.Signal.Data)
+			}
+		}
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
+			// string "j"
+			o = append(o, 0xa1, 0x6a)
+			if z.Join == nil {
+				o = msgp.AppendNil(o)
+			} else {
+				o, err = z.Join.MarshalMsg(o)
+				if err != nil {
+					err = msgp.WrapError(err, "Join")
+					return
+				}
 			}
 		}
 	}
@@ -1649,6 +1999,23 @@ func (z *Request) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					}
 				}
 			}
+		case "j":
+			if msgp.IsNil(bts) {
+				bts, err = msgp.ReadNilBytes(bts)
+				if err != nil {
+					return
+				}
+				z.Join = nil
+			} else {
+				if z.Join == nil {
+					z.Join = new(Join)
+				}
+				bts, err = z.Join.UnmarshalMsg(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Join")
+					return
+				}
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1690,6 +2057,12 @@ func (z *Request) Msgsize() (s int) {
 		s += msgp.NilSize
 	} else {
 		s += 1 + 3 + msgp.StringPrefixSize + len(z.Signal.Transport) + 2 + msgp.BytesPrefixSize + len(z.Signal.Data)
+	}
+	s += 2
+	if z.Join == nil {
+		s += msgp.NilSize
+	} else {
+		s += z.Join.Msgsize()
 	}
 	return
 }

@@ -13,6 +13,9 @@ const (
 	peerFile  = "core/peer.go"
 	coreFile  = "core/machine.go"
 	shareFile = "core/share.go"
+	planFile  = "core/plan.go"
+	matchFile = "core/match.go"
+	foundFile = "core/found.go"
 	wireFile  = "core/coretest/sim/transport.go"
 )
 
@@ -69,6 +72,16 @@ var mutants = []mutant{
 		"			ld.code, ld.reason = code, reason\n			m.act(Revoke{ID: id})\n			m.reportLoad(now, ld)\n		}\n	}\n}\n\n// claimEnded"},
 	{"others-go-on", "a source that fails does not end the others", shareFile,
 		"	if !j.adding {\n		m.endParts(now, j, Cancelled, ld.reason)\n	}\n", ""},
+	{"found-not-told", "ranks of an engine that is found after an abort hear nothing of it", foundFile,
+		"			m.act(SendFinish{Peer: found[i].Peer, ID: found[i].Share.Part(id), Code: ld.code, Reason: ld.reason})\n", "			_ = i\n"},
+	{"found-first-told", "of an abort, only the first rank of the engine hears", foundFile,
+		"		for i := range found {\n			m.act(SendFinish", "		for i := range found[:1] {\n			m.act(SendFinish"},
+	{"found-whole", "each rank of an engine is asked for all regions", foundFile,
+		"	case len(l.Regions):\n", "	default:\n"},
+	{"found-unneeded", "a rank of which nothing is needed is not told so", foundFile,
+		"	case 0: // P is only told that nothing is needed\n		return p\n", "	case 0:\n		p.First, p.Blocks = first, blocks\n		return p\n"},
+	{"found-claim-lost", "the claim of an engine ends when its ranks are found", foundFile,
+		"found: found, claim: ld.claim,", "found: nil, claim: ld.claim,"},
 	{"lease-of-all", "the lease of one share renews the others", offerFile,
 		"		of.deadline = now.Add(m.lease(of))\n	}\n	switch of.state {", "		of.deadline = now.Add(m.lease(of))\n		if of.whole != nil {\n			for _, o := range m.live(of.whole) {\n				o.deadline = of.deadline\n			}\n		}\n	}\n	switch of.state {"},
 	{"cancel-one-share", "P's abort ends one share only", coreFile,
@@ -97,7 +110,7 @@ var mutants = []mutant{
 	{"ended-is-sending", "P's answer hides that it has given a transfer up", offerFile,
 		"\t\t\treturn Answer{StatusEnded, peerCode(t.code), t.reason}\n", "\t\t\treturn Answer{Status: StatusSending}\n"},
 	{"to-the-successor", "a load that P had not answered goes on with the agent in P's place", loadFile,
-		"ld.tried != peer && ld.since.Before(opened):", "ld.tried != peer && ld.since.IsZero():"},
+		"ld.tried != peer && older:", "ld.tried != peer && older && ld.since.IsZero():"},
 	{"waits-for-successor", "a load waits for as long as a look-up takes for an agent in P's place", peerFile,
 		"\t\t\tlate && ld.tried != \"\" &&", "\t\t\tlate && ld.tried == \"nobody\" &&"},
 	{"given-twice", "an aborted load is reported again when P is found", loadFile,
@@ -105,6 +118,20 @@ var mutants = []mutant{
 	{"finish-before-written", "D's word that it has all frees blocks that are still read", offerFile,
 		"\t\tof.landed = true // the transport's own word, with its figures, is about to come\n\t\treturn\n",
 		"\t\tm.reportOffer(now, of, TransferStats{})\n\t\treturn\n"},
+	{"first-half", "of a block of P that is larger the first unit is sent for each", planFile,
+		"k.src + h*p.srcHead + part*k.srcUnit", "k.src + h*p.srcHead + 0*part"},
+	{"units-first", "P sends a block of several units in another order than D expects", planFile,
+		"		for h := range p.heads {\n			for u := range count {\n				b, part", "		for u := range count {\n			for h := range p.heads {\n				b, part"},
+	{"first-heads", "a cut region is read from its first head on", matchFile,
+		"k.src, k.dst = uint64(c.First-s.FirstHead)*s.HeadStride,", "k.src, k.dst = 0,"},
+	{"heads-at-the-front", "heads land at the front of the block", matchFile,
+		", uint64(c.First-d.FirstHead)*d.HeadStride\n", ", 0\n"},
+	{"beyond-the-prompt", "what lies behind the prompt's end is copied", matchFile,
+		"		to = max(from, min(to, (uint64(tokens)+r.unit-1)/r.unit))\n", ""},
+	{"before-the-prompt-ends", "the last unit is left out when the prompt fills it in part", matchFile,
+		"(uint64(tokens)+r.unit-1)/r.unit))", "uint64(tokens)/r.unit))"},
+	{"order-ignored", "heads and tokens in another order are copied as they lie", matchFile,
+		"		if heads == 1 || s.HeadStride == item {\n", "		if true {\n"},
 	{"old-grant", "a region key is used again after a restart", wireFile,
 		"return fmt.Sprintf(\"%s/%d\", a.id, a.grants)", "return fmt.Sprintf(\"%s/%d\", a.host.name, a.grants)"},
 	{"late-fence", "bytes land for a while after a revoke", wireFile,
@@ -112,5 +139,5 @@ var mutants = []mutant{
 	{"notification-alone", "the last frame ends the load, whatever is missing", wireFile,
 		"\tcase e.got == len(e.dst):\n", "\tcase f.pos == len(e.dst)-1:\n"},
 	{"early-completion", "the transport tells of the end before the last bytes", wireFile,
-		"\tcase e.got == len(e.dst):\n", "\tcase e.got >= max(1, len(e.dst)-1):\n"},
+		"\tcase e.got == len(e.dst):\n", "\tcase e.got >= max(1, len(e.dst)-len(f.holds)):\n"},
 }

@@ -24,6 +24,12 @@ class CRegion(c.Structure):
         ("block_bytes", c.c_uint64),
         ("num_blocks", c.c_uint32),
         ("reserved", c.c_uint32),
+        ("tokens", c.c_uint32),
+        ("heads", c.c_uint32),
+        ("first_head", c.c_uint32),
+        ("total_heads", c.c_uint32),
+        ("token_stride", c.c_uint64),
+        ("head_stride", c.c_uint64),
     ]
 
 
@@ -50,6 +56,7 @@ class CLoad(c.Structure):
         ("engine_id", c.c_char_p),
         ("groups", c.POINTER(CBlocks)),
         ("token", c.c_uint64),
+        ("tokens", c.c_void_p),
     ]
 
 

@@ -84,7 +84,10 @@ class Agent:
             row.address = _number(r.address, "address", 64)
             row.block_stride = _number(r.block_stride, "block_stride", 64)
             row.block_bytes = _number(r.block_bytes, "block_bytes", 64)
-            row.num_blocks = _number(r.num_blocks, "num_blocks", 32)
+            for field in ("num_blocks", "tokens", "heads", "first_head", "total_heads"):
+                setattr(row, field, _number(getattr(r, field), field, 32))
+            row.token_stride = _number(r.token_stride, "token_stride", 64)
+            row.head_stride = _number(r.head_stride, "head_stride", 64)
         self._check(self._lib.register(self._handle, rows, len(regions)))
 
     def announce(self, transfer_ids: Iterable[str]) -> None:
@@ -107,7 +110,7 @@ class Agent:
             row.struct_size = c.sizeof(_lib.COffer)
             row.transfer_id = _text(o.transfer_id, "transfer_id")
             row.token = o.token
-            row.groups, row.num_groups = _groups(o.block_ids, (), keep)
+            row.groups, row.num_groups = _groups(o.block_ids, o.first_block, keep)
         self._batch(self._lib.offer, rows, [o.transfer_id for o in offers])
 
     def claim(self, claims: Iterable[Claim]) -> None:
@@ -145,6 +148,8 @@ class Agent:
             row.engine_id = _text(ld.engine_id, "engine_id")
             row.token = ld.token
             row.groups, row.num_groups = _groups(ld.block_ids, ld.first_block, keep)
+            if len(ld.tokens):
+                row.tokens = _tokens(ld.tokens, row.num_groups, keep)
         self._batch(self._lib.start_load, rows, [ld.transfer_id for ld in loads])
 
     def cancel(self, transfer_ids: Iterable[str], reason: str = "") -> None:
@@ -298,3 +303,12 @@ def _groups(block_ids: Sequence[Sequence[int]], first: Sequence[int], keep: list
         keep.append(data)
     keep.append(groups)
     return groups, len(block_ids)
+
+
+def _tokens(tokens: Sequence[int], groups: int, keep: list[Any]) -> int:
+    """The address of the tokens of a request's groups, which are put into keep."""
+    if len(tokens) != groups:
+        raise InvalidError(f"tokens has {len(tokens)} groups, block_ids {groups}")
+    data = array("I", [_number(n, "tokens", 32) for n in tokens])
+    keep.append(data)
+    return data.buffer_info()[0]

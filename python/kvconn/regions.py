@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import Any, Optional, Sequence
 
 from .errors import InvalidError
 from .types import Region
@@ -32,7 +32,49 @@ def _describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
     return address, tuple(view.shape or ()), tuple(view.strides or ()), view.itemsize
 
 
-def regions_from_tensor(name: str, tensor: Any, block_dim: int, group: int = 0) -> list[Region]:
+def _merge(dims: list[int], shape: tuple[int, ...], strides: tuple[int, ...], length: int) -> tuple[int, list[int]]:
+    """The bytes that lie together when dims are joined to length bytes, and the dims that do not join.
+
+    The innermost in memory come first; those that follow each other without a gap
+    make one contiguous piece.
+    """
+    outer = []
+    for i in sorted((i for i in dims if shape[i] > 1), key=lambda i: strides[i]):
+        if not outer and strides[i] == length:
+            length *= shape[i]
+        else:
+            outer.append(i)
+    return length, sorted(outer)
+
+
+def _joined(dims: list[int], shape: tuple[int, ...], strides: tuple[int, ...], alone: int) -> tuple[int, int]:
+    """How many there are along dims, outermost first, and the stride from one to the next; 0 if there is none.
+
+    Where there is but one its stride is alone.
+    """
+    count, stride = 1, alone
+    for i in reversed(dims):
+        if shape[i] == 1:
+            continue
+        if count > 1 and strides[i] != count * stride:
+            return count, 0
+        if count == 1:
+            stride = strides[i]
+        count *= shape[i]
+    return count, stride
+
+
+def regions_from_tensor(
+    name: str,
+    tensor: Any,
+    block_dim: int,
+    group: int = 0,
+    *,
+    token_dim: int | Sequence[int] | None = None,
+    head_dim: Optional[int] = None,
+    first_head: int = 0,
+    total_heads: int = 0,
+) -> list[Region]:
     """The regions of one tensor whose dimension ``block_dim`` counts blocks.
 
     ``tensor`` is a torch tensor, a numpy array, or anything with a writable
@@ -40,30 +82,65 @@ def regions_from_tensor(name: str, tensor: Any, block_dim: int, group: int = 0) 
     are contiguous become one region, named ``name``; if a block has several
     contiguous pieces, each becomes a region named ``name[i,j,…]`` after its
     outer indices.
+
+    With ``token_dim``, the dimension that counts the tokens of a block (or
+    several, outermost first, where a block is made of smaller ones), and
+    ``head_dim`` (None: one head, as of a latent) the regions say where each token
+    and head lies, so that the other engine may have blocks of another size, other
+    heads of the model, or another order. The heads of the tensor are those from
+    ``first_head`` on, of ``total_heads`` (0: it has all of them). Where the heads
+    do not lie together each becomes a region of its own, all with one name. Blocks
+    whose tokens are apart, and items that are no multiple of 4 bytes, stay opaque.
     """
     address, shape, strides, item = _describe(tensor)
     dims = len(shape)
-    if not -dims <= block_dim < dims:
-        raise InvalidError(f"block_dim is {block_dim}, the tensor has the shape {shape}")
-    block_dim %= dims
+
+    def dim(i: int, what: str) -> int:
+        if not -dims <= i < dims:
+            raise InvalidError(f"{what} is {i}, the tensor has the shape {shape}")
+        return i % dims
+
+    block_dim = dim(block_dim, "block_dim")
+    token_dims = [dim(i, "token_dim") for i in ([] if token_dim is None else [token_dim] if isinstance(token_dim, int) else token_dim)]
+    head_dims = [] if head_dim is None else [dim(head_dim, "head_dim")]
+    if head_dims and not token_dims:
+        raise InvalidError(f"head_dim is {head_dim} and token_dim None: give both")
+    named = [block_dim, *token_dims, *head_dims]
+    if len(set(named)) != len(named):
+        raise InvalidError(f"block_dim {block_dim}, token_dim {token_dim} and head_dim {head_dim} name one dimension twice")
     if 0 in shape:
         raise InvalidError(f"tensor {name!r} of shape {shape} is empty")
     if any(s < 0 for s in strides):
         raise InvalidError(f"tensor {name!r} has negative strides {strides}")
-    # The dimensions of one block, innermost in memory first; those that follow
-    # each other without a gap make one contiguous piece.
-    inner = sorted((i for i in range(dims) if i != block_dim and shape[i] > 1), key=lambda i: strides[i])
-    length, outer = item, []
-    for i in inner:
-        if not outer and strides[i] == length:
-            length *= shape[i]
-        else:
-            outer.append(i)
-    outer.sort()
-    stride = strides[block_dim] if shape[block_dim] > 1 else max(length, strides[block_dim])
-    out = []
-    for index in product(*(range(shape[i]) for i in outer)):
-        offset = sum(k * strides[i] for k, i in zip(index, outer))
-        suffix = f"[{','.join(map(str, index))}]" if index else ""
-        out.append(Region(name + suffix, address + offset, stride, length, shape[block_dim], group))
-    return out
+
+    blocks = shape[block_dim]
+
+    def pieces(outer: list[int], length: int, begin: int = 0, **geometry: int) -> list[Region]:
+        stride = strides[block_dim] if blocks > 1 else max(length, strides[block_dim])
+        out = []
+        for index in product(*(range(shape[i]) for i in outer)):
+            offset = begin + sum(k * strides[i] for k, i in zip(index, outer))
+            suffix = f"[{','.join(map(str, index))}]" if index else ""
+            out.append(Region(name + suffix, address + offset, stride, length, blocks, group, **geometry))
+        return out
+
+    if token_dims:
+        length, outer = _merge([i for i in range(dims) if i not in named], shape, strides, item)
+        tokens, token_stride = _joined(token_dims, shape, strides, length)
+        heads, head_stride = _joined(head_dims, shape, strides, length)
+        total = total_heads or (heads if first_head == 0 else 0)
+        known = {"tokens": tokens, "heads": heads, "first_head": first_head, "total_heads": total}
+        if length % 4:
+            pass
+        elif head_stride == length and (tokens == 1 or token_stride == heads * length):
+            return pieces(outer, tokens * heads * length, token_stride=heads * length, head_stride=length, **known)
+        elif token_stride == length and head_stride == tokens * length:
+            return pieces(outer, tokens * heads * length, token_stride=length, head_stride=tokens * length, **known)
+        elif token_stride == length:
+            out = []
+            for h in range(heads):
+                known.update(heads=1, first_head=first_head + h)
+                out += pieces(outer, tokens * length, h * head_stride, token_stride=length, head_stride=length, **known)
+            return out
+    length, outer = _merge([i for i in range(dims) if i != block_dim], shape, strides, item)
+    return pieces(outer, length)

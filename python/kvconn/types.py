@@ -10,8 +10,18 @@ class Region(NamedTuple):
 
     Block ``i`` lies at ``address + i * block_stride`` and has ``block_bytes``
     bytes. All numbers are bytes and multiples of 4. The memory must stay
-    allocated until the agent is closed. Both engines register the same names in
-    the same order.
+    allocated until the agent is closed. The two engines' regions belong together
+    by group and name, whatever their order.
+
+    The rest says what lies where in a block; all 0: it is opaque, and is copied
+    whole between blocks of equal length. Else item (token, head) lies at
+    ``token * token_stride + head * head_stride`` and has ``block_bytes / (tokens
+    * heads)`` bytes, which is equal on both sides. Items lie densely, token after
+    token (NHD) or head after head (HND); a latent has one head. The heads are
+    those from ``first_head`` on, of ``total_heads`` of the model; both 0: all.
+    Regions of a group may share a name if they hold different heads, and have
+    equal ``tokens``. Numbers of tokens that divide each other, orders and heads
+    may differ between the two engines.
     """
 
     name: str
@@ -20,18 +30,27 @@ class Region(NamedTuple):
     block_bytes: int
     num_blocks: int
     group: int = 0
+    tokens: int = 0
+    heads: int = 0
+    first_head: int = 0
+    total_heads: int = 0
+    token_stride: int = 0
+    head_stride: int = 0
 
 
 class Offer(NamedTuple):
     """Prefill's half of a transfer: these blocks hold it.
 
-    ``block_ids`` has one sequence per KV cache group, in the prompt's order
-    from its first block. The blocks must stay unchanged until the completion.
+    ``block_ids`` has one sequence per KV cache group, in the prompt's order.
+    ``first_block[g]`` is the position, in the prompt's blocks of group ``g``, of
+    the first one; those before it are not there (a sliding window); empty means
+    0. The blocks must stay unchanged until the completion.
     """
 
     transfer_id: str
     block_ids: Sequence[Sequence[int]]
     token: int = 0
+    first_block: Sequence[int] = ()
 
 
 class Claim(NamedTuple):
@@ -50,9 +69,11 @@ class Load(NamedTuple):
 
     ``bootstrap_addr`` is the prefill engine's ``http://host:port``.
     ``first_block[g]`` is the position, in the prompt's blocks of group ``g``,
-    of the first one to load; empty means 0. With no block id at all the prefill
-    engine is told that nothing is needed, and frees its blocks. The blocks
-    belong to the transfer until its completion.
+    of the first one to load; empty means 0. ``tokens[g]`` is the number of the
+    prompt's tokens, from its start: what lies in the blocks behind them is not
+    copied; empty, 0, and any of opaque blocks: all that the blocks have room for.
+    With no block id at all the prefill engine is told that nothing is needed, and
+    frees its blocks. The blocks belong to the transfer until its completion.
     """
 
     transfer_id: str
@@ -61,6 +82,7 @@ class Load(NamedTuple):
     block_ids: Sequence[Sequence[int]]
     first_block: Sequence[int] = ()
     token: int = 0
+    tokens: Sequence[int] = ()
 
 
 class Completion(NamedTuple):

@@ -33,7 +33,11 @@ func (w *world) patience() time.Duration {
 func (w *world) promiseOfDead(p *agent) {
 	w.expectEnds(p, func(d *agent) map[partOf]core.AgentID { return d.towards }, func(d *agent, h *half) bool {
 		next := p.host.agent // that it is younger than a load can be said if hello is answered soon, and if its clock did not jump
-		return next == nil || p.host.disturbed < next.began && h.began < next.began-w.helloTakes()
+		if next == nil || p.host.disturbed >= next.began || h.began >= next.began-w.helloTakes() {
+			return next == nil
+		}
+		met := d.peers[next.id] // a way that was cut has held hello up for as long as that
+		return met == nil || h.began+d.host.skew < met.opened
 	})
 }
 
@@ -273,17 +277,21 @@ func (a *agent) halves() []*half {
 	return out
 }
 
-// expectClaim: a claim that was made before its P was up reaches it soon after.
-func (a *agent) expectClaim(id, part core.TransferID, p *host) {
-	w := a.w
-	if p.openAt <= w.now {
+// expectClaim: a claim that was made before its P was up reaches it soon after. One
+// of an engine needs all of its ranks.
+func (a *agent) expectClaim(dl *deal, k int, p *host) {
+	w, id, part, up := a.w, dl.id, dl.part(k, p), p.openAt
+	if !w.byParts(dl) {
+		up = dl.opensAt()
+	}
+	if up <= w.now {
 		return
 	}
-	w.after(p.openAt-w.now+w.plan.opt.PeerTimeout+2*core.TickInterval+reach, func() {
+	w.after(up-w.now+w.plan.opt.PeerTimeout+2*core.TickInterval+reach, func() {
 		_, loaded := a.loading[id]
 		_, cancelled := w.cancelledAtP[id]
 		if !loaded && !cancelled && !a.aborted[id] && !w.shared[id] && !w.reused[id] && a.claims[part] != p.agent.id {
-			w.fault(id, "%s: %s is up since %v, but the claim of %q has not reached it", a.id, p.agent.id, p.openAt, id)
+			w.fault(id, "%s: %s can be found since %v, but the claim of %q has not reached it", a.id, p.agent.id, up, id)
 		}
 	})
 }
@@ -341,7 +349,7 @@ func (a *agent) checkReason(r core.Report) {
 			return
 		}
 		if r.Code == core.Cancelled && !h.dropped || r.Code == core.PeerCancelled && !cancelledAtP || r.Code == core.Expired ||
-			r.Code == core.Refused && h.first+len(h.blocks) <= w.plan.blocks && !(w.shared[r.ID] && w.deals[r.ID] != nil && !w.deals[r.ID].plain()) {
+			r.Code == core.Refused && w.has(a.host, h) && !(w.shared[r.ID] && w.deals[r.ID] != nil && !w.deals[r.ID].plain()) {
 			wrong()
 		}
 	}
@@ -355,7 +363,7 @@ func (a *agent) hasHeard(r core.Report) bool {
 		if p == "" {
 			p = a.promises[partOf{r.Token, part}]
 		}
-		if w.byID[p].host.target == r.From {
+		if w.isOf(w.byID[p].host, r.From) {
 			return true
 		}
 	}
@@ -366,7 +374,8 @@ func (a *agent) hasHeard(r core.Report) bool {
 func (a *agent) beforeItsP(r core.Report) bool {
 	h := a.loads[r.Token]
 	for _, p := range a.w.hosts {
-		if p.prefill && p.target == r.From && h != nil && h.began <= p.openAt {
+		of := a.w.engines[r.From]
+		if p.prefill && (p.target == r.From || of != nil && slices.Contains(of.ps, p)) && h != nil && h.began <= p.openAt {
 			return true
 		}
 	}
@@ -382,5 +391,24 @@ func (a *agent) checkStale(id core.TransferID, seq uint64, feed func()) {
 	n, sizes := len(a.queue), a.m.Sizes()
 	if feed(); len(a.queue) > n || a.m.Sizes() != sizes {
 		a.w.fault(id, "%s: an answer to load %d of %q, which load %d has replaced, counts", a.id, seq, id, a.asked[id])
+	}
+}
+
+// checkTold: of what was aborted while its engine was looked up, each rank is told.
+func (a *agent) checkTold(r core.Resolve, found []core.FoundPart) (after func()) {
+	if !a.dropped[r.ID] || a.asked[r.ID] != r.Seq || a.m.StateOf(core.SideLoad, r.ID) != "resolving" {
+		return func() {}
+	}
+	n := len(a.queue)
+	return func() {
+		a.w.faults["abort-found"]++
+		for _, f := range found {
+			if !slices.ContainsFunc(a.queue[n:], func(act core.Action) bool {
+				v, ok := act.(core.SendFinish)
+				return ok && v.ID == f.Share.Part(r.ID) && v.Peer == f.Peer
+			}) {
+				a.w.fault(r.ID, "%s: %s is not told that %q was cancelled before it was found", a.id, f.Peer, r.ID)
+			}
+		}
 	}
 }

@@ -2,6 +2,7 @@ package sim
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -17,6 +18,62 @@ type deal struct {
 }
 
 func (dl *deal) plain() bool { return len(dl.ps) == 1 && len(dl.ds) == 1 }
+
+// byParts says whether the engines name the parts themselves; else they name the
+// prefill engine, and the parts are found.
+func (w *world) byParts(dl *deal) bool { return w.plan.ranks == allWithAll && !dl.plain() }
+
+// engine is under which name a deal's prefill ranks are found: one engine has the
+// same ranks for the same decode ranks.
+func (w *world) engine(dl *deal) core.Target {
+	name := "/"
+	for _, h := range slices.Concat(dl.ps, dl.ds) {
+		name += h.name
+	}
+	t := core.Target{Bootstrap: bootstrap, EngineID: name, DPRank: -1}
+	if w.engines[t] == nil {
+		w.engines[t] = dl
+	}
+	return t
+}
+
+// regionsOf lists, for each prefill rank of a deal, the regions that decode rank k
+// loads from it: all of one that it alone is, or what all hold; else each has its own.
+func (w *world) regionsOf(dl *deal, k int) [][]uint32 {
+	out := make([][]uint32, len(dl.ps))
+	for r := range uint32(regions) {
+		if w.plan.ranks == byHeads { // of each that has some of its heads
+			for i, p := range dl.ps {
+				if p.meets(dl.ds[k].geometry) {
+					out[i] = append(out[i], r)
+				}
+			}
+			continue
+		}
+		i := 0
+		if !w.plan.latent {
+			i = (int(r) + k) % len(dl.ps)
+		}
+		out[i] = append(out[i], r)
+	}
+	return out
+}
+
+// found is what decode rank k learns of a deal's prefill ranks.
+func (w *world) found(dl *deal, k int) (list []core.FoundPart) {
+	of := w.regionsOf(dl, k)
+	for i, p := range dl.ps {
+		list = append(list, core.FoundPart{From: p.target, Share: dl.share(k, p), Regions: of[i]})
+	}
+	return list
+}
+
+// isOf says whether a load's end that is told to be from a target may be from a
+// prefill rank.
+func (w *world) isOf(p *host, from core.Target) bool {
+	dl := w.engines[from]
+	return p.target == from || dl != nil && dl.plain() && dl.ps[0] == p
+}
 
 // part is what decode rank k gets from a prefill rank.
 func (dl *deal) part(k int, p *host) core.TransferID {
@@ -69,7 +126,7 @@ func (a *agent) allClaimed(id core.TransferID) bool {
 // engines cut their caches in two ways, all with all.
 func (w *world) dealsOf(id string, prefills, decodes []*host) (out []*deal) {
 	switch {
-	case w.plan.ranks == allWithAll:
+	case w.plan.ranks == allWithAll, w.plan.ranks == byHeads:
 		out = append(out, &deal{ps: prefills, ds: decodes})
 	case w.plan.ranks == shares && len(decodes) >= len(prefills):
 		for j, p := range prefills {

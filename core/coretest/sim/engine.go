@@ -26,7 +26,8 @@ type engine struct {
 	given    map[core.TransferID]bool         // P has said that it has given this claim up
 	claims   map[core.TransferID]core.AgentID // P has answered this claim
 	aborted  map[core.TransferID]bool
-	waiting  []*want // for blocks, in order
+	dropped  map[core.TransferID]bool // cancelled, and neither claimed nor loaded since
+	waiting  []*want                  // for blocks, in order
 }
 
 // partOf is a load, or a part of it.
@@ -38,9 +39,10 @@ type partOf struct {
 type half struct {
 	id       core.TransferID
 	blocks   []core.BlockID
-	sources  []int // of each block: the number of the prefill rank that it is from
-	parts    int   // that have blocks
-	needsAll bool  // there are no others: each prefill rank is needed
+	source   func(i, region int, head uint64) int // the number of the prefill rank that a block's item is from
+	upTo     int                                  // of the prompt's positions, what lies beyond is not loaded; 0: all of the blocks
+	parts    int                                  // that have blocks
+	needsAll bool                                 // there are no others: each prefill rank is needed
 	first    int
 	began    time.Duration
 	dropped  bool // this side has cancelled it
@@ -61,7 +63,7 @@ func (e *engine) init() {
 	e.towards = map[partOf]core.AgentID{}
 	e.promises, e.aborted = map[partOf]core.AgentID{}, map[core.TransferID]bool{}
 	e.complete, e.given = map[uint64]int{}, map[core.TransferID]bool{}
-	e.claims = map[core.TransferID]core.AgentID{}
+	e.claims, e.dropped = map[core.TransferID]core.AgentID{}, map[core.TransferID]bool{}
 }
 
 // take finds free blocks for the engine, or nil if there are not enough.
@@ -78,9 +80,15 @@ func (h *host) take(n int) []core.BlockID {
 	return out
 }
 
-func (h *host) own(blocks []core.BlockID, token uint64, holds func(i int) content) {
+// own gives blocks to a half: with holds they hold its prompt from its begin on.
+func (h *host) own(blocks []core.BlockID, token uint64, holds core.TransferID) {
 	for i, b := range blocks {
-		h.mem[b] = block{token, holds(i)}
+		h.mem[b].owner = token
+		h.each(b, func(_, t int, head uint64, c *content) {
+			if *c = (content{}); holds != "" {
+				*c = content{holds, i*h.size() + t, head, h.number}
+			}
+		})
 	}
 }
 
@@ -128,30 +136,50 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	token := w.token
 	r := core.LoadRequest{ID: id, Token: token}
 	h := &half{id: id, blocks: blocks, first: first, began: w.now, parts: 1}
-	parts, sources := dl.wanted(k, first, blocks)
-	h.sources = sources
 	text := ""
 	switch {
-	case !dl.plain():
-		r.Parts = parts
+	case w.byParts(dl):
+		parts, sources := dl.wanted(k, first, blocks)
+		r.Parts, h.source = parts, func(i, _ int, _ uint64) int { return sources[i] }
 		h.parts = 0
 		for _, p := range r.Parts {
 			if len(p.Blocks[0]) > 0 {
 				h.parts++
 			}
 		}
-		text = partsText(r.Parts)
+		h.needsAll = len(blocks) >= len(dl.ps)
 	default:
-		r.From = dl.ps[0].target
+		r.From = w.engine(dl)
 		if blocks != nil {
 			r.Blocks, r.First = [][]core.BlockID{blocks}, []uint32{uint32(first)}
 		}
-		text = fmt.Sprintf(" at=%s from=%s%s%s", r.From.Bootstrap, r.From.EngineID, optional("first", list(r.First)), groups(r.Blocks))
+		of := w.regionsOf(dl, k)
+		h.parts = 0
+		for i := range of {
+			if len(of[i]) > 0 {
+				h.parts++
+			}
+		}
+		h.source = func(_, region int, head uint64) int {
+			i := slices.IndexFunc(dl.ps, func(p *host) bool { return p.has(head) && slices.Contains(of[slices.Index(dl.ps, p)], uint32(region)) })
+			return dl.ps[i].number
+		}
+		h.needsAll = h.parts == len(dl.ps)
 	}
 	if blocks == nil {
 		w.faults["empty"]++
+		h.needsAll = false
+	} else {
+		w.countCuts(dl, a.host)
+		// Without the prompt's length P must have all that the blocks have room for.
+		if n := a.host.size(); w.plan.cut && first*n < w.plan.tokens && ((first+len(blocks))*n > w.offered() || w.chance(0.7)) {
+			r.Tokens, h.upTo = []uint32{uint32(w.plan.tokens)}, w.reaches(a.host)
+		}
 	}
-	h.needsAll = len(blocks) >= len(dl.ps)
+	if text = partsText(r.Parts); r.Parts == nil {
+		text = fmt.Sprintf(" at=%s from=%s%s%s", r.From.Bootstrap, r.From.EngineID, optional("first", list(r.First)), groups(r.Blocks))
+	}
+	text += optional("tokens", list(r.Tokens))
 	w.acted(w.now)
 	defer func() {
 		if h := a.loads[token]; h != nil {
@@ -161,9 +189,10 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		err := m.Load(now, r)
 		if err == nil {
+			delete(a.dropped, id)
 			a.loads[token] = h
 			a.loading[id] = token
-			a.host.own(blocks, token, func(int) content { return content{} })
+			a.host.own(blocks, token, "")
 			a.ledger.accepted(id, token)
 		}
 		return "", err
@@ -173,8 +202,9 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 func (a *agent) claim(dl *deal, k int) {
 	a.w.acted(a.w.now)
 	a.w.faults["claim"]++
-	r, text := core.ClaimRequest{ID: dl.id, From: dl.ps[0].target}, fmt.Sprintf(" at=%s from=%s", dl.ps[0].target.Bootstrap, dl.ps[0].target.EngineID)
-	if !dl.plain() {
+	from := a.w.engine(dl)
+	r, text := core.ClaimRequest{ID: dl.id, From: from}, fmt.Sprintf(" at=%s from=%s", from.Bootstrap, from.EngineID)
+	if a.w.byParts(dl) {
 		parts, _ := dl.wanted(k, 0, nil)
 		for i := range parts {
 			parts[i].First, parts[i].Blocks = nil, nil
@@ -182,6 +212,7 @@ func (a *agent) claim(dl *deal, k int) {
 		}
 		r.From, text = core.Target{}, partsText(parts)
 	}
+	delete(a.dropped, dl.id)
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Claim(now, r) }, "claim %s%s", dl.id, text)
 }
 
@@ -197,7 +228,7 @@ func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
 		if err == nil {
 			a.offering[id] = token
 			a.offers[token] = &half{id: id, blocks: blocks, began: w.now}
-			a.host.own(blocks, token, func(i int) content { return content{id, i, a.host.number} })
+			a.host.own(blocks, token, id)
 			a.ledger.accepted(id, token)
 		}
 		return "", err
@@ -212,6 +243,7 @@ func (a *agent) announce(id core.TransferID) error {
 func (a *agent) cancel(id core.TransferID) {
 	a.w.acted(a.w.now)
 	a.expectAbort(id)
+	a.dropped[id] = true
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Cancel(now, id, "") }, "cancel %s", id)
 }
 
@@ -272,9 +304,15 @@ func (a *agent) decode(h *half, token uint64) {
 // check says whether blocks hold what the request needs.
 func (a *agent) check(h *half, what string) {
 	for i, b := range h.blocks {
-		if holds, want := a.host.mem[b].holds, (content{h.id, h.first + i, h.sources[i]}); holds != want {
-			a.w.fault(h.id, "%s: %q %s, but block %d holds %v, want %v", a.id, h.id, what, b, holds, want)
-		}
+		a.host.each(b, func(r, t int, head uint64, holds *content) {
+			want := content{}
+			if pos := (h.first+i)*a.host.size() + t; h.upTo == 0 || pos < h.upTo {
+				want = content{h.id, pos, head, h.source(i, r, head)}
+			}
+			if *holds != want {
+				a.w.fault(h.id, "%s: %q %s, but region %d of block %d holds %v at token %d, want %v", a.id, h.id, what, r, b, *holds, t, want)
+			}
+		})
 	}
 }
 
@@ -282,7 +320,7 @@ func (a *agent) check(h *half, what string) {
 func (a *agent) free(token uint64) {
 	for i := range a.host.mem {
 		if a.host.mem[i].owner == token {
-			a.host.mem[i] = block{}
+			a.host.own([]core.BlockID{core.BlockID(i)}, 0, "")
 		}
 	}
 	if len(a.waiting) > 0 {

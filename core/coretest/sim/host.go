@@ -15,6 +15,7 @@ type host struct {
 	number  int         // of a prefill rank
 	target  core.Target // under which a prefill rank is found
 	prefill bool
+	geometry
 	agent   *agent // the open one, or nil
 	opened  int
 	openAt  time.Duration // when its first process starts
@@ -22,20 +23,22 @@ type host struct {
 	pending []func() // what came to the stopped process, in order
 	skew    time.Duration
 	mem     []block
+	cells   [regions][]content // what lies in them, gaps included
 	// stoppedAt is when it was stopped last, disturbed when its time last went
 	// wrong: it was continued, or its clock jumped.
 	stoppedAt, disturbed time.Duration
 }
 
-// block is a KV block: whom it belongs to, and what it holds.
+// block is a KV block: whom it belongs to.
 type block struct {
 	owner uint64 // token of the half that the engine gave it to; 0: none
-	holds content
 }
 
+// content is what an item is of, or an opaque block.
 type content struct {
 	id     core.TransferID
-	pos    int
+	pos    int // of the prompt: a token, or an opaque block
+	head   uint64
 	source int // number of the prefill rank that it is from
 }
 
@@ -59,20 +62,11 @@ type agent struct {
 	engine
 }
 
-// layout is that of the transcripts' machines.
-func layout() *core.Layout {
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 1 << 20, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 100}})
-	if err != nil {
-		panic(err)
-	}
-	return l
-}
-
 // open starts a process on the host.
 func (h *host) open() *agent {
 	w := h.w
 	h.opened++
-	a := &agent{w: w, host: h, id: core.AgentID(h.name), m: core.New(layout(), w.plan.opt), ledger: newLedger(), opened: w.now + h.skew, began: w.now}
+	a := &agent{w: w, host: h, id: core.AgentID(h.name), m: core.New(h.geometry.layout(), w.plan.opt), ledger: newLedger(), opened: w.now + h.skew, began: w.now}
 	if h.opened > 1 {
 		a.id = core.AgentID(fmt.Sprintf("%s.%d", h.name, h.opened))
 	}
@@ -83,11 +77,14 @@ func (h *host) open() *agent {
 	w.byID[a.id] = a
 	w.all = append(w.all, a)
 	h.mem = make([]block, w.plan.pool) // the same addresses, nothing in them
+	for r := range h.cells {
+		h.cells[r] = make([]content, uint64(w.plan.pool)*h.geometry.stride())
+	}
 	if h.prefill {
 		w.registry[h.target] = a.id
 	}
 	o := w.plan.opt
-	a.told(nil, "", nil, "open lease=%v timeout=%v early=%v claim=%v max=%d", o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers)
+	a.told(nil, "", nil, "open%s lease=%v timeout=%v early=%v claim=%v max=%d", h.said(), o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers)
 	return a
 }
 
@@ -193,6 +190,9 @@ func (h *host) end() {
 	h.agent.dead = true
 	h.agent, h.stopped, h.pending = nil, false, nil
 	clear(h.mem)
+	for _, c := range h.cells {
+		clear(c)
+	}
 }
 
 func (h *host) stop() {

@@ -3,6 +3,8 @@ package sim
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -17,6 +19,7 @@ type node struct {
 	working  bool
 	peers    map[core.AgentID]*peer
 	byTarget map[core.Target]core.AgentID
+	byEngine map[core.Target][]core.FoundPart
 	looking  map[core.Target][]core.Resolve
 	lanes    map[core.AgentID]*lane
 	outbox   map[core.AgentID][]core.SendFinish // something is under way to each that is there
@@ -40,6 +43,7 @@ type lane struct {
 func (n *node) init() {
 	n.peers = map[core.AgentID]*peer{}
 	n.byTarget = map[core.Target]core.AgentID{}
+	n.byEngine = map[core.Target][]core.FoundPart{}
 	n.heard = map[core.AgentID]time.Duration{}
 	n.looking = map[core.Target][]core.Resolve{}
 	n.lanes = map[core.AgentID]*lane{}
@@ -64,7 +68,7 @@ func (a *agent) perform(act core.Action) {
 	case core.Resolve:
 		a.resolve(v)
 	case core.Expect:
-		grant, err := a.expect(v.ID, v.Peer, v.Blocks)
+		grant, err := a.expect(v)
 		a.event(func(m *core.Machine, now time.Time) { m.Expecting(now, v.ID, []byte(grant), err) },
 			"expecting %s grant=%s%s", v.ID, grant, failure(err))
 	case core.SendLoad:
@@ -129,84 +133,8 @@ func (a *agent) unmap(id core.AgentID) {
 			delete(a.byTarget, t)
 		}
 	}
-}
-
-// resolve answers from memory or starts one look-up per target.
-func (a *agent) resolve(r core.Resolve) {
-	if id, known := a.byTarget[r.From]; known && !r.Fresh {
-		a.resolved(r, id, core.OK, "")
-		return
-	}
-	a.looking[r.From] = append(a.looking[r.From], r)
-	if len(a.looking[r.From]) == 1 {
-		a.find(r.From, a.w.now+connectTimeout)
-	}
-}
-
-func (a *agent) resolved(r core.Resolve, id core.AgentID, code core.Code, why string) {
-	peer := ""
-	if id != "" {
-		peer = " peer=" + string(id)
-	}
-	var opened time.Time
-	if id != "" {
-		age := a.peers[id].opened
-		opened = time.Unix(0, 0).Add(age)
-		peer += fmt.Sprintf(" opened=%v", age)
-	}
-	a.checkStale(r.ID, r.Seq, func() {
-		a.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, opened, code, why) },
-			"resolved %s seq=%d%s code=%v%s", r.ID, r.Seq, peer, code, optional("why", why))
-	})
-}
-
-// find looks an agent up, says hello and opens the way to it. An entry of an
-// agent that is gone is waited out.
-func (a *agent) find(t core.Target, until time.Duration) {
-	var opened time.Duration
-	end := func(id core.AgentID, code core.Code, why string) {
-		if code == core.OK {
-			a.peers[id] = &peer{opened: opened}
-			a.byTarget[t] = id
-		}
-		waiting := a.looking[t]
-		delete(a.looking, t)
-		for _, r := range waiting {
-			a.resolved(r, id, code, why)
-		}
-	}
-	a.after(2*a.w.delay(), func() {
-		id, there := a.w.registry[t]
-		if !there {
-			end("", core.Unreachable, "engine is not registered")
-			return
-		}
-		if a.w.now >= until {
-			end("", core.Unreachable, "no time left")
-			return
-		}
-		ticket, asked := "", a.now()
-		a.ask(id, until-a.w.now, func(p *agent) func() {
-			if p.shut {
-				return func() {}
-			}
-			p.peers[a.id] = &peer{}
-			t := p.admit(a)
-			age := p.now() - p.opened
-			return func() { ticket, opened = t, asked-age }
-		}, func(_ bool, err error) {
-			switch {
-			case err == nil && ticket == "":
-				end("", core.Refused, "transport is closed")
-			case err == nil:
-				a.connect(id, ticket)
-				end(id, core.OK, "")
-			case errors.Is(err, errAbsent) && a.w.now < until:
-				a.after(100*time.Millisecond, func() { a.find(t, until) })
-			default:
-				end("", core.Unreachable, "hello: "+err.Error())
-			}
-		})
+	maps.DeleteFunc(a.byEngine, func(_ core.Target, found []core.FoundPart) bool {
+		return slices.ContainsFunc(found, func(f core.FoundPart) bool { return f.Peer == id })
 	})
 }
 
@@ -303,14 +231,16 @@ func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code,
 		return core.SayHello, "say hello first"
 	}
 	a.heard[from] = a.now()
-	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Lease: v.Lease}
+	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Tokens: v.Tokens, Regions: v.Regions, Lease: v.Lease,
+		Match: a.w.match(a.host, a.w.byID[from].host)}
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		code, why = m.LoadArrived(now, lm)
 		if why != "" {
 			return "answer " + code.String() + " " + why, nil
 		}
 		return "answer " + code.String(), nil
-	}, "loaded %s peer=%s grant=%s first=[%s]%s lease=%v", v.ID, from, v.Grant, list(v.First), groups(v.Blocks), v.Lease)
+	}, "loaded %s peer=%s grant=%s%s first=[%s]%s%s%s lease=%v", v.ID, from, v.Grant, a.w.byID[from].host.said(), list(v.First), groups(v.Blocks),
+		optional("tokens", list(v.Tokens)), optional("of", list(v.Regions)), v.Lease)
 	return code, why
 }
 

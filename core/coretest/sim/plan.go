@@ -13,13 +13,18 @@ type plan struct {
 	opt      core.Options
 	cluster  bool // agents are clients of servers that they do not share: that nobody listens is no proof
 	ranks    int  // how transfers lie between engines of several ranks
+	latent   bool // the first prefill rank of a deal has all that its decode ranks need
 	oneSided bool // bytes land without the receiver's process, as by RDMA
 	prefills int  // ranks of the prefill engine
 	decodes  []int
 	requests int
-	blocks   int // of a prompt, at each rank
-	pool     int // blocks of a rank
-	lane     int // requests to one peer at a time, as in node
+	blocks   int  // of a prompt, at each prefill rank
+	cut      bool // ranks have blocks of tokens and heads, each as it likes
+	tokens   int  // of a prompt, then
+	// blockTokens of the prefill engine and of each decode engine.
+	blockTokens []int
+	pool        int // blocks of a rank
+	lane        int // requests to one peer at a time, as in node
 
 	loss, double, slow float64 // of each message
 	hang               float64 // of each renewal that gets no answer: for long not even its time-out is told
@@ -37,6 +42,7 @@ const (
 	shares     = iota // one prefill rank has several decode ranks, or the reverse
 	pairs             // each decode rank has a transfer of its own
 	allWithAll        // each decode rank has a part from each prefill rank
+	byHeads           // each rank of either engine has its heads
 )
 
 // Bounds that node and the transports have by configuration.
@@ -53,7 +59,8 @@ func (w *world) newPlan() plan {
 		oneSided: w.chance(0.4),
 		cluster:  w.chance(0.3),
 		ranks:    w.rnd.IntN(4) % 3,
-		prefills: 1 + w.rnd.IntN(3),
+		latent:   w.chance(0.25),
+		prefills: 1 + w.rnd.IntN(regions),
 		requests: 4 + w.rnd.IntN(8),
 		blocks:   4,
 		pool:     14,
@@ -73,6 +80,16 @@ func (w *world) newPlan() plan {
 	if w.seed%20 < 3 {
 		p.jumps = w.rnd.IntN(4)
 	}
+	if p.cut = w.chance(0.5); p.cut {
+		if w.chance(0.4) {
+			p.ranks = byHeads
+		}
+		for range 1 + len(p.decodes) {
+			p.blockTokens = append(p.blockTokens, 1<<w.rnd.IntN(3))
+		}
+		p.blocks = 5/p.blockTokens[0] + w.rnd.IntN(2)
+		p.tokens = p.blocks*p.blockTokens[0] - w.rnd.IntN(p.blockTokens[0])
+	}
 	switch w.seed % 10 {
 	case 0:
 		p.kind, p.opt.MaxTransfers, p.opt.Claim = true, 64, time.Minute
@@ -86,7 +103,7 @@ func (w *world) newPlan() plan {
 		p.loss, p.double, p.slow = 0.2, 0.2, 0.2
 		p.mute, p.breaks, p.errors, p.cancels, p.faults = 0.2, 0.04, 0.03, 0.15, w.rnd.IntN(4)
 	default: // the net is good, but whole processes and ways go
-		p.hang, p.killed, p.mute, p.cancels, p.faults = 0.3, 0.02, 0.05, 0.05, 2+w.rnd.IntN(5)
+		p.hang, p.killed, p.mute, p.cancels, p.faults = 0.3, 0.06, 0.05, 0.05, 2+w.rnd.IntN(5)
 	}
 	return p
 }

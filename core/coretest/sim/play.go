@@ -15,6 +15,7 @@ func (w *world) play() {
 	var prefills []*host
 	for i := range w.plan.prefills {
 		h := &host{w: w, name: fmt.Sprintf("p%d", i), number: i, prefill: true, target: core.Target{Bootstrap: bootstrap, EngineID: fmt.Sprintf("/e%d", i), TPRank: i}}
+		h.geometry = w.geometryOf(w.tokensOf(0), i, w.plan.prefills, true)
 		prefills = append(prefills, h)
 	}
 	w.hosts = append(w.hosts, prefills...)
@@ -22,7 +23,7 @@ func (w *world) play() {
 	for e, ranks := range w.plan.decodes {
 		var list []*host
 		for i := range ranks {
-			list = append(list, &host{w: w, name: fmt.Sprintf("d%d%c", i, 'a'+e)})
+			list = append(list, &host{w: w, name: fmt.Sprintf("d%d%c", i, 'a'+e), geometry: w.geometryOf(w.tokensOf(1+e), i, ranks, false)})
 		}
 		decodes = append(decodes, list)
 		w.hosts = append(w.hosts, list...)
@@ -141,7 +142,15 @@ func (w *world) request(id string, prefills, decodes []*host) {
 		}
 		for _, p := range dl.ps {
 			if hearsP {
-				w.prefills(dl.id, p, max(at, p.openAt)+w.delay(), prefill)
+				hears := at + w.delay()
+				up := p.openAt
+				if !w.byParts(dl) { // an engine works when all of its ranks do
+					up = dl.opensAt()
+				}
+				if up > at { // the router asks until it is up
+					hears = max(hears, up+w.upTo(20*time.Millisecond))
+				}
+				w.prefills(dl.id, p, hears, prefill, up > 0)
 			}
 			if abortP > 0 {
 				w.after(abortP+w.delay(), func() { p.run(func(a *agent) { a.abortOffer(dl.id) }) })
@@ -167,11 +176,11 @@ func (w *world) request(id string, prefills, decodes []*host) {
 // decodes is one decode rank's part of a request.
 func (w *world) decodes(dl *deal, k int, at, hold time.Duration) {
 	id, d := dl.id, dl.ds[k]
-	first := w.rnd.IntN(w.plan.blocks)
+	first := w.rnd.IntN(w.prompt(d))
 	if !w.plan.kind && w.chance(0.03) {
 		first += 3 // more than will be offered
 	}
-	n := max(1, w.plan.blocks-first)
+	n := max(1, w.prompt(d)-first)
 	if up := dl.opensAt(); at < up { // the router asks P again until it is up
 		hold = up - at + w.upTo(3*time.Second)
 	}
@@ -186,7 +195,7 @@ func (w *world) decodes(dl *deal, k int, at, hold time.Duration) {
 			if w.plan.kind || w.chance(0.7) {
 				a.claim(dl, k)
 				for _, p := range dl.ps {
-					a.expectClaim(id, dl.part(k, p), p)
+					a.expectClaim(dl, k, p)
 				}
 				if !w.plan.kind && w.chance(0.02) {
 					w.faults["claim-left"]++
@@ -237,7 +246,7 @@ func (a *agent) abortLoad(dl *deal, k int) {
 }
 
 // prefills is one prefill rank's part of a request.
-func (w *world) prefills(id core.TransferID, p *host, at, prefill time.Duration) {
+func (w *world) prefills(id core.TransferID, p *host, at, prefill time.Duration, late bool) {
 	w.after(at, func() {
 		p.run(func(a *agent) {
 			if a.aborted[id] {
@@ -247,7 +256,7 @@ func (w *world) prefills(id core.TransferID, p *host, at, prefill time.Duration)
 				w.reused[id] = true
 			}
 			announced := false
-			if w.chance(0.6) || w.plan.kind && (prefill > w.plan.opt.EarlyLoad/2 || w.plan.prefills < 3) {
+			if late || w.chance(0.6) || w.plan.kind && (prefill > w.plan.opt.EarlyLoad/2 || w.plan.prefills < 3) {
 				announced = a.announce(id) == nil
 			}
 			a.after(prefill, func() {

@@ -8,7 +8,10 @@
 // in one direction or both, connections break, processes are stopped and
 // continued, crash and come back on the same memory, clocks jump.
 //
-// What is checked, at the step that does it: a byte lands only in a block that
+// In half of the worlds each rank's blocks have as many tokens and heads as it likes,
+// in either order, and plans cut and gather them.
+//
+// What is checked, at the step that does it: an item lands only in a block that
 // belongs to its own transfer at its own position, a source block is read only
 // while its offer holds it, each accepted half is reported once and a load not
 // before its fence, and nobody waits for a dead peer for longer than was agreed.
@@ -109,6 +112,8 @@ type world struct {
 
 	reused       map[core.TransferID]bool // ids that are used twice
 	deals        map[core.TransferID]*deal
+	matches      map[way]*core.Match
+	engines      map[core.Target]*deal    // what is found under the names of engines
 	shared       map[core.TransferID]bool // that two decode engines want
 	cancelledAtP map[core.TransferID]time.Duration
 	cancelledAtD map[core.TransferID]time.Duration // after P's answer
@@ -149,7 +154,8 @@ func newWorld(seed uint64, words *Words) *world {
 	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)),
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
 		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, states: map[string]int{}, faults: map[string]int{},
-		reused: map[core.TransferID]bool{}, shared: map[core.TransferID]bool{}, deals: map[core.TransferID]*deal{}, cancelledAtP: map[core.TransferID]time.Duration{}, cancelledAtD: map[core.TransferID]time.Duration{}}
+		matches: map[way]*core.Match{},
+		reused:  map[core.TransferID]bool{}, shared: map[core.TransferID]bool{}, deals: map[core.TransferID]*deal{}, engines: map[core.Target]*deal{}, cancelledAtP: map[core.TransferID]time.Duration{}, cancelledAtD: map[core.TransferID]time.Duration{}}
 	w.plan = w.newPlan()
 	return w
 }

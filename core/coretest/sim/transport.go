@@ -10,7 +10,8 @@ import (
 )
 
 // transport is a model of tcp and rdma. D dials links to P's host with the
-// ticket that P's agent gave it. P cuts a transfer into frames of one block; a
+// ticket that P's agent gave it. P cuts a transfer into as many frames as D has
+// blocks; a
 // stream takes a frame, reads its bytes when the socket has room, and they land
 // some time later, in whatever process has the address then: only the grant says
 // whether it wants them.
@@ -30,10 +31,10 @@ type arm struct {
 	id     core.TransferID
 	peer   core.AgentID
 	grant  string
-	dst    []core.BlockID
-	token  uint64 // of the half that owns dst
-	landed int    // blocks in memory
-	got    int    // of them, those that the process has heard of
+	dst    []place // in the transfer's linear order
+	token  uint64  // of the half that owns dst
+	landed int     // of them, in memory
+	got    int     // of them, those that the process has heard of
 }
 
 // link is D's way to P: streams that break together.
@@ -65,8 +66,10 @@ type write struct {
 	token  uint64 // of the offer that owns the source
 	link   *link  // nil: D's first stream is waited for
 	gen    int
-	next   int // first block that no stream has taken
-	frames int // taken, and not read whole
+	src    []place // in the transfer's linear order
+	dst    []place // as P thinks
+	next   int     // first of them that no stream has taken
+	frames int     // taken, and not read whole
 	err    error
 	acked  bool
 }
@@ -76,11 +79,10 @@ type frame struct {
 	link  *link
 	gen   int
 	n     int // stream
-	pos   int
-	src   core.BlockID
-	dst   core.BlockID
+	first int // of the transfer's places
+	pos   int // the last one
 	grant string
-	holds content
+	holds []content
 	late  time.Duration // how long a cut has held it up
 }
 
@@ -278,7 +280,8 @@ func (a *agent) newGrant() string {
 	return fmt.Sprintf("%s/%d", a.id, a.grants)
 }
 
-func (a *agent) expect(id core.TransferID, peer core.AgentID, blocks [][]core.BlockID) (string, error) {
+func (a *agent) expect(v core.Expect) (string, error) {
+	id, peer := v.ID, v.Peer
 	switch {
 	case a.shut:
 		return "", errShut
@@ -289,7 +292,14 @@ func (a *agent) expect(id core.TransferID, peer core.AgentID, blocks [][]core.Bl
 	case a.w.chance(a.w.plan.errors):
 		return "", errors.New("cannot be registered")
 	}
-	e := &arm{id: id, peer: peer, grant: a.newGrant(), dst: blocks[0], token: a.loading[base(id)]}
+	e := &arm{id: id, peer: peer, grant: a.newGrant(), token: a.loading[base(id)]}
+	segments, err := a.w.match(a.w.byID[peer].host, a.host).Segments(v.Regions, v.Blocks, v.First, v.Tokens)
+	for _, s := range segments {
+		e.dst = places(e.dst, s.Region, s.Offset, s.Length)
+	}
+	if err != nil || len(e.dst) == 0 {
+		a.w.fault(id, "%s: %q is of %d places in memory (%v)", a.id, id, len(e.dst), err)
+	}
 	a.armed[id], a.byGrant[e.grant] = e, e
 	a.out[peer].dial()
 	return e.grant, nil
@@ -362,16 +372,21 @@ func (a *agent) land(f *frame) *arm {
 		a.w.fault(e.id, "%s: the blocks of %q are written by %q", a.id, e.id, f.wr.v.ID)
 		return nil
 	}
-	at := e.dst[f.pos]
+	to := e.dst
 	if a.w.plan.oneSided {
-		at = f.dst
+		to = f.wr.dst
 	}
-	b := &a.host.mem[at]
-	if b.owner != e.token {
-		a.w.fault(e.id, "%s: block %d is written by %q, whose load has token %d, but belongs to token %d", a.id, at, e.id, e.token, b.owner)
+	if f.pos >= len(e.dst) {
+		a.w.fault(e.id, "%s: %q has %d places here, and more at its sender", a.id, e.id, len(e.dst))
+		return nil
 	}
-	b.holds = f.holds
-	e.landed++
+	for i, at := range to[f.first : f.pos+1] {
+		if b := &a.host.mem[a.host.block(at)]; b.owner != e.token {
+			a.w.fault(e.id, "%s: block %d is written by %q, whose load has token %d, but belongs to token %d", a.id, a.host.block(at), e.id, e.token, b.owner)
+		}
+		a.host.cells[at.region][at.cell] = f.holds[i]
+	}
+	e.landed += len(f.holds)
 	return e
 }
 
@@ -383,7 +398,7 @@ func (a *agent) landed(f *frame, e *arm) {
 		l.p.run(func() { l.kick(f.gen) })
 	}
 	if e != nil {
-		e.got++
+		e.got += len(f.holds)
 	}
 	switch {
 	case e == nil || a.armed[e.id] != e:
@@ -428,6 +443,13 @@ func (a *agent) write(v core.Write) {
 		return
 	}
 	wr := &write{v: v, token: a.offering[base(v.ID)]}
+	pairs, err := v.Match.Pairs(v.Regions, v.Src, v.SrcFirst, v.Dst, v.DstFirst, v.Tokens)
+	for _, p := range pairs {
+		wr.src, wr.dst = places(wr.src, p.SrcRegion, p.SrcOffset, p.Length), places(wr.dst, p.DstRegion, p.DstOffset, p.Length)
+	}
+	if err != nil || len(wr.src) == 0 {
+		a.w.fault(v.ID, "%s: %q is planned into %d places (%v)", a.id, v.ID, len(wr.src), err)
+	}
 	a.writes[v.ID] = wr
 	if l := a.in[v.Peer]; l != nil && l.p == a {
 		a.begin(wr, l)
@@ -461,11 +483,13 @@ func (l *link) pump() {
 		for !s.busy && len(l.queue) > 0 {
 			wr := l.queue[0]
 			l.queue = l.queue[1:]
-			if wr.err != nil || wr.next == len(wr.v.Dst[0]) {
+			if wr.err != nil || wr.next == len(wr.src) {
 				continue
 			}
-			f := &frame{wr: wr, link: l, gen: l.gen, n: n, pos: wr.next, src: wr.v.Src[0][wr.next], dst: wr.v.Dst[0][wr.next], grant: string(wr.v.Grant)}
-			if wr.next++; wr.next < len(wr.v.Dst[0]) {
+			f := &frame{wr: wr, link: l, gen: l.gen, n: n, first: wr.next, grant: string(wr.v.Grant)}
+			blocks := len(wr.v.Dst[0])
+			wr.next = min(wr.next+(len(wr.src)+blocks-1)/blocks, len(wr.src))
+			if f.pos = wr.next - 1; wr.next < len(wr.src) {
 				l.queue = append(l.queue, wr)
 			}
 			wr.frames++
@@ -494,11 +518,12 @@ func (a *agent) leave(f *frame) {
 		})
 		return
 	}
-	b := &a.host.mem[f.src]
-	if b.owner != wr.token {
-		a.w.fault(wr.v.ID, "%s: block %d is read for %q, whose offer has token %d, but belongs to token %d", a.id, f.src, wr.v.ID, wr.token, b.owner)
+	for _, at := range wr.src[f.first : f.pos+1] {
+		if b := &a.host.mem[a.host.block(at)]; b.owner != wr.token {
+			a.w.fault(wr.v.ID, "%s: block %d is read for %q, whose offer has token %d, but belongs to token %d", a.id, a.host.block(at), wr.v.ID, wr.token, b.owner)
+		}
+		f.holds = append(f.holds, a.host.cells[at.region][at.cell])
 	}
-	f.holds = b.holds
 	s.busy = false
 	s.inflight++
 	s.last = max(s.last, a.w.now+a.w.delay())
@@ -522,7 +547,7 @@ func (l *link) kick(gen int) {
 }
 
 func (a *agent) acked(wr *write) {
-	if wr.err == nil && wr.next == len(wr.v.Dst[0]) {
+	if wr.err == nil && wr.next == len(wr.src) {
 		wr.acked = true
 		a.settle(wr)
 	}

@@ -1,0 +1,315 @@
+package core
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// Match is what of a prefill agent's caches goes where in a decode agent's. Both
+// make it once, when they meet, out of the same two descriptions, so both know one
+// linear order of a transfer's bytes without talking. It does not change.
+//
+// Regions belong together by group and name; of two that do, the heads that both
+// hold are copied. Blocks may be of unequal numbers of tokens, if one divides the
+// other, and their items in another order.
+type Match struct {
+	links   []link // in the order of D's regions, then of heads
+	ratios  [MaxGroups]ratio
+	regions int // of D
+	whole   error
+}
+
+// Common is a run of heads that a region of P and one of D both hold.
+type Common struct {
+	Src, Dst   uint32 // the regions
+	First, End uint32 // heads of the model, End is the first beyond; 0 and 1 of opaque blocks
+}
+
+// ratio is how the blocks of a group fit: one of src and dst is 1.
+type ratio struct {
+	unit     uint64 // tokens of the smaller block; 0: unknown
+	src, dst uint64 // units of a block of P, of D; 0: nothing of the group is in common
+}
+
+// link is one Common, ready to be copied.
+type link struct {
+	Common
+	group                uint32
+	srcStride, dstStride uint64 // of blocks
+	whole                uint64 // bytes of a block that is copied whole on both sides; 0: it is cut
+	dense                bool   // of whole ones: neighbours are adjacent on both sides, or in D
+	denseDst             bool
+	src, dst             uint64 // of the first head in common, from the block's start
+	srcUnit, dstUnit     uint64 // from a unit to the next one in a block
+	pair, seg            pattern
+}
+
+// pattern is the runs that are contiguous, in D's order: outer times inner of them
+// in each unit. Where a block of D has several units and head after head, it is
+// gone through once for each of the heads.
+type pattern struct {
+	heads              uint64 // else 1
+	outer, inner       uint64 // at least 1
+	run                uint64 // bytes
+	srcHead, dstHead   uint64
+	srcOuter, dstOuter uint64
+	srcInner, dstInner uint64
+}
+
+// perUnit is the number of runs of a unit.
+func (p *pattern) perUnit() uint64 { return p.heads * p.outer * p.inner }
+
+// index sorts shapes by group, name and heads, and says what stands twice.
+func index(shapes []Shape) ([]uint32, error) {
+	order := make([]uint32, len(shapes))
+	for i := range order {
+		order[i] = uint32(i)
+	}
+	slices.SortFunc(order, func(a, b uint32) int {
+		x, y := &shapes[a], &shapes[b]
+		return cmp.Or(compareNames(x, y), cmp.Compare(x.FirstHead, y.FirstHead))
+	})
+	for k := 1; k < len(order); k++ {
+		a, b := &shapes[order[k-1]], &shapes[order[k]]
+		if compareNames(a, b) != 0 {
+			continue
+		}
+		_, end := a.heads()
+		if first, _ := b.heads(); first < end {
+			return nil, fmt.Errorf("%v is registered twice (%s, and %s): regions of one name must hold different heads", b, a.geometry(), b.geometry())
+		}
+		if a.ItemBytes() != b.ItemBytes() || a.TotalHeads != b.TotalHeads {
+			return nil, fmt.Errorf("%v is registered with %s, and with %s", b, a.geometry(), b.geometry())
+		}
+	}
+	return order, nil
+}
+
+func compareNames(a, b *Shape) int {
+	return cmp.Or(cmp.Compare(a.Group, b.Group), cmp.Compare(a.Name, b.Name))
+}
+
+// NewMatch finds what P's regions and D's have in common. What only one of them
+// has is no error (see Whole); what both have and cannot be copied is one that
+// names both values.
+func NewMatch(src, dst []Shape) (*Match, error) {
+	src, dst = slices.Clone(src), slices.Clone(dst)
+	order, from, err := checkShapes(src)
+	if err != nil {
+		return nil, fmt.Errorf("at the prefill engine: %w", err)
+	}
+	_, to, err := checkShapes(dst)
+	if err != nil {
+		return nil, fmt.Errorf("at the decode engine: %w", err)
+	}
+	m := &Match{regions: len(dst)}
+	var diffs []string
+	used, held := make([]bool, len(src)), make([]uint32, len(dst)) // whether D has its name, and how many heads
+	for i := range dst {
+		d := &dst[i]
+		r := groupRatio(from[d.Group], to[d.Group])
+		k, _ := slices.BinarySearchFunc(order, d, func(j uint32, d *Shape) int { return compareNames(&src[j], d) })
+		for ; k < len(order) && compareNames(&src[order[k]], d) == 0; k++ {
+			j := order[k]
+			s := &src[j]
+			if !fit(s, d, r) {
+				if len(diffs) < maxDiffs {
+					diffs = append(diffs, fmt.Sprintf("%v has %s at the prefill engine, %s at the decode engine", d, s.geometry(), d.geometry()))
+					if s.Tokens == 0 && d.Tokens == 0 && r.src != r.dst {
+						diffs[len(diffs)-1] += fmt.Sprintf(", in a group with blocks of %d tokens and of %d", from[d.Group], to[d.Group])
+					}
+				}
+				break
+			}
+			used[j] = true // as far as D wants it
+			c := Common{Src: j, Dst: uint32(i)}
+			first, end := s.heads()
+			c.First, c.End = d.heads()
+			if c.First, c.End = max(c.First, first), min(c.End, end); c.First >= c.End {
+				continue
+			}
+			m.links = append(m.links, newLink(c, s, d, r))
+			m.ratios[d.Group] = r
+			held[i] += c.End - c.First
+		}
+	}
+	if diffs != nil {
+		return nil, fmt.Errorf("layouts differ: %s", strings.Join(diffs, "; "))
+	}
+	m.whole = unmatched(src, dst, used, held)
+	return m, nil
+}
+
+// maxDiffs is how many differences an error names.
+const maxDiffs = 3
+
+// checkShapes checks what a peer may have said, and returns its order by name and
+// the tokens of each group's blocks.
+func checkShapes(shapes []Shape) (order []uint32, tokens [MaxGroups]uint32, err error) {
+	if len(shapes) > MaxRegions {
+		return nil, tokens, fmt.Errorf("%d regions, at most %d are supported", len(shapes), MaxRegions)
+	}
+	for i := range shapes {
+		s := &shapes[i]
+		s.complete()
+		if s.Group >= MaxGroups {
+			return nil, tokens, fmt.Errorf("%v: group must be below %d", s, MaxGroups)
+		}
+		if err := s.checkGeometry(); err != nil {
+			return nil, tokens, err
+		}
+		t := &tokens[s.Group]
+		if *t != 0 && s.Tokens != 0 && *t != s.Tokens {
+			return nil, tokens, fmt.Errorf("%v has blocks of %d tokens, other regions of its group of %d: they share their block ids", s, s.Tokens, *t)
+		}
+		*t = max(*t, s.Tokens)
+	}
+	order, err = index(shapes)
+	return order, tokens, err
+}
+
+// fit says whether the heads of two regions can be copied. Opaque blocks can in a
+// group whose blocks are alike.
+func fit(s, d *Shape, r ratio) bool {
+	switch {
+	case (s.Tokens == 0) != (d.Tokens == 0):
+		return false
+	case s.Tokens == 0:
+		return s.BlockBytes == d.BlockBytes && r.src == r.dst
+	}
+	return s.ItemBytes() == d.ItemBytes() && s.TotalHeads == d.TotalHeads && (s.Tokens%d.Tokens == 0 || d.Tokens%s.Tokens == 0)
+}
+
+// groupRatio is how blocks of so many tokens fit; 0 is unknown.
+func groupRatio(src, dst uint32) ratio {
+	if src == 0 || dst == 0 {
+		return ratio{src: 1, dst: 1}
+	}
+	unit := min(src, dst)
+	return ratio{unit: uint64(unit), src: uint64(src / unit), dst: uint64(dst / unit)}
+}
+
+// unmatched names what only one side has.
+func unmatched(src, dst []Shape, used []bool, held []uint32) error {
+	var diffs []string
+	for j := range src {
+		if !used[j] && len(diffs) < maxDiffs {
+			diffs = append(diffs, fmt.Sprintf("%v (%s) is only at the prefill engine", &src[j], src[j].geometry()))
+		}
+	}
+	for i := range dst {
+		if first, end := dst[i].heads(); held[i] < end-first && len(diffs) < maxDiffs {
+			diffs = append(diffs, fmt.Sprintf("%v (%s) has %d of %d heads at the prefill engine", &dst[i], dst[i].geometry(), held[i], end-first))
+		}
+	}
+	if diffs == nil {
+		return nil
+	}
+	return fmt.Errorf("layouts differ: %d regions at the prefill engine, %d at the decode engine: %s", len(src), len(dst), strings.Join(diffs, "; "))
+}
+
+// Whole says what of D's regions is not at P, or of P's not at D: an error where
+// each engine has one rank.
+func (m *Match) Whole() error { return m.whole }
+
+// Commons lists what both hold, in the order of D's regions and then of heads.
+func (m *Match) Commons() []Common {
+	out := make([]Common, len(m.links))
+	for i := range m.links {
+		out[i] = m.links[i].Common
+	}
+	return out
+}
+
+// Opaque says whether there are regions in common of which nobody knows how many
+// tokens a block of them has.
+func (m *Match) Opaque() bool {
+	return slices.ContainsFunc(m.links, func(k link) bool { return m.ratios[k.group].unit == 0 })
+}
+
+func newLink(c Common, s, d *Shape, r ratio) link {
+	k := link{Common: c, group: d.Group, srcStride: s.BlockStride, dstStride: d.BlockStride}
+	if s.Tokens == 0 {
+		k.whole, k.dense, k.denseDst = d.BlockBytes, s.BlockStride == d.BlockBytes && d.BlockStride == d.BlockBytes, d.BlockStride == d.BlockBytes
+		return k
+	}
+	k.src, k.dst = uint64(c.First-s.FirstHead)*s.HeadStride, uint64(c.First-d.FirstHead)*d.HeadStride
+	k.srcUnit, k.dstUnit = r.unit*s.TokenStride, r.unit*d.TokenStride
+	heads := uint64(c.End - c.First)
+	k.pair = newPattern(heads, s, d, r)
+	k.seg = newPattern(heads, d, d, r)
+	if r.src == r.dst && k.pair.perUnit() == 1 && k.pair.run == s.BlockBytes && k.pair.run == d.BlockBytes {
+		k.whole, k.dense, k.denseDst = d.BlockBytes, s.BlockStride == d.BlockBytes && d.BlockStride == d.BlockBytes, d.BlockStride == d.BlockBytes
+	}
+	return k
+}
+
+// newPattern finds the runs of a unit that are contiguous on both sides.
+func newPattern(heads uint64, s, d *Shape, r ratio) pattern {
+	item := d.ItemBytes()
+	if heads == 1 || d.HeadStride == item { // D has token after token
+		p := pattern{heads: 1, outer: r.unit, srcOuter: s.TokenStride, dstOuter: d.TokenStride, inner: heads, srcInner: s.HeadStride, dstInner: d.HeadStride, run: item}
+		if heads == 1 || s.HeadStride == item {
+			p.run, p.inner = heads*item, 1
+			if s.TokenStride == p.run && d.TokenStride == p.run {
+				p.run, p.outer = r.unit*p.run, 1
+			}
+		}
+		return p
+	}
+	p := pattern{heads: 1, outer: heads, srcOuter: s.HeadStride, dstOuter: d.HeadStride, inner: r.unit, srcInner: s.TokenStride, dstInner: d.TokenStride, run: item}
+	if s.TokenStride == item {
+		p.run, p.inner = r.unit*item, 1
+		if r.dst == 1 && s.HeadStride == p.run && d.HeadStride == p.run {
+			p.run, p.outer = heads*p.run, 1
+		}
+	}
+	if r.dst > 1 {
+		p.heads, p.srcHead, p.dstHead = p.outer, p.srcOuter, p.dstOuter
+		p.outer, p.srcOuter, p.dstOuter = 1, 0, 0
+	}
+	return p
+}
+
+// ratio is a group's; without a Match both sides are alike.
+func (m *Match) ratio(group int) ratio {
+	if m == nil {
+		return ratio{src: 1, dst: 1}
+	}
+	return m.ratios[group]
+}
+
+// span is the units of a load: from those of its first block up to the end of its
+// last one, or of the prompt.
+func (r ratio) span(first uint32, blocks int, tokens uint32) (from, to uint64) {
+	from, to = uint64(first)*r.dst, (uint64(first)+uint64(blocks))*r.dst
+	if tokens > 0 && r.unit > 0 {
+		to = max(from, min(to, (uint64(tokens)+r.unit-1)/r.unit))
+	}
+	return from, to
+}
+
+// sources is the blocks of P, by their position in the prompt, that hold a load's.
+func (r ratio) sources(first uint32, blocks int, tokens uint32) (from, to uint64) {
+	from, to = r.span(first, blocks, tokens)
+	n := max(r.src, 1)
+	return from / n, (to + n - 1) / n
+}
+
+// checkRegions says what is wrong with a load's list of D's regions: nil means all.
+func (m *Match) checkRegions(regions []uint32) error { return checkRegions(regions, m.regions) }
+
+func checkRegions(regions []uint32, n int) error {
+	if regions != nil && len(regions) == 0 {
+		return errors.New("no region: leave the list out for all")
+	}
+	for i, r := range regions {
+		if int(r) >= n || i > 0 && r <= regions[i-1] {
+			return fmt.Errorf("region %d at position %d: want growing numbers below %d", r, i, n)
+		}
+	}
+	return nil
+}

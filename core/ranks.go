@@ -1,0 +1,76 @@
+package core
+
+import "fmt"
+
+// Ranks are how many an engine has: TP tensor-parallel ranks, each with its heads
+// of a layer, in each of PP pipeline stages, each with its layers. Every
+// data-parallel rank is an engine of its own.
+type Ranks struct{ TP, PP int }
+
+// Rank is one of an engine's.
+type Rank struct{ TP, PP int }
+
+// MaxRanks bounds TP and PP each: more than any engine has.
+const MaxRanks = 1024
+
+// One is an engine of a single rank.
+var One = Ranks{1, 1}
+
+func (n Ranks) String() string { return fmt.Sprintf("tp %d pp %d", n.TP, n.PP) }
+
+func (r Rank) String() string { return fmt.Sprintf("tp %d pp %d", r.TP, r.PP) }
+
+// Check says what is wrong with numbers that a configuration or a peer gives.
+func (n Ranks) Check(r Rank) error {
+	if n.TP < 1 || n.TP > MaxRanks || n.PP < 1 || n.PP > MaxRanks || n.TP*n.PP > maxSource {
+		return fmt.Errorf("an engine of tp_size %d and pp_size %d: want 1 to %d each and %d ranks at most", n.TP, n.PP, MaxRanks, maxSource)
+	}
+	if r.TP < 0 || r.TP >= n.TP || r.PP < 0 || r.PP >= n.PP {
+		return fmt.Errorf("rank %v of an engine of %v: want 0 to %d and 0 to %d", r, n, n.TP-1, n.PP-1)
+	}
+	return nil
+}
+
+// Meeting is a P rank that a D rank loads from, and which share of that rank's
+// half it has.
+type Meeting struct {
+	Rank  Rank
+	Share Share
+}
+
+// Meetings lists the P ranks that rank r of a decode engine loads from, by their
+// Source. Both sides' tensor-parallel ranks hold equal ranges of the heads, so
+// that two meet whose ranges have something in common; of what is held more than
+// once (latents, or heads when there are fewer than ranks) each D rank takes the
+// first that it meets, and the others hear from it that nothing is needed. Which
+// stage holds a layer is not known before the agents meet: each D rank meets all.
+func Meetings(p, d Ranks, r Rank) ([]Meeting, error) {
+	if err := p.Check(Rank{}); err != nil {
+		return nil, err
+	}
+	if err := d.Check(r); err != nil {
+		return nil, err
+	}
+	lo, hi := reach(r.TP, d.TP, p.TP)
+	if n := (hi - lo) * p.PP; n > MaxShares {
+		return nil, fmt.Errorf("rank %v of a decode engine of %v would load from %d ranks of a prefill engine of %v, at most %d are supported", r, d, n, p, MaxShares)
+	}
+	var out []Meeting
+	for pp := range p.PP {
+		for tp := lo; tp < hi; tp++ {
+			first, end := reach(tp, p.TP, d.TP)
+			m := Meeting{Rank{tp, pp}, Share{K: (r.TP-first)*d.PP + r.PP, Of: (end - first) * d.PP, Source: pp*p.TP + tp}}
+			if m.Share.Of > MaxShares {
+				return nil, fmt.Errorf("rank %v of a prefill engine of %v would be loaded from by %d ranks of a decode engine of %v, at most %d are supported", m.Rank, p, m.Share.Of, d, MaxShares)
+			}
+			out = append(out, m)
+		}
+	}
+	return out, nil
+}
+
+// reach is the range of the other side's ranks, of others, whose heads have
+// something in common with those of rank i of n.
+func reach(i, n, others int) (first, end int) {
+	return i * others / n, ((i+1)*others + n - 1) / n
+}

@@ -1,0 +1,156 @@
+package node
+
+import (
+	"encoding/binary"
+	"fmt"
+	"slices"
+	"testing"
+	"unsafe"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// shapedSide is an agent whose two layers have blocks of items that name their
+// token, head and layer.
+type shapedSide struct {
+	*side
+	tokens, first, end uint32
+	hnd                bool
+}
+
+const (
+	itemBytes  = 8
+	modelHeads = 6
+	fewBlocks  = 8
+)
+
+func openShaped(t *testing.T, role string, tokens, first, end uint32, hnd bool) *shapedSide {
+	t.Helper()
+	a, err := Open(testConfig(role), Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &shapedSide{side: &side{Agent: a, t: t, seen: map[core.TransferID]core.Report{}}, tokens: tokens, first: first, end: end, hnd: hnd}
+	t.Cleanup(func() { _ = a.Close() })
+	bytes := uint64(tokens) * uint64(end-first) * itemBytes
+	s.cache = make([]byte, 2*fewBlocks*bytes)
+	var list []core.Region
+	for layer := range uint64(2) {
+		r := core.Region{Name: fmt.Sprint("layer.", layer), Base: uint64(uintptr(unsafe.Pointer(&s.cache[layer*fewBlocks*bytes]))), BlockStride: bytes, BlockBytes: bytes,
+			NumBlocks: fewBlocks, Tokens: tokens, Heads: end - first, FirstHead: first, TotalHeads: modelHeads}
+		if r.TokenStride, r.HeadStride = uint64(r.Heads)*itemBytes, itemBytes; hnd {
+			r.TokenStride, r.HeadStride = itemBytes, uint64(tokens)*itemBytes
+		}
+		list = append(list, r)
+	}
+	if hnd { // their order does not matter
+		slices.Reverse(list)
+	}
+	if err := a.RegisterKVCaches(list); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// item is the memory of one of a block.
+func (s *shapedSide) item(layer int, id core.BlockID, token, head uint32) []byte {
+	heads := s.end - s.first
+	n := uint64(token)*uint64(heads) + uint64(head-s.first)
+	if s.hnd {
+		n = uint64(head-s.first)*uint64(s.tokens) + uint64(token)
+	}
+	off := (uint64(layer*fewBlocks+int(id))*uint64(s.tokens)*uint64(heads) + n) * itemBytes
+	return s.cache[off : off+itemBytes]
+}
+
+func word(salt, layer int, pos, head uint32) uint64 {
+	return uint64(salt)<<48 | uint64(layer+1)<<40 | uint64(head)<<32 | uint64(pos) + 1
+}
+
+func (s *shapedSide) paint(salt int, ids ...core.BlockID) {
+	for layer := range 2 {
+		for i, id := range ids {
+			for token := range s.tokens {
+				for head := s.first; head < s.end; head++ {
+					binary.LittleEndian.PutUint64(s.item(layer, id, token, head), word(salt, layer, uint32(i)*s.tokens+token, head))
+				}
+			}
+		}
+	}
+}
+
+// holds: the blocks, from position first on, have the prompt's items up to end and
+// nothing beyond.
+func (s *shapedSide) holds(salt int, first, end uint32, ids ...core.BlockID) {
+	s.t.Helper()
+	for layer := range 2 {
+		for i, id := range ids {
+			for token := range s.tokens {
+				for head := s.first; head < s.end; head++ {
+					pos, want := (first+uint32(i))*s.tokens+token, uint64(0)
+					if pos < end {
+						want = word(salt, layer, pos, head)
+					}
+					if got := binary.LittleEndian.Uint64(s.item(layer, id, token, head)); got != want {
+						s.t.Fatalf("layer %d, block %d, token %d, head %d: %#x, want %#x", layer, id, pos, head, got, want)
+					}
+				}
+			}
+		}
+	}
+}
+
+// TestUnequalGeometry: agents that load from each other, with blocks of 16 and of 32
+// tokens, in other orders.
+func TestUnequalGeometry(t *testing.T) {
+	leaktest.Check(t)
+	a, b := openShaped(t, RoleBoth, 16, 0, modelHeads, false), openShaped(t, RoleBoth, 32, 0, modelHeads, true)
+	for i := range 2 { // each has then met the other as both
+		a.paint(1+i, 1, 3, 2)
+		id := core.TransferID(fmt.Sprint("there-", i))
+		a.offer(id, 1, 3, 2)
+		if _, err := b.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: a.BootstrapAddress()}, Blocks: [][]core.BlockID{{7, 5}}, Tokens: []uint32{40}}}); err != nil {
+			t.Fatal(err)
+		}
+		if r := b.want(id, core.OK); r.Stats.Bytes != 2*48*modelHeads*itemBytes || r.Blocks != 2 {
+			t.Errorf("the load's report: %+v", r)
+		}
+		a.want(id, core.OK)
+		b.holds(1+i, 0, 48, 7, 5)
+
+		b.paint(11+i, 2, 3)
+		id = core.TransferID(fmt.Sprint("back-", i))
+		if _, err := b.Offer([]core.OfferRequest{{ID: id, Blocks: [][]core.BlockID{{2, 3}}}}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := a.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: b.BootstrapAddress()}, First: []uint32{1}, Blocks: [][]core.BlockID{{4, 6}}, Tokens: []uint32{48}}}); err != nil {
+			t.Fatal(err)
+		}
+		a.want(id, core.OK)
+		b.want(id, core.OK)
+		a.holds(11+i, 1, 48, 4, 6)
+	}
+}
+
+// TestHeadsOfOne: a decode engine that has some of the heads gets those; one that
+// wants more is refused by name, and so is an offer's missing begin.
+func TestHeadsOfOne(t *testing.T) {
+	leaktest.Check(t)
+	p, d := openShaped(t, RolePrefill, 16, 0, 4, true), openShaped(t, RoleDecode, 16, 1, 3, false)
+	more := openShaped(t, RoleDecode, 16, 2, modelHeads, false)
+	p.paint(1, 1, 3)
+	p.offer("t", 1, 3)
+	d.load("t", p.BootstrapAddress(), 5, 2)
+	d.want("t", core.OK)
+	p.want("t", core.OK)
+	d.holds(1, 0, 32, 5, 2)
+	more.load("u", p.BootstrapAddress(), 5)
+	more.want("u", core.Refused, "layer.", "2 of 4 heads at the prefill engine", "heads 2 to 5 of 6")
+	if _, err := p.Offer([]core.OfferRequest{{ID: "v", First: []uint32{2}, Blocks: [][]core.BlockID{{1}}}}); err != nil {
+		t.Fatal(err)
+	}
+	d.load("v", p.BootstrapAddress(), 6)
+	d.want("v", core.Refused, "blocks 0 to 1 of group 0", "begins with block 2")
+	p.want("v", core.Refused, "begins with block 2")
+}

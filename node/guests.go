@@ -1,0 +1,189 @@
+package node
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/bootstrap"
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// guests are the ranks that have joined this agent's bootstrap port: in the
+// registry, and in what GET /query shows. Each lives for as long as it says so.
+type guests struct {
+	a     *Agent
+	plane *controlPlane
+
+	mu     sync.Mutex // held while one comes or goes, so that registry and table agree
+	ranks  map[guestRank]*guest
+	closed bool
+}
+
+// guestRank is a place in GET /query: one agent has it.
+type guestRank struct{ dp, tp, pp int }
+
+type guest struct {
+	agent *wire.Agent
+	entry bootstrap.Registration
+	until time.Time // it has been renewed up to then
+	end   *time.Timer
+}
+
+func newGuests(a *Agent, p *controlPlane) *guests {
+	return &guests{a: a, plane: p, ranks: map[guestRank]*guest{}}
+}
+
+// serveJoin registers another rank at this agent's server, for a while.
+func (a *Agent) serveJoin(from core.AgentID, j *wire.Join) *wire.Reply {
+	g := a.plane.guests
+	switch {
+	case g == nil:
+		return refuse("agent %s of engine %q has no server that others could join", a.id, a.cfg.EngineID)
+	case j.Agent.ID != string(from):
+		return refuse("agent %s asks for a registration of %s", from, j.Agent.ID)
+	}
+	ctx, cancel := context.WithTimeout(a.ctx, time.Duration(a.cfg.ConnectTimeout))
+	defer cancel()
+	if j.Leave {
+		g.leave(ctx, j.Agent)
+		return &wire.Reply{}
+	}
+	since, err := g.join(ctx, j)
+	if err != nil {
+		a.log.Warn("rank not registered", zap.String("agent", j.Agent.ID), zap.String("engine_id", j.Agent.EngineID), zap.Error(err))
+		return refuse("agent %s of engine %q: %v", a.id, a.cfg.EngineID, err)
+	}
+	return &wire.Reply{Since: since}
+}
+
+func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return 0, core.ErrClosed
+	}
+	if err := g.admit(j.Agent); err != nil {
+		return 0, err
+	}
+	since, err := g.plane.bus.Host(ctx, j.Agent, j.New, j.Since)
+	if err != nil {
+		return 0, err
+	}
+	at := placeOf(j.Agent)
+	old := g.ranks[at]
+	ttl := g.plane.bus.TTL()
+	if old != nil && old.agent.ID == j.Agent.ID {
+		old.until = time.Now().Add(ttl)
+		old.end.Reset(ttl)
+		return since, nil
+	}
+	if old != nil { // another of the same engine: the registry has let it
+		g.drop(at, old)
+	}
+	e := bootstrap.Registration{EngineID: j.Agent.EngineID, DPRank: at.dp, TPRank: at.tp, PPRank: at.pp, Addr: g.plane.address()}
+	if err := g.plane.table.Register(e); err != nil { // of somebody's POST /register
+		_ = g.plane.bus.Unhost(ctx, j.Agent)
+		return 0, err
+	}
+	n := &guest{agent: j.Agent, entry: e, until: time.Now().Add(ttl)}
+	n.end = time.AfterFunc(ttl, func() { g.expire(at, n) })
+	g.ranks[at] = n
+	g.a.log.Info("rank joined", zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
+	return since, nil
+}
+
+// admit says why an agent cannot be a rank beside this one; g.mu is held.
+func (g *guests) admit(a *wire.Agent) error {
+	c, size := &g.a.cfg, ranksOf(a)
+	switch {
+	case c.DPSize*c.TPSize*c.PPSize == 1:
+		return fmt.Errorf("it has one rank only (dp_size, tp_size and pp_size are 1), %s has no place beside it", rankText(a))
+	case a.Version != wire.Version:
+		return fmt.Errorf("wire version %d here, %d at %s: run the same kvconn on both", wire.Version, a.Version, rankText(a))
+	case a.DPRank < 0 || a.DPRank >= c.DPSize:
+		return fmt.Errorf("%s: dp_size is %d here", rankText(a), c.DPSize)
+	case (a.DPRank == c.DPRank) != (a.EngineID == c.EngineID):
+		return fmt.Errorf("%s, but dp rank %d is engine %q: each dp rank has an engine_id of its own, and all its ranks have the same", rankText(a), c.DPRank, c.EngineID)
+	case a.EngineID == c.EngineID && size != c.ranks():
+		return fmt.Errorf("%s has tp_size and pp_size for %v, here they are for %v", rankText(a), size, c.ranks())
+	case a.EngineID == c.EngineID && rankOf(a) == c.rank():
+		return fmt.Errorf("%s is this agent itself: give each rank a tp_rank and pp_rank of its own", rankText(a))
+	}
+	if err := size.Check(rankOf(a)); err != nil {
+		return fmt.Errorf("%s: %w", rankText(a), err)
+	}
+	for at, other := range g.ranks {
+		if (at.dp == a.DPRank) != (other.agent.EngineID == a.EngineID) {
+			return fmt.Errorf("%s, but %s is here: each dp rank has an engine_id of its own, and all its ranks have the same", rankText(a), rankText(other.agent))
+		}
+		if at.dp == a.DPRank && ranksOf(other.agent) != size {
+			return fmt.Errorf("%s has tp_size and pp_size for %v, %s for %v", rankText(a), size, rankText(other.agent), ranksOf(other.agent))
+		}
+	}
+	if a.EngineID != c.EngineID {
+		return nil
+	}
+	for key, v := range map[string][2]string{"model": {a.Model, c.Model}, "dtype": {a.DType, c.DType}} {
+		if v[0] != "" && v[1] != "" && v[0] != v[1] {
+			return fmt.Errorf("%s has %s %q, this rank of the same engine has %q", rankText(a), key, v[0], v[1])
+		}
+	}
+	return nil
+}
+
+func (g *guests) leave(ctx context.Context, a *wire.Agent) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	at := placeOf(a)
+	if n := g.ranks[at]; n != nil && n.agent.ID == a.ID {
+		g.drop(at, n)
+	}
+	if err := g.plane.bus.Unhost(ctx, a); err != nil {
+		g.a.log.Debug("registration not withdrawn", zap.String("agent", a.ID), zap.Error(err))
+	}
+}
+
+// expire ends the entry of one that has said nothing for as long as its
+// registration lives.
+func (g *guests) expire(at guestRank, n *guest) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.ranks[at] == n && !time.Now().Before(n.until) { // else it was renewed while this waited
+		g.a.log.Warn("rank is gone", zap.String("agent", n.agent.ID), zap.String("engine_id", n.entry.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
+		g.drop(at, n)
+	}
+}
+
+// drop takes one out of GET /query; g.mu is held.
+func (g *guests) drop(at guestRank, n *guest) {
+	n.end.Stop()
+	g.plane.table.Unregister(n.entry)
+	delete(g.ranks, at)
+}
+
+func (g *guests) close() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.closed = true
+	for at, n := range g.ranks {
+		g.drop(at, n)
+	}
+}
+
+func placeOf(a *wire.Agent) guestRank { return guestRank{a.DPRank, a.TPRank, a.PPRank} }
+
+// ranksOf is how many ranks an agent's engine has.
+func ranksOf(a *wire.Agent) core.Ranks {
+	return core.Ranks{TP: max(a.TPSize, 1), PP: max(a.PPSize, 1)}
+}
+
+func rankOf(a *wire.Agent) core.Rank { return core.Rank{TP: a.TPRank, PP: a.PPRank} }
+
+func rankText(a *wire.Agent) string {
+	return fmt.Sprintf("engine %q dp%d tp%d pp%d", a.EngineID, a.DPRank, a.TPRank, a.PPRank)
+}

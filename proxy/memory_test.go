@@ -1,0 +1,41 @@
+package proxy
+
+import (
+	"runtime"
+	"testing"
+
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// Nothing of a request stays: after a thousand and more of all kinds the heap is what it
+// was after some hundred. bench-proxy --requests shows it for more of them.
+func TestMemoryIsFlat(t *testing.T) {
+	leaktest.Check(t)
+	r, p1, p2, d1, d2 := twoOfEach(t, 2, status(500, "dead"), stream(`{"choices":[]}`, `{"choices":[]}`, "[DONE]"))
+	heap := func(requests int) uint64 {
+		for i := range requests {
+			body := `{"prompt":"x","stream":true}`
+			if i%8 == 0 {
+				body = `{`
+			}
+			r.post(t, body)
+			for _, e := range []*engine{p1, p2, d1, d2} {
+				for len(e.calls) > 0 {
+					<-e.calls
+				}
+			}
+		}
+		eventually(t, "no request is under way", func() bool { return len(r.Proxy.places) == 0 })
+		r.Server.Client().CloseIdleConnections()
+		r.Proxy.client.CloseIdleConnections()
+		runtime.GC()
+		runtime.GC() // the first empties sync.Pools into their victims
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc
+	}
+	before := heap(300)
+	if after := heap(1500); after > before+1<<20 {
+		t.Errorf("the heap has %d bytes after 300 requests and %d after 1500 more", before, after)
+	}
+}

@@ -1,0 +1,72 @@
+package proxy
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// metrics are the router's own, in a registry of their own.
+type metrics struct {
+	registry  *prometheus.Registry
+	requests  *prometheus.CounterVec
+	seconds   *prometheus.HistogramVec
+	firstByte prometheus.Histogram
+	prefill   prometheus.Histogram
+	retries   *prometheus.CounterVec
+	noParams  prometheus.Counter
+}
+
+// buckets in seconds: from a router without engines' time to long generations.
+var buckets = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600}
+
+func newMetrics(p *Proxy) *metrics {
+	m := &metrics{
+		registry: prometheus.NewRegistry(),
+		requests: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvconn_proxy_requests_total",
+			Help: "Completion requests that ended, by endpoint and by HTTP status, client_gone or broken_off."}, []string{"endpoint", "outcome"}),
+		seconds: prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "kvconn_proxy_request_seconds", Buckets: buckets,
+			Help: "From a completion request's arrival to its end."}, []string{"endpoint"}),
+		firstByte: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "kvconn_proxy_first_byte_seconds", Buckets: buckets,
+			Help: "From a completion request's arrival to the first bytes of the decode server's answer, retries included."}),
+		prefill: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "kvconn_proxy_prefill_seconds", Buckets: buckets,
+			Help: "What a prefill server took for its answer."}),
+		retries: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvconn_proxy_retries_total",
+			Help: "Attempts that another engine made good or was to, by the role of the one that failed."}, []string{"role"}),
+		noParams: prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_prefills_without_params_total",
+			Help: "Prefills whose answer had no kv_transfer_params, so that the decode server computed the prompt itself (nixl contract)."}),
+	}
+	m.registry.MustRegister(m.requests, m.seconds, m.firstByte, m.prefill, m.retries, m.noParams,
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_requests_in_flight",
+			Help: "Completion requests under way."}, func() float64 { return float64(len(p.places)) }),
+		serverCollector{&p.balancer})
+	return m
+}
+
+// serverCollector reads the servers' state when it is asked.
+type serverCollector struct{ b *balancer }
+
+var (
+	upDesc   = prometheus.NewDesc("kvconn_proxy_server_up", "1 while the server's probes succeed.", []string{"role", "url"}, nil)
+	rankDesc = prometheus.NewDesc("kvconn_proxy_server_ranks", "Data parallel ranks known of the server.", []string{"role", "url"}, nil)
+	loadDesc = prometheus.NewDesc("kvconn_proxy_server_load", "What is under way at the server as least-loaded counts it: requests at a decode server, and at a prefill server each with 1 more for each KiB.", []string{"role", "url"}, nil)
+)
+
+// Describe is of prometheus.Collector.
+func (c serverCollector) Describe(ch chan<- *prometheus.Desc) {
+	ch <- upDesc
+	ch <- rankDesc
+	ch <- loadDesc
+}
+
+// Collect is of prometheus.Collector.
+func (c serverCollector) Collect(ch chan<- prometheus.Metric) {
+	for _, s := range c.b.servers() {
+		_, up, _, ranks := s.state()
+		isUp := 0.0
+		if up {
+			isUp = 1
+		}
+		ch <- prometheus.MustNewConstMetric(upDesc, prometheus.GaugeValue, isUp, s.role, s.url)
+		ch <- prometheus.MustNewConstMetric(rankDesc, prometheus.GaugeValue, float64(len(ranks)), s.role, s.url)
+		ch <- prometheus.MustNewConstMetric(loadDesc, prometheus.GaugeValue, float64(s.inFlight()), s.role, s.url)
+	}
+}

@@ -1,0 +1,362 @@
+package proxy
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// reset closes the connection without an answer, as the end of an engine does.
+func reset(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }
+
+// stream answers events as vLLM does, each data of one.
+func stream(events ...string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
+		for _, e := range events {
+			io.WriteString(w, "data: "+e+"\n\n")
+			w.(http.Flusher).Flush()
+		}
+	}
+}
+
+// twoOfEach is a ready router, in turn, of two prefill and two decode servers,
+// of which the first ones answer as given.
+func twoOfEach(t *testing.T, retries int, p, d http.HandlerFunc) (r router, p1, p2, d1, d2 *engine) {
+	t.Helper()
+	p1, p2 = newPrefill(t, p, "a"), newPrefill(t, ok, "b")
+	d1, d2 = newEngine(t, d), newEngine(t, ok)
+	r = newRouter(t, Config{Prefill: []Prefill{p1.prefill(t), p2.prefill(t)}, Decode: []string{d1.URL, d2.URL}, Balance: RoundRobin,
+		Retries: retries, RefreshInterval: time.Hour})
+	r.waitAllUp(t)
+	return r, p1, p2, d1, d2
+}
+
+// What another engine can mend, it mends, with a transfer id and a request id of
+// its own; and the client sees only that.
+func TestRetries(t *testing.T) {
+	leaktest.Check(t)
+	for name, engines := range map[string]struct{ p, d http.HandlerFunc }{
+		"P resets":                    {reset, hang},
+		"P resets, D streams no text": {reset, hangAfterHeaders},
+		"P fails":                     {status(500, "dead"), hang},
+		"P answers an error":          {status(200, `{"error":{"message":"no KV","code":500}}`), hang},
+		"P aborts":                    {status(200, `{"choices":[{"finish_reason":"abort"}]}`), hang},
+		"P's parameters are an error": {status(200, `{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{"error":"no room"}}`), hang},
+		"D resets":                    {ok, reset},
+		"D resets, P hangs":           {hang, reset},
+		"D fails":                     {ok, status(500, "load failed")},
+		"D is overloaded":             {ok, status(503, "later")},
+		"D answers nothing":           {ok, status(200, "")},
+		"D breaks off before the answer": {ok, func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(200)
+			w.(http.Flusher).Flush()
+			reset(w, nil)
+		}},
+		"D streams an error": {ok, stream(`{"error":{"message":"Internal server error","type":"InternalServerError","code":500}}`, "[DONE]")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			leaktest.Check(t)
+			r, p1, p2, d1, d2 := twoOfEach(t, 2, engines.p, engines.d)
+			resp, body := r.post(t, `{"stream":true}`, "X-Request-Id", "mine")
+			if resp.StatusCode != 200 || body != `{"text":"ok"}` || resp.Header.Get("X-Request-Id") != "mine" {
+				t.Fatalf("%s %s %s", resp.Status, resp.Header, body)
+			}
+			ids, transfers := map[string]int{}, map[any]int{}
+			for _, e := range []*engine{p1, p2, d1, d2} {
+				for len(e.calls) > 0 {
+					c := e.next(t)
+					ids[c.header.Get("X-Request-Id")]++
+					transfers[c.params(t)["transfer_id"]]++
+				}
+			}
+			// The first attempt's other half may have been cut off before it got
+			// there, and the second's may still be on its way.
+			if ids["mine-retry1"] < 1 || ids["mine"] < 1 || len(ids) != 2 || len(transfers) != 2 {
+				t.Errorf("request ids %v, transfer ids %v", ids, transfers)
+			}
+			if code, text := r.get(t, "/metrics"); code != 200 || !strings.Contains(text, "kvconn_proxy_retries_total{role=") ||
+				!strings.Contains(text, `kvconn_proxy_requests_total{endpoint="/v1/completions",outcome="200"} 1`) {
+				t.Errorf("metrics: %d %s", code, text)
+			}
+		})
+	}
+}
+
+// A request that is at fault itself goes to no second engine.
+func TestNoRetryOfBadRequests(t *testing.T) {
+	leaktest.Check(t)
+	refusal := `{"error":{"message":"prompt too long","code":400}}`
+	for name, engines := range map[string]struct{ p, d http.HandlerFunc }{
+		"P refuses":           {status(400, refusal), hang},
+		"P refuses with 200":  {status(200, refusal), hang},
+		"D refuses":           {hang, status(400, refusal)},
+		"D refuses in stream": {hang, stream(refusal)},
+	} {
+		r, _, p2, _, d2 := twoOfEach(t, 9, engines.p, engines.d)
+		if resp, body := r.post(t, `{}`); resp.StatusCode != 400 || body != refusal {
+			t.Errorf("%s: %s %s", name, resp.Status, body)
+		}
+		if len(p2.calls)+len(d2.calls) > 0 {
+			t.Errorf("%s: another engine was asked", name)
+		}
+	}
+}
+
+// The number of attempts has a bound, and the last failure's reason is the answer.
+func TestRetriesAreBounded(t *testing.T) {
+	leaktest.Check(t)
+	for retries, want := range map[int]int{0: 1, 1: 2, 9: 3} { // there are three
+		var prefills []Prefill
+		var engines []*engine
+		for range 3 {
+			e := newPrefill(t, status(500, "out of memory"), "e")
+			engines, prefills = append(engines, e), append(prefills, e.prefill(t))
+		}
+		d := newEngine(t, hang)
+		r := newRouter(t, Config{Prefill: prefills, Decode: []string{d.URL}, Retries: retries})
+		r.waitAllUp(t)
+		resp, body := r.post(t, `{}`)
+		var e apiError
+		if err := json.Unmarshal([]byte(body), &e); err != nil || resp.StatusCode != 503 || e.Error.Code != 503 ||
+			!strings.Contains(e.Error.Message, "out of memory") {
+			t.Errorf("%d retries: %s %s (%v)", retries, resp.Status, body, err)
+		}
+		got := 0
+		for _, e := range engines {
+			got += len(e.calls)
+		}
+		if got != want {
+			t.Errorf("%d retries: %d attempts, want %d", retries, got, want)
+		}
+	}
+}
+
+// After the first byte an answer belongs to the client: no second attempt.
+func TestNoRetryAfterTheFirstByte(t *testing.T) {
+	leaktest.Check(t)
+	r, _, p2, _, d2 := twoOfEach(t, 9, ok, func(w http.ResponseWriter, q *http.Request) {
+		stream(`{"choices":[]}`)(w, q)
+		reset(w, q)
+	})
+	resp, err := r.send(t.Context(), `{}`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if body, err := io.ReadAll(resp.Body); err == nil || !strings.Contains(string(body), "choices") {
+		t.Errorf("the client read %q, %v", body, err)
+	}
+	if len(p2.calls)+len(d2.calls) > 0 {
+		t.Error("another engine was asked")
+	}
+}
+
+// The only P has been restarted since it was last asked: what D was told of it
+// was stale, and with what it says now the request goes well.
+func TestRetryWithARestartedEngine(t *testing.T) {
+	leaktest.Check(t)
+	p := newPrefill(t, ok, "old")
+	var ids []any
+	d := newEngine(t, nil)
+	d.Config.Handler = decoderThatKnows(t, "new", d.Config.Handler, &ids)
+	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, RefreshInterval: time.Hour, Retries: 2})
+	r.waitReady(t)
+	p.register(t, "new")
+	if resp, body := r.post(t, `{}`); resp.StatusCode != 200 {
+		t.Fatalf("%s %s", resp.Status, body)
+	}
+	if len(ids) != 2 || ids[0] != "old" || ids[1] != "new" {
+		t.Errorf("D was told of %v", ids)
+	}
+}
+
+// decoderThatKnows is a D whose loads fail unless they are from one engine.
+func decoderThatKnows(t *testing.T, engineID string, rest http.Handler, told *[]any) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method != http.MethodPost {
+			rest.ServeHTTP(w, r)
+			return
+		}
+		var body struct {
+			Params map[string]any `json:"kv_transfer_params"`
+		}
+		if err := json.NewDecoder(r.Body).Decode(&body); err != nil {
+			t.Error(err)
+		}
+		*told = append(*told, body.Params["remote_engine_id"])
+		if body.Params["remote_engine_id"] == engineID {
+			ok(w, r)
+			return
+		}
+		stream(`{"error":{"message":"Internal server error","code":500}}`)(w, r)
+	})
+}
+
+// A client that goes while the router tries again takes the new attempt with it.
+func TestClientDisconnectsDuringARetry(t *testing.T) {
+	leaktest.Check(t)
+	p1, p2, d := newPrefill(t, reset, "a"), newPrefill(t, hang, "b"), newEngine(t, hang)
+	r := newRouter(t, Config{Prefill: []Prefill{p1.prefill(t), p2.prefill(t)}, Decode: []string{d.URL}, Retries: 2, Balance: RoundRobin, RefreshInterval: time.Hour})
+	r.waitAllUp(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		if resp, err := r.send(ctx, `{}`); err == nil {
+			resp.Body.Close()
+		}
+	}()
+	second := p2.next(t)
+	cancel()
+	recv(t, second.ctx.Done(), "end of the second attempt")
+	recv(t, ended, "end of the client")
+	eventually(t, "it is counted", func() bool {
+		_, text := r.get(t, "/metrics")
+		return strings.Contains(text, `outcome="client_gone"} 1`)
+	})
+}
+
+// The rank with the least under way gets the next request; a prompt weighs by
+// its length.
+func TestLeastLoaded(t *testing.T) {
+	leaktest.Check(t)
+	p, d1, d2 := newPrefill(t, hang, "a0", "a1"), newEngine(t, hang), newEngine(t, hang)
+	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d1.URL, d2.URL}})
+	r.waitAllUp(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	ended := make(chan struct{}, 4)
+	start := func(body string) {
+		go func() {
+			if resp, err := r.send(ctx, body); err == nil {
+				resp.Body.Close()
+			}
+			ended <- struct{}{}
+		}()
+	}
+	start(`{"prompt":"` + strings.Repeat("x", 20<<10) + `"}`)
+	busy := p.next(t).header.Get("X-Data-Parallel-Rank")
+	for range 3 { // three short ones weigh less than the long one
+		start(`{"prompt":"x"}`)
+		if got := p.next(t).header.Get("X-Data-Parallel-Rank"); got == busy {
+			t.Errorf("a request goes to the busy rank %s", got)
+		}
+	}
+	eventually(t, "each D has two", func() bool { return len(d1.calls) == 2 && len(d2.calls) == 2 })
+	cancel()
+	for range 4 {
+		recv(t, ended, "end of a client")
+	}
+	eventually(t, "nothing is under way", func() bool {
+		var units int64
+		for _, s := range r.balancer.servers() {
+			units += s.inFlight()
+		}
+		return units == 0 && len(r.Proxy.places) == 0
+	})
+}
+
+func TestPick(t *testing.T) {
+	leaktest.Check(t)
+	newServer := func(url string, up bool, dps ...int) *server {
+		s := &server{role: prefillRole, url: url}
+		var ranks []rank
+		for _, dp := range dps {
+			ranks = append(ranks, rank{dp: dp, engineID: url})
+		}
+		s.setUp(ranks)
+		if !up {
+			s.setDown("gone")
+		}
+		return s
+	}
+	up, down, never := newServer("up", true, 0, 1), newServer("down", false, 0), &server{role: prefillRole, url: "never"}
+	s := side{servers: []*server{never, down, up}}
+	is := func(want *server) func(target) bool { return func(t target) bool { return t.server == want } }
+	for range 4 {
+		if got, ok := s.pick(RoundRobin, nil, nil); !ok || got.server != up {
+			t.Errorf("picked %+v", got)
+		}
+		if got, ok := s.pick(LeastLoaded, is(up), nil); !ok || got.server != down {
+			t.Errorf("without the one that is up: %+v", got)
+		}
+		if got, ok := s.pick(LeastLoaded, nil, func(t target) bool { return t.dp == 0 }); !ok || got.dp != 1 {
+			t.Errorf("avoiding rank 0: %+v", got)
+		}
+		if got, ok := s.pick(LeastLoaded, nil, is(up)); !ok || got.server != up {
+			t.Errorf("avoiding the only one that is up: %+v", got)
+		}
+	}
+	if got, ok := s.pick(RoundRobin, func(target) bool { return true }, nil); ok {
+		t.Errorf("picked %+v of none", got)
+	}
+}
+
+// Requests that are not completions are D's, as they are.
+func TestPassedOn(t *testing.T) {
+	leaktest.Check(t)
+	var p *engine
+	type seen struct {
+		r    *http.Request
+		body string
+	}
+	got := make(chan seen, 1)
+	d := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/health" {
+			return
+		}
+		body, _ := io.ReadAll(r.Body)
+		got <- seen{r, string(body)}
+		w.Header().Set("X-Engine", "d")
+		w.WriteHeader(http.StatusTeapot)
+		io.WriteString(w, "tea")
+	}))
+	t.Cleanup(d.Close)
+	p = newPrefill(t, ok, "a")
+	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}})
+	r.waitReady(t)
+	for _, tt := range []struct{ method, path, kind, body string }{
+		{"POST", "/tokenize?a=b%20c", "application/json", `{"prompt": "x"}`},
+		{"GET", "/v1/models", "", ""},
+		{"DELETE", "/a%2Fb/", "", ""},
+		{"POST", "/v1/audio/transcriptions", "multipart/form-data; boundary=x", `{"kv_transfer_params":1}`},
+	} {
+		req, err := http.NewRequest(tt.method, r.Server.URL+tt.path, strings.NewReader(tt.body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("Authorization", "Bearer k")
+		req.Header.Set("X-Data-Parallel-Rank", "1")
+		req.Header.Set("Connection", "X-Hop")
+		req.Header.Set("X-Hop", "1")
+		if tt.kind != "" {
+			req.Header.Set("Content-Type", tt.kind)
+		}
+		resp, err := r.Server.Client().Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, _ := io.ReadAll(resp.Body)
+		resp.Body.Close()
+		s := recv(t, got, "the request at D")
+		if resp.StatusCode != http.StatusTeapot || string(text) != "tea" || resp.Header.Get("X-Engine") != "d" {
+			t.Errorf("%s: %s %s", tt.path, resp.Status, text)
+		}
+		h := s.r.Header
+		if s.r.Method != tt.method || s.r.RequestURI != tt.path || s.body != tt.body || h.Get("Authorization") != "Bearer k" ||
+			h.Get("Content-Type") != tt.kind || h.Get("X-Hop") != "" || h.Get("X-Data-Parallel-Rank") != "1" {
+			t.Errorf("D got %s %s %q %v", s.r.Method, s.r.RequestURI, s.body, h)
+		}
+	}
+	if len(p.calls) > 0 {
+		t.Error("P was asked")
+	}
+}

@@ -1,0 +1,137 @@
+package proxy
+
+import (
+	"context"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"go.uber.org/zap"
+)
+
+// request is a client's completion request.
+type request struct {
+	endpoint string
+	id       string      // the client's X-Request-Id, or one of ours
+	header   http.Header // the client's
+	fields   fields
+	size     int // of the body
+	began    time.Time
+	place    *place
+
+	// For the log and the metrics, when the request has ended.
+	last    *attempt
+	outcome string
+	err     error
+}
+
+// attempt is a request on its way to a prefill and a decode server. A second
+// attempt has another transfer id: the first may still be under way somewhere.
+type attempt struct {
+	*request
+	number          int // from 0
+	transferID      string
+	prefill, decode target
+}
+
+// engineRequestID is what engines are told. vLLM takes it for the request's
+// name, of which an engine may have one at a time.
+func (a *attempt) engineRequestID() string {
+	if a.number == 0 {
+		return a.id
+	}
+	return a.id + "-retry" + strconv.Itoa(a.number)
+}
+
+// history is what the attempts before have shown.
+type history struct {
+	pairs   [][2]target
+	refused []func(target) bool
+}
+
+func (h *history) refuse(t target) bool {
+	return slices.ContainsFunc(h.refused, func(f func(target) bool) bool { return f(t) })
+}
+
+func (h *history) triedPair(p, d target) bool {
+	return slices.ContainsFunc(h.pairs, func(pair [2]target) bool { return pair[0].same(p) && pair[1].same(d) })
+}
+
+// avoid names the targets that an attempt has failed with; who of the two was
+// at fault is not always known.
+func (h *history) avoid(t target) bool {
+	return slices.ContainsFunc(h.pairs, func(pair [2]target) bool { return pair[0].same(t) || pair[1].same(t) })
+}
+
+// add notes a failed attempt.
+func (h *history) add(a *attempt, f *failure) {
+	h.pairs = append(h.pairs, [2]target{a.prefill, a.decode})
+	if f.at == nil {
+		return
+	}
+	at := *f.at
+	if f.answer == nil { // it cannot be reached, and so none of its ranks
+		h.refused = append(h.refused, func(t target) bool { return t.server == at.server })
+		return
+	}
+	h.refused = append(h.refused, at.same)
+}
+
+// route makes attempts until one has begun to answer the client, or until the
+// failure of the last one is the answer.
+func (p *Proxy) route(w http.ResponseWriter, client context.Context, r *request) {
+	var h history
+	var last *failure
+	for n := 0; ; n++ {
+		a := &attempt{request: r, number: n, transferID: "xfer-" + newUUID()} // not from the client's id, which may come twice
+		if !p.choose(client, a, &h) {
+			if last == nil {
+				w.Header().Set("Retry-After", "1")
+				p.refuse(w, r, "not ready: "+strings.Join(p.balancer.missing(), "; "))
+				return
+			}
+			p.answerFailure(w, client, r, last)
+			return
+		}
+		r.last = a
+		if last = p.try(w, client, a); last == nil {
+			return
+		}
+		if n >= p.cfg.Retries || !last.mayRetry() || p.ending(client) {
+			p.answerFailure(w, client, r, last)
+			return
+		}
+		h.add(a, last)
+		p.metrics.retries.WithLabelValues(last.role).Inc()
+		p.log.Warn("trying another engine", a.logFields(zap.String("failed", last.role), zap.Error(last))...)
+	}
+}
+
+// choose says where an attempt goes, and reports whether there is such a pair.
+func (p *Proxy) choose(client context.Context, a *attempt, h *history) bool {
+	pick := func() (ok bool) {
+		if a.prefill, ok = p.balancer.prefill.pick(p.balancer.policy, h.refuse, h.avoid); !ok {
+			return false
+		}
+		a.decode, ok = p.balancer.decode.pick(p.balancer.policy, h.refuse, h.avoid)
+		return ok && !h.triedPair(a.prefill, a.decode)
+	}
+	ok := pick()
+	if a.prefill.server == nil {
+		return ok
+	}
+	// A restarted engine has another id than the one that is remembered of it:
+	// it is asked before it is used while it counts as down, and before it is
+	// given up.
+	if _, up, _, _ := a.prefill.server.state(); (!up || !ok && a.number > 0) && p.askAgain(client, a.prefill.server) {
+		ok = pick()
+	}
+	return ok
+}
+
+func (a *attempt) logFields(more ...zap.Field) []zap.Field {
+	return append([]zap.Field{zap.String("request_id", a.id), zap.String("transfer_id", a.transferID),
+		zap.String("prefill", a.prefill.server.url), zap.Int("prefill_dp_rank", max(a.prefill.dp, 0)), zap.String("decode", a.decode.server.url)}, more...)
+}

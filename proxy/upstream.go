@@ -1,0 +1,214 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// maxSmallAnswer bounds what is kept of an answer that is not streamed on: P's,
+// and errors.
+const maxSmallAnswer = 8 << 20
+
+// prefill sends the request to P, waits until P has computed the prompt, and
+// returns P's kv_transfer_params.
+func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *failure) {
+	// What P does grows with the prompt.
+	defer a.prefill.begin(1 + int64(a.size)>>10)()
+	began := time.Now()
+	body := a.fields.prefillBody(p.cfg.Contract.toPrefill(a.transferID))
+	resp, f := p.send(ctx, a, a.prefill, body)
+	if f != nil {
+		return nil, f
+	}
+	defer resp.Body.Close()
+	// Read to its end, or the connection could not be used again.
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxSmallAnswer+1))
+	switch {
+	case resp.StatusCode < 200 || resp.StatusCode > 299: // says enough if the body breaks off
+		return nil, a.prefill.answered(resp, text)
+	case err != nil:
+		return nil, a.prefill.failed(fmt.Errorf("its answer broke off: %w", err))
+	case len(text) > maxSmallAnswer && p.cfg.Contract == NIXL:
+		return nil, a.prefill.failed(fmt.Errorf("its answer is larger than %d bytes", maxSmallAnswer))
+	case len(text) > maxSmallAnswer:
+		return nil, nil // of the other contracts only an error is of use, which is small
+	}
+	if p.cfg.Contract != NIXL && !bytes.Contains(text, []byte("error")) && !bytes.Contains(text, []byte("abort")) {
+		p.metrics.prefill.Observe(time.Since(began).Seconds())
+		return nil, nil // nothing that readPrefillAnswer looks for is in it
+	}
+	params, status, err := readPrefillAnswer(text)
+	if err != nil {
+		f := a.prefill.failed(err)
+		f.answer = &engineAnswer{status: status, body: text}
+		return nil, f
+	}
+	if p.cfg.Contract == NIXL && params == nil {
+		// As after a prompt without a whole block: D computes it, as it must.
+		p.metrics.noParams.Inc()
+	}
+	p.metrics.prefill.Observe(time.Since(began).Seconds())
+	return params, nil
+}
+
+// readPrefillAnswer reads what P says with a good status. An error in it means
+// that no KV cache will come.
+func readPrefillAnswer(text []byte) (params json.RawMessage, status int, err error) {
+	var a struct {
+		Error   json.RawMessage `json:"error"`
+		Choices []struct {
+			FinishReason string `json:"finish_reason"`
+		} `json:"choices"`
+		Params json.RawMessage `json:"kv_transfer_params"`
+	}
+	if json.Unmarshal(text, &a) != nil {
+		return nil, 0, nil // an engine of another kind; its status was good
+	}
+	if len(a.Error) > 0 && string(a.Error) != "null" {
+		status, reason := readError(a.Error)
+		return nil, status, errors.New(reason)
+	}
+	for _, c := range a.Choices {
+		if c.FinishReason == "abort" || c.FinishReason == "error" {
+			return nil, http.StatusInternalServerError, fmt.Errorf("the prefill ended with finish_reason %q", c.FinishReason)
+		}
+	}
+	if string(a.Params) == "null" {
+		a.Params = nil
+	}
+	var inner struct {
+		Error json.RawMessage `json:"error"`
+	}
+	if a.Params != nil && json.Unmarshal(a.Params, &inner) == nil && len(inner.Error) > 0 && string(inner.Error) != "null" {
+		status, reason := readError(inner.Error)
+		return nil, status, errors.New(reason)
+	}
+	return a.Params, 0, nil
+}
+
+// readError reads an error member: OpenAI's object, or a text.
+func readError(raw json.RawMessage) (status int, reason string) {
+	var e struct {
+		Message string          `json:"message"`
+		Code    json.RawMessage `json:"code"`
+	}
+	if json.Unmarshal(raw, &e) != nil || e.Message == "" {
+		if json.Unmarshal(raw, &reason) != nil {
+			reason = string(raw)
+		}
+		return http.StatusInternalServerError, shorten([]byte(reason))
+	}
+	status, err := strconv.Atoi(string(e.Code))
+	if err != nil || status < 400 || status > 599 {
+		status = http.StatusInternalServerError
+	}
+	return status, shorten([]byte(e.Message))
+}
+
+// decode sends the request to D and waits until D begins to answer. Headers
+// alone do not say so: engines send those of a stream before they have anything
+// to stream, and an error after them is still one that another engine may mend.
+func (p *Proxy) decode(ctx context.Context, a *attempt, params json.RawMessage) (answer, *failure) {
+	end := a.decode.begin(1)
+	ours := p.cfg.Contract.toDecode(a.prefill, a.transferID, params)
+	var body []byte
+	if p.cfg.Contract == NIXL && params == nil {
+		body = a.fields.with(nil, paramsName)
+	} else {
+		body = a.fields.with(ours)
+	}
+	resp, f := p.send(ctx, a, a.decode, body)
+	if f != nil {
+		end()
+		return answer{}, f
+	}
+	d := readFirst(resp)
+	d.end = end
+	if f := p.checkBegin(a, &d); f != nil {
+		d.close()
+		return answer{}, f
+	}
+	return d, nil
+}
+
+// checkBegin says whether what has come of D's answer is an error.
+func (p *Proxy) checkBegin(a *attempt, d *answer) *failure {
+	switch {
+	case d.resp.StatusCode >= 400:
+		rest, _ := io.ReadAll(io.LimitReader(d.resp.Body, maxSmallAnswer)) // the status says enough if it breaks off
+		f := a.decode.answered(d.resp, append(bytes.Clone(d.first), rest...))
+		f.at = nil // it may have failed for want of P
+		return f
+	case len(d.first) == 0 && d.err == io.EOF:
+		return a.decode.failed(fmt.Errorf("answered %s with an empty body", d.resp.Status))
+	case len(d.first) == 0:
+		return a.decode.failed(fmt.Errorf("no answer after the headers: %w", d.err))
+	case !strings.HasPrefix(d.resp.Header.Get("Content-Type"), "text/event-stream"):
+		return nil
+	}
+	raw, ok := d.errorEvent()
+	if !ok {
+		return nil
+	}
+	var e struct {
+		Error json.RawMessage `json:"error"`
+	}
+	if json.Unmarshal(raw, &e) != nil || len(e.Error) == 0 {
+		return nil
+	}
+	status, reason := readError(e.Error)
+	f := a.decode.failed(errors.New(reason))
+	f.at = nil
+	f.answer = &engineAnswer{status: status, body: bytes.Clone(raw)}
+	return f
+}
+
+// send posts one half of a request.
+func (p *Proxy) send(ctx context.Context, a *attempt, t target, body []byte) (*http.Response, *failure) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, t.server.path(a.endpoint), bytes.NewReader(body))
+	if err != nil {
+		return nil, t.failed(err)
+	}
+	for _, name := range []string{"Authorization", "Traceparent", "Tracestate"} {
+		if v, ok := a.header[name]; ok {
+			req.Header[name] = v
+		}
+	}
+	req.Header["Content-Type"] = []string{"application/json"}
+	req.Header["X-Request-Id"] = []string{a.engineRequestID()}
+	if t.dp != unranked {
+		req.Header["X-Data-Parallel-Rank"] = []string{strconv.Itoa(t.dp)}
+	}
+	resp, err := p.client.Do(req)
+	if err != nil {
+		if ctx.Err() == nil {
+			p.noteDown(t.server, err)
+		}
+		return nil, t.failed(err)
+	}
+	return resp, nil
+}
+
+// failed is a failure of the target itself.
+func (t target) failed(err error) *failure {
+	return &failure{role: t.server.role, at: &t, url: t.server.url, err: err}
+}
+
+// answered is an answer that is no success.
+func (t target) answered(resp *http.Response, body []byte) *failure {
+	f := t.failed(fmt.Errorf("answered %d %s: %s", resp.StatusCode, http.StatusText(resp.StatusCode), shorten(body)))
+	f.answer = &engineAnswer{status: resp.StatusCode, header: resp.Header, body: body}
+	return f
+}
+
+func shorten(text []byte) string {
+	return strings.ToValidUTF8(strings.TrimSpace(string(text[:min(len(text), 500)])), "")
+}
