@@ -109,17 +109,18 @@ def test_params_that_ask_for_nothing(kv: Any) -> None:
     assert params.parse(kv) is None
 
 
-def test_parallel_engines_are_refused_by_name() -> None:
-    params.check_parallel(SimpleNamespace(tensor_parallel_size=1))
-    with pytest.raises(ValueError, match="TP = 2, DP = 4 is not supported yet"):
-        params.check_parallel(SimpleNamespace(tensor_parallel_size=2, data_parallel_size=4, pipeline_parallel_size=1))
+def test_context_parallel_engines_are_refused_by_name() -> None:
+    params.check_parallel(SimpleNamespace(tensor_parallel_size=2, data_parallel_size=4, pipeline_parallel_size=1))
+    with pytest.raises(ValueError, match="DCP = 4 is not supported"):
+        params.check_parallel(SimpleNamespace(tensor_parallel_size=2, decode_context_parallel_size=4))
 
 
-def vllm_config(extra: dict[str, Any], role: str = "kv_producer") -> Any:
+def vllm_config(extra: dict[str, Any], role: str = "kv_producer", **parallel: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role, kv_connector_extra_config=extra),
         model_config=SimpleNamespace(model="/models/tiny/", dtype="torch.bfloat16"),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK),
+        parallel_config=SimpleNamespace(**parallel),
     )
 
 
@@ -201,10 +202,14 @@ def test_one_bad_announce_hides_no_other() -> None:
     assert good == ["a", "b"]
 
 
+ONE = params.Rank()
+
+
 def test_agent_config(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVCONN_BOOTSTRAP_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"):
         monkeypatch.delenv(name, raising=False)
-    made = params.agent_config(vllm_config({"lease_s": 5, "idle_wait_ms": 1}), cache_config())
+    made = params.agent_config(vllm_config({"lease_s": 5, "idle_wait_ms": 1}), cache_config(), ONE)
+    ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "dp_rank": 0, "dp_size": 1}
     assert made == {
         "engine_id": "e",
         "role": "prefill",
@@ -212,17 +217,69 @@ def test_agent_config(monkeypatch: pytest.MonkeyPatch) -> None:
         "dtype": "bfloat16",
         "block_tokens": BLOCK,
         "lease_s": 5,
+        **ranks,
     }
-    assert "lease_s" not in params.agent_config(vllm_config({}), cache_config())
+
+    def port(config: Any) -> Any:
+        return params.agent_config(config, cache_config(), ONE).get("bootstrap_port")
+
+    assert "lease_s" not in params.agent_config(vllm_config({}), cache_config(), ONE)
     monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", "9001")
-    assert params.agent_config(vllm_config({}), cache_config())["bootstrap_port"] == 9001
+    assert port(vllm_config({})) == 9001
     monkeypatch.setenv("KVCONN_BOOTSTRAP_PORT", "9002")
-    assert params.agent_config(vllm_config({}), cache_config())["bootstrap_port"] == 9002
-    assert params.agent_config(vllm_config({"bootstrap_port": 1}), cache_config())["bootstrap_port"] == 1
-    assert "bootstrap_port" not in params.agent_config(vllm_config({}, "kv_consumer"), cache_config())
+    assert port(vllm_config({})) == 9002
+    assert port(vllm_config({"bootstrap_port": 1})) == 1
+    assert port(vllm_config({}, "kv_consumer")) is None
     monkeypatch.setenv("KVCONN_BOOTSTRAP_PORT", "x")
     with pytest.raises(ValueError, match="KVCONN_BOOTSTRAP_PORT is 'x'"):
-        params.agent_config(vllm_config({}), cache_config())
+        port(vllm_config({}))
+
+
+TP1 = params.Rank(tp_rank=1, tp_size=2)
+PP1 = params.Rank(pp_rank=1, pp_size=2)
+DP1 = params.Rank(dp_rank=1, dp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "extra", "parallel", "joins"),
+    [
+        (params.Rank(tp_size=2), {}, {}, None),
+        (TP1, {}, {}, "http://127.0.0.1:8998"),
+        (PP1, {"bootstrap_port": 9000}, {"nnodes_within_dp": 2, "master_addr": "10.0.0.7"}, "http://10.0.0.7:9000"),
+        (DP1, {"bootstrap_host": "10.0.0.1"}, {}, "http://10.0.0.1:8998"),
+        (DP1, {"bootstrap_host": "::"}, {"data_parallel_master_ip": "fd00::1"}, "http://[fd00::1]:8998"),
+        (DP1, {"tls_cert_file": "c"}, {"data_parallel_master_ip": "10.0.0.9"}, "https://10.0.0.9:8998"),
+        # A front end on each host: its first engine has a port of its own, the next one joins that.
+        (DP1, {}, {"local_engines_only": True, "data_parallel_rank_local": 0}, None),
+        (DP1, {}, {"local_engines_only": True, "data_parallel_rank_local": 1}, "http://127.0.0.1:8998"),
+        (TP1, {"bootstrap_join": "http://p:1"}, {}, "http://p:1"),
+        (TP1, {"nats_url": "nats://n:4222"}, {}, None),
+    ],
+)
+def test_ranks_join_the_first_one(rank: Any, extra: dict[str, Any], parallel: dict[str, Any], joins: str | None) -> None:
+    assert params.agent_config(vllm_config(extra, **parallel), cache_config(), rank).get("bootstrap_join") == joins
+    decode = {key: value for key, value in extra.items() if key != "bootstrap_join"}
+    assert "bootstrap_join" not in params.agent_config(vllm_config(decode, "kv_consumer", **parallel), cache_config(), rank)
+
+
+def test_ranks_must_know_the_port() -> None:
+    with pytest.raises(ValueError, match="bootstrap_port is 0"):
+        params.agent_config(vllm_config({"bootstrap_port": 0}), cache_config(), TP1)
+
+
+def test_address_for_others() -> None:
+    assert params.advertised("http://127.0.0.1:8998", {"advertise_host": "p"}) == "http://p:8998"
+    assert params.advertised("https://127.0.0.1:8998", {"advertise_host": "fd00::1"}) == "https://[fd00::1]:8998"
+    assert params.advertised("http://127.0.0.1:8998", {}) == "http://127.0.0.1:8998"
+    assert params.advertised(None, {"advertise_host": "p"}) is None
+
+
+def test_unknown_key_is_named() -> None:
+    import kvconn
+
+    config = params.agent_config(vllm_config({"bootstrap_prot": 8998}), cache_config(), ONE)
+    with pytest.raises(kvconn.ConfigError, match="bootstrap_prot"):
+        kvconn.Agent(config)
 
 
 @pytest.mark.parametrize("value", ["2", True, -1, 1000])
@@ -789,10 +846,13 @@ def test_dead_agent_without_work_is_nobodys_trouble() -> None:
 
 
 def regions(caches: dict[str, Any], config: Any) -> list[tuple[Any, ...]]:
-    def record(name: str, tensor: Any, dim: int, group: int = 0) -> list[Any]:
-        return [(name, tuple(tensor.shape), tuple(tensor.stride()), dim, group)]
+    def record(name: str, tensor: Any, dim: int, group: int = 0, **geometry: Any) -> list[Any]:
+        return [(name, tuple(tensor.shape), tuple(tensor.stride()), dim, group, geometry)]
 
-    return layout.make_regions(caches, SimpleNamespace(), config, record)
+    return layout.make_regions(caches, SimpleNamespace(), config, record, ALL_HEADS)
+
+
+ALL_HEADS = layout.Heads(3)
 
 
 # The orders that vLLM names, as memory order of the logical axes L, B, H, N, C.
@@ -818,7 +878,14 @@ def test_named_layouts(name: str) -> None:
     logical = memory.permute([order.index(axis) for axis in range(5)])
     caches = {"a": logical[0], "b": logical[1]}
     assert [entry[1] for entry in regions(caches, cache_config())] == [(8, 3, BLOCK, 10)] * 2
-    made = layout.make_regions(caches, SimpleNamespace(), cache_config(), kvconn.regions_from_tensor)
+    config = cache_config()
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    made = layout.make_regions(caches, SimpleNamespace(), config, kvconn.regions_from_tensor, layout.Heads(12, tp_rank=2, tp_size=4))
+    # The heads 6 to 8 of 12, each of them and each token in one place, in as many regions as the layout keeps apart.
+    assert {(region.tokens, region.total_heads) for region in made} == {(BLOCK, 12)}
+    for layer in "ab":
+        mine = [region for region in made if region.name == layer]
+        assert sorted(head for region in mine for head in range(region.first_head, region.first_head + region.heads)) == [6, 7, 8]
     # Whatever the order: block 5 of all regions together is exactly block 5 of all layers.
     import ctypes
 
@@ -833,8 +900,47 @@ def test_named_layouts(name: str) -> None:
 def test_smaller_kernel_blocks_are_put_together() -> None:
     import torch
 
-    made = regions({"a": torch.zeros(32, 2, 4, 6), "b": torch.zeros(8, 2, 4, 6)}, cache_config())
-    assert [entry[1] for entry in made] == [(8, 4, 2, 4, 6), (8, 2, 4, 6)]
+    config = cache_config()
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    made = regions({"a": torch.zeros(32, 3, BLOCK // 4, 6), "b": torch.zeros(8, 3, BLOCK, 6)}, config)
+    assert [entry[1] for entry in made] == [(8, 4, 3, BLOCK // 4, 6), (8, 3, BLOCK, 6)]
+    heads = {"first_head": 0, "total_heads": 3}
+    assert [entry[5] for entry in made] == [{"token_dim": (1, 3), "head_dim": 2, **heads}, {"token_dim": 2, "head_dim": 1, **heads}]
+
+
+def test_heads_of_ranks() -> None:
+    import torch
+
+    def spread(total: int, ranks: int, here: int) -> list[tuple[int, int]]:
+        return [layout.Heads(total, rank, ranks).of(SimpleNamespace(num_kv_heads=here)) for rank in range(ranks)]
+
+    assert spread(8, 2, 4) == [(0, 8), (4, 8)]
+    assert spread(2, 4, 1) == [(0, 2), (0, 2), (1, 2), (1, 2)]  # too few: ranks share one
+    assert spread(8, 2, 6) == [(0, 12), (6, 12)]  # layers with other heads than the model says
+    mla = specs.MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    assert [layout.Heads(16, rank, 4).of(mla) for rank in range(4)] == [(0, 1)] * 4
+
+
+def test_blocks_that_are_not_tokens_by_heads_stay_opaque() -> None:
+    import torch
+
+    config = cache_config(layers=["a"])
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3, tokens_per_state=4)
+    assert regions({"a": torch.zeros(8, 3, BLOCK // 4, 6)}, config)[0][5] == {}
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    assert regions({"a": torch.zeros(8, 24)}, config)[0][5] == {}
+
+
+def test_quantized_cache_is_copied_as_it_is() -> None:
+    import torch
+
+    import kvconn
+
+    config = cache_config(layers=["a"])
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    cache = torch.zeros(8, 3, BLOCK, 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    (region,) = layout.make_regions({"a": cache}, SimpleNamespace(), config, kvconn.regions_from_tensor, ALL_HEADS)
+    assert (region.block_bytes, region.tokens, region.heads) == (3 * BLOCK * 16, BLOCK, 3)
 
 
 def test_older_vllm_asks_the_backend() -> None:
@@ -847,11 +953,11 @@ def test_older_vllm_asks_the_backend() -> None:
     layer = SimpleNamespace(get_attn_backend=lambda: backend)
     context = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a": layer}))
     # 8 blocks and 8 of something else: only the backend can tell.
-    cache = torch.zeros(2, 8, 8, 3, 4)
-    found = layout.make_regions({"a": cache}, context, config, lambda name, tensor, dim, group: [dim])
-    assert found == [1]
+    cache = torch.zeros(2, 8, BLOCK, 3, 8)
+    found = layout.make_regions({"a": cache}, context, config, lambda name, tensor, dim, group, **more: [(dim, more)], ALL_HEADS)
+    assert found == [(1, {"token_dim": 2, "head_dim": 3, "first_head": 0, "total_heads": 3})]
     with pytest.raises(ValueError, match="no dimension of it counts 8 blocks"):
-        layout.make_regions({"a": cache}, SimpleNamespace(), config, lambda *_: [])
+        layout.make_regions({"a": cache}, SimpleNamespace(), config, lambda *_: [], ALL_HEADS)
 
 
 def test_shared_tensor_is_taken_once_and_strangers_are_left_out() -> None:

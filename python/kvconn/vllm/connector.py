@@ -18,8 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector import factory as _factory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 
 from .groups import make_groups, transfer_groups
+from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
-from .params import agent_config, check_parallel, idle_wait_s, sizes
+from .params import advertised, agent_config, check_parallel, idle_wait_s, rank_of, sizes
 from .scheduler import SchedulerSide
 from .stats import KVConnPromMetrics, KVConnStats, Recorder
 from .worker import Reports, WorkerSide
@@ -98,9 +99,10 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         else:
             from kvconn import Agent
 
-            config = agent_config(vllm_config, kv_cache_config)
+            self._rank = rank_of(vllm_config.parallel_config)
+            self._config = config = agent_config(vllm_config, kv_cache_config, self._rank)
             self._worker = WorkerSide(lambda: Agent(config), wait)
-            logger.info("engine %s, role %s, process %d", config["engine_id"], config["role"], os.getpid())
+            logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
 
     # -- scheduler side ---------------------------------------------------------------------------------------------
 
@@ -111,9 +113,9 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, Any]) -> None:
         # Beside other connectors in a MultiConnector theirs comes here too.
-        for theirs in metadata.values():
-            if isinstance(theirs, KVConnHandshake):
-                self._sched.found_at(theirs.bootstrap_addr)
+        ours = [rank for rank, theirs in metadata.items() if isinstance(theirs, KVConnHandshake)]
+        if ours:  # the first rank serves the port, the others know it by having joined it
+            self._sched.found_at(metadata[min(ours)].bootstrap_addr)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         self.set_xfer_handshake_metadata(metadata)
@@ -188,10 +190,11 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._work.register(kv_caches, self._vllm_config, self._kv_cache_config)
+        heads = Heads(self._vllm_config.model_config.get_total_num_kv_heads(), self._rank.tp_rank, self._rank.tp_size)
+        self._work.register(kv_caches, self._vllm_config, self._kv_cache_config, heads)
 
     def get_handshake_metadata(self) -> KVConnHandshake | None:
-        address = self._work.bootstrap_address
+        address = advertised(self._work.bootstrap_address, self._config)
         return KVConnHandshake(address) if address else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:

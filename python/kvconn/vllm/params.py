@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -144,21 +144,69 @@ def sizes(parallel_config: Any) -> dict[str, int]:
 
 
 def check_parallel(parallel_config: Any) -> None:
-    """One rank an engine, for now."""
-    names = {
-        "tensor_parallel_size": "TP",
-        "pipeline_parallel_size": "PP",
-        "data_parallel_size": "DP",
-        "prefill_context_parallel_size": "PCP",
-        "decode_context_parallel_size": "DCP",
-    }
-    sizes = {short: getattr(parallel_config, name, 1) or 1 for name, short in names.items()}
-    if getattr(parallel_config, "data_parallel_index", 0):
-        # vLLM hides the size from the independent ranks of a dense model, but not their number.
-        sizes["DP"] = max(sizes["DP"], parallel_config.data_parallel_index + 1)
-    if any(size != 1 for size in sizes.values()):
-        found = ", ".join(f"{short} = {size}" for short, size in sizes.items() if size != 1)
-        raise ValueError(f"KVConnConnector: {found} is not supported yet: an engine must have one rank (TP = PP = DP = 1)")
+    """Ranks that share a token's blocks among them are not supported."""
+    names = {"prefill_context_parallel_size": "PCP", "decode_context_parallel_size": "DCP"}
+    found = ", ".join(f"{short} = {size}" for name, short in names.items() if (size := getattr(parallel_config, name, 1) or 1) != 1)
+    if found:
+        raise ValueError(f"KVConnConnector: {found} is not supported: only tensor, pipeline and data parallel engines are")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A worker's place in its engine."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+def rank_of(parallel_config: Any) -> Rank:
+    """This worker's, once vLLM has set its groups up."""
+    from vllm.distributed import parallel_state
+
+    tp, pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+    # vLLM tells independent ranks of a dense model their number, and that there is but one of them.
+    dp_rank = getattr(parallel_config, "data_parallel_index", 0) or 0
+    dp_size = max(getattr(parallel_config, "data_parallel_size", 1) or 1, dp_rank + 1)
+    return Rank(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size, dp_rank, dp_size)
+
+
+_ANY_HOST = ("", "0.0.0.0", "::")
+_DEFAULT_PORT = 8998
+
+
+def _join(parallel_config: Any, rank: Rank, config: Mapping[str, Any]) -> str | None:
+    """Where the engine's first rank serves its port; None for that one."""
+    first = rank.tp_rank == rank.pp_rank == 0
+    local_only = getattr(parallel_config, "local_engines_only", False)
+    # Where each host has its own front end, each has its own port, at the first of its engines.
+    if first and (getattr(parallel_config, "data_parallel_rank_local", 0) if local_only else rank.dp_rank) in (0, None):
+        return None
+    if local_only:
+        host = "127.0.0.1"
+    elif getattr(parallel_config, "nnodes_within_dp", 1) > 1:
+        host = parallel_config.master_addr
+    else:
+        host = getattr(parallel_config, "data_parallel_master_ip", "127.0.0.1")
+    if host in ("127.0.0.1", "localhost") and config.get("bootstrap_host", "") not in _ANY_HOST:
+        host = config["bootstrap_host"]
+    port = config.get("bootstrap_port", _DEFAULT_PORT)
+    if not port:
+        raise ValueError("kv_connector_extra_config: bootstrap_port is 0: the engine's other ranks must know the port of the first one")
+    scheme = "https" if config.get("tls_cert_file") else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def advertised(address: str | None, config: Mapping[str, Any]) -> str | None:
+    """The bootstrap address that others are told: a rank that has joined on its own host knows it by the loopback."""
+    host = config.get("advertise_host")
+    if not address or not host:
+        return address
+    parts = urlsplit(address)
+    return f"{parts.scheme}://[{host}]:{parts.port}" if ":" in host else f"{parts.scheme}://{host}:{parts.port}"
 
 
 def idle_wait_s(extra: Mapping[str, Any]) -> float:
@@ -179,7 +227,7 @@ def _port_from_environment() -> int | None:
     return None
 
 
-def agent_config(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
+def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> dict[str, Any]:
     """The agent's configuration: what vLLM knows, then what the user says in kv_connector_extra_config."""
     transfer = vllm_config.kv_transfer_config
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -199,5 +247,10 @@ def agent_config(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     if port is not None and config["role"] != "decode":
         config["bootstrap_port"] = port
     extra = transfer.kv_connector_extra_config or {}
+    config.update(asdict(rank))
     config.update({key: value for key, value in extra.items() if key not in _OWN_KEYS})
+    if config["role"] != "decode" and not config.get("nats_url") and "bootstrap_join" not in config:
+        join = _join(vllm_config.parallel_config, rank, config)
+        if join:
+            config["bootstrap_join"] = join
     return config

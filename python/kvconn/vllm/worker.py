@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .groups import NULL_BLOCK
-from .layout import make_regions
+from .layout import Heads, make_regions
 from .metadata import CancelWork, ClaimWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
 from .stats import KVConnStats, Recorder
 
@@ -53,10 +52,10 @@ class WorkerSide:
     def bootstrap_address(self) -> str | None:
         return self._agent.bootstrap_address
 
-    def register(self, kv_caches: Mapping[str, Any], vllm_config: Any, kv_cache_config: Any) -> None:
+    def register(self, kv_caches: Mapping[str, Any], vllm_config: Any, kv_cache_config: Any, heads: Heads) -> None:
         from kvconn import regions_from_tensor
 
-        regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor)
+        regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor, heads)
         self._agent.register_kv_caches(regions)
         total = sum(region.block_bytes for region in regions)
         logger.info(
@@ -159,7 +158,7 @@ class WorkerSide:
     def _offer_all(self, works: Sequence[OfferWork]) -> None:
         from kvconn import Offer
 
-        self._agent.offer([_offer(Offer, work) for work in works])
+        self._agent.offer([Offer(work.transfer_id, work.block_ids, first_block=work.first_block) for work in works])
         for work in works:
             self._accepted(work)
 
@@ -173,7 +172,17 @@ class WorkerSide:
         from kvconn import Load
 
         self._agent.start_load(
-            [Load(work.transfer_id, work.bootstrap_addr, work.engine_id, work.block_ids, work.first_block) for work in works]
+            [
+                Load(
+                    work.transfer_id,
+                    work.bootstrap_addr,
+                    work.engine_id,
+                    work.block_ids,
+                    work.first_block,
+                    tokens=[work.num_tokens] * len(work.block_ids),
+                )
+                for work in works
+            ]
         )
         for work in works:
             self._accepted(work)
@@ -285,13 +294,6 @@ def _reason(failure: Any) -> str:
         return Status(failure.code).name.lower()
     except (AttributeError, ValueError):
         return "other"
-
-
-def _offer(make: Any, work: OfferWork) -> Any:
-    if "first_block" in make._fields:
-        return make(work.transfer_id, work.block_ids, work.first_block)
-    # The null block stands for what is gone: no decode engine asks for that.
-    return make(work.transfer_id, [[NULL_BLOCK] * first + list(ids) for first, ids in zip(work.first_block, work.block_ids)])
 
 
 def _load_line(completion: Any, work: LoadWork, since: float) -> dict[str, Any]:
