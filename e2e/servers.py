@@ -311,11 +311,11 @@ def _connect(url: str, timeout_s: float) -> tuple[http.client.HTTPConnection, st
     return connection, parts.path or "/"
 
 
-def request(method: str, url: str, body: Any = None, timeout_s: float = 60) -> tuple[int, bytes]:
+def request(method: str, url: str, body: Any = None, timeout_s: float = 60, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
     connection, path = _connect(url, timeout_s)
     try:
         data = None if body is None else json.dumps(body).encode()
-        connection.request(method, path, data, {"Content-Type": "application/json"} if data else {})
+        connection.request(method, path, data, {**({"Content-Type": "application/json"} if data else {}), **(headers or {})})
         answer = connection.getresponse()
         return answer.status, answer.read()
     except http.client.HTTPException as error:
@@ -441,6 +441,7 @@ class Pair:
         executor: str = "uni",
         dtype: str = "float32",
         extra_args: Sequence[str] = (),
+        prefill_args: Sequence[str] = (),
         decode_args: Sequence[str] = (),
         extra_env: dict[str, str] | None = None,
         router_argv: Sequence[str] | None = None,
@@ -465,7 +466,7 @@ class Pair:
         self._progress = progress
         prefill_port, decode_port, router_port, self.bootstrap_port = free_ports(4)
         self.prefill = self._engine(
-            "prefill", prefill_port, "kv_producer", {"bootstrap_port": self.bootstrap_port, **(prefill_config or {})}
+            "prefill", prefill_port, "kv_producer", {"bootstrap_port": self.bootstrap_port, **(prefill_config or {})}, prefill_args
         )
         self.decode = self._engine("decode", decode_port, "kv_consumer", decode_config or {}, decode_args)
         router = list(router_argv or [python, "-m", "kvconn", "proxy"])
