@@ -43,7 +43,7 @@ func (a *arena) eachItem(mem []byte, ids []core.BlockID, f func(name string, tok
 	}
 }
 
-// paintItem: no byte of it is a guard.
+// paintItem fills an item with words that name it.
 func paintItem(b []byte, name string, token, head uint32) {
 	for i := 0; i < len(b); i += 4 {
 		binary.LittleEndian.PutUint32(b[i:], uint32(name[0]&0x1f)<<24|head<<20|token<<6|uint32(i/4)&0x3f)
