@@ -85,7 +85,7 @@ func newClient(trust *tls.Config) *http.Client {
 				Enable: true, Idle: 5 * time.Second, Interval: 5 * time.Second, Count: 3}}).DialContext,
 			TLSHandshakeTimeout: 5 * time.Second,
 			TLSClientConfig:     trust,
-			MaxIdleConnsPerHost: 256,
+			MaxIdleConnsPerHost: 1024,
 			// uvicorn closes idle connections after 5 s. A POST that meets such
 			// a close fails and may not be sent again, so we close first.
 			IdleConnTimeout:        3 * time.Second,
