@@ -1,9 +1,6 @@
 package core
 
-import (
-	"fmt"
-	"iter"
-)
+import "fmt"
 
 // Segment is a contiguous run of bytes in one region: Offset from the region's
 // base, Length bytes.
@@ -40,24 +37,19 @@ func (m *Match) Segments(regions []uint32, blocks [][]BlockID, first, tokens []u
 		return nil, err
 	}
 	out := make([]Segment, 0, bound)
-	for k := range m.among(regions, len(blocks)) {
-		g := int(k.group)
-		r := m.ratios[g]
-		from, to := r.span(at(first, g), len(blocks[g]), at(tokens, g))
-		if k.whole == 0 {
-			out = k.land(out, blocks[g], r.dst, to-from)
+	some := m.some(regions, len(blocks))
+	for i := range m.links {
+		k := &m.links[i]
+		if !some.have(k) {
 			continue
 		}
-		ids := blocks[g][:to-from]
-		for i := 0; i < len(ids); {
-			n := 1
-			if k.denseDst {
-				for i+n < len(ids) && ids[i+n] == ids[i]+BlockID(n) {
-					n++
-				}
-			}
-			out = append(out, Segment{Region: k.Dst, Offset: uint64(ids[i]) * k.dstStride, Length: uint64(n) * k.whole})
-			i += n
+		g := int(k.group)
+		r := m.ratios[g]
+		switch from, to := r.span(at(first, g), len(blocks[g]), at(tokens, g)); {
+		case k.whole == 0:
+			out = k.land(out, blocks[g], r.dst, to-from)
+		default:
+			out = k.landWhole(out, blocks[g][:to-from])
 		}
 	}
 	return out, nil
@@ -82,35 +74,57 @@ func (m *Match) Pairs(regions []uint32, src [][]BlockID, srcFirst []uint32, dst 
 		}
 	}
 	out := make([]Pair, 0, bound)
-	for k := range m.among(regions, len(dst)) {
+	some := m.some(regions, len(dst))
+	for i := range m.links {
+		k := &m.links[i]
+		if !some.have(k) {
+			continue
+		}
 		g := int(k.group)
-		r := m.ratios[g]
-		from, to := r.span(at(dstFirst, g), len(dst[g]), at(tokens, g))
-		if from == to {
-			continue
-		}
-		if k.whole == 0 {
-			out = k.copy(out, r, src[g], uint64(at(srcFirst, g)), dst[g], from, to)
-			continue
-		}
-		d := dst[g][:to-from]
-		s := src[g][from-uint64(at(srcFirst, g)):][:len(d)]
-		for i := 0; i < len(s); {
-			n := 1
-			if k.dense {
-				for i+n < len(s) && s[i+n] == s[i]+BlockID(n) && d[i+n] == d[i]+BlockID(n) {
-					n++
-				}
-			}
-			out = append(out, Pair{
-				SrcRegion: k.Src, DstRegion: k.Dst,
-				SrcOffset: uint64(s[i]) * k.srcStride, DstOffset: uint64(d[i]) * k.dstStride,
-				Length: uint64(n) * k.whole,
-			})
-			i += n
+		r, has := m.ratios[g], uint64(at(srcFirst, g))
+		switch from, to := r.span(at(dstFirst, g), len(dst[g]), at(tokens, g)); {
+		case from == to:
+		case k.whole == 0:
+			out = k.copy(out, r, src[g], has, dst[g], from, to)
+		default:
+			out = k.copyWhole(out, src[g][from-has:to-has], dst[g][:to-from])
 		}
 	}
 	return out, nil
+}
+
+// landWhole is Segments of blocks that are copied whole.
+func (k *link) landWhole(out []Segment, ids []BlockID) []Segment {
+	for i := 0; i < len(ids); {
+		n := 1
+		if k.denseDst {
+			for i+n < len(ids) && ids[i+n] == ids[i]+BlockID(n) {
+				n++
+			}
+		}
+		out = append(out, Segment{Region: k.Dst, Offset: uint64(ids[i]) * k.dstStride, Length: uint64(n) * k.whole})
+		i += n
+	}
+	return out
+}
+
+// copyWhole is Pairs of them.
+func (k *link) copyWhole(out []Pair, s, d []BlockID) []Pair {
+	for i := 0; i < len(s); {
+		n := 1
+		if k.dense {
+			for i+n < len(s) && s[i+n] == s[i]+BlockID(n) && d[i+n] == d[i]+BlockID(n) {
+				n++
+			}
+		}
+		out = append(out, Pair{
+			SrcRegion: k.Src, DstRegion: k.Dst,
+			SrcOffset: uint64(s[i]) * k.srcStride, DstOffset: uint64(d[i]) * k.dstStride,
+			Length: uint64(n) * k.whole,
+		})
+		i += n
+	}
+	return out
 }
 
 // land is Segments of blocks that are cut: units of them, perBlock in each.
@@ -176,23 +190,24 @@ func (k *link) copy(out []Pair, r ratio, src []BlockID, srcFirst uint64, dst []B
 	return out
 }
 
-// among is the links of some of D's regions, in groups below that.
-func (m *Match) among(regions []uint32, groups int) iter.Seq[*link] {
-	return func(yield func(*link) bool) {
-		rest := regions
-		for i := range m.links {
-			k := &m.links[i]
-			for len(rest) > 0 && rest[0] < k.Dst {
-				rest = rest[1:]
-			}
-			if regions != nil && (len(rest) == 0 || rest[0] != k.Dst) || int(k.group) >= groups {
-				continue
-			}
-			if !yield(k) {
-				return
-			}
-		}
+// some picks the links of some of D's regions, in groups below that; they are
+// asked for in their order.
+type some struct {
+	all    bool
+	rest   []uint32
+	groups int
+}
+
+func (m *Match) some(regions []uint32, groups int) some { return some{regions == nil, regions, groups} }
+
+func (s *some) have(k *link) bool {
+	if s.all {
+		return int(k.group) < s.groups
 	}
+	for len(s.rest) > 0 && s.rest[0] < k.Dst {
+		s.rest = s.rest[1:]
+	}
+	return len(s.rest) > 0 && s.rest[0] == k.Dst && int(k.group) < s.groups
 }
 
 // bound is the number of runs when nothing merges, so that one allocation holds
@@ -206,7 +221,12 @@ func (m *Match) bound(regions []uint32, blocks [][]BlockID, first, tokens []uint
 	}
 	var total, cut uint64
 	found := 0
-	for k := range m.among(regions, MaxGroups) {
+	some := m.some(regions, MaxGroups)
+	for i := range m.links {
+		k := &m.links[i]
+		if !some.have(k) {
+			continue
+		}
 		g := int(k.group)
 		if found < len(regions) && regions[found] == k.Dst {
 			found++

@@ -32,7 +32,8 @@ type link struct {
 	bySeq  map[uint64]*write
 	grants grants
 
-	wanted  bool     // D has asked for lanes
+	met     bool     // D has asked for lanes before
+	wanted  bool     // lanes are to be made
 	resync  bool     // D is to be asked which grants are alive
 	mends   bool     // a goroutine connects, or asks what of lost lanes has arrived
 	held    []uint64 // drained, but D has lost lanes to end before it can be told
@@ -41,7 +42,8 @@ type link struct {
 
 	used  time.Time // when something was written last
 	sleep *time.Timer
-	rest  bool // the lanes are closed because nothing was written for long
+	rest  bool        // the lanes are closed because nothing was written for long
+	looks *time.Timer // while something is under way: do the lanes complete something?
 
 	// What update leaves to be done without the lock.
 	outcomes []*write
@@ -57,9 +59,10 @@ type railKey struct{ local, remote int }
 
 // far is what D has said of itself. It does not change.
 type far struct {
-	secret []byte
-	ports  map[int]*portInfo
-	tables map[int]*keyTable // by device
+	secret  []byte
+	ports   map[int]*portInfo
+	tables  map[int]*keyTable // by port, as the next
+	scratch map[int]keyInfo
 }
 
 // grants says which of D's grants are dead.
@@ -240,7 +243,7 @@ func (lk *link) assign(j *job, l *lane) {
 // pump posts what there is room for, a chain for each job in turn, so that a
 // small transfer does not stand behind a large one.
 func (lk *link) pump(l *lane) {
-	if l.rail == nil || l.isDead() {
+	if l.rail == nil || l.broken {
 		return
 	}
 	for len(l.jobs) > 0 {
@@ -262,7 +265,7 @@ func (lk *link) pump(l *lane) {
 		}
 		limit := l.port.dev.limit
 		limit.maxBytes = bytes
-		k, pieces, carried, done, err := j.cursor.fill(lk.chain[n:min(room, maxChain)], lk.pieces[:], l.port.dev.local, l.keys, limit)
+		k, pieces, carried, done, err := j.cursor.fill(lk.chain[n:min(room, maxChain)], lk.pieces[:], l.port.dev.memory.Load().local, l.keys, limit)
 		if err != nil {
 			lk.fail(j.w, fmt.Errorf("rdma: transfer %q: %w", string(j.w.op.ID), err))
 			continue
@@ -270,6 +273,7 @@ func (lk *link) pump(l *lane) {
 		n += k
 		l.queue.posting(j, lk.chain[:n], lk.pieces[:pieces], done)
 		l.rail.begin(time.Now(), carried)
+		lk.watchLanes()
 		j.flight += n
 		j.w.flight += n
 		lk.t.posted(lk.chain[:n])
@@ -280,6 +284,34 @@ func (lk *link) pump(l *lane) {
 		l.jobs = l.jobs[1:]
 		if j.filled = done; !done {
 			l.jobs = append(l.jobs, j)
+		}
+	}
+}
+
+// stallLooks in a row without a completion, while something is under way, end a lane.
+// They are counted: the time in which this process was stopped is one look.
+const stallLooks = 5
+
+// watchLanes looks at the lanes until nothing is under way; lk.mu is held.
+func (lk *link) watchLanes() {
+	if lk.looks == nil && lk.ended == nil {
+		lk.looks = time.AfterFunc(lk.t.cfg.StallTimeout/(stallLooks-1), func() { lk.update((*link).look) })
+	}
+}
+
+// look ends lanes that complete nothing: a queue pair itself may try for ever, where D
+// takes no marks.
+func (lk *link) look() {
+	lk.looks = nil
+	for _, l := range slices.Clone(lk.lanes) {
+		switch {
+		case l.queue.idle():
+			l.looks = 0
+		case l.looks+1 < stallLooks:
+			l.looks++
+			lk.watchLanes()
+		default:
+			lk.breakLane(l, fmt.Errorf("rdma: queue pair %d on %s has completed nothing within %v (stall_timeout_s)", l.qp.Number(), l.port.name, lk.t.cfg.StallTimeout))
 		}
 	}
 }
@@ -312,7 +344,8 @@ func (lk *link) fail(w *write, cause error) {
 	lk.settle(w)
 }
 
-// settle ends a write that has nothing more to do.
+// settle ends a write that has nothing more to do. Its outcome waits for lanes that
+// broke, which may still read its blocks.
 func (lk *link) settle(w *write) {
 	if w.over || w.flight > 0 || w.cause == nil && (w.left > 0 || w.jobs == nil) {
 		return
@@ -331,7 +364,9 @@ func (lk *link) settle(w *write) {
 			lk.drained = append(lk.drained, w.grant.seq)
 		}
 	}
-	lk.outcomes = append(lk.outcomes, w)
+	if w.reads == 0 {
+		lk.outcomes = append(lk.outcomes, w)
+	}
 }
 
 // kill: a grant is used up, or revoked.
@@ -410,7 +445,8 @@ func (lk *link) breakLane(l *lane, cause error) {
 	lk.flush(l)
 }
 
-// flush: what was on a lane waits until D has said what arrived.
+// flush: what was on a lane waits until D has said what arrived. The lane may read it
+// until it is quiet.
 func (lk *link) flush(l *lane) {
 	now := time.Now()
 	lk.lost = append(lk.lost, l.id)
@@ -422,6 +458,11 @@ func (lk *link) flush(l *lane) {
 		l.rail.lose(now, b.Bytes)
 		b.Owner.flight -= b.Requests
 		b.Owner.w.flight -= b.Requests
+		b.Owner.w.reads += b.Requests
+		l.reads[b.Owner.w] += b.Requests
+	}
+	if l.isDead() {
+		lk.quiet(l)
 	}
 	for w := range lk.writes {
 		for _, j := range w.jobs {
@@ -434,16 +475,27 @@ func (lk *link) flush(l *lane) {
 	}
 }
 
-// remove destroys a lane, so that it reads nothing any more.
-func (lk *link) remove(l *lane) bool {
-	for i := range lk.lanes {
-		if lk.lanes[i] == l {
-			lk.lanes = append(lk.lanes[:i:i], lk.lanes[i+1:]...)
-			l.destroy()
-			return true
+// quiet: a lane that broke reads nothing any more. Its last request has come back, or
+// its queue pair is destroyed.
+func (lk *link) quiet(l *lane) {
+	for w, n := range l.reads {
+		if w.reads -= n; w.over && w.reads == 0 {
+			lk.outcomes = append(lk.outcomes, w)
 		}
 	}
-	return false
+	clear(l.reads)
+}
+
+// remove takes a lane away: it sends nothing any more.
+func (lk *link) remove(l *lane) bool {
+	i := slices.Index(lk.lanes, l)
+	if i < 0 {
+		return false
+	}
+	lk.lanes = append(lk.lanes[:i:i], lk.lanes[i+1:]...)
+	l.broken = true
+	l.drop(func() { lk.update(func(lk *link) { lk.quiet(l) }) })
+	return true
 }
 
 func (l *lane) isDead() bool {
@@ -550,15 +602,17 @@ func (lk *link) end(cause error, why string) {
 		}
 		lk.ended, lk.up = cause, false
 		lk.lose(cause)
-		if lk.sleep != nil {
-			lk.sleep.Stop()
+		for _, timer := range []*time.Timer{lk.sleep, lk.looks} {
+			if timer != nil {
+				timer.Stop()
+			}
 		}
 		lk.t.sayBye(lk.peer, &signal{Kind: signalDismissed, Ticket: lk.ticket, Reason: why})
 	})
 }
 
-// greeted: D wants lanes, and has lost these.
-func (lk *link) greeted(broken []uint32) {
+// greeted: D wants lanes, has lost some, and ports of it have become active.
+func (lk *link) greeted(broken []uint32, up []int) {
 	for _, id := range broken {
 		for _, l := range lk.lanes {
 			if l.id == id {
@@ -567,5 +621,25 @@ func (lk *link) greeted(broken []uint32) {
 			}
 		}
 	}
+	lk.met = true
+	if len(up) > 0 {
+		lk.portUp(func(k railKey) bool { return slices.Contains(up, k.remote) })
+	}
 	lk.wanted = true
 }
+
+// portUp ends the pauses of a port's rails, and has lanes made if there is none at it:
+// unless all are at rest, when the next write does.
+func (lk *link) portUp(at func(railKey) bool) {
+	now := time.Now()
+	for key, r := range lk.rails {
+		if at(key) {
+			r.resume(now)
+		}
+	}
+	served := slices.ContainsFunc(lk.lanes, func(l *lane) bool { return at(l.railKey()) })
+	lk.wanted = lk.wanted || !served && lk.met && (len(lk.lanes) > 0 || lk.there == nil)
+}
+
+// railKey names the pair of ports of P's end.
+func (l *lane) railKey() railKey { return railKey{l.port.index, l.remote} }

@@ -119,6 +119,14 @@ func (r *rail) retry(now time.Time) bool {
 	return true
 }
 
+// resume has a paused rail tried now: a port of it has come back. The pauses after that
+// begin anew.
+func (r *rail) resume(now time.Time) {
+	if r.cause != nil {
+		r.retryAt, r.pause = now, firstPause/2 // if that fails it is firstPause
+	}
+}
+
 // restored ends the pause.
 func (r *rail) restored(now time.Time) {
 	if r.cause != nil {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/bits"
+	"slices"
 	"sync"
 	"time"
 
@@ -44,11 +45,12 @@ type expect struct {
 	grant    grant
 	segments int
 
-	parts  uint64 // bit i: part i has landed
-	begun  time.Time
-	ended  bool          // revoked, or its outcome is told
-	fenced chan struct{} // closed when nothing can land any more
-	told   chan struct{} // closed when Received has returned
+	patience time.Time // with P, of a revoke
+	parts    uint64    // bit i: part i has landed
+	begun    time.Time
+	ended    bool          // revoked, or its outcome is told
+	fenced   chan struct{} // closed when nothing can land any more
+	told     chan struct{} // closed when Received has returned
 }
 
 // source is a P as D sees it.
@@ -64,6 +66,7 @@ type source struct {
 	dying   map[uint32]*lane   // in error, until their last completions were counted
 	joining int                // lanes that are being made
 	broken  []uint32           // lanes that broke here and that P must hear of
+	up      []int              // ports that have become active, likewise
 	live    map[uint64]*expect // by the grant's number, until nothing of them can land
 	cause   error              // why no transfer can come this way; nil: it can
 	settled chan struct{}      // closed when cause says something
@@ -119,7 +122,7 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	defer src.mu.Unlock()
 	if !bytes.Equal(src.ticket, ticket) { // P has dismissed this agent: it numbers its lanes anew
 		src.cut()
-		src.broken = nil
+		src.broken, src.up = nil, nil
 	}
 	src.ticket = bytes.Clone(ticket)
 	src.greetAt, src.backoff, src.owed = time.Time{}, 0, true
@@ -156,8 +159,11 @@ func (src *source) greet() {
 	}
 }
 
-// maxBroken lanes are told in one greet.
-const maxBroken = 1024
+// What one greet tells at most.
+const (
+	maxBroken = 1024 // lanes
+	maxUp     = 64   // ports
+)
 
 // maxBackoff between attempts to reach a P that could not be.
 const maxBackoff = 30 * time.Second
@@ -175,7 +181,7 @@ func (src *source) greeting() {
 	began := time.Now()
 	for {
 		src.mu.Lock()
-		s := &signal{Kind: signalGreet, Ticket: src.ticket, Lanes: src.broken[:min(len(src.broken), maxBroken)]}
+		s := &signal{Kind: signalGreet, Ticket: src.ticket, Lanes: src.broken[:min(len(src.broken), maxBroken)], Up: slices.Clone(src.up[:min(len(src.up), maxUp)])}
 		src.mu.Unlock()
 		_, err := t.ask(src.peer, s, t.cfg.ConnectTimeout/3)
 		src.mu.Lock()
@@ -187,13 +193,19 @@ func (src *source) greeting() {
 		switch {
 		case err == nil:
 			src.broken = src.broken[min(len(s.Lanes), len(src.broken)):] // Connect may have emptied it
-			src.greets = (len(src.broken) > 0 || src.cause == errUnsettled) && !src.gone
-			if len(src.broken) == 0 {
+			src.up = src.up[min(len(s.Up), len(src.up)):]
+			src.greets = src.toTell() && !src.gone
+			if len(src.broken)+len(src.up) == 0 {
 				settled = src.settled
 			}
 		default:
 			lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || t.ctx.Err() != nil
 			src.greets = !lasting && !src.gone && (len(src.live) > 0 || src.cause == errUnsettled) && time.Since(began) < bound
+			if !src.greets && !lasting && len(src.broken) == 0 && len(src.lanes) > 0 { // P sees it at its next try
+				src.up = nil
+				src.mu.Unlock()
+				return
+			}
 		}
 		again := src.greets
 		src.mu.Unlock()
@@ -216,13 +228,18 @@ func (src *source) greeting() {
 			return
 		}
 		src.mu.Lock()
-		src.greets = (len(src.broken) > 0 || src.cause == errUnsettled) && !src.gone && t.ctx.Err() == nil
+		src.greets = src.toTell() && !src.gone && t.ctx.Err() == nil
 		again = src.greets
 		src.mu.Unlock()
 		if !again {
 			return
 		}
 	}
+}
+
+// toTell says whether there is something that P must hear; src.mu is held.
+func (src *source) toTell() bool {
+	return len(src.broken) > 0 || len(src.up) > 0 || src.cause == errUnsettled
 }
 
 // unsettled waits for P's word; late when it has not come.
@@ -274,7 +291,7 @@ func (src *source) losing(cause error) (tell func()) {
 	}
 }
 
-// cut retires all lanes. When those that it returns are dead, nothing that P has
+// cut retires all lanes. When those that it returns are still, nothing that P has
 // posted until now can land. src.mu is held.
 func (src *source) cut() (dying []*lane) {
 	for _, l := range src.lanes {
@@ -289,16 +306,18 @@ func (src *source) cut() (dying []*lane) {
 
 func await(lanes []*lane) {
 	for _, l := range lanes {
-		<-l.dead
+		<-l.still
 	}
 }
 
 // flushBound is how long a lane in error may keep its last completions to itself.
 const flushBound = time.Second
 
-// retire puts a lane into error. It dies when its last completions were counted: a
+// retire puts a lane into error. It is dying until its last completions were counted: a
 // mark that has landed must be, since P has it for done or, if the lane broke there
-// first, would write that part again under a transfer that has ended. src.mu is held.
+// first, would write that part again under a transfer that has ended. When all its
+// receives have come back nothing of it lands any more, and nobody waits until the
+// queue pair is destroyed, which may take seconds. src.mu is held.
 func (src *source) retire(l *lane) {
 	if l.retired {
 		return
@@ -310,23 +329,36 @@ func (src *source) retire(l *lane) {
 	if err := l.qp.ToError(); err != nil || l.posted == 0 {
 		bound = 0
 	}
-	late := time.AfterFunc(bound, func() {
-		l.b.reapAll()
-		l.destroy()
-	})
 	if !src.r.t.goRun("rdma retire", func() {
-		<-l.dead
-		late.Stop()
-		l.b.reapAll()
+		late := time.NewTimer(bound)
+		defer late.Stop()
+		select {
+		case <-l.still:
+		case <-late.C:
+			l.b.reapAll()
+			l.destroy()
+			l.b.reapAll()
+		}
 		src.mu.Lock()
-		delete(src.dying, l.id)
+		src.laid(l)
 		missing := l.posted > 0 && !src.gone
 		src.mu.Unlock()
 		if missing { // of what P has for done some may never be counted
 			src.loseAll(fmt.Errorf("rdma: queue pair %d on %s has not given back its receives", l.qp.Number(), l.port.name))
 		}
+		l.destroy()
 	}) {
 		l.destroy()
+		src.laid(l)
+	}
+}
+
+// laid: nothing of a retired lane lands any more, and its marks are counted; src.mu is
+// held.
+func (src *source) laid(l *lane) {
+	if src.dying[l.id] == l {
+		delete(src.dying, l.id)
+		close(l.still)
 	}
 }
 
@@ -481,18 +513,13 @@ func (src *source) look() {
 
 // received handles the completions of a lane's receives and pings.
 func (src *source) received(l *lane, list []verbs.Completion) {
-	done, last := src.count(l, list)
-	for _, e := range done {
+	for _, e := range src.count(l, list) {
 		e.tell(nil)
-	}
-	if last {
-		l.destroy()
 	}
 }
 
-// count returns the expects that are complete, fenced and to be told, and whether
-// the lane is retired and has nothing more to say.
-func (src *source) count(l *lane, list []verbs.Completion) (done []*expect, last bool) {
+// count returns the expects that are complete, fenced and to be told.
+func (src *source) count(l *lane, list []verbs.Completion) (done []*expect) {
 	landed := 0
 	var cause error
 	src.mu.Lock()
@@ -527,7 +554,10 @@ func (src *source) count(l *lane, list []verbs.Completion) (done []*expect, last
 	for _, e := range done {
 		src.fenced(e)
 	}
-	return done, l.retired && l.posted <= 0
+	if l.retired && l.posted <= 0 {
+		src.laid(l)
+	}
+	return done
 }
 
 // landed counts a mark; the expect that it completes is taken. src.mu is held.

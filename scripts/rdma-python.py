@@ -19,6 +19,7 @@ import kvconn
 
 LAYERS, BLOCKS, BLOCK = 4, 256, 32 << 10
 BOUND = 60.0
+IDLE = 20.0
 
 
 class Side:
@@ -54,12 +55,23 @@ def blocks_of(transfer_id: str, side: str, count: int) -> list[int]:
     return random.Random(transfer_id + side).sample(range(BLOCKS), count)
 
 
+def idle(side: Side) -> float:
+    """The milliseconds of processor time that this process takes while it waits for nothing."""
+    before = os.times()
+    assert not side.agent.wait(IDLE)
+    after = os.times()
+    return (after.user - before.user + after.system - before.system) * 1e3
+
+
 def prefill() -> None:
     """Offers what its standard input names, a transfer and a number of blocks a line."""
     side = Side("prefill", bootstrap_host="127.0.0.1", bootstrap_port=0)
     print(json.dumps(side.agent.bootstrap_address), flush=True)
     for line in sys.stdin:
         transfer_id, count = json.loads(line)
+        if not count:
+            print(idle(side), flush=True)
+            continue
         ids = blocks_of(transfer_id, "prefill", count)
         for layer in range(LAYERS):
             for position, block in enumerate(ids):
@@ -97,6 +109,11 @@ def check_pair() -> None:
             assert stats["offers"] == n + 1 and stats["bytes_out"] == total, stats
             took = done.wait_s + done.transfer_s
             print(f"measured: {count} blocks, {done.bytes >> 10} KiB by {done.transport} in {took:.3f} s, every byte right")
+        print(json.dumps(["idle", 0]), file=process.stdin, flush=True)
+        ours, theirs = idle(side), float(process.stdout.readline())
+        lanes = side.agent.stats()["transports"]["rdma"]["counters"]["lanes"]
+        assert lanes > 0
+        print(f"measured: idle for {IDLE:.0f} s with {lanes} lanes up: {ours:.0f} ms of processor time of decode, {theirs:.0f} ms of prefill")
         stats = side.agent.stats()
         assert stats["transport"] == "rdma" and list(stats["transports"]) == ["rdma"], stats
         counts = stats["transports"]["rdma"]
