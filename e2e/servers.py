@@ -214,6 +214,17 @@ class Server:
         _signal_all(_descendants(self._guard.pid), signal.SIGKILL)
         self._end(5)
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """SIGSTOP for all of it, as of a machine that hangs; it goes on afterwards."""
+        assert self._guard is not None
+        pids = _descendants(self._guard.pid)
+        _signal_all(pids, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _signal_all(pids, signal.SIGCONT)
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL after a while; returns when nothing is left."""
         if self._guard is None:
@@ -300,11 +311,11 @@ def _connect(url: str, timeout_s: float) -> tuple[http.client.HTTPConnection, st
     return connection, parts.path or "/"
 
 
-def request(method: str, url: str, body: Any = None, timeout_s: float = 60) -> tuple[int, bytes]:
+def request(method: str, url: str, body: Any = None, timeout_s: float = 60, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
     connection, path = _connect(url, timeout_s)
     try:
         data = None if body is None else json.dumps(body).encode()
-        connection.request(method, path, data, {"Content-Type": "application/json"} if data else {})
+        connection.request(method, path, data, {**({"Content-Type": "application/json"} if data else {}), **(headers or {})})
         answer = connection.getresponse()
         return answer.status, answer.read()
     except http.client.HTTPException as error:
@@ -388,13 +399,15 @@ def open_stream(url: str, body: dict[str, Any], timeout_s: float = 60) -> Iterat
         connection.close()
 
 
-def metric(url: str, name: str) -> float:
-    """The sum of a metric over its labels."""
+def metric(url: str, name: str, absent: float | None = None) -> float:
+    """The sum of a metric over its labels; a counter with labels of its own may not be there yet."""
     status, body = request("GET", url + "/metrics", timeout_s=10)
     if status != 200:
         raise ServerError(f"{url}/metrics answers {status}")
     values = [float(line.rsplit(" ", 1)[1]) for line in body.decode().splitlines() if line.startswith((name + "{", name + " "))]
     if not values:
+        if absent is not None:
+            return absent
         raise ServerError(f"{url}/metrics has no {name}")
     return sum(values)
 
@@ -428,11 +441,14 @@ class Pair:
         executor: str = "uni",
         dtype: str = "float32",
         extra_args: Sequence[str] = (),
+        prefill_args: Sequence[str] = (),
         decode_args: Sequence[str] = (),
         extra_env: dict[str, str] | None = None,
         router_argv: Sequence[str] | None = None,
         progress: Progress | None = None,
+        beside: dict[str, Any] | None = None,
     ) -> None:
+        self._beside = beside  # another connector, with which ours shares a MultiConnector
         self.model, self.workdir, self.python = str(model), workdir, python
         self.served = "tiny"
         self.run = uuid.uuid4().hex
@@ -450,7 +466,7 @@ class Pair:
         self._progress = progress
         prefill_port, decode_port, router_port, self.bootstrap_port = free_ports(4)
         self.prefill = self._engine(
-            "prefill", prefill_port, "kv_producer", {"bootstrap_port": self.bootstrap_port, **(prefill_config or {})}
+            "prefill", prefill_port, "kv_producer", {"bootstrap_port": self.bootstrap_port, **(prefill_config or {})}, prefill_args
         )
         self.decode = self._engine("decode", decode_port, "kv_consumer", decode_config or {}, decode_args)
         router = list(router_argv or [python, "-m", "kvconn", "proxy"])
@@ -492,6 +508,14 @@ class Pair:
             "kv_load_failure_policy": self._failure_policy,
             "kv_connector_extra_config": {"advertise_host": HOST, "bootstrap_host": HOST, **config},
         }
+        if self._beside is not None:
+            members = [{key: transfer[key] for key in transfer if key != "kv_load_failure_policy"}, self._beside]
+            transfer = {
+                "kv_connector": "MultiConnector",
+                "kv_role": role,
+                "kv_load_failure_policy": self._failure_policy,
+                "kv_connector_extra_config": {"connectors": members},
+            }
         command = Path(self.python).parent / "vllm"
         argv = [self.python, str(command)] if command.exists() else [self.python, "-m", "vllm.entrypoints.cli.main"]
         argv += ["serve", self.model, "--served-model-name", self.served, "--host", HOST, "--port", str(port)]

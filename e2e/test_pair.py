@@ -102,6 +102,22 @@ def new_loads(pair: Pair, position: int, count: int, bound_s: float = 10) -> lis
     return loads
 
 
+def from_prefill(pair: Pair, transfer: str) -> dict[str, Any]:
+    """What a router tells a decode engine about a request that the prefill engine has, or will have."""
+    address = f"http://127.0.0.1:{pair.bootstrap_port}"
+    status, answer = http_request("GET", address + "/query")
+    assert status == 200
+    engine = json.loads(answer)["0"]["engine_id"]
+    return {**GOOD, "transfer_id": transfer, "remote_bootstrap_addr": address, "remote_engine_id": engine}
+
+
+def served_again(pair: Pair) -> None:
+    """The router may need a moment to see that an engine is back."""
+    request = body(pair, words(20), max_tokens=1)
+    wait_until("the router serves again", lambda: ask(pair.router.url, request, timeout_s=20).ok, 20, every_s=0.2)
+    serves(pair)
+
+
 def serves(pair: Pair) -> None:
     """A request through the pair, with its transfer, gives the single engine's text."""
     request = body(pair, words(300))
@@ -237,27 +253,43 @@ def without(key: str) -> dict[str, Any]:
         ({**GOOD, "transfer_id": ""}, "transfer_id is empty"),
         ({**GOOD, "remote_bootstrap_addr": ["x"]}, "remote_bootstrap_addr is ['x']"),
         ({**GOOD, "do_remote_prefill": "yes"}, "do_remote_prefill is 'yes'"),
-        ({"do_remote_decode": True, "transfer_id": "t"}, "kv_role is kv_consumer"),
         ({**GOOD, "do_remote_decode": True}, "both true"),
+        ({**GOOD, "kvconn_error": "no room"}, "the prefill engine says: no room"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_params_are_computed_locally(pair: Pair, params: dict[str, Any], said: str) -> None:
-    request = body(pair, words(200))
+def test_bad_params_end_by_the_policy(pair: Pair, params: dict[str, Any], said: str) -> None:
+    """By the policy (fail) the request ends at once, with the reason in the log; by the other see test_recompute_policy."""
     position = pair.decode.log_size()
-    answer = ask(pair.decode.url, {**request, "kv_transfer_params": params})
-    assert answer.ok, answer
-    assert answer.text == alone(pair, request).text
+    answer = ask(pair.decode.url, {**body(pair, words(200)), "kv_transfer_params": params})
+    assert not answer.ok and answer.total_s < 8, answer
     wait_until(f"{said!r} in the log", lambda: said in pair.decode.log_since(position), 5)
     assert pair.loads(position) == []
+    assert alone(pair, body(pair, words(200))).ok
+
+
+def test_prefill_request_at_the_decode_engine(pair: Pair) -> None:
+    """It is computed like any other, and the answer says why nobody can load it."""
+    request = body(pair, words(200), max_tokens=1)
+    status, text = http_request(
+        "POST", pair.decode.url + "/v1/completions", {**request, "kv_transfer_params": {"do_remote_decode": True, "transfer_id": "t"}}
+    )
+    answer = json.loads(text)
+    assert status == 200 and "kv_role is kv_consumer" in answer["kv_transfer_params"]["kvconn_error"]
+    assert answer["choices"][0]["text"] == alone(pair, request).text
 
 
 def test_bad_params_at_the_prefill_engine(pair: Pair) -> None:
     request = body(pair, words(200), max_tokens=1)
-    position = pair.prefill.log_size()
-    answer = ask(pair.prefill.url, {**request, "kv_transfer_params": {"do_remote_decode": True}})
-    assert answer.ok, answer
-    wait_until("a warning", lambda: "transfer_id is missing" in pair.prefill.log_since(position), 5)
+    status, text = http_request(
+        "POST", pair.prefill.url + "/v1/completions", {**request, "kv_transfer_params": {"do_remote_decode": True, "transfer_id": 7}}
+    )
+    relayed = json.loads(text)["kv_transfer_params"]
+    assert status == 200 and "transfer_id is 7" in relayed["kvconn_error"]
+    # A router hands it to the decode engine, whose log then has the reason.
+    position = pair.decode.log_size()
+    assert not ask(pair.decode.url, {**request, "kv_transfer_params": relayed}).ok
+    wait_until("the reason in the log", lambda: "the prefill engine says: transfer_id is 7" in pair.decode.log_since(position), 5)
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "nonsense", "http://", "http://[::1", "ftp://127.0.0.1:1"])
@@ -300,12 +332,7 @@ def test_storm_of_disconnects(pair: Pair) -> None:
 
 def test_decode_request_that_nobody_prefills(pair: Pair) -> None:
     """Its client gives up: the load is cancelled and its blocks come back, long before the load would end by itself."""
-    address = f"http://127.0.0.1:{pair.bootstrap_port}"
-    status, answer = http_request("GET", address + "/query")
-    assert status == 200
-    engine = {"remote_bootstrap_addr": address, "remote_engine_id": json.loads(answer)["0"]["engine_id"]}
-    params = {**GOOD, **engine, "transfer_id": f"nobody-{next(numbers)}"}
-    whole = {**body(pair, words(600)), "kv_transfer_params": params}
+    whole = {**body(pair, words(600)), "kv_transfer_params": from_prefill(pair, f"nobody-{next(numbers)}")}
     with open_stream(pair.decode.url, whole):
         wait_until("the load holds its blocks", lambda: metric(pair.decode.url, USAGE) > 0, 5, every_s=0.02)
     idle(pair, bound_s=5)
@@ -349,6 +376,62 @@ def test_prefill_killed_during_loads_and_restarted(pair: Pair) -> None:
     serves(pair)
 
 
+def test_prefill_stopped(pair: Pair) -> None:
+    """A prefill engine that hangs costs the requests that need it, and no other; when it goes on it is used again."""
+    answers: list[Answer] = []
+    lost = {**body(pair, words(600)), "kv_transfer_params": from_prefill(pair, f"stopped-{next(numbers)}")}
+    waits = threading.Thread(target=lambda: answers.append(ask(pair.decode.url, lost, timeout_s=30)))
+    steps = metric(pair.decode.url, "vllm:kvconn_step_time_seconds_count")
+    with pair.prefill.stopped():
+        waits.start()
+        wait_until("the load holds its blocks", lambda: metric(pair.decode.url, USAGE) > 0, 5, every_s=0.02)
+        # A step that waited for the stopped engine would let none of these end before that load does.
+        others = [alone(pair, body(pair, words(100), max_tokens=8)) for _ in range(3)]
+        assert not answers
+        waits.join(20)
+        assert not waits.is_alive()
+    assert not answers[0].ok
+    progress("prefill stopped", answers[0].total_s, f"its request has ended; others took {max(each.total_s for each in others):.2f} s")
+    assert metric(pair.decode.url, "vllm:kvconn_step_time_seconds_count") > steps
+    assert metric(pair.decode.url, "vllm:kvconn_failed_transfers_total") > 0
+    wait_until("the prefill engine answers again", pair.prefill.healthy, 10)
+    idle(pair)
+    served_again(pair)
+
+
+# -- the decode engine dies -----------------------------------------------------------------------------------------
+
+
+def test_decode_killed_during_loads_and_restarted(pair: Pair) -> None:
+    """The prefill engine frees what was for it, long before the lease ends, and serves the next decode engine."""
+    requests = [body(pair, words(2200), max_tokens=64) for _ in range(4)]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = [pool.submit(ask, pair.router.url, request, 60) for request in requests]
+        wait_until("the decode engine waits", lambda: metric(pair.decode.url, USAGE) > 0, 10, every_s=0.01)
+        killed = time.monotonic()
+        pair.decode.kill()
+        assert not any(answer.result().ok for answer in answers)
+    wait_until(
+        "the prefill engine has freed",
+        lambda: all(metric(pair.prefill.url, name) == 0 for name in (RUNNING, WAITING, USAGE)),
+        20,
+    )
+    progress("decode killed", time.monotonic() - killed, "the prefill engine holds nothing")
+    pair.decode.start()
+    wait_ready([pair.decode], progress=progress)
+    pair.warm(pair.decode)
+    served_again(pair)
+
+
+def test_two_hundred_requests_aborted_at_once(pair: Pair) -> None:
+    with contextlib.ExitStack() as clients:
+        streams = [clients.enter_context(open_stream(pair.router.url, body(pair, words(150), max_tokens=200))) for _ in range(200)]
+        wait_until("both work", lambda: all(metric(server.url, RUNNING) > 0 for server in (pair.prefill, pair.decode)), 30, every_s=0.05)
+        assert len(streams) == 200
+    idle(pair, bound_s=60)
+    serves(pair)
+
+
 # -- another decode engine, that takes one request at a time -----------------------------------------------------------
 
 
@@ -371,9 +454,9 @@ def narrow(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
     assert not other.leftovers()
 
 
-def test_recompute_policy(pair: Pair, narrow: Pair) -> None:
+@pytest.mark.parametrize("params", [{**GOOD, "transfer_id": "recompute"}, without("transfer_id")], ids=["unreachable", "bad params"])
+def test_recompute_policy(pair: Pair, narrow: Pair, params: dict[str, Any]) -> None:
     """With kv_load_failure_policy recompute a failed load costs time, and no text."""
-    params = {**GOOD, "transfer_id": "recompute"}
     request = body(pair, words(300))
     answer = ask(narrow.decode.url, {**request, "kv_transfer_params": params})
     assert answer.ok, answer
@@ -381,19 +464,43 @@ def test_recompute_policy(pair: Pair, narrow: Pair) -> None:
     wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0, 5)
 
 
+def test_recompute_when_prefill_stops(pair: Pair, narrow: Pair) -> None:
+    request = body(pair, words(300))
+    expected = alone(pair, request)
+    params = from_prefill(pair, f"stopped-{next(numbers)}")
+    with pair.prefill.stopped():
+        answer = ask(narrow.decode.url, {**request, "kv_transfer_params": params}, timeout_s=30)
+    assert answer.ok, answer
+    assert answer.text == expected.text
+    wait_until("the prefill engine answers again", pair.prefill.healthy, 10)
+    served_again(pair)
+
+
+def test_two_decode_engines_ask_for_one_transfer(pair: Pair, narrow: Pair) -> None:
+    """One of them gets it; the other's request ends by its policy. No text is ever wrong."""
+    for _ in range(4):
+        request = body(pair, words(600))
+        expected = alone(pair, request).text
+        params = from_prefill(pair, f"twice-{next(numbers)}")
+        positions = [each.decode.log_size() for each in (pair, narrow)]
+        to_offer = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": params["transfer_id"]}
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(ask, each.decode.url, {**request, "kv_transfer_params": params}, 40) for each in (pair, narrow)]
+            offered = pool.submit(ask, pair.prefill.url, {**request, "max_tokens": 1, "kv_transfer_params": to_offer})
+            assert offered.result().ok
+            fails, recomputes = (each.result() for each in asked)
+        loads = [each.loads(position) for each, position in zip((pair, narrow), positions)]
+        assert sum(map(len, loads)) == 1, loads
+        assert recomputes.ok and recomputes.text == expected
+        assert fails.ok == bool(loads[0])
+        assert not fails.ok or fails.text == expected
+    wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0, 5)
+
+
 def test_queue_longer_than_the_lease(pair: Pair, narrow: Pair) -> None:
     """A request that waits on decode for a place is claimed: what prefill has for it outlives the lease."""
-    address = f"http://127.0.0.1:{pair.bootstrap_port}"
-    status, answer = http_request("GET", address + "/query")
-    assert status == 200
     transfer = f"queued-{next(numbers)}"
-    to_load = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "transfer_id": transfer,
-        "remote_engine_id": json.loads(answer)["0"]["engine_id"],
-        "remote_bootstrap_addr": address,
-    }
+    to_load = from_prefill(pair, transfer)
     request = body(pair, words(600))
     expected = alone(pair, request)
     position = narrow.decode.log_size()

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Makes a tiny Llama with random weights, and a tokenizer that gives one token a byte. No download.
+"""Makes a tiny model with random weights, and a tokenizer that gives one token a byte. No download.
 
-    python e2e/tiny_model.py DIR [--fat] [--seed N]
+    python e2e/tiny_model.py DIR [--kind llama|mla|window] [--fat] [--seed N]
 
-The weights come from a fixed seed, so that every machine gets the same model. With --fat the cache weighs something:
-8 layers of 8 KV heads of 128 are 32 KiB a token in bfloat16, and twice that in float32.
+A Llama (grouped queries), a DeepSeek (MLA: one latent vector a token), or a Gemma 3 (five layers of six attend to a
+window of 128 tokens, which makes a KV cache group of its own). The weights come from a fixed seed, so that every machine
+gets the same model. With --fat the Llama's cache weighs something: 8 layers of 8 KV heads of 128 are 32 KiB a token in
+bfloat16, and twice that in float32.
 A directory that holds the same model already is left as it is.
 """
 
@@ -18,7 +20,9 @@ import tempfile
 from pathlib import Path
 
 # Raise it when the model changes, so that a directory with the older one is made again.
-RECIPE = 4
+RECIPE = 5
+KINDS = ("llama", "mla", "window")
+WINDOW = 128
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
@@ -26,7 +30,31 @@ CHAT_TEMPLATE = (
 )
 
 
-def shape(fat: bool) -> dict[str, int]:
+def shape(kind: str, fat: bool) -> dict[str, int]:
+    if kind == "mla":
+        return {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 3,  # no layer of experts
+            "kv_lora_rank": 512,
+            "q_lora_rank": 128,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+        }
+    if kind == "window":
+        return {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "sliding_window": WINDOW,
+        }
     if fat:
         return {
             "hidden_size": 256,
@@ -71,24 +99,26 @@ def make_tokenizer(target: Path) -> tuple[int, list[int]]:
     return len(vocabulary), printable
 
 
-def make_model(target: Path, fat: bool, seed: int, vocabulary: int, printable: list[int]) -> None:
+def make_model(target: Path, kind: str, fat: bool, seed: int, vocabulary: int, printable: list[int]) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    config = LlamaConfig(
+    family = {"llama": "Llama", "mla": "DeepseekV2", "window": "Gemma3"}[kind]
+    make_config = getattr(transformers, f"{family}TextConfig" if kind == "window" else f"{family}Config")
+    config = make_config(
         vocab_size=-(-vocabulary // 64) * 64,
         max_position_embeddings=8192,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
-        tie_word_embeddings=False,
+        tie_word_embeddings=kind == "window",  # vLLM has no other Gemma
         # Wide enough that attention, and with it the cache, decides the next token: with the usual 0.02 a model of
         # this size answers nearly the same whatever stands in the cache, and a test of the cache would prove little.
         initializer_range=0.08,
-        **shape(fat),
+        **shape(kind, fat),
     )
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
     # A row of zeros gives a logit of 0, which never is the largest of some ninety: only what can be printed is answered,
     # and a text ends by its length (or by a logit_bias).
     with torch.no_grad():
@@ -103,9 +133,9 @@ def make_model(target: Path, fat: bool, seed: int, vocabulary: int, printable: l
     model.save_pretrained(str(target))
 
 
-def make(target: Path, fat: bool = False, seed: int = 7) -> Path:
+def make(target: Path, fat: bool = False, seed: int = 7, kind: str = "llama") -> Path:
     """Makes the model in target unless it is there; returns target."""
-    stamp = {"recipe": RECIPE, "fat": fat, "seed": seed, **shape(fat)}
+    stamp = {"recipe": RECIPE, "kind": kind, "fat": fat, "seed": seed, **shape(kind, fat)}
     file = target / "kvconn-e2e.json"
     try:
         if json.loads(file.read_text(encoding="utf-8")) == stamp and (target / "config.json").exists():
@@ -117,7 +147,7 @@ def make(target: Path, fat: bool = False, seed: int = 7) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as part:
         built = Path(part) / "model"
         built.mkdir()
-        make_model(built, fat, seed, *make_tokenizer(built))
+        make_model(built, kind, fat, seed, *make_tokenizer(built))
         (built / file.name).write_text(json.dumps(stamp), encoding="utf-8")
         if target.exists():
             if not file.exists() and any(target.iterdir()):
@@ -130,10 +160,11 @@ def make(target: Path, fat: bool = False, seed: int = 7) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0])
     parser.add_argument("--fat", action="store_true", help="a cache of 32 KiB a token instead of 2 KiB (in bfloat16)")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
-    print(make(args.directory.absolute(), args.fat, args.seed), file=sys.stdout)
+    print(make(args.directory.absolute(), args.fat, args.seed, args.kind), file=sys.stdout)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"os"
 	"path"
+	"slices"
 	"strings"
 	"time"
 
@@ -24,22 +25,23 @@ const (
 	brokenOff  = "broken_off"
 )
 
-// Handler serves /v1/completions and /v1/chat/completions by a prefill and a
-// decode server, /health and /metrics itself, and all else by a decode server.
+// Handler serves completions, which are /v1/completions, /v1/chat/completions
+// and by the SGLang contract /generate, by a prefill and a decode server, /health and /metrics itself, and all else by a decode server.
 func (p *Proxy) Handler() http.Handler {
+	completions := p.cfg.Contract.endpoints()
 	metrics := promhttp.HandlerFor(p.metrics.registry, promhttp.HandlerOpts{})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		boundWrite(w) // of what is left from the connection's last request
-		switch r.URL.Path {
-		case "/v1/completions", "/v1/chat/completions":
+		switch at := r.URL.Path; {
+		case slices.Contains(completions, at):
 			if allow(w, r, http.MethodPost) {
 				p.complete(w, r)
 			}
-		case "/health":
+		case at == "/health":
 			if allow(w, r, http.MethodGet) {
 				p.health(w)
 			}
-		case "/metrics":
+		case at == "/metrics":
 			if allow(w, r, http.MethodGet) {
 				metrics.ServeHTTP(w, r)
 			}
@@ -177,7 +179,7 @@ func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
 	case err == nil:
 	case errors.As(err, &tooLarge):
 		writeError(w, http.StatusRequestEntityTooLarge, badRequest, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
-	case errors.Is(err, errParams):
+	case errors.Is(err, errReserved):
 		writeError(w, http.StatusBadRequest, badRequest, err.Error())
 	case p.ending(r.Context()):
 		writeError(w, http.StatusServiceUnavailable, unavailable, shuttingDown)
@@ -222,8 +224,8 @@ func (p *Proxy) passTo(w http.ResponseWriter, r *http.Request, d target) error {
 	return nil
 }
 
-// errParams is a request that would choose the address that D connects to.
-var errParams = errors.New(paramsName + " is for the router to set, and only of completions")
+// errReserved is a request that would choose the address that D connects to.
+var errReserved = errors.New("is for the router to set, and only of completions")
 
 // passBody is the client's body, or nil if it has none. What may be JSON is read
 // first, to look for parameters that only we may set.
@@ -239,8 +241,12 @@ func (p *Proxy) passBody(w http.ResponseWriter, r *http.Request) (io.Reader, err
 	if err != nil {
 		return nil, err
 	}
-	if f, err := parseFields(text); err == nil && f.last(paramsName) != nil {
-		return nil, errParams
+	if f, err := parseFields(text); err == nil {
+		for _, name := range p.cfg.Contract.reserved() {
+			if f.last(name) != nil {
+				return nil, fmt.Errorf("%s %w", name, errReserved)
+			}
+		}
 	}
 	return bytes.NewReader(text), nil
 }

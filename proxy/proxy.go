@@ -54,8 +54,8 @@ func New(cfg Config) (*Proxy, error) {
 		if err != nil {
 			return nil, err
 		}
-		s := &server{role: prefillRole, url: c.URL, base: base, reason: "not asked yet"}
-		if cfg.Contract == Mooncake || c.BootstrapPort != 0 {
+		s := &server{role: prefillRole, url: c.URL, base: base, bootstrapPort: c.BootstrapPort, reason: "not asked yet"}
+		if cfg.Contract == Mooncake || cfg.Contract == NIXL && c.BootstrapPort != 0 {
 			s.bootstrap = bootstrapURL(base, c.BootstrapPort, cfg.BootstrapCA != "")
 		}
 		p.balancer.prefill.servers = append(p.balancer.prefill.servers, s)

@@ -56,7 +56,6 @@ type job struct {
 	lane   *lane // nil: it waits for one
 	lost   bool  // its lane broke, D must say whether it has arrived
 	filled bool  // all its requests are posted
-	reads  int   // requests of lanes that broke, which may still read its blocks
 	flight int
 	breaks int // lanes that broke under it
 	done   bool

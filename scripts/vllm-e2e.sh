@@ -8,4 +8,4 @@ if [[ $vllm_not_run ]]; then
   printf '%s\n' "############" "## make e2e: NOT RUN: $vllm_not_run" "############" >&2
   exit 0
 fi
-"$vllm_python" -m pytest python/tests/test_vllm_connector.py e2e -p no:cacheprovider -v "${@:2}"
+"$vllm_python" -m pytest python/tests/test_vllm_*.py e2e -p no:cacheprovider -v "${@:2}"

@@ -6,17 +6,23 @@ never by version.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm.distributed.kv_transfer.kv_connector import factory as _factory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 
-from .layout import transfer_groups
-from .metadata import KVConnMetadata
-from .params import agent_config, check_caches, check_parallel, idle_wait_s
+from .groups import make_groups, transfer_groups
+from .layout import Heads
+from .metadata import KVConnHandshake, KVConnMetadata
+from .params import advertised, agent_config, check_parallel, idle_wait_s, rank_of, sizes
 from .scheduler import SchedulerSide
+from .stats import KVConnPromMetrics, KVConnStats, Recorder
 from .worker import Reports, WorkerSide
 
 if TYPE_CHECKING:
@@ -45,7 +51,28 @@ def _show_logs() -> None:
     ours.propagate = False
 
 
-class KVConnConnector(_base.KVConnectorBase_V1):
+# MultiConnector finds its members' statistics by the name of their class, in this register only.
+with contextlib.suppress(ValueError):  # imported again, under another name
+    _factory.KVConnectorFactory.register_connector("KVConnConnector", "kvconn.vllm.connector", "KVConnConnector")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _timed(method: _Method) -> _Method:
+    """Counts a scheduler's method into what the connector costs the step."""
+
+    @functools.wraps(method)
+    def run(self: KVConnConnector, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._spent_s += time.perf_counter() - began
+
+    return run  # type: ignore[return-value]
+
+
+class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
     """Carries the KV cache of a request from the engine that prefilled it to the engine that decodes it."""
 
     if _Source is not None and hasattr(_Source, "P2P"):
@@ -55,7 +82,7 @@ class KVConnConnector(_base.KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         _show_logs()
         check_parallel(vllm_config.parallel_config)
-        check_caches(kv_cache_config)
+        groups = make_groups(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config or {}
         wait = idle_wait_s(extra)
@@ -65,19 +92,17 @@ class KVConnConnector(_base.KVConnectorBase_V1):
         self._worker: WorkerSide | None = None
         self._load_errors: set[int] = set()
         self._meta: KVConnMetadata | None = None
+        self._recorder = Recorder("scheduler")
+        self._spent_s = 0.0  # by the scheduler's side on this step
         if role == _base.KVConnectorRole.SCHEDULER:
-            groups = kv_cache_config.kv_cache_groups
-            self._scheduler = SchedulerSide(
-                transfer.kv_role,
-                [group.kv_cache_spec.block_size for group in groups],
-                transfer_groups(kv_cache_config),
-            )
+            self._scheduler = SchedulerSide(transfer.kv_role, groups, transfer.engine_id, sizes(vllm_config.parallel_config))
         else:
             from kvconn import Agent
 
-            config = agent_config(vllm_config, kv_cache_config)
+            self._rank = rank_of(vllm_config.parallel_config)
+            self._config = config = agent_config(vllm_config, kv_cache_config, self._rank)
             self._worker = WorkerSide(lambda: Agent(config), wait)
-            logger.info("engine %s, role %s, process %d", config["engine_id"], config["role"], os.getpid())
+            logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
 
     # -- scheduler side ---------------------------------------------------------------------------------------------
 
@@ -86,30 +111,76 @@ class KVConnConnector(_base.KVConnectorBase_V1):
         assert self._scheduler is not None, "a scheduler's method was called on a worker's connector"
         return self._scheduler
 
+    def set_xfer_handshake_metadata(self, metadata: dict[Any, Any]) -> None:
+        # Beside other connectors in a MultiConnector theirs comes here too.
+        ours = [rank for rank, theirs in metadata.items() if isinstance(theirs, KVConnHandshake)]
+        if ours:  # the first rank serves the port, the others know it by having joined it
+            self._sched.found_at(metadata[min(ours)].bootstrap_addr)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
+        self.set_xfer_handshake_metadata(metadata)
+
+    @_timed
     def on_new_request(self, request: Any) -> None:
         self._sched.on_new_request(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return tuple(transfer_groups(self._kv_cache_config))
 
+    @_timed
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._sched.matched_tokens(request, num_computed_tokens)
 
+    @_timed
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._sched.after_alloc(request, [list(group) for group in blocks.get_block_ids()], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnMetadata:
-        return self._sched.build_meta(scheduler_output.total_num_scheduled_tokens)
+        began = time.perf_counter()
+        meta = self._sched.build_meta(scheduler_output.total_num_scheduled_tokens)
+        self._recorder.step(self._spent_s + time.perf_counter() - began)
+        self._spent_s = 0.0
+        return meta
 
+    @_timed
     def update_connector_output(self, connector_output: Any) -> None:
         self._sched.worker_reported(connector_output.finished_sending, connector_output.finished_recving)
 
+    @_timed
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._sched.request_finished(request, [list(block_ids)]), None
+        return self._sched.request_finished(request, [list(block_ids)])
+
+    @_timed
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self._sched.request_finished(request, [list(group) for group in block_ids])
 
     def has_pending_push_work(self) -> bool:
         # Without this an idle engine does not step, hears of no completion and never frees.
         return self._scheduler is not None and (self._scheduler.has_unsaid() or self._scheduler.waits())
+
+    def reset_cache(self) -> bool | None:
+        """Nothing is cached here; but what is on its way was computed before the reset, and will be used after it."""
+        loads, offers = self._sched.in_flight()
+        if loads or offers:
+            logger.warning("reset_cache: %d loads and %d offers are under way with the cache from before", loads, offers)
+        return not loads and not offers
+
+    # -- statistics -------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnStats | None:
+        if self._scheduler is not None:
+            return self._recorder.take(*self._scheduler.in_flight())
+        return self._work.stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnStats:
+        return KVConnStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> KVConnPromMetrics:
+        return KVConnPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- worker side ------------------------------------------------------------------------------------------------
 
@@ -119,7 +190,12 @@ class KVConnConnector(_base.KVConnectorBase_V1):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._work.register(kv_caches, self._vllm_config, self._kv_cache_config)
+        heads = Heads(self._vllm_config.model_config.get_total_num_kv_heads(), self._rank.tp_rank, self._rank.tp_size)
+        self._work.register(kv_caches, self._vllm_config, self._kv_cache_config, heads)
+
+    def get_handshake_metadata(self) -> KVConnHandshake | None:
+        address = advertised(self._work.bootstrap_address, self._config)
+        return KVConnHandshake(address) if address else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

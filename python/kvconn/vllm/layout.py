@@ -1,53 +1,96 @@
 """vLLM's KV cache tensors as regions of blocks.
 
 vLLM gives every layer a view in logical order; the strides say how it lies in memory (layers side by side, heads before
-tokens, one storage for all layers, …). So the only thing to find out is which dimension counts the blocks.
+tokens, one storage for all layers, …). So what there is to find out is which dimensions count blocks, tokens and heads.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from .groups import transfer_groups
 
 logger = logging.getLogger("kvconn.vllm")
 
-# Stands for the number of blocks when a backend is asked for its shape: equal to no other dimension of a cache.
-_MARK = 1_234_577
+# Stand for the numbers of blocks, of tokens in a block and of heads when a backend is asked for its shape: equal to no
+# other dimension of a cache, and what a backend may demand of a block's size.
+_MARKS = {"block": 1_234_577, "token": 16_144, "head": 7_919}
 
 
-def transfer_groups(kv_cache_config: Any) -> list[int]:
-    """The KV cache groups that take part in transfers (all, in a vLLM that makes no difference)."""
-    return [number for number, group in enumerate(kv_cache_config.kv_cache_groups) if getattr(group, "enable_kv_transfer", True)]
+@dataclass(frozen=True)
+class Dims:
+    """Which dimensions of a layer's tensor count the blocks, the tokens of one, and the heads; None: it has none that does."""
+
+    block: int
+    token: int | None = None
+    head: int | None = None
 
 
-def _dim_from_backend(vllm_config: Any, layer_name: str, spec: Any) -> int | None:
-    """The position of the block count in the shape that the layer's attention backend asks for."""
+def _dims_from_backend(vllm_config: Any, layer_name: str, spec: Any) -> Dims | None:
+    """From the shape that the layer's attention backend asks for."""
     try:
         layer = vllm_config.compilation_config.static_forward_context[layer_name]
-        shape = layer.get_attn_backend().get_kv_cache_shape(_MARK, spec.block_size, spec.num_kv_heads, spec.head_size)
+        shape = layer.get_attn_backend().get_kv_cache_shape(*_MARKS.values(), spec.head_size)
     except Exception as error:  # whatever another vLLM lacks here, there is a second way below
         logger.debug("%s: the attention backend does not tell its cache's shape: %r", layer_name, error)
         return None
-    found = [dim for dim, size in enumerate(shape) if size == _MARK]
-    return found[0] if len(found) == 1 else None
+    found = {what: [dim for dim, size in enumerate(shape) if size == mark] for what, mark in _MARKS.items()}
+    if any(len(dims) > 1 for dims in found.values()) or not found["block"]:
+        return None
+    return Dims(*(dims[0] if dims else None for dims in found.values()))
 
 
-def block_dim(vllm_config: Any, kv_cache_config: Any, layer_name: str, spec: Any, shape: Sequence[int]) -> int:
-    """The dimension of a layer's tensor that counts blocks."""
+def find_dims(vllm_config: Any, kv_cache_config: Any, layer_name: str, spec: Any, shape: Sequence[int]) -> Dims:
     num_blocks = kv_cache_config.num_blocks
-    # With the layouts named L, B, H, N, C the blocks come first in a layer's logical shape.
-    named = hasattr(kv_cache_config, "kv_cache_layout")
-    dim = 0 if named else _dim_from_backend(vllm_config, layer_name, spec)
-    if dim is None:
+    if hasattr(kv_cache_config, "kv_cache_layout"):
+        # With the layouts named L, B, H, N, C this is the order of a layer's dimensions, however they lie in memory.
+        dims: Dims | None = Dims(0, 2, 1) if len(shape) == 4 else Dims(0, 1) if len(shape) == 3 else Dims(0)
+    else:
+        dims = _dims_from_backend(vllm_config, layer_name, spec)
+    if dims is None:
         fitting = [d for d, size in enumerate(shape) if size == num_blocks]
-        dim = fitting[0] if len(fitting) == 1 else None
+        dims = Dims(fitting[0]) if len(fitting) == 1 else None
     # A kernel that works on smaller blocks sees a multiple of vLLM's blocks.
-    if dim is None or not shape[dim] or shape[dim] % num_blocks:
+    if dims is None or dims.block >= len(shape) or not shape[dims.block] or shape[dims.block] % num_blocks:
         raise ValueError(
             f"KVConnConnector: layer {layer_name} has a cache of shape {tuple(shape)}: no dimension of it counts {num_blocks} blocks"
         )
-    return dim
+    return dims
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Which KV heads of the model a rank has: vLLM cuts them evenly, or gives one to several ranks where there are too few."""
+
+    total: int
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def of(self, spec: Any) -> tuple[int, int]:
+        """A layer's first head here, and how many there are in all."""
+        here = getattr(spec, "num_kv_heads", 1)
+        shards = getattr(spec, "max_tp_shards", None)
+        if shards == 1 or "MLAAttentionSpec" in [kind.__name__ for kind in type(spec).__mro__]:
+            return 0, here  # a latent, which every rank has
+        total = self.total if max(1, self.total // self.tp_size) == here else here * self.tp_size
+        return self.tp_rank * total // self.tp_size, total
+
+
+def _geometry(dims: Dims, spec: Any, shape: Sequence[int], parts: int, heads: Heads) -> dict[str, Any]:
+    """What regions_from_tensor wants to know beside the block's dimension; nothing where a block is not tokens by heads."""
+    size, per_state = getattr(spec, "block_size", 0), getattr(spec, "tokens_per_state", 1)
+    if dims.token is None or per_state != 1 or shape[dims.token] * parts != size:
+        return {}
+    here = shape[dims.head] if dims.head is not None else 1
+    first, total = heads.of(spec)
+    if here != getattr(spec, "num_kv_heads", here):
+        if total != here:
+            return {}  # packed otherwise, and cut by rank: only equal ranks understand each other
+        first, total = 0, here
+    return {"token_dim": dims.token, "head_dim": dims.head, "first_head": first, "total_heads": total}
 
 
 def make_regions(
@@ -55,6 +98,7 @@ def make_regions(
     vllm_config: Any,
     kv_cache_config: Any,
     regions_from_tensor: Callable[..., list[Any]],
+    heads: Heads,
 ) -> list[Any]:
     """One region or more per layer, in the order of the layers; a tensor shared by layers is taken once."""
     group_of: dict[str, tuple[int, Any]] = {}
@@ -83,10 +127,16 @@ def make_regions(
         if key in seen:
             continue
         seen.add(key)
-        dim = block_dim(vllm_config, kv_cache_config, name, spec, tensor.shape)
-        if tensor.shape[dim] != kv_cache_config.num_blocks:
-            tensor = tensor.unflatten(dim, (kv_cache_config.num_blocks, -1))
-        regions.extend(regions_from_tensor(name, tensor, dim, place))
+        dims = find_dims(vllm_config, kv_cache_config, name, spec, tensor.shape)
+        parts = tensor.shape[dims.block] // kv_cache_config.num_blocks
+        geometry = _geometry(dims, spec, tensor.shape, parts, heads)
+        if parts > 1:
+            tensor = tensor.unflatten(dims.block, (kv_cache_config.num_blocks, -1))
+            if geometry:  # a block's tokens are its parts' tokens, one part after the other
+                inner = dims.block + 1
+                moved = {key: dim + (dim >= inner) for key, dim in (("token_dim", dims.token), ("head_dim", dims.head)) if dim is not None}
+                geometry |= {**moved, "token_dim": (inner, moved["token_dim"])}
+        regions.extend(regions_from_tensor(name, tensor, dims.block, place, **geometry))
     if not regions:
         raise ValueError(f"KVConnConnector: none of {len(kv_caches)} caches can be transferred")
     return regions

@@ -1,21 +1,22 @@
-"""What the scheduler side tells the worker side in one engine step."""
+"""What the scheduler side and the worker side tell each other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 
 BlockIds = list[list[int]]  # one list per KV cache group, in the order of the prompt
 
 
 @dataclass
 class OfferWork:
-    """Prefill: the request has ended, and these blocks hold its prompt."""
+    """Prefill: the request has ended, and these blocks, from first_block on, hold its prompt."""
 
     req_id: str
     transfer_id: str
     block_ids: BlockIds
+    first_block: list[int]
 
 
 @dataclass
@@ -29,7 +30,7 @@ class ClaimWork:
 
 @dataclass
 class LoadWork:
-    """Decode: put the blocks from first_block on into block_ids.
+    """Decode: put the blocks from first_block on into block_ids, as far as num_tokens tokens of the prompt go.
 
     Without block ids nothing is wanted: the prefill engine is told so and frees, and vLLM hears nothing of it.
     """
@@ -40,10 +41,19 @@ class LoadWork:
     engine_id: str
     block_ids: BlockIds
     first_block: list[int]
+    num_tokens: int = 0
 
     @property
     def silent(self) -> bool:
         return not any(self.block_ids)
+
+
+@dataclass
+class RefusedWork:
+    """Decode: the request counts on a cache that cannot be had; it fails as a load of these blocks does."""
+
+    req_id: str
+    block_ids: BlockIds
 
 
 @dataclass
@@ -56,11 +66,25 @@ class CancelWork:
 
 
 @dataclass
-class KVConnMetadata(KVConnectorMetadata):
+class KVConnMetadata(_base.KVConnectorMetadata):
+    """Scheduler to workers, in each engine step."""
+
     announces: list[str] = field(default_factory=list)
     offers: list[OfferWork] = field(default_factory=list)
     claims: list[ClaimWork] = field(default_factory=list)
     loads: list[LoadWork] = field(default_factory=list)
+    refusals: list[RefusedWork] = field(default_factory=list)
     cancels: list[CancelWork] = field(default_factory=list)
     # No token is computed in this step: the engine runs it only to hear of transfers.
     empty_step: bool = False
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.announces or self.offers or self.claims or self.loads or self.refusals or self.cancels)
+
+
+@dataclass
+class KVConnHandshake(_base.KVConnectorHandshakeMetadata):
+    """A worker to the scheduler, once: where decode engines find this engine."""
+
+    bootstrap_addr: str

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 # Settings of the connector itself; every other key of kv_connector_extra_config goes to the agent, which knows its own.
 IDLE_WAIT_MS = "idle_wait_ms"
@@ -13,6 +15,7 @@ _OWN_KEYS = (IDLE_WAIT_MS,)
 _DEFAULT_IDLE_WAIT_MS = 2.0
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+ERROR = "kvconn_error"  # in a prefill engine's answer: why there is nothing to load
 _PORT_VARIABLES = ("KVCONN_BOOTSTRAP_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 
 
@@ -36,6 +39,14 @@ class DecodeParams:
     engine_id: str
 
 
+@dataclass(frozen=True)
+class Refused:
+    """The request's kv_transfer_params are of no use."""
+
+    reason: str
+    loads: bool  # it counts on a cache from elsewhere, and fails by kv_load_failure_policy
+
+
 def _text(params: Mapping[str, Any], key: str) -> str:
     if key not in params or params[key] is None:
         raise BadParams(f"{key} is missing")
@@ -54,8 +65,17 @@ def _flag(params: Mapping[str, Any], key: str) -> bool:
     raise BadParams(f"{key} is {value!r}: true or false was expected, not {type(value).__name__}")
 
 
+def wants_load(params: Any) -> bool:
+    """Whether the request counts on a cache from elsewhere, however little sense its parameters make."""
+    return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
+
+
 def parse(params: Any) -> PrefillParams | DecodeParams | None:
-    """What a request's kv_transfer_params ask for; None when they ask for nothing; BadParams when they make no sense."""
+    """What a request's kv_transfer_params ask for; None when they ask for nothing; BadParams when they make no sense.
+
+    A decode request comes with Mooncake's words, which the router has made, or with those that the prefill engine has
+    answered (answer, below), which are NIXL's and Mooncake's at once; a router may have dropped either.
+    """
     if params is None:
         return None
     if not isinstance(params, Mapping):
@@ -64,42 +84,129 @@ def parse(params: Any) -> PrefillParams | DecodeParams | None:
     if prefill and decode:
         raise BadParams("do_remote_decode and do_remote_prefill are both true")
     if prefill:
-        return PrefillParams(_text(params, "transfer_id"))
+        # Whoever leaves the name to us relays our answer, which has it.
+        return PrefillParams(_text(params, "transfer_id") if params.get("transfer_id") is not None else f"kvconn-{uuid.uuid4().hex}")
     if decode:
-        return DecodeParams(_text(params, "transfer_id"), _text(params, "remote_bootstrap_addr"), _text(params, "remote_engine_id"))
+        if params.get(ERROR) is not None:
+            raise BadParams(f"the prefill engine says: {params[ERROR]}")
+        return DecodeParams(_transfer_id(params), _bootstrap_addr(params), _text(params, "remote_engine_id"))
     return None
 
 
-def check_parallel(parallel_config: Any) -> None:
-    """One rank an engine, for now."""
-    names = {
-        "tensor_parallel_size": "TP",
-        "pipeline_parallel_size": "PP",
-        "data_parallel_size": "DP",
-        "prefill_context_parallel_size": "PCP",
-        "decode_context_parallel_size": "DCP",
+def _transfer_id(params: Mapping[str, Any]) -> str:
+    mooncake, nixl = (params.get(key) is not None for key in ("transfer_id", "remote_request_id"))
+    if nixl and mooncake and params["transfer_id"] != params["remote_request_id"]:
+        raise BadParams(f"transfer_id is {params['transfer_id']!r}, but remote_request_id is {params['remote_request_id']!r}")
+    return _text(params, "remote_request_id" if nixl and not mooncake else "transfer_id")
+
+
+def _bootstrap_addr(params: Mapping[str, Any]) -> str:
+    if params.get("remote_bootstrap_addr") is not None or params.get("remote_host") is None:
+        return _text(params, "remote_bootstrap_addr")
+    host, port = _text(params, "remote_host"), params.get("remote_port")
+    if isinstance(port, str) and port.isdigit():
+        port = int(port)
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        raise BadParams(f"remote_port is {port!r}: a port from 1 to 65535 was expected")
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def answer(
+    transfer_id: str, engine_id: str, bootstrap_addr: str, block_ids: list[list[int]], sizes: Mapping[str, int], num_tokens: int
+) -> dict[str, Any]:
+    """What the prefill engine answers for the router to hand to the decode engine, word for word."""
+    parts = urlsplit(bootstrap_addr)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_bootstrap_addr": bootstrap_addr,
+        "remote_engine_id": engine_id,
+        # NIXL's words for the same, for routers that know and keep only those.
+        "remote_request_id": transfer_id,
+        "remote_host": parts.hostname,
+        "remote_port": parts.port,
+        "remote_block_ids": block_ids,
+        "remote_num_tokens": num_tokens,
+        **sizes,
     }
-    sizes = {short: getattr(parallel_config, name, 1) or 1 for name, short in names.items()}
-    if getattr(parallel_config, "data_parallel_index", 0):
-        # vLLM hides the size from the independent ranks of a dense model, but not their number.
-        sizes["DP"] = max(sizes["DP"], parallel_config.data_parallel_index + 1)
-    if any(size != 1 for size in sizes.values()):
-        found = ", ".join(f"{short} = {size}" for short, size in sizes.items() if size != 1)
-        raise ValueError(f"KVConnConnector: {found} is not supported yet: an engine must have one rank (TP = PP = DP = 1)")
 
 
-# A window's blocks outside of it are gone, and a state is no block: loading those blindly would be wrong bytes.
-_REFUSED_SPECS = ("SlidingWindow", "ChunkedLocal", "Mamba")
+def refusal(reason: str) -> dict[str, Any]:
+    """What the prefill engine answers instead: the decode engine that gets it fails the request with this reason."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, ERROR: reason}
 
 
-def check_caches(kv_cache_config: Any) -> None:
-    """Only caches that keep every block of the prompt, for now."""
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
-            name = type(one).__name__
-            if name.startswith(_REFUSED_SPECS):
-                raise ValueError(f"KVConnConnector: a KV cache of {name} is not supported yet: full attention and MLA are")
+def sizes(parallel_config: Any) -> dict[str, int]:
+    """The engine's sizes, in NIXL's words."""
+    names = {"tp_size": "tensor", "pp_size": "pipeline", "dcp_size": "decode_context"}
+    return {key: getattr(parallel_config, f"{name}_parallel_size", 1) or 1 for key, name in names.items()}
+
+
+def check_parallel(parallel_config: Any) -> None:
+    """Ranks that share a token's blocks among them are not supported."""
+    names = {"prefill_context_parallel_size": "PCP", "decode_context_parallel_size": "DCP"}
+    found = ", ".join(f"{short} = {size}" for name, short in names.items() if (size := getattr(parallel_config, name, 1) or 1) != 1)
+    if found:
+        raise ValueError(f"KVConnConnector: {found} is not supported: only tensor, pipeline and data parallel engines are")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A worker's place in its engine."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+def rank_of(parallel_config: Any) -> Rank:
+    """This worker's, once vLLM has set its groups up."""
+    from vllm.distributed import parallel_state
+
+    tp, pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+    # vLLM tells independent ranks of a dense model their number, and that there is but one of them.
+    dp_rank = getattr(parallel_config, "data_parallel_index", 0) or 0
+    dp_size = max(getattr(parallel_config, "data_parallel_size", 1) or 1, dp_rank + 1)
+    return Rank(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size, dp_rank, dp_size)
+
+
+_ANY_HOST = ("", "0.0.0.0", "::")
+_DEFAULT_PORT = 8998
+
+
+def _join(parallel_config: Any, rank: Rank, config: Mapping[str, Any]) -> str | None:
+    """Where the engine's first rank serves its port; None for that one."""
+    first = rank.tp_rank == rank.pp_rank == 0
+    local_only = getattr(parallel_config, "local_engines_only", False)
+    # Where each host has its own front end, each has its own port, at the first of its engines.
+    if first and (getattr(parallel_config, "data_parallel_rank_local", 0) if local_only else rank.dp_rank) in (0, None):
+        return None
+    if local_only:
+        host = "127.0.0.1"
+    elif getattr(parallel_config, "nnodes_within_dp", 1) > 1:
+        host = parallel_config.master_addr
+    else:
+        host = getattr(parallel_config, "data_parallel_master_ip", "127.0.0.1")
+    if host in ("127.0.0.1", "localhost") and config.get("bootstrap_host", "") not in _ANY_HOST:
+        host = config["bootstrap_host"]
+    port = config.get("bootstrap_port", _DEFAULT_PORT)
+    if not port:
+        raise ValueError("kv_connector_extra_config: bootstrap_port is 0: the engine's other ranks must know the port of the first one")
+    scheme = "https" if config.get("tls_cert_file") else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def advertised(address: str | None, config: Mapping[str, Any]) -> str | None:
+    """The bootstrap address that others are told: a rank that has joined on its own host knows it by the loopback."""
+    host = config.get("advertise_host")
+    if not address or not host:
+        return address
+    parts = urlsplit(address)
+    return f"{parts.scheme}://[{host}]:{parts.port}" if ":" in host else f"{parts.scheme}://{host}:{parts.port}"
 
 
 def idle_wait_s(extra: Mapping[str, Any]) -> float:
@@ -120,7 +227,7 @@ def _port_from_environment() -> int | None:
     return None
 
 
-def agent_config(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
+def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> dict[str, Any]:
     """The agent's configuration: what vLLM knows, then what the user says in kv_connector_extra_config."""
     transfer = vllm_config.kv_transfer_config
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -140,5 +247,10 @@ def agent_config(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     if port is not None and config["role"] != "decode":
         config["bootstrap_port"] = port
     extra = transfer.kv_connector_extra_config or {}
+    config.update(asdict(rank))
     config.update({key: value for key, value in extra.items() if key not in _OWN_KEYS})
+    if config["role"] != "decode" and not config.get("nats_url") and "bootstrap_join" not in config:
+        join = _join(vllm_config.parallel_config, rank, config)
+        if join:
+            config["bootstrap_join"] = join
     return config

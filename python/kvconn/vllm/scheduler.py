@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Optional, Union
 
-from .metadata import BlockIds, CancelWork, ClaimWork, KVConnMetadata, LoadWork, OfferWork
-from .params import BadParams, DecodeParams, PrefillParams, parse
+from . import params as _params
+from .groups import Group, first_kept
+from .metadata import BlockIds, CancelWork, ClaimWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
+from .params import BadParams, DecodeParams, PrefillParams, Refused, parse
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -23,6 +26,8 @@ _PROMPT_IS_THERE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "FINISHED_REPE
 # How many transfer ids are remembered, so that a second request with one of them is noticed.
 _REMEMBERED = 16384
 
+Params = Optional[Union[PrefillParams, DecodeParams, Refused]]
+
 
 class _Taken(BadParams):
     """The transfer id has an owner."""
@@ -33,20 +38,26 @@ def _cdiv(a: int, b: int) -> int:
 
 
 class SchedulerSide:
-    def __init__(self, kv_role: str, group_block_sizes: list[int], transfer_groups: list[int]) -> None:
+    def __init__(self, kv_role: str, groups: list[Group], engine_id: str = "", sizes: Mapping[str, int] | None = None) -> None:
         self._can_prefill = kv_role in ("kv_producer", "kv_both")
         self._can_decode = kv_role in ("kv_consumer", "kv_both")
         self._kv_role = kv_role
-        self._block_sizes = group_block_sizes
-        self._groups = transfer_groups
+        self._groups = groups
+        self._loses_blocks = any(group.loses_blocks for group in groups)
+        self._engine_id, self._sizes = engine_id, dict(sizes or {})
+        self._bootstrap_addr = ""  # where decode engines find this one; the workers tell
         self._next = KVConnMetadata()
-        # The requests alive, by id; None: no part in a transfer (nothing asked, or bad parameters, said once).
-        self._known: dict[str, PrefillParams | DecodeParams | None] = {}
+        # The requests alive, by id; None: no part in a transfer (nothing asked, or another request has it).
+        self._known: dict[str, Params] = {}
         self._announced: set[str] = set()
+        self._cut: set[str] = set()  # prefill: their prompt ends one token early
         self._asked: set[str] = set()  # decode: update_state_after_alloc has been through
         self._loading: dict[str, str] = {}  # decode: request id -> transfer id, until the worker reports it
         self._offered: dict[str, str] = {}  # prefill: the same
         self._owners: OrderedDict[str, str] = OrderedDict()  # transfer id -> the request that has it
+
+    def found_at(self, bootstrap_addr: str) -> None:
+        self._bootstrap_addr = bootstrap_addr
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -54,23 +65,27 @@ class SchedulerSide:
         params = self._learn(request)
         if isinstance(params, PrefillParams):
             self._announce(request.request_id, params)
+            self._keep_window(request)
         elif isinstance(params, DecodeParams):
             self._next.claims.append(ClaimWork(params.transfer_id, params.bootstrap_addr, params.engine_id))
 
-    def _learn(self, request: Any) -> PrefillParams | DecodeParams | None:
+    def _learn(self, request: Any) -> Params:
         req_id = request.request_id
         if req_id not in self._known:
-            try:
-                self._known[req_id] = self._accept(req_id, parse(request.kv_transfer_params))
-            except _Taken as taken:
-                # No fault of anybody's: the other samples of one prompt, and the request with which vLLM itself lets the
-                # connector clean up after one that failed.
-                logger.info("request %s: %s: no transfer for this one", req_id, taken)
-                self._known[req_id] = None
-            except BadParams as error:
-                logger.warning("request %s: %s: it is computed here, without a transfer", req_id, error)
-                self._known[req_id] = None
+            self._known[req_id] = self._judge(req_id, request.kv_transfer_params)
         return self._known[req_id]
+
+    def _judge(self, req_id: str, asked: Any) -> Params:
+        try:
+            return self._accept(req_id, parse(asked))
+        except _Taken as taken:
+            # No fault of anybody's: the other samples of one prompt, and the request with which vLLM itself lets the
+            # connector clean up after one that failed.
+            logger.info("request %s: %s: no transfer for this one", req_id, taken)
+            return None
+        except BadParams as error:
+            logger.warning("request %s: kv_transfer_params: %s", req_id, error)
+            return Refused(str(error), loads=_params.wants_load(asked))
 
     def _accept(self, req_id: str, params: PrefillParams | DecodeParams | None) -> PrefillParams | DecodeParams | None:
         if params is None:
@@ -94,15 +109,39 @@ class SchedulerSide:
             self._announced.add(req_id)
             self._next.announces.append(params.transfer_id)
 
+    def _loaded_tokens(self, prompt: int) -> int:
+        """How much of a prompt the decode engine loads.
+
+        It computes the last token itself. A window that ends after that token may lack the block that this token needs
+        of the window's far end; one that ends before it does not.
+        """
+        return prompt - 1 if self._loses_blocks and prompt > 1 else prompt
+
+    def _keep_window(self, request: Any) -> None:
+        """Prefill: ends the prompt one token early where that token would cost a block that the decode engine needs."""
+        prompt = int(request.num_prompt_tokens)
+        if all(group.gone(prompt) == group.gone(self._loaded_tokens(prompt)) for group in self._groups):
+            return
+        # vLLM's own connectors do this for states. A request that reads no cache is computed on the decode engine.
+        if request.prompt_token_ids is None or getattr(request, "skip_reading_prefix_cache", False):
+            return
+        request.prompt_token_ids = request.prompt_token_ids[:-1]
+        request._all_token_ids.pop()
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1
+        self._cut.add(request.request_id)
+
     # -- decode -----------------------------------------------------------------------------------------------------
 
     def matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         params = self._learn(request)
-        if not isinstance(params, DecodeParams) or request.request_id in self._asked:
+        loads = isinstance(params, DecodeParams) or (isinstance(params, Refused) and params.loads)
+        if not loads or request.request_id in self._asked:
             return 0, False
-        missing = int(request.num_prompt_tokens) - num_computed_tokens
+        prompt = int(request.num_prompt_tokens)
+        missing = self._loaded_tokens(prompt) - num_computed_tokens
         # The last token is computed here whatever is loaded, because its logits are needed.
-        return (missing, True) if missing > 1 else (0, False)
+        return (missing, True) if missing > 0 and prompt - num_computed_tokens > 1 else (0, False)
 
     def after_alloc(self, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
         params = self._learn(request)
@@ -110,46 +149,59 @@ class SchedulerSide:
         if isinstance(params, PrefillParams):
             self._announce(req_id, params)  # for a vLLM without on_new_request
             return
-        if not isinstance(params, DecodeParams) or req_id in self._asked:
+        if params is None or req_id in self._asked:
             return
         self._asked.add(req_id)
+        if isinstance(params, Refused):
+            if params.loads:
+                _clear_flag(request)
+            if num_external_tokens > 0:
+                self._loading[req_id] = ""
+                self._next.refusals.append(RefusedWork(req_id, [list(block_ids[group.number]) for group in self._groups]))
+            return
         _clear_flag(request)
         if num_external_tokens <= 0:
             self._next.loads.append(self._load(req_id, params, [], []))
             return
-        prompt = int(request.num_prompt_tokens)
-        cached = prompt - num_external_tokens
+        tokens = self._loaded_tokens(int(request.num_prompt_tokens))
+        cached = tokens - num_external_tokens
         wanted: BlockIds = []
         first: list[int] = []
         for group in self._groups:
-            size = self._block_sizes[group]
+            ids = block_ids[group.number][: _cdiv(tokens, group.block_size)]
             # A cached prefix ends on a block's boundary, unless vLLM says otherwise: then that block is loaded whole.
-            start = cached // size
+            start = cached // group.block_size
+            if group.loses_blocks:
+                start = max(start, first_kept(ids))
             first.append(start)
-            wanted.append(list(block_ids[group][start : _cdiv(prompt, size)]))
+            wanted.append(list(ids[start:]))
         self._loading[req_id] = params.transfer_id
-        self._next.loads.append(self._load(req_id, params, wanted, first))
+        self._next.loads.append(self._load(req_id, params, wanted, first, tokens))
 
-    def _load(self, req_id: str, params: DecodeParams, block_ids: BlockIds, first_block: list[int]) -> LoadWork:
+    def _load(self, req_id: str, params: DecodeParams, block_ids: BlockIds, first_block: list[int], num_tokens: int = 0) -> LoadWork:
         # Nothing to claim first when there are blocks in the very step in which the request came.
         self._next.claims = [claim for claim in self._next.claims if claim.transfer_id != params.transfer_id]
-        return LoadWork(req_id, params.transfer_id, params.bootstrap_addr, params.engine_id, block_ids, first_block)
+        return LoadWork(req_id, params.transfer_id, params.bootstrap_addr, params.engine_id, block_ids, first_block, num_tokens)
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
-    def request_finished(self, request: Any, block_ids: BlockIds) -> bool:
-        """Whether vLLM must keep the request's blocks until the worker reports it as sent."""
+    def request_finished(self, request: Any, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM must keep the request's blocks until the worker reports it as sent; and what it answers."""
         req_id = request.request_id
         params = self._learn(request)
         self._known.pop(req_id, None)
         self._announced.discard(req_id)
-        asked = req_id in self._asked
+        asked, cut = req_id in self._asked, req_id in self._cut
         self._asked.discard(req_id)
+        self._cut.discard(req_id)
         status = getattr(request.status, "name", str(request.status))
         if isinstance(params, PrefillParams):
-            return self._prefill_finished(request, params, status, block_ids)
-        if not isinstance(params, DecodeParams):
-            return False
+            return self._prefill_finished(request, params, status, block_ids, int(request.num_prompt_tokens) + cut)
+        if isinstance(params, Refused):
+            # The decode engine fails the request with this reason rather than for want of parameters.
+            return False, None if params.loads else _params.refusal(params.reason)
+        if params is None:
+            return False, None
         if not asked:
             # Aborted before it had blocks: the prefill engine need not keep its own for it.
             _clear_flag(request)
@@ -157,19 +209,39 @@ class SchedulerSide:
         elif req_id in self._loading:
             # Its blocks stay vLLM's until the worker reports it, which it does when no byte can land any more.
             self._next.cancels.append(CancelWork(params.transfer_id, f"decode: {status}", of_load=True))
-        return False
+        return False, None
 
-    def _prefill_finished(self, request: Any, params: PrefillParams, status: str, block_ids: BlockIds) -> bool:
+    def _prefill_finished(
+        self, request: Any, params: PrefillParams, status: str, block_ids: BlockIds, whole: int
+    ) -> tuple[bool, dict[str, Any] | None]:
         prompt = int(request.num_prompt_tokens)
         computed = int(getattr(request, "num_computed_tokens", prompt))
+        reason = f"prefill: {status}"
         if status in _PROMPT_IS_THERE and computed >= prompt:
-            blocks = [list(block_ids[group][: _cdiv(prompt, self._block_sizes[group])]) for group in self._groups]
-            if any(blocks):
-                self._offered[request.request_id] = params.transfer_id
-                self._next.offers.append(OfferWork(request.request_id, params.transfer_id, blocks))
-                return True
-        self._next.cancels.append(CancelWork(params.transfer_id, f"prefill: {status}", of_load=False))
-        return False
+            tokens = self._loaded_tokens(whole)
+            held: BlockIds = []
+            first: list[int] = []
+            for group in self._groups:
+                ids = block_ids[group.number][: _cdiv(prompt, group.block_size)]
+                first.append(first_kept(ids) if group.loses_blocks else 0)
+                held.append(list(ids[first[-1] :]))
+                if first[-1] > group.gone(tokens):
+                    reason = f"prefill: the window has left the prompt's end: {computed} tokens are computed of a prompt of {whole}"
+                    break
+            else:
+                if any(held):
+                    self._offered[request.request_id] = params.transfer_id
+                    self._next.offers.append(OfferWork(request.request_id, params.transfer_id, held, first))
+                    return True, self._answer(params, held, whole)
+        if status in _PROMPT_IS_THERE:
+            logger.warning("request %s: %s", request.request_id, reason)
+        self._next.cancels.append(CancelWork(params.transfer_id, reason, of_load=False))
+        return False, _params.refusal(reason)
+
+    def _answer(self, params: PrefillParams, block_ids: BlockIds, tokens: int) -> dict[str, Any] | None:
+        if not self._bootstrap_addr:
+            return None  # nobody knows it yet; a router that speaks Mooncake's contract does
+        return _params.answer(params.transfer_id, self._engine_id, self._bootstrap_addr, block_ids, self._sizes, tokens)
 
     def worker_reported(self, sent: Any, received: Any) -> None:
         for req_id in sent or ():
@@ -185,12 +257,15 @@ class SchedulerSide:
         return meta
 
     def has_unsaid(self) -> bool:
-        meta = self._next
-        return bool(meta.announces or meta.offers or meta.claims or meta.loads or meta.cancels)
+        return self._next.says_something
 
     def waits(self) -> bool:
         """Whether a report of the worker is outstanding."""
         return bool(self._offered or self._loading)
+
+    def in_flight(self) -> tuple[int, int]:
+        """Loads and offers that no worker has reported yet."""
+        return len(self._loading), len(self._offered)
 
 
 def _clear_flag(request: Any) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .layout import make_regions
-from .metadata import CancelWork, ClaimWork, KVConnMetadata, LoadWork, OfferWork
+from .layout import Heads, make_regions
+from .metadata import CancelWork, ClaimWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
+from .stats import KVConnStats, Recorder
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -43,12 +44,18 @@ class WorkerSide:
         self._loads: dict[str, _Loading] = {}  # by transfer id
         self._offers: dict[str, OfferWork] = {}
         self._reports = Reports()
+        self._recorder = Recorder("worker")
+        self._spent_s = 0.0  # by the connector on this step
         self._closed = False
 
-    def register(self, kv_caches: Mapping[str, Any], vllm_config: Any, kv_cache_config: Any) -> None:
+    @property
+    def bootstrap_address(self) -> str | None:
+        return self._agent.bootstrap_address
+
+    def register(self, kv_caches: Mapping[str, Any], vllm_config: Any, kv_cache_config: Any, heads: Heads) -> None:
         from kvconn import regions_from_tensor
 
-        regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor)
+        regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor, heads)
         self._agent.register_kv_caches(regions)
         total = sum(region.block_bytes for region in regions)
         logger.info(
@@ -66,6 +73,9 @@ class WorkerSide:
 
         Nothing here touches memory that the pass works on: an offer's blocks belong to a request that has ended.
         """
+        if not meta.says_something:
+            return
+        began = time.perf_counter()
         announces, meta.announces = meta.announces, []
         offers, meta.offers = meta.offers, []
         # A load is to start first, should its cancel come in the same step.
@@ -80,17 +90,26 @@ class WorkerSide:
         if meta.claims:
             self._claim(meta.claims)
             meta.claims = []
+        for refused in meta.refusals:
+            self._recorder.failed("load", "bad_params")
+            self._report_failed(refused)
+        meta.refusals = []
         for work in cancels:
             self._cancel(work)
+        self._spent_s += time.perf_counter() - began
 
     def load(self, meta: KVConnMetadata) -> None:
         """Where vLLM wants loads to start: after what it has queued for these blocks itself."""
+        if not meta.says_something:
+            return
+        began = time.perf_counter()
         loads, meta.loads = meta.loads, []
         if loads:
             self._each(loads, self._load_all, self._load_refused)
         cancels, meta.cancels = meta.cancels, []
         for work in cancels:
             self._cancel(work)
+        self._spent_s += time.perf_counter() - began
 
     def _claim(self, works: Sequence[ClaimWork]) -> None:
         from kvconn import Claim
@@ -139,12 +158,13 @@ class WorkerSide:
     def _offer_all(self, works: Sequence[OfferWork]) -> None:
         from kvconn import Offer
 
-        self._agent.offer([Offer(work.transfer_id, work.block_ids) for work in works])
+        self._agent.offer([Offer(work.transfer_id, work.block_ids, first_block=work.first_block) for work in works])
         for work in works:
             self._accepted(work)
 
     def _offer_refused(self, work: OfferWork, error: Exception) -> None:
         logger.error("request %s: its cache cannot be offered: %s", work.req_id, error)
+        self._recorder.failed("offer", _reason(error))
         self._reports.sent.add(work.req_id)
         self._cancel(CancelWork(work.transfer_id, "prefill: the offer was refused", of_load=False))
 
@@ -152,14 +172,26 @@ class WorkerSide:
         from kvconn import Load
 
         self._agent.start_load(
-            [Load(work.transfer_id, work.bootstrap_addr, work.engine_id, work.block_ids, work.first_block) for work in works]
+            [
+                Load(
+                    work.transfer_id,
+                    work.bootstrap_addr,
+                    work.engine_id,
+                    work.block_ids,
+                    work.first_block,
+                    tokens=[work.num_tokens] * len(work.block_ids),
+                )
+                for work in works
+            ]
         )
         for work in works:
             self._accepted(work)
 
     def _load_refused(self, work: LoadWork, error: Exception) -> None:
         logger.error("request %s: its cache cannot be loaded: %s", work.req_id, error)
-        self._report_load(work, failed=True)
+        if not work.silent:
+            self._recorder.failed("load", _reason(error))
+            self._report_failed(work)
 
     def _cancel(self, work: CancelWork) -> None:
         # A load that has ended in the meantime needs no cancel. What prefill gives up was never offered, and the decode
@@ -179,15 +211,24 @@ class WorkerSide:
         A step without tokens runs only to ask this, and is followed by the next one at once: waiting a moment for an
         answer here leaves the processor to those who work on it, and hears of a completion when it comes.
         """
+        began = time.perf_counter()
         completions = self._completions()
         ready = self._reports.sent or self._reports.received
+        waited_s = 0.0
         if empty_step and not completions and not ready and (self._loads or self._offers) and self._idle_wait_s:
+            waits = time.perf_counter()
             self._try(lambda: self._agent.wait(self._idle_wait_s) and None, "wait")
+            waited_s = time.perf_counter() - waits
             completions = self._completions()
         for completion in completions:
             self._ended(completion)
         reports, self._reports = self._reports, Reports()
+        self._recorder.step(self._spent_s + time.perf_counter() - began - waited_s)
+        self._spent_s = 0.0
         return reports
+
+    def stats(self) -> KVConnStats | None:
+        return self._recorder.take()
 
     def _completions(self) -> Sequence[Any]:
         try:
@@ -205,6 +246,7 @@ class WorkerSide:
             offer = self._offers.pop(completion.transfer_id, None)
             if offer is None:
                 return
+            self._count(completion)
             if completion.code:
                 logger.warning("request %s: its cache was not fetched: %s", offer.req_id, completion.reason)
             self._reports.sent.add(offer.req_id)
@@ -217,26 +259,41 @@ class WorkerSide:
             if completion.code:
                 logger.warning("request %s: the prefill engine was not told: %s", work.req_id, completion.reason)
             return
+        self._count(completion)
         if completion.code:
             level = logging.INFO if loading.cancelled else logging.ERROR
             logger.log(level, "request %s: its cache was not loaded: %s", work.req_id, completion.reason)
-        else:
-            logger.info("kvconn load %s", json.dumps(_load_line(completion, work, loading.since)))
-        self._report_load(work, failed=bool(completion.code))
-
-    def _report_load(self, work: LoadWork, failed: bool) -> None:
-        if work.silent:
+            self._report_failed(work)
             return
+        logger.info("kvconn load %s", json.dumps(_load_line(completion, work, loading.since)))
         self._reports.received.add(work.req_id)
-        if failed:
-            self._reports.failed.add(work.req_id)
-            for group in work.block_ids:
-                self._reports.failed_blocks.update(group)
+
+    def _count(self, completion: Any) -> None:
+        if completion.code:
+            self._recorder.failed(completion.kind, _reason(completion))
+        else:
+            self._recorder.moved(completion)
+
+    def _report_failed(self, work: LoadWork | RefusedWork) -> None:
+        self._reports.received.add(work.req_id)
+        self._reports.failed.add(work.req_id)
+        for group in work.block_ids:
+            self._reports.failed_blocks.update(group)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._try(self._agent.close, "close")
+
+
+def _reason(failure: Any) -> str:
+    """Of a completion or an error, in one word."""
+    from kvconn import Status
+
+    try:
+        return Status(failure.code).name.lower()
+    except (AttributeError, ValueError):
+        return "other"
 
 
 def _load_line(completion: Any, work: LoadWork, since: float) -> dict[str, Any]:

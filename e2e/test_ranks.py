@@ -1,0 +1,160 @@
+"""Pairs of real vLLM servers with several ranks: texts must equal a single engine's, and each transfer must be reported
+once by each rank. One pair is up at a time; KVCONN_E2E_RANKS="1to2 2to1" runs only those.
+
+vLLM's pipeline parallel engines do not run on a CPU: node/ tests such stages with agents.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tiny_model
+from servers import Answer, Pair, ask, metric, wait_until
+from servers import request as http_request
+
+TWO = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
+DP = ["--data-parallel-size", "2", "--distributed-executor-backend", "mp"]
+# Model, the prefill server's arguments, the decode server's. Blocks of another size on the decode side in one of them.
+PAIRS: dict[str, tuple[str, list[str], list[str]]] = {
+    "1to2": ("llama", [], TWO),
+    "2to1": ("llama", TWO, ["--block-size", "64"]),
+    "2to2": ("window", TWO, TWO),
+    "mla2to1": ("mla", TWO, []),
+    "dp2": ("llama", DP, []),
+}
+CHOSEN = os.environ.get("KVCONN_E2E_RANKS", " ".join(PAIRS)).split()
+numbers = itertools.count(1)
+
+
+def progress(name: str, seconds: float, text: str) -> None:
+    print(f"  [{seconds:4.0f} s] {name}: {text}", file=sys.stderr, flush=True)
+
+
+@pytest.fixture(scope="module", params=CHOSEN)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    kind, prefill_args, decode_args = PAIRS[request.param]
+    workdir = tmp_path_factory.mktemp(f"ranks-{request.param}")
+    the_pair = Pair(
+        tiny_model.make(workdir / f"model-{kind}", kind=kind),
+        workdir / "logs",
+        prefill_args=prefill_args,
+        decode_args=decode_args,
+        # Only reached by ranks that join on this host.
+        prefill_config={"lease_s": 5},
+        progress=progress,
+    )
+    try:
+        with the_pair:
+            yield the_pair
+    finally:
+        left = the_pair.leftovers()
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def servers_live(pair: Pair) -> Iterator[None]:
+    yield
+    for server in (pair.prefill, pair.decode):
+        server.check_alive()
+        wait_until(
+            f"{server.name}: no request and no block in use",
+            lambda server=server: all(
+                metric(server.url, f"vllm:{name}") == 0 for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            ),
+            20,
+        )
+
+
+def words(tokens: int) -> str:
+    text = f"{next(numbers)} of {time.monotonic_ns()}: between the woods and frozen lake, the darkest evening of the year. "
+    return (text * (tokens // len(text) + 1))[:tokens]
+
+
+def body(pair: Pair, prompt: str, max_tokens: int = 16) -> dict[str, Any]:
+    return {"model": pair.served, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+
+
+def alone(pair: Pair, request: dict[str, Any]) -> str:
+    answer = ask(pair.decode.url, {**request, "cache_salt": f"alone-{next(numbers)}"})
+    assert answer.ok, (answer, pair.decode.log_tail())
+    return answer.text
+
+
+def asked(pair: Pair, tokens: int) -> tuple[dict[str, Any], str]:
+    """A request and a single engine's text; see test_kinds about MLA."""
+    if "mla" not in pair.model:
+        request = body(pair, words(tokens))
+        return request, alone(pair, request)
+    begin = words(tokens - 1)
+    text = alone(pair, body(pair, begin, max_tokens=17))
+    return body(pair, begin + text[0]), text[1:]
+
+
+def loaded(pair: Pair, position: int) -> bool:
+    """Every worker of the decode engine says that it has loaded."""
+    return len(pair.loads(position)) >= (2 if "--tensor-parallel-size" in pair.decode.argv else 1)
+
+
+def by_nixl(pair: Pair, request: dict[str, Any], headers: dict[str, str]) -> Answer:
+    asks = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+    status, text = http_request(
+        "POST", pair.prefill.url + "/v1/completions", {**request, "max_tokens": 1, "kv_transfer_params": asks}, headers=headers
+    )
+    assert status == 200, text
+    return ask(pair.decode.url, {**request, "kv_transfer_params": json.loads(text)["kv_transfer_params"]})
+
+
+@pytest.mark.parametrize("tokens", [2, 127, 128, 300, 895, 2200])
+def test_text_equals_a_single_engines(pair: Pair, tokens: int) -> None:
+    request, expected = asked(pair, tokens)
+    position = pair.decode.log_size()
+    answer = ask(pair.router.url, request)
+    assert answer.ok, (answer, pair.decode.log_tail(), pair.prefill.log_tail())
+    assert answer.text == expected
+    wait_until("every rank has loaded", lambda: loaded(pair, position), 10)
+
+
+def test_every_data_parallel_rank(pair: Pair) -> None:
+    """Each has its own engine id and caches; the bootstrap port is the first one's."""
+    for rank in range(2 if "--data-parallel-size" in pair.prefill.argv else 1):
+        request, expected = asked(pair, 700)
+        position = pair.decode.log_size()
+        answer = by_nixl(pair, request, {"X-data-parallel-rank": str(rank)})
+        assert answer.ok, (answer, pair.decode.log_tail(), pair.prefill.log_tail())
+        assert answer.text == expected
+        wait_until("every rank has loaded", lambda position=position: loaded(pair, position), 10)
+
+
+def test_many_at_once(pair: Pair) -> None:
+    requests, expected = zip(*(asked(pair, 100 + 170 * n) for n in range(8)))
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = list(pool.map(lambda request: ask(pair.router.url, request), requests))
+    assert [answer.error for answer in answers] == [""] * len(requests)
+    if "mla" not in pair.model:
+        assert [answer.text for answer in answers] == list(expected)
+
+
+def test_abort_and_failure_are_reported_by_every_rank(pair: Pair) -> None:
+    """A load of what nobody prefills: it fails on all ranks, and the engine lives."""
+    request, expected = asked(pair, 300)
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": f"nobody-{next(numbers)}",
+        "remote_engine_id": "nobody",
+        "remote_bootstrap_addr": f"http://127.0.0.1:{pair.bootstrap_port}",
+    }
+    assert not ask(pair.decode.url, {**request, "kv_transfer_params": params}, timeout_s=40).ok
+    assert ask(pair.router.url, request).text == expected or "mla" in pair.model

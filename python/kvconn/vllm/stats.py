@@ -1,0 +1,195 @@
+"""What the connector counts, as vLLM wants to have it: per step to the front end, there to its log and to /metrics.
+
+They travel as plain lists and numbers, since vLLM sends them to another process. Workers tell of transfers, each of its own
+part; the scheduler tells how many are under way.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as _metrics
+
+# A step's own time is told once a second and with all other news: a word in each step would cost more than the step.
+_EVERY_S = 1.0
+# Of one interval the first so many are told.
+_STEPS = 512
+
+_SIDES = ("load", "offer")
+
+
+def _empty() -> dict[str, Any]:
+    return {"moved": [], "failed": {}, "in_flight": [], "steps": {}}
+
+
+class KVConnStats(_metrics.KVConnectorStats):
+    """moved: [side, transport, bytes, seconds, wait, descriptors] of each transfer that ended well; failed: side, a space
+    and the reason, how many; in_flight: loads, offers; steps: which part of the connector, seconds of each step."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data = _empty()
+        if data:
+            self.data.update(data)
+
+    def reset(self) -> None:
+        self.data = _empty()
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def aggregate(self, other: Any) -> KVConnStats:
+        theirs = other.data
+        self.data["moved"].extend(theirs["moved"])
+        for key, count in theirs["failed"].items():
+            self.data["failed"][key] = self.data["failed"].get(key, 0) + count
+        self.data["in_flight"] = theirs["in_flight"] or self.data["in_flight"]
+        for part, steps in theirs["steps"].items():
+            self.data["steps"].setdefault(part, []).extend(steps)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line of vLLM's log, in which an engine that only decodes or only prefills has one side to tell of."""
+        out: dict[str, int | float] = {}
+        for side in _SIDES:
+            rows = [row for row in self.data["moved"] if row[0] == side]
+            failed = sum(count for key, count in self.data["failed"].items() if key.startswith(side + " "))
+            if not rows and not failed:
+                continue
+            seconds, size = sum(row[3] for row in rows), sum(row[2] for row in rows)
+            out[f"{side}s"] = len(rows)
+            out[f"{side}s failed"] = failed
+            if rows:
+                out[f"{side}s: MB"] = round(size / 1e6, 3)
+                out[f"{side}s: avg ms"] = round(seconds / len(rows) * 1e3, 3)
+                out[f"{side}s: MB/s"] = round(size / 1e6 / seconds, 1) if seconds > 0 else 0.0
+                out[f"{side}s: avg wait ms"] = round(sum(row[4] for row in rows) / len(rows) * 1e3, 3)
+                out[f"{side}s: avg descriptors"] = round(sum(row[5] for row in rows) / len(rows), 1)
+        steps = sorted(second for part in self.data["steps"].values() for second in part)
+        if steps:
+            out["step median us"] = round(steps[len(steps) // 2] * 1e6, 1)
+        return out
+
+
+class Recorder:
+    """What one side of the connector has to tell since it was last asked."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+        self._stats = KVConnStats()
+        self._steps: list[float] = []
+        self._in_flight = [0, 0]
+        self._told = 0.0
+
+    def moved(self, completion: Any) -> None:
+        self._stats.data["moved"].append(
+            [
+                completion.kind,
+                completion.transport or "none",
+                completion.bytes,
+                completion.transfer_s,
+                completion.wait_s,
+                completion.segments,
+            ]
+        )
+
+    def failed(self, side: str, reason: str) -> None:
+        failed = self._stats.data["failed"]
+        failed[f"{side} {reason}"] = failed.get(f"{side} {reason}", 0) + 1
+
+    def step(self, seconds: float) -> None:
+        if len(self._steps) < _STEPS:
+            self._steps.append(seconds)
+
+    def take(self, loads: int = 0, offers: int = 0) -> KVConnStats | None:
+        """None when there is nothing new, which is nearly always."""
+        in_flight, now, stats = [loads, offers], time.monotonic(), self._stats
+        if in_flight != self._in_flight:
+            self._in_flight = stats.data["in_flight"] = in_flight
+        if stats.is_empty() and not (self._steps and now - self._told >= _EVERY_S):
+            return None
+        if self._steps:
+            stats.data["steps"] = {self._part: self._steps}
+        self._stats, self._steps, self._told = KVConnStats(), [], now
+        return stats
+
+
+class KVConnPromMetrics(_metrics.KVConnectorPromMetrics):
+    """The same on /metrics, with vLLM's own labels and ours."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, gauge, histogram = metric_types[Counter], metric_types[Gauge], metric_types[Histogram]
+        moved, seconds = [*labelnames, "side", "transport"], [1e-4 * 4**n for n in range(10)]
+        self._transfers = counter(
+            name="vllm:kvconn_transfers",
+            documentation="Transfers that ended well; side is load (decode) or offer (prefill).",
+            labelnames=moved,
+        )
+        self._bytes = counter(name="vllm:kvconn_bytes", documentation="Bytes of KV cache that were moved.", labelnames=moved)
+        self._seconds = histogram(
+            name="vllm:kvconn_transfer_time_seconds",
+            documentation="From the first byte of a transfer to its last.",
+            buckets=seconds,
+            labelnames=moved,
+        )
+        self._wait = histogram(
+            name="vllm:kvconn_wait_time_seconds",
+            documentation="From the call to the first byte: on the decode side the wait for the prefill engine.",
+            buckets=[*seconds, 1e-4 * 4**10],
+            labelnames=moved,
+        )
+        self._descriptors = histogram(
+            name="vllm:kvconn_descriptors",
+            documentation="Contiguous runs of memory in a transfer.",
+            buckets=[4**n for n in range(9)],
+            labelnames=moved,
+        )
+        self._failed = counter(
+            name="vllm:kvconn_failed_transfers",
+            documentation="Transfers that ended badly, by reason.",
+            labelnames=[*labelnames, "side", "reason"],
+        )
+        self._expired = counter(
+            name="vllm:kvconn_expired_offers",
+            documentation="Prefilled requests that no decode engine asked for in time.",
+            labelnames=labelnames,
+        )
+        self._in_flight = gauge(
+            name="vllm:kvconn_transfers_in_flight",
+            documentation="Requests whose transfer is under way.",
+            labelnames=[*labelnames, "side"],
+            multiprocess_mode="mostrecent",
+        )
+        self._steps = histogram(
+            name="vllm:kvconn_step_time_seconds",
+            documentation="The connector's own work on one engine step, in a worker and in the scheduler.",
+            buckets=[5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1],
+            labelnames=[*labelnames, "part"],
+        )
+        for labels in per_engine_labelvalues.values():  # a counter that is not there cannot be seen to be 0
+            self._expired.labels(*labels)
+            for side in _SIDES:
+                self._in_flight.labels(*labels, side).set(0)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for side, transport, size, seconds, wait, descriptors in transfer_stats_data["moved"]:
+            mine = (*labels, side, transport)
+            self._transfers.labels(*mine).inc()
+            self._bytes.labels(*mine).inc(size)
+            self._seconds.labels(*mine).observe(seconds)
+            self._wait.labels(*mine).observe(wait)
+            self._descriptors.labels(*mine).observe(descriptors)
+        for key, count in transfer_stats_data["failed"].items():
+            side, _, reason = key.partition(" ")
+            self._failed.labels(*labels, side, reason).inc(count)
+            if side == "offer" and reason == "expired":
+                self._expired.labels(*labels).inc(count)
+        for side, count in zip(_SIDES, transfer_stats_data["in_flight"]):
+            self._in_flight.labels(*labels, side).set(count)
+        for part, steps in transfer_stats_data["steps"].items():
+            child = self._steps.labels(*labels, part)
+            for second in steps:
+                child.observe(second)

@@ -1,0 +1,631 @@
+"""The connector's scheduler side under vLLM's real scheduler; only the model and the other engine are played.
+
+What vLLM asserts about a connector's reports ends an engine, so it ends these tests too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvconn.vllm.metadata import KVConnHandshake, KVConnMetadata
+
+BLOCK, WINDOW, MAX_BATCHED = 16, 40, 64
+numbers = itertools.count()
+OURS = {"kv_connector": "KVConnConnector", "kv_connector_module_path": "kvconn.vllm"}
+# It keeps what it has seen in host memory, and loads from there.
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20, "block_size": BLOCK},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("model")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    (where / "config.json").write_text(json.dumps(config))
+    return where
+
+
+class Engine:
+    """vLLM's scheduler and, for the worker, a list of what it has been told and has still to report."""
+
+    def __init__(
+        self,
+        model: Path,
+        role: str,
+        *,
+        policy: str = "fail",
+        blocks: int = 64,
+        hybrid: bool = False,
+        beside: list[dict[str, Any]] | None = None,
+        seqs: int = 16,
+        async_scheduling: bool = False,
+    ) -> None:
+        one = {**OURS, "kv_role": role, "engine_id": f"engine-{role}"}
+        if beside is None:
+            transfer = KVTransferConfig(**one, kv_load_failure_policy=policy)
+        else:
+            transfer = KVTransferConfig(
+                kv_connector="MultiConnector",
+                kv_role=role,
+                engine_id=f"engine-{role}",
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config={"connectors": [{k: v for k, v in one.items() if k != "engine_id"}, *beside]},
+            )
+        args = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_batched_tokens=MAX_BATCHED,
+            max_num_seqs=seqs,
+            block_size=BLOCK,
+            enable_prefix_caching=True,
+            kv_transfer_config=transfer,
+            async_scheduling=async_scheduling,
+            # As the engine finds by itself when the connector is one that supports it.
+            disable_hybrid_kv_cache_manager=False,
+        )
+        config = args.create_engine_config()
+        spec: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
+        groups = [KVCacheGroupSpec(["layer.0"], FullAttentionSpec(**spec))]
+        if hybrid:
+            groups.append(KVCacheGroupSpec(["layer.1"], SlidingWindowSpec(**spec, sliding_window=WINDOW)))
+        page = groups[0].kv_cache_spec.page_size_bytes
+        config.cache_config.num_gpu_blocks = blocks
+        tensor = KVCacheTensor(size=page * blocks, layers=[f"layer.{n}" for n in range(len(groups))], layer_stride=0, block_stride=page)
+        caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups, kv_cache_layout="LBHNC")
+        caches.hash_block_size = BLOCK
+        caches.cache_hit_alignment_tokens = BLOCK
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.scheduler = Scheduler(
+            config,
+            caches,
+            StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
+        self.connector = self.scheduler.get_kv_connector()
+        self.ours = self.connector if beside is None else self.connector.sub_connectors[0]
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnHandshake("http://p:8998")})
+        self.free = self.blocks_free()
+        self.metas: list[KVConnMetadata] = []
+        self.loading: dict[str, Any] = {}  # by request, until it is reported
+        self.sending: dict[str, Any] = {}
+        self.cancelled: list[str] = []
+        self.announced: list[str] = []
+        self.claimed: list[str] = []
+        self.released: list[str] = []  # loads of nothing
+        self.outputs: dict[str, Any] = {}  # the last of each request
+        self.texts: dict[str, list[int]] = {}
+
+    def blocks_free(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def add(self, tokens: int | list[int], kv: dict[str, Any] | None, max_tokens: int = 4, **more: Any) -> Request:
+        prompt = tokens if isinstance(tokens, list) else [random.randrange(500) for _ in range(tokens)]
+        sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": kv} if kv is not None else None, **more)
+        request = Request(f"r{next(numbers)}", prompt, sampling, None, block_hasher=self.hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, *requests: Request) -> None:
+        self.scheduler.finish_requests([r.request_id for r in requests], RequestStatus.FINISHED_ABORTED)
+
+    def preempt(self) -> None:
+        """The youngest one, as for want of blocks."""
+        request = self.scheduler.running.pop()
+        self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        self.scheduler._preempt_request(request, 0.0, drop_stale_output=True)
+
+    def schedule(self) -> Any:
+        output = self.scheduler.schedule()
+        metas = getattr(output.kv_connector_metadata, "metadata", None) or [output.kv_connector_metadata]
+        (meta,) = [each for each in metas if isinstance(each, KVConnMetadata)]
+        self.metas.append(meta)
+        self.announced += meta.announces
+        self.claimed += [work.transfer_id for work in meta.claims]
+        self.released += [work.transfer_id for work in meta.loads if work.silent]
+        self.loading |= {work.req_id: work for work in [*meta.loads, *meta.refusals] if getattr(work, "silent", False) is False}
+        self.sending |= {work.req_id: work for work in meta.offers}
+        self.cancelled += [work.transfer_id for work in meta.cancels]
+        return output
+
+    def update(self, output: Any, sent: set[str] = frozenset(), received: set[str] = frozenset(), failed: set[str] = frozenset()) -> None:
+        """Every request gets a token as soon as its whole prompt is computed."""
+        ids = list(output.num_scheduled_tokens)
+        sampled = [[7] if self._complete(r) else [] for r in ids]
+        for req_id in sent:
+            del self.sending[req_id]
+        for req_id in received:
+            del self.loading[req_id]
+        told = KVConnectorOutput(finished_sending=set(sent), finished_recving=set(received), failed_recving=set(failed))
+        made = ModelRunnerOutput(
+            ids, {r: n for n, r in enumerate(ids)}, sampled_token_ids=sampled, kv_connector_output=told if sent or received else None
+        )
+        for client in self.scheduler.update_from_output(output, made).values():
+            for each in client.outputs:
+                self.outputs[each.request_id] = each
+                self.texts.setdefault(each.request_id, []).extend(each.new_token_ids)
+
+    def _complete(self, req_id: str) -> bool:
+        request = self.scheduler.requests.get(req_id)
+        return request is not None and request.num_computed_tokens >= request.num_prompt_tokens
+
+    def step(self, sent: set[str] = frozenset(), received: set[str] = frozenset(), failed: set[str] = frozenset()) -> Any:
+        output = self.schedule()
+        self.update(output, sent, received, failed)
+        return output
+
+    def run(self, until: Callable[[], bool], bound: int = 100) -> None:
+        for _ in range(bound):
+            if until():
+                return
+            self.step()
+        raise AssertionError("not so after many steps")
+
+    def finished(self, request: Request) -> bool:
+        return request.is_finished()
+
+    def nothing_is_left(self) -> None:
+        """Every block is back, no request is known, and the engine may sleep."""
+        self.run(lambda: not self.scheduler.finished_req_ids and not self.ours.has_pending_push_work(), 5)
+        assert not self.scheduler.has_requests()
+        assert not self.scheduler.requests
+        assert self.blocks_free() == self.free
+        assert self.ours._sched.in_flight() == (0, 0)
+        assert not self.ours._sched._known and not self.ours._sched._asked and not self.ours._sched._announced
+
+
+@pytest.fixture
+def make(model: Path) -> Any:
+    return lambda role, **more: Engine(model, role, **more)
+
+
+def prefill_kv() -> dict[str, Any]:
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"t{next(numbers)}"}
+
+
+def decode_kv() -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": f"t{next(numbers)}",
+        "remote_bootstrap_addr": "http://p:8998",
+        "remote_engine_id": "engine-p",
+    }
+
+
+# -- prefill --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
+@pytest.mark.parametrize("tokens", [1, BLOCK, 100, 300])
+def test_chunked_prefill_is_offered_whole(make: Any, tokens: int, hybrid: bool) -> None:
+    engine = make("kv_producer", hybrid=hybrid)
+    kv = prefill_kv()
+    request = engine.add(tokens, kv, max_tokens=1)
+    engine.run(lambda: engine.finished(request))
+    assert engine.announced == [kv["transfer_id"]]  # with the first chunk, not with each
+    answer = engine.outputs[request.request_id].kv_transfer_params
+    assert answer["remote_bootstrap_addr"] == "http://p:8998" and answer["remote_engine_id"] == "engine-kv_producer"
+    assert (answer["transfer_id"], answer["remote_num_tokens"]) == (kv["transfer_id"], tokens)
+    assert engine.scheduler.has_requests()  # an idle engine steps on
+    engine.step()
+    (offer,) = engine.sending.values()
+    total = -(-tokens // BLOCK)
+    assert len(offer.block_ids[0]) == total and offer.first_block[0] == 0
+    if hybrid:
+        assert offer.first_block[1] == max(0, tokens - WINDOW) // BLOCK
+        assert len(offer.block_ids[1]) == total - offer.first_block[1]
+    assert engine.blocks_free() < engine.free
+    engine.step(sent={request.request_id})
+    engine.nothing_is_left()
+
+
+def test_window_whose_far_end_would_be_lost(make: Any) -> None:
+    """The last token of such a prompt is what would cost a block that the decode engine needs."""
+    engine = make("kv_producer", hybrid=True)
+    tokens = WINDOW - 1 + 5 * BLOCK
+    request = engine.add(tokens, prefill_kv(), max_tokens=1)
+    engine.run(lambda: engine.finished(request))
+    assert engine.outputs[request.request_id].kv_transfer_params["remote_num_tokens"] == tokens
+    engine.step()
+    (offer,) = engine.sending.values()
+    assert offer.first_block[1] == (tokens - WINDOW) // BLOCK == 4
+    engine.step(sent={request.request_id})
+    engine.nothing_is_left()
+
+
+def test_prefill_with_few_blocks(make: Any) -> None:
+    engine = make("kv_producer", blocks=21)
+    requests = [engine.add(150, prefill_kv(), max_tokens=1) for _ in range(4)]
+    for _ in range(200):
+        output = engine.step()
+        if not output.total_num_scheduled_tokens and engine.sending:
+            engine.step(sent={next(iter(engine.sending))})
+        if all(map(engine.finished, requests)):
+            break
+    while engine.sending or engine.ours.has_pending_push_work():
+        engine.step(sent=set(list(engine.sending)[:1]))
+    assert len(engine.announced) == len(set(engine.announced)) == 4
+    engine.nothing_is_left()
+
+
+def test_preempted_prefill_is_offered_once_with_its_new_blocks(make: Any) -> None:
+    engine = make("kv_producer")
+    request = engine.add(200, prefill_kv(), max_tokens=1)
+    engine.step()
+    assert request.status == RequestStatus.RUNNING
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert request.status == RequestStatus.PREEMPTED
+    engine.run(lambda: engine.finished(request))
+    engine.step()
+    (offer,) = engine.sending.values()
+    assert len(set(offer.block_ids[0])) == 13
+    assert engine.announced == [offer.transfer_id] and not engine.cancelled
+    engine.step(sent={request.request_id})
+    engine.nothing_is_left()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_prefill_aborted(make: Any, steps: int) -> None:
+    """Before admission, and between its chunks: the decode engine is told, and nothing stays."""
+    engine = make("kv_producer")
+    kv = prefill_kv()
+    request = engine.add(300, kv, max_tokens=1)
+    for _ in range(steps):
+        engine.step()
+    engine.abort(request)
+    engine.step()
+    assert engine.cancelled == [kv["transfer_id"]]
+    assert not engine.sending
+    engine.nothing_is_left()
+
+
+def test_prefill_aborted_after_its_end_is_still_sent(make: Any) -> None:
+    engine = make("kv_producer")
+    request = engine.add(20, prefill_kv(), max_tokens=1)
+    engine.run(lambda: engine.finished(request))
+    engine.abort(request)
+    engine.step()
+    engine.step(sent={request.request_id})
+    engine.nothing_is_left()
+
+
+# -- decode ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
+@pytest.mark.parametrize("tokens", [2, BLOCK, BLOCK + 1, 100, WINDOW - 1 + 5 * BLOCK])
+def test_load_then_decode(make: Any, tokens: int, hybrid: bool) -> None:
+    engine = make("kv_consumer", hybrid=hybrid)
+    kv = decode_kv()
+    request = engine.add(tokens, kv)
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    (load,) = engine.loading.values()
+    loaded = tokens - hybrid
+    assert load.num_tokens == loaded and load.first_block[0] == 0
+    assert len(load.block_ids[0]) == -(-loaded // BLOCK)
+    if hybrid:
+        assert load.first_block[1] == max(0, loaded - WINDOW + 1) // BLOCK
+        assert 0 not in load.block_ids[1]
+    engine.step()
+    assert len(engine.metas[-1].loads) == 0
+    engine.step(received={request.request_id})
+    output = engine.step()
+    assert output.num_scheduled_tokens == {request.request_id: 1}  # the last token only
+    engine.run(lambda: engine.finished(request))
+    assert len(engine.texts[request.request_id]) == 4
+    engine.nothing_is_left()
+
+
+def test_cached_prefix_of_a_hybrid_model(make: Any) -> None:
+    engine = make("kv_consumer", hybrid=True)
+    prompt = [random.randrange(500) for _ in range(200)]
+    here = engine.add(prompt, None, max_tokens=1)
+    engine.run(lambda: engine.finished(here))
+    request = engine.add(prompt + [1] * 40, decode_kv())
+    engine.step()
+    load = engine.loading[request.request_id]
+    assert load.first_block == [12, 12]  # the window begins in the prefix
+    assert [len(ids) for ids in load.block_ids] == [3, 3]
+    engine.step(received={request.request_id})
+    engine.run(lambda: engine.finished(request))
+    engine.nothing_is_left()
+
+
+def test_asking_twice_has_no_effect(make: Any) -> None:
+    engine = make("kv_consumer")
+    request = engine.add(100, decode_kv())
+    before = len(engine.ours._sched._next.claims)
+    assert [engine.connector.get_num_new_matched_tokens(request, 16) for _ in range(3)] == [(84, True)] * 3
+    assert len(engine.ours._sched._next.claims) == before == 1
+    assert request.kv_transfer_params["do_remote_prefill"] is True
+    engine.abort(request)
+    engine.nothing_is_left()
+
+
+def test_prompt_logprobs_compute_the_prompt_here(make: Any) -> None:
+    """vLLM asks us, and then loads nothing: the prefill engine must hear that it may free."""
+    engine = make("kv_consumer")
+    kv = decode_kv()
+    request = engine.add(100, kv, skip_reading_prefix_cache=True)
+    engine.run(lambda: engine.finished(request))
+    assert engine.released == [kv["transfer_id"]] and not engine.loading
+    engine.nothing_is_left()
+
+
+def test_decode_preempted_after_its_load_loads_no_more(make: Any) -> None:
+    engine = make("kv_consumer")
+    request = engine.add(100, decode_kv(), max_tokens=8)
+    engine.step()
+    engine.step(received={request.request_id})
+    engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert request.status == RequestStatus.PREEMPTED
+    engine.run(lambda: engine.finished(request))
+    assert len(engine.texts[request.request_id]) == 8
+    assert sum(len(meta.loads) for meta in engine.metas) == 1 and not engine.released
+    engine.nothing_is_left()
+
+
+def test_decode_aborted_before_admission(make: Any) -> None:
+    engine = make("kv_consumer", seqs=1)
+    first, kv = engine.add(40, None, max_tokens=30), decode_kv()
+    engine.step()
+    queued = engine.add(100, kv)
+    engine.step()
+    assert engine.claimed == [kv["transfer_id"]]
+    engine.abort(queued)
+    engine.step()
+    assert engine.released == [kv["transfer_id"]] and not engine.loading
+    engine.abort(first)
+    engine.nothing_is_left()
+
+
+def test_request_that_vllm_rejects_before_it_begins(make: Any) -> None:
+    """vLLM then adds a request of one token and aborts it, so that the connector lets the prefill engine go."""
+    engine = make("kv_consumer")
+    kv = decode_kv()
+    engine.abort(engine.add([0], kv, max_tokens=1))
+    engine.step()
+    assert engine.released == [kv["transfer_id"]]
+    engine.nothing_is_left()
+
+
+def test_decode_aborted_during_its_load(make: Any) -> None:
+    engine = make("kv_consumer")
+    kv = decode_kv()
+    request = engine.add(100, kv)
+    engine.step()
+    engine.abort(request)
+    assert engine.blocks_free() < engine.free  # bytes may still land
+    engine.step()
+    assert engine.cancelled == [kv["transfer_id"]]
+    engine.step()
+    assert engine.blocks_free() < engine.free
+    engine.step(received={request.request_id}, failed={request.request_id})
+    engine.nothing_is_left()
+
+
+def test_decode_aborted_in_the_step_that_loads(make: Any) -> None:
+    engine = make("kv_consumer")
+    request = engine.add(100, decode_kv())
+    output = engine.schedule()
+    engine.abort(request)
+    engine.update(output)
+    engine.step()
+    engine.step(received={request.request_id}, failed={request.request_id})
+    engine.nothing_is_left()
+
+
+def test_decode_aborted_while_the_report_is_under_way(make: Any) -> None:
+    engine = make("kv_consumer")
+    request = engine.add(100, decode_kv())
+    engine.step()
+    output = engine.schedule()
+    engine.abort(request)
+    engine.update(output, received={request.request_id})
+    engine.step()  # the cancel of a load that has ended
+    engine.nothing_is_left()
+
+
+def test_decode_aborted_between_its_report_and_its_first_token(make: Any) -> None:
+    engine = make("kv_consumer")
+    request = engine.add(100, decode_kv())
+    engine.step()
+    engine.step(received={request.request_id})
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.abort(request)
+    engine.step()
+    assert not engine.cancelled
+    engine.nothing_is_left()
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
+def test_failed_load_by_the_policy_fail(make: Any, hybrid: bool) -> None:
+    engine = make("kv_consumer", hybrid=hybrid)
+    bad, good = engine.add(100, decode_kv()), engine.add(100, decode_kv())
+    engine.step()
+    engine.step(received={bad.request_id}, failed={bad.request_id})
+    assert bad.status == RequestStatus.FINISHED_ERROR
+    assert str(engine.outputs[bad.request_id].finish_reason) == "error"
+    engine.step(received={good.request_id})
+    engine.run(lambda: engine.finished(good))
+    engine.nothing_is_left()
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
+def test_failed_load_by_the_policy_recompute(make: Any, hybrid: bool) -> None:
+    engine = make("kv_consumer", policy="recompute", hybrid=hybrid)
+    request = engine.add(100, decode_kv())
+    engine.step()
+    engine.step(received={request.request_id}, failed={request.request_id})
+    engine.run(lambda: engine.finished(request))
+    assert len(engine.texts[request.request_id]) == 4
+    assert sum(len(meta.loads) for meta in engine.metas) == 1
+    engine.nothing_is_left()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
+def test_params_without_sense_end_by_the_policy(make: Any, policy: str, hybrid: bool) -> None:
+    engine = make("kv_consumer", policy=policy, hybrid=hybrid)
+    request = engine.add(100, {"do_remote_prefill": True})
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.step(received={request.request_id}, failed={request.request_id})
+    engine.run(lambda: engine.finished(request))
+    assert (request.status == RequestStatus.FINISHED_ERROR) == (policy == "fail")
+    engine.nothing_is_left()
+
+
+def test_worker_aggregation_reports_each_request_once() -> None:
+    """Every rank's worker reports each request; vLLM counts to the number of workers, which is what None stands for."""
+    aggregate = KVOutputAggregator(2).aggregate
+
+    def said(received: set[str], failed: set[str]) -> Any:
+        return ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(finished_recving=received, failed_recving=failed))
+
+    assert aggregate([said({"a"}, {"a"}), said(set(), set())]).kv_connector_output.finished_recving is None
+    told = aggregate([said(set(), set()), said({"a"}, set())]).kv_connector_output
+    assert told.finished_recving == {"a"} and told.failed_recving == {"a"}
+
+
+# -- both roles, and beside another connector ---------------------------------------------------------------------------
+
+
+def test_one_engine_of_both_roles(make: Any) -> None:
+    engine = make("kv_both")
+    one, two = engine.add(50, prefill_kv(), max_tokens=1), engine.add(90, decode_kv())
+    engine.step()
+    assert list(engine.loading) == [two.request_id]
+    engine.run(lambda: engine.finished(one))
+    engine.step()
+    engine.step(sent={one.request_id}, received={two.request_id})
+    engine.run(lambda: engine.finished(two))
+    engine.nothing_is_left()
+
+
+def test_engine_that_loads_from_itself(make: Any) -> None:
+    """A router may pick the same engine for both halves; they share a transfer id."""
+    engine = make("kv_both")
+    kv = prefill_kv()
+    one = engine.add(100, kv, max_tokens=1)
+    two = engine.add(100, {**decode_kv(), "transfer_id": kv["transfer_id"]})
+    engine.run(lambda: engine.finished(one))
+    engine.step()
+    assert set(engine.sending) == {one.request_id} and set(engine.loading) == {two.request_id}
+    engine.step(sent={one.request_id}, received={two.request_id})
+    engine.run(lambda: engine.finished(two))
+    engine.nothing_is_left()
+
+
+def test_reset_cache_says_what_is_under_way(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make("kv_consumer")
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    request = engine.add(100, decode_kv())
+    engine.step()
+    assert not engine.scheduler.reset_connector_cache()
+    engine.step(received={request.request_id})
+    engine.run(lambda: engine.finished(request))
+    assert engine.scheduler.reset_connector_cache()
+    engine.nothing_is_left()
+
+
+def test_beside_another_connector(make: Any) -> None:
+    """The first that has the tokens loads them; the other hears of the blocks and must not load as well."""
+    engine = make("kv_consumer", beside=[OFFLOADING])
+    request = engine.add(100, decode_kv())
+    engine.step()
+    assert list(engine.loading) == [request.request_id]
+    engine.step(received={request.request_id})
+    engine.run(lambda: engine.finished(request))
+    assert len(engine.texts[request.request_id]) == 4
+    assert engine.scheduler.reset_connector_cache()
+
+
+def test_prefill_beside_another_connector(make: Any) -> None:
+    engine = make("kv_producer", beside=[OFFLOADING])
+    request = engine.add(100, prefill_kv(), max_tokens=1)
+    engine.run(lambda: engine.finished(request))
+    assert engine.outputs[request.request_id].kv_transfer_params["remote_bootstrap_addr"] == "http://p:8998"
+    engine.step()
+    assert list(engine.sending) == [request.request_id]
+
+
+# -- anything at any time ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
+def test_any_order(make: Any, seed: int, hybrid: bool) -> None:
+    """Requests of all kinds come, are aborted, preempted, loaded and sent in any order; in the end nothing is left."""
+    dice = random.Random(seed)
+    engine = make("kv_both", hybrid=hybrid, blocks=dice.choice([40, 64]), seqs=6, policy=dice.choice(["fail", "recompute"]))
+    alive: list[Request] = []
+    kinds = [prefill_kv, decode_kv, lambda: None, lambda: {"do_remote_prefill": True}, lambda: {"do_remote_decode": True}]
+
+    def some(of: Any) -> set[str]:
+        return {each for each in of if dice.random() < 0.3}
+
+    for number in range(300):
+        if number < 200 and dice.random() < 0.3:
+            kv = dice.choice(kinds)()
+            alive.append(engine.add(dice.randrange(1, 250), kv, max_tokens=1 if (kv or {}).get("do_remote_decode") else 5))
+        output = engine.schedule()
+        if dice.random() < 0.1 and alive:
+            engine.abort(dice.choice(alive))
+        received = some(engine.loading)
+        engine.update(output, sent=some(engine.sending), received=received, failed=some(received))
+        if dice.random() < 0.1 and engine.scheduler.running:
+            engine.preempt()
+        alive = [request for request in alive if not engine.finished(request)]
+    for _ in range(400):
+        if not engine.scheduler.has_requests():
+            break
+        output = engine.schedule()
+        engine.update(output, sent=set(engine.sending), received=set(engine.loading))
+    assert not alive or all(map(engine.finished, alive))
+    engine.nothing_is_left()
