@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -159,6 +160,7 @@ func (g *guests) leave(ctx context.Context, a *wire.Agent) {
 // expire ends the entry of one that has said nothing for as long as its
 // registration lives.
 func (g *guests) expire(at guestRank, n *guest) {
+	defer safe.Recover("node.guests.expire")
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.ranks[at] == n && !time.Now().Before(n.until) { // else it was renewed while this waited
