@@ -26,10 +26,10 @@ from servers import request as http_request
 
 TWO = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
 DP = ["--data-parallel-size", "2", "--distributed-executor-backend", "mp"]
-# Model, the prefill server's arguments, the decode server's. Blocks of another size on the decode side in one of them.
+# Model, the prefill server's arguments, the decode server's.
 PAIRS: dict[str, tuple[str, list[str], list[str]]] = {
     "1to2": ("llama", [], TWO),
-    "2to1": ("llama", TWO, ["--block-size", "64"]),
+    "2to1": ("llama", TWO, []),
     "2to2": ("window", TWO, TWO),
     "mla2to1": ("mla", TWO, []),
     "dp2": ("llama", DP, []),
@@ -51,7 +51,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         workdir / "logs",
         prefill_args=prefill_args,
         decode_args=decode_args,
-        # Only reached by ranks that join on this host.
         prefill_config={"lease_s": 5},
         progress=progress,
     )
