@@ -11,6 +11,8 @@ happens and for those in which one request comes and one load ends.
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import statistics
 import subprocess
 import sys
@@ -154,6 +156,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    # As in an engine, each load costs a line of the log.
+    logging.basicConfig(level=logging.INFO, filename=os.devnull, format="%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s")
     if args.prefill:
         prefill()
     else:

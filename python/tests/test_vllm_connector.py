@@ -262,6 +262,14 @@ def test_ranks_join_the_first_one(rank: Any, extra: dict[str, Any], parallel: di
     assert "bootstrap_join" not in params.agent_config(vllm_config(decode, "kv_consumer", **parallel), cache_config(), rank)
 
 
+def test_independent_ranks_of_a_dense_model() -> None:
+    assert params.dp_of(SimpleNamespace(), "e") == (0, 1)
+    assert params.dp_of(SimpleNamespace(data_parallel_size=4, data_parallel_index=2), "e_dp2") == (2, 4)
+    assert params.dp_of(SimpleNamespace(data_parallel_size=1, data_parallel_index=0), "e_dp0") == (0, 65536)
+    assert params.dp_of(SimpleNamespace(data_parallel_size=1, data_parallel_index=3), "e_dp3") == (3, 65536)
+    assert params.dp_of(SimpleNamespace(data_parallel_size=1, data_parallel_index=3), "e") == (3, 4)
+
+
 def test_ranks_must_know_the_port() -> None:
     with pytest.raises(ValueError, match="bootstrap_port is 0"):
         params.agent_config(vllm_config({"bootstrap_port": 0}), cache_config(), TP1)
@@ -849,7 +857,12 @@ def regions(caches: dict[str, Any], config: Any) -> list[tuple[Any, ...]]:
     def record(name: str, tensor: Any, dim: int, group: int = 0, **geometry: Any) -> list[Any]:
         return [(name, tuple(tensor.shape), tuple(tensor.stride()), dim, group, geometry)]
 
-    return layout.make_regions(caches, SimpleNamespace(), config, record, ALL_HEADS)
+    return layout.make_regions(caches, backend("FLASH_ATTN", caches), config, record, ALL_HEADS)
+
+
+def backend(name: str, layers: Sequence[str], **more: Any) -> Any:
+    asked = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: name, **more))
+    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={each: asked for each in layers}))
 
 
 ALL_HEADS = layout.Heads(3)
@@ -880,7 +893,8 @@ def test_named_layouts(name: str) -> None:
     assert [entry[1] for entry in regions(caches, cache_config())] == [(8, 3, BLOCK, 10)] * 2
     config = cache_config()
     config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
-    made = layout.make_regions(caches, SimpleNamespace(), config, kvconn.regions_from_tensor, layout.Heads(12, tp_rank=2, tp_size=4))
+    heads = layout.Heads(12, tp_rank=2, tp_size=4)
+    made = layout.make_regions(caches, backend("FLASH_ATTN", caches), config, kvconn.regions_from_tensor, heads)
     # The heads 6 to 8 of 12, each of them and each token in one place, in as many regions as the layout keeps apart.
     assert {(region.tokens, region.total_heads) for region in made} == {(BLOCK, 12)}
     for layer in "ab":
@@ -939,8 +953,33 @@ def test_quantized_cache_is_copied_as_it_is() -> None:
     config = cache_config(layers=["a"])
     config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
     cache = torch.zeros(8, 3, BLOCK, 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    (region,) = layout.make_regions({"a": cache}, SimpleNamespace(), config, kvconn.regions_from_tensor, ALL_HEADS)
+    (region,) = layout.make_regions({"a": cache}, backend("FLASHINFER", "a"), config, kvconn.regions_from_tensor, ALL_HEADS)
     assert (region.block_bytes, region.tokens, region.heads) == (3 * BLOCK * 16, BLOCK, 3)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_backend_with_an_order_of_its_own_moves_whole_blocks_of_heads(name: str) -> None:
+    """On CPU a head's tokens are packed within a block: heads can be dealt to ranks, but no block be cut."""
+    import torch
+
+    import kvconn
+
+    order, sizes = ORDERS[name], (2, 8, 3, BLOCK, 10)
+    memory = torch.zeros([sizes[axis] for axis in order], dtype=torch.int32)
+    layer = memory.permute([order.index(axis) for axis in range(5)])[0]
+    config = cache_config(layers=["a"])
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    made = layout.make_regions({"a": layer}, backend("CPU_ATTN", "a"), config, kvconn.regions_from_tensor, layout.Heads(6, 1, 2))
+    if name in ("LBNHC", "BLNHC"):  # the tokens of a head are not together at all
+        assert all((region.tokens, region.heads) == (0, 0) for region in made)
+        return
+    assert sum(region.heads for region in made) == 3
+    assert {(region.tokens, region.first_head + n) for region in made for n in range(region.heads)} == {(1, 3), (1, 4), (1, 5)}
+    # Smaller kernel blocks: each is packed by itself, and their heads are apart.
+    (region, *_) = layout.make_regions(
+        {"a": torch.zeros(16, 3, BLOCK // 2, 10)}, backend("CPU_ATTN", "a"), config, kvconn.regions_from_tensor, layout.Heads(3)
+    )
+    assert region.tokens == 0
 
 
 def test_older_vllm_asks_the_backend() -> None:
@@ -949,9 +988,7 @@ def test_older_vllm_asks_the_backend() -> None:
     config = cache_config(layers=["a"])
     del config.kv_cache_layout
     config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3, head_size=4)
-    backend = SimpleNamespace(get_kv_cache_shape=lambda blocks, size, heads, dim: (2, blocks, size, heads, dim))
-    layer = SimpleNamespace(get_attn_backend=lambda: backend)
-    context = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a": layer}))
+    context = backend("FLASH_ATTN", "a", get_kv_cache_shape=lambda blocks, size, heads, dim: (2, blocks, size, heads, dim))
     # 8 blocks and 8 of something else: only the backend can tell.
     cache = torch.zeros(2, 8, BLOCK, 3, 8)
     found = layout.make_regions({"a": cache}, context, config, lambda name, tensor, dim, group, **more: [(dim, more)], ALL_HEADS)

@@ -99,7 +99,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         else:
             from kvconn import Agent
 
-            self._rank = rank_of(vllm_config.parallel_config)
+            self._rank = rank_of(vllm_config.parallel_config, transfer.engine_id)
             self._config = config = agent_config(vllm_config, kv_cache_config, self._rank)
             self._worker = WorkerSide(lambda: Agent(config), wait)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())

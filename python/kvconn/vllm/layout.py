@@ -61,6 +61,19 @@ def find_dims(vllm_config: Any, kv_cache_config: Any, layer_name: str, spec: Any
     return dims
 
 
+# The backends in whose blocks each token of each head is an item of its own. Others may have an order of their own in a
+# block (on CPU the tokens of a head are packed for the matrix unit), so that only whole blocks of a head can be moved.
+_BACKENDS_OF_ITEMS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA", "CUTLASS_MLA", "CPU_MLA")
+
+
+def _backend(vllm_config: Any, layer_name: str) -> str:
+    try:
+        return str(vllm_config.compilation_config.static_forward_context[layer_name].get_attn_backend().get_name())
+    except Exception as error:
+        logger.debug("%s: its attention backend has no name: %r", layer_name, error)
+        return ""
+
+
 @dataclass(frozen=True)
 class Heads:
     """Which KV heads of the model a rank has: vLLM cuts them evenly, or gives one to several ranks where there are too few."""
@@ -79,18 +92,35 @@ class Heads:
         return self.tp_rank * total // self.tp_size, total
 
 
-def _geometry(dims: Dims, spec: Any, shape: Sequence[int], parts: int, heads: Heads) -> dict[str, Any]:
-    """What regions_from_tensor wants to know beside the block's dimension; nothing where a block is not tokens by heads."""
+def _with_geometry(tensor: Any, dims: Dims, spec: Any, num_blocks: int, heads: Heads, items: bool) -> tuple[Any, dict[str, Any]]:
+    """The tensor as regions_from_tensor should see it, and what it wants to know beside the block's dimension: nothing
+    where a block is not tokens by heads."""
+    parts = tensor.shape[dims.block] // num_blocks
     size, per_state = getattr(spec, "block_size", 0), getattr(spec, "tokens_per_state", 1)
-    if dims.token is None or per_state != 1 or shape[dims.token] * parts != size:
-        return {}
-    here = shape[dims.head] if dims.head is not None else 1
+    here = tensor.shape[dims.head] if dims.head is not None else 1
     first, total = heads.of(spec)
-    if here != getattr(spec, "num_kv_heads", here):
-        if total != here:
-            return {}  # packed otherwise, and cut by rank: only equal ranks understand each other
-        first, total = 0, here
-    return {"token_dim": dims.token, "head_dim": dims.head, "first_head": first, "total_heads": total}
+    known = dims.token is not None and per_state == 1 and tensor.shape[dims.token] * parts == size
+    if known and here != getattr(spec, "num_kv_heads", here):
+        known, first, total = total == here, 0, here  # packed otherwise; cut by rank nobody can tell where
+    geometry: dict[str, Any] = {"token_dim": dims.token, "head_dim": dims.head, "first_head": first, "total_heads": total} if known else {}
+    if parts > 1:
+        tensor = tensor.unflatten(dims.block, (num_blocks, -1))
+        if not items:
+            geometry = {}
+        if geometry:  # a block's tokens are its parts' tokens, one part after the other
+            inner = dims.block + 1
+            for key, dim in (("token_dim", dims.token), ("head_dim", dims.head)):
+                geometry[key] = None if dim is None else dim + (dim >= inner)
+            geometry["token_dim"] = (inner, geometry["token_dim"])
+    elif geometry and not items:
+        # All of a head's tokens as one: whole blocks only, of equal length on both sides.
+        place = dims.token
+        assert place is not None
+        if place + 1 < tensor.ndim and tensor.stride(place) == tensor.shape[place + 1] * tensor.stride(place + 1):
+            tensor = tensor.flatten(place, place + 1).unsqueeze(place)
+        else:
+            geometry = {}
+    return tensor, geometry
 
 
 def make_regions(
@@ -128,14 +158,8 @@ def make_regions(
             continue
         seen.add(key)
         dims = find_dims(vllm_config, kv_cache_config, name, spec, tensor.shape)
-        parts = tensor.shape[dims.block] // kv_cache_config.num_blocks
-        geometry = _geometry(dims, spec, tensor.shape, parts, heads)
-        if parts > 1:
-            tensor = tensor.unflatten(dims.block, (kv_cache_config.num_blocks, -1))
-            if geometry:  # a block's tokens are its parts' tokens, one part after the other
-                inner = dims.block + 1
-                moved = {key: dim + (dim >= inner) for key, dim in (("token_dim", dims.token), ("head_dim", dims.head)) if dim is not None}
-                geometry |= {**moved, "token_dim": (inner, moved["token_dim"])}
+        items = _backend(vllm_config, name) in _BACKENDS_OF_ITEMS
+        tensor, geometry = _with_geometry(tensor, dims, spec, kv_cache_config.num_blocks, heads, items)
         regions.extend(regions_from_tensor(name, tensor, dims.block, place, **geometry))
     if not regions:
         raise ValueError(f"KVConnConnector: none of {len(kv_caches)} caches can be transferred")

@@ -163,15 +163,26 @@ class Rank:
     dp_size: int = 1
 
 
-def rank_of(parallel_config: Any) -> Rank:
+# As many as a bootstrap port has numbers for.
+_ANY_DP_SIZE = 65536
+
+
+def rank_of(parallel_config: Any, engine_id: str) -> Rank:
     """This worker's, once vLLM has set its groups up."""
     from vllm.distributed import parallel_state
 
     tp, pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
-    # vLLM tells independent ranks of a dense model their number, and that there is but one of them.
-    dp_rank = getattr(parallel_config, "data_parallel_index", 0) or 0
-    dp_size = max(getattr(parallel_config, "data_parallel_size", 1) or 1, dp_rank + 1)
-    return Rank(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size, dp_rank, dp_size)
+    return Rank(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size, *dp_of(parallel_config, engine_id))
+
+
+def dp_of(parallel_config: Any, engine_id: str) -> tuple[int, int]:
+    """The data parallel rank, and how many there are."""
+    rank = getattr(parallel_config, "data_parallel_index", 0) or 0
+    size = getattr(parallel_config, "data_parallel_size", 1) or 1
+    if size == 1 and engine_id.endswith(f"_dp{rank}"):
+        # The ranks of a dense model are independent of each other: vLLM tells them their number, and not of how many.
+        return rank, _ANY_DP_SIZE
+    return rank, max(size, rank + 1)
 
 
 _ANY_HOST = ("", "0.0.0.0", "::")

@@ -265,7 +265,8 @@ class WorkerSide:
             logger.log(level, "request %s: its cache was not loaded: %s", work.req_id, completion.reason)
             self._report_failed(work)
             return
-        logger.info("kvconn load %s", json.dumps(_load_line(completion, work, loading.since)))
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("kvconn load %s", json.dumps(_load_line(completion, work, loading.since)))
         self._reports.received.add(work.req_id)
 
     def _count(self, completion: Any) -> None:
