@@ -118,6 +118,15 @@ class Pair:
         assert self.process.stdout
         return json.loads(self.process.stdout.readline())
 
+    def idle(self) -> int:
+        """Measures both agents while nothing is under way; how many lanes are up."""
+        self.ask("idle", 0)
+        ours, theirs = idle(self.side), float(self.answer())
+        lanes: int = self.side.agent.stats()["transports"]["rdma"]["counters"]["lanes"]
+        took = f"{ours:.0f} ms of processor time of decode, {theirs:.0f} ms of prefill"
+        print(f"measured: idle for {IDLE:.0f} s with {lanes} lanes up: {took}")
+        return lanes
+
     def load(self, transfer_id: str, count: int) -> tuple[kvconn.Completion, dict[str, Any]]:
         """Moves so many blocks and compares every byte; what prefill's transports have done by then."""
         side, nothing = self.side, bytes(BLOCK)
@@ -146,14 +155,9 @@ def check_pair() -> None:
             done, sent = pair.load(f"transfer-{n}", count)
             total += done.bytes
             assert done.transport == "rdma" and sent["rdma"]["offers"] == n + 1 and sent["rdma"]["bytes_out"] == total, sent
-        pair.ask("idle", 0)
-        ours, theirs = idle(pair.side), float(pair.answer())
+        assert pair.idle() > 0
         stats = pair.side.agent.stats()
         counts = stats["transports"]["rdma"]
-        lanes = counts["counters"]["lanes"]
-        assert lanes > 0
-        took = f"{ours:.0f} ms of processor time of decode, {theirs:.0f} ms of prefill"
-        print(f"measured: idle for {IDLE:.0f} s with {lanes} lanes up: {took}")
         assert stats["transport"] == "rdma" and list(stats["transports"]) == ["rdma"], stats
         assert counts["available"] and counts["loads"] == 4 and counts["bytes_in"] == total, counts
         assert [(p["transport"], p["transfers"]["rdma"]) for p in stats["pairs"]] == [("rdma", 4)], stats["pairs"]
@@ -174,6 +178,7 @@ def check_later() -> None:
             (peer,) = pair.side.agent.stats()["pairs"]
             assert done.transport == "tcp" and "rxe0:1 is down" in peer["reason"], (done, peer)
             print(f"by tcp: {peer['reason']}")
+            assert pair.idle() == 0
             rails("on")
             start, n = time.monotonic(), 0
             while done.transport != "rdma":

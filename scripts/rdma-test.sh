@@ -12,7 +12,7 @@ out=build/rdma-test
 one_guest=(go agents python signals)
 unless_named=signals # is left out
 two_guests=(hosts)
-bound=900 # seconds, for all stages of a machine, its start included
+bound=1200 # seconds, for all stages of a machine, its start included
 
 # ---- the stages ----
 
@@ -32,7 +32,7 @@ run_go() {
   while read -r package dir; do
     binary=$PWD/$out/bin/${package//\//_}.test
     echo "== $package"
-    (cd "$dir" && timeout -k 5 400 "$binary" -test.v -test.short -test.timeout 380s -test.fullpath -test.skip "^($elsewhere)\$") || failed=1
+    (cd "$dir" && timeout -k 5 600 "$binary" -test.v -test.short -test.timeout 580s -test.fullpath -test.skip "^($elsewhere)\$") || failed=1
   done <$out/packages
   return $failed
 }
