@@ -96,6 +96,9 @@ e2e: wheel cmd ## faults on agents in processes of their own, rdma-test, then th
 	@GO=$(GO) scripts/rdma-test.sh
 	@scripts/vllm-e2e.sh $(VENV_VLLM)
 
+e2e-versions: wheel ## the real pair on the newest vLLM and the two minor releases before it; VERSIONS='0.31.0' for some
+	@scripts/vllm-versions.sh $(VENV_VLLM) $(VERSIONS)
+
 chaos: cmd ## real agents under load and faults; CHAOS='--short --seed 1' for options
 	$(BUILD)/kvconn chaos $(CHAOS)
 
@@ -105,4 +108,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist python/*.egg-info .demo
 
-.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e lint clean chaos
+.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e e2e-versions lint clean chaos

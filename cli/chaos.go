@@ -37,7 +37,7 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	fs.BoolVar(&opt.Strict, "strict", false, "fail also for what was missed: a load reported later than 3 s after its P was killed, a transfer that failed for no fault")
 	fs.StringVar(&opt.Transport, "transport", "tcp", "of the agents: auto, rdma or tcp")
 	fs.IntVar(&opt.Rails, "rails", 0, "how many RDMA rails of this machine --rail-command may take off, from 0 on")
-	fs.StringVar(&opt.RailCommand, "rail-command", "", "a command that takes a rail's number and off, mute (packets vanish), on, or sent, which prints its packets")
+	fs.StringVar(&opt.RailCommand, "rail-command", "", "a command that takes a rail's number and off, mute (packets vanish), thin (large packets vanish), on, or sent, which prints its packets")
 	fs.StringVar(&opt.Host, "host", "", "part rails: an address of this machine at which P listens, without faulty ways between")
 	decode := fs.String("decode-at", "", "part rails: host and port of D's engine on another machine: kvconn "+engineCommand+" HOST:PORT there")
 	asJSON := fs.Bool("json", false, "print JSON")

@@ -84,6 +84,8 @@ func examine(cfg node.Config, inspect func(rdma.Config) rdma.Report) diagnosis {
 		d.Auto = "rdma with peers that have it and are reached by it, else tcp"
 	case d.RDMA.Available:
 		d.Auto = "fails: a prefill agent needs its tcp port; transport rdma works"
+	case d.TCP.Available && d.RDMA.Later:
+		d.Auto = "tcp, and rdma once a port is active"
 	case d.TCP.Available:
 		d.Auto = "tcp"
 	default:

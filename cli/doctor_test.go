@@ -43,12 +43,16 @@ func TestDoctorSaysWhatItFinds(t *testing.T) {
 	}
 	for what, c := range map[string]struct {
 		host string
-		rdma bool
+		rdma rdma.Report
 		ok   bool
 		auto string
-	}{"both": {"127.0.0.1", true, true, "rdma"}, "tcp": {"127.0.0.1", false, true, "tcp"}, "rdma": {"203.0.113.1", true, true, "transport rdma works"}, "none": {"203.0.113.1", false, false, "fails"}} {
+	}{
+		"both": {"127.0.0.1", rdma.Report{Available: true}, true, "rdma"}, "tcp": {"127.0.0.1", rdma.Report{}, true, "tcp"},
+		"a port is down": {"127.0.0.1", rdma.Report{Later: true}, true, "tcp, and rdma once"},
+		"rdma":           {"203.0.113.1", rdma.Report{Available: true}, true, "transport rdma works"}, "none": {"203.0.113.1", rdma.Report{}, false, "fails"},
+	} {
 		cfg.TCPListenHost = c.host
-		d := examine(cfg, func(rdma.Config) rdma.Report { return rdma.Report{Available: c.rdma} })
+		d := examine(cfg, func(rdma.Config) rdma.Report { return c.rdma })
 		if d.OK != c.ok || !strings.Contains(d.Auto, c.auto) || d.TCP.Available == (d.TCP.Problem != "") {
 			t.Errorf("%s: %+v", what, d)
 		}

@@ -16,6 +16,7 @@ import (
 	"go.uber.org/zap/zapcore"
 
 	"github.com/kvconn/kvconn/internal/chaos"
+	"github.com/kvconn/kvconn/launch"
 	"github.com/kvconn/kvconn/proxy"
 )
 
@@ -27,6 +28,7 @@ Usage: kvconn COMMAND [OPTIONS]
   bench   how fast paged blocks move between two processes, bytes verified
   doctor  which transports work on this machine, and what to do about the others
   proxy   the router: sends each request to a prefill and a decode server
+  launch  vLLM servers for prefill and decode on this machine, and the router
   bench-proxy
           what the router costs a request, beside another router
 
@@ -63,6 +65,13 @@ func Main(args []string) int {
 		err = runDoctor(rest, os.Stdout)
 	case "proxy":
 		err = runProxy(ctx, rest, os.Stdout)
+	case "launch":
+		err = runLaunch(ctx, rest, os.Stdout)
+	case launch.GuardCommand:
+		var code int
+		if code, err = runGuard(rest, os.Stdin); err == nil {
+			return code
+		}
 	case "bench-proxy":
 		err = runBenchProxy(ctx, rest, os.Stdout)
 	case stubCommand:

@@ -25,7 +25,7 @@ func selfCommand() ([]string, error) {
 		return nil, err
 	}
 	parts := bytes.Split(bytes.TrimSuffix(b, []byte{0}), []byte{0})
-	for i := len(parts) - 1; i >= 0; i-- {
+	for i := 1; i < len(parts); i++ { // behind the program; arguments may have such names too
 		switch string(parts[i]) {
 		case "demo", "bench", "bench-proxy", "chaos", "launch":
 			out := make([]string, i)

@@ -40,18 +40,23 @@ func runStubs(ctx context.Context, args []string, in io.Reader, out io.Writer) e
 	if err := table.Register(bootstrap.Registration{EngineID: "stub", Addr: "tcp://127.0.0.1:1"}); err != nil {
 		return err
 	}
-	engine := stubengine.Handler(stubengine.Options{Model: "stub", Chunks: chunks})
+	engine := stubengine.Options{Model: "stub", Chunks: chunks}
+	boot := &http.Server{Handler: bootstrap.NewHandler(&table, nil, nil), ReadHeaderTimeout: childStop}
 	var addrs []net.Addr
-	for _, h := range []http.Handler{engine, engine, bootstrap.NewHandler(&table, nil, nil)} {
+	for _, serve := range []func(net.Listener){
+		func(l net.Listener) { stubengine.Lean(l, engine) },
+		func(l net.Listener) { stubengine.Lean(l, engine) },
+		func(l net.Listener) { _ = boot.Serve(l) }, // ends by Close
+	} {
 		l, err := net.Listen("tcp", "127.0.0.1:0")
 		if err != nil {
 			return err
 		}
-		srv := &http.Server{Handler: h}
-		defer srv.Close()
-		go func() { _ = srv.Serve(l) }() // ends by Close
+		defer l.Close()
+		go serve(l)
 		addrs = append(addrs, l.Addr())
 	}
+	defer boot.Close()
 	_, bootstrapPort, err := net.SplitHostPort(addrs[2].String())
 	if err != nil {
 		return err

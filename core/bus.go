@@ -15,7 +15,7 @@ var (
 	// peer's link broke: it is back in a moment, if the peer lives.
 	ErrAbsent = errors.New("agent is gone")
 	// ErrAway, beside ErrAbsent: it may be on its way from a server that died to
-	// another. Only time tells.
+	// another, or back to one that is not its own. Only time tells.
 	ErrAway = errors.New("it may come back")
 	// ErrTooLarge: the message is over what the servers carry.
 	ErrTooLarge = errors.New("message is too large")
@@ -47,7 +47,7 @@ type Bus interface {
 
 	// Lookup finds the newest entry of a rank, and makes its agent reachable by
 	// Request under the returned Via. An empty EngineID in the Target means the
-	// only engine registered with that rank there.
+	// only engine registered with that rank there; a DPRank below 0 any.
 	Lookup(ctx context.Context, t Target) (*wire.Agent, Via, error)
 
 	// Request asks an agent and waits for its reply. ErrAbsent when nobody

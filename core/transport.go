@@ -74,8 +74,8 @@ type Transport interface {
 	// land any more and Sink.Received will not be called for it, also when the
 	// peer is stopped in the middle of a write. An unknown id is no error.
 	// It waits for a copy that is under way, and for a Received that is being
-	// told; a Signaller also for the peer's word, at most a second or two, and cuts
-	// the peer off without it. So it is not called under a lock that the Sink
+	// told; a Signaller also for the peer's word, two seconds at most, and cuts the
+	// peer off without it. So it is not called under a lock that the Sink
 	// takes, nor where others wait behind it.
 	Revoke(id TransferID)
 

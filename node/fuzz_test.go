@@ -1,6 +1,7 @@
 package node
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"reflect"
@@ -11,6 +12,7 @@ import (
 	"github.com/tinylib/msgp/msgp"
 	"go.uber.org/zap"
 
+	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/alloctest"
 	"github.com/kvconn/kvconn/wire"
@@ -136,7 +138,7 @@ func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
 	}
 	tr := &fakeTransport{admitted: map[core.AgentID]bool{}}
 	a := &Agent{id: "P", cfg: testConfig(RoleBoth), log: zap.NewNop(), clock: systemClock{}, reports: newReportQueue(64), wake: make(chan struct{}, 1),
-		peers: newPeerTable(), layout: l, machine: core.New(l, core.Options{MaxTransfers: 8}), state: stateRegistered}
+		peers: newPeerTable(), plane: &controlPlane{}, layout: l, machine: core.New(l, core.Options{MaxTransfers: 8}), state: stateRegistered}
 	a.transport = newTransports(a, &fakeSignaller{of: tr, t: t}, tr)
 	a.self = a.describe(l, a.transport)
 	return a, tr
@@ -189,6 +191,7 @@ func FuzzServe(f *testing.F) {
 		{hello("d", func(h *wire.Agent) { h.ID = "other" }), load("other", ids), renew("e", []string{"t-1"}, []string{"t-1"})},
 		{hello("", nil), load("", ids), renew("", nil, []string{"t-1"})},
 		{hello("d", func(h *wire.Agent) { h.Endpoints = []wire.Endpoint{{Transport: "rdma"}} }), load("d", ids), signal("d", "sig")},
+		{hello("d", func(h *wire.Agent) { h.TPSize, h.TPRank, h.Shapes, h.Geometry = 2, 1, nil, nil }), load("d", ids), renew("d", []string{"t-1\x001/2@0"}, nil)},
 		{signal("d", "sig"), hello("d", nil), signal("d", "tcp")},
 		{hello("d", nil), signal("d", "sig"), signal("e", "sig")},
 	} {
@@ -235,11 +238,17 @@ func fits(h *wire.Agent) bool {
 	if h.Version != wire.Version || len(h.Geometry) != len(h.Shapes) {
 		return false
 	}
-	k, s := false, false
+	if n := ranksOf(h); n != core.One { // who is one of several has some of it, or nothing
+		return n.Check(rankOf(h)) == nil
+	}
+	k, s := h.TPRank == 0 && h.PPRank == 0, false
+	if !k {
+		return false
+	}
 	for i, shape := range h.Shapes {
 		switch g := h.Geometry[i]; {
 		case shape.Name == "k" && shape.Group == 0:
-			k = g.TotalHeads == 4 && shape.BlockBytes == 8*uint64(g.Tokens)*uint64(g.Heads)
+			k = k && g.TotalHeads == 4 && shape.BlockBytes == 8*uint64(g.Tokens)*uint64(g.Heads)
 		case shape.Name == "s" && shape.Group == 1:
 			s = shape.BlockBytes == 8 && g == wire.Geometry{}
 		}
@@ -304,4 +313,75 @@ func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) {
 		}
 	}
 	tr.writes = nil
+}
+
+// fakeHost registers whatever it is given.
+type fakeHost struct{ fails bool }
+
+func (h *fakeHost) Host(_ context.Context, _ *wire.Agent, _ bool, since int64) (int64, error) {
+	if h.fails {
+		return 0, errors.New("the newer agent has taken it over")
+	}
+	return since, nil
+}
+func (*fakeHost) Unhost(context.Context, *wire.Agent) error { return nil }
+func (*fakeHost) TTL() time.Duration                        { return time.Hour }
+
+// FuzzJoin gives a first rank three joins of strangers: what GET /query shows then
+// contradicts neither this agent nor itself, and what was refused has left nothing.
+func FuzzJoin(f *testing.F) {
+	join := func(id, engine string, dp, tp, pp int, change func(*wire.Join)) []byte {
+		j := &wire.Join{Agent: &wire.Agent{Version: wire.Version, ID: id, EngineID: engine, DPRank: dp, TPRank: tp, PPRank: pp, TPSize: 2, PPSize: 2, Joined: true}, New: true}
+		if change != nil {
+			change(j)
+		}
+		b, err := (&wire.Request{Kind: wire.KindJoin, From: id, Join: j}).MarshalMsg(nil)
+		if err != nil {
+			f.Fatal(err)
+		}
+		return b
+	}
+	leave := func(j *wire.Join) { j.Leave = true }
+	f.Add(join("a", "e", 1, 1, 0, nil), join("b", "e", 1, 1, 0, nil), join("a", "e", 1, 1, 0, leave))
+	f.Add(join("a", "x", 0, 0, 0, nil), join("b", "y", 0, 1, 0, nil), join("c", "x", 0, 1, 1, leave))
+	f.Add(join("a", "x", 3, 0, 0, nil), join("b", "x", 2, 1, 0, nil), join("a", "x", 3, 0, 0, leave))
+	f.Add(join("a", "e", 1, 0, 0, nil), join("b", "e", 0, 1, 0, nil), join("", "e", 1, 1, 0, nil))
+	f.Add(join("a", "e\n", 2, 1, 0, nil), join("a", "x", -1, 1<<40, -1, nil), join("a", "x", 4, 1, 1, func(j *wire.Join) { j.Agent.TPSize = 1 << 40 }))
+	f.Fuzz(func(t *testing.T, first, second, third []byte) {
+		a, _ := deafAgent(t)
+		a.ctx = context.Background()
+		a.cfg.EngineID, a.cfg.DPSize, a.cfg.DPRank, a.cfg.TPSize, a.cfg.PPSize = "e", 4, 1, 2, 2
+		a.plane.cfg, a.plane.table = &a.cfg, &bootstrap.Table{}
+		g := &guests{a: a, plane: a.plane, host: &fakeHost{fails: len(first)%7 == 3}, ranks: map[guestRank]*guest{}}
+		a.plane.guests = g
+		defer g.close()
+		for _, b := range [][]byte{first, second, third} {
+			req := new(wire.Request)
+			if wire.Decode(b, req) != nil || req.Kind != wire.KindJoin {
+				continue
+			}
+			before := len(g.ranks)
+			rep := a.serve("via", req)
+			if rep.Code != 0 && len(g.ranks) != before {
+				t.Errorf("%+v is refused (%s), and %d ranks are there, not %d", req.Join.Agent, rep.Reason, len(g.ranks), before)
+			}
+		}
+		shown, engines := 0, map[string]int{"e": 1}
+		for dp, e := range a.plane.table.Query() {
+			if other, twice := engines[e.EngineID]; twice && other != dp || dp < 0 || dp >= 4 || (dp == 1) != (e.EngineID == "e") {
+				t.Errorf("dp rank %d is engine %q", dp, e.EngineID)
+			}
+			engines[e.EngineID] = dp
+			for tp, pps := range e.WorkerAddr {
+				for pp := range pps {
+					if shown++; g.ranks[guestRank{dp, tp, pp}] == nil || dp == 1 && (tp > 1 || pp > 1 || tp+pp == 0) {
+						t.Errorf("dp %d tp %d pp %d is shown", dp, tp, pp)
+					}
+				}
+			}
+		}
+		if shown != len(g.ranks) {
+			t.Errorf("%d ranks are shown of %d", shown, len(g.ranks))
+		}
+	})
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -18,10 +19,18 @@ import (
 type guests struct {
 	a     *Agent
 	plane *controlPlane
+	host  host
 
 	mu     sync.Mutex // held while one comes or goes, so that registry and table agree
 	ranks  map[guestRank]*guest
 	closed bool
+}
+
+// host is the registry of this agent's server; natsbus.Bus.
+type host interface {
+	Host(ctx context.Context, a *wire.Agent, fresh bool, since int64) (int64, error)
+	Unhost(ctx context.Context, a *wire.Agent) error
+	TTL() time.Duration
 }
 
 // guestRank is a place in GET /query: one agent has it.
@@ -35,7 +44,7 @@ type guest struct {
 }
 
 func newGuests(a *Agent, p *controlPlane) *guests {
-	return &guests{a: a, plane: p, ranks: map[guestRank]*guest{}}
+	return &guests{a: a, plane: p, host: p.bus, ranks: map[guestRank]*guest{}}
 }
 
 // serveJoin registers another rank at this agent's server, for a while.
@@ -70,13 +79,13 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	if err := g.admit(j.Agent); err != nil {
 		return 0, err
 	}
-	since, err := g.plane.bus.Host(ctx, j.Agent, j.New, j.Since)
+	since, err := g.host.Host(ctx, j.Agent, j.New, j.Since)
 	if err != nil {
 		return 0, err
 	}
 	at := placeOf(j.Agent)
 	old := g.ranks[at]
-	ttl := g.plane.bus.TTL()
+	ttl := g.host.TTL()
 	if old != nil && old.agent.ID == j.Agent.ID {
 		old.until = time.Now().Add(ttl)
 		old.end.Reset(ttl)
@@ -87,7 +96,7 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	}
 	e := bootstrap.Registration{EngineID: j.Agent.EngineID, DPRank: at.dp, TPRank: at.tp, PPRank: at.pp, Addr: g.plane.address()}
 	if err := g.plane.table.Register(e); err != nil { // of somebody's POST /register
-		_ = g.plane.bus.Unhost(ctx, j.Agent)
+		_ = g.host.Unhost(ctx, j.Agent)
 		return 0, err
 	}
 	n := &guest{agent: j.Agent, entry: e, until: time.Now().Add(ttl)}
@@ -143,7 +152,7 @@ func (g *guests) leave(ctx context.Context, a *wire.Agent) {
 	if n := g.ranks[at]; n != nil && n.agent.ID == a.ID {
 		g.drop(at, n)
 	}
-	if err := g.plane.bus.Unhost(ctx, a); err != nil {
+	if err := g.host.Unhost(ctx, a); err != nil {
 		g.a.log.Debug("registration not withdrawn", zap.String("agent", a.ID), zap.Error(err))
 	}
 }
@@ -151,6 +160,7 @@ func (g *guests) leave(ctx context.Context, a *wire.Agent) {
 // expire ends the entry of one that has said nothing for as long as its
 // registration lives.
 func (g *guests) expire(at guestRank, n *guest) {
+	defer safe.Recover("node.guests.expire")
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.ranks[at] == n && !time.Now().Before(n.until) { // else it was renewed while this waited

@@ -1,8 +1,9 @@
 package node
 
 import (
-	"encoding/binary"
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -10,209 +11,16 @@ import (
 	"os"
 	"reflect"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
-	"unsafe"
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/internal/nettest"
+	"github.com/kvconn/kvconn/wire"
 )
-
-// model is what engines of several ranks hold: of each layer the heads, or a latent
-// that every rank has.
-type model struct {
-	Layers, Heads int // 0 heads: a latent
-	HND           bool
-}
-
-const (
-	modelTokens = 4 // of a block
-	modelItem   = 16
-	modelBlocks = 16
-)
-
-// holds is the range of layers and of heads that a rank has.
-func (m model) holds(c *Config) (layers, heads [2]int) {
-	layers = [2]int{c.PPRank * m.Layers / c.PPSize, (c.PPRank + 1) * m.Layers / c.PPSize}
-	if m.Heads == 0 {
-		return layers, [2]int{0, 1}
-	}
-	heads = [2]int{c.TPRank * m.Heads / c.TPSize, (c.TPRank + 1) * m.Heads / c.TPSize}
-	heads[1] = max(heads[1], heads[0]+1)
-	return layers, heads
-}
-
-// rank is an agent of an engine of several.
-type rank struct {
-	*side
-	m             model
-	layers, heads [2]int
-}
-
-func (m model) regions(c *Config) (regions []core.Region, cache []byte) {
-	layers, heads := m.holds(c)
-	n := heads[1] - heads[0]
-	block := modelTokens * n * modelItem
-	cache = make([]byte, (layers[1]-layers[0])*modelBlocks*block)
-	for l := layers[0]; l < layers[1]; l++ {
-		r := core.Region{Name: fmt.Sprint("L", l), Base: uint64(uintptr(unsafe.Pointer(&cache[(l-layers[0])*modelBlocks*block]))),
-			BlockStride: uint64(block), BlockBytes: uint64(block), NumBlocks: modelBlocks,
-			Tokens: modelTokens, Heads: uint32(n), FirstHead: uint32(heads[0]), TotalHeads: uint32(max(1, m.Heads)),
-			TokenStride: uint64(n * modelItem), HeadStride: modelItem}
-		if m.HND {
-			r.TokenStride, r.HeadStride = modelItem, modelTokens*modelItem
-		}
-		regions = append(regions, r)
-	}
-	return regions, cache
-}
-
-func (m model) open(t testing.TB, cfg Config) *rank {
-	t.Helper()
-	a, err := Open(cfg, Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = a.Close() })
-	regions, cache := m.regions(&cfg)
-	r := &rank{side: &side{Agent: a, t: t, cache: cache, seen: map[core.TransferID]core.Report{}}, m: m}
-	r.layers, r.heads = m.holds(&cfg)
-	if err := a.RegisterKVCaches(regions); err != nil {
-		t.Fatal(err)
-	}
-	return r
-}
-
-// item is the bytes of a token and head of a block in a layer.
-func (r *rank) item(layer int, block core.BlockID, token, head int) []byte {
-	n := r.heads[1] - r.heads[0]
-	at := ((layer-r.layers[0])*modelBlocks+int(block))*modelTokens*n*modelItem + (token*n+head-r.heads[0])*modelItem
-	if r.m.HND {
-		at += ((head-r.heads[0])*modelTokens + token - token*n - (head - r.heads[0])) * modelItem
-	}
-	return r.cache[at : at+modelItem]
-}
-
-// each calls f for all items of blocks, with what a request must have there.
-func (r *rank) each(salt int, blocks []core.BlockID, f func(item []byte, want [modelItem]byte, what string)) {
-	for l := r.layers[0]; l < r.layers[1]; l++ {
-		for i, b := range blocks {
-			for t := range modelTokens {
-				for h := r.heads[0]; h < r.heads[1]; h++ {
-					var want [modelItem]byte
-					for k, v := range []int{salt, l, i*modelTokens + t, h} {
-						binary.LittleEndian.PutUint32(want[4*k:], uint32(v+1))
-					}
-					f(r.item(l, b, t, h), want, fmt.Sprintf("layer %d, token %d, head %d", l, i*modelTokens+t, h))
-				}
-			}
-		}
-	}
-}
-
-func (r *rank) paint(salt int, blocks ...core.BlockID) {
-	r.each(salt, blocks, func(item []byte, want [modelItem]byte, _ string) { copy(item, want[:]) })
-}
-
-func (r *rank) check(salt int, blocks ...core.BlockID) {
-	r.t.Helper()
-	r.each(salt, blocks, func(item []byte, want [modelItem]byte, what string) {
-		if string(item) != string(want[:]) {
-			r.t.Fatalf("rank tp %d pp %d, %s: %x, want %x", r.cfg.TPRank, r.cfg.PPRank, what, item, want)
-		}
-	})
-}
-
-// rankConfig is a rank's of an engine; those of a prefill engine join address, but
-// for the first.
-func rankConfig(role string, n core.Ranks, r core.Rank, address string) Config {
-	c := testConfig(role)
-	c.TPSize, c.PPSize, c.TPRank, c.PPRank = n.TP, n.PP, r.TP, r.PP
-	c.JoinTimeout = Seconds(bound)
-	if role == RolePrefill && r != (core.Rank{}) {
-		c.BootstrapJoin = address
-	}
-	return c
-}
-
-// engine opens all ranks of one.
-func (m model) engine(t testing.TB, role string, n core.Ranks, change func(c *Config)) (ranks []*rank, address string) {
-	t.Helper()
-	for pp := range n.PP {
-		for tp := range n.TP {
-			c := rankConfig(role, n, core.Rank{TP: tp, PP: pp}, address)
-			if change != nil {
-				change(&c)
-			}
-			r := m.open(t, c)
-			if address == "" {
-				address = r.BootstrapAddress()
-			}
-			ranks = append(ranks, r)
-		}
-	}
-	return ranks, address
-}
-
-// from is how D's engine is told of P's.
-func from(address, engine string) core.Target {
-	return core.Target{Bootstrap: address, EngineID: engine, DPRank: -1}
-}
-
-func (r *rank) loadFrom(id core.TransferID, at core.Target, blocks ...core.BlockID) {
-	r.t.Helper()
-	if _, err := r.StartLoad([]core.LoadRequest{{ID: id, From: at, Blocks: [][]core.BlockID{blocks}}}); err != nil {
-		r.t.Fatal(err)
-	}
-}
-
-func (r *rank) claimFrom(id core.TransferID, at core.Target) {
-	r.t.Helper()
-	if _, err := r.Claim([]core.ClaimRequest{{ID: id, From: at}}); err != nil {
-		r.t.Fatal(err)
-	}
-}
-
-// carry has one request go from all ranks to all, and looks at every item.
-func carry(t testing.TB, id core.TransferID, salt int, ps, ds []*rank, at core.Target) {
-	t.Helper()
-	src, dst := []core.BlockID{4, 9, 2}, []core.BlockID{7, 3, 11}
-	for i, d := range ds {
-		if salt%2 == 0 { // else the load comes first
-			d.claimFrom(id, at)
-		}
-		d.loadFrom(id, at, dst...)
-		if i == 0 { // the offers are between the loads
-			for _, p := range ps {
-				p.paint(salt, src...)
-				p.offer(id, src...)
-			}
-		}
-	}
-	for _, d := range ds {
-		d.want(id, core.OK)
-		d.check(salt, dst...)
-	}
-	for _, p := range ps {
-		p.want(id, core.OK)
-	}
-}
-
-func idle(t testing.TB, all ...[]*rank) {
-	t.Helper()
-	for _, list := range all {
-		for _, r := range list {
-			until(t, "nothing is left", func() bool {
-				left := r.sizes()
-				left.Ended = 0
-				r.transport.mu.Lock()
-				defer r.transport.mu.Unlock()
-				return left == core.Sizes{} && len(r.transport.halves) == 0
-			})
-		}
-	}
-}
 
 // TestRanks: engines of unequal ranks, each item looked at.
 func TestRanks(t *testing.T) {
@@ -602,5 +410,59 @@ func TestRanksConfig(t *testing.T) {
 	}
 	if _, err := ParseConfig([]byte(`{"engine_id":"e","role":"decode","tp_size":2,"tp_rank":1}`)); err != nil {
 		t.Error(err)
+	}
+}
+
+// watchedBus counts the renewals to an agent that find nobody.
+type watchedBus struct {
+	core.Bus
+	to     core.AgentID
+	absent atomic.Int32
+}
+
+func (b *watchedBus) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+	rep, err := b.Bus.Request(ctx, via, to, req)
+	if to == b.to && req.Kind == wire.KindRenew && errors.Is(err, core.ErrAbsent) {
+		b.absent.Add(1)
+	}
+	return rep, err
+}
+
+// TestRanksLinkBreaks: that nobody listens as a rank at another process's server is
+// no proof that it is gone.
+func TestRanksLinkBreaks(t *testing.T) {
+	leaktest.Check(t)
+	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
+	patient := func(c *Config) { c.PeerTimeout = Seconds(bound / 2) }
+	cfg := rankConfig(RolePrefill, two, core.Rank{}, "")
+	patient(&cfg)
+	first := m.open(t, cfg)
+	way := nettest.Forward(t, strings.TrimPrefix(first.BootstrapAddress(), "http://"))
+	cfg = rankConfig(RolePrefill, two, core.Rank{TP: 1}, "http://"+way.Addr())
+	patient(&cfg)
+	ps := []*rank{first, m.open(t, cfg)}
+	ds, _ := m.engine(t, RoleDecode, core.One, patient)
+	at := from(first.BootstrapAddress(), "engine-prefill")
+	d := ds[0]
+	bus := &watchedBus{Bus: d.bus, to: ps[1].ID()}
+	d.bus = bus
+	carry(t, "a", 1, ps, ds, at)
+	for _, p := range ps {
+		announce(t, p.side, "b")
+	}
+	d.loadFrom("b", at, 7, 3)
+	until(t, "both ranks have it", func() bool { return d.Stats().LoadsWaiting == 2 })
+	way.Shut(true)
+	way.Cut()
+	until(t, "a renewal has found nobody", func() bool { return bus.absent.Load() > 0 })
+	way.Shut(false)
+	for _, p := range ps {
+		p.paint(9, 1, 2)
+		p.offer("b", 1, 2)
+	}
+	d.want("b", core.OK)
+	d.check(9, 7, 3)
+	for _, p := range ps {
+		p.want("b", core.OK)
 	}
 }

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"errors"
 	"fmt"
 	"time"
 
@@ -133,6 +134,9 @@ func compatible(p, d *wire.Agent) (*core.Match, error) {
 		return nil, fmt.Errorf("model %q at the prefill engine, %q at the decode engine", p.Model, d.Model)
 	case p.DType != "" && d.DType != "" && p.DType != d.DType:
 		return nil, fmt.Errorf("dtype %q at the prefill engine, %q at the decode engine", p.DType, d.DType)
+	}
+	if err := errors.Join(ranksOf(p).Check(rankOf(p)), ranksOf(d).Check(rankOf(d))); err != nil {
+		return nil, err
 	}
 	m, err := core.NewMatch(shapes(p), shapes(d))
 	if err == nil && ranksOf(p) == core.One && ranksOf(d) == core.One {

@@ -12,12 +12,13 @@ import (
 const Usage = `usage: proxy --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [OPTIONS]
 
   --prefill URL [PORT|none]  a prefill server and its bootstrap port; repeatable. Without a port, and with none:
-                             8998, or with --contract nixl no bootstrap port at all
+                             8998; with nixl no bootstrap port, with sglang the prefill server's default
   --decode URL               a decode server; repeatable
   --host HOST                address to listen on (default 127.0.0.1)
   --port PORT                port to listen on, 0 for any free one (default 8000)
   --contract NAME            mooncake: prefill and decode at the same time, with a transfer_id (default)
                              nixl: prefill first, its kv_transfer_params to decode as they are
+                             sglang: both at the same time, with bootstrap_host, bootstrap_port and bootstrap_room
   --balance NAME             least-loaded (default) or round-robin, over servers and their data parallel ranks
   --retries N                further attempts with other engines before the first byte of an answer (default 2)
   --max-requests N           requests in flight; further ones get a 503 (default 4096)
@@ -27,8 +28,8 @@ const Usage = `usage: proxy --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... 
   --no-access-log            no line in the log for each request
   --help                     show this text
 
-/v1/completions and /v1/chat/completions go to a prefill and a decode server, /health and /metrics are the router's
-own, all else goes to a decode server.
+/v1/completions, /v1/chat/completions (and /generate by the contract sglang) go to a prefill and a decode server,
+/health and /metrics are the router's own, all else goes to a decode server.
 `
 
 // ErrHelp is returned by ParseArgs for --help: print Usage and exit with 0.
@@ -77,7 +78,7 @@ func ParseArgs(args []string) (Config, error) {
 				cfg.Port, err = parsePort("--port", s, 0)
 			}
 		case "--contract":
-			if s, err = value("mooncake or nixl"); err == nil {
+			if s, err = value("mooncake, nixl or sglang"); err == nil {
 				cfg.Contract, err = parseContract(s)
 			}
 		case "--balance":

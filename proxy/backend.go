@@ -15,10 +15,11 @@ const (
 
 // server is one prefill or decode server and what is known of it.
 type server struct {
-	role      string
-	url       string // as configured
-	base      *url.URL
-	bootstrap string // the bootstrap URL of a prefill server that has one
+	role          string
+	url           string // as configured
+	base          *url.URL
+	bootstrap     string // where a prefill server is asked for its ranks, if it can be
+	bootstrapPort int    // as configured
 
 	mu     sync.Mutex
 	seen   bool // has been up once

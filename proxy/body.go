@@ -119,12 +119,9 @@ func (f fields) last(name string) []byte {
 	return nil
 }
 
-// isTrue reports whether a member is the word true.
-func (f fields) isTrue(name string) bool { return string(f.last(name)) == "true" }
-
-// prefillBody is the request to P: compute the prompt, keep its KV for the
+// oneToken is the request to P: compute the prompt, keep its KV for the
 // transfer, and answer one token, which nobody reads.
-func (f fields) prefillBody(ours []member) []byte {
+func (f fields) oneToken(ours []member) []byte {
 	one := json.RawMessage("1")
 	ours = append(ours, member{"stream", json.RawMessage("false")}, member{"max_tokens", one})
 	if f.last("max_completion_tokens") != nil {

@@ -70,8 +70,8 @@ type Prefill struct {
 	// URL is the server's base URL, as http://host:8010.
 	URL string
 	// BootstrapPort is its bootstrap port on the same host. 0 stands for 8998,
-	// and by the NIXL contract for none, so that its data parallel ranks are not
-	// known.
+	// by the NIXL contract for none, so that its data parallel ranks are not
+	// known, and by the SGLang contract for the server's default.
 	BootstrapPort int
 }
 

@@ -1,8 +1,13 @@
 package proxy
 
 import (
+	"crypto/rand"
+	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"slices"
+	"strconv"
+	"strings"
 )
 
 // Contract is how a router tells P and D of each other.
@@ -15,49 +20,104 @@ const (
 	Mooncake Contract = "mooncake"
 	// NIXL sends it to P first, and P's kv_transfer_params to D as they are.
 	NIXL Contract = "nixl"
+	// SGLang sends the same request to P and D at the same time, with P's
+	// bootstrap address and a room where they meet.
+	SGLang Contract = "sglang"
 )
 
 func parseContract(s string) (Contract, error) {
-	switch c := Contract(s); c {
-	case Mooncake, NIXL:
+	if c := Contract(s); slices.Contains([]Contract{Mooncake, NIXL, SGLang}, c) {
 		return c, nil
 	}
-	return "", fmt.Errorf("proxy: contract %q: want %s or %s", s, Mooncake, NIXL)
+	return "", fmt.Errorf("proxy: contract %q: want %s, %s or %s", s, Mooncake, NIXL, SGLang)
 }
 
-// paramsName is the member that both contracts use. What the client sent under
-// it is dropped: it would choose the address that D connects to.
+// paramsName is the member by which vLLM's engines are told.
 const paramsName = "kv_transfer_params"
 
-// toPrefill are the members that P's request gets.
-func (c Contract) toPrefill(transferID string) []member {
-	if c == NIXL {
-		return []member{{paramsName, json.RawMessage(`{"do_remote_decode":true,"do_remote_prefill":false,` +
-			`"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}`)}}
+// reserved are the members that only the router may set: they choose the
+// address that D connects to.
+func (c Contract) reserved() []string {
+	if c == SGLang {
+		return []string{paramsName, "bootstrap_host", "bootstrap_port", "bootstrap_room"}
 	}
-	return []member{{paramsName, rawParams(struct {
-		DoRemoteDecode  bool   `json:"do_remote_decode"`
-		DoRemotePrefill bool   `json:"do_remote_prefill"`
-		TransferID      string `json:"transfer_id"`
-	}{true, false, transferID})}}
+	return []string{paramsName}
 }
 
-// toDecode are the members that D's request gets; params are P's by the NIXL
-// contract.
-func (c Contract) toDecode(from target, transferID string, params json.RawMessage) []member {
-	if c == NIXL {
-		return []member{{paramsName, params}}
+// endpoints are the paths of requests that go to P and D.
+func (c Contract) endpoints() []string {
+	if c == SGLang {
+		return []string{"/v1/completions", "/v1/chat/completions", "/generate"}
 	}
-	return []member{{paramsName, rawParams(struct {
-		DoRemoteDecode      bool   `json:"do_remote_decode"`
-		DoRemotePrefill     bool   `json:"do_remote_prefill"`
-		RemoteBootstrapAddr string `json:"remote_bootstrap_addr"`
-		RemoteEngineID      string `json:"remote_engine_id"`
-		TransferID          string `json:"transfer_id"`
-	}{false, true, from.server.bootstrap, from.engineID, transferID})}}
+	return []string{"/v1/completions", "/v1/chat/completions"}
 }
 
-// rawParams marshals a struct of bools and strings, which cannot fail.
+// newTransferID names an attempt; who knows it can ask P for the blocks.
+func (c Contract) newTransferID() string {
+	if c != SGLang {
+		return "xfer-" + newUUID()
+	}
+	var b [8]byte
+	_, _ = rand.Read(b[:]) // never fails: it ends the program instead
+	// Not all of the 63 bits that there are: the requests of a batch get this
+	// room and those that follow.
+	return strconv.FormatUint(binary.BigEndian.Uint64(b[:])>>2, 10)
+}
+
+// prefillBody is P's request.
+func (c Contract) prefillBody(a *attempt) []byte {
+	switch c {
+	case NIXL:
+		return a.fields.oneToken([]member{{paramsName, json.RawMessage(`{"do_remote_decode":true,"do_remote_prefill":false,` +
+			`"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}`)}})
+	case SGLang:
+		return a.fields.with(a.room(), paramsName) // P knows by its mode what it is to do
+	default:
+		return a.fields.oneToken([]member{{paramsName, rawParams(struct {
+			DoRemoteDecode  bool   `json:"do_remote_decode"`
+			DoRemotePrefill bool   `json:"do_remote_prefill"`
+			TransferID      string `json:"transfer_id"`
+		}{true, false, a.transferID})}})
+	}
+}
+
+// decodeBody is D's request; params are P's by the NIXL contract, nil if P gave
+// none.
+func (c Contract) decodeBody(a *attempt, params json.RawMessage) []byte {
+	switch c {
+	case NIXL:
+		if params == nil {
+			return a.fields.with(nil, paramsName)
+		}
+		return a.fields.with([]member{{paramsName, params}})
+	case SGLang:
+		return a.fields.with(a.room(), paramsName)
+	default:
+		return a.fields.with([]member{{paramsName, rawParams(struct {
+			DoRemoteDecode      bool   `json:"do_remote_decode"`
+			DoRemotePrefill     bool   `json:"do_remote_prefill"`
+			RemoteBootstrapAddr string `json:"remote_bootstrap_addr"`
+			RemoteEngineID      string `json:"remote_engine_id"`
+			TransferID          string `json:"transfer_id"`
+		}{false, true, a.prefill.server.bootstrap, a.prefill.engineID, a.transferID})}})
+	}
+}
+
+// room is where P and D meet by the SGLang contract.
+func (a *attempt) room() []member {
+	s := a.prefill.server
+	host := s.base.Hostname()
+	if strings.Contains(host, ":") {
+		host = "[" + host + "]"
+	}
+	port := json.RawMessage("null") // P's default
+	if s.bootstrapPort != 0 {
+		port = strconv.AppendInt(nil, int64(s.bootstrapPort), 10)
+	}
+	return []member{{"bootstrap_host", rawParams(host)}, {"bootstrap_port", port}, {"bootstrap_room", json.RawMessage(a.transferID)}}
+}
+
+// rawParams marshals what consists of bools and strings, which cannot fail.
 func rawParams(v any) json.RawMessage {
 	raw, err := json.Marshal(v)
 	if err != nil {

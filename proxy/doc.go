@@ -3,5 +3,6 @@
 // parameters by which they find each other, answers what the decode server
 // answers, and tries others where these fail before they have answered.
 //
-// It speaks the contracts of vLLM's Mooncake and NIXL connectors: see Contract.
+// It speaks the contracts of vLLM's Mooncake and NIXL connectors, and of SGLang: see
+// Contract.
 package proxy

@@ -283,7 +283,7 @@ func FuzzQuery(f *testing.F) {
 func FuzzArgs(f *testing.F) {
 	for _, s := range []string{"--prefill http://p1:8010 9000 --prefill http://p2:8010 none --decode http://d:1 --host 0.0.0.0 --port=0", "--prefill=http://[::1]:8010 --decode=https://d2 --bootstrap-ca system",
 		"--prefill http://p:1 x", "--prefill http://p:1 0 --decode http://d", "--port 65536", "--help", "--prefill http://p:1/%zz --decode http://d", "--prefill http://p:1/a/ 7 --decode http://d:1//", "--decode", "=",
-		"--prefill http://p --decode http://d --contract nixl --balance round-robin --retries 0 --max-requests 1 --max-body 7 --drain-timeout 3 --no-access-log", "--prefill HTTP://P --decode http://d:0", "--prefill http://p%41:1 --decode http://[fe80::1%25eth0]:1"} {
+		"--prefill http://p --decode http://d --contract sglang --balance round-robin --retries 0 --max-requests 1 --max-body 7 --drain-timeout 3 --no-access-log", "--prefill HTTP://P --decode http://d:0", "--prefill http://p%41:1 --decode http://[fe80::1%25eth0]:1"} {
 		f.Add(strings.ReplaceAll(s, " ", "\n"))
 	}
 	f.Fuzz(func(t *testing.T, line string) {

@@ -4,11 +4,9 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"os"
-	"path"
-	"strings"
+	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -24,22 +22,23 @@ const (
 	brokenOff  = "broken_off"
 )
 
-// Handler serves /v1/completions and /v1/chat/completions by a prefill and a
-// decode server, /health and /metrics itself, and all else by a decode server.
+// Handler serves completions, which are /v1/completions, /v1/chat/completions
+// and by the SGLang contract /generate, by a prefill and a decode server, /health and /metrics itself, and all else by a decode server.
 func (p *Proxy) Handler() http.Handler {
+	completions := p.cfg.Contract.endpoints()
 	metrics := promhttp.HandlerFor(p.metrics.registry, promhttp.HandlerOpts{})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		boundWrite(w) // of what is left from the connection's last request
-		switch r.URL.Path {
-		case "/v1/completions", "/v1/chat/completions":
+		switch at := r.URL.Path; {
+		case slices.Contains(completions, at):
 			if allow(w, r, http.MethodPost) {
 				p.complete(w, r)
 			}
-		case "/health":
+		case at == "/health":
 			if allow(w, r, http.MethodGet) {
 				p.health(w)
 			}
-		case "/metrics":
+		case at == "/metrics":
 			if allow(w, r, http.MethodGet) {
 				metrics.ServeHTTP(w, r)
 			}
@@ -146,101 +145,4 @@ func (p *Proxy) health(w http.ResponseWriter) {
 		missing = []string{}
 	}
 	writeJSON(w, code, map[string]any{"status": state, "missing": missing})
-}
-
-// pass lets a decode server answer a request that has nothing to prefill, or
-// that the contracts do not know.
-func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
-	// A path that is not clean may mean another one to the engine than to us.
-	clean := path.Clean(r.URL.Path)
-	if clean != r.URL.Path && clean+"/" != r.URL.Path || !strings.HasPrefix(clean, "/") {
-		writeError(w, http.StatusNotFound, badRequest, "no such path: "+r.URL.Path)
-		return
-	}
-	place, reason := p.begin()
-	if place == nil {
-		w.Header().Set("Retry-After", "1")
-		writeError(w, http.StatusServiceUnavailable, unavailable, reason)
-		return
-	}
-	defer place.done()
-	d, ok := p.balancer.decode.pick(p.balancer.policy, nil, nil)
-	if !ok {
-		w.Header().Set("Retry-After", "1")
-		writeError(w, http.StatusServiceUnavailable, unavailable, "not ready: "+strings.Join(p.balancer.missing(), "; "))
-		return
-	}
-	defer d.begin(1)()
-	err := p.passTo(w, r, d)
-	var tooLarge *http.MaxBytesError
-	switch {
-	case err == nil:
-	case errors.As(err, &tooLarge):
-		writeError(w, http.StatusRequestEntityTooLarge, badRequest, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
-	case errors.Is(err, errParams):
-		writeError(w, http.StatusBadRequest, badRequest, err.Error())
-	case p.ending(r.Context()):
-		writeError(w, http.StatusServiceUnavailable, unavailable, shuttingDown)
-	default:
-		writeError(w, http.StatusServiceUnavailable, unavailable, d.failed(err).Error())
-	}
-}
-
-// passTo is pass to one server; an error means that nothing has been answered.
-func (p *Proxy) passTo(w http.ResponseWriter, r *http.Request, d target) error {
-	ctx, cancel := contextWith(r.Context(), p.ctx)
-	defer cancel()
-	at := d.server.path(r.URL.EscapedPath())
-	if r.URL.RawQuery != "" {
-		at += "?" + r.URL.RawQuery
-	}
-	body, err := p.passBody(w, r)
-	if err != nil {
-		return err
-	}
-	req, err := http.NewRequestWithContext(ctx, r.Method, at, body)
-	if err != nil {
-		return err
-	}
-	req.Header = r.Header.Clone()
-	for _, name := range append(r.Header["Connection"], hopByHop...) {
-		req.Header.Del(name)
-	}
-	req.ContentLength = r.ContentLength
-	resp, err := p.client.Do(req)
-	if err != nil {
-		return err
-	}
-	a := readFirst(resp)
-	defer a.close()
-	if len(a.first) == 0 && a.err != io.EOF {
-		return fmt.Errorf("no answer after the headers: %w", a.err)
-	}
-	if a.relay(w) != nil {
-		panic(http.ErrAbortHandler)
-	}
-	return nil
-}
-
-// errParams is a request that would choose the address that D connects to.
-var errParams = errors.New(paramsName + " is for the router to set, and only of completions")
-
-// passBody is the client's body, or nil if it has none. What may be JSON is read
-// first, to look for parameters that only we may set.
-func (p *Proxy) passBody(w http.ResponseWriter, r *http.Request) (io.Reader, error) {
-	if r.ContentLength == 0 {
-		return nil, nil
-	}
-	body := http.MaxBytesReader(w, r.Body, p.cfg.MaxBody)
-	if kind := r.Header.Get("Content-Type"); kind != "" && !strings.Contains(strings.ToLower(kind), "json") {
-		return body, nil
-	}
-	text, err := io.ReadAll(body)
-	if err != nil {
-		return nil, err
-	}
-	if f, err := parseFields(text); err == nil && f.last(paramsName) != nil {
-		return nil, errParams
-	}
-	return bytes.NewReader(text), nil
 }

@@ -54,8 +54,8 @@ func New(cfg Config) (*Proxy, error) {
 		if err != nil {
 			return nil, err
 		}
-		s := &server{role: prefillRole, url: c.URL, base: base, reason: "not asked yet"}
-		if cfg.Contract == Mooncake || c.BootstrapPort != 0 {
+		s := &server{role: prefillRole, url: c.URL, base: base, bootstrapPort: c.BootstrapPort, reason: "not asked yet"}
+		if cfg.Contract == Mooncake || cfg.Contract == NIXL && c.BootstrapPort != 0 {
 			s.bootstrap = bootstrapURL(base, c.BootstrapPort, cfg.BootstrapCA != "")
 		}
 		p.balancer.prefill.servers = append(p.balancer.prefill.servers, s)
@@ -85,7 +85,7 @@ func newClient(trust *tls.Config) *http.Client {
 				Enable: true, Idle: 5 * time.Second, Interval: 5 * time.Second, Count: 3}}).DialContext,
 			TLSHandshakeTimeout: 5 * time.Second,
 			TLSClientConfig:     trust,
-			MaxIdleConnsPerHost: 256,
+			MaxIdleConnsPerHost: 1024,
 			// uvicorn closes idle connections after 5 s. A POST that meets such
 			// a close fails and may not be sent again, so we close first.
 			IdleConnTimeout:        3 * time.Second,

@@ -166,7 +166,7 @@ func TestRetryWithARestartedEngine(t *testing.T) {
 	p := newPrefill(t, ok, "old")
 	var ids []any
 	d := newEngine(t, nil)
-	d.Config.Handler = decoderThatKnows(t, "new", d.Config.Handler, &ids)
+	d.Config.Handler = decoderThatKnows(t, "new", d.Config.Handler, &ids, stream(`{"error":{"message":"Internal server error","code":500}}`))
 	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, RefreshInterval: time.Hour, Retries: 2})
 	r.waitReady(t)
 	p.register(t, "new")
@@ -178,8 +178,37 @@ func TestRetryWithARestartedEngine(t *testing.T) {
 	}
 }
 
+// A D that answers an error may lack what P did not send: with the only D there
+// is, another P is worth the attempt.
+func TestRetryWithTheSameDecoder(t *testing.T) {
+	leaktest.Check(t)
+	for name, refusal := range map[string]http.HandlerFunc{
+		"status": status(500, "load failed"),
+		"stream": stream(`{"error":{"message":"Internal server error","code":500}}`),
+	} {
+		p1, p2 := newPrefill(t, ok, "a"), newPrefill(t, ok, "b")
+		var ids []any
+		d := newEngine(t, nil)
+		d.Config.Handler = decoderThatKnows(t, "b", d.Config.Handler, &ids, refusal)
+		r := newRouter(t, Config{Prefill: []Prefill{p1.prefill(t), p2.prefill(t)}, Decode: []string{d.URL}, Retries: 1, Balance: RoundRobin})
+		r.waitAllUp(t)
+		if resp, body := r.post(t, `{}`); resp.StatusCode != 200 || len(ids) != 2 || ids[1] != "b" {
+			t.Errorf("%s: %s %s, D was told of %v", name, resp.Status, body, ids)
+		}
+	}
+}
+
+// A 200 without a byte is no answer, and the client is told so.
+func TestEmptyAnswer(t *testing.T) {
+	leaktest.Check(t)
+	r, _, d := pairOf(t, ok, status(200, ""))
+	if resp, body := r.post(t, `{}`); resp.StatusCode != 503 || !strings.Contains(body, d.URL) || !strings.Contains(body, "with an empty body") {
+		t.Errorf("%s %s", resp.Status, body)
+	}
+}
+
 // decoderThatKnows is a D whose loads fail unless they are from one engine.
-func decoderThatKnows(t *testing.T, engineID string, rest http.Handler, told *[]any) http.Handler {
+func decoderThatKnows(t *testing.T, engineID string, rest http.Handler, told *[]any, refusal http.HandlerFunc) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Method != http.MethodPost {
 			rest.ServeHTTP(w, r)
@@ -196,7 +225,7 @@ func decoderThatKnows(t *testing.T, engineID string, rest http.Handler, told *[]
 			ok(w, r)
 			return
 		}
-		stream(`{"error":{"message":"Internal server error","code":500}}`)(w, r)
+		refusal(w, r)
 	})
 }
 

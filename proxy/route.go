@@ -85,7 +85,7 @@ func (p *Proxy) route(w http.ResponseWriter, client context.Context, r *request)
 	var h history
 	var last *failure
 	for n := 0; ; n++ {
-		a := &attempt{request: r, number: n, transferID: "xfer-" + newUUID()} // not from the client's id, which may come twice
+		a := &attempt{request: r, number: n, transferID: p.cfg.Contract.newTransferID()} // not from the client's id, which may come twice
 		if !p.choose(client, a, &h) {
 			if last == nil {
 				w.Header().Set("Retry-After", "1")

@@ -23,7 +23,7 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	// What P does grows with the prompt.
 	defer a.prefill.begin(1 + int64(a.size)>>10)()
 	began := time.Now()
-	body := a.fields.prefillBody(p.cfg.Contract.toPrefill(a.transferID))
+	body := p.cfg.Contract.prefillBody(a)
 	resp, f := p.send(ctx, a, a.prefill, body)
 	if f != nil {
 		return nil, f
@@ -68,6 +68,15 @@ func readPrefillAnswer(text []byte) (params json.RawMessage, status int, err err
 			FinishReason string `json:"finish_reason"`
 		} `json:"choices"`
 		Params json.RawMessage `json:"kv_transfer_params"`
+		Meta   struct {
+			FinishReason struct {
+				Type    string `json:"type"`
+				Message string `json:"message"`
+			} `json:"finish_reason"`
+		} `json:"meta_info"` // SGLang's /generate
+	}
+	if first, ok := bytes.CutPrefix(text, []byte("data: ")); ok { // a stream, as by the SGLang contract
+		text, _, _ = bytes.Cut(first, []byte("\n\n"))
 	}
 	if json.Unmarshal(text, &a) != nil {
 		return nil, 0, nil // an engine of another kind; its status was good
@@ -80,6 +89,9 @@ func readPrefillAnswer(text []byte) (params json.RawMessage, status int, err err
 		if c.FinishReason == "abort" || c.FinishReason == "error" {
 			return nil, http.StatusInternalServerError, fmt.Errorf("the prefill ended with finish_reason %q", c.FinishReason)
 		}
+	}
+	if a.Meta.FinishReason.Type == "abort" {
+		return nil, http.StatusInternalServerError, fmt.Errorf("the prefill was aborted: %s", shorten([]byte(a.Meta.FinishReason.Message)))
 	}
 	if string(a.Params) == "null" {
 		a.Params = nil
@@ -118,13 +130,7 @@ func readError(raw json.RawMessage) (status int, reason string) {
 // to stream, and an error after them is still one that another engine may mend.
 func (p *Proxy) decode(ctx context.Context, a *attempt, params json.RawMessage) (answer, *failure) {
 	end := a.decode.begin(1)
-	ours := p.cfg.Contract.toDecode(a.prefill, a.transferID, params)
-	var body []byte
-	if p.cfg.Contract == NIXL && params == nil {
-		body = a.fields.with(nil, paramsName)
-	} else {
-		body = a.fields.with(ours)
-	}
+	body := p.cfg.Contract.decodeBody(a, params)
 	resp, f := p.send(ctx, a, a.decode, body)
 	if f != nil {
 		end()

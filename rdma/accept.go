@@ -6,6 +6,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"time"
 
 	"go.uber.org/zap"
 
@@ -59,7 +60,7 @@ func (t *Transport) acceptAt(src *source, p *localPort, offers []laneOffer, list
 
 func (t *Transport) acceptOne(b *bundle, p *localPort, o *laneOffer) (*lane, error) {
 	state := p.state.Load()
-	if !state.up {
+	if !p.usable() {
 		return nil, fmt.Errorf("port %s is not active", p.name)
 	}
 	way := portPath{GRH: o.GRH, LID: o.LID, Remote: gid{Raw: o.GID}}
@@ -75,7 +76,7 @@ func (t *Transport) acceptOne(b *bundle, p *localPort, o *laneOffer) (*lane, err
 	}
 	l.offer = *o
 	if err := l.ready(t.verbsPath(p, way, min(o.MTU, state.mtu), o.QPN, o.PSN, l.psn)); err != nil {
-		l.destroy()
+		l.drop(func() {})
 		return nil, err
 	}
 	return l, nil
@@ -93,10 +94,7 @@ func sortPairs(all []pairOfPorts) {
 
 // portDown retires the lanes of a port, and has P told.
 func (r *receiver) portDown(p *localPort, cause error) {
-	r.mu.Lock()
-	all := slices.Collect(maps.Values(r.sources))
-	r.mu.Unlock()
-	for _, src := range all {
+	for _, src := range r.all() {
 		src.mu.Lock()
 		for _, l := range src.lanes {
 			if l.port == p {
@@ -112,11 +110,30 @@ func (r *receiver) portDown(p *localPort, cause error) {
 	}
 }
 
-func (r *receiver) lanes() (n int) {
+// portUp has P's told that a port has become active, where it would not see by itself:
+// those that have lanes at others, and those that reached no port.
+func (r *receiver) portUp(p *localPort) {
+	for _, src := range r.all() {
+		src.mu.Lock()
+		if len(src.lanes) > 0 || src.cause != nil {
+			if !slices.Contains(src.up, p.index) {
+				src.up = append(src.up, p.index)
+			}
+			src.greetAt, src.backoff = time.Time{}, 0
+			src.greet()
+		}
+		src.mu.Unlock()
+	}
+}
+
+func (r *receiver) all() []*source {
 	r.mu.Lock()
-	all := slices.Collect(maps.Values(r.sources))
-	r.mu.Unlock()
-	for _, src := range all {
+	defer r.mu.Unlock()
+	return slices.Collect(maps.Values(r.sources))
+}
+
+func (r *receiver) lanes() (n int) {
+	for _, src := range r.all() {
 		src.mu.Lock()
 		n += len(src.lanes)
 		src.mu.Unlock()

@@ -128,7 +128,7 @@ func (src *source) join(s *signal) (*reply, error) {
 			src.lanes[o.Lane] = l
 		}
 		if m.lane != nil {
-			m.lane.destroy()
+			m.lane.drop(func() {})
 		}
 		if m.err != nil {
 			out.Error = shorten(m.err.Error())

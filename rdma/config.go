@@ -36,6 +36,10 @@ type Config struct {
 	Idle            time.Duration // rdma_idle_s: queue pairs without a transfer for so long are closed
 	RelaxedOrdering string        // rdma_relaxed_ordering: auto (where the device has it), on (else an error), off
 
+	// Fallback: another transport takes what this one cannot. New makes do with the
+	// devices that take the memory, and where no port is active it waits for one.
+	Fallback bool
+
 	MaxTransfers   int           // max_transfers: expected at a time
 	ConnectTimeout time.Duration // connect_timeout_s: the handshake with a peer, its probes included
 	StallTimeout   time.Duration // stall_timeout_s: a transfer without progress ends

@@ -183,7 +183,7 @@ func (lk *link) sayJoined(why error) error {
 	lk.mu.Unlock()
 	if len(s.Lanes) == 0 {
 		for _, p := range lk.t.ports {
-			if !p.state.Load().up {
+			if !p.usable() {
 				why = allOf(why, fmt.Errorf("port %s is down", p.name))
 			}
 		}
@@ -243,7 +243,7 @@ func newFar(rep *reply) (*far, error) {
 	if len(rep.Secret) != secretSize {
 		return nil, fmt.Errorf("a secret of %d bytes, want %d", len(rep.Secret), secretSize)
 	}
-	f := &far{secret: rep.Secret, ports: map[int]*portInfo{}, tables: map[int]*keyTable{}}
+	f := &far{secret: rep.Secret, ports: map[int]*portInfo{}, tables: map[int]*keyTable{}, scratch: map[int]keyInfo{}}
 	regions := make([]memRange, len(rep.Regions))
 	for i, r := range rep.Regions {
 		regions[i] = memRange(r)
@@ -253,6 +253,9 @@ func newFar(rep *reply) (*far, error) {
 		keys := make([]keyRange, len(d.Keys))
 		for k, key := range d.Keys {
 			keys[k] = keyRange{memRange{key.Base, key.Length}, key.Key}
+		}
+		if d.Scratch.Length < scratchBytes {
+			return nil, fmt.Errorf("device %d of the peer has %d bytes for probes, want %d", i, d.Scratch.Length, scratchBytes)
 		}
 		var err error
 		if tables[i], err = newKeyTable("at the peer", regions, keys); err != nil {
@@ -264,7 +267,7 @@ func newFar(rep *reply) (*far, error) {
 		if p.Device < 0 || p.Device >= len(tables) || f.ports[p.Index] != nil {
 			return nil, fmt.Errorf("port %q is of device %d of %d, or listed twice", p.Name, p.Device, len(tables))
 		}
-		f.ports[p.Index], f.tables[p.Index] = p, tables[p.Device]
+		f.ports[p.Index], f.tables[p.Index], f.scratch[p.Index] = p, tables[p.Device], rep.Devices[p.Device].Scratch
 	}
 	if len(f.ports) == 0 {
 		return nil, errors.New("no port of the peer is active")
@@ -278,26 +281,29 @@ type pairOfPorts struct {
 	local *localPort
 	far   *portInfo
 	path  portPath
+	lanes int // that it lacks
 }
 
-// candidates are pairs of ports without a lane on either side, at most one for
-// each port, the best first: of what has not been tried, nor is paused.
+// candidates are pairs of ports that lack lanes and whose ports have none to others,
+// at most one for each port, the best first: of what has not been tried, nor is paused.
 func (lk *link) candidates(there *far, tried, due map[railKey]bool, causes *[]error) (out []pairOfPorts) {
 	lk.mu.Lock()
 	defer lk.mu.Unlock()
-	localUsed, farUsed := map[int]bool{}, map[int]bool{}
+	localUsed, farUsed, have := map[int]bool{}, map[int]bool{}, map[railKey]int{}
 	for _, l := range lk.lanes {
 		localUsed[l.port.index], farUsed[l.remote] = true, true
+		have[l.railKey()]++
 	}
 	var all []pairOfPorts
 	for _, p := range lk.t.ports {
 		state := p.state.Load()
-		if !state.up || localUsed[p.index] {
+		if !p.usable() {
 			continue
 		}
 		for _, q := range there.ports {
 			key := railKey{p.index, q.Index}
-			if farUsed[q.Index] || tried[key] {
+			lacks := lk.t.cfg.QueuePairs - have[key]
+			if tried[key] || lacks <= 0 || lacks == lk.t.cfg.QueuePairs && (localUsed[p.index] || farUsed[q.Index]) {
 				continue
 			}
 			if r := lk.rails[key]; r != nil && !r.usable() && !due[key] && len(lk.lanes) > 0 {
@@ -309,12 +315,12 @@ func (lk *link) candidates(there *far, tried, due map[railKey]bool, causes *[]er
 				*causes = append(*causes, err)
 				continue
 			}
-			all = append(all, pairOfPorts{key, p, q, way})
+			all = append(all, pairOfPorts{key, p, q, way, lacks})
 		}
 	}
 	sortPairs(all)
 	for _, c := range all {
-		if !localUsed[c.key.local] && !farUsed[c.key.remote] {
+		if have[c.key] > 0 || !localUsed[c.key.local] && !farUsed[c.key.remote] {
 			localUsed[c.key.local], farUsed[c.key.remote], tried[c.key] = true, true, true
 			out = append(out, c)
 		}
@@ -330,6 +336,7 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 	s := &signal{Kind: signalJoin, Ticket: lk.ticket}
 	var lanes []*lane
 	ways := map[*lane]pairOfPorts{}
+	refused, worked := map[railKey]error{}, map[railKey]bool{}
 	bundles := map[*device]*bundle{}
 	for _, c := range pairs {
 		b := bundles[c.local.dev]
@@ -342,7 +349,7 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 			bundles[c.local.dev] = b
 			defer b.seal()
 		}
-		for range t.cfg.QueuePairs {
+		for range c.lanes {
 			l, err := lk.newLane(b, there, c)
 			if err != nil {
 				*causes = append(*causes, err)
@@ -357,17 +364,26 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 		return nil
 	}
 	failed := func(l *lane, err error) {
-		l.destroy()
+		l.drop(func() {})
 		c := ways[l]
 		err = fmt.Errorf("%s to %s (%v): %w", c.local.name, c.far.Name, c.path, err)
 		*causes = append(*causes, err)
-		t.log.Info("rdma rail cannot be used", zap.String("peer", string(lk.peer)), zap.Error(err))
-		lk.update(func(lk *link) { lk.rail(c).fail(time.Now(), err) })
+		t.log.Info("rdma lane cannot be used", zap.String("peer", string(lk.peer)), zap.Error(err))
+		refused[c.key] = err
 	}
+	defer func() { // a rail is paused when none of its lanes works
+		lk.update(func(lk *link) {
+			for _, c := range pairs {
+				if err := refused[c.key]; err != nil && !worked[c.key] {
+					lk.rail(c).fail(time.Now(), err)
+				}
+			}
+		})
+	}()
 	rep, err := t.ask(lk.peer, s, 2*t.cfg.ConnectTimeout/3) // D may look for neighbours that are not there, which takes a second
 	if err != nil && !errors.Is(err, errRefused) {          // which says nothing of the ports
 		for _, l := range lanes {
-			l.destroy()
+			l.drop(func() {})
 		}
 		return err
 	}
@@ -388,7 +404,7 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 		if a.Error != "" {
 			err = fmt.Errorf("at the peer: %s", a.Error)
 		} else if err = l.ready(t.verbsPath(l.port, ways[l].path, o.MTU, a.QPN, a.PSN, l.psn)); err == nil {
-			_, err = l.qp.Post([]verbs.Write{{ID: probeID, Flags: verbs.Signaled}}, nil)
+			err = l.postProbe(there.scratch[l.remote])
 		}
 		if err != nil {
 			failed(l, err)
@@ -404,7 +420,7 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 		case err = <-l.probe:
 		case <-late.C:
 			late.Reset(0)
-			err = fmt.Errorf("nothing gets through within %v", t.cfg.ConnectTimeout)
+			err = fmt.Errorf("%d bytes do not get through within %v", scratchBytes, t.cfg.ConnectTimeout)
 		case <-t.ctx.Done():
 			err = errClosed
 		}
@@ -415,17 +431,29 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 		c := ways[l]
 		lk.update(func(lk *link) {
 			if lk.ended != nil || lk.there != there { // D has ended the connection
-				l.destroy()
+				l.drop(func() {})
 				return
 			}
 			t.log.Info("rdma lane", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.String("from", c.local.name), zap.String("to", c.far.Name), zap.Stringer("path", c.path))
 			lk.rail(c).restored(time.Now())
+			worked[c.key], l.proven = true, true
 			lk.lanes, lk.up = append(lk.lanes, l), true
 			lk.again()
 			lk.watchRest()
 		})
 	}
 	return nil
+}
+
+// postProbe writes nothing, and then as much as the largest packet, to memory that is
+// nobody's: what swallows large packets must be found before a transfer's bytes are.
+func (l *lane) postProbe(to keyInfo) error {
+	from := l.port.dev.memory.Load().scratch
+	_, err := l.qp.Post([]verbs.Write{
+		{ID: probeID, Flags: verbs.Signaled},
+		{ID: bigProbeID, RemoteAddr: to.Base, RemoteKey: to.Key, Pieces: 1, Flags: verbs.Signaled},
+	}, []verbs.SGE{{Addr: from.Addr, Length: scratchBytes, Key: from.LKey}})
+	return err
 }
 
 func (lk *link) newLane(b *bundle, there *far, c pairOfPorts) (*lane, error) {

@@ -61,6 +61,9 @@ func (q *sendQueue[H]) room() (requests int, bytes uint64) {
 // idle says whether nothing is under way.
 func (q *sendQueue[H]) idle() bool { return q.requests == 0 }
 
+// last is the ID of the request that was posted last; 0 before the first.
+func (q *sendQueue[H]) last() uint64 { return q.next - 1 }
+
 // counts are the requests ever posted and the signalled ones among them.
 func (q *sendQueue[H]) counts() (posted, signalled uint64) { return q.next - 1, q.signalled }
 

@@ -1,37 +1,33 @@
 package rdma
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
-	"math"
-	"os"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
-	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// device is an opened RDMA device with the registered memory.
+// device is an opened RDMA device. Its ports can be used once it knows the memory.
 type device struct {
-	index int
+	name  string
 	verbs *verbs.Device
 	pd    *verbs.PD
-	mrs   []*verbs.MR
-	keys  []keyRange // remote keys, for peers
-	local *keyTable
 	ports []*localPort
 	limit writeLimits
+
+	mu     sync.Mutex // held while the memory is registered, and by close
+	closed bool
+	memory atomic.Pointer[memory] // nil: it does not know it
 }
 
-// localPort is a port that may be used.
+// localPort is a port that the configuration selects.
 type localPort struct {
 	dev   *device
 	index int // in the transport's list
@@ -41,9 +37,41 @@ type localPort struct {
 	state atomic.Pointer[portState]
 }
 
+// usable says whether lanes can be made at the port now.
+func (p *localPort) usable() bool { return p.state.Load().up && p.dev.memory.Load() != nil }
+
+// inactive says why the port cannot be used, and the remedy; nil if it is active.
+func (p *localPort) inactive() error {
+	switch s := p.state.Load(); s.is {
+	case verbs.PortActive:
+		return nil
+	case verbs.PortInit, verbs.PortArmed:
+		return fmt.Errorf("port %s is %v, want active: is a subnet manager (opensm) running?", p.name, s.is)
+	default:
+		return fmt.Errorf("port %s is %v, want active: is its cable plugged in and its interface up (ip link set … up)?", p.name, s.is)
+	}
+}
+
+// unusable says why no port can be used now; nil if one can.
+func (t *Transport) unusable() error {
+	var why []error
+	for _, p := range t.ports {
+		if p.usable() {
+			return nil
+		}
+		err := p.inactive()
+		if err == nil {
+			err = fmt.Errorf("port %s: its device has not taken the memory, the log says why", p.name)
+		}
+		why = append(why, err)
+	}
+	return fmt.Errorf("rdma: no port of agent %s can be used now: %w", t.id, allOf(why...))
+}
+
 // portState is what a port was like when it was looked at. It does not change.
 type portState struct {
-	up      bool
+	up      bool // active
+	is      verbs.PortState
 	mtu     int    // bytes
 	speed   uint64 // bytes a second
 	address portAddress
@@ -78,7 +106,6 @@ func (t *Transport) open() error {
 			problems = append(problems, err)
 		}
 		if d != nil {
-			d.index = len(t.devices)
 			t.devices = append(t.devices, d)
 			for _, p := range d.ports {
 				p.index = len(t.ports)
@@ -99,11 +126,19 @@ func (t *Transport) open() error {
 	for _, err := range problems {
 		t.log.Warn("rdma device or port is not used", zap.Error(err))
 	}
-	return t.register()
+	t.memory, err = newRegistry(t.layout)
+	if err == nil {
+		err = t.register()
+	}
+	if err != nil {
+		t.closeDevices()
+		return fmt.Errorf("rdma: %w", err)
+	}
+	return nil
 }
 
-// openDevice opens a device with its selected ports that are active; nil without
-// an error if none is selected.
+// openDevice opens a device with its selected ports, active or not; nil without an
+// error if none is selected.
 func (t *Transport) openDevice(lib *verbs.Library, name string) (_ *device, err error) {
 	any := false
 	for n := 1; n <= 255 && !any; n++ {
@@ -116,7 +151,7 @@ func (t *Transport) openDevice(lib *verbs.Library, name string) (_ *device, err 
 	if err != nil {
 		return nil, err
 	}
-	d := &device{verbs: v}
+	d := &device{name: name, verbs: v}
 	defer func() {
 		if err != nil || len(d.ports) == 0 {
 			err = errors.Join(err, v.Close())
@@ -152,13 +187,6 @@ func (t *Transport) openPort(d *device, n int) (*localPort, error) {
 	if err := t.look(p); err != nil {
 		return nil, err
 	}
-	s := p.state.Load()
-	if !s.up {
-		a, _ := d.verbs.Port(n)
-		return nil, fmt.Errorf("port %s is %v, want active: is its cable plugged in and its interface up (ip link set … up)?", p.name, a.State)
-	}
-	t.log.Info("rdma port", zap.String("port", p.name), zap.Stringer("link", s.address.Link), zap.Int("mtu", s.mtu),
-		zap.Uint64("bytes_per_s", s.speed), zap.String("gids", listGIDs(rankGIDs(s.address.GIDs))))
 	return p, nil
 }
 
@@ -172,157 +200,48 @@ func (t *Transport) look(p *localPort) error {
 	if err != nil {
 		return err
 	}
-	address := portAddress{Name: p.name, Link: linkInfiniBand, LID: a.LID, Index: t.cfg.GIDIndex}
+	up := a.State == verbs.PortActive
+	address := portAddress{Name: p.name, Link: linkInfiniBand, LID: a.LID, Index: t.cfg.GIDIndex, GIDs: gidTable(table)}
 	if a.LinkLayer == verbs.LinkEthernet {
 		address.Link = linkEthernet
 	}
-	for _, g := range table {
-		entry := gid{Index: g.Index, Raw: g.GID, NetDev: g.NetDev, Type: gidIB}
-		switch g.Type {
-		case verbs.GIDRoCEv1:
-			entry.Type = gidRoCEv1
-		case verbs.GIDRoCEv2:
-			entry.Type = gidRoCEv2
-		}
-		address.GIDs = append(address.GIDs, entry)
-	}
-	if address.Link == linkEthernet && t.cfg.GIDIndex >= 0 {
+	if up && address.Link == linkEthernet && t.cfg.GIDIndex >= 0 { // one that is down may lack its addresses
 		if _, err := forceGID(address.GIDs, t.cfg.GIDIndex, p.name); err != nil {
 			return err
 		}
 	}
-	s := &portState{up: a.State == verbs.PortActive, mtu: a.ActiveMTU, speed: a.Speed / 8, address: address}
+	s := &portState{up: up, is: a.State, mtu: a.ActiveMTU, speed: a.Speed / 8, address: address}
 	if t.cfg.MTU > 0 {
 		s.mtu = min(s.mtu, t.cfg.MTU)
 	}
-	p.state.Store(s)
+	if p.state.Swap(s); up {
+		t.log.Info("rdma port", zap.String("port", p.name), zap.Stringer("link", address.Link), zap.Int("mtu", s.mtu),
+			zap.Uint64("bytes_per_s", s.speed), zap.String("gids", listGIDs(rankGIDs(address.GIDs))))
+	}
 	return nil
-}
-
-// register makes the agent's memory known to all devices.
-func (t *Transport) register() (err error) {
-	defer func() {
-		if err != nil {
-			t.closeDevices()
-		}
-	}()
-	began := time.Now()
-	regions := regionRanges(t.layout)
-	whole := mergeRanges(regions, math.MaxUint64)
-	if lock, err := readMemlock(); err == nil {
-		if err := lock.check(rangeBytes(whole) * uint64(len(t.devices))); err != nil {
-			return fmt.Errorf("rdma: %w", err)
-		}
-	}
-	if err := pretouch(whole, touching); err != nil {
-		return fmt.Errorf("rdma: %w", err)
-	}
-	touched := time.Now()
-	t.place(whole)
-	access := verbs.LocalWrite | verbs.RemoteWrite
-	errs := make([]error, len(t.devices))
-	var wg sync.WaitGroup
-	for i, d := range t.devices {
-		wg.Go(func() { errs[i] = d.register(regions, access, t.cfg.RelaxedOrdering) })
-	}
-	wg.Wait()
-	if err := allOf(errs...); err != nil {
-		return fmt.Errorf("rdma: %w", err)
-	}
-	t.log.Info("rdma memory registered", zap.Uint64("bytes", rangeBytes(whole)), zap.Int("ranges", len(t.devices[0].keys)), zap.Int("devices", len(t.devices)),
-		zap.Duration("touching", touched.Sub(began)), zap.Duration("registering", time.Since(touched)))
-	return nil
-}
-
-const (
-	touching   = 8 // goroutines that have the kernel give pages their memory
-	registrars = 4 // goroutines that register ranges with one device
-)
-
-// place says how near each port is to the memory, which most often is of one NUMA
-// node: that of the largest range.
-func (t *Transport) place(whole []memRange) {
-	if len(whole) == 0 {
-		return
-	}
-	memory := memoryPlace(slices.MaxFunc(whole, func(a, b memRange) int { return cmp.Compare(a.Length, b.Length) }))
-	for _, p := range t.ports {
-		p.near = farUnknown
-		if at, err := devicePlace(os.DirFS("/sys"), p.dev.verbs.Info().Name); err == nil {
-			p.near = at.distanceTo(memory)
-			t.log.Info("rdma port and memory", zap.String("port", p.name), zap.Stringer("at", at), zap.Stringer("memory", memory), zap.Stringer("distance", p.near))
-		}
-	}
-}
-
-func (d *device) register(regions []memRange, access verbs.Access, order string) error {
-	switch {
-	case order == OrderRelaxed && !d.verbs.Attr().RelaxedOrdering:
-		return fmt.Errorf("device %s has no relaxed ordering, which rdma_relaxed_ordering demands: set it to auto", d.verbs.Info().Name)
-	case order != OrderStrict:
-		access |= verbs.RelaxedOrdering
-	}
-	ranges := mergeRanges(regions, d.verbs.Attr().MaxMRSize)
-	mrs, errs := make([][]*verbs.MR, len(ranges)), make([]error, len(ranges))
-	var wg sync.WaitGroup
-	var next atomic.Int64
-	for range min(registrars, len(ranges)) {
-		wg.Go(func() {
-			for i := int(next.Add(1)) - 1; i < len(ranges); i = int(next.Add(1)) - 1 {
-				if mrs[i], errs[i] = d.registerRange(ranges[i], access); errs[i] != nil {
-					next.Store(int64(len(ranges))) // the others would fail too
-				}
-			}
-		})
-	}
-	wg.Wait()
-	var local []keyRange
-	for _, mr := range slices.Concat(mrs...) {
-		r := memRange{mr.Addr, mr.Length}
-		d.mrs = append(d.mrs, mr)
-		local, d.keys = append(local, keyRange{r, mr.LKey}), append(d.keys, keyRange{r, mr.RKey})
-	}
-	if err := allOf(errs...); err != nil {
-		return err
-	}
-	var err error
-	d.local, err = newKeyTable("here", regions, local)
-	return err
-}
-
-// leastSplit is the size below which a range that cannot be registered is not cut.
-const leastSplit = 256 << 20
-
-// registerRange registers a range, in halves where the device's driver takes less
-// at once than the device says.
-func (d *device) registerRange(r memRange, access verbs.Access) ([]*verbs.MR, error) {
-	mr, err := d.pd.Register(uintptr(r.Base), r.Length, access)
-	if err == nil {
-		return []*verbs.MR{mr}, nil
-	}
-	if r.Length < 2*leastSplit || !errors.Is(err, syscall.ENOMEM) && !errors.Is(err, syscall.E2BIG) {
-		return nil, err
-	}
-	half := r.Length / 2 &^ (2<<20 - 1)
-	mrs, err := d.registerRange(memRange{r.Base, half}, access)
-	if err == nil {
-		var rest []*verbs.MR
-		rest, err = d.registerRange(memRange{r.Base + half, r.Length - half}, access)
-		mrs = append(mrs, rest...)
-	}
-	return mrs, err // those that there are, to be closed
 }
 
 // describe is what P must know to write to us.
 func (t *Transport) describe() *reply {
 	rep := &reply{}
+	indexes := map[*device]int{}
 	for _, p := range t.ports {
-		s := p.state.Load()
-		if !s.up {
+		s, m := p.state.Load(), p.dev.memory.Load()
+		if !s.up || m == nil {
 			continue
 		}
+		index, listed := indexes[p.dev]
+		if !listed {
+			index = len(rep.Devices)
+			indexes[p.dev] = index
+			keys := deviceKeys{Scratch: keyInfo{m.scratch.Addr, m.scratch.Length, m.scratch.RKey}}
+			for _, k := range m.keys {
+				keys.Keys = append(keys.Keys, keyInfo{k.Base, k.Length, k.Key})
+			}
+			rep.Devices = append(rep.Devices, keys)
+		}
 		a := &s.address
-		info := portInfo{Index: p.index, Device: p.dev.index, Name: p.name, Link: uint8(a.Link), LID: a.LID, GRH: a.GRH, MTU: s.mtu, Speed: s.speed, Forced: a.Index}
+		info := portInfo{Index: p.index, Device: index, Name: p.name, Link: uint8(a.Link), LID: a.LID, GRH: a.GRH, MTU: s.mtu, Speed: s.speed, Forced: a.Index}
 		gids := a.GIDs
 		if a.Index < 0 {
 			gids = rankGIDs(gids)
@@ -335,14 +254,7 @@ func (t *Transport) describe() *reply {
 		}
 		rep.Ports = append(rep.Ports, info)
 	}
-	for _, d := range t.devices {
-		var keys deviceKeys
-		for _, k := range d.keys {
-			keys.Keys = append(keys.Keys, keyInfo{k.Base, k.Length, k.Key})
-		}
-		rep.Devices = append(rep.Devices, keys)
-	}
-	for _, r := range regionRanges(t.layout) {
+	for _, r := range t.memory.regions {
 		rep.Regions = append(rep.Regions, span(r))
 	}
 	return rep
@@ -372,17 +284,32 @@ func (t *Transport) events(d *device) {
 			switch {
 			case e.Type == verbs.EventDeviceFatal, e.Type == verbs.EventPortError && e.Port == p.num:
 				s := *p.state.Load()
-				s.up = false
+				s.up, s.is = false, verbs.PortDown
 				p.state.Store(&s)
 				cause := fmt.Errorf("rdma: port %s: %v", p.name, e.Type)
 				t.sender.portDown(p, cause)
 				t.receiver.portDown(p, cause)
 			case e.Port == p.num && (e.Type == verbs.EventPortActive || e.Type == verbs.EventGIDChange || e.Type == verbs.EventLIDChange):
-				if err := t.look(p); err != nil {
-					t.log.Warn("rdma port cannot be read", zap.Error(err))
-				}
+				t.returned(p)
 			}
 		}
+	}
+}
+
+// returned looks at a port of which the device says that it is active, or has another
+// address, and tries it at once.
+func (t *Transport) returned(p *localPort) {
+	err := t.look(p)
+	if err == nil && p.state.Load().up {
+		err = t.registerLate(p.dev)
+	}
+	switch {
+	case t.ctx.Err() != nil:
+	case err != nil:
+		t.log.Warn("rdma port is not used", zap.String("port", p.name), zap.Error(err))
+	case p.usable():
+		t.sender.portUp(p)
+		t.receiver.portUp(p)
 	}
 }
 
@@ -391,15 +318,21 @@ func (t *Transport) closeDevices() error {
 	for _, d := range t.devices {
 		errs = append(errs, d.close())
 	}
-	t.devices, t.ports = nil, nil
-	return errors.Join(errs...)
+	err := errors.Join(errs...)
+	if err == nil && t.memory.scratch != nil { // else a device may know it still
+		err = unix.Munmap(t.memory.scratch)
+	}
+	return err
 }
 
 // close gives a device back; its queue pairs are gone.
 func (d *device) close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.closed = true
 	var errs []error
-	for _, mr := range d.mrs {
-		errs = append(errs, mr.Close())
+	if m := d.memory.Load(); m != nil {
+		errs = append(errs, m.close())
 	}
 	if d.pd != nil {
 		errs = append(errs, d.pd.Close())

@@ -173,3 +173,66 @@ func TestReplacedReceiver(t *testing.T) {
 		})
 	}
 }
+
+// TestPortUpLater: a port that is down when the agents are opened is used once it is
+// up; until one is, the error says so.
+func TestPortUpLater(t *testing.T) {
+	needsMachine(t)
+	leaktest.Check(t)
+	for i := range rails() {
+		cutLink(t, i)
+	}
+	b, cfg := newBoard(), rdma.DefaultConfig()
+	cfg.Fallback = true
+	p, d := b.openOn(t, "prefill", newMemory(t), cfg), b.openOn(t, "decode", newMemory(t), cfg)
+	ticket, err := p.tr.Admit(d.id)
+	if err == nil {
+		err = d.tr.Connect(p.id, p.tr.Endpoint(), ticket)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	wants(t, d.usable(p), "rxe0:1", "ip link set")
+	for i := range rails() {
+		start, n := time.Now(), i*1000
+		for setLink(t, i, true); packets(t, i) < 100; {
+			if time.Since(start) > patience {
+				t.Fatalf("rail %d is up and not used after %v", i, patience)
+			}
+			if i == 0 {
+				d.again(p)
+			}
+			n++
+			begin(p, d, n, poolBlocks/4).well()
+		}
+		t.Logf("measured: rail %d is used %v after it came up", i, time.Since(start).Round(time.Millisecond))
+	}
+}
+
+// TestQueuePairReplaced: a rail that has lost one of its queue pairs gets another.
+func TestQueuePairReplaced(t *testing.T) {
+	needsMachine(t)
+	leaktest.Check(t)
+	p, d := pair(t, rdma.DefaultConfig())
+	n := 1
+	begin(p, d, n, 64).well()
+	lanes := func() uint64 { return p.tr.Counters()["lanes"] }
+	// Usable is told before all are made.
+	want, start := uint64(2*rails()), time.Now()
+	await := func(what string, is func() bool) {
+		t.Helper()
+		for !is() {
+			if time.Since(start) > patience {
+				t.Fatalf("%s: %d lanes of %d after %v", what, lanes(), want, patience)
+			}
+			n++
+			begin(p, d, n, poolBlocks/4).well()
+		}
+	}
+	await("all are made", func() bool { return lanes() == want })
+	if k, err := p.tr.BreakSending(1); err != nil || k != 1 {
+		t.Fatalf("%d queue pairs broken: %v", k, err)
+	}
+	await("one breaks", func() bool { return lanes() < want })
+	await("it is replaced", func() bool { return lanes() == want })
+}

@@ -10,9 +10,14 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// drainBound is how long P may take to hear that transfers were revoked, and
-// again to say that nothing of them is on its way. Then its lanes are cut.
+// drainBound is how long P may take, from the revoke on, to hear that a transfer was
+// revoked and to say that nothing of it is on its way. Then its lanes are cut, which
+// takes flushBound at most, and where the device does not give back what was posted the
+// time that the kernel needs to destroy a queue pair.
 const drainBound = time.Second
+
+// leastAsk is what a signal gets of that at least: the ones before may have taken all.
+const leastAsk = drainBound / 10
 
 // maxDrain bounds the transfers that one signal names.
 const maxDrain = 4096
@@ -47,7 +52,7 @@ func (src *source) revoke(e *expect) {
 	if e.ended {
 		return // its outcome is about to be told
 	}
-	e.ended = true
+	e.ended, e.patience = true, time.Now().Add(drainBound)
 	if len(src.lanes) == 0 && len(src.dying) == 0 {
 		src.fenced(e) // a lane that is joined later comes with the news
 		return
@@ -84,7 +89,7 @@ func (src *source) drain() {
 		for _, e := range list {
 			s.Seqs = append(s.Seqs, e.grant.seq)
 		}
-		rep, err := src.r.t.ask(src.peer, s, drainBound)
+		rep, err := src.r.t.ask(src.peer, s, max(time.Until(list[0].patience), leastAsk)) // the first has waited longest
 		if err != nil {
 			src.r.t.log.Warn("rdma: a peer does not say that it has stopped writing; its lanes are cut", zap.String("peer", string(src.peer)), zap.Error(err))
 			src.cutOff(list)
@@ -110,7 +115,7 @@ func (src *source) drain() {
 
 // await gives P its time to end what was on its way.
 func (src *source) await(list []*expect) {
-	late := time.NewTimer(drainBound)
+	late := time.NewTimer(time.Until(list[0].patience))
 	defer late.Stop()
 	for _, e := range list {
 		select {

@@ -8,6 +8,8 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
 // linkLayer of a port.
@@ -57,6 +59,23 @@ type gid struct {
 	Raw    [16]byte
 	Type   gidType
 	NetDev string // the network interface whose address it is; empty if unknown
+}
+
+// gidTable is what a device says of a port's table.
+func gidTable(entries []verbs.GID) []gid {
+	table := make([]gid, len(entries))
+	for i, e := range entries {
+		table[i] = gid{Index: e.Index, Raw: e.GID, NetDev: e.NetDev}
+		switch e.Type {
+		case verbs.GIDInfiniBand:
+			table[i].Type = gidIB
+		case verbs.GIDRoCEv1:
+			table[i].Type = gidRoCEv1
+		case verbs.GIDRoCEv2:
+			table[i].Type = gidRoCEv2
+		}
+	}
+	return table
 }
 
 // addr is the GID as an IP address, which it is in RoCE; IPv4-mapped is IPv4.

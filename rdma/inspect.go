@@ -13,6 +13,7 @@ import (
 // Report is what this process sees of RDMA, for people and for their tools.
 type Report struct {
 	Available bool           `json:"available"`         // a port can be used
+	Later     bool           `json:"later,omitempty"`   // none can, but one that is not active could: with transport auto, once it is
 	Problem   string         `json:"problem,omitempty"` // why none can, and the remedy
 	Memlock   Memlock        `json:"memlock"`
 	Devices   []DeviceReport `json:"devices"`
@@ -52,6 +53,7 @@ type PortReport struct {
 	LID       uint16      `json:"lid,omitempty"`
 	Address   string      `json:"address,omitempty"` // that is preferred, and why
 	GIDs      []GIDReport `json:"gids,omitempty"`    // those that can be used, the best first; then the others
+	waits     bool        // it is not active
 }
 
 // GIDReport is an entry of a port's table.
@@ -96,17 +98,19 @@ func Inspect(cfg Config) Report {
 		}
 		for _, p := range d.Ports {
 			r.Available = r.Available || p.Usable
+			r.Later = r.Later || p.waits && d.Problem == ""
 			if p.Problem != "" {
 				problems = append(problems, fmt.Sprintf("%s:%d: %s", d.Name, p.Number, p.Problem))
 			}
 		}
 	}
 	if missing := cfg.Missing(names); len(missing) > 0 {
-		r.Available = false // an agent with this configuration does not start
+		r.Available, r.Later = false, false // an agent with this configuration does not start
 		r.Problem = fmt.Sprintf("rdma_devices has %q, which no device fits: there are %s", missing, strings.Join(names, ", "))
 	} else if !r.Available {
 		r.Problem = "no port can be used: " + strings.Join(problems, "; ")
 	}
+	r.Later = r.Later && !r.Available
 	return r
 }
 
@@ -139,7 +143,7 @@ func inspectDevice(cfg *Config, lib *verbs.Library, info verbs.DeviceInfo) Devic
 			p = inspectPort(cfg, info.Name, port, table, err)
 		}
 		if selected := cfg.Selects(info.Name, n); !selected {
-			p.Usable, p.Problem = false, "rdma_devices and rdma_deny leave it out"
+			p.Usable, p.waits, p.Problem = false, false, "rdma_devices and rdma_deny leave it out"
 		} else {
 			r.Selected = true
 		}
@@ -153,18 +157,7 @@ func inspectDevice(cfg *Config, lib *verbs.Library, info verbs.DeviceInfo) Devic
 func inspectPort(cfg *Config, device string, port verbs.Port, entries []verbs.GID, gidErr error) PortReport {
 	r := PortReport{Number: port.Number, State: port.State.String(), LinkLayer: port.LinkLayer.String(), Speed: port.Speed, MTU: port.ActiveMTU, LID: port.LID}
 	name := fmt.Sprintf("%s:%d", device, port.Number)
-	table := make([]gid, len(entries))
-	for i, e := range entries {
-		table[i] = gid{Index: e.Index, Raw: e.GID, NetDev: e.NetDev}
-		switch e.Type {
-		case verbs.GIDInfiniBand:
-			table[i].Type = gidIB
-		case verbs.GIDRoCEv1:
-			table[i].Type = gidRoCEv1
-		case verbs.GIDRoCEv2:
-			table[i].Type = gidRoCEv2
-		}
-	}
+	table := gidTable(entries)
 	chosen, why, err := -1, "", gidErr
 	ranked := rankGIDs(table)
 	if err == nil && port.LinkLayer == verbs.LinkEthernet {
@@ -187,9 +180,10 @@ func inspectPort(cfg *Config, device string, port verbs.Port, entries []verbs.GI
 		}
 		why = fmt.Sprintf("LID %d", port.LID)
 	}
+	r.waits = port.State != verbs.PortActive
 	switch {
 	case port.State == verbs.PortDown:
-		r.Problem = "the port is down: check the cable, and for RoCE that its network interface is up (ip link set … up)"
+		r.Problem = "the port is down, and is used once it is active: check the cable, and for RoCE that its network interface is up (ip link set … up)"
 	case port.State == verbs.PortInit || port.State == verbs.PortArmed:
 		r.Problem = fmt.Sprintf("the port is %v: is a subnet manager (opensm) running?", port.State)
 	case port.State != verbs.PortActive:

@@ -45,6 +45,9 @@ func TestInspectPort(t *testing.T) {
 		cfg := DefaultConfig()
 		cfg.GIDIndex = c.index
 		r := inspectPort(&cfg, "mlx5_0", c.port, c.gids, c.err)
+		if r.waits != (what == "down" || what == "armed") {
+			t.Errorf("%s: it is waited for: %v", what, r.waits)
+		}
 		if r.Usable != (c.address != "") || !strings.Contains(r.Address, c.address) || !strings.Contains(r.Problem, c.problem) || (r.Problem == "") != r.Usable {
 			t.Errorf("%s: %+v", what, r)
 		}

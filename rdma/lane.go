@@ -30,14 +30,20 @@ type lane struct {
 	spent   int // of them since the last refill
 	pinging bool
 	retired bool
+	still   chan struct{} // closed when it is retired and has given back all receives: nothing of it lands
 
 	// P's end, guarded by its link.
-	link  *link
-	queue *sendQueue[*job]
-	jobs  []*job // whose requests are not all posted; the first is next
-	rail  *rail
-	keys  *keyTable  // D's memory by its port
-	probe chan error // what came of the first write
+	link    *link
+	queue   *sendQueue[*job]
+	jobs    []*job // whose requests are not all posted; the first is next
+	rail    *rail
+	keys    *keyTable      // D's memory by its port
+	probe   chan error     // what came of the first writes
+	reached bool           // the one without bytes has come through
+	proven  bool           // both have
+	broken  bool           // its link has it no more
+	looks   int            // in a row, at which something was under way and nothing had completed since the one before
+	reads   map[*write]int // once it is broken: requests that may still read a write's blocks
 }
 
 // laneExtra are the requests of a lane beyond its depth: probes and pings.
@@ -45,9 +51,10 @@ const laneExtra = 2
 
 // IDs of completions that are not a write's.
 const (
-	receiveID = 1 << 63
-	pingID    = 1 << 62
-	probeID   = 1 << 61
+	receiveID  = 1 << 63
+	pingID     = 1 << 62
+	probeID    = 1 << 61
+	bigProbeID = 1 << 60
 )
 
 // bundle is a completion queue and the lanes that were made with it, at one time
@@ -90,7 +97,8 @@ func (b *bundle) add(id uint32, p *localPort, remote int, caps verbs.Caps) (*lan
 	if err != nil {
 		return nil, err
 	}
-	l := &lane{id: id, b: b, port: p, remote: remote, qp: qp, psn: rand.Uint32N(1 << 24), dead: make(chan struct{}), probe: make(chan error, 1)}
+	l := &lane{id: id, b: b, port: p, remote: remote, qp: qp, psn: rand.Uint32N(1 << 24), dead: make(chan struct{}), still: make(chan struct{}),
+		probe: make(chan error, 1), reads: map[*write]int{}}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.lanes[qp.Number()] = l
@@ -110,22 +118,39 @@ func (b *bundle) seal() {
 
 // destroy ends a lane for good: when it returns nothing of it moves or lands.
 func (l *lane) destroy() {
-	l.once.Do(func() {
-		if err := l.qp.Destroy(); err != nil {
-			l.b.t.log.Error("rdma queue pair cannot be destroyed", zap.Error(err))
-			_ = l.qp.ToError()
-		}
-		close(l.dead)
-		b := l.b
-		b.mu.Lock()
-		b.open--
-		last := b.whole && b.open == 0
-		b.mu.Unlock()
-		if last {
-			b.cq.Interrupt()
-		}
-	})
+	l.once.Do(l.end)
 	<-l.dead
+}
+
+func (l *lane) end() {
+	if err := l.qp.Destroy(); err != nil {
+		l.b.t.log.Error("rdma queue pair cannot be destroyed", zap.Error(err))
+		_ = l.qp.ToError()
+	}
+	close(l.dead)
+	b := l.b
+	b.mu.Lock()
+	b.open--
+	last := b.whole && b.open == 0
+	b.mu.Unlock()
+	if last {
+		b.cq.Interrupt()
+	}
+}
+
+// drop puts a lane into error, which is quick, and has a goroutine destroy it and call
+// then, unless the transport is closing, where nobody needs it: the kernel may take
+// seconds where a neighbour does not answer.
+func (l *lane) drop(then func()) {
+	if err := l.qp.ToError(); err != nil {
+		l.b.t.log.Debug("rdma queue pair cannot be stopped, only destroyed", zap.Error(err))
+	}
+	if !l.b.t.goRun("rdma destroy", func() {
+		l.destroy()
+		then()
+	}) {
+		l.destroy()
+	}
 }
 
 // spins are the polls without a result before the queue is armed: a peer that

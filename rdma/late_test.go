@@ -189,7 +189,7 @@ func TestKeyGone(t *testing.T) {
 	connect(t, d, p)
 	usable(t, d, p)
 	for _, dev := range d.tr.devices {
-		for _, mr := range dev.mrs {
+		for _, mr := range dev.memory.Load().mrs {
 			if err := mr.Close(); err != nil {
 				t.Fatal(err)
 			}
@@ -292,4 +292,121 @@ func TestJoinInDismiss(t *testing.T) {
 	if !errors.Is(err, errRefused) {
 		t.Errorf("a dismissed peer may join: %v", err)
 	}
+}
+
+// holdDestroys has the destruction of all lanes that there are take until release.
+func (s *agent) holdDestroys() (release func()) {
+	var all []*lane
+	if lk := s.tr.sender.links["d"]; lk != nil {
+		lk.mu.Lock()
+		all = append(all, lk.lanes...)
+		lk.mu.Unlock()
+	}
+	if src := s.tr.receiver.sources["p"]; src != nil {
+		src.mu.Lock()
+		for _, l := range src.lanes {
+			all = append(all, l)
+		}
+		src.mu.Unlock()
+	}
+	let := make(chan struct{})
+	for _, l := range all {
+		held := make(chan struct{})
+		go l.once.Do(func() {
+			close(held)
+			<-let
+			l.end()
+		})
+		<-held
+	}
+	return sync.OnceFunc(func() { close(let) })
+}
+
+// TestSlowDestroy: the kernel takes its time to destroy queue pairs. What was on them
+// goes on by others, and ends, and a revoke is through, long before.
+func TestSlowDestroy(t *testing.T) {
+	needsRDMA(t)
+	c := newControl()
+	const n = 160
+	p, d := start(t, c, "p", n, nil), start(t, c, "d", n, nil)
+	connect(t, d, p)
+	usable(t, d, p)
+	p.paint(1, 0, n)
+	grant := d.expect("t", p, 0, n)
+	d.expect("revoked", p, 0, 1)
+	for _, s := range []*agent{p, d} {
+		release := s.holdDestroys()
+		defer release()
+	}
+	p.write("t", d, grant, 0, 0, n)
+	d.landed(0, n, false)
+	p.breakAll()
+	if o := p.rec.Wait("written", "t", 1); o.Err != nil && !errors.Is(o.Err, core.ErrNotExpected) { // D may have had all of it
+		t.Errorf("written: %v", o.Err)
+	}
+	if o := d.rec.Wait("received", "t", 1); o.Err != nil {
+		t.Errorf("received: %v", o.Err)
+	}
+	d.has(1, 0, n)
+	d.breakAll()
+	d.tr.Revoke("revoked")
+}
+
+// TestProbe: what a lane is probed with carries bytes, into memory that is nobody's.
+func TestProbe(t *testing.T) {
+	needsRDMA(t)
+	c := newControl()
+	p, d := start(t, c, "p", 1, nil), start(t, c, "d", 1, nil)
+	for i := range p.tr.memory.scratch {
+		p.tr.memory.scratch[i] = 0x5A
+	}
+	connect(t, d, p)
+	usable(t, d, p)
+	for i, b := range d.tr.memory.scratch {
+		if b != 0x5A {
+			t.Fatalf("byte %d of %d that a probe should have carried is %#x", i, scratchBytes, b)
+		}
+	}
+	d.untouched("a probe", 0, 1)
+}
+
+// TestReceiversPortReturns: P hears that a port of D is active again, and tries it at
+// once, though it had given it up for long.
+func TestReceiversPortReturns(t *testing.T) {
+	needsRDMA(t)
+	c := newControl()
+	p, d := start(t, c, "p", 1, nil), start(t, c, "d", 1, nil)
+	if len(p.tr.ports) < 2 {
+		t.Skip("needs two devices: rxe-vm --rails 2")
+	}
+	connect(t, d, p)
+	usable(t, d, p)
+	lk := p.tr.sender.link(d.id)
+	at := func() (n int) {
+		lk.mu.Lock()
+		defer lk.mu.Unlock()
+		for _, l := range lk.lanes {
+			if l.port == p.tr.ports[0] {
+				n++
+			}
+		}
+		return n
+	}
+	soon(t, "lanes at the first port", func() bool { return at() == p.tr.cfg.QueuePairs })
+	lk.update(func(lk *link) {
+		for _, r := range lk.rails {
+			r.pause, r.upSince = longPause, time.Now()
+		}
+	})
+	p.breakPort()
+	soon(t, "D has ended its side", func() bool {
+		lk.mu.Lock()
+		defer lk.mu.Unlock()
+		return len(lk.lost) == 0 && !lk.mends
+	})
+	if n := at(); n != 0 {
+		t.Fatalf("%d lanes are at a port that is given up", n)
+	}
+	d.tr.receiver.portUp(d.tr.ports[0])
+	soon(t, "lanes at the port that is active again", func() bool { return at() == p.tr.cfg.QueuePairs })
 }

@@ -32,7 +32,8 @@ type link struct {
 	bySeq  map[uint64]*write
 	grants grants
 
-	wanted  bool     // D has asked for lanes
+	met     bool     // D has asked for lanes before
+	wanted  bool     // lanes are to be made
 	resync  bool     // D is to be asked which grants are alive
 	mends   bool     // a goroutine connects, or asks what of lost lanes has arrived
 	held    []uint64 // drained, but D has lost lanes to end before it can be told
@@ -41,7 +42,8 @@ type link struct {
 
 	used  time.Time // when something was written last
 	sleep *time.Timer
-	rest  bool // the lanes are closed because nothing was written for long
+	rest  bool        // the lanes are closed because nothing was written for long
+	looks *time.Timer // while something is under way: do the lanes complete something?
 
 	// What update leaves to be done without the lock.
 	outcomes []*write
@@ -57,9 +59,10 @@ type railKey struct{ local, remote int }
 
 // far is what D has said of itself. It does not change.
 type far struct {
-	secret []byte
-	ports  map[int]*portInfo
-	tables map[int]*keyTable // by device
+	secret  []byte
+	ports   map[int]*portInfo
+	tables  map[int]*keyTable // by port, as the next
+	scratch map[int]keyInfo
 }
 
 // grants says which of D's grants are dead.
@@ -240,7 +243,7 @@ func (lk *link) assign(j *job, l *lane) {
 // pump posts what there is room for, a chain for each job in turn, so that a
 // small transfer does not stand behind a large one.
 func (lk *link) pump(l *lane) {
-	if l.rail == nil || l.isDead() {
+	if l.rail == nil || l.broken {
 		return
 	}
 	for len(l.jobs) > 0 {
@@ -262,7 +265,7 @@ func (lk *link) pump(l *lane) {
 		}
 		limit := l.port.dev.limit
 		limit.maxBytes = bytes
-		k, pieces, carried, done, err := j.cursor.fill(lk.chain[n:min(room, maxChain)], lk.pieces[:], l.port.dev.local, l.keys, limit)
+		k, pieces, carried, done, err := j.cursor.fill(lk.chain[n:min(room, maxChain)], lk.pieces[:], l.port.dev.memory.Load().local, l.keys, limit)
 		if err != nil {
 			lk.fail(j.w, fmt.Errorf("rdma: transfer %q: %w", string(j.w.op.ID), err))
 			continue
@@ -270,6 +273,7 @@ func (lk *link) pump(l *lane) {
 		n += k
 		l.queue.posting(j, lk.chain[:n], lk.pieces[:pieces], done)
 		l.rail.begin(time.Now(), carried)
+		lk.watchLanes()
 		j.flight += n
 		j.w.flight += n
 		lk.t.posted(lk.chain[:n])
@@ -312,7 +316,8 @@ func (lk *link) fail(w *write, cause error) {
 	lk.settle(w)
 }
 
-// settle ends a write that has nothing more to do.
+// settle ends a write that has nothing more to do. Its outcome waits for lanes that
+// broke, which may still read its blocks.
 func (lk *link) settle(w *write) {
 	if w.over || w.flight > 0 || w.cause == nil && (w.left > 0 || w.jobs == nil) {
 		return
@@ -331,7 +336,9 @@ func (lk *link) settle(w *write) {
 			lk.drained = append(lk.drained, w.grant.seq)
 		}
 	}
-	lk.outcomes = append(lk.outcomes, w)
+	if w.reads == 0 {
+		lk.outcomes = append(lk.outcomes, w)
+	}
 }
 
 // kill: a grant is used up, or revoked.
@@ -399,82 +406,6 @@ func (lk *link) tellDrained() {
 	}
 }
 
-// breakLane gives a lane up, and its rail for a while.
-func (lk *link) breakLane(l *lane, cause error) {
-	if !lk.remove(l) {
-		return
-	}
-	lk.t.log.Warn("rdma lane broke", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.Error(cause))
-	lk.broke = cause
-	l.rail.fail(time.Now(), cause)
-	lk.flush(l)
-}
-
-// flush: what was on a lane waits until D has said what arrived.
-func (lk *link) flush(l *lane) {
-	now := time.Now()
-	lk.lost = append(lk.lost, l.id)
-	for {
-		b, ok := l.queue.flush()
-		if !ok {
-			break
-		}
-		l.rail.lose(now, b.Bytes)
-		b.Owner.flight -= b.Requests
-		b.Owner.w.flight -= b.Requests
-	}
-	for w := range lk.writes {
-		for _, j := range w.jobs {
-			if j.lane == l && !j.done {
-				j.lane, j.lost = nil, true
-				j.breaks++
-			}
-		}
-		lk.settle(w)
-	}
-}
-
-// remove destroys a lane, so that it reads nothing any more.
-func (lk *link) remove(l *lane) bool {
-	for i := range lk.lanes {
-		if lk.lanes[i] == l {
-			lk.lanes = append(lk.lanes[:i:i], lk.lanes[i+1:]...)
-			l.destroy()
-			return true
-		}
-	}
-	return false
-}
-
-func (l *lane) isDead() bool {
-	select {
-	case <-l.dead:
-		return true
-	default:
-		return false
-	}
-}
-
-// arrived takes D's word on what had come by the lanes that broke; it has ended
-// them. The rest is written again.
-func (lk *link) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
-	if len(rep.Arrived) != len(seqs) {
-		return fmt.Errorf("agent %s answers for %d transfers, it was asked for %d", lk.peer, len(rep.Arrived), len(seqs))
-	}
-	lk.confirmed(lanes)
-	lk.told(rep)
-	for i, seq := range seqs {
-		if w := lk.bySeq[seq]; w != nil {
-			for _, j := range w.jobs {
-				if j.lost && rep.Arrived[i]>>j.index&1 == 1 {
-					lk.finish(j)
-				}
-			}
-		}
-	}
-	return nil
-}
-
 // told takes D's word of which grants are alive. A D without lanes revokes without
 // a word: what waits to be written again learns it by this.
 func (lk *link) told(rep *reply) {
@@ -490,58 +421,6 @@ func errRevoked(w *write) error {
 	return fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected)
 }
 
-// maxBreaks is how many lanes may break under a part before its transfer is given
-// up: what no lane carries (a path that swallows large packets, a key that D does
-// not know any more) must end.
-const maxBreaks = 8
-
-// again gives jobs without a lane to those that there are, once D has ended the
-// lanes that they were on.
-func (lk *link) again() {
-	if len(lk.lanes) == 0 || len(lk.lost) > 0 {
-		return
-	}
-	n := 0
-	for w := range lk.writes {
-		if len(lk.lanes) == 0 { // the last one broke as something was posted
-			return
-		}
-		if w.jobs == nil {
-			lk.begin(w)
-			continue
-		}
-		for _, j := range w.jobs {
-			if j.lost && j.breaks >= maxBreaks {
-				lk.fail(w, fmt.Errorf("rdma: transfer %q: %d queue pairs broke under a part of it, the last: %w: %w", string(w.op.ID), j.breaks, lk.broke, core.ErrConnectionLost))
-			}
-			if j.lost && w.cause == nil {
-				j.cursor.rewind()
-				lk.assign(j, lk.lanes[n%len(lk.lanes)])
-				n++
-			}
-		}
-	}
-	for _, l := range append([]*lane(nil), lk.lanes...) {
-		lk.pump(l)
-	}
-}
-
-// lose ends the way to D, as far as it is known here; D may come back.
-func (lk *link) lose(cause error) {
-	for _, l := range append([]*lane(nil), lk.lanes...) {
-		lk.remove(l)
-		lk.flush(l)
-	}
-	lk.there = nil
-	for w := range lk.writes {
-		lk.fail(w, cause)
-	}
-	if lk.up {
-		lk.up, lk.fell = false, cause
-	}
-	lk.wanted = false
-}
-
 // end closes a link for good, and tells D.
 func (lk *link) end(cause error, why string) {
 	lk.update(func(lk *link) {
@@ -550,15 +429,17 @@ func (lk *link) end(cause error, why string) {
 		}
 		lk.ended, lk.up = cause, false
 		lk.lose(cause)
-		if lk.sleep != nil {
-			lk.sleep.Stop()
+		for _, timer := range []*time.Timer{lk.sleep, lk.looks} {
+			if timer != nil {
+				timer.Stop()
+			}
 		}
 		lk.t.sayBye(lk.peer, &signal{Kind: signalDismissed, Ticket: lk.ticket, Reason: why})
 	})
 }
 
-// greeted: D wants lanes, and has lost these.
-func (lk *link) greeted(broken []uint32) {
+// greeted: D wants lanes, has lost some, and ports of it have become active.
+func (lk *link) greeted(broken []uint32, up []int) {
 	for _, id := range broken {
 		for _, l := range lk.lanes {
 			if l.id == id {
@@ -567,5 +448,25 @@ func (lk *link) greeted(broken []uint32) {
 			}
 		}
 	}
+	lk.met = true
+	if len(up) > 0 {
+		lk.portUp(func(k railKey) bool { return slices.Contains(up, k.remote) })
+	}
 	lk.wanted = true
 }
+
+// portUp ends the pauses of a port's rails, and has lanes made if there is none at it:
+// unless all are at rest, when the next write does.
+func (lk *link) portUp(at func(railKey) bool) {
+	now := time.Now()
+	for key, r := range lk.rails {
+		if at(key) {
+			r.resume(now)
+		}
+	}
+	served := slices.ContainsFunc(lk.lanes, func(l *lane) bool { return at(l.railKey()) })
+	lk.wanted = lk.wanted || !served && lk.met && (len(lk.lanes) > 0 || lk.there == nil)
+}
+
+// railKey names the pair of ports of P's end.
+func (l *lane) railKey() railKey { return railKey{l.port.index, l.remote} }

@@ -33,8 +33,9 @@ func newTestLink(t *testing.T, lanes int) *link {
 	})
 	lk := newLink(tr, "d")
 	b := &bundle{t: tr, lanes: map[uint32]*lane{}}
+	p := &localPort{dev: &device{name: "test"}, name: "test:1"}
 	for i := range lanes {
-		l := &lane{id: uint32(i + 1), b: b, qp: &verbs.QP{}, dead: make(chan struct{}), link: lk, rail: newRail("test", 1e9), probe: make(chan error, 1)}
+		l := &lane{id: uint32(i + 1), b: b, port: p, qp: &verbs.QP{}, dead: make(chan struct{}), link: lk, rail: newRail("test", 1e9), probe: make(chan error, 1), reads: map[*write]int{}}
 		l.queue = newSendQueue[*job](16, maxFlight, signalEvery)
 		lk.lanes = append(lk.lanes, l)
 	}
@@ -47,9 +48,22 @@ func (lk *link) testWrite(id core.TransferID, seq uint64, l *lane, requests int)
 	w := &write{op: core.WriteOp{ID: id, Peer: lk.peer}, link: lk, grant: grant{seq: seq}, known: true, left: 1, flight: requests, began: time.Now()}
 	j := &job{w: w, lane: l, flight: requests}
 	w.jobs = []*job{j}
+	lk.t.sender.untold++
 	l.queue.posting(j, make([]verbs.Write, requests), nil, false)
 	lk.writes[w], lk.bySeq[seq] = struct{}{}, w
 	return w
+}
+
+// holdDestroy has the destruction of a lane take until release, as the kernel may.
+func (lk *link) holdDestroy(l *lane) (release func()) {
+	held, let := make(chan struct{}), make(chan struct{})
+	go l.once.Do(func() {
+		close(held)
+		<-let
+		l.end()
+	})
+	<-held
+	return func() { close(let) }
 }
 
 // TestDrainedAfterLoss: a lane that breaks has what it sent on its way still, until
@@ -129,5 +143,198 @@ func TestUnansweredLanesGoOn(t *testing.T) {
 	defer lk.mu.Unlock()
 	if kept.cause != nil || len(lk.lanes) != 1 || waits.cause == nil {
 		t.Errorf("%d lanes are left of the one that works, its write ended with %v", len(lk.lanes), kept.cause)
+	}
+}
+
+// TestWrittenWaitsForReads: a lane that broke may read the blocks of a write until its
+// last request has come back, or its queue pair is destroyed. Until then the engine does
+// not hear that the write has ended, however it has.
+func TestWrittenWaitsForReads(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		ended error
+		flush bool // the last request comes back before the queue pair is destroyed
+	}{
+		{"it ended well, flushed", nil, true},
+		{"it ended well, destroyed", nil, false},
+		{"it failed, flushed", errStopped, true},
+		{"it failed, destroyed", errStopped, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			lk := newTestLink(t, 2)
+			lk.mends, lk.tells = true, true
+			l := lk.lanes[0]
+			w := lk.testWrite("t", 7, l, 3)
+			release := lk.holdDestroy(l)
+			var early, told int
+			lk.update(func(lk *link) { // which would wait, were the lane destroyed here
+				lk.breakLane(l, errors.New("test"))
+				if c.ended != nil {
+					lk.fail(w, c.ended)
+				} else if err := lk.arrived([]uint32{l.id}, []uint64{7}, &reply{Arrived: []uint64{1}, Live: []uint64{7}}); err != nil {
+					t.Error(err)
+				}
+				lk.took(l, []verbs.Completion{{ID: 2, Status: verbs.Flushed}}, time.Now())
+				early = len(lk.outcomes)
+				if c.flush {
+					lk.took(l, []verbs.Completion{{ID: 3, Status: verbs.Flushed}}, time.Now())
+					told = len(lk.outcomes)
+				}
+			})
+			if !w.over || early != 0 {
+				t.Errorf("over: %v; %d outcomes are told while the lane may read", w.over, early)
+			}
+			if c.flush && told != 1 {
+				t.Errorf("%d outcomes when the last request has come back, want 1", told)
+			}
+			release()
+			rec := lk.t.sink.(*coretest.Recorder)
+			if o := rec.Wait("written", "t", 1); !errors.Is(o.Err, c.ended) {
+				t.Errorf("it ended with %v, want %v", o.Err, c.ended)
+			}
+		})
+	}
+}
+
+// TestCloseTellsAll: an outcome that somebody is about to tell is told before Close has
+// returned.
+func TestCloseTellsAll(t *testing.T) {
+	lk := newTestLink(t, 1)
+	lk.mends, lk.tells = true, true
+	s := &lk.t.sender
+	s.mu.Lock()
+	s.links[lk.peer] = lk
+	s.mu.Unlock()
+	lk.mu.Lock()
+	lk.lanes = nil // the write waits for one
+	lk.mu.Unlock()
+	s.write(core.WriteOp{ID: "t", Peer: lk.peer})
+	outcomes, _ := lk.locked(func(lk *link) {
+		for w := range lk.writes {
+			lk.fail(w, errStopped)
+		}
+	})
+	closed := make(chan struct{})
+	go func() {
+		defer close(closed)
+		_ = lk.t.Close()
+	}()
+	select {
+	case <-closed:
+		t.Error("Close has returned, and an outcome is not told")
+	case <-time.After(100 * time.Millisecond):
+	}
+	for _, w := range outcomes {
+		s.outcome(w)
+	}
+	<-closed
+	if all := lk.t.sink.(*coretest.Recorder).All("written", "t"); len(all) != 1 {
+		t.Errorf("%d outcomes are told, want 1", len(all))
+	}
+}
+
+// TestStall: a lane that has something under way and completes nothing is given up, and
+// no other. One that completes something now and then is not.
+func TestStall(t *testing.T) {
+	lk := newTestLink(t, 3)
+	lk.mends, lk.tells = true, true
+	lk.t.cfg.StallTimeout = time.Hour // the test looks
+	stuck, slow, idle := lk.lanes[0], lk.lanes[1], lk.lanes[2]
+	lk.testWrite("stuck", 7, stuck, 1)
+	lk.testWrite("slow", 8, slow, 2*stallLooks)
+	lk.update(func(lk *link) {
+		for i := range 2*stallLooks - 2 {
+			if want := i < stallLooks; slices.Contains(lk.lanes, stuck) != want {
+				t.Fatalf("after %d looks the lane that completes nothing is there: %v", i, !want)
+			}
+			if i%2 == 0 {
+				lk.took(slow, []verbs.Completion{{ID: uint64(i + 1)}}, time.Now())
+			}
+			lk.look()
+			if !slices.Contains(lk.lanes, slow) || !slices.Contains(lk.lanes, idle) {
+				t.Fatalf("after %d looks %d lanes are left", i+1, len(lk.lanes))
+			}
+			if lk.looks == nil {
+				t.Fatal("nobody looks at what is under way")
+			}
+			lk.looks.Stop()
+		}
+		lk.took(slow, []verbs.Completion{{ID: 2 * stallLooks}}, time.Now())
+		if lk.look(); lk.looks != nil {
+			t.Error("somebody looks though nothing is under way")
+		}
+	})
+}
+
+// TestPortUp: a port that is active again ends the pauses of its rails, and only these;
+// where no lane is at it some are made, unless all are at rest.
+func TestPortUp(t *testing.T) {
+	at := func(k railKey) bool { return k.remote == 1 }
+	long := func(lk *link, key railKey) *rail {
+		r := newRail("paused", 1e9)
+		r.pause, r.upSince = longPause, time.Now()
+		r.fail(time.Now(), errors.New("test"))
+		lk.rails[key] = r
+		return r
+	}
+	for _, c := range []struct {
+		name    string
+		prepare func(lk *link)
+		wanted  bool
+	}{
+		{"lanes at another port", func(*link) {}, true},
+		{"a lane is at it", func(lk *link) { lk.lanes[0].remote = 1 }, false},
+		{"at rest", func(lk *link) { lk.lanes, lk.there = nil, &far{} }, false},
+		{"none was reached", func(lk *link) { lk.lanes = nil }, true},
+		{"nobody has asked yet", func(lk *link) { lk.lanes, lk.met = nil, false }, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			lk := newTestLink(t, 1)
+			lk.mends, lk.met = true, true
+			mine, other := long(lk, railKey{0, 1}), long(lk, railKey{1, 0})
+			lk.mu.Lock()
+			defer lk.mu.Unlock()
+			c.prepare(lk)
+			lk.portUp(at)
+			if lk.wanted != c.wanted {
+				t.Errorf("lanes are wanted: %v", lk.wanted)
+			}
+			now := time.Now()
+			if !mine.retry(now) || other.retry(now) {
+				t.Error("not the rails of that port alone are tried")
+			}
+			if mine.fail(now, errors.New("again")); mine.retryAt.After(now.Add(firstPause)) {
+				t.Errorf("the pauses go on with %v", mine.retryAt.Sub(now))
+			}
+		})
+	}
+}
+
+// TestShortRail: a rail that has lost one of its lanes gets another.
+func TestShortRail(t *testing.T) {
+	lk := newTestLink(t, 1)
+	lk.mends = true
+	p := lk.lanes[0].port
+	p.dev.memory.Store(&memory{})
+	address := portAddress{Name: "x", Link: linkEthernet, Index: -1, GIDs: []gid{gidOf(1, gidRoCEv2, "10.0.0.1")}}
+	p.state.Store(&portState{up: true, mtu: 4096, speed: 1e9, address: address})
+	lk.t.ports = []*localPort{p}
+	there := &far{ports: map[int]*portInfo{0: {Index: 0, Link: uint8(linkEthernet), Forced: -1, GIDs: []gidInfo{{1, address.GIDs[0].Raw, uint8(gidRoCEv2)}}}}}
+	var causes []error
+	lk.rails[railKey{}] = lk.lanes[0].rail
+	ask := func() []pairOfPorts { return lk.candidates(there, map[railKey]bool{}, lk.due(), &causes) }
+	for qps, lacks := range map[int]int{1: 0, 2: 1, 4: 3} {
+		lk.t.cfg.QueuePairs = qps
+		got := 0
+		for _, c := range ask() {
+			got += c.lanes
+		}
+		if got != lacks {
+			t.Errorf("%d lanes are made beside the one, want %d: %v", got, lacks, causes)
+		}
+	}
+	lk.lanes[0].rail.fail(time.Now(), errors.New("test"))
+	if got := ask(); len(got) > 0 {
+		t.Errorf("it is tried while it is paused: %v", got)
 	}
 }

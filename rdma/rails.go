@@ -17,6 +17,10 @@ const (
 const (
 	// sampleBytes is the least that a measurement of speed holds: less is latency.
 	sampleBytes = 4 << 20
+	// maxStray is by how much a sample may differ from the speed before it. Completions
+	// come late and then many at once: such a sample is a thousand times too fast, and
+	// would keep bytes from all other rails.
+	maxStray = 4.0
 	// speedFades is the time in which a measured speed counts half: a rail that
 	// was slow once must get bytes again to be measured again.
 	speedFades = 10 * time.Minute
@@ -64,7 +68,7 @@ func (r *rail) end(now time.Time, bytes uint64) {
 	r.inFlight -= min(bytes, r.inFlight)
 	r.sample += bytes
 	if busy := now.Sub(r.busyFrom); r.sample >= sampleBytes && busy > 0 {
-		r.speed += (float64(r.sample)/busy.Seconds() - r.speed) / 4
+		r.speed *= math.Sqrt(math.Sqrt(min(max(float64(r.sample)/busy.Seconds()/r.speed, 1/maxStray), maxStray)))
 		r.measured = now
 		r.busyFrom, r.sample = now, 0
 	}
@@ -117,6 +121,14 @@ func (r *rail) retry(now time.Time) bool {
 	r.trying = true
 	r.retryAt = now.Add(r.pause)
 	return true
+}
+
+// resume has a paused rail tried now: a port of it has come back. The pauses after that
+// begin anew.
+func (r *rail) resume(now time.Time) {
+	if r.cause != nil {
+		r.retryAt, r.pause = now, firstPause/2 // if that fails it is firstPause
+	}
 }
 
 // restored ends the pause.

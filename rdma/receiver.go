@@ -44,11 +44,12 @@ type expect struct {
 	grant    grant
 	segments int
 
-	parts  uint64 // bit i: part i has landed
-	begun  time.Time
-	ended  bool          // revoked, or its outcome is told
-	fenced chan struct{} // closed when nothing can land any more
-	told   chan struct{} // closed when Received has returned
+	patience time.Time // with P, of a revoke
+	parts    uint64    // bit i: part i has landed
+	begun    time.Time
+	ended    bool          // revoked, or its outcome is told
+	fenced   chan struct{} // closed when nothing can land any more
+	told     chan struct{} // closed when Received has returned
 }
 
 // source is a P as D sees it.
@@ -64,6 +65,7 @@ type source struct {
 	dying   map[uint32]*lane   // in error, until their last completions were counted
 	joining int                // lanes that are being made
 	broken  []uint32           // lanes that broke here and that P must hear of
+	up      []int              // ports that have become active, likewise
 	live    map[uint64]*expect // by the grant's number, until nothing of them can land
 	cause   error              // why no transfer can come this way; nil: it can
 	settled chan struct{}      // closed when cause says something
@@ -119,7 +121,7 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	defer src.mu.Unlock()
 	if !bytes.Equal(src.ticket, ticket) { // P has dismissed this agent: it numbers its lanes anew
 		src.cut()
-		src.broken = nil
+		src.broken, src.up = nil, nil
 	}
 	src.ticket = bytes.Clone(ticket)
 	src.greetAt, src.backoff, src.owed = time.Time{}, 0, true
@@ -143,99 +145,6 @@ func (src *source) usable() (settled <-chan struct{}, cause error) {
 		src.greet() // P may be reached again
 	}
 	return src.settled, src.cause
-}
-
-// greet asks P to connect, in the background; src.mu is held.
-func (src *source) greet() {
-	if src.greets || src.gone {
-		return
-	}
-	src.greets = src.r.t.goRun("rdma greet", src.greeting)
-	if src.greets && len(src.lanes) == 0 && src.cause != errUnsettled {
-		src.cause, src.settled = errUnsettled, make(chan struct{})
-	}
-}
-
-// maxBroken lanes are told in one greet.
-const maxBroken = 1024
-
-// maxBackoff between attempts to reach a P that could not be.
-const maxBackoff = 30 * time.Second
-
-func (src *source) backOff() {
-	src.backoff = min(max(2*src.backoff, time.Second), maxBackoff)
-	src.greetAt = time.Now().Add(src.backoff)
-}
-
-// greeting tells P of the lanes that broke here and that it may connect. P says by
-// signalJoined what came of it. While it does not, and transfers or the first word
-// depend on it, it is greeted again: one of the two signals may be lost.
-func (src *source) greeting() {
-	t := src.r.t
-	began := time.Now()
-	for {
-		src.mu.Lock()
-		s := &signal{Kind: signalGreet, Ticket: src.ticket, Lanes: src.broken[:min(len(src.broken), maxBroken)]}
-		src.mu.Unlock()
-		_, err := t.ask(src.peer, s, t.cfg.ConnectTimeout/3)
-		src.mu.Lock()
-		bound := t.cfg.ConnectTimeout
-		if len(src.live) > 0 {
-			bound = max(bound, t.cfg.StallTimeout)
-		}
-		var settled <-chan struct{}
-		switch {
-		case err == nil:
-			src.broken = src.broken[min(len(s.Lanes), len(src.broken)):] // Connect may have emptied it
-			src.greets = (len(src.broken) > 0 || src.cause == errUnsettled) && !src.gone
-			if len(src.broken) == 0 {
-				settled = src.settled
-			}
-		default:
-			lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || t.ctx.Err() != nil
-			src.greets = !lasting && !src.gone && (len(src.live) > 0 || src.cause == errUnsettled) && time.Since(began) < bound
-		}
-		again := src.greets
-		src.mu.Unlock()
-		switch {
-		case err != nil && !again:
-			src.lose(fmt.Errorf("rdma: prefill agent %s cannot be asked to connect: %w", src.peer, err))
-			return
-		case !again:
-			return
-		case err != nil && !t.pause(100*time.Millisecond):
-			return
-		case settled == nil:
-			continue
-		}
-		if late := src.unsettled(settled, t.cfg.ConnectTimeout); late && time.Since(began) > bound+t.cfg.ConnectTimeout {
-			src.mu.Lock()
-			src.greets = false
-			src.mu.Unlock()
-			src.lose(fmt.Errorf("rdma: prefill agent %s has been asked to connect %v ago and has not said what came of it", src.peer, time.Since(began).Round(time.Millisecond)))
-			return
-		}
-		src.mu.Lock()
-		src.greets = (len(src.broken) > 0 || src.cause == errUnsettled) && !src.gone && t.ctx.Err() == nil
-		again = src.greets
-		src.mu.Unlock()
-		if !again {
-			return
-		}
-	}
-}
-
-// unsettled waits for P's word; late when it has not come.
-func (src *source) unsettled(settled <-chan struct{}, bound time.Duration) (late bool) {
-	timer := time.NewTimer(bound)
-	defer timer.Stop()
-	select {
-	case <-settled:
-	case <-timer.C:
-		late = true
-	case <-src.r.t.ctx.Done():
-	}
-	return late
 }
 
 // lose ends the way to P: what has begun to land ends. What has not may still
@@ -274,7 +183,7 @@ func (src *source) losing(cause error) (tell func()) {
 	}
 }
 
-// cut retires all lanes. When those that it returns are dead, nothing that P has
+// cut retires all lanes. When those that it returns are still, nothing that P has
 // posted until now can land. src.mu is held.
 func (src *source) cut() (dying []*lane) {
 	for _, l := range src.lanes {
@@ -289,16 +198,18 @@ func (src *source) cut() (dying []*lane) {
 
 func await(lanes []*lane) {
 	for _, l := range lanes {
-		<-l.dead
+		<-l.still
 	}
 }
 
 // flushBound is how long a lane in error may keep its last completions to itself.
 const flushBound = time.Second
 
-// retire puts a lane into error. It dies when its last completions were counted: a
+// retire puts a lane into error. It is dying until its last completions were counted: a
 // mark that has landed must be, since P has it for done or, if the lane broke there
-// first, would write that part again under a transfer that has ended. src.mu is held.
+// first, would write that part again under a transfer that has ended. When all its
+// receives have come back nothing of it lands any more, and nobody waits until the
+// queue pair is destroyed, which may take seconds. src.mu is held.
 func (src *source) retire(l *lane) {
 	if l.retired {
 		return
@@ -310,23 +221,36 @@ func (src *source) retire(l *lane) {
 	if err := l.qp.ToError(); err != nil || l.posted == 0 {
 		bound = 0
 	}
-	late := time.AfterFunc(bound, func() {
-		l.b.reapAll()
-		l.destroy()
-	})
 	if !src.r.t.goRun("rdma retire", func() {
-		<-l.dead
-		late.Stop()
-		l.b.reapAll()
+		late := time.NewTimer(bound)
+		defer late.Stop()
+		select {
+		case <-l.still:
+		case <-late.C:
+			l.b.reapAll()
+			l.destroy()
+			l.b.reapAll()
+		}
 		src.mu.Lock()
-		delete(src.dying, l.id)
+		src.laid(l)
 		missing := l.posted > 0 && !src.gone
 		src.mu.Unlock()
 		if missing { // of what P has for done some may never be counted
 			src.loseAll(fmt.Errorf("rdma: queue pair %d on %s has not given back its receives", l.qp.Number(), l.port.name))
 		}
+		l.destroy()
 	}) {
 		l.destroy()
+		src.laid(l)
+	}
+}
+
+// laid: nothing of a retired lane lands any more, and its marks are counted; src.mu is
+// held.
+func (src *source) laid(l *lane) {
+	if src.dying[l.id] == l {
+		delete(src.dying, l.id)
+		close(l.still)
 	}
 }
 
@@ -481,18 +405,13 @@ func (src *source) look() {
 
 // received handles the completions of a lane's receives and pings.
 func (src *source) received(l *lane, list []verbs.Completion) {
-	done, last := src.count(l, list)
-	for _, e := range done {
+	for _, e := range src.count(l, list) {
 		e.tell(nil)
-	}
-	if last {
-		l.destroy()
 	}
 }
 
-// count returns the expects that are complete, fenced and to be told, and whether
-// the lane is retired and has nothing more to say.
-func (src *source) count(l *lane, list []verbs.Completion) (done []*expect, last bool) {
+// count returns the expects that are complete, fenced and to be told.
+func (src *source) count(l *lane, list []verbs.Completion) (done []*expect) {
 	landed := 0
 	var cause error
 	src.mu.Lock()
@@ -527,7 +446,10 @@ func (src *source) count(l *lane, list []verbs.Completion) (done []*expect, last
 	for _, e := range done {
 		src.fenced(e)
 	}
-	return done, l.retired && l.posted <= 0
+	if l.retired && l.posted <= 0 {
+		src.laid(l)
+	}
+	return done
 }
 
 // landed counts a mark; the expect that it completes is taken. src.mu is held.

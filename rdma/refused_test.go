@@ -85,6 +85,10 @@ func TestRefused(t *testing.T) {
 		cutLink(t, 0)
 		err := openFor(config(func(c *rdma.Config) { c.Devices = []string{"rxe0"} }), some)
 		wants(t, err, "rxe0:1", "down", "ip link set")
+		cfg := config(func(c *rdma.Config) { c.Devices = []string{"rxe0"} })
+		if r := rdma.Inspect(cfg); r.Available || !r.Later || !strings.Contains(r.Problem, "once it is active") {
+			t.Errorf("of a port that is down: %+v", r)
+		}
 		if rails() > 1 { // the others serve
 			if err := openFor(rdma.DefaultConfig(), some); err != nil {
 				t.Error(err)
@@ -92,9 +96,16 @@ func TestRefused(t *testing.T) {
 		}
 	})
 	t.Run("locked memory", func(t *testing.T) {
-		wants(t, asNobody(t, 64<<20, 1<<20), "RLIMIT_MEMLOCK", "1 MiB", fmt.Sprint(64*rails(), " MiB"), "ulimit -l", "--ulimit memlock")
-		if err := asNobody(t, 256<<10, 1<<20); err != nil {
+		wants(t, asNobody(t, 64<<20, 1<<20, false), "RLIMIT_MEMLOCK", "1 MiB", fmt.Sprint(64*rails(), " MiB"), "ulimit -l", "--ulimit memlock")
+		wants(t, asNobody(t, 64<<20, 1<<20, true), "RLIMIT_MEMLOCK", "1 MiB", "ulimit -l")
+		if err := asNobody(t, 256<<10, 1<<20, false); err != nil {
 			t.Errorf("what fits: %v", err)
+		}
+		if rails() > 1 { // the first device may take it, and no other
+			wants(t, asNobody(t, 16<<20, 24<<20, false), "RLIMIT_MEMLOCK", "24 MiB")
+			if err := asNobody(t, 16<<20, 24<<20, true); err != nil {
+				t.Errorf("what one device may take, where there is another transport: %v", err)
+			}
 		}
 	})
 	t.Run("device file", func(t *testing.T) {
@@ -108,19 +119,19 @@ func TestRefused(t *testing.T) {
 			}
 			t.Cleanup(func() { _ = os.Chmod(name, 0o666) })
 		}
-		wants(t, asNobody(t, 256<<10, 1<<20), "permission", "/dev/infiniband/uverbs", "--device")
+		wants(t, asNobody(t, 256<<10, 1<<20, false), "permission", "/dev/infiniband/uverbs", "--device")
 	})
 }
 
-// nobodyEnv has the test binary open a transport: bytes of memory, and the limit
-// of those that may be locked.
+// nobodyEnv has the test binary open a transport: bytes of memory, the limit of those
+// that may be locked, and Fallback.
 const nobodyEnv = "KVCONN_TEST_NOBODY"
 
 // asNobody opens a transport in a process without root's rights.
-func asNobody(t *testing.T, bytes, limit uint64) error {
+func asNobody(t *testing.T, bytes, limit uint64, fallback bool) error {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe") // its folder may be closed to others
-	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d", nobodyEnv, bytes, limit))
+	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %v", nobodyEnv, bytes, limit, fallback))
 	cmd.Dir = "/"
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	out, err := cmd.CombinedOutput()
@@ -142,12 +153,13 @@ func serveNobody() {
 		return
 	}
 	var bytes, limit uint64
-	_, err := fmt.Sscan(what, &bytes, &limit)
+	cfg := rdma.DefaultConfig()
+	_, err := fmt.Sscan(what, &bytes, &limit, &cfg.Fallback)
 	if err == nil {
 		err = unix.Setrlimit(unix.RLIMIT_MEMLOCK, &unix.Rlimit{Cur: limit, Max: limit})
 	}
 	if err == nil {
-		err = openFor(rdma.DefaultConfig(), bytes)
+		err = openFor(cfg, bytes)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)

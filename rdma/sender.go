@@ -11,6 +11,8 @@ import (
 	"sync"
 	"time"
 
+	"go.uber.org/zap"
+
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
@@ -23,6 +25,8 @@ type sender struct {
 	closed bool
 	links  map[core.AgentID]*link
 	writes map[core.TransferID]*write
+	untold int           // writes whose outcome is not told
+	told   chan struct{} // has room for one word that there are fewer
 }
 
 // write is a transfer that is being written. Guarded by its link.
@@ -37,7 +41,8 @@ type write struct {
 	began   time.Time
 	jobs    []*job // its parts, once it has begun
 	left    int    // jobs that have not ended
-	flight  int    // requests that read its blocks
+	flight  int    // requests under way
+	reads   int    // requests of lanes that broke, which may still read its blocks
 	cause   error  // why it ends; nil: it goes on
 	over    bool   // nothing of it is in any list
 	drained bool   // D waits to hear that nothing is on its way
@@ -60,6 +65,7 @@ var errStopped = errors.New("rdma: the write was stopped")
 
 func (s *sender) init(t *Transport) {
 	s.t = t
+	s.told = make(chan struct{}, 1)
 	s.links, s.writes = map[core.AgentID]*link{}, map[core.TransferID]*write{}
 }
 
@@ -111,12 +117,49 @@ func (s *sender) write(op core.WriteOp) {
 		w.link = l
 		s.writes[op.ID] = w
 	}
+	s.untold++
 	s.mu.Unlock()
 	if err != nil {
-		s.t.tellWritten(op.ID, core.TransferStats{}, err)
+		s.tell(op.ID, core.TransferStats{}, err)
 		return
 	}
 	l.add(w)
+}
+
+// tell tells an outcome. Close waits for it.
+func (s *sender) tell(id core.TransferID, st core.TransferStats, err error) {
+	s.t.tell(func(to core.Sink) { to.Written(id, st, err) })
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.untold--
+	select {
+	case s.told <- struct{}{}:
+	default:
+	}
+}
+
+// toldBound is how long Close waits for outcomes: the kernel may take seconds to
+// destroy a queue pair, before which its write has none.
+const toldBound = 10 * time.Second
+
+// allTold waits until no outcome is left to tell.
+func (s *sender) allTold() {
+	late := time.NewTimer(toldBound)
+	defer late.Stop()
+	for {
+		s.mu.Lock()
+		n := s.untold
+		s.mu.Unlock()
+		if n == 0 {
+			return
+		}
+		select {
+		case <-s.told:
+		case <-late.C:
+			s.t.log.Error("rdma: writes have no outcome", zap.Int("writes", n))
+			return
+		}
+	}
 }
 
 // stopGrace is how long requests that are on their way may go on reading the
@@ -171,7 +214,7 @@ func (s *sender) outcome(w *write) {
 		st.Bytes = w.bytes
 		st.Nanos = time.Since(w.began).Nanoseconds()
 	}
-	s.t.tellWritten(w.op.ID, st, w.cause)
+	s.tell(w.op.ID, st, w.cause)
 }
 
 // signalled answers D.
@@ -183,7 +226,7 @@ func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
 	rep := &reply{}
 	switch m.Kind {
 	case signalGreet:
-		l.update(func(l *link) { l.greeted(m.Lanes) })
+		l.update(func(l *link) { l.greeted(m.Lanes, m.Up) })
 	case signalDrain:
 		l.update(func(l *link) { rep.Pending = l.drain(m) })
 	case signalBye:
@@ -199,12 +242,9 @@ func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
 }
 
 func (s *sender) portDown(p *localPort, cause error) {
-	s.mu.Lock()
-	all := slices.Collect(maps.Values(s.links))
-	s.mu.Unlock()
-	for _, lk := range all {
+	for _, lk := range s.all() {
 		lk.update(func(lk *link) {
-			for _, l := range lk.lanes {
+			for _, l := range slices.Clone(lk.lanes) {
 				if l.port == p {
 					lk.breakLane(l, cause)
 				}
@@ -213,11 +253,23 @@ func (s *sender) portDown(p *localPort, cause error) {
 	}
 }
 
-func (s *sender) lanes() (n int) {
+// portUp has all links try a port that has become active.
+func (s *sender) portUp(p *localPort) {
+	for _, lk := range s.all() {
+		lk.update(func(lk *link) {
+			lk.portUp(func(k railKey) bool { return k.local == p.index })
+		})
+	}
+}
+
+func (s *sender) all() []*link {
 	s.mu.Lock()
-	all := slices.Collect(maps.Values(s.links))
-	s.mu.Unlock()
-	for _, lk := range all {
+	defer s.mu.Unlock()
+	return slices.Collect(maps.Values(s.links))
+}
+
+func (s *sender) lanes() (n int) {
+	for _, lk := range s.all() {
 		lk.mu.Lock()
 		n += len(lk.lanes)
 		lk.mu.Unlock()
@@ -228,11 +280,11 @@ func (s *sender) lanes() (n int) {
 func (s *sender) close() {
 	s.mu.Lock()
 	s.closed = true
-	all := slices.Collect(maps.Values(s.links))
 	s.mu.Unlock()
-	for _, l := range all {
+	for _, l := range s.all() {
 		l.end(errClosed, "it was closed")
 	}
+	s.allTold()
 }
 
 // sourceRuns counts the contiguous runs of a plan on this side.
@@ -249,31 +301,47 @@ func sourceRuns(pairs []core.Pair) int {
 
 // completed handles the completions of a lane's requests.
 func (lk *link) completed(l *lane, list []verbs.Completion) {
-	lk.update(func(lk *link) {
-		now := time.Now()
-		for i := range list {
-			c := &list[i]
-			if c.Status != verbs.Success {
-				err := l.failure(c)
-				l.probed(err)
-				lk.breakLane(l, err)
-				return
+	lk.update(func(lk *link) { lk.took(l, list, time.Now()) })
+}
+
+// took is completed with lk.mu.
+func (lk *link) took(l *lane, list []verbs.Completion, now time.Time) {
+	for i := range list {
+		c := &list[i]
+		if c.Status != verbs.Success && !l.broken {
+			err := l.failure(c)
+			if l.reached && !l.proven {
+				err = fmt.Errorf("packets without bytes get through and %d bytes do not: is the MTU the same on the whole path (rdma_mtu)? %w", scratchBytes, err)
 			}
-			if c.ID == probeID {
-				l.probed(nil)
-				continue
-			}
-			for {
-				b, ok := l.queue.completed(c.ID)
-				if !ok {
-					break
-				}
-				l.rail.end(now, b.Bytes)
-				lk.landed(b.Owner, b.Requests)
-			}
+			l.probed(err)
+			lk.breakLane(l, err)
 		}
-		lk.pump(l)
-	})
+		switch {
+		case l.broken:
+			if c.ID == l.queue.last() {
+				lk.quiet(l)
+			}
+			continue
+		case c.Status != verbs.Success: // it was never in use
+			continue
+		case c.ID == probeID:
+			l.reached = true
+			continue
+		case c.ID == bigProbeID:
+			l.probed(nil)
+			continue
+		}
+		l.looks = 0
+		for {
+			b, ok := l.queue.completed(c.ID)
+			if !ok {
+				break
+			}
+			l.rail.end(now, b.Bytes)
+			lk.landed(b.Owner, b.Requests)
+		}
+	}
+	lk.pump(l)
 }
 
 func (l *lane) probed(err error) {

@@ -40,6 +40,7 @@ type signal struct {
 	Last   uint32      `msg:"z,omitempty"`          // of signalJoined: it speaks of the lanes up to this one
 	Secret []byte      `msg:"x,omitempty,limit=64"` // of signalBye: whose end it is, should D have begun anew
 	Reason string      `msg:"r,omitempty,limit=1024"`
+	Up     []int       `msg:"u,omitempty,limit=64"` // of signalGreet: ports of D that have become active
 }
 
 // laneOffer is P's end of a lane, and the port of D that it is for.
@@ -100,7 +101,8 @@ type span struct{ Base, Length uint64 }
 
 // deviceKeys are the keys of one device of D.
 type deviceKeys struct {
-	Keys []keyInfo `msg:"k,limit=65536"`
+	Keys    []keyInfo `msg:"k,limit=65536"`
+	Scratch keyInfo   `msg:"s"` // what probes may write to
 }
 
 // reply answers a signal.

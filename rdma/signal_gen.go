@@ -15,9 +15,9 @@ const (
 // MarshalMsg implements msgp.Marshaler
 func (z *deviceKeys) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 1
+	// map header, size 2
 	// string "k"
-	o = append(o, 0x81, 0xa1, 0x6b)
+	o = append(o, 0x82, 0xa1, 0x6b)
 	o = msgp.AppendArrayHeader(o, uint32(len(z.Keys)))
 	for za0001 := range z.Keys {
 		// array header, size 3
@@ -26,6 +26,13 @@ func (z *deviceKeys) MarshalMsg(b []byte) (o []byte, err error) {
 		o = msgp.AppendUint64(o, z.Keys[za0001].Length)
 		o = msgp.AppendUint32(o, z.Keys[za0001].Key)
 	}
+	// string "s"
+	o = append(o, 0xa1, 0x73)
+	// array header, size 3
+	o = append(o, 0x93)
+	o = msgp.AppendUint64(o, z.Scratch.Base)
+	o = msgp.AppendUint64(o, z.Scratch.Length)
+	o = msgp.AppendUint32(o, z.Scratch.Key)
 	return
 }
 
@@ -94,6 +101,32 @@ func (z *deviceKeys) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					return
 				}
 			}
+		case "s":
+			var zb0004 uint32
+			zb0004, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Scratch")
+				return
+			}
+			if zb0004 != 3 {
+				err = msgp.ArrayError{Wanted: 3, Got: zb0004}
+				return
+			}
+			z.Scratch.Base, bts, err = msgp.ReadUint64Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Scratch", "Base")
+				return
+			}
+			z.Scratch.Length, bts, err = msgp.ReadUint64Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Scratch", "Length")
+				return
+			}
+			z.Scratch.Key, bts, err = msgp.ReadUint32Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Scratch", "Key")
+				return
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -108,7 +141,7 @@ func (z *deviceKeys) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *deviceKeys) Msgsize() (s int) {
-	s = 1 + 2 + msgp.ArrayHeaderSize + (len(z.Keys) * (17 + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size))
+	s = 1 + 2 + msgp.ArrayHeaderSize + (len(z.Keys) * (17 + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size)) + 2 + 1 + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size
 	return
 }
 
@@ -667,16 +700,10 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 			o = append(o, 0xa1, 0x64)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Devices)))
 			for za0002 := range z.Devices {
-				// map header, size 1
-				// string "k"
-				o = append(o, 0x81, 0xa1, 0x6b)
-				o = msgp.AppendArrayHeader(o, uint32(len(z.Devices[za0002].Keys)))
-				for za0003 := range z.Devices[za0002].Keys {
-					// array header, size 3
-					o = append(o, 0x93)
-					o = msgp.AppendUint64(o, z.Devices[za0002].Keys[za0003].Base)
-					o = msgp.AppendUint64(o, z.Devices[za0002].Keys[za0003].Length)
-					o = msgp.AppendUint32(o, z.Devices[za0002].Keys[za0003].Key)
+				o, err = z.Devices[za0002].MarshalMsg(o)
+				if err != nil {
+					err = msgp.WrapError(err, "Devices", za0002)
+					return
 				}
 			}
 		}
@@ -684,11 +711,11 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 			// string "g"
 			o = append(o, 0xa1, 0x67)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Regions)))
-			for za0004 := range z.Regions {
+			for za0003 := range z.Regions {
 				// array header, size 2
 				o = append(o, 0x92)
-				o = msgp.AppendUint64(o, z.Regions[za0004].Base)
-				o = msgp.AppendUint64(o, z.Regions[za0004].Length)
+				o = msgp.AppendUint64(o, z.Regions[za0003].Base)
+				o = msgp.AppendUint64(o, z.Regions[za0003].Length)
 			}
 		}
 		if (zb0001Mask & 0x10) == 0 { // if not omitted
@@ -705,38 +732,38 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 			// string "v"
 			o = append(o, 0xa1, 0x76)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Live)))
-			for za0005 := range z.Live {
-				o = msgp.AppendUint64(o, z.Live[za0005])
+			for za0004 := range z.Live {
+				o = msgp.AppendUint64(o, z.Live[za0004])
 			}
 		}
 		if (zb0001Mask & 0x80) == 0 { // if not omitted
 			// string "l"
 			o = append(o, 0xa1, 0x6c)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Lanes)))
-			for za0006 := range z.Lanes {
+			for za0005 := range z.Lanes {
 				// check for omitted fields
-				zb0003Len := uint32(3)
-				var zb0003Mask uint8 /* 3 bits */
-				_ = zb0003Mask
-				if z.Lanes[za0006].Error == "" {
-					zb0003Len--
-					zb0003Mask |= 0x4
+				zb0002Len := uint32(3)
+				var zb0002Mask uint8 /* 3 bits */
+				_ = zb0002Mask
+				if z.Lanes[za0005].Error == "" {
+					zb0002Len--
+					zb0002Mask |= 0x4
 				}
-				// variable map header, size zb0003Len
-				o = append(o, 0x80|uint8(zb0003Len))
+				// variable map header, size zb0002Len
+				o = append(o, 0x80|uint8(zb0002Len))
 
 				// skip if no fields are to be emitted
-				if zb0003Len != 0 {
+				if zb0002Len != 0 {
 					// string "q"
 					o = append(o, 0xa1, 0x71)
-					o = msgp.AppendUint32(o, z.Lanes[za0006].QPN)
+					o = msgp.AppendUint32(o, z.Lanes[za0005].QPN)
 					// string "s"
 					o = append(o, 0xa1, 0x73)
-					o = msgp.AppendUint32(o, z.Lanes[za0006].PSN)
-					if (zb0003Mask & 0x4) == 0 { // if not omitted
+					o = msgp.AppendUint32(o, z.Lanes[za0005].PSN)
+					if (zb0002Mask & 0x4) == 0 { // if not omitted
 						// string "e"
 						o = append(o, 0xa1, 0x65)
-						o = msgp.AppendString(o, z.Lanes[za0006].Error)
+						o = msgp.AppendString(o, z.Lanes[za0005].Error)
 					}
 				}
 			}
@@ -745,8 +772,8 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 			// string "a"
 			o = append(o, 0xa1, 0x61)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Arrived)))
-			for za0007 := range z.Arrived {
-				o = msgp.AppendUint64(o, z.Arrived[za0007])
+			for za0006 := range z.Arrived {
+				o = msgp.AppendUint64(o, z.Arrived[za0006])
 			}
 		}
 		if (zb0001Mask & 0x200) == 0 { // if not omitted
@@ -758,8 +785,8 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 			// string "w"
 			o = append(o, 0xa1, 0x77)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Pending)))
-			for za0008 := range z.Pending {
-				o = msgp.AppendUint64(o, z.Pending[za0008])
+			for za0007 := range z.Pending {
+				o = msgp.AppendUint64(o, z.Pending[za0007])
 			}
 		}
 	}
@@ -834,136 +861,72 @@ func (z *reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				z.Devices = make([]deviceKeys, zb0003)
 			}
 			for za0002 := range z.Devices {
-				var zb0004 uint32
-				zb0004, bts, err = msgp.ReadMapHeaderBytes(bts)
+				bts, err = z.Devices[za0002].UnmarshalMsg(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Devices", za0002)
 					return
 				}
-				if zb0004 > 64 {
-					err = msgp.ErrLimitExceeded
-					return
-				}
-				for zb0004 > 0 {
-					zb0004--
-					field, bts, err = msgp.ReadMapKeyZC(bts)
-					if err != nil {
-						err = msgp.WrapError(err, "Devices", za0002)
-						return
-					}
-					switch msgp.UnsafeString(field) {
-					case "k":
-						var zb0005 uint32
-						zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Devices", za0002, "Keys")
-							return
-						}
-						if zb0005 > 65536 {
-							err = msgp.ErrLimitExceeded
-							return
-						}
-						if cap(z.Devices[za0002].Keys) >= int(zb0005) {
-							z.Devices[za0002].Keys = (z.Devices[za0002].Keys)[:zb0005]
-						} else {
-							z.Devices[za0002].Keys = make([]keyInfo, zb0005)
-						}
-						for za0003 := range z.Devices[za0002].Keys {
-							var zb0006 uint32
-							zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
-							if err != nil {
-								err = msgp.WrapError(err, "Devices", za0002, "Keys", za0003)
-								return
-							}
-							if zb0006 != 3 {
-								err = msgp.ArrayError{Wanted: 3, Got: zb0006}
-								return
-							}
-							z.Devices[za0002].Keys[za0003].Base, bts, err = msgp.ReadUint64Bytes(bts)
-							if err != nil {
-								err = msgp.WrapError(err, "Devices", za0002, "Keys", za0003, "Base")
-								return
-							}
-							z.Devices[za0002].Keys[za0003].Length, bts, err = msgp.ReadUint64Bytes(bts)
-							if err != nil {
-								err = msgp.WrapError(err, "Devices", za0002, "Keys", za0003, "Length")
-								return
-							}
-							z.Devices[za0002].Keys[za0003].Key, bts, err = msgp.ReadUint32Bytes(bts)
-							if err != nil {
-								err = msgp.WrapError(err, "Devices", za0002, "Keys", za0003, "Key")
-								return
-							}
-						}
-					default:
-						bts, err = msgp.Skip(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Devices", za0002)
-							return
-						}
-					}
-				}
 			}
 		case "g":
-			var zb0007 uint32
-			zb0007, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0004 uint32
+			zb0004, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Regions")
 				return
 			}
-			if zb0007 > 65536 {
+			if zb0004 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Regions) >= int(zb0007) {
-				z.Regions = (z.Regions)[:zb0007]
+			if cap(z.Regions) >= int(zb0004) {
+				z.Regions = (z.Regions)[:zb0004]
 			} else {
-				z.Regions = make([]span, zb0007)
+				z.Regions = make([]span, zb0004)
 			}
-			for za0004 := range z.Regions {
-				var zb0008 uint32
-				zb0008, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			for za0003 := range z.Regions {
+				var zb0005 uint32
+				zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Regions", za0004)
+					err = msgp.WrapError(err, "Regions", za0003)
 					return
 				}
-				if zb0008 != 2 {
-					err = msgp.ArrayError{Wanted: 2, Got: zb0008}
+				if zb0005 != 2 {
+					err = msgp.ArrayError{Wanted: 2, Got: zb0005}
 					return
 				}
-				z.Regions[za0004].Base, bts, err = msgp.ReadUint64Bytes(bts)
+				z.Regions[za0003].Base, bts, err = msgp.ReadUint64Bytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Regions", za0004, "Base")
+					err = msgp.WrapError(err, "Regions", za0003, "Base")
 					return
 				}
-				z.Regions[za0004].Length, bts, err = msgp.ReadUint64Bytes(bts)
+				z.Regions[za0003].Length, bts, err = msgp.ReadUint64Bytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Regions", za0004, "Length")
+					err = msgp.WrapError(err, "Regions", za0003, "Length")
 					return
 				}
 			}
 		case "x":
-			var zb0009 uint32
-			zb0009, bts, err = msgp.ReadBytesHeader(bts)
+			var zb0006 uint32
+			zb0006, bts, err = msgp.ReadBytesHeader(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Secret")
 				return
 			}
-			if zb0009 > 64 {
+			if zb0006 > 64 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if z.Secret == nil || uint32(cap(z.Secret)) < zb0009 {
-				z.Secret = make([]byte, zb0009)
+			if z.Secret == nil || uint32(cap(z.Secret)) < zb0006 {
+				z.Secret = make([]byte, zb0006)
 			} else {
-				z.Secret = z.Secret[:zb0009]
+				z.Secret = z.Secret[:zb0006]
 			}
-			if uint32(len(bts)) < zb0009 {
+			if uint32(len(bts)) < zb0006 {
 				err = msgp.ErrShortBytes
 				return
 			}
-			copy(z.Secret, bts[:zb0009])
-			bts = bts[zb0009:]
+			copy(z.Secret, bts[:zb0006])
+			bts = bts[zb0006:]
 		case "n":
 			z.Next, bts, err = msgp.ReadUint64Bytes(bts)
 			if err != nil {
@@ -971,110 +934,110 @@ func (z *reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				return
 			}
 		case "v":
-			var zb0010 uint32
-			zb0010, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0007 uint32
+			zb0007, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Live")
 				return
 			}
-			if zb0010 > 65536 {
+			if zb0007 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Live) >= int(zb0010) {
-				z.Live = (z.Live)[:zb0010]
+			if cap(z.Live) >= int(zb0007) {
+				z.Live = (z.Live)[:zb0007]
 			} else {
-				z.Live = make([]uint64, zb0010)
+				z.Live = make([]uint64, zb0007)
 			}
-			for za0005 := range z.Live {
-				z.Live[za0005], bts, err = msgp.ReadUint64Bytes(bts)
+			for za0004 := range z.Live {
+				z.Live[za0004], bts, err = msgp.ReadUint64Bytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Live", za0005)
+					err = msgp.WrapError(err, "Live", za0004)
 					return
 				}
 			}
 		case "l":
-			var zb0011 uint32
-			zb0011, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0008 uint32
+			zb0008, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Lanes")
 				return
 			}
-			if zb0011 > 256 {
+			if zb0008 > 256 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Lanes) >= int(zb0011) {
-				z.Lanes = (z.Lanes)[:zb0011]
+			if cap(z.Lanes) >= int(zb0008) {
+				z.Lanes = (z.Lanes)[:zb0008]
 			} else {
-				z.Lanes = make([]laneAnswer, zb0011)
+				z.Lanes = make([]laneAnswer, zb0008)
 			}
-			for za0006 := range z.Lanes {
-				var zb0012 uint32
-				zb0012, bts, err = msgp.ReadMapHeaderBytes(bts)
+			for za0005 := range z.Lanes {
+				var zb0009 uint32
+				zb0009, bts, err = msgp.ReadMapHeaderBytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Lanes", za0006)
+					err = msgp.WrapError(err, "Lanes", za0005)
 					return
 				}
-				if zb0012 > 256 {
+				if zb0009 > 256 {
 					err = msgp.ErrLimitExceeded
 					return
 				}
-				for zb0012 > 0 {
-					zb0012--
+				for zb0009 > 0 {
+					zb0009--
 					field, bts, err = msgp.ReadMapKeyZC(bts)
 					if err != nil {
-						err = msgp.WrapError(err, "Lanes", za0006)
+						err = msgp.WrapError(err, "Lanes", za0005)
 						return
 					}
 					switch msgp.UnsafeString(field) {
 					case "q":
-						z.Lanes[za0006].QPN, bts, err = msgp.ReadUint32Bytes(bts)
+						z.Lanes[za0005].QPN, bts, err = msgp.ReadUint32Bytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lanes", za0006, "QPN")
+							err = msgp.WrapError(err, "Lanes", za0005, "QPN")
 							return
 						}
 					case "s":
-						z.Lanes[za0006].PSN, bts, err = msgp.ReadUint32Bytes(bts)
+						z.Lanes[za0005].PSN, bts, err = msgp.ReadUint32Bytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lanes", za0006, "PSN")
+							err = msgp.WrapError(err, "Lanes", za0005, "PSN")
 							return
 						}
 					case "e":
-						z.Lanes[za0006].Error, bts, err = msgp.ReadStringBytes(bts)
+						z.Lanes[za0005].Error, bts, err = msgp.ReadStringBytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lanes", za0006, "Error")
+							err = msgp.WrapError(err, "Lanes", za0005, "Error")
 							return
 						}
 					default:
 						bts, err = msgp.Skip(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lanes", za0006)
+							err = msgp.WrapError(err, "Lanes", za0005)
 							return
 						}
 					}
 				}
 			}
 		case "a":
-			var zb0013 uint32
-			zb0013, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0010 uint32
+			zb0010, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Arrived")
 				return
 			}
-			if zb0013 > 65536 {
+			if zb0010 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Arrived) >= int(zb0013) {
-				z.Arrived = (z.Arrived)[:zb0013]
+			if cap(z.Arrived) >= int(zb0010) {
+				z.Arrived = (z.Arrived)[:zb0010]
 			} else {
-				z.Arrived = make([]uint64, zb0013)
+				z.Arrived = make([]uint64, zb0010)
 			}
-			for za0007 := range z.Arrived {
-				z.Arrived[za0007], bts, err = msgp.ReadUint64Bytes(bts)
+			for za0006 := range z.Arrived {
+				z.Arrived[za0006], bts, err = msgp.ReadUint64Bytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Arrived", za0007)
+					err = msgp.WrapError(err, "Arrived", za0006)
 					return
 				}
 			}
@@ -1085,25 +1048,25 @@ func (z *reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				return
 			}
 		case "w":
-			var zb0014 uint32
-			zb0014, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0011 uint32
+			zb0011, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Pending")
 				return
 			}
-			if zb0014 > 65536 {
+			if zb0011 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Pending) >= int(zb0014) {
-				z.Pending = (z.Pending)[:zb0014]
+			if cap(z.Pending) >= int(zb0011) {
+				z.Pending = (z.Pending)[:zb0011]
 			} else {
-				z.Pending = make([]uint64, zb0014)
+				z.Pending = make([]uint64, zb0011)
 			}
-			for za0008 := range z.Pending {
-				z.Pending[za0008], bts, err = msgp.ReadUint64Bytes(bts)
+			for za0007 := range z.Pending {
+				z.Pending[za0007], bts, err = msgp.ReadUint64Bytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Pending", za0008)
+					err = msgp.WrapError(err, "Pending", za0007)
 					return
 				}
 			}
@@ -1127,11 +1090,11 @@ func (z *reply) Msgsize() (s int) {
 	}
 	s += 2 + msgp.ArrayHeaderSize
 	for za0002 := range z.Devices {
-		s += 1 + 2 + msgp.ArrayHeaderSize + (len(z.Devices[za0002].Keys) * (17 + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size))
+		s += z.Devices[za0002].Msgsize()
 	}
 	s += 2 + msgp.ArrayHeaderSize + (len(z.Regions) * (13 + msgp.Uint64Size + msgp.Uint64Size)) + 2 + msgp.BytesPrefixSize + len(z.Secret) + 2 + msgp.Uint64Size + 2 + msgp.ArrayHeaderSize + (len(z.Live) * (msgp.Uint64Size)) + 2 + msgp.ArrayHeaderSize
-	for za0006 := range z.Lanes {
-		s += 1 + 2 + msgp.Uint32Size + 2 + msgp.Uint32Size + 2 + msgp.StringPrefixSize + len(z.Lanes[za0006].Error)
+	for za0005 := range z.Lanes {
+		s += 1 + 2 + msgp.Uint32Size + 2 + msgp.Uint32Size + 2 + msgp.StringPrefixSize + len(z.Lanes[za0005].Error)
 	}
 	s += 2 + msgp.ArrayHeaderSize + (len(z.Arrived) * (msgp.Uint64Size)) + 2 + msgp.BoolSize + 2 + msgp.ArrayHeaderSize + (len(z.Pending) * (msgp.Uint64Size))
 	return
@@ -1141,8 +1104,8 @@ func (z *reply) Msgsize() (s int) {
 func (z *signal) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(9)
-	var zb0001Mask uint16 /* 9 bits */
+	zb0001Len := uint32(10)
+	var zb0001Mask uint16 /* 10 bits */
 	_ = zb0001Mask
 	if z.Lanes == nil {
 		zb0001Len--
@@ -1171,6 +1134,10 @@ func (z *signal) MarshalMsg(b []byte) (o []byte, err error) {
 	if z.Reason == "" {
 		zb0001Len--
 		zb0001Mask |= 0x100
+	}
+	if z.Up == nil {
+		zb0001Len--
+		zb0001Mask |= 0x200
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1230,6 +1197,14 @@ func (z *signal) MarshalMsg(b []byte) (o []byte, err error) {
 			// string "r"
 			o = append(o, 0xa1, 0x72)
 			o = msgp.AppendString(o, z.Reason)
+		}
+		if (zb0001Mask & 0x200) == 0 { // if not omitted
+			// string "u"
+			o = append(o, 0xa1, 0x75)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Up)))
+			for za0004 := range z.Up {
+				o = msgp.AppendInt(o, z.Up[za0004])
+			}
 		}
 	}
 	return
@@ -1398,6 +1373,29 @@ func (z *signal) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Reason")
 				return
 			}
+		case "u":
+			var zb0008 uint32
+			zb0008, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Up")
+				return
+			}
+			if zb0008 > 64 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Up) >= int(zb0008) {
+				z.Up = (z.Up)[:zb0008]
+			} else {
+				z.Up = make([]int, zb0008)
+			}
+			for za0004 := range z.Up {
+				z.Up[za0004], bts, err = msgp.ReadIntBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Up", za0004)
+					return
+				}
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1416,7 +1414,7 @@ func (z *signal) Msgsize() (s int) {
 	for za0003 := range z.Join {
 		s += z.Join[za0003].Msgsize()
 	}
-	s += 2 + msgp.Uint32Size + 2 + msgp.BytesPrefixSize + len(z.Secret) + 2 + msgp.StringPrefixSize + len(z.Reason)
+	s += 2 + msgp.Uint32Size + 2 + msgp.BytesPrefixSize + len(z.Secret) + 2 + msgp.StringPrefixSize + len(z.Reason) + 2 + msgp.ArrayHeaderSize + (len(z.Up) * (msgp.IntSize))
 	return
 }
 

@@ -80,15 +80,6 @@ func devicePlace(sys fs.FS, device string) (place, error) {
 	return placeOf(sys, "class/infiniband/"+device)
 }
 
-// pciPlace is where a PCI device is, by its address: "0000:3b:00.0".
-func pciPlace(sys fs.FS, address string) (place, error) {
-	address = strings.ToLower(address)
-	if !pciAddress.MatchString(address) {
-		return place{Node: noNode}, fmt.Errorf("%q is no PCI address: want one as 0000:3b:00.0", address)
-	}
-	return placeOf(sys, "bus/pci/devices/"+address)
-}
-
 func placeOf(sys fs.FS, name string) (place, error) {
 	p := place{Node: noNode}
 	real, err := resolve(sys, name)

@@ -75,16 +75,12 @@ func TestDevicePlace(t *testing.T) {
 	}
 }
 
-func TestPCIPlace(t *testing.T) {
+// What else is on PCI has its node, or none.
+func TestPlaceOf(t *testing.T) {
 	sys := sysTree()
-	for address, node := range map[string]int{"0000:3e:00.0": 0, "0000:CA:00.0": 1, "0000:16:01.0": noNode, "0000:17:01.0": noNode} {
-		if got, err := pciPlace(sys, address); err != nil || got.Node != node || len(got.PCI) < 2 || got.PCI[len(got.PCI)-1] != strings.ToLower(address) {
+	for address, node := range map[string]int{"0000:3e:00.0": 0, "0000:ca:00.0": 1, "0000:16:01.0": noNode, "0000:17:01.0": noNode} {
+		if got, err := placeOf(sys, "bus/pci/devices/"+address); err != nil || got.Node != node || len(got.PCI) < 2 || got.PCI[len(got.PCI)-1] != address {
 			t.Errorf("%s: %v, %v, want node %d", address, got, err, node)
-		}
-	}
-	for _, address := range []string{"", "3e:00.0", "0000:3e:00.8", "0000:3e:00.0/x", "../0000:3e:00.0", "0000:99:00.0"} {
-		if got, err := pciPlace(sys, address); err == nil || got.Node != noNode {
-			t.Errorf("%q: %v", address, got)
 		}
 	}
 }
@@ -119,7 +115,7 @@ func TestDevicePlaceOnDisk(t *testing.T) {
 func TestDistance(t *testing.T) {
 	sys := sysTree()
 	pci := func(address string) place {
-		p, err := pciPlace(sys, address)
+		p, err := placeOf(sys, "bus/pci/devices/"+address)
 		if err != nil {
 			t.Fatal(err)
 		}

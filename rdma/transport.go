@@ -24,6 +24,7 @@ type Transport struct {
 	signal core.Signal
 	log    *zap.Logger
 
+	memory  registry
 	devices []*device
 	ports   []*localPort // of all devices
 
@@ -127,6 +128,9 @@ func (t *Transport) Usable(ctx context.Context, peer core.AgentID) error {
 		return fmt.Errorf("rdma: agent %s is not connected", peer)
 	}
 	for {
+		if err := t.unusable(); err != nil {
+			return err
+		}
 		settled, cause := src.usable()
 		if cause != errUnsettled {
 			return cause
@@ -279,10 +283,6 @@ func shorten(s string) string {
 		}
 	}
 	return ""
-}
-
-func (t *Transport) tellWritten(id core.TransferID, st core.TransferStats, err error) {
-	t.tell(func(s core.Sink) { s.Written(id, st, err) })
 }
 
 // posted counts a chain that is posted.

@@ -19,6 +19,7 @@ import kvconn
 
 LAYERS, BLOCKS, BLOCK = 4, 256, 32 << 10
 BOUND = 60.0
+IDLE = 20.0
 
 
 class Side:
@@ -54,60 +55,134 @@ def blocks_of(transfer_id: str, side: str, count: int) -> list[int]:
     return random.Random(transfer_id + side).sample(range(BLOCKS), count)
 
 
-def prefill() -> None:
+def idle(side: Side) -> float:
+    """The milliseconds of processor time that this process takes while it waits for nothing."""
+    before = os.times()
+    assert not side.agent.wait(IDLE)
+    after = os.times()
+    return (after.user - before.user + after.system - before.system) * 1e3
+
+
+def prefill(transport: str) -> None:
     """Offers what its standard input names, a transfer and a number of blocks a line."""
-    side = Side("prefill", bootstrap_host="127.0.0.1", bootstrap_port=0)
+    side = Side("prefill", transport=transport, bootstrap_host="127.0.0.1", bootstrap_port=0)
     print(json.dumps(side.agent.bootstrap_address), flush=True)
     for line in sys.stdin:
         transfer_id, count = json.loads(line)
+        if not count:
+            print(idle(side), flush=True)
+            continue
         ids = blocks_of(transfer_id, "prefill", count)
         for layer in range(LAYERS):
             for position, block in enumerate(ids):
                 side.cache[side.at(layer, block)] = content(transfer_id, layer, position)
         side.agent.offer([kvconn.Offer(transfer_id, [ids])])
         done = side.finished(transfer_id)
-        print(json.dumps([done.code, done.reason, done.bytes, done.transport, side.agent.stats()["transports"]["rdma"]]), flush=True)
+        print(json.dumps([done.code, done.reason, done.bytes, done.transport, side.agent.stats()["transports"]]), flush=True)
     side.agent.close()
 
 
+class Pair:
+    """A decode agent here, and a prefill agent in a process of its own."""
+
+    def __init__(self, transport: str) -> None:
+        command = [sys.executable, __file__, "prefill", transport]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            self.address = self.answer()
+            self.side = Side("decode", transport=transport)
+        except BaseException:
+            self.end()
+            raise
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.side.agent.close()
+        self.process.stdin.close()
+        assert self.process.wait(BOUND) == 0
+
+    def ask(self, *order: Any) -> None:
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self.process.stdout
+        return json.loads(self.process.stdout.readline())
+
+    def load(self, transfer_id: str, count: int) -> tuple[kvconn.Completion, dict[str, Any]]:
+        """Moves so many blocks and compares every byte; what prefill's transports have done by then."""
+        side, nothing = self.side, bytes(BLOCK)
+        self.ask(transfer_id, count)
+        ids = blocks_of(transfer_id, "decode", count)
+        side.cache[:] = bytes(len(side.cache))
+        side.agent.start_load([kvconn.Load(transfer_id, self.address, "engine-prefill", [ids])])
+        done = side.finished(transfer_id)
+        assert done.ok and done.bytes == LAYERS * count * BLOCK, done
+        position = {block: i for i, block in enumerate(ids)}
+        for layer in range(LAYERS):
+            for block in range(BLOCKS):
+                want = content(transfer_id, layer, position[block]) if block in position else nothing
+                assert side.cache[side.at(layer, block)] == want, (transfer_id, layer, block)
+        code, reason, sent, transport, stats = self.answer()
+        assert (code, sent, transport) == (0, done.bytes, done.transport), (code, reason, sent, transport)
+        took = done.wait_s + done.transfer_s
+        print(f"measured: {count} blocks, {done.bytes >> 10} KiB by {done.transport} in {took:.3f} s, every byte right")
+        return done, stats
+
+
 def check_pair() -> None:
-    process = subprocess.Popen([sys.executable, __file__, "prefill"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin and process.stdout
-    try:
-        address = json.loads(process.stdout.readline())
-        side = Side("decode")
-        nothing = bytes(BLOCK)
+    with Pair("rdma") as pair:
         total = 0
         for n, count in enumerate([1, 7, 64, 200]):
-            transfer_id = f"transfer-{n}"
-            print(json.dumps([transfer_id, count]), file=process.stdin, flush=True)
-            ids = blocks_of(transfer_id, "decode", count)
-            side.cache[:] = bytes(len(side.cache))
-            side.agent.start_load([kvconn.Load(transfer_id, address, "engine-prefill", [ids])])
-            done = side.finished(transfer_id)
-            assert done.ok and done.transport == "rdma" and done.bytes == LAYERS * count * BLOCK, done
+            done, sent = pair.load(f"transfer-{n}", count)
             total += done.bytes
-            position = {block: i for i, block in enumerate(ids)}
-            for layer in range(LAYERS):
-                for block in range(BLOCKS):
-                    want = content(transfer_id, layer, position[block]) if block in position else nothing
-                    assert side.cache[side.at(layer, block)] == want, (transfer_id, layer, block)
-            code, reason, sent, transport, stats = json.loads(process.stdout.readline())
-            assert (code, sent, transport) == (0, done.bytes, "rdma"), (code, reason, sent, transport)
-            assert stats["offers"] == n + 1 and stats["bytes_out"] == total, stats
-            took = done.wait_s + done.transfer_s
-            print(f"measured: {count} blocks, {done.bytes >> 10} KiB by {done.transport} in {took:.3f} s, every byte right")
-        stats = side.agent.stats()
-        assert stats["transport"] == "rdma" and list(stats["transports"]) == ["rdma"], stats
+            assert done.transport == "rdma" and sent["rdma"]["offers"] == n + 1 and sent["rdma"]["bytes_out"] == total, sent
+        pair.ask("idle", 0)
+        ours, theirs = idle(pair.side), float(pair.answer())
+        stats = pair.side.agent.stats()
         counts = stats["transports"]["rdma"]
+        lanes = counts["counters"]["lanes"]
+        assert lanes > 0
+        took = f"{ours:.0f} ms of processor time of decode, {theirs:.0f} ms of prefill"
+        print(f"measured: idle for {IDLE:.0f} s with {lanes} lanes up: {took}")
+        assert stats["transport"] == "rdma" and list(stats["transports"]) == ["rdma"], stats
         assert counts["available"] and counts["loads"] == 4 and counts["bytes_in"] == total, counts
         assert [(p["transport"], p["transfers"]["rdma"]) for p in stats["pairs"]] == [("rdma", 4)], stats["pairs"]
-        side.agent.close()
-        process.stdin.close()
-        assert process.wait(BOUND) == 0
+        pair.close()
+
+
+def rails(how: str) -> None:
+    for i in range(int(os.environ["RXE_RAILS"])):
+        subprocess.run(["rxe-link", str(i), how], check=True, timeout=BOUND)
+
+
+def check_later() -> None:
+    """Agents that were opened while all ports were down go by tcp, and by rdma once these are up."""
+    rails("off")
+    try:
+        with Pair("auto") as pair:
+            done, _ = pair.load("without", 7)
+            (peer,) = pair.side.agent.stats()["pairs"]
+            assert done.transport == "tcp" and "rxe0:1 is down" in peer["reason"], (done, peer)
+            print(f"by tcp: {peer['reason']}")
+            rails("on")
+            start, n = time.monotonic(), 0
+            while done.transport != "rdma":
+                assert time.monotonic() < start + BOUND, pair.side.agent.stats()
+                n += 1
+                done, _ = pair.load(f"later-{n}", 7)
+            pair.close()
     finally:
-        process.kill()
-        process.wait()
+        rails("on")
 
 
 def check_refusal() -> None:
@@ -140,10 +215,11 @@ def check_doctor() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["prefill"]:
-        prefill()
+    if sys.argv[1:2] == ["prefill"]:
+        prefill(sys.argv[2])
     else:
         check_doctor()
         check_refusal()
         check_pair()
+        check_later()
         print("ok: two agents in two Python processes, by rdma")

@@ -1,4 +1,4 @@
-// Command kvconn carries the operator's tools: demo, bench and proxy.
+// Command kvconn carries the tools of operators: kvconn --help lists them.
 package main
 
 import (

@@ -134,7 +134,7 @@ func (b *Bus) Lookup(ctx context.Context, t core.Target) (*wire.Agent, core.Via,
 		if _, err := a.UnmarshalMsg(e.agent); err != nil {
 			return nil, "", err
 		}
-		if a.DPRank != t.DPRank || a.TPRank != t.TPRank || a.PPRank != t.PPRank {
+		if t.DPRank >= 0 && a.DPRank != t.DPRank || a.TPRank != t.TPRank || a.PPRank != t.PPRank {
 			continue
 		}
 		switch {

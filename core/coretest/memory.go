@@ -22,6 +22,8 @@ type regionSpec struct {
 	group         uint32
 	bytes, stride uint64 // stride 0: dense
 	blocks        uint32
+	name          string // empty: layer0, layer1 …
+	geometrySpec
 }
 
 // arena is memory outside of the Go heap that holds the regions of a layout
@@ -39,6 +41,10 @@ func newArena(t *testing.T, specs []regionSpec, file *os.File) *arena {
 	for i, s := range specs {
 		r := &regions[i]
 		*r = core.Region{Name: fmt.Sprintf("layer%d", i), Group: s.group, BlockBytes: s.bytes, BlockStride: max(s.stride, s.bytes), NumBlocks: s.blocks}
+		if s.name != "" {
+			r.Name = s.name
+		}
+		s.apply(r)
 		r.Base = size
 		size += (r.Extent()+guardBytes-1)/4096*4096 + guardBytes
 	}

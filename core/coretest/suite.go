@@ -46,6 +46,7 @@ func TransportSuite(t *testing.T, f Fixture) {
 		{"nothing to send", nothing},
 		{"ten thousand segments", tenThousand},
 		{"strides and groups", strides},
+		{"unequal blocks and heads", unequal},
 		{"two at once", func(t *testing.T, f Fixture) { manyAtOnce(t, f, 2) }},
 		{"many at once", func(t *testing.T, f Fixture) { manyAtOnce(t, f, 100) }},
 		{"both directions", bothDirections},

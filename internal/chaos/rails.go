@@ -26,6 +26,7 @@ const (
 	railIsOn   = "on"
 	railIsOff  = "off"  // the link is down, and this machine knows
 	railIsMute = "mute" // packets vanish
+	railIsThin = "thin" // large packets vanish, as where the MTU of a path is not what its ends think
 	railSent   = "sent" // prints how many packets it has sent so far
 )
 
@@ -93,7 +94,7 @@ func runRails(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		whole := r.stream(ctx, func() error { pause(ctx, time.Second); return nil })
 		r.well(whole.hit, "rdma")
 		r.say("%d transfers of %d MiB at a time take %s ms", railTransfers, railBlocks*s.memory.Regions*s.memory.BlockBytes>>20, milliseconds(r.took(whole.hit)))
-		for _, how := range []string{railIsOff, railIsMute} {
+		for _, how := range []string{railIsOff, railIsMute, railIsThin} {
 			for _, rail := range f.rails.all() {
 				if opt.Rails == 1 || ctx.Err() != nil || !r.oneLost(ctx, rail, how) {
 					break
@@ -237,6 +238,9 @@ func (r *railRun) oneLost(ctx context.Context, rail int, how string) bool {
 	} else if r.well(b.hit, "rdma") {
 		r.say("rail %d %s: they take %s ms", rail, how, milliseconds(r.took(b.hit)))
 	}
+	if how == railIsThin && b.fault == nil {
+		r.thin(ctx, rail)
+	}
 	if err := r.f.rails.set([]int{rail}, railIsOn); err != nil {
 		r.f.led.problem("rails: %v", err)
 	} else if b.fault == nil {
@@ -248,22 +252,69 @@ func (r *railRun) oneLost(ctx context.Context, rail int, how string) bool {
 // railShare is so many packets that they are no handshake's but a transfer's.
 const railShare = 100
 
+// thinFor is how long transfers go on beside a rail that swallows large packets: it is
+// tried again after one second, and after two more.
+const thinFor = 5 * time.Second
+
+// thin: once the rail was found out it is tried again, and found out before transfers
+// are given to it. A try is a few packets, which are sent again and again; what a
+// transfer has under way is a hundred for each queue pair.
+func (r *railRun) thin(ctx context.Context, rail int) {
+	found, given, until := false, int64(0), time.Now().Add(railReturn)
+	for time.Now().Before(until) && ctx.Err() == nil {
+		n, ok := r.gives(ctx, rail)
+		switch {
+		case !ok:
+			return
+		case found:
+			given += n
+		case n < railShare:
+			found, until = true, time.Now().Add(thinFor)
+		}
+	}
+	switch {
+	case ctx.Err() != nil:
+		return
+	case !found:
+		r.f.led.problem("rails: rail %d swallows large packets, and is not found out within %v", rail, railReturn)
+		return
+	}
+	if given > 3*railShare {
+		r.f.led.problem("rails: rail %d swallows large packets, and was given %d packets after it was found out, within %v", rail, given, thinFor)
+	}
+	r.say("tried with %d packets within %v", given, thinFor)
+}
+
+// gives has a transfer, and says how many packets of it, and of what goes beside it, a
+// rail has got.
+func (r *railRun) gives(ctx context.Context, rail int) (packets int64, ok bool) {
+	before, err := r.f.rails.sent(rail)
+	if err == nil && r.carry(ctx, railBlocks, nil) == nil {
+		return 0, false
+	}
+	after := before
+	if err == nil {
+		after, err = r.f.rails.sent(rail)
+	}
+	if err != nil {
+		r.f.led.problem("rails: %v", err)
+	}
+	return after - before, err == nil
+}
+
 // used has transfers until a rail has its share of one again.
 func (r *railRun) used(ctx context.Context, rail int) {
 	start := time.Now()
-	before, err := r.f.rails.sent(rail)
-	for now := before; err == nil && now-before < railShare && ctx.Err() == nil; now, err = r.f.rails.sent(rail) {
+	for total := int64(0); total < railShare && ctx.Err() == nil; {
 		if time.Since(start) > railReturn {
 			r.f.led.problem("rails: rail %d is on and not used after %v", rail, railReturn)
 			return
 		}
-		if r.carry(ctx, railBlocks, nil) == nil {
+		n, ok := r.gives(ctx, rail)
+		if !ok {
 			return
 		}
-	}
-	if err != nil {
-		r.f.led.problem("rails: %v", err)
-		return
+		total += n
 	}
 	r.say("on, and used after %s ms", milliseconds(time.Since(start)))
 }

@@ -30,15 +30,7 @@ func Handler(o Options) http.Handler {
 		w.Header().Set("Content-Type", "application/json")
 		fmt.Fprintf(w, `{"object":"list","data":[{"id":%q,"object":"model"}]}`, o.Model)
 	})
-	events := make([][]byte, o.Chunks)
-	for i := range events {
-		reason := "null"
-		if i == o.Chunks-1 {
-			reason = `"length"`
-		}
-		events[i] = fmt.Appendf(nil, `data: {"id":"cmpl-1","object":"text_completion","created":1,"model":%q,"choices":[{"index":0,"text":" token%d","logprobs":null,"finish_reason":%s,"stop_reason":null}],"usage":null}`+"\n\n",
-			o.Model, i, reason)
-	}
+	streamed, whole := events(o), answer(o)
 	complete := func(w http.ResponseWriter, r *http.Request) {
 		var req struct {
 			Stream bool `json:"stream"`
@@ -53,11 +45,11 @@ func Handler(o Options) http.Handler {
 		}
 		if !req.Stream {
 			w.Header().Set("Content-Type", "application/json")
-			fmt.Fprintf(w, `{"id":"cmpl-1","object":"text_completion","created":1,"model":%q,"choices":[{"index":0,"text":" token0","logprobs":null,"finish_reason":"length"}],"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2},"kv_transfer_params":null}`, o.Model)
+			_, _ = w.Write(whole)
 			return
 		}
 		w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
-		for _, e := range events {
+		for _, e := range streamed {
 			if _, err := w.Write(e); err != nil {
 				return
 			}
@@ -68,4 +60,23 @@ func Handler(o Options) http.Handler {
 	mux.HandleFunc("POST /v1/completions", complete)
 	mux.HandleFunc("POST /v1/chat/completions", complete)
 	return mux
+}
+
+// events are those of a streamed answer.
+func events(o Options) [][]byte {
+	all := make([][]byte, o.Chunks)
+	for i := range all {
+		reason := "null"
+		if i == o.Chunks-1 {
+			reason = `"length"`
+		}
+		all[i] = fmt.Appendf(nil, `data: {"id":"cmpl-1","object":"text_completion","created":1,"model":%q,"choices":[{"index":0,"text":" token%d","logprobs":null,"finish_reason":%s,"stop_reason":null}],"usage":null}`+"\n\n",
+			o.Model, i, reason)
+	}
+	return all
+}
+
+// answer is a whole one.
+func answer(o Options) []byte {
+	return fmt.Appendf(nil, `{"id":"cmpl-1","object":"text_completion","created":1,"model":%q,"choices":[{"index":0,"text":" token0","logprobs":null,"finish_reason":"length"}],"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2},"kv_transfer_params":null}`, o.Model)
 }

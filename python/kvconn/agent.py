@@ -210,7 +210,7 @@ class Agent:
 
     @property
     def bootstrap_address(self) -> Optional[str]:
-        """The ``http://host:port`` that this agent serves, or None."""
+        """The ``http://host:port`` that this agent serves or has joined, or None."""
         buf = c.create_string_buffer(512)
         self._check(self._lib.bootstrap_address(self._handle, buf, len(buf)))
         return buf.value.decode() or None

@@ -56,7 +56,8 @@ class Offer(NamedTuple):
 class Claim(NamedTuple):
     """Decode's word that it will load a transfer as soon as it has blocks.
 
-    ``bootstrap_addr`` is the prefill engine's ``http://host:port``.
+    ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its
+    ranks; ``engine_id`` says which of the data-parallel ones there.
     """
 
     transfer_id: str
@@ -67,7 +68,9 @@ class Claim(NamedTuple):
 class Load(NamedTuple):
     """Decode's half of a transfer: put it into these blocks.
 
-    ``bootstrap_addr`` is the prefill engine's ``http://host:port``.
+    ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its
+    ranks: from which of them this one loads is found out, and there is one
+    completion. ``engine_id`` says which of the data-parallel ranks there.
     ``first_block[g]`` is the position, in the prompt's blocks of group ``g``,
     of the first one to load; empty means 0. ``tokens[g]`` is the number of the
     prompt's tokens, from its start: what lies in the blocks behind them is not

@@ -234,7 +234,11 @@ func (q *QP) State() (State, error) {
 	return State(s), nil
 }
 
+// closed is of a queue pair that was destroyed, or of the zero QP, which tests use.
 func (q *QP) closed() error {
+	if q.dev == nil {
+		return fmt.Errorf("no queue pair: %w", ErrClosed)
+	}
 	return fmt.Errorf("queue pair %d of RDMA device %s: %w", q.number, q.dev.info.Name, ErrClosed)
 }
 

@@ -1,0 +1,143 @@
+package cli
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/launch"
+	"github.com/kvconn/kvconn/proxy"
+)
+
+const launchUsage = `usage: kvconn launch MODEL [OPTIONS] [-- ARGUMENTS OF vllm serve]
+
+Starts prefill and decode servers of vLLM on this machine, with kvconn between them, and the router.
+
+`
+
+// parseLaunch reads the command line: the model, options, and behind -- what is
+// vLLM's.
+func parseLaunch(args []string) (launch.Config, error) {
+	var c launch.Config
+	var vllmArgs []string
+	if i := slices.Index(args, "--"); i >= 0 {
+		args, vllmArgs = args[:i], args[i+1:]
+	}
+	fs := flag.NewFlagSet("kvconn launch", flag.ContinueOnError)
+	fs.SetOutput(os.Stderr)
+	fs.Usage = func() {
+		fmt.Fprint(os.Stderr, launchUsage)
+		fs.PrintDefaults()
+	}
+	fs.IntVar(&c.Prefill, "prefill", 0, "prefill servers (default: as --prefill-devices has, else 1)")
+	fs.IntVar(&c.Decode, "decode", 0, "decode servers (default: as --decode-devices has, else 1)")
+	prefillDevices := fs.String("prefill-devices", "", "each prefill server's devices, separated by commas; several of one server by +, as 0+1,2+3")
+	decodeDevices := fs.String("decode-devices", "", "each decode server's")
+	fs.StringVar(&c.DeviceVariable, "device-variable", "CUDA_VISIBLE_DEVICES", "the variable by which an engine is told its devices")
+	prefillPorts := fs.String("prefill-ports", strconv.Itoa(launch.DefaultPrefillPort), "the first prefill server's port, or each one's, separated by commas")
+	decodePorts := fs.String("decode-ports", strconv.Itoa(launch.DefaultDecodePort), "the decode servers'")
+	bootstrapPorts := fs.String("bootstrap-ports", strconv.Itoa(launch.DefaultBootstrapPort), "the prefill servers' bootstrap ports")
+	fs.StringVar(&c.Host, "host", proxy.DefaultHost, "address on which the router listens; servers listen on 127.0.0.1")
+	fs.IntVar(&c.Port, "port", proxy.DefaultPort, "the router's port")
+	connector := fs.String("connector-config", "", "JSON object: further keys of kv_connector_extra_config")
+	fs.StringVar(&c.FailurePolicy, "failure-policy", "recompute", "kv_load_failure_policy: recompute or fail")
+	fs.StringVar(&c.LogDir, "log-dir", "kvconn-logs", "directory for each server's log")
+	fs.DurationVar(&c.Ready, "timeout", launch.DefaultReady, "how long the servers may take until they are ready")
+	fs.StringVar(&c.VLLM, "vllm", "vllm", "the vllm program")
+	fs.BoolVar(&c.Bench, "bench", false, "run vllm bench serve on the router, print its table, and end")
+	benchArgs := fs.String("bench-args", "", "arguments of vllm bench serve, beside those that launch gives or in their place")
+	// The model may stand before the options, as with vllm serve.
+	if len(args) > 0 && !strings.HasPrefix(args[0], "-") {
+		c.Model, args = args[0], args[1:]
+	}
+	if err := fs.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			return c, err
+		}
+		return c, fmt.Errorf("%w: %w", errUsage, err)
+	}
+	if c.Model == "" && fs.NArg() == 1 {
+		c.Model = fs.Arg(0)
+	} else if fs.NArg() > 0 {
+		return c, fmt.Errorf("%w: launch takes one model, and not %q: arguments of vllm serve go behind --", errUsage, fs.Args())
+	}
+	c.PrefillDevices, c.DecodeDevices = splitDevices(*prefillDevices), splitDevices(*decodeDevices)
+	var errs [3]error
+	c.PrefillPorts, errs[0] = splitPorts("--prefill-ports", *prefillPorts)
+	c.DecodePorts, errs[1] = splitPorts("--decode-ports", *decodePorts)
+	c.BootstrapPorts, errs[2] = splitPorts("--bootstrap-ports", *bootstrapPorts)
+	if err := errors.Join(errs[:]...); err != nil {
+		return c, err
+	}
+	if *connector != "" {
+		if err := json.Unmarshal([]byte(*connector), &c.ConnectorConfig); err != nil {
+			return c, fmt.Errorf("%w: --connector-config %q is no JSON object: %w", errUsage, *connector, err)
+		}
+	}
+	if c.FailurePolicy != "recompute" && c.FailurePolicy != "fail" {
+		return c, fmt.Errorf("%w: --failure-policy %q: want recompute or fail", errUsage, c.FailurePolicy)
+	}
+	if c.Ready < time.Second {
+		return c, fmt.Errorf("%w: --timeout %v: want at least 1s", errUsage, c.Ready)
+	}
+	c.BenchArgs, c.Args = strings.Fields(*benchArgs), vllmArgs
+	return c, nil
+}
+
+func splitDevices(s string) []string {
+	if s == "" {
+		return nil
+	}
+	list := strings.Split(s, ",")
+	for i := range list {
+		list[i] = strings.ReplaceAll(list[i], "+", ",")
+	}
+	return list
+}
+
+func splitPorts(name, s string) ([]int, error) {
+	var ports []int
+	for _, p := range strings.Split(s, ",") {
+		n, err := strconv.Atoi(p)
+		if err != nil {
+			return nil, fmt.Errorf("%w: %s %q: want ports separated by commas", errUsage, name, s)
+		}
+		ports = append(ports, n)
+	}
+	return ports, nil
+}
+
+func runLaunch(ctx context.Context, args []string, out *os.File) error {
+	c, err := parseLaunch(args)
+	if errors.Is(err, flag.ErrHelp) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if c.Self, err = selfCommand(); err != nil {
+		return err
+	}
+	c.Out = out
+	_, err = unix.IoctlGetTermios(int(out.Fd()), unix.TCGETS)
+	c.Terminal = err == nil
+	return launch.Run(ctx, c)
+}
+
+// runGuard is what each server of launch runs under.
+func runGuard(args []string, in io.Reader) (int, error) {
+	if len(args) == 0 {
+		return exitUsage, errUsage
+	}
+	return launch.Guard(in, args, launch.StopGrace)
+}

@@ -1,0 +1,126 @@
+package launch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// cudaDevices is the only device variable whose devices are looked up.
+const cudaDevices = "CUDA_VISIBLE_DEVICES"
+
+// findVLLM is the path of the vllm program.
+func (c Config) findVLLM() (string, error) {
+	path, err := exec.LookPath(c.VLLM)
+	if err != nil {
+		return "", fmt.Errorf("launch: vLLM is not installed, or not in this environment (%w): activate the one that has it, "+
+			"install it with pip install vllm, or name the program with --vllm", err)
+	}
+	return path, nil
+}
+
+// checkPorts finds ports that are taken, and those named twice.
+func (c Config) checkPorts() error {
+	type use struct {
+		host, flag, who string
+		port            int
+	}
+	uses := []use{{c.Host, "--port", "the router", c.Port}}
+	for i := range c.Prefill {
+		who := fmt.Sprintf("prefill server %d", i+1)
+		uses = append(uses, use{localhost, "--prefill-ports", who, c.PrefillPorts[i]}, use{localhost, "--bootstrap-ports", who + "'s bootstrap", c.BootstrapPorts[i]})
+	}
+	for i := range c.Decode {
+		uses = append(uses, use{localhost, "--decode-ports", fmt.Sprintf("decode server %d", i+1), c.DecodePorts[i]})
+	}
+	var errs []error
+	for i, u := range uses {
+		if u.port < 1 || u.port > 65535 {
+			errs = append(errs, fmt.Errorf("launch: port %d for %s: %s takes 1 to 65535", u.port, u.who, u.flag))
+			continue
+		}
+		if k := slices.IndexFunc(uses[:i], func(o use) bool { return o.port == u.port }); k >= 0 {
+			errs = append(errs, fmt.Errorf("launch: port %d is for %s and for %s: change %s or %s", u.port, uses[k].who, u.who, uses[k].flag, u.flag))
+			continue
+		}
+		l, err := net.Listen("tcp", net.JoinHostPort(u.host, strconv.Itoa(u.port)))
+		switch {
+		case errors.Is(err, syscall.EADDRINUSE):
+			errs = append(errs, fmt.Errorf("launch: port %d for %s is taken: stop the process that holds it, or set %s to a free one", u.port, u.who, u.flag))
+		case err != nil:
+			errs = append(errs, fmt.Errorf("launch: port %d for %s (%s): %w", u.port, u.who, u.flag, err))
+		default:
+			_ = l.Close()
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// giveDevices fills in the devices where none are named, and finds those that
+// are missing.
+func (c *Config) giveDevices(ctx context.Context) error {
+	named := len(c.PrefillDevices) > 0
+	if c.DeviceVariable != cudaDevices {
+		return nil // only their own tools know them
+	}
+	known, err := nvidiaDevices(ctx)
+	if err != nil {
+		if named {
+			return fmt.Errorf("launch: the devices %s cannot be looked up: %w; leave --prefill-devices and --decode-devices out where there are none",
+				strings.Join(append(slices.Clone(c.PrefillDevices), c.DecodeDevices...), " "), err)
+		}
+		return nil // a machine without a GPU
+	}
+	if !named {
+		if len(known) == 0 {
+			return nil
+		}
+		if need := c.Prefill + c.Decode; len(known) < need {
+			return fmt.Errorf("launch: %d servers, but nvidia-smi lists %d devices: name those to share with --prefill-devices and --decode-devices", need, len(known))
+		}
+		for i := range c.Prefill + c.Decode {
+			if i < c.Prefill {
+				c.PrefillDevices = append(c.PrefillDevices, strconv.Itoa(i))
+			} else {
+				c.DecodeDevices = append(c.DecodeDevices, strconv.Itoa(i))
+			}
+		}
+		return nil
+	}
+	for _, list := range append(slices.Clone(c.PrefillDevices), c.DecodeDevices...) {
+		for _, d := range strings.Split(list, ",") {
+			if n, err := strconv.Atoi(d); err == nil && n >= 0 && n < len(known) {
+				continue
+			}
+			if slices.ContainsFunc(known, func(line string) bool { return d != "" && strings.Contains(line, "UUID: "+d) }) {
+				continue
+			}
+			return fmt.Errorf("launch: device %q is missing: nvidia-smi lists %d (%s)", d, len(known), strings.Join(known, "; "))
+		}
+	}
+	return nil
+}
+
+// nvidiaDevices are the lines of nvidia-smi -L, one a device.
+func nvidiaDevices(ctx context.Context) ([]string, error) {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, "nvidia-smi", "-L").Output()
+	if err != nil {
+		return nil, fmt.Errorf("nvidia-smi: %w", err)
+	}
+	var lines []string
+	for line := range strings.Lines(string(out)) {
+		if line = strings.TrimSpace(line); strings.HasPrefix(line, "GPU ") {
+			lines = append(lines, line)
+		}
+	}
+	return lines, nil
+}

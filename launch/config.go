@@ -1,0 +1,175 @@
+package launch
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvconn/kvconn/proxy"
+)
+
+// Defaults of Config.
+const (
+	DefaultPrefillPort   = 8010
+	DefaultDecodePort    = 8020
+	DefaultBootstrapPort = 8998
+	DefaultReady         = 20 * time.Minute
+)
+
+// localhost is where the servers listen: they are all on this machine, and
+// nobody but the router needs them.
+const localhost = "127.0.0.1"
+
+// Config says what to start.
+type Config struct {
+	// Model is what vllm serve is given.
+	Model string
+	// Prefill and Decode are how many servers there are of each.
+	Prefill, Decode int
+	// PrefillDevices and DecodeDevices are a server's devices each, as the device
+	// variable takes them ("0", "0,1", a UUID). Empty: a device each where there
+	// is an NVIDIA driver, else none.
+	PrefillDevices, DecodeDevices []string
+	// DeviceVariable is the variable that names devices: CUDA_VISIBLE_DEVICES.
+	DeviceVariable string
+	// PrefillPorts, BootstrapPorts and DecodePorts are a server's each. Where one
+	// is named for several servers, the next ones follow it.
+	PrefillPorts, BootstrapPorts, DecodePorts []int
+	// Host and Port are the router's.
+	Host string
+	Port int
+	// ConnectorConfig is what kv_connector_extra_config has besides what Run sets.
+	ConnectorConfig map[string]any
+	// FailurePolicy is the decode servers' kv_load_failure_policy: recompute.
+	FailurePolicy string
+	// LogDir is where each server's log goes; it is made.
+	LogDir string
+	// Ready bounds how long the servers may take to be ready: 20 min.
+	Ready time.Duration
+	// VLLM is the vllm program, found on PATH unless it has a slash.
+	VLLM string
+	// Args are further arguments of vllm serve.
+	Args []string
+	// Bench runs vllm bench serve on the router when all is ready, with BenchArgs
+	// after its own, and ends.
+	Bench     bool
+	BenchArgs []string
+
+	// Self is the command that, with GuardCommand and a command line behind it,
+	// runs Guard.
+	Self []string
+	// Out is where progress is told.
+	Out io.Writer
+	// Terminal says that Out is one: the status is a line that is written over.
+	Terminal bool
+}
+
+// ours are the arguments of vllm serve that Run sets itself.
+var ours = []string{"--port", "--host", "--kv-transfer-config"}
+
+// withDefaults fills in what is zero, and says what cannot be.
+func (c Config) withDefaults() (Config, error) {
+	if c.Model == "" {
+		return c, errors.New("launch: no model: name one, as kvconn launch Qwen/Qwen2.5-7B-Instruct")
+	}
+	for _, d := range []struct {
+		n       *int
+		devices []string
+		role    string
+	}{{&c.Prefill, c.PrefillDevices, "prefill"}, {&c.Decode, c.DecodeDevices, "decode"}} {
+		if *d.n == 0 {
+			*d.n = max(len(d.devices), 1)
+		}
+		if *d.n < 0 || *d.n > 64 {
+			return c, fmt.Errorf("launch: %d %s servers: want 1 to 64", *d.n, d.role)
+		}
+		if len(d.devices) > 0 && len(d.devices) != *d.n {
+			return c, fmt.Errorf("launch: --%s-devices names devices of %d servers, but there are %d: give each server's, separated by commas (several of one server by +)",
+				d.role, len(d.devices), *d.n)
+		}
+	}
+	if (len(c.PrefillDevices) == 0) != (len(c.DecodeDevices) == 0) {
+		return c, errors.New("launch: name both --prefill-devices and --decode-devices, or neither")
+	}
+	for _, p := range []struct {
+		ports *[]int
+		first int
+		n     int
+		flag  string
+	}{
+		{&c.PrefillPorts, DefaultPrefillPort, c.Prefill, "--prefill-ports"},
+		{&c.DecodePorts, DefaultDecodePort, c.Decode, "--decode-ports"},
+		{&c.BootstrapPorts, DefaultBootstrapPort, c.Prefill, "--bootstrap-ports"},
+	} {
+		if len(*p.ports) == 0 {
+			*p.ports = []int{p.first}
+		}
+		if len(*p.ports) == 1 {
+			for i := 1; i < p.n; i++ {
+				*p.ports = append(*p.ports, (*p.ports)[0]+i)
+			}
+		}
+		if len(*p.ports) != p.n {
+			return c, fmt.Errorf("launch: %s has %d ports for %d servers: give the first one, or each", p.flag, len(*p.ports), p.n)
+		}
+	}
+	for _, a := range c.Args {
+		name, _, _ := strings.Cut(a, "=")
+		if slices.Contains(ours, name) {
+			return c, fmt.Errorf("launch: %s after -- is set for each server by launch itself: see --prefill-ports, --decode-ports and --connector-config", name)
+		}
+	}
+	for _, key := range []string{"bootstrap_port", "bootstrap_host", "advertise_host"} {
+		if _, ok := c.ConnectorConfig[key]; ok {
+			return c, fmt.Errorf("launch: --connector-config: %s is set for each server by launch itself", key)
+		}
+	}
+	if c.DeviceVariable == "" {
+		c.DeviceVariable = cudaDevices
+	}
+	if c.Host == "" {
+		c.Host = proxy.DefaultHost
+	}
+	if c.FailurePolicy == "" {
+		c.FailurePolicy = "recompute"
+	}
+	if c.Ready == 0 {
+		c.Ready = DefaultReady
+	}
+	if c.VLLM == "" {
+		c.VLLM = "vllm"
+	}
+	return c, nil
+}
+
+// transferConfig is --kv-transfer-config of a server.
+func (c Config) transferConfig(role string, more map[string]any) (string, error) {
+	extra := map[string]any{"advertise_host": localhost, "bootstrap_host": localhost}
+	for _, m := range []map[string]any{c.ConnectorConfig, more} {
+		for k, v := range m {
+			extra[k] = v
+		}
+	}
+	b, err := json.Marshal(map[string]any{
+		"kv_connector": "KVConnConnector", "kv_connector_module_path": "kvconn.vllm", "kv_role": role,
+		"kv_load_failure_policy": c.FailurePolicy, "kv_connector_extra_config": extra,
+	})
+	return string(b), err
+}
+
+// servedName is the name by which requests ask for the model.
+func (c Config) servedName() string {
+	for i, a := range c.Args {
+		if name, ok := strings.CutPrefix(a, "--served-model-name="); ok {
+			return name
+		}
+		if a == "--served-model-name" && i+1 < len(c.Args) {
+			return c.Args[i+1]
+		}
+	}
+	return c.Model
+}

@@ -1,0 +1,143 @@
+package launch
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// GuardCommand is the hidden command that runs Guard.
+const GuardCommand = "__guard"
+
+// StopGrace is how long a server may take to end after SIGTERM, reapLimit how long
+// what is left of it may take to vanish after SIGKILL.
+const (
+	StopGrace = 15 * time.Second
+	reapLimit = 10 * time.Second
+)
+
+// Guard runs a command and ends when nothing of it is alive any more. It adopts
+// what the command leaves behind. The end of its input, a signal, or its
+// starter's death by any means stop the command: SIGTERM to its process group,
+// SIGKILL to all that is left after grace. It returns the command's exit
+// status, 128 and the signal's number more when one ended it.
+func Guard(in io.Reader, command []string, grace time.Duration) (int, error) {
+	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
+		return 0, fmt.Errorf("launch: guard: %w", err)
+	}
+	signals := make(chan os.Signal, 8)
+	signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP, syscall.SIGCHLD)
+	defer signal.Stop(signals)
+	stop := make(chan struct{})
+	go func() { // ends with the input, at the latest with this process
+		_, _ = io.Copy(io.Discard, in)
+		close(stop)
+	}()
+	// A death signal is sent at the end of the thread that started the process.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	// Not exec.Cmd, whose Wait and the one for adopted processes would take each
+	// other's children.
+	p, err := os.StartProcess(command[0], command, &os.ProcAttr{
+		Files: []*os.File{nil, os.Stdout, os.Stderr},
+		Sys:   &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGTERM},
+	})
+	if err != nil {
+		return 0, fmt.Errorf("launch: %s: %w", command[0], err)
+	}
+	code, ended := 0, false
+	reap := func() (left bool) {
+		for {
+			var status syscall.WaitStatus
+			pid, err := syscall.Wait4(-1, &status, syscall.WNOHANG, nil)
+			switch {
+			case errors.Is(err, syscall.EINTR):
+			case err != nil || pid <= 0:
+				return err == nil
+			case pid == p.Pid:
+				ended = true
+				if code = status.ExitStatus(); status.Signaled() {
+					code = 128 + int(status.Signal())
+				}
+			}
+		}
+	}
+	var late <-chan time.Time
+	terminate := func() {
+		if late == nil {
+			_ = syscall.Kill(-p.Pid, syscall.SIGTERM)
+			late = time.After(grace)
+		}
+	}
+	for expired := false; !ended && !expired; {
+		select {
+		case <-stop:
+			stop = nil
+			terminate()
+		case s := <-signals:
+			if s != syscall.SIGCHLD {
+				terminate()
+			}
+		case <-late:
+			expired = true
+		}
+		reap()
+	}
+	// What the server did not end itself gets no second chance. Who was just
+	// killed needs a moment, and may have forked before.
+	for limit := time.Now().Add(reapLimit); time.Now().Before(limit); time.Sleep(10 * time.Millisecond) {
+		for _, pid := range descendants(os.Getpid()) {
+			_ = syscall.Kill(pid, syscall.SIGKILL)
+		}
+		if !reap() {
+			return code, nil
+		}
+	}
+	return code, fmt.Errorf("launch: processes of %s are still there %v after SIGKILL: %v", command[0], reapLimit, descendants(os.Getpid()))
+}
+
+// descendants are the processes below one, as /proc has them now.
+func descendants(pid int) []int {
+	children := map[int][]int{}
+	stats, _ := filepath.Glob("/proc/[0-9]*/stat") // the pattern is good
+	for _, name := range stats {
+		text, err := os.ReadFile(name)
+		if err != nil {
+			continue // it has ended
+		}
+		// The name is in parentheses and may hold anything: the parent is the
+		// second field after the last one.
+		_, rest, _ := cutLast(string(text), ")")
+		f := strings.Fields(rest)
+		child, err := strconv.Atoi(filepath.Base(filepath.Dir(name)))
+		if err != nil || len(f) < 2 {
+			continue
+		}
+		if parent, err := strconv.Atoi(f[1]); err == nil {
+			children[parent] = append(children[parent], child)
+		}
+	}
+	var all []int
+	for next := []int{pid}; len(next) > 0; {
+		found := children[next[0]]
+		all, next = append(all, found...), append(next[1:], found...)
+	}
+	return all
+}
+
+func cutLast(s, sep string) (before, after string, found bool) {
+	if at := strings.LastIndex(s, sep); at >= 0 {
+		return s[:at], s[at+len(sep):], true
+	}
+	return s, "", false
+}

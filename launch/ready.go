@@ -1,0 +1,89 @@
+package launch
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+	"time"
+)
+
+// How often servers are asked, and how often the status is told where it is not
+// a line that can be written over.
+const (
+	askEvery  = 250 * time.Millisecond
+	tellEvery = 15 * time.Second
+)
+
+// waitReady waits until every server is ready and warm.
+func (c Config) waitReady(ctx context.Context, servers []*server) error {
+	begin := time.Now()
+	var told time.Time
+	said := 0 // how many were ready when last told
+	defer func() {
+		if c.Terminal {
+			fmt.Fprint(c.Out, "\r\033[K")
+		}
+	}()
+	for {
+		ready := 0
+		for _, s := range servers {
+			select {
+			case <-s.ended:
+				return s.died()
+			default:
+			}
+			if s.ready == 0 {
+				if _, err := ask(ctx, http.MethodGet, s.url+"/health", nil, 5*time.Second); err == nil {
+					if err := s.warmUp(ctx, c.servedName()); err != nil {
+						return fmt.Errorf("launch: %s is up, but does not answer a request: %w; the end of its log %s:\n%s", s.name, err, s.logPath, s.logTail(20))
+					}
+					s.ready = time.Since(begin)
+				}
+			}
+			if s.ready > 0 {
+				ready++
+			}
+		}
+		switch now := time.Now(); {
+		case c.Terminal:
+			fmt.Fprintf(c.Out, "\r\033[K%s", status(servers, now.Sub(begin)))
+		case ready != said || now.Sub(told) > tellEvery:
+			said, told = ready, now
+			fmt.Fprintln(c.Out, status(servers, now.Sub(begin)))
+		}
+		if ready == len(servers) {
+			return nil
+		}
+		if time.Since(begin) > c.Ready {
+			return c.notReady(servers)
+		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		wait(ctx, askEvery)
+	}
+}
+
+// notReady is the error of servers that take too long.
+func (c Config) notReady(servers []*server) error {
+	for _, s := range servers {
+		if s.ready == 0 {
+			return fmt.Errorf("launch: %s is not ready after %v (--timeout); the end of its log %s:\n%s", s.name, c.Ready, s.logPath, s.logTail(20))
+		}
+	}
+	return nil
+}
+
+// status is one line about all servers.
+func status(servers []*server, since time.Duration) string {
+	parts := []string{fmt.Sprintf("%4.0f s", since.Seconds())}
+	for _, s := range servers {
+		if s.ready > 0 {
+			parts = append(parts, s.name+": ready")
+		} else {
+			parts = append(parts, s.name+": "+s.lastWords())
+		}
+	}
+	return strings.Join(parts, " | ")
+}

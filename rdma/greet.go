@@ -1,0 +1,119 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// How D has P connect.
+
+// greet asks P to connect, in the background; src.mu is held.
+func (src *source) greet() {
+	if src.greets || src.gone {
+		return
+	}
+	src.greets = src.r.t.goRun("rdma greet", src.greeting)
+	if src.greets && len(src.lanes) == 0 && src.cause != errUnsettled {
+		src.cause, src.settled = errUnsettled, make(chan struct{})
+	}
+}
+
+// What one greet tells at most.
+const (
+	maxBroken = 1024 // lanes
+	maxUp     = 64   // ports
+)
+
+// maxBackoff between attempts to reach a P that could not be.
+const maxBackoff = 30 * time.Second
+
+func (src *source) backOff() {
+	src.backoff = min(max(2*src.backoff, time.Second), maxBackoff)
+	src.greetAt = time.Now().Add(src.backoff)
+}
+
+// greeting tells P of the lanes that broke here and that it may connect. P says by
+// signalJoined what came of it. While it does not, and transfers or the first word
+// depend on it, it is greeted again: one of the two signals may be lost.
+func (src *source) greeting() {
+	t := src.r.t
+	began := time.Now()
+	for {
+		src.mu.Lock()
+		s := &signal{Kind: signalGreet, Ticket: src.ticket, Lanes: src.broken[:min(len(src.broken), maxBroken)], Up: slices.Clone(src.up[:min(len(src.up), maxUp)])}
+		src.mu.Unlock()
+		_, err := t.ask(src.peer, s, t.cfg.ConnectTimeout/3)
+		src.mu.Lock()
+		bound := t.cfg.ConnectTimeout
+		if len(src.live) > 0 {
+			bound = max(bound, t.cfg.StallTimeout)
+		}
+		var settled <-chan struct{}
+		switch {
+		case err == nil:
+			src.broken = src.broken[min(len(s.Lanes), len(src.broken)):] // Connect may have emptied it
+			src.up = src.up[min(len(s.Up), len(src.up)):]
+			src.greets = src.toTell() && !src.gone
+			if len(src.broken)+len(src.up) == 0 {
+				settled = src.settled
+			}
+		default:
+			lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || t.ctx.Err() != nil
+			src.greets = !lasting && !src.gone && (len(src.live) > 0 || src.cause == errUnsettled) && time.Since(began) < bound
+			if !src.greets && !lasting && len(src.broken) == 0 && len(src.lanes) > 0 { // P sees it at its next try
+				src.up = nil
+				src.mu.Unlock()
+				return
+			}
+		}
+		again := src.greets
+		src.mu.Unlock()
+		switch {
+		case err != nil && !again:
+			src.lose(fmt.Errorf("rdma: prefill agent %s cannot be asked to connect: %w", src.peer, err))
+			return
+		case !again:
+			return
+		case err != nil && !t.pause(100*time.Millisecond):
+			return
+		case settled == nil:
+			continue
+		}
+		if late := src.unsettled(settled, t.cfg.ConnectTimeout); late && time.Since(began) > bound+t.cfg.ConnectTimeout {
+			src.mu.Lock()
+			src.greets = false
+			src.mu.Unlock()
+			src.lose(fmt.Errorf("rdma: prefill agent %s has been asked to connect %v ago and has not said what came of it", src.peer, time.Since(began).Round(time.Millisecond)))
+			return
+		}
+		src.mu.Lock()
+		src.greets = src.toTell() && !src.gone && t.ctx.Err() == nil
+		again = src.greets
+		src.mu.Unlock()
+		if !again {
+			return
+		}
+	}
+}
+
+// toTell says whether there is something that P must hear; src.mu is held.
+func (src *source) toTell() bool {
+	return len(src.broken) > 0 || len(src.up) > 0 || src.cause == errUnsettled
+}
+
+// unsettled waits for P's word; late when it has not come.
+func (src *source) unsettled(settled <-chan struct{}, bound time.Duration) (late bool) {
+	timer := time.NewTimer(bound)
+	defer timer.Stop()
+	select {
+	case <-settled:
+	case <-timer.C:
+		late = true
+	case <-src.r.t.ctx.Done():
+	}
+	return late
+}

@@ -1,0 +1,248 @@
+package rdma
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unsafe"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// memory is what a device has registered. It does not change.
+type memory struct {
+	mrs     []*verbs.MR
+	keys    []keyRange // remote keys, for peers
+	local   *keyTable
+	scratch *verbs.MR
+}
+
+// scratchBytes is the memory that probes are written from and to, on either side: a
+// packet of the largest MTU, or several of a smaller one. It is nobody's.
+const scratchBytes = 4096
+
+// registry is the agent's memory before a device knows it.
+type registry struct {
+	regions []memRange
+	whole   []memRange // merged
+	touch   func() error
+	scratch []byte
+}
+
+func newRegistry(l *core.Layout) (r registry, err error) {
+	r.regions = regionRanges(l)
+	r.whole = mergeRanges(r.regions, 0)
+	r.touch = sync.OnceValue(func() error { return pretouch(r.whole, touching) })
+	if r.scratch, err = unix.Mmap(-1, 0, scratchBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE); err != nil {
+		err = fmt.Errorf("%d bytes for probes: %w", scratchBytes, err)
+	}
+	return r, err
+}
+
+// check says whether so many devices more may lock the memory.
+func (r *registry) check(devices int) error {
+	lock, err := readMemlock()
+	if err != nil {
+		return nil // registering will show
+	}
+	return lock.check(rangeBytes(r.whole) * uint64(devices))
+}
+
+// register makes the agent's memory known to all devices that have an active port.
+// Without Fallback all must take it.
+func (t *Transport) register() error {
+	var list []*device
+	var down []error
+	for _, d := range t.devices {
+		n := len(down)
+		for _, p := range d.ports {
+			if err := p.inactive(); err != nil {
+				down = append(down, err)
+			}
+		}
+		if len(down)-n < len(d.ports) {
+			list = append(list, d)
+		}
+	}
+	if len(list) == 0 && !t.cfg.Fallback {
+		return allOf(down...)
+	}
+	for _, err := range down {
+		t.log.Warn("rdma port is not used until it is active", zap.Error(err))
+	}
+	if len(list) == 0 {
+		return nil
+	}
+	if !t.cfg.Fallback {
+		if err := t.memory.check(len(list)); err != nil {
+			return err
+		}
+	}
+	began := time.Now()
+	if err := t.memory.touch(); err != nil {
+		return err
+	}
+	touched := time.Now()
+	errs := make([]error, len(list))
+	var wg sync.WaitGroup
+	for i, d := range list {
+		if errs[i] = t.memory.check(i + 1); errs[i] == nil {
+			wg.Go(func() { errs[i] = t.registerWith(d) })
+		}
+	}
+	wg.Wait()
+	took := 0
+	for i, err := range errs {
+		if err == nil {
+			took++
+		} else if t.cfg.Fallback {
+			t.log.Warn("rdma device is not used: it does not take the memory", zap.String("device", list[i].name), zap.Error(err))
+		}
+	}
+	if took < len(list) && !t.cfg.Fallback || took == 0 {
+		return allOf(errs...)
+	}
+	t.log.Info("rdma memory registered", zap.Uint64("bytes", rangeBytes(t.memory.whole)), zap.Int("devices", took),
+		zap.Duration("touching", touched.Sub(began)), zap.Duration("registering", time.Since(touched)))
+	return nil
+}
+
+// registerLate is register for a device of which a port has become active only now.
+func (t *Transport) registerLate(d *device) error {
+	if d.memory.Load() != nil {
+		return nil
+	}
+	err := t.memory.check(1)
+	if err == nil {
+		err = t.memory.touch()
+	}
+	if err == nil {
+		err = t.registerWith(d)
+	}
+	return err
+}
+
+const (
+	touching   = 8 // goroutines that have the kernel give pages their memory
+	registrars = 4 // goroutines that register ranges with one device
+)
+
+// registerWith registers the memory with one device, whose ports can be used then.
+func (t *Transport) registerWith(d *device) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed {
+		return errClosed
+	}
+	t.place(d)
+	m, err := d.register(t.ctx, &t.memory, t.cfg.RelaxedOrdering)
+	if err != nil {
+		return errors.Join(err, m.close())
+	}
+	d.memory.Store(m)
+	return nil
+}
+
+// place says how near a device's ports are to the memory, which most often is of one
+// NUMA node: that of the largest range.
+func (t *Transport) place(d *device) {
+	near := farUnknown
+	whole := t.memory.whole
+	if at, err := devicePlace(os.DirFS("/sys"), d.name); err == nil && len(whole) > 0 {
+		memory := memoryPlace(slices.MaxFunc(whole, func(a, b memRange) int { return cmp.Compare(a.Length, b.Length) }))
+		near = at.distanceTo(memory)
+		t.log.Info("rdma device and memory", zap.String("device", d.name), zap.Stringer("at", at), zap.Stringer("memory", memory), zap.Stringer("distance", near))
+	}
+	for _, p := range d.ports {
+		p.near = near
+	}
+}
+
+// register returns what it has registered, also with an error.
+func (d *device) register(ctx context.Context, r *registry, order string) (*memory, error) {
+	m := &memory{}
+	access := verbs.LocalWrite | verbs.RemoteWrite
+	switch {
+	case order == OrderRelaxed && !d.verbs.Attr().RelaxedOrdering:
+		return m, fmt.Errorf("device %s has no relaxed ordering, which rdma_relaxed_ordering demands: set it to auto", d.name)
+	case order != OrderStrict:
+		access |= verbs.RelaxedOrdering
+	}
+	ranges := mergeRanges(r.regions, d.verbs.Attr().MaxMRSize)
+	mrs, errs := make([][]*verbs.MR, len(ranges)), make([]error, len(ranges))
+	var wg sync.WaitGroup
+	var next atomic.Int64
+	for range min(registrars, len(ranges)) {
+		wg.Go(func() {
+			for i := int(next.Add(1)) - 1; i < len(ranges); i = int(next.Add(1)) - 1 {
+				if errs[i] = ctx.Err(); errs[i] == nil {
+					mrs[i], errs[i] = d.registerRange(ranges[i], access)
+				}
+				if errs[i] != nil {
+					next.Store(int64(len(ranges))) // the others would fail too
+				}
+			}
+		})
+	}
+	wg.Wait()
+	var local []keyRange
+	for _, mr := range slices.Concat(mrs...) {
+		at := memRange{mr.Addr, mr.Length}
+		m.mrs = append(m.mrs, mr)
+		local, m.keys = append(local, keyRange{at, mr.LKey}), append(m.keys, keyRange{at, mr.RKey})
+	}
+	err := allOf(errs...)
+	if err == nil {
+		m.local, err = newKeyTable("here", r.regions, local)
+	}
+	if err == nil {
+		m.scratch, err = d.pd.Register(uintptr(unsafe.Pointer(&r.scratch[0])), scratchBytes, access)
+	}
+	return m, err
+}
+
+// leastSplit is the size below which a range that cannot be registered is not cut.
+const leastSplit = 256 << 20
+
+// registerRange registers a range, in halves where the device's driver takes less
+// at once than the device says.
+func (d *device) registerRange(r memRange, access verbs.Access) ([]*verbs.MR, error) {
+	mr, err := d.pd.Register(uintptr(r.Base), r.Length, access)
+	if err == nil {
+		return []*verbs.MR{mr}, nil
+	}
+	if r.Length < 2*leastSplit || !errors.Is(err, syscall.ENOMEM) && !errors.Is(err, syscall.E2BIG) {
+		return nil, err
+	}
+	half := r.Length / 2 &^ (2<<20 - 1)
+	mrs, err := d.registerRange(memRange{r.Base, half}, access)
+	if err == nil {
+		var rest []*verbs.MR
+		rest, err = d.registerRange(memRange{r.Base + half, r.Length - half}, access)
+		mrs = append(mrs, rest...)
+	}
+	return mrs, err // those that there are, to be closed
+}
+
+// close has the device forget the memory.
+func (m *memory) close() error {
+	var errs []error
+	for _, mr := range m.mrs {
+		errs = append(errs, mr.Close())
+	}
+	if m.scratch != nil {
+		errs = append(errs, m.scratch.Close())
+	}
+	return errors.Join(errs...)
+}
