@@ -51,7 +51,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         workdir / "logs",
         prefill_args=prefill_args,
         decode_args=decode_args,
-        prefill_config={"lease_s": 5},
+        # The workers of one engine wait for each other in loops: on two cores one may not run for seconds.
+        prefill_config={"lease_s": 5, "peer_timeout_s": 20},
+        decode_config={"peer_timeout_s": 20},
         progress=progress,
     )
     try:

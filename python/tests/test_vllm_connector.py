@@ -730,6 +730,7 @@ def test_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     reports = side.collect(False)
     assert (reports.received, reports.failed, reports.sent) == ({req_id}, set(), set())
     assert side.collect(False).received == set()
+    side.close()  # the line is written beside the step
     assert '"gb_per_s": ' in caplog.text and "kvconn load {" in caplog.text
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +48,7 @@ class WorkerSide:
         self._reports = Reports()
         self._recorder = Recorder("worker")
         self._spent_s = 0.0  # by the connector on this step
+        self._lines = _Lines()
         self._closed = False
 
     @property
@@ -265,8 +268,7 @@ class WorkerSide:
             logger.log(level, "request %s: its cache was not loaded: %s", work.req_id, completion.reason)
             self._report_failed(work)
             return
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("kvconn load %s", json.dumps(_load_line(completion, work, loading.since)))
+        self._lines.put(completion, work, loading.since)
         self._reports.received.add(work.req_id)
 
     def _count(self, completion: Any) -> None:
@@ -285,6 +287,34 @@ class WorkerSide:
         if not self._closed:
             self._closed = True
             self._try(self._agent.close, "close")
+            self._lines.close()
+
+
+class _Lines:
+    """Writes a line of the log for each load, beside the engine's step: it would be the dearest part of it."""
+
+    _LIMIT = 4096  # lines that wait; more are counted in the statistics only
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Any, LoadWork, float, float] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, completion: Any, work: LoadWork, since: float) -> None:
+        if not logger.isEnabledFor(logging.INFO) or self._queue.qsize() > self._LIMIT:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvconn-lines", daemon=True)
+            self._thread.start()
+        self._queue.put((completion, work, since, time.monotonic()))
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            logger.info("kvconn load %s", json.dumps(_load_line(*entry)))
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(5)
 
 
 def _reason(failure: Any) -> str:
@@ -297,7 +327,7 @@ def _reason(failure: Any) -> str:
         return "other"
 
 
-def _load_line(completion: Any, work: LoadWork, since: float) -> dict[str, Any]:
+def _load_line(completion: Any, work: LoadWork, since: float, until: float) -> dict[str, Any]:
     took = completion.transfer_s
     return {
         "transfer_id": completion.transfer_id,
@@ -310,5 +340,5 @@ def _load_line(completion: Any, work: LoadWork, since: float) -> dict[str, Any]:
         "ms": round(took * 1e3, 3),
         "gb_per_s": round(completion.bytes / took / 1e9, 3) if took > 0 else 0.0,
         "wait_ms": round(completion.wait_s * 1e3, 3),
-        "total_ms": round((time.monotonic() - since) * 1e3, 3),
+        "total_ms": round((until - since) * 1e3, 3),
     }
