@@ -3,6 +3,8 @@ package rdma
 import (
 	"crypto/subtle"
 	"fmt"
+	"math"
+	"slices"
 
 	"go.uber.org/zap"
 
@@ -195,6 +197,8 @@ func (src *source) lost(s *signal) *reply {
 		parts := uint64(0)
 		if e := src.live[seq]; e != nil {
 			parts = e.parts
+		} else if slices.Contains(src.whole[:], seq) {
+			parts = math.MaxUint64
 		}
 		rep.Arrived = append(rep.Arrived, parts)
 	}

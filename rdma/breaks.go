@@ -121,7 +121,6 @@ func (lk *link) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 		return fmt.Errorf("agent %s answers for %d transfers, it was asked for %d", lk.peer, len(rep.Arrived), len(seqs))
 	}
 	lk.confirmed(lanes)
-	lk.told(rep)
 	for i, seq := range seqs {
 		if w := lk.bySeq[seq]; w != nil {
 			for _, j := range w.jobs {
@@ -131,6 +130,7 @@ func (lk *link) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 			}
 		}
 	}
+	lk.told(rep) // last: what has arrived is alive no more either
 	return nil
 }
 

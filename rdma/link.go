@@ -407,11 +407,15 @@ func (lk *link) tellDrained() {
 }
 
 // told takes D's word of which grants are alive. A D without lanes revokes without
-// a word: what waits to be written again learns it by this.
+// a word: what waits to be written again learns it by this. What is under way may have
+// arrived since, and a grant is dead then too; so may what was lost, until D says.
 func (lk *link) told(rep *reply) {
 	lk.grants.told(rep.Next, rep.Live)
+	if len(lk.lost) > 0 {
+		return
+	}
 	for seq, w := range lk.bySeq {
-		if !lk.grants.alive(seq) {
+		if !lk.grants.alive(seq) && (w.jobs == nil || w.isLost()) {
 			lk.fail(w, errRevoked(w))
 		}
 	}

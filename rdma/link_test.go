@@ -3,6 +3,7 @@ package rdma
 import (
 	"context"
 	"errors"
+	"math"
 	"slices"
 	"testing"
 	"time"
@@ -336,5 +337,41 @@ func TestShortRail(t *testing.T) {
 	lk.lanes[0].rail.fail(time.Now(), errors.New("test"))
 	if got := ask(); len(got) > 0 {
 		t.Errorf("it is tried while it is paused: %v", got)
+	}
+}
+
+// TestArrivedAndDead: a grant whose transfer has arrived is dead, as one that was revoked
+// is. P must not take the one for the other.
+func TestArrivedAndDead(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		word func(lk *link, l *lane) // of a D at which the grant is alive no more
+		ends bool
+		want error
+	}{
+		{"it had arrived when the lane broke", func(lk *link, l *lane) {
+			lk.breakLane(l, errors.New("test"))
+			_ = lk.arrived([]uint32{l.id}, []uint64{7}, &reply{Arrived: []uint64{math.MaxUint64}, Next: 9})
+		}, true, nil},
+		{"it was revoked when the lane broke", func(lk *link, l *lane) {
+			lk.breakLane(l, errors.New("test"))
+			_ = lk.arrived([]uint32{l.id}, []uint64{7}, &reply{Arrived: []uint64{0}, Next: 9})
+		}, true, core.ErrNotExpected},
+		{"other lanes are made before D was asked what had arrived", func(lk *link, l *lane) {
+			lk.breakLane(l, errors.New("test"))
+			lk.told(&reply{Next: 9})
+		}, false, nil},
+		{"other lanes are made while it is under way", func(lk *link, l *lane) { lk.told(&reply{Next: 9}) }, false, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			lk := newTestLink(t, 2)
+			lk.mends, lk.tells = true, true
+			w := lk.testWrite("t", 7, lk.lanes[0], 3)
+			lk.update(func(lk *link) { c.word(lk, lk.lanes[0]) })
+			if w.over != c.ends || !errors.Is(w.cause, c.want) {
+				t.Errorf("over: %v with %v, want %v with %v", w.over, w.cause, c.ends, c.want)
+			}
+			lk.update(func(lk *link) { lk.fail(w, errStopped) })
+		})
 	}
 }

@@ -67,6 +67,8 @@ type source struct {
 	broken  []uint32           // lanes that broke here and that P must hear of
 	up      []int              // ports that have become active, likewise
 	live    map[uint64]*expect // by the grant's number, until nothing of them can land
+	whole   [maxWhole]uint64   // grants whose transfers have arrived, the latest; 0: none
+	wholes  int                // of them ever
 	cause   error              // why no transfer can come this way; nil: it can
 	settled chan struct{}      // closed when cause says something
 	owed    bool               // the sink must hear that P cannot be reached: it was, or was asked for
@@ -80,6 +82,10 @@ type source struct {
 	watching *time.Timer // while there are lanes: do P's ends still answer?
 	lookAt   time.Time
 }
+
+// maxWhole is how many transfers that have arrived are remembered: P may have lost the
+// lanes before it knew, and asks.
+const maxWhole = 1024
 
 // errUnsettled: the handshake is under way.
 var errUnsettled = errors.New("the handshake is under way")
@@ -444,6 +450,8 @@ func (src *source) count(l *lane, list []verbs.Completion) (done []*expect) {
 		src.greet()
 	}
 	for _, e := range done {
+		src.whole[src.wholes%maxWhole] = e.grant.seq
+		src.wholes++
 		src.fenced(e)
 	}
 	if l.retired && l.posted <= 0 {
