@@ -34,7 +34,12 @@ PAIRS: dict[str, tuple[str, list[str], list[str]]] = {
     "mla2to1": ("mla", TWO, []),
     "dp2": ("llama", DP, []),
 }
-CHOSEN = os.environ.get("KVCONN_E2E_RANKS", " ".join(PAIRS)).split()
+# The workers of both engines wait for each other in loops: with more of them than cores and one, one engine may not run
+# for tens of seconds, and counts as gone.
+CORES = len(os.sched_getaffinity(0))
+TOO_MANY = pytest.mark.skipif(CORES < 4, reason=f"four workers that wait in loops, and {CORES} cores; KVCONN_E2E_RANKS=2to2 runs it")
+NAMED = os.environ.get("KVCONN_E2E_RANKS", "").split()
+CHOSEN = NAMED or [pytest.param(name, marks=TOO_MANY) if name == "2to2" else name for name in PAIRS]
 numbers = itertools.count(1)
 
 
@@ -69,6 +74,14 @@ def servers_live(pair: Pair) -> Iterator[None]:
     yield
     for server in (pair.prefill, pair.decode):
         server.check_alive()
+    if "--data-parallel-size" in pair.prefill.argv:
+        # Each rank's last step tells one of two front ends how many blocks are in use, and the page shows what either was
+        # told: one more step each, when all is over, and it is what is true.
+        for rank in range(2):
+            http_request(
+                "POST", pair.prefill.url + "/v1/completions", body(pair, f"rank {rank}", 1), headers={"X-data-parallel-rank": str(rank)}
+            )
+    for server in (pair.prefill, pair.decode):
         wait_until(
             f"{server.name}: no request and no block in use",
             lambda server=server: all(
