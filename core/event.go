@@ -134,14 +134,10 @@ type Side uint8
 const (
 	SideLoad  Side = 1
 	SideOffer Side = 2
+	SideWant  Side = 3 // no half: an announced transfer is wanted, or needs no work; see Options.ReportWants
 )
 
-func (s Side) String() string {
-	if s == SideLoad {
-		return "load"
-	}
-	return "offer"
-}
+func (s Side) String() string { return [...]string{"", "load", "offer", "want"}[s] }
 
 // Status is P's answer to a renewal, per transfer.
 type Status uint8
@@ -268,7 +264,7 @@ type (
 		Token     uint64
 		Code      Code
 		Reason    string
-		Blocks    int           // of all groups
+		Blocks    int           // of all groups; of a want: the first block of group 0 that is wanted
 		Wait      time.Duration // from the engine's call to the first byte asked for or sent
 		Elapsed   time.Duration // from the engine's call to this report
 		State     string        // in which the half ended: "waiting", "sending" …

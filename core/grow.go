@@ -42,9 +42,12 @@ func (m *Machine) Grow(now time.Time, r GrowRequest) error {
 	if err := m.checkGrow(before, &r); err != nil {
 		return fmt.Errorf("%w: transfer %q: %w", ErrInvalid, string(r.ID), err)
 	}
-	if err := m.Announce(now, r.ID); err != nil {
-		return err
+	if before == nil || slices.ContainsFunc(list, func(of *offer) bool { return of.state == offerEarly }) {
+		if err := m.announce(now, r.ID); err != nil {
+			return err
+		}
 	}
+	m.reportWant(r.ID, OK, "", 0) // the engine did not wait for it
 	for _, of := range m.halfOf(r.ID) {
 		m.grow(now, of, &r)
 	}

@@ -29,6 +29,7 @@ type Options struct {
 	EarlyLoad    time.Duration // P keeps a claim or load whose request its engine has not named; 30 s
 	Claim        time.Duration // D keeps a claim that no load follows; 1 h
 	MaxTransfers int           // claims, loads, offers, and early ones of both, each; 8192
+	ReportWants  bool          // P: Report when an announced transfer is wanted
 }
 
 func (o Options) withDefaults() Options {
@@ -62,7 +63,8 @@ type Machine struct {
 	peers  map[AgentID]*peer // the P agents that loads wait for
 	offers map[TransferID]*offer
 	wholes map[TransferID]*whole
-	early  int // offers that no call of the engine backs yet
+	wants  map[TransferID]bool // announced, and no load is here
+	early  int                 // offers that no call of the engine backs yet
 	// earlyBlocks is how many block ids they hold.
 	earlyBlocks int
 	ended       tombstones
@@ -79,7 +81,7 @@ func New(layout *Layout, opt Options) *Machine {
 	opt = opt.withDefaults()
 	return &Machine{
 		opt: opt, layout: layout,
-		loads: map[TransferID]*load{}, joins: map[TransferID]*join{}, wholes: map[TransferID]*whole{}, peers: map[AgentID]*peer{}, offers: map[TransferID]*offer{}, probes: map[AgentID]*probe{},
+		loads: map[TransferID]*load{}, joins: map[TransferID]*join{}, wholes: map[TransferID]*whole{}, peers: map[AgentID]*peer{}, offers: map[TransferID]*offer{}, wants: map[TransferID]bool{}, probes: map[AgentID]*probe{},
 		ended: tombstones{limit: opt.MaxTransfers, byID: map[TransferID]tombstone{}},
 	}
 }
@@ -292,6 +294,7 @@ func (m *Machine) checkInvariants() {
 		}
 	}
 	m.checkJoined(must)
+	m.checkWants(must)
 	must(parts == m.parts, "%d parts, counted %d", parts, m.parts)
 	must(claims == m.claims && claims <= m.opt.MaxTransfers, "%d claims, counted %d", claims, m.claims)
 	must(busy <= m.opt.MaxTransfers, "%d loads, over the limit", busy)

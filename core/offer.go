@@ -69,9 +69,24 @@ func (m *Machine) Announce(now time.Time, id TransferID) error {
 	if m.closed {
 		return ErrClosed
 	}
-	if _, gone := m.ended.byID[id]; gone {
+	if t, gone := m.ended.byID[id]; gone {
+		m.wantGone(id, t)
 		return nil // D gave up first; the offer will be told so
 	}
+	if err := m.want(id); err != nil {
+		return err
+	}
+	if err := m.announce(now, id); err != nil {
+		return err
+	}
+	if m.opt.ReportWants {
+		m.wants[id] = true
+		m.wanted(id)
+	}
+	return nil
+}
+
+func (m *Machine) announce(now time.Time, id TransferID) error {
 	if w := m.wholes[id]; w != nil {
 		return m.announceParts(now, w)
 	}
@@ -120,6 +135,7 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 			return fmt.Errorf("%w: offer %q: %w", ErrInvalid, string(r.ID), err)
 		}
 	}
+	m.reportWant(r.ID, OK, "", 0) // the engine did not wait for it
 	if w != nil {
 		return m.offerParts(now, w, r)
 	}
@@ -220,6 +236,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	}
 	of.load, of.peer = &l, l.Peer
 	of.deadline = now.Add(l.Lease)
+	m.wanted(m.nameOf(of))
 	if of.state == offerReady {
 		m.startWrite(now, of)
 	} else {
@@ -470,7 +487,8 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 		m.ended.nacked(of.id, of.peer)
 	}
 	if of.offered.IsZero() && of.whole == nil {
-		return // the engine has given no blocks and waits for no report
+		m.reportWant(of.id, of.code, of.reason, 0)
+		return // the engine has not offered it and waits for no other report
 	}
 	wait := now.Sub(of.offered)
 	switch {
@@ -507,6 +525,10 @@ func (m *Machine) tickOffers(now time.Time) {
 			m.count.Reaped++
 			m.endOffer(now, of, NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", string(of.id), m.opt.EarlyLoad), true)
 		case offerPrefill:
+			if m.wants[m.nameOf(of)] {
+				m.endOffer(now, of, PeerLost, fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, m.lease(of)), true)
+				continue
+			}
 			of.load, of.peer, of.deadline = nil, "", time.Time{} // D stopped renewing; the engine still works
 		case offerReady:
 			reason := fmt.Sprintf("no decode agent claimed or loaded transfer %q within its lease of %v", string(of.id), m.opt.Lease)

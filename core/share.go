@@ -450,9 +450,11 @@ func (m *Machine) live(w *whole) (out []*offer) {
 // partOffered takes a part's end.
 func (m *Machine) partOffered(now time.Time, w *whole, r *Report) {
 	if w.add(r); w.left > 0 {
+		m.wanted(w.id)
 		return
 	}
 	delete(m.wholes, w.id)
+	m.reportWant(w.id, w.code, w.reason, 0)
 	offered := !w.offered.IsZero()
 	m.ended.add(w.id, w.code, w.reason, offered)
 	if offered {

@@ -177,7 +177,13 @@ typedef struct kvconn_load_request {
   const uint32_t *tokens;
 } kvconn_load_request;
 
-enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2 };
+/*
+ * With the setting report_wants of a prefill engine each announced transfer gets
+ * a completion of KVCONN_SIDE_WANT before its offer: with KVCONN_OK when decode
+ * has asked for it, that is, has blocks for it (blocks is then the first block of
+ * group 0 that it asks for), else with why it has ended.
+ */
+enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2, KVCONN_SIDE_WANT = 3 };
 
 /* How one half of a transfer ended. Each accepted offer and load gets one. */
 typedef struct kvconn_completion {
@@ -220,7 +226,8 @@ int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regio
 
 /*
  * Prefill: these requests are known and being worked on, so decode engines that
- * load them wait as long as it takes. Ends by an offer or a cancel. Batches are
+ * load them wait as long as it takes. Ends by an offer or a cancel, with
+ * report_wants also by a KVCONN_SIDE_WANT with an error. Batches are
  * taken in order up to the first that is refused; *accepted (may be NULL) says
  * how many were taken. So it is in the four calls below.
  */

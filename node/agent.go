@@ -169,7 +169,7 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	}
 	a.layout, a.transport, a.self = layout, t, self
 	a.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
-		EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers})
+		EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers, ReportWants: a.cfg.ReportWants})
 	a.mu.Unlock()
 	if a.cfg.prefills() {
 		bound := a.cfg.ConnectTimeout
@@ -275,6 +275,11 @@ func (a *Agent) collect() {
 	for _, act := range a.machine.Actions() {
 		if r, ok := act.(core.Report); ok {
 			a.outstanding--
+			if r.Side == core.SideWant {
+				r.Reason = a.explain(r)
+				a.reports.Push(r)
+				continue
+			}
 			r.Transport = a.transport.ended(r)
 			a.total.add(r)
 			a.metrics.observe(r)
@@ -330,12 +335,17 @@ func each[T any](a *Agent, list []T, reports int, f func(m *core.Machine, now ti
 }
 
 // Announce tells that the engine knows these requests and works on them, so
-// that D waits as long as it takes. Returns how many were accepted.
+// that D waits as long as it takes; with report_wants each gets a report of side
+// want when D has room for it. Returns how many were accepted.
 func (a *Agent) Announce(ids []core.TransferID) (int, error) {
 	if !a.cfg.prefills() {
 		return 0, fmt.Errorf("%w: announce on an agent of role %q", core.ErrInvalid, a.cfg.Role)
 	}
-	return each(a, ids, 0, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Announce(now, id) })
+	reports := 0
+	if a.cfg.ReportWants {
+		reports = 1
+	}
+	return each(a, ids, reports, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Announce(now, id) })
 }
 
 // Offer tells that blocks hold transfers. The blocks belong to the transfer

@@ -90,6 +90,7 @@ type Config struct {
 	CloseTimeout   Seconds `json:"close_timeout_s"`
 	JoinTimeout    Seconds `json:"join_timeout_s"`
 	MaxTransfers   int     `json:"max_transfers"`
+	ReportWants    bool    `json:"report_wants"` // prefill: report when an announced transfer is wanted
 
 	LogLevel string `json:"log_level"` // debug, info, warn or error
 }

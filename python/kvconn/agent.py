@@ -17,6 +17,7 @@ from .types import Claim, Completion, Load, Offer, Region
 
 _NOTHING: tuple[Completion, ...] = ()
 _BATCH = 64
+_KINDS = ("", "load", "offer", "want")
 # Stands in for an agent's count when the library must be asked, and will refuse.
 _ASK = c.c_uint32(1)
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
@@ -91,7 +92,10 @@ class Agent:
         self._check(self._lib.register(self._handle, rows, len(regions)))
 
     def announce(self, transfer_ids: Iterable[str]) -> None:
-        """Prefill: these requests are known and worked on; decode waits for them."""
+        """Prefill: these requests are known and worked on; decode waits for them.
+
+        With ``report_wants`` each gets a completion of kind "want".
+        """
         ids = list(transfer_ids)
         if ids:
             self._batch(self._lib.announce, _strings(ids), ids)
@@ -255,7 +259,7 @@ def _close_forgotten(lib: Any, handle: int, pid: int) -> None:
 def _completion(r: Any) -> Completion:
     return Completion(
         transfer_id=r.transfer_id.decode("utf-8", "surrogateescape"),
-        kind="load" if r.side == 1 else "offer",
+        kind=_KINDS[r.side],
         code=r.code,
         reason=r.reason.decode("utf-8", "replace"),
         bytes=r.bytes,

@@ -1,0 +1,156 @@
+package core
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+)
+
+// wanting is a P whose engine is told when its transfers are wanted.
+type wanting struct {
+	*Machine
+	t   *testing.T
+	now time.Time
+}
+
+func newWanting(t *testing.T) *wanting {
+	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16))
+	return &wanting{New(l, Options{ReportWants: true}), t, time.Unix(0, 0)}
+}
+
+func (w *wanting) announce(id TransferID) {
+	w.t.Helper()
+	if err := w.Announce(w.now, id); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+func (w *wanting) load(id TransferID, first uint32, blocks ...BlockID) {
+	w.t.Helper()
+	if code, reason := w.LoadArrived(w.now, LoadMessage{ID: id, Peer: "D", Grant: []byte(id), First: []uint32{first}, Blocks: [][]BlockID{blocks}}); code != OK {
+		w.t.Fatal(code, reason)
+	}
+}
+
+// reported are the wants since the last call.
+func (w *wanting) reported() (out []Report) {
+	for _, a := range w.Actions() {
+		if r, ok := a.(Report); ok && r.Side == SideWant {
+			out = append(out, r)
+		}
+	}
+	return out
+}
+
+func (w *wanting) expect(id TransferID, code Code, first int, reason string) {
+	w.t.Helper()
+	got := w.reported()
+	if len(got) != 1 || got[0].ID != id || got[0].Code != code || got[0].Blocks != first || !strings.Contains(got[0].Reason, reason) {
+		w.t.Errorf("reported %+v, want %q with %v, from block %d, because %q", got, string(id), code, first, reason)
+	}
+	if len(w.wants) != 0 {
+		w.t.Errorf("wants are left: %v", w.wants)
+	}
+}
+
+func (w *wanting) nothing() {
+	w.t.Helper()
+	if got := w.reported(); got != nil {
+		w.t.Errorf("reported %+v, want nothing", got)
+	}
+}
+
+func TestWantIsReportedWhenTheLoadIsHere(t *testing.T) {
+	w := newWanting(t)
+	w.announce("later")
+	w.nothing()
+	w.RenewArrived(w.now, "D", nil, []TransferID{"later"}) // a claim is no room
+	w.nothing()
+	w.load("later", 3, 1, 2)
+	w.expect("later", OK, 3, "")
+	w.load("before", 0, 3)
+	w.nothing()
+	w.announce("before")
+	w.expect("before", OK, 0, "")
+	if err := w.Offer(w.now, OfferRequest{ID: "before", Blocks: [][]BlockID{{1}}}); err != nil {
+		t.Fatal(err)
+	}
+	w.nothing()
+	w.announce("unwaited")
+	if err := w.Offer(w.now, OfferRequest{ID: "unwaited", Blocks: [][]BlockID{{1}}}); err != nil {
+		t.Fatal(err)
+	}
+	w.expect("unwaited", OK, 0, "")
+}
+
+func TestWantIsReportedOnceForAllShares(t *testing.T) {
+	w := newWanting(t)
+	w.announce("x")
+	w.load(Share{0, 2, 0}.Part("x"), 2, 1)
+	w.nothing()
+	w.load(Share{1, 2, 0}.Part("x"), 1, 1, 2)
+	w.expect("x", OK, 1, "")
+
+	w.announce("y") // one share fails, the other's load is here
+	w.load(Share{0, 2, 0}.Part("y"), 0, 1)
+	w.finishOffer(w.now, "E", Share{1, 2, 0}.Part("y"), OK, "")
+	w.expect("y", OK, 0, "")
+
+	w.announce("z") // no share needs anything
+	w.finishOffer(w.now, "D", Share{0, 2, 0}.Part("z"), Cancelled, "not needed")
+	w.nothing()
+	w.finishOffer(w.now, "E", Share{1, 2, 0}.Part("z"), Cancelled, "not needed")
+	w.expect("z", PeerCancelled, 0, "not needed")
+}
+
+func TestWantIsReportedWhenItEnds(t *testing.T) {
+	for name, c := range map[string]struct {
+		end    func(w *wanting)
+		code   Code
+		reason string
+	}{
+		"cancelled by decode":  {func(w *wanting) { w.finishOffer(w.now, "D", "x", Cancelled, "the client went") }, PeerCancelled, "the client went"},
+		"cancelled by prefill": {func(w *wanting) { _ = w.Cancel(w.now, "x", "aborted") }, Cancelled, "aborted"},
+		"decode is gone": {func(w *wanting) {
+			w.RenewArrived(w.now, "D", nil, []TransferID{"x"})
+			for range 400 {
+				w.now = w.now.Add(100 * time.Millisecond)
+				w.Tick(w.now)
+			}
+		}, PeerLost, "has not renewed its claim"},
+		"closed": {func(w *wanting) { w.Close(w.now) }, Closed, "closed"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWanting(t)
+			w.announce("x")
+			c.end(w)
+			w.expect("x", c.code, 0, c.reason)
+		})
+	}
+	w := newWanting(t)
+	w.finishOffer(w.now, "D", "early", Cancelled, "the client went")
+	w.announce("early")
+	w.expect("early", PeerCancelled, 0, "the client went")
+}
+
+// An id that is announced twice is refused, also when the first has ended.
+func TestWantOfAUsedID(t *testing.T) {
+	w := newWanting(t)
+	w.announce("x")
+	if err := w.Announce(w.now, "x"); !errors.Is(err, ErrDuplicate) {
+		t.Errorf("announced twice: %v", err)
+	}
+	w.load("x", 0, 1)
+	w.expect("x", OK, 0, "")
+	if err := w.Announce(w.now, "x"); !errors.Is(err, ErrDuplicate) {
+		t.Errorf("announced after it was wanted: %v", err)
+	}
+	if err := w.Offer(w.now, OfferRequest{ID: "x", Blocks: [][]BlockID{{1}}}); err != nil {
+		t.Fatal(err)
+	}
+	w.Written(w.now, "x", TransferStats{}, nil)
+	w.Actions()
+	w.announce("x")
+	w.expect("x", Refused, 0, "offered before")
+}
