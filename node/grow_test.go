@@ -1,11 +1,13 @@
 package node
 
 import (
+	"bytes"
 	"fmt"
 	"math/rand/v2"
 	"slices"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
@@ -197,4 +199,55 @@ func TestGrowingDecoderGone(t *testing.T) {
 	if r.Code == core.OK || !slices.Contains([]core.Code{core.PeerLost, core.PeerCancelled, core.Failed}, r.Code) {
 		t.Errorf("the offer ended with %v (%s)", r.Code, r.Reason)
 	}
+}
+
+// TestRetractInFull: all of a transfer was given when the engine takes it back. D
+// has what was read before, or loads anew; never what is in the blocks afterwards.
+func TestRetractInFull(t *testing.T) {
+	leaktest.Check(t)
+	const size, n = 256 << 10, 24
+	sides := map[string]*side{}
+	for _, role := range []string{RolePrefill, RoleDecode} {
+		a, err := Open(testConfig(role), Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = a.Close() })
+		s := &side{Agent: a, t: t, cache: make([]byte, 2*n*size), seen: map[core.TransferID]core.Report{}}
+		if err := a.RegisterKVCaches([]core.Region{{Name: "kv", Base: uint64(uintptr(unsafe.Pointer(&s.cache[0]))), BlockStride: size, BlockBytes: size, NumBlocks: 2 * n}}); err != nil {
+			t.Fatal(err)
+		}
+		sides[role] = s
+	}
+	p, d := sides[RolePrefill], sides[RoleDecode]
+	ids := func(first int) (out []core.BlockID) {
+		for i := range n {
+			out = append(out, core.BlockID(first+i))
+		}
+		return out
+	}
+	paint := func(s *side, first int, with byte) {
+		for i := range s.cache[first*size : (first+n)*size] {
+			s.cache[first*size+i] = with
+		}
+	}
+	for k := range 4 {
+		id := core.TransferID(fmt.Sprint("t", k))
+		paint(d, 0, 0)
+		d.load(id, p.BootstrapAddress(), ids(0)...)
+		paint(p, 0, 1)
+		p.grow(id, n, nil, ids(0)...)
+		until(t, "the first byte is there", func() bool { return sameBytes(d.cache[:1], []byte{1}) })
+		p.retract(id)
+		paint(p, 0, 2) // another request's
+		paint(p, n, 1)
+		p.grow(id, n/2, nil, ids(n)...)
+		p.offer(id, ids(n)...)
+		d.want(id, core.OK)
+		p.want(id, core.OK)
+		if !sameBytes(d.cache[:n*size], bytes.Repeat([]byte{1}, n*size)) {
+			t.Fatalf("%s: D has what P's blocks held after they were taken back", id)
+		}
+	}
+	t.Logf("%d of 4 were taken back while they moved", p.Stats().Retracted)
 }
