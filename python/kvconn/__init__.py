@@ -28,6 +28,7 @@ _EXPORTS = {
     "Claim": "types",
     "Completion": "types",
     "Load": "types",
+    "Growth": "types",
     "Offer": "types",
     "Region": "types",
     "regions_from_tensor": "regions",
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from .types import Claim as Claim
     from .types import Completion as Completion
     from .types import Load as Load
+    from .types import Growth as Growth
     from .types import Offer as Offer
     from .types import Region as Region
 

@@ -268,6 +268,11 @@ def test_bad_regions(regions: list[kvconn.Region], says: str) -> None:
         (kvconn.Load("t", "http://x:1", "e", [[1], [1]]), kvconn.InvalidError, "groups"),
         (kvconn.Load("t", "http://x:1", "e", [[1]], [1, 2]), kvconn.InvalidError, "first_block"),
         (kvconn.Load(7, "http://x:1", "e", [[1]]), kvconn.InvalidError, "transfer_id"),  # type: ignore[arg-type]
+        (kvconn.Load("t", "http://x:1", "e", [[1]], [-1]), kvconn.InvalidError, "first_block.*0 to 4294967295"),
+        (kvconn.Load("t", "http://x:1", "e", [[1]], token=2**64), kvconn.InvalidError, "token.*0 to 18446744073709551615"),
+        (kvconn.Load("t", "http://x:1", "e", [[1]], token=-1), kvconn.InvalidError, "token"),
+        (kvconn.Load("t", "http://x:1", "e", [[1]], tokens=[2**32]), kvconn.InvalidError, "tokens.*0 to 4294967295"),
+        (kvconn.Load("t", "http://x:1", "e", [[1]], tokens=[1, 2]), kvconn.InvalidError, "tokens has 2 groups"),
     ],
 )
 def test_bad_loads(decode: Side, load: kvconn.Load, error: type[Exception], says: str) -> None:
