@@ -27,8 +27,8 @@ _EXPORTS = {
     "Agent": "agent",
     "Claim": "types",
     "Completion": "types",
-    "Load": "types",
     "Growth": "types",
+    "Load": "types",
     "Offer": "types",
     "Region": "types",
     "regions_from_tensor": "regions",
@@ -93,8 +93,8 @@ if TYPE_CHECKING:
     from .regions import regions_from_tensor as regions_from_tensor
     from .types import Claim as Claim
     from .types import Completion as Completion
-    from .types import Load as Load
     from .types import Growth as Growth
+    from .types import Load as Load
     from .types import Offer as Offer
     from .types import Region as Region
 
