@@ -12,7 +12,7 @@ import (
 const Usage = `usage: proxy --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [OPTIONS]
 
   --prefill URL [PORT|none]  a prefill server and its bootstrap port; repeatable. Without a port, and with none:
-                             8998; with nixl no bootstrap port, with sglang the prefill server's default
+                             8998; with nixl no bootstrap port, with sglang what the server says
   --decode URL               a decode server; repeatable
   --host HOST                address to listen on (default 127.0.0.1)
   --port PORT                port to listen on, 0 for any free one (default 8000)

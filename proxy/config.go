@@ -71,7 +71,7 @@ type Prefill struct {
 	URL string
 	// BootstrapPort is its bootstrap port on the same host. 0 stands for 8998,
 	// by the NIXL contract for none, so that its data parallel ranks are not
-	// known, and by the SGLang contract for the server's default.
+	// known, and by the SGLang contract for what the server says itself.
 	BootstrapPort int
 }
 

@@ -56,6 +56,9 @@ func (p *Proxy) tryAtOnce(w http.ResponseWriter, dctx context.Context, cancelD c
 		defer a.place.done()
 		defer cancelP()
 		_, f := p.prefill(pctx, a)
+		if a.prompt != nil {
+			close(a.prompt.done)
+		}
 		if f == nil || pctx.Err() != nil {
 			return
 		}
@@ -99,7 +102,12 @@ func (p *Proxy) relay(w http.ResponseWriter, ctx context.Context, a *attempt, d 
 	p.metrics.firstByte.Observe(time.Since(a.began).Seconds())
 	a.outcome = strconv.Itoa(d.resp.StatusCode)
 	d.resp.Header.Set("X-Request-Id", a.id)
-	err := d.relay(w)
+	var err error
+	if a.prompt != nil {
+		err = d.relayMerged(w, ctx, a.prompt)
+	} else {
+		err = d.relay(w)
+	}
 	if err == nil {
 		return
 	}

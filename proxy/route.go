@@ -34,6 +34,7 @@ type attempt struct {
 	number          int // from 0
 	transferID      string
 	prefill, decode target
+	prompt          *prompt // P's answer, if D's lacks something of it
 }
 
 // engineRequestID is what engines are told. vLLM takes it for the request's
@@ -95,7 +96,12 @@ func (p *Proxy) route(w http.ResponseWriter, client context.Context, r *request)
 			p.answerFailure(w, client, r, last)
 			return
 		}
-		r.last = a
+		if r.last = a; p.cfg.Contract == SGLang {
+			a.settleRoom()
+		}
+		if p.cfg.Contract.wantsPrompt(r) {
+			a.prompt = &prompt{done: make(chan struct{})}
+		}
 		if last = p.try(w, client, a); last == nil {
 			return
 		}

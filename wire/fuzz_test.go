@@ -98,7 +98,7 @@ func anAgent() *Agent {
 		Endpoints: []Endpoint{{"tcp", "10.0.0.1:7000"}, {"rdma", "x"}},
 		Shapes:    []Shape{{"layers.0.k", 8192, 4096, 1000, 0}, {"layers.0.v", 8192, 4096, 1000, 1}},
 		Geometry:  []Geometry{{16, 8, 8, 16, 2048, 256}, {Tokens: 16, Heads: 1, TotalHeads: 1, TokenStride: 256, HeadStride: 256}},
-		Lacks:     []Lack{{"shm", "another host"}}}
+		Lacks:     []Lack{{"shm", "another host"}}, DPSize: 2, RouteInfo: []byte(`{"a":1}`)}
 }
 
 func aLoad() *Load {
@@ -113,7 +113,7 @@ func requests() []*Request {
 		{Kind: KindRenew, From: "d", Renew: &Renew{Loads: []string{"t-1", "t-2"}, Claims: []string{"t-3"}}},
 		{Kind: KindFinish, From: "p", Finishes: []Finish{{TransferID: "t-1", Code: 27, Reason: "no route"}}},
 		{Kind: KindSignal, From: "d", Signal: &Signal{Transport: "rdma", Data: []byte{1, 0, 255}}},
-		{Kind: KindJoin, From: "p", Join: &Join{Agent: &Agent{ID: "p", TPRank: 1, TPSize: 2, PPSize: 1, Joined: true}, New: true, Since: 7}},
+		{Kind: KindJoin, From: "p", Join: &Join{Agent: &Agent{ID: "p", TPRank: 1, TPSize: 2, PPSize: 1, DPSize: 2, Joined: true}, New: true, Since: 7}},
 	}
 }
 

@@ -6,7 +6,7 @@ package wire
 
 //go:generate go tool msgp -o wire_gen.go -tests=false -io=false
 
-//msgp:limit arrays:65536 maps:16
+//msgp:limit arrays:65536 maps:32
 
 // Version is compared at Hello; agents of unequal versions refuse each other.
 const Version = 3
@@ -68,7 +68,8 @@ type Agent struct {
 	PPRank      int        `msg:"pp"`
 	TPSize      int        `msg:"tps,omitempty"` // of its engine; 0 means 1
 	PPSize      int        `msg:"pps,omitempty"`
-	Joined      bool       `msg:"j,omitempty"` // the server where it is registered is another process's
+	DPSize      int        `msg:"dps,omitempty"` // engines that the first ranks' server has, one for each dp rank; 0 means 1
+	Joined      bool       `msg:"j,omitempty"`   // the server where it is registered is another process's
 	Model       string     `msg:"m,limit=512"`
 	DType       string     `msg:"dt,limit=64"`
 	BlockTokens int        `msg:"bt"`
@@ -76,7 +77,12 @@ type Agent struct {
 	Shapes      []Shape    `msg:"s,limit=65536"`
 	Geometry    []Geometry `msg:"g,omitempty,limit=65536"` // of each of Shapes; none: all are opaque
 	Lacks       []Lack     `msg:"lk,omitempty,limit=16"`
+	RouteInfo   []byte     `msg:"ri,omitempty,limit=4096"` // a JSON object, see MaxRouteInfo
 }
+
+// MaxRouteInfo is the longest RouteInfo of an Agent, in bytes: what GET /route of its
+// bootstrap port says of the engine beside its sizes.
+const MaxRouteInfo = 4096
 
 // Endpoint is where one transport of an agent is reached.
 type Endpoint struct {
