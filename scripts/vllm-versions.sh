@@ -1,11 +1,19 @@
 #!/usr/bin/env bash
 # The connector's tests and the real pair on several releases of vLLM, each in an
-# environment of its own (6 GB), and a table of what came of it.
+# environment of its own (6 GB), and a table of what came of it. A run of all goes
+# into docs/versions.md.
 #   scripts/vllm-versions.sh VENV [VERSION…]     the newest three by default
+#   FROM=tree scripts/vllm-versions.sh …         no wheel: python/ and build/libkvconn.so as they are
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=$1 && shift
+venv=$1 all=$(($# == 1)) && shift
 (($#)) || set -- 0.32.0 0.31.0 0.30.0
+if [[ ${FROM:-wheel} == tree ]]; then
+  export PYTHONPATH=$PWD/python KVCONN_LIBRARY=$PWD/build/libkvconn.so
+  wheel=()
+else
+  wheel=(--wheel dist/kvconn-*.whl)
+fi
 newest=$(sed -n 's/^VLLM = "\([0-9.]*\)".*/\1/p' e2e/setup_vllm.py)
 out=build/vllm-versions
 mkdir -p $out
@@ -32,7 +40,7 @@ for version; do
   where=$venv-$version
   [[ $version != "$newest" ]] || where=$venv
   setup=0
-  python=$("${PYTHON:-python3}" e2e/setup_vllm.py "$where" --fresh --vllm "$version" --wheel dist/kvconn-*.whl) || setup=$?
+  python=$("${PYTHON:-python3}" e2e/setup_vllm.py "$where" --fresh --vllm "$version" "${wheel[@]}") || setup=$?
   if ((setup)); then
     printf '%s\n' "############" "## make e2e-versions: vLLM $version NOT RUN: it could not be set up (status $setup)" "############" >&2
     ((setup == 75)) || status=1
@@ -45,7 +53,7 @@ for version; do
     tests=e2e
     [[ $part == pair ]] || tests='python/tests/test_vllm_connector.py python/tests/test_vllm_scheduler.py python/tests/test_vllm_stats.py'
     rm -f $out/$version-$part.xml
-    PATH=$(dirname "$python"):$PATH timeout -k 10 1200 "$python" -m pytest $tests -p no:cacheprovider -q \
+    PATH=$(dirname "$python"):$PATH timeout -k 10 2400 "$python" -m pytest $tests -p no:cacheprovider -q \
       --junit-xml $out/$version-$part.xml >$out/$version-$part.log 2>&1 || {
       status=1
       tail -n 40 $out/$version-$part.log
@@ -54,4 +62,11 @@ for version; do
   echo "| $version | $torch | $(count $out/$version-connector.xml) | $(count $out/$version-pair.xml) | $((SECONDS - start)) |" >>$table
 done
 cat $table
+if ((all)); then
+  {
+    printf '%s\n' '# vLLM releases' '' "What \`make e2e-versions\` came to, $(date -u +%F), on $(nproc) cores without a GPU: the tests of the connector beside the" \
+      'release, and real servers under `e2e/`. A release lacks what it lacks by looking, never by its number.' ''
+    cat $table
+  } >docs/versions.md
+fi
 exit $status
