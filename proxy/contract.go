@@ -83,6 +83,9 @@ func (c Contract) prefillBody(a *attempt) []byte {
 // decodeBody is D's request; params are P's by the NIXL contract, nil if P gave
 // none.
 func (c Contract) decodeBody(a *attempt, params json.RawMessage) []byte {
+	if a.alone() {
+		return a.fields.with(nil, paramsName)
+	}
 	switch c {
 	case NIXL:
 		if params == nil {

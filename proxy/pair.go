@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"net/http"
 	"strconv"
@@ -21,7 +22,7 @@ func (p *Proxy) try(w http.ResponseWriter, client context.Context, a *attempt) *
 	dctx, cancelD := context.WithCancelCause(client)
 	defer cancelD(nil)
 	defer context.AfterFunc(p.ctx, func() { cancelD(errShutdown) })()
-	if p.cfg.Contract == NIXL {
+	if p.cfg.Contract == NIXL || a.alone() {
 		return p.tryInTurn(w, dctx, a)
 	}
 	return p.tryAtOnce(w, dctx, cancelD, a)
@@ -82,11 +83,14 @@ func (p *Proxy) tryAtOnce(w http.ResponseWriter, dctx context.Context, cancelD c
 	return nil
 }
 
-// tryInTurn sends the request to P, and with P's parameters to D.
+// tryInTurn sends the request to P, if there is one, and with P's parameters to D.
 func (p *Proxy) tryInTurn(w http.ResponseWriter, ctx context.Context, a *attempt) *failure {
-	params, f := p.prefill(ctx, a)
-	if f != nil {
-		return f
+	var params json.RawMessage
+	if !a.alone() {
+		var f *failure
+		if params, f = p.prefill(ctx, a); f != nil {
+			return f
+		}
 	}
 	d, f := p.decode(ctx, a, params)
 	if f != nil {
