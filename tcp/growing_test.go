@@ -90,6 +90,7 @@ func TestBreaksAtRest(t *testing.T) {
 				patient := Config{DialTimeout: bound, StallTimeout: time.Hour, Streams: streams}
 				p, d := newSizedAgent(t, patient, blocks, 4096), newSizedAgent(t, patient, blocks, 4096)
 				p.sender.grace = bound
+				d.receiver.redial = redialSoon
 				if streams == 1 {
 					d.receiver.redial = time.Hour // of a stream that has brought nothing
 				}
