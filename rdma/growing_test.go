@@ -35,14 +35,13 @@ func (g *growth) give(n int) {
 // rests waits until nothing is under way. D has all that was given, and no mark.
 func (g *growth) rests() {
 	g.p.t.Helper()
-	g.d.landed(0, g.given, true)
 	soon(g.p.t, "the write rests", func() bool {
 		s := &g.p.tr.sender
 		s.mu.Lock()
 		w := s.writes[g.op.ID]
 		s.mu.Unlock()
 		if w == nil {
-			g.p.t.Fatalf("the write has ended: %+v", g.p.rec.All("written", g.op.ID))
+			g.p.t.Fatalf("the write has ended: %v", g.p.rec.All("written", g.op.ID))
 		}
 		w.link.mu.Lock()
 		defer w.link.mu.Unlock()
@@ -53,6 +52,7 @@ func (g *growth) rests() {
 		}
 		return w.flight == 0
 	})
+	g.d.landed(0, g.given, true)
 	r := &g.d.tr.receiver
 	r.mu.Lock()
 	e := r.expected[g.op.ID]
@@ -98,6 +98,7 @@ func TestGrowingLanes(t *testing.T) {
 		for _, rests := range []bool{true, false} {
 			t.Run(fmt.Sprintf("%s, at rest: %v", c.name, rests), func(t *testing.T) {
 				ctl := newControl()
+				ctl.config = func(cfg *Config) { cfg.ConnectTimeout, cfg.StallTimeout = patience, patience } // it is not to be given up
 				const n = 64
 				p, d := start(t, ctl, "p", n, nil), start(t, ctl, "d", n, nil)
 				connect(t, d, p)
