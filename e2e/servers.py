@@ -308,7 +308,7 @@ def leftovers(run: str) -> list[str]:
 def _connect(url: str, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or HOST, parts.port, timeout=timeout_s)
-    return connection, parts.path or "/"
+    return connection, (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
 
 def request(method: str, url: str, body: Any = None, timeout_s: float = 60, headers: dict[str, str] | None = None) -> tuple[int, bytes]:

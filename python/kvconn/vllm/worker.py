@@ -126,6 +126,7 @@ class WorkerSide:
         for work in given_up:
             self._cancel(work)
         self._retract(retracts)
+        logger.info("took back what was sent of %s: the engine has given their blocks to others", ", ".join(retracts))
 
     def _retract(self, transfer_ids: Sequence[str]) -> None:
         try:
