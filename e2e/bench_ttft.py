@@ -1,0 +1,96 @@
+"""Time to first token through a real pair, beside the single engine's and with nothing sent before its time.
+
+Each prompt goes, in turn, to the decode server alone, through a pair whose prefill sends layer by layer, and through one
+that sends when the prompt is computed. Then sixteen prompts at once through the pair, beside the prefill server alone with
+the same. The cache has 32 KiB a token (bfloat16).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tiny_model
+from servers import Answer, Pair, ServerError, ask
+
+AT_ONCE = 16
+numbers = itertools.count(1)
+
+
+def body(pair: Pair, tokens: int, max_tokens: int = 2) -> dict[str, Any]:
+    text = f"{next(numbers)} of {time.monotonic_ns()}: some say the world will end in fire, some say in ice. "
+    return {"model": pair.served, "prompt": (text * (tokens // len(text) + 1))[:tokens], "max_tokens": max_tokens, "temperature": 0}
+
+
+def checked(answer: Answer) -> Answer:
+    if not answer.ok:
+        raise ServerError(answer.error)
+    return answer
+
+
+def ttft_ms(pair: Pair, url: str, tokens: int) -> float:
+    return checked(ask(url, {**body(pair, tokens), "stream": True}, timeout_s=120)).ttft_s * 1e3
+
+
+def wall_s(urls: list[tuple[Pair, str]], tokens: int, max_tokens: int) -> float:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        began = time.monotonic()
+        list(pool.map(lambda to: checked(ask(to[1], body(to[0], tokens, max_tokens), timeout_s=300)), urls))
+        return time.monotonic() - began
+
+
+def measure(early: Pair, late: Pair, prompts: int) -> None:
+    ways: list[tuple[str, Pair, Callable[[Pair], str]]] = [
+        ("single engine", early, lambda pair: pair.decode.url),
+        ("pair, layer by layer", early, lambda pair: pair.router.url),
+        ("pair, when it is computed", late, lambda pair: pair.router.url),
+    ]
+    for tokens in (900, 3000):
+        for _, pair, url in ways:
+            for _ in range(3):
+                ttft_ms(pair, url(pair), tokens)
+        rows = [[ttft_ms(pair, url(pair), tokens) for _, pair, url in ways] for _ in range(prompts)]
+        medians = [statistics.median(column) for column in zip(*rows)]
+        print(f"\n{tokens} tokens, medians of {prompts} prompts, one at a time")
+        for (name, _, _), median in zip(ways, medians):
+            print(f"  {name:28} {median:8.1f} ms  {median / medians[0]:5.2f}")
+    # As many tokens are computed on either way: a loaded prompt's last one is decode's.
+    for _ in range(2):
+        alone = wall_s([(early, early.prefill.url)] * AT_ONCE, 900, 1)
+        through = wall_s([(early, early.router.url)] * AT_ONCE, 900, 1)
+        print(
+            f"\n{AT_ONCE} prompts of 900 tokens at once: prefill alone {alone:.2f} s, through the pair {through:.2f} s  {through / alone:5.2f}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=20, metavar="N")
+    args = parser.parse_args()
+    workdir = Path(tempfile.mkdtemp(prefix="kvconn-ttft-"))
+    model = tiny_model.make(workdir / "model-fat", True)
+    early = Pair(model, workdir / "early", dtype="bfloat16")
+    late = Pair(model, workdir / "late", dtype="bfloat16", prefill_config={"send_early": "off"})
+    try:
+        with early, late:
+            measure(early, late, args.prompts)
+    finally:
+        left = [*early.leftovers(), *late.leftovers()]
+    if left:
+        print("LEFT BEHIND: " + "; ".join(left))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
