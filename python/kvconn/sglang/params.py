@@ -70,6 +70,8 @@ def agent_config(
         "model": os.path.basename(model.rstrip("/")),
         "dtype": dtype.replace("torch.", ""),
         "block_tokens": page_size,
+        # A prefill engine that is gone is to be told of within three seconds, the scheduler's part included.
+        "peer_timeout_s": 2.5,
         **vars(rank),
     }
     if role == "prefill":
