@@ -140,8 +140,11 @@ func (a *Agent) BootstrapAddress() string {
 // RegisterKVCaches gives the agent the engine's paged memory, once. The memory
 // must stay mapped until Close has returned. On a prefill agent the call makes
 // it findable and waits for the registry, at most connect_timeout_s, or
-// join_timeout_s with bootstrap_join.
+// join_timeout_s with bootstrap_join. An agent of role bootstrap has none.
 func (a *Agent) RegisterKVCaches(regions []core.Region) error {
+	if a.cfg.Role == RoleBootstrap {
+		return fmt.Errorf("%w: register_kv_caches on an agent of role %q: the ranks that join it register theirs", core.ErrInvalid, a.cfg.Role)
+	}
 	layout, err := core.NewLayout(regions)
 	if err != nil {
 		return fmt.Errorf("%w: register_kv_caches: %w", core.ErrInvalid, err)
@@ -202,7 +205,7 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 func (a *Agent) describe(l *core.Layout, t *transports) *wire.Agent {
 	d := &wire.Agent{
 		Version: wire.Version, ID: string(a.id), EngineID: a.cfg.EngineID,
-		DPRank: a.cfg.DPRank, TPRank: a.cfg.TPRank, PPRank: a.cfg.PPRank, TPSize: a.cfg.TPSize, PPSize: a.cfg.PPSize, Joined: a.cfg.BootstrapJoin != "",
+		DPRank: a.cfg.DPRank, TPRank: a.cfg.TPRank, PPRank: a.cfg.PPRank, TPSize: a.cfg.TPSize, PPSize: a.cfg.PPSize, DPSize: a.cfg.DPSize, Joined: a.cfg.BootstrapJoin != "",
 		Model: a.cfg.Model, DType: a.cfg.DType, BlockTokens: a.cfg.BlockTokens,
 		Endpoints: t.endpoints(), Lacks: t.lacks,
 	}
@@ -358,7 +361,7 @@ func (a *Agent) Offer(offers []core.OfferRequest) (int, error) {
 // claim has no report; it ends by StartLoad or Cancel. Returns how many were
 // accepted.
 func (a *Agent) Claim(claims []core.ClaimRequest) (int, error) {
-	if a.cfg.Role == RolePrefill {
+	if !a.cfg.decodes() {
 		return 0, fmt.Errorf("%w: claim on an agent of role %q", core.ErrInvalid, a.cfg.Role)
 	}
 	return each(a, claims, 0, func(m *core.Machine, now time.Time, c core.ClaimRequest) error { return m.Claim(now, c) })
@@ -367,7 +370,7 @@ func (a *Agent) Claim(claims []core.ClaimRequest) (int, error) {
 // StartLoad asks for transfers in the engine's blocks. The blocks belong to the
 // transfer until its report. Returns how many were accepted.
 func (a *Agent) StartLoad(loads []core.LoadRequest) (int, error) {
-	if a.cfg.Role == RolePrefill {
+	if !a.cfg.decodes() {
 		return 0, fmt.Errorf("%w: start_load on an agent of role %q", core.ErrInvalid, a.cfg.Role)
 	}
 	return each(a, loads, 1, func(m *core.Machine, now time.Time, l core.LoadRequest) error { return m.Load(now, l) })

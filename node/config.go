@@ -21,13 +21,16 @@ const (
 	RolePrefill = "prefill"
 	RoleDecode  = "decode"
 	RoleBoth    = "both"
+	// RoleBootstrap has a bootstrap port and no KV caches: all ranks of a prefill
+	// engine, and of its dp ranks, are other processes and join it.
+	RoleBootstrap = "bootstrap"
 )
 
 // Config says what an agent is and how it behaves. The json names are the keys
 // of kvconn_open and of vLLM's kv_connector_extra_config. Durations are seconds.
 type Config struct {
-	EngineID string `json:"engine_id"` // same for all tp and pp ranks of an engine, another one for each dp rank; required
-	Role     string `json:"role"`      // prefill, decode or both; required
+	EngineID string `json:"engine_id"` // same for all tp and pp ranks of an engine, another one for each dp rank; required but for role bootstrap
+	Role     string `json:"role"`      // prefill, decode, both or bootstrap; required
 	DPRank   int    `json:"dp_rank"`
 	TPRank   int    `json:"tp_rank"`
 	PPRank   int    `json:"pp_rank"`
@@ -173,10 +176,10 @@ func (c *Config) Check() error {
 		return fmt.Errorf("%w: config key %q is %v, want %s", core.ErrInvalid, key, value, want)
 	}
 	switch {
-	case c.EngineID == "" || len(c.EngineID) > 256:
+	case c.EngineID == "" && c.Role != RoleBootstrap || len(c.EngineID) > 256:
 		return bad("engine_id", fmt.Sprintf("%q", c.EngineID), "1 to 256 bytes")
-	case !slices.Contains([]string{RolePrefill, RoleDecode, RoleBoth}, c.Role):
-		return bad("role", fmt.Sprintf("%q", c.Role), "prefill, decode or both")
+	case !slices.Contains([]string{RolePrefill, RoleDecode, RoleBoth, RoleBootstrap}, c.Role):
+		return bad("role", fmt.Sprintf("%q", c.Role), "prefill, decode, both or bootstrap")
 	case len(c.Model) > 512:
 		return bad("model", fmt.Sprintf("%.40q…", c.Model), "at most 512 bytes")
 	case len(c.DType) > 64:
@@ -243,6 +246,10 @@ func (c *Config) checkJoin() error {
 	}
 	first := c.rank() == core.Rank{}
 	switch {
+	case c.Role == RoleBootstrap && (c.ranks() != core.One || c.DPSize != 1):
+		return fmt.Errorf("%w: config keys \"tp_size\", \"pp_size\", \"dp_size\" are set with role %q, which has no rank: the ranks that join say them, take them away", core.ErrInvalid, c.Role)
+	case c.Role == RoleBootstrap && c.NATSURL != "":
+		return fmt.Errorf("%w: config key \"nats_url\" is set with role %q: in a cluster the ranks register themselves, and need none to join", core.ErrInvalid, c.Role)
 	case c.BootstrapJoin == "" && c.prefills() && !first && c.NATSURL == "":
 		return bad("is missing: rank %v of a prefill engine has no bootstrap port of its own; set it to the port of the engine's first rank, like http://host:%d, or set nats_url", c.rank(), DefaultConfig().BootstrapPort)
 	case c.BootstrapJoin == "":
@@ -258,11 +265,13 @@ func (c *Config) checkJoin() error {
 	return nil
 }
 
-func (c *Config) prefills() bool { return c.Role != RoleDecode }
+func (c *Config) prefills() bool { return c.Role == RolePrefill || c.Role == RoleBoth }
+
+func (c *Config) decodes() bool { return c.Role == RoleDecode || c.Role == RoleBoth }
 
 // servesPort: this agent has a bootstrap port.
 func (c *Config) servesPort() bool {
-	return c.prefills() && c.BootstrapJoin == "" && c.rank() == core.Rank{}
+	return c.Role == RoleBootstrap || c.prefills() && c.BootstrapJoin == "" && c.rank() == core.Rank{}
 }
 
 func (c *Config) ranks() core.Ranks { return core.Ranks{TP: c.TPSize, PP: c.PPSize} }

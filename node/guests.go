@@ -106,36 +106,53 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	return since, nil
 }
 
-// admit says why an agent cannot be a rank beside this one; g.mu is held.
+// admit says why an agent cannot be a rank here; g.mu is held.
 func (g *guests) admit(a *wire.Agent) error {
-	c, size := &g.a.cfg, ranksOf(a)
-	switch {
-	case c.DPSize*c.TPSize*c.PPSize == 1:
-		return fmt.Errorf("it has one rank only (dp_size, tp_size and pp_size are 1), %s has no place beside it", rankText(a))
-	case a.Version != wire.Version:
+	size, dps := ranksOf(a), dpSizeOf(a)
+	if a.Version != wire.Version {
 		return fmt.Errorf("wire version %d here, %d at %s: run the same kvconn on both", wire.Version, a.Version, rankText(a))
-	case a.DPRank < 0 || a.DPRank >= c.DPSize:
-		return fmt.Errorf("%s: dp_size is %d here", rankText(a), c.DPSize)
-	case (a.DPRank == c.DPRank) != (a.EngineID == c.EngineID):
-		return fmt.Errorf("%s, but dp rank %d is engine %q: each dp rank has an engine_id of its own, and all its ranks have the same", rankText(a), c.DPRank, c.EngineID)
-	case a.EngineID == c.EngineID && size != c.ranks():
-		return fmt.Errorf("%s has tp_size and pp_size for %v, here they are for %v", rankText(a), size, c.ranks())
-	case a.EngineID == c.EngineID && rankOf(a) == c.rank():
-		return fmt.Errorf("%s is this agent itself: give each rank a tp_rank and pp_rank of its own", rankText(a))
+	}
+	if g.a.cfg.Role != RoleBootstrap {
+		if err := g.beside(a); err != nil {
+			return err
+		}
+	}
+	if dps > maxDPSize || a.DPRank < 0 || a.DPRank >= dps {
+		return fmt.Errorf("%s with dp_size %d: want 1 to %d, and a dp_rank below it", rankText(a), dps, maxDPSize)
 	}
 	if err := size.Check(rankOf(a)); err != nil {
 		return fmt.Errorf("%s: %w", rankText(a), err)
 	}
 	for at, other := range g.ranks {
-		if (at.dp == a.DPRank) != (other.agent.EngineID == a.EngineID) {
-			return fmt.Errorf("%s, but %s is here: each dp rank has an engine_id of its own, and all its ranks have the same", rankText(a), rankText(other.agent))
-		}
-		if at.dp == a.DPRank && ranksOf(other.agent) != size {
-			return fmt.Errorf("%s has tp_size and pp_size for %v, %s for %v", rankText(a), size, rankText(other.agent), ranksOf(other.agent))
+		switch b := other.agent; {
+		case (at.dp == a.DPRank) != (b.EngineID == a.EngineID):
+			return fmt.Errorf("%s, but %s is here: each dp rank has an engine_id of its own, and all its ranks have the same", rankText(a), rankText(b))
+		case g.a.cfg.Role == RoleBootstrap && dpSizeOf(b) != dps: // else this agent knows
+			return fmt.Errorf("%s has dp_size %d, %s has %d", rankText(a), dps, rankText(b), dpSizeOf(b))
+		case at.dp == a.DPRank && ranksOf(b) != size:
+			return fmt.Errorf("%s has tp_size and pp_size for %v, %s for %v", rankText(a), size, rankText(b), ranksOf(b))
 		}
 	}
-	if a.EngineID != c.EngineID {
+	return nil
+}
+
+// beside says why an agent cannot be a rank of the engines that this one, a rank
+// itself, was opened for.
+func (g *guests) beside(a *wire.Agent) error {
+	c := &g.a.cfg
+	switch {
+	case c.DPSize*c.TPSize*c.PPSize == 1:
+		return fmt.Errorf("it has one rank only (dp_size, tp_size and pp_size are 1), %s has no place beside it", rankText(a))
+	case a.DPRank < 0 || a.DPRank >= c.DPSize:
+		return fmt.Errorf("%s: dp_size is %d here", rankText(a), c.DPSize)
+	case (a.DPRank == c.DPRank) != (a.EngineID == c.EngineID):
+		return fmt.Errorf("%s, but dp rank %d is engine %q: each dp rank has an engine_id of its own, and all its ranks have the same", rankText(a), c.DPRank, c.EngineID)
+	case a.EngineID != c.EngineID:
 		return nil
+	case ranksOf(a) != c.ranks():
+		return fmt.Errorf("%s has tp_size and pp_size for %v, here they are for %v", rankText(a), ranksOf(a), c.ranks())
+	case rankOf(a) == c.rank():
+		return fmt.Errorf("%s is this agent itself: give each rank a tp_rank and pp_rank of its own", rankText(a))
 	}
 	for key, v := range map[string][2]string{"model": {a.Model, c.Model}, "dtype": {a.DType, c.DType}} {
 		if v[0] != "" && v[1] != "" && v[0] != v[1] {
@@ -191,6 +208,9 @@ func placeOf(a *wire.Agent) guestRank { return guestRank{a.DPRank, a.TPRank, a.P
 func ranksOf(a *wire.Agent) core.Ranks {
 	return core.Ranks{TP: max(a.TPSize, 1), PP: max(a.PPSize, 1)}
 }
+
+// dpSizeOf is how many dp ranks there are with it.
+func dpSizeOf(a *wire.Agent) int { return max(a.DPSize, 1) }
 
 func rankOf(a *wire.Agent) core.Rank { return core.Rank{TP: a.TPRank, PP: a.PPRank} }
 

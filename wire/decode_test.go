@@ -144,7 +144,7 @@ func TestDecodeRefuses(t *testing.T) {
 		"trailing":           {append(whole, 0xc0), "1 bytes after its end"},
 		"too long":           {make([]byte, MaxMessage+1), "at most 8388608"},
 		"a list":             {[]byte{0x93, 1, 2, 3}, "malformed"},
-		"many keys":          {append([]byte{0xde, 0, 17}, whole...), limit},
+		"many keys":          {append([]byte{0xde, 0, 33}, whole...), limit},
 		"claims 4 Gi shapes": {part(KindHello, "h", append(msgp.AppendString([]byte{0x81}, "s"), 0xdd, 0xff, 0xff, 0xff, 0xff)), limit},
 		"claims a signal":    {part(KindSignal, "sg", append(msgp.AppendString([]byte{0x81}, "d"), 0xc6, 0x00, 0x3f, 0xff, 0xff)), "malformed"},
 		"claims a 4 GiB id":  {part(KindHello, "h", append(msgp.AppendString([]byte{0x81}, "id"), 0xdb, 0xff, 0xff, 0xff, 0xff)), "malformed"},

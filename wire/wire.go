@@ -6,7 +6,7 @@ package wire
 
 //go:generate go tool msgp -o wire_gen.go -tests=false -io=false
 
-//msgp:limit arrays:65536 maps:16
+//msgp:limit arrays:65536 maps:32
 
 // Version is compared at Hello; agents of unequal versions refuse each other.
 const Version = 3
@@ -68,7 +68,8 @@ type Agent struct {
 	PPRank      int        `msg:"pp"`
 	TPSize      int        `msg:"tps,omitempty"` // of its engine; 0 means 1
 	PPSize      int        `msg:"pps,omitempty"`
-	Joined      bool       `msg:"j,omitempty"` // the server where it is registered is another process's
+	DPSize      int        `msg:"dps,omitempty"` // engines that the first ranks' server has, one for each dp rank; 0 means 1
+	Joined      bool       `msg:"j,omitempty"`   // the server where it is registered is another process's
 	Model       string     `msg:"m,limit=512"`
 	DType       string     `msg:"dt,limit=64"`
 	BlockTokens int        `msg:"bt"`

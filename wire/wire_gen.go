@@ -9,15 +9,15 @@ import (
 // Size limits for msgp deserialization
 const (
 	z5817a858limitArrays = 65536
-	z5817a858limitMaps   = 16
+	z5817a858limitMaps   = 32
 )
 
 // MarshalMsg implements msgp.Marshaler
 func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(16)
-	var zb0001Mask uint16 /* 16 bits */
+	zb0001Len := uint32(17)
+	var zb0001Mask uint32 /* 17 bits */
 	_ = zb0001Mask
 	if z.TPSize == 0 {
 		zb0001Len--
@@ -27,17 +27,21 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 		zb0001Len--
 		zb0001Mask |= 0x80
 	}
-	if z.Joined == false {
+	if z.DPSize == 0 {
 		zb0001Len--
 		zb0001Mask |= 0x100
 	}
+	if z.Joined == false {
+		zb0001Len--
+		zb0001Mask |= 0x200
+	}
 	if z.Geometry == nil {
 		zb0001Len--
-		zb0001Mask |= 0x4000
+		zb0001Mask |= 0x8000
 	}
 	if z.Lacks == nil {
 		zb0001Len--
-		zb0001Mask |= 0x8000
+		zb0001Mask |= 0x10000
 	}
 	// variable map header, size zb0001Len
 	o = msgp.AppendMapHeader(o, zb0001Len)
@@ -73,6 +77,11 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 			o = msgp.AppendInt(o, z.PPSize)
 		}
 		if (zb0001Mask & 0x100) == 0 { // if not omitted
+			// string "dps"
+			o = append(o, 0xa3, 0x64, 0x70, 0x73)
+			o = msgp.AppendInt(o, z.DPSize)
+		}
+		if (zb0001Mask & 0x200) == 0 { // if not omitted
 			// string "j"
 			o = append(o, 0xa1, 0x6a)
 			o = msgp.AppendBool(o, z.Joined)
@@ -108,7 +117,7 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 				return
 			}
 		}
-		if (zb0001Mask & 0x4000) == 0 { // if not omitted
+		if (zb0001Mask & 0x8000) == 0 { // if not omitted
 			// string "g"
 			o = append(o, 0xa1, 0x67)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Geometry)))
@@ -120,7 +129,7 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 				}
 			}
 		}
-		if (zb0001Mask & 0x8000) == 0 { // if not omitted
+		if (zb0001Mask & 0x10000) == 0 { // if not omitted
 			// string "lk"
 			o = append(o, 0xa2, 0x6c, 0x6b)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Lacks)))
@@ -206,6 +215,12 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			z.PPSize, bts, err = msgp.ReadIntBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "PPSize")
+				return
+			}
+		case "dps":
+			z.DPSize, bts, err = msgp.ReadIntBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "DPSize")
 				return
 			}
 		case "j":
@@ -404,7 +419,7 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Agent) Msgsize() (s int) {
-	s = 3 + 2 + msgp.IntSize + 3 + msgp.StringPrefixSize + len(z.ID) + 2 + msgp.StringPrefixSize + len(z.EngineID) + 3 + msgp.IntSize + 3 + msgp.IntSize + 3 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.StringPrefixSize + len(z.Model) + 3 + msgp.StringPrefixSize + len(z.DType) + 3 + msgp.IntSize + 3 + msgp.ArrayHeaderSize
+	s = 3 + 2 + msgp.IntSize + 3 + msgp.StringPrefixSize + len(z.ID) + 2 + msgp.StringPrefixSize + len(z.EngineID) + 3 + msgp.IntSize + 3 + msgp.IntSize + 3 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.StringPrefixSize + len(z.Model) + 3 + msgp.StringPrefixSize + len(z.DType) + 3 + msgp.IntSize + 3 + msgp.ArrayHeaderSize
 	for za0001 := range z.Endpoints {
 		s += 1 + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Transport) + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Address)
 	}

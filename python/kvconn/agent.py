@@ -36,7 +36,9 @@ class Agent:
 
     ``config`` is a mapping with the keys of the README's table; ``engine_id``
     and ``role`` ("prefill", "decode" or "both") are required, unknown keys
-    raise :class:`~kvconn.ConfigError`. The first agent of a process loads the
+    raise :class:`~kvconn.ConfigError`. One of the role "bootstrap" serves the
+    bootstrap port that an engine's ranks join (``bootstrap_join``), needs no
+    ``engine_id``, and registers nothing. The first agent of a process loads the
     library. Methods may be called from any thread; only the constructor,
     :meth:`register_kv_caches`, :meth:`wait` and :meth:`close` wait.
     """

@@ -52,6 +52,23 @@ def test_heads_of_unequal_ranks(sizes: tuple[int, int], transfer_id: str) -> Non
         side.agent.close()
 
 
+def test_a_port_without_kv_caches(transfer_id: str) -> None:
+    with kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0}) as host:
+        address = host.bootstrap_address
+        prefill = [rank("prefill", tp, 2, bootstrap_join=address) for tp in range(2)]
+        decode = rank("decode", 0, 1)
+        for side in prefill:
+            side.cache[:, 6] = 7
+            side.agent.offer([kvconn.Offer(transfer_id, [[6]])])
+        decode.agent.start_load([kvconn.Load(transfer_id, address, "", [[2]])])
+        assert decode.finished(transfer_id).ok
+        assert (decode.cache[:, 2] == 7).all()
+        with pytest.raises(kvconn.KvconnError, match="bootstrap"):
+            host.register_kv_caches([])
+        for side in [decode, *prefill]:
+            side.agent.close()
+
+
 def test_a_rank_that_cannot_join() -> None:
     with pytest.raises(kvconn.ConfigError, match="bootstrap_join"):
         Side("prefill", tp_rank=1, tp_size=2)
