@@ -17,6 +17,7 @@ import (
 	"slices"
 	"sync"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
@@ -95,7 +96,7 @@ func statusOf(err error) C.int32_t {
 		return C.KVCONN_ERR_OVERLOAD
 	case errors.Is(err, core.ErrUnreachable), errors.Is(err, core.ErrNotRegistered), errors.As(err, &op):
 		return C.KVCONN_ERR_ADDRESS
-	case errors.As(err, &errno), errors.Is(err, errSystem), errors.Is(err, node.ErrTransport):
+	case errors.As(err, &errno), errors.Is(err, errSystem), errors.Is(err, node.ErrTransport), errors.Is(err, node.ErrStillRead):
 		return C.KVCONN_ERR_SYSTEM
 	}
 	return C.KVCONN_ERR_INTERNAL
@@ -259,6 +260,46 @@ func go_offer(h C.kvconn_agent, offers *C.kvconn_offer_request, n C.size_t, take
 		k, err := a.Offer(list)
 		*taken = C.size_t(k)
 		return err
+	})
+}
+
+//export go_grow
+func go_grow(h C.kvconn_agent, parts *C.kvconn_growth, n C.size_t, regions *C.uint32_t, of C.size_t, taken *C.size_t, text **C.char) C.int32_t {
+	return guard("kvconn_grow", text, func() error {
+		a, err := find(h)
+		if err != nil {
+			return err
+		}
+		var in []uint32
+		if of > 0 {
+			in = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(regions)), of))
+		}
+		list := make([]core.GrowRequest, 0, n)
+		err = structs(parts, n, unsafe.Sizeof(*parts), func(g *C.kvconn_growth) C.uint32_t { return g.struct_size }, func(i int, g *C.kvconn_growth) error {
+			blocks, first, err := groups(g.groups, g.num_groups)
+			if err != nil || g.transfer_id == nil || g.ready == nil && g.num_groups > 0 {
+				return fmt.Errorf("%w: parts[%d]: transfer_id or ready is NULL or %v", core.ErrInvalid, i, err)
+			}
+			ready := slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(g.ready)), g.num_groups))
+			list = append(list, core.GrowRequest{ID: core.TransferID(C.GoString(g.transfer_id)), First: first, Blocks: blocks, Ready: ready, Regions: in})
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+		k, err := a.Grow(list)
+		*taken = C.size_t(k)
+		return err
+	})
+}
+
+//export go_retract
+func go_retract(h C.kvconn_agent, ids **C.char, n C.size_t, timeout C.uint32_t, text **C.char) C.int32_t {
+	return guard("kvconn_retract", text, func() error {
+		var taken C.size_t
+		return withIDs(h, ids, n, &taken, func(a *node.Agent, list []core.TransferID) (int, error) {
+			return 0, a.Retract(list, time.Duration(timeout)*time.Millisecond)
+		})
 	})
 }
 

@@ -27,9 +27,13 @@ const (
 // first. It never ends a transfer.
 const SayHello Code = 99
 
+// StartOver ends no transfer either: P has taken back what it had begun to send, and
+// D is to load again. The reason names the load's grant.
+const StartOver Code = 98
+
 var codeNames = map[Code]string{
 	OK: "ok", Cancelled: "cancelled", PeerCancelled: "peer-cancelled", PeerLost: "peer-lost", NotOffered: "not-offered",
-	Expired: "expired", Refused: "refused", Unreachable: "unreachable", Failed: "failed", Closed: "closed", SayHello: "say-hello",
+	Expired: "expired", Refused: "refused", Unreachable: "unreachable", Failed: "failed", Closed: "closed", SayHello: "say-hello", StartOver: "start-over",
 }
 
 func (c Code) String() string {
@@ -57,6 +61,17 @@ type OfferRequest struct {
 	First  []uint32 // per group: position in the prompt of the first block; those before it are not there; nil = 0
 	Blocks [][]BlockID
 	Token  uint64 // given back in the Report
+}
+
+// GrowRequest is the engine's word that a part of a transfer is there.
+type GrowRequest struct {
+	ID     TransferID
+	First  []uint32    // per group, with its first blocks: as of OfferRequest
+	Blocks [][]BlockID // per group: those that follow what was given before
+	// Ready is, per group, how many blocks of the prompt, from its start, are there.
+	Ready []uint32
+	// Regions in which they are, in growing order; nil: in all.
+	Regions []uint32
 }
 
 // ClaimRequest is the engine's word that it knows a request and will load the
@@ -221,7 +236,8 @@ type (
 	// Revoke: fence a load's blocks; answer with Revoked.
 	Revoke struct{ ID TransferID }
 	// Write: send blocks; the transport answers with Written. Src are those that
-	// hold the load's, which Dst and the rest says as it came.
+	// hold the load's, which Dst and the rest says as it came. Begin and End are as
+	// of Match.PairsBetween; until there is no End, Writes that extend this one follow.
 	Write struct {
 		ID       TransferID
 		Peer     AgentID
@@ -233,6 +249,9 @@ type (
 		Tokens   []uint32
 		Regions  []uint32
 		Match    *Match
+
+		Begin, End []uint32
+		Extends    bool // a write that has begun, unless it has ended
 	}
 	// StopWrite: end a Write early; its Written still comes.
 	StopWrite struct{ ID TransferID }

@@ -43,6 +43,8 @@ type load struct {
 	tried   AgentID   // the agent that it was with before P was looked up again
 	nameBy  time.Time // when an agent that opened after the request was made must have named it; zero: it was there before
 	again   bool      // fencing in order to start over
+	anew    bool      // with the same agent: it has taken back what it had begun to send
+	grant   []byte    // of the transport
 	given   bool      // reported already; only P must still be told
 	sent    int       // renewals that said "sent" while bytes were missing
 	code    Code      // of the end, while fencing, or of a claim that P has given up
@@ -302,7 +304,7 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 		m.endLoad(now, ld, Failed, err.Error(), true)
 		return
 	}
-	ld.state = loadRequesting
+	ld.state, ld.grant = loadRequesting, grant
 	m.act(SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, First: ld.first, Blocks: ld.blocks, Tokens: ld.tokens, Regions: ld.regions, Lease: m.opt.Lease})
 }
 
@@ -376,7 +378,9 @@ func (m *Machine) Received(now time.Time, id TransferID, s TransferStats, err er
 // FinishArrived takes the other side's word that its half has ended.
 func (m *Machine) FinishArrived(now time.Time, from AgentID, id TransferID, code Code, reason string) {
 	if ld := m.loads[id]; ld != nil && ld.peer == from {
-		if code != OK { // of success the bytes themselves are the sign
+		if code == StartOver {
+			m.loadAnew(ld, reason)
+		} else if code != OK { // of success the bytes themselves are the sign
 			m.peerEnded(now, ld, peerCode(code), reason)
 		}
 		return
@@ -406,12 +410,16 @@ func (m *Machine) Revoked(now time.Time, id TransferID) {
 	if ld == nil || ld.state != loadFencing {
 		return
 	}
-	if ld.again {
+	switch {
+	case ld.anew && ld.again:
+		ld.again, ld.anew = false, false
+		m.proceed(now, ld)
+	case ld.again:
 		ld.again = false
 		m.resolveAgain(ld)
-		return
+	default:
+		m.reportLoad(now, ld)
 	}
-	m.reportLoad(now, ld)
 }
 
 // endLoad brings D's half to an end other than success; tell says whether P
@@ -443,6 +451,9 @@ func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string, tel
 		m.reportLoad(now, ld)
 	case loadFencing:
 		if ld.again {
+			if ld.anew && tell { // P lives, and knows it
+				m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: code, Reason: reason})
+			}
 			ld.again, ld.code, ld.reason = false, code, reason
 			m.partFails(now, ld)
 		}

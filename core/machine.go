@@ -254,6 +254,8 @@ func (m *Machine) checkInvariants() {
 			must((of.peer != "" || of.whole != nil) && timed && of.blocks == nil, "early offer %q: peer %q, deadline %v", id, of.peer, timed)
 		case offerPrefill:
 			must((of.peer != "") == timed, "prefill %q: peer %q, deadline %v", id, of.peer, timed)
+		case offerGrowing:
+			must(loaded && timed && of.offered.IsZero() && of.sent != nil, "growing offer %q: load %v, deadline %v", id, loaded, timed)
 		case offerReady:
 			must(!loaded && timed, "ready offer %q: load %v, deadline %v", id, loaded, timed)
 		case offerSending, offerStopping:
@@ -269,7 +271,7 @@ func (m *Machine) checkInvariants() {
 		must(!ld.given || ld.state == loadResolving, "load %q was reported in state %v", id, ld.state)
 		must(!ld.claim || ld.state <= loadClaimed, "claim %q in state %v", id, ld.state)
 		must(ld.state != loadClaimed || ld.claim, "load %q in state %v", id, ld.state)
-		must(!ld.again || ld.state == loadFencing && ld.tried != "", "load %q starts over in state %v", id, ld.state)
+		must(!ld.again || ld.state == loadFencing && (ld.tried != "" || ld.anew), "load %q starts over in state %v", id, ld.state)
 		must(ld.peer != "" || ld.state == loadResolving || ld.code != OK, "load %q has no peer in state %v", id, ld.state)
 		must(ld.retryAt.IsZero() || ld.claim && ld.state == loadResolving, "load %q is looked up later in state %v", id, ld.state)
 		switch {

@@ -150,6 +150,14 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		}
 	case "announce":
 		err = m.Announce(s.now, id)
+	case "grow":
+		err = m.Grow(s.now, core.GrowRequest{ID: id, First: s.first(c), Blocks: s.blocks(c), Ready: s.list(c, "ready"), Regions: numbers(s, c, strings.Fields(c.Value("in", "")))})
+	case "retract":
+		if err = m.Retract(s.now, id); m.Reading(id) {
+			said = "its blocks are being read"
+		}
+	case "reading":
+		said = fmt.Sprint(m.Reading(id))
 	case "cancel":
 		err = m.Cancel(s.now, id, c.Value("why", ""))
 	case "resolved":
@@ -465,7 +473,17 @@ func describe(a core.Action) string {
 	case core.Revoke:
 		return fmt.Sprintf("revoke %s", v.ID)
 	case core.Write:
-		return fmt.Sprintf("write %s to=%s grant=%s src=%v dst=%v%s", v.ID, v.Peer, v.Grant, v.Src, v.Dst, tokens(v.Tokens)+of(v.Regions))
+		verb, grown := "write", ""
+		if v.Extends {
+			verb = "extend"
+		}
+		if v.Begin != nil || v.End != nil {
+			grown = fmt.Sprintf(" ready=%v..", v.Begin)
+			if v.End != nil {
+				grown += fmt.Sprint(v.End)
+			}
+		}
+		return fmt.Sprintf("%s %s to=%s grant=%s src=%v dst=%v%s%s", verb, v.ID, v.Peer, v.Grant, v.Src, v.Dst, tokens(v.Tokens)+of(v.Regions), grown)
 	case core.StopWrite:
 		return fmt.Sprintf("stop-write %s", v.ID)
 	case core.Report:

@@ -123,6 +123,7 @@ func checkMatch(t testing.TB, m *Match, src, dst []Shape, regions []uint32, from
 	if !slices.Equal(order, want) {
 		t.Fatalf("P sends in another order, or another number of bytes, than D expects: %d cells, %d", len(order), len(want))
 	}
+	checkGrowth(t, m, src, pairs, regions, from, fromFirst, to, toFirst, tokens)
 	eachCell(dst, to, toFirst, func(c cell, l label) {
 		got, written := lands[c]
 		delete(lands, c)
@@ -134,6 +135,67 @@ func checkMatch(t testing.TB, m *Match, src, dst []Shape, regions []uint32, from
 	})
 	for c := range lands {
 		t.Fatalf("D's cell %+v, outside of the load, is written", c)
+	}
+}
+
+// checkGrowth: what PairsBetween gives while regions become ready, in any order and
+// at any pace, is Pairs, each byte once and at its position; no block goes before it
+// is ready.
+func checkGrowth(t testing.TB, m *Match, src []Shape, pairs []Pair, regions []uint32, from [][]BlockID, fromFirst []uint32, to [][]BlockID, toFirst, tokens []uint32) {
+	t.Helper()
+	type move struct{ src, dst cell }
+	var want []move
+	for _, p := range pairs {
+		for o := uint64(0); o < p.Length; o += RegionAlign {
+			want = append(want, move{cell{p.SrcRegion, p.SrcOffset + o}, cell{p.DstRegion, p.DstOffset + o}})
+		}
+	}
+	if n := m.Bytes(regions, to, toFirst, tokens); n != uint64(len(want))*RegionAlign {
+		t.Fatalf("the load has %d bytes, its plan %d", n, len(want)*RegionAlign)
+	}
+	rnd := rand.New(rand.NewPCG(uint64(len(want)), uint64(len(src))))
+	got := make([]move, len(want))
+	var begin []uint32
+	for done := false; !done; {
+		end := make([]uint32, len(src))
+		for r := range end {
+			end[r] = at(begin, r) + uint32(rnd.IntN(3)*rnd.IntN(3))
+		}
+		if done = rnd.IntN(6) == 0; done {
+			end = nil
+		}
+		part, extents, err := m.PairsBetween(regions, from, fromFirst, to, toFirst, tokens, begin, end)
+		if err != nil {
+			t.Fatalf("no plan of %v to %v: %v", begin, end, err)
+		}
+		begin = end
+		for _, p := range part {
+			of := src[p.SrcRegion]
+			for b := p.SrcOffset / of.BlockStride; end != nil && b*of.BlockStride < p.SrcOffset+p.Length; b++ {
+				if n := at(fromFirst, int(of.Group)) + uint32(slices.Index(from[of.Group], BlockID(b))); n >= end[p.SrcRegion] {
+					t.Fatalf("%+v is block %d of the prompt, ready are %d", p, n, end[p.SrcRegion])
+				}
+			}
+		}
+		for _, e := range extents {
+			position := e.Position / RegionAlign
+			for _, p := range part[:e.Pairs] {
+				for o := uint64(0); o < p.Length; o += RegionAlign {
+					if position >= uint64(len(got)) || got[position] != (move{}) {
+						t.Fatalf("a byte at %d of %d is given twice, or is none", position*RegionAlign, len(got)*RegionAlign)
+					}
+					got[position] = move{cell{p.SrcRegion, p.SrcOffset + o}, cell{p.DstRegion, p.DstOffset + o}}
+					position++
+				}
+			}
+			part = part[e.Pairs:]
+		}
+		if len(part) > 0 {
+			t.Fatalf("%d pairs are of no extent", len(part))
+		}
+	}
+	if !slices.Equal(got, want) {
+		t.Fatalf("bit by bit %v, at once %v", got, want)
 	}
 }
 

@@ -13,13 +13,14 @@ type offerState uint8
 const (
 	offerEarly    offerState = iota // D's claim or load is here, the engine has not named the request
 	offerPrefill                    // the engine works on it
+	offerGrowing                    // likewise; the transport reads the blocks that are there
 	offerReady                      // blocks hold it, no load yet
 	offerSending                    // the transport reads the blocks
 	offerStopping                   // it ends; the transport may still read
 )
 
 func (s offerState) String() string {
-	return [...]string{"early", "prefill", "ready", "sending", "stopping"}[s]
+	return [...]string{"early", "prefill", "growing", "ready", "sending", "stopping"}[s]
 }
 
 type offer struct {
@@ -36,8 +37,12 @@ type offer struct {
 	whole    *whole // whose part it is, or nil
 	landed   bool   // D has all bytes
 	nacked   bool   // D's transport expects it no more
-	code     Code   // of the end, while stopping
-	reason   string
+	grown
+	retracted bool   // stopping; the blocks that are read were taken back
+	ends      bool   // then it does not start over
+	revised   []byte // the grant of the load that D was told to make anew
+	code      Code   // of the end, while stopping
+	reason    string
 }
 
 // loadBlocks is how many block ids its load holds.
@@ -122,8 +127,13 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 		return fmt.Errorf("%w: offer %q: %w", ErrInvalid, string(r.ID), err)
 	}
 	of, w := m.offers[r.ID], m.wholes[r.ID]
-	if of != nil && of.state >= offerReady || w != nil && !w.offered.IsZero() {
+	if of != nil && !of.offered.IsZero() || w != nil && !w.offered.IsZero() {
 		return fmt.Errorf("%w: transfer %q is offered already; give each request a transfer_id of its own", ErrDuplicate, string(r.ID))
+	}
+	for _, of := range m.halfOf(r.ID) {
+		if err := of.checkGrown(&r); err != nil {
+			return fmt.Errorf("%w: offer %q: %w", ErrInvalid, string(r.ID), err)
+		}
 	}
 	m.reportWant(r.ID, OK, "", 0) // the engine did not wait for it
 	if w != nil {
@@ -154,10 +164,16 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 }
 
 func (m *Machine) ready(now time.Time, of *offer, r OfferRequest) {
-	of.state, of.token, of.first, of.blocks = offerReady, r.Token, r.First, r.Blocks
-	of.offered, of.deadline = now, now.Add(m.opt.Lease)
-	if of.load != nil {
-		m.startWrite(now, of)
+	of.token, of.first, of.blocks, of.offered = r.Token, r.First, r.Blocks, now
+	switch {
+	case of.state == offerStopping: // its end is under way
+	case of.state == offerGrowing:
+		m.finishGrowing(now, of)
+	default:
+		of.state, of.deadline = offerReady, now.Add(m.opt.Lease)
+		if of.load != nil {
+			m.startWrite(now, of)
+		}
 	}
 }
 
@@ -194,6 +210,9 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	if of != nil && of.peer != "" && of.peer != l.Peer {
 		return Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.peer)
 	}
+	if of != nil && of.revised != nil && string(of.revised) == string(l.Grant) {
+		return OK, "" // it is late: D is to load anew
+	}
 	if of != nil && of.load != nil {
 		if string(of.load.Grant) == string(l.Grant) {
 			return OK, "" // the same message twice
@@ -220,9 +239,11 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	m.wanted(m.nameOf(of))
 	if of.state == offerReady {
 		m.startWrite(now, of)
-		if t, gone := m.ended.byID[l.ID]; gone {
-			return t.code, t.reason // the halves do not fit
-		}
+	} else {
+		m.extend(now, of)
+	}
+	if t, gone := m.ended.byID[l.ID]; gone {
+		return t.code, t.reason // the halves do not fit
 	}
 	return OK, ""
 }
@@ -274,7 +295,15 @@ func (m *Machine) startWrite(now time.Time, of *offer) {
 		return
 	}
 	of.state, of.sendAt, of.deadline = offerSending, now, now.Add(l.Lease)
-	m.act(Write{ID: of.id, Peer: l.Peer, Grant: l.Grant, SrcFirst: first, Src: src, DstFirst: l.First, Dst: l.Blocks, Tokens: l.Tokens, Regions: l.Regions, Match: l.Match})
+	w := m.writeOf(of)
+	w.SrcFirst, w.Src = first, src
+	m.act(w)
+}
+
+// writeOf is the Write of an offer's load, without what is to be read.
+func (m *Machine) writeOf(of *offer) Write {
+	l := of.load
+	return Write{ID: of.id, Peer: l.Peer, Grant: l.Grant, DstFirst: l.First, Dst: l.Blocks, Tokens: l.Tokens, Regions: l.Regions, Match: l.Match}
 }
 
 // selectBlocks finds the offered blocks that a load asks for, and where in the
@@ -307,13 +336,17 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 		return
 	}
 	switch of.state {
-	case offerSending:
+	case offerGrowing, offerSending:
 		if err != nil && !of.landed {
 			of.nacked = errors.Is(err, ErrNotExpected)
 			of.code, of.reason = transportCode(err), "sending to decode agent "+string(of.load.Peer)+": "+err.Error()
 			m.act(SendFinish{Peer: of.load.Peer, ID: id, Code: peerCode(of.code), Reason: of.reason})
 		}
 	case offerStopping:
+		if of.retracted && !of.ends {
+			m.startOver(now, of)
+			return
+		}
 	default:
 		return
 	}
@@ -363,6 +396,9 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 	}
 	if claim && of.peer == "" {
 		of.peer = from
+	}
+	if of.peer == from && !claim && of.load == nil && of.revised != nil {
+		return Answer{StatusEnded, StartOver, digest(of.revised)}
 	}
 	if of.peer != from || !claim && of.load == nil {
 		return Answer{Status: StatusUnknown}
@@ -417,14 +453,18 @@ func (m *Machine) cancelOffer(now time.Time, id TransferID, of *offer, reason st
 
 // endOffer brings P's half to its end; tell says whether D must be told.
 func (m *Machine) endOffer(now time.Time, of *offer, code Code, reason string, tell bool) {
-	if of.state == offerStopping {
+	if of.state == offerStopping && (!of.retracted || of.ends) {
 		return
 	}
-	sending := of.state == offerSending
+	sending := of.state == offerSending || of.state == offerGrowing
 	if tell && of.peer != "" {
 		m.act(SendFinish{Peer: of.peer, ID: of.id, Code: peerCode(code), Reason: reason})
 	}
 	of.code, of.reason = code, reason
+	if of.retracted { // it is being stopped already
+		of.ends = true
+		return
+	}
 	if sending {
 		of.state = offerStopping
 		m.act(StopWrite{ID: of.id})
@@ -442,20 +482,20 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 	if of.state == offerEarly {
 		m.leaveEarly(of)
 	}
-	m.ended.add(of.id, of.code, of.reason, of.state >= offerReady)
+	m.ended.add(of.id, of.code, of.reason, !of.offered.IsZero())
 	if of.nacked {
 		m.ended.nacked(of.id, of.peer)
 	}
-	if of.state < offerReady && of.whole == nil {
+	if of.offered.IsZero() && of.whole == nil {
 		m.reportWant(of.id, of.code, of.reason, 0)
-		return // the engine has given no blocks and waits for no other report
+		return // the engine has not offered it and waits for no other report
 	}
 	wait := now.Sub(of.offered)
 	switch {
 	case of.offered.IsZero():
 		wait = 0
 	case !of.sendAt.IsZero():
-		wait = of.sendAt.Sub(of.offered)
+		wait = max(of.sendAt.Sub(of.offered), 0)
 	}
 	state := of.state
 	if state == offerStopping {
@@ -496,7 +536,7 @@ func (m *Machine) tickOffers(now time.Time) {
 				reason = fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, m.opt.Lease)
 			}
 			m.endOffer(now, of, Expired, reason, true)
-		case offerSending:
+		case offerGrowing, offerSending:
 			m.endOffer(now, of, PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease), true)
 		}
 	}
@@ -510,7 +550,7 @@ func peerCode(c Code) Code {
 		return PeerCancelled
 	case c == Closed:
 		return PeerLost
-	case !known, c == SayHello:
+	case !known, c == SayHello, c == StartOver:
 		return Failed
 	}
 	return c

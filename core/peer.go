@@ -194,6 +194,10 @@ func (m *Machine) answered(now time.Time, ld *load, a Answer) {
 	case StatusUnknown:
 		m.endLoad(now, ld, PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", ld.peer, string(ld.id)), false)
 	case StatusEnded:
+		if a.Code == StartOver {
+			m.loadAnew(ld, a.Reason)
+			return
+		}
 		m.endLoad(now, ld, peerCode(a.Code), a.Reason, false)
 	case StatusSent:
 		// The last bytes may be on their way; not for several rounds.

@@ -32,7 +32,7 @@ const MaxPieces = 1 << 24
 // is all that both have; the other arguments are LoadRequest's. The ids must have
 // passed CheckBlocks.
 func (m *Match) Segments(regions []uint32, blocks [][]BlockID, first, tokens []uint32) ([]Segment, error) {
-	bound, err := m.bound(regions, blocks, first, tokens, func(k *link) uint64 { return k.seg.perUnit() })
+	bound, err := m.bound(regions, blocks, first, tokens, func(k *link) uint64 { return k.seg.perUnit() }, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -60,21 +60,30 @@ func (m *Match) Segments(regions []uint32, blocks [][]BlockID, first, tokens []u
 // srcFirst in the prompt; the rest is the load's, as of Segments. What is read lies
 // in P's blocks whatever D says; where it lands is for the transport to check.
 func (m *Match) Pairs(regions []uint32, src [][]BlockID, srcFirst []uint32, dst [][]BlockID, dstFirst, tokens []uint32) ([]Pair, error) {
+	return m.pairs(regions, src, srcFirst, &spans{m: m, dst: dst, first: dstFirst, tokens: tokens}, nil)
+}
+
+// PairsBetween is Pairs of what has become ready: per region of P, the blocks of
+// the prompt from begin (nil: 0) to end (nil: all of src). A block of D goes when
+// all of it is ready, or all that the load has of it. at says where in the linear
+// order the pairs lie; taken one after the other, growing ends give each byte once.
+func (m *Match) PairsBetween(regions []uint32, src [][]BlockID, srcFirst []uint32, dst [][]BlockID, dstFirst, tokens, begin, end []uint32) (pairs []Pair, extents []Extent, err error) {
+	pairs, err = m.pairs(regions, src, srcFirst, &spans{m: m, dst: dst, first: dstFirst, tokens: tokens, begin: begin, end: end}, &extents)
+	return pairs, extents, err
+}
+
+func (m *Match) pairs(regions []uint32, src [][]BlockID, srcFirst []uint32, wanted *spans, extents *[]Extent) ([]Pair, error) {
+	dst := wanted.dst
 	if len(dst) > len(src) {
 		return nil, fmt.Errorf("plan: %d groups at the prefill engine, %d at the decode engine", len(src), len(dst))
 	}
-	bound, err := m.bound(regions, dst, dstFirst, tokens, func(k *link) uint64 { return k.pair.perUnit() })
+	bound, err := m.bound(regions, dst, wanted.first, wanted.tokens, func(k *link) uint64 { return k.pair.perUnit() }, wanted)
 	if err != nil {
 		return nil, err
 	}
-	for g := range dst {
-		from, to := m.ratios[g].sources(at(dstFirst, g), len(dst[g]), at(tokens, g))
-		if first := uint64(at(srcFirst, g)); from < to && (from < first || to > first+uint64(len(src[g]))) {
-			return nil, fmt.Errorf("plan: blocks %d to %d of group %d are wanted, there are %d to %d", from, to, g, first, first+uint64(len(src[g])))
-		}
-	}
 	out := make([]Pair, 0, bound)
 	some := m.some(regions, len(dst))
+	var position uint64
 	for i := range m.links {
 		k := &m.links[i]
 		if !some.have(k) {
@@ -82,15 +91,79 @@ func (m *Match) Pairs(regions []uint32, src [][]BlockID, srcFirst []uint32, dst 
 		}
 		g := int(k.group)
 		r, has := m.ratios[g], uint64(at(srcFirst, g))
-		switch from, to := r.span(at(dstFirst, g), len(dst[g]), at(tokens, g)); {
-		case from == to:
-		case k.whole == 0:
-			out = k.copy(out, r, src[g], has, dst[g], from, to)
-		default:
-			out = k.copyWhole(out, src[g][from-has:to-has], dst[g][:to-from])
+		first, from, to, last := wanted.of(k)
+		start, before := position+(from-first)*k.unitBytes(), len(out)
+		position += (last - first) * k.unitBytes()
+		if from == to {
+			continue
+		}
+		n := max(r.src, 1)
+		if low, high := from/n, (to+n-1)/n; low < has || high > has+uint64(len(src[g])) {
+			return nil, fmt.Errorf("plan: blocks %d to %d of group %d are wanted, there are %d to %d", low, high, g, has, has+uint64(len(src[g])))
+		}
+		skip := (from - first) / r.dst // blocks of D
+		if k.whole == 0 {
+			out = k.copy(out, r, src[g], has, dst[g][skip:], from, to)
+		} else {
+			out = k.copyWhole(out, src[g][from-has:to-has], dst[g][skip:skip+to-from])
+		}
+		if extents != nil {
+			*extents = append(*extents, Extent{start, len(out) - before})
 		}
 	}
 	return out, nil
+}
+
+// Bytes is how many a load has.
+func (m *Match) Bytes(regions []uint32, dst [][]BlockID, first, tokens []uint32) (n uint64) {
+	some := m.some(regions, len(dst))
+	for i := range m.links {
+		if k := &m.links[i]; some.have(k) {
+			from, to := m.ratios[k.group].span(at(first, int(k.group)), len(dst[k.group]), at(tokens, int(k.group)))
+			n += (to - from) * k.unitBytes()
+		}
+	}
+	return n
+}
+
+// unitBytes is what a unit of a group's blocks has in this link.
+func (k *link) unitBytes() uint64 {
+	if k.whole != 0 {
+		return k.whole
+	}
+	return k.seg.perUnit() * k.seg.run
+}
+
+// spans says which units of a load go, of each link.
+type spans struct {
+	m             *Match
+	dst           [][]BlockID
+	first, tokens []uint32
+	begin, end    []uint32 // per region of P
+}
+
+// of: the load has the units from first to last, those from from to to go now.
+func (s *spans) of(k *link) (first, from, to, last uint64) {
+	r := s.m.ratios[k.group]
+	first, last = r.span(at(s.first, int(k.group)), len(s.dst[k.group]), at(s.tokens, int(k.group)))
+	from, to = first, last
+	if s.begin != nil {
+		from = r.settled(first, last, at(s.begin, int(k.Src)))
+	}
+	if s.end != nil {
+		to = r.settled(first, last, at(s.end, int(k.Src)))
+	}
+	return first, from, max(from, to), last
+}
+
+// settled is the unit up to which a load's blocks are whole when so many blocks of
+// P's prompt are ready.
+func (r ratio) settled(first, last uint64, blocks uint32) uint64 {
+	ready := uint64(blocks) * r.src
+	if ready >= last {
+		return last
+	}
+	return max(first, ready-ready%r.dst)
 }
 
 // landWhole is Segments of blocks that are copied whole.
@@ -212,7 +285,7 @@ func (s *some) have(k *link) bool {
 
 // bound is the number of runs when nothing merges, so that one allocation holds
 // every plan.
-func (m *Match) bound(regions []uint32, blocks [][]BlockID, first, tokens []uint32, perUnit func(*link) uint64) (int, error) {
+func (m *Match) bound(regions []uint32, blocks [][]BlockID, first, tokens []uint32, perUnit func(*link) uint64, spans *spans) (int, error) {
 	if len(blocks) > MaxGroups {
 		return 0, fmt.Errorf("plan: %d groups, at most %d are supported", len(blocks), MaxGroups)
 	}
@@ -235,12 +308,17 @@ func (m *Match) bound(regions []uint32, blocks [][]BlockID, first, tokens []uint
 			continue
 		}
 		from, to := m.ratios[g].span(at(first, g), len(blocks[g]), at(tokens, g))
-		units := to - from
+		units, now := to-from, to-from
+		if spans != nil {
+			_, from, to, _ = spans.of(k)
+			now = to - from
+		}
 		if k.whole != 0 {
-			total += units
+			total += now
 			continue
 		}
 		runs := perUnit(k)
+		total += now * runs
 		if units > 0 && runs > MaxPieces/units || cut+units*runs > MaxPieces {
 			return 0, fmt.Errorf("the load is cut into more than %d pieces (%d of each %d tokens in group %d): have the heads outside of the tokens (HND) on both sides, or load fewer blocks at a time",
 				MaxPieces, runs, m.ratios[g].unit, g)
@@ -250,7 +328,6 @@ func (m *Match) bound(regions []uint32, blocks [][]BlockID, first, tokens []uint
 	if found < len(regions) {
 		return 0, fmt.Errorf("region %d of the decode engine is wanted, of which the prefill engine has nothing", regions[found])
 	}
-	total += cut
 	return int(total), nil
 }
 

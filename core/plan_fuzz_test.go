@@ -187,7 +187,7 @@ func FuzzPlan(f *testing.F) {
 			return
 		}
 		checkSelected(t, begin, offered, first, src)
-		if pieces, err := m.bound(nil, load.Blocks, load.First, load.Tokens, func(k *link) uint64 { return k.pair.perUnit() }); err != nil || pieces > 1<<13 {
+		if pieces, err := m.bound(nil, load.Blocks, load.First, load.Tokens, func(k *link) uint64 { return k.pair.perUnit() }, nil); err != nil || pieces > 1<<13 {
 			return // else an input takes its time
 		}
 		alloctest.Bound(t, 1<<22, func() { checkPlan(t, l, m, first, src, load) })

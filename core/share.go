@@ -382,7 +382,8 @@ func (m *Machine) wholeOf(now time.Time, part TransferID) (Code, string) {
 		w.parts = append(w.parts, of.id)
 		w.left++
 		if base != nil {
-			of.state, of.token, of.first, of.blocks, of.offered, of.deadline = base.state, base.token, base.first, base.blocks, base.offered, base.deadline
+			of.state, of.token, of.first, of.blocks, of.offered, of.deadline = base.state, base.token, slices.Clone(base.first), clone(base.blocks), base.offered, base.deadline
+			of.ready = slices.Clone(base.ready)
 		} else {
 			m.early++
 		}
@@ -480,7 +481,7 @@ func (m *Machine) checkJoined(must func(ok bool, format string, args ...any)) {
 		must(w.id == id && len(live) == w.left && len(live) > 0 && len(w.parts) == w.of, "offer %q has %d of %d parts, counted %d", id, len(live), w.of, w.left)
 		must(m.offers[id] == nil, "offer %q is whole and in parts", id)
 		for _, of := range live {
-			must(of.whole == w && (of.state >= offerReady) == !w.offered.IsZero(), "part %q of offer %q in state %v", of.id, id, of.state)
+			must(of.whole == w && of.offered.Equal(w.offered), "part %q of offer %q in state %v", of.id, id, of.state)
 		}
 	}
 	for id, of := range m.offers {

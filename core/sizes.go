@@ -5,11 +5,13 @@ import "time"
 // Counters are what a machine has done since New and what its reports do not
 // tell.
 type Counters struct {
-	Offered uint64 // accepted Offers
-	Loaded  uint64 // accepted Loads
-	Claimed uint64 // accepted Claims
-	Reaped  uint64 // claims and loads whose request P's engine never named
-	Retries uint64 // loads and claims for which P was looked up again
+	Offered   uint64 // accepted Offers
+	Loaded    uint64 // accepted Loads
+	Claimed   uint64 // accepted Claims
+	Reaped    uint64 // claims and loads whose request P's engine never named
+	Retries   uint64 // loads and claims that were begun again, most with P looked up anew
+	Grown     uint64 // writes that began before the engine had all of the blocks
+	Retracted uint64 // of them, those that the engine took back
 }
 
 // Counters returns them.
@@ -57,7 +59,7 @@ func (m *Machine) OldestWait(now time.Time) time.Duration {
 		}
 	}
 	for _, of := range m.offers {
-		if of.state >= offerReady && of.offered.Before(oldest) {
+		if !of.offered.IsZero() && of.offered.Before(oldest) {
 			oldest = of.offered
 		}
 	}

@@ -83,6 +83,13 @@ type Transport interface {
 	// Sink.Written. The source bytes must stay unchanged until then.
 	Write(op WriteOp)
 
+	// Extend gives more of a write that was begun with a part of its bytes: it is
+	// over when all have been given and have arrived. Each byte is given once; one
+	// too many ends the write with an error. While all that was given is sent the
+	// write may rest, for minutes: that is nobody's silence. An unknown id is no
+	// error, its write has ended. op.Bytes and Grant are as Write had them.
+	Extend(op WriteOp)
+
 	// Stop ends a write early, with an error unless the write had ended. Its
 	// Sink.Written comes within a second or so, also when the peer takes no bytes.
 	// An unknown id is no error.
@@ -122,6 +129,41 @@ type WriteOp struct {
 	Peer  AgentID
 	Grant []byte // as the receiver's Expect returned it
 	Pairs []Pair // in the transfer's linear order; transports that trust no address use only the source half
+	// Bytes of the whole transfer, if more of it follows by Extend; 0: Pairs are all.
+	Bytes uint64
+	// At says where in the linear order Pairs lie; nil: from its begin on, without gaps.
+	At []Extent
+}
+
+// Extent is a run of pairs whose bytes follow each other in a transfer's linear
+// order.
+type Extent struct {
+	Position uint64 // of the first byte
+	Pairs    int
+}
+
+// Extents is At, also where it was left out.
+func (op *WriteOp) Extents() []Extent {
+	if op.At == nil && len(op.Pairs) > 0 {
+		return []Extent{{0, len(op.Pairs)}}
+	}
+	return op.At
+}
+
+// Total is the number of bytes of the whole transfer.
+func (op *WriteOp) Total() uint64 {
+	if op.Bytes > 0 {
+		return op.Bytes
+	}
+	return op.Given()
+}
+
+// Given is the number of bytes of Pairs.
+func (op *WriteOp) Given() (n uint64) {
+	for i := range op.Pairs {
+		n += op.Pairs[i].Length
+	}
+	return n
 }
 
 // TransferStats is what a transport measured of one transfer.

@@ -147,6 +147,15 @@ typedef struct kvconn_offer_request {
   uint64_t token; /* comes back in the completion */
 } kvconn_offer_request;
 
+/* A part of a transfer that is there while prefill still works on the request. */
+typedef struct kvconn_growth {
+  uint32_t struct_size;
+  uint32_t num_groups;
+  const char *transfer_id;
+  const kvconn_blocks *groups; /* that follow those which were given before; first counts with a group's first ones */
+  const uint32_t *ready;       /* for each group: how many blocks of the prompt, from its start, are there */
+} kvconn_growth;
+
 /*
  * Decode's half of a transfer: put it into these blocks. With no block at all
  * it tells the prefill engine that nothing of it is needed. It names the engine:
@@ -230,6 +239,28 @@ int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, siz
  * lease_s went by without one that claims or loads it.
  */
 int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, size_t count, size_t *accepted);
+
+/*
+ * Prefill: parts of these transfers are there, more will follow, and then the
+ * offer, with all of their blocks: what a decode engine has asked for of them moves
+ * at once. So chunks of a prompt are sent while the next are computed; or layers:
+ * with regions (num_regions growing indices of kvconn_register_kv_caches), what is
+ * ready is so in these only. It says that the request is known, as
+ * kvconn_announce does. What is ready must stay unchanged until kvconn_retract has
+ * returned or, after the offer, until its completion. That a transfer has ended
+ * meanwhile is told by the offer's completion; here it is no error.
+ */
+int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_t count, const uint32_t *regions, size_t num_regions, size_t *accepted);
+
+/*
+ * Prefill: takes back what kvconn_grow gave, of requests that are preempted or
+ * given up; decode engines load them anew when they grow again or are offered,
+ * unless they are cancelled too. Waits until nothing reads the blocks any more: a
+ * second or two at most where a peer takes no bytes. With KVCONN_ERR_SYSTEM, after
+ * timeout_ms, they must not be used again while the agent is open. An id that is
+ * not known is no error, one that is offered is KVCONN_ERR_INVALID.
+ */
+int32_t kvconn_retract(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms);
 
 /*
  * Decode: these transfers will be loaded as soon as there are blocks for them;

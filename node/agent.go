@@ -52,6 +52,7 @@ type Agent struct {
 	transport   *transports
 	outstanding int // accepted offers and loads without a report
 	queue       []core.Action
+	retracting  []*retracting
 	performing  bool // the run goroutine has taken the queue and is not done
 	total       Totals
 
@@ -291,6 +292,9 @@ func (a *Agent) collect() {
 			continue
 		}
 		a.queue = append(a.queue, act)
+	}
+	if len(a.retracting) > 0 {
+		a.checkRetracting()
 	}
 	if len(a.queue) > n || a.machine.Busy() {
 		a.signal()

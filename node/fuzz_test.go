@@ -106,6 +106,7 @@ func (f *fakeTransport) Admit(id core.AgentID) ([]byte, error) {
 }
 func (f *fakeTransport) Dismiss(id core.AgentID) { delete(f.admitted, id) }
 func (f *fakeTransport) Write(op core.WriteOp)   { f.writes = append(f.writes, op) }
+func (f *fakeTransport) Extend(op core.WriteOp)  { f.writes = append(f.writes, op) }
 
 // fakeSignaller takes signals, of those only who were admitted by tcp beside it.
 type fakeSignaller struct {

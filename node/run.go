@@ -100,21 +100,6 @@ func (a *Agent) expect(v core.Expect) (grant []byte, err error) {
 	return a.transport.Expect(v.ID, v.Peer, segments)
 }
 
-func (a *Agent) write(v core.Write) {
-	if a.peers.get(v.Peer) == nil {
-		a.step(func(m *core.Machine, now time.Time) {
-			m.Written(now, v.ID, core.TransferStats{}, fmt.Errorf("decode agent %s is not known any more", v.Peer))
-		})
-		return
-	}
-	pairs, err := v.Match.Pairs(v.Regions, v.Src, v.SrcFirst, v.Dst, v.DstFirst, v.Tokens)
-	if err != nil {
-		a.step(func(m *core.Machine, now time.Time) { m.Written(now, v.ID, core.TransferStats{}, err) })
-		return
-	}
-	a.transport.Write(core.WriteOp{ID: v.ID, Peer: v.Peer, Grant: v.Grant, Pairs: pairs})
-}
-
 // request asks a peer that was resolved or has said hello.
 func (a *Agent) request(to core.AgentID, bound time.Duration, req *wire.Request) (*wire.Reply, error) {
 	ctx, cancel := context.WithTimeout(a.ctx, bound)

@@ -205,6 +205,14 @@ func (t *transports) Write(op core.WriteOp) {
 	w.Write(op)
 }
 
+// Extend gives more of a write.
+func (t *transports) Extend(op core.WriteOp) {
+	if w := t.of(half{op.ID, core.SideOffer}); w != nil {
+		_, op.Grant = unmark(op.Grant)
+		w.Extend(op)
+	}
+}
+
 // Stop ends a write early.
 func (t *transports) Stop(id core.TransferID) {
 	if w := t.of(half{id, core.SideOffer}); w != nil {

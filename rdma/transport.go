@@ -117,6 +117,9 @@ func (t *Transport) Revoke(id core.TransferID) { t.receiver.revoke(id) }
 // Write implements core.Transport.
 func (t *Transport) Write(op core.WriteOp) { t.sender.write(op) }
 
+// Extend implements core.Transport.
+func (t *Transport) Extend(op core.WriteOp) { panic("to do") }
+
 // Stop implements core.Transport.
 func (t *Transport) Stop(id core.TransferID) { t.sender.stop(id) }
 

@@ -186,6 +186,9 @@ func (t *Transport) Write(op core.WriteOp) {
 	}
 }
 
+// Extend implements core.Transport.
+func (t *Transport) Extend(op core.WriteOp) { panic("to do") }
+
 // Stop implements core.Transport.
 func (t *Transport) Stop(id core.TransferID) {
 	s := &t.sender

@@ -127,6 +127,15 @@ func (a *arena) paint(transfer int, blocks [][]core.BlockID) {
 	a.each(blocks, func(region, pos int, b []byte) { paint(b, transfer, region, pos) })
 }
 
+// paintFrom is paint of the blocks at the positions from begin to end.
+func (a *arena) paintFrom(transfer int, blocks [][]core.BlockID, begin, end int) {
+	a.each(blocks, func(region, pos int, b []byte) {
+		if pos >= begin && pos < end {
+			paint(b, transfer, region, pos)
+		}
+	})
+}
+
 // delivery is what some blocks should hold.
 type delivery struct {
 	transfer int

@@ -214,6 +214,8 @@ func serveRemote(open RemoteOpener, in io.Reader, out io.Writer) error {
 				t.Revoke(o.ID)
 			case "Write":
 				t.Write(*o.Op)
+			case "Extend":
+				t.Extend(*o.Op)
 			case "Stop":
 				t.Stop(o.ID)
 			case "Signalled":
@@ -401,6 +403,7 @@ func (r *remote) Expect(id core.TransferID, peer core.AgentID, dst []core.Segmen
 
 func (r *remote) Revoke(id core.TransferID) { r.order(order{Method: "Revoke", ID: id}) }
 func (r *remote) Write(op core.WriteOp)     { r.order(order{Method: "Write", Op: &op}) }
+func (r *remote) Extend(op core.WriteOp)    { r.order(order{Method: "Extend", Op: &op}) }
 func (r *remote) Stop(id core.TransferID)   { r.order(order{Method: "Stop", ID: id}) }
 
 // Close closes the transport and ends the process, which must have nothing to

@@ -112,7 +112,7 @@ func (a *agent) expectProbe(d *agent) {
 	}
 	kept := func(part core.TransferID) bool {
 		state := a.m.StateOf(core.SideOffer, part)
-		return state == "ready" || state == "sending"
+		return state == "ready" || state == "growing" || state == "sending"
 	}
 	parts := d.promisedBy(a)
 	for part, p := range d.claims {

@@ -28,6 +28,9 @@ type engine struct {
 	aborted  map[core.TransferID]bool
 	dropped  map[core.TransferID]bool // cancelled, and neither claimed nor loaded since
 	waiting  []*want                  // for blocks, in order
+	growing  map[core.TransferID]*growth
+	readers  []reader
+	owners   []uint64 // tokens of the offers that the Writes in the node's queue are of
 }
 
 // partOf is a load, or a part of it.
@@ -62,6 +65,7 @@ func (e *engine) init() {
 	e.loading, e.offering = map[core.TransferID]uint64{}, map[core.TransferID]uint64{}
 	e.towards = map[partOf]core.AgentID{}
 	e.promises, e.aborted = map[partOf]core.AgentID{}, map[core.TransferID]bool{}
+	e.growing = map[core.TransferID]*growth{}
 	e.complete, e.given = map[uint64]int{}, map[core.TransferID]bool{}
 	e.claims, e.dropped = map[core.TransferID]core.AgentID{}, map[core.TransferID]bool{}
 }
@@ -217,9 +221,14 @@ func (a *agent) claim(dl *deal, k int) {
 }
 
 func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
+	a.w.token++
+	token := a.w.token
+	return a.offerOf(id, blocks, token, func() { a.host.own(blocks, token, id) })
+}
+
+// offerOf offers blocks; accepted is called before a report can come.
+func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, token uint64, accepted func()) error {
 	w := a.w
-	w.token++
-	token := w.token
 	r := core.OfferRequest{ID: id, Blocks: [][]core.BlockID{blocks}, Token: token}
 	w.acted(w.now)
 	defer func() { a.checkOffered(id, token) }()
@@ -228,7 +237,7 @@ func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
 		if err == nil {
 			a.offering[id] = token
 			a.offers[token] = &half{id: id, blocks: blocks, began: w.now}
-			a.host.own(blocks, token, id)
+			accepted()
 			a.ledger.accepted(id, token)
 		}
 		return "", err

@@ -120,6 +120,7 @@ func (a *agent) feed(f func(m *core.Machine, now time.Time) (said string, err er
 	returned = true
 	a.told(actions, said, err, format, args...)
 	a.collect(actions)
+	a.checkReaders()
 	if a.m.Busy() && !a.ticking {
 		a.ticking = true
 		a.after(core.TickInterval, a.tick)
@@ -156,6 +157,8 @@ func (a *agent) collect(actions []core.Action) {
 		case core.Expect:
 			a.towards[partOf{a.loading[base(v.ID)], v.ID}] = v.Peer
 			a.checkNotGiven(v.ID)
+		case core.Write:
+			a.owners = append(a.owners, a.offering[base(v.ID)])
 		case core.SendLoad: // of one that has followed a claim
 			a.asked[v.ID] = v.Seq
 		}

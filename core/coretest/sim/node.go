@@ -89,11 +89,13 @@ func (a *agent) perform(act core.Action) {
 		a.ledger.disarmed(v.ID)
 		a.event(func(m *core.Machine, now time.Time) { m.Revoked(now, v.ID) }, "revoked %s", v.ID)
 	case core.Write:
+		owner := a.owners[0]
+		a.owners = a.owners[1:]
 		if a.peers[v.Peer] == nil {
 			a.written(v.ID, fmt.Errorf("decode agent %s is not known any more", v.Peer))
 			return
 		}
-		a.write(v)
+		a.write(v, owner)
 	case core.StopWrite:
 		a.stopWrite(v.ID)
 	default:
@@ -350,7 +352,7 @@ func (a *agent) postNext(to core.AgentID) {
 		for _, v := range part {
 			p.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, a.id, v.ID, v.Code, v.Reason) },
 				"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
-			if v.Code != core.OK && p.claims[v.ID] == a.id {
+			if v.Code != core.OK && v.Code != core.StartOver && p.claims[v.ID] == a.id {
 				p.given[v.ID] = true
 			}
 		}

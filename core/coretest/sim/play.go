@@ -182,7 +182,7 @@ func (w *world) decodes(dl *deal, k int, at, hold time.Duration) {
 	}
 	n := max(1, w.prompt(d)-first)
 	if up := dl.opensAt(); at < up { // the router asks P again until it is up
-		hold = up - at + w.upTo(3*time.Second)
+		hold = up - at + 50*time.Millisecond + w.upTo(3*time.Second) // a look-up that began before is shared
 	}
 	w.after(at, func() {
 		d.run(func(a *agent) {
@@ -259,6 +259,10 @@ func (w *world) prefills(id core.TransferID, p *host, at, prefill time.Duration,
 			if late || w.chance(0.6) || w.plan.kind && (prefill > w.plan.opt.EarlyLoad/2 || w.plan.prefills < 3) {
 				announced = a.announce(id) == nil
 			}
+			if announced && w.chance(0.6) {
+				a.compute(id, prefill)
+				return
+			}
 			a.after(prefill, func() {
 				if a.closing {
 					return
@@ -297,6 +301,9 @@ func (a *agent) abortOffer(id core.TransferID) {
 	a.aborted[id] = true
 	if a.dropWaiting(id); !a.closing {
 		a.cancel(id)
+		if g := a.growing[id]; g != nil {
+			a.takeBack(g)
+		}
 	}
 }
 

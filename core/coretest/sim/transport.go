@@ -32,6 +32,7 @@ type arm struct {
 	peer   core.AgentID
 	grant  string
 	dst    []place // in the transfer's linear order
+	has    []bool  // of them, those that have landed
 	token  uint64  // of the half that owns dst
 	landed int     // of them, in memory
 	got    int     // of them, those that the process has heard of
@@ -66,9 +67,11 @@ type write struct {
 	token  uint64 // of the offer that owns the source
 	link   *link  // nil: D's first stream is waited for
 	gen    int
-	src    []place // in the transfer's linear order
+	src    []place // in the transfer's linear order, as far as it was given
 	dst    []place // as P thinks
-	next   int     // first of them that no stream has taken
+	given  []int   // positions in them
+	next   int     // first of given that no stream has taken
+	queued bool    // for a stream
 	frames int     // taken, and not read whole
 	err    error
 	acked  bool
@@ -78,9 +81,8 @@ type frame struct {
 	wr    *write
 	link  *link
 	gen   int
-	n     int // stream
-	first int // of the transfer's places
-	pos   int // the last one
+	n     int   // stream
+	at    []int // of the transfer's places
 	grant string
 	holds []content
 	late  time.Duration // how long a cut has held it up
@@ -300,6 +302,7 @@ func (a *agent) expect(v core.Expect) (string, error) {
 	if err != nil || len(e.dst) == 0 {
 		a.w.fault(id, "%s: %q is of %d places in memory (%v)", a.id, id, len(e.dst), err)
 	}
+	e.has = make([]bool, len(e.dst))
 	a.armed[id], a.byGrant[e.grant] = e, e
 	a.out[peer].dial()
 	return e.grant, nil
@@ -376,11 +379,16 @@ func (a *agent) land(f *frame) *arm {
 	if a.w.plan.oneSided {
 		to = f.wr.dst
 	}
-	if f.pos >= len(e.dst) {
-		a.w.fault(e.id, "%s: %q has %d places here, and more at its sender", a.id, e.id, len(e.dst))
+	if len(f.wr.src) != len(e.dst) {
+		a.w.fault(e.id, "%s: %q has %d places here, and %d at its sender", a.id, e.id, len(e.dst), len(f.wr.src))
 		return nil
 	}
-	for i, at := range to[f.first : f.pos+1] {
+	for i, pos := range f.at {
+		at := to[pos]
+		if e.has[pos] {
+			a.w.fault(e.id, "%s: place %d of %q is written twice", a.id, pos, e.id)
+		}
+		e.has[pos] = true
 		if b := &a.host.mem[a.host.block(at)]; b.owner != e.token {
 			a.w.fault(e.id, "%s: block %d is written by %q, whose load has token %d, but belongs to token %d", a.id, a.host.block(at), e.id, e.token, b.owner)
 		}
@@ -433,7 +441,13 @@ func (l *link) back(gen int, f func(p *agent)) {
 
 // --- the sender -----------------------------------------------------------------
 
-func (a *agent) write(v core.Write) {
+func (a *agent) write(v core.Write, token uint64) {
+	if v.Extends {
+		if wr := a.writes[v.ID]; wr != nil && wr.err == nil && !a.shut {
+			a.give(wr, v)
+		}
+		return
+	}
 	switch {
 	case a.shut:
 		a.written(v.ID, errShut)
@@ -442,15 +456,13 @@ func (a *agent) write(v core.Write) {
 		a.w.fault(v.ID, "%s: the transport is asked to write %q twice", a.id, v.ID)
 		return
 	}
-	wr := &write{v: v, token: a.offering[base(v.ID)]}
-	pairs, err := v.Match.Pairs(v.Regions, v.Src, v.SrcFirst, v.Dst, v.DstFirst, v.Tokens)
-	for _, p := range pairs {
-		wr.src, wr.dst = places(wr.src, p.SrcRegion, p.SrcOffset, p.Length), places(wr.dst, p.DstRegion, p.DstOffset, p.Length)
-	}
-	if err != nil || len(wr.src) == 0 {
-		a.w.fault(v.ID, "%s: %q is planned into %d places (%v)", a.id, v.ID, len(wr.src), err)
+	wr := &write{v: v, token: token}
+	n := v.Match.Bytes(v.Regions, v.Dst, v.DstFirst, v.Tokens) / cellBytes
+	if wr.src, wr.dst = make([]place, n), make([]place, n); n == 0 {
+		a.w.fault(v.ID, "%s: %q is planned into no places", a.id, v.ID)
 	}
 	a.writes[v.ID] = wr
+	a.give(wr, v)
 	if l := a.in[v.Peer]; l != nil && l.p == a {
 		a.begin(wr, l)
 		return
@@ -460,6 +472,41 @@ func (a *agent) write(v core.Write) {
 			a.endWrite(wr, errNotYet)
 		}
 	})
+}
+
+// give adds what has become ready to a write.
+func (a *agent) give(wr *write, v core.Write) {
+	pairs, extents, err := v.Match.PairsBetween(v.Regions, v.Src, v.SrcFirst, v.Dst, v.DstFirst, v.Tokens, v.Begin, v.End)
+	if err != nil {
+		a.w.fault(v.ID, "%s: %q is not planned: %v", a.id, v.ID, err)
+		return
+	}
+	for _, e := range extents {
+		pos := int(e.Position / cellBytes)
+		for _, p := range pairs[:e.Pairs] {
+			src, dst := places(nil, p.SrcRegion, p.SrcOffset, p.Length), places(nil, p.DstRegion, p.DstOffset, p.Length)
+			for i := range src {
+				wr.src[pos], wr.dst[pos] = src[i], dst[i]
+				wr.given = append(wr.given, pos)
+				pos++
+			}
+		}
+		pairs = pairs[e.Pairs:]
+	}
+	if v.End == nil && len(wr.given) != len(wr.src) {
+		a.w.fault(v.ID, "%s: %q has %d places, %d of them are given", a.id, v.ID, len(wr.src), len(wr.given))
+	}
+	if l := wr.link; l != nil && l.gen == wr.gen && l.p == a {
+		l.enqueue(wr)
+		l.pump()
+	}
+}
+
+func (l *link) enqueue(wr *write) {
+	if !wr.queued && wr.next < len(wr.given) {
+		wr.queued = true
+		l.queue = append(l.queue, wr)
+	}
 }
 
 func (a *agent) streamsCame(l *link) {
@@ -472,7 +519,7 @@ func (a *agent) streamsCame(l *link) {
 
 func (a *agent) begin(wr *write, l *link) {
 	wr.link, wr.gen = l, l.gen
-	l.queue = append(l.queue, wr)
+	l.enqueue(wr)
 	l.pump()
 }
 
@@ -482,16 +529,15 @@ func (l *link) pump() {
 		s := &l.streams[n]
 		for !s.busy && len(l.queue) > 0 {
 			wr := l.queue[0]
-			l.queue = l.queue[1:]
-			if wr.err != nil || wr.next == len(wr.src) {
+			l.queue, wr.queued = l.queue[1:], false
+			if wr.err != nil {
 				continue
 			}
-			f := &frame{wr: wr, link: l, gen: l.gen, n: n, first: wr.next, grant: string(wr.v.Grant)}
 			blocks := len(wr.v.Dst[0])
-			wr.next = min(wr.next+(len(wr.src)+blocks-1)/blocks, len(wr.src))
-			if f.pos = wr.next - 1; wr.next < len(wr.src) {
-				l.queue = append(l.queue, wr)
-			}
+			upTo := min(wr.next+(len(wr.src)+blocks-1)/blocks, len(wr.given))
+			f := &frame{wr: wr, link: l, gen: l.gen, n: n, at: wr.given[wr.next:upTo], grant: string(wr.v.Grant)}
+			wr.next = upTo
+			l.enqueue(wr)
 			wr.frames++
 			s.busy = true
 			p := l.p
@@ -518,7 +564,8 @@ func (a *agent) leave(f *frame) {
 		})
 		return
 	}
-	for _, at := range wr.src[f.first : f.pos+1] {
+	for _, pos := range f.at {
+		at := wr.src[pos]
 		if b := &a.host.mem[a.host.block(at)]; b.owner != wr.token {
 			a.w.fault(wr.v.ID, "%s: block %d is read for %q, whose offer has token %d, but belongs to token %d", a.id, a.host.block(at), wr.v.ID, wr.token, b.owner)
 		}
@@ -547,7 +594,7 @@ func (l *link) kick(gen int) {
 }
 
 func (a *agent) acked(wr *write) {
-	if wr.err == nil && wr.next == len(wr.src) {
+	if wr.err == nil && wr.next == len(wr.given) && len(wr.given) == len(wr.src) {
 		wr.acked = true
 		a.settle(wr)
 	}
