@@ -198,8 +198,11 @@ class SGLangPair(Engines):
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(lambda ids: self.ask(ids, max_tokens), prompts))
 
-    def check(self) -> None:
-        for server in self.servers:
+    def check_decode(self) -> None:
+        self.check([self.decode])
+
+    def check(self, servers: Sequence[Server] = ()) -> None:
+        for server in servers or self.servers:
             try:
                 server.check_alive()
             except ServerError as error:

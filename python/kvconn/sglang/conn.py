@@ -22,9 +22,9 @@ except ImportError:
 from . import rooms as _rooms
 from .growing import Chunks
 from .layout import Layout, ids
-from .params import agent_config, bootstrap_address, engine_name, from_environment
+from .params import agent_config, bootstrap_address, engine_name, from_environment, server_config
 from .parallel import heads_of, parallel_of, refuse_unsupported
-from .rooms import NoAgent, Room, Rooms
+from .rooms import Holder, NoAgent, Rooms
 from .route import Engine, RouteError, Router
 
 logger = logging.getLogger("kvconn.sglang")
@@ -177,11 +177,10 @@ class KVConnManager(_Manager):
         self._agent.close()
 
 
-class _Half:
+class _Half(Holder):
     """What a sender and a receiver have in common. A poll reads an attribute, after what is new has been collected."""
 
     kv_mgr: Any
-    room: Room
 
     def poll(self) -> int:
         self.kv_mgr.rooms.tick()
@@ -369,7 +368,14 @@ class KVConnBootstrapServer(_base.BaseKVBootstrapServer):
     """The bootstrap port of a prefill engine, in the process that starts its schedulers."""
 
     def __init__(self, host: str, port: int) -> None:
+        from kvconn import Agent
+
         self.host, self.port = host, port
+        self._agent = Agent(server_config(host, port, from_environment()))
+        logger.info("kvconn: bootstrap port %s", self._agent.bootstrap_address)
+
+    def close(self) -> None:
+        self._agent.close()
 
     def poll(self) -> Any:
         return None

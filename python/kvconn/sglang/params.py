@@ -59,6 +59,13 @@ def bootstrap_address(host: str, port: int, first_node: str | None) -> str:
     return host_port(_ANY_HOST.get(host, host), port)
 
 
+def server_config(host: str, port: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the engine's bootstrap port, which has no caches and is no rank: what the user says of that, and of who gets in."""
+    config: dict[str, Any] = {"role": "bootstrap", "bootstrap_host": host, "bootstrap_port": port}
+    config.update({key: value for key, value in extra.items() if key.startswith(("nats_", "tls_")) or key in ("advertise_host", "log_level")})
+    return config
+
+
 def agent_config(
     role: str, model: str, dtype: str, page_size: int, rank: Rank, bootstrap: str | None, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -76,6 +83,6 @@ def agent_config(
     }
     if role == "prefill":
         config["report_wants"] = True
-        config["bootstrap_host"], config["bootstrap_port"] = "127.0.0.1", int(bootstrap.rpartition(":")[2])
+        config["bootstrap_join"] = f"http://{bootstrap}"
     config.update(extra)
     return config

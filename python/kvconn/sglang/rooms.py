@@ -25,19 +25,19 @@ _LOOK_S = 1.0  # between looks for rooms that have waited too long
 
 
 class Room:
-    """One request, on one side. It is dropped when its sender or receiver is, and nothing of it is under way."""
+    """One request, on one side."""
 
-    __slots__ = ("__weakref__", "_rooms", "completion", "deadline", "id", "known", "number", "owed", "prefix_pages", "reason", "state", "why")
+    __slots__ = ("__weakref__", "completion", "deadline", "id", "known", "number", "owed", "prefix_pages", "reason", "rooms", "state", "why")
 
     def __init__(self, rooms: Rooms, number: Any) -> None:
-        self._rooms = rooms
+        self.rooms = rooms
         self.number = number
         self.id = f"sglang-{number}"
         self.state = BOOTSTRAPPING
         self.reason: str | None = None  # why it failed
         self.why: str | None = None  # why we end it
         self.owed = ""  # what the agent will report: "want", "offer", "load"
-        self.known = False  # to the agent, which owes nothing: to be cancelled when nobody wants it any more
+        self.known = False  # to the agent, which owes nothing: to be cancelled when the request ends before the transfer begins
         self.prefix_pages = 0  # that the decode engine has
         self.deadline = float("inf")
         self.completion: Any = None
@@ -47,9 +47,16 @@ class Room:
         if self.state not in (FAILED, SUCCESS):
             self.state, self.reason = FAILED, reason
 
+
+class Holder:
+    """Who a room is for. A scheduler that drops it without a word must not leave the request with the agent."""
+
+    room: Room
+
     def __del__(self) -> None:
-        if self.known:  # a scheduler that forgets a request must not leave it with the agent
-            self._rooms.inbox.put(lambda rooms, transfer_id=self.id: rooms.let_go(transfer_id, "the scheduler has dropped the request"))
+        room = getattr(self, "room", None)
+        if room is not None and (room.owed or room.known):
+            room.rooms.inbox.put(lambda rooms: rooms.forget(room))
 
 
 class Inbox:
