@@ -96,8 +96,9 @@ class Engines:
         self.extra_env = dict(extra_env or {})
         self.servers: list[Server] = []
 
-    def engine(self, name: str, port: int, *args: str) -> Server:
-        env = {
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
             **os.environ,
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",
@@ -108,9 +109,11 @@ class Engines:
             RUN_VARIABLE: self.run,
             **self.extra_env,
         }
+
+    def engine(self, name: str, port: int, *args: str) -> Server:
         argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.model, "--host", HOST, "--port", str(port)]
         argv += [*_ON_CPU, "--dtype", self.dtype, *args]
-        server = Server(name, argv, env, self.workdir / f"{name}.log", f"http://{HOST}:{port}")
+        server = Server(name, argv, self.environment, self.workdir / f"{name}.log", f"http://{HOST}:{port}")
         self.servers.append(server)
         return server
 
@@ -149,7 +152,8 @@ class Alone(Engines):
 
     def __init__(self, model: Path, workdir: Path, *args: str, **more: Any) -> None:
         super().__init__(model, workdir, **more)
-        self.server = self.engine("alone", free_ports(1)[0], *args)
+        # Idle servers of a pair ask for transfers in a loop; this one may sleep.
+        self.server = self.engine("alone", free_ports(1)[0], "--sleep-on-idle", *args)
 
     def ask(self, ids: list[int], max_tokens: int = 12) -> Reply:
         return post(self.server.url, generate(ids, max_tokens))
