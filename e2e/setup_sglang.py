@@ -5,8 +5,8 @@
 
 Standard output is one line, the path of the Python to use; everything meant for people goes to standard error.
 DIR (default: .venv-sglang beside e2e/) is made if it is not there. Torch and the like are taken from .venv-vllm if
-`make e2e` has made it (one minute and 1 GB in all), else installed (about 4 minutes and 6 GB). A run that was interrupted is continued by the next
-one; a finished environment is found by its stamp at once.
+`make e2e` has made it (one minute and 1 GB in all), else installed (about 4 minutes and 6 GB). A run that was
+interrupted is continued by the next one; a finished environment is found by its stamp at once.
 
 Exit codes: 0 ready; 75 a download failed (the line starts with "not run:"); 2 bad arguments; 1 anything else.
 """
@@ -22,12 +22,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import setup_vllm as common
 from setup_vllm import Steps, say, stop
 
+HERE = Path(__file__).resolve().parent
 common.engine = "SGLang"
 
 SGLANG = "0.5.23"
@@ -149,7 +149,9 @@ def make(venv: Path, sglang: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("venv", nargs="?", type=Path, default=HERE.parent / ".venv-sglang", metavar="DIR", help="where the environment goes")
+    parser.add_argument(
+        "venv", nargs="?", type=Path, default=HERE.parent / ".venv-sglang", metavar="DIR", help="where the environment goes"
+    )
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="install this wheel of kvconn as well")
     parser.add_argument("--sglang", default=SGLANG, metavar="VERSION", help=f"{SGLANG} by default")
     parser.add_argument("--mooncake", action="store_true", help="install Mooncake's transfer engine too, to compare with")

@@ -24,8 +24,8 @@ POOL = 4096  # tokens, of the KV cache
 # The settings with which SGLang serves on a CPU; see e2e/sgl_kernel.py for the one that is missing.
 _ON_CPU = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --cuda-graph-backend-decode disabled "
-    "--cuda-graph-backend-prefill disabled --disable-overlap-schedule --disable-custom-all-reduce --grammar-backend none --skip-server-warmup "
-    f"--max-running-requests 8 --context-length {CONTEXT} --max-total-tokens {POOL} --mem-fraction-static 0.3"
+    "--cuda-graph-backend-prefill disabled --disable-overlap-schedule --disable-custom-all-reduce --grammar-backend none "
+    f"--skip-server-warmup --max-running-requests 8 --context-length {CONTEXT} --max-total-tokens {POOL} --mem-fraction-static 0.3"
 ).split()
 
 
@@ -183,14 +183,20 @@ class SGLangPair(Engines):
         self.decode = self.engine("decode", decode, "--disaggregation-mode", "decode", *shared, *decode_args)
 
     def body(self, ids: list[int], max_tokens: int = 12, room: Any = None, **more: Any) -> dict[str, Any]:
-        fields = {"bootstrap_host": HOST, "bootstrap_port": self.bootstrap_port, "bootstrap_room": random.getrandbits(62) if room is None else room}
+        fields = {
+            "bootstrap_host": HOST,
+            "bootstrap_port": self.bootstrap_port,
+            "bootstrap_room": random.getrandbits(62) if room is None else room,
+        }
         return {**generate(ids, max_tokens), **fields, **more}
 
     def ask(self, ids: list[int], max_tokens: int = 12, **more: Any) -> Reply:
         """What the decode server answers; the same request goes to both at once."""
         return self.ask_both(self.body(ids, max_tokens, **more))[1]
 
-    def ask_both(self, body: dict[str, Any], timeout_s: float = 60, hang_up_s: tuple[float | None, float | None] = (None, None)) -> tuple[Reply, Reply]:
+    def ask_both(
+        self, body: dict[str, Any], timeout_s: float = 60, hang_up_s: tuple[float | None, float | None] = (None, None)
+    ) -> tuple[Reply, Reply]:
         replies: list[Reply] = []
         prefill = threading.Thread(target=lambda: replies.append(post(self.prefill.url, body, timeout_s, hang_up_s[0])))
         prefill.start()

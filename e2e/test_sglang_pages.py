@@ -139,7 +139,15 @@ def bootstrap(answer: Callable[[str], tuple[int, str]]) -> Iterator[int]:
         server.server_close()
 
 
-MOONCAKE = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": 1, "kv_cache_dtype": None, "follow_bootstrap_room": True}
+MOONCAKE = {
+    "attn_tp_size": 1,
+    "attn_cp_size": 1,
+    "dp_size": 1,
+    "pp_size": 1,
+    "page_size": 1,
+    "kv_cache_dtype": None,
+    "follow_bootstrap_room": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +171,12 @@ def test_bootstrap_port_that_is_another(pair: SGLangPair, alone: Alone, answer: 
 
 def test_bootstrap_port_where_nobody_listens(pair: SGLangPair, alone: Alone) -> None:
     (port,) = free_ports(1)
-    fails(post(pair.decode.url, {**pair.body(prompt(30, "nobody")), "bootstrap_port": port}, timeout_s=30), "room", f":{port}", "nobody answers")
+    fails(
+        post(pair.decode.url, {**pair.body(prompt(30, "nobody")), "bootstrap_port": port}, timeout_s=30),
+        "room",
+        f":{port}",
+        "nobody answers",
+    )
     same(pair, alone, prompt(20, "after nobody"))
 
 
@@ -183,7 +196,11 @@ def router_works(pair: SGLangPair, alone: Alone, router: Server) -> None:
             assert answer.ok and answer.ids == expected.ids, (answer, router.log_tail())
         text = {"model": "tiny", "prompt": "whose woods these are", "max_tokens": 8, "temperature": 0}
         status, said = request("POST", router.url + "/v1/completions", text)
-        assert status == 200 and json.loads(said)["choices"][0]["text"] == json.loads(request("POST", alone.server.url + "/v1/completions", text)[1])["choices"][0]["text"]
+        assert (
+            status == 200
+            and json.loads(said)["choices"][0]["text"]
+            == json.loads(request("POST", alone.server.url + "/v1/completions", text)[1])["choices"][0]["text"]
+        )
     finally:
         router.stop()
 

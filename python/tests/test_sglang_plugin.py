@@ -15,16 +15,15 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed here: these run in the environment of `make e2e-sglang`", allow_module_level=True)
 
-from sglang.srt.disaggregation.base import conn as base
-from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
-from sglang.srt.plugins import load_plugins
-
-load_plugins()
-
 from sglang.srt.disaggregation import utils
+from sglang.srt.disaggregation.base import conn as base
+from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+from sglang.srt.plugins import load_plugins
 
 from kvconn.sglang import conn, parallel, plugin
 from kvconn.sglang.route import Engine, RouteError
+
+load_plugins()
 
 CLASSES = {
     KVClassType.MANAGER: conn.KVConnManager,
@@ -46,6 +45,7 @@ def test_backend_is_known() -> None:
         assert utils.get_kv_class(backend, kind) is ours
     assert utils.get_kv_class(backend, KVClassType.KVARGS) is base.KVArgs
     assert utils.get_kv_class(TransferBackend.FAKE, KVClassType.SENDER).__name__ == "FakeKVSender"
+    assert utils.get_kv_class.__wrapped__ is not None
     plugin._check()
 
 
@@ -78,7 +78,7 @@ def test_everything_that_the_scheduler_calls_is_ours(kind: Any) -> None:
     }[kind]
     assert issubclass(ours, theirs) and not inspect.isabstract(ours)
     for name, method in inspect.getmembers(theirs, inspect.isfunction):
-        if name.startswith("_") and name != "__init__" or name == "should_verify_kv_checksum":
+        if (name.startswith("_") and name != "__init__") or name == "should_verify_kv_checksum":
             continue
         mine = getattr(ours, name)
         assert mine.__module__.startswith("kvconn."), name
@@ -113,7 +113,3 @@ def test_options_that_cannot_be_had(option: dict[str, Any], says: str, monkeypat
     monkeypatch.setattr(parallel, "_context", lambda _name: None)
     with pytest.raises(ValueError, match=says):
         parallel.refuse_unsupported(SimpleNamespace(**{"device": "cpu", **option}), None)  # type: ignore[arg-type]
-
-
-def test_get_kv_class_is_wrapped_where_it_was_imported_before() -> None:
-    assert get_kv_class is not utils.get_kv_class or getattr(get_kv_class, "__wrapped__", None) is not None

@@ -12,8 +12,8 @@ import pytest
 
 import kvconn
 from kvconn.sglang.layout import Heads, Layout, ids, page_names
-from kvconn.sglang.params import agent_config, bootstrap_address, from_environment, server_config
 from kvconn.sglang.params import Rank as RankOf
+from kvconn.sglang.params import agent_config, bootstrap_address, from_environment, server_config
 from kvconn.sglang.rooms import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, Holder, NoAgent, Rooms
 
 LAYERS, PAGES, TOKENS, HEADS, ITEM, ROWS = 3, 64, 4, 4, 8, 16
@@ -194,7 +194,9 @@ def test_layers_of_pipeline_stages(ranks: Any) -> None:
     host = kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
     try:
         stages = [range(2), range(2, LAYERS)]
-        ps = [ranks("prefill", layers=layers, pp_rank=n, pp_size=2, bootstrap_join=host.bootstrap_address) for n, layers in enumerate(stages)]
+        ps = [
+            ranks("prefill", layers=layers, pp_rank=n, pp_size=2, bootstrap_join=host.bootstrap_address) for n, layers in enumerate(stages)
+        ]
         d = ranks("decode")
         for seed, p in enumerate(ps):
             fill(p, seed)
@@ -382,7 +384,9 @@ def test_pages_that_are_none(ranks: Any, pages: list[Any], says: str) -> None:
     empty(p, d)
 
 
-@pytest.mark.parametrize(("theirs", "says"), [({"layers": range(LAYERS - 1)}, "layer.2.0"), ({"mla": True}, "layer."), ({"states": {"mamba": 8}}, "group")])
+@pytest.mark.parametrize(
+    ("theirs", "says"), [({"layers": range(LAYERS - 1)}, "layer.2.0"), ({"mla": True}, "layer."), ({"states": {"mamba": 8}}, "group")]
+)
 def test_engines_that_differ(ranks: Any, theirs: dict[str, Any], says: str) -> None:
     p, d = ranks("prefill", **theirs), ranks("decode")
     at_d = d.rooms.open(3)
@@ -435,7 +439,12 @@ def test_settings_from_the_environment(tmp_path: Any) -> None:
     file = tmp_path / "kvconn.json"
     file.write_text('{"nats_token": "t", "tcp_port": 9000}')
     extra = from_environment({"KVCONN_SGLANG_CONFIG": str(file)})
-    assert server_config("0.0.0.0", 8998, extra) == {"role": "bootstrap", "bootstrap_host": "0.0.0.0", "bootstrap_port": 8998, "nats_token": "t"}
+    assert server_config("0.0.0.0", 8998, extra) == {
+        "role": "bootstrap",
+        "bootstrap_host": "0.0.0.0",
+        "bootstrap_port": 8998,
+        "nats_token": "t",
+    }
     config = agent_config("prefill", "/models/tiny/", "torch.float32", 16, RankOf(1, 2), "127.0.0.1:8998", extra)
     assert config["model"] == "tiny" and config["dtype"] == "float32" and config["tcp_port"] == 9000 and config["tp_rank"] == 1
     file.write_text("[1]")

@@ -22,8 +22,8 @@ except ImportError:
 from . import rooms as _rooms
 from .growing import Chunks
 from .layout import Layout, ids
-from .params import agent_config, bootstrap_address, engine_name, from_environment, server_config
 from .parallel import heads_of, parallel_of, refuse_unsupported
+from .params import agent_config, bootstrap_address, engine_name, from_environment, server_config
 from .rooms import Holder, NoAgent, Rooms
 from .route import Engine, RouteError, Router
 
@@ -311,7 +311,9 @@ class KVConnReceiver(_Half, _Receiver):
             self._claim(0)
         elif asked:  # 0 is also what is said when nobody has asked for a rank
             if asked >= engine.dp_size or asked < 0:
-                mgr.rooms.fail(room, f"prefill engine at {self.bootstrap_addr} has {engine.dp_size} data parallel ranks: there is no rank {asked}")
+                mgr.rooms.fail(
+                    room, f"prefill engine at {self.bootstrap_addr} has {engine.dp_size} data parallel ranks: there is no rank {asked}"
+                )
             else:
                 self._claim(asked)
         else:

@@ -62,7 +62,9 @@ def bootstrap_address(host: str, port: int, first_node: str | None) -> str:
 def server_config(host: str, port: int, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Of the engine's bootstrap port, which has no caches and is no rank: what the user says of that, and of who gets in."""
     config: dict[str, Any] = {"role": "bootstrap", "bootstrap_host": host, "bootstrap_port": port}
-    config.update({key: value for key, value in extra.items() if key.startswith(("nats_", "tls_")) or key in ("advertise_host", "log_level")})
+    config.update(
+        {key: value for key, value in extra.items() if key.startswith(("nats_", "tls_")) or key in ("advertise_host", "log_level")}
+    )
     return config
 
 

@@ -60,8 +60,8 @@ def _add_member() -> None:
 def _add_classes() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    # SGLang applies the hooks when all plugins have registered theirs; earlier, another plugin's on the same function would be lost.
     HookRegistry.register(_TARGET, _get_kv_class, HookType.AROUND)
-    HookRegistry.apply_hooks()
 
 
 def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
@@ -79,15 +79,17 @@ def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 def _check() -> None:
-    """That each part of it took."""
+    """That each part of it took. Without the hook SGLang itself says that it has no classes for the backend."""
     from sglang.srt.disaggregation import utils
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
     backend = utils.TransferBackend(NAME)
     if backend is not utils.TransferBackend.KVCONN:  # type: ignore[attr-defined]
         raise RuntimeError("TransferBackend has no member of ours")
-    wrapped = getattr(utils.get_kv_class, "__wrapped__", None)
-    if wrapped is None:
-        raise RuntimeError(f"the hook on {_TARGET} did not take")
+    if not hasattr(utils, "get_kv_class"):
+        raise RuntimeError(f"there is no {_TARGET} to hook")
+    if _TARGET not in getattr(HookRegistry, "_hooks", {_TARGET: None}):
+        raise RuntimeError(f"the hook on {_TARGET} was not registered")
     try:
         from sglang.srt.arg_groups import choices
     except ImportError:

@@ -27,7 +27,20 @@ _LOOK_S = 1.0  # between looks for rooms that have waited too long
 class Room:
     """One request, on one side."""
 
-    __slots__ = ("__weakref__", "completion", "deadline", "id", "known", "number", "owed", "prefix_pages", "reason", "rooms", "state", "why")
+    __slots__ = (
+        "__weakref__",
+        "completion",
+        "deadline",
+        "id",
+        "known",
+        "number",
+        "owed",
+        "prefix_pages",
+        "reason",
+        "rooms",
+        "state",
+        "why",
+    )
 
     def __init__(self, rooms: Rooms, number: Any) -> None:
         self.rooms = rooms
@@ -265,6 +278,9 @@ class Rooms:
         for room in [room for room in self._owing.values() if room.deadline <= now]:
             room.deadline = float("inf")
             if room.owed == "want":
-                self.abort(room, f"no decode engine has asked for it within {self._bootstrap_timeout_s:g} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)")
+                self.abort(
+                    room,
+                    f"no decode engine has asked for it within {self._bootstrap_timeout_s:g} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
+                )
             else:
                 self.abort(room, f"it was not received within {self._waiting_timeout_s:g} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)")

@@ -51,7 +51,7 @@ class Engine:
             value = said.get(key)
             if value is None:
                 continue
-            if not isinstance(value, kind) or kind is int and isinstance(value, bool):
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise RouteError(f"its {key} is {value!r:.100}")
             values[key] = value
         if not 1 <= values.get("dp_size", 1) <= 65536:
@@ -60,7 +60,10 @@ class Engine:
 
     def differs(self, page_size: int, dtype: str, layout: str | None) -> str | None:
         """What this rank's caches have otherwise, in words."""
-        pairs = (("page_size", self.page_size, page_size, "--page-size"), ("kv_cache_dtype", self.kv_cache_dtype, dtype, "--kv-cache-dtype"))
+        pairs = (
+            ("page_size", self.page_size, page_size, "--page-size"),
+            ("kv_cache_dtype", self.kv_cache_dtype, dtype, "--kv-cache-dtype"),
+        )
         for key, theirs, ours, flag in pairs:
             if theirs is not None and theirs != ours:
                 return f"{key} is {theirs} at the prefill engine, {ours} at this one: give both the same {flag}"
