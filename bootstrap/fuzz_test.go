@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -100,6 +101,50 @@ func FuzzRegister(f *testing.F) {
 	})
 }
 
+// FuzzPutRoute: whatever the body, the answer is a documented one, and a 200 has
+// put one rank into the table, with a place within its engine's sizes.
+func FuzzPutRoute(f *testing.F) {
+	one := Sizes{1, 1, 1, 1}
+	for _, body := range []string{
+		today(Place{}, one, nil), today(Place{TP: 3}, Sizes{2, 2, 4, 2}, nil), today(Place{}, one, map[string]any{"system_dp_size": 3, "system_dp_rank": 2}),
+		today(Place{}, one, map[string]any{"attn_tp_size": 1 << 60, "dsv41_spec_layout": map[string]any{"a": []int{1}}}), `{"role":"Prefill","tp_size":8,"dp_size":2,"rank_ip":"h","rank_port":1,"engine_rank":7}`,
+		`{"role":"Prefill","tp_size":-8,"dp_size":-2,"rank_ip":"h","rank_port":1,"engine_rank":-7}`, `{"engine_rank":null}`, ``, `null`, `[]`,
+	} {
+		f.Add([]byte(body))
+	}
+	f.Fuzz(func(t *testing.T, body []byte) {
+		table := new(Table)
+		routes := table.Routes()
+		w := httptest.NewRecorder()
+		alloctest.Bound(t, maxServed, func() {
+			NewHandler(table, nil, nil).ServeHTTP(w, httptest.NewRequest("PUT", "/route", bytes.NewReader(body)))
+		})
+		checkAnswer(t, w)
+		if w.Code != 200 {
+			if w.Code != 413 && w.Code != 422 || len(routes.told) != 0 {
+				t.Errorf("status %d: %s; in the table: %+v", w.Code, w.Body, routes.told)
+			}
+			return
+		}
+		if len(routes.told) != 1 {
+			t.Fatalf("in the table: %+v", routes.told)
+		}
+		for at, r := range routes.told {
+			n := r.Sizes
+			if at != r.Place || at.DP < 0 || at.DP >= n.DP || at.CP < 0 || at.CP >= n.CP || at.TP < 0 || at.TP >= n.TP || at.PP < 0 || at.PP >= n.PP || n.count() > MaxEntries || r.Port < 1 || r.Port > 65535 {
+				t.Errorf("in the table: %+v", r)
+			}
+		}
+		for _, query := range []string{wholeNow, wholeSeed} {
+			w := httptest.NewRecorder()
+			NewHandler(table, nil, nil).ServeHTTP(w, httptest.NewRequest("GET", "/route?"+query, nil))
+			if checkAnswer(t, w); w.Code != 200 && w.Code != 503 {
+				t.Errorf("%s: %d %s", query, w.Code, w.Body)
+			}
+		}
+	})
+}
+
 // checkAnswer: JSON, with a detail unless all is well.
 func checkAnswer(t *testing.T, w *httptest.ResponseRecorder) {
 	t.Helper()
@@ -127,7 +172,14 @@ func FuzzHTTP(f *testing.F) {
 	post("Authorization: Bearer secret\r\nTransfer-Encoding: chunked\r\n", "ffffffff\r\n{")
 	post("Authorization: Bearer secret\r\nContent-Length: 66000\r\n", strings.Repeat(" ", 66000-len(good))+good)
 	post("Authorization: Basic c2VjcmV0\r\nContent-Length: 0\r\n", "")
-	for _, line := range []string{"GET /query", "HEAD /health", "DELETE /register", "GET /", "OPTIONS *", "CONNECT h:1", "GET //evil.example/x", "GET /query/..//health",
+	for _, head := range []string{"PUT /route", "POST /register_dp_rank", "POST /query_dp_ranks"} {
+		for _, body := range []string{today(Place{}, Sizes{1, 1, 2, 1}, nil), `{"bootstrap_room":9,"dp_rank":1}`, `{"bootstrap_rooms":[9]}`} {
+			for _, token := range []string{"", "Authorization: Bearer secret\r\n"} {
+				f.Add([]byte(fmt.Sprintf("%s HTTP/1.1\r\nHost: h\r\n%sContent-Length: %d\r\n\r\n%s", head, token, len(body), body)), false)
+			}
+		}
+	}
+	for _, line := range []string{"GET /route?" + wholeNow, "GET /route?" + wholeSeed, "GET /route?engine_rank=1&target_dp_group=0", "DELETE /route", "GET /query", "HEAD /health", "DELETE /register", "GET /", "OPTIONS *", "CONNECT h:1", "GET //evil.example/x", "GET /query/..//health",
 		"GET http://other/query?x=%zz", "PUT /query", "GET /extra", "POST /extra", "GET /%2e%2e/query", "PRI *"} {
 		f.Add([]byte(line+" HTTP/1.1\r\nHost: h\r\n\r\n"), false)
 		f.Add([]byte(line+" HTTP/1.0\r\n\r\n"), true)
@@ -155,7 +207,7 @@ func FuzzHTTP(f *testing.F) {
 		w := httptest.NewRecorder()
 		alloctest.Bound(t, maxServed, func() { h.ServeHTTP(w, r) })
 		checkTable(t, table)
-		if code := w.Code; code >= 500 && (code != 503 || !full) {
+		if code := w.Code; code >= 500 && (code != 503 || !full && r.URL.Path != "/route") {
 			t.Fatalf("status %d: %s", code, w.Body)
 		}
 		if w.Code == 301 || w.Code == 307 { // by http.ServeMux, of a path that is not clean
@@ -173,14 +225,16 @@ func FuzzHTTP(f *testing.F) {
 		checkAnswer(t, w)
 		changed := !reflect.DeepEqual(table.Query(), before)
 		if scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " "); !strings.EqualFold(scheme, "bearer") || strings.TrimSpace(token) != "secret" {
-			if changed || body.read > 0 || r.URL.Path == "/register" && r.Method != "GET" && r.Method != "HEAD" && w.Code != 401 {
+			routes := table.Routes()
+			changed = changed || len(routes.told) > 0 || len(routes.rooms.dp) > 0
+			if changed || body.read > 0 && r.URL.Path != "/query_dp_ranks" || r.URL.Path == "/register" && r.Method != "GET" && r.Method != "HEAD" && w.Code != 401 {
 				t.Errorf("without the token: status %d, %d bytes read, table %v", w.Code, body.read, table.Query())
 			}
 		}
 		if changed && (r.Method != "POST" || r.URL.Path != "/register" || w.Code != 200) {
 			t.Errorf("%s %s, status %d, changes the table", r.Method, r.URL, w.Code)
 		}
-		if body.read > MaxBody+1 {
+		if body.read > MaxBody+1 && (r.URL.Path != "/query_dp_ranks" || body.read > MaxQuery+1) {
 			t.Errorf("%d bytes of the body are read", body.read)
 		}
 		if extra != (r.URL.Path == "/extra" && w.Code == 200) {

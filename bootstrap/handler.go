@@ -18,9 +18,9 @@ const MaxBody = 64 << 10
 // routes mounted beside them may stream.
 const exchange = 10 * time.Second
 
-// NewHandler serves t at /register, /query and /health, and the handlers of
-// extra at their http.ServeMux patterns. Access guards /register, nil means
-// everyone; handlers in extra are wrapped in it by who gives them. A pattern in
+// NewHandler serves t at /register, /query and /health, its Routes at SGLang's
+// /route, /register_dp_rank and /query_dp_ranks, and the handlers of extra at their
+// http.ServeMux patterns. Access guards what changes something, nil means everyone; handlers in extra are wrapped in it by who gives them. A pattern in
 // extra that is malformed or taken panics, as http.ServeMux does: it is a fault
 // of the program.
 func NewHandler(t *Table, access *Access, extra map[string]http.Handler) http.Handler {
@@ -32,6 +32,16 @@ func NewHandler(t *Table, access *Access, extra map[string]http.Handler) http.Ha
 	mux.Handle("/health", route(func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, http.StatusOK, statusOK)
 	}, http.MethodGet, http.MethodHead))
+	routes := t.Routes()
+	mux.Handle("/route", access.Wrap(route(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodPut {
+			putRoute(routes, w, r)
+			return
+		}
+		getRoute(routes, w, r)
+	}, http.MethodGet, http.MethodHead, http.MethodPut)))
+	mux.Handle("/register_dp_rank", access.Wrap(route(func(w http.ResponseWriter, r *http.Request) { registerDPRank(routes, w, r) }, http.MethodPost)))
+	mux.Handle("/query_dp_ranks", route(func(w http.ResponseWriter, r *http.Request) { queryDPRanks(routes, w, r) }, http.MethodPost)) // it changes nothing
 	for pattern, h := range extra {
 		mux.Handle(pattern, unbounded(h))
 	}
@@ -48,11 +58,29 @@ func NewHandler(t *Table, access *Access, extra map[string]http.Handler) http.Ha
 func unread(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.ContentLength != 0 {
-			w.Header().Set("Connection", "close")
-			defer func() { _ = http.NewResponseController(w).SetReadDeadline(time.Unix(1, 0)) }()
+			w.Header().Set("Connection", "close") // readBody takes it away
+			body := &tracked{ReadCloser: r.Body}
+			r.Body = body
+			defer func() {
+				if !body.ended {
+					_ = http.NewResponseController(w).SetReadDeadline(time.Unix(1, 0))
+				}
+			}()
 		}
 		h.ServeHTTP(w, r)
 	})
+}
+
+// tracked knows whether a body was read to its end.
+type tracked struct {
+	io.ReadCloser
+	ended bool
+}
+
+func (t *tracked) Read(b []byte) (int, error) {
+	n, err := t.ReadCloser.Read(b)
+	t.ended = t.ended || err == io.EOF
+	return n, err
 }
 
 var statusOK = map[string]string{"status": "ok"}
@@ -89,29 +117,46 @@ func deadline(w http.ResponseWriter, at time.Time) {
 	_ = c.SetWriteDeadline(at)
 }
 
-func register(t *Table, w http.ResponseWriter, r *http.Request) {
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, MaxBody))
+// readBody reads all of a request's body, or has answered why not. The connection
+// may then serve another request.
+func readBody(w http.ResponseWriter, r *http.Request, most int64) (body []byte, ok bool) {
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
 	var tooLarge *http.MaxBytesError
 	switch {
+	case err == nil:
+		w.Header().Del("Connection")
+		return body, true
 	case errors.As(err, &tooLarge):
 		fail(w, http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
-		return
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		w.Header().Set("Connection", "close")
 		fail(w, http.StatusRequestTimeout, fmt.Sprintf("the body did not arrive within %v", exchange))
-		return
-	case err != nil:
+	default:
 		fail(w, http.StatusBadRequest, "the body cannot be read: "+err.Error())
+	}
+	return nil, false
+}
+
+func register(t *Table, w http.ResponseWriter, r *http.Request) {
+	body, ok := readBody(w, r, MaxBody)
+	if !ok {
 		return
 	}
 	reg, err := decodeRegistration(body)
 	if err == nil {
 		err = t.Register(reg)
 	}
+	done(w, err)
+}
+
+// done answers for what was to be changed.
+func done(w http.ResponseWriter, err error) {
 	var (
 		invalid  *InvalidError
 		conflict *ConflictError
 		full     *FullError
+		early    *NotReadyError
+		unknown  *NotFoundError
 	)
 	switch {
 	case err == nil:
@@ -122,6 +167,10 @@ func register(t *Table, w http.ResponseWriter, r *http.Request) {
 		fail(w, http.StatusBadRequest, conflict.Detail)
 	case errors.As(err, &full):
 		fail(w, http.StatusServiceUnavailable, full.detail())
+	case errors.As(err, &early):
+		fail(w, http.StatusServiceUnavailable, early.detail())
+	case errors.As(err, &unknown):
+		fail(w, http.StatusNotFound, unknown.detail())
 	default:
 		fail(w, http.StatusInternalServerError, err.Error())
 	}

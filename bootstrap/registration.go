@@ -58,13 +58,8 @@ func fieldError(kind, field, format string, args ...any) FieldError {
 func (r Registration) validate() error {
 	var bad []FieldError
 	text := func(field, value string, limit int) {
-		switch {
-		case value == "":
-			bad = append(bad, fieldError("string_too_short", field, "must not be empty"))
-		case len(value) > limit:
-			bad = append(bad, fieldError("string_too_long", field, "is %d bytes long, at most %d are allowed", len(value), limit))
-		case !utf8.ValidString(value) || strings.ContainsFunc(value, unicode.IsControl):
-			bad = append(bad, fieldError("string_pattern_mismatch", field, "%q must be UTF-8 without control characters", value))
+		if e := checkText(field, value, limit); e != nil {
+			bad = append(bad, *e)
 		}
 	}
 	rank := func(field string, value int) {
@@ -81,4 +76,20 @@ func (r Registration) validate() error {
 		return &InvalidError{Fields: bad}
 	}
 	return nil
+}
+
+// checkText says what is wrong with a text that is not to fill memory or logs.
+func checkText(field, value string, limit int) *FieldError {
+	var e FieldError
+	switch {
+	case value == "":
+		e = fieldError("string_too_short", field, "must not be empty")
+	case len(value) > limit:
+		e = fieldError("string_too_long", field, "is %d bytes long, at most %d are allowed", len(value), limit)
+	case !utf8.ValidString(value) || strings.ContainsFunc(value, unicode.IsControl):
+		e = fieldError("string_pattern_mismatch", field, "%q must be UTF-8 without control characters", value)
+	default:
+		return nil
+	}
+	return &e
 }

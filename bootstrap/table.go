@@ -42,7 +42,11 @@ type Table struct {
 	engines map[int]Engine
 	entries int
 	limit   int // 0 stands for MaxEntries; tests set less
+	routes  Routes
 }
+
+// Routes is what SGLang's routes answer from.
+func (t *Table) Routes() *Routes { return &t.routes }
 
 // Register adds a rank. The very same registration again is fine: a worker
 // that did not hear the answer may ask again. Errors are *InvalidError,

@@ -208,7 +208,7 @@ func (a *Agent) describe(l *core.Layout, t *transports) *wire.Agent {
 		Version: wire.Version, ID: string(a.id), EngineID: a.cfg.EngineID,
 		DPRank: a.cfg.DPRank, TPRank: a.cfg.TPRank, PPRank: a.cfg.PPRank, TPSize: a.cfg.TPSize, PPSize: a.cfg.PPSize, DPSize: a.cfg.DPSize, Joined: a.cfg.BootstrapJoin != "",
 		Model: a.cfg.Model, DType: a.cfg.DType, BlockTokens: a.cfg.BlockTokens,
-		Endpoints: t.endpoints(), Lacks: t.lacks,
+		Endpoints: t.endpoints(), Lacks: t.lacks, RouteInfo: a.cfg.RouteInfo,
 	}
 	describeShapes(d, l.Shapes())
 	return d

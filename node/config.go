@@ -43,6 +43,10 @@ type Config struct {
 	DType       string `json:"dtype"`
 	BlockTokens int    `json:"block_tokens"`
 
+	// RouteInfo is a JSON object that is laid over what GET /route of the bootstrap
+	// port answers of this rank's engine, beside its sizes: for SGLang.
+	RouteInfo json.RawMessage `json:"route_info"`
+
 	// The bootstrap port of a prefill engine's first rank: HTTP and NATS. Its other
 	// ranks, and other dp ranks that have no port of their own, join that.
 	BootstrapHost string `json:"bootstrap_host"`
@@ -201,6 +205,9 @@ func (c *Config) Check() error {
 		return fmt.Errorf("%w: config keys \"tp_rank\", \"tp_size\", \"pp_rank\", \"pp_size\": %w", core.ErrInvalid, err)
 	}
 	if err := c.checkJoin(); err != nil {
+		return err
+	}
+	if err := c.checkRouteInfo(); err != nil {
 		return err
 	}
 	for key, port := range map[string]int{"bootstrap_port": c.BootstrapPort, "tcp_port": c.TCPPort} {

@@ -79,14 +79,22 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	if err := g.admit(j.Agent); err != nil {
 		return 0, err
 	}
+	at := placeOf(j.Agent)
+	old := g.ranks[at]
+	known := old != nil && old.agent.ID == j.Agent.ID
+	var route bootstrap.Rank
+	var err error
+	if !known {
+		if route, err = g.plane.routeOf(j.Agent); err != nil {
+			return 0, err
+		}
+	}
 	since, err := g.host.Host(ctx, j.Agent, j.New, j.Since)
 	if err != nil {
 		return 0, err
 	}
-	at := placeOf(j.Agent)
-	old := g.ranks[at]
 	ttl := g.host.TTL()
-	if old != nil && old.agent.ID == j.Agent.ID {
+	if known {
 		old.until = time.Now().Add(ttl)
 		old.end.Reset(ttl)
 		return since, nil
@@ -94,7 +102,7 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	if old != nil { // another of the same engine: the registry has let it
 		g.drop(at, old)
 	}
-	e := bootstrap.Registration{EngineID: j.Agent.EngineID, DPRank: at.dp, TPRank: at.tp, PPRank: at.pp, Addr: g.plane.address()}
+	e := g.plane.entryOf(j.Agent)
 	if err := g.plane.table.Register(e); err != nil { // of somebody's POST /register
 		_ = g.host.Unhost(ctx, j.Agent)
 		return 0, err
@@ -102,6 +110,7 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	n := &guest{agent: j.Agent, entry: e, until: time.Now().Add(ttl)}
 	n.end = time.AfterFunc(ttl, func() { g.expire(at, n) })
 	g.ranks[at] = n
+	g.plane.table.Routes().Join(route)
 	g.a.log.Info("rank joined", zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
 	return since, nil
 }
@@ -186,10 +195,11 @@ func (g *guests) expire(at guestRank, n *guest) {
 	}
 }
 
-// drop takes one out of GET /query; g.mu is held.
+// drop takes one out of GET /query and GET /route; g.mu is held.
 func (g *guests) drop(at guestRank, n *guest) {
 	n.end.Stop()
 	g.plane.table.Unregister(n.entry)
+	g.plane.table.Routes().Leave(bootstrap.Place{DP: at.dp, TP: at.tp, PP: at.pp})
 	delete(g.ranks, at)
 }
 

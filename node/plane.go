@@ -79,13 +79,25 @@ func openControlPlane(a *Agent) (_ *controlPlane, err error) {
 	return p, nil
 }
 
-// publish makes the rank visible to routers, by GET /query.
+// publish makes the rank visible to routers, by GET /query and GET /route.
 func (p *controlPlane) publish(self *wire.Agent) error {
 	if p.table == nil {
 		return nil
 	}
-	return p.table.Register(bootstrap.Registration{EngineID: self.EngineID, DPRank: self.DPRank, TPRank: self.TPRank, PPRank: self.PPRank,
-		Addr: p.address()})
+	r, err := p.routeOf(self)
+	if err != nil {
+		return err
+	}
+	if err := p.table.Register(p.entryOf(self)); err != nil {
+		return err
+	}
+	p.table.Routes().Join(r)
+	return nil
+}
+
+// entryOf is what GET /query shows of an agent.
+func (p *controlPlane) entryOf(a *wire.Agent) bootstrap.Registration {
+	return bootstrap.Registration{EngineID: a.EngineID, DPRank: a.DPRank, TPRank: a.TPRank, PPRank: a.PPRank, Addr: p.address()}
 }
 
 // address is where this engine's bootstrap port is reached.

@@ -77,7 +77,12 @@ type Agent struct {
 	Shapes      []Shape    `msg:"s,limit=65536"`
 	Geometry    []Geometry `msg:"g,omitempty,limit=65536"` // of each of Shapes; none: all are opaque
 	Lacks       []Lack     `msg:"lk,omitempty,limit=16"`
+	RouteInfo   []byte     `msg:"ri,omitempty,limit=4096"` // a JSON object, see MaxRouteInfo
 }
+
+// MaxRouteInfo is the longest RouteInfo of an Agent, in bytes: what GET /route of its
+// bootstrap port says of the engine beside its sizes.
+const MaxRouteInfo = 4096
 
 // Endpoint is where one transport of an agent is reached.
 type Endpoint struct {

@@ -16,8 +16,8 @@ const (
 func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(17)
-	var zb0001Mask uint32 /* 17 bits */
+	zb0001Len := uint32(18)
+	var zb0001Mask uint32 /* 18 bits */
 	_ = zb0001Mask
 	if z.TPSize == 0 {
 		zb0001Len--
@@ -42,6 +42,10 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	if z.Lacks == nil {
 		zb0001Len--
 		zb0001Mask |= 0x10000
+	}
+	if z.RouteInfo == nil {
+		zb0001Len--
+		zb0001Mask |= 0x20000
 	}
 	// variable map header, size zb0001Len
 	o = msgp.AppendMapHeader(o, zb0001Len)
@@ -142,6 +146,11 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 				o = append(o, 0xa1, 0x72)
 				o = msgp.AppendString(o, z.Lacks[za0004].Reason)
 			}
+		}
+		if (zb0001Mask & 0x20000) == 0 { // if not omitted
+			// string "ri"
+			o = append(o, 0xa2, 0x72, 0x69)
+			o = msgp.AppendBytes(o, z.RouteInfo)
 		}
 	}
 	return
@@ -405,6 +414,28 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					}
 				}
 			}
+		case "ri":
+			var zb0008 uint32
+			zb0008, bts, err = msgp.ReadBytesHeader(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "RouteInfo")
+				return
+			}
+			if zb0008 > 4096 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if z.RouteInfo == nil || uint32(cap(z.RouteInfo)) < zb0008 {
+				z.RouteInfo = make([]byte, zb0008)
+			} else {
+				z.RouteInfo = z.RouteInfo[:zb0008]
+			}
+			if uint32(len(bts)) < zb0008 {
+				err = msgp.ErrShortBytes
+				return
+			}
+			copy(z.RouteInfo, bts[:zb0008])
+			bts = bts[zb0008:]
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -435,6 +466,7 @@ func (z *Agent) Msgsize() (s int) {
 	for za0004 := range z.Lacks {
 		s += 1 + 2 + msgp.StringPrefixSize + len(z.Lacks[za0004].Transport) + 2 + msgp.StringPrefixSize + len(z.Lacks[za0004].Reason)
 	}
+	s += 3 + msgp.BytesPrefixSize + len(z.RouteInfo)
 	return
 }
 

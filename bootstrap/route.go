@@ -1,0 +1,193 @@
+package bootstrap
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+)
+
+// The routes of SGLang's bootstrap server: /route in the form of its first release
+// with disaggregation and in today's, /register_dp_rank, /query_dp_ranks.
+
+// MaxQuery is the largest body of POST /query_dp_ranks.
+const MaxQuery = 256 << 10
+
+// decodeRank reads the body of PUT /route, of either form.
+func decodeRank(body []byte) (r Rank, err error) {
+	o, err := readObject(body)
+	if err != nil {
+		return r, err
+	}
+	r.Host, r.Port = o.text("rank_ip"), o.number("rank_port")
+	var bad []FieldError
+	if _, first := o.fields["engine_rank"]; first {
+		tp, dp, rank := o.number("tp_size"), o.number("dp_size"), o.number("engine_rank")
+		role := o.text("role")
+		if o.bad == nil && role != "Prefill" {
+			o.bad = append(o.bad, fieldError("value_error", "role", "%q has no place here: only Prefill registers", excerpt([]byte(role))))
+		}
+		if o.bad == nil && (tp < 1 || dp < 1 || tp%dp != 0) {
+			o.bad = append(o.bad, fieldError("value_error", "tp_size", "%d is not a multiple of a dp_size of %d", tp, dp))
+		}
+		if err := o.err(); err != nil {
+			return r, err
+		}
+		per := tp / dp
+		r.Sizes, r.Place = Sizes{dp, 1, per, 1}, Place{DP: rank / per, TP: rank % per}
+		bad = r.check([4]string{"engine_rank", "", "engine_rank", ""})
+	} else {
+		r.Sizes = Sizes{o.number("attn_dp_size"), o.number("attn_cp_size"), o.number("attn_tp_size"), o.number("pp_size")}
+		r.Place = Place{o.number("attn_dp_rank"), o.number("attn_cp_rank"), o.number("attn_tp_rank"), o.number("pp_rank")}
+		dp := "attn_dp_rank"
+		// Data parallelism is either that of attention, or that of whole engines.
+		if n, i := o.number("system_dp_size"), o.number("system_dp_rank"); n != 1 {
+			r.Sizes.DP, r.Place.DP, dp = n, i, "system_dp_rank"
+		}
+		r.Info = o.info()
+		if err := o.err(); err != nil {
+			return r, err
+		}
+		bad = r.check([4]string{dp, "attn_cp_rank", "attn_tp_rank", "pp_rank"})
+	}
+	if bad != nil {
+		return r, &InvalidError{Fields: bad}
+	}
+	return r, nil
+}
+
+// info is what a rank says of its engine, by the names of the topology's fields.
+func (o *object) info() map[string]json.RawMessage {
+	pages := o.number("page_size")
+	if _, ok := o.fields["page_size"]; ok && o.bad == nil && pages < 1 {
+		o.bad = append(o.bad, fieldError("value_error", "page_size", "%d is not a size of pages", pages))
+	}
+	out := map[string]json.RawMessage{}
+	follow := true
+	if o.has("load_balance_method") {
+		follow = o.text("load_balance_method") == "follow_bootstrap_room"
+	}
+	out["follow_bootstrap_room"], _ = json.Marshal(follow)
+	for _, key := range []string{"page_size", "kv_cache_dtype", "prefill_http_port", "enable_dsa_cache_layer_split", "enable_kv_cache_sharding", "decode_allocation_policy"} {
+		if raw, ok := o.fields[key]; ok {
+			out[key] = raw
+		}
+	}
+	for _, key := range []string{"kv_layout", "dsv41_spec_layout"} { // an engine without them says nothing
+		if o.has(key) {
+			out[key] = o.fields[key]
+		}
+	}
+	return out
+}
+
+// topology is the answer to GET /route with -1 for all ranks.
+func (r Rank) topology() map[string]any {
+	all := map[string]any{"page_size": nil, "kv_cache_dtype": nil, "follow_bootstrap_room": true}
+	for key, v := range r.Info {
+		all[key] = v
+	}
+	all["attn_tp_size"], all["attn_cp_size"], all["dp_size"], all["pp_size"] = r.Sizes.TP, r.Sizes.CP, r.Sizes.DP, r.Sizes.PP
+	return all
+}
+
+func putRoute(t *Routes, w http.ResponseWriter, r *http.Request) {
+	body, ok := readBody(w, r, MaxBody)
+	if !ok {
+		return
+	}
+	rank, err := decodeRank(body)
+	if err == nil {
+		err = t.put(rank)
+	}
+	done(w, err)
+}
+
+// getRoute answers for one rank, or for the topology when all numbers are -1.
+func getRoute(t *Routes, w http.ResponseWriter, r *http.Request) {
+	q, err := url.ParseQuery(r.URL.RawQuery)
+	if err != nil {
+		fail(w, http.StatusBadRequest, "the query cannot be read: "+err.Error())
+		return
+	}
+	names := []string{"prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"}
+	if first := q.Has("engine_rank") || q.Has("target_dp_group"); first {
+		names = []string{"target_dp_group", "engine_rank"}
+	}
+	n, whole := make([]int, len(names)), true
+	for i, name := range names {
+		if n[i], err = strconv.Atoi(q.Get(name)); err != nil {
+			fail(w, http.StatusBadRequest, fmt.Sprintf("%s is %q in the query, a rank or -1 is wanted; give %s", name, excerpt([]byte(q.Get(name))), strings.Join(names, ", ")))
+			return
+		}
+		whole = whole && n[i] == -1
+	}
+	first, err := t.Topology()
+	switch {
+	case err != nil:
+		done(w, err)
+		return
+	case whole && len(n) == 2:
+		answer(w, http.StatusOK, map[string]int{"prefill_dp_size": first.Sizes.DP, "tp_size_per_dp_rank": first.Sizes.TP})
+		return
+	case whole:
+		answer(w, http.StatusOK, first.topology())
+		return
+	}
+	var at Place
+	if len(n) == 2 {
+		if at = (Place{DP: n[0], TP: n[1]}); n[1] >= 0 {
+			at.TP = n[1] % first.Sizes.TP // a decode rank asks by its own number
+		}
+	} else {
+		at = Place{n[0], n[1], n[2], n[3]}
+	}
+	rank, err := t.Rank(at)
+	if err != nil {
+		done(w, err)
+		return
+	}
+	answer(w, http.StatusOK, map[string]any{"rank_ip": rank.Host, "rank_port": rank.Port})
+}
+
+func registerDPRank(t *Routes, w http.ResponseWriter, r *http.Request) {
+	body, ok := readBody(w, r, MaxBody)
+	if !ok {
+		return
+	}
+	o, err := readObject(body)
+	if err != nil {
+		done(w, err)
+		return
+	}
+	var id int64
+	o.take("bootstrap_room", &id, "int_type", "integer")
+	dp := o.number("dp_rank")
+	if o.bad == nil && id < 0 {
+		o.bad = append(o.bad, fieldError("value_error", "bootstrap_room", "%d is not a room, give one from 0 to 2^63-1", id))
+	}
+	if err = o.err(); err == nil {
+		err = t.enter(id, dp)
+	}
+	done(w, err)
+}
+
+func queryDPRanks(t *Routes, w http.ResponseWriter, r *http.Request) {
+	body, ok := readBody(w, r, MaxQuery)
+	if !ok {
+		return
+	}
+	o, err := readObject(body)
+	if err != nil {
+		done(w, err)
+		return
+	}
+	var ids []int64
+	if o.take("bootstrap_rooms", &ids, "list_type", "list of integers"); o.bad != nil {
+		done(w, o.err())
+		return
+	}
+	answer(w, http.StatusOK, t.dpRanks(ids))
+}

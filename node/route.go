@@ -1,0 +1,106 @@
+package node
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/url"
+	"strconv"
+
+	"github.com/kvconn/kvconn/bootstrap"
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// What this agent's port answers at SGLang's GET /route of the ranks that are
+// registered there: their sizes, and what their route_info says beside them.
+
+// sizeKeys are what a rank cannot say in its route_info.
+var sizeKeys = []string{"attn_tp_size", "attn_cp_size", "dp_size", "pp_size"}
+
+// checkRouteInfo reads a rank's route_info, of a configuration or of the network.
+func checkRouteInfo(text []byte) (map[string]json.RawMessage, error) {
+	var info map[string]json.RawMessage
+	if len(text) == 0 {
+		return nil, nil
+	}
+	if len(text) > wire.MaxRouteInfo {
+		return nil, fmt.Errorf("it has %d bytes, at most %d are carried", len(text), wire.MaxRouteInfo)
+	}
+	if err := json.Unmarshal(text, &info); err != nil {
+		return nil, fmt.Errorf("%.100q is no JSON object: %w", text, err)
+	}
+	for _, key := range sizeKeys {
+		if info[key] != nil {
+			return nil, fmt.Errorf("it says %q, which comes from tp_size, dp_size and pp_size: take it away", key)
+		}
+	}
+	return info, nil
+}
+
+func (c *Config) checkRouteInfo() error {
+	if string(c.RouteInfo) == "null" {
+		c.RouteInfo = nil
+	}
+	if c.RouteInfo == nil {
+		return nil
+	}
+	var b bytes.Buffer
+	err := json.Compact(&b, c.RouteInfo)
+	if err == nil {
+		c.RouteInfo = b.Bytes()
+		_, err = checkRouteInfo(c.RouteInfo)
+	}
+	if err != nil {
+		return fmt.Errorf("%w: config key \"route_info\": %w", core.ErrInvalid, err)
+	}
+	return nil
+}
+
+// routeOf is what GET /route says of an agent that is registered here.
+func (p *controlPlane) routeOf(a *wire.Agent) (bootstrap.Rank, error) {
+	given, err := checkRouteInfo(a.RouteInfo)
+	if err != nil {
+		return bootstrap.Rank{}, fmt.Errorf("%s: route_info: %w", rankText(a), err)
+	}
+	n := ranksOf(a)
+	r := bootstrap.Rank{
+		Place: bootstrap.Place{DP: a.DPRank, TP: a.TPRank, PP: a.PPRank},
+		Sizes: bootstrap.Sizes{DP: dpSizeOf(a), CP: 1, TP: n.TP, PP: n.PP},
+		Info:  map[string]json.RawMessage{},
+	}
+	if a.BlockTokens > 0 {
+		r.Info["page_size"] = json.RawMessage(strconv.Itoa(a.BlockTokens))
+	}
+	if a.DType != "" {
+		r.Info["kv_cache_dtype"], _ = json.Marshal(a.DType)
+	}
+	for key, v := range given {
+		r.Info[key] = v
+	}
+	r.Host, r.Port = p.reached(a)
+	return r, nil
+}
+
+// reached is where an agent takes data connections, else where its port is.
+func (p *controlPlane) reached(a *wire.Agent) (host string, port int) {
+	if at, err := url.Parse(p.address()); err == nil {
+		host = at.Hostname()
+		port, _ = strconv.Atoi(at.Port())
+	}
+	for _, e := range a.Endpoints {
+		if e.Transport != viaTCP {
+			continue
+		}
+		if h, text, err := net.SplitHostPort(e.Address); err == nil {
+			if n, err := strconv.Atoi(text); err == nil {
+				port = n
+			}
+			if h != "" { // else the same host as the port's
+				host = h
+			}
+		}
+	}
+	return host, port
+}
