@@ -26,13 +26,13 @@ import (
 )
 
 // A host has cores of its own to use: a few threads drive any number of
-// transfers, and each thread that Go makes counts against the host.
-const maxProcs = 4
+// transfers, and each thread that Go makes counts against the host. With fewer,
+// as on a machine of two cores, a call of the host would have to wait until a
+// goroutine that copies a transfer's bytes gives its place up.
+const procs = 4
 
 func init() {
-	if runtime.GOMAXPROCS(0) > maxProcs {
-		runtime.GOMAXPROCS(maxProcs)
-	}
+	runtime.GOMAXPROCS(procs)
 	safe.SetHandler(poison)
 }
 

@@ -200,7 +200,7 @@ func (m *Machine) Retract(now time.Time, id TransferID) error {
 		switch {
 		case of.state == offerGrowing:
 			m.count.Retracted++
-			of.state, of.retracted = offerStopping, true
+			of.state, of.retracted, of.ends = offerStopping, true, of.landed
 			m.act(StopWrite{ID: of.id})
 		case of.state == offerStopping && !of.retracted: // for its end
 			of.retracted, of.ends = true, true

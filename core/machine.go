@@ -206,8 +206,9 @@ type tombstones struct {
 type tombstone struct {
 	code    Code
 	reason  string
-	offered bool    // the engine has had its report
-	nacked  AgentID // the D whose transport did not expect it any more
+	offered bool          // the engine has had its report
+	nacked  AgentID       // the D whose transport did not expect it any more
+	stats   TransferStats // of what had ended before it was offered
 }
 
 func (t *tombstones) add(id TransferID, code Code, reason string, offered bool) {
@@ -219,6 +220,12 @@ func (t *tombstones) add(id TransferID, code Code, reason string, offered bool) 
 		t.order = append(t.order, id)
 	}
 	t.byID[id] = tombstone{code: code, reason: reason, offered: offered}
+}
+
+func (t *tombstones) moved(id TransferID, s TransferStats) {
+	end := t.byID[id]
+	end.stats = s
+	t.byID[id] = end
 }
 
 func (t *tombstones) nacked(id TransferID, by AgentID) {

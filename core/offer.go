@@ -145,7 +145,7 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 		}
 		m.ended.add(r.ID, t.code, t.reason, true)
 		m.count.Offered++
-		m.act(Report{ID: r.ID, Side: SideOffer, Token: r.Token, Code: t.code, Reason: t.reason, Blocks: countBlocks(r.Blocks), State: "ended"})
+		m.act(Report{ID: r.ID, Side: SideOffer, Token: r.Token, Code: t.code, Reason: t.reason, Blocks: countBlocks(r.Blocks), State: "ended", Stats: t.stats})
 		return nil
 	}
 	if (of == nil || of.state == offerEarly) && m.fullOfOffers() {
@@ -434,7 +434,7 @@ func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code C
 		}
 		return
 	}
-	if code == OK && of.state == offerSending {
+	if code == OK && (of.state == offerSending || of.state == offerGrowing) {
 		of.landed = true // the transport's own word, with its figures, is about to come
 		return
 	}
@@ -483,6 +483,7 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 		m.leaveEarly(of)
 	}
 	m.ended.add(of.id, of.code, of.reason, !of.offered.IsZero())
+	m.ended.moved(of.id, s)
 	if of.nacked {
 		m.ended.nacked(of.id, of.peer)
 	}

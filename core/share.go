@@ -1,6 +1,7 @@
 package core
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -97,6 +98,7 @@ func (j *joined) add(r *Report) {
 	j.stats.Bytes += r.Stats.Bytes
 	j.stats.Segments += r.Stats.Segments
 	j.stats.Nanos = max(j.stats.Nanos, r.Stats.Nanos)
+	j.stats.Via = cmp.Or(j.stats.Via, r.Stats.Via)
 }
 
 // --- D's half -------------------------------------------------------------------
@@ -457,6 +459,7 @@ func (m *Machine) partOffered(now time.Time, w *whole, r *Report) {
 	m.reportWant(w.id, w.code, w.reason, 0)
 	offered := !w.offered.IsZero()
 	m.ended.add(w.id, w.code, w.reason, offered)
+	m.ended.moved(w.id, w.stats)
 	if offered {
 		m.act(Report{ID: w.id, Parts: w.parts, Side: SideOffer, Token: w.token, Code: w.code, Reason: w.reason, Blocks: w.blocks,
 			Wait: w.wait, Elapsed: now.Sub(w.offered), State: w.state, Peer: w.peer, Stats: w.stats})

@@ -169,8 +169,9 @@ func (op *WriteOp) Given() (n uint64) {
 // TransferStats is what a transport measured of one transfer.
 type TransferStats struct {
 	Bytes    uint64
-	Segments int   // contiguous runs on this side
-	Nanos    int64 // from first byte to last
+	Segments int    // contiguous runs on this side
+	Nanos    int64  // from first byte to last
+	Via      string // the transport's name; set by the user of the Machine
 }
 
 // Sink takes a transport's outcomes. Its methods return at once and may be

@@ -58,6 +58,8 @@ var described = []struct {
 	{"kvconn_transport_counters", "What a transport counts itself: of rdma its writes, doorbells and signalled completions since the start, and its lanes.", []string{"transport", "counter"}},
 	{"kvconn_fallbacks_total", "Loads that went by another transport than this better one.", []string{"transport"}},
 	{"kvconn_reaped_total", "Claims and loads of requests that this engine never named.", nil},
+	{"kvconn_grown_total", "Offers that began to move while the engine still worked on their requests.", nil},
+	{"kvconn_retracted_total", "Of them, those whose blocks the engine took back, as when it preempts a request.", nil},
 	{"kvconn_retries_total", "Requests sent again, and peers looked up again.", nil},
 	{"kvconn_under_way", "Halves under way, by state.", []string{"side", "state"}},
 	{"kvconn_uncollected", "Halves that ended and that the engine has not collected.", nil},
@@ -118,6 +120,8 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 		}
 	}
 	counter("kvconn_reaped_total", s.Reaped)
+	counter("kvconn_grown_total", s.Grown)
+	counter("kvconn_retracted_total", s.Retracted)
 	counter("kvconn_retries_total", s.Retries)
 	gauge("kvconn_under_way", float64(s.LoadsClaimed), "load", "claimed")
 	gauge("kvconn_under_way", float64(s.LoadsWaiting), "load", "waiting")

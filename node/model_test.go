@@ -168,6 +168,11 @@ func (r *rank) claimFrom(id core.TransferID, at core.Target) {
 func carry(t testing.TB, id core.TransferID, salt int, ps, ds []*rank, at core.Target) {
 	t.Helper()
 	src, dst := []core.BlockID{4, 9, 2}, []core.BlockID{7, 3, 11}
+	for _, p := range ps {
+		if p.paint(salt, src...); salt == 1 { // a part is there before any load
+			p.grow(id, 1, nil, src[:2]...)
+		}
+	}
 	for i, d := range ds {
 		if salt%2 == 0 { // else the load comes first
 			d.claimFrom(id, at)
@@ -175,7 +180,9 @@ func carry(t testing.TB, id core.TransferID, salt int, ps, ds []*rank, at core.T
 		d.loadFrom(id, at, dst...)
 		if i == 0 { // the offers are between the loads
 			for _, p := range ps {
-				p.paint(salt, src...)
+				if salt == 1 {
+					p.grow(id, 2, nil)
+				}
 				p.offer(id, src...)
 			}
 		}

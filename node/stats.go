@@ -34,6 +34,8 @@ type Stats struct {
 	LoadsStarted   uint64  `json:"loads_started"`
 	Claimed        uint64  `json:"claimed"`
 	Reaped         uint64  `json:"reaped"`           // claims and loads of others that this engine never named
+	Grown          uint64  `json:"grown"`            // offers that began to move before the engine had all of their blocks
+	Retracted      uint64  `json:"retracted"`        // of them, those that the engine took back
 	LoadsUnderWay  int     `json:"loads_under_way"`  // claims among them
 	LoadsClaimed   int     `json:"loads_claimed"`    // of them, those without blocks yet
 	LoadsWaiting   int     `json:"loads_waiting"`    // of them, those that P has and whose bytes are awaited
@@ -97,7 +99,7 @@ func (a *Agent) stats() Stats {
 		n, c := a.machine.Sizes(), a.machine.Counters()
 		s.LoadsUnderWay, s.LoadsClaimed, s.LoadsWaiting = n.Loads, n.Claims, n.Waiting
 		s.OffersUnderWay, s.OffersEarly = n.Offers, n.Early
-		s.Offered, s.LoadsStarted, s.Claimed, s.Reaped = c.Offered, c.Loaded, c.Claimed, c.Reaped
+		s.Offered, s.LoadsStarted, s.Claimed, s.Reaped, s.Grown, s.Retracted = c.Offered, c.Loaded, c.Claimed, c.Reaped, c.Grown, c.Retracted
 		s.Retries += c.Retries
 		s.OldestWait = a.machine.OldestWait(a.clock.Now()).Seconds()
 		s.Transport = a.transport.String()

@@ -2,6 +2,7 @@ package node
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -262,12 +263,24 @@ func (t *transports) ended(r core.Report) string {
 		if p := t.pairs[rt.peer]; p != nil && r.Code == core.OK {
 			p.transfers[rt.via.Name()]++
 		}
-		if name == "" { // the figures are of all parts together
-			name = rt.via.Name()
-			t.moved[name].add(r)
-		}
+		name = cmp.Or(name, rt.via.Name())
+	}
+	if name = cmp.Or(r.Stats.Via, name); name != "" { // the figures are of all parts together
+		t.moved[name].add(r)
 	}
 	return name
+}
+
+// written takes the end of an offer's write. It may be long until its report, or
+// there may be none, where the engine has not offered it yet.
+func (t *transports) written(id core.TransferID, name string, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	h := half{id, core.SideOffer}
+	if p := t.pairs[t.halves[h].peer]; p != nil && err == nil {
+		p.transfers[name]++
+	}
+	delete(t.halves, h)
 }
 
 // Usable's answers are wanted at once where a transfer waits for them.
@@ -339,6 +352,8 @@ func (s sink) Received(id core.TransferID, st core.TransferStats, err error) {
 }
 
 func (s sink) Written(id core.TransferID, st core.TransferStats, err error) {
+	s.t.written(id, s.name, err)
+	st.Via = s.name
 	s.a.step(func(m *core.Machine, now time.Time) { m.Written(now, id, st, err) })
 }
 

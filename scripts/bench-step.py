@@ -1,16 +1,21 @@
 """The connector's own time on an engine's step, with many transfers in flight.
 
 Run it with the Python of an environment that has vLLM and kvconn (e2e/setup_vllm.py prints one):
-    PYTHON scripts/bench-step.py [--in-flight 100] [--steps 2000]
+    PYTHON scripts/bench-step.py [--in-flight 100] [--steps 2000] [--asleep]
 
 The decode engine's two sides of the connector and a real agent are here, the prefill engine's agent is in a process of
 its own. What is said is what the connector measures itself (vllm:kvconn_step_time_seconds), for steps in which nothing
-happens and for those in which one request comes and one load ends.
+happens and for those in which one request comes and one load ends. Before each step the engine's thread works through
+32 MB, as a forward pass does, and then for a millisecond in Python, as vLLM's scheduler does before it asks its connector:
+the connector finds none of its own code and data in a near cache, but an interpreter that is. With --asleep the thread
+sleeps instead until a load has ended, as an engine with nothing to compute does: everything is slow for a while then, most
+of all in a virtual machine whose processor the host has given to another.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import statistics
@@ -105,7 +110,20 @@ class Decode:
         return spent, len(reports.received)
 
 
-def run(in_flight: int, count: int) -> None:
+def forward(scratch: np.ndarray[Any, Any], until: Any) -> None:
+    """A step's other work: once at least, until something has happened, for a second at most."""
+    began = time.monotonic()
+    while True:
+        scratch += 1
+        if until() or time.monotonic() - began > 1:
+            break
+    began = time.monotonic()
+    while time.monotonic() - began < 1e-3:
+        rows = [{"id": f"request-{n}", "blocks": list(range(n, n + 64)), "done": n % 3 == 0} for n in range(16)]
+        json.loads(json.dumps(sorted((row for row in rows if not row["done"]), key=lambda row: row["id"])))
+
+
+def run(in_flight: int, count: int, asleep: bool) -> None:
     child = subprocess.Popen([sys.executable, __file__, "--prefill"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
     try:
@@ -119,12 +137,16 @@ def run(in_flight: int, count: int) -> None:
             tell("announce", number)
             decode.step([decode.request(f"t{number}")])
         idle, busy = [], []
+        scratch = np.zeros(8 << 20, np.uint32)
         begun, done, asked = in_flight, 0, 0
         while done < count:
             while asked < done + 4:  # a few are being moved at any time, the others wait for their prefill
                 tell("offer", asked)
                 asked += 1
-            decode.agent.wait(5)
+            if asleep:
+                decode.agent.wait(5)
+            else:
+                forward(scratch, lambda: decode.agent._count.value)
             new = []
             if begun - done < in_flight:
                 tell("announce", begun)
@@ -141,7 +163,7 @@ def run(in_flight: int, count: int) -> None:
         for name, values in (("nothing new", idle), ("one request comes, one load ends", busy)):
             values.sort()
             print(
-                f"{in_flight} in flight, {name}: median {statistics.median(values) * 1e6:.1f} µs, "
+                f"{in_flight} in flight, {'after a sleep, ' * asleep}{name}: median {statistics.median(values) * 1e6:.1f} µs, "
                 f"99th percentile {values[len(values) * 99 // 100] * 1e6:.1f} µs ({len(values)} steps)"
             )
         decode.worker.close()
@@ -154,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--in-flight", type=int, default=100)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--asleep", action="store_true", help="sleep before each step instead of working")
     parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     # As in an engine, each load costs a line of the log.
@@ -161,7 +184,7 @@ def main() -> None:
     if args.prefill:
         prefill()
     else:
-        run(args.in_flight, args.steps)
+        run(args.in_flight, args.steps, args.asleep)
 
 
 if __name__ == "__main__":

@@ -162,6 +162,9 @@ func (s *sender) enlist(st *outStream, attempt uint64) {
 	slot.attempt, slot.stream = attempt, st
 	for _, out := range l.byGrant {
 		s.resume(out, st.number, st.offset)
+		if out.rests() {
+			st.rested = append(st.rested, out.grant)
+		}
 	}
 	l.wake.Broadcast()
 }

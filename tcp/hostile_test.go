@@ -199,7 +199,7 @@ func fakeSender(t *testing.T, d *agent, peer core.AgentID) *rawConn {
 	return c
 }
 
-func (a *agent) expect(t *testing.T, id core.TransferID, peer core.AgentID, blocks [][]core.BlockID) token {
+func (a *agent) expect(t testing.TB, id core.TransferID, peer core.AgentID, blocks [][]core.BlockID) token {
 	t.Helper()
 	grant, err := a.Expect(id, peer, a.layout.Segments(blocks))
 	if err != nil {

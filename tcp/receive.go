@@ -47,16 +47,18 @@ type inbound struct {
 	revoked bool
 
 	// Guarded by receiver.mu.
-	spans []span // positions that frames have claimed, sorted, merged
+	spans spans // positions that frames have claimed
 	got   uint64
 	first time.Time
 }
 
-type span struct{ from, to uint64 }
+// mostSpans bounds what is kept of a transfer's frames. A sender needs about one
+// span for each of its streams and of the places where a transfer grows, but more
+// while a stream is late that has many small frames: as many as half of those of
+// 2 KiB, which are 1/256 of the transfer's own memory.
+func (in *inbound) mostSpans() int { return int(min(max(minSpans, in.total>>12), maxSpans)) }
 
-// maxSpans bounds what is kept of a transfer's frames. A sender needs about one
-// span for each of its streams.
-const maxSpans = 1024
+const minSpans, maxSpans = 1 << 10, 1 << 16
 
 func (r *receiver) init(t *Transport) {
 	r.t, r.attempts, r.redial = t, uint64(time.Now().UnixMicro()), redialAfter
@@ -242,7 +244,7 @@ func (s *inStream) frame() error {
 	if err != nil {
 		if in != nil {
 			s.r.mu.Lock()
-			in.unclaim(h.position+n, h.length-n)
+			in.spans.remove(h.position+n, h.position+h.length) // P may send it again
 			in.got += n
 			s.r.mu.Unlock()
 		}
@@ -264,54 +266,13 @@ func (in *inbound) claim(pos, length uint64) error {
 	if in.first.IsZero() {
 		in.first = time.Now()
 	}
-	if length == 0 {
-		return nil
-	}
-	i, _ := slices.BinarySearchFunc(in.spans, pos, func(s span, p uint64) int {
-		if s.to <= p {
-			return -1
-		}
-		return 1
-	})
-	if i < len(in.spans) && in.spans[i].from < end {
+	if !in.spans.add(pos, end) {
 		return fmt.Errorf("transfer %q: bytes %d to %d came twice", string(in.id), pos, end)
 	}
-	joinsLeft := i > 0 && in.spans[i-1].to == pos
-	joinsRight := i < len(in.spans) && in.spans[i].from == end
-	switch {
-	case joinsLeft && joinsRight:
-		in.spans[i-1].to = in.spans[i].to
-		in.spans = slices.Delete(in.spans, i, i+1)
-	case joinsLeft:
-		in.spans[i-1].to = end
-	case joinsRight:
-		in.spans[i].from = pos
-	case len(in.spans) == maxSpans:
-		return fmt.Errorf("transfer %q: its frames leave more than %d holes", string(in.id), maxSpans)
-	default:
-		in.spans = slices.Insert(in.spans, i, span{pos, end})
+	if len(in.spans) > in.mostSpans() {
+		return fmt.Errorf("transfer %q: its frames leave more than %d holes", string(in.id), in.mostSpans())
 	}
 	return nil
-}
-
-// unclaim gives back what of a frame has not come with a stream that broke, so
-// that P may send it again; receiver.mu is held.
-func (in *inbound) unclaim(pos, length uint64) {
-	end := pos + length
-	for i, s := range in.spans {
-		if s.from > pos || s.to < end {
-			continue
-		}
-		var rest []span
-		if s.from < pos {
-			rest = append(rest, span{s.from, pos})
-		}
-		if end < s.to {
-			rest = append(rest, span{end, s.to})
-		}
-		in.spans = slices.Replace(in.spans, i, i+1, rest...)
-		return
-	}
 }
 
 // payload reads a frame's bytes into the transfer's blocks, or away, and says how

@@ -36,10 +36,9 @@ func (f *sentFrame) rest(received uint64) (lost piece) {
 // new one is open; s.mu is held.
 func (s *sender) resume(out *outbound, number int, received uint64) {
 	if out.err == nil && !out.acked {
-		queued := out.left > 0 || out.ask
-		if out.lose(number, received) && !queued {
-			out.link.queue = append(out.link.queue, out)
-		}
+		queued := out.due()
+		out.lose(number, received)
+		out.enqueue(queued)
 	}
 	if !out.stuck() {
 		s.stopWaiting(out)
@@ -47,9 +46,8 @@ func (s *sender) resume(out *outbound, number int, received uint64) {
 }
 
 // lose has sent again what D has not received of a number's frames. D may have
-// all of it, and only its acknowledgement be lost: then it is asked. It says
-// whether there is something to send now.
-func (out *outbound) lose(number int, received uint64) bool {
+// all of it, and only its acknowledgement be lost: then it is asked.
+func (out *outbound) lose(number int, received uint64) {
 	touched := false
 	kept := out.sent[:0]
 	for _, f := range out.sent {
@@ -58,37 +56,42 @@ func (out *outbound) lose(number int, received uint64) bool {
 			continue
 		}
 		touched = true
-		if p := f.rest(received); p.length > 0 {
-			out.again = append(out.again, p)
-			out.left += p.length
-		}
+		lost := f.rest(received)
+		out.todo.add(lost.position, lost.position+lost.length)
+		out.left += lost.length
 	}
 	out.sent = kept
-	out.ask = out.ask || touched && out.left == 0
-	return out.left > 0 || out.ask
+	out.ask = out.ask || touched && out.left == 0 && out.given.bytes == out.total
 }
 
-// cut puts the next frame's bytes, at most limit, into a stream's vector.
+// cut puts the next frame's bytes, at most limit, into a stream's vector. They
+// follow each other, whether they were given at once or not.
 func (out *outbound) cut(v []iovec, limit uint64) (_ []iovec, position, n uint64) {
-	if len(out.again) == 0 {
-		position = out.position
-		v, n = out.cur.fill(v, min(limit, out.left))
-		out.cur.advance(n)
-		out.position += n
-	} else {
-		p := &out.again[0]
-		position = p.position
-		cur := cursor{runs: out.runs}
-		cur.advance(position)
-		v, n = cur.fill(v, min(limit, p.length))
-		p.position += n
-		p.length -= n
-		if p.length == 0 {
-			out.again = out.again[1:]
-		}
+	if out.left == 0 {
+		return v, out.total, 0 // it asks
 	}
+	next := out.todo[0]
+	v, n = out.given.fill(v, next.from, min(limit, next.to-next.from))
+	out.todo.drop(n)
 	out.left -= n
-	return v, position, n
+	return v, next.from, n
+}
+
+// due says whether there is a frame to send, that is, whether it is in the queue.
+func (out *outbound) due() bool { return out.left > 0 || out.ask }
+
+// enqueue has it served if that has become so.
+func (out *outbound) enqueue(queued bool) {
+	if !queued && out.due() {
+		out.link.queue = append(out.link.queue, out)
+	}
+}
+
+// rests: all that was given is sent, and more is to come. That may take minutes, in
+// which a D whose connections break hears by a frame without bytes on each new one
+// that its transfer lives: it gives up one whose connections bring nothing.
+func (out *outbound) rests() bool {
+	return out.err == nil && out.left == 0 && out.given.bytes > 0 && out.given.bytes < out.total
 }
 
 // sentOn says whether a frame may be lost with a stream of that number.

@@ -308,42 +308,54 @@ func FuzzResume(f *testing.F) {
 	f.Add(^uint64(0)-60, uint64(20), uint64(1), []byte{9, 9})
 	f.Fuzz(func(t *testing.T, base, received, limit uint64, lengths []byte) {
 		limit, lengths = 1+limit%300, lengths[:min(len(lengths), 64)]
-		out := &outbound{link: &outLink{}}
+		out := &outbound{link: &outLink{}, total: ^uint64(0)}
+		end := uint64(0)
 		offset := base
 		want := uint64(0)
-		for _, n := range lengths {
+		for i, n := range lengths {
 			n := uint64(n)
-			out.runs = append(out.runs, run{base: uintptr(1 + out.total), len: n})
-			out.sent = append(out.sent, sentFrame{7, offset, piece{out.total, n}}, sentFrame{8, offset, piece{out.total, n}})
+			if i%3 == 2 { // what lies between was not given
+				end += 1 + limit/2
+			}
+			if err := out.give([]stretch{{position: end, end: end + n, begins: end, runs: []run{{base: uintptr(1 + end), len: n}}}}); err != nil {
+				t.Fatal(err)
+			}
+			out.sent = append(out.sent, sentFrame{7, offset, piece{end, n}}, sentFrame{8, offset, piece{end, n}})
 			begin := offset - base + headerSize
 			if lost := n - min(max(received, begin)-begin, n); base+begin >= base { // D's count does not wrap
 				want += lost
 			}
 			offset += headerSize + n
-			out.total += n
+			end += n
 		}
+		out.todo, out.left, out.total = nil, 0, out.given.bytes // as if all were
 		wraps := offset < base || base+received < base
-		out.position = out.total
-		queued := out.lose(7, base+received)
+		out.lose(7, base+received)
 		if out.sentOn(7) || len(out.sent) != len(lengths) {
 			t.Fatalf("%d frames are kept of %d", len(out.sent), len(lengths))
 		}
 		if !wraps && out.left != want {
 			t.Fatalf("%d bytes are sent again, want %d", out.left, want)
 		}
-		if queued != (len(lengths) > 0) || out.ask != (queued && out.left == 0) {
-			t.Fatalf("queued %v, asks %v, %d bytes left of %d frames", queued, out.ask, out.left, len(lengths))
+		if out.due() != (len(lengths) > 0) || out.ask != (out.due() && out.left == 0) {
+			t.Fatalf("due %v, asks %v, %d bytes left of %d frames", out.due(), out.ask, out.left, len(lengths))
 		}
 		next := uint64(0)
 		for left := out.left; left > 0; left = out.left {
 			v, position, n := out.cut(make([]iovec, 0, 4), limit)
-			if n == 0 || n > limit || position < next || position+n > out.total || left-out.left != n {
-				t.Fatalf("%d bytes from %d, after %d, of %d", n, position, next, out.total)
+			if n == 0 || n > limit || position < next || position+n > end || left-out.left != n {
+				t.Fatalf("%d bytes from %d, after %d, of %d", n, position, next, end)
 			}
-			if v[0].base != uintptr(1+position) { // the runs lie one after the other
-				t.Fatalf("position %d is read at %d", position, v[0].base-1)
+			next = position
+			for _, v := range v { // the runs lie where their positions say
+				if v.base != uintptr(1+next) {
+					t.Fatalf("position %d is read at %d", next, v.base-1)
+				}
+				next += uint64(v.len)
 			}
-			next = position + n
+			if next != position+n {
+				t.Fatalf("a frame of %d bytes has %d", n, next-position)
+			}
 		}
 	})
 }

@@ -9,7 +9,6 @@ import (
 	"os"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 	"unsafe"
@@ -49,27 +48,6 @@ type outSlot struct {
 	stream  *outStream // nil when it has ended
 }
 
-// outbound is one transfer that is sent. Its fields are guarded by sender.mu.
-type outbound struct {
-	id       core.TransferID
-	grant    token
-	link     *outLink
-	runs     []run
-	cur      cursor  // of the first run over the bytes that no frame has had
-	position uint64  // of cur
-	again    []piece // what was lost with a stream
-	left     uint64  // bytes to send: from cur on, and again
-	total    uint64
-	sent     []sentFrame // on the newest stream of each number
-	frames   int         // taken by a stream and not yet written whole
-	started  time.Time
-	wait     *wait       // for a stream of D's, without which it cannot go on
-	err      error       // ends the transfer when frames is 0
-	over     atomic.Bool // err is set
-	acked    bool        // so does D's word that all bytes are in
-	ask      bool        // a frame without bytes is to be sent: there are none at all, or D has all that P knows of
-}
-
 // outStream is one accepted connection.
 type outStream struct {
 	conn   *net.TCPConn
@@ -78,8 +56,9 @@ type outStream struct {
 	number int
 	offset uint64 // of the next frame, as D counts what it has received
 	dead   bool
-	acked  uint64 // bytes that D's kernel had acknowledged at the last look
-	still  int    // looks since without any
+	acked  uint64  // bytes that D's kernel had acknowledged at the last look
+	still  int     // looks since without any
+	rested []token // transfers that did at its begin: it is to say of each that it lives
 	// vec[0] is the frame's header in hdr.
 	vec []iovec
 	hdr [headerSize]byte
@@ -145,84 +124,6 @@ func (st *outStream) drop() {
 	st.conn.Close()
 }
 
-// Write implements core.Transport.
-func (t *Transport) Write(op core.WriteOp) {
-	s := &t.sender
-	if len(op.Grant) != len(token{}) {
-		t.sink.Written(op.ID, core.TransferStats{}, fmt.Errorf("tcp: grant of %d bytes, want %d", len(op.Grant), len(token{})))
-		return
-	}
-	out := &outbound{id: op.ID, grant: token(op.Grant), runs: sourceRuns(t.layout, op.Pairs), started: time.Now()}
-	for _, r := range out.runs {
-		out.total += r.len
-	}
-	out.cur, out.left, out.ask = cursor{runs: out.runs}, out.total, out.total == 0
-	out.sent = make([]sentFrame, 0, 1+out.total/t.cfg.FrameBytes)
-	var err error
-	s.mu.Lock()
-	l := s.links[op.Peer]
-	switch {
-	case s.closed:
-		err = errClosed
-	case s.byID[op.ID] != nil:
-		err = fmt.Errorf("tcp: transfer %q is being written already", string(op.ID))
-	case l == nil:
-		err = fmt.Errorf("tcp: decode agent %s is not admitted, it must say hello: %w", op.Peer, core.ErrConnectionLost)
-	case l.byGrant[out.grant] != nil:
-		err = fmt.Errorf("tcp: transfer %q has the grant of transfer %q", string(op.ID), string(l.byGrant[out.grant].id))
-	default:
-		out.link = l
-		s.byID[op.ID], l.byGrant[out.grant] = out, out
-		l.queue = append(l.queue, out)
-		s.startPatrol()
-		if l.open == 0 {
-			s.await(out, t.cfg.DialTimeout, fmt.Errorf("tcp: decode agent %s has no stream: %w", op.Peer, core.ErrConnectionLost))
-		}
-		l.wake.Broadcast()
-	}
-	s.mu.Unlock()
-	if err != nil {
-		t.sink.Written(op.ID, core.TransferStats{}, err)
-	}
-}
-
-// Extend implements core.Transport.
-func (t *Transport) Extend(op core.WriteOp) { panic("to do") }
-
-// Stop implements core.Transport.
-func (t *Transport) Stop(id core.TransferID) {
-	s := &t.sender
-	s.mu.Lock()
-	out := s.byID[id]
-	if out == nil || s.closed {
-		s.mu.Unlock()
-		return
-	}
-	t.wg.Add(1) // Close waits for what is told below
-	defer t.wg.Done()
-	s.mu.Unlock()
-	s.end(out, errors.New("tcp: stopped"))
-}
-
-// fail gives a transfer up; sender.mu is held. The first cause is the one that
-// is told.
-func (out *outbound) fail(err error) {
-	if out.err == nil {
-		out.err = err
-	}
-	out.over.Store(true)
-	out.left, out.again, out.ask = 0, nil, false
-}
-
-// end gives a transfer up with err; it is told when no stream reads its blocks.
-func (s *sender) end(out *outbound, err error) {
-	s.mu.Lock()
-	out.fail(err)
-	tell := s.settle(out)
-	s.mu.Unlock()
-	s.tell(out, tell)
-}
-
 // settle forgets a transfer that has ended, once no frame of it is under way;
 // s.mu is held. The one that gets true must tell the sink.
 func (s *sender) settle(out *outbound) bool {
@@ -243,7 +144,7 @@ func (s *sender) tell(out *outbound, really bool) {
 	if !really {
 		return
 	}
-	stats := core.TransferStats{Segments: len(out.runs)}
+	stats := core.TransferStats{Segments: out.given.runs}
 	if out.err == nil {
 		stats.Bytes, stats.Nanos = out.total, time.Since(out.started).Nanoseconds()
 	}
@@ -298,8 +199,8 @@ func (s *sender) acked(l *outLink, h *header) {
 	s.mu.Lock()
 	out := l.byGrant[h.key]
 	tell := false
-	// Only of a transfer whose every byte was sent is it the truth.
-	if out != nil && out.err == nil && out.left == 0 && !out.ask && h.length == out.total {
+	// Only of a transfer whose every byte was given and sent is it the truth.
+	if out != nil && out.err == nil && !out.due() && out.given.bytes == out.total && h.length == out.total {
 		out.acked = true
 		tell = s.settle(out)
 	}
@@ -346,6 +247,8 @@ func (s *sender) streamEnded(st *outStream, err error) {
 	for _, out := range l.byGrant {
 		switch {
 		case l.open > 0 && !out.sentOn(st.number):
+		case here && network && out.given.bytes == 0 && out.total > 0:
+			s.await(out, s.t.cfg.DialTimeout, err) // D may have no bytes of P's yet, and is not as quick
 		case here && network:
 			s.await(out, bound, err)
 		default:
@@ -406,10 +309,18 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 				st.frame(&h)
 				return nil, headerSize
 			}
+		case len(st.rested) > 0:
+			h := header{kind: frameData, key: st.rested[0]}
+			st.rested = st.rested[1:]
+			if rested := l.byGrant[h.key]; rested != nil && rested.err == nil {
+				st.vec = append(st.vec[:0], iovec{})
+				st.frame(&h)
+				return nil, headerSize
+			}
 		case len(l.queue) == 0:
 			l.wake.Wait()
 		default:
-			if l.queue[0].left > 0 || l.queue[0].ask { // else given up while it stood in the queue
+			if l.queue[0].due() { // else given up while it stood in the queue
 				out = l.queue[0]
 			}
 			l.queue = l.queue[1:]

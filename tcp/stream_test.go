@@ -35,7 +35,7 @@ func newAgent(t *testing.T, cfg Config) *agent {
 	return newSizedAgent(t, cfg, testBlocks, testBlock)
 }
 
-func newSizedAgent(t *testing.T, cfg Config, blocks uint32, block uint64) *agent {
+func newSizedAgent(t testing.TB, cfg Config, blocks uint32, block uint64) *agent {
 	t.Helper()
 	mem, err := unix.Mmap(-1, 0, int(uint64(blocks)*block), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	if err != nil {
@@ -75,7 +75,7 @@ func (a *agent) pairs(t *testing.T, blocks [][]core.BlockID) []core.Pair {
 	return p
 }
 
-func (a *agent) admit(t *testing.T, peer core.AgentID) []byte {
+func (a *agent) admit(t testing.TB, peer core.AgentID) []byte {
 	t.Helper()
 	ticket, err := a.Admit(peer)
 	if err != nil {
@@ -84,7 +84,7 @@ func (a *agent) admit(t *testing.T, peer core.AgentID) []byte {
 	return ticket
 }
 
-func until(t *testing.T, what string, f func() bool) {
+func until(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	deadline := time.Now().Add(bound)
 	for !f() {

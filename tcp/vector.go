@@ -31,19 +31,20 @@ func runsOf(l *core.Layout, segs []core.Segment) []run {
 	return out
 }
 
-// sourceRuns takes the sender's half of a plan; pieces that are adjacent here
-// are merged, though they may not be at the receiver.
-func sourceRuns(l *core.Layout, pairs []core.Pair) []run {
-	out := make([]run, 0, len(pairs))
+// sourceRuns appends the sender's half of a plan to out, and says how many bytes
+// that is; pieces that are adjacent here are merged with those from first on,
+// though they may not be at the receiver.
+func sourceRuns(out []run, first int, l *core.Layout, pairs []core.Pair) (_ []run, bytes uint64) {
 	for _, p := range pairs {
+		bytes += p.Length
 		r := run{uintptr(l.Regions[p.SrcRegion].Base + p.SrcOffset), p.Length}
-		if n := len(out); n > 0 && out[n-1].base+uintptr(out[n-1].len) == r.base {
+		if n := len(out); n > first && out[n-1].base+uintptr(out[n-1].len) == r.base {
 			out[n-1].len += r.len
 			continue
 		}
 		out = append(out, r)
 	}
-	return out
+	return out, bytes
 }
 
 // cursor walks over runs from one byte on.

@@ -96,6 +96,21 @@ static void bad_calls(kvconn_agent p, kvconn_agent d, const char *address) {
   EXPECT(kvconn_register_kv_caches(d, &r, 1) == KVCONN_OK);
 
   EXPECT(kvconn_offer(p, &o, 1, &taken) == KVCONN_ERR_INVALID && error_says("block id 8") && taken == 0);
+  const uint32_t four = 4, other = 1;
+  kvconn_growth grow = {sizeof grow, 1, "bad-0", &g, &four};
+  EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("block id 8") && taken == 0);
+  g.count = 2;
+  EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("blocks up to 4"));
+  EXPECT(kvconn_grow(p, &grow, 1, &other, 1, &taken) == KVCONN_ERR_INVALID && error_says("region"));
+  EXPECT(kvconn_grow(p, &grow, 1, NULL, 1, &taken) == KVCONN_ERR_INVALID && error_says("regions is NULL"));
+  EXPECT(kvconn_grow(d, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("role"));
+  grow.ready = NULL;
+  EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("ready"));
+  grow.struct_size = 3;
+  EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("struct_size"));
+  EXPECT(kvconn_retract(p, &id, 1, 1000) == KVCONN_OK);
+  EXPECT(kvconn_retract(p, NULL, 1, 1000) == KVCONN_ERR_INVALID && error_says("transfer_ids is NULL"));
+  g.count = 3;
   g.count = 2;
   EXPECT(kvconn_offer(p, &o, 1, &taken) == KVCONN_OK && taken == 1);
   EXPECT(kvconn_offer(p, &o, 1, &taken) == KVCONN_ERR_DUPLICATE && error_says("bad-1"));
@@ -146,7 +161,7 @@ struct batch {
 
 enum { THREADS = 4, EACH = 50 };
 
-/* One thread's transfers: offered and loaded, P's and D's in turn. */
+/* One thread's transfers: offered and loaded, P's and D's in turn; some grow first, some are taken back then. */
 static void *transfers(void *arg) {
   struct batch *b = arg;
   const uint32_t one = (uint32_t)b->from, two = (uint32_t)b->from;
@@ -170,6 +185,11 @@ static void *transfers(void *arg) {
     l.num_groups = 1;
     l.token = o.token;
     EXPECT(kvconn_start_load(b->d, &l, 1, NULL) == KVCONN_OK);
+    const uint32_t ready = 1, region = 0;
+    kvconn_growth g = {sizeof g, 1, id, &src, &ready};
+    const char *ids[] = {id};
+    if (i % 3 > 0) EXPECT(kvconn_grow(b->p, &g, 1, &region, (size_t)(i % 2), NULL) == KVCONN_OK);
+    if (i % 3 > 1) EXPECT(kvconn_retract(b->p, ids, 1, 30000) == KVCONN_OK);
     EXPECT(kvconn_offer(b->p, &o, 1, NULL) == KVCONN_OK);
   }
   return NULL;

@@ -27,6 +27,7 @@ _EXPORTS = {
     "Agent": "agent",
     "Claim": "types",
     "Completion": "types",
+    "Growth": "types",
     "Load": "types",
     "Offer": "types",
     "Region": "types",
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
     from .regions import regions_from_tensor as regions_from_tensor
     from .types import Claim as Claim
     from .types import Completion as Completion
+    from .types import Growth as Growth
     from .types import Load as Load
     from .types import Offer as Offer
     from .types import Region as Region

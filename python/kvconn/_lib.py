@@ -11,7 +11,6 @@ from typing import Optional
 from .errors import KvconnError
 
 ABI_VERSION = 1
-TRANSFER_ID_MAX = 128
 
 
 class CRegion(c.Structure):
@@ -33,60 +32,18 @@ class CRegion(c.Structure):
     ]
 
 
-class CBlocks(c.Structure):
-    _fields_ = [("ids", c.c_void_p), ("count", c.c_uint32), ("first", c.c_uint32)]
-
-
-class COffer(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_uint32),
-        ("num_groups", c.c_uint32),
-        ("transfer_id", c.c_char_p),
-        ("groups", c.POINTER(CBlocks)),
-        ("token", c.c_uint64),
-    ]
-
-
-class CLoad(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_uint32),
-        ("num_groups", c.c_uint32),
-        ("transfer_id", c.c_char_p),
-        ("bootstrap_addr", c.c_char_p),
-        ("engine_id", c.c_char_p),
-        ("groups", c.POINTER(CBlocks)),
-        ("token", c.c_uint64),
-        ("tokens", c.c_void_p),
-    ]
-
-
-class CCompletion(c.Structure):
-    _fields_ = [
-        ("token", c.c_uint64),
-        ("code", c.c_int32),
-        ("side", c.c_int32),
-        ("bytes", c.c_uint64),
-        ("wait_ns", c.c_uint64),
-        ("transfer_ns", c.c_uint64),
-        ("blocks", c.c_uint32),
-        ("segments", c.c_uint32),
-        ("transport", c.c_char * 8),
-        ("transfer_id", c.c_char * (TRANSFER_ID_MAX + 8)),
-        ("reason", c.c_char * 320),
-    ]
-
-
 class Library:
     """One loaded libkvconn.so.
 
     Calls that return at once go through ``PyDLL``: giving the GIL up and taking
     it back would cost more than the call, and milliseconds beside a busy
-    thread. Calls that wait go through ``CDLL``.
+    thread. Calls that wait go through ``CDLL``. What an engine's step calls takes
+    addresses, of what :mod:`kvconn._pack` has laid out.
     """
 
     def __init__(self, path: str) -> None:
         waiting, short = c.CDLL(path), c.PyDLL(path)
-        size = c.c_size_t
+        size, address = c.c_size_t, c.c_void_p
         out = c.POINTER(size)
 
         def declare(dll: c.CDLL, name: str, result: type, *args: type) -> object:
@@ -101,14 +58,16 @@ class Library:
         self.last_error = declare(short, "kvconn_last_error", i32, text, size)
         self.open = declare(waiting, "kvconn_open", i32, text, c.POINTER(handle))
         self.register = declare(waiting, "kvconn_register_kv_caches", i32, handle, c.POINTER(CRegion), size)
-        self.announce = declare(short, "kvconn_announce", i32, handle, c.POINTER(text), size, out)
-        self.offer = declare(short, "kvconn_offer", i32, handle, c.POINTER(COffer), size, out)
-        self.claim = declare(short, "kvconn_claim", i32, handle, c.POINTER(CLoad), size, out)
-        self.start_load = declare(short, "kvconn_start_load", i32, handle, c.POINTER(CLoad), size, out)
-        self.cancel = declare(short, "kvconn_cancel", i32, handle, c.POINTER(text), size, text, out)
+        self.announce = declare(short, "kvconn_announce", i32, handle, address, size, address)
+        self.offer = declare(short, "kvconn_offer", i32, handle, address, size, address)
+        self.grow = declare(short, "kvconn_grow", i32, handle, address, size, address, size, address)
+        self.retract = declare(waiting, "kvconn_retract", i32, handle, address, size, c.c_uint32)
+        self.claim = declare(short, "kvconn_claim", i32, handle, address, size, address)
+        self.start_load = declare(short, "kvconn_start_load", i32, handle, address, size, address)
+        self.cancel = declare(short, "kvconn_cancel", i32, handle, address, size, text, address)
         self.pending = declare(short, "kvconn_pending", i32, handle)
         self.pending_address = declare(short, "kvconn_pending_address", c.c_void_p, handle)
-        self.get_finished = declare(short, "kvconn_get_finished", i32, handle, c.POINTER(CCompletion), size, size, out)
+        self.get_finished = declare(short, "kvconn_get_finished", i32, handle, address, size, size, address)
         self.event_fd = declare(short, "kvconn_event_fd", i32, handle)
         self.stats = declare(waiting, "kvconn_stats", i32, handle, text, size, out)
         self.bootstrap_address = declare(waiting, "kvconn_bootstrap_address", i32, handle, text, size)

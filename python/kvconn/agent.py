@@ -7,17 +7,15 @@ import json
 import os
 import select
 import weakref
-from array import array
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
-from . import _lib
+from . import _lib, _pack
 from .errors import ClosedError, ConfigError, InvalidError, Status, error_for
 from .logs import start_logging
-from .types import Claim, Completion, Load, Offer, Region
+from .types import Claim, Completion, Growth, Load, Offer, Region
 
 _NOTHING: tuple[Completion, ...] = ()
 _BATCH = 64
-_KINDS = ("", "load", "offer", "want")
 # Stands in for an agent's count when the library must be asked, and will refuse.
 _ASK = c.c_uint32(1)
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
@@ -62,7 +60,6 @@ class Agent:
         self._handle = handle.value
         # Read by get_finished without a call; see kvconn_pending_address.
         self._count = c.c_uint32.from_address(self._lib.pending_address(handle))
-        self._buffer = (_lib.CCompletion * _BATCH)()
         self._event_fd = self._lib.event_fd(handle)
         _agents.add(self)
         # An agent that is forgotten must not write into memory that is freed next.
@@ -82,7 +79,7 @@ class Agent:
         rows = (_lib.CRegion * max(len(regions), 1))()
         for row, r in zip(rows, regions):
             row.struct_size = c.sizeof(_lib.CRegion)
-            row.name = _text(r.name, "region name")
+            row.name = _pack.text(r.name, "region name")
             row.group = _number(r.group, "group", 32)
             row.address = _number(r.address, "address", 64)
             row.block_stride = _number(r.block_stride, "block_stride", 64)
@@ -100,7 +97,7 @@ class Agent:
         """
         ids = list(transfer_ids)
         if ids:
-            self._batch(self._lib.announce, _strings(ids), ids)
+            self._batch(self._lib.announce, _pack.Strings(ids), ids)
 
     def offer(self, offers: Iterable[Offer]) -> None:
         """Prefill: these blocks hold these transfers.
@@ -109,15 +106,39 @@ class Agent:
         that is refused, with its ``transfer_id``; those before it are accepted.
         """
         offers = list(offers)
-        if not offers:
-            return
-        rows, keep = (_lib.COffer * len(offers))(), []
-        for row, o in zip(rows, offers):
-            row.struct_size = c.sizeof(_lib.COffer)
-            row.transfer_id = _text(o.transfer_id, "transfer_id")
-            row.token = o.token
-            row.groups, row.num_groups = _groups(o.block_ids, o.first_block, keep)
-        self._batch(self._lib.offer, rows, [o.transfer_id for o in offers])
+        if offers:
+            self._batch(self._lib.offer, _pack.Offers(offers), [o.transfer_id for o in offers])
+
+    def grow(self, parts: Iterable[Growth], regions: Optional[Sequence[int]] = None) -> None:
+        """Prefill: parts of these transfers are there, others will follow.
+
+        What a decode engine has asked for of them moves at once, while the rest
+        is computed. With ``regions``, indices of :meth:`register_kv_caches` in
+        growing order, what is ready is so in these only: a layer. It announces
+        the transfers too. :meth:`offer` must follow with all blocks, or
+        :meth:`retract`; until it has returned, or until the offer's completion,
+        what is ready must stay unchanged. A transfer that has ended meanwhile is
+        no error here; its offer's completion tells.
+        """
+        rows = parts if isinstance(parts, _pack.Growths) else _pack.Growths(list(parts))
+        if rows.ids:
+            of = _pack.uint32s("regions", regions or ())
+            self._batch(self._lib.grow, rows, rows.ids, of.buffer_info()[0], len(of))
+
+    def retract(self, transfer_ids: Iterable[str], timeout_s: float = 10.0) -> None:
+        """Prefill: takes back what :meth:`grow` gave, of requests that are
+        preempted or given up.
+
+        When it returns, nothing reads the blocks any more: it waits for what is
+        under way, for a second or two at most where a peer takes no bytes. If it
+        raises with :attr:`Status.SYSTEM` they must not be used again.
+        Decode loads the transfer anew when it grows again or is offered. An id
+        that is not known is no error, one that is offered is.
+        """
+        ids = list(transfer_ids)
+        if ids:
+            rows = _pack.Strings(ids)
+            self._check(self._lib.retract(self._handle, rows.address, len(ids), _number(int(timeout_s * 1000), "timeout_s", 32)))
 
     def claim(self, claims: Iterable[Claim]) -> None:
         """Decode: these transfers will be loaded as soon as there are blocks.
@@ -126,15 +147,8 @@ class Agent:
         has no completion; it ends by :meth:`start_load` or :meth:`cancel`.
         """
         claims = list(claims)
-        if not claims:
-            return
-        rows = (_lib.CLoad * len(claims))()
-        for row, claim in zip(rows, claims):
-            row.struct_size = c.sizeof(_lib.CLoad)
-            row.transfer_id = _text(claim.transfer_id, "transfer_id")
-            row.bootstrap_addr = _text(claim.bootstrap_addr, "bootstrap_addr")
-            row.engine_id = _text(claim.engine_id, "engine_id")
-        self._batch(self._lib.claim, rows, [claim.transfer_id for claim in claims])
+        if claims:
+            self._batch(self._lib.claim, _pack.Claims(claims), [claim.transfer_id for claim in claims])
 
     def start_load(self, loads: Iterable[Load]) -> None:
         """Decode: loads these transfers, which prefill need not know yet.
@@ -144,19 +158,8 @@ class Agent:
         accepted.
         """
         loads = list(loads)
-        if not loads:
-            return
-        rows, keep = (_lib.CLoad * len(loads))(), []
-        for row, ld in zip(rows, loads):
-            row.struct_size = c.sizeof(_lib.CLoad)
-            row.transfer_id = _text(ld.transfer_id, "transfer_id")
-            row.bootstrap_addr = _text(ld.bootstrap_addr, "bootstrap_addr")
-            row.engine_id = _text(ld.engine_id, "engine_id")
-            row.token = ld.token
-            row.groups, row.num_groups = _groups(ld.block_ids, ld.first_block, keep)
-            if len(ld.tokens):
-                row.tokens = _tokens(ld.tokens, row.num_groups, keep)
-        self._batch(self._lib.start_load, rows, [ld.transfer_id for ld in loads])
+        if loads:
+            self._batch(self._lib.start_load, _pack.Loads(loads), [ld.transfer_id for ld in loads])
 
     def cancel(self, transfer_ids: Iterable[str], reason: str = "") -> None:
         """Ends this agent's halves early; each still gets its completion.
@@ -165,32 +168,31 @@ class Agent:
         the prefill side: a load of it that arrives later is refused.
         """
         ids = list(transfer_ids)
-        if not ids:
-            return
-        rows, taken = _strings(ids), c.c_size_t()
-        code = self._lib.cancel(self._handle, rows, len(ids), _text(reason, "reason"), c.byref(taken))
-        self._check(code, ids[min(taken.value, len(ids) - 1)])
+        if ids:
+            self._batch(self._lib.cancel, _pack.Strings(ids), ids, _pack.text(reason, "reason"))
 
-    def _batch(self, f: Any, rows: Any, ids: Sequence[str]) -> None:
-        taken = c.c_size_t()
-        code = f(self._handle, rows, len(ids), c.byref(taken))
+    def _batch(self, f: Any, rows: _pack.Rows, ids: Sequence[str], *more: Any) -> None:
+        code = f(self._handle, rows.address, len(ids), *more, rows.taken_address)
         if code:
-            self._check(code, ids[min(taken.value, len(ids) - 1)])
+            self._check(code, ids[min(rows.taken, len(ids) - 1)])
 
     def get_finished(self) -> Sequence[Completion]:
         """The completions since the last call; never waits.
 
         Each accepted offer and load appears exactly once, cancelled ones too.
         """
-        if not self._count.value:
+        waiting = self._count.value
+        if not waiting:
             return _NOTHING
-        self._waiting()
         out: list[Completion] = []
-        count = c.c_size_t()
         while True:
-            self._check(self._lib.get_finished(self._handle, self._buffer, c.sizeof(_lib.CCompletion), _BATCH, c.byref(count)))
-            out.extend(map(_completion, self._buffer[: count.value]))
-            if count.value < _BATCH:
+            room = _pack.Room(min(waiting, _BATCH))
+            self._check(self._lib.get_finished(self._handle, room.address, _pack.COMPLETION, room.capacity, room.count_address))
+            out.extend(room.completions())
+            if room.count < room.capacity:
+                return out
+            waiting = self._waiting()
+            if not waiting:
                 return out
 
     def _waiting(self) -> int:
@@ -258,63 +260,8 @@ def _close_forgotten(lib: Any, handle: int, pid: int) -> None:
         lib.close(handle)
 
 
-def _completion(r: Any) -> Completion:
-    return Completion(
-        transfer_id=r.transfer_id.decode("utf-8", "surrogateescape"),
-        kind=_KINDS[r.side],
-        code=r.code,
-        reason=r.reason.decode("utf-8", "replace"),
-        bytes=r.bytes,
-        blocks=r.blocks,
-        segments=r.segments,
-        wait_s=r.wait_ns / 1e9,
-        transfer_s=r.transfer_ns / 1e9,
-        transport=r.transport.decode(),
-        token=r.token,
-    )
-
-
-def _text(s: str, what: str) -> bytes:
-    if not isinstance(s, str):
-        raise InvalidError(f"{what} is {s!r}, want str")
-    b = s.encode("utf-8", "surrogateescape")
-    if b"\0" in b:
-        raise InvalidError(f"{what} {s!r} holds a NUL character")
-    return b
-
-
 def _number(n: int, what: str, bits: int) -> int:
     n = n.__index__()
     if not 0 <= n < 1 << bits:
         raise InvalidError(f"{what} is {n}, want 0 to {(1 << bits) - 1}")
     return n
-
-
-def _strings(ids: Sequence[str]) -> Any:
-    return (c.c_char_p * len(ids))(*[_text(i, "transfer_id") for i in ids])
-
-
-def _groups(block_ids: Sequence[Sequence[int]], first: Sequence[int], keep: list[Any]) -> tuple[Any, int]:
-    """The kvconn_blocks of one request; what they point to is put into keep."""
-    if first and len(first) != len(block_ids):
-        raise InvalidError(f"first_block has {len(first)} groups, block_ids {len(block_ids)}")
-    groups = (_lib.CBlocks * max(len(block_ids), 1))()
-    for g, ids in enumerate(block_ids):
-        try:
-            data = ids if isinstance(ids, array) and ids.typecode == "I" else array("I", ids)
-        except (OverflowError, TypeError) as e:
-            raise InvalidError(f"block ids of group {g}: {e}; want numbers from 0 to 4294967295") from e
-        groups[g].ids, groups[g].count = data.buffer_info()
-        groups[g].first = _number(first[g], "first_block", 32) if first else 0
-        keep.append(data)
-    keep.append(groups)
-    return groups, len(block_ids)
-
-
-def _tokens(tokens: Sequence[int], groups: int, keep: list[Any]) -> int:
-    """The address of the tokens of a request's groups, which are put into keep."""
-    if len(tokens) != groups:
-        raise InvalidError(f"tokens has {len(tokens)} groups, block_ids {groups}")
-    data = array("I", [_number(n, "tokens", 32) for n in tokens])
-    keep.append(data)
-    return data.buffer_info()[0]

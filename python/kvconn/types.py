@@ -53,6 +53,21 @@ class Offer(NamedTuple):
     first_block: Sequence[int] = ()
 
 
+class Growth(NamedTuple):
+    """A part of a transfer that is there while prefill still works on the request.
+
+    ``block_ids`` has, per KV cache group, the blocks that follow those which were
+    given before; ``first_block`` counts with a group's first ones, as of
+    :class:`Offer`. ``ready[g]`` is how many blocks of the prompt, from its start,
+    are there in group ``g``.
+    """
+
+    transfer_id: str
+    block_ids: Sequence[Sequence[int]]
+    ready: Sequence[int]
+    first_block: Sequence[int] = ()
+
+
 class Claim(NamedTuple):
     """Decode's word that it will load a transfer as soon as it has blocks.
 

@@ -50,6 +50,57 @@ def test_blocks_move(prefill: Side, decode: Side, transfer_id: str, first: str) 
     assert not decode.agent.get_finished() and not prefill.agent.get_finished()
 
 
+def arrives(side: Side, layer: int, block: int, data: np.ndarray) -> None:
+    deadline = time.monotonic() + 30
+    while not np.array_equal(side.cache[layer, block], data):
+        assert time.monotonic() < deadline, f"layer {layer} of block {block} has not come"
+        time.sleep(0.001)
+
+
+def test_a_transfer_grows(prefill: Side, decode: Side, transfer_id: str) -> None:
+    data = random_blocks(prefill, [3, 9, 4])
+    decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1, 0, 7]])])
+    prefill.agent.grow([kvconn.Growth(transfer_id, [[3, 9]], [1])])
+    for layer in range(LAYERS):
+        arrives(decode, layer, 1, data[layer, 0])
+    assert not decode.cache[:, 0].any()
+    regions = [n for n in range(LAYERS) if n != 1]
+    prefill.agent.grow([kvconn.Growth(transfer_id, [[]], [2])], regions)
+    for layer in regions:
+        arrives(decode, layer, 0, data[layer, 1])
+    assert not decode.cache[1, 0].any() and not decode.agent.get_finished()
+    # Preempted: other blocks, other data in them, and all of it comes.
+    prefill.agent.retract([transfer_id])
+    prefill.cache[:, [3, 9, 4]] = 0
+    prefill.cache[:, [10, 11, 12]] = data
+    prefill.agent.grow([kvconn.Growth(transfer_id, [[10, 11]], [2])])
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[10, 11, 12]], token=3)])
+    assert decode.finished(transfer_id).ok
+    sent = prefill.finished(transfer_id)
+    assert sent.ok and (sent.token, sent.transport) == (3, "tcp")
+    assert np.array_equal(decode.cache[:, [1, 0, 7]], data)
+
+
+def test_growth_that_is_refused(prefill: Side, decode: Side, transfer_id: str) -> None:
+    with pytest.raises(kvconn.InvalidError, match="blocks up to 2 of group 0 are ready, those up to 1 are given"):
+        prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [2])])
+    with pytest.raises(kvconn.InvalidError, match="region 99"):
+        prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])], [99])
+    with pytest.raises(kvconn.InvalidError, match="ready has 2 groups, block_ids 1"):
+        prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1, 1])])
+    with pytest.raises(kvconn.InvalidError, match="role"):
+        decode.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])])
+    prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])])
+    with pytest.raises(kvconn.InvalidError, match="take them back first"):
+        prefill.agent.offer([kvconn.Offer(transfer_id, [[2]])])
+    prefill.agent.retract([transfer_id, "nobody's"])
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[2]])])
+    with pytest.raises(kvconn.InvalidError, match="is offered"):
+        prefill.agent.retract([transfer_id])
+    prefill.agent.cancel([transfer_id])
+    assert prefill.finished(transfer_id).code == kvconn.Status.CANCELLED
+
+
 def test_cached_prefix_is_skipped(prefill: Side, decode: Side, transfer_id: str) -> None:
     data = random_blocks(prefill, [0, 1, 2, 3])
     prefill.agent.offer([kvconn.Offer(transfer_id, [[0, 1, 2, 3]])])
@@ -268,6 +319,11 @@ def test_bad_regions(regions: list[kvconn.Region], says: str) -> None:
         (kvconn.Load("t", "http://x:1", "e", [[1], [1]]), kvconn.InvalidError, "groups"),
         (kvconn.Load("t", "http://x:1", "e", [[1]], [1, 2]), kvconn.InvalidError, "first_block"),
         (kvconn.Load(7, "http://x:1", "e", [[1]]), kvconn.InvalidError, "transfer_id"),  # type: ignore[arg-type]
+        (kvconn.Load("t", "http://x:1", "e", [[1]], [-1]), kvconn.InvalidError, "first_block.*0 to 4294967295"),
+        (kvconn.Load("t", "http://x:1", "e", [[1]], token=2**64), kvconn.InvalidError, "token.*0 to 18446744073709551615"),
+        (kvconn.Load("t", "http://x:1", "e", [[1]], token=-1), kvconn.InvalidError, "token"),
+        (kvconn.Load("t", "http://x:1", "e", [[1]], tokens=[2**32]), kvconn.InvalidError, "tokens.*0 to 4294967295"),
+        (kvconn.Load("t", "http://x:1", "e", [[1]], tokens=[1, 2]), kvconn.InvalidError, "tokens has 2 groups"),
     ],
 )
 def test_bad_loads(decode: Side, load: kvconn.Load, error: type[Exception], says: str) -> None:

@@ -378,9 +378,9 @@ def test_cached_prefix_of_a_hybrid_model(make: Any) -> None:
 def test_asking_twice_has_no_effect(make: Any) -> None:
     engine = make("kv_consumer")
     request = engine.add(100, decode_kv())
-    before = len(engine.ours._sched._next.claims)
+    before = len(engine.ours._sched._claims)
     assert [engine.connector.get_num_new_matched_tokens(request, 16) for _ in range(3)] == [(84, True)] * 3
-    assert len(engine.ours._sched._next.claims) == before == 1
+    assert len(engine.ours._sched._claims) == before == 1
     assert request.kv_transfer_params["do_remote_prefill"] is True
     engine.abort(request)
     engine.nothing_is_left()

@@ -38,7 +38,7 @@ func (a *agent) ask(to core.AgentID, bound time.Duration, serve func(p *agent) f
 		w.faults["double"]++
 		copies = 2
 	}
-	for range copies {
+	deliver := func() {
 		w.deliver(a.host, p.host, func() {
 			if p.dead {
 				once(!w.plan.cluster, errAbsent, nil)
@@ -49,6 +49,12 @@ func (a *agent) ask(to core.AgentID, bound time.Duration, serve func(p *agent) f
 				w.deliver(p.host, a.host, func() { once(false, nil, take) })
 			})
 		})
+	}
+	deliver()
+	if copies > 1 && w.chance(0.5) {
+		w.after(w.upTo(500*time.Millisecond), deliver)
+	} else if copies > 1 {
+		deliver()
 	}
 }
 

@@ -134,7 +134,7 @@ func (w *world) request(id string, prefills, decodes []*host) {
 			if hearsD && needed {
 				w.decodes(dl, k, decode+w.delay(), hold)
 			} else if hearsD && (w.plan.kind || w.chance(0.8)) {
-				w.after(max(decode, dl.opensAt())+w.delay(), func() { d.run(func(a *agent) { _ = a.load(dl, k, 0, nil) }) })
+				w.after(max(decode, dl.opensAt()+50*time.Millisecond)+w.delay(), func() { d.run(func(a *agent) { _ = a.load(dl, k, 0, nil) }) })
 			}
 			if abortD > 0 {
 				w.after(abortD+w.delay(), func() { d.run(func(a *agent) { a.abortLoad(dl, k) }) })

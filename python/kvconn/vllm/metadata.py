@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 
+from ..types import Claim
+
 BlockIds = list[list[int]]  # one list per KV cache group, in the order of the prompt
 
 
@@ -17,15 +19,6 @@ class OfferWork:
     transfer_id: str
     block_ids: BlockIds
     first_block: list[int]
-
-
-@dataclass
-class ClaimWork:
-    """Decode: the request waits for blocks; its cache must be kept until it has them."""
-
-    transfer_id: str
-    bootstrap_addr: str
-    engine_id: str
 
 
 @dataclass
@@ -71,7 +64,7 @@ class KVConnMetadata(_base.KVConnectorMetadata):
 
     announces: list[str] = field(default_factory=list)
     offers: list[OfferWork] = field(default_factory=list)
-    claims: list[ClaimWork] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)  # requests that wait for blocks; their cache must be kept until then
     loads: list[LoadWork] = field(default_factory=list)
     refusals: list[RefusedWork] = field(default_factory=list)
     cancels: list[CancelWork] = field(default_factory=list)

@@ -6,8 +6,10 @@ import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+from ..types import Claim
 
 # Settings of the connector itself; every other key of kv_connector_extra_config goes to the agent, which knows its own.
 IDLE_WAIT_MS = "idle_wait_ms"
@@ -23,20 +25,14 @@ class BadParams(ValueError):
     """kv_transfer_params that cannot be used; the message says what is wrong with them."""
 
 
-@dataclass(frozen=True)
-class PrefillParams:
+class PrefillParams(NamedTuple):
     """The request's cache will be asked for under this name."""
 
     transfer_id: str
 
 
-@dataclass(frozen=True)
-class DecodeParams:
-    """The request's cache is to be had there, under this name."""
-
-    transfer_id: str
-    bootstrap_addr: str
-    engine_id: str
+# The request's cache is to be had there, under this name: what the agent is told in a claim.
+DecodeParams = Claim
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ def parse(params: Any) -> PrefillParams | DecodeParams | None:
     """
     if params is None:
         return None
-    if not isinstance(params, Mapping):
+    if type(params) is not dict and not isinstance(params, Mapping):  # the latter is slow
         raise BadParams(f"kv_transfer_params is {params!r}: an object was expected, not {type(params).__name__}")
     prefill, decode = _flag(params, "do_remote_decode"), _flag(params, "do_remote_prefill")
     if prefill and decode:
@@ -94,10 +90,12 @@ def parse(params: Any) -> PrefillParams | DecodeParams | None:
 
 
 def _transfer_id(params: Mapping[str, Any]) -> str:
-    mooncake, nixl = (params.get(key) is not None for key in ("transfer_id", "remote_request_id"))
-    if nixl and mooncake and params["transfer_id"] != params["remote_request_id"]:
-        raise BadParams(f"transfer_id is {params['transfer_id']!r}, but remote_request_id is {params['remote_request_id']!r}")
-    return _text(params, "remote_request_id" if nixl and not mooncake else "transfer_id")
+    mooncake, nixl = params.get("transfer_id"), params.get("remote_request_id")
+    if nixl is None or nixl == mooncake:
+        return _text(params, "transfer_id")
+    if mooncake is not None:
+        raise BadParams(f"transfer_id is {mooncake!r}, but remote_request_id is {nixl!r}")
+    return _text(params, "remote_request_id")
 
 
 def _bootstrap_addr(params: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 
 from . import params as _params
 from .groups import Group, first_kept
-from .metadata import BlockIds, CancelWork, ClaimWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
+from .metadata import BlockIds, CancelWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
 from .params import BadParams, DecodeParams, PrefillParams, Refused, parse
 
 logger = logging.getLogger("kvconn.vllm")
@@ -47,6 +47,7 @@ class SchedulerSide:
         self._engine_id, self._sizes = engine_id, dict(sizes or {})
         self._bootstrap_addr = ""  # where decode engines find this one; the workers tell
         self._next = KVConnMetadata()
+        self._claims: dict[str, DecodeParams] = {}  # of those too; by transfer id
         # The requests alive, by id; None: no part in a transfer (nothing asked, or another request has it).
         self._known: dict[str, Params] = {}
         self._announced: set[str] = set()
@@ -67,7 +68,7 @@ class SchedulerSide:
             self._announce(request.request_id, params)
             self._keep_window(request)
         elif isinstance(params, DecodeParams):
-            self._next.claims.append(ClaimWork(params.transfer_id, params.bootstrap_addr, params.engine_id))
+            self._claims[params.transfer_id] = params
 
     def _learn(self, request: Any) -> Params:
         req_id = request.request_id
@@ -96,7 +97,7 @@ class SchedulerSide:
             raise BadParams(f"do_remote_prefill is true, but this engine's kv_role is {self._kv_role}")
         # Several samples of one prompt (n > 1) are several requests with one transfer id: the first one has it.
         # An engine of both roles may be P and D of one transfer, hence the kind in the key.
-        key = f"{type(params).__name__}:{params.transfer_id}"
+        key = f"{'P' if isinstance(params, PrefillParams) else 'D'}:{params.transfer_id}"
         owner = self._owners.setdefault(key, req_id)
         if owner != req_id:
             raise _Taken(f"transfer_id {params.transfer_id!r} belongs to request {owner} already")
@@ -180,7 +181,7 @@ class SchedulerSide:
 
     def _load(self, req_id: str, params: DecodeParams, block_ids: BlockIds, first_block: list[int], num_tokens: int = 0) -> LoadWork:
         # Nothing to claim first when there are blocks in the very step in which the request came.
-        self._next.claims = [claim for claim in self._next.claims if claim.transfer_id != params.transfer_id]
+        self._claims.pop(params.transfer_id, None)
         return LoadWork(req_id, params.transfer_id, params.bootstrap_addr, params.engine_id, block_ids, first_block, num_tokens)
 
     # -- ends -------------------------------------------------------------------------------------------------------
@@ -253,11 +254,13 @@ class SchedulerSide:
 
     def build_meta(self, num_scheduled_tokens: int) -> KVConnMetadata:
         meta, self._next = self._next, KVConnMetadata()
+        if self._claims:
+            meta.claims, self._claims = list(self._claims.values()), {}
         meta.empty_step = num_scheduled_tokens == 0
         return meta
 
     def has_unsaid(self) -> bool:
-        return self._next.says_something
+        return self._next.says_something or bool(self._claims)
 
     def waits(self) -> bool:
         """Whether a report of the worker is outstanding."""

@@ -15,8 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import Status
+from ..types import Claim, Load, Offer
 from .layout import Heads, make_regions
-from .metadata import CancelWork, ClaimWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
+from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
 from .stats import KVConnStats, Recorder
 
 logger = logging.getLogger("kvconn.vllm")
@@ -114,10 +116,7 @@ class WorkerSide:
             self._cancel(work)
         self._spent_s += time.perf_counter() - began
 
-    def _claim(self, works: Sequence[ClaimWork]) -> None:
-        from kvconn import Claim
-
-        claims = [Claim(work.transfer_id, work.bootstrap_addr, work.engine_id) for work in works]
+    def _claim(self, claims: Sequence[Claim]) -> None:
         if self._try(lambda: self._agent.claim(claims), f"claim {len(claims)} transfers"):
             for claim in claims:  # one that is refused must not hide the others; its load will say why
                 self._try(lambda one=claim: self._agent.claim([one]), f"claim {claim.transfer_id!r}")
@@ -159,8 +158,6 @@ class WorkerSide:
             self._loads[work.transfer_id] = _Loading(work, time.monotonic())
 
     def _offer_all(self, works: Sequence[OfferWork]) -> None:
-        from kvconn import Offer
-
         self._agent.offer([Offer(work.transfer_id, work.block_ids, first_block=work.first_block) for work in works])
         for work in works:
             self._accepted(work)
@@ -172,8 +169,6 @@ class WorkerSide:
         self._cancel(CancelWork(work.transfer_id, "prefill: the offer was refused", of_load=False))
 
     def _load_all(self, works: Sequence[LoadWork]) -> None:
-        from kvconn import Load
-
         self._agent.start_load(
             [
                 Load(
@@ -294,10 +289,12 @@ class _Lines:
     """Writes a line of the log for each load, beside the engine's step: it would be the dearest part of it."""
 
     _LIMIT = 4096  # lines that wait; more are counted in the statistics only
+    _NAP_S = 0.1  # between two looks while there are lines: to wake the thread is the dearest part of handing one over
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Any, LoadWork, float, float] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
 
     def put(self, completion: Any, work: LoadWork, since: float) -> None:
         if not logger.isEnabledFor(logging.INFO) or self._queue.qsize() > self._LIMIT:
@@ -310,17 +307,18 @@ class _Lines:
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             logger.info("kvconn load %s", json.dumps(_load_line(*entry)))
+            if self._queue.empty():
+                self._closing.wait(self._NAP_S)
 
     def close(self) -> None:
         if self._thread is not None:
+            self._closing.set()
             self._queue.put(None)
             self._thread.join(5)
 
 
 def _reason(failure: Any) -> str:
     """Of a completion or an error, in one word."""
-    from kvconn import Status
-
     try:
         return Status(failure.code).name.lower()
     except (AttributeError, ValueError):

@@ -1,0 +1,185 @@
+"""A call's arguments, and what it brings back, as the structs of include/kvconn.h.
+
+They are written as plain numbers into arrays. A ctypes object for each struct, and a descriptor for each field that is
+set, would cost an engine's step more than the call itself does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from struct import Struct
+from typing import Any
+
+from .errors import InvalidError
+from .types import Claim, Completion, Growth, Load, Offer
+
+# kvconn_completion, and of it the size.
+_COMPLETION = Struct("=QiiQQQII8s136s320s")
+COMPLETION = _COMPLETION.size
+_KINDS = {1: "load", 2: "offer", 3: "want"}
+
+_OFFER, _LOAD, _GROWTH = 32, 56, 32  # bytes of kvconn_offer_request, kvconn_load_request and kvconn_growth
+
+
+def text(s: str, what: str) -> bytes:
+    """A string for C, without the NUL at its end."""
+    if not isinstance(s, str):
+        raise InvalidError(f"{what} is {s!r}, want str")
+    b = s.encode("utf-8", "surrogateescape")
+    if b"\0" in b:
+        raise InvalidError(f"{what} {s!r} holds a NUL character")
+    return b
+
+
+def uint32s(what: str, values: Sequence[int]) -> array[int]:
+    if isinstance(values, array) and values.typecode == "I":
+        return values
+    try:
+        return array("I", values)
+    except (OverflowError, TypeError) as e:
+        raise InvalidError(f"{what}: {e}; want numbers from 0 to 4294967295") from e
+
+
+# The engines that requests come from are few: their names are turned into C strings once.
+_names: dict[str, array[int]] = {}
+_NAMES = 1024
+
+
+class Rows:
+    """An array of structs for one call, what they point to, and room for how many of them were taken.
+
+    Two numbers of 32 bits that stand side by side in a struct are one of 64 here: all machines that the library is
+    built for begin with the lower half.
+    """
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self._keep: list[array[int]] = []  # what the structs point to lives as long as this
+        numbers: list[int] = []
+        for row in rows:
+            self._add(numbers, row)
+        numbers.append(0)
+        try:
+            self._numbers = array("Q", numbers)
+        except (OverflowError, TypeError) as e:  # of all that stands in them the caller gives only this
+            raise InvalidError(f"token: {e}; want a number from 0 to 18446744073709551615") from e
+        self.address, count = self._numbers.buffer_info()
+        self.taken_address = self.address + 8 * (count - 1)
+
+    def _add(self, numbers: list[int], row: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def taken(self) -> int:
+        return self._numbers[-1]
+
+    def _put(self, data: array[int]) -> int:
+        self._keep.append(data)
+        return data.buffer_info()[0]
+
+    def _string(self, s: str, what: str) -> int:
+        return self._put(array("B", text(s, what) + b"\0"))
+
+    def _name(self, s: str, what: str) -> int:
+        data = _names.get(s)
+        if data is None:
+            data = array("B", text(s, what) + b"\0")
+            if len(_names) >= _NAMES:
+                _names.clear()
+            _names[s] = data
+        return self._put(data)
+
+    def _blocks(self, block_ids: Sequence[Sequence[int]], first: Sequence[int]) -> int:
+        """The kvconn_blocks of one request."""
+        if not block_ids and not first:
+            return 0
+        if first and len(first) != len(block_ids):
+            raise InvalidError(f"first_block has {len(first)} groups, block_ids {len(block_ids)}")
+        firsts = uint32s("first_block", first) if first else array("I", bytes(4 * len(block_ids)))
+        groups: list[int] = []
+        for g, ids in enumerate(block_ids):
+            data = uint32s(f"block ids of group {g}", ids)
+            groups += (self._put(data), len(data) | firsts[g] << 32)
+        return self._put(array("Q", groups))
+
+
+class Strings(Rows):
+    def _add(self, numbers: list[int], row: str) -> None:
+        numbers.append(self._string(row, "transfer_id"))
+
+
+class Offers(Rows):
+    def _add(self, numbers: list[int], row: Offer) -> None:
+        groups = self._blocks(row.block_ids, row.first_block)
+        numbers += (_OFFER | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, row.token)
+
+
+class Growths(Rows):
+    """Those of one step; they may be given to :meth:`Agent.grow` several times, for one layer after the other."""
+
+    def __init__(self, rows: Sequence[Growth]) -> None:
+        self.ids = [row.transfer_id for row in rows]
+        super().__init__(rows)
+
+    def _add(self, numbers: list[int], row: Growth) -> None:
+        groups = self._blocks(row.block_ids, row.first_block)
+        if len(row.ready) != len(row.block_ids):
+            raise InvalidError(f"ready has {len(row.ready)} groups, block_ids {len(row.block_ids)}")
+        ready = self._put(uint32s("ready", row.ready))
+        numbers += (_GROWTH | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, ready)
+
+
+class Claims(Rows):
+    def _add(self, numbers: list[int], row: Claim) -> None:
+        names = self._name(row.bootstrap_addr, "bootstrap_addr"), self._name(row.engine_id, "engine_id")
+        numbers += (_LOAD, self._string(row.transfer_id, "transfer_id"), *names, 0, 0, 0)
+
+
+class Loads(Rows):
+    def _add(self, numbers: list[int], row: Load) -> None:
+        block_ids, tokens = row.block_ids, row.tokens
+        groups, counts = self._blocks(block_ids, row.first_block), 0
+        if len(tokens):
+            if len(tokens) != len(block_ids):
+                raise InvalidError(f"tokens has {len(tokens)} groups, block_ids {len(block_ids)}")
+            counts = self._put(uint32s("tokens", tokens))
+        numbers += (
+            _LOAD | len(block_ids) << 32,
+            self._string(row.transfer_id, "transfer_id"),
+            self._name(row.bootstrap_addr, "bootstrap_addr"),
+            self._name(row.engine_id, "engine_id"),
+            groups,
+            row.token,
+            counts,
+        )
+
+
+class Room:
+    """Room for so many completions, and for their number."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._data = array("B", bytes(8 + capacity * COMPLETION))
+        self.count_address = self._data.buffer_info()[0]
+        self.address = self.count_address + 8
+
+    @property
+    def count(self) -> int:
+        return int.from_bytes(self._data[:8], "little")
+
+    def completions(self) -> Iterator[Completion]:
+        for row in _COMPLETION.iter_unpack(memoryview(self._data)[8 : 8 + self.count * COMPLETION]):
+            token, code, side, size, wait_ns, transfer_ns, blocks, segments, transport, transfer_id, reason = row
+            yield Completion(
+                transfer_id.rstrip(b"\0").decode("utf-8", "surrogateescape"),
+                _KINDS[side],
+                code,
+                reason.rstrip(b"\0").decode("utf-8", "replace"),
+                size,
+                blocks,
+                segments,
+                wait_ns / 1e9,
+                transfer_ns / 1e9,
+                transport.rstrip(b"\0").decode(),
+                token,
+            )

@@ -1,0 +1,109 @@
+package tcp
+
+import (
+	"slices"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// given is what a write has been given so far: at once, or bit by bit in any
+// place of the transfer's linear order.
+type given struct {
+	stretches []stretch // by position
+	one       [1]stretch
+	bytes     uint64
+	runs      int
+}
+
+// stretch is a part without gaps. The next one may begin where it ends.
+type stretch struct {
+	position, end uint64
+	runs          []run
+	// next is the run that begins at the position begins: what is read in its order
+	// is not searched for.
+	next   int
+	begins uint64
+}
+
+// stretchesOf appends the sender's half of a plan to out.
+func stretchesOf(out []stretch, l *core.Layout, op *core.WriteOp) []stretch {
+	runs, pairs := make([]run, 0, len(op.Pairs)), op.Pairs
+	whole := [1]core.Extent{{Pairs: len(pairs)}}
+	at := op.At
+	if at == nil {
+		at = whole[:]
+	}
+	first := 0 // of the runs of the last stretch
+	for _, e := range at {
+		n := len(out)
+		if n == 0 || out[n-1].end != e.Position {
+			out = append(out, stretch{position: e.Position, end: e.Position, begins: e.Position})
+			first, n = len(runs), n+1
+		}
+		s := &out[n-1]
+		var bytes uint64
+		runs, bytes = sourceRuns(runs, first, l, pairs[:e.Pairs])
+		s.end, s.runs = s.end+bytes, runs[first:len(runs):len(runs)]
+		pairs = pairs[e.Pairs:]
+	}
+	return out
+}
+
+// add is false if bytes of it were given before.
+func (g *given) add(s *stretch) bool {
+	if s.position == s.end {
+		return true
+	}
+	if g.stretches == nil {
+		g.stretches = g.one[:0]
+	}
+	i, _ := g.find(s.position)
+	if i < len(g.stretches) && g.stretches[i].position < s.end {
+		return false
+	}
+	g.bytes += s.end - s.position
+	g.runs += len(s.runs)
+	if i > 0 && g.stretches[i-1].end == s.position {
+		left := &g.stretches[i-1]
+		left.end, left.runs = s.end, append(left.runs, s.runs...)
+		return true
+	}
+	g.stretches = slices.Insert(g.stretches, i, *s)
+	return true
+}
+
+// find is the index of the stretch with a position, or of the next one.
+func (g *given) find(position uint64) (i int, found bool) {
+	i, _ = slices.BinarySearchFunc(g.stretches, position, func(s stretch, p uint64) int {
+		if s.end <= p {
+			return -1
+		}
+		return 1
+	})
+	return i, i < len(g.stretches) && g.stretches[i].position <= position
+}
+
+// fill puts the bytes from a position on into v, up to its capacity, and says how
+// many: all of limit have been given.
+func (g *given) fill(v []iovec, position, limit uint64) (_ []iovec, total uint64) {
+	i, _ := g.find(position)
+	for ; total < limit && len(v) < cap(v); i++ {
+		cur := g.stretches[i].seek(position + total)
+		var n uint64
+		v, n = cur.fill(v, limit-total)
+		total += n
+	}
+	return v, total
+}
+
+// seek is the cursor at a position before the end.
+func (s *stretch) seek(position uint64) cursor {
+	if position < s.begins {
+		s.next, s.begins = 0, s.position
+	}
+	for position-s.begins >= s.runs[s.next].len {
+		s.begins += s.runs[s.next].len
+		s.next++
+	}
+	return cursor{runs: s.runs[s.next:], off: position - s.begins}
+}

@@ -1,0 +1,143 @@
+package tcp
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// outbound is one transfer that is sent. Its fields are guarded by sender.mu.
+type outbound struct {
+	id      core.TransferID
+	grant   token
+	link    *outLink
+	given   given
+	todo    spans       // to send: what no frame has had, and what was lost with a stream
+	left    uint64      // bytes of it
+	total   uint64      // also of what is not given yet
+	sent    []sentFrame // on the newest stream of each number
+	frames  int         // taken by a stream and not yet written whole
+	started time.Time   // when the first bytes were given
+	wait    *wait       // for a stream of D's, without which it cannot go on
+	err     error       // ends the transfer when frames is 0
+	over    atomic.Bool // err is set
+	acked   bool        // so does D's word that all bytes are in
+	ask     bool        // a frame without bytes is to be sent: there are none at all, or D has all of them
+}
+
+// Write implements core.Transport.
+func (t *Transport) Write(op core.WriteOp) {
+	s := &t.sender
+	if len(op.Grant) != len(token{}) {
+		t.sink.Written(op.ID, core.TransferStats{}, fmt.Errorf("tcp: grant of %d bytes, want %d", len(op.Grant), len(token{})))
+		return
+	}
+	out := &outbound{id: op.ID, grant: token(op.Grant), total: op.Total()}
+	err := out.give(stretchesOf(make([]stretch, 0, 1), t.layout, &op))
+	out.ask = out.total == 0
+	out.sent = make([]sentFrame, 0, 1+out.total/t.cfg.FrameBytes)
+	s.mu.Lock()
+	l := s.links[op.Peer]
+	switch {
+	case err != nil:
+	case s.closed:
+		err = errClosed
+	case s.byID[op.ID] != nil:
+		err = fmt.Errorf("tcp: transfer %q is being written already", string(op.ID))
+	case l == nil:
+		err = fmt.Errorf("tcp: decode agent %s is not admitted, it must say hello: %w", op.Peer, core.ErrConnectionLost)
+	case l.byGrant[out.grant] != nil:
+		err = fmt.Errorf("tcp: transfer %q has the grant of transfer %q", string(op.ID), string(l.byGrant[out.grant].id))
+	default:
+		out.link = l
+		s.byID[op.ID], l.byGrant[out.grant] = out, out
+		out.enqueue(false)
+		s.startPatrol()
+		if l.open == 0 {
+			s.await(out, t.cfg.DialTimeout, fmt.Errorf("tcp: decode agent %s has no stream: %w", op.Peer, core.ErrConnectionLost))
+		}
+		l.wake.Broadcast()
+	}
+	s.mu.Unlock()
+	if err != nil {
+		t.sink.Written(op.ID, core.TransferStats{}, err)
+	}
+}
+
+// Extend implements core.Transport.
+func (t *Transport) Extend(op core.WriteOp) {
+	s := &t.sender
+	part := stretchesOf(nil, t.layout, &op)
+	s.mu.Lock()
+	out := s.byID[op.ID]
+	if out == nil || out.err != nil || !bytes.Equal(out.grant[:], op.Grant) {
+		s.mu.Unlock()
+		return
+	}
+	queued := out.due()
+	err := out.give(part)
+	if err == nil {
+		out.enqueue(queued)
+		out.link.wake.Broadcast()
+		s.mu.Unlock()
+		return
+	}
+	t.wg.Add(1) // Close waits for what is told below
+	defer t.wg.Done()
+	s.mu.Unlock()
+	s.end(out, err)
+}
+
+// give takes more of a write.
+func (out *outbound) give(part []stretch) error {
+	if out.given.bytes == 0 {
+		out.started = time.Now()
+	}
+	for i := range part {
+		p := &part[i]
+		if p.end > out.total || !out.given.add(p) {
+			return fmt.Errorf("tcp: transfer %q of %d bytes was given bytes %d to %d, of which it has none, or has been given some before", string(out.id), out.total, p.position, p.end)
+		}
+		out.todo.add(p.position, p.end)
+		out.left += p.end - p.position
+	}
+	return nil
+}
+
+// Stop implements core.Transport.
+func (t *Transport) Stop(id core.TransferID) {
+	s := &t.sender
+	s.mu.Lock()
+	out := s.byID[id]
+	if out == nil || s.closed {
+		s.mu.Unlock()
+		return
+	}
+	t.wg.Add(1) // Close waits for what is told below
+	defer t.wg.Done()
+	s.mu.Unlock()
+	s.end(out, errors.New("tcp: stopped"))
+}
+
+// fail gives a transfer up; sender.mu is held. The first cause is the one that
+// is told.
+func (out *outbound) fail(err error) {
+	if out.err == nil {
+		out.err = err
+	}
+	out.over.Store(true)
+	out.left, out.todo, out.ask = 0, nil, false
+}
+
+// end gives a transfer up with err; it is told when no stream reads its blocks.
+func (s *sender) end(out *outbound, err error) {
+	s.mu.Lock()
+	out.fail(err)
+	tell := s.settle(out)
+	s.mu.Unlock()
+	s.tell(out, tell)
+}
