@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvconn
+from kvconn.sglang.growing import Chunks
 from kvconn.sglang.layout import Heads, Layout, ids, page_names
 from kvconn.sglang.params import Rank as RankOf
 from kvconn.sglang.params import agent_config, bootstrap_address, from_environment, server_config
@@ -140,6 +141,62 @@ def test_request_from_the_first_word_to_the_last(ranks: Any) -> None:
         del room
     del at_p, at_d
     assert (len(p.rooms), len(d.rooms)) == (0, 0)
+
+
+def test_chunks_move_while_prefill_goes_on(ranks: Any) -> None:
+    """Each chunk is on decode before the next is there; the row comes with the last, and the request ends with it."""
+    p, d = ranks("prefill", states={"mamba": 8}), ranks("decode", states={"mamba": 8})
+    fill(p)
+    at_p, at_d = both(p, d, 9)
+    d.load(at_d, p.address, [5, 6, 7, 8], 3, [[1]], prefix=1)
+    p.until(at_p, WAITING)
+    chunks = Chunks(p.layout, 4, at_p.prefix_pages)
+    for pages, theirs in (([20], [5]), ([10, 11], [6, 7])):
+        pages = ids(pages, "pages")
+        assert not chunks.add(pages)
+        p.rooms.grow(at_p, *chunks.growth(pages))
+        deadline = time.monotonic() + 30
+        while not (d.kv[:, theirs] == p.kv[:, pages]).all():
+            assert time.monotonic() < deadline, (p.agent.stats(), d.agent.stats())
+            d.rooms.tick()
+            p.rooms.tick()
+        assert (at_d.state, at_p.state) == (TRANSFERRING, WAITING)
+    assert not d.rows[0].any() and not d.kv[:, 8].any()
+    assert chunks.add(ids([12], "pages"))
+    p.rooms.offer(at_p, *chunks.offer([[2]], 4))
+    d.until(at_d, SUCCESS)
+    p.until(at_p, SUCCESS)
+    assert (d.kv[:, 8] == p.kv[:, 12]).all() and (d.rows[1][3] == p.rows[1][4]).all()
+    assert (d.states["mamba"][:, 1] == p.states["mamba"][:, 2]).all()
+    with pytest.raises(ValueError, match="5 pages were sent, 4"):
+        chunks.add(ids([13], "pages"))
+
+
+@pytest.mark.parametrize("by", ["prefill", "decode"])
+def test_abort_between_chunks(ranks: Any, by: str) -> None:
+    p, d = ranks("prefill"), ranks("decode")
+    fill(p)
+    at_p, at_d = both(p, d, 9)
+    d.load(at_d, p.address, [5, 6], 3)
+    p.until(at_p, WAITING)
+    chunks = Chunks(p.layout, 2, 0)
+    chunks.add(ids([1], "pages"))
+    p.rooms.grow(at_p, *chunks.growth(ids([1], "pages")))
+    if by == "prefill":
+        p.rooms.abort(at_p, "the client went")
+        assert at_p.state == FAILED, "its pages are used again at once"
+        d.until(at_d, FAILED)
+        assert "the client went" in at_d.reason
+    else:
+        d.rooms.abort(at_d, "the client went")
+        d.until(at_d, FAILED)
+        chunks.add(ids([2], "pages"))
+        p.rooms.offer(at_p, *chunks.offer(None, 1))
+        p.until(at_p, FAILED)
+        assert "the client went" in at_p.reason
+    p.rooms.forget(at_p)
+    d.rooms.forget(at_d)
+    empty(p, d)
 
 
 def test_everything_is_on_decode_but_the_first_token(ranks: Any) -> None:
@@ -445,7 +502,7 @@ def test_settings_from_the_environment(tmp_path: Any) -> None:
         "bootstrap_port": 8998,
         "nats_token": "t",
     }
-    config = agent_config("prefill", "/models/tiny/", "torch.float32", 16, RankOf(1, 2), "127.0.0.1:8998", extra)
+    config = agent_config("prefill", "/models/tiny/", "float32", 16, RankOf(1, 2), "127.0.0.1:8998", {"kv_layout": "x"}, extra)
     assert config["model"] == "tiny" and config["dtype"] == "float32" and config["tcp_port"] == 9000 and config["tp_rank"] == 1
     file.write_text("[1]")
     with pytest.raises(ValueError, match="an object was expected"):

@@ -105,7 +105,7 @@ class KVConnManager(_Manager):
         self.prefill_info_table = _EveryEngine()
         self.request_status: dict[int, int] = {}
         self.transfer_infos: dict[int, Any] = {}
-        self.kv_cache_dtype_str = str(getattr(args, "kv_cache_dtype_str", "") or "")
+        self.kv_cache_dtype_str = str(getattr(args, "kv_cache_dtype_str", "") or "").replace("torch.", "")
         self.kv_layout = getattr(args, "kv_layout", None)
         self.layout = Layout(args, heads_of(args, server_args, parallel), self.is_mla_backend)
         self._bootstrap = None
@@ -122,6 +122,7 @@ class KVConnManager(_Manager):
             args.page_size,
             parallel.rank,
             self._bootstrap,
+            parallel.route_info(self.kv_layout),
             from_environment(),
         )
         self._agent = Agent(config)
@@ -139,13 +140,9 @@ class KVConnManager(_Manager):
             len(self.layout.regions),
             self.layout.state_types,
         )
-        if prefill:
-            pass
 
     def register_to_bootstrap(self) -> None:
-        """Tells the engine's bootstrap server of this rank, in SGLang's own words. The scheduler is being set up: this may wait."""
-        assert self._bootstrap is not None
-        self.router.put_route(self._bootstrap, self.parallel.route(self.kv_args, self.kv_cache_dtype_str, self.kv_layout, self._bootstrap))
+        return  # the agent has, when it registered the caches
 
     def tell_dp_rank(self, bootstrap_room: int) -> None:
         if self._bootstrap is not None:
@@ -261,9 +258,12 @@ class KVConnSender(_Half, _Sender):
         try:
             if self._chunks is None:
                 raise RuntimeError("pages were sent before init")
-            if self._chunks.add(ids(kv_indices, "pages")):
+            pages = ids(kv_indices, "pages")
+            if self._chunks.add(pages):
                 rooms.offer(room, *self._chunks.offer(state_indices, self.aux_index))
                 self._chunks = None
+            elif pages:
+                rooms.grow(room, *self._chunks.growth(pages))
         except Exception as error:
             rooms.abort(room, str(error) or repr(error))
 

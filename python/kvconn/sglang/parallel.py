@@ -19,37 +19,21 @@ class Parallel:
     rank: Rank
     cp_rank: int
     cp_size: int
-    attn_dp: tuple[int, int]  # rank and size
-    system_dp: tuple[int, int]
     host: str
     bootstrap_port: int
     first_node: str | None  # of several
     http_port: int | None
     load_balance_method: str
 
-    def route(self, args: Any, dtype: str, layout: str | None, bootstrap: str) -> dict[str, Any]:
-        """What SGLang's ranks tell a bootstrap server. Decode engines of kvconn find a rank by the bootstrap address alone."""
-        host, _, port = bootstrap.rpartition(":")
-        return {
-            "attn_tp_size": self.rank.tp_size,
-            "attn_tp_rank": self.rank.tp_rank,
-            "attn_cp_size": 1,  # the other ranks have nothing to send
-            "attn_cp_rank": 0,
-            "attn_dp_size": self.attn_dp[1],
-            "attn_dp_rank": self.attn_dp[0],
-            "pp_size": self.rank.pp_size,
-            "pp_rank": self.rank.pp_rank,
-            "system_dp_size": self.system_dp[1],
-            "system_dp_rank": self.system_dp[0],
-            "rank_ip": host.strip("[]"),
-            "rank_port": int(port),
-            "page_size": args.page_size,
-            "kv_cache_dtype": dtype or None,
-            "kv_layout": layout,
-            "load_balance_method": self.load_balance_method,
+    def route_info(self, layout: str | None) -> dict[str, Any]:
+        """What SGLang's ranks say of themselves beside their numbers, for those who ask the bootstrap port in its words."""
+        info = {
+            "follow_bootstrap_room": self.load_balance_method == "follow_bootstrap_room",
             "prefill_http_port": self.http_port,
+            "kv_layout": layout,
             "decode_allocation_policy": "early",
         }
+        return {key: value for key, value in info.items() if value is not None}
 
 
 def _context(name: str) -> Any:
@@ -84,8 +68,6 @@ def parallel_of(args: Any, server_args: Any) -> Parallel:
         rank=Rank(args.engine_rank % tp_size, tp_size, getattr(args, "pp_rank", 0) or 0, known("pp_size", 1) or 1, dp_rank, dp_size),
         cp_rank=known("attn_cp_rank", 0) or 0,
         cp_size=known("attn_cp_size", 1) or 1,
-        attn_dp=attn_dp,
-        system_dp=system_dp,
         host=getattr(serving, "host", None) or server_args.host,
         bootstrap_port=getattr(disagg, "disaggregation_bootstrap_port", None) or server_args.disaggregation_bootstrap_port,
         first_node=init_address.rpartition(":")[0].strip("[]") if init_address and nodes > 1 else None,

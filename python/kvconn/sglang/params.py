@@ -69,7 +69,14 @@ def server_config(host: str, port: int, extra: Mapping[str, Any]) -> dict[str, A
 
 
 def agent_config(
-    role: str, model: str, dtype: str, page_size: int, rank: Rank, bootstrap: str | None, extra: Mapping[str, Any]
+    role: str,
+    model: str,
+    dtype: str,
+    page_size: int,
+    rank: Rank,
+    bootstrap: str | None,
+    route_info: Mapping[str, Any],
+    extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The agent's configuration: what SGLang knows, then what the user says."""
     config: dict[str, Any] = {
@@ -77,7 +84,7 @@ def agent_config(
         "role": role,
         # The name and not the path: both engines have the same model, but not the same disk.
         "model": os.path.basename(model.rstrip("/")),
-        "dtype": dtype.replace("torch.", ""),
+        "dtype": dtype,
         "block_tokens": page_size,
         # A prefill engine that is gone is to be told of within three seconds, the scheduler's part included.
         "peer_timeout_s": 2.5,
@@ -85,6 +92,7 @@ def agent_config(
     }
     if role == "prefill":
         config["report_wants"] = True
+        config["route_info"] = dict(route_info)
         config["bootstrap_join"] = f"http://{bootstrap}"
     config.update(extra)
     return config

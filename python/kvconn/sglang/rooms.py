@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvconn import Claim, Completion, Load, Offer
+from kvconn import Claim, Completion, Growth, Load, Offer
 
 logger = logging.getLogger("kvconn.sglang")
 
 # SGLang's KVPoll.
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 
+_RETRACT_S = 5.0
 _LOOK_S = 1.0  # between looks for rooms that have waited too long
 
 
@@ -31,6 +32,7 @@ class Room:
         "__weakref__",
         "completion",
         "deadline",
+        "grown",
         "id",
         "known",
         "number",
@@ -51,6 +53,7 @@ class Room:
         self.why: str | None = None  # why we end it
         self.owed = ""  # what the agent will report: "want", "offer", "load"
         self.known = False  # to the agent, which owes nothing: to be cancelled when the request ends before the transfer begins
+        self.grown = False  # chunks of it may be read
         self.prefix_pages = 0  # that the decode engine has
         self.deadline = float("inf")
         self.completion: Any = None
@@ -107,6 +110,12 @@ class NoAgent:
     def offer(self, offers: Sequence[Offer]) -> None:
         for offer in offers:
             self._report(offer.transfer_id, "offer")
+
+    def grow(self, parts: Sequence[Growth]) -> None:
+        return
+
+    def retract(self, transfer_ids: Sequence[str], timeout_s: float) -> None:
+        return
 
     def cancel(self, transfer_ids: Sequence[str], reason: str = "") -> None:
         return
@@ -169,11 +178,19 @@ class Rooms:
         if room.state == BOOTSTRAPPING and self._try(room, lambda: self._agent.announce([room.id])):
             self._owe(room, "want", self._bootstrap_timeout_s)
 
+    def grow(self, room: Room, blocks: Sequence[Any], ready: Sequence[int], first: Sequence[int]) -> None:
+        """A chunk is there, more will follow."""
+        if room.state == FAILED:
+            return
+        room.grown = True
+        if not self._try(room, lambda: self._agent.grow([Growth(room.id, blocks, ready, first)])):
+            self._let_go(room, room.reason or "")
+
     def offer(self, room: Room, blocks: Sequence[Any], first: Sequence[int]) -> None:
         if room.state == FAILED:
             return
         if self._try(room, lambda: self._agent.offer([Offer(room.id, blocks, first_block=first)])):
-            room.state = TRANSFERRING
+            room.state, room.grown = TRANSFERRING, False
             self._owe(room, "offer", float("inf"))
         else:
             self._let_go(room, room.reason or "")
@@ -218,6 +235,13 @@ class Rooms:
         if room.owed == "want" or room.known:
             room.known = False
             self.let_go(room.id, why)
+        if room.grown:
+            # The scheduler uses the pages again as soon as this returns. It waits for a write that has begun: some ms.
+            room.grown = False
+            try:
+                self._agent.retract([room.id], _RETRACT_S)
+            except Exception as error:
+                logger.error("retract %s: %s", room.id, error)
 
     def let_go(self, transfer_id: str, why: str) -> None:
         try:

@@ -121,28 +121,6 @@ class Router:
         """Prefill: where a request is."""
         self._start(self._post(address, "/register_dp_rank", {"bootstrap_room": room, "dp_rank": rank}), _log_error)
 
-    def put_route(self, address: str, row: dict[str, Any]) -> None:
-        """Prefill: tells the engine's bootstrap server of this rank, and waits until it knows."""
-        import urllib.error
-        import urllib.request
-
-        request = urllib.request.Request(
-            f"http://{address}/route", json.dumps(row).encode(), {"content-type": "application/json"}, method="PUT"
-        )
-        plain = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        began = time.monotonic()
-        while True:
-            try:
-                with plain.open(request, timeout=_ASK_S):
-                    return
-            except urllib.error.HTTPError as error:
-                why = f"{error.code} {error.read(200).decode('utf-8', 'replace')}"
-            except OSError as error:
-                why = str(error)
-            if time.monotonic() - began > _READY_S:
-                raise RouteError(f"this engine's bootstrap server at {address} does not take its rank: {why}")
-            time.sleep(_AGAIN_S)
-
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _start(self, work: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> None:
@@ -195,8 +173,6 @@ class Router:
                 if status == 200:
                     return Engine.of(said)
                 why = f"it answers {status}: {said}"
-                if status == 404:
-                    return Engine()
                 if status == 503:  # not all of its ranks are there yet
                     bound = _READY_S
             if time.monotonic() - began + _AGAIN_S > bound:
