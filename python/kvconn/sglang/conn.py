@@ -32,7 +32,8 @@ logger = logging.getLogger("kvconn.sglang")
 _Manager: Any = getattr(_common, "CommonKVManager", _base.BaseKVManager)
 _Sender: Any = getattr(_common, "CommonKVSender", _base.BaseKVSender)
 _Receiver: Any = getattr(_common, "CommonKVReceiver", _base.BaseKVReceiver)
-_TransferError: Any = getattr(_common, "KVTransferError", None)
+KVTransferError: Any = getattr(_common, "KVTransferError", RuntimeError)
+_SAYS_WHOSE = KVTransferError is not RuntimeError and "is_from_another_rank" in inspect.signature(KVTransferError).parameters
 _Metric: Any = getattr(_base, "KVTransferMetric", None)
 _DEVICE: Any = getattr(getattr(_base, "KVTransferDestination", None), "DEVICE", None)
 
@@ -197,11 +198,8 @@ class _Half(Holder):
         """Raises why it failed. Another rank of this engine may have failed, and not this one."""
         reason = self.room.reason
         self.kv_mgr.rooms.forget(self.room)
-        if _TransferError is None:
-            raise RuntimeError(reason or f"room {self.room.number}: failed on another rank")
-        if "is_from_another_rank" in inspect.signature(_TransferError).parameters:
-            raise _TransferError(self.room.number, reason or "failed on another rank", is_from_another_rank=reason is None)
-        raise _TransferError(self.room.number, reason or "failed on another rank")
+        values: tuple[Any, ...] = (self.room.number, reason or "failed on another rank")
+        raise KVTransferError(*values, **({"is_from_another_rank": reason is None} if _SAYS_WHOSE else {}))
 
     def abort(self) -> None:
         self.kv_mgr.rooms.abort(self.room, "the request was aborted")

@@ -171,7 +171,10 @@ class Router:
                 why = f"nobody answers there: {str(error) or repr(error)}"
             else:
                 if status == 200:
-                    return Engine.of(said)
+                    try:
+                        return Engine.of(said)
+                    except RouteError as error:
+                        raise RouteError(f"prefill engine at {address}: {error}") from error
                 why = f"it answers {status}: {said}"
                 if status == 503:  # not all of its ranks are there yet
                     bound = _READY_S
