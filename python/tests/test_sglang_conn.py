@@ -16,9 +16,11 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from test_sglang_rooms import Rank, empty
 
+import kvconn
 from kvconn.sglang.conn import KVConnManager as Manager
 from kvconn.sglang.conn import KVConnReceiver, KVConnSender, KVTransferError
-from kvconn.sglang.route import Engine, RouteError
+from kvconn.sglang.rooms import Inbox
+from kvconn.sglang.route import Engine, RouteError, Router
 
 
 class Side(SimpleNamespace):
@@ -179,3 +181,45 @@ def test_what_is_sent_out_of_order_ends_the_request(sides: tuple[Side, Side]) ->
     host.send_metadata([1], 1, destination="host")
     assert host.poll() == KVPoll.Failed and "not supported" in host.room.reason
     empty(p.rank, d.rank)
+
+
+def test_router_asks_a_bootstrap_port() -> None:
+    """The words of SGLang's own bootstrap server, at kvconn's."""
+    host = kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
+    address = host.bootstrap_address.removeprefix("http://")
+    inbox = Inbox()
+    router = Router(inbox)
+    answers: list[Any] = []
+
+    def answer() -> Any:
+        deadline = time.monotonic() + 30
+        while not answers:
+            assert time.monotonic() < deadline
+            if (call := inbox.take()) is not None:
+                call(None)
+            time.sleep(0.001)
+        return answers.pop()
+
+    ranks = []
+    try:
+        router.tell_dp_rank(address, 4711, 1)
+        router.dp_rank(address, 4711, answers.append)
+        assert answer() == 1
+        info = {"follow_bootstrap_room": False, "kv_layout": "x"}
+        more = {"bootstrap_join": host.bootstrap_address, "dp_size": 2, "route_info": info, "block_tokens": 4, "dtype": "bfloat16"}
+        router.engine(address, answers.append)  # its ranks are not there yet
+        ranks = [Rank("prefill", dp_rank=rank, **{**more, "engine_id": f"sglang-dp{rank}"}) for rank in range(2)]
+        engine = Engine(2, False, 4, "bfloat16", "x")
+        assert answer() == engine
+        router.engine(address, answers.append)  # remembered: at once
+        assert answers.pop() == engine
+        for rank in ranks:
+            rank.close()
+        host.close()
+        router.forget(address)
+        router.engine(address, answers.append)
+        assert f"prefill engine at {address}: nobody answers" in str(answer())
+    finally:
+        for rank in ranks:
+            rank.close()
+        host.close()
