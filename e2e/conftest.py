@@ -18,10 +18,10 @@ def sglang_workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sglang_model(sglang_workdir: Path) -> Path:
-    """With a fat cache: a transfer that takes long enough to be interrupted."""
+    """The small one: SGLang computes attention on the CPU slowly."""
     import tiny_model
 
-    return tiny_model.make(sglang_workdir / "model-fat", fat=True)
+    return tiny_model.make(sglang_workdir / "model")
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ class Reply:
         return self.status == 200 and not self.error and bool(self.finish) and self.finish["type"] in ("length", "stop")  # type: ignore[index]
 
 
-def post(url: str, body: dict[str, Any], timeout_s: float = 60, hang_up_s: float | None = None) -> Reply:
+def post(url: str, body: dict[str, Any], timeout_s: float = 180, hang_up_s: float | None = None) -> Reply:
     """A request to /generate, streamed if the body says so; hang_up_s: the client goes away after that long."""
     reply = Reply()
     parts = urllib.parse.urlsplit(url)
@@ -195,7 +195,7 @@ class SGLangPair(Engines):
         return self.ask_both(self.body(ids, max_tokens, **more))[1]
 
     def ask_both(
-        self, body: dict[str, Any], timeout_s: float = 60, hang_up_s: tuple[float | None, float | None] = (None, None)
+        self, body: dict[str, Any], timeout_s: float = 180, hang_up_s: tuple[float | None, float | None] = (None, None)
     ) -> tuple[Reply, Reply]:
         replies: list[Reply] = []
         prefill = threading.Thread(target=lambda: replies.append(post(self.prefill.url, body, timeout_s, hang_up_s[0])))

@@ -79,25 +79,24 @@ def test_prefix_that_prefill_has_cached(pair: SGLangPair, alone: Alone) -> None:
 
 def test_pages_are_given_back(pair: SGLangPair, alone: Alone) -> None:
     """Each side has pages for two of these only, and the next ones wait for them."""
-    prompts = [prompt(1900, f"pool {n}") for n in range(4)]
+    prompts = [prompt(1900, f"pool {n}") for n in range(3)]
     assert 2 * 1900 < POOL < 3 * 1900
     answers = pair.ask_many(prompts, max_tokens=2)
-    assert [answer.error for answer in answers] == [""] * 4
+    assert [answer.error for answer in answers] == [""] * 3
     assert answers[0].ids == alone.ask(prompts[0], 2).ids
 
 
-@pytest.mark.parametrize("who", ["prefill", "decode", "both"])
-def test_client_goes_in_mid_transfer(pair: SGLangPair, alone: Alone, who: str) -> None:
-    """At any moment of a request's life, on one side or on both."""
-    whole = max(pair.ask(prompt(1000, f"{who} whole"), 1).total_s, 0.05)
-    chosen = random.Random(who)
-    for n in range(8):
-        after = chosen.uniform(0.05, 1.0) * whole
-        times = (after if who != "decode" else None, after if who != "prefill" else None)
-        prefill, decode = pair.ask_both(pair.body(prompt(1000, f"{who} {n}"), 1), hang_up_s=times)
-        for reply in (prefill, decode):  # whoever stays gets an answer: the text, or why there is none
-            assert reply.ok or "timed out" in reply.error or "Transfer" in reply.error or "abort" in reply.error.lower(), reply
-    same(pair, alone, prompt(300, f"after {who}"))
+def test_client_goes_in_mid_transfer(pair: SGLangPair, alone: Alone) -> None:
+    """At any moment of a request's life, on one side or on both. Whoever stays gets an answer: the text, or why there is none."""
+    whole = max(pair.ask(prompt(900, "whole"), 1).total_s, 0.05)
+    chosen = random.Random("mid transfer")
+    for n in range(15):
+        after, who = chosen.uniform(0.05, 1.0) * whole, n % 3
+        times = (None if who == 0 else after, None if who == 1 else after)
+        replies = pair.ask_both(pair.body(prompt(900, f"goes {n}"), 1), hang_up_s=times)
+        for reply, hang_up in zip(replies, times):
+            assert reply.ok or hang_up is not None or "room" in reply.error, reply
+    same(pair, alone, prompt(300, "after mid transfer"))
     test_pages_are_given_back(pair, alone)
 
 
