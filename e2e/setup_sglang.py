@@ -4,9 +4,9 @@
     python3 e2e/setup_sglang.py [DIR] [--wheel FILE] [--sglang VERSION] [--mooncake]
 
 Standard output is one line, the path of the Python to use; everything meant for people goes to standard error.
-DIR (default: .venv-sglang beside e2e/) is made if it is not there. Torch and the like are taken from .venv-vllm if
-`make e2e` has made it (one minute and 1 GB in all), else installed (about 4 minutes and 6 GB). A run that was
-interrupted is continued by the next one; a finished environment is found by its stamp at once.
+DIR (default: .venv-sglang beside e2e/) is made if it is not there: one minute and 1 GB, since torch and the like are those of .venv-vllm
+beside it, which e2e/setup_vllm.py makes if it is not there (about 5 minutes and 6 GB). A run that was interrupted is continued by the next
+one; a finished environment is found by its stamp at once.
 
 Exit codes: 0 ready; 75 a download failed (the line starts with "not run:"); 2 bad arguments; 1 anything else.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -33,8 +32,9 @@ common.engine = "SGLang"
 SGLANG = "0.5.23"
 # Raise it when the steps below change, so that an environment made by older steps is gone through again.
 RECIPE = 1
-# With these SGLang imports and serves without a GPU; its own pins are of builds for one.
-TORCH = ("torch==2.13.0", "torchvision==0.28.0")
+# That of vLLM's torch; SGLang's own pin is of another.
+TORCHVISION = "torchvision==0.28.0"
+ROUTER = "sglang-router==0.3.2"
 MOONCAKE = "mooncake-transfer-engine==0.3.13.post1"
 
 # Small requirements that vLLM's environment lacks.
@@ -68,38 +68,13 @@ BESIDE_VLLM = (
     "wcwidth",
 )
 
-# Requirements that are kernels for GPUs, or of no use to an engine that serves text.
-LEFT_OUT = re.compile(
-    r"torch|torchvision|torchaudio|torchcodec|av|decord2|cuda-python|flash-attn.*|flashinfer.*|humming-.*|nvidia-.*|nvshmem.*|quack-.*|sgl-.*|"
-    r"sglang-kernel|smg-.*|tilelang|deepseek-recipe|tml-renderers|timm|py-spy|xgrammar|anthropic"
-)
 
-
-def requirements(site: Path, sglang: str) -> list[str]:
-    """SGLang's requirements without those that are left out."""
-    metadata = site / f"sglang-{sglang}.dist-info" / "METADATA"
-    wanted: list[str] = []
-    for line in metadata.read_text(encoding="utf-8").split("\n\n", 1)[0].splitlines():
-        if not line.startswith("Requires-Dist:") or "extra ==" in line:
-            continue
-        spec = line.split(":", 1)[1].strip()
-        name = re.split(r"[\s\[<>=!~;(]", spec, maxsplit=1)[0].lower().replace("_", "-")
-        if not LEFT_OUT.fullmatch(name):
-            wanted.append(spec)
-    if not wanted:
-        stop(1, f"{metadata} names no requirements")
-    return wanted
-
-
-def shared_site(venv: Path) -> Path | None:
-    """The packages of .venv-vllm, if it is finished and of the Python that this one will have."""
+def shared_site(venv: Path) -> tuple[str, Path]:
+    """A Python, and the packages beside it that both engines need: vLLM's environment, which is made if it is not there."""
     other = venv.parent / ".venv-vllm"
-    python = other / "bin" / "python"
-    if not common.is_done(other / "kvconn-e2e.stamp", python, common.VLLM):
-        return None
-    code = "import sysconfig, torch; print(sysconfig.get_path('purelib'))"
-    out = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
-    return Path(out.stdout.strip()) if out.returncode == 0 else None
+    with common.lock(other):
+        python = common.make(other, common.VLLM)
+    return python, Steps(other).site_packages()
 
 
 def stamp_key(sglang: str) -> dict[str, object]:
@@ -120,8 +95,7 @@ def make(venv: Path, sglang: str) -> str:
         say(f"using {venv} (SGLang {sglang})")
         return str(steps.python)
     stamp.unlink(missing_ok=True)
-    shared = shared_site(venv)
-    base = common.base_python() if shared is None else str(venv.parent / ".venv-vllm" / "bin" / "python")
+    base, shared = shared_site(venv)
     if not steps.python.exists():
         if any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
             stop(2, f"{venv} is not empty and not a virtual environment; name another place or remove it")
@@ -130,12 +104,9 @@ def make(venv: Path, sglang: str) -> str:
         say(f"1/4 continuing with {venv}")
     site = steps.site_packages()
     steps.pip(f"2/4 sglang {sglang}", "--no-deps", f"sglang=={sglang}")
-    if shared is not None:
-        # Behind this environment's own packages, which differ where SGLang wants others than vLLM.
-        (site / "zz-shared.pth").write_text(f"{shared}\n", encoding="utf-8")
-        steps.pip("3/4 SGLang's small requirements; torch is that of .venv-vllm", "--no-deps", *BESIDE_VLLM, TORCH[1])
-    else:
-        steps.pip("3/4 torch and SGLang's other requirements", *TORCH, "pytest", "soundfile", "xgrammar", *requirements(site, sglang))
+    # Behind this environment's own packages, which differ where SGLang wants others than vLLM.
+    (site / "zz-shared.pth").write_text(f"{shared}\n", encoding="utf-8")
+    steps.pip("3/4 SGLang's small requirements", "--no-deps", *BESIDE_VLLM, TORCHVISION, ROUTER)
     say("4/4 the stand-in for its kernels, and importing it")
     shutil.copy2(HERE / "sgl_kernel.py", site / "sgl_kernel.py")
     check = "import sglang.launch_server, sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server, pytest"
