@@ -112,41 +112,30 @@ def test_abort_storm(pair: SGLangPair, alone: Alone) -> None:
 
 
 def test_prefill_killed_and_restarted(pair: SGLangPair, alone: Alone) -> None:
+    """What is under way fails with the reason, what decode has it decodes to the end, and it is served again."""
     ids = prompt(200, "killed")
     expected = alone.ask(ids, 400)
-    decoding: list[Reply] = []
-    long = threading.Thread(target=lambda: decoding.append(pair.ask_both(pair.body(ids, 400, stream=True))[1]))
-    position = pair.decode.log_size()
-    long.start()
-    wait_until("the decode server decodes", lambda: "Decode batch" in pair.decode.log_since(position), 60)
-    pair.prefill.kill()
-    for n in range(3):
-        answer = post(pair.decode.url, pair.body(prompt(100, f"dead {n}")), timeout_s=30)
-        assert not answer.ok and "timed out" not in answer.error, answer
-        assert "room" in answer.error and f"127.0.0.1:{pair.bootstrap_port}" in answer.error, answer
-    long.join()  # what it has it decodes to the end
-    assert decoding[0].ok and decoding[0].ids == expected.ids, decoding
-    pair.prefill.start()
-    wait_ready([pair.prefill])
-    same(pair, alone, prompt(300, "back"))
-
-
-def test_prefill_killed_in_mid_transfer(pair: SGLangPair, alone: Alone) -> None:
-    """The requests that are under way fail, with the reason."""
-    replies: list[Reply] = []
     with ThreadPoolExecutor(8) as pool:
-        work = [pool.submit(pair.ask_both, pair.body(prompt(1900, f"mid {n}"), 1)) for n in range(6)]
-        first = next(iter(work))
-        wait_until("the first is answered", first.done, 120)
+        position = pair.decode.log_size()
+        decoding = pool.submit(pair.ask_both, pair.body(ids, 400, stream=True))
+        wait_until("the decode server decodes", lambda: "Decode batch" in pair.decode.log_since(position), 120)
+        position = pair.prefill.log_size()
+        under_way = [pool.submit(pair.ask_both, pair.body(prompt(1900, f"mid {n}"), 1)) for n in range(4)]
+        wait_until("the prefill server computes", lambda: "Prefill batch" in pair.prefill.log_since(position), 120)
         pair.prefill.kill()
-        replies = [future.result()[1] for future in work]
-    assert any(not reply.ok for reply in replies), "all were served before the server was killed"
-    for reply in replies:
-        assert reply.ok or ("timed out" not in reply.error and "room" in reply.error), reply
+        replies = [work.result()[1] for work in under_way]
+        assert not all(reply.ok for reply in replies), "all were served before the server was killed"
+        for n in range(3):
+            replies.append(post(pair.decode.url, pair.body(prompt(100, f"dead {n}"))))
+            assert f"127.0.0.1:{pair.bootstrap_port}" in replies[-1].error, replies
+        for reply in replies:
+            assert reply.ok or ("timed out" not in reply.error and "room" in reply.error), reply
+        answer = decoding.result()[1]
+    assert answer.ok and answer.ids == expected.ids, answer
     pair.check_decode()
     pair.prefill.start()
     wait_ready([pair.prefill])
-    same(pair, alone, prompt(300, "back again"))
+    same(pair, alone, prompt(300, "back"))
     test_pages_are_given_back(pair, alone)
 
 
