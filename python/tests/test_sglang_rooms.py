@@ -502,7 +502,7 @@ def test_settings_from_the_environment(tmp_path: Any) -> None:
         "bootstrap_port": 8998,
         "nats_token": "t",
     }
-    config = agent_config("prefill", "/models/tiny/", "float32", 16, RankOf(1, 2), "127.0.0.1:8998", {"kv_layout": "x"}, extra)
+    config = agent_config("prefill", "/models/tiny/", "float32", 16, RankOf(1, 2), "127.0.0.1:8998", {"kv_layout": "x"}, 300, extra)
     assert config["model"] == "tiny" and config["dtype"] == "float32" and config["tcp_port"] == 9000 and config["tp_rank"] == 1
     file.write_text("[1]")
     with pytest.raises(ValueError, match="an object was expected"):

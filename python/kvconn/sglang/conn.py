@@ -124,6 +124,7 @@ class KVConnManager(_Manager):
             parallel.rank,
             self._bootstrap,
             parallel.route_info(self.kv_layout),
+            self.bootstrap_timeout,
             from_environment(),
         )
         self._agent = Agent(config)

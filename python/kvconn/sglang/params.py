@@ -76,6 +76,7 @@ def agent_config(
     rank: Rank,
     bootstrap: str | None,
     route_info: Mapping[str, Any],
+    bootstrap_timeout_s: float,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The agent's configuration: what SGLang knows, then what the user says."""
@@ -88,10 +89,13 @@ def agent_config(
         "block_tokens": page_size,
         # A prefill engine that is gone is to be told of within three seconds, the scheduler's part included.
         "peer_timeout_s": 2.5,
+        # All requests that SGLang queues are known to the agent.
+        "max_transfers": 32768,
         **vars(rank),
     }
     if role == "prefill":
         config["report_wants"] = True
+        config["early_load_s"] = min(max(bootstrap_timeout_s, 1.0), 3600.0)  # what the agent takes
         config["route_info"] = dict(route_info)
         config["bootstrap_join"] = f"http://{bootstrap}"
     config.update(extra)
