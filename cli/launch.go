@@ -19,19 +19,19 @@ import (
 	"github.com/kvconn/kvconn/proxy"
 )
 
-const launchUsage = `usage: kvconn launch MODEL [OPTIONS] [-- ARGUMENTS OF vllm serve]
+const launchUsage = `usage: kvconn launch MODEL [OPTIONS] [-- ARGUMENTS OF THE SERVERS]
 
-Starts prefill and decode servers of vLLM on this machine, with kvconn between them, and the router.
+Starts prefill and decode servers of vLLM, or of SGLang, on this machine, with kvconn between them, and the router.
 
 `
 
 // parseLaunch reads the command line: the model, options, and behind -- what is
-// vLLM's.
+// the engine's.
 func parseLaunch(args []string) (launch.Config, error) {
 	var c launch.Config
-	var vllmArgs []string
+	var engineArgs []string
 	if i := slices.Index(args, "--"); i >= 0 {
-		args, vllmArgs = args[:i], args[i+1:]
+		args, engineArgs = args[:i], args[i+1:]
 	}
 	fs := flag.NewFlagSet("kvconn launch", flag.ContinueOnError)
 	fs.SetOutput(os.Stderr)
@@ -39,6 +39,8 @@ func parseLaunch(args []string) (launch.Config, error) {
 		fmt.Fprint(os.Stderr, launchUsage)
 		fs.PrintDefaults()
 	}
+	fs.StringVar(&c.Engine, "engine", launch.VLLM, "what serves: vllm or sglang")
+	contract := fs.String("contract", "", "how the router tells the servers of each other: for vllm mooncake (default) or nixl, for sglang its own")
 	fs.IntVar(&c.Prefill, "prefill", 0, "prefill servers (default: as --prefill-devices has, else 1)")
 	fs.IntVar(&c.Decode, "decode", 0, "decode servers (default: as --decode-devices has, else 1)")
 	prefillDevices := fs.String("prefill-devices", "", "each prefill server's devices, separated by commas; several of one server by +, as 0+1,2+3")
@@ -49,13 +51,14 @@ func parseLaunch(args []string) (launch.Config, error) {
 	bootstrapPorts := fs.String("bootstrap-ports", strconv.Itoa(launch.DefaultBootstrapPort), "the prefill servers' bootstrap ports")
 	fs.StringVar(&c.Host, "host", proxy.DefaultHost, "address on which the router listens; servers listen on 127.0.0.1")
 	fs.IntVar(&c.Port, "port", proxy.DefaultPort, "the router's port")
-	connector := fs.String("connector-config", "", "JSON object: further keys of kv_connector_extra_config")
-	fs.StringVar(&c.FailurePolicy, "failure-policy", "recompute", "kv_load_failure_policy: recompute or fail")
+	connector := fs.String("connector-config", "", "JSON object: further keys of kv_connector_extra_config, or of KVCONN_SGLANG_CONFIG")
+	fs.StringVar(&c.FailurePolicy, "failure-policy", "recompute", "vllm's kv_load_failure_policy: recompute or fail")
 	fs.StringVar(&c.LogDir, "log-dir", "kvconn-logs", "directory for each server's log")
 	fs.DurationVar(&c.Ready, "timeout", launch.DefaultReady, "how long the servers may take until they are ready")
 	fs.StringVar(&c.VLLM, "vllm", "vllm", "the vllm program")
-	fs.BoolVar(&c.Bench, "bench", false, "run vllm bench serve on the router, print its table, and end")
-	benchArgs := fs.String("bench-args", "", "arguments of vllm bench serve, beside those that launch gives or in their place")
+	fs.StringVar(&c.Python, "python", "python3", "the Python that has SGLang")
+	fs.BoolVar(&c.Bench, "bench", false, "run vllm bench serve (or sglang.bench_serving) on the router, print its table, and end")
+	benchArgs := fs.String("bench-args", "", "arguments of the benchmark, beside those that launch gives or in their place")
 	// The model may stand before the options, as with vllm serve.
 	if len(args) > 0 && !strings.HasPrefix(args[0], "-") {
 		c.Model, args = args[0], args[1:]
@@ -69,7 +72,7 @@ func parseLaunch(args []string) (launch.Config, error) {
 	if c.Model == "" && fs.NArg() == 1 {
 		c.Model = fs.Arg(0)
 	} else if fs.NArg() > 0 {
-		return c, fmt.Errorf("%w: launch takes one model, and not %q: arguments of vllm serve go behind --", errUsage, fs.Args())
+		return c, fmt.Errorf("%w: launch takes one model, and not %q: arguments of the servers go behind --", errUsage, fs.Args())
 	}
 	c.PrefillDevices, c.DecodeDevices = splitDevices(*prefillDevices), splitDevices(*decodeDevices)
 	var errs [3]error
@@ -90,7 +93,7 @@ func parseLaunch(args []string) (launch.Config, error) {
 	if c.Ready < time.Second {
 		return c, fmt.Errorf("%w: --timeout %v: want at least 1s", errUsage, c.Ready)
 	}
-	c.BenchArgs, c.Args = strings.Fields(*benchArgs), vllmArgs
+	c.BenchArgs, c.Args, c.Contract = strings.Fields(*benchArgs), engineArgs, proxy.Contract(*contract)
 	return c, nil
 }
 

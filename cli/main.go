@@ -28,7 +28,7 @@ Usage: kvconn COMMAND [OPTIONS]
   bench   how fast paged blocks move between two processes, bytes verified
   doctor  which transports work on this machine, and what to do about the others
   proxy   the router: sends each request to a prefill and a decode server
-  launch  vLLM servers for prefill and decode on this machine, and the router
+  launch  vLLM or SGLang servers for prefill and decode on this machine, and the router
   bench-proxy
           what the router costs a request, beside another router
 

@@ -22,7 +22,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import Answer, Pair, ask, metric, open_stream, wait_ready, wait_until
+from servers import Answer, Pair, ServerError, ask, metric, open_stream, wait_ready, wait_until
 from servers import request as http_request
 
 BLOCK = 128  # tokens, vLLM's on CPU
@@ -302,6 +302,42 @@ def test_unreachable_prefill_engine(pair: Pair, address: str) -> None:
     serves(pair)
 
 
+def reasons(pair: Pair, position: int, said: str) -> str:
+    """What the decode server's log says of loads that failed, of which one says so."""
+    return "\n".join(line for line in pair.decode.log_since(position).splitlines() if said in line)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "said"),
+    [
+        ({"remote_engine_id": "nobody"}, "nobody"),
+        ({"remote_bootstrap_addr": "http://169.254.169.254"}, "169.254.169.254"),  # a cloud's metadata: refused without a list
+    ],
+    ids=["unknown engine", "refused host"],
+)
+def test_load_from_elsewhere(pair: Pair, elsewhere: dict[str, Any], said: str) -> None:
+    """The prefill engine lives and serves, but the request names another engine, or a host that may not be contacted."""
+    position = pair.decode.log_size()
+    params = {**from_prefill(pair, f"elsewhere-{next(numbers)}"), **elsewhere}
+    answer = ask(pair.decode.url, {**body(pair, words(200)), "kv_transfer_params": params}, timeout_s=30)
+    assert not answer.ok, answer
+    wait_until(f"{said!r} in the log", lambda: "was not loaded" in reasons(pair, position, said), 5)
+    serves(pair)
+
+
+def test_prompts_of_different_lengths(pair: Pair) -> None:
+    """The decode engine's prompt needs more blocks than the prefill engine has of that name: a reason, and no wrong text."""
+    transfer, text = f"longer-{next(numbers)}", words(1200)
+    params = from_prefill(pair, transfer)
+    to_offer = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
+    assert ask(pair.prefill.url, {**body(pair, text[:200], max_tokens=1), "kv_transfer_params": to_offer}).ok
+    position = pair.decode.log_size()
+    answer = ask(pair.decode.url, {**body(pair, text), "kv_transfer_params": params}, timeout_s=30)
+    assert not answer.ok, answer
+    wait_until("the reason in the log", lambda: "was not loaded" in reasons(pair, position, "blocks"), 5)
+    serves(pair)
+
+
 # -- clients that go away -------------------------------------------------------------------------------------------
 
 
@@ -442,6 +478,7 @@ def narrow(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
         tmp_path_factory.mktemp("narrow"),
         failure_policy="recompute",
         decode_args=["--max-num-seqs", "1"],
+        decode_config={"bootstrap_allow": ["127.0.0.1"]},
         progress=progress,
     )
     try:
@@ -454,13 +491,23 @@ def narrow(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
     assert not other.leftovers()
 
 
-@pytest.mark.parametrize("params", [{**GOOD, "transfer_id": "recompute"}, without("transfer_id")], ids=["unreachable", "bad params"])
-def test_recompute_policy(pair: Pair, narrow: Pair, params: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({**GOOD, "transfer_id": "recompute"}, "cannot be reached"),
+        (without("transfer_id"), "transfer_id is missing"),
+        ({**GOOD, "transfer_id": "not-on-the-list", "remote_bootstrap_addr": "http://192.0.2.7:8998"}, "bootstrap_allow says"),
+    ],
+    ids=["unreachable", "bad params", "not allowed"],
+)
+def test_recompute_policy(pair: Pair, narrow: Pair, params: dict[str, Any], said: str) -> None:
     """With kv_load_failure_policy recompute a failed load costs time, and no text."""
     request = body(pair, words(300))
+    position = narrow.decode.log_size()
     answer = ask(narrow.decode.url, {**request, "kv_transfer_params": params})
     assert answer.ok, answer
     assert answer.text == alone(pair, request).text
+    wait_until(f"{said!r} in the log", lambda: said in narrow.decode.log_since(position), 5)
     wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0, 5)
 
 
@@ -522,3 +569,47 @@ def test_queue_longer_than_the_lease(pair: Pair, narrow: Pair) -> None:
     assert answers[0].ok and answers[0].text == expected.text
     (load,) = new_loads(narrow, position, 1)
     assert load["transfer_id"] == transfer
+
+
+# -- decode engines that are set up otherwise ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"dtype": "bfloat16"}, ("float32", "bfloat16")),
+        ({"decode_args": ["--block-size", "96"]}, ("128", "96")),
+        ({"decode_config": {"model": "another"}}, ("model-fat", "another")),
+    ],
+    ids=["dtype", "block size", "model"],
+)
+def test_engines_that_do_not_fit(pair: Pair, tmp_path: Path, setting: dict[str, Any], said: tuple[str, str]) -> None:
+    """The request fails with both values in the log, and both engines live."""
+    other = Pair(Path(pair.model), tmp_path, progress=progress, **setting)
+    try:
+        other.decode.start()
+        wait_ready([other.decode], progress=progress)
+        other.warm(other.decode)
+        position = other.decode.log_size()
+        params = from_prefill(pair, f"unfit-{next(numbers)}")
+        answer = ask(other.decode.url, {**body(pair, words(300)), "kv_transfer_params": params}, timeout_s=30)
+        assert not answer.ok, answer
+        wait_until("both values in the log", lambda: all(value in reasons(other, position, "was not loaded") for value in said), 5)
+        assert ask(other.decode.url, body(pair, words(200))).ok
+        wait_until("no block in use", lambda: metric(other.decode.url, USAGE) == 0, 5)
+    finally:
+        other.stop()
+    assert not other.leftovers()
+
+
+def test_unknown_setting_ends_the_start(pair: Pair, tmp_path: Path) -> None:
+    """Better than an engine that does other than it was told: the log names the key."""
+    other = Pair(Path(pair.model), tmp_path, decode_config={"peer_timeout": 3})
+    try:
+        other.decode.start()
+        with pytest.raises(ServerError):
+            wait_ready([other.decode], progress=progress)
+        assert '"peer_timeout"' in other.decode.log_since(0)
+    finally:
+        other.stop()
+    assert not other.leftovers()

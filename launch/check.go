@@ -16,16 +16,6 @@ import (
 // cudaDevices is the only device variable whose devices are looked up.
 const cudaDevices = "CUDA_VISIBLE_DEVICES"
 
-// findVLLM is the path of the vllm program.
-func (c Config) findVLLM() (string, error) {
-	path, err := exec.LookPath(c.VLLM)
-	if err != nil {
-		return "", fmt.Errorf("launch: vLLM is not installed, or not in this environment (%w): activate the one that has it, "+
-			"install it with pip install vllm, or name the program with --vllm", err)
-	}
-	return path, nil
-}
-
 // checkPorts finds ports that are taken, and those named twice.
 func (c Config) checkPorts() error {
 	type use struct {

@@ -1,10 +1,11 @@
 package launch
 
 import (
-	"encoding/json"
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"slices"
 	"strings"
 	"time"
@@ -26,7 +27,12 @@ const localhost = "127.0.0.1"
 
 // Config says what to start.
 type Config struct {
-	// Model is what vllm serve is given.
+	// Engine is VLLM or SGLang: VLLM.
+	Engine string
+	// Contract is how the router tells the servers of each other, of those that the
+	// engine speaks: Mooncake's for VLLM.
+	Contract proxy.Contract
+	// Model is what the servers are given.
 	Model string
 	// Prefill and Decode are how many servers there are of each.
 	Prefill, Decode int
@@ -42,9 +48,11 @@ type Config struct {
 	// Host and Port are the router's.
 	Host string
 	Port int
-	// ConnectorConfig is what kv_connector_extra_config has besides what Run sets.
+	// ConnectorConfig is what kvconn's configuration has besides what Run sets:
+	// kv_connector_extra_config, for SGLang KVCONN_SGLANG_CONFIG.
 	ConnectorConfig map[string]any
-	// FailurePolicy is the decode servers' kv_load_failure_policy: recompute.
+	// FailurePolicy is the decode servers' kv_load_failure_policy: recompute. SGLang
+	// has none.
 	FailurePolicy string
 	// LogDir is where each server's log goes; it is made.
 	LogDir string
@@ -52,10 +60,12 @@ type Config struct {
 	Ready time.Duration
 	// VLLM is the vllm program, found on PATH unless it has a slash.
 	VLLM string
-	// Args are further arguments of vllm serve.
+	// Python is the program that has SGLang: python3, found as VLLM is.
+	Python string
+	// Args are further arguments of each server.
 	Args []string
-	// Bench runs vllm bench serve on the router when all is ready, with BenchArgs
-	// after its own, and ends.
+	// Bench runs the engine's benchmark on the router when all is ready, with
+	// BenchArgs after its own, and ends.
 	Bench     bool
 	BenchArgs []string
 
@@ -68,11 +78,21 @@ type Config struct {
 	Terminal bool
 }
 
-// ours are the arguments of vllm serve that Run sets itself.
-var ours = []string{"--port", "--host", "--kv-transfer-config"}
-
 // withDefaults fills in what is zero, and says what cannot be.
 func (c Config) withDefaults() (Config, error) {
+	if c.Engine == "" {
+		c.Engine = VLLM
+	}
+	e := engines[c.Engine]
+	if e == nil {
+		return c, fmt.Errorf("launch: engine %q: want %s or %s", c.Engine, VLLM, SGLang)
+	}
+	if c.Contract == "" {
+		c.Contract = e.contracts()[0]
+	}
+	if !slices.Contains(e.contracts(), c.Contract) {
+		return c, fmt.Errorf("launch: contract %q: %s speaks %v", c.Contract, c.Engine, e.contracts())
+	}
 	if c.Model == "" {
 		return c, errors.New("launch: no model: name one, as kvconn launch Qwen/Qwen2.5-7B-Instruct")
 	}
@@ -117,10 +137,10 @@ func (c Config) withDefaults() (Config, error) {
 			return c, fmt.Errorf("launch: %s has %d ports for %d servers: give the first one, or each", p.flag, len(*p.ports), p.n)
 		}
 	}
+	names, instead := e.taken()
 	for _, a := range c.Args {
-		name, _, _ := strings.Cut(a, "=")
-		if slices.Contains(ours, name) {
-			return c, fmt.Errorf("launch: %s after -- is set for each server by launch itself: see --prefill-ports, --decode-ports and --connector-config", name)
+		if name, _, _ := strings.Cut(a, "="); slices.Contains(names, name) {
+			return c, fmt.Errorf("launch: %s after -- is set for each server by launch itself: see %s", name, instead)
 		}
 	}
 	for _, key := range []string{"bootstrap_port", "bootstrap_host", "advertise_host"} {
@@ -143,33 +163,27 @@ func (c Config) withDefaults() (Config, error) {
 	if c.VLLM == "" {
 		c.VLLM = "vllm"
 	}
+	if c.Python == "" {
+		c.Python = "python3"
+	}
 	return c, nil
 }
 
-// transferConfig is --kv-transfer-config of a server.
-func (c Config) transferConfig(role string, more map[string]any) (string, error) {
-	extra := map[string]any{"advertise_host": localhost, "bootstrap_host": localhost}
-	for _, m := range []map[string]any{c.ConnectorConfig, more} {
-		for k, v := range m {
-			extra[k] = v
-		}
-	}
-	b, err := json.Marshal(map[string]any{
-		"kv_connector": "KVConnConnector", "kv_connector_module_path": "kvconn.vllm", "kv_role": role,
-		"kv_load_failure_policy": c.FailurePolicy, "kv_connector_extra_config": extra,
-	})
-	return string(b), err
-}
-
 // servedName is the name by which requests ask for the model.
-func (c Config) servedName() string {
+func (c Config) servedName() string { return cmp.Or(c.argument("--served-model-name"), c.Model) }
+
+// apiKey is what the servers want of their clients, and so of Run.
+func (c Config) apiKey() string { return cmp.Or(c.argument("--api-key"), os.Getenv("VLLM_API_KEY")) }
+
+// argument is the value of one of Args, "" where it is not there.
+func (c Config) argument(name string) string {
 	for i, a := range c.Args {
-		if name, ok := strings.CutPrefix(a, "--served-model-name="); ok {
-			return name
+		if value, ok := strings.CutPrefix(a, name+"="); ok {
+			return value
 		}
-		if a == "--served-model-name" && i+1 < len(c.Args) {
+		if a == name && i+1 < len(c.Args) {
 			return c.Args[i+1]
 		}
 	}
-	return c.Model
+	return ""
 }

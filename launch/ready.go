@@ -34,8 +34,11 @@ func (c Config) waitReady(ctx context.Context, servers []*server) error {
 			default:
 			}
 			if s.ready == 0 {
-				if _, err := ask(ctx, http.MethodGet, s.url+"/health", nil, 5*time.Second); err == nil {
-					if err := s.warmUp(ctx, c.servedName()); err != nil {
+				if _, err := ask(ctx, http.MethodGet, s.url+"/health", c.apiKey(), nil, 5*time.Second); err == nil {
+					if engines[c.Engine].alone() {
+						err = warmUp(ctx, s.url, c.servedName(), s.name, c.apiKey())
+					}
+					if err != nil {
 						return fmt.Errorf("launch: %s is up, but does not answer a request: %w; the end of its log %s:\n%s", s.name, err, s.logPath, s.logTail(20))
 					}
 					s.ready = time.Since(begin)

@@ -29,7 +29,7 @@ func Run(ctx context.Context, c Config) (err error) {
 	if c, err = c.withDefaults(); err != nil {
 		return err
 	}
-	vllm, err := c.findVLLM()
+	program, err := engines[c.Engine].find(ctx, &c)
 	if err != nil {
 		return err
 	}
@@ -44,14 +44,14 @@ func Run(ctx context.Context, c Config) (err error) {
 		fmt.Fprintln(c.Out, "stopping all servers")
 		err = errors.Join(err, stopAll(all))
 	}()
-	routes := proxy.Config{Host: c.Host, Port: c.Port, Retries: proxy.DefaultRetries, AccessLog: true, ShutdownTimeout: routerGrace}
+	routes := proxy.Config{Contract: c.Contract, Host: c.Host, Port: c.Port, Retries: proxy.DefaultRetries, AccessLog: true, ShutdownTimeout: routerGrace}
 	var servers []*server
-	add := func(name, role string, port int, devices []string, i int, extra map[string]any) error {
-		device := ""
+	add := func(role string, i int, ports []int, devices []string, bootstrap int) error {
+		name, device := fmt.Sprintf("%s %d", role, i+1), ""
 		if len(devices) > 0 {
 			device = devices[i]
 		}
-		s, err := c.startServer(vllm, name, role, port, device, extra)
+		s, err := c.startServer(program, name, role, ports[i], bootstrap, device)
 		if err != nil {
 			return err
 		}
@@ -63,13 +63,13 @@ func Run(ctx context.Context, c Config) (err error) {
 		return nil
 	}
 	for i := range c.Prefill {
-		if err := add(fmt.Sprintf("prefill %d", i+1), "kv_producer", c.PrefillPorts[i], c.PrefillDevices, i, map[string]any{"bootstrap_port": c.BootstrapPorts[i]}); err != nil {
+		if err := add(prefillRole, i, c.PrefillPorts, c.PrefillDevices, c.BootstrapPorts[i]); err != nil {
 			return err
 		}
 		routes.Prefill = append(routes.Prefill, proxy.Prefill{URL: servers[len(servers)-1].url, BootstrapPort: c.BootstrapPorts[i]})
 	}
 	for i := range c.Decode {
-		if err := add(fmt.Sprintf("decode %d", i+1), "kv_consumer", c.DecodePorts[i], c.DecodeDevices, i, nil); err != nil {
+		if err := add(decodeRole, i, c.DecodePorts, c.DecodeDevices, 0); err != nil {
 			return err
 		}
 		routes.Decode = append(routes.Decode, servers[len(servers)-1].url)
@@ -77,7 +77,7 @@ func Run(ctx context.Context, c Config) (err error) {
 	if err := c.waitReady(ctx, servers); err != nil {
 		return unlessEnded(ctx, err)
 	}
-	return unlessEnded(ctx, c.serve(ctx, vllm, routes, servers, &all))
+	return unlessEnded(ctx, c.serve(ctx, program, routes, servers, &all))
 }
 
 // unlessEnded is nil for errors that the end of ctx explains.
@@ -89,7 +89,7 @@ func unlessEnded(ctx context.Context, err error) error {
 }
 
 // serve runs the router until it is enough.
-func (c Config) serve(ctx context.Context, vllm string, routes proxy.Config, servers []*server, all *[]*process) error {
+func (c Config) serve(ctx context.Context, program []string, routes proxy.Config, servers []*server, all *[]*process) error {
 	logPath := filepath.Join(c.LogDir, "router.log")
 	log, err := os.Create(logPath)
 	if err != nil {
@@ -114,13 +114,21 @@ func (c Config) serve(ctx context.Context, vllm string, routes proxy.Config, ser
 	}
 	url := "http://" + net.JoinHostPort(c.Host, strconv.Itoa(c.Port))
 	for begin := time.Now(); ; {
-		if _, err = ask(ctx, http.MethodGet, url+"/health", nil, 5*time.Second); err == nil {
+		if _, err = ask(ctx, http.MethodGet, url+"/health", "", nil, 5*time.Second); err == nil {
 			break
 		}
 		if time.Since(begin) > time.Minute || ctx.Err() != nil {
 			return fmt.Errorf("launch: the router does not find its servers: %w", err)
 		}
 		wait(ctx, 100*time.Millisecond)
+	}
+	if !engines[c.Engine].alone() {
+		// Each server gets one, as the router takes them in turn.
+		for i := range max(c.Prefill, c.Decode) {
+			if err := warmUp(ctx, url, c.servedName(), fmt.Sprint(i), c.apiKey()); err != nil {
+				return fmt.Errorf("launch: the servers do not answer a request: %w; their logs, and the router's, are in %s", err, c.LogDir)
+			}
+		}
 	}
 	fmt.Fprintf(c.Out, "router: %s, log %s\nready: send requests to %s/v1/completions\n", url, logPath, url)
 	// Whichever server ends first ends all.
@@ -139,7 +147,7 @@ func (c Config) serve(ctx context.Context, vllm string, routes proxy.Config, ser
 	var benched <-chan struct{}
 	var bench *process
 	if c.Bench {
-		if bench, err = c.startBench(vllm); err != nil {
+		if bench, err = c.startBench(program); err != nil {
 			return err
 		}
 		*all = append(*all, bench)
@@ -154,19 +162,16 @@ func (c Config) serve(ctx context.Context, vllm string, routes proxy.Config, ser
 		return err
 	case <-benched:
 		if bench.err != nil {
-			return fmt.Errorf("launch: vllm bench serve failed: %w; its output is above and in %s", bench.err, bench.logPath)
+			return fmt.Errorf("launch: %s failed: %w; its output is above and in %s", bench.name, bench.err, bench.logPath)
 		}
 		return nil
 	}
 }
 
-// startBench runs vLLM's own benchmark on the router. The arguments are those of
-// vLLM's launch script for Mooncake, unless BenchArgs say otherwise.
-func (c Config) startBench(vllm string) (*process, error) {
-	command := []string{vllm, "bench", "serve"}
-	for _, d := range [][2]string{{"--backend", "vllm"}, {"--host", c.Host}, {"--port", strconv.Itoa(c.Port)}, {"--model", c.Model},
-		{"--served-model-name", c.servedName()}, {"--seed", strconv.FormatInt(time.Now().Unix(), 10)}, {"--dataset-name", "random"},
-		{"--random-input-len", "7500"}, {"--random-output-len", "200"}, {"--num-prompts", "200"}, {"--burstiness", "100"}, {"--request-rate", "2"}} {
+// startBench runs the engine's own benchmark on the router.
+func (c Config) startBench(program []string) (*process, error) {
+	name, command, defaults := engines[c.Engine].bench(&c, program)
+	for _, d := range defaults {
 		if !slices.ContainsFunc(c.BenchArgs, func(a string) bool { return a == d[0] || strings.HasPrefix(a, d[0]+"=") }) {
 			command = append(command, d[0], d[1])
 		}
@@ -178,7 +183,7 @@ func (c Config) startBench(vllm string) (*process, error) {
 		return nil, fmt.Errorf("launch: %w", err)
 	}
 	fmt.Fprintf(c.Out, "%s\n", strings.Join(command, " "))
-	p, err := c.start("vllm bench serve", logPath, command, nil, io.MultiWriter(c.Out, log))
+	p, err := c.start(name, logPath, command, nil, io.MultiWriter(c.Out, log))
 	if err != nil {
 		_ = log.Close()
 		return nil, err

@@ -111,21 +111,20 @@ func (p *process) lastWords() string {
 	return last
 }
 
-// server is a vLLM server.
+// server is an engine's.
 type server struct {
 	*process
 	url   string
 	ready time.Duration // how long it took; 0 while it is not
 }
 
-// startServer runs vllm serve with its log in the directory.
-func (c Config) startServer(vllm, name, role string, port int, devices string, extra map[string]any) (*server, error) {
-	transfer, err := c.transferConfig(role, extra)
+// startServer runs a server with its log in the directory.
+func (c Config) startServer(program []string, name, role string, port, bootstrap int, devices string) (*server, error) {
+	command, env, err := engines[c.Engine].serve(&c, program, role, port, bootstrap)
 	if err != nil {
 		return nil, fmt.Errorf("launch: --connector-config: %w", err)
 	}
-	command := append([]string{vllm, "serve", c.Model, "--host", localhost, "--port", fmt.Sprint(port), "--kv-transfer-config", transfer}, c.Args...)
-	var env []string
+	command = append(command, c.Args...)
 	if devices != "" {
 		env = append(env, c.DeviceVariable+"="+devices)
 	}
@@ -146,7 +145,7 @@ func (c Config) startServer(vllm, name, role string, port int, devices string, e
 // client asks servers; nothing that launch asks is large or slow.
 var client = &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 
-func ask(ctx context.Context, method, url string, body any, limit time.Duration) (text []byte, err error) {
+func ask(ctx context.Context, method, url, key string, body any, limit time.Duration) (text []byte, err error) {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	var in io.Reader
@@ -162,7 +161,7 @@ func ask(ctx context.Context, method, url string, body any, limit time.Duration)
 		return nil, err
 	}
 	req.Header.Set("Content-Type", "application/json")
-	if key := os.Getenv("VLLM_API_KEY"); key != "" {
+	if key != "" {
 		req.Header.Set("Authorization", "Bearer "+key)
 	}
 	resp, err := client.Do(req)
@@ -179,8 +178,8 @@ func ask(ctx context.Context, method, url string, body any, limit time.Duration)
 // warmUp sends a request of some hundred tokens: an engine's first forward pass
 // is slow, and on CPUs with AMX one of a single token, as a decode server's,
 // would be its last.
-func (s *server) warmUp(ctx context.Context, model string) error {
-	_, err := ask(ctx, http.MethodPost, s.url+"/v1/completions",
-		map[string]any{"model": model, "prompt": strings.Repeat("warm ", 80) + s.name, "max_tokens": 4, "temperature": 0}, 5*time.Minute)
+func warmUp(ctx context.Context, url, model, name, key string) error {
+	_, err := ask(ctx, http.MethodPost, url+"/v1/completions", key,
+		map[string]any{"model": model, "prompt": strings.Repeat("warm ", 80) + name, "max_tokens": 4, "temperature": 0}, 5*time.Minute)
 	return err
 }

@@ -34,6 +34,8 @@ func TestMain(m *testing.M) {
 	switch {
 	case filepath.Base(os.Args[0]) == "vllm":
 		os.Exit(stubVLLM(os.Args[1:]))
+	case filepath.Base(os.Args[0]) == "python3":
+		os.Exit(stubPython(os.Args[1:]))
 	case len(os.Args) > 2 && os.Args[1] == GuardCommand:
 		grace, err := time.ParseDuration(os.Getenv(stubGrace))
 		if err != nil {
@@ -63,7 +65,8 @@ func TestMain(m *testing.M) {
 type started struct {
 	Args    []string
 	Devices string
-	Pids    []int // its own and those of what it has started
+	Config  string // of kvconn.sglang
+	Pids    []int  // its own and those of what it has started
 }
 
 // stubVLLM is vllm serve and vllm bench serve.
@@ -88,8 +91,17 @@ func stubVLLM(args []string) int {
 		fmt.Println(err)
 		return 2
 	}
-	mode := os.Getenv(stubMode)
+	bootstrapPort := 0
 	if cfg.Role == "kv_producer" {
+		bootstrapPort = cfg.Extra.Port
+	}
+	return stubServe(args, *port, bootstrapPort, stubengine.Handler(stubengine.Options{Model: "m", Chunks: 2}))
+}
+
+// stubServe is a server, with a bootstrap port if it prefills.
+func stubServe(args []string, port, bootstrapPort int, engine http.Handler) int {
+	mode := os.Getenv(stubMode)
+	if bootstrapPort != 0 {
 		mode = ""
 	}
 	if mode == "dies" {
@@ -114,12 +126,11 @@ func stubVLLM(args []string) int {
 	if mode == "hangs" {
 		signal.Ignore(syscall.SIGTERM)
 	}
-	say(*port, started{args, os.Getenv("CUDA_VISIBLE_DEVICES"), []int{os.Getpid(), os.Getppid(), core.Process.Pid, grandchild}})
+	say(port, started{args, os.Getenv("CUDA_VISIBLE_DEVICES"), os.Getenv(sglangVariable), []int{os.Getpid(), os.Getppid(), core.Process.Pid, grandchild}})
 	fmt.Println("INFO [stub.py] loading")
 	if mode == "hangs" {
 		select {}
 	}
-	engine := stubengine.Handler(stubengine.Options{Model: "m", Chunks: 2})
 	if mode == "refuses" {
 		engine = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if r.URL.Path != "/health" {
@@ -127,18 +138,18 @@ func stubVLLM(args []string) int {
 			}
 		})
 	}
-	if cfg.Role == "kv_producer" {
+	if bootstrapPort != 0 {
 		table := new(bootstrap.Table)
 		if err := table.Register(bootstrap.Registration{EngineID: "e", Addr: "tcp://x:1"}); err != nil {
 			panic(err)
 		}
-		l, err := net.Listen("tcp", net.JoinHostPort(localhost, strconv.Itoa(cfg.Extra.Port)))
+		l, err := net.Listen("tcp", net.JoinHostPort(localhost, strconv.Itoa(bootstrapPort)))
 		if err != nil {
 			panic(err)
 		}
 		go func() { panic(http.Serve(l, bootstrap.NewHandler(table, nil, nil))) }()
 	}
-	panic(http.ListenAndServe(net.JoinHostPort(localhost, strconv.Itoa(*port)), engine))
+	panic(http.ListenAndServe(net.JoinHostPort(localhost, strconv.Itoa(port)), engine))
 }
 
 // say writes a file of the stub's own, whole at once.
@@ -169,7 +180,7 @@ func stubBench(args []string) int {
 	}
 	s := server{process: &process{name: "router"}, url: "http://" + net.JoinHostPort(localhost, strconv.Itoa(*port))}
 	for range *prompts {
-		if err := s.warmUp(context.Background(), "m"); err != nil {
+		if err := warmUp(context.Background(), s.url, "m", s.name, ""); err != nil {
 			fmt.Println(err)
 			return 1
 		}

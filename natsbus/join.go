@@ -54,7 +54,7 @@ func (b *Bus) join(ctx context.Context, reg *registration, j *wire.Join) error {
 	case err != nil:
 		return err
 	case rep.Code != 0:
-		return fmt.Errorf("the first rank does not register %s: %s", reg.what, rep.Reason)
+		return fmt.Errorf("the agent at that port does not register %s: %s", reg.what, rep.Reason)
 	}
 	reg.since = max(reg.since, rep.Since)
 	return nil

@@ -4,11 +4,13 @@ import (
 	"encoding/binary"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/wire"
 )
 
 // shapedSide is an agent whose two layers have blocks of items that name their
@@ -153,4 +155,24 @@ func TestHeadsOfOne(t *testing.T) {
 	d.load("v", p.BootstrapAddress(), 6)
 	d.want("v", core.Refused, "blocks 0 to 1 of group 0", "begins with block 2")
 	p.want("v", core.Refused, "begins with block 2")
+}
+
+// TestUnequalBlocksAreNamed: a cache that is packed in an order of its own has no
+// tokens to match, and the operator has set none of its lengths but this.
+func TestUnequalBlocksAreNamed(t *testing.T) {
+	leaktest.Check(t)
+	packed := func(tokens uint32) *wire.Agent {
+		item := 64 * uint64(tokens)
+		a := &wire.Agent{Version: wire.Version, TPSize: 1, PPSize: 1, BlockTokens: int(tokens)}
+		describeShapes(a, []core.Shape{{Name: "layer.0", BlockStride: 2 * item, BlockBytes: 2 * item, NumBlocks: 4, Tokens: 1, Heads: 2, TotalHeads: 2,
+			TokenStride: 2 * item, HeadStride: item}})
+		return a
+	}
+	if _, err := compatible(packed(128), packed(128)); err != nil {
+		t.Fatal(err)
+	}
+	_, err := compatible(packed(128), packed(96))
+	if err == nil || !strings.HasPrefix(err.Error(), "blocks of 128 tokens at the prefill engine, of 96 at the decode engine: layouts differ: ") {
+		t.Error(err)
+	}
 }

@@ -65,6 +65,9 @@ func (a *Agent) serveJoin(from core.AgentID, j *wire.Join) *wire.Reply {
 	since, err := g.join(ctx, j)
 	if err != nil {
 		a.log.Warn("rank not registered", zap.String("agent", j.Agent.ID), zap.String("engine_id", j.Agent.EngineID), zap.Error(err))
+		if a.cfg.EngineID == "" {
+			return refuse("agent %s, which has the bootstrap port: %v", a.id, err)
+		}
 		return refuse("agent %s of engine %q: %v", a.id, a.cfg.EngineID, err)
 	}
 	return &wire.Reply{Since: since}

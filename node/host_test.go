@@ -135,7 +135,7 @@ func TestHostOfDPRanks(t *testing.T) {
 	}{
 		"another dp_size":        {func(c *Config) { c.DPSize, c.DPRank, c.EngineID = 3, 2, "dp2" }, []string{"dp_size 3", "has 2"}},
 		"another's dp rank":      {func(c *Config) { c.DPSize, c.DPRank, c.EngineID = 2, 1, "new" }, []string{`"new"`, `"dp1"`}},
-		"another's engine_id":    {func(c *Config) { c.DPSize, c.DPRank, c.EngineID = 2, 0, "dp1" }, []string{`"dp1" dp0`, `"dp0"`}},
+		"another's engine_id":    {func(c *Config) { c.DPSize, c.DPRank, c.EngineID = 2, 0, "dp1" }, []string{`"dp1" dp0`, "engine_id of its own"}},
 		"other sizes in one":     {func(c *Config) { c.DPSize, c.DPRank, c.EngineID, c.TPSize = 2, 0, "dp0", 4 }, []string{"tp 4 pp 1", "tp 2 pp 1"}},
 		"another number of them": {func(c *Config) { c.EngineID = "dp0" }, []string{"dp_size 1", "has 2"}},
 	} {

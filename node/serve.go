@@ -142,8 +142,14 @@ func compatible(p, d *wire.Agent) (*core.Match, error) {
 	if err == nil && ranksOf(p) == core.One && ranksOf(d) == core.One {
 		err = m.Whole() // else D looks whether all of its ranks together have what it needs
 	}
-	if err == nil && p.BlockTokens != 0 && d.BlockTokens != 0 && p.BlockTokens != d.BlockTokens && m.Opaque() {
-		err = fmt.Errorf("blocks of %d tokens at the prefill engine, of %d at the decode engine: register the caches with their tokens and heads, then unequal blocks fit", p.BlockTokens, d.BlockTokens)
+	if p.BlockTokens != 0 && d.BlockTokens != 0 && p.BlockTokens != d.BlockTokens {
+		unequal := fmt.Sprintf("blocks of %d tokens at the prefill engine, of %d at the decode engine", p.BlockTokens, d.BlockTokens)
+		switch {
+		case err != nil: // first what an operator has set, then what follows from it
+			err = fmt.Errorf("%s: %w", unequal, err)
+		case m.Opaque():
+			err = fmt.Errorf("%s: register the caches with their tokens and heads, then unequal blocks fit", unequal)
+		}
 	}
 	if err != nil {
 		return nil, err

@@ -12,7 +12,7 @@ import (
 const Usage = `usage: proxy --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [OPTIONS]
 
   --prefill URL [PORT|none]  a prefill server and its bootstrap port; repeatable. Without a port, and with none:
-                             8998; with nixl no bootstrap port, with sglang the prefill server's default
+                             8998; with nixl no bootstrap port, with sglang what the server says
   --decode URL               a decode server; repeatable
   --host HOST                address to listen on (default 127.0.0.1)
   --port PORT                port to listen on, 0 for any free one (default 8000)
@@ -21,6 +21,8 @@ const Usage = `usage: proxy --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... 
                              sglang: both at the same time, with bootstrap_host, bootstrap_port and bootstrap_room
   --balance NAME             least-loaded (default) or round-robin, over servers and their data parallel ranks
   --retries N                further attempts with other engines before the first byte of an answer (default 2)
+  --fallback-decode          when no prefill server is up, or the retries are spent, a decode server gets the request
+                             alone and computes the prompt itself (not with sglang)
   --max-requests N           requests in flight; further ones get a 503 (default 4096)
   --max-body BYTES           of a request (default 67108864)
   --drain-timeout SECONDS    how long requests may go on after SIGTERM (default 30)
@@ -88,6 +90,11 @@ func ParseArgs(args []string) (Config, error) {
 		case "--retries":
 			n, err = number(0, maxRetries)
 			cfg.Retries = int(n)
+		case "--fallback-decode":
+			cfg.FallbackDecode = true
+			if hasInline {
+				err = fmt.Errorf("proxy: --fallback-decode takes no value")
+			}
 		case "--max-requests":
 			n, err = number(1, 1<<20)
 			cfg.MaxRequests = int(n)

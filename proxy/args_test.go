@@ -27,9 +27,9 @@ func TestParseArgs(t *testing.T) {
 	if err != nil || cfg.Host != "127.0.0.1" || cfg.Port != 8000 {
 		t.Fatalf("defaults: %+v, %v", cfg, err)
 	}
-	cfg, err = ParseArgs(strings.Fields("--prefill http://p --decode http://d --contract nixl --balance=round-robin --retries 0 --max-requests 9 --max-body 1000 --drain-timeout 7 --no-access-log"))
+	cfg, err = ParseArgs(strings.Fields("--prefill http://p --decode http://d --contract nixl --balance=round-robin --retries 0 --max-requests 9 --max-body 1000 --drain-timeout 7 --no-access-log --fallback-decode"))
 	want = Config{Host: "127.0.0.1", Port: 8000, Prefill: []Prefill{{"http://p", 0}}, Decode: []string{"http://d"},
-		Contract: NIXL, Balance: RoundRobin, MaxRequests: 9, MaxBody: 1000, ShutdownTimeout: 7 * time.Second}
+		Contract: NIXL, Balance: RoundRobin, MaxRequests: 9, MaxBody: 1000, ShutdownTimeout: 7 * time.Second, FallbackDecode: true}
 	if err != nil || !reflect.DeepEqual(cfg, want) {
 		t.Fatalf("got %+v, %v\nwant %+v", cfg, err, want)
 	}
@@ -63,17 +63,19 @@ func TestParseArgsErrors(t *testing.T) {
 		p + d + "--max-requests 0":    `--max-requests "0"`,
 		p + d + "--drain-timeout 0":   `--drain-timeout "0"`,
 		p + d + "--no-access-log=no":  "takes no value",
-		d + p + "9000 9001":           `unknown argument "9001"`,
-		p + d + "--prefil http://p":   `unknown argument "--prefil"`,
-		d + "--prefill p:8010":        `bad URL "p:8010"`,
-		d + "--prefill http://":       `bad URL "http://"`,
-		d + "--prefill http://p:0":    `port "0"`,
-		d + "--prefill http://p:":     `port ""`,
-		d + "--prefill http://p:x":    "bad URL",
-		p + "--decode ftp://d":        `bad URL "ftp://d"`,
-		p + "--decode http://d?x=1":   "query",
-		p + "--decode http://u@d":     "user",
-		p + "--decode http://d:70000": `port "70000"`,
+		p + d + "--fallback-decode=1": "takes no value",
+		p + d + "--fallback-decode --contract sglang": "compute no prompts",
+		d + p + "9000 9001":                           `unknown argument "9001"`,
+		p + d + "--prefil http://p":                   `unknown argument "--prefil"`,
+		d + "--prefill p:8010":                        `bad URL "p:8010"`,
+		d + "--prefill http://":                       `bad URL "http://"`,
+		d + "--prefill http://p:0":                    `port "0"`,
+		d + "--prefill http://p:":                     `port ""`,
+		d + "--prefill http://p:x":                    "bad URL",
+		p + "--decode ftp://d":                        `bad URL "ftp://d"`,
+		p + "--decode http://d?x=1":                   "query",
+		p + "--decode http://u@d":                     "user",
+		p + "--decode http://d:70000":                 `port "70000"`,
 	} {
 		if _, err := ParseArgs(strings.Fields(args)); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v; want an error with %q", args, err, want)

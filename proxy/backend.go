@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"cmp"
 	"net/url"
 	"slices"
 	"sync"
@@ -26,6 +27,21 @@ type server struct {
 	up     bool
 	reason string // why it is not up
 	ranks  []rank // the last ones known; a server without a table of ranks has one
+	port   int    // its bootstrap port as it says itself, 0 if it does not
+}
+
+// bootstrapAt is the bootstrap port as configured, else as found; 0 if neither.
+func (s *server) bootstrapAt() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return cmp.Or(s.bootstrapPort, s.port)
+}
+
+// found notes what a server says of its bootstrap port.
+func (s *server) found(port int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.port = port
 }
 
 // rank is one data parallel rank of a server.

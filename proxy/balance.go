@@ -27,6 +27,7 @@ func parseBalance(s string) (Balance, error) {
 // balancer hands out servers, rank by rank.
 type balancer struct {
 	policy          Balance
+	fallback        bool // decode servers can do without prefill servers
 	prefill, decode side
 }
 
@@ -100,9 +101,9 @@ func (b *balancer) servers() []*server {
 	return append(append([]*server(nil), b.prefill.servers...), b.decode.servers...)
 }
 
-// ready reports whether a server of each role is up.
+// ready reports whether a server of each role is up that is needed.
 func (b *balancer) ready() bool {
-	return b.prefill.anyUp() && b.decode.anyUp()
+	return (b.fallback || b.prefill.anyUp()) && b.decode.anyUp()
 }
 
 func (s *side) anyUp() bool {

@@ -43,6 +43,10 @@ type Config struct {
 	// Retries is how many further attempts with other engines a request gets
 	// while the client has not seen a byte of an answer; 0 is none.
 	Retries int
+	// FallbackDecode lets a decode server compute a prompt itself when no prefill
+	// server is up, or when the retries are spent. Not by the SGLang contract,
+	// whose decode servers cannot.
+	FallbackDecode bool
 	// AccessLog logs a line for each completion request.
 	AccessLog bool
 
@@ -71,7 +75,7 @@ type Prefill struct {
 	URL string
 	// BootstrapPort is its bootstrap port on the same host. 0 stands for 8998,
 	// by the NIXL contract for none, so that its data parallel ranks are not
-	// known, and by the SGLang contract for the server's default.
+	// known, and by the SGLang contract for what the server says itself.
 	BootstrapPort int
 }
 
@@ -130,6 +134,9 @@ func (c Config) validate() error {
 	}
 	if c.Retries < 0 || c.Retries > maxRetries {
 		return fmt.Errorf("proxy: %d retries: give 0 to %d", c.Retries, maxRetries)
+	}
+	if c.FallbackDecode && c.Contract == SGLang {
+		return fmt.Errorf("proxy: fallback to decode by the contract sglang: its decode servers compute no prompts, leave --fallback-decode out")
 	}
 	if c.MaxBody < 0 || c.MaxRequests < 0 || c.RetryInterval < 0 || c.RefreshInterval < 0 || c.ShutdownTimeout < 0 {
 		return fmt.Errorf("proxy: negative limit among MaxBody %d, MaxRequests %d, RetryInterval %v, RefreshInterval %v, ShutdownTimeout %v: 0 gives the default",

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
-	"strings"
 )
 
 // Contract is how a router tells P and D of each other.
@@ -71,7 +70,7 @@ func (c Contract) prefillBody(a *attempt) []byte {
 		return a.fields.oneToken([]member{{paramsName, json.RawMessage(`{"do_remote_decode":true,"do_remote_prefill":false,` +
 			`"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}`)}})
 	case SGLang:
-		return a.fields.with(a.room(), paramsName) // P knows by its mode what it is to do
+		return a.fields.with(append(a.room(), a.dpRank(prefillRole)...), paramsName) // P knows by its mode what it is to do
 	default:
 		return a.fields.oneToken([]member{{paramsName, rawParams(struct {
 			DoRemoteDecode  bool   `json:"do_remote_decode"`
@@ -84,6 +83,9 @@ func (c Contract) prefillBody(a *attempt) []byte {
 // decodeBody is D's request; params are P's by the NIXL contract, nil if P gave
 // none.
 func (c Contract) decodeBody(a *attempt, params json.RawMessage) []byte {
+	if a.alone() {
+		return a.fields.with(nil, paramsName)
+	}
 	switch c {
 	case NIXL:
 		if params == nil {
@@ -91,7 +93,7 @@ func (c Contract) decodeBody(a *attempt, params json.RawMessage) []byte {
 		}
 		return a.fields.with([]member{{paramsName, params}})
 	case SGLang:
-		return a.fields.with(a.room(), paramsName)
+		return a.fields.with(append(a.room(), a.dpRank(decodeRole)...), paramsName)
 	default:
 		return a.fields.with([]member{{paramsName, rawParams(struct {
 			DoRemoteDecode      bool   `json:"do_remote_decode"`
@@ -101,20 +103,6 @@ func (c Contract) decodeBody(a *attempt, params json.RawMessage) []byte {
 			TransferID          string `json:"transfer_id"`
 		}{false, true, a.prefill.server.bootstrap, a.prefill.engineID, a.transferID})}})
 	}
-}
-
-// room is where P and D meet by the SGLang contract.
-func (a *attempt) room() []member {
-	s := a.prefill.server
-	host := s.base.Hostname()
-	if strings.Contains(host, ":") {
-		host = "[" + host + "]"
-	}
-	port := json.RawMessage("null") // P's default
-	if s.bootstrapPort != 0 {
-		port = strconv.AppendInt(nil, int64(s.bootstrapPort), 10)
-	}
-	return []member{{"bootstrap_host", rawParams(host)}, {"bootstrap_port", port}, {"bootstrap_room", json.RawMessage(a.transferID)}}
 }
 
 // rawParams marshals what consists of bools and strings, which cannot fail.

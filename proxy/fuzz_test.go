@@ -331,3 +331,41 @@ func FuzzArgs(f *testing.F) {
 		}
 	})
 }
+
+// FuzzLogprobs: whatever two engines answer, what comes of D's is JSON if D's was,
+// with all members of D's but meta_info as they were.
+func FuzzLogprobs(f *testing.F) {
+	for _, s := range [][2]string{
+		{`{"meta_info":{"input_token_logprobs":[[1,2,null]]}}`, `{"text":"x","meta_info":{"input_token_logprobs":[],"id":1e2}}`},
+		{`[{"index":1,"meta_info":{"input_token_logprobs":[]}}]`, `{"index":1,"meta_info":{"input_token_logprobs":[ 7 ]}}`},
+		{"data: {\"index\":-3,\"meta_info\":{\"input_top_logprobs\":[null]}}\n\ndata: [DONE]\n\n", `{"index":-3,"meta_info":{"input_top_logprobs":{}},"meta_info":{}}`},
+		{`{"meta_info":[]}`, `[]`}, {`x`, `{"meta_info":null}`}, {``, ``}, {`[]`, `"data:"`},
+	} {
+		f.Add([]byte(s[0]), []byte(s[1]))
+	}
+	f.Fuzz(func(t *testing.T, p, d []byte) {
+		prompts := (&prompt{text: p}).byIndex()
+		got := merged(d, 0, prompts)
+		if !json.Valid(d) {
+			if string(got) != string(d) {
+				t.Errorf("%q becomes %q", d, got)
+			}
+			return
+		}
+		var before, after map[string]any
+		if !json.Valid(got) {
+			t.Fatalf("%q and %q become %q", p, d, got)
+		}
+		if json.Unmarshal(d, &before) != nil || before == nil {
+			return
+		}
+		if err := json.Unmarshal(got, &after); err != nil {
+			t.Fatal(err)
+		}
+		delete(before, "meta_info")
+		delete(after, "meta_info")
+		if !reflect.DeepEqual(before, after) {
+			t.Errorf("%q becomes %q", d, got)
+		}
+	})
+}

@@ -129,7 +129,8 @@ func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, req *request) (
 	return nil, false
 }
 
-// health is 200 while a prefill and a decode server are up.
+// health is 200 while a prefill and a decode server are up; with FallbackDecode
+// a decode server is enough.
 func (p *Proxy) health(w http.ResponseWriter) {
 	missing := p.balancer.missing()
 	state, code := "ok", http.StatusOK

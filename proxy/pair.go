@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"net/http"
 	"strconv"
@@ -21,7 +22,7 @@ func (p *Proxy) try(w http.ResponseWriter, client context.Context, a *attempt) *
 	dctx, cancelD := context.WithCancelCause(client)
 	defer cancelD(nil)
 	defer context.AfterFunc(p.ctx, func() { cancelD(errShutdown) })()
-	if p.cfg.Contract == NIXL {
+	if p.cfg.Contract == NIXL || a.alone() {
 		return p.tryInTurn(w, dctx, a)
 	}
 	return p.tryAtOnce(w, dctx, cancelD, a)
@@ -56,6 +57,9 @@ func (p *Proxy) tryAtOnce(w http.ResponseWriter, dctx context.Context, cancelD c
 		defer a.place.done()
 		defer cancelP()
 		_, f := p.prefill(pctx, a)
+		if a.prompt != nil {
+			close(a.prompt.done)
+		}
 		if f == nil || pctx.Err() != nil {
 			return
 		}
@@ -79,11 +83,14 @@ func (p *Proxy) tryAtOnce(w http.ResponseWriter, dctx context.Context, cancelD c
 	return nil
 }
 
-// tryInTurn sends the request to P, and with P's parameters to D.
+// tryInTurn sends the request to P, if there is one, and with P's parameters to D.
 func (p *Proxy) tryInTurn(w http.ResponseWriter, ctx context.Context, a *attempt) *failure {
-	params, f := p.prefill(ctx, a)
-	if f != nil {
-		return f
+	var params json.RawMessage
+	if !a.alone() {
+		var f *failure
+		if params, f = p.prefill(ctx, a); f != nil {
+			return f
+		}
 	}
 	d, f := p.decode(ctx, a, params)
 	if f != nil {
@@ -99,7 +106,12 @@ func (p *Proxy) relay(w http.ResponseWriter, ctx context.Context, a *attempt, d 
 	p.metrics.firstByte.Observe(time.Since(a.began).Seconds())
 	a.outcome = strconv.Itoa(d.resp.StatusCode)
 	d.resp.Header.Set("X-Request-Id", a.id)
-	err := d.relay(w)
+	var err error
+	if a.prompt != nil {
+		err = d.relayMerged(w, ctx, a.prompt)
+	} else {
+		err = d.relay(w)
+	}
 	if err == nil {
 		return
 	}

@@ -48,7 +48,7 @@ func New(cfg Config) (*Proxy, error) {
 	}
 	p := &Proxy{cfg: cfg, log: cfg.Logger, client: newClient(nil), bootstraps: newClient(trust), places: make(chan struct{}, cfg.MaxRequests)}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
-	p.balancer.policy = cfg.Balance
+	p.balancer.policy, p.balancer.fallback = cfg.Balance, cfg.FallbackDecode
 	for _, c := range cfg.Prefill {
 		base, err := baseURL(c.URL)
 		if err != nil {

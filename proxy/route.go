@@ -34,7 +34,11 @@ type attempt struct {
 	number          int // from 0
 	transferID      string
 	prefill, decode target
+	prompt          *prompt // P's answer, if D's lacks something of it
 }
+
+// alone reports whether D gets the request alone, and computes the prompt itself.
+func (a *attempt) alone() bool { return a.prefill.server == nil }
 
 // engineRequestID is what engines are told. vLLM takes it for the request's
 // name, of which an engine may have one at a time.
@@ -80,13 +84,19 @@ func (h *history) add(a *attempt, f *failure) {
 }
 
 // route makes attempts until one has begun to answer the client, or until the
-// failure of the last one is the answer.
+// failure of the last one is the answer. With FallbackDecode D gets it alone when
+// no P is up, and once when the retries are spent.
 func (p *Proxy) route(w http.ResponseWriter, client context.Context, r *request) {
 	var h history
 	var last *failure
+	fallback := false
 	for n := 0; ; n++ {
 		a := &attempt{request: r, number: n, transferID: p.cfg.Contract.newTransferID()} // not from the client's id, which may come twice
-		if !p.choose(client, a, &h) {
+		ok := !fallback && p.choose(client, a, &h)
+		if p.cfg.FallbackDecode && (!ok || !p.balancer.prefill.anyUp()) {
+			ok, fallback = p.chooseAlone(a, &h, last), true
+		}
+		if !ok {
 			if last == nil {
 				w.Header().Set("Retry-After", "1")
 				p.refuse(w, r, "not ready: "+strings.Join(p.balancer.missing(), "; "))
@@ -95,14 +105,21 @@ func (p *Proxy) route(w http.ResponseWriter, client context.Context, r *request)
 			p.answerFailure(w, client, r, last)
 			return
 		}
-		r.last = a
+		if r.last = a; p.cfg.Contract == SGLang {
+			a.settleRoom()
+		}
+		if p.cfg.Contract.wantsPrompt(r) {
+			a.prompt = &prompt{done: make(chan struct{})}
+		}
 		if last = p.try(w, client, a); last == nil {
 			return
 		}
-		if n >= p.cfg.Retries || !last.mayRetry() || p.ending(client) {
+		spent := n >= p.cfg.Retries
+		if spent && (fallback || !p.cfg.FallbackDecode) || !last.mayRetry() || p.ending(client) {
 			p.answerFailure(w, client, r, last)
 			return
 		}
+		fallback = fallback || spent
 		h.add(a, last)
 		p.metrics.retries.WithLabelValues(last.role).Inc()
 		p.log.Warn("trying another engine", a.logFields(zap.String("failed", last.role), zap.Error(last))...)
@@ -131,7 +148,27 @@ func (p *Proxy) choose(client context.Context, a *attempt, h *history) bool {
 	return ok
 }
 
+// chooseAlone says which D gets an attempt without a P; last is why, nil when no
+// P could be tried.
+func (p *Proxy) chooseAlone(a *attempt, h *history, last *failure) (ok bool) {
+	a.prefill = target{}
+	a.decode, ok = p.balancer.decode.pick(p.balancer.policy, h.refuse, h.avoid)
+	if !ok || h.triedPair(a.prefill, a.decode) {
+		return false
+	}
+	why := strings.Join(p.balancer.missing(), "; ")
+	if last != nil {
+		why = last.Error()
+	}
+	p.metrics.fallbacks.Inc()
+	p.log.Warn("a decode server computes the prompt itself", a.logFields(zap.String("reason", why))...)
+	return true
+}
+
 func (a *attempt) logFields(more ...zap.Field) []zap.Field {
-	return append([]zap.Field{zap.String("request_id", a.id), zap.String("transfer_id", a.transferID),
-		zap.String("prefill", a.prefill.server.url), zap.Int("prefill_dp_rank", max(a.prefill.dp, 0)), zap.String("decode", a.decode.server.url)}, more...)
+	f := []zap.Field{zap.String("request_id", a.id)}
+	if !a.alone() {
+		f = append(f, zap.String("transfer_id", a.transferID), zap.String("prefill", a.prefill.server.url), zap.Int("prefill_dp_rank", max(a.prefill.dp, 0)))
+	}
+	return append(append(f, zap.String("decode", a.decode.server.url)), more...)
 }

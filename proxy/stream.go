@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"io"
 	"net/http"
+	"strings"
 	"sync"
 	"time"
 )
@@ -37,6 +38,11 @@ func readFirst(resp *http.Response) answer {
 		a.more()
 	}
 	return a
+}
+
+// streams: it is one of events.
+func (a *answer) streams() bool {
+	return strings.HasPrefix(a.resp.Header.Get("Content-Type"), "text/event-stream")
 }
 
 // more reads on into first.

@@ -30,16 +30,23 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	}
 	defer resp.Body.Close()
 	// Read to its end, or the connection could not be used again.
-	text, err := io.ReadAll(io.LimitReader(resp.Body, maxSmallAnswer+1))
+	most := int64(maxSmallAnswer)
+	if a.prompt != nil {
+		most = maxLogprobs
+	}
+	text, err := io.ReadAll(io.LimitReader(resp.Body, most+1))
 	switch {
 	case resp.StatusCode < 200 || resp.StatusCode > 299: // says enough if the body breaks off
 		return nil, a.prefill.answered(resp, text)
 	case err != nil:
 		return nil, a.prefill.failed(fmt.Errorf("its answer broke off: %w", err))
-	case len(text) > maxSmallAnswer && p.cfg.Contract == NIXL:
-		return nil, a.prefill.failed(fmt.Errorf("its answer is larger than %d bytes", maxSmallAnswer))
-	case len(text) > maxSmallAnswer:
+	case int64(len(text)) > most && (p.cfg.Contract == NIXL || a.prompt != nil):
+		return nil, a.prefill.failed(fmt.Errorf("its answer is larger than %d bytes", most))
+	case int64(len(text)) > most:
 		return nil, nil // of the other contracts only an error is of use, which is small
+	}
+	if a.prompt != nil {
+		a.prompt.text = text
 	}
 	if p.cfg.Contract != NIXL && !bytes.Contains(text, []byte("error")) && !bytes.Contains(text, []byte("abort")) {
 		p.metrics.prefill.Observe(time.Since(began).Seconds())
@@ -77,6 +84,14 @@ func readPrefillAnswer(text []byte) (params json.RawMessage, status int, err err
 	}
 	if first, ok := bytes.CutPrefix(text, []byte("data: ")); ok { // a stream, as by the SGLang contract
 		text, _, _ = bytes.Cut(first, []byte("\n\n"))
+	}
+	if list := elements(text); len(list) > 0 && isArray(text) { // SGLang's of a batch
+		for _, one := range list {
+			if _, status, err = readPrefillAnswer(one); err != nil {
+				return nil, status, err
+			}
+		}
+		return nil, 0, nil
 	}
 	if json.Unmarshal(text, &a) != nil {
 		return nil, 0, nil // an engine of another kind; its status was good
@@ -157,7 +172,7 @@ func (p *Proxy) checkBegin(a *attempt, d *answer) *failure {
 		return a.decode.failed(fmt.Errorf("answered %s with an empty body", d.resp.Status))
 	case len(d.first) == 0:
 		return a.decode.failed(fmt.Errorf("no answer after the headers: %w", d.err))
-	case !strings.HasPrefix(d.resp.Header.Get("Content-Type"), "text/event-stream"):
+	case !d.streams():
 		return nil
 	}
 	raw, ok := d.errorEvent()
@@ -190,7 +205,7 @@ func (p *Proxy) send(ctx context.Context, a *attempt, t target, body []byte) (*h
 	}
 	req.Header["Content-Type"] = []string{"application/json"}
 	req.Header["X-Request-Id"] = []string{a.engineRequestID()}
-	if t.dp != unranked {
+	if t.dp != unranked && p.cfg.Contract != SGLang { // whose engines are told in the body
 		req.Header["X-Data-Parallel-Rank"] = []string{strconv.Itoa(t.dp)}
 	}
 	resp, err := p.client.Do(req)

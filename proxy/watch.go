@@ -62,14 +62,21 @@ func (p *Proxy) askAgain(ctx context.Context, s *server) bool {
 // noteDown takes a server out of the choice until its next good probe.
 func (p *Proxy) noteDown(s *server, err error) {
 	if s.setDown(err.Error()) {
-		p.log.Warn("server is down", zap.String("role", s.role), zap.String("url", s.url), zap.Error(err))
+		p.log.Warn("server is down", serverFields(s, err)...)
 	}
+}
+
+func serverFields(s *server, err error) []zap.Field {
+	return []zap.Field{zap.String("role", s.role), zap.String("url", s.url), zap.Error(err)}
 }
 
 // probe asks a server whether it is healthy and, if it prefills, for its ranks.
 func (p *Proxy) probe(ctx context.Context, s *server) ([]rank, error) {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
+	if p.cfg.Contract == SGLang {
+		return p.probeSGLang(ctx, s)
+	}
 	if _, err := p.fetch(ctx, p.client, s.path("/health")); err != nil {
 		return nil, err
 	}

@@ -76,6 +76,7 @@ func (lk *link) flush(l *lane) {
 			if j.lane == l && !j.done {
 				j.lane, j.lost = nil, true
 				j.breaks++
+				w.told = false
 			}
 		}
 		lk.settle(w)
@@ -124,7 +125,7 @@ func (lk *link) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 	for i, seq := range seqs {
 		if w := lk.bySeq[seq]; w != nil {
 			for _, j := range w.jobs {
-				if j.lost && rep.Arrived[i]>>j.index&1 == 1 {
+				if j.lost && j.filled && rep.Arrived[i]>>j.index&1 == 1 {
 					lk.finish(j)
 				}
 			}
@@ -136,7 +137,7 @@ func (lk *link) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 
 // maxBreaks is how many lanes may break under a part before its transfer is given
 // up: what no lane carries (a path that swallows large packets, a key that D does
-// not know any more) must end.
+// not know any more) must end. One that carried all it was given has counted nothing.
 const maxBreaks = 8
 
 // again gives jobs without a lane to those that there are, once D has ended the

@@ -34,7 +34,7 @@ type batch[H any] struct {
 	Owner    H
 	Requests int
 	Bytes    uint64
-	End      bool // the owner's last
+	End      bool // the owner's last, for now
 
 	last     uint64 // ID of its last request
 	signaled bool
@@ -69,8 +69,8 @@ func (q *sendQueue[H]) counts() (posted, signalled uint64) { return q.next - 1, 
 
 // posting takes the credits of a chain that is posted next, and sets each
 // write's ID and whether it is signalled: each every-th, one whenever half of the
-// queue's bytes wait for a signal, the owner's last (end), and the chain's last if
-// else nothing that is under way would tell. There must be room for the requests.
+// queue's bytes wait for a signal, the owner's last (end: it has nothing more to post
+// now), and the chain's last if else nothing that is under way would tell. There must be room for the requests.
 func (q *sendQueue[H]) posting(owner H, writes []verbs.Write, pieces []verbs.SGE, end bool) {
 	if len(writes) > q.depth-q.requests {
 		panic(fmt.Sprintf("rdma: %d requests are posted with %d of %d under way", len(writes), q.requests, q.depth))

@@ -291,9 +291,9 @@ func TestSendQueueRatio(t *testing.T) {
 }
 
 func TestSendQueueAllocatesNothing(t *testing.T) {
-	q := newSendQueue[*part](64, 1<<30, 16)
+	q := newSendQueue[*job](64, 1<<30, 16)
 	writes, pieces := chainOf(same(32, 4096)...)
-	owner := &part{}
+	owner := &job{}
 	if n := testing.AllocsPerRun(100, func() {
 		q.posting(owner, writes, pieces, true)
 		last := writes[len(writes)-1].ID
@@ -305,9 +305,9 @@ func TestSendQueueAllocatesNothing(t *testing.T) {
 }
 
 func BenchmarkSendQueue(b *testing.B) {
-	q := newSendQueue[*part](64, 1<<30, 16)
+	q := newSendQueue[*job](64, 1<<30, 16)
 	writes, pieces := chainOf(same(32, 4096)...)
-	owner := &part{}
+	owner := &job{}
 	for b.Loop() { // 20,000 requests
 		for range 625 {
 			q.posting(owner, writes, pieces, false)

@@ -136,6 +136,36 @@ func TestQueuePairErrors(t *testing.T) {
 	}
 }
 
+// TestRailsLostAtRest: one of two rails goes down while a write rests, and the write goes
+// on; both do, and both sides know. Then a rail is back, and all is well again.
+func TestRailsLostAtRest(t *testing.T) {
+	needsMachine(t)
+	leaktest.Check(t)
+	p, d := pair(t, rdma.DefaultConfig())
+	n := 1
+	for down := 1; down <= rails(); down++ {
+		const blocks = 256
+		m, extend := grow(p, d, n, blocks, blocks/2)
+		n++
+		m.part(50)
+		for i := range down {
+			cutLink(t, i)
+		}
+		extend(blocks/2, blocks)
+		if down < rails() {
+			m.well()
+		} else {
+			m.failed()
+		}
+		for i := range down {
+			setLink(t, i, true)
+		}
+		d.again(p)
+		begin(p, d, n, 64).well()
+		n++
+	}
+}
+
 // TestReplacedReceiver: D dies without a word, in the middle of a transfer, and a
 // process with the same memory takes its place. P's old keys move nothing there.
 func TestReplacedReceiver(t *testing.T) {

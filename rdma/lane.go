@@ -35,7 +35,7 @@ type lane struct {
 	// P's end, guarded by its link.
 	link    *link
 	queue   *sendQueue[*job]
-	jobs    []*job // whose requests are not all posted; the first is next
+	jobs    []*job // that have something to post; the first is next
 	rail    *rail
 	keys    *keyTable      // D's memory by its port
 	probe   chan error     // what came of the first writes

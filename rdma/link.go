@@ -155,89 +155,17 @@ func (lk *link) add(w *write) {
 	})
 }
 
-// begin cuts a write into parts and gives them to lanes.
-func (lk *link) begin(w *write) {
-	if !w.known {
-		g, err := checkGrant(w.op.Grant, lk.there.secret, w.op.ID)
-		switch {
-		case err != nil:
-		case g.bytes != w.bytes:
-			err = fmt.Errorf("rdma: transfer %q has %d bytes here, %d at decode agent %s", string(w.op.ID), w.bytes, g.bytes, lk.peer)
-		case !lk.grants.alive(g.seq):
-			err = errRevoked(w)
-		case lk.bySeq[g.seq] != nil:
-			err = fmt.Errorf("rdma: transfer %q has the grant of one that is being written", string(w.op.ID))
-		}
-		if err != nil {
-			lk.fail(w, err)
-			return
-		}
-		w.grant, w.known = g, true
-		lk.bySeq[g.seq] = w
-	}
-	now := time.Now()
-	weights, lanes := lk.choose(w.bytes, now)
-	parts := split(w.op.Pairs, weights, minPart)
-	w.left = len(parts)
-	w.jobs = make([]*job, len(parts))
-	for i, p := range parts {
-		m := mark{slot: w.grant.slot, generation: w.grant.generation, index: uint8(i), total: uint8(len(parts))}
-		w.jobs[i] = &job{w: w, index: i, cursor: p.cursor(m.encode())}
-		lk.assign(w.jobs[i], lanes[p.lane])
-	}
-	for _, l := range lanes {
-		lk.pump(l)
-	}
-}
-
-// minPart is the least that is worth a lane of its own.
-const minPart = 256 << 10
-
-// stripe says from which size on a transfer takes several rails.
-var stripe = striping{near: 2 * minPart, far: 16 << 20}
-
-// choose spreads bytes over the lanes: by the speed of their rails, and on each
-// rail evenly. A small transfer takes the lane that carries least.
-func (lk *link) choose(bytes uint64, now time.Time) (weights []float64, lanes []*lane) {
-	var rails []candidate
-	index := map[*rail]int{}
-	count := map[*rail]int{}
-	for _, l := range lk.lanes {
-		if _, seen := index[l.rail]; !seen {
-			index[l.rail] = len(rails)
-			rails = append(rails, candidate{rail: l.rail, near: l.port.near})
-		}
-		count[l.rail]++
-	}
-	byRail, err := chooseRails(rails, bytes, stripe, now)
-	if err != nil { // all are paused, and yet there are lanes: they are as good as others
-		byRail = make([]float64, len(rails))
-		for i := range byRail {
-			byRail[i] = 1
-		}
-	}
-	if bytes < stripe.near {
-		var best *lane
-		for _, l := range lk.lanes {
-			if byRail[index[l.rail]] > 0 && (best == nil || l.load() < best.load()) {
-				best = l
-			}
-		}
-		return []float64{1}, []*lane{best}
-	}
-	weights = make([]float64, len(lk.lanes))
-	for i, l := range lk.lanes {
-		weights[i] = byRail[index[l.rail]] / float64(count[l.rail])
-	}
-	return weights, lk.lanes
-}
-
-// load is a measure of what a lane has to do.
-func (l *lane) load() int { return l.queue.requests + len(l.jobs)*maxChain }
-
 func (lk *link) assign(j *job, l *lane) {
-	j.lane, j.lost, j.filled = l, false, false
-	l.jobs = append(l.jobs, j)
+	j.lane, j.lost, j.filled, j.queued = l, false, false, false
+	j.enqueue()
+}
+
+// enqueue has a job's lane post what there is of it.
+func (j *job) enqueue() {
+	if j.lane != nil && !j.queued && j.cursor.ready() {
+		j.lane.jobs = append(j.lane.jobs, j)
+		j.queued = true
+	}
 }
 
 // pump posts what there is room for, a chain for each job in turn, so that a
@@ -253,12 +181,11 @@ func (lk *link) pump(l *lane) {
 			continue
 		}
 		room, bytes := l.queue.room()
-		first := j.index == 0 && j.cursor.atStart()
 		if room < 2 || bytes == 0 {
 			return
 		}
 		n := 0
-		if first { // the time from here on is the transfer's, and D knows that bytes may come
+		if !j.w.told { // the time from here on is the transfer's, and D knows that bytes may come
 			m := mark{slot: j.w.grant.slot, generation: j.w.grant.generation, index: beginIndex, total: 1}
 			lk.chain[0] = verbs.Write{Imm: m.encode(), Flags: verbs.WithImm}
 			n = 1
@@ -271,7 +198,9 @@ func (lk *link) pump(l *lane) {
 			continue
 		}
 		n += k
-		l.queue.posting(j, lk.chain[:n], lk.pieces[:pieces], done)
+		j.w.told = true
+		// Nothing may follow for minutes: then a completion must tell of these.
+		l.queue.posting(j, lk.chain[:n], lk.pieces[:pieces], !j.cursor.ready())
 		l.rail.begin(time.Now(), carried)
 		lk.watchLanes()
 		j.flight += n
@@ -282,9 +211,8 @@ func (lk *link) pump(l *lane) {
 			return
 		}
 		l.jobs = l.jobs[1:]
-		if j.filled = done; !done {
-			l.jobs = append(l.jobs, j)
-		}
+		j.filled, j.queued = done, false
+		j.enqueue()
 	}
 }
 
@@ -292,6 +220,9 @@ func (lk *link) pump(l *lane) {
 func (lk *link) landed(j *job, requests int) {
 	j.flight -= requests
 	j.w.flight -= requests
+	if j.flight == 0 && !j.cursor.ready() {
+		j.breaks = 0
+	}
 	if j.filled && j.flight == 0 {
 		lk.finish(j)
 		return

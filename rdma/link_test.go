@@ -47,7 +47,7 @@ func newTestLink(t *testing.T, lanes int) *link {
 // testWrite has a write with so many requests under way on a lane.
 func (lk *link) testWrite(id core.TransferID, seq uint64, l *lane, requests int) *write {
 	w := &write{op: core.WriteOp{ID: id, Peer: lk.peer}, link: lk, grant: grant{seq: seq}, known: true, left: 1, flight: requests, began: time.Now()}
-	j := &job{w: w, lane: l, flight: requests}
+	j := &job{w: w, lane: l, flight: requests, filled: true, cursor: cursor{whole: true, done: true}}
 	w.jobs = []*job{j}
 	lk.t.sender.untold++
 	l.queue.posting(j, make([]verbs.Write, requests), nil, false)

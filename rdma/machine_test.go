@@ -298,7 +298,28 @@ type moving struct {
 // begin has p write to d: so many blocks, scattered on both sides.
 func begin(p, d *agent, n, blocks int) *moving {
 	p.t.Helper()
-	m := &moving{p: p, d: d, id: core.TransferID(fmt.Sprint("transfer-", n)), n: n, src: scattered(uint64(n), blocks), dst: scattered(uint64(n)+1000, blocks)}
+	m, grant := prepare(p, d, n, blocks)
+	m.write(grant)
+	return m
+}
+
+// grow is begin with the first of the blocks; extend gives others.
+func grow(p, d *agent, n, blocks, first int) (m *moving, extend func(from, to int)) {
+	p.t.Helper()
+	m, grant := prepare(p, d, n, blocks)
+	op := core.WriteOp{ID: m.id, Peer: d.id, Grant: grant, Bytes: uint64(blocks) * blockBytes}
+	of := func(from, to int) core.WriteOp {
+		op.Pairs = m.pairs(from, to)
+		op.At = []core.Extent{{Position: uint64(from) * blockBytes, Pairs: len(op.Pairs)}}
+		return op
+	}
+	p.tr.Write(of(0, first))
+	return m, func(from, to int) { p.tr.Extend(of(from, to)) }
+}
+
+func prepare(p, d *agent, n, blocks int) (m *moving, grant []byte) {
+	p.t.Helper()
+	m = &moving{p: p, d: d, id: core.TransferID(fmt.Sprint("transfer-", n)), n: n, src: scattered(uint64(n), blocks), dst: scattered(uint64(n)+1000, blocks)}
 	p.paint(n, m.src)
 	d.paint(0, every())
 	grant, err := d.tr.Expect(m.id, p.id, d.layout.Segments([][]core.BlockID{m.dst}))
@@ -306,17 +327,21 @@ func begin(p, d *agent, n, blocks int) *moving {
 		p.t.Fatal(err)
 	}
 	m.began = time.Now()
-	m.write(grant)
-	return m
+	return m, grant
 }
 
 func (m *moving) write(grant []byte) {
 	m.p.t.Helper()
-	pairs, err := m.p.layout.Plan([][]core.BlockID{m.src}, m.d.layout.Shapes(), [][]core.BlockID{m.dst})
+	m.p.tr.Write(core.WriteOp{ID: m.id, Peer: m.d.id, Grant: grant, Pairs: m.pairs(0, len(m.src))})
+}
+
+func (m *moving) pairs(from, to int) []core.Pair {
+	m.p.t.Helper()
+	pairs, err := m.p.layout.Plan([][]core.BlockID{m.src[from:to]}, m.d.layout.Shapes(), [][]core.BlockID{m.dst[from:to]})
 	if err != nil {
 		m.p.t.Fatal(err)
 	}
-	m.p.tr.Write(core.WriteOp{ID: m.id, Peer: m.d.id, Grant: grant, Pairs: pairs})
+	return pairs
 }
 
 // arrivals counts the blocks of which bytes have landed.

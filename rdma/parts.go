@@ -11,18 +11,18 @@ import (
 // maxParts is the most parts of a transfer: an immediate has 6 bits for the index.
 const maxParts = 64
 
-// cutAlign is where a part may begin within a pair: pages, and packets of any MTU,
+// cutAlign is where a stretch may begin within a pair: pages, and packets of any MTU,
 // stay whole.
 const cutAlign = 4096
 
-// part is a contiguous range of a transfer's linear order: what one lane writes,
-// and what is written again elsewhere when that lane fails.
-type part struct {
-	pairs  []core.Pair // the transfer's, shared by its parts
-	first  int         // the pair that holds the part's first byte
+// stretch is a contiguous range of what a write is given at a time, for one of its
+// parts: what one lane writes, and what is written again elsewhere when that lane fails.
+type stretch struct {
+	pairs  []core.Pair // all that was given with it, shared by the stretches
+	first  int         // the pair that holds the stretch's first byte
 	skip   uint64      // bytes of that pair before it
 	length uint64
-	lane   int // index of the weight that it was cut for
+	part   int // index of the weight that it was cut for
 }
 
 // pairBytes is what a plan carries. Pairs of real memory do not add up to 2^64.
@@ -34,33 +34,33 @@ func pairBytes(pairs []core.Pair) uint64 {
 	return n
 }
 
-// split cuts a transfer into parts whose lengths are proportional to weights, in
-// the order of the weights, each byte in exactly one. Lanes that would get less
-// than least bytes get no part, the lightest first; a transfer that is shorter
-// than least, or empty, is one part. A weight that is no positive number gets
-// nothing unless all are such; then all count the same.
-func split(pairs []core.Pair, weights []float64, least uint64) []part {
+// split cuts pairs into stretches whose lengths are proportional to weights, in
+// the order of the weights, each byte in exactly one. Parts that would get less
+// than least bytes get no stretch, the lightest first; what is shorter than least,
+// or empty, is one. A weight that is no positive number gets nothing unless all are
+// such; then all count the same.
+func split(pairs []core.Pair, weights []float64, least uint64) []stretch {
 	least = max(least, 1)
 	total := pairBytes(pairs)
-	lanes := share(weights, total, least)
-	parts := make([]part, len(lanes))
+	parts := share(weights, total, least)
+	out := make([]stretch, len(parts))
 	sum, upTo := 0.0, 0.0
-	for _, l := range lanes {
-		sum += l.weight
+	for _, p := range parts {
+		sum += p.weight
 	}
 	var (
-		pair  int    // where the next part begins
+		pair  int    // where the next stretch begins
 		start uint64 // position of that pair's first byte
-		from  uint64 // position of the part's
+		from  uint64 // position of the stretch's
 	)
-	for i, l := range lanes {
-		upTo += l.weight
-		parts[i] = part{pairs: pairs, first: pair, skip: from - start, length: total - from, lane: l.index}
-		rest := uint64(len(lanes) - 1 - i)
+	for i, p := range parts {
+		upTo += p.weight
+		out[i] = stretch{pairs: pairs, first: pair, skip: from - start, length: total - from, part: p.index}
+		rest := uint64(len(parts) - 1 - i)
 		if rest == 0 {
 			break
 		}
-		// As near to its share as least allows, for this part and for the others.
+		// As near to its share as least allows, for this one and for the others.
 		lo, hi := from+least, total-rest*least
 		want := min(max(uint64(float64(total)*(upTo/sum)), lo), hi)
 		for want-start >= pairs[pair].Length {
@@ -68,14 +68,14 @@ func split(pairs []core.Pair, weights []float64, least uint64) []part {
 			pair++
 		}
 		to := cutNear(want, start, pairs[pair].Length, lo, hi)
-		parts[i].length = to - from
+		out[i].length = to - from
 		from = to
 		if from-start == pairs[pair].Length {
 			start = from
 			pair++
 		}
 	}
-	return parts
+	return out
 }
 
 // cutNear is the position nearest to want, down before up, between lo and hi that
@@ -97,8 +97,8 @@ type weighted struct {
 	weight float64
 }
 
-// share picks the lanes that get a part: at most maxParts, none with a share of
-// less than least bytes of total; at least one.
+// share picks the weights that get a part: at most maxParts, none with a share of
+// less than least bytes of total; at least one. In their order.
 func share(weights []float64, total, least uint64) []weighted {
 	lanes := make([]weighted, 0, len(weights))
 	for i, w := range weights {

@@ -24,23 +24,23 @@ func TestSplit(t *testing.T) {
 		pairs   []core.Pair
 		weights []float64
 		least   uint64
-		want    []part // lengths, and where they begin
+		want    []stretch // lengths, and where they begin
 	}{
-		{"nothing", nil, []float64{1, 1}, 4096, []part{{}}},
-		{"only empty pairs", pairsOf(0, 0), []float64{1, 1}, 4096, []part{{}}},
-		{"no weights", pairsOf(10), nil, 4, []part{{length: 10}}},
-		{"shorter than the least", pairsOf(10, 20), []float64{1, 2}, 4096, []part{{length: 30, lane: 1}}},
-		{"halves", big, []float64{1, 1}, 4096, []part{{length: 1 << 19}, {skip: 1 << 19, length: 1 << 19, lane: 1}}},
-		{"one to three", big, []float64{1, 3}, 4096, []part{{length: 1 << 18}, {skip: 1 << 18, length: 3 << 18, lane: 1}}},
-		{"a third is cut at a page", big, []float64{1, 2}, 4096, []part{{length: 85 * 4096}, {skip: 85 * 4096, length: 171 * 4096, lane: 1}}},
-		{"between pairs", pairsOf(100, 100, 0, 100, 100), []float64{1, 1}, 1, []part{{length: 200}, {first: 3, length: 200, lane: 1}}},
-		{"nearest end of a short pair", pairsOf(100, 300, 400), []float64{1, 2}, 1, []part{{length: 400}, {first: 2, length: 400, lane: 1}}},
-		{"a page from the pair's start", pairsOf(1000, 9000), []float64{1, 1}, 1, []part{{length: 5096}, {first: 1, skip: 4096, length: 4904, lane: 1}}},
-		{"no page within the least", pairsOf(6000), []float64{1, 1}, 3000, []part{{length: 3000}, {skip: 3000, length: 3000, lane: 1}}},
-		{"too light for a part", big, []float64{1, 1000, 1000}, 4096, []part{{length: 1 << 19, lane: 1}, {skip: 1 << 19, length: 1 << 19, lane: 2}}},
-		{"room for two of three", pairsOf(10000), []float64{2, 1, 2}, 4096, []part{{length: 4096}, {skip: 4096, length: 5904, lane: 2}}},
-		{"weights that are none", big, []float64{math.NaN(), math.Inf(1), -1, 0, 1, 1}, 1, []part{{length: 1 << 19, lane: 4}, {skip: 1 << 19, length: 1 << 19, lane: 5}}},
-		{"all are none", big, []float64{0, math.NaN()}, 1, []part{{length: 1 << 19}, {skip: 1 << 19, length: 1 << 19, lane: 1}}},
+		{"nothing", nil, []float64{1, 1}, 4096, []stretch{{}}},
+		{"only empty pairs", pairsOf(0, 0), []float64{1, 1}, 4096, []stretch{{}}},
+		{"no weights", pairsOf(10), nil, 4, []stretch{{length: 10}}},
+		{"shorter than the least", pairsOf(10, 20), []float64{1, 2}, 4096, []stretch{{length: 30, part: 1}}},
+		{"halves", big, []float64{1, 1}, 4096, []stretch{{length: 1 << 19}, {skip: 1 << 19, length: 1 << 19, part: 1}}},
+		{"one to three", big, []float64{1, 3}, 4096, []stretch{{length: 1 << 18}, {skip: 1 << 18, length: 3 << 18, part: 1}}},
+		{"a third is cut at a page", big, []float64{1, 2}, 4096, []stretch{{length: 85 * 4096}, {skip: 85 * 4096, length: 171 * 4096, part: 1}}},
+		{"between pairs", pairsOf(100, 100, 0, 100, 100), []float64{1, 1}, 1, []stretch{{length: 200}, {first: 3, length: 200, part: 1}}},
+		{"nearest end of a short pair", pairsOf(100, 300, 400), []float64{1, 2}, 1, []stretch{{length: 400}, {first: 2, length: 400, part: 1}}},
+		{"a page from the pair's start", pairsOf(1000, 9000), []float64{1, 1}, 1, []stretch{{length: 5096}, {first: 1, skip: 4096, length: 4904, part: 1}}},
+		{"no page within the least", pairsOf(6000), []float64{1, 1}, 3000, []stretch{{length: 3000}, {skip: 3000, length: 3000, part: 1}}},
+		{"too light for a part", big, []float64{1, 1000, 1000}, 4096, []stretch{{length: 1 << 19, part: 1}, {skip: 1 << 19, length: 1 << 19, part: 2}}},
+		{"room for two of three", pairsOf(10000), []float64{2, 1, 2}, 4096, []stretch{{length: 4096}, {skip: 4096, length: 5904, part: 2}}},
+		{"weights that are none", big, []float64{math.NaN(), math.Inf(1), -1, 0, 1, 1}, 1, []stretch{{length: 1 << 19, part: 4}, {skip: 1 << 19, length: 1 << 19, part: 5}}},
+		{"all are none", big, []float64{0, math.NaN()}, 1, []stretch{{length: 1 << 19}, {skip: 1 << 19, length: 1 << 19, part: 1}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			for i := range c.want {
@@ -58,7 +58,7 @@ func TestSplit(t *testing.T) {
 
 // checkParts: they follow each other without a gap, one lane each, in order, and
 // none is too short.
-func checkParts(t *testing.T, parts []part, pairs []core.Pair, weights []float64, least uint64) {
+func checkParts(t *testing.T, parts []stretch, pairs []core.Pair, weights []float64, least uint64) {
 	t.Helper()
 	total := pairBytes(pairs)
 	if len(parts) == 0 || len(parts) > min(max(len(weights), 1), maxParts) {
@@ -72,10 +72,10 @@ func checkParts(t *testing.T, parts []part, pairs []core.Pair, weights []float64
 		if p.length < least && total >= least && len(parts) > 0 {
 			t.Fatalf("a part of %d bytes, at least %d: %+v", p.length, least, parts)
 		}
-		if p.lane <= lane || p.lane >= max(len(weights), 1) {
-			t.Fatalf("lane %d after %d", p.lane, lane)
+		if p.part <= lane || p.part >= max(len(weights), 1) {
+			t.Fatalf("lane %d after %d", p.part, lane)
 		}
-		at, lane = at+p.length, p.lane
+		at, lane = at+p.length, p.part
 	}
 	if at != total {
 		t.Fatalf("the parts end at %d of %d bytes", at, total)
@@ -105,8 +105,8 @@ func TestSplitShares(t *testing.T) {
 			continue
 		}
 		for _, p := range parts {
-			if want := total * weights[p.lane] / sum; math.Abs(float64(p.length)-want) > 2*cutAlign {
-				t.Fatalf("lane %d gets %d bytes, its share is %.0f of %.0f", p.lane, p.length, want, total)
+			if want := total * weights[p.part] / sum; math.Abs(float64(p.length)-want) > 2*cutAlign {
+				t.Fatalf("lane %d gets %d bytes, its share is %.0f of %.0f", p.part, p.length, want, total)
 			}
 		}
 	}
@@ -120,6 +120,6 @@ func BenchmarkSplit(b *testing.B) {
 	}
 }
 
-func (p part) String() string {
-	return fmt.Sprintf("{pair %d, skip %d, %d bytes, lane %d}", p.first, p.skip, p.length, p.lane)
+func (p stretch) String() string {
+	return fmt.Sprintf("{pair %d, skip %d, %d bytes, part %d}", p.first, p.skip, p.length, p.part)
 }

@@ -27,7 +27,7 @@ func BenchmarkPosting(b *testing.B) {
 		parts := split(pairs, []float64{1, 1, 1, 1}, minPart)
 		doorbells = 0
 		for i := range parts {
-			c := parts[i].cursor(uint32(i))
+			c := cursor{given: parts[i : i+1], whole: true, imm: uint32(i)}
 			for done := false; !done; {
 				room, bytes := queue.room()
 				limit.maxBytes = bytes

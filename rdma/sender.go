@@ -31,15 +31,17 @@ type sender struct {
 
 // write is a transfer that is being written. Guarded by its link.
 type write struct {
-	op    core.WriteOp
+	op    core.WriteOp // Pairs: what is given before it has begun
 	link  *link
-	bytes uint64
-	runs  int // on this side
+	bytes uint64 // in all
+	given uint64 // of them so far
+	runs  int    // on this side, likewise
 
 	grant   grant
 	known   bool // the grant was read
 	began   time.Time
 	jobs    []*job // its parts, once it has begun
+	told    bool   // D has heard that bytes may come, or will by a lane that works
 	left    int    // jobs that have not ended
 	flight  int    // requests under way
 	reads   int    // requests of lanes that broke, which may still read its blocks
@@ -54,10 +56,11 @@ type job struct {
 	cursor cursor
 	index  int
 	lane   *lane // nil: it waits for one
+	queued bool  // it is in its lane's list
 	lost   bool  // its lane broke, D must say whether it has arrived
-	filled bool  // all its requests are posted
+	filled bool  // all its requests are posted, the mark among them
 	flight int
-	breaks int // lanes that broke under it
+	breaks int // lanes that broke under it since all that it was given had arrived
 	done   bool
 }
 
@@ -102,7 +105,8 @@ func (s *sender) dismiss(peer core.AgentID) {
 
 // write implements core.Transport.
 func (s *sender) write(op core.WriteOp) {
-	w := &write{op: op, bytes: pairBytes(op.Pairs), runs: sourceRuns(op.Pairs)}
+	w := &write{op: op, bytes: op.Total(), given: op.Given(), runs: sourceRuns(op.Pairs)}
+	w.op.Pairs = slices.Clip(op.Pairs) // more may follow
 	s.mu.Lock()
 	l := s.links[op.Peer]
 	var err error
@@ -113,6 +117,8 @@ func (s *sender) write(op core.WriteOp) {
 		err = fmt.Errorf("rdma: decode agent %s is not admitted, it must say hello: %w", op.Peer, core.ErrConnectionLost)
 	case s.writes[op.ID] != nil:
 		err = fmt.Errorf("rdma: transfer %q is being written already", string(op.ID))
+	case w.given > w.bytes:
+		err = errTooMuch(w, w.given)
 	default:
 		w.link = l
 		s.writes[op.ID] = w
@@ -124,6 +130,22 @@ func (s *sender) write(op core.WriteOp) {
 		return
 	}
 	l.add(w)
+}
+
+// extend implements core.Transport.
+func (s *sender) extend(op core.WriteOp) {
+	s.mu.Lock()
+	w := s.writes[op.ID]
+	s.mu.Unlock()
+	if w == nil {
+		return
+	}
+	bytes, runs := op.Given(), sourceRuns(op.Pairs)
+	w.link.update(func(lk *link) { lk.give(w, op.Pairs, bytes, runs) })
+}
+
+func errTooMuch(w *write, given uint64) error {
+	return fmt.Errorf("rdma: transfer %q has %d bytes, %d were given to write", string(w.op.ID), w.bytes, given)
 }
 
 // tell tells an outcome. Close waits for it.

@@ -118,7 +118,7 @@ func (t *Transport) Revoke(id core.TransferID) { t.receiver.revoke(id) }
 func (t *Transport) Write(op core.WriteOp) { t.sender.write(op) }
 
 // Extend implements core.Transport.
-func (t *Transport) Extend(op core.WriteOp) { panic("to do") }
+func (t *Transport) Extend(op core.WriteOp) { t.sender.extend(op) }
 
 // Stop implements core.Transport.
 func (t *Transport) Stop(id core.TransferID) { t.sender.stop(id) }

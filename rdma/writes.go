@@ -18,33 +18,45 @@ type writeLimits struct {
 }
 
 // cursor turns a part into writes, a chain at a time. It is a value: a copy is a
-// cursor of its own. Its last write carries the immediate, also when the part is
-// empty, so that a part is always ended by a mark that follows its bytes.
+// cursor of its own, as long as neither is given more. Once it is whole its last write
+// carries the immediate, also when the part is empty, so that a part is always ended by
+// a mark that follows its bytes.
 type cursor struct {
-	part part
-	imm  uint32
-	pair int    // the pair that holds the next byte
-	skip uint64 // bytes of it that are done
-	left uint64 // bytes of the part that are not
-	done bool   // the write with the immediate was filled
+	given []stretch // so far, none without bytes, in the order in which they are written
+	whole bool      // no more will be given
+	imm   uint32    // the mark of the last write
+	next  int       // the stretch after the one that is being written
+	pairs []core.Pair
+	pair  int    // the pair that holds the next byte
+	skip  uint64 // bytes of it that are done
+	left  uint64 // bytes of the stretch that are not
+	done  bool   // the write with the immediate was filled
 }
 
-// cursor begins at the part's first byte; imm is the mark of its last write.
-func (p part) cursor(imm uint32) cursor {
-	return cursor{part: p, imm: imm, pair: p.first, skip: p.skip, left: p.length}
-}
-
-// atStart says whether nothing was filled since the part's first byte.
-func (c *cursor) atStart() bool { return c.left == c.part.length && !c.done }
+// ready says whether fill has something to do.
+func (c *cursor) ready() bool { return c.left > 0 || c.next < len(c.given) || c.whole && !c.done }
 
 // rewind goes back to the part's first byte.
-func (c *cursor) rewind() { *c = c.part.cursor(c.imm) }
+func (c *cursor) rewind() { *c = cursor{given: c.given, whole: c.whole, imm: c.imm} }
+
+// advance goes on to the next stretch that has bytes; false if there is none.
+func (c *cursor) advance() bool {
+	for c.left == 0 {
+		if c.next == len(c.given) {
+			return false
+		}
+		s := &c.given[c.next]
+		c.next++
+		c.pairs, c.pair, c.skip, c.left = s.pairs, s.first, s.skip, s.length
+	}
+	return true
+}
 
 // fill makes the part's next writes from the front of writes and of pieces, whose
 // lengths bound it, and says how many of each and how many bytes they carry; First
 // of a write counts from the front of pieces. done: the last of them ends the
-// part. Pairs that are adjacent at the peer under one key share a write. IDs and
-// signals are left to the sendQueue. An error names a pair outside of its region;
+// part. Pairs that are adjacent at the peer under one key share a write, also when
+// they were not given at the same time. IDs and signals are left to the sendQueue. An error names a pair outside of its region;
 // nothing of this call must be posted then, and the cursor must be rewound. It
 // does not allocate. Without room for one write or piece it makes none.
 func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, local, remote *keyTable, lim writeLimits) (nWrites, nPieces int, bytes uint64, done bool, err error) {
@@ -59,8 +71,8 @@ func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, local, remote *k
 		endsAt   uint64 // where the open write ends at the peer
 		endsHere uint64 // where its last piece ends here
 	)
-	for c.left > 0 {
-		p := &c.part.pairs[c.pair]
+	for c.left > 0 || c.advance() {
+		p := &c.pairs[c.pair]
 		length := min(p.Length-c.skip, c.left)
 		if length == 0 {
 			c.pair++
@@ -110,11 +122,11 @@ func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, local, remote *k
 			c.skip = 0
 		}
 	}
-	if c.left > 0 {
+	if c.left > 0 || !c.whole {
 		return nWrites, nPieces, bytes, false, nil
 	}
 	if nWrites == 0 {
-		// An empty part: a write of nothing touches no memory and needs no key.
+		// Only the mark is left: a write of nothing touches no memory and needs no key.
 		writes[0] = verbs.Write{}
 		nWrites = 1
 	}
@@ -126,5 +138,5 @@ func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, local, remote *k
 }
 
 func (c *cursor) wrong(p *core.Pair, which string, err error) error {
-	return fmt.Errorf("pair %d of the transfer (%d bytes), its %s: %w", c.pair, p.Length, which, err)
+	return fmt.Errorf("pair %d (%d bytes), its %s: %w", c.pair, p.Length, which, err)
 }

@@ -79,7 +79,7 @@ func TestFill(t *testing.T) {
 			[]verbs.SGE{sge(0x10000, 0xc00, 1), sge(0x11000, 0x400, 1), sge(0x11400, 0x800, 1)}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			cur := split(c.pairs, []float64{1}, 1)[0].cursor(5)
+			cur := cursor{given: split(c.pairs, []float64{1}, 1), whole: true, imm: 5}
 			writes, pieces := make([]verbs.Write, 8), make([]verbs.SGE, 8)
 			for range 2 { // again after a rewind
 				nw, np, bytes, done, err := cur.fill(writes, pieces, local, remote, lim)
@@ -105,14 +105,14 @@ func TestFillRefuses(t *testing.T) {
 		pair core.Pair
 		want string
 	}{
-		{core.Pair{SrcRegion: 0, DstRegion: 0, DstOffset: 0xfff, Length: 2}, "pair 1 of the transfer (2 bytes), its destination: region 0: 2 bytes from offset 4095 leave it: it has 4096 bytes at the peer"},
+		{core.Pair{SrcRegion: 0, DstRegion: 0, DstOffset: 0xfff, Length: 2}, "pair 1 (2 bytes), its destination: region 0: 2 bytes from offset 4095 leave it: it has 4096 bytes at the peer"},
 		{core.Pair{SrcRegion: 1, DstRegion: 1, Length: 2}, "destination: region 1: there are 1 at the peer"},
 		{core.Pair{DstOffset: math.MaxUint64 - 1, Length: 8}, "destination: region 0: 8 bytes from"},
 		{core.Pair{SrcOffset: 0x4000, Length: 8}, "source: region 0: 8 bytes from offset 16384 leave it: it has 16384 bytes here"},
 		{core.Pair{SrcRegion: 2, Length: 8}, "source: region 2: there are 2 here"},
 	} {
 		pairs := []core.Pair{{Length: 64}, c.pair}
-		cur := split(pairs, nil, 1)[0].cursor(0)
+		cur := cursor{given: split(pairs, nil, 1), whole: true}
 		nw, np, n, done, err := cur.fill(make([]verbs.Write, 8), make([]verbs.SGE, 8), local, remote, writeLimits{4, 1 << 20, 1 << 40})
 		if err == nil || !strings.Contains(err.Error(), c.want) || nw+np != 0 || n != 0 || done {
 			t.Errorf("%+v: %d writes, %d pieces, done %v, %v; want %q", c.pair, nw, np, done, err, c.want)
@@ -134,7 +134,7 @@ func TestFillBounds(t *testing.T) {
 	}{
 		{10, 100, 1 << 40, 10}, {100, 7, 1 << 40, 7}, {100, 100, 5 * 4096, 5}, {100, 100, 5*4096 + 1, 6}, {100, 100, 0, 1}, {0, 10, 1 << 40, 0}, {10, 0, 1 << 40, 0},
 	} {
-		cur := split(pairs, nil, 1)[0].cursor(0)
+		cur := cursor{given: split(pairs, nil, 1), whole: true}
 		fill := func(cur *cursor) (int, []verbs.Write) {
 			writes := make([]verbs.Write, c.writes)
 			nw, np, n, done, err := cur.fill(writes, make([]verbs.SGE, c.pieces), local, local, writeLimits{8, 1 << 20, c.maxBytes})
@@ -213,8 +213,8 @@ func (s *side) take(t *testing.T, addr, length uint64, k uint32) []byte {
 
 // FuzzWrites: regions, registrations, pairs and weights of any kind. What is
 // written equals a copy pair by pair, each byte as often, in the same order; all
-// stays in the regions and under the keys; each part ends in one mark. Pairs that
-// leave their region are refused.
+// stays in the regions and under the keys; each part ends in one mark, when all of it
+// was given. Pairs that leave their region are refused.
 func FuzzWrites(f *testing.F) {
 	two := func(v ...uint16) (b []byte) {
 		for _, x := range v {
@@ -303,15 +303,27 @@ func checkWrites(t *testing.T, in []byte) {
 	writes, pieces := make([]verbs.Write, 1+n.byte()%8), make([]verbs.SGE, 1+n.byte()%8)
 	lim := writeLimits{maxPieces: int(n.byte() % 6), maxWrite: n.two() % 1000, maxBytes: n.two()}
 	for i, p := range parts {
-		c := p.cursor(uint32(i))
+		c := cursor{imm: uint32(i)}
+		later := p.bits(n)
+		give := func() {
+			if len(later) > 0 {
+				c.given, later = append(c.given, later[0]), later[1:]
+			}
+			c.whole = len(later) == 0 && (c.whole || n.byte()%2 == 0)
+		}
 		var err error
 		if n.byte()%2 == 1 { // a lane that failed
 			for range n.byte() % 4 {
+				give()
 				c.fill(writes, pieces, local.table, remote.table, lim)
 			}
 			c.rewind()
 		}
 		for done := false; !done; {
+			if !c.ready() {
+				give()
+				continue
+			}
 			var nw, np int
 			var carried uint64
 			nw, np, carried, done, err = c.fill(writes, pieces, local.table, remote.table, lim)
@@ -341,6 +353,22 @@ func checkWrites(t *testing.T, in []byte) {
 	if !bytes.Equal(remote.times, times) {
 		t.Fatalf("bytes were written another number of times than by %+v", pairs)
 	}
+}
+
+// bits is a stretch as it may be given, one bit after the other.
+func (s stretch) bits(n *numbers) (out []stretch) {
+	for most := n.byte() % 4; s.length > 0; {
+		bit := s
+		if len(out) < int(most) {
+			bit.length = min(1+n.two()%300, s.length)
+		}
+		out = append(out, bit)
+		s.length -= bit.length
+		for s.skip += bit.length; s.first < len(s.pairs) && s.skip >= max(s.pairs[s.first].Length, 1); s.first++ {
+			s.skip -= s.pairs[s.first].Length
+		}
+	}
+	return out
 }
 
 // execute does what a device would.
@@ -404,7 +432,7 @@ func BenchmarkFill(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		for i := range parts {
-			c := parts[i].cursor(uint32(i))
+			c := cursor{given: parts[i : i+1], whole: true, imm: uint32(i)}
 			for done := false; !done; {
 				var err error
 				if _, _, _, done, err = c.fill(writes, pieces, local, remote, lim); err != nil {
@@ -419,9 +447,9 @@ func BenchmarkFill(b *testing.B) {
 func TestFillAllocatesNothing(t *testing.T) {
 	pairs, local, remote := benchmarkSetup(t, 2000, 4096)
 	writes, pieces := make([]verbs.Write, 32), make([]verbs.SGE, 64)
-	p := split(pairs, nil, 1)[0]
+	c := cursor{given: split(pairs, nil, 1), whole: true}
 	if n := testing.AllocsPerRun(10, func() {
-		c := p.cursor(0)
+		c.rewind()
 		for done := false; !done; {
 			_, _, _, done, _ = c.fill(writes, pieces, local, remote, writeLimits{16, 1 << 20, 1 << 20})
 		}

@@ -1,19 +1,33 @@
 #!/usr/bin/env bash
-# The connector's tests and the real pair on several releases of vLLM, each in an
-# environment of its own (6 GB), and a table of what came of it.
+# The connector's tests and real servers on several releases of vLLM, each in an
+# environment of its own (6 GB). What came of it goes into docs/versions.md: a run
+# in pieces adds to what earlier ones have left in build/vllm-versions.
 #   scripts/vllm-versions.sh VENV [VERSION…]     the newest three by default
+#   PARTS='connector pair' …                     of connector, pair, kinds, ranks
+#   FROM=tree …                                  no wheel: python/ and build/libkvconn.so as they are
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 && shift
-(($#)) || set -- 0.32.0 0.31.0 0.30.0
+known=(0.32.0 0.31.0 0.30.0)
+(($#)) || set -- "${known[@]}"
+declare -A tests=(
+  [connector]='python/tests/test_vllm_connector.py python/tests/test_vllm_scheduler.py python/tests/test_vllm_stats.py'
+  [pair]=e2e/test_pair.py [kinds]=e2e/test_kinds.py [ranks]=e2e/test_ranks.py
+)
+PARTS=${PARTS:-connector pair kinds ranks}
+if [[ ${FROM:-wheel} == tree ]]; then
+  export PYTHONPATH=$PWD/python KVCONN_LIBRARY=$PWD/build/libkvconn.so
+  wheel=()
+else
+  wheel=(--wheel dist/kvconn-*.whl)
+fi
 newest=$(sed -n 's/^VLLM = "\([0-9.]*\)".*/\1/p' e2e/setup_vllm.py)
 out=build/vllm-versions
 mkdir -p $out
-table=$out/table.md
-printf '%s\n' '| vLLM | torch | connector’s tests | real pair | seconds |' '|---|---|---|---|---|' >$table
 status=0
 
 count() { # of a JUnit file: what passed, failed and was skipped
+  [[ -e $1 ]] || { echo 'not run' && return; }
   "${PYTHON:-python3}" - "$1" <<'PYTHON'
 import sys, xml.etree.ElementTree as tree
 try:
@@ -32,26 +46,33 @@ for version; do
   where=$venv-$version
   [[ $version != "$newest" ]] || where=$venv
   setup=0
-  python=$("${PYTHON:-python3}" e2e/setup_vllm.py "$where" --fresh --vllm "$version" --wheel dist/kvconn-*.whl) || setup=$?
+  python=$("${PYTHON:-python3}" e2e/setup_vllm.py "$where" --fresh --vllm "$version" "${wheel[@]}") || setup=$?
   if ((setup)); then
     printf '%s\n' "############" "## make e2e-versions: vLLM $version NOT RUN: it could not be set up (status $setup)" "############" >&2
     ((setup == 75)) || status=1
-    echo "| $version | | not run | not run | |" >>$table
     continue
   fi
-  torch=$("$python" -c 'import importlib.metadata as m; print(m.version("torch"))')
-  start=$SECONDS
-  for part in connector pair; do
-    tests=e2e
-    [[ $part == pair ]] || tests='python/tests/test_vllm_connector.py python/tests/test_vllm_scheduler.py python/tests/test_vllm_stats.py'
-    rm -f $out/$version-$part.xml
-    PATH=$(dirname "$python"):$PATH timeout -k 10 1200 "$python" -m pytest $tests -p no:cacheprovider -q \
-      --junit-xml $out/$version-$part.xml >$out/$version-$part.log 2>&1 || {
+  "$python" -c 'import importlib.metadata as m; print(m.version("torch"))' >$out/$version-torch
+  for part in $PARTS; do
+    result=$out/$version-$part.xml
+    echo '<unfinished' >"$result"
+    # shellcheck disable=SC2086 # the parts' files are several words
+    PATH=$(dirname "$python"):$PATH timeout -k 10 2400 "$python" -m pytest ${tests[$part]} -p no:cacheprovider -q \
+      --junit-xml "$result" >$out/$version-$part.log 2>&1 || {
       status=1
       tail -n 40 $out/$version-$part.log
     }
   done
-  echo "| $version | $torch | $(count $out/$version-connector.xml) | $(count $out/$version-pair.xml) | $((SECONDS - start)) |" >>$table
 done
-cat $table
+
+{
+  printf '%s\n' '# vLLM releases' '' "What \`make e2e-versions\` came to, $(date -u +%F), $(nproc) cores without a GPU. The connector's tests run beside the release's own" \
+    'scheduler; pair, kinds (of caches) and ranks are real servers (`e2e/`). What a release lacks is found by looking, never by its number.' '' \
+    '| vLLM | torch | connector | pair | kinds | ranks |' '|---|---|---|---|---|---|'
+  for version in "${known[@]}"; do
+    row="| $version | $(cat $out/$version-torch 2>/dev/null || echo) |"
+    for part in connector pair kinds ranks; do row+=" $(count $out/$version-$part.xml) |"; done
+    echo "$row"
+  done
+} | tee docs/versions.md
 exit $status

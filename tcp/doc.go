@@ -11,6 +11,9 @@
 // bytes of its frames it has received in all: P takes the new one for the old, also
 // when it has not seen that break, and sends exactly what was lost again.
 //
+// A write may be given bit by bit, in any order of positions; frames follow what has
+// been given. P ends it when D does not come back, never because it rests.
+//
 // A frame names a transfer's random grant and a position in its linear order
 // (core/plan.go), never an address: where bytes go follows from D's own plan.
 // Each frame's bytes are read by readv into the blocks under the transfer's

@@ -49,7 +49,7 @@ func stretchesOf(out []stretch, l *core.Layout, op *core.WriteOp) []stretch {
 	return out
 }
 
-// add is false if bytes of it were given before.
+// add takes one more; false if bytes of it were given before.
 func (g *given) add(s *stretch) bool {
 	if s.position == s.end {
 		return true

@@ -90,6 +90,7 @@ func TestBreaksAtRest(t *testing.T) {
 				patient := Config{DialTimeout: bound, StallTimeout: time.Hour, Streams: streams}
 				p, d := newSizedAgent(t, patient, blocks, 4096), newSizedAgent(t, patient, blocks, 4096)
 				p.sender.grace = bound
+				d.receiver.redial = redialSoon
 				if streams == 1 {
 					d.receiver.redial = time.Hour // of a stream that has brought nothing
 				}
@@ -155,7 +156,7 @@ func TestRestIsTold(t *testing.T) {
 	}
 	last := dial(t, p)
 	last.say(p.hello(t, "d", 3, 4, 3*headerSize+2*128))
-	if h := last.next(); h.key != rests || h.length != 0 && h.position != 3*64 {
+	if h := last.next(); h.key != rests || h.position != 3*64 || h.length != 64 {
 		t.Errorf("the next stream begins with %+v", h)
 	}
 	last.say(frameBytes(header{kind: frameNack, key: rests}))
@@ -300,6 +301,15 @@ func TestSmallPiecesGoTogether(t *testing.T) {
 	}
 }
 
+// skip reads a header after so many bytes.
+func (c *rawConn) skip(n int64) header {
+	c.t.Helper()
+	if _, err := io.CopyN(io.Discard, c, n); err != nil {
+		c.t.Fatal(err)
+	}
+	return c.next()
+}
+
 // TestAcknowledgedBeforeAllWasGiven: D cannot have what P has not given.
 func TestAcknowledgedBeforeAllWasGiven(t *testing.T) {
 	leaktest.Check(t)
@@ -312,6 +322,9 @@ func TestAcknowledgedBeforeAllWasGiven(t *testing.T) {
 		t.Fatalf("begins with %+v", h)
 	}
 	p.Write(p.part("mark", mark, 1, [2]int{0, 1}))
+	if h := c.skip(8 * 64); h.key != mark {
+		t.Fatalf("goes on with %+v", h)
+	}
 	for _, length := range []uint64{8 * 64, 16 * 64} {
 		c.say(frameBytes(header{kind: frameAck, key: grant, length: length}))
 	}
@@ -322,6 +335,9 @@ func TestAcknowledgedBeforeAllWasGiven(t *testing.T) {
 	}
 	p.Extend(p.part("t", newToken(), 16, [2]int{8, 8})) // of a former write with this id
 	p.Extend(p.part("t", grant, 16, [2]int{12, 4}))
+	if h := c.skip(64); h.key != grant || h.position != 12*64 || h.length != 4*64 {
+		t.Fatalf("goes on with %+v", h)
+	}
 	p.Extend(p.part("t", grant, 16, [2]int{11, 2}))
 	if o := p.sink.Wait("written", "t", 1); o.Err == nil {
 		t.Errorf("bytes that were given twice: %+v", o)

@@ -84,11 +84,12 @@ func (out *outbound) due() bool { return out.left > 0 || out.ask }
 func (out *outbound) enqueue(queued bool) {
 	if !queued && out.due() {
 		out.link.queue = append(out.link.queue, out)
+		out.link.wake.Broadcast()
 	}
 }
 
-// rests: all that was given is sent, and more is to come. That may take minutes, in
-// which a D whose connections break hears by a frame without bytes on each new one
+// rests: all that was given is sent, and more is to come, in minutes perhaps. A D
+// whose connections break meanwhile hears by a frame without bytes on each new one
 // that its transfer lives: it gives up one whose connections bring nothing.
 func (out *outbound) rests() bool {
 	return out.err == nil && out.left == 0 && out.given.bytes > 0 && out.given.bytes < out.total

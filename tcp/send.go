@@ -58,7 +58,7 @@ type outStream struct {
 	dead   bool
 	acked  uint64  // bytes that D's kernel had acknowledged at the last look
 	still  int     // looks since without any
-	rested []token // transfers that did at its begin: it is to say of each that it lives
+	rested []token // transfers that did when it was opened: of each it is to say that it lives
 	// vec[0] is the frame's header in hdr.
 	vec []iovec
 	hdr [headerSize]byte
@@ -312,7 +312,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 		case len(st.rested) > 0:
 			h := header{kind: frameData, key: st.rested[0]}
 			st.rested = st.rested[1:]
-			if rested := l.byGrant[h.key]; rested != nil && rested.err == nil {
+			if lives := l.byGrant[h.key]; lives != nil && lives.err == nil {
 				st.vec = append(st.vec[:0], iovec{})
 				st.frame(&h)
 				return nil, headerSize

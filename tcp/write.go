@@ -60,7 +60,6 @@ func (t *Transport) Write(op core.WriteOp) {
 		if l.open == 0 {
 			s.await(out, t.cfg.DialTimeout, fmt.Errorf("tcp: decode agent %s has no stream: %w", op.Peer, core.ErrConnectionLost))
 		}
-		l.wake.Broadcast()
 	}
 	s.mu.Unlock()
 	if err != nil {
@@ -82,14 +81,14 @@ func (t *Transport) Extend(op core.WriteOp) {
 	err := out.give(part)
 	if err == nil {
 		out.enqueue(queued)
-		out.link.wake.Broadcast()
 		s.mu.Unlock()
 		return
 	}
+	out.fail(err)
 	t.wg.Add(1) // Close waits for what is told below
 	defer t.wg.Done()
 	s.mu.Unlock()
-	s.end(out, err)
+	s.end(out, nil)
 }
 
 // give takes more of a write.

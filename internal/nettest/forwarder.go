@@ -53,6 +53,7 @@ func ForwardFrom(t testing.TB, at, to string) *Forwarder {
 	f.wg.Go(f.accept)
 	t.Cleanup(func() {
 		l.Close()
+		f.Shut(true) // also for the one that was accepted just now
 		f.Cut()
 		f.mu.Lock()
 		for _, c := range f.gone {
@@ -87,8 +88,14 @@ func (f *Forwarder) accept() {
 		}
 		c := &forwarded{in: in, out: out}
 		f.mu.Lock()
-		f.conns = append(f.conns, c)
+		if shut = f.shut; !shut {
+			f.conns = append(f.conns, c)
+		}
 		f.mu.Unlock()
+		if shut {
+			c.close()
+			continue
+		}
 		f.wg.Go(func() {
 			_, _ = io.Copy(out, in)
 			f.end(c)

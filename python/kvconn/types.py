@@ -107,8 +107,8 @@ class Completion(NamedTuple):
     """How one half of a transfer ended; each accepted offer and load gets one.
 
     ``kind`` is "load", "offer", or, on a prefill engine with ``report_wants``, "want":
-    decode has blocks for an announced transfer, and asks for it from block ``blocks``
-    of group 0 on, or it has ended. ``code`` is 0 or a :class:`~kvconn.Status`;
+    decode has blocks for an announced transfer, and asks for it from block ``blocks`` of
+    group 0 on, or it has ended, as ``code`` says. ``code`` is 0 or a :class:`~kvconn.Status`;
     ``reason`` says why in words. ``wait_s`` runs from the call to the first
     byte, ``transfer_s`` from the first byte to the last.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import pickle
+from array import array
 from collections.abc import Sequence
 from enum import Enum
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ if importlib.util.find_spec("vllm") is None:
 
 from vllm.v1 import kv_cache_interface as specs
 
+from kvconn._pack import Growths
 from kvconn.vllm import layout, params
 from kvconn.vllm.groups import Group, make_groups
-from kvconn.vllm.metadata import KVConnMetadata
+from kvconn.vllm.metadata import CancelWork, GrowWork, KVConnMetadata
 from kvconn.vllm.scheduler import SchedulerSide
 from kvconn.vllm.worker import Reports, WorkerSide
 
@@ -639,6 +641,7 @@ class FakeAgent:
         self.calls: list[tuple[Any, ...]] = []
         self.done: list[Any] = []
         self.refused: set[str] = set()
+        self.read: set[str] = set()  # cannot be taken back
         self.waits = 0
 
     def _take(self, kind: str, works: Sequence[Any]) -> None:
@@ -654,6 +657,17 @@ class FakeAgent:
 
     def offer(self, offers: Sequence[Any]) -> None:
         self._take("offer", offers)
+
+    def grow(self, parts: Any, regions: Any = None) -> None:
+        if isinstance(parts, Growths):
+            self.calls.append(("layer", parts.ids, None if regions is None else list(regions)))
+        else:
+            self._take("grow", parts)
+
+    def retract(self, transfer_ids: Sequence[str]) -> None:
+        if set(transfer_ids) & self.read:
+            raise RuntimeError("the blocks are still read")
+        self.calls += [("retract", each) for each in transfer_ids]
 
     def claim(self, claims: Sequence[Any]) -> None:
         self._take("claim", claims)
@@ -692,9 +706,9 @@ class FakeAgent:
         )
 
 
-def worker() -> tuple[WorkerSide, FakeAgent]:
+def worker(by_layers: bool = False) -> tuple[WorkerSide, FakeAgent]:
     agent = FakeAgent()
-    return WorkerSide(lambda: agent, 0.001), agent
+    return WorkerSide(lambda: agent, 0.001, by_layers), agent
 
 
 def loading(worker_side: WorkerSide, *transfer_ids: str) -> list[str]:
@@ -715,9 +729,12 @@ def offering(worker_side: WorkerSide, *transfer_ids: str) -> list[str]:
     return [req.request_id for req in reqs]
 
 
-def step(worker_side: WorkerSide, meta: KVConnMetadata) -> None:
+def step(worker_side: WorkerSide, meta: KVConnMetadata, layers: Sequence[str] = ()) -> None:
     worker_side.begin(meta)
     worker_side.load(meta)
+    for layer in layers:
+        worker_side.layer_written(layer)
+    worker_side.step_written()
 
 
 def test_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -765,12 +782,65 @@ def test_offer_is_reported_whatever_became_of_it() -> None:
     assert side.collect(False).sent == set()
 
 
+def growing(*ids: str, blocks: Sequence[int] = (1, 2), before: int = 0, after: int = 1) -> KVConnMetadata:
+    return KVConnMetadata(grows=[GrowWork(each, [list(blocks)], [before], [after]) for each in ids])
+
+
+def test_what_a_step_computes_is_told_layer_by_layer() -> None:
+    side, agent = worker(by_layers=True)
+    side._regions_of = {"layer.0": array("I", [0, 1]), "layer.1": array("I", [2, 3]), "shared": array("I")}
+    step(side, growing("a", "b"), layers=["layer.0", "layer.1", "shared"])
+    assert agent.calls == [
+        ("grow", "a"),
+        ("grow", "b"),
+        ("layer", ["a", "b"], [0, 1]),
+        ("layer", ["a", "b"], [2, 3]),
+        ("layer", ["a", "b"], None),  # whatever no layer has told of
+    ]
+    agent.calls.clear()
+    step(side, KVConnMetadata(), layers=["layer.0"])  # of another step nothing is told
+    assert not agent.calls
+
+
+def test_chunks_are_told_at_the_step_s_end() -> None:
+    side, agent = worker()
+    side._regions_of = {"layer.0": array("I", [0])}
+    step(side, growing("a"), layers=["layer.0"])
+    assert agent.calls == [("grow", "a"), ("layer", ["a"], None)]
+
+
+def test_growth_that_the_agent_refuses_does_not_end_the_step() -> None:
+    side, agent = worker()
+    agent.refused = {"a"}
+    step(side, growing("a", "b"))
+    assert agent.calls == [("grow", "b"), ("layer", ["b"], None)]
+
+
+def test_blocks_are_taken_back_before_anything_else() -> None:
+    side, agent = worker()
+    meta = growing("c")
+    meta.retracts = ["a", "b"]
+    meta.cancels = [CancelWork("b", "aborted", of_load=False), CancelWork("x", "aborted", of_load=False)]
+    side.take_back(meta)
+    assert agent.calls == [("cancel", "b"), ("retract", "a"), ("retract", "b")]
+    side.take_back(meta)
+    step(side, meta)
+    assert agent.calls[3:] == [("cancel", "x"), ("grow", "c"), ("layer", ["c"], None)]
+
+
+def test_engine_ends_rather_than_use_blocks_that_are_still_read() -> None:
+    side, agent = worker()
+    agent.read = {"a"}
+    with pytest.raises(RuntimeError, match="still read"):
+        side.take_back(KVConnMetadata(retracts=["a"]))
+
+
 def test_offer_that_the_agent_refuses_frees_at_once() -> None:
     side, agent = worker()
     agent.refused = {"a"}
     (req_id,) = offering(side, "a")
     assert side.collect(False).sent == {req_id}
-    assert agent.calls == [("cancel", "a")]
+    assert agent.calls == [("cancel", "a"), ("retract", "a")]
 
 
 def test_empty_load_is_never_reported() -> None:

@@ -135,6 +135,9 @@ class Engine:
         self.announced: list[str] = []
         self.claimed: list[str] = []
         self.released: list[str] = []  # loads of nothing
+        self.grown: dict[str, list[list[int]]] = {}  # what the agent reads, or may read, of requests that are computed
+        self.ready: dict[str, list[int]] = {}  # of it, what is there
+        self.retracted: list[str] = []
         self.outputs: dict[str, Any] = {}  # the last of each request
         self.texts: dict[str, list[int]] = {}
 
@@ -162,6 +165,7 @@ class Engine:
         metas = getattr(output.kv_connector_metadata, "metadata", None) or [output.kv_connector_metadata]
         (meta,) = [each for each in metas if isinstance(each, KVConnMetadata)]
         self.metas.append(meta)
+        self._grow(output, meta)
         self.announced += meta.announces
         self.claimed += [work.transfer_id for work in meta.claims]
         self.released += [work.transfer_id for work in meta.loads if work.silent]
@@ -169,6 +173,42 @@ class Engine:
         self.sending |= {work.req_id: work for work in meta.offers}
         self.cancelled += [work.transfer_id for work in meta.cancels]
         return output
+
+    def _grow(self, output: Any, meta: KVConnMetadata) -> None:
+        """As the agent does, with all that it relies on looked at."""
+        for transfer_id in meta.retracts:
+            del self.grown[transfer_id]
+            self.retracted.append(transfer_id)
+        ids = {
+            r.kv_transfer_params["transfer_id"]: r
+            for r in self.scheduler.requests.values()
+            if r.kv_transfer_params and r.kv_transfer_params.get("do_remote_decode") and "transfer_id" in r.kv_transfer_params
+        }
+        for work in meta.grows:
+            held = self.grown.setdefault(work.transfer_id, [[] for _ in work.block_ids])
+            for have, more in zip(held, work.block_ids):
+                have += more
+            request = ids[work.transfer_id]
+            computed = request.num_computed_tokens  # the step's counted already
+            scheduled = output.num_scheduled_tokens[request.request_id]
+            for g, (before, after) in enumerate(zip(work.before, work.after)):
+                prompt = request.num_prompt_tokens
+                assert before <= after <= len(held[g])
+                assert before <= -(-(computed - scheduled) // BLOCK) and (
+                    before * BLOCK <= computed - scheduled or computed - scheduled >= prompt
+                )
+                assert after * BLOCK <= computed or (computed >= prompt and after == -(-prompt // BLOCK))
+            self.ready[work.transfer_id] = list(work.after)
+        offers = {work.transfer_id: work for work in meta.offers}
+        for transfer_id in [*self.grown]:
+            if work := offers.get(transfer_id):
+                for have, first, all_of_them in zip(self.grown.pop(transfer_id), work.first_block, work.block_ids):
+                    assert not have or (first == 0 and all_of_them[: len(have)] == have)
+                continue
+            # It is still the request's own: in this step nobody else writes to it.
+            owned = self.scheduler.kv_cache_manager.get_block_ids(ids[transfer_id].request_id)
+            for have, blocks in zip(self.grown[transfer_id], owned):
+                assert list(blocks[: len(have)]) == have
 
     def update(self, output: Any, sent: set[str] = frozenset(), received: set[str] = frozenset(), failed: set[str] = frozenset()) -> None:
         """Every request gets a token as soon as its whole prompt is computed."""
@@ -213,6 +253,7 @@ class Engine:
         assert not self.scheduler.requests
         assert self.blocks_free() == self.free
         assert self.ours._sched.in_flight() == (0, 0)
+        assert not self.grown and not self.ours._sched._growing._requests
         assert not self.ours._sched._known and not self.ours._sched._asked and not self.ours._sched._announced
 
 
@@ -245,6 +286,8 @@ def test_chunked_prefill_is_offered_whole(make: Any, tokens: int, hybrid: bool) 
     kv = prefill_kv()
     request = engine.add(tokens, kv, max_tokens=1)
     engine.run(lambda: engine.finished(request))
+    # All of a group that loses no blocks was sent while it was computed.
+    assert engine.ready[kv["transfer_id"]] == [-(-tokens // BLOCK)] + [0] * hybrid
     assert engine.announced == [kv["transfer_id"]]  # with the first chunk, not with each
     answer = engine.outputs[request.request_id].kv_transfer_params
     assert answer["remote_bootstrap_addr"] == "http://p:8998" and answer["remote_engine_id"] == "engine-kv_producer"
@@ -295,10 +338,11 @@ def test_preempted_prefill_is_offered_once_with_its_new_blocks(make: Any) -> Non
     engine = make("kv_producer")
     request = engine.add(200, prefill_kv(), max_tokens=1)
     engine.step()
-    assert request.status == RequestStatus.RUNNING
+    assert request.status == RequestStatus.RUNNING and engine.grown
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert request.status == RequestStatus.PREEMPTED
     engine.run(lambda: engine.finished(request))
+    assert engine.retracted == [request.kv_transfer_params["transfer_id"]] and engine.grown
     engine.step()
     (offer,) = engine.sending.values()
     assert len(set(offer.block_ids[0])) == 13
@@ -318,6 +362,7 @@ def test_prefill_aborted(make: Any, steps: int) -> None:
     engine.abort(request)
     engine.step()
     assert engine.cancelled == [kv["transfer_id"]]
+    assert engine.retracted == [kv["transfer_id"]] * (steps > 0)
     assert not engine.sending
     engine.nothing_is_left()
 

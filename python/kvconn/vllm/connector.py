@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector import factory as _factory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
+from vllm.v1.core.sched.output import SchedulerOutput as _SchedulerOutput
 
 from .groups import make_groups, transfer_groups
 from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
-from .params import advertised, agent_config, check_parallel, idle_wait_s, rank_of, sizes
+from .params import LAYERS, OFF, advertised, agent_config, check_parallel, idle_wait_s, rank_of, send_early, sizes
 from .scheduler import SchedulerSide
 from .stats import KVConnPromMetrics, KVConnStats, Recorder
 from .worker import Reports, WorkerSide
@@ -50,6 +51,9 @@ def _show_logs() -> None:
     ours.setLevel(theirs.getEffectiveLevel())
     ours.propagate = False
 
+
+# Without that word a request's blocks may be another's before anybody can take them back.
+_TELLS_PREEMPTIONS = "preempted_req_ids" in getattr(_SchedulerOutput, "__dataclass_fields__", {})
 
 # MultiConnector finds its members' statistics by the name of their class, in this register only.
 with contextlib.suppress(ValueError):  # imported again, under another name
@@ -85,7 +89,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         groups = make_groups(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config or {}
-        wait = idle_wait_s(extra)
+        wait, early = idle_wait_s(extra), send_early(extra)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._scheduler: SchedulerSide | None = None
@@ -95,13 +99,14 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         self._recorder = Recorder("scheduler")
         self._spent_s = 0.0  # by the scheduler's side on this step
         if role == _base.KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(transfer.kv_role, groups, transfer.engine_id, sizes(vllm_config.parallel_config))
+            grows = early != OFF and _TELLS_PREEMPTIONS
+            self._scheduler = SchedulerSide(transfer.kv_role, groups, transfer.engine_id, sizes(vllm_config.parallel_config), grows)
         else:
             from kvconn import Agent
 
             self._rank = rank_of(vllm_config.parallel_config, transfer.engine_id)
             self._config = config = agent_config(vllm_config, kv_cache_config, self._rank)
-            self._worker = WorkerSide(lambda: Agent(config), wait)
+            self._worker = WorkerSide(lambda: Agent(config), wait, early == LAYERS)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
 
     # -- scheduler side ---------------------------------------------------------------------------------------------
@@ -137,7 +142,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnMetadata:
         began = time.perf_counter()
-        meta = self._sched.build_meta(scheduler_output.total_num_scheduled_tokens)
+        meta = self._sched.build_meta(scheduler_output.total_num_scheduled_tokens, scheduler_output)
         self._recorder.step(self._spent_s + time.perf_counter() - began)
         self._spent_s = 0.0
         return meta
@@ -215,10 +220,16 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        return
+        # Caches are in host memory: what the layer has written is there.
+        self._work.layer_written(layer_name)
 
     def wait_for_save(self) -> None:
-        return
+        self._work.step_written()
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Before anything of the step may touch the blocks that vLLM has taken back."""
+        if isinstance(kv_connector_metadata, KVConnMetadata):
+            self._work.take_back(kv_connector_metadata)
 
     def _collect(self) -> Reports:
         return self._work.collect(self._meta is not None and self._meta.empty_step)

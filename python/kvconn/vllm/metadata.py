@@ -59,11 +59,24 @@ class CancelWork:
 
 
 @dataclass
+class GrowWork:
+    """Prefill: the request is being computed. block_ids are new; so many of the prompt's blocks, per group, are there
+    before the step, and after it."""
+
+    transfer_id: str
+    block_ids: BlockIds
+    before: list[int]
+    after: list[int]
+
+
+@dataclass
 class KVConnMetadata(_base.KVConnectorMetadata):
     """Scheduler to workers, in each engine step."""
 
     announces: list[str] = field(default_factory=list)
     offers: list[OfferWork] = field(default_factory=list)
+    grows: list[GrowWork] = field(default_factory=list)
+    retracts: list[str] = field(default_factory=list)  # transfers whose blocks vLLM has taken back
     claims: list[Claim] = field(default_factory=list)  # requests that wait for blocks; their cache must be kept until then
     loads: list[LoadWork] = field(default_factory=list)
     refusals: list[RefusedWork] = field(default_factory=list)
@@ -73,7 +86,9 @@ class KVConnMetadata(_base.KVConnectorMetadata):
 
     @property
     def says_something(self) -> bool:
-        return bool(self.announces or self.offers or self.claims or self.loads or self.refusals or self.cancels)
+        return bool(
+            self.announces or self.offers or self.grows or self.retracts or self.claims or self.loads or self.refusals or self.cancels
+        )
 
 
 @dataclass

@@ -13,7 +13,8 @@ from ..types import Claim
 
 # Settings of the connector itself; every other key of kv_connector_extra_config goes to the agent, which knows its own.
 IDLE_WAIT_MS = "idle_wait_ms"
-_OWN_KEYS = (IDLE_WAIT_MS,)
+SEND_EARLY = "send_early"
+_OWN_KEYS = (IDLE_WAIT_MS, SEND_EARLY)
 _DEFAULT_IDLE_WAIT_MS = 2.0
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
@@ -29,6 +30,7 @@ class PrefillParams(NamedTuple):
     """The request's cache will be asked for under this name."""
 
     transfer_id: str
+    early: bool = False  # a decode engine knows it too, and may ask before the prompt is computed
 
 
 # The request's cache is to be had there, under this name: what the agent is told in a claim.
@@ -81,7 +83,9 @@ def parse(params: Any) -> PrefillParams | DecodeParams | None:
         raise BadParams("do_remote_decode and do_remote_prefill are both true")
     if prefill:
         # Whoever leaves the name to us relays our answer, which has it.
-        return PrefillParams(_text(params, "transfer_id") if params.get("transfer_id") is not None else f"kvconn-{uuid.uuid4().hex}")
+        if params.get("transfer_id") is not None:
+            return PrefillParams(_text(params, "transfer_id"), True)
+        return PrefillParams(f"kvconn-{uuid.uuid4().hex}")
     if decode:
         if params.get(ERROR) is not None:
             raise BadParams(f"the prefill engine says: {params[ERROR]}")
@@ -223,6 +227,17 @@ def idle_wait_s(extra: Mapping[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 100:
         raise ValueError(f"kv_connector_extra_config: {IDLE_WAIT_MS} is {value!r}: a number from 0 to 100 was expected")
     return float(value) / 1000
+
+
+LAYERS, CHUNKS, OFF = "layers", "chunks", "off"
+
+
+def send_early(extra: Mapping[str, Any]) -> str:
+    """What of a prompt is sent while the rest is computed: each layer, each step of a chunked prefill, or nothing."""
+    value = extra.get(SEND_EARLY, LAYERS)
+    if value not in (LAYERS, CHUNKS, OFF):
+        raise ValueError(f'kv_connector_extra_config: {SEND_EARLY} is {value!r}: "layers", "chunks" or "off" was expected')
+    return str(value)
 
 
 def _port_from_environment() -> int | None:

@@ -13,6 +13,7 @@ from typing import Any, Optional, Union
 
 from . import params as _params
 from .groups import Group, first_kept
+from .growing import Growing
 from .metadata import BlockIds, CancelWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
 from .params import BadParams, DecodeParams, PrefillParams, Refused, parse
 
@@ -38,7 +39,9 @@ def _cdiv(a: int, b: int) -> int:
 
 
 class SchedulerSide:
-    def __init__(self, kv_role: str, groups: list[Group], engine_id: str = "", sizes: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, kv_role: str, groups: list[Group], engine_id: str = "", sizes: Mapping[str, int] | None = None, grows: bool = False
+    ) -> None:
         self._can_prefill = kv_role in ("kv_producer", "kv_both")
         self._can_decode = kv_role in ("kv_consumer", "kv_both")
         self._kv_role = kv_role
@@ -47,6 +50,7 @@ class SchedulerSide:
         self._engine_id, self._sizes = engine_id, dict(sizes or {})
         self._bootstrap_addr = ""  # where decode engines find this one; the workers tell
         self._next = KVConnMetadata()
+        self._growing = Growing(groups) if grows else None
         self._claims: dict[str, DecodeParams] = {}  # of those too; by transfer id
         # The requests alive, by id; None: no part in a transfer (nothing asked, or another request has it).
         self._known: dict[str, Params] = {}
@@ -65,8 +69,8 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         params = self._learn(request)
         if isinstance(params, PrefillParams):
-            self._announce(request.request_id, params)
             self._keep_window(request)
+            self._announce(request, params)
         elif isinstance(params, DecodeParams):
             self._claims[params.transfer_id] = params
 
@@ -105,10 +109,12 @@ class SchedulerSide:
             self._owners.popitem(last=False)
         return params
 
-    def _announce(self, req_id: str, params: PrefillParams) -> None:
-        if req_id not in self._announced:
-            self._announced.add(req_id)
+    def _announce(self, request: Any, params: PrefillParams) -> None:
+        if request.request_id not in self._announced:
+            self._announced.add(request.request_id)
             self._next.announces.append(params.transfer_id)
+            if self._growing and params.early:
+                self._growing.add(request.request_id, params.transfer_id, int(request.num_prompt_tokens))
 
     def _loaded_tokens(self, prompt: int) -> int:
         """How much of a prompt the decode engine loads.
@@ -148,7 +154,7 @@ class SchedulerSide:
         params = self._learn(request)
         req_id = request.request_id
         if isinstance(params, PrefillParams):
-            self._announce(req_id, params)  # for a vLLM without on_new_request
+            self._announce(request, params)  # for a vLLM without on_new_request
             return
         if params is None or req_id in self._asked:
             return
@@ -216,6 +222,7 @@ class SchedulerSide:
         self, request: Any, params: PrefillParams, status: str, block_ids: BlockIds, whole: int
     ) -> tuple[bool, dict[str, Any] | None]:
         prompt = int(request.num_prompt_tokens)
+        grew = self._growing is not None and self._growing.forget(request.request_id)
         computed = int(getattr(request, "num_computed_tokens", prompt))
         reason = f"prefill: {status}"
         if status in _PROMPT_IS_THERE and computed >= prompt:
@@ -237,6 +244,8 @@ class SchedulerSide:
         if status in _PROMPT_IS_THERE:
             logger.warning("request %s: %s", request.request_id, reason)
         self._next.cancels.append(CancelWork(params.transfer_id, reason, of_load=False))
+        if grew:
+            self._next.retracts.append(params.transfer_id)
         return False, _params.refusal(reason)
 
     def _answer(self, params: PrefillParams, block_ids: BlockIds, tokens: int) -> dict[str, Any] | None:
@@ -252,11 +261,14 @@ class SchedulerSide:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def build_meta(self, num_scheduled_tokens: int) -> KVConnMetadata:
+    def build_meta(self, num_scheduled_tokens: int, output: Any = None) -> KVConnMetadata:
+        """What the workers are told with a step; output is vLLM's SchedulerOutput, of which requests that grow are told."""
         meta, self._next = self._next, KVConnMetadata()
         if self._claims:
             meta.claims, self._claims = list(self._claims.values()), {}
         meta.empty_step = num_scheduled_tokens == 0
+        if self._growing is not None and output is not None:
+            self._growing.step(output, meta)
         return meta
 
     def has_unsaid(self) -> bool:

@@ -11,14 +11,16 @@ import logging
 import queue
 import threading
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import Status
-from ..types import Claim, Load, Offer
+from .._pack import Growths
+from ..errors import InvalidError, Status
+from ..types import Claim, Growth, Load, Offer
 from .layout import Heads, make_regions
-from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
+from .metadata import CancelWork, GrowWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
 from .stats import KVConnStats, Recorder
 
 logger = logging.getLogger("kvconn.vllm")
@@ -42,11 +44,14 @@ class _Loading:
 
 
 class WorkerSide:
-    def __init__(self, make_agent: Callable[[], Any], idle_wait_s: float) -> None:
+    def __init__(self, make_agent: Callable[[], Any], idle_wait_s: float, by_layers: bool = False) -> None:
         self._agent = make_agent()
         self._idle_wait_s = idle_wait_s
         self._loads: dict[str, _Loading] = {}  # by transfer id
         self._offers: dict[str, OfferWork] = {}
+        self._by_layers = by_layers
+        self._regions_of: dict[str, array[int]] = {}  # by layer: indices of those that it writes
+        self._step: Growths | None = None  # what the step that runs computes of requests that grow
         self._reports = Reports()
         self._recorder = Recorder("worker")
         self._spent_s = 0.0  # by the connector on this step
@@ -62,6 +67,9 @@ class WorkerSide:
 
         regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor, heads)
         self._agent.register_kv_caches(regions)
+        for name in kv_caches:
+            mine = [n for n, region in enumerate(regions) if region.name == name or region.name.startswith(f"{name}[")]
+            self._regions_of[name] = array("I", mine)
         total = sum(region.block_bytes for region in regions)
         logger.info(
             "registered %d regions of %d layers: %d blocks of %d bytes",
@@ -81,6 +89,7 @@ class WorkerSide:
         if not meta.says_something:
             return
         began = time.perf_counter()
+        self.take_back(meta)
         announces, meta.announces = meta.announces, []
         offers, meta.offers = meta.offers, []
         # A load is to start first, should its cancel come in the same step.
@@ -101,7 +110,56 @@ class WorkerSide:
         meta.refusals = []
         for work in cancels:
             self._cancel(work)
+        if meta.grows:
+            self._grow(meta.grows)
+            meta.grows = []
         self._spent_s += time.perf_counter() - began
+
+    def take_back(self, meta: KVConnMetadata) -> None:
+        """Before the step writes to blocks that other requests had: nothing may read them any more."""
+        retracts, meta.retracts = meta.retracts, []
+        if not retracts:
+            return
+        # Those that are given up too are not to be loaded anew.
+        given_up = [work for work in meta.cancels if not work.of_load and work.transfer_id in retracts]
+        meta.cancels = [work for work in meta.cancels if work not in given_up]
+        for work in given_up:
+            self._cancel(work)
+        self._retract(retracts)
+
+    def _retract(self, transfer_ids: Sequence[str]) -> None:
+        try:
+            self._agent.retract(transfer_ids)
+        except InvalidError as error:  # an earlier request's id, of which this one gave nothing
+            logger.error("take back %s: %s", ", ".join(transfer_ids), error)
+        except Exception as error:
+            logger.critical("take back %s: %s", ", ".join(transfer_ids), error)
+            raise  # who reads these blocks would read another request's: the engine has to end instead
+
+    def _grow(self, works: Sequence[GrowWork]) -> None:
+        """What was there before the step goes now; what it computes, when it is written."""
+        grown = []
+        for work in works:
+            part = Growth(work.transfer_id, work.block_ids, work.before)
+            if not self._try(lambda one=part: self._agent.grow([one]), f"grow {work.transfer_id!r}"):
+                grown.append(Growth(work.transfer_id, [()] * len(work.after), work.after))
+        self._step = Growths(grown) if grown else None
+
+    def layer_written(self, name: str) -> None:
+        if self._step is None or not self._by_layers:
+            return
+        began = time.perf_counter()
+        regions = self._regions_of.get(name)
+        if regions and self._try(lambda: self._agent.grow(self._step, regions), f"grow layer {name}"):
+            self._step = None  # their offers say what is wrong
+        self._spent_s += time.perf_counter() - began
+
+    def step_written(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            began = time.perf_counter()
+            self._try(lambda: self._agent.grow(step), "grow")
+            self._spent_s += time.perf_counter() - began
 
     def load(self, meta: KVConnMetadata) -> None:
         """Where vLLM wants loads to start: after what it has queued for these blocks itself."""
@@ -167,6 +225,7 @@ class WorkerSide:
         self._recorder.failed("offer", _reason(error))
         self._reports.sent.add(work.req_id)
         self._cancel(CancelWork(work.transfer_id, "prefill: the offer was refused", of_load=False))
+        self._retract([work.transfer_id])
 
     def _load_all(self, works: Sequence[LoadWork]) -> None:
         self._agent.start_load(

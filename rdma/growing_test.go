@@ -1,0 +1,167 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"testing"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// growth is a write of an agent's blocks that is given bit by bit.
+type growth struct {
+	p, d  *agent
+	op    core.WriteOp
+	given int // blocks
+}
+
+// grow begins a write of the first n blocks to the same of d, with none of them.
+func (s *agent) grow(id core.TransferID, d *agent, n int) *growth {
+	g := &growth{p: s, d: d, op: core.WriteOp{ID: id, Peer: d.id, Grant: d.expect(id, s, 0, n), Bytes: uint64(n) * blockBytes}}
+	s.tr.Write(g.op)
+	return g
+}
+
+func (g *growth) give(n int) {
+	op := g.op
+	op.At = []core.Extent{{Position: uint64(g.given) * blockBytes, Pairs: n}}
+	for i := g.given; i < g.given+n; i++ {
+		op.Pairs = append(op.Pairs, core.Pair{SrcOffset: uint64(i) * blockBytes, DstOffset: uint64(i) * blockBytes, Length: blockBytes})
+	}
+	g.given += n
+	g.p.tr.Extend(op)
+}
+
+// rests waits until nothing is under way. D has all that was given, and no mark.
+func (g *growth) rests() {
+	g.p.t.Helper()
+	soon(g.p.t, "the write rests", func() bool {
+		s := &g.p.tr.sender
+		s.mu.Lock()
+		w := s.writes[g.op.ID]
+		s.mu.Unlock()
+		if w == nil {
+			g.p.t.Fatalf("the write has ended: %v", g.p.rec.All("written", g.op.ID))
+		}
+		w.link.mu.Lock()
+		defer w.link.mu.Unlock()
+		for _, j := range w.jobs {
+			if j.lane == nil || j.cursor.ready() {
+				return false
+			}
+		}
+		return w.flight == 0
+	})
+	g.d.landed(0, g.given, true)
+	r := &g.d.tr.receiver
+	r.mu.Lock()
+	e := r.expected[g.op.ID]
+	r.mu.Unlock()
+	if e == nil {
+		g.p.t.Fatalf("D has been told of an end: %+v", g.d.rec.All("received", g.op.ID))
+	}
+	e.src.mu.Lock()
+	defer e.src.mu.Unlock()
+	if e.begun.IsZero() || e.parts != 0 {
+		g.p.t.Errorf("D knows that bytes come: %v; marks of parts %b have come before all was given", !e.begun.IsZero(), e.parts)
+	}
+}
+
+// TestGrowingLanes: lanes break while a write rests, and in the middle of what it was
+// given, at either end. It goes on by others, and every byte is right.
+func TestGrowingLanes(t *testing.T) {
+	needsRDMA(t)
+	sending := func(n int) func(p, d *agent) (int, error) {
+		return func(p, d *agent) (int, error) { return p.tr.BreakSending(n) }
+	}
+	receiving := func(n int) func(p, d *agent) (int, error) {
+		return func(p, d *agent) (int, error) { return d.tr.BreakReceiving(n) }
+	}
+	for _, c := range []struct {
+		name string
+		long bool
+		cut  func(p, d *agent) (int, error)
+	}{
+		{"one at the sender", false, sending(1)},
+		{"all at the sender", true, sending(100)},
+		{"one at the receiver", true, receiving(1)},
+		{"all at the receiver", false, receiving(100)},
+		{"all at both ends", true, func(p, d *agent) (int, error) {
+			p.breakAll()
+			d.breakAll()
+			return 1, nil
+		}},
+	} {
+		if c.long && testing.Short() {
+			continue
+		}
+		for _, rests := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s, at rest: %v", c.name, rests), func(t *testing.T) {
+				ctl := newControl()
+				ctl.config = func(cfg *Config) { cfg.ConnectTimeout, cfg.StallTimeout = patience, patience } // it is not to be given up
+				const n = 64
+				p, d := start(t, ctl, "p", n, nil), start(t, ctl, "d", n, nil)
+				connect(t, d, p)
+				usable(t, d, p)
+				p.paint(1, 0, n)
+				g := p.grow("t", d, n)
+				g.give(n / 2)
+				if rests {
+					g.rests()
+				} else {
+					d.landed(0, n/2, false)
+				}
+				if k, err := c.cut(p, d); err != nil || k == 0 {
+					t.Fatalf("%d queue pairs broken: %v", k, err)
+				}
+				g.give(2)
+				g.rests()
+				g.give(n/2 - 2 - 1)
+				g.rests()
+				g.give(1)
+				for _, s := range []struct {
+					a    *agent
+					kind string
+				}{{p, "written"}, {d, "received"}} {
+					if o := s.a.rec.Wait(s.kind, "t", 1); o.Err != nil || o.Stats.Bytes != n*blockBytes {
+						t.Errorf("%s: %+v", s.kind, o)
+					}
+				}
+				d.has(1, 0, n)
+			})
+		}
+	}
+}
+
+// TestRevokeAtRestUnheard: a P that does not hear that the grant of a write at rest is
+// dead learns it by the loss of its lanes, and sends nothing more of it.
+func TestRevokeAtRestUnheard(t *testing.T) {
+	needsRDMA(t)
+	c := newControl()
+	c.decide = func(from core.AgentID, s *signal) fault {
+		if s.Kind == signalDrain {
+			return lost
+		}
+		return passes
+	}
+	const n = 40
+	p, d := start(t, c, "p", n, nil), start(t, c, "d", n, nil)
+	connect(t, d, p)
+	usable(t, d, p)
+	p.paint(1, 0, n)
+	g := p.grow("t", d, n)
+	g.give(20)
+	g.rests()
+	d.tr.Revoke("t")
+	d.fill(0, n)
+	if o := p.rec.Wait("written", "t", 1); !errors.Is(o.Err, core.ErrNotExpected) {
+		t.Errorf("written: %v", o.Err)
+	}
+	g.give(20)
+	p.paint(2, 0, 1)
+	p.write("next", d, d.expect("next", p, 0, 1), 0, 0, 1)
+	if o := d.rec.Wait("received", "next", 1); o.Err != nil {
+		t.Error(o.Err)
+	}
+	d.untouched("a write that was revoked while it rested", 1, n-1)
+}
