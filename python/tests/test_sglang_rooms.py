@@ -173,8 +173,11 @@ def test_chunks_move_while_prefill_goes_on(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("by", ["prefill", "decode"])
-def test_abort_between_chunks(ranks: Any, by: str) -> None:
+def test_abort_between_chunks(ranks: Any, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = ranks("prefill"), ranks("decode")
+    taken_back: list[Any] = []
+    retract = p.agent.retract
+    monkeypatch.setattr(p.agent, "retract", lambda ids, bound: (retract(ids, bound), taken_back.extend(ids)))
     fill(p)
     at_p, at_d = both(p, d, 9)
     d.load(at_d, p.address, [5, 6], 3)
@@ -184,7 +187,7 @@ def test_abort_between_chunks(ranks: Any, by: str) -> None:
     p.rooms.grow(at_p, *chunks.growth(ids([1], "pages")))
     if by == "prefill":
         p.rooms.abort(at_p, "the client went")
-        assert at_p.state == FAILED, "its pages are used again at once"
+        assert at_p.state == FAILED and taken_back == ["sglang-9"], "its pages are used again at once"
         d.until(at_d, FAILED)
         assert "the client went" in at_d.reason
     else:
