@@ -11,6 +11,7 @@ PYTHON  ?= python3
 BUILD   := build
 VENV    := .venv
 VENV_VLLM ?= .venv-vllm
+VENV_SGLANG ?= .venv-sglang
 GOFILES := $(shell find . -name '*.go' -not -path './.venv*' 2>/dev/null) $(wildcard capi/*.[ch]) capi/exports.map include/kvconn.h go.mod go.sum
 PYFILES := $(shell find python -name '*.py' 2>/dev/null) setup.py pyproject.toml README.md
 LDFLAGS := -s -w -extldflags "-Wl,--version-script=$(CURDIR)/capi/exports.map -Wl,-soname,libkvconn.so.0"
@@ -91,10 +92,14 @@ mutants: | tools ## deliberate defects, each of which the simulator must find
 rdma-test: | tools ## rdma/ on real queue pairs, in a small virtual machine; STAGES='go' for some
 	@GO=$(GO) scripts/rdma-test.sh $(STAGES)
 
-e2e: wheel cmd ## faults on agents in processes of their own, rdma-test, then the real vLLM pair, also with failures
+e2e: wheel cmd ## faults on agents in processes of their own, rdma-test, then the real vLLM and SGLang pairs, also with failures
 	$(BUILD)/kvconn chaos --short
 	@GO=$(GO) scripts/rdma-test.sh
 	@scripts/vllm-e2e.sh $(VENV_VLLM)
+	@scripts/sglang-e2e.sh $(VENV_SGLANG)
+
+e2e-sglang: wheel ## the real SGLang pair, also with failures; a part of e2e
+	@scripts/sglang-e2e.sh $(VENV_SGLANG)
 
 e2e-versions: wheel ## the real pair on the newest vLLM and the two minor releases before it; VERSIONS='0.31.0' for some
 	@scripts/vllm-versions.sh $(VENV_VLLM) $(VERSIONS)
@@ -108,4 +113,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist python/*.egg-info .demo
 
-.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e e2e-versions lint clean chaos
+.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos

@@ -57,10 +57,11 @@ DOWNLOAD_TROUBLE = re.compile(
 )
 
 started = time.monotonic()
+engine = "vLLM"  # for people; e2e/setup_sglang.py sets up another one by the same steps
 
 
 def say(text: str) -> None:
-    print(f"[vllm {time.monotonic() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
+    print(f"[{engine.lower()} {time.monotonic() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
 
 
 def stop(code: int, text: str) -> NoReturn:
@@ -114,8 +115,8 @@ class Steps:
         text = "\n".join(tail)
         print(text, file=sys.stderr)
         if DOWNLOAD_TROUBLE.search(text):
-            stop(EXIT_DOWNLOAD, f"not run: a download failed while setting up vLLM ({what}); the lines above say why")
-        stop(1, f"setting up vLLM failed ({what}, exit code {code}); the lines above say why")
+            stop(EXIT_DOWNLOAD, f"not run: a download failed while setting up {engine} ({what}); the lines above say why")
+        stop(1, f"setting up {engine} failed ({what}, exit code {code}); the lines above say why")
 
     def _beat(self, what: str, done: threading.Event) -> None:
         while not done.wait(15):

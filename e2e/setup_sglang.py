@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Makes a virtual environment with a real SGLang for machines without a GPU, or finds one that is already there.
+
+    python3 e2e/setup_sglang.py [DIR] [--wheel FILE] [--sglang VERSION] [--mooncake]
+
+Standard output is one line, the path of the Python to use; everything meant for people goes to standard error.
+DIR (default: .venv-sglang beside e2e/) is made if it is not there: one minute and 1 GB, since torch and the like are those of .venv-vllm
+beside it, which e2e/setup_vllm.py makes if it is not there (about 5 minutes and 6 GB). A run that was interrupted is continued by the next
+one; a finished environment is found by its stamp at once.
+
+Exit codes: 0 ready; 75 a download failed (the line starts with "not run:"); 2 bad arguments; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import setup_vllm as common
+from setup_vllm import Steps, say, stop
+
+HERE = Path(__file__).resolve().parent
+common.engine = "SGLang"
+
+SGLANG = "0.5.23"
+# Raise it when the steps below change, so that an environment made by older steps is gone through again.
+RECIPE = 1
+# That of vLLM's torch; SGLang's own pin is of another.
+TORCHVISION = "torchvision==0.28.0"
+ROUTER = "sglang-router==0.3.2"
+MOONCAKE = "mooncake-transfer-engine==0.3.13.post1"
+
+# Small requirements that vLLM's environment lacks.
+BESIDE_VLLM = (
+    "apache-tvm-ffi==0.1.11",
+    "outlines==0.1.11",
+    "kernels==0.14.1",
+    "torch_memory_saver",
+    "openai-harmony",
+    "gguf",
+    "blobfile",
+    "datasets",
+    "modelscope",
+    "xxhash",
+    "orjson",
+    "soundfile",
+    # IPython and what it imports
+    "IPython",
+    "asttokens",
+    "decorator",
+    "executing",
+    "jedi",
+    "matplotlib-inline",
+    "parso",
+    "pexpect",
+    "prompt_toolkit",
+    "ptyprocess",
+    "pure-eval",
+    "stack_data",
+    "traitlets",
+    "wcwidth",
+)
+
+
+def shared_site(venv: Path) -> tuple[str, Path]:
+    """A Python, and the packages beside it that both engines need: vLLM's environment, which is made if it is not there."""
+    other = venv.parent / ".venv-vllm"
+    with common.lock(other):
+        python = common.make(other, common.VLLM)
+    return python, Steps(other).site_packages()
+
+
+def stamp_key(sglang: str) -> dict[str, object]:
+    return {"recipe": RECIPE, "sglang": sglang}
+
+
+def is_done(stamp: Path, python: Path, sglang: str) -> bool:
+    try:
+        return python.exists() and stamp_key(sglang).items() <= json.loads(stamp.read_text(encoding="utf-8")).items()
+    except (OSError, ValueError):
+        return False
+
+
+def make(venv: Path, sglang: str) -> str:
+    steps = Steps(venv)
+    stamp = venv / "kvconn-e2e.stamp"
+    if is_done(stamp, steps.python, sglang):
+        say(f"using {venv} (SGLang {sglang})")
+        return str(steps.python)
+    stamp.unlink(missing_ok=True)
+    base, shared = shared_site(venv)
+    if not steps.python.exists():
+        if any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
+            stop(2, f"{venv} is not empty and not a virtual environment; name another place or remove it")
+        steps.run(f"1/4 making the virtual environment {venv}", [base, "-m", "venv", "--clear", str(venv)])
+    else:
+        say(f"1/4 continuing with {venv}")
+    site = steps.site_packages()
+    steps.pip(f"2/4 sglang {sglang}", "--no-deps", f"sglang=={sglang}")
+    # Behind this environment's own packages, which differ where SGLang wants others than vLLM.
+    (site / "zz-shared.pth").write_text(f"{shared}\n", encoding="utf-8")
+    steps.pip("3/4 SGLang's small requirements", "--no-deps", *BESIDE_VLLM, TORCHVISION, ROUTER)
+    say("4/4 the stand-in for its kernels, and importing it")
+    shutil.copy2(HERE / "sgl_kernel.py", site / "sgl_kernel.py")
+    check = "import sglang.launch_server, sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server, pytest"
+    steps.run("  import sglang", [str(steps.python), "-c", check])
+    partial = stamp.with_suffix(".part")
+    partial.write_text(json.dumps(stamp_key(sglang)), encoding="utf-8")
+    partial.replace(stamp)
+    say(f"ready: {venv} (SGLang {sglang}, {steps.size_gb():.1f} GB)")
+    return str(steps.python)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "venv", nargs="?", type=Path, default=HERE.parent / ".venv-sglang", metavar="DIR", help="where the environment goes"
+    )
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="install this wheel of kvconn as well")
+    parser.add_argument("--sglang", default=SGLANG, metavar="VERSION", help=f"{SGLANG} by default")
+    parser.add_argument("--mooncake", action="store_true", help="install Mooncake's transfer engine too, to compare with")
+    args = parser.parse_args()
+    if args.wheel and not args.wheel.is_file():
+        parser.error(f"--wheel {args.wheel}: no such file")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    venv: Path = args.venv.absolute()
+    with common.lock(venv):
+        python = make(venv, args.sglang)
+        if args.wheel:
+            common.install_wheel(python, args.wheel)
+        if args.mooncake and subprocess.run([python, "-c", "import mooncake"], capture_output=True, check=False).returncode != 0:
+            Steps(venv).pip("Mooncake's transfer engine", "--no-deps", MOONCAKE)
+    print(python)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        stop(130, "interrupted; the next run continues where this one was")

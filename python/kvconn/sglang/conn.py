@@ -1,0 +1,382 @@
+"""SGLang's four classes: what the scheduler calls, passed on to the rooms.
+
+SGLang's base classes grow and change from release to release. What an older one lacks is looked for here, once, and never
+by version. They are inherited for what the scheduler finds on them beside the calls below; their constructors, which open
+sockets and threads of their own, are not run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from typing import Any
+
+from sglang.srt.disaggregation.base import conn as _base
+
+try:
+    from sglang.srt.disaggregation.common import conn as _common
+except ImportError:
+    _common = None  # type: ignore[assignment]
+
+from . import rooms as _rooms
+from .growing import Chunks
+from .layout import Layout, ids
+from .parallel import heads_of, parallel_of, refuse_unsupported
+from .params import agent_config, bootstrap_address, engine_name, from_environment, server_config
+from .rooms import Holder, NoAgent, Rooms
+from .route import Engine, RouteError, Router
+
+logger = logging.getLogger("kvconn.sglang")
+
+_Manager: Any = getattr(_common, "CommonKVManager", _base.BaseKVManager)
+_Sender: Any = getattr(_common, "CommonKVSender", _base.BaseKVSender)
+_Receiver: Any = getattr(_common, "CommonKVReceiver", _base.BaseKVReceiver)
+KVTransferError: Any = getattr(_common, "KVTransferError", RuntimeError)
+_SAYS_WHOSE = KVTransferError is not RuntimeError and "is_from_another_rank" in inspect.signature(KVTransferError).parameters
+_Metric: Any = getattr(_base, "KVTransferMetric", None)
+_DEVICE: Any = getattr(getattr(_base, "KVTransferDestination", None), "DEVICE", None)
+
+for _state in ("Failed", "Bootstrapping", "Transferring", "Success"):
+    if getattr(_base.KVPoll, _state) != getattr(_rooms, _state.upper()):
+        raise ImportError(f"kvconn: SGLang's KVPoll.{_state} is {getattr(_base.KVPoll, _state)}")
+
+
+def _setting(name: str, default: float) -> float:
+    """One of SGLang's environment variables, as it reads them."""
+    try:
+        from sglang.srt.environ import envs
+
+        return float(getattr(envs, name).get())
+    except (ImportError, AttributeError):
+        return float(os.environ.get(name, default))
+
+
+class _EveryEngine(dict):  # type: ignore[type-arg]
+    """Stands for what SGLang knows of prefill engines by asking them on the scheduler's thread: it knows them all, each as one
+    of a single data parallel rank, so that a receiver is initialised at once and finds the truth beside the scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stub = _stub()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self._stub
+
+    def __contains__(self, key: Any) -> bool:
+        return True
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._stub
+
+
+def _stub() -> Any:
+    class Known:
+        attn_tp_size = attn_cp_size = dp_size = pp_size = 1
+        follow_bootstrap_room = True
+        prefill_http_port = None
+        decode_allocation_policy = "early"
+
+    return Known()
+
+
+class KVConnManager(_Manager):
+    """One rank's agent, in the process of its scheduler."""
+
+    supports_deferred_decode_kv_release = True
+
+    def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False, **_: Any) -> None:
+        from kvconn import Agent
+
+        self.kv_args = args
+        self.disaggregation_mode = disaggregation_mode
+        self.server_args = server_args
+        self.is_mla_backend = bool(is_mla_backend)
+        self.is_hybrid_mla_backend = bool(getattr(args, "is_hybrid_mla_backend", False))
+        prefill = disaggregation_mode.value == "prefill"
+        self.parallel = parallel = parallel_of(args, server_args)
+        refuse_unsupported(server_args, parallel)
+        self.is_dummy_cp_rank = prefill and parallel.cp_rank != 0
+        self.enable_all_cp_ranks_for_transfer = False
+        self.attn_cp_rank, self.attn_cp_size = parallel.cp_rank, parallel.cp_size
+        self.enable_deferred_decode_kv_release = bool(_setting("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", 1))
+        self.enable_staging = False
+        self.bootstrap_timeout = _setting("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", 300)
+        self.waiting_timeout = _setting("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", 300)
+        self.prefill_info_table = _EveryEngine()
+        self.request_status: dict[int, int] = {}
+        self.transfer_infos: dict[int, Any] = {}
+        self.kv_cache_dtype_str = str(getattr(args, "kv_cache_dtype_str", "") or "").replace("torch.", "")
+        self.kv_layout = getattr(args, "kv_layout", None)
+        self.layout = Layout(args, heads_of(args, server_args, parallel), self.is_mla_backend)
+        self._bootstrap = None
+        if self.is_dummy_cp_rank:
+            self._agent: Any = NoAgent()
+            self.rooms = Rooms(self._agent, "prefill, a rank with nothing to send", self.bootstrap_timeout, self.waiting_timeout)
+            return
+        if prefill:
+            self._bootstrap = bootstrap_address(parallel.host, parallel.bootstrap_port, parallel.first_node)
+        config = agent_config(
+            "prefill" if prefill else "decode",
+            str(server_args.model_path),
+            self.kv_cache_dtype_str,
+            args.page_size,
+            parallel.rank,
+            self._bootstrap,
+            parallel.route_info(self.kv_layout),
+            self.bootstrap_timeout,
+            from_environment(),
+        )
+        self._agent = Agent(config)
+        side = f"{config['role']} dp{parallel.rank.dp_rank} tp{parallel.rank.tp_rank} pp{parallel.rank.pp_rank}"
+        self.rooms = Rooms(self._agent, side, self.bootstrap_timeout, self.waiting_timeout)
+        self.router = Router(self.rooms.inbox)
+        self._agent.register_kv_caches(self.layout.regions)
+        logger.info(
+            "kvconn %s: engine %s, %d pages of %d tokens and %d bytes, %d regions, states %s",
+            side,
+            config["engine_id"],
+            self.layout.pages,
+            args.page_size,
+            self.layout.page_bytes,
+            len(self.layout.regions),
+            self.layout.state_types,
+        )
+
+    def register_to_bootstrap(self) -> None:
+        return  # the agent has, when it registered the caches
+
+    def tell_dp_rank(self, bootstrap_room: int) -> None:
+        if self._bootstrap is not None:
+            self.router.tell_dp_rank(self._bootstrap, bootstrap_room, self.parallel.rank.dp_rank)
+
+    # -- what SGLang's decode side asks the manager ---------------------------------------------------------------------
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        return True
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int = 0) -> bool:
+        """Whether no byte can land any more in the pages of a request that has failed."""
+        self.rooms.tick()
+        return not self.rooms.under_way(bootstrap_room)
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        return
+
+    def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
+        logger.error("room %s: %s", bootstrap_room, failure_reason)
+
+    def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
+        kv_receiver.fail(
+            "a request that was retracted cannot be prefilled again under its room: "
+            "kvconn keeps the cache of retracted requests with --disaggregation-decode-retraction-backup instead"
+        )
+
+    def teardown(self) -> None:
+        self._agent.close()
+
+
+class _Half(Holder):
+    """What a sender and a receiver have in common. A poll reads an attribute, after what is new has been collected."""
+
+    kv_mgr: Any
+
+    def poll(self) -> int:
+        self.kv_mgr.rooms.tick()
+        return self.room.state
+
+    def poll_pp_consensus(self) -> int:
+        return self.poll()
+
+    @property
+    def conclude_state(self) -> int | None:
+        return self.room.state if self.room.state in (_rooms.FAILED, _rooms.SUCCESS) else None
+
+    def fail(self, reason: str) -> None:
+        self.kv_mgr.rooms.abort(self.room, reason)
+
+    def failure_exception(self) -> None:
+        """Raises why it failed. Another rank of this engine may have failed, and not this one."""
+        reason = self.room.reason
+        self.kv_mgr.rooms.forget(self.room)
+        values: tuple[Any, ...] = (self.room.number, reason or "failed on another rank")
+        raise KVTransferError(*values, **({"is_from_another_rank": reason is None} if _SAYS_WHOSE else {}))
+
+    def abort(self) -> None:
+        self.kv_mgr.rooms.abort(self.room, "the request was aborted")
+
+    def clear(self) -> None:
+        self.kv_mgr.rooms.forget(self.room)
+
+
+class KVConnSender(_Half, _Sender):
+    """Prefill's half of a request."""
+
+    # The pages' numbers are wanted in host memory at once.
+    supports_host_tensor_indices = False
+
+    def __init__(
+        self, mgr: KVConnManager, bootstrap_addr: str, bootstrap_room: int, *_: Any, req_has_disagg_prefill_dp_rank: bool = False, **__: Any
+    ) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room
+        self.aux_index: int | None = None
+        self._chunks: Chunks | None = None
+        self._prefix_pages = 0
+        self.room = mgr.rooms.open(bootstrap_room)
+        # The scheduler takes WaitingForInput for the decode engine's word that it has pages for the request, and only then
+        # spends memory on it. Said earlier, two engines could fill up with different requests, and wait for each other for
+        # ever; who wants prefill to begin earlier has SGLang's own --optimistic-prefill-attempts, which gives way again.
+        mgr.rooms.announce(self.room)
+        if mgr.parallel.rank.dp_size > 1 and self.room.state != _rooms.FAILED:
+            mgr.tell_dp_rank(bootstrap_room)
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self.aux_index = aux_index
+        self.num_kv_indices = num_kv_indices
+        self._chunks = Chunks(self.kv_mgr.layout, num_kv_indices, self._prefix_pages)
+
+    def pop_decode_prefix_len(self) -> int:
+        """Tokens that the decode engine has already, and that are not sent."""
+        self._prefix_pages = self.room.prefix_pages
+        return self._prefix_pages * self.kv_mgr.layout.page_size
+
+    def get_max_transfer_tokens(self) -> int | None:
+        return None
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
+    def mark_prefill_complete(self) -> None:
+        return
+
+    def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, **_: Any) -> None:
+        room, rooms = self.room, self.kv_mgr.rooms
+        if room.state == _rooms.FAILED:
+            return
+        try:
+            if self._chunks is None:
+                raise RuntimeError("pages were sent before init")
+            pages = ids(kv_indices, "pages")
+            if self._chunks.add(pages):
+                rooms.offer(room, *self._chunks.offer(state_indices, self.aux_index))
+                self._chunks = None
+            elif pages:
+                rooms.grow(room, *self._chunks.growth(pages))
+        except Exception as error:
+            rooms.abort(room, str(error) or repr(error))
+
+    def get_transfer_metric(self) -> Any:
+        done = self.room.completion
+        if _Metric is None or done is None:
+            return _Metric() if _Metric is not None else None
+        return _Metric(transfer_latency_s=done.transfer_s, transfer_total_bytes=done.bytes)
+
+
+class KVConnReceiver(_Half, _Receiver):
+    """Decode's half of a request."""
+
+    require_staging = False
+    supports_host_destination = False
+    bootstrap_infos = ()
+
+    def __init__(self, mgr: KVConnManager, bootstrap_addr: str, bootstrap_room: int | None = None, *_: Any, **__: Any) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_addr = bootstrap_addr
+        self.bootstrap_room = bootstrap_room
+        self.abort_notified = False
+        self._engine = ""
+        self.room = mgr.rooms.open(bootstrap_room)
+
+    @property
+    def _address(self) -> str:
+        return f"http://{self.bootstrap_addr}"
+
+    def init(self, prefill_dp_rank: int | None = None, *_: Any) -> None:
+        """Claims the request at its prefill engine, as soon as that has said which of its ranks has it."""
+        if self.room.state == _rooms.BOOTSTRAPPING:
+            self.kv_mgr.router.engine(self.bootstrap_addr, lambda engine: self._found(engine, prefill_dp_rank))
+
+    def _found(self, engine: Engine | RouteError, asked: int | None) -> None:
+        mgr, room = self.kv_mgr, self.room
+        if isinstance(engine, RouteError):
+            mgr.rooms.fail(room, str(engine))
+            return
+        differs = engine.differs(mgr.kv_args.page_size, mgr.kv_cache_dtype_str, mgr.kv_layout)
+        if differs:
+            mgr.router.forget(self.bootstrap_addr)
+            mgr.rooms.fail(room, f"prefill engine at {self.bootstrap_addr}: {differs}")
+        elif engine.dp_size == 1 and not asked:
+            self._claim(0)
+        elif asked:  # 0 is also what is said when nobody has asked for a rank
+            if asked >= engine.dp_size or asked < 0:
+                mgr.rooms.fail(
+                    room, f"prefill engine at {self.bootstrap_addr} has {engine.dp_size} data parallel ranks: there is no rank {asked}"
+                )
+            else:
+                self._claim(asked)
+        else:
+            # Its scheduler says where the request is: routers may name a rank that does not follow from the room.
+            mgr.router.dp_rank(self.bootstrap_addr, self.bootstrap_room, self._rank_found)
+
+    def _rank_found(self, rank: int | RouteError) -> None:
+        if isinstance(rank, RouteError):
+            self.kv_mgr.rooms.fail(self.room, str(rank))
+        else:
+            self._claim(rank)
+
+    def _claim(self, dp_rank: int) -> None:
+        self._engine = engine_name(dp_rank)
+        self.kv_mgr.rooms.claim(self.room, self._address, self._engine)
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = _DEVICE,
+        **more: Any,
+    ) -> None:
+        """Asks for the request, into these pages."""
+        mgr, room = self.kv_mgr, self.room
+        try:
+            if destination != _DEVICE or any(value is not None for value in more.values()):
+                raise ValueError(f"destination {destination!r} and {sorted(more)} are not supported")
+            prefix, page = decode_prefix_len or 0, mgr.layout.page_size
+            if prefix % page:
+                raise ValueError(f"decode_prefix_len is {prefix}: a multiple of the page size {page} was expected")
+            blocks = mgr.layout.blocks(kv_indices, state_indices, aux_index)
+            mgr.rooms.load(room, self._address, self._engine, blocks, mgr.layout.first(blocks, prefix // page))
+        except Exception as error:
+            mgr.rooms.abort(room, str(error) or repr(error))
+
+    def failure_exception(self) -> None:
+        self.kv_mgr.router.forget(self.bootstrap_addr)
+        super().failure_exception()
+
+    def is_abort_release_safe(self) -> bool:
+        """Whether no byte can land any more."""
+        return self.kv_mgr.is_abort_release_safe(self.bootstrap_room)
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """Another rank of this engine failed: this rank's pages must be held while theirs is under way."""
+        self.kv_mgr.rooms.abort(self.room, "failed on another rank")
+        self.abort_notified = self.kv_mgr.rooms.under_way(self.bootstrap_room)
+
+
+class KVConnBootstrapServer(_base.BaseKVBootstrapServer):
+    """The bootstrap port of a prefill engine, in the process that starts its schedulers."""
+
+    def __init__(self, host: str, port: int) -> None:
+        from kvconn import Agent
+
+        self.host, self.port = host, port
+        self._agent = Agent(server_config(host, port, from_environment()))
+        logger.info("kvconn: bootstrap port %s", self._agent.bootstrap_address)
+
+    def close(self) -> None:
+        self._agent.close()
+
+    def poll(self) -> Any:
+        return None

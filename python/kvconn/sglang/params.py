@@ -1,0 +1,102 @@
+"""From SGLang's settings to the agent's."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Keys of the agent's configuration, as a JSON object, or the path of a file that holds one.
+CONFIG_VARIABLE = "KVCONN_SGLANG_CONFIG"
+
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+
+
+def engine_name(dp_rank: int) -> str:
+    """What a prefill engine's data parallel rank is called at its bootstrap port. Requests say its number only."""
+    return f"sglang-dp{dp_rank}"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A scheduler's place in its engine."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+def host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    text = environ.get(CONFIG_VARIABLE, "").strip()
+    if not text:
+        return {}
+    where = CONFIG_VARIABLE
+    if not text.startswith("{"):
+        where = f"{CONFIG_VARIABLE}, file {text}"
+        with open(text, encoding="utf-8") as file:
+            text = file.read()
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{where} is {config!r}: an object was expected")
+    return config
+
+
+def bootstrap_address(host: str, port: int, first_node: str | None) -> str:
+    """Where this engine's own bootstrap server is found by its ranks."""
+    host = first_node or host
+    return host_port(_ANY_HOST.get(host, host), port)
+
+
+def server_config(host: str, port: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the engine's bootstrap port, which has no caches and is no rank: what the user says of that, and of who gets in."""
+    config: dict[str, Any] = {"role": "bootstrap", "bootstrap_host": host, "bootstrap_port": port}
+    config.update(
+        {key: value for key, value in extra.items() if key.startswith(("nats_", "tls_")) or key in ("advertise_host", "log_level")}
+    )
+    return config
+
+
+def agent_config(
+    role: str,
+    model: str,
+    dtype: str,
+    page_size: int,
+    rank: Rank,
+    bootstrap: str | None,
+    route_info: Mapping[str, Any],
+    bootstrap_timeout_s: float,
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The agent's configuration: what SGLang knows, then what the user says."""
+    config: dict[str, Any] = {
+        "engine_id": engine_name(rank.dp_rank),
+        "role": role,
+        # The name and not the path: both engines have the same model, but not the same disk.
+        "model": os.path.basename(model.rstrip("/")),
+        "dtype": dtype,
+        "block_tokens": page_size,
+        # A prefill engine that is gone is to be told of within three seconds, the scheduler's part included.
+        "peer_timeout_s": 2.5,
+        # All requests that SGLang queues are known to the agent.
+        "max_transfers": 32768,
+        **vars(rank),
+    }
+    if role == "prefill":
+        config["report_wants"] = True
+        config["early_load_s"] = min(max(bootstrap_timeout_s, 1.0), 3600.0)  # what the agent takes
+        config["route_info"] = dict(route_info)
+        config["bootstrap_join"] = f"http://{bootstrap}"
+    config.update(extra)
+    return config

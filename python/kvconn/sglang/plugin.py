@@ -1,0 +1,99 @@
+"""Makes `--disaggregation-transfer-backend kvconn` known to SGLang.
+
+SGLang logs and swallows what a plugin raises, and goes on without it: so what was done is looked at again, and an
+error of ours says at once that the backend is missing and why.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger("kvconn.sglang")
+
+NAME = "kvconn"
+_TARGET = "sglang.srt.disaggregation.utils.get_kv_class"
+
+
+def register() -> None:
+    """The entry point in the group sglang.srt.plugins."""
+    _show_logs()
+    try:
+        _add_choice()
+        _add_member()
+        _add_classes()
+        _check()
+    except Exception as error:
+        logger.critical("--disaggregation-transfer-backend %s is not available in this SGLang: %r", NAME, error)
+        raise
+
+
+def _show_logs() -> None:
+    """Python shows warnings only of a logger that nobody has set up; SGLang sets up the root, and in each process later."""
+    logging.getLogger("kvconn").setLevel(logging.INFO)
+
+
+def _add_choice() -> None:
+    try:
+        from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+    except ImportError:  # releases in which server_args has it itself
+        from sglang.srt.server_args import add_disagg_transfer_backend_choices
+    add_disagg_transfer_backend_choices([NAME])
+
+
+def _add_member() -> None:
+    """TransferBackend is a closed enumeration, and is looked up by value."""
+    from sglang.srt.disaggregation.utils import TransferBackend
+
+    if NAME in TransferBackend._value2member_map_:
+        return
+    member = object.__new__(TransferBackend)
+    member._name_ = NAME.upper()
+    member._value_ = NAME
+    member._sort_order_ = len(TransferBackend._member_names_)  # type: ignore[attr-defined]  # from Python 3.11 on
+    TransferBackend._member_names_.append(member._name_)
+    TransferBackend._member_map_[member._name_] = member
+    TransferBackend._value2member_map_[member._value_] = member
+    type.__setattr__(TransferBackend, member._name_, member)
+
+
+def _add_classes() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # SGLang applies the hooks when all plugins have registered theirs; earlier, another plugin's on the same function would be lost.
+    HookRegistry.register(_TARGET, _get_kv_class, HookType.AROUND)
+
+
+def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+    """Around SGLang's function of this name."""
+    if getattr(transfer_backend, "value", None) != NAME or class_type.value == "kvargs":
+        return original(transfer_backend, class_type)
+    from . import conn
+
+    return {
+        "manager": conn.KVConnManager,
+        "sender": conn.KVConnSender,
+        "receiver": conn.KVConnReceiver,
+        "bootstrap_server": conn.KVConnBootstrapServer,
+    }[class_type.value]
+
+
+def _check() -> None:
+    """That each part of it took. Without the hook SGLang itself says that it has no classes for the backend."""
+    from sglang.srt.disaggregation import utils
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    backend = utils.TransferBackend(NAME)
+    if backend is not utils.TransferBackend.KVCONN:  # type: ignore[attr-defined]
+        raise RuntimeError("TransferBackend has no member of ours")
+    if not hasattr(utils, "get_kv_class"):
+        raise RuntimeError(f"there is no {_TARGET} to hook")
+    if _TARGET not in getattr(HookRegistry, "_hooks", {_TARGET: None}):
+        raise RuntimeError(f"the hook on {_TARGET} was not registered")
+    try:
+        from sglang.srt.arg_groups import choices
+    except ImportError:
+        from sglang.srt import server_args as choices
+    listed = getattr(choices, "DISAGG_TRANSFER_BACKEND_CHOICES", None)
+    if listed is not None and NAME not in listed:
+        raise RuntimeError(f"the choices of --disaggregation-transfer-backend are {listed}")

@@ -1,0 +1,310 @@
+"""What becomes of each room: SGLang's states out of the agent's completions.
+
+The scheduler polls every room on every step. So a poll reads an attribute; what is new is collected for all rooms at
+once, and only when there is something: an idle agent is asked by reading a number in memory. Nothing here waits.
+All methods belong to the scheduler's thread, except those of Inbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvconn import Claim, Completion, Growth, Load, Offer
+
+logger = logging.getLogger("kvconn.sglang")
+
+# SGLang's KVPoll.
+FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
+
+_RETRACT_S = 5.0
+_LOOK_S = 1.0  # between looks for rooms that have waited too long
+
+
+class Room:
+    """One request, on one side."""
+
+    __slots__ = (
+        "__weakref__",
+        "completion",
+        "deadline",
+        "grown",
+        "id",
+        "known",
+        "number",
+        "owed",
+        "prefix_pages",
+        "reason",
+        "rooms",
+        "state",
+        "why",
+    )
+
+    def __init__(self, rooms: Rooms, number: Any) -> None:
+        self.rooms = rooms
+        self.number = number
+        self.id = f"sglang-{number}"
+        self.state = BOOTSTRAPPING
+        self.reason: str | None = None  # why it failed
+        self.why: str | None = None  # why we end it
+        self.owed = ""  # what the agent will report: "want", "offer", "load"
+        self.known = False  # to the agent, which owes nothing: to be cancelled when the request ends before the transfer begins
+        self.grown = False  # chunks of it may be read
+        self.prefix_pages = 0  # that the decode engine has
+        self.deadline = float("inf")
+        self.completion: Any = None
+
+    def fail(self, reason: str) -> None:
+        """The first reason is the cause."""
+        if self.state not in (FAILED, SUCCESS):
+            self.state, self.reason = FAILED, reason
+
+
+class Holder:
+    """Who a room is for. A scheduler that drops it without a word must not leave the request with the agent."""
+
+    room: Room
+
+    def __del__(self) -> None:
+        room = getattr(self, "room", None)
+        if room is not None and (room.owed or room.known):
+            room.rooms.inbox.put(lambda rooms: rooms.forget(room))
+
+
+class Inbox:
+    """What other threads, and the collector of garbage, have for the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Callable[[Any], None]] = deque()
+
+    def put(self, call: Callable[[Any], None]) -> None:
+        self._queue.append(call)
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def take(self) -> Callable[[Any], None] | None:
+        try:
+            return self._queue.popleft()
+        except IndexError:
+            return None
+
+
+class NoAgent:
+    """Of a context parallel rank that has nothing to send: its rooms go the way of all others, at once."""
+
+    def __init__(self) -> None:
+        self._done: list[Completion] = []
+
+    def _report(self, transfer_id: str, kind: str) -> None:
+        self._done.append(Completion(transfer_id, kind, 0, "", 0, 0, 0, 0.0, 0.0, ""))
+
+    def announce(self, transfer_ids: Sequence[str]) -> None:
+        for transfer_id in transfer_ids:
+            self._report(transfer_id, "want")
+
+    def offer(self, offers: Sequence[Offer]) -> None:
+        for offer in offers:
+            self._report(offer.transfer_id, "offer")
+
+    def grow(self, parts: Sequence[Growth]) -> None:
+        return
+
+    def retract(self, transfer_ids: Sequence[str], timeout_s: float) -> None:
+        return
+
+    def cancel(self, transfer_ids: Sequence[str], reason: str = "") -> None:
+        return
+
+    def get_finished(self) -> Sequence[Completion]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        return
+
+
+class Rooms:
+    """The rooms of one rank."""
+
+    def __init__(self, agent: Any, side: str, bootstrap_timeout_s: float, waiting_timeout_s: float) -> None:
+        self._agent = agent
+        self._get_finished = agent.get_finished
+        self._side = side
+        self._bootstrap_timeout_s = bootstrap_timeout_s
+        self._waiting_timeout_s = waiting_timeout_s
+        self._look_at = time.monotonic() + _LOOK_S
+        self.inbox = Inbox()
+        self._owing: dict[str, Room] = {}  # bounded by the agent's max_transfers
+        self._used: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
+        self.failed = 0  # since the start
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def open(self, number: Any) -> Room:
+        """A room for a new request; one that cannot be had has failed already."""
+        room = Room(self, number)
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 63:
+            self.fail(room, f"bootstrap_room is {number!r}: a whole number from 0 to 2^63 - 1 was expected")
+        elif room.id in self._used:
+            self.fail(room, "the room is in use by another request: each request needs one of its own")
+        else:
+            self._used[room.id] = room
+        return room
+
+    def fail(self, room: Room, reason: str) -> None:
+        if room.state not in (FAILED, SUCCESS):
+            self.failed += 1
+            room.fail(f"{self._side}, room {room.number}: {reason}")
+
+    def _try(self, room: Room, call: Callable[[], Any]) -> bool:
+        """Whatever goes wrong with a request ends that request."""
+        try:
+            call()
+        except Exception as error:
+            self.fail(room, str(error) or repr(error))
+            return False
+        return True
+
+    # -- prefill ----------------------------------------------------------------------------------------------------
+
+    def announce(self, room: Room) -> None:
+        """Tells of a request, whose prefill begins when the decode engine has pages for it."""
+        if room.state == BOOTSTRAPPING and self._try(room, lambda: self._agent.announce([room.id])):
+            self._owe(room, "want", self._bootstrap_timeout_s)
+
+    def grow(self, room: Room, blocks: Sequence[Any], ready: Sequence[int], first: Sequence[int]) -> None:
+        """A chunk is there, more will follow."""
+        if room.state == FAILED:
+            return
+        room.grown = True
+        if not self._try(room, lambda: self._agent.grow([Growth(room.id, blocks, ready, first)])):
+            self._let_go(room, room.reason or "")
+
+    def offer(self, room: Room, blocks: Sequence[Any], first: Sequence[int]) -> None:
+        if room.state == FAILED:
+            return
+        if self._try(room, lambda: self._agent.offer([Offer(room.id, blocks, first_block=first)])):
+            room.state, room.grown = TRANSFERRING, False
+            self._owe(room, "offer", float("inf"))
+        else:
+            self._let_go(room, room.reason or "")
+
+    # -- decode -----------------------------------------------------------------------------------------------------
+
+    def claim(self, room: Room, address: str, engine: str) -> None:
+        """The prefill engine keeps it until there are pages."""
+        if room.state == BOOTSTRAPPING and self._try(room, lambda: self._agent.claim([Claim(room.id, address, engine)])):
+            room.state, room.known = WAITING, True
+
+    def load(self, room: Room, address: str, engine: str, blocks: Sequence[Any], first: Sequence[int]) -> None:
+        if room.state == FAILED:
+            return
+        if self._try(room, lambda: self._agent.start_load([Load(room.id, address, engine, blocks, first)])):
+            room.state = TRANSFERRING
+            self._owe(room, "load", self._waiting_timeout_s)
+        else:
+            self._let_go(room, room.reason or "")
+
+    # -- both -------------------------------------------------------------------------------------------------------
+
+    def _owe(self, room: Room, what: str, bound_s: float) -> None:
+        room.owed, room.known = what, False
+        room.deadline = time.monotonic() + bound_s
+        self._owing[room.id] = room
+
+    def abort(self, room: Room, why: str) -> None:
+        """Ends it. Where pages are under way it fails when the agent says that they are free, not before."""
+        if room.state in (FAILED, SUCCESS):
+            return
+        if room.owed in ("offer", "load"):
+            if room.why is None:
+                room.why = why
+                self.let_go(room.id, why)
+            return
+        self._let_go(room, why)
+        self.fail(room, why)
+
+    def _let_go(self, room: Room, why: str) -> None:
+        """The agent forgets what has no pages under way."""
+        if room.owed == "want" or room.known:
+            room.known = False
+            self.let_go(room.id, why)
+        if room.grown:
+            # The scheduler uses the pages again as soon as this returns. It waits for a write that has begun: some ms.
+            room.grown = False
+            try:
+                self._agent.retract([room.id], _RETRACT_S)
+            except Exception as error:
+                logger.error("retract %s: %s", room.id, error)
+
+    def let_go(self, transfer_id: str, why: str) -> None:
+        try:
+            self._agent.cancel([transfer_id], why)
+        except Exception as error:  # its lease ends it
+            logger.error("cancel %s: %s", transfer_id, error)
+
+    def under_way(self, number: Any) -> bool:
+        """Whether bytes may still land in its pages, or be read from them."""
+        room = self._owing.get(f"sglang-{number}")
+        return room is not None and room.owed != "want"
+
+    def forget(self, room: Room) -> None:
+        """Its request has ended, well or not. What is under way is collected when it has ended."""
+        self.abort(room, "the request has ended")
+        if not room.owed and self._used.get(room.id) is room:
+            del self._used[room.id]
+
+    def tick(self) -> None:
+        """Collects what is new; a few hundred nanoseconds when there is nothing."""
+        completions = self._get_finished()
+        if completions:
+            for completion in completions:
+                self._ended(completion)
+        if self.inbox:
+            while (call := self.inbox.take()) is not None:
+                try:
+                    call(self)
+                except Exception:
+                    logger.exception("a call from another thread")
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look(now)
+
+    def _ended(self, completion: Any) -> None:
+        room = self._owing.pop(completion.transfer_id, None)
+        if room is None:
+            return
+        if room.owed != completion.kind:  # of an earlier step of it
+            self._owing[room.id] = room
+            return
+        room.owed = ""
+        if completion.kind != "want":
+            room.completion = completion
+        if completion.code:
+            self.fail(room, f"{room.why} ({completion.reason})" if room.why else completion.reason)
+        elif room.state == FAILED:
+            pass
+        elif completion.kind == "want":
+            room.state, room.prefix_pages, room.known = WAITING, completion.blocks, True
+        elif room.why is not None:
+            self.fail(room, room.why)
+        else:
+            room.state = SUCCESS
+
+    def _look(self, now: float) -> None:
+        self._look_at = now + _LOOK_S
+        for room in [room for room in self._owing.values() if room.deadline <= now]:
+            room.deadline = float("inf")
+            if room.owed == "want":
+                self.abort(
+                    room,
+                    f"no decode engine has asked for it within {self._bootstrap_timeout_s:g} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
+                )
+            else:
+                self.abort(room, f"it was not received within {self._waiting_timeout_s:g} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)")

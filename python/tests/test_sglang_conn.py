@@ -1,0 +1,225 @@
+"""Senders and receivers as SGLang's scheduler calls them, over real agents; in the environment of `make e2e-sglang`."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from types import SimpleNamespace
+from typing import Any, Iterator
+
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang is not installed here: these run in the environment of `make e2e-sglang`", allow_module_level=True)
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll
+from test_sglang_rooms import Rank, empty
+
+import kvconn
+from kvconn.sglang.conn import KVConnManager as Manager
+from kvconn.sglang.conn import KVConnReceiver, KVConnSender, KVTransferError
+from kvconn.sglang.rooms import Inbox
+from kvconn.sglang.route import Engine, RouteError, Router
+
+
+class Side(SimpleNamespace):
+    """What senders and receivers use of their manager, over a rank of test_sglang_rooms."""
+
+    is_abort_release_safe = Manager.is_abort_release_safe
+
+    def __init__(self, role: str, engine: Any = None) -> None:
+        rank = Rank(role, engine_id="sglang-dp0" if role == "prefill" else "d")
+        super().__init__(
+            rank=rank,
+            rooms=rank.rooms,
+            layout=rank.layout,
+            kv_args=SimpleNamespace(page_size=rank.layout.page_size),
+            kv_cache_dtype_str="bfloat16",
+            kv_layout=None,
+            parallel=SimpleNamespace(rank=SimpleNamespace(dp_size=1)),
+            forgotten=[],
+        )
+        engine = engine or Engine(page_size=rank.layout.page_size, kv_cache_dtype="bfloat16")
+        self.router = SimpleNamespace(engine=lambda _address, then: then(engine), forget=self.forgotten.append, dp_rank=self.dp_rank)
+        self.address = rank.address.removeprefix("http://")
+
+    def dp_rank(self, _address: str, room: int, then: Any) -> None:
+        then(room % 2)
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    p, d = Side("prefill"), Side("decode")
+    yield p, d
+    d.rank.close()
+    p.rank.close()
+
+
+def until(half: Any, *states: int) -> int:
+    deadline = time.monotonic() + 30
+    while (state := half.poll()) not in states:
+        assert time.monotonic() < deadline, (state, half.room.reason)
+        time.sleep(0.001)
+    return state
+
+
+def test_as_the_schedulers_do_it(sides: tuple[Side, Side]) -> None:
+    p, d = sides
+    p.rank.kv[:] = 7
+    sender, receiver = KVConnSender(p, p.address, 5), KVConnReceiver(d, p.address, 5)
+    assert (sender.poll(), receiver.poll()) == (KVPoll.Bootstrapping, KVPoll.Bootstrapping)
+    receiver.init(0)
+    assert (sender.poll(), receiver.poll()) == (KVPoll.Bootstrapping, KVPoll.WaitingForInput)
+    assert receiver.conclude_state is None
+    page = p.layout.page_size
+    receiver.send_metadata(np.array([4, 5, 6], np.int32), 2, [], decode_prefix_len=page)
+    until(sender, KVPoll.WaitingForInput)
+    assert sender.pop_decode_prefix_len() == page
+    sender.init(3, 1)
+    sender.send(np.array([8, 9], np.int32), num_kv_tokens=2 * page)
+    assert sender.should_send_kv_chunk(0, True) and not sender.should_send_kv_chunk(0, False)
+    sender.send(np.array([10], np.int32), [], num_kv_tokens=1)
+    until(sender, KVPoll.Success)
+    until(receiver, KVPoll.Success)
+    assert (d.rank.kv[:, 4:7] == 7).all() and not d.rank.kv[:, :4].any()
+    metric = sender.get_transfer_metric()
+    assert metric.transfer_total_bytes == 3 * p.layout.page_bytes + 64 + 128 and metric.transfer_latency_s >= 0
+    sender.clear()
+    receiver.clear()
+    del sender, receiver
+    assert (len(p.rooms), len(d.rooms)) == (0, 0)
+
+
+def test_failure_says_side_rank_room_and_cause(sides: tuple[Side, Side]) -> None:
+    p, d = sides
+    sender, receiver = KVConnSender(p, p.address, 6), KVConnReceiver(d, p.address, 6)
+    receiver.init(0)
+    receiver.send_metadata([1], 1)
+    until(sender, KVPoll.WaitingForInput)
+    sender.abort()
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="prefill, room 6: the request was aborted") as raised:
+        sender.failure_exception()
+    assert not raised.value.is_from_another_rank and raised.value.bootstrap_room == 6
+    until(receiver, KVPoll.Failed)
+    with pytest.raises(KVTransferError, match="decode, room 6: the request was aborted"):
+        receiver.failure_exception()
+    assert d.forgotten == [p.address], "the prefill engine may have been restarted with other options"
+    empty(p.rank, d.rank)
+
+
+def test_another_rank_failed(sides: tuple[Side, Side]) -> None:
+    """The scheduler takes the least of all ranks' states: this one's pages are held until nothing can land in them."""
+    p, d = sides
+    receiver = KVConnReceiver(d, p.address, 7)
+    receiver.init(0)
+    receiver.send_metadata([1], 1)
+    assert receiver.poll() == KVPoll.Transferring
+    with pytest.raises(KVTransferError) as raised:
+        receiver.failure_exception()
+    assert raised.value.is_from_another_rank
+    receiver.ensure_abort_notified(force_arm=True)
+    assert receiver.abort_notified and d.rooms._owing["sglang-7"].state != KVPoll.Failed
+    deadline = time.monotonic() + 30
+    while not d.is_abort_release_safe(7, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert receiver.poll() == KVPoll.Failed and receiver.is_abort_release_safe()
+    receiver.clear()
+    empty(d.rank)
+
+
+@pytest.mark.parametrize(
+    ("engine", "rank", "says"),
+    [
+        (RouteError("prefill engine at x: nobody answers there"), 0, "nobody answers"),
+        (Engine(page_size=1), 0, "--page-size"),
+        (Engine(kv_cache_dtype="float8_e4m3fn"), 0, "--kv-cache-dtype"),
+        (Engine(dp_size=2), 2, "no rank 2"),
+        (Engine(dp_size=2), -1, "no rank -1"),
+    ],
+)
+def test_engine_that_cannot_be_used(engine: Any, rank: int, says: str) -> None:
+    d = Side("decode", engine)
+    try:
+        receiver = KVConnReceiver(d, "127.0.0.1:1", 8)
+        receiver.init(rank)
+        assert receiver.poll() == KVPoll.Failed and says in receiver.room.reason, receiver.room.reason
+        receiver.abort()
+        receiver.clear()
+        assert says in receiver.room.reason
+    finally:
+        d.rank.close()
+
+
+@pytest.mark.parametrize(("size", "asked", "room", "engine"), [(1, 0, 9, "sglang-dp0"), (4, 3, 9, "sglang-dp3"), (2, 0, 9, "sglang-dp1")])
+def test_data_parallel_rank(size: int, asked: int, room: int, engine: str) -> None:
+    """As asked for; else where the prefill engine says that it is."""
+    d = Side("decode", Engine(dp_size=size))
+    try:
+        receiver = KVConnReceiver(d, "127.0.0.1:1", room)
+        receiver.init(asked)
+        assert receiver.poll() == KVPoll.WaitingForInput and receiver._engine == engine
+        receiver.abort()
+        assert receiver.poll() == KVPoll.Failed
+    finally:
+        d.rank.close()
+
+
+def test_what_is_sent_out_of_order_ends_the_request(sides: tuple[Side, Side]) -> None:
+    p, d = sides
+    sender = KVConnSender(p, p.address, 10)
+    sender.send([1])
+    assert sender.poll() == KVPoll.Failed and "before init" in sender.room.reason
+    receiver = KVConnReceiver(d, p.address, 10)
+    receiver.init(0)
+    receiver.send_metadata([1], 1, None, decode_prefix_len=p.layout.page_size + 1)
+    assert receiver.poll() == KVPoll.Failed and "multiple of the page size" in receiver.room.reason
+    host = KVConnReceiver(d, p.address, 11)
+    host.init(0)
+    host.send_metadata([1], 1, destination="host")
+    assert host.poll() == KVPoll.Failed and "not supported" in host.room.reason
+    empty(p.rank, d.rank)
+
+
+def test_router_asks_a_bootstrap_port() -> None:
+    """The words of SGLang's own bootstrap server, at kvconn's."""
+    host = kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
+    address = host.bootstrap_address.removeprefix("http://")
+    inbox = Inbox()
+    router = Router(inbox)
+    answers: list[Any] = []
+
+    def answer() -> Any:
+        deadline = time.monotonic() + 30
+        while not answers:
+            assert time.monotonic() < deadline
+            if (call := inbox.take()) is not None:
+                call(None)
+            time.sleep(0.001)
+        return answers.pop()
+
+    ranks = []
+    try:
+        router.tell_dp_rank(address, 4711, 1)
+        router.dp_rank(address, 4711, answers.append)
+        assert answer() == 1
+        info = {"follow_bootstrap_room": False, "kv_layout": "x"}
+        more = {"bootstrap_join": host.bootstrap_address, "dp_size": 2, "route_info": info, "block_tokens": 4, "dtype": "bfloat16"}
+        router.engine(address, answers.append)  # its ranks are not there yet
+        ranks = [Rank("prefill", dp_rank=rank, **{**more, "engine_id": f"sglang-dp{rank}"}) for rank in range(2)]
+        engine = Engine(2, False, 4, "bfloat16", "x")
+        assert answer() == engine
+        router.engine(address, answers.append)  # remembered: at once
+        assert answers.pop() == engine
+        for rank in ranks:
+            rank.close()
+        host.close()
+        router.forget(address)
+        router.engine(address, answers.append)
+        assert f"prefill engine at {address}: nobody answers" in str(answer())
+    finally:
+        for rank in ranks:
+            rank.close()
+        host.close()

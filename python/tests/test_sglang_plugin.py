@@ -1,0 +1,115 @@
+"""What SGLang finds of the backend, and what the scheduler may call on it; in the environment of `make e2e-sglang`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang is not installed here: these run in the environment of `make e2e-sglang`", allow_module_level=True)
+
+from sglang.srt.disaggregation import utils
+from sglang.srt.disaggregation.base import conn as base
+from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+from sglang.srt.plugins import load_plugins
+
+from kvconn.sglang import conn, parallel, plugin
+from kvconn.sglang.route import Engine, RouteError
+
+load_plugins()
+
+CLASSES = {
+    KVClassType.MANAGER: conn.KVConnManager,
+    KVClassType.SENDER: conn.KVConnSender,
+    KVClassType.RECEIVER: conn.KVConnReceiver,
+    KVClassType.BOOTSTRAP_SERVER: conn.KVConnBootstrapServer,
+}
+
+
+def test_found_by_its_entry_point() -> None:
+    names = [entry.value for entry in importlib.metadata.entry_points(group="sglang.srt.plugins") if entry.name == "kvconn"]
+    assert names == ["kvconn.sglang:register"]
+
+
+def test_backend_is_known() -> None:
+    backend = TransferBackend("kvconn")
+    assert backend in list(TransferBackend) and backend.name == "KVCONN"
+    for kind, ours in CLASSES.items():
+        assert utils.get_kv_class(backend, kind) is ours
+    assert utils.get_kv_class(backend, KVClassType.KVARGS) is base.KVArgs
+    assert utils.get_kv_class(TransferBackend.FAKE, KVClassType.SENDER).__name__ == "FakeKVSender"
+    assert utils.get_kv_class.__wrapped__ is not None
+    plugin._check()
+
+
+def test_registered_in_each_process_once() -> None:
+    """Twice in one process changes nothing, and an import of SGLang first, as its command does, either."""
+    code = (
+        "import sglang.launch_server; from sglang.srt.plugins import load_plugins; load_plugins(); load_plugins()\n"
+        "from sglang.srt.disaggregation import utils, prefill\n"
+        "assert prefill.get_kv_class(utils.TransferBackend.KVCONN, utils.KVClassType.SENDER).__name__ == 'KVConnSender'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_failure_to_register_is_loud(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_add_classes", lambda: (_ for _ in ()).throw(ImportError("no hooks here")))
+    with pytest.raises(ImportError):
+        plugin.register()
+    assert any(record.levelname == "CRITICAL" and "no hooks here" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", list(CLASSES), ids=lambda kind: kind.value)
+def test_everything_that_the_scheduler_calls_is_ours(kind: Any) -> None:
+    """No call falls through to a base class that expects its own constructor to have run."""
+    ours = CLASSES[kind]
+    theirs = {
+        KVClassType.MANAGER: base.BaseKVManager,
+        KVClassType.SENDER: base.BaseKVSender,
+        KVClassType.RECEIVER: base.BaseKVReceiver,
+        KVClassType.BOOTSTRAP_SERVER: base.BaseKVBootstrapServer,
+    }[kind]
+    assert issubclass(ours, theirs) and not inspect.isabstract(ours)
+    for name, method in inspect.getmembers(theirs, inspect.isfunction):
+        if (name.startswith("_") and name != "__init__") or name == "should_verify_kv_checksum":
+            continue
+        mine = getattr(ours, name)
+        assert mine.__module__.startswith("kvconn."), name
+        parameters = inspect.signature(mine).parameters
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        missing = [each for each in inspect.signature(method).parameters if each not in parameters]
+        assert takes_any or not missing, (name, missing)
+
+
+def test_words_of_a_prefill_engine() -> None:
+    said = {"dp_size": 2, "follow_bootstrap_room": True, "page_size": 16, "kv_cache_dtype": "bfloat16", "attn_tp_size": 4}
+    engine = Engine.of(said)
+    assert (engine.dp_size, engine.page_size) == (2, 16)
+    assert engine.differs(16, "bfloat16", None) is None
+    assert "--page-size" in str(engine.differs(1, "bfloat16", None))
+    assert "--kv-cache-dtype" in str(engine.differs(16, "float16", None))
+    for wrong in ({"dp_size": 0}, {"page_size": "16"}, {"dp_size": True}, []):
+        with pytest.raises(RouteError):
+            Engine.of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"device": "cuda"}, "host memory"),
+        ({"enable_kv_cache_sharding": True}, "enable_kv_cache_sharding"),
+        ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
+        ({"attn_dcp_size": 2}, "context parallel"),
+    ],
+)
+def test_options_that_cannot_be_had(option: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_context", lambda _name: None)
+    with pytest.raises(ValueError, match=says):
+        parallel.refuse_unsupported(SimpleNamespace(**{"device": "cpu", **option}), None)  # type: ignore[arg-type]

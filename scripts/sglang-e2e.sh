@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# The tests on a real SGLang pair. Where the packages of a real SGLang cannot be
+# downloaded they are not run, loudly; a failing test is a failure.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/sglang-env.sh "$1"
+if [[ $sglang_not_run ]]; then
+  printf '%s\n' "############" "## make e2e-sglang: NOT RUN: $sglang_not_run" "############" >&2
+  exit 0
+fi
+"$sglang_python" -m pytest python/tests/test_sglang_*.py e2e/test_sglang*.py -p no:cacheprovider -v "${@:2}"
