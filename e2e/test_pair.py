@@ -28,6 +28,7 @@ from servers import request as http_request
 BLOCK = 128  # tokens, vLLM's on CPU
 TOKEN_BYTES = 8 * 8 * 128 * 2 * 4  # layers, KV heads, head size, K and V, float32
 LEASE_S = 5
+CHUNK = 512  # tokens that prefill computes in a step
 USAGE = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -49,6 +50,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         workdir / "logs",
         executor=os.environ.get("KVCONN_E2E_EXECUTOR", "uni"),
         prefill_config={"lease_s": LEASE_S},
+        prefill_args=["--max-num-batched-tokens", str(CHUNK)],
+        extra_env={"VLLM_SERVER_DEV_MODE": "1"},  # has a call that preempts all that runs
         progress=progress,
         router_argv=router.split() if router else None,
     )
@@ -569,6 +572,51 @@ def test_queue_longer_than_the_lease(pair: Pair, narrow: Pair) -> None:
     assert answers[0].ok and answers[0].text == expected.text
     (load,) = new_loads(narrow, position, 1)
     assert load["transfer_id"] == transfer
+
+
+# -- prompts that are sent while they are computed ------------------------------------------------------------------------
+
+
+def count(pair: Pair, name: str) -> float:
+    return metric(f"http://127.0.0.1:{pair.bootstrap_port}", name)
+
+
+@pytest.mark.parametrize("tokens", [100, CHUNK, 2300])
+def test_prompts_that_grow(pair: Pair, tokens: int) -> None:
+    before = count(pair, "kvconn_grown_total")
+    request = body(pair, words(tokens))
+    answer = ask(pair.router.url, request)
+    assert answer.ok and answer.text == alone(pair, request).text
+    if tokens > CHUNK:  # decode has asked long before the last chunk
+        assert count(pair, "kvconn_grown_total") == before + 1
+
+
+def test_eight_that_grow_at_once(pair: Pair) -> None:
+    requests = [body(pair, words(700 + 150 * n)) for n in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda request: ask(pair.router.url, request, timeout_s=120), requests))
+    for request, answer in zip(requests, answers):
+        assert answer.ok and answer.text == alone(pair, request).text
+
+
+def test_preempted_while_they_grow(pair: Pair) -> None:
+    """vLLM gives the blocks to others at once, and computes the prompts again, in other blocks."""
+    taken_back = count(pair, "kvconn_retracted_total")
+    for attempt in range(10):
+        requests = [body(pair, words(3000)) for _ in range(2)]
+        grown = count(pair, "kvconn_grown_total")
+        with ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(ask, pair.router.url, request, timeout_s=120) for request in requests]
+            wait_until("one grows", lambda g=grown: count(pair, "kvconn_grown_total") > g, 60, every_s=0.005)
+            status, answer = http_request("POST", pair.prefill.url + "/reset_prefix_cache?reset_running_requests=true", timeout_s=60)
+            assert status == 200, answer
+            texts = [each.result() for each in answers]
+        for request, answer in zip(requests, texts):
+            assert answer.ok, (attempt, answer, pair.prefill.log_tail())
+            assert answer.text == alone(pair, request).text
+        if count(pair, "kvconn_retracted_total") > taken_back:
+            return
+    raise AssertionError("nothing was taken back in 10 attempts")
 
 
 # -- decode engines that are set up otherwise ----------------------------------------------------------------------------
