@@ -35,7 +35,7 @@ RECIPE = 1
 # That of vLLM's torch; SGLang's own pin is of another.
 TORCHVISION = "torchvision==0.28.0"
 ROUTER = "sglang-router==0.3.2"
-MOONCAKE = "mooncake-transfer-engine==0.3.13.post1"
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"  # the other builds want CUDA's libraries
 
 # Small requirements that vLLM's environment lacks.
 BESIDE_VLLM = (
@@ -135,7 +135,7 @@ def main() -> None:
         python = make(venv, args.sglang)
         if args.wheel:
             common.install_wheel(python, args.wheel)
-        if args.mooncake and subprocess.run([python, "-c", "import mooncake"], capture_output=True, check=False).returncode != 0:
+        if args.mooncake and subprocess.run([python, "-c", "import mooncake.engine"], capture_output=True, check=False).returncode != 0:
             Steps(venv).pip("Mooncake's transfer engine", "--no-deps", MOONCAKE)
     print(python)
 
