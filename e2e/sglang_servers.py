@@ -25,7 +25,8 @@ POOL = 4096  # tokens, of the KV cache
 _ON_CPU = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --cuda-graph-backend-decode disabled "
     "--cuda-graph-backend-prefill disabled --disable-overlap-schedule --disable-custom-all-reduce --grammar-backend none "
-    f"--skip-server-warmup --max-running-requests 8 --context-length {CONTEXT} --max-total-tokens {POOL} --mem-fraction-static 0.3"
+    # An engine that has nothing to do at all sleeps until a request comes, and leaves the processor to others.
+    f"--sleep-on-idle --skip-server-warmup --max-running-requests 8 --context-length {CONTEXT} --max-total-tokens {POOL} --mem-fraction-static 0.3"
 ).split()
 
 
@@ -152,8 +153,7 @@ class Alone(Engines):
 
     def __init__(self, model: Path, workdir: Path, *args: str, **more: Any) -> None:
         super().__init__(model, workdir, **more)
-        # Idle servers of a pair ask for transfers in a loop; this one may sleep.
-        self.server = self.engine("alone", free_ports(1)[0], "--sleep-on-idle", *args)
+        self.server = self.engine("alone", free_ports(1)[0], *args)
 
     def ask(self, ids: list[int], max_tokens: int = 12) -> Reply:
         return post(self.server.url, generate(ids, max_tokens))
