@@ -26,7 +26,8 @@ _ON_CPU = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --cuda-graph-backend-decode disabled "
     "--cuda-graph-backend-prefill disabled --disable-overlap-schedule --disable-custom-all-reduce --grammar-backend none "
     # An engine that has nothing to do at all sleeps until a request comes, and leaves the processor to others.
-    f"--sleep-on-idle --skip-server-warmup --max-running-requests 8 --context-length {CONTEXT} --max-total-tokens {POOL} --mem-fraction-static 0.3"
+    "--sleep-on-idle "
+    f"--skip-server-warmup --max-running-requests 8 --context-length {CONTEXT} --max-total-tokens {POOL} --mem-fraction-static 0.3"
 ).split()
 
 
