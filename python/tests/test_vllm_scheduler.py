@@ -184,6 +184,11 @@ class Engine:
             for r in self.scheduler.requests.values()
             if r.kv_transfer_params and r.kv_transfer_params.get("do_remote_decode") and "transfer_id" in r.kv_transfer_params
         }
+        written = [set() for _ in self.scheduler.kv_cache_config.kv_cache_groups]  # by this step
+        for req_id, scheduled in output.num_scheduled_tokens.items():
+            computed = self.scheduler.requests[req_id].num_computed_tokens
+            for blocks, all_of_them in zip(written, self.scheduler.kv_cache_manager.get_block_ids(req_id)):
+                blocks.update(all_of_them[(computed - scheduled) // BLOCK : -(-computed // BLOCK)])
         for work in meta.grows:
             held = self.grown.setdefault(work.transfer_id, [[] for _ in work.block_ids])
             for have, more in zip(held, work.block_ids):
@@ -193,6 +198,7 @@ class Engine:
             scheduled = output.num_scheduled_tokens[request.request_id]
             for g, (before, after) in enumerate(zip(work.before, work.after)):
                 prompt = request.num_prompt_tokens
+                assert not written[g] & set(held[g][:before])
                 assert before <= after <= len(held[g])
                 assert before <= -(-(computed - scheduled) // BLOCK) and (
                     before * BLOCK <= computed - scheduled or computed - scheduled >= prompt
@@ -348,6 +354,21 @@ def test_preempted_prefill_is_offered_once_with_its_new_blocks(make: Any) -> Non
     assert len(set(offer.block_ids[0])) == 13
     assert engine.announced == [offer.transfer_id] and not engine.cancelled
     engine.step(sent={request.request_id})
+    engine.nothing_is_left()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_prefix_that_the_same_step_computes_is_not_there_before_it(make: Any, async_scheduling: bool) -> None:
+    """vLLM counts a prompt's blocks as cached once they are scheduled: another request may have them in that very step."""
+    engine = make("kv_producer", async_scheduling=async_scheduling)
+    prompt = [n % 500 for n in range(3 * BLOCK)]
+    requests = [engine.add([*prompt, *more], prefill_kv(), max_tokens=1) for more in ([1], [2, 3], [4, 5])]
+    engine.step()
+    first, *others = engine.metas[-1].grows
+    assert [work.block_ids[0][:3] for work in others] == [first.block_ids[0][:3]] * 2
+    assert first.after == others[0].after == [4]
+    engine.run(lambda: len(engine.sending) == 3)
+    engine.step(sent={request.request_id for request in requests})
     engine.nothing_is_left()
 
 

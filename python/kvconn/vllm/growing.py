@@ -50,18 +50,20 @@ class Growing:
         for new in output.scheduled_new_reqs:
             if request := self._requests.get(new.req_id):
                 self._replace(request, new.block_ids)
-                self._compute(request, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id], meta)
+                self._compute(request, 0, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id], meta)
         cached = output.scheduled_cached_reqs
         for place, req_id in enumerate(cached.req_ids):
             if request := self._requests.get(req_id):
-                blocks = cached.new_block_ids[place]
+                blocks, there = cached.new_block_ids[place], cached.num_computed_tokens[place]
+                after = there + output.num_scheduled_tokens[req_id]
                 if req_id in cached.resumed_req_ids:
                     self._take_back(req_id, meta)
                     self._replace(request, blocks or ())
+                    there = 0
                 elif blocks:
                     for group, ours in zip(self._groups, request.block_ids):
                         ours.extend(blocks[group.number])
-                self._compute(request, cached.num_computed_tokens[place], output.num_scheduled_tokens[req_id], meta)
+                self._compute(request, there, after, meta)
 
     def _replace(self, request: _Request, block_ids: Any) -> None:
         request.block_ids = [list(block_ids[group.number]) if block_ids else [] for group in self._groups]
@@ -74,8 +76,13 @@ class Growing:
             meta.retracts.append(request.transfer_id)
             self._replace(request, ())
 
-    def _compute(self, request: _Request, computed: int, scheduled: int, meta: KVConnMetadata) -> None:
-        before, after = min(computed, request.prompt), min(computed + scheduled, request.prompt)
+    def _compute(self, request: _Request, before: int, after: int, meta: KVConnMetadata) -> None:
+        """A step takes a prompt from so many tokens to so many.
+
+        Of a request that comes into the batch nothing counts as there before: what it has by a hit is computed in this
+        very step, if another request of the step has the same prefix, or loaded in it by a connector beside this one.
+        """
+        before, after = min(before, request.prompt), min(after, request.prompt)
         if after <= request.computed or not request.block_ids:
             return  # all of the prompt is there: it decodes
         request.computed = after
