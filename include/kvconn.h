@@ -258,7 +258,8 @@ int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_t count
  * unless they are cancelled too. Waits until nothing reads the blocks any more: a
  * second or two at most where a peer takes no bytes. With KVCONN_ERR_SYSTEM, after
  * timeout_ms, they must not be used again while the agent is open. An id that is
- * not known is no error, one that is offered is KVCONN_ERR_INVALID.
+ * not known is no error, one that is offered is KVCONN_ERR_INVALID; it does not
+ * keep the others from being taken back.
  */
 int32_t kvconn_retract(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms);
 

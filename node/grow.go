@@ -36,10 +36,17 @@ type retracting struct {
 // gives up. When it returns without an error nothing reads them any more. It waits
 // for what is under way, a second or two at most where a peer takes no bytes, and
 // never longer than the timeout; then the blocks must not be used, as long as the
-// agent is open. An id that is not known is no error, one that is offered is.
+// agent is open. An id that is not known is no error, one that is offered is; it
+// does not keep the others from being taken back.
 func (a *Agent) Retract(ids []core.TransferID, timeout time.Duration) error {
 	var wait *retracting
-	_, err := each(a, ids, 0, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Retract(now, id) })
+	err := a.do(func(m *core.Machine, now time.Time) error {
+		var errs []error
+		for _, id := range ids {
+			errs = append(errs, m.Retract(now, id))
+		}
+		return errors.Join(errs...)
+	})
 	a.mu.Lock()
 	if a.machine != nil {
 		reads := slices.DeleteFunc(slices.Clone(ids), func(id core.TransferID) bool { return !a.machine.Reading(id) })

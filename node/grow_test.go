@@ -2,6 +2,7 @@ package node
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -182,6 +183,23 @@ func TestRetractUnknown(t *testing.T) {
 		t.Fatal(err)
 	}
 	p.retract("late")
+}
+
+// TestRetractBesideWrongOnes: an id that cannot be taken back does not leave another's
+// blocks to a D that asks for them later.
+func TestRetractBesideWrongOnes(t *testing.T) {
+	leaktest.Check(t)
+	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
+	p.fill(1, 1, 2)
+	p.grow("t", 1, nil, 1)
+	if err := p.Retract([]core.TransferID{"", "t"}, bound); !errors.Is(err, core.ErrInvalid) {
+		t.Errorf("an empty id: %v", err)
+	}
+	p.offer("t", 2)
+	d.load("t", p.BootstrapAddress(), 3)
+	d.want("t", core.OK)
+	p.want("t", core.OK)
+	same(t, p, []core.BlockID{2}, d, []core.BlockID{3})
 }
 
 // TestGrowingDecoderGone: P hears of it with its offer, and has its blocks back.
