@@ -26,7 +26,10 @@ def text(s: str, what: str) -> bytes:
     """A string for C, without the NUL at its end."""
     if not isinstance(s, str):
         raise InvalidError(f"{what} is {s!r}, want str")
-    b = s.encode("utf-8", "surrogateescape")
+    try:
+        b = s.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as e:  # half of a pair, as JSON may hold
+        raise InvalidError(f"{what} {s!r}: {e}") from e
     if b"\0" in b:
         raise InvalidError(f"{what} {s!r} holds a NUL character")
     return b

@@ -311,6 +311,7 @@ def test_bad_regions(regions: list[kvconn.Region], says: str) -> None:
     [
         (kvconn.Load("", "http://x:1", "e", [[1]]), kvconn.InvalidError, "transfer_id"),
         (kvconn.Load("a\0b", "http://x:1", "e", [[1]]), kvconn.InvalidError, "NUL"),
+        (kvconn.Load("a\ud800", "http://x:1", "e", [[1]]), kvconn.InvalidError, "surrogates"),
         (kvconn.Load("t" * 200, "http://x:1", "e", [[1]]), kvconn.InvalidError, "128"),
         (kvconn.Load("t", "", "", [[1]]), kvconn.InvalidError, "bootstrap"),
         (kvconn.Load("t", "http://x:1", "e", [[BLOCKS]]), kvconn.InvalidError, f"block id {BLOCKS}"),

@@ -18,6 +18,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from vllm.v1 import kv_cache_interface as specs
 
+from kvconn import InvalidError
 from kvconn._pack import Growths
 from kvconn.vllm import layout, params
 from kvconn.vllm.groups import Group, make_groups
@@ -642,6 +643,7 @@ class FakeAgent:
         self.done: list[Any] = []
         self.refused: set[str] = set()
         self.read: set[str] = set()  # cannot be taken back
+        self.malformed: set[str] = set()  # nor these
         self.waits = 0
 
     def _take(self, kind: str, works: Sequence[Any]) -> None:
@@ -665,6 +667,8 @@ class FakeAgent:
             self._take("grow", parts)
 
     def retract(self, transfer_ids: Sequence[str]) -> None:
+        if set(transfer_ids) & self.malformed:
+            raise InvalidError("one of them is no id")
         if set(transfer_ids) & self.read:
             raise RuntimeError("the blocks are still read")
         self.calls += [("retract", each) for each in transfer_ids]
@@ -826,6 +830,13 @@ def test_blocks_are_taken_back_before_anything_else() -> None:
     side.take_back(meta)
     step(side, meta)
     assert agent.calls[3:] == [("cancel", "x"), ("grow", "c"), ("layer", ["c"], None)]
+
+
+def test_blocks_are_taken_back_whatever_is_wrong_with_those_of_others() -> None:
+    side, agent = worker()
+    agent.malformed = {"a"}
+    side.take_back(KVConnMetadata(retracts=["a", "b", "c"]))
+    assert agent.calls == [("retract", "b"), ("retract", "c")]
 
 
 def test_engine_ends_rather_than_use_blocks_that_are_still_read() -> None:

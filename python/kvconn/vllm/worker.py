@@ -131,8 +131,10 @@ class WorkerSide:
     def _retract(self, transfer_ids: Sequence[str]) -> None:
         try:
             self._agent.retract(transfer_ids)
-        except InvalidError as error:  # an earlier request's id, of which this one gave nothing
+        except InvalidError as error:  # no id at all, or an earlier request's: of it this one gave nothing
             logger.error("take back %s: %s", ", ".join(transfer_ids), error)
+            for transfer_id in transfer_ids if len(transfer_ids) > 1 else ():  # nor must it hide the others
+                self._retract([transfer_id])
         except Exception as error:
             logger.critical("take back %s: %s", ", ".join(transfer_ids), error)
             raise  # who reads these blocks would read another request's: the engine has to end instead
