@@ -177,7 +177,7 @@ class Engine:
     def _grow(self, output: Any, meta: KVConnMetadata) -> None:
         """As the agent does, with all that it relies on looked at."""
         for transfer_id in meta.retracts:
-            del self.grown[transfer_id]
+            del self.grown[transfer_id], self.ready[transfer_id]
             self.retracted.append(transfer_id)
         ids = {
             r.kv_transfer_params["transfer_id"]: r
@@ -189,6 +189,10 @@ class Engine:
             computed = self.scheduler.requests[req_id].num_computed_tokens
             for blocks, all_of_them in zip(written, self.scheduler.kv_cache_manager.get_block_ids(req_id)):
                 blocks.update(all_of_them[(computed - scheduled) // BLOCK : -(-computed // BLOCK)])
+        for transfer_id, held in self.grown.items():  # what the agent reads
+            if (request := ids.get(transfer_id)) and request.num_output_tokens == 0:
+                for blocks, have, ready in zip(written, held, self.ready[transfer_id]):
+                    assert not blocks & set(have[:ready])
         for work in meta.grows:
             held = self.grown.setdefault(work.transfer_id, [[] for _ in work.block_ids])
             for have, more in zip(held, work.block_ids):
@@ -216,7 +220,14 @@ class Engine:
             for have, blocks in zip(self.grown[transfer_id], owned):
                 assert list(blocks[: len(have)]) == have
 
-    def update(self, output: Any, sent: set[str] = frozenset(), received: set[str] = frozenset(), failed: set[str] = frozenset()) -> None:
+    def update(
+        self,
+        output: Any,
+        sent: set[str] = frozenset(),
+        received: set[str] = frozenset(),
+        failed: set[str] = frozenset(),
+        invalid: set[int] = frozenset(),
+    ) -> None:
         """Every request gets a token as soon as its whole prompt is computed."""
         ids = list(output.num_scheduled_tokens)
         sampled = [[7] if self._complete(r) else [] for r in ids]
@@ -224,9 +235,11 @@ class Engine:
             del self.sending[req_id]
         for req_id in received:
             del self.loading[req_id]
-        told = KVConnectorOutput(finished_sending=set(sent), finished_recving=set(received), failed_recving=set(failed))
+        told = KVConnectorOutput(
+            finished_sending=set(sent), finished_recving=set(received), failed_recving=set(failed), invalid_block_ids=set(invalid)
+        )
         made = ModelRunnerOutput(
-            ids, {r: n for n, r in enumerate(ids)}, sampled_token_ids=sampled, kv_connector_output=told if sent or received else None
+            ids, {r: n for n, r in enumerate(ids)}, sampled_token_ids=sampled, kv_connector_output=told if sent or received or invalid else None
         )
         for client in self.scheduler.update_from_output(output, made).values():
             for each in client.outputs:
@@ -369,6 +382,22 @@ def test_prefix_that_the_same_step_computes_is_not_there_before_it(make: Any, as
     assert first.after == others[0].after == [4]
     engine.run(lambda: len(engine.sending) == 3)
     engine.step(sent={request.request_id for request in requests})
+    engine.nothing_is_left()
+
+
+def test_prefix_that_another_connector_loaded_badly_is_taken_back(make: Any) -> None:
+    """It told so when the blocks were being sent already; vLLM computes them in place."""
+    engine = make("kv_producer", policy="recompute")
+    request = engine.add(200, prefill_kv(), max_tokens=1)
+    engine.step()
+    output = engine.schedule()
+    (held,) = engine.grown[request.kv_transfer_params["transfer_id"]]
+    engine.update(output, invalid={held[1]})
+    assert request.num_computed_tokens == BLOCK
+    engine.run(lambda: engine.finished(request))
+    assert engine.retracted == [request.kv_transfer_params["transfer_id"]]
+    engine.step()
+    engine.step(sent={request.request_id})
     engine.nothing_is_left()
 
 

@@ -63,6 +63,11 @@ class Growing:
                 elif blocks:
                     for group, ours in zip(self._groups, request.block_ids):
                         ours.extend(blocks[group.number])
+                if there < request.computed:  # what a connector beside this one had loaded was no good
+                    held = request.block_ids
+                    self._take_back(req_id, meta)
+                    self._replace(request, ())
+                    request.block_ids = held
                 self._compute(request, there, after, meta)
 
     def _replace(self, request: _Request, block_ids: Any) -> None:
