@@ -351,8 +351,12 @@ func (st *outStream) frame(h *header) {
 }
 
 // stopGrace is how long a frame of a transfer that was given up may stay without
-// progress: its source is read until it is written whole, or its stream ends.
-const stopGrace = 500 * time.Millisecond
+// progress: its source is read until it is written whole, or its stream ends. An
+// engine may wait for that, so a D that takes a few bytes now and then has stopBound.
+const (
+	stopGrace = 500 * time.Millisecond
+	stopBound = 2 * time.Second
+)
 
 var errStuck = errors.New("a transfer was given up, and the decode agent does not take the rest of its frame")
 
@@ -385,7 +389,7 @@ func (s *sender) write(st *outStream, out *outbound, left uint64) error {
 			if over.IsZero() {
 				over = time.Now()
 			}
-			if idle.since >= stopGrace || time.Since(over) >= s.t.cfg.StallTimeout {
+			if idle.since >= stopGrace || time.Since(over) >= stopBound {
 				return fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded)
 			}
 		}

@@ -61,7 +61,7 @@ func TestStopOfAStuckFrame(t *testing.T) {
 // TestStopOfASlowFrame: nor does one that takes a few bytes now and then.
 func TestStopOfASlowFrame(t *testing.T) {
 	leaktest.Check(t)
-	p := newAgent(t, Config{FrameBytes: testBlocks * testBlock, StallTimeout: time.Second})
+	p := newAgent(t, Config{FrameBytes: testBlocks * testBlock, StallTimeout: time.Hour})
 	slow := dial(t, p)
 	_ = slow.Conn.(*net.TCPConn).SetReadBuffer(64 << 10)
 	slow.say(p.hello(t, "d", 0, 1, 0))
