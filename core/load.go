@@ -385,7 +385,9 @@ func (m *Machine) FinishArrived(now time.Time, from AgentID, id TransferID, code
 		}
 		return
 	}
-	m.finishOffer(now, from, id, code, reason)
+	if code != StartOver { // else it is late: D has all, or has given it up
+		m.finishOffer(now, from, id, code, reason)
+	}
 }
 
 // peerEnded takes P's word that it has given a transfer up. A claim keeps it
