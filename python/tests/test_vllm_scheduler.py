@@ -144,10 +144,10 @@ class Engine:
     def blocks_free(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def add(self, tokens: int | list[int], kv: dict[str, Any] | None, max_tokens: int = 4, **more: Any) -> Request:
+    def add(self, tokens: int | list[int], kv: dict[str, Any] | None, max_tokens: int = 4, resumable: bool = False, **more: Any) -> Request:
         prompt = tokens if isinstance(tokens, list) else [random.randrange(500) for _ in range(tokens)]
         sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": kv} if kv is not None else None, **more)
-        request = Request(f"r{next(numbers)}", prompt, sampling, None, block_hasher=self.hasher)
+        request = Request(f"r{next(numbers)}", prompt, sampling, None, block_hasher=self.hasher, resumable=resumable)
         self.scheduler.add_request(request)
         return request
 
@@ -382,6 +382,16 @@ def test_prefix_that_the_same_step_computes_is_not_there_before_it(make: Any, as
     assert first.after == others[0].after == [4]
     engine.run(lambda: len(engine.sending) == 3)
     engine.step(sent={request.request_id for request in requests})
+    engine.nothing_is_left()
+
+
+def test_session_does_not_grow(make: Any) -> None:
+    """Its prompt is what has come of it so far: the last block of that is filled up later."""
+    engine = make("kv_producer")
+    request = engine.add(BLOCK + 1, prefill_kv(), max_tokens=1, resumable=True)
+    engine.step()
+    assert request.num_computed_tokens == BLOCK + 1 and not engine.grown
+    engine.abort(request)
     engine.nothing_is_left()
 
 

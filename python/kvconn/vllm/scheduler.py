@@ -113,7 +113,8 @@ class SchedulerSide:
         if request.request_id not in self._announced:
             self._announced.add(request.request_id)
             self._next.announces.append(params.transfer_id)
-            if self._growing and params.early:
+            # A session's prompt goes on where it seemed to end, in a block that would be there already.
+            if self._growing and params.early and not getattr(request, "resumable", False):
                 self._growing.add(request.request_id, params.transfer_id, int(request.num_prompt_tokens))
 
     def _loaded_tokens(self, prompt: int) -> int:
