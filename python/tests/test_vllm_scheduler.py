@@ -239,7 +239,10 @@ class Engine:
             finished_sending=set(sent), finished_recving=set(received), failed_recving=set(failed), invalid_block_ids=set(invalid)
         )
         made = ModelRunnerOutput(
-            ids, {r: n for n, r in enumerate(ids)}, sampled_token_ids=sampled, kv_connector_output=told if sent or received or invalid else None
+            ids,
+            {r: n for n, r in enumerate(ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=told if sent or received or invalid else None,
         )
         for client in self.scheduler.update_from_output(output, made).values():
             for each in client.outputs:

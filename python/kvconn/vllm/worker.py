@@ -84,7 +84,8 @@ class WorkerSide:
     def begin(self, meta: KVConnMetadata) -> None:
         """Before the forward pass, so that a long one does not delay what the peer waits for.
 
-        Nothing here touches memory that the pass works on: an offer's blocks belong to a request that has ended.
+        Nothing here reads what the pass writes: an offer's blocks belong to a request that has ended, and of one that
+        grows only those go that earlier steps have filled.
         """
         if not meta.says_something:
             return
