@@ -149,7 +149,7 @@ var mutants = []mutant{
 	{"not-read", "blocks that are taken back count as free while they are read", growFile,
 		"of.state == offerStopping && (of.retracted || of.offered.IsZero())", "of.state == offerStopping && of.offered.IsZero() && !of.retracted"},
 	{"not-stopped", "a write whose blocks are taken back goes on", growFile,
-		"of.state, of.retracted = offerStopping, true\n\t\t\tm.act(StopWrite{ID: of.id})", "of.state, of.retracted = offerStopping, true"},
+		"of.state, of.retracted, of.ends = offerStopping, true, of.landed\n\t\t\tm.act(StopWrite{ID: of.id})", "of.state, of.retracted, of.ends = offerStopping, true, of.landed"},
 	{"other-blocks", "an offer may have other blocks than while it grew", growFile,
 		"|| !slices.Equal(r.Blocks[g][:len(ids)], ids) ||", "||"},
 	{"anew-without-fence", "a load begins anew without a fence", growFile,
