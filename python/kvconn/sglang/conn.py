@@ -25,7 +25,7 @@ from .layout import Layout, ids
 from .parallel import heads_of, parallel_of, refuse_unsupported
 from .params import agent_config, bootstrap_address, engine_name, from_environment, server_config
 from .rooms import Holder, NoAgent, Rooms
-from .route import Engine, RouteError, Router
+from .route import Access, Engine, RouteError, Router
 
 logger = logging.getLogger("kvconn.sglang")
 
@@ -130,7 +130,7 @@ class KVConnManager(_Manager):
         self._agent = Agent(config)
         side = f"{config['role']} dp{parallel.rank.dp_rank} tp{parallel.rank.tp_rank} pp{parallel.rank.pp_rank}"
         self.rooms = Rooms(self._agent, side, self.bootstrap_timeout, self.waiting_timeout)
-        self.router = Router(self.rooms.inbox)
+        self.router = Router(self.rooms.inbox, Access(config, own=prefill))
         self._agent.register_kv_caches(self.layout.regions)
         logger.info(
             "kvconn %s: engine %s, %d pages of %d tokens and %d bytes, %d regions, states %s",

@@ -97,6 +97,6 @@ def agent_config(
         config["report_wants"] = True
         config["early_load_s"] = min(max(bootstrap_timeout_s, 1.0), 3600.0)  # what the agent takes
         config["route_info"] = dict(route_info)
-        config["bootstrap_join"] = f"http://{bootstrap}"
+        config["bootstrap_join"] = f"{'https' if extra.get('tls_cert_file') else 'http'}://{bootstrap}"
     config.update(extra)
     return config

@@ -9,12 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ipaddress
 import logging
+import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from .allow import Allow, RefusedError
 
 logger = logging.getLogger("kvconn.sglang")
 
@@ -72,11 +77,65 @@ class Engine:
         return None
 
 
+class Access:
+    """How bootstrap ports are asked, by the agent's own settings: whom, with TLS or without, and what for a token."""
+
+    def __init__(self, config: Mapping[str, Any], *, own: bool) -> None:
+        """own: it asks nothing but its engine's own bootstrap port, which the operator has named."""
+        self.allow = None if own else Allow(config.get("bootstrap_allow") or ())
+        # As the agent takes an http:// address with tls_ca_file.
+        self.tls = bool(config.get("tls_ca_file") or (own and config.get("tls_cert_file")))
+        self._ca = config.get("tls_ca_file") or None
+        self._token = config.get("nats_token") or ""
+        if own and config.get("nats_token_file"):
+            with open(config["nats_token_file"], encoding="utf-8") as file:
+                self._token = file.read().strip()
+
+    def url(self, address: str, path: str) -> str:
+        """Raises RefusedError where the host may not be asked."""
+        host, _, port = address.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if self.allow is not None:
+            self.allow.host(host)
+        return f"{'https' if self.tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}{path}"
+
+    def headers(self, address: str) -> dict[str, str]:
+        """The token, for the engine's own port only, and never where others could read it."""
+        if self.allow is not None or not self._token or not (self.tls or _is_loopback(address.rpartition(":")[0])):
+            return {}
+        return {"Authorization": f"Bearer {self._token}"}
+
+    def session(self) -> Any:
+        import aiohttp  # SGLang's own bootstrap server is made of it
+        from aiohttp.resolver import ThreadedResolver
+
+        allow = self.allow
+
+        class Resolver(ThreadedResolver):
+            async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> Any:
+                found = await super().resolve(host, port, family)
+                if allow is not None:  # what is found here is what is dialled
+                    allow.found(host, [one["host"] for one in found])
+                return found
+
+        context = ssl.create_default_context(cafile=self._ca) if self.tls else True
+        connector = aiohttp.TCPConnector(resolver=Resolver(), ssl=context)
+        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_ASK_S))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class Router:
     """Asks bootstrap addresses in a thread of its own. Answers come by the inbox, that is, in the scheduler's thread."""
 
-    def __init__(self, inbox: Any) -> None:
+    def __init__(self, inbox: Any, access: Access | None = None) -> None:
         self._inbox = inbox
+        self._access = access or Access({}, own=False)
         self._known: dict[str, Engine] = {}
         self._asked: dict[str, list[Callable[[Engine | RouteError], None]]] = {}
         self._under_way = 0
@@ -139,6 +198,8 @@ class Router:
             result = await work
         except RouteError as error:
             result = error
+        except RefusedError as error:
+            result = RouteError(str(error))
         except Exception as error:
             result = RouteError(repr(error))
         self._inbox.put(lambda _rooms: self._done(result, then))
@@ -148,12 +209,16 @@ class Router:
         then(result)
 
     async def _request(self, method: str, address: str, path: str, body: Any = None) -> tuple[int, Any]:
-        import aiohttp  # SGLang's own bootstrap server is made of it
-
+        url = self._access.url(address, path)
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_S))
-        async with self._session.request(method, f"http://{address}{path}", json=body, allow_redirects=False) as answer:
-            text = (await answer.content.read(_BYTES)).decode("utf-8", "replace")
+            self._session = self._access.session()
+        async with self._session.request(method, url, json=body, headers=self._access.headers(address), allow_redirects=False) as answer:
+            read = bytearray()
+            while (part := await answer.content.readany()) and len(read) <= _BYTES:  # a read gives what is there, seldom all
+                read += part
+            if len(read) > _BYTES:
+                raise RouteError(f"http://{address}{path}: the answer has more than {_BYTES} bytes")
+            text = read.decode("utf-8", "replace")
             if answer.status != 200:
                 return answer.status, text[:200]
             with contextlib.suppress(ValueError):
@@ -167,6 +232,8 @@ class Router:
             bound = _GONE_S
             try:
                 status, said = await self._request("GET", address, path)
+            except (RouteError, RefusedError):
+                raise
             except Exception as error:
                 why = f"nobody answers there: {str(error) or repr(error)}"
             else:
@@ -188,6 +255,8 @@ class Router:
             try:
                 status, said = await self._request("POST", address, "/query_dp_ranks", {"bootstrap_rooms": [room]})
                 why = f"it answers {status}: {said}"
+            except (RouteError, RefusedError):
+                raise
             except Exception as error:
                 status, said, why = 0, None, f"nobody answers there: {str(error) or repr(error)}"
             rank = said.get(str(room)) if isinstance(said, dict) else None
