@@ -61,7 +61,7 @@ LISTS = {
         ("user:pass@10.1.2.3", "", "", "not a host name"),
         ("10.1.2.3/x?y=", "", "", "not a host name"),
         ("10.1.2.3%eth0", "", "", "not a host name"),
-        ("１６９.254.169.254", "", "", "not a host name"),
+        ("\uff11\uff16\uff19.254.169.254", "", "", "not a host name"),
         ("h\n", "", "", "not a host name"),
         ("a." * 200 + "b", "", "", "not a host name"),
     ],

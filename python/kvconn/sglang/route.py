@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import ipaddress
+import json
 import logging
 import socket
 import ssl
