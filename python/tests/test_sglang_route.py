@@ -156,3 +156,44 @@ def test_tls(tmp_path: Any) -> None:
         assert known.answer() == 1
     finally:
         host.close()
+
+
+def test_burst_of_rooms_is_a_few_questions() -> None:
+    """Thousands of requests at once, which prefill names a little later."""
+    host = kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
+    asked = 0
+    try:
+        address = host.bootstrap_address.removeprefix("http://")
+        d, p = Asker(), Asker(Access({}, own=True))
+        request = d.router._request
+
+        async def counted(*what: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return await request(*what)
+
+        d.router._request = counted  # type: ignore[method-assign]
+        got: dict[int, Any] = {}
+        for room in range(3000):
+            d.router.dp_rank(address, room, lambda rank, room=room: got.update({room: rank}))
+        for room in range(3000):
+            p.router.tell_dp_rank(address, room, room % 7)
+        deadline = time.monotonic() + 60
+        while len(got) < 3000:
+            for side in (d, p):
+                while (call := side.inbox.take()) is not None:
+                    call(None)
+            assert time.monotonic() < deadline, len(got)
+            time.sleep(0.001)
+        assert got == {room: room % 7 for room in range(3000)}
+        assert asked < 3000, asked
+        while d.router._asking or p.router._telling or d.router._under_way or p.router._under_way:
+            for side in (d, p):
+                while (call := side.inbox.take()) is not None:
+                    call(None)
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        host.close()
+    d.router.dp_rank(address, 1, d.answers.append)
+    assert "does not say which" in str(d.answer()) and not d.router._asking.get(address)

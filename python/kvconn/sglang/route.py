@@ -29,6 +29,9 @@ _READY_S = 15.0  # somebody does, whose ranks are not all there
 _RANK_S = 30.0  # for the prefill engine to name a request's data parallel rank
 _AGAIN_S = 0.2
 _LIMIT = 1024  # addresses that are remembered, and questions under way
+_ROOMS = 1 << 15  # that one address is asked for, or told of, as many as the agent takes
+_BATCH = 4096  # of them in one question
+_AT_ONCE = 32  # told at once
 _BYTES = 1 << 20  # of an answer
 
 
@@ -138,6 +141,9 @@ class Router:
         self._access = access or Access({}, own=False)
         self._known: dict[str, Engine] = {}
         self._asked: dict[str, list[Callable[[Engine | RouteError], None]]] = {}
+        self._asking: dict[str, dict[int, Any]] = {}
+        self._telling: dict[str, dict[int, Any]] = {}
+        self._lock = threading.Lock()  # of these two
         self._under_way = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Any = None
@@ -174,11 +180,35 @@ class Router:
 
     def dp_rank(self, address: str, room: int, then: Callable[[int | RouteError], None]) -> None:
         """Calls then, in a later tick, with the data parallel rank that the prefill engine has given a request to."""
-        self._start(self._ask_rank(address, room), then)
+        self._queue(self._asking, address, room, (then, time.monotonic()), self._ask_ranks)
 
     def tell_dp_rank(self, address: str, room: int, rank: int) -> None:
         """Prefill: where a request is."""
-        self._start(self._post(address, "/register_dp_rank", {"bootstrap_room": room, "dp_rank": rank}), _log_error)
+        self._queue(self._telling, address, room, (rank, _log_error), self._tell_ranks)
+
+    def _queue(self, queues: dict[str, dict[int, Any]], address: str, room: int, item: Any, work: Callable[..., Any]) -> None:
+        """Many rooms are one question: a burst of requests must take the scheduler's interpreter no time."""
+        with self._lock:
+            queue = queues.get(address)
+            begin = queue is None
+            if queue is None:
+                queue = queues[address] = {}
+            full = len(queue) >= _ROOMS
+            if not full:
+                queue[room] = item
+        if full:
+            _callback(item)(RouteError(f"{_ROOMS} rooms are under way at {address} already"))
+        elif begin:
+            self._start(work(address, queue), lambda result: self._ended(queues, address, queue, result))
+
+    def _ended(self, queues: dict[str, dict[int, Any]], address: str, queue: dict[int, Any], result: Any) -> None:
+        """Whoever is left in the queue hears why."""
+        with self._lock:
+            if queues.get(address) is queue:
+                del queues[address]
+        error = result if isinstance(result, RouteError) else RouteError(f"nobody answers for {address}")
+        for item in queue.values():
+            _callback(item)(error)
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -187,11 +217,17 @@ class Router:
             work.close()
             then(RouteError(f"{_LIMIT} questions to bootstrap addresses are under way already"))
             return
+        try:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                threading.Thread(target=loop.run_forever, name="kvconn-route", daemon=True).start()
+                self._loop = loop
+            asyncio.run_coroutine_threadsafe(self._run(work, then), self._loop)
+        except Exception as error:  # no thread to be had: it ends this request, not the scheduler
+            work.close()
+            then(RouteError(repr(error)))
+            return
         self._under_way += 1
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="kvconn-route", daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._run(work, then), self._loop)
 
     async def _run(self, work: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> None:
         try:
@@ -249,22 +285,47 @@ class Router:
                 raise RouteError(f"prefill engine at {address}: {why}")
             await asyncio.sleep(_AGAIN_S)
 
-    async def _ask_rank(self, address: str, room: int) -> int:
-        began = time.monotonic()
-        while True:
-            try:
-                status, said = await self._request("POST", address, "/query_dp_ranks", {"bootstrap_rooms": [room]})
-                why = f"it answers {status}: {said}"
-            except (RouteError, RefusedError):
-                raise
-            except Exception as error:
-                status, said, why = 0, None, f"nobody answers there: {str(error) or repr(error)}"
-            rank = said.get(str(room)) if isinstance(said, dict) else None
-            if isinstance(rank, int) and rank >= 0:
-                return rank
-            if time.monotonic() - began > (_RANK_S if status == 200 else _GONE_S):
-                raise RouteError(f"prefill engine at {address} does not say which of its data parallel ranks has the request: {why}")
+    async def _ask_ranks(self, address: str, queue: dict[int, Any]) -> None:
+        while rooms := self._left(self._asking, address, queue):
+            for at in range(0, len(rooms), _BATCH):
+                batch = rooms[at : at + _BATCH]
+                try:
+                    status, said = await self._request("POST", address, "/query_dp_ranks", {"bootstrap_rooms": batch})
+                    why = f"it answers {status}: {said!s:.200}"
+                except (RouteError, RefusedError):
+                    raise
+                except Exception as error:
+                    status, said, why = 0, None, f"nobody answers there: {str(error) or repr(error)}"
+                late = time.monotonic() - (_RANK_S if status == 200 else _GONE_S)
+                for room in batch:
+                    then, began = queue[room]
+                    answer: Any = said.get(str(room)) if isinstance(said, dict) else None
+                    if not isinstance(answer, int) or isinstance(answer, bool) or answer < 0:
+                        if began > late:
+                            continue
+                        answer = RouteError(
+                            f"prefill engine at {address} does not say which of its data parallel ranks has the request: {why}"
+                        )
+                    self._take(queue, room)
+                    self._inbox.put(lambda _rooms, then=then, answer=answer: then(answer))
             await asyncio.sleep(_AGAIN_S / 4)
+
+    async def _tell_ranks(self, address: str, queue: dict[int, Any]) -> None:
+        while rooms := self._left(self._telling, address, queue):
+            batch = {room: self._take(queue, room)[0] for room in rooms[:_AT_ONCE]}
+            told = (self._post(address, "/register_dp_rank", {"bootstrap_room": room, "dp_rank": rank}) for room, rank in batch.items())
+            for result in await asyncio.gather(*told, return_exceptions=True):
+                _log_error(result)
+
+    def _left(self, queues: dict[str, dict[int, Any]], address: str, queue: dict[int, Any]) -> list[int]:
+        with self._lock:
+            if not queue:
+                del queues[address]  # the next one starts another
+            return list(queue)
+
+    def _take(self, queue: dict[int, Any], room: int) -> Any:
+        with self._lock:
+            return queue.pop(room)
 
     async def _post(self, address: str, path: str, body: Any) -> None:
         for attempt in range(3):
@@ -278,6 +339,10 @@ class Router:
         raise RouteError(f"http://{address}{path}: {status} {said}")
 
 
+def _callback(item: tuple[Any, Any]) -> Callable[[Any], None]:
+    return item[0] if callable(item[0]) else item[1]
+
+
 def _log_error(result: Any) -> None:
-    if isinstance(result, RouteError):
+    if isinstance(result, Exception):
         logger.error("%s", result)
