@@ -130,6 +130,41 @@ def test_another_rank_failed(sides: tuple[Side, Side]) -> None:
     empty(d.rank)
 
 
+def test_another_rank_of_prefill_failed(sides: tuple[Side, Side]) -> None:
+    """Its scheduler gives the pages to others right after it has asked for the reason."""
+    p, d = sides
+    sender, receiver = KVConnSender(p, p.address, 7), KVConnReceiver(d, p.address, 7)
+    receiver.init(0)
+    until(sender, KVPoll.Bootstrapping)
+    sender.init(1, 1)
+    sender.send([1])
+    assert sender.poll() == KVPoll.Transferring
+    with pytest.raises(KVTransferError) as raised:
+        sender.failure_exception()
+    assert raised.value.is_from_another_rank
+    assert not p.rooms.under_way(7) and "sglang-7" not in p.rooms._owing
+    receiver.send_metadata([1], 1)
+    until(receiver, KVPoll.Failed)
+    empty(p.rank, d.rank)
+
+
+def test_prefix_that_is_longer_than_the_prompt(sides: tuple[Side, Side]) -> None:
+    """The scheduler would neither send it nor end it: the two got different prompts."""
+    p, d = sides
+    sender, receiver = KVConnSender(p, p.address, 7), KVConnReceiver(d, p.address, 7)
+    receiver.init(0)
+    page = p.layout.page_size
+    receiver.send_metadata([4], 2, [], decode_prefix_len=4 * page)
+    until(sender, KVPoll.WaitingForInput)
+    sender.init((2 * page - sender.pop_decode_prefix_len() + page - 1) // page, 1)
+    assert sender.poll() == KVPoll.Failed and "same prompt" in sender.room.reason
+    until(receiver, KVPoll.Failed)
+    assert "same prompt" in receiver.room.reason
+    sender.clear()
+    receiver.clear()
+    empty(p.rank, d.rank)
+
+
 @pytest.mark.parametrize(
     ("engine", "rank", "says"),
     [

@@ -234,6 +234,9 @@ class KVConnSender(_Half, _Sender):
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self.aux_index = aux_index
         self.num_kv_indices = num_kv_indices
+        if num_kv_indices < 0:  # the scheduler would never send it, nor end it
+            tokens = self._prefix_pages * self.kv_mgr.layout.page_size
+            self.fail(f"the decode engine has {tokens} tokens of it already, which is more than its prompt here: both need the same prompt")
         self._chunks = Chunks(self.kv_mgr.layout, num_kv_indices, self._prefix_pages)
 
     def pop_decode_prefix_len(self) -> int:
@@ -265,6 +268,13 @@ class KVConnSender(_Half, _Sender):
                 rooms.grow(room, *self._chunks.growth(pages))
         except Exception as error:
             rooms.abort(room, str(error) or repr(error))
+
+    def failure_exception(self) -> None:
+        """The scheduler uses the pages again right after this."""
+        try:
+            super().failure_exception()
+        finally:
+            self.kv_mgr.rooms.settle(self.room)
 
     def get_transfer_metric(self) -> Any:
         done = self.room.completion

@@ -243,6 +243,17 @@ class Rooms:
             except Exception as error:
                 logger.error("retract %s: %s", room.id, error)
 
+    def settle(self, room: Room) -> None:
+        """Waits until nothing of an offer that was cancelled is read any more. It is when another rank of this engine has failed:
+        else a room fails when the agent has said so."""
+        bound = time.monotonic() + _RETRACT_S
+        while room.owed == "offer":
+            self.tick()
+            if room.owed and time.monotonic() > bound:
+                logger.error("%s: its pages are still read after %g s", room.id, _RETRACT_S)
+                return
+            time.sleep(0.0002)
+
     def let_go(self, transfer_id: str, why: str) -> None:
         try:
             self._agent.cancel([transfer_id], why)
