@@ -507,6 +507,11 @@ def test_settings_from_the_environment(tmp_path: Any) -> None:
     }
     config = agent_config("prefill", "/models/tiny/", "float32", 16, RankOf(1, 2), "127.0.0.1:8998", {"kv_layout": "x"}, 300, extra)
     assert config["model"] == "tiny" and config["dtype"] == "float32" and config["tcp_port"] == 9000 and config["tp_rank"] == 1
+    secure = agent_config("prefill", "m", "f", 1, RankOf(), "127.0.0.1:8998", {}, 300, {"tls_cert_file": "c", "tls_key_file": "k"})
+    assert secure["bootstrap_join"] == "https://127.0.0.1:8998"
+    for key, value in (("engine_id", "mine"), ("bootstrap_port", 1), ("tp_size", 2)):
+        with pytest.raises(ValueError, match=f"KVCONN_SGLANG_CONFIG sets {key}"):
+            agent_config("decode", "m", "f", 1, RankOf(), None, {}, 300, {key: value})
     file.write_text("[1]")
     with pytest.raises(ValueError, match="an object was expected"):
         from_environment({"KVCONN_SGLANG_CONFIG": str(file)})

@@ -11,6 +11,10 @@ from typing import Any
 # Keys of the agent's configuration, as a JSON object, or the path of a file that holds one.
 CONFIG_VARIABLE = "KVCONN_SGLANG_CONFIG"
 
+# What both sides derive from SGLang's options: with other values they would not find each other.
+_OURS: tuple[str, ...] = ("engine_id", "role", "report_wants", "bootstrap_join", "bootstrap_host", "bootstrap_port", "block_tokens")
+_OURS += ("tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank", "dp_size")
+
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
@@ -80,6 +84,9 @@ def agent_config(
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The agent's configuration: what SGLang knows, then what the user says."""
+    ours = sorted(key for key in extra if key in _OURS)
+    if ours:
+        raise ValueError(f"{CONFIG_VARIABLE} sets {', '.join(ours)}: SGLang does, by its own options")
     config: dict[str, Any] = {
         "engine_id": engine_name(rank.dp_rank),
         "role": role,
