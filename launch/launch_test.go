@@ -338,16 +338,22 @@ func TestRefusals(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c, _ := setUp(t, 1, 1)
 			tt.change(t, &c)
-			err := Run(t.Context(), c)
-			for _, want := range tt.want {
-				if err == nil || !strings.Contains(err.Error(), want) {
-					t.Errorf("error %v, want one with %q", err, want)
-				}
-			}
-			if len(stubs(t)) > 0 {
-				t.Error("a server was started")
-			}
+			refuses(t, c, tt.want)
 		})
+	}
+}
+
+// refuses checks that a launch ends with the reason before any server starts.
+func refuses(t *testing.T, c Config, want []string) {
+	t.Helper()
+	err := Run(t.Context(), c)
+	for _, text := range want {
+		if err == nil || !strings.Contains(err.Error(), text) {
+			t.Errorf("error %v, want one with %q", err, text)
+		}
+	}
+	if len(stubs(t)) > 0 {
+		t.Error("a server was started")
 	}
 }
 

@@ -179,15 +179,7 @@ func TestSGLangRefusals(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c, _ := setUpSGLang(t, 1, 1)
 			tt.change(t, &c)
-			err := Run(t.Context(), c)
-			for _, want := range tt.want {
-				if err == nil || !strings.Contains(err.Error(), want) {
-					t.Errorf("error %v, want one with %q", err, want)
-				}
-			}
-			if len(stubs(t)) > 0 {
-				t.Error("a server was started")
-			}
+			refuses(t, c, tt.want)
 		})
 	}
 }

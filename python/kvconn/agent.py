@@ -120,6 +120,8 @@ class Agent:
         what is ready must stay unchanged. A transfer that has ended meanwhile is
         no error here; its offer's completion tells.
         """
+        if regions is not None and not len(regions):
+            raise InvalidError("regions is empty: leave it out for all")
         rows = parts if isinstance(parts, _pack.Growths) else _pack.Growths(list(parts))
         if rows.ids:
             of = _pack.uint32s("regions", regions or ())

@@ -86,6 +86,8 @@ def test_growth_that_is_refused(prefill: Side, decode: Side, transfer_id: str) -
         prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [2])])
     with pytest.raises(kvconn.InvalidError, match="region 99"):
         prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])], [99])
+    with pytest.raises(kvconn.InvalidError, match="regions is empty"):
+        prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])], [])
     with pytest.raises(kvconn.InvalidError, match="ready has 2 groups, block_ids 1"):
         prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1, 1])])
     with pytest.raises(kvconn.InvalidError, match="role"):
