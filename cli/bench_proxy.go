@@ -17,6 +17,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/freeport"
 )
 
 // routerBench is the command line of kvconn bench-proxy.
@@ -120,17 +122,17 @@ func runBenchProxy(ctx context.Context, args []string, out io.Writer) error {
 	}
 	for i, command := range routers {
 		name := []string{"kvconn proxy", "beside"}[i]
-		port, err := freePort()
+		ports, err := freeport.Take(1)
 		if err != nil {
 			return err
 		}
 		r, err := startChild(ctx, append(slices.Clone(command), "--prefill", "http://"+stubs.Prefill, stubs.Bootstrap,
-			"--decode", "http://"+stubs.Decode, "--port", strconv.Itoa(port)), log, nil)
+			"--decode", "http://"+stubs.Decode, "--port", strconv.Itoa(ports[0])), log, nil)
 		if err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
 		defer r.stop()
-		addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
+		addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(ports[0]))
 		ways = append(ways, way{name, addr, r.cmd.Process.Pid})
 	}
 

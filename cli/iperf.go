@@ -3,10 +3,11 @@ package cli
 import (
 	"context"
 	"encoding/json"
-	"net"
 	"os/exec"
 	"strconv"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/freeport"
 )
 
 // runIperf measures the loopback with iperf3's defaults for one second, in
@@ -18,11 +19,11 @@ func runIperf(ctx context.Context) (float64, bool) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
 	defer cancel()
-	port, err := freePort()
+	ports, err := freeport.Take(1)
 	if err != nil {
 		return 0, false
 	}
-	server := exec.CommandContext(ctx, path, "-s", "-1", "-B", "127.0.0.1", "-p", strconv.Itoa(port))
+	server := exec.CommandContext(ctx, path, "-s", "-1", "-B", "127.0.0.1", "-p", strconv.Itoa(ports[0]))
 	if err := server.Start(); err != nil {
 		return 0, false
 	}
@@ -31,7 +32,7 @@ func runIperf(ctx context.Context) (float64, bool) {
 		_ = server.Wait()
 	}()
 	for ctx.Err() == nil { // until the server listens
-		out, err := exec.CommandContext(ctx, path, "-c", "127.0.0.1", "-p", strconv.Itoa(port), "-t", "1", "-J").Output()
+		out, err := exec.CommandContext(ctx, path, "-c", "127.0.0.1", "-p", strconv.Itoa(ports[0]), "-t", "1", "-J").Output()
 		var res struct {
 			End struct {
 				Received struct {
@@ -45,13 +46,4 @@ func runIperf(ctx context.Context) (float64, bool) {
 		time.Sleep(20 * time.Millisecond)
 	}
 	return 0, false
-}
-
-func freePort() (int, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return 0, err
-	}
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port, nil
 }

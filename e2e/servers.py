@@ -12,6 +12,7 @@ import ctypes
 import http.client
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -129,15 +130,23 @@ def _guard(argv: list[str], stop_s: float) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now; all are held until the last is found, so that no two are equal."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports that nobody has now; all are held until the last is found, so that no two are equal.
+
+    They are below those that the kernel gives to outgoing connections, one of which could take a port before its server does.
+    """
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports: list[int] = []
+    with contextlib.ExitStack() as held:
+        for tried in range(100 * count):
+            each = held.enter_context(socket.socket())
+            try:
+                each.bind((HOST, random.randrange(10_000, ephemeral) if ephemeral > 10_000 and tried < 50 * count else 0))
+            except OSError:
+                continue
+            ports.append(each.getsockname()[1])
+            if len(ports) == count:
+                return ports
+    raise OSError(f"{count} free ports were not found")
 
 
 Progress = Callable[[str, float, str], None]

@@ -19,6 +19,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvconn/kvconn/internal/freeport"
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
@@ -66,14 +67,9 @@ func setUp(t *testing.T, prefill, decode int) (Config, *output) {
 
 func freePorts(t *testing.T, n int) []int {
 	t.Helper()
-	var ports []int
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer l.Close() // all are held until the last is found
-		ports = append(ports, l.Addr().(*net.TCPAddr).Port)
+	ports, err := freeport.Take(n)
+	if err != nil {
+		t.Fatal(err)
 	}
 	return ports
 }

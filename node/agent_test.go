@@ -12,6 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/freeport"
 	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/internal/nettest"
 )
@@ -445,12 +446,11 @@ func TestGivenClusterInsteadOfEmbeddedServer(t *testing.T) {
 
 func freePort(t testing.TB) int {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	ports, err := freeport.Take(1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port
+	return ports[0]
 }
 
 // TestBootstrapPortSpeaksToRouters: one port serves /query and the control plane.

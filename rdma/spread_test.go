@@ -138,6 +138,7 @@ func grow(t *testing.T, lanes, n int) *growing {
 		g.another()
 	}
 	t.Cleanup(func() {
+		g.link.t.wg.Wait()
 		g.link.mu.Lock()
 		defer g.link.mu.Unlock()
 		if g.looks != nil {
@@ -210,10 +211,16 @@ func (g *growing) complete() {
 	})
 }
 
-// lose breaks a lane.
+// lose breaks a lane. It reads until the test closes dead.
 func (g *growing) lose(i int) *lane {
 	l := g.lanes[i]
 	l.qp = &verbs.QP{} // one of no device takes nothing but posts
+	l.once.Do(func() {})
+	g.t.Cleanup(func() {
+		if !l.isDead() {
+			close(l.dead)
+		}
+	})
 	g.update(func(lk *link) { lk.breakLane(l, errors.New("test")) })
 	return l
 }
@@ -425,7 +432,7 @@ func TestGrowsByOtherLanes(t *testing.T) {
 			if g.write() != nil != !rests {
 				t.Errorf("outcome: %v, the lane that broke reads: %v", g.rec.All("written", "t"), !rests)
 			}
-			g.update(func(lk *link) { lk.quiet(l) })
+			close(l.dead)
 			g.ends(nil)
 		})
 	}
@@ -465,7 +472,7 @@ func TestQueuedOnce(t *testing.T) {
 	if n := len(g.lanes[0].jobs); n != 1 {
 		t.Errorf("the part stands %d times in the list of the lane that it was given to", n)
 	}
-	g.update(func(lk *link) { lk.quiet(l) })
+	close(l.dead)
 	g.rests()
 	if n := len(g.lanes[0].jobs); n != 0 {
 		t.Errorf("%d parts in the list of a lane that has all posted", n)
@@ -486,7 +493,7 @@ func TestBreaksAtRest(t *testing.T) {
 				if rests {
 					g.rests()
 				}
-				g.lose(0)
+				close(g.lose(0).dead)
 				g.hear(0)
 				g.another()
 			}
