@@ -93,6 +93,23 @@ def test_room_that_is_used_twice(pair: SGLangPair, alone: Alone) -> None:
     same(pair, alone, prompt(30, "after twice"))
 
 
+def test_requests_that_cross_in_a_room(pair: SGLangPair, alone: Alone) -> None:
+    """Prefill has one of two requests, decode the other: neither gets the other's cache, nor does it stay in decode's."""
+    ids, other = prompt(40, "crosses"), prompt(40, "crosses too")
+    body, others = pair.body(ids, room=4713), pair.body(other, room=4713)
+    with ThreadPoolExecutor(2) as pool:
+        at_decode = pool.submit(post, pair.decode.url, body)
+        while not (reply := post(pair.decode.url, others)).error.count("in use"):  # decode has the first
+            fails(reply, "room 4713", "not named")
+        at_prefill = pool.submit(post, pair.prefill.url, others)
+        fails(post(pair.prefill.url, body), "room 4713")
+        answer = at_decode.result()
+        fails(answer, "room 4713")
+        at_prefill.result()
+    same(pair, alone, ids[:1] + prompt(30, "after crosses"))
+    same(pair, alone, ids)
+
+
 def test_room_that_only_decode_knows(pair: SGLangPair, alone: Alone) -> None:
     fails(post(pair.decode.url, pair.body(prompt(30, "decode only"))), "room", "not named")
     same(pair, alone, prompt(30, "after decode only"))

@@ -27,11 +27,13 @@ class Side(SimpleNamespace):
     """What senders and receivers use of their manager, over a rank of test_sglang_rooms."""
 
     is_abort_release_safe = Manager.is_abort_release_safe
+    prompt_of = Manager.prompt_of
 
     def __init__(self, role: str, engine: Any = None) -> None:
         rank = Rank(role, engine_id="sglang-dp0" if role == "prefill" else "d")
         super().__init__(
             rank=rank,
+            coming=None,
             rooms=rank.rooms,
             layout=rank.layout,
             kv_args=SimpleNamespace(page_size=rank.layout.page_size),
@@ -120,7 +122,7 @@ def test_another_rank_failed(sides: tuple[Side, Side]) -> None:
         receiver.failure_exception()
     assert raised.value.is_from_another_rank
     receiver.ensure_abort_notified(force_arm=True)
-    assert receiver.abort_notified and d.rooms._owing["sglang-7"].state != KVPoll.Failed
+    assert receiver.abort_notified and d.rooms._used[7].state != KVPoll.Failed
     deadline = time.monotonic() + 30
     while not d.is_abort_release_safe(7, 0):
         assert time.monotonic() < deadline
@@ -142,7 +144,7 @@ def test_another_rank_of_prefill_failed(sides: tuple[Side, Side]) -> None:
     with pytest.raises(KVTransferError) as raised:
         sender.failure_exception()
     assert raised.value.is_from_another_rank
-    assert not p.rooms.under_way(7) and "sglang-7" not in p.rooms._owing
+    assert not p.rooms.under_way(7) and not p.rooms._owing
     receiver.send_metadata([1], 1)
     until(receiver, KVPoll.Failed)
     empty(p.rank, d.rank)

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,21 @@ def test_backend_is_known() -> None:
     assert utils.get_kv_class(TransferBackend.FAKE, KVClassType.SENDER).__name__ == "FakeKVSender"
     assert utils.get_kv_class.__wrapped__ is not None
     plugin._check()
+
+
+def test_request_is_known_before_its_sender_and_receiver() -> None:
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+    from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+
+    for queue in (DecodePreallocQueue, PrefillBootstrapQueue):
+        manager = SimpleNamespace(coming=None)
+        request = SimpleNamespace(bootstrap_room=3, origin_input_ids=array("q", [7, 8]))
+        with pytest.raises(Exception):  # noqa: B017  # of SGLang, which finds nothing else of what it needs here
+            queue.add(SimpleNamespace(kv_manager=manager), request, 1)
+        assert manager.coming is request
+        assert conn.KVConnManager.prompt_of(manager, 4) == b"" and manager.coming is None
+        manager.coming = request
+        assert conn.KVConnManager.prompt_of(manager, 3) == array("q", [7, 8]).tobytes()
 
 
 def test_registered_in_each_process_once() -> None:

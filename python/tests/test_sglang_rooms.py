@@ -187,7 +187,7 @@ def test_abort_between_chunks(ranks: Any, by: str, monkeypatch: pytest.MonkeyPat
     p.rooms.grow(at_p, *chunks.growth(ids([1], "pages")))
     if by == "prefill":
         p.rooms.abort(at_p, "the client went")
-        assert at_p.state == FAILED and taken_back == ["sglang-9"], "its pages are used again at once"
+        assert at_p.state == FAILED and taken_back == [at_p.id], "its pages are used again at once"
         d.until(at_d, FAILED)
         assert "the client went" in at_d.reason
     else:
@@ -200,6 +200,25 @@ def test_abort_between_chunks(ranks: Any, by: str, monkeypatch: pytest.MonkeyPat
     p.rooms.forget(at_p)
     d.rooms.forget(at_d)
     empty(p, d)
+
+
+def test_pages_that_are_still_read_end_the_engine(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would write into them, and decode have the wrong bytes."""
+    p, d = ranks("prefill"), ranks("decode")
+    at_p, at_d = both(p, d, 9)
+    d.load(at_d, p.address, [5, 6], 3)
+    p.until(at_p, WAITING)
+    chunks = Chunks(p.layout, 2, 0)
+    chunks.add(ids([1], "pages"))
+    p.rooms.grow(at_p, *chunks.growth(ids([1], "pages")))
+
+    def retract(_ids: Any, _timeout_s: float) -> None:
+        raise kvconn.KvconnError("still read", code=kvconn.Status.SYSTEM)
+
+    monkeypatch.setattr(p.agent, "retract", retract)
+    with pytest.raises(SystemExit, match="still read"):
+        p.rooms.abort(at_p, "the client went")
+    d.until(at_d, FAILED)
 
 
 def test_everything_is_on_decode_but_the_first_token(ranks: Any) -> None:
@@ -271,7 +290,7 @@ def test_layers_of_pipeline_stages(ranks: Any) -> None:
         for p, layers in zip(ps, stages):
             theirs = p.kv.reshape(2, len(layers), *p.kv.shape[1:])
             assert (keys_values[:, layers.start : layers.stop, [4, 5]] == theirs[:, :, [1, 2]]).all()
-            p.until(p.rooms._owing.get("sglang-6", at_p[ps.index(p)]), SUCCESS)
+            p.until(p.rooms._owing.get(at_p[ps.index(p)].id, at_p[ps.index(p)]), SUCCESS)
     finally:
         host.close()
 
@@ -421,6 +440,21 @@ def test_room_that_is_used_twice(ranks: Any) -> None:
     d.load(late, p.address, [1], 1)
     d.until(late, FAILED)
     assert "ended already" in late.reason
+
+
+def test_requests_that_cross_in_a_room(ranks: Any) -> None:
+    """Two requests of one room came in different order: prefill's is not decode's."""
+    p, d = ranks("prefill", early_load_s=0.5), ranks("decode")
+    at_p, at_d = p.rooms.open(3, b"this prompt"), d.rooms.open(3, b"another prompt")
+    p.rooms.announce(at_p)
+    d.rooms.claim(at_d, p.address, "sglang-prefill")
+    d.load(at_d, p.address, [1], 1)
+    d.until(at_d, FAILED)
+    assert "not named" in at_d.reason
+    p.rooms.tick()
+    assert at_p.state == BOOTSTRAPPING
+    p.rooms.forget(at_p)
+    d.rooms.forget(at_d)
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 63, "7", 1.5, None, True])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+from array import array
 from typing import Any
 
 from sglang.srt.disaggregation.base import conn as _base
@@ -104,6 +105,7 @@ class KVConnManager(_Manager):
         self.bootstrap_timeout = _setting("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", 300)
         self.waiting_timeout = _setting("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", 300)
         self.prefill_info_table = _EveryEngine()
+        self.coming: Any = None  # the request that SGLang makes a sender or receiver for
         self.request_status: dict[int, int] = {}
         self.transfer_infos: dict[int, Any] = {}
         self.kv_cache_dtype_str = str(getattr(args, "kv_cache_dtype_str", "") or "").replace("torch.", "")
@@ -142,6 +144,17 @@ class KVConnManager(_Manager):
             len(self.layout.regions),
             self.layout.state_types,
         )
+
+    def prompt_of(self, bootstrap_room: Any) -> bytes:
+        """The prompt of the request that is coming, which SGLang does not tell its senders and receivers.
+
+        Of images it has the places, and not what SGLang makes of them, which may differ from machine to machine.
+        """
+        request, self.coming = self.coming, None
+        if request is None or request.bootstrap_room != bootstrap_room:
+            return b""
+        prompt = getattr(request, "origin_input_ids_unpadded", None) or request.origin_input_ids
+        return array("q", prompt).tobytes()
 
     def register_to_bootstrap(self) -> None:
         return  # the agent has, when it registered the caches
@@ -223,7 +236,7 @@ class KVConnSender(_Half, _Sender):
         self.aux_index: int | None = None
         self._chunks: Chunks | None = None
         self._prefix_pages = 0
-        self.room = mgr.rooms.open(bootstrap_room)
+        self.room = mgr.rooms.open(bootstrap_room, mgr.prompt_of(bootstrap_room))
         # The scheduler takes WaitingForInput for the decode engine's word that it has pages for the request, and only then
         # spends memory on it. Said earlier, two engines could fill up with different requests, and wait for each other for
         # ever; who wants prefill to begin earlier has SGLang's own --optimistic-prefill-attempts, which gives way again.
@@ -296,7 +309,7 @@ class KVConnReceiver(_Half, _Receiver):
         self.bootstrap_room = bootstrap_room
         self.abort_notified = False
         self._engine = ""
-        self.room = mgr.rooms.open(bootstrap_room)
+        self.room = mgr.rooms.open(bootstrap_room, mgr.prompt_of(bootstrap_room))
 
     @property
     def _address(self) -> str:

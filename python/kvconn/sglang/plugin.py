@@ -13,6 +13,7 @@ logger = logging.getLogger("kvconn.sglang")
 
 NAME = "kvconn"
 _TARGET = "sglang.srt.disaggregation.utils.get_kv_class"
+_QUEUES = ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add", "sglang.srt.disaggregation.decode.DecodePreallocQueue.add")
 
 
 def register() -> None:
@@ -62,6 +63,14 @@ def _add_classes() -> None:
 
     # SGLang applies the hooks when all plugins have registered theirs; earlier, another plugin's on the same function would be lost.
     HookRegistry.register(_TARGET, _get_kv_class, HookType.AROUND)
+    for queue in _QUEUES:
+        HookRegistry.register(queue, _coming, HookType.BEFORE)
+
+
+def _coming(queue: Any, req: Any, *_: Any, **__: Any) -> None:
+    """Before SGLang's methods that make a sender or receiver for a request."""
+    if hasattr(queue.kv_manager, "coming"):
+        queue.kv_manager.coming = req
 
 
 def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:

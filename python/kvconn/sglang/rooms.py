@@ -12,9 +12,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NoReturn
 
-from kvconn import Claim, Completion, Growth, Load, Offer
+from kvconn import Claim, Completion, Growth, KvconnError, Load, Offer, Status
 
 logger = logging.getLogger("kvconn.sglang")
 
@@ -23,6 +24,12 @@ FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 
 _RETRACT_S = 5.0
 _LOOK_S = 1.0  # between looks for rooms that have waited too long
+
+
+def _end(why: str) -> NoReturn:
+    """Ends the scheduler, which would use pages again that are still read: a wrong text is worse."""
+    logger.critical("%s: this engine ends, to send no wrong bytes", why)
+    raise SystemExit(f"kvconn: {why}")  # SGLang swallows what derives from Exception
 
 
 class Room:
@@ -44,10 +51,11 @@ class Room:
         "why",
     )
 
-    def __init__(self, rooms: Rooms, number: Any) -> None:
+    def __init__(self, rooms: Rooms, number: Any, prompt: bytes) -> None:
         self.rooms = rooms
         self.number = number
-        self.id = f"sglang-{number}"
+        # Two requests in one room may reach prefill and decode in different order: of the room alone, each would get the other's cache.
+        self.id = f"sglang-{number}-{blake2b(prompt, digest_size=8).hexdigest()}"
         self.state = BOOTSTRAPPING
         self.reason: str | None = None  # why it failed
         self.why: str | None = None  # why we end it
@@ -140,21 +148,21 @@ class Rooms:
         self._look_at = time.monotonic() + _LOOK_S
         self.inbox = Inbox()
         self._owing: dict[str, Room] = {}  # bounded by the agent's max_transfers
-        self._used: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
+        self._used: weakref.WeakValueDictionary[int, Room] = weakref.WeakValueDictionary()
         self.failed = 0  # since the start
 
     def __len__(self) -> int:
         return len(self._used)
 
-    def open(self, number: Any) -> Room:
-        """A room for a new request; one that cannot be had has failed already."""
-        room = Room(self, number)
+    def open(self, number: Any, prompt: bytes = b"") -> Room:
+        """A room for a new request of that prompt, the same bytes on both sides; one that cannot be had has failed already."""
+        room = Room(self, number, prompt)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 63:
             self.fail(room, f"bootstrap_room is {number!r}: a whole number from 0 to 2^63 - 1 was expected")
-        elif room.id in self._used:
+        elif number in self._used:
             self.fail(room, "the room is in use by another request: each request needs one of its own")
         else:
-            self._used[room.id] = room
+            self._used[number] = room
         return room
 
     def fail(self, room: Room, reason: str) -> None:
@@ -240,7 +248,9 @@ class Rooms:
             room.grown = False
             try:
                 self._agent.retract([room.id], _RETRACT_S)
-            except Exception as error:
+            except KvconnError as error:
+                if error.code == Status.SYSTEM:
+                    _end(str(error))
                 logger.error("retract %s: %s", room.id, error)
 
     def settle(self, room: Room) -> None:
@@ -250,8 +260,7 @@ class Rooms:
         while room.owed == "offer":
             self.tick()
             if room.owed and time.monotonic() > bound:
-                logger.error("%s: its pages are still read after %g s", room.id, _RETRACT_S)
-                return
+                _end(f"the pages of {room.id} are still read after {_RETRACT_S:g} s")
             time.sleep(0.0002)
 
     def let_go(self, transfer_id: str, why: str) -> None:
@@ -262,14 +271,14 @@ class Rooms:
 
     def under_way(self, number: Any) -> bool:
         """Whether bytes may still land in its pages, or be read from them."""
-        room = self._owing.get(f"sglang-{number}")
-        return room is not None and room.owed != "want"
+        room = self._used.get(number)
+        return room is not None and room.owed in ("offer", "load")
 
     def forget(self, room: Room) -> None:
         """Its request has ended, well or not. What is under way is collected when it has ended."""
         self.abort(room, "the request has ended")
-        if not room.owed and self._used.get(room.id) is room:
-            del self._used[room.id]
+        if not room.owed and self._used.get(room.number) is room:
+            del self._used[room.number]
 
     def tick(self) -> None:
         """Collects what is new; a few hundred nanoseconds when there is nothing."""
