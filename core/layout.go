@@ -11,8 +11,9 @@ import (
 const (
 	MaxRegions = 1 << 16
 	MaxGroups  = 16
-	// MaxBlocks bounds the block ids of one group in one transfer.
-	MaxBlocks     = 1 << 16
+	// MaxBlocks bounds the block ids of one group in one transfer: the tokens of the
+	// longest prompts, where a block has one.
+	MaxBlocks     = 1 << 18
 	MaxRegionName = 256
 	// RegionAlign is the least alignment of addresses, strides and lengths: a
 	// double word, which RDMA and DMA engines want for full speed.

@@ -129,7 +129,7 @@ func TestCheckBlocks(t *testing.T) {
 		{"one over the least region", [][]BlockID{{0, 3}}, []string{"block id 3", "position 1", "group 0", "3 blocks"}},
 		{"largest id", [][]BlockID{nil, {math.MaxUint32}}, []string{"4294967295", "group 1", "9 blocks"}},
 		{"too many groups", [][]BlockID{nil, nil, nil}, []string{"3 KV cache groups", "2 are registered"}},
-		{"too many blocks", [][]BlockID{make([]BlockID, MaxBlocks+1)}, []string{"65537", "group 0", "at most 65536"}},
+		{"too many blocks", [][]BlockID{make([]BlockID, MaxBlocks+1)}, []string{"262145", "group 0", "at most 262144"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			err := l.CheckBlocks(c.blocks)

@@ -133,7 +133,7 @@ typedef struct kvconn_region {
 /* The block ids of one KV cache group, in the prompt's order. */
 typedef struct kvconn_blocks {
   const uint32_t *ids; /* each below num_blocks of the group's regions */
-  uint32_t count;      /* at most 65536 */
+  uint32_t count;      /* at most 262144 */
   uint32_t first;      /* position in the prompt of ids[0], in blocks of this side;
                           what lies before it in an offer is not there */
 } kvconn_blocks;

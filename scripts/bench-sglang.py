@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Time to first token of a real SGLang pair on this machine: through kvconn, and through Mooncake's TCP in the same run.
 
-    scripts/bench-sglang.sh [--requests 20] [--fat] [--backends kvconn,mooncake_tcp] [--page-size 16] [--tokens 300,1900]
+    scripts/bench-sglang.sh [--requests 20] [--fat] [--backends kvconn,mooncake_tcp] [--alone] [--page-size 16] [--tokens 300,1900]
 
-Both pairs are up all the time and take turns every few requests, since a machine is never the same twice: idle ones poll, so that
+With --alone a single server that does it all takes its turns too: what a pair takes longer is the way between its two.
+All are up all the time and take turns every few requests, since a machine is never the same twice: idle ones poll, so that
 each is measured beside the other's loops (it is not stopped meanwhile, of which Mooncake's connections die). On a few cores that weighs
 more than the transfer. Prints a line for each length: medians, and the first backend's part of the other.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import sys
 import tempfile
@@ -20,17 +22,42 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
 
 import tiny_model
-from sglang_servers import SGLangPair, prompt
+from sglang_servers import Alone, SGLangPair, generate, post, prompt
 
 TURN = 5  # requests
+# Mooncake's sender takes the pages' numbers from memory pinned by CUDA, unless it says that it does not.
+ON_CPU = """
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def without_cuda(found, *_):
+        if hasattr(found, "supports_host_tensor_indices"):
+            found.supports_host_tensor_indices = False
+
+    HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", without_cuda, HookType.AFTER)
+"""
 
 
-def measure(pair: SGLangPair, tokens: int, seeds: range) -> list[float]:
+def plugin(where: Path) -> str:
+    """A directory that Python finds ON_CPU in, as SGLang finds plugins."""
+    described = where / "bench_on_cpu-0.dist-info"
+    described.mkdir(parents=True)
+    (where / "bench_on_cpu.py").write_text(ON_CPU)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: bench_on_cpu\nVersion: 0\n")
+    (described / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench_on_cpu = bench_on_cpu:register\n")
+    return os.pathsep.join([str(where), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+
+def measure(engines: SGLangPair | Alone, tokens: int, seeds: range) -> list[float]:
     times = []
     for seed in seeds:
-        _, answer = pair.ask_both(pair.body(prompt(tokens, f"{pair.run} {seed}"), 4, stream=True))
+        ids = prompt(tokens, f"{engines.run} {seed}")
+        if isinstance(engines, Alone):
+            answer = post(engines.server.url, {**generate(ids, 4), "stream": True})
+        else:
+            _, answer = engines.ask_both(engines.body(ids, 4, stream=True))
         if not answer.ok:
-            raise SystemExit(f"{answer.error}\n{pair.decode.log_tail()}")
+            raise SystemExit(f"{answer.error}\n{engines.servers[-1].log_tail()}")
         times.append(answer.ttft_s * 1e3)
     return times
 
@@ -40,26 +67,31 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--fat", action="store_true", help="a cache of 32 KiB a token")
     parser.add_argument("--backends", default="kvconn,mooncake_tcp")
+    parser.add_argument("--alone", action="store_true", help="a single server beside them")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--tokens", default="300,1900")
     args = parser.parse_args()
     names = args.backends.split(",")
     with tempfile.TemporaryDirectory() as workdir, contextlib.ExitStack() as stack:
         model = tiny_model.make(Path(workdir) / "model", fat=args.fat)
-        pairs: dict[str, SGLangPair] = {}
+        path = plugin(Path(workdir) / "plugin")
+        engines: dict[str, SGLangPair | Alone] = {}
         for name in names:
             # In bfloat16 the fat model's cache has 32 KiB a token.
-            pair = SGLangPair(model, Path(workdir) / name, "--page-size", str(args.page_size), backend=name, dtype="bfloat16")
-            pairs[name] = stack.enter_context(pair)
+            more = {"dtype": "bfloat16", "extra_env": {"PYTHONPATH": path}}
+            pair = SGLangPair(model, Path(workdir) / name, "--page-size", str(args.page_size), backend=name, **more)
+            engines[name] = stack.enter_context(pair)
+        if args.alone:
+            engines["alone"] = stack.enter_context(Alone(model, Path(workdir) / "alone", dtype="bfloat16"))
         for tokens in (int(text) for text in args.tokens.split(",")):
-            times: dict[str, list[float]] = {name: [] for name in names}
+            times: dict[str, list[float]] = {name: [] for name in engines}
             for turn in range(-1, -(-args.requests // TURN)):
-                for name in names:
-                    taken = measure(pairs[name], tokens, range(1000 * tokens + turn * TURN, 1000 * tokens + (turn + 1) * TURN))
+                for name, each in engines.items():
+                    taken = measure(each, tokens, range(1000 * tokens + turn * TURN, 1000 * tokens + (turn + 1) * TURN))
                     if turn >= 0:  # the first turn warms
                         times[name] += taken
             line = [f"{tokens} tokens"]
-            for name in names:
+            for name in engines:
                 ordered = sorted(times[name])
                 line.append(f"{name} {statistics.median(ordered):.1f} ms ({ordered[0]:.1f} to {ordered[-1]:.1f})")
             if len(names) == 2:

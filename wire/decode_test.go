@@ -41,7 +41,7 @@ func TestDecodeAtTheLimits(t *testing.T) {
 	tickets := make([]Ticket, 16)
 	tickets[15] = Ticket{n(16), make([]byte, 64)}
 	groups := make([]Blocks, 16)
-	groups[15].IDs = make([]uint32, 65536)
+	groups[15].IDs = make([]uint32, MaxBlockIDs)
 	for what, m := range map[string]codec{
 		"hello":  &Request{Kind: KindHello, From: n(64), Hello: a},
 		"agent":  a,
@@ -101,7 +101,7 @@ func TestDecodeRefuses(t *testing.T) {
 		"load's transport":  {load(func(l *Load) { l.Transport = n(17) }), "transport"},
 		"grant":             {load(func(l *Load) { l.Grant = make([]byte, 4097) }), limit},
 		"groups":            {load(func(l *Load) { l.Groups = make([]Blocks, 17) }), limit},
-		"blocks of a group": {load(func(l *Load) { l.Groups[0].IDs = make([]uint32, 65537) }), limit},
+		"blocks of a group": {load(func(l *Load) { l.Groups[0].IDs = make([]uint32, MaxBlockIDs+1) }), limit},
 		"regions":           {load(func(l *Load) { l.Regions = make([]uint32, 65537) }), limit},
 		"renewed transfers": {&Request{Kind: KindRenew, Renew: &Renew{Loads: make([]string, 65537)}}, limit},
 		"renewed id":        {&Request{Kind: KindRenew, Renew: &Renew{Claims: []string{"a", n(145)}}}, "transfer_id"},

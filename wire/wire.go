@@ -132,8 +132,8 @@ type Load struct {
 //
 //msgp:tuple Blocks
 type Blocks struct {
-	First uint32   // position in the prompt of the first block
-	IDs   []uint32 `msg:",limit=65536"`
+	First uint32 // position in the prompt of the first block
+	IDs   BlockIDs
 }
 
 // Renew keeps the leases of transfers that D has asked for, and of those that

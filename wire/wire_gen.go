@@ -476,9 +476,10 @@ func (z *Blocks) MarshalMsg(b []byte) (o []byte, err error) {
 	// array header, size 2
 	o = append(o, 0x92)
 	o = msgp.AppendUint32(o, z.First)
-	o = msgp.AppendArrayHeader(o, uint32(len(z.IDs)))
-	for za0001 := range z.IDs {
-		o = msgp.AppendUint32(o, z.IDs[za0001])
+	o, err = z.IDs.MarshalMsg(o)
+	if err != nil {
+		err = msgp.WrapError(err, "IDs")
+		return
 	}
 	return
 }
@@ -500,27 +501,10 @@ func (z *Blocks) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		err = msgp.WrapError(err, "First")
 		return
 	}
-	var zb0002 uint32
-	zb0002, bts, err = msgp.ReadArrayHeaderBytes(bts)
+	bts, err = z.IDs.UnmarshalMsg(bts)
 	if err != nil {
 		err = msgp.WrapError(err, "IDs")
 		return
-	}
-	if zb0002 > 65536 {
-		err = msgp.ErrLimitExceeded
-		return
-	}
-	if cap(z.IDs) >= int(zb0002) {
-		z.IDs = (z.IDs)[:zb0002]
-	} else {
-		z.IDs = make([]uint32, zb0002)
-	}
-	for za0001 := range z.IDs {
-		z.IDs[za0001], bts, err = msgp.ReadUint32Bytes(bts)
-		if err != nil {
-			err = msgp.WrapError(err, "IDs", za0001)
-			return
-		}
 	}
 	o = bts
 	return
@@ -528,7 +512,7 @@ func (z *Blocks) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Blocks) Msgsize() (s int) {
-	s = 1 + msgp.Uint32Size + msgp.ArrayHeaderSize + (len(z.IDs) * (msgp.Uint32Size))
+	s = 1 + msgp.Uint32Size + z.IDs.Msgsize()
 	return
 }
 
@@ -1043,25 +1027,26 @@ func (z *Load) MarshalMsg(b []byte) (o []byte, err error) {
 			// array header, size 2
 			o = append(o, 0x92)
 			o = msgp.AppendUint32(o, z.Groups[za0001].First)
-			o = msgp.AppendArrayHeader(o, uint32(len(z.Groups[za0001].IDs)))
-			for za0002 := range z.Groups[za0001].IDs {
-				o = msgp.AppendUint32(o, z.Groups[za0001].IDs[za0002])
+			o, err = z.Groups[za0001].IDs.MarshalMsg(o)
+			if err != nil {
+				err = msgp.WrapError(err, "Groups", za0001, "IDs")
+				return
 			}
 		}
 		if (zb0001Mask & 0x10) == 0 { // if not omitted
 			// string "tk"
 			o = append(o, 0xa2, 0x74, 0x6b)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Tokens)))
-			for za0003 := range z.Tokens {
-				o = msgp.AppendUint32(o, z.Tokens[za0003])
+			for za0002 := range z.Tokens {
+				o = msgp.AppendUint32(o, z.Tokens[za0002])
 			}
 		}
 		if (zb0001Mask & 0x20) == 0 { // if not omitted
 			// string "rg"
 			o = append(o, 0xa2, 0x72, 0x67)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Regions)))
-			for za0004 := range z.Regions {
-				o = msgp.AppendUint32(o, z.Regions[za0004])
+			for za0003 := range z.Regions {
+				o = msgp.AppendUint32(o, z.Regions[za0003])
 			}
 		}
 		// string "ls"
@@ -1159,72 +1144,55 @@ func (z *Load) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					err = msgp.WrapError(err, "Groups", za0001, "First")
 					return
 				}
-				var zb0005 uint32
-				zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
+				bts, err = z.Groups[za0001].IDs.UnmarshalMsg(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Groups", za0001, "IDs")
 					return
 				}
-				if zb0005 > 65536 {
-					err = msgp.ErrLimitExceeded
-					return
-				}
-				if cap(z.Groups[za0001].IDs) >= int(zb0005) {
-					z.Groups[za0001].IDs = (z.Groups[za0001].IDs)[:zb0005]
-				} else {
-					z.Groups[za0001].IDs = make([]uint32, zb0005)
-				}
-				for za0002 := range z.Groups[za0001].IDs {
-					z.Groups[za0001].IDs[za0002], bts, err = msgp.ReadUint32Bytes(bts)
-					if err != nil {
-						err = msgp.WrapError(err, "Groups", za0001, "IDs", za0002)
-						return
-					}
-				}
 			}
 		case "tk":
-			var zb0006 uint32
-			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0005 uint32
+			zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Tokens")
 				return
 			}
-			if zb0006 > 16 {
+			if zb0005 > 16 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Tokens) >= int(zb0006) {
-				z.Tokens = (z.Tokens)[:zb0006]
+			if cap(z.Tokens) >= int(zb0005) {
+				z.Tokens = (z.Tokens)[:zb0005]
 			} else {
-				z.Tokens = make([]uint32, zb0006)
+				z.Tokens = make([]uint32, zb0005)
 			}
-			for za0003 := range z.Tokens {
-				z.Tokens[za0003], bts, err = msgp.ReadUint32Bytes(bts)
+			for za0002 := range z.Tokens {
+				z.Tokens[za0002], bts, err = msgp.ReadUint32Bytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Tokens", za0003)
+					err = msgp.WrapError(err, "Tokens", za0002)
 					return
 				}
 			}
 		case "rg":
-			var zb0007 uint32
-			zb0007, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0006 uint32
+			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Regions")
 				return
 			}
-			if zb0007 > 65536 {
+			if zb0006 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Regions) >= int(zb0007) {
-				z.Regions = (z.Regions)[:zb0007]
+			if cap(z.Regions) >= int(zb0006) {
+				z.Regions = (z.Regions)[:zb0006]
 			} else {
-				z.Regions = make([]uint32, zb0007)
+				z.Regions = make([]uint32, zb0006)
 			}
-			for za0004 := range z.Regions {
-				z.Regions[za0004], bts, err = msgp.ReadUint32Bytes(bts)
+			for za0003 := range z.Regions {
+				z.Regions[za0003], bts, err = msgp.ReadUint32Bytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Regions", za0004)
+					err = msgp.WrapError(err, "Regions", za0003)
 					return
 				}
 			}
@@ -1250,7 +1218,7 @@ func (z *Load) UnmarshalMsg(bts []byte) (o []byte, err error) {
 func (z *Load) Msgsize() (s int) {
 	s = 1 + 2 + msgp.StringPrefixSize + len(z.TransferID) + 3 + msgp.StringPrefixSize + len(z.Transport) + 2 + msgp.BytesPrefixSize + len(z.Grant) + 2 + msgp.ArrayHeaderSize
 	for za0001 := range z.Groups {
-		s += 1 + msgp.Uint32Size + msgp.ArrayHeaderSize + (len(z.Groups[za0001].IDs) * (msgp.Uint32Size))
+		s += 1 + msgp.Uint32Size + z.Groups[za0001].IDs.Msgsize()
 	}
 	s += 3 + msgp.ArrayHeaderSize + (len(z.Tokens) * (msgp.Uint32Size)) + 3 + msgp.ArrayHeaderSize + (len(z.Regions) * (msgp.Uint32Size)) + 3 + msgp.Int64Size
 	return

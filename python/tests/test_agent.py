@@ -103,6 +103,30 @@ def test_growth_that_is_refused(prefill: Side, decode: Side, transfer_id: str) -
     assert prefill.finished(transfer_id).code == kvconn.Status.CANCELLED
 
 
+def test_long_prompt_of_blocks_of_one_token() -> None:
+    """Blocks anywhere, which no run joins, and as many as a transfer may have."""
+    count, width = 1 << 18, 16
+    order = np.random.default_rng(3).permutation(count)
+    caches = {role: np.zeros((2, count, width), np.uint8) for role in ("prefill", "decode")}
+    caches["prefill"][:] = np.random.default_rng(4).integers(0, 256, caches["prefill"].shape, dtype=np.uint8)
+    with (
+        kvconn.Agent({"engine_id": "p", "role": "prefill", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0}) as p,
+        kvconn.Agent({"engine_id": "d", "role": "decode"}) as d,
+    ):
+        for agent, cache in ((p, caches["prefill"]), (d, caches["decode"])):
+            agent.register_kv_caches([kvconn.regions_from_tensor(f"layer.{n}", layer, block_dim=0)[0] for n, layer in enumerate(cache)])
+        p.offer([kvconn.Offer("long", [order])])
+        d.start_load([kvconn.Load("long", p.bootstrap_address, "p", [np.arange(count)])])
+        deadline = time.monotonic() + 60
+        while not (done := d.get_finished()):
+            assert time.monotonic() < deadline, d.stats()
+            time.sleep(0.001)
+        assert done[0].ok and done[0].bytes == 2 * count * width, done
+        assert np.array_equal(caches["decode"], caches["prefill"][:, order])
+        with pytest.raises(kvconn.InvalidError, match="262145.*262144"):
+            p.offer([kvconn.Offer("longer", [np.zeros(count + 1, np.uint32)])])
+
+
 def test_cached_prefix_is_skipped(prefill: Side, decode: Side, transfer_id: str) -> None:
     data = random_blocks(prefill, [0, 1, 2, 3])
     prefill.agent.offer([kvconn.Offer(transfer_id, [[0, 1, 2, 3]])])

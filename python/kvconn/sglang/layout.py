@@ -20,7 +20,7 @@ logger = logging.getLogger("kvconn.sglang")
 # other. The others are of equal length on both sides.
 _TO_THE_END = ("swa", "dsa", "qsa_compressed", "minimax_index_k", "minimax_dense_kv", "block_scale", "block_scale_swa")
 # Where the last index of such a state stands.
-_END = 65536
+_END = 1 << 18
 
 
 @dataclass(frozen=True)
