@@ -123,7 +123,7 @@ def test_long_prompt_of_blocks_of_one_token() -> None:
             time.sleep(0.001)
         assert done[0].ok and done[0].bytes == 2 * count * width, done
         assert np.array_equal(caches["decode"], caches["prefill"][:, order])
-        with pytest.raises(kvconn.InvalidError, match="262145.*262144"):
+        with pytest.raises(kvconn.InvalidError, match=r"262145.*262144"):
             p.offer([kvconn.Offer("longer", [np.zeros(count + 1, np.uint32)])])
 
 
