@@ -11,7 +11,7 @@ venv=$1 && shift
 known=(0.32.0 0.31.0 0.30.0)
 (($#)) || set -- "${known[@]}"
 declare -A tests=(
-  [connector]='python/tests/test_vllm_connector.py python/tests/test_vllm_scheduler.py python/tests/test_vllm_stats.py'
+  [connector]='python/tests/test_vllm_*.py'
   [pair]=e2e/test_pair.py [kinds]=e2e/test_kinds.py [ranks]=e2e/test_ranks.py
 )
 PARTS=${PARTS:-connector pair kinds ranks}
@@ -56,7 +56,7 @@ for version; do
   for part in $PARTS; do
     result=$out/$version-$part.xml
     echo '<unfinished' >"$result"
-    # shellcheck disable=SC2086 # the parts' files are several words
+    # shellcheck disable=SC2086 # the parts' files are patterns
     PATH=$(dirname "$python"):$PATH timeout -k 10 2400 "$python" -m pytest ${tests[$part]} -p no:cacheprovider -q \
       --junit-xml "$result" >$out/$version-$part.log 2>&1 || {
       status=1

@@ -1,0 +1,126 @@
+"""The agent's configuration, from what vLLM knows and what the user says. Needs no vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvconn
+from kvconn.vllm import params
+
+BLOCK = 16
+CACHES = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))])
+ONE = params.Rank()
+
+
+def vllm_config(extra: dict[str, Any], role: str = "kv_producer", **parallel: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role, kv_connector_extra_config=extra),
+        model_config=SimpleNamespace(model="/models/tiny/", dtype="torch.bfloat16"),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK),
+        parallel_config=SimpleNamespace(**parallel),
+    )
+
+
+def test_context_parallel_engines_are_refused_by_name() -> None:
+    params.check_parallel(SimpleNamespace(tensor_parallel_size=2, data_parallel_size=4, pipeline_parallel_size=1))
+    with pytest.raises(ValueError, match="DCP = 4 is not supported"):
+        params.check_parallel(SimpleNamespace(tensor_parallel_size=2, decode_context_parallel_size=4))
+
+
+def test_agent_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVCONN_BOOTSTRAP_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    made = params.agent_config(vllm_config({"lease_s": 5, "idle_wait_ms": 1}), CACHES, ONE)
+    ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "dp_rank": 0, "dp_size": 1}
+    assert made == {
+        "engine_id": "e",
+        "role": "prefill",
+        "model": "tiny",
+        "dtype": "bfloat16",
+        "block_tokens": BLOCK,
+        "lease_s": 5,
+        **ranks,
+    }
+
+    def port(config: Any) -> Any:
+        return params.agent_config(config, CACHES, ONE).get("bootstrap_port")
+
+    assert "lease_s" not in params.agent_config(vllm_config({}), CACHES, ONE)
+    monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", "9001")
+    assert port(vllm_config({})) == 9001
+    monkeypatch.setenv("KVCONN_BOOTSTRAP_PORT", "9002")
+    assert port(vllm_config({})) == 9002
+    assert port(vllm_config({"bootstrap_port": 1})) == 1
+    assert port(vllm_config({}, "kv_consumer")) is None
+    monkeypatch.setenv("KVCONN_BOOTSTRAP_PORT", "x")
+    with pytest.raises(ValueError, match="KVCONN_BOOTSTRAP_PORT is 'x'"):
+        port(vllm_config({}))
+
+
+TP1 = params.Rank(tp_rank=1, tp_size=2)
+PP1 = params.Rank(pp_rank=1, pp_size=2)
+DP1 = params.Rank(dp_rank=1, dp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "extra", "parallel", "joins"),
+    [
+        (params.Rank(tp_size=2), {}, {}, None),
+        (TP1, {}, {}, "http://127.0.0.1:8998"),
+        (PP1, {"bootstrap_port": 9000}, {"nnodes_within_dp": 2, "master_addr": "10.0.0.7"}, "http://10.0.0.7:9000"),
+        (DP1, {"bootstrap_host": "10.0.0.1"}, {}, "http://10.0.0.1:8998"),
+        (DP1, {"bootstrap_host": "::"}, {"data_parallel_master_ip": "fd00::1"}, "http://[fd00::1]:8998"),
+        (DP1, {"tls_cert_file": "c"}, {"data_parallel_master_ip": "10.0.0.9"}, "https://10.0.0.9:8998"),
+        # A front end on each host: its first engine has a port of its own, the next one joins that.
+        (DP1, {}, {"local_engines_only": True, "data_parallel_rank_local": 0}, None),
+        (DP1, {}, {"local_engines_only": True, "data_parallel_rank_local": 1}, "http://127.0.0.1:8998"),
+        (TP1, {"bootstrap_join": "http://p:1"}, {}, "http://p:1"),
+        (TP1, {"nats_url": "nats://n:4222"}, {}, None),
+    ],
+)
+def test_ranks_join_the_first_one(rank: Any, extra: dict[str, Any], parallel: dict[str, Any], joins: str | None) -> None:
+    assert params.agent_config(vllm_config(extra, **parallel), CACHES, rank).get("bootstrap_join") == joins
+    decode = {key: value for key, value in extra.items() if key != "bootstrap_join"}
+    assert "bootstrap_join" not in params.agent_config(vllm_config(decode, "kv_consumer", **parallel), CACHES, rank)
+
+
+def test_independent_ranks_of_a_dense_model() -> None:
+    assert params.dp_of(SimpleNamespace(), "e") == (0, 1)
+    assert params.dp_of(SimpleNamespace(data_parallel_size=4, data_parallel_index=2), "e_dp2") == (2, 4)
+    assert params.dp_of(SimpleNamespace(data_parallel_size=1, data_parallel_index=0), "e_dp0") == (0, 65536)
+    assert params.dp_of(SimpleNamespace(data_parallel_size=1, data_parallel_index=3), "e_dp3") == (3, 65536)
+    assert params.dp_of(SimpleNamespace(data_parallel_size=1, data_parallel_index=3), "e") == (3, 4)
+
+
+def test_ranks_must_know_the_port() -> None:
+    with pytest.raises(ValueError, match="bootstrap_port is 0"):
+        params.agent_config(vllm_config({"bootstrap_port": 0}), CACHES, TP1)
+
+
+def test_address_for_others() -> None:
+    assert params.advertised("http://127.0.0.1:8998", {"advertise_host": "p"}) == "http://p:8998"
+    assert params.advertised("https://127.0.0.1:8998", {"advertise_host": "fd00::1"}) == "https://[fd00::1]:8998"
+    assert params.advertised("http://127.0.0.1:8998", {}) == "http://127.0.0.1:8998"
+    assert params.advertised(None, {"advertise_host": "p"}) is None
+
+
+def test_unknown_key_is_named() -> None:
+    config = params.agent_config(vllm_config({"bootstrap_prot": 8998}), CACHES, ONE)
+    with pytest.raises(kvconn.ConfigError, match="bootstrap_prot"):
+        kvconn.Agent(config)
+
+
+@pytest.mark.parametrize("value", ["2", True, -1, 1000])
+def test_idle_wait_of_a_wrong_kind(value: Any) -> None:
+    with pytest.raises(ValueError, match="idle_wait_ms"):
+        params.idle_wait_s({"idle_wait_ms": value})
+
+
+def test_importing_kvconn_vllm_imports_no_vllm() -> None:
+    code = "import sys, kvconn.vllm; assert 'vllm' not in sys.modules and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

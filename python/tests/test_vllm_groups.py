@@ -1,0 +1,67 @@
+"""KV cache groups of the installed vLLM, and what its managers keep of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
+
+import torch
+from vllm.v1 import kv_cache_interface as specs
+from vllm.v1.core import single_type_kv_cache_manager as managers
+
+from kvconn.vllm.groups import Group, make_groups
+
+BLOCK = 16
+
+
+def full(**more: Any) -> Any:
+    return specs.FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, **more)
+
+
+def window(tokens: int, **more: Any) -> Any:
+    return specs.SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=tokens, **more)
+
+
+def grouped(*kinds: Any) -> Any:
+    groups = [specs.KVCacheGroupSpec([f"layer.{number}"], kind) for number, kind in enumerate(kinds)]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+def test_groups_of_the_installed_vllm() -> None:
+    mla = specs.MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    chunked = specs.ChunkedLocalAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, attention_chunk_size=64)
+    several = specs.UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": window(40), "b": window(40)})
+    # A window in a group of full attention is only a hint: every block is kept.
+    found = make_groups(grouped(full(sliding_window=32), window(40, extra_retained_tokens=3), mla, chunked, several))
+    assert found == [
+        Group(0, BLOCK),
+        Group(1, BLOCK, window=40, retained=3),
+        Group(2, BLOCK),
+        Group(3, BLOCK, chunk=64),
+        Group(4, BLOCK, window=40),
+    ]
+
+
+def test_groups_agree_with_vllms_managers_about_what_is_gone() -> None:
+    for spec, group in ((window(40), Group(0, BLOCK, window=40)), (window(33, extra_retained_tokens=2), Group(0, BLOCK, 33, 2))):
+        manager = managers.SlidingWindowManager.__new__(managers.SlidingWindowManager)
+        manager.sliding_window, manager.extra_retained_tokens = spec.sliding_window, spec.extra_retained_tokens
+        for computed in range(200):
+            assert group.gone(computed) == manager.get_num_skipped_tokens(computed) // BLOCK
+    manager = managers.ChunkedLocalAttentionManager.__new__(managers.ChunkedLocalAttentionManager)
+    manager.attention_chunk_size = 64
+    for computed in range(200):
+        assert Group(0, BLOCK, chunk=64).gone(computed) == manager.get_num_skipped_tokens(computed) // BLOCK
+
+
+def test_caches_of_another_kind_are_refused_by_name() -> None:
+    state = specs.MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
+    with pytest.raises(ValueError, match="a KV cache of MambaSpec is not supported"):
+        make_groups(grouped(full(), state))
+    assert make_groups(SimpleNamespace(kv_cache_groups=[specs.KVCacheGroupSpec(["a"], state, enable_kv_transfer=False)])) == []

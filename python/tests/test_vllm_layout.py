@@ -1,0 +1,154 @@
+"""vLLM's KV cache tensors as regions of blocks."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
+
+import torch
+from vllm.v1 import kv_cache_interface as specs
+
+import kvconn
+from kvconn.vllm import layout
+
+BLOCK = 16
+ALL_HEADS = layout.Heads(3)
+
+
+def cache_config(num_blocks: int = 8, layers: Sequence[str] = ("a", "b")) -> Any:
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK), layer_names=list(layers))
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group], kv_cache_layout="LBHNC")
+
+
+def regions(caches: dict[str, Any], config: Any) -> list[tuple[Any, ...]]:
+    def record(name: str, tensor: Any, dim: int, group: int = 0, **geometry: Any) -> list[Any]:
+        return [(name, tuple(tensor.shape), tuple(tensor.stride()), dim, group, geometry)]
+
+    return layout.make_regions(caches, backend("FLASH_ATTN", caches), config, record, ALL_HEADS)
+
+
+def backend(name: str, layers: Sequence[str], **more: Any) -> Any:
+    asked = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: name, **more))
+    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={each: asked for each in layers}))
+
+
+# The orders that vLLM names, as memory order of the logical axes L, B, H, N, C.
+ORDERS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_named_layouts(name: str) -> None:
+    order = ORDERS[name]
+    sizes = (2, 8, 3, BLOCK, 10)
+    memory = torch.arange(2 * 8 * 3 * BLOCK * 10, dtype=torch.int32).reshape([sizes[axis] for axis in order])
+    logical = memory.permute([order.index(axis) for axis in range(5)])
+    caches = {"a": logical[0], "b": logical[1]}
+    assert [entry[1] for entry in regions(caches, cache_config())] == [(8, 3, BLOCK, 10)] * 2
+    config = cache_config()
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    heads = layout.Heads(12, tp_rank=2, tp_size=4)
+    made = layout.make_regions(caches, backend("FLASH_ATTN", caches), config, kvconn.regions_from_tensor, heads)
+    # The heads 6 to 8 of 12, each of them and each token in one place, in as many regions as the layout keeps apart.
+    assert {(region.tokens, region.total_heads) for region in made} == {(BLOCK, 12)}
+    for layer in "ab":
+        mine = [region for region in made if region.name == layer]
+        assert sorted(head for region in mine for head in range(region.first_head, region.first_head + region.heads)) == [6, 7, 8]
+    # Whatever the order: block 5 of all regions together is exactly block 5 of all layers.
+    got = sorted(
+        value
+        for region in made
+        for value in (ctypes.c_int32 * (region.block_bytes // 4)).from_address(region.address + 5 * region.block_stride)
+    )
+    assert got == sorted(logical[:, 5].flatten().tolist())
+
+
+def test_smaller_kernel_blocks_are_put_together() -> None:
+    config = cache_config()
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    made = regions({"a": torch.zeros(32, 3, BLOCK // 4, 6), "b": torch.zeros(8, 3, BLOCK, 6)}, config)
+    assert [entry[1] for entry in made] == [(8, 4, 3, BLOCK // 4, 6), (8, 3, BLOCK, 6)]
+    heads = {"first_head": 0, "total_heads": 3}
+    assert [entry[5] for entry in made] == [{"token_dim": (1, 3), "head_dim": 2, **heads}, {"token_dim": 2, "head_dim": 1, **heads}]
+
+
+def test_heads_of_ranks() -> None:
+    def spread(total: int, ranks: int, here: int) -> list[tuple[int, int]]:
+        return [layout.Heads(total, rank, ranks).of(SimpleNamespace(num_kv_heads=here)) for rank in range(ranks)]
+
+    assert spread(8, 2, 4) == [(0, 8), (4, 8)]
+    assert spread(2, 4, 1) == [(0, 2), (0, 2), (1, 2), (1, 2)]  # too few: ranks share one
+    assert spread(8, 2, 6) == [(0, 12), (6, 12)]  # layers with other heads than the model says
+    mla = specs.MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    assert [layout.Heads(16, rank, 4).of(mla) for rank in range(4)] == [(0, 1)] * 4
+
+
+def test_blocks_that_are_not_tokens_by_heads_stay_opaque() -> None:
+    config = cache_config(layers=["a"])
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3, tokens_per_state=4)
+    assert regions({"a": torch.zeros(8, 3, BLOCK // 4, 6)}, config)[0][5] == {}
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    assert regions({"a": torch.zeros(8, 24)}, config)[0][5] == {}
+
+
+def test_quantized_cache_is_copied_as_it_is() -> None:
+    config = cache_config(layers=["a"])
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    cache = torch.zeros(8, 3, BLOCK, 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    (region,) = layout.make_regions({"a": cache}, backend("FLASHINFER", "a"), config, kvconn.regions_from_tensor, ALL_HEADS)
+    assert (region.block_bytes, region.tokens, region.heads) == (3 * BLOCK * 16, BLOCK, 3)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_backend_with_an_order_of_its_own_moves_whole_blocks_of_heads(name: str) -> None:
+    """On CPU a head's tokens are packed within a block: heads can be dealt to ranks, but no block be cut."""
+    order, sizes = ORDERS[name], (2, 8, 3, BLOCK, 10)
+    memory = torch.zeros([sizes[axis] for axis in order], dtype=torch.int32)
+    layer = memory.permute([order.index(axis) for axis in range(5)])[0]
+    config = cache_config(layers=["a"])
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    made = layout.make_regions({"a": layer}, backend("CPU_ATTN", "a"), config, kvconn.regions_from_tensor, layout.Heads(6, 1, 2))
+    if name in ("LBNHC", "BLNHC"):  # the tokens of a head are not together at all
+        assert all((region.tokens, region.heads) == (0, 0) for region in made)
+        return
+    assert sum(region.heads for region in made) == 3
+    assert {(region.tokens, region.first_head + n) for region in made for n in range(region.heads)} == {(1, 3), (1, 4), (1, 5)}
+    # Smaller kernel blocks: each is packed by itself, and their heads are apart.
+    (region, *_) = layout.make_regions(
+        {"a": torch.zeros(16, 3, BLOCK // 2, 10)}, backend("CPU_ATTN", "a"), config, kvconn.regions_from_tensor, layout.Heads(3)
+    )
+    assert region.tokens == 0
+
+
+def test_older_vllm_asks_the_backend() -> None:
+    config = cache_config(layers=["a"])
+    del config.kv_cache_layout
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3, head_size=4)
+    context = backend("FLASH_ATTN", "a", get_kv_cache_shape=lambda blocks, size, heads, dim: (2, blocks, size, heads, dim))
+    # 8 blocks and 8 of something else: only the backend can tell.
+    cache = torch.zeros(2, 8, BLOCK, 3, 8)
+    found = layout.make_regions({"a": cache}, context, config, lambda name, tensor, dim, group, **more: [(dim, more)], ALL_HEADS)
+    assert found == [(1, {"token_dim": 2, "head_dim": 3, "first_head": 0, "total_heads": 3})]
+    with pytest.raises(ValueError, match="no dimension of it counts 8 blocks"):
+        layout.make_regions({"a": cache}, SimpleNamespace(), config, lambda *_: [], ALL_HEADS)
+
+
+def test_shared_tensor_is_taken_once_and_strangers_are_left_out() -> None:
+    cache = torch.zeros(8, 2, 4, 6)
+    assert [entry[0] for entry in regions({"a": cache, "b": cache, "x": torch.zeros(3)}, cache_config())] == ["a"]
+    with pytest.raises(ValueError, match="none of 1 caches"):
+        regions({"x": cache}, cache_config())

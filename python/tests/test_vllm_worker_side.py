@@ -1,0 +1,236 @@
+"""The worker's side of the connector, with a stand-in for the agent."""
+
+from __future__ import annotations
+
+import importlib.util
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
+
+from vllm_sides import decode_params, decode_side, finish, ids, loading, offering, request, step, worker
+
+from kvconn.vllm.metadata import CancelWork, GrowWork, KVConnMetadata
+from kvconn.vllm.worker import Reports
+
+
+def test_one_bad_announce_hides_no_other() -> None:
+    side, agent = worker()
+    good: list[str] = []
+
+    def announce(ids: Sequence[str]) -> None:
+        if "bad" in ids:
+            raise ValueError("bad")
+        good.extend(ids)
+
+    agent.announce = announce  # type: ignore[method-assign]
+    meta = KVConnMetadata()
+    meta.announces = ["a", "bad", "b"]
+    side.begin(meta)
+    assert good == ["a", "b"]
+
+
+def test_one_refused_claim_hides_no_other() -> None:
+    side, agent = worker()
+    agent.refused = {"b"}
+    scheduler = decode_side()
+    for each in "abc":
+        scheduler.on_new_request(request(40, decode_params(each)))
+    step(side, scheduler.build_meta(1))
+    assert [call for call in agent.calls if call[1] == "c"] and ("claim", "b") not in agent.calls
+    assert side.collect(False) == Reports()
+
+
+def test_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvconn.vllm")
+    side, agent = worker()
+    (req_id,) = loading(side, "t")
+    assert side.collect(False).received == set()
+    agent.ends("t", "load")
+    agent.ends("t", "load")
+    reports = side.collect(False)
+    assert (reports.received, reports.failed, reports.sent) == ({req_id}, set(), set())
+    assert side.collect(False).received == set()
+    side.close()  # the line is written beside the step
+    assert '"gb_per_s": ' in caplog.text and "kvconn load {" in caplog.text
+
+
+def test_failed_load_names_request_and_blocks() -> None:
+    side, agent = worker()
+    (req_id,) = loading(side, "t")
+    agent.ends("t", "load", code=5)
+    reports = side.collect(False)
+    assert reports.received == reports.failed == {req_id}
+    assert reports.failed_blocks == {0, 1, 2}
+
+
+@pytest.mark.parametrize("nameless", [False, True])
+def test_load_that_the_agent_refuses_fails_alone(nameless: bool) -> None:
+    side, agent = worker()
+    agent.refused, agent.nameless = {"b"}, nameless
+    one, two, three = loading(side, "a", "b", "c")
+    reports = side.collect(False)
+    assert reports.received == reports.failed == {two}
+    assert agent.calls == [("load", "a"), ("load", "c")]
+    for each in ("a", "c"):
+        agent.ends(each, "load")
+    assert side.collect(False).received == {one, three}
+
+
+def test_offer_is_reported_whatever_became_of_it() -> None:
+    side, agent = worker()
+    reqs = offering(side, "a", "b")
+    agent.ends("a", "offer")
+    agent.ends("b", "offer", code=9)
+    assert side.collect(False).sent == set(reqs)
+    assert side.collect(False).sent == set()
+
+
+def growing(*ids: str, blocks: Sequence[int] = (1, 2), before: int = 0, after: int = 1) -> KVConnMetadata:
+    return KVConnMetadata(grows=[GrowWork(each, [list(blocks)], [before], [after]) for each in ids])
+
+
+def test_what_a_step_computes_is_told_layer_by_layer() -> None:
+    side, agent = worker(by_layers=True)
+    side._regions_of = {"layer.0": array("I", [0, 1]), "layer.1": array("I", [2, 3]), "shared": array("I")}
+    step(side, growing("a", "b"), layers=["layer.0", "layer.1", "shared"])
+    assert agent.calls == [
+        ("grow", "a"),
+        ("grow", "b"),
+        ("layer", ["a", "b"], [0, 1]),
+        ("layer", ["a", "b"], [2, 3]),
+        ("layer", ["a", "b"], None),  # whatever no layer has told of
+    ]
+    agent.calls.clear()
+    step(side, KVConnMetadata(), layers=["layer.0"])  # of another step nothing is told
+    assert not agent.calls
+
+
+def test_chunks_are_told_at_the_step_s_end() -> None:
+    side, agent = worker()
+    side._regions_of = {"layer.0": array("I", [0])}
+    step(side, growing("a"), layers=["layer.0"])
+    assert agent.calls == [("grow", "a"), ("layer", ["a"], None)]
+
+
+def test_growth_that_the_agent_refuses_does_not_end_the_step() -> None:
+    side, agent = worker()
+    agent.refused = {"a"}
+    step(side, growing("a", "b"))
+    assert agent.calls == [("grow", "b"), ("layer", ["b"], None)]
+
+
+def test_blocks_are_taken_back_before_anything_else() -> None:
+    side, agent = worker()
+    meta = growing("c")
+    meta.retracts = ["a", "b"]
+    meta.cancels = [CancelWork("b", "aborted", of_load=False), CancelWork("x", "aborted", of_load=False)]
+    side.take_back(meta)
+    assert agent.calls == [("cancel", "b"), ("retract", "a"), ("retract", "b")]
+    side.take_back(meta)
+    step(side, meta)
+    assert agent.calls[3:] == [("cancel", "x"), ("grow", "c"), ("layer", ["c"], None)]
+
+
+def test_blocks_are_taken_back_whatever_is_wrong_with_those_of_others() -> None:
+    side, agent = worker()
+    agent.malformed = {"a"}
+    side.take_back(KVConnMetadata(retracts=["a", "b", "c"]))
+    assert agent.calls == [("retract", "b"), ("retract", "c")]
+
+
+def test_engine_ends_rather_than_use_blocks_that_are_still_read() -> None:
+    side, agent = worker()
+    agent.read = {"a"}
+    with pytest.raises(RuntimeError, match="still read"):
+        side.take_back(KVConnMetadata(retracts=["a"]))
+
+
+def test_offer_that_the_agent_refuses_frees_at_once() -> None:
+    side, agent = worker()
+    agent.refused = {"a"}
+    (req_id,) = offering(side, "a")
+    assert side.collect(False).sent == {req_id}
+    assert agent.calls == [("cancel", "a"), ("retract", "a")]
+
+
+def test_empty_load_is_never_reported() -> None:
+    side, agent = worker()
+    scheduler, req = decode_side(), request(40, decode_params())
+    finish(scheduler, req, [[]])
+    step(side, scheduler.build_meta(0))
+    assert agent.calls == [("load", "t")]
+    agent.ends("t", "load", code=3)
+    reports = side.collect(False)
+    assert (reports.received, reports.failed) == (set(), set())
+
+
+def test_cancel_of_a_load_that_has_ended_is_dropped() -> None:
+    side, agent = worker()
+    scheduler, req = decode_side(), request(40, decode_params())
+    scheduler.after_alloc(req, ids(3), 40)
+    step(side, scheduler.build_meta(0))
+    agent.ends("t", "load")
+    side.collect(False)
+    finish(scheduler, req, ids(3))
+    step(side, scheduler.build_meta(0))
+    assert agent.calls == [("load", "t")]
+
+
+def test_cancelled_load_is_reported_after_its_completion() -> None:
+    side, agent = worker()
+    scheduler, req = decode_side(), request(40, decode_params())
+    scheduler.after_alloc(req, ids(3), 40)
+    step(side, scheduler.build_meta(0))
+    finish(scheduler, req, ids(3))
+    step(side, scheduler.build_meta(0))
+    assert agent.calls == [("load", "t"), ("cancel", "t")]
+    assert side.collect(False).received == set()
+    agent.ends("t", "load", code=4)
+    assert side.collect(False).received == {req.request_id}
+
+
+def test_load_and_its_cancel_in_one_step() -> None:
+    side, agent = worker()
+    scheduler, req = decode_side(), request(40, decode_params())
+    scheduler.after_alloc(req, ids(3), 40)
+    finish(scheduler, req, ids(3))
+    step(side, scheduler.build_meta(0))
+    assert agent.calls == [("load", "t"), ("cancel", "t")]
+
+
+def test_waits_only_in_an_empty_step_with_something_to_wait_for() -> None:
+    side, agent = worker()
+    side.collect(True)
+    assert agent.waits == 0
+    loading(side, "t")
+    side.collect(False)
+    assert agent.waits == 0
+    side.collect(True)
+    assert agent.waits == 1
+
+
+def test_dead_agent_gives_no_block_back() -> None:
+    side, agent = worker()
+    loading(side, "a")
+
+    def broken() -> Any:
+        raise RuntimeError("closed")
+
+    agent.get_finished = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        side.collect(False)
+
+
+def test_dead_agent_without_work_is_nobodys_trouble() -> None:
+    side, agent = worker()
+
+    def broken() -> Any:
+        raise RuntimeError("closed")
+
+    agent.get_finished = broken  # type: ignore[method-assign]
+    assert side.collect(False).received == set()

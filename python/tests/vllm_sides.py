@@ -1,0 +1,184 @@
+"""The connector's two sides as their tests drive them: requests as vLLM has them, and a stand-in for the agent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+from kvconn import InvalidError
+from kvconn._pack import Growths
+from kvconn.vllm.groups import Group
+from kvconn.vllm.metadata import KVConnMetadata
+from kvconn.vllm.scheduler import SchedulerSide
+from kvconn.vllm.worker import WorkerSide
+
+BLOCK = 16
+names = (f"r{n}" for n in itertools.count())
+
+
+class Status(Enum):
+    FINISHED_LENGTH_CAPPED = 1
+    FINISHED_STOPPED = 2
+    FINISHED_ABORTED = 3
+    FINISHED_ERROR = 4
+
+
+def decode_params(transfer_id: str = "t") -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_bootstrap_addr": "http://p:8998",
+        "remote_engine_id": "engine-p",
+    }
+
+
+def prefill_params(transfer_id: str = "t") -> dict[str, Any]:
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+
+
+def request(tokens: int, kv: Any, computed: int | None = None) -> Any:
+    return SimpleNamespace(
+        request_id=next(names),
+        kv_transfer_params=kv,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=tokens if computed is None else computed,
+        prompt_token_ids=list(range(tokens)),
+        _all_token_ids=list(range(tokens)),
+        max_tokens=16,
+        status=Status.FINISHED_LENGTH_CAPPED,
+    )
+
+
+def prefill_side(groups: Sequence[Group] = (Group(0, BLOCK),)) -> SchedulerSide:
+    return SchedulerSide("kv_producer", list(groups), "engine-p", {"tp_size": 1})
+
+
+def decode_side(groups: Sequence[Group] = (Group(0, BLOCK),)) -> SchedulerSide:
+    return SchedulerSide("kv_consumer", list(groups))
+
+
+def finish(side: SchedulerSide, req: Any, block_ids: list[list[int]]) -> bool:
+    """Whether the blocks are kept; never for the client of a decode engine to hear of."""
+    kept, answer = side.request_finished(req, block_ids)
+    assert answer is None or not kept or answer["do_remote_prefill"]
+    return kept
+
+
+def ids(count: int, start: int = 100) -> list[list[int]]:
+    return [list(range(start, start + count))]
+
+
+class Refused(RuntimeError):
+    def __init__(self, transfer_id: str) -> None:
+        super().__init__(f"{transfer_id}: refused")
+        self.transfer_id = transfer_id
+
+
+class FakeAgent:
+    nameless = False  # refuses batches without saying for which id
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.done: list[Any] = []
+        self.refused: set[str] = set()
+        self.read: set[str] = set()  # cannot be taken back
+        self.malformed: set[str] = set()  # nor these
+        self.waits = 0
+
+    def _take(self, kind: str, works: Sequence[Any]) -> None:
+        if self.nameless and len(works) > 1:
+            raise RuntimeError("none of them was looked at")
+        for work in works:
+            if work.transfer_id in self.refused:
+                raise Refused(work.transfer_id)
+            self.calls.append((kind, work.transfer_id))
+
+    def announce(self, transfer_ids: Sequence[str]) -> None:
+        self.calls += [("announce", each) for each in transfer_ids]
+
+    def offer(self, offers: Sequence[Any]) -> None:
+        self._take("offer", offers)
+
+    def grow(self, parts: Any, regions: Any = None) -> None:
+        if isinstance(parts, Growths):
+            self.calls.append(("layer", parts.ids, None if regions is None else list(regions)))
+        else:
+            self._take("grow", parts)
+
+    def retract(self, transfer_ids: Sequence[str]) -> None:
+        if set(transfer_ids) & self.malformed:
+            raise InvalidError("one of them is no id")
+        if set(transfer_ids) & self.read:
+            raise RuntimeError("the blocks are still read")
+        self.calls += [("retract", each) for each in transfer_ids]
+
+    def claim(self, claims: Sequence[Any]) -> None:
+        self._take("claim", claims)
+
+    def start_load(self, loads: Sequence[Any]) -> None:
+        self._take("load", loads)
+
+    def cancel(self, transfer_ids: Sequence[str], reason: str = "") -> None:
+        self.calls += [("cancel", each) for each in transfer_ids]
+
+    def get_finished(self) -> Sequence[Any]:
+        done, self.done = self.done, []
+        return done
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waits += 1
+        return False
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+    def ends(self, transfer_id: str, kind: str, code: int = 0) -> None:
+        self.done.append(
+            SimpleNamespace(
+                transfer_id=transfer_id,
+                kind=kind,
+                code=code,
+                reason="why" if code else "",
+                bytes=64,
+                blocks=3,
+                segments=1,
+                wait_s=0.01,
+                transfer_s=0.001,
+                transport="tcp",
+            )
+        )
+
+
+def worker(by_layers: bool = False) -> tuple[WorkerSide, FakeAgent]:
+    agent = FakeAgent()
+    return WorkerSide(lambda: agent, 0.001, by_layers), agent
+
+
+def loading(worker_side: WorkerSide, *transfer_ids: str) -> list[str]:
+    scheduler = decode_side()
+    reqs = [request(40, decode_params(each)) for each in transfer_ids]
+    for number, req in enumerate(reqs):
+        scheduler.after_alloc(req, ids(3, 100 * number), 40)
+    step(worker_side, scheduler.build_meta(0))
+    return [req.request_id for req in reqs]
+
+
+def offering(worker_side: WorkerSide, *transfer_ids: str) -> list[str]:
+    scheduler = prefill_side()
+    reqs = [request(40, prefill_params(each)) for each in transfer_ids]
+    for req in reqs:
+        finish(scheduler, req, ids(3))
+    step(worker_side, scheduler.build_meta(0))
+    return [req.request_id for req in reqs]
+
+
+def step(worker_side: WorkerSide, meta: KVConnMetadata, layers: Sequence[str] = ()) -> None:
+    worker_side.begin(meta)
+    worker_side.load(meta)
+    for layer in layers:
+        worker_side.layer_written(layer)
+    worker_side.step_written()
