@@ -1,9 +1,11 @@
-"""What the tests share: agents over numpy caches, in one process."""
+"""What the tests share: agents over numpy caches, in one process, and a model's configuration."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
+from pathlib import Path
 from typing import Iterator
 
 import numpy as np
@@ -72,3 +74,23 @@ _numbers = itertools.count()
 @pytest.fixture
 def transfer_id() -> str:
     return f"xfer-{next(_numbers)}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As much of one as vLLM's configuration needs."""
+    where = tmp_path_factory.mktemp("model")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    (where / "config.json").write_text(json.dumps(config))
+    return where

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -42,25 +41,6 @@ OFFLOADING = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20, "block_size": BLOCK},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("model")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 4096,
-        "torch_dtype": "bfloat16",
-    }
-    (where / "config.json").write_text(json.dumps(config))
-    return where
 
 
 class Engine:

@@ -1,0 +1,162 @@
+"""Workers' connectors as vLLM makes them of its own configuration, with real agents: what is set up otherwise does not fit."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+import kvconn
+from kvconn.vllm.metadata import KVConnMetadata, LoadWork, OfferWork
+
+BLOCKS = 8
+numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM's groups of ranks, which a worker sets up before its connector; each has one rank here."""
+    with set_current_vllm_config(VllmConfig()):
+        where = tmp_path_factory.mktemp("groups") / "init"
+        parallel_state.init_distributed_environment(1, 0, f"file://{where}", 0, "gloo")
+        parallel_state.ensure_model_parallel_initialized(1, 1)
+    yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+class Worker:
+    """A worker of an engine with one layer."""
+
+    def __init__(self, model: Path, role: str, config: dict[str, Any] | None = None, **args: Any) -> None:
+        self.engine_id = f"{role}-{next(numbers)}"
+        here = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0} if role == "kv_producer" else {}
+        transfer = KVTransferConfig(
+            kv_connector="KVConnConnector",
+            kv_connector_module_path="kvconn.vllm",
+            kv_role=role,
+            engine_id=self.engine_id,
+            kv_connector_extra_config={**here, **(config or {})},
+        )
+        made = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=1024,
+            kv_transfer_config=transfer,
+            disable_hybrid_kv_cache_manager=False,
+            **{"dtype": "float32", "block_size": 128, **args},
+        ).create_engine_config()
+        tokens, dtype = made.cache_config.block_size, made.model_config.dtype
+        spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=16, dtype=dtype)
+        page = spec.page_size_bytes
+        tensor = KVCacheTensor(size=page * BLOCKS, layers=["layer.0"], layer_stride=0, block_stride=page)
+        groups = [KVCacheGroupSpec(["layer.0"], spec)]
+        caches = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups, kv_cache_layout="LBHNC")
+        self.connector = KVConnectorFactory.create_connector(made, KVConnectorRole.WORKER, caches)
+        self.cache = torch.zeros(BLOCKS, 2, tokens, 2 * 16, dtype=dtype)
+        self.connector.register_kv_caches({"layer.0": self.cache})
+
+    def step(self, meta: KVConnMetadata) -> tuple[set[str], set[str], set[int]]:
+        """Who is sent, who is received, and the blocks of failed loads."""
+        self.connector.bind_connector_metadata(meta)
+        self.connector.start_load_kv(None)
+        self.connector.wait_for_save()
+        sent, received = self.connector.get_finished(set())
+        self.connector.clear_connector_metadata()
+        return sent or set(), received or set(), self.connector.get_block_ids_with_load_errors()
+
+    def offer(self, name: str, blocks: list[int]) -> None:
+        self.step(KVConnMetadata(offers=[OfferWork(name, name, [blocks], [0])]))
+
+    def is_sent(self, name: str) -> bool:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if name in self.step(KVConnMetadata(empty_step=True))[0]:
+                return True
+        return False
+
+    def load(self, name: str, prefill: Worker, blocks: list[int]) -> set[int]:
+        """The blocks that were not loaded, once the load has ended."""
+        address = prefill.connector.get_handshake_metadata().bootstrap_addr
+        work = LoadWork(name, name, address, prefill.engine_id, [blocks], [0], num_tokens=len(blocks) * self.cache.shape[2])
+        meta, deadline = KVConnMetadata(loads=[work]), time.monotonic() + 30
+        while time.monotonic() < deadline:
+            _, received, failed = self.step(meta)
+            if received:
+                assert received == {name}
+                return failed
+            meta = KVConnMetadata(empty_step=True)
+        raise AssertionError(f"the load of {name} has not ended")
+
+
+@pytest.fixture
+def make(model: Path) -> Iterator[Callable[..., Worker]]:
+    made: list[Worker] = []
+
+    def one(role: str, config: dict[str, Any] | None = None, **args: Any) -> Worker:
+        made.append(Worker(model, role, config, **args))
+        return made[-1]
+
+    yield one
+    for worker in made:
+        worker.connector.shutdown()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the connector says: to vLLM's handlers only, once it has found those."""
+    ours = logging.getLogger("kvconn.vllm")
+    ours.addHandler(caplog.handler)
+    yield caplog
+    ours.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"dtype": "bfloat16"}, 'dtype "float32" at the prefill engine, "bfloat16" at the decode engine'),
+        ({"block_size": 96}, "blocks of 128 tokens at the prefill engine, of 96 at the decode engine"),
+        ({"config": {"model": "another"}}, 'model "{}" at the prefill engine, "another" at the decode engine'),
+    ],
+    ids=["dtype", "block size", "model"],
+)
+def test_engines_that_do_not_fit(
+    make: Callable[..., Worker], model: Path, log: pytest.LogCaptureFixture, setting: dict[str, Any], said: str
+) -> None:
+    """The load fails with both values in the log, and both engines go on with others."""
+    prefill, other = make("kv_producer"), make("kv_consumer", **setting)
+    prefill.offer("unfit", [1, 2])
+    assert other.load("unfit", prefill, [5, 6]) == {5, 6}
+    assert "unfit: its cache was not loaded" in log.text and said.format(model.name) in log.text
+    assert not other.cache.any()
+    for p, d in ((prefill, make("kv_consumer")), (make("kv_producer", **setting), other)):
+        p.cache[[3, 4]] = torch.randn(2, *p.cache.shape[1:]).to(p.cache.dtype)
+        p.offer("fits", [3, 4])
+        assert d.load("fits", p, [7, 0]) == set()
+        assert torch.equal(d.cache[[7, 0]], p.cache[[3, 4]])
+        assert p.is_sent("fits")
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_unknown_setting_ends_the_start(make: Callable[..., Worker], role: str) -> None:
+    """Better than an engine that does other than it was told: the error names the key."""
+    with pytest.raises(kvconn.ConfigError, match='"peer_timeout"'):
+        make(role, {"peer_timeout": 3})
