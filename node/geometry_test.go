@@ -176,3 +176,31 @@ func TestUnequalBlocksAreNamed(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestSettingsThatDoNotFitAreNamed: with both values; what one of them does not say is
+// not held against the other.
+func TestSettingsThatDoNotFitAreNamed(t *testing.T) {
+	leaktest.Check(t)
+	agent := func(model, dtype string) *wire.Agent {
+		a := &wire.Agent{Version: wire.Version, TPSize: 1, PPSize: 1, Model: model, DType: dtype}
+		describeShapes(a, []core.Shape{{Name: "layer.0", BlockStride: 64, BlockBytes: 64, NumBlocks: 4}})
+		return a
+	}
+	older := agent("llama", "bfloat16")
+	older.Version--
+	for _, c := range []struct {
+		d    *wire.Agent
+		says string
+	}{
+		{agent("llama", "bfloat16"), ""},
+		{agent("", ""), ""},
+		{agent("qwen", "bfloat16"), `model "llama" at the prefill engine, "qwen" at the decode engine`},
+		{agent("llama", "float8_e4m3fn"), `dtype "bfloat16" at the prefill engine, "float8_e4m3fn" at the decode engine`},
+		{older, fmt.Sprintf("wire version %d at the prefill engine, %d at the decode engine: run the same kvconn on both", wire.Version, wire.Version-1)},
+	} {
+		_, err := compatible(agent("llama", "bfloat16"), c.d)
+		if got := fmt.Sprint(err); c.says == "" && err != nil || c.says != "" && got != c.says {
+			t.Errorf("%q, %q, version %d: %s, want %q", c.d.Model, c.d.DType, c.d.Version, got, c.says)
+		}
+	}
+}
