@@ -152,14 +152,22 @@ func getRoute(t *Routes, w http.ResponseWriter, r *http.Request) {
 	answer(w, http.StatusOK, map[string]any{"rank_ip": rank.Host, "rank_port": rank.Port})
 }
 
-func registerDPRank(t *Routes, w http.ResponseWriter, r *http.Request) {
-	body, ok := readBody(w, r, MaxBody)
+// readFields reads a request's body as an object, or has answered why not.
+func readFields(w http.ResponseWriter, r *http.Request, most int64) (*object, bool) {
+	body, ok := readBody(w, r, most)
 	if !ok {
-		return
+		return nil, false
 	}
 	o, err := readObject(body)
 	if err != nil {
 		done(w, err)
+	}
+	return o, err == nil
+}
+
+func registerDPRank(t *Routes, w http.ResponseWriter, r *http.Request) {
+	o, ok := readFields(w, r, MaxBody)
+	if !ok {
 		return
 	}
 	var id int64
@@ -168,20 +176,16 @@ func registerDPRank(t *Routes, w http.ResponseWriter, r *http.Request) {
 	if o.bad == nil && id < 0 {
 		o.bad = append(o.bad, fieldError("value_error", "bootstrap_room", "%d is not a room, give one from 0 to 2^63-1", id))
 	}
-	if err = o.err(); err == nil {
+	err := o.err()
+	if err == nil {
 		err = t.enter(id, dp)
 	}
 	done(w, err)
 }
 
 func queryDPRanks(t *Routes, w http.ResponseWriter, r *http.Request) {
-	body, ok := readBody(w, r, MaxQuery)
+	o, ok := readFields(w, r, MaxQuery)
 	if !ok {
-		return
-	}
-	o, err := readObject(body)
-	if err != nil {
-		done(w, err)
 		return
 	}
 	var ids []int64
