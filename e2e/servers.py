@@ -311,6 +311,15 @@ def leftovers(run: str) -> list[str]:
     return found
 
 
+@contextlib.contextmanager
+def leaving_nothing(servers: Any) -> Iterator[None]:
+    """Starts and stops them; what is left behind then is a failure."""
+    with servers:
+        yield
+    left = servers.leftovers()
+    assert not left, f"left behind: {left}"
+
+
 # -- HTTP -----------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ Exit codes: 0 ready; 75 a download failed (the line starts with "not run:"); 2 b
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import setup_vllm as common
-from setup_vllm import Steps, say, stop
+from setup_vllm import Stamp, Steps, say, stop
 
 HERE = Path(__file__).resolve().parent
 common.engine = "SGLang"
@@ -77,31 +76,15 @@ def shared_site(venv: Path) -> tuple[str, Path]:
     return python, Steps(other).site_packages()
 
 
-def stamp_key(sglang: str) -> dict[str, object]:
-    return {"recipe": RECIPE, "sglang": sglang}
-
-
-def is_done(stamp: Path, python: Path, sglang: str) -> bool:
-    try:
-        return python.exists() and stamp_key(sglang).items() <= json.loads(stamp.read_text(encoding="utf-8")).items()
-    except (OSError, ValueError):
-        return False
-
-
 def make(venv: Path, sglang: str) -> str:
     steps = Steps(venv)
-    stamp = venv / "kvconn-e2e.stamp"
-    if is_done(stamp, steps.python, sglang):
+    stamp = Stamp(venv, recipe=RECIPE, sglang=sglang)
+    if stamp.is_there():
         say(f"using {venv} (SGLang {sglang})")
         return str(steps.python)
-    stamp.unlink(missing_ok=True)
+    stamp.remove()
     base, shared = shared_site(venv)
-    if not steps.python.exists():
-        if any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
-            stop(2, f"{venv} is not empty and not a virtual environment; name another place or remove it")
-        steps.run(f"1/4 making the virtual environment {venv}", [base, "-m", "venv", "--clear", str(venv)])
-    else:
-        say(f"1/4 continuing with {venv}")
+    steps.environment("1/4", lambda: base)
     site = steps.site_packages()
     steps.pip(f"2/4 sglang {sglang}", "--no-deps", f"sglang=={sglang}")
     # Behind this environment's own packages, which differ where SGLang wants others than vLLM.
@@ -111,9 +94,7 @@ def make(venv: Path, sglang: str) -> str:
     shutil.copy2(HERE / "sgl_kernel.py", site / "sgl_kernel.py")
     check = "import sglang.launch_server, sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server, pytest"
     steps.run("  import sglang", [str(steps.python), "-c", check])
-    partial = stamp.with_suffix(".part")
-    partial.write_text(json.dumps(stamp_key(sglang)), encoding="utf-8")
-    partial.replace(stamp)
+    stamp.write()
     say(f"ready: {venv} (SGLang {sglang}, {steps.size_gb():.1f} GB)")
     return str(steps.python)
 

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,6 +58,27 @@ DOWNLOAD_TROUBLE = re.compile(
 
 started = time.monotonic()
 engine = "vLLM"  # for people; e2e/setup_sglang.py sets up another one by the same steps
+
+
+class Stamp:
+    """Says of an environment that all of these steps have made it. Written last, and whole or not at all."""
+
+    def __init__(self, venv: Path, **key: object) -> None:
+        self._file, self._python, self._key = venv / "kvconn-e2e.stamp", venv / "bin" / "python", key
+
+    def is_there(self) -> bool:
+        try:
+            return self._python.exists() and self._key.items() <= json.loads(self._file.read_text(encoding="utf-8")).items()
+        except (OSError, ValueError):
+            return False
+
+    def remove(self) -> None:
+        self._file.unlink(missing_ok=True)
+
+    def write(self) -> None:
+        partial = self._file.with_suffix(".part")
+        partial.write_text(json.dumps(self._key), encoding="utf-8")
+        partial.replace(self._file)
 
 
 def say(text: str) -> None:
@@ -125,6 +146,17 @@ class Steps:
     def pip(self, what: str, *args: str) -> None:
         argv = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
         self.run(what, [*argv, "--progress-bar", "off", *args])
+
+    def environment(self, step: str, base: Callable[[], str]) -> bool:
+        """Makes it, with the Python that base names. True if an interrupted run has left one that can be gone on with."""
+        pip = [str(self.python), "-m", "pip", "--version"]
+        if self.python.exists() and subprocess.run(pip, capture_output=True, check=False).returncode == 0:
+            say(f"{step} continuing with {self.venv}")
+            return True
+        if self.venv.exists() and any(self.venv.iterdir()) and not (self.venv / "pyvenv.cfg").exists():
+            stop(2, f"{self.venv} is not empty and not a virtual environment; name another place or remove it")
+        self.run(f"{step} making the virtual environment {self.venv}", [base(), "-m", "venv", "--clear", str(self.venv)])
+        return False
 
     def site_packages(self) -> Path:
         found = sorted(self.venv.glob("lib/python3*/site-packages"))
@@ -257,35 +289,19 @@ def name_as_vllm(site: Path, vllm: str) -> None:
     (target / "METADATA").write_text(text, encoding="utf-8")
 
 
-def stamp_key(vllm: str) -> dict[str, object]:
-    return {"recipe": RECIPE, "vllm": vllm}
-
-
-def is_done(stamp: Path, python: Path, vllm: str) -> bool:
-    try:
-        return python.exists() and stamp_key(vllm).items() <= json.loads(stamp.read_text(encoding="utf-8")).items()
-    except (OSError, ValueError):
-        return False
+def stamp_of(venv: Path, vllm: str) -> Stamp:
+    return Stamp(venv, recipe=RECIPE, vllm=vllm)
 
 
 def make(venv: Path, vllm: str) -> str:
     steps = Steps(venv)
-    stamp = venv / "kvconn-e2e.stamp"
-    if is_done(stamp, steps.python, vllm):
+    stamp = stamp_of(venv, vllm)
+    if stamp.is_there():
         say(f"using {venv} (vLLM {vllm})")
         return str(steps.python)
-    stamp.unlink(missing_ok=True)
+    stamp.remove()
 
-    pip_ok = (
-        steps.python.exists()
-        and subprocess.run([str(steps.python), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
-    )
-    if not pip_ok:
-        if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
-            stop(2, f"{venv} is not empty and not a virtual environment; name another place or remove it")
-        steps.run(f"1/5 making the virtual environment {venv}", [base_python(), "-m", "venv", "--clear", str(venv)])
-    else:
-        say(f"1/5 continuing with {venv}")
+    if steps.environment("1/5", base_python):
         broken = damaged(steps.site_packages())
         if broken:
             say(f"  half installed, will be installed again: {', '.join(broken)}")
@@ -301,10 +317,7 @@ def make(venv: Path, vllm: str) -> str:
     name_as_vllm(site, vllm)
     check = "import vllm; from vllm.platforms import current_platform as p; assert p.is_cpu(), p; print(vllm.__version__)"
     steps.run("  import vllm", [str(steps.python), "-c", check])
-    # Last, and whole or not at all: the stamp is what says that all of the above is there.
-    partial = stamp.with_suffix(".part")
-    partial.write_text(json.dumps(stamp_key(vllm)), encoding="utf-8")
-    partial.replace(stamp)
+    stamp.write()
     say(f"ready: {venv} (vLLM {vllm}, {steps.size_gb():.1f} GB)")
     return str(steps.python)
 
@@ -348,7 +361,7 @@ def main() -> None:
 
     venv: Path = args.venv.absolute()
     python = None
-    if not args.fresh and not is_done(venv / "kvconn-e2e.stamp", venv / "bin" / "python", args.vllm):
+    if not args.fresh and not stamp_of(venv, args.vllm).is_there():
         for candidate in active_pythons():
             version = works(candidate)
             if version:

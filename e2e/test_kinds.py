@@ -20,7 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import Answer, Pair, ask, metric, wait_until
+from servers import Answer, Pair, ask, leaving_nothing, metric, wait_until
 from servers import request as http_request
 
 BLOCK = 128  # tokens, vLLM's on CPU
@@ -44,12 +44,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         # That connector knows no chunked prefill (test_pair has prompts in chunks).
         extra_args=["--max-num-batched-tokens", "4096"] if kind == "llama" else [],
     )
-    try:
-        with the_pair:
-            yield the_pair
-    finally:
-        left = the_pair.leftovers()
-    assert not left, f"left behind: {left}"
+    with leaving_nothing(the_pair):
+        yield the_pair
 
 
 def storage(where: Path) -> dict[str, Any]:

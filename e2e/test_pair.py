@@ -22,7 +22,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import Answer, Pair, ask, metric, open_stream, wait_ready, wait_until
+from servers import Answer, Pair, ask, leaving_nothing, metric, open_stream, wait_ready, wait_until
 from servers import request as http_request
 
 BLOCK = 128  # tokens, vLLM's on CPU
@@ -55,12 +55,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         progress=progress,
         router_argv=router.split() if router else None,
     )
-    try:
-        with the_pair:
-            yield the_pair
-    finally:
-        left = the_pair.leftovers()
-    assert not left, f"left behind: {left}"
+    with leaving_nothing(the_pair):
+        yield the_pair
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import Answer, Pair, ask, metric, wait_until
+from servers import Answer, Pair, ask, leaving_nothing, metric, wait_until
 from servers import request as http_request
 
 TWO = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
@@ -62,12 +62,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         decode_config={"peer_timeout_s": 20},
         progress=progress,
     )
-    try:
-        with the_pair:
-            yield the_pair
-    finally:
-        left = the_pair.leftovers()
-    assert not left, f"left behind: {left}"
+    with leaving_nothing(the_pair):
+        yield the_pair
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from servers import wait_ready, wait_until
+from servers import leaving_nothing, wait_ready, wait_until
 from sglang_servers import POOL, Alone, Reply, SGLangPair, post, prompt
 
 CHUNK = 256
@@ -29,13 +29,9 @@ def pair(sglang_model: Path, sglang_workdir: Path, alone: Alone) -> Iterator[SGL
     the_pair = SGLangPair(
         sglang_model, sglang_workdir / "logs" / "pages16", "--page-size", "16", prefill_args=["--chunked-prefill-size", str(CHUNK)]
     )
-    try:
-        with the_pair:
-            wait_ready(alone.servers)
-            yield the_pair
-    finally:
-        left = the_pair.leftovers()
-    assert not left, f"left behind: {left}"
+    with leaving_nothing(the_pair):
+        wait_ready(alone.servers)
+        yield the_pair
 
 
 @pytest.fixture(autouse=True)

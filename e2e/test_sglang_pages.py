@@ -20,7 +20,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from servers import HOST, Server, free_ports, request, wait_ready, wait_until
+from servers import HOST, Server, free_ports, leaving_nothing, request, wait_ready, wait_until
 from sglang_servers import Alone, Reply, SGLangPair, post, prompt
 from test_sglang import same
 
@@ -35,13 +35,9 @@ def pair(sglang_model: Path, sglang_workdir: Path, alone: Alone) -> Iterator[SGL
         decode_args=["--disaggregation-decode-enable-radix-cache"],
         config={"early_load_s": 2},
     )
-    try:
-        with the_pair:
-            wait_ready(alone.servers)
-            yield the_pair
-    finally:
-        left = the_pair.leftovers()
-    assert not left, f"left behind: {left}"
+    with leaving_nothing(the_pair):
+        wait_ready(alone.servers)
+        yield the_pair
 
 
 @pytest.fixture(autouse=True)
