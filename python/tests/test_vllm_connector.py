@@ -47,7 +47,7 @@ class Worker:
 
     def __init__(self, model: Path, role: str, config: dict[str, Any] | None = None, **args: Any) -> None:
         self.engine_id = f"{role}-{next(numbers)}"
-        here = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0} if role == "kv_producer" else {}
+        here = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0} if role != "kv_consumer" else {}
         transfer = KVTransferConfig(
             kv_connector="KVConnConnector",
             kv_connector_module_path="kvconn.vllm",
@@ -107,6 +107,15 @@ class Worker:
         raise AssertionError(f"the load of {name} has not ended")
 
 
+def carry(prefill: Worker, decode: Worker) -> None:
+    name = f"fits-{next(numbers)}"
+    prefill.cache[[3, 4]] = torch.randn(2, *prefill.cache.shape[1:]).to(prefill.cache.dtype)
+    prefill.offer(name, [3, 4])
+    assert decode.load(name, prefill, [7, 0]) == set()
+    assert torch.equal(decode.cache[[7, 0]], prefill.cache[[3, 4]])
+    assert prefill.is_sent(name)
+
+
 @pytest.fixture
 def make(model: Path) -> Iterator[Callable[..., Worker]]:
     made: list[Worker] = []
@@ -148,11 +157,13 @@ def test_engines_that_do_not_fit(
     assert "unfit: its cache was not loaded" in log.text and said.format(model.name) in log.text
     assert not other.cache.any()
     for p, d in ((prefill, make("kv_consumer")), (make("kv_producer", **setting), other)):
-        p.cache[[3, 4]] = torch.randn(2, *p.cache.shape[1:]).to(p.cache.dtype)
-        p.offer("fits", [3, 4])
-        assert d.load("fits", p, [7, 0]) == set()
-        assert torch.equal(d.cache[[7, 0]], p.cache[[3, 4]])
-        assert p.is_sent("fits")
+        carry(p, d)
+
+
+def test_engines_that_are_both_carry_both_ways(make: Callable[..., Worker]) -> None:
+    one, two = make("kv_both"), make("kv_both")
+    carry(one, two)
+    carry(two, one)
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
