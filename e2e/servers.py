@@ -8,6 +8,7 @@ and it ends only when nothing of that is alive any more. So there is one thing t
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import http.client
 import json
@@ -465,6 +466,7 @@ class Pair:
         router_argv: Sequence[str] | None = None,
         progress: Progress | None = None,
         beside: dict[str, Any] | None = None,
+        both: bool = False,
     ) -> None:
         self._beside = beside  # another connector, with which ours shares a MultiConnector
         self.model, self.workdir, self.python = str(model), workdir, python
@@ -482,20 +484,15 @@ class Pair:
             self._extra_args += ["--distributed-executor-backend", "uni"]
             self._extra_env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self._progress = progress
-        prefill_port, decode_port, router_port, self.bootstrap_port = free_ports(4)
+        prefill_port, decode_port, self.bootstrap_port, self._decode_bootstrap_port, *self._router_ports = free_ports(6)
+        producer, consumer = ("kv_both", "kv_both") if both else ("kv_producer", "kv_consumer")
         self.prefill = self._engine(
-            "prefill", prefill_port, "kv_producer", {"bootstrap_port": self.bootstrap_port, **(prefill_config or {})}, prefill_args
+            "prefill", prefill_port, producer, {"bootstrap_port": self.bootstrap_port, **(prefill_config or {})}, prefill_args
         )
-        self.decode = self._engine("decode", decode_port, "kv_consumer", decode_config or {}, decode_args)
-        router = list(router_argv or [python, "-m", "kvconn", "proxy"])
-        router += ["--prefill", self.prefill.url, str(self.bootstrap_port), "--decode", self.decode.url]
-        self.router = Server(
-            "router",
-            [*router, "--port", str(router_port)],
-            self._env(),
-            workdir / "router.log",
-            f"http://{HOST}:{router_port}",
-        )
+        port = {"bootstrap_port": self._decode_bootstrap_port} if both else {}
+        self.decode = self._engine("decode", decode_port, consumer, {**port, **(decode_config or {})}, decode_args)
+        self._router_argv = list(router_argv or [python, "-m", "kvconn", "proxy"])
+        self.router = self._router("router")
 
     @property
     def servers(self) -> list[Server]:
@@ -540,6 +537,19 @@ class Pair:
         argv += ["--enforce-eager", "--max-model-len", str(self._max_model_len), "--dtype", self._dtype]
         argv += ["--kv-transfer-config", json.dumps(transfer), *self._extra_args, *more]
         return Server(name, argv, self._env(), self.workdir / f"{name}.log", f"http://{HOST}:{port}")
+
+    def _router(self, name: str) -> Server:
+        port = self._router_ports.pop()
+        argv = [*self._router_argv, "--prefill", self.prefill.url, str(self.bootstrap_port), "--decode", self.decode.url]
+        return Server(name, [*argv, "--port", str(port)], self._env(), self.workdir / f"{name}.log", f"http://{HOST}:{port}")
+
+    def turned(self) -> Pair:
+        """The same engines, which are both, the other way round, with a router that is still to be started."""
+        other = copy.copy(self)
+        other.prefill, other.decode = self.decode, self.prefill
+        other.bootstrap_port, other._decode_bootstrap_port = self._decode_bootstrap_port, self.bootstrap_port
+        other.router = other._router("router-turned")
+        return other
 
     def __enter__(self) -> Pair:
         try:

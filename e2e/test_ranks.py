@@ -1,17 +1,18 @@
 """Pairs of real vLLM servers with several ranks: texts must equal a single engine's, and each transfer must be reported
-once by each rank. One pair is up at a time; KVCONN_E2E_RANKS="1to2 2to1" runs only those.
+once by each rank. One pair of engines is up at a time; KVCONN_E2E_RANKS="1to2 2to1" runs only those.
 
 vLLM's pipeline parallel engines do not run on a CPU: node/ tests such stages with agents.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import Answer, Pair, ask, leaving_nothing, metric, wait_until
+from servers import Answer, Pair, ask, leaving_nothing, metric, wait_ready, wait_until
 from servers import request as http_request
 
 TWO = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
@@ -32,12 +33,13 @@ DP = ["--data-parallel-size", "2", "--distributed-executor-backend", "mp"]
 # Model, the prefill server's arguments, the decode server's.
 PAIRS: dict[str, tuple[str, list[str], list[str]]] = {
     "1to2": ("llama", [], TWO),
-    "2to1": ("llama", TWO, []),
     "2to2": ("window", TWO + PATIENT, TWO + PATIENT),
     "mla2to1": ("mla", TWO, []),
     "dp2": ("llama", DP, []),
 }
-CHOSEN = os.environ.get("KVCONN_E2E_RANKS", "").split() or list(PAIRS)
+# The engines of another pair, which are both (kv_both), the other way round.
+TURNED = {"2to1": "1to2"}
+CHOSEN = os.environ.get("KVCONN_E2E_RANKS", "").split() or ["1to2", "2to1", "2to2", "mla2to1", "dp2"]
 numbers = itertools.count(1)
 
 
@@ -45,11 +47,43 @@ def progress(name: str, seconds: float, text: str) -> None:
     print(f"  [{seconds:4.0f} s] {name}: {text}", file=sys.stderr, flush=True)
 
 
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
+    """The pair of this name, once no other is up."""
+    up: dict[str, Pair] = {}
+    with contextlib.ExitStack() as stack:
+
+        def of(name: str) -> Pair:
+            if name not in up:
+                up.clear()
+                stack.close()
+                the_pair = make(name, tmp_path_factory.mktemp(f"ranks-{name}"))
+                stack.enter_context(leaving_nothing(the_pair))
+                up[name] = the_pair
+            return up[name]
+
+        yield of
+
+
 @pytest.fixture(scope="module", params=CHOSEN)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    kind, prefill_args, decode_args = PAIRS[request.param]
-    workdir = tmp_path_factory.mktemp(f"ranks-{request.param}")
-    the_pair = Pair(
+def pair(request: pytest.FixtureRequest, engines: Callable[[str], Pair]) -> Iterator[Pair]:
+    if request.param not in TURNED:
+        yield engines(request.param)
+        return
+    turned = engines(TURNED[request.param]).turned()
+    try:
+        turned.router.start()
+        wait_ready([turned.router], progress=progress)
+        yield turned
+    finally:
+        turned.router.stop()
+
+
+def make(name: str, workdir: Path) -> Pair:
+    kind, prefill_args, decode_args = PAIRS[name]
+    # The workers of one engine wait for each other in loops: on two cores one may not run for seconds.
+    config = {"lease_s": 5, "peer_timeout_s": 20}
+    return Pair(
         tiny_model.make(workdir / f"model-{kind}", kind=kind),
         workdir / "logs",
         prefill_args=prefill_args,
@@ -57,13 +91,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         extra_env={
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         },
-        # The workers of one engine wait for each other in loops: on two cores one may not run for seconds.
-        prefill_config={"lease_s": 5, "peer_timeout_s": 20},
-        decode_config={"peer_timeout_s": 20},
+        prefill_config=config,
+        decode_config=config,
         progress=progress,
+        both=name in TURNED.values(),
     )
-    with leaving_nothing(the_pair):
-        yield the_pair
 
 
 @pytest.fixture(autouse=True)
