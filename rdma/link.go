@@ -207,6 +207,7 @@ func (lk *link) pump(l *lane) {
 		j.w.flight += n
 		lk.t.posted(lk.chain[:n])
 		if _, err := l.qp.Post(lk.chain[:n], lk.pieces[:pieces]); err != nil {
+			j.filled = done // some of it may be on its way, the mark too
 			lk.breakLane(l, fmt.Errorf("rdma: %s: %w", l.port.name, err))
 			return
 		}

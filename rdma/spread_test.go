@@ -438,6 +438,19 @@ func TestGrowsByOtherLanes(t *testing.T) {
 	}
 }
 
+// TestPostThatFailed: of what a post gave back with an error the mark may have arrived. D
+// has the part then, and may have ended its transfer: nothing of it is written again.
+func TestPostThatFailed(t *testing.T) {
+	g := grow(t, 1, 10)
+	g.lanes[0].qp.DestroyNull()
+	g.give(10)
+	if g.write() == nil {
+		t.Fatal("it has ended, and nobody knows whether it has arrived")
+	}
+	g.hear(1)
+	g.ends(nil)
+}
+
 // TestArrivedTooEarly: a D that says of a part that it has arrived whose mark was not
 // sent does not end the write.
 func TestArrivedTooEarly(t *testing.T) {
