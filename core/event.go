@@ -61,7 +61,7 @@ type OfferRequest struct {
 	First  []uint32 // per group: position in the prompt of the first block; those before it are not there; nil = 0
 	Blocks [][]BlockID
 	Token  uint64 // given back in the Report
-	Prompt uint64 // fingerprint of what the blocks are the cache of; 0: not said, or by Grow
+	Prompt uint64 // fingerprint of what the blocks are the cache of; 0: not said
 }
 
 // GrowRequest is the engine's word that a part of a transfer is there.
@@ -73,7 +73,7 @@ type GrowRequest struct {
 	Ready []uint32
 	// Regions in which they are, in growing order; nil: in all.
 	Regions []uint32
-	Prompt  uint64 // as of OfferRequest; the first one that is said counts for all that follows
+	Prompt  uint64 // as of OfferRequest, with the first part at the latest; what is said once holds
 }
 
 // ClaimRequest is the engine's word that it knows a request and will load the

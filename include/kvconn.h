@@ -157,8 +157,8 @@ typedef struct kvconn_growth {
   const char *transfer_id;
   const kvconn_blocks *groups; /* that follow those which were given before; first counts with a group's first ones */
   const uint32_t *ready;       /* for each group: how many blocks of the prompt, from its start, are there */
-  uint64_t prompt;             /* as of the offer; what is said first holds, so say it with the first part: to
-                                  say another later is KVCONN_ERR_INVALID, 0 says nothing */
+  uint64_t prompt;             /* as of the offer; say it with each part, so that none is sent to who asks for
+                                  another: to say another later is KVCONN_ERR_INVALID */
 } kvconn_growth;
 
 /*

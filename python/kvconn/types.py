@@ -63,9 +63,9 @@ class Growth(NamedTuple):
     ``block_ids`` has, per KV cache group, the blocks that follow those which were
     given before; ``first_block`` counts with a group's first ones, as of
     :class:`Offer`. ``ready[g]`` is how many blocks of the prompt, from its start,
-    are there in group ``g``. ``prompt`` is as of :class:`Offer`; what is said first
-    holds, so say it with the first part. To say another later is an error, 0 says
-    nothing.
+    are there in group ``g``. ``prompt`` is as of :class:`Offer`; say it with each
+    part, so that none is sent to who asks for another. To say another later is an
+    error.
     """
 
     transfer_id: str

@@ -146,7 +146,7 @@ class WorkerSide:
         for work in works:
             part = Growth(work.transfer_id, work.block_ids, work.before, prompt=work.prompt)
             if not self._try(lambda one=part: self._agent.grow([one]), f"grow {work.transfer_id!r}"):
-                grown.append(Growth(work.transfer_id, [()] * len(work.after), work.after))
+                grown.append(Growth(work.transfer_id, [()] * len(work.after), work.after, prompt=work.prompt))
         self._step = Growths(grown) if grown else None
 
     def layer_written(self, name: str) -> None:
