@@ -246,12 +246,12 @@ func go_offer(h C.kvconn_agent, offers *C.kvconn_offer_request, n C.size_t, take
 			return err
 		}
 		list := make([]core.OfferRequest, 0, n)
-		err = structs(offers, n, unsafe.Sizeof(*offers), func(o *C.kvconn_offer_request) C.uint32_t { return o.struct_size }, func(i int, o *C.kvconn_offer_request) error {
+		err = structs(offers, n, unsafe.Offsetof(offers.prompt), func(o *C.kvconn_offer_request) C.uint32_t { return o.struct_size }, func(i int, o *C.kvconn_offer_request) error {
 			blocks, first, err := groups(o.groups, o.num_groups)
 			if err != nil || o.transfer_id == nil {
 				return fmt.Errorf("%w: offers[%d]: transfer_id is NULL or %v", core.ErrInvalid, i, err)
 			}
-			list = append(list, core.OfferRequest{ID: core.TransferID(C.GoString(o.transfer_id)), First: first, Blocks: blocks, Token: uint64(o.token)})
+			list = append(list, core.OfferRequest{ID: core.TransferID(C.GoString(o.transfer_id)), First: first, Blocks: blocks, Token: uint64(o.token), Prompt: uint64(o.prompt)})
 			return nil
 		})
 		if err != nil {
@@ -275,13 +275,13 @@ func go_grow(h C.kvconn_agent, parts *C.kvconn_growth, n C.size_t, regions *C.ui
 			in = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(regions)), of))
 		}
 		list := make([]core.GrowRequest, 0, n)
-		err = structs(parts, n, unsafe.Sizeof(*parts), func(g *C.kvconn_growth) C.uint32_t { return g.struct_size }, func(i int, g *C.kvconn_growth) error {
+		err = structs(parts, n, unsafe.Offsetof(parts.prompt), func(g *C.kvconn_growth) C.uint32_t { return g.struct_size }, func(i int, g *C.kvconn_growth) error {
 			blocks, first, err := groups(g.groups, g.num_groups)
 			if err != nil || g.transfer_id == nil || g.ready == nil && g.num_groups > 0 {
 				return fmt.Errorf("%w: parts[%d]: transfer_id or ready is NULL or %v", core.ErrInvalid, i, err)
 			}
 			ready := slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(g.ready)), g.num_groups))
-			list = append(list, core.GrowRequest{ID: core.TransferID(C.GoString(g.transfer_id)), First: first, Blocks: blocks, Ready: ready, Regions: in})
+			list = append(list, core.GrowRequest{ID: core.TransferID(C.GoString(g.transfer_id)), First: first, Blocks: blocks, Ready: ready, Regions: in, Prompt: uint64(g.prompt)})
 			return nil
 		})
 		if err != nil {
@@ -356,7 +356,7 @@ func go_start_load(h C.kvconn_agent, loads *C.kvconn_load_request, n C.size_t, t
 			if l.tokens != nil {
 				tokens = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(l.tokens)), l.num_groups))
 			}
-			list = append(list, core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), First: first, Blocks: blocks, Tokens: tokens, Token: uint64(l.token)})
+			list = append(list, core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), First: first, Blocks: blocks, Tokens: tokens, Token: uint64(l.token), Prompt: uint64(l.prompt)})
 			return nil
 		})
 		if err != nil {

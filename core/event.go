@@ -61,6 +61,7 @@ type OfferRequest struct {
 	First  []uint32 // per group: position in the prompt of the first block; those before it are not there; nil = 0
 	Blocks [][]BlockID
 	Token  uint64 // given back in the Report
+	Prompt uint64 // fingerprint of what the blocks are the cache of; 0: not said
 }
 
 // GrowRequest is the engine's word that a part of a transfer is there.
@@ -72,6 +73,7 @@ type GrowRequest struct {
 	Ready []uint32
 	// Regions in which they are, in growing order; nil: in all.
 	Regions []uint32
+	Prompt  uint64 // as of OfferRequest, with the first part at the latest; what is said once holds
 }
 
 // ClaimRequest is the engine's word that it knows a request and will load the
@@ -102,6 +104,7 @@ type LoadRequest struct {
 	// that the blocks have room for.
 	Tokens []uint32
 	Token  uint64
+	Prompt uint64     // fingerprint of what it is to be the cache of; 0: not said. P refuses if it has another
 	Parts  []LoadPart // in place of From, First and Blocks
 }
 
@@ -169,6 +172,7 @@ type LoadMessage struct {
 	Blocks  [][]BlockID
 	Tokens  []uint32
 	Regions []uint32 // of D; nil: all that both have
+	Prompt  uint64   // as of LoadRequest
 	Lease   time.Duration
 	Match   *Match // of this agent's caches with D's; nil: they are alike
 }
@@ -208,6 +212,7 @@ type (
 		Blocks  [][]BlockID
 		Tokens  []uint32
 		Regions []uint32
+		Prompt  uint64
 		Lease   time.Duration
 	}
 	// SendRenew: renew these transfers at one P, those that it has a load of and

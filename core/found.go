@@ -39,7 +39,7 @@ func (m *Machine) loadFound(now time.Time, old *join, r LoadRequest) {
 	for i := range parts {
 		parts[i] = m.layout.cut(r.First, r.Blocks, &old.found[i])
 	}
-	m.beginParts(now, &join{id: r.ID, parts: partIDs(r.ID, old.found), of: old.of, found: old.found, token: r.Token, blocks: countBlocks(r.Blocks)}, parts, r.Tokens)
+	m.beginParts(now, &join{id: r.ID, parts: partIDs(r.ID, old.found), of: old.of, found: old.found, token: r.Token, blocks: countBlocks(r.Blocks)}, parts, &r)
 }
 
 func partIDs(id TransferID, found []FoundPart) []TransferID {

@@ -79,6 +79,7 @@ type user struct {
 	armed   []core.TransferID
 	writing map[core.TransferID]bool // the transport reads the blocks, or will
 	offered map[core.TransferID][][]core.BlockID
+	prompts map[core.TransferID]uint64 // of them
 }
 
 func newUser(t *testing.T, in []byte) *user {
@@ -94,7 +95,7 @@ func newUser(t *testing.T, in []byte) *user {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &user{t: t, in: in, layout: l, match: match, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{},
+	return &user{t: t, in: in, layout: l, match: match, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{}, prompts: map[core.TransferID]uint64{},
 		m: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Claim: time.Minute})}
 }
 
@@ -166,10 +167,10 @@ func (u *user) next() {
 		_ = m.Announce(u.now, u.id())
 	case 1:
 		u.token++
-		r := core.OfferRequest{ID: u.id(), Blocks: u.blocks(), Token: u.token}
+		r := core.OfferRequest{ID: u.id(), Blocks: u.blocks(), Token: u.token, Prompt: u.token % 3}
 		if m.Offer(u.now, r) == nil {
 			u.ledger.accepted(core.SideOffer, r.Token)
-			u.offered[r.ID] = r.Blocks
+			u.offered[r.ID], u.prompts[r.ID] = r.Blocks, r.Prompt
 		}
 	case 2:
 		_ = m.Claim(u.now, core.ClaimRequest{ID: u.id(), From: u.target()})
@@ -185,7 +186,8 @@ func (u *user) next() {
 	case 4:
 		_ = m.Cancel(u.now, u.id(), "")
 	case 5:
-		code, _ := m.LoadArrived(u.now, core.LoadMessage{ID: u.named(), Peer: u.peer(), Grant: []byte{u.byte() % 3}, First: u.first(), Blocks: u.blocks(),
+		id, peer, grant := u.named(), u.peer(), u.byte()%3
+		code, _ := m.LoadArrived(u.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte{grant}, Prompt: uint64(grant), First: u.first(), Blocks: u.blocks(),
 			Lease:   time.Duration(int8(u.byte())) * time.Second,
 			Regions: pick(u, [][]uint32{nil, nil, nil, {0}, {1, 2}, {5}, {}})})
 		u.known(code)
@@ -346,7 +348,7 @@ func (u *user) known(c core.Code) {
 }
 
 // checkWrite: whatever blocks D names, what is read are blocks that the engine
-// has offered under this id, and the plan stays within them.
+// has offered under this id, of the prompt that D asks for, and the plan stays within them.
 func (u *user) checkWrite(w core.Write) {
 	if u.writing[w.ID] {
 		u.t.Errorf("%q is written twice at a time", w.ID)
@@ -357,6 +359,9 @@ func (u *user) checkWrite(w core.Write) {
 				u.t.Errorf("block %d of group %d is read for %q, offered are %v", id, g, w.ID, has)
 			}
 		}
+	}
+	if p, d := u.prompts[whole(w.ID)], uint64(w.Grant[0]); p != d && p != 0 && d != 0 {
+		u.t.Errorf("%q is of prompt %d, and is written for a load of prompt %d", w.ID, p, d)
 	}
 	if w.Match == nil {
 		w.Match = u.match

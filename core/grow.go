@@ -1,6 +1,7 @@
 package core
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"fmt"
 	"slices"
@@ -70,6 +71,11 @@ func (m *Machine) checkGrow(of *offer, r *GrowRequest) error {
 	if err := m.layout.CheckBlocks(r.Blocks); err != nil {
 		return err
 	}
+	if of != nil {
+		if err := of.checkPrompt(r.Prompt); err != nil {
+			return err
+		}
+	}
 	if len(r.Ready) > groups || len(r.First) > groups {
 		return fmt.Errorf("%d groups are ready, first blocks are of %d: %d groups are registered", len(r.Ready), len(r.First), groups)
 	}
@@ -117,15 +123,29 @@ func (m *Machine) grow(now time.Time, of *offer, r *GrowRequest) {
 	for _, region := range r.Regions {
 		more(region)
 	}
+	of.prompt = cmp.Or(of.prompt, r.Prompt)
 	m.extend(now, of)
+}
+
+// checkPrompt: the engine says one prompt of a transfer, however often it says it.
+func (of *offer) checkPrompt(prompt uint64) error {
+	if prompt != 0 && of.prompt != 0 && prompt != of.prompt {
+		return fmt.Errorf("its prompt has the fingerprint %016x, and had %016x before; give each request a transfer_id of its own", prompt, of.prompt)
+	}
+	return nil
 }
 
 // extend gives the transport what has become ready, if D has asked for it.
 func (m *Machine) extend(now time.Time, of *offer) {
+	if of.load == nil || of.ready == nil || of.state != offerPrefill && of.state != offerGrowing {
+		return
+	}
+	if err := m.samePrompt(of); err != nil {
+		m.endOffer(now, of, Refused, err.Error(), true)
+		return
+	}
 	begin := of.sent
 	switch {
-	case of.load == nil || of.ready == nil:
-		return
 	case of.state == offerPrefill:
 		if !slices.ContainsFunc(of.ready, func(n uint32) bool { return n > 0 }) {
 			return
@@ -136,7 +156,7 @@ func (m *Machine) extend(now time.Time, of *offer) {
 		}
 		m.count.Grown++
 		of.state, of.sendAt, of.deadline = offerGrowing, now, now.Add(of.load.Lease)
-	case of.state != offerGrowing || slices.Equal(begin, of.ready):
+	case slices.Equal(begin, of.ready):
 		return
 	}
 	of.sent = slices.Clone(of.ready)
@@ -155,10 +175,11 @@ func firstOf(begin []uint32, blocks [][]BlockID, l *LoadMessage) error {
 	return nil
 }
 
-// checkGrown: an offer has the blocks that were given before.
+// checkGrown: an offer is of the prompt that was said before, and has the blocks that
+// were given.
 func (of *offer) checkGrown(r *OfferRequest) error {
-	if of.ready == nil {
-		return nil
+	if err := of.checkPrompt(r.Prompt); err != nil || of.ready == nil {
+		return err
 	}
 	for g, ids := range of.blocks {
 		if len(ids) == 0 {
@@ -173,7 +194,7 @@ func (of *offer) checkGrown(r *OfferRequest) error {
 
 // finishGrowing gives the transport the rest of a write that has begun.
 func (m *Machine) finishGrowing(now time.Time, of *offer) {
-	first, src, err := selectBlocks(of.first, of.blocks, of.load)
+	first, src, err := m.joinHalves(of)
 	if err != nil {
 		m.endOffer(now, of, Refused, err.Error(), true)
 		return

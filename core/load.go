@@ -31,6 +31,7 @@ type load struct {
 	blocks  [][]BlockID
 	tokens  []uint32
 	regions []uint32 // that it is of; nil: all
+	prompt  uint64   // of LoadRequest
 	join    *join    // whose part it is, or nil
 	peer    AgentID
 	started time.Time
@@ -156,7 +157,7 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if j != nil {
 		m.endParts(now, j, Cancelled, otherEngine)
 	}
-	m.addLoad(now, &load{id: r.ID, token: r.Token, from: r.From, first: r.First, blocks: r.Blocks, tokens: r.Tokens})
+	m.addLoad(now, &load{id: r.ID, token: r.Token, from: r.From, first: r.First, blocks: r.Blocks, tokens: r.Tokens, prompt: r.Prompt})
 	return nil
 }
 
@@ -305,7 +306,7 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 		return
 	}
 	ld.state, ld.grant = loadRequesting, grant
-	m.act(SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, First: ld.first, Blocks: ld.blocks, Tokens: ld.tokens, Regions: ld.regions, Lease: m.opt.Lease})
+	m.act(SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, First: ld.first, Blocks: ld.blocks, Tokens: ld.tokens, Regions: ld.regions, Prompt: ld.prompt, Lease: m.opt.Lease})
 }
 
 // LoadReplied answers SendLoad. absent says that nobody listens at the peer's

@@ -138,20 +138,20 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	}
 	switch what {
 	case "load":
-		r := core.LoadRequest{ID: id, Blocks: s.blocks(c), First: s.first(c), Tokens: s.list(c, "tokens"), Token: s.number(c, "token", 1), Parts: s.parts(c),
+		r := core.LoadRequest{ID: id, Blocks: s.blocks(c), First: s.first(c), Tokens: s.list(c, "tokens"), Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), Parts: s.parts(c),
 			From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
 		if err = m.Load(s.now, r); err == nil {
 			m.ledger.accepted(core.SideLoad, r.Token)
 		}
 	case "offer":
-		r := core.OfferRequest{ID: id, First: s.first(c), Blocks: s.blocks(c), Token: s.number(c, "token", 1)}
+		r := core.OfferRequest{ID: id, First: s.first(c), Blocks: s.blocks(c), Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0)}
 		if err = m.Offer(s.now, r); err == nil {
 			m.ledger.accepted(core.SideOffer, r.Token)
 		}
 	case "announce":
 		err = m.Announce(s.now, id)
 	case "grow":
-		err = m.Grow(s.now, core.GrowRequest{ID: id, First: s.first(c), Blocks: s.blocks(c), Ready: s.list(c, "ready"), Regions: numbers(s, c, strings.Fields(c.Value("in", "")))})
+		err = m.Grow(s.now, core.GrowRequest{ID: id, First: s.first(c), Blocks: s.blocks(c), Ready: s.list(c, "ready"), Regions: numbers(s, c, strings.Fields(c.Value("in", ""))), Prompt: s.number(c, "prompt", 0)})
 	case "retract":
 		if err = m.Retract(s.now, id); m.Reading(id) {
 			said = "its blocks are being read"
@@ -182,7 +182,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		m.FinishArrived(s.now, peer, id, s.code(c), c.Value("why", ""))
 	case "loaded":
 		code, why := m.LoadArrived(s.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte(c.Value("grant", "")), Match: s.match(c),
-			First: s.first(c), Blocks: s.blocks(c), Tokens: s.list(c, "tokens"), Regions: numbers(s, c, strings.Fields(c.Value("of", ""))), Lease: s.duration(c, "lease", 30*time.Second)})
+			First: s.first(c), Blocks: s.blocks(c), Tokens: s.list(c, "tokens"), Regions: numbers(s, c, strings.Fields(c.Value("of", ""))), Prompt: s.number(c, "prompt", 0), Lease: s.duration(c, "lease", 30*time.Second)})
 		said = strings.TrimSpace("answer " + code.String() + " " + why)
 	case "renew":
 		said = "answer"
@@ -435,6 +435,13 @@ func of(regions []uint32) string {
 	return fmt.Sprintf(" of=%v", regions)
 }
 
+func prompt(fingerprint uint64) string {
+	if fingerprint == 0 {
+		return ""
+	}
+	return fmt.Sprintf(" prompt=%d", fingerprint)
+}
+
 func describe(a core.Action) string {
 	why := func(s string) string {
 		if s == "" {
@@ -455,7 +462,7 @@ func describe(a core.Action) string {
 	case core.Expect:
 		return fmt.Sprintf("expect %s peer=%s blocks=%v%s", v.ID, v.Peer, v.Blocks, tokens(v.Tokens)+of(v.Regions))
 	case core.SendLoad:
-		return fmt.Sprintf("send-load %s seq=%d to=%s grant=%s first=%v blocks=%v%s lease=%v", v.ID, v.Seq, v.Peer, v.Grant, v.First, v.Blocks, tokens(v.Tokens)+of(v.Regions), v.Lease)
+		return fmt.Sprintf("send-load %s seq=%d to=%s grant=%s first=%v blocks=%v%s lease=%v", v.ID, v.Seq, v.Peer, v.Grant, v.First, v.Blocks, tokens(v.Tokens)+of(v.Regions)+prompt(v.Prompt), v.Lease)
 	case core.SendRenew:
 		if len(v.Claims) > 0 {
 			return fmt.Sprintf("send-renew %v claims=%v to=%s", v.Loads, v.Claims, v.Peer)

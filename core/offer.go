@@ -1,6 +1,7 @@
 package core
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -29,6 +30,7 @@ type offer struct {
 	token    uint64
 	first    []uint32
 	blocks   [][]BlockID
+	prompt   uint64 // fingerprint of what they are the cache of; 0: not said yet
 	offered  time.Time
 	sendAt   time.Time
 	deadline time.Time // end of the lease, or of the wait for the engine
@@ -165,6 +167,7 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 
 func (m *Machine) ready(now time.Time, of *offer, r OfferRequest) {
 	of.token, of.first, of.blocks, of.offered = r.Token, r.First, r.Blocks, now
+	of.prompt = cmp.Or(of.prompt, r.Prompt)
 	switch {
 	case of.state == offerStopping: // its end is under way
 	case of.state == offerGrowing:
@@ -288,13 +291,12 @@ func (m *Machine) leaveEarly(of *offer) {
 
 // startWrite joins the halves.
 func (m *Machine) startWrite(now time.Time, of *offer) {
-	l := of.load
-	first, src, err := selectBlocks(of.first, of.blocks, l)
+	first, src, err := m.joinHalves(of)
 	if err != nil {
 		m.endOffer(now, of, Refused, err.Error(), true)
 		return
 	}
-	of.state, of.sendAt, of.deadline = offerSending, now, now.Add(l.Lease)
+	of.state, of.sendAt, of.deadline = offerSending, now, now.Add(of.load.Lease)
 	w := m.writeOf(of)
 	w.SrcFirst, w.Src = first, src
 	m.act(w)
@@ -304,6 +306,24 @@ func (m *Machine) startWrite(now time.Time, of *offer) {
 func (m *Machine) writeOf(of *offer) Write {
 	l := of.load
 	return Write{ID: of.id, Peer: l.Peer, Grant: l.Grant, DstFirst: l.First, Dst: l.Blocks, Tokens: l.Tokens, Regions: l.Regions, Match: l.Match}
+}
+
+// joinHalves finds what of an offer its load asks for, or says why they do not fit.
+func (m *Machine) joinHalves(of *offer) (first []uint32, src [][]BlockID, err error) {
+	if err := m.samePrompt(of); err != nil {
+		return nil, nil, err
+	}
+	return selectBlocks(of.first, of.blocks, of.load)
+}
+
+// samePrompt: an id alone does not say that both halves are of one request. Of two whose
+// prompts have as many blocks, decode would take the other's cache for its own.
+func (m *Machine) samePrompt(of *offer) error {
+	if of.prompt == 0 || of.load.Prompt == 0 || of.prompt == of.load.Prompt {
+		return nil
+	}
+	return fmt.Errorf("transfer %q: decode asks for another prompt than prefill has (fingerprints %016x and %016x): a router must send both the same request, and each request needs a transfer_id of its own",
+		string(m.nameOf(of)), of.load.Prompt, of.prompt)
 }
 
 // selectBlocks finds the offered blocks that a load asks for, and where in the

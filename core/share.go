@@ -177,12 +177,12 @@ func (m *Machine) loadParts(now time.Time, r LoadRequest) error {
 		return m.overload("loads")
 	}
 	m.count.Loaded++
-	m.beginParts(now, &join{id: r.ID, parts: parts, token: r.Token, blocks: blocks}, r.Parts, r.Tokens)
+	m.beginParts(now, &join{id: r.ID, parts: parts, token: r.Token, blocks: blocks}, r.Parts, &r)
 	return nil
 }
 
 // beginParts begins the parts of a load, in place of the claim that there may be.
-func (m *Machine) beginParts(now time.Time, j *join, from []LoadPart, tokens []uint32) {
+func (m *Machine) beginParts(now time.Time, j *join, from []LoadPart, r *LoadRequest) {
 	old := m.joins[j.id]
 	j.started, j.adding, j.left = now, true, len(j.parts)
 	m.joins[j.id] = j
@@ -200,7 +200,7 @@ func (m *Machine) beginParts(now time.Time, j *join, from []LoadPart, tokens []u
 		m.reportLoad(now, ld)
 	}
 	for i, p := range from {
-		m.addLoad(now, &load{id: j.parts[i], from: p.From, first: p.First, blocks: p.Blocks, tokens: tokens, regions: p.Regions, join: j})
+		m.addLoad(now, &load{id: j.parts[i], from: p.From, first: p.First, blocks: p.Blocks, tokens: r.Tokens, regions: p.Regions, prompt: r.Prompt, join: j})
 	}
 	m.partsBegun(now, j)
 }
@@ -385,7 +385,7 @@ func (m *Machine) wholeOf(now time.Time, part TransferID) (Code, string) {
 		w.left++
 		if base != nil {
 			of.state, of.token, of.first, of.blocks, of.offered, of.deadline = base.state, base.token, slices.Clone(base.first), clone(base.blocks), base.offered, base.deadline
-			of.ready = slices.Clone(base.ready)
+			of.ready, of.prompt = slices.Clone(base.ready), base.prompt
 		} else {
 			m.early++
 		}

@@ -58,7 +58,7 @@ func TestSim(t *testing.T) {
 		}
 	}
 	for _, want := range []string{"loss", "delay", "double", "one-way", "partition", "break", "stop", "crash", "restart", "clock-jump", "close",
-		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued", "claim", "claim-left", "probe", "retry", "finish-lost", "deaf", "hang", "late-prefill", "killed-when-asked", "several-sources", "several-shares", "found-parts", "abort-found",
+		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued", "claim", "claim-left", "probe", "retry", "finish-lost", "deaf", "hang", "late-prefill", "killed-when-asked", "several-sources", "several-shares", "found-parts", "abort-found", "crossed",
 		"smaller-blocks", "larger-blocks", "other-order", "cut-heads", "gathered-heads", "half-block"} {
 		if sum.Faults[want] == 0 {
 			t.Errorf("in %d seeds there was no %q", seeds, want)

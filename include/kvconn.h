@@ -80,7 +80,7 @@ enum kvconn_status {
   KVCONN_PEER_LOST = 22,      /* the other agent is gone, stopped or restarted */
   KVCONN_NOT_OFFERED = 23,    /* nobody offered the transfer in early_load_s */
   KVCONN_EXPIRED = 24,        /* nobody loaded the offer in lease_s */
-  KVCONN_REFUSED = 25,        /* layouts differ, a second load, a limit */
+  KVCONN_REFUSED = 25,        /* layouts or prompts differ, a second load, a limit */
   KVCONN_UNREACHABLE = 26,    /* bootstrap address or registry entry not found,
                                  or no transport's bytes get through */
   KVCONN_FAILED = 27,         /* the bytes could not be moved */
@@ -144,7 +144,10 @@ typedef struct kvconn_offer_request {
   uint32_t num_groups;
   const char *transfer_id; /* 1 to KVCONN_TRANSFER_ID_MAX bytes */
   const kvconn_blocks *groups;
-  uint64_t token; /* comes back in the completion */
+  uint64_t token;  /* comes back in the completion */
+  uint64_t prompt; /* fingerprint of what the blocks are the cache of, such as a hash of the prompt's
+                      tokens; 0: not said. If the load says another, both halves end with
+                      KVCONN_REFUSED and no byte is written: a router has mixed two requests up */
 } kvconn_offer_request;
 
 /* A part of a transfer that is there while prefill still works on the request. */
@@ -154,6 +157,8 @@ typedef struct kvconn_growth {
   const char *transfer_id;
   const kvconn_blocks *groups; /* that follow those which were given before; first counts with a group's first ones */
   const uint32_t *ready;       /* for each group: how many blocks of the prompt, from its start, are there */
+  uint64_t prompt;             /* as of the offer; say it with each part, so that none is sent to who asks for
+                                  another: to say another later is KVCONN_ERR_INVALID */
 } kvconn_growth;
 
 /*
@@ -175,6 +180,7 @@ typedef struct kvconn_load_request {
      are smaller. NULL, 0, and in a group of opaque blocks any: all that the blocks
      have room for, which the prefill engine must then have. */
   const uint32_t *tokens;
+  uint64_t prompt; /* as of the offer: fingerprint of what this is to be the cache of; 0: whatever prefill has */
 } kvconn_load_request;
 
 /*

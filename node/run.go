@@ -141,7 +141,7 @@ func (a *Agent) sendLoad(v core.SendLoad) {
 	}
 	transport, grant := unmark(v.Grant)
 	rep, err := a.insist(v.Peer, &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
-		TransferID: string(v.ID), Transport: transport, Grant: grant, Groups: groups, Tokens: v.Tokens, Regions: v.Regions, LeaseMS: v.Lease.Milliseconds(),
+		TransferID: string(v.ID), Transport: transport, Grant: grant, Groups: groups, Tokens: v.Tokens, Regions: v.Regions, Prompt: v.Prompt, LeaseMS: v.Lease.Milliseconds(),
 	}})
 	code, reason, absent := core.OK, "", false
 	switch {

@@ -84,7 +84,7 @@ func (a *Agent) serveLoad(from core.AgentID, l *wire.Load) *wire.Reply {
 		l.Regions = nil // all
 	}
 	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: mark(l.Transport, l.Grant), Tokens: l.Tokens, Regions: l.Regions,
-		Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out}
+		Prompt: l.Prompt, Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out}
 	for _, g := range l.Groups {
 		msg.First = append(msg.First, g.First)
 		msg.Blocks = append(msg.Blocks, g.IDs)

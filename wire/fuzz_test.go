@@ -103,7 +103,7 @@ func anAgent() *Agent {
 
 func aLoad() *Load {
 	return &Load{TransferID: "t-1", Transport: "tcp", Grant: []byte{1, 2, 3},
-		Groups: []Blocks{{IDs: []uint32{1, 2, 70000}}, {First: 4}}, Tokens: []uint32{40, 0}, LeaseMS: 30000}
+		Groups: []Blocks{{IDs: []uint32{1, 2, 70000}}, {First: 4}}, Tokens: []uint32{40, 0}, Prompt: 1<<63 + 7, LeaseMS: 30000}
 }
 
 func requests() []*Request {

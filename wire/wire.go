@@ -125,6 +125,7 @@ type Load struct {
 	Groups     []Blocks `msg:"b,limit=16"`
 	Tokens     []uint32 `msg:"tk,omitempty,limit=16"`    // of the prompt, per group; none: all that the blocks have room for
 	Regions    []uint32 `msg:"rg,omitempty,limit=65536"` // of a part: D's regions that it is of; none means all
+	Prompt     uint64   `msg:"p,omitempty"`              // fingerprint of what it is to be the cache of; 0: not said
 	LeaseMS    int64    `msg:"ls"`
 }
 

@@ -995,8 +995,8 @@ func (z Lack) Msgsize() (s int) {
 func (z *Load) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(7)
-	var zb0001Mask uint8 /* 7 bits */
+	zb0001Len := uint32(8)
+	var zb0001Mask uint8 /* 8 bits */
 	_ = zb0001Mask
 	if z.Tokens == nil {
 		zb0001Len--
@@ -1005,6 +1005,10 @@ func (z *Load) MarshalMsg(b []byte) (o []byte, err error) {
 	if z.Regions == nil {
 		zb0001Len--
 		zb0001Mask |= 0x20
+	}
+	if z.Prompt == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x40
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1048,6 +1052,11 @@ func (z *Load) MarshalMsg(b []byte) (o []byte, err error) {
 			for za0003 := range z.Regions {
 				o = msgp.AppendUint32(o, z.Regions[za0003])
 			}
+		}
+		if (zb0001Mask & 0x40) == 0 { // if not omitted
+			// string "p"
+			o = append(o, 0xa1, 0x70)
+			o = msgp.AppendUint64(o, z.Prompt)
 		}
 		// string "ls"
 		o = append(o, 0xa2, 0x6c, 0x73)
@@ -1196,6 +1205,12 @@ func (z *Load) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					return
 				}
 			}
+		case "p":
+			z.Prompt, bts, err = msgp.ReadUint64Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Prompt")
+				return
+			}
 		case "ls":
 			z.LeaseMS, bts, err = msgp.ReadInt64Bytes(bts)
 			if err != nil {
@@ -1220,7 +1235,7 @@ func (z *Load) Msgsize() (s int) {
 	for za0001 := range z.Groups {
 		s += 1 + msgp.Uint32Size + z.Groups[za0001].IDs.Msgsize()
 	}
-	s += 3 + msgp.ArrayHeaderSize + (len(z.Tokens) * (msgp.Uint32Size)) + 3 + msgp.ArrayHeaderSize + (len(z.Regions) * (msgp.Uint32Size)) + 3 + msgp.Int64Size
+	s += 3 + msgp.ArrayHeaderSize + (len(z.Tokens) * (msgp.Uint32Size)) + 3 + msgp.ArrayHeaderSize + (len(z.Regions) * (msgp.Uint32Size)) + 2 + msgp.Uint64Size + 3 + msgp.Int64Size
 	return
 }
 

@@ -97,7 +97,7 @@ static void bad_calls(kvconn_agent p, kvconn_agent d, const char *address) {
 
   EXPECT(kvconn_offer(p, &o, 1, &taken) == KVCONN_ERR_INVALID && error_says("block id 8") && taken == 0);
   const uint32_t four = 4, other = 1;
-  kvconn_growth grow = {sizeof grow, 1, "bad-0", &g, &four};
+  kvconn_growth grow = {sizeof grow, 1, "bad-0", &g, &four, 0};
   EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("block id 8") && taken == 0);
   g.count = 2;
   EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("blocks up to 4"));
@@ -176,6 +176,7 @@ static void *transfers(void *arg) {
     o.groups = &src;
     o.num_groups = 1;
     o.token = (uint64_t)(b->from * EACH + i);
+    o.prompt = UINT64_MAX - o.token;
     kvconn_load_request l;
     memset(&l, 0, sizeof l);
     l.struct_size = sizeof l;
@@ -184,15 +185,53 @@ static void *transfers(void *arg) {
     l.groups = &dst;
     l.num_groups = 1;
     l.token = o.token;
+    l.prompt = o.prompt;
     EXPECT(kvconn_start_load(b->d, &l, 1, NULL) == KVCONN_OK);
     const uint32_t ready = 1, region = 0;
-    kvconn_growth g = {sizeof g, 1, id, &src, &ready};
+    kvconn_growth g = {sizeof g, 1, id, &src, &ready, o.prompt};
     const char *ids[] = {id};
     if (i % 3 > 0) EXPECT(kvconn_grow(b->p, &g, 1, &region, (size_t)(i % 2), NULL) == KVCONN_OK);
     if (i % 3 > 1) EXPECT(kvconn_retract(b->p, ids, 1, 30000) == KVCONN_OK);
     EXPECT(kvconn_offer(b->p, &o, 1, NULL) == KVCONN_OK);
   }
   return NULL;
+}
+
+/* Prefill and decode have different requests of one id. */
+static void crossed(kvconn_agent p, kvconn_agent d, const char *address) {
+  const uint32_t block = 1, ready = 1;
+  kvconn_blocks g = {&block, 1, 0};
+  const char *const ids[] = {"crossed-0", "crossed-1"};
+  for (int i = 0; i < 2; i++) {
+    kvconn_load_request l;
+    memset(&l, 0, sizeof l);
+    l.struct_size = sizeof l;
+    l.transfer_id = ids[i];
+    l.bootstrap_addr = address;
+    l.groups = &g;
+    l.num_groups = 1;
+    l.prompt = 0xfeed;
+    EXPECT(kvconn_start_load(d, &l, 1, NULL) == KVCONN_OK);
+    kvconn_growth grow = {sizeof grow, 1, ids[i], &g, &ready, 0xbeef00000000};
+    if (i) EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, NULL) == KVCONN_OK);
+    kvconn_offer_request o;
+    memset(&o, 0, sizeof o);
+    o.struct_size = sizeof o;
+    o.transfer_id = ids[i];
+    o.groups = &g;
+    o.num_groups = 1;
+    o.prompt = i ? 0 : grow.prompt; /* said before */
+    EXPECT(kvconn_offer(p, &o, 1, NULL) == KVCONN_OK);
+    const kvconn_agent both[] = {p, d};
+    for (int k = 0; k < 2; k++) {
+      struct pollfd done = {kvconn_event_fd(both[k]), POLLIN, 0};
+      kvconn_completion c;
+      size_t n;
+      EXPECT(poll(&done, 1, 30000) == 1);
+      EXPECT(kvconn_get_finished(both[k], &c, sizeof c, 1, &n) == KVCONN_OK && n == 1);
+      EXPECT(c.code == KVCONN_REFUSED && strstr(c.reason, "000000000000feed and 0000beef00000000") != NULL);
+    }
+  }
 }
 
 static void collect(kvconn_agent a, int side, int want) {
@@ -267,6 +306,7 @@ int main(void) {
   collect(p, KVCONN_SIDE_OFFER, THREADS * EACH);
   for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
 
+  crossed(p, d, address);
   forked_child(d);
   EXPECT(kvconn_close(d) == KVCONN_OK);
   EXPECT(kvconn_close(d) == KVCONN_ERR_HANDLE);

@@ -155,10 +155,11 @@ static void old_callers(void) {
   const uint32_t one = 3, two[] = {1, 2};
   kvconn_blocks src = {&one, 1, 0}, dst[] = {{&two[0], 1, 0}, {&two[1], 1, 0}};
   kvconn_offer_request o;
-  memset(&o, 0, sizeof o);
-  o.struct_size = sizeof o;
+  memset(&o, 0xff, sizeof o); /* what lies behind the first header's is not read */
+  o.struct_size = offsetof(kvconn_offer_request, prompt);
   o.num_groups = 1;
   o.groups = &src;
+  o.token = 0;
   struct {
     unsigned char first[offsetof(kvconn_load_request, tokens)];
   } loads[2];

@@ -31,6 +31,7 @@ _EXPORTS = {
     "Load": "types",
     "Offer": "types",
     "Region": "types",
+    "fingerprint": "prompt",
     "regions_from_tensor": "regions",
     "AddressError": "errors",
     "BufferTooSmallError": "errors",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from .errors import (
         TransferError as TransferError,
     )
+    from .prompt import fingerprint as fingerprint
     from .regions import regions_from_tensor as regions_from_tensor
     from .types import Claim as Claim
     from .types import Completion as Completion

@@ -19,7 +19,7 @@ _COMPLETION = Struct("=QiiQQQII8s136s320s")
 COMPLETION = _COMPLETION.size
 _KINDS = {1: "load", 2: "offer", 3: "want"}
 
-_OFFER, _LOAD, _GROWTH = 32, 56, 32  # bytes of kvconn_offer_request, kvconn_load_request and kvconn_growth
+_OFFER, _LOAD, _GROWTH = 40, 64, 40  # bytes of kvconn_offer_request, kvconn_load_request and kvconn_growth
 
 
 def text(s: str, what: str) -> bytes:
@@ -64,8 +64,8 @@ class Rows:
         numbers.append(0)
         try:
             self._numbers = array("Q", numbers)
-        except (OverflowError, TypeError) as e:  # of all that stands in them the caller gives only this
-            raise InvalidError(f"token: {e}; want a number from 0 to 18446744073709551615") from e
+        except (OverflowError, TypeError) as e:  # of all that stands in them the caller gives only these
+            raise InvalidError(f"token or prompt: {e}; want a number from 0 to 18446744073709551615") from e
         self.address, count = self._numbers.buffer_info()
         self.taken_address = self.address + 8 * (count - 1)
 
@@ -114,7 +114,7 @@ class Strings(Rows):
 class Offers(Rows):
     def _add(self, numbers: list[int], row: Offer) -> None:
         groups = self._blocks(row.block_ids, row.first_block)
-        numbers += (_OFFER | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, row.token)
+        numbers += (_OFFER | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, row.token, row.prompt)
 
 
 class Growths(Rows):
@@ -129,13 +129,13 @@ class Growths(Rows):
         if len(row.ready) != len(row.block_ids):
             raise InvalidError(f"ready has {len(row.ready)} groups, block_ids {len(row.block_ids)}")
         ready = self._put(uint32s("ready", row.ready))
-        numbers += (_GROWTH | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, ready)
+        numbers += (_GROWTH | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, ready, row.prompt)
 
 
 class Claims(Rows):
     def _add(self, numbers: list[int], row: Claim) -> None:
         names = self._name(row.bootstrap_addr, "bootstrap_addr"), self._name(row.engine_id, "engine_id")
-        numbers += (_LOAD, self._string(row.transfer_id, "transfer_id"), *names, 0, 0, 0)
+        numbers += (_LOAD, self._string(row.transfer_id, "transfer_id"), *names, 0, 0, 0, 0)
 
 
 class Loads(Rows):
@@ -154,6 +154,7 @@ class Loads(Rows):
             groups,
             row.token,
             counts,
+            row.prompt,
         )
 
 

@@ -44,13 +44,17 @@ class Offer(NamedTuple):
     ``block_ids`` has one sequence per KV cache group, in the prompt's order.
     ``first_block[g]`` is the position, in the prompt's blocks of group ``g``, of
     the first one; those before it are not there (a sliding window); empty means
-    0. The blocks must stay unchanged until the completion.
+    0. The blocks must stay unchanged until the completion. ``prompt`` is what they
+    are the cache of, 64 bits unsigned: :func:`~kvconn.fingerprint` of the prompt's
+    tokens; 0: not said. If the load says another, a router has mixed two requests
+    up: both halves end with :attr:`Status.REFUSED`, and no byte is written.
     """
 
     transfer_id: str
     block_ids: Sequence[Sequence[int]]
     token: int = 0
     first_block: Sequence[int] = ()
+    prompt: int = 0
 
 
 class Growth(NamedTuple):
@@ -59,13 +63,16 @@ class Growth(NamedTuple):
     ``block_ids`` has, per KV cache group, the blocks that follow those which were
     given before; ``first_block`` counts with a group's first ones, as of
     :class:`Offer`. ``ready[g]`` is how many blocks of the prompt, from its start,
-    are there in group ``g``.
+    are there in group ``g``. ``prompt`` is as of :class:`Offer`; say it with each
+    part, so that none is sent to who asks for another. To say another later is an
+    error.
     """
 
     transfer_id: str
     block_ids: Sequence[Sequence[int]]
     ready: Sequence[int]
     first_block: Sequence[int] = ()
+    prompt: int = 0
 
 
 class Claim(NamedTuple):
@@ -92,6 +99,8 @@ class Load(NamedTuple):
     copied; empty, 0, and any of opaque blocks: all that the blocks have room for.
     With no block id at all the prefill engine is told that nothing is needed, and
     frees its blocks. The blocks belong to the transfer until its completion.
+    ``prompt`` is as of :class:`Offer`, of the prompt whose cache this is to be; 0:
+    whatever prefill has under this id.
     """
 
     transfer_id: str
@@ -101,6 +110,7 @@ class Load(NamedTuple):
     first_block: Sequence[int] = ()
     token: int = 0
     tokens: Sequence[int] = ()
+    prompt: int = 0
 
 
 class Completion(NamedTuple):

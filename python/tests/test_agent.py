@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,67 @@ def test_long_prompt_of_blocks_of_one_token() -> None:
         assert np.array_equal(caches["decode"], caches["prefill"][:, order])
         with pytest.raises(kvconn.InvalidError, match=r"262145.*262144"):
             p.offer([kvconn.Offer("longer", [np.zeros(count + 1, np.uint32)])])
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_another_prompt(prefill: Side, decode: Side, transfer_id: str, first: str, grows: bool) -> None:
+    """A router has sent prefill and decode two requests by one id, with as many blocks."""
+    random_blocks(prefill, [3, 9])
+    ours, theirs = kvconn.fingerprint([1, 2, 3]), kvconn.fingerprint([1, 2, 4])
+    load = kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1, 0]], prompt=theirs)
+
+    def prefills() -> None:
+        if grows:
+            prefill.agent.grow([kvconn.Growth(transfer_id, [[3]], [1], prompt=ours)])
+            with pytest.raises(kvconn.InvalidError, match=f"{theirs:016x}"):
+                prefill.agent.grow([kvconn.Growth(transfer_id, [[9]], [2], prompt=theirs)])
+        prefill.agent.offer([kvconn.Offer(transfer_id, [[3, 9]], prompt=0 if grows else ours)])
+
+    if first == "prefill":
+        prefills()
+    decode.agent.start_load([load])
+    if first == "decode":
+        prefill.until("offers_early", 1)
+        if grows:
+            prefill.agent.grow([kvconn.Growth(transfer_id, [[3]], [1], prompt=ours)])
+        prefill.agent.offer([kvconn.Offer(transfer_id, [[3, 9]], prompt=ours)])
+    for side in (decode, prefill):
+        done = side.finished(transfer_id)
+        assert done.code == kvconn.Status.REFUSED
+        assert transfer_id in done.reason and f"{theirs:016x} and {ours:016x}" in done.reason
+    assert not decode.cache.any()
+
+
+def test_the_same_prompt(prefill: Side, decode: Side, transfer_id: str) -> None:
+    data, prompt = random_blocks(prefill, [3, 9]), kvconn.fingerprint(range(32))
+    prefill.agent.grow([kvconn.Growth(transfer_id, [[3]], [1], prompt=prompt)])
+    decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1, 0]], prompt=prompt)])
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[3, 9]], prompt=prompt)])
+    assert decode.finished(transfer_id).ok and prefill.finished(transfer_id).ok
+    assert np.array_equal(decode.cache[:, [1, 0]], data)
+
+
+def test_fingerprint() -> None:
+    """Of one prompt on all machines and all releases."""
+    assert kvconn.fingerprint([1, 2, 3]) == 0x689DE1E73A03E2E2
+    assert kvconn.fingerprint([]) == 0x141CFC9842C4B0E3
+    for same in ((1, 2, 3), array("q", [1, 2, 3]), array("Q", [1, 2, 3]), array("I", [1, 2, 3]), np.array([1, 2, 3])):
+        assert kvconn.fingerprint(same) == kvconn.fingerprint([1, 2, 3])
+    assert kvconn.fingerprint([-1, 2]) == kvconn.fingerprint(array("q", [-1, 2]))
+    others = [[1, 2, 3], [1, 2], [1, 2, 4], [3, 2, 1], [1, 2, 3, 0], [0, 1, 2, 3], [1 + 2**32, 2, 3], [-1, 2, 3], [2, 3]]
+    assert len({kvconn.fingerprint(ids) for ids in others}) == len(others)
+    for bad in ([1.5], ["1"], [None], [2**64], [-(2**63) - 1], 7, iter([-1, 2])):
+        with pytest.raises(kvconn.InvalidError, match="token_ids"):
+            kvconn.fingerprint(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [-1, 2**64, 1.5, "1", None])
+def test_prompt_that_is_no_number(prefill: Side, decode: Side, transfer_id: str, prompt: object) -> None:
+    with pytest.raises(kvconn.InvalidError, match="prompt"):
+        prefill.agent.offer([kvconn.Offer(transfer_id, [[1]], prompt=prompt)])  # type: ignore[arg-type]
+    with pytest.raises(kvconn.InvalidError, match="prompt"):
+        decode.agent.start_load([kvconn.Load(transfer_id, "http://p:1", "p", [[1]], prompt=prompt)])  # type: ignore[arg-type]
 
 
 def test_cached_prefix_is_skipped(prefill: Side, decode: Side, transfer_id: str) -> None:

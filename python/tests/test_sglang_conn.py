@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from array import array
 from types import SimpleNamespace
 from typing import Any, Iterator
 
@@ -108,6 +109,27 @@ def test_failure_says_side_rank_room_and_cause(sides: tuple[Side, Side]) -> None
     with pytest.raises(KVTransferError, match="decode, room 6: the request was aborted"):
         receiver.failure_exception()
     assert d.forgotten == [p.address], "the prefill engine may have been restarted with other options"
+    empty(p.rank, d.rank)
+
+
+def test_prompts_that_differ(sides: tuple[Side, Side]) -> None:
+    """The request that is coming says what the room is for."""
+    p, d = sides
+    for room, (ours, theirs) in enumerate([([1, 2], [1, 3]), ([1, 2], [1, 2])]):
+        p.coming, d.coming = (SimpleNamespace(bootstrap_room=room, origin_input_ids=array("q", prompt)) for prompt in (ours, theirs))
+        sender, receiver = KVConnSender(p, p.address, room), KVConnReceiver(d, p.address, room)
+        receiver.init(0)
+        receiver.send_metadata([1], 1)
+        until(sender, KVPoll.WaitingForInput)
+        sender.init(1, 1)
+        sender.send([2])
+        for half in (sender, receiver):
+            if ours == theirs:
+                assert until(half, KVPoll.Success, KVPoll.Failed) == KVPoll.Success
+                continue
+            until(half, KVPoll.Failed)
+            with pytest.raises(KVTransferError, match="decode asks for another prompt than prefill has"):
+                half.failure_exception()
     empty(p.rank, d.rank)
 
 

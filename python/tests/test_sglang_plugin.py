@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.base import conn as base
 from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
 from sglang.srt.plugins import load_plugins
 
+import kvconn
 from kvconn.sglang import conn, parallel, plugin
 from kvconn.sglang.route import Engine, RouteError
 
@@ -60,9 +61,9 @@ def test_request_is_known_before_its_sender_and_receiver() -> None:
         with pytest.raises(Exception):  # noqa: B017  # of SGLang, which finds nothing else of what it needs here
             queue.add(SimpleNamespace(kv_manager=manager), request, 1)
         assert manager.coming is request
-        assert conn.KVConnManager.prompt_of(manager, 4) == b"" and manager.coming is None
+        assert conn.KVConnManager.prompt_of(manager, 4) == 0 and manager.coming is None
         manager.coming = request
-        assert conn.KVConnManager.prompt_of(manager, 3) == array("q", [7, 8]).tobytes()
+        assert conn.KVConnManager.prompt_of(manager, 3) == kvconn.fingerprint([7, 8])
 
 
 def test_registered_in_each_process_once() -> None:

@@ -101,9 +101,9 @@ def ranks() -> Iterator[Any]:
         rank.close()
 
 
-def both(p: Rank, d: Rank, number: int) -> tuple[Any, Any]:
+def both(p: Rank, d: Rank, number: int, prompts: tuple[int, int] = (0, 0)) -> tuple[Any, Any]:
     """A room on both sides, which decode has claimed."""
-    at_p, at_d = p.rooms.open(number), d.rooms.open(number)
+    at_p, at_d = p.rooms.open(number, prompts[0]), d.rooms.open(number, prompts[1])
     p.rooms.announce(at_p)
     d.rooms.claim(at_d, p.address, "sglang-prefill")
     assert (at_p.state, at_d.state) == (BOOTSTRAPPING, WAITING), (at_p.reason, at_d.reason)
@@ -446,17 +446,30 @@ def test_room_that_is_used_twice(ranks: Any) -> None:
 
 def test_requests_that_cross_in_a_room(ranks: Any) -> None:
     """Two requests of one room came in different order: prefill's is not decode's."""
-    p, d = ranks("prefill", early_load_s=0.5), ranks("decode")
-    at_p, at_d = p.rooms.open(3, b"this prompt"), d.rooms.open(3, b"another prompt")
-    p.rooms.announce(at_p)
-    d.rooms.claim(at_d, p.address, "sglang-prefill")
-    d.load(at_d, p.address, [1], 1)
-    d.until(at_d, FAILED)
-    assert "not named" in at_d.reason
-    p.rooms.tick()
-    assert at_p.state == BOOTSTRAPPING
-    p.rooms.forget(at_p)
-    d.rooms.forget(at_d)
+    p, d = ranks("prefill"), ranks("decode")
+    fill(p)
+    for chunks in (1, 2):
+        at_p, at_d = both(p, d, chunks, (7, 8))
+        d.load(at_d, p.address, [1, 2], 1)
+        p.until(at_p, WAITING)
+        if chunks == 2:
+            begun = Chunks(p.layout, 2, 0)
+            begun.add(ids([4], "pages"))
+            p.rooms.grow(at_p, *begun.growth(ids([4], "pages")))
+            d.until(at_d, FAILED)
+        p.offer(at_p, [4, 5], 1)
+        for side, room in ((d, at_d), (p, at_p)):
+            side.until(room, FAILED)
+            assert "decode asks for another prompt than prefill has" in room.reason
+            side.rooms.forget(room)
+    assert not d.kv.any() and not any(row.any() for row in d.rows)
+    empty(p, d)
+    at_p, at_d = both(p, d, 3, (7, 7))
+    d.load(at_d, p.address, [1, 2], 1)
+    p.until(at_p, WAITING)
+    p.offer(at_p, [4, 5], 1)
+    d.until(at_d, SUCCESS)
+    p.until(at_p, SUCCESS)
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 63, "7", 1.5, None, True])

@@ -30,6 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvconn import fingerprint
 from kvconn.vllm.metadata import KVConnHandshake, KVConnMetadata
 
 BLOCK, WINDOW, MAX_BATCHED = 16, 40, 64
@@ -124,10 +125,23 @@ class Engine:
     def blocks_free(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def add(self, tokens: int | list[int], kv: dict[str, Any] | None, max_tokens: int = 4, resumable: bool = False, **more: Any) -> Request:
+    def add(
+        self,
+        tokens: int | list[int],
+        kv: dict[str, Any] | None,
+        max_tokens: int = 4,
+        resumable: bool = False,
+        embeds: Any = None,
+        mixed: bool = False,
+        **more: Any,
+    ) -> Request:
         prompt = tokens if isinstance(tokens, list) else [random.randrange(500) for _ in range(tokens)]
         sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": kv} if kv is not None else None, **more)
-        request = Request(f"r{next(numbers)}", prompt, sampling, None, block_hasher=self.hasher, resumable=resumable)
+        embeds: dict[str, Any] = {} if embeds is None else {"prompt_embeds": embeds}
+        if mixed:
+            embeds["prompt_is_token_ids"] = [n % 2 == 0 for n in range(len(prompt))]
+        ids = None if embeds and not mixed else prompt
+        request = Request(f"r{next(numbers)}", ids, sampling, None, block_hasher=self.hasher, resumable=resumable, **embeds)
         self.scheduler.add_request(request)
         return request
 
@@ -257,6 +271,7 @@ class Engine:
         assert self.ours._sched.in_flight() == (0, 0)
         assert not self.grown and not self.ours._sched._growing._requests
         assert not self.ours._sched._known and not self.ours._sched._asked and not self.ours._sched._announced
+        assert not self.ours._sched._prompts
 
 
 @pytest.fixture
@@ -366,6 +381,55 @@ def test_prefix_that_the_same_step_computes_is_not_there_before_it(make: Any, as
     engine.run(lambda: len(engine.sending) == 3)
     engine.step(sent={request.request_id for request in requests})
     engine.nothing_is_left()
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_prompt_is_said_of_each_half(make: Any, hybrid: bool) -> None:
+    """The same number by P, which may cut the prompt, and by D; by P also when it begins anew with other blocks."""
+    engine, other = make("kv_producer", hybrid=hybrid), make("kv_consumer", hybrid=hybrid)
+    for tokens in (WINDOW + BLOCK, MAX_BATCHED * 2 + 1, WINDOW + 2 * BLOCK - 1):
+        prompt = [random.randrange(500) for _ in range(tokens)]
+        want = fingerprint(prompt)
+        request = engine.add(list(prompt), prefill_kv(), max_tokens=1)
+        engine.step()
+        if not engine.finished(request):
+            engine.preempt()
+        engine.run(lambda request=request: engine.finished(request))
+        engine.step()
+        assert {work.prompt for meta in engine.metas for work in [*meta.grows, *meta.offers]} == {want}
+        engine.step(sent={request.request_id})
+        engine.metas.clear()
+        loads = other.add(list(prompt), decode_kv())
+        other.step()
+        (load,) = other.loading.values()
+        assert load.prompt == want
+        other.step(received={loads.request_id})
+        other.run(lambda loads=loads: other.finished(loads))
+    engine.nothing_is_left()
+    other.nothing_is_left()
+
+
+def test_prompt_of_which_tokens_do_not_say_what_it_is(make: Any) -> None:
+    engine, other = make("kv_producer"), make("kv_consumer")
+    for more in ({"resumable": True}, {"embeds": torch.zeros(2 * BLOCK, 32)}, {"embeds": torch.zeros(2 * BLOCK, 32), "mixed": True}):
+        request = engine.add(2 * BLOCK, prefill_kv(), max_tokens=1, **more)
+        if "resumable" in more:  # and this was the session's last word
+            engine.scheduler.add_request(Request(request.request_id, [], request.sampling_params, None))
+        engine.run(lambda request=request: engine.finished(request))
+        engine.step()
+        assert [work.prompt for work in engine.sending.values()] == [0]
+        assert {work.prompt for meta in engine.metas for work in meta.grows} <= {0}
+        engine.step(sent={request.request_id})
+        engine.metas.clear()
+        loads = other.add(2 * BLOCK, decode_kv(), **more)
+        other.step()
+        (load,) = other.loading.values()
+        assert load.prompt == 0
+        other.step(received={loads.request_id})
+        other.abort(loads)
+        other.step()
+    engine.nothing_is_left()
+    other.nothing_is_left()
 
 
 def test_session_does_not_grow(make: Any) -> None:

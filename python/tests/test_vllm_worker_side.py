@@ -14,7 +14,8 @@ if importlib.util.find_spec("vllm") is None:
 
 from vllm_sides import decode_params, decode_side, finish, ids, loading, offering, request, step, worker
 
-from kvconn.vllm.metadata import CancelWork, GrowWork, KVConnMetadata
+from kvconn import Claim
+from kvconn.vllm.metadata import CancelWork, GrowWork, KVConnMetadata, LoadWork, OfferWork
 from kvconn.vllm.worker import Reports
 
 
@@ -108,6 +109,15 @@ def test_what_a_step_computes_is_told_layer_by_layer() -> None:
     agent.calls.clear()
     step(side, KVConnMetadata(), layers=["layer.0"])  # of another step nothing is told
     assert not agent.calls
+
+
+def test_prompt_is_told_to_the_agent() -> None:
+    side, agent = worker()
+    grows, offers = [GrowWork("a", [[1]], [0], [1], 7)], [OfferWork("r", "b", [[1]], [0], 8)]
+    loads = [LoadWork("s", "c", "http://p:8998", "p", [[1]], [0], 16, 9)]
+    step(side, KVConnMetadata(grows=grows, offers=offers, loads=loads, claims=[Claim("d", "http://p:8998", "p")]))
+    assert agent.calls[:-1] == [("offer", "b"), ("claim", "d"), ("grow", "a"), ("load", "c")]
+    assert agent.prompts == [8, 0, 7, 9]
 
 
 def test_chunks_are_told_at_the_step_s_end() -> None:

@@ -87,6 +87,7 @@ class FakeAgent:
         self.refused: set[str] = set()
         self.read: set[str] = set()  # cannot be taken back
         self.malformed: set[str] = set()  # nor these
+        self.prompts: list[int] = []  # that are said, of each call
         self.waits = 0
 
     def _take(self, kind: str, works: Sequence[Any]) -> None:
@@ -96,6 +97,7 @@ class FakeAgent:
             if work.transfer_id in self.refused:
                 raise Refused(work.transfer_id)
             self.calls.append((kind, work.transfer_id))
+            self.prompts.append(getattr(work, "prompt", 0))
 
     def announce(self, transfer_ids: Sequence[str]) -> None:
         self.calls += [("announce", each) for each in transfer_ids]

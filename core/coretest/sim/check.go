@@ -349,7 +349,7 @@ func (a *agent) checkReason(r core.Report) {
 			return
 		}
 		if r.Code == core.Cancelled && !h.dropped || r.Code == core.PeerCancelled && !cancelledAtP || r.Code == core.Expired ||
-			r.Code == core.Refused && w.has(a.host, h) && !(w.shared[r.ID] && w.deals[r.ID] != nil && !w.deals[r.ID].plain()) {
+			r.Code == core.Refused && w.has(a.host, h) && !w.prompts[r.ID].crossed() && !(w.shared[r.ID] && w.deals[r.ID] != nil && !w.deals[r.ID].plain()) {
 			wrong()
 		}
 	}

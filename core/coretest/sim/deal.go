@@ -152,6 +152,7 @@ func (w *world) dealsOf(id string, prefills, decodes []*host) (out []*deal) {
 	for i, dl := range out {
 		dl.id = pairID(id, i)
 		w.deals[dl.id] = dl
+		w.choosePrompts(dl.id)
 		if len(dl.ps) > 1 {
 			w.faults["several-sources"]++
 		}

@@ -138,7 +138,7 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	w, id := a.w, dl.id
 	w.token++
 	token := w.token
-	r := core.LoadRequest{ID: id, Token: token}
+	r := core.LoadRequest{ID: id, Token: token, Prompt: w.prompts[id].d}
 	h := &half{id: id, blocks: blocks, first: first, began: w.now, parts: 1}
 	text := ""
 	switch {
@@ -183,7 +183,7 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	if text = partsText(r.Parts); r.Parts == nil {
 		text = fmt.Sprintf(" at=%s from=%s%s%s", r.From.Bootstrap, r.From.EngineID, optional("first", list(r.First)), groups(r.Blocks))
 	}
-	text += optional("tokens", list(r.Tokens))
+	text += optional("tokens", list(r.Tokens)) + prompt(r.Prompt)
 	w.acted(w.now)
 	defer func() {
 		if h := a.loads[token]; h != nil {
@@ -223,13 +223,13 @@ func (a *agent) claim(dl *deal, k int) {
 func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
 	a.w.token++
 	token := a.w.token
-	return a.offerOf(id, blocks, token, func() { a.host.own(blocks, token, id) })
+	return a.offerOf(id, blocks, a.w.prompts[id].p, token, func() { a.host.own(blocks, token, id) })
 }
 
 // offerOf offers blocks; accepted is called before a report can come.
-func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, token uint64, accepted func()) error {
+func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, of, token uint64, accepted func()) error {
 	w := a.w
-	r := core.OfferRequest{ID: id, Blocks: [][]core.BlockID{blocks}, Token: token}
+	r := core.OfferRequest{ID: id, Blocks: [][]core.BlockID{blocks}, Token: token, Prompt: of}
 	w.acted(w.now)
 	defer func() { a.checkOffered(id, token) }()
 	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
@@ -241,7 +241,7 @@ func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, token uint64,
 			a.ledger.accepted(id, token)
 		}
 		return "", err
-	}, "offer %s token=%d%s", id, token, groups(r.Blocks))
+	}, "offer %s token=%d%s%s", id, token, groups(r.Blocks), prompt(of))
 }
 
 func (a *agent) announce(id core.TransferID) error {

@@ -15,6 +15,7 @@ type growth struct {
 	token    uint64
 	blocks   []core.BlockID
 	given    int          // of them, to the machine
+	said     bool         // of which prompt they are
 	computed [regions]int // per region
 }
 
@@ -80,7 +81,7 @@ func (a *agent) stepOf(g *growth, left time.Duration) {
 // growBy computes and says so.
 func (a *agent) growBy(g *growth) bool {
 	w := a.w
-	r := core.GrowRequest{ID: g.id}
+	r := core.GrowRequest{ID: g.id, Prompt: a.promptOf(g)}
 	if more := w.rnd.IntN(len(g.blocks) - g.given + 1); more > 0 {
 		r.Blocks = [][]core.BlockID{g.blocks[g.given : g.given+more]}
 		g.given += more
@@ -106,7 +107,7 @@ func (a *agent) growBy(g *growth) bool {
 		}
 		return "", err
 	},
-		"grow %s%s ready=%d%s", g.id, groups(r.Blocks), upTo, optional("in", list(r.Regions)))
+		"grow %s%s ready=%d%s%s", g.id, groups(r.Blocks), upTo, optional("in", list(r.Regions)), prompt(r.Prompt))
 	if err != nil {
 		a.cancel(g.id)
 		a.takeBack(g)
@@ -131,7 +132,7 @@ func (a *agent) offerGrown(g *growth) {
 		a.fill(g, region, len(g.blocks))
 	}
 	delete(a.growing, g.id)
-	switch err := a.offerOf(g.id, g.blocks, g.token, func() {}); {
+	switch err := a.offerOf(g.id, g.blocks, a.promptOf(g), g.token, func() {}); {
 	case err == nil:
 		return
 	case !errors.Is(err, core.ErrDuplicate):

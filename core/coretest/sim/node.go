@@ -233,7 +233,7 @@ func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code,
 		return core.SayHello, "say hello first"
 	}
 	a.heard[from] = a.now()
-	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Tokens: v.Tokens, Regions: v.Regions, Lease: v.Lease,
+	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Tokens: v.Tokens, Regions: v.Regions, Prompt: v.Prompt, Lease: v.Lease,
 		Match: a.w.match(a.host, a.w.byID[from].host)}
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		code, why = m.LoadArrived(now, lm)
@@ -241,8 +241,8 @@ func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code,
 			return "answer " + code.String() + " " + why, nil
 		}
 		return "answer " + code.String(), nil
-	}, "loaded %s peer=%s grant=%s%s first=[%s]%s%s%s lease=%v", v.ID, from, v.Grant, a.w.byID[from].host.said(), list(v.First), groups(v.Blocks),
-		optional("tokens", list(v.Tokens)), optional("of", list(v.Regions)), v.Lease)
+	}, "loaded %s peer=%s grant=%s%s first=[%s]%s%s%s%s lease=%v", v.ID, from, v.Grant, a.w.byID[from].host.said(), list(v.First), groups(v.Blocks),
+		optional("tokens", list(v.Tokens)), optional("of", list(v.Regions)), prompt(v.Prompt), v.Lease)
 	return code, why
 }
 

@@ -12,7 +12,8 @@
 // in either order, and plans cut and gather them.
 //
 // What is checked, at the step that does it: an item lands only in a block that
-// belongs to its own transfer at its own position, a source block is read only
+// belongs to its own transfer at its own position, and none if the router has given the
+// transfer's id to two requests, a source block is read only
 // while its offer holds it, each accepted half is reported once and a load not
 // before its fence, and nobody waits for a dead peer for longer than was agreed.
 // At the end nothing is left, in the machines and around them.
@@ -115,6 +116,8 @@ type world struct {
 	matches      map[way]*core.Match
 	engines      map[core.Target]*deal    // what is found under the names of engines
 	shared       map[core.TransferID]bool // that two decode engines want
+	prompts      map[core.TransferID]prompts
+	prompting    *rand.Rand // what engines say of prompts; the rest of a seed's run does not hang on it
 	cancelledAtP map[core.TransferID]time.Duration
 	cancelledAtD map[core.TransferID]time.Duration // after P's answer
 
@@ -151,7 +154,7 @@ func (q *eventQueue) Pop() any {
 }
 
 func newWorld(seed uint64, words *Words) *world {
-	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)),
+	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)), prompting: rand.New(rand.NewPCG(seed, 3)), prompts: map[core.TransferID]prompts{},
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
 		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, states: map[string]int{}, faults: map[string]int{},
 		matches: map[way]*core.Match{},

@@ -383,6 +383,9 @@ func (a *agent) land(f *frame) *arm {
 		a.w.fault(e.id, "%s: %q has %d places here, and %d at its sender", a.id, e.id, len(e.dst), len(f.wr.src))
 		return nil
 	}
+	if w := a.w; w.prompts[base(e.id)].crossed() {
+		w.fault(base(e.id), "%s: bytes of %q land, though prefill has another prompt than this engine has asked for", a.id, e.id)
+	}
 	for i, pos := range f.at {
 		at := to[pos]
 		if e.has[pos] {

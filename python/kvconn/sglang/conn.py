@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from array import array
 from typing import Any
 
 from sglang.srt.disaggregation.base import conn as _base
@@ -20,6 +19,7 @@ try:
 except ImportError:
     _common = None  # type: ignore[assignment]
 
+from ..prompt import fingerprint
 from . import rooms as _rooms
 from .growing import Chunks
 from .layout import Layout, ids
@@ -145,16 +145,16 @@ class KVConnManager(_Manager):
             self.layout.state_types,
         )
 
-    def prompt_of(self, bootstrap_room: Any) -> bytes:
-        """The prompt of the request that is coming, which SGLang does not tell its senders and receivers.
+    def prompt_of(self, bootstrap_room: Any) -> int:
+        """The fingerprint of the request that is coming, which SGLang does not tell its senders and receivers; 0: not known.
 
         Of images it has the places, and not what SGLang makes of them, which may differ from machine to machine.
         """
         request, self.coming = self.coming, None
         if request is None or request.bootstrap_room != bootstrap_room:
-            return b""
+            return 0
         prompt = getattr(request, "origin_input_ids_unpadded", None) or request.origin_input_ids
-        return array("q", prompt).tobytes()
+        return fingerprint(prompt) if prompt else 0
 
     def register_to_bootstrap(self) -> None:
         return  # the agent has, when it registered the caches

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from typing import Any, NoReturn
 
 from kvconn import Claim, Completion, Growth, KvconnError, Load, Offer, Status
@@ -45,17 +44,19 @@ class Room:
         "number",
         "owed",
         "prefix_pages",
+        "prompt",
         "reason",
         "rooms",
         "state",
         "why",
     )
 
-    def __init__(self, rooms: Rooms, number: Any, prompt: bytes) -> None:
+    def __init__(self, rooms: Rooms, number: Any, prompt: int) -> None:
         self.rooms = rooms
         self.number = number
+        self.id = f"sglang-{number}"
         # Two requests in one room may reach prefill and decode in different order: of the room alone, each would get the other's cache.
-        self.id = f"sglang-{number}-{blake2b(prompt, digest_size=8).hexdigest()}"
+        self.prompt = prompt
         self.state = BOOTSTRAPPING
         self.reason: str | None = None  # why it failed
         self.why: str | None = None  # why we end it
@@ -154,8 +155,8 @@ class Rooms:
     def __len__(self) -> int:
         return len(self._used)
 
-    def open(self, number: Any, prompt: bytes = b"") -> Room:
-        """A room for a new request of that prompt, the same bytes on both sides; one that cannot be had has failed already."""
+    def open(self, number: Any, prompt: int = 0) -> Room:
+        """A room for a new request, of a prompt with that fingerprint (0: not known); one that cannot be had has failed already."""
         room = Room(self, number, prompt)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 63:
             self.fail(room, f"bootstrap_room is {number!r}: a whole number from 0 to 2^63 - 1 was expected")
@@ -191,13 +192,13 @@ class Rooms:
         if room.state == FAILED:
             return
         room.grown = True
-        if not self._try(room, lambda: self._agent.grow([Growth(room.id, blocks, ready, first)])):
+        if not self._try(room, lambda: self._agent.grow([Growth(room.id, blocks, ready, first, room.prompt)])):
             self._let_go(room, room.reason or "")
 
     def offer(self, room: Room, blocks: Sequence[Any], first: Sequence[int]) -> None:
         if room.state == FAILED:
             return
-        if self._try(room, lambda: self._agent.offer([Offer(room.id, blocks, first_block=first)])):
+        if self._try(room, lambda: self._agent.offer([Offer(room.id, blocks, first_block=first, prompt=room.prompt)])):
             room.state, room.grown = TRANSFERRING, False
             self._owe(room, "offer", float("inf"))
         else:
@@ -213,7 +214,7 @@ class Rooms:
     def load(self, room: Room, address: str, engine: str, blocks: Sequence[Any], first: Sequence[int]) -> None:
         if room.state == FAILED:
             return
-        if self._try(room, lambda: self._agent.start_load([Load(room.id, address, engine, blocks, first)])):
+        if self._try(room, lambda: self._agent.start_load([Load(room.id, address, engine, blocks, first, prompt=room.prompt)])):
             room.state = TRANSFERRING
             self._owe(room, "load", self._waiting_timeout_s)
         else:

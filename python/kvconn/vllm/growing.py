@@ -18,6 +18,7 @@ from .metadata import BlockIds, GrowWork, KVConnMetadata
 class _Request:
     transfer_id: str
     prompt: int  # tokens
+    fingerprint: int
     block_ids: BlockIds = field(default_factory=list)  # per group of ours
     given: list[int] = field(default_factory=list)  # blocks of it that the worker knows
     computed: int = 0  # tokens that will be there after the last step that was scheduled
@@ -32,9 +33,9 @@ class Growing:
         # A window's blocks are given back while the prompt is computed: such a group comes with the offer.
         self._grows = [not group.loses_blocks for group in groups]
 
-    def add(self, req_id: str, transfer_id: str, prompt: int) -> None:
+    def add(self, req_id: str, transfer_id: str, prompt: int, fingerprint: int) -> None:
         if any(self._grows):
-            self._requests[req_id] = _Request(transfer_id, prompt)
+            self._requests[req_id] = _Request(transfer_id, prompt, fingerprint)
 
     def forget(self, req_id: str) -> bool:
         """Whether blocks of the request were given."""
@@ -99,7 +100,7 @@ class Growing:
             limit = -(-request.prompt // self._groups[n].block_size) if grows else 0
             more.append(request.block_ids[n][request.given[n] : limit])
             request.given[n] += len(more[n])
-        meta.grows.append(GrowWork(request.transfer_id, more, now, then))
+        meta.grows.append(GrowWork(request.transfer_id, more, now, then, request.fingerprint))
 
     def _ready(self, request: _Request, tokens: int) -> list[int]:
         """Per group, how many of the prompt's blocks hold all that they ever will when so many tokens are computed."""

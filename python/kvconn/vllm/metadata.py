@@ -19,6 +19,7 @@ class OfferWork:
     transfer_id: str
     block_ids: BlockIds
     first_block: list[int]
+    prompt: int = 0  # its fingerprint; 0: not said
 
 
 @dataclass
@@ -35,6 +36,7 @@ class LoadWork:
     block_ids: BlockIds
     first_block: list[int]
     num_tokens: int = 0
+    prompt: int = 0
 
     @property
     def silent(self) -> bool:
@@ -67,6 +69,7 @@ class GrowWork:
     block_ids: BlockIds
     before: list[int]
     after: list[int]
+    prompt: int = 0
 
 
 @dataclass

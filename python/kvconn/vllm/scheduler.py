@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Optional, Union
 
+from ..prompt import fingerprint
 from . import params as _params
 from .groups import Group, first_kept
 from .growing import Growing
@@ -56,6 +57,7 @@ class SchedulerSide:
         self._known: dict[str, Params] = {}
         self._announced: set[str] = set()
         self._cut: set[str] = set()  # prefill: their prompt ends one token early
+        self._prompts: dict[str, int] = {}  # prefill: fingerprints of the prompts that requests came with
         self._asked: set[str] = set()  # decode: update_state_after_alloc has been through
         self._loading: dict[str, str] = {}  # decode: request id -> transfer id, until the worker reports it
         self._offered: dict[str, str] = {}  # prefill: the same
@@ -69,6 +71,7 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         params = self._learn(request)
         if isinstance(params, PrefillParams):
+            self._prompt_of(request)  # before it is cut
             self._keep_window(request)
             self._announce(request, params)
         elif isinstance(params, DecodeParams):
@@ -112,10 +115,18 @@ class SchedulerSide:
     def _announce(self, request: Any, params: PrefillParams) -> None:
         if request.request_id not in self._announced:
             self._announced.add(request.request_id)
+            prompt = self._prompt_of(request)
             self._next.announces.append(params.transfer_id)
             # A session's prompt goes on where it seemed to end, in a block that would be there already.
             if self._growing and params.early and not getattr(request, "resumable", False):
-                self._growing.add(request.request_id, params.transfer_id, int(request.num_prompt_tokens))
+                self._growing.add(request.request_id, params.transfer_id, int(request.num_prompt_tokens), prompt)
+
+    def _prompt_of(self, request: Any) -> int:
+        """Prefill: the fingerprint of the prompt that the request came with."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            prompt = self._prompts[request.request_id] = _fingerprint(request)
+        return prompt
 
     def _loaded_tokens(self, prompt: int) -> int:
         """How much of a prompt the decode engine loads.
@@ -184,12 +195,14 @@ class SchedulerSide:
             first.append(start)
             wanted.append(list(ids[start:]))
         self._loading[req_id] = params.transfer_id
-        self._next.loads.append(self._load(req_id, params, wanted, first, tokens))
+        self._next.loads.append(self._load(req_id, params, wanted, first, tokens, _fingerprint(request)))
 
-    def _load(self, req_id: str, params: DecodeParams, block_ids: BlockIds, first_block: list[int], num_tokens: int = 0) -> LoadWork:
+    def _load(
+        self, req_id: str, params: DecodeParams, block_ids: BlockIds, first_block: list[int], num_tokens: int = 0, prompt: int = 0
+    ) -> LoadWork:
         # Nothing to claim first when there are blocks in the very step in which the request came.
         self._claims.pop(params.transfer_id, None)
-        return LoadWork(req_id, params.transfer_id, params.bootstrap_addr, params.engine_id, block_ids, first_block, num_tokens)
+        return LoadWork(req_id, params.transfer_id, params.bootstrap_addr, params.engine_id, block_ids, first_block, num_tokens, prompt)
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
@@ -199,12 +212,13 @@ class SchedulerSide:
         params = self._learn(request)
         self._known.pop(req_id, None)
         self._announced.discard(req_id)
+        prompt = self._prompts.pop(req_id, 0)
         asked, cut = req_id in self._asked, req_id in self._cut
         self._asked.discard(req_id)
         self._cut.discard(req_id)
         status = getattr(request.status, "name", str(request.status))
         if isinstance(params, PrefillParams):
-            return self._prefill_finished(request, params, status, block_ids, int(request.num_prompt_tokens) + cut)
+            return self._prefill_finished(request, params, status, block_ids, int(request.num_prompt_tokens) + cut, prompt)
         if isinstance(params, Refused):
             # The decode engine fails the request with this reason rather than for want of parameters.
             return False, None if params.loads else _params.refusal(params.reason)
@@ -220,7 +234,7 @@ class SchedulerSide:
         return False, None
 
     def _prefill_finished(
-        self, request: Any, params: PrefillParams, status: str, block_ids: BlockIds, whole: int
+        self, request: Any, params: PrefillParams, status: str, block_ids: BlockIds, whole: int, fingerprinted: int
     ) -> tuple[bool, dict[str, Any] | None]:
         prompt = int(request.num_prompt_tokens)
         grew = self._growing is not None and self._growing.forget(request.request_id)
@@ -240,7 +254,7 @@ class SchedulerSide:
             else:
                 if any(held):
                     self._offered[request.request_id] = params.transfer_id
-                    self._next.offers.append(OfferWork(request.request_id, params.transfer_id, held, first))
+                    self._next.offers.append(OfferWork(request.request_id, params.transfer_id, held, first, fingerprinted))
                     return True, self._answer(params, held, whole)
         if status in _PROMPT_IS_THERE:
             logger.warning("request %s: %s", request.request_id, reason)
@@ -282,6 +296,14 @@ class SchedulerSide:
     def in_flight(self) -> tuple[int, int]:
         """Loads and offers that no worker has reported yet."""
         return len(self._loading), len(self._offered)
+
+
+def _fingerprint(request: Any) -> int:
+    """Of a prompt that its tokens describe, and that stays as it is: not of embeddings, nor of a session, which goes on."""
+    tokens = request.prompt_token_ids
+    if tokens is None or getattr(request, "prompt_embeds", None) is not None or getattr(request, "resumable", False):
+        return 0
+    return fingerprint(tokens)
 
 
 def _clear_flag(request: Any) -> None:

@@ -144,9 +144,9 @@ class WorkerSide:
         """What was there before the step goes now; what it computes, when it is written."""
         grown = []
         for work in works:
-            part = Growth(work.transfer_id, work.block_ids, work.before)
+            part = Growth(work.transfer_id, work.block_ids, work.before, prompt=work.prompt)
             if not self._try(lambda one=part: self._agent.grow([one]), f"grow {work.transfer_id!r}"):
-                grown.append(Growth(work.transfer_id, [()] * len(work.after), work.after))
+                grown.append(Growth(work.transfer_id, [()] * len(work.after), work.after, prompt=work.prompt))
         self._step = Growths(grown) if grown else None
 
     def layer_written(self, name: str) -> None:
@@ -220,7 +220,7 @@ class WorkerSide:
             self._loads[work.transfer_id] = _Loading(work, time.monotonic())
 
     def _offer_all(self, works: Sequence[OfferWork]) -> None:
-        self._agent.offer([Offer(work.transfer_id, work.block_ids, first_block=work.first_block) for work in works])
+        self._agent.offer([Offer(work.transfer_id, work.block_ids, first_block=work.first_block, prompt=work.prompt) for work in works])
         for work in works:
             self._accepted(work)
 
@@ -241,6 +241,7 @@ class WorkerSide:
                     work.block_ids,
                     work.first_block,
                     tokens=[work.num_tokens] * len(work.block_ids),
+                    prompt=work.prompt,
                 )
                 for work in works
             ]

@@ -1,0 +1,64 @@
+package node
+
+import (
+	"testing"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// TestAnotherPrompt: what a router has crossed under one id is refused on both sides,
+// whoever comes first, and no byte is written.
+func TestAnotherPrompt(t *testing.T) {
+	leaktest.Check(t)
+	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
+	p.fill(1, 4, 5)
+	blocks := [][]core.BlockID{{4, 5}}
+	offer := func(id core.TransferID, prompt uint64) {
+		t.Helper()
+		if _, err := p.Offer([]core.OfferRequest{{ID: id, Blocks: blocks, Prompt: prompt}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	load := func(id core.TransferID, prompt uint64) {
+		t.Helper()
+		from := core.Target{Bootstrap: p.BootstrapAddress()}
+		if _, err := d.StartLoad([]core.LoadRequest{{ID: id, From: from, Blocks: [][]core.BlockID{{7, 9}}, Prompt: prompt}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	refused := func(id core.TransferID) {
+		t.Helper()
+		d.want(id, core.Refused, "another prompt", "0badc0de00000007", "8000000000000001")
+		p.want(id, core.Refused, "another prompt", "0badc0de00000007", "8000000000000001")
+		for l := range layers {
+			clean(t, l, d, 7, 9)
+		}
+	}
+	const theirs, ours = 0x0badc0de00000007, 1<<63 + 1
+	offer("offer first", ours)
+	load("offer first", theirs)
+	refused("offer first")
+
+	load("load first", theirs)
+	p.knows(1)
+	offer("load first", ours)
+	refused("load first")
+
+	load("grows", theirs)
+	p.knows(1)
+	if _, err := p.Grow([]core.GrowRequest{{ID: "grows", Blocks: blocks, Ready: []uint32{1}, Prompt: ours}}); err != nil {
+		t.Fatal(err)
+	}
+	d.want("grows", core.Refused)
+	offer("grows", ours)
+	refused("grows")
+
+	offer("said by one", 0)
+	load("said by one", theirs)
+	d.want("said by one", core.OK)
+	offer("the same", ours)
+	load("the same", ours)
+	d.want("the same", core.OK)
+	sameIn(t, []uint32{0, 1, 2}, p, blocks[0], d, []core.BlockID{7, 9})
+}
