@@ -44,7 +44,15 @@ def manager(role: str, **config: object) -> SimpleNamespace:
     router = SimpleNamespace(engine=lambda _address, then: then(Engine()), forget=lambda _address: None)
     one = SimpleNamespace(rank=SimpleNamespace(dp_size=1))
     return SimpleNamespace(
-        rooms=rooms, layout=layout, agent=agent, kv_args=args, router=router, parallel=one, kv_cache_dtype_str="", kv_layout=None
+        rooms=rooms,
+        layout=layout,
+        agent=agent,
+        kv_args=args,
+        router=router,
+        parallel=one,
+        kv_cache_dtype_str="",
+        kv_layout=None,
+        prompt_of=lambda _room: 0,
     )
 
 
