@@ -324,16 +324,18 @@ def test_load_from_elsewhere(pair: Pair, elsewhere: dict[str, Any], said: str) -
     serves(pair)
 
 
-def test_prompts_of_different_lengths(pair: Pair) -> None:
-    """The decode engine's prompt needs more blocks than the prefill engine has of that name: a reason, and no wrong text."""
-    transfer, text = f"longer-{next(numbers)}", words(1200)
+@pytest.mark.parametrize("theirs", ["shorter", "another"])
+def test_prompts_that_differ(pair: Pair, theirs: str) -> None:
+    """Of one transfer id the prefill engine has a shorter prompt, or another of that length: a reason, and no wrong text."""
+    transfer, text = f"{theirs}-{next(numbers)}", words(1200)
     params = from_prefill(pair, transfer)
     to_offer = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
-    assert ask(pair.prefill.url, {**body(pair, text[:200], max_tokens=1), "kv_transfer_params": to_offer}).ok
+    there = text[:200] if theirs == "shorter" else text[:-1] + "#"
+    assert ask(pair.prefill.url, {**body(pair, there, max_tokens=1), "kv_transfer_params": to_offer}).ok
     position = pair.decode.log_size()
     answer = ask(pair.decode.url, {**body(pair, text), "kv_transfer_params": params}, timeout_s=30)
     assert not answer.ok, answer
-    wait_until("the reason in the log", lambda: "was not loaded" in reasons(pair, position, "blocks"), 5)
+    wait_until("the reason in the log", lambda: "was not loaded" in reasons(pair, position, "another prompt"), 5)
     serves(pair)
 
 
