@@ -274,7 +274,9 @@ func TestMemory(t *testing.T) {
 	if err := m.checkFree(); err == nil || !strings.Contains(err.Error(), "byte 56") {
 		t.Errorf("a changed byte: %v", err)
 	}
-	if _, err := m.take(1); err == nil {
-		t.Error("a changed block is taken without a word")
+	m.words(0, ids[0])[0]++
+	want := fmt.Sprintf("region 1, block %d: 8 bytes from 56 to 64; region 0, block %d: 8 bytes from 0 to 8", ids[2], ids[0])
+	if _, err := m.take(1); err == nil || !strings.Contains(err.Error(), want) {
+		t.Errorf("changed blocks: %v, want %q in it", err, want)
 	}
 }

@@ -2,6 +2,8 @@ package chaos
 
 import (
 	"fmt"
+	"slices"
+	"strings"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -115,7 +117,40 @@ func (m *memory) take(n int) ([]core.BlockID, error) {
 			wrong = fmt.Errorf("a block that nobody had was written: %w", err)
 		}
 	}
+	if wrong != nil {
+		wrong = fmt.Errorf("%w; all that was written: %s", wrong, m.written(append(slices.Clone(ids), m.free...)))
+	}
 	return ids, wrong
+}
+
+// mostTold is how many places written tells of.
+const mostTold = 16
+
+// written says where blocks differ from nobody's pattern: a whole part that came again
+// looks otherwise than a packet.
+func (m *memory) written(ids []core.BlockID) string {
+	var places []string
+	for _, id := range ids {
+		for r := range m.regions {
+			x := base(m.paint[id], r, 0)
+			n, first, last := 0, 0, 0
+			for i, got := range m.words(r, id) {
+				if got != x+uint64(i)*golden {
+					if n++; n == 1 {
+						first = i
+					}
+					last = i
+				}
+			}
+			if n > 0 {
+				places = append(places, fmt.Sprintf("region %d, block %d: %d bytes from %d to %d", r, id, n*8, first*8, last*8+8))
+			}
+		}
+	}
+	if more := len(places) - mostTold; more > 0 {
+		places = append(places[:mostTold], fmt.Sprintf("and %d more", more))
+	}
+	return strings.Join(places, "; ")
 }
 
 // give takes blocks back and paints them over.
