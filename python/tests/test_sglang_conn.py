@@ -144,7 +144,7 @@ def test_another_rank_failed(sides: tuple[Side, Side]) -> None:
         receiver.failure_exception()
     assert raised.value.is_from_another_rank
     receiver.ensure_abort_notified(force_arm=True)
-    assert receiver.abort_notified and d.rooms._used[7].state != KVPoll.Failed
+    assert receiver.abort_notified and d.rooms._used["sglang-7"].state != KVPoll.Failed
     deadline = time.monotonic() + 30
     while not d.is_abort_release_safe(7, 0):
         assert time.monotonic() < deadline

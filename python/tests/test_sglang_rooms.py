@@ -472,10 +472,13 @@ def test_requests_that_cross_in_a_room(ranks: Any) -> None:
     p.until(at_p, SUCCESS)
 
 
-@pytest.mark.parametrize("number", [-1, 1 << 63, "7", 1.5, None, True])
+@pytest.mark.parametrize("number", [-1, 1 << 63, "7", 1.5, None, True, [7]])
 def test_room_that_is_none(ranks: Any, number: Any) -> None:
-    room = ranks("decode").rooms.open(number)
+    rooms = ranks("decode").rooms
+    room = rooms.open(number)
     assert room.state == FAILED and repr(number) in room.reason
+    assert not rooms.under_way(number)
+    rooms.forget(room)
 
 
 @pytest.mark.parametrize(("pages", "says"), [([-1], "-1"), ([1, PAGES], str(PAGES)), ([1 << 40], str(1 << 40)), ([0.5], "float64")])

@@ -149,7 +149,7 @@ class Rooms:
         self._look_at = time.monotonic() + _LOOK_S
         self.inbox = Inbox()
         self._owing: dict[str, Room] = {}  # bounded by the agent's max_transfers
-        self._used: weakref.WeakValueDictionary[int, Room] = weakref.WeakValueDictionary()
+        self._used: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
         self.failed = 0  # since the start
 
     def __len__(self) -> int:
@@ -160,10 +160,10 @@ class Rooms:
         room = Room(self, number, prompt)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 63:
             self.fail(room, f"bootstrap_room is {number!r}: a whole number from 0 to 2^63 - 1 was expected")
-        elif number in self._used:
+        elif room.id in self._used:
             self.fail(room, "the room is in use by another request: each request needs one of its own")
         else:
-            self._used[number] = room
+            self._used[room.id] = room
         return room
 
     def fail(self, room: Room, reason: str) -> None:
@@ -272,14 +272,14 @@ class Rooms:
 
     def under_way(self, number: Any) -> bool:
         """Whether bytes may still land in its pages, or be read from them."""
-        room = self._used.get(number)
+        room = self._used.get(f"sglang-{number}")  # a number that is none fits no room
         return room is not None and room.owed in ("offer", "load")
 
     def forget(self, room: Room) -> None:
         """Its request has ended, well or not. What is under way is collected when it has ended."""
         self.abort(room, "the request has ended")
-        if not room.owed and self._used.get(room.number) is room:
-            del self._used[room.number]
+        if not room.owed and self._used.get(room.id) is room:
+            del self._used[room.id]
 
     def tick(self) -> None:
         """Collects what is new; a few hundred nanoseconds when there is nothing."""
