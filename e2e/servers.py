@@ -444,6 +444,10 @@ def wait_until(what: str, check: Callable[[], bool], bound_s: float, every_s: fl
 # -- the pair -------------------------------------------------------------------------------------------------------
 
 
+# vLLM's processes import it anew, for 15 to 20 s each on two cores, where they are spawned (its default) and not forked.
+FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+
+
 class Pair:
     """A prefill server, a decode server and the router before them."""
 

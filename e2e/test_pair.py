@@ -22,7 +22,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import Answer, Pair, ask, leaving_nothing, metric, open_stream, wait_ready, wait_until
+from servers import FORKED, Answer, Pair, ask, leaving_nothing, metric, open_stream, wait_ready, wait_until
 from servers import request as http_request
 
 BLOCK = 128  # tokens, vLLM's on CPU
@@ -480,6 +480,7 @@ def narrow(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
         failure_policy="recompute",
         decode_args=["--max-num-seqs", "1"],
         decode_config={"bootstrap_allow": ["127.0.0.1"]},
+        extra_env=FORKED,
         progress=progress,
     )
     try:
@@ -623,7 +624,7 @@ def test_preempted_while_they_grow(pair: Pair) -> None:
 def test_engine_that_does_not_fit(pair: Pair, tmp_path: Path) -> None:
     """The request fails with both values in the log, and both engines live. (What else need not fit, and what ends a start:
     python/tests/test_vllm_connector.py.)"""
-    other = Pair(Path(pair.model), tmp_path, dtype="bfloat16", progress=progress)
+    other = Pair(Path(pair.model), tmp_path, dtype="bfloat16", extra_env=FORKED, progress=progress)
     try:
         other.decode.start()
         wait_ready([other.decode], progress=progress)

@@ -22,7 +22,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import Answer, Pair, ask, leaving_nothing, metric, wait_ready, wait_until
+from servers import FORKED, Answer, Pair, ask, leaving_nothing, metric, wait_ready, wait_until
 from servers import request as http_request
 
 TWO = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
@@ -90,7 +90,8 @@ def make(name: str, workdir: Path) -> Pair:
         prefill_args=prefill_args,
         decode_args=decode_args,
         extra_env={
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+            **FORKED,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         },
         prefill_config=config,
         decode_config=config,

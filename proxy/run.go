@@ -38,7 +38,7 @@ func Run(ctx context.Context, cfg Config, logger *zap.Logger) error {
 	srv := httpserve.New(p.Handler(), httpserve.Options{
 		Name:              "proxy",
 		PortSetting:       "--port",
-		ReadHeaderTimeout: 10 * time.Second,
+		ReadHeaderTimeout: time.Minute, // a host that stands still for seconds loses nobody's request
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    64 << 10,
 		MaxConns:          connsPerRequest * p.cfg.MaxRequests,
