@@ -238,7 +238,7 @@ func (m *Machine) tickLoads(now time.Time) {
 	slices.Sort(due)
 	for _, id := range due {
 		switch ld := m.loads[id]; {
-		case ld == nil: // another part of the same load took it along
+		case ld == nil, ld.given: // another part of the same load took it along
 		case ld.isLost(now):
 			m.tellLost(now, ld, ld.state, PeerLost, ld.noSuccessor())
 		case now.Before(ld.until):

@@ -347,7 +347,7 @@ func (a *agent) checkReason(r core.Report) {
 		wrong()
 	case r.Side == core.SideOffer && r.Code == core.Expired && claimed:
 		wrong()
-	case r.Side == core.SideClaim && (r.Code == core.Cancelled || r.Code == core.PeerCancelled && !cancelledAtP):
+	case r.Side == core.SideClaim && !w.shared[r.ID] && (r.Code == core.Cancelled || r.Code == core.PeerCancelled && !cancelledAtP):
 		wrong()
 	case r.Side == core.SideLoad && a.hasHeard(r):
 		h := a.loads[r.Token]

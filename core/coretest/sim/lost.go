@@ -39,17 +39,18 @@ func (w *world) hearingTakes() time.Duration {
 	return time.Duration(w.hearing.IntN(50)) * time.Millisecond
 }
 
-// checkLost: what is loaded though its claim was reported comes to the same.
+// checkLost: what is loaded though its claim was reported comes to the same, as far as
+// there is room to remember it.
 func (a *agent) checkLost(h *half, r core.Report) {
-	if lost := h.lost; lost.Code != core.OK && len(h.blocks) > 0 && !a.w.reused[r.ID] && !a.w.shared[r.ID] && (r.Code != lost.Code || r.Reason != lost.Reason) {
+	if lost := h.lost; a.w.plan.opt.MaxTransfers >= 64 && lost.Code != core.OK && len(h.blocks) > 0 && !a.w.reused[r.ID] && !a.w.shared[r.ID] && (r.Code != lost.Code || r.Reason != lost.Reason) {
 		a.w.fault(r.ID, "%s: the load of %q ended with %v (%s), its claim with %v (%s)", a.id, r.ID, r.Code, r.Reason, lost.Code, lost.Reason)
 	}
 }
 
-// checkHeard: when P has said that it has given up what this agent's machine keeps
-// claimed, the engine has heard of it.
+// checkHeard: where nothing is in the way, P's word that it has given up what it had
+// said to keep is the engine's end of it.
 func (a *agent) checkHeard(part core.TransferID, p core.AgentID) {
-	if _, waits := a.ledger.claims[base(part)]; waits && a.claims[part] == p && !a.w.reused[base(part)] {
+	if _, waits := a.ledger.claims[base(part)]; waits && a.w.plan.calm && a.w.plan.opt.ReportClaims && a.claims[part] == p && !a.w.reused[base(part)] {
 		a.w.fault(base(part), "%s: %s has given %q up, and the engine that has claimed it was not told", a.id, p, part)
 	}
 }
