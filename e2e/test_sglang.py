@@ -136,7 +136,7 @@ def test_prefill_killed_and_restarted(pair: SGLangPair, alone: Alone) -> None:
 
 
 def test_prefill_killed_while_requests_queue_on_decode(pair: SGLangPair, alone: Alone) -> None:
-    """Decode has pages for two of these, which it decodes to the end; the others wait there for pages, and hear at once why they get none."""
+    """Decode has pages for two, which it decodes to the end; the others wait for pages there, and hear why they get none."""
     long, limit = prompt(1300, "long"), 600
     with ThreadPoolExecutor(8) as pool:
         position = pair.decode.log_size()

@@ -12,8 +12,8 @@ from typing import Any
 CONFIG_VARIABLE = "KVCONN_SGLANG_CONFIG"
 
 # What both sides derive from SGLang's options: with other values they would not find each other.
-_OURS: tuple[str, ...] = ("engine_id", "role", "report_wants", "report_claims", "bootstrap_join", "bootstrap_host", "bootstrap_port", "block_tokens")
-_OURS += ("tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank", "dp_size")
+_OURS: tuple[str, ...] = ("engine_id", "role", "report_wants", "report_claims", "bootstrap_join", "bootstrap_host", "bootstrap_port")
+_OURS += ("block_tokens", "tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank", "dp_size")
 
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
