@@ -315,7 +315,7 @@ func go_claim(h C.kvconn_agent, claims *C.kvconn_load_request, n C.size_t, taken
 			if l.transfer_id == nil || l.num_groups != 0 {
 				return fmt.Errorf("%w: claims[%d]: transfer_id is NULL, or num_groups is %d, want 0", core.ErrInvalid, i, l.num_groups)
 			}
-			list = append(list, core.ClaimRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l)})
+			list = append(list, core.ClaimRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), Token: uint64(l.token)})
 			return nil
 		})
 		if err != nil {

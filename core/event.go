@@ -83,6 +83,7 @@ type ClaimRequest struct {
 	ID    TransferID
 	From  Target
 	Parts []ClaimPart // in place of From
+	Token uint64      // given back in the Report, if there is one
 }
 
 // ClaimPart is what will be loaded from one P agent.
@@ -138,9 +139,10 @@ const (
 	SideLoad  Side = 1
 	SideOffer Side = 2
 	SideWant  Side = 3 // no half: an announced transfer is wanted, or needs no work; see Options.ReportWants
+	SideClaim Side = 4 // no half: a claim can come to nothing any more; see Options.ReportClaims
 )
 
-func (s Side) String() string { return [...]string{"", "load", "offer", "want"}[s] }
+func (s Side) String() string { return [...]string{"", "load", "offer", "want", "claim"}[s] }
 
 // Status is P's answer to a renewal, per transfer.
 type Status uint8

@@ -96,7 +96,7 @@ func newUser(t *testing.T, in []byte) *user {
 		t.Fatal(err)
 	}
 	return &user{t: t, in: in, layout: l, match: match, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{}, prompts: map[core.TransferID]uint64{},
-		m: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Claim: time.Minute})}
+		m: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Claim: time.Minute, ReportClaims: len(in)%2 == 1})}
 }
 
 // byte is the input's next choice; 0 when there is none.
@@ -173,7 +173,8 @@ func (u *user) next() {
 			u.offered[r.ID], u.prompts[r.ID] = r.Blocks, r.Prompt
 		}
 	case 2:
-		_ = m.Claim(u.now, core.ClaimRequest{ID: u.id(), From: u.target()})
+		u.token++
+		_ = u.ledger.claim(m, u.now, core.ClaimRequest{ID: u.id(), From: u.target(), Token: u.token})
 	case 3:
 		u.token++
 		r := core.LoadRequest{ID: u.id(), From: u.target(), First: u.first(), Blocks: u.blocks(), Token: u.token}
@@ -182,9 +183,12 @@ func (u *user) next() {
 		}
 		if m.Load(u.now, r) == nil {
 			u.ledger.accepted(core.SideLoad, r.Token)
+			delete(u.ledger.claims, r.ID)
 		}
 	case 4:
-		_ = m.Cancel(u.now, u.id(), "")
+		if id := u.id(); m.Cancel(u.now, id, "") == nil {
+			delete(u.ledger.claims, id)
+		}
 	case 5:
 		id, peer, grant := u.named(), u.peer(), u.byte()%3
 		code, _ := m.LoadArrived(u.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte{grant}, Prompt: uint64(grant), First: u.first(), Blocks: u.blocks(),
@@ -240,7 +244,9 @@ func (u *user) next() {
 		for range 1 + u.byte()%3 {
 			r.Parts = append(r.Parts, core.ClaimPart{From: u.target(), Share: u.share()})
 		}
-		_ = m.Claim(u.now, r)
+		u.token++
+		r.Token = u.token
+		_ = u.ledger.claim(m, u.now, r)
 	case 17:
 		u.token++
 		r := core.LoadRequest{ID: u.id(), Token: u.token}
@@ -254,6 +260,7 @@ func (u *user) next() {
 		}
 		if m.Load(u.now, r) == nil {
 			u.ledger.accepted(core.SideLoad, r.Token)
+			delete(u.ledger.claims, r.ID)
 		}
 	}
 	u.collect()
@@ -335,8 +342,9 @@ func (u *user) collect() {
 		}
 		u.queue = append(u.queue, a)
 	}
+	u.ledger.untold(u.m)
 	// Loads of nothing are not bounded here, but by the room for their reports.
-	if s := u.m.Sizes(); s.Claims > maxFound*fuzzTransfers || s.Offers > 2*fuzzTransfers || s.Early > fuzzTransfers || s.Ended > fuzzTransfers || s.Peers > 2*fuzzTransfers || s.Probes > 2*fuzzTransfers {
+	if s := u.m.Sizes(); s.Claims > maxFound*fuzzTransfers || s.Offers > 2*fuzzTransfers || s.Early > fuzzTransfers || s.Ended > 2*fuzzTransfers || s.Peers > 2*fuzzTransfers || s.Probes > 2*fuzzTransfers {
 		u.t.Errorf("over the limit of %d: %+v", fuzzTransfers, s)
 	}
 }
@@ -441,6 +449,7 @@ func (u *user) answer() {
 // end closes the machine and performs what is left: nothing may remain.
 func (u *user) end() {
 	u.m.Close(u.now)
+	clear(u.ledger.claims)
 	u.collect()
 	for range 10000 {
 		switch {

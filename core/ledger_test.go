@@ -3,6 +3,7 @@ package core_test
 import (
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/kvconn/kvconn/core"
 )
@@ -10,8 +11,9 @@ import (
 // ledger holds a machine to its promises: every accepted half is reported
 // exactly once, and a failed load not before its fence.
 type ledger struct {
-	owed   map[half]int             // accepted, not reported
-	armed  map[core.TransferID]bool // an Expect was asked for, and neither Revoked nor Received came
+	owed   map[half]int               // accepted, not reported
+	armed  map[core.TransferID]bool   // an Expect was asked for, and neither Revoked nor Received came
+	claims map[core.TransferID]uint64 // accepted ones that may be reported, with their tokens
 	broken []string
 }
 
@@ -21,7 +23,7 @@ type half struct {
 }
 
 func newLedger() *ledger {
-	return &ledger{owed: map[half]int{}, armed: map[core.TransferID]bool{}}
+	return &ledger{owed: map[half]int{}, armed: map[core.TransferID]bool{}, claims: map[core.TransferID]uint64{}}
 }
 
 func (l *ledger) accepted(s core.Side, token uint64) { l.owed[half{s, token}]++ }
@@ -39,6 +41,13 @@ func (l *ledger) action(a core.Action) {
 		}
 		l.armed[v.ID] = true
 	case core.Report:
+		if v.Side == core.SideClaim {
+			if token, claimed := l.claims[v.ID]; !claimed || token != v.Token || v.Code == core.OK {
+				l.fault("the claim of %q was reported and is none, or well: %+v", v.ID, v)
+			}
+			delete(l.claims, v.ID)
+			break
+		}
 		h := half{v.Side, v.Token}
 		if l.owed[h]--; l.owed[h] < 0 {
 			l.fault("%v of %q was reported twice or never accepted: %+v", v.Side, v.ID, v)
@@ -51,6 +60,23 @@ func (l *ledger) action(a core.Action) {
 				l.fault("load %q was reported (%v) before its fence", v.ID, v.Code)
 			}
 		}
+	}
+}
+
+// claim makes a claim; one that is none, since it is claimed or loaded already, is none here.
+func (l *ledger) claim(m *core.Machine, now time.Time, r core.ClaimRequest) error {
+	before := m.Untold()
+	err := m.Claim(now, r)
+	if m.Untold() > before {
+		l.claims[r.ID] = r.Token
+	}
+	return err
+}
+
+// untold checks that the machine counts the claims that may still be reported.
+func (l *ledger) untold(m *core.Machine) {
+	if n := m.Untold(); n != len(l.claims) {
+		l.fault("%d claims may be reported, of %v", n, l.claims)
 	}
 }
 

@@ -39,6 +39,7 @@ type load struct {
 	begun   time.Time // when P's agent was known: what is asked of it is asked since then
 	until   time.Time // end of a claim that no load follows, or of a load's second look-up
 	retryAt time.Time // of a claim whose P was not found: when it is looked up again
+	lostBy  time.Time // of a claim that is reported and whose P is gone: when another must have been found in its place
 	claim   bool      // no load yet: nothing is owed to the engine
 	known   AgentID   // the agent that has answered the claim: one in its place knows nothing of it
 	tried   AgentID   // the agent that it was with before P was looked up again
@@ -61,8 +62,9 @@ func (ld *load) empty() bool { return countBlocks(ld.blocks) == 0 }
 func (ld *load) owes() bool { return !ld.given && !ld.claim }
 
 // Claim tells P that the engine will load a transfer as soon as it has blocks
-// for it: P keeps it for as long. A claim has no Report; it ends by Load, by
-// Cancel, or after Options.Claim. One that is known already is no error.
+// for it: P keeps it for as long. A claim ends by Load, by Cancel, or after
+// Options.Claim, and has no Report unless Options.ReportClaims is set. One that is
+// known already is no error.
 func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
 	if len(r.Parts) > 0 {
 		return m.claimParts(now, r)
@@ -78,7 +80,8 @@ func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
 		return m.overload("claims")
 	}
 	m.count.Claimed++
-	m.addClaim(now, &load{id: r.ID, from: r.From})
+	m.claimAnew(r.ID)
+	m.addClaim(now, &load{id: r.ID, from: r.From, token: r.Token})
 	return nil
 }
 
@@ -150,6 +153,9 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 		return m.overload("loads")
 	}
 	m.count.Loaded++
+	if m.loadLost(&r, countBlocks(r.Blocks)) {
+		return nil
+	}
 	if j != nil && j.found != nil && j.of == r.From {
 		m.loadFound(now, j, r)
 		return nil
@@ -217,14 +223,16 @@ func (m *Machine) addLoad(now time.Time, ld *load) {
 	m.proceed(now, ld)
 }
 
+const nothingToLoad = "nothing to load"
+
 // proceed goes on with a load whose P is known.
 func (m *Machine) proceed(now time.Time, ld *load) {
 	switch {
 	case ld.empty():
 		if ld.code == OK {
-			m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: OK, Reason: "nothing to load"})
+			m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: OK, Reason: nothingToLoad})
 		}
-		ld.code, ld.reason = OK, "nothing to load"
+		ld.code, ld.reason = OK, nothingToLoad
 		m.reportLoad(now, ld)
 	case ld.code != OK:
 		m.reportLoad(now, ld)
@@ -249,14 +257,14 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 		m.resolveLater(now, ld)
 		return
 	case ld.claim:
-		ld.doom(code, reason)
+		m.loseClaim(now, ld, code, reason)
 		return
 	default:
 		ld.code, ld.reason = code, reason
 		m.reportLoad(now, ld)
 		return
 	}
-	ld.peer, ld.nameBy = peer, time.Time{}
+	ld.peer, ld.nameBy, ld.lostBy = peer, time.Time{}, time.Time{}
 	older := ld.since.Before(opened)
 	if older { // so that it is reported within PeerTimeout of its beginning, with the next renewal
 		ld.nameBy = later(ld.since.Add(m.patience()-m.renewInterval()), now.Add(m.opt.PeerTimeout/3))
@@ -272,7 +280,7 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 		// The request is older than this agent, so its engine cannot know it.
 		reason = fmt.Sprintf("prefill agent %s, which the request was for, was replaced by %s", ld.tried, peer)
 		if ld.claim {
-			ld.doom(PeerLost, reason)
+			m.loseClaim(now, ld, PeerLost, reason)
 			return
 		}
 		ld.code, ld.reason = PeerLost, reason
@@ -339,6 +347,9 @@ func (m *Machine) lookAgain(now time.Time, ld *load, gone bool) {
 	m.count.Retries++
 	m.act(Forget{Peer: ld.peer, Gone: gone})
 	if ld.claim {
+		if m.opt.ReportClaims {
+			ld.lostBy = now.Add(m.patience())
+		}
 		m.resolveAgain(ld)
 		return
 	}
@@ -398,13 +409,8 @@ func (m *Machine) peerEnded(now time.Time, ld *load, code Code, reason string) {
 	case ld.state != loadClaimed:
 		m.endLoad(now, ld, code, reason, false)
 	case ld.code == OK:
-		ld.doom(code, reason)
+		m.loseClaim(now, ld, code, reason)
 	}
-}
-
-// doom keeps what a claim came to for the load that follows.
-func (ld *load) doom(code Code, reason string) {
-	ld.state, ld.code, ld.reason = loadClaimed, code, reason
 }
 
 // Revoked answers Revoke: no byte of the load can land any more.

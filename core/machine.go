@@ -30,6 +30,7 @@ type Options struct {
 	Claim        time.Duration // D keeps a claim that no load follows; 1 h
 	MaxTransfers int           // claims, loads, offers, and early ones of both, each; 8192
 	ReportWants  bool          // P: Report when an announced transfer is wanted
+	ReportClaims bool          // D: Report when a claim can come to nothing any more
 }
 
 func (o Options) withDefaults() Options {
@@ -68,6 +69,7 @@ type Machine struct {
 	// earlyBlocks is how many block ids they hold.
 	earlyBlocks int
 	ended       tombstones
+	lost        remembered[Report] // claims of which the engine was told that they came to nothing
 	probes      map[AgentID]*probe // the D agents that P asks whether they live
 	count       Counters
 	awake       time.Time // last time that this process is known to have run
@@ -82,7 +84,7 @@ func New(layout *Layout, opt Options) *Machine {
 	return &Machine{
 		opt: opt, layout: layout,
 		loads: map[TransferID]*load{}, joins: map[TransferID]*join{}, wholes: map[TransferID]*whole{}, peers: map[AgentID]*peer{}, offers: map[TransferID]*offer{}, wants: map[TransferID]bool{}, probes: map[AgentID]*probe{},
-		ended: tombstones{limit: opt.MaxTransfers, byID: map[TransferID]tombstone{}},
+		ended: tombstones{remember[tombstone](opt.MaxTransfers)}, lost: remember[Report](opt.MaxTransfers),
 	}
 }
 
@@ -144,7 +146,7 @@ func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 		}
 		return nil
 	}
-	if of := m.offers[id]; of != nil || ld == nil && j == nil {
+	if of := m.offers[id]; of != nil || ld == nil && j == nil && !m.wasLost(id) {
 		m.cancelOffer(now, id, of, orText(reason, "cancelled by the prefill engine"))
 	}
 	return nil
@@ -197,10 +199,28 @@ func orText(s, def string) string {
 
 // tombstones remember, within a bound, how transfers ended, so that a late or
 // doubled message is answered by the truth and not by a new wait.
-type tombstones struct {
+type tombstones struct{ remembered[tombstone] }
+
+// remembered are things about the newest transfers, as many as limit.
+type remembered[T any] struct {
 	limit int
-	byID  map[TransferID]tombstone
+	byID  map[TransferID]T
 	order []TransferID
+}
+
+func remember[T any](limit int) remembered[T] {
+	return remembered[T]{limit: limit, byID: map[TransferID]T{}}
+}
+
+func (r *remembered[T]) put(id TransferID, v T) {
+	if _, known := r.byID[id]; !known {
+		for len(r.order) >= r.limit {
+			delete(r.byID, r.order[0])
+			r.order = r.order[1:]
+		}
+		r.order = append(r.order, id)
+	}
+	r.byID[id] = v
 }
 
 type tombstone struct {
@@ -212,14 +232,7 @@ type tombstone struct {
 }
 
 func (t *tombstones) add(id TransferID, code Code, reason string, offered bool) {
-	if _, known := t.byID[id]; !known {
-		for len(t.order) >= t.limit {
-			delete(t.byID, t.order[0])
-			t.order = t.order[1:]
-		}
-		t.order = append(t.order, id)
-	}
-	t.byID[id] = tombstone{code: code, reason: reason, offered: offered}
+	t.put(id, tombstone{code: code, reason: reason, offered: offered})
 }
 
 func (t *tombstones) moved(id TransferID, s TransferStats) {
@@ -302,10 +315,12 @@ func (m *Machine) checkInvariants() {
 	}
 	m.checkJoined(must)
 	m.checkWants(must)
+	m.checkLost(must)
 	must(parts == m.parts, "%d parts, counted %d", parts, m.parts)
 	must(claims == m.claims && claims <= m.opt.MaxTransfers, "%d claims, counted %d", claims, m.claims)
 	must(busy <= m.opt.MaxTransfers, "%d loads, over the limit", busy)
 	must(len(m.loads) > 0 || len(m.peers) == 0, "%d peers are watched for no load", len(m.peers))
 	must(len(m.offers) > 0 || len(m.probes) == 0, "%d peers are asked for no offer", len(m.probes))
 	must(len(m.ended.order) == len(m.ended.byID) && len(m.ended.byID) <= m.ended.limit, "%d tombstones, %d in order", len(m.ended.byID), len(m.ended.order))
+	must(len(m.lost.order) == len(m.lost.byID) && len(m.lost.byID) <= m.lost.limit, "%d lost claims, %d in order", len(m.lost.byID), len(m.lost.order))
 }

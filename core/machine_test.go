@@ -80,6 +80,7 @@ func (s *script) run(c *coretest.Command) string {
 		m.ledger.action(a)
 		out.WriteString(describe(a) + "\n")
 	}
+	m.ledger.untold(m.Machine)
 	return strings.ReplaceAll(out.String(), "\x00", "~")
 }
 
@@ -122,7 +123,7 @@ func (s *script) open(c *coretest.Command) *core.Machine {
 	l := s.layout(c, s.list(c, "size"))
 	s.layouts[c.Word(0)] = l
 	return core.New(l, core.Options{Lease: s.duration(c, "lease", 0), PeerTimeout: s.duration(c, "timeout", 0),
-		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), MaxTransfers: int(s.number(c, "max", 0))})
+		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), MaxTransfers: int(s.number(c, "max", 0)), ReportClaims: c.Value("report", "") == "claims"})
 }
 
 func (s *script) event(m *scripted, what string, c *coretest.Command) (said string, err error) {
@@ -142,6 +143,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 			From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
 		if err = m.Load(s.now, r); err == nil {
 			m.ledger.accepted(core.SideLoad, r.Token)
+			delete(m.ledger.claims, r.ID)
 		}
 	case "offer":
 		r := core.OfferRequest{ID: id, First: s.first(c), Blocks: s.blocks(c), Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0)}
@@ -159,7 +161,9 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	case "reading":
 		said = fmt.Sprint(m.Reading(id))
 	case "cancel":
-		err = m.Cancel(s.now, id, c.Value("why", ""))
+		if err = m.Cancel(s.now, id, c.Value("why", "")); err == nil {
+			delete(m.ledger.claims, id)
+		}
 	case "resolved":
 		m.Resolved(s.now, id, s.number(c, "seq", 1), peer, s.instant(c, "opened"), s.code(c), c.Value("why", ""))
 	case "found":
@@ -209,11 +213,11 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		}
 		m.RenewReplied(s.now, core.SendRenew{Peer: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims")}, answers, absent, failure)
 	case "claim":
-		r := core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
+		r := core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}, Token: s.number(c, "token", 0)}
 		for _, p := range s.parts(c) {
 			r.Parts = append(r.Parts, core.ClaimPart{From: p.From, Share: p.Share})
 		}
-		err = m.Claim(s.now, r)
+		err = m.ledger.claim(m.Machine, s.now, r)
 	case "probed":
 		m.ProbeReplied(s.now, peer, absent, c.Value("away", "") == "yes", failure)
 	case "down":
@@ -240,6 +244,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		m.Tick(s.now)
 	case "close":
 		m.Close(s.now)
+		clear(m.ledger.claims)
 	case "abandon":
 		for id := range m.ledger.armed {
 			m.ledger.disarmed(id) // its transports are closed

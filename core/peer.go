@@ -51,8 +51,10 @@ func (m *Machine) noticePause(now time.Time) {
 		if !ld.claim {
 			ld.until = earlier(ld.until.Add(gap), now.Add(m.patience()))
 		}
-		if !ld.nameBy.IsZero() {
-			ld.nameBy = earlier(ld.nameBy.Add(gap), now.Add(m.patience()))
+		for _, by := range []*time.Time{&ld.nameBy, &ld.lostBy} {
+			if !by.IsZero() {
+				*by = earlier(by.Add(gap), now.Add(m.patience()))
+			}
 		}
 	}
 	for _, of := range m.offers {
@@ -177,7 +179,7 @@ func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, abs
 	}
 	for i, id := range r.Claims {
 		if ld := m.loads[id]; ld != nil && ld.peer == r.Peer && ld.state == loadClaimed {
-			claimAnswered(ld, answers[len(r.Loads)+i])
+			m.claimAnswered(now, ld, answers[len(r.Loads)+i])
 		}
 	}
 	if p.fresh || !now.Before(p.next) { // they came while this was under way
@@ -207,15 +209,15 @@ func (m *Machine) answered(now time.Time, ld *load, a Answer) {
 	}
 }
 
-// claimAnswered: what P has given up is kept for the load that may follow. A
-// claim that P has no place for now is asked again at the next renewal.
-func claimAnswered(ld *load, a Answer) {
+// claimAnswered: a claim that P has no place for now is asked again at the next
+// renewal.
+func (m *Machine) claimAnswered(now time.Time, ld *load, a Answer) {
 	switch a.Status {
 	case StatusUnknown:
 	case StatusEnded:
-		ld.doom(peerCode(a.Code), a.Reason)
+		m.loseClaim(now, ld, peerCode(a.Code), a.Reason)
 	case StatusSent:
-		ld.doom(Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(ld.id)))
+		m.loseClaim(now, ld, Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(ld.id)))
 	default:
 		ld.known = ld.peer
 	}
@@ -228,7 +230,7 @@ func (m *Machine) tickLoads(now time.Time) {
 	var due []TransferID
 	for id, ld := range m.loads {
 		late := !now.Before(ld.until)
-		if ld.claim && (late || !ld.retryAt.IsZero() && !now.Before(ld.retryAt)) ||
+		if ld.claim && (late || !ld.retryAt.IsZero() && !now.Before(ld.retryAt)) || ld.isLost(now) ||
 			late && ld.tried != "" && ld.state == loadResolving && ld.owes() {
 			due = append(due, id)
 		}
@@ -236,15 +238,31 @@ func (m *Machine) tickLoads(now time.Time) {
 	slices.Sort(due)
 	for _, id := range due {
 		switch ld := m.loads[id]; {
-		case ld == nil: // another part of the same load took it along
+		case ld == nil, ld.given: // another part of the same load took it along
+		case ld.isLost(now):
+			m.tellLost(now, ld, ld.state, PeerLost, ld.noSuccessor())
 		case now.Before(ld.until):
 			m.resolveAgain(ld)
 		case !ld.claim:
-			m.endLoad(now, ld, PeerLost, fmt.Sprintf("no agent was found in the place of prefill agent %s, which the request was for", ld.tried), false)
+			m.endLoad(now, ld, PeerLost, ld.noSuccessor(), false)
 		default:
-			m.endLoad(now, ld, Cancelled, fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", string(id), m.opt.Claim), true)
+			reason := fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", string(id), m.opt.Claim)
+			if m.opt.ReportClaims {
+				m.tellLost(now, ld, ld.state, Expired, reason)
+				continue
+			}
+			m.endLoad(now, ld, Cancelled, reason, true)
 		}
 	}
+}
+
+// isLost: nobody has taken the place of the agent that a claim was for.
+func (ld *load) isLost(now time.Time) bool {
+	return ld.claim && !ld.lostBy.IsZero() && !now.Before(ld.lostBy)
+}
+
+func (ld *load) noSuccessor() string {
+	return fmt.Sprintf("no agent was found in the place of prefill agent %s, which the request was for", ld.tried)
 }
 
 // PeerDown takes a transport's word that the way to a peer broke. Whether the
@@ -276,11 +294,11 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 		case ld.state != loadClaimed || ld.code != OK:
 			// What has not been asked yet learns it by its own SendLoad, and may find
 			// the agent that took the place.
-		case ld.known != "":
+		case ld.known != "" || ld.tried != "" && m.opt.ReportClaims: // as a load would end
 			if !absent {
 				m.act(SendFinish{Peer: id, ID: tid, Code: PeerLost, Reason: reason})
 			}
-			ld.doom(PeerLost, reason)
+			m.loseClaim(now, ld, PeerLost, reason)
 		case ld.tried != "":
 			ld.tried = id
 			m.resolveLater(now, ld)

@@ -114,7 +114,8 @@ type join struct {
 	claim   bool
 	started time.Time
 	blocks  int
-	adding  bool // the parts are being begun
+	adding  bool    // the parts are being begun
+	lost    *Report // of a claim: what it came to
 }
 
 func (m *Machine) checkParts(id TransferID, n int, at func(i int) (Target, Share)) ([]TransferID, error) {
@@ -150,11 +151,12 @@ func (m *Machine) claimParts(now time.Time, r ClaimRequest) error {
 		return m.overload("claims")
 	}
 	m.count.Claimed++
+	m.claimAnew(r.ID)
 	m.claims++
 	j := &join{id: r.ID, parts: parts, claim: true, joined: joined{left: len(parts)}}
 	m.joins[r.ID] = j
 	for i, p := range r.Parts {
-		m.addClaim(now, &load{id: parts[i], from: p.From, join: j})
+		m.addClaim(now, &load{id: parts[i], from: p.From, token: r.Token, join: j})
 	}
 	return nil
 }
@@ -177,6 +179,9 @@ func (m *Machine) loadParts(now time.Time, r LoadRequest) error {
 		return m.overload("loads")
 	}
 	m.count.Loaded++
+	if m.loadLost(&r, blocks) {
+		return nil
+	}
 	m.beginParts(now, &join{id: r.ID, parts: parts, token: r.Token, blocks: blocks}, r.Parts, &r)
 	return nil
 }
@@ -207,7 +212,11 @@ func (m *Machine) beginParts(now time.Time, j *join, from []LoadPart, r *LoadReq
 
 // partsBegun ends the others if one has failed while they were being begun.
 func (m *Machine) partsBegun(now time.Time, j *join) {
-	if j.adding = false; j.code != OK {
+	j.adding = false
+	switch {
+	case j.lost != nil:
+		m.tellPartsLost(now, j)
+	case j.code != OK:
 		m.endParts(now, j, Cancelled, j.reason)
 	}
 }

@@ -52,13 +52,13 @@ func TestSim(t *testing.T) {
 	// would prove nothing.
 	for _, want := range []string{"load ok", "offer ok", "load cancelled", "offer cancelled", "load peer-cancelled", "offer peer-cancelled",
 		"load peer-lost", "offer peer-lost", "load not-offered", "offer not-offered", "load expired", "offer expired", "load failed", "offer failed",
-		"load refused", "offer refused", "load unreachable", "load closed", "offer closed"} {
+		"load refused", "offer refused", "load unreachable", "load closed", "offer closed", "claim peer-lost", "claim peer-cancelled", "claim not-offered"} {
 		if sum.Codes[want] == 0 {
 			t.Errorf("in %d seeds no transfer ended with %q", seeds, want)
 		}
 	}
 	for _, want := range []string{"loss", "delay", "double", "one-way", "partition", "break", "stop", "crash", "restart", "clock-jump", "close",
-		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued", "claim", "claim-left", "probe", "retry", "finish-lost", "deaf", "hang", "late-prefill", "killed-when-asked", "several-sources", "several-shares", "found-parts", "abort-found", "crossed",
+		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued", "claim", "claim-left", "probe", "retry", "finish-lost", "deaf", "hang", "late-prefill", "killed-when-asked", "several-sources", "several-shares", "found-parts", "abort-found", "crossed", "lost-loaded", "lost-cancelled", "lost-dropped",
 		"smaller-blocks", "larger-blocks", "other-order", "cut-heads", "gathered-heads", "half-block"} {
 		if sum.Faults[want] == 0 {
 			t.Errorf("in %d seeds there was no %q", seeds, want)

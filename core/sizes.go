@@ -5,13 +5,14 @@ import "time"
 // Counters are what a machine has done since New and what its reports do not
 // tell.
 type Counters struct {
-	Offered   uint64 // accepted Offers
-	Loaded    uint64 // accepted Loads
-	Claimed   uint64 // accepted Claims
-	Reaped    uint64 // claims and loads whose request P's engine never named
-	Retries   uint64 // loads and claims that were begun again, most with P looked up anew
-	Grown     uint64 // writes that began before the engine had all of the blocks
-	Retracted uint64 // of them, those that the engine took back
+	Offered    uint64 // accepted Offers
+	Loaded     uint64 // accepted Loads
+	Claimed    uint64 // accepted Claims
+	ClaimsLost uint64 // of them, those of which the engine was told that they came to nothing
+	Reaped     uint64 // claims and loads whose request P's engine never named
+	Retries    uint64 // loads and claims that were begun again, most with P looked up anew
+	Grown      uint64 // writes that began before the engine had all of the blocks
+	Retracted  uint64 // of them, those that the engine took back
 }
 
 // Counters returns them.
@@ -29,12 +30,12 @@ type Sizes struct {
 	Early   int // claims and loads that P's engine has not named
 	Probes  int // D agents that are asked whether they live
 	Joined  int // halves that have several parts
-	Ended   int // transfers whose end is remembered
+	Ended   int // transfers whose end is remembered, lost claims among them
 }
 
 // Sizes counts them; it walks over all loads.
 func (m *Machine) Sizes() Sizes {
-	s := Sizes{Loads: len(m.loads), Peers: len(m.peers), Offers: len(m.offers), Early: m.early, Probes: len(m.probes), Joined: len(m.joins) + len(m.wholes), Ended: len(m.ended.byID)}
+	s := Sizes{Loads: len(m.loads), Peers: len(m.peers), Offers: len(m.offers), Early: m.early, Probes: len(m.probes), Joined: len(m.joins) + len(m.wholes), Ended: len(m.ended.byID) + len(m.lost.byID)}
 	for _, ld := range m.loads {
 		switch {
 		case ld.claim:

@@ -135,6 +135,33 @@ def test_prefill_killed_and_restarted(pair: SGLangPair, alone: Alone) -> None:
     test_pages_are_given_back(pair, alone)
 
 
+def test_prefill_killed_while_requests_queue_on_decode(pair: SGLangPair, alone: Alone) -> None:
+    """Decode has pages for two, which it decodes to the end; the others wait for pages there, and hear why they get none."""
+    long, limit = prompt(1300, "long"), 600
+    with ThreadPoolExecutor(8) as pool:
+        position = pair.decode.log_size()
+        decoding = [pool.submit(pair.ask_both, pair.body(long, limit, stream=True)) for _ in range(2)]
+        wait_until("the decode server decodes both", lambda: "#running-req: 2" in pair.decode.log_since(position), 120)
+        prompts = [prompt(1900, f"queued {n}") for n in range(4)]
+        position = pair.decode.log_size()
+        queued = [pool.submit(pair.ask_both, pair.body(ids, 1)) for ids in prompts]
+        wait_until("all of them queue there", lambda: "#prealloc-req: 4" in pair.decode.log_since(position), 120)
+        assert not any(work.done() for work in decoding)
+        pair.prefill.kill()
+        replies = [work.result()[1] for work in queued]
+        assert not any(work.done() for work in decoding), "pages came free: the queued ones may have heard by their loads"
+        answers = [work.result()[1] for work in decoding]
+    for reply in replies:
+        assert not reply.ok and "decode dp0 tp0 pp0, room" in reply.error and "is gone" in reply.error, replies
+    expected = alone.ask(long, limit)
+    assert [answer.ids for answer in answers] == [expected.ids] * 2, answers
+    pair.check_decode()
+    pair.prefill.start()
+    wait_ready([pair.prefill])
+    same(pair, alone, prompt(300, "back again"))
+    test_pages_are_given_back(pair, alone)
+
+
 def test_decode_killed_and_restarted(pair: SGLangPair, alone: Alone) -> None:
     """The prefill server's pages come back, and its clients get an answer."""
     body = pair.body(prompt(1900, "decode dies"), 1)

@@ -188,8 +188,13 @@ typedef struct kvconn_load_request {
  * a completion of KVCONN_SIDE_WANT before its offer: with KVCONN_OK when decode
  * has asked for it, that is, has blocks for it (blocks is then the first block of
  * group 0 that it asks for), else with why it has ended.
+ *
+ * With the setting report_claims of a decode engine a claim that a load could only
+ * fail with gets a completion of KVCONN_SIDE_CLAIM, once and never with KVCONN_OK:
+ * its prefill engine is gone, has ended or refused it, or claim_s went by. A claim
+ * that is loaded or cancelled before gets none.
  */
-enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2, KVCONN_SIDE_WANT = 3 };
+enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2, KVCONN_SIDE_WANT = 3, KVCONN_SIDE_CLAIM = 4 };
 
 /* How one half of a transfer ended. Each accepted offer and load gets one. */
 typedef struct kvconn_completion {
@@ -274,7 +279,10 @@ int32_t kvconn_retract(kvconn_agent agent, const char *const *transfer_ids, size
  * until then they are kept, however long it takes, within claim_s. A claim has
  * num_groups 0 and no completion of its own. It ends by kvconn_start_load or
  * kvconn_cancel of the id; a load whose prefill engine went meanwhile fails at
- * once. To claim what is claimed or loaded already is no error.
+ * once. To claim what is claimed or loaded already is no error. With report_claims
+ * it ends by a KVCONN_SIDE_CLAIM too, which gives the claim's token back: then
+ * nothing is owed, a cancel changes nothing, a load fails with the same code and
+ * reason, and a claim is that of another request.
  */
 int32_t kvconn_claim(kvconn_agent agent, const kvconn_load_request *claims, size_t count, size_t *accepted);
 

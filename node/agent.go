@@ -172,7 +172,7 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	}
 	a.layout, a.transport, a.self = layout, t, self
 	a.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
-		EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers, ReportWants: a.cfg.ReportWants})
+		EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers, ReportWants: a.cfg.ReportWants, ReportClaims: a.cfg.ReportClaims})
 	a.mu.Unlock()
 	if a.cfg.prefills() {
 		bound := a.cfg.ConnectTimeout
@@ -277,12 +277,19 @@ func (a *Agent) collect() {
 	n := len(a.queue)
 	for _, act := range a.machine.Actions() {
 		if r, ok := act.(core.Report); ok {
-			a.outstanding--
-			if r.Side == core.SideWant {
+			switch r.Side {
+			case core.SideClaim: // the machine counts these itself
+				a.logReport(r)
+				r.Reason = a.explain(r)
+				a.reports.Push(r)
+				continue
+			case core.SideWant:
+				a.outstanding--
 				r.Reason = a.explain(r)
 				a.reports.Push(r)
 				continue
 			}
+			a.outstanding--
 			r.Transport = a.transport.ended(r)
 			a.total.add(r)
 			a.metrics.observe(r)
@@ -308,10 +315,11 @@ func (a *Agent) signal() {
 	}
 }
 
-// room says why n more transfers cannot be accepted; a.mu is held.
+// room says why n more transfers cannot be accepted; a.mu is held. The machine counts
+// the claims that may be reported, since most end without.
 func (a *Agent) room(n int) error {
 	unread := a.reports.Unread()
-	if a.outstanding+unread+n > a.reports.Capacity() {
+	if a.outstanding+a.machine.Untold()+unread+n > a.reports.Capacity() {
 		return fmt.Errorf("%w: %d under way and %d finished ones not collected, %d more do not fit (max_transfers)", core.ErrOverload, a.outstanding, unread, n)
 	}
 	return nil
@@ -362,13 +370,21 @@ func (a *Agent) Offer(offers []core.OfferRequest) (int, error) {
 
 // Claim tells prefill engines that this engine will load transfers as soon as
 // it has blocks for them, so that they are kept however long that takes. A
-// claim has no report; it ends by StartLoad or Cancel. Returns how many were
-// accepted.
+// claim ends by StartLoad or Cancel and has no report, unless with report_claims a
+// load could only fail: then it ends by a report of side claim. Returns how many
+// were accepted.
 func (a *Agent) Claim(claims []core.ClaimRequest) (int, error) {
 	if !a.cfg.decodes() {
 		return 0, fmt.Errorf("%w: claim on an agent of role %q", core.ErrInvalid, a.cfg.Role)
 	}
-	return each(a, claims, 0, func(m *core.Machine, now time.Time, c core.ClaimRequest) error { return m.Claim(now, c) })
+	return each(a, claims, 0, func(m *core.Machine, now time.Time, c core.ClaimRequest) error {
+		if a.cfg.ReportClaims {
+			if err := a.room(1); err != nil {
+				return err
+			}
+		}
+		return m.Claim(now, c)
+	})
 }
 
 // StartLoad asks for transfers in the engine's blocks. The blocks belong to the

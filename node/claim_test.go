@@ -123,3 +123,35 @@ func TestAbortStorm(t *testing.T) {
 		return p.Stats().OffersUnderWay == 0 && d.Stats().LoadsUnderWay == 0
 	})
 }
+
+// TestLostClaimsAreReported: with report_claims the engine hears of a claim whose
+// prefill process was killed, without a load, and a load that follows hears the same.
+func TestLostClaimsAreReported(t *testing.T) {
+	leaktest.Check(t)
+	address, to := prefillProcess(t, 0, "")
+	c := testConfig(RoleDecode)
+	c.ReportClaims = true
+	c.MaxTransfers = 2 // the ring has room for eight reports
+	d := open(t, c)
+	for round := range 5 { // claims that are cancelled leave none behind
+		id := core.TransferID(fmt.Sprint("cancelled", round))
+		d.claim(address, id, id+"'")
+		if _, err := d.Cancel([]core.TransferID{id, id + "'"}, ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	d.claim(address, "announced")
+	until(t, "prefill has answered the claim", func() bool { return d.sizes().Kept == 1 })
+	to.kill()
+	lost := d.want("announced", core.PeerLost, "gone", "claim of engine", address)
+	if lost.Side != core.SideClaim || d.sizes().Claims != 0 {
+		t.Fatalf("reported %+v, left is %+v", lost, d.sizes())
+	}
+	d.load("announced", address, 1)
+	if r := d.want("announced", core.PeerLost, "gone"); r.Side != core.SideLoad {
+		t.Fatalf("reported %+v, want the load", r)
+	}
+	if s := d.Stats(); s.Outstanding != 0 || s.ClaimsLost != 1 || s.LoadsBy["peer-lost"] != 1 {
+		t.Fatalf("decode is left with %+v", s)
+	}
+}

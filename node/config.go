@@ -97,7 +97,8 @@ type Config struct {
 	CloseTimeout   Seconds `json:"close_timeout_s"`
 	JoinTimeout    Seconds `json:"join_timeout_s"`
 	MaxTransfers   int     `json:"max_transfers"`
-	ReportWants    bool    `json:"report_wants"` // prefill: report when an announced transfer is wanted
+	ReportWants    bool    `json:"report_wants"`  // prefill: report when an announced transfer is wanted
+	ReportClaims   bool    `json:"report_claims"` // decode: report when a claim can come to nothing any more
 
 	LogLevel string `json:"log_level"` // debug, info, warn or error
 }

@@ -57,6 +57,7 @@ var described = []struct {
 	{"kvconn_transport_available", "Whether a transport can be used.", []string{"transport"}},
 	{"kvconn_transport_counters", "What a transport counts itself: of rdma its writes, doorbells and signalled completions since the start, and its lanes.", []string{"transport", "counter"}},
 	{"kvconn_fallbacks_total", "Loads that went by another transport than this better one.", []string{"transport"}},
+	{"kvconn_claims_lost_total", "Claims of which the engine was told that a load could only fail.", nil},
 	{"kvconn_reaped_total", "Claims and loads of requests that this engine never named.", nil},
 	{"kvconn_grown_total", "Offers that began to move while the engine still worked on their requests.", nil},
 	{"kvconn_retracted_total", "Of them, those whose blocks the engine took back, as when it preempts a request.", nil},
@@ -119,6 +120,7 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 			gauge("kvconn_transport_counters", float64(n), name, c)
 		}
 	}
+	counter("kvconn_claims_lost_total", s.ClaimsLost)
 	counter("kvconn_reaped_total", s.Reaped)
 	counter("kvconn_grown_total", s.Grown)
 	counter("kvconn_retracted_total", s.Retracted)

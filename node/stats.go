@@ -33,6 +33,7 @@ type Stats struct {
 	Offered        uint64  `json:"offered"` // accepted calls
 	LoadsStarted   uint64  `json:"loads_started"`
 	Claimed        uint64  `json:"claimed"`
+	ClaimsLost     uint64  `json:"claims_lost"`      // of them, those that were reported: a load could only fail
 	Reaped         uint64  `json:"reaped"`           // claims and loads of others that this engine never named
 	Grown          uint64  `json:"grown"`            // offers that began to move before the engine had all of their blocks
 	Retracted      uint64  `json:"retracted"`        // of them, those that the engine took back
@@ -99,7 +100,7 @@ func (a *Agent) stats() Stats {
 		n, c := a.machine.Sizes(), a.machine.Counters()
 		s.LoadsUnderWay, s.LoadsClaimed, s.LoadsWaiting = n.Loads, n.Claims, n.Waiting
 		s.OffersUnderWay, s.OffersEarly = n.Offers, n.Early
-		s.Offered, s.LoadsStarted, s.Claimed, s.Reaped, s.Grown, s.Retracted = c.Offered, c.Loaded, c.Claimed, c.Reaped, c.Grown, c.Retracted
+		s.Offered, s.LoadsStarted, s.Claimed, s.ClaimsLost, s.Reaped, s.Grown, s.Retracted = c.Offered, c.Loaded, c.Claimed, c.ClaimsLost, c.Reaped, c.Grown, c.Retracted
 		s.Retries += c.Retries
 		s.OldestWait = a.machine.OldestWait(a.clock.Now()).Seconds()
 		s.Transport = a.transport.String()
@@ -116,7 +117,7 @@ func (a *Agent) explain(r core.Report) string {
 		return r.Reason
 	}
 	where := fmt.Sprintf("engine %q dp%d tp%d pp%d", a.cfg.EngineID, a.cfg.DPRank, a.cfg.TPRank, a.cfg.PPRank)
-	if r.Side == core.SideLoad {
+	if r.Side == core.SideLoad || r.Side == core.SideClaim {
 		from := a.peers.rankOf(r.Peer)
 		if from == "" {
 			from = fmt.Sprintf("engine %q", r.From.EngineID)

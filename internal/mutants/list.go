@@ -16,6 +16,7 @@ const (
 	planFile  = "core/plan.go"
 	matchFile = "core/match.go"
 	foundFile = "core/found.go"
+	lostFile  = "core/lost.go"
 	growFile  = "core/grow.go"
 	wireFile  = "core/coretest/sim/transport.go"
 )
@@ -43,7 +44,7 @@ var mutants = []mutant{
 	{"no-finish-from-p", "D is not told that P has aborted", offerFile,
 		"\tif tell && of.peer != \"\" {", "\tif tell && of.peer != \"\" && code != Cancelled {"},
 	{"no-tombstones", "what has ended is forgotten at once", coreFile,
-		"\tt.byID[id] = tombstone{code: code, reason: reason, offered: offered}", "\tdelete(t.byID, id)\n\tt.order = nil"},
+		"\tt.put(id, tombstone{code: code, reason: reason, offered: offered})", "\tdelete(t.byID, id)\n\tt.order = nil"},
 	{"second-load", "a second decode engine's load takes the first one's place", offerFile,
 		"if of != nil && of.peer != \"\" && of.peer != l.Peer {", "if of != nil && of.peer != \"\" && of.peer != l.Peer && of.state != offerPrefill {"},
 	{"second-claim", "a second decode engine's claim takes the first one's place", offerFile,
@@ -55,7 +56,15 @@ var mutants = []mutant{
 	{"claim-for-ever", "a claim that no load follows never ends", peerFile,
 		"if ld.claim && (late ||", "if ld.claim && (now.IsZero() ||"},
 	{"claim-forgets-end", "what P has given up while it was claimed is forgotten", loadFile,
-		"\tcase ld.code == OK:\n\t\tld.doom(code, reason)\n", ""},
+		"\tcase ld.code == OK:\n\t\tm.loseClaim(now, ld, code, reason)\n", ""},
+	{"lost-untold", "the engine does not hear of a claim whose P is gone", peerFile,
+		"\t\t\tm.loseClaim(now, ld, PeerLost, reason)\n", "\t\t\tld.code, ld.reason = PeerLost, reason\n"},
+	{"lost-twice", "each part of a claim that comes to nothing is reported", lostFile,
+		"\tif j.lost != nil {\n\t\treturn // by another part, while they were being begun\n\t}\n\tr.ID = j.id\n", "\tr.ID = j.id\n\tm.act(r)\n"},
+	{"lost-forgotten", "a load of a claim that was reported begins anew", lostFile,
+		"\tm.lost.put(r.ID, r)\n", ""},
+	{"lost-others-untold", "of a claim that is lost with one P the others do not hear", lostFile,
+		"\tm.endParts(now, j, Cancelled, j.lost.Reason)\n", "\tfor _, id := range j.parts {\n\t\tif ld := m.loads[id]; ld != nil && ld.join == j {\n\t\t\tm.reportLoad(now, ld)\n\t\t}\n\t}\n"},
 	{"no-stop", "a write that is to end is not stopped, and reported while it runs", offerFile,
 		"\t\tof.state = offerStopping\n\t\tm.act(StopWrite{ID: of.id})\n\t\treturn\n", ""},
 	{"report-before-written", "an offer is reported when its write was told to stop", offerFile,

@@ -17,7 +17,7 @@ from .types import Claim, Completion, Growth, Load, Offer
 # kvconn_completion, and of it the size.
 _COMPLETION = Struct("=QiiQQQII8s136s320s")
 COMPLETION = _COMPLETION.size
-_KINDS = {1: "load", 2: "offer", 3: "want"}
+_KINDS = {1: "load", 2: "offer", 3: "want", 4: "claim"}
 
 _OFFER, _LOAD, _GROWTH = 40, 64, 40  # bytes of kvconn_offer_request, kvconn_load_request and kvconn_growth
 
@@ -135,7 +135,7 @@ class Growths(Rows):
 class Claims(Rows):
     def _add(self, numbers: list[int], row: Claim) -> None:
         names = self._name(row.bootstrap_addr, "bootstrap_addr"), self._name(row.engine_id, "engine_id")
-        numbers += (_LOAD, self._string(row.transfer_id, "transfer_id"), *names, 0, 0, 0, 0)
+        numbers += (_LOAD, self._string(row.transfer_id, "transfer_id"), *names, 0, row.token, 0, 0)
 
 
 class Loads(Rows):

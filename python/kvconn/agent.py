@@ -146,7 +146,10 @@ class Agent:
         """Decode: these transfers will be loaded as soon as there are blocks.
 
         Until then the prefill engine keeps them, however long it takes. A claim
-        has no completion; it ends by :meth:`start_load` or :meth:`cancel`.
+        has no completion; it ends by :meth:`start_load` or :meth:`cancel`. With
+        ``report_claims`` one that a load could only fail with ends by a completion
+        of kind "claim": its prefill engine is gone, or has ended it. A load that
+        follows all the same fails with the same reason.
         """
         claims = list(claims)
         if claims:

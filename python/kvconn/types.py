@@ -79,12 +79,15 @@ class Claim(NamedTuple):
     """Decode's word that it will load a transfer as soon as it has blocks.
 
     ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its
-    ranks; ``engine_id`` says which of the data-parallel ones there.
+    ranks; ``engine_id`` says which of the data-parallel ones there. ``token`` comes
+    back in the completion that a claim has with ``report_claims``, if it comes to
+    nothing.
     """
 
     transfer_id: str
     bootstrap_addr: str
     engine_id: str
+    token: int = 0
 
 
 class Load(NamedTuple):
@@ -118,7 +121,9 @@ class Completion(NamedTuple):
 
     ``kind`` is "load", "offer", or, on a prefill engine with ``report_wants``, "want":
     decode has blocks for an announced transfer, and asks for it from block ``blocks`` of
-    group 0 on, or it has ended, as ``code`` says. ``code`` is 0 or a :class:`~kvconn.Status`;
+    group 0 on, or it has ended, as ``code`` says; or, on a decode engine with
+    ``report_claims``, "claim": a load of it could only fail, as ``code`` says, which is
+    never 0. ``code`` is 0 or a :class:`~kvconn.Status`;
     ``reason`` says why in words. ``wait_s`` runs from the call to the first
     byte, ``transfer_s`` from the first byte to the last.
     """

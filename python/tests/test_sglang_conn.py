@@ -112,6 +112,23 @@ def test_failure_says_side_rank_room_and_cause(sides: tuple[Side, Side]) -> None
     empty(p.rank, d.rank)
 
 
+def test_request_that_waits_for_pages_fails(sides: tuple[Side, Side]) -> None:
+    """A receiver that has no pages yet hears that its prefill has ended."""
+    p, d = sides
+    sender, receiver = KVConnSender(p, p.address, 6), KVConnReceiver(d, p.address, 6)
+    receiver.init(0)
+    assert receiver.poll() == KVPoll.WaitingForInput
+    sender.abort()
+    until(receiver, KVPoll.Failed)
+    assert receiver.is_abort_release_safe() and receiver.conclude_state == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="decode, room 6: the request was aborted"):
+        receiver.failure_exception()
+    receiver.send_metadata([1], 1)
+    receiver.clear()
+    assert d.rooms.failed == 1
+    empty(p.rank, d.rank)
+
+
 def test_prompts_that_differ(sides: tuple[Side, Side]) -> None:
     """The request that is coming says what the room is for."""
     p, d = sides

@@ -62,7 +62,7 @@ class Rank:
             if "bootstrap_join" not in config:
                 base |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0}
         else:
-            base |= {"peer_timeout_s": 1.5}
+            base |= {"peer_timeout_s": 1.5, "report_claims": True}
         self.agent = kvconn.Agent({**base, **config})
         self.agent.register_kv_caches(self.layout.regions)
         self.rooms = Rooms(self.agent, role, *timeouts)
@@ -268,6 +268,28 @@ def test_unequal_ranks(ranks: Any, prefill: int, decode: int, mla: bool) -> None
         host.close()
 
 
+def test_one_of_several_ranks_ends_a_request_that_waits(ranks: Any) -> None:
+    """It is told once; the other ranks of the prefill engine hear of it."""
+    host = kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
+    try:
+        ps = [ranks("prefill", tp=(rank, 2), bootstrap_join=host.bootstrap_address) for rank in range(2)]
+        d = ranks("decode")
+        at_p, at_d = [p.rooms.open(5) for p in ps], d.rooms.open(5)
+        for p, room in zip(ps, at_p):
+            p.rooms.announce(room)
+        d.rooms.claim(at_d, host.bootstrap_address, "sglang-prefill")
+        ps[1].rooms.abort(at_p[1], "no memory")
+        d.until(at_d, FAILED)
+        assert "no memory" in at_d.reason
+        ps[0].until(at_p[0], FAILED)
+        assert "no memory" in at_p[0].reason
+        d.rooms.tick()
+        assert (d.rooms.failed, d.agent.stats()["claims_lost"]) == (1, 1)
+        empty(d, *ps)
+    finally:
+        host.close()
+
+
 def test_layers_of_pipeline_stages(ranks: Any) -> None:
     """Each stage of the prefill engine has some layers, decode all of them."""
     host = kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
@@ -398,6 +420,69 @@ def test_prefill_is_gone(ranks: Any) -> None:
     d.load(late, p.address, [1, 2], 1)
     d.until(late, FAILED)
     assert p.address in late.reason, late.reason
+
+
+@pytest.mark.parametrize("by", ["abort", "close"])
+def test_request_that_waits_for_pages_fails_with_its_prefill(ranks: Any, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode has no pages for it, and hears of its end all the same; who is not concerned is loaded when there are some."""
+    p, other, d = ranks("prefill"), ranks("prefill"), ranks("decode")
+    fill(other)
+    waiting = [(p.rooms.open(number), d.rooms.open(number)) for number in range(3)]
+    for _, at_d in waiting:
+        d.rooms.claim(at_d, p.address, "sglang-prefill")
+    deadline = time.monotonic() + 30
+    while p.agent.stats()["offers_early"] < 3:  # one that was never found could be waiting for its prefill to come up
+        assert time.monotonic() < deadline, p.agent.stats()
+    for at_p, _ in waiting:
+        p.rooms.announce(at_p)
+    at_other, lives = both(other, d, 3)
+    with monkeypatch.context() as patch:  # nothing has happened yet, so that nothing is asked
+        patch.setattr(d.agent, "_lib", None)
+        d.rooms.tick()
+    if by == "abort":
+        for at_p, _ in waiting:
+            p.rooms.abort(at_p, "the client went")
+    else:
+        p.close()
+    for number, (_, at_d) in enumerate(waiting):
+        d.until(at_d, FAILED)
+        assert at_d.reason.startswith(f"decode, room {number}: "), at_d.reason
+        assert "the client went" in at_d.reason or by == "close", at_d.reason
+        d.load(at_d, p.address, [1], 1)  # changes nothing
+        d.rooms.abort(at_d, "aborted too")
+        d.rooms.forget(at_d)
+    assert (d.rooms.failed, lives.state, d.agent.stats()["claims_lost"]) == (3, WAITING, 3)
+    d.load(lives, other.address, [4], 1)
+    other.until(at_other, WAITING)
+    other.offer(at_other, [5], 1)
+    d.until(lives, SUCCESS)
+    assert (d.kv[:, 4] == other.kv[:, 5]).all()
+    empty(d, other)
+
+
+def test_end_of_a_request_that_is_loaded_before_it_is_heard(ranks: Any) -> None:
+    p, d = ranks("prefill"), ranks("decode")
+    at_p, at_d = both(p, d, 1)
+    p.rooms.abort(at_p, "the client went")
+    assert d.agent.wait(30), "the claim's end is reported"
+    d.load(at_d, p.address, [1], 1)
+    assert at_d.state == TRANSFERRING, "its pages are under way until the load is reported"
+    d.until(at_d, FAILED)
+    assert "the client went" in at_d.reason and d.rooms.failed == 1
+    empty(p, d)
+
+
+def test_end_of_an_earlier_request_in_the_room(ranks: Any) -> None:
+    p, other, d = ranks("prefill"), ranks("prefill"), ranks("decode")
+    at_p, at_d = both(p, d, 1)
+    p.rooms.abort(at_p, "the client went")
+    assert d.agent.wait(30), "the claim's end is reported"
+    d.rooms.forget(at_d)
+    _, again = both(other, d, 1)
+    d.rooms.tick()
+    assert again.state == WAITING, again.reason
+    d.load(again, other.address, [1], 1)
+    assert again.state == TRANSFERRING, again.reason
 
 
 def test_nobody_comes(ranks: Any) -> None:

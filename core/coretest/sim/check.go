@@ -31,6 +31,7 @@ func (w *world) patience() time.Duration {
 // promiseOfDead checks, when it is time, that all that was under way towards p has
 // ended, whether p had answered or not, and whoever has its place then.
 func (w *world) promiseOfDead(p *agent) {
+	w.expectLost(p)
 	w.expectEnds(p, func(d *agent) map[partOf]core.AgentID { return d.towards }, func(d *agent, h *half) bool {
 		next := p.host.agent // that it is younger than a load can be said if hello is answered soon, and if its clock did not jump
 		if next == nil || p.host.disturbed >= next.began || h.began >= next.began-w.helloTakes() {
@@ -198,6 +199,9 @@ func (w *world) checkEnd() {
 			continue
 		}
 		a.checkEmpty()
+		for id := range a.ledger.claims {
+			w.fault(id, "%s: at the end: the claim of %q was neither loaded nor cancelled nor reported", a.id, id)
+		}
 		if len(a.lanes)+len(a.outbox)+len(a.looking)+len(a.queue)+len(a.waiting) > 0 {
 			w.fault("", "%s: left at the end: %d lanes, %d in the outbox, %d look-ups, %d actions, %d requests",
 				a.id, len(a.lanes), len(a.outbox), len(a.looking), len(a.queue), len(a.waiting))
@@ -342,6 +346,8 @@ func (a *agent) checkReason(r core.Report) {
 	case r.Code == core.PeerLost || r.Code == core.Failed || r.Code == core.Unreachable || r.Code == core.Closed:
 		wrong()
 	case r.Side == core.SideOffer && r.Code == core.Expired && claimed:
+		wrong()
+	case r.Side == core.SideClaim && !w.shared[r.ID] && (r.Code == core.Cancelled || r.Code == core.PeerCancelled && !cancelledAtP):
 		wrong()
 	case r.Side == core.SideLoad && a.hasHeard(r):
 		h := a.loads[r.Token]

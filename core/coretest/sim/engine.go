@@ -26,8 +26,9 @@ type engine struct {
 	given    map[core.TransferID]bool         // P has said that it has given this claim up
 	claims   map[core.TransferID]core.AgentID // P has answered this claim
 	aborted  map[core.TransferID]bool
-	dropped  map[core.TransferID]bool // cancelled, and neither claimed nor loaded since
-	waiting  []*want                  // for blocks, in order
+	dropped  map[core.TransferID]bool        // cancelled, and neither claimed nor loaded since
+	lost     map[core.TransferID]core.Report // of claims, and nothing was claimed since
+	waiting  []*want                         // for blocks, in order
 	growing  map[core.TransferID]*growth
 	readers  []reader
 	owners   []uint64 // tokens of the offers that the Writes in the node's queue are of
@@ -48,7 +49,8 @@ type half struct {
 	needsAll bool                                 // there are no others: each prefill rank is needed
 	first    int
 	began    time.Duration
-	dropped  bool // this side has cancelled it
+	dropped  bool        // this side has cancelled it
+	lost     core.Report // of the claim before, which the load must come to as well
 }
 
 // want is a request that waits for blocks.
@@ -68,6 +70,7 @@ func (e *engine) init() {
 	e.growing = map[core.TransferID]*growth{}
 	e.complete, e.given = map[uint64]int{}, map[core.TransferID]bool{}
 	e.claims, e.dropped = map[core.TransferID]core.AgentID{}, map[core.TransferID]bool{}
+	e.lost = map[core.TransferID]core.Report{}
 }
 
 // take finds free blocks for the engine, or nil if there are not enough.
@@ -139,7 +142,7 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	w.token++
 	token := w.token
 	r := core.LoadRequest{ID: id, Token: token, Prompt: w.prompts[id].d}
-	h := &half{id: id, blocks: blocks, first: first, began: w.now, parts: 1}
+	h := &half{id: id, blocks: blocks, first: first, began: w.now, parts: 1, lost: a.lost[id]}
 	text := ""
 	switch {
 	case w.byParts(dl):
@@ -194,6 +197,7 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 		err := m.Load(now, r)
 		if err == nil {
 			delete(a.dropped, id)
+			delete(a.ledger.claims, id)
 			a.loads[token] = h
 			a.loading[id] = token
 			a.host.own(blocks, token, "")
@@ -217,7 +221,17 @@ func (a *agent) claim(dl *deal, k int) {
 		r.From, text = core.Target{}, partsText(parts)
 	}
 	delete(a.dropped, dl.id)
-	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Claim(now, r) }, "claim %s%s", dl.id, text)
+	a.w.token++
+	r.Token = a.w.token
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		before := m.Untold()
+		err := m.Claim(now, r)
+		if m.Untold() > before { // it is no other's word
+			a.ledger.claims[r.ID] = r.Token
+			delete(a.lost, r.ID)
+		}
+		return "", err
+	}, "claim %s token=%d%s", dl.id, r.Token, text)
 }
 
 func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
@@ -253,6 +267,7 @@ func (a *agent) cancel(id core.TransferID) {
 	a.w.acted(a.w.now)
 	a.expectAbort(id)
 	a.dropped[id] = true
+	delete(a.ledger.claims, id)
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Cancel(now, id, "") }, "cancel %s", id)
 }
 
@@ -263,9 +278,14 @@ func (a *agent) report(r core.Report) {
 	w.codes[how]++
 	w.states[how+" "+r.State]++
 	a.checkReason(r)
+	if r.Side == core.SideClaim {
+		a.hearLost(r)
+		return
+	}
 	var kept []core.BlockID
 	if h := a.loads[r.Token]; h != nil {
 		delete(a.loads, r.Token)
+		a.checkLost(h, r)
 		maps.DeleteFunc(a.promises, func(k partOf, _ core.AgentID) bool { return k.token == r.Token })
 		maps.DeleteFunc(a.towards, func(k partOf, _ core.AgentID) bool { return k.token == r.Token })
 		for _, e := range a.armed {

@@ -84,7 +84,11 @@ func (h *host) open() *agent {
 		w.registry[h.target] = a.id
 	}
 	o := w.plan.opt
-	a.told(nil, "", nil, "open%s lease=%v timeout=%v early=%v claim=%v max=%d", h.said(), o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers)
+	report := ""
+	if o.ReportClaims {
+		report = " report=claims"
+	}
+	a.told(nil, "", nil, "open%s lease=%v timeout=%v early=%v claim=%v max=%d%s", h.said(), o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers, report)
 	return a
 }
 
@@ -120,6 +124,7 @@ func (a *agent) feed(f func(m *core.Machine, now time.Time) (said string, err er
 	returned = true
 	a.told(actions, said, err, format, args...)
 	a.collect(actions)
+	a.checkUntold()
 	a.checkReaders()
 	if a.m.Busy() && !a.ticking {
 		a.ticking = true
@@ -227,6 +232,7 @@ func (a *agent) close() {
 	}
 	a.w.note("%s is closed", a.id)
 	a.closing = true
+	clear(a.ledger.claims)
 	a.event(func(m *core.Machine, now time.Time) { m.Close(now) }, "close")
 	a.drain(a.w.now + closeTimeout - goodbye)
 }

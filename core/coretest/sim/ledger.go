@@ -12,6 +12,7 @@ import (
 type ledger struct {
 	owed   map[uint64]core.TransferID // accepted, not reported, by token
 	armed  map[core.TransferID]bool   // an Expect was asked for, and neither Revoked nor Received came
+	claims map[core.TransferID]uint64 // accepted and neither loaded nor cancelled nor reported, with their tokens
 	broken []broken
 }
 
@@ -21,7 +22,7 @@ type broken struct {
 }
 
 func newLedger() *ledger {
-	return &ledger{owed: map[uint64]core.TransferID{}, armed: map[core.TransferID]bool{}}
+	return &ledger{owed: map[uint64]core.TransferID{}, armed: map[core.TransferID]bool{}, claims: map[core.TransferID]uint64{}}
 }
 
 func (l *ledger) accepted(id core.TransferID, token uint64) { l.owed[token] = id }
@@ -39,6 +40,13 @@ func (l *ledger) action(act core.Action) {
 		}
 		l.armed[v.ID] = true
 	case core.Report:
+		if v.Side == core.SideClaim {
+			if token, claimed := l.claims[v.ID]; !claimed || token != v.Token || v.Code == core.OK {
+				l.fault(v.ID, "the claim of %q was reported and is none, or well: %+v", v.ID, v)
+			}
+			delete(l.claims, v.ID)
+			break
+		}
 		if id, owed := l.owed[v.Token]; !owed || id != v.ID {
 			l.fault(v.ID, "the %v of %q was reported twice or never accepted: %+v", v.Side, v.ID, v)
 		}

@@ -283,6 +283,11 @@ func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, er
 	a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) },
 		"renewed peer=%s%s%s%s%s%s%s", v.Peer, optional("ids", list(v.Loads)), optional("claims", list(v.Claims)),
 		optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), absence(absent), failure(err))
+	for i, id := range v.Claims {
+		if at := len(v.Loads) + i; err == nil && at < len(answers) && (answers[at].Status == core.StatusEnded || answers[at].Status == core.StatusSent) {
+			a.checkHeard(id, v.Peer)
+		}
+	}
 }
 
 func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer {
@@ -354,6 +359,7 @@ func (a *agent) postNext(to core.AgentID) {
 				"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
 			if v.Code != core.OK && v.Code != core.StartOver && p.claims[v.ID] == a.id {
 				p.given[v.ID] = true
+				p.checkHeard(v.ID, a.id)
 			}
 		}
 		return func() {}

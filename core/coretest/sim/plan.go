@@ -73,6 +73,7 @@ func (w *world) newPlan() plan {
 			MaxTransfers: []int{4, 16, 64}[w.rnd.IntN(3)],
 		},
 	}
+	p.opt.ReportClaims = w.seed%7 < 4 // whatever else the seed brings
 	p.decodes = []int{1 + w.rnd.IntN(3)}
 	if w.chance(0.5) {
 		p.decodes = append(p.decodes, 1+w.rnd.IntN(2))

@@ -12,8 +12,8 @@ from typing import Any
 CONFIG_VARIABLE = "KVCONN_SGLANG_CONFIG"
 
 # What both sides derive from SGLang's options: with other values they would not find each other.
-_OURS: tuple[str, ...] = ("engine_id", "role", "report_wants", "bootstrap_join", "bootstrap_host", "bootstrap_port", "block_tokens")
-_OURS += ("tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank", "dp_size")
+_OURS: tuple[str, ...] = ("engine_id", "role", "report_wants", "report_claims", "bootstrap_join", "bootstrap_host", "bootstrap_port")
+_OURS += ("block_tokens", "tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank", "dp_size")
 
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
@@ -105,5 +105,7 @@ def agent_config(
         config["early_load_s"] = min(max(bootstrap_timeout_s, 1.0), 3600.0)  # what the agent takes
         config["route_info"] = dict(route_info)
         config["bootstrap_join"] = f"{'https' if extra.get('tls_cert_file') else 'http'}://{bootstrap}"
+    else:
+        config["report_claims"] = True
     config.update(extra)
     return config

@@ -48,6 +48,7 @@ class Room:
         "reason",
         "rooms",
         "state",
+        "token",
         "why",
     )
 
@@ -64,6 +65,7 @@ class Room:
         self.known = False  # to the agent, which owes nothing: to be cancelled when the request ends before the transfer begins
         self.grown = False  # chunks of it may be read
         self.prefix_pages = 0  # that the decode engine has
+        self.token = 0  # of its claim: what is told of an earlier request's in the same room is not about this one
         self.deadline = float("inf")
         self.completion: Any = None
 
@@ -149,6 +151,7 @@ class Rooms:
         self._look_at = time.monotonic() + _LOOK_S
         self.inbox = Inbox()
         self._owing: dict[str, Room] = {}  # bounded by the agent's max_transfers
+        self._claims = 0
         self._used: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
         self.failed = 0  # since the start
 
@@ -207,8 +210,10 @@ class Rooms:
     # -- decode -----------------------------------------------------------------------------------------------------
 
     def claim(self, room: Room, address: str, engine: str) -> None:
-        """The prefill engine keeps it until there are pages."""
-        if room.state == BOOTSTRAPPING and self._try(room, lambda: self._agent.claim([Claim(room.id, address, engine)])):
+        """The prefill engine keeps it until there are pages. If it cannot any more, the room fails while it waits for them."""
+        self._claims += 1
+        room.token = self._claims
+        if room.state == BOOTSTRAPPING and self._try(room, lambda: self._agent.claim([Claim(room.id, address, engine, room.token)])):
             room.state, room.known = WAITING, True
 
     def load(self, room: Room, address: str, engine: str, blocks: Sequence[Any], first: Sequence[int]) -> None:
@@ -298,6 +303,9 @@ class Rooms:
             self._look(now)
 
     def _ended(self, completion: Any) -> None:
+        if completion.kind == "claim":
+            self._claim_lost(completion)
+            return
         room = self._owing.pop(completion.transfer_id, None)
         if room is None:
             return
@@ -317,6 +325,13 @@ class Rooms:
             self.fail(room, room.why)
         else:
             room.state = SUCCESS
+
+    def _claim_lost(self, completion: Any) -> None:
+        """What was loaded meanwhile has a report of its own."""
+        room = self._used.get(completion.transfer_id)
+        if room is not None and room.known and room.token == completion.token:
+            room.known = False
+            self.fail(room, completion.reason)
 
     def _look(self, now: float) -> None:
         self._look_at = now + _LOOK_S
