@@ -358,6 +358,19 @@ def test_window_whose_far_end_would_be_lost(make: Any) -> None:
     engine.nothing_is_left()
 
 
+def test_window_of_a_prompt_that_cannot_be_cut(make: Any) -> None:
+    """Embeddings: its last token costs a block that the decode engine needs, which must not be sent while that is computed."""
+    engine = make("kv_producer", hybrid=True)
+    tokens, kv = WINDOW - 1 + 5 * BLOCK, prefill_kv()
+    request = engine.add(tokens, kv, max_tokens=1, embeds=torch.zeros(tokens, 32))
+    while not engine.finished(request):
+        engine.step()
+        assert engine.ready[kv["transfer_id"]][1] == 0 and not engine.grown[kv["transfer_id"]][1]
+    engine.step()
+    assert engine.cancelled == engine.retracted == [kv["transfer_id"]] and not engine.sending
+    engine.nothing_is_left()
+
+
 def test_prefill_with_few_blocks(make: Any) -> None:
     engine = make("kv_producer", blocks=21)
     requests = [engine.add(150, prefill_kv(), max_tokens=1) for _ in range(4)]
