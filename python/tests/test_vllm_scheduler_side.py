@@ -11,7 +11,20 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
 
-from vllm_sides import BLOCK, Status, decode_params, decode_side, finish, first_step, ids, prefill_params, prefill_side, request, step, worker
+from vllm_sides import (
+    BLOCK,
+    Status,
+    decode_params,
+    decode_side,
+    finish,
+    first_step,
+    ids,
+    prefill_params,
+    prefill_side,
+    request,
+    step,
+    worker,
+)
 
 from kvconn.vllm import params
 from kvconn.vllm.groups import Group
