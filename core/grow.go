@@ -145,19 +145,16 @@ func (m *Machine) extend(now time.Time, of *offer) {
 		return
 	}
 	begin := of.sent
-	switch {
-	case of.state == offerPrefill:
-		if !slices.ContainsFunc(of.ready, func(n uint32) bool { return n > 0 }) {
-			return
-		}
-		if err := firstOf(of.first, of.blocks, of.load); err != nil {
-			m.endOffer(now, of, Refused, err.Error(), true)
-			return
-		}
+	if of.state == offerPrefill && !slices.ContainsFunc(of.ready, func(n uint32) bool { return n > 0 }) || slices.Equal(begin, of.ready) {
+		return
+	}
+	if err := firstOf(of.first, of.blocks, of.load); err != nil { // of a group whose first blocks have come just now, too
+		m.endOffer(now, of, Refused, err.Error(), true)
+		return
+	}
+	if of.state == offerPrefill {
 		m.count.Grown++
 		of.state, of.sendAt, of.deadline = offerGrowing, now, now.Add(of.load.Lease)
-	case slices.Equal(begin, of.ready):
-		return
 	}
 	of.sent = slices.Clone(of.ready)
 	w := m.writeOf(of)

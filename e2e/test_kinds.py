@@ -44,6 +44,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         beside=storage(workdir / "storage") if kind == "llama" else None,
         # That connector knows no chunked prefill (test_pair has prompts in chunks).
         extra_args=["--max-num-batched-tokens", "4096"] if kind == "llama" else [],
+        prefill_args=["--max-num-batched-tokens", "512"] if kind == "window" else [],  # it goes on while a prompt is computed
     )
     with leaving_nothing(the_pair):
         yield the_pair
@@ -125,6 +126,17 @@ def test_text_equals_a_single_engines(pair: Pair, tokens: int) -> None:
     assert answer.text == expected
     assert len(answer.text) == 16
     assert load["blocks"] > 0
+
+
+def test_window_moves_while_the_prompt_is_computed(pair: Pair) -> None:
+    if "window" not in pair.model:
+        pytest.skip("of the pair whose model has windows")
+    bootstrap = f"http://127.0.0.1:{pair.bootstrap_port}"
+    before = metric(bootstrap, "kvconn_grown_bytes_total")
+    request, expected = asked(pair, 2300)
+    answer, load = through(pair, request)
+    assert answer.text == expected
+    assert metric(bootstrap, "kvconn_grown_bytes_total") - before == load["bytes"]  # nothing was left for the end
 
 
 def test_cached_prefix(pair: Pair) -> None:

@@ -108,6 +108,9 @@ func (a *Agent) write(v core.Write) {
 		op.Bytes = v.Match.Bytes(v.Regions, v.Dst, v.DstFirst, v.Tokens)
 		op.Pairs, op.At, err = v.Match.PairsBetween(v.Regions, v.Src, v.SrcFirst, v.Dst, v.DstFirst, v.Tokens, v.Begin, v.End)
 	}
+	if v.End != nil && err == nil {
+		a.count(func(t *Totals) { t.BytesGrown += op.Given() })
+	}
 	switch {
 	case err != nil:
 		fail(err)

@@ -79,8 +79,8 @@ func TestGrowingTransfer(t *testing.T) {
 		t.Errorf("P has sent %d bytes by %q, want %d by tcp", r.Stats.Bytes, r.Transport, want)
 	}
 	checkBlocks(t, p, d, src, dst)
-	if n := p.Stats().Grown; n != 1 {
-		t.Errorf("%d transfers have grown, want 1", n)
+	if s := p.Stats(); s.Grown != 1 || s.BytesGrown != r.Stats.Bytes {
+		t.Errorf("%d transfers have grown, %d bytes of them, want 1 and all of its %d", s.Grown, s.BytesGrown, r.Stats.Bytes)
 	}
 }
 

@@ -60,6 +60,7 @@ var described = []struct {
 	{"kvconn_claims_lost_total", "Claims of which the engine was told that a load could only fail.", nil},
 	{"kvconn_reaped_total", "Claims and loads of requests that this engine never named.", nil},
 	{"kvconn_grown_total", "Offers that began to move while the engine still worked on their requests.", nil},
+	{"kvconn_grown_bytes_total", "Bytes that were given to the transport while the engine still worked on their requests.", nil},
 	{"kvconn_retracted_total", "Of them, those whose blocks the engine took back, as when it preempts a request.", nil},
 	{"kvconn_retries_total", "Requests sent again, and peers looked up again.", nil},
 	{"kvconn_under_way", "Halves under way, by state.", []string{"side", "state"}},
@@ -123,6 +124,7 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 	counter("kvconn_claims_lost_total", s.ClaimsLost)
 	counter("kvconn_reaped_total", s.Reaped)
 	counter("kvconn_grown_total", s.Grown)
+	counter("kvconn_grown_bytes_total", s.BytesGrown)
 	counter("kvconn_retracted_total", s.Retracted)
 	counter("kvconn_retries_total", s.Retries)
 	gauge("kvconn_under_way", float64(s.LoadsClaimed), "load", "claimed")

@@ -20,7 +20,8 @@ type Totals struct {
 	OffersBy     map[string]uint64 `json:"offers_failed_by"` // "expired" among them
 	BytesIn      uint64            `json:"bytes_in"`
 	BytesOut     uint64            `json:"bytes_out"`
-	Retries      uint64            `json:"retries"` // requests sent again, and peers looked up again
+	BytesGrown   uint64            `json:"bytes_grown"` // given to the transport while the engine still computed; of bytes_out, unless it was stopped
+	Retries      uint64            `json:"retries"`     // requests sent again, and peers looked up again
 }
 
 // Stats are an agent's counters and gauges.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -44,6 +51,13 @@ OFFLOADING = {
 }
 
 
+def _spec(window: int, **spec: Any) -> Any:
+    """Of a group: a window of so many tokens, attention in chunks of as many if less than none, all if 0."""
+    if window < 0:
+        return ChunkedLocalAttentionSpec(**spec, attention_chunk_size=-window)
+    return SlidingWindowSpec(**spec, sliding_window=window) if window else FullAttentionSpec(**spec)
+
+
 class Engine:
     """vLLM's scheduler and, for the worker, a list of what it has been told and has still to report."""
 
@@ -55,6 +69,7 @@ class Engine:
         policy: str = "fail",
         blocks: int = 64,
         hybrid: bool = False,
+        windows: Sequence[int] = (),
         beside: list[dict[str, Any]] | None = None,
         seqs: int = 16,
         async_scheduling: bool = False,
@@ -86,9 +101,7 @@ class Engine:
         )
         config = args.create_engine_config()
         spec: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
-        groups = [KVCacheGroupSpec(["layer.0"], FullAttentionSpec(**spec))]
-        if hybrid:
-            groups.append(KVCacheGroupSpec(["layer.1"], SlidingWindowSpec(**spec, sliding_window=WINDOW)))
+        groups = [KVCacheGroupSpec([f"layer.{n}"], _spec(window, **spec)) for n, window in enumerate(windows or (0, WINDOW)[: 1 + hybrid])]
         page = groups[0].kv_cache_spec.page_size_bytes
         config.cache_config.num_gpu_blocks = blocks
         tensor = KVCacheTensor(size=page * blocks, layers=[f"layer.{n}" for n in range(len(groups))], layer_stride=0, block_stride=page)
@@ -117,6 +130,7 @@ class Engine:
         self.claimed: list[str] = []
         self.released: list[str] = []  # loads of nothing
         self.grown: dict[str, list[list[int]]] = {}  # what the agent reads, or may read, of requests that are computed
+        self.first: dict[str, list[int]] = {}  # per group, where in the prompt that begins
         self.ready: dict[str, list[int]] = {}  # of it, what is there
         self.retracted: list[str] = []
         self.outputs: dict[str, Any] = {}  # the last of each request
@@ -171,7 +185,7 @@ class Engine:
     def _grow(self, output: Any, meta: KVConnMetadata) -> None:
         """As the agent does, with all that it relies on looked at."""
         for transfer_id in meta.retracts:
-            del self.grown[transfer_id], self.ready[transfer_id]
+            del self.grown[transfer_id], self.ready[transfer_id], self.first[transfer_id]
             self.retracted.append(transfer_id)
         ids = {
             r.kv_transfer_params["transfer_id"]: r
@@ -183,36 +197,42 @@ class Engine:
             computed = self.scheduler.requests[req_id].num_computed_tokens
             for blocks, all_of_them in zip(written, self.scheduler.kv_cache_manager.get_block_ids(req_id)):
                 blocks.update(all_of_them[(computed - scheduled) // BLOCK : -(-computed // BLOCK)])
+        anybodys = set().union(*written)  # the groups have their blocks from one pool
         for transfer_id, held in self.grown.items():  # what the agent reads
             if (request := ids.get(transfer_id)) and request.num_output_tokens == 0:
-                for blocks, have, ready in zip(written, held, self.ready[transfer_id]):
-                    assert not blocks & set(have[:ready])
+                for first, have, ready in zip(self.first[transfer_id], held, self.ready[transfer_id]):
+                    assert not anybodys & set(have[: max(0, ready - first)])
         for work in meta.grows:
             held = self.grown.setdefault(work.transfer_id, [[] for _ in work.block_ids])
+            firsts = self.first.setdefault(work.transfer_id, list(work.first_block))
+            assert firsts == list(work.first_block)
             for have, more in zip(held, work.block_ids):
                 have += more
             request = ids[work.transfer_id]
             computed = request.num_computed_tokens  # the step's counted already
             scheduled = output.num_scheduled_tokens[request.request_id]
-            for g, (before, after) in enumerate(zip(work.before, work.after)):
+            for first, have, before, after in zip(firsts, held, work.before, work.after):
                 prompt = request.num_prompt_tokens
-                assert not written[g] & set(held[g][:before])
-                assert before <= after <= len(held[g])
+                assert not anybodys & set(have[: max(0, before - first)])
+                assert before <= after <= first + len(have)
                 assert before <= -(-(computed - scheduled) // BLOCK) and (
                     before * BLOCK <= computed - scheduled or computed - scheduled >= prompt
                 )
                 assert after * BLOCK <= computed or (computed >= prompt and after == -(-prompt // BLOCK))
+                assert 0 not in have  # vLLM's null block
             self.ready[work.transfer_id] = list(work.after)
         offers = {work.transfer_id: work for work in meta.offers}
         for transfer_id in [*self.grown]:
             if work := offers.get(transfer_id):
-                for have, first, all_of_them in zip(self.grown.pop(transfer_id), work.first_block, work.block_ids):
-                    assert not have or (first == 0 and all_of_them[: len(have)] == have)
+                for begin, have, first, all_of_them in zip(
+                    self.first.pop(transfer_id), self.grown.pop(transfer_id), work.first_block, work.block_ids
+                ):
+                    assert not have or (first == begin and all_of_them[: len(have)] == have)
                 continue
             # It is still the request's own: in this step nobody else writes to it.
             owned = self.scheduler.kv_cache_manager.get_block_ids(ids[transfer_id].request_id)
-            for have, blocks in zip(self.grown[transfer_id], owned):
-                assert list(blocks[: len(have)]) == have
+            for first, have, blocks in zip(self.first[transfer_id], self.grown[transfer_id], owned):
+                assert list(blocks[first : first + len(have)]) == have
 
     def update(
         self,
@@ -303,8 +323,11 @@ def test_chunked_prefill_is_offered_whole(make: Any, tokens: int, hybrid: bool) 
     kv = prefill_kv()
     request = engine.add(tokens, kv, max_tokens=1)
     engine.run(lambda: engine.finished(request))
-    # All of a group that loses no blocks was sent while it was computed.
-    assert engine.ready[kv["transfer_id"]] == [-(-tokens // BLOCK)] + [0] * hybrid
+    # All was sent while it was computed; of the window, what is kept of it until the prompt's end.
+    total = -(-tokens // BLOCK)
+    assert engine.ready[kv["transfer_id"]] == [total] * (1 + hybrid)
+    assert engine.first[kv["transfer_id"]] == [0, max(0, tokens - WINDOW) // BLOCK][: 1 + hybrid]
+    assert [len(have) for have in engine.grown[kv["transfer_id"]]] == [total - first for first in engine.first[kv["transfer_id"]]]
     assert engine.announced == [kv["transfer_id"]]  # with the first chunk, not with each
     answer = engine.outputs[request.request_id].kv_transfer_params
     assert answer["remote_bootstrap_addr"] == "http://p:8998" and answer["remote_engine_id"] == "engine-kv_producer"
@@ -312,7 +335,6 @@ def test_chunked_prefill_is_offered_whole(make: Any, tokens: int, hybrid: bool) 
     assert engine.scheduler.has_requests()  # an idle engine steps on
     engine.step()
     (offer,) = engine.sending.values()
-    total = -(-tokens // BLOCK)
     assert len(offer.block_ids[0]) == total and offer.first_block[0] == 0
     if hybrid:
         assert offer.first_block[1] == max(0, tokens - WINDOW) // BLOCK
@@ -333,6 +355,19 @@ def test_window_whose_far_end_would_be_lost(make: Any) -> None:
     (offer,) = engine.sending.values()
     assert offer.first_block[1] == (tokens - WINDOW) // BLOCK == 4
     engine.step(sent={request.request_id})
+    engine.nothing_is_left()
+
+
+def test_window_of_a_prompt_that_cannot_be_cut(make: Any) -> None:
+    """Embeddings: its last token costs a block that the decode engine needs, which must not be sent while that is computed."""
+    engine = make("kv_producer", hybrid=True)
+    tokens, kv = WINDOW - 1 + 5 * BLOCK, prefill_kv()
+    request = engine.add(tokens, kv, max_tokens=1, embeds=torch.zeros(tokens, 32))
+    while not engine.finished(request):
+        engine.step()
+        assert engine.ready[kv["transfer_id"]][1] == 0 and not engine.grown[kv["transfer_id"]][1]
+    engine.step()
+    assert engine.cancelled == engine.retracted == [kv["transfer_id"]] and not engine.sending
     engine.nothing_is_left()
 
 

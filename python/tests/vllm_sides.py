@@ -53,8 +53,18 @@ def request(tokens: int, kv: Any, computed: int | None = None) -> Any:
     )
 
 
-def prefill_side(groups: Sequence[Group] = (Group(0, BLOCK),)) -> SchedulerSide:
-    return SchedulerSide("kv_producer", list(groups), "engine-p", {"tp_size": 1})
+def prefill_side(groups: Sequence[Group] = (Group(0, BLOCK),), grows: bool = False) -> SchedulerSide:
+    return SchedulerSide("kv_producer", list(groups), "engine-p", {"tp_size": 1}, grows)
+
+
+def first_step(req: Any, block_ids: list[list[int]], cached: int, scheduled: int) -> Any:
+    """As much of vLLM's SchedulerOutput as a request's first step needs."""
+    return SimpleNamespace(
+        preempted_req_ids=None,
+        scheduled_new_reqs=[SimpleNamespace(req_id=req.request_id, block_ids=block_ids, num_computed_tokens=cached)],
+        num_scheduled_tokens={req.request_id: scheduled},
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]),
+    )
 
 
 def decode_side(groups: Sequence[Group] = (Group(0, BLOCK),)) -> SchedulerSide:

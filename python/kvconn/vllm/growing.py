@@ -3,6 +3,9 @@
 The scheduler knows, before each step, which blocks of a request hold computed tokens, and which will when the step is
 done; the worker says so to the agent, for each layer as it is written. A request that is preempted, or given up, loses
 its blocks at once: they are taken back before the next step can overwrite them.
+
+A window's blocks are given back while the prompt is computed, but for those that its last token attends to. Only these
+are of use to a decode engine, and where they begin is known beforehand: such a group grows from there on.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .groups import Group
+from .groups import NULL_BLOCK, Group
 from .metadata import BlockIds, GrowWork, KVConnMetadata
 
 
@@ -19,8 +22,10 @@ class _Request:
     transfer_id: str
     prompt: int  # tokens
     fingerprint: int
-    block_ids: BlockIds = field(default_factory=list)  # per group of ours
-    given: list[int] = field(default_factory=list)  # blocks of it that the worker knows
+    first: list[int]  # per group of ours: its first block that is kept until the prompt's end
+    ends: list[int]  # the prompt's blocks; 0: the group comes with the offer
+    block_ids: BlockIds = field(default_factory=list)
+    given: list[int] = field(default_factory=list)  # blocks of it, from first on, that the worker knows
     computed: int = 0  # tokens that will be there after the last step that was scheduled
 
 
@@ -30,17 +35,25 @@ class Growing:
     def __init__(self, groups: list[Group]) -> None:
         self._groups = groups
         self._requests: dict[str, _Request] = {}
-        # A window's blocks are given back while the prompt is computed: such a group comes with the offer.
-        self._grows = [not group.loses_blocks for group in groups]
 
-    def add(self, req_id: str, transfer_id: str, prompt: int, fingerprint: int) -> None:
-        if any(self._grows):
-            self._requests[req_id] = _Request(transfer_id, prompt, fingerprint)
+    def add(self, req_id: str, transfer_id: str, prompt: int, fingerprint: int, loaded: int, ends_there: bool) -> None:
+        """A prompt, of which a decode engine loads so many tokens; whether the request ends with the prompt's last token.
 
-    def forget(self, req_id: str) -> bool:
-        """Whether blocks of the request were given."""
+        One that goes on gives back blocks of the window's that are still being sent, and so does a last token that costs
+        one: these groups come with the offer, which says what is wrong if one of them is gone.
+        """
+        first = [group.gone(loaded) for group in self._groups]
+        ends = [
+            -(-prompt // group.block_size) if not group.loses_blocks or (ends_there and group.gone(prompt) <= begin) else 0
+            for group, begin in zip(self._groups, first)
+        ]
+        if any(ends):
+            self._requests[req_id] = _Request(transfer_id, prompt, fingerprint, first, ends)
+
+    def forget(self, req_id: str) -> dict[int, int]:
+        """The groups of which blocks of the request were given, each with the position of the first one."""
         request = self._requests.pop(req_id, None)
-        return request is not None and any(request.given)
+        return {n: request.first[n] for n, given in enumerate(request.given) if given} if request else {}
 
     def step(self, output: Any, meta: KVConnMetadata) -> None:
         """Adds what a step will compute; output is vLLM's SchedulerOutput."""
@@ -73,6 +86,8 @@ class Growing:
 
     def _replace(self, request: _Request, block_ids: Any) -> None:
         request.block_ids = [list(block_ids[group.number]) if block_ids else [] for group in self._groups]
+        if any(ids[begin : begin + 1] == [NULL_BLOCK] for ids, begin in zip(request.block_ids, request.first)):
+            request.block_ids = []  # a hit that has less of the window than is to be sent: the offer says so
         request.given = [0] * len(self._groups)
         request.computed = 0
 
@@ -96,16 +111,17 @@ class Growing:
         if not any(then):
             return
         more: BlockIds = []
-        for n, grows in enumerate(self._grows):
-            limit = -(-request.prompt // self._groups[n].block_size) if grows else 0
-            more.append(request.block_ids[n][request.given[n] : limit])
+        for n, begin in enumerate(request.first):
+            more.append(request.block_ids[n][begin + request.given[n] : request.ends[n]])
             request.given[n] += len(more[n])
-        meta.grows.append(GrowWork(request.transfer_id, more, now, then, request.fingerprint))
+        meta.grows.append(GrowWork(request.transfer_id, more, now, then, request.fingerprint, request.first))
 
     def _ready(self, request: _Request, tokens: int) -> list[int]:
-        """Per group, how many of the prompt's blocks hold all that they ever will when so many tokens are computed."""
+        """Per group, how many of the prompt's blocks hold all that they ever will when so many tokens are computed; 0 as
+        long as there is none of those that go."""
         counts = []
-        for group, grows, ids in zip(self._groups, self._grows, request.block_ids):
+        for group, begin, end, ids in zip(self._groups, request.first, request.ends, request.block_ids):
             whole = -(-tokens // group.block_size) if tokens >= request.prompt else tokens // group.block_size
-            counts.append(min(whole, len(ids)) if grows else 0)
+            whole = min(whole, len(ids), end)
+            counts.append(whole if whole > begin else 0)
         return counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
@@ -62,14 +63,15 @@ class CancelWork:
 
 @dataclass
 class GrowWork:
-    """Prefill: the request is being computed. block_ids are new; so many of the prompt's blocks, per group, are there
-    before the step, and after it."""
+    """Prefill: the request is being computed. block_ids are new, the first ones of a group begin at first_block; so many of
+    the prompt's blocks, per group, are there before the step, and after it."""
 
     transfer_id: str
     block_ids: BlockIds
     before: list[int]
     after: list[int]
     prompt: int = 0
+    first_block: Sequence[int] = ()
 
 
 @dataclass

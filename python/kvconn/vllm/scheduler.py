@@ -119,7 +119,9 @@ class SchedulerSide:
             self._next.announces.append(params.transfer_id)
             # A session's prompt goes on where it seemed to end, in a block that would be there already.
             if self._growing and params.early and not getattr(request, "resumable", False):
-                self._growing.add(request.request_id, params.transfer_id, int(request.num_prompt_tokens), prompt)
+                tokens = int(request.num_prompt_tokens)
+                loaded = self._loaded_tokens(tokens + (request.request_id in self._cut))
+                self._growing.add(request.request_id, params.transfer_id, tokens, prompt, loaded, request.max_tokens == 1)
 
     def _prompt_of(self, request: Any) -> int:
         """Prefill: the fingerprint of the prompt that the request came with."""
@@ -237,18 +239,19 @@ class SchedulerSide:
         self, request: Any, params: PrefillParams, status: str, block_ids: BlockIds, whole: int, fingerprinted: int
     ) -> tuple[bool, dict[str, Any] | None]:
         prompt = int(request.num_prompt_tokens)
-        grew = self._growing is not None and self._growing.forget(request.request_id)
+        grew = self._growing.forget(request.request_id) if self._growing is not None else {}
         computed = int(getattr(request, "num_computed_tokens", prompt))
         reason = f"prefill: {status}"
         if status in _PROMPT_IS_THERE and computed >= prompt:
             tokens = self._loaded_tokens(whole)
             held: BlockIds = []
             first: list[int] = []
-            for group in self._groups:
+            for n, group in enumerate(self._groups):
                 ids = block_ids[group.number][: _cdiv(prompt, group.block_size)]
-                first.append(first_kept(ids) if group.loses_blocks else 0)
+                kept = first_kept(ids) if group.loses_blocks else 0
+                first.append(grew.get(n, kept))  # as it was said while it grew
                 held.append(list(ids[first[-1] :]))
-                if first[-1] > group.gone(tokens):
+                if kept > group.gone(tokens):
                     reason = f"prefill: the window has left the prompt's end: {computed} tokens are computed of a prompt of {whole}"
                     break
             else:

@@ -144,7 +144,7 @@ class WorkerSide:
         """What was there before the step goes now; what it computes, when it is written."""
         grown = []
         for work in works:
-            part = Growth(work.transfer_id, work.block_ids, work.before, prompt=work.prompt)
+            part = Growth(work.transfer_id, work.block_ids, work.before, work.first_block, work.prompt)
             if not self._try(lambda one=part: self._agent.grow([one]), f"grow {work.transfer_id!r}"):
                 grown.append(Growth(work.transfer_id, [()] * len(work.after), work.after, prompt=work.prompt))
         self._step = Growths(grown) if grown else None
