@@ -1,8 +1,8 @@
-"""Real SGLang servers of one and of two tensor parallel ranks with each other: texts must equal the single server's, and what
-goes wrong on one rank goes wrong for the request on all of them.
+"""Real SGLang servers of several ranks: tensor parallel ones, pipeline stages, data parallel ones. Texts must equal the single
+server's, and what goes wrong on one rank goes wrong for the request on all of them.
 
-Run with the Python of an environment that has SGLang, kvconn and pytest. Two servers are up at a time: each test says how
-many ranks it needs on either side, and a server that has others is replaced at its ports.
+Run with the Python of an environment that has SGLang, kvconn and pytest. Two servers are up at a time: each test says which
+ranks it needs on either side, and a server that has others is replaced at its ports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from test_sglang import same
 
 Up = Callable[[str, str], None]
 ONE, TWO = "--tp-size 1", "--tp-size 2"
-STAGES = "--dp-size 2 --pp-size 2"  # two data parallel ranks of two pipeline stages each
+STAGES, DATA_PARALLEL = "--pp-size 2", "--dp-size 2"
 CHUNK = 256
 
 
@@ -96,14 +96,15 @@ def without_prefill(pair: SGLangPair, under_way: list[Future[tuple[Reply, Reply]
     pair.check_decode()
 
 
-def test_one_to_two(pair: SGLangPair, alone: Alone, up: Up) -> None:
-    up(ONE, TWO)
-    texts(pair, alone, "one to two")
-    aborts(pair, alone, "one to two")
+def test_stages_to_two(pair: SGLangPair, alone: Alone, up: Up) -> None:
+    """Each decode rank takes its heads of one half of the layers from one pipeline stage, those of the other from the other."""
+    up(STAGES, TWO)
+    texts(pair, alone, "stages to two")
+    aborts(pair, alone, "stages to two")
 
 
 def test_prefill_killed_and_back_with_other_ranks(pair: SGLangPair, alone: Alone, up: Up) -> None:
-    up(ONE, TWO)
+    up(STAGES, TWO)
     ids = prompt(200, "killed")
     expected = alone.ask(ids, 120)
     with ThreadPoolExecutor(8) as pool:
@@ -154,7 +155,7 @@ def test_a_rank_of_prefill_killed(pair: SGLangPair, alone: Alone, up: Up) -> Non
         without_prefill(pair, under_way)
 
 
-def test_data_parallel_ranks_of_pipeline_stages(pair: SGLangPair, alone: Alone, up: Up) -> None:
-    """SGLang gives the requests to the ranks in turns; the decode server has known a prefill server of one, at the same port."""
-    up(STAGES, ONE)
-    texts(pair, alone, "stages")
+def test_data_parallel_ranks(pair: SGLangPair, alone: Alone, up: Up) -> None:
+    """SGLang deals the requests out by their rooms. At this port the decode server has known prefill servers of one such rank."""
+    up(DATA_PARALLEL, ONE)
+    texts(pair, alone, "data parallel")
