@@ -227,7 +227,11 @@ class Server:
     def kill_one(self, title: str) -> None:
         """SIGKILL for the one of its processes whose title is this."""
         assert self._guard is not None
-        found = [pid for pid in _descendants(self._guard.pid) if Path(f"/proc/{pid}/cmdline").read_bytes().strip(b"\0 ") == title.encode()]
+        found = []
+        for pid in _descendants(self._guard.pid):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().strip(b"\0 ") == title.encode():
+                    found.append(pid)
         if len(found) != 1:
             raise ServerError(f"{self.name} has {len(found)} processes {title}")
         os.kill(found[0], signal.SIGKILL)
