@@ -224,6 +224,18 @@ class Server:
         _signal_all(_descendants(self._guard.pid), signal.SIGKILL)
         self._end(5)
 
+    def kill_one(self, title: str) -> None:
+        """SIGKILL for the one of its processes whose title is this."""
+        assert self._guard is not None
+        found = []
+        for pid in _descendants(self._guard.pid):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().strip(b"\0 ") == title.encode():
+                    found.append(pid)
+        if len(found) != 1:
+            raise ServerError(f"{self.name} has {len(found)} processes {title}")
+        os.kill(found[0], signal.SIGKILL)
+
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """SIGSTOP for all of it, as of a machine that hangs; it goes on afterwards."""

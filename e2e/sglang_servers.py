@@ -104,6 +104,12 @@ class Engines:
             **os.environ,
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",
+            # SGLang wants a NUMA node for each rank of a CPU, or to be told its cores: all of them, for up to four ranks.
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(4 * [",".join(map(str, sorted(os.sched_getaffinity(0))))]),
+            # Its ranks would talk by NCCL where that is installed. Without it they do by gloo, which sleeps while it waits.
+            "SGLANG_NCCL_SO_PATH": "none",
+            # Compiling what ranks do with their part of the vocabulary takes the first request half a minute.
+            "TORCHDYNAMO_DISABLE": "1",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "NO_PROXY": "127.0.0.1,localhost",
@@ -136,7 +142,7 @@ class Engines:
         self.ready()
 
     def ready(self) -> None:
-        wait_ready(self.servers, progress=_progress)
+        wait_ready(self.servers, progress=progress)
 
     def stop(self) -> None:
         stop_all(self.servers)
@@ -145,7 +151,7 @@ class Engines:
         return leftovers(self.run)
 
 
-def _progress(name: str, seconds: float, text: str) -> None:
+def progress(name: str, seconds: float, text: str) -> None:
     print(f"  [{seconds:4.0f} s] {name}: {text}", file=sys.stderr, flush=True)
 
 
@@ -180,8 +186,15 @@ class SGLangPair(Engines):
         shared = ["--disaggregation-transfer-backend", backend, "--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         # Retraction to pinned memory wants CUDA.
         shared += ["--disaggregation-decode-retraction-backup", "cpu_tensor", *args]
-        self.prefill = self.engine("prefill", prefill, "--disaggregation-mode", "prefill", *shared, *prefill_args)
-        self.decode = self.engine("decode", decode, "--disaggregation-mode", "decode", *shared, *decode_args)
+        self.prefill = self.engine("prefill", prefill, "--disaggregation-mode", "prefill", *shared)
+        self.decode = self.engine("decode", decode, "--disaggregation-mode", "decode", *shared)
+        self._alike = {server.name: server.argv for server in self.servers}
+        self.become(self.prefill, *prefill_args)
+        self.become(self.decode, *decode_args)
+
+    def become(self, server: Server, *args: str) -> None:
+        """Its next start is with other arguments of its own, at the same ports."""
+        server.argv = [*self._alike[server.name], *args]
 
     def body(self, ids: list[int], max_tokens: int = 12, room: Any = None, **more: Any) -> dict[str, Any]:
         fields = {

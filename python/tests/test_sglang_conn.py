@@ -157,7 +157,7 @@ def test_another_rank_failed(sides: tuple[Side, Side]) -> None:
     receiver.init(0)
     receiver.send_metadata([1], 1)
     assert receiver.poll() == KVPoll.Transferring
-    with pytest.raises(KVTransferError) as raised:
+    with pytest.raises(KVTransferError, match="decode, room 7: it failed on another rank") as raised:
         receiver.failure_exception()
     assert raised.value.is_from_another_rank
     receiver.ensure_abort_notified(force_arm=True)
@@ -186,6 +186,29 @@ def test_another_rank_of_prefill_failed(sides: tuple[Side, Side]) -> None:
     assert not p.rooms.under_way(7) and not p.rooms._owing
     receiver.send_metadata([1], 1)
     until(receiver, KVPoll.Failed)
+    empty(p.rank, d.rank)
+
+
+def test_rank_that_does_not_answer_keeps_a_failure_back(sides: tuple[Side, Side]) -> None:
+    """The rank that answers finds the reason meanwhile; should it fail first, this one's reason is known all the same."""
+    p, d = sides
+    d.rooms.tell_s = 3600
+    halves = []
+    for room in (8, 9):
+        sender, receiver = KVConnSender(p, p.address, room), KVConnReceiver(d, p.address, room)
+        receiver.init(0)
+        receiver.send_metadata([room], 1)
+        until(sender, KVPoll.WaitingForInput)
+        sender.abort()
+        d.rank.until(receiver.room, KVPoll.Failed)
+        assert receiver.poll() == KVPoll.Transferring and d.is_abort_release_safe(room)
+        halves.append((sender, receiver))
+    halves[0][1].room.tell_at = 0
+    assert (halves[0][1].poll(), halves[1][1].poll()) == (KVPoll.Failed, KVPoll.Transferring)
+    for _, receiver in halves:
+        with pytest.raises(KVTransferError, match="the request was aborted") as raised:
+            receiver.failure_exception()
+        assert not raised.value.is_from_another_rank
     empty(p.rank, d.rank)
 
 
@@ -259,7 +282,7 @@ def test_what_is_sent_out_of_order_ends_the_request(sides: tuple[Side, Side]) ->
     empty(p.rank, d.rank)
 
 
-def test_router_asks_a_bootstrap_port() -> None:
+def test_router_asks_a_bootstrap_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """The words of SGLang's own bootstrap server, at kvconn's."""
     host = kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
     address = host.bootstrap_address.removeprefix("http://")
@@ -291,6 +314,17 @@ def test_router_asks_a_bootstrap_port() -> None:
         assert answers.pop() == engine
         for rank in ranks:
             rank.close()
+        host.close()
+        router.engine(address, answers.append)  # and believed still
+        assert answers.pop() == engine
+        host = kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": int(address.rpartition(":")[2])})
+        ranks = [Rank("prefill", **{**more, "dp_size": 1, "engine_id": "sglang-dp0"})]
+        monkeypatch.setattr("kvconn.sglang.route._KNOWN_S", 0)
+        router.forget(address)
+        for _ in range(2):
+            router.engine(address, answers.append)  # not remembered: it may have come back with other ranks
+            assert not answers and answer() == Engine(1, False, 4, "bfloat16", "x")
+        ranks[0].close()
         host.close()
         router.forget(address)
         router.engine(address, answers.append)

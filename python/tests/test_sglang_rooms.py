@@ -13,6 +13,7 @@ import pytest
 import kvconn
 from kvconn.sglang.growing import Chunks
 from kvconn.sglang.layout import Heads, Layout, ids, page_names
+from kvconn.sglang.parallel import Parallel
 from kvconn.sglang.params import Rank as RankOf
 from kvconn.sglang.params import agent_config, bootstrap_address, from_environment, server_config
 from kvconn.sglang.rooms import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, Holder, NoAgent, Rooms
@@ -606,6 +607,16 @@ def test_rank_without_anything_to_send() -> None:
 
 
 # -- words ----------------------------------------------------------------------------------------------------------
+
+
+def test_rank_that_answers() -> None:
+    """One of each data parallel rank."""
+
+    def answers(tp: int = 0, pp: int = 0, cp: int = 0, dp: int = 0) -> bool:
+        return Parallel(RankOf(tp, 2, pp, 2, dp, 2), cp, 2, "127.0.0.1", 8998, None, None, "").answers
+
+    assert answers() and answers(dp=1)
+    assert not (answers(tp=1) or answers(pp=1) or answers(cp=1) or answers(tp=1, dp=1))
 
 
 def test_names_of_pages() -> None:

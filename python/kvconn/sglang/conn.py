@@ -131,7 +131,7 @@ class KVConnManager(_Manager):
         )
         self._agent = Agent(config)
         side = f"{config['role']} dp{parallel.rank.dp_rank} tp{parallel.rank.tp_rank} pp{parallel.rank.pp_rank}"
-        self.rooms = Rooms(self._agent, side, self.bootstrap_timeout, self.waiting_timeout)
+        self.rooms = Rooms(self._agent, side, self.bootstrap_timeout, self.waiting_timeout, 0.0 if parallel.answers else _rooms.TELL_S)
         self.router = Router(self.rooms.inbox, Access(config, own=prefill))
         self._agent.register_kv_caches(self.layout.regions)
         logger.info(
@@ -196,7 +196,7 @@ class _Half(Holder):
 
     def poll(self) -> int:
         self.kv_mgr.rooms.tick()
-        return self.room.state
+        return self.room.told()
 
     def poll_pp_consensus(self) -> int:
         return self.poll()
@@ -210,9 +210,11 @@ class _Half(Holder):
 
     def failure_exception(self) -> None:
         """Raises why it failed. Another rank of this engine may have failed, and not this one."""
-        reason = self.room.reason
-        self.kv_mgr.rooms.forget(self.room)
-        values: tuple[Any, ...] = (self.room.number, reason or "failed on another rank")
+        room, rooms = self.room, self.kv_mgr.rooms
+        reason = room.reason
+        rooms.forget(room)
+        elsewhere = f"{rooms.side}, room {room.number}: it failed on another rank of this engine, whose log says why"
+        values: tuple[Any, ...] = (room.number, reason or elsewhere)
         raise KVTransferError(*values, **({"is_from_another_rank": reason is None} if _SAYS_WHOSE else {}))
 
     def abort(self) -> None:

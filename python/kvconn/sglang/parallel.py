@@ -25,6 +25,11 @@ class Parallel:
     http_port: int | None
     load_balance_method: str
 
+    @property
+    def answers(self) -> bool:
+        """Whether it is the one of its data parallel rank whose scheduler tells clients what has become of their requests."""
+        return self.rank.tp_rank == self.rank.pp_rank == self.cp_rank == 0
+
     def route_info(self, layout: str | None) -> dict[str, Any]:
         """What SGLang's ranks say of themselves beside their numbers, for those who ask the bootstrap port in its words."""
         info = {

@@ -21,6 +21,10 @@ logger = logging.getLogger("kvconn.sglang")
 # SGLang's KVPoll.
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 
+# How long a rank by which its engine does not answer keeps a failure back. All ranks fail with the first of them: the
+# one that answers is to know the reason as well, and not only that there is one elsewhere.
+TELL_S = 0.3
+
 _RETRACT_S = 5.0
 _LOOK_S = 1.0  # between looks for rooms that have waited too long
 
@@ -36,6 +40,7 @@ class Room:
 
     __slots__ = (
         "__weakref__",
+        "before",
         "completion",
         "deadline",
         "grown",
@@ -48,6 +53,7 @@ class Room:
         "reason",
         "rooms",
         "state",
+        "tell_at",
         "token",
         "why",
     )
@@ -58,7 +64,8 @@ class Room:
         self.id = f"sglang-{number}"
         # Two requests in one room may reach prefill and decode in different order: of the room alone, each would get the other's cache.
         self.prompt = prompt
-        self.state = BOOTSTRAPPING
+        self.state = self.before = BOOTSTRAPPING  # before it failed
+        self.tell_at = 0.0  # when the scheduler may hear that it has failed
         self.reason: str | None = None  # why it failed
         self.why: str | None = None  # why we end it
         self.owed = ""  # what the agent will report: "want", "offer", "load"
@@ -72,7 +79,12 @@ class Room:
     def fail(self, reason: str) -> None:
         """The first reason is the cause."""
         if self.state not in (FAILED, SUCCESS):
-            self.state, self.reason = FAILED, reason
+            self.before, self.state, self.reason = self.state, FAILED, reason
+            self.tell_at = time.monotonic() + self.rooms.tell_s
+
+    def told(self) -> int:
+        """The state that the scheduler hears."""
+        return self.state if self.state != FAILED or time.monotonic() >= self.tell_at else self.before
 
 
 class Holder:
@@ -142,10 +154,11 @@ class NoAgent:
 class Rooms:
     """The rooms of one rank."""
 
-    def __init__(self, agent: Any, side: str, bootstrap_timeout_s: float, waiting_timeout_s: float) -> None:
+    def __init__(self, agent: Any, side: str, bootstrap_timeout_s: float, waiting_timeout_s: float, tell_s: float = 0.0) -> None:
         self._agent = agent
         self._get_finished = agent.get_finished
-        self._side = side
+        self.side = side
+        self.tell_s = tell_s
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._waiting_timeout_s = waiting_timeout_s
         self._look_at = time.monotonic() + _LOOK_S
@@ -172,7 +185,7 @@ class Rooms:
     def fail(self, room: Room, reason: str) -> None:
         if room.state not in (FAILED, SUCCESS):
             self.failed += 1
-            room.fail(f"{self._side}, room {room.number}: {reason}")
+            room.fail(f"{self.side}, room {room.number}: {reason}")
 
     def _try(self, room: Room, call: Callable[[], Any]) -> bool:
         """Whatever goes wrong with a request ends that request."""

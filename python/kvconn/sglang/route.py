@@ -28,6 +28,7 @@ _GONE_S = 2.5  # nobody listens
 _READY_S = 15.0  # somebody does, whose ranks are not all there
 _RANK_S = 30.0  # for the prefill engine to name a request's data parallel rank
 _AGAIN_S = 0.2
+_KNOWN_S = 5.0  # an answer is believed: less than an engine takes to come back with other options
 _LIMIT = 1024  # addresses that are remembered, and questions under way
 _ROOMS = 1 << 15  # that one address is asked for, or told of, as many as the agent takes
 _BATCH = 4096  # of them in one question
@@ -139,7 +140,7 @@ class Router:
     def __init__(self, inbox: Any, access: Access | None = None) -> None:
         self._inbox = inbox
         self._access = access or Access({}, own=False)
-        self._known: dict[str, Engine] = {}
+        self._known: dict[str, tuple[Engine, float]] = {}  # and until when it is believed
         self._asked: dict[str, list[Callable[[Engine | RouteError], None]]] = {}
         self._asking: dict[str, dict[int, Any]] = {}
         self._telling: dict[str, dict[int, Any]] = {}
@@ -152,8 +153,8 @@ class Router:
 
     def engine(self, address: str, then: Callable[[Engine | RouteError], None]) -> None:
         """Calls then with the engine at once if it is known, else in a later tick."""
-        known = self._known.get(address)
-        if known is not None:
+        known, until = self._known.get(address, (None, 0.0))
+        if known is not None and time.monotonic() < until:
             then(known)
             return
         waiting = self._asked.get(address)
@@ -167,10 +168,11 @@ class Router:
         self._start(self._ask_engine(address), lambda result: self._answered(address, result))
 
     def _answered(self, address: str, result: Any) -> None:
+        self.forget(address)
         if isinstance(result, Engine):
             if len(self._known) >= _LIMIT:
                 del self._known[next(iter(self._known))]
-            self._known[address] = result
+            self._known[address] = result, time.monotonic() + _KNOWN_S
         for then in self._asked.pop(address, []):
             then(result)
 
