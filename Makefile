@@ -94,9 +94,7 @@ rdma-test: | tools ## rdma/ on real queue pairs, in a small virtual machine; STA
 
 e2e: wheel cmd ## faults on agents in processes of their own, rdma-test, then the real vLLM and SGLang pairs, also with failures
 	$(BUILD)/kvconn chaos --short
-	@GO=$(GO) scripts/rdma-test.sh
-	@scripts/vllm-e2e.sh $(VENV_VLLM)
-	@scripts/sglang-e2e.sh $(VENV_SGLANG)
+	@GO=$(GO) scripts/e2e.sh $(VENV_VLLM) $(VENV_SGLANG)
 
 e2e-sglang: wheel ## the real SGLang pair, also with failures; a part of e2e
 	@scripts/sglang-e2e.sh $(VENV_SGLANG)
