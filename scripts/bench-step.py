@@ -78,9 +78,14 @@ class Decode:
             "remote_bootstrap_addr": self.address,
             "remote_engine_id": "p",
         }
-        tokens = TOKENS * PER_REQUEST
+        tokens = [1000 + n for n in range(TOKENS * PER_REQUEST)]
         return SimpleNamespace(
-            request_id=f"cmpl-{transfer_id}", kv_transfer_params=params, num_prompt_tokens=tokens, status="FINISHED_STOPPED", blocks=None
+            request_id=f"cmpl-{transfer_id}",
+            kv_transfer_params=params,
+            prompt_token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            status="FINISHED_STOPPED",
+            blocks=None,
         )
 
     def step(self, new: list[Any]) -> tuple[float, int]:
