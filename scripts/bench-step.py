@@ -1,7 +1,7 @@
 """The connector's own time on an engine's step, with many transfers in flight.
 
 Run it with the Python of an environment that has vLLM and kvconn (e2e/setup_vllm.py prints one):
-    PYTHON scripts/bench-step.py [--in-flight 100] [--steps 2000] [--asleep]
+    PYTHON scripts/bench-step.py [--in-flight 100] [--steps 2000] [--asleep] [--own-core]
 
 The decode engine's two sides of the connector and a real agent are here, the prefill engine's agent is in a process of
 its own. What is said is what the connector measures itself (vllm:kvconn_step_time_seconds), for steps in which nothing
@@ -9,19 +9,26 @@ happens and for those in which one request comes and one load ends. Before each 
 32 MB, as a forward pass does, and then for a millisecond in Python, as vLLM's scheduler does before it asks its connector:
 the connector finds none of its own code and data in a near cache, but an interpreter that is. With --asleep the thread
 sleeps instead until a load has ended, as an engine with nothing to compute does: everything is slow for a while then, most
-of all in a virtual machine whose processor the host has given to another.
+of all in a virtual machine whose processor the host has given to another. With --own-core nothing else runs on the core of
+the engine's thread, as where there are more cores than work. The last line says what any Python that has not run for a
+step costs there.
 """
 
 from __future__ import annotations
 
 import argparse
+import fractions
+import ipaddress
 import json
 import logging
 import os
+import posixpath
 import statistics
 import subprocess
 import sys
+import threading
 import time
+import urllib.parse
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,9 +85,14 @@ class Decode:
             "remote_bootstrap_addr": self.address,
             "remote_engine_id": "p",
         }
-        tokens = TOKENS * PER_REQUEST
+        tokens = [1000 + n for n in range(TOKENS * PER_REQUEST)]
         return SimpleNamespace(
-            request_id=f"cmpl-{transfer_id}", kv_transfer_params=params, num_prompt_tokens=tokens, status="FINISHED_STOPPED", blocks=None
+            request_id=f"cmpl-{transfer_id}",
+            kv_transfer_params=params,
+            prompt_token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            status="FINISHED_STOPPED",
+            blocks=None,
         )
 
     def step(self, new: list[Any]) -> tuple[float, int]:
@@ -123,7 +135,27 @@ def forward(scratch: np.ndarray[Any, Any], until: Any) -> None:
         json.loads(json.dumps(sorted((row for row in rows if not row["done"]), key=lambda row: row["id"])))
 
 
-def run(in_flight: int, count: int, asleep: bool) -> None:
+def plain(number: int) -> float:
+    """How long some of the standard library's Python takes that, like the connector's, runs straight on."""
+    began = time.perf_counter()
+    ipaddress.ip_address(f"10.1.2.{number % 200}")
+    fractions.Fraction(number + 1, 12) + fractions.Fraction(3, 7)
+    posixpath.normpath(f"/a/b/../c/{number}")
+    urllib.parse.parse_qsl(f"a=1&b={number}")
+    posixpath.relpath(f"/x/y/{number}", "/x/z")
+    return time.perf_counter() - began
+
+
+def keep_a_core(child: int) -> None:
+    """For this thread; all others, those of the prefill engine too, get the rest."""
+    first, *rest = sorted(os.sched_getaffinity(0))
+    tasks = [int(tid) for pid in ("self", child) for tid in os.listdir(f"/proc/{pid}/task")]
+    for tid in tasks:
+        os.sched_setaffinity(tid, rest)
+    os.sched_setaffinity(threading.get_native_id(), {first})
+
+
+def run(in_flight: int, count: int, asleep: bool, own_core: bool) -> None:
     child = subprocess.Popen([sys.executable, __file__, "--prefill"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
     try:
@@ -136,7 +168,9 @@ def run(in_flight: int, count: int, asleep: bool) -> None:
         for number in range(in_flight):
             tell("announce", number)
             decode.step([decode.request(f"t{number}")])
-        idle, busy = [], []
+        if own_core:
+            keep_a_core(child.pid)
+        idle, busy, cold = [], [], []
         scratch = np.zeros(8 << 20, np.uint32)
         begun, done, asked = in_flight, 0, 0
         while done < count:
@@ -152,9 +186,12 @@ def run(in_flight: int, count: int, asleep: bool) -> None:
                 tell("announce", begun)
                 new.append(decode.request(f"t{begun}"))
                 begun += 1
+            other = begun % 4 == 0  # in the connector's place, which is then not what it was
+            if other:
+                cold.append(plain(done))
             spent, ended = decode.step(new)
             done += ended
-            if ended == 1 and len(new) == 1:
+            if ended == 1 and len(new) == 1 and not other:
                 busy.append(spent)
             spent, ended = decode.step([])
             done += ended
@@ -166,6 +203,8 @@ def run(in_flight: int, count: int, asleep: bool) -> None:
                 f"{in_flight} in flight, {'after a sleep, ' * asleep}{name}: median {statistics.median(values) * 1e6:.1f} µs, "
                 f"99th percentile {values[len(values) * 99 // 100] * 1e6:.1f} µs ({len(values)} steps)"
             )
+        warm = statistics.median([plain(n) for n in range(2000)][1000:])
+        print(f"other Python, which takes {warm * 1e6:.1f} µs when run again and again: median {statistics.median(cold) * 1e6:.1f} µs")
         decode.worker.close()
     finally:
         child.stdin.close()
@@ -177,6 +216,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=100)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--asleep", action="store_true", help="sleep before each step instead of working")
+    parser.add_argument("--own-core", action="store_true", help="nothing else runs on the core of the engine's thread")
     parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     # As in an engine, each load costs a line of the log.
@@ -184,7 +224,7 @@ def main() -> None:
     if args.prefill:
         prefill()
     else:
-        run(args.in_flight, args.steps, args.asleep)
+        run(args.in_flight, args.steps, args.asleep, args.own_core)
 
 
 if __name__ == "__main__":

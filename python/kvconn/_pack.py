@@ -7,7 +7,7 @@ set, would cost an engine's step more than the call itself does.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from struct import Struct
 from typing import Any
 
@@ -167,23 +167,25 @@ class Room:
         self.count_address = self._data.buffer_info()[0]
         self.address = self.count_address + 8
 
-    @property
-    def count(self) -> int:
-        return int.from_bytes(self._data[:8], "little")
-
-    def completions(self) -> Iterator[Completion]:
-        for row in _COMPLETION.iter_unpack(memoryview(self._data)[8 : 8 + self.count * COMPLETION]):
+    def completions(self) -> list[Completion]:
+        data = memoryview(self._data)
+        count = int.from_bytes(data[:8], "little")
+        out = []
+        for row in _COMPLETION.iter_unpack(data[8 : 8 + count * COMPLETION]):
             token, code, side, size, wait_ns, transfer_ns, blocks, segments, transport, transfer_id, reason = row
-            yield Completion(
-                transfer_id.rstrip(b"\0").decode("utf-8", "surrogateescape"),
-                _KINDS[side],
-                code,
-                reason.rstrip(b"\0").decode("utf-8", "replace"),
-                size,
-                blocks,
-                segments,
-                wait_ns / 1e9,
-                transfer_ns / 1e9,
-                transport.rstrip(b"\0").decode(),
-                token,
+            out.append(
+                Completion(
+                    transfer_id.rstrip(b"\0").decode("utf-8", "surrogateescape"),
+                    _KINDS[side],
+                    code,
+                    reason.rstrip(b"\0").decode("utf-8", "replace"),
+                    size,
+                    blocks,
+                    segments,
+                    wait_ns / 1e9,
+                    transfer_ns / 1e9,
+                    transport.rstrip(b"\0").decode(),
+                    token,
+                )
             )
+        return out

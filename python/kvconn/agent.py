@@ -15,7 +15,6 @@ from .logs import start_logging
 from .types import Claim, Completion, Growth, Load, Offer, Region
 
 _NOTHING: tuple[Completion, ...] = ()
-_BATCH = 64
 # Stands in for an agent's count when the library must be asked, and will refuse.
 _ASK = c.c_uint32(1)
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
@@ -189,16 +188,9 @@ class Agent:
         waiting = self._count.value
         if not waiting:
             return _NOTHING
-        out: list[Completion] = []
-        while True:
-            room = _pack.Room(min(waiting, _BATCH))
-            self._check(self._lib.get_finished(self._handle, room.address, _pack.COMPLETION, room.capacity, room.count_address))
-            out.extend(room.completions())
-            if room.count < room.capacity:
-                return out
-            waiting = self._waiting()
-            if not waiting:
-                return out
+        room = _pack.Room(waiting)
+        self._check(self._lib.get_finished(self._handle, room.address, _pack.COMPLETION, room.capacity, room.count_address))
+        return room.completions()
 
     def _waiting(self) -> int:
         """The number of completions to collect; raises if the agent is closed."""

@@ -506,6 +506,16 @@ def test_event_fd(prefill: Side, decode: Side, transfer_id: str) -> None:
     assert select.select([decode.agent], [], [], 0)[0] == []
 
 
+def test_all_that_wait_come_with_one_call(prefill: Side, decode: Side) -> None:
+    ids = [f"many-{n}" for n in range(200)]  # the ring in C memory grows twice for so many
+    decode.agent.start_load([kvconn.Load(i, prefill.agent.bootstrap_address, "engine-prefill", [[1]]) for i in ids])
+    decode.agent.cancel(ids, "not wanted")
+    decode.until("loads_under_way", 0)
+    done = decode.agent.get_finished()
+    assert sorted(d.transfer_id for d in done) == sorted(ids) and not any(d.ok for d in done)
+    assert not decode.agent.get_finished() and select.select([decode.agent], [], [], 0)[0] == []
+
+
 def test_logs_arrive_in_logging(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "kvconn"):
         agent = kvconn.Agent({"engine_id": "talkative", "role": "decode"})
