@@ -250,6 +250,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 			m.ledger.disarmed(id) // its transports are closed
 		}
 		m.Abandon(s.now)
+		clear(m.ledger.claims)
 	case "state":
 		n := m.Sizes()
 		said = fmt.Sprintf("loads=%d offers=%d early=%d peers=%d ended=%d busy=%v", n.Loads, n.Offers, n.Early, n.Peers, n.Ended, m.Busy())
