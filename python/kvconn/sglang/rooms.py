@@ -22,8 +22,9 @@ logger = logging.getLogger("kvconn.sglang")
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 
 # How long a rank by which its engine does not answer keeps a failure back. All ranks fail with the first of them: the
-# one that answers is to know the reason as well, and not only that there is one elsewhere.
-TELL_S = 0.3
+# one that answers is to know the reason as well, and not only that there is one elsewhere. It may take as long to notice
+# that a peer is gone.
+TELL_S = 3.0
 
 _RETRACT_S = 5.0
 _LOOK_S = 1.0  # between looks for rooms that have waited too long
