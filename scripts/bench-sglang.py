@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Time to first token of a real SGLang pair on this machine: through kvconn, and through Mooncake's TCP in the same run.
 
-    scripts/bench-sglang.sh [--requests 20] [--fat] [--backends kvconn,mooncake_tcp] [--alone] [--page-size 16] [--tokens 300,1900]
+    scripts/bench-sglang.sh [--requests 20] [--fat] [--backends kvconn,mooncake_tcp] [--alone] [--apart]
+                            [--page-size 16] [--tokens 300,1900]
 
 With --alone a single server that does it all takes its turns too: what a pair takes longer is the way between its two.
 All are up all the time and take turns every few requests, since a machine is never the same twice: idle ones poll, so that
-each is measured beside the other's loops (it is not stopped meanwhile, of which Mooncake's connections die). On a few cores that weighs
-more than the transfer. Prints a line for each length: medians, and the first backend's part of the other.
+each is measured beside the other's loops (it is not stopped meanwhile, of which Mooncake's connections die). On a few cores
+that weighs more than the transfer. With --apart one of them is up at a time, for half of its requests and later for the
+other half, so that nobody else polls; their starts take a minute each. Prints a line for each length: medians, and the
+first backend's part of the other.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ def main() -> None:
     parser.add_argument("--fat", action="store_true", help="a cache of 32 KiB a token")
     parser.add_argument("--backends", default="kvconn,mooncake_tcp")
     parser.add_argument("--alone", action="store_true", help="a single server beside them")
+    parser.add_argument("--apart", action="store_true", help="one of them at a time")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--tokens", default="300,1900")
     args = parser.parse_args()
@@ -79,23 +83,36 @@ def main() -> None:
         for name in names:
             # In bfloat16 the fat model's cache has 32 KiB a token.
             more = {"dtype": "bfloat16", "extra_env": {"PYTHONPATH": path}}
-            pair = SGLangPair(model, Path(workdir) / name, "--page-size", str(args.page_size), backend=name, **more)
-            engines[name] = stack.enter_context(pair)
+            engines[name] = SGLangPair(model, Path(workdir) / name, "--page-size", str(args.page_size), backend=name, **more)
         if args.alone:
-            engines["alone"] = stack.enter_context(Alone(model, Path(workdir) / "alone", dtype="bfloat16"))
-        for tokens in (int(text) for text in args.tokens.split(",")):
-            times: dict[str, list[float]] = {name: [] for name in engines}
-            for turn in range(-1, -(-args.requests // TURN)):
+            engines["alone"] = Alone(model, Path(workdir) / "alone", dtype="bfloat16")
+        lengths = [int(text) for text in args.tokens.split(",")]
+        times: dict[int, dict[str, list[float]]] = {tokens: {name: [] for name in engines} for tokens in lengths}
+        if args.apart:
+            for half in range(2):
                 for name, each in engines.items():
-                    taken = measure(each, tokens, range(1000 * tokens + turn * TURN, 1000 * tokens + (turn + 1) * TURN))
-                    if turn >= 0:  # the first turn warms
-                        times[name] += taken
+                    with each:
+                        for tokens in lengths:
+                            first = 1000 * tokens + half * args.requests
+                            measure(each, tokens, range(first - TURN, first))
+                            times[tokens][name] += measure(each, tokens, range(first, first + -(-args.requests // 2)))
+        else:
+            for each in engines.values():
+                stack.enter_context(each)
+            for tokens in lengths:
+                for turn in range(-1, -(-args.requests // TURN)):
+                    for name, each in engines.items():
+                        taken = measure(each, tokens, range(1000 * tokens + turn * TURN, 1000 * tokens + (turn + 1) * TURN))
+                        if turn >= 0:  # the first turn warms
+                            times[tokens][name] += taken
+        for tokens in lengths:
             line = [f"{tokens} tokens"]
             for name in engines:
-                ordered = sorted(times[name])
+                ordered = sorted(times[tokens][name])
                 line.append(f"{name} {statistics.median(ordered):.1f} ms ({ordered[0]:.1f} to {ordered[-1]:.1f})")
             if len(names) == 2:
-                line.append(f"{names[0]} takes {statistics.median(times[names[0]]) / statistics.median(times[names[1]]):.2f} of {names[1]}")
+                ratio = statistics.median(times[tokens][names[0]]) / statistics.median(times[tokens][names[1]])
+                line.append(f"{names[0]} takes {ratio:.2f} of {names[1]}")
             print(", ".join(line), flush=True)
 
 
