@@ -318,9 +318,9 @@ func (a *Agent) signal() {
 // room says why n more transfers cannot be accepted; a.mu is held. The machine counts
 // the claims that may be reported, since most end without.
 func (a *Agent) room(n int) error {
-	unread := a.reports.Unread()
-	if a.outstanding+a.machine.Untold()+unread+n > a.reports.Capacity() {
-		return fmt.Errorf("%w: %d under way and %d finished ones not collected, %d more do not fit (max_transfers)", core.ErrOverload, a.outstanding, unread, n)
+	busy, unread := a.outstanding+a.machine.Untold(), a.reports.Unread()
+	if busy+unread+n > a.reports.Capacity() {
+		return fmt.Errorf("%w: %d under way and %d finished ones not collected, %d more do not fit (max_transfers)", core.ErrOverload, busy, unread, n)
 	}
 	return nil
 }

@@ -486,6 +486,20 @@ def test_end_of_an_earlier_request_in_the_room(ranks: Any) -> None:
     assert again.state == TRANSFERRING, again.reason
 
 
+def test_lost_request_that_is_kept_back_gets_no_pages(ranks: Any) -> None:
+    """A pipeline's stages give pages to what all of them say is ready, and cannot agree any more when one fails alone after that."""
+    p, d = ranks("prefill"), ranks("decode")
+    d.rooms.tell_s = 3600
+    at_p, at_d = both(p, d, 1)
+    assert at_d.told() == WAITING
+    p.rooms.abort(at_p, "the client went")
+    d.until(at_d, FAILED)
+    assert at_d.told() == BOOTSTRAPPING
+    at_d.tell_at = 0
+    assert at_d.told() == FAILED and "the client went" in at_d.reason
+    empty(p, d)
+
+
 def test_nobody_comes(ranks: Any) -> None:
     p, d = ranks("prefill", timeouts=(0.5, 0.5)), ranks("decode", timeouts=(0.5, 0.5))
     lonely = p.rooms.open(1)

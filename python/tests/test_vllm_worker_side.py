@@ -60,6 +60,17 @@ def test_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     assert '"gb_per_s": ' in caplog.text and "kvconn load {" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["claim", "want"])
+def test_what_is_no_end_of_a_load_frees_none_of_its_blocks(kind: str) -> None:
+    """Settings of the agent that are not the connector's bring such reports, of a claim also that of an earlier request."""
+    side, agent = worker()
+    (req_id,) = loading(side, "t")
+    agent.ends("t", kind, code=22)
+    assert side.collect(False) == Reports()
+    agent.ends("t", "load")
+    assert side.collect(False).received == {req_id}
+
+
 def test_failed_load_names_request_and_blocks() -> None:
     side, agent = worker()
     (req_id,) = loading(side, "t")

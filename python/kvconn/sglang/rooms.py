@@ -344,7 +344,8 @@ class Rooms:
         """What was loaded meanwhile has a report of its own."""
         room = self._used.get(completion.transfer_id)
         if room is not None and room.known and room.token == completion.token:
-            room.known = False
+            # Not ready any more, also while the failure is kept back: pipeline stages that gave pages to it could not agree on its end.
+            room.known, room.state = False, BOOTSTRAPPING
             self.fail(room, completion.reason)
 
     def _look(self, now: float) -> None:

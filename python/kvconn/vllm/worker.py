@@ -313,6 +313,8 @@ class WorkerSide:
                 logger.warning("request %s: its cache was not fetched: %s", offer.req_id, completion.reason)
             self._reports.sent.add(offer.req_id)
             return
+        if completion.kind != "load":
+            return  # no end of what the engine has given blocks for
         loading = self._loads.pop(completion.transfer_id, None)
         if loading is None:
             return
