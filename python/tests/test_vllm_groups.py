@@ -60,6 +60,14 @@ def test_groups_agree_with_vllms_managers_about_what_is_gone() -> None:
         assert Group(0, BLOCK, chunk=64).gone(computed) == manager.get_num_skipped_tokens(computed) // BLOCK
 
 
+def test_window_that_is_a_ring_of_one_block_is_refused() -> None:
+    """Some vLLMs call it a window. It is written to over and over: what an earlier step has filled does not stay."""
+    kind = getattr(specs, "KpoolTailSpec", None) or type("KpoolTailSpec", (specs.SlidingWindowSpec,), {})
+    ring = kind(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=BLOCK)
+    with pytest.raises(ValueError, match="a KV cache of KpoolTailSpec is not supported"):
+        make_groups(grouped(full(), ring))
+
+
 def test_caches_of_another_kind_are_refused_by_name() -> None:
     state = specs.MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
     with pytest.raises(ValueError, match="a KV cache of MambaSpec is not supported"):

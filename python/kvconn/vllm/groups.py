@@ -14,7 +14,7 @@ NULL_BLOCK = 0
 
 # A state is no block, and what is rebuilt after a load is vLLM's business: loading those blindly would be wrong bytes.
 _KINDS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
-_NOT_THOSE = ("RSWASpec", "HiddenStateCacheSpec")
+_NOT_THOSE = ("RSWASpec", "HiddenStateCacheSpec", "KpoolTailSpec")
 
 
 @dataclass(frozen=True)
