@@ -10,7 +10,7 @@ making=$!
 trap 'kill -- -$making 2>/dev/null || true' EXIT
 scripts/rdma-test.sh
 # A quarter of an hour at most; what is missing then, or went wrong, the next two make and say themselves.
-timeout 900 tail --pid=$making -f /dev/null || kill -- -$making 2>/dev/null || true
+timeout --foreground 900 tail --pid=$making -f /dev/null || kill -- -$making 2>/dev/null || true
 wait $making || tail -n 5 $log >&2
 trap - EXIT
 scripts/vllm-e2e.sh "$1"
