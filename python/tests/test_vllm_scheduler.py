@@ -24,6 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -110,7 +111,7 @@ class Engine:
         caches.cache_hit_alignment_tokens = BLOCK
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if async_scheduling else Scheduler)(
             config,
             caches,
             StructuredOutputManager(config),
@@ -180,6 +181,8 @@ class Engine:
         self.loading |= {work.req_id: work for work in [*meta.loads, *meta.refusals] if getattr(work, "silent", False) is False}
         self.sending |= {work.req_id: work for work in meta.offers}
         self.cancelled += [work.transfer_id for work in meta.cancels]
+        # Said now: another step may be scheduled before this one's tokens come.
+        output.sampled = {req_id for req_id in output.num_scheduled_tokens if self._complete(req_id)}
         return output
 
     def _grow(self, output: Any, meta: KVConnMetadata) -> None:
@@ -194,14 +197,16 @@ class Engine:
         }
         written = [set() for _ in self.scheduler.kv_cache_config.kv_cache_groups]  # by this step
         for req_id, scheduled in output.num_scheduled_tokens.items():
-            computed = self.scheduler.requests[req_id].num_computed_tokens
+            request = self.scheduler.requests[req_id]
+            computed, first = request.num_computed_tokens, (request.num_computed_tokens - scheduled) // BLOCK
+            if computed - scheduled >= request.num_prompt_tokens:  # it decodes, behind the prompt in the prompt's last block
+                first = max(first, -(-request.num_prompt_tokens // BLOCK))
             for blocks, all_of_them in zip(written, self.scheduler.kv_cache_manager.get_block_ids(req_id)):
-                blocks.update(all_of_them[(computed - scheduled) // BLOCK : -(-computed // BLOCK)])
+                blocks.update(all_of_them[first : -(-computed // BLOCK)])
         anybodys = set().union(*written)  # the groups have their blocks from one pool
         for transfer_id, held in self.grown.items():  # what the agent reads
-            if (request := ids.get(transfer_id)) and request.num_output_tokens == 0:
-                for first, have, ready in zip(self.first[transfer_id], held, self.ready[transfer_id]):
-                    assert not anybodys & set(have[: max(0, ready - first)])
+            for first, have, ready in zip(self.first[transfer_id], held, self.ready[transfer_id]):
+                assert not anybodys & set(have[: max(0, ready - first)])
         for work in meta.grows:
             held = self.grown.setdefault(work.transfer_id, [[] for _ in work.block_ids])
             firsts = self.first.setdefault(work.transfer_id, list(work.first_block))
@@ -244,7 +249,7 @@ class Engine:
     ) -> None:
         """Every request gets a token as soon as its whole prompt is computed."""
         ids = list(output.num_scheduled_tokens)
-        sampled = [[7] if self._complete(r) else [] for r in ids]
+        sampled = [[7] if r in output.sampled else [] for r in ids]
         for req_id in sent:
             del self.sending[req_id]
         for req_id in received:
@@ -786,6 +791,37 @@ def test_prefill_beside_another_connector(make: Any) -> None:
 
 
 # -- anything at any time ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("windows", [(0, WINDOW), (0, -3 * BLOCK)], ids=["window", "chunks"])
+def test_a_step_ahead(make: Any, windows: tuple[int, ...], seed: int) -> None:
+    """vLLM schedules a step before the one before it has ended: also then no block is another's while it grows."""
+    dice = random.Random(seed)
+    engine = make("kv_producer", windows=windows, blocks=40, seqs=6, async_scheduling=True)
+    requests: list[Request] = []
+    under_way: list[Any] = []
+    whole = 0
+    for number in range(250):
+        if number < 150 and dice.random() < 0.3:
+            tokens = dice.choice([dice.randrange(1, 250), WINDOW - 1 + dice.randrange(1, 6) * BLOCK])
+            requests.append(engine.add(tokens, dice.choice([None, prefill_kv()]), max_tokens=dice.choice([1, 1, 5])))
+        under_way.append(engine.schedule())
+        if dice.random() < 0.05 and engine.scheduler.running:
+            engine.abort(dice.choice(engine.scheduler.running))
+        if len(under_way) > 1 or dice.random() < 0.2:
+            sent = {each for each in engine.sending if dice.random() < 0.3}
+            whole += sum(all(engine.ready.get(engine.sending[each].transfer_id, [0])) for each in sent)
+            engine.update(under_way.pop(0), sent=sent)
+        if dice.random() < 0.05 and engine.scheduler.running:
+            engine.preempt()
+    for output in under_way:
+        engine.update(output)
+    engine.run(lambda: all(map(engine.finished, requests)))
+    engine.step()
+    engine.step(sent=set(engine.sending))
+    engine.nothing_is_left()
+    assert whole and engine.retracted  # windows among them
 
 
 @pytest.mark.parametrize("seed", range(12))
