@@ -8,4 +8,5 @@ if [[ $sglang_not_run ]]; then
   printf '%s\n' "############" "## make e2e-sglang: NOT RUN: $sglang_not_run" "############" >&2
   exit 0
 fi
-"$sglang_python" -m pytest python/tests/test_sglang_*.py e2e/test_sglang*.py -p no:cacheprovider -v "${@:2}"
+# Of the Python tests those that need SGLang's packages; `make test` has the others.
+"$sglang_python" -m pytest python/tests/test_sglang_{conn,plugin,route}.py e2e/test_sglang*.py -p no:cacheprovider -v "${@:2}"
