@@ -15,6 +15,7 @@ declare -A tests=(
   [pair]=e2e/test_pair.py [kinds]=e2e/test_kinds.py [ranks]=e2e/test_ranks.py
 )
 PARTS=${PARTS:-connector pair kinds ranks}
+export KVCONN_E2E_RANKS=${KVCONN_E2E_RANKS:-1to2 2to1 2to2 mla2to1 dp2}
 if [[ ${FROM:-wheel} == tree ]]; then
   export PYTHONPATH=$PWD/python KVCONN_LIBRARY=$PWD/build/libkvconn.so
   wheel=()
