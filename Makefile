@@ -96,7 +96,7 @@ e2e: wheel cmd ## faults on agents in processes of their own, rdma-test, then th
 	$(BUILD)/kvconn chaos --short
 	@GO=$(GO) scripts/e2e.sh $(VENV_VLLM) $(VENV_SGLANG)
 
-e2e-sglang: wheel ## the real SGLang pair, also with failures; a part of e2e
+e2e-sglang: wheel ## the real SGLang pair, also with failures and with several ranks; a part of e2e, but for the ranks
 	@scripts/sglang-e2e.sh $(VENV_SGLANG)
 
 e2e-versions: wheel ## the real pair on the newest vLLM and the two minor releases before it; VERSIONS='0.31.0' for some

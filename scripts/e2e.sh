@@ -14,4 +14,5 @@ timeout --foreground 900 tail --pid=$making -f /dev/null || kill -- -$making 2>/
 wait $making || tail -n 5 $log >&2
 trap - EXIT
 scripts/vllm-e2e.sh "$1"
-scripts/sglang-e2e.sh "$2"
+# Five minutes of starts of SGLang's ranks are left to `make e2e-sglang`.
+scripts/sglang-e2e.sh "$2" --deselect=e2e/test_sglang_ranks.py
