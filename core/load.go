@@ -307,7 +307,7 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 	}
 	switch {
 	case err != nil && ld.tried == "":
-		m.lookAgain(now, ld, false) // what is remembered of P is out of date, most likely
+		m.lookAgain(now, ld, time.Time{}) // what is remembered of P is out of date, most likely
 		return
 	case err != nil:
 		m.endLoad(now, ld, Failed, err.Error(), true)
@@ -327,8 +327,10 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 	hello := code == SayHello
 	code = peerCode(code)
 	switch {
-	case absent && ld.tried == "" && ld.known == "", hello && ld.tried == "":
-		m.lookAgain(now, ld, absent)
+	case absent && ld.tried == "" && ld.known == "":
+		m.lookAgain(now, ld, ld.begun)
+	case hello && ld.tried == "":
+		m.lookAgain(now, ld, time.Time{})
 	case absent:
 		m.endLoad(now, ld, PeerLost, reason, false)
 	case code != OK: // without an answer P may have it all the same
@@ -340,21 +342,23 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 	}
 }
 
-// lookAgain starts over, once: a new agent may have taken P's place. A load that
-// was under way with one that is gone must end within PeerTimeout of its death.
-func (m *Machine) lookAgain(now time.Time, ld *load, gone bool) {
+// lookAgain starts over, once: a new agent may have taken P's place. What was under
+// way with one that is gone must end within PeerTimeout of its death, which came
+// after it was heard; zero says that it is not gone.
+func (m *Machine) lookAgain(now time.Time, ld *load, heard time.Time) {
+	gone := !heard.IsZero()
 	ld.tried = ld.peer
 	m.count.Retries++
 	m.act(Forget{Peer: ld.peer, Gone: gone})
 	if ld.claim {
 		if m.opt.ReportClaims {
-			ld.lostBy = now.Add(m.patience())
+			ld.lostBy = later(heard.Add(m.patience()), now.Add(TickInterval))
 		}
 		m.resolveAgain(ld)
 		return
 	}
 	if ld.until = now.Add(m.patience()); gone {
-		ld.until = ld.begun.Add(m.patience())
+		ld.until = heard.Add(m.patience())
 	}
 	ld.again = true
 	m.fence(ld)

@@ -281,7 +281,8 @@ func (m *Machine) PeerDown(now time.Time, id AgentID) {
 // peerGone ends what waits for a P agent. absent: nobody listens there; else it
 // may live and be told when it listens again.
 func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string) {
-	silent := now.Sub(m.peers[id].heard).Round(time.Millisecond)
+	heard := m.peers[id].heard
+	silent := now.Sub(heard).Round(time.Millisecond)
 	reason := fmt.Sprintf("prefill agent %s is gone: silent for %v: %s", id, silent, cause)
 	delete(m.peers, id)
 	m.act(Forget{Peer: id, Gone: true})
@@ -303,7 +304,7 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 			ld.tried = id
 			m.resolveLater(now, ld)
 		default:
-			m.lookAgain(now, ld, true)
+			m.lookAgain(now, ld, heard)
 		}
 	}
 }
