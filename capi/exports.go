@@ -199,7 +199,11 @@ func go_register(h C.kvconn_agent, regions *C.kvconn_region, n C.size_t, text **
 		if err != nil {
 			return err
 		}
-		return a.RegisterKVCaches(list)
+		if err := a.RegisterKVCaches(list); err != nil {
+			return err
+		}
+		C.slot_set_regions(h, C.uint32_t(n))
+		return nil
 	})
 }
 
@@ -274,20 +278,32 @@ func go_grow(h C.kvconn_agent, parts *C.kvconn_growth, n C.size_t, regions *C.ui
 		if of > 0 {
 			in = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(regions)), of))
 		}
-		list := make([]core.GrowRequest, 0, n)
+		list, follows := make([]core.GrowRequest, 0, n), false
 		err = structs(parts, n, unsafe.Offsetof(parts.prompt), func(g *C.kvconn_growth) C.uint32_t { return g.struct_size }, func(i int, g *C.kvconn_growth) error {
 			blocks, first, err := groups(g.groups, g.num_groups)
 			if err != nil || g.transfer_id == nil || g.ready == nil && g.num_groups > 0 {
 				return fmt.Errorf("%w: parts[%d]: transfer_id or ready is NULL or %v", core.ErrInvalid, i, err)
 			}
 			ready := slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(g.ready)), g.num_groups))
-			list = append(list, core.GrowRequest{ID: core.TransferID(C.GoString(g.transfer_id)), First: first, Blocks: blocks, Ready: ready, Regions: in, Prompt: uint64(g.prompt)})
+			r := core.GrowRequest{ID: core.TransferID(C.GoString(g.transfer_id)), First: first, Blocks: blocks, Ready: ready, Regions: in, Prompt: uint64(g.prompt)}
+			if g.computing != nil {
+				r.Computing = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(g.computing)), g.num_groups))
+				follows = true
+			}
+			list = append(list, r)
 			return nil
 		})
 		if err != nil {
 			return err
 		}
-		k, err := a.Grow(list)
+		if !follows {
+			k, err := a.Grow(list)
+			*taken = C.size_t(k)
+			return err
+		}
+		written := newWritten(h)
+		written.take() // what an earlier step wrote after its end
+		k, err := a.GrowStep(list, written.take)
 		*taken = C.size_t(k)
 		return err
 	})

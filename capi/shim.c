@@ -151,6 +151,17 @@ PUBLIC int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_
   return done(status, text);
 }
 
+PUBLIC int32_t kvconn_written(kvconn_agent agent, const uint32_t *regions, size_t num_regions) {
+  if (in_fork()) return fail_forked();
+  NEED(regions != NULL || num_regions == 0, "regions is NULL");
+  if (slots_poisoned()) return fail_poisoned();
+  switch (slot_mark_written(agent, regions, num_regions)) {
+    case KVCONN_OK: return KVCONN_OK;
+    case KVCONN_ERR_HANDLE: return fail_handle();
+    default: return fail(KVCONN_ERR_INVALID, "a region is none that was given to kvconn_register_kv_caches; want its index there");
+  }
+}
+
 PUBLIC int32_t kvconn_retract(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms) {
   ENTER();
   NEED((transfer_ids != NULL || count == 0) && count <= MAX_BATCH, "transfer_ids is NULL, or count is over 1048576");

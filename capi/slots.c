@@ -22,6 +22,8 @@ struct slot {
   uint32_t capacity; /* most completions that may wait */
   uint32_t head;
   int event_fd;
+  uint32_t num_regions;
+  uint64_t written[KVCONN_MAX_REGIONS / 64]; /* by the step: region i is bit i%64 of word i/64 */
 };
 
 enum { INDEX_BITS = 8, FIRST_SIZE = 64 };
@@ -96,6 +98,7 @@ kvconn_agent slot_open(uint32_t capacity) {
     s->size = FIRST_SIZE;
     s->capacity = capacity;
     s->head = 0;
+    s->num_regions = 0;
     set_count(s, 0);
     agent = ++generation << INDEX_BITS | (uint64_t)(i + 1);
     atomic_store_explicit(&s->handle, agent, memory_order_release);
@@ -187,4 +190,47 @@ int slot_event_fd(kvconn_agent agent) {
   int fd = s->event_fd;
   pthread_mutex_unlock(&s->lock);
   return fd;
+}
+
+void slot_set_regions(kvconn_agent agent, uint32_t num_regions) {
+  struct slot *s = acquire(agent);
+  if (s == NULL) return;
+  s->num_regions = num_regions;
+  memset(s->written, 0, sizeof s->written);
+  pthread_mutex_unlock(&s->lock);
+}
+
+uint32_t slot_regions(kvconn_agent agent) {
+  struct slot *s = acquire(agent);
+  if (s == NULL) return 0;
+  uint32_t n = s->num_regions;
+  pthread_mutex_unlock(&s->lock);
+  return n;
+}
+
+int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t count) {
+  struct slot *s = acquire(agent);
+  if (s == NULL) return KVCONN_ERR_HANDLE;
+  int status = KVCONN_OK;
+  for (size_t i = 0; i < count && status == KVCONN_OK; i++) {
+    if (regions[i] < s->num_regions)
+      s->written[regions[i] / 64] |= (uint64_t)1 << regions[i] % 64;
+    else
+      status = KVCONN_ERR_INVALID;
+  }
+  pthread_mutex_unlock(&s->lock);
+  return status;
+}
+
+size_t slot_take_written(kvconn_agent agent, uint64_t *words, size_t num_words) {
+  struct slot *s = acquire(agent);
+  if (s == NULL) return 0;
+  size_t found = 0;
+  for (size_t i = 0; i < num_words; i++) {
+    words[i] = s->written[i];
+    s->written[i] = 0;
+    if (words[i] != 0) found++;
+  }
+  pthread_mutex_unlock(&s->lock);
+  return found;
 }

@@ -6,7 +6,7 @@
 
 #include "../include/kvconn.h"
 
-enum { KVCONN_MAX_AGENTS = 64 };
+enum { KVCONN_MAX_AGENTS = 64, KVCONN_MAX_REGIONS = 1 << 16 };
 
 /* Takes a slot for a new agent; 0 if none is free or memory is out. */
 kvconn_agent slot_open(uint32_t capacity);
@@ -23,6 +23,17 @@ int slot_count(kvconn_agent agent);
 
 /* Where the count stands, or NULL when the handle is stale. */
 const volatile uint32_t *slot_count_address(kvconn_agent agent);
+
+/* The regions that an agent has registered; those of a step that are written are counted among them. */
+void slot_set_regions(kvconn_agent agent, uint32_t num_regions);
+uint32_t slot_regions(kvconn_agent agent);
+
+/* Marks regions as written by the step. A status. */
+int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t count);
+
+/* Moves the marks into words (bit i of word i/64 is region i) and clears them; how many words have one, at most
+   num_words. */
+size_t slot_take_written(kvconn_agent agent, uint64_t *words, size_t num_words);
 
 /* After a panic: every open agent says so instead of waiting in silence. */
 void slots_poison(void);

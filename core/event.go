@@ -74,6 +74,9 @@ type GrowRequest struct {
 	// Regions in which they are, in growing order; nil: in all.
 	Regions []uint32
 	Prompt  uint64 // as of OfferRequest, with the first part at the latest; what is said once holds
+	// Computing is as Ready, of what the engine's step computes: a later GrowRequest
+	// says in which regions it is there. Here it is only checked.
+	Computing []uint32
 }
 
 // ClaimRequest is the engine's word that it knows a request and will load the

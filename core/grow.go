@@ -76,8 +76,8 @@ func (m *Machine) checkGrow(of *offer, r *GrowRequest) error {
 			return err
 		}
 	}
-	if len(r.Ready) > groups || len(r.First) > groups {
-		return fmt.Errorf("%d groups are ready, first blocks are of %d: %d groups are registered", len(r.Ready), len(r.First), groups)
+	if max(len(r.Ready), len(r.Computing)) > groups || len(r.First) > groups {
+		return fmt.Errorf("%d groups are ready, %d are being computed, first blocks are of %d: %d groups are registered", len(r.Ready), len(r.Computing), len(r.First), groups)
 	}
 	if err := checkRegions(r.Regions, len(m.layout.Regions)); err != nil {
 		return err
@@ -90,8 +90,8 @@ func (m *Machine) checkGrow(of *offer, r *GrowRequest) error {
 		if g < len(r.Blocks) {
 			have += len(r.Blocks[g])
 		}
-		if n := uint64(at(r.Ready, g)); n > first+uint64(have) {
-			return fmt.Errorf("blocks up to %d of group %d are ready, those up to %d are given", n, g, first+uint64(have))
+		if n := uint64(max(at(r.Ready, g), at(r.Computing, g))); n > first+uint64(have) {
+			return fmt.Errorf("blocks up to %d of group %d are ready or being computed, those up to %d are given", n, g, first+uint64(have))
 		}
 		if have > MaxBlocks {
 			return fmt.Errorf("%d blocks of group %d, at most %d are supported", have, g, MaxBlocks)

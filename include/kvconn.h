@@ -159,6 +159,8 @@ typedef struct kvconn_growth {
   const uint32_t *ready;       /* for each group: how many blocks of the prompt, from its start, are there */
   uint64_t prompt;             /* as of the offer; say it with each part, so that none is sent to who asks for
                                   another: to say another later is KVCONN_ERR_INVALID */
+  const uint32_t *computing;   /* for each group, as ready: what will be there when the step that follows the call
+                                  has written a region, see kvconn_written. NULL: it computes nothing of it */
 } kvconn_growth;
 
 /*
@@ -262,6 +264,16 @@ int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, siz
  * meanwhile is told by the offer's completion; here it is no error.
  */
 int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_t count, const uint32_t *regions, size_t num_regions, size_t *accepted);
+
+/*
+ * Prefill: the step has written these regions: what the last kvconn_grow called
+ * computing is ready in them. It costs a store, so that an engine may say it of
+ * each layer: the agent looks for it by itself, soon. Until the next kvconn_grow,
+ * kvconn_offer, kvconn_retract or kvconn_cancel of this agent: each ends the step
+ * when it is called, and what is written is then said by kvconn_grow, with all of
+ * the regions, or kvconn_offer. Without a step it says nothing.
+ */
+int32_t kvconn_written(kvconn_agent agent, const uint32_t *regions, size_t num_regions);
 
 /*
  * Prefill: takes back what kvconn_grow gave, of requests that are preempted or

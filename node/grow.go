@@ -20,6 +20,11 @@ var ErrStillRead = errors.New("blocks are still read")
 // until Retract has returned or, after Offer, until its report. Returns how many
 // were accepted.
 func (a *Agent) Grow(parts []core.GrowRequest) (int, error) {
+	a.endStep()
+	return a.grow(parts)
+}
+
+func (a *Agent) grow(parts []core.GrowRequest) (int, error) {
 	if !a.cfg.prefills() {
 		return 0, fmt.Errorf("%w: grow on an agent of role %q", core.ErrInvalid, a.cfg.Role)
 	}
@@ -39,6 +44,7 @@ type retracting struct {
 // agent is open. An id that is not known is no error, one that is offered is; it
 // does not keep the others from being taken back.
 func (a *Agent) Retract(ids []core.TransferID, timeout time.Duration) error {
+	a.endStep()
 	var wait *retracting
 	err := a.do(func(m *core.Machine, now time.Time) error {
 		var errs []error

@@ -62,6 +62,7 @@ static void stale_handles(void) {
     EXPECT(kvconn_get_finished(bad[i], &c, sizeof c, 1, &n) == KVCONN_ERR_HANDLE && n == 0);
     EXPECT(kvconn_event_fd(bad[i]) == -KVCONN_ERR_HANDLE);
     EXPECT(kvconn_announce(bad[i], &id, 1, NULL) == KVCONN_ERR_HANDLE);
+    EXPECT(kvconn_written(bad[i], NULL, 0) == KVCONN_ERR_HANDLE);
     EXPECT(kvconn_close(bad[i]) == KVCONN_ERR_HANDLE);
   }
 }
@@ -97,13 +98,22 @@ static void bad_calls(kvconn_agent p, kvconn_agent d, const char *address) {
 
   EXPECT(kvconn_offer(p, &o, 1, &taken) == KVCONN_ERR_INVALID && error_says("block id 8") && taken == 0);
   const uint32_t four = 4, other = 1;
-  kvconn_growth grow = {sizeof grow, 1, "bad-0", &g, &four, 0};
+  kvconn_growth grow = {sizeof grow, 1, "bad-0", &g, &four, 0, NULL};
   EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("block id 8") && taken == 0);
   g.count = 2;
   EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("blocks up to 4"));
   EXPECT(kvconn_grow(p, &grow, 1, &other, 1, &taken) == KVCONN_ERR_INVALID && error_says("region"));
   EXPECT(kvconn_grow(p, &grow, 1, NULL, 1, &taken) == KVCONN_ERR_INVALID && error_says("regions is NULL"));
   EXPECT(kvconn_grow(d, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("role"));
+  grow.computing = &four;
+  const uint32_t none = 0;
+  grow.ready = &none;
+  EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("being computed"));
+  const uint32_t first_region = 0;
+  EXPECT(kvconn_written(p, &first_region, 1) == KVCONN_OK); /* no step runs: it says nothing */
+  EXPECT(kvconn_written(p, &other, 1) == KVCONN_ERR_INVALID && error_says("region"));
+  EXPECT(kvconn_written(p, NULL, 1) == KVCONN_ERR_INVALID && error_says("regions is NULL"));
+  grow.computing = NULL;
   grow.ready = NULL;
   EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("ready"));
   grow.struct_size = 3;
@@ -188,7 +198,7 @@ static void *transfers(void *arg) {
     l.prompt = o.prompt;
     EXPECT(kvconn_start_load(b->d, &l, 1, NULL) == KVCONN_OK);
     const uint32_t ready = 1, region = 0;
-    kvconn_growth g = {sizeof g, 1, id, &src, &ready, o.prompt};
+    kvconn_growth g = {sizeof g, 1, id, &src, &ready, o.prompt, NULL};
     const char *ids[] = {id};
     if (i % 3 > 0) EXPECT(kvconn_grow(b->p, &g, 1, &region, (size_t)(i % 2), NULL) == KVCONN_OK);
     if (i % 3 > 1) EXPECT(kvconn_retract(b->p, ids, 1, 30000) == KVCONN_OK);
@@ -212,7 +222,7 @@ static void crossed(kvconn_agent p, kvconn_agent d, const char *address) {
     l.num_groups = 1;
     l.prompt = 0xfeed;
     EXPECT(kvconn_start_load(d, &l, 1, NULL) == KVCONN_OK);
-    kvconn_growth grow = {sizeof grow, 1, ids[i], &g, &ready, 0xbeef00000000};
+    kvconn_growth grow = {sizeof grow, 1, ids[i], &g, &ready, 0xbeef00000000, NULL};
     if (i) EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, NULL) == KVCONN_OK);
     kvconn_offer_request o;
     memset(&o, 0, sizeof o);
@@ -267,7 +277,7 @@ static void forked_child(kvconn_agent d) {
     kvconn_completion c;
     alarm(20); /* a hang is a failure */
     int ok = kvconn_pending(d) == -KVCONN_ERR_FORKED && kvconn_get_finished(d, &c, sizeof c, 1, &n) == KVCONN_ERR_FORKED &&
-             kvconn_open("{}", &a) == KVCONN_ERR_FORKED && kvconn_close(d) == KVCONN_ERR_FORKED && error_says("fork");
+             kvconn_open("{}", &a) == KVCONN_ERR_FORKED && kvconn_written(d, NULL, 0) == KVCONN_ERR_FORKED && kvconn_close(d) == KVCONN_ERR_FORKED && error_says("fork");
     _exit(ok ? 0 : 1);
   }
   int status = -1;

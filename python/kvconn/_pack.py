@@ -19,7 +19,7 @@ _COMPLETION = Struct("=QiiQQQII8s136s320s")
 COMPLETION = _COMPLETION.size
 _KINDS = {1: "load", 2: "offer", 3: "want", 4: "claim"}
 
-_OFFER, _LOAD, _GROWTH = 40, 64, 40  # bytes of kvconn_offer_request, kvconn_load_request and kvconn_growth
+_OFFER, _LOAD, _GROWTH = 40, 64, 48  # bytes of kvconn_offer_request, kvconn_load_request and kvconn_growth
 
 
 def text(s: str, what: str) -> bytes:
@@ -118,18 +118,16 @@ class Offers(Rows):
 
 
 class Growths(Rows):
-    """Those of one step; they may be given to :meth:`Agent.grow` several times, for one layer after the other."""
-
-    def __init__(self, rows: Sequence[Growth]) -> None:
-        self.ids = [row.transfer_id for row in rows]
-        super().__init__(rows)
-
     def _add(self, numbers: list[int], row: Growth) -> None:
         groups = self._blocks(row.block_ids, row.first_block)
         if len(row.ready) != len(row.block_ids):
             raise InvalidError(f"ready has {len(row.ready)} groups, block_ids {len(row.block_ids)}")
-        ready = self._put(uint32s("ready", row.ready))
-        numbers += (_GROWTH | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, ready, row.prompt)
+        ready, computing = self._put(uint32s("ready", row.ready)), 0
+        if len(row.computing):
+            if len(row.computing) != len(row.block_ids):
+                raise InvalidError(f"computing has {len(row.computing)} groups, block_ids {len(row.block_ids)}")
+            computing = self._put(uint32s("computing", row.computing))
+        numbers += (_GROWTH | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, ready, row.prompt, computing)
 
 
 class Claims(Rows):

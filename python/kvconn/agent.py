@@ -121,10 +121,23 @@ class Agent:
         """
         if regions is not None and not len(regions):
             raise InvalidError("regions is empty: leave it out for all")
-        rows = parts if isinstance(parts, _pack.Growths) else _pack.Growths(list(parts))
-        if rows.ids:
+        parts = list(parts)
+        if parts:
             of = _pack.uint32s("regions", regions or ())
-            self._batch(self._lib.grow, rows, rows.ids, of.buffer_info()[0], len(of))
+            self._batch(self._lib.grow, _pack.Growths(parts), [p.transfer_id for p in parts], of.buffer_info()[0], len(of))
+
+    def written(self, regions: Sequence[int]) -> None:
+        """Prefill: the step has written these regions.
+
+        What the last :meth:`grow` called ``computing`` is ready in them. It costs
+        little, above all with an ``array("I")``, so that an engine may say it of
+        each layer. The next call of :meth:`grow`, :meth:`offer`, :meth:`retract`
+        or :meth:`cancel` ends the step; what was written is then to be said by
+        :meth:`grow`, with all regions, or :meth:`offer`.
+        """
+        of = _pack.uint32s("regions", regions)
+        address, count = of.buffer_info()
+        self._check(self._lib.written(self._handle, address, count))
 
     def retract(self, transfer_ids: Iterable[str], timeout_s: float = 10.0) -> None:
         """Prefill: takes back what :meth:`grow` gave, of requests that are

@@ -65,7 +65,8 @@ class Growth(NamedTuple):
     :class:`Offer`. ``ready[g]`` is how many blocks of the prompt, from its start,
     are there in group ``g``. ``prompt`` is as of :class:`Offer`; say it with each
     part, so that none is sent to who asks for another. To say another later is an
-    error.
+    error. ``computing[g]`` is as ``ready[g]``: what will be there in a region when
+    :meth:`Agent.written` names it.
     """
 
     transfer_id: str
@@ -73,6 +74,7 @@ class Growth(NamedTuple):
     ready: Sequence[int]
     first_block: Sequence[int] = ()
     prompt: int = 0
+    computing: Sequence[int] = ()
 
 
 class Claim(NamedTuple):

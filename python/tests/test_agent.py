@@ -82,8 +82,24 @@ def test_a_transfer_grows(prefill: Side, decode: Side, transfer_id: str) -> None
     assert np.array_equal(decode.cache[:, [1, 0, 7]], data)
 
 
+def test_layers_of_a_step_move_as_they_are_written(prefill: Side, decode: Side, transfer_id: str) -> None:
+    data = random_blocks(prefill, [3, 9])
+    decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1, 0]])])
+    prefill.agent.written([0])  # of no step: it says nothing
+    for n, block in enumerate([3, 9]):
+        prefill.agent.grow([kvconn.Growth(transfer_id, [[block]], [n], computing=[n + 1])])
+        for layer in reversed(range(1, LAYERS)):  # in any order
+            prefill.agent.written([layer])
+            arrives(decode, layer, 1 - n, data[layer, n])
+        assert not decode.cache[0, 1 - n].any()
+    prefill.agent.grow([kvconn.Growth(transfer_id, [[]], [2])])
+    arrives(decode, 0, 0, data[0, 1])
+    prefill.agent.offer([kvconn.Offer(transfer_id, [[3, 9]])])
+    assert decode.finished(transfer_id).ok and prefill.finished(transfer_id).ok
+
+
 def test_growth_that_is_refused(prefill: Side, decode: Side, transfer_id: str) -> None:
-    with pytest.raises(kvconn.InvalidError, match="blocks up to 2 of group 0 are ready, those up to 1 are given"):
+    with pytest.raises(kvconn.InvalidError, match="blocks up to 2 of group 0 are ready or being computed, those up to 1 are given"):
         prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [2])])
     with pytest.raises(kvconn.InvalidError, match="region 99"):
         prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])], [99])
@@ -91,6 +107,12 @@ def test_growth_that_is_refused(prefill: Side, decode: Side, transfer_id: str) -
         prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])], [])
     with pytest.raises(kvconn.InvalidError, match="ready has 2 groups, block_ids 1"):
         prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1, 1])])
+    with pytest.raises(kvconn.InvalidError, match="computing has 2 groups, block_ids 1"):
+        prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1], computing=[1, 1])])
+    with pytest.raises(kvconn.InvalidError, match="kvconn_register_kv_caches"):
+        prefill.agent.written([LAYERS])
+    with pytest.raises(kvconn.InvalidError, match="want numbers"):
+        prefill.agent.written([-1])
     with pytest.raises(kvconn.InvalidError, match="role"):
         decode.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])])
     prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])])

@@ -113,12 +113,16 @@ def test_what_a_step_computes_is_told_layer_by_layer() -> None:
     assert agent.calls == [
         ("grow", "a"),
         ("grow", "b"),
-        ("layer", ["a", "b"], [0, 1]),
-        ("layer", ["a", "b"], [2, 3]),
-        ("layer", ["a", "b"], None),  # whatever no layer has told of
+        ("written", ["a", "b"], [0, 1]),
+        ("written", ["a", "b"], [2, 3]),
+        ("step", ["a", "b"]),  # whatever no layer has told of
     ]
     agent.calls.clear()
     step(side, KVConnMetadata(), layers=["layer.0"])  # of another step nothing is told
+    assert not agent.calls
+    side.begin(growing("c"))  # its forward pass fails: nothing that it was to compute is there
+    agent.calls.clear()
+    step(side, KVConnMetadata(), layers=["layer.0"])
     assert not agent.calls
 
 
@@ -135,14 +139,14 @@ def test_chunks_are_told_at_the_step_s_end() -> None:
     side, agent = worker()
     side._regions_of = {"layer.0": array("I", [0])}
     step(side, growing("a"), layers=["layer.0"])
-    assert agent.calls == [("grow", "a"), ("layer", ["a"], None)]
+    assert agent.calls == [("grow", "a"), ("step", ["a"])]
 
 
 def test_growth_that_the_agent_refuses_does_not_end_the_step() -> None:
     side, agent = worker()
     agent.refused = {"a"}
     step(side, growing("a", "b"))
-    assert agent.calls == [("grow", "b"), ("layer", ["b"], None)]
+    assert agent.calls == [("grow", "b"), ("step", ["b"])]
 
 
 def test_blocks_are_taken_back_before_anything_else() -> None:
@@ -154,7 +158,7 @@ def test_blocks_are_taken_back_before_anything_else() -> None:
     assert agent.calls == [("cancel", "b"), ("retract", "a"), ("retract", "b")]
     side.take_back(meta)
     step(side, meta)
-    assert agent.calls[3:] == [("cancel", "x"), ("grow", "c"), ("layer", ["c"], None)]
+    assert agent.calls[3:] == [("cancel", "x"), ("grow", "c"), ("step", ["c"])]
 
 
 def test_blocks_are_taken_back_whatever_is_wrong_with_those_of_others() -> None:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvconn import InvalidError
-from kvconn._pack import Growths
 from kvconn.vllm.groups import Group
 from kvconn.vllm.metadata import KVConnMetadata
 from kvconn.vllm.scheduler import SchedulerSide
@@ -98,6 +97,7 @@ class FakeAgent:
         self.read: set[str] = set()  # cannot be taken back
         self.malformed: set[str] = set()  # nor these
         self.prompts: list[int] = []  # that are said, of each call
+        self.computing: list[str] = []  # that the last call has named
         self.waits = 0
 
     def _take(self, kind: str, works: Sequence[Any]) -> None:
@@ -116,10 +116,15 @@ class FakeAgent:
         self._take("offer", offers)
 
     def grow(self, parts: Any, regions: Any = None) -> None:
-        if isinstance(parts, Growths):
-            self.calls.append(("layer", parts.ids, None if regions is None else list(regions)))
-        else:
+        assert regions is None
+        if any(part.block_ids[0] for part in parts):
             self._take("grow", parts)
+            self.computing = [part.transfer_id for part in parts if part.computing]
+        else:
+            self.calls.append(("step", [part.transfer_id for part in parts]))
+
+    def written(self, regions: Sequence[int]) -> None:
+        self.calls.append(("written", list(self.computing), list(regions)))
 
     def retract(self, transfer_ids: Sequence[str]) -> None:
         if set(transfer_ids) & self.malformed:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._pack import Growths
 from ..errors import InvalidError, Status
 from ..types import Claim, Growth, Load, Offer
 from .layout import Heads, make_regions
@@ -51,7 +50,7 @@ class WorkerSide:
         self._offers: dict[str, OfferWork] = {}
         self._by_layers = by_layers
         self._regions_of: dict[str, array[int]] = {}  # by layer: indices of those that it writes
-        self._step: Growths | None = None  # what the step that runs computes of requests that grow
+        self._growing: list[GrowWork] = []  # what the step that runs computes of requests that grow
         self._reports = Reports()
         self._recorder = Recorder("worker")
         self._spent_s = 0.0  # by the connector on this step
@@ -87,6 +86,7 @@ class WorkerSide:
         Nothing here reads what the pass writes: an offer's blocks belong to a request that has ended, and of one that
         grows only those go that earlier steps have filled.
         """
+        self._growing = []  # of a step that failed nothing is there
         if not meta.says_something:
             return
         began = time.perf_counter()
@@ -142,27 +142,39 @@ class WorkerSide:
 
     def _grow(self, works: Sequence[GrowWork]) -> None:
         """What was there before the step goes now; what it computes, when it is written."""
-        grown = []
+        self._each(works, self._grow_all, self._growth_refused)
+
+    def _grow_all(self, works: Sequence[GrowWork]) -> None:
+        self._agent.grow(
+            [
+                Growth(work.transfer_id, work.block_ids, work.before, work.first_block, work.prompt, work.after if self._by_layers else ())
+                for work in works
+            ]
+        )
         for work in works:
-            part = Growth(work.transfer_id, work.block_ids, work.before, work.first_block, work.prompt)
-            if not self._try(lambda one=part: self._agent.grow([one]), f"grow {work.transfer_id!r}"):
-                grown.append(Growth(work.transfer_id, [()] * len(work.after), work.after, prompt=work.prompt))
-        self._step = Growths(grown) if grown else None
+            self._accepted(work)
+
+    def _growth_refused(self, work: GrowWork, error: Exception) -> None:
+        logger.error("grow %r: %s", work.transfer_id, error)  # its offer says what is wrong
 
     def layer_written(self, name: str) -> None:
-        if self._step is None or not self._by_layers:
+        if not self._growing or not self._by_layers:
             return
         began = time.perf_counter()
         regions = self._regions_of.get(name)
-        if regions and self._try(lambda: self._agent.grow(self._step, regions), f"grow layer {name}"):
-            self._step = None  # their offers say what is wrong
+        if regions:
+            try:
+                self._agent.written(regions)
+            except Exception as error:
+                logger.error("layer %s: %s", name, error)
         self._spent_s += time.perf_counter() - began
 
     def step_written(self) -> None:
-        step, self._step = self._step, None
-        if step is not None:
+        works, self._growing = self._growing, []
+        if works:
             began = time.perf_counter()
-            self._try(lambda: self._agent.grow(step), "grow")
+            parts = [Growth(work.transfer_id, [()] * len(work.after), work.after, prompt=work.prompt) for work in works]
+            self._try(lambda: self._agent.grow(parts), "grow")
             self._spent_s += time.perf_counter() - began
 
     def load(self, meta: KVConnMetadata) -> None:
@@ -213,9 +225,11 @@ class WorkerSide:
                 refuse(works[place], error)
                 works = works[place + 1 :]
 
-    def _accepted(self, work: OfferWork | LoadWork) -> None:
+    def _accepted(self, work: OfferWork | LoadWork | GrowWork) -> None:
         if isinstance(work, OfferWork):
             self._offers[work.transfer_id] = work
+        elif isinstance(work, GrowWork):
+            self._growing.append(work)
         else:
             self._loads[work.transfer_id] = _Loading(work, time.monotonic())
 

@@ -1,0 +1,143 @@
+package node
+
+import (
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// pass is the forward pass of an engine, as GrowStep asks after it.
+type pass struct {
+	mu    sync.Mutex
+	new   []uint32
+	asked int
+	over  string // the call that has ended it
+	late  string // the call after which it was asked nevertheless
+}
+
+func (p *pass) write(regions ...uint32) {
+	p.mu.Lock()
+	p.new = append(p.new, regions...)
+	p.mu.Unlock()
+}
+
+func (p *pass) written() (regions []uint32) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.asked++
+	p.late = p.over
+	regions, p.new = p.new, nil
+	return regions
+}
+
+func (p *pass) end(by string) {
+	p.mu.Lock()
+	p.over = by
+	p.mu.Unlock()
+}
+
+func (p *pass) get() (asked int, late string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.asked, p.late
+}
+
+// awaitAsked waits until it was asked so many times more.
+func (p *pass) awaitAsked(t *testing.T, more int) {
+	t.Helper()
+	before, _ := p.get()
+	for end := time.Now().Add(bound); ; time.Sleep(time.Millisecond) {
+		if now, _ := p.get(); now >= before+more {
+			return
+		}
+		if time.Now().After(end) {
+			t.Fatalf("the step was not asked %d times within %v", more, bound)
+		}
+	}
+}
+
+func (s *side) growStep(id core.TransferID, ready, computing uint32, p *pass, more ...core.BlockID) {
+	s.t.Helper()
+	if _, err := s.GrowStep([]core.GrowRequest{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Computing: []uint32{computing}}}, p.written); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// TestLayersOfAStep: each moves when the pass has written it, without a call.
+func TestLayersOfAStep(t *testing.T) {
+	leaktest.Check(t)
+	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
+	src, dst := []core.BlockID{9, 3, 17}, []core.BlockID{5, 6, 2}
+	d.load("t", p.BootstrapAddress(), dst...)
+	for n := range src {
+		var forward pass
+		p.growStep("t", uint32(n), uint32(n+1), &forward, src[n])
+		for l := range layers {
+			p.fillLayer(7, l, n, src[n])
+			forward.write(uint32(l))
+			if n+1 < len(src) || l+1 < layers {
+				d.arrives(l, dst[n], p, src[n])
+			}
+		}
+	}
+	d.want("t", core.OK)
+	p.offer("t", src...)
+	p.want("t", core.OK)
+}
+
+// TestStepEnds: after the call that ends a step nothing of it grows any more, or a
+// block that the engine has given to another request would be sent.
+func TestStepEnds(t *testing.T) {
+	leaktest.Check(t)
+	p, q := open(t, testConfig(RolePrefill)), open(t, testConfig(RolePrefill))
+	calls := []struct {
+		name string
+		do   func(id core.TransferID)
+	}{
+		{"grow", func(id core.TransferID) { p.grow(id, 1, nil) }},
+		{"offer", func(id core.TransferID) { p.offer(id, 4) }},
+		{"retract", func(id core.TransferID) { p.retract(id) }},
+		{"cancel", func(id core.TransferID) {
+			if _, err := p.Cancel([]core.TransferID{id}, "the client went"); err != nil {
+				t.Error(err)
+			}
+		}},
+		{"the next step", func(id core.TransferID) { p.growStep(id, 1, 1, new(pass)) }},
+	}
+	for _, c := range calls {
+		id := core.TransferID("of " + c.name)
+		var forward, after pass
+		p.growStep(id, 0, 1, &forward, 4)
+		forward.awaitAsked(t, 2)
+		c.do(id)
+		forward.end(c.name)
+		// While one that began later was asked so often, this one's turn would have come.
+		q.growStep(id, 0, 1, &after, 5)
+		after.awaitAsked(t, 20)
+		if _, late := forward.get(); late != "" {
+			t.Errorf("after %s the step was asked for more", late)
+		}
+	}
+}
+
+func TestStepThatIsRefused(t *testing.T) {
+	leaktest.Check(t)
+	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
+	var forward pass
+	part := core.GrowRequest{ID: "t", Blocks: [][]core.BlockID{{1}}, Ready: []uint32{0}, Computing: []uint32{2}}
+	for _, c := range []struct {
+		at   *side
+		part core.GrowRequest
+	}{{p, part}, {d, core.GrowRequest{ID: "t"}}, {p, core.GrowRequest{ID: "t", Computing: []uint32{0, 0}}}} {
+		if n, err := c.at.GrowStep([]core.GrowRequest{c.part}, forward.written); n != 0 || !errors.Is(err, core.ErrInvalid) {
+			t.Errorf("%d accepted of %+v, error %v", n, c.part, err)
+		}
+	}
+	if asked, _ := forward.get(); asked > 0 {
+		t.Errorf("a step that was refused was asked after %d times", asked)
+	}
+}
