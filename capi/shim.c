@@ -153,7 +153,7 @@ PUBLIC int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_
 
 PUBLIC int32_t kvconn_written(kvconn_agent agent, const uint32_t *regions, size_t num_regions) {
   if (in_fork()) return fail_forked();
-  NEED(regions != NULL || num_regions == 0, "regions is NULL");
+  NEED((regions != NULL || num_regions == 0) && num_regions <= MAX_BATCH, "regions is NULL, or num_regions is over 1048576");
   if (slots_poisoned()) return fail_poisoned();
   switch (slot_mark_written(agent, regions, num_regions)) {
     case KVCONN_OK: return KVCONN_OK;

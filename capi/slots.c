@@ -212,12 +212,9 @@ int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t count)
   struct slot *s = acquire(agent);
   if (s == NULL) return KVCONN_ERR_HANDLE;
   int status = KVCONN_OK;
-  for (size_t i = 0; i < count && status == KVCONN_OK; i++) {
-    if (regions[i] < s->num_regions)
-      s->written[regions[i] / 64] |= (uint64_t)1 << regions[i] % 64;
-    else
-      status = KVCONN_ERR_INVALID;
-  }
+  for (size_t i = 0; i < count; i++)
+    if (regions[i] >= s->num_regions) status = KVCONN_ERR_INVALID;
+  for (size_t i = 0; i < count && status == KVCONN_OK; i++) s->written[regions[i] / 64] |= (uint64_t)1 << regions[i] % 64;
   pthread_mutex_unlock(&s->lock);
   return status;
 }

@@ -28,7 +28,7 @@ const volatile uint32_t *slot_count_address(kvconn_agent agent);
 void slot_set_regions(kvconn_agent agent, uint32_t num_regions);
 uint32_t slot_regions(kvconn_agent agent);
 
-/* Marks regions as written by the step. A status. */
+/* Marks regions as written by the step: all of them, or with an error none. A status. */
 int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t count);
 
 /* Moves the marks into words (bit i of word i/64 is region i) and clears them; how many words have one, at most

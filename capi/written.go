@@ -3,7 +3,14 @@ package main
 // #include "slots.h"
 import "C"
 
-import "math/bits"
+import (
+	"math/bits"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// An agent's slot has room for the regions that it may register.
+var _ [C.KVCONN_MAX_REGIONS - core.MaxRegions]struct{}
 
 // written is what kvconn_written has told of an agent's regions.
 type written struct {

@@ -344,21 +344,22 @@ func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent b
 
 // lookAgain starts over, once: a new agent may have taken P's place. What was under
 // way with one that is gone must end within PeerTimeout of its death, which came
-// after it was heard; zero says that it is not gone.
-func (m *Machine) lookAgain(now time.Time, ld *load, heard time.Time) {
-	gone := !heard.IsZero()
+// after alive; zero says that it is not gone.
+func (m *Machine) lookAgain(now time.Time, ld *load, alive time.Time) {
+	gone := !alive.IsZero()
 	ld.tried = ld.peer
 	m.count.Retries++
 	m.act(Forget{Peer: ld.peer, Gone: gone})
 	if ld.claim {
 		if m.opt.ReportClaims {
-			ld.lostBy = later(heard.Add(m.patience()), now.Add(TickInterval))
+			// After a silence there is hardly time left: as much as it takes to find and ask one.
+			ld.lostBy = later(alive.Add(m.patience()), now.Add(m.opt.PeerTimeout/4))
 		}
 		m.resolveAgain(ld)
 		return
 	}
 	if ld.until = now.Add(m.patience()); gone {
-		ld.until = heard.Add(m.patience())
+		ld.until = alive.Add(m.patience())
 	}
 	ld.again = true
 	m.fence(ld)

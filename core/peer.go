@@ -304,7 +304,7 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 			ld.tried = id
 			m.resolveLater(now, ld)
 		default:
-			m.lookAgain(now, ld, heard)
+			m.lookAgain(now, ld, later(heard, ld.since))
 		}
 	}
 }

@@ -267,8 +267,8 @@ int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_t count
 
 /*
  * Prefill: the step has written these regions: what the last kvconn_grow called
- * computing is ready in them. It costs a store, so that an engine may say it of
- * each layer: the agent looks for it by itself, soon. Until the next kvconn_grow,
+ * computing is ready in them. It costs a few stores and wakes nobody, so that an
+ * engine may say it of each layer: the agent looks for it, soon. Until the next kvconn_grow,
  * kvconn_offer, kvconn_retract or kvconn_cancel of this agent: each ends the step
  * when it is called, and what is written is then said by kvconn_grow, with all of
  * the regions, or kvconn_offer. Without a step it says nothing.

@@ -38,7 +38,10 @@ type currentStep struct {
 // Grow, GrowStep, Offer, Retract or Cancel, and never after that call has begun to
 // do its work. So an engine need not call for each layer.
 func (a *Agent) GrowStep(parts []core.GrowRequest, written func() []uint32) (int, error) {
-	n, err := a.Grow(parts)
+	a.current.mu.Lock()
+	defer a.current.mu.Unlock()
+	a.current.step = nil
+	n, err := a.grow(parts)
 	s := &step{written: written}
 	for _, part := range parts[:n] {
 		if part.Computing != nil {
@@ -48,8 +51,6 @@ func (a *Agent) GrowStep(parts []core.GrowRequest, written func() []uint32) (int
 	if len(s.parts) == 0 {
 		return n, err
 	}
-	a.current.mu.Lock()
-	defer a.current.mu.Unlock()
 	a.mu.Lock() // Close waits for those that began before it
 	defer a.mu.Unlock()
 	if a.state == stateRegistered {

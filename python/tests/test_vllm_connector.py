@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import logging
@@ -24,7 +25,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 import kvconn
-from kvconn.vllm.metadata import KVConnMetadata, LoadWork, OfferWork
+from kvconn.vllm.metadata import GrowWork, KVConnMetadata, LoadWork, OfferWork
 
 BLOCKS = 8
 numbers = itertools.count(1)
@@ -74,14 +75,20 @@ class Worker:
         self.cache = torch.zeros(BLOCKS, 2, tokens, 2 * 16, dtype=dtype)
         self.connector.register_kv_caches({"layer.0": self.cache})
 
-    def step(self, meta: KVConnMetadata) -> tuple[set[str], set[str], set[int]]:
+    def step(self, meta: KVConnMetadata, forward: Callable[[], None] = lambda: None) -> tuple[set[str], set[str], set[int]]:
         """Who is sent, who is received, and the blocks of failed loads."""
         self.connector.bind_connector_metadata(meta)
-        self.connector.start_load_kv(None)
-        self.connector.wait_for_save()
+        try:  # as vLLM's runner
+            forward()
+        finally:
+            self.connector.start_load_kv(None)
+            self.connector.wait_for_save()
         sent, received = self.connector.get_finished(set())
         self.connector.clear_connector_metadata()
         return sent or set(), received or set(), self.connector.get_block_ids_with_load_errors()
+
+    def stats(self) -> dict[str, Any]:
+        return self.connector._work._agent.stats()
 
     def offer(self, name: str, blocks: list[int]) -> None:
         self.step(KVConnMetadata(offers=[OfferWork(name, name, [blocks], [0])]))
@@ -164,6 +171,33 @@ def test_engines_that_are_both_carry_both_ways(make: Callable[..., Worker]) -> N
     one, two = make("kv_both"), make("kv_both")
     carry(one, two)
     carry(two, one)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_pass_that_fails_has_computed_nothing(make: Callable[..., Worker], fails: bool) -> None:
+    """Its blocks hold another request's cache, and must not be sent though the engine may live on."""
+    prefill, decode = make("kv_producer"), make("kv_consumer")
+    data = torch.randn(2, *prefill.cache.shape[1:])
+
+    def forward() -> None:
+        if fails:
+            raise MemoryError("no room for the activations")
+        prefill.cache[[3, 4]] = data
+
+    address = prefill.connector.get_handshake_metadata().bootstrap_addr
+    decode.step(KVConnMetadata(loads=[LoadWork("g", "g", address, prefill.engine_id, [[7, 0]], [0], num_tokens=2 * data.shape[2])]))
+    deadline = time.monotonic() + 30
+    while not prefill.stats()["offers_early"]:
+        assert time.monotonic() < deadline, "the load has not come to prefill"
+    with contextlib.suppress(MemoryError):
+        prefill.step(KVConnMetadata(grows=[GrowWork("g", [[3, 4]], [0], [2])]), forward)
+    prefill.cache[[3, 4]] = data  # computed anew
+    sent = prefill.step(KVConnMetadata(offers=[OfferWork("g", "g", [[3, 4]], [0])]))[0]  # at once, if decode has all of it
+    assert sent or prefill.is_sent("g")
+    while not decode.step(KVConnMetadata(empty_step=True))[1]:
+        assert time.monotonic() < deadline, "the load has not ended"
+    assert torch.equal(decode.cache[[7, 0]], data)
+    assert (prefill.stats()["bytes_grown"] > 0) is not fails
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])

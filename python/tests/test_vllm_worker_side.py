@@ -149,6 +149,20 @@ def test_growth_that_the_agent_refuses_does_not_end_the_step() -> None:
     assert agent.calls == [("grow", "b"), ("step", ["b"])]
 
 
+def test_nothing_grows_behind_a_growth_that_was_refused() -> None:
+    """Blocks say what they follow: they would stand where the missing ones should."""
+    side, agent = worker()
+    agent.refused = {"a"}
+    step(side, growing("a"))
+    agent.refused = set()
+    step(side, growing("a", blocks=[3], before=1, after=2))
+    assert agent.calls == []
+    meta = growing("a")
+    meta.retracts = ["a"]
+    step(side, meta)
+    assert agent.calls == [("retract", "a"), ("grow", "a"), ("step", ["a"])]
+
+
 def test_blocks_are_taken_back_before_anything_else() -> None:
     side, agent = worker()
     meta = growing("c")

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -224,7 +225,8 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         self._work.layer_written(layer_name)
 
     def wait_for_save(self) -> None:
-        self._work.step_written()
+        # vLLM's runner calls it in a "finally" around the forward pass.
+        self._work.step_written(failed=sys.exc_info()[0] is not None)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Before anything of the step may touch the blocks that vLLM has taken back."""

@@ -51,6 +51,7 @@ class WorkerSide:
         self._by_layers = by_layers
         self._regions_of: dict[str, array[int]] = {}  # by layer: indices of those that it writes
         self._growing: list[GrowWork] = []  # what the step that runs computes of requests that grow
+        self._stunted: set[str] = set()  # a growth was refused: those that follow it would stand in its place
         self._reports = Reports()
         self._recorder = Recorder("worker")
         self._spent_s = 0.0  # by the connector on this step
@@ -132,6 +133,7 @@ class WorkerSide:
     def _retract(self, transfer_ids: Sequence[str]) -> None:
         try:
             self._agent.retract(transfer_ids)
+            self._stunted.difference_update(transfer_ids)
         except InvalidError as error:  # no id at all, or an earlier request's: of it this one gave nothing
             logger.error("take back %s: %s", ", ".join(transfer_ids), error)
             for transfer_id in transfer_ids if len(transfer_ids) > 1 else ():  # nor must it hide the others
@@ -142,6 +144,7 @@ class WorkerSide:
 
     def _grow(self, works: Sequence[GrowWork]) -> None:
         """What was there before the step goes now; what it computes, when it is written."""
+        works = [work for work in works if work.transfer_id not in self._stunted]
         self._each(works, self._grow_all, self._growth_refused)
 
     def _grow_all(self, works: Sequence[GrowWork]) -> None:
@@ -156,6 +159,7 @@ class WorkerSide:
 
     def _growth_refused(self, work: GrowWork, error: Exception) -> None:
         logger.error("grow %r: %s", work.transfer_id, error)  # its offer says what is wrong
+        self._stunted.add(work.transfer_id)
 
     def layer_written(self, name: str) -> None:
         if not self._growing or not self._by_layers:
@@ -169,12 +173,14 @@ class WorkerSide:
                 logger.error("layer %s: %s", name, error)
         self._spent_s += time.perf_counter() - began
 
-    def step_written(self) -> None:
+    def step_written(self, failed: bool = False) -> None:
+        """failed: an exception goes through the step, and what it was to compute is not there."""
         works, self._growing = self._growing, []
-        if works:
+        if works and not failed:
             began = time.perf_counter()
-            parts = [Growth(work.transfer_id, [()] * len(work.after), work.after, prompt=work.prompt) for work in works]
-            self._try(lambda: self._agent.grow(parts), "grow")
+            written = [GrowWork(work.transfer_id, [()] * len(work.after), work.after, [], work.prompt) for work in works]
+            self._each(written, self._grow_all, self._growth_refused)
+            self._growing = []
             self._spent_s += time.perf_counter() - began
 
     def load(self, meta: KVConnMetadata) -> None:
@@ -234,6 +240,7 @@ class WorkerSide:
             self._loads[work.transfer_id] = _Loading(work, time.monotonic())
 
     def _offer_all(self, works: Sequence[OfferWork]) -> None:
+        self._stunted.difference_update(work.transfer_id for work in works)
         self._agent.offer([Offer(work.transfer_id, work.block_ids, first_block=work.first_block, prompt=work.prompt) for work in works])
         for work in works:
             self._accepted(work)
@@ -277,6 +284,8 @@ class WorkerSide:
             if loading is None:
                 return
             loading.cancelled = True
+        else:
+            self._stunted.discard(work.transfer_id)
         self._try(lambda: self._agent.cancel([work.transfer_id], work.reason), f"cancel {work.transfer_id}")
 
     # -- the step's reports -----------------------------------------------------------------------------------------
