@@ -88,6 +88,16 @@ def _take(reply: Reply, said: dict[str, Any], began: float) -> None:
         reply.error = reply.finish.get("message") or "aborted"
 
 
+def plugin(where: Path, code: str) -> dict[str, str]:
+    """The environment in which SGLang finds a plugin: code with a function register, for the CPU's sake only."""
+    described = where / "on_cpu-0.dist-info"
+    described.mkdir(parents=True)
+    (where / "on_cpu.py").write_text(code)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: on_cpu\nVersion: 0\n")
+    (described / "entry_points.txt").write_text("[sglang.srt.plugins]\non_cpu = on_cpu:register\n")
+    return {"PYTHONPATH": os.pathsep.join([str(where), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+
+
 class Engines:
     """Some servers of one model."""
 
@@ -195,6 +205,16 @@ class SGLangPair(Engines):
     def become(self, server: Server, *args: str) -> None:
         """Its next start is with other arguments of its own, at the same ports."""
         server.argv = [*self._alike[server.name], *args]
+
+    def up(self, prefill: str, decode: str, *others: Server) -> None:
+        """Servers with these arguments of their own: those that are there if they have them."""
+        for server, args in ((self.prefill, prefill), (self.decode, decode)):
+            was = server.argv
+            self.become(server, *args.split())
+            if not server.alive() or server.argv != was:
+                server.stop()
+                server.start()
+        wait_ready([*others, *self.servers], progress=progress)
 
     def body(self, ids: list[int], max_tokens: int = 12, room: Any = None, **more: Any) -> dict[str, Any]:
         fields = {

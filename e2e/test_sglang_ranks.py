@@ -16,8 +16,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from servers import wait_ready, wait_until
-from sglang_servers import Alone, Reply, SGLangPair, post, progress, prompt
+from servers import wait_until
+from sglang_servers import Alone, Reply, SGLangPair, post, prompt
 from test_sglang import same
 
 Up = Callable[[str, str], None]
@@ -41,17 +41,7 @@ def pair(sglang_model: Path, sglang_workdir: Path) -> Iterator[SGLangPair]:
 
 @pytest.fixture
 def up(pair: SGLangPair, alone: Alone) -> Up:
-    def with_ranks(prefill: str, decode: str) -> None:
-        """Servers with these ranks: those that are there if they have them."""
-        for server, ranks in ((pair.prefill, prefill), (pair.decode, decode)):
-            was = server.argv
-            pair.become(server, *ranks.split())
-            if not server.alive() or server.argv != was:
-                server.stop()
-                server.start()
-        wait_ready([*alone.servers, *pair.servers], progress=progress)
-
-    return with_ranks
+    return lambda prefill, decode: pair.up(prefill, decode, *alone.servers)
 
 
 def texts(pair: SGLangPair, alone: Alone, what: str) -> None:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Makes a tiny model with random weights, and a tokenizer that gives one token a byte. No download.
 
-    python e2e/tiny_model.py DIR [--kind llama|mla|window] [--fat] [--seed N]
+    python e2e/tiny_model.py DIR [--kind llama|mla|window|qwen] [--fat] [--seed N]
 
 A Llama (grouped queries), a DeepSeek (MLA: one latent vector a token), or a Gemma 3 (five layers of six attend to a
-window of 128 tokens, which makes a KV cache group of its own). The weights come from a fixed seed, so that every machine
+window of 128 tokens, which makes a KV cache group of its own), or a Qwen 3 (as the Llama, but SGLang can give it attention
+data parallel ranks). The weights come from a fixed seed, so that every machine
 gets the same model. With --fat the Llama's cache weighs something: 8 layers of 8 KV heads of 128 are 32 KiB a token in
 bfloat16, and twice that in float32.
 A directory that holds the same model already is left as it is.
@@ -21,7 +22,7 @@ from pathlib import Path
 
 # Raise it when the model changes, so that a directory with the older one is made again.
 RECIPE = 5
-KINDS = ("llama", "mla", "window")
+KINDS = ("llama", "mla", "window", "qwen")
 WINDOW = 128
 
 CHAT_TEMPLATE = (
@@ -103,7 +104,7 @@ def make_model(target: Path, kind: str, fat: bool, seed: int, vocabulary: int, p
     import torch
     import transformers
 
-    family = {"llama": "Llama", "mla": "DeepseekV2", "window": "Gemma3"}[kind]
+    family = {"llama": "Llama", "mla": "DeepseekV2", "window": "Gemma3", "qwen": "Qwen3"}[kind]
     make_config = getattr(transformers, f"{family}TextConfig" if kind == "window" else f"{family}Config")
     config = make_config(
         vocab_size=-(-vocabulary // 64) * 64,

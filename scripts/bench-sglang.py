@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
 
 import tiny_model
-from sglang_servers import Alone, SGLangPair, generate, post, prompt
+from sglang_servers import Alone, SGLangPair, generate, plugin, post, prompt
 
 TURN = 5  # requests
 # Mooncake's sender takes the pages' numbers from memory pinned by CUDA, unless it says that it does not.
@@ -39,16 +38,6 @@ def register():
 
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", without_cuda, HookType.AFTER)
 """
-
-
-def plugin(where: Path) -> str:
-    """A directory that Python finds ON_CPU in, as SGLang finds plugins."""
-    described = where / "bench_on_cpu-0.dist-info"
-    described.mkdir(parents=True)
-    (where / "bench_on_cpu.py").write_text(ON_CPU)
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: bench_on_cpu\nVersion: 0\n")
-    (described / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench_on_cpu = bench_on_cpu:register\n")
-    return os.pathsep.join([str(where), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 
 def measure(engines: SGLangPair | Alone, tokens: int, seeds: range) -> list[float]:
@@ -78,11 +67,11 @@ def main() -> None:
     names = args.backends.split(",")
     with tempfile.TemporaryDirectory() as workdir, contextlib.ExitStack() as stack:
         model = tiny_model.make(Path(workdir) / "model", fat=args.fat)
-        path = plugin(Path(workdir) / "plugin")
+        on_cpu = plugin(Path(workdir) / "plugin", ON_CPU)
         engines: dict[str, SGLangPair | Alone] = {}
         for name in names:
             # In bfloat16 the fat model's cache has 32 KiB a token.
-            more = {"dtype": "bfloat16", "extra_env": {"PYTHONPATH": path}}
+            more = {"dtype": "bfloat16", "extra_env": on_cpu}
             engines[name] = SGLangPair(model, Path(workdir) / name, "--page-size", str(args.page_size), backend=name, **more)
         if args.alone:
             engines["alone"] = Alone(model, Path(workdir) / "alone", dtype="bfloat16")
