@@ -29,12 +29,14 @@ class Side(SimpleNamespace):
 
     is_abort_release_safe = Manager.is_abort_release_safe
     prompt_of = Manager.prompt_of
+    wait_for_news = Manager.wait_for_news
 
     def __init__(self, role: str, engine: Any = None) -> None:
         rank = Rank(role, engine_id="sglang-dp0" if role == "prefill" else "d")
         super().__init__(
             rank=rank,
             coming=None,
+            _agent=rank.agent,
             rooms=rank.rooms,
             layout=rank.layout,
             kv_args=SimpleNamespace(page_size=rank.layout.page_size),
@@ -92,6 +94,27 @@ def test_as_the_schedulers_do_it(sides: tuple[Side, Side]) -> None:
     receiver.clear()
     del sender, receiver
     assert (len(p.rooms), len(d.rooms)) == (0, 0)
+
+
+def test_scheduler_without_a_batch_waits_for_news(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = sides
+    monkeypatch.setattr("kvconn.sglang.conn._NEWS_S", 30.0)
+    Manager.wait_for_news(SimpleNamespace(rooms=p.rooms, _agent=None))  # no request waits for anything
+    sender, receiver = KVConnSender(p, p.address, 5), KVConnReceiver(d, p.address, 5)
+    receiver.init(0)
+    receiver.send_metadata([4], 1)
+    p.wait_for_news()
+    assert sender.poll() == KVPoll.WaitingForInput
+    sender.init(1, 1)
+    sender.send([8], num_kv_tokens=1)
+    p.wait_for_news()
+    d.wait_for_news()
+    assert (sender.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
+    d.rank.agent.close()
+    d.wait_for_news()  # says nothing; the next poll does
+    with pytest.raises(kvconn.ClosedError):
+        receiver.poll()
+    sender.clear()
 
 
 def test_failure_says_side_rank_room_and_cause(sides: tuple[Side, Side]) -> None:

@@ -66,6 +66,20 @@ def test_request_is_known_before_its_sender_and_receiver() -> None:
         assert conn.KVConnManager.prompt_of(manager, 3) == kvconn.fingerprint([7, 8])
 
 
+def test_scheduler_without_a_batch_waits_for_news() -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    names = ("disagg_decode_prealloc_queue", "disagg_prefill_bootstrap_queue")
+    waits: list[str] = []
+    for name in names:
+        queue = SimpleNamespace(kv_manager=SimpleNamespace(wait_for_news=lambda name=name: waits.append(name)))
+        with pytest.raises(AttributeError):  # of SGLang, which finds nothing else of what it needs here
+            Scheduler.on_idle(SimpleNamespace(**{**dict.fromkeys(names), name: queue}))
+        with pytest.raises(AttributeError):  # another backend's manager
+            Scheduler.on_idle(SimpleNamespace(**{**dict.fromkeys(names), name: SimpleNamespace(kv_manager=object())}))
+    assert waits == list(names)
+
+
 def test_registered_in_each_process_once() -> None:
     """Twice in one process changes nothing, and an import of SGLang first, as its command does, either."""
     code = (

@@ -7,6 +7,7 @@ sockets and threads of their own, are not run.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -19,6 +20,7 @@ try:
 except ImportError:
     _common = None  # type: ignore[assignment]
 
+from ..errors import KvconnError
 from ..prompt import fingerprint
 from . import rooms as _rooms
 from .growing import Chunks
@@ -41,6 +43,9 @@ _DEVICE: Any = getattr(getattr(_base, "KVTransferDestination", None), "DEVICE", 
 for _state in ("Failed", "Bootstrapping", "Transferring", "Success"):
     if getattr(_base.KVPoll, _state) != getattr(_rooms, _state.upper()):
         raise ImportError(f"kvconn: SGLang's KVPoll.{_state} is {getattr(_base.KVPoll, _state)}")
+
+
+_NEWS_S = 0.001  # a request that comes meanwhile waits as long at most
 
 
 def _setting(name: str, default: float) -> float:
@@ -144,6 +149,15 @@ class KVConnManager(_Manager):
             len(self.layout.regions),
             self.layout.state_types,
         )
+
+    def wait_for_news(self) -> None:
+        """In a step without a batch, which SGLang follows by the next one at once while requests wait for their cache.
+
+        Its loop would take a core from those who compute and move it; a completion ends the wait when it comes.
+        """
+        if len(self.rooms):
+            with contextlib.suppress(KvconnError):  # the next poll says it
+                self._agent.wait(_NEWS_S)
 
     def prompt_of(self, bootstrap_room: Any) -> int:
         """The fingerprint of the request that is coming, which SGLang does not tell its senders and receivers; 0: not known.

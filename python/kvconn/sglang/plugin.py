@@ -13,6 +13,7 @@ logger = logging.getLogger("kvconn.sglang")
 
 NAME = "kvconn"
 _TARGET = "sglang.srt.disaggregation.utils.get_kv_class"
+_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 _QUEUES = ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add", "sglang.srt.disaggregation.decode.DecodePreallocQueue.add")
 
 
@@ -65,12 +66,20 @@ def _add_classes() -> None:
     HookRegistry.register(_TARGET, _get_kv_class, HookType.AROUND)
     for queue in _QUEUES:
         HookRegistry.register(queue, _coming, HookType.BEFORE)
+    HookRegistry.register(_IDLE, _idle, HookType.BEFORE)
 
 
 def _coming(queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """Before SGLang's methods that make a sender or receiver for a request."""
     if hasattr(queue.kv_manager, "coming"):
         queue.kv_manager.coming = req
+
+
+def _idle(scheduler: Any, *_: Any, **__: Any) -> None:
+    """Before SGLang's method for a step without a batch."""
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None) or getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+    if wait := getattr(getattr(queue, "kv_manager", None), "wait_for_news", None):
+        wait()
 
 
 def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:

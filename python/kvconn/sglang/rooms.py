@@ -124,6 +124,9 @@ class NoAgent:
     def __init__(self) -> None:
         self._done: list[Completion] = []
 
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self._done)
+
     def _report(self, transfer_id: str, kind: str) -> None:
         self._done.append(Completion(transfer_id, kind, 0, "", 0, 0, 0, 0.0, 0.0, ""))
 
