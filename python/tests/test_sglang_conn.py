@@ -117,6 +117,31 @@ def test_scheduler_without_a_batch_waits_for_news(sides: tuple[Side, Side], monk
     sender.clear()
 
 
+def test_answer_from_before_is_not_a_new_request_s(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill server was asked while it was gone, for a request that failed meanwhile; nothing was polled until it was back."""
+    p, d = sides
+    d.router = Router(d.rooms.inbox)
+    monkeypatch.setattr("kvconn.sglang.route._GONE_S", 0.0)
+    before = KVConnReceiver(d, "127.0.0.1:1", 5)
+    before.init(0)
+    deadline = time.monotonic() + 30
+    while not d.rooms.inbox:
+        assert time.monotonic() < deadline, "the question has no answer"
+        time.sleep(0.001)
+
+    async def back(_address: str) -> Engine:
+        return Engine(page_size=p.layout.page_size, kv_cache_dtype="bfloat16")
+
+    monkeypatch.setattr(d.router, "_ask_engine", back)
+    receiver = KVConnReceiver(d, "127.0.0.1:1", 6)
+    receiver.init(0)
+    assert until(receiver, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.WaitingForInput, receiver.room.reason
+    assert before.poll() == KVPoll.Failed
+    for each in (before, receiver):
+        each.abort()
+        each.clear()
+
+
 def test_failure_says_side_rank_room_and_cause(sides: tuple[Side, Side]) -> None:
     p, d = sides
     sender, receiver = KVConnSender(p, p.address, 6), KVConnReceiver(d, p.address, 6)

@@ -334,6 +334,8 @@ class KVConnReceiver(_Half, _Receiver):
     def init(self, prefill_dp_rank: int | None = None, *_: Any) -> None:
         """Claims the request at its prefill engine, as soon as that has said which of its ranks has it."""
         if self.room.state == _rooms.BOOTSTRAPPING:
+            # An answer to an earlier request may lie there since, unread while no request was here: it is not about now.
+            self.kv_mgr.rooms.tick()
             self.kv_mgr.router.engine(self.bootstrap_addr, lambda engine: self._found(engine, prefill_dp_rank))
 
     def _found(self, engine: Engine | RouteError, asked: int | None) -> None:
