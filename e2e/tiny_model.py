@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Makes a tiny model with random weights, and a tokenizer that gives one token a byte. No download.
 
-    python e2e/tiny_model.py DIR [--kind llama|mla|window|qwen] [--fat] [--seed N]
+    python e2e/tiny_model.py DIR [--kind llama|mla|window|qwen] [--fat] [--layers N] [--seed N]
 
 A Llama (grouped queries), a DeepSeek (MLA: one latent vector a token), or a Gemma 3 (five layers of six attend to a
 window of 128 tokens, which makes a KV cache group of its own), or a Qwen 3 (as the Llama, but SGLang can give it attention
 data parallel ranks). The weights come from a fixed seed, so that every machine
 gets the same model. With --fat the Llama's cache weighs something: 8 layers of 8 KV heads of 128 are 32 KiB a token in
-bfloat16, and twice that in float32.
+bfloat16, and twice that in float32, in which --layers 4 makes it 32 again.
 A directory that holds the same model already is left as it is.
 """
 
@@ -100,7 +100,7 @@ def make_tokenizer(target: Path) -> tuple[int, list[int]]:
     return len(vocabulary), printable
 
 
-def make_model(target: Path, kind: str, fat: bool, seed: int, vocabulary: int, printable: list[int]) -> None:
+def make_model(target: Path, kind: str, shape: dict[str, int], seed: int, vocabulary: int, printable: list[int]) -> None:
     import torch
     import transformers
 
@@ -116,7 +116,7 @@ def make_model(target: Path, kind: str, fat: bool, seed: int, vocabulary: int, p
         # Wide enough that attention, and with it the cache, decides the next token: with the usual 0.02 a model of
         # this size answers nearly the same whatever stands in the cache, and a test of the cache would prove little.
         initializer_range=0.08,
-        **shape(kind, fat),
+        **shape,
     )
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
@@ -134,9 +134,10 @@ def make_model(target: Path, kind: str, fat: bool, seed: int, vocabulary: int, p
     model.save_pretrained(str(target))
 
 
-def make(target: Path, fat: bool = False, seed: int = 7, kind: str = "llama") -> Path:
+def make(target: Path, fat: bool = False, seed: int = 7, kind: str = "llama", layers: int | None = None) -> Path:
     """Makes the model in target unless it is there; returns target."""
-    stamp = {"recipe": RECIPE, "kind": kind, "fat": fat, "seed": seed, **shape(kind, fat)}
+    sizes = {**shape(kind, fat), **({"num_hidden_layers": layers} if layers else {})}
+    stamp = {"recipe": RECIPE, "kind": kind, "fat": fat, "seed": seed, **sizes}
     file = target / "kvconn-e2e.json"
     try:
         if json.loads(file.read_text(encoding="utf-8")) == stamp and (target / "config.json").exists():
@@ -148,7 +149,7 @@ def make(target: Path, fat: bool = False, seed: int = 7, kind: str = "llama") ->
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as part:
         built = Path(part) / "model"
         built.mkdir()
-        make_model(built, kind, fat, seed, *make_tokenizer(built))
+        make_model(built, kind, sizes, seed, *make_tokenizer(built))
         (built / file.name).write_text(json.dumps(stamp), encoding="utf-8")
         if target.exists():
             if not file.exists() and any(target.iterdir()):
@@ -163,9 +164,10 @@ def main() -> None:
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--kind", choices=KINDS, default=KINDS[0])
     parser.add_argument("--fat", action="store_true", help="a cache of 32 KiB a token instead of 2 KiB (in bfloat16)")
+    parser.add_argument("--layers", type=int, help="other than its kind has")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
-    print(make(args.directory.absolute(), args.fat, args.seed, args.kind), file=sys.stdout)
+    print(make(args.directory.absolute(), args.fat, args.seed, args.kind, args.layers), file=sys.stdout)
 
 
 if __name__ == "__main__":

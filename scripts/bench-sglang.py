@@ -2,7 +2,7 @@
 """Time to first token of a real SGLang pair on this machine: through kvconn, and through Mooncake's TCP in the same run.
 
     scripts/bench-sglang.sh [--requests 20] [--fat] [--backends kvconn,mooncake_tcp] [--alone] [--apart]
-                            [--page-size 16] [--tokens 300,1900]
+                            [--page-size 16] [--tokens 300,1900] [--dtype bfloat16|float32]
 
 With --alone a single server that does it all takes its turns too: what a pair takes longer is the way between its two.
 All are up all the time and take turns every few requests, since a machine is never the same twice: idle ones poll, so that
@@ -27,6 +27,7 @@ import tiny_model
 from sglang_servers import Alone, SGLangPair, generate, plugin, post, prompt
 
 TURN = 5  # requests
+LAYERS = {"bfloat16": 8, "float32": 4}  # of the fat model, whose cache has 32 KiB a token
 # Mooncake's sender takes the pages' numbers from memory pinned by CUDA, unless it says that it does not.
 ON_CPU = """
 def register():
@@ -63,18 +64,18 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="one of them at a time")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--tokens", default="300,1900")
+    parser.add_argument("--dtype", choices=LAYERS, default="bfloat16", help="float32 where the processor computes no bfloat16")
     args = parser.parse_args()
     names = args.backends.split(",")
     with tempfile.TemporaryDirectory() as workdir, contextlib.ExitStack() as stack:
-        model = tiny_model.make(Path(workdir) / "model", fat=args.fat)
+        model = tiny_model.make(Path(workdir) / "model", fat=args.fat, layers=LAYERS[args.dtype] if args.fat else None)
         on_cpu = plugin(Path(workdir) / "plugin", ON_CPU)
         engines: dict[str, SGLangPair | Alone] = {}
         for name in names:
-            # In bfloat16 the fat model's cache has 32 KiB a token.
-            more = {"dtype": "bfloat16", "extra_env": on_cpu}
+            more = {"dtype": args.dtype, "extra_env": on_cpu}
             engines[name] = SGLangPair(model, Path(workdir) / name, "--page-size", str(args.page_size), backend=name, **more)
         if args.alone:
-            engines["alone"] = Alone(model, Path(workdir) / "alone", dtype="bfloat16")
+            engines["alone"] = Alone(model, Path(workdir) / "alone", dtype=args.dtype)
         lengths = [int(text) for text in args.tokens.split(",")]
         times: dict[int, dict[str, list[float]]] = {tokens: {name: [] for name in engines} for tokens in lengths}
         if args.apart:
