@@ -151,17 +151,6 @@ PUBLIC int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_
   return done(status, text);
 }
 
-PUBLIC int32_t kvconn_written(kvconn_agent agent, const uint32_t *regions, size_t num_regions) {
-  if (in_fork()) return fail_forked();
-  NEED((regions != NULL || num_regions == 0) && num_regions <= MAX_BATCH, "regions is NULL, or num_regions is over 1048576");
-  if (slots_poisoned()) return fail_poisoned();
-  switch (slot_mark_written(agent, regions, num_regions)) {
-    case KVCONN_OK: return KVCONN_OK;
-    case KVCONN_ERR_HANDLE: return fail_handle();
-    default: return fail(KVCONN_ERR_INVALID, "a region is none that was given to kvconn_register_kv_caches; want its index there");
-  }
-}
-
 PUBLIC int32_t kvconn_retract(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms) {
   ENTER();
   NEED((transfer_ids != NULL || count == 0) && count <= MAX_BATCH, "transfer_ids is NULL, or count is over 1048576");
@@ -210,6 +199,16 @@ PUBLIC const volatile uint32_t *kvconn_pending_address(kvconn_agent agent) {
   }
   const volatile uint32_t *address = slot_count_address(agent);
   if (address == NULL) fail_handle();
+  return address;
+}
+
+PUBLIC volatile uint8_t *kvconn_written_address(kvconn_agent agent) {
+  if (in_fork()) {
+    fail_forked();
+    return NULL;
+  }
+  volatile uint8_t *address = slot_written_address(agent);
+  if (address == NULL) slot_count(agent) < 0 ? fail_handle() : fail(KVCONN_ERR_SYSTEM, "this processor needs membarrier(2), which is refused here");
   return address;
 }
 

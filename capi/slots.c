@@ -5,11 +5,13 @@
  */
 #include "slots.h"
 
+#include <linux/membarrier.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 struct slot {
@@ -23,7 +25,7 @@ struct slot {
   uint32_t head;
   int event_fd;
   uint32_t num_regions;
-  uint64_t written[KVCONN_MAX_REGIONS / 64]; /* by the step: region i is bit i%64 of word i/64 */
+  _Atomic uint8_t written[KVCONN_MAX_REGIONS]; /* by the step: the host stores what is not 0, without the lock */
 };
 
 enum { INDEX_BITS = 8, FIRST_SIZE = 64 };
@@ -196,7 +198,7 @@ void slot_set_regions(kvconn_agent agent, uint32_t num_regions) {
   struct slot *s = acquire(agent);
   if (s == NULL) return;
   s->num_regions = num_regions;
-  memset(s->written, 0, sizeof s->written);
+  for (uint32_t i = 0; i < num_regions; i++) atomic_store(&s->written[i], 0);
   pthread_mutex_unlock(&s->lock);
 }
 
@@ -208,26 +210,39 @@ uint32_t slot_regions(kvconn_agent agent) {
   return n;
 }
 
-int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t count) {
-  struct slot *s = acquire(agent);
-  if (s == NULL) return KVCONN_ERR_HANDLE;
-  int status = KVCONN_OK;
-  for (size_t i = 0; i < count; i++)
-    if (regions[i] >= s->num_regions) status = KVCONN_ERR_INVALID;
-  for (size_t i = 0; i < count && status == KVCONN_OK; i++) s->written[regions[i] / 64] |= (uint64_t)1 << regions[i] % 64;
-  pthread_mutex_unlock(&s->lock);
-  return status;
+/*
+ * A host marks a region by a plain store, after those of the region's bytes. Where the processor does not keep the order of
+ * stores, the one who has seen the mark makes every thread of the process go through a barrier before it reads the bytes.
+ */
+#ifndef KVCONN_STORES_IN_ORDER
+#ifdef __x86_64__
+#define KVCONN_STORES_IN_ORDER 1
+#else
+#define KVCONN_STORES_IN_ORDER 0
+#endif
+#endif
+
+#if KVCONN_STORES_IN_ORDER
+static int can_order_stores(void) { return 1; }
+static void order_stores(void) {}
+#else
+static int can_order_stores(void) { return syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0; }
+static void order_stores(void) { syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0); }
+#endif
+
+volatile uint8_t *slot_written_address(kvconn_agent agent) {
+  struct slot *s = find(agent);
+  _Static_assert(sizeof s->written == KVCONN_MAX_REGIONS, "atomic bytes are plain bytes in memory");
+  return s == NULL || !can_order_stores() ? NULL : (volatile uint8_t *)s->written;
 }
 
-size_t slot_take_written(kvconn_agent agent, uint64_t *words, size_t num_words) {
+size_t slot_take_written(kvconn_agent agent, uint32_t *regions, size_t capacity) {
   struct slot *s = acquire(agent);
   if (s == NULL) return 0;
   size_t found = 0;
-  for (size_t i = 0; i < num_words; i++) {
-    words[i] = s->written[i];
-    s->written[i] = 0;
-    if (words[i] != 0) found++;
-  }
+  for (uint32_t i = 0; i < s->num_regions && found < capacity; i++)
+    if (atomic_load_explicit(&s->written[i], memory_order_relaxed) != 0 && atomic_exchange(&s->written[i], 0) != 0) regions[found++] = i;
   pthread_mutex_unlock(&s->lock);
+  if (found > 0) order_stores();
   return found;
 }

@@ -24,16 +24,17 @@ int slot_count(kvconn_agent agent);
 /* Where the count stands, or NULL when the handle is stale. */
 const volatile uint32_t *slot_count_address(kvconn_agent agent);
 
-/* The regions that an agent has registered; those of a step that are written are counted among them. */
+/* The regions that an agent has registered. */
 void slot_set_regions(kvconn_agent agent, uint32_t num_regions);
 uint32_t slot_regions(kvconn_agent agent);
 
-/* Marks regions as written by the step: all of them, or with an error none. A status. */
-int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t count);
+/* Where the host marks the regions that its step has written, a byte each, or NULL: the handle is stale, or nothing here
+   orders a host's stores. */
+volatile uint8_t *slot_written_address(kvconn_agent agent);
 
-/* Moves the marks into words (bit i of word i/64 is region i) and clears them; how many words have one, at most
-   num_words. */
-size_t slot_take_written(kvconn_agent agent, uint64_t *words, size_t num_words);
+/* Clears the marks and gives their regions, in growing order, at most capacity; how many they are. What the host stored
+   before a mark is seen after it. */
+size_t slot_take_written(kvconn_agent agent, uint32_t *regions, size_t capacity);
 
 /* After a panic: every open agent says so instead of waiting in silence. */
 void slots_poison(void);

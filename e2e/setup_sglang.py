@@ -35,6 +35,7 @@ RECIPE = 1
 TORCHVISION = "torchvision==0.28.0"
 ROUTER = "sglang-router==0.3.2"
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"  # the other builds want CUDA's libraries
+IMPORT_MOONCAKE = "import mooncake.engine"
 
 # Small requirements that vLLM's environment lacks.
 BESIDE_VLLM = (
@@ -116,8 +117,10 @@ def main() -> None:
         python = make(venv, args.sglang)
         if args.wheel:
             common.install_wheel(python, args.wheel)
-        if args.mooncake and subprocess.run([python, "-c", "import mooncake.engine"], capture_output=True, check=False).returncode != 0:
+        if args.mooncake and subprocess.run([python, "-c", IMPORT_MOONCAKE], capture_output=True, check=False).returncode != 0:
             Steps(venv).pip("Mooncake's transfer engine", "--no-deps", MOONCAKE)
+            # It wants libibverbs.so.1 of the system, whatever it moves bytes with.
+            Steps(venv).run("  import mooncake", [python, "-c", IMPORT_MOONCAKE])
     print(python)
 
 

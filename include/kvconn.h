@@ -160,7 +160,7 @@ typedef struct kvconn_growth {
   uint64_t prompt;             /* as of the offer; say it with each part, so that none is sent to who asks for
                                   another: to say another later is KVCONN_ERR_INVALID */
   const uint32_t *computing;   /* for each group, as ready: what will be there when the step that follows the call
-                                  has written a region, see kvconn_written. NULL: it computes nothing of it */
+                                  has written a region, see kvconn_written_address. NULL: it computes nothing of it */
 } kvconn_growth;
 
 /*
@@ -266,14 +266,20 @@ int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, siz
 int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_t count, const uint32_t *regions, size_t num_regions, size_t *accepted);
 
 /*
- * Prefill: the step has written these regions: what the last kvconn_grow called
- * computing is ready in them. It costs a few stores and wakes nobody, so that an
- * engine may say it of each layer: the agent looks for it, soon. Until the next kvconn_grow,
- * kvconn_offer, kvconn_retract or kvconn_cancel of this agent: each ends the step
- * when it is called, and what is written is then said by kvconn_grow, with all of
- * the regions, or kvconn_offer. Without a step it says nothing.
+ * Prefill: where the step says which regions it has written, so that it needs no
+ * call for each layer: a byte for each region, in the order of
+ * kvconn_register_kv_caches, that is set to 1 when what the last kvconn_grow called
+ * computing is there in it. A plain store will do. The agent looks at the bytes,
+ * soon, and sets them to 0, until the next kvconn_grow, kvconn_offer,
+ * kvconn_retract or kvconn_cancel of this agent: each ends the step when it is
+ * called. What was marked and not yet seen is then said by these. Without a step,
+ * and beyond the registered regions, a byte says nothing.
+ * The address is writable until the process ends; after kvconn_close it must not
+ * be used, it may be another agent's. NULL with an error: KVCONN_ERR_HANDLE, or
+ * KVCONN_ERR_SYSTEM where a processor other than an x86 has no membarrier(2);
+ * then kvconn_grow says each layer.
  */
-int32_t kvconn_written(kvconn_agent agent, const uint32_t *regions, size_t num_regions);
+volatile uint8_t *kvconn_written_address(kvconn_agent agent);
 
 /*
  * Prefill: takes back what kvconn_grow gave, of requests that are preempted or

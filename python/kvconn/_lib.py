@@ -61,7 +61,7 @@ class Library:
         self.announce = declare(short, "kvconn_announce", i32, handle, address, size, address)
         self.offer = declare(short, "kvconn_offer", i32, handle, address, size, address)
         self.grow = declare(short, "kvconn_grow", i32, handle, address, size, address, size, address)
-        self.written = declare(short, "kvconn_written", i32, handle, address, size)
+        self.written_address = declare(short, "kvconn_written_address", c.c_void_p, handle)
         self.retract = declare(waiting, "kvconn_retract", i32, handle, address, size, c.c_uint32)
         self.claim = declare(short, "kvconn_claim", i32, handle, address, size, address)
         self.start_load = declare(short, "kvconn_start_load", i32, handle, address, size, address)

@@ -17,12 +17,13 @@ from .types import Claim, Completion, Growth, Load, Offer, Region
 _NOTHING: tuple[Completion, ...] = ()
 # Stands in for an agent's count when the library must be asked, and will refuse.
 _ASK = c.c_uint32(1)
+_NO_BYTES = memoryview(b"")
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
     for agent in _agents:
-        agent._count = _ASK
+        agent._count, agent._written = _ASK, _NO_BYTES
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -42,6 +43,7 @@ class Agent:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._handle = 0
+        self._written = _NO_BYTES
         self._pid = os.getpid()
         self._lib: Any = _lib.load()
         try:
@@ -88,6 +90,8 @@ class Agent:
             row.token_stride = _number(r.token_stride, "token_stride", 64)
             row.head_stride = _number(r.head_stride, "head_stride", 64)
         self._check(self._lib.register(self._handle, rows, len(regions)))
+        if address := self._lib.written_address(self._handle):
+            self._written = memoryview((c.c_uint8 * len(regions)).from_address(address)).cast("B")
 
     def announce(self, transfer_ids: Iterable[str]) -> None:
         """Prefill: these requests are known and worked on; decode waits for them.
@@ -126,18 +130,19 @@ class Agent:
             of = _pack.uint32s("regions", regions or ())
             self._batch(self._lib.grow, _pack.Growths(parts), [p.transfer_id for p in parts], of.buffer_info()[0], len(of))
 
-    def written(self, regions: Sequence[int]) -> None:
-        """Prefill: the step has written these regions.
+    @property
+    def written(self) -> memoryview:
+        """Prefill: where a step says which regions it has written.
 
-        What the last :meth:`grow` called ``computing`` is ready in them. It costs
-        little, above all with an ``array("I")``, so that an engine may say it of
-        each layer. The next call of :meth:`grow`, :meth:`offer`, :meth:`retract`
-        or :meth:`cancel` ends the step; what was written is then to be said by
-        :meth:`grow`, with all regions, or :meth:`offer`.
+        A byte for each region of :meth:`register_kv_caches`: setting it to 1 says
+        that what the last :meth:`grow` called ``computing`` is ready in it. That is
+        a plain store, so that an engine may say it of each layer. The next call of
+        :meth:`grow`, :meth:`offer`, :meth:`retract` or :meth:`cancel` ends the step,
+        and then says what the bytes may not have said in time. Empty where bytes
+        cannot be used, see ``kvconn_written_address``: :meth:`grow` with ``regions``
+        can. Not to be used after :meth:`close`, nor in a forked child.
         """
-        of = _pack.uint32s("regions", regions)
-        address, count = of.buffer_info()
-        self._check(self._lib.written(self._handle, address, count))
+        return self._written
 
     def retract(self, transfer_ids: Iterable[str], timeout_s: float = 10.0) -> None:
         """Prefill: takes back what :meth:`grow` gave, of requests that are
@@ -251,7 +256,7 @@ class Agent:
         Completions that were not collected are lost. Closing twice is fine.
         """
         handle, self._handle = self._handle, 0
-        self._count = _ASK
+        self._count, self._written = _ASK, _NO_BYTES
         if handle and self._finalizer.detach() and self._pid == os.getpid():
             self._check(self._lib.close(handle))
 

@@ -66,7 +66,7 @@ class Growth(NamedTuple):
     are there in group ``g``. ``prompt`` is as of :class:`Offer`; say it with each
     part, so that none is sent to who asks for another. To say another later is an
     error. ``computing[g]`` is as ``ready[g]``: what will be there in a region when
-    :meth:`Agent.written` names it.
+    :attr:`Agent.written` says so.
     """
 
     transfer_id: str

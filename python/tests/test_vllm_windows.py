@@ -6,7 +6,6 @@ What is not a request's is overwritten in each step, so that a byte of a block t
 from __future__ import annotations
 
 import importlib.util
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ class Prefill:
     def __init__(self, engine: Engine, groups: int) -> None:
         self.engine, self.memory = engine, Memory("prefill", groups)
         self.worker = WorkerSide(lambda: self.memory.agent, 0.001, by_layers=True)
-        self.worker._regions_of = {f"layer.{n}": array("I", [n]) for n in range(groups)}
+        self.worker.follow_layers({f"layer.{n}": [n] for n in range(groups)})
         self.prompts: dict[str, list[int]] = {}
         self.output: Any = None
         self.keeps_cache = False  # what vLLM may find again is no request's either

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,15 +107,13 @@ def growing(*ids: str, blocks: Sequence[int] = (1, 2), before: int = 0, after: i
 
 def test_what_a_step_computes_is_told_layer_by_layer() -> None:
     side, agent = worker(by_layers=True)
-    side._regions_of = {"layer.0": array("I", [0, 1]), "layer.1": array("I", [2, 3]), "shared": array("I")}
+    side.follow_layers({"layer.0": [0, 1], "layer.1": [2, 3], "shared": []})
     step(side, growing("a", "b"), layers=["layer.0", "layer.1", "shared"])
-    assert agent.calls == [
-        ("grow", "a"),
-        ("grow", "b"),
-        ("written", ["a", "b"], [0, 1]),
-        ("written", ["a", "b"], [2, 3]),
-        ("step", ["a", "b"]),  # whatever no layer has told of
-    ]
+    told = [("grow", "a"), ("grow", "b"), *(("written", ["a", "b"], region) for region in range(4))]
+    assert agent.calls == told
+    agent.calls.clear()
+    step(side, growing("a", "b"), layers=["layer.0", "shared"])
+    assert agent.calls == [*told[:4], ("step", ["a", "b"])]  # the layer that did not tell
     agent.calls.clear()
     step(side, KVConnMetadata(), layers=["layer.0"])  # of another step nothing is told
     assert not agent.calls
@@ -137,7 +134,7 @@ def test_prompt_is_told_to_the_agent() -> None:
 
 def test_chunks_are_told_at_the_step_s_end() -> None:
     side, agent = worker()
-    side._regions_of = {"layer.0": array("I", [0])}
+    side.follow_layers({"layer.0": [0]})
     step(side, growing("a"), layers=["layer.0"])
     assert agent.calls == [("grow", "a"), ("step", ["a"])]
 

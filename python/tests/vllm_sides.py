@@ -87,6 +87,20 @@ class Refused(RuntimeError):
         self.transfer_id = transfer_id
 
 
+class Marks:
+    """Of regions that are written."""
+
+    def __init__(self, agent: FakeAgent) -> None:
+        self._agent = agent
+
+    def __len__(self) -> int:
+        return 4
+
+    def __setitem__(self, region: int, value: int) -> None:
+        assert value == 1
+        self._agent.calls.append(("written", list(self._agent.computing), region))
+
+
 class FakeAgent:
     nameless = False  # refuses batches without saying for which id
 
@@ -99,6 +113,7 @@ class FakeAgent:
         self.prompts: list[int] = []  # that are said, of each call
         self.computing: list[str] = []  # that the last call has named
         self.waits = 0
+        self.written = Marks(self)
 
     def _take(self, kind: str, works: Sequence[Any]) -> None:
         if self.nameless and len(works) > 1:
@@ -122,9 +137,6 @@ class FakeAgent:
             self.computing = [part.transfer_id for part in parts if part.computing]
         else:
             self.calls.append(("step", [part.transfer_id for part in parts]))
-
-    def written(self, regions: Sequence[int]) -> None:
-        self.calls.append(("written", list(self.computing), list(regions)))
 
     def retract(self, transfer_ids: Sequence[str]) -> None:
         if set(transfer_ids) & self.malformed:

@@ -11,7 +11,6 @@ import logging
 import queue
 import threading
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +48,9 @@ class WorkerSide:
         self._loads: dict[str, _Loading] = {}  # by transfer id
         self._offers: dict[str, OfferWork] = {}
         self._by_layers = by_layers
-        self._regions_of: dict[str, array[int]] = {}  # by layer: indices of those that it writes
+        self._regions_of: dict[str, tuple[int, ...]] = {}  # by layer that writes any: their indices
+        self._written = memoryview(b"")  # by region: 1 when the step has written it
+        self._unwritten = 0  # layers that this step has still to tell of
         self._growing: list[GrowWork] = []  # what the step that runs computes of requests that grow
         self._stunted: set[str] = set()  # a growth was refused: those that follow it would stand in its place
         self._reports = Reports()
@@ -67,9 +68,10 @@ class WorkerSide:
 
         regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor, heads)
         self._agent.register_kv_caches(regions)
+        written = {}
         for name in kv_caches:
-            mine = [n for n, region in enumerate(regions) if region.name == name or region.name.startswith(f"{name}[")]
-            self._regions_of[name] = array("I", mine)
+            written[name] = [n for n, region in enumerate(regions) if region.name == name or region.name.startswith(f"{name}[")]
+        self.follow_layers(written)
         total = sum(region.block_bytes for region in regions)
         logger.info(
             "registered %d regions of %d layers: %d blocks of %d bytes",
@@ -78,6 +80,12 @@ class WorkerSide:
             kv_cache_config.num_blocks,
             total,
         )
+
+    def follow_layers(self, regions_of: Mapping[str, Sequence[int]]) -> None:
+        """What each layer writes, if the engine tells of layers at all."""
+        self._regions_of = {name: tuple(regions) for name, regions in regions_of.items() if regions}
+        self._written = self._agent.written
+        self._by_layers = self._by_layers and len(self._written) > 0
 
     # -- the step's work --------------------------------------------------------------------------------------------
 
@@ -145,6 +153,7 @@ class WorkerSide:
     def _grow(self, works: Sequence[GrowWork]) -> None:
         """What was there before the step goes now; what it computes, when it is written."""
         works = [work for work in works if work.transfer_id not in self._stunted]
+        self._unwritten = len(self._regions_of) if self._by_layers else 1
         self._each(works, self._grow_all, self._growth_refused)
 
     def _grow_all(self, works: Sequence[GrowWork]) -> None:
@@ -162,21 +171,20 @@ class WorkerSide:
         self._stunted.add(work.transfer_id)
 
     def layer_written(self, name: str) -> None:
+        """A few stores: the agent looks for them."""
         if not self._growing or not self._by_layers:
             return
         began = time.perf_counter()
-        regions = self._regions_of.get(name)
-        if regions:
-            try:
-                self._agent.written(regions)
-            except Exception as error:
-                logger.error("layer %s: %s", name, error)
+        if regions := self._regions_of.get(name):
+            for region in regions:
+                self._written[region] = 1
+            self._unwritten -= 1
         self._spent_s += time.perf_counter() - began
 
     def step_written(self, failed: bool = False) -> None:
-        """failed: an exception goes through the step, and what it was to compute is not there."""
+        """What no layer has told of. failed: an exception goes through the step, and what it was to compute is not there."""
         works, self._growing = self._growing, []
-        if works and not failed:
+        if works and self._unwritten > 0 and not failed:
             began = time.perf_counter()
             written = [GrowWork(work.transfer_id, [()] * len(work.after), work.after, [], work.prompt) for work in works]
             self._each(written, self._grow_all, self._growth_refused)
