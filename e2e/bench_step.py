@@ -105,10 +105,11 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=100, metavar="N")
     parser.add_argument("--requests", type=int, default=600, metavar="N")
     parser.add_argument("--tokens", type=int, default=900, metavar="N", help="of a prompt, of 32 KiB of cache each (default 900)")
+    parser.add_argument("--dtype", choices=tiny_model.FAT_LAYERS, default="float32", help="(default float32)")
     args = parser.parse_args()
     workdir = Path(tempfile.mkdtemp(prefix="kvconn-step-"))
     room = {"VLLM_CPU_KVCACHE_SPACE": "5"}  # GiB: decode has the blocks of a hundred requests
-    pair = Pair(tiny_model.make(workdir / "model-fat", True), workdir / "logs", dtype="bfloat16", extra_env=room)
+    pair = Pair(tiny_model.make_32k(workdir / "model-fat", args.dtype), workdir / "logs", dtype=args.dtype, extra_env=room)
     try:
         with pair:
             measure(pair, args.clients, args.requests, args.tokens)

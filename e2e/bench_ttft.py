@@ -75,11 +75,12 @@ def measure(early: Pair, late: Pair, prompts: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prompts", type=int, default=20, metavar="N")
+    parser.add_argument("--dtype", choices=tiny_model.FAT_LAYERS, default="float32", help="(default float32)")
     args = parser.parse_args()
     workdir = Path(tempfile.mkdtemp(prefix="kvconn-ttft-"))
-    model = tiny_model.make(workdir / "model-fat", True)
-    early = Pair(model, workdir / "early", dtype="bfloat16")
-    late = Pair(model, workdir / "late", dtype="bfloat16", prefill_config={"send_early": "off"})
+    model = tiny_model.make_32k(workdir / "model-fat", args.dtype)
+    early = Pair(model, workdir / "early", dtype=args.dtype)
+    late = Pair(model, workdir / "late", dtype=args.dtype, prefill_config={"send_early": "off"})
     try:
         with early, late:
             measure(early, late, args.prompts)

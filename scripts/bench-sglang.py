@@ -2,7 +2,7 @@
 """Time to first token of a real SGLang pair on this machine: through kvconn, and through Mooncake's TCP in the same run.
 
     scripts/bench-sglang.sh [--requests 20] [--fat] [--backends kvconn,mooncake_tcp] [--alone] [--apart]
-                            [--page-size 16] [--tokens 300,1900] [--dtype bfloat16|float32]
+                            [--page-size 16] [--tokens 300,1900] [--dtype float32|bfloat16]
 
 With --alone a single server that does it all takes its turns too: what a pair takes longer is the way between its two.
 All are up all the time and take turns every few requests, since a machine is never the same twice: idle ones poll, so that
@@ -27,7 +27,6 @@ import tiny_model
 from sglang_servers import Alone, SGLangPair, generate, plugin, post, prompt
 
 TURN = 5  # requests
-LAYERS = {"bfloat16": 8, "float32": 4}  # of the fat model, whose cache has 32 KiB a token
 # Mooncake's sender takes the pages' numbers from memory pinned by CUDA, unless it says that it does not.
 ON_CPU = """
 def register():
@@ -64,11 +63,12 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="one of them at a time")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--tokens", default="300,1900")
-    parser.add_argument("--dtype", choices=LAYERS, default="bfloat16", help="float32 where the processor computes no bfloat16")
+    parser.add_argument("--dtype", choices=tiny_model.FAT_LAYERS, default="float32", help="(default float32)")
     args = parser.parse_args()
     names = args.backends.split(",")
     with tempfile.TemporaryDirectory() as workdir, contextlib.ExitStack() as stack:
-        model = tiny_model.make(Path(workdir) / "model", fat=args.fat, layers=LAYERS[args.dtype] if args.fat else None)
+        directory = Path(workdir) / "model"
+        model = tiny_model.make_32k(directory, args.dtype) if args.fat else tiny_model.make(directory)
         on_cpu = plugin(Path(workdir) / "plugin", ON_CPU)
         engines: dict[str, SGLangPair | Alone] = {}
         for name in names:
