@@ -208,7 +208,7 @@ PUBLIC volatile uint8_t *kvconn_written_address(kvconn_agent agent) {
     return NULL;
   }
   volatile uint8_t *address = slot_written_address(agent);
-  if (address == NULL) slot_count(agent) < 0 ? fail_handle() : fail(KVCONN_ERR_SYSTEM, "this processor needs membarrier(2), which is refused here");
+  if (address == NULL) slot_count(agent) < 0 ? fail_handle() : fail(KVCONN_ERR_SYSTEM, "membarrier(2) is refused: let the container use it, or say each layer by kvconn_grow");
   return address;
 }
 

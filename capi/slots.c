@@ -211,24 +211,12 @@ uint32_t slot_regions(kvconn_agent agent) {
 }
 
 /*
- * A host marks a region by a plain store, after those of the region's bytes. Where the processor does not keep the order of
- * stores, the one who has seen the mark makes every thread of the process go through a barrier before it reads the bytes.
+ * A host marks a region by a plain store, after those of the region's bytes; but not every processor shows stores in their
+ * order, and an x86 not those that go past the caches. So the one who has seen a mark sends every thread of the process
+ * through a barrier before it reads the bytes.
  */
-#ifndef KVCONN_STORES_IN_ORDER
-#ifdef __x86_64__
-#define KVCONN_STORES_IN_ORDER 1
-#else
-#define KVCONN_STORES_IN_ORDER 0
-#endif
-#endif
-
-#if KVCONN_STORES_IN_ORDER
-static int can_order_stores(void) { return 1; }
-static void order_stores(void) {}
-#else
 static int can_order_stores(void) { return syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0; }
 static void order_stores(void) { syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0); }
-#endif
 
 volatile uint8_t *slot_written_address(kvconn_agent agent) {
   struct slot *s = find(agent);

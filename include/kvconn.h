@@ -276,8 +276,8 @@ int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_t count
  * and beyond the registered regions, a byte says nothing.
  * The address is writable until the process ends; after kvconn_close it must not
  * be used, it may be another agent's. NULL with an error: KVCONN_ERR_HANDLE, or
- * KVCONN_ERR_SYSTEM where a processor other than an x86 has no membarrier(2);
- * then kvconn_grow says each layer.
+ * KVCONN_ERR_SYSTEM where membarrier(2) is refused; then kvconn_grow says each
+ * layer.
  */
 volatile uint8_t *kvconn_written_address(kvconn_agent agent);
 

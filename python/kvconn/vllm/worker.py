@@ -85,7 +85,9 @@ class WorkerSide:
         """What each layer writes, if the engine tells of layers at all."""
         self._regions_of = {name: tuple(regions) for name, regions in regions_of.items() if regions}
         self._written = self._agent.written
-        self._by_layers = self._by_layers and len(self._written) > 0
+        if self._by_layers and not len(self._written):
+            self._by_layers = False
+            logger.warning("layers are sent when the step has ended and not when they are written: membarrier(2) is refused here")
 
     # -- the step's work --------------------------------------------------------------------------------------------
 
