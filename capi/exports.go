@@ -301,9 +301,7 @@ func go_grow(h C.kvconn_agent, parts *C.kvconn_growth, n C.size_t, regions *C.ui
 			*taken = C.size_t(k)
 			return err
 		}
-		written := newWritten(h)
-		written.take() // what an earlier step wrote after its end
-		k, err := a.GrowStep(list, written.take)
+		k, err := a.GrowStep(list, newWritten(h).take)
 		*taken = C.size_t(k)
 		return err
 	})

@@ -216,7 +216,7 @@ uint32_t slot_regions(kvconn_agent agent) {
  * through a barrier before it reads the bytes.
  */
 static int can_order_stores(void) { return syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0; }
-static void order_stores(void) { syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0); }
+static int order_stores(void) { return syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0) == 0; }
 
 volatile uint8_t *slot_written_address(kvconn_agent agent) {
   struct slot *s = find(agent);
@@ -231,6 +231,5 @@ size_t slot_take_written(kvconn_agent agent, uint32_t *regions, size_t capacity)
   for (uint32_t i = 0; i < s->num_regions && found < capacity; i++)
     if (atomic_load_explicit(&s->written[i], memory_order_relaxed) != 0 && atomic_exchange(&s->written[i], 0) != 0) regions[found++] = i;
   pthread_mutex_unlock(&s->lock);
-  if (found > 0) order_stores();
-  return found;
+  return found > 0 && order_stores() ? found : 0; /* what cannot be read yet goes with the offer */
 }

@@ -138,7 +138,7 @@ def make_model(target: Path, kind: str, shape: dict[str, int], seed: int, vocabu
 
 def make(target: Path, fat: bool = False, seed: int = 7, kind: str = "llama", layers: int | None = None) -> Path:
     """Makes the model in target unless it is there; returns target."""
-    sizes = {**shape(kind, fat), **({"num_hidden_layers": layers} if layers else {})}
+    sizes = {**shape(kind, fat), **({"num_hidden_layers": layers} if layers is not None else {})}
     stamp = {"recipe": RECIPE, "kind": kind, "fat": fat, "seed": seed, **sizes}
     file = target / "kvconn-e2e.json"
     try:

@@ -268,16 +268,18 @@ int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_t count
 /*
  * Prefill: where the step says which regions it has written, so that it needs no
  * call for each layer: a byte for each region, in the order of
- * kvconn_register_kv_caches, that is set to 1 when what the last kvconn_grow called
- * computing is there in it. A plain store will do. The agent looks at the bytes,
- * soon, and sets them to 0, until the next kvconn_grow, kvconn_offer,
- * kvconn_retract or kvconn_cancel of this agent: each ends the step when it is
- * called. What was marked and not yet seen is then said by these. Without a step,
- * and beyond the registered regions, a byte says nothing.
- * The address is writable until the process ends; after kvconn_close it must not
- * be used, it may be another agent's. NULL with an error: KVCONN_ERR_HANDLE, or
- * KVCONN_ERR_SYSTEM where membarrier(2) is refused; then kvconn_grow says each
- * layer.
+ * kvconn_register_kv_caches, to be set to 1 when what the last kvconn_grow called
+ * computing is there in it. From C, C++ or Go by an atomic store with release order,
+ * when all threads that write the region have been joined; an interpreter's plain
+ * store will do. The agent looks at the bytes, soon, and sets them to 0; a last time
+ * when the next kvconn_grow, kvconn_offer, kvconn_retract or kvconn_cancel of this
+ * agent is called, which ends the step. Without a step, and beyond the registered
+ * regions, a byte says nothing.
+ * The address is writable until the process ends; after kvconn_close, and in a
+ * forked child, it must not be used: it may be another agent's, or seen by nobody.
+ * NULL, with the reason for kvconn_last_error, when the handle is not open or
+ * membarrier(2) is refused, by which the agent sees the cache as it was stored;
+ * then kvconn_grow says each layer.
  */
 volatile uint8_t *kvconn_written_address(kvconn_agent agent);
 

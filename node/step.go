@@ -34,13 +34,14 @@ type currentStep struct {
 
 // GrowStep is Grow for a step that computes more of these transfers, as their
 // Computing says: written gives the regions, in growing order, in which all of it is
-// there since it was asked last. It is asked time and again until the next call of
-// Grow, GrowStep, Offer, Retract or Cancel, and never after that call has begun to
-// do its work. So an engine need not call for each layer.
+// there since it was asked last. It is asked time and again, a last time by the next
+// call of Grow, GrowStep, Offer, Retract or Cancel, and never after that call has begun
+// to do its work. So an engine need not call for each layer. What it has to say when
+// GrowStep is called is of no step, and is dropped.
 func (a *Agent) GrowStep(parts []core.GrowRequest, written func() []uint32) (int, error) {
 	a.current.mu.Lock()
 	defer a.current.mu.Unlock()
-	a.current.step = nil
+	a.lastLook()
 	n, err := a.grow(parts)
 	s := &step{written: written}
 	for _, part := range parts[:n] {
@@ -54,6 +55,7 @@ func (a *Agent) GrowStep(parts []core.GrowRequest, written func() []uint32) (int
 	a.mu.Lock() // Close waits for those that began before it
 	defer a.mu.Unlock()
 	if a.state == stateRegistered {
+		written()
 		a.current.step = s
 		a.goRun("step", func() { a.follow(s) })
 	}
@@ -63,8 +65,24 @@ func (a *Agent) GrowStep(parts []core.GrowRequest, written func() []uint32) (int
 // endStep comes before every call that changes what the blocks of transfers are.
 func (a *Agent) endStep() {
 	a.current.mu.Lock()
-	a.current.step = nil
-	a.current.mu.Unlock()
+	defer a.current.mu.Unlock()
+	a.lastLook()
+}
+
+// lastLook ends the step; the lock is held.
+func (a *Agent) lastLook() {
+	if s := a.current.step; s != nil {
+		a.current.step = nil
+		if _, err := a.growWritten(s); err != nil {
+			a.stepFailed(err)
+		}
+	}
+}
+
+func (a *Agent) stepFailed(err error) {
+	if !errors.Is(err, core.ErrClosed) { // their offers say what is wrong
+		a.log.Error("what a step has written of its transfers goes with their offers only", zap.Error(err))
+	}
 }
 
 // follow lets the transfers of a step grow until it has ended.
@@ -80,10 +98,10 @@ func (a *Agent) follow(s *step) {
 		}
 		since := time.Since(news)
 		switch more, err := a.growStep(s); {
-		case errors.Is(err, errStepEnded), errors.Is(err, core.ErrClosed):
+		case errors.Is(err, errStepEnded):
 			return
-		case err != nil: // their offers say what is wrong
-			a.log.Error("a step's transfers cannot grow before its end", zap.Error(err))
+		case err != nil:
+			a.stepFailed(err)
 			return
 		case more:
 			news, since = time.Now(), 0
@@ -102,6 +120,10 @@ func (a *Agent) growStep(s *step) (more bool, err error) {
 	if a.current.step != s {
 		return false, errStepEnded
 	}
+	return a.growWritten(s)
+}
+
+func (a *Agent) growWritten(s *step) (more bool, err error) {
 	regions := s.written()
 	if len(regions) == 0 {
 		return false, nil

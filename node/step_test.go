@@ -1,7 +1,9 @@
 package node
 
 import (
+	"bytes"
 	"errors"
+	"fmt"
 	"sync"
 	"testing"
 	"time"
@@ -139,5 +141,46 @@ func TestStepThatIsRefused(t *testing.T) {
 	}
 	if asked, _ := forward.get(); asked > 0 {
 		t.Errorf("a step that was refused was asked after %d times", asked)
+	}
+}
+
+// TestEndOfAStepLooksALastTime: what a step has written and nobody has seen moves when
+// a call for another transfer ends it; what was said before it began does not.
+func TestEndOfAStepLooksALastTime(t *testing.T) {
+	leaktest.Check(t)
+	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
+	calls := []func(){
+		func() { p.grow("other", 0, nil, 8) },
+		func() { p.growStep("another", 0, 1, new(pass), 7) },
+		func() { p.retract("nobody's") },
+	}
+	for n, call := range calls {
+		id, src, dst := core.TransferID(fmt.Sprintf("t%d", n)), core.BlockID(9+n), core.BlockID(2+n)
+		d.load(id, p.BootstrapAddress(), dst)
+		for l := range layers {
+			p.fillLayer(7, l, n, src)
+		}
+		said := []uint32{0}
+		part := core.GrowRequest{ID: id, Blocks: [][]core.BlockID{{src}}, Ready: []uint32{0}, Computing: []uint32{1}}
+		_, err := p.GrowStep([]core.GrowRequest{part}, func() (regions []uint32) {
+			if p.current.step == nil { // under its lock: who asks while it runs is told nothing
+				regions, said = said, nil
+			}
+			return regions
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.current.mu.Lock()
+		said = append(said, layers-1)
+		p.current.mu.Unlock()
+		call()
+		d.arrives(layers-1, dst, p, src)
+		if got := d.block(0, dst); !bytes.Equal(got, make([]byte, len(got))) {
+			t.Errorf("of %s moved what was said before its step began", id)
+		}
+		p.offer(id, src)
+		d.want(id, core.OK)
+		p.want(id, core.OK)
 	}
 }

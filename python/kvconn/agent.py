@@ -136,11 +136,11 @@ class Agent:
 
         A byte for each region of :meth:`register_kv_caches`: setting it to 1 says
         that what the last :meth:`grow` called ``computing`` is ready in it. That is
-        a plain store, so that an engine may say it of each layer. The next call of
-        :meth:`grow`, :meth:`offer`, :meth:`retract` or :meth:`cancel` ends the step,
-        and then says what the bytes may not have said in time. Empty where bytes
-        cannot be used, see ``kvconn_written_address``: :meth:`grow` with ``regions``
-        can. Not to be used after :meth:`close`, nor in a forked child.
+        a plain store, so that an engine may say it of each layer. The agent looks
+        for it, soon, and a last time when the next call of :meth:`grow`,
+        :meth:`offer`, :meth:`retract` or :meth:`cancel` ends the step. Empty where
+        the system refuses membarrier(2): :meth:`grow` with ``regions`` says it then.
+        Not to be used after :meth:`close`, nor in a forked child.
         """
         return self._written
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,3 +42,11 @@ def test_bad_params(kv: Any, said: str) -> None:
 @pytest.mark.parametrize("kv", [None, {}, {"transfer_id": "t"}, {"do_remote_decode": False}, {"do_remote_decode": None}])
 def test_params_that_ask_for_nothing(kv: Any) -> None:
     assert params.parse(kv) is None
+
+
+def test_send_early() -> None:
+    whole, in_parts = SimpleNamespace(use_ubatching=False), SimpleNamespace(use_ubatching=True)
+    assert [params.send_early({}, config) for config in (SimpleNamespace(), whole, in_parts)] == ["layers", "layers", "chunks"]
+    assert [params.send_early({"send_early": value}, in_parts) for value in ("layers", "chunks", "off")] == ["chunks", "chunks", "off"]
+    with pytest.raises(ValueError, match="send_early is True"):
+        params.send_early({"send_early": True}, whole)

@@ -146,6 +146,45 @@ def test_growth_that_the_agent_refuses_does_not_end_the_step() -> None:
     assert agent.calls == [("grow", "b"), ("step", ["b"])]
 
 
+def test_what_was_begun_by_several_calls_is_told_at_the_step_s_end() -> None:
+    """The agent follows what the last of them computes."""
+    for all_ids, refused, nameless in ("abc", "b", False), ("abc", "bc", False), ("ab", "", True):
+        side, agent = worker(by_layers=True)
+        side.follow_layers({"layer.0": [0]})
+        agent.refused, agent.nameless = set(refused), nameless
+        side.begin(growing(*all_ids))
+        side.layer_written("layer.0")
+        agent.refused, agent.nameless = set(), False
+        side.step_written()
+        assert agent.calls[-1] == ("step", sorted(set(all_ids) - set(refused)))
+
+
+def test_what_a_cancel_has_ended_is_told_at_the_step_s_end() -> None:
+    side, agent = worker(by_layers=True)
+    side.follow_layers({"layer.0": [0]})
+    meta = growing("a")
+    meta.loads = [LoadWork("r", "x", "http://p:8998", "p", [[5]], [0], 16)]
+    meta.cancels = [CancelWork("x", "aborted", of_load=True)]
+    step(side, meta, layers=["layer.0"])
+    assert agent.calls == [("grow", "a"), ("load", "x"), ("cancel", "x"), ("written", ["a"], 0), ("step", ["a"])]
+
+
+def test_layers_are_told_at_the_step_s_end_where_nothing_orders_stores(caplog: pytest.LogCaptureFixture) -> None:
+    side, agent = worker(by_layers=True)
+    agent.written = memoryview(b"")  # type: ignore[assignment]
+    side.follow_layers({"layer.0": [0]})
+    assert "membarrier" in caplog.text
+    step(side, growing("a"), layers=["layer.0"])
+    assert agent.calls == [("grow", "a"), ("step", ["a"])]
+
+
+def test_layer_that_tells_twice_does_not_tell_for_another() -> None:
+    side, agent = worker(by_layers=True)
+    side.follow_layers({"layer.0": [0], "layer.1": [1]})
+    step(side, growing("a"), layers=["layer.0", "layer.0"])
+    assert agent.calls[-1] == ("step", ["a"])
+
+
 def test_nothing_grows_behind_a_growth_that_was_refused() -> None:
     """Blocks say what they follow: they would stand where the missing ones should."""
     side, agent = worker()

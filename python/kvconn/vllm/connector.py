@@ -90,7 +90,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         groups = make_groups(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config or {}
-        wait, early = idle_wait_s(extra), send_early(extra)
+        wait, early = idle_wait_s(extra), send_early(extra, vllm_config.parallel_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._scheduler: SchedulerSide | None = None

@@ -232,11 +232,13 @@ def idle_wait_s(extra: Mapping[str, Any]) -> float:
 LAYERS, CHUNKS, OFF = "layers", "chunks", "off"
 
 
-def send_early(extra: Mapping[str, Any]) -> str:
+def send_early(extra: Mapping[str, Any], parallel_config: Any) -> str:
     """What of a prompt is sent while the rest is computed: each layer, each step of a chunked prefill, or nothing."""
     value = extra.get(SEND_EARLY, LAYERS)
     if value not in (LAYERS, CHUNKS, OFF):
         raise ValueError(f'kv_connector_extra_config: {SEND_EARLY} is {value!r}: "layers", "chunks" or "off" was expected')
+    if value == LAYERS and getattr(parallel_config, "use_ubatching", False):
+        return CHUNKS  # vLLM says of a layer that it is written for each part of the batch, when the others are not there
     return str(value)
 
 

@@ -50,7 +50,8 @@ class WorkerSide:
         self._by_layers = by_layers
         self._regions_of: dict[str, tuple[int, ...]] = {}  # by layer that writes any: their indices
         self._written = memoryview(b"")  # by region: 1 when the step has written it
-        self._unwritten = 0  # layers that this step has still to tell of
+        self._begun = 0  # calls that told what this step computes: each ends what the one before it began, and so does a cancel
+        self._untold: set[str] = set()  # layers of this step
         self._growing: list[GrowWork] = []  # what the step that runs computes of requests that grow
         self._stunted: set[str] = set()  # a growth was refused: those that follow it would stand in its place
         self._reports = Reports()
@@ -155,10 +156,11 @@ class WorkerSide:
     def _grow(self, works: Sequence[GrowWork]) -> None:
         """What was there before the step goes now; what it computes, when it is written."""
         works = [work for work in works if work.transfer_id not in self._stunted]
-        self._unwritten = len(self._regions_of) if self._by_layers else 1
+        self._begun, self._untold = 0, set(self._regions_of)
         self._each(works, self._grow_all, self._growth_refused)
 
     def _grow_all(self, works: Sequence[GrowWork]) -> None:
+        self._begun += 1
         self._agent.grow(
             [
                 Growth(work.transfer_id, work.block_ids, work.before, work.first_block, work.prompt, work.after if self._by_layers else ())
@@ -180,13 +182,14 @@ class WorkerSide:
         if regions := self._regions_of.get(name):
             for region in regions:
                 self._written[region] = 1
-            self._unwritten -= 1
+            self._untold.discard(name)
         self._spent_s += time.perf_counter() - began
 
     def step_written(self, failed: bool = False) -> None:
         """What no layer has told of. failed: an exception goes through the step, and what it was to compute is not there."""
         works, self._growing = self._growing, []
-        if works and self._unwritten > 0 and not failed:
+        said = self._by_layers and self._begun == 1 and not self._untold
+        if works and not said and not failed:
             began = time.perf_counter()
             written = [GrowWork(work.transfer_id, [()] * len(work.after), work.after, [], work.prompt) for work in works]
             self._each(written, self._grow_all, self._growth_refused)
@@ -296,6 +299,7 @@ class WorkerSide:
             loading.cancelled = True
         else:
             self._stunted.discard(work.transfer_id)
+        self._begun = 0  # it ends that too
         self._try(lambda: self._agent.cancel([work.transfer_id], work.reason), f"cancel {work.transfer_id}")
 
     # -- the step's reports -----------------------------------------------------------------------------------------
@@ -380,6 +384,7 @@ class WorkerSide:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._growing, self._written = [], memoryview(b"")  # it may be another agent's next
             self._try(self._agent.close, "close")
             self._lines.close()
 
