@@ -366,7 +366,7 @@ func (a *Agent) Offer(offers []core.OfferRequest) (int, error) {
 	if !a.cfg.prefills() {
 		return 0, fmt.Errorf("%w: offer on an agent of role %q", core.ErrInvalid, a.cfg.Role)
 	}
-	a.endStep()
+	a.endStep(nil)
 	return each(a, offers, 1, func(m *core.Machine, now time.Time, o core.OfferRequest) error { return m.Offer(now, o) })
 }
 
@@ -401,7 +401,7 @@ func (a *Agent) StartLoad(loads []core.LoadRequest) (int, error) {
 // Cancel ends this agent's halves of transfers; each still gets its report. An
 // id that is not known here is remembered: the peer's half is refused.
 func (a *Agent) Cancel(ids []core.TransferID, reason string) (int, error) {
-	a.endStep()
+	a.endStep(ids)
 	return each(a, ids, 0, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Cancel(now, id, reason) })
 }
 

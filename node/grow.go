@@ -20,7 +20,7 @@ var ErrStillRead = errors.New("blocks are still read")
 // until Retract has returned or, after Offer, until its report. Returns how many
 // were accepted.
 func (a *Agent) Grow(parts []core.GrowRequest) (int, error) {
-	a.endStep()
+	a.endStep(nil)
 	return a.grow(parts)
 }
 
@@ -44,7 +44,7 @@ type retracting struct {
 // agent is open. An id that is not known is no error, one that is offered is; it
 // does not keep the others from being taken back.
 func (a *Agent) Retract(ids []core.TransferID, timeout time.Duration) error {
-	a.endStep()
+	a.endStep(ids)
 	var wait *retracting
 	err := a.do(func(m *core.Machine, now time.Time) error {
 		var errs []error

@@ -37,6 +37,13 @@ func (s *side) retract(ids ...core.TransferID) {
 	}
 }
 
+func (s *side) cancel(id core.TransferID) {
+	s.t.Helper()
+	if _, err := s.Cancel([]core.TransferID{id}, "the client went"); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
 // arrives waits until a layer's block at D holds what P's does.
 func (s *side) arrives(layer int, at core.BlockID, from *side, block core.BlockID) {
 	s.t.Helper()

@@ -2,6 +2,7 @@ package node
 
 import (
 	"errors"
+	"slices"
 	"sync"
 	"time"
 
@@ -36,12 +37,13 @@ type currentStep struct {
 // Computing says: written gives the regions, in growing order, in which all of it is
 // there since it was asked last. It is asked time and again, a last time by the next
 // call of Grow, GrowStep, Offer, Retract or Cancel, and never after that call has begun
-// to do its work. So an engine need not call for each layer. What it has to say when
-// GrowStep is called is of no step, and is dropped.
+// to do its work, by the goroutine of that call or by one of the agent's. So an engine
+// need not call for each layer. What it has to say when GrowStep is called is of no
+// step, and is dropped.
 func (a *Agent) GrowStep(parts []core.GrowRequest, written func() []uint32) (int, error) {
 	a.current.mu.Lock()
 	defer a.current.mu.Unlock()
-	a.lastLook()
+	a.lastLook(nil)
 	n, err := a.grow(parts)
 	s := &step{written: written}
 	for _, part := range parts[:n] {
@@ -52,27 +54,29 @@ func (a *Agent) GrowStep(parts []core.GrowRequest, written func() []uint32) (int
 	if len(s.parts) == 0 {
 		return n, err
 	}
+	written()
 	a.mu.Lock() // Close waits for those that began before it
 	defer a.mu.Unlock()
 	if a.state == stateRegistered {
-		written()
 		a.current.step = s
 		a.goRun("step", func() { a.follow(s) })
 	}
 	return n, err
 }
 
-// endStep comes before every call that changes what the blocks of transfers are.
-func (a *Agent) endStep() {
+// endStep comes before every call that changes what the blocks of transfers are. Of
+// those that the call takes back nothing more begins to move: it may wait for that.
+func (a *Agent) endStep(takenBack []core.TransferID) {
 	a.current.mu.Lock()
 	defer a.current.mu.Unlock()
-	a.lastLook()
+	a.lastLook(takenBack)
 }
 
 // lastLook ends the step; the lock is held.
-func (a *Agent) lastLook() {
+func (a *Agent) lastLook(takenBack []core.TransferID) {
 	if s := a.current.step; s != nil {
 		a.current.step = nil
+		s.parts = slices.DeleteFunc(s.parts, func(part core.GrowRequest) bool { return slices.Contains(takenBack, part.ID) })
 		if _, err := a.growWritten(s); err != nil {
 			a.stepFailed(err)
 		}
@@ -120,7 +124,11 @@ func (a *Agent) growStep(s *step) (more bool, err error) {
 	if a.current.step != s {
 		return false, errStepEnded
 	}
-	return a.growWritten(s)
+	more, err = a.growWritten(s)
+	if err != nil {
+		a.current.step = nil // it is told once
+	}
+	return more, err
 }
 
 func (a *Agent) growWritten(s *step) (more bool, err error) {

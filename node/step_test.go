@@ -103,11 +103,7 @@ func TestStepEnds(t *testing.T) {
 		{"grow", func(id core.TransferID) { p.grow(id, 1, nil) }},
 		{"offer", func(id core.TransferID) { p.offer(id, 4) }},
 		{"retract", func(id core.TransferID) { p.retract(id) }},
-		{"cancel", func(id core.TransferID) {
-			if _, err := p.Cancel([]core.TransferID{id}, "the client went"); err != nil {
-				t.Error(err)
-			}
-		}},
+		{"cancel", func(id core.TransferID) { p.cancel(id) }},
 		{"the next step", func(id core.TransferID) { p.growStep(id, 1, 1, new(pass)) }},
 	}
 	for _, c := range calls {
@@ -144,6 +140,23 @@ func TestStepThatIsRefused(t *testing.T) {
 	}
 }
 
+// unseenStep is one that has written its last layer, which only the call that ends it sees.
+func (s *side) unseenStep(said *[]uint32, parts ...core.GrowRequest) {
+	s.t.Helper()
+	_, err := s.GrowStep(parts, func() (regions []uint32) {
+		if s.current.step == nil { // under its lock: who asks while it runs is told nothing
+			regions, *said = *said, nil
+		}
+		return regions
+	})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.current.mu.Lock()
+	*said = append(*said, layers-1)
+	s.current.mu.Unlock()
+}
+
 // TestEndOfAStepLooksALastTime: what a step has written and nobody has seen moves when
 // a call for another transfer ends it; what was said before it began does not.
 func TestEndOfAStepLooksALastTime(t *testing.T) {
@@ -152,7 +165,9 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 	calls := []func(){
 		func() { p.grow("other", 0, nil, 8) },
 		func() { p.growStep("another", 0, 1, new(pass), 7) },
+		func() { p.offer("a third", 6) },
 		func() { p.retract("nobody's") },
+		func() { p.cancel("nobody's") },
 	}
 	for n, call := range calls {
 		id, src, dst := core.TransferID(fmt.Sprintf("t%d", n)), core.BlockID(9+n), core.BlockID(2+n)
@@ -161,19 +176,7 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 			p.fillLayer(7, l, n, src)
 		}
 		said := []uint32{0}
-		part := core.GrowRequest{ID: id, Blocks: [][]core.BlockID{{src}}, Ready: []uint32{0}, Computing: []uint32{1}}
-		_, err := p.GrowStep([]core.GrowRequest{part}, func() (regions []uint32) {
-			if p.current.step == nil { // under its lock: who asks while it runs is told nothing
-				regions, said = said, nil
-			}
-			return regions
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
-		p.current.mu.Lock()
-		said = append(said, layers-1)
-		p.current.mu.Unlock()
+		p.unseenStep(&said, core.GrowRequest{ID: id, Blocks: [][]core.BlockID{{src}}, Ready: []uint32{0}, Computing: []uint32{1}})
 		call()
 		d.arrives(layers-1, dst, p, src)
 		if got := d.block(0, dst); !bytes.Equal(got, make([]byte, len(got))) {
@@ -182,5 +185,57 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 		p.offer(id, src)
 		d.want(id, core.OK)
 		p.want(id, core.OK)
+	}
+}
+
+// TestLastLookLeavesWhatIsTakenBack: nothing of it begins to move only for the call to
+// wait for it; the rest of its step does.
+func TestLastLookLeavesWhatIsTakenBack(t *testing.T) {
+	leaktest.Check(t)
+	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
+	for n, takeBack := range []func(id core.TransferID){func(id core.TransferID) { p.retract(id) }, p.cancel} {
+		back, kept := core.TransferID(fmt.Sprintf("back%d", n)), core.TransferID(fmt.Sprintf("kept%d", n))
+		var parts []core.GrowRequest
+		for k, id := range []core.TransferID{back, kept} {
+			src, dst := core.BlockID(9+2*n+k), core.BlockID(2+2*n+k)
+			p.fill(7, src)
+			d.load(id, p.BootstrapAddress(), dst)
+			p.grow(id, 1, []uint32{0}, src)
+			d.arrives(0, dst, p, src)
+			parts = append(parts, core.GrowRequest{ID: id, Ready: []uint32{0}, Computing: []uint32{1}})
+		}
+		before := p.Stats().BytesGrown
+		var said []uint32
+		p.unseenStep(&said, parts...)
+		takeBack(back)
+		d.arrives(layers-1, core.BlockID(2+2*n+1), p, core.BlockID(9+2*n+1))
+		if grown := p.Stats().BytesGrown - before; grown != blockBytes {
+			t.Errorf("%d bytes were sent when %s was taken back, want the %d of %s", grown, back, blockBytes, kept)
+		}
+		p.offer(kept, core.BlockID(9+2*n+1))
+		p.want(kept, core.OK)
+		d.want(kept, core.OK)
+	}
+}
+
+// TestFollowerEndsAStepThatIsRefused: its error is told once.
+func TestFollowerEndsAStepThatIsRefused(t *testing.T) {
+	leaktest.Check(t)
+	p := open(t, testConfig(RolePrefill))
+	var forward pass
+	p.growStep("t", 0, 1, &forward, 4)
+	p.current.mu.Lock()
+	p.current.step.parts[0].Ready = []uint32{2} // more than there is
+	p.current.mu.Unlock()
+	forward.write(0)
+	until(t, "the step has ended", func() bool {
+		p.current.mu.Lock()
+		defer p.current.mu.Unlock()
+		return p.current.step == nil
+	})
+	forward.end("its refusal")
+	p.offer("t", 4)
+	if _, late := forward.get(); late != "" {
+		t.Errorf("after %s the step was asked for more", late)
 	}
 }
