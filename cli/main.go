@@ -69,9 +69,13 @@ func Main(args []string) int {
 		err = runLaunch(ctx, rest, os.Stdout)
 	case launch.GuardCommand:
 		var code int
-		if code, err = runGuard(rest, os.Stdin); err == nil {
-			return code
+		code, err = runGuard(rest, os.Stdin)
+		if errors.Is(err, launch.ErrLeft) {
+			fmt.Fprintln(os.Stderr, err)
+		} else if err != nil {
+			break
 		}
+		return code
 	case "bench-proxy":
 		err = runBenchProxy(ctx, rest, os.Stdout)
 	case stubCommand:

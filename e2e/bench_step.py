@@ -1,7 +1,9 @@
 """The connector's own time on the engines' steps while a hundred requests are on their way through a real pair.
 
 It is read from what an operator sees: vllm:kvconn_step_time_seconds and vllm:kvconn_transfers_in_flight on /metrics.
-The decode engine streams answers of its own meanwhile, so that its steps are those of an engine at work.
+They wait for prefill and their loads are in flight on decode, or, with --held, decode takes four at a time and prefill
+holds their offers. The engine on which they are in flight streams answers of its own meanwhile, so that its steps are
+those of an engine at work.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from servers import Pair, Server, ServerError, ask, request
 
 GOAL_S = 1e-4
 STEP = re.compile(r'^vllm:kvconn_step_time_seconds_bucket\{.*?\ble="([^"]+)".*?\bpart="(\w+)".*\} ([0-9.e+]+)$', re.MULTILINE)
-LOADS = re.compile(r'^vllm:kvconn_transfers_in_flight\{.*\bside="load".*\} ([0-9.e+]+)$', re.MULTILINE)
+IN_FLIGHT = r'^vllm:kvconn_transfers_in_flight\{.*\bside="%s".*\} ([0-9.e+]+)$'
+# With --held: decode has blocks for four requests, and long answers make it slower than prefill.
+HELD_ANSWER = 300
+HELD_ARGS = ["--max-num-seqs", "4", "--block-size", "128", "--num-gpu-blocks-override", "48"]
 
 Steps = dict[str, dict[float, float]]  # by part of the connector: steps that took at most so many seconds
 
@@ -36,9 +41,9 @@ def steps(server: Server) -> Steps:
     return found
 
 
-def loads_in_flight(server: Server) -> float:
+def in_flight(server: Server, side: str) -> float:
     text = request("GET", server.url + "/metrics")[1].decode()
-    return sum(map(float, LOADS.findall(text)))
+    return sum(map(float, re.findall(IN_FLIGHT % side, text, re.MULTILINE)))
 
 
 def since(after: Steps, before: Steps) -> Steps:
@@ -55,7 +60,8 @@ def quantile(counts: dict[float, float], q: float) -> float:
     return low
 
 
-def measure(pair: Pair, clients: int, requests: int, tokens: int) -> None:
+def measure(pair: Pair, clients: int, requests: int, tokens: int, held: bool) -> None:
+    busy, name, side = (pair.prefill, "prefill", "offer") if held else (pair.decode, "decode", "load")
     words = "the woods are lovely dark and deep "
     numbers = itertools.count(1)
 
@@ -63,18 +69,18 @@ def measure(pair: Pair, clients: int, requests: int, tokens: int) -> None:
         prompt = f"{next(numbers)} of {time.monotonic_ns()}: {words * (tokens // len(words) + 1)}"[:tokens]
         return {"model": pair.served, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
-    stop, in_flight = threading.Event(), list[float]()
+    stop, seen = threading.Event(), list[float]()
 
     def own_work() -> None:
         while not stop.is_set():
-            ask(pair.decode.url, body(200), timeout_s=300)
+            ask(busy.url, body(200), timeout_s=300)
 
     def watch() -> None:
         while not stop.wait(1):
-            in_flight.append(loads_in_flight(pair.decode))
+            seen.append(in_flight(busy, side))
 
     def one(_: int) -> None:
-        answer = ask(pair.router.url, body(16), timeout_s=600)
+        answer = ask(pair.router.url, body(HELD_ANSWER if held else 16), timeout_s=600)
         if not answer.ok:
             raise ServerError(answer.error)
 
@@ -91,8 +97,8 @@ def measure(pair: Pair, clients: int, requests: int, tokens: int) -> None:
             stop.set()
         for other in others:
             other.result()
-    print(f"{requests} requests of {tokens} tokens, {clients} at a time, in {took:.1f} s; loads in flight on decode, once a second:")
-    print(f"  median {statistics.median(in_flight):.0f}, most {max(in_flight):.0f}")
+    print(f"{requests} requests of {tokens} tokens, {clients} at a time, in {took:.1f} s; {side}s in flight on {name}, once a second:")
+    print(f"  median {statistics.median(seen):.0f}, most {max(seen):.0f}")
     for name, _ in engines:
         for part, counts in sorted(since(after[name], before[name]).items()):
             total = max(counts.values())
@@ -106,13 +112,15 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=600, metavar="N")
     parser.add_argument("--tokens", type=int, default=900, metavar="N", help="of a prompt, of 32 KiB of cache each (default 900)")
     parser.add_argument("--dtype", choices=tiny_model.FAT_LAYERS, default="float32", help="(default float32)")
+    parser.add_argument("--held", action="store_true", help="decode takes few at a time: prefill holds the offers of the others")
     args = parser.parse_args()
     workdir = Path(tempfile.mkdtemp(prefix="kvconn-step-"))
     room = {"VLLM_CPU_KVCACHE_SPACE": "5"}  # GiB: decode has the blocks of a hundred requests
-    pair = Pair(tiny_model.make_32k(workdir / "model-fat", args.dtype), workdir / "logs", dtype=args.dtype, extra_env=room)
+    few = HELD_ARGS if args.held else []
+    pair = Pair(tiny_model.make_32k(workdir / "model-fat", args.dtype), workdir / "logs", dtype=args.dtype, extra_env=room, decode_args=few)
     try:
         with pair:
-            measure(pair, args.clients, args.requests, args.tokens)
+            measure(pair, args.clients, args.requests, args.tokens, args.held)
     finally:
         left = pair.leftovers()
     if left:

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"os/exec"
 	"slices"
 	"strconv"
@@ -68,37 +69,40 @@ func (c *Config) giveDevices(ctx context.Context) error {
 		}
 		return nil // a machine without a GPU
 	}
+	gpus := slices.IndexFunc(append(known, "MIG "), func(line string) bool { return strings.HasPrefix(line, "MIG ") })
 	if !named {
-		if len(known) == 0 {
+		ours, where := make([]string, gpus), "nvidia-smi lists"
+		for i := range ours {
+			ours[i] = strconv.Itoa(i)
+		}
+		if visible, ok := os.LookupEnv(cudaDevices); ok { // others may be somebody else's
+			ours, where = strings.FieldsFunc(visible, func(r rune) bool { return r == ',' || r == ' ' }), cudaDevices+"="+visible+" names"
+		}
+		if len(ours) == 0 {
 			return nil
 		}
-		if need := c.Prefill + c.Decode; len(known) < need {
-			return fmt.Errorf("launch: %d servers, but nvidia-smi lists %d devices: name those to share with --prefill-devices and --decode-devices", need, len(known))
+		if need := c.Prefill + c.Decode; len(ours) < need {
+			return fmt.Errorf("launch: %d servers, but %s %d devices: name those to share with --prefill-devices and --decode-devices", need, where, len(ours))
 		}
-		for i := range c.Prefill + c.Decode {
-			if i < c.Prefill {
-				c.PrefillDevices = append(c.PrefillDevices, strconv.Itoa(i))
-			} else {
-				c.DecodeDevices = append(c.DecodeDevices, strconv.Itoa(i))
-			}
-		}
+		c.PrefillDevices, c.DecodeDevices = ours[:c.Prefill:c.Prefill], ours[c.Prefill:c.Prefill+c.Decode]
 		return nil
 	}
 	for _, list := range append(slices.Clone(c.PrefillDevices), c.DecodeDevices...) {
 		for _, d := range strings.Split(list, ",") {
-			if n, err := strconv.Atoi(d); err == nil && n >= 0 && n < len(known) {
+			if n, err := strconv.Atoi(d); err == nil && n >= 0 && n < gpus {
 				continue
 			}
 			if slices.ContainsFunc(known, func(line string) bool { return d != "" && strings.Contains(line, "UUID: "+d) }) {
 				continue
 			}
-			return fmt.Errorf("launch: device %q is missing: nvidia-smi lists %d (%s)", d, len(known), strings.Join(known, "; "))
+			return fmt.Errorf("launch: device %q is missing: nvidia-smi lists %d (%s)", d, gpus, strings.Join(known, "; "))
 		}
 	}
 	return nil
 }
 
-// nvidiaDevices are the lines of nvidia-smi -L, one a device.
+// nvidiaDevices are the lines of nvidia-smi -L, one a device; those of parts of
+// devices (MIG) come last.
 func nvidiaDevices(ctx context.Context) ([]string, error) {
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
@@ -106,11 +110,14 @@ func nvidiaDevices(ctx context.Context) ([]string, error) {
 	if err != nil {
 		return nil, fmt.Errorf("nvidia-smi: %w", err)
 	}
-	var lines []string
+	var lines, parts []string
 	for line := range strings.Lines(string(out)) {
-		if line = strings.TrimSpace(line); strings.HasPrefix(line, "GPU ") {
+		switch line = strings.TrimSpace(line); {
+		case strings.HasPrefix(line, "GPU "):
 			lines = append(lines, line)
+		case strings.HasPrefix(line, "MIG "):
+			parts = append(parts, line)
 		}
 	}
-	return lines, nil
+	return append(lines, parts...), nil
 }

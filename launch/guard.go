@@ -26,11 +26,18 @@ const (
 	reapLimit = 10 * time.Second
 )
 
+// guardLeft is a guard's exit status when something of its command is still alive.
+const guardLeft = 119
+
+// ErrLeft is Guard's error then.
+var ErrLeft = errors.New("processes are left")
+
 // Guard runs a command and ends when nothing of it is alive any more. It adopts
 // what the command leaves behind. The end of its input, a signal, or its
 // starter's death by any means stop the command: SIGTERM to its process group,
 // SIGKILL to all that is left after grace. It returns the command's exit
-// status, 128 and the signal's number more when one ended it.
+// status, 128 and the signal's number more when one ended it; with ErrLeft, one of
+// its own.
 func Guard(in io.Reader, command []string, grace time.Duration) (int, error) {
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 		return 0, fmt.Errorf("launch: guard: %w", err)
@@ -103,7 +110,7 @@ func Guard(in io.Reader, command []string, grace time.Duration) (int, error) {
 			return code, nil
 		}
 	}
-	return code, fmt.Errorf("launch: processes of %s are still there %v after SIGKILL: %v", command[0], reapLimit, descendants(os.Getpid()))
+	return guardLeft, fmt.Errorf("launch: %w: of %s %v, %v after SIGKILL", ErrLeft, command[0], descendants(os.Getpid()), reapLimit)
 }
 
 // descendants are the processes below one, as /proc has them now.

@@ -264,6 +264,7 @@ func TestBench(t *testing.T) {
 	leaktest.Check(t)
 	c, out := setUp(t, 1, 1)
 	c.Args = []string{"--served-model-name=tiny"}
+	t.Setenv("VLLM_API_KEY", "secret")
 	c.Bench, c.BenchArgs = true, []string{"--num-prompts", "3"}
 	if err := Run(t.Context(), c); err != nil {
 		t.Fatal(err)
@@ -273,6 +274,9 @@ func TestBench(t *testing.T) {
 	}
 	if text, err := os.ReadFile(filepath.Join(c.LogDir, "bench.log")); err != nil || !strings.Contains(string(text), "Successful requests: 3") {
 		t.Errorf("bench.log: %q, %v", text, err)
+	}
+	if key := stubs(t)[0].Key; key != "secret" {
+		t.Errorf("the benchmark has the API key %q", key)
 	}
 	line := strings.Join(stubs(t)[0].Args, " ")
 	if !strings.Contains(line, fmt.Sprintf("--port %d --model m --served-model-name tiny", c.Port)) || strings.Count(line, "--num-prompts") != 1 {
@@ -325,6 +329,14 @@ func TestRefusals(t *testing.T) {
 			smi(t, two)
 			c.PrefillPorts, c.BootstrapPorts, c.Prefill = freePorts(t, 2), freePorts(t, 2), 2
 		}, []string{"3 servers", "2 devices"}},
+		"too few of the caller's devices": {func(t *testing.T, _ *Config) {
+			smi(t, two)
+			t.Setenv(cudaDevices, "1")
+		}, []string{"2 servers", "CUDA_VISIBLE_DEVICES=1 names 1 devices"}},
+		"a third GPU beside a part": {func(t *testing.T, c *Config) {
+			smi(t, two+"; echo '  MIG 1g.5gb Device 0: (UUID: MIG-cc)'")
+			c.PrefillDevices, c.DecodeDevices = []string{"0"}, []string{"2"}
+		}, []string{`device "2" is missing`, "lists 2"}},
 		"devices of one side":  {func(_ *testing.T, c *Config) { c.PrefillDevices = []string{"0"} }, []string{"--prefill-devices and --decode-devices"}},
 		"devices for two":      {func(_ *testing.T, c *Config) { c.PrefillDevices = []string{"0", "1"} }, []string{"--prefill-devices", "2 servers, but there are 1"}},
 		"our own argument":     {func(_ *testing.T, c *Config) { c.Args = []string{"--port=1"} }, []string{"--port after --"}},
@@ -356,22 +368,32 @@ func refuses(t *testing.T, c Config, want []string) {
 // Devices are told to each server, and given out where none are named.
 func TestDevices(t *testing.T) {
 	leaktest.Check(t)
-	for _, named := range []bool{true, false} {
+	for _, tt := range []struct{ visible, prefill, decode, wantPrefill, wantDecode string }{
+		{"", "", "", "0", "1"},
+		{"", "0,1", "GPU-bb", "0,1", "GPU-bb"},
+		{"", "1", "MIG-cc", "1", "MIG-cc"},
+		{"1,GPU-aa", "", "", "1", "GPU-aa"},
+		{"1", "0", "1", "0", "1"},
+	} {
 		c, out := setUp(t, 1, 1)
-		script := "#!/bin/sh\necho 'GPU 0: X (UUID: GPU-aa)'; echo 'GPU 1: X (UUID: GPU-bb)'"
+		if tt.visible != "" {
+			t.Setenv(cudaDevices, tt.visible)
+		} else {
+			t.Setenv(cudaDevices, "-") // so that it is put back
+			_ = os.Unsetenv(cudaDevices)
+		}
+		script := "#!/bin/sh\necho 'GPU 0: X (UUID: GPU-aa)'; echo '  MIG 1g.5gb Device 0: (UUID: MIG-cc)'; echo 'GPU 1: X (UUID: GPU-bb)'"
 		if err := os.WriteFile(filepath.Join(strings.Split(os.Getenv("PATH"), ":")[0], "nvidia-smi"), []byte(script), 0o700); err != nil {
 			t.Fatal(err)
 		}
-		want := []string{"0", "1"}
-		if named {
-			want = []string{"0,1", "GPU-bb"}
-			c.PrefillDevices, c.DecodeDevices = []string{"0,1"}, []string{"GPU-bb"}
+		if tt.prefill != "" {
+			c.PrefillDevices, c.DecodeDevices = []string{tt.prefill}, []string{tt.decode}
 		}
 		stop, ended := start(t, c)
 		eventually(t, "ready", func() bool { return strings.Contains(out.String(), "ready: send") })
 		all := stubs(t)
-		if p, d := all[c.PrefillPorts[0]].Devices, all[c.DecodePorts[0]].Devices; p != want[0] || d != want[1] {
-			t.Errorf("devices %q and %q, want %q", p, d, want)
+		if p, d := all[c.PrefillPorts[0]].Devices, all[c.DecodePorts[0]].Devices; p != tt.wantPrefill || d != tt.wantDecode {
+			t.Errorf("devices %q and %q: %+v", p, d, tt)
 		}
 		stop()
 		if err := recv(t, ended); err != nil {

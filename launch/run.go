@@ -183,7 +183,11 @@ func (c Config) startBench(program []string) (*process, error) {
 		return nil, fmt.Errorf("launch: %w", err)
 	}
 	fmt.Fprintf(c.Out, "%s\n", strings.Join(command, " "))
-	p, err := c.start(name, logPath, command, nil, io.MultiWriter(c.Out, log))
+	var env []string
+	if key := c.apiKey(); key != "" { // not on the command line, which all can read
+		env = []string{"OPENAI_API_KEY=" + key}
+	}
+	p, err := c.start(name, logPath, command, env, io.MultiWriter(c.Out, log))
 	if err != nil {
 		_ = log.Close()
 		return nil, err

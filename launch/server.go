@@ -57,12 +57,17 @@ func stopAll(all []*process) error {
 		_ = p.in.Close() // what tells the guard
 	}
 	var errs []error
-	late := time.After(StopGrace + reapLimit + 5*time.Second)
+	late, cancel := context.WithTimeout(context.Background(), StopGrace+reapLimit+5*time.Second)
+	defer cancel()
 	for _, p := range all {
 		select {
 		case <-p.ended:
+			var exit *exec.ExitError
+			if errors.As(p.err, &exit) && exit.ExitCode() == guardLeft {
+				errs = append(errs, fmt.Errorf("launch: not all processes of %s could be killed; the end of its log %s says which", p.name, p.logPath))
+			}
 			continue
-		case <-late:
+		case <-late.Done():
 		}
 		for _, pid := range append(descendants(p.cmd.Process.Pid), p.cmd.Process.Pid) {
 			_ = syscall.Kill(pid, syscall.SIGKILL)

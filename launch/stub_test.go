@@ -66,6 +66,7 @@ type started struct {
 	Args    []string
 	Devices string
 	Config  string // of kvconn.sglang
+	Key     string // the benchmark's
 	Pids    []int  // its own and those of what it has started
 }
 
@@ -126,7 +127,8 @@ func stubServe(args []string, port, bootstrapPort int, engine http.Handler) int 
 	if mode == "hangs" {
 		signal.Ignore(syscall.SIGTERM)
 	}
-	say(port, started{args, os.Getenv("CUDA_VISIBLE_DEVICES"), os.Getenv(sglangVariable), []int{os.Getpid(), os.Getppid(), core.Process.Pid, grandchild}})
+	say(port, started{Args: args, Devices: os.Getenv(cudaDevices), Config: os.Getenv(sglangVariable),
+		Pids: []int{os.Getpid(), os.Getppid(), core.Process.Pid, grandchild}})
 	fmt.Println("INFO [stub.py] loading")
 	if mode == "hangs" {
 		select {}
@@ -168,7 +170,7 @@ func say(name int, s started) {
 }
 
 func stubBench(args []string) int {
-	say(0, started{Args: args})
+	say(0, started{Args: args, Key: os.Getenv("OPENAI_API_KEY")})
 	fs := flag.NewFlagSet("vllm bench serve", flag.ContinueOnError)
 	port := fs.Int("port", 0, "")
 	for _, name := range []string{"backend", "host", "model", "served-model-name", "seed", "dataset-name", "random-input-len", "random-output-len", "burstiness", "request-rate"} {

@@ -72,6 +72,8 @@ func TestParseArgsErrors(t *testing.T) {
 		d + "--prefill http://p:0":                    `port "0"`,
 		d + "--prefill http://p:":                     `port ""`,
 		d + "--prefill http://p:x":                    "bad URL",
+		p + d + d:                                     "decode server http://d:1 is given twice",
+		p + d + p + "9001":                            "is given twice",
 		p + "--decode ftp://d":                        `bad URL "ftp://d"`,
 		p + "--decode http://d?x=1":                   "query",
 		p + "--decode http://u@d":                     "user",
@@ -86,9 +88,10 @@ func TestParseArgsErrors(t *testing.T) {
 func TestBootstrapURL(t *testing.T) {
 	leaktest.Check(t)
 	for in, want := range map[Prefill]string{
-		{"http://p1:8010", 9000}:     "http://p1:9000",
-		{"https://p1", 0}:            "http://p1:8998",
-		{"http://[fe80::1]:8010", 0}: "http://[fe80::1]:8998",
+		{"http://p1:8010", 9000}:            "http://p1:9000",
+		{"https://p1", 0}:                   "http://p1:8998",
+		{"http://[fe80::1]:8010", 0}:        "http://[fe80::1]:8998",
+		{"http://[fe80::1%25eth0]:8010", 0}: "http://[fe80::1%25eth0]:8998",
 	} {
 		base, err := baseURL(in.URL)
 		if err != nil {

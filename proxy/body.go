@@ -3,6 +3,7 @@ package proxy
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -22,9 +23,8 @@ type fields []field
 
 // parseFields reads a client's body, which the fields go on to use.
 func parseFields(body []byte) (fields, error) {
-	if !json.Valid(body) {
-		var v any // says where
-		return nil, fmt.Errorf("the body is not valid JSON: %w", json.Unmarshal(body, &v))
+	if err := checkJSON(body); err != nil {
+		return nil, err
 	}
 	at := skipSpace(body, 0)
 	if body[at] != '{' {
@@ -51,6 +51,43 @@ func parseFields(body []byte) (fields, error) {
 		}
 	}
 	return f, nil
+}
+
+// errNotJSON is wrapped by the errors of bodies that are none.
+var errNotJSON = errors.New("the body is not valid JSON")
+
+func checkJSON(body []byte) error {
+	if json.Valid(body) {
+		return nil
+	}
+	var v any // says where
+	return fmt.Errorf("%w: %w", errNotJSON, json.Unmarshal(body, &v))
+}
+
+// memberAmong is the first of these names that a member of any object in the body
+// has, or "".
+func memberAmong(body []byte, names []string) (string, error) {
+	if err := checkJSON(body); err != nil {
+		return "", err
+	}
+	for at := 0; ; {
+		quote := bytes.IndexByte(body[at:], '"')
+		if quote < 0 {
+			return "", nil
+		}
+		begin := at + quote
+		at = endOfString(body, begin)
+		if rest := bytes.TrimLeft(body[at:], " \t\r\n"); len(rest) == 0 || rest[0] != ':' {
+			continue // a value
+		}
+		name, err := memberName(body[begin:at])
+		if err != nil {
+			return "", fmt.Errorf("%w: %w", errNotJSON, err)
+		}
+		if slices.Contains(names, name) {
+			return name, nil
+		}
+	}
 }
 
 func skipSpace(b []byte, at int) int {

@@ -52,6 +52,8 @@ type Config struct {
 
 	// MaxBody bounds a request's body: 64 MiB.
 	MaxBody int64
+	// BodyTimeout is how long a client may take for its body: 1 min.
+	BodyTimeout time.Duration
 	// MaxRequests bounds the requests in flight, further ones get a 503: 4096.
 	MaxRequests int
 	// RetryInterval is how soon a server that is not up is asked again: 0.5 s.
@@ -92,6 +94,9 @@ func (c Config) withDefaults() Config {
 	}
 	if c.MaxBody == 0 {
 		c.MaxBody = 64 << 20
+	}
+	if c.BodyTimeout == 0 {
+		c.BodyTimeout = time.Minute
 	}
 	if c.MaxRequests == 0 {
 		c.MaxRequests = 4096
@@ -138,13 +143,18 @@ func (c Config) validate() error {
 	if c.FallbackDecode && c.Contract == SGLang {
 		return fmt.Errorf("proxy: fallback to decode by the contract sglang: its decode servers compute no prompts, leave --fallback-decode out")
 	}
-	if c.MaxBody < 0 || c.MaxRequests < 0 || c.RetryInterval < 0 || c.RefreshInterval < 0 || c.ShutdownTimeout < 0 {
-		return fmt.Errorf("proxy: negative limit among MaxBody %d, MaxRequests %d, RetryInterval %v, RefreshInterval %v, ShutdownTimeout %v: 0 gives the default",
-			c.MaxBody, c.MaxRequests, c.RetryInterval, c.RefreshInterval, c.ShutdownTimeout)
+	if c.MaxBody < 0 || c.BodyTimeout < 0 || c.MaxRequests < 0 || c.RetryInterval < 0 || c.RefreshInterval < 0 || c.ShutdownTimeout < 0 {
+		return fmt.Errorf("proxy: negative limit among MaxBody %d, BodyTimeout %v, MaxRequests %d, RetryInterval %v, RefreshInterval %v, ShutdownTimeout %v: 0 gives the default",
+			c.MaxBody, c.BodyTimeout, c.MaxRequests, c.RetryInterval, c.RefreshInterval, c.ShutdownTimeout)
 	}
+	given := map[string]bool{}
 	for _, p := range c.Prefill {
-		if _, err := baseURL(p.URL); err != nil {
+		base, err := baseURL(p.URL)
+		if err != nil {
 			return fmt.Errorf("proxy: prefill server: %w", err)
+		}
+		if err := onlyOnce(given, prefillRole, base); err != nil {
+			return err
 		}
 		if p.BootstrapPort < 0 || p.BootstrapPort > 65535 {
 			return fmt.Errorf("proxy: prefill server %s: bootstrap port %d: give one from 1 to 65535, or none for %d",
@@ -152,10 +162,24 @@ func (c Config) validate() error {
 		}
 	}
 	for _, d := range c.Decode {
-		if _, err := baseURL(d); err != nil {
+		base, err := baseURL(d)
+		if err != nil {
 			return fmt.Errorf("proxy: decode server: %w", err)
 		}
+		if err := onlyOnce(given, decodeRole, base); err != nil {
+			return err
+		}
 	}
+	return nil
+}
+
+// onlyOnce: a server is counted, and measured, as one.
+func onlyOnce(given map[string]bool, role string, base *url.URL) error {
+	key := role + " server " + base.String()
+	if given[key] {
+		return fmt.Errorf("proxy: %s is given twice: give it once; its data parallel ranks are found", key)
+	}
+	given[key] = true
 	return nil
 }
 
@@ -192,5 +216,6 @@ func bootstrapURL(base *url.URL, port int, secure bool) string {
 	if secure {
 		scheme = "https://"
 	}
-	return scheme + net.JoinHostPort(base.Hostname(), strconv.Itoa(port))
+	host := strings.ReplaceAll(base.Hostname(), "%", "%25") // of an address with a zone
+	return scheme + net.JoinHostPort(host, strconv.Itoa(port))
 }

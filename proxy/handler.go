@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"slices"
@@ -12,9 +13,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"go.uber.org/zap"
 )
-
-// bodyTimeout bounds how long a client may take for its body.
-const bodyTimeout = time.Minute
 
 // Outcomes of a request beside HTTP statuses.
 const (
@@ -29,6 +27,9 @@ func (p *Proxy) Handler() http.Handler {
 	metrics := promhttp.HandlerFor(p.metrics.registry, promhttp.HandlerOpts{})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		boundWrite(w) // of what is left from the connection's last request
+		if r.ContentLength != 0 {
+			_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(p.cfg.BodyTimeout))
+		}
 		switch at := r.URL.Path; {
 		case slices.Contains(completions, at):
 			if allow(w, r, http.MethodPost) {
@@ -107,26 +108,57 @@ func (p *Proxy) finish(r *request) {
 }
 
 func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, req *request) ([]byte, bool) {
-	c := http.NewResponseController(w)
-	_ = c.SetReadDeadline(time.Now().Add(bodyTimeout))
 	var body bytes.Buffer
 	body.Grow(int(min(max(r.ContentLength, 0), 1<<20)) + bytes.MinRead)
-	_, err := body.ReadFrom(http.MaxBytesReader(w, r.Body, p.cfg.MaxBody))
-	// net/http now reads on to see the client go; that read must not time out.
-	_ = c.SetReadDeadline(time.Time{})
+	if _, err := body.ReadFrom(p.bodyOf(w, r)); err != nil {
+		status, reason := p.unread(w, err)
+		req.fail(w, status, badRequest, reason)
+		return nil, false
+	}
+	return body.Bytes(), true
+}
+
+// bodyOf is a client's body within its bounds.
+func (p *Proxy) bodyOf(w http.ResponseWriter, r *http.Request) io.Reader {
+	return bodyReader{http.MaxBytesReader(w, r.Body, p.cfg.MaxBody), http.NewResponseController(w)}
+}
+
+// bodyReader marks the errors of a client's body, which are not an engine's.
+type bodyReader struct {
+	io.Reader
+	c *http.ResponseController
+}
+
+func (b bodyReader) Read(p []byte) (int, error) {
+	n, err := b.Reader.Read(p)
+	switch {
+	case err == io.EOF:
+		// net/http now reads on to see the client go; that read must not time out.
+		_ = b.c.SetReadDeadline(time.Time{})
+	case err != nil:
+		err = &bodyError{err}
+	}
+	return n, err
+}
+
+// bodyError is a body that the client did not send whole.
+type bodyError struct{ err error }
+
+func (e *bodyError) Error() string { return "the body cannot be read: " + e.err.Error() }
+
+func (e *bodyError) Unwrap() error { return e.err }
+
+// unread is what a client is told whose body could not be read.
+func (p *Proxy) unread(w http.ResponseWriter, err error) (status int, reason string) {
 	var tooLarge *http.MaxBytesError
 	switch {
-	case err == nil:
-		return body.Bytes(), true
 	case errors.As(err, &tooLarge):
-		req.fail(w, http.StatusRequestEntityTooLarge, badRequest, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
+		return http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit)
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		w.Header().Set("Connection", "close")
-		req.fail(w, http.StatusRequestTimeout, badRequest, fmt.Sprintf("the body did not arrive within %v", bodyTimeout))
-	default:
-		req.fail(w, http.StatusBadRequest, badRequest, "the body cannot be read: "+err.Error())
+		return http.StatusRequestTimeout, fmt.Sprintf("the body did not arrive within %v", p.cfg.BodyTimeout)
 	}
-	return nil, false
+	return http.StatusBadRequest, err.Error()
 }
 
 // health is 200 while a prefill and a decode server are up; with FallbackDecode

@@ -1,14 +1,20 @@
 package proxy
 
 import (
+	"bufio"
 	"context"
 	"errors"
+	"fmt"
 	"io"
+	"net"
 	"net/http"
+	"net/http/httptest"
 	"strconv"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
@@ -102,6 +108,12 @@ func TestRefusals(t *testing.T) {
 		{"GET", "/v1/../admin", ``, 404},
 		{"POST", "/v1/embeddings", `{"a":"` + strings.Repeat("x", 1000) + `"}`, 413},
 		{"POST", "/inference/v1/generate", `{"kv_transfer_params":{"remote_bootstrap_addr":"http://evil"}}`, 400},
+		{"POST", "/inference/v1/generate", `{"a":[{"sampling_params":{"extra_args":{"kv_transfer_params" : {}}}}]}`, 400},
+		{"POST", "/v1/responses", `{"kv_transfer\u005fparams":{}}`, 400},
+		{"POST", "/v1/responses", `[{"a":"\\","kv_transfer_params":{}}]`, 400},
+		// Python takes these for JSON.
+		{"POST", "/v1/responses", `{"x":NaN,"kv_transfer_params":{}}`, 400},
+		{"POST", "/v1/responses", "\ufeff" + `{"kv_transfer_params":{}}`, 400},
 	} {
 		req, err := http.NewRequest(tt.method, r.Server.URL+tt.path, strings.NewReader(tt.body))
 		if err != nil {
@@ -119,6 +131,76 @@ func TestRefusals(t *testing.T) {
 	}
 	if len(p.calls) != 0 || len(d.calls) != 0 {
 		t.Errorf("%d requests reached P, %d reached D", len(p.calls), len(d.calls))
+	}
+}
+
+// A body has its time, and what an engine does with it has none.
+func TestBodyIsAwaitedInBounds(t *testing.T) {
+	leaktest.Check(t)
+	const limit = 100 * time.Millisecond
+	slow := func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body)
+		select {
+		case <-time.After(3 * limit):
+			ok(w, r)
+		case <-r.Context().Done():
+		}
+	}
+	p := newPrefill(t, ok, "engine-0")
+	d := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != "/health" {
+			slow(w, r)
+		}
+	}))
+	t.Cleanup(d.Close)
+	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, BodyTimeout: limit})
+	r.waitReady(t)
+	if resp, body := r.post(t, `{}`); resp.StatusCode != 200 {
+		t.Errorf("an answer that took longer than a body may: %s %s", resp.Status, body)
+	}
+	for _, head := range []string{
+		"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 10",
+		"POST /v1/embeddings HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 10",
+		"POST /v1/audio/transcriptions HTTP/1.1\r\nContent-Type: multipart/form-data; boundary=x\r\nTransfer-Encoding: chunked",
+	} {
+		c, err := net.Dial("tcp", strings.TrimPrefix(r.Server.URL, "http://"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		_ = c.SetDeadline(time.Now().Add(patience))
+		fmt.Fprintf(c, "%s\r\nHost: r\r\n\r\n", head)
+		resp, err := http.ReadResponse(bufio.NewReader(c), nil)
+		if err != nil {
+			t.Fatalf("%.30s: %v", head, err)
+		}
+		if text, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusRequestTimeout || !strings.Contains(string(text), limit.String()) {
+			t.Errorf("%.30s: %s %s", head, resp.Status, text)
+		}
+		resp.Body.Close()
+	}
+	eventually(t, "the places are free", func() bool { return len(r.Proxy.places) == 0 })
+}
+
+// TestHostsThatVanish: who takes no bytes any more is noticed, not only who says nothing.
+func TestHostsThatVanish(t *testing.T) {
+	leaktest.Check(t)
+	e := newEngine(t, ok)
+	c, err := dialer.DialContext(t.Context(), "tcp", strings.TrimPrefix(e.URL, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	raw, err := c.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got int
+	if failed := raw.Control(func(fd uintptr) { got, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT) }); failed != nil || err != nil {
+		t.Fatal(failed, err)
+	}
+	if want := int(hostGone.Milliseconds()); got != want {
+		t.Errorf("bytes may be unacknowledged for %d ms, want %d", got, want)
 	}
 }
 

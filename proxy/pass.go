@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"os"
 	"path"
 	"strings"
 )
@@ -34,18 +35,20 @@ func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
 	}
 	defer d.begin(1)()
 	err := p.passTo(w, r, d)
-	var tooLarge *http.MaxBytesError
 	var unread *bodyError
+	ended := r.Context().Err() != nil
+	if ended && !errors.As(err, &unread) { // a body that does not come ends the context too, of a client that listens
+		unread = &bodyError{os.ErrDeadlineExceeded}
+	}
 	switch {
 	case err == nil:
-	case errors.As(err, &tooLarge):
-		writeError(w, http.StatusRequestEntityTooLarge, badRequest, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
-	case errors.As(err, &unread) && !p.ending(r.Context()):
-		writeError(w, http.StatusBadRequest, badRequest, unread.Error())
-	case errors.Is(err, errReserved):
+	case errors.Is(err, errReserved), errors.Is(err, errNotJSON):
 		writeError(w, http.StatusBadRequest, badRequest, err.Error())
-	case p.ending(r.Context()):
+	case p.ctx.Err() != nil || ended && p.draining.Load():
 		writeError(w, http.StatusServiceUnavailable, unavailable, shuttingDown)
+	case ended || errors.As(err, &unread):
+		status, reason := p.unread(w, unread)
+		writeError(w, status, badRequest, reason)
 	default:
 		writeError(w, http.StatusServiceUnavailable, unavailable, d.failed(err).Error())
 	}
@@ -67,10 +70,8 @@ func (p *Proxy) passTo(w http.ResponseWriter, r *http.Request, d target) error {
 	if err != nil {
 		return err
 	}
-	req.Header = r.Header.Clone()
-	for _, name := range append(r.Header["Connection"], hopByHop...) {
-		req.Header.Del(name)
-	}
+	req.Header = make(http.Header, len(r.Header))
+	passHeader(req.Header, r.Header)
 	req.ContentLength = r.ContentLength
 	resp, err := p.client.Do(req)
 	if err != nil {
@@ -78,8 +79,8 @@ func (p *Proxy) passTo(w http.ResponseWriter, r *http.Request, d target) error {
 	}
 	a := readFirst(resp)
 	defer a.close()
-	if len(a.first) == 0 && a.err != io.EOF {
-		return fmt.Errorf("no answer after the headers: %w", a.err)
+	if a.err != nil && a.err != io.EOF {
+		return a.brokeOff()
 	}
 	if a.relay(w) != nil {
 		panic(http.ErrAbortHandler)
@@ -90,31 +91,13 @@ func (p *Proxy) passTo(w http.ResponseWriter, r *http.Request, d target) error {
 // errReserved is a request that would choose the address that D connects to.
 var errReserved = errors.New("is for the router to set, and only of completions")
 
-// bodyError is a body that the client did not send whole.
-type bodyError struct{ err error }
-
-func (e *bodyError) Error() string { return "the body cannot be read: " + e.err.Error() }
-
-func (e *bodyError) Unwrap() error { return e.err }
-
-// bodyReader marks the errors of a client's body, which are not the engine's.
-type bodyReader struct{ io.Reader }
-
-func (b bodyReader) Read(p []byte) (int, error) {
-	n, err := b.Reader.Read(p)
-	if err != nil && err != io.EOF {
-		err = &bodyError{err}
-	}
-	return n, err
-}
-
-// passBody is the client's body, or nil if it has none. What may be JSON is read
-// first, to look for parameters that only we may set.
+// passBody is the client's body, or nil if it has none. What an engine may take for
+// JSON is read first, to look for parameters that only we may set, wherever in it.
 func (p *Proxy) passBody(w http.ResponseWriter, r *http.Request) (io.Reader, error) {
 	if r.ContentLength == 0 {
 		return nil, nil
 	}
-	body := bodyReader{http.MaxBytesReader(w, r.Body, p.cfg.MaxBody)}
+	body := p.bodyOf(w, r)
 	if kind := r.Header.Get("Content-Type"); kind != "" && !strings.Contains(strings.ToLower(kind), "json") {
 		return body, nil
 	}
@@ -122,12 +105,12 @@ func (p *Proxy) passBody(w http.ResponseWriter, r *http.Request) (io.Reader, err
 	if err != nil {
 		return nil, err
 	}
-	if f, err := parseFields(text); err == nil {
-		for _, name := range p.cfg.Contract.reserved() {
-			if f.last(name) != nil {
-				return nil, fmt.Errorf("%s %w", name, errReserved)
-			}
-		}
+	name, err := memberAmong(text, p.cfg.Contract.reserved())
+	switch {
+	case err != nil && len(text) > 0: // engines take some for JSON that is none
+		return nil, fmt.Errorf("%w; if it is something else, its Content-Type must say so", err)
+	case name != "":
+		return nil, fmt.Errorf("%s %w", name, errReserved)
 	}
 	return bytes.NewReader(text), nil
 }

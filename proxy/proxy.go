@@ -9,9 +9,11 @@ import (
 	"net/http"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 )
 
 // Proxy routes completion requests. New makes one, Close ends it.
@@ -74,15 +76,33 @@ func New(cfg Config) (*Proxy, error) {
 	return p, nil
 }
 
+// hostGone is after how long a host that says nothing has vanished: answers have
+// no time limit.
+const hostGone = 20 * time.Second
+
+// dialer makes connections that end with their host: keep-alives tell while nothing
+// is under way, and the user time-out while bytes are unacknowledged, when the
+// system sends no keep-alives.
+var dialer = &net.Dialer{
+	Timeout:         5 * time.Second,
+	KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 5 * time.Second, Count: 3},
+	Control: func(_, _ string, c syscall.RawConn) (err error) {
+		if failed := c.Control(func(fd uintptr) {
+			err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(hostGone.Milliseconds()))
+		}); failed != nil {
+			return failed
+		}
+		return err
+	},
+}
+
 // newClient returns a client for servers; trust nil means the system's
 // authorities.
 func newClient(trust *tls.Config) *http.Client {
 	return &http.Client{
 		Transport: &http.Transport{
 			// No Proxy: engines are near, and not behind the environment's.
-			// A host that vanishes is noticed by keep-alives: answers have no time limit.
-			DialContext: (&net.Dialer{Timeout: 5 * time.Second, KeepAliveConfig: net.KeepAliveConfig{
-				Enable: true, Idle: 5 * time.Second, Interval: 5 * time.Second, Count: 3}}).DialContext,
+			DialContext:         dialer.DialContext,
 			TLSHandshakeTimeout: 5 * time.Second,
 			TLSClientConfig:     trust,
 			MaxIdleConnsPerHost: 1024,

@@ -3,6 +3,7 @@ package proxy
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -24,6 +25,19 @@ func stream(events ...string) http.HandlerFunc {
 			io.WriteString(w, "data: "+e+"\n\n")
 			w.(http.Flusher).Flush()
 		}
+	}
+}
+
+// cutChunk answers a part of a chunk: what the router reads, and the end, are one.
+func cutChunk(kind, part string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		c, buf, err := w.(http.Hijacker).Hijack()
+		if err != nil {
+			panic(err)
+		}
+		defer c.Close()
+		fmt.Fprintf(buf, "HTTP/1.1 200 OK\r\nContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n1000\r\n%s", kind, part)
+		buf.Flush()
 	}
 }
 
@@ -60,7 +74,9 @@ func TestRetries(t *testing.T) {
 			w.(http.Flusher).Flush()
 			reset(w, nil)
 		}},
-		"D streams an error": {ok, stream(`{"error":{"message":"Internal server error","type":"InternalServerError","code":500}}`, "[DONE]")},
+		"D breaks off in its first bytes": {ok, cutChunk("application/json", `{"text":"`)},
+		"D breaks off in its first event": {ok, cutChunk("text/event-stream", `data: {"er`)},
+		"D streams an error":              {ok, stream(`{"error":{"message":"Internal server error","type":"InternalServerError","code":500}}`, "[DONE]")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			leaktest.Check(t)
@@ -345,6 +361,8 @@ func TestPassedOn(t *testing.T) {
 		body, _ := io.ReadAll(r.Body)
 		got <- seen{r, string(body)}
 		w.Header().Set("X-Engine", "d")
+		w.Header().Set("Connection", "X-Own")
+		w.Header().Set("X-Own", "1")
 		w.WriteHeader(http.StatusTeapot)
 		io.WriteString(w, "tea")
 	}))
@@ -354,6 +372,8 @@ func TestPassedOn(t *testing.T) {
 	r.waitReady(t)
 	for _, tt := range []struct{ method, path, kind, body string }{
 		{"POST", "/tokenize?a=b%20c", "application/json", `{"prompt": "x"}`},
+		{"POST", "/v1/embeddings", "application/json", `{"input": ["kv_transfer_params", "a\"kv_transfer_params", {}]}`},
+		{"POST", "/v1/embeddings", "", `[]`},
 		{"GET", "/v1/models", "", ""},
 		{"DELETE", "/a%2Fb/", "", ""},
 		{"POST", "/v1/audio/transcriptions", "multipart/form-data; boundary=x", `{"kv_transfer_params":1}`},
@@ -364,8 +384,9 @@ func TestPassedOn(t *testing.T) {
 		}
 		req.Header.Set("Authorization", "Bearer k")
 		req.Header.Set("X-Data-Parallel-Rank", "1")
-		req.Header.Set("Connection", "X-Hop")
+		req.Header["Connection"] = []string{"keep-alive, X-Hop", "X-Hip"}
 		req.Header.Set("X-Hop", "1")
+		req.Header.Set("X-Hip", "1")
 		if tt.kind != "" {
 			req.Header.Set("Content-Type", tt.kind)
 		}
@@ -376,12 +397,12 @@ func TestPassedOn(t *testing.T) {
 		text, _ := io.ReadAll(resp.Body)
 		resp.Body.Close()
 		s := recv(t, got, "the request at D")
-		if resp.StatusCode != http.StatusTeapot || string(text) != "tea" || resp.Header.Get("X-Engine") != "d" {
-			t.Errorf("%s: %s %s", tt.path, resp.Status, text)
+		if resp.StatusCode != http.StatusTeapot || string(text) != "tea" || resp.Header.Get("X-Engine") != "d" || resp.Header.Get("X-Own") != "" {
+			t.Errorf("%s: %s %s %v", tt.path, resp.Status, text, resp.Header)
 		}
 		h := s.r.Header
 		if s.r.Method != tt.method || s.r.RequestURI != tt.path || s.body != tt.body || h.Get("Authorization") != "Bearer k" ||
-			h.Get("Content-Type") != tt.kind || h.Get("X-Hop") != "" || h.Get("X-Data-Parallel-Rank") != "1" {
+			h.Get("Content-Type") != tt.kind || h.Get("X-Hop") != "" || h.Get("X-Hip") != "" || h.Get("X-Data-Parallel-Rank") != "1" {
 			t.Errorf("D got %s %s %q %v", s.r.Method, s.r.RequestURI, s.body, h)
 		}
 	}

@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"bytes"
+	"fmt"
 	"io"
 	"net/http"
 	"strings"
@@ -43,6 +44,15 @@ func readFirst(resp *http.Response) answer {
 // streams: it is one of events.
 func (a *answer) streams() bool {
 	return strings.HasPrefix(a.resp.Header.Get("Content-Type"), "text/event-stream")
+}
+
+// brokeOff is the error of an answer that ended before its end; nothing of it has
+// been passed on.
+func (a *answer) brokeOff() error {
+	if len(a.first) == 0 {
+		return fmt.Errorf("no answer after the headers: %w", a.err)
+	}
+	return fmt.Errorf("its answer broke off after %d bytes: %w", len(a.first), a.err)
 }
 
 // more reads on into first.
@@ -93,10 +103,15 @@ var hopByHop = []string{
 	"Te", "Trailer", "Transfer-Encoding", "Upgrade",
 }
 
-// passHeader copies what an engine says for the client.
+// passHeader copies what one side says for the other.
 func passHeader(to, from http.Header) {
 	for name, values := range from {
 		to[name] = values
+	}
+	for _, list := range from["Connection"] {
+		for name := range strings.SplitSeq(list, ",") {
+			to.Del(strings.TrimSpace(name))
+		}
 	}
 	for _, name := range hopByHop {
 		delete(to, name)

@@ -170,13 +170,16 @@ func (p *Proxy) checkBegin(a *attempt, d *answer) *failure {
 		return f
 	case len(d.first) == 0 && d.err == io.EOF:
 		return a.decode.failed(fmt.Errorf("answered %s with an empty body", d.resp.Status))
-	case len(d.first) == 0:
-		return a.decode.failed(fmt.Errorf("no answer after the headers: %w", d.err))
+	case d.err != nil && d.err != io.EOF:
+		return a.decode.failed(d.brokeOff())
 	case !d.streams():
 		return nil
 	}
 	raw, ok := d.errorEvent()
-	if !ok {
+	switch {
+	case !ok && d.err != nil && d.err != io.EOF: // it may have read on
+		return a.decode.failed(d.brokeOff())
+	case !ok:
 		return nil
 	}
 	var e struct {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The connector's time on the steps of a real pair with a hundred loads in flight: scripts/bench-step-pair.sh [--requests N]
+# The connector's time on the steps of a real pair with a hundred transfers in flight: scripts/bench-step-pair.sh [--held] [--requests N]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 make wheel

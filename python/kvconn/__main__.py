@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import os
+import signal
 import sys
 
 
@@ -15,6 +16,8 @@ def main() -> None:
     args = ["kvconn", *sys.argv[1:]]
     argv = (c.c_char_p * len(args))(*[os.fsencode(a) for a in args])
     sys.stdout.flush()
+    # The command takes the first Ctrl-C; by the second one it has given the signal back to whom it was before.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = lib.main(len(args), argv)  # type: ignore[operator]
     # Not sys.exit: the command has ended in order, and a signal that it took
     # must not raise KeyboardInterrupt now.
