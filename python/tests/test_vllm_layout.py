@@ -134,6 +134,21 @@ def test_backend_with_an_order_of_its_own_moves_whole_blocks_of_heads(name: str)
     assert region.tokens == 0
 
 
+def test_order_within_a_block_is_a_part_of_the_name() -> None:
+    """Of two hosts, one with a matrix unit: blocks of the same size and shape, in which the bytes lie otherwise."""
+    config = cache_config(layers=["a"])
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+
+    def name(kind: str, isa: Any) -> str:
+        context = backend(kind, "a")
+        context.compilation_config.static_forward_context["a"].isa = isa
+        (region,) = layout.make_regions({"a": torch.zeros(8, 3, BLOCK, 10)}, context, config, kvconn.regions_from_tensor, ALL_HEADS)
+        return region.name
+
+    assert [name("CPU_ATTN", isa) for isa in ("amx", "vec", None)] == ["a[amx]", "a[vec]", "a"]
+    assert name("FLASH_ATTN", "amx") == "a"
+
+
 def test_older_vllm_asks_the_backend() -> None:
     config = cache_config(layers=["a"])
     del config.kv_cache_layout

@@ -363,11 +363,13 @@ def test_window_whose_far_end_would_be_lost(make: Any) -> None:
     engine.nothing_is_left()
 
 
-def test_window_of_a_prompt_that_cannot_be_cut(make: Any) -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_window_of_a_prompt_that_cannot_be_cut(make: Any, mixed: bool) -> None:
     """Embeddings: its last token costs a block that the decode engine needs, which must not be sent while that is computed."""
     engine = make("kv_producer", hybrid=True)
     tokens, kv = WINDOW - 1 + 5 * BLOCK, prefill_kv()
-    request = engine.add(tokens, kv, max_tokens=1, embeds=torch.zeros(tokens, 32))
+    request = engine.add(tokens, kv, max_tokens=1, embeds=torch.zeros(tokens, 32), mixed=mixed)
+    assert request.num_prompt_tokens == tokens  # not one more of the embeddings than there are tokens
     while not engine.finished(request):
         engine.step()
         assert engine.ready[kv["transfer_id"]][1] == 0 and not engine.grown[kv["transfer_id"]][1]

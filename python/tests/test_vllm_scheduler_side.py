@@ -346,6 +346,16 @@ def test_prompt_is_cut_only_where_it_must_be() -> None:
     assert cut == [tokens for tokens in range(2, 160) if tokens >= WINDOW and (tokens - WINDOW + 1) % BLOCK == 0]
 
 
+@pytest.mark.parametrize("what", ["resumable", "prompt_embeds", "skip_reading_prefix_cache"])
+def test_prompt_of_which_no_token_can_be_taken(what: str) -> None:
+    """A session goes on behind its prompt, where the next part would take the lost token's place."""
+    tokens = next(n for n in range(WINDOW, 160) if (n - WINDOW + 1) % BLOCK == 0)
+    side, req = prefill_side(HYBRID), request(tokens, prefill_params())
+    setattr(req, what, True)
+    side.on_new_request(req)
+    assert req.num_prompt_tokens == len(req.prompt_token_ids) == tokens
+
+
 def test_window_that_has_moved_on_is_not_offered(caplog: pytest.LogCaptureFixture) -> None:
     side, req = prefill_side(HYBRID), request(100, prefill_params(), computed=130)
     side.on_new_request(req)

@@ -74,6 +74,14 @@ def _backend(vllm_config: Any, layer_name: str) -> str:
         return ""
 
 
+def _order(vllm_config: Any, layer_name: str) -> str:
+    """Which of its own orders a backend has chosen for a block, as vLLM's on CPU does by what the processor can do: a part
+    of the region's name, so that it is moved between engines with the same one only."""
+    layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
+    chosen = getattr(layers.get(layer_name), "isa", None)
+    return f"[{chosen}]" if isinstance(chosen, str) and chosen else ""
+
+
 @dataclass(frozen=True)
 class Heads:
     """Which KV heads of the model a rank has: vLLM cuts them evenly, or gives one to several ranks where there are too few."""
@@ -160,7 +168,8 @@ def make_regions(
         dims = find_dims(vllm_config, kv_cache_config, name, spec, tensor.shape)
         items = _backend(vllm_config, name) in _BACKENDS_OF_ITEMS
         tensor, geometry = _with_geometry(tensor, dims, spec, kv_cache_config.num_blocks, heads, items)
-        regions.extend(regions_from_tensor(name, tensor, dims.block, place, **geometry))
+        named = name if items else name + _order(vllm_config, name)
+        regions.extend(regions_from_tensor(named, tensor, dims.block, place, **geometry))
     if not regions:
         raise ValueError(f"KVConnConnector: none of {len(kv_caches)} caches can be transferred")
     return regions

@@ -143,9 +143,13 @@ class SchedulerSide:
         prompt = int(request.num_prompt_tokens)
         if all(group.gone(prompt) == group.gone(self._loaded_tokens(prompt)) for group in self._groups):
             return
-        # vLLM's own connectors do this for states. A request that reads no cache is computed on the decode engine.
-        if request.prompt_token_ids is None or getattr(request, "skip_reading_prefix_cache", False):
+        # Embeddings would be longer than the tokens beside them, and a session goes on behind its prompt. A request that
+        # reads no cache is computed on the decode engine.
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
             return
+        if getattr(request, "resumable", False) or getattr(request, "skip_reading_prefix_cache", False):
+            return
+        # vLLM's own connectors do this for states.
         request.prompt_token_ids = request.prompt_token_ids[:-1]
         request._all_token_ids.pop()
         request.num_prompt_tokens -= 1
