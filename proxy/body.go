@@ -164,6 +164,12 @@ func (f fields) oneToken(ours []member) []byte {
 	if f.last("max_completion_tokens") != nil {
 		ours = append(ours, member{"max_completion_tokens", one})
 	}
+	// The samples of a prompt have one cache.
+	for _, name := range []string{"n", "best_of"} {
+		if raw := f.last(name); raw != nil && string(raw) != "null" {
+			ours = append(ours, member{name, one})
+		}
+	}
 	// Engines refuse min_tokens above max_tokens. What is no number is left for
 	// P to refuse.
 	var least float64

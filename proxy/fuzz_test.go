@@ -231,7 +231,7 @@ func checkHalf(t *testing.T, half sentRequest, client map[string]json.RawMessage
 	}
 	ours := []string{"kv_transfer_params"}
 	if half.url.Host == "p:1" {
-		ours = append(ours, "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens")
+		ours = append(ours, "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of")
 		if string(got["stream"]) != "false" || string(got["max_tokens"]) != "1" || got["stream_options"] != nil {
 			t.Errorf("P gets %s", half.body)
 		}

@@ -13,6 +13,7 @@ type metrics struct {
 	prefill   prometheus.Histogram
 	retries   *prometheus.CounterVec
 	noParams  prometheus.Counter
+	refusals  prometheus.Counter
 	fallbacks prometheus.Counter
 }
 
@@ -34,10 +35,12 @@ func newMetrics(p *Proxy) *metrics {
 			Help: "Attempts that another engine made good or was to, by the role of the one that failed."}, []string{"role"}),
 		noParams: prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_prefills_without_params_total",
 			Help: "Prefills whose answer had no kv_transfer_params, so that the decode server computed the prompt itself (nixl contract)."}),
+		refusals: prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_prefill_refusals_total",
+			Help: "Prefills whose answer was that there is nothing to load (kvconn_error); the decode server fails such a request or computes it."}),
 		fallbacks: prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_fallbacks_total",
 			Help: "Attempts in which a decode server got a request alone, since no prefill server could serve it (--fallback-decode)."}),
 	}
-	m.registry.MustRegister(m.requests, m.seconds, m.firstByte, m.prefill, m.retries, m.noParams, m.fallbacks,
+	m.registry.MustRegister(m.requests, m.seconds, m.firstByte, m.prefill, m.retries, m.noParams, m.refusals, m.fallbacks,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_requests_in_flight",
 			Help: "Completion requests under way."}, func() float64 { return float64(len(p.places)) }),
 		serverCollector{&p.balancer})

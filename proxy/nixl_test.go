@@ -5,8 +5,10 @@ import (
 	"encoding/json"
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
@@ -108,6 +110,51 @@ func TestNIXLPrefillFailures(t *testing.T) {
 				t.Error("D was asked")
 			}
 		})
+	}
+}
+
+// What P cannot give D may compute; if it does not, the reason is P's.
+func TestPrefillRefuses(t *testing.T) {
+	leaktest.Check(t)
+	const answer = `{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{"do_remote_prefill":true,"kvconn_error":"kv_role is kv_consumer"}}`
+	counted := func(r router) bool {
+		w := httptest.NewRecorder()
+		r.Proxy.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+		return strings.Contains(w.Body.String(), "kvconn_proxy_prefill_refusals_total 1")
+	}
+	for _, contract := range []Contract{NIXL, Mooncake} {
+		for name, tt := range map[string]struct {
+			decode http.HandlerFunc
+			code   int
+			says   string
+		}{
+			"D computes it": {ok, 200, `{"text":"ok"}`},
+			"D fails it":    {status(500, `{"error":{"message":"Internal server error"}}`), 503, "kv_role is kv_consumer"},
+			"D refuses it":  {status(400, "too long"), 400, "too long"},
+		} {
+			t.Run(string(contract)+" "+name, func(t *testing.T) {
+				leaktest.Check(t)
+				p := newPrefill(t, status(200, answer), "engine-0")
+				routers := make(chan router, 1)
+				d := newEngine(t, func(w http.ResponseWriter, q *http.Request) {
+					at := <-routers // D, too, hears of it when P's client does, or later
+					for end := time.Now().Add(patience); !counted(at); time.Sleep(time.Millisecond) {
+						if time.Now().After(end) {
+							t.Error("the refusal is not counted")
+							break
+						}
+					}
+					tt.decode(w, q)
+				})
+				r := newRouter(t, Config{Contract: contract, Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}})
+				r.waitReady(t)
+				routers <- r
+				resp, body := r.post(t, `{}`)
+				if resp.StatusCode != tt.code || !strings.Contains(body, tt.says) || tt.code == 503 && !strings.Contains(body, p.URL) {
+					t.Errorf("%s %s", resp.Status, body)
+				}
+			})
+		}
 	}
 }
 

@@ -76,7 +76,7 @@ func (p *Proxy) tryAtOnce(w http.ResponseWriter, dctx context.Context, cancelD c
 		return failed
 	}
 	if f != nil {
-		return f
+		return a.refused(f)
 	}
 	p.relay(w, dctx, a, d)
 	letPrefillEnd = true
@@ -94,7 +94,7 @@ func (p *Proxy) tryInTurn(w http.ResponseWriter, ctx context.Context, a *attempt
 	}
 	d, f := p.decode(ctx, a, params)
 	if f != nil {
-		return f
+		return a.refused(f)
 	}
 	p.relay(w, ctx, a, d)
 	return nil

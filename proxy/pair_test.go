@@ -60,7 +60,7 @@ func TestWhatBothHalvesCarry(t *testing.T) {
 			}
 		}
 	}
-	check("P", pc, map[string]string{"prompt": `["a<b","é"]`, "n": "2", "seed": "12345678901234567890",
+	check("P", pc, map[string]string{"prompt": `["a<b","é"]`, "n": "1", "seed": "12345678901234567890",
 		"temperature": "0.10", "stream": "false", "max_tokens": "1", "max_completion_tokens": "1", "min_tokens": "1"})
 	check("D", dc, map[string]string{"prompt": `["a<b","é"]`, "n": "2", "seed": "12345678901234567890",
 		"temperature": "0.10", "stream": "true", "stream_options": `{"include_usage":true}`,

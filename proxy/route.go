@@ -2,10 +2,12 @@ package proxy
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -35,6 +37,19 @@ type attempt struct {
 	transferID      string
 	prefill, decode target
 	prompt          *prompt // P's answer, if D's lacks something of it
+	refusal         atomic.Pointer[string]
+}
+
+// refused is P's failure in the place of D's, if P has answered that there is nothing
+// to load. D was asked nevertheless: it may be set to compute the prompt itself.
+func (a *attempt) refused(f *failure) *failure {
+	reason := a.refusal.Load()
+	if reason == nil || f.answer != nil && f.answer.status < 500 {
+		return f
+	}
+	by := a.prefill.failed(errors.New(*reason))
+	by.answer = &engineAnswer{status: http.StatusInternalServerError}
+	return by
 }
 
 // alone reports whether D gets the request alone, and computes the prompt itself.

@@ -11,6 +11,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"go.uber.org/zap"
 )
 
 // maxSmallAnswer bounds what is kept of an answer that is not streamed on: P's,
@@ -57,6 +59,11 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 		f := a.prefill.failed(err)
 		f.answer = &engineAnswer{status: status, body: text}
 		return nil, f
+	}
+	if reason := refusal(params); reason != "" {
+		a.refusal.Store(&reason)
+		p.metrics.refusals.Inc()
+		p.log.Warn("the prefill server has nothing to load", a.logFields(zap.String("reason", reason))...)
 	}
 	if p.cfg.Contract == NIXL && params == nil {
 		// As after a prompt without a whole block: D computes it, as it must.
@@ -119,6 +126,17 @@ func readPrefillAnswer(text []byte) (params json.RawMessage, status int, err err
 		return nil, status, errors.New(reason)
 	}
 	return a.Params, 0, nil
+}
+
+// refusal is why P says that there is nothing to load, in kvconn's own word.
+func refusal(params json.RawMessage) string {
+	var said struct {
+		Reason string `json:"kvconn_error"`
+	}
+	if params == nil || json.Unmarshal(params, &said) != nil {
+		return ""
+	}
+	return shorten([]byte(said.Reason))
 }
 
 // readError reads an error member: OpenAI's object, or a text.
