@@ -17,8 +17,9 @@
  * Rules that hold for every call:
  *
  * - Threads: every function may be called from any thread.
- * - Waiting: only kvconn_open, kvconn_register_kv_caches and kvconn_close wait
- *   for anything, each at most as long as it says. The others take a lock for
+ * - Waiting: only kvconn_open, kvconn_register_kv_caches, kvconn_retract and
+ *   kvconn_close wait for anything, each at most as long as it says, and
+ *   kvconn_main runs until its command has ended. The others take a lock for
  *   microseconds; kvconn_pending and an empty kvconn_get_finished do not even
  *   enter the library's Go part.
  * - Memory: strings, arrays and structs belong to the caller and are copied
@@ -189,7 +190,8 @@ typedef struct kvconn_load_request {
  * With the setting report_wants of a prefill engine each announced transfer gets
  * a completion of KVCONN_SIDE_WANT before its offer: with KVCONN_OK when decode
  * has asked for it, that is, has blocks for it (blocks is then the first block of
- * group 0 that it asks for), else with why it has ended.
+ * group 0 that it asks for), or, with blocks 0, when the engine itself grows or
+ * offers it first; else with why it has ended.
  *
  * With the setting report_claims of a decode engine a claim that a load could only
  * fail with gets a completion of KVCONN_SIDE_CLAIM, once and never with KVCONN_OK:
@@ -222,9 +224,10 @@ const char *kvconn_status_name(int32_t status);
 
 /*
  * Opens an agent; at most 64 are open at a time. config_json is a JSON object with the keys of the README's
- * table; engine_id and role are required, unknown keys are errors. On a prefill
- * engine the bootstrap port is served when the call returns. Waits at most
- * twice connect_timeout_s; with bootstrap_join for the first rank, at most
+ * table; role is required, and engine_id unless role is bootstrap; unknown keys
+ * are errors. On a prefill engine the bootstrap port is served when the call
+ * returns. Waits at most twice connect_timeout_s, and up to ten seconds more for
+ * the embedded server to start; with bootstrap_join for the first rank, at most
  * join_timeout_s. On failure *agent is 0.
  */
 int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
@@ -242,7 +245,7 @@ int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regio
  * load them wait as long as it takes. Ends by an offer or a cancel, with
  * report_wants also by a KVCONN_SIDE_WANT with an error. Batches are
  * taken in order up to the first that is refused; *accepted (may be NULL) says
- * how many were taken. So it is in the four calls below.
+ * how many were taken. So it is in the calls below that have *accepted.
  */
 int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, size_t count, size_t *accepted);
 
@@ -353,8 +356,8 @@ int32_t kvconn_stats(kvconn_agent agent, char *buffer, size_t capacity, size_t *
 
 /*
  * The text of this thread's last failed call, NUL-terminated, cut off at
- * capacity; it names the wrong value and the remedy. Like errno it is only
- * meaningful after a call of the same thread has failed.
+ * capacity or after 1023 bytes; it names the wrong value and the remedy. Like
+ * errno it is only meaningful after a call of the same thread has failed.
  */
 int32_t kvconn_last_error(char *buffer, size_t capacity);
 
@@ -364,8 +367,9 @@ int32_t kvconn_bootstrap_address(kvconn_agent agent, char *buffer, size_t capaci
 /*
  * Log records wait in a bounded ring of the library (the oldest are dropped and
  * counted). kvconn_next_log takes one as a JSON object (level, time, logger,
- * msg, fields) and returns its length, 0 if there is none; kvconn_log_fd is
- * readable while there are some.
+ * msg, and what else the record says in further members beside these) and
+ * returns its length, 0 if there is none; kvconn_log_fd is readable while there
+ * are some.
  */
 int32_t kvconn_log_fd(void);
 int32_t kvconn_next_log(char *buffer, size_t capacity);

@@ -26,8 +26,8 @@ func (p *Proxy) Handler() http.Handler {
 	completions := p.cfg.Contract.endpoints()
 	metrics := promhttp.HandlerFor(p.metrics.registry, promhttp.HandlerOpts{})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		boundWrite(w) // of what is left from the connection's last request
-		if r.ContentLength != 0 {
+		boundWrite(w)             // of what is left from the connection's last request
+		if r.ContentLength != 0 { // it ends with the body: net/http then reads on, without one, to see the client go
 			_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(p.cfg.BodyTimeout))
 		}
 		switch at := r.URL.Path; {
@@ -120,22 +120,15 @@ func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, req *request) (
 
 // bodyOf is a client's body within its bounds.
 func (p *Proxy) bodyOf(w http.ResponseWriter, r *http.Request) io.Reader {
-	return bodyReader{http.MaxBytesReader(w, r.Body, p.cfg.MaxBody), http.NewResponseController(w)}
+	return bodyReader{http.MaxBytesReader(w, r.Body, p.cfg.MaxBody)}
 }
 
 // bodyReader marks the errors of a client's body, which are not an engine's.
-type bodyReader struct {
-	io.Reader
-	c *http.ResponseController
-}
+type bodyReader struct{ io.Reader }
 
 func (b bodyReader) Read(p []byte) (int, error) {
 	n, err := b.Reader.Read(p)
-	switch {
-	case err == io.EOF:
-		// net/http now reads on to see the client go; that read must not time out.
-		_ = b.c.SetReadDeadline(time.Time{})
-	case err != nil:
+	if err != nil && err != io.EOF {
 		err = &bodyError{err}
 	}
 	return n, err

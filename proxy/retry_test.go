@@ -3,12 +3,14 @@ package proxy
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"testing/iotest"
 	"time"
 
 	"github.com/kvconn/kvconn/internal/leaktest"
@@ -103,6 +105,17 @@ func TestRetries(t *testing.T) {
 				t.Errorf("metrics: %d %s", code, text)
 			}
 		})
+	}
+}
+
+// An end that is found while the router looks for an error in the first event.
+func TestAnswerCutWhileItIsLookedAt(t *testing.T) {
+	leaktest.Check(t)
+	parts := io.MultiReader(strings.NewReader(`data: {"er`), iotest.ErrReader(io.ErrUnexpectedEOF))
+	d := readFirst(&http.Response{StatusCode: 200, Header: http.Header{"Content-Type": {"text/event-stream"}}, Body: io.NopCloser(parts)})
+	defer d.close()
+	if f := new(Proxy).checkBegin(&attempt{decode: target{server: &server{role: decodeRole}}}, &d); f == nil || !errors.Is(f, io.ErrUnexpectedEOF) {
+		t.Errorf("%v, want the end of the answer", f)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"strconv"
 	"strings"
 	"syscall"
@@ -75,6 +76,39 @@ func TestRunShutsDownGracefully(t *testing.T) {
 	}
 	if err := recv(t, ended, "end of Run"); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// TestIPv6: every address on the way, the one among them that D is told.
+func TestIPv6(t *testing.T) {
+	leaktest.Check(t)
+	serve := func(h http.Handler) *httptest.Server {
+		l, err := net.Listen("tcp", "[::1]:0")
+		if err != nil {
+			t.Skip("this machine has no IPv6: ", err)
+		}
+		s := &httptest.Server{Listener: l, Config: &http.Server{Handler: h}}
+		s.Start()
+		t.Cleanup(s.Close)
+		return s
+	}
+	p, d := newPrefill(t, ok, "engine-0"), newEngine(t, ok)
+	p.Server, p.boot, d.Server = serve(p.Config.Handler), serve(p.boot.Config.Handler), serve(d.Config.Handler)
+	addr, stop, ended, client := runRouter(t, Config{Host: "::1", Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}})
+	if !strings.HasPrefix(addr, "http://[::1]:") {
+		t.Errorf("the router listens on %s", addr)
+	}
+	resp, err := client.Post(addr+"/v1/completions", "application/json", strings.NewReader(`{}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	if got := d.next(t).params(t)["remote_bootstrap_addr"]; resp.StatusCode != 200 || got != p.boot.URL {
+		t.Errorf("%s, D is told %v, want %s", resp.Status, got, p.boot.URL)
+	}
+	stop()
+	if err := recv(t, ended, "end of Run"); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -38,7 +38,8 @@ class Agent:
     bootstrap port that an engine's ranks join (``bootstrap_join``), needs no
     ``engine_id``, and registers nothing. The first agent of a process loads the
     library. Methods may be called from any thread; only the constructor,
-    :meth:`register_kv_caches`, :meth:`wait` and :meth:`close` wait.
+    :meth:`register_kv_caches`, :meth:`retract`, :meth:`wait` and :meth:`close`
+    wait.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
