@@ -234,10 +234,15 @@ func (m *Machine) Reading(id TransferID) bool {
 	})
 }
 
+// maxVoided is more loads than a lane of D may repeat in the time that it insists.
+const maxVoided = 64
+
 // startOver: a retracted write's blocks are read no more, D is to load anew.
 func (m *Machine) startOver(now time.Time, of *offer) {
-	of.retracted, of.revised = false, of.load.Grant
-	m.act(SendFinish{Peer: of.peer, ID: of.id, Code: StartOver, Reason: digest(of.revised)})
+	of.retracted = false
+	void := digest(of.load.Grant)
+	of.voided = append(of.voided[max(0, len(of.voided)-maxVoided+1):], void)
+	m.act(SendFinish{Peer: of.peer, ID: of.id, Code: StartOver, Reason: void})
 	of.load, of.sendAt = nil, time.Time{}
 	of.state, of.deadline = offerPrefill, now.Add(m.opt.Lease)
 	if !of.offered.IsZero() {

@@ -40,10 +40,10 @@ type offer struct {
 	landed   bool   // D has all bytes
 	nacked   bool   // D's transport expects it no more
 	grown
-	retracted bool   // stopping; the blocks that are read were taken back
-	ends      bool   // then it does not start over
-	revised   []byte // the grant of the load that D was told to make anew
-	code      Code   // of the end, while stopping
+	retracted bool     // stopping; the blocks that are read were taken back
+	ends      bool     // then it does not start over
+	voided    []string // the latest loads that D was told to make anew, by their grants' digests
+	code      Code     // of the end, while stopping
 	reason    string
 }
 
@@ -213,7 +213,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	if of != nil && of.peer != "" && of.peer != l.Peer {
 		return Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.peer)
 	}
-	if of != nil && of.revised != nil && string(of.revised) == string(l.Grant) {
+	if of != nil && of.voided != nil && slices.Contains(of.voided, digest(l.Grant)) {
 		return OK, "" // it is late: D is to load anew
 	}
 	if of != nil && of.load != nil {
@@ -417,8 +417,8 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 	if claim && of.peer == "" {
 		of.peer = from
 	}
-	if of.peer == from && !claim && of.load == nil && of.revised != nil {
-		return Answer{StatusEnded, StartOver, digest(of.revised)}
+	if of.peer == from && !claim && of.load == nil && of.voided != nil {
+		return Answer{StatusEnded, StartOver, of.voided[len(of.voided)-1]}
 	}
 	if of.peer != from || !claim && of.load == nil {
 		return Answer{Status: StatusUnknown}

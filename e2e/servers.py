@@ -367,6 +367,7 @@ class Answer:
     status: int = 200
     error: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
+    came: list[float] = field(default_factory=list, repr=False)  # when each chunk did, by time.monotonic
 
     @property
     def ok(self) -> bool:
@@ -400,9 +401,10 @@ def ask(url: str, body: dict[str, Any], timeout_s: float = 120, chat: bool = Fal
             for choice in event.get("choices", []):
                 part = choice.get("delta") or choice.get("message") or {}
                 piece = (part.get("content") if chat else choice.get("text")) or ""
+                answer.came.append(time.monotonic())
                 if not answer.chunks:
                     # The first token, also when its bytes are no text yet.
-                    answer.ttft_s = time.monotonic() - begin
+                    answer.ttft_s = answer.came[0] - begin
                 answer.text += piece
                 answer.chunks += 1
                 answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
@@ -430,16 +432,18 @@ def open_stream(url: str, body: dict[str, Any], timeout_s: float = 60) -> Iterat
         connection.close()
 
 
-def metric(url: str, name: str, absent: float | None = None) -> float:
-    """The sum of a metric over its labels; a counter with labels of its own may not be there yet."""
+def metric(url: str, name: str, absent: float | None = None, **labels: str) -> float:
+    """The sum of a metric over the labels that are not named; a counter with labels of its own may not be there yet."""
     status, body = request("GET", url + "/metrics", timeout_s=10)
     if status != 200:
         raise ServerError(f"{url}/metrics answers {status}")
-    values = [float(line.rsplit(" ", 1)[1]) for line in body.decode().splitlines() if line.startswith((name + "{", name + " "))]
+    lines = [line for line in body.decode().splitlines() if line.startswith((name + "{", name + " "))]
+    named = [f'{key}="{value}"' for key, value in labels.items()]
+    values = [float(line.rsplit(" ", 1)[1]) for line in lines if all(each in line for each in named)]
     if not values:
         if absent is not None:
             return absent
-        raise ServerError(f"{url}/metrics has no {name}")
+        raise ServerError(f"{url}/metrics has no {name} {' '.join(named)}")
     return sum(values)
 
 

@@ -20,7 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import FORKED, Answer, Pair, ask, leaving_nothing, metric, wait_until
+from servers import FORKED, HOST, Answer, Pair, Server, ask, free_ports, leaving_nothing, metric, stop_all, wait_until
 from servers import request as http_request
 
 BLOCK = 128  # tokens, vLLM's on CPU
@@ -169,6 +169,42 @@ def test_nixl_contract(pair: Pair, known: tuple[str, ...] | None) -> None:
         if answer.text == expected:
             break
     assert answer.text == expected
+
+
+# What each router answers when it is up, and how it is started.
+EXAMPLE = str(Path(__file__).resolve().parent.parent / "scripts/third_party/mooncake_connector_proxy.py")
+ROUTERS = {"vllm-example-mooncake": ("/openapi.json", [EXAMPLE]), "nixl": ("/health", ["-m", "kvconn", "proxy", "--contract", "nixl"])}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_other_routers(pair: Pair, name: str) -> None:
+    """vLLM's own example as it is, and ours by the other contract."""
+    at, argv = ROUTERS[name]
+    (port,) = free_ports(1)
+    url = f"http://{HOST}:{port}"
+    argv = [pair.python, *argv, "--prefill", pair.prefill.url, str(pair.bootstrap_port), "--decode", pair.decode.url]
+    router = Server(name, [*argv, "--port", str(port)], pair._env(), pair.workdir / f"{name}.log", url)
+    router.start()
+    try:
+        wait_until(f"{name} is up", lambda: answers(url + at), 60)
+        for _ in range(tries(pair)):
+            request, expected = asked(pair, 700)
+            position = pair.decode.log_size()
+            answer = ask(url, request)
+            assert answer.ok, (answer, router.log_tail(), pair.decode.log_tail())
+            wait_until("the load's line in the decode server's log", lambda position=position: bool(pair.loads(position)), 10)
+            if answer.text == expected:
+                break
+        assert answer.text == expected
+    finally:
+        stop_all([router])
+
+
+def answers(url: str) -> bool:
+    try:
+        return http_request("GET", url)[0] == 200
+    except OSError:
+        return False
 
 
 def by_nixl(pair: Pair, request: dict[str, Any], known: tuple[str, ...] | None) -> Answer:

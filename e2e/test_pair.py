@@ -6,9 +6,12 @@ Nothing sleeps to let something happen: every wait polls for what it waits for, 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
 import os
+import select
+import statistics
 import sys
 import threading
 import time
@@ -22,7 +25,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import FORKED, Answer, Pair, ask, leaving_nothing, metric, open_stream, wait_ready, wait_until
+from servers import FORKED, Answer, Pair, Server, ask, leaving_nothing, metric, open_stream, wait_ready, wait_until
 from servers import request as http_request
 
 BLOCK = 128  # tokens, vLLM's on CPU
@@ -32,6 +35,10 @@ CHUNK = 512  # tokens that prefill computes in a step
 USAGE = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
+GENERATED = "vllm:generation_tokens_total"
+IN_FLIGHT = "vllm:kvconn_transfers_in_flight"
+STEPS = "vllm:kvconn_step_time_seconds_count"
+EXPIRED = "vllm:kvconn_expired_offers_total"
 numbers = itertools.count(1)
 
 
@@ -75,6 +82,10 @@ def idle(pair: Pair, bound_s: float = 15) -> None:
             lambda server=server: all(metric(server.url, name) == 0 for name in (RUNNING, WAITING, USAGE)),
             bound_s,
         )
+
+
+def failures(server: Server, **labels: str) -> float:
+    return metric(server.url, "vllm:kvconn_failed_transfers_total", absent=0, **labels)
 
 
 def words(tokens: int) -> str:
@@ -343,7 +354,7 @@ def test_prompts_that_differ(pair: Pair, theirs: str) -> None:
 
 
 def test_client_disconnects(pair: Pair) -> None:
-    """At every stage of a request; idle() then finds no block in use on either side."""
+    """At any time of a request; idle() then finds no block in use on either side."""
     for delay_s in (0.0, 0.02, 0.05, 0.1, 0.2, 0.4):
         with open_stream(pair.router.url, body(pair, words(2200), max_tokens=200)) as connection:
             # A bound on how long the client stays: it leaves then, or with the first bytes of the answer.
@@ -351,6 +362,42 @@ def test_client_disconnects(pair: Pair) -> None:
             with contextlib.suppress(TimeoutError):
                 connection.sock.recv(1)
     idle(pair)
+    serves(pair)
+
+
+def answering(connection: http.client.HTTPConnection) -> bool:
+    """Whether there is something of the answer to read."""
+    return bool(select.select([connection.sock], [], [], 0)[0])
+
+
+def test_client_disconnects_during_prefill(pair: Pair) -> None:
+    made, expired = metric(pair.decode.url, GENERATED), metric(pair.prefill.url, EXPIRED)
+    for _ in range(10):
+        with open_stream(pair.router.url, body(pair, words(3800), max_tokens=200, ignore_eos=True)) as connection:
+            wait_until("prefill works", lambda c=connection: metric(pair.prefill.url, RUNNING) > 0 or answering(c), 60, every_s=0.005)
+            if not answering(connection):
+                break  # else the look came too late
+        idle(pair)
+        made = metric(pair.decode.url, GENERATED)
+    else:
+        raise AssertionError("no client left during prefill in 10 attempts")
+    idle(pair)
+    assert metric(pair.decode.url, GENERATED) - made < 200  # it did not end by itself,
+    assert metric(pair.prefill.url, EXPIRED) == expired  # nor what was for it
+    serves(pair)
+
+
+def test_client_disconnects_after_the_first_event(pair: Pair) -> None:
+    length = 3500
+    made, expired = metric(pair.decode.url, GENERATED), metric(pair.prefill.url, EXPIRED)
+    with open_stream(pair.router.url, body(pair, words(500), max_tokens=length, ignore_eos=True), timeout_s=60) as connection:
+        response = connection.getresponse()
+        assert response.status == 200
+        event = next(line for line in response if line.startswith(b"data: "))
+        assert json.loads(event[6:])["choices"][0]["finish_reason"] is None, event
+    idle(pair)
+    assert 0 < metric(pair.decode.url, GENERATED) - made < length
+    assert metric(pair.prefill.url, EXPIRED) == expired
     serves(pair)
 
 
@@ -380,9 +427,13 @@ def test_offer_whose_decode_request_never_comes(pair: Pair) -> None:
     """The lease ends, and the prefill engine frees; no decode engine is needed for that."""
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"unloved-{next(numbers)}"}
     request = {**body(pair, words(600), max_tokens=1), "kv_transfer_params": params}
+    expired, failed = metric(pair.prefill.url, EXPIRED), failures(pair.prefill, side="offer", reason="expired")
     assert ask(pair.prefill.url, request).ok
     assert metric(pair.prefill.url, USAGE) > 0
     idle(pair, bound_s=LEASE_S + 10)
+    wait_until("it is counted", lambda: metric(pair.prefill.url, EXPIRED) > expired, 5)
+    assert metric(pair.prefill.url, EXPIRED) == expired + 1
+    assert failures(pair.prefill, side="offer", reason="expired") == failed + 1
 
 
 # -- the prefill engine dies ----------------------------------------------------------------------------------------
@@ -413,24 +464,62 @@ def test_prefill_killed_during_loads_and_restarted(pair: Pair) -> None:
     serves(pair)
 
 
+@contextlib.contextmanager
+def traffic(pair: Pair, tokens: int = 24) -> Iterator[list[Answer]]:
+    """Requests that need no prefill engine, streamed one after the other until the end; those that have ended so far."""
+    answers: list[Answer] = []
+    over = threading.Event()
+
+    def client() -> None:
+        while not over.is_set():
+            request = body(pair, words(100), max_tokens=tokens, ignore_eos=True, stream=True)
+            answers.append(ask(pair.decode.url, request, timeout_s=30))
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        over.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    assert all(answer.ok and len(answer.text) == tokens for answer in answers), answers
+
+
 def test_prefill_stopped(pair: Pair) -> None:
     """A prefill engine that hangs costs the requests that need it, and no other; when it goes on it is used again."""
-    answers: list[Answer] = []
+    serves(pair)  # the engines know each other: it is this connection that is lost
     lost = {**body(pair, words(600)), "kv_transfer_params": from_prefill(pair, f"stopped-{next(numbers)}")}
-    waits = threading.Thread(target=lambda: answers.append(ask(pair.decode.url, lost, timeout_s=30)))
-    steps = metric(pair.decode.url, "vllm:kvconn_step_time_seconds_count")
-    with pair.prefill.stopped():
-        waits.start()
-        wait_until("the load holds its blocks", lambda: metric(pair.decode.url, USAGE) > 0, 5, every_s=0.02)
-        # A step that waited for the stopped engine would let none of these end before that load does.
-        others = [alone(pair, body(pair, words(100), max_tokens=8)) for _ in range(3)]
-        assert not answers
-        waits.join(20)
-        assert not waits.is_alive()
-    assert not answers[0].ok
-    progress("prefill stopped", answers[0].total_s, f"its request has ended; others took {max(each.total_s for each in others):.2f} s")
-    assert metric(pair.decode.url, "vllm:kvconn_step_time_seconds_count") > steps
-    assert metric(pair.decode.url, "vllm:kvconn_failed_transfers_total") > 0
+    failed, of_lost = failures(pair.decode), failures(pair.decode, side="load", reason="peer_lost")
+    wait_until("no load", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") == 0, 5)
+    with traffic(pair) as others, ThreadPoolExecutor(1) as pool:
+        wait_until("others are measured", lambda: len(others) >= 6, 120)
+        with pair.prefill.stopped():
+            stopped = time.monotonic()
+            waits = pool.submit(ask, pair.decode.url, lost, 30)
+            wait_until("the load waits", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") > 0 or waits.done(), 20, every_s=0.02)
+            assert not waits.done(), waits.result()
+            held = time.monotonic()  # not from the question on: a step that waited would only make that longer
+            steps = {part: metric(pair.decode.url, STEPS, part=part) for part in ("worker", "scheduler")}
+            assert not waits.result(60).ok
+            ended = time.monotonic()
+            so_far = len(others)
+            wait_until("the next have ended", lambda: len(others) >= so_far + 2, 60)
+            for part, told in steps.items():
+                wait_until(f"steps of the {part} are told", lambda p=part, n=told: metric(pair.decode.url, STEPS, part=p) > n, 10)
+    # A step that waits for the stopped engine is one long gap between two tokens of others, or makes all of them longer.
+    came = [at for answer in others for at in answer.came]
+    gaps = list(zip(came, came[1:]))
+    before = [end - begin for begin, end in gaps if end <= stopped]
+    during = [end - begin for begin, end in gaps if end > stopped and begin < ended]
+    usual, then, longest = statistics.median(before), statistics.median(during), max(during)
+    said = f"others' tokens every {then * 1e3:.0f} ms, before {usual * 1e3:.0f}; the longest gap was {longest:.2f} s, {max(before):.2f}"
+    progress("prefill stopped", ended - stopped, f"its request has ended; {said}")
+    assert then <= 3 * usual + 0.02, said
+    assert longest < (ended - held) / 2, said
+    wait_until("its failure is counted", lambda: failures(pair.decode, side="load", reason="peer_lost") > of_lost, 5)
+    assert failures(pair.decode) == failed + 1
+    wait_until("no load is under way", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") == 0, 5)
     wait_until("the prefill engine answers again", pair.prefill.healthy, 10)
     idle(pair)
     served_again(pair)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"net"
 	"slices"
 	"testing"
 	"time"
@@ -373,6 +374,73 @@ func TestManyHoles(t *testing.T) {
 	}
 	if o := d.sink.Wait("received", "u", 1); o.Err == nil || most > maxSpans || most*16 > n*piece/256 {
 		t.Errorf("%d ranges and one more: %+v", most, o)
+	}
+}
+
+// TestHolesOfManyRegions: a transfer of many small regions grows in each of them.
+func TestHolesOfManyRegions(t *testing.T) {
+	leaktest.Check(t)
+	const piece, n = 64, 4 * minSpans
+	d := newSizedAgent(t, Config{Streams: 1, StallTimeout: time.Hour}, n, piece)
+	c := fakeSender(t, d, "p")
+	var apart []core.BlockID
+	for i := 0; i < n; i += 2 {
+		apart = append(apart, core.BlockID(i))
+	}
+	grant := d.expect(t, "t", "p", [][]core.BlockID{apart})
+	for half := range 2 {
+		for i := range apart {
+			at := uint64(i*piece + half*piece/2)
+			c.say(frameBytes(header{kind: frameData, key: grant, position: at, length: piece / 2}), bytes.Repeat([]byte{1}, piece/2))
+		}
+	}
+	if o := d.sink.Wait("received", "t", 1); o.Err != nil {
+		t.Errorf("received: %+v", o)
+	}
+}
+
+// TestEmptyFrameBehindTheLast: one without bytes that was under way on another stream
+// when the last bytes landed is no frame of a transfer that was revoked.
+func TestEmptyFrameBehindTheLast(t *testing.T) {
+	leaktest.Check(t)
+	const n = 4
+	for _, revoked := range []bool{false, true} {
+		d := newSizedAgent(t, Config{Streams: 1}, n, 64)
+		c := fakeSender(t, d, "p")
+		grant := d.expect(t, "t", "p", allBlocks(n))
+		d.receiver.mu.Lock()
+		in := d.receiver.byID["t"]
+		d.receiver.mu.Unlock()
+		want := header{kind: frameNack, key: grant}
+		if revoked {
+			d.Revoke("t")
+		} else {
+			c.say(frameBytes(header{kind: frameData, key: grant, length: n * 64}), make([]byte, n*64))
+			d.sink.Wait("received", "t", 1)
+			want = header{kind: frameAck, key: grant, length: n * 64}
+		}
+		mine, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer mine.Close()
+		raw, err := net.Dial("tcp", mine.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer raw.Close()
+		p, err := mine.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer p.Close()
+		_ = p.SetReadDeadline(time.Now().Add(bound))
+		if err := (&inStream{r: &d.receiver, conn: raw.(*net.TCPConn)}).landed(in, 0); err != nil {
+			t.Fatal(err)
+		}
+		if got := (&rawConn{p, t}).next(); got != want {
+			t.Errorf("revoked %v: answered by %+v, want %+v", revoked, got, want)
+		}
 	}
 }
 

@@ -53,10 +53,12 @@ type inbound struct {
 }
 
 // mostSpans bounds what is kept of a transfer's frames. A sender needs about one
-// span for each of its streams and of the places where a transfer grows, but more
-// while a stream is late that has many small frames: as many as half of those of
-// 2 KiB, which are 1/256 of the transfer's own memory.
-func (in *inbound) mostSpans() int { return int(min(max(minSpans, in.total>>12), maxSpans)) }
+// span for each of its streams and of the places where a transfer grows, which may be
+// each region, but more while a stream is late that has many small frames: as many as
+// half of those of 2 KiB, which are 1/256 of the transfer's own memory.
+func (in *inbound) mostSpans() int {
+	return int(min(max(minSpans, in.total>>12, uint64(len(in.runs))), maxSpans))
+}
 
 const minSpans, maxSpans = 1 << 10, 1 << 16
 
@@ -356,11 +358,15 @@ func (s *inStream) landed(in *inbound, n uint64) error {
 			s.r.done.add(in.grant, in.total)
 		}
 	}
+	answer := header{kind: frameNack, key: in.grant}
+	if total, done := s.r.done.find(in.grant); gone && done { // another stream's frame was the last
+		answer.kind, answer.length = frameAck, total
+	}
 	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs), Nanos: time.Since(in.first).Nanoseconds()}
 	s.r.mu.Unlock()
 	switch {
-	case gone: // revoked meanwhile: the sender may stop
-		return s.send(&header{kind: frameNack, key: in.grant})
+	case gone: // revoked meanwhile, if it is not done: the sender may stop
+		return s.send(&answer)
 	case told == nil:
 		return nil
 	}

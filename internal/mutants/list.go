@@ -164,7 +164,7 @@ var mutants = []mutant{
 	{"anew-without-fence", "a load begins anew without a fence", growFile,
 		"\tld.again, ld.anew = true, true\n\tm.fence(ld)\n", "\tld.state = loadExpecting\n\tm.act(Expect{ID: ld.id, Peer: ld.peer, First: ld.first, Blocks: ld.blocks, Tokens: ld.tokens, Regions: ld.regions})\n"},
 	{"anew-untold", "D hears by no word that it is to load anew", growFile,
-		"\tm.act(SendFinish{Peer: of.peer, ID: of.id, Code: StartOver, Reason: digest(of.revised)})\n\tof.load, of.sendAt", "\tof.revised = nil\n\tof.load, of.sendAt"},
+		"\tm.act(SendFinish{Peer: of.peer, ID: of.id, Code: StartOver, Reason: void})\n\tof.load, of.sendAt", "\tof.voided = nil\n\tof.load, of.sendAt"},
 	{"anew-at-every-word", "a word about an earlier load counts", growFile,
 		" || digest(ld.grant) != which {", " {"},
 	{"forgets-shares", "blocks are taken back from the first share only", growFile,

@@ -47,6 +47,11 @@ def test_agent_config(monkeypatch: pytest.MonkeyPatch) -> None:
         **ranks,
     }
 
+    for cache_dtype, told in {"auto": "bfloat16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}.items():
+        config = vllm_config({})
+        config.cache_config.cache_dtype = cache_dtype
+        assert params.agent_config(config, CACHES, ONE)["dtype"] == told  # engines with another one refuse each other
+
     def port(config: Any) -> Any:
         return params.agent_config(config, CACHES, ONE).get("bootstrap_port")
 

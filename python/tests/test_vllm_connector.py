@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,16 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 class Worker:
     """A worker of an engine with one layer."""
 
-    def __init__(self, model: Path, role: str, config: dict[str, Any] | None = None, **args: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        role: str,
+        config: dict[str, Any] | None = None,
+        backend: str = "CPU_ATTN",
+        isa: str = "vec",
+        tokens_first: bool = False,
+        **args: Any,
+    ) -> None:
         self.engine_id = f"{role}-{next(numbers)}"
         here = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0} if role != "kv_consumer" else {}
         transfer = KVTransferConfig(
@@ -71,8 +81,13 @@ class Worker:
         tensor = KVCacheTensor(size=page * BLOCKS, layers=["layer.0"], layer_stride=0, block_stride=page)
         groups = [KVCacheGroupSpec(["layer.0"], spec)]
         caches = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups, kv_cache_layout="LBHNC")
+        layer = SimpleNamespace(isa=isa, get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
+        made.compilation_config.static_forward_context["layer.0"] = layer
         self.connector = KVConnectorFactory.create_connector(made, KVConnectorRole.WORKER, caches)
-        self.cache = torch.zeros(BLOCKS, 2, tokens, 2 * 16, dtype=dtype)
+        if tokens_first:  # in memory; the view is the same
+            self.cache = torch.zeros(BLOCKS, tokens, 2, 2 * 16, dtype=dtype).transpose(1, 2)
+        else:
+            self.cache = torch.zeros(BLOCKS, 2, tokens, 2 * 16, dtype=dtype)
         self.connector.register_kv_caches({"layer.0": self.cache})
 
     def step(self, meta: KVConnMetadata, forward: Callable[[], None] = lambda: None) -> tuple[set[str], set[str], set[int]]:
@@ -150,9 +165,10 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     [
         ({"dtype": "bfloat16"}, 'dtype "float32" at the prefill engine, "bfloat16" at the decode engine'),
         ({"block_size": 96}, "blocks of 128 tokens at the prefill engine, of 96 at the decode engine"),
+        ({"isa": "amx"}, 'is only at the prefill engine; region "layer.0[amx]" of group 0'),
         ({"config": {"model": "another"}}, 'model "{}" at the prefill engine, "another" at the decode engine'),
     ],
-    ids=["dtype", "block size", "model"],
+    ids=["dtype", "block size", "order within a block", "model"],
 )
 def test_engines_that_do_not_fit(
     make: Callable[..., Worker], model: Path, log: pytest.LogCaptureFixture, setting: dict[str, Any], said: str
@@ -165,6 +181,22 @@ def test_engines_that_do_not_fit(
     assert not other.cache.any()
     for p, d in ((prefill, make("kv_consumer")), (make("kv_producer", **setting), other)):
         carry(p, d)
+
+
+@pytest.mark.parametrize(("p", "d"), [(64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_blocks_of_other_sizes_and_orders(make: Callable[..., Worker], p: int, d: int, tokens_first: bool) -> None:
+    """Of a backend in whose blocks each token of each head is an item of its own."""
+    prefill = make("kv_producer", backend="FLASH_ATTN", block_size=p, tokens_first=tokens_first)
+    decode = make("kv_consumer", backend="FLASH_ATTN", block_size=d)
+    theirs, ours = [3, 1, 6, 5][: 256 // p], [7, 0, 2, 4][: 256 // d]
+    data = torch.randn(2, 256, 2 * 16)
+    for place, block in enumerate(theirs):
+        prefill.cache[block] = data[:, place * p : (place + 1) * p]
+    prefill.offer("t", theirs)
+    assert decode.load("t", prefill, ours) == set()
+    assert torch.equal(torch.cat([decode.cache[block] for block in ours], 1), data)
+    assert prefill.is_sent("t")
 
 
 def test_engines_that_are_both_carry_both_ways(make: Callable[..., Worker]) -> None:

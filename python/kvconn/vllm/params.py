@@ -253,13 +253,15 @@ def _port_from_environment() -> int | None:
     return None
 
 
+_SAME_DTYPE = {"fp8": "fp8_e4m3"}  # vLLM's two names for it
+
+
 def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> dict[str, Any]:
     """The agent's configuration: what vLLM knows, then what the user says in kv_connector_extra_config."""
     transfer = vllm_config.kv_transfer_config
     model, cache = vllm_config.model_config, vllm_config.cache_config
     dtype = str(getattr(cache, "cache_dtype", "auto"))
-    if dtype == "auto":
-        dtype = str(model.dtype)
+    dtype = str(model.dtype) if dtype == "auto" else _SAME_DTYPE.get(dtype, dtype)
     group_blocks = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
     config: dict[str, Any] = {
         "engine_id": transfer.engine_id,
