@@ -321,6 +321,29 @@ func TestRestartedPrefillHasANewEngineID(t *testing.T) {
 	}
 }
 
+// A rank that joins a P at work gets its share.
+func TestRankThatJoins(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newPrefill(t, ok, "zero"), newEngine(t, ok)
+	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, Balance: RoundRobin})
+	r.waitReady(t)
+	r.post(t, `{}`)
+	p.next(t)
+	p.register(t, "zero", "one")
+	eventually(t, "the router knows both", func() bool {
+		_, _, _, ranks := r.balancer.prefill.servers[0].state()
+		return len(ranks) == 2
+	})
+	got := map[string]bool{}
+	for range 2 {
+		r.post(t, `{}`)
+		got[p.next(t).header.Get("X-Data-Parallel-Rank")] = true
+	}
+	if !got["0"] || !got["1"] {
+		t.Errorf("the ranks %v got requests", got)
+	}
+}
+
 // A request that comes before the next probe of a P that was down must not name
 // the engine id that P had before.
 func TestRestartedPrefillIsAskedBeforeItIsUsed(t *testing.T) {

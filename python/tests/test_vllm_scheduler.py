@@ -781,6 +781,7 @@ def test_beside_another_connector(make: Any) -> None:
     engine.run(lambda: engine.finished(request))
     assert len(engine.texts[request.request_id]) == 4
     assert engine.scheduler.reset_connector_cache()
+    engine.nothing_is_left()
 
 
 def test_prefill_beside_another_connector(make: Any) -> None:
@@ -790,6 +791,10 @@ def test_prefill_beside_another_connector(make: Any) -> None:
     assert engine.outputs[request.request_id].kv_transfer_params["remote_bootstrap_addr"] == "http://p:8998"
     engine.step()
     assert list(engine.sending) == [request.request_id]
+    engine.step(sent={request.request_id})
+    # The other one's store has no worker here that ends it.
+    assert request.request_id not in engine.scheduler.requests and engine.blocks_free() == engine.free
+    assert engine.ours._sched.in_flight() == (0, 0) and not engine.ours._sched.has_unsaid()
 
 
 # -- anything at any time ---------------------------------------------------------------------------------------------
