@@ -365,18 +365,22 @@ def test_client_disconnects(pair: Pair) -> None:
     serves(pair)
 
 
-def answering(connection: http.client.HTTPConnection) -> bool:
-    """Whether there is something of the answer to read."""
-    return bool(select.select([connection.sock], [], [], 0)[0])
+def in_prefill(pair: Pair, connection: http.client.HTTPConnection) -> bool:
+    """Waits until the prefill engine runs the request; False when the look came too late, and the answer has begun."""
+
+    def answering() -> bool:
+        return bool(select.select([connection.sock], [], [], 0)[0])
+
+    wait_until("prefill works", lambda: metric(pair.prefill.url, RUNNING) > 0 or answering(), 60, every_s=0.005)
+    return not answering()
 
 
 def test_client_disconnects_during_prefill(pair: Pair) -> None:
     made, expired = metric(pair.decode.url, GENERATED), metric(pair.prefill.url, EXPIRED)
     for _ in range(10):
         with open_stream(pair.router.url, body(pair, words(3800), max_tokens=200, ignore_eos=True)) as connection:
-            wait_until("prefill works", lambda c=connection: metric(pair.prefill.url, RUNNING) > 0 or answering(c), 60, every_s=0.005)
-            if not answering(connection):
-                break  # else the look came too late
+            if in_prefill(pair, connection):
+                break
         idle(pair)
         made = metric(pair.decode.url, GENERATED)
     else:
@@ -505,8 +509,11 @@ def test_prefill_stopped(pair: Pair) -> None:
             ended = time.monotonic()
             so_far = len(others)
             wait_until("the next have ended", lambda: len(others) >= so_far + 2, 60)
-            for part, told in steps.items():
-                wait_until(f"steps of the {part} are told", lambda p=part, n=told: metric(pair.decode.url, STEPS, part=p) > n, 10)
+            wait_until(
+                "the steps of both are told",
+                lambda: all(metric(pair.decode.url, STEPS, part=part) > told for part, told in steps.items()),
+                10,
+            )
     # A step that waits for the stopped engine is one long gap between two tokens of others, or makes all of them longer.
     came = [at for answer in others for at in answer.came]
     gaps = list(zip(came, came[1:]))
