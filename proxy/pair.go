@@ -116,7 +116,7 @@ func (p *Proxy) relay(w http.ResponseWriter, ctx context.Context, a *attempt, d 
 		return
 	}
 	a.outcome = clientGone
-	if ctx.Err() == nil {
+	if ctx.Err() == nil || p.ctx.Err() != nil || p.draining.Load() { // the engine, or the router at its own end
 		a.outcome, a.err = brokenOff, err
 		p.log.Warn("the answer broke off", a.logFields(zap.Error(err))...)
 	}
