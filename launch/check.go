@@ -77,6 +77,9 @@ func (c *Config) giveDevices(ctx context.Context) error {
 		}
 		if visible, ok := os.LookupEnv(cudaDevices); ok { // others may be somebody else's
 			ours, where = strings.FieldsFunc(visible, func(r rune) bool { return r == ',' || r == ' ' }), cudaDevices+"="+visible+" names"
+			if end := slices.IndexFunc(ours, func(d string) bool { return strings.HasPrefix(d, "-") }); end >= 0 {
+				ours = ours[:end] // CUDA sees none from there on
+			}
 		}
 		if len(ours) == 0 {
 			return nil

@@ -374,6 +374,8 @@ func TestDevices(t *testing.T) {
 		{"", "1", "MIG-cc", "1", "MIG-cc"},
 		{"1,GPU-aa", "", "", "1", "GPU-aa"},
 		{"1", "0", "1", "0", "1"},
+		{"1,GPU-aa,-1,0", "", "", "1", "GPU-aa"},
+		{"-1", "", "", "-1", "-1"}, // none: as it was
 	} {
 		c, out := setUp(t, 1, 1)
 		if tt.visible != "" {

@@ -99,11 +99,14 @@ func skipSpace(b []byte, at int) int {
 
 // endOfString is the place behind the string that begins at a place.
 func endOfString(b []byte, at int) int {
+	quote := at
 	for at++; ; at += 2 { // from behind the quote, and behind each escaped byte
-		quote := bytes.IndexByte(b[at:], '"')
-		escape := bytes.IndexByte(b[at:at+quote], '\\')
+		if quote < at { // or each escape would look through all that follows
+			quote = at + bytes.IndexByte(b[at:], '"')
+		}
+		escape := bytes.IndexByte(b[at:quote], '\\')
 		if escape < 0 {
-			return at + quote + 1
+			return quote + 1
 		}
 		at += escape
 	}

@@ -158,6 +158,24 @@ func TestPrefillRefuses(t *testing.T) {
 	}
 }
 
+// A dead D is not P's fault, whatever P says: the other D may compute the prompt.
+func TestPrefillRefusesAndDecodeIsDead(t *testing.T) {
+	leaktest.Check(t)
+	p := newPrefill(t, status(200, `{"choices":[],"kv_transfer_params":{"kvconn_error":"no room"}}`), "a")
+	dead, alive := newEngine(t, reset), newEngine(t, ok)
+	r := newRouter(t, Config{Contract: NIXL, Prefill: []Prefill{p.prefill(t)}, Decode: []string{dead.URL, alive.URL},
+		Balance: RoundRobin, Retries: 1, RefreshInterval: time.Hour})
+	r.waitAllUp(t)
+	for range 2 { // one of them goes to the dead one first
+		if resp, body := r.post(t, `{}`); resp.StatusCode != 200 {
+			t.Errorf("%s %s", resp.Status, body)
+		}
+	}
+	if len(dead.calls) == 0 {
+		t.Error("the dead one was not asked")
+	}
+}
+
 // A client that goes ends whichever half is under way.
 func TestNIXLClientDisconnects(t *testing.T) {
 	leaktest.Check(t)

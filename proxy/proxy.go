@@ -76,8 +76,8 @@ func New(cfg Config) (*Proxy, error) {
 	return p, nil
 }
 
-// hostGone is after how long a host that says nothing has vanished: answers have
-// no time limit.
+// hostGone is after how long a host that says nothing has vanished, or one that takes
+// no byte of a request counts as gone: answers have no time limit.
 const hostGone = 20 * time.Second
 
 // dialer makes connections that end with their host: keep-alives tell while nothing

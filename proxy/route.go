@@ -40,11 +40,12 @@ type attempt struct {
 	refusal         atomic.Pointer[string]
 }
 
-// refused is P's failure in the place of D's, if P has answered that there is nothing
-// to load. D was asked nevertheless: it may be set to compute the prompt itself.
+// refused is P's failure in the place of what D answers for want of the load, if P has
+// said that there is nothing to load. D was asked nevertheless: it may be set to
+// compute the prompt itself.
 func (a *attempt) refused(f *failure) *failure {
 	reason := a.refusal.Load()
-	if reason == nil || f.answer != nil && f.answer.status < 500 {
+	if reason == nil || f.answer == nil || f.answer.status != http.StatusInternalServerError {
 		return f
 	}
 	by := a.prefill.failed(errors.New(*reason))
