@@ -209,6 +209,8 @@ def drain(program: subprocess.Popen[bytes], url: str, number: signal.Signals) ->
             socket.create_connection((HOST, int(url.rpartition(":")[2])), timeout=5).close()
         except ConnectionRefusedError:
             return True
+        except ConnectionResetError:  # it was not taken before the port was closed
+            pass
         return False
 
     wait_until("new connections are refused", refused, 30)

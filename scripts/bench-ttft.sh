@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
-# Time to first token through a real vLLM pair, beside the single engine's: scripts/bench-ttft.sh [--prompts N]
+# Time to first token through a real vLLM pair, beside the single engine's: scripts/bench-ttft.sh [--network RATE] [--prompts N]
+# With --network, as 1gbit, between engines whose network has that rate: a loopback of their own (as root, with iproute2).
 set -euo pipefail
 cd "$(dirname "$0")/.."
+rate=
+if [[ ${1:-} == --network ]]; then
+  rate=$2
+  shift 2
+fi
 make wheel
 . scripts/vllm-env.sh "${VENV_VLLM:-.venv-vllm}"
 [[ -z $vllm_not_run ]] || { echo "scripts/bench-ttft.sh: NOT RUN: $vllm_not_run" >&2; exit 75; }
-exec "$vllm_python" e2e/bench_ttft.py "$@"
+bench=("$vllm_python" e2e/bench_ttft.py "$@")
+[[ $rate ]] || exec "${bench[@]}"
+exec unshare --net bash -euc 'ip link set lo up; tc qdisc add dev lo root tbf rate "$0" burst 256kb latency 50ms; exec "$@"' "$rate" "${bench[@]}"

@@ -781,7 +781,7 @@ def test_beside_another_connector(make: Any) -> None:
     engine.run(lambda: engine.finished(request))
     assert len(engine.texts[request.request_id]) == 4
     assert engine.scheduler.reset_connector_cache()
-    engine.nothing_is_left()
+    nothing_of_ours_is_left(engine, request)
 
 
 def test_prefill_beside_another_connector(make: Any) -> None:
@@ -792,7 +792,11 @@ def test_prefill_beside_another_connector(make: Any) -> None:
     engine.step()
     assert list(engine.sending) == [request.request_id]
     engine.step(sent={request.request_id})
-    # The other one's store has no worker here that ends it.
+    nothing_of_ours_is_left(engine, request)
+
+
+def nothing_of_ours_is_left(engine: Engine, request: Request) -> None:
+    """What the other one stores has no worker here that ends it."""
     assert request.request_id not in engine.scheduler.requests and engine.blocks_free() == engine.free
     assert engine.ours._sched.in_flight() == (0, 0) and not engine.ours._sched.has_unsaid()
 
