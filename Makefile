@@ -38,6 +38,11 @@ $(BUILD)/kvconn: $(GOFILES) | tools
 	@mkdir -p $(BUILD)
 	$(GO) build -trimpath -buildvcs=false -ldflags '-s -w' -o $@ ./cmd/kvconn
 
+rig: $(BUILD)/kvconn-rig ## build/kvconn-rig, what tests and measures kvconn
+$(BUILD)/kvconn-rig: $(GOFILES) | tools
+	@mkdir -p $(BUILD)
+	$(GO) build -trimpath -buildvcs=false -ldflags '-s -w' -o $@ ./cmd/kvconn-rig
+
 wheel: $(BUILD)/wheel.stamp ## dist/kvconn-*.whl
 $(BUILD)/wheel.stamp: $(BUILD)/libkvconn.so $(PYFILES) | $(VENV)/stamp
 	@rm -rf dist $(BUILD)/lib $(BUILD)/bdist.* python/*.egg-info
@@ -92,8 +97,8 @@ mutants: | tools ## deliberate defects, each of which the simulator must find
 rdma-test: | tools ## rdma/ on real queue pairs, in a small virtual machine; STAGES='go' for some
 	@GO=$(GO) scripts/rdma-test.sh $(STAGES)
 
-e2e: wheel cmd ## faults on agents in processes of their own, rdma-test, then the real vLLM and SGLang pairs, also with failures
-	$(BUILD)/kvconn chaos --short
+e2e: wheel rig ## faults on agents in processes of their own, rdma-test, then the real vLLM and SGLang pairs, also with failures
+	$(BUILD)/kvconn-rig chaos --short
 	@GO=$(GO) scripts/e2e.sh $(VENV_VLLM) $(VENV_SGLANG)
 
 e2e-sglang: wheel ## the real SGLang pair, also with failures and with several ranks; a part of e2e, but for the ranks
@@ -102,8 +107,8 @@ e2e-sglang: wheel ## the real SGLang pair, also with failures and with several r
 e2e-versions: wheel ## the real pair on the newest vLLM and the two minor releases before it; VERSIONS='0.31.0' for some
 	@scripts/vllm-versions.sh $(VENV_VLLM) $(VERSIONS)
 
-chaos: cmd ## real agents under load and faults; CHAOS='--short --seed 1' for options
-	$(BUILD)/kvconn chaos $(CHAOS)
+chaos: rig ## real agents under load and faults; CHAOS='--short --seed 1' for options
+	$(BUILD)/kvconn-rig chaos $(CHAOS)
 
 lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up to date
 	scripts/lint.sh $(VENV)
@@ -111,4 +116,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist python/*.egg-info .demo
 
-.PHONY: help tools lib cmd wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos
+.PHONY: help tools lib cmd rig wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos

@@ -12,7 +12,10 @@ import (
 	"strings"
 	"time"
 
+	"go.uber.org/zap"
+
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/synthetic"
 	"github.com/kvconn/kvconn/rdma"
 )
 
@@ -26,7 +29,6 @@ type benchConfig struct {
 	streams int
 	json    bool
 	iperf   bool
-	agents  int // > 0: many decode agents in place of transfers
 
 	transport string // as in the configuration
 	adjacent  bool   // blocks lie one after the other on both sides
@@ -64,7 +66,6 @@ func parseBench(args []string) (benchConfig, error) {
 	fs.IntVar(&c.streams, "streams", 2, "TCP connections")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
 	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, where it is installed")
-	fs.IntVar(&c.agents, "agents", 0, "measure what one prefill agent does for so many decode agents, in place of transfers")
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			return c, err
@@ -83,9 +84,6 @@ func parseBench(args []string) (benchConfig, error) {
 	}
 	if c.rounds < 2 || c.streams < 1 {
 		return c, fmt.Errorf("%w: want at least 2 rounds and 1 stream", errUsage)
-	}
-	if c.agents < 0 || c.agents > maxAgents {
-		return c, fmt.Errorf("%w: %d agents: at most %d", errUsage, c.agents, maxAgents)
 	}
 	var err error
 	if c.total, err = parseSize(*total); err != nil {
@@ -114,14 +112,11 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if c.agents > 0 {
-		return runAgentsBench(ctx, c.agents, out)
-	}
-	peer, err := startPeer(ctx)
+	peer, err := startPrefill(ctx)
 	if err != nil {
 		return err
 	}
-	defer peer.stop()
+	defer peer.Stop()
 	var results []benchResult
 	if !c.json {
 		fmt.Fprintf(out, "%-9s %8s %8s %14s %12s %14s %7s\n", "transport", "block", "total", "median GB/s", "best GB/s", "iperf3 GB/s", "ratio")
@@ -155,19 +150,19 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 	return nil
 }
 
-func benchOne(ctx context.Context, c benchConfig, peer *peerProcess, block int) (benchResult, error) {
+func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block int) (benchResult, error) {
 	r := benchResult{BlockBytes: block, TotalBytes: c.total, Rounds: c.rounds - 1}
 	count := c.total / block / benchLayers
-	local, err := newPool(benchLayers, 2*count, block)
+	local, err := synthetic.NewPool(benchLayers, 2*count, block)
 	if err != nil {
 		return r, err
 	}
-	defer local.free()
-	opened, err := peer.ask(peerOrder{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Transport: c.transport, QPs: c.qps, Depth: c.depth})
+	defer local.Free()
+	opened, err := peer.Ask(synthetic.Order{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Transport: c.transport, QPs: c.qps, Depth: c.depth})
 	if err != nil {
 		return r, err
 	}
-	agent, err := openDecode(local, peerOrder{Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth})
+	agent, err := synthetic.OpenDecode(local, synthetic.Order{Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth}, newLogger(zap.WarnLevel))
 	if err != nil {
 		return r, err
 	}
@@ -180,17 +175,17 @@ func benchOne(ctx context.Context, c benchConfig, peer *peerProcess, block int) 
 			}
 		}
 		id := fmt.Sprintf("bench-%d-%d", block, round)
-		local.clear()
-		if _, err := peer.ask(peerOrder{Op: "offer", ID: id, Transfer: round + 1, Count: count, Adjacent: c.adjacent}); err != nil {
+		local.Clear()
+		if _, err := peer.Ask(synthetic.Order{Op: "offer", ID: id, Transfer: round + 1, Count: count, Adjacent: c.adjacent}); err != nil {
 			return r, err
 		}
-		dst := local.choose(count, int64(1000+round), c.adjacent)
+		dst := local.Choose(count, int64(1000+round), c.adjacent)
 		start := time.Now()
 		if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Blocks: [][]core.BlockID{dst},
 			From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
 			return r, err
 		}
-		rep, err := waitReport(ctx, agent, core.TransferID(id))
+		rep, err := synthetic.WaitReport(ctx, agent, core.TransferID(id))
 		took := time.Since(start)
 		if err != nil {
 			return r, err
@@ -202,10 +197,10 @@ func benchOne(ctx context.Context, c benchConfig, peer *peerProcess, block int) 
 			return r, fmt.Errorf("round %d went by %s, those before by %s: no figure of one transport", round+1, rep.Transport, r.Transport)
 		}
 		r.Transport = rep.Transport
-		if err := local.check(round+1, 0, dst); err != nil {
+		if err := local.Check(round+1, 0, dst); err != nil {
 			return r, err
 		}
-		if err := peer.sent(id); err != nil {
+		if err := peer.Sent(id); err != nil {
 			return r, err
 		}
 		if round > 0 {
@@ -213,7 +208,7 @@ func benchOne(ctx context.Context, c benchConfig, peer *peerProcess, block int) 
 		}
 	}
 	if r.Transport == "rdma" {
-		a, err := peer.ask(peerOrder{Op: "counters"})
+		a, err := peer.Ask(synthetic.Order{Op: "counters"})
 		if err != nil {
 			return r, err
 		}
@@ -231,9 +226,5 @@ func benchOne(ctx context.Context, c benchConfig, peer *peerProcess, block int) 
 
 func median(v []float64) float64 {
 	v = slices.Sorted(slices.Values(v))
-	n := len(v)
-	if n%2 == 1 {
-		return v[n/2]
-	}
-	return (v[n/2-1] + v[n/2]) / 2
+	return (v[(len(v)-1)/2] + v[len(v)/2]) / 2
 }

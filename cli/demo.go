@@ -9,7 +9,10 @@ import (
 	"os"
 	"time"
 
+	"go.uber.org/zap"
+
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/synthetic"
 )
 
 // The synthetic cache of the demo: 8 layers, blocks of 16 tokens and 32 KiB.
@@ -34,26 +37,26 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	fmt.Fprintf(out, "Two processes, each with a paged KV cache of %d layers × %d blocks × %s.\n", demoLayers, demoBlocks, formatSize(demoBlock))
-	peer, err := startPeer(ctx)
+	peer, err := startPrefill(ctx)
 	if err != nil {
 		return err
 	}
-	defer peer.stop()
-	opened, err := peer.ask(peerOrder{Op: "open", Layers: demoLayers, Blocks: demoBlocks, Block: demoBlock, Transport: *transport})
+	defer peer.Stop()
+	opened, err := peer.Ask(synthetic.Order{Op: "open", Layers: demoLayers, Blocks: demoBlocks, Block: demoBlock, Transport: *transport})
 	if err != nil {
 		return err
 	}
-	local, err := newPool(demoLayers, demoBlocks, demoBlock)
+	local, err := synthetic.NewPool(demoLayers, demoBlocks, demoBlock)
 	if err != nil {
 		return err
 	}
-	defer local.free()
-	agent, err := openDecode(local, peerOrder{Streams: 2, Transport: *transport})
+	defer local.Free()
+	agent, err := synthetic.OpenDecode(local, synthetic.Order{Streams: 2, Transport: *transport}, newLogger(zap.WarnLevel))
 	if err != nil {
 		return err
 	}
 	defer agent.Close()
-	fmt.Fprintf(out, "prefill: process %d, bootstrap %s\ndecode:  process %d\n\n", peer.cmd.Process.Pid, opened.Bootstrap, os.Getpid())
+	fmt.Fprintf(out, "prefill: process %d, bootstrap %s\ndecode:  process %d\n\n", peer.PID(), opened.Bootstrap, os.Getpid())
 	fmt.Fprintf(out, "%-44s %7s %9s %9s %9s %8s %-5s %s\n", "request", "blocks", "bytes", "wait ms", "move ms", "GB/s", "by", "bytes")
 
 	steps := []struct {
@@ -71,10 +74,10 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 	from := core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}
 	for i, s := range steps {
 		id := core.TransferID(fmt.Sprintf("demo-%d", i+1))
-		dst := local.scatter(s.count-s.skip, int64(100+i))
-		local.clear()
+		dst := local.Scatter(s.count-s.skip, int64(100+i))
+		local.Clear()
 		offer := func() error {
-			_, err := peer.ask(peerOrder{Op: "offer", ID: string(id), Transfer: i + 1, Count: s.count})
+			_, err := peer.Ask(synthetic.Order{Op: "offer", ID: string(id), Transfer: i + 1, Count: s.count})
 			return err
 		}
 		load := func() error {
@@ -91,17 +94,17 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		if err := second(); err != nil {
 			return err
 		}
-		rep, err := waitReport(ctx, agent, id)
+		rep, err := synthetic.WaitReport(ctx, agent, id)
 		if err != nil {
 			return err
 		}
 		if rep.Code != core.OK {
 			return fmt.Errorf("%s: %s: %s", s.what, rep.Code, rep.Reason)
 		}
-		if err := local.check(i+1, s.skip, dst); err != nil {
+		if err := local.Check(i+1, s.skip, dst); err != nil {
 			return err
 		}
-		if err := peer.sent(string(id)); err != nil {
+		if err := peer.Sent(string(id)); err != nil {
 			return err
 		}
 		move := time.Duration(rep.Stats.Nanos)

@@ -15,7 +15,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
-	"github.com/kvconn/kvconn/internal/chaos"
+	"github.com/kvconn/kvconn/internal/synthetic"
 	"github.com/kvconn/kvconn/launch"
 	"github.com/kvconn/kvconn/proxy"
 )
@@ -29,8 +29,6 @@ Usage: kvconn COMMAND [OPTIONS]
   doctor  which transports work on this machine, and what to do about the others
   proxy   the router: sends each request to a prefill and a decode server
   launch  vLLM or SGLang servers for prefill and decode on this machine, and the router
-  bench-proxy
-          what the router costs a request, beside another router
 
 kvconn COMMAND --help tells the options.
 `
@@ -76,25 +74,8 @@ func Main(args []string) int {
 			break
 		}
 		return code
-	case "bench-proxy":
-		err = runBenchProxy(ctx, rest, os.Stdout)
-	case stubCommand:
-		err = runStubs(ctx, rest, os.Stdin, os.Stdout)
-	case "chaos":
-		err = runChaos(ctx, rest, os.Stdout)
-	case peerCommand:
-		err = runPeer(ctx, os.Stdin, os.Stdout)
-	case engineCommand:
-		if len(rest) == 1 {
-			err = chaos.ServeEngine(ctx, rest[0])
-		} else {
-			err = chaos.RunEngine(os.Stdin, os.Stdout)
-		}
-	case relayCommand:
-		if len(rest) != 1 {
-			return exitUsage
-		}
-		err = chaos.Relay(ctx, rest[0], os.Stdin, os.Stdout)
+	case synthetic.PrefillCommand:
+		err = synthetic.Serve(ctx, os.Stdin, os.Stdout, newLogger(zap.WarnLevel))
 	case "help", "-h", "--help":
 		fmt.Print(usage)
 	default:

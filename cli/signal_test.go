@@ -2,7 +2,6 @@ package cli
 
 import (
 	"bufio"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -19,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/internal/freeport"
 	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/internal/stubengine"
@@ -68,23 +68,18 @@ type router struct {
 func startRouter(t *testing.T, options ...string) *router {
 	t.Helper()
 	leaktest.Check(t)
-	in, stopStubs := io.Pipe()
-	out, says := io.Pipe()
-	stubs := make(chan error, 1)
-	go func() { stubs <- runStubs(t.Context(), []string{"1"}, in, says) }()
-	t.Cleanup(func() {
-		stopStubs.Close()
-		if err := <-stubs; err != nil {
-			t.Error(err)
-		}
-	})
-	var addrs stubAddrs
-	if err := json.NewDecoder(out).Decode(&addrs); err != nil {
-		t.Fatal(err)
-	}
 	gate := make(chan struct{})
 	r := &router{t: t, ended: make(chan struct{}), log: filepath.Join(t.TempDir(), "log"), finish: sync.OnceFunc(func() { close(gate) })}
 	engine := stubengine.Handler(stubengine.Options{Model: "m", Chunks: 6})
+	prefill := httptest.NewServer(engine)
+	t.Cleanup(prefill.Close)
+	var table bootstrap.Table
+	if err := table.Register(bootstrap.Registration{EngineID: "stub", Addr: "tcp://127.0.0.1:1"}); err != nil {
+		t.Fatal(err)
+	}
+	boot := httptest.NewServer(bootstrap.NewHandler(&table, nil, nil))
+	t.Cleanup(boot.Close)
+	bootstrapPort := boot.URL[strings.LastIndexByte(boot.URL, ':')+1:]
 	decode := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		engine.ServeHTTP(&halfway{ResponseWriter: w, gate: gate}, req)
 	}))
@@ -105,7 +100,7 @@ func startRouter(t *testing.T, options ...string) *router {
 		t.Fatal(err)
 	}
 	defer log.Close() // the program has it
-	r.cmd = exec.Command(exe, append([]string{"proxy", "--prefill", "http://" + addrs.Prefill, addrs.Bootstrap,
+	r.cmd = exec.Command(exe, append([]string{"proxy", "--prefill", prefill.URL, bootstrapPort,
 		"--decode", decode.URL, "--port", strconv.Itoa(ports[0])}, options...)...)
 	r.cmd.Stdout, r.cmd.Stderr = log, log
 	r.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}

@@ -51,13 +51,13 @@ run_signals() {
 }
 signal_faults() { (cd rdma && timeout -k 5 300 "$binary" -test.v -test.timeout 280s -test.fullpath -test.run "^TestSignalFaults\$/^($1)_"); }
 
-# The command, with the invariants on. Not with the race detector: it would have two cores emulate ten times as much.
-build_kvconn() { [[ -x $out/bin/kvconn ]] || ${GO:-go} build -tags invariants -trimpath -buildvcs=false -o $out/bin/kvconn ./cmd/kvconn; }
-chaos() { timeout -k 5 240 $out/bin/kvconn chaos --short --rails "$RXE_RAILS" --rail-command rxe-link "$@"; }
+# The test rig, with the invariants on. Not with the race detector: it would have two cores emulate ten times as much.
+build_rig() { [[ -x $out/bin/kvconn-rig ]] || ${GO:-go} build -tags invariants -trimpath -buildvcs=false -o $out/bin/kvconn-rig ./cmd/kvconn-rig; }
+chaos() { timeout -k 5 240 $out/bin/kvconn-rig chaos --short --rails "$RXE_RAILS" --rail-command rxe-link "$@"; }
 
 # Whole agents under load: processes killed and stopped, the control plane broken, rails taken off; then what becomes of
 # transfers whose rails are lost, with and without tcp to go on by.
-build_agents() { build_kvconn; }
+build_agents() { build_rig; }
 run_agents() {
   local failed=0
   chaos --transport rdma --parts faults,rails --faults 20 || failed=1
@@ -71,14 +71,14 @@ run_python() { PYTHONPATH=python KVCONN_LIBRARY=$PWD/build/libkvconn.so timeout 
 
 # P in host 0, D in host 1, which are joined by rails that are cut and that swallow what they are given, and by a link of
 # their own for the control plane.
-build_hosts() { build_kvconn; }
+build_hosts() { build_rig; }
 run_hosts() {
   local failed=0 transport port=7000
   for transport in rdma auto; do
     if ((RXE_HOST == 0)); then
       chaos --transport $transport --parts rails --host "$RXE_CTL_IP" --decode-at "$RXE_PEER_CTL_IP:$port" || failed=1
     else
-      timeout -k 5 260 $out/bin/kvconn __engine "$RXE_CTL_IP:$port" || failed=1
+      timeout -k 5 260 $out/bin/kvconn-rig engine "$RXE_CTL_IP:$port" || failed=1
     fi
     port=$((port + 1))
   done
@@ -101,7 +101,7 @@ if [[ ${1:-} == --guest ]]; then
     if ((rc)); then
       failed=1
       cat "$log"
-      grep -E '^ *--- FAIL|^panic: |DATA RACE|^PROBLEM: |^kvconn |Error: ' "$log" || true # once more, below all the rest
+      grep -E '^ *--- FAIL|^panic: |DATA RACE|^PROBLEM: |^kvconn-rig |Error: ' "$log" || true # once more, below all the rest
       echo "FAIL  $stage (status $rc, $took s)" | tee "$log.failed"
     else
       grep -E '^ *--- (FAIL|SKIP)|^--- PASS: .*\([^0]|^ok|^== |measured: |^(OK: |rails  |loads that )' "$log" || true

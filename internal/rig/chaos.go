@@ -1,4 +1,4 @@
-package cli
+package rig
 
 import (
 	"context"
@@ -15,20 +15,20 @@ import (
 	"github.com/kvconn/kvconn/internal/chaos"
 )
 
-// engineCommand is the hidden command of chaos's processes.
-const engineCommand = "__engine"
-
-// relayCommand is that of one that stands for an engine on another host.
-const relayCommand = "__relay"
+const (
+	// engineCommand runs an engine of chaos: under the driver, or on another host.
+	engineCommand = "engine"
+	// relayCommand, which is hidden, stands for an engine on another host.
+	relayCommand = "__relay"
+)
 
 // errChaos: the run was one, and what it found is not as it must be.
 var errChaos = errors.New("the run failed, see above")
 
-// runChaos runs real agents under load and faults. It is for kvconn's own
-// tests: the usage does not name it.
+// runChaos runs real agents under load and faults.
 func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	opt := chaos.Options{}
-	fs := flag.NewFlagSet("kvconn chaos", flag.ContinueOnError)
+	fs := flag.NewFlagSet("kvconn-rig chaos", flag.ContinueOnError)
 	fs.SetOutput(os.Stderr)
 	fs.IntVar(&opt.Faults, "faults", 0, "how many faults to inject; 500, with --short 40")
 	parts := fs.String("parts", "", "only these parts, separated by commas: "+strings.Join(chaos.PartNames(), ", "))
@@ -39,7 +39,7 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	fs.IntVar(&opt.Rails, "rails", 0, "how many RDMA rails of this machine --rail-command may take off, from 0 on")
 	fs.StringVar(&opt.RailCommand, "rail-command", "", "a command that takes a rail's number and off, mute (packets vanish), thin (large packets vanish), on, or sent, which prints its packets")
 	fs.StringVar(&opt.Host, "host", "", "part rails: an address of this machine at which P listens, without faulty ways between")
-	decode := fs.String("decode-at", "", "part rails: host and port of D's engine on another machine: kvconn "+engineCommand+" HOST:PORT there")
+	decode := fs.String("decode-at", "", "part rails: host and port of D's engine on another machine: kvconn-rig "+engineCommand+" HOST:PORT there")
 	asJSON := fs.Bool("json", false, "print JSON")
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
@@ -50,8 +50,8 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	if fs.NArg() > 0 || opt.Faults < 0 {
 		return fmt.Errorf("%w: chaos takes no argument, and no negative number of faults", errUsage)
 	}
-	if err := checkTransport(opt.Transport); err != nil {
-		return err
+	if !slices.Contains([]string{"auto", "rdma", "tcp"}, opt.Transport) {
+		return fmt.Errorf("%w: transport %q: want auto, rdma or tcp", errUsage, opt.Transport)
 	}
 	if opt.Rails < 0 || opt.Rails > 64 || (opt.Rails > 0) != (opt.RailCommand != "") {
 		return fmt.Errorf("%w: --rails takes 1 to 64, and --rail-command with it", errUsage)
@@ -73,13 +73,13 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 			}
 		}
 	}
-	self, err := selfCommand()
+	self, err := os.Executable()
 	if err != nil {
 		return err
 	}
-	opt.Self = append(slices.Clip(self), engineCommand)
+	opt.Self = []string{self, engineCommand}
 	if *decode != "" {
-		opt.Decode = append(slices.Clip(self), relayCommand, *decode)
+		opt.Decode = []string{self, relayCommand, *decode}
 	}
 	opt.Progress = func(format string, args ...any) {
 		fmt.Fprintf(os.Stderr, "%s "+format+"\n", append([]any{time.Now().Format("15:04:05")}, args...)...)
@@ -99,4 +99,21 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 		err = errChaos
 	}
 	return err
+}
+
+func runEngine(ctx context.Context, args []string) error {
+	switch len(args) {
+	case 0:
+		return chaos.RunEngine(os.Stdin, os.Stdout)
+	case 1:
+		return chaos.ServeEngine(ctx, args[0])
+	}
+	return fmt.Errorf("%w: engine takes HOST:PORT at most", errUsage)
+}
+
+func runRelay(ctx context.Context, args []string) error {
+	if len(args) != 1 {
+		return fmt.Errorf("%w: %s takes HOST:PORT", errUsage, relayCommand)
+	}
+	return chaos.Relay(ctx, args[0], os.Stdin, os.Stdout)
 }

@@ -1,4 +1,4 @@
-package cli
+package synthetic
 
 import (
 	"fmt"
@@ -10,16 +10,17 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// pool is a synthetic paged KV cache: some layers of blocks, more blocks than a
-// transfer takes, outside Go's heap as an engine's memory is.
-type pool struct {
+// Pool is a paged KV cache without an engine: some layers of blocks, more blocks
+// than a transfer takes, outside Go's heap as an engine's memory is.
+type Pool struct {
 	mem    []byte
 	layers int
 	blocks int // of a layer
 	block  int // bytes
 }
 
-func newPool(layers, blocks, block int) (*pool, error) {
+// NewPool has that many layers, blocks of a layer, and bytes of a block.
+func NewPool(layers, blocks, block int) (*Pool, error) {
 	size := layers * blocks * block
 	mem, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	if err != nil {
@@ -27,12 +28,14 @@ func newPool(layers, blocks, block int) (*pool, error) {
 	}
 	// As engines' pools are, where the system lets them.
 	_ = unix.Madvise(mem, unix.MADV_HUGEPAGE)
-	return &pool{mem: mem, layers: layers, blocks: blocks, block: block}, nil
+	return &Pool{mem: mem, layers: layers, blocks: blocks, block: block}, nil
 }
 
-func (p *pool) free() { _ = unix.Munmap(p.mem) }
+// Free gives the memory back.
+func (p *Pool) Free() { _ = unix.Munmap(p.mem) }
 
-func (p *pool) regions() []core.Region {
+// Regions are what an agent registers, one a layer.
+func (p *Pool) Regions() []core.Region {
 	out := make([]core.Region, p.layers)
 	for l := range out {
 		out[l] = core.Region{
@@ -43,7 +46,7 @@ func (p *pool) regions() []core.Region {
 	return out
 }
 
-func (p *pool) words(layer int, id core.BlockID) []uint64 {
+func (p *Pool) words(layer int, id core.BlockID) []uint64 {
 	off := (layer*p.blocks + int(id)) * p.block
 	return unsafe.Slice((*uint64)(unsafe.Pointer(&p.mem[off])), p.block/8)
 }
@@ -55,8 +58,8 @@ func word(transfer, layer, position, i int) uint64 {
 	return (x + 1) * 0x9E3779B97F4A7C15
 }
 
-// fill writes a transfer's pattern into blocks.
-func (p *pool) fill(transfer int, ids []core.BlockID) {
+// Fill writes a transfer's pattern into blocks.
+func (p *Pool) Fill(transfer int, ids []core.BlockID) {
 	for l := range p.layers {
 		for pos, id := range ids {
 			w := p.words(l, id)
@@ -70,16 +73,17 @@ func (p *pool) fill(transfer int, ids []core.BlockID) {
 // idle is what blocks outside every transfer hold.
 const idle = 0x5A5A5A5A5A5A5A5A
 
-func (p *pool) clear() {
+// Clear fills the whole pool with the value of blocks outside every transfer.
+func (p *Pool) Clear() {
 	w := unsafe.Slice((*uint64)(unsafe.Pointer(&p.mem[0])), len(p.mem)/8)
 	for i := range w {
 		w[i] = idle
 	}
 }
 
-// check compares blocks with a transfer's pattern from its position first on,
+// Check compares blocks with a transfer's pattern from its position first on,
 // and every other block with idle.
-func (p *pool) check(transfer, first int, ids []core.BlockID) error {
+func (p *Pool) Check(transfer, first int, ids []core.BlockID) error {
 	position := make(map[core.BlockID]int, len(ids))
 	for k, id := range ids {
 		position[id] = first + k
@@ -101,10 +105,10 @@ func (p *pool) check(transfer, first int, ids []core.BlockID) error {
 	return nil
 }
 
-// choose picks n of the pool's blocks: scattered, or the first ones.
-func (p *pool) choose(n int, seed int64, adjacent bool) []core.BlockID {
+// Choose picks n of the pool's blocks: scattered, or the first ones.
+func (p *Pool) Choose(n int, seed int64, adjacent bool) []core.BlockID {
 	if !adjacent {
-		return p.scatter(n, seed)
+		return p.Scatter(n, seed)
 	}
 	out := make([]core.BlockID, n)
 	for i := range out {
@@ -113,8 +117,8 @@ func (p *pool) choose(n int, seed int64, adjacent bool) []core.BlockID {
 	return out
 }
 
-// scatter picks n of the pool's blocks in an order that a seed gives.
-func (p *pool) scatter(n int, seed int64) []core.BlockID {
+// Scatter picks n of the pool's blocks in an order that a seed gives.
+func (p *Pool) Scatter(n int, seed int64) []core.BlockID {
 	out := make([]core.BlockID, n)
 	for i, b := range rand.New(rand.NewSource(seed)).Perm(p.blocks)[:n] {
 		out[i] = core.BlockID(b)

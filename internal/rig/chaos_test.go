@@ -1,4 +1,4 @@
-package cli
+package rig
 
 import (
 	"bytes"
@@ -8,7 +8,7 @@ import (
 )
 
 func TestChaosBadArguments(t *testing.T) {
-	for _, args := range [][]string{{"more"}, {"--faults", "-1"}, {"--nope"}, {"--parts", "faults,nope"}} {
+	for _, args := range [][]string{{"more"}, {"--faults", "-1"}, {"--nope"}, {"--parts", "faults,nope"}, {"--transport", "pigeon"}} {
 		if err := runChaos(context.Background(), args, &bytes.Buffer{}); !errors.Is(err, errUsage) {
 			t.Errorf("%v: %v, want an error of usage", args, err)
 		}

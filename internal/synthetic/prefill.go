@@ -1,14 +1,12 @@
-package cli
+package synthetic
 
 import (
 	"bufio"
 	"context"
 	"encoding/json"
-	"flag"
 	"fmt"
 	"io"
 	"net"
-	"slices"
 	"strconv"
 	"time"
 
@@ -19,8 +17,8 @@ import (
 	"github.com/kvconn/kvconn/node"
 )
 
-// peerOrder is what demo and bench tell their second process, the prefill side.
-type peerOrder struct {
+// Order is what the first process tells the second one, the prefill side.
+type Order struct {
 	Op        string `json:"op"` // open, announce, offer, wait, counters, close
 	Layers    int    `json:"layers,omitempty"`
 	Blocks    int    `json:"blocks,omitempty"` // of the pool
@@ -37,7 +35,8 @@ type peerOrder struct {
 	Bootstrap string `json:"bootstrap,omitempty"`
 }
 
-type peerAnswer struct {
+// Answer is what the second process says to an order.
+type Answer struct {
 	Error     string `json:"error,omitempty"`
 	Bootstrap string `json:"bootstrap,omitempty"`
 	EngineID  string `json:"engine_id,omitempty"`
@@ -47,32 +46,20 @@ type peerAnswer struct {
 	Counters map[string]uint64 `json:"counters,omitempty"` // of rdma
 }
 
-// transportFlag adds --transport.
-func transportFlag(fs *flag.FlagSet) *string {
-	return fs.String("transport", "auto", "auto (rdma where it works, else tcp), rdma or tcp: that one or none")
-}
-
-func checkTransport(name string) error {
-	if !slices.Contains([]string{"auto", "rdma", "tcp"}, name) {
-		return fmt.Errorf("%w: transport %q: want auto, rdma or tcp", errUsage, name)
-	}
-	return nil
-}
-
-// runPeer obeys orders until its input ends.
-func runPeer(ctx context.Context, in io.Reader, out io.Writer) error {
-	p := &prefillPeer{}
+// Serve is the second process: it obeys orders until its input ends.
+func Serve(ctx context.Context, in io.Reader, out io.Writer, log *zap.Logger) error {
+	p := &prefill{log: log}
 	defer p.close()
 	enc := json.NewEncoder(out)
 	sc := bufio.NewScanner(in)
 	for sc.Scan() {
-		var o peerOrder
-		answer, err := peerAnswer{}, json.Unmarshal(sc.Bytes(), &o)
+		var o Order
+		answer, err := Answer{}, json.Unmarshal(sc.Bytes(), &o)
 		if err == nil {
 			answer, err = p.obey(ctx, o)
 		}
 		if err != nil {
-			answer = peerAnswer{Error: err.Error()}
+			answer = Answer{Error: err.Error()}
 		}
 		if err := enc.Encode(answer); err != nil {
 			return err
@@ -81,37 +68,38 @@ func runPeer(ctx context.Context, in io.Reader, out io.Writer) error {
 	return sc.Err()
 }
 
-type prefillPeer struct {
+type prefill struct {
+	log   *zap.Logger
 	agent *node.Agent
-	pool  *pool
+	pool  *Pool
 }
 
-func (p *prefillPeer) obey(ctx context.Context, o peerOrder) (peerAnswer, error) {
+func (p *prefill) obey(ctx context.Context, o Order) (Answer, error) {
 	switch o.Op {
 	case "open":
 		p.close()
 		return p.open(o)
 	case "announce":
 		_, err := p.agent.Announce([]core.TransferID{core.TransferID(o.ID)})
-		return peerAnswer{}, err
+		return Answer{}, err
 	case "offer":
-		ids := p.pool.choose(o.Count, int64(o.Transfer), o.Adjacent)
-		p.pool.fill(o.Transfer, ids)
+		ids := p.pool.Choose(o.Count, int64(o.Transfer), o.Adjacent)
+		p.pool.Fill(o.Transfer, ids)
 		_, err := p.agent.Offer([]core.OfferRequest{{ID: core.TransferID(o.ID), Blocks: [][]core.BlockID{ids}}})
-		return peerAnswer{}, err
+		return Answer{}, err
 	case "wait":
-		r, err := waitReport(ctx, p.agent, core.TransferID(o.ID))
-		return peerAnswer{Code: int(r.Code), Reason: r.Reason}, err
+		r, err := WaitReport(ctx, p.agent, core.TransferID(o.ID))
+		return Answer{Code: int(r.Code), Reason: r.Reason}, err
 	case "counters":
-		return peerAnswer{Counters: p.agent.Stats().Transports["rdma"].Counters}, nil
+		return Answer{Counters: p.agent.Stats().Transports["rdma"].Counters}, nil
 	case "close":
 		p.close()
-		return peerAnswer{}, nil
+		return Answer{}, nil
 	}
-	return peerAnswer{}, fmt.Errorf("unknown order %q", o.Op)
+	return Answer{}, fmt.Errorf("unknown order %q", o.Op)
 }
 
-func (p *prefillPeer) open(o peerOrder) (peerAnswer, error) {
+func (p *prefill) open(o Order) (Answer, error) {
 	cfg := node.DefaultConfig()
 	cfg.EngineID, cfg.Role = "prefill", node.RolePrefill
 	cfg.BootstrapHost, cfg.BootstrapPort, cfg.TCPListenHost = "127.0.0.1", 0, "127.0.0.1"
@@ -119,28 +107,28 @@ func (p *prefillPeer) open(o peerOrder) (peerAnswer, error) {
 	if o.Bootstrap != "" {
 		at, err := natsbus.ParseAddress(o.Bootstrap)
 		if err != nil {
-			return peerAnswer{}, err
+			return Answer{}, err
 		}
 		_, port, _ := net.SplitHostPort(at.Host)
 		if cfg.BootstrapPort, err = strconv.Atoi(port); err != nil {
-			return peerAnswer{}, err
+			return Answer{}, err
 		}
 	}
 	var err error
-	if p.pool, err = newPool(o.Layers, o.Blocks, o.Block); err != nil {
-		return peerAnswer{}, err
+	if p.pool, err = NewPool(o.Layers, o.Blocks, o.Block); err != nil {
+		return Answer{}, err
 	}
-	if p.agent, err = node.Open(cfg, node.Options{Logger: newLogger(zap.WarnLevel)}); err != nil {
-		return peerAnswer{}, err
+	if p.agent, err = node.Open(cfg, node.Options{Logger: p.log}); err != nil {
+		return Answer{}, err
 	}
-	if err := p.agent.RegisterKVCaches(p.pool.regions()); err != nil {
-		return peerAnswer{}, err
+	if err := p.agent.RegisterKVCaches(p.pool.Regions()); err != nil {
+		return Answer{}, err
 	}
-	return peerAnswer{Bootstrap: p.agent.BootstrapAddress(), EngineID: cfg.EngineID}, nil
+	return Answer{Bootstrap: p.agent.BootstrapAddress(), EngineID: cfg.EngineID}, nil
 }
 
 // transport sets what the order says of it.
-func (o *peerOrder) transport(cfg *node.Config) {
+func (o *Order) transport(cfg *node.Config) {
 	if o.Transport != "" {
 		cfg.Transport = o.Transport
 	}
@@ -149,19 +137,19 @@ func (o *peerOrder) transport(cfg *node.Config) {
 	}
 }
 
-func (p *prefillPeer) close() {
+func (p *prefill) close() {
 	if p.agent != nil {
 		_ = p.agent.Close()
 	}
 	if p.pool != nil {
-		p.pool.free()
+		p.pool.Free()
 	}
 	p.agent, p.pool = nil, nil
 }
 
-// waitReport waits for one transfer's report; there is no other under way.
-func waitReport(ctx context.Context, a *node.Agent, id core.TransferID) (core.Report, error) {
-	t := time.NewTimer(peerTimeout)
+// WaitReport waits for one transfer's report; there is no other under way.
+func WaitReport(ctx context.Context, a *node.Agent, id core.TransferID) (core.Report, error) {
+	t := time.NewTimer(answerTimeout)
 	defer t.Stop()
 	for {
 		select {
@@ -174,21 +162,22 @@ func waitReport(ctx context.Context, a *node.Agent, id core.TransferID) (core.Re
 		case <-ctx.Done():
 			return core.Report{}, ctx.Err()
 		case <-t.C:
-			return core.Report{}, fmt.Errorf("transfer %q has no report after %v", string(id), peerTimeout)
+			return core.Report{}, fmt.Errorf("transfer %q has no report after %v", string(id), answerTimeout)
 		}
 	}
 }
 
-// openDecode opens the decode side in this process, as the peer's order says.
-func openDecode(p *pool, o peerOrder) (*node.Agent, error) {
+// OpenDecode opens the decode side in this process, as the order to the prefill
+// side says.
+func OpenDecode(p *Pool, o Order, log *zap.Logger) (*node.Agent, error) {
 	cfg := node.DefaultConfig()
 	cfg.EngineID, cfg.Role, cfg.TCPStreams = "decode", node.RoleDecode, o.Streams
 	o.transport(&cfg)
-	a, err := node.Open(cfg, node.Options{Logger: newLogger(zap.WarnLevel)})
+	a, err := node.Open(cfg, node.Options{Logger: log})
 	if err != nil {
 		return nil, err
 	}
-	if err := a.RegisterKVCaches(p.regions()); err != nil {
+	if err := a.RegisterKVCaches(p.Regions()); err != nil {
 		_ = a.Close()
 		return nil, err
 	}

@@ -1,4 +1,4 @@
-package cli
+package rig
 
 import (
 	"bufio"
@@ -12,6 +12,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -21,14 +22,15 @@ import (
 	"github.com/kvconn/kvconn/internal/freeport"
 )
 
-// routerBench is the command line of kvconn bench-proxy.
+// routerBench is the command line of kvconn-rig bench-proxy.
 type routerBench struct {
 	clients []int
 	rounds  int
 	slice   time.Duration
 	chunks  int
 	prompt  int
-	soak    int // > 0: so many requests through our router, and its memory
+	soak    int      // > 0: so many requests through our router, and its memory
+	router  []string // our own, if it is not beside this program
 	beside  []string
 	json    bool
 	log     string
@@ -50,7 +52,7 @@ type routerResult struct {
 
 func parseRouterBench(args []string) (routerBench, error) {
 	var c routerBench
-	fs := flag.NewFlagSet("kvconn bench-proxy", flag.ContinueOnError)
+	fs := flag.NewFlagSet("kvconn-rig bench-proxy", flag.ContinueOnError)
 	fs.SetOutput(os.Stderr)
 	clients := fs.String("clients", "1,32", "closed-loop clients, several figures separated by commas")
 	fs.IntVar(&c.rounds, "rounds", 5, "rounds; in each every way is measured once")
@@ -58,6 +60,7 @@ func parseRouterBench(args []string) (routerBench, error) {
 	fs.IntVar(&c.chunks, "chunks", 16, "events of a streamed answer")
 	fs.IntVar(&c.prompt, "prompt", 1000, "bytes of a prompt")
 	fs.IntVar(&c.soak, "requests", 0, "send so many requests through kvconn proxy, and print its memory after each tenth")
+	router := fs.String("router", "", "the command of kvconn's router; by default the kvconn beside this program, with proxy")
 	beside := fs.String("beside", "", "another router's command, to which --prefill URL PORT --decode URL --port N is added")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
 	fs.StringVar(&c.log, "log", os.DevNull, "file for what the routers print")
@@ -70,7 +73,7 @@ func parseRouterBench(args []string) (routerBench, error) {
 	if fs.NArg() > 0 {
 		return c, fmt.Errorf("%w: bench-proxy takes no argument %q", errUsage, fs.Arg(0))
 	}
-	c.beside = strings.Fields(*beside)
+	c.router, c.beside = strings.Fields(*router), strings.Fields(*beside)
 	for _, s := range strings.Split(*clients, ",") {
 		n, err := strconv.Atoi(s)
 		if err != nil || n < 1 || n > 1024 {
@@ -95,7 +98,7 @@ func runBenchProxy(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	self, err := selfCommand()
+	self, err := os.Executable()
 	if err != nil {
 		return err
 	}
@@ -105,7 +108,7 @@ func runBenchProxy(ctx context.Context, args []string, out io.Writer) error {
 	}
 	defer log.Close()
 	var stubs stubAddrs
-	engines, err := startChild(ctx, append(slices.Clone(self), stubCommand, strconv.Itoa(c.chunks)), log, &stubs)
+	engines, err := startChild(ctx, []string{self, stubsCommand, strconv.Itoa(c.chunks)}, log, &stubs)
 	if err != nil {
 		return fmt.Errorf("stub engines: %w", err)
 	}
@@ -116,7 +119,11 @@ func runBenchProxy(ctx context.Context, args []string, out io.Writer) error {
 		pid        int
 	}
 	ways := []way{{"direct", stubs.Decode, 0}}
-	routers := [][]string{append(slices.Clone(self), "proxy")}
+	ours := c.router
+	if len(ours) == 0 { // as a build puts it
+		ours = []string{filepath.Join(filepath.Dir(self), "kvconn"), "proxy"}
+	}
+	routers := [][]string{ours}
 	if len(c.beside) > 0 {
 		routers = append(routers, c.beside)
 	}
@@ -158,15 +165,22 @@ func runBenchProxy(ctx context.Context, args []string, out io.Writer) error {
 		for range c.rounds {
 			for i, w := range ways {
 				pids := [3]int{w.pid, engines.cmd.Process.Pid, os.Getpid()}
-				before := cpuTimes(pids)
+				before, err := cpuTimes(pids)
+				if err != nil {
+					return err
+				}
 				took, elapsed, err := closedLoop(ctx, w.addr, n, load{time: c.slice}, body, c.chunks)
 				if err != nil {
 					return fmt.Errorf("%s with %d clients: %w", w.name, n, err)
 				}
 				rates[i] = append(rates[i], float64(len(took))/elapsed.Seconds())
 				times[i] = append(times[i], took...)
-				for k, after := range cpuTimes(pids) {
-					cpu[i][k] += after - before[k]
+				after, err := cpuTimes(pids)
+				if err != nil {
+					return err
+				}
+				for k := range after {
+					cpu[i][k] += after[k] - before[k]
 				}
 			}
 		}
@@ -220,35 +234,22 @@ func (c routerBench) runSoak(ctx context.Context, addr string, pid int, body []b
 	return nil
 }
 
-func residentKiB(pid int) (int, error) {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-	if err != nil {
-		return 0, err
-	}
-	for line := range strings.Lines(string(text)) {
-		if v, ok := strings.CutPrefix(line, "VmRSS:"); ok {
-			return strconv.Atoi(strings.TrimSuffix(strings.TrimSpace(v), " kB"))
-		}
-	}
-	return 0, fmt.Errorf("process %d has no VmRSS: it has ended", pid)
-}
-
-// cpuTimes are the processor times of processes so far; 0 where there is none.
-func cpuTimes(pids [3]int) (out [3]time.Duration) {
+// cpuTimes are the processor times of processes so far; 0 where the way has no router.
+func cpuTimes(pids [3]int) (out [3]time.Duration, err error) {
 	for i, pid := range pids {
-		text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-		if err != nil {
+		if pid == 0 {
 			continue
 		}
-		// Behind the name, which may hold anything: user and system time are the
-		// 12th and 13th field, in hundredths of a second.
-		f := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
-		for _, v := range f[11:13] {
-			n, _ := strconv.Atoi(v)
-			out[i] += time.Duration(n) * 10 * time.Millisecond
+		if out[i], err = cpuTime(pid); err != nil {
+			return out, err
 		}
 	}
-	return out
+	return out, nil
+}
+
+func median(v []float64) float64 {
+	v = slices.Sorted(slices.Values(v))
+	return (v[(len(v)-1)/2] + v[len(v)/2]) / 2
 }
 
 // benchStart bounds how long a router may take until it answers.

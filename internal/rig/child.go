@@ -1,72 +1,19 @@
-package cli
+package rig
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"strconv"
+	"strings"
 	"syscall"
 	"time"
-
-	"github.com/kvconn/kvconn/bootstrap"
-	"github.com/kvconn/kvconn/internal/stubengine"
 )
-
-// stubCommand is the hidden command of bench-proxy's engines.
-const stubCommand = "__stubs"
-
-// stubAddrs is the line that it prints: host:port of each, and the bootstrap port.
-type stubAddrs struct {
-	Prefill, Decode, Bootstrap string
-}
-
-// runStubs serves a prefill and a decode engine that compute nothing until its
-// input ends.
-func runStubs(ctx context.Context, args []string, in io.Reader, out io.Writer) error {
-	if len(args) != 1 {
-		return errUsage
-	}
-	chunks, err := strconv.Atoi(args[0])
-	if err != nil {
-		return fmt.Errorf("%w: %w", errUsage, err)
-	}
-	var table bootstrap.Table
-	if err := table.Register(bootstrap.Registration{EngineID: "stub", Addr: "tcp://127.0.0.1:1"}); err != nil {
-		return err
-	}
-	engine := stubengine.Options{Model: "stub", Chunks: chunks}
-	boot := &http.Server{Handler: bootstrap.NewHandler(&table, nil, nil), ReadHeaderTimeout: childStop}
-	var addrs []net.Addr
-	for _, serve := range []func(net.Listener){
-		func(l net.Listener) { stubengine.Lean(l, engine) },
-		func(l net.Listener) { stubengine.Lean(l, engine) },
-		func(l net.Listener) { _ = boot.Serve(l) }, // ends by Close
-	} {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			return err
-		}
-		defer l.Close()
-		go serve(l)
-		addrs = append(addrs, l.Addr())
-	}
-	defer boot.Close()
-	_, bootstrapPort, err := net.SplitHostPort(addrs[2].String())
-	if err != nil {
-		return err
-	}
-	if err := json.NewEncoder(out).Encode(stubAddrs{addrs[0].String(), addrs[1].String(), bootstrapPort}); err != nil {
-		return err
-	}
-	_, err = io.Copy(io.Discard, in)
-	return err
-}
 
 // child is a process that ends with this one.
 type child struct {
@@ -132,4 +79,41 @@ func (c *child) stop() {
 		_ = syscall.Kill(-c.cmd.Process.Pid, syscall.SIGKILL)
 		<-c.ended
 	}
+}
+
+// residentKiB is the memory that a process has now.
+func residentKiB(pid int) (int, error) {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return 0, err
+	}
+	for line := range strings.Lines(string(text)) {
+		if v, ok := strings.CutPrefix(line, "VmRSS:"); ok {
+			return strconv.Atoi(strings.TrimSuffix(strings.TrimSpace(v), " kB"))
+		}
+	}
+	return 0, fmt.Errorf("process %d has no VmRSS: it has ended", pid)
+}
+
+// cpuTime is what a process has used so far, in steps of 10 ms.
+func cpuTime(pid int) (time.Duration, error) {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, err
+	}
+	// The second field, the name in parentheses, may hold anything. User and system
+	// time are the 12th and 13th field behind it, in USER_HZ.
+	fields := bytes.Fields(text[bytes.LastIndexByte(text, ')')+1:])
+	if len(fields) < 13 {
+		return 0, fmt.Errorf("/proc/%d/stat holds %q", pid, text)
+	}
+	var sum time.Duration
+	for _, f := range fields[11:13] {
+		n, err := strconv.Atoi(string(f))
+		if err != nil {
+			return 0, fmt.Errorf("/proc/%d/stat: %w", pid, err)
+		}
+		sum += time.Duration(n) * 10 * time.Millisecond
+	}
+	return sum, nil
 }

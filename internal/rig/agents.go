@@ -1,34 +1,46 @@
-package cli
+package rig
 
 import (
-	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"os"
-	"strconv"
 	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/synthetic"
 	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/wire"
 )
 
 const (
-	maxAgents   = 3000             // of bench --agents; a prefill agent takes 4096 connections
+	maxAgents   = 3000             // a prefill agent takes 4096 connections
 	agentsBound = 60 * time.Second // of each step
 	heartbeats  = 10               // rounds, of which the mean is told
 	spareFiles  = 256              // descriptors that a process needs besides its connections
 )
 
-// runAgentsBench measures what one prefill agent has to do for many decode
+// runBenchAgents measures what one prefill agent has to do for many decode
 // agents. These are buses with a connection each, in this process; the prefill
 // agent is a whole one, in the other.
-func runAgentsBench(ctx context.Context, agents int, out io.Writer) error {
+func runBenchAgents(ctx context.Context, args []string, out io.Writer) error {
+	fs := flag.NewFlagSet("kvconn-rig bench-agents", flag.ContinueOnError)
+	fs.SetOutput(os.Stderr)
+	count := fs.Int("agents", 1000, "how many decode agents")
+	if err := fs.Parse(args); errors.Is(err, flag.ErrHelp) {
+		return nil
+	} else if err != nil {
+		return fmt.Errorf("%w: %w", errUsage, err)
+	}
+	agents := *count
+	if fs.NArg() > 0 || agents < 1 || agents > maxAgents {
+		return fmt.Errorf("%w: bench-agents takes --agents with a number from 1 to %d, and nothing else", errUsage, maxAgents)
+	}
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
 		return fmt.Errorf("the limit of open files: %w", err)
@@ -36,13 +48,17 @@ func runAgentsBench(ctx context.Context, agents int, out io.Writer) error {
 	if need := uint64(agents + spareFiles); limit.Cur < need {
 		return fmt.Errorf("%d agents need %d open files in each of two processes, the limit is %d: raise it with ulimit -n %d", agents, need, limit.Cur, need)
 	}
-	peer, err := startPeer(ctx)
+	self, err := os.Executable()
 	if err != nil {
 		return err
 	}
-	defer peer.stop()
-	order := peerOrder{Op: "open", Layers: 1, Blocks: 16, Block: 4096}
-	opened, err := peer.ask(order)
+	peer, err := synthetic.Start(ctx, []string{self})
+	if err != nil {
+		return err
+	}
+	defer peer.Stop()
+	order := synthetic.Order{Op: "open", Layers: 1, Blocks: 16, Block: 4096}
+	opened, err := peer.Ask(order)
 	if err != nil {
 		return err
 	}
@@ -65,7 +81,7 @@ func runAgentsBench(ctx context.Context, agents int, out io.Writer) error {
 
 	fmt.Fprintf(out, "%-64s %12s %14s\n", fmt.Sprintf("%d decode agents, one prefill agent", agents), "seconds", "P's CPU, s")
 	step := func(what string, rounds int, f func() error) error {
-		before, err := cpuSeconds(peer.cmd.Process.Pid)
+		before, err := cpuTime(peer.PID())
 		if err != nil {
 			return err
 		}
@@ -76,11 +92,11 @@ func runAgentsBench(ctx context.Context, agents int, out io.Writer) error {
 			}
 		}
 		took := time.Since(begin).Seconds() / float64(rounds)
-		after, err := cpuSeconds(peer.cmd.Process.Pid)
+		after, err := cpuTime(peer.PID())
 		if err != nil {
 			return err
 		}
-		fmt.Fprintf(out, "%-64s %12.3f %14.3f\n", what, took, (after-before)/float64(rounds))
+		fmt.Fprintf(out, "%-64s %12.3f %14.3f\n", what, took, (after-before).Seconds()/float64(rounds))
 		return nil
 	}
 	if err := step("all connect at once, look up and say hello", 1, func() error {
@@ -98,7 +114,7 @@ func runAgentsBench(ctx context.Context, agents int, out io.Writer) error {
 	err = step("restart of P on its port, until all have found it again", 1, func() error {
 		begin, reopened := time.Now(), make(chan error, 1)
 		go func() {
-			_, err := peer.ask(order)
+			_, err := peer.Ask(order)
 			again = time.Since(begin)
 			reopened <- err
 		}()
@@ -120,7 +136,7 @@ type decodeBus struct {
 	agent  core.AgentID // the prefill agent that it met last
 }
 
-func newDecodeBus(i int, opened peerAnswer) (*decodeBus, error) {
+func newDecodeBus(i int, opened synthetic.Answer) (*decodeBus, error) {
 	d := &decodeBus{target: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID},
 		self: &wire.Agent{Version: wire.Version, ID: fmt.Sprint("bench-", i), EngineID: fmt.Sprint("decode-", i), Endpoints: []wire.Endpoint{{Transport: "tcp"}},
 			Shapes: []wire.Shape{{Name: "layer.0", BlockStride: 4096, BlockBytes: 4096, NumBlocks: 16}}}}
@@ -200,26 +216,4 @@ func each(swarm []*decodeBus, f func(*decodeBus) error) error {
 		return fmt.Errorf("%d of %d failed, one with: %w", n, len(swarm), <-errs)
 	}
 	return nil
-}
-
-// cpuSeconds is what a process has used so far, in steps of 10 ms.
-func cpuSeconds(pid int) (float64, error) {
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return 0, err
-	}
-	// The second field, the name in parentheses, may hold blanks.
-	fields := bytes.Fields(b[bytes.LastIndexByte(b, ')')+1:])
-	if len(fields) < 13 {
-		return 0, fmt.Errorf("/proc/%d/stat holds %q", pid, b)
-	}
-	ticks := 0
-	for _, f := range fields[11:13] { // utime and stime
-		n, err := strconv.Atoi(string(f))
-		if err != nil {
-			return 0, fmt.Errorf("/proc/%d/stat: %w", pid, err)
-		}
-		ticks += n
-	}
-	return float64(ticks) / 100, nil // USER_HZ
 }

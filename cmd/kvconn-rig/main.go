@@ -1,0 +1,10 @@
+// Command kvconn-rig tests and measures kvconn. It is not part of the product.
+package main
+
+import (
+	"os"
+
+	"github.com/kvconn/kvconn/internal/rig"
+)
+
+func main() { os.Exit(rig.Main(os.Args)) }

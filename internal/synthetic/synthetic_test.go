@@ -1,0 +1,80 @@
+package synthetic
+
+import (
+	"bytes"
+	"encoding/json"
+	"strings"
+	"testing"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// TestPoolFindsWrongBytes: a pool's check must see what it is for.
+func TestPoolFindsWrongBytes(t *testing.T) {
+	p, err := NewPool(2, 8, 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Free()
+	ids := []core.BlockID{3, 1, 6}
+	fresh := func() {
+		p.Clear()
+		p.Fill(5, ids)
+	}
+	fresh()
+	if err := p.Check(5, 0, ids); err != nil {
+		t.Fatal(err)
+	}
+	for name, harm := range map[string]func(){
+		"a byte inside":            func() { p.mem[3*64+9] ^= 1 },
+		"a byte outside":           func() { p.mem[2*64] ^= 1 },
+		"two blocks in exchange":   func() { p.Fill(5, []core.BlockID{1, 3, 6}) },
+		"another transfer's bytes": func() { p.Fill(6, ids) },
+		"another layer's block":    func() { copy(p.mem[8*64+3*64:][:64], p.mem[3*64:][:64]) },
+	} {
+		fresh()
+		harm()
+		if p.Check(5, 0, ids) == nil {
+			t.Errorf("%s went unseen", name)
+		}
+	}
+	fresh()
+	if p.Check(5, 1, ids) == nil {
+		t.Error("blocks of other positions went unseen")
+	}
+}
+
+// TestServeObeys drives the second process's loop in this one.
+func TestServeObeys(t *testing.T) {
+	leaktest.Check(t)
+	orders := []Order{
+		{Op: "open", Layers: 2, Blocks: 8, Block: 4096},
+		{Op: "announce", ID: "t"},
+		{Op: "offer", ID: "t", Transfer: 1, Count: 3},
+		{Op: "offer", ID: "t", Transfer: 1, Count: 3},
+		{Op: "dance"},
+		{Op: "close"},
+	}
+	var in, out bytes.Buffer
+	for _, o := range orders {
+		b, _ := json.Marshal(o)
+		in.Write(append(b, '\n'))
+	}
+	in.WriteString("no json\n")
+	if err := Serve(t.Context(), &in, &out, zap.NewNop()); err != nil {
+		t.Fatal(err)
+	}
+	dec := json.NewDecoder(&out)
+	for i, says := range []string{"", "", "", "offered already", "dance", "", "invalid character"} {
+		var a Answer
+		if err := dec.Decode(&a); err != nil {
+			t.Fatal(err)
+		}
+		if (says == "") != (a.Error == "") || !strings.Contains(a.Error, says) {
+			t.Errorf("answer %d is %+v, want an error with %q", i, a, says)
+		}
+	}
+}
