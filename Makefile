@@ -110,7 +110,7 @@ e2e-versions: wheel ## the real pair on the newest vLLM and the two minor releas
 chaos: rig ## real agents under load and faults; CHAOS='--short --seed 1' for options
 	$(BUILD)/kvconn-rig chaos $(CHAOS)
 
-lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up to date
+lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up to date, nothing of other projects
 	scripts/lint.sh $(VENV)
 
 clean: ## removes what was built, but not the environments

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# gofmt, vet, staticcheck, ruff, and that generated code is up to date.
+# gofmt, vet, staticcheck, ruff, that generated code is up to date, and that no file is another project's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:?}
@@ -14,4 +14,6 @@ go generate ./wire
 [[ $before == "$(sha256sum wire/wire_gen.go)" ]] || { echo "wire/wire_gen.go was not up to date: commit it" >&2; exit 1; }
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check . || { echo "run: ruff format ." >&2; exit 1; }
+"$venv/bin/python" -m pytest -q -p no:cacheprovider scripts/test_notices.py
+"$venv/bin/python" scripts/check-notices.py
 echo "lint: ok"
