@@ -43,8 +43,12 @@ $(BUILD)/kvconn-rig: $(GOFILES) | tools
 	@mkdir -p $(BUILD)
 	$(GO) build -trimpath -buildvcs=false -ldflags '-s -w' -o $@ ./cmd/kvconn-rig
 
+licenses: licenses/go/LICENSE ## licenses/, of all modules that libkvconn.so links; the wheel carries them
+licenses/go/LICENSE: $(GOFILES) | tools
+	GO=$(GO) $(GO) run ./internal/licences licenses ./capi
+
 wheel: $(BUILD)/wheel.stamp ## dist/kvconn-*.whl
-$(BUILD)/wheel.stamp: $(BUILD)/libkvconn.so $(PYFILES) | $(VENV)/stamp
+$(BUILD)/wheel.stamp: $(BUILD)/libkvconn.so licenses/go/LICENSE $(PYFILES) | $(VENV)/stamp
 	@rm -rf dist $(BUILD)/lib $(BUILD)/bdist.* python/*.egg-info
 	$(VENV)/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
@@ -114,6 +118,6 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 	scripts/lint.sh $(VENV)
 
 clean: ## removes what was built, but not the environments
-	rm -rf $(BUILD) dist python/*.egg-info .demo
+	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools lib cmd rig wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos
+.PHONY: help tools lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos

@@ -1,4 +1,4 @@
-"""Builds the wheel: compiles libkvconn.so with Go and puts it into the package.
+"""Builds the wheel: compiles libkvconn.so with Go and puts it into the package, with the licences of all that it links.
 
 One wheel serves every CPython from 3.9 on: the package is pure Python over
 ctypes, only the library depends on the platform.
@@ -9,16 +9,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
-
-try:
-    from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:  # setuptools before 70.1
-    from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = ROOT / "build" / "libkvconn.so"
@@ -59,4 +56,6 @@ class BinaryDistribution(Distribution):
         return True
 
 
+# Before the metadata, which names each of them.
+subprocess.run(["make", "licenses"], cwd=ROOT, check=True, stdout=sys.stderr)
 setup(cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel}, distclass=BinaryDistribution)

@@ -1,4 +1,4 @@
-"""Checks a built wheel: its tag, its glibc, its size, and what is in it."""
+"""Checks a built wheel: its tag, its glibc, its size, what is in it, and the licences of all that its library links."""
 
 from __future__ import annotations
 
@@ -10,6 +10,35 @@ from pathlib import Path
 
 MAX_MB = 15
 NEWEST_GLIBC = (2, 34)  # Debian 12, Ubuntu 22.04, RHEL 9
+
+# Between these a Go program says of which modules it was made (Go's runtime/debug and cmd/go know them as such).
+MODULES_BEGIN, MODULES_END = bytes.fromhex("3077af0c9274080241e1c107e6d618e6"), bytes.fromhex("f932433186182072008242104116d8f2")
+
+
+def linked_modules(library: bytes) -> set[str]:
+    begin = library.index(MODULES_BEGIN)
+    said = library[begin : library.index(MODULES_END, begin)]
+    return {path.decode() for path in re.findall(rb"^dep\t(\S+)\t", said, re.MULTILINE)}
+
+
+def licence_problems(wheel: zipfile.ZipFile) -> list[str]:
+    """Each module that the library links, and Go, must have its licence in the wheel, and nothing else may have one there."""
+    modules = linked_modules(wheel.read("kvconn/libkvconn.so")) | {"go"}
+    if len(modules) < 10:  # it links a NATS server
+        return [f"the library says that it was made of these modules only: {sorted(modules)}"]
+    there = [
+        re.sub(r"^[^/]+\.dist-info/licenses/", "", i.filename) for i in wheel.infolist() if "/licenses/" in i.filename and i.file_size > 0
+    ]
+    problems = [] if "LICENSE" in there else ["kvconn's own licence is not in the wheel"]
+    folders = {name.removeprefix("licenses/") for name in there if name.startswith("licenses/")}
+    is_licence = re.compile(r"(?:un)?(?:licen[cs]e|copying)[^/]*", re.IGNORECASE)
+    for module in sorted(modules):
+        if not any(name.startswith(module + "/") and is_licence.fullmatch(name.rsplit("/", 1)[1]) for name in folders):
+            problems.append(f"the licence of {module}, which the library links, is not in the wheel")
+    for name in sorted(folders):
+        if not any(name.startswith(module + "/") for module in modules):
+            problems.append(f"the wheel has licenses/{name}, of nothing that the library links")
+    return problems
 
 
 def main(path: str) -> int:
@@ -23,10 +52,12 @@ def main(path: str) -> int:
     size = Path(path).stat().st_size / 1e6
     if size > MAX_MB:
         problems.append(f"the wheel has {size:.1f} MB, more than {MAX_MB}")
-    names = zipfile.ZipFile(path).namelist()
+    wheel = zipfile.ZipFile(path)
+    names = wheel.namelist()
     for want in ("kvconn/libkvconn.so", "kvconn/py.typed", "kvconn/include/kvconn.h", "kvconn/vllm/__init__.py"):
         if want not in names:
             problems.append(f"{want} is not in the wheel")
+    problems += licence_problems(wheel)
     audit = subprocess.run([sys.executable, "-m", "auditwheel", "show", path], capture_output=True, text=True)
     text = " ".join(audit.stdout.split())
     if audit.returncode != 0:

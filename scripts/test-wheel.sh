@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 python=${1:?} clean=build/test-wheel
 wheel=$(ls dist/kvconn-*.whl)
 .venv/bin/python scripts/check-wheel.py "$wheel"
+.venv/bin/python -m pytest -q -p no:cacheprovider scripts/test_check_wheel.py
 rm -rf $clean && "$python" -m venv $clean
 $clean/bin/pip install --quiet --disable-pip-version-check "$wheel" pytest==8.4.2 'numpy<3'
 rm -rf $clean/tests && cp -r python/tests $clean/tests

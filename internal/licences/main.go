@@ -1,0 +1,156 @@
+// Command licences collects the licences of all that a program links: those of
+// its modules, also of parts of a module that have one of their own, and Go's.
+//
+//	go run ./internal/licences INTO PACKAGE
+//
+// INTO, which is removed first, gets a folder for each module path, and one
+// named go. A module without a licence is an error. GO names another go command.
+package main
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+)
+
+func main() {
+	if len(os.Args) != 3 {
+		fmt.Fprintln(os.Stderr, "usage: licences INTO PACKAGE")
+		os.Exit(2)
+	}
+	if err := run(os.Args[1], os.Args[2]); err != nil {
+		fmt.Fprintln(os.Stderr, "licences:", err)
+		os.Exit(1)
+	}
+}
+
+// linked is a package of go list -deps.
+type linked struct {
+	Dir      string
+	Standard bool
+	Module   *module
+}
+
+type module struct {
+	Path, Dir string
+	Main      bool
+}
+
+func run(into, program string) error {
+	listed, err := output("list", "-deps", "-json=Dir,Standard,Module", program)
+	if err != nil {
+		return err
+	}
+	var packages []linked
+	for dec := json.NewDecoder(bytes.NewReader(listed)); ; {
+		var p linked
+		if err := dec.Decode(&p); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			return err
+		}
+		packages = append(packages, p)
+	}
+	root, err := output("env", "GOROOT")
+	if err != nil {
+		return err
+	}
+	return collect(into, strings.TrimSpace(string(root)), packages)
+}
+
+func output(args ...string) ([]byte, error) {
+	cmd := exec.Command(cmp.Or(os.Getenv("GO"), "go"), args...)
+	cmd.Stderr = os.Stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return nil, fmt.Errorf("go %s: %w", strings.Join(args, " "), err)
+	}
+	return out, nil
+}
+
+// collect copies the licences of Go and of the packages' modules.
+func collect(into, goroot string, packages []linked) error {
+	if err := os.RemoveAll(into); err != nil {
+		return err
+	}
+	// The folders whose licences hold for what is linked, by module.
+	folders := map[module]map[string]bool{{Path: "go", Dir: goroot}: {goroot: true}}
+	for _, p := range packages {
+		if p.Standard || p.Module == nil || p.Module.Main {
+			continue
+		}
+		m := *p.Module
+		if folders[m] == nil {
+			folders[m] = map[string]bool{}
+		}
+		for dir := p.Dir; ; dir = filepath.Dir(dir) {
+			folders[m][dir] = true
+			if dir == m.Dir {
+				break
+			}
+			if len(dir) <= len(m.Dir) {
+				return fmt.Errorf("%s is not below its module's folder, %s", p.Dir, m.Dir)
+			}
+		}
+	}
+	for m, dirs := range folders {
+		licensed := false
+		for dir := range dirs {
+			found, err := copyNotices(dir, m, filepath.Join(into, filepath.FromSlash(m.Path)))
+			if err != nil {
+				return err
+			}
+			licensed = licensed || found
+		}
+		if !licensed {
+			return fmt.Errorf("%s has no licence in %s", m.Path, m.Dir)
+		}
+	}
+	return nil
+}
+
+var (
+	licence = regexp.MustCompile(`(?i)^(un)?(licen[cs]e|copying)([.-].*)?$`)
+	notice  = regexp.MustCompile(`(?i)^(notice|patents|copyright)([.-].*)?$`)
+	source  = regexp.MustCompile(`\.(go|s|c|h|py|sh)$`)
+)
+
+// copyNotices copies what lies in one folder of a module, and says whether a
+// licence is among it.
+func copyNotices(dir string, m module, into string) (licensed bool, err error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return false, err
+	}
+	for _, e := range entries {
+		name := e.Name()
+		if e.IsDir() || source.MatchString(name) || !licence.MatchString(name) && !notice.MatchString(name) {
+			continue
+		}
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			return false, err
+		}
+		below, err := filepath.Rel(m.Dir, dir)
+		if err != nil {
+			return false, err
+		}
+		to := filepath.Join(into, below, name)
+		if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
+			return false, err
+		}
+		if err := os.WriteFile(to, text, 0o644); err != nil {
+			return false, err
+		}
+		licensed = licensed || licence.MatchString(name)
+	}
+	return licensed, nil
+}
