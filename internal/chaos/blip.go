@@ -1,0 +1,69 @@
+package chaos
+
+import (
+	"context"
+	"syscall"
+	"time"
+)
+
+// blipTransfers is how many transfers wait when all connections of a pair break.
+const blipTransfers = 100
+
+// stoppedFor is how long P is stopped while its connections break: less than
+// what makes it gone.
+const stoppedFor = 1500 * time.Millisecond
+
+// runBlip: every connection between a P and a D that both live breaks at once,
+// and again while P is stopped. Of what waits, no byte has come: it survives.
+func runBlip(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	return with(ctx, opt, led, shape{name: "blip", prefills: 1, decodes: 1, memory: tinyBlocks(leaseSeconds, earlySeconds)}, func(f *fleet) (string, error) {
+		opt.Progress("all connections of a pair break at once")
+		items := f.items("blip", blipTransfers, 0, 0)
+		claims := f.items("claim", blipTransfers, 0, 0)
+		if err := f.announce(0, append(items, claims...)); err != nil {
+			return "", err
+		}
+		proc, _ := f.D[0].up()
+		if proc == nil {
+			return "", errDown
+		}
+		if err := proc.give(order{Op: opClaim, Items: claims}); err != nil {
+			return "", err
+		}
+		loads, err := f.loads(0, 0, items)
+		if err != nil {
+			return "", err
+		}
+		if err := f.waiting(ctx, 0, len(items), len(claims)); err != nil {
+			return "", err
+		}
+		start := now()
+		f.cut(0, 0)
+		pause(ctx, 2*time.Second)
+		f.P[0].signal(syscall.SIGSTOP)
+		f.cut(0, 0)
+		pause(ctx, stoppedFor)
+		f.P[0].signal(syscall.SIGCONT)
+		pause(ctx, time.Second)
+		offers, err := f.offers(0, 0, append(items, claims...))
+		if err != nil {
+			return "", err
+		}
+		late, err := f.loads(0, 0, claims)
+		if err != nil {
+			return "", err
+		}
+		loads = append(loads, late...)
+		await(ctx, append(loads, offers...), opt.drain)
+		led.require("blip", loads, "load ok")
+		led.require("blip", offers, "offer ok")
+		return led.tell(loads, start) + "; " + led.tell(offers, start), nil
+	})
+}
+
+// cut breaks all connections of a pair.
+func (f *fleet) cut(p, d int) {
+	for _, w := range f.ways[p][d].each() {
+		w.Cut(true)
+	}
+}
