@@ -16,6 +16,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/synthetic"
+	"github.com/kvconn/kvconn/node"
 	"github.com/kvconn/kvconn/rdma"
 )
 
@@ -63,7 +64,7 @@ func parseBench(args []string) (benchConfig, error) {
 	fs.IntVar(&c.qps, "rdma-qps", r.QueuePairs, "queue pairs for each pair of ports")
 	fs.IntVar(&c.depth, "rdma-send-depth", r.SendDepth, "requests under way on a queue pair")
 	fs.IntVar(&c.rounds, "rounds", 9, "transfers per block size; the first one is not counted")
-	fs.IntVar(&c.streams, "streams", 2, "TCP connections")
+	fs.IntVar(&c.streams, "streams", node.DefaultConfig().TCPStreams, "TCP connections")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
 	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, where it is installed")
 	if err := fs.Parse(args); err != nil {

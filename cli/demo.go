@@ -51,7 +51,7 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer local.Free()
-	agent, err := synthetic.OpenDecode(local, synthetic.Order{Streams: 2, Transport: *transport}, newLogger(zap.WarnLevel))
+	agent, err := synthetic.OpenDecode(local, synthetic.Order{Transport: *transport}, newLogger(zap.WarnLevel))
 	if err != nil {
 		return err
 	}

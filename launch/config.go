@@ -15,10 +15,14 @@ import (
 
 // Defaults of Config.
 const (
-	DefaultPrefillPort   = 8010
-	DefaultDecodePort    = 8020
-	DefaultBootstrapPort = 8998
-	DefaultReady         = 20 * time.Minute
+	DefaultPrefillPort    = 8010
+	DefaultDecodePort     = 8020
+	DefaultBootstrapPort  = proxy.DefaultBootstrapPort
+	DefaultReady          = 20 * time.Minute
+	DefaultDeviceVariable = cudaDevices
+	DefaultFailurePolicy  = "recompute"
+	DefaultVLLM           = "vllm"
+	DefaultPython         = "python3"
 )
 
 // localhost is where the servers listen: they are all on this machine, and
@@ -149,22 +153,22 @@ func (c Config) withDefaults() (Config, error) {
 		}
 	}
 	if c.DeviceVariable == "" {
-		c.DeviceVariable = cudaDevices
+		c.DeviceVariable = DefaultDeviceVariable
 	}
 	if c.Host == "" {
 		c.Host = proxy.DefaultHost
 	}
 	if c.FailurePolicy == "" {
-		c.FailurePolicy = "recompute"
+		c.FailurePolicy = DefaultFailurePolicy
 	}
 	if c.Ready == 0 {
 		c.Ready = DefaultReady
 	}
 	if c.VLLM == "" {
-		c.VLLM = "vllm"
+		c.VLLM = DefaultVLLM
 	}
 	if c.Python == "" {
-		c.Python = "python3"
+		c.Python = DefaultPython
 	}
 	return c, nil
 }

@@ -171,7 +171,10 @@ func WaitReport(ctx context.Context, a *node.Agent, id core.TransferID) (core.Re
 // side says.
 func OpenDecode(p *Pool, o Order, log *zap.Logger) (*node.Agent, error) {
 	cfg := node.DefaultConfig()
-	cfg.EngineID, cfg.Role, cfg.TCPStreams = "decode", node.RoleDecode, o.Streams
+	cfg.EngineID, cfg.Role = "decode", node.RoleDecode
+	if o.Streams > 0 {
+		cfg.TCPStreams = o.Streams
+	}
 	o.transport(&cfg)
 	a, err := node.Open(cfg, node.Options{Logger: log})
 	if err != nil {
