@@ -1,6 +1,10 @@
 package core
 
-import "time"
+import (
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
 
 // ResolvedParts answers Resolve of an engine of which this agent loads in parts:
 // from now on the half is one of several.
@@ -11,6 +15,9 @@ func (m *Machine) ResolvedParts(now time.Time, id TransferID, seq uint64, found 
 	}
 	if ld.given {
 		for i := range found {
+			if fault.On("found-not-told") || fault.On("found-first-told") && i > 0 {
+				break
+			}
 			m.act(SendFinish{Peer: found[i].Peer, ID: found[i].Share.Part(id), Code: ld.code, Reason: ld.reason})
 		}
 		m.reportLoad(now, ld)
@@ -18,6 +25,9 @@ func (m *Machine) ResolvedParts(now time.Time, id TransferID, seq uint64, found 
 	}
 	j := &join{id: id, token: ld.token, parts: partIDs(id, found), of: ld.from, found: found, claim: ld.claim, started: ld.started, blocks: countBlocks(ld.blocks), adding: true}
 	j.left = len(found)
+	if fault.On("found-claim-lost") {
+		j.found = nil
+	}
 	m.dropLoad(ld)
 	m.joins[id] = j
 	for i := range found {
@@ -53,7 +63,11 @@ func partIDs(id TransferID, found []FoundPart) []TransferID {
 // cut is what of a load goes between this agent and one of those that were found.
 func (l *Layout) cut(first []uint32, blocks [][]BlockID, f *FoundPart) LoadPart {
 	p := LoadPart{From: f.From, Share: f.Share}
-	switch len(f.Regions) {
+	n := len(f.Regions)
+	if fault.On("found-whole") && n > 0 || fault.On("found-unneeded") && n == 0 {
+		n = len(l.Regions)
+	}
+	switch n {
 	case 0: // P is only told that nothing is needed
 		return p
 	case len(l.Regions):

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // grown is what an engine has given of a transfer while it still works on the
@@ -113,9 +115,13 @@ func (m *Machine) grow(now time.Time, of *offer, r *GrowRequest) {
 		of.blocks[g] = append(of.blocks[g], ids...)
 	}
 	more := func(region uint32) {
-		of.ready[region] = max(of.ready[region], at(r.Ready, int(m.layout.Regions[region].Group)))
+		n := at(r.Ready, int(m.layout.Regions[region].Group))
+		if fault.On("grows-unready") {
+			n = of.first[0] + uint32(len(of.blocks[0]))
+		}
+		of.ready[region] = max(of.ready[region], n)
 	}
-	if r.Regions == nil {
+	if r.Regions == nil || fault.On("grows-all-layers") {
 		for i := range of.ready {
 			more(uint32(i))
 		}
@@ -140,11 +146,14 @@ func (m *Machine) extend(now time.Time, of *offer) {
 	if of.load == nil || of.ready == nil || of.state != offerPrefill && of.state != offerGrowing {
 		return
 	}
-	if err := m.samePrompt(of); err != nil {
+	if err := m.samePrompt(of); err != nil && !fault.On("grows-any-prompt") {
 		m.endOffer(now, of, Refused, err.Error(), true)
 		return
 	}
 	begin := of.sent
+	if fault.On("grows-from-the-start") && len(begin) > 0 {
+		begin = make([]uint32, len(begin))
+	}
 	if of.state == offerPrefill && !slices.ContainsFunc(of.ready, func(n uint32) bool { return n > 0 }) || slices.Equal(begin, of.ready) {
 		return
 	}
@@ -182,7 +191,7 @@ func (of *offer) checkGrown(r *OfferRequest) error {
 		if len(ids) == 0 {
 			continue
 		}
-		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) || at(r.First, g) != of.first[g] {
+		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) && !fault.On("other-blocks") || at(r.First, g) != of.first[g] {
 			return fmt.Errorf("its first %d blocks of group %d are not those that it had while it grew; take them back first", len(ids), g)
 		}
 	}
@@ -198,7 +207,7 @@ func (m *Machine) finishGrowing(now time.Time, of *offer) {
 	}
 	of.state = offerSending
 	w := m.writeOf(of)
-	w.SrcFirst, w.Src, w.Begin, w.Extends = first, src, of.sent, true
+	w.SrcFirst, w.Src, w.Begin, w.Extends = first, src, fault.Pick("ends-from-the-start", of.sent, nil), true
 	m.act(w)
 }
 
@@ -210,7 +219,10 @@ func (m *Machine) Retract(now time.Time, id TransferID) error {
 	if err := checkID(id); err != nil {
 		return err
 	}
-	for _, of := range m.halfOf(id) {
+	for i, of := range m.halfOf(id) {
+		if fault.On("forgets-shares") && i > 0 {
+			break
+		}
 		if !of.offered.IsZero() {
 			return fmt.Errorf("%w: transfer %q is offered: its blocks are free with its report, which a cancel brings about", ErrInvalid, string(id))
 		}
@@ -219,7 +231,9 @@ func (m *Machine) Retract(now time.Time, id TransferID) error {
 		case of.state == offerGrowing:
 			m.count.Retracted++
 			of.state, of.retracted, of.ends = offerStopping, true, of.landed
-			m.act(StopWrite{ID: of.id})
+			if !fault.On("not-stopped") {
+				m.act(StopWrite{ID: of.id})
+			}
 		case of.state == offerStopping && !of.retracted: // for its end
 			of.retracted, of.ends = true, true
 		}
@@ -230,7 +244,7 @@ func (m *Machine) Retract(now time.Time, id TransferID) error {
 // Reading says whether blocks that were given before a Retract may still be read.
 func (m *Machine) Reading(id TransferID) bool {
 	return slices.ContainsFunc(m.halfOf(id), func(of *offer) bool {
-		return of.state == offerGrowing || of.state == offerStopping && (of.retracted || of.offered.IsZero())
+		return of.state == offerGrowing || of.state == offerStopping && (of.retracted || of.offered.IsZero()) && !(fault.On("not-read") && of.retracted)
 	})
 }
 
@@ -242,7 +256,11 @@ func (m *Machine) startOver(now time.Time, of *offer) {
 	of.retracted = false
 	void := digest(of.load.Grant)
 	of.voided = append(of.voided[max(0, len(of.voided)-maxVoided+1):], void)
-	m.act(SendFinish{Peer: of.peer, ID: of.id, Code: StartOver, Reason: void})
+	if fault.On("anew-untold") {
+		of.voided = nil
+	} else {
+		m.act(SendFinish{Peer: of.peer, ID: of.id, Code: StartOver, Reason: void})
+	}
 	of.load, of.sendAt = nil, time.Time{}
 	of.state, of.deadline = offerPrefill, now.Add(m.opt.Lease)
 	if !of.offered.IsZero() {
@@ -267,12 +285,17 @@ func digest(grant []byte) string {
 
 // loadAnew takes P's word that it has taken back what it had begun to send.
 func (m *Machine) loadAnew(ld *load, which string) {
-	if (ld.state != loadRequesting && ld.state != loadWaiting) || digest(ld.grant) != which {
+	if (ld.state != loadRequesting && ld.state != loadWaiting) || digest(ld.grant) != which && !fault.On("anew-at-every-word") {
 		return
 	}
 	m.count.Retries++
 	m.seq++
 	ld.seq = m.seq // what P says to the old load is void
+	if fault.On("anew-without-fence") {
+		ld.state = loadExpecting
+		m.act(Expect{ID: ld.id, Peer: ld.peer, First: ld.first, Blocks: ld.blocks, Tokens: ld.tokens, Regions: ld.regions})
+		return
+	}
 	ld.again, ld.anew = true, true
 	m.fence(ld)
 }

@@ -3,6 +3,8 @@ package core
 import (
 	"fmt"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // The states of D's half.
@@ -248,12 +250,16 @@ func (m *Machine) proceed(now time.Time, ld *load) {
 // before which that agent was not open for certain; zero if nothing is known.
 func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentID, opened time.Time, code Code, reason string) {
 	ld := m.loads[id]
-	if ld == nil || ld.seq != seq || ld.state != loadResolving {
+	if ld == nil || ld.seq != seq && !fault.On("stale-answer") || ld.state != loadResolving {
 		return
 	}
 	switch {
 	case code == OK:
 	case ld.claim && code == Unreachable:
+		if fault.On("claim-dropped") {
+			m.reportLoad(now, ld)
+			return
+		}
 		m.resolveLater(now, ld)
 		return
 	case ld.claim:
@@ -276,7 +282,7 @@ func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentI
 	case ld.known != "" && ld.known != peer:
 		ld.code, ld.reason = PeerLost, fmt.Sprintf("prefill agent %s, which had the request, was replaced by %s", ld.known, peer)
 		m.reportLoad(now, ld)
-	case ld.tried != "" && ld.tried != peer && older:
+	case ld.tried != "" && ld.tried != peer && older && !fault.On("to-the-successor"):
 		// The request is older than this agent, so its engine cannot know it.
 		reason = fmt.Sprintf("prefill agent %s, which the request was for, was replaced by %s", ld.tried, peer)
 		if ld.claim {
@@ -321,7 +327,7 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 // address any more: the agent was restarted, or is gone.
 func (m *Machine) LoadReplied(now time.Time, id TransferID, seq uint64, absent bool, code Code, reason string) {
 	ld := m.loads[id]
-	if ld == nil || ld.seq != seq || ld.state != loadRequesting {
+	if ld == nil || ld.seq != seq && !fault.On("stale-reply") || ld.state != loadRequesting {
 		return
 	}
 	hello := code == SayHello
@@ -360,6 +366,10 @@ func (m *Machine) lookAgain(now time.Time, ld *load, alive time.Time) {
 	}
 	if ld.until = now.Add(m.patience()); gone {
 		ld.until = alive.Add(m.patience())
+	}
+	if fault.On("no-fence-again") {
+		m.resolveAgain(ld)
+		return
 	}
 	ld.again = true
 	m.fence(ld)
@@ -413,7 +423,7 @@ func (m *Machine) peerEnded(now time.Time, ld *load, code Code, reason string) {
 	switch {
 	case ld.state != loadClaimed:
 		m.endLoad(now, ld, code, reason, false)
-	case ld.code == OK:
+	case ld.code == OK && !fault.On("claim-forgets-end"):
 		m.loseClaim(now, ld, code, reason)
 	}
 }
@@ -455,11 +465,11 @@ func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string, tel
 		// The engine has its blocks back now; P must still hear of it.
 		owes := ld.owes()
 		m.dropClaim(ld)
-		if ld.given = true; owes {
+		if ld.given = !fault.On("given-twice"); owes {
 			m.giveReport(now, ld)
 		}
 	case loadClaimed:
-		if tell && ld.code == OK { // else P has ended it
+		if tell && (ld.code == OK) != fault.On("no-finish-of-claims") { // else P has ended it
 			m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: code, Reason: reason})
 		}
 		m.reportLoad(now, ld)
@@ -473,10 +483,13 @@ func (m *Machine) endLoad(now time.Time, ld *load, code Code, reason string, tel
 		}
 	default:
 		ld.code, ld.reason = code, reason
-		if tell {
+		if tell && !(fault.On("no-finish") && code == Cancelled) {
 			m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: code, Reason: reason})
 		}
 		m.fence(ld)
+		if fault.On("no-fence") {
+			m.reportLoad(now, ld)
+		}
 		m.partFails(now, ld)
 	}
 }

@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"slices"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // With Options.ReportClaims a claim that a load could only fail with has a Report
@@ -31,10 +33,12 @@ func (m *Machine) tellLost(now time.Time, ld *load, state loadState, code Code, 
 		m.reportClaim(r)
 		return
 	}
-	if j.lost != nil {
+	r.ID = j.id
+	if fault.On("lost-twice") {
+		m.act(r)
+	} else if j.lost != nil {
 		return // by another part, while they were being begun
 	}
-	r.ID = j.id
 	if j.found != nil {
 		r.From = j.of
 	}
@@ -45,13 +49,22 @@ func (m *Machine) tellLost(now time.Time, ld *load, state loadState, code Code, 
 
 // tellPartsLost ends the parts that are left: a load would, with the first that fails.
 func (m *Machine) tellPartsLost(now time.Time, j *join) {
+	if fault.On("lost-others-untold") {
+		for _, id := range j.parts {
+			if ld := m.loads[id]; ld != nil && ld.join == j {
+				m.reportLoad(now, ld)
+			}
+		}
+	}
 	m.endParts(now, j, Cancelled, j.lost.Reason)
 	m.reportClaim(*j.lost)
 }
 
 func (m *Machine) reportClaim(r Report) {
 	m.count.ClaimsLost++
-	m.lost.put(r.ID, r)
+	if !fault.On("lost-forgotten") {
+		m.lost.put(r.ID, r)
+	}
 	m.act(r)
 }
 

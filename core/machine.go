@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/invariants"
 )
 
@@ -141,7 +142,10 @@ func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 		m.endParts(now, j, Cancelled, orText(reason, "cancelled by the decode engine"))
 	}
 	if w := m.wholes[id]; w != nil {
-		for _, of := range m.live(w) {
+		for i, of := range m.live(w) {
+			if fault.On("cancel-one-share") && i > 0 {
+				break
+			}
 			m.endOffer(now, of, Cancelled, orText(reason, "cancelled by the prefill engine"), true)
 		}
 		return nil
@@ -232,6 +236,11 @@ type tombstone struct {
 }
 
 func (t *tombstones) add(id TransferID, code Code, reason string, offered bool) {
+	if fault.On("no-tombstones") {
+		delete(t.byID, id)
+		t.order = nil
+		return
+	}
 	t.put(id, tombstone{code: code, reason: reason, offered: offered})
 }
 

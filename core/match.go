@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // Match is what of a prefill agent's caches goes where in a decode agent's. Both
@@ -237,6 +239,12 @@ func newLink(c Common, s, d *Shape, r ratio) link {
 		return k
 	}
 	k.src, k.dst = uint64(c.First-s.FirstHead)*s.HeadStride, uint64(c.First-d.FirstHead)*d.HeadStride
+	if fault.On("first-heads") {
+		k.src = 0
+	}
+	if fault.On("heads-at-the-front") {
+		k.dst = 0
+	}
 	k.srcUnit, k.dstUnit = r.unit*s.TokenStride, r.unit*d.TokenStride
 	heads := uint64(c.End - c.First)
 	k.pair = newPattern(heads, s, d, r)
@@ -252,7 +260,7 @@ func newPattern(heads uint64, s, d *Shape, r ratio) pattern {
 	item := d.ItemBytes()
 	if heads == 1 || d.HeadStride == item { // D has token after token
 		p := pattern{heads: 1, outer: r.unit, srcOuter: s.TokenStride, dstOuter: d.TokenStride, inner: heads, srcInner: s.HeadStride, dstInner: d.HeadStride, run: item}
-		if heads == 1 || s.HeadStride == item {
+		if heads == 1 || s.HeadStride == item || fault.On("order-ignored") {
 			p.run, p.inner = heads*item, 1
 			if s.TokenStride == p.run && d.TokenStride == p.run {
 				p.run, p.outer = r.unit*p.run, 1
@@ -286,8 +294,8 @@ func (m *Match) ratio(group int) ratio {
 // last one, or of the prompt.
 func (r ratio) span(first uint32, blocks int, tokens uint32) (from, to uint64) {
 	from, to = uint64(first)*r.dst, (uint64(first)+uint64(blocks))*r.dst
-	if tokens > 0 && r.unit > 0 {
-		to = max(from, min(to, (uint64(tokens)+r.unit-1)/r.unit))
+	if tokens > 0 && r.unit > 0 && !fault.On("beyond-the-prompt") {
+		to = max(from, min(to, (uint64(tokens)+fault.Pick("before-the-prompt-ends", r.unit-1, 0))/r.unit))
 	}
 	return from, to
 }

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // The states of P's half.
@@ -173,7 +175,7 @@ func (m *Machine) ready(now time.Time, of *offer, r OfferRequest) {
 	case of.state == offerGrowing:
 		m.finishGrowing(now, of)
 	default:
-		of.state, of.deadline = offerReady, now.Add(m.opt.Lease)
+		of.state, of.deadline = offerReady, now.Add(fault.Pick("no-expiry", m.opt.Lease, 1000*m.opt.Lease))
 		if of.load != nil {
 			m.startWrite(now, of)
 		}
@@ -210,7 +212,8 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	if of == nil && isPart(l.ID) {
 		return Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(l.ID))
 	}
-	if of != nil && of.peer != "" && of.peer != l.Peer {
+	if of != nil && of.peer != "" && of.peer != l.Peer &&
+		!(fault.On("second-load") && of.state == offerPrefill) && !(fault.On("share-taken-twice") && of.whole != nil) {
 		return Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.peer)
 	}
 	if of != nil && of.voided != nil && slices.Contains(of.voided, digest(l.Grant)) {
@@ -254,7 +257,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 // addEarly keeps what a D wants and P's engine does not know yet.
 func (m *Machine) addEarly(now time.Time, id TransferID, peer AgentID) *offer {
 	m.begin(now)
-	of := &offer{id: id, state: offerEarly, peer: peer, deadline: now.Add(m.opt.EarlyLoad)}
+	of := &offer{id: id, state: offerEarly, peer: peer, deadline: now.Add(fault.Pick("no-reap", m.opt.EarlyLoad, 1000*m.opt.EarlyLoad))}
 	m.offers[id] = of
 	m.early++
 	return of
@@ -319,7 +322,7 @@ func (m *Machine) joinHalves(of *offer) (first []uint32, src [][]BlockID, err er
 // samePrompt: an id alone does not say that both halves are of one request. Of two whose
 // prompts have as many blocks, decode would take the other's cache for its own.
 func (m *Machine) samePrompt(of *offer) error {
-	if of.prompt == 0 || of.load.Prompt == 0 || of.prompt == of.load.Prompt {
+	if of.prompt == 0 || of.load.Prompt == 0 || of.prompt == of.load.Prompt || fault.On("any-prompt") {
 		return nil
 	}
 	return fmt.Errorf("transfer %q: decode asks for another prompt than prefill has (fingerprints %016x and %016x): a router must send both the same request, and each request needs a transfer_id of its own",
@@ -396,6 +399,8 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 		switch {
 		case gone && t.code == OK:
 			return Answer{Status: StatusSent}
+		case gone && fault.On("ended-is-sending"):
+			return Answer{Status: StatusSending}
 		case gone:
 			return Answer{StatusEnded, peerCode(t.code), t.reason}
 		case !claim || m.closed || checkWireID(id) != nil || m.early >= m.opt.MaxTransfers:
@@ -414,17 +419,22 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 			of = m.addEarly(now, id, from)
 		}
 	}
-	if claim && of.peer == "" {
+	if claim && (of.peer == "" || fault.On("second-claim") && of.load == nil) {
 		of.peer = from
 	}
 	if of.peer == from && !claim && of.load == nil && of.voided != nil {
 		return Answer{StatusEnded, StartOver, of.voided[len(of.voided)-1]}
 	}
 	if of.peer != from || !claim && of.load == nil {
-		return Answer{Status: StatusUnknown}
+		return Answer{Status: fault.Pick("unknown-is-sending", StatusUnknown, StatusSending)}
 	}
-	if of.state != offerEarly && of.state != offerStopping {
+	if of.state != offerEarly && of.state != offerStopping && !fault.On("no-renewal") && !(fault.On("claim-not-kept") && claim) {
 		of.deadline = now.Add(m.lease(of))
+		if fault.On("lease-of-all") && of.whole != nil {
+			for _, o := range m.live(of.whole) {
+				o.deadline = of.deadline
+			}
+		}
 	}
 	switch of.state {
 	case offerEarly:
@@ -444,7 +454,7 @@ func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code C
 		m.wholeOf(now, id) // the other parts are waited for
 		of = m.offers[id]
 	}
-	if of != nil && of.peer != "" && of.peer != from {
+	if of != nil && of.peer != "" && of.peer != from && !fault.On("anybodys-finish") {
 		return // not its transfer
 	}
 	code = peerCode(code)
@@ -456,6 +466,9 @@ func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code C
 	}
 	if code == OK && (of.state == offerSending || of.state == offerGrowing) {
 		of.landed = true // the transport's own word, with its figures, is about to come
+		if fault.On("finish-before-written") {
+			m.reportOffer(now, of, TransferStats{})
+		}
 		return
 	}
 	m.endOffer(now, of, code, reason, false)
@@ -477,7 +490,7 @@ func (m *Machine) endOffer(now time.Time, of *offer, code Code, reason string, t
 		return
 	}
 	sending := of.state == offerSending || of.state == offerGrowing
-	if tell && of.peer != "" {
+	if tell && of.peer != "" && !(fault.On("no-finish-from-p") && code == Cancelled) {
 		m.act(SendFinish{Peer: of.peer, ID: of.id, Code: peerCode(code), Reason: reason})
 	}
 	of.code, of.reason = code, reason
@@ -485,10 +498,12 @@ func (m *Machine) endOffer(now time.Time, of *offer, code Code, reason string, t
 		of.ends = true
 		return
 	}
-	if sending {
+	if sending && !fault.On("no-stop") {
 		of.state = offerStopping
 		m.act(StopWrite{ID: of.id})
-		return
+		if !fault.On("report-before-written") {
+			return
+		}
 	}
 	m.reportOffer(now, of, TransferStats{})
 }

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"slices"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // peer is a P agent that claims and loads wait for. One message renews them all
@@ -29,14 +31,16 @@ func (m *Machine) renewInterval() time.Duration {
 
 // patience is the silence after which a peer counts as gone, so that its loads
 // are reported within PeerTimeout: two ticks less.
-func (m *Machine) patience() time.Duration { return m.opt.PeerTimeout - 2*TickInterval }
+func (m *Machine) patience() time.Duration {
+	return fault.Pick("gone-unnoticed", m.opt.PeerTimeout-2*TickInterval, 1000*m.opt.PeerTimeout)
+}
 
 // noticePause makes up for a time in which this process did not run: it was
 // stopped, or its machine slept. Nobody was silent then, and no lease ran.
 func (m *Machine) noticePause(now time.Time) {
 	gap := now.Sub(m.awake)
 	m.awake = now
-	if gap < maxGap {
+	if gap < fault.Pick("pause-is-silence", maxGap, 1000*maxGap) {
 		return
 	}
 	gap -= TickInterval // who is starved and not stopped still sees a death
@@ -115,7 +119,7 @@ func (m *Machine) tickPeers(now time.Time) {
 			r.Loads = append(r.Loads, id)
 		case ld.state == loadClaimed && ld.code == OK:
 			r := of(ld.peer)
-			if ld.known == "" || due(ld.peer) {
+			if ld.known == "" || due(ld.peer) && !fault.On("claim-not-renewed") {
 				r.Claims = append(r.Claims, id)
 			}
 		}
@@ -130,7 +134,7 @@ func (m *Machine) tickPeers(now time.Time) {
 			}
 		case r == nil:
 			p.heard = now // SendLoad has a bound of its own
-		case now.Sub(p.heard) >= m.patience():
+		case now.Sub(p.heard) >= m.patience() && !fault.On("silence-unasked"):
 			m.peerGone(now, id, false, "no answer")
 		case p.asking || !due(id) && !p.fresh:
 		default:
@@ -146,6 +150,10 @@ func (m *Machine) tickPeers(now time.Time) {
 			p.asking = true
 			slices.Sort(r.Loads) // one order, so that a run can be told again
 			slices.Sort(r.Claims)
+			if fault.On("never-renews") {
+				p.asking, p.heard = false, now
+				continue
+			}
 			m.act(*r)
 		}
 	}
@@ -202,6 +210,10 @@ func (m *Machine) answered(now time.Time, ld *load, a Answer) {
 		}
 		m.endLoad(now, ld, peerCode(a.Code), a.Reason, false)
 	case StatusSent:
+		if fault.On("word-alone") {
+			m.endLoad(now, ld, OK, "", false)
+			return
+		}
 		// The last bytes may be on their way; not for several rounds.
 		if ld.sent++; ld.sent >= 3 {
 			m.endLoad(now, ld, Failed, fmt.Sprintf("prefill agent %s has sent transfer %q, but bytes are missing", ld.peer, string(ld.id)), false)
@@ -230,8 +242,8 @@ func (m *Machine) tickLoads(now time.Time) {
 	var due []TransferID
 	for id, ld := range m.loads {
 		late := !now.Before(ld.until)
-		if ld.claim && (late || !ld.retryAt.IsZero() && !now.Before(ld.retryAt)) || ld.isLost(now) ||
-			late && ld.tried != "" && ld.state == loadResolving && ld.owes() {
+		if ld.claim && (late && !fault.On("claim-for-ever") || !ld.retryAt.IsZero() && !now.Before(ld.retryAt)) || ld.isLost(now) ||
+			late && ld.tried != "" && ld.state == loadResolving && ld.owes() && !fault.On("waits-for-successor") {
 			due = append(due, id)
 		}
 	}
@@ -272,7 +284,7 @@ func (m *Machine) PeerDown(now time.Time, id AgentID) {
 		p.next = now
 		m.tickPeers(now)
 	}
-	if m.probes[id] == nil && len(m.offersOf(id)) > 0 {
+	if m.probes[id] == nil && len(m.offersOf(id)) > 0 && !fault.On("no-probe") {
 		m.probes[id] = &probe{since: now, asking: true}
 		m.act(SendProbe{Peer: id})
 	}
@@ -298,6 +310,10 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 		case ld.known != "" || ld.tried != "" && m.opt.ReportClaims: // as a load would end
 			if !absent {
 				m.act(SendFinish{Peer: id, ID: tid, Code: PeerLost, Reason: reason})
+			}
+			if fault.On("lost-untold") {
+				ld.code, ld.reason = PeerLost, reason
+				continue
 			}
 			m.loseClaim(now, ld, PeerLost, reason)
 		case ld.tried != "":
@@ -348,7 +364,7 @@ func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent, away bool, err
 	switch {
 	case absent:
 		// The first was asked between two ticks.
-		if p.absent++; p.absent < 2+int(m.absence(away)/TickInterval) {
+		if p.absent++; p.absent < fault.Pick("gone-at-once", 2+int(m.absence(away)/TickInterval), 1) {
 			return
 		}
 		delete(m.probes, id)
@@ -366,7 +382,7 @@ func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent, away bool, err
 // gone: the time in which its link comes back, with much to spare. It is counted in
 // ticks, since nobody can connect to a process that does not run.
 func (m *Machine) absence(away bool) time.Duration {
-	if away {
+	if away || fault.On("gone-late") {
 		return m.patience()
 	}
 	return m.opt.PeerTimeout / 3

@@ -1,6 +1,10 @@
 package core
 
-import "fmt"
+import (
+	"fmt"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
 
 // Segment is a contiguous run of bytes in one region: Offset from the region's
 // base, Length bytes.
@@ -93,7 +97,7 @@ func (m *Match) pairs(regions []uint32, src [][]BlockID, srcFirst []uint32, want
 		r, has := m.ratios[g], uint64(at(srcFirst, g))
 		first, from, to, last := wanted.of(k)
 		start, before := position+(from-first)*k.unitBytes(), len(out)
-		position += (last - first) * k.unitBytes()
+		position += fault.Pick("position-of-parts", last-first, to-from) * k.unitBytes()
 		if from == to {
 			continue
 		}
@@ -163,7 +167,7 @@ func (r ratio) settled(first, last uint64, blocks uint32) uint64 {
 	if ready >= last {
 		return last
 	}
-	return max(first, ready-ready%r.dst)
+	return max(first, fault.Pick("part-of-a-block", ready-ready%r.dst, ready))
 }
 
 // landWhole is Segments of blocks that are copied whole.
@@ -239,11 +243,15 @@ func (k *link) copy(out []Pair, r ratio, src []BlockID, srcFirst uint64, dst []B
 		block := uint64(id)*k.dstStride + k.dst
 		for h := range p.heads {
 			for u := range count {
+				h, u := h, u
+				if fault.On("units-first") {
+					h, u = (h*count+u)%p.heads, (h*count+u)/p.heads
+				}
 				b, part := from+u, uint64(0)
 				if r.src > 1 {
 					b, part = b/r.src, b%r.src
 				}
-				s := uint64(src[b-srcFirst])*k.srcStride + k.src + h*p.srcHead + part*k.srcUnit
+				s := uint64(src[b-srcFirst])*k.srcStride + k.src + h*p.srcHead + fault.Pick("first-half", part, 0)*k.srcUnit
 				d := block + h*p.dstHead + u*k.dstUnit
 				for o := range p.outer {
 					s, d := s+o*p.srcOuter, d+o*p.dstOuter

@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // Share says which part of a transfer goes between one P agent and one D agent
@@ -205,7 +207,7 @@ func (m *Machine) beginParts(now time.Time, j *join, from []LoadPart, r *LoadReq
 		m.reportLoad(now, ld)
 	}
 	for i, p := range from {
-		m.addLoad(now, &load{id: j.parts[i], from: p.From, first: p.First, blocks: p.Blocks, tokens: r.Tokens, regions: p.Regions, prompt: r.Prompt, join: j})
+		m.addLoad(now, &load{id: j.parts[i], from: p.From, first: p.First, blocks: p.Blocks, tokens: r.Tokens, regions: p.Regions, prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), join: j})
 	}
 	m.partsBegun(now, j)
 }
@@ -297,7 +299,7 @@ func (m *Machine) partFails(now time.Time, ld *load) {
 		return
 	}
 	j.code, j.reason, j.state, j.peer, j.from = ld.code, ld.reason, ld.ended.String(), ld.peer, ld.from
-	if !j.adding {
+	if !j.adding && !fault.On("others-go-on") {
 		m.endParts(now, j, Cancelled, ld.reason)
 	}
 }
@@ -310,7 +312,7 @@ func (m *Machine) partLoaded(now time.Time, j *join, r *Report) {
 	if failed && !j.adding {
 		m.endParts(now, j, Cancelled, r.Reason)
 	}
-	if j.left > 0 || m.joins[j.id] != j {
+	if j.left > fault.Pick("first-source-ends", 0, len(j.parts)-1) || m.joins[j.id] != j {
 		return
 	}
 	delete(m.joins, j.id)
@@ -324,6 +326,12 @@ func (m *Machine) partLoaded(now time.Time, j *join, r *Report) {
 func (m *Machine) endParts(now time.Time, j *join, code Code, reason string) {
 	for _, id := range j.parts {
 		if ld := m.loads[id]; ld != nil && ld.join == j {
+			if fault.On("others-not-fenced") {
+				ld.code, ld.reason = code, reason
+				m.act(Revoke{ID: id})
+				m.reportLoad(now, ld)
+				continue
+			}
 			m.endLoad(now, ld, code, reason, true)
 		}
 	}
@@ -394,7 +402,7 @@ func (m *Machine) wholeOf(now time.Time, part TransferID) (Code, string) {
 		w.left++
 		if base != nil {
 			of.state, of.token, of.first, of.blocks, of.offered, of.deadline = base.state, base.token, slices.Clone(base.first), clone(base.blocks), base.offered, base.deadline
-			of.ready, of.prompt = slices.Clone(base.ready), base.prompt
+			of.ready, of.prompt = slices.Clone(base.ready), fault.Pick("shares-of-any-prompt", base.prompt, 0)
 		} else {
 			m.early++
 		}
@@ -460,7 +468,7 @@ func (m *Machine) live(w *whole) (out []*offer) {
 
 // partOffered takes a part's end.
 func (m *Machine) partOffered(now time.Time, w *whole, r *Report) {
-	if w.add(r); w.left > 0 {
+	if w.add(r); w.left > 0 && !(fault.On("first-share-ends") && w.left >= w.of-1) {
 		m.wanted(w.id)
 		return
 	}

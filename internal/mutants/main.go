@@ -1,13 +1,12 @@
-// Mutants proves that the simulator bites: it puts one deliberate defect after
-// the other into the code, runs the simulator's seeds, and prints which seed and
-// which check has found it. The tree is not changed (go test -overlay). It ends
-// with status 1 if a defect is not found, or does not apply any more.
+// Mutants proves that the simulator bites: it breaks the code at one named place
+// after the other (internal/fault), runs the simulator's seeds, and prints which
+// seed and which check has found it. It ends with status 1 if a defect is not found,
+// or if the simulator fails without one.
 //
 //	go run ./internal/mutants [-seeds 2000] [name ...]
 package main
 
 import (
-	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -17,6 +16,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"text/tabwriter"
 	"time"
 )
@@ -31,44 +31,64 @@ func main() {
 }
 
 func run(seeds int, only []string) error {
-	root, err := moduleRoot()
-	if err != nil {
-		return err
+	list := mutants
+	if len(only) > 0 {
+		list = nil
+		for _, name := range only {
+			i := slices.IndexFunc(mutants, func(m mutant) bool { return m.name == name })
+			if i < 0 {
+				return fmt.Errorf("there is no mutant named %s", name)
+			}
+			list = append(list, mutants[i])
+		}
 	}
 	dir, err := os.MkdirTemp("", "kvconn-mutants-")
 	if err != nil {
 		return err
 	}
 	defer os.RemoveAll(dir)
-	table := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(table, "mutant\twhat it breaks\tseed\tseconds\tfound by")
-	n, survived := 0, 0
-	for _, m := range mutants {
-		if len(only) > 0 && !slices.Contains(only, m.name) {
-			continue
-		}
-		n++
-		seed, found, took, err := m.hunt(root, dir, seeds)
-		if err != nil {
-			return fmt.Errorf("mutant %s: %w", m.name, err)
-		}
-		if found == "" {
-			survived++
-			seed, found = "-", "NOT FOUND"
-		}
-		fmt.Fprintf(os.Stderr, "%s: seed %s: %s\n", m.name, seed, found)
-		fmt.Fprintf(table, "%s\t%s\t%s\t%.1f\t%s\n", m.name, m.breaks, seed, took.Seconds(), found)
-	}
-	if err := table.Flush(); err != nil {
+	s, err := build(dir, "faults")
+	if err != nil {
 		return err
 	}
-	if n == 0 {
-		return fmt.Errorf("there is no mutant named %s", strings.Join(only, " "))
+	sound, err := s.hunt("", min(seeds, soundSeeds))
+	switch {
+	case err != nil:
+		return err
+	case sound.failed:
+		return fmt.Errorf("the simulator fails without a defect: seed %s: %s", sound.seed, sound.by)
 	}
-	if survived > 0 {
-		return fmt.Errorf("%d of %d mutants were not found in %d seeds", survived, n, seeds)
+	found, err := s.huntAll(list, seeds)
+	if err != nil {
+		return err
 	}
-	return nil
+	return tell(list, found, seeds)
+}
+
+// soundSeeds are enough to show that the code with its places for defects is sound
+// while none is broken; more of them run in TestSim.
+const soundSeeds = 200
+
+// atOnce is how many defects are hunted side by side: many are found so soon that
+// most of the time goes into the start and the end of their processes.
+const atOnce = 2
+
+// simulator is its test program; with the tag "faults" all defects are in it, and none
+// is awake.
+type simulator struct{ root, dir, program string }
+
+func build(dir, tags string) (*simulator, error) {
+	root, err := moduleRoot()
+	if err != nil {
+		return nil, err
+	}
+	s := &simulator{root: root, dir: dir, program: filepath.Join(dir, "sim.test")}
+	cmd := exec.Command("go", "test", "-c", "-tags", tags, "-o", s.program, "./core")
+	cmd.Dir = root
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("the simulator does not build: %w\n%s", err, out)
+	}
+	return s, nil
 }
 
 func moduleRoot() (string, error) {
@@ -79,51 +99,72 @@ func moduleRoot() (string, error) {
 	return filepath.Dir(strings.TrimSpace(string(out))), nil
 }
 
-// apply returns the file with the defect in it.
-func (m *mutant) apply(root string) (string, error) {
-	b, err := os.ReadFile(filepath.Join(root, m.file))
-	if err != nil {
-		return "", err
-	}
-	if n := strings.Count(string(b), m.old); n != 1 {
-		return "", fmt.Errorf("its old text stands %d times in %s, want once; it reads\n%s", n, m.file, m.old)
-	}
-	return strings.Replace(string(b), m.old, m.now, 1), nil
+// finding is what a run of the simulator came to. One that fails and names no seed
+// has not found anything: by is then empty.
+type finding struct {
+	failed   bool
+	seed, by string
+	took     time.Duration
 }
 
 var failedSeed = regexp.MustCompile(`seed (\d+): (.*)`)
 
-// hunt builds the simulator with the defect and runs it up to the first seed
-// that fails.
-func (m *mutant) hunt(root, dir string, seeds int) (seed, found string, took time.Duration, err error) {
-	text, err := m.apply(root)
-	if err != nil {
-		return "", "", 0, err
-	}
-	changed, overlay, program := filepath.Join(dir, m.name+".go"), filepath.Join(dir, m.name+".json"), filepath.Join(dir, "sim.test")
-	replace, err := json.Marshal(map[string]map[string]string{"Replace": {filepath.Join(root, m.file): changed}})
-	if err == nil {
-		err = errors.Join(os.WriteFile(changed, []byte(text), 0o644), os.WriteFile(overlay, replace, 0o644))
-	}
-	if err != nil {
-		return "", "", 0, err
-	}
-	build := exec.Command("go", "test", "-c", "-overlay", overlay, "-o", program, "./core")
-	build.Dir = root
-	if out, err := build.CombinedOutput(); err != nil {
-		return "", "", 0, fmt.Errorf("it does not build: %w\n%s", err, out)
-	}
+// hunt runs the simulator with a defect, or with none, up to the first seed that fails.
+func (s *simulator) hunt(name string, seeds int) (finding, error) {
 	began := time.Now()
-	test := exec.Command(program, "-test.run", "^TestSim$", "-test.timeout", "5m", "-sim.seeds", fmt.Sprint(seeds), "-sim.out", dir)
-	test.Dir = filepath.Join(root, "core")
+	test := exec.Command(s.program, "-test.run", "^TestSim$", "-test.timeout", "5m", "-sim.seeds", fmt.Sprint(seeds), "-sim.out", s.dir)
+	test.Dir = filepath.Join(s.root, "core")
+	test.Env = append(os.Environ(), "KVCONN_FAULT="+name)
 	out, err := test.CombinedOutput()
-	took = time.Since(began)
+	f := finding{failed: err != nil, took: time.Since(began)}
 	if line := failedSeed.FindStringSubmatch(string(out)); line != nil {
-		return line[1], line[2], took, nil
+		f.seed, f.by = line[1], line[2]
 	}
 	var exit *exec.ExitError
 	if err != nil && !errors.As(err, &exit) {
-		return "", "", 0, err
+		return f, fmt.Errorf("mutant %s: %w", name, err)
 	}
-	return "", "", took, nil
+	return f, nil
+}
+
+// huntAll hunts defects side by side.
+func (s *simulator) huntAll(list []mutant, seeds int) ([]finding, error) {
+	found, errs := make([]finding, len(list)), make([]error, len(list))
+	next := make(chan int)
+	var wg sync.WaitGroup
+	for range atOnce {
+		wg.Go(func() {
+			for i := range next {
+				found[i], errs[i] = s.hunt(list[i].name, seeds)
+			}
+		})
+	}
+	for i := range list {
+		next <- i
+	}
+	close(next)
+	wg.Wait()
+	return found, errors.Join(errs...)
+}
+
+// tell prints the table; it is an error that a defect was not found.
+func tell(list []mutant, found []finding, seeds int) error {
+	table := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(table, "mutant\twhat it breaks\tseed\tseconds\tfound by")
+	survived := 0
+	for i, m := range list {
+		f := found[i]
+		if f.by == "" {
+			survived++
+			f.seed, f.by = "-", "NOT FOUND"
+		}
+		fmt.Fprintf(table, "%s\t%s\t%s\t%.1f\t%s\n", m.name, m.breaks, f.seed, f.took.Seconds(), f.by)
+	}
+	if err := table.Flush(); err != nil {
+		return err
+	}
+	if survived > 0 {
+		return fmt.Errorf("%d of %d mutants were not found in %d seeds", survived, len(list), seeds)
+	}
+	return nil
 }

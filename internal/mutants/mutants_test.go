@@ -1,18 +1,77 @@
 package main
 
-import "testing"
+import (
+	"bytes"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+)
 
-// TestApply: each mutant's old text stands once in its file. Whether it is found
-// is what make mutants shows.
-func TestApply(t *testing.T) {
-	names := map[string]bool{}
-	for _, m := range mutants {
-		if _, err := m.apply("../.."); err != nil {
-			t.Errorf("mutant %s: %v", m.name, err)
+var place = regexp.MustCompile(`\bfault\.(?:On|Pick)\(([^,)]*)`)
+
+// places are the names in the source's calls of fault, each with a file that has it.
+func places(t *testing.T, root string) map[string]string {
+	t.Helper()
+	found := map[string]string{}
+	err := filepath.WalkDir(filepath.Join(root, "core"), func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() || filepath.Ext(path) != ".go" {
+			return err
 		}
-		if names[m.name] || m.name == "" || m.breaks == "" || m.old == m.now {
-			t.Errorf("mutant %q: has no name of its own, or does nothing", m.name)
+		text, err := os.ReadFile(path)
+		for _, call := range place.FindAllSubmatch(text, -1) {
+			found[strings.Trim(string(call[1]), `"`)] = path
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return found
+}
+
+// TestList: each mutant has a place in the source, and each place is a mutant's.
+// Whether it is found is what make mutants shows.
+func TestList(t *testing.T) {
+	root, err := moduleRoot()
+	if err != nil {
+		t.Fatal(err)
+	}
+	found, names := places(t, root), map[string]bool{}
+	for _, m := range mutants {
+		if names[m.name] || m.name == "" || m.breaks == "" {
+			t.Errorf("mutant %q has no name of its own, or does not say what it breaks", m.name)
+		}
+		if found[m.name] == "" {
+			t.Errorf("mutant %q has no place in the source of core", m.name)
 		}
 		names[m.name] = true
+	}
+	for name, path := range found {
+		if !names[name] {
+			t.Errorf("%s has a place for %q, which is no mutant", path, name)
+		}
+	}
+}
+
+// TestNoTrace: a program that is built without the tag has none of the names in it, so
+// no product has. The same program with the tag shows that they would be seen.
+func TestNoTrace(t *testing.T) {
+	for _, tags := range []string{"", "faults"} {
+		s, err := build(t.TempDir(), tags)
+		if err != nil {
+			t.Fatal(err)
+		}
+		program, err := os.ReadFile(s.program)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range append(mutants, mutant{name: "KVCONN_FAULT"}) {
+			if has := bytes.Contains(program, []byte(m.name)); has != (tags != "") {
+				t.Errorf("built with the tags %q, a program has %q in it: %v", tags, m.name, has)
+			}
+		}
 	}
 }

@@ -400,6 +400,24 @@ func (a *agent) checkStale(id core.TransferID, seq uint64, feed func()) {
 	}
 }
 
+// checkAnew: of one load that P has taken back, D hears by a message and by the answer to
+// a renewal, each perhaps twice. It begins anew once.
+func (a *agent) checkAnew(v core.SendRenew, answers []core.Answer) (after func()) {
+	n := len(a.queue)
+	return func() {
+		for i, id := range v.Loads {
+			if i >= len(answers) || answers[i].Code != core.StartOver || !slices.Contains(a.queue[n:], core.Action(core.Revoke{ID: id})) {
+				continue
+			}
+			if which := answers[i].Reason; a.anew[which] {
+				a.w.fault(id, "%s: %q begins anew for a load that was replaced already", a.id, id)
+			} else {
+				a.anew[which] = true
+			}
+		}
+	}
+}
+
 // checkTold: of what was aborted while its engine was looked up, each rank is told.
 func (a *agent) checkTold(r core.Resolve, found []core.FoundPart) (after func()) {
 	if !a.dropped[r.ID] || a.asked[r.ID] != r.Seq || a.m.StateOf(core.SideLoad, r.ID) != "resolving" {

@@ -25,6 +25,7 @@ type node struct {
 	outbox   map[core.AgentID][]core.SendFinish // something is under way to each that is there
 	probing  map[core.AgentID]bool              // it is being asked whether it lives
 	asked    map[core.TransferID]uint64         // seq of the newest load
+	anew     map[string]bool                    // P's words upon which a load began anew
 	heard    map[core.AgentID]time.Duration     // when a D has renewed or loaded last, by this process's clock
 }
 
@@ -50,6 +51,7 @@ func (n *node) init() {
 	n.outbox = map[core.AgentID][]core.SendFinish{}
 	n.probing = map[core.AgentID]bool{}
 	n.asked = map[core.TransferID]uint64{}
+	n.anew = map[string]bool{}
 }
 
 // work performs the first action of the queue.
@@ -265,6 +267,7 @@ func (a *agent) sendRenew(v core.SendRenew) {
 
 func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, err error) {
 	var says, ends []string
+	done := a.checkAnew(v, answers)
 	for i, ans := range answers {
 		says = append(says, statusNames[ans.Status])
 		if ans.Status == core.StatusEnded {
@@ -283,6 +286,7 @@ func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, er
 	a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) },
 		"renewed peer=%s%s%s%s%s%s%s", v.Peer, optional("ids", list(v.Loads)), optional("claims", list(v.Claims)),
 		optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), absence(absent), failure(err))
+	done()
 	for i, id := range v.Claims {
 		if at := len(v.Loads) + i; err == nil && at < len(answers) && (answers[at].Status == core.StatusEnded || answers[at].Status == core.StatusSent) {
 			a.checkHeard(id, v.Peer)
@@ -355,8 +359,10 @@ func (a *agent) postNext(to core.AgentID) {
 	}
 	a.insist(to, func(p *agent) func() {
 		for _, v := range part {
+			done := p.checkAnew(core.SendRenew{Loads: []core.TransferID{v.ID}}, []core.Answer{{Status: core.StatusEnded, Code: v.Code, Reason: v.Reason}})
 			p.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, a.id, v.ID, v.Code, v.Reason) },
 				"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
+			done()
 			if v.Code != core.OK && v.Code != core.StartOver && p.claims[v.ID] == a.id {
 				p.given[v.ID] = true
 				p.checkHeard(v.ID, a.id)

@@ -34,7 +34,8 @@ type plan struct {
 	errors             float64 // of each call of the transport: it fails
 	cancels            float64
 	faults             int
-	jumps              int // of clocks, in worlds where else nothing is in the way
+	jumps              int  // of clocks, in worlds where else nothing is in the way
+	silentDeath        bool // nothing happens but that one of two decode ranks dies, whose shares are claimed
 }
 
 // How a transfer lies between engines of several ranks.
@@ -105,6 +106,10 @@ func (w *world) newPlan() plan {
 		p.mute, p.breaks, p.errors, p.cancels, p.faults = 0.2, 0.04, 0.03, 0.15, w.rnd.IntN(4)
 	default: // the net is good, but whole processes and ways go
 		p.hang, p.killed, p.mute, p.cancels, p.faults = 0.3, 0.06, 0.05, 0.05, 2+w.rnd.IntN(5)
+		if p.silentDeath = w.seed%40 == 9; p.silentDeath {
+			p.hang, p.killed, p.mute, p.cancels, p.faults = 0, 0, 0, 0, 0
+			p.ranks, p.prefills, p.decodes[0] = shares, 1, 2
+		}
 	}
 	return p
 }

@@ -75,6 +75,9 @@ func (w *world) play() {
 		h := w.hosts[w.rnd.IntN(len(w.hosts))]
 		w.after(w.upTo(2*act), func() { h.jump(time.Second + w.upTo(15*time.Second)) })
 	}
+	if w.plan.silentDeath {
+		w.silentDeath(prefills[0], decodes[0])
+	}
 	for range w.plan.faults {
 		if w.chance(0.2) {
 			w.resurrection(prefills, decodes)
@@ -380,6 +383,24 @@ func (h *host) jump(d time.Duration) {
 	h.skew += d
 	h.disturbed = h.w.now
 	h.w.note("the clock of %s is at %v", h.name, h.w.now+h.skew)
+}
+
+// silentDeath: two decode ranks have claimed their shares of an offer, and one dies in a way
+// that nobody sees. The other keeps its share for longer than the lease, and loads it.
+func (w *world) silentDeath(p *host, ranks []*host) {
+	w.faults["silent-death"]++
+	dl := w.dealsOf("silent-death", []*host{p}, ranks)[0]
+	at, lasts := w.upTo(act), w.plan.opt.Lease+time.Second
+	w.prefills(dl.id, p, at, 0, false)
+	for k, d := range dl.ds {
+		w.after(at, func() { d.run(func(a *agent) { a.claim(dl, k) }) })
+	}
+	w.after(at+time.Second, func() {
+		dead := dl.ds[0].agent
+		dead.host.crash()
+		dead.silent = true
+		w.after(lasts, func() { dl.ds[1].run(func(a *agent) { _ = a.load(dl, 1, 0, nil) }) })
+	})
 }
 
 // resurrection: a prefill rank is stopped in the middle of its writes, and when

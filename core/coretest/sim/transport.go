@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // transport is a model of tcp and rdma. D dials links to P's host with the
@@ -279,7 +280,7 @@ func (a *agent) writing() []*write {
 
 func (a *agent) newGrant() string {
 	a.grants++
-	return fmt.Sprintf("%s/%d", a.id, a.grants)
+	return fmt.Sprintf("%s/%d", fault.Pick("old-grant", string(a.id), a.host.name), a.grants)
 }
 
 func (a *agent) expect(v core.Expect) (string, error) {
@@ -311,6 +312,11 @@ func (a *agent) expect(v core.Expect) (string, error) {
 // revoke is the fence: no byte lands after it.
 func (a *agent) revoke(id core.TransferID) {
 	if e := a.armed[id]; e != nil {
+		if fault.On("late-fence") {
+			delete(a.armed, id)
+			a.after(20*time.Millisecond, func() { delete(a.byGrant, e.grant) })
+			return
+		}
 		a.forget(e)
 	}
 }
@@ -416,7 +422,9 @@ func (a *agent) landed(f *frame, e *arm) {
 		l.back(f.gen, func(p *agent) { p.nacked(f.wr) })
 	case a.w.chance(a.w.plan.errors):
 		a.received(e, errBroken)
-	case e.got == len(e.dst):
+	case e.got == len(e.dst),
+		fault.On("notification-alone") && f.at[len(f.at)-1] == len(e.dst)-1,
+		fault.On("early-completion") && e.got >= max(1, len(e.dst)-len(f.holds)):
 		a.received(e, nil)
 		l.back(f.gen, func(p *agent) { p.acked(f.wr) })
 	}

@@ -1,0 +1,13 @@
+//go:build !faults
+
+// Package fault names the places where internal/mutants can break the code. A
+// product build has no trace of them: the calls are constant, and what stands
+// behind them is dead code. A build with the tag "faults" breaks the one place
+// that the environment variable KVCONN_FAULT names.
+package fault
+
+// On says whether the named place is to be broken.
+func On(string) bool { return false }
+
+// Pick is right, or wrong where the named place is to be broken.
+func Pick[T any](_ string, right, _ T) T { return right }

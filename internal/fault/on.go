@@ -1,0 +1,21 @@
+//go:build faults
+
+package fault
+
+import "os"
+
+var active = os.Getenv("KVCONN_FAULT")
+
+// On says whether the named place is to be broken. Not inlined, it has all names in
+// the program, where a test looks for them.
+//
+//go:noinline
+func On(name string) bool { return name == active }
+
+// Pick is right, or wrong where the named place is to be broken.
+func Pick[T any](name string, right, wrong T) T {
+	if On(name) {
+		return wrong
+	}
+	return right
+}
