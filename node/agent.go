@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -25,58 +26,30 @@ type Options struct {
 	rdma openRDMA // tests only
 }
 
-// Agent is one open kvconn instance.
+// Agent is one open kvconn instance. It makes its parts and gives each of them what
+// it needs of the others; none of them knows the agent.
 type Agent struct {
-	id      core.AgentID
-	cfg     Config
-	log     *zap.Logger
-	clock   core.Clock
-	opened  time.Time // by clock
-	reports Reports
-	plane   *controlPlane
-	bus     core.Bus
-	metrics *metrics   // nil where no port is served
-	allow   *allowList // whom this agent may contact
-	rdma    openRDMA
+	id       core.AgentID
+	cfg      Config
+	log      *zap.Logger
+	openRDMA openRDMA
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	closed chan struct{} // closed when Close is done
 
-	mu          sync.Mutex
-	state       agentState
-	layout      *core.Layout
-	machine     *core.Machine
-	self        *wire.Agent
-	transport   *transports
-	outstanding int // accepted offers and loads without a report
-	queue       []core.Action
-	retracting  []*retracting
-	current     currentStep
-	performing  bool // the run goroutine has taken the queue and is not done
-	total       Totals
-
-	wake    chan struct{}
+	halves  *halves
+	endings *endings
+	steps   *steps
+	plane   *controlPlane
+	bus     core.Bus
 	peers   *peerTable
-	lanes   *lanes
-	outbox  *outbox
-	revokes *revokes
-	signals signalGate
+	ask     *asker
+	signals *signalling
+	server  *server
+	caches  atomic.Pointer[caches]
 }
-
-type agentState int
-
-const (
-	stateOpen agentState = iota
-	stateRegistering
-	stateRegistered
-	stateClosing
-	stateClosed
-)
-
-// ErrNotRegistered: a transfer was asked for before RegisterKVCaches.
-var ErrNotRegistered = errors.New("no KV caches are registered")
 
 // Open starts an agent. It waits for the bootstrap port or the cluster, at most
 // connect_timeout_s; with bootstrap_join for that port, at most join_timeout_s. The agent is not findable before RegisterKVCaches.
@@ -84,42 +57,70 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 	if err := cfg.Check(); err != nil {
 		return nil, err
 	}
-	a := &Agent{id: newAgentID(), cfg: cfg, log: opt.Logger, clock: opt.Clock, reports: opt.Reports, closed: make(chan struct{}), wake: make(chan struct{}, 1)}
-	if a.log == nil {
-		a.log = zap.NewNop()
-	}
-	if a.clock == nil {
-		a.clock = systemClock{}
-	}
-	a.opened = a.clock.Now()
-	if a.reports == nil {
-		a.reports = newReportQueue(4 * cfg.MaxTransfers)
-	}
-	a.ctx, a.cancel = context.WithCancel(context.Background())
-	a.peers = newPeerTable()
-	a.lanes = newLanes(a)
-	a.outbox = newOutbox(a)
-	a.revokes = &revokes{a: a}
-	if a.rdma = opt.rdma; a.rdma == nil {
-		a.rdma = newRDMA
-	}
-	plane, err := openControlPlane(a)
+	a := newAgent(cfg, opt)
+	plane, err := openControlPlane(a.id, &a.cfg, a.log, a.endings.metrics)
 	if err != nil {
 		a.cancel()
 		return nil, err
 	}
-	a.plane, a.bus = plane, plane.bus
-	a.bus.Serve(a.serve)
-	a.goRun("agent", a.run)
+	a.usePlane(plane)
+	a.goRun("agent", func() { run(a.ctx, a.halves, a.perform) })
 	a.log.Info("agent open", zap.String("agent", string(a.id)), zap.String("engine_id", cfg.EngineID),
 		zap.String("role", cfg.Role), zap.String("bootstrap", a.BootstrapAddress()))
 	return a, nil
+}
+
+// newAgent makes the parts that need no network.
+func newAgent(cfg Config, opt Options) *Agent {
+	a := &Agent{id: newAgentID(), cfg: cfg, log: opt.Logger, openRDMA: opt.rdma, closed: make(chan struct{}), peers: newPeerTable()}
+	if a.log == nil {
+		a.log = zap.NewNop()
+	}
+	if a.openRDMA == nil {
+		a.openRDMA = newRDMA
+	}
+	a.ctx, a.cancel = context.WithCancel(context.Background())
+	a.halves = &halves{clock: opt.Clock, reports: opt.Reports, wake: make(chan struct{}, 1)}
+	if a.halves.clock == nil {
+		a.halves.clock = systemClock{}
+	}
+	if a.halves.reports == nil {
+		a.halves.reports = newReportQueue(4 * cfg.MaxTransfers)
+	}
+	a.endings = &endings{cfg: &a.cfg, log: a.log, rank: a.peers.rankOf,
+		via: func(r core.Report) string { return a.caches.Load().transports.ended(r) }}
+	if cfg.servesPort() {
+		a.endings.metrics = newMetrics(&a.cfg, a.stats)
+	}
+	a.halves.ended = a.endings.ended
+	a.steps = &steps{log: a.log, ctx: a.ctx, grow: a.halves.Grow,
+		start: func(f func()) bool { return a.halves.whileRegistered(func() { a.goRun("step", f) }) }} // Close waits for those that began before it
+	a.ask = &asker{id: a.id, ctx: a.ctx, peers: a.peers, peerTimeout: time.Duration(cfg.PeerTimeout), retried: a.endings.retried}
+	a.signals = &signalling{id: a.id, engineID: cfg.EngineID, ask: a.ask, bound: time.Duration(cfg.ConnectTimeout),
+		gate: gate[core.AgentID]{most: maxSignals, mostEach: maxSignalsEach}}
+	opened := a.halves.clock.Now()
+	a.server = &server{id: a.id, cfg: &a.cfg, log: a.log, age: func() time.Duration { return a.halves.clock.Now().Sub(opened) },
+		caches: a.described, peers: a.peers, machine: a.halves, signals: a.signals, lifetime: a.ctx}
+	return a
+}
+
+// perform does nothing of what a machine wanted whose registration failed.
+func (a *Agent) perform(act core.Action) {
+	if c := a.caches.Load(); c != nil {
+		c.performer.perform(act)
+	}
 }
 
 func newAgentID() core.AgentID {
 	var b [15]byte
 	rand.Read(b[:])
 	return core.AgentID(base32.StdEncoding.EncodeToString(b[:]))
+}
+
+func (a *Agent) usePlane(p *controlPlane) {
+	a.plane, a.bus = p, p.bus
+	a.ask.bus, a.server.guests = p.bus, p.guests
+	a.bus.Serve(a.server.serve)
 }
 
 func (a *Agent) goRun(name string, f func()) {
@@ -151,275 +152,107 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	if err != nil {
 		return fmt.Errorf("%w: register_kv_caches: %w", core.ErrInvalid, err)
 	}
-	a.mu.Lock()
-	if err := a.enter(stateOpen); err != nil {
-		a.mu.Unlock()
+	if err := a.halves.move(stateOpen, stateRegistering, nil); err != nil {
 		return err
 	}
-	a.state = stateRegistering
-	a.mu.Unlock()
-
-	t, err := a.openTransports(layout)
-	if err != nil {
-		a.setState(stateOpen)
+	t := a.newTransports()
+	o := opener{id: a.id, cfg: &a.cfg, log: a.log, allow: a.plane.sec.allow, advertised: a.plane.advertised, signal: a.signals.of, rdma: a.openRDMA}
+	if err := o.openAll(t, layout); err != nil {
+		_ = a.halves.move(stateRegistering, stateOpen, nil)
 		return fmt.Errorf("register_kv_caches: %w", err)
 	}
-	self := a.describe(layout, t)
-	a.mu.Lock()
-	if a.state != stateRegistering { // closed meanwhile
-		a.mu.Unlock()
+	if err := a.use(layout, t); err != nil {
 		_ = t.Close()
-		return core.ErrClosed
+		return err
 	}
-	a.layout, a.transport, a.self = layout, t, self
-	a.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
-		EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers, ReportWants: a.cfg.ReportWants, ReportClaims: a.cfg.ReportClaims})
-	a.mu.Unlock()
 	if a.cfg.prefills() {
-		bound := a.cfg.ConnectTimeout
-		if a.cfg.BootstrapJoin != "" {
-			bound = a.cfg.JoinTimeout
-		}
-		ctx, cancel := context.WithTimeout(a.ctx, time.Duration(bound))
-		defer cancel()
-		if err := a.bus.Register(ctx, self); err != nil {
-			a.unregister()
-			return fmt.Errorf("%w: register_kv_caches: the registry does not take the agent: %w", core.ErrUnreachable, err)
-		}
-		if err := a.plane.publish(self); err != nil {
-			a.unregister()
+		if err := a.publish(); err != nil {
+			_ = a.halves.move(stateRegistering, stateOpen, func() { // unless Close does it
+				a.halves.machine = nil
+				a.caches.Store(nil)
+			})
+			_ = t.Close()
 			return fmt.Errorf("register_kv_caches: %w", err)
 		}
 	}
-	a.mu.Lock()
-	if a.state != stateRegistering {
-		a.mu.Unlock()
-		return core.ErrClosed // Close has taken it all back
+	if err := a.halves.move(stateRegistering, stateRegistered, nil); err != nil {
+		return err // Close has taken it all back
 	}
-	a.state = stateRegistered
-	a.mu.Unlock()
 	a.log.Info("KV caches registered", zap.Int("regions", len(layout.Regions)), zap.Int("groups", len(layout.Groups)),
 		zap.Uint32("blocks", layout.Groups[0].NumBlocks), zap.Uint64("block_bytes", layout.Groups[0].BlockBytes),
 		zap.Stringer("transports", t))
 	return nil
 }
 
-func (a *Agent) describe(l *core.Layout, t *transports) *wire.Agent {
-	d := &wire.Agent{
-		Version: wire.Version, ID: string(a.id), EngineID: a.cfg.EngineID,
-		DPRank: a.cfg.DPRank, TPRank: a.cfg.TPRank, PPRank: a.cfg.PPRank, TPSize: a.cfg.TPSize, PPSize: a.cfg.PPSize, DPSize: a.cfg.DPSize, Joined: a.cfg.BootstrapJoin != "",
-		Model: a.cfg.Model, DType: a.cfg.DType, BlockTokens: a.cfg.BlockTokens,
-		Endpoints: t.endpoints(), Lacks: t.lacks, RouteInfo: a.cfg.RouteInfo,
-	}
-	describeShapes(d, l.Shapes())
-	return d
+// caches are the parts of an agent that are there from RegisterKVCaches on.
+type caches struct {
+	self       *wire.Agent // what other agents are told of this one
+	transports *transports
+	queue      *peerQueue
+	performer  *performer
 }
 
-// unregister takes back what RegisterKVCaches has set up, so that it can be
-// called again.
-func (a *Agent) unregister() {
-	a.mu.Lock()
-	t := a.transport
-	if a.state == stateRegistering { // else Close does it
-		a.layout, a.transport, a.self, a.machine, a.state = nil, nil, nil, nil, stateOpen
-	}
-	a.mu.Unlock()
-	if t != nil {
-		_ = t.Close()
-	}
+func (a *Agent) newTransports() *transports {
+	return newTransports(a.id, &a.cfg, a.log, a.plane.sec.allow, a.halves, a.peers.suspect)
 }
 
-func (a *Agent) setState(s agentState) {
-	a.mu.Lock()
-	if a.state < stateClosing {
-		a.state = s
-	}
-	a.mu.Unlock()
+// use makes the machine and all that works for it, over the memory of a layout.
+func (a *Agent) use(layout *core.Layout, t *transports) error {
+	c := &caches{self: describe(&a.cfg, a.id, layout, t.endpoints(), t.lacks), transports: t}
+	say := &speaker{log: a.log, ask: a.ask, peers: a.peers, machine: a.halves}
+	c.queue = newPeerQueue(say, func(id core.TransferID) {
+		t.Revoke(id)
+		a.halves.Revoked(id)
+	}, a.goRun)
+	f := &finder{id: a.id, cfg: &a.cfg, log: a.log, ctx: a.ctx, clock: a.halves.clock, bus: a.bus, peers: a.peers,
+		layout: layout, self: c.self, transports: t, machine: a.halves, start: a.goRun}
+	c.performer = &performer{log: a.log, finder: f, peers: a.peers, transports: t, queue: c.queue, machine: a.halves,
+		grown: func(bytes uint64) { a.endings.count(func(t *Totals) { t.BytesGrown += bytes }) }}
+	return a.halves.move(stateRegistering, stateRegistering, func() {
+		a.caches.Store(c)
+		a.halves.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
+			EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers, ReportWants: a.cfg.ReportWants, ReportClaims: a.cfg.ReportClaims})
+	})
 }
 
-// enter says why a call is not possible now; a.mu is held.
-func (a *Agent) enter(want agentState) error {
-	switch {
-	case a.state >= stateClosing:
-		return core.ErrClosed
-	case want == stateOpen && a.state != stateOpen:
-		return fmt.Errorf("%w: KV caches are registered already", core.ErrDuplicate)
-	case want == stateRegistered && a.state != stateRegistered:
-		return fmt.Errorf("%w: call register_kv_caches first", ErrNotRegistered)
+// described is what a server answers with; nil while no KV caches are registered.
+func (a *Agent) described() (self *wire.Agent, t *transports) {
+	if c := a.caches.Load(); c != nil {
+		return c.self, c.transports
 	}
-	return nil
+	return nil, nil
 }
 
-// do makes calls of the machine under the lock and hands on their actions.
-func (a *Agent) do(f func(m *core.Machine, now time.Time) error) error {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if err := a.enter(stateRegistered); err != nil {
-		return err
+// publish makes the agent findable by its peers, and shows it to routers.
+func (a *Agent) publish() error {
+	bound := a.cfg.ConnectTimeout
+	if a.cfg.BootstrapJoin != "" {
+		bound = a.cfg.JoinTimeout
 	}
-	err := f(a.machine, a.clock.Now())
-	a.collect()
-	return err
-}
-
-// step feeds the machine an event, also while the agent closes.
-func (a *Agent) step(f func(m *core.Machine, now time.Time)) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.machine != nil {
-		f(a.machine, a.clock.Now())
-		a.collect()
+	ctx, cancel := context.WithTimeout(a.ctx, time.Duration(bound))
+	defer cancel()
+	self := a.caches.Load().self
+	if err := a.bus.Register(ctx, self); err != nil {
+		return fmt.Errorf("%w: the registry does not take the agent: %w", core.ErrUnreachable, err)
 	}
-}
-
-// collect moves the machine's actions on; a.mu is held. Reports go to the
-// engine at once, the rest to the run goroutine, in order.
-func (a *Agent) collect() {
-	n := len(a.queue)
-	for _, act := range a.machine.Actions() {
-		if r, ok := act.(core.Report); ok {
-			switch r.Side {
-			case core.SideClaim: // the machine counts these itself
-				a.logReport(r)
-				r.Reason = a.explain(r)
-				a.reports.Push(r)
-				continue
-			case core.SideWant:
-				a.outstanding--
-				r.Reason = a.explain(r)
-				a.reports.Push(r)
-				continue
-			}
-			a.outstanding--
-			r.Transport = a.transport.ended(r)
-			a.total.add(r)
-			a.metrics.observe(r)
-			a.logReport(r)
-			r.Reason = a.explain(r)
-			a.reports.Push(r)
-			continue
-		}
-		a.queue = append(a.queue, act)
-	}
-	if len(a.retracting) > 0 {
-		a.checkRetracting()
-	}
-	if len(a.queue) > n || a.machine.Busy() {
-		a.signal()
-	}
-}
-
-func (a *Agent) signal() {
-	select {
-	case a.wake <- struct{}{}:
-	default:
-	}
-}
-
-// room says why n more transfers cannot be accepted; a.mu is held. The machine counts
-// the claims that may be reported, since most end without.
-func (a *Agent) room(n int) error {
-	busy, unread := a.outstanding+a.machine.Untold(), a.reports.Unread()
-	if busy+unread+n > a.reports.Capacity() {
-		return fmt.Errorf("%w: %d under way and %d finished ones not collected, %d more do not fit (max_transfers)", core.ErrOverload, busy, unread, n)
-	}
-	return nil
-}
-
-// each accepts a batch in order. The first that is refused ends it: what was
-// before it is accepted, and n says how many that are.
-func each[T any](a *Agent, list []T, reports int, f func(m *core.Machine, now time.Time, v T) error) (n int, err error) {
-	err = a.do(func(m *core.Machine, now time.Time) error {
-		for _, v := range list {
-			if err := a.room(reports); err != nil {
-				return err
-			}
-			a.outstanding += reports
-			if err := f(m, now, v); err != nil {
-				a.outstanding -= reports
-				return err
-			}
-			n++
-		}
+	if a.plane.board == nil {
 		return nil
-	})
-	return n, err
+	}
+	return a.plane.board.show(self)
 }
 
-// Announce tells that the engine knows these requests and works on them, so
-// that D waits as long as it takes; with report_wants each gets a report of side
-// want when D has room for it. Returns how many were accepted.
-func (a *Agent) Announce(ids []core.TransferID) (int, error) {
-	if !a.cfg.prefills() {
-		return 0, fmt.Errorf("%w: announce on an agent of role %q", core.ErrInvalid, a.cfg.Role)
-	}
-	reports := 0
-	if a.cfg.ReportWants {
-		reports = 1
-	}
-	return each(a, ids, reports, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Announce(now, id) })
+// Stats returns the agent's counters and gauges.
+func (a *Agent) Stats() Stats {
+	s := a.stats()
+	s.Bootstrap = a.BootstrapAddress()
+	return s
 }
 
-// Offer tells that blocks hold transfers. The blocks belong to the transfer
-// until its report. Returns how many were accepted.
-func (a *Agent) Offer(offers []core.OfferRequest) (int, error) {
-	if !a.cfg.prefills() {
-		return 0, fmt.Errorf("%w: offer on an agent of role %q", core.ErrInvalid, a.cfg.Role)
-	}
-	a.endStep(nil)
-	return each(a, offers, 1, func(m *core.Machine, now time.Time, o core.OfferRequest) error { return m.Offer(now, o) })
-}
-
-// Claim tells prefill engines that this engine will load transfers as soon as
-// it has blocks for them, so that they are kept however long that takes. A
-// claim ends by StartLoad or Cancel and has no report, unless with report_claims a
-// load could only fail: then it ends by a report of side claim. Returns how many
-// were accepted.
-func (a *Agent) Claim(claims []core.ClaimRequest) (int, error) {
-	if !a.cfg.decodes() {
-		return 0, fmt.Errorf("%w: claim on an agent of role %q", core.ErrInvalid, a.cfg.Role)
-	}
-	return each(a, claims, 0, func(m *core.Machine, now time.Time, c core.ClaimRequest) error {
-		if a.cfg.ReportClaims {
-			if err := a.room(1); err != nil {
-				return err
-			}
-		}
-		return m.Claim(now, c)
-	})
-}
-
-// StartLoad asks for transfers in the engine's blocks. The blocks belong to the
-// transfer until its report. Returns how many were accepted.
-func (a *Agent) StartLoad(loads []core.LoadRequest) (int, error) {
-	if !a.cfg.decodes() {
-		return 0, fmt.Errorf("%w: start_load on an agent of role %q", core.ErrInvalid, a.cfg.Role)
-	}
-	return each(a, loads, 1, func(m *core.Machine, now time.Time, l core.LoadRequest) error { return m.Load(now, l) })
-}
-
-// Cancel ends this agent's halves of transfers; each still gets its report. An
-// id that is not known here is remembered: the peer's half is refused.
-func (a *Agent) Cancel(ids []core.TransferID, reason string) (int, error) {
-	a.endStep(ids)
-	return each(a, ids, 0, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Cancel(now, id, reason) })
-}
-
-// GetFinished returns the reports since the last call; it never waits. Only
-// with the Reports that Open made itself.
-func (a *Agent) GetFinished() []core.Report {
-	if q, ok := a.reports.(*reportQueue); ok {
-		return q.take()
-	}
-	return nil
-}
-
-// Finished has a value when GetFinished has something.
-func (a *Agent) Finished() <-chan struct{} {
-	if q, ok := a.reports.(*reportQueue); ok {
-		return q.ready
-	}
-	return nil
+// stats is Stats also while the agent is being opened.
+func (a *Agent) stats() Stats {
+	s := Stats{Agent: string(a.id), EngineID: a.cfg.EngineID}
+	s.add(a.halves, a.endings, func() *transports { return a.caches.Load().transports })
+	return s
 }
 
 // goodbye is what Close keeps of its time to withdraw the agent, when transfers
@@ -431,55 +264,38 @@ const goodbye = time.Second
 // close_timeout_s, and a few seconds more if the embedded server does not stop.
 // A second call waits for the first one and returns ErrClosed.
 func (a *Agent) Close() error {
-	a.mu.Lock()
-	if a.state >= stateClosing {
-		a.mu.Unlock()
+	if !a.halves.close() {
 		<-a.closed
 		return core.ErrClosed
 	}
 	defer close(a.closed)
-	a.state = stateClosing
-	if a.machine != nil {
-		a.machine.Close(a.clock.Now())
-		a.collect()
-	}
-	a.mu.Unlock()
-
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.cfg.CloseTimeout))
 	defer cancel()
 	draining, stop := context.WithTimeout(ctx, max(time.Duration(a.cfg.CloseTimeout)-goodbye, time.Duration(a.cfg.CloseTimeout)/2))
 	defer stop()
 	drained := a.drain(draining)
 	var errs []error
-	if a.transport != nil {
-		errs = append(errs, a.transport.Close())
+	if c := a.caches.Load(); c != nil {
+		errs = append(errs, c.transports.Close())
+		if !drained {
+			// The transports are closed: nothing can land. The reports are still owed.
+			a.halves.Abandon()
+		}
+		c.queue.wait(draining)
 	}
-	if !drained {
-		// The transport is closed: nothing can land. The reports are still owed.
-		a.step(func(m *core.Machine, now time.Time) { m.Abandon(now) })
-	}
-	a.lanes.wait(draining)
-	a.outbox.wait(draining)
 	a.cancel()
 	errs = append(errs, a.plane.close(ctx))
 	a.wg.Wait()
-	a.mu.Lock()
-	a.state = stateClosed
-	a.mu.Unlock()
+	_ = a.halves.move(stateClosing, stateClosed, nil)
 	a.log.Info("agent closed", zap.String("agent", string(a.id)))
 	return errors.Join(errs...)
 }
 
 // drain waits until the machine holds nothing.
 func (a *Agent) drain(ctx context.Context) bool {
-	idle := func() bool {
-		a.mu.Lock()
-		defer a.mu.Unlock()
-		return a.machine == nil || !a.machine.Busy() && len(a.queue) == 0 && !a.performing
-	}
 	t := time.NewTicker(2 * time.Millisecond)
 	defer t.Stop()
-	for !idle() {
+	for !a.halves.idle() {
 		select {
 		case <-ctx.Done():
 			return false

@@ -517,3 +517,8 @@ func BenchmarkLoadToFirstByte(b *testing.B) {
 		d.want(id(i), core.OK)
 	}
 }
+
+// setBus puts b in the place of an agent's bus.
+func setBus(a *Agent, b core.Bus) {
+	a.bus, a.ask.bus, a.caches.Load().performer.finder.bus = b, b, b
+}

@@ -71,9 +71,9 @@ func TestClaimOfAKilledPrefill(t *testing.T) {
 }
 
 func (s *side) sizes() core.Sizes {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.machine.Sizes()
+	s.halves.mu.Lock()
+	defer s.halves.mu.Unlock()
+	return s.halves.machine.Sizes()
 }
 
 // TestDecodeKilled: P's blocks come back at once, not with the lease.

@@ -93,7 +93,7 @@ func outliveLeader(t *testing.T, at [3]int) {
 	pc := trioConfig(RolePrefill, "")
 	pc.AdvertiseHost = "127.0.0.2" // the data path leads over a way that can be held
 	p := atServer(t, c, pc, servers[at[0]])
-	_, port, err := net.SplitHostPort(p.transport.named(viaTCP).Endpoint())
+	_, port, err := net.SplitHostPort(p.caches.Load().transports.named(viaTCP).Endpoint())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -330,7 +330,7 @@ func TestRefusedConnectionToAClusterIsNoProof(t *testing.T) {
 
 	c.Kill()
 	until(t, "the connection is refused", func() bool {
-		_, err := d.request(p.ID(), time.Second, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}})
+		_, err := d.ask.within(time.Second, p.ID(), &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}})
 		if gone(err) {
 			t.Fatalf("taken for the proof that P is gone: %v", err)
 		}
@@ -377,9 +377,9 @@ func TestLostHelloIsSaidAgain(t *testing.T) {
 	cfg.ConnectTimeout = Seconds(9 * time.Second)
 	p, d := open(t, testConfig(RolePrefill)), open(t, cfg)
 	var hellos atomic.Int32
-	d.bus = &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
+	setBus(d.Agent, &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
 		return req.Kind == wire.KindHello && hellos.Add(1) == 1
-	}}
+	}})
 	transfer(t, p, d, "t", p.BootstrapAddress())
 	if n := hellos.Load(); n != 2 {
 		t.Fatalf("hello was said %d times", n)
@@ -398,7 +398,7 @@ func TestSilentPrefillIsLookedUpAgain(t *testing.T) {
 	}
 	old, d := open(t, cfg(RolePrefill)), open(t, cfg(RoleDecode))
 	var silent atomic.Bool
-	d.bus = &lossy{Bus: d.bus, lose: func(to core.AgentID, _ *wire.Request) bool { return silent.Load() && to == old.ID() }}
+	setBus(d.Agent, &lossy{Bus: d.bus, lose: func(to core.AgentID, _ *wire.Request) bool { return silent.Load() && to == old.ID() }})
 	transfer(t, old, d, "first", old.BootstrapAddress())
 	silent.Store(true)
 	p := open(t, cfg(RolePrefill))

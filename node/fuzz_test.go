@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/tinylib/msgp/msgp"
-	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
@@ -138,10 +137,18 @@ func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
 		t.Fatal(err)
 	}
 	tr := &fakeTransport{admitted: map[core.AgentID]bool{}}
-	a := &Agent{id: "P", cfg: testConfig(RoleBoth), log: zap.NewNop(), clock: systemClock{}, reports: newReportQueue(64), wake: make(chan struct{}, 1),
-		peers: newPeerTable(), plane: &controlPlane{}, layout: l, machine: core.New(l, core.Options{MaxTransfers: 8}), state: stateRegistered}
-	a.transport = newTransports(a, &fakeSignaller{of: tr, t: t}, tr)
-	a.self = a.describe(l, a.transport)
+	cfg := testConfig(RoleBoth)
+	cfg.MaxTransfers = 8
+	a := newAgent(cfg, Options{Reports: newReportQueue(64)})
+	t.Cleanup(a.cancel)
+	a.plane = &controlPlane{sec: &security{}}
+	all := a.newTransports()
+	all.add(&fakeSignaller{of: tr, t: t})
+	all.add(tr)
+	a.halves.state = stateRegistering
+	if err := errors.Join(a.use(l, all), a.halves.move(stateRegistering, stateRegistered, nil)); err != nil {
+		t.Fatal(err)
+	}
 	return a, tr
 }
 
@@ -157,8 +164,9 @@ var fuzzRegions = []core.Region{
 // agent allocate little, whatever it claims.
 func FuzzServe(f *testing.F) {
 	hello := func(from string, change func(*wire.Agent)) *wire.Request {
-		h := &wire.Agent{Version: wire.Version, ID: from, EngineID: "d", Endpoints: []wire.Endpoint{{Transport: "tcp"}}, Shapes: []wire.Shape{{Name: "k", BlockStride: 64, BlockBytes: 64, NumBlocks: 99}, {Name: "s", BlockStride: 1 << 60, BlockBytes: 8, Group: 1}},
-			Geometry: []wire.Geometry{{Tokens: 4, Heads: 2, FirstHead: 2, TotalHeads: 4, TokenStride: 16, HeadStride: 8}, {}}}
+		h := &wire.Agent{Version: wire.Version, ID: from, EngineID: "d", Endpoints: []wire.Endpoint{{Transport: "tcp"}}, Shapes: []wire.Shape{
+			{Name: "k", BlockStride: 64, BlockBytes: 64, NumBlocks: 99, Tokens: 4, Heads: 2, FirstHead: 2, TotalHeads: 4, TokenStride: 16, HeadStride: 8},
+			{Name: "s", BlockStride: 1 << 60, BlockBytes: 8, Group: 1}}}
 		if change != nil {
 			change(h)
 		}
@@ -182,17 +190,17 @@ func FuzzServe(f *testing.F) {
 		{hello("d", nil), load("d", wire.Blocks{First: 1<<32 - 1, IDs: []uint32{1<<32 - 1}}, ids), finish("d", wire.Finish{TransferID: "t-1", Code: -1})},
 		{hello("d", nil), load("d", ids, ids, ids), finish("d", wire.Finish{TransferID: "t-1"}, wire.Finish{TransferID: "t-2", Code: 1 << 40, Reason: "x"})},
 		{hello("d", func(h *wire.Agent) { // larger blocks, heads before tokens
-			h.Shapes[0].BlockBytes, h.Shapes[0].BlockStride = 256, 256
-			h.Geometry[0] = wire.Geometry{Tokens: 16, Heads: 2, FirstHead: 2, TotalHeads: 4, TokenStride: 8, HeadStride: 128}
+			h.Shapes[0] = wire.Shape{Name: "k", BlockStride: 256, BlockBytes: 256, NumBlocks: 99, Tokens: 16, Heads: 2, FirstHead: 2, TotalHeads: 4, TokenStride: 8, HeadStride: 128}
 		}), &wire.Request{Kind: wire.KindLoad, From: "d", Load: &wire.Load{TransferID: "t-1", Transport: "tcp", Grant: []byte{1}, Groups: []wire.Blocks{{IDs: []uint32{3}}}, Tokens: []uint32{9}, LeaseMS: 30000}}, renew("d", nil, nil)},
 		{hello("d", func(h *wire.Agent) {
-			h.Geometry[0] = wire.Geometry{Tokens: 1 << 31, Heads: 1 << 31, FirstHead: 1 << 31, TotalHeads: 1<<32 - 1, TokenStride: 1 << 63, HeadStride: 1 << 63}
+			s := &h.Shapes[0]
+			s.Tokens, s.Heads, s.FirstHead, s.TotalHeads, s.TokenStride, s.HeadStride = 1<<31, 1<<31, 1<<31, 1<<32-1, 1<<63, 1<<63
 		}), load("d", ids), renew("d", nil, nil)},
 		{hello("d", func(h *wire.Agent) { h.Shapes[0].BlockBytes = 0 }), load("d", ids), renew("d", nil, nil)},
 		{hello("d", func(h *wire.Agent) { h.ID = "other" }), load("other", ids), renew("e", []string{"t-1"}, []string{"t-1"})},
 		{hello("", nil), load("", ids), renew("", nil, []string{"t-1"})},
 		{hello("d", func(h *wire.Agent) { h.Endpoints = []wire.Endpoint{{Transport: "rdma"}} }), load("d", ids), signal("d", "sig")},
-		{hello("d", func(h *wire.Agent) { h.TPSize, h.TPRank, h.Shapes, h.Geometry = 2, 1, nil, nil }), load("d", ids), renew("d", []string{"t-1\x001/2@0"}, nil)},
+		{hello("d", func(h *wire.Agent) { h.TPSize, h.TPRank, h.Shapes = 2, 1, nil }), load("d", ids), renew("d", []string{"t-1\x001/2@0"}, nil)},
 		{signal("d", "sig"), hello("d", nil), signal("d", "tcp")},
 		{hello("d", nil), signal("d", "sig"), signal("e", "sig")},
 	} {
@@ -236,7 +244,7 @@ func FuzzServe(f *testing.F) {
 // fits: h's shapes are those of fuzzRegions, in any order, with the same items of the
 // same model.
 func fits(h *wire.Agent) bool {
-	if h.Version != wire.Version || len(h.Geometry) != len(h.Shapes) {
+	if h.Version != wire.Version {
 		return false
 	}
 	if n := ranksOf(h); n != core.One { // who is one of several has some of it, or nothing
@@ -246,12 +254,12 @@ func fits(h *wire.Agent) bool {
 	if !k {
 		return false
 	}
-	for i, shape := range h.Shapes {
-		switch g := h.Geometry[i]; {
+	for _, shape := range h.Shapes {
+		switch {
 		case shape.Name == "k" && shape.Group == 0:
-			k = k && g.TotalHeads == 4 && shape.BlockBytes == 8*uint64(g.Tokens)*uint64(g.Heads)
+			k = k && shape.TotalHeads == 4 && shape.BlockBytes == 8*uint64(shape.Tokens)*uint64(shape.Heads)
 		case shape.Name == "s" && shape.Group == 1:
-			s = shape.BlockBytes == 8 && g == wire.Geometry{}
+			s = shape.BlockBytes == 8 && shape.Tokens == 0 && shape.Heads == 0 && shape.FirstHead == 0 && shape.TotalHeads == 0 && shape.TokenStride == 0 && shape.HeadStride == 0
 		}
 	}
 	return k && s
@@ -260,7 +268,7 @@ func fits(h *wire.Agent) bool {
 func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) {
 	t.Helper()
 	from := core.AgentID(req.From)
-	rep := a.serve("via", req)
+	rep := a.server.serve("via", req)
 	if rep == nil {
 		t.Fatalf("no answer to %+v", req)
 	}
@@ -279,7 +287,7 @@ func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) {
 	if r := req.Renew; req.Kind == wire.KindRenew && rep.Code == 0 && len(rep.Statuses) != len(r.Loads)+len(r.Claims) {
 		t.Errorf("%d statuses for %+v", len(rep.Statuses), r)
 	}
-	if len(rep.Ticket)+len(rep.Tickets) > 0 && (req.Kind != wire.KindHello || !fits(req.Hello)) {
+	if len(rep.Tickets) > 0 && (req.Kind != wire.KindHello || !fits(req.Hello)) {
 		t.Errorf("a ticket for %+v", req)
 	}
 	if req.Kind == wire.KindLoad && !tr.admitted[from] && rep.Code == 0 {
@@ -288,14 +296,13 @@ func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) {
 	if (a.peers.get(from) != nil) != tr.admitted[from] {
 		t.Errorf("%q is known %v, admitted %v", from, a.peers.get(from) != nil, tr.admitted[from])
 	}
-	if s := a.machine.Sizes(); s.Offers > 16 || s.Early > 8 || s.Ended > 8 {
+	if s := a.halves.machine.Sizes(); s.Offers > 16 || s.Early > 8 || s.Ended > 8 {
 		t.Errorf("over the limits: %+v", s)
 	}
-	queue := a.queue
-	a.queue = nil
+	queue, _ := a.halves.take()
 	for _, act := range queue {
 		if w, ok := act.(core.Write); ok {
-			a.write(w)
+			a.caches.Load().performer.write(w)
 		}
 	}
 	for _, w := range tr.writes {
@@ -303,7 +310,7 @@ func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) {
 			t.Errorf("%q is written to %q", w.ID, w.Peer)
 		}
 		for _, p := range w.Pairs {
-			r := a.layout.Regions[p.SrcRegion]
+			r := a.caches.Load().performer.finder.layout.Regions[p.SrcRegion]
 			low, high := 1*r.BlockStride, 3*r.BlockStride+r.BlockBytes // offered are 1 to 3, and 4 of group 1
 			if r.Group == 1 {
 				low, high = 4*r.BlockStride, 4*r.BlockStride+r.BlockBytes
@@ -350,11 +357,10 @@ func FuzzJoin(f *testing.F) {
 	f.Add(join("a", "e\n", 2, 1, 0, nil), join("a", "x", -1, 1<<40, -1, nil), join("a", "x", 4, 1, 1, func(j *wire.Join) { j.Agent.TPSize = 1 << 40 }))
 	f.Fuzz(func(t *testing.T, first, second, third []byte) {
 		a, _ := deafAgent(t)
-		a.ctx = context.Background()
 		a.cfg.EngineID, a.cfg.DPSize, a.cfg.DPRank, a.cfg.TPSize, a.cfg.PPSize = "e", 4, 1, 2, 2
-		a.plane.cfg, a.plane.table = &a.cfg, &bootstrap.Table{}
-		g := &guests{a: a, plane: a.plane, host: &fakeHost{fails: len(first)%7 == 3}, ranks: map[guestRank]*guest{}}
-		a.plane.guests = g
+		shows := &board{&bootstrap.Table{}, func() string { return "" }}
+		g := newGuests(&a.cfg, a.log, shows, &fakeHost{fails: len(first)%7 == 3})
+		a.server.guests = g
 		defer g.close()
 		for _, b := range [][]byte{first, second, third} {
 			req := new(wire.Request)
@@ -362,13 +368,13 @@ func FuzzJoin(f *testing.F) {
 				continue
 			}
 			before := len(g.ranks)
-			rep := a.serve("via", req)
+			rep := a.server.serve("via", req)
 			if rep.Code != 0 && len(g.ranks) != before {
 				t.Errorf("%+v is refused (%s), and %d ranks are there, not %d", req.Join.Agent, rep.Reason, len(g.ranks), before)
 			}
 		}
 		shown, engines := 0, map[string]int{"e": 1}
-		for dp, e := range a.plane.table.Query() {
+		for dp, e := range shows.table.Query() {
 			if other, twice := engines[e.EngineID]; twice && other != dp || dp < 0 || dp >= 4 || (dp == 1) != (e.EngineID == "e") {
 				t.Errorf("dp rank %d is engine %q", dp, e.EngineID)
 			}

@@ -17,8 +17,9 @@ import (
 // guests are the ranks that have joined this agent's bootstrap port: in the
 // registry, and in what GET /query shows. Each lives for as long as it says so.
 type guests struct {
-	a     *Agent
-	plane *controlPlane
+	cfg   *Config
+	log   *zap.Logger
+	board *board
 	host  host
 
 	mu     sync.Mutex // held while one comes or goes, so that registry and table agree
@@ -43,34 +44,8 @@ type guest struct {
 	end   *time.Timer
 }
 
-func newGuests(a *Agent, p *controlPlane) *guests {
-	return &guests{a: a, plane: p, host: p.bus, ranks: map[guestRank]*guest{}}
-}
-
-// serveJoin registers another rank at this agent's server, for a while.
-func (a *Agent) serveJoin(from core.AgentID, j *wire.Join) *wire.Reply {
-	g := a.plane.guests
-	switch {
-	case g == nil:
-		return refuse("agent %s of engine %q has no server that others could join", a.id, a.cfg.EngineID)
-	case j.Agent.ID != string(from):
-		return refuse("agent %s asks for a registration of %s", from, j.Agent.ID)
-	}
-	ctx, cancel := context.WithTimeout(a.ctx, time.Duration(a.cfg.ConnectTimeout))
-	defer cancel()
-	if j.Leave {
-		g.leave(ctx, j.Agent)
-		return &wire.Reply{}
-	}
-	since, err := g.join(ctx, j)
-	if err != nil {
-		a.log.Warn("rank not registered", zap.String("agent", j.Agent.ID), zap.String("engine_id", j.Agent.EngineID), zap.Error(err))
-		if a.cfg.EngineID == "" {
-			return refuse("agent %s, which has the bootstrap port: %v", a.id, err)
-		}
-		return refuse("agent %s of engine %q: %v", a.id, a.cfg.EngineID, err)
-	}
-	return &wire.Reply{Since: since}
+func newGuests(c *Config, log *zap.Logger, b *board, h host) *guests {
+	return &guests{cfg: c, log: log, board: b, host: h, ranks: map[guestRank]*guest{}}
 }
 
 func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
@@ -88,7 +63,7 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	var route bootstrap.Rank
 	var err error
 	if !known {
-		if route, err = g.plane.routeOf(j.Agent); err != nil {
+		if route, err = g.board.routeOf(j.Agent); err != nil {
 			return 0, err
 		}
 	}
@@ -105,16 +80,16 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	if old != nil { // another of the same engine: the registry has let it
 		g.drop(at, old)
 	}
-	e := g.plane.entryOf(j.Agent)
-	if err := g.plane.table.Register(e); err != nil { // of somebody's POST /register
+	e := g.board.entryOf(j.Agent)
+	if err := g.board.table.Register(e); err != nil { // of somebody's POST /register
 		_ = g.host.Unhost(ctx, j.Agent)
 		return 0, err
 	}
 	n := &guest{agent: j.Agent, entry: e, until: time.Now().Add(ttl)}
 	n.end = time.AfterFunc(ttl, func() { g.expire(at, n) })
 	g.ranks[at] = n
-	g.plane.table.Routes().Join(route)
-	g.a.log.Info("rank joined", zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
+	g.board.table.Routes().Join(route)
+	g.log.Info("rank joined", zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
 	return since, nil
 }
 
@@ -124,7 +99,7 @@ func (g *guests) admit(a *wire.Agent) error {
 	if a.Version != wire.Version {
 		return fmt.Errorf("wire version %d here, %d at %s: run the same kvconn on both", wire.Version, a.Version, rankText(a))
 	}
-	if g.a.cfg.Role != RoleBootstrap {
+	if g.cfg.Role != RoleBootstrap {
 		if err := g.beside(a); err != nil {
 			return err
 		}
@@ -139,7 +114,7 @@ func (g *guests) admit(a *wire.Agent) error {
 		switch b := other.agent; {
 		case (at.dp == a.DPRank) != (b.EngineID == a.EngineID):
 			return fmt.Errorf("%s, but %s is here: each dp rank has an engine_id of its own, and all its ranks have the same", rankText(a), rankText(b))
-		case g.a.cfg.Role == RoleBootstrap && dpSizeOf(b) != dps: // else this agent knows
+		case g.cfg.Role == RoleBootstrap && dpSizeOf(b) != dps: // else this agent knows
 			return fmt.Errorf("%s has dp_size %d, %s has %d", rankText(a), dps, rankText(b), dpSizeOf(b))
 		case at.dp == a.DPRank && ranksOf(b) != size:
 			return fmt.Errorf("%s has tp_size and pp_size for %v, %s for %v", rankText(a), size, rankText(b), ranksOf(b))
@@ -151,7 +126,7 @@ func (g *guests) admit(a *wire.Agent) error {
 // beside says why an agent cannot be a rank of the engines that this one, a rank
 // itself, was opened for.
 func (g *guests) beside(a *wire.Agent) error {
-	c := &g.a.cfg
+	c := g.cfg
 	switch {
 	case c.DPSize*c.TPSize*c.PPSize == 1:
 		return fmt.Errorf("it has one rank only (dp_size, tp_size and pp_size are 1), %s has no place beside it", rankText(a))
@@ -182,7 +157,7 @@ func (g *guests) leave(ctx context.Context, a *wire.Agent) {
 		g.drop(at, n)
 	}
 	if err := g.host.Unhost(ctx, a); err != nil {
-		g.a.log.Debug("registration not withdrawn", zap.String("agent", a.ID), zap.Error(err))
+		g.log.Debug("registration not withdrawn", zap.String("agent", a.ID), zap.Error(err))
 	}
 }
 
@@ -193,7 +168,7 @@ func (g *guests) expire(at guestRank, n *guest) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.ranks[at] == n && !time.Now().Before(n.until) { // else it was renewed while this waited
-		g.a.log.Warn("rank is gone", zap.String("agent", n.agent.ID), zap.String("engine_id", n.entry.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
+		g.log.Warn("rank is gone", zap.String("agent", n.agent.ID), zap.String("engine_id", n.entry.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
 		g.drop(at, n)
 	}
 }
@@ -201,8 +176,8 @@ func (g *guests) expire(at guestRank, n *guest) {
 // drop takes one out of GET /query and GET /route; g.mu is held.
 func (g *guests) drop(at guestRank, n *guest) {
 	n.end.Stop()
-	g.plane.table.Unregister(n.entry)
-	g.plane.table.Routes().Leave(bootstrap.Place{DP: at.dp, TP: at.tp, PP: at.pp})
+	g.board.table.Unregister(n.entry)
+	g.board.table.Routes().Leave(bootstrap.Place{DP: at.dp, TP: at.tp, PP: at.pp})
 	delete(g.ranks, at)
 }
 
@@ -216,17 +191,3 @@ func (g *guests) close() {
 }
 
 func placeOf(a *wire.Agent) guestRank { return guestRank{a.DPRank, a.TPRank, a.PPRank} }
-
-// ranksOf is how many ranks an agent's engine has.
-func ranksOf(a *wire.Agent) core.Ranks {
-	return core.Ranks{TP: max(a.TPSize, 1), PP: max(a.PPSize, 1)}
-}
-
-// dpSizeOf is how many dp ranks there are with it.
-func dpSizeOf(a *wire.Agent) int { return max(a.DPSize, 1) }
-
-func rankOf(a *wire.Agent) core.Rank { return core.Rank{TP: a.TPRank, PP: a.PPRank} }
-
-func rankText(a *wire.Agent) string {
-	return fmt.Sprintf("engine %q dp%d tp%d pp%d", a.EngineID, a.DPRank, a.TPRank, a.PPRank)
-}

@@ -15,75 +15,80 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// lookup is what is looked up: an engine, or a rank of it.
-type lookup struct {
-	target core.Target
-	part   bool
+// finder finds prefill engines and meets their agents, for an agent whose caches
+// are registered.
+type finder struct {
+	id         core.AgentID
+	cfg        *Config
+	log        *zap.Logger
+	ctx        context.Context // ends with the agent
+	clock      core.Clock
+	bus        directory
+	peers      *peerTable
+	layout     *core.Layout
+	self       *wire.Agent
+	transports ways
+	machine    resolver
+	start      func(name string, f func()) // runs f on a goroutine
 }
 
-// resolve answers from memory or starts one look-up per target.
-func (t *peerTable) resolve(a *Agent, r core.Resolve) {
+// directory is the part of core.Bus that a finder needs.
+type directory interface {
+	requester
+	Lookup(ctx context.Context, t core.Target) (*wire.Agent, core.Via, error)
+}
+
+// ways are what a finder needs of the transports.
+type ways interface {
+	dismisser
+	ways(ctx context.Context, info *wire.Agent, bootstrap string) (list []way, absent map[string]string, err error)
+	connect(peer core.AgentID, engine string, ways []way, absent map[string]string, rep *wire.Reply) error
+	settle(ctx context.Context, peer core.AgentID) error
+}
+
+// resolver takes what was found; the agent's halves.
+type resolver interface {
+	Resolved(r core.Resolve, peer core.AgentID, opened time.Time, code core.Code, reason string)
+	ResolvedParts(r core.Resolve, found []core.FoundPart)
+}
+
+// resolve answers from memory or starts one look-up for each target.
+func (f *finder) resolve(r core.Resolve) {
 	key := lookup{r.From, r.Part}
-	t.mu.Lock()
-	found := t.known[key]
-	if found != nil && !r.Fresh {
-		t.mu.Unlock()
-		a.resolved(r, found)
-		return
+	known, first := f.peers.find(key, r)
+	if known != nil {
+		f.resolved(r, known)
 	}
-	first := t.looking[key] == nil
-	t.looking[key] = append(t.looking[key], r)
-	t.mu.Unlock()
 	if !first {
 		return
 	}
-	a.goRun("lookup", func() {
-		find := a.findEngine
+	f.start("lookup", func() {
+		find := f.findEngine
 		if r.Part {
-			find = a.findRank
+			find = f.findRank
 		}
 		found, err := find(r.From)
 		if err != nil {
-			a.log.Warn("prefill agent not found", zap.String("bootstrap", r.From.Bootstrap), zap.String("engine_id", r.From.EngineID), zap.Error(err))
+			f.log.Warn("prefill agent not found", zap.String("bootstrap", r.From.Bootstrap), zap.String("engine_id", r.From.EngineID), zap.Error(err))
+			found = nil
 		}
-		t.mu.Lock()
-		if err == nil {
-			t.remember(key, found)
-		}
-		waiting := t.looking[key]
-		delete(t.looking, key)
-		t.mu.Unlock()
-		for _, w := range waiting {
+		for _, w := range f.peers.found(key, found) {
 			if err == nil {
-				a.resolved(w, found)
+				f.resolved(w, found)
 				continue
 			}
-			a.step(func(m *core.Machine, now time.Time) {
-				m.Resolved(now, w.ID, w.Seq, "", time.Time{}, lookupCode(err), err.Error())
-			})
+			f.machine.Resolved(w, "", time.Time{}, lookupCode(err), err.Error())
 		}
 	})
-}
-
-// remember keeps what was found, unless it is out of date already; t.mu is held.
-func (t *peerTable) remember(key lookup, found []core.FoundPart) {
-	if len(t.known) >= 4*maxPeers { // many spellings; what is in use is found again
-		clear(t.known)
-	}
-	if !slices.ContainsFunc(found, func(f core.FoundPart) bool { return t.byID[f.Peer] == nil }) {
-		t.known[key] = found
-	}
 }
 
 // resolved tells the machine what was found: an agent, or several to load from.
-func (a *Agent) resolved(r core.Resolve, found []core.FoundPart) {
-	a.step(func(m *core.Machine, now time.Time) {
-		if f := &found[0]; r.Part || len(found) == 1 && f.Share.Of == 1 {
-			m.Resolved(now, r.ID, r.Seq, f.Peer, f.Opened, core.OK, "")
-			return
-		}
-		m.ResolvedParts(now, r.ID, r.Seq, found)
-	})
+func (f *finder) resolved(r core.Resolve, found []core.FoundPart) {
+	if p := &found[0]; r.Part || len(found) == 1 && p.Share.Of == 1 {
+		f.machine.Resolved(r, p.Peer, p.Opened, core.OK, "")
+		return
+	}
+	f.machine.ResolvedParts(r, found)
 }
 
 func lookupCode(err error) core.Code {
@@ -103,36 +108,24 @@ type resizedError struct{ reason string }
 
 func (e *resizedError) Error() string { return e.reason }
 
-// refusedError: the peer was found and refused us, or we it.
-type refusedError struct{ reason string }
-
-func (e *refusedError) Error() string { return e.reason }
-
 // unansweredError: a hello got no answer, and another may get one.
 type unansweredError struct{ error }
 
 func (e *unansweredError) Unwrap() error { return e.error }
-
-// helloShare is the part of the bound of a look-up that one hello may take: the
-// server that carried it may have died.
-const helloShare = 3
 
 // unansweredPause is between two tries to meet an agent.
 const unansweredPause = 100 * time.Millisecond
 
 // findRank finds a rank of an engine that was found before, or that the engine above
 // has named.
-func (a *Agent) findRank(target core.Target) ([]core.FoundPart, error) {
-	ctx, cancel := context.WithTimeout(a.ctx, time.Duration(a.cfg.ConnectTimeout))
+func (f *finder) findRank(target core.Target) ([]core.FoundPart, error) {
+	ctx, cancel := context.WithTimeout(f.ctx, time.Duration(f.cfg.ConnectTimeout))
 	defer cancel()
-	p, info, err := a.find(ctx, target, nil)
+	p, info, err := f.find(ctx, target, nil)
 	if err != nil {
 		return nil, err
 	}
-	a.peers.mu.Lock()
-	held := a.peers.held[target]
-	a.peers.mu.Unlock()
-	if held != nil && !slices.EqualFunc(held, shapes(info), sameRegion) {
+	if held := f.peers.heldBy(target); held != nil && !slices.EqualFunc(held, shapes(info), sameRegion) {
 		return nil, &resizedError{fmt.Sprintf("%s was restarted with other KV caches than the load was for", rankText(info))}
 	}
 	return []core.FoundPart{{From: target, Peer: p.id, Opened: p.opened}}, nil
@@ -147,12 +140,12 @@ func sameRegion(x, y core.Shape) bool {
 // findEngine finds the ranks of a prefill engine that this agent loads from, meets
 // them all, and deals its regions out to them. The first one's entry says how many
 // there are; the others may still be on their way.
-func (a *Agent) findEngine(target core.Target) ([]core.FoundPart, error) {
-	ctx, cancel := context.WithTimeout(a.ctx, time.Duration(a.cfg.ConnectTimeout))
+func (f *finder) findEngine(target core.Target) ([]core.FoundPart, error) {
+	ctx, cancel := context.WithTimeout(f.ctx, time.Duration(f.cfg.ConnectTimeout))
 	defer cancel()
 	target.TPRank, target.PPRank, target.Engine = 0, 0, core.Ranks{}
 	for {
-		found, err := a.meetEngine(ctx, target)
+		found, err := f.meetEngine(ctx, target)
 		var resized *resizedError
 		if !errors.As(err, &resized) { // else it is being restarted at this moment
 			return found, err
@@ -165,16 +158,16 @@ func (a *Agent) findEngine(target core.Target) ([]core.FoundPart, error) {
 	}
 }
 
-func (a *Agent) meetEngine(ctx context.Context, target core.Target) ([]core.FoundPart, error) {
-	first, via, err := a.bus.Lookup(ctx, target)
+func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.FoundPart, error) {
+	first, via, err := f.bus.Lookup(ctx, target)
 	if err != nil {
 		return nil, err
 	}
 	refuse := func(err error) error {
-		return &refusedError{fmt.Sprintf("decode engine %q refuses prefill engine %q: %v", a.cfg.EngineID, first.EngineID, err)}
+		return &refusedError{fmt.Sprintf("decode engine %q refuses prefill engine %q: %v", f.cfg.EngineID, first.EngineID, err)}
 	}
 	target.EngineID, target.DPRank, target.Engine = first.EngineID, first.DPRank, ranksOf(first)
-	meetings, err := core.Meetings(target.Engine, a.cfg.ranks(), a.cfg.rank())
+	meetings, err := core.Meetings(target.Engine, f.cfg.ranks(), f.cfg.rank())
 	if err != nil {
 		return nil, refuse(err)
 	}
@@ -191,7 +184,7 @@ func (a *Agent) meetEngine(ctx context.Context, target core.Target) ([]core.Foun
 		wg.Add(1)
 		safe.Go("meet", func() {
 			defer wg.Done()
-			p, info, err := a.find(ctx, to, met)
+			p, info, err := f.find(ctx, to, met)
 			if errs[i] = err; err != nil {
 				return
 			}
@@ -205,25 +198,18 @@ func (a *Agent) meetEngine(ctx context.Context, target core.Target) ([]core.Foun
 			return nil, err
 		}
 	}
-	regions, err := core.Cover(a.layout.Shapes(), sources)
+	regions, err := core.Cover(f.layout.Shapes(), sources)
 	if err != nil {
 		return nil, refuse(err)
 	}
-	t := a.peers
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if len(t.held) >= 4*maxPeers {
-		clear(t.held)
-	}
 	for i := range found {
 		found[i].Regions = regions[i]
-		t.held[found[i].From] = sources[i].Shapes
-		t.remember(lookup{found[i].From, true}, found[i:i+1])
 	}
+	f.peers.dealt(found, sources)
 	return found, nil
 }
 
-// entry is what the registry holds of an agent, and the way to it.
+// entry is what the directory holds of an agent, and the way to it.
 type entry struct {
 	agent *wire.Agent
 	via   core.Via
@@ -234,9 +220,9 @@ type entry struct {
 // is waited out, since the restarted one is about to take its place, and so is one
 // that is on its way from a server of a cluster to another, or a rank that has not
 // joined its engine's first one yet.
-func (a *Agent) find(ctx context.Context, target core.Target, met *entry) (*peer, *wire.Agent, error) {
+func (f *finder) find(ctx context.Context, target core.Target, met *entry) (*peer, *wire.Agent, error) {
 	for {
-		p, info, err := a.meet(ctx, target, met)
+		p, info, err := f.meet(ctx, target, met)
 		var unanswered *unansweredError
 		if !errors.As(err, &unanswered) && !(target.Engine != core.Ranks{} && errors.Is(err, core.ErrNotRegistered)) {
 			return p, info, err
@@ -250,9 +236,9 @@ func (a *Agent) find(ctx context.Context, target core.Target, met *entry) (*peer
 	}
 }
 
-func (a *Agent) meet(ctx context.Context, target core.Target, met *entry) (*peer, *wire.Agent, error) {
+func (f *finder) meet(ctx context.Context, target core.Target, met *entry) (*peer, *wire.Agent, error) {
 	if met == nil {
-		info, via, err := a.bus.Lookup(ctx, target)
+		info, via, err := f.bus.Lookup(ctx, target)
 		if err != nil {
 			return nil, nil, err
 		}
@@ -262,14 +248,14 @@ func (a *Agent) meet(ctx context.Context, target core.Target, met *entry) (*peer
 	if n := ranksOf(info); target.Engine != (core.Ranks{}) && n != target.Engine {
 		return nil, nil, &resizedError{fmt.Sprintf("%s is now of an engine of %v, which was restarted; the load was for one of %v", rankText(info), n, target.Engine)}
 	}
-	match, err := compatible(info, a.self)
+	match, err := compatible(info, f.self)
 	if err != nil {
-		return nil, nil, &refusedError{fmt.Sprintf("decode engine %q refuses prefill engine %q: %v", a.cfg.EngineID, info.EngineID, err)}
+		return nil, nil, &refusedError{fmt.Sprintf("decode engine %q refuses prefill engine %q: %v", f.cfg.EngineID, info.EngineID, err)}
 	}
 	id := core.AgentID(info.ID)
-	attempt, cancel := context.WithTimeout(ctx, time.Duration(a.cfg.ConnectTimeout)/helloShare)
-	asked := a.clock.Now()
-	rep, err := a.bus.Request(attempt, via, id, &wire.Request{Kind: wire.KindHello, From: string(a.id), Hello: a.self})
+	attempt, cancel := context.WithTimeout(ctx, f.cfg.helloBound())
+	asked := f.clock.Now()
+	rep, err := f.bus.Request(attempt, via, id, &wire.Request{Kind: wire.KindHello, From: string(f.id), Hello: f.self})
 	late := attempt.Err() != nil
 	cancel()
 	if err != nil {
@@ -282,14 +268,24 @@ func (a *Agent) meet(ctx context.Context, target core.Target, met *entry) (*peer
 	if rep.Code != 0 {
 		return nil, nil, &refusedError{rep.Reason}
 	}
-	roads, absent, err := a.transport.roads(ctx, info, target.Bootstrap)
+	ways, absent, err := f.transports.ways(ctx, info, target.Bootstrap)
 	if err != nil {
 		return nil, nil, err
 	}
 	p := &peer{id: id, via: via, rank: rankText(info), joined: info.Joined, in: match, opened: openedAt(asked, rep.AgeMS)}
-	if err := a.peers.connect(p, a.transport, func() error { return a.transport.connect(id, info.EngineID, roads, absent, rep) }); err != nil {
+	if err := f.peers.connect(p, f.transports, func() error { return f.transports.connect(id, info.EngineID, ways, absent, rep) }); err != nil {
 		return nil, nil, err
 	}
-	a.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID), zap.Ints("rank", []int{info.DPRank, info.TPRank, info.PPRank}), zap.Stringers("roads", roads))
-	return p, info, a.transport.settle(ctx, id)
+	f.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID), zap.Ints("rank", []int{info.DPRank, info.TPRank, info.PPRank}), zap.Stringers("ways", ways))
+	return p, info, f.transports.settle(ctx, id)
+}
+
+// openedAt is an instant, on this process's clock, before which an agent was not
+// open: it said how old it was after it was asked.
+func openedAt(asked time.Time, ageMS int64) time.Time {
+	const most = int64(100 * 365 * 24 * time.Hour / time.Millisecond)
+	if ageMS <= 0 || ageMS > most {
+		return time.Time{}
+	}
+	return asked.Add(-time.Duration(ageMS) * time.Millisecond)
 }

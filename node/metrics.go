@@ -15,7 +15,7 @@ import (
 // their own: what Stats holds, and how long halves took. Its methods may be called
 // on nil, which an agent without a port has.
 type metrics struct {
-	agent     *Agent
+	stats     func() Stats
 	registry  *prometheus.Registry
 	wait      *prometheus.HistogramVec
 	transfer  *prometheus.HistogramVec
@@ -28,9 +28,9 @@ var seconds = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 
 // scrapeBound is how long a reader may take with a page.
 const scrapeBound = 10 * time.Second
 
-func newMetrics(a *Agent) *metrics {
-	rank := prometheus.Labels{"engine_id": a.cfg.EngineID, "dp_rank": strconv.Itoa(a.cfg.DPRank), "tp_rank": strconv.Itoa(a.cfg.TPRank), "pp_rank": strconv.Itoa(a.cfg.PPRank)}
-	m := &metrics{agent: a, registry: prometheus.NewRegistry(), described: map[string]*prometheus.Desc{}}
+func newMetrics(c *Config, stats func() Stats) *metrics {
+	rank := prometheus.Labels{"engine_id": c.EngineID, "dp_rank": strconv.Itoa(c.DPRank), "tp_rank": strconv.Itoa(c.TPRank), "pp_rank": strconv.Itoa(c.PPRank)}
+	m := &metrics{stats: stats, registry: prometheus.NewRegistry(), described: map[string]*prometheus.Desc{}}
 	histogram := func(name, help string) *prometheus.HistogramVec {
 		h := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, ConstLabels: rank, Buckets: seconds}, []string{"side"})
 		m.registry.MustRegister(h)
@@ -86,7 +86,7 @@ func (m *metrics) Describe(out chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (m *metrics) Collect(out chan<- prometheus.Metric) {
-	s := m.agent.stats()
+	s := m.stats()
 	counter := func(name string, v uint64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(m.described[name], prometheus.CounterValue, float64(v), labels...)
 	}

@@ -66,7 +66,7 @@ func TestMetrics(t *testing.T) {
 // The page may be asked for before there is anything, and an agent may have none.
 func TestMetricsOfNothing(t *testing.T) {
 	leaktest.Check(t)
-	m := newMetrics(&Agent{cfg: testConfig(RolePrefill), reports: newReportQueue(1)})
+	m := newAgent(testConfig(RolePrefill), Options{}).endings.metrics
 	if _, err := m.registry.Gather(); err != nil {
 		t.Errorf("before memory is registered: %v", err)
 	}

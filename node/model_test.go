@@ -203,9 +203,9 @@ func idle(t testing.TB, all ...[]*rank) {
 			until(t, "nothing is left", func() bool {
 				left := r.sizes()
 				left.Ended = 0
-				r.transport.mu.Lock()
-				defer r.transport.mu.Unlock()
-				return left == core.Sizes{} && len(r.transport.halves) == 0
+				r.caches.Load().transports.mu.Lock()
+				defer r.caches.Load().transports.mu.Unlock()
+				return left == core.Sizes{} && len(r.caches.Load().transports.going) == 0
 			})
 		}
 	}

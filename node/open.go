@@ -18,62 +18,63 @@ var ErrTransport = errors.New("transport is not available")
 // openRDMA makes the rdma transport; an error says why there is none.
 type openRDMA func(cfg rdma.Config, id core.AgentID, layout *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error)
 
-// openTransports opens what the configuration names over the registered memory,
-// the preferred one first.
-func (a *Agent) openTransports(layout *core.Layout) (*transports, error) {
-	t := newTransports(a)
-	for _, name := range a.cfg.transports() {
-		w, err := a.openTransport(t, name, layout)
+// opener opens transports over the registered memory.
+type opener struct {
+	id         core.AgentID
+	cfg        *Config
+	log        *zap.Logger
+	allow      *allowList
+	advertised func() (host string, err error)
+	signal     func(transport string) core.Signal
+	rdma       openRDMA
+}
+
+// openAll adds the transports that the configuration names to t, the preferred one
+// first. On an error it has closed them.
+func (o *opener) openAll(t *transports, layout *core.Layout) error {
+	for _, name := range o.cfg.transports() {
+		w, err := o.open(name, layout, t.sink(name))
 		switch {
 		case err == nil:
 			t.add(w)
 			continue
 		case name == viaTCP, errors.Is(err, core.ErrInvalid):
-		case a.cfg.Transport == viaAuto:
+		case o.cfg.Transport == viaAuto:
 			t.lack(name, err)
-			log := a.log.Info
-			if len(a.cfg.RDMADevices) > 0 { // somebody wants them
-				log = a.log.Warn
+			log := o.log.Info
+			if len(o.cfg.RDMADevices) > 0 { // somebody wants them
+				log = o.log.Warn
 			}
 			log(fmt.Sprintf("going on without %s: %v", name, err), zap.String("transport", name))
 			continue
 		default:
-			err = fmt.Errorf("%w: transport is %q: %w", ErrTransport, a.cfg.Transport, err)
+			err = fmt.Errorf("%w: transport is %q: %w", ErrTransport, o.cfg.Transport, err)
 		}
 		_ = t.Close()
-		return nil, err
+		return err
 	}
-	return t, nil
+	return nil
 }
 
-func (a *Agent) openTransport(t *transports, name string, layout *core.Layout) (core.Transport, error) {
-	to := sink{a, t, name}
+func (o *opener) open(name string, layout *core.Layout, to core.Sink) (core.Transport, error) {
 	if name == viaRDMA {
-		w, err := a.rdma(a.cfg.rdmaConfig(a.log.Named(viaRDMA)), a.id, layout, to, a.signalOf(viaRDMA))
+		w, err := o.rdma(o.cfg.rdmaConfig(o.log.Named(viaRDMA)), o.id, layout, to, o.signal(viaRDMA))
 		if err != nil {
 			return nil, err // and no Signaller that is nil within
 		}
 		return w, nil
 	}
-	host, err := a.plane.advertised()
+	host, err := o.advertised()
 	if err != nil {
 		return nil, err
 	}
 	w, err := tcp.New(tcp.Config{
-		Listen: a.cfg.prefills(), ListenHost: a.cfg.TCPListenHost, ListenPort: a.cfg.TCPPort, AdvertiseHost: host,
-		Streams: a.cfg.TCPStreams, StallTimeout: time.Duration(a.cfg.StallTimeout), DialTimeout: time.Duration(a.cfg.ConnectTimeout),
-		Guard: a.allow.checkDial, Logger: a.log.Named(viaTCP),
+		Listen: o.cfg.prefills(), ListenHost: o.cfg.TCPListenHost, ListenPort: o.cfg.TCPPort, AdvertiseHost: host,
+		Streams: o.cfg.TCPStreams, StallTimeout: time.Duration(o.cfg.StallTimeout), DialTimeout: time.Duration(o.cfg.ConnectTimeout),
+		Guard: o.allow.checkDial, Logger: o.log.Named(viaTCP),
 	}, layout, to)
 	if err != nil {
 		return nil, err
 	}
 	return w, nil
-}
-
-// transports are those that may be used, the preferred one first.
-func (c *Config) transports() []string {
-	if c.Transport == viaAuto {
-		return []string{viaRDMA, viaTCP}
-	}
-	return []string{c.Transport}
 }

@@ -2,10 +2,7 @@ package node
 
 import (
 	"container/list"
-	"fmt"
 	"maps"
-	"net"
-	"net/url"
 	"slices"
 	"sync"
 	"time"
@@ -33,13 +30,19 @@ type peer struct {
 	place  *list.Element // in the table's order
 }
 
+// lookup is what is looked up: an engine, or a rank of it.
+type lookup struct {
+	target core.Target
+	part   bool
+}
+
 // peerTable holds the peers by id, and which of them a target was found to be.
 type peerTable struct {
 	mu      sync.Mutex
 	byID    map[core.AgentID]*peer
 	order   *list.List                   // of *peer, the one used last at the end
 	known   map[lookup][]core.FoundPart  // what a target was found to be
-	looking map[lookup][]core.Resolve    // a look-up is under way for these
+	looking map[lookup][]core.Resolve    // they wait for a look-up that is under way
 	held    map[core.Target][]core.Shape // what a rank held when its engine's regions were dealt out
 
 	// meeting is held while a peer is added and who makes room for it is
@@ -71,9 +74,14 @@ func (t *peerTable) rankOf(id core.AgentID) string {
 	return ""
 }
 
+// dismisser is the part of the transports that a peerTable needs.
+type dismisser interface {
+	Dismiss(peer core.AgentID)
+}
+
 // add remembers a peer, and dismisses the one that makes room for it; t.meeting
 // is held.
-func (t *peerTable) add(p *peer, transport *transports) {
+func (t *peerTable) add(p *peer, transports dismisser) {
 	var oldest core.AgentID
 	t.mu.Lock()
 	if old := t.byID[p.id]; old != nil {
@@ -96,26 +104,27 @@ func (t *peerTable) add(p *peer, transport *transports) {
 	t.byID[p.id] = p // met anew: not gone, whatever was
 	t.mu.Unlock()
 	if oldest != "" {
-		transport.Dismiss(oldest) // it may call the sink
+		transports.Dismiss(oldest) // it may call the sink
 	}
 }
 
-// admit lets a peer that has said hello connect, and remembers it.
-func (t *peerTable) admit(p *peer, h *wire.Agent, transport *transports) (tickets []wire.Ticket, err error) {
+// admit lets a peer that has said hello connect, and remembers it. Its tickets are
+// what the transports' admit returns.
+func (t *peerTable) admit(p *peer, transports dismisser, admit func() ([]wire.Ticket, error)) (tickets []wire.Ticket, err error) {
 	t.meeting.Lock()
 	defer t.meeting.Unlock()
-	if tickets, err = transport.admit(p.id, h); err == nil {
-		t.add(p, transport)
+	if tickets, err = admit(); err == nil {
+		t.add(p, transports)
 	}
 	return tickets, err
 }
 
 // connect remembers a peer that has answered a hello, and then makes the ways to
-// it usable: their signals are taken from those only who are remembered.
-func (t *peerTable) connect(p *peer, transport *transports, connect func() error) error {
+// it usable: a transport's signals are taken only from peers that are remembered.
+func (t *peerTable) connect(p *peer, transports dismisser, connect func() error) error {
 	t.meeting.Lock()
 	defer t.meeting.Unlock()
-	t.add(p, transport)
+	t.add(p, transports)
 	return connect()
 }
 
@@ -186,29 +195,60 @@ func (t *peerTable) unmap(id core.AgentID) {
 	})
 }
 
-// openedAt is an instant, on this process's clock, before which an agent was not
-// open: it said how old it was after it was asked.
-func openedAt(asked time.Time, ageMS int64) time.Time {
-	const most = int64(100 * 365 * 24 * time.Hour / time.Millisecond)
-	if ageMS <= 0 || ageMS > most {
-		return time.Time{}
+// find returns what a target is known to be. If it is not, first says that the
+// caller must look it up and call found; else the answer of whoever looks goes to r too.
+func (t *peerTable) find(key lookup, r core.Resolve) (known []core.FoundPart, first bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if known = t.known[key]; known != nil && !r.Fresh {
+		return known, false
 	}
-	return asked.Add(-time.Duration(ageMS) * time.Millisecond)
+	first = t.looking[key] == nil
+	t.looking[key] = append(t.looking[key], r)
+	return nil, first
 }
 
-// fullEndpoint is a transport's address as it is dialled; without a host it is at
-// the host where the registry was found, which is known to be reachable.
-func fullEndpoint(info *wire.Agent, e wire.Endpoint, bootstrap string) (string, error) {
-	host, port, err := net.SplitHostPort(e.Address)
-	if err != nil {
-		return "", fmt.Errorf("prefill agent %s has a malformed %s endpoint %q: %w", info.ID, e.Transport, e.Address, err)
+// found takes the end of a look-up, parts nil if it failed, and returns those that
+// wait for it.
+func (t *peerTable) found(key lookup, parts []core.FoundPart) []core.Resolve {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if parts != nil {
+		t.remember(key, parts)
 	}
-	if host == "" {
-		u, err := url.Parse(bootstrap)
-		if err != nil || u.Hostname() == "" {
-			return "", fmt.Errorf("prefill agent %s names no host for %s and there is no bootstrap address: set advertise_host on the prefill engine", info.ID, e.Transport)
-		}
-		host = u.Hostname()
+	waiting := t.looking[key]
+	delete(t.looking, key)
+	return waiting
+}
+
+// remember keeps what was found, unless it is out of date already; t.mu is held.
+func (t *peerTable) remember(key lookup, found []core.FoundPart) {
+	if len(t.known) >= 4*maxPeers { // many spellings; what is in use is found again
+		clear(t.known)
 	}
-	return net.JoinHostPort(host, port), nil
+	if !slices.ContainsFunc(found, func(f core.FoundPart) bool { return t.byID[f.Peer] == nil }) {
+		t.known[key] = found
+	}
+}
+
+// dealt remembers the ranks of an engine whose regions were dealt out, and what
+// each of them held then.
+func (t *peerTable) dealt(found []core.FoundPart, sources []core.Source) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.held) >= 4*maxPeers {
+		clear(t.held)
+	}
+	for i := range found {
+		t.held[found[i].From] = sources[i].Shapes
+		t.remember(lookup{found[i].From, true}, found[i:i+1])
+	}
+}
+
+// heldBy is what a rank held when its engine's regions were dealt out; nil: they
+// were not.
+func (t *peerTable) heldBy(target core.Target) []core.Shape {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.held[target]
 }

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"testing"
 
+	"go.uber.org/zap"
+
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -31,15 +33,17 @@ func (a *admissions) Dismiss(peer core.AgentID) { delete(a.tickets, peer) }
 // that what was met of peers is bounded in the transport too.
 func TestForgottenPeersAreDismissed(t *testing.T) {
 	table, transport := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}
-	all := newTransports(&Agent{}, transport)
+	all := newTransports("P", &Config{}, zap.NewNop(), nil, nil, nil)
+	all.add(transport)
 	hello := &wire.Agent{Endpoints: []wire.Endpoint{{Transport: viaTCP}}}
 	for i := range maxPeers + 3 {
 		id := core.AgentID(fmt.Sprint(i))
-		ticket, err := table.admit(&peer{id: id}, hello, all)
+		admit := func() ([]wire.Ticket, error) { return all.admit(id, hello) }
+		ticket, err := table.admit(&peer{id: id}, all, admit)
 		if err != nil {
 			t.Fatal(err)
 		}
-		again, err := table.admit(&peer{id: id}, hello, all)
+		again, err := table.admit(&peer{id: id}, all, admit)
 		if err != nil || len(ticket) != 1 || !bytes.Equal(ticket[0].Ticket, again[0].Ticket) {
 			t.Fatalf("second hello of %s: ticket %q, %v; the first was %q", id, again, err, ticket)
 		}

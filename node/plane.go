@@ -9,10 +9,12 @@ import (
 	"strconv"
 	"time"
 
+	"go.uber.org/zap"
+
 	"github.com/kvconn/kvconn/bootstrap"
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/natsbus"
-	"github.com/kvconn/kvconn/wire"
 )
 
 // controlPlane is what an agent runs itself: the bus, and on a prefill engine's
@@ -23,81 +25,59 @@ type controlPlane struct {
 	sec    *security
 	bus    *natsbus.Bus
 	nats   *natsbus.Server   // nil where no port is served, and with nats_url
-	table  *bootstrap.Table  // nil where no port is served
+	board  *board            // nil where no port is served
 	http   *bootstrap.Server // the same
 	served chan struct{}
 	guests *guests // ranks that have joined; nil without nats
 }
 
-func openControlPlane(a *Agent) (_ *controlPlane, err error) {
-	p := &controlPlane{cfg: &a.cfg}
-	if p.sec, err = openSecurity(&a.cfg, a.log); err != nil {
+// openControlPlane's metrics are nil where no port is served.
+func openControlPlane(id core.AgentID, c *Config, log *zap.Logger, metrics *metrics) (_ *controlPlane, err error) {
+	p := &controlPlane{cfg: c}
+	if p.sec, err = openSecurity(c, log); err != nil {
 		return nil, err
 	}
-	a.allow = p.sec.allow
 	defer func() {
 		if err != nil {
-			ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.cfg.CloseTimeout))
+			ctx, cancel := context.WithTimeout(context.Background(), time.Duration(c.CloseTimeout))
 			defer cancel()
 			_ = p.close(ctx)
 		}
 	}()
 	extra := map[string]http.Handler{}
-	if a.cfg.servesNATS() {
-		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Owner: a.id, Token: p.sec.token, NKeys: a.cfg.NATSNKeys, Logger: a.log.Named("nats")})
+	if c.servesNATS() {
+		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Owner: id, Token: p.sec.token, NKeys: c.NATSNKeys, Logger: log.Named("nats")})
 		if err != nil {
 			return nil, err
 		}
 		extra["/nats"] = p.nats.Handler()
 	}
-	if a.cfg.servesPort() {
-		p.table = &bootstrap.Table{}
-		a.metrics = newMetrics(a)
-		extra["/metrics"] = a.metrics.handler()
-		access := &bootstrap.Access{Token: p.sec.token, Closed: len(a.cfg.NATSNKeys) > 0, Logger: a.log.Named("bootstrap")}
-		p.http = bootstrap.NewServer(bootstrap.NewHandler(p.table, access, extra), p.sec.server, a.log.Named("bootstrap"))
-		if err := p.http.Listen(net.JoinHostPort(a.cfg.BootstrapHost, strconv.Itoa(a.cfg.BootstrapPort))); err != nil {
+	if c.servesPort() {
+		p.board = &board{&bootstrap.Table{}, p.address}
+		extra["/metrics"] = metrics.handler()
+		access := &bootstrap.Access{Token: p.sec.token, Closed: len(c.NATSNKeys) > 0, Logger: log.Named("bootstrap")}
+		p.http = bootstrap.NewServer(bootstrap.NewHandler(p.board.table, access, extra), p.sec.server, log.Named("bootstrap"))
+		if err := p.http.Listen(net.JoinHostPort(c.BootstrapHost, strconv.Itoa(c.BootstrapPort))); err != nil {
 			return nil, err
 		}
 		p.served = make(chan struct{})
 		safe.Go("bootstrap", func() {
 			defer close(p.served)
 			if err := p.http.Serve(); err != nil {
-				a.log.Error(fmt.Sprintf("the bootstrap port ended: %v", err))
+				log.Error(fmt.Sprintf("the bootstrap port ended: %v", err))
 			}
 		})
 	}
-	p.bus, err = natsbus.Open(natsbus.Options{AgentID: a.id, Server: p.nats, ClusterURL: a.cfg.NATSURL, Join: a.cfg.BootstrapJoin, JoinTimeout: time.Duration(a.cfg.JoinTimeout),
-		Replicas: a.cfg.NATSReplicas, Token: p.sec.token, Seed: p.sec.seed, TLS: p.sec.client, OnlyTLS: a.cfg.TLSCAFile != "", Allow: p.sec.allow.enter,
-		ConnectTimeout: time.Duration(a.cfg.ConnectTimeout), Logger: a.log.Named("bus")})
+	p.bus, err = natsbus.Open(natsbus.Options{AgentID: id, Server: p.nats, ClusterURL: c.NATSURL, Join: c.BootstrapJoin, JoinTimeout: time.Duration(c.JoinTimeout),
+		Replicas: c.NATSReplicas, Token: p.sec.token, Seed: p.sec.seed, TLS: p.sec.client, OnlyTLS: c.TLSCAFile != "", Allow: p.sec.allow.enter,
+		ConnectTimeout: time.Duration(c.ConnectTimeout), Logger: log.Named("bus")})
 	if err != nil {
 		return nil, err
 	}
 	if p.nats != nil {
-		p.guests = newGuests(a, p)
+		p.guests = newGuests(c, log, p.board, p.bus)
 	}
 	return p, nil
-}
-
-// publish makes the rank visible to routers, by GET /query and GET /route.
-func (p *controlPlane) publish(self *wire.Agent) error {
-	if p.table == nil {
-		return nil
-	}
-	r, err := p.routeOf(self)
-	if err != nil {
-		return err
-	}
-	if err := p.table.Register(p.entryOf(self)); err != nil {
-		return err
-	}
-	p.table.Routes().Join(r)
-	return nil
-}
-
-// entryOf is what GET /query shows of an agent.
-func (p *controlPlane) entryOf(a *wire.Agent) bootstrap.Registration {
-	return bootstrap.Registration{EngineID: a.EngineID, DPRank: a.DPRank, TPRank: a.TPRank, PPRank: a.PPRank, Addr: p.address()}
 }
 
 // address is where this engine's bootstrap port is reached.

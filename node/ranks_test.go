@@ -445,7 +445,7 @@ func TestRanksLinkBreaks(t *testing.T) {
 	at := from(first.BootstrapAddress(), "engine-prefill")
 	d := ds[0]
 	bus := &watchedBus{Bus: d.bus, to: ps[1].ID()}
-	d.bus = bus
+	setBus(d.Agent, bus)
 	carry(t, "a", 1, ps, ds, at)
 	for _, p := range ps {
 		announce(t, p.side, "b")

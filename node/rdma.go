@@ -26,11 +26,3 @@ func (c *Config) rdmaConfig(log *zap.Logger) rdma.Config {
 		MaxTransfers: c.MaxTransfers, ConnectTimeout: time.Duration(c.ConnectTimeout), StallTimeout: time.Duration(c.StallTimeout), Logger: log,
 	}
 }
-
-func (c *Config) rdmaDefaults() {
-	r := rdma.DefaultConfig()
-	c.RDMAGIDIndex, c.RDMAQPs, c.RDMASendDepth, c.RDMAMTU = r.GIDIndex, r.QueuePairs, r.SendDepth, r.MTU
-	c.RDMATimeout, c.RDMARetry, c.RDMARNRRetry, c.RDMAMinRNRTimer = r.Timeout, r.Retry, r.RNRRetry, r.MinRNRTimer
-	c.RDMATrafficClass, c.RDMAServiceLevel, c.RDMAPKeyIndex = r.TrafficClass, r.ServiceLevel, r.PKeyIndex
-	c.RDMAIdle, c.RDMARelaxedOrdering = Seconds(r.Idle), r.RelaxedOrdering
-}

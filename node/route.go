@@ -1,7 +1,6 @@
 package node
 
 import (
-	"bytes"
 	"encoding/json"
 	"fmt"
 	"net"
@@ -9,7 +8,6 @@ import (
 	"strconv"
 
 	"github.com/kvconn/kvconn/bootstrap"
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -39,27 +37,33 @@ func checkRouteInfo(text []byte) (map[string]json.RawMessage, error) {
 	return info, nil
 }
 
-func (c *Config) checkRouteInfo() error {
-	if string(c.RouteInfo) == "null" {
-		c.RouteInfo = nil
-	}
-	if c.RouteInfo == nil {
-		return nil
-	}
-	var b bytes.Buffer
-	err := json.Compact(&b, c.RouteInfo)
-	if err == nil {
-		c.RouteInfo = b.Bytes()
-		_, err = checkRouteInfo(c.RouteInfo)
-	}
+// board is what the bootstrap port shows of the ranks that are registered here, by
+// GET /query and GET /route.
+type board struct {
+	table   *bootstrap.Table
+	address func() string // where the port is reached
+}
+
+// show adds this agent's own rank.
+func (b *board) show(self *wire.Agent) error {
+	r, err := b.routeOf(self)
 	if err != nil {
-		return fmt.Errorf("%w: config key \"route_info\": %w", core.ErrInvalid, err)
+		return err
 	}
+	if err := b.table.Register(b.entryOf(self)); err != nil {
+		return err
+	}
+	b.table.Routes().Join(r)
 	return nil
 }
 
+// entryOf is what GET /query shows of an agent.
+func (b *board) entryOf(a *wire.Agent) bootstrap.Registration {
+	return bootstrap.Registration{EngineID: a.EngineID, DPRank: a.DPRank, TPRank: a.TPRank, PPRank: a.PPRank, Addr: b.address()}
+}
+
 // routeOf is what GET /route says of an agent that is registered here.
-func (p *controlPlane) routeOf(a *wire.Agent) (bootstrap.Rank, error) {
+func (b *board) routeOf(a *wire.Agent) (bootstrap.Rank, error) {
 	given, err := checkRouteInfo(a.RouteInfo)
 	if err != nil {
 		return bootstrap.Rank{}, fmt.Errorf("%s: route_info: %w", rankText(a), err)
@@ -79,13 +83,13 @@ func (p *controlPlane) routeOf(a *wire.Agent) (bootstrap.Rank, error) {
 	for key, v := range given {
 		r.Info[key] = v
 	}
-	r.Host, r.Port = p.reached(a)
+	r.Host, r.Port = b.reached(a)
 	return r, nil
 }
 
 // reached is where an agent takes data connections, else where its port is.
-func (p *controlPlane) reached(a *wire.Agent) (host string, port int) {
-	if at, err := url.Parse(p.address()); err == nil {
+func (b *board) reached(a *wire.Agent) (host string, port int) {
+	if at, err := url.Parse(b.address()); err == nil {
 		host = at.Hostname()
 		port, _ = strconv.Atoi(at.Port())
 	}

@@ -76,7 +76,7 @@ func TestRouteOfAgents(t *testing.T) {
 				t.Fatalf("%d %s", code, body)
 			}
 			for i, p := range ps {
-				_, port, err := net.SplitHostPort(p.self.Endpoints[0].Address)
+				_, port, err := net.SplitHostPort(p.caches.Load().self.Endpoints[0].Address)
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -32,43 +32,6 @@ type security struct {
 	allow       *allowList
 }
 
-// checkSecurity says which key cannot be, without a look at the files.
-func (c *Config) checkSecurity() error {
-	bad := func(key, format string, args ...any) error {
-		return fmt.Errorf("%w: config key %q %s", core.ErrInvalid, key, fmt.Sprintf(format, args...))
-	}
-	switch {
-	case c.NATSReplicas < 0 || c.NATSReplicas > 5:
-		return bad("nats_replicas", "is %d, want 0 to 5", c.NATSReplicas)
-	case c.NATSReplicas > 1 && c.NATSURL == "":
-		return bad("nats_replicas", "is %d, but there is no cluster: set nats_url", c.NATSReplicas)
-	case c.NATSToken != "" && c.NATSTokenFile != "":
-		return bad("nats_token_file", "and nats_token are both set: give one")
-	case c.NATSNKeySeedFile != "" && (c.NATSToken != "" || c.NATSTokenFile != "") && !c.servesNATS():
-		return bad("nats_nkey_seed_file", "and a token are both set: an agent proves itself with one of them")
-	case len(c.NATSNKeys) > 0 && !c.servesNATS():
-		return bad("nats_nkeys", "is for the embedded server of a prefill engine: a cluster has its own list")
-	case (c.TLSCertFile == "") != (c.TLSKeyFile == ""):
-		return bad("tls_cert_file", "and tls_key_file belong together: %q, %q", c.TLSCertFile, c.TLSKeyFile)
-	case len(c.NATSNKeys) > maxListed || len(c.BootstrapAllow) > maxListed:
-		return bad("nats_nkeys, bootstrap_allow", "have %d and %d entries, at most %d are read", len(c.NATSNKeys), len(c.BootstrapAllow), maxListed)
-	}
-	if err := checkToken(c.NATSToken); err != nil {
-		return bad("nats_token", "%v", err)
-	}
-	for _, key := range c.NATSNKeys {
-		if err := natsbus.CheckNKey(key); err != nil {
-			return bad("nats_nkeys", "has %q: %v", key, err)
-		}
-	}
-	if _, err := parseAllow(c.BootstrapAllow); err != nil {
-		return bad("bootstrap_allow", "has %v", err)
-	}
-	return nil
-}
-
-func (c *Config) servesNATS() bool { return c.servesPort() && c.NATSURL == "" }
-
 func checkToken(token string) error {
 	if len(token) > maxToken {
 		return fmt.Errorf("has %d bytes, at most %d are read", len(token), maxToken)

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"sync"
@@ -26,25 +27,24 @@ type step struct {
 	written func() []uint32
 }
 
-// currentStep is the one step that may run. Whoever holds the lock and finds no
-// step knows that nothing grows but by a call.
-type currentStep struct {
+// steps hold the one step that may run. Whoever has the lock and finds no step knows
+// that nothing grows but by a call.
+type steps struct {
+	log   *zap.Logger
+	ctx   context.Context // ends with the agent
+	grow  func([]core.GrowRequest) (int, error)
+	start func(f func()) bool // runs f on a goroutine, unless the agent closes
+
 	mu   sync.Mutex
 	step *step
 }
 
-// GrowStep is Grow for a step that computes more of these transfers, as their
-// Computing says: written gives the regions, in growing order, in which all of it is
-// there since it was asked last. It is asked time and again, a last time by the next
-// call of Grow, GrowStep, Offer, Retract or Cancel, and never after that call has begun
-// to do its work, by the goroutine of that call or by one of the agent's. So an engine
-// need not call for each layer. What it has to say when GrowStep is called is of no
-// step, and is dropped.
-func (a *Agent) GrowStep(parts []core.GrowRequest, written func() []uint32) (int, error) {
-	a.current.mu.Lock()
-	defer a.current.mu.Unlock()
-	a.lastLook(nil)
-	n, err := a.grow(parts)
+// begin ends the step before and follows a new one.
+func (c *steps) begin(parts []core.GrowRequest, written func() []uint32) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.lastLook(nil)
+	n, err := c.grow(parts)
 	s := &step{written: written}
 	for _, part := range parts[:n] {
 		if part.Computing != nil {
@@ -54,58 +54,55 @@ func (a *Agent) GrowStep(parts []core.GrowRequest, written func() []uint32) (int
 	if len(s.parts) == 0 {
 		return n, err
 	}
-	written()
-	a.mu.Lock() // Close waits for those that began before it
-	defer a.mu.Unlock()
-	if a.state == stateRegistered {
-		a.current.step = s
-		a.goRun("step", func() { a.follow(s) })
+	written() // what it says before the step is of no step
+	if c.start(func() { c.follow(s) }) {
+		c.step = s
 	}
 	return n, err
 }
 
-// endStep comes before every call that changes what the blocks of transfers are. Of
+// end comes before every call that changes what the blocks of transfers are. Of
 // those that the call takes back nothing more begins to move: it may wait for that.
-func (a *Agent) endStep(takenBack []core.TransferID) {
-	a.current.mu.Lock()
-	defer a.current.mu.Unlock()
-	a.lastLook(takenBack)
+func (c *steps) end(takenBack []core.TransferID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.lastLook(takenBack)
 }
 
 // lastLook ends the step; the lock is held.
-func (a *Agent) lastLook(takenBack []core.TransferID) {
-	if s := a.current.step; s != nil {
-		a.current.step = nil
+func (c *steps) lastLook(takenBack []core.TransferID) {
+	if s := c.step; s != nil {
+		c.step = nil
 		s.parts = slices.DeleteFunc(s.parts, func(part core.GrowRequest) bool { return slices.Contains(takenBack, part.ID) })
-		if _, err := a.growWritten(s); err != nil {
-			a.stepFailed(err)
+		if _, err := c.growWritten(s); err != nil {
+			c.failed(err)
 		}
 	}
 }
 
-func (a *Agent) stepFailed(err error) {
+func (c *steps) failed(err error) {
 	if !errors.Is(err, core.ErrClosed) { // their offers say what is wrong
-		a.log.Error("what a step has written of its transfers goes with their offers only", zap.Error(err))
+		c.log.Error("what a step has written of its transfers goes with their offers only", zap.Error(err))
 	}
 }
 
 // follow lets the transfers of a step grow until it has ended.
-func (a *Agent) follow(s *step) {
+func (c *steps) follow(s *step) {
 	news := time.Now()
 	timer := time.NewTimer(stepLeast)
 	defer timer.Stop()
 	for {
 		select {
-		case <-a.ctx.Done():
+		case <-c.ctx.Done():
 			return
 		case <-timer.C:
 		}
 		since := time.Since(news)
-		switch more, err := a.growStep(s); {
+		switch more, err := c.look(s); {
 		case errors.Is(err, errStepEnded):
 			return
 		case err != nil:
-			a.stepFailed(err)
+			c.failed(err)
 			return
 		case more:
 			news, since = time.Now(), 0
@@ -118,20 +115,20 @@ func (a *Agent) follow(s *step) {
 
 var errStepEnded = errors.New("the step has ended")
 
-func (a *Agent) growStep(s *step) (more bool, err error) {
-	a.current.mu.Lock()
-	defer a.current.mu.Unlock()
-	if a.current.step != s {
+func (c *steps) look(s *step) (more bool, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.step != s {
 		return false, errStepEnded
 	}
-	more, err = a.growWritten(s)
+	more, err = c.growWritten(s)
 	if err != nil {
-		a.current.step = nil // it is told once
+		c.step = nil // it is told once
 	}
 	return more, err
 }
 
-func (a *Agent) growWritten(s *step) (more bool, err error) {
+func (c *steps) growWritten(s *step) (more bool, err error) {
 	regions := s.written()
 	if len(regions) == 0 {
 		return false, nil
@@ -139,6 +136,6 @@ func (a *Agent) growWritten(s *step) (more bool, err error) {
 	for i := range s.parts {
 		s.parts[i].Regions = regions
 	}
-	_, err = a.grow(s.parts)
+	_, err = c.grow(s.parts)
 	return true, err
 }

@@ -144,7 +144,7 @@ func TestStepThatIsRefused(t *testing.T) {
 func (s *side) unseenStep(said *[]uint32, parts ...core.GrowRequest) {
 	s.t.Helper()
 	_, err := s.GrowStep(parts, func() (regions []uint32) {
-		if s.current.step == nil { // under its lock: who asks while it runs is told nothing
+		if s.steps.step == nil { // under its lock: who asks while it runs is told nothing
 			regions, *said = *said, nil
 		}
 		return regions
@@ -152,9 +152,9 @@ func (s *side) unseenStep(said *[]uint32, parts ...core.GrowRequest) {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	s.current.mu.Lock()
+	s.steps.mu.Lock()
 	*said = append(*said, layers-1)
-	s.current.mu.Unlock()
+	s.steps.mu.Unlock()
 }
 
 // TestEndOfAStepLooksALastTime: what a step has written and nobody has seen moves when
@@ -224,14 +224,14 @@ func TestFollowerEndsAStepThatIsRefused(t *testing.T) {
 	p := open(t, testConfig(RolePrefill))
 	var forward pass
 	p.growStep("t", 0, 1, &forward, 4)
-	p.current.mu.Lock()
-	p.current.step.parts[0].Ready = []uint32{2} // more than there is
-	p.current.mu.Unlock()
+	p.steps.mu.Lock()
+	p.steps.step.parts[0].Ready = []uint32{2} // more than there is
+	p.steps.mu.Unlock()
 	forward.write(0)
 	until(t, "the step has ended", func() bool {
-		p.current.mu.Lock()
-		defer p.current.mu.Unlock()
-		return p.current.step == nil
+		p.steps.mu.Lock()
+		defer p.steps.mu.Unlock()
+		return p.steps.step == nil
 	})
 	forward.end("its refusal")
 	p.offer("t", 4)

@@ -44,15 +44,11 @@ func TestLoadIsNotForTheSuccessor(t *testing.T) {
 	d.load("first", address, 2)
 	d.want("first", core.OK)
 
-	p.mu.Lock() // P answers nothing any more
-	goOn := sync.OnceFunc(p.mu.Unlock)
+	p.halves.mu.Lock() // P answers nothing any more
+	goOn := sync.OnceFunc(p.halves.mu.Unlock)
 	t.Cleanup(goOn)
 	d.load("second", address, 3)
-	until(t, "the load has begun", func() bool {
-		d.lanes.mu.Lock()
-		defer d.lanes.mu.Unlock()
-		return len(d.lanes.byID) > 0
-	})
+	until(t, "the load has begun", d.caches.Load().queue.loads.busy)
 	clock.by.Store(int64(time.Minute)) // more than a hello takes on any machine
 	gone, cancel := context.WithTimeout(t.Context(), bound)
 	cancel()

@@ -1,11 +1,10 @@
 package node
 
 import (
-	"bytes"
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -19,28 +18,28 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// The transports, as configuration, registry and statistics name them.
-const (
-	viaAuto = "auto" // the first of those below that both sides have and that works
-	viaRDMA = "rdma"
-	viaTCP  = "tcp"
-)
-
 // transports are an agent's ways to move bytes, the preferred one first, behind
 // one object that is used like a core.Transport. D picks one for each transfer.
 // A grant begins with that one's name, so it says by itself where P's Write goes.
 //
-// Its lock is taken within the agent's, and never held while a transport is called.
+// Its lock is taken within that of the halves, and never held while a transport is
+// called.
 type transports struct {
-	a     *Agent
+	id      core.AgentID
+	cfg     *Config
+	log     *zap.Logger
+	allow   *allowList // whom this agent may dial
+	machine core.Sink  // takes the outcomes
+	suspect func(core.AgentID)
+
 	list  []core.Transport
 	lacks []wire.Lack // what would be in the list, were it available here
 
-	mu     sync.Mutex
-	pairs  map[core.AgentID]*pair // as many as the peer table has, at most
-	halves map[half]route         // of transfers that have got a transport, until their reports
-	moved  map[string]*TransportStats
-	lines  ratelog.Limit
+	mu    sync.Mutex
+	pairs map[core.AgentID]*pair // as many as the peer table has, at most
+	going map[half]carrier       // transfers that have got a transport, until their reports
+	moved map[string]*TransportStats
+	lines ratelog.Limit
 }
 
 // half names one side of a transfer: an agent may be both.
@@ -49,17 +48,16 @@ type half struct {
 	side core.Side
 }
 
-type route struct {
+type carrier struct {
 	peer core.AgentID
 	via  core.Transport
 }
 
-func newTransports(a *Agent, list ...core.Transport) *transports {
-	t := &transports{a: a, pairs: map[core.AgentID]*pair{}, halves: map[half]route{}, moved: map[string]*TransportStats{}}
-	for _, w := range list {
-		t.add(w)
-	}
-	return t
+// newTransports' machine takes the outcomes; suspect is told of each peer to which
+// no way is left.
+func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList, machine core.Sink, suspect func(core.AgentID)) *transports {
+	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect,
+		pairs: map[core.AgentID]*pair{}, going: map[half]carrier{}, moved: map[string]*TransportStats{}}
 }
 
 // add and lack are called before anybody else knows t.
@@ -101,43 +99,6 @@ func (t *transports) endpoints() (list []wire.Endpoint) {
 	return list
 }
 
-// mark puts a transport's name before its grant.
-func mark(name string, grant []byte) []byte {
-	return append(append(make([]byte, 0, len(name)+1+len(grant)), name+"\x00"...), grant...)
-}
-
-func unmark(marked []byte) (name string, grant []byte) {
-	before, grant, _ := bytes.Cut(marked, []byte{0})
-	return string(before), grant
-}
-
-// admit lets a decode agent connect by the transports that both have; an error
-// says why there is none.
-func (t *transports) admit(peer core.AgentID, h *wire.Agent) (tickets []wire.Ticket, err error) {
-	var errs []error
-	for _, w := range t.list {
-		if !slices.ContainsFunc(h.Endpoints, func(e wire.Endpoint) bool { return e.Transport == w.Name() }) {
-			continue
-		}
-		ticket, err := w.Admit(peer)
-		if err != nil {
-			errs = append(errs, err)
-			continue
-		}
-		tickets = append(tickets, wire.Ticket{Transport: w.Name(), Ticket: ticket})
-	}
-	switch {
-	case len(tickets) == 0 && len(errs) > 0:
-		return nil, errors.Join(errs...)
-	case len(tickets) == 0:
-		return nil, fmt.Errorf("no transport in common: prefill engine %q has %s, decode engine %q has %s", t.a.cfg.EngineID, t.have(nil), h.EngineID, t.have(h))
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.pair(peer).engine = h.EngineID
-	return tickets, nil
-}
-
 // have lists the transports of an agent, nil for this one, and why it lacks others.
 func (t *transports) have(h *wire.Agent) string {
 	if h == nil {
@@ -167,60 +128,6 @@ func (t *transports) Dismiss(peer core.AgentID) {
 	}
 }
 
-// Expect arms the first transport that is usable with the peer now.
-func (t *transports) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
-	var passed []passedOver
-	for _, w := range t.list {
-		err := t.usable(w, peer)
-		if err == nil {
-			t.begin(half{id, core.SideLoad}, peer, w) // it may be received before Expect returns
-			var grant []byte
-			if grant, err = w.Expect(id, peer, dst); err == nil {
-				t.chosen(peer, core.SideLoad, w.Name(), passed, true)
-				return mark(w.Name(), grant), nil
-			}
-		}
-		passed = append(passed, passedOver{w.Name(), err})
-	}
-	return nil, t.noWay(peer, passed)
-}
-
-// Revoke may wait, and then keeps only its caller: see core.Transport.
-func (t *transports) Revoke(id core.TransferID) {
-	if w := t.of(half{id, core.SideLoad}); w != nil {
-		w.Revoke(id)
-	}
-}
-
-// Write starts to send by the transport that the grant names.
-func (t *transports) Write(op core.WriteOp) {
-	name, grant := unmark(op.Grant)
-	w := t.named(name)
-	if w == nil {
-		sink{t.a, t, name}.Written(op.ID, core.TransferStats{}, fmt.Errorf("transfer %q is to go over %q: this agent has %s", string(op.ID), name, t))
-		return
-	}
-	t.begin(half{op.ID, core.SideOffer}, op.Peer, w)
-	t.chosen(op.Peer, core.SideOffer, name, nil, false)
-	op.Grant = grant
-	w.Write(op)
-}
-
-// Extend gives more of a write.
-func (t *transports) Extend(op core.WriteOp) {
-	if w := t.of(half{op.ID, core.SideOffer}); w != nil {
-		_, op.Grant = unmark(op.Grant)
-		w.Extend(op)
-	}
-}
-
-// Stop ends a write early.
-func (t *transports) Stop(id core.TransferID) {
-	if w := t.of(half{id, core.SideOffer}); w != nil {
-		w.Stop(id)
-	}
-}
-
 // Close closes all at once: each may take a few seconds.
 func (t *transports) Close() error {
 	errs := make([]error, len(t.list))
@@ -234,53 +141,6 @@ func (t *transports) Close() error {
 	}
 	wg.Wait()
 	return errors.Join(errs...)
-}
-
-func (t *transports) begin(h half, peer core.AgentID, w core.Transport) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.halves[h] = route{peer, w}
-}
-
-func (t *transports) of(h half) core.Transport {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.halves[h].via
-}
-
-// ended takes a report: by its name, the transport that moved the bytes, "" if
-// it came to none. An id may be used again from now on.
-func (t *transports) ended(r core.Report) string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	name := ""
-	for _, id := range slices.Concat(r.Parts, []core.TransferID{r.ID}) {
-		rt, ok := t.halves[half{id, r.Side}]
-		if !ok {
-			continue
-		}
-		delete(t.halves, half{id, r.Side})
-		if p := t.pairs[rt.peer]; p != nil && r.Code == core.OK {
-			p.transfers[rt.via.Name()]++
-		}
-		name = cmp.Or(name, rt.via.Name())
-	}
-	if name = cmp.Or(r.Stats.Via, name); name != "" { // the figures are of all parts together
-		t.moved[name].add(r)
-	}
-	return name
-}
-
-// written takes the end of an offer's write. It may be long until its report, or
-// there may be none, where the engine has not offered it yet.
-func (t *transports) written(id core.TransferID, name string, err error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	h := half{id, core.SideOffer}
-	if p := t.pairs[t.halves[h].peer]; p != nil && err == nil {
-		p.transfers[name]++
-	}
-	delete(t.halves, h)
 }
 
 // Usable's answers are wanted at once where a transfer waits for them.
@@ -340,27 +200,107 @@ func (t *transports) fell(peer core.AgentID, name string) (all bool) {
 	return !slices.ContainsFunc(others, func(w core.Transport) bool { return usableNow(w, peer) == nil })
 }
 
-// sink feeds one transport's outcomes to the machine.
-type sink struct {
-	a    *Agent
-	t    *transports
-	name string
-}
-
-func (s sink) Received(id core.TransferID, st core.TransferStats, err error) {
-	s.a.step(func(m *core.Machine, now time.Time) { m.Received(now, id, st, err) })
-}
-
-func (s sink) Written(id core.TransferID, st core.TransferStats, err error) {
-	s.t.written(id, s.name, err)
-	st.Via = s.name
-	s.a.step(func(m *core.Machine, now time.Time) { m.Written(now, id, st, err) })
-}
-
-func (s sink) PeerDown(peer core.AgentID, err error) {
-	s.a.log.Debug("connection to a peer ended", zap.String("peer", string(peer)), zap.String("transport", s.name), zap.Error(err))
-	if s.t.fell(peer, s.name) {
-		s.a.peers.suspect(peer)
+// pair returns a peer's, made if there is none; t.mu is held.
+func (t *transports) pair(peer core.AgentID) *pair {
+	p := t.pairs[peer]
+	if p == nil {
+		p = &pair{now: map[core.Side]string{}, transfers: map[string]uint64{}, fallbacks: map[string]uint64{}, down: map[string]bool{}}
+		t.pairs[peer] = p
 	}
-	s.a.step(func(m *core.Machine, now time.Time) { m.PeerDown(now, peer) })
+	return p
+}
+
+// noWay names both sides: each may have to be looked at.
+func (t *transports) noWay(peer core.AgentID, passed []passedOver) error {
+	t.mu.Lock()
+	engine := ""
+	if p := t.pairs[peer]; p != nil {
+		engine = p.engine
+	}
+	t.mu.Unlock()
+	return fmt.Errorf("bytes cannot go from prefill agent %s of engine %q to decode agent %s of engine %q: %s (transport is %q here)",
+		peer, engine, t.id, t.cfg.EngineID, joined(passed), t.cfg.Transport)
+}
+
+// chosen notes by which transport a pair goes, and logs it when that is new. D
+// counts what a transfer has passed over.
+func (t *transports) chosen(peer core.AgentID, side core.Side, name string, passed []passedOver, counted bool) {
+	why := joined(passed)
+	t.mu.Lock()
+	p := t.pairs[peer]
+	if p == nil { // dismissed meanwhile
+		t.mu.Unlock()
+		return
+	}
+	if counted && len(passed) > 0 {
+		count(p.fallbacks, why)
+		for _, o := range passed {
+			s := t.moved[o.name]
+			if s.Fallbacks == nil {
+				s.Fallbacks = map[string]uint64{}
+			}
+			count(s.Fallbacks, o.why.Error())
+		}
+	}
+	before, engine := p.now[side], p.engine
+	p.now[side], p.used = name, time.Now()
+	if side == core.SideLoad {
+		p.why = why
+	}
+	t.mu.Unlock()
+	if before == name {
+		return
+	}
+	text := "pair goes over " + name
+	switch {
+	case before != "" && t.rank(name) < t.rank(before):
+		text = "pair is back on " + name
+	case before != "":
+		text = "pair goes on over " + name
+	}
+	if why != "" {
+		text += ": " + why
+	}
+	t.lines.Do(func(note string) {
+		t.log.Info(text+note, zap.String("peer", string(peer)), zap.String("engine_id", engine), zap.Stringer("side", side), zap.String("transport", name))
+	})
+}
+
+func (t *transports) rank(name string) int { return slices.Index(t.names(), name) }
+
+// maxPairStats bounds the statistics' length: the pairs used last are told.
+const maxPairStats = 64
+
+// stats returns copies.
+func (t *transports) stats() (by map[string]TransportStats, pairs []PairStats) {
+	own := map[string]map[string]uint64{}
+	for _, w := range t.list {
+		if c, ok := w.(counting); ok {
+			own[w.Name()] = c.Counters()
+		}
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	by = map[string]TransportStats{}
+	for name, s := range t.moved {
+		c := *s
+		c.Fallbacks = maps.Clone(s.Fallbacks)
+		by[name] = c
+	}
+	for name, counters := range own {
+		c := by[name]
+		c.Counters = counters
+		by[name] = c
+	}
+	ids := slices.SortedFunc(maps.Keys(t.pairs), func(a, b core.AgentID) int { return t.pairs[b].used.Compare(t.pairs[a].used) })
+	for _, id := range ids[:min(len(ids), maxPairStats)] {
+		p := t.pairs[id]
+		now := p.now[core.SideLoad]
+		if now == "" {
+			now = p.now[core.SideOffer]
+		}
+		pairs = append(pairs, PairStats{Agent: string(id), EngineID: p.engine, Transport: now, Reason: p.why,
+			Transfers: maps.Clone(p.transfers), Fallbacks: maps.Clone(p.fallbacks)})
+	}
+	return by, pairs
 }

@@ -66,11 +66,11 @@ func tryRailed(t *testing.T, n *coretest.Network, cfg Config, lack error) (*rail
 	t.Helper()
 	seen, logs := observer.New(zap.InfoLevel)
 	r := &railed{logs: logs}
-	opt := Options{Logger: zap.New(seen), rdma: func(_ rdma.Config, _ core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+	opt := Options{Logger: zap.New(seen), rdma: func(_ rdma.Config, id core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
 		if lack != nil {
 			return nil, lack
 		}
-		r.twin = &spy{Signaller: n.NewSignaller(viaRDMA, s.(sink).a.ID(), l, s, signal), signal: signal}
+		r.twin = &spy{Signaller: n.NewSignaller(viaRDMA, id, l, s, signal), signal: signal}
 		return r.twin, nil
 	}}
 	a, err := Open(cfg, opt)
@@ -225,12 +225,12 @@ func TestFallbackAndReturn(t *testing.T) {
 	n := coretest.NewNetwork()
 	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
 	var hellos atomic.Int32
-	d.bus = &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
+	setBus(d.Agent, &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
 		if req.Kind == wire.KindHello {
 			hellos.Add(1)
 		}
 		return false
-	}}
+	}})
 	goesBy(t, p, d, "first", viaRDMA)
 	why := errors.New("both rails are down")
 	var once sync.Once
@@ -345,17 +345,17 @@ func TestRestartedPeersMeetAgain(t *testing.T) {
 	goesBy(t, p, d, "fourth", viaTCP)
 }
 
-// An agent of before: one ticket, of tcp, and no other field.
-func TestAgentsOfBefore(t *testing.T) {
+// A prefill agent that gives a ticket for tcp only.
+func TestTicketForOneTransport(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
 	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
-	d.bus = &changed{Bus: d.bus, reply: func(rep *wire.Reply) {
-		if len(rep.Tickets) > 0 && (len(rep.Ticket) < 16 || len(rep.Tickets) != 1 || rep.Tickets[0].Transport != viaRDMA) {
-			t.Errorf("tickets %v and %v", rep.Ticket, rep.Tickets)
+	setBus(d.Agent, &changed{Bus: d.bus, reply: func(rep *wire.Reply) {
+		if n := len(rep.Tickets); n > 0 && (n != 2 || rep.Tickets[0].Transport != viaRDMA || rep.Tickets[1].Transport != viaTCP || len(rep.Tickets[1].Ticket) < 16) {
+			t.Errorf("tickets %v", rep.Tickets)
 		}
-		rep.Tickets = nil
-	}}
+		rep.Tickets = slices.DeleteFunc(rep.Tickets, func(t wire.Ticket) bool { return t.Transport == viaRDMA })
+	}})
 	goesBy(t, p, d, "t", viaTCP)
 	if why := d.Stats().Pairs[0].Reason; !strings.Contains(why, "gives no ticket for rdma") {
 		t.Errorf("the reason is %q", why)
@@ -488,9 +488,9 @@ func TestSlowSignals(t *testing.T) {
 	short, stop := context.WithTimeout(ctx, 50*time.Millisecond)
 	defer stop()
 	others := func(n int) { // of other peers
-		p.signals.mu.Lock()
-		defer p.signals.mu.Unlock()
-		p.signals.all += n
+		p.signals.gate.mu.Lock()
+		defer p.signals.gate.mu.Unlock()
+		p.signals.gate.all += n
 	}
 	others(maxSignals)
 	if _, err := d.twin.signal(short, p.ID(), []byte("x")); !errors.Is(err, context.DeadlineExceeded) {
@@ -546,8 +546,8 @@ func TestStormOfWaitingRevokes(t *testing.T) {
 	if got := entered.Load(); got != loads {
 		t.Errorf("%d revokes of %d loads", got, loads)
 	}
-	if d.transport.halves == nil || len(d.transport.halves) != 0 {
-		t.Errorf("%d transfers are left", len(d.transport.halves))
+	if going := d.caches.Load().transports.going; going == nil || len(going) != 0 {
+		t.Errorf("%d transfers are left", len(going))
 	}
 }
 
@@ -557,7 +557,7 @@ func TestIdAgainOnAnotherTransport(t *testing.T) {
 	n := coretest.NewNetwork()
 	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
 	var drop atomic.Bool
-	d.bus = &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
+	setBus(d.Agent, &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
 		if req.Kind == wire.KindLoad && drop.CompareAndSwap(true, false) {
 			n.Cut(p.ID(), d.ID(), errors.New("link down"))
 			p.peers.mu.Lock()
@@ -565,7 +565,7 @@ func TestIdAgainOnAnotherTransport(t *testing.T) {
 			p.peers.mu.Unlock()
 		}
 		return false
-	}}
+	}})
 	goesBy(t, p, d, "first", viaRDMA)
 	drop.Store(true)
 	p.fill(1, 5)

@@ -88,9 +88,6 @@ func (a *Agent) check() error {
 	for _, s := range a.Shapes {
 		err = first(err, short("region name", s.Name, 256))
 	}
-	if len(a.Geometry) != 0 && len(a.Geometry) != len(a.Shapes) {
-		err = first(err, fmt.Errorf("geometry of %d regions, shapes of %d", len(a.Geometry), len(a.Shapes)))
-	}
 	for _, l := range a.Lacks {
 		err = first(err, short("transport", l.Transport, 16), short("reason", l.Reason, 512))
 	}

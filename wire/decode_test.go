@@ -37,7 +37,7 @@ func TestDecodeAtTheLimits(t *testing.T) {
 	a.Shapes[65535].Name = n(256)
 	a.Lacks = make([]Lack, 16)
 	a.Lacks[15] = Lack{n(16), n(512)}
-	a.RouteInfo, a.DPSize, a.TPSize, a.PPSize, a.Joined, a.Geometry = make([]byte, MaxRouteInfo), 1, 1, 1, true, make([]Geometry, 65536) // as many keys as there are
+	a.RouteInfo, a.DPSize, a.TPSize, a.PPSize, a.Joined = make([]byte, MaxRouteInfo), 1, 1, 1, true // as many keys as there are
 	tickets := make([]Ticket, 16)
 	tickets[15] = Ticket{n(16), make([]byte, 64)}
 	groups := make([]Blocks, 16)
@@ -92,8 +92,6 @@ func TestDecodeRefuses(t *testing.T) {
 		"region name":       {hello(func(a *Agent) { a.Shapes[1].Name = n(257) }), "region name"},
 		"route info":        {hello(func(a *Agent) { a.RouteInfo = make([]byte, MaxRouteInfo+1) }), limit},
 		"endpoints":         {hello(func(a *Agent) { a.Endpoints = make([]Endpoint, 17) }), limit},
-		"geometry":          {hello(func(a *Agent) { a.Geometry = a.Geometry[:1] }), "geometry of 1 regions, shapes of 2"},
-		"much geometry":     {hello(func(a *Agent) { a.Geometry = make([]Geometry, 65537) }), limit},
 		"tokens":            {load(func(l *Load) { l.Tokens = make([]uint32, 17) }), limit},
 		"shapes":            {hello(func(a *Agent) { a.Shapes = make([]Shape, 65537) }), limit},
 		"entry's shapes":    {&Agent{Shapes: make([]Shape, 65537)}, limit},

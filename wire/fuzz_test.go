@@ -96,8 +96,8 @@ func add(f *testing.F, ms ...msgp.Marshaler) {
 func anAgent() *Agent {
 	return &Agent{Version: Version, ID: "3f2a", EngineID: "engine-0", DPRank: 1, TPRank: 2, PPRank: 3, Model: "m", DType: "bfloat16", BlockTokens: 16,
 		Endpoints: []Endpoint{{"tcp", "10.0.0.1:7000"}, {"rdma", "x"}},
-		Shapes:    []Shape{{"layers.0.k", 8192, 4096, 1000, 0}, {"layers.0.v", 8192, 4096, 1000, 1}},
-		Geometry:  []Geometry{{16, 8, 8, 16, 2048, 256}, {Tokens: 16, Heads: 1, TotalHeads: 1, TokenStride: 256, HeadStride: 256}},
+		Shapes: []Shape{{"layers.0.k", 8192, 4096, 1000, 0, 16, 8, 8, 16, 2048, 256},
+			{Name: "layers.0.v", BlockStride: 8192, BlockBytes: 4096, NumBlocks: 1000, Group: 1, Tokens: 16, Heads: 1, TotalHeads: 1, TokenStride: 256, HeadStride: 256}},
 		Lacks:     []Lack{{"shm", "another host"}}, DPSize: 2, RouteInfo: []byte(`{"a":1}`)}
 }
 
@@ -137,7 +137,7 @@ func FuzzLoad(f *testing.F) {
 func FuzzReply(f *testing.F) {
 	add(f, &Reply{}, &Reply{Code: 25, Reason: "no"}, &Reply{Statuses: []uint8{0, 1, 2, 255}},
 		&Reply{Statuses: []uint8{6, 6}, Ends: []End{{0, 24, "expired"}, {1, 21, ""}}},
-		&Reply{Ticket: make([]byte, 16), Tickets: []Ticket{{"rdma", make([]byte, 64)}, {}}}, &Reply{Signal: []byte("ports")})
+		&Reply{Tickets: []Ticket{{"rdma", make([]byte, 64)}, {"tcp", make([]byte, 16)}, {}}}, &Reply{Signal: []byte("ports")})
 	f.Fuzz(func(t *testing.T, b []byte) { fuzz(t, b, func() codec { return new(Reply) }) })
 }
 

@@ -9,7 +9,7 @@ package wire
 //msgp:limit arrays:65536 maps:32
 
 // Version is compared at Hello; agents of unequal versions refuse each other.
-const Version = 3
+const Version = 1
 
 // MaxMessage is the longest encoded message that is read, in bytes.
 const MaxMessage = 8 << 20
@@ -75,7 +75,6 @@ type Agent struct {
 	BlockTokens int        `msg:"bt"`
 	Endpoints   []Endpoint `msg:"ep,limit=16"`
 	Shapes      []Shape    `msg:"s,limit=65536"`
-	Geometry    []Geometry `msg:"g,omitempty,limit=65536"` // of each of Shapes; none: all are opaque
 	Lacks       []Lack     `msg:"lk,omitempty,limit=16"`
 	RouteInfo   []byte     `msg:"ri,omitempty,limit=4096"` // a JSON object, see MaxRouteInfo
 }
@@ -97,23 +96,14 @@ type Lack struct {
 	Reason    string `msg:"r,limit=512"`
 }
 
-// Shape is core.Shape, but for what an agent of version 2 does not know.
+// Shape is core.Shape.
 //
 //msgp:tuple Shape
 type Shape struct {
-	Name        string `msg:",limit=256"`
-	BlockStride uint64
-	BlockBytes  uint64
-	NumBlocks   uint32
-	Group       uint32
-}
-
-// Geometry is what core.Shape says of a block's inside. It is apart from Shape so that
-// an older agent reads all but it, and can say that the versions differ.
-//
-//msgp:tuple Geometry
-type Geometry struct {
-	Tokens, Heads, FirstHead, TotalHeads uint32
+	Name                                 string `msg:",limit=256"`
+	BlockStride, BlockBytes              uint64
+	NumBlocks, Group                     uint32
+	Tokens, Heads, FirstHead, TotalHeads uint32 // 0: a block is opaque
 	TokenStride, HeadStride              uint64
 }
 
@@ -155,8 +145,7 @@ type Finish struct {
 type Reply struct {
 	Code     int      `msg:"c"`
 	Reason   string   `msg:"r,limit=1024"`
-	Ticket   []byte   `msg:"tk,limit=64,omitempty"`      // of a Hello: with it D connects its tcp to P's
-	Tickets  []Ticket `msg:"ts,omitempty,limit=16"`      // of a Hello: those of the other transports
+	Tickets  []Ticket `msg:"ts,omitempty,limit=16"`      // of a Hello: with each D connects one of its transports to P's
 	AgeMS    int64    `msg:"ag,omitempty"`               // of a Hello: for how long P's agent has been open, rounded up; 0 is unknown
 	Since    int64    `msg:"sn,omitempty"`               // of a Join: its Since from now on
 	Statuses []uint8  `msg:"s,limit=131072"`             // of a Renew: core.Status per load, then per claim

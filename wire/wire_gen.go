@@ -16,8 +16,8 @@ const (
 func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(18)
-	var zb0001Mask uint32 /* 18 bits */
+	zb0001Len := uint32(17)
+	var zb0001Mask uint32 /* 17 bits */
 	_ = zb0001Mask
 	if z.TPSize == 0 {
 		zb0001Len--
@@ -35,17 +35,13 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 		zb0001Len--
 		zb0001Mask |= 0x200
 	}
-	if z.Geometry == nil {
+	if z.Lacks == nil {
 		zb0001Len--
 		zb0001Mask |= 0x8000
 	}
-	if z.Lacks == nil {
-		zb0001Len--
-		zb0001Mask |= 0x10000
-	}
 	if z.RouteInfo == nil {
 		zb0001Len--
-		zb0001Mask |= 0x20000
+		zb0001Mask |= 0x10000
 	}
 	// variable map header, size zb0001Len
 	o = msgp.AppendMapHeader(o, zb0001Len)
@@ -122,32 +118,20 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 			}
 		}
 		if (zb0001Mask & 0x8000) == 0 { // if not omitted
-			// string "g"
-			o = append(o, 0xa1, 0x67)
-			o = msgp.AppendArrayHeader(o, uint32(len(z.Geometry)))
-			for za0003 := range z.Geometry {
-				o, err = z.Geometry[za0003].MarshalMsg(o)
-				if err != nil {
-					err = msgp.WrapError(err, "Geometry", za0003)
-					return
-				}
-			}
-		}
-		if (zb0001Mask & 0x10000) == 0 { // if not omitted
 			// string "lk"
 			o = append(o, 0xa2, 0x6c, 0x6b)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Lacks)))
-			for za0004 := range z.Lacks {
+			for za0003 := range z.Lacks {
 				// map header, size 2
 				// string "t"
 				o = append(o, 0x82, 0xa1, 0x74)
-				o = msgp.AppendString(o, z.Lacks[za0004].Transport)
+				o = msgp.AppendString(o, z.Lacks[za0003].Transport)
 				// string "r"
 				o = append(o, 0xa1, 0x72)
-				o = msgp.AppendString(o, z.Lacks[za0004].Reason)
+				o = msgp.AppendString(o, z.Lacks[za0003].Reason)
 			}
 		}
-		if (zb0001Mask & 0x20000) == 0 { // if not omitted
+		if (zb0001Mask & 0x10000) == 0 { // if not omitted
 			// string "ri"
 			o = append(o, 0xa2, 0x72, 0x69)
 			o = msgp.AppendBytes(o, z.RouteInfo)
@@ -335,107 +319,84 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					return
 				}
 			}
-		case "g":
+		case "lk":
 			var zb0005 uint32
 			zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
-			if err != nil {
-				err = msgp.WrapError(err, "Geometry")
-				return
-			}
-			if zb0005 > 65536 {
-				err = msgp.ErrLimitExceeded
-				return
-			}
-			if cap(z.Geometry) >= int(zb0005) {
-				z.Geometry = (z.Geometry)[:zb0005]
-			} else {
-				z.Geometry = make([]Geometry, zb0005)
-			}
-			for za0003 := range z.Geometry {
-				bts, err = z.Geometry[za0003].UnmarshalMsg(bts)
-				if err != nil {
-					err = msgp.WrapError(err, "Geometry", za0003)
-					return
-				}
-			}
-		case "lk":
-			var zb0006 uint32
-			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Lacks")
 				return
 			}
-			if zb0006 > 16 {
+			if zb0005 > 16 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Lacks) >= int(zb0006) {
-				z.Lacks = (z.Lacks)[:zb0006]
+			if cap(z.Lacks) >= int(zb0005) {
+				z.Lacks = (z.Lacks)[:zb0005]
 			} else {
-				z.Lacks = make([]Lack, zb0006)
+				z.Lacks = make([]Lack, zb0005)
 			}
-			for za0004 := range z.Lacks {
-				var zb0007 uint32
-				zb0007, bts, err = msgp.ReadMapHeaderBytes(bts)
+			for za0003 := range z.Lacks {
+				var zb0006 uint32
+				zb0006, bts, err = msgp.ReadMapHeaderBytes(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Lacks", za0004)
+					err = msgp.WrapError(err, "Lacks", za0003)
 					return
 				}
-				if zb0007 > 16 {
+				if zb0006 > 16 {
 					err = msgp.ErrLimitExceeded
 					return
 				}
-				for zb0007 > 0 {
-					zb0007--
+				for zb0006 > 0 {
+					zb0006--
 					field, bts, err = msgp.ReadMapKeyZC(bts)
 					if err != nil {
-						err = msgp.WrapError(err, "Lacks", za0004)
+						err = msgp.WrapError(err, "Lacks", za0003)
 						return
 					}
 					switch msgp.UnsafeString(field) {
 					case "t":
-						z.Lacks[za0004].Transport, bts, err = msgp.ReadStringBytes(bts)
+						z.Lacks[za0003].Transport, bts, err = msgp.ReadStringBytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lacks", za0004, "Transport")
+							err = msgp.WrapError(err, "Lacks", za0003, "Transport")
 							return
 						}
 					case "r":
-						z.Lacks[za0004].Reason, bts, err = msgp.ReadStringBytes(bts)
+						z.Lacks[za0003].Reason, bts, err = msgp.ReadStringBytes(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lacks", za0004, "Reason")
+							err = msgp.WrapError(err, "Lacks", za0003, "Reason")
 							return
 						}
 					default:
 						bts, err = msgp.Skip(bts)
 						if err != nil {
-							err = msgp.WrapError(err, "Lacks", za0004)
+							err = msgp.WrapError(err, "Lacks", za0003)
 							return
 						}
 					}
 				}
 			}
 		case "ri":
-			var zb0008 uint32
-			zb0008, bts, err = msgp.ReadBytesHeader(bts)
+			var zb0007 uint32
+			zb0007, bts, err = msgp.ReadBytesHeader(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "RouteInfo")
 				return
 			}
-			if zb0008 > 4096 {
+			if zb0007 > 4096 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if z.RouteInfo == nil || uint32(cap(z.RouteInfo)) < zb0008 {
-				z.RouteInfo = make([]byte, zb0008)
+			if z.RouteInfo == nil || uint32(cap(z.RouteInfo)) < zb0007 {
+				z.RouteInfo = make([]byte, zb0007)
 			} else {
-				z.RouteInfo = z.RouteInfo[:zb0008]
+				z.RouteInfo = z.RouteInfo[:zb0007]
 			}
-			if uint32(len(bts)) < zb0008 {
+			if uint32(len(bts)) < zb0007 {
 				err = msgp.ErrShortBytes
 				return
 			}
-			copy(z.RouteInfo, bts[:zb0008])
-			bts = bts[zb0008:]
+			copy(z.RouteInfo, bts[:zb0007])
+			bts = bts[zb0007:]
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -458,13 +419,9 @@ func (z *Agent) Msgsize() (s int) {
 	for za0002 := range z.Shapes {
 		s += z.Shapes[za0002].Msgsize()
 	}
-	s += 2 + msgp.ArrayHeaderSize
-	for za0003 := range z.Geometry {
-		s += z.Geometry[za0003].Msgsize()
-	}
 	s += 3 + msgp.ArrayHeaderSize
-	for za0004 := range z.Lacks {
-		s += 1 + 2 + msgp.StringPrefixSize + len(z.Lacks[za0004].Transport) + 2 + msgp.StringPrefixSize + len(z.Lacks[za0004].Reason)
+	for za0003 := range z.Lacks {
+		s += 1 + 2 + msgp.StringPrefixSize + len(z.Lacks[za0003].Transport) + 2 + msgp.StringPrefixSize + len(z.Lacks[za0003].Reason)
 	}
 	s += 3 + msgp.BytesPrefixSize + len(z.RouteInfo)
 	return
@@ -700,72 +657,6 @@ func (z *Finish) UnmarshalMsg(bts []byte) (o []byte, err error) {
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z Finish) Msgsize() (s int) {
 	s = 1 + 2 + msgp.StringPrefixSize + len(z.TransferID) + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason)
-	return
-}
-
-// MarshalMsg implements msgp.Marshaler
-func (z *Geometry) MarshalMsg(b []byte) (o []byte, err error) {
-	o = msgp.Require(b, z.Msgsize())
-	// array header, size 6
-	o = append(o, 0x96)
-	o = msgp.AppendUint32(o, z.Tokens)
-	o = msgp.AppendUint32(o, z.Heads)
-	o = msgp.AppendUint32(o, z.FirstHead)
-	o = msgp.AppendUint32(o, z.TotalHeads)
-	o = msgp.AppendUint64(o, z.TokenStride)
-	o = msgp.AppendUint64(o, z.HeadStride)
-	return
-}
-
-// UnmarshalMsg implements msgp.Unmarshaler
-func (z *Geometry) UnmarshalMsg(bts []byte) (o []byte, err error) {
-	var zb0001 uint32
-	zb0001, bts, err = msgp.ReadArrayHeaderBytes(bts)
-	if err != nil {
-		err = msgp.WrapError(err)
-		return
-	}
-	if zb0001 != 6 {
-		err = msgp.ArrayError{Wanted: 6, Got: zb0001}
-		return
-	}
-	z.Tokens, bts, err = msgp.ReadUint32Bytes(bts)
-	if err != nil {
-		err = msgp.WrapError(err, "Tokens")
-		return
-	}
-	z.Heads, bts, err = msgp.ReadUint32Bytes(bts)
-	if err != nil {
-		err = msgp.WrapError(err, "Heads")
-		return
-	}
-	z.FirstHead, bts, err = msgp.ReadUint32Bytes(bts)
-	if err != nil {
-		err = msgp.WrapError(err, "FirstHead")
-		return
-	}
-	z.TotalHeads, bts, err = msgp.ReadUint32Bytes(bts)
-	if err != nil {
-		err = msgp.WrapError(err, "TotalHeads")
-		return
-	}
-	z.TokenStride, bts, err = msgp.ReadUint64Bytes(bts)
-	if err != nil {
-		err = msgp.WrapError(err, "TokenStride")
-		return
-	}
-	z.HeadStride, bts, err = msgp.ReadUint64Bytes(bts)
-	if err != nil {
-		err = msgp.WrapError(err, "HeadStride")
-		return
-	}
-	o = bts
-	return
-}
-
-// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
-func (z *Geometry) Msgsize() (s int) {
-	s = 1 + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint64Size + msgp.Uint64Size
 	return
 }
 
@@ -1355,32 +1246,28 @@ func (z *Renew) Msgsize() (s int) {
 func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(9)
-	var zb0001Mask uint16 /* 9 bits */
+	zb0001Len := uint32(8)
+	var zb0001Mask uint8 /* 8 bits */
 	_ = zb0001Mask
-	if z.Ticket == nil {
+	if z.Tickets == nil {
 		zb0001Len--
 		zb0001Mask |= 0x4
 	}
-	if z.Tickets == nil {
+	if z.AgeMS == 0 {
 		zb0001Len--
 		zb0001Mask |= 0x8
 	}
-	if z.AgeMS == 0 {
+	if z.Since == 0 {
 		zb0001Len--
 		zb0001Mask |= 0x10
 	}
-	if z.Since == 0 {
-		zb0001Len--
-		zb0001Mask |= 0x20
-	}
 	if z.Ends == nil {
 		zb0001Len--
-		zb0001Mask |= 0x80
+		zb0001Mask |= 0x40
 	}
 	if z.Signal == nil {
 		zb0001Len--
-		zb0001Mask |= 0x100
+		zb0001Mask |= 0x80
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1394,11 +1281,6 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 		o = append(o, 0xa1, 0x72)
 		o = msgp.AppendString(o, z.Reason)
 		if (zb0001Mask & 0x4) == 0 { // if not omitted
-			// string "tk"
-			o = append(o, 0xa2, 0x74, 0x6b)
-			o = msgp.AppendBytes(o, z.Ticket)
-		}
-		if (zb0001Mask & 0x8) == 0 { // if not omitted
 			// string "ts"
 			o = append(o, 0xa2, 0x74, 0x73)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Tickets)))
@@ -1409,12 +1291,12 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendBytes(o, z.Tickets[za0001].Ticket)
 			}
 		}
-		if (zb0001Mask & 0x10) == 0 { // if not omitted
+		if (zb0001Mask & 0x8) == 0 { // if not omitted
 			// string "ag"
 			o = append(o, 0xa2, 0x61, 0x67)
 			o = msgp.AppendInt64(o, z.AgeMS)
 		}
-		if (zb0001Mask & 0x20) == 0 { // if not omitted
+		if (zb0001Mask & 0x10) == 0 { // if not omitted
 			// string "sn"
 			o = append(o, 0xa2, 0x73, 0x6e)
 			o = msgp.AppendInt64(o, z.Since)
@@ -1425,7 +1307,7 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 		for za0002 := range z.Statuses {
 			o = msgp.AppendUint8(o, z.Statuses[za0002])
 		}
-		if (zb0001Mask & 0x80) == 0 { // if not omitted
+		if (zb0001Mask & 0x40) == 0 { // if not omitted
 			// string "e"
 			o = append(o, 0xa1, 0x65)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Ends)))
@@ -1437,7 +1319,7 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendString(o, z.Ends[za0003].Reason)
 			}
 		}
-		if (zb0001Mask & 0x100) == 0 { // if not omitted
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
 			// string "sg"
 			o = append(o, 0xa2, 0x73, 0x67)
 			o = msgp.AppendBytes(o, z.Signal)
@@ -1480,53 +1362,31 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Reason")
 				return
 			}
-		case "tk":
-			var zb0002 uint32
-			zb0002, bts, err = msgp.ReadBytesHeader(bts)
-			if err != nil {
-				err = msgp.WrapError(err, "Ticket")
-				return
-			}
-			if zb0002 > 64 {
-				err = msgp.ErrLimitExceeded
-				return
-			}
-			if z.Ticket == nil || uint32(cap(z.Ticket)) < zb0002 {
-				z.Ticket = make([]byte, zb0002)
-			} else {
-				z.Ticket = z.Ticket[:zb0002]
-			}
-			if uint32(len(bts)) < zb0002 {
-				err = msgp.ErrShortBytes
-				return
-			}
-			copy(z.Ticket, bts[:zb0002])
-			bts = bts[zb0002:]
 		case "ts":
-			var zb0003 uint32
-			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0002 uint32
+			zb0002, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Tickets")
 				return
 			}
-			if zb0003 > 16 {
+			if zb0002 > 16 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Tickets) >= int(zb0003) {
-				z.Tickets = (z.Tickets)[:zb0003]
+			if cap(z.Tickets) >= int(zb0002) {
+				z.Tickets = (z.Tickets)[:zb0002]
 			} else {
-				z.Tickets = make([]Ticket, zb0003)
+				z.Tickets = make([]Ticket, zb0002)
 			}
 			for za0001 := range z.Tickets {
-				var zb0004 uint32
-				zb0004, bts, err = msgp.ReadArrayHeaderBytes(bts)
+				var zb0003 uint32
+				zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Tickets", za0001)
 					return
 				}
-				if zb0004 != 2 {
-					err = msgp.ArrayError{Wanted: 2, Got: zb0004}
+				if zb0003 != 2 {
+					err = msgp.ArrayError{Wanted: 2, Got: zb0003}
 					return
 				}
 				z.Tickets[za0001].Transport, bts, err = msgp.ReadStringBytes(bts)
@@ -1534,27 +1394,27 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					err = msgp.WrapError(err, "Tickets", za0001, "Transport")
 					return
 				}
-				var zb0005 uint32
-				zb0005, bts, err = msgp.ReadBytesHeader(bts)
+				var zb0004 uint32
+				zb0004, bts, err = msgp.ReadBytesHeader(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Tickets", za0001, "Ticket")
 					return
 				}
-				if zb0005 > 64 {
+				if zb0004 > 64 {
 					err = msgp.ErrLimitExceeded
 					return
 				}
-				if z.Tickets[za0001].Ticket == nil || uint32(cap(z.Tickets[za0001].Ticket)) < zb0005 {
-					z.Tickets[za0001].Ticket = make([]byte, zb0005)
+				if z.Tickets[za0001].Ticket == nil || uint32(cap(z.Tickets[za0001].Ticket)) < zb0004 {
+					z.Tickets[za0001].Ticket = make([]byte, zb0004)
 				} else {
-					z.Tickets[za0001].Ticket = z.Tickets[za0001].Ticket[:zb0005]
+					z.Tickets[za0001].Ticket = z.Tickets[za0001].Ticket[:zb0004]
 				}
-				if uint32(len(bts)) < zb0005 {
+				if uint32(len(bts)) < zb0004 {
 					err = msgp.ErrShortBytes
 					return
 				}
-				copy(z.Tickets[za0001].Ticket, bts[:zb0005])
-				bts = bts[zb0005:]
+				copy(z.Tickets[za0001].Ticket, bts[:zb0004])
+				bts = bts[zb0004:]
 			}
 		case "ag":
 			z.AgeMS, bts, err = msgp.ReadInt64Bytes(bts)
@@ -1569,20 +1429,20 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				return
 			}
 		case "s":
-			var zb0006 uint32
-			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0005 uint32
+			zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Statuses")
 				return
 			}
-			if zb0006 > 131072 {
+			if zb0005 > 131072 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Statuses) >= int(zb0006) {
-				z.Statuses = (z.Statuses)[:zb0006]
+			if cap(z.Statuses) >= int(zb0005) {
+				z.Statuses = (z.Statuses)[:zb0005]
 			} else {
-				z.Statuses = make([]uint8, zb0006)
+				z.Statuses = make([]uint8, zb0005)
 			}
 			for za0002 := range z.Statuses {
 				z.Statuses[za0002], bts, err = msgp.ReadUint8Bytes(bts)
@@ -1592,30 +1452,30 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				}
 			}
 		case "e":
-			var zb0007 uint32
-			zb0007, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0006 uint32
+			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Ends")
 				return
 			}
-			if zb0007 > 65536 {
+			if zb0006 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Ends) >= int(zb0007) {
-				z.Ends = (z.Ends)[:zb0007]
+			if cap(z.Ends) >= int(zb0006) {
+				z.Ends = (z.Ends)[:zb0006]
 			} else {
-				z.Ends = make([]End, zb0007)
+				z.Ends = make([]End, zb0006)
 			}
 			for za0003 := range z.Ends {
-				var zb0008 uint32
-				zb0008, bts, err = msgp.ReadArrayHeaderBytes(bts)
+				var zb0007 uint32
+				zb0007, bts, err = msgp.ReadArrayHeaderBytes(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Ends", za0003)
 					return
 				}
-				if zb0008 != 3 {
-					err = msgp.ArrayError{Wanted: 3, Got: zb0008}
+				if zb0007 != 3 {
+					err = msgp.ArrayError{Wanted: 3, Got: zb0007}
 					return
 				}
 				z.Ends[za0003].Index, bts, err = msgp.ReadUint32Bytes(bts)
@@ -1635,27 +1495,27 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				}
 			}
 		case "sg":
-			var zb0009 uint32
-			zb0009, bts, err = msgp.ReadBytesHeader(bts)
+			var zb0008 uint32
+			zb0008, bts, err = msgp.ReadBytesHeader(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Signal")
 				return
 			}
-			if zb0009 > 4194304 {
+			if zb0008 > 4194304 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if z.Signal == nil || uint32(cap(z.Signal)) < zb0009 {
-				z.Signal = make([]byte, zb0009)
+			if z.Signal == nil || uint32(cap(z.Signal)) < zb0008 {
+				z.Signal = make([]byte, zb0008)
 			} else {
-				z.Signal = z.Signal[:zb0009]
+				z.Signal = z.Signal[:zb0008]
 			}
-			if uint32(len(bts)) < zb0009 {
+			if uint32(len(bts)) < zb0008 {
 				err = msgp.ErrShortBytes
 				return
 			}
-			copy(z.Signal, bts[:zb0009])
-			bts = bts[zb0009:]
+			copy(z.Signal, bts[:zb0008])
+			bts = bts[zb0008:]
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1670,7 +1530,7 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Reply) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 3 + msgp.BytesPrefixSize + len(z.Ticket) + 3 + msgp.ArrayHeaderSize
+	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 3 + msgp.ArrayHeaderSize
 	for za0001 := range z.Tickets {
 		s += 1 + msgp.StringPrefixSize + len(z.Tickets[za0001].Transport) + msgp.BytesPrefixSize + len(z.Tickets[za0001].Ticket)
 	}
@@ -2100,13 +1960,19 @@ func (z *Request) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *Shape) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 5
-	o = append(o, 0x95)
+	// array header, size 11
+	o = append(o, 0x9b)
 	o = msgp.AppendString(o, z.Name)
 	o = msgp.AppendUint64(o, z.BlockStride)
 	o = msgp.AppendUint64(o, z.BlockBytes)
 	o = msgp.AppendUint32(o, z.NumBlocks)
 	o = msgp.AppendUint32(o, z.Group)
+	o = msgp.AppendUint32(o, z.Tokens)
+	o = msgp.AppendUint32(o, z.Heads)
+	o = msgp.AppendUint32(o, z.FirstHead)
+	o = msgp.AppendUint32(o, z.TotalHeads)
+	o = msgp.AppendUint64(o, z.TokenStride)
+	o = msgp.AppendUint64(o, z.HeadStride)
 	return
 }
 
@@ -2118,8 +1984,8 @@ func (z *Shape) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		err = msgp.WrapError(err)
 		return
 	}
-	if zb0001 != 5 {
-		err = msgp.ArrayError{Wanted: 5, Got: zb0001}
+	if zb0001 != 11 {
+		err = msgp.ArrayError{Wanted: 11, Got: zb0001}
 		return
 	}
 	z.Name, bts, err = msgp.ReadStringBytes(bts)
@@ -2147,13 +2013,43 @@ func (z *Shape) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		err = msgp.WrapError(err, "Group")
 		return
 	}
+	z.Tokens, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Tokens")
+		return
+	}
+	z.Heads, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Heads")
+		return
+	}
+	z.FirstHead, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "FirstHead")
+		return
+	}
+	z.TotalHeads, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "TotalHeads")
+		return
+	}
+	z.TokenStride, bts, err = msgp.ReadUint64Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "TokenStride")
+		return
+	}
+	z.HeadStride, bts, err = msgp.ReadUint64Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "HeadStride")
+		return
+	}
 	o = bts
 	return
 }
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Shape) Msgsize() (s int) {
-	s = 1 + msgp.StringPrefixSize + len(z.Name) + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size + msgp.Uint32Size
+	s = 1 + msgp.StringPrefixSize + len(z.Name) + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint64Size + msgp.Uint64Size
 	return
 }
 

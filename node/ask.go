@@ -1,0 +1,73 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// asker sends requests to peers that were resolved or have said hello.
+type asker struct {
+	id          core.AgentID
+	ctx         context.Context // ends with the agent
+	bus         requester
+	peers       *peerTable
+	peerTimeout time.Duration
+	retried     func() // is told of each request that is sent again
+}
+
+// requester is the half of core.Bus that an asker needs.
+type requester interface {
+	Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error)
+}
+
+// within asks once, and waits for the answer as long as bound.
+func (s *asker) within(bound time.Duration, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+	ctx, cancel := context.WithTimeout(s.ctx, bound)
+	defer cancel()
+	return s.ask(ctx, to, req)
+}
+
+func (s *asker) ask(ctx context.Context, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+	p := s.peers.get(to)
+	if p == nil {
+		return nil, fmt.Errorf("agent %s is not known any more", to)
+	}
+	req.From = string(s.id)
+	rep, err := s.bus.Request(ctx, p.via, to, req)
+	if p.joined && errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) {
+		err = fmt.Errorf("%w: %w", core.ErrAway, err) // its link to that server may be on its way back, or the server itself
+	}
+	return rep, err
+}
+
+// gone says whether an error proves that the agent is not there any more.
+// Otherwise a connection may have broken, or a message got lost.
+func gone(err error) bool { return errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) }
+
+// insist asks until there is an answer, for a little less than peer_timeout_s:
+// messages get lost, and links come back. A request may arrive twice.
+func (s *asker) insist(to core.AgentID, req *wire.Request) (rep *wire.Reply, err error) {
+	p := s.peers.get(to)
+	here := p != nil && p.via == "" // its link leads here, and may be on its way back
+	end := time.Now().Add(s.peerTimeout - 2*core.TickInterval)
+	for {
+		asked, most := time.Now(), min(s.peerTimeout/3, time.Until(end))
+		rep, err = s.within(most, to, req)
+		if late := time.Since(asked) - most; late > core.TickInterval*10 {
+			end = end.Add(late) // this process did not run
+		}
+		if err == nil || gone(err) && !here || errors.Is(err, core.ErrTooLarge) || s.ctx.Err() != nil || time.Until(end) < core.TickInterval {
+			return rep, err
+		}
+		s.retried()
+		select {
+		case <-s.ctx.Done():
+		case <-time.After(core.TickInterval / 2): // a link that is down says so at once
+		}
+	}
+}

@@ -1,0 +1,105 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// describe is what this agent says of itself, in its registry entry and in a hello.
+func describe(c *Config, id core.AgentID, l *core.Layout, endpoints []wire.Endpoint, lacks []wire.Lack) *wire.Agent {
+	d := &wire.Agent{
+		Version: wire.Version, ID: string(id), EngineID: c.EngineID,
+		DPRank: c.DPRank, TPRank: c.TPRank, PPRank: c.PPRank, TPSize: c.TPSize, PPSize: c.PPSize, DPSize: c.DPSize, Joined: c.BootstrapJoin != "",
+		Model: c.Model, DType: c.DType, BlockTokens: c.BlockTokens,
+		Endpoints: endpoints, Lacks: lacks, RouteInfo: c.RouteInfo,
+	}
+	describeShapes(d, l.Shapes())
+	return d
+}
+
+// compatible matches the caches of two agents, or says why they cannot exchange
+// blocks, with both values.
+func compatible(p, d *wire.Agent) (*core.Match, error) {
+	switch {
+	case p.Version != d.Version:
+		return nil, fmt.Errorf("wire version %d at the prefill engine, %d at the decode engine: run the same kvconn on both", p.Version, d.Version)
+	case p.Model != "" && d.Model != "" && p.Model != d.Model:
+		return nil, fmt.Errorf("model %q at the prefill engine, %q at the decode engine", p.Model, d.Model)
+	case p.DType != "" && d.DType != "" && p.DType != d.DType:
+		return nil, fmt.Errorf("dtype %q at the prefill engine, %q at the decode engine", p.DType, d.DType)
+	}
+	if err := errors.Join(ranksOf(p).Check(rankOf(p)), ranksOf(d).Check(rankOf(d))); err != nil {
+		return nil, err
+	}
+	m, err := core.NewMatch(shapes(p), shapes(d))
+	if err == nil && ranksOf(p) == core.One && ranksOf(d) == core.One {
+		err = m.Whole() // else D looks whether all of its ranks together have what it needs
+	}
+	if p.BlockTokens != 0 && d.BlockTokens != 0 && p.BlockTokens != d.BlockTokens {
+		unequal := fmt.Sprintf("blocks of %d tokens at the prefill engine, of %d at the decode engine", p.BlockTokens, d.BlockTokens)
+		switch {
+		case err != nil: // first what an operator has set, then what follows from it
+			err = fmt.Errorf("%s: %w", unequal, err)
+		case m.Opaque():
+			err = fmt.Errorf("%s: register the caches with their tokens and heads, then unequal blocks fit", unequal)
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+func describeShapes(d *wire.Agent, shapes []core.Shape) {
+	for _, s := range shapes {
+		d.Shapes = append(d.Shapes, wire.Shape(s))
+	}
+}
+
+// shapes is the reverse.
+func shapes(a *wire.Agent) []core.Shape {
+	out := make([]core.Shape, len(a.Shapes))
+	for i, s := range a.Shapes {
+		out[i] = core.Shape(s)
+	}
+	return out
+}
+
+// ranksOf is how many ranks an agent's engine has.
+func ranksOf(a *wire.Agent) core.Ranks {
+	return core.Ranks{TP: max(a.TPSize, 1), PP: max(a.PPSize, 1)}
+}
+
+// dpSizeOf is how many dp ranks there are with it.
+func dpSizeOf(a *wire.Agent) int { return max(a.DPSize, 1) }
+
+func rankOf(a *wire.Agent) core.Rank { return core.Rank{TP: a.TPRank, PP: a.PPRank} }
+
+func rankText(a *wire.Agent) string {
+	return fmt.Sprintf("engine %q dp%d tp%d pp%d", a.EngineID, a.DPRank, a.TPRank, a.PPRank)
+}
+
+// refusedError: the peer was found and refused us, or we it.
+type refusedError struct{ reason string }
+
+func (e *refusedError) Error() string { return e.reason }
+
+// refuse answers a request that this agent does not carry out.
+func refuse(format string, args ...any) *wire.Reply {
+	return &wire.Reply{Code: int(core.Refused), Reason: fmt.Sprintf(format, args...)}
+}
+
+// maxReason is how many bytes of a reason are carried.
+const maxReason = 256
+
+// shorten cuts a reason to what is carried, between characters.
+func shorten(s string) string {
+	if len(s) <= maxReason {
+		return s
+	}
+	return strings.ToValidUTF8(s[:maxReason], "")
+}

@@ -1,0 +1,332 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// ErrNotRegistered: a transfer was asked for before RegisterKVCaches.
+var ErrNotRegistered = errors.New("no KV caches are registered")
+
+type agentState int
+
+const (
+	stateOpen agentState = iota
+	stateRegistering
+	stateRegistered
+	stateClosing
+	stateClosed
+)
+
+// halves are an agent's halves of transfers: the machine that decides about them,
+// with its lock, its clock and the actions that wait to be performed. Each method
+// that is named as one of core.Machine calls that one at this instant. They do
+// nothing while no machine is there, and work also while the agent closes.
+type halves struct {
+	clock   core.Clock
+	reports Reports
+	ended   func(core.Report) core.Report // completes a report for the engine; called under the lock
+	wake    chan struct{}                 // holds a value when there are actions, or the machine is busy
+
+	mu          sync.Mutex
+	state       agentState
+	machine     *core.Machine
+	outstanding int           // accepted offers and loads without a report
+	actions     []core.Action // in order
+	performing  bool          // the run goroutine has taken actions and is not done
+	reads       []*readWait
+}
+
+// readWait is a call that waits until blocks are read no more.
+type readWait struct {
+	ids  []core.TransferID // whose blocks may be read
+	done chan struct{}
+}
+
+// enter says why a call is not possible now; the lock is held.
+func (h *halves) enter(want agentState) error {
+	switch {
+	case h.state >= stateClosing:
+		return core.ErrClosed
+	case want == stateOpen && h.state != stateOpen:
+		return fmt.Errorf("%w: KV caches are registered already", core.ErrDuplicate)
+	case want == stateRegistered && h.state != stateRegistered:
+		return fmt.Errorf("%w: call register_kv_caches first", ErrNotRegistered)
+	}
+	return nil
+}
+
+// move goes from one state to the next and does what belongs to it, unless the
+// agent was closed meanwhile.
+func (h *halves) move(from, to agentState, with func()) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if from == stateOpen {
+		if err := h.enter(stateOpen); err != nil {
+			return err
+		}
+	}
+	if h.state != from {
+		return core.ErrClosed
+	}
+	h.state = to
+	if with != nil {
+		with()
+	}
+	return nil
+}
+
+// close ends all halves; false if they were closed before.
+func (h *halves) close() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.state >= stateClosing {
+		return false
+	}
+	h.state = stateClosing
+	if h.machine != nil {
+		h.machine.Close(h.clock.Now())
+		h.collect()
+	}
+	return true
+}
+
+// whileRegistered calls f under the lock and says that it did, if calls of the
+// engine are possible now.
+func (h *halves) whileRegistered(f func()) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.state != stateRegistered {
+		return false
+	}
+	f()
+	return true
+}
+
+// call makes calls of the engine.
+func (h *halves) call(f func(m *core.Machine, now time.Time) error) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if err := h.enter(stateRegistered); err != nil {
+		return err
+	}
+	err := f(h.machine, h.clock.Now())
+	h.collect()
+	return err
+}
+
+// each accepts a batch in order. The first element that is refused ends it: those
+// before it are accepted, and n says how many they are. reports is how many reports
+// each of them is owed.
+func each[T any](h *halves, list []T, reports int, f func(m *core.Machine, now time.Time, v T) error) (n int, err error) {
+	err = h.call(func(m *core.Machine, now time.Time) error {
+		for _, v := range list {
+			if err := h.fits(reports); err != nil {
+				return err
+			}
+			h.outstanding += reports
+			if err := f(m, now, v); err != nil {
+				h.outstanding -= reports
+				return err
+			}
+			n++
+		}
+		return nil
+	})
+	return n, err
+}
+
+// Grow accepts parts of transfers.
+func (h *halves) Grow(parts []core.GrowRequest) (int, error) {
+	return each(h, parts, 0, func(m *core.Machine, now time.Time, g core.GrowRequest) error { return m.Grow(now, g) })
+}
+
+// fits says why n more reports may not fit; the lock is held. The machine counts
+// the claims that may be reported, since most end without a report.
+func (h *halves) fits(n int) error {
+	busy, unread := h.outstanding+h.machine.Untold(), h.reports.Unread()
+	if busy+unread+n > h.reports.Capacity() {
+		return fmt.Errorf("%w: %d under way and %d finished ones not collected, %d more do not fit (max_transfers)", core.ErrOverload, busy, unread, n)
+	}
+	return nil
+}
+
+// event feeds the machine what happened.
+func (h *halves) event(f func(m *core.Machine, now time.Time)) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.machine != nil {
+		f(h.machine, h.clock.Now())
+		h.collect()
+	}
+}
+
+// collect moves the machine's actions on; the lock is held. Reports go to the
+// engine at once, the rest to the run goroutine, in order.
+func (h *halves) collect() {
+	n := len(h.actions)
+	for _, act := range h.machine.Actions() {
+		r, ok := act.(core.Report)
+		if !ok {
+			h.actions = append(h.actions, act)
+			continue
+		}
+		if r.Side != core.SideClaim { // the machine counts these itself
+			h.outstanding--
+		}
+		h.reports.Push(h.ended(r))
+	}
+	if len(h.reads) > 0 {
+		h.checkReads()
+	}
+	if len(h.actions) > n || h.machine.Busy() {
+		h.signal()
+	}
+}
+
+func (h *halves) signal() {
+	select {
+	case h.wake <- struct{}{}:
+	default:
+	}
+}
+
+// take gives the actions that wait, and whether the machine must be told the time.
+// The caller performs them and then calls performed.
+func (h *halves) take() (list []core.Action, busy bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	list, h.actions, h.performing = h.actions, nil, true
+	return list, h.machine != nil && h.machine.Busy()
+}
+
+func (h *halves) performed() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.performing = false
+}
+
+// idle: the machine holds nothing, and all that it wanted is done.
+func (h *halves) idle() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.machine == nil || !h.machine.Busy() && len(h.actions) == 0 && !h.performing
+}
+
+// reading returns a wait for the blocks of those of ids whose blocks are read now,
+// nil if none are.
+func (h *halves) reading(ids []core.TransferID) *readWait {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.machine == nil {
+		return nil
+	}
+	read := slices.DeleteFunc(slices.Clone(ids), func(id core.TransferID) bool { return !h.machine.Reading(id) })
+	if len(read) == 0 {
+		return nil
+	}
+	w := &readWait{read, make(chan struct{})}
+	h.reads = append(h.reads, w)
+	return w
+}
+
+// giveUp ends a wait; it returns an id whose blocks are still read, if there is one.
+func (h *halves) giveUp(w *readWait) (id core.TransferID, read bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.reads = slices.DeleteFunc(h.reads, func(r *readWait) bool { return r == w })
+	if len(w.ids) == 0 { // just now
+		return "", false
+	}
+	return w.ids[0], true
+}
+
+// checkReads wakes the calls whose blocks are read no more; the lock is held.
+func (h *halves) checkReads() {
+	h.reads = slices.DeleteFunc(h.reads, func(w *readWait) bool {
+		w.ids = slices.DeleteFunc(w.ids, func(id core.TransferID) bool { return !h.machine.Reading(id) })
+		if len(w.ids) == 0 {
+			close(w.done)
+		}
+		return len(w.ids) == 0
+	})
+}
+
+// Tick also wakes the run goroutine, which stops the ticker of an idle machine.
+func (h *halves) Tick() {
+	h.event(func(m *core.Machine, now time.Time) { m.Tick(now) })
+	h.signal()
+}
+
+func (h *halves) Abandon() {
+	h.event(func(m *core.Machine, now time.Time) { m.Abandon(now) })
+}
+
+func (h *halves) Resolved(r core.Resolve, peer core.AgentID, opened time.Time, code core.Code, reason string) {
+	h.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, peer, opened, code, reason) })
+}
+
+func (h *halves) ResolvedParts(r core.Resolve, found []core.FoundPart) {
+	h.event(func(m *core.Machine, now time.Time) { m.ResolvedParts(now, r.ID, r.Seq, found) })
+}
+
+func (h *halves) Expecting(id core.TransferID, grant []byte, err error) {
+	h.event(func(m *core.Machine, now time.Time) { m.Expecting(now, id, grant, err) })
+}
+
+func (h *halves) LoadReplied(v core.SendLoad, absent bool, code core.Code, reason string) {
+	h.event(func(m *core.Machine, now time.Time) { m.LoadReplied(now, v.ID, v.Seq, absent, code, reason) })
+}
+
+func (h *halves) RenewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error) {
+	h.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) })
+}
+
+func (h *halves) ProbeReplied(peer core.AgentID, absent, away bool, err error) {
+	h.event(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, peer, absent, away, err) })
+}
+
+func (h *halves) Revoked(id core.TransferID) {
+	h.event(func(m *core.Machine, now time.Time) { m.Revoked(now, id) })
+}
+
+func (h *halves) LoadArrived(msg core.LoadMessage) (code core.Code, reason string) {
+	h.event(func(m *core.Machine, now time.Time) { code, reason = m.LoadArrived(now, msg) })
+	return code, reason
+}
+
+func (h *halves) RenewArrived(from core.AgentID, loads, claims []core.TransferID) (answers []core.Answer) {
+	h.event(func(m *core.Machine, now time.Time) { answers = m.RenewArrived(now, from, loads, claims) })
+	return answers
+}
+
+// FinishArrived takes all ends of a message at once.
+func (h *halves) FinishArrived(from core.AgentID, ends []core.SendFinish) {
+	h.event(func(m *core.Machine, now time.Time) {
+		for _, f := range ends {
+			m.FinishArrived(now, from, f.ID, f.Code, f.Reason)
+		}
+	})
+}
+
+var _ core.Sink = (*halves)(nil)
+
+// Received implements core.Sink.
+func (h *halves) Received(id core.TransferID, s core.TransferStats, err error) {
+	h.event(func(m *core.Machine, now time.Time) { m.Received(now, id, s, err) })
+}
+
+// Written implements core.Sink.
+func (h *halves) Written(id core.TransferID, s core.TransferStats, err error) {
+	h.event(func(m *core.Machine, now time.Time) { m.Written(now, id, s, err) })
+}
+
+// PeerDown implements core.Sink.
+func (h *halves) PeerDown(peer core.AgentID, _ error) {
+	h.event(func(m *core.Machine, now time.Time) { m.PeerDown(now, peer) })
+}

@@ -1,0 +1,71 @@
+package node
+
+import (
+	"context"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// Bounds of a peerQueue.
+const (
+	maxLoadsEach    = 16      // loads to one peer that are under way at a time
+	maxFinishes     = 512     // in one message: they fit into any server's
+	maxFinishesEach = 1 << 16 // that wait for one peer; it has not answered for long then
+	// maxRevokes is how many revokes wait at a time. One of a peer that does not
+	// answer takes a second or two, and those behind it must not add up.
+	maxRevokes = 1024
+)
+
+// peerQueue is what is to be said to peers. All of it may wait for the network,
+// none of it for another peer:
+//
+//   - Loads of one peer go in order, a few side by side. A transfer has one at most,
+//     each wait is bounded, and short once the peer is lost.
+//   - The ends of transfers go many in one message: a thousand aborts are a few
+//     requests, and do not stand before loads.
+//   - Renewals and probes wait behind nothing: by a renewal D learns that its loads
+//     get no answer. The machine has one under way for each peer.
+//   - Revokes run side by side, since one may wait for its peer's word. The machine
+//     has one under way for each id, and does nothing else with the id until it is
+//     told Revoked. max_transfers bounds them.
+type peerQueue struct {
+	say      *speaker
+	start    func(name string, f func())
+	loads    lines[core.AgentID, core.SendLoad]
+	finishes lines[core.AgentID, wire.Finish]
+	revokes  lines[struct{}, core.TransferID]
+}
+
+// newPeerQueue's start runs a function on a goroutine; revoke fences a transfer and
+// may wait for a peer.
+func newPeerQueue(say *speaker, revoke func(core.TransferID), start func(name string, f func())) *peerQueue {
+	return &peerQueue{
+		say: say, start: start,
+		loads: lines[core.AgentID, core.SendLoad]{name: "load", width: maxLoadsEach, batch: 1, start: start,
+			work: func(_ core.AgentID, v []core.SendLoad) { say.load(v[0]) }},
+		finishes: lines[core.AgentID, wire.Finish]{name: "finish", width: 1, batch: maxFinishes, most: maxFinishesEach, start: start,
+			work: say.finish},
+		revokes: lines[struct{}, core.TransferID]{name: "revoke", width: maxRevokes, batch: 1, start: start,
+			work: func(_ struct{}, id []core.TransferID) { revoke(id[0]) }},
+	}
+}
+
+func (q *peerQueue) load(v core.SendLoad) { q.loads.add(v.Peer, v) }
+
+func (q *peerQueue) renew(v core.SendRenew) { q.start("renew", func() { q.say.renew(v) }) }
+
+func (q *peerQueue) probe(v core.SendProbe) { q.start("probe", func() { q.say.probe(v) }) }
+
+// finish drops the oldest of too many: the peer's lease tells it.
+func (q *peerQueue) finish(v core.SendFinish) {
+	q.finishes.add(v.Peer, wire.Finish{TransferID: string(v.ID), Code: int(v.Code), Reason: shorten(v.Reason)})
+}
+
+func (q *peerQueue) revoke(id core.TransferID) { q.revokes.add(struct{}{}, id) }
+
+// wait returns when all loads and ends are said, or when ctx ends.
+func (q *peerQueue) wait(ctx context.Context) {
+	q.loads.wait(ctx)
+	q.finishes.wait(ctx)
+}

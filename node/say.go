@@ -1,0 +1,141 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// speaker says to peers what the machine wants said, and gives it their answers.
+type speaker struct {
+	log     *zap.Logger
+	ask     *asker
+	peers   *peerTable
+	machine replies
+}
+
+// replies takes the answers; the agent's halves.
+type replies interface {
+	LoadReplied(v core.SendLoad, absent bool, code core.Code, reason string)
+	RenewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error)
+	ProbeReplied(peer core.AgentID, absent, away bool, err error)
+}
+
+func (s *speaker) load(v core.SendLoad) {
+	groups := make([]wire.Blocks, len(v.Blocks))
+	for g := range groups {
+		groups[g] = wire.Blocks{First: v.First[g], IDs: v.Blocks[g]}
+	}
+	if s.peers.lost(v.Peer) {
+		// It was found gone while this load waited: no need to find out again.
+		s.machine.LoadReplied(v, true, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
+		return
+	}
+	began := time.Now()
+	if s.peers.deaf(v.Peer, began) {
+		s.machine.LoadReplied(v, false, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer other loads", v.Peer))
+		return
+	}
+	transport, grant := unmark(v.Grant)
+	rep, err := s.ask.insist(v.Peer, &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
+		TransferID: string(v.ID), Transport: transport, Grant: grant, Groups: groups, Tokens: v.Tokens, Regions: v.Regions, Prompt: v.Prompt, LeaseMS: v.Lease.Milliseconds(),
+	}})
+	code, reason, absent := core.OK, "", false
+	switch {
+	case errors.Is(err, core.ErrTooLarge):
+		code, reason = core.Refused, fmt.Sprintf("the load cannot be sent to prefill agent %s: %v", v.Peer, err)
+	case err != nil:
+		if absent = gone(err); !absent {
+			s.peers.suspect(v.Peer) // its connections may stand, though its host is gone
+		}
+		code, reason = core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err)
+		s.peers.silent(v.Peer, began, s.ask.peerTimeout/3)
+	case rep.Code != 0:
+		code, reason = core.Code(rep.Code), rep.Reason
+		absent = code == core.Closed // another may take its place
+	}
+	if err == nil {
+		s.peers.answered(v.Peer)
+	}
+	s.machine.LoadReplied(v, absent, code, reason)
+}
+
+// maxRenew bounds the transfers that one renewal names, so that it fits into
+// any server's messages.
+const maxRenew = 1024
+
+func (s *speaker) renew(v core.SendRenew) {
+	answers := make([]core.Answer, 0, len(v.Loads)+len(v.Claims))
+	var err error
+	for _, claims := range []bool{false, true} {
+		ids := v.Loads
+		if claims {
+			ids = v.Claims
+		}
+		for part := range slices.Chunk(ids, maxRenew) {
+			if err == nil {
+				var list []core.Answer
+				list, err = s.renewPart(v.Peer, part, claims)
+				answers = append(answers, list...)
+			}
+		}
+	}
+	s.machine.RenewReplied(v, answers, gone(err), err)
+}
+
+// renewPart asks for some of the claims, or of the loads.
+func (s *speaker) renewPart(peer core.AgentID, part []core.TransferID, claims bool) ([]core.Answer, error) {
+	ids := make([]string, len(part))
+	for i, id := range part {
+		ids[i] = string(id)
+	}
+	req := &wire.Renew{Loads: ids}
+	if claims {
+		req = &wire.Renew{Claims: ids}
+	}
+	rep, err := accepted(s.ask.within(s.ask.peerTimeout/3, peer, &wire.Request{Kind: wire.KindRenew, Renew: req}))
+	if err == nil && len(rep.Statuses) != len(ids) {
+		err = fmt.Errorf("prefill agent %s answers for %d transfers, it was asked for %d", peer, len(rep.Statuses), len(ids))
+	}
+	if err != nil {
+		return nil, err
+	}
+	answers := make([]core.Answer, len(ids))
+	for i, status := range rep.Statuses {
+		answers[i].Status = core.Status(status)
+	}
+	for _, e := range rep.Ends {
+		answers[e.Index].Code, answers[e.Index].Reason = core.Code(e.Code), e.Reason
+	}
+	return answers, nil
+}
+
+// accepted makes an error of a refusal.
+func accepted(rep *wire.Reply, err error) (*wire.Reply, error) {
+	if err == nil && rep.Code != 0 {
+		err = errors.New(rep.Reason)
+	}
+	return rep, err
+}
+
+// probe asks a decode agent whether it lives.
+func (s *speaker) probe(v core.SendProbe) {
+	// Not for long: what is sent while D's link breaks is lost, and it is asked again.
+	_, err := accepted(s.ask.within(s.ask.peerTimeout/10, v.Peer, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}}))
+	// Its links broke too, so that it is away at best: the machine gives it time.
+	s.machine.ProbeReplied(v.Peer, errors.Is(err, core.ErrAbsent), errors.Is(err, core.ErrAway), err)
+}
+
+// finish tells how transfers have ended here.
+func (s *speaker) finish(peer core.AgentID, ends []wire.Finish) {
+	_, err := accepted(s.ask.insist(peer, &wire.Request{Kind: wire.KindFinish, Finishes: ends}))
+	if err != nil { // the peer learns it by a renewal or a lease
+		s.log.Debug("the ends of transfers were not delivered", zap.Int("transfers", len(ends)), zap.String("peer", string(peer)), zap.Error(err))
+	}
+}

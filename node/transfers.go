@@ -1,0 +1,152 @@
+package node
+
+import (
+	"bytes"
+	"cmp"
+	"fmt"
+	"slices"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// mark puts a transport's name before its grant.
+func mark(name string, grant []byte) []byte {
+	return append(append(make([]byte, 0, len(name)+1+len(grant)), name+"\x00"...), grant...)
+}
+
+func unmark(marked []byte) (name string, grant []byte) {
+	before, grant, _ := bytes.Cut(marked, []byte{0})
+	return string(before), grant
+}
+
+// Expect arms the first transport that is usable with the peer now.
+func (t *transports) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+	var passed []passedOver
+	for _, w := range t.list {
+		err := t.usable(w, peer)
+		if err == nil {
+			t.begin(half{id, core.SideLoad}, peer, w) // it may be received before Expect returns
+			var grant []byte
+			if grant, err = w.Expect(id, peer, dst); err == nil {
+				t.chosen(peer, core.SideLoad, w.Name(), passed, true)
+				return mark(w.Name(), grant), nil
+			}
+		}
+		passed = append(passed, passedOver{w.Name(), err})
+	}
+	return nil, t.noWay(peer, passed)
+}
+
+// Revoke may wait, and then keeps only its caller: see core.Transport.
+func (t *transports) Revoke(id core.TransferID) {
+	if w := t.of(half{id, core.SideLoad}); w != nil {
+		w.Revoke(id)
+	}
+}
+
+// Write starts to send by the transport that the grant names.
+func (t *transports) Write(op core.WriteOp) {
+	name, grant := unmark(op.Grant)
+	w := t.named(name)
+	if w == nil {
+		t.sink(name).Written(op.ID, core.TransferStats{}, fmt.Errorf("transfer %q is to go over %q: this agent has %s", string(op.ID), name, t))
+		return
+	}
+	t.begin(half{op.ID, core.SideOffer}, op.Peer, w)
+	t.chosen(op.Peer, core.SideOffer, name, nil, false)
+	op.Grant = grant
+	w.Write(op)
+}
+
+// Extend gives more of a write.
+func (t *transports) Extend(op core.WriteOp) {
+	if w := t.of(half{op.ID, core.SideOffer}); w != nil {
+		_, op.Grant = unmark(op.Grant)
+		w.Extend(op)
+	}
+}
+
+// Stop ends a write early.
+func (t *transports) Stop(id core.TransferID) {
+	if w := t.of(half{id, core.SideOffer}); w != nil {
+		w.Stop(id)
+	}
+}
+
+func (t *transports) begin(h half, peer core.AgentID, w core.Transport) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.going[h] = carrier{peer, w}
+}
+
+func (t *transports) of(h half) core.Transport {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.going[h].via
+}
+
+// ended takes a report: by its name, the transport that moved the bytes, "" if
+// it came to none. An id may be used again from now on.
+func (t *transports) ended(r core.Report) string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	name := ""
+	for _, id := range slices.Concat(r.Parts, []core.TransferID{r.ID}) {
+		c, ok := t.going[half{id, r.Side}]
+		if !ok {
+			continue
+		}
+		delete(t.going, half{id, r.Side})
+		if p := t.pairs[c.peer]; p != nil && r.Code == core.OK {
+			p.transfers[c.via.Name()]++
+		}
+		name = cmp.Or(name, c.via.Name())
+	}
+	if name = cmp.Or(r.Stats.Via, name); name != "" { // the figures are of all parts together
+		t.moved[name].add(r)
+	}
+	return name
+}
+
+// written takes the end of an offer's write. It may be long until its report, or
+// there may be none, where the engine has not offered it yet.
+func (t *transports) written(id core.TransferID, name string, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	h := half{id, core.SideOffer}
+	if p := t.pairs[t.going[h].peer]; p != nil && err == nil {
+		p.transfers[name]++
+	}
+	delete(t.going, h)
+}
+
+// sink feeds one transport's outcomes to the machine.
+type sink struct {
+	t    *transports
+	name string
+}
+
+func (t *transports) sink(name string) sink { return sink{t, name} }
+
+// Received implements core.Sink.
+func (s sink) Received(id core.TransferID, st core.TransferStats, err error) {
+	s.t.machine.Received(id, st, err)
+}
+
+// Written implements core.Sink.
+func (s sink) Written(id core.TransferID, st core.TransferStats, err error) {
+	s.t.written(id, s.name, err)
+	st.Via = s.name
+	s.t.machine.Written(id, st, err)
+}
+
+// PeerDown implements core.Sink.
+func (s sink) PeerDown(peer core.AgentID, err error) {
+	s.t.log.Debug("connection to a peer ended", zap.String("peer", string(peer)), zap.String("transport", s.name), zap.Error(err))
+	if s.t.fell(peer, s.name) {
+		s.t.suspect(peer)
+	}
+	s.t.machine.PeerDown(peer, err)
+}
