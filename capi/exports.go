@@ -255,7 +255,7 @@ func go_offer(h C.kvconn_agent, offers *C.kvconn_offer_request, n C.size_t, take
 			if err != nil || o.transfer_id == nil {
 				return fmt.Errorf("%w: offers[%d]: transfer_id is NULL or %v", core.ErrInvalid, i, err)
 			}
-			list = append(list, core.OfferRequest{ID: core.TransferID(C.GoString(o.transfer_id)), First: first, Blocks: blocks, Token: uint64(o.token), Prompt: uint64(o.prompt)})
+			list = append(list, core.OfferRequest{ID: core.TransferID(C.GoString(o.transfer_id)), Selection: core.Selection{First: first, Blocks: blocks}, Token: uint64(o.token), Prompt: uint64(o.prompt)})
 			return nil
 		})
 		if err != nil {
@@ -278,14 +278,14 @@ func go_grow(h C.kvconn_agent, parts *C.kvconn_growth, n C.size_t, regions *C.ui
 		if of > 0 {
 			in = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(regions)), of))
 		}
-		list, follows := make([]core.GrowRequest, 0, n), false
+		list, follows := make([]core.PartialOffer, 0, n), false
 		err = structs(parts, n, unsafe.Offsetof(parts.prompt), func(g *C.kvconn_growth) C.uint32_t { return g.struct_size }, func(i int, g *C.kvconn_growth) error {
 			blocks, first, err := groups(g.groups, g.num_groups)
 			if err != nil || g.transfer_id == nil || g.ready == nil && g.num_groups > 0 {
 				return fmt.Errorf("%w: parts[%d]: transfer_id or ready is NULL or %v", core.ErrInvalid, i, err)
 			}
 			ready := slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(g.ready)), g.num_groups))
-			r := core.GrowRequest{ID: core.TransferID(C.GoString(g.transfer_id)), First: first, Blocks: blocks, Ready: ready, Regions: in, Prompt: uint64(g.prompt)}
+			r := core.PartialOffer{ID: core.TransferID(C.GoString(g.transfer_id)), First: first, Blocks: blocks, Ready: ready, Regions: in, Prompt: uint64(g.prompt)}
 			if g.computing != nil {
 				r.Computing = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(g.computing)), g.num_groups))
 				follows = true
@@ -370,7 +370,7 @@ func go_start_load(h C.kvconn_agent, loads *C.kvconn_load_request, n C.size_t, t
 			if l.tokens != nil {
 				tokens = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(l.tokens)), l.num_groups))
 			}
-			list = append(list, core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), First: first, Blocks: blocks, Tokens: tokens, Token: uint64(l.token), Prompt: uint64(l.prompt)})
+			list = append(list, core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), Selection: core.Selection{First: first, Blocks: blocks, Tokens: tokens}, Token: uint64(l.token), Prompt: uint64(l.prompt)})
 			return nil
 		})
 		if err != nil {

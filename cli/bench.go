@@ -182,8 +182,7 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		}
 		dst := local.Choose(count, int64(1000+round), c.adjacent)
 		start := time.Now()
-		if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Blocks: [][]core.BlockID{dst},
-			From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
+		if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Selection: core.Selection{Blocks: [][]core.BlockID{dst}}, From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
 			return r, err
 		}
 		rep, err := synthetic.WaitReport(ctx, agent, core.TransferID(id))

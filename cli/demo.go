@@ -81,7 +81,7 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 			return err
 		}
 		load := func() error {
-			_, err := agent.StartLoad([]core.LoadRequest{{ID: id, From: from, First: []uint32{uint32(s.skip)}, Blocks: [][]core.BlockID{dst}}})
+			_, err := agent.StartLoad([]core.LoadRequest{{ID: id, From: from, Selection: core.Selection{First: []uint32{uint32(s.skip)}, Blocks: [][]core.BlockID{dst}}}})
 			return err
 		}
 		first, second := offer, load

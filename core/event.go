@@ -23,17 +23,9 @@ const (
 	Closed        Code = 28 // the agent was closed
 )
 
-// SayHello answers a load of an agent that P does not know: it must say hello
-// first. It never ends a transfer.
-const SayHello Code = 99
-
-// StartOver ends no transfer either: P has taken back what it had begun to send, and
-// D is to load again. The reason names the load's grant.
-const StartOver Code = 98
-
 var codeNames = map[Code]string{
 	OK: "ok", Cancelled: "cancelled", PeerCancelled: "peer-cancelled", PeerLost: "peer-lost", NotOffered: "not-offered",
-	Expired: "expired", Refused: "refused", Unreachable: "unreachable", Failed: "failed", Closed: "closed", SayHello: "say-hello", StartOver: "start-over",
+	Expired: "expired", Refused: "refused", Unreachable: "unreachable", Failed: "failed", Closed: "closed",
 }
 
 func (c Code) String() string {
@@ -43,7 +35,7 @@ func (c Code) String() string {
 	return "code-" + strconv.Itoa(int(c))
 }
 
-// Target names the prefill engine that a load is from; in parts, a rank of it.
+// Target names the prefill engine that a load is from, or, in a part, a rank of it.
 type Target struct {
 	Bootstrap      string // as the router gave it, "http://host:port"
 	EngineID       string
@@ -54,74 +46,32 @@ type Target struct {
 	Engine Ranks
 }
 
-// OfferRequest is the engine's word that blocks hold a transfer. Blocks has one
-// list per KV cache group, in the prompt's order.
+// OfferRequest is the engine's word that blocks hold a transfer. Of the Selection
+// First and Blocks count: blocks before First are not there.
 type OfferRequest struct {
-	ID     TransferID
-	First  []uint32 // per group: position in the prompt of the first block; those before it are not there; nil = 0
-	Blocks [][]BlockID
+	ID TransferID
+	Selection
 	Token  uint64 // given back in the Report
 	Prompt uint64 // fingerprint of what the blocks are the cache of; 0: not said
 }
 
-// GrowRequest is the engine's word that a part of a transfer is there.
-type GrowRequest struct {
-	ID     TransferID
-	First  []uint32    // per group, with its first blocks: as of OfferRequest
-	Blocks [][]BlockID // per group: those that follow what was given before
-	// Ready is, per group, how many blocks of the prompt, from its start, are there.
-	Ready []uint32
-	// Regions in which they are, in growing order; nil: in all.
-	Regions []uint32
-	Prompt  uint64 // as of OfferRequest, with the first part at the latest; what is said once holds
-	// Computing is as Ready, of what the engine's step computes: a later GrowRequest
-	// says in which regions it is there. Here it is only checked.
-	Computing []uint32
-}
-
 // ClaimRequest is the engine's word that it knows a request and will load the
-// transfer when it has blocks for it. From which ranks of the prefill engine this
-// agent loads is found out, unless Parts say so.
+// transfer when it has blocks for it.
 type ClaimRequest struct {
 	ID    TransferID
 	From  Target
-	Parts []ClaimPart // in place of From
-	Token uint64      // given back in the Report, if there is one
+	Token uint64 // given back in the Report, if there is one
 }
 
-// ClaimPart is what will be loaded from one P agent.
-type ClaimPart struct {
-	From  Target
-	Share Share
-}
-
-// LoadRequest is the engine's word that it wants a transfer in its blocks. From
-// which ranks of the prefill engine, and what from each, is found out, unless
-// Parts say so.
+// LoadRequest is the engine's word that it wants a transfer in its blocks. The
+// machine finds out which ranks of the prefill engine have it. A Selection without
+// blocks only tells P that nothing is needed.
 type LoadRequest struct {
-	ID     TransferID
-	From   Target
-	First  []uint32    // per group: position in the prompt of the first block; nil = 0
-	Blocks [][]BlockID // per group; all empty = only tell P that nothing is needed
-	// Tokens of the prompt, per group, from its start: what lies in the blocks
-	// behind them is not copied. nil, 0, and any of a group of opaque blocks: all
-	// that the blocks have room for.
-	Tokens []uint32
+	ID   TransferID
+	From Target
+	Selection
 	Token  uint64
-	Prompt uint64     // fingerprint of what it is to be the cache of; 0: not said. P refuses if it has another
-	Parts  []LoadPart // in place of From, First and Blocks
-}
-
-// LoadPart is what is loaded from one P agent. The parts of a load write no byte
-// twice.
-type LoadPart struct {
-	From   Target
-	Share  Share
-	First  []uint32
-	Blocks [][]BlockID
-	// Regions that are loaded from it, in growing order; nil is all that both have.
-	// Of each come the heads that the P agent holds.
-	Regions []uint32
+	Prompt uint64 // fingerprint of what it is to be the cache of; 0: not said. P refuses if it has another
 }
 
 // FoundPart is a rank of a prefill engine that this agent loads from, when there
@@ -139,13 +89,13 @@ type Side uint8
 
 // The two sides.
 const (
-	SideLoad  Side = 1
-	SideOffer Side = 2
-	SideWant  Side = 3 // no half: an announced transfer is wanted, or needs no work; see Options.ReportWants
-	SideClaim Side = 4 // no half: a claim can come to nothing any more; see Options.ReportClaims
+	SideLoad   Side = 1
+	SideOffer  Side = 2
+	SideDemand Side = 3 // no half: an announced transfer is demanded, or needs no work; see Options.ReportDemands
+	SideClaim  Side = 4 // no half: a claim can come to nothing any more; see Options.ReportClaims
 )
 
-func (s Side) String() string { return [...]string{"", "load", "offer", "want", "claim"}[s] }
+func (s Side) String() string { return [...]string{"", "load", "offer", "demand", "claim"}[s] }
 
 // Status is P's answer to a renewal, per transfer.
 type Status uint8
@@ -159,27 +109,40 @@ const (
 	StatusSending Status = 4
 	StatusSent    Status = 5 // ended well
 	StatusEnded   Status = 6 // ended otherwise, as Code and Reason say
+	StatusRestart Status = 7 // P has taken back what it had begun to send; D is to load anew. Reason is the void grant's digest
 )
 
 // Answer is P's word on one transfer of a renewal.
 type Answer struct {
 	Status Status
 	Code   Code   // with StatusEnded
-	Reason string // with StatusEnded
+	Reason string // with StatusEnded and StatusRestart
+}
+
+// LoadAnswer is P's word on a load.
+type LoadAnswer uint8
+
+// The answers to a load. Only LoadRefused comes with a Code other than OK.
+const (
+	LoadAccepted LoadAnswer = iota
+	LoadRefused             // as Code and Reason say; PeerLost: no answer came
+	LoadSayHello            // P does not know this agent: say hello first
+	LoadAbsent              // nobody listens at P's address: the agent was restarted, or is gone
+)
+
+func (a LoadAnswer) String() string {
+	return [...]string{"accepted", "refused", "say-hello", "absent"}[a]
 }
 
 // LoadMessage is D's load as P's machine sees it.
 type LoadMessage struct {
-	ID      TransferID
-	Peer    AgentID
-	Grant   []byte
-	First   []uint32
-	Blocks  [][]BlockID
-	Tokens  []uint32
-	Regions []uint32 // of D; nil: all that both have
-	Prompt  uint64   // as of LoadRequest
-	Lease   time.Duration
-	Match   *Match // of this agent's caches with D's; nil: they are alike
+	ID        TransferID
+	Peer      AgentID
+	Grant     []byte
+	Selection        // of D's blocks and regions
+	Prompt    uint64 // as of LoadRequest
+	Lease     time.Duration
+	Match     *Match // of this agent's caches with D's; nil: they are alike
 }
 
 // Action is what a Machine wants done. The concrete types follow.
@@ -199,26 +162,20 @@ type (
 	}
 	// Expect: arm the transport for these blocks; answer with Expecting.
 	Expect struct {
-		ID      TransferID
-		Peer    AgentID
-		First   []uint32
-		Blocks  [][]BlockID
-		Tokens  []uint32
-		Regions []uint32
+		ID   TransferID
+		Peer AgentID
+		Selection
 	}
 	// SendLoad: send the load to P, again if no answer comes, for less than
 	// Options.PeerTimeout; answer with LoadReplied.
 	SendLoad struct {
-		ID      TransferID
-		Seq     uint64
-		Peer    AgentID
-		Grant   []byte
-		First   []uint32
-		Blocks  [][]BlockID
-		Tokens  []uint32
-		Regions []uint32
-		Prompt  uint64
-		Lease   time.Duration
+		ID    TransferID
+		Seq   uint64
+		Peer  AgentID
+		Grant []byte
+		Selection
+		Prompt uint64
+		Lease  time.Duration
 	}
 	// SendRenew: renew these transfers at one P, those that it has a load of and
 	// those that are only claimed; answer with RenewReplied.
@@ -237,6 +194,13 @@ type (
 		Code   Code
 		Reason string
 	}
+	// SendRestart: tell D that P has taken back what it had begun to send for the load
+	// whose grant has this digest. No answer, as of SendFinish.
+	SendRestart struct {
+		Peer   AgentID
+		ID     TransferID
+		Digest string
+	}
 	// Forget: look the peer's target up again next time. Gone says that nobody
 	// listens there, so that nothing more need be asked of it.
 	Forget struct {
@@ -246,19 +210,15 @@ type (
 	// Revoke: fence a load's blocks; answer with Revoked.
 	Revoke struct{ ID TransferID }
 	// Write: send blocks; the transport answers with Written. Src are those that
-	// hold the load's, which Dst and the rest says as it came. Begin and End are as
-	// of Match.PairsBetween; until there is no End, Writes that extend this one follow.
+	// hold what the load, whose Selection is Dst, asks for. Begin and End are as of
+	// Match.PairsBetween; while there is an End, Writes that extend this one follow.
 	Write struct {
-		ID       TransferID
-		Peer     AgentID
-		Grant    []byte
-		SrcFirst []uint32
-		Src      [][]BlockID
-		DstFirst []uint32
-		Dst      [][]BlockID
-		Tokens   []uint32
-		Regions  []uint32
-		Match    *Match
+		ID    TransferID
+		Peer  AgentID
+		Grant []byte
+		Src   Selection
+		Dst   Selection
+		Match *Match
 
 		Begin, End []uint32
 		Extends    bool // a write that has begun, unless it has ended
@@ -274,7 +234,7 @@ type (
 		Token     uint64
 		Code      Code
 		Reason    string
-		Blocks    int           // of all groups; of a want: the first block of group 0 that is wanted
+		Blocks    int           // of all groups; of a demand: the first block of group 0 that is demanded
 		Wait      time.Duration // from the engine's call to the first byte asked for or sent
 		Elapsed   time.Duration // from the engine's call to this report
 		State     string        // in which the half ended: "waiting", "sending" …
@@ -284,14 +244,15 @@ type (
 	}
 )
 
-func (Resolve) action()    {}
-func (Expect) action()     {}
-func (SendLoad) action()   {}
-func (Forget) action()     {}
-func (SendRenew) action()  {}
-func (SendProbe) action()  {}
-func (SendFinish) action() {}
-func (Revoke) action()     {}
-func (Write) action()      {}
-func (StopWrite) action()  {}
-func (Report) action()     {}
+func (Resolve) action()     {}
+func (Expect) action()      {}
+func (SendLoad) action()    {}
+func (Forget) action()      {}
+func (SendRenew) action()   {}
+func (SendProbe) action()   {}
+func (SendFinish) action()  {}
+func (SendRestart) action() {}
+func (Revoke) action()      {}
+func (Write) action()       {}
+func (StopWrite) action()   {}
+func (Report) action()      {}

@@ -159,15 +159,18 @@ func (u *user) failure() error {
 	return pick(u, []error{nil, errors.New("broken"), core.ErrConnectionLost, core.ErrNotExpected})
 }
 
+// grantDigest names the grant that every Expect of the fuzz test has.
+const grantDigest = "3492ad65d05a973f"
+
 // next makes one call.
 func (u *user) next() {
 	m := u.m
-	switch op := u.byte() % 18; op {
+	switch u.byte() % 17 {
 	case 0:
 		_ = m.Announce(u.now, u.id())
 	case 1:
 		u.token++
-		r := core.OfferRequest{ID: u.id(), Blocks: u.blocks(), Token: u.token, Prompt: u.token % 3}
+		r := core.OfferRequest{ID: u.id(), Selection: core.Selection{Blocks: u.blocks()}, Token: u.token, Prompt: u.token % 3}
 		if m.Offer(u.now, r) == nil {
 			u.ledger.accepted(core.SideOffer, r.Token)
 			u.offered[r.ID], u.prompts[r.ID] = r.Blocks, r.Prompt
@@ -177,7 +180,7 @@ func (u *user) next() {
 		_ = u.ledger.claim(m, u.now, core.ClaimRequest{ID: u.id(), From: u.target(), Token: u.token})
 	case 3:
 		u.token++
-		r := core.LoadRequest{ID: u.id(), From: u.target(), First: u.first(), Blocks: u.blocks(), Token: u.token}
+		r := core.LoadRequest{ID: u.id(), From: u.target(), Selection: core.Selection{First: u.first(), Blocks: u.blocks()}, Token: u.token}
 		if len(r.First) == 0 {
 			r.First = nil
 		}
@@ -191,9 +194,7 @@ func (u *user) next() {
 		}
 	case 5:
 		id, peer, grant := u.named(), u.peer(), u.byte()%3
-		code, _ := m.LoadArrived(u.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte{grant}, Prompt: uint64(grant), First: u.first(), Blocks: u.blocks(),
-			Lease:   time.Duration(int8(u.byte())) * time.Second,
-			Regions: pick(u, [][]uint32{nil, nil, nil, {0}, {1, 2}, {5}, {}})})
+		code, _ := m.LoadArrived(u.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte{grant}, Prompt: uint64(grant), Selection: core.Selection{First: u.first(), Blocks: u.blocks(), Regions: pick(u, [][]uint32{nil, nil, nil, {0}, {1, 2}, {5}, {}})}, Lease: time.Duration(int8(u.byte())) * time.Second})
 		u.known(code)
 	case 6:
 		loads, claims := u.ids(), u.ids()
@@ -203,7 +204,7 @@ func (u *user) next() {
 		}
 		for _, a := range answers {
 			u.known(a.Code)
-			if a.Status > core.StatusEnded {
+			if a.Status > core.StatusRestart {
 				u.t.Errorf("status %d", a.Status)
 			}
 		}
@@ -240,28 +241,7 @@ func (u *user) next() {
 		r := core.SendRenew{Peer: u.peer(), Loads: u.ids(), Claims: u.ids()}
 		m.RenewReplied(u.now, r, u.answers(len(r.Loads)+len(r.Claims)), false, nil)
 	case 16:
-		r := core.ClaimRequest{ID: u.id()}
-		for range 1 + u.byte()%3 {
-			r.Parts = append(r.Parts, core.ClaimPart{From: u.target(), Share: u.share()})
-		}
-		u.token++
-		r.Token = u.token
-		_ = u.ledger.claim(m, u.now, r)
-	case 17:
-		u.token++
-		r := core.LoadRequest{ID: u.id(), Token: u.token}
-		for range 1 + u.byte()%3 {
-			p := core.LoadPart{From: u.target(), Share: u.share(), Blocks: u.blocks(), First: u.first()}
-			if len(p.First) == 0 {
-				p.First = nil
-			}
-			p.Regions = pick(u, [][]uint32{nil, {0}, {1}, {0, 2}, {2}, {}, {1, 0}, {7}})
-			r.Parts = append(r.Parts, p)
-		}
-		if m.Load(u.now, r) == nil {
-			u.ledger.accepted(core.SideLoad, r.Token)
-			delete(u.ledger.claims, r.ID)
-		}
+		m.RestartArrived(u.peer(), u.named(), pick(u, []string{"", "grant", grantDigest}))
 	}
 	u.collect()
 }
@@ -316,7 +296,7 @@ func (u *user) answers(n int) []core.Answer {
 	}
 	out := make([]core.Answer, n)
 	for i := range out {
-		out[i] = core.Answer{Status: core.Status(u.byte() % 9), Code: u.code(), Reason: "as it says"}
+		out[i] = core.Answer{Status: core.Status(u.byte() % 10), Code: u.code(), Reason: "as it says"}
 	}
 	return out
 }
@@ -361,7 +341,7 @@ func (u *user) checkWrite(w core.Write) {
 	if u.writing[w.ID] {
 		u.t.Errorf("%q is written twice at a time", w.ID)
 	}
-	for g, ids := range w.Src {
+	for g, ids := range w.Src.Blocks {
 		for _, id := range ids {
 			if has := u.offered[whole(w.ID)]; g >= len(has) || !slices.Contains(has[g], id) {
 				u.t.Errorf("block %d of group %d is read for %q, offered are %v", id, g, w.ID, has)
@@ -374,7 +354,7 @@ func (u *user) checkWrite(w core.Write) {
 	if w.Match == nil {
 		w.Match = u.match
 	}
-	pairs, err := w.Match.Pairs(w.Regions, w.Src, w.SrcFirst, w.Dst, w.DstFirst, w.Tokens)
+	pairs, err := w.Match.Pairs(w.Src, w.Dst)
 	if err != nil {
 		u.t.Errorf("no plan for %+v: %v", w, err)
 	}
@@ -404,7 +384,7 @@ func (u *user) perform() {
 		u.armed = slices.DeleteFunc(u.armed, func(id core.TransferID) bool { return id == v.ID })
 		u.ledger.disarmed(v.ID)
 		u.m.Revoked(u.now, v.ID)
-	case core.SendFinish, core.Forget, core.StopWrite:
+	case core.SendFinish, core.SendRestart, core.Forget, core.StopWrite:
 	default:
 		u.asked = append(u.asked, a)
 	}
@@ -431,7 +411,12 @@ func (u *user) answer() {
 		}
 		u.m.Resolved(u.now, v.ID, v.Seq, peer, opened, code, "as it is")
 	case core.SendLoad:
-		u.m.LoadReplied(u.now, v.ID, v.Seq, u.byte()%4 == 3, u.code(), "as it is")
+		answer := core.LoadAnswer(u.byte() % 4)
+		code := core.OK
+		if answer == core.LoadRefused {
+			code = u.code()
+		}
+		u.m.LoadAnswered(u.now, v.ID, v.Seq, answer, code, "as it is")
 	case core.SendRenew:
 		u.m.RenewReplied(u.now, v, u.answers(len(v.Loads)+len(v.Claims)), u.byte()%4 == 3, u.failure())
 	case core.SendProbe:

@@ -139,23 +139,22 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	}
 	switch what {
 	case "load":
-		r := core.LoadRequest{ID: id, Blocks: s.blocks(c), First: s.first(c), Tokens: s.list(c, "tokens"), Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), Parts: s.parts(c),
-			From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
+		r := core.LoadRequest{ID: id, Selection: core.Selection{Blocks: s.blocks(c), First: s.first(c), Tokens: s.list(c, "tokens")}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
 		if err = m.Load(s.now, r); err == nil {
 			m.ledger.accepted(core.SideLoad, r.Token)
 			delete(m.ledger.claims, r.ID)
 		}
 	case "offer":
-		r := core.OfferRequest{ID: id, First: s.first(c), Blocks: s.blocks(c), Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0)}
+		r := core.OfferRequest{ID: id, Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c)}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0)}
 		if err = m.Offer(s.now, r); err == nil {
 			m.ledger.accepted(core.SideOffer, r.Token)
 		}
 	case "announce":
 		err = m.Announce(s.now, id)
-	case "grow":
-		err = m.Grow(s.now, core.GrowRequest{ID: id, First: s.first(c), Blocks: s.blocks(c), Ready: s.list(c, "ready"), Regions: numbers(s, c, strings.Fields(c.Value("in", ""))), Prompt: s.number(c, "prompt", 0)})
-	case "retract":
-		if err = m.Retract(s.now, id); m.Reading(id) {
+	case "partial":
+		err = m.OfferPartial(s.now, core.PartialOffer{ID: id, First: s.first(c), Blocks: s.blocks(c), Ready: s.list(c, "ready"), Regions: numbers(s, c, strings.Fields(c.Value("in", ""))), Prompt: s.number(c, "prompt", 0)})
+	case "withdraw":
+		if err = m.Withdraw(s.now, id); m.Reading(id) {
 			said = "its blocks are being read"
 		}
 	case "reading":
@@ -170,8 +169,10 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		m.ResolvedParts(s.now, id, s.number(c, "seq", 1), s.found(c))
 	case "expecting":
 		m.Expecting(s.now, id, []byte(c.Value("grant", "")), failure)
-	case "replied":
-		m.LoadReplied(s.now, id, s.number(c, "seq", 1), absent, s.code(c), c.Value("why", ""))
+	case "answered":
+		m.LoadAnswered(s.now, id, s.number(c, "seq", 1), s.answer(c), s.code(c), c.Value("why", ""))
+	case "restart":
+		m.RestartArrived(peer, id, c.Value("digest", ""))
 	case "received":
 		if failure == nil {
 			m.ledger.disarmed(id)
@@ -185,14 +186,13 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	case "finish":
 		m.FinishArrived(s.now, peer, id, s.code(c), c.Value("why", ""))
 	case "loaded":
-		code, why := m.LoadArrived(s.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte(c.Value("grant", "")), Match: s.match(c),
-			First: s.first(c), Blocks: s.blocks(c), Tokens: s.list(c, "tokens"), Regions: numbers(s, c, strings.Fields(c.Value("of", ""))), Prompt: s.number(c, "prompt", 0), Lease: s.duration(c, "lease", 30*time.Second)})
+		code, why := m.LoadArrived(s.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte(c.Value("grant", "")), Match: s.match(c), Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c), Tokens: s.list(c, "tokens"), Regions: numbers(s, c, strings.Fields(c.Value("of", "")))}, Prompt: s.number(c, "prompt", 0), Lease: s.duration(c, "lease", 30*time.Second)})
 		said = strings.TrimSpace("answer " + code.String() + " " + why)
 	case "renew":
 		said = "answer"
 		for _, a := range m.RenewArrived(s.now, peer, s.ids(c, "ids"), s.ids(c, "claims")) {
 			said += " " + statusNames[a.Status]
-			if a.Status == core.StatusEnded {
+			if a.Status >= core.StatusEnded {
 				said += fmt.Sprintf("(%v %s)", a.Code, a.Reason)
 			}
 		}
@@ -200,7 +200,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		var answers []core.Answer
 		for _, w := range strings.Fields(c.Value("says", "")) {
 			a := core.Answer{Status: core.Status(slices.Index(statusNames, w))}
-			if a.Status == core.StatusEnded {
+			if a.Status >= core.StatusEnded {
 				a.Code, a.Reason = s.code(c), c.Value("why", "")
 			}
 			answers = append(answers, a)
@@ -214,9 +214,6 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		m.RenewReplied(s.now, core.SendRenew{Peer: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims")}, answers, absent, failure)
 	case "claim":
 		r := core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}, Token: s.number(c, "token", 0)}
-		for _, p := range s.parts(c) {
-			r.Parts = append(r.Parts, core.ClaimPart{From: p.From, Share: p.Share})
-		}
 		err = m.ledger.claim(m.Machine, s.now, r)
 	case "probed":
 		m.ProbeReplied(s.now, peer, absent, c.Value("away", "") == "yes", failure)
@@ -309,6 +306,22 @@ func (s *script) code(c *coretest.Command) core.Code {
 	return s.codeNamed(c, c.Value("code", "ok"))
 }
 
+// answer reads answer=; without it a code says whether P has refused.
+func (s *script) answer(c *coretest.Command) core.LoadAnswer {
+	def := core.LoadAccepted
+	if s.code(c) != core.OK {
+		def = core.LoadRefused
+	}
+	name := c.Value("answer", def.String())
+	for a := core.LoadAccepted; a <= core.LoadAbsent; a++ {
+		if a.String() == name {
+			return a
+		}
+	}
+	s.t.Fatalf("%s: no answer %q", c.Pos, name)
+	return 0
+}
+
 func (s *script) codeNamed(c *coretest.Command, name string) core.Code {
 	for code := range core.Code(100) {
 		if code.String() == name {
@@ -319,7 +332,7 @@ func (s *script) codeNamed(c *coretest.Command, name string) core.Code {
 	return 0
 }
 
-var statusNames = []string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended"}
+var statusNames = []string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended", "restart"}
 
 func (s *script) ids(c *coretest.Command, key string) (ids []core.TransferID) {
 	for _, w := range strings.Fields(c.Value(key, "")) {
@@ -348,36 +361,16 @@ func (s *script) blocks(c *coretest.Command) (blocks [][]core.BlockID) {
 	return blocks
 }
 
-// parts reads "at from k/n@source first ids of regions | ...", without what comes
-// after the share for a claim; "-" is no address.
-func (s *script) parts(c *coretest.Command) (parts []core.LoadPart) {
-	text := c.Value("parts", "")
-	if text == "" {
-		return nil
-	}
-	for _, one := range strings.Split(text, "|") {
-		f := strings.Fields(one)
-		p := core.LoadPart{From: core.Target{Bootstrap: strings.TrimPrefix(f[0], "-"), EngineID: f[1]}}
-		if _, err := fmt.Sscanf(f[2], "%d/%d@%d", &p.Share.K, &p.Share.Of, &p.Share.Source); err != nil {
-			s.t.Fatalf("%s: %v", c.Pos, err)
-		}
-		if f = f[3:]; len(f) > 0 {
-			if of := slices.Index(f, "of"); of >= 0 {
-				p.Regions, f = numbers(s, c, f[of+1:]), f[:of]
-			}
-			p.First, p.Blocks = numbers(s, c, f[:1]), [][]core.BlockID{numbers(s, c, f[1:])}
-		}
-		parts = append(parts, p)
-	}
-	return parts
-}
-
-// found reads parts= with peers=, opened= and of=, which has a list of regions
-// for each.
+// found reads parts=["at from k/n@source | ..."], in which "-" is no address, with
+// peers=, opened= and of=, which has a list of regions for each.
 func (s *script) found(c *coretest.Command) (list []core.FoundPart) {
 	peers, opened, of := strings.Fields(c.Value("peers", "")), strings.Fields(c.Value("opened", "")), strings.Split(c.Value("of", ""), "|")
-	for i, p := range s.parts(c) {
-		f := core.FoundPart{From: p.From, Share: p.Share, Peer: core.AgentID(peers[i])}
+	for i, part := range strings.Split(c.Value("parts", ""), "|") {
+		words := strings.Fields(part)
+		f := core.FoundPart{From: core.Target{Bootstrap: strings.TrimPrefix(words[0], "-"), EngineID: words[1]}, Peer: core.AgentID(peers[i])}
+		if _, err := fmt.Sscanf(words[2], "%d/%d@%d", &f.Share.K, &f.Share.Of, &f.Share.Source); err != nil {
+			s.t.Fatalf("%s: %v", c.Pos, err)
+		}
 		if len(opened) > i {
 			d, err := time.ParseDuration(opened[i])
 			if err != nil {
@@ -478,6 +471,8 @@ func describe(a core.Action) string {
 		return fmt.Sprintf("send-probe %s", v.Peer)
 	case core.SendFinish:
 		return fmt.Sprintf("send-finish %s to=%s %v%s", v.ID, v.Peer, v.Code, why(v.Reason))
+	case core.SendRestart:
+		return fmt.Sprintf("send-restart %s to=%s digest=%s", v.ID, v.Peer, v.Digest)
 	case core.Forget:
 		if v.Gone {
 			return fmt.Sprintf("forget %s gone", v.Peer)
@@ -496,7 +491,7 @@ func describe(a core.Action) string {
 				grown += fmt.Sprint(v.End)
 			}
 		}
-		return fmt.Sprintf("%s %s to=%s grant=%s src=%v dst=%v%s%s", verb, v.ID, v.Peer, v.Grant, v.Src, v.Dst, tokens(v.Tokens)+of(v.Regions), grown)
+		return fmt.Sprintf("%s %s to=%s grant=%s src=%v dst=%v%s%s", verb, v.ID, v.Peer, v.Grant, v.Src.Blocks, v.Dst.Blocks, tokens(v.Dst.Tokens)+of(v.Dst.Regions), grown)
 	case core.StopWrite:
 		return fmt.Sprintf("stop-write %s", v.ID)
 	case core.Report:

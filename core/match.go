@@ -18,10 +18,10 @@ import (
 // hold are copied. Blocks may be of unequal numbers of tokens, if one divides the
 // other, and their items in another order.
 type Match struct {
-	links   []link // in the order of D's regions, then of heads
-	ratios  [MaxGroups]ratio
-	regions int // of D
-	whole   error
+	mappings []mapping // in the order of D's regions, then of heads
+	ratios   [MaxGroups]ratio
+	regions  int // of D
+	whole    error
 }
 
 // Common is a run of heads that a region of P and one of D both hold.
@@ -36,8 +36,8 @@ type ratio struct {
 	src, dst uint64 // units of a block of P, of D; 0: nothing of the group is in common
 }
 
-// link is one Common, ready to be copied.
-type link struct {
+// mapping is one Common, ready to be copied.
+type mapping struct {
 	Common
 	group                uint32
 	srcStride, dstStride uint64 // of blocks
@@ -133,7 +133,7 @@ func NewMatch(src, dst []Shape) (*Match, error) {
 			if c.First, c.End = max(c.First, first), min(c.End, end); c.First >= c.End {
 				continue
 			}
-			m.links = append(m.links, newLink(c, s, d, r))
+			m.mappings = append(m.mappings, newLink(c, s, d, r))
 			m.ratios[d.Group] = r
 			held[i] += c.End - c.First
 		}
@@ -219,9 +219,9 @@ func (m *Match) Whole() error { return m.whole }
 
 // Commons lists what both hold, in the order of D's regions and then of heads.
 func (m *Match) Commons() []Common {
-	out := make([]Common, len(m.links))
-	for i := range m.links {
-		out[i] = m.links[i].Common
+	out := make([]Common, len(m.mappings))
+	for i := range m.mappings {
+		out[i] = m.mappings[i].Common
 	}
 	return out
 }
@@ -229,11 +229,11 @@ func (m *Match) Commons() []Common {
 // Opaque says whether there are regions in common of which nobody knows how many
 // tokens a block of them has.
 func (m *Match) Opaque() bool {
-	return slices.ContainsFunc(m.links, func(k link) bool { return m.ratios[k.group].unit == 0 })
+	return slices.ContainsFunc(m.mappings, func(k mapping) bool { return m.ratios[k.group].unit == 0 })
 }
 
-func newLink(c Common, s, d *Shape, r ratio) link {
-	k := link{Common: c, group: d.Group, srcStride: s.BlockStride, dstStride: d.BlockStride}
+func newLink(c Common, s, d *Shape, r ratio) mapping {
+	k := mapping{Common: c, group: d.Group, srcStride: s.BlockStride, dstStride: d.BlockStride}
 	if s.Tokens == 0 {
 		k.whole, k.dense, k.denseDst = d.BlockBytes, s.BlockStride == d.BlockBytes && d.BlockStride == d.BlockBytes, d.BlockStride == d.BlockBytes
 		return k

@@ -85,11 +85,11 @@ func units(src, dst []Shape, group uint32, tokens uint64) uint64 {
 // ends in the same order.
 func checkMatch(t testing.TB, m *Match, src, dst []Shape, regions []uint32, from [][]BlockID, fromFirst []uint32, to [][]BlockID, toFirst, tokens []uint32) {
 	t.Helper()
-	pairs, err := m.Pairs(regions, from, fromFirst, to, toFirst, tokens)
+	pairs, err := m.Pairs(Selection{First: fromFirst, Blocks: from}, Selection{First: toFirst, Blocks: to, Tokens: tokens, Regions: regions})
 	if err != nil {
 		t.Fatalf("no plan: %v", err)
 	}
-	segments, err := m.Segments(regions, to, toFirst, tokens)
+	segments, err := m.Segments(Selection{First: toFirst, Blocks: to, Tokens: tokens, Regions: regions})
 	if err != nil {
 		t.Fatalf("no segments: %v", err)
 	}
@@ -150,7 +150,7 @@ func checkGrowth(t testing.TB, m *Match, src []Shape, pairs []Pair, regions []ui
 			want = append(want, move{cell{p.SrcRegion, p.SrcOffset + o}, cell{p.DstRegion, p.DstOffset + o}})
 		}
 	}
-	if n := m.Bytes(regions, to, toFirst, tokens); n != uint64(len(want))*RegionAlign {
+	if n := m.Bytes(Selection{First: toFirst, Blocks: to, Tokens: tokens, Regions: regions}); n != uint64(len(want))*RegionAlign {
 		t.Fatalf("the load has %d bytes, its plan %d", n, len(want)*RegionAlign)
 	}
 	rnd := rand.New(rand.NewPCG(uint64(len(want)), uint64(len(src))))
@@ -164,7 +164,7 @@ func checkGrowth(t testing.TB, m *Match, src []Shape, pairs []Pair, regions []ui
 		if done = rnd.IntN(6) == 0; done {
 			end = nil
 		}
-		part, extents, err := m.PairsBetween(regions, from, fromFirst, to, toFirst, tokens, begin, end)
+		part, extents, err := m.PairsBetween(Selection{First: fromFirst, Blocks: from}, Selection{First: toFirst, Blocks: to, Tokens: tokens, Regions: regions}, begin, end)
 		if err != nil {
 			t.Fatalf("no plan of %v to %v: %v", begin, end, err)
 		}
@@ -323,10 +323,10 @@ func TestMatchAgainstNaive(t *testing.T) {
 				regions = slices.Delete(regions, k, min(k+1, len(regions)-1))
 			}
 		}
-		for i := range m.links {
-			seen[fmt.Sprintf("whole %v", m.links[i].whole != 0)]++
-			seen[fmt.Sprintf("heads %v", m.links[i].pair.heads > 1)]++
-			seen[fmt.Sprintf("items %v", m.links[i].pair.inner > 1)]++
+		for i := range m.mappings {
+			seen[fmt.Sprintf("whole %v", m.mappings[i].whole != 0)]++
+			seen[fmt.Sprintf("heads %v", m.mappings[i].pair.heads > 1)]++
+			seen[fmt.Sprintf("items %v", m.mappings[i].pair.inner > 1)]++
 		}
 		for _, r := range m.ratios {
 			seen[fmt.Sprintf("blocks %v", cmpWord(r.src, r.dst))]++
@@ -467,15 +467,15 @@ func TestMatchPieces(t *testing.T) {
 			}
 			src, dst := [][]BlockID{upTo(96 / c.src.tokens)}, [][]BlockID{upTo(96 / c.dst.tokens)}
 			checkMatch(t, m, p.Shapes(), d.Shapes(), nil, src, nil, dst, nil, nil)
-			pairs, _ := m.Pairs(nil, src, nil, dst, nil, nil)
-			segments, _ := m.Segments(nil, dst, nil, nil)
+			pairs, _ := m.Pairs(Selection{Blocks: src}, Selection{Blocks: dst})
+			segments, _ := m.Segments(Selection{Blocks: dst})
 			if len(pairs) != c.pairs || len(segments) != c.segs {
 				t.Errorf("%d pairs and %d segments, want %d and %d", len(pairs), len(segments), c.pairs, c.segs)
 			}
-			if n := testing.AllocsPerRun(10, func() { _, _ = m.Pairs(nil, src, nil, dst, nil, nil) }); n > 1 {
+			if n := testing.AllocsPerRun(10, func() { _, _ = m.Pairs(Selection{Blocks: src}, Selection{Blocks: dst}) }); n > 1 {
 				t.Errorf("a plan makes %v allocations", n)
 			}
-			if n := testing.AllocsPerRun(10, func() { _, _ = m.Segments(nil, dst, nil, nil) }); n > 1 {
+			if n := testing.AllocsPerRun(10, func() { _, _ = m.Segments(Selection{Blocks: dst}) }); n > 1 {
 				t.Errorf("segments make %v allocations", n)
 			}
 		})
@@ -492,9 +492,9 @@ func TestMatchWanted(t *testing.T) {
 	}
 	blocks := [][]BlockID{{1}}
 	for _, regions := range [][]uint32{{1}, {0, 1}, {1, 2}, {0, 1, 2}} {
-		_, err := m.Segments(regions, blocks, nil, nil)
+		_, err := m.Segments(Selection{Blocks: blocks, Regions: regions})
 		checkError(t, err, []string{"region 1 of the decode engine"})
-		_, err = m.Pairs(regions, blocks, nil, blocks, nil, nil)
+		_, err = m.Pairs(Selection{Blocks: blocks}, Selection{Blocks: blocks, Regions: regions})
 		checkError(t, err, []string{"region 1 of the decode engine"})
 	}
 	checkMatch(t, m, p.Shapes(), d.Shapes(), []uint32{0, 2}, blocks, nil, blocks, nil, nil)
@@ -629,7 +629,7 @@ func TestMatchArguments(t *testing.T) {
 		{"the largest position", nil, [][]BlockID{{1, 2}}, nil, [][]BlockID{{5}}, []uint32{^uint32(0)}, nil, []string{"blocks 8589934590 to 8589934592"}, 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			pairs, err := m.Pairs(c.regions, c.src, c.srcFirst, c.dst, c.dstFirst, c.tokens)
+			pairs, err := m.Pairs(Selection{First: c.srcFirst, Blocks: c.src}, Selection{First: c.dstFirst, Blocks: c.dst, Tokens: c.tokens, Regions: c.regions})
 			checkError(t, err, c.want)
 			if len(pairs) != c.wantPieces {
 				t.Errorf("%d pairs, want %d", len(pairs), c.wantPieces)
@@ -638,7 +638,7 @@ func TestMatchArguments(t *testing.T) {
 	}
 	wide := mustLayout(t, shaped(region("k", 0, 1<<20, 1<<20, 1<<20, 1<<16), "NHD", 1<<9, 0, 1<<9, 1<<9))
 	deep := mustLayout(t, shaped(region("k", 0, 1<<20, 1<<20, 1<<20, 1<<16), "HND", 1<<9, 0, 1<<9, 1<<9))
-	if _, err := matched(t, wide, deep).Pairs(nil, [][]BlockID{upTo(65)}, nil, [][]BlockID{upTo(65)}, nil, nil); err == nil || !strings.Contains(err.Error(), "more than 16777216 pieces") {
+	if _, err := matched(t, wide, deep).Pairs(Selection{Blocks: [][]BlockID{upTo(65)}}, Selection{Blocks: [][]BlockID{upTo(65)}}); err == nil || !strings.Contains(err.Error(), "more than 16777216 pieces") {
 		t.Errorf("a plan of 17 million pieces: %v", err)
 	}
 }
@@ -679,7 +679,7 @@ func BenchmarkCut(b *testing.B) {
 			b.ReportAllocs()
 			n := 0
 			for b.Loop() {
-				pairs, err := m.Pairs(nil, from, nil, to, nil, nil)
+				pairs, err := m.Pairs(Selection{Blocks: from}, Selection{Blocks: to})
 				if err != nil {
 					b.Fatal(err)
 				}

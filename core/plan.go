@@ -2,6 +2,7 @@ package core
 
 import (
 	"fmt"
+	"iter"
 
 	"github.com/kvconn/kvconn/internal/fault"
 )
@@ -32,84 +33,73 @@ const MaxPieces = 1 << 24
 // names a byte on either side, which is all that a TCP frame carries.
 
 // Segments lists, in the transfer's linear order, where the bytes of a load land
-// in D's layout; runs that are adjacent in memory are merged. regions are D's, nil
-// is all that both have; the other arguments are LoadRequest's. The ids must have
+// in D's layout. Runs that are adjacent in memory are merged. The ids must have
 // passed CheckBlocks.
-func (m *Match) Segments(regions []uint32, blocks [][]BlockID, first, tokens []uint32) ([]Segment, error) {
-	bound, err := m.bound(regions, blocks, first, tokens, func(k *link) uint64 { return k.seg.perUnit() }, nil)
+func (m *Match) Segments(dst Selection) ([]Segment, error) {
+	wanted := progress{m: m, dst: dst}
+	bound, err := wanted.bound(func(k *mapping) uint64 { return k.seg.perUnit() })
 	if err != nil {
 		return nil, err
 	}
 	out := make([]Segment, 0, bound)
-	some := m.some(regions, len(blocks))
-	for i := range m.links {
-		k := &m.links[i]
-		if !some.have(k) {
-			continue
-		}
+	for k := range m.of(dst) {
 		g := int(k.group)
 		r := m.ratios[g]
-		switch from, to := r.span(at(first, g), len(blocks[g]), at(tokens, g)); {
+		switch from, to := m.units(&dst, g); {
 		case k.whole == 0:
-			out = k.land(out, blocks[g], r.dst, to-from)
+			out = k.land(out, dst.Blocks[g], r.dst, to-from)
 		default:
-			out = k.landWhole(out, blocks[g][:to-from])
+			out = k.landWhole(out, dst.Blocks[g][:to-from])
 		}
 	}
 	return out, nil
 }
 
 // Pairs pairs P's blocks with D's, in the transfer's linear order, and merges runs
-// that are adjacent on both sides. src are blocks of P, the first of a group at
-// srcFirst in the prompt; the rest is the load's, as of Segments. What is read lies
-// in P's blocks whatever D says; where it lands is for the transport to check.
-func (m *Match) Pairs(regions []uint32, src [][]BlockID, srcFirst []uint32, dst [][]BlockID, dstFirst, tokens []uint32) ([]Pair, error) {
-	return m.pairs(regions, src, srcFirst, &spans{m: m, dst: dst, first: dstFirst, tokens: tokens}, nil)
+// that are adjacent on both sides. Of src only First and Blocks count. P reads in
+// its own blocks whatever D says; the transport checks where the bytes land.
+func (m *Match) Pairs(src, dst Selection) ([]Pair, error) {
+	return m.pairs(src, &progress{m: m, dst: dst}, nil)
 }
 
 // PairsBetween is Pairs of what has become ready: per region of P, the blocks of
 // the prompt from begin (nil: 0) to end (nil: all of src). A block of D goes when
-// all of it is ready, or all that the load has of it. at says where in the linear
-// order the pairs lie; taken one after the other, growing ends give each byte once.
-func (m *Match) PairsBetween(regions []uint32, src [][]BlockID, srcFirst []uint32, dst [][]BlockID, dstFirst, tokens, begin, end []uint32) (pairs []Pair, extents []Extent, err error) {
-	pairs, err = m.pairs(regions, src, srcFirst, &spans{m: m, dst: dst, first: dstFirst, tokens: tokens, begin: begin, end: end}, &extents)
+// all of it is ready, or all that the load has of it. The extents say where in the
+// linear order the pairs lie. If ends grow from call to call, each byte comes once.
+func (m *Match) PairsBetween(src, dst Selection, begin, end []uint32) (pairs []Pair, extents []Extent, err error) {
+	pairs, err = m.pairs(src, &progress{m: m, dst: dst, begin: begin, end: end}, &extents)
 	return pairs, extents, err
 }
 
-func (m *Match) pairs(regions []uint32, src [][]BlockID, srcFirst []uint32, wanted *spans, extents *[]Extent) ([]Pair, error) {
-	dst := wanted.dst
-	if len(dst) > len(src) {
-		return nil, fmt.Errorf("plan: %d groups at the prefill engine, %d at the decode engine", len(src), len(dst))
+func (m *Match) pairs(src Selection, wanted *progress, extents *[]Extent) ([]Pair, error) {
+	dst := &wanted.dst
+	if len(dst.Blocks) > len(src.Blocks) {
+		return nil, fmt.Errorf("plan: %d groups at the prefill engine, %d at the decode engine", len(src.Blocks), len(dst.Blocks))
 	}
-	bound, err := m.bound(regions, dst, wanted.first, wanted.tokens, func(k *link) uint64 { return k.pair.perUnit() }, wanted)
+	bound, err := wanted.bound(func(k *mapping) uint64 { return k.pair.perUnit() })
 	if err != nil {
 		return nil, err
 	}
 	out := make([]Pair, 0, bound)
-	some := m.some(regions, len(dst))
 	var position uint64
-	for i := range m.links {
-		k := &m.links[i]
-		if !some.have(k) {
-			continue
-		}
+	for k := range m.of(*dst) {
 		g := int(k.group)
-		r, has := m.ratios[g], uint64(at(srcFirst, g))
-		first, from, to, last := wanted.of(k)
+		r, has := m.ratios[g], uint64(at(src.First, g))
+		first, from, to, last := wanted.units(k)
 		start, before := position+(from-first)*k.unitBytes(), len(out)
 		position += fault.Pick("position-of-parts", last-first, to-from) * k.unitBytes()
 		if from == to {
 			continue
 		}
 		n := max(r.src, 1)
-		if low, high := from/n, (to+n-1)/n; low < has || high > has+uint64(len(src[g])) {
-			return nil, fmt.Errorf("plan: blocks %d to %d of group %d are wanted, there are %d to %d", low, high, g, has, has+uint64(len(src[g])))
+		if low, high := from/n, (to+n-1)/n; low < has || high > has+uint64(len(src.Blocks[g])) {
+			return nil, fmt.Errorf("plan: blocks %d to %d of group %d are wanted, there are %d to %d", low, high, g, has, has+uint64(len(src.Blocks[g])))
 		}
 		skip := (from - first) / r.dst // blocks of D
 		if k.whole == 0 {
-			out = k.copy(out, r, src[g], has, dst[g][skip:], from, to)
+			out = k.copy(out, r, src.Blocks[g], has, dst.Blocks[g][skip:], from, to)
 		} else {
-			out = k.copyWhole(out, src[g][from-has:to-has], dst[g][skip:skip+to-from])
+			out = k.copyWhole(out, src.Blocks[g][from-has:to-has], dst.Blocks[g][skip:skip+to-from])
 		}
 		if extents != nil {
 			*extents = append(*extents, Extent{start, len(out) - before})
@@ -119,50 +109,52 @@ func (m *Match) pairs(regions []uint32, src [][]BlockID, srcFirst []uint32, want
 }
 
 // Bytes is how many a load has.
-func (m *Match) Bytes(regions []uint32, dst [][]BlockID, first, tokens []uint32) (n uint64) {
-	some := m.some(regions, len(dst))
-	for i := range m.links {
-		if k := &m.links[i]; some.have(k) {
-			from, to := m.ratios[k.group].span(at(first, int(k.group)), len(dst[k.group]), at(tokens, int(k.group)))
-			n += (to - from) * k.unitBytes()
-		}
+func (m *Match) Bytes(dst Selection) (n uint64) {
+	for k := range m.of(dst) {
+		from, to := m.units(&dst, int(k.group))
+		n += (to - from) * k.unitBytes()
 	}
 	return n
 }
 
 // unitBytes is what a unit of a group's blocks has in this link.
-func (k *link) unitBytes() uint64 {
+func (k *mapping) unitBytes() uint64 {
 	if k.whole != 0 {
 		return k.whole
 	}
 	return k.seg.perUnit() * k.seg.run
 }
 
-// spans says which units of a load go, of each link.
-type spans struct {
-	m             *Match
-	dst           [][]BlockID
-	first, tokens []uint32
-	begin, end    []uint32 // per region of P
+// units is the range of units of a group that a load has.
+func (m *Match) units(dst *Selection, group int) (from, to uint64) {
+	return m.ratios[group].span(at(dst.First, group), len(dst.Blocks[group]), at(dst.Tokens, group))
 }
 
-// of: the load has the units from first to last, those from from to to go now.
-func (s *spans) of(k *link) (first, from, to, last uint64) {
+// progress is how far a load has come: what goes now lies between begin and end.
+type progress struct {
+	m          *Match
+	dst        Selection
+	begin, end []uint32 // blocks of the prompt, per region of P; nil: its start, its end
+}
+
+// units of one mapping: the load has those from first to last, and those between
+// from and to go now.
+func (s *progress) units(k *mapping) (first, from, to, last uint64) {
 	r := s.m.ratios[k.group]
-	first, last = r.span(at(s.first, int(k.group)), len(s.dst[k.group]), at(s.tokens, int(k.group)))
+	first, last = s.m.units(&s.dst, int(k.group))
 	from, to = first, last
 	if s.begin != nil {
-		from = r.settled(first, last, at(s.begin, int(k.Src)))
+		from = r.wholeBlocks(first, last, at(s.begin, int(k.Src)))
 	}
 	if s.end != nil {
-		to = r.settled(first, last, at(s.end, int(k.Src)))
+		to = r.wholeBlocks(first, last, at(s.end, int(k.Src)))
 	}
 	return first, from, max(from, to), last
 }
 
-// settled is the unit up to which a load's blocks are whole when so many blocks of
+// wholeBlocks is the unit up to which a load's blocks are whole when so many blocks of
 // P's prompt are ready.
-func (r ratio) settled(first, last uint64, blocks uint32) uint64 {
+func (r ratio) wholeBlocks(first, last uint64, blocks uint32) uint64 {
 	ready := uint64(blocks) * r.src
 	if ready >= last {
 		return last
@@ -171,7 +163,7 @@ func (r ratio) settled(first, last uint64, blocks uint32) uint64 {
 }
 
 // landWhole is Segments of blocks that are copied whole.
-func (k *link) landWhole(out []Segment, ids []BlockID) []Segment {
+func (k *mapping) landWhole(out []Segment, ids []BlockID) []Segment {
 	for i := 0; i < len(ids); {
 		n := 1
 		if k.denseDst {
@@ -186,7 +178,7 @@ func (k *link) landWhole(out []Segment, ids []BlockID) []Segment {
 }
 
 // copyWhole is Pairs of them.
-func (k *link) copyWhole(out []Pair, s, d []BlockID) []Pair {
+func (k *mapping) copyWhole(out []Pair, s, d []BlockID) []Pair {
 	for i := 0; i < len(s); {
 		n := 1
 		if k.dense {
@@ -205,7 +197,7 @@ func (k *link) copyWhole(out []Pair, s, d []BlockID) []Pair {
 }
 
 // land is Segments of blocks that are cut: units of them, perBlock in each.
-func (k *link) land(out []Segment, ids []BlockID, perBlock, units uint64) []Segment {
+func (k *mapping) land(out []Segment, ids []BlockID, perBlock, units uint64) []Segment {
 	p, begin := &k.seg, len(out)
 	for _, id := range ids {
 		count := min(units, perBlock)
@@ -233,7 +225,7 @@ func (k *link) land(out []Segment, ids []BlockID, perBlock, units uint64) []Segm
 }
 
 // copy is Pairs of blocks that are cut.
-func (k *link) copy(out []Pair, r ratio, src []BlockID, srcFirst uint64, dst []BlockID, from, to uint64) []Pair {
+func (k *mapping) copy(out []Pair, r ratio, src []BlockID, srcFirst uint64, dst []BlockID, from, to uint64) []Pair {
 	p, begin := &k.pair, len(out)
 	for _, id := range dst {
 		count := min(to-from, r.dst)
@@ -271,56 +263,44 @@ func (k *link) copy(out []Pair, r ratio, src []BlockID, srcFirst uint64, dst []B
 	return out
 }
 
-// some picks the links of some of D's regions, in groups below that; they are
-// asked for in their order.
-type some struct {
-	all    bool
-	rest   []uint32
-	groups int
-}
-
-func (m *Match) some(regions []uint32, groups int) some { return some{regions == nil, regions, groups} }
-
-func (s *some) have(k *link) bool {
-	if s.all {
-		return int(k.group) < s.groups
+// of yields the mappings of a selection, in the order of D's regions.
+func (m *Match) of(dst Selection) iter.Seq[*mapping] {
+	return func(yield func(*mapping) bool) {
+		rest := dst.Regions
+		for i := range m.mappings {
+			k := &m.mappings[i]
+			if dst.Regions != nil {
+				for len(rest) > 0 && rest[0] < k.Dst {
+					rest = rest[1:]
+				}
+				if len(rest) == 0 || rest[0] != k.Dst {
+					continue
+				}
+			}
+			if int(k.group) < len(dst.Blocks) && !yield(k) {
+				return
+			}
+		}
 	}
-	for len(s.rest) > 0 && s.rest[0] < k.Dst {
-		s.rest = s.rest[1:]
-	}
-	return len(s.rest) > 0 && s.rest[0] == k.Dst && int(k.group) < s.groups
 }
 
 // bound is the number of runs when nothing merges, so that one allocation holds
 // every plan.
-func (m *Match) bound(regions []uint32, blocks [][]BlockID, first, tokens []uint32, perUnit func(*link) uint64, spans *spans) (int, error) {
-	if len(blocks) > MaxGroups {
-		return 0, fmt.Errorf("plan: %d groups, at most %d are supported", len(blocks), MaxGroups)
+func (s *progress) bound(perUnit func(*mapping) uint64) (int, error) {
+	dst, m := &s.dst, s.m
+	if len(dst.Blocks) > MaxGroups {
+		return 0, fmt.Errorf("plan: %d groups, at most %d are supported", len(dst.Blocks), MaxGroups)
 	}
-	if err := m.checkRegions(regions); err != nil {
+	if err := m.checkRegions(dst.Regions); err != nil {
 		return 0, fmt.Errorf("plan: %w", err)
 	}
+	if err := m.checkHas(dst.Regions); err != nil {
+		return 0, err
+	}
 	var total, cut uint64
-	found := 0
-	some := m.some(regions, MaxGroups)
-	for i := range m.links {
-		k := &m.links[i]
-		if !some.have(k) {
-			continue
-		}
-		g := int(k.group)
-		if found < len(regions) && regions[found] == k.Dst {
-			found++
-		}
-		if g >= len(blocks) {
-			continue
-		}
-		from, to := m.ratios[g].span(at(first, g), len(blocks[g]), at(tokens, g))
-		units, now := to-from, to-from
-		if spans != nil {
-			_, from, to, _ = spans.of(k)
-			now = to - from
-		}
+	for k := range m.of(*dst) {
+		first, from, to, last := s.units(k)
+		units, now := last-first, to-from
 		if k.whole != 0 {
 			total += now
 			continue
@@ -329,22 +309,25 @@ func (m *Match) bound(regions []uint32, blocks [][]BlockID, first, tokens []uint
 		total += now * runs
 		if units > 0 && runs > MaxPieces/units || cut+units*runs > MaxPieces {
 			return 0, fmt.Errorf("the load is cut into more than %d pieces (%d of each %d tokens in group %d): have the heads outside of the tokens (HND) on both sides, or load fewer blocks at a time",
-				MaxPieces, runs, m.ratios[g].unit, g)
+				MaxPieces, runs, m.ratios[k.group].unit, k.group)
 		}
 		cut += units * runs
-	}
-	if found < len(regions) {
-		return 0, fmt.Errorf("region %d of the decode engine is wanted, of which the prefill engine has nothing", regions[found])
 	}
 	return int(total), nil
 }
 
-// at is an element of a list that may be shorter, or nil.
-func at(list []uint32, i int) uint32 {
-	if i < len(list) {
-		return list[i]
+// checkHas: P has something of each of D's regions.
+func (m *Match) checkHas(regions []uint32) error {
+	k := 0
+	for _, r := range regions {
+		for k < len(m.mappings) && m.mappings[k].Dst < r {
+			k++
+		}
+		if k == len(m.mappings) || m.mappings[k].Dst != r {
+			return fmt.Errorf("region %d of the decode engine is wanted, of which the prefill engine has nothing", r)
+		}
 	}
-	return 0
+	return nil
 }
 
 // Plan is NewMatch and Pairs in one, for whoever plans but once: from the first of
@@ -354,7 +337,7 @@ func (l *Layout) Plan(src [][]BlockID, peer []Shape, dst [][]BlockID) ([]Pair, e
 	if err != nil {
 		return nil, err
 	}
-	return m.Pairs(nil, src, nil, dst, nil, nil)
+	return m.Pairs(Selection{Blocks: src}, Selection{Blocks: dst})
 }
 
 // Segments is where blocks lie in this layout, all of them whole.
@@ -362,7 +345,7 @@ func (l *Layout) Segments(blocks [][]BlockID) []Segment {
 	m, err := NewMatch(l.Shapes(), l.Shapes())
 	var out []Segment
 	if err == nil {
-		out, err = m.Segments(nil, blocks, nil, nil)
+		out, err = m.Segments(Selection{Blocks: blocks})
 	}
 	if err != nil {
 		panic(err) // a layout fits itself, and whole blocks are one piece each

@@ -173,7 +173,7 @@ func FuzzPlan(f *testing.F) {
 		}
 		checkCommons(t, m, l, peer)
 		offered, begin := n.blocks(), n.positions()
-		load := &LoadMessage{Match: m, First: n.positions(), Blocks: n.blocks(), Tokens: n.positions()}
+		load := &LoadMessage{Match: m, Selection: Selection{First: n.positions(), Blocks: n.blocks(), Tokens: n.positions()}}
 		// CheckUnique takes a bit for each block of the engine's own layout.
 		small := !slices.ContainsFunc(l.Groups, func(g Group) bool { return g.NumBlocks > 1<<20 })
 		if small && l.CheckBlocks(load.Blocks) == nil {
@@ -182,12 +182,14 @@ func FuzzPlan(f *testing.F) {
 		if l.CheckBlocks(offered) != nil || New(l, Options{}).tooMuch(load) != "" {
 			return
 		}
-		first, src, err := selectBlocks(begin, offered, load)
+		held := Selection{First: begin, Blocks: offered}
+		selected, err := held.wanted(load)
 		if err != nil {
 			return
 		}
+		first, src := selected.First, selected.Blocks
 		checkSelected(t, begin, offered, first, src)
-		if pieces, err := m.bound(nil, load.Blocks, load.First, load.Tokens, func(k *link) uint64 { return k.pair.perUnit() }, nil); err != nil || pieces > 1<<13 {
+		if pieces, err := (&progress{m: m, dst: load.Selection}).bound(func(k *mapping) uint64 { return k.pair.perUnit() }); err != nil || pieces > 1<<13 {
 			return // else an input takes its time
 		}
 		alloctest.Bound(t, 1<<22, func() { checkPlan(t, l, m, first, src, load) })
@@ -323,11 +325,11 @@ func checkSelected(t *testing.T, begin []uint32, offered [][]BlockID, first []ui
 // at the peer may overflow: transports leave them to it.
 func checkPlan(t *testing.T, l *Layout, m *Match, first []uint32, src [][]BlockID, load *LoadMessage) {
 	t.Helper()
-	pairs, err := m.Pairs(nil, src, first, load.Blocks, load.First, load.Tokens)
+	pairs, err := m.Pairs(Selection{First: first, Blocks: src}, Selection{First: load.First, Blocks: load.Blocks, Tokens: load.Tokens})
 	if err != nil {
 		t.Fatalf("no plan of %v to %v: %v", src, load.Blocks, err)
 	}
-	segments, err := m.Segments(nil, load.Blocks, load.First, load.Tokens)
+	segments, err := m.Segments(Selection{First: load.First, Blocks: load.Blocks, Tokens: load.Tokens})
 	if err != nil {
 		t.Fatalf("no segments of %v: %v", load.Blocks, err)
 	}

@@ -147,7 +147,7 @@ func linear(l *Layout, blocks [][]BlockID) (out []place) {
 func checkOrder(t *testing.T, l, peer *Layout, src, dst [][]BlockID) {
 	t.Helper()
 	var got []place
-	segs, err := matched(t, l, l).Segments(nil, src, nil, nil)
+	segs, err := matched(t, l, l).Segments(Selection{Blocks: src})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -313,7 +313,7 @@ func BenchmarkPlan(b *testing.B) {
 		b.Run(c.name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
-				if _, err := m.Pairs(nil, c.src, nil, c.dst, nil, nil); err != nil {
+				if _, err := m.Pairs(Selection{Blocks: c.src}, Selection{Blocks: c.dst}); err != nil {
 					b.Fatal(err)
 				}
 			}
@@ -321,7 +321,7 @@ func BenchmarkPlan(b *testing.B) {
 		b.Run("segments "+c.name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
-				if _, err := m.Segments(nil, c.dst, nil, nil); err != nil {
+				if _, err := m.Segments(Selection{Blocks: c.dst}); err != nil {
 					b.Fatal(err)
 				}
 			}

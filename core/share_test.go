@@ -31,48 +31,22 @@ func TestPartsOfRegions(t *testing.T) {
 	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16), region("v", 0, 0x8000, 128, 64, 16), region("s", 1, 0x9000, 8, 8, 16), region("t", 1, 0xa000, 8, 8, 16))
 	src, dst := [][]BlockID{{3, 4, 9}, {1, 2}}, [][]BlockID{{7, 8, 9}, {5, 6}}
 	m := matched(t, l, l)
-	plan, err := m.Pairs(nil, src, nil, dst, nil, nil)
+	plan, err := m.Pairs(Selection{Blocks: src}, Selection{Blocks: dst})
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, regions := range [][]uint32{{0}, {1, 2}, {3}, {0, 1, 2, 3}, {0, 3}} {
 		want := slices.DeleteFunc(l.Segments(dst), func(s Segment) bool { return !slices.Contains(regions, s.Region) })
-		if got, err := m.Segments(regions, dst, nil, nil); err != nil || !reflect.DeepEqual(got, want) {
+		if got, err := m.Segments(Selection{Blocks: dst, Regions: regions}); err != nil || !reflect.DeepEqual(got, want) {
 			t.Errorf("segments of %v, %v:\ngot  %v\nwant %v", regions, err, got, want)
 		}
 		pairs := slices.DeleteFunc(slices.Clone(plan), func(p Pair) bool { return !slices.Contains(regions, p.SrcRegion) })
-		got, err := m.Pairs(regions, src, nil, dst, nil, nil)
+		got, err := m.Pairs(Selection{Blocks: src}, Selection{Blocks: dst, Regions: regions})
 		if err != nil || !reflect.DeepEqual(got, pairs) {
 			t.Errorf("plan of %v, %v:\ngot  %v\nwant %v", regions, err, got, pairs)
 		}
-		if n := testing.AllocsPerRun(20, func() { _, _ = m.Pairs(regions, src, nil, dst, nil, nil) }); n > 1 {
+		if n := testing.AllocsPerRun(20, func() { _, _ = m.Pairs(Selection{Blocks: src}, Selection{Blocks: dst, Regions: regions}) }); n > 1 {
 			t.Errorf("a plan of %v makes %v allocations", regions, n)
-		}
-	}
-}
-
-// TestPartsApart: parts of one load may write into one block, in regions of their own.
-func TestPartsApart(t *testing.T) {
-	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16), region("v", 0, 0x8000, 64, 64, 16), region("s", 1, 0x9000, 8, 8, 16))
-	for _, c := range []struct {
-		a, b LoadPart
-		ok   bool
-	}{
-		{LoadPart{Blocks: [][]BlockID{{1, 2}}, Regions: []uint32{0}}, LoadPart{Blocks: [][]BlockID{{1, 2}}, Regions: []uint32{1}}, true},
-		{LoadPart{Blocks: [][]BlockID{{1, 2}}, Regions: []uint32{0, 1}}, LoadPart{Blocks: [][]BlockID{{2}}, Regions: []uint32{1}}, false},
-		{LoadPart{Blocks: [][]BlockID{{1, 2}}}, LoadPart{Blocks: [][]BlockID{{3}}}, true},
-		{LoadPart{Blocks: [][]BlockID{{1, 2}}}, LoadPart{Blocks: [][]BlockID{{2}}, Regions: []uint32{1}}, false},
-		{LoadPart{Blocks: [][]BlockID{{1}, {4}}}, LoadPart{Blocks: [][]BlockID{{2}, {4}}}, false},
-		{LoadPart{Blocks: [][]BlockID{nil, {4}}, Regions: []uint32{2}}, LoadPart{Blocks: [][]BlockID{{4}}}, true},
-	} {
-		for _, swap := range []bool{false, true} {
-			a, b := c.a, c.b
-			if swap {
-				a, b = b, a
-			}
-			if err := l.checkApart(&a, &b); (err == nil) != c.ok {
-				t.Errorf("%+v beside %+v: %v", a, b, err)
-			}
 		}
 	}
 }

@@ -5,14 +5,14 @@ import "time"
 // Counters are what a machine has done since New and what its reports do not
 // tell.
 type Counters struct {
-	Offered    uint64 // accepted Offers
-	Loaded     uint64 // accepted Loads
-	Claimed    uint64 // accepted Claims
-	ClaimsLost uint64 // of them, those of which the engine was told that they came to nothing
-	Reaped     uint64 // claims and loads whose request P's engine never named
-	Retries    uint64 // loads and claims that were begun again, most with P looked up anew
-	Grown      uint64 // writes that began before the engine had all of the blocks
-	Retracted  uint64 // of them, those that the engine took back
+	Offered      uint64 // accepted Offers
+	Loaded       uint64 // accepted Loads
+	Claimed      uint64 // accepted Claims
+	ClaimsLost   uint64 // of them, those of which the engine was told that they came to nothing
+	ExpiredEarly uint64 // claims and loads whose request P's engine never named
+	Retries      uint64 // loads and claims that were begun again, most with P looked up anew
+	Partial      uint64 // writes that began before the engine had all of the blocks
+	Withdrawn    uint64 // of them, those that the engine took back
 }
 
 // Counters returns them.
@@ -35,15 +35,18 @@ type Sizes struct {
 
 // Sizes counts them; it walks over all loads.
 func (m *Machine) Sizes() Sizes {
-	s := Sizes{Loads: len(m.loads), Peers: len(m.peers), Offers: len(m.offers), Early: m.early, Probes: len(m.probes), Joined: len(m.joins) + len(m.wholes), Ended: len(m.ended.byID) + len(m.lost.byID)}
-	for _, ld := range m.loads {
-		switch {
-		case ld.claim:
-			s.Claims++
-			if ld.known != "" && ld.code == OK {
-				s.Kept++
-			}
-		case ld.state == loadWaiting:
+	s := Sizes{
+		Loads: len(m.loads.byID) + len(m.claims.byID) + len(m.farewells.byID), Claims: len(m.claims.byID), Peers: len(m.peers),
+		Offers: len(m.offers), Early: m.early, Probes: len(m.probes), Joined: len(m.claimFanIns) + len(m.loadFanIns) + len(m.fanOuts),
+		Ended: len(m.ended.byID) + len(m.lost.byID),
+	}
+	for _, c := range m.claims.byID {
+		if c.state == claimKept {
+			s.Kept++
+		}
+	}
+	for _, ld := range m.loads.byID {
+		if ld.state == loadWaiting {
 			s.Waiting++
 		}
 	}
@@ -54,8 +57,8 @@ func (m *Machine) Sizes() Sizes {
 // promised a report of.
 func (m *Machine) OldestWait(now time.Time) time.Duration {
 	oldest := now
-	for _, ld := range m.loads {
-		if ld.owes() && ld.started.Before(oldest) {
+	for _, ld := range m.loads.byID {
+		if ld.started.Before(oldest) {
 			oldest = ld.started
 		}
 	}
@@ -69,12 +72,20 @@ func (m *Machine) OldestWait(now time.Time) time.Duration {
 
 // StateOf names the state of a half, or of a part of one; "-" if there is none.
 func (m *Machine) StateOf(s Side, id TransferID) string {
-	if s == SideLoad {
-		if ld := m.loads[id]; ld != nil {
-			return ld.state.String()
+	if s == SideOffer {
+		if of := m.offers[id]; of != nil {
+			return of.state.String()
 		}
-	} else if of := m.offers[id]; of != nil {
-		return of.state.String()
+		return "-"
+	}
+	if ld := m.loads.get(id); ld != nil {
+		return ld.state.String()
+	}
+	if c := m.claims.get(id); c != nil {
+		return c.state.String()
+	}
+	if m.farewells.get(id) != nil {
+		return "farewell"
 	}
 	return "-"
 }

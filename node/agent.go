@@ -100,7 +100,7 @@ func newAgent(cfg Config, opt Options) *Agent {
 		gate: gate[core.AgentID]{most: maxSignals, mostEach: maxSignalsEach}}
 	opened := a.halves.clock.Now()
 	a.server = &server{id: a.id, cfg: &a.cfg, log: a.log, age: func() time.Duration { return a.halves.clock.Now().Sub(opened) },
-		caches: a.described, peers: a.peers, machine: a.halves, signals: a.signals, lifetime: a.ctx}
+		caches: a.described, peers: a.peers, machine: a.halves, closing: a.halves.closing, signals: a.signals, lifetime: a.ctx}
 	return a
 }
 
@@ -211,7 +211,7 @@ func (a *Agent) use(layout *core.Layout, t *transports) error {
 	return a.halves.move(stateRegistering, stateRegistering, func() {
 		a.caches.Store(c)
 		a.halves.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
-			EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers, ReportWants: a.cfg.ReportWants, ReportClaims: a.cfg.ReportClaims})
+			EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers, ReportDemands: a.cfg.ReportWants, ReportClaims: a.cfg.ReportClaims})
 	})
 }
 

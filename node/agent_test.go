@@ -82,14 +82,14 @@ func (s *side) fill(salt byte, ids ...core.BlockID) {
 
 func (s *side) offer(id core.TransferID, ids ...core.BlockID) {
 	s.t.Helper()
-	if _, err := s.Offer([]core.OfferRequest{{ID: id, Blocks: [][]core.BlockID{ids}}}); err != nil {
+	if _, err := s.Offer([]core.OfferRequest{{ID: id, Selection: core.Selection{Blocks: [][]core.BlockID{ids}}}}); err != nil {
 		s.t.Fatal(err)
 	}
 }
 
 func (s *side) load(id core.TransferID, from string, ids ...core.BlockID) {
 	s.t.Helper()
-	if _, err := s.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: from}, Blocks: [][]core.BlockID{ids}}}); err != nil {
+	if _, err := s.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: from}, Selection: core.Selection{Blocks: [][]core.BlockID{ids}}}}); err != nil {
 		s.t.Fatal(err)
 	}
 }
@@ -305,8 +305,8 @@ func TestThousandsOfLoadsAtOnce(t *testing.T) {
 	var offers []core.OfferRequest
 	for i := range 2500 {
 		id, ids := core.TransferID(fmt.Sprint("t", i)), [][]core.BlockID{{core.BlockID(i % numBlocks)}}
-		loads = append(loads, core.LoadRequest{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Blocks: ids})
-		offers = append(offers, core.OfferRequest{ID: id, Blocks: ids})
+		loads = append(loads, core.LoadRequest{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: core.Selection{Blocks: ids}})
+		offers = append(offers, core.OfferRequest{ID: id, Selection: core.Selection{Blocks: ids}})
 	}
 	n, err := d.StartLoad(loads)
 	if n != 2000 || err == nil || !strings.Contains(err.Error(), "max_transfers") {
@@ -389,7 +389,7 @@ func TestBurstFromManyDecoders(t *testing.T) {
 	for n, d := range ds {
 		var loads []core.LoadRequest
 		for i := range each {
-			loads = append(loads, core.LoadRequest{ID: id(n, i), From: core.Target{Bootstrap: p.BootstrapAddress()}, Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}})
+			loads = append(loads, core.LoadRequest{ID: id(n, i), From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: core.Selection{Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}}})
 		}
 		if _, err := d.StartLoad(loads); err != nil {
 			t.Fatal(err)

@@ -77,7 +77,7 @@ func (a *Agent) Cancel(ids []core.TransferID, reason string) (int, error) {
 // that the request is known, as Announce does. The blocks belong to the transfer
 // until Retract has returned or, after Offer, until its report. Returns how many
 // were accepted.
-func (a *Agent) Grow(parts []core.GrowRequest) (int, error) {
+func (a *Agent) Grow(parts []core.PartialOffer) (int, error) {
 	if err := a.grows(); err != nil {
 		return 0, err
 	}
@@ -99,7 +99,7 @@ func (a *Agent) grows() error {
 // to do its work, by the goroutine of that call or by one of the agent's. So an engine
 // need not call for each layer. What it has to say when GrowStep is called is of no
 // step, and is dropped.
-func (a *Agent) GrowStep(parts []core.GrowRequest, written func() []uint32) (int, error) {
+func (a *Agent) GrowStep(parts []core.PartialOffer, written func() []uint32) (int, error) {
 	if err := a.grows(); err != nil {
 		return 0, err
 	}
@@ -117,7 +117,7 @@ func (a *Agent) Retract(ids []core.TransferID, timeout time.Duration) error {
 	err := a.halves.call(func(m *core.Machine, now time.Time) error {
 		var errs []error
 		for _, id := range ids {
-			errs = append(errs, m.Retract(now, id))
+			errs = append(errs, m.Withdraw(now, id))
 		}
 		return errors.Join(errs...)
 	})

@@ -100,7 +100,7 @@ func TestAbortStorm(t *testing.T) {
 	for i := range storm {
 		id := core.TransferID(fmt.Sprint("storm-", i))
 		ids = append(ids, id)
-		loads = append(loads, core.LoadRequest{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}})
+		loads = append(loads, core.LoadRequest{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: core.Selection{Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}}})
 	}
 	announce(t, p, ids...)
 	if _, err := d.StartLoad(loads); err != nil {

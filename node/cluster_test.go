@@ -200,7 +200,7 @@ func TestAgentsMeetDuringAnElection(t *testing.T) {
 		for n := 0; ; n++ {
 			id := core.TransferID(fmt.Sprint(name, n))
 			p.offer(id, 2)
-			if _, err := d.StartLoad([]core.LoadRequest{{ID: id, Blocks: [][]core.BlockID{{2}}, From: core.Target{Bootstrap: from, EngineID: p.cfg.EngineID}}}); err != nil {
+			if _, err := d.StartLoad([]core.LoadRequest{{ID: id, Selection: core.Selection{Blocks: [][]core.BlockID{{2}}}, From: core.Target{Bootstrap: from, EngineID: p.cfg.EngineID}}}); err != nil {
 				t.Fatal(err)
 			}
 			r := d.report(id)
@@ -222,8 +222,7 @@ func TestAgentsMeetDuringAnElection(t *testing.T) {
 	another := open(t, cfg) // its registration waits for the election
 	another.fill(99, 3)
 	another.offer("from a new prefill agent", 3)
-	if _, err := patient.StartLoad([]core.LoadRequest{{ID: "from a new prefill agent", Blocks: [][]core.BlockID{{4}},
-		From: core.Target{Bootstrap: another.BootstrapAddress(), EngineID: "another"}}}); err != nil {
+	if _, err := patient.StartLoad([]core.LoadRequest{{ID: "from a new prefill agent", Selection: core.Selection{Blocks: [][]core.BlockID{{4}}}, From: core.Target{Bootstrap: another.BootstrapAddress(), EngineID: "another"}}}); err != nil {
 		t.Fatal(err)
 	}
 	patient.want("from a new prefill agent", core.OK)

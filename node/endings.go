@@ -31,7 +31,7 @@ func (e *endings) ended(r core.Report) core.Report {
 		e.count(func(t *Totals) { t.add(r) })
 		e.metrics.observe(r)
 	}
-	if r.Side != core.SideWant {
+	if r.Side != core.SideDemand {
 		e.write(r)
 	}
 	r.Reason = e.explain(r)
@@ -105,7 +105,7 @@ func (s *Stats) add(h *halves, e *endings, registered func() *transports) {
 	n, c := m.Sizes(), m.Counters()
 	s.LoadsUnderWay, s.LoadsClaimed, s.LoadsWaiting = n.Loads, n.Claims, n.Waiting
 	s.OffersUnderWay, s.OffersEarly = n.Offers, n.Early
-	s.Offered, s.LoadsStarted, s.Claimed, s.ClaimsLost, s.Reaped, s.Grown, s.Retracted = c.Offered, c.Loaded, c.Claimed, c.ClaimsLost, c.Reaped, c.Grown, c.Retracted
+	s.Offered, s.LoadsStarted, s.Claimed, s.ClaimsLost, s.Reaped, s.Grown, s.Retracted = c.Offered, c.Loaded, c.Claimed, c.ClaimsLost, c.ExpiredEarly, c.Partial, c.Withdrawn
 	s.Retries += c.Retries
 	s.OldestWait = m.OldestWait(h.clock.Now()).Seconds()
 	t := registered()

@@ -43,12 +43,11 @@ func Example() {
 	defer prefill.Close()
 
 	copy(prefillCache[5*blockBytes:], "the prompt's keys and values")
-	_, err := decode.StartLoad([]core.LoadRequest{{ID: "xfer-1", Blocks: [][]core.BlockID{{2, 9, 4}},
-		From: core.Target{Bootstrap: prefill.BootstrapAddress(), EngineID: "my-prefill"}}})
+	_, err := decode.StartLoad([]core.LoadRequest{{ID: "xfer-1", Selection: core.Selection{Blocks: [][]core.BlockID{{2, 9, 4}}}, From: core.Target{Bootstrap: prefill.BootstrapAddress(), EngineID: "my-prefill"}}})
 	if err != nil {
 		panic(err)
 	}
-	if _, err := prefill.Offer([]core.OfferRequest{{ID: "xfer-1", Blocks: [][]core.BlockID{{5, 1, 7}}}}); err != nil {
+	if _, err := prefill.Offer([]core.OfferRequest{{ID: "xfer-1", Selection: core.Selection{Blocks: [][]core.BlockID{{5, 1, 7}}}}}); err != nil {
 		panic(err)
 	}
 	<-decode.Finished()

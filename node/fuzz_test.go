@@ -223,7 +223,7 @@ func FuzzServe(f *testing.F) {
 		a, tr := deafAgent(t)
 		for i, b := range [][]byte{first, second, third} {
 			if i == 2 {
-				if _, err := a.Offer([]core.OfferRequest{{ID: "t-1", Blocks: [][]core.BlockID{{1, 2, 3}, {4}}}}); err != nil && !errors.Is(err, core.ErrDuplicate) {
+				if _, err := a.Offer([]core.OfferRequest{{ID: "t-1", Selection: core.Selection{Blocks: [][]core.BlockID{{1, 2, 3}, {4}}}}}); err != nil && !errors.Is(err, core.ErrDuplicate) {
 					t.Fatal(err)
 				}
 			}
@@ -290,7 +290,7 @@ func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) {
 	if len(rep.Tickets) > 0 && (req.Kind != wire.KindHello || !fits(req.Hello)) {
 		t.Errorf("a ticket for %+v", req)
 	}
-	if req.Kind == wire.KindLoad && !tr.admitted[from] && rep.Code == 0 {
+	if req.Kind == wire.KindLoad && !tr.admitted[from] && rep.Code == 0 && rep.Again != wire.AgainAfterHello {
 		t.Errorf("a load of a stranger is answered with %+v", rep)
 	}
 	if (a.peers.get(from) != nil) != tr.admitted[from] {

@@ -112,7 +112,7 @@ func TestUnequalGeometry(t *testing.T) {
 		a.paint(1+i, 1, 3, 2)
 		id := core.TransferID(fmt.Sprint("there-", i))
 		a.offer(id, 1, 3, 2)
-		if _, err := b.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: a.BootstrapAddress()}, Blocks: [][]core.BlockID{{7, 5}}, Tokens: []uint32{40}}}); err != nil {
+		if _, err := b.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: a.BootstrapAddress()}, Selection: core.Selection{Blocks: [][]core.BlockID{{7, 5}}, Tokens: []uint32{40}}}}); err != nil {
 			t.Fatal(err)
 		}
 		if r := b.want(id, core.OK); r.Stats.Bytes != 2*48*modelHeads*itemBytes || r.Blocks != 2 {
@@ -123,10 +123,10 @@ func TestUnequalGeometry(t *testing.T) {
 
 		b.paint(11+i, 2, 3)
 		id = core.TransferID(fmt.Sprint("back-", i))
-		if _, err := b.Offer([]core.OfferRequest{{ID: id, Blocks: [][]core.BlockID{{2, 3}}}}); err != nil {
+		if _, err := b.Offer([]core.OfferRequest{{ID: id, Selection: core.Selection{Blocks: [][]core.BlockID{{2, 3}}}}}); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := a.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: b.BootstrapAddress()}, First: []uint32{1}, Blocks: [][]core.BlockID{{4, 6}}, Tokens: []uint32{48}}}); err != nil {
+		if _, err := a.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: b.BootstrapAddress()}, Selection: core.Selection{First: []uint32{1}, Blocks: [][]core.BlockID{{4, 6}}, Tokens: []uint32{48}}}}); err != nil {
 			t.Fatal(err)
 		}
 		a.want(id, core.OK)
@@ -149,7 +149,7 @@ func TestHeadsOfOne(t *testing.T) {
 	d.holds(1, 0, 32, 5, 2)
 	more.load("u", p.BootstrapAddress(), 5)
 	more.want("u", core.Refused, "layer.", "2 of 4 heads at the prefill engine", "heads 2 to 5 of 6")
-	if _, err := p.Offer([]core.OfferRequest{{ID: "v", First: []uint32{2}, Blocks: [][]core.BlockID{{1}}}}); err != nil {
+	if _, err := p.Offer([]core.OfferRequest{{ID: "v", Selection: core.Selection{First: []uint32{2}, Blocks: [][]core.BlockID{{1}}}}}); err != nil {
 		t.Fatal(err)
 	}
 	d.load("v", p.BootstrapAddress(), 6)

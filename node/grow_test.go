@@ -25,7 +25,7 @@ func (s *side) fillLayer(salt byte, layer, pos int, ids ...core.BlockID) {
 
 func (s *side) grow(id core.TransferID, ready uint32, regions []uint32, more ...core.BlockID) {
 	s.t.Helper()
-	if _, err := s.Grow([]core.GrowRequest{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Regions: regions}}); err != nil {
+	if _, err := s.Grow([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Regions: regions}}); err != nil {
 		s.t.Fatal(err)
 	}
 }

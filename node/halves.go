@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
 )
 
 // ErrNotRegistered: a transfer was asked for before RegisterKVCaches.
@@ -96,6 +97,13 @@ func (h *halves) close() bool {
 	return true
 }
 
+// closing says whether close was called.
+func (h *halves) closing() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.state >= stateClosing
+}
+
 // whileRegistered calls f under the lock and says that it did, if calls of the
 // engine are possible now.
 func (h *halves) whileRegistered(f func()) bool {
@@ -142,8 +150,8 @@ func each[T any](h *halves, list []T, reports int, f func(m *core.Machine, now t
 }
 
 // Grow accepts parts of transfers.
-func (h *halves) Grow(parts []core.GrowRequest) (int, error) {
-	return each(h, parts, 0, func(m *core.Machine, now time.Time, g core.GrowRequest) error { return m.Grow(now, g) })
+func (h *halves) Grow(parts []core.PartialOffer) (int, error) {
+	return each(h, parts, 0, func(m *core.Machine, now time.Time, g core.PartialOffer) error { return m.OfferPartial(now, g) })
 }
 
 // fits says why n more reports may not fit; the lock is held. The machine counts
@@ -279,8 +287,8 @@ func (h *halves) Expecting(id core.TransferID, grant []byte, err error) {
 	h.event(func(m *core.Machine, now time.Time) { m.Expecting(now, id, grant, err) })
 }
 
-func (h *halves) LoadReplied(v core.SendLoad, absent bool, code core.Code, reason string) {
-	h.event(func(m *core.Machine, now time.Time) { m.LoadReplied(now, v.ID, v.Seq, absent, code, reason) })
+func (h *halves) LoadAnswered(v core.SendLoad, answer core.LoadAnswer, code core.Code, reason string) {
+	h.event(func(m *core.Machine, now time.Time) { m.LoadAnswered(now, v.ID, v.Seq, answer, code, reason) })
 }
 
 func (h *halves) RenewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error) {
@@ -305,11 +313,15 @@ func (h *halves) RenewArrived(from core.AgentID, loads, claims []core.TransferID
 	return answers
 }
 
-// FinishArrived takes all ends of a message at once.
-func (h *halves) FinishArrived(from core.AgentID, ends []core.SendFinish) {
+// FinishArrived takes all of a message at once.
+func (h *halves) FinishArrived(from core.AgentID, list []wire.Finish) {
 	h.event(func(m *core.Machine, now time.Time) {
-		for _, f := range ends {
-			m.FinishArrived(now, from, f.ID, f.Code, f.Reason)
+		for _, f := range list {
+			if id := core.TransferID(f.TransferID); f.Restart != "" {
+				m.RestartArrived(from, id, f.Restart)
+			} else {
+				m.FinishArrived(now, from, id, core.Code(f.Code), f.Reason)
+			}
 		}
 	})
 }

@@ -265,7 +265,11 @@ func (f *finder) meet(ctx context.Context, target core.Target, met *entry) (*pee
 		}
 		return nil, nil, err
 	}
-	if rep.Code != 0 {
+	switch core.Code(rep.Code) {
+	case core.OK:
+	case core.Closed:
+		return nil, nil, &unansweredError{fmt.Errorf("hello to prefill agent %s of %s: %w: %s", id, rankText(info), core.ErrAbsent, rep.Reason)}
+	default:
 		return nil, nil, &refusedError{rep.Reason}
 	}
 	ways, absent, err := f.transports.ways(ctx, info, target.Bootstrap)

@@ -152,7 +152,7 @@ func from(address, engine string) core.Target {
 
 func (r *rank) loadFrom(id core.TransferID, at core.Target, blocks ...core.BlockID) {
 	r.t.Helper()
-	if _, err := r.StartLoad([]core.LoadRequest{{ID: id, From: at, Blocks: [][]core.BlockID{blocks}}}); err != nil {
+	if _, err := r.StartLoad([]core.LoadRequest{{ID: id, From: at, Selection: core.Selection{Blocks: [][]core.BlockID{blocks}}}}); err != nil {
 		r.t.Fatal(err)
 	}
 }

@@ -58,9 +58,7 @@ func (q *peerQueue) renew(v core.SendRenew) { q.start("renew", func() { q.say.re
 func (q *peerQueue) probe(v core.SendProbe) { q.start("probe", func() { q.say.probe(v) }) }
 
 // finish drops the oldest of too many: the peer's lease tells it.
-func (q *peerQueue) finish(v core.SendFinish) {
-	q.finishes.add(v.Peer, wire.Finish{TransferID: string(v.ID), Code: int(v.Code), Reason: shorten(v.Reason)})
-}
+func (q *peerQueue) finish(peer core.AgentID, end wire.Finish) { q.finishes.add(peer, end) }
 
 func (q *peerQueue) revoke(id core.TransferID) { q.revokes.add(struct{}{}, id) }
 

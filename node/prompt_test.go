@@ -16,14 +16,14 @@ func TestAnotherPrompt(t *testing.T) {
 	blocks := [][]core.BlockID{{4, 5}}
 	offer := func(id core.TransferID, prompt uint64) {
 		t.Helper()
-		if _, err := p.Offer([]core.OfferRequest{{ID: id, Blocks: blocks, Prompt: prompt}}); err != nil {
+		if _, err := p.Offer([]core.OfferRequest{{ID: id, Selection: core.Selection{Blocks: blocks}, Prompt: prompt}}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	load := func(id core.TransferID, prompt uint64) {
 		t.Helper()
 		from := core.Target{Bootstrap: p.BootstrapAddress()}
-		if _, err := d.StartLoad([]core.LoadRequest{{ID: id, From: from, Blocks: [][]core.BlockID{{7, 9}}, Prompt: prompt}}); err != nil {
+		if _, err := d.StartLoad([]core.LoadRequest{{ID: id, From: from, Selection: core.Selection{Blocks: [][]core.BlockID{{7, 9}}}, Prompt: prompt}}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -47,7 +47,7 @@ func TestAnotherPrompt(t *testing.T) {
 
 	load("grows", theirs)
 	p.knows(1)
-	if _, err := p.Grow([]core.GrowRequest{{ID: "grows", Blocks: blocks, Ready: []uint32{1}, Prompt: ours}}); err != nil {
+	if _, err := p.Grow([]core.PartialOffer{{ID: "grows", Blocks: blocks, Ready: []uint32{1}, Prompt: ours}}); err != nil {
 		t.Fatal(err)
 	}
 	d.want("grows", core.Refused)
@@ -61,4 +61,27 @@ func TestAnotherPrompt(t *testing.T) {
 	load("the same", ours)
 	d.want("the same", core.OK)
 	sameIn(t, []uint32{0, 1, 2}, p, blocks[0], d, []core.BlockID{7, 9})
+}
+
+// sameIn compares blocks of some layers.
+func sameIn(t testing.TB, layers []uint32, p *side, src []core.BlockID, d *side, dst []core.BlockID) {
+	t.Helper()
+	for _, l := range layers {
+		for i := range src {
+			if string(p.block(int(l), src[i])) != string(d.block(int(l), dst[i])) {
+				t.Fatalf("layer %d: block %d of decode differs from block %d of prefill", l, dst[i], src[i])
+			}
+		}
+	}
+}
+
+func clean(t testing.TB, layer int, d *side, ids ...core.BlockID) {
+	t.Helper()
+	for _, id := range ids {
+		for _, b := range d.block(layer, id) {
+			if b != 0 {
+				t.Fatalf("layer %d: block %d was written", layer, id)
+			}
+		}
+	}
 }

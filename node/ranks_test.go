@@ -305,6 +305,11 @@ func TestEngineRestartedWithOtherRanks(t *testing.T) {
 		carry(t, core.TransferID(fmt.Sprint("b", i)), 2*i+1, ps, ds, at)
 		for _, d := range ds { // it knows of one when they go
 			d.claimFrom(core.TransferID(fmt.Sprint("c", i)), at)
+			until(t, "the claim is kept", func() bool {
+				d.halves.mu.Lock()
+				defer d.halves.mu.Unlock()
+				return d.halves.machine.Sizes().Kept > 0
+			})
 		}
 		for _, p := range ps {
 			if err := p.Close(); err != nil {

@@ -8,6 +8,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
 )
 
 // run performs the machine's actions in their order, and keeps its time while
@@ -72,7 +73,9 @@ func (p *performer) perform(act core.Action) {
 	case core.SendProbe:
 		p.queue.probe(v)
 	case core.SendFinish:
-		p.queue.finish(v)
+		p.queue.finish(v.Peer, wire.Finish{TransferID: string(v.ID), Code: int(v.Code), Reason: shorten(v.Reason)})
+	case core.SendRestart:
+		p.queue.finish(v.Peer, wire.Finish{TransferID: string(v.ID), Restart: v.Digest})
 	case core.Revoke:
 		p.queue.revoke(v.ID)
 	case core.Forget:
@@ -95,7 +98,7 @@ func (p *performer) expect(v core.Expect) (grant []byte, err error) {
 	if from == nil || from.in == nil {
 		return nil, fmt.Errorf("prefill agent %s is not known any more", v.Peer)
 	}
-	segments, err := from.in.Segments(v.Regions, v.Blocks, v.First, v.Tokens)
+	segments, err := from.in.Segments(v.Selection)
 	if err != nil {
 		return nil, fmt.Errorf("the load from prefill agent %s cannot be planned: %w", v.Peer, err)
 	}
@@ -119,10 +122,10 @@ func (p *performer) write(v core.Write) {
 	op := core.WriteOp{ID: v.ID, Peer: v.Peer, Grant: v.Grant}
 	var err error
 	if !v.Extends && v.End == nil {
-		op.Pairs, err = v.Match.Pairs(v.Regions, v.Src, v.SrcFirst, v.Dst, v.DstFirst, v.Tokens)
+		op.Pairs, err = v.Match.Pairs(v.Src, v.Dst)
 	} else {
-		op.Bytes = v.Match.Bytes(v.Regions, v.Dst, v.DstFirst, v.Tokens)
-		op.Pairs, op.At, err = v.Match.PairsBetween(v.Regions, v.Src, v.SrcFirst, v.Dst, v.DstFirst, v.Tokens, v.Begin, v.End)
+		op.Bytes = v.Match.Bytes(v.Dst)
+		op.Pairs, op.At, err = v.Match.PairsBetween(v.Src, v.Dst, v.Begin, v.End)
 	}
 	if v.End != nil && err == nil {
 		p.grown(op.Given())

@@ -22,7 +22,7 @@ type speaker struct {
 
 // replies takes the answers; the agent's halves.
 type replies interface {
-	LoadReplied(v core.SendLoad, absent bool, code core.Code, reason string)
+	LoadAnswered(v core.SendLoad, answer core.LoadAnswer, code core.Code, reason string)
 	RenewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error)
 	ProbeReplied(peer core.AgentID, absent, away bool, err error)
 }
@@ -34,36 +34,43 @@ func (s *speaker) load(v core.SendLoad) {
 	}
 	if s.peers.lost(v.Peer) {
 		// It was found gone while this load waited: no need to find out again.
-		s.machine.LoadReplied(v, true, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
+		s.machine.LoadAnswered(v, core.LoadAbsent, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
 		return
 	}
 	began := time.Now()
 	if s.peers.deaf(v.Peer, began) {
-		s.machine.LoadReplied(v, false, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer other loads", v.Peer))
+		s.machine.LoadAnswered(v, core.LoadRefused, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer other loads", v.Peer))
 		return
 	}
 	transport, grant := unmark(v.Grant)
 	rep, err := s.ask.insist(v.Peer, &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
 		TransferID: string(v.ID), Transport: transport, Grant: grant, Groups: groups, Tokens: v.Tokens, Regions: v.Regions, Prompt: v.Prompt, LeaseMS: v.Lease.Milliseconds(),
 	}})
-	code, reason, absent := core.OK, "", false
+	answer, code, reason := core.LoadRefused, core.OK, ""
 	switch {
 	case errors.Is(err, core.ErrTooLarge):
 		code, reason = core.Refused, fmt.Sprintf("the load cannot be sent to prefill agent %s: %v", v.Peer, err)
 	case err != nil:
-		if absent = gone(err); !absent {
+		if gone(err) {
+			answer = core.LoadAbsent
+		} else {
 			s.peers.suspect(v.Peer) // its connections may stand, though its host is gone
 		}
 		code, reason = core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err)
 		s.peers.silent(v.Peer, began, s.ask.peerTimeout/3)
-	case rep.Code != 0:
-		code, reason = core.Code(rep.Code), rep.Reason
-		absent = code == core.Closed // another may take its place
+	case rep.Again != 0:
+		answer, reason = core.LoadSayHello, rep.Reason
+	case rep.Code == 0:
+		answer = core.LoadAccepted
+	default:
+		if code, reason = core.Code(rep.Code), rep.Reason; code == core.Closed {
+			answer = core.LoadAbsent // another may take its place
+		}
 	}
 	if err == nil {
 		s.peers.answered(v.Peer)
 	}
-	s.machine.LoadReplied(v, absent, code, reason)
+	s.machine.LoadAnswered(v, answer, code, reason)
 }
 
 // maxRenew bounds the transfers that one renewal names, so that it fits into
@@ -118,7 +125,7 @@ func (s *speaker) renewPart(peer core.AgentID, part []core.TransferID, claims bo
 
 // accepted makes an error of a refusal.
 func accepted(rep *wire.Reply, err error) (*wire.Reply, error) {
-	if err == nil && rep.Code != 0 {
+	if err == nil && (rep.Code != 0 || rep.Again != 0) {
 		err = errors.New(rep.Reason)
 	}
 	return rep, err

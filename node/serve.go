@@ -19,6 +19,7 @@ type server struct {
 	caches   func() (self *wire.Agent, t *transports) // nil while no KV caches are registered, and after a registration that failed
 	peers    *peerTable
 	machine  arrivals
+	closing  func() bool
 	signals  *signalling
 	guests   *guests         // nil where no other rank can join
 	lifetime context.Context // ends with the agent
@@ -28,7 +29,7 @@ type server struct {
 type arrivals interface {
 	LoadArrived(msg core.LoadMessage) (core.Code, string)
 	RenewArrived(from core.AgentID, loads, claims []core.TransferID) []core.Answer
-	FinishArrived(from core.AgentID, ends []core.SendFinish)
+	FinishArrived(from core.AgentID, list []wire.Finish)
 }
 
 func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
@@ -44,11 +45,7 @@ func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
 	case wire.KindRenew:
 		return s.renew(from, req.Renew)
 	case wire.KindFinish:
-		ends := make([]core.SendFinish, len(req.Finishes))
-		for i, f := range req.Finishes {
-			ends[i] = core.SendFinish{Peer: from, ID: core.TransferID(f.TransferID), Code: core.Code(f.Code), Reason: f.Reason}
-		}
-		s.machine.FinishArrived(from, ends)
+		s.machine.FinishArrived(from, req.Finishes)
 		return &wire.Reply{}
 	case wire.KindJoin:
 		return s.join(from, req.Join)
@@ -62,7 +59,9 @@ func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
 	return refuse("request of unknown kind %d", req.Kind)
 }
 
-func sayHello() *wire.Reply { return &wire.Reply{Code: int(core.SayHello), Reason: "say hello first"} }
+func sayHello() *wire.Reply {
+	return &wire.Reply{Again: wire.AgainAfterHello, Reason: "say hello first"}
+}
 
 // hello checks once for each peer that its blocks can be copied from ours.
 func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Reply {
@@ -79,7 +78,10 @@ func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Rep
 		return refuse("prefill engine %q refuses decode engine %q: %v", self.EngineID, h.EngineID, err)
 	}
 	tickets, err := s.peers.admit(&peer{id: from, via: via, out: match}, t, func() ([]wire.Ticket, error) { return t.admit(from, h) })
-	if err != nil { // nothing in common, or closed meanwhile
+	switch {
+	case err != nil && s.closing(): // whoever comes to its place may take the request
+		return &wire.Reply{Code: int(core.Closed), Reason: "the prefill agent is closing"}
+	case err != nil: // nothing in common
 		return refuse("agent %s: %v", s.id, err)
 	}
 	return &wire.Reply{Tickets: tickets, AgeMS: 1 + s.age().Milliseconds()}
@@ -97,8 +99,7 @@ func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
 	if len(l.Regions) == 0 {
 		l.Regions = nil // all
 	}
-	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: mark(l.Transport, l.Grant), Tokens: l.Tokens, Regions: l.Regions,
-		Prompt: l.Prompt, Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out}
+	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: mark(l.Transport, l.Grant), Selection: core.Selection{Tokens: l.Tokens, Regions: l.Regions}, Prompt: l.Prompt, Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out}
 	for _, g := range l.Groups {
 		msg.First = append(msg.First, g.First)
 		msg.Blocks = append(msg.Blocks, g.IDs)
@@ -115,7 +116,7 @@ func (s *server) renew(from core.AgentID, r *wire.Renew) *wire.Reply {
 	}
 	for i, ans := range s.machine.RenewArrived(from, transferIDs(r.Loads), transferIDs(claims)) {
 		rep.Statuses = append(rep.Statuses, uint8(ans.Status))
-		if ans.Status == core.StatusEnded {
+		if ans.Status == core.StatusEnded || ans.Status == core.StatusRestart {
 			rep.Ends = append(rep.Ends, wire.End{Index: uint32(i), Code: int(ans.Code), Reason: shorten(ans.Reason)})
 		}
 	}

@@ -17,10 +17,7 @@ const (
 	maxSignalsEach = 4
 )
 
-// codeBusy answers a signal: ask again in a moment. It ends no transfer.
-const codeBusy core.Code = 98
-
-// busyPause is how long a sender waits after codeBusy.
+// busyPause is how long a sender waits after wire.AgainLater.
 const busyPause = 20 * time.Millisecond
 
 // signalling carries what the ends of a transport say to each other.
@@ -39,7 +36,7 @@ func (s *signalling) serve(t *transports, from core.AgentID, msg *wire.Signal) *
 		return refuse("a signal for transport %q: agent %s of engine %q has %s", msg.Transport, s.id, s.engineID, t.have(nil))
 	}
 	if !s.gate.enter(from) {
-		return &wire.Reply{Code: int(codeBusy), Reason: "other signals are being handled"}
+		return &wire.Reply{Again: wire.AgainLater, Reason: "other signals are being handled"}
 	}
 	defer s.gate.leave(from)
 	answer, err := w.Signalled(from, msg.Data)
@@ -70,12 +67,12 @@ func (s *signalling) of(transport string) core.Signal {
 			switch {
 			case err != nil:
 				return nil, err
-			case rep.Code == 0:
-				return rep.Signal, nil
-			case core.Code(rep.Code) == core.SayHello:
+			case rep.Again == wire.AgainAfterHello:
 				s.ask.peers.suspect(to) // the next load says it
-				fallthrough
-			case core.Code(rep.Code) != codeBusy:
+				return nil, errors.New(rep.Reason)
+			case rep.Again == 0 && rep.Code == 0:
+				return rep.Signal, nil
+			case rep.Again == 0:
 				return nil, errors.New(rep.Reason)
 			}
 			pause := time.NewTimer(busyPause)

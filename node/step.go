@@ -23,7 +23,7 @@ const (
 
 // step is what an engine computes of growing transfers in its forward pass.
 type step struct {
-	parts   []core.GrowRequest // what is ready in a region that is written
+	parts   []core.PartialOffer // what is ready in a region that is written
 	written func() []uint32
 }
 
@@ -32,7 +32,7 @@ type step struct {
 type steps struct {
 	log   *zap.Logger
 	ctx   context.Context // ends with the agent
-	grow  func([]core.GrowRequest) (int, error)
+	grow  func([]core.PartialOffer) (int, error)
 	start func(f func()) bool // runs f on a goroutine, unless the agent closes
 
 	mu   sync.Mutex
@@ -40,7 +40,7 @@ type steps struct {
 }
 
 // begin ends the step before and follows a new one.
-func (c *steps) begin(parts []core.GrowRequest, written func() []uint32) (int, error) {
+func (c *steps) begin(parts []core.PartialOffer, written func() []uint32) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.lastLook(nil)
@@ -48,7 +48,7 @@ func (c *steps) begin(parts []core.GrowRequest, written func() []uint32) (int, e
 	s := &step{written: written}
 	for _, part := range parts[:n] {
 		if part.Computing != nil {
-			s.parts = append(s.parts, core.GrowRequest{ID: part.ID, Ready: part.Computing, Prompt: part.Prompt})
+			s.parts = append(s.parts, core.PartialOffer{ID: part.ID, Ready: part.Computing, Prompt: part.Prompt})
 		}
 	}
 	if len(s.parts) == 0 {
@@ -73,7 +73,7 @@ func (c *steps) end(takenBack []core.TransferID) {
 func (c *steps) lastLook(takenBack []core.TransferID) {
 	if s := c.step; s != nil {
 		c.step = nil
-		s.parts = slices.DeleteFunc(s.parts, func(part core.GrowRequest) bool { return slices.Contains(takenBack, part.ID) })
+		s.parts = slices.DeleteFunc(s.parts, func(part core.PartialOffer) bool { return slices.Contains(takenBack, part.ID) })
 		if _, err := c.growWritten(s); err != nil {
 			c.failed(err)
 		}

@@ -64,7 +64,7 @@ func (p *pass) awaitAsked(t *testing.T, more int) {
 
 func (s *side) growStep(id core.TransferID, ready, computing uint32, p *pass, more ...core.BlockID) {
 	s.t.Helper()
-	if _, err := s.GrowStep([]core.GrowRequest{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Computing: []uint32{computing}}}, p.written); err != nil {
+	if _, err := s.GrowStep([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Computing: []uint32{computing}}}, p.written); err != nil {
 		s.t.Fatal(err)
 	}
 }
@@ -126,12 +126,12 @@ func TestStepThatIsRefused(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	var forward pass
-	part := core.GrowRequest{ID: "t", Blocks: [][]core.BlockID{{1}}, Ready: []uint32{0}, Computing: []uint32{2}}
+	part := core.PartialOffer{ID: "t", Blocks: [][]core.BlockID{{1}}, Ready: []uint32{0}, Computing: []uint32{2}}
 	for _, c := range []struct {
 		at   *side
-		part core.GrowRequest
-	}{{p, part}, {d, core.GrowRequest{ID: "t"}}, {p, core.GrowRequest{ID: "t", Computing: []uint32{0, 0}}}} {
-		if n, err := c.at.GrowStep([]core.GrowRequest{c.part}, forward.written); n != 0 || !errors.Is(err, core.ErrInvalid) {
+		part core.PartialOffer
+	}{{p, part}, {d, core.PartialOffer{ID: "t"}}, {p, core.PartialOffer{ID: "t", Computing: []uint32{0, 0}}}} {
+		if n, err := c.at.GrowStep([]core.PartialOffer{c.part}, forward.written); n != 0 || !errors.Is(err, core.ErrInvalid) {
 			t.Errorf("%d accepted of %+v, error %v", n, c.part, err)
 		}
 	}
@@ -141,7 +141,7 @@ func TestStepThatIsRefused(t *testing.T) {
 }
 
 // unseenStep is one that has written its last layer, which only the call that ends it sees.
-func (s *side) unseenStep(said *[]uint32, parts ...core.GrowRequest) {
+func (s *side) unseenStep(said *[]uint32, parts ...core.PartialOffer) {
 	s.t.Helper()
 	_, err := s.GrowStep(parts, func() (regions []uint32) {
 		if s.steps.step == nil { // under its lock: who asks while it runs is told nothing
@@ -176,7 +176,7 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 			p.fillLayer(7, l, n, src)
 		}
 		said := []uint32{0}
-		p.unseenStep(&said, core.GrowRequest{ID: id, Blocks: [][]core.BlockID{{src}}, Ready: []uint32{0}, Computing: []uint32{1}})
+		p.unseenStep(&said, core.PartialOffer{ID: id, Blocks: [][]core.BlockID{{src}}, Ready: []uint32{0}, Computing: []uint32{1}})
 		call()
 		d.arrives(layers-1, dst, p, src)
 		if got := d.block(0, dst); !bytes.Equal(got, make([]byte, len(got))) {
@@ -195,14 +195,14 @@ func TestLastLookLeavesWhatIsTakenBack(t *testing.T) {
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	for n, takeBack := range []func(id core.TransferID){func(id core.TransferID) { p.retract(id) }, p.cancel} {
 		back, kept := core.TransferID(fmt.Sprintf("back%d", n)), core.TransferID(fmt.Sprintf("kept%d", n))
-		var parts []core.GrowRequest
+		var parts []core.PartialOffer
 		for k, id := range []core.TransferID{back, kept} {
 			src, dst := core.BlockID(9+2*n+k), core.BlockID(2+2*n+k)
 			p.fill(7, src)
 			d.load(id, p.BootstrapAddress(), dst)
 			p.grow(id, 1, []uint32{0}, src)
 			d.arrives(0, dst, p, src)
-			parts = append(parts, core.GrowRequest{ID: id, Ready: []uint32{0}, Computing: []uint32{1}})
+			parts = append(parts, core.PartialOffer{ID: id, Ready: []uint32{0}, Computing: []uint32{1}})
 		}
 		before := p.Stats().BytesGrown
 		var said []uint32

@@ -398,7 +398,7 @@ func TestSignals(t *testing.T) {
 		}
 		return rep
 	}
-	if rep := raw(stranger, viaRDMA, []byte("greet")); core.Code(rep.Code) != core.SayHello {
+	if rep := raw(stranger, viaRDMA, []byte("greet")); rep.Again != wire.AgainAfterHello {
 		t.Errorf("a stranger's signal is answered with %+v", rep)
 	}
 	for _, name := range []string{viaTCP, "shm", ""} {
@@ -525,7 +525,7 @@ func TestStormOfWaitingRevokes(t *testing.T) {
 	var list []core.LoadRequest
 	for i := range loads {
 		ids = append(ids, id(i))
-		list = append(list, core.LoadRequest{ID: id(i), From: core.Target{Bootstrap: p.BootstrapAddress()}, Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}})
+		list = append(list, core.LoadRequest{ID: id(i), From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: core.Selection{Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}}})
 	}
 	if _, err := d.StartLoad(list); err != nil {
 		t.Fatal(err)

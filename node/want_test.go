@@ -17,7 +17,7 @@ func TestWantIsReported(t *testing.T) {
 	p, d := open(t, cfg), open(t, testConfig(RoleDecode))
 	announce(t, p, "x")
 	d.load("x", p.BootstrapAddress(), 1, 2)
-	if r := p.want("x", core.OK); r.Side != core.SideWant || r.Blocks != 0 {
+	if r := p.want("x", core.OK); r.Side != core.SideDemand || r.Blocks != 0 {
 		t.Fatalf("reported %+v first, want that it is wanted", r)
 	}
 	p.offer("x", 3, 4)

@@ -66,7 +66,7 @@ func (r *Request) check() error {
 		return nil
 	case r.Kind == KindFinish && len(r.Finishes) > 0:
 		for _, f := range r.Finishes {
-			if err := first(short("transfer_id", f.TransferID, 144), short("reason", f.Reason, 1024)); err != nil {
+			if err := first(short("transfer_id", f.TransferID, 144), short("reason", f.Reason, 1024), short("digest", f.Restart, 16)); err != nil {
 				return err
 			}
 		}

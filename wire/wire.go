@@ -134,16 +134,29 @@ type Renew struct {
 	Claims []string `msg:"c,limit=65536"`
 }
 
-// Finish ends a transfer: a Code of 0 says that all bytes have arrived.
+// Finish ends a transfer: a Code of 0 says that all bytes have arrived. With Restart
+// the transfer goes on: P has taken back what it had begun to send.
 type Finish struct {
 	TransferID string `msg:"t,limit=144"`
 	Code       int    `msg:"c"`
 	Reason     string `msg:"r,limit=1024"`
+	Restart    string `msg:"rs,omitempty,limit=16"` // digest of the grant whose load D is to make anew
 }
+
+// Again says why a request was not handled, and is to be made once more. It ends no
+// transfer.
+type Again uint8
+
+// The reasons to ask again.
+const (
+	AgainAfterHello Again = 1 // the sender is not known here: it must say hello first
+	AgainLater      Again = 2 // there is too much to do at this moment
+)
 
 // Reply answers a Request. A Code other than 0 is a refusal.
 type Reply struct {
 	Code     int      `msg:"c"`
+	Again    Again    `msg:"n,omitempty"` // not 0: the request was not handled
 	Reason   string   `msg:"r,limit=1024"`
 	Tickets  []Ticket `msg:"ts,omitempty,limit=16"`      // of a Hello: with each D connects one of its transports to P's
 	AgeMS    int64    `msg:"ag,omitempty"`               // of a Hello: for how long P's agent has been open, rounded up; 0 is unknown

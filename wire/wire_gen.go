@@ -13,6 +13,34 @@ const (
 )
 
 // MarshalMsg implements msgp.Marshaler
+func (z Again) MarshalMsg(b []byte) (o []byte, err error) {
+	o = msgp.Require(b, z.Msgsize())
+	o = msgp.AppendUint8(o, uint8(z))
+	return
+}
+
+// UnmarshalMsg implements msgp.Unmarshaler
+func (z *Again) UnmarshalMsg(bts []byte) (o []byte, err error) {
+	{
+		var zb0001 uint8
+		zb0001, bts, err = msgp.ReadUint8Bytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err)
+			return
+		}
+		(*z) = Again(zb0001)
+	}
+	o = bts
+	return
+}
+
+// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
+func (z Again) Msgsize() (s int) {
+	s = msgp.Uint8Size
+	return
+}
+
+// MarshalMsg implements msgp.Marshaler
 func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
@@ -587,18 +615,36 @@ func (z Endpoint) Msgsize() (s int) {
 }
 
 // MarshalMsg implements msgp.Marshaler
-func (z Finish) MarshalMsg(b []byte) (o []byte, err error) {
+func (z *Finish) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 3
-	// string "t"
-	o = append(o, 0x83, 0xa1, 0x74)
-	o = msgp.AppendString(o, z.TransferID)
-	// string "c"
-	o = append(o, 0xa1, 0x63)
-	o = msgp.AppendInt(o, z.Code)
-	// string "r"
-	o = append(o, 0xa1, 0x72)
-	o = msgp.AppendString(o, z.Reason)
+	// check for omitted fields
+	zb0001Len := uint32(4)
+	var zb0001Mask uint8 /* 4 bits */
+	_ = zb0001Mask
+	if z.Restart == "" {
+		zb0001Len--
+		zb0001Mask |= 0x8
+	}
+	// variable map header, size zb0001Len
+	o = append(o, 0x80|uint8(zb0001Len))
+
+	// skip if no fields are to be emitted
+	if zb0001Len != 0 {
+		// string "t"
+		o = append(o, 0xa1, 0x74)
+		o = msgp.AppendString(o, z.TransferID)
+		// string "c"
+		o = append(o, 0xa1, 0x63)
+		o = msgp.AppendInt(o, z.Code)
+		// string "r"
+		o = append(o, 0xa1, 0x72)
+		o = msgp.AppendString(o, z.Reason)
+		if (zb0001Mask & 0x8) == 0 { // if not omitted
+			// string "rs"
+			o = append(o, 0xa2, 0x72, 0x73)
+			o = msgp.AppendString(o, z.Restart)
+		}
+	}
 	return
 }
 
@@ -642,6 +688,12 @@ func (z *Finish) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Reason")
 				return
 			}
+		case "rs":
+			z.Restart, bts, err = msgp.ReadStringBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Restart")
+				return
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -655,8 +707,8 @@ func (z *Finish) UnmarshalMsg(bts []byte) (o []byte, err error) {
 }
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
-func (z Finish) Msgsize() (s int) {
-	s = 1 + 2 + msgp.StringPrefixSize + len(z.TransferID) + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason)
+func (z *Finish) Msgsize() (s int) {
+	s = 1 + 2 + msgp.StringPrefixSize + len(z.TransferID) + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 3 + msgp.StringPrefixSize + len(z.Restart)
 	return
 }
 
@@ -1246,28 +1298,32 @@ func (z *Renew) Msgsize() (s int) {
 func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(8)
-	var zb0001Mask uint8 /* 8 bits */
+	zb0001Len := uint32(9)
+	var zb0001Mask uint16 /* 9 bits */
 	_ = zb0001Mask
-	if z.Tickets == nil {
+	if z.Again == 0 {
 		zb0001Len--
-		zb0001Mask |= 0x4
+		zb0001Mask |= 0x2
 	}
-	if z.AgeMS == 0 {
+	if z.Tickets == nil {
 		zb0001Len--
 		zb0001Mask |= 0x8
 	}
-	if z.Since == 0 {
+	if z.AgeMS == 0 {
 		zb0001Len--
 		zb0001Mask |= 0x10
 	}
+	if z.Since == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x20
+	}
 	if z.Ends == nil {
 		zb0001Len--
-		zb0001Mask |= 0x40
+		zb0001Mask |= 0x80
 	}
 	if z.Signal == nil {
 		zb0001Len--
-		zb0001Mask |= 0x80
+		zb0001Mask |= 0x100
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1277,10 +1333,15 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 		// string "c"
 		o = append(o, 0xa1, 0x63)
 		o = msgp.AppendInt(o, z.Code)
+		if (zb0001Mask & 0x2) == 0 { // if not omitted
+			// string "n"
+			o = append(o, 0xa1, 0x6e)
+			o = msgp.AppendUint8(o, uint8(z.Again))
+		}
 		// string "r"
 		o = append(o, 0xa1, 0x72)
 		o = msgp.AppendString(o, z.Reason)
-		if (zb0001Mask & 0x4) == 0 { // if not omitted
+		if (zb0001Mask & 0x8) == 0 { // if not omitted
 			// string "ts"
 			o = append(o, 0xa2, 0x74, 0x73)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Tickets)))
@@ -1291,12 +1352,12 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendBytes(o, z.Tickets[za0001].Ticket)
 			}
 		}
-		if (zb0001Mask & 0x8) == 0 { // if not omitted
+		if (zb0001Mask & 0x10) == 0 { // if not omitted
 			// string "ag"
 			o = append(o, 0xa2, 0x61, 0x67)
 			o = msgp.AppendInt64(o, z.AgeMS)
 		}
-		if (zb0001Mask & 0x10) == 0 { // if not omitted
+		if (zb0001Mask & 0x20) == 0 { // if not omitted
 			// string "sn"
 			o = append(o, 0xa2, 0x73, 0x6e)
 			o = msgp.AppendInt64(o, z.Since)
@@ -1307,7 +1368,7 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 		for za0002 := range z.Statuses {
 			o = msgp.AppendUint8(o, z.Statuses[za0002])
 		}
-		if (zb0001Mask & 0x40) == 0 { // if not omitted
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
 			// string "e"
 			o = append(o, 0xa1, 0x65)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Ends)))
@@ -1319,7 +1380,7 @@ func (z *Reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendString(o, z.Ends[za0003].Reason)
 			}
 		}
-		if (zb0001Mask & 0x80) == 0 { // if not omitted
+		if (zb0001Mask & 0x100) == 0 { // if not omitted
 			// string "sg"
 			o = append(o, 0xa2, 0x73, 0x67)
 			o = msgp.AppendBytes(o, z.Signal)
@@ -1356,6 +1417,16 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Code")
 				return
 			}
+		case "n":
+			{
+				var zb0002 uint8
+				zb0002, bts, err = msgp.ReadUint8Bytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Again")
+					return
+				}
+				z.Again = Again(zb0002)
+			}
 		case "r":
 			z.Reason, bts, err = msgp.ReadStringBytes(bts)
 			if err != nil {
@@ -1363,30 +1434,30 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				return
 			}
 		case "ts":
-			var zb0002 uint32
-			zb0002, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0003 uint32
+			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Tickets")
 				return
 			}
-			if zb0002 > 16 {
+			if zb0003 > 16 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Tickets) >= int(zb0002) {
-				z.Tickets = (z.Tickets)[:zb0002]
+			if cap(z.Tickets) >= int(zb0003) {
+				z.Tickets = (z.Tickets)[:zb0003]
 			} else {
-				z.Tickets = make([]Ticket, zb0002)
+				z.Tickets = make([]Ticket, zb0003)
 			}
 			for za0001 := range z.Tickets {
-				var zb0003 uint32
-				zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
+				var zb0004 uint32
+				zb0004, bts, err = msgp.ReadArrayHeaderBytes(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Tickets", za0001)
 					return
 				}
-				if zb0003 != 2 {
-					err = msgp.ArrayError{Wanted: 2, Got: zb0003}
+				if zb0004 != 2 {
+					err = msgp.ArrayError{Wanted: 2, Got: zb0004}
 					return
 				}
 				z.Tickets[za0001].Transport, bts, err = msgp.ReadStringBytes(bts)
@@ -1394,27 +1465,27 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					err = msgp.WrapError(err, "Tickets", za0001, "Transport")
 					return
 				}
-				var zb0004 uint32
-				zb0004, bts, err = msgp.ReadBytesHeader(bts)
+				var zb0005 uint32
+				zb0005, bts, err = msgp.ReadBytesHeader(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Tickets", za0001, "Ticket")
 					return
 				}
-				if zb0004 > 64 {
+				if zb0005 > 64 {
 					err = msgp.ErrLimitExceeded
 					return
 				}
-				if z.Tickets[za0001].Ticket == nil || uint32(cap(z.Tickets[za0001].Ticket)) < zb0004 {
-					z.Tickets[za0001].Ticket = make([]byte, zb0004)
+				if z.Tickets[za0001].Ticket == nil || uint32(cap(z.Tickets[za0001].Ticket)) < zb0005 {
+					z.Tickets[za0001].Ticket = make([]byte, zb0005)
 				} else {
-					z.Tickets[za0001].Ticket = z.Tickets[za0001].Ticket[:zb0004]
+					z.Tickets[za0001].Ticket = z.Tickets[za0001].Ticket[:zb0005]
 				}
-				if uint32(len(bts)) < zb0004 {
+				if uint32(len(bts)) < zb0005 {
 					err = msgp.ErrShortBytes
 					return
 				}
-				copy(z.Tickets[za0001].Ticket, bts[:zb0004])
-				bts = bts[zb0004:]
+				copy(z.Tickets[za0001].Ticket, bts[:zb0005])
+				bts = bts[zb0005:]
 			}
 		case "ag":
 			z.AgeMS, bts, err = msgp.ReadInt64Bytes(bts)
@@ -1429,20 +1500,20 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				return
 			}
 		case "s":
-			var zb0005 uint32
-			zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0006 uint32
+			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Statuses")
 				return
 			}
-			if zb0005 > 131072 {
+			if zb0006 > 131072 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Statuses) >= int(zb0005) {
-				z.Statuses = (z.Statuses)[:zb0005]
+			if cap(z.Statuses) >= int(zb0006) {
+				z.Statuses = (z.Statuses)[:zb0006]
 			} else {
-				z.Statuses = make([]uint8, zb0005)
+				z.Statuses = make([]uint8, zb0006)
 			}
 			for za0002 := range z.Statuses {
 				z.Statuses[za0002], bts, err = msgp.ReadUint8Bytes(bts)
@@ -1452,30 +1523,30 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				}
 			}
 		case "e":
-			var zb0006 uint32
-			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0007 uint32
+			zb0007, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Ends")
 				return
 			}
-			if zb0006 > 65536 {
+			if zb0007 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Ends) >= int(zb0006) {
-				z.Ends = (z.Ends)[:zb0006]
+			if cap(z.Ends) >= int(zb0007) {
+				z.Ends = (z.Ends)[:zb0007]
 			} else {
-				z.Ends = make([]End, zb0006)
+				z.Ends = make([]End, zb0007)
 			}
 			for za0003 := range z.Ends {
-				var zb0007 uint32
-				zb0007, bts, err = msgp.ReadArrayHeaderBytes(bts)
+				var zb0008 uint32
+				zb0008, bts, err = msgp.ReadArrayHeaderBytes(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Ends", za0003)
 					return
 				}
-				if zb0007 != 3 {
-					err = msgp.ArrayError{Wanted: 3, Got: zb0007}
+				if zb0008 != 3 {
+					err = msgp.ArrayError{Wanted: 3, Got: zb0008}
 					return
 				}
 				z.Ends[za0003].Index, bts, err = msgp.ReadUint32Bytes(bts)
@@ -1495,27 +1566,27 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				}
 			}
 		case "sg":
-			var zb0008 uint32
-			zb0008, bts, err = msgp.ReadBytesHeader(bts)
+			var zb0009 uint32
+			zb0009, bts, err = msgp.ReadBytesHeader(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Signal")
 				return
 			}
-			if zb0008 > 4194304 {
+			if zb0009 > 4194304 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if z.Signal == nil || uint32(cap(z.Signal)) < zb0008 {
-				z.Signal = make([]byte, zb0008)
+			if z.Signal == nil || uint32(cap(z.Signal)) < zb0009 {
+				z.Signal = make([]byte, zb0009)
 			} else {
-				z.Signal = z.Signal[:zb0008]
+				z.Signal = z.Signal[:zb0009]
 			}
-			if uint32(len(bts)) < zb0008 {
+			if uint32(len(bts)) < zb0009 {
 				err = msgp.ErrShortBytes
 				return
 			}
-			copy(z.Signal, bts[:zb0008])
-			bts = bts[zb0008:]
+			copy(z.Signal, bts[:zb0009])
+			bts = bts[zb0009:]
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1530,7 +1601,7 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Reply) Msgsize() (s int) {
-	s = 1 + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Reason) + 3 + msgp.ArrayHeaderSize
+	s = 1 + 2 + msgp.IntSize + 2 + msgp.Uint8Size + 2 + msgp.StringPrefixSize + len(z.Reason) + 3 + msgp.ArrayHeaderSize
 	for za0001 := range z.Tickets {
 		s += 1 + msgp.StringPrefixSize + len(z.Tickets[za0001].Transport) + msgp.BytesPrefixSize + len(z.Tickets[za0001].Ticket)
 	}
@@ -1628,16 +1699,11 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 			o = append(o, 0xa1, 0x78)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Finishes)))
 			for za0001 := range z.Finishes {
-				// map header, size 3
-				// string "t"
-				o = append(o, 0x83, 0xa1, 0x74)
-				o = msgp.AppendString(o, z.Finishes[za0001].TransferID)
-				// string "c"
-				o = append(o, 0xa1, 0x63)
-				o = msgp.AppendInt(o, z.Finishes[za0001].Code)
-				// string "r"
-				o = append(o, 0xa1, 0x72)
-				o = msgp.AppendString(o, z.Finishes[za0001].Reason)
+				o, err = z.Finishes[za0001].MarshalMsg(o)
+				if err != nil {
+					err = msgp.WrapError(err, "Finishes", za0001)
+					return
+				}
 			}
 		}
 		if (zb0001Mask & 0x40) == 0 { // if not omitted
@@ -1778,49 +1844,10 @@ func (z *Request) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				z.Finishes = make([]Finish, zb0003)
 			}
 			for za0001 := range z.Finishes {
-				var zb0004 uint32
-				zb0004, bts, err = msgp.ReadMapHeaderBytes(bts)
+				bts, err = z.Finishes[za0001].UnmarshalMsg(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Finishes", za0001)
 					return
-				}
-				if zb0004 > 4096 {
-					err = msgp.ErrLimitExceeded
-					return
-				}
-				for zb0004 > 0 {
-					zb0004--
-					field, bts, err = msgp.ReadMapKeyZC(bts)
-					if err != nil {
-						err = msgp.WrapError(err, "Finishes", za0001)
-						return
-					}
-					switch msgp.UnsafeString(field) {
-					case "t":
-						z.Finishes[za0001].TransferID, bts, err = msgp.ReadStringBytes(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Finishes", za0001, "TransferID")
-							return
-						}
-					case "c":
-						z.Finishes[za0001].Code, bts, err = msgp.ReadIntBytes(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Finishes", za0001, "Code")
-							return
-						}
-					case "r":
-						z.Finishes[za0001].Reason, bts, err = msgp.ReadStringBytes(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Finishes", za0001, "Reason")
-							return
-						}
-					default:
-						bts, err = msgp.Skip(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Finishes", za0001)
-							return
-						}
-					}
 				}
 			}
 		case "sg":
@@ -1834,18 +1861,18 @@ func (z *Request) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				if z.Signal == nil {
 					z.Signal = new(Signal)
 				}
-				var zb0005 uint32
-				zb0005, bts, err = msgp.ReadMapHeaderBytes(bts)
+				var zb0004 uint32
+				zb0004, bts, err = msgp.ReadMapHeaderBytes(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Signal")
 					return
 				}
-				if zb0005 > z5817a858limitMaps {
+				if zb0004 > z5817a858limitMaps {
 					err = msgp.ErrLimitExceeded
 					return
 				}
-				for zb0005 > 0 {
-					zb0005--
+				for zb0004 > 0 {
+					zb0004--
 					field, bts, err = msgp.ReadMapKeyZC(bts)
 					if err != nil {
 						err = msgp.WrapError(err, "Signal")
@@ -1859,27 +1886,27 @@ func (z *Request) UnmarshalMsg(bts []byte) (o []byte, err error) {
 							return
 						}
 					case "d":
-						var zb0006 uint32
-						zb0006, bts, err = msgp.ReadBytesHeader(bts)
+						var zb0005 uint32
+						zb0005, bts, err = msgp.ReadBytesHeader(bts)
 						if err != nil {
 							err = msgp.WrapError(err, "Signal", "Data")
 							return
 						}
-						if zb0006 > 4194304 {
+						if zb0005 > 4194304 {
 							err = msgp.ErrLimitExceeded
 							return
 						}
-						if z.Signal.Data == nil || uint32(cap(z.Signal.Data)) < zb0006 {
-							z.Signal.Data = make([]byte, zb0006)
+						if z.Signal.Data == nil || uint32(cap(z.Signal.Data)) < zb0005 {
+							z.Signal.Data = make([]byte, zb0005)
 						} else {
-							z.Signal.Data = z.Signal.Data[:zb0006]
+							z.Signal.Data = z.Signal.Data[:zb0005]
 						}
-						if uint32(len(bts)) < zb0006 {
+						if uint32(len(bts)) < zb0005 {
 							err = msgp.ErrShortBytes
 							return
 						}
-						copy(z.Signal.Data, bts[:zb0006])
-						bts = bts[zb0006:]
+						copy(z.Signal.Data, bts[:zb0005])
+						bts = bts[zb0005:]
 					default:
 						bts, err = msgp.Skip(bts)
 						if err != nil {
@@ -1940,7 +1967,7 @@ func (z *Request) Msgsize() (s int) {
 	}
 	s += 2 + msgp.ArrayHeaderSize
 	for za0001 := range z.Finishes {
-		s += 1 + 2 + msgp.StringPrefixSize + len(z.Finishes[za0001].TransferID) + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Finishes[za0001].Reason)
+		s += z.Finishes[za0001].Msgsize()
 	}
 	s += 3
 	if z.Signal == nil {

@@ -99,11 +99,11 @@ func unequal(t *testing.T, f Fixture) {
 					bytes += uint64(len(b))
 				}
 			})
-			segments, err := m.Segments(nil, [][]core.BlockID{dst}, nil, []uint32{tokens})
+			segments, err := m.Segments(core.Selection{Blocks: [][]core.BlockID{dst}, Tokens: []uint32{tokens}})
 			if err != nil {
 				t.Fatal(err)
 			}
-			pairs, err := m.Pairs(nil, [][]core.BlockID{src}, nil, [][]core.BlockID{dst}, nil, []uint32{tokens})
+			pairs, err := m.Pairs(core.Selection{Blocks: [][]core.BlockID{src}}, core.Selection{Blocks: [][]core.BlockID{dst}, Tokens: []uint32{tokens}})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -27,14 +27,14 @@ func grow(p, d *endpoint, id core.TransferID, src, dst [][]core.BlockID) *growin
 		p.t.Fatal(err)
 	}
 	g := &growing{p: p, d: d, id: id, match: m, src: src, dst: dst, ready: make([]uint32, len(p.layout.Regions))}
-	g.op = core.WriteOp{ID: id, Peer: d.id, Grant: d.expect(id, p, dst), Bytes: m.Bytes(nil, dst, nil, nil)}
+	g.op = core.WriteOp{ID: id, Peer: d.id, Grant: d.expect(id, p, dst), Bytes: m.Bytes(core.Selection{Blocks: dst})}
 	return g
 }
 
 // upTo gives what is new when so many blocks of each region are ready; nil: all.
 func (g *growing) upTo(ready []uint32) {
 	g.p.t.Helper()
-	pairs, at, err := g.match.PairsBetween(nil, g.src, nil, g.dst, nil, nil, g.ready, ready)
+	pairs, at, err := g.match.PairsBetween(core.Selection{Blocks: g.src}, core.Selection{Blocks: g.dst}, g.ready, ready)
 	if err != nil {
 		g.p.t.Fatal(err)
 	}
@@ -180,7 +180,7 @@ func growingTooMuch(t *testing.T, f Fixture) {
 	atRest(t, f, func(g *growing) {
 		again := g.op
 		var err error
-		if again.Pairs, again.At, err = g.match.PairsBetween(nil, g.src, nil, g.dst, nil, nil, nil, nil); err != nil {
+		if again.Pairs, again.At, err = g.match.PairsBetween(core.Selection{Blocks: g.src}, core.Selection{Blocks: g.dst}, nil, nil); err != nil {
 			t.Fatal(err)
 		}
 		g.p.tr.Extend(again)

@@ -241,7 +241,7 @@ func (e *engine) offer(it item) event {
 		e.mem.fill(id, it.Tag, i)
 	}
 	ev = e.call(ev, half{core.SideOffer, it.ID}, &held{blocks: ids}, func() error {
-		_, err := e.agent.Offer([]core.OfferRequest{{ID: it.ID, Blocks: [][]core.BlockID{ids}}})
+		_, err := e.agent.Offer([]core.OfferRequest{{ID: it.ID, Selection: core.Selection{Blocks: [][]core.BlockID{ids}}}})
 		return err
 	})
 	if ev.Overload { // an announced transfer must end all the same
@@ -257,7 +257,7 @@ func (e *engine) load(it item) event {
 	ids := e.take(it)
 	ev.Exhausted = ids == nil // it lets go of the transfer by a load of nothing
 	return e.call(ev, half{core.SideLoad, it.ID}, &held{blocks: ids, tag: it.Tag, first: it.First}, func() error {
-		_, err := e.agent.StartLoad([]core.LoadRequest{{ID: it.ID, From: *it.From, First: []uint32{uint32(it.First)}, Blocks: [][]core.BlockID{ids}}})
+		_, err := e.agent.StartLoad([]core.LoadRequest{{ID: it.ID, From: *it.From, Selection: core.Selection{First: []uint32{uint32(it.First)}, Blocks: [][]core.BlockID{ids}}}})
 		return err
 	})
 }

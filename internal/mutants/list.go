@@ -53,7 +53,7 @@ var mutants = []mutant{
 	{"ended-is-sending", "P's answer hides that it has given a transfer up"},
 	{"to-the-successor", "a load that P had not answered goes on with the agent in P's place"},
 	{"waits-for-successor", "a load waits for as long as a look-up takes for an agent in P's place"},
-	{"given-twice", "an aborted load is reported again when P is found"},
+	{"farewell-forgotten", "a P that is found after the abort does not hear of it"},
 	{"finish-before-written", "D's word that it has all frees blocks that are still read"},
 	{"first-half", "of a block of P that is larger the first unit is sent for each"},
 	{"units-first", "P sends a block of several units in another order than D expects"},

@@ -85,7 +85,7 @@ func (p *prefill) obey(ctx context.Context, o Order) (Answer, error) {
 	case "offer":
 		ids := p.pool.Choose(o.Count, int64(o.Transfer), o.Adjacent)
 		p.pool.Fill(o.Transfer, ids)
-		_, err := p.agent.Offer([]core.OfferRequest{{ID: core.TransferID(o.ID), Blocks: [][]core.BlockID{ids}}})
+		_, err := p.agent.Offer([]core.OfferRequest{{ID: core.TransferID(o.ID), Selection: core.Selection{Blocks: [][]core.BlockID{ids}}}})
 		return Answer{}, err
 	case "wait":
 		r, err := WaitReport(ctx, p.agent, core.TransferID(o.ID))

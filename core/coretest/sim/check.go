@@ -113,7 +113,7 @@ func (a *agent) expectProbe(d *agent) {
 	}
 	kept := func(part core.TransferID) bool {
 		state := a.m.StateOf(core.SideOffer, part)
-		return state == "ready" || state == "growing" || state == "sending"
+		return state == "ready" || state == "partial" || state == "sending"
 	}
 	parts := d.promisedBy(a)
 	for part, p := range d.claims {
@@ -284,10 +284,7 @@ func (a *agent) halves() []*half {
 // expectClaim: a claim that was made before its P was up reaches it soon after. One
 // of an engine needs all of its ranks.
 func (a *agent) expectClaim(dl *deal, k int, p *host) {
-	w, id, part, up := a.w, dl.id, dl.part(k, p), p.openAt
-	if !w.byParts(dl) {
-		up = dl.opensAt()
-	}
+	w, id, part, up := a.w, dl.id, dl.part(k, p), dl.opensAt()
 	if up <= w.now {
 		return
 	}
@@ -406,7 +403,7 @@ func (a *agent) checkAnew(v core.SendRenew, answers []core.Answer) (after func()
 	n := len(a.queue)
 	return func() {
 		for i, id := range v.Loads {
-			if i >= len(answers) || answers[i].Code != core.StartOver || !slices.Contains(a.queue[n:], core.Action(core.Revoke{ID: id})) {
+			if i >= len(answers) || answers[i].Status != core.StatusRestart || !slices.Contains(a.queue[n:], core.Action(core.Revoke{ID: id})) {
 				continue
 			}
 			if which := answers[i].Reason; a.anew[which] {
@@ -418,20 +415,20 @@ func (a *agent) checkAnew(v core.SendRenew, answers []core.Answer) (after func()
 	}
 }
 
-// checkTold: of what was aborted while its engine was looked up, each rank is told.
-func (a *agent) checkTold(r core.Resolve, found []core.FoundPart) (after func()) {
-	if !a.dropped[r.ID] || a.asked[r.ID] != r.Seq || a.m.StateOf(core.SideLoad, r.ID) != "resolving" {
+// checkTold: of what was aborted while it was looked up, each agent that is found is told.
+func (a *agent) checkTold(r core.Resolve, found map[core.TransferID]core.AgentID) (after func()) {
+	if a.dropped[r.ID] != r.Seq {
 		return func() {}
 	}
 	n := len(a.queue)
 	return func() {
 		a.w.faults["abort-found"]++
-		for _, f := range found {
+		for id, peer := range found {
 			if !slices.ContainsFunc(a.queue[n:], func(act core.Action) bool {
 				v, ok := act.(core.SendFinish)
-				return ok && v.ID == f.Share.Part(r.ID) && v.Peer == f.Peer
+				return ok && v.ID == id && v.Peer == peer
 			}) {
-				a.w.fault(r.ID, "%s: %s is not told that %q was cancelled before it was found", a.id, f.Peer, r.ID)
+				a.w.fault(r.ID, "%s: %s is not told that %q was cancelled before it was found", a.id, peer, id)
 			}
 		}
 	}

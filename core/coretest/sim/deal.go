@@ -1,7 +1,6 @@
 package sim
 
 import (
-	"fmt"
 	"slices"
 	"strings"
 	"time"
@@ -18,10 +17,6 @@ type deal struct {
 }
 
 func (dl *deal) plain() bool { return len(dl.ps) == 1 && len(dl.ds) == 1 }
-
-// byParts says whether the engines name the parts themselves; else they name the
-// prefill engine, and the parts are found.
-func (w *world) byParts(dl *deal) bool { return w.plan.ranks == allWithAll && !dl.plain() }
 
 // engine is under which name a deal's prefill ranks are found: one engine has the
 // same ranks for the same decode ranks.
@@ -161,34 +156,6 @@ func (w *world) dealsOf(id string, prefills, decodes []*host) (out []*deal) {
 		}
 	}
 	return out
-}
-
-// wanted is what a decode rank asks for: from each prefill rank a run of the
-// prompt's blocks, in turns of their own for each rank.
-func (dl *deal) wanted(k, first int, blocks []core.BlockID) (parts []core.LoadPart, sources []int) {
-	n := len(dl.ps)
-	for i := range n {
-		source := dl.ps[(i+k)%n]
-		lo, hi := i*len(blocks)/n, (i+1)*len(blocks)/n
-		p := core.LoadPart{From: source.target, Share: dl.share(k, source), First: []uint32{uint32(first + lo)}, Blocks: [][]core.BlockID{blocks[lo:hi:hi]}}
-		parts = append(parts, p)
-		for range hi - lo {
-			sources = append(sources, source.number)
-		}
-	}
-	return parts, sources
-}
-
-// partsText writes parts as transcripts have them.
-func partsText(parts []core.LoadPart) string {
-	text := make([]string, len(parts))
-	for i, p := range parts {
-		text[i] = fmt.Sprintf("%s %s %d/%d@%d", p.From.Bootstrap, p.From.EngineID, p.Share.K, p.Share.Of, p.Share.Source)
-		if p.Blocks != nil {
-			text[i] = strings.TrimRight(fmt.Sprintf("%s %d %s", text[i], p.First[0], list(p.Blocks[0])), " ")
-		}
-	}
-	return " parts=[" + strings.Join(text, " | ") + "]"
 }
 
 // opensAt is when all of a deal's prefill ranks are there.

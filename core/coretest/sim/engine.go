@@ -26,7 +26,7 @@ type engine struct {
 	given    map[core.TransferID]bool         // P has said that it has given this claim up
 	claims   map[core.TransferID]core.AgentID // P has answered this claim
 	aborted  map[core.TransferID]bool
-	dropped  map[core.TransferID]bool        // cancelled, and neither claimed nor loaded since
+	dropped  map[core.TransferID]uint64      // cancelled, and neither claimed nor loaded since: the look-up that was under way
 	lost     map[core.TransferID]core.Report // of claims, and nothing was claimed since
 	waiting  []*want                         // for blocks, in order
 	growing  map[core.TransferID]*growth
@@ -43,10 +43,10 @@ type partOf struct {
 type half struct {
 	id       core.TransferID
 	blocks   []core.BlockID
-	source   func(i, region int, head uint64) int // the number of the prefill rank that a block's item is from
-	upTo     int                                  // of the prompt's positions, what lies beyond is not loaded; 0: all of the blocks
-	parts    int                                  // that have blocks
-	needsAll bool                                 // there are no others: each prefill rank is needed
+	source   func(region int, head uint64) int // the number of the prefill rank that a block's item is from
+	upTo     int                               // of the prompt's positions, what lies beyond is not loaded; 0: all of the blocks
+	parts    int                               // that have blocks
+	needsAll bool                              // there are no others: each prefill rank is needed
 	first    int
 	began    time.Duration
 	dropped  bool        // this side has cancelled it
@@ -69,7 +69,7 @@ func (e *engine) init() {
 	e.promises, e.aborted = map[partOf]core.AgentID{}, map[core.TransferID]bool{}
 	e.growing = map[core.TransferID]*growth{}
 	e.complete, e.given = map[uint64]int{}, map[core.TransferID]bool{}
-	e.claims, e.dropped = map[core.TransferID]core.AgentID{}, map[core.TransferID]bool{}
+	e.claims, e.dropped = map[core.TransferID]core.AgentID{}, map[core.TransferID]uint64{}
 	e.lost = map[core.TransferID]core.Report{}
 }
 
@@ -141,38 +141,22 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	w, id := a.w, dl.id
 	w.token++
 	token := w.token
-	r := core.LoadRequest{ID: id, Token: token, Prompt: w.prompts[id].d}
-	h := &half{id: id, blocks: blocks, first: first, began: w.now, parts: 1, lost: a.lost[id]}
-	text := ""
-	switch {
-	case w.byParts(dl):
-		parts, sources := dl.wanted(k, first, blocks)
-		r.Parts, h.source = parts, func(i, _ int, _ uint64) int { return sources[i] }
-		h.parts = 0
-		for _, p := range r.Parts {
-			if len(p.Blocks[0]) > 0 {
-				h.parts++
-			}
-		}
-		h.needsAll = len(blocks) >= len(dl.ps)
-	default:
-		r.From = w.engine(dl)
-		if blocks != nil {
-			r.Blocks, r.First = [][]core.BlockID{blocks}, []uint32{uint32(first)}
-		}
-		of := w.regionsOf(dl, k)
-		h.parts = 0
-		for i := range of {
-			if len(of[i]) > 0 {
-				h.parts++
-			}
-		}
-		h.source = func(_, region int, head uint64) int {
-			i := slices.IndexFunc(dl.ps, func(p *host) bool { return p.has(head) && slices.Contains(of[slices.Index(dl.ps, p)], uint32(region)) })
-			return dl.ps[i].number
-		}
-		h.needsAll = h.parts == len(dl.ps)
+	r := core.LoadRequest{ID: id, From: w.engine(dl), Token: token, Prompt: w.prompts[id].d}
+	h := &half{id: id, blocks: blocks, first: first, began: w.now, lost: a.lost[id]}
+	if blocks != nil {
+		r.Blocks, r.First = [][]core.BlockID{blocks}, []uint32{uint32(first)}
 	}
+	of := w.regionsOf(dl, k)
+	for i := range of {
+		if len(of[i]) > 0 {
+			h.parts++
+		}
+	}
+	h.source = func(region int, head uint64) int {
+		i := slices.IndexFunc(dl.ps, func(p *host) bool { return p.has(head) && slices.Contains(of[slices.Index(dl.ps, p)], uint32(region)) })
+		return dl.ps[i].number
+	}
+	h.needsAll = h.parts == len(dl.ps)
 	if blocks == nil {
 		w.faults["empty"]++
 		h.needsAll = false
@@ -183,10 +167,7 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 			r.Tokens, h.upTo = []uint32{uint32(w.plan.tokens)}, w.reaches(a.host)
 		}
 	}
-	if text = partsText(r.Parts); r.Parts == nil {
-		text = fmt.Sprintf(" at=%s from=%s%s%s", r.From.Bootstrap, r.From.EngineID, optional("first", list(r.First)), groups(r.Blocks))
-	}
-	text += optional("tokens", list(r.Tokens)) + prompt(r.Prompt)
+	text := fmt.Sprintf(" at=%s from=%s%s%s%s%s", r.From.Bootstrap, r.From.EngineID, optional("first", list(r.First)), groups(r.Blocks), optional("tokens", list(r.Tokens)), prompt(r.Prompt))
 	w.acted(w.now)
 	defer func() {
 		if h := a.loads[token]; h != nil {
@@ -207,19 +188,11 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	}, "load %s token=%d%s", id, token, text)
 }
 
-func (a *agent) claim(dl *deal, k int) {
+func (a *agent) claim(dl *deal) {
 	a.w.acted(a.w.now)
 	a.w.faults["claim"]++
 	from := a.w.engine(dl)
-	r, text := core.ClaimRequest{ID: dl.id, From: from}, fmt.Sprintf(" at=%s from=%s", from.Bootstrap, from.EngineID)
-	if a.w.byParts(dl) {
-		parts, _ := dl.wanted(k, 0, nil)
-		for i := range parts {
-			parts[i].First, parts[i].Blocks = nil, nil
-			r.Parts = append(r.Parts, core.ClaimPart{From: parts[i].From, Share: parts[i].Share})
-		}
-		r.From, text = core.Target{}, partsText(parts)
-	}
+	r := core.ClaimRequest{ID: dl.id, From: from}
 	delete(a.dropped, dl.id)
 	a.w.token++
 	r.Token = a.w.token
@@ -231,7 +204,7 @@ func (a *agent) claim(dl *deal, k int) {
 			delete(a.lost, r.ID)
 		}
 		return "", err
-	}, "claim %s token=%d%s", dl.id, r.Token, text)
+	}, "claim %s token=%d at=%s from=%s", dl.id, r.Token, from.Bootstrap, from.EngineID)
 }
 
 func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
@@ -243,7 +216,7 @@ func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
 // offerOf offers blocks; accepted is called before a report can come.
 func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, of, token uint64, accepted func()) error {
 	w := a.w
-	r := core.OfferRequest{ID: id, Blocks: [][]core.BlockID{blocks}, Token: token, Prompt: of}
+	r := core.OfferRequest{ID: id, Selection: core.Selection{Blocks: [][]core.BlockID{blocks}}, Token: token, Prompt: of}
 	w.acted(w.now)
 	defer func() { a.checkOffered(id, token) }()
 	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
@@ -266,7 +239,9 @@ func (a *agent) announce(id core.TransferID) error {
 func (a *agent) cancel(id core.TransferID) {
 	a.w.acted(a.w.now)
 	a.expectAbort(id)
-	a.dropped[id] = true
+	if state := a.m.StateOf(core.SideLoad, id); state == "resolving" || state == "relocating" {
+		a.dropped[id] = a.asked[id]
+	}
 	delete(a.ledger.claims, id)
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Cancel(now, id, "") }, "cancel %s", id)
 }
@@ -336,7 +311,7 @@ func (a *agent) check(h *half, what string) {
 		a.host.each(b, func(r, t int, head uint64, holds *content) {
 			want := content{}
 			if pos := (h.first+i)*a.host.size() + t; h.upTo == 0 || pos < h.upTo {
-				want = content{h.id, pos, head, h.source(i, r, head)}
+				want = content{h.id, pos, head, h.source(r, head)}
 			}
 			if *holds != want {
 				a.w.fault(h.id, "%s: %q %s, but region %d of block %d holds %v at token %d, want %v", a.id, h.id, what, r, b, *holds, t, want)

@@ -81,7 +81,7 @@ func (a *agent) stepOf(g *growth, left time.Duration) {
 // growBy computes and says so.
 func (a *agent) growBy(g *growth) bool {
 	w := a.w
-	r := core.GrowRequest{ID: g.id, Prompt: a.promptOf(g)}
+	r := core.PartialOffer{ID: g.id, Prompt: a.promptOf(g)}
 	if more := w.rnd.IntN(len(g.blocks) - g.given + 1); more > 0 {
 		r.Blocks = [][]core.BlockID{g.blocks[g.given : g.given+more]}
 		g.given += more
@@ -101,13 +101,13 @@ func (a *agent) growBy(g *growth) bool {
 	w.acted(w.now)
 	w.faults["grow"]++
 	err := a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		err := m.Grow(now, r)
+		err := m.OfferPartial(now, r)
 		if err == nil {
 			a.offering[g.id] = g.token
 		}
 		return "", err
 	},
-		"grow %s%s ready=%d%s%s", g.id, groups(r.Blocks), upTo, optional("in", list(r.Regions)), prompt(r.Prompt))
+		"partial %s%s ready=%d%s%s", g.id, groups(r.Blocks), upTo, optional("in", list(r.Regions)), prompt(r.Prompt))
 	if err != nil {
 		a.cancel(g.id)
 		a.takeBack(g)
@@ -147,11 +147,11 @@ func (a *agent) takeBack(g *growth) {
 	delete(a.growing, g.id)
 	a.w.acted(a.w.now)
 	err := a.feed(func(m *core.Machine, now time.Time) (said string, err error) {
-		if err = m.Retract(now, g.id); m.Reading(g.id) {
+		if err = m.Withdraw(now, g.id); m.Reading(g.id) {
 			said = "its blocks are being read"
 		}
 		return said, err
-	}, "retract %s", g.id)
+	}, "withdraw %s", g.id)
 	if err != nil { // it is offered, by another request of the id
 		a.free(g.token)
 		return

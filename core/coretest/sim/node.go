@@ -22,11 +22,11 @@ type node struct {
 	byEngine map[core.Target][]core.FoundPart
 	looking  map[core.Target][]core.Resolve
 	lanes    map[core.AgentID]*lane
-	outbox   map[core.AgentID][]core.SendFinish // something is under way to each that is there
-	probing  map[core.AgentID]bool              // it is being asked whether it lives
-	asked    map[core.TransferID]uint64         // seq of the newest load
-	anew     map[string]bool                    // P's words upon which a load began anew
-	heard    map[core.AgentID]time.Duration     // when a D has renewed or loaded last, by this process's clock
+	outbox   map[core.AgentID][]core.Action // something is under way to each that is there
+	probing  map[core.AgentID]bool          // it is being asked whether it lives
+	asked    map[core.TransferID]uint64     // seq of the newest load
+	anew     map[string]bool                // P's words upon which a load began anew
+	heard    map[core.AgentID]time.Duration // when a D has renewed or loaded last, by this process's clock
 }
 
 type peer struct {
@@ -48,7 +48,7 @@ func (n *node) init() {
 	n.heard = map[core.AgentID]time.Duration{}
 	n.looking = map[core.Target][]core.Resolve{}
 	n.lanes = map[core.AgentID]*lane{}
-	n.outbox = map[core.AgentID][]core.SendFinish{}
+	n.outbox = map[core.AgentID][]core.Action{}
 	n.probing = map[core.AgentID]bool{}
 	n.asked = map[core.TransferID]uint64{}
 	n.anew = map[string]bool{}
@@ -80,7 +80,9 @@ func (a *agent) perform(act core.Action) {
 	case core.SendProbe:
 		a.sendProbe(v)
 	case core.SendFinish:
-		a.post(v)
+		a.post(v.Peer, v)
+	case core.SendRestart:
+		a.post(v.Peer, v)
 	case core.Forget:
 		if p := a.peers[v.Peer]; p != nil && v.Gone {
 			p.gone = true
@@ -171,15 +173,15 @@ func (a *agent) insist(to core.AgentID, serve func(p *agent) func(), answer func
 }
 
 func (a *agent) sendLoad(v core.SendLoad, done func()) {
-	replied := func(absent bool, code core.Code, why string) {
+	answered := func(answer core.LoadAnswer, code core.Code, why string) {
 		a.checkStale(v.ID, v.Seq, func() {
-			a.event(func(m *core.Machine, now time.Time) { m.LoadReplied(now, v.ID, v.Seq, absent, code, why) },
-				"replied %s seq=%d%s code=%v%s", v.ID, v.Seq, absence(absent), code, optional("why", why))
+			a.event(func(m *core.Machine, now time.Time) { m.LoadAnswered(now, v.ID, v.Seq, answer, code, why) },
+				"answered %s seq=%d answer=%v code=%v%s", v.ID, v.Seq, answer, code, optional("why", why))
 		})
 		done()
 	}
 	if p := a.peers[v.Peer]; p == nil || p.gone {
-		replied(true, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
+		answered(core.LoadAbsent, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
 		return
 	}
 	if a.w.chance(a.w.plan.killed) {
@@ -187,27 +189,35 @@ func (a *agent) sendLoad(v core.SendLoad, done func()) {
 	}
 	p, began := a.peers[v.Peer], a.w.now
 	if began < p.mute {
-		replied(false, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer other loads", v.Peer))
+		answered(core.LoadRefused, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer other loads", v.Peer))
 		return
 	}
+	var answer core.LoadAnswer
 	var code core.Code
 	var why string
 	a.insist(v.Peer, func(p *agent) func() {
-		c, reason := p.loadArrived(a.id, v)
-		return func() { code, why = c, reason }
+		ans, c, reason := p.loadArrived(a.id, v)
+		return func() { answer, code, why = ans, c, reason }
 	}, func(absent bool, err error) {
 		if err != nil {
 			if p.heard < began {
 				p.mute = a.w.now + a.w.plan.opt.PeerTimeout/3
 			}
-			replied(absent, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err))
+			answer = core.LoadRefused
+			if absent {
+				answer = core.LoadAbsent
+			}
+			answered(answer, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err))
 			return
 		}
 		p.heard, p.mute = a.w.now, 0
-		if code == core.OK {
+		if answer == core.LoadAccepted {
 			a.promised(v.ID, v.Peer)
 		}
-		replied(code == core.Closed, code, why)
+		if code == core.Closed {
+			answer = core.LoadAbsent
+		}
+		answered(answer, code, why)
 	})
 }
 
@@ -230,12 +240,12 @@ func (p *agent) killedWhenAsked() {
 	})
 }
 
-func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code, why string) {
+func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (answer core.LoadAnswer, code core.Code, why string) {
 	if a.peers[from] == nil {
-		return core.SayHello, "say hello first"
+		return core.LoadSayHello, core.OK, "say hello first"
 	}
 	a.heard[from] = a.now()
-	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, First: v.First, Blocks: v.Blocks, Tokens: v.Tokens, Regions: v.Regions, Prompt: v.Prompt, Lease: v.Lease,
+	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, Selection: v.Selection, Prompt: v.Prompt, Lease: v.Lease,
 		Match: a.w.match(a.host, a.w.byID[from].host)}
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		code, why = m.LoadArrived(now, lm)
@@ -245,10 +255,13 @@ func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (code core.Code,
 		return "answer " + code.String(), nil
 	}, "loaded %s peer=%s grant=%s%s first=[%s]%s%s%s%s lease=%v", v.ID, from, v.Grant, a.w.byID[from].host.said(), list(v.First), groups(v.Blocks),
 		optional("tokens", list(v.Tokens)), optional("of", list(v.Regions)), prompt(v.Prompt), v.Lease)
-	return code, why
+	if code != core.OK {
+		answer = core.LoadRefused
+	}
+	return answer, code, why
 }
 
-var statusNames = [...]string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended"}
+var statusNames = [...]string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended", "restart"}
 
 func (a *agent) sendRenew(v core.SendRenew) {
 	var answers []core.Answer
@@ -270,7 +283,7 @@ func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, er
 	done := a.checkAnew(v, answers)
 	for i, ans := range answers {
 		says = append(says, statusNames[ans.Status])
-		if ans.Status == core.StatusEnded {
+		if ans.Status >= core.StatusEnded {
 			ends = append(ends, fmt.Sprintf("%d %v %s", i, ans.Code, ans.Reason))
 		}
 		if k := i - len(v.Loads); k >= 0 {
@@ -306,7 +319,7 @@ func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer 
 		said := "answer"
 		for _, ans := range out {
 			said += " " + statusNames[ans.Status]
-			if ans.Status == core.StatusEnded {
+			if ans.Status >= core.StatusEnded {
 				said += fmt.Sprintf("(%v %s)", ans.Code, ans.Reason)
 			}
 		}
@@ -337,11 +350,11 @@ func (a *agent) sendProbe(v core.SendProbe) {
 }
 
 // post brings the news of transfers' ends to a peer, in batches.
-func (a *agent) post(v core.SendFinish) {
-	list, working := a.outbox[v.Peer]
-	a.outbox[v.Peer] = append(list, v)
+func (a *agent) post(to core.AgentID, news core.Action) {
+	list, working := a.outbox[to]
+	a.outbox[to] = append(list, news)
 	if !working {
-		a.after(a.w.delay()/8, func() { a.postNext(v.Peer) })
+		a.after(a.w.delay()/8, func() { a.postNext(to) })
 	}
 }
 
@@ -358,14 +371,20 @@ func (a *agent) postNext(to core.AgentID) {
 		return
 	}
 	a.insist(to, func(p *agent) func() {
-		for _, v := range part {
-			done := p.checkAnew(core.SendRenew{Loads: []core.TransferID{v.ID}}, []core.Answer{{Status: core.StatusEnded, Code: v.Code, Reason: v.Reason}})
-			p.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, a.id, v.ID, v.Code, v.Reason) },
-				"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
-			done()
-			if v.Code != core.OK && v.Code != core.StartOver && p.claims[v.ID] == a.id {
-				p.given[v.ID] = true
-				p.checkHeard(v.ID, a.id)
+		for _, news := range part {
+			switch v := news.(type) {
+			case core.SendRestart:
+				done := p.checkAnew(core.SendRenew{Loads: []core.TransferID{v.ID}}, []core.Answer{{Status: core.StatusRestart, Reason: v.Digest}})
+				p.event(func(m *core.Machine, _ time.Time) { m.RestartArrived(a.id, v.ID, v.Digest) },
+					"restart %s peer=%s digest=%s", v.ID, a.id, v.Digest)
+				done()
+			case core.SendFinish:
+				p.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, a.id, v.ID, v.Code, v.Reason) },
+					"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
+				if v.Code != core.OK && p.claims[v.ID] == a.id {
+					p.given[v.ID] = true
+					p.checkHeard(v.ID, a.id)
+				}
 			}
 		}
 		return func() {}

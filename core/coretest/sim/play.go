@@ -146,11 +146,8 @@ func (w *world) request(id string, prefills, decodes []*host) {
 		for _, p := range dl.ps {
 			if hearsP {
 				hears := at + w.delay()
-				up := p.openAt
-				if !w.byParts(dl) { // an engine works when all of its ranks do
-					up = dl.opensAt()
-				}
-				if up > at { // the router asks until it is up
+				up := dl.opensAt() // an engine works when all of its ranks do
+				if up > at {       // the router asks until it is up
 					hears = max(hears, up+w.upTo(20*time.Millisecond))
 				}
 				w.prefills(dl.id, p, hears, prefill, up > 0)
@@ -196,7 +193,7 @@ func (w *world) decodes(dl *deal, k int, at, hold time.Duration) {
 				w.reused[id] = true // the abort was about this one, and made a load of it
 			}
 			if w.plan.kind || w.chance(0.7) {
-				a.claim(dl, k)
+				a.claim(dl)
 				for _, p := range dl.ps {
 					a.expectClaim(dl, k, p)
 				}
@@ -392,8 +389,8 @@ func (w *world) silentDeath(p *host, ranks []*host) {
 	dl := w.dealsOf("silent-death", []*host{p}, ranks)[0]
 	at, lasts := w.upTo(act), w.plan.opt.Lease+time.Second
 	w.prefills(dl.id, p, at, 0, false)
-	for k, d := range dl.ds {
-		w.after(at, func() { d.run(func(a *agent) { a.claim(dl, k) }) })
+	for _, d := range dl.ds {
+		w.after(at, func() { d.run(func(a *agent) { a.claim(dl) }) })
 	}
 	w.after(at+time.Second, func() {
 		dead := dl.ds[0].agent

@@ -96,7 +96,11 @@ func (a *agent) resolvedEngine(r core.Resolve, found []core.FoundPart) {
 		parts = append(parts, fmt.Sprintf("%s %s %d/%d@%d", f.From.Bootstrap, f.From.EngineID, f.Share.K, f.Share.Of, f.Share.Source))
 		peers, opened, of = append(peers, string(f.Peer)), append(opened, age.String()), append(of, list(f.Regions))
 	}
-	defer a.checkTold(r, found)()
+	told := map[core.TransferID]core.AgentID{}
+	for i := range found {
+		told[found[i].Share.Part(r.ID)] = found[i].Peer
+	}
+	defer a.checkTold(r, told)()
 	a.checkStale(r.ID, r.Seq, func() {
 		a.event(func(m *core.Machine, now time.Time) { m.ResolvedParts(now, r.ID, r.Seq, found) },
 			"found %s seq=%d parts=[%s] peers=[%s] opened=[%s] of=[%s]", r.ID, r.Seq,
@@ -114,6 +118,9 @@ func (a *agent) resolved(r core.Resolve, id core.AgentID, code core.Code, why st
 		age := a.peers[id].opened
 		opened = time.Unix(0, 0).Add(age)
 		peer += fmt.Sprintf(" opened=%v", age)
+	}
+	if code == core.OK {
+		defer a.checkTold(r, map[core.TransferID]core.AgentID{r.ID: id})()
 	}
 	a.checkStale(r.ID, r.Seq, func() {
 		a.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, opened, code, why) },

@@ -296,7 +296,7 @@ func (a *agent) expect(v core.Expect) (string, error) {
 		return "", errors.New("cannot be registered")
 	}
 	e := &arm{id: id, peer: peer, grant: a.newGrant(), token: a.loading[base(id)]}
-	segments, err := a.w.match(a.w.byID[peer].host, a.host).Segments(v.Regions, v.Blocks, v.First, v.Tokens)
+	segments, err := a.w.match(a.w.byID[peer].host, a.host).Segments(v.Selection)
 	for _, s := range segments {
 		e.dst = places(e.dst, s.Region, s.Offset, s.Length)
 	}
@@ -468,7 +468,7 @@ func (a *agent) write(v core.Write, token uint64) {
 		return
 	}
 	wr := &write{v: v, token: token}
-	n := v.Match.Bytes(v.Regions, v.Dst, v.DstFirst, v.Tokens) / cellBytes
+	n := v.Match.Bytes(v.Dst) / cellBytes
 	if wr.src, wr.dst = make([]place, n), make([]place, n); n == 0 {
 		a.w.fault(v.ID, "%s: %q is planned into no places", a.id, v.ID)
 	}
@@ -487,7 +487,7 @@ func (a *agent) write(v core.Write, token uint64) {
 
 // give adds what has become ready to a write.
 func (a *agent) give(wr *write, v core.Write) {
-	pairs, extents, err := v.Match.PairsBetween(v.Regions, v.Src, v.SrcFirst, v.Dst, v.DstFirst, v.Tokens, v.Begin, v.End)
+	pairs, extents, err := v.Match.PairsBetween(v.Src, v.Dst, v.Begin, v.End)
 	if err != nil {
 		a.w.fault(v.ID, "%s: %q is not planned: %v", a.id, v.ID, err)
 		return
@@ -544,7 +544,7 @@ func (l *link) pump() {
 			if wr.err != nil {
 				continue
 			}
-			blocks := len(wr.v.Dst[0])
+			blocks := len(wr.v.Dst.Blocks[0])
 			upTo := min(wr.next+(len(wr.src)+blocks-1)/blocks, len(wr.given))
 			f := &frame{wr: wr, link: l, gen: l.gen, n: n, at: wr.given[wr.next:upTo], grant: string(wr.v.Grant)}
 			wr.next = upTo

@@ -16,7 +16,7 @@ type wanting struct {
 
 func newWanting(t *testing.T) *wanting {
 	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16))
-	return &wanting{New(l, Options{ReportWants: true}), t, time.Unix(0, 0)}
+	return &wanting{New(l, Options{ReportDemands: true}), t, time.Unix(0, 0)}
 }
 
 func (w *wanting) announce(id TransferID) {
@@ -28,7 +28,7 @@ func (w *wanting) announce(id TransferID) {
 
 func (w *wanting) load(id TransferID, first uint32, blocks ...BlockID) {
 	w.t.Helper()
-	if code, reason := w.LoadArrived(w.now, LoadMessage{ID: id, Peer: "D", Grant: []byte(id), First: []uint32{first}, Blocks: [][]BlockID{blocks}}); code != OK {
+	if code, reason := w.LoadArrived(w.now, LoadMessage{ID: id, Peer: "D", Grant: []byte(id), Selection: Selection{First: []uint32{first}, Blocks: [][]BlockID{blocks}}}); code != OK {
 		w.t.Fatal(code, reason)
 	}
 }
@@ -36,7 +36,7 @@ func (w *wanting) load(id TransferID, first uint32, blocks ...BlockID) {
 // reported are the wants since the last call.
 func (w *wanting) reported() (out []Report) {
 	for _, a := range w.Actions() {
-		if r, ok := a.(Report); ok && r.Side == SideWant {
+		if r, ok := a.(Report); ok && r.Side == SideDemand {
 			out = append(out, r)
 		}
 	}
@@ -49,8 +49,8 @@ func (w *wanting) expect(id TransferID, code Code, first int, reason string) {
 	if len(got) != 1 || got[0].ID != id || got[0].Code != code || got[0].Blocks != first || !strings.Contains(got[0].Reason, reason) {
 		w.t.Errorf("reported %+v, want %q with %v, from block %d, because %q", got, string(id), code, first, reason)
 	}
-	if len(w.wants) != 0 {
-		w.t.Errorf("wants are left: %v", w.wants)
+	if len(w.demands) != 0 {
+		w.t.Errorf("wants are left: %v", w.demands)
 	}
 }
 
@@ -73,12 +73,12 @@ func TestWantIsReportedWhenTheLoadIsHere(t *testing.T) {
 	w.nothing()
 	w.announce("before")
 	w.expect("before", OK, 0, "")
-	if err := w.Offer(w.now, OfferRequest{ID: "before", Blocks: [][]BlockID{{1}}}); err != nil {
+	if err := w.Offer(w.now, OfferRequest{ID: "before", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
 	w.nothing()
 	w.announce("unwaited")
-	if err := w.Offer(w.now, OfferRequest{ID: "unwaited", Blocks: [][]BlockID{{1}}}); err != nil {
+	if err := w.Offer(w.now, OfferRequest{ID: "unwaited", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
 	w.expect("unwaited", OK, 0, "")
@@ -94,13 +94,13 @@ func TestWantIsReportedOnceForAllShares(t *testing.T) {
 
 	w.announce("y") // one share fails, the other's load is here
 	w.load(Share{0, 2, 0}.Part("y"), 0, 1)
-	w.finishOffer(w.now, "E", Share{1, 2, 0}.Part("y"), OK, "")
+	w.FinishArrived(w.now, "E", Share{1, 2, 0}.Part("y"), OK, "")
 	w.expect("y", OK, 0, "")
 
 	w.announce("z") // no share needs anything
-	w.finishOffer(w.now, "D", Share{0, 2, 0}.Part("z"), Cancelled, "not needed")
+	w.FinishArrived(w.now, "D", Share{0, 2, 0}.Part("z"), Cancelled, "not needed")
 	w.nothing()
-	w.finishOffer(w.now, "E", Share{1, 2, 0}.Part("z"), Cancelled, "not needed")
+	w.FinishArrived(w.now, "E", Share{1, 2, 0}.Part("z"), Cancelled, "not needed")
 	w.expect("z", PeerCancelled, 0, "not needed")
 }
 
@@ -110,7 +110,7 @@ func TestWantIsReportedWhenItEnds(t *testing.T) {
 		code   Code
 		reason string
 	}{
-		"cancelled by decode":  {func(w *wanting) { w.finishOffer(w.now, "D", "x", Cancelled, "the client went") }, PeerCancelled, "the client went"},
+		"cancelled by decode":  {func(w *wanting) { w.FinishArrived(w.now, "D", "x", Cancelled, "the client went") }, PeerCancelled, "the client went"},
 		"cancelled by prefill": {func(w *wanting) { _ = w.Cancel(w.now, "x", "aborted") }, Cancelled, "aborted"},
 		"decode is gone": {func(w *wanting) {
 			w.RenewArrived(w.now, "D", nil, []TransferID{"x"})
@@ -129,7 +129,7 @@ func TestWantIsReportedWhenItEnds(t *testing.T) {
 		})
 	}
 	w := newWanting(t)
-	w.finishOffer(w.now, "D", "early", Cancelled, "the client went")
+	w.FinishArrived(w.now, "D", "early", Cancelled, "the client went")
 	w.announce("early")
 	w.expect("early", PeerCancelled, 0, "the client went")
 }
@@ -146,7 +146,7 @@ func TestWantOfAUsedID(t *testing.T) {
 	if err := w.Announce(w.now, "x"); !errors.Is(err, ErrDuplicate) {
 		t.Errorf("announced after it was wanted: %v", err)
 	}
-	if err := w.Offer(w.now, OfferRequest{ID: "x", Blocks: [][]BlockID{{1}}}); err != nil {
+	if err := w.Offer(w.now, OfferRequest{ID: "x", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
 	w.Written(w.now, "x", TransferStats{}, nil)

@@ -1,0 +1,260 @@
+package core
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// LoadArrived takes D's load; the result is the answer to D.
+func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
+	if m.closed {
+		return Closed, "the prefill agent is closing"
+	}
+	if checkWireID(l.ID) != nil {
+		return Refused, "malformed transfer_id"
+	}
+	m.event("LoadArrived")
+	if t, gone := m.ended.byID[l.ID]; gone {
+		return t.answer(&l)
+	}
+	if reason := m.tooMuch(&l); reason != "" {
+		return Refused, reason
+	}
+	if l.Lease <= 0 || l.Lease > time.Hour {
+		l.Lease = m.opt.Lease
+	}
+	if code, reason := m.fanOut(now, l.ID); code != OK {
+		return code, reason
+	}
+	of := m.offers[l.ID]
+	if of != nil {
+		if known, code, reason := of.knows(&l); known {
+			return code, reason
+		}
+	}
+	if of == nil || of.state == offerEarly {
+		return m.loadEarly(now, of, &l)
+	}
+	of.load, of.peer, of.deadline = &l, l.Peer, now.Add(l.Lease)
+	m.demanded(nameOf(l.ID))
+	if of.state == offerReady {
+		m.startWrite(now, of)
+	} else {
+		m.extend(now, of)
+	}
+	if t, gone := m.ended.byID[l.ID]; gone {
+		return t.code, t.reason // the halves do not fit
+	}
+	return OK, ""
+}
+
+// answer is what a load of a transfer that has ended is told.
+func (t *tombstone) answer(l *LoadMessage) (Code, string) {
+	switch {
+	case t.nacked == l.Peer && t.nacked != "":
+		return Failed, fmt.Sprintf("transfer %q was begun for an earlier load, which was cancelled or whose answer was lost: %s", string(l.ID), t.reason)
+	case t.code == OK || t.code == PeerCancelled:
+		return Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(l.ID), t.code)
+	}
+	return peerCode(t.code), t.reason
+}
+
+// knows says whether a load needs no more than an answer: it is another agent's
+// transfer, or the same message came twice. A D that got no answer to its first load
+// starts over.
+func (of *offer) knows(l *LoadMessage) (known bool, code Code, reason string) {
+	switch {
+	case of.peer != "" && of.peer != l.Peer &&
+		!(fault.On("second-load") && of.state == offerPrefill) && !(fault.On("share-taken-twice") && isPart(of.id)):
+		return true, Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.peer)
+	case of.voided != nil && slices.Contains(of.voided, digest(l.Grant)):
+		return true, OK, "" // it is late: D is to load anew
+	case of.load != nil && string(of.load.Grant) == string(l.Grant):
+		return true, OK, ""
+	case of.load != nil && of.state > offerPrefill:
+		return true, Refused, fmt.Sprintf("transfer %q is being sent to decode agent %s already", string(l.ID), of.peer)
+	}
+	return false, OK, ""
+}
+
+// loadEarly keeps a load whose request P's engine has not named.
+func (m *Machine) loadEarly(now time.Time, of *offer, l *LoadMessage) (Code, string) {
+	more := l.Count()
+	if of == nil && m.early >= m.opt.MaxTransfers || m.earlyBlocks+more > maxEarlyBlocks {
+		return Refused, fmt.Sprintf("%d claims and loads of %d blocks already wait for requests that the prefill engine does not know", m.early, m.earlyBlocks)
+	}
+	if of == nil {
+		of = m.addEarly(now, l.ID, l.Peer)
+	}
+	m.earlyBlocks += more - of.loadBlocks()
+	of.load, of.peer = l, l.Peer
+	return OK, ""
+}
+
+// loadBlocks is how many block ids its load holds.
+func (of *offer) loadBlocks() int {
+	if of.load == nil {
+		return 0
+	}
+	return of.load.Count()
+}
+
+// addEarly keeps what a D wants and P's engine does not know yet.
+func (m *Machine) addEarly(now time.Time, id TransferID, peer AgentID) *offer {
+	m.begin(now)
+	of := &offer{id: id, state: offerEarly, peer: peer, deadline: now.Add(fault.Pick("no-reap", m.opt.EarlyLoad, 1000*m.opt.EarlyLoad))}
+	m.keepOffer(of)
+	m.early++
+	return of
+}
+
+func (m *Machine) leaveEarly(of *offer) {
+	m.early--
+	m.earlyBlocks -= of.loadBlocks()
+}
+
+// maxEarlyBlocks bounds the block ids that early loads hold: 16 MiB.
+const maxEarlyBlocks = 1 << 22
+
+// tooMuch says why a load can fit no offer of this agent.
+func (m *Machine) tooMuch(l *LoadMessage) string {
+	if len(l.Blocks) > len(m.layout.Groups) {
+		return fmt.Sprintf("the load has %d KV cache groups, %d are registered here", len(l.Blocks), len(m.layout.Groups))
+	}
+	for g, ids := range l.Blocks {
+		from, to := l.Match.ratio(g).sources(0, len(ids), at(l.Tokens, g))
+		if n := m.layout.Groups[g].NumBlocks; to-from > uint64(n) || len(ids) > MaxBlocks {
+			return fmt.Sprintf("the load wants %d blocks of group %d, which has %d here", to-from, g, n)
+		}
+	}
+	regions := len(m.layout.Regions)
+	if l.Match != nil {
+		regions = l.Match.regions
+	}
+	if err := checkRegions(l.Regions, regions); err != nil {
+		return "the load is of " + err.Error()
+	}
+	return ""
+}
+
+// RenewArrived takes D's renewal of its loads and claims, and answers for each
+// of them in this order.
+func (m *Machine) RenewArrived(now time.Time, from AgentID, loads, claims []TransferID) []Answer {
+	m.event("RenewArrived")
+	if p := m.probes[from]; p != nil {
+		p.since = now // it lives, or this is the last that it has sent
+	}
+	out := make([]Answer, 0, len(loads)+len(claims))
+	for _, id := range loads {
+		out = append(out, m.renewed(now, from, id, false))
+	}
+	for _, id := range claims {
+		out = append(out, m.renewed(now, from, id, true))
+	}
+	return out
+}
+
+func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool) Answer {
+	of := m.offers[id]
+	if of == nil {
+		t, gone := m.ended.byID[id]
+		switch {
+		case gone && t.code == OK:
+			return Answer{Status: StatusSent}
+		case gone && fault.On("ended-is-sending"):
+			return Answer{Status: StatusSending}
+		case gone:
+			return Answer{StatusEnded, peerCode(t.code), t.reason}
+		case !claim || m.closed || checkWireID(id) != nil || m.early >= m.opt.MaxTransfers:
+			return Answer{Status: StatusUnknown}
+		}
+		switch code, reason := m.fanOut(now, id); code {
+		case OK:
+		case Refused, Closed:
+			return Answer{Status: StatusUnknown}
+		default:
+			return Answer{StatusEnded, code, reason}
+		}
+		if of = m.offers[id]; of == nil {
+			of = m.addEarly(now, id, from)
+		}
+	}
+	if claim && (of.peer == "" || fault.On("second-claim") && of.load == nil) {
+		of.peer = from
+	}
+	switch {
+	case of.peer == from && !claim && of.load == nil && of.voided != nil:
+		return Answer{Status: StatusRestart, Reason: of.voided[len(of.voided)-1]}
+	case of.peer != from || !claim && of.load == nil:
+		return Answer{Status: fault.Pick("unknown-is-sending", StatusUnknown, StatusSending)}
+	}
+	if of.state != offerEarly && !of.state.stopping() && !fault.On("no-renewal") && !(fault.On("claim-not-kept") && claim) {
+		of.deadline = now.Add(m.lease(of))
+		if fault.On("lease-of-all") {
+			for _, o := range m.halfOf(nameOf(id)) {
+				o.deadline = of.deadline
+			}
+		}
+	}
+	switch of.state {
+	case offerEarly:
+		return Answer{Status: StatusEarly}
+	case offerPrefill:
+		return Answer{Status: StatusPrefill}
+	case offerReady:
+		return Answer{Status: StatusOffered}
+	}
+	return Answer{Status: StatusSending}
+}
+
+// FinishArrived takes the other side's word that its half has ended.
+func (m *Machine) FinishArrived(now time.Time, from AgentID, id TransferID, code Code, reason string) {
+	m.event("FinishArrived")
+	c, ld := m.claims.get(id), m.loads.get(id)
+	switch {
+	case c != nil && c.peer == from:
+		if code != OK && c.state.atPeer() && !fault.On("claim-forgets-end") {
+			m.loseClaim(now, c, ending{peerCode(code), reason})
+		}
+	case ld != nil && ld.peer == from:
+		if code != OK { // of success the bytes themselves are the sign
+			m.endLoad(now, ld, ending{peerCode(code), reason}, false)
+		}
+	default:
+		m.finishOffer(now, from, id, peerCode(code), reason)
+	}
+}
+
+// RestartArrived takes P's word that it has taken back what it had begun to send for
+// the load whose grant has this digest.
+func (m *Machine) RestartArrived(from AgentID, id TransferID, digest string) {
+	m.event("RestartArrived")
+	if ld := m.loads.get(id); ld != nil && ld.peer == from {
+		m.restartLoad(ld, digest)
+	}
+}
+
+// finishOffer takes D's word that its half has ended.
+func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code Code, reason string) {
+	_, gone := m.ended.byID[id]
+	of := m.offers[id]
+	if of == nil && !gone && isPart(id) {
+		m.fanOut(now, id) // the other parts are waited for
+		of = m.offers[id]
+	}
+	switch {
+	case of == nil && !gone:
+		m.ended.add(id, code, reason, false) // overtook the load, or came before the engine's request
+	case of == nil, of.peer != "" && of.peer != from && !fault.On("anybodys-finish"): // not its transfer
+	case code == OK && of.state.sending():
+		if fault.On("finish-before-written") {
+			m.reportOffer(now, of, TransferStats{})
+		}
+		of.landed = true // the transport's own word, with its figures, is about to come
+	default:
+		m.endOffer(now, of, ending{code, reason}, false)
+	}
+}

@@ -1,0 +1,254 @@
+package core
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// claimState: doc.go has the table of transitions.
+type claimState uint8
+
+const (
+	claimResolving  claimState = iota // P's agent is being looked up
+	claimBackoff                      // no agent was found; it is looked up again at retryAt
+	claimAsked                        // P's agent is known; it has not answered the claim
+	claimKept                         // P keeps the transfer
+	claimRelocating                   // P's agent is gone; the agent in its place is being looked up
+	claimVoid                         // P has given the transfer up; a load comes to the same end
+)
+
+func (s claimState) String() string {
+	return [...]string{"resolving", "backoff", "asked", "kept", "relocating", "void"}[s]
+}
+
+// atPeer says whether a P agent is renewed for the claim.
+func (s claimState) atPeer() bool { return s == claimAsked || s == claimKept }
+
+// lookedUp says whether the claim waits for Resolved.
+func (s claimState) lookedUp() bool { return s == claimResolving || s == claimRelocating }
+
+// claim is D's wish that P keeps a transfer until D has blocks for it.
+type claim struct {
+	id    TransferID
+	seq   uint64
+	state claimState
+	token uint64
+	from  Target
+	agents
+	since     time.Time // the engine's word
+	until     time.Time // end of a claim that no load follows
+	retryAt   time.Time // in claimBackoff
+	replaceBy time.Time // Options.ReportClaims, with P gone: when another agent must have been found in its place; zero: no bound
+	end       ending    // in claimVoid
+}
+
+// agents are the P agents that a claim or load has been with.
+type agents struct {
+	peer   AgentID   // the agent it is with; "" while P is looked up
+	former AgentID   // the agent before P was looked up once more; "": P was looked up once
+	keeper AgentID   // the agent that has answered the claim: no other one knows the request
+	nameBy time.Time // deadline for an agent that opened after the request to name it; zero: it was open before
+}
+
+// ending is how a half ends.
+type ending struct {
+	code   Code
+	reason string
+}
+
+// replaced says why an agent in the place of another cannot have the request; ""
+// if it may. younger: the agent opened after the request.
+func (a *agents) replaced(by AgentID, younger bool) string {
+	switch {
+	case a.keeper != "" && a.keeper != by:
+		return fmt.Sprintf("prefill agent %s, which had the request, was replaced by %s", a.keeper, by)
+	case a.former != "" && a.former != by && younger && !fault.On("to-the-successor"):
+		return fmt.Sprintf("prefill agent %s, which the request was for, was replaced by %s", a.former, by)
+	}
+	return ""
+}
+
+func (a *agents) noSuccessor() string {
+	return fmt.Sprintf("no agent was found in the place of prefill agent %s, which the request was for", a.former)
+}
+
+// Claim tells P that the engine will load a transfer as soon as it has blocks
+// for it: P keeps it for as long. A claim ends by Load, by Cancel, or after
+// Options.Claim, and has no Report unless Options.ReportClaims is set. One that is
+// known already is no error.
+func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
+	if err := m.checkLoad(r.ID, r.From); err != nil {
+		return err
+	}
+	m.event("Claim")
+	if m.claimed(r.ID) || m.loading(r.ID) {
+		return nil
+	}
+	if m.namedClaims() >= m.opt.MaxTransfers {
+		return m.overload("claims")
+	}
+	m.count.Claimed++
+	m.forgetLost(r.ID)
+	m.begin(now)
+	m.seq++
+	c := &claim{id: r.ID, seq: m.seq, token: r.Token, from: r.From, since: now, until: now.Add(m.opt.Claim)}
+	m.keepClaim(c)
+	m.resolve(c.id, c.seq, c.from, false)
+	return nil
+}
+
+func (m *Machine) checkLoad(id TransferID, from Target) error {
+	switch err := checkID(id); {
+	case err != nil:
+		return err
+	case m.closed:
+		return ErrClosed
+	case from.Bootstrap == "" && from.EngineID == "":
+		return fmt.Errorf("%w: load %q names neither a bootstrap address nor an engine_id", ErrInvalid, string(id))
+	}
+	return nil
+}
+
+func (m *Machine) claimTo(c *claim, s claimState) {
+	m.moved("claim", c.id, c.state.String(), s.String())
+	c.state = s
+}
+
+// claimResolved takes the outcome of a claim's look-up.
+func (m *Machine) claimResolved(now time.Time, c *claim, peer AgentID, opened time.Time, end ending) {
+	switch {
+	case end.code == Unreachable && fault.On("claim-dropped"):
+		m.dropClaim(c, end)
+		return
+	case end.code == Unreachable: // P's agent may not be up yet
+		m.claimLater(now, c)
+		return
+	case end.code != OK:
+		m.loseClaim(now, c, end)
+		return
+	}
+	c.replaceBy = time.Time{}
+	younger := m.found(now, &c.agents, c.since, peer, opened)
+	if reason := c.replaced(peer, younger); reason != "" {
+		m.loseClaim(now, c, ending{PeerLost, reason})
+		return
+	}
+	m.claimTo(c, claimAsked)
+	m.watch(now, peer)
+	if p := m.peers[peer]; !p.fresh {
+		p.fresh = true // a thousand that come one by one are two messages
+		if !p.asking {
+			m.tickPeers(now)
+		}
+	}
+}
+
+// claimLater: nobody was found for a claim.
+func (m *Machine) claimLater(now time.Time, c *claim) {
+	m.claimTo(c, claimBackoff)
+	c.peer, c.retryAt = "", now.Add(m.opt.PeerTimeout)
+}
+
+// claimAgain looks P's agent up again.
+func (m *Machine) claimAgain(c *claim) {
+	state := claimResolving
+	if c.former != "" {
+		state = claimRelocating
+	}
+	m.claimTo(c, state)
+	c.peer = ""
+	m.resolve(c.id, c.seq, c.from, true)
+}
+
+// claimAnswered takes P's answer to a renewal. If P has no place for the claim now,
+// the next renewal asks again.
+func (m *Machine) claimAnswered(now time.Time, c *claim, a Answer) {
+	switch a.Status {
+	case StatusUnknown:
+	case StatusEnded:
+		m.loseClaim(now, c, ending{peerFailure(a.Code), a.Reason})
+	case StatusSent:
+		m.loseClaim(now, c, ending{Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(c.id))})
+	default:
+		m.claimTo(c, claimKept)
+		c.keeper = c.peer
+	}
+}
+
+// claimPeerGone: P's agent does not answer any more. absent: nobody listens there.
+func (m *Machine) claimPeerGone(now time.Time, c *claim, heard time.Time, absent bool, reason string) {
+	switch {
+	case c.state == claimKept || c.former != "" && m.opt.ReportClaims: // as a load would end
+		if !absent {
+			m.act(SendFinish{Peer: c.peer, ID: c.id, Code: PeerLost, Reason: reason})
+		}
+		m.loseClaim(now, c, ending{PeerLost, reason})
+	case c.former != "":
+		c.former = c.peer
+		m.claimLater(now, c)
+	default:
+		c.former = c.peer
+		m.count.Retries++
+		m.act(Forget{Peer: c.peer, Gone: true})
+		if m.opt.ReportClaims {
+			// After a silence there is hardly time left: as much as it takes to find and ask one.
+			c.replaceBy = later(later(heard, c.since).Add(m.patience()), now.Add(m.opt.PeerTimeout/4))
+		}
+		m.claimAgain(c)
+	}
+}
+
+// loseClaim is the end of a claim that can come to nothing. Without
+// Options.ReportClaims it is kept for the load that may follow.
+func (m *Machine) loseClaim(now time.Time, c *claim, end ending) {
+	was := c.state
+	m.claimTo(c, claimVoid)
+	c.end = end
+	if m.opt.ReportClaims && !(fault.On("lost-untold") && end.code == PeerLost) {
+		m.claimLost(now, c, was, end)
+	}
+}
+
+// dropClaim ends a claim, and has P told where P is known or about to be.
+func (m *Machine) dropClaim(c *claim, end ending) {
+	switch {
+	case c.state.atPeer() && fault.On("no-finish-of-claims"):
+	case c.state.atPeer():
+		m.act(SendFinish{Peer: c.peer, ID: c.id, Code: end.code, Reason: end.reason})
+	case c.state.lookedUp() && end.code == Cancelled:
+		m.keepFarewell(&farewell{id: c.id, seq: c.seq, end: end})
+	}
+	m.forgetClaim(c)
+	m.restPeers()
+	m.claimDropped(c)
+}
+
+// tickClaim ends a claim that no load has followed or whose P is gone and has no
+// successor, and looks again for a P that was not found.
+func (m *Machine) tickClaim(now time.Time, c *claim) {
+	switch {
+	case c.isLost(now):
+		m.claimLost(now, c, c.state, ending{PeerLost, c.noSuccessor()})
+	case now.Before(c.until):
+		m.claimAgain(c)
+	default:
+		reason := fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", string(c.id), m.opt.Claim)
+		if m.opt.ReportClaims {
+			m.claimLost(now, c, c.state, ending{Expired, reason})
+			return
+		}
+		m.dropClaim(c, ending{Cancelled, reason})
+	}
+}
+
+// due says whether tickClaim has something to do.
+func (c *claim) due(now time.Time) bool {
+	return !now.Before(c.until) && !fault.On("claim-for-ever") || c.state == claimBackoff && !now.Before(c.retryAt) || c.isLost(now)
+}
+
+// isLost: no agent has taken the place of the one that the claim was for.
+func (c *claim) isLost(now time.Time) bool {
+	return !c.replaceBy.IsZero() && !now.Before(c.replaceBy)
+}

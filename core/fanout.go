@@ -1,0 +1,152 @@
+package core
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// P's fan-out: an offer of which several D agents have their shares, or one D beside
+// other P agents' offers. Each part is an offer of its own below, of one peer; the
+// engine knows the whole, and its blocks are free when all parts have ended.
+type fanOut struct {
+	sum
+	id      TransferID
+	of      int // shares
+	source  int
+	parts   []TransferID
+	left    int       // parts that have not ended
+	offered time.Time // zero: the engine has not
+	token   uint64
+	blocks  int
+}
+
+// fanOut makes sure that a part that a peer names is one of those that this transfer
+// has here: the first part to come says how many they are. The code is what the peer
+// is told. An id that is no part's needs nothing.
+func (m *Machine) fanOut(now time.Time, part TransferID) (Code, string) {
+	id, share, ok := splitPart(part)
+	if !ok {
+		if f := m.fanOuts[part]; f != nil {
+			return Refused, fmt.Sprintf("transfer %q is being loaded in %d shares already", string(part), f.of)
+		}
+		return OK, ""
+	}
+	if f := m.fanOuts[id]; f != nil {
+		if f.of != share.Of || f.source != share.Source {
+			return Refused, fmt.Sprintf("transfer %q is being loaded in %d shares from source %d already, not in %d from %d", string(id), f.of, f.source, share.Of, share.Source)
+		}
+		return m.partThere(part)
+	}
+	if t, gone := m.ended.byID[id]; gone {
+		if t.code == OK || t.code == PeerCancelled {
+			return Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(id), t.code)
+		}
+		return peerCode(t.code), t.reason
+	}
+	base := m.offers[id]
+	switch {
+	case m.closed:
+		return Closed, "the prefill agent is closing"
+	case base != nil && base.peer != "":
+		return Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(id), base.peer)
+	case base == nil && m.early+share.Of > m.opt.MaxTransfers, base != nil && len(m.offers)-m.early+share.Of-1 > m.opt.MaxTransfers:
+		return Refused, fmt.Sprintf("%d shares of transfer %q do not fit beside %d others", share.Of, string(id), len(m.offers))
+	}
+	m.begin(now)
+	f := &fanOut{id: id, of: share.Of, source: share.Source, left: share.Of}
+	m.fanOuts[id] = f
+	if base != nil {
+		f.offered, f.token, f.blocks = base.offered, base.token, base.held.Count()
+		m.forgetOffer(base)
+	}
+	for k := range share.Of {
+		of := base.part(Share{k, share.Of, share.Source}.Part(id), now.Add(m.opt.EarlyLoad))
+		f.parts = append(f.parts, of.id)
+		if of.state == offerEarly {
+			m.early++
+		}
+		m.keepOffer(of)
+	}
+	for _, p := range f.parts { // D's word that it needs no more may have come before
+		if t, gone := m.ended.byID[p]; gone {
+			of := m.offers[p]
+			of.end = ending{t.code, t.reason}
+			m.reportOffer(now, of, TransferStats{})
+		}
+	}
+	return m.partThere(part)
+}
+
+// partThere says whether a part has not ended.
+func (m *Machine) partThere(part TransferID) (Code, string) {
+	if m.offers[part] == nil {
+		return Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(part))
+	}
+	return OK, ""
+}
+
+// part is an offer's part, or one whose offer has not come.
+func (of *offer) part(id TransferID, deadline time.Time) *offer {
+	if of == nil {
+		return &offer{id: id, deadline: deadline}
+	}
+	held := Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)}
+	for g := range held.Blocks {
+		held.Blocks[g] = slices.Clip(held.Blocks[g]) // each part's grow apart
+	}
+	return &offer{id: id, state: of.state, token: of.token, held: held, offered: of.offered, deadline: of.deadline, ready: slices.Clone(of.ready), prompt: fault.Pick("shares-of-any-prompt", of.prompt, 0)}
+}
+
+// halfOf is P's half of a transfer, or the parts of it that have not ended.
+func (m *Machine) halfOf(id TransferID) (out []*offer) {
+	if f := m.fanOuts[id]; f != nil {
+		for _, part := range f.parts {
+			if of := m.offers[part]; of != nil {
+				out = append(out, of)
+			}
+		}
+		return out
+	}
+	if of := m.offers[id]; of != nil {
+		return []*offer{of}
+	}
+	return nil
+}
+
+// offeredWhole notes the engine's offer for the one report of the parts.
+func (m *Machine) offeredWhole(now time.Time, r *OfferRequest) {
+	if f := m.fanOuts[r.ID]; f != nil {
+		f.offered, f.token, f.blocks = now, r.Token, r.Count()
+	}
+}
+
+// offerReported takes an offer's end to the engine. If it is a part's, the engine's
+// blocks are free when all parts have ended. Nobody waits for the report of what the
+// engine has not offered.
+func (m *Machine) offerReported(now time.Time, of *offer, r Report) {
+	f := m.fanOuts[nameOf(of.id)]
+	switch {
+	case !isPart(of.id) && of.offered.IsZero():
+		m.reportDemand(of.id, r.Code, r.Reason, 0)
+		return
+	case !isPart(of.id):
+		m.act(r)
+		return
+	}
+	f.add(&r)
+	if f.left--; f.left > 0 && !(fault.On("first-share-ends") && f.left >= f.of-1) {
+		m.demanded(f.id)
+		return
+	}
+	delete(m.fanOuts, f.id)
+	m.reportDemand(f.id, f.code, f.reason, 0)
+	m.ended.add(f.id, f.code, f.reason, !f.offered.IsZero())
+	m.ended.moved(f.id, f.stats)
+	if !f.offered.IsZero() {
+		m.act(Report{ID: f.id, Parts: f.parts, Side: SideOffer, Token: f.token, Code: f.code, Reason: f.reason, Blocks: f.blocks,
+			Wait: f.wait, Elapsed: now.Sub(f.offered), State: f.state, Peer: f.peer, Stats: f.stats})
+	}
+}

@@ -1,0 +1,140 @@
+package core
+
+import (
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// halves are those of one kind by their ids; parts of a fan-in count apart.
+type halves[T any] struct {
+	byID  map[TransferID]T
+	parts int
+}
+
+func newHalves[T any]() halves[T] { return halves[T]{byID: map[TransferID]T{}} }
+
+func (h *halves[T]) get(id TransferID) T { return h.byID[id] }
+
+func (h *halves[T]) put(id TransferID, v T) {
+	if _, there := h.byID[id]; !there && isPart(id) {
+		h.parts++
+	}
+	h.byID[id] = v
+}
+
+func (h *halves[T]) drop(id TransferID) {
+	if _, there := h.byID[id]; there && isPart(id) {
+		h.parts--
+	}
+	delete(h.byID, id)
+}
+
+// named is how many of them the engine has named itself.
+func (h *halves[T]) named() int { return len(h.byID) - h.parts }
+
+// farewell is what P must still be told of a claim or load that the engine has
+// cancelled while P's agent was being looked up.
+type farewell struct {
+	id  TransferID
+	seq uint64
+	end ending
+}
+
+// keepFarewell remembers it until P is found. A new claim or load of the id voids
+// it: P hears of the id by that one.
+func (m *Machine) keepFarewell(f *farewell) { m.farewells.put(f.id, f) }
+
+func (m *Machine) keepClaim(c *claim) {
+	m.farewells.drop(c.id)
+	m.claims.put(c.id, c)
+	m.moved("claim", c.id, "-", c.state.String())
+}
+
+func (m *Machine) forgetClaim(c *claim) {
+	m.claims.drop(c.id)
+	m.moved("claim", c.id, c.state.String(), "-")
+}
+
+func (m *Machine) keepLoad(ld *load) {
+	m.farewells.drop(ld.id)
+	m.loads.put(ld.id, ld)
+	m.moved("load", ld.id, "-", ld.state.String())
+}
+
+func (m *Machine) forgetLoad(ld *load) {
+	m.loads.drop(ld.id)
+	m.moved("load", ld.id, ld.state.String(), "-")
+}
+
+// restPeers forgets the P agents when nothing waits for one: nobody may call Tick
+// then, which forgets them one by one.
+func (m *Machine) restPeers() {
+	if len(m.loads.byID)+len(m.claims.byID)+len(m.farewells.byID) == 0 {
+		clear(m.peers)
+	}
+}
+
+// resolve has P's agent looked up.
+func (m *Machine) resolve(id TransferID, seq uint64, from Target, fresh bool) {
+	m.act(Resolve{ID: id, Seq: seq, From: from, Part: isPart(id), Fresh: fresh})
+}
+
+// Resolved answers Resolve. A code other than OK says why P's agent was not
+// found or refused this one. opened is an instant, on this machine's clock,
+// before which that agent was not open for certain; zero if nothing is known.
+func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentID, opened time.Time, code Code, reason string) {
+	m.event("Resolved")
+	m.resolved(now, id, seq, peer, opened, ending{code, reason})
+}
+
+func (m *Machine) resolved(now time.Time, id TransferID, seq uint64, peer AgentID, opened time.Time, end ending) {
+	if f := m.farewells.get(id); f != nil && f.seq == seq {
+		if end.code == OK {
+			m.act(SendFinish{Peer: peer, ID: id, Code: f.end.code, Reason: f.end.reason})
+		}
+		m.dropFarewell(f)
+	}
+	if c := m.claims.get(id); c != nil && (c.seq == seq || fault.On("stale-answer")) && c.state.lookedUp() {
+		m.claimResolved(now, c, peer, opened, end)
+	}
+	if ld := m.loads.get(id); ld != nil && (ld.seq == seq || fault.On("stale-answer")) && ld.state.lookedUp() {
+		m.loadResolved(now, ld, peer, opened, end)
+	}
+}
+
+func (m *Machine) dropFarewell(f *farewell) {
+	m.farewells.drop(f.id)
+	m.restPeers()
+}
+
+// found notes the agent that was found for a request that was made at since, and
+// says whether the agent is younger than the request.
+func (m *Machine) found(now time.Time, a *agents, since time.Time, peer AgentID, opened time.Time) (younger bool) {
+	a.peer, a.nameBy = peer, time.Time{}
+	if younger = since.Before(opened); younger { // so that it is reported within PeerTimeout of its beginning, with the next renewal
+		a.nameBy = later(since.Add(m.patience()-m.renewInterval()), now.Add(m.opt.PeerTimeout/3))
+	}
+	return younger
+}
+
+// claimed and loading say whether the engine has claimed a transfer, or loads it.
+func (m *Machine) claimed(id TransferID) bool {
+	return m.claims.get(id) != nil || m.claimFanIns[id] != nil
+}
+
+func (m *Machine) loading(id TransferID) bool {
+	return m.loads.get(id) != nil || m.loadFanIns[id] != nil
+}
+
+func (m *Machine) namedClaims() int { return m.claims.named() + len(m.claimFanIns) }
+
+// namedLoads is how many loads the engine has named, besides one of this id, and
+// those that it has cancelled of which P must still hear.
+func (m *Machine) namedLoads(id TransferID) int {
+	n := m.loads.named() + len(m.loadFanIns) + m.farewells.named()
+	if m.farewells.get(id) != nil {
+		n--
+	}
+	return n
+}

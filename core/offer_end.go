@@ -1,0 +1,155 @@
+package core
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// Written takes the transport's outcome of a Write.
+func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err error) {
+	of := m.offers[id]
+	if of == nil {
+		return
+	}
+	m.event("Written")
+	switch {
+	case of.state == offerWithdrawing:
+		m.startOver(now, of)
+		return
+	case of.state.ends():
+	case !of.state.sending():
+		return
+	case err != nil && !of.landed:
+		of.nacked = errors.Is(err, ErrNotExpected)
+		of.end = ending{transportCode(err), "sending to decode agent " + string(of.load.Peer) + ": " + err.Error()}
+		m.act(SendFinish{Peer: of.load.Peer, ID: id, Code: peerCode(of.end.code), Reason: of.end.reason})
+	}
+	m.reportOffer(now, of, s)
+}
+
+// cancelOffer ends P's half, or remembers the end of one that is not here yet.
+func (m *Machine) cancelOffer(now time.Time, id TransferID, reason string) {
+	half := m.halfOf(id)
+	if _, gone := m.ended.byID[id]; half == nil && !gone {
+		m.ended.add(id, Cancelled, reason, false)
+	}
+	for i, of := range half {
+		if fault.On("cancel-one-share") && i > 0 {
+			break
+		}
+		m.endOffer(now, of, ending{Cancelled, reason}, true)
+	}
+}
+
+// endOffer brings P's half to its end; tell says whether D must be told. An offer
+// that is ending already ends as it was to.
+func (m *Machine) endOffer(now time.Time, of *offer, end ending, tell bool) {
+	if of.state.ends() {
+		return
+	}
+	if tell && of.peer != "" && !(fault.On("no-finish-from-p") && end.code == Cancelled) {
+		m.act(SendFinish{Peer: of.peer, ID: of.id, Code: peerCode(end.code), Reason: end.reason})
+	}
+	of.end = end
+	switch {
+	case of.state == offerWithdrawing: // it is being stopped already
+		m.offerTo(of, offerEndingWithdrawn)
+	case of.state.sending() && !fault.On("no-stop"):
+		m.offerTo(of, offerEnding)
+		m.act(StopWrite{ID: of.id})
+		if fault.On("report-before-written") {
+			m.reportOffer(now, of, TransferStats{})
+		}
+	default:
+		m.reportOffer(now, of, TransferStats{})
+	}
+}
+
+// reportOffer is the only way out of the map of offers.
+func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
+	m.forgetOffer(of)
+	if len(m.offers) == 0 {
+		clear(m.probes) // nobody may call Tick now
+	}
+	if of.state == offerEarly {
+		m.leaveEarly(of)
+	}
+	m.ended.add(of.id, of.end.code, of.end.reason, !of.offered.IsZero())
+	m.ended.moved(of.id, s)
+	if of.nacked {
+		m.ended.nacked(of.id, of.peer)
+	}
+	wait := now.Sub(of.offered)
+	switch {
+	case of.offered.IsZero():
+		wait = 0
+	case !of.sendAt.IsZero():
+		wait = max(of.sendAt.Sub(of.offered), 0)
+	}
+	state := of.state
+	if state.stopping() {
+		state = offerSending
+	}
+	m.offerReported(now, of, Report{ID: of.id, Side: SideOffer, Token: of.token, Code: of.end.code, Reason: of.end.reason,
+		Blocks: of.held.Count(), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: s})
+}
+
+// tickOffers ends what has waited too long for D or for the engine.
+func (m *Machine) tickOffers(now time.Time) {
+	var late []TransferID
+	for id, of := range m.offers {
+		if !of.deadline.IsZero() && !now.Before(of.deadline) {
+			late = append(late, id)
+		}
+	}
+	slices.Sort(late)
+	for _, id := range late {
+		of := m.offers[id]
+		switch of.state {
+		case offerEarly:
+			m.count.ExpiredEarly++
+			m.endOffer(now, of, ending{NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", string(of.id), m.opt.EarlyLoad)}, true)
+		case offerPrefill:
+			if m.demands[nameOf(of.id)] {
+				m.endOffer(now, of, ending{PeerLost, fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, m.lease(of))}, true)
+				continue
+			}
+			of.load, of.peer, of.deadline = nil, "", time.Time{} // D stopped renewing; the engine still works
+		case offerReady:
+			reason := fmt.Sprintf("no decode agent claimed or loaded transfer %q within its lease of %v", string(of.id), m.opt.Lease)
+			if of.peer != "" {
+				reason = fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, m.opt.Lease)
+			}
+			m.endOffer(now, of, ending{Expired, reason}, true)
+		case offerPartial, offerSending:
+			m.endOffer(now, of, ending{PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease)}, true)
+		}
+	}
+}
+
+// peerCode is how one side's end reads on the other. It also bounds what comes
+// from the network to the codes there are.
+func peerCode(c Code) Code {
+	switch _, known := codeNames[c]; {
+	case c == Cancelled:
+		return PeerCancelled
+	case c == Closed:
+		return PeerLost
+	case !known:
+		return Failed
+	}
+	return c
+}
+
+// peerFailure is peerCode of an end that a peer says was none that went well. Only the
+// bytes themselves say that a load went well.
+func peerFailure(c Code) Code {
+	if c = peerCode(c); c == OK {
+		return Failed
+	}
+	return c
+}

@@ -1,0 +1,205 @@
+package core
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// PartialOffer is the engine's word that a part of a transfer is there, while it
+// computes the rest.
+type PartialOffer struct {
+	ID     TransferID
+	First  []uint32    // per group, with its first blocks: as of Selection
+	Blocks [][]BlockID // per group: those that follow what was given before
+	// Ready is, per group, how many blocks of the prompt, from its start, are there.
+	Ready []uint32
+	// Regions in which they are, in growing order; nil: in all.
+	Regions []uint32
+	Prompt  uint64 // as of OfferRequest, with the first part at the latest; what is said once holds
+	// Computing is as Ready, of what the engine's step computes: a later PartialOffer
+	// says in which regions it is there. Here it is only checked.
+	Computing []uint32
+}
+
+// OfferPartial says that a part of a transfer is there: what a D has asked for of it
+// moves while the engine computes the rest. Offer must follow, with these blocks and
+// the others; or Withdraw, if the engine takes them back. The end of a transfer that
+// was given up meanwhile is told by Offer; here it is no error.
+func (m *Machine) OfferPartial(now time.Time, r PartialOffer) error {
+	if err := checkID(r.ID); err != nil {
+		return err
+	}
+	if m.closed {
+		return ErrClosed
+	}
+	if _, gone := m.ended.byID[r.ID]; gone {
+		return nil
+	}
+	var before *offer // all parts of a transfer are given the same
+	for _, of := range m.halfOf(r.ID) {
+		if !of.offered.IsZero() {
+			return fmt.Errorf("%w: transfer %q is offered already, nothing can be added", ErrDuplicate, string(r.ID))
+		}
+		before = cmp.Or(before, of)
+	}
+	if err := m.checkPartialOffer(before, &r); err != nil {
+		return fmt.Errorf("%w: transfer %q: %w", ErrInvalid, string(r.ID), err)
+	}
+	m.event("OfferPartial")
+	if err := m.announce(now, r.ID); err != nil {
+		return err
+	}
+	m.reportDemand(r.ID, OK, "", 0) // the engine did not wait for it
+	for _, of := range m.halfOf(r.ID) {
+		of.add(m.layout, &r)
+		m.extend(now, of)
+	}
+	return nil
+}
+
+func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
+	groups := len(m.layout.Groups)
+	if err := m.layout.CheckBlocks(r.Blocks); err != nil {
+		return err
+	}
+	if of != nil {
+		if err := of.checkPrompt(r.Prompt); err != nil {
+			return err
+		}
+	}
+	if max(len(r.Ready), len(r.Computing)) > groups || len(r.First) > groups {
+		return fmt.Errorf("%d groups are ready, %d are being computed, first blocks are of %d: %d groups are registered", len(r.Ready), len(r.Computing), len(r.First), groups)
+	}
+	if err := checkRegions(r.Regions, len(m.layout.Regions)); err != nil {
+		return err
+	}
+	for g := range groups {
+		first, have := uint64(at(r.First, g)), 0
+		if of != nil && g < len(of.held.Blocks) && len(of.held.Blocks[g]) > 0 {
+			first, have = uint64(of.held.First[g]), len(of.held.Blocks[g])
+		}
+		if g < len(r.Blocks) {
+			have += len(r.Blocks[g])
+		}
+		if n := uint64(max(at(r.Ready, g), at(r.Computing, g))); n > first+uint64(have) {
+			return fmt.Errorf("blocks up to %d of group %d are ready or being computed, those up to %d are given", n, g, first+uint64(have))
+		}
+		if have > MaxBlocks {
+			return fmt.Errorf("%d blocks of group %d, at most %d are supported", have, g, MaxBlocks)
+		}
+	}
+	return nil
+}
+
+// checkPrompt: the engine says one prompt of a transfer, however often it says it.
+func (of *offer) checkPrompt(prompt uint64) error {
+	if prompt != 0 && of.prompt != 0 && prompt != of.prompt {
+		return fmt.Errorf("its prompt has the fingerprint %016x, and had %016x before; give each request a transfer_id of its own", prompt, of.prompt)
+	}
+	return nil
+}
+
+// checkPartial: an offer is of the prompt that was said before, and has the blocks
+// that were given.
+func (of *offer) checkPartial(r *OfferRequest) error {
+	if err := of.checkPrompt(r.Prompt); err != nil || of.ready == nil {
+		return err
+	}
+	for g, ids := range of.held.Blocks {
+		if len(ids) == 0 {
+			continue
+		}
+		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) && !fault.On("other-blocks") || at(r.First, g) != of.held.First[g] {
+			return fmt.Errorf("its first %d blocks of group %d are not those that were offered before; withdraw them first", len(ids), g)
+		}
+	}
+	return nil
+}
+
+// add puts a partial offer to what the engine has given before.
+func (of *offer) add(l *Layout, r *PartialOffer) {
+	if of.ready == nil {
+		of.ready = make([]uint32, len(l.Regions))
+		of.held = Selection{First: make([]uint32, len(l.Groups)), Blocks: make([][]BlockID, len(l.Groups))}
+	}
+	for g, ids := range r.Blocks {
+		if len(of.held.Blocks[g]) == 0 {
+			of.held.First[g] = at(r.First, g)
+		}
+		of.held.Blocks[g] = append(of.held.Blocks[g], ids...)
+	}
+	more := func(region uint32) {
+		n := at(r.Ready, int(l.Regions[region].Group))
+		if fault.On("grows-unready") {
+			n = of.held.First[0] + uint32(len(of.held.Blocks[0]))
+		}
+		of.ready[region] = max(of.ready[region], n)
+	}
+	if r.Regions == nil || fault.On("grows-all-layers") {
+		for i := range of.ready {
+			more(uint32(i))
+		}
+	}
+	for _, region := range r.Regions {
+		more(region)
+	}
+	of.prompt = cmp.Or(of.prompt, r.Prompt)
+}
+
+// extend gives the transport what has become ready, if D has asked for it.
+func (m *Machine) extend(now time.Time, of *offer) {
+	if of.load == nil || of.ready == nil || of.state != offerPrefill && of.state != offerPartial {
+		return
+	}
+	if err := of.samePrompt(); err != nil && !fault.On("grows-any-prompt") {
+		m.endOffer(now, of, ending{Refused, err.Error()}, true)
+		return
+	}
+	begin := of.sent
+	if of.state == offerPrefill && !slices.ContainsFunc(of.ready, func(n uint32) bool { return n > 0 }) || slices.Equal(begin, of.ready) {
+		return
+	}
+	if err := of.held.beginsFor(of.load); err != nil { // of a group whose first blocks have come just now, too
+		m.endOffer(now, of, ending{Refused, err.Error()}, true)
+		return
+	}
+	if of.state == offerPrefill {
+		m.count.Partial++
+		m.offerTo(of, offerPartial)
+		of.sendAt, of.deadline = now, now.Add(of.load.Lease)
+	}
+	if fault.On("grows-from-the-start") && len(begin) > 0 {
+		begin = make([]uint32, len(begin))
+	}
+	of.sent = slices.Clone(of.ready)
+	w := of.write(Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)})
+	w.Begin, w.End, w.Extends = begin, of.sent, begin != nil
+	m.act(w)
+}
+
+// beginsFor says whether what has been given of a transfer begins where its load does.
+func (s *Selection) beginsFor(l *LoadMessage) error {
+	for g, ids := range l.Blocks {
+		if from, to := l.Match.ratio(g).sources(at(l.First, g), len(ids), at(l.Tokens, g)); len(s.Blocks[g]) > 0 && from < to && from < uint64(s.First[g]) {
+			return fmt.Errorf("the load wants blocks %d to %d of group %d, the offer begins with block %d", from, to, g, s.First[g])
+		}
+	}
+	return nil
+}
+
+// finishPartial gives the transport the rest of a write that has begun.
+func (m *Machine) finishPartial(now time.Time, of *offer) {
+	src, err := m.joinHalves(of)
+	if err != nil {
+		m.endOffer(now, of, ending{Refused, err.Error()}, true)
+		return
+	}
+	m.offerTo(of, offerSending)
+	w := of.write(src)
+	w.Begin, w.Extends = fault.Pick("ends-from-the-start", of.sent, nil), true
+	m.act(w)
+}

@@ -1,0 +1,94 @@
+package core
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// probe is a D agent whose connections broke: P asks whether it lives.
+type probe struct {
+	since  time.Time // its connections broke, or it was heard of
+	absent int       // answers in a row that nobody listens as it, one for each tick
+	asking bool
+}
+
+// PeerDown takes a transport's word that the way to a peer broke. Whether the
+// peer is gone too is asked at once.
+func (m *Machine) PeerDown(now time.Time, id AgentID) {
+	m.event("PeerDown")
+	if p := m.peers[id]; p != nil {
+		p.next = now
+		m.tickPeers(now)
+	}
+	if m.probes[id] == nil && len(m.offersOf(id)) > 0 && !fault.On("no-probe") {
+		m.probes[id] = &probe{since: now, asking: true}
+		m.act(SendProbe{Peer: id})
+	}
+}
+
+// offersOf lists what P keeps for a D agent.
+func (m *Machine) offersOf(id AgentID) (ids []TransferID) {
+	for tid, of := range m.offers {
+		if of.peer == id {
+			ids = append(ids, tid)
+		}
+	}
+	slices.Sort(ids)
+	return ids
+}
+
+// tickProbes asks again those that have not answered. Without any answer the
+// lease decides.
+func (m *Machine) tickProbes(now time.Time) {
+	for _, id := range sortedKeys(m.probes) {
+		switch p := m.probes[id]; {
+		case p.asking:
+		case now.Sub(p.since) >= 2*m.opt.PeerTimeout, len(m.offersOf(id)) == 0:
+			delete(m.probes, id)
+		default:
+			p.asking = true
+			m.act(SendProbe{Peer: id})
+		}
+	}
+}
+
+// ProbeReplied answers SendProbe. absent says that nobody listens at the peer's
+// address, which one that lives and connects again does not either for a moment,
+// or, with away, for as long as it takes to find another server; err that no
+// answer came.
+func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent, away bool, err error) {
+	p := m.probes[id]
+	if p == nil {
+		return
+	}
+	m.event("ProbeReplied")
+	p.asking = false // again with the next tick
+	switch {
+	case absent:
+		// The first was asked between two ticks.
+		if p.absent++; p.absent < fault.Pick("gone-at-once", 2+int(m.absence(away)/TickInterval), 1) {
+			return
+		}
+		delete(m.probes, id)
+		for _, tid := range m.offersOf(id) {
+			m.endOffer(now, m.offers[tid], ending{PeerLost, fmt.Sprintf("decode agent %s is gone", id)}, false)
+		}
+	case err != nil:
+		p.absent = 0 // somebody listens, most likely
+	default:
+		delete(m.probes, id)
+	}
+}
+
+// absence is for how long nobody must have listened as a D before it counts as
+// gone: the time in which its link comes back, with much to spare. It is counted in
+// ticks, since nobody can connect to a process that does not run.
+func (m *Machine) absence(away bool) time.Duration {
+	if away || fault.On("gone-late") {
+		return m.patience()
+	}
+	return m.opt.PeerTimeout / 3
+}

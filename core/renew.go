@@ -1,0 +1,191 @@
+package core
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// peer is a P agent that claims and loads wait for. One message renews them all
+// and tells at the same time that P lives and knows them.
+type peer struct {
+	heard  time.Time // last sign of life
+	next   time.Time // next renewal of all
+	fresh  bool      // there are claims that P has not heard of
+	asking bool      // a renewal is under way
+}
+
+// renewInterval leaves room for three renewals within either bound.
+func (m *Machine) renewInterval() time.Duration {
+	return min(m.opt.PeerTimeout, m.opt.Lease) / 3
+}
+
+// patience is the silence after which a peer counts as gone, so that its loads
+// are reported within PeerTimeout: two ticks less.
+func (m *Machine) patience() time.Duration {
+	return fault.Pick("gone-unnoticed", m.opt.PeerTimeout-2*TickInterval, 1000*m.opt.PeerTimeout)
+}
+
+func (m *Machine) watch(now time.Time, id AgentID) {
+	if m.peers[id] == nil {
+		m.peers[id] = &peer{heard: now, next: now.Add(m.renewInterval())}
+	}
+}
+
+// renewals are what is to be renewed at each P agent: all loads that wait and claims
+// that P knows where a renewal is due, claims that P has not heard of at once. All
+// agents of used are still needed.
+func (m *Machine) renewals(now time.Time) (list map[AgentID]*SendRenew, used map[AgentID]bool) {
+	list, used = make(map[AgentID]*SendRenew, len(m.peers)), make(map[AgentID]bool, len(m.peers))
+	at := func(id AgentID) *SendRenew {
+		if list[id] == nil {
+			list[id] = &SendRenew{Peer: id}
+		}
+		return list[id]
+	}
+	for id, ld := range m.loads.byID {
+		used[ld.peer] = true
+		if ld.state == loadWaiting {
+			r := at(ld.peer)
+			r.Loads = append(r.Loads, id)
+		}
+	}
+	for id, c := range m.claims.byID {
+		used[c.peer] = true
+		if !c.state.atPeer() {
+			continue
+		}
+		r := at(c.peer)
+		if c.state == claimAsked || m.peers[c.peer].due(now) && !fault.On("claim-not-renewed") {
+			r.Claims = append(r.Claims, id)
+		}
+	}
+	return list, used
+}
+
+func (p *peer) due(now time.Time) bool { return !now.Before(p.next) }
+
+func (m *Machine) tickPeers(now time.Time) {
+	m.noticePause(now) // before anyone counts as silent: events come before the first tick
+	if len(m.peers) == 0 {
+		return
+	}
+	renewals, used := m.renewals(now)
+	for _, id := range sortedKeys(m.peers) {
+		p, r := m.peers[id], renewals[id]
+		switch {
+		case p == nil: // the last load went with another peer
+		case !used[id]:
+			if !p.asking {
+				delete(m.peers, id)
+			}
+		case r == nil:
+			p.heard = now // SendLoad has a bound of its own
+		case now.Sub(p.heard) >= m.patience() && !fault.On("silence-unasked"):
+			m.peerGone(now, id, false, "no answer")
+		case p.asking || !p.due(now) && !p.fresh:
+		default:
+			if p.due(now) {
+				p.next = now.Add(m.renewInterval())
+			} else {
+				r.Loads = nil // only what is new, and at once
+			}
+			p.fresh = false
+			if len(r.Loads)+len(r.Claims) == 0 {
+				continue // loaded or cancelled meanwhile
+			}
+			if fault.On("never-renews") {
+				p.asking, p.heard = false, now
+				continue
+			}
+			p.asking = true
+			slices.Sort(r.Loads) // one order, so that a run can be told again
+			slices.Sort(r.Claims)
+			m.act(*r)
+		}
+	}
+}
+
+// RenewReplied answers SendRenew. absent says that nobody listens at the peer's
+// address; err that no answer came.
+func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, absent bool, err error) {
+	p := m.peers[r.Peer]
+	if p == nil {
+		return
+	}
+	m.event("RenewReplied")
+	p.asking = false
+	m.noticePause(now)
+	if err == nil && !absent && len(answers) != len(r.Loads)+len(r.Claims) {
+		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(answers), len(r.Loads)+len(r.Claims))
+	}
+	if err != nil || absent {
+		if absent || now.Sub(p.heard) >= m.patience() {
+			m.peerGone(now, r.Peer, absent, fmt.Sprint(err))
+			return
+		}
+		p.next = now // with the next tick
+		return
+	}
+	p.heard = now
+	for i, id := range r.Loads {
+		if ld := m.loads.get(id); ld != nil && ld.peer == r.Peer && ld.state == loadWaiting {
+			m.loadRenewed(now, ld, answers[i])
+		}
+	}
+	for i, id := range r.Claims {
+		if c := m.claims.get(id); c != nil && c.peer == r.Peer && c.state.atPeer() {
+			m.claimAnswered(now, c, answers[len(r.Loads)+i])
+		}
+	}
+	if p.fresh || p.due(now) { // they came while this was under way
+		m.tickPeers(now)
+	}
+}
+
+// peerGone ends what waits for a P agent. absent: nobody listens there; else it
+// may live and be told when it listens again.
+func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string) {
+	heard := m.peers[id].heard
+	silent := now.Sub(heard).Round(time.Millisecond)
+	reason := fmt.Sprintf("prefill agent %s is gone: silent for %v: %s", id, silent, cause)
+	delete(m.peers, id)
+	m.act(Forget{Peer: id, Gone: true})
+	for _, tid := range sortedKeys(m.loads.byID) {
+		// A load that has not been asked yet learns it by its own SendLoad, and may find
+		// the agent that took the place.
+		if ld := m.loads.get(tid); ld != nil && ld.peer == id && ld.state == loadWaiting {
+			m.endLoad(now, ld, ending{PeerLost, reason}, !absent)
+		}
+	}
+	for _, tid := range sortedKeys(m.claims.byID) {
+		if c := m.claims.get(tid); c != nil && c.peer == id && c.state.atPeer() {
+			m.claimPeerGone(now, c, heard, absent, reason)
+		}
+	}
+}
+
+// tickLookups ends claims that no load has followed, looks again for the P of those
+// that were made before it could be found, and ends loads whose P is gone and
+// has no successor.
+func (m *Machine) tickLookups(now time.Time) {
+	for _, id := range sortedKeys(m.loads.byID) {
+		if ld := m.loads.get(id); ld != nil && ld.state == loadRelocating && !now.Before(ld.until) && !fault.On("waits-for-successor") {
+			m.endLoad(now, ld, ending{PeerLost, ld.noSuccessor()}, false)
+		}
+	}
+	var due []TransferID
+	for id, c := range m.claims.byID {
+		if c.due(now) {
+			due = append(due, id)
+		}
+	}
+	slices.Sort(due)
+	for _, id := range due {
+		if c := m.claims.get(id); c != nil { // another part of the same fan-in may have taken it along
+			m.tickClaim(now, c)
+		}
+	}
+}

@@ -1,0 +1,90 @@
+package core
+
+import (
+	"fmt"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// Selection is "these blocks", from the engine's call to the transport. D's says
+// where a load's bytes go; P's, of which only First and Blocks count, what an offer
+// holds. All lists but Regions have an element per KV cache group; one that is
+// shorter, or nil, has zeros behind its end. A Selection that was handed over does
+// not change.
+type Selection struct {
+	First  []uint32    // position in the prompt of the group's first block, in blocks of this side
+	Blocks [][]BlockID // in the prompt's order
+	// Tokens of the prompt, from its start: nothing behind them is copied. 0, and
+	// any of a group of opaque blocks: all that the blocks have room for.
+	Tokens  []uint32
+	Regions []uint32 // numbers of this side's regions, growing; nil: all that both sides have
+}
+
+// Count is the number of blocks of all groups.
+func (s *Selection) Count() (n int) {
+	for _, ids := range s.Blocks {
+		n += len(ids)
+	}
+	return n
+}
+
+// check says why an engine's selection cannot be of this layout.
+func (s *Selection) check(l *Layout) error {
+	if err := l.CheckBlocks(s.Blocks); err != nil {
+		return err
+	}
+	if s.First != nil && len(s.First) != len(s.Blocks) {
+		return fmt.Errorf("first blocks of %d groups, block ids of %d", len(s.First), len(s.Blocks))
+	}
+	return nil
+}
+
+// checkLoad is check of what bytes land in.
+func (s *Selection) checkLoad(l *Layout) error {
+	if err := s.check(l); err != nil {
+		return err
+	}
+	if err := l.CheckUnique(s.Blocks); err != nil {
+		return err
+	}
+	if s.Tokens != nil && len(s.Tokens) != len(s.Blocks) {
+		return fmt.Errorf("tokens of %d groups, block ids of %d", len(s.Tokens), len(s.Blocks))
+	}
+	for g, n := range s.Tokens {
+		// Whatever P's blocks are like, there is then something to copy.
+		if begin := uint64(at(s.First, g)) * uint64(l.Groups[g].Tokens); n != 0 && len(s.Blocks[g]) > 0 && begin >= uint64(n) {
+			return fmt.Errorf("the prompt has %d tokens in group %d, but the first block is that of token %d", n, g, begin)
+		}
+	}
+	return nil
+}
+
+// cut is what of a load comes from a rank that gives some of this layout's regions:
+// without any, P is only told that nothing is needed.
+func (s *Selection) cut(l *Layout, regions []uint32) Selection {
+	n := len(regions)
+	if fault.On("found-whole") && n > 0 || fault.On("found-unneeded") && n == 0 {
+		n = len(l.Regions)
+	}
+	switch n {
+	case 0:
+		return Selection{Tokens: s.Tokens}
+	case len(l.Regions):
+		return *s
+	}
+	out := Selection{First: s.First, Tokens: s.Tokens, Regions: regions, Blocks: make([][]BlockID, len(s.Blocks))}
+	for _, r := range regions {
+		if g := int(l.Regions[r].Group); g < len(s.Blocks) {
+			out.Blocks[g] = s.Blocks[g]
+		}
+	}
+	return out
+}
+
+// at is an element of a list that may be shorter, or nil.
+func at(list []uint32, i int) uint32 {
+	if i < len(list) {
+		return list[i]
+	}
+	return 0
+}

@@ -1,0 +1,86 @@
+package core
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// Withdraw takes back the blocks that OfferPartial gave, for instance because the
+// engine preempts the request. They are the engine's again when Reading says no. The
+// request is still known, and D loads it from the beginning when blocks of it are
+// offered again.
+func (m *Machine) Withdraw(now time.Time, id TransferID) error {
+	if err := checkID(id); err != nil {
+		return err
+	}
+	m.event("Withdraw")
+	for i, of := range m.halfOf(id) {
+		if fault.On("forgets-shares") && i > 0 {
+			break
+		}
+		if !of.offered.IsZero() {
+			return fmt.Errorf("%w: transfer %q is offered: its blocks are free with its report, which a cancel brings about", ErrInvalid, string(id))
+		}
+		of.held, of.ready, of.sent = Selection{}, nil, nil
+		switch of.state {
+		case offerPartial:
+			m.count.Withdrawn++
+			next := offerWithdrawing
+			if of.landed { // D has all that it asked for
+				next = offerEndingWithdrawn
+			}
+			m.offerTo(of, next)
+			if !fault.On("not-stopped") {
+				m.act(StopWrite{ID: of.id})
+			}
+		case offerEnding:
+			m.offerTo(of, offerEndingWithdrawn)
+		}
+	}
+	return nil
+}
+
+// Reading says whether blocks that were given before a Withdraw may still be read.
+func (m *Machine) Reading(id TransferID) bool {
+	return slices.ContainsFunc(m.halfOf(id), func(of *offer) bool {
+		switch of.state {
+		case offerWithdrawing, offerEndingWithdrawn:
+			return !fault.On("not-read")
+		case offerPartial:
+			return true
+		case offerEnding:
+			return of.offered.IsZero() // else they are free with the report
+		}
+		return false
+	})
+}
+
+// maxVoided is more loads than D may repeat in the time that it insists.
+const maxVoided = 64
+
+// startOver: nobody reads a withdrawn write's blocks any more, D is to load anew.
+func (m *Machine) startOver(now time.Time, of *offer) {
+	void := digest(of.load.Grant)
+	of.voided = append(of.voided[max(0, len(of.voided)-maxVoided+1):], void)
+	if fault.On("anew-untold") {
+		of.voided = nil
+	} else {
+		m.act(SendRestart{Peer: of.peer, ID: of.id, Digest: void})
+	}
+	of.load, of.sendAt, of.deadline = nil, time.Time{}, now.Add(m.opt.Lease)
+	next := offerPrefill
+	if !of.offered.IsZero() {
+		next = offerReady
+	}
+	m.offerTo(of, next)
+}
+
+// digest names a grant: a restart is of one load, and void for a later one.
+func digest(grant []byte) string {
+	sum := sha256.Sum256(grant)
+	return fmt.Sprintf("%x", sum[:8])
+}
