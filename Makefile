@@ -74,6 +74,12 @@ demo: wheel ## two real vLLM servers, KV caches carried between them, texts comp
 bench: cmd ## kvconn bench, beside iperf3 where it is installed
 	$(BUILD)/kvconn bench
 
+# --- the pages ----------------------------------------------------------------
+
+.PHONY: docs
+docs: | tools ## the pages as a site, build/_site, with their links checked
+	@scripts/check-docs.sh $(PYTHON)
+
 # --- tests --------------------------------------------------------------------
 
 test: lint test-go test-c test-wheel ## all tests that need no vLLM
