@@ -126,7 +126,7 @@ type Device struct {
 	info  DeviceInfo
 	attr  Attr
 	async *os.File // a duplicate of the context's descriptor, in the netpoller
-	ctx   *C.struct_ibv_context
+	ctx   *C.struct_kv_ibv_context
 
 	mu     sync.RWMutex // held for writing by Close
 	closed bool

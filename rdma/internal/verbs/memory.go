@@ -17,7 +17,7 @@ import (
 type PD struct {
 	dev *Device
 	mu  sync.RWMutex
-	c   *C.struct_ibv_pd
+	c   *C.struct_kv_ibv_pd
 }
 
 // NewPD makes a protection domain.
@@ -88,7 +88,7 @@ type MR struct {
 
 	dev *Device
 	mu  sync.Mutex
-	c   *C.struct_ibv_mr
+	c   *C.struct_kv_ibv_mr
 }
 
 // RegisterError says why memory could not be registered.

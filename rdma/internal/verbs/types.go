@@ -1,7 +1,7 @@
 package verbs
 
-// The types that cross into C have the layout of their C twins; verbs.c asserts
-// their sizes. None of them holds a Go pointer.
+// The types that cross into C have the layout of their C twins; verbs.go asserts
+// that. None of them holds a Go pointer.
 
 // SGE is a piece of registered local memory: struct ibv_sge.
 type SGE struct {

@@ -8,7 +8,7 @@
 package verbs
 
 /*
-#cgo CFLAGS: -std=gnu11 -O2 -Wall -Wextra -Wno-unused-parameter -fvisibility=hidden -I${SRCDIR}/include
+#cgo CFLAGS: -std=gnu11 -O2 -Wall -Wextra -Wno-unused-parameter -fvisibility=hidden
 // An empty archive since glibc 2.34, where dlopen is in libc.
 #cgo LDFLAGS: -ldl
 #cgo noescape vb_poll
@@ -91,7 +91,7 @@ func load(name string) (*Library, error) {
 	}
 }
 
-// errno is a status of shim.c as an error.
+// errno is a status of the shim as an error.
 func errno(rc C.int) error {
 	if rc == 0 {
 		return nil
