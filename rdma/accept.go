@@ -1,7 +1,6 @@
 package rdma
 
 import (
-	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -80,16 +79,6 @@ func (t *Transport) acceptOne(b *bundle, p *localPort, o *laneOffer) (*lane, err
 		return nil, err
 	}
 	return l, nil
-}
-
-// sortPairs puts first what is likely to be one network: addresses that have most
-// in common, then the order of the lists.
-func sortPairs(all []pairOfPorts) {
-	slices.SortStableFunc(all, func(a, b pairOfPorts) int {
-		return cmp.Or(
-			cmp.Compare(commonBits(&b.path), commonBits(&a.path)),
-			cmp.Compare(a.key.local, b.key.local), cmp.Compare(a.key.remote, b.key.remote))
-	})
 }
 
 // portDown retires the lanes of a port, and has P told.

@@ -1,8 +1,10 @@
 package rdma
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"go.uber.org/zap"
@@ -11,139 +13,7 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// What P does to have lanes, and to have back those that broke. One goroutine of
-// a link does it all, so that nothing of it crosses.
-
-// kick starts that goroutine if there is something to do; lk.mu is held.
-func (lk *link) kick() {
-	if !lk.mends && lk.ended == nil && lk.work() {
-		lk.mends = lk.t.goRun("rdma connect", lk.mend)
-	}
-}
-
-// work says whether there is something to do; lk.mu is held.
-func (lk *link) work() bool {
-	return len(lk.lost) > 0 || lk.resync || lk.wanted || lk.rest || len(lk.lanes) == 0 && len(lk.writes) > 0 || len(lk.writes) > 0 && lk.retryDue()
-}
-
-// retryDue says whether a rail that was paused may be tried again.
-func (lk *link) retryDue() bool {
-	now := time.Now()
-	for _, r := range lk.rails {
-		if !r.usable() && !now.Before(r.retryAt) {
-			return true
-		}
-	}
-	return false
-}
-
-// due are the rails whose pause is over. They are not due again before another
-// pause, whether they can be tried now or not: a port may be down, or in use.
-func (lk *link) due() map[railKey]bool {
-	now, due := time.Now(), map[railKey]bool{}
-	for key, r := range lk.rails {
-		if r.retry(now) {
-			due[key] = true
-		}
-	}
-	return due
-}
-
-// busyPause is how long D may take to end lanes in error before it is asked again.
-const busyPause = 5 * time.Millisecond
-
-func (lk *link) mend() {
-	var giveUp time.Time // of a D that does not answer
-	for {
-		var done bool
-		lk.update(func(lk *link) {
-			if done = lk.ended != nil || !lk.work(); done {
-				lk.mends = false
-			}
-		})
-		if done {
-			return
-		}
-		again, err := lk.mendOnce()
-		switch {
-		case err == nil && again:
-			if !lk.t.pause(busyPause) {
-				again = false
-			}
-			continue
-		case err == nil:
-			giveUp = time.Time{}
-			continue
-		case giveUp.IsZero():
-			giveUp = time.Now().Add(lk.t.cfg.ConnectTimeout)
-		}
-		lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || errors.Is(err, errNoPath)
-		if lasting || time.Now().After(giveUp) || !lk.t.pause(100*time.Millisecond) {
-			lk.update(func(lk *link) { lk.giveUp(err) })
-			return
-		}
-	}
-}
-
-// giveUp ends what waits for a D that cannot be asked or reached.
-func (lk *link) giveUp(err error) {
-	absent := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) && !errors.Is(err, errNoPath)
-	cause := fmt.Errorf("rdma: no way to decode agent %s: %w: %w", lk.peer, err, core.ErrConnectionLost)
-	lk.resync, lk.rest, lk.wanted, lk.mends = false, false, false, false
-	if len(lk.lanes) > 0 && !absent {
-		// What is on its way goes on: only D's word is missing.
-		for w := range lk.writes {
-			if w.isLost() {
-				lk.fail(w, cause)
-			}
-		}
-		return
-	}
-	lk.lose(cause)
-	if absent {
-		lk.confirmed(lk.lost) // D is gone, or knows nothing of this agent any more: it has cut all lanes
-	}
-}
-
-// mendOnce does what stands first. again: D asks for a moment.
-func (lk *link) mendOnce() (again bool, err error) {
-	lk.mu.Lock()
-	s := &signal{Kind: signalLost, Ticket: lk.ticket, Lanes: append([]uint32(nil), lk.lost...)}
-	s.Lanes = s.Lanes[:min(len(s.Lanes), 1024)]
-	for w := range lk.writes {
-		if w.known && w.cause == nil && w.isLost() {
-			s.Seqs = append(s.Seqs, w.grant.seq)
-		}
-	}
-	ask, rest := len(lk.lost) > 0 || lk.resync, lk.rest
-	lk.mu.Unlock()
-	switch {
-	case ask:
-		rep, err := lk.t.ask(lk.peer, s, lk.t.cfg.ConnectTimeout/3)
-		if err != nil || rep.Busy {
-			return true, err
-		}
-		lk.update(func(lk *link) {
-			lk.resync = false
-			if err = lk.arrived(s.Lanes, s.Seqs, rep); err == nil {
-				lk.again()
-			}
-		})
-		return false, err
-	case rest:
-		return false, lk.goToRest()
-	}
-	return false, lk.connect()
-}
-
-func (w *write) isLost() bool {
-	for _, j := range w.jobs {
-		if j.lost {
-			return true
-		}
-	}
-	return false
-}
+// How P makes lanes.
 
 var errNoPath = errors.New("no port here reaches a port there")
 
@@ -238,43 +108,6 @@ func (lk *link) hasLanes() bool {
 	return len(lk.lanes) > 0
 }
 
-// newFar checks what D says of itself.
-func newFar(rep *reply) (*far, error) {
-	if len(rep.Secret) != secretSize {
-		return nil, fmt.Errorf("a secret of %d bytes, want %d", len(rep.Secret), secretSize)
-	}
-	f := &far{secret: rep.Secret, ports: map[int]*portInfo{}, tables: map[int]*keyTable{}, scratch: map[int]keyInfo{}}
-	regions := make([]memRange, len(rep.Regions))
-	for i, r := range rep.Regions {
-		regions[i] = memRange(r)
-	}
-	tables := make([]*keyTable, len(rep.Devices))
-	for i, d := range rep.Devices {
-		keys := make([]keyRange, len(d.Keys))
-		for k, key := range d.Keys {
-			keys[k] = keyRange{memRange{key.Base, key.Length}, key.Key}
-		}
-		if d.Scratch.Length < scratchBytes {
-			return nil, fmt.Errorf("device %d of the peer has %d bytes for probes, want %d", i, d.Scratch.Length, scratchBytes)
-		}
-		var err error
-		if tables[i], err = newKeyTable("at the peer", regions, keys); err != nil {
-			return nil, err
-		}
-	}
-	for i := range rep.Ports {
-		p := &rep.Ports[i]
-		if p.Device < 0 || p.Device >= len(tables) || f.ports[p.Index] != nil {
-			return nil, fmt.Errorf("port %q is of device %d of %d, or listed twice", p.Name, p.Device, len(tables))
-		}
-		f.ports[p.Index], f.tables[p.Index], f.scratch[p.Index] = p, tables[p.Device], rep.Devices[p.Device].Scratch
-	}
-	if len(f.ports) == 0 {
-		return nil, errors.New("no port of the peer is active")
-	}
-	return f, nil
-}
-
 // pairOfPorts is a rail to be tried.
 type pairOfPorts struct {
 	key   railKey
@@ -326,6 +159,16 @@ func (lk *link) candidates(there *far, tried, due map[railKey]bool, causes *[]er
 		}
 	}
 	return out
+}
+
+// sortPairs puts first what is likely to be one network: addresses that have most
+// in common, then the order of the lists.
+func sortPairs(all []pairOfPorts) {
+	slices.SortStableFunc(all, func(a, b pairOfPorts) int {
+		return cmp.Or(
+			cmp.Compare(commonBits(&b.path), commonBits(&a.path)),
+			cmp.Compare(a.key.local, b.key.local), cmp.Compare(a.key.remote, b.key.remote))
+	})
 }
 
 // join makes lanes for pairs of ports and sees whether bytes get through. What
@@ -445,17 +288,6 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 	return nil
 }
 
-// postProbe writes nothing, and then as much as the largest packet, to memory that is
-// nobody's: what swallows large packets must be found before a transfer's bytes are.
-func (l *lane) postProbe(to keyInfo) error {
-	from := l.port.dev.memory.Load().scratch
-	_, err := l.qp.Post([]verbs.Write{
-		{ID: probeID, Flags: verbs.Signaled},
-		{ID: bigProbeID, RemoteAddr: to.Base, RemoteKey: to.Key, Pieces: 1, Flags: verbs.Signaled},
-	}, []verbs.SGE{{Addr: from.Addr, Length: scratchBytes, Key: from.LKey}})
-	return err
-}
-
 func (lk *link) newLane(b *bundle, there *far, c pairOfPorts) (*lane, error) {
 	depth := b.depth
 	l, err := b.add(0, c.local, c.far.Index, verbs.Caps{SendDepth: depth + 1, ReceiveDepth: 1, Pieces: c.local.dev.limit.maxPieces})
@@ -478,52 +310,13 @@ const (
 	signalEvery = 32
 )
 
-// rail of a pair of ports; lk.mu is held.
-func (lk *link) rail(c pairOfPorts) *rail {
-	r := lk.rails[c.key]
-	if r == nil {
-		r = newRail(c.local.name+"-"+c.far.Name, float64(min(c.local.state.Load().speed, c.far.Speed)))
-		lk.rails[c.key] = r
-	}
-	return r
-}
-
-// watchRest closes the lanes when nothing was written for long; lk.mu is held.
-func (lk *link) watchRest() {
-	lk.used = time.Now()
-	if lk.sleep != nil {
-		lk.sleep.Stop()
-	}
-	idle := lk.t.cfg.Idle
-	lk.sleep = time.AfterFunc(idle, func() {
-		lk.update(func(lk *link) {
-			switch left := idle - time.Since(lk.used); {
-			case len(lk.lanes) == 0 || lk.ended != nil:
-			case len(lk.writes) > 0:
-				lk.sleep.Reset(idle)
-			case left > 0:
-				lk.sleep.Reset(left)
-			default:
-				lk.rest = true
-			}
-		})
-	})
-}
-
-// goToRest closes the lanes and tells D; the next write opens others.
-func (lk *link) goToRest() error {
-	lk.mu.Lock()
-	lk.rest = false
-	idle, last := len(lk.writes) == 0, lk.lastID
-	if idle {
-		for _, l := range append([]*lane(nil), lk.lanes...) {
-			lk.remove(l)
-		}
-	}
-	lk.mu.Unlock()
-	if !idle {
-		return nil
-	}
-	_, err := lk.t.ask(lk.peer, &signal{Kind: signalJoined, Ticket: lk.ticket, Last: last}, lk.t.cfg.ConnectTimeout/3)
+// postProbe writes nothing, and then as much as the largest packet, to memory that is
+// nobody's: what swallows large packets must be found before a transfer's bytes are.
+func (l *lane) postProbe(to keyInfo) error {
+	from := l.port.dev.memory.Load().scratch
+	_, err := l.qp.Post([]verbs.Write{
+		{ID: probeID, Flags: verbs.Signaled},
+		{ID: bigProbeID, RemoteAddr: to.Base, RemoteKey: to.Key, Pieces: 1, Flags: verbs.Signaled},
+	}, []verbs.SGE{{Addr: from.Addr, Length: scratchBytes, Key: from.LKey}})
 	return err
 }

@@ -1,0 +1,223 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// source is a P as D sees it.
+type source struct {
+	r    *receiver
+	peer core.AgentID
+
+	mu      sync.Mutex
+	gone    bool // dismissed
+	ticket  []byte
+	secret  []byte // signs the grants for this P
+	lanes   map[uint32]*lane
+	dying   map[uint32]*lane   // in error, until their last completions were counted
+	joining int                // lanes that are being made
+	broken  []uint32           // lanes that broke here and that P must hear of
+	up      []int              // ports that have become active, likewise
+	live    map[uint64]*expect // by the grant's number, until nothing of them can land
+	whole   [maxWhole]uint64   // grants whose transfers have arrived, the latest; 0: none
+	wholes  int                // of them ever
+	cause   error              // why no transfer can come this way; nil: it can
+	settled chan struct{}      // closed when cause says something
+	owed    bool               // the sink must hear that P cannot be reached: it was, or was asked for
+	greets  bool               // a goroutine greets P
+	greetAt time.Time          // not before, while P cannot be reached
+	backoff time.Duration
+
+	draining []*expect // revoked: P must hear of it
+	drains   bool      // a goroutine tells P
+
+	watching *time.Timer // while there are lanes: do P's ends still answer?
+	lookAt   time.Time
+}
+
+// maxWhole is how many transfers that have arrived are remembered: P may have lost the
+// lanes before it knew, and asks.
+const maxWhole = 1024
+
+// errUnsettled: the handshake is under way.
+var errUnsettled = errors.New("the handshake is under way")
+
+// settle: it is known whether P can write to us; src.mu is held.
+func (src *source) settle(cause error) {
+	if src.cause == errUnsettled {
+		close(src.settled)
+	}
+	src.cause = cause
+}
+
+// usable says whether P can write to us; settled is closed when that is known.
+func (src *source) usable() (settled <-chan struct{}, cause error) {
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	if src.cause != nil && src.cause != errUnsettled && !time.Now().Before(src.greetAt) {
+		src.greet() // P may be reached again
+	}
+	return src.settled, src.cause
+}
+
+// lose ends the way to P: what has begun to land ends. What has not may still
+// come, when P connects again.
+func (src *source) lose(cause error) {
+	src.mu.Lock()
+	tell := src.losing(cause)
+	src.mu.Unlock()
+	tell()
+}
+
+// losing is lose but for what waits and what the sink is told, which tell does
+// without src.mu.
+func (src *source) losing(cause error) (tell func()) {
+	cause = fmt.Errorf("%w: %w", core.ErrConnectionLost, cause)
+	var ended []*expect
+	for _, e := range src.live {
+		if !e.begun.IsZero() && src.r.take(e) {
+			ended = append(ended, e)
+		}
+	}
+	dying := src.cut()
+	src.settle(cause)
+	src.backOff()
+	owed := src.owed && !src.gone
+	src.owed = false
+	return func() {
+		await(dying)
+		for _, e := range ended {
+			src.fence(e)
+			e.tell(cause)
+		}
+		if owed {
+			src.r.t.down(src.peer, cause)
+		}
+	}
+}
+
+// cut retires all lanes. When those that it returns are still, nothing that P has
+// posted until now can land. src.mu is held.
+func (src *source) cut() (dying []*lane) {
+	for _, l := range src.lanes {
+		src.broken = append(src.broken, l.id)
+		src.retire(l)
+	}
+	for _, l := range src.dying {
+		dying = append(dying, l)
+	}
+	return dying
+}
+
+func await(lanes []*lane) {
+	for _, l := range lanes {
+		<-l.still
+	}
+}
+
+// flushBound is how long a lane in error may keep its last completions to itself.
+const flushBound = time.Second
+
+// retire puts a lane into error. It is dying until its last completions were counted: a
+// mark that has landed must be, since P has it for done or, if the lane broke there
+// first, would write that part again under a transfer that has ended. When all its
+// receives have come back nothing of it lands any more, and nobody waits until the
+// queue pair is destroyed, which may take seconds. src.mu is held.
+func (src *source) retire(l *lane) {
+	if l.retired {
+		return
+	}
+	l.retired = true
+	delete(src.lanes, l.id)
+	src.dying[l.id] = l
+	bound := flushBound
+	if err := l.qp.ToError(); err != nil || l.posted == 0 {
+		bound = 0
+	}
+	if !src.r.t.goRun("rdma retire", func() {
+		late := time.NewTimer(bound)
+		defer late.Stop()
+		select {
+		case <-l.still:
+		case <-late.C:
+			l.b.reapAll()
+			l.destroy()
+			l.b.reapAll()
+		}
+		src.mu.Lock()
+		src.laid(l)
+		missing := l.posted > 0 && !src.gone
+		src.mu.Unlock()
+		if missing { // of what P has for done some may never be counted
+			src.loseAll(fmt.Errorf("rdma: queue pair %d on %s has not given back its receives", l.qp.Number(), l.port.name))
+		}
+		l.destroy()
+	}) {
+		l.destroy()
+		src.laid(l)
+	}
+}
+
+// laid: nothing of a retired lane lands any more, and its marks are counted; src.mu is
+// held.
+func (src *source) laid(l *lane) {
+	if src.dying[l.id] == l {
+		delete(src.dying, l.id)
+		close(l.still)
+	}
+}
+
+// loseAll is lose for what has not begun too.
+func (src *source) loseAll(cause error) {
+	src.mu.Lock()
+	for _, e := range src.live {
+		if e.begun.IsZero() {
+			e.begun = time.Now()
+		}
+	}
+	src.mu.Unlock()
+	src.lose(cause)
+}
+
+// How often D looks whether P's ends still answer, while it expects something and
+// while it does not: RC tells a receiver nothing of a sender that died.
+const (
+	watchInterval = time.Second
+	idleInterval  = 10 * time.Second
+)
+
+// watch begins to look, or looks sooner; src.mu is held.
+func (src *source) watch() {
+	if src.gone {
+		return
+	}
+	every := idleInterval
+	if len(src.live) > 0 {
+		every = watchInterval
+	}
+	if src.watching == nil {
+		// Nothing but locks that are held shortly: Close need not wait for it.
+		src.watching = time.AfterFunc(every, src.look)
+		src.lookAt = time.Now().Add(every)
+	} else if at := time.Now().Add(every); at.Before(src.lookAt) && src.watching.Reset(every) {
+		src.lookAt = at
+	}
+}
+
+// look pings P's ends.
+func (src *source) look() {
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	src.watching = nil
+	for _, l := range src.lanes {
+		l.ping()
+	}
+	if len(src.lanes) > 0 || len(src.live) > 0 {
+		src.watch()
+	}
+}
