@@ -19,7 +19,7 @@ const stallLooks = 5
 
 // watchLanes looks at the lanes until nothing is under way; lk.mu is held.
 func (lk *link) watchLanes() {
-	if lk.looks == nil && lk.ended == nil {
+	if lk.looks == nil && lk.state != stateEnded {
 		lk.looks = time.AfterFunc(lk.t.cfg.StallTimeout/(stallLooks-1), func() { lk.update((*link).look) })
 	}
 }
@@ -102,6 +102,9 @@ func (lk *link) remove(l *lane) bool {
 	}
 	lk.lanes = append(lk.lanes[:i:i], lk.lanes[i+1:]...)
 	l.broken = true
+	if len(lk.lanes) == 0 {
+		lk.on(eventBare)
+	}
 	l.drop(func() { lk.update(func(lk *link) { lk.quiet(l) }) })
 	return true
 }
@@ -181,8 +184,8 @@ func (lk *link) lose(cause error) {
 	for w := range lk.writes {
 		lk.fail(w, cause)
 	}
-	if lk.up {
-		lk.up, lk.fell = false, cause
+	if lk.on(eventLost) == stateBare {
+		lk.fell = cause
 	}
-	lk.wanted = false
+	lk.tasks &^= makeLanes
 }

@@ -28,14 +28,14 @@ func (lk *link) connect() error {
 		return err
 	}
 	lk.mu.Lock()
-	lk.wanted = false
+	lk.tasks &^= makeLanes
 	lk.mu.Unlock()
 	there, why := newFar(rep)
 	if why == nil {
 		if why, err = lk.connectTo(there, due); err != nil {
 			lk.mu.Lock()
 			defer lk.mu.Unlock()
-			lk.wanted = true // still
+			lk.tasks |= makeLanes // still
 			return err
 		}
 	}
@@ -81,7 +81,9 @@ func (lk *link) connectTo(there *far, due map[railKey]bool) (why, err error) {
 		if lk.there == nil {
 			lk.grants = grants{dead: map[uint64]bool{}}
 		}
-		lk.there = there
+		if lk.on(eventPorts) != stateEnded {
+			lk.there = there
+		}
 	})
 	tried := map[railKey]bool{}
 	var causes []error
@@ -273,14 +275,15 @@ func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
 		}
 		c := ways[l]
 		lk.update(func(lk *link) {
-			if lk.ended != nil || lk.there != there { // D has ended the connection
+			if lk.there != there { // D has ended the connection
 				l.drop(func() {})
 				return
 			}
 			t.log.Info("rdma lane", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.String("from", c.local.name), zap.String("to", c.far.Name), zap.Stringer("path", c.path))
 			lk.rail(c).restored(time.Now())
 			worked[c.key], l.proven = true, true
-			lk.lanes, lk.up = append(lk.lanes, l), true
+			lk.lanes = append(lk.lanes, l)
+			lk.on(eventLane)
 			lk.again()
 			lk.watchRest()
 		})

@@ -61,7 +61,7 @@ func (lk *link) kill(seq uint64) {
 		lk.grants.dead[seq] = true
 	}
 	if len(lk.grants.dead) > maxDead {
-		lk.resync = true
+		lk.tasks |= askGrants
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/invariants"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -17,30 +18,27 @@ type link struct {
 	ticket []byte
 
 	mu     sync.Mutex
-	ended  error // dismissed or closed, for good
-	there  *far  // D's ports and keys; nil: not connected since it was lost
+	state  state
+	ended  error // why the connection has ended
+	there  *far  // D's ports and keys, as the state says
 	lanes  []*lane
-	lost   []uint32 // lanes that broke, until D has ended its side of them
-	broke  error    // why the last one did
-	rails  map[railKey]*rail
 	lastID uint32 // of a lane
-	up     bool   // the sink has not been told that D is gone
+	rails  map[railKey]*rail
 	writes map[*write]struct{}
 	bySeq  map[uint64]*write
 	grants grants
 
-	met     bool     // D has asked for lanes before
-	wanted  bool     // lanes are to be made
-	resync  bool     // D is to be asked which grants are alive
-	mends   bool     // a goroutine connects, or asks what of lost lanes has arrived
-	held    []uint64 // drained, but D has lost lanes to end before it can be told
-	drained []uint64
-	tells   bool // a goroutine tells D what was drained
-
-	used  time.Time // when something was written last
-	sleep *time.Timer
-	rest  bool        // the lanes are closed because nothing was written for long
+	lost  []uint32 // lanes that broke, until D has ended its side of them
+	broke error    // why the last one did
+	tasks tasks
+	mends bool        // the goroutine of mend runs
+	used  time.Time   // when something was written last
+	sleep *time.Timer // closes the lanes when nothing was written for long
 	looks *time.Timer // while something is under way: do the lanes complete something?
+
+	held    []uint64 // drained, but D has lost lanes to end before it can be told
+	drained []uint64 // D is to be told that nothing of these is on its way
+	tells   bool     // the goroutine of tellDrained runs
 
 	// What update leaves to be done without the lock.
 	outcomes []*write
@@ -55,7 +53,7 @@ type link struct {
 type railKey struct{ local, remote int }
 
 func newLink(t *Transport, peer core.AgentID) *link {
-	return &link{t: t, peer: peer, ticket: make([]byte, 32), rails: map[railKey]*rail{}, writes: map[*write]struct{}{},
+	return &link{t: t, peer: peer, state: stateNew, ticket: make([]byte, 32), rails: map[railKey]*rail{}, writes: map[*write]struct{}{},
 		bySeq: map[uint64]*write{}, grants: grants{dead: map[uint64]bool{}}}
 }
 
@@ -76,6 +74,9 @@ func (lk *link) locked(f func(lk *link)) (outcomes []*write, fell error) {
 	defer lk.mu.Unlock()
 	f(lk)
 	lk.kick()
+	if invariants.Enabled {
+		lk.check()
+	}
 	outcomes, fell = lk.outcomes, lk.fell
 	lk.outcomes, lk.fell = nil, nil
 	if len(lk.drained) > 0 && !lk.tells {
@@ -94,15 +95,15 @@ func (lk *link) greeted(broken []uint32, up []int) {
 			}
 		}
 	}
-	lk.met = true
+	lk.on(eventGreeted)
 	if len(up) > 0 {
 		lk.portUp(func(k railKey) bool { return slices.Contains(up, k.remote) })
 	}
-	lk.wanted = true
+	lk.tasks |= makeLanes
 }
 
-// portUp ends the pauses of a port's rails, and has lanes made if there is none at it:
-// unless all are at rest, when the next write does.
+// portUp ends the pauses of a port's rails, and has lanes made if there is none at it.
+// Where no lane is open though D's keys are good, the next write makes them.
 func (lk *link) portUp(at func(railKey) bool) {
 	now := time.Now()
 	for key, r := range lk.rails {
@@ -111,7 +112,9 @@ func (lk *link) portUp(at func(railKey) bool) {
 		}
 	}
 	served := slices.ContainsFunc(lk.lanes, func(l *lane) bool { return at(l.railKey()) })
-	lk.wanted = lk.wanted || !served && lk.met && (len(lk.lanes) > 0 || lk.there == nil)
+	if !served && (lk.state == stateUp || lk.state == stateDown) {
+		lk.tasks |= makeLanes
+	}
 }
 
 // railKey names the pair of ports of P's end.
@@ -130,10 +133,10 @@ func (lk *link) rail(c pairOfPorts) *rail {
 // end closes a link for good, and tells D.
 func (lk *link) end(cause error, why string) {
 	lk.update(func(lk *link) {
-		if lk.ended != nil {
+		if lk.on(eventEnd) == stateEnded {
 			return
 		}
-		lk.ended, lk.up = cause, false
+		lk.ended = cause
 		lk.lose(cause)
 		for _, timer := range []*time.Timer{lk.sleep, lk.looks} {
 			if timer != nil {

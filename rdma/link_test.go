@@ -41,6 +41,10 @@ func newTestLink(t *testing.T, lanes int) *link {
 		lk.lanes = append(lk.lanes, l)
 	}
 	lk.lastID = uint32(lanes)
+	lk.there, lk.state = &far{}, stateBare
+	if lanes > 0 {
+		lk.on(eventLane)
+	}
 	return lk
 }
 
@@ -118,10 +122,10 @@ func TestRetryOncePerPause(t *testing.T) {
 	lk.rails[railKey{1, 1}] = r
 	lk.mu.Lock()
 	defer lk.mu.Unlock()
-	if !lk.work() {
+	if lk.next() != stepConnect {
 		t.Fatal("a rail whose pause is over is not tried again")
 	}
-	if due := lk.due(); !due[railKey{1, 1}] || lk.work() || lk.due()[railKey{1, 1}] {
+	if due := lk.due(); !due[railKey{1, 1}] || lk.next() != stepNone || lk.due()[railKey{1, 1}] {
 		t.Error("the rail is due again before another pause")
 	}
 }
@@ -133,7 +137,7 @@ func TestUnansweredLanesGoOn(t *testing.T) {
 	lk.t.cfg.ConnectTimeout = 30 * time.Millisecond
 	kept, waits := lk.testWrite("kept", 7, lk.lanes[0], 1), lk.testWrite("waits", 8, lk.lanes[1], 1)
 	lk.update(func(lk *link) {
-		lk.wanted = true
+		lk.tasks |= makeLanes
 		lk.breakLane(lk.lanes[1], errors.New("test"))
 	})
 	rec := lk.t.sink.(*coretest.Recorder)
@@ -208,6 +212,7 @@ func TestCloseTellsAll(t *testing.T) {
 	s.mu.Unlock()
 	lk.mu.Lock()
 	lk.lanes = nil // the write waits for one
+	lk.on(eventBare)
 	lk.mu.Unlock()
 	s.write(core.WriteOp{ID: "t", Peer: lk.peer})
 	outcomes, _ := lk.locked(func(lk *link) {
@@ -285,20 +290,20 @@ func TestPortUp(t *testing.T) {
 	}{
 		{"lanes at another port", func(*link) {}, true},
 		{"a lane is at it", func(lk *link) { lk.lanes[0].remote = 1 }, false},
-		{"at rest", func(lk *link) { lk.lanes, lk.there = nil, &far{} }, false},
-		{"none was reached", func(lk *link) { lk.lanes = nil }, true},
-		{"nobody has asked yet", func(lk *link) { lk.lanes, lk.met = nil, false }, false},
+		{"at rest", func(lk *link) { lk.lanes, lk.state = nil, stateBare }, false},
+		{"none was reached", func(lk *link) { lk.lanes, lk.there, lk.state = nil, nil, stateDown }, true},
+		{"nobody has asked yet", func(lk *link) { lk.lanes, lk.there, lk.state = nil, nil, stateNew }, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			lk := newTestLink(t, 1)
-			lk.mends, lk.met = true, true
+			lk.mends = true
 			mine, other := long(lk, railKey{0, 1}), long(lk, railKey{1, 0})
 			lk.mu.Lock()
 			defer lk.mu.Unlock()
 			c.prepare(lk)
 			lk.portUp(at)
-			if lk.wanted != c.wanted {
-				t.Errorf("lanes are wanted: %v", lk.wanted)
+			if wanted := lk.tasks&makeLanes != 0; wanted != c.wanted {
+				t.Errorf("lanes are wanted: %v", wanted)
 			}
 			now := time.Now()
 			if !mine.retry(now) || other.retry(now) {

@@ -13,14 +13,9 @@ import (
 
 // kick starts that goroutine if there is something to do; lk.mu is held.
 func (lk *link) kick() {
-	if !lk.mends && lk.ended == nil && lk.work() {
+	if !lk.mends && lk.next() != stepNone {
 		lk.mends = lk.t.goRun("rdma connect", lk.mend)
 	}
-}
-
-// work says whether there is something to do; lk.mu is held.
-func (lk *link) work() bool {
-	return len(lk.lost) > 0 || lk.resync || lk.wanted || lk.rest || len(lk.lanes) == 0 && len(lk.writes) > 0 || len(lk.writes) > 0 && lk.retryDue()
 }
 
 // retryDue says whether a rail that was paused may be tried again.
@@ -54,7 +49,7 @@ func (lk *link) mend() {
 	for {
 		var done bool
 		lk.update(func(lk *link) {
-			if done = lk.ended != nil || !lk.work(); done {
+			if done = lk.next() == stepNone; done {
 				lk.mends = false
 			}
 		})
@@ -86,7 +81,7 @@ func (lk *link) mend() {
 func (lk *link) giveUp(err error) {
 	absent := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) && !errors.Is(err, errNoPath)
 	cause := fmt.Errorf("rdma: no way to decode agent %s: %w: %w", lk.peer, err, core.ErrConnectionLost)
-	lk.resync, lk.rest, lk.wanted, lk.mends = false, false, false, false
+	lk.tasks, lk.mends = 0, false
 	if len(lk.lanes) > 0 && !absent {
 		// What is on its way goes on: only D's word is missing.
 		for w := range lk.writes {
@@ -112,25 +107,27 @@ func (lk *link) mendOnce() (again bool, err error) {
 			s.Seqs = append(s.Seqs, w.grant.seq)
 		}
 	}
-	ask, rest := len(lk.lost) > 0 || lk.resync, lk.rest
+	next := lk.next()
 	lk.mu.Unlock()
-	switch {
-	case ask:
+	switch next {
+	case stepAsk:
 		rep, err := lk.t.ask(lk.peer, s, lk.t.cfg.ConnectTimeout/3)
 		if err != nil || rep.Busy {
 			return true, err
 		}
 		lk.update(func(lk *link) {
-			lk.resync = false
+			lk.tasks &^= askGrants
 			if err = lk.arrived(s.Lanes, s.Seqs, rep); err == nil {
 				lk.again()
 			}
 		})
 		return false, err
-	case rest:
+	case stepRest:
 		return false, lk.goToRest()
+	case stepConnect:
+		return false, lk.connect()
 	}
-	return false, lk.connect()
+	return false, nil
 }
 
 func (w *write) isLost() bool {
@@ -152,13 +149,13 @@ func (lk *link) watchRest() {
 	lk.sleep = time.AfterFunc(idle, func() {
 		lk.update(func(lk *link) {
 			switch left := idle - time.Since(lk.used); {
-			case len(lk.lanes) == 0 || lk.ended != nil:
+			case lk.state != stateUp:
 			case len(lk.writes) > 0:
 				lk.sleep.Reset(idle)
 			case left > 0:
 				lk.sleep.Reset(left)
 			default:
-				lk.rest = true
+				lk.tasks |= restLanes
 			}
 		})
 	})
@@ -167,7 +164,7 @@ func (lk *link) watchRest() {
 // goToRest closes the lanes and tells D; the next write opens others.
 func (lk *link) goToRest() error {
 	lk.mu.Lock()
-	lk.rest = false
+	lk.tasks &^= restLanes
 	idle, last := len(lk.writes) == 0, lk.lastID
 	if idle {
 		for _, l := range append([]*lane(nil), lk.lanes...) {

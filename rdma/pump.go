@@ -15,7 +15,7 @@ func (lk *link) add(w *write) {
 		w.began = time.Now()
 		lk.used = w.began
 		lk.writes[w] = struct{}{}
-		if lk.ended != nil {
+		if lk.state == stateEnded {
 			lk.fail(w, lk.ended)
 			return
 		}

@@ -170,6 +170,7 @@ func (g *growing) another() {
 			dead: make(chan struct{}), link: lk, rail: g.way, probe: make(chan error, 1), reads: map[*write]int{},
 			keys: table, queue: newSendQueue[*job](maxChain, maxFlight, signalEvery)}
 		lk.lanes = append(lk.lanes, l)
+		lk.on(eventLane)
 		lk.again()
 	})
 }
