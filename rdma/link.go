@@ -121,7 +121,7 @@ func (lk *link) portUp(at func(railKey) bool) {
 func (l *lane) railKey() railKey { return railKey{l.port.index, l.remote} }
 
 // rail of a pair of ports; lk.mu is held.
-func (lk *link) rail(c pairOfPorts) *rail {
+func (lk *link) rail(c *planned) *rail {
 	r := lk.rails[c.key]
 	if r == nil {
 		r = newRail(c.local.name+"-"+c.far.Name, float64(min(c.local.state.Load().speed, c.far.Speed)))

@@ -326,13 +326,13 @@ func TestShortRail(t *testing.T) {
 	p.state.Store(&portState{up: true, mtu: 4096, speed: 1e9, address: address})
 	lk.t.ports = []*localPort{p}
 	there := &far{ports: map[int]*portInfo{0: {Index: 0, Link: uint8(linkEthernet), Forced: -1, GIDs: []gidInfo{{1, address.GIDs[0].Raw, uint8(gidRoCEv2)}}}}}
-	var causes []error
 	lk.rails[railKey{}] = lk.lanes[0].rail
-	ask := func() []pairOfPorts { return lk.candidates(there, map[railKey]bool{}, lk.due(), &causes) }
+	ask := func() ([]*planned, []error) { return lk.plan(there, map[railKey]bool{}, lk.due()) }
 	for qps, lacks := range map[int]int{1: 0, 2: 1, 4: 3} {
 		lk.t.cfg.QueuePairs = qps
 		got := 0
-		for _, c := range ask() {
+		plan, causes := ask()
+		for _, c := range plan {
 			got += c.lanes
 		}
 		if got != lacks {
@@ -340,7 +340,7 @@ func TestShortRail(t *testing.T) {
 		}
 	}
 	lk.lanes[0].rail.fail(time.Now(), errors.New("test"))
-	if got := ask(); len(got) > 0 {
+	if got, _ := ask(); len(got) > 0 {
 		t.Errorf("it is tried while it is paused: %v", got)
 	}
 }

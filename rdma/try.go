@@ -1,0 +1,269 @@
+package rdma
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// The four steps that make lanes: plan, make, exchange, probe.
+
+// planned is a rail that is to be tried, and what came of it.
+type planned struct {
+	key    railKey
+	local  *localPort
+	far    *portInfo
+	path   portPath
+	lanes  int   // that it lacks
+	works  bool  // one of them has carried its probe
+	failed error // why the last of those that failed did
+}
+
+// plan picks rails that lack lanes, the best first. No two of them have a port in
+// common, and none has a port at which there are lanes of another rail. Rails that
+// were tried or are paused are left out. causes says why ports do not reach each other.
+func (lk *link) plan(there *far, tried, due map[railKey]bool) (plan []*planned, causes []error) {
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	localUsed, farUsed, have := map[int]bool{}, map[int]bool{}, map[railKey]int{}
+	for _, l := range lk.lanes {
+		localUsed[l.port.index], farUsed[l.remote] = true, true
+		have[l.railKey()]++
+	}
+	var all []*planned
+	for _, p := range lk.t.ports {
+		state := p.state.Load()
+		if !p.usable() {
+			continue
+		}
+		for _, q := range there.ports {
+			key := railKey{p.index, q.Index}
+			lacks := lk.t.cfg.QueuePairs - have[key]
+			if tried[key] || lacks <= 0 || lacks == lk.t.cfg.QueuePairs && (localUsed[p.index] || farUsed[q.Index]) {
+				continue
+			}
+			if r := lk.rails[key]; r != nil && !r.usable() && !due[key] && len(lk.lanes) > 0 {
+				continue
+			}
+			way, err := choosePath(&state.address, q.address())
+			if err != nil {
+				tried[key] = true
+				causes = append(causes, err)
+				continue
+			}
+			all = append(all, &planned{key: key, local: p, far: q, path: way, lanes: lacks})
+		}
+	}
+	sortPlanned(all)
+	for _, c := range all {
+		if have[c.key] > 0 || !localUsed[c.key.local] && !farUsed[c.key.remote] {
+			localUsed[c.key.local], farUsed[c.key.remote], tried[c.key] = true, true, true
+			plan = append(plan, c)
+		}
+	}
+	return plan, causes
+}
+
+// sortPlanned puts first what is likely to be one network: addresses that have most
+// in common, then the order of the lists.
+func sortPlanned(all []*planned) {
+	slices.SortStableFunc(all, func(a, b *planned) int {
+		return cmp.Or(
+			cmp.Compare(commonBits(&b.path), commonBits(&a.path)),
+			cmp.Compare(a.key.local, b.key.local), cmp.Compare(a.key.remote, b.key.remote))
+	})
+}
+
+// trial is a lane that is being made.
+type trial struct {
+	of     *planned
+	lane   *lane
+	offer  laneOffer
+	answer laneAnswer
+	failed error
+}
+
+// make opens P's ends of the lanes that a plan lacks. unmade says why some could not
+// be opened, which is no fault of their rails.
+func (lk *link) make(there *far, plan []*planned) (made []*trial, unmade []error) {
+	t := lk.t
+	bundles := map[*device]*bundle{}
+	for _, c := range plan {
+		b := bundles[c.local.dev]
+		if b == nil {
+			var err error
+			if b, err = t.newBundle(c.local.dev, len(plan)*t.cfg.QueuePairs, t.cfg.SendDepth, lk.completed); err != nil {
+				unmade = append(unmade, err)
+				continue
+			}
+			bundles[c.local.dev] = b
+			defer b.seal()
+		}
+		for range c.lanes {
+			l, err := lk.newLane(b, there, c)
+			if err != nil {
+				unmade = append(unmade, err)
+				break
+			}
+			state := c.local.state.Load()
+			made = append(made, &trial{of: c, lane: l, offer: laneOffer{Lane: l.id, Port: c.far.Index, QPN: l.qp.Number(), PSN: l.psn,
+				MTU: min(state.mtu, c.far.MTU), GRH: c.path.GRH, GID: c.path.Local.Raw, Index: c.path.Remote.Index, LID: state.address.LID}})
+		}
+	}
+	return made, unmade
+}
+
+// exchange has D open its ends. A trial that D refuses has failed. When D could not be
+// asked, which says nothing of its ports, all lanes are dropped and the error says why.
+func (lk *link) exchange(made []*trial) error {
+	if len(made) == 0 {
+		return nil
+	}
+	s := &signal{Kind: signalJoin, Ticket: lk.ticket}
+	for _, tr := range made {
+		s.Join = append(s.Join, tr.offer)
+	}
+	rep, err := lk.t.ask(lk.peer, s, 2*lk.t.cfg.ConnectTimeout/3) // D may look for neighbours that are not there, which takes a second
+	switch {
+	case err == nil && len(rep.Lanes) != len(made):
+		err = fmt.Errorf("agent %s answers for %d lanes, it was asked for %d", lk.peer, len(rep.Lanes), len(made))
+	case err == nil:
+		lk.update(func(lk *link) { lk.told(rep) })
+	case !errors.Is(err, errRefused):
+		for _, tr := range made {
+			tr.lane.drop(func() {})
+		}
+		return err
+	}
+	for i, tr := range made {
+		switch {
+		case err != nil:
+			lk.failed(tr, err)
+		case rep.Lanes[i].Error != "":
+			lk.failed(tr, fmt.Errorf("at the peer: %s", rep.Lanes[i].Error))
+		default:
+			tr.answer = rep.Lanes[i]
+		}
+	}
+	return nil
+}
+
+// probe writes by all lanes at once that have not failed, and takes each into use when
+// its bytes have come through.
+func (lk *link) probe(there *far, answered []*trial) {
+	t := lk.t
+	for _, tr := range answered {
+		if l := tr.lane; tr.failed == nil {
+			err := l.ready(t.verbsPath(l.port, tr.of.path, tr.offer.MTU, tr.answer.QPN, tr.answer.PSN, l.psn))
+			if err == nil {
+				err = l.postProbe(there.scratch[l.remote])
+			}
+			if err != nil {
+				lk.failed(tr, err)
+			}
+		}
+	}
+	late := time.NewTimer(t.cfg.ConnectTimeout)
+	defer late.Stop()
+	for _, tr := range answered {
+		if tr.failed != nil {
+			continue
+		}
+		var err error
+		select {
+		case err = <-tr.lane.probe:
+		case <-late.C:
+			late.Reset(0)
+			err = fmt.Errorf("%d bytes do not get through within %v", scratchBytes, t.cfg.ConnectTimeout)
+		case <-t.ctx.Done():
+			err = errClosed
+		}
+		if err != nil {
+			lk.failed(tr, err)
+			continue
+		}
+		lk.update(func(lk *link) { lk.use(tr, there) })
+	}
+}
+
+// use adds a lane that was probed, unless D has ended the connection meanwhile; lk.mu
+// is held.
+func (lk *link) use(tr *trial, there *far) {
+	l, c := tr.lane, tr.of
+	if lk.there != there {
+		l.drop(func() {})
+		return
+	}
+	lk.t.log.Info("rdma lane", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.String("from", c.local.name), zap.String("to", c.far.Name), zap.Stringer("path", c.path))
+	lk.rail(c).restored(time.Now())
+	c.works, l.proven = true, true
+	lk.lanes = append(lk.lanes, l)
+	lk.on(eventLane)
+	lk.again()
+	lk.watchRest()
+}
+
+// failed drops a lane that cannot be used.
+func (lk *link) failed(tr *trial, err error) {
+	c := tr.of
+	tr.lane.drop(func() {})
+	tr.failed = fmt.Errorf("%s to %s (%v): %w", c.local.name, c.far.Name, c.path, err)
+	c.failed = tr.failed
+	lk.t.log.Info("rdma lane cannot be used", zap.String("peer", string(lk.peer)), zap.Error(tr.failed))
+}
+
+// judge pauses the rails of which no lane works, and returns why lanes failed.
+func (lk *link) judge(plan []*planned, made []*trial) (causes []error) {
+	for _, tr := range made {
+		if tr.failed != nil {
+			causes = append(causes, tr.failed)
+		}
+	}
+	lk.update(func(lk *link) {
+		for _, c := range plan {
+			if c.failed != nil && !c.works {
+				lk.rail(c).fail(time.Now(), c.failed)
+			}
+		}
+	})
+	return causes
+}
+
+func (lk *link) newLane(b *bundle, there *far, c *planned) (*lane, error) {
+	depth := b.depth
+	l, err := b.add(0, c.local, c.far.Index, verbs.Caps{SendDepth: depth + 1, ReceiveDepth: 1, Pieces: c.local.dev.limit.maxPieces})
+	if err != nil {
+		return nil, err
+	}
+	lk.mu.Lock()
+	defer lk.mu.Unlock()
+	lk.lastID++
+	l.id, l.link, l.rail, l.keys = lk.lastID, lk, lk.rail(c), there.tables[c.far.Index]
+	l.queue = newSendQueue[*job](depth, maxFlight, signalEvery)
+	return l, nil
+}
+
+const (
+	// maxFlight is the most bytes that a lane has under way: more than any path
+	// holds, little enough that a write that is stopped ends soon.
+	maxFlight = 16 << 20
+	// signalEvery is how many writes one completion stands for.
+	signalEvery = 32
+)
+
+// postProbe writes nothing, and then as much as the largest packet, to memory that is
+// nobody's: what swallows large packets must be found before a transfer's bytes are.
+func (l *lane) postProbe(to keyInfo) error {
+	from := l.port.dev.memory.Load().scratch
+	_, err := l.qp.Post([]verbs.Write{
+		{ID: probeID, Flags: verbs.Signaled},
+		{ID: bigProbeID, RemoteAddr: to.Base, RemoteKey: to.Key, Pieces: 1, Flags: verbs.Signaled},
+	}, []verbs.SGE{{Addr: from.Addr, Length: scratchBytes, Key: from.LKey}})
+	return err
+}
