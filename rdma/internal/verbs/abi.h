@@ -22,7 +22,7 @@ struct kv_ibv_port_attr_old; /* a shorter kv_ibv_port_attr */
 /* Made by the library: a prefix is enough, as for all objects below that kvconn holds by pointer only. */
 struct kv_ibv_device {
   void *gap0[2];
-  int32_t node_type;
+  int32_t gap3;
   int32_t transport_type;
   char gap1[64];
   char dev_name[64];
@@ -35,8 +35,7 @@ struct kv_ibv_device_attr {
   uint64_t gap0[2];
   uint64_t max_mr_size;
   uint64_t gap1;
-  uint32_t vendor_id, vendor_part_id;
-  uint32_t gap2;
+  uint32_t gap2[3];
   int32_t max_qp, max_qp_wr;
   uint32_t gap3;
   int32_t max_sge;
@@ -52,10 +51,10 @@ struct kv_ibv_port_attr {
   uint32_t gap0;
   uint32_t active_mtu;
   int32_t gid_tbl_len;
-  uint32_t gap1;
-  uint32_t max_msg_sz;
-  uint32_t gap2[2];
-  uint16_t pkey_tbl_len, lid, sm_lid;
+  uint32_t gap1[4];
+  uint16_t gap2;
+  uint16_t lid;
+  uint16_t gap6;
   uint8_t gap3[5];
   uint8_t active_width, active_speed;
   uint8_t gap4;
@@ -108,7 +107,7 @@ struct kv_ibv_send_wr {
   uint64_t gap1[9]; /* of other opcodes */
 };
 enum { KV_IBV_WR_RDMA_WRITE = 0, KV_IBV_WR_RDMA_WRITE_WITH_IMM = 1 };
-enum { KV_IBV_SEND_SIGNALED = 2, KV_IBV_SEND_INLINE = 8 };
+enum { KV_IBV_SEND_SIGNALED = 2 };
 
 struct kv_ibv_recv_wr {
   uint64_t wr_id;
@@ -155,7 +154,7 @@ struct kv_ibv_qp {
 };
 
 struct kv_ibv_qp_cap {
-  uint32_t max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data;
+  uint32_t max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, gap0;
 };
 
 struct kv_ibv_qp_init_attr {
@@ -171,7 +170,7 @@ enum { KV_IBV_QPT_RC = 2 };
 struct kv_ibv_ah_attr {
   struct {
     union kv_ibv_gid dgid;
-    uint32_t flow_label;
+    uint32_t gap0;
     uint8_t sgid_index, hop_limit, traffic_class;
   } grh;
   uint16_t dlid;
@@ -304,13 +303,11 @@ struct kv_ibv_extension {
   X(get_device_list, ibv_get_device_list, "IBVERBS_1.1", struct kv_ibv_device **, (int *))                                     \
   X(free_device_list, ibv_free_device_list, "IBVERBS_1.1", void, (struct kv_ibv_device **))                                    \
   X(get_device_name, ibv_get_device_name, "IBVERBS_1.1", const char *, (struct kv_ibv_device *))                               \
-  X(get_device_guid, ibv_get_device_guid, "IBVERBS_1.1", unsigned long long, (struct kv_ibv_device *))                         \
   X(open_device, ibv_open_device, "IBVERBS_1.1", struct kv_ibv_context *, (struct kv_ibv_device *))                            \
   X(close_device, ibv_close_device, "IBVERBS_1.1", int, (struct kv_ibv_context *))                                             \
   X(query_device, ibv_query_device, "IBVERBS_1.1", int, (struct kv_ibv_context *, struct kv_ibv_device_attr *))                \
   X(query_port, ibv_query_port, "IBVERBS_1.1", int, (struct kv_ibv_context *, uint8_t, struct kv_ibv_port_attr_old *))         \
   X(query_gid, ibv_query_gid, "IBVERBS_1.1", int, (struct kv_ibv_context *, uint8_t, int, union kv_ibv_gid *))                 \
-  X(query_pkey, ibv_query_pkey, "IBVERBS_1.1", int, (struct kv_ibv_context *, uint8_t, int, uint16_t *))                       \
   X(alloc_pd, ibv_alloc_pd, "IBVERBS_1.1", struct kv_ibv_pd *, (struct kv_ibv_context *))                                      \
   X(dealloc_pd, ibv_dealloc_pd, "IBVERBS_1.1", int, (struct kv_ibv_pd *))                                                      \
   X(reg_mr, ibv_reg_mr, "IBVERBS_1.1", struct kv_ibv_mr *, (struct kv_ibv_pd *, void *, size_t, int))                          \

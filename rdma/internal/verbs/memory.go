@@ -37,9 +37,6 @@ func (d *Device) NewPD() (*PD, error) {
 	return pd, nil
 }
 
-// Device is what the domain was made on.
-func (p *PD) Device() *Device { return p.dev }
-
 // Close gives the domain back; it fails with EBUSY while memory or queue pairs
 // of it are open. A second call does nothing.
 func (p *PD) Close() error {
@@ -74,7 +71,6 @@ type Access uint32
 const (
 	LocalWrite      Access = 1 << 0 // needed with RemoteWrite
 	RemoteWrite     Access = 1 << 1
-	RemoteRead      Access = 1 << 2
 	RelaxedOrdering Access = 1 << 20 // ignored where the library, the kernel or the device has none
 )
 

@@ -18,7 +18,6 @@ type Caps struct {
 	SendDepth    int // writes that may be posted and not completed; also the longest chain of one Post
 	ReceiveDepth int // receives that may be posted and not used up
 	Pieces       int // of one write
-	Inline       int // bytes of one write with Inline; 0: none
 }
 
 // QP is a reliable connected queue pair. Its sends and receives complete in one
@@ -44,12 +43,9 @@ func NewQP(pd *PD, cq *CQ, caps Caps) (*QP, error) {
 	case caps.Pieces < 1 || caps.Pieces > a.MaxSGE:
 		return nil, fmt.Errorf("queue pair with %d pieces for each write on RDMA device %s: it has 1 to %d: %w",
 			caps.Pieces, d.info.Name, a.MaxSGE, syscall.EINVAL)
-	case caps.Inline < 0 || caps.Inline > 1<<16:
-		return nil, fmt.Errorf("queue pair with %d inline bytes on RDMA device %s: %w", caps.Inline, d.info.Name, syscall.EINVAL)
 	}
 	q := &QP{dev: d, cq: cq, caps: caps}
-	c := C.struct_vb_caps{send_depth: C.uint32_t(caps.SendDepth), receive_depth: C.uint32_t(caps.ReceiveDepth),
-		pieces: C.uint32_t(caps.Pieces), inline_bytes: C.uint32_t(caps.Inline)}
+	c := C.struct_vb_caps{send_depth: C.uint32_t(caps.SendDepth), receive_depth: C.uint32_t(caps.ReceiveDepth), pieces: C.uint32_t(caps.Pieces)}
 	err := pd.use(func() error {
 		cq.mu.Lock()
 		defer cq.mu.Unlock()
@@ -58,8 +54,8 @@ func NewQP(pd *PD, cq *CQ, caps Caps) (*QP, error) {
 		}
 		var err error
 		if q.c, err = C.vb_create_qp(pd.c, cq.c, &c); q.c == nil {
-			return fmt.Errorf("make a queue pair (%d writes of %d pieces, %d receives, %d inline bytes) on RDMA device %s, which has at most %d: %w",
-				caps.SendDepth, caps.Pieces, caps.ReceiveDepth, caps.Inline, d.info.Name, d.attr.MaxQP, cause(err))
+			return fmt.Errorf("make a queue pair (%d writes of %d pieces, %d receives) on RDMA device %s, which has at most %d: %w",
+				caps.SendDepth, caps.Pieces, caps.ReceiveDepth, d.info.Name, d.attr.MaxQP, cause(err))
 		}
 		d.qps.Add(1)
 		return nil
@@ -68,15 +64,12 @@ func NewQP(pd *PD, cq *CQ, caps Caps) (*QP, error) {
 		return nil, err
 	}
 	q.number = uint32(C.vb_qp_number(q.c))
-	q.caps.Pieces, q.caps.Inline, q.caps.ReceiveDepth = int(c.pieces), int(c.inline_bytes), int(c.receive_depth)
+	q.caps.Pieces, q.caps.ReceiveDepth = int(c.pieces), int(c.receive_depth)
 	return q, nil
 }
 
 // Number is what the peer calls the queue pair.
 func (q *QP) Number() uint32 { return q.number }
-
-// Caps are what the device gave: SendDepth as asked, the rest at least that.
-func (q *QP) Caps() Caps { return q.caps }
 
 // State of a queue pair: enum ibv_qp_state.
 type State int
@@ -115,7 +108,6 @@ type Path struct {
 	SourceGIDIndex int      // with Global
 	HopLimit       int      // with Global
 	TrafficClass   int      // with Global
-	FlowLabel      uint32   // with Global
 	RemoteLID      uint16   // of InfiniBand
 	ServiceLevel   int
 	MinRNRTimer    int // how long the peer shall wait when no receive is posted: 1 is 0.01 ms, 12 is 0.64 ms, 31 is 491 ms, 0 is 655 ms
@@ -141,7 +133,6 @@ func (p *Path) check() error {
 		{"SourceGIDIndex", p.SourceGIDIndex, 0, 255},
 		{"HopLimit", p.HopLimit, 0, 255},
 		{"TrafficClass", p.TrafficClass, 0, 255},
-		{"FlowLabel", int(p.FlowLabel), 0, 1<<20 - 1},
 		{"ServiceLevel", p.ServiceLevel, 0, 15},
 		{"MinRNRTimer", p.MinRNRTimer, 0, 31},
 		{"Timeout", p.Timeout, 0, 31},
@@ -161,7 +152,7 @@ func (p *Path) twin() C.struct_vb_path {
 		hop_limit: C.uint8_t(p.HopLimit), sgid_index: C.uint8_t(p.SourceGIDIndex),
 		mtu: C.uint8_t(mtuCode(p.MTU)), min_rnr_timer: C.uint8_t(p.MinRNRTimer), timeout: C.uint8_t(p.Timeout),
 		retry: C.uint8_t(p.Retry), rnr_retry: C.uint8_t(p.RNRRetry), pkey_index: C.uint16_t(p.PKeyIndex),
-		dlid: C.uint16_t(p.RemoteLID), flow_label: C.uint32_t(p.FlowLabel), dest_qp: C.uint32_t(p.RemoteQP),
+		dlid: C.uint16_t(p.RemoteLID), dest_qp: C.uint32_t(p.RemoteQP),
 		rq_psn: C.uint32_t(p.RemotePSN), sq_psn: C.uint32_t(p.LocalPSN),
 		dgid: *(*[16]C.uint8_t)(unsafe.Pointer(&p.RemoteGID)),
 	}

@@ -164,7 +164,7 @@ func TestWriteGathered(t *testing.T) {
 // arrives last.
 func TestWriteChainWithImmediate(t *testing.T) {
 	leaktest.Check(t)
-	w := newWire(t, Caps{SendDepth: 32, ReceiveDepth: 8, Pieces: 1, Inline: 32})
+	w := newWire(t, Caps{SendDepth: 32, ReceiveDepth: 8, Pieces: 1})
 	if n, err := w.b.PostReceives(900, 8); n != 8 || err != nil {
 		t.Fatal(n, err)
 	}
@@ -176,8 +176,6 @@ func TestWriteChainWithImmediate(t *testing.T) {
 		writes = append(writes, Write{ID: uint64(i), RemoteAddr: address(w.mem) + to + uint64(i)*4, RemoteKey: w.mr.RKey, First: uint32(i), Pieces: 1})
 		pieces = append(pieces, w.sge(i*4, 4))
 	}
-	pieces[3].Key = 0xbad // of inline data no key is looked at
-	writes[3].Flags = Inline
 	writes = append(writes, Write{ID: 16, RemoteAddr: address(w.mem), RemoteKey: w.mr.RKey, Imm: 0xdecade01, Flags: WithImm | Signaled})
 	if n, err := w.a.Post(writes[:3], pieces); n != 3 || err != nil { // a shorter chain leaves no end in a longer one
 		t.Fatal(n, err)

@@ -29,7 +29,7 @@ struct vb_write {
   uint16_t pieces;
   uint16_t flags;
 };
-enum { VB_SIGNALED = 1, VB_WITH_IMM = 2, VB_INLINE = 4 };
+enum { VB_SIGNALED = 1, VB_WITH_IMM = 2 };
 struct vb_completion {
   uint64_t id;
   uint32_t status;
@@ -49,8 +49,6 @@ struct vb_device {
   char name[64];       /* mlx5_0 */
   char file[64];       /* uverbs0, in /dev/infiniband */
   char sys_path[256];
-  uint64_t guid;       /* network order */
-  int32_t node_type;
   int32_t transport;
 };
 int vb_devices(struct vb_device **list, int *n); /* the list is the caller's to free() */
@@ -62,14 +60,13 @@ struct vb_attr {
   uint64_t max_mr_size;
   int32_t max_mr, max_pd, max_qp, max_qp_wr, max_sge, max_cq, max_cqe;
   int32_t ports, vectors;
-  uint32_t vendor_id, vendor_part;
   char firmware[64];
 };
 int vb_query_device(struct kv_ibv_context *ctx, struct vb_attr *a);
 
 struct vb_port {
-  int32_t state, link_layer, active_mtu, gids, pkeys;
-  uint32_t lid, sm_lid, max_message;
+  int32_t state, link_layer, active_mtu, gids;
+  uint32_t lid;
   uint32_t width, speed; /* as coded by the InfiniBand specification */
 };
 int vb_query_port(struct kv_ibv_context *ctx, int port, struct vb_port *p);
@@ -81,7 +78,6 @@ struct vb_gid {
 /* All entries of all ports that are not empty: at most max; *n is their count. */
 int vb_gid_table(struct kv_ibv_context *ctx, struct vb_gid *list, int max, int *n);
 int vb_query_gid(struct kv_ibv_context *ctx, int port, int index, uint8_t gid[16]);
-int vb_query_pkey(struct kv_ibv_context *ctx, int port, int index, uint32_t *pkey);
 
 struct vb_event {
   int32_t type;
@@ -110,7 +106,7 @@ int vb_take_events(struct vb_cq *q);
 int vb_poll(struct vb_cq *q, struct vb_completion *out, int max);
 
 struct vb_caps {
-  uint32_t send_depth, receive_depth, pieces, inline_bytes;
+  uint32_t send_depth, receive_depth, pieces;
 };
 struct vb_qp; /* with the chain of work requests that posts are built in */
 /* Writes back what the device gave. */
@@ -125,7 +121,7 @@ struct vb_path {
   uint8_t mtu; /* coded: 1 is 256, 5 is 4096 */
   uint8_t min_rnr_timer, timeout, retry, rnr_retry;
   uint16_t pkey_index, dlid;
-  uint32_t flow_label, dest_qp, rq_psn, sq_psn;
+  uint32_t dest_qp, rq_psn, sq_psn;
   uint8_t dgid[16];
 };
 enum { VB_RESET, VB_INIT, VB_RTR, VB_RTS, VB_SQD, VB_SQE, VB_ERR };

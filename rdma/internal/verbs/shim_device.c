@@ -35,8 +35,6 @@ int vb_devices(struct vb_device **list, int *n) {
     snprintf(out[i].name, sizeof out[i].name, "%s", vb_lib.get_device_name(d));
     snprintf(out[i].file, sizeof out[i].file, "%s", d->dev_name);
     snprintf(out[i].sys_path, sizeof out[i].sys_path, "%s", d->ibdev_path);
-    out[i].guid = vb_lib.get_device_guid(d);
-    out[i].node_type = d->node_type;
     out[i].transport = d->transport_type;
   }
   vb_lib.free_device_list(all);
@@ -78,7 +76,7 @@ int vb_query_device(struct kv_ibv_context *ctx, struct vb_attr *a) {
       .max_mr_size = d.max_mr_size, .max_mr = d.max_mr,   .max_pd = d.max_pd,
       .max_qp = d.max_qp,           .max_qp_wr = d.max_qp_wr, .max_sge = d.max_sge,
       .max_cq = d.max_cq,           .max_cqe = d.max_cqe, .ports = d.phys_port_cnt,
-      .vectors = ctx->num_comp_vectors, .vendor_id = d.vendor_id, .vendor_part = d.vendor_part_id,
+      .vectors = ctx->num_comp_vectors,
   };
   snprintf(a->firmware, sizeof a->firmware, "%.*s", (int)sizeof d.fw_ver, d.fw_ver);
   return 0;
@@ -100,8 +98,7 @@ int vb_query_port(struct kv_ibv_context *ctx, int port, struct vb_port *p) {
   if (err != 0) return vb_code(err);
   *p = (struct vb_port){
       .state = a.state, .link_layer = a.link_layer, .active_mtu = a.active_mtu, .gids = a.gid_tbl_len,
-      .pkeys = a.pkey_tbl_len, .lid = a.lid, .sm_lid = a.sm_lid, .max_message = a.max_msg_sz,
-      .width = a.active_width, .speed = a.active_speed,
+      .lid = a.lid, .width = a.active_width, .speed = a.active_speed,
   };
   return 0;
 }
@@ -118,14 +115,6 @@ int vb_query_gid(struct kv_ibv_context *ctx, int port, int index, uint8_t gid[16
   errno = 0;
   if (vb_lib.query_gid(ctx, port, index, &g) != 0) return vb_failed();
   memcpy(gid, g.raw, sizeof g.raw);
-  return 0;
-}
-
-int vb_query_pkey(struct kv_ibv_context *ctx, int port, int index, uint32_t *pkey) {
-  uint16_t k; /* network order */
-  errno = 0;
-  if (vb_lib.query_pkey(ctx, port, index, &k) != 0) return vb_failed();
-  *pkey = ntohs(k);
   return 0;
 }
 

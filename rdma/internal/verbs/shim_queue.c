@@ -121,8 +121,7 @@ struct vb_qp *vb_create_qp(struct kv_ibv_pd *pd, struct vb_cq *cq, struct vb_cap
       .cap = {.max_send_wr = caps->send_depth,
               .max_recv_wr = caps->receive_depth,
               .max_send_sge = caps->pieces,
-              .max_recv_sge = 1,
-              .max_inline_data = caps->inline_bytes},
+              .max_recv_sge = 1},
   };
   errno = 0;
   q->qp = vb_lib.create_qp(pd, &a);
@@ -135,7 +134,7 @@ struct vb_qp *vb_create_qp(struct kv_ibv_pd *pd, struct vb_cq *cq, struct vb_cap
   q->depth = caps->send_depth;
   q->max_pieces = a.cap.max_send_sge;
   for (int i = 0; i + 1 < q->depth; i++) q->wr[i].next = &q->wr[i + 1];
-  *caps = (struct vb_caps){a.cap.max_send_wr, a.cap.max_recv_wr, a.cap.max_send_sge, a.cap.max_inline_data};
+  *caps = (struct vb_caps){a.cap.max_send_wr, a.cap.max_recv_wr, a.cap.max_send_sge};
   return q;
 }
 
@@ -195,7 +194,6 @@ int vb_modify(struct vb_qp *q, int state, const struct vb_path *p) {
     a.ah_attr.is_global = p->global;
     if (p->global) {
       memcpy(a.ah_attr.grh.dgid.raw, p->dgid, sizeof p->dgid);
-      a.ah_attr.grh.flow_label = p->flow_label;
       a.ah_attr.grh.sgid_index = p->sgid_index;
       a.ah_attr.grh.hop_limit = p->hop_limit;
       a.ah_attr.grh.traffic_class = p->traffic_class;
@@ -233,7 +231,7 @@ struct vb_posted vb_post(struct vb_qp *q, const struct vb_write *w, int n, const
     r->wr_id = w[i].id;
     r->sg_list = (struct kv_ibv_sge *)(sge + w[i].first); /* Go's memory perhaps: only for this call, which copies it */
     r->num_sge = w[i].pieces;
-    r->send_flags = (w[i].flags & VB_SIGNALED ? KV_IBV_SEND_SIGNALED : 0) | (w[i].flags & VB_INLINE ? KV_IBV_SEND_INLINE : 0);
+    r->send_flags = w[i].flags & VB_SIGNALED ? KV_IBV_SEND_SIGNALED : 0;
     r->remote_addr = w[i].remote_addr;
     r->rkey = w[i].remote_key;
     if (w[i].flags & VB_WITH_IMM) {

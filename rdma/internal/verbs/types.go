@@ -17,7 +17,6 @@ type WriteFlags uint16
 const (
 	Signaled WriteFlags = 1 << iota // tell its completion; every failed one is told anyway
 	WithImm                         // the receiver gets Imm and uses up one of its posted receives
-	Inline                          // the bytes are copied at the post; the memory need not be registered
 )
 
 // Write is one RDMA write: local pieces into one contiguous remote range.
@@ -36,16 +35,12 @@ type Status uint32
 
 // The statuses that decisions depend on; String names all.
 const (
-	Success         Status = 0
-	LocalLength     Status = 1
-	LocalProtection Status = 4
-	Flushed         Status = 5
-	RemoteInvalid   Status = 9
-	RemoteAccess    Status = 10
-	RemoteOperation Status = 11
-	RetryExceeded   Status = 12
-	RNRExceeded     Status = 13
-	Fatal           Status = 19
+	Success       Status = 0
+	Flushed       Status = 5
+	RemoteAccess  Status = 10
+	RetryExceeded Status = 12
+	RNRExceeded   Status = 13
+	Fatal         Status = 19
 )
 
 // Opcode of a Completion; valid with Success only.
@@ -53,9 +48,8 @@ type Opcode uint32
 
 // The opcodes that come here: enum ibv_wc_opcode.
 const (
-	OpWrite       Opcode = 1
-	OpReceiveImm  Opcode = 129 // a write with immediate has landed, and all before it on its queue pair
-	OpReceiveSend Opcode = 128
+	OpWrite      Opcode = 1
+	OpReceiveImm Opcode = 129 // a write with immediate has landed, and all before it on its queue pair
 )
 
 // Completion is what became of a posted request.

@@ -141,5 +141,4 @@ var (
 
 	_ = [1]struct{}{}[Signaled-C.VB_SIGNALED]
 	_ = [1]struct{}{}[WithImm-C.VB_WITH_IMM]
-	_ = [1]struct{}{}[Inline-C.VB_INLINE]
 )

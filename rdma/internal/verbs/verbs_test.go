@@ -130,7 +130,6 @@ func TestPathOutOfRange(t *testing.T) {
 		"SourceGIDIndex": func(p *Path) { p.SourceGIDIndex = -1 },
 		"HopLimit":       func(p *Path) { p.HopLimit = 256 },
 		"TrafficClass":   func(p *Path) { p.TrafficClass = 256 },
-		"FlowLabel":      func(p *Path) { p.FlowLabel = 1 << 20 },
 		"ServiceLevel":   func(p *Path) { p.ServiceLevel = 16 },
 		"MinRNRTimer":    func(p *Path) { p.MinRNRTimer = 32 },
 		"Timeout":        func(p *Path) { p.Timeout = 32 },
