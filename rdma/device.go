@@ -162,8 +162,8 @@ func (t *Transport) openDevice(lib *verbs.Library, name string) (_ *device, err 
 		if !t.cfg.Selects(name, n) {
 			continue
 		}
-		p, err := t.openPort(d, n)
-		if err != nil {
+		p := &localPort{dev: d, num: n, name: fmt.Sprintf("%s:%d", name, n)}
+		if err := t.look(p); err != nil {
 			problems = append(problems, err)
 			continue
 		}
@@ -182,14 +182,6 @@ func (t *Transport) openDevice(lib *verbs.Library, name string) (_ *device, err 
 	return d, nil
 }
 
-func (t *Transport) openPort(d *device, n int) (*localPort, error) {
-	p := &localPort{dev: d, num: n, name: fmt.Sprintf("%s:%d", d.verbs.Info().Name, n)}
-	if err := t.look(p); err != nil {
-		return nil, err
-	}
-	return p, nil
-}
-
 // look reads what a port is like now.
 func (t *Transport) look(p *localPort) error {
 	a, err := p.dev.verbs.Port(p.num)
@@ -201,11 +193,11 @@ func (t *Transport) look(p *localPort) error {
 		return err
 	}
 	up := a.State == verbs.PortActive
-	address := portAddress{Name: p.name, Link: linkInfiniBand, LID: a.LID, Index: t.cfg.GIDIndex, GIDs: gidTable(table)}
+	address := portAddress{Name: p.name, Link: verbs.LinkInfiniBand, LID: a.LID, Index: t.cfg.GIDIndex, GIDs: gidTable(table)}
 	if a.LinkLayer == verbs.LinkEthernet {
-		address.Link = linkEthernet
+		address.Link = verbs.LinkEthernet
 	}
-	if up && address.Link == linkEthernet && t.cfg.GIDIndex >= 0 { // one that is down may lack its addresses
+	if up && address.Link == verbs.LinkEthernet && t.cfg.GIDIndex >= 0 { // one that is down may lack its addresses
 		if _, err := forceGID(address.GIDs, t.cfg.GIDIndex, p.name); err != nil {
 			return err
 		}
@@ -245,7 +237,7 @@ func (t *Transport) describe() *reply {
 		gids := a.GIDs
 		if a.Index < 0 {
 			gids = rankGIDs(gids)
-			if a.Link == linkInfiniBand {
+			if a.Link == verbs.LinkInfiniBand {
 				gids = a.GIDs
 			}
 		}
@@ -262,9 +254,9 @@ func (t *Transport) describe() *reply {
 
 // address is a port of D as choosePath wants it.
 func (p *portInfo) address() *portAddress {
-	a := &portAddress{Name: p.Name, Link: linkLayer(p.Link), LID: p.LID, GRH: p.GRH, Index: p.Forced}
+	a := &portAddress{Name: p.Name, Link: verbs.LinkLayer(p.Link), LID: p.LID, GRH: p.GRH, Index: p.Forced}
 	for _, g := range p.GIDs {
-		a.GIDs = append(a.GIDs, gid{Index: g.Index, Raw: g.Raw, Type: gidType(g.Type)})
+		a.GIDs = append(a.GIDs, gid{Index: g.Index, Raw: g.Raw, Type: verbs.GIDType(g.Type)})
 	}
 	return a
 }

@@ -165,21 +165,20 @@ func (r *receiver) dismiss(peer core.AgentID) {
 	delete(r.sources, peer)
 	r.mu.Unlock()
 	if src != nil {
-		src.end("this decode agent has dismissed it")
+		src.leave("this decode agent has dismissed it")
+		src.loseAll(errDismissed) // also what has not begun: P will never come back
 	}
 }
 
-// end closes the way to a P for good, and tells it.
-func (src *source) end(why string) {
+// leave tells a P that the way from it is closed for good: from here on it opens no lane.
+func (src *source) leave(why string) {
 	src.mu.Lock()
-	src.owed, src.gone = false, true // from here on it joins no lane
+	defer src.mu.Unlock()
+	src.owed, src.gone = false, true
 	if src.watching != nil {
 		src.watching.Stop()
 	}
-	s := &signal{Kind: signalBye, Ticket: src.ticket, Secret: src.secret, Reason: why}
-	src.mu.Unlock()
-	src.r.t.sayBye(src.peer, s)
-	src.loseAll(errDismissed) // also what has not begun: P will never come back
+	src.r.t.sayBye(src.peer, &signal{Kind: signalBye, Ticket: src.ticket, Secret: src.secret, Reason: why})
 }
 
 // close ends everything; no byte can land when it returns.
@@ -189,14 +188,7 @@ func (r *receiver) close() {
 	all := slices.Collect(maps.Values(r.sources))
 	r.mu.Unlock()
 	for _, src := range all {
-		src.mu.Lock()
-		src.owed, src.gone = false, true
-		if src.watching != nil {
-			src.watching.Stop()
-		}
-		s := &signal{Kind: signalBye, Ticket: src.ticket, Secret: src.secret, Reason: "it was closed"}
-		src.mu.Unlock()
-		r.t.sayBye(src.peer, s)
+		src.leave("it was closed")
 	}
 	for _, src := range all {
 		src.mu.Lock()

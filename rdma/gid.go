@@ -12,52 +12,11 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// linkLayer of a port.
-type linkLayer uint8
-
-const (
-	linkUnknown linkLayer = iota
-	linkInfiniBand
-	linkEthernet // RoCE
-)
-
-func (l linkLayer) String() string {
-	switch l {
-	case linkInfiniBand:
-		return "InfiniBand"
-	case linkEthernet:
-		return "Ethernet"
-	}
-	return fmt.Sprintf("unknown (%d)", uint8(l))
-}
-
-// gidType is the encapsulation that a GID stands for.
-type gidType uint8
-
-const (
-	gidUnknown gidType = iota
-	gidIB
-	gidRoCEv1
-	gidRoCEv2
-)
-
-func (g gidType) String() string {
-	switch g {
-	case gidIB:
-		return "IB"
-	case gidRoCEv1:
-		return "RoCE v1"
-	case gidRoCEv2:
-		return "RoCE v2"
-	}
-	return fmt.Sprintf("unknown type %d", uint8(g))
-}
-
 // gid is an entry of a port's GID table.
 type gid struct {
 	Index  int
 	Raw    [16]byte
-	Type   gidType
+	Type   verbs.GIDType
 	NetDev string // the network interface whose address it is; empty if unknown
 }
 
@@ -65,15 +24,7 @@ type gid struct {
 func gidTable(entries []verbs.GID) []gid {
 	table := make([]gid, len(entries))
 	for i, e := range entries {
-		table[i] = gid{Index: e.Index, Raw: e.GID, NetDev: e.NetDev}
-		switch e.Type {
-		case verbs.GIDInfiniBand:
-			table[i].Type = gidIB
-		case verbs.GIDRoCEv1:
-			table[i].Type = gidRoCEv1
-		case verbs.GIDRoCEv2:
-			table[i].Type = gidRoCEv2
-		}
+		table[i] = gid{Index: e.Index, Raw: e.GID, Type: e.Type, NetDev: e.NetDev}
 	}
 	return table
 }
@@ -124,7 +75,7 @@ func (g *gid) scope() scope {
 
 // usable says whether a RoCE queue pair can have this GID.
 func (g *gid) usable() bool {
-	return (g.Type == gidRoCEv1 || g.Type == gidRoCEv2) && g.scope() != scopeNone
+	return (g.Type == verbs.GIDRoCEv1 || g.Type == verbs.GIDRoCEv2) && g.scope() != scopeNone
 }
 
 // compareGIDs orders usable GIDs, the better first: RoCE v2 before v1, which no
@@ -180,7 +131,7 @@ func listGIDs(table []gid) string {
 // portAddress is what the other side must know of a port to send to it.
 type portAddress struct {
 	Name  string // "mlx5_0:1", for messages
-	Link  linkLayer
+	Link  verbs.LinkLayer
 	LID   uint16
 	GRH   bool // the port takes no packet without a global routing header
 	GIDs  []gid
@@ -212,9 +163,9 @@ func choosePath(local, remote *portAddress) (portPath, error) {
 	case local.Link != remote.Link:
 		return portPath{}, fmt.Errorf("%s is %v here, %s is %v at the peer: different link layers cannot reach each other",
 			local.Name, local.Link, remote.Name, remote.Link)
-	case local.Link == linkInfiniBand:
+	case local.Link == verbs.LinkInfiniBand:
 		return pathByLID(local, remote)
-	case local.Link == linkEthernet:
+	case local.Link == verbs.LinkEthernet:
 		return pathByGID(local, remote)
 	}
 	return portPath{}, fmt.Errorf("%s here and %s at the peer have a link layer of no known kind: %v", local.Name, remote.Name, local.Link)
@@ -246,13 +197,8 @@ func pathByLID(local, remote *portAddress) (portPath, error) {
 // subnetGID is the GID that names an InfiniBand port within its subnet: the
 // forced one, or the first.
 func subnetGID(p *portAddress) (gid, bool) {
-	index := max(p.Index, 0)
-	for _, g := range p.GIDs {
-		if g.Index == index && g.Raw != [16]byte{} {
-			return g, true
-		}
-	}
-	return gid{}, false
+	g, err := forceGID(p.GIDs, max(p.Index, 0), p.Name)
+	return g, err == nil
 }
 
 // maxGIDs is how many of a port's GIDs, the best ones, are looked at to make a

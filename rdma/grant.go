@@ -78,3 +78,47 @@ func decodeMark(imm uint32) mark {
 }
 
 func (m mark) begins() bool { return m.index == beginIndex && m.total == 1 }
+
+// grants says which of D's grants are dead.
+type grants struct {
+	below uint64 // dead
+	next  uint64 // when live was told, this was to be the next one
+	live  map[uint64]bool
+	dead  map[uint64]bool // told since, or used up
+}
+
+// maxDead is how many are remembered one by one; then D is asked.
+const maxDead = 1 << 16
+
+func (g *grants) alive(seq uint64) bool {
+	return seq >= g.below && !g.dead[seq] && (seq >= g.next || g.live[seq])
+}
+
+// told takes D's word of which were alive; of words that crossed the later one
+// has the greater next.
+func (g *grants) told(next uint64, live []uint64) {
+	if next < g.next {
+		return
+	}
+	g.next, g.live = next, make(map[uint64]bool, len(live))
+	for _, seq := range live {
+		g.live[seq] = true
+	}
+	for seq := range g.dead {
+		if seq < next && !g.live[seq] {
+			delete(g.dead, seq)
+		}
+	}
+}
+
+func (g *grants) drop(below uint64) {
+	if below <= g.below {
+		return
+	}
+	g.below = below
+	for seq := range g.dead {
+		if seq < below {
+			delete(g.dead, seq)
+		}
+	}
+}

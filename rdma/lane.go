@@ -2,7 +2,9 @@ package rdma
 
 import (
 	"fmt"
+	"maps"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
@@ -246,10 +248,7 @@ func (b *bundle) sort(list []verbs.Completion) {
 func (b *bundle) fail(cause error) {
 	b.t.log.Error("rdma completion queue broke", zap.Error(cause))
 	b.mu.Lock()
-	lanes := make([]*lane, 0, len(b.lanes))
-	for _, l := range b.lanes {
-		lanes = append(lanes, l)
-	}
+	lanes := slices.Collect(maps.Values(b.lanes))
 	b.mu.Unlock()
 	for _, l := range lanes {
 		b.handle(l, []verbs.Completion{{Status: verbs.Fatal}})

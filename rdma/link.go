@@ -124,7 +124,7 @@ func (l *lane) railKey() railKey { return railKey{l.port.index, l.remote} }
 func (lk *link) rail(c *planned) *rail {
 	r := lk.rails[c.key]
 	if r == nil {
-		r = newRail(c.local.name+"-"+c.far.Name, float64(min(c.local.state.Load().speed, c.far.Speed)))
+		r = newRail(float64(min(c.local.state.Load().speed, c.far.Speed)))
 		lk.rails[c.key] = r
 	}
 	return r

@@ -36,7 +36,7 @@ func newTestLink(t *testing.T, lanes int) *link {
 	b := &bundle{t: tr, lanes: map[uint32]*lane{}}
 	p := &localPort{dev: &device{name: "test"}, name: "test:1"}
 	for i := range lanes {
-		l := &lane{id: uint32(i + 1), b: b, port: p, qp: &verbs.QP{}, dead: make(chan struct{}), link: lk, rail: newRail("test", 1e9), probe: make(chan error, 1), reads: map[*write]int{}}
+		l := &lane{id: uint32(i + 1), b: b, port: p, qp: &verbs.QP{}, dead: make(chan struct{}), link: lk, rail: newRail(1e9), probe: make(chan error, 1), reads: map[*write]int{}}
 		l.queue = newSendQueue[*job](16, maxFlight, signalEvery)
 		lk.lanes = append(lk.lanes, l)
 	}
@@ -117,7 +117,7 @@ func TestRetryOncePerPause(t *testing.T) {
 	lk := newTestLink(t, 1)
 	lk.mends = true
 	lk.testWrite("t", 7, lk.lanes[0], 1)
-	r := newRail("other", 1e9)
+	r := newRail(1e9)
 	r.fail(time.Now().Add(-time.Minute), errors.New("test"))
 	lk.rails[railKey{1, 1}] = r
 	lk.mu.Lock()
@@ -277,7 +277,7 @@ func TestStall(t *testing.T) {
 func TestPortUp(t *testing.T) {
 	at := func(k railKey) bool { return k.remote == 1 }
 	long := func(lk *link, key railKey) *rail {
-		r := newRail("paused", 1e9)
+		r := newRail(1e9)
 		r.pause, r.upSince = longPause, time.Now()
 		r.fail(time.Now(), errors.New("test"))
 		lk.rails[key] = r
@@ -322,10 +322,10 @@ func TestShortRail(t *testing.T) {
 	lk.mends = true
 	p := lk.lanes[0].port
 	p.dev.memory.Store(&memory{})
-	address := portAddress{Name: "x", Link: linkEthernet, Index: -1, GIDs: []gid{gidOf(1, gidRoCEv2, "10.0.0.1")}}
+	address := portAddress{Name: "x", Link: verbs.LinkEthernet, Index: -1, GIDs: []gid{gidOf(1, verbs.GIDRoCEv2, "10.0.0.1")}}
 	p.state.Store(&portState{up: true, mtu: 4096, speed: 1e9, address: address})
 	lk.t.ports = []*localPort{p}
-	there := &far{ports: map[int]*portInfo{0: {Index: 0, Link: uint8(linkEthernet), Forced: -1, GIDs: []gidInfo{{1, address.GIDs[0].Raw, uint8(gidRoCEv2)}}}}}
+	there := &far{ports: map[int]*portInfo{0: {Index: 0, Link: uint8(verbs.LinkEthernet), Forced: -1, GIDs: []gidInfo{{1, address.GIDs[0].Raw, uint8(verbs.GIDRoCEv2)}}}}}
 	lk.rails[railKey{}] = lk.lanes[0].rail
 	ask := func() ([]*planned, []error) { return lk.plan(there, map[railKey]bool{}, lk.due()) }
 	for qps, lacks := range map[int]int{1: 0, 2: 1, 4: 3} {

@@ -59,9 +59,7 @@ func (lk *link) mend() {
 		again, err := lk.mendOnce()
 		switch {
 		case err == nil && again:
-			if !lk.t.pause(busyPause) {
-				again = false
-			}
+			lk.t.pause(busyPause)
 			continue
 		case err == nil:
 			giveUp = time.Time{}

@@ -2,9 +2,7 @@ package rdma
 
 import (
 	"errors"
-	"fmt"
 	"math"
-	"strings"
 	"time"
 )
 
@@ -30,7 +28,6 @@ const (
 // how fast it is, what it carries now, and whether it is paused. It has no lock
 // and no clock of its own.
 type rail struct {
-	name string
 	link float64 // bytes a second, as the ports say
 
 	inFlight uint64 // bytes under way
@@ -47,11 +44,11 @@ type rail struct {
 }
 
 // newRail seeds a rail's speed with the slower port's, in bytes a second.
-func newRail(name string, link float64) *rail {
+func newRail(link float64) *rail {
 	if !(link >= 1 && link <= math.MaxFloat64) {
 		link = 1
 	}
-	return &rail{name: name, link: link, speed: link}
+	return &rail{link: link, speed: link}
 }
 
 // begin says that bytes were given to the rail.
@@ -153,8 +150,8 @@ type striping struct {
 // chooseRails says what each candidate should carry of a transfer: a weight for
 // split, 0 for none. A small transfer takes the one of the nearest that will be
 // done with it first; a larger one is spread so that all are done at the same
-// time, with what they carry already. An error when all rails are paused.
-func chooseRails(rails []candidate, bytes uint64, s striping, now time.Time) ([]float64, error) {
+// time, with what they carry already. Nothing is returned when all rails are paused.
+func chooseRails(rails []candidate, bytes uint64, s striping, now time.Time) []float64 {
 	nearest, found := distance(0), false
 	for _, c := range rails {
 		if c.rail.usable() && (!found || c.near < nearest) {
@@ -162,7 +159,7 @@ func chooseRails(rails []candidate, bytes uint64, s striping, now time.Time) ([]
 		}
 	}
 	if !found {
-		return nil, allPaused(rails, now)
+		return nil
 	}
 	weights := make([]float64, len(rails))
 	take := make([]int, 0, len(rails))
@@ -180,7 +177,7 @@ func chooseRails(rails []candidate, bytes uint64, s striping, now time.Time) ([]
 			}
 		}
 		weights[best] = 1
-		return weights, nil
+		return weights
 	}
 	// All are done at time t: rate·t = in flight + share. Those whose own bytes take
 	// longer get none, which moves t.
@@ -201,37 +198,10 @@ func chooseRails(rails []candidate, bytes uint64, s striping, now time.Time) ([]
 		switch len(early) {
 		case 0: // nothing to carry
 			weights[take[0]] = 1
-			return weights, nil
+			return weights
 		case len(take):
-			return weights, nil
+			return weights
 		}
 		take = early
 	}
 }
-
-func allPaused(rails []candidate, now time.Time) error {
-	if len(rails) == 0 {
-		return errors.New("no pair of ports reaches the peer")
-	}
-	next := longPause
-	var causes []string
-	for _, c := range rails {
-		next = min(next, max(c.rail.retryAt.Sub(now), 0))
-		if len(causes) < 8 {
-			causes = append(causes, fmt.Sprintf("%s: %v", c.rail.name, c.rail.cause))
-		}
-	}
-	return &pausedError{
-		text:  fmt.Sprintf("all %d rails to the peer are paused, the next is tried in %v: %s", len(rails), next.Round(time.Millisecond), strings.Join(causes, "; ")),
-		cause: rails[0].rail.cause,
-	}
-}
-
-// pausedError keeps the first rail's cause.
-type pausedError struct {
-	text  string
-	cause error
-}
-
-func (e *pausedError) Error() string { return e.text }
-func (e *pausedError) Unwrap() error { return e.cause }

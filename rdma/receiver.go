@@ -107,18 +107,15 @@ func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []core.Segm
 	defer src.mu.Unlock()
 	e.src = src
 	r.mu.Lock()
+	defer r.mu.Unlock()
 	switch {
 	case r.closed:
-		r.mu.Unlock()
 		return nil, errClosed
 	case src.gone:
-		r.mu.Unlock()
 		return nil, fmt.Errorf("rdma: transfer %q: agent %s was dismissed", string(id), peer)
 	case r.expected[id] != nil:
-		r.mu.Unlock()
 		return nil, fmt.Errorf("rdma: transfer %q is expected already", string(id))
 	case len(r.slots)-len(r.free) >= r.most:
-		r.mu.Unlock()
 		return nil, fmt.Errorf("rdma: %d transfers are expected or being revoked already (max_transfers)", r.most)
 	}
 	n := r.free[0]
@@ -127,7 +124,6 @@ func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []core.Segm
 	e.grant = grant{seq: r.seq, bytes: total, slot: n, generation: r.slots[n].generation}
 	r.seq++
 	r.expected[id] = e
-	r.mu.Unlock()
 	src.live[e.grant.seq] = e
 	src.watch()
 	return e.grant.sign(src.secret, id), nil

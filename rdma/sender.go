@@ -196,27 +196,25 @@ func (s *sender) stop(id core.TransferID) {
 	if w == nil {
 		return
 	}
-	w.link.update(func(l *link) { l.fail(w, errStopped) })
-	l := w.link
-	late := func() {
-		l.update(func(l *link) {
-			for _, j := range w.jobs {
-				if j.flight > 0 && !w.over {
-					l.breakLane(j.lane, fmt.Errorf("rdma: a write that was stopped has not ended within %v", stopGrace))
+	over := false
+	w.link.update(func(l *link) {
+		l.fail(w, errStopped)
+		over = w.over
+	})
+	if over {
+		return
+	}
+	s.t.goRun("rdma stop", func() {
+		if s.t.pause(stopGrace) {
+			w.link.update(func(l *link) {
+				for _, j := range w.jobs {
+					if j.flight > 0 && !w.over {
+						l.breakLane(j.lane, fmt.Errorf("rdma: a write that was stopped has not ended within %v", stopGrace))
+					}
 				}
-			}
-		})
-	}
-	l.mu.Lock()
-	waits := !w.over
-	l.mu.Unlock()
-	if waits {
-		s.t.goRun("rdma stop", func() {
-			if s.t.pause(stopGrace) {
-				late()
-			}
-		})
-	}
+			})
+		}
+	})
 }
 
 // forget lets the id be used again; its outcome is told next.

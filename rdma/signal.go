@@ -68,7 +68,7 @@ type portInfo struct {
 	Index  int       `msg:"i"` // in D's list
 	Device int       `msg:"d"` // index into the keys: ports of one device share them
 	Name   string    `msg:"n,limit=80"`
-	Link   uint8     `msg:"k"` // linkLayer
+	Link   uint8     `msg:"k"` // verbs.LinkLayer
 	LID    uint16    `msg:"l"`
 	GRH    bool      `msg:"h"`
 	MTU    int       `msg:"m"` // bytes
@@ -83,7 +83,7 @@ type portInfo struct {
 type gidInfo struct {
 	Index int
 	Raw   [16]byte
-	Type  uint8 // gidType
+	Type  uint8 // verbs.GIDType
 }
 
 // keyInfo is memory that D has registered on a device.

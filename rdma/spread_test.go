@@ -129,7 +129,7 @@ type growing struct {
 // grow begins a write of so many chunks with none of them.
 func grow(t *testing.T, lanes, n int) *growing {
 	t.Helper()
-	g := &growing{link: newTestLink(t, 0), t: t, n: n, way: newRail("test", 1e9)}
+	g := &growing{link: newTestLink(t, 0), t: t, n: n, way: newRail(1e9)}
 	g.rec = g.link.t.sink.(*coretest.Recorder)
 	secret := make([]byte, secretSize)
 	g.mends, g.tells, g.there = true, true, &far{secret: secret}

@@ -201,12 +201,9 @@ func (t *Transport) sayBye(peer core.AgentID, s *signal) {
 
 // goRun starts a goroutine that Close waits for; false when it has begun to.
 func (t *Transport) goRun(name string, f func()) bool {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.shut {
+	if !t.enter() {
 		return false
 	}
-	t.wg.Add(1)
 	safe.Go(name, func() {
 		defer t.wg.Done()
 		f()
@@ -227,15 +224,10 @@ func (t *Transport) enter() bool {
 
 // tell has the sink told something, which Close waits for.
 func (t *Transport) tell(f func(s core.Sink)) {
-	t.mu.Lock()
-	if t.shut {
-		t.mu.Unlock()
-		return
+	if t.enter() {
+		defer t.wg.Done()
+		f(t.sink)
 	}
-	t.wg.Add(1)
-	t.mu.Unlock()
-	defer t.wg.Done()
-	f(t.sink)
 }
 
 func (t *Transport) down(peer core.AgentID, err error) {

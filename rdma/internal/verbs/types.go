@@ -1,5 +1,7 @@
 package verbs
 
+import "strconv"
+
 // The types that cross into C have the layout of their C twins; verbs.go asserts
 // that. None of them holds a Go pointer.
 
@@ -42,6 +44,20 @@ const (
 	RNRExceeded   Status = 13
 	Fatal         Status = 19
 )
+
+func (s Status) String() string {
+	names := [...]string{"success", "local length error", "local queue pair operation error", "local EE context operation error",
+		"local protection error", "flushed: the queue pair is in error", "memory window bind error", "bad response", "local access error",
+		"remote invalid request", "remote access error: wrong key or range", "remote operation error",
+		"retries exceeded: the peer does not answer", "RNR retries exceeded: the peer has no receive posted", "local RDD violation",
+		"remote invalid read request", "remote aborted", "invalid EE context number", "invalid EE context state", "fatal error",
+		"response timeout", "general error", "tag matching error", "tag matching rendezvous incomplete"}
+	text := "unknown"
+	if int(s) < len(names) {
+		text = names[s]
+	}
+	return text + " (status " + strconv.Itoa(int(s)) + ")"
+}
 
 // Opcode of a Completion; valid with Success only.
 type Opcode uint32
