@@ -62,7 +62,7 @@ func (t *Transport) acceptOne(b *bundle, p *localPort, o *laneOffer) (*lane, err
 	if !p.usable() {
 		return nil, fmt.Errorf("port %s is not active", p.name)
 	}
-	way := portPath{GRH: o.GRH, LID: o.LID, Remote: gid{Raw: o.GID}}
+	way := route{GRH: o.GRH, LID: o.LID, Remote: gid{Raw: o.GID}}
 	if o.GRH {
 		var err error
 		if way.Local, err = forceGID(state.address.GIDs, o.Index, p.name); err != nil {
@@ -74,7 +74,7 @@ func (t *Transport) acceptOne(b *bundle, p *localPort, o *laneOffer) (*lane, err
 		return nil, err
 	}
 	l.offer = *o
-	if err := l.ready(t.verbsPath(p, way, min(o.MTU, state.mtu), o.QPN, o.PSN, l.psn)); err != nil {
+	if err := l.ready(t.verbsRoute(p, way, min(o.MTU, state.mtu), o.QPN, o.PSN, l.psn)); err != nil {
 		l.drop(func() {})
 		return nil, err
 	}

@@ -21,8 +21,8 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 	switch s.Kind {
 	case signalDismissed:
 		return src.dismissed(s)
-	case signalJoin:
-		return src.join(s)
+	case signalConnect:
+		return src.connect(s)
 	}
 	src.mu.Lock()
 	defer src.mu.Unlock()
@@ -34,8 +34,8 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 		rep := r.t.describe()
 		rep.Secret = src.secret
 		return rep, nil
-	case signalJoined:
-		src.joined(s)
+	case signalConnected:
+		src.connected(s)
 		return &reply{}, nil
 	case signalLost:
 		return src.lost(s), nil
@@ -87,11 +87,11 @@ func (src *source) grants(rep *reply) {
 // maxLanes bounds the queue pairs that one P may have here.
 const maxLanes = 512
 
-// join makes D's ends of lanes. From when they are in src.lanes a revoke must be
+// connect opens D's ends of lanes. From when they are in src.lanes a revoke must be
 // heard by P, or cut these lanes too; so the grants that are alive are told with
 // them. Queue pairs are made without src.mu: RoCE looks the neighbour up, which
 // takes a second where there is none.
-func (src *source) join(s *signal) (*reply, error) {
+func (src *source) connect(s *signal) (*reply, error) {
 	t := src.r.t
 	if !t.enter() {
 		return nil, errClosed
@@ -99,27 +99,27 @@ func (src *source) join(s *signal) (*reply, error) {
 	defer t.wg.Done()
 	src.mu.Lock()
 	err := src.knows(s)
-	if n := len(src.lanes) + len(src.dying) + src.joining; err == nil && n+len(s.Join) > maxLanes {
-		err = refusef("%d lanes are open and %d more wanted, at most %d are allowed", n, len(s.Join), maxLanes)
+	if n := len(src.lanes) + len(src.dying) + src.connecting; err == nil && n+len(s.Offers) > maxLanes {
+		err = refusef("%d lanes are open and %d more wanted, at most %d are allowed", n, len(s.Offers), maxLanes)
 	}
 	if err != nil {
 		src.mu.Unlock()
 		return nil, err
 	}
-	src.joining += len(s.Join)
-	known := make([]bool, len(s.Join))
-	for i := range s.Join {
-		known[i] = src.open(&s.Join[i]) != nil
+	src.connecting += len(s.Offers)
+	known := make([]bool, len(s.Offers))
+	for i := range s.Offers {
+		known[i] = src.open(&s.Offers[i]) != nil
 	}
 	src.mu.Unlock()
-	made := t.accept(src, s.Join, known)
+	made := t.accept(src, s.Offers, known)
 	src.mu.Lock()
 	defer src.mu.Unlock()
-	src.joining -= len(s.Join)
-	rep := &reply{Lanes: make([]laneAnswer, len(s.Join))}
+	src.connecting -= len(s.Offers)
+	rep := &reply{Lanes: make([]laneAnswer, len(s.Offers))}
 	err = src.knows(s) // still
 	for i := range made {
-		m, o, out := &made[i], &s.Join[i], &rep.Lanes[i]
+		m, o, out := &made[i], &s.Offers[i], &rep.Lanes[i]
 		l := src.open(o)
 		switch {
 		case err != nil || m.err != nil:
@@ -154,8 +154,8 @@ func (src *source) open(o *laneOffer) *lane {
 	return nil
 }
 
-// joined: P says which lanes it keeps; src.mu is held.
-func (src *source) joined(s *signal) {
+// connected: P says which lanes it keeps; src.mu is held.
+func (src *source) connected(s *signal) {
 	keep := map[uint32]bool{}
 	for _, id := range s.Lanes {
 		keep[id] = true
@@ -194,13 +194,13 @@ func (src *source) lost(s *signal) *reply {
 	}
 	src.grants(rep)
 	for _, seq := range s.Seqs {
-		parts := uint64(0)
+		stripes := uint64(0)
 		if e := src.live[seq]; e != nil {
-			parts = e.parts
+			stripes = e.stripes
 		} else if slices.Contains(src.whole[:], seq) {
-			parts = math.MaxUint64
+			stripes = math.MaxUint64
 		}
-		rep.Arrived = append(rep.Arrived, parts)
+		rep.Arrived = append(rep.Arrived, stripes)
 	}
 	return rep
 }

@@ -15,40 +15,40 @@ var errNoPath = errors.New("no port here reaches a port there")
 
 // connect asks D for its ports, and makes lanes for pairs of ports that have none,
 // until each port has some or no pair is left to try.
-func (lk *link) connect() error {
-	lk.mu.Lock()
-	due := lk.due()
-	lk.mu.Unlock()
-	rep, err := lk.t.ask(lk.peer, &signal{Kind: signalPorts, Ticket: lk.ticket}, lk.t.cfg.ConnectTimeout/3)
+func (cn *conn) connect() error {
+	cn.mu.Lock()
+	due := cn.due()
+	cn.mu.Unlock()
+	rep, err := cn.t.ask(cn.peer, &signal{Kind: signalPorts, Ticket: cn.ticket}, cn.t.cfg.ConnectTimeout/3)
 	if err != nil {
 		return err
 	}
-	lk.mu.Lock()
-	lk.tasks &^= makeLanes
-	lk.mu.Unlock()
+	cn.mu.Lock()
+	cn.tasks &^= makeLanes
+	cn.mu.Unlock()
 	there, why := newFar(rep)
 	if why == nil {
-		if why, err = lk.connectTo(there, due); err != nil {
-			lk.mu.Lock()
-			defer lk.mu.Unlock()
-			lk.tasks |= makeLanes // still
+		if why, err = cn.connectTo(there, due); err != nil {
+			cn.mu.Lock()
+			defer cn.mu.Unlock()
+			cn.tasks |= makeLanes // still
 			return err
 		}
 	}
-	return lk.sayJoined(why)
+	return cn.sayConnected(why)
 }
 
-// sayJoined tells D which lanes there are. An error says why there are none.
-func (lk *link) sayJoined(why error) error {
-	s := &signal{Kind: signalJoined, Ticket: lk.ticket}
-	lk.mu.Lock()
-	s.Last = lk.lastID
-	for _, l := range lk.lanes {
+// sayConnected tells D which lanes there are. An error says why there are none.
+func (cn *conn) sayConnected(why error) error {
+	s := &signal{Kind: signalConnected, Ticket: cn.ticket}
+	cn.mu.Lock()
+	s.Last = cn.lastID
+	for _, l := range cn.lanes {
 		s.Lanes = append(s.Lanes, l.id)
 	}
-	lk.mu.Unlock()
+	cn.mu.Unlock()
 	if len(s.Lanes) == 0 {
-		for _, p := range lk.t.ports {
+		for _, p := range cn.t.ports {
 			if !p.usable() {
 				why = allOf(why, fmt.Errorf("port %s is down", p.name))
 			}
@@ -61,55 +61,55 @@ func (lk *link) sayJoined(why error) error {
 	} else {
 		why = nil
 	}
-	if _, err := lk.t.ask(lk.peer, s, lk.t.cfg.ConnectTimeout/3); err != nil && why == nil {
-		lk.t.log.Debug("rdma: a peer does not hear which lanes it has; it will ask", zap.String("peer", string(lk.peer)), zap.Error(err))
+	if _, err := cn.t.ask(cn.peer, s, cn.t.cfg.ConnectTimeout/3); err != nil && why == nil {
+		cn.t.log.Debug("rdma: a peer does not hear which lanes it has; it will ask", zap.String("peer", string(cn.peer)), zap.Error(err))
 	}
 	return why
 }
 
-// connectTo makes lanes to ports of D, a round for each set of rails that have no
-// port in common: plan names the rails, make opens P's ends, exchange has D open its
+// connectTo makes lanes to ports of D, a round for each set of paths that have no
+// port in common: plan names the paths, make opens P's ends, exchange has D open its
 // ends, and probe takes into use what carries bytes. why says what was in the way of
 // the lanes that could not be made; err says that D could not be asked.
-func (lk *link) connectTo(there *far, due map[railKey]bool) (why, err error) {
-	lk.update(func(lk *link) {
-		if lk.there != nil && string(lk.there.secret) != string(there.secret) {
-			lk.lose(fmt.Errorf("rdma: decode agent %s has opened anew: %w", lk.peer, core.ErrConnectionLost))
+func (cn *conn) connectTo(there *far, due map[pathKey]bool) (why, err error) {
+	cn.update(func(cn *conn) {
+		if cn.there != nil && string(cn.there.secret) != string(there.secret) {
+			cn.lose(fmt.Errorf("rdma: decode agent %s has opened anew: %w", cn.peer, core.ErrConnectionLost))
 		}
-		if lk.there == nil {
-			lk.grants = grants{dead: map[uint64]bool{}}
+		if cn.there == nil {
+			cn.grants = grants{dead: map[uint64]bool{}}
 		}
-		if lk.on(eventPorts) != stateEnded {
-			lk.there = there
+		if cn.on(eventPorts) != stateEnded {
+			cn.there = there
 		}
 	})
-	tried := map[railKey]bool{}
+	tried := map[pathKey]bool{}
 	var causes []error
 	for round := 0; ; round++ {
-		plan, unreachable := lk.plan(there, tried, due)
+		plan, unreachable := cn.plan(there, tried, due)
 		causes = append(causes, unreachable...)
 		if len(plan) == 0 {
 			return allOf(causes...), nil
 		}
-		if round > 0 && lk.hasLanes() { // D need not wait for what may take long
-			_ = lk.sayJoined(nil)
+		if round > 0 && cn.hasLanes() { // D need not wait for what may take long
+			_ = cn.sayConnected(nil)
 		}
-		made, unmade := lk.make(there, plan)
-		if err := lk.exchange(made); err != nil {
+		made, unmade := cn.make(there, plan)
+		if err := cn.exchange(made); err != nil {
 			return nil, err
 		}
-		lk.probe(there, made)
-		causes = append(append(causes, unmade...), lk.judge(plan, made)...)
-		if lk.t.ctx.Err() != nil {
+		cn.probe(there, made)
+		causes = append(append(causes, unmade...), cn.judge(plan, made)...)
+		if cn.t.ctx.Err() != nil {
 			return nil, errClosed
 		}
 	}
 }
 
-func (lk *link) hasLanes() bool {
-	lk.mu.Lock()
-	defer lk.mu.Unlock()
-	return len(lk.lanes) > 0
+func (cn *conn) hasLanes() bool {
+	cn.mu.Lock()
+	defer cn.mu.Unlock()
+	return len(cn.lanes) > 0
 }
 
 // far is what D has said of itself. It does not change.

@@ -252,7 +252,7 @@ func (t *Transport) describe() *reply {
 	return rep
 }
 
-// address is a port of D as choosePath wants it.
+// address is a port of D as chooseRoute wants it.
 func (p *portInfo) address() *portAddress {
 	a := &portAddress{Name: p.Name, Link: verbs.LinkLayer(p.Link), LID: p.LID, GRH: p.GRH, Index: p.Forced}
 	for _, g := range p.GIDs {

@@ -54,7 +54,7 @@ func (src *source) revoke(e *expect) {
 	}
 	e.ended, e.patience = true, time.Now().Add(drainBound)
 	if len(src.lanes) == 0 && len(src.dying) == 0 {
-		src.fenced(e) // a lane that is joined later comes with the news
+		src.fenced(e) // a lane that is opened later comes with the news
 		return
 	}
 	src.draining = append(src.draining, e)

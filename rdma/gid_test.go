@@ -120,7 +120,7 @@ func roce(name string, gids ...gid) *portAddress {
 	return &portAddress{Name: name, Link: verbs.LinkEthernet, GIDs: gids, Index: -1}
 }
 
-func TestChoosePath(t *testing.T) {
+func TestChooseRoute(t *testing.T) {
 	ib := func(name string, lid uint16, subnet string) *portAddress {
 		p := &portAddress{Name: name, Link: verbs.LinkInfiniBand, LID: lid, Index: -1}
 		if subnet != "" {
@@ -133,7 +133,7 @@ func TestChoosePath(t *testing.T) {
 	for _, c := range []struct {
 		name          string
 		local, remote *portAddress
-		want          string // path, or a part of the error
+		want          string // route, or a part of the error
 	}{
 		{"one each", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "10.0.0.1")), roce("b:1", gidOf(3, verbs.GIDRoCEv2, "10.0.0.2")),
 			"GID 1: 10.0.0.1 (RoCE v2, private) to 3: 10.0.0.2 (RoCE v2, private)"},
@@ -172,7 +172,7 @@ func TestChoosePath(t *testing.T) {
 		{"no known link layer", &portAddress{Name: "a:1", Link: 9}, &portAddress{Name: "b:1", Link: 9}, "link layer 9"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			p, err := choosePath(c.local, c.remote)
+			p, err := chooseRoute(c.local, c.remote)
 			got := p.String()
 			if err != nil {
 				got = err.Error()
@@ -240,7 +240,7 @@ func FuzzGIDs(f *testing.F) {
 				t.Fatalf("%v is ranked %v, and from the end %v", p.GIDs, ranked, again)
 			}
 		}
-		p, err := choosePath(local, remote)
+		p, err := chooseRoute(local, remote)
 		if err != nil {
 			if strings.TrimSpace(err.Error()) == "" {
 				t.Fatal("an error without words")

@@ -53,8 +53,8 @@ func checkGrant(b, secret []byte, id core.TransferID) (grant, error) {
 	}, nil
 }
 
-// A mark is the immediate of a part's last write: by it D counts the parts of a
-// transfer, in whatever order they end. The mark of an impossible part says that
+// A mark is the immediate of a stripe's last write: by it D counts the stripes of a
+// transfer, in whatever order they end. The mark of an impossible stripe says that
 // the first byte is on its way.
 type mark struct {
 	slot       uint16
@@ -66,7 +66,7 @@ type mark struct {
 const (
 	maxSlots      = 1 << 16
 	maxGeneration = 16
-	beginIndex    = maxParts - 1 // with total 1
+	beginIndex    = maxStripes - 1 // with total 1
 )
 
 func (m mark) encode() uint32 {

@@ -37,7 +37,7 @@ func (src *source) backOff() {
 }
 
 // greeting tells P of the lanes that broke here and that it may connect. P says by
-// signalJoined what came of it. While it does not, and transfers or the first word
+// signalConnected what came of it. While it does not, and transfers or the first word
 // depend on it, it is greeted again: one of the two signals may be lost.
 func (src *source) greeting() {
 	t := src.r.t

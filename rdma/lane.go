@@ -34,16 +34,16 @@ type lane struct {
 	retired bool
 	still   chan struct{} // closed when it is retired and has given back all receives: nothing of it lands
 
-	// P's end, guarded by its link.
-	link    *link
+	// P's end, guarded by its connection.
+	conn    *conn
 	queue   *sendQueue[*job]
 	jobs    []*job // that have something to post; the first is next
-	rail    *rail
+	path    *path
 	keys    *keyTable      // D's memory by its port
 	probe   chan error     // what came of the first writes
 	reached bool           // the one without bytes has come through
 	proven  bool           // both have
-	broken  bool           // its link has it no more
+	broken  bool           // its connection has it no more
 	looks   int            // in a row, at which something was under way and nothing had completed since the one before
 	reads   map[*write]int // once it is broken: requests that may still read a write's blocks
 }
@@ -299,10 +299,10 @@ func (l *lane) ping() {
 	}
 }
 
-// verbsPath is how a queue pair on p reaches the peer's.
-func (t *Transport) verbsPath(p *localPort, to portPath, mtu int, qpn, psn, own uint32) *verbs.Path {
+// verbsRoute is how a queue pair on p reaches the peer's.
+func (t *Transport) verbsRoute(p *localPort, to route, mtu int, qpn, psn, own uint32) *verbs.Route {
 	c := &t.cfg
-	return &verbs.Path{
+	return &verbs.Route{
 		Port: p.num, PKeyIndex: c.PKeyIndex, RemoteWrite: true,
 		RemoteQP: qpn, RemotePSN: psn, LocalPSN: own, MTU: mtu,
 		Global: to.GRH, RemoteGID: to.Remote.Raw, SourceGIDIndex: to.Local.Index, HopLimit: 64,
@@ -312,11 +312,11 @@ func (t *Transport) verbsPath(p *localPort, to portPath, mtu int, qpn, psn, own 
 }
 
 // ready brings a queue pair to where it may write.
-func (l *lane) ready(p *verbs.Path) error {
+func (l *lane) ready(p *verbs.Route) error {
 	if err := l.qp.Init(p); err != nil {
 		return err
 	}
-	if l.link == nil { // D's end; a device may have given room for more
+	if l.conn == nil { // D's end; a device may have given room for more
 		done, err := l.qp.PostReceives(receiveID, l.b.depth)
 		l.posted = done
 		if err != nil {

@@ -51,7 +51,7 @@ func TestRevokeBetweenLanes(t *testing.T) {
 	held, release := make(chan struct{}), make(chan struct{})
 	var hold atomic.Bool
 	c.decide = func(from core.AgentID, s *signal) fault {
-		if s.Kind == signalJoin && hold.CompareAndSwap(true, false) {
+		if s.Kind == signalConnect && hold.CompareAndSwap(true, false) {
 			close(held)
 			<-release
 		}
@@ -139,7 +139,7 @@ func TestUnreadMarks(t *testing.T) {
 	pSink, dSink := newSlowSink("first"), newSlowSink("first")
 	look := sync.OnceFunc(func() { close(dSink.release) })
 	c.decide = func(from core.AgentID, s *signal) fault {
-		if s.Kind == signalJoin && lost.Load() {
+		if s.Kind == signalConnect && lost.Load() {
 			look() // D has said what has arrived, and looks at its marks now
 			<-release
 		}
@@ -275,32 +275,32 @@ func TestRevokeInClose(t *testing.T) {
 	<-revoked
 }
 
-// TestJoinInDismiss: a join that meets a Dismiss leaves no lane behind.
-func TestJoinInDismiss(t *testing.T) {
+// TestConnectInDismiss: a connect that meets a Dismiss leaves no lane behind.
+func TestConnectInDismiss(t *testing.T) {
 	needsRDMA(t)
 	c := newControl()
 	p, d := start(t, c, "p", 1, nil), start(t, c, "d", 1, nil)
 	connect(t, d, p)
 	usable(t, d, p)
 	src := d.tr.receiver.source(p.id)
-	l := p.tr.sender.link(d.id)
+	l := p.tr.sender.conn(d.id)
 	// As a handler of signals that has found the source just before.
 	d.tr.receiver.dismiss(p.id)
 	src.mu.Lock()
 	err := src.knows(&signal{Ticket: l.ticket})
 	src.mu.Unlock()
 	if !errors.Is(err, errRefused) {
-		t.Errorf("a dismissed peer may join: %v", err)
+		t.Errorf("a dismissed peer may connect: %v", err)
 	}
 }
 
 // holdDestroys has the destruction of all lanes that there are take until release.
 func (s *agent) holdDestroys() (release func()) {
 	var all []*lane
-	if lk := s.tr.sender.links["d"]; lk != nil {
-		lk.mu.Lock()
-		all = append(all, lk.lanes...)
-		lk.mu.Unlock()
+	if cn := s.tr.sender.conns["d"]; cn != nil {
+		cn.mu.Lock()
+		all = append(all, cn.lanes...)
+		cn.mu.Unlock()
 	}
 	if src := s.tr.receiver.sources["p"]; src != nil {
 		src.mu.Lock()
@@ -381,11 +381,11 @@ func TestReceiversPortReturns(t *testing.T) {
 	}
 	connect(t, d, p)
 	usable(t, d, p)
-	lk := p.tr.sender.link(d.id)
+	cn := p.tr.sender.conn(d.id)
 	at := func() (n int) {
-		lk.mu.Lock()
-		defer lk.mu.Unlock()
-		for _, l := range lk.lanes {
+		cn.mu.Lock()
+		defer cn.mu.Unlock()
+		for _, l := range cn.lanes {
 			if l.port == p.tr.ports[0] {
 				n++
 			}
@@ -393,16 +393,16 @@ func TestReceiversPortReturns(t *testing.T) {
 		return n
 	}
 	soon(t, "lanes at the first port", func() bool { return at() == p.tr.cfg.QueuePairs })
-	lk.update(func(lk *link) {
-		for _, r := range lk.rails {
+	cn.update(func(cn *conn) {
+		for _, r := range cn.paths {
 			r.pause, r.upSince = longPause, time.Now()
 		}
 	})
 	p.breakPort()
 	soon(t, "D has ended its side", func() bool {
-		lk.mu.Lock()
-		defer lk.mu.Unlock()
-		return len(lk.lost) == 0 && !lk.mends
+		cn.mu.Lock()
+		defer cn.mu.Unlock()
+		return len(cn.lost) == 0 && !cn.mends
 	})
 	if n := at(); n != 0 {
 		t.Fatalf("%d lanes are at a port that is given up", n)

@@ -37,16 +37,16 @@ func needsMachine(t *testing.T) {
 	}
 }
 
-// rails are the machine's: device rxeN on the interface railN.
-func rails() int {
+// paths are the machine's: device rxeN on the interface railN.
+func paths() int {
 	n, _ := strconv.Atoi(os.Getenv("RXE_RAILS"))
 	return n
 }
 
-// setLink takes a rail's interface up or down.
-func setLink(t *testing.T, rail int, up bool) {
+// setLink takes a path's interface up or down.
+func setLink(t *testing.T, path int, up bool) {
 	t.Helper()
-	name := fmt.Sprintf("rail%d", rail)
+	name := fmt.Sprintf("rail%d", path)
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -69,17 +69,17 @@ func setLink(t *testing.T, rail int, up bool) {
 	}
 }
 
-// cutLink takes a rail down, until the test ends at the latest.
-func cutLink(t *testing.T, rail int) {
+// cutLink takes a path down, until the test ends at the latest.
+func cutLink(t *testing.T, path int) {
 	t.Helper()
-	setLink(t, rail, false)
-	t.Cleanup(func() { setLink(t, rail, true) })
+	setLink(t, path, false)
+	t.Cleanup(func() { setLink(t, path, true) })
 }
 
-// packets says how many a rail has sent so far.
-func packets(t *testing.T, rail int) uint64 {
+// packets says how many a path has sent so far.
+func packets(t *testing.T, path int) uint64 {
 	t.Helper()
-	text, err := os.ReadFile(fmt.Sprintf("/sys/class/infiniband/rxe%d/ports/1/hw_counters/sent_pkts", rail))
+	text, err := os.ReadFile(fmt.Sprintf("/sys/class/infiniband/rxe%d/ports/1/hw_counters/sent_pkts", path))
 	if err != nil {
 		t.Fatal(err)
 	}

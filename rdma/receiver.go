@@ -40,7 +40,7 @@ type expect struct {
 	segments int
 
 	patience time.Time // with P, of a revoke
-	parts    uint64    // bit i: part i has landed
+	stripes  uint64    // bit i: stripe i has landed
 	begun    time.Time
 	ended    bool          // revoked, or its outcome is told
 	fenced   chan struct{} // closed when nothing can land any more

@@ -16,13 +16,13 @@ import (
 type signalKind uint8
 
 const (
-	signalGreet   signalKind = 1 // D → P: I have your ticket; connect, and these lanes broke here
-	signalPorts   signalKind = 2 // P → D: which ports, keys and grants do you have?
-	signalJoin    signalKind = 3 // P → D: make your ends of these lanes
-	signalJoined  signalKind = 4 // P → D: those that P keeps; without any, why
-	signalLost    signalKind = 5 // P → D: these broke; what has arrived of these transfers?
-	signalDrain   signalKind = 6 // D → P: these grants are dead; tell when nothing is on its way
-	signalDrained signalKind = 7 // P → D: nothing is
+	signalGreet     signalKind = 1 // D → P: I have your ticket; connect, and these lanes broke here
+	signalPorts     signalKind = 2 // P → D: which ports, keys and grants do you have?
+	signalConnect   signalKind = 3 // P → D: make your ends of these lanes
+	signalConnected signalKind = 4 // P → D: those that P keeps; without any, why
+	signalLost      signalKind = 5 // P → D: these broke; what has arrived of these transfers?
+	signalDrain     signalKind = 6 // D → P: these grants are dead; tell when nothing is on its way
+	signalDrained   signalKind = 7 // P → D: nothing is
 
 	signalBye       signalKind = 8 // D → P: this agent is closed, or wants nothing of P any more
 	signalDismissed signalKind = 9 // P → D: likewise
@@ -36,8 +36,8 @@ type signal struct {
 	Lanes  []uint32    `msg:"l,omitempty,limit=1024"`
 	Seqs   []uint64    `msg:"s,omitempty,limit=65536"`
 	Below  uint64      `msg:"b,omitempty"` // grants below it are dead
-	Join   []laneOffer `msg:"j,omitempty,limit=256"`
-	Last   uint32      `msg:"z,omitempty"`          // of signalJoined: it speaks of the lanes up to this one
+	Offers []laneOffer `msg:"o,omitempty,limit=256"`
+	Last   uint32      `msg:"z,omitempty"`          // of signalConnected: it speaks of the lanes up to this one
 	Secret []byte      `msg:"x,omitempty,limit=64"` // of signalBye: whose end it is, should D have begun anew
 	Reason string      `msg:"r,omitempty,limit=1024"`
 	Up     []int       `msg:"u,omitempty,limit=64"` // of signalGreet: ports of D that have become active
@@ -114,12 +114,12 @@ type reply struct {
 	Devices []deviceKeys `msg:"d,omitempty,limit=64"`
 	Regions []span       `msg:"g,omitempty,limit=65536"`
 	Secret  []byte       `msg:"x,omitempty,limit=64"` // signs D's grants for this P; new with each D
-	// of signalJoin and signalLost: a grant is dead unless it is live, or not below Next
+	// of signalConnect and signalLost: a grant is dead unless it is live, or not below Next
 	Next uint64   `msg:"n,omitempty"`
 	Live []uint64 `msg:"v,omitempty,limit=65536"`
 
-	Lanes   []laneAnswer `msg:"l,omitempty,limit=256"`   // of signalJoin
-	Arrived []uint64     `msg:"a,omitempty,limit=65536"` // of signalLost, per Seq: bit i = part i is here
+	Lanes   []laneAnswer `msg:"l,omitempty,limit=256"`   // of signalConnect
+	Arrived []uint64     `msg:"a,omitempty,limit=65536"` // of signalLost, per Seq: bit i = stripe i is here
 	Busy    bool         `msg:"b,omitempty"`             // of signalLost: ask again, the lanes still end
 	Pending []uint64     `msg:"w,omitempty,limit=65536"` // of signalDrain: signalDrained will follow for these
 }

@@ -311,12 +311,12 @@ func needsRDMA(t *testing.T) {
 // lands after its end, and the two agents find back to each other.
 func TestSignalFaults(t *testing.T) {
 	needsRDMA(t)
-	names := map[signalKind]string{signalGreet: "greet", signalPorts: "ports", signalJoin: "join", signalJoined: "joined", signalLost: "lost",
+	names := map[signalKind]string{signalGreet: "greet", signalPorts: "ports", signalConnect: "connect", signalConnected: "connected", signalLost: "lost",
 		signalDrain: "drain", signalDrained: "drained", signalBye: "bye", signalDismissed: "dismissed"}
 	for kind := signalGreet; kind <= signalDismissed; kind++ {
 		for f := lost; f <= behind; f++ {
 			// Order matters most to what the two ends count.
-			counts := kind == signalJoin || kind == signalLost || kind == signalDrain
+			counts := kind == signalConnect || kind == signalLost || kind == signalDrain
 			if testing.Short() && f != lost && (f != behind || !counts) {
 				continue
 			}

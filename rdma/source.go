@@ -18,24 +18,24 @@ type source struct {
 	r    *receiver
 	peer core.AgentID
 
-	mu      sync.Mutex
-	gone    bool // dismissed
-	ticket  []byte
-	secret  []byte // signs the grants for this P
-	lanes   map[uint32]*lane
-	dying   map[uint32]*lane   // in error, until their last completions were counted
-	joining int                // lanes that are being made
-	broken  []uint32           // lanes that broke here and that P must hear of
-	up      []int              // ports that have become active, likewise
-	live    map[uint64]*expect // by the grant's number, until nothing of them can land
-	whole   [maxWhole]uint64   // grants whose transfers have arrived, the latest; 0: none
-	wholes  int                // of them ever
-	cause   error              // why no transfer can come this way; nil: it can
-	settled chan struct{}      // closed when cause says something
-	owed    bool               // the sink must hear that P cannot be reached: it was, or was asked for
-	greets  bool               // a goroutine greets P
-	greetAt time.Time          // not before, while P cannot be reached
-	backoff time.Duration
+	mu         sync.Mutex
+	gone       bool // dismissed
+	ticket     []byte
+	secret     []byte // signs the grants for this P
+	lanes      map[uint32]*lane
+	dying      map[uint32]*lane   // in error, until their last completions were counted
+	connecting int                // lanes that are being made
+	broken     []uint32           // lanes that broke here and that P must hear of
+	up         []int              // ports that have become active, likewise
+	live       map[uint64]*expect // by the grant's number, until nothing of them can land
+	whole      [maxWhole]uint64   // grants whose transfers have arrived, the latest; 0: none
+	wholes     int                // of them ever
+	cause      error              // why no transfer can come this way; nil: it can
+	settled    chan struct{}      // closed when cause says something
+	owed       bool               // the sink must hear that P cannot be reached: it was, or was asked for
+	greets     bool               // a goroutine greets P
+	greetAt    time.Time          // not before, while P cannot be reached
+	backoff    time.Duration
 
 	draining []*expect // revoked: P must hear of it
 	drains   bool      // a goroutine tells P
@@ -129,7 +129,7 @@ const flushBound = time.Second
 
 // retire puts a lane into error. It is dying until its last completions were counted: a
 // mark that has landed must be, since P has it for done or, if the lane broke there
-// first, would write that part again under a transfer that has ended. When all its
+// first, would write that stripe again under a transfer that has ended. When all its
 // receives have come back nothing of it lands any more, and nobody waits until the
 // queue pair is destroyed, which may take seconds. src.mu is held.
 func (src *source) retire(l *lane) {
@@ -295,8 +295,8 @@ func (src *source) landed(m mark) *expect {
 	if m.begins() || m.index >= m.total {
 		return nil
 	}
-	e.parts |= 1 << m.index
-	if bits.OnesCount64(e.parts) < int(m.total) || !r.take(e) {
+	e.stripes |= 1 << m.index
+	if bits.OnesCount64(e.stripes) < int(m.total) || !r.take(e) {
 		return nil
 	}
 	return e

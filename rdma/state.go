@@ -55,24 +55,24 @@ var transitions = [...][events]state{
 	stateEnded:   {stateEnded, stateEnded, 0, stateEnded, stateEnded, stateEnded},
 }
 
-// on takes an event and returns the state before it; lk.mu is held.
-func (lk *link) on(e event) (before state) {
-	before = lk.state
+// on takes an event and returns the state before it; cn.mu is held.
+func (cn *conn) on(e event) (before state) {
+	before = cn.state
 	after := transitions[before][e]
 	if after == 0 && invariants.Enabled {
 		panic(fmt.Sprintf("rdma: event %d in state %v", e, before))
 	}
 	if after != 0 {
-		lk.state = after
+		cn.state = after
 	}
 	return before
 }
 
 // check compares the state with what it says; only in builds with the tag "invariants".
-func (lk *link) check() {
-	told := lk.state == stateProbing || lk.state == stateUp || lk.state == stateBare
-	if told != (lk.there != nil) || (lk.state == stateUp) != (len(lk.lanes) > 0) || (lk.state == stateEnded) != (lk.ended != nil) {
-		panic(fmt.Sprintf("rdma: a connection is %v with %d lanes, D's keys: %v, ended: %v", lk.state, len(lk.lanes), lk.there != nil, lk.ended))
+func (cn *conn) check() {
+	told := cn.state == stateProbing || cn.state == stateUp || cn.state == stateBare
+	if told != (cn.there != nil) || (cn.state == stateUp) != (len(cn.lanes) > 0) || (cn.state == stateEnded) != (cn.ended != nil) {
+		panic(fmt.Sprintf("rdma: a connection is %v with %d lanes, D's keys: %v, ended: %v", cn.state, len(cn.lanes), cn.there != nil, cn.ended))
 	}
 }
 
@@ -95,15 +95,15 @@ const (
 	stepConnect      // make lanes
 )
 
-// next is the first step that there is something to do for; lk.mu is held.
-func (lk *link) next() step {
+// next is the first step that there is something to do for; cn.mu is held.
+func (cn *conn) next() step {
 	switch {
-	case lk.state == stateEnded:
-	case len(lk.lost) > 0 || lk.tasks&askGrants != 0:
+	case cn.state == stateEnded:
+	case len(cn.lost) > 0 || cn.tasks&askGrants != 0:
 		return stepAsk
-	case lk.tasks&restLanes != 0:
+	case cn.tasks&restLanes != 0:
 		return stepRest
-	case lk.tasks&makeLanes != 0, len(lk.writes) > 0 && (len(lk.lanes) == 0 || lk.retryDue()):
+	case cn.tasks&makeLanes != 0, len(cn.writes) > 0 && (len(cn.lanes) == 0 || cn.retryDue()):
 		return stepConnect
 	}
 	return stepNone

@@ -33,15 +33,15 @@ func TestTransitions(t *testing.T) {
 
 // TestEnded: nothing leads out of the last state, and a second end is told from the first.
 func TestEnded(t *testing.T) {
-	lk := newTestLink(t, 1)
-	lk.mu.Lock()
-	defer lk.mu.Unlock()
-	if before := lk.on(eventEnd); before != stateUp {
+	cn := newTestConn(t, 1)
+	cn.mu.Lock()
+	defer cn.mu.Unlock()
+	if before := cn.on(eventEnd); before != stateUp {
 		t.Errorf("the state was %v, want up", before)
 	}
 	for _, e := range []event{eventGreeted, eventPorts, eventBare, eventLost, eventEnd} {
-		if before := lk.on(e); before != stateEnded || lk.state != stateEnded {
-			t.Errorf("event %d leads from %v to %v", e, before, lk.state)
+		if before := cn.on(e); before != stateEnded || cn.state != stateEnded {
+			t.Errorf("event %d leads from %v to %v", e, before, cn.state)
 		}
 	}
 }

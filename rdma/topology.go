@@ -4,7 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"path"
+	slashpath "path"
 	"regexp"
 	"slices"
 	"strconv"
@@ -98,7 +98,7 @@ func placeOf(sys fs.FS, name string) (place, error) {
 			dir = strings.Join(elems[:i+1], "/")
 		}
 	}
-	for _, file := range []string{path.Join(dir, "numa_node"), path.Join(real, "device/numa_node")} {
+	for _, file := range []string{slashpath.Join(dir, "numa_node"), slashpath.Join(real, "device/numa_node")} {
 		if b, err := fs.ReadFile(sys, file); err == nil {
 			if n, err := strconv.Atoi(strings.TrimSpace(string(b))); err == nil {
 				p.Node = max(n, noNode)

@@ -14,50 +14,50 @@ import (
 
 // The four steps that make lanes: plan, make, exchange, probe.
 
-// planned is a rail that is to be tried, and what came of it.
+// planned is a path that is to be tried, and what came of it.
 type planned struct {
-	key    railKey
+	key    pathKey
 	local  *localPort
 	far    *portInfo
-	path   portPath
+	route  route
 	lanes  int   // that it lacks
 	works  bool  // one of them has carried its probe
 	failed error // why the last of those that failed did
 }
 
-// plan picks rails that lack lanes, the best first. No two of them have a port in
-// common, and none has a port at which there are lanes of another rail. Rails that
+// plan picks paths that lack lanes, the best first. No two of them have a port in
+// common, and none has a port at which there are lanes of another path. Paths that
 // were tried or are paused are left out. causes says why ports do not reach each other.
-func (lk *link) plan(there *far, tried, due map[railKey]bool) (plan []*planned, causes []error) {
-	lk.mu.Lock()
-	defer lk.mu.Unlock()
-	localUsed, farUsed, have := map[int]bool{}, map[int]bool{}, map[railKey]int{}
-	for _, l := range lk.lanes {
+func (cn *conn) plan(there *far, tried, due map[pathKey]bool) (plan []*planned, causes []error) {
+	cn.mu.Lock()
+	defer cn.mu.Unlock()
+	localUsed, farUsed, have := map[int]bool{}, map[int]bool{}, map[pathKey]int{}
+	for _, l := range cn.lanes {
 		localUsed[l.port.index], farUsed[l.remote] = true, true
-		have[l.railKey()]++
+		have[l.pathKey()]++
 	}
 	var all []*planned
-	for _, p := range lk.t.ports {
+	for _, p := range cn.t.ports {
 		state := p.state.Load()
 		if !p.usable() {
 			continue
 		}
 		for _, q := range there.ports {
-			key := railKey{p.index, q.Index}
-			lacks := lk.t.cfg.QueuePairs - have[key]
-			if tried[key] || lacks <= 0 || lacks == lk.t.cfg.QueuePairs && (localUsed[p.index] || farUsed[q.Index]) {
+			key := pathKey{p.index, q.Index}
+			lacks := cn.t.cfg.QueuePairs - have[key]
+			if tried[key] || lacks <= 0 || lacks == cn.t.cfg.QueuePairs && (localUsed[p.index] || farUsed[q.Index]) {
 				continue
 			}
-			if r := lk.rails[key]; r != nil && !r.usable() && !due[key] && len(lk.lanes) > 0 {
+			if r := cn.paths[key]; r != nil && !r.usable() && !due[key] && len(cn.lanes) > 0 {
 				continue
 			}
-			way, err := choosePath(&state.address, q.address())
+			way, err := chooseRoute(&state.address, q.address())
 			if err != nil {
 				tried[key] = true
 				causes = append(causes, err)
 				continue
 			}
-			all = append(all, &planned{key: key, local: p, far: q, path: way, lanes: lacks})
+			all = append(all, &planned{key: key, local: p, far: q, route: way, lanes: lacks})
 		}
 	}
 	sortPlanned(all)
@@ -75,7 +75,7 @@ func (lk *link) plan(there *far, tried, due map[railKey]bool) (plan []*planned, 
 func sortPlanned(all []*planned) {
 	slices.SortStableFunc(all, func(a, b *planned) int {
 		return cmp.Or(
-			cmp.Compare(commonBits(&b.path), commonBits(&a.path)),
+			cmp.Compare(commonBits(&b.route), commonBits(&a.route)),
 			cmp.Compare(a.key.local, b.key.local), cmp.Compare(a.key.remote, b.key.remote))
 	})
 }
@@ -90,15 +90,15 @@ type trial struct {
 }
 
 // make opens P's ends of the lanes that a plan lacks. unmade says why some could not
-// be opened, which is no fault of their rails.
-func (lk *link) make(there *far, plan []*planned) (made []*trial, unmade []error) {
-	t := lk.t
+// be opened, which is no fault of their paths.
+func (cn *conn) make(there *far, plan []*planned) (made []*trial, unmade []error) {
+	t := cn.t
 	bundles := map[*device]*bundle{}
 	for _, c := range plan {
 		b := bundles[c.local.dev]
 		if b == nil {
 			var err error
-			if b, err = t.newBundle(c.local.dev, len(plan)*t.cfg.QueuePairs, t.cfg.SendDepth, lk.completed); err != nil {
+			if b, err = t.newBundle(c.local.dev, len(plan)*t.cfg.QueuePairs, t.cfg.SendDepth, cn.completed); err != nil {
 				unmade = append(unmade, err)
 				continue
 			}
@@ -106,14 +106,14 @@ func (lk *link) make(there *far, plan []*planned) (made []*trial, unmade []error
 			defer b.seal()
 		}
 		for range c.lanes {
-			l, err := lk.newLane(b, there, c)
+			l, err := cn.newLane(b, there, c)
 			if err != nil {
 				unmade = append(unmade, err)
 				break
 			}
 			state := c.local.state.Load()
 			made = append(made, &trial{of: c, lane: l, offer: laneOffer{Lane: l.id, Port: c.far.Index, QPN: l.qp.Number(), PSN: l.psn,
-				MTU: min(state.mtu, c.far.MTU), GRH: c.path.GRH, GID: c.path.Local.Raw, Index: c.path.Remote.Index, LID: state.address.LID}})
+				MTU: min(state.mtu, c.far.MTU), GRH: c.route.GRH, GID: c.route.Local.Raw, Index: c.route.Remote.Index, LID: state.address.LID}})
 		}
 	}
 	return made, unmade
@@ -121,20 +121,20 @@ func (lk *link) make(there *far, plan []*planned) (made []*trial, unmade []error
 
 // exchange has D open its ends. A trial that D refuses has failed. When D could not be
 // asked, which says nothing of its ports, all lanes are dropped and the error says why.
-func (lk *link) exchange(made []*trial) error {
+func (cn *conn) exchange(made []*trial) error {
 	if len(made) == 0 {
 		return nil
 	}
-	s := &signal{Kind: signalJoin, Ticket: lk.ticket}
+	s := &signal{Kind: signalConnect, Ticket: cn.ticket}
 	for _, tr := range made {
-		s.Join = append(s.Join, tr.offer)
+		s.Offers = append(s.Offers, tr.offer)
 	}
-	rep, err := lk.t.ask(lk.peer, s, 2*lk.t.cfg.ConnectTimeout/3) // D may look for neighbours that are not there, which takes a second
+	rep, err := cn.t.ask(cn.peer, s, 2*cn.t.cfg.ConnectTimeout/3) // D may look for neighbours that are not there, which takes a second
 	switch {
 	case err == nil && len(rep.Lanes) != len(made):
-		err = fmt.Errorf("agent %s answers for %d lanes, it was asked for %d", lk.peer, len(rep.Lanes), len(made))
+		err = fmt.Errorf("agent %s answers for %d lanes, it was asked for %d", cn.peer, len(rep.Lanes), len(made))
 	case err == nil:
-		lk.update(func(lk *link) { lk.told(rep) })
+		cn.update(func(cn *conn) { cn.told(rep) })
 	case !errors.Is(err, errRefused):
 		for _, tr := range made {
 			tr.lane.drop(func() {})
@@ -144,9 +144,9 @@ func (lk *link) exchange(made []*trial) error {
 	for i, tr := range made {
 		switch {
 		case err != nil:
-			lk.failed(tr, err)
+			cn.failed(tr, err)
 		case rep.Lanes[i].Error != "":
-			lk.failed(tr, fmt.Errorf("at the peer: %s", rep.Lanes[i].Error))
+			cn.failed(tr, fmt.Errorf("at the peer: %s", rep.Lanes[i].Error))
 		default:
 			tr.answer = rep.Lanes[i]
 		}
@@ -156,16 +156,16 @@ func (lk *link) exchange(made []*trial) error {
 
 // probe writes by all lanes at once that have not failed, and takes each into use when
 // its bytes have come through.
-func (lk *link) probe(there *far, answered []*trial) {
-	t := lk.t
+func (cn *conn) probe(there *far, answered []*trial) {
+	t := cn.t
 	for _, tr := range answered {
 		if l := tr.lane; tr.failed == nil {
-			err := l.ready(t.verbsPath(l.port, tr.of.path, tr.offer.MTU, tr.answer.QPN, tr.answer.PSN, l.psn))
+			err := l.ready(t.verbsRoute(l.port, tr.of.route, tr.offer.MTU, tr.answer.QPN, tr.answer.PSN, l.psn))
 			if err == nil {
 				err = l.postProbe(there.scratch[l.remote])
 			}
 			if err != nil {
-				lk.failed(tr, err)
+				cn.failed(tr, err)
 			}
 		}
 	}
@@ -185,66 +185,66 @@ func (lk *link) probe(there *far, answered []*trial) {
 			err = errClosed
 		}
 		if err != nil {
-			lk.failed(tr, err)
+			cn.failed(tr, err)
 			continue
 		}
-		lk.update(func(lk *link) { lk.use(tr, there) })
+		cn.update(func(cn *conn) { cn.use(tr, there) })
 	}
 }
 
-// use adds a lane that was probed, unless D has ended the connection meanwhile; lk.mu
+// use adds a lane that was probed, unless D has ended the connection meanwhile; cn.mu
 // is held.
-func (lk *link) use(tr *trial, there *far) {
+func (cn *conn) use(tr *trial, there *far) {
 	l, c := tr.lane, tr.of
-	if lk.there != there {
+	if cn.there != there {
 		l.drop(func() {})
 		return
 	}
-	lk.t.log.Info("rdma lane", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.String("from", c.local.name), zap.String("to", c.far.Name), zap.Stringer("path", c.path))
-	lk.rail(c).restored(time.Now())
+	cn.t.log.Info("rdma lane", zap.String("peer", string(cn.peer)), zap.Uint32("lane", l.id), zap.String("from", c.local.name), zap.String("to", c.far.Name), zap.Stringer("route", c.route))
+	cn.path(c).restored(time.Now())
 	c.works, l.proven = true, true
-	lk.lanes = append(lk.lanes, l)
-	lk.on(eventLane)
-	lk.again()
-	lk.watchRest()
+	cn.lanes = append(cn.lanes, l)
+	cn.on(eventLane)
+	cn.again()
+	cn.watchRest()
 }
 
 // failed drops a lane that cannot be used.
-func (lk *link) failed(tr *trial, err error) {
+func (cn *conn) failed(tr *trial, err error) {
 	c := tr.of
 	tr.lane.drop(func() {})
-	tr.failed = fmt.Errorf("%s to %s (%v): %w", c.local.name, c.far.Name, c.path, err)
+	tr.failed = fmt.Errorf("%s to %s (%v): %w", c.local.name, c.far.Name, c.route, err)
 	c.failed = tr.failed
-	lk.t.log.Info("rdma lane cannot be used", zap.String("peer", string(lk.peer)), zap.Error(tr.failed))
+	cn.t.log.Info("rdma lane cannot be used", zap.String("peer", string(cn.peer)), zap.Error(tr.failed))
 }
 
-// judge pauses the rails of which no lane works, and returns why lanes failed.
-func (lk *link) judge(plan []*planned, made []*trial) (causes []error) {
+// judge pauses the paths of which no lane works, and returns why lanes failed.
+func (cn *conn) judge(plan []*planned, made []*trial) (causes []error) {
 	for _, tr := range made {
 		if tr.failed != nil {
 			causes = append(causes, tr.failed)
 		}
 	}
-	lk.update(func(lk *link) {
+	cn.update(func(cn *conn) {
 		for _, c := range plan {
 			if c.failed != nil && !c.works {
-				lk.rail(c).fail(time.Now(), c.failed)
+				cn.path(c).fail(time.Now(), c.failed)
 			}
 		}
 	})
 	return causes
 }
 
-func (lk *link) newLane(b *bundle, there *far, c *planned) (*lane, error) {
+func (cn *conn) newLane(b *bundle, there *far, c *planned) (*lane, error) {
 	depth := b.depth
 	l, err := b.add(0, c.local, c.far.Index, verbs.Caps{SendDepth: depth + 1, ReceiveDepth: 1, Pieces: c.local.dev.limit.maxPieces})
 	if err != nil {
 		return nil, err
 	}
-	lk.mu.Lock()
-	defer lk.mu.Unlock()
-	lk.lastID++
-	l.id, l.link, l.rail, l.keys = lk.lastID, lk, lk.rail(c), there.tables[c.far.Index]
+	cn.mu.Lock()
+	defer cn.mu.Unlock()
+	cn.lastID++
+	l.id, l.conn, l.path, l.keys = cn.lastID, cn, cn.path(c), there.tables[c.far.Index]
 	l.queue = newSendQueue[*job](depth, maxFlight, signalEvery)
 	return l, nil
 }

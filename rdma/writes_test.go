@@ -213,7 +213,7 @@ func (s *side) take(t *testing.T, addr, length uint64, k uint32) []byte {
 
 // FuzzWrites: regions, registrations, pairs and weights of any kind. What is
 // written equals a copy pair by pair, each byte as often, in the same order; all
-// stays in the regions and under the keys; each part ends in one mark, when all of it
+// stays in the regions and under the keys; each stripe ends in one mark, when all of it
 // was given. Pairs that leave their region are refused.
 func FuzzWrites(f *testing.F) {
 	two := func(v ...uint16) (b []byte) {
@@ -297,12 +297,12 @@ func checkWrites(t *testing.T, in []byte) {
 		weights[i] = float64(n.byte()) - 1
 	}
 	least := uint64(n.byte())
-	parts := split(pairs, weights, least)
-	checkParts(t, parts, pairs, weights, least)
+	stripes := split(pairs, weights, least)
+	checkStripes(t, stripes, pairs, weights, least)
 
 	writes, pieces := make([]verbs.Write, 1+n.byte()%8), make([]verbs.SGE, 1+n.byte()%8)
 	lim := writeLimits{maxPieces: int(n.byte() % 6), maxWrite: n.two() % 1000, maxBytes: n.two()}
-	for i, p := range parts {
+	for i, p := range stripes {
 		c := cursor{imm: uint32(i)}
 		later := p.bits(n)
 		give := func() {
@@ -428,11 +428,11 @@ func BenchmarkFill(b *testing.B) {
 	pairs, local, remote := benchmarkSetup(b, 20000, 4096)
 	writes, pieces := make([]verbs.Write, 32), make([]verbs.SGE, 128)
 	lim := writeLimits{maxPieces: 16, maxWrite: 1 << 20, maxBytes: 64 << 20}
-	parts := split(pairs, []float64{1, 1, 1, 1}, 256<<10)
+	stripes := split(pairs, []float64{1, 1, 1, 1}, 256<<10)
 	b.ReportAllocs()
 	for b.Loop() {
-		for i := range parts {
-			c := cursor{given: parts[i : i+1], whole: true, imm: uint32(i)}
+		for i := range stripes {
+			c := cursor{given: stripes[i : i+1], whole: true, imm: uint32(i)}
 			for done := false; !done; {
 				var err error
 				if _, _, _, done, err = c.fill(writes, pieces, local, remote, lim); err != nil {

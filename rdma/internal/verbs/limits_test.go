@@ -83,7 +83,7 @@ func TestQueuesRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer q.Destroy()
-	p := w.pathA
+	p := w.routeA
 	p.RemoteWrite = false
 	if err := q.Init(&p); err != nil {
 		t.Fatal(err)

@@ -94,9 +94,9 @@ func (s State) String() string {
 	return names[s]
 }
 
-// Path is how a queue pair reaches its peer. Init needs Port, PKeyIndex and
-// RemoteWrite; ReadyToReceive all of the path; ReadyToSend the last group.
-type Path struct {
+// Route is how a queue pair reaches its peer. Init needs Port, PKeyIndex and
+// RemoteWrite; ReadyToReceive all of the route; ReadyToSend the last group.
+type Route struct {
 	Port        int
 	PKeyIndex   int
 	RemoteWrite bool // the peer may write to memory that was registered with RemoteWrite
@@ -120,7 +120,7 @@ type Path struct {
 }
 
 // check gives the first field that is out of its range.
-func (p *Path) check() error {
+func (p *Route) check() error {
 	for _, f := range []struct {
 		name     string
 		is       int
@@ -147,8 +147,8 @@ func (p *Path) check() error {
 	return nil
 }
 
-func (p *Path) twin() C.struct_vb_path {
-	c := C.struct_vb_path{
+func (p *Route) twin() C.struct_vb_route {
+	c := C.struct_vb_route{
 		port: C.uint8_t(p.Port), sl: C.uint8_t(p.ServiceLevel), traffic_class: C.uint8_t(p.TrafficClass),
 		hop_limit: C.uint8_t(p.HopLimit), sgid_index: C.uint8_t(p.SourceGIDIndex),
 		mtu: C.uint8_t(mtuCode(p.MTU)), min_rnr_timer: C.uint8_t(p.MinRNRTimer), timeout: C.uint8_t(p.Timeout),
@@ -167,7 +167,7 @@ func (p *Path) twin() C.struct_vb_path {
 }
 
 // modify brings the queue pair into a state.
-func (q *QP) modify(to State, p *Path) error {
+func (q *QP) modify(to State, p *Route) error {
 	if err := p.check(); err != nil && to != Reset && to != Failed {
 		return fmt.Errorf("bring a queue pair of RDMA device %s to %v: %w", q.dev.info.Name, to, err)
 	}
@@ -184,12 +184,12 @@ func (q *QP) modify(to State, p *Path) error {
 }
 
 // Init lets receives be posted.
-func (q *QP) Init(p *Path) error { return q.modify(Initialized, p) }
+func (q *QP) Init(p *Route) error { return q.modify(Initialized, p) }
 
 // ReadyToReceive connects the queue pair to its peer: the peer's writes land
 // from now on, if they may. It finds out whether there is a route to the peer
 // only where the fabric is Ethernet; that the peer answers is for a write to show.
-func (q *QP) ReadyToReceive(p *Path) error {
+func (q *QP) ReadyToReceive(p *Route) error {
 	if mtuCode(p.MTU) == 0 {
 		return fmt.Errorf("bring queue pair %d of RDMA device %s to %v: MTU is %d bytes, it can be 256 to 4096: %w", q.number, q.dev.info.Name, ReadyToReceive, p.MTU, syscall.EINVAL)
 	}
@@ -203,14 +203,14 @@ func (q *QP) ReadyToReceive(p *Path) error {
 }
 
 // ReadyToSend lets writes be posted.
-func (q *QP) ReadyToSend(p *Path) error { return q.modify(ReadyToSend, p) }
+func (q *QP) ReadyToSend(p *Route) error { return q.modify(ReadyToSend, p) }
 
 // ToError stops the queue pair: what is posted completes as Flushed, and when
 // it returns nothing more of the peer's lands.
-func (q *QP) ToError() error { return q.modify(Failed, &Path{}) }
+func (q *QP) ToError() error { return q.modify(Failed, &Route{}) }
 
 // Reset forgets the peer and everything that is posted, without completions.
-func (q *QP) Reset() error { return q.modify(Reset, &Path{}) }
+func (q *QP) Reset() error { return q.modify(Reset, &Route{}) }
 
 // State asks the device for the queue pair's state.
 func (q *QP) State() (State, error) {

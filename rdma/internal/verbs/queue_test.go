@@ -21,7 +21,7 @@ type wire struct {
 	mr       *MR
 	cqA, cqB *CQ
 	a, b     *QP
-	pathA    Path // how a reaches b
+	routeA   Route // how a reaches b
 }
 
 const testMemory = 1 << 20
@@ -62,13 +62,13 @@ func newWire(t testing.TB, caps Caps) *wire {
 	w.b, err = NewQP(w.pd, w.cqB, caps)
 	must(err)
 	end(w.b.Destroy)
-	w.pathA = w.connect(t, w.a, w.b)
+	w.routeA = w.connect(t, w.a, w.b)
 	return w
 }
 
 // connect brings two queue pairs of the device to ready to send and gives the
 // path of the first.
-func (w *wire) connect(t testing.TB, a, b *QP) Path {
+func (w *wire) connect(t testing.TB, a, b *QP) Route {
 	t.Helper()
 	port, err := w.dev.Port(1)
 	if err != nil {
@@ -84,8 +84,8 @@ func (w *wire) connect(t testing.TB, a, b *QP) Path {
 			gid = g
 		}
 	}
-	path := func(from, to *QP) *Path {
-		return &Path{
+	path := func(from, to *QP) *Route {
+		return &Route{
 			Port: 1, RemoteWrite: true, RemoteQP: to.Number(), RemotePSN: to.Number() & 0xfff, LocalPSN: from.Number() & 0xfff,
 			MTU: port.ActiveMTU, Global: port.LinkLayer == LinkEthernet, RemoteGID: gid.GID, SourceGIDIndex: gid.Index, HopLimit: 64,
 			RemoteLID: port.LID, MinRNRTimer: 12, Timeout: 14, Retry: 6, RNRRetry: 6,
@@ -241,7 +241,7 @@ func TestPeerMayNotWrite(t *testing.T) {
 	if err := errors.Join(w.a.Reset(), w.b.Reset()); err != nil {
 		t.Fatal(err)
 	}
-	p, back := w.pathA, w.pathA
+	p, back := w.routeA, w.routeA
 	back.RemoteQP, back.RemotePSN, back.LocalPSN, back.RemoteWrite = w.a.Number(), p.LocalPSN, p.RemotePSN, false
 	if err := errors.Join(w.a.Init(&p), w.a.ReadyToReceive(&p), w.a.ReadyToSend(&p), w.b.Init(&back), w.b.ReadyToReceive(&back), w.b.ReadyToSend(&back)); err != nil {
 		t.Fatal(err)

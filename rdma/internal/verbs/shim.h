@@ -116,7 +116,7 @@ struct vb_qp *vb_null_qp(const struct vb_caps *caps);
 int vb_destroy_qp(struct vb_qp *q);
 uint32_t vb_qp_number(struct vb_qp *q);
 
-struct vb_path {
+struct vb_route {
   uint8_t port, sl, traffic_class, hop_limit, sgid_index, global, path_bits, remote_write;
   uint8_t mtu; /* coded: 1 is 256, 5 is 4096 */
   uint8_t min_rnr_timer, timeout, retry, rnr_retry;
@@ -125,7 +125,7 @@ struct vb_path {
   uint8_t dgid[16];
 };
 enum { VB_RESET, VB_INIT, VB_RTR, VB_RTS, VB_SQD, VB_SQE, VB_ERR };
-int vb_modify(struct vb_qp *q, int state, const struct vb_path *p);
+int vb_modify(struct vb_qp *q, int state, const struct vb_route *p);
 int vb_state(struct vb_qp *q, int *state);
 
 struct vb_posted {

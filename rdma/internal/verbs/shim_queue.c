@@ -170,7 +170,7 @@ int vb_destroy_qp(struct vb_qp *q) {
 
 uint32_t vb_qp_number(struct vb_qp *q) { return q->qp->qp_num; }
 
-int vb_modify(struct vb_qp *q, int state, const struct vb_path *p) {
+int vb_modify(struct vb_qp *q, int state, const struct vb_route *p) {
   struct kv_ibv_qp_attr a;
   memset(&a, 0, sizeof a);
   a.qp_state = state;

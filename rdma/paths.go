@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// A rail's pauses: the first, and the longest.
+// A path's pauses: the first, and the longest.
 const (
 	firstPause = time.Second
 	longPause  = 30 * time.Second
@@ -17,18 +17,18 @@ const (
 	sampleBytes = 4 << 20
 	// maxStray is by how much a sample may differ from the speed before it. Completions
 	// come late and then many at once: such a sample is a thousand times too fast, and
-	// would keep bytes from all other rails.
+	// would keep bytes from all other paths.
 	maxStray = 4.0
-	// speedFades is the time in which a measured speed counts half: a rail that
+	// speedFades is the time in which a measured speed counts half: a path that
 	// was slow once must get bytes again to be measured again.
 	speedFades = 10 * time.Minute
 )
 
-// rail is a pair of ports, one here and one at the peer, that reach each other:
+// path is a pair of ports, one here and one at the peer, that reach each other:
 // how fast it is, what it carries now, and whether it is paused. It has no lock
 // and no clock of its own.
-type rail struct {
-	link float64 // bytes a second, as the ports say
+type path struct {
+	line float64 // bytes a second, as the ports say
 
 	inFlight uint64 // bytes under way
 	speed    float64
@@ -43,16 +43,16 @@ type rail struct {
 	upSince time.Time
 }
 
-// newRail seeds a rail's speed with the slower port's, in bytes a second.
-func newRail(link float64) *rail {
-	if !(link >= 1 && link <= math.MaxFloat64) {
-		link = 1
+// newPath seeds a path's speed with the slower port's, in bytes a second.
+func newPath(line float64) *path {
+	if !(line >= 1 && line <= math.MaxFloat64) {
+		line = 1
 	}
-	return &rail{link: link, speed: link}
+	return &path{line: line, speed: line}
 }
 
-// begin says that bytes were given to the rail.
-func (r *rail) begin(now time.Time, bytes uint64) {
+// begin says that bytes were given to the path.
+func (r *path) begin(now time.Time, bytes uint64) {
 	if r.inFlight == 0 {
 		r.busyFrom, r.sample = now, 0
 	}
@@ -61,7 +61,7 @@ func (r *rail) begin(now time.Time, bytes uint64) {
 
 // end says that bytes of begin have arrived. A sample ends with enough of them;
 // time in which nothing is under way belongs to none.
-func (r *rail) end(now time.Time, bytes uint64) {
+func (r *path) end(now time.Time, bytes uint64) {
 	r.inFlight -= min(bytes, r.inFlight)
 	r.sample += bytes
 	if busy := now.Sub(r.busyFrom); r.sample >= sampleBytes && busy > 0 {
@@ -72,28 +72,28 @@ func (r *rail) end(now time.Time, bytes uint64) {
 }
 
 // lose says that bytes of begin will not arrive; what was being measured is void.
-func (r *rail) lose(now time.Time, bytes uint64) {
+func (r *path) lose(now time.Time, bytes uint64) {
 	r.inFlight -= min(bytes, r.inFlight)
 	r.busyFrom, r.sample = now, 0
 }
 
-// rate is the rail's speed in bytes a second as far as it is known: an average
-// of what was measured, which fades into what the link says.
-func (r *rail) rate(now time.Time) float64 {
+// rate is the path's speed in bytes a second as far as it is known: an average
+// of what was measured, which fades into what the ports say.
+func (r *path) rate(now time.Time) float64 {
 	if r.measured.IsZero() {
-		return r.link
+		return r.line
 	}
 	age := max(now.Sub(r.measured), 0)
-	return r.link + (r.speed-r.link)*math.Exp2(-float64(age)/float64(speedFades))
+	return r.line + (r.speed-r.line)*math.Exp2(-float64(age)/float64(speedFades))
 }
 
-// usable says whether the rail is not paused.
-func (r *rail) usable() bool { return r.cause == nil }
+// usable says whether the path is not paused.
+func (r *path) usable() bool { return r.cause == nil }
 
-// fail pauses the rail: 1 s first, twice as long each time up to 30 s, unless it
-// has worked for so long in between. What else fails of a paused rail, lane after
+// fail pauses the path: 1 s first, twice as long each time up to 30 s, unless it
+// has worked for so long in between. What else fails of a paused path, lane after
 // lane, changes nothing, but a try that fails does.
-func (r *rail) fail(now time.Time, cause error) {
+func (r *path) fail(now time.Time, cause error) {
 	if r.cause != nil && !r.trying {
 		return
 	}
@@ -109,9 +109,9 @@ func (r *rail) fail(now time.Time, cause error) {
 	r.retryAt = now.Add(r.pause)
 }
 
-// retry says whether a paused rail is to be tried now. It says so once, then not
+// retry says whether a paused path is to be tried now. It says so once, then not
 // before another pause, unless restored or fail tells the outcome.
-func (r *rail) retry(now time.Time) bool {
+func (r *path) retry(now time.Time) bool {
 	if r.cause == nil || now.Before(r.retryAt) {
 		return false
 	}
@@ -120,58 +120,58 @@ func (r *rail) retry(now time.Time) bool {
 	return true
 }
 
-// resume has a paused rail tried now: a port of it has come back. The pauses after that
+// resume has a paused path tried now: a port of it has come back. The pauses after that
 // begin anew.
-func (r *rail) resume(now time.Time) {
+func (r *path) resume(now time.Time) {
 	if r.cause != nil {
 		r.retryAt, r.pause = now, firstPause/2 // if that fails it is firstPause
 	}
 }
 
 // restored ends the pause.
-func (r *rail) restored(now time.Time) {
+func (r *path) restored(now time.Time) {
 	if r.cause != nil {
 		r.cause, r.trying, r.upSince = nil, false, now
 	}
 }
 
-// candidate is a rail that a transfer could take.
+// candidate is a path that a transfer could take.
 type candidate struct {
-	rail *rail
+	path *path
 	near distance // of the worse end to the transfer's memory
 }
 
-// striping says from which size on a transfer takes more than one rail.
-type striping struct {
+// stripeSizes says from which size on a transfer takes more than one path.
+type stripeSizes struct {
 	near uint64 // all of the nearest class
 	far  uint64 // those of other classes too
 }
 
-// chooseRails says what each candidate should carry of a transfer: a weight for
+// choosePaths says what each candidate should carry of a transfer: a weight for
 // split, 0 for none. A small transfer takes the one of the nearest that will be
 // done with it first; a larger one is spread so that all are done at the same
-// time, with what they carry already. Nothing is returned when all rails are paused.
-func chooseRails(rails []candidate, bytes uint64, s striping, now time.Time) []float64 {
+// time, with what they carry already. Nothing is returned when all paths are paused.
+func choosePaths(paths []candidate, bytes uint64, s stripeSizes, now time.Time) []float64 {
 	nearest, found := distance(0), false
-	for _, c := range rails {
-		if c.rail.usable() && (!found || c.near < nearest) {
+	for _, c := range paths {
+		if c.path.usable() && (!found || c.near < nearest) {
 			nearest, found = c.near, true
 		}
 	}
 	if !found {
 		return nil
 	}
-	weights := make([]float64, len(rails))
-	take := make([]int, 0, len(rails))
-	for i, c := range rails {
-		if c.rail.usable() && (c.near == nearest || bytes >= s.far) {
+	weights := make([]float64, len(paths))
+	take := make([]int, 0, len(paths))
+	for i, c := range paths {
+		if c.path.usable() && (c.near == nearest || bytes >= s.far) {
 			take = append(take, i)
 		}
 	}
 	if bytes < s.near && bytes < s.far {
 		best, soonest := take[0], math.Inf(1)
 		for _, i := range take {
-			r := rails[i].rail
+			r := paths[i].path
 			if at := (float64(r.inFlight) + float64(bytes)) / r.rate(now); at < soonest {
 				best, soonest = i, at
 			}
@@ -184,13 +184,13 @@ func chooseRails(rails []candidate, bytes uint64, s striping, now time.Time) []f
 	for {
 		var queued, rate float64
 		for _, i := range take {
-			queued += float64(rails[i].rail.inFlight)
-			rate += rails[i].rail.rate(now)
+			queued += float64(paths[i].path.inFlight)
+			rate += paths[i].path.rate(now)
 		}
 		t := (float64(bytes) + queued) / rate
 		early := make([]int, 0, len(take))
 		for _, i := range take {
-			r := rails[i].rail
+			r := paths[i].path
 			if weights[i] = max(r.rate(now)*t-float64(r.inFlight), 0); weights[i] > 0 {
 				early = append(early, i)
 			}
