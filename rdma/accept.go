@@ -21,8 +21,8 @@ type accepted struct {
 	err  error
 }
 
-// accept makes D's ends of lanes, but for those that are known; of all ports at the
-// same time.
+// accept makes D's ends of the lanes that are not known yet, at all ports at the same
+// time.
 func (t *Transport) accept(src *source, offers []laneOffer, known []bool) []accepted {
 	out := make([]accepted, len(offers))
 	byPort := map[int][]int{}
@@ -43,7 +43,7 @@ func (t *Transport) accept(src *source, offers []laneOffer, known []bool) []acce
 	return out
 }
 
-// acceptAt makes the ends at one port; what is in the way of one is of the next.
+// acceptAt makes the ends at one port. After the first that fails it makes no more.
 func (t *Transport) acceptAt(src *source, p *localPort, offers []laneOffer, list []int, out []accepted) {
 	b, err := t.newBundle(p.dev, len(list), marksDepth, src.received)
 	if err == nil {
@@ -99,8 +99,8 @@ func (r *receiver) portDown(p *localPort, cause error) {
 	}
 }
 
-// portUp has P's told that a port has become active, where it would not see by itself:
-// those that have lanes at others, and those that reached no port.
+// portUp tells each P that a port has become active, if P has lanes at other ports or
+// reached none. Otherwise P learns of the port when it connects.
 func (r *receiver) portUp(p *localPort) {
 	for _, src := range r.all() {
 		src.mu.Lock()

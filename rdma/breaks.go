@@ -10,11 +10,12 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// What P does when a lane breaks: it reads on until it is quiet, D says what has
-// arrived, and the rest goes by others.
+// When a lane of P breaks, P waits until the lane reads nothing any more, D says which
+// stripes have arrived, and other lanes write the rest. Also: which grants are dead.
 
-// stallLooks in a row without a completion, while something is under way, end a lane.
-// They are counted: the time in which this process was stopped is one look.
+// stallLooks is how many looks in a row end a lane that has requests under way and
+// completes none. Looks are counted because this process may have been stopped for a
+// long time, which is one look.
 const stallLooks = 5
 
 // watchLanes looks at the lanes until nothing is under way; cn.mu is held.
@@ -24,8 +25,8 @@ func (cn *conn) watchLanes() {
 	}
 }
 
-// look ends lanes that complete nothing: a queue pair itself may try for ever, where D
-// takes no marks.
+// look ends lanes that complete nothing. If D takes no marks, the queue pair itself may
+// try for ever.
 func (cn *conn) look() {
 	cn.looks = nil
 	for _, l := range slices.Clone(cn.lanes) {
@@ -41,7 +42,7 @@ func (cn *conn) look() {
 	}
 }
 
-// breakLane gives a lane up, and its path for a while.
+// breakLane gives up a lane, and pauses its path.
 func (cn *conn) breakLane(l *lane, cause error) {
 	if !cn.remove(l) {
 		return
@@ -52,8 +53,8 @@ func (cn *conn) breakLane(l *lane, cause error) {
 	cn.flush(l)
 }
 
-// flush: what was on a lane waits until D has said what arrived. The lane may read it
-// until it is quiet.
+// flush has the stripes of a lane that broke wait until D has said which arrived. The
+// lane may still read their blocks until quiet is called.
 func (cn *conn) flush(l *lane) {
 	now := time.Now()
 	cn.lost = append(cn.lost, l.id)
@@ -83,8 +84,8 @@ func (cn *conn) flush(l *lane) {
 	}
 }
 
-// quiet: a lane that broke reads nothing any more. Its last request has come back, or
-// its queue pair is destroyed.
+// quiet is called when a lane that broke reads nothing any more: its last request has
+// come back, or its queue pair is destroyed.
 func (cn *conn) quiet(l *lane) {
 	for w, n := range l.reads {
 		if w.reads -= n; w.over && w.reads == 0 {
@@ -94,7 +95,7 @@ func (cn *conn) quiet(l *lane) {
 	clear(l.reads)
 }
 
-// remove takes a lane away: it sends nothing any more.
+// remove stops a lane and takes it out of the list; false if it is not there.
 func (cn *conn) remove(l *lane) bool {
 	i := slices.Index(cn.lanes, l)
 	if i < 0 {
@@ -118,8 +119,8 @@ func (l *lane) isDead() bool {
 	}
 }
 
-// arrived takes D's word on what had come by the lanes that broke; it has ended
-// them. The rest is written again.
+// arrived takes D's answer about lanes that broke: D has ended them, and says which
+// stripes had arrived. P writes the other stripes again.
 func (cn *conn) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 	if len(rep.Arrived) != len(seqs) {
 		return fmt.Errorf("agent %s answers for %d transfers, it was asked for %d", cn.peer, len(rep.Arrived), len(seqs))
@@ -134,24 +135,24 @@ func (cn *conn) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 			}
 		}
 	}
-	cn.told(rep) // last: what has arrived is alive no more either
+	cn.told(rep) // last, since the grant of a transfer that has arrived is dead too
 	return nil
 }
 
 // maxBreaks is how many lanes may break under a stripe before its transfer is given
-// up: what no lane carries (a path that swallows large packets, a key that D does
-// not know any more) must end. One that carried all it was given has counted nothing.
+// up. No lane may ever carry it: a path may swallow large packets, or D may not know a
+// key any more. The count starts anew when a lane has carried all that it was given.
 const maxBreaks = 8
 
-// again gives jobs without a lane to those that there are, once D has ended the
-// lanes that they were on.
+// again deals the stripes without a lane over the lanes that are open, once D has ended
+// the lanes that broke; cn.mu is held.
 func (cn *conn) again() {
 	if len(cn.lanes) == 0 || len(cn.lost) > 0 {
 		return
 	}
 	n := 0
 	for w := range cn.writes {
-		if len(cn.lanes) == 0 { // the last one broke as something was posted
+		if len(cn.lanes) == 0 { // the last lane broke at a post
 			return
 		}
 		if w.jobs == nil {
@@ -174,7 +175,7 @@ func (cn *conn) again() {
 	}
 }
 
-// lose ends the way to D, as far as it is known here; D may come back.
+// lose closes all lanes and fails all writes. D may connect again.
 func (cn *conn) lose(cause error) {
 	for _, l := range append([]*lane(nil), cn.lanes...) {
 		cn.remove(l)
@@ -190,7 +191,7 @@ func (cn *conn) lose(cause error) {
 	cn.tasks &^= makeLanes
 }
 
-// kill: a grant is used up, or revoked.
+// kill remembers that a grant is used up or revoked.
 func (cn *conn) kill(seq uint64) {
 	if seq >= cn.grants.below {
 		cn.grants.dead[seq] = true
@@ -200,14 +201,14 @@ func (cn *conn) kill(seq uint64) {
 	}
 }
 
-// drain takes D's word that grants are dead, and says which of their transfers
-// may still have something on its way. Of these tellDrained will tell.
+// drain takes D's word that grants are dead. It returns those that may still have bytes
+// on their way; tellDrained tells D when they have none.
 func (cn *conn) drain(m *signal) (pending []uint64) {
 	for _, seq := range m.Seqs {
 		cn.kill(seq)
 		w := cn.bySeq[seq]
 		switch {
-		case len(cn.lost) > 0: // what they have sent may land as long as D has not ended them
+		case len(cn.lost) > 0: // bytes of the lost lanes may land until D has ended them
 			cn.held = append(cn.held, seq)
 			pending = append(pending, seq)
 		case w != nil && w.flight > 0:
@@ -222,8 +223,8 @@ func (cn *conn) drain(m *signal) (pending []uint64) {
 	return pending
 }
 
-// confirmed: D has ended its side of lanes that broke. Some may have been confirmed
-// before, by a word of D that crossed the answer.
+// confirmed is called when D has ended its side of lanes that broke. Another message
+// of D may have confirmed some of them before.
 func (cn *conn) confirmed(lanes []uint32) {
 	var rest []uint32
 	for _, id := range cn.lost {
@@ -237,7 +238,7 @@ func (cn *conn) confirmed(lanes []uint32) {
 	}
 }
 
-// tellDrained tells D of transfers of which nothing is on its way any more.
+// tellDrained tells D of the grants that have no bytes on their way any more.
 func (cn *conn) tellDrained() {
 	for {
 		cn.mu.Lock()
@@ -255,9 +256,10 @@ func (cn *conn) tellDrained() {
 	}
 }
 
-// told takes D's word of which grants are alive. A D without lanes revokes without
-// a word: what waits to be written again learns it by this. What is under way may have
-// arrived since, and a grant is dead then too; so may what was lost, until D says.
+// told takes D's list of the grants that are alive. A D without lanes revokes without
+// telling P, so stripes that wait for a lane learn of it here. A grant is also dead once
+// its transfer has arrived. So nothing follows for stripes that are under way, nor for
+// lost ones before D has said whether they arrived.
 func (cn *conn) told(rep *reply) {
 	cn.grants.told(rep.Next, rep.Live)
 	if len(cn.lost) > 0 {

@@ -11,7 +11,7 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// conn is a D as P sees it: its memory, the lanes to it, and what is written.
+// conn is all that leads from P to one D: D's memory, the lanes to it, and the writes.
 type conn struct {
 	t      *Transport
 	peer   core.AgentID
@@ -20,7 +20,7 @@ type conn struct {
 	mu     sync.Mutex
 	state  state
 	ended  error // why the connection has ended
-	there  *far  // D's ports and keys, as the state says
+	there  *far  // D's ports and keys; nil where the state says that P has none
 	lanes  []*lane
 	lastID uint32 // of a lane
 	paths  map[pathKey]*path
@@ -34,10 +34,10 @@ type conn struct {
 	mends bool        // the goroutine of mend runs
 	used  time.Time   // when something was written last
 	sleep *time.Timer // closes the lanes when nothing was written for long
-	looks *time.Timer // while something is under way: do the lanes complete something?
+	looks *time.Timer // runs while requests are under way, and ends lanes that complete none
 
-	held    []uint64 // drained, but D has lost lanes to end before it can be told
-	drained []uint64 // D is to be told that nothing of these is on its way
+	held    []uint64 // as drained, but D must end its side of lost lanes first
+	drained []uint64 // grants of which nothing is on its way any more; D is to be told
 	tells   bool     // the goroutine of tellDrained runs
 
 	// What update leaves to be done without the lock.
@@ -57,7 +57,7 @@ func newConn(t *Transport, peer core.AgentID) *conn {
 		bySeq: map[uint64]*write{}, grants: grants{dead: map[uint64]bool{}}}
 }
 
-// update runs f with the lock and does without it what f has left to be done.
+// update runs f with the lock held, and then tells without the lock the outcomes that f left.
 func (cn *conn) update(f func(cn *conn)) {
 	outcomes, fell := cn.locked(f)
 	for _, w := range outcomes {
@@ -68,7 +68,7 @@ func (cn *conn) update(f func(cn *conn)) {
 	}
 }
 
-// locked lets the lock go also when f panics: Close must still stop the bytes.
+// locked lets the lock go also when f panics, because Close must still stop the bytes.
 func (cn *conn) locked(f func(cn *conn)) (outcomes []*write, fell error) {
 	cn.mu.Lock()
 	defer cn.mu.Unlock()
@@ -85,7 +85,8 @@ func (cn *conn) locked(f func(cn *conn)) (outcomes []*write, fell error) {
 	return outcomes, fell
 }
 
-// greeted: D wants lanes, has lost some, and ports of it have become active.
+// greeted takes D's greeting: D asks for lanes, and names its lanes that broke and its
+// ports that became active.
 func (cn *conn) greeted(broken []uint32, up []int) {
 	for _, id := range broken {
 		for _, l := range cn.lanes {
@@ -102,8 +103,8 @@ func (cn *conn) greeted(broken []uint32, up []int) {
 	cn.tasks |= makeLanes
 }
 
-// portUp ends the pauses of a port's paths, and has lanes made if there is none at it.
-// Where no lane is open though D's keys are good, the next write makes them.
+// portUp ends the pauses of a port's paths. If no lane is open at the port, P makes some,
+// but not in the state bare, where the next write does.
 func (cn *conn) portUp(at func(pathKey) bool) {
 	now := time.Now()
 	for key, r := range cn.paths {
@@ -120,7 +121,7 @@ func (cn *conn) portUp(at func(pathKey) bool) {
 // pathKey names the pair of ports of P's end.
 func (l *lane) pathKey() pathKey { return pathKey{l.port.index, l.remote} }
 
-// path of a pair of ports; cn.mu is held.
+// path returns the path that a plan names, and makes it if it is new; cn.mu is held.
 func (cn *conn) path(c *planned) *path {
 	r := cn.paths[c.key]
 	if r == nil {

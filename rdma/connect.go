@@ -13,8 +13,8 @@ import (
 
 var errNoPath = errors.New("no port here reaches a port there")
 
-// connect asks D for its ports, and makes lanes for pairs of ports that have none,
-// until each port has some or no pair is left to try.
+// connect asks D for its ports and makes lanes to them, until each port has some or no
+// path is left to try.
 func (cn *conn) connect() error {
 	cn.mu.Lock()
 	due := cn.due()
@@ -38,7 +38,7 @@ func (cn *conn) connect() error {
 	return cn.sayConnected(why)
 }
 
-// sayConnected tells D which lanes there are. An error says why there are none.
+// sayConnected tells D which lanes P keeps. If there are none, the error says why.
 func (cn *conn) sayConnected(why error) error {
 	s := &signal{Kind: signalConnected, Ticket: cn.ticket}
 	cn.mu.Lock()
@@ -69,8 +69,8 @@ func (cn *conn) sayConnected(why error) error {
 
 // connectTo makes lanes to ports of D, a round for each set of paths that have no
 // port in common: plan names the paths, make opens P's ends, exchange has D open its
-// ends, and probe takes into use what carries bytes. why says what was in the way of
-// the lanes that could not be made; err says that D could not be asked.
+// ends, and probe takes the lanes that carry bytes into use. why says why other lanes
+// could not be made; err says that D could not be asked.
 func (cn *conn) connectTo(there *far, due map[pathKey]bool) (why, err error) {
 	cn.update(func(cn *conn) {
 		if cn.there != nil && string(cn.there.secret) != string(there.secret) {
@@ -91,7 +91,7 @@ func (cn *conn) connectTo(there *far, due map[pathKey]bool) (why, err error) {
 		if len(plan) == 0 {
 			return allOf(causes...), nil
 		}
-		if round > 0 && cn.hasLanes() { // D need not wait for what may take long
+		if round > 0 && cn.hasLanes() { // D can use these now; the other paths may take long
 			_ = cn.sayConnected(nil)
 		}
 		made, unmade := cn.make(there, plan)
@@ -112,15 +112,15 @@ func (cn *conn) hasLanes() bool {
 	return len(cn.lanes) > 0
 }
 
-// far is what D has said of itself. It does not change.
+// far holds the ports and keys that D has told. It does not change.
 type far struct {
 	secret  []byte
 	ports   map[int]*portInfo
-	tables  map[int]*keyTable // by port, as the next
+	tables  map[int]*keyTable // by D's port, as scratch is
 	scratch map[int]keyInfo
 }
 
-// newFar checks what D says of itself.
+// newFar checks the ports and keys that D tells.
 func newFar(rep *reply) (*far, error) {
 	if len(rep.Secret) != secretSize {
 		return nil, fmt.Errorf("a secret of %d bytes, want %d", len(rep.Secret), secretSize)

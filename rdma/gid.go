@@ -20,7 +20,7 @@ type gid struct {
 	NetDev string // the network interface whose address it is; empty if unknown
 }
 
-// gidTable is what a device says of a port's table.
+// gidTable is a port's table as verbs gives it.
 func gidTable(entries []verbs.GID) []gid {
 	table := make([]gid, len(entries))
 	for i, e := range entries {
@@ -156,8 +156,8 @@ func (p route) String() string {
 	return s
 }
 
-// chooseRoute says how local reaches remote, or why it cannot. Both may be what a
-// peer wrote. That a path was found proves nothing: it is probed.
+// chooseRoute says how local reaches remote, or why it cannot. A peer may have written
+// both. Only a probe proves that bytes get through.
 func chooseRoute(local, remote *portAddress) (route, error) {
 	switch {
 	case local.Link != remote.Link:
@@ -201,8 +201,8 @@ func subnetGID(p *portAddress) (gid, bool) {
 	return g, err == nil
 }
 
-// maxGIDs is how many of a port's GIDs, the best ones, are looked at to make a
-// pair: a peer's list costs no more than that.
+// maxGIDs is how many of a port's GIDs, the best ones, chooseRoute looks at. So a peer's
+// long list costs no more.
 const maxGIDs = 256
 
 func routeByGID(local, remote *portAddress) (route, error) {
@@ -238,8 +238,8 @@ func routeByGID(local, remote *portAddress) (route, error) {
 	return best, nil
 }
 
-// match says whether packets from one can be addressed to the other at all: a
-// link-local address reaches only such.
+// match says whether packets from one can be addressed to the other at all. A link-local
+// address reaches only link-local ones.
 func match(l, r *gid) bool {
 	return l.Type == r.Type && l.addr().Is4() == r.addr().Is4() &&
 		(l.scope() == scopeLinkLocal) == (r.scope() == scopeLinkLocal)

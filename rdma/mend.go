@@ -8,8 +8,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// What P does to have lanes, and to have back those that broke. One goroutine of
-// a connection does it all, so that nothing of it crosses.
+// How P makes lanes and replaces those that broke. One goroutine of a connection does
+// all of it, so no two steps cross.
 
 // kick starts that goroutine if there is something to do; cn.mu is held.
 func (cn *conn) kick() {
@@ -18,34 +18,34 @@ func (cn *conn) kick() {
 	}
 }
 
-// retryDue says whether a path that was paused may be tried again.
+// retryDue says whether the pause of a path is over.
 func (cn *conn) retryDue() bool {
 	now := time.Now()
-	for _, r := range cn.paths {
-		if !r.usable() && !now.Before(r.retryAt) {
+	for _, p := range cn.paths {
+		if !p.usable() && !now.Before(p.retryAt) {
 			return true
 		}
 	}
 	return false
 }
 
-// due are the paths whose pause is over. They are not due again before another
-// pause, whether they can be tried now or not: a port may be down, or in use.
+// due returns the paths whose pause is over. Each is due once for each pause, even if
+// it cannot be tried now because a port of it is down or in use.
 func (cn *conn) due() map[pathKey]bool {
 	now, due := time.Now(), map[pathKey]bool{}
-	for key, r := range cn.paths {
-		if r.retry(now) {
+	for key, p := range cn.paths {
+		if p.retry(now) {
 			due[key] = true
 		}
 	}
 	return due
 }
 
-// busyPause is how long D may take to end lanes in error before it is asked again.
+// busyPause is the time after which P asks a D again that still ends lanes in error.
 const busyPause = 5 * time.Millisecond
 
 func (cn *conn) mend() {
-	var giveUp time.Time // of a D that does not answer
+	var giveUp time.Time // when to stop asking a D that does not answer
 	for {
 		var done bool
 		cn.update(func(cn *conn) {
@@ -75,13 +75,13 @@ func (cn *conn) mend() {
 	}
 }
 
-// giveUp ends what waits for a D that cannot be asked or reached.
+// giveUp ends the writes that wait for a D that cannot be asked or reached; cn.mu is held.
 func (cn *conn) giveUp(err error) {
 	absent := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) && !errors.Is(err, errNoPath)
 	cause := fmt.Errorf("rdma: no way to decode agent %s: %w: %w", cn.peer, err, core.ErrConnectionLost)
 	cn.tasks, cn.mends = 0, false
 	if len(cn.lanes) > 0 && !absent {
-		// What is on its way goes on: only D's word is missing.
+		// The lanes work, and only D's answer is missing: what is on its way goes on.
 		for w := range cn.writes {
 			if w.isLost() {
 				cn.fail(w, cause)
@@ -91,11 +91,11 @@ func (cn *conn) giveUp(err error) {
 	}
 	cn.lose(cause)
 	if absent {
-		cn.confirmed(cn.lost) // D is gone, or knows nothing of this agent any more: it has cut all lanes
+		cn.confirmed(cn.lost) // D is gone or has forgotten this agent, so it has cut all lanes
 	}
 }
 
-// mendOnce does what stands first. again: D asks for a moment.
+// mendOnce does the next step. again says that D is busy and must be asked once more.
 func (cn *conn) mendOnce() (again bool, err error) {
 	cn.mu.Lock()
 	s := &signal{Kind: signalLost, Ticket: cn.ticket, Lanes: append([]uint32(nil), cn.lost...)}
@@ -137,7 +137,7 @@ func (w *write) isLost() bool {
 	return false
 }
 
-// watchRest closes the lanes when nothing was written for long; cn.mu is held.
+// watchRest has the lanes closed once nothing was written for cfg.Idle; cn.mu is held.
 func (cn *conn) watchRest() {
 	cn.used = time.Now()
 	if cn.sleep != nil {
@@ -159,7 +159,7 @@ func (cn *conn) watchRest() {
 	})
 }
 
-// goToRest closes the lanes and tells D; the next write opens others.
+// goToRest closes the lanes and tells D. The next write opens others.
 func (cn *conn) goToRest() error {
 	cn.mu.Lock()
 	cn.tasks &^= restLanes

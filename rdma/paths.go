@@ -52,86 +52,86 @@ func newPath(line float64) *path {
 }
 
 // begin says that bytes were given to the path.
-func (r *path) begin(now time.Time, bytes uint64) {
-	if r.inFlight == 0 {
-		r.busyFrom, r.sample = now, 0
+func (p *path) begin(now time.Time, bytes uint64) {
+	if p.inFlight == 0 {
+		p.busyFrom, p.sample = now, 0
 	}
-	r.inFlight += bytes
+	p.inFlight += bytes
 }
 
 // end says that bytes of begin have arrived. A sample ends with enough of them;
 // time in which nothing is under way belongs to none.
-func (r *path) end(now time.Time, bytes uint64) {
-	r.inFlight -= min(bytes, r.inFlight)
-	r.sample += bytes
-	if busy := now.Sub(r.busyFrom); r.sample >= sampleBytes && busy > 0 {
-		r.speed *= math.Sqrt(math.Sqrt(min(max(float64(r.sample)/busy.Seconds()/r.speed, 1/maxStray), maxStray)))
-		r.measured = now
-		r.busyFrom, r.sample = now, 0
+func (p *path) end(now time.Time, bytes uint64) {
+	p.inFlight -= min(bytes, p.inFlight)
+	p.sample += bytes
+	if busy := now.Sub(p.busyFrom); p.sample >= sampleBytes && busy > 0 {
+		p.speed *= math.Sqrt(math.Sqrt(min(max(float64(p.sample)/busy.Seconds()/p.speed, 1/maxStray), maxStray)))
+		p.measured = now
+		p.busyFrom, p.sample = now, 0
 	}
 }
 
 // lose says that bytes of begin will not arrive; what was being measured is void.
-func (r *path) lose(now time.Time, bytes uint64) {
-	r.inFlight -= min(bytes, r.inFlight)
-	r.busyFrom, r.sample = now, 0
+func (p *path) lose(now time.Time, bytes uint64) {
+	p.inFlight -= min(bytes, p.inFlight)
+	p.busyFrom, p.sample = now, 0
 }
 
 // rate is the path's speed in bytes a second as far as it is known: an average
 // of what was measured, which fades into what the ports say.
-func (r *path) rate(now time.Time) float64 {
-	if r.measured.IsZero() {
-		return r.line
+func (p *path) rate(now time.Time) float64 {
+	if p.measured.IsZero() {
+		return p.line
 	}
-	age := max(now.Sub(r.measured), 0)
-	return r.line + (r.speed-r.line)*math.Exp2(-float64(age)/float64(speedFades))
+	age := max(now.Sub(p.measured), 0)
+	return p.line + (p.speed-p.line)*math.Exp2(-float64(age)/float64(speedFades))
 }
 
 // usable says whether the path is not paused.
-func (r *path) usable() bool { return r.cause == nil }
+func (p *path) usable() bool { return p.cause == nil }
 
 // fail pauses the path: 1 s first, twice as long each time up to 30 s, unless it
 // has worked for so long in between. What else fails of a paused path, lane after
 // lane, changes nothing, but a try that fails does.
-func (r *path) fail(now time.Time, cause error) {
-	if r.cause != nil && !r.trying {
+func (p *path) fail(now time.Time, cause error) {
+	if p.cause != nil && !p.trying {
 		return
 	}
-	again := r.cause != nil || (r.pause > 0 && now.Sub(r.upSince) < longPause)
-	r.pause = min(2*r.pause, longPause)
+	again := p.cause != nil || (p.pause > 0 && now.Sub(p.upSince) < longPause)
+	p.pause = min(2*p.pause, longPause)
 	if !again {
-		r.pause = firstPause
+		p.pause = firstPause
 	}
-	if r.cause = cause; cause == nil {
-		r.cause = errors.New("unknown")
+	if p.cause = cause; cause == nil {
+		p.cause = errors.New("unknown")
 	}
-	r.trying = false
-	r.retryAt = now.Add(r.pause)
+	p.trying = false
+	p.retryAt = now.Add(p.pause)
 }
 
 // retry says whether a paused path is to be tried now. It says so once, then not
 // before another pause, unless restored or fail tells the outcome.
-func (r *path) retry(now time.Time) bool {
-	if r.cause == nil || now.Before(r.retryAt) {
+func (p *path) retry(now time.Time) bool {
+	if p.cause == nil || now.Before(p.retryAt) {
 		return false
 	}
-	r.trying = true
-	r.retryAt = now.Add(r.pause)
+	p.trying = true
+	p.retryAt = now.Add(p.pause)
 	return true
 }
 
 // resume has a paused path tried now: a port of it has come back. The pauses after that
 // begin anew.
-func (r *path) resume(now time.Time) {
-	if r.cause != nil {
-		r.retryAt, r.pause = now, firstPause/2 // if that fails it is firstPause
+func (p *path) resume(now time.Time) {
+	if p.cause != nil {
+		p.retryAt, p.pause = now, firstPause/2 // if that fails it is firstPause
 	}
 }
 
 // restored ends the pause.
-func (r *path) restored(now time.Time) {
-	if r.cause != nil {
-		r.cause, r.trying, r.upSince = nil, false, now
+func (p *path) restored(now time.Time) {
+	if p.cause != nil {
+		p.cause, p.trying, p.upSince = nil, false, now
 	}
 }
 
@@ -171,8 +171,8 @@ func choosePaths(paths []candidate, bytes uint64, s stripeSizes, now time.Time) 
 	if bytes < s.near && bytes < s.far {
 		best, soonest := take[0], math.Inf(1)
 		for _, i := range take {
-			r := paths[i].path
-			if at := (float64(r.inFlight) + float64(bytes)) / r.rate(now); at < soonest {
+			p := paths[i].path
+			if at := (float64(p.inFlight) + float64(bytes)) / p.rate(now); at < soonest {
 				best, soonest = i, at
 			}
 		}
@@ -190,8 +190,8 @@ func choosePaths(paths []candidate, bytes uint64, s stripeSizes, now time.Time) 
 		t := (float64(bytes) + queued) / rate
 		early := make([]int, 0, len(take))
 		for _, i := range take {
-			r := paths[i].path
-			if weights[i] = max(r.rate(now)*t-float64(r.inFlight), 0); weights[i] > 0 {
+			p := paths[i].path
+			if weights[i] = max(p.rate(now)*t-float64(p.inFlight), 0); weights[i] > 0 {
 				early = append(early, i)
 			}
 		}

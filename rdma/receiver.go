@@ -10,7 +10,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// receiver is D's half: what it expects, and from whom.
+// receiver is D's half: the transfers that D expects, and the Ps that write them.
 type receiver struct {
 	t *Transport
 
@@ -21,7 +21,7 @@ type receiver struct {
 	telling  map[core.TransferID]*expect // Received is being called; the id is free again
 	most     int                         // transfers at a time
 	slots    []slot
-	free     []uint16 // the longest free first: a late mark should find its generation gone, not come round
+	free     []uint16 // the longest free first, so that the generation of a late mark is not in use again
 	seq      uint64   // of the next grant
 }
 
@@ -31,15 +31,14 @@ type slot struct {
 	generation uint8
 }
 
-// expect is a transfer that one P may write. Guarded by its source, but for what
-// never changes.
+// expect is a transfer that one P may write. Its source guards the fields that change.
 type expect struct {
 	id       core.TransferID
 	src      *source
 	grant    grant
 	segments int
 
-	patience time.Time // with P, of a revoke
+	patience time.Time // until when a revoke waits for P
 	stripes  uint64    // bit i: stripe i has landed
 	begun    time.Time
 	ended    bool          // revoked, or its outcome is told
@@ -82,7 +81,7 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	r.mu.Unlock()
 	src.mu.Lock()
 	defer src.mu.Unlock()
-	if !bytes.Equal(src.ticket, ticket) { // P has dismissed this agent: it numbers its lanes anew
+	if !bytes.Equal(src.ticket, ticket) { // P has dismissed this agent since, and numbers its lanes anew
 		src.cut()
 		src.broken, src.up = nil, nil
 	}
@@ -129,8 +128,8 @@ func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []core.Segm
 	return e.grant.sign(src.secret, id), nil
 }
 
-// take ends an expect whose outcome is to be told: with tell, when it is fenced.
-// False if it has ended already. Its source's lock is held.
+// take ends an expect. The caller tells its outcome when it is fenced. take returns
+// false if it has ended already. Its source's lock is held.
 func (r *receiver) take(e *expect) bool {
 	if e.ended {
 		return false
@@ -143,7 +142,7 @@ func (r *receiver) take(e *expect) bool {
 	return true
 }
 
-// fence: nothing of a transfer can land any more.
+// fence is called when no byte of a transfer can land any more.
 func (src *source) fence(e *expect) {
 	src.mu.Lock()
 	defer src.mu.Unlock()
@@ -168,7 +167,7 @@ func (src *source) fenced(e *expect) {
 	r.free = append(r.free, e.grant.slot)
 }
 
-// tell says the outcome of an expect that was taken, unless the agent is closed.
+// tell tells the outcome of an expect that was taken, unless the agent is closed.
 func (e *expect) tell(err error) {
 	r := e.src.r
 	st := core.TransferStats{Segments: e.segments}

@@ -17,7 +17,7 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// sender is P's half: whom it may write to, and what it writes.
+// sender is P's half: the connections to its Ds, and the transfers that it writes.
 type sender struct {
 	t *Transport
 
@@ -26,12 +26,12 @@ type sender struct {
 	conns  map[core.AgentID]*conn
 	writes map[core.TransferID]*write
 	untold int           // writes whose outcome is not told
-	told   chan struct{} // has room for one word that there are fewer
+	told   chan struct{} // has room for one message that untold has shrunk
 }
 
 // write is a transfer that is being written. Guarded by its connection.
 type write struct {
-	op    core.WriteOp // Pairs: what is given before it has begun
+	op    core.WriteOp // Pairs: those that were given before it has begun
 	conn  *conn
 	bytes uint64 // in all
 	given uint64 // of them so far
@@ -41,13 +41,13 @@ type write struct {
 	known   bool // the grant was read
 	began   time.Time
 	jobs    []*job // its stripes, once it has begun
-	told    bool   // D has heard that bytes may come, or will by a lane that works
+	told    bool   // D has been told by a lane that works that bytes may come
 	left    int    // jobs that have not ended
 	flight  int    // requests under way
 	reads   int    // requests of lanes that broke, which may still read its blocks
-	cause   error  // why it ends; nil: it goes on
-	over    bool   // nothing of it is in any list
-	drained bool   // D waits to hear that nothing is on its way
+	cause   error  // why it fails; nil: it goes on
+	over    bool   // it has ended, and is in no list
+	drained bool   // D waits to hear that no byte is on its way
 }
 
 // job is a stripe of a write on its lane.
@@ -160,8 +160,8 @@ func (s *sender) tell(id core.TransferID, st core.TransferStats, err error) {
 	}
 }
 
-// toldBound is how long Close waits for outcomes: the kernel may take seconds to
-// destroy a queue pair, before which its write has none.
+// toldBound is how long Close waits for outcomes. A write has none before its queue pair
+// is destroyed, for which the kernel may take seconds.
 const toldBound = 10 * time.Second
 
 // allTold waits until no outcome is left to tell.
@@ -184,8 +184,8 @@ func (s *sender) allTold() {
 	}
 }
 
-// stopGrace is how long requests that are on their way may go on reading the
-// blocks of a write that was stopped; then their lanes are cut.
+// stopGrace is how long requests may go on reading the blocks of a write that was
+// stopped. Then their lanes are cut.
 const stopGrace = 500 * time.Millisecond
 
 // stop implements core.Transport.
@@ -217,7 +217,7 @@ func (s *sender) stop(id core.TransferID) {
 	})
 }
 
-// forget lets the id be used again; its outcome is told next.
+// forget lets the id be used again, just before the outcome is told.
 func (s *sender) forget(w *write) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -226,7 +226,7 @@ func (s *sender) forget(w *write) {
 	}
 }
 
-// outcome tells what came of a write.
+// outcome tells how a write ended.
 func (s *sender) outcome(w *write) {
 	s.forget(w)
 	st := core.TransferStats{Segments: w.runs}
@@ -252,9 +252,9 @@ func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
 	case signalBye:
 		l.update(func(l *conn) {
 			if l.there != nil && !bytes.Equal(l.there.secret, m.Secret) {
-				return // it is late: D has connected anew since
+				return // the signal is late, and D has connected anew since
 			}
-			defer func() { l.confirmed(l.lost) }() // it has ended all of them
+			defer func() { l.confirmed(l.lost) }() // D has ended all of them
 			l.lose(fmt.Errorf("rdma: decode agent %s has ended the connection: %s: %w", from, m.Reason, core.ErrConnectionLost))
 		})
 	}
@@ -342,7 +342,7 @@ func (cn *conn) took(l *lane, list []verbs.Completion, now time.Time) {
 				cn.quiet(l)
 			}
 			continue
-		case c.Status != verbs.Success: // it was never in use
+		case c.Status != verbs.Success: // the lane broke before it was in use
 			continue
 		case c.ID == probeID:
 			l.reached = true

@@ -25,33 +25,33 @@ type source struct {
 	lanes      map[uint32]*lane
 	dying      map[uint32]*lane   // in error, until their last completions were counted
 	connecting int                // lanes that are being made
-	broken     []uint32           // lanes that broke here and that P must hear of
-	up         []int              // ports that have become active, likewise
+	broken     []uint32           // lanes that broke here; P must be told
+	up         []int              // ports that became active; P must be told
 	live       map[uint64]*expect // by the grant's number, until nothing of them can land
 	whole      [maxWhole]uint64   // grants whose transfers have arrived, the latest; 0: none
 	wholes     int                // of them ever
 	cause      error              // why no transfer can come this way; nil: it can
 	settled    chan struct{}      // closed when cause says something
-	owed       bool               // the sink must hear that P cannot be reached: it was, or was asked for
+	owed       bool               // if P becomes unreachable the sink must be told, since P was reached or is asked for
 	greets     bool               // a goroutine greets P
-	greetAt    time.Time          // not before, while P cannot be reached
+	greetAt    time.Time          // no greeting before, after P could not be reached
 	backoff    time.Duration
 
 	draining []*expect // revoked: P must hear of it
 	drains   bool      // a goroutine tells P
 
-	watching *time.Timer // while there are lanes: do P's ends still answer?
+	watching *time.Timer // while there are lanes: pings P's ends
 	lookAt   time.Time
 }
 
-// maxWhole is how many transfers that have arrived are remembered: P may have lost the
-// lanes before it knew, and asks.
+// maxWhole is how many transfers that have arrived D remembers. If P loses its lanes
+// before it learns that one has arrived, it asks.
 const maxWhole = 1024
 
-// errUnsettled: the handshake is under way.
+// errUnsettled is the cause while the handshake is under way.
 var errUnsettled = errors.New("the handshake is under way")
 
-// settle: it is known whether P can write to us; src.mu is held.
+// settle says that P can write to this D, or with a cause that it cannot; src.mu is held.
 func (src *source) settle(cause error) {
 	if src.cause == errUnsettled {
 		close(src.settled)
@@ -59,7 +59,7 @@ func (src *source) settle(cause error) {
 	src.cause = cause
 }
 
-// usable says whether P can write to us; settled is closed when that is known.
+// usable says whether P can write to this D. settled is closed when that is known.
 func (src *source) usable() (settled <-chan struct{}, cause error) {
 	src.mu.Lock()
 	defer src.mu.Unlock()
@@ -69,8 +69,8 @@ func (src *source) usable() (settled <-chan struct{}, cause error) {
 	return src.settled, src.cause
 }
 
-// lose ends the way to P: what has begun to land ends. What has not may still
-// come, when P connects again.
+// lose closes all lanes of a P. Transfers that have begun to land end. The others may
+// still come when P connects again.
 func (src *source) lose(cause error) {
 	src.mu.Lock()
 	tell := src.losing(cause)
@@ -78,8 +78,8 @@ func (src *source) lose(cause error) {
 	tell()
 }
 
-// losing is lose but for what waits and what the sink is told, which tell does
-// without src.mu.
+// losing is the part of lose that holds src.mu. tell does the rest without it: it waits
+// for the lanes and tells the sink.
 func (src *source) losing(cause error) (tell func()) {
 	cause = fmt.Errorf("%w: %w", core.ErrConnectionLost, cause)
 	var ended []*expect
@@ -105,7 +105,7 @@ func (src *source) losing(cause error) (tell func()) {
 	}
 }
 
-// cut retires all lanes. When those that it returns are still, nothing that P has
+// cut retires all lanes. When the lanes that it returns are still, no byte that P has
 // posted until now can land. src.mu is held.
 func (src *source) cut() (dying []*lane) {
 	for _, l := range src.lanes {
@@ -127,11 +127,11 @@ func await(lanes []*lane) {
 // flushBound is how long a lane in error may keep its last completions to itself.
 const flushBound = time.Second
 
-// retire puts a lane into error. It is dying until its last completions were counted: a
-// mark that has landed must be, since P has it for done or, if the lane broke there
-// first, would write that stripe again under a transfer that has ended. When all its
-// receives have come back nothing of it lands any more, and nobody waits until the
-// queue pair is destroyed, which may take seconds. src.mu is held.
+// retire puts a lane into error. The lane is dying until its last completions are
+// counted, since a mark that has landed must count: P believes that the stripe is done,
+// or, if the lane broke at P first, would write it again under a transfer that has ended.
+// When all receives have come back, no byte of the lane lands any more. So nobody waits
+// for the queue pair's destruction, which may take seconds. src.mu is held.
 func (src *source) retire(l *lane) {
 	if l.retired {
 		return
@@ -157,7 +157,7 @@ func (src *source) retire(l *lane) {
 		src.laid(l)
 		missing := l.posted > 0 && !src.gone
 		src.mu.Unlock()
-		if missing { // of what P has for done some may never be counted
+		if missing { // marks that P believes done may never be counted
 			src.loseAll(fmt.Errorf("rdma: queue pair %d on %s has not given back its receives", l.qp.Number(), l.port.name))
 		}
 		l.destroy()
@@ -167,8 +167,8 @@ func (src *source) retire(l *lane) {
 	}
 }
 
-// laid: nothing of a retired lane lands any more, and its marks are counted; src.mu is
-// held.
+// laid is called when a retired lane's marks are counted and no byte of it lands any
+// more; src.mu is held.
 func (src *source) laid(l *lane) {
 	if src.dying[l.id] == l {
 		delete(src.dying, l.id)
@@ -176,7 +176,7 @@ func (src *source) laid(l *lane) {
 	}
 }
 
-// loseAll is lose for what has not begun too.
+// loseAll is lose, and also ends the transfers that have not begun.
 func (src *source) loseAll(cause error) {
 	src.mu.Lock()
 	for _, e := range src.live {
@@ -188,14 +188,14 @@ func (src *source) loseAll(cause error) {
 	src.lose(cause)
 }
 
-// How often D looks whether P's ends still answer, while it expects something and
-// while it does not: RC tells a receiver nothing of a sender that died.
+// How often D pings P's ends, while it expects transfers and while it does not. A queue
+// pair that only receives learns nothing of a sender that died.
 const (
 	watchInterval = time.Second
 	idleInterval  = 10 * time.Second
 )
 
-// watch begins to look, or looks sooner; src.mu is held.
+// watch has look called, or called sooner; src.mu is held.
 func (src *source) watch() {
 	if src.gone {
 		return
@@ -205,7 +205,7 @@ func (src *source) watch() {
 		every = watchInterval
 	}
 	if src.watching == nil {
-		// Nothing but locks that are held shortly: Close need not wait for it.
+		// look takes only locks that are held shortly, so Close need not wait for it.
 		src.watching = time.AfterFunc(every, src.look)
 		src.lookAt = time.Now().Add(every)
 	} else if at := time.Now().Add(every); at.Before(src.lookAt) && src.watching.Reset(every) {
@@ -233,7 +233,7 @@ func (src *source) received(l *lane, list []verbs.Completion) {
 	}
 }
 
-// count returns the expects that are complete, fenced and to be told.
+// count counts marks. It returns the expects that are complete: fenced, but not told.
 func (src *source) count(l *lane, list []verbs.Completion) (done []*expect) {
 	landed := 0
 	var cause error
@@ -277,7 +277,8 @@ func (src *source) count(l *lane, list []verbs.Completion) (done []*expect) {
 	return done
 }
 
-// landed counts a mark; the expect that it completes is taken. src.mu is held.
+// landed counts a mark. It takes and returns the expect that the mark completes. src.mu
+// is held.
 func (src *source) landed(m mark) *expect {
 	r := src.r
 	if int(m.slot) >= len(r.slots) {

@@ -10,8 +10,8 @@ import (
 
 // How P spreads what it writes over its lanes.
 
-// begin cuts a write into stripes, as many as suit the bytes that it has in all, and gives
-// them to lanes: when its first bytes come, since there may be more lanes by then.
+// begin cuts a write into as many stripes as suit its size and gives them to lanes. It
+// waits for the write's first bytes, since there may be more lanes by then.
 func (cn *conn) begin(w *write) {
 	if !w.known {
 		g, err := checkGrant(w.op.Grant, cn.there.secret, w.op.ID)
@@ -46,8 +46,8 @@ func (cn *conn) begin(w *write) {
 	cn.deal(w, w.op.Pairs, shares)
 }
 
-// give takes more of a write: it goes to the stripes as a transfer of that size would go
-// to their lanes.
+// give takes more bytes of a write and spreads them over its stripes as a transfer of
+// that size is spread over their lanes.
 func (cn *conn) give(w *write, pairs []core.Pair, bytes uint64, runs int) {
 	switch {
 	case w.over || w.cause != nil || bytes == 0:
@@ -72,14 +72,14 @@ func (cn *conn) give(w *write, pairs []core.Pair, bytes uint64, runs int) {
 	cn.deal(w, pairs, cn.choose(lanes, bytes, time.Now()))
 }
 
-// deal spreads what was given over a write's stripes, by weight, and posts it.
+// deal spreads pairs over a write's stripes, by weight, and posts them.
 func (cn *conn) deal(w *write, pairs []core.Pair, weights []float64) {
 	w.deal(pairs, weights)
 	for _, j := range w.jobs {
 		j.enqueue()
 	}
 	for _, j := range w.jobs {
-		if j.lane != nil { // else it broke, as something was posted perhaps
+		if j.lane != nil { // else the lane broke, perhaps at a post
 			cn.pump(j.lane)
 		}
 	}
@@ -102,9 +102,9 @@ const minStripe = 256 << 10
 // stripeFrom says from which size on a transfer takes several paths.
 var stripeFrom = stripeSizes{near: 2 * minStripe, far: 16 << 20}
 
-// choose spreads bytes over lanes: by the speed of their paths, and on each path
-// evenly. A small transfer takes the lane that carries least. Where the list has nil,
-// for a lane that broke, the weight is 0.
+// choose returns the weight of each lane for so many bytes: by the speed of its path,
+// and on each path evenly. A small transfer takes the lane that carries least. nil stands
+// for a lane that broke and gets 0.
 func (cn *conn) choose(lanes []*lane, bytes uint64, now time.Time) (weights []float64) {
 	var paths []candidate
 	index := map[*path]int{}
@@ -120,7 +120,7 @@ func (cn *conn) choose(lanes []*lane, bytes uint64, now time.Time) (weights []fl
 		count[l.path]++
 	}
 	byPath := choosePaths(paths, bytes, stripeFrom, now)
-	if byPath == nil { // all are paused, and yet there are lanes: they are as good as others
+	if byPath == nil { // all paths are paused, and yet lanes are open: all count the same
 		byPath = make([]float64, len(paths))
 		for i := range byPath {
 			byPath[i] = 1
@@ -143,10 +143,10 @@ func (cn *conn) choose(lanes []*lane, bytes uint64, now time.Time) (weights []fl
 	return weights
 }
 
-// load is a measure of what a lane has to do.
+// load compares how much lanes have to do.
 func (l *lane) load() int { return l.queue.requests + len(l.jobs)*maxChain }
 
-// add begins a write, or has it wait for a lane.
+// add begins a write. Without a lane the write waits for one.
 func (cn *conn) add(w *write) {
 	cn.update(func(cn *conn) {
 		w.began = time.Now()
@@ -167,7 +167,7 @@ func (cn *conn) assign(j *job, l *lane) {
 	j.enqueue()
 }
 
-// enqueue has a job's lane post what there is of it.
+// enqueue has a job's lane post the bytes that the job has.
 func (j *job) enqueue() {
 	if j.lane != nil && !j.queued && j.cursor.ready() {
 		j.lane.jobs = append(j.lane.jobs, j)
@@ -175,8 +175,8 @@ func (j *job) enqueue() {
 	}
 }
 
-// pump posts what there is room for, a chain for each job in turn, so that a
-// small transfer does not stand behind a large one.
+// pump posts chains while there is room, one for each job in turn, so that a small
+// transfer does not wait for a large one.
 func (cn *conn) pump(l *lane) {
 	if l.path == nil || l.broken {
 		return
@@ -192,7 +192,7 @@ func (cn *conn) pump(l *lane) {
 			return
 		}
 		n := 0
-		if !j.w.told { // the time from here on is the transfer's, and D knows that bytes may come
+		if !j.w.told { // D times the transfer from here on, and knows that bytes may come
 			m := mark{slot: j.w.grant.slot, generation: j.w.grant.generation, index: beginIndex, total: 1}
 			cn.chain[0] = verbs.Write{Imm: m.encode(), Flags: verbs.WithImm}
 			n = 1
@@ -206,7 +206,7 @@ func (cn *conn) pump(l *lane) {
 		}
 		n += k
 		j.w.told = true
-		// Nothing may follow for minutes: then a completion must tell of these.
+		// If nothing is left to post, nothing may follow for minutes: the last one asks for a completion.
 		l.queue.posting(j, cn.chain[:n], cn.pieces[:pieces], !j.cursor.ready())
 		l.path.begin(time.Now(), carried)
 		cn.watchLanes()
@@ -224,7 +224,7 @@ func (cn *conn) pump(l *lane) {
 	}
 }
 
-// landed: requests of a job have completed, so their bytes are at D.
+// landed is called when requests of a job have completed: their bytes are at D.
 func (cn *conn) landed(j *job, requests int) {
 	j.flight -= requests
 	j.w.flight -= requests
@@ -238,7 +238,7 @@ func (cn *conn) landed(j *job, requests int) {
 	cn.settle(j.w)
 }
 
-// finish: a job's bytes and its mark are at D.
+// finish is called when all bytes of a job and its mark are at D.
 func (cn *conn) finish(j *job) {
 	if !j.done {
 		j.done, j.lost = true, false
@@ -247,7 +247,7 @@ func (cn *conn) finish(j *job) {
 	cn.settle(j.w)
 }
 
-// fail gives a write up. It ends when no request reads its blocks any more.
+// fail gives up a write. The write ends when no request reads its blocks any more.
 func (cn *conn) fail(w *write, cause error) {
 	if w.cause == nil && !w.over {
 		w.cause = cause
@@ -255,8 +255,8 @@ func (cn *conn) fail(w *write, cause error) {
 	cn.settle(w)
 }
 
-// settle ends a write that has nothing more to do. Its outcome waits for lanes that
-// broke, which may still read its blocks.
+// settle ends a write that has nothing more to do. Its outcome waits while a lane that
+// broke may still read its blocks.
 func (cn *conn) settle(w *write) {
 	if w.over || w.flight > 0 || w.cause == nil && (w.left > 0 || w.jobs == nil) {
 		return

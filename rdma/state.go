@@ -13,7 +13,7 @@ const (
 	stateNew     state = iota + 1 // D was admitted; it has not greeted, and told nothing
 	stateProbing                  // D has told its ports and keys; no lane has carried a byte
 	stateUp                       // at least one lane is open
-	stateBare                     // D's keys are good and no lane is open: they rest, or the last one broke
+	stateBare                     // no lane is open, since they rest or the last one broke; D's keys are still good
 	stateDown                     // D's keys are void and no lane is open
 	stateEnded                    // D was dismissed, or the transport is closed
 )
@@ -68,7 +68,7 @@ func (cn *conn) on(e event) (before state) {
 	return before
 }
 
-// check compares the state with what it says; only in builds with the tag "invariants".
+// check compares the state with the fields that follow from it, if invariants are enabled.
 func (cn *conn) check() {
 	told := cn.state == stateProbing || cn.state == stateUp || cn.state == stateBare
 	if told != (cn.there != nil) || (cn.state == stateUp) != (len(cn.lanes) > 0) || (cn.state == stateEnded) != (cn.ended != nil) {
@@ -76,7 +76,7 @@ func (cn *conn) check() {
 	}
 }
 
-// tasks are what P is to do for a connection beside what its lanes and writes ask for by themselves.
+// tasks are set for the goroutine of mend. Lost lanes and waiting writes need none.
 type tasks uint8
 
 const (
@@ -95,7 +95,7 @@ const (
 	stepConnect      // make lanes
 )
 
-// next is the first step that there is something to do for; cn.mu is held.
+// next is the first step for which there is work; cn.mu is held.
 func (cn *conn) next() step {
 	switch {
 	case cn.state == stateEnded:

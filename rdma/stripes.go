@@ -15,8 +15,8 @@ const maxStripes = 64
 // stay whole.
 const cutAlign = 4096
 
-// stretch is a contiguous range of what a write is given at a time, for one of its
-// stripes: what one lane writes, and what is written again elsewhere when that lane fails.
+// stretch is a contiguous range of the pairs that a write is given at a time, for one of
+// its stripes.
 type stretch struct {
 	pairs  []core.Pair // all that was given with it, shared by the stretches
 	first  int         // the pair that holds the stretch's first byte
@@ -35,10 +35,10 @@ func pairBytes(pairs []core.Pair) uint64 {
 }
 
 // split cuts pairs into stretches whose lengths are proportional to weights, in
-// the order of the weights, each byte in exactly one. Stripes that would get less
-// than least bytes get no stretch, the lightest first; what is shorter than least,
-// or empty, is one. A weight that is no positive number gets nothing unless all are
-// such; then all count the same.
+// the order of the weights, each byte in exactly one. Stripes that would get less than
+// least bytes get no stretch, the lightest first. Pairs of less than least bytes are one
+// stretch. A weight that is no positive number gets none, unless no weight is: then all
+// count the same.
 func split(pairs []core.Pair, weights []float64, least uint64) []stretch {
 	least = max(least, 1)
 	total := pairBytes(pairs)
@@ -97,8 +97,8 @@ type weighted struct {
 	weight float64
 }
 
-// share picks the weights that get a stripe: at most maxStripes, none with a share of
-// less than least bytes of total; at least one. In their order.
+// share picks the weights that get a stripe, in their order: at least one, at most
+// maxStripes, and none whose share of total is less than least bytes.
 func share(weights []float64, total, least uint64) []weighted {
 	lanes := make([]weighted, 0, len(weights))
 	for i, w := range weights {

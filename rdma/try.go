@@ -14,7 +14,7 @@ import (
 
 // The four steps that make lanes: plan, make, exchange, probe.
 
-// planned is a path that is to be tried, and what came of it.
+// planned is a path that is to be tried, and the result.
 type planned struct {
 	key    pathKey
 	local  *localPort
@@ -70,8 +70,8 @@ func (cn *conn) plan(there *far, tried, due map[pathKey]bool) (plan []*planned, 
 	return plan, causes
 }
 
-// sortPlanned puts first what is likely to be one network: addresses that have most
-// in common, then the order of the lists.
+// sortPlanned puts paths first whose ends are likely to be in one network, which is
+// where the addresses have most bits in common. Then the order of the lists counts.
 func sortPlanned(all []*planned) {
 	slices.SortStableFunc(all, func(a, b *planned) int {
 		return cmp.Or(
@@ -251,14 +251,14 @@ func (cn *conn) newLane(b *bundle, there *far, c *planned) (*lane, error) {
 
 const (
 	// maxFlight is the most bytes that a lane has under way: more than any path
-	// holds, little enough that a write that is stopped ends soon.
+	// holds, and so little that a write that was stopped ends soon.
 	maxFlight = 16 << 20
 	// signalEvery is how many writes one completion stands for.
 	signalEvery = 32
 )
 
-// postProbe writes nothing, and then as much as the largest packet, to memory that is
-// nobody's: what swallows large packets must be found before a transfer's bytes are.
+// postProbe posts a write without bytes and one of the largest packet's size, to D's
+// scratch memory. So a path that swallows large packets is found before a transfer uses it.
 func (l *lane) postProbe(to keyInfo) error {
 	from := l.port.dev.memory.Load().scratch
 	_, err := l.qp.Post([]verbs.Write{

@@ -41,7 +41,7 @@ func (t Transport) String() string {
 	return "unknown"
 }
 
-// DeviceInfo is what is known of a device without opening it.
+// DeviceInfo describes a device that may not be open.
 type DeviceInfo struct {
 	Name      string // mlx5_0
 	Transport Transport
@@ -192,8 +192,8 @@ func (d *Device) start() error {
 	return err
 }
 
-// pollable gives a duplicate of a descriptor of the library to the netpoller,
-// since an os.File closes what it has and so does the library.
+// pollable gives the netpoller a duplicate of the library's descriptor, since both the
+// os.File and the library close their own.
 func pollable(fd C.int, name string) (*os.File, error) {
 	dup, _, e := syscall.Syscall(syscall.SYS_FCNTL, uintptr(fd), syscall.F_DUPFD_CLOEXEC, 0)
 	if e != 0 {

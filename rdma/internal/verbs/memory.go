@@ -74,8 +74,8 @@ const (
 	RelaxedOrdering Access = 1 << 20 // ignored where the library, the kernel or the device has none
 )
 
-// MR is registered memory. Its pages stay where they are until Close; the
-// memory stays its owner's, who must not unmap it before.
+// MR is registered memory. Its pages stay where they are until Close. Its owner must not
+// unmap it before.
 type MR struct {
 	Addr   uint64
 	Length uint64

@@ -89,7 +89,7 @@ func (d *Device) Port(n int) (Port, error) {
 	return port, nil
 }
 
-// mtuBytes is enum ibv_mtu in bytes; 0 for what is none.
+// mtuBytes is enum ibv_mtu in bytes; 0 for an unknown code.
 func mtuBytes(code int) int {
 	if code < 1 || code > 5 {
 		return 0

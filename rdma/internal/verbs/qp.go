@@ -22,7 +22,7 @@ type Caps struct {
 }
 
 // QP is a reliable connected queue pair. Its sends and receives complete in one
-// completion queue; it does not signal what was not asked for.
+// completion queue. Only requests that ask for it are signalled.
 type QP struct {
 	dev    *Device
 	cq     *CQ
@@ -186,9 +186,9 @@ func (q *QP) modify(to State, p *Route) error {
 // Init lets receives be posted.
 func (q *QP) Init(p *Route) error { return q.modify(Initialized, p) }
 
-// ReadyToReceive connects the queue pair to its peer: the peer's writes land
-// from now on, if they may. It finds out whether there is a route to the peer
-// only where the fabric is Ethernet; that the peer answers is for a write to show.
+// ReadyToReceive connects the queue pair to its peer, whose writes may land from now on.
+// Only on Ethernet it finds out whether a route to the peer exists. Only a write shows
+// whether the peer answers.
 func (q *QP) ReadyToReceive(p *Route) error {
 	if mtuCode(p.MTU) == 0 {
 		return fmt.Errorf("bring queue pair %d of RDMA device %s to %v: MTU is %d bytes, it can be 256 to 4096: %w", q.number, q.dev.info.Name, ReadyToReceive, p.MTU, syscall.EINVAL)
@@ -205,8 +205,8 @@ func (q *QP) ReadyToReceive(p *Route) error {
 // ReadyToSend lets writes be posted.
 func (q *QP) ReadyToSend(p *Route) error { return q.modify(ReadyToSend, p) }
 
-// ToError stops the queue pair: what is posted completes as Flushed, and when
-// it returns nothing more of the peer's lands.
+// ToError stops the queue pair. Posted requests complete as Flushed. When it returns, no
+// byte of the peer lands any more.
 func (q *QP) ToError() error { return q.modify(Failed, &Route{}) }
 
 // Reset forgets the peer and everything that is posted, without completions.
@@ -226,7 +226,7 @@ func (q *QP) State() (State, error) {
 	return State(s), nil
 }
 
-// closed is of a queue pair that was destroyed, or of the zero QP, which tests use.
+// closed is the error of a queue pair that was destroyed, and of the zero QP, which tests use.
 func (q *QP) closed() error {
 	if q.dev == nil {
 		return fmt.Errorf("no queue pair: %w", ErrClosed)
@@ -234,10 +234,10 @@ func (q *QP) closed() error {
 	return fmt.Errorf("queue pair %d of RDMA device %s: %w", q.number, q.dev.info.Name, ErrClosed)
 }
 
-// Post posts writes behind one doorbell, in order, and says how many are
-// posted: all, or with an error those before the one that was refused. Pieces
-// is the list that the writes' First and Pieces mean. Nothing is kept of either
-// slice and nothing is allocated. ENOMEM: the send queue is full.
+// Post posts writes behind one doorbell, in order. It returns how many are posted: all, or
+// with an error those before the write that was refused. First and Pieces of the writes
+// name entries of pieces. Post keeps neither slice and allocates nothing. ENOMEM says that
+// the send queue is full.
 func (q *QP) Post(writes []Write, pieces []SGE) (int, error) {
 	if len(writes) > q.caps.SendDepth {
 		return 0, fmt.Errorf("post %d writes on a queue pair of %d: %w", len(writes), q.caps.SendDepth, syscall.EINVAL)
@@ -278,9 +278,9 @@ func (q *QP) postError(what string, posted, of int, err error) error {
 	return fmt.Errorf("post %s %d of %d on queue pair %d of RDMA device %s: %w%s%s", what, posted+1, of, q.number, q.dev.info.Name, err, number(err), full)
 }
 
-// Destroy gives the queue pair back: what is posted is forgotten without
-// completions; those that lie in the completion queue may be dropped or still be
-// polled. When it returns nothing of the peer's lands. A second call does nothing.
+// Destroy gives the queue pair back. Posted requests get no completion; completions that
+// lie in the queue may be dropped or still be polled. When it returns, no byte of the peer
+// lands any more. A second call does nothing.
 func (q *QP) Destroy() error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -295,8 +295,8 @@ func (q *QP) Destroy() error {
 	return nil
 }
 
-// NewNullQP makes a queue pair of no device, whose posts go nowhere: it measures
-// what a post costs besides the device's part. Only Post and Destroy do something.
+// NewNullQP makes a queue pair of no device, whose posts go nowhere, for tests and to
+// measure what a post costs besides the device. Only Post and DestroyNull do something.
 func NewNullQP(caps Caps) (*QP, error) {
 	c := C.struct_vb_caps{send_depth: C.uint32_t(caps.SendDepth), pieces: C.uint32_t(caps.Pieces)}
 	q := &QP{dev: &Device{info: DeviceInfo{Name: "null"}}, caps: caps, c: C.vb_null_qp(&c)}

@@ -68,7 +68,7 @@ const (
 	OpReceiveImm Opcode = 129 // a write with immediate has landed, and all before it on its queue pair
 )
 
-// Completion is what became of a posted request.
+// Completion tells how a posted request ended.
 type Completion struct {
 	ID        uint64
 	Status    Status

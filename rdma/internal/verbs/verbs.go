@@ -1,10 +1,9 @@
 // Package verbs is libibverbs for Go: opened at run time, never linked, with
 // the work requests in C memory and nothing allocated to post or to poll.
 //
-// Objects may be used from any goroutine. Each is closed by its owner, those
-// made from it first: queue pairs, then completion queues and memory regions,
-// then protection domains, then the device. What is used after its Close gives
-// ErrClosed.
+// Objects may be used from any goroutine. Their owner closes them in this order: queue
+// pairs, then completion queues and memory regions, then protection domains, then the
+// device. An object that is used after its Close returns ErrClosed.
 package verbs
 
 /*
@@ -32,7 +31,7 @@ import (
 	"unsafe"
 )
 
-// ErrClosed is wrapped by what is done with a closed object, and ends waits.
+// ErrClosed is wrapped by the errors of a closed object, and ends waits.
 var ErrClosed = os.ErrClosed
 
 // UnavailableError says why this process has no verbs at all.
@@ -116,8 +115,8 @@ func number(err error) string {
 	return fmt.Sprintf(" (errno %d)", int(e))
 }
 
-// The types of types.go are laid out like their twins in shim.h, field by
-// field: where they differ these lines do not compile.
+// The types of types.go are laid out like their twins in shim.h, field by field. If one
+// differs, its line here does not compile.
 var (
 	_ = [1]struct{}{}[unsafe.Sizeof(SGE{})-C.sizeof_struct_vb_sge]
 	_ = [1]struct{}{}[unsafe.Offsetof(SGE{}.Length)-unsafe.Offsetof(C.struct_vb_sge{}.length)]
