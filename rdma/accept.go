@@ -1,7 +1,6 @@
 package rdma
 
 import (
-	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -22,8 +21,8 @@ type accepted struct {
 	err  error
 }
 
-// accept makes D's ends of lanes, but for those that are known; of all ports at the
-// same time.
+// accept makes D's ends of the lanes that are not known yet, at all ports at the same
+// time.
 func (t *Transport) accept(src *source, offers []laneOffer, known []bool) []accepted {
 	out := make([]accepted, len(offers))
 	byPort := map[int][]int{}
@@ -44,7 +43,7 @@ func (t *Transport) accept(src *source, offers []laneOffer, known []bool) []acce
 	return out
 }
 
-// acceptAt makes the ends at one port; what is in the way of one is of the next.
+// acceptAt makes the ends at one port. After the first that fails it makes no more.
 func (t *Transport) acceptAt(src *source, p *localPort, offers []laneOffer, list []int, out []accepted) {
 	b, err := t.newBundle(p.dev, len(list), marksDepth, src.received)
 	if err == nil {
@@ -63,7 +62,7 @@ func (t *Transport) acceptOne(b *bundle, p *localPort, o *laneOffer) (*lane, err
 	if !p.usable() {
 		return nil, fmt.Errorf("port %s is not active", p.name)
 	}
-	way := portPath{GRH: o.GRH, LID: o.LID, Remote: gid{Raw: o.GID}}
+	way := route{GRH: o.GRH, LID: o.LID, Remote: gid{Raw: o.GID}}
 	if o.GRH {
 		var err error
 		if way.Local, err = forceGID(state.address.GIDs, o.Index, p.name); err != nil {
@@ -75,21 +74,11 @@ func (t *Transport) acceptOne(b *bundle, p *localPort, o *laneOffer) (*lane, err
 		return nil, err
 	}
 	l.offer = *o
-	if err := l.ready(t.verbsPath(p, way, min(o.MTU, state.mtu), o.QPN, o.PSN, l.psn)); err != nil {
+	if err := l.ready(t.verbsRoute(p, way, min(o.MTU, state.mtu), o.QPN, o.PSN, l.psn)); err != nil {
 		l.drop(func() {})
 		return nil, err
 	}
 	return l, nil
-}
-
-// sortPairs puts first what is likely to be one network: addresses that have most
-// in common, then the order of the lists.
-func sortPairs(all []pairOfPorts) {
-	slices.SortStableFunc(all, func(a, b pairOfPorts) int {
-		return cmp.Or(
-			cmp.Compare(commonBits(&b.path), commonBits(&a.path)),
-			cmp.Compare(a.key.local, b.key.local), cmp.Compare(a.key.remote, b.key.remote))
-	})
 }
 
 // portDown retires the lanes of a port, and has P told.
@@ -110,8 +99,8 @@ func (r *receiver) portDown(p *localPort, cause error) {
 	}
 }
 
-// portUp has P's told that a port has become active, where it would not see by itself:
-// those that have lanes at others, and those that reached no port.
+// portUp tells each P that a port has become active, if P has lanes at other ports or
+// reached none. Otherwise P learns of the port when it connects.
 func (r *receiver) portUp(p *localPort) {
 	for _, src := range r.all() {
 		src.mu.Lock()

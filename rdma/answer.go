@@ -21,8 +21,8 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 	switch s.Kind {
 	case signalDismissed:
 		return src.dismissed(s)
-	case signalJoin:
-		return src.join(s)
+	case signalConnect:
+		return src.connect(s)
 	}
 	src.mu.Lock()
 	defer src.mu.Unlock()
@@ -34,8 +34,8 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 		rep := r.t.describe()
 		rep.Secret = src.secret
 		return rep, nil
-	case signalJoined:
-		src.joined(s)
+	case signalConnected:
+		src.connected(s)
 		return &reply{}, nil
 	case signalLost:
 		return src.lost(s), nil
@@ -50,7 +50,7 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 	return nil, refusef("signal of unknown kind %d", s.Kind)
 }
 
-// knows says whether a signal shows the ticket that P gave; src.mu is held.
+// knows refuses a signal without the ticket that P gave; src.mu is held.
 func (src *source) knows(s *signal) error {
 	if src.gone || subtle.ConstantTimeCompare(src.ticket, s.Ticket) != 1 {
 		return refusef("agent %s has no ticket of agent %s, or another one", src.r.t.id, src.peer)
@@ -58,7 +58,7 @@ func (src *source) knows(s *signal) error {
 	return nil
 }
 
-// dismissed: P has closed, or wants this agent no more.
+// dismissed answers a P that has closed or has dismissed this agent.
 func (src *source) dismissed(s *signal) (*reply, error) {
 	src.mu.Lock()
 	err := src.knows(s)
@@ -72,7 +72,7 @@ func (src *source) dismissed(s *signal) (*reply, error) {
 	return &reply{}, nil
 }
 
-// grants says which are alive; src.mu is held.
+// grants names the grants that are alive; src.mu is held.
 func (src *source) grants(rep *reply) {
 	src.r.mu.Lock()
 	rep.Next = src.r.seq
@@ -87,11 +87,11 @@ func (src *source) grants(rep *reply) {
 // maxLanes bounds the queue pairs that one P may have here.
 const maxLanes = 512
 
-// join makes D's ends of lanes. From when they are in src.lanes a revoke must be
-// heard by P, or cut these lanes too; so the grants that are alive are told with
-// them. Queue pairs are made without src.mu: RoCE looks the neighbour up, which
-// takes a second where there is none.
-func (src *source) join(s *signal) (*reply, error) {
+// connect opens D's ends of lanes. Once they are in src.lanes, a revoke must reach P or
+// cut these lanes too. So the answer names the grants that are alive. Queue pairs are
+// made without src.mu, since RoCE looks up the neighbour, which takes a second if there
+// is none.
+func (src *source) connect(s *signal) (*reply, error) {
 	t := src.r.t
 	if !t.enter() {
 		return nil, errClosed
@@ -99,27 +99,27 @@ func (src *source) join(s *signal) (*reply, error) {
 	defer t.wg.Done()
 	src.mu.Lock()
 	err := src.knows(s)
-	if n := len(src.lanes) + len(src.dying) + src.joining; err == nil && n+len(s.Join) > maxLanes {
-		err = refusef("%d lanes are open and %d more wanted, at most %d are allowed", n, len(s.Join), maxLanes)
+	if n := len(src.lanes) + len(src.dying) + src.connecting; err == nil && n+len(s.Offers) > maxLanes {
+		err = refusef("%d lanes are open and %d more wanted, at most %d are allowed", n, len(s.Offers), maxLanes)
 	}
 	if err != nil {
 		src.mu.Unlock()
 		return nil, err
 	}
-	src.joining += len(s.Join)
-	known := make([]bool, len(s.Join))
-	for i := range s.Join {
-		known[i] = src.open(&s.Join[i]) != nil
+	src.connecting += len(s.Offers)
+	known := make([]bool, len(s.Offers))
+	for i := range s.Offers {
+		known[i] = src.open(&s.Offers[i]) != nil
 	}
 	src.mu.Unlock()
-	made := t.accept(src, s.Join, known)
+	made := t.accept(src, s.Offers, known)
 	src.mu.Lock()
 	defer src.mu.Unlock()
-	src.joining -= len(s.Join)
-	rep := &reply{Lanes: make([]laneAnswer, len(s.Join))}
-	err = src.knows(s) // still
+	src.connecting -= len(s.Offers)
+	rep := &reply{Lanes: make([]laneAnswer, len(s.Offers))}
+	err = src.knows(s) // P may have been dismissed meanwhile
 	for i := range made {
-		m, o, out := &made[i], &s.Join[i], &rep.Lanes[i]
+		m, o, out := &made[i], &s.Offers[i], &rep.Lanes[i]
 		l := src.open(o)
 		switch {
 		case err != nil || m.err != nil:
@@ -146,7 +146,7 @@ func (src *source) join(s *signal) (*reply, error) {
 	return rep, nil
 }
 
-// open is the lane of an offer that has come before; src.mu is held.
+// open returns the lane of an offer that has come before, or nil; src.mu is held.
 func (src *source) open(o *laneOffer) *lane {
 	if l := src.lanes[o.Lane]; l != nil && l.offer == *o {
 		return l
@@ -154,14 +154,14 @@ func (src *source) open(o *laneOffer) *lane {
 	return nil
 }
 
-// joined: P says which lanes it keeps; src.mu is held.
-func (src *source) joined(s *signal) {
+// connected takes P's word of which lanes it keeps; src.mu is held.
+func (src *source) connected(s *signal) {
 	keep := map[uint32]bool{}
 	for _, id := range s.Lanes {
 		keep[id] = true
 	}
 	for _, l := range src.lanes {
-		if l.id <= s.Last && !keep[l.id] { // a later one is of a later word
+		if l.id <= s.Last && !keep[l.id] { // a later lane is named by a later signal
 			src.retire(l)
 		}
 	}
@@ -170,17 +170,17 @@ func (src *source) joined(s *signal) {
 		src.settle(nil)
 		src.owed, src.backoff = true, 0
 		src.watch()
-	case s.Reason == "": // closed because nothing was to be sent; P opens others when something is
+	case s.Reason == "": // P closed them because it had nothing to write; it opens others when it has
 		src.settle(nil)
-	default: // and gives up what it was writing
+	default: // P gives up what it was writing
 		tell := src.losing(fmt.Errorf("rdma: prefill agent %s reaches none of this agent's ports: %s", src.peer, s.Reason))
 		src.r.t.goRun("rdma no path", tell)
 	}
 }
 
-// lost retires the lanes that broke at P, and says what had landed by them. From
-// the answer on P may write the rest by others, so there is none while a lane can
-// still deliver. src.mu is held.
+// lost retires the lanes that broke at P, and says which stripes have landed. After the
+// answer P writes the rest by other lanes, so D answers "busy" while a lane that broke
+// can still deliver. src.mu is held.
 func (src *source) lost(s *signal) *reply {
 	rep := &reply{}
 	for _, id := range s.Lanes {
@@ -194,13 +194,13 @@ func (src *source) lost(s *signal) *reply {
 	}
 	src.grants(rep)
 	for _, seq := range s.Seqs {
-		parts := uint64(0)
+		stripes := uint64(0)
 		if e := src.live[seq]; e != nil {
-			parts = e.parts
+			stripes = e.stripes
 		} else if slices.Contains(src.whole[:], seq) {
-			parts = math.MaxUint64
+			stripes = math.MaxUint64
 		}
-		rep.Arrived = append(rep.Arrived, parts)
+		rep.Arrived = append(rep.Arrived, stripes)
 	}
 	return rep
 }

@@ -10,68 +10,69 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// What P does when a lane breaks: it reads on until it is quiet, D says what has
-// arrived, and the rest goes by others.
+// When a lane of P breaks, P waits until the lane reads nothing any more, D says which
+// stripes have arrived, and other lanes write the rest. Also: which grants are dead.
 
-// stallLooks in a row without a completion, while something is under way, end a lane.
-// They are counted: the time in which this process was stopped is one look.
+// stallLooks is how many looks in a row end a lane that has requests under way and
+// completes none. Looks are counted because this process may have been stopped for a
+// long time, which is one look.
 const stallLooks = 5
 
-// watchLanes looks at the lanes until nothing is under way; lk.mu is held.
-func (lk *link) watchLanes() {
-	if lk.looks == nil && lk.ended == nil {
-		lk.looks = time.AfterFunc(lk.t.cfg.StallTimeout/(stallLooks-1), func() { lk.update((*link).look) })
+// watchLanes looks at the lanes until nothing is under way; cn.mu is held.
+func (cn *conn) watchLanes() {
+	if cn.looks == nil && cn.state != stateEnded {
+		cn.looks = time.AfterFunc(cn.t.cfg.StallTimeout/(stallLooks-1), func() { cn.update((*conn).look) })
 	}
 }
 
-// look ends lanes that complete nothing: a queue pair itself may try for ever, where D
-// takes no marks.
-func (lk *link) look() {
-	lk.looks = nil
-	for _, l := range slices.Clone(lk.lanes) {
+// look ends lanes that complete nothing. If D takes no marks, the queue pair itself may
+// try for ever.
+func (cn *conn) look() {
+	cn.looks = nil
+	for _, l := range slices.Clone(cn.lanes) {
 		switch {
 		case l.queue.idle():
 			l.looks = 0
 		case l.looks+1 < stallLooks:
 			l.looks++
-			lk.watchLanes()
+			cn.watchLanes()
 		default:
-			lk.breakLane(l, fmt.Errorf("rdma: queue pair %d on %s has completed nothing within %v (stall_timeout_s)", l.qp.Number(), l.port.name, lk.t.cfg.StallTimeout))
+			cn.breakLane(l, fmt.Errorf("rdma: queue pair %d on %s has completed nothing within %v (stall_timeout_s)", l.qp.Number(), l.port.name, cn.t.cfg.StallTimeout))
 		}
 	}
 }
 
-// breakLane gives a lane up, and its rail for a while.
-func (lk *link) breakLane(l *lane, cause error) {
-	if !lk.remove(l) {
+// breakLane gives up a lane, and pauses its path.
+func (cn *conn) breakLane(l *lane, cause error) {
+	if !cn.remove(l) {
 		return
 	}
-	lk.t.log.Warn("rdma lane broke", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.Error(cause))
-	lk.broke = cause
-	l.rail.fail(time.Now(), cause)
-	lk.flush(l)
+	cn.t.log.Warn("rdma lane broke", zap.String("peer", string(cn.peer)), zap.Uint32("lane", l.id), zap.Error(cause))
+	cn.broke = cause
+	l.path.fail(time.Now(), cause)
+	cn.flush(l)
 }
 
-// flush: what was on a lane waits until D has said what arrived. The lane may read it
-// until it is quiet.
-func (lk *link) flush(l *lane) {
+// flush has the stripes of a lane that broke wait until D has said which arrived. The
+// lane may still read their blocks until quiet is called.
+func (cn *conn) flush(l *lane) {
 	now := time.Now()
-	lk.lost = append(lk.lost, l.id)
+	cn.lost = append(cn.lost, l.id)
 	for {
 		b, ok := l.queue.flush()
 		if !ok {
 			break
 		}
-		l.rail.lose(now, b.Bytes)
+		l.path.lose(now, b.Bytes)
 		b.Owner.flight -= b.Requests
 		b.Owner.w.flight -= b.Requests
 		b.Owner.w.reads += b.Requests
 		l.reads[b.Owner.w] += b.Requests
 	}
 	if l.isDead() {
-		lk.quiet(l)
+		cn.quiet(l)
 	}
-	for w := range lk.writes {
+	for w := range cn.writes {
 		for _, j := range w.jobs {
 			if j.lane == l && !j.done {
 				j.lane, j.lost = nil, true
@@ -79,30 +80,33 @@ func (lk *link) flush(l *lane) {
 				w.told = false
 			}
 		}
-		lk.settle(w)
+		cn.settle(w)
 	}
 }
 
-// quiet: a lane that broke reads nothing any more. Its last request has come back, or
-// its queue pair is destroyed.
-func (lk *link) quiet(l *lane) {
+// quiet is called when a lane that broke reads nothing any more: its last request has
+// come back, or its queue pair is destroyed.
+func (cn *conn) quiet(l *lane) {
 	for w, n := range l.reads {
 		if w.reads -= n; w.over && w.reads == 0 {
-			lk.outcomes = append(lk.outcomes, w)
+			cn.outcomes = append(cn.outcomes, w)
 		}
 	}
 	clear(l.reads)
 }
 
-// remove takes a lane away: it sends nothing any more.
-func (lk *link) remove(l *lane) bool {
-	i := slices.Index(lk.lanes, l)
+// remove stops a lane and takes it out of the list; false if it is not there.
+func (cn *conn) remove(l *lane) bool {
+	i := slices.Index(cn.lanes, l)
 	if i < 0 {
 		return false
 	}
-	lk.lanes = append(lk.lanes[:i:i], lk.lanes[i+1:]...)
+	cn.lanes = append(cn.lanes[:i:i], cn.lanes[i+1:]...)
 	l.broken = true
-	l.drop(func() { lk.update(func(lk *link) { lk.quiet(l) }) })
+	if len(cn.lanes) == 0 {
+		cn.on(eventBare)
+	}
+	l.drop(func() { cn.update(func(cn *conn) { cn.quiet(l) }) })
 	return true
 }
 
@@ -115,74 +119,159 @@ func (l *lane) isDead() bool {
 	}
 }
 
-// arrived takes D's word on what had come by the lanes that broke; it has ended
-// them. The rest is written again.
-func (lk *link) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
+// arrived takes D's answer about lanes that broke: D has ended them, and says which
+// stripes had arrived. P writes the other stripes again.
+func (cn *conn) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 	if len(rep.Arrived) != len(seqs) {
-		return fmt.Errorf("agent %s answers for %d transfers, it was asked for %d", lk.peer, len(rep.Arrived), len(seqs))
+		return fmt.Errorf("agent %s answers for %d transfers, it was asked for %d", cn.peer, len(rep.Arrived), len(seqs))
 	}
-	lk.confirmed(lanes)
+	cn.confirmed(lanes)
 	for i, seq := range seqs {
-		if w := lk.bySeq[seq]; w != nil {
+		if w := cn.bySeq[seq]; w != nil {
 			for _, j := range w.jobs {
 				if j.lost && j.filled && rep.Arrived[i]>>j.index&1 == 1 {
-					lk.finish(j)
+					cn.finish(j)
 				}
 			}
 		}
 	}
-	lk.told(rep) // last: what has arrived is alive no more either
+	cn.told(rep) // last, since the grant of a transfer that has arrived is dead too
 	return nil
 }
 
-// maxBreaks is how many lanes may break under a part before its transfer is given
-// up: what no lane carries (a path that swallows large packets, a key that D does
-// not know any more) must end. One that carried all it was given has counted nothing.
+// maxBreaks is how many lanes may break under a stripe before its transfer is given
+// up. No lane may ever carry it: a path may swallow large packets, or D may not know a
+// key any more. The count starts anew when a lane has carried all that it was given.
 const maxBreaks = 8
 
-// again gives jobs without a lane to those that there are, once D has ended the
-// lanes that they were on.
-func (lk *link) again() {
-	if len(lk.lanes) == 0 || len(lk.lost) > 0 {
+// again deals the stripes without a lane over the lanes that are open, once D has ended
+// the lanes that broke; cn.mu is held.
+func (cn *conn) again() {
+	if len(cn.lanes) == 0 || len(cn.lost) > 0 {
 		return
 	}
 	n := 0
-	for w := range lk.writes {
-		if len(lk.lanes) == 0 { // the last one broke as something was posted
+	for w := range cn.writes {
+		if len(cn.lanes) == 0 { // the last lane broke at a post
 			return
 		}
 		if w.jobs == nil {
-			lk.begin(w)
+			cn.begin(w)
 			continue
 		}
 		for _, j := range w.jobs {
 			if j.lost && j.breaks >= maxBreaks {
-				lk.fail(w, fmt.Errorf("rdma: transfer %q: %d queue pairs broke under a part of it, the last: %w: %w", string(w.op.ID), j.breaks, lk.broke, core.ErrConnectionLost))
+				cn.fail(w, fmt.Errorf("rdma: transfer %q: %d queue pairs broke under a stripe of it, the last: %w: %w", string(w.op.ID), j.breaks, cn.broke, core.ErrConnectionLost))
 			}
 			if j.lost && w.cause == nil {
 				j.cursor.rewind()
-				lk.assign(j, lk.lanes[n%len(lk.lanes)])
+				cn.assign(j, cn.lanes[n%len(cn.lanes)])
 				n++
 			}
 		}
 	}
-	for _, l := range append([]*lane(nil), lk.lanes...) {
-		lk.pump(l)
+	for _, l := range append([]*lane(nil), cn.lanes...) {
+		cn.pump(l)
 	}
 }
 
-// lose ends the way to D, as far as it is known here; D may come back.
-func (lk *link) lose(cause error) {
-	for _, l := range append([]*lane(nil), lk.lanes...) {
-		lk.remove(l)
-		lk.flush(l)
+// lose closes all lanes and fails all writes. D may connect again.
+func (cn *conn) lose(cause error) {
+	for _, l := range append([]*lane(nil), cn.lanes...) {
+		cn.remove(l)
+		cn.flush(l)
 	}
-	lk.there = nil
-	for w := range lk.writes {
-		lk.fail(w, cause)
+	cn.there = nil
+	for w := range cn.writes {
+		cn.fail(w, cause)
 	}
-	if lk.up {
-		lk.up, lk.fell = false, cause
+	if cn.on(eventLost) == stateBare {
+		cn.fell = cause
 	}
-	lk.wanted = false
+	cn.tasks &^= makeLanes
+}
+
+// kill remembers that a grant is used up or revoked.
+func (cn *conn) kill(seq uint64) {
+	if seq >= cn.grants.below {
+		cn.grants.dead[seq] = true
+	}
+	if len(cn.grants.dead) > maxDead {
+		cn.tasks |= askGrants
+	}
+}
+
+// drain takes D's word that grants are dead. It returns those that may still have bytes
+// on their way; tellDrained tells D when they have none.
+func (cn *conn) drain(m *signal) (pending []uint64) {
+	for _, seq := range m.Seqs {
+		cn.kill(seq)
+		w := cn.bySeq[seq]
+		switch {
+		case len(cn.lost) > 0: // bytes of the lost lanes may land until D has ended them
+			cn.held = append(cn.held, seq)
+			pending = append(pending, seq)
+		case w != nil && w.flight > 0:
+			w.drained = true
+			pending = append(pending, seq)
+		}
+		if w != nil {
+			cn.fail(w, errRevoked(w))
+		}
+	}
+	cn.grants.drop(m.Below)
+	return pending
+}
+
+// confirmed is called when D has ended its side of lanes that broke. Another message
+// of D may have confirmed some of them before.
+func (cn *conn) confirmed(lanes []uint32) {
+	var rest []uint32
+	for _, id := range cn.lost {
+		if !slices.Contains(lanes, id) {
+			rest = append(rest, id)
+		}
+	}
+	if cn.lost = rest; len(rest) == 0 {
+		cn.drained = append(cn.drained, cn.held...)
+		cn.held = nil
+	}
+}
+
+// tellDrained tells D of the grants that have no bytes on their way any more.
+func (cn *conn) tellDrained() {
+	for {
+		cn.mu.Lock()
+		s := &signal{Kind: signalDrained, Ticket: cn.ticket, Seqs: cn.drained}
+		cn.drained = nil
+		if len(s.Seqs) == 0 {
+			cn.tells = false
+			cn.mu.Unlock()
+			return
+		}
+		cn.mu.Unlock()
+		if _, err := cn.t.ask(cn.peer, s, drainBound); err != nil {
+			cn.t.log.Debug("rdma: a peer does not hear that writes have ended", zap.String("peer", string(cn.peer)), zap.Error(err))
+		}
+	}
+}
+
+// told takes D's list of the grants that are alive. A D without lanes revokes without
+// telling P, so stripes that wait for a lane learn of it here. A grant is also dead once
+// its transfer has arrived. So nothing follows for stripes that are under way, nor for
+// lost ones before D has said whether they arrived.
+func (cn *conn) told(rep *reply) {
+	cn.grants.told(rep.Next, rep.Live)
+	if len(cn.lost) > 0 {
+		return
+	}
+	for seq, w := range cn.bySeq {
+		if !cn.grants.alive(seq) && (w.jobs == nil || w.isLost()) {
+			cn.fail(w, errRevoked(w))
+		}
+	}
+}
+
+func errRevoked(w *write) error {
+	return fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected)
 }

@@ -156,12 +156,8 @@ func lists(entries []string, device string, port int) bool {
 // misspelt name must not go unseen.
 func (c *Config) Missing(devices []string) (entries []string) {
 	for _, entry := range c.Devices {
-		d, _, err := splitPort(entry)
-		fits := func(device string) bool {
-			ok, _ := filepath.Match(d, device)
-			return ok
-		}
-		if err != nil || !slices.ContainsFunc(devices, fits) {
+		_, port, _ := splitPort(entry)
+		if !slices.ContainsFunc(devices, func(device string) bool { return lists([]string{entry}, device, port) }) {
 			entries = append(entries, entry)
 		}
 	}

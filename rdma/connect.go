@@ -3,186 +3,52 @@ package rdma
 import (
 	"errors"
 	"fmt"
-	"time"
 
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// What P does to have lanes, and to have back those that broke. One goroutine of
-// a link does it all, so that nothing of it crosses.
-
-// kick starts that goroutine if there is something to do; lk.mu is held.
-func (lk *link) kick() {
-	if !lk.mends && lk.ended == nil && lk.work() {
-		lk.mends = lk.t.goRun("rdma connect", lk.mend)
-	}
-}
-
-// work says whether there is something to do; lk.mu is held.
-func (lk *link) work() bool {
-	return len(lk.lost) > 0 || lk.resync || lk.wanted || lk.rest || len(lk.lanes) == 0 && len(lk.writes) > 0 || len(lk.writes) > 0 && lk.retryDue()
-}
-
-// retryDue says whether a rail that was paused may be tried again.
-func (lk *link) retryDue() bool {
-	now := time.Now()
-	for _, r := range lk.rails {
-		if !r.usable() && !now.Before(r.retryAt) {
-			return true
-		}
-	}
-	return false
-}
-
-// due are the rails whose pause is over. They are not due again before another
-// pause, whether they can be tried now or not: a port may be down, or in use.
-func (lk *link) due() map[railKey]bool {
-	now, due := time.Now(), map[railKey]bool{}
-	for key, r := range lk.rails {
-		if r.retry(now) {
-			due[key] = true
-		}
-	}
-	return due
-}
-
-// busyPause is how long D may take to end lanes in error before it is asked again.
-const busyPause = 5 * time.Millisecond
-
-func (lk *link) mend() {
-	var giveUp time.Time // of a D that does not answer
-	for {
-		var done bool
-		lk.update(func(lk *link) {
-			if done = lk.ended != nil || !lk.work(); done {
-				lk.mends = false
-			}
-		})
-		if done {
-			return
-		}
-		again, err := lk.mendOnce()
-		switch {
-		case err == nil && again:
-			if !lk.t.pause(busyPause) {
-				again = false
-			}
-			continue
-		case err == nil:
-			giveUp = time.Time{}
-			continue
-		case giveUp.IsZero():
-			giveUp = time.Now().Add(lk.t.cfg.ConnectTimeout)
-		}
-		lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || errors.Is(err, errNoPath)
-		if lasting || time.Now().After(giveUp) || !lk.t.pause(100*time.Millisecond) {
-			lk.update(func(lk *link) { lk.giveUp(err) })
-			return
-		}
-	}
-}
-
-// giveUp ends what waits for a D that cannot be asked or reached.
-func (lk *link) giveUp(err error) {
-	absent := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) && !errors.Is(err, errNoPath)
-	cause := fmt.Errorf("rdma: no way to decode agent %s: %w: %w", lk.peer, err, core.ErrConnectionLost)
-	lk.resync, lk.rest, lk.wanted, lk.mends = false, false, false, false
-	if len(lk.lanes) > 0 && !absent {
-		// What is on its way goes on: only D's word is missing.
-		for w := range lk.writes {
-			if w.isLost() {
-				lk.fail(w, cause)
-			}
-		}
-		return
-	}
-	lk.lose(cause)
-	if absent {
-		lk.confirmed(lk.lost) // D is gone, or knows nothing of this agent any more: it has cut all lanes
-	}
-}
-
-// mendOnce does what stands first. again: D asks for a moment.
-func (lk *link) mendOnce() (again bool, err error) {
-	lk.mu.Lock()
-	s := &signal{Kind: signalLost, Ticket: lk.ticket, Lanes: append([]uint32(nil), lk.lost...)}
-	s.Lanes = s.Lanes[:min(len(s.Lanes), 1024)]
-	for w := range lk.writes {
-		if w.known && w.cause == nil && w.isLost() {
-			s.Seqs = append(s.Seqs, w.grant.seq)
-		}
-	}
-	ask, rest := len(lk.lost) > 0 || lk.resync, lk.rest
-	lk.mu.Unlock()
-	switch {
-	case ask:
-		rep, err := lk.t.ask(lk.peer, s, lk.t.cfg.ConnectTimeout/3)
-		if err != nil || rep.Busy {
-			return true, err
-		}
-		lk.update(func(lk *link) {
-			lk.resync = false
-			if err = lk.arrived(s.Lanes, s.Seqs, rep); err == nil {
-				lk.again()
-			}
-		})
-		return false, err
-	case rest:
-		return false, lk.goToRest()
-	}
-	return false, lk.connect()
-}
-
-func (w *write) isLost() bool {
-	for _, j := range w.jobs {
-		if j.lost {
-			return true
-		}
-	}
-	return false
-}
+// How P makes lanes.
 
 var errNoPath = errors.New("no port here reaches a port there")
 
-// connect asks D for its ports, and makes lanes for pairs of ports that have none,
-// until each port has some or no pair is left to try.
-func (lk *link) connect() error {
-	lk.mu.Lock()
-	due := lk.due()
-	lk.mu.Unlock()
-	rep, err := lk.t.ask(lk.peer, &signal{Kind: signalPorts, Ticket: lk.ticket}, lk.t.cfg.ConnectTimeout/3)
+// connect asks D for its ports and makes lanes to them, until each port has some or no
+// path is left to try.
+func (cn *conn) connect() error {
+	cn.mu.Lock()
+	due := cn.due()
+	cn.mu.Unlock()
+	rep, err := cn.t.ask(cn.peer, &signal{Kind: signalPorts, Ticket: cn.ticket}, cn.t.cfg.ConnectTimeout/3)
 	if err != nil {
 		return err
 	}
-	lk.mu.Lock()
-	lk.wanted = false
-	lk.mu.Unlock()
+	cn.mu.Lock()
+	cn.tasks &^= makeLanes
+	cn.mu.Unlock()
 	there, why := newFar(rep)
 	if why == nil {
-		if why, err = lk.connectTo(there, due); err != nil {
-			lk.mu.Lock()
-			defer lk.mu.Unlock()
-			lk.wanted = true // still
+		if why, err = cn.connectTo(there, due); err != nil {
+			cn.mu.Lock()
+			defer cn.mu.Unlock()
+			cn.tasks |= makeLanes // still
 			return err
 		}
 	}
-	return lk.sayJoined(why)
+	return cn.sayConnected(why)
 }
 
-// sayJoined tells D which lanes there are. An error says why there are none.
-func (lk *link) sayJoined(why error) error {
-	s := &signal{Kind: signalJoined, Ticket: lk.ticket}
-	lk.mu.Lock()
-	s.Last = lk.lastID
-	for _, l := range lk.lanes {
+// sayConnected tells D which lanes P keeps. If there are none, the error says why.
+func (cn *conn) sayConnected(why error) error {
+	s := &signal{Kind: signalConnected, Ticket: cn.ticket}
+	cn.mu.Lock()
+	s.Last = cn.lastID
+	for _, l := range cn.lanes {
 		s.Lanes = append(s.Lanes, l.id)
 	}
-	lk.mu.Unlock()
+	cn.mu.Unlock()
 	if len(s.Lanes) == 0 {
-		for _, p := range lk.t.ports {
+		for _, p := range cn.t.ports {
 			if !p.usable() {
 				why = allOf(why, fmt.Errorf("port %s is down", p.name))
 			}
@@ -195,50 +61,66 @@ func (lk *link) sayJoined(why error) error {
 	} else {
 		why = nil
 	}
-	if _, err := lk.t.ask(lk.peer, s, lk.t.cfg.ConnectTimeout/3); err != nil && why == nil {
-		lk.t.log.Debug("rdma: a peer does not hear which lanes it has; it will ask", zap.String("peer", string(lk.peer)), zap.Error(err))
+	if _, err := cn.t.ask(cn.peer, s, cn.t.cfg.ConnectTimeout/3); err != nil && why == nil {
+		cn.t.log.Debug("rdma: a peer does not hear which lanes it has; it will ask", zap.String("peer", string(cn.peer)), zap.Error(err))
 	}
 	return why
 }
 
-// connectTo makes lanes to ports of D. why says what was in the way of those that
-// could not be made; err, that D could not be asked.
-func (lk *link) connectTo(there *far, due map[railKey]bool) (why, err error) {
-	lk.update(func(lk *link) {
-		if lk.there != nil && string(lk.there.secret) != string(there.secret) {
-			lk.lose(fmt.Errorf("rdma: decode agent %s has opened anew: %w", lk.peer, core.ErrConnectionLost))
+// connectTo makes lanes to ports of D, a round for each set of paths that have no
+// port in common: plan names the paths, make opens P's ends, exchange has D open its
+// ends, and probe takes the lanes that carry bytes into use. why says why other lanes
+// could not be made; err says that D could not be asked.
+func (cn *conn) connectTo(there *far, due map[pathKey]bool) (why, err error) {
+	cn.update(func(cn *conn) {
+		if cn.there != nil && string(cn.there.secret) != string(there.secret) {
+			cn.lose(fmt.Errorf("rdma: decode agent %s has opened anew: %w", cn.peer, core.ErrConnectionLost))
 		}
-		if lk.there == nil {
-			lk.grants = grants{dead: map[uint64]bool{}}
+		if cn.there == nil {
+			cn.grants = grants{dead: map[uint64]bool{}}
 		}
-		lk.there = there
+		if cn.on(eventPorts) != stateEnded {
+			cn.there = there
+		}
 	})
-	tried := map[railKey]bool{}
+	tried := map[pathKey]bool{}
 	var causes []error
 	for round := 0; ; round++ {
-		pairs := lk.candidates(there, tried, due, &causes)
-		if len(pairs) == 0 {
+		plan, unreachable := cn.plan(there, tried, due)
+		causes = append(causes, unreachable...)
+		if len(plan) == 0 {
 			return allOf(causes...), nil
 		}
-		if round > 0 && lk.hasLanes() { // D need not wait for what may take long
-			_ = lk.sayJoined(nil)
+		if round > 0 && cn.hasLanes() { // D can use these now; the other paths may take long
+			_ = cn.sayConnected(nil)
 		}
-		if err := lk.join(there, pairs, &causes); err != nil {
+		made, unmade := cn.make(there, plan)
+		if err := cn.exchange(made); err != nil {
 			return nil, err
 		}
-		if lk.t.ctx.Err() != nil {
+		cn.probe(there, made)
+		causes = append(append(causes, unmade...), cn.judge(plan, made)...)
+		if cn.t.ctx.Err() != nil {
 			return nil, errClosed
 		}
 	}
 }
 
-func (lk *link) hasLanes() bool {
-	lk.mu.Lock()
-	defer lk.mu.Unlock()
-	return len(lk.lanes) > 0
+func (cn *conn) hasLanes() bool {
+	cn.mu.Lock()
+	defer cn.mu.Unlock()
+	return len(cn.lanes) > 0
 }
 
-// newFar checks what D says of itself.
+// far holds the ports and keys that D has told. It does not change.
+type far struct {
+	secret  []byte
+	ports   map[int]*portInfo
+	tables  map[int]*keyTable // by D's port, as scratch is
+	scratch map[int]keyInfo
+}
+
+// newFar checks the ports and keys that D tells.
 func newFar(rep *reply) (*far, error) {
 	if len(rep.Secret) != secretSize {
 		return nil, fmt.Errorf("a secret of %d bytes, want %d", len(rep.Secret), secretSize)
@@ -273,257 +155,4 @@ func newFar(rep *reply) (*far, error) {
 		return nil, errors.New("no port of the peer is active")
 	}
 	return f, nil
-}
-
-// pairOfPorts is a rail to be tried.
-type pairOfPorts struct {
-	key   railKey
-	local *localPort
-	far   *portInfo
-	path  portPath
-	lanes int // that it lacks
-}
-
-// candidates are pairs of ports that lack lanes and whose ports have none to others,
-// at most one for each port, the best first: of what has not been tried, nor is paused.
-func (lk *link) candidates(there *far, tried, due map[railKey]bool, causes *[]error) (out []pairOfPorts) {
-	lk.mu.Lock()
-	defer lk.mu.Unlock()
-	localUsed, farUsed, have := map[int]bool{}, map[int]bool{}, map[railKey]int{}
-	for _, l := range lk.lanes {
-		localUsed[l.port.index], farUsed[l.remote] = true, true
-		have[l.railKey()]++
-	}
-	var all []pairOfPorts
-	for _, p := range lk.t.ports {
-		state := p.state.Load()
-		if !p.usable() {
-			continue
-		}
-		for _, q := range there.ports {
-			key := railKey{p.index, q.Index}
-			lacks := lk.t.cfg.QueuePairs - have[key]
-			if tried[key] || lacks <= 0 || lacks == lk.t.cfg.QueuePairs && (localUsed[p.index] || farUsed[q.Index]) {
-				continue
-			}
-			if r := lk.rails[key]; r != nil && !r.usable() && !due[key] && len(lk.lanes) > 0 {
-				continue
-			}
-			way, err := choosePath(&state.address, q.address())
-			if err != nil {
-				tried[key] = true
-				*causes = append(*causes, err)
-				continue
-			}
-			all = append(all, pairOfPorts{key, p, q, way, lacks})
-		}
-	}
-	sortPairs(all)
-	for _, c := range all {
-		if have[c.key] > 0 || !localUsed[c.key.local] && !farUsed[c.key.remote] {
-			localUsed[c.key.local], farUsed[c.key.remote], tried[c.key] = true, true, true
-			out = append(out, c)
-		}
-	}
-	return out
-}
-
-// join makes lanes for pairs of ports and sees whether bytes get through. What
-// does is used at once; of what does not causes has the reason. An error says that
-// D could not be asked.
-func (lk *link) join(there *far, pairs []pairOfPorts, causes *[]error) error {
-	t := lk.t
-	s := &signal{Kind: signalJoin, Ticket: lk.ticket}
-	var lanes []*lane
-	ways := map[*lane]pairOfPorts{}
-	refused, worked := map[railKey]error{}, map[railKey]bool{}
-	bundles := map[*device]*bundle{}
-	for _, c := range pairs {
-		b := bundles[c.local.dev]
-		if b == nil {
-			var err error
-			if b, err = t.newBundle(c.local.dev, len(pairs)*t.cfg.QueuePairs, t.cfg.SendDepth, lk.completed); err != nil {
-				*causes = append(*causes, err)
-				continue
-			}
-			bundles[c.local.dev] = b
-			defer b.seal()
-		}
-		for range c.lanes {
-			l, err := lk.newLane(b, there, c)
-			if err != nil {
-				*causes = append(*causes, err)
-				break
-			}
-			lanes, ways[l] = append(lanes, l), c
-			s.Join = append(s.Join, laneOffer{Lane: l.id, Port: c.far.Index, QPN: l.qp.Number(), PSN: l.psn, MTU: min(c.local.state.Load().mtu, c.far.MTU),
-				GRH: c.path.GRH, GID: c.path.Local.Raw, Index: c.path.Remote.Index, LID: c.local.state.Load().address.LID})
-		}
-	}
-	if len(lanes) == 0 {
-		return nil
-	}
-	failed := func(l *lane, err error) {
-		l.drop(func() {})
-		c := ways[l]
-		err = fmt.Errorf("%s to %s (%v): %w", c.local.name, c.far.Name, c.path, err)
-		*causes = append(*causes, err)
-		t.log.Info("rdma lane cannot be used", zap.String("peer", string(lk.peer)), zap.Error(err))
-		refused[c.key] = err
-	}
-	defer func() { // a rail is paused when none of its lanes works
-		lk.update(func(lk *link) {
-			for _, c := range pairs {
-				if err := refused[c.key]; err != nil && !worked[c.key] {
-					lk.rail(c).fail(time.Now(), err)
-				}
-			}
-		})
-	}()
-	rep, err := t.ask(lk.peer, s, 2*t.cfg.ConnectTimeout/3) // D may look for neighbours that are not there, which takes a second
-	if err != nil && !errors.Is(err, errRefused) {          // which says nothing of the ports
-		for _, l := range lanes {
-			l.drop(func() {})
-		}
-		return err
-	}
-	if err == nil && len(rep.Lanes) != len(lanes) {
-		err = fmt.Errorf("agent %s answers for %d lanes, it was asked for %d", lk.peer, len(rep.Lanes), len(lanes))
-	}
-	if err != nil {
-		for _, l := range lanes {
-			failed(l, err)
-		}
-		return nil
-	}
-	lk.update(func(lk *link) { lk.told(rep) })
-	probing := lanes[:0:0]
-	for i, l := range lanes {
-		a, o := &rep.Lanes[i], &s.Join[i]
-		var err error
-		if a.Error != "" {
-			err = fmt.Errorf("at the peer: %s", a.Error)
-		} else if err = l.ready(t.verbsPath(l.port, ways[l].path, o.MTU, a.QPN, a.PSN, l.psn)); err == nil {
-			err = l.postProbe(there.scratch[l.remote])
-		}
-		if err != nil {
-			failed(l, err)
-			continue
-		}
-		probing = append(probing, l)
-	}
-	late := time.NewTimer(t.cfg.ConnectTimeout)
-	defer late.Stop()
-	for _, l := range probing {
-		var err error
-		select {
-		case err = <-l.probe:
-		case <-late.C:
-			late.Reset(0)
-			err = fmt.Errorf("%d bytes do not get through within %v", scratchBytes, t.cfg.ConnectTimeout)
-		case <-t.ctx.Done():
-			err = errClosed
-		}
-		if err != nil {
-			failed(l, err)
-			continue
-		}
-		c := ways[l]
-		lk.update(func(lk *link) {
-			if lk.ended != nil || lk.there != there { // D has ended the connection
-				l.drop(func() {})
-				return
-			}
-			t.log.Info("rdma lane", zap.String("peer", string(lk.peer)), zap.Uint32("lane", l.id), zap.String("from", c.local.name), zap.String("to", c.far.Name), zap.Stringer("path", c.path))
-			lk.rail(c).restored(time.Now())
-			worked[c.key], l.proven = true, true
-			lk.lanes, lk.up = append(lk.lanes, l), true
-			lk.again()
-			lk.watchRest()
-		})
-	}
-	return nil
-}
-
-// postProbe writes nothing, and then as much as the largest packet, to memory that is
-// nobody's: what swallows large packets must be found before a transfer's bytes are.
-func (l *lane) postProbe(to keyInfo) error {
-	from := l.port.dev.memory.Load().scratch
-	_, err := l.qp.Post([]verbs.Write{
-		{ID: probeID, Flags: verbs.Signaled},
-		{ID: bigProbeID, RemoteAddr: to.Base, RemoteKey: to.Key, Pieces: 1, Flags: verbs.Signaled},
-	}, []verbs.SGE{{Addr: from.Addr, Length: scratchBytes, Key: from.LKey}})
-	return err
-}
-
-func (lk *link) newLane(b *bundle, there *far, c pairOfPorts) (*lane, error) {
-	depth := b.depth
-	l, err := b.add(0, c.local, c.far.Index, verbs.Caps{SendDepth: depth + 1, ReceiveDepth: 1, Pieces: c.local.dev.limit.maxPieces})
-	if err != nil {
-		return nil, err
-	}
-	lk.mu.Lock()
-	defer lk.mu.Unlock()
-	lk.lastID++
-	l.id, l.link, l.rail, l.keys = lk.lastID, lk, lk.rail(c), there.tables[c.far.Index]
-	l.queue = newSendQueue[*job](depth, maxFlight, signalEvery)
-	return l, nil
-}
-
-const (
-	// maxFlight is the most bytes that a lane has under way: more than any path
-	// holds, little enough that a write that is stopped ends soon.
-	maxFlight = 16 << 20
-	// signalEvery is how many writes one completion stands for.
-	signalEvery = 32
-)
-
-// rail of a pair of ports; lk.mu is held.
-func (lk *link) rail(c pairOfPorts) *rail {
-	r := lk.rails[c.key]
-	if r == nil {
-		r = newRail(c.local.name+"-"+c.far.Name, float64(min(c.local.state.Load().speed, c.far.Speed)))
-		lk.rails[c.key] = r
-	}
-	return r
-}
-
-// watchRest closes the lanes when nothing was written for long; lk.mu is held.
-func (lk *link) watchRest() {
-	lk.used = time.Now()
-	if lk.sleep != nil {
-		lk.sleep.Stop()
-	}
-	idle := lk.t.cfg.Idle
-	lk.sleep = time.AfterFunc(idle, func() {
-		lk.update(func(lk *link) {
-			switch left := idle - time.Since(lk.used); {
-			case len(lk.lanes) == 0 || lk.ended != nil:
-			case len(lk.writes) > 0:
-				lk.sleep.Reset(idle)
-			case left > 0:
-				lk.sleep.Reset(left)
-			default:
-				lk.rest = true
-			}
-		})
-	})
-}
-
-// goToRest closes the lanes and tells D; the next write opens others.
-func (lk *link) goToRest() error {
-	lk.mu.Lock()
-	lk.rest = false
-	idle, last := len(lk.writes) == 0, lk.lastID
-	if idle {
-		for _, l := range append([]*lane(nil), lk.lanes...) {
-			lk.remove(l)
-		}
-	}
-	lk.mu.Unlock()
-	if !idle {
-		return nil
-	}
-	_, err := lk.t.ask(lk.peer, &signal{Kind: signalJoined, Ticket: lk.ticket, Last: last}, lk.t.cfg.ConnectTimeout/3)
-	return err
 }

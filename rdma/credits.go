@@ -6,13 +6,13 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// sendQueue counts what one lane has posted and what its signalled completions
-// have freed: a queue pair completes in order, so one completion frees all before
-// it. H names whose requests they are. It is for one goroutine at a time, and
-// allocates only when it is made.
+// sendQueue counts the requests that one lane has posted and those that its signalled
+// completions have freed. A queue pair completes in order, so one completion frees all
+// requests before it. H is the owner of requests. A sendQueue is for one goroutine at a
+// time, and allocates only when it is made.
 //
-// As long as requests are posted whenever there is room, it cannot stall: either
-// a signalled request is under way, or there is room for requests and bytes.
+// It cannot stall as long as requests are posted whenever there is room: either a
+// signalled request is under way, or there is room for requests and bytes.
 type sendQueue[H any] struct {
 	depth    int    // most requests under way
 	maxBytes uint64 // no write begins when so many are
@@ -67,10 +67,10 @@ func (q *sendQueue[H]) last() uint64 { return q.next - 1 }
 // counts are the requests ever posted and the signalled ones among them.
 func (q *sendQueue[H]) counts() (posted, signalled uint64) { return q.next - 1, q.signalled }
 
-// posting takes the credits of a chain that is posted next, and sets each
-// write's ID and whether it is signalled: each every-th, one whenever half of the
-// queue's bytes wait for a signal, the owner's last (end: it has nothing more to post
-// now), and the chain's last if else nothing that is under way would tell. There must be room for the requests.
+// posting takes the credits of a chain that is posted next, for which there must be room.
+// It sets each write's ID, and whether it is signalled: each every-th write, one whenever
+// half of the queue's bytes wait for a signal, the owner's last (end: it has no more to
+// post now), and the chain's last if no signalled request is under way.
 func (q *sendQueue[H]) posting(owner H, writes []verbs.Write, pieces []verbs.SGE, end bool) {
 	if len(writes) > q.depth-q.requests {
 		panic(fmt.Sprintf("rdma: %d requests are posted with %d of %d under way", len(writes), q.requests, q.depth))
@@ -108,9 +108,9 @@ func (q *sendQueue[H]) posting(owner H, writes []verbs.Write, pieces []verbs.SGE
 	}
 }
 
-// completed returns, one a call and oldest first, the batches that are done when
-// the request with that ID is; false when there are no more. After a failed
-// completion those of the ID before are done, and the others left to flush.
+// completed returns the batches that are done when the request with that ID is: one a
+// call, the oldest first, and false when there are no more. After a failed completion
+// the batches before its ID are done, and flush returns the others.
 func (q *sendQueue[H]) completed(id uint64) (b batch[H], ok bool) {
 	if q.n == 0 || q.ring[q.head].last > id || id >= q.next {
 		return b, false
@@ -118,8 +118,8 @@ func (q *sendQueue[H]) completed(id uint64) (b batch[H], ok bool) {
 	return q.flush()
 }
 
-// flush returns, one a call and oldest first, what is under way: of a queue pair
-// that is gone.
+// flush returns the batches under way on a queue pair that is gone: one a call, the
+// oldest first.
 func (q *sendQueue[H]) flush() (b batch[H], ok bool) {
 	if q.n == 0 {
 		return b, false

@@ -41,7 +41,7 @@ func TestSendQueueSignals(t *testing.T) {
 	}{
 		{"alone: the last", 64, 1 << 20, 16, []post{{same(3, 1), false, []uint64{3}}}},
 		{"then each 16th after it", 64, 1 << 20, 16, []post{{same(3, 1), false, []uint64{3}}, {same(40, 1), false, []uint64{19, 35}}}},
-		{"the end of a part", 64, 1 << 20, 16, []post{{same(3, 1), true, []uint64{3}}, {same(2, 1), true, []uint64{5}}, {same(2, 1), false, nil}}},
+		{"the end of a stripe", 64, 1 << 20, 16, []post{{same(3, 1), true, []uint64{3}}, {same(2, 1), true, []uint64{5}}, {same(2, 1), false, nil}}},
 		{"the end is also the 16th", 64, 1 << 20, 16, []post{{same(16, 1), true, []uint64{16}}, {same(17, 1), false, []uint64{32}}}},
 		{"half of the bytes", 64, 100, 16, []post{{[]uint32{20, 20, 20, 20, 20, 49}, false, []uint64{3, 6}}}},
 		{"each, when the queue is short", 3, 1 << 20, 16, []post{{same(3, 1), false, []uint64{1, 2, 3}}}},

@@ -14,7 +14,7 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// device is an opened RDMA device. Its ports can be used once it knows the memory.
+// device is an open RDMA device. Its ports can be used once the memory is registered.
 type device struct {
 	name  string
 	verbs *verbs.Device
@@ -24,7 +24,7 @@ type device struct {
 
 	mu     sync.Mutex // held while the memory is registered, and by close
 	closed bool
-	memory atomic.Pointer[memory] // nil: it does not know it
+	memory atomic.Pointer[memory] // nil: not registered
 }
 
 // localPort is a port that the configuration selects.
@@ -68,7 +68,7 @@ func (t *Transport) unusable() error {
 	return fmt.Errorf("rdma: no port of agent %s can be used now: %w", t.id, allOf(why...))
 }
 
-// portState is what a port was like when it was looked at. It does not change.
+// portState is what look has read of a port. It does not change.
 type portState struct {
 	up      bool // active
 	is      verbs.PortState
@@ -77,8 +77,8 @@ type portState struct {
 	address portAddress
 }
 
-// maxWrite is the most bytes of one write: large enough that more gains nothing,
-// small enough that lanes share a port fairly, and that a signal is for many.
+// maxWrite is the most bytes of one write. Larger writes gain nothing; smaller ones let
+// lanes share a port fairly, and one completion stand for many.
 const maxWrite = 256 << 10
 
 // maxChain is the most writes behind one doorbell.
@@ -113,7 +113,7 @@ func (t *Transport) open() error {
 			}
 		}
 	}
-	if missing := t.cfg.Missing(names); len(missing) > 0 { // somebody counts on it
+	if missing := t.cfg.Missing(names); len(missing) > 0 { // the configuration counts on it
 		t.closeDevices()
 		return fmt.Errorf("%w: config key \"rdma_devices\" has %q, which no device fits: this machine has %s", core.ErrInvalid, missing, strings.Join(names, ", "))
 	}
@@ -162,8 +162,8 @@ func (t *Transport) openDevice(lib *verbs.Library, name string) (_ *device, err 
 		if !t.cfg.Selects(name, n) {
 			continue
 		}
-		p, err := t.openPort(d, n)
-		if err != nil {
+		p := &localPort{dev: d, num: n, name: fmt.Sprintf("%s:%d", name, n)}
+		if err := t.look(p); err != nil {
 			problems = append(problems, err)
 			continue
 		}
@@ -182,14 +182,6 @@ func (t *Transport) openDevice(lib *verbs.Library, name string) (_ *device, err 
 	return d, nil
 }
 
-func (t *Transport) openPort(d *device, n int) (*localPort, error) {
-	p := &localPort{dev: d, num: n, name: fmt.Sprintf("%s:%d", d.verbs.Info().Name, n)}
-	if err := t.look(p); err != nil {
-		return nil, err
-	}
-	return p, nil
-}
-
 // look reads what a port is like now.
 func (t *Transport) look(p *localPort) error {
 	a, err := p.dev.verbs.Port(p.num)
@@ -201,11 +193,11 @@ func (t *Transport) look(p *localPort) error {
 		return err
 	}
 	up := a.State == verbs.PortActive
-	address := portAddress{Name: p.name, Link: linkInfiniBand, LID: a.LID, Index: t.cfg.GIDIndex, GIDs: gidTable(table)}
+	address := portAddress{Name: p.name, Link: verbs.LinkInfiniBand, LID: a.LID, Index: t.cfg.GIDIndex, GIDs: gidTable(table)}
 	if a.LinkLayer == verbs.LinkEthernet {
-		address.Link = linkEthernet
+		address.Link = verbs.LinkEthernet
 	}
-	if up && address.Link == linkEthernet && t.cfg.GIDIndex >= 0 { // one that is down may lack its addresses
+	if up && address.Link == verbs.LinkEthernet && t.cfg.GIDIndex >= 0 { // a port that is down may lack its addresses
 		if _, err := forceGID(address.GIDs, t.cfg.GIDIndex, p.name); err != nil {
 			return err
 		}
@@ -221,7 +213,7 @@ func (t *Transport) look(p *localPort) error {
 	return nil
 }
 
-// describe is what P must know to write to us.
+// describe names the ports, regions and keys that P needs to write to this agent.
 func (t *Transport) describe() *reply {
 	rep := &reply{}
 	indexes := map[*device]int{}
@@ -245,7 +237,7 @@ func (t *Transport) describe() *reply {
 		gids := a.GIDs
 		if a.Index < 0 {
 			gids = rankGIDs(gids)
-			if a.Link == linkInfiniBand {
+			if a.Link == verbs.LinkInfiniBand {
 				gids = a.GIDs
 			}
 		}
@@ -260,16 +252,16 @@ func (t *Transport) describe() *reply {
 	return rep
 }
 
-// address is a port of D as choosePath wants it.
+// address is a port of D as chooseRoute wants it.
 func (p *portInfo) address() *portAddress {
-	a := &portAddress{Name: p.Name, Link: linkLayer(p.Link), LID: p.LID, GRH: p.GRH, Index: p.Forced}
+	a := &portAddress{Name: p.Name, Link: verbs.LinkLayer(p.Link), LID: p.LID, GRH: p.GRH, Index: p.Forced}
 	for _, g := range p.GIDs {
-		a.GIDs = append(a.GIDs, gid{Index: g.Index, Raw: g.Raw, Type: gidType(g.Type)})
+		a.GIDs = append(a.GIDs, gid{Index: g.Index, Raw: g.Raw, Type: verbs.GIDType(g.Type)})
 	}
 	return a
 }
 
-// events waits for what a device has to say: links that go down and come back.
+// events handles a device's events: ports that go down and become active again.
 func (t *Transport) events(d *device) {
 	for {
 		e, err := d.verbs.NextEvent()
@@ -296,8 +288,8 @@ func (t *Transport) events(d *device) {
 	}
 }
 
-// returned looks at a port of which the device says that it is active, or has another
-// address, and tries it at once.
+// returned is called when a port became active or got another address. It has both
+// halves try the port at once.
 func (t *Transport) returned(p *localPort) {
 	err := t.look(p)
 	if err == nil && p.state.Load().up {
@@ -319,7 +311,7 @@ func (t *Transport) closeDevices() error {
 		errs = append(errs, d.close())
 	}
 	err := errors.Join(errs...)
-	if err == nil && t.memory.scratch != nil { // else a device may know it still
+	if err == nil && t.memory.scratch != nil { // else it may still be registered
 		err = unix.Munmap(t.memory.scratch)
 	}
 	return err

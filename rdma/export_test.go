@@ -6,15 +6,15 @@ func (t *Transport) BreakSending(n int) (broken int, err error) {
 	s := &t.sender
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, lk := range s.links {
-		lk.mu.Lock()
-		for _, l := range lk.lanes {
+	for _, cn := range s.conns {
+		cn.mu.Lock()
+		for _, l := range cn.lanes {
 			if broken < n && err == nil {
 				err = l.qp.ToError()
 				broken++
 			}
 		}
-		lk.mu.Unlock()
+		cn.mu.Unlock()
 	}
 	return broken, err
 }

@@ -33,15 +33,15 @@ func caught(t *testing.T, p, d *agent, n *int, blocks int, cut func()) *moving {
 	return nil
 }
 
-// TestRailLost: one of two rails goes down in the middle of a transfer, for each of
+// TestPathLost: one of two paths goes down in the middle of a transfer, for each of
 // them; then it comes back and is used again.
-func TestRailLost(t *testing.T) {
+func TestPathLost(t *testing.T) {
 	needsMachine(t)
-	if rails() < 2 {
-		t.Skip("this needs two rails")
+	if paths() < 2 {
+		t.Skip("this needs two paths")
 	}
 	for _, lost := range []int{0, 1} {
-		t.Run(fmt.Sprint("rail ", lost), func(t *testing.T) {
+		t.Run(fmt.Sprint("path ", lost), func(t *testing.T) {
 			leaktest.Check(t)
 			p, d := pair(t, rdma.DefaultConfig())
 			n := 1
@@ -49,32 +49,32 @@ func TestRailLost(t *testing.T) {
 			whole := begin(p, d, n, blocks).well()
 			m := caught(t, p, d, &n, blocks, func() { cutLink(t, lost) })
 			cut := m.well()
-			t.Logf("measured: %d MiB in %v, with one rail of two lost in the middle %v: %v longer",
+			t.Logf("measured: %d MiB in %v, with one path of two lost in the middle %v: %v longer",
 				len(m.dst)*blockBytes>>20, whole.Round(time.Millisecond), cut.Round(time.Millisecond), (cut - whole).Round(time.Millisecond))
 			n++
 			before := packets(t, lost)
 			begin(p, d, n, 64).well()
 			if after := packets(t, lost); after != before {
-				t.Errorf("a rail that is down has sent %d packets", after-before)
+				t.Errorf("a path that is down has sent %d packets", after-before)
 			}
 			setLink(t, lost, true)
 			back := time.Now()
 			// Its share of a transfer is some thousand packets; a probe is a few.
 			for before = packets(t, lost); packets(t, lost)-before < 100; {
 				if time.Since(back) > patience {
-					t.Fatalf("rail %d is up and not used again after %v", lost, patience)
+					t.Fatalf("path %d is up and not used again after %v", lost, patience)
 				}
 				n++
 				begin(p, d, n, blocks/4).well()
 			}
-			t.Logf("measured: the rail is used again after %v", time.Since(back).Round(time.Millisecond))
+			t.Logf("measured: the path is used again after %v", time.Since(back).Round(time.Millisecond))
 		})
 	}
 }
 
-// TestAllRailsLost: what is under way ends with the reason, the peer is not usable
+// TestAllPathsLost: what is under way ends with the reason, the peer is not usable
 // and says why; when the links are up again it is.
-func TestAllRailsLost(t *testing.T) {
+func TestAllPathsLost(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)
 	p, d := pair(t, rdma.DefaultConfig())
@@ -82,7 +82,7 @@ func TestAllRailsLost(t *testing.T) {
 	start := time.Now()
 	m := caught(t, p, d, &n, poolBlocks/2, func() {
 		start = time.Now()
-		for i := range rails() {
+		for i := range paths() {
 			cutLink(t, i)
 		}
 	})
@@ -93,7 +93,7 @@ func TestAllRailsLost(t *testing.T) {
 		t.Errorf("usable without a link: %v, want the reason", err)
 	}
 	t.Logf("not usable: %v", err)
-	for i := range rails() {
+	for i := range paths() {
 		setLink(t, i, true)
 	}
 	t.Logf("measured: usable again after %v", d.again(p).Round(time.Millisecond))
@@ -136,14 +136,14 @@ func TestQueuePairErrors(t *testing.T) {
 	}
 }
 
-// TestRailsLostAtRest: one of two rails goes down while a write rests, and the write goes
-// on; both do, and both sides know. Then a rail is back, and all is well again.
-func TestRailsLostAtRest(t *testing.T) {
+// TestPathsLostAtRest: one of two paths goes down while a write rests, and the write goes
+// on; both do, and both sides know. Then a path is back, and all is well again.
+func TestPathsLostAtRest(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)
 	p, d := pair(t, rdma.DefaultConfig())
 	n := 1
-	for down := 1; down <= rails(); down++ {
+	for down := 1; down <= paths(); down++ {
 		const blocks = 256
 		m, extend := grow(p, d, n, blocks, blocks/2)
 		n++
@@ -152,7 +152,7 @@ func TestRailsLostAtRest(t *testing.T) {
 			cutLink(t, i)
 		}
 		extend(blocks/2, blocks)
-		if down < rails() {
+		if down < paths() {
 			m.well()
 		} else {
 			m.failed()
@@ -209,7 +209,7 @@ func TestReplacedReceiver(t *testing.T) {
 func TestPortUpLater(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)
-	for i := range rails() {
+	for i := range paths() {
 		cutLink(t, i)
 	}
 	b, cfg := newBoard(), rdma.DefaultConfig()
@@ -223,11 +223,11 @@ func TestPortUpLater(t *testing.T) {
 		t.Fatal(err)
 	}
 	wants(t, d.usable(p), "rxe0:1", "ip link set")
-	for i := range rails() {
+	for i := range paths() {
 		start, n := time.Now(), i*1000
 		for setLink(t, i, true); packets(t, i) < 100; {
 			if time.Since(start) > patience {
-				t.Fatalf("rail %d is up and not used after %v", i, patience)
+				t.Fatalf("path %d is up and not used after %v", i, patience)
 			}
 			if i == 0 {
 				d.again(p)
@@ -235,11 +235,11 @@ func TestPortUpLater(t *testing.T) {
 			n++
 			begin(p, d, n, poolBlocks/4).well()
 		}
-		t.Logf("measured: rail %d is used %v after it came up", i, time.Since(start).Round(time.Millisecond))
+		t.Logf("measured: path %d is used %v after it came up", i, time.Since(start).Round(time.Millisecond))
 	}
 }
 
-// TestQueuePairReplaced: a rail that has lost one of its queue pairs gets another.
+// TestQueuePairReplaced: a path that has lost one of its queue pairs gets another.
 func TestQueuePairReplaced(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)
@@ -248,7 +248,7 @@ func TestQueuePairReplaced(t *testing.T) {
 	begin(p, d, n, 64).well()
 	lanes := func() uint64 { return p.tr.Counters()["lanes"] }
 	// Usable is told before all are made.
-	want, start := uint64(2*rails()), time.Now()
+	want, start := uint64(2*paths()), time.Now()
 	await := func(what string, is func() bool) {
 		t.Helper()
 		for !is() {

@@ -10,20 +10,20 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// drainBound is how long P may take, from the revoke on, to hear that a transfer was
-// revoked and to say that nothing of it is on its way. Then its lanes are cut, which
-// takes flushBound at most, and where the device does not give back what was posted the
-// time that the kernel needs to destroy a queue pair.
+// drainBound is how long after a revoke P may take to say that no byte of the transfer is
+// on its way. Then D cuts P's lanes. That takes flushBound at most, or, if the device
+// does not give back what was posted, as long as the kernel needs to destroy a queue pair.
 const drainBound = time.Second
 
-// leastAsk is what a signal gets of that at least: the ones before may have taken all.
+// leastAsk is the least time for one signal: those before may have taken all of
+// drainBound.
 const leastAsk = drainBound / 10
 
 // maxDrain bounds the transfers that one signal names.
 const maxDrain = 4096
 
-// revoke implements core.Transport. P says that it has stopped; or no lane that it
-// could write by is left.
+// revoke implements core.Transport. When it returns, P has said that it has stopped, or no
+// lane is left by which P could write.
 func (r *receiver) revoke(id core.TransferID) {
 	r.mu.Lock()
 	e, told := r.expected[id], r.telling[id]
@@ -37,7 +37,7 @@ func (r *receiver) revoke(id core.TransferID) {
 	}
 	if e != nil {
 		r.mu.Lock()
-		told = r.telling[id] // it was taken while it was revoked
+		told = r.telling[id] // take came before the revoke
 		r.mu.Unlock()
 		if told == e {
 			<-told.told
@@ -54,19 +54,19 @@ func (src *source) revoke(e *expect) {
 	}
 	e.ended, e.patience = true, time.Now().Add(drainBound)
 	if len(src.lanes) == 0 && len(src.dying) == 0 {
-		src.fenced(e) // a lane that is joined later comes with the news
+		src.fenced(e) // P hears of it with the next lane that it opens
 		return
 	}
 	src.draining = append(src.draining, e)
 	if !src.drains {
 		src.drains = src.r.t.goRun("rdma drain", src.drain)
-		if !src.drains { // closing: Close cuts all lanes
+		if !src.drains { // the transport closes, and Close cuts all lanes
 			src.draining = nil
 		}
 	}
 }
 
-// drain tells P of what was revoked, many at a time.
+// drain tells P which grants were revoked, many at a time.
 func (src *source) drain() {
 	for {
 		src.mu.Lock()
@@ -78,7 +78,7 @@ func (src *source) drain() {
 			return
 		}
 		s := &signal{Kind: signalDrain, Ticket: src.ticket, Below: src.below()}
-		if len(src.lanes) == 0 && len(src.dying) == 0 { // cut since
+		if len(src.lanes) == 0 && len(src.dying) == 0 { // the lanes were cut since
 			for _, e := range list {
 				src.fenced(e)
 			}
@@ -130,8 +130,8 @@ func (src *source) await(list []*expect) {
 	}
 }
 
-// cutOff fences transfers without P's help. Those that are still wanted go on when
-// P has connected again.
+// cutOff fences transfers without P's help. Transfers that were not revoked go on when P
+// has connected again.
 func (src *source) cutOff(list []*expect) {
 	src.mu.Lock()
 	dying := src.cut()
@@ -165,21 +165,20 @@ func (r *receiver) dismiss(peer core.AgentID) {
 	delete(r.sources, peer)
 	r.mu.Unlock()
 	if src != nil {
-		src.end("this decode agent has dismissed it")
+		src.leave("this decode agent has dismissed it")
+		src.loseAll(errDismissed) // also those that have not begun, since P will never come back
 	}
 }
 
-// end closes the way to a P for good, and tells it.
-func (src *source) end(why string) {
+// leave tells a P that it may not write any more. From here on P opens no lane.
+func (src *source) leave(why string) {
 	src.mu.Lock()
-	src.owed, src.gone = false, true // from here on it joins no lane
+	defer src.mu.Unlock()
+	src.owed, src.gone = false, true
 	if src.watching != nil {
 		src.watching.Stop()
 	}
-	s := &signal{Kind: signalBye, Ticket: src.ticket, Secret: src.secret, Reason: why}
-	src.mu.Unlock()
-	src.r.t.sayBye(src.peer, s)
-	src.loseAll(errDismissed) // also what has not begun: P will never come back
+	src.r.t.sayBye(src.peer, &signal{Kind: signalBye, Ticket: src.ticket, Secret: src.secret, Reason: why})
 }
 
 // close ends everything; no byte can land when it returns.
@@ -189,14 +188,7 @@ func (r *receiver) close() {
 	all := slices.Collect(maps.Values(r.sources))
 	r.mu.Unlock()
 	for _, src := range all {
-		src.mu.Lock()
-		src.owed, src.gone = false, true
-		if src.watching != nil {
-			src.watching.Stop()
-		}
-		s := &signal{Kind: signalBye, Ticket: src.ticket, Secret: src.secret, Reason: "it was closed"}
-		src.mu.Unlock()
-		r.t.sayBye(src.peer, s)
+		src.leave("it was closed")
 	}
 	for _, src := range all {
 		src.mu.Lock()

@@ -11,7 +11,7 @@ import (
 // TestDrainPatience: what is asked of P for a revoke is bounded from the revoke on, also
 // where another one is asked before it.
 func TestDrainPatience(t *testing.T) {
-	tr := newTestLink(t, 0).t
+	tr := newTestConn(t, 0).t
 	asked, answer := make(chan time.Time), make(chan struct{})
 	tr.signal = func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
 		until, _ := ctx.Deadline()
@@ -22,7 +22,7 @@ func TestDrainPatience(t *testing.T) {
 	r := &tr.receiver
 	r.init(tr, 4)
 	src := &source{r: r, peer: "p", lanes: map[uint32]*lane{}, dying: map[uint32]*lane{}, live: map[uint64]*expect{}}
-	src.lanes[1] = newTestLink(t, 1).lanes[0]
+	src.lanes[1] = newTestConn(t, 1).lanes[0]
 	r.sources["p"] = src
 	var all []*expect
 	for _, id := range []core.TransferID{"first", "second"} {

@@ -12,68 +12,19 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// linkLayer of a port.
-type linkLayer uint8
-
-const (
-	linkUnknown linkLayer = iota
-	linkInfiniBand
-	linkEthernet // RoCE
-)
-
-func (l linkLayer) String() string {
-	switch l {
-	case linkInfiniBand:
-		return "InfiniBand"
-	case linkEthernet:
-		return "Ethernet"
-	}
-	return fmt.Sprintf("unknown (%d)", uint8(l))
-}
-
-// gidType is the encapsulation that a GID stands for.
-type gidType uint8
-
-const (
-	gidUnknown gidType = iota
-	gidIB
-	gidRoCEv1
-	gidRoCEv2
-)
-
-func (g gidType) String() string {
-	switch g {
-	case gidIB:
-		return "IB"
-	case gidRoCEv1:
-		return "RoCE v1"
-	case gidRoCEv2:
-		return "RoCE v2"
-	}
-	return fmt.Sprintf("unknown type %d", uint8(g))
-}
-
 // gid is an entry of a port's GID table.
 type gid struct {
 	Index  int
 	Raw    [16]byte
-	Type   gidType
+	Type   verbs.GIDType
 	NetDev string // the network interface whose address it is; empty if unknown
 }
 
-// gidTable is what a device says of a port's table.
+// gidTable is a port's table as verbs gives it.
 func gidTable(entries []verbs.GID) []gid {
 	table := make([]gid, len(entries))
 	for i, e := range entries {
-		table[i] = gid{Index: e.Index, Raw: e.GID, NetDev: e.NetDev}
-		switch e.Type {
-		case verbs.GIDInfiniBand:
-			table[i].Type = gidIB
-		case verbs.GIDRoCEv1:
-			table[i].Type = gidRoCEv1
-		case verbs.GIDRoCEv2:
-			table[i].Type = gidRoCEv2
-		}
+		table[i] = gid{Index: e.Index, Raw: e.GID, Type: e.Type, NetDev: e.NetDev}
 	}
 	return table
 }
@@ -124,7 +75,7 @@ func (g *gid) scope() scope {
 
 // usable says whether a RoCE queue pair can have this GID.
 func (g *gid) usable() bool {
-	return (g.Type == gidRoCEv1 || g.Type == gidRoCEv2) && g.scope() != scopeNone
+	return (g.Type == verbs.GIDRoCEv1 || g.Type == verbs.GIDRoCEv2) && g.scope() != scopeNone
 }
 
 // compareGIDs orders usable GIDs, the better first: RoCE v2 before v1, which no
@@ -180,21 +131,21 @@ func listGIDs(table []gid) string {
 // portAddress is what the other side must know of a port to send to it.
 type portAddress struct {
 	Name  string // "mlx5_0:1", for messages
-	Link  linkLayer
+	Link  verbs.LinkLayer
 	LID   uint16
 	GRH   bool // the port takes no packet without a global routing header
 	GIDs  []gid
 	Index int // of the forced GID; below 0 when any will do
 }
 
-// portPath is how two ports address each other. Without GRH only LID counts.
-type portPath struct {
+// route is how two ports address each other. Without GRH only LID counts.
+type route struct {
 	GRH           bool
 	Local, Remote gid
 	LID           uint16 // of the remote port; 0 on Ethernet
 }
 
-func (p portPath) String() string {
+func (p route) String() string {
 	if !p.GRH {
 		return fmt.Sprintf("LID %d", p.LID)
 	}
@@ -205,37 +156,37 @@ func (p portPath) String() string {
 	return s
 }
 
-// choosePath says how local reaches remote, or why it cannot. Both may be what a
-// peer wrote. That a path was found proves nothing: it is probed.
-func choosePath(local, remote *portAddress) (portPath, error) {
+// chooseRoute says how local reaches remote, or why it cannot. A peer may have written
+// both. Only a probe proves that bytes get through.
+func chooseRoute(local, remote *portAddress) (route, error) {
 	switch {
 	case local.Link != remote.Link:
-		return portPath{}, fmt.Errorf("%s is %v here, %s is %v at the peer: different link layers cannot reach each other",
+		return route{}, fmt.Errorf("%s is %v here, %s is %v at the peer: different link layers cannot reach each other",
 			local.Name, local.Link, remote.Name, remote.Link)
-	case local.Link == linkInfiniBand:
-		return pathByLID(local, remote)
-	case local.Link == linkEthernet:
-		return pathByGID(local, remote)
+	case local.Link == verbs.LinkInfiniBand:
+		return routeByLID(local, remote)
+	case local.Link == verbs.LinkEthernet:
+		return routeByGID(local, remote)
 	}
-	return portPath{}, fmt.Errorf("%s here and %s at the peer have a link layer of no known kind: %v", local.Name, remote.Name, local.Link)
+	return route{}, fmt.Errorf("%s here and %s at the peer have a link layer of no known kind: %v", local.Name, remote.Name, local.Link)
 }
 
-func pathByLID(local, remote *portAddress) (portPath, error) {
+func routeByLID(local, remote *portAddress) (route, error) {
 	for _, p := range []*portAddress{local, remote} {
 		if p.LID == 0 || p.LID >= 0xc000 {
-			return portPath{}, fmt.Errorf("%s has LID %d, which no host has: is a subnet manager running?", p.Name, p.LID)
+			return route{}, fmt.Errorf("%s has LID %d, which no host has: is a subnet manager running?", p.Name, p.LID)
 		}
 	}
 	l, lok := subnetGID(local)
 	r, rok := subnetGID(remote)
 	if lok && rok && !bytes.Equal(l.Raw[:8], r.Raw[:8]) {
-		return portPath{}, fmt.Errorf("%s is in the subnet of %v here, %s in that of %v at the peer: between subnets rdma is not supported",
+		return route{}, fmt.Errorf("%s is in the subnet of %v here, %s in that of %v at the peer: between subnets rdma is not supported",
 			local.Name, l.addr(), remote.Name, r.addr())
 	}
-	p := portPath{LID: remote.LID}
+	p := route{LID: remote.LID}
 	if local.GRH || remote.GRH {
 		if !lok || !rok {
-			return portPath{}, fmt.Errorf("%s to %s needs a global routing header, but a side has no GID: here %s, at the peer %s",
+			return route{}, fmt.Errorf("%s to %s needs a global routing header, but a side has no GID: here %s, at the peer %s",
 				local.Name, remote.Name, listGIDs(local.GIDs), listGIDs(remote.GIDs))
 		}
 		p.GRH, p.Local, p.Remote = true, l, r
@@ -246,20 +197,15 @@ func pathByLID(local, remote *portAddress) (portPath, error) {
 // subnetGID is the GID that names an InfiniBand port within its subnet: the
 // forced one, or the first.
 func subnetGID(p *portAddress) (gid, bool) {
-	index := max(p.Index, 0)
-	for _, g := range p.GIDs {
-		if g.Index == index && g.Raw != [16]byte{} {
-			return g, true
-		}
-	}
-	return gid{}, false
+	g, err := forceGID(p.GIDs, max(p.Index, 0), p.Name)
+	return g, err == nil
 }
 
-// maxGIDs is how many of a port's GIDs, the best ones, are looked at to make a
-// pair: a peer's list costs no more than that.
+// maxGIDs is how many of a port's GIDs, the best ones, chooseRoute looks at. So a peer's
+// long list costs no more.
 const maxGIDs = 256
 
-func pathByGID(local, remote *portAddress) (portPath, error) {
+func routeByGID(local, remote *portAddress) (route, error) {
 	candidates := func(p *portAddress) ([]gid, error) {
 		if p.Index >= 0 {
 			g, err := forceGID(p.GIDs, p.Index, p.Name)
@@ -270,39 +216,39 @@ func pathByGID(local, remote *portAddress) (portPath, error) {
 	}
 	ls, err := candidates(local)
 	if err != nil {
-		return portPath{}, err
+		return route{}, err
 	}
 	rs, err := candidates(remote)
 	if err != nil {
-		return portPath{}, fmt.Errorf("at the peer: %w", err)
+		return route{}, fmt.Errorf("at the peer: %w", err)
 	}
-	best, found := portPath{GRH: true}, false
+	best, found := route{GRH: true}, false
 	for _, l := range ls {
 		for _, r := range rs {
-			p := portPath{GRH: true, Local: l, Remote: r}
-			if match(&l, &r) && (!found || comparePaths(&p, &best) < 0) {
+			p := route{GRH: true, Local: l, Remote: r}
+			if match(&l, &r) && (!found || compareRoutes(&p, &best) < 0) {
 				best, found = p, true
 			}
 		}
 	}
 	if !found {
-		return portPath{}, fmt.Errorf("%s and %s have no two GIDs of the same type and address family: here %s; at the peer %s",
+		return route{}, fmt.Errorf("%s and %s have no two GIDs of the same type and address family: here %s; at the peer %s",
 			local.Name, remote.Name, listGIDs(local.GIDs), listGIDs(remote.GIDs))
 	}
 	return best, nil
 }
 
-// match says whether packets from one can be addressed to the other at all: a
-// link-local address reaches only such.
+// match says whether packets from one can be addressed to the other at all. A link-local
+// address reaches only link-local ones.
 func match(l, r *gid) bool {
 	return l.Type == r.Type && l.addr().Is4() == r.addr().Is4() &&
 		(l.scope() == scopeLinkLocal) == (r.scope() == scopeLinkLocal)
 }
 
-// comparePaths orders pairs of GIDs, the better first: by their type, by the
+// compareRoutes orders pairs of GIDs, the better first: by their type, by the
 // scope of the worse side, then what is likely in one subnet, then by the tables.
-func comparePaths(a, b *portPath) int {
-	worse := func(p *portPath) scope { return min(p.Local.scope(), p.Remote.scope()) }
+func compareRoutes(a, b *route) int {
+	worse := func(p *route) scope { return min(p.Local.scope(), p.Remote.scope()) }
 	return cmp.Or(
 		cmp.Compare(b.Local.Type, a.Local.Type),
 		cmp.Compare(worse(b), worse(a)),
@@ -314,7 +260,7 @@ func comparePaths(a, b *portPath) int {
 
 // commonBits is the length of the prefix that both addresses share, of which 96
 // bits are the same in all IPv4-mapped ones: IPv6 goes first only when it is nearer.
-func commonBits(p *portPath) int {
+func commonBits(p *route) int {
 	for i := range p.Local.Raw {
 		if x := p.Local.Raw[i] ^ p.Remote.Raw[i]; x != 0 {
 			return i*8 + bits.LeadingZeros8(x)

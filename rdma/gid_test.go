@@ -6,9 +6,11 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-func gidOf(index int, typ gidType, addr string) gid {
+func gidOf(index int, typ verbs.GIDType, addr string) gid {
 	return gid{Index: index, Raw: netip.MustParseAddr(addr).As16(), Type: typ}
 }
 
@@ -45,7 +47,7 @@ func TestGIDScope(t *testing.T) {
 		"::ffff:10.0.0.1":      scopePrivate,
 		"2a00:1450:4001::200e": scopeGlobal,
 	} {
-		g := gidOf(0, gidRoCEv2, addr)
+		g := gidOf(0, verbs.GIDRoCEv2, addr)
 		if got := g.scope(); got != want {
 			t.Errorf("%s is %v, want %v", addr, got, want)
 		}
@@ -54,20 +56,20 @@ func TestGIDScope(t *testing.T) {
 
 func TestRankGIDs(t *testing.T) {
 	table := []gid{
-		gidOf(0, gidRoCEv1, "fe80::1"),
-		gidOf(1, gidRoCEv2, "fe80::1"),
-		gidOf(2, gidRoCEv1, "192.168.0.5"),
-		gidOf(3, gidRoCEv2, "192.168.0.5"),
-		gidOf(4, gidRoCEv1, "2001:db8::5"),
-		gidOf(5, gidRoCEv2, "2001:db8::5"),
-		gidOf(6, gidRoCEv2, "127.0.0.1"),
-		gidOf(7, gidRoCEv2, "::"),
-		gidOf(8, gidIB, "2001:db8::6"),
-		gidOf(9, gidUnknown, "2001:db8::7"),
-		gidOf(10, gidRoCEv2, "9.9.9.9"),
-		gidOf(11, gidRoCEv2, "fd00::5"),
-		gidOf(12, gidRoCEv2, "ff02::1"),
-		gidOf(13, gidRoCEv2, "169.254.3.4"),
+		gidOf(0, verbs.GIDRoCEv1, "fe80::1"),
+		gidOf(1, verbs.GIDRoCEv2, "fe80::1"),
+		gidOf(2, verbs.GIDRoCEv1, "192.168.0.5"),
+		gidOf(3, verbs.GIDRoCEv2, "192.168.0.5"),
+		gidOf(4, verbs.GIDRoCEv1, "2001:db8::5"),
+		gidOf(5, verbs.GIDRoCEv2, "2001:db8::5"),
+		gidOf(6, verbs.GIDRoCEv2, "127.0.0.1"),
+		gidOf(7, verbs.GIDRoCEv2, "::"),
+		gidOf(8, verbs.GIDInfiniBand, "2001:db8::6"),
+		gidOf(9, verbs.GIDType(9), "2001:db8::7"),
+		gidOf(10, verbs.GIDRoCEv2, "9.9.9.9"),
+		gidOf(11, verbs.GIDRoCEv2, "fd00::5"),
+		gidOf(12, verbs.GIDRoCEv2, "ff02::1"),
+		gidOf(13, verbs.GIDRoCEv2, "169.254.3.4"),
 	}
 	want := []int{5, 10, 3, 11, 1, 13, 4, 2, 0}
 	indices := func(gs []gid) (out []int) {
@@ -89,7 +91,7 @@ func TestRankGIDs(t *testing.T) {
 }
 
 func TestForceGID(t *testing.T) {
-	table := []gid{gidOf(0, gidRoCEv1, "fe80::1"), gidOf(1, gidRoCEv2, "10.0.0.1"), gidOf(2, gidRoCEv2, "::")}
+	table := []gid{gidOf(0, verbs.GIDRoCEv1, "fe80::1"), gidOf(1, verbs.GIDRoCEv2, "10.0.0.1"), gidOf(2, verbs.GIDRoCEv2, "::")}
 	table[1].NetDev = "eth7"
 	if g, err := forceGID(table, 0, "mlx5_0:1"); err != nil || g != table[0] {
 		t.Errorf("%v, %v", g, err)
@@ -115,14 +117,14 @@ func TestForceGID(t *testing.T) {
 }
 
 func roce(name string, gids ...gid) *portAddress {
-	return &portAddress{Name: name, Link: linkEthernet, GIDs: gids, Index: -1}
+	return &portAddress{Name: name, Link: verbs.LinkEthernet, GIDs: gids, Index: -1}
 }
 
-func TestChoosePath(t *testing.T) {
+func TestChooseRoute(t *testing.T) {
 	ib := func(name string, lid uint16, subnet string) *portAddress {
-		p := &portAddress{Name: name, Link: linkInfiniBand, LID: lid, Index: -1}
+		p := &portAddress{Name: name, Link: verbs.LinkInfiniBand, LID: lid, Index: -1}
 		if subnet != "" {
-			p.GIDs = []gid{gidOf(0, gidIB, subnet)}
+			p.GIDs = []gid{gidOf(0, verbs.GIDInfiniBand, subnet)}
 		}
 		return p
 	}
@@ -131,33 +133,33 @@ func TestChoosePath(t *testing.T) {
 	for _, c := range []struct {
 		name          string
 		local, remote *portAddress
-		want          string // path, or a part of the error
+		want          string // route, or a part of the error
 	}{
-		{"one each", roce("a:1", gidOf(1, gidRoCEv2, "10.0.0.1")), roce("b:1", gidOf(3, gidRoCEv2, "10.0.0.2")),
+		{"one each", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "10.0.0.1")), roce("b:1", gidOf(3, verbs.GIDRoCEv2, "10.0.0.2")),
 			"GID 1: 10.0.0.1 (RoCE v2, private) to 3: 10.0.0.2 (RoCE v2, private)"},
-		{"v2 although v1 reaches farther", roce("a:1", gidOf(0, gidRoCEv1, "9.0.0.1"), gidOf(1, gidRoCEv2, "fe80::1")),
-			roce("b:1", gidOf(0, gidRoCEv1, "9.0.0.2"), gidOf(1, gidRoCEv2, "fe80::2")),
+		{"v2 although v1 reaches farther", roce("a:1", gidOf(0, verbs.GIDRoCEv1, "9.0.0.1"), gidOf(1, verbs.GIDRoCEv2, "fe80::1")),
+			roce("b:1", gidOf(0, verbs.GIDRoCEv1, "9.0.0.2"), gidOf(1, verbs.GIDRoCEv2, "fe80::2")),
 			"GID 1: fe80::1 (RoCE v2, link-local) to 1: fe80::2 (RoCE v2, link-local)"},
-		{"v1 when a side has no other", roce("a:1", gidOf(0, gidRoCEv1, "9.0.0.1"), gidOf(1, gidRoCEv2, "9.0.0.1")), roce("b:1", gidOf(0, gidRoCEv1, "9.0.0.2")),
+		{"v1 when a side has no other", roce("a:1", gidOf(0, verbs.GIDRoCEv1, "9.0.0.1"), gidOf(1, verbs.GIDRoCEv2, "9.0.0.1")), roce("b:1", gidOf(0, verbs.GIDRoCEv1, "9.0.0.2")),
 			"GID 0: 9.0.0.1 (RoCE v1, routable) to 0: 9.0.0.2 (RoCE v1, routable)"},
-		{"the family that both have", roce("a:1", gidOf(1, gidRoCEv2, "9.0.0.1"), gidOf(2, gidRoCEv2, "fd00::1")), roce("b:1", gidOf(1, gidRoCEv2, "fd00::2")),
+		{"the family that both have", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "9.0.0.1"), gidOf(2, verbs.GIDRoCEv2, "fd00::1")), roce("b:1", gidOf(1, verbs.GIDRoCEv2, "fd00::2")),
 			"GID 2: fd00::1 (RoCE v2, private) to 1: fd00::2 (RoCE v2, private)"},
-		{"the scope of the worse side", roce("a:1", gidOf(1, gidRoCEv2, "9.0.0.1"), gidOf(2, gidRoCEv2, "2001:db8::1")), roce("b:1", gidOf(1, gidRoCEv2, "10.0.0.2"), gidOf(2, gidRoCEv2, "2001:db8::2")),
+		{"the scope of the worse side", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "9.0.0.1"), gidOf(2, verbs.GIDRoCEv2, "2001:db8::1")), roce("b:1", gidOf(1, verbs.GIDRoCEv2, "10.0.0.2"), gidOf(2, verbs.GIDRoCEv2, "2001:db8::2")),
 			"GID 2: 2001:db8::1 (RoCE v2, routable) to 2: 2001:db8::2 (RoCE v2, routable)"},
-		{"IPv4 before IPv6 of the same scope", roce("a:1", gidOf(1, gidRoCEv2, "2001:db8:0:1::1"), gidOf(2, gidRoCEv2, "9.0.0.1")), roce("b:1", gidOf(1, gidRoCEv2, "2001:db8:0:2::1"), gidOf(2, gidRoCEv2, "7.0.0.2")),
+		{"IPv4 before IPv6 of the same scope", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "2001:db8:0:1::1"), gidOf(2, verbs.GIDRoCEv2, "9.0.0.1")), roce("b:1", gidOf(1, verbs.GIDRoCEv2, "2001:db8:0:2::1"), gidOf(2, verbs.GIDRoCEv2, "7.0.0.2")),
 			"GID 2: 9.0.0.1 (RoCE v2, routable) to 2: 7.0.0.2 (RoCE v2, routable)"},
-		{"but not when IPv6 is nearer", roce("a:1", gidOf(1, gidRoCEv2, "2001:db8::a:1"), gidOf(2, gidRoCEv2, "9.0.0.1")), roce("b:1", gidOf(1, gidRoCEv2, "2001:db8::b:1"), gidOf(2, gidRoCEv2, "7.0.0.2")),
+		{"but not when IPv6 is nearer", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "2001:db8::a:1"), gidOf(2, verbs.GIDRoCEv2, "9.0.0.1")), roce("b:1", gidOf(1, verbs.GIDRoCEv2, "2001:db8::b:1"), gidOf(2, verbs.GIDRoCEv2, "7.0.0.2")),
 			"GID 1: 2001:db8::a:1 (RoCE v2, routable) to 1: 2001:db8::b:1 (RoCE v2, routable)"},
-		{"the subnet that both are in", roce("a:1", gidOf(1, gidRoCEv2, "10.1.0.1"), gidOf(2, gidRoCEv2, "192.168.9.1")), roce("b:1", gidOf(1, gidRoCEv2, "192.168.9.2"), gidOf(2, gidRoCEv2, "10.200.0.2")),
+		{"the subnet that both are in", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "10.1.0.1"), gidOf(2, verbs.GIDRoCEv2, "192.168.9.1")), roce("b:1", gidOf(1, verbs.GIDRoCEv2, "192.168.9.2"), gidOf(2, verbs.GIDRoCEv2, "10.200.0.2")),
 			"GID 2: 192.168.9.1 (RoCE v2, private) to 1: 192.168.9.2 (RoCE v2, private)"},
-		{"link-local reaches only such", roce("a:1", gidOf(1, gidRoCEv2, "fe80::1")), roce("b:1", gidOf(1, gidRoCEv2, "fd00::2")), "no two GIDs of the same type and address family: here 1: fe80::1"},
-		{"two families", roce("a:1", gidOf(1, gidRoCEv2, "10.0.0.1")), roce("b:1", gidOf(1, gidRoCEv2, "fd00::2")), "a:1 and b:1 have no two GIDs"},
-		{"two types", roce("a:1", gidOf(1, gidRoCEv2, "10.0.0.1")), roce("b:1", gidOf(1, gidRoCEv1, "10.0.0.2")), "no two GIDs"},
-		{"none usable", roce("a:1", gidOf(1, gidRoCEv2, "127.0.0.1")), roce("b:1"), "at the peer none"},
-		{"a forced one", forced(roce("a:1", gidOf(1, gidRoCEv2, "10.0.0.1"), gidOf(0, gidRoCEv1, "fe80::1")), 0), roce("b:1", gidOf(1, gidRoCEv2, "10.0.0.2"), gidOf(5, gidRoCEv1, "fe80::2")),
+		{"link-local reaches only such", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "fe80::1")), roce("b:1", gidOf(1, verbs.GIDRoCEv2, "fd00::2")), "no two GIDs of the same type and address family: here 1: fe80::1"},
+		{"two families", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "10.0.0.1")), roce("b:1", gidOf(1, verbs.GIDRoCEv2, "fd00::2")), "a:1 and b:1 have no two GIDs"},
+		{"two types", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "10.0.0.1")), roce("b:1", gidOf(1, verbs.GIDRoCEv1, "10.0.0.2")), "no two GIDs"},
+		{"none usable", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "127.0.0.1")), roce("b:1"), "at the peer none"},
+		{"a forced one", forced(roce("a:1", gidOf(1, verbs.GIDRoCEv2, "10.0.0.1"), gidOf(0, verbs.GIDRoCEv1, "fe80::1")), 0), roce("b:1", gidOf(1, verbs.GIDRoCEv2, "10.0.0.2"), gidOf(5, verbs.GIDRoCEv1, "fe80::2")),
 			"GID 0: fe80::1 (RoCE v1, link-local) to 5: fe80::2 (RoCE v1, link-local)"},
-		{"a forced one that is not there", forced(roce("a:1", gidOf(1, gidRoCEv2, "10.0.0.1")), 4), roce("b:1"), "port a:1 has no GID with index 4"},
-		{"one at the peer", roce("a:1", gidOf(1, gidRoCEv2, "10.0.0.1")), forced(roce("b:1"), 4), "at the peer: port b:1 has no GID with index 4"},
+		{"a forced one that is not there", forced(roce("a:1", gidOf(1, verbs.GIDRoCEv2, "10.0.0.1")), 4), roce("b:1"), "port a:1 has no GID with index 4"},
+		{"one at the peer", roce("a:1", gidOf(1, verbs.GIDRoCEv2, "10.0.0.1")), forced(roce("b:1"), 4), "at the peer: port b:1 has no GID with index 4"},
 		{"LID", ib("a:1", 3, "fe80::1"), ib("b:1", 17, "fe80::2"), "LID 17"},
 		{"LID without GIDs", ib("a:1", 3, ""), ib("b:1", 17, ""), "LID 17"},
 		{"LID and GRH", withGRH(ib("a:1", 3, "fe80::1")), ib("b:1", 17, "fe80::2"), "GID 0: fe80::1 (IB, link-local) to 0: fe80::2 (IB, link-local), LID 17"},
@@ -166,11 +168,11 @@ func TestChoosePath(t *testing.T) {
 		{"two subnets", ib("a:1", 3, "fe80::1"), ib("b:1", 17, "fec0::2"), "a:1 is in the subnet of fe80::1 here, b:1 in that of fec0::2 at the peer"},
 		{"no LID", ib("a:1", 0, "fe80::1"), ib("b:1", 17, "fe80::2"), "a:1 has LID 0, which no host has: is a subnet manager running?"},
 		{"a multicast LID", ib("a:1", 3, "fe80::1"), ib("b:1", 0xc000, "fe80::2"), "b:1 has LID 49152"},
-		{"two link layers", ib("a:1", 3, "fe80::1"), roce("b:1", gidOf(1, gidRoCEv2, "fe80::2")), "a:1 is InfiniBand here, b:1 is Ethernet at the peer"},
-		{"no known link layer", &portAddress{Name: "a:1", Link: 9}, &portAddress{Name: "b:1", Link: 9}, "unknown (9)"},
+		{"two link layers", ib("a:1", 3, "fe80::1"), roce("b:1", gidOf(1, verbs.GIDRoCEv2, "fe80::2")), "a:1 is InfiniBand here, b:1 is Ethernet at the peer"},
+		{"no known link layer", &portAddress{Name: "a:1", Link: 9}, &portAddress{Name: "b:1", Link: 9}, "link layer 9"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			p, err := choosePath(c.local, c.remote)
+			p, err := chooseRoute(c.local, c.remote)
 			got := p.String()
 			if err != nil {
 				got = err.Error()
@@ -195,18 +197,18 @@ func FuzzGIDs(f *testing.F) {
 		}
 		return b
 	}
-	f.Add(seed(roce("", gidOf(0, gidRoCEv1, "fe80::1"), gidOf(1, gidRoCEv2, "10.0.0.1")), roce("", gidOf(0, gidRoCEv2, "10.0.0.2"), gidOf(1, gidRoCEv2, "9.9.9.9"))))
-	f.Add(seed(roce("", gidOf(0, gidRoCEv2, "2001:db8::3"), gidOf(0, gidRoCEv2, "2001:db8::1")), roce("", gidOf(0, gidRoCEv2, "fd00::2"), gidOf(1, gidRoCEv2, "2001:db8::2"))))
-	f.Add(seed(&portAddress{Link: linkInfiniBand, LID: 3, GIDs: []gid{gidOf(0, gidIB, "fe80::1")}}, &portAddress{Link: linkInfiniBand, LID: 4}))
+	f.Add(seed(roce("", gidOf(0, verbs.GIDRoCEv1, "fe80::1"), gidOf(1, verbs.GIDRoCEv2, "10.0.0.1")), roce("", gidOf(0, verbs.GIDRoCEv2, "10.0.0.2"), gidOf(1, verbs.GIDRoCEv2, "9.9.9.9"))))
+	f.Add(seed(roce("", gidOf(0, verbs.GIDRoCEv2, "2001:db8::3"), gidOf(0, verbs.GIDRoCEv2, "2001:db8::1")), roce("", gidOf(0, verbs.GIDRoCEv2, "fd00::2"), gidOf(1, verbs.GIDRoCEv2, "2001:db8::2"))))
+	f.Add(seed(&portAddress{Link: verbs.LinkInfiniBand, LID: 3, GIDs: []gid{gidOf(0, verbs.GIDInfiniBand, "fe80::1")}}, &portAddress{Link: verbs.LinkInfiniBand, LID: 4}))
 	f.Add(seed(roce(""), roce("")))
 	f.Fuzz(func(t *testing.T, in []byte) {
 		n := &numbers{in}
 		port := func(name string) *portAddress {
-			p := &portAddress{Name: name, Link: linkLayer(n.byte()), LID: uint16(n.two()), Index: int(int8(n.byte()))}
+			p := &portAddress{Name: name, Link: verbs.LinkLayer(n.byte()), LID: uint16(n.two()), Index: int(int8(n.byte()))}
 			p.GRH = n.byte()%8 == 7
 			p.GIDs = make([]gid, n.byte()%12)
 			for i := range p.GIDs {
-				p.GIDs[i].Index, p.GIDs[i].Type = int(int8(n.byte())), gidType(n.byte())
+				p.GIDs[i].Index, p.GIDs[i].Type = int(int8(n.byte())), verbs.GIDType(n.byte())
 				for j := range p.GIDs[i].Raw {
 					p.GIDs[i].Raw[j] = n.byte()
 				}
@@ -217,7 +219,7 @@ func FuzzGIDs(f *testing.F) {
 		for _, p := range []*portAddress{local, remote} {
 			ranked := rankGIDs(p.GIDs)
 			for i := range ranked {
-				if g := &ranked[i]; g.scope() == scopeNone || g.Type != gidRoCEv1 && g.Type != gidRoCEv2 {
+				if g := &ranked[i]; g.scope() == scopeNone || g.Type != verbs.GIDRoCEv1 && g.Type != verbs.GIDRoCEv2 {
 					t.Fatalf("%v is ranked", g)
 				}
 				for j := range ranked {
@@ -238,7 +240,7 @@ func FuzzGIDs(f *testing.F) {
 				t.Fatalf("%v is ranked %v, and from the end %v", p.GIDs, ranked, again)
 			}
 		}
-		p, err := choosePath(local, remote)
+		p, err := chooseRoute(local, remote)
 		if err != nil {
 			if strings.TrimSpace(err.Error()) == "" {
 				t.Fatal("an error without words")
@@ -248,10 +250,10 @@ func FuzzGIDs(f *testing.F) {
 		if p.GRH && (!slices.Contains(local.GIDs, p.Local) || !slices.Contains(remote.GIDs, p.Remote)) {
 			t.Fatalf("%v is not between %v and %v", p, local.GIDs, remote.GIDs)
 		}
-		if local.Link != remote.Link || (p.LID == 0) != (local.Link == linkEthernet) {
+		if local.Link != remote.Link || (p.LID == 0) != (local.Link == verbs.LinkEthernet) {
 			t.Fatalf("%v between %+v and %+v", p, local, remote)
 		}
-		if local.Link != linkEthernet {
+		if local.Link != verbs.LinkEthernet {
 			return
 		}
 		if !p.GRH || !match(&p.Local, &p.Remote) {

@@ -9,11 +9,11 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// grant is D's word that P may write one transfer. On the wire it is signed with
-// a secret that D tells this P alone, so that P can tell a grant of this D for
-// this transfer from everything else before it writes a byte.
+// grant is D's permission for P to write one transfer. On the wire it is signed with a
+// secret that D tells this P alone. So before P writes a byte it knows that this D gave
+// the grant for this transfer.
 type grant struct {
-	seq        uint64 // rising within D's agent: a grant that was revoked is known by it
+	seq        uint64 // rising within D's agent; a revoke names it
 	bytes      uint64 // of the whole transfer
 	slot       uint16 // names the transfer in an immediate
 	generation uint8  // of the slot
@@ -53,9 +53,9 @@ func checkGrant(b, secret []byte, id core.TransferID) (grant, error) {
 	}, nil
 }
 
-// A mark is the immediate of a part's last write: by it D counts the parts of a
-// transfer, in whatever order they end. The mark of an impossible part says that
-// the first byte is on its way.
+// mark is the immediate of a stripe's last write. D counts the stripes of a transfer by
+// their marks, in any order. The mark of an impossible stripe says that the first byte is
+// on its way.
 type mark struct {
 	slot       uint16
 	generation uint8 // 4 bits
@@ -66,7 +66,7 @@ type mark struct {
 const (
 	maxSlots      = 1 << 16
 	maxGeneration = 16
-	beginIndex    = maxParts - 1 // with total 1
+	beginIndex    = maxStripes - 1 // with total 1
 )
 
 func (m mark) encode() uint32 {
@@ -78,3 +78,47 @@ func decodeMark(imm uint32) mark {
 }
 
 func (m mark) begins() bool { return m.index == beginIndex && m.total == 1 }
+
+// grants says which of D's grants are dead.
+type grants struct {
+	below uint64 // all grants below are dead
+	next  uint64 // the number of the next grant when D told live
+	live  map[uint64]bool
+	dead  map[uint64]bool // revoked since, or used up
+}
+
+// maxDead is how many dead grants P remembers one by one. Beyond it P asks D.
+const maxDead = 1 << 16
+
+func (g *grants) alive(seq uint64) bool {
+	return seq >= g.below && !g.dead[seq] && (seq >= g.next || g.live[seq])
+}
+
+// told takes D's list of the grants that were alive. If two lists cross, the later one has
+// the greater next.
+func (g *grants) told(next uint64, live []uint64) {
+	if next < g.next {
+		return
+	}
+	g.next, g.live = next, make(map[uint64]bool, len(live))
+	for _, seq := range live {
+		g.live[seq] = true
+	}
+	for seq := range g.dead {
+		if seq < next && !g.live[seq] {
+			delete(g.dead, seq)
+		}
+	}
+}
+
+func (g *grants) drop(below uint64) {
+	if below <= g.below {
+		return
+	}
+	g.below = below
+	for seq := range g.dead {
+		if seq < below {
+			delete(g.dead, seq)
+		}
+	}
+}

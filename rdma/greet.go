@@ -22,13 +22,13 @@ func (src *source) greet() {
 	}
 }
 
-// What one greet tells at most.
+// The most that one greeting names.
 const (
 	maxBroken = 1024 // lanes
 	maxUp     = 64   // ports
 )
 
-// maxBackoff between attempts to reach a P that could not be.
+// maxBackoff is the longest time between attempts to reach a P.
 const maxBackoff = 30 * time.Second
 
 func (src *source) backOff() {
@@ -36,9 +36,9 @@ func (src *source) backOff() {
 	src.greetAt = time.Now().Add(src.backoff)
 }
 
-// greeting tells P of the lanes that broke here and that it may connect. P says by
-// signalJoined what came of it. While it does not, and transfers or the first word
-// depend on it, it is greeted again: one of the two signals may be lost.
+// greeting tells P to connect, and which lanes broke here. P answers with signalConnected.
+// Either signal may be lost, so D greets again while P has not answered and transfers or
+// the first result depend on it.
 func (src *source) greeting() {
 	t := src.r.t
 	began := time.Now()
@@ -55,7 +55,7 @@ func (src *source) greeting() {
 		var settled <-chan struct{}
 		switch {
 		case err == nil:
-			src.broken = src.broken[min(len(s.Lanes), len(src.broken)):] // Connect may have emptied it
+			src.broken = src.broken[min(len(s.Lanes), len(src.broken)):] // Connect may have emptied the list
 			src.up = src.up[min(len(s.Up), len(src.up)):]
 			src.greets = src.toTell() && !src.gone
 			if len(src.broken)+len(src.up) == 0 {
@@ -64,7 +64,7 @@ func (src *source) greeting() {
 		default:
 			lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || t.ctx.Err() != nil
 			src.greets = !lasting && !src.gone && (len(src.live) > 0 || src.cause == errUnsettled) && time.Since(began) < bound
-			if !src.greets && !lasting && len(src.broken) == 0 && len(src.lanes) > 0 { // P sees it at its next try
+			if !src.greets && !lasting && len(src.broken) == 0 && len(src.lanes) > 0 { // P learns of the ports at its next try
 				src.up = nil
 				src.mu.Unlock()
 				return
@@ -100,12 +100,12 @@ func (src *source) greeting() {
 	}
 }
 
-// toTell says whether there is something that P must hear; src.mu is held.
+// toTell says whether P must be greeted; src.mu is held.
 func (src *source) toTell() bool {
 	return len(src.broken) > 0 || len(src.up) > 0 || src.cause == errUnsettled
 }
 
-// unsettled waits for P's word; late when it has not come.
+// unsettled waits until P has said whether it can write; late says that it has not.
 func (src *source) unsettled(settled <-chan struct{}, bound time.Duration) (late bool) {
 	timer := time.NewTimer(bound)
 	defer timer.Stop()

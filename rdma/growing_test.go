@@ -43,8 +43,8 @@ func (g *growth) rests() {
 		if w == nil {
 			g.p.t.Fatalf("the write has ended: %v", g.p.rec.All("written", g.op.ID))
 		}
-		w.link.mu.Lock()
-		defer w.link.mu.Unlock()
+		w.conn.mu.Lock()
+		defer w.conn.mu.Unlock()
 		for _, j := range w.jobs {
 			if j.lane == nil || j.cursor.ready() {
 				return false
@@ -62,8 +62,8 @@ func (g *growth) rests() {
 	}
 	e.src.mu.Lock()
 	defer e.src.mu.Unlock()
-	if e.begun.IsZero() || e.parts != 0 {
-		g.p.t.Errorf("D knows that bytes come: %v; marks of parts %b have come before all was given", !e.begun.IsZero(), e.parts)
+	if e.begun.IsZero() || e.stripes != 0 {
+		g.p.t.Errorf("D knows that bytes come: %v; marks of stripes %b have come before all was given", !e.begun.IsZero(), e.stripes)
 	}
 }
 

@@ -202,7 +202,7 @@ func inspectPort(cfg *Config, device string, port verbs.Port, entries []verbs.GI
 	}
 	for _, g := range table {
 		if !g.usable() {
-			add(g, g.Type == gidIB && port.LinkLayer != verbs.LinkEthernet)
+			add(g, g.Type == verbs.GIDInfiniBand && port.LinkLayer != verbs.LinkEthernet)
 		}
 	}
 	return r

@@ -2,7 +2,9 @@ package rdma
 
 import (
 	"fmt"
+	"maps"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
@@ -12,8 +14,8 @@ import (
 )
 
 // lane is one end of a reliable connection (an RC queue pair) between a port of P
-// and a port of D. P's end writes; D's end takes marks, and pings to see whether
-// P's still answers.
+// and a port of D. P's end writes. D's end takes marks, and pings to see whether P's end
+// still answers.
 type lane struct {
 	id     uint32 // P's number of it, unique for the two agents
 	b      *bundle
@@ -21,32 +23,32 @@ type lane struct {
 	remote int // index of the peer's port
 	psn    uint32
 	qp     *verbs.QP
-	dead   chan struct{} // closed when the queue pair is destroyed: it moves nothing, nothing of it lands
+	dead   chan struct{} // closed when the queue pair is destroyed: no byte of it moves or lands any more
 	once   sync.Once
 
 	// D's end, guarded by its source.
 	offer   laneOffer
 	posted  int // receives
-	spent   int // of them since the last refill
+	spent   int // receives that were used up since the last refill
 	pinging bool
 	retired bool
-	still   chan struct{} // closed when it is retired and has given back all receives: nothing of it lands
+	still   chan struct{} // closed when the lane is retired and all receives are back: no byte of it lands any more
 
-	// P's end, guarded by its link.
-	link    *link
+	// P's end, guarded by its connection.
+	conn    *conn
 	queue   *sendQueue[*job]
 	jobs    []*job // that have something to post; the first is next
-	rail    *rail
+	path    *path
 	keys    *keyTable      // D's memory by its port
-	probe   chan error     // what came of the first writes
-	reached bool           // the one without bytes has come through
-	proven  bool           // both have
-	broken  bool           // its link has it no more
-	looks   int            // in a row, at which something was under way and nothing had completed since the one before
-	reads   map[*write]int // once it is broken: requests that may still read a write's blocks
+	probe   chan error     // the result of the probe
+	reached bool           // the probe without bytes has arrived
+	proven  bool           // both probes have arrived
+	broken  bool           // it is out of the connection's list
+	looks   int            // in a row at which requests were under way and none had completed since the look before
+	reads   map[*write]int // of a broken lane: requests that may still read a write's blocks
 }
 
-// laneExtra are the requests of a lane beyond its depth: probes and pings.
+// laneExtra is how many requests a lane takes beyond its depth, for probes and pings.
 const laneExtra = 2
 
 // IDs of completions that are not a write's.
@@ -69,13 +71,13 @@ type bundle struct {
 	list    [64]verbs.Completion
 
 	mu    sync.Mutex
-	lanes map[uint32]*lane // by the number of the queue pair; what was destroyed stays, a late completion may name it
+	lanes map[uint32]*lane // by the number of the queue pair; a destroyed one stays, since a late completion may name it
 	open  int
 	whole bool // no lane will be added
 }
 
-// newBundle makes one for so many lanes, each with so many requests at a time, or
-// as many as the device takes: none must find the queue full, also when all fail.
+// newBundle makes a bundle for so many lanes, each with depth requests at a time or as
+// many as the device takes. The queue must have room also when all requests fail.
 func (t *Transport) newBundle(d *device, lanes, depth int, handle func(*lane, []verbs.Completion)) (*bundle, error) {
 	a := d.verbs.Attr()
 	depth = max(min(depth, a.MaxQPWR-laneExtra, a.MaxCQE/lanes-laneExtra), 2)
@@ -116,7 +118,7 @@ func (b *bundle) seal() {
 	}
 }
 
-// destroy ends a lane for good: when it returns nothing of it moves or lands.
+// destroy ends a lane for good. When it returns, no byte of the lane moves or lands.
 func (l *lane) destroy() {
 	l.once.Do(l.end)
 	<-l.dead
@@ -138,9 +140,9 @@ func (l *lane) end() {
 	}
 }
 
-// drop puts a lane into error, which is quick, and has a goroutine destroy it and call
-// then, unless the transport is closing, where nobody needs it: the kernel may take
-// seconds where a neighbour does not answer.
+// drop puts a lane into error, which is quick. A goroutine destroys it and calls then,
+// since the kernel may take seconds if a neighbour does not answer. If the transport is
+// closing, drop destroys the lane itself and does not call then.
 func (l *lane) drop(then func()) {
 	if err := l.qp.ToError(); err != nil {
 		l.b.t.log.Debug("rdma queue pair cannot be stopped, only destroyed", zap.Error(err))
@@ -153,12 +155,12 @@ func (l *lane) drop(then func()) {
 	}
 }
 
-// spins are the polls without a result before the queue is armed: a peer that
-// keeps sending is not waited for by interrupt.
+// spins is how many polls without a result come before the queue is armed. So a peer that
+// keeps sending costs no interrupts.
 const spins = 64
 
-// run takes completions: by polling while they come, by the channel's descriptor
-// in Go's poller when none do.
+// run takes completions. It polls while they come, and otherwise waits for the channel's
+// descriptor in Go's poller.
 func (b *bundle) run() {
 	defer func() {
 		if err := b.cq.Close(); err != nil {
@@ -187,7 +189,7 @@ func (b *bundle) run() {
 				b.fail(err)
 				return
 			}
-			armed = true // and look once more: something may have come before
+			armed = true // and poll once more: completions may have come before
 			continue
 		}
 		if err := b.cq.Wait(time.Time{}); err != nil && !b.over() {
@@ -198,7 +200,7 @@ func (b *bundle) run() {
 	}
 }
 
-// reap handles what has completed, up to a list of it.
+// reap handles the next completions, at most a list of them.
 func (b *bundle) reap() (n int, err error) {
 	b.reaping.Lock()
 	defer b.reaping.Unlock()
@@ -208,7 +210,7 @@ func (b *bundle) reap() (n int, err error) {
 	return n, err
 }
 
-// reapAll handles all that had completed when it was called: no more than fits.
+// reapAll handles all completions that had come when it was called.
 func (b *bundle) reapAll() {
 	for left := b.cq.Depth(); left > 0; {
 		n, err := b.reap()
@@ -242,14 +244,11 @@ func (b *bundle) sort(list []verbs.Completion) {
 	}
 }
 
-// fail: the completion queue is of no use any more, so its lanes are not either.
+// fail ends all lanes of a completion queue that broke.
 func (b *bundle) fail(cause error) {
 	b.t.log.Error("rdma completion queue broke", zap.Error(cause))
 	b.mu.Lock()
-	lanes := make([]*lane, 0, len(b.lanes))
-	for _, l := range b.lanes {
-		lanes = append(lanes, l)
-	}
+	lanes := slices.Collect(maps.Values(b.lanes))
 	b.mu.Unlock()
 	for _, l := range lanes {
 		b.handle(l, []verbs.Completion{{Status: verbs.Fatal}})
@@ -259,7 +258,7 @@ func (b *bundle) fail(cause error) {
 	}
 }
 
-// failure says what a failed completion means.
+// failure is the error of a failed completion.
 func (l *lane) failure(c *verbs.Completion) error {
 	hint := ""
 	switch c.Status {
@@ -288,8 +287,8 @@ func (l *lane) refill(spent int) error {
 	return err
 }
 
-// ping writes nothing to P's end, which answers as long as its queue pair lives:
-// also when its process is stopped. src.mu is held.
+// ping posts a write without bytes to P's end. P's queue pair answers as long as it
+// exists, also when its process is stopped. src.mu is held.
 func (l *lane) ping() {
 	if l.pinging || l.retired {
 		return
@@ -300,10 +299,10 @@ func (l *lane) ping() {
 	}
 }
 
-// verbsPath is how a queue pair on p reaches the peer's.
-func (t *Transport) verbsPath(p *localPort, to portPath, mtu int, qpn, psn, own uint32) *verbs.Path {
+// verbsRoute is a route with all that a queue pair on p must know.
+func (t *Transport) verbsRoute(p *localPort, to route, mtu int, qpn, psn, own uint32) *verbs.Route {
 	c := &t.cfg
-	return &verbs.Path{
+	return &verbs.Route{
 		Port: p.num, PKeyIndex: c.PKeyIndex, RemoteWrite: true,
 		RemoteQP: qpn, RemotePSN: psn, LocalPSN: own, MTU: mtu,
 		Global: to.GRH, RemoteGID: to.Remote.Raw, SourceGIDIndex: to.Local.Index, HopLimit: 64,
@@ -312,12 +311,12 @@ func (t *Transport) verbsPath(p *localPort, to portPath, mtu int, qpn, psn, own 
 	}
 }
 
-// ready brings a queue pair to where it may write.
-func (l *lane) ready(p *verbs.Path) error {
+// ready brings a queue pair into the state in which it may write.
+func (l *lane) ready(p *verbs.Route) error {
 	if err := l.qp.Init(p); err != nil {
 		return err
 	}
-	if l.link == nil { // D's end; a device may have given room for more
+	if l.conn == nil { // D's end; the device may have made the queue larger
 		done, err := l.qp.PostReceives(receiveID, l.b.depth)
 		l.posted = done
 		if err != nil {

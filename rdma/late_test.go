@@ -51,7 +51,7 @@ func TestRevokeBetweenLanes(t *testing.T) {
 	held, release := make(chan struct{}), make(chan struct{})
 	var hold atomic.Bool
 	c.decide = func(from core.AgentID, s *signal) fault {
-		if s.Kind == signalJoin && hold.CompareAndSwap(true, false) {
+		if s.Kind == signalConnect && hold.CompareAndSwap(true, false) {
 			close(held)
 			<-release
 		}
@@ -86,98 +86,6 @@ func TestRevokeBetweenLanes(t *testing.T) {
 		t.Error(o.Err)
 	}
 	d.untouched("a transfer that was revoked while there was no lane", 1, n-1)
-}
-
-// slowSink holds one outcome, and with it the goroutine that takes completions.
-type slowSink struct {
-	core.Sink
-	id      core.TransferID
-	held    chan struct{}
-	release chan struct{}
-}
-
-func newSlowSink(id core.TransferID) *slowSink {
-	return &slowSink{id: id, held: make(chan struct{}), release: make(chan struct{})}
-}
-
-func (s *slowSink) wrap(to core.Sink) core.Sink {
-	s.Sink = to
-	return s
-}
-
-func (s *slowSink) Received(id core.TransferID, st core.TransferStats, err error) {
-	if id == s.id {
-		close(s.held)
-		<-s.release
-	}
-	s.Sink.Received(id, st, err)
-}
-
-func (s *slowSink) Written(id core.TransferID, st core.TransferStats, err error) {
-	if id == s.id {
-		close(s.held)
-		<-s.release
-	}
-	s.Sink.Written(id, st, err)
-}
-
-// TestUnreadMarks: the lanes break before D has looked at the marks that landed by
-// them. They must count before P hears what has arrived, or not at all: P writes
-// again what D says is missing, and a mark that counts after that would end the
-// transfer while its bytes still come.
-func TestUnreadMarks(t *testing.T) {
-	needsRDMA(t)
-	c := newControl()
-	c.config = func(cfg *Config) {
-		cfg.ConnectTimeout = patience          // signals may wait
-		cfg.Devices = []string{firstDevice(t)} // whose completions have one goroutine
-	}
-	var lost atomic.Bool
-	release := make(chan struct{})
-	let := sync.OnceFunc(func() { close(release) })
-	defer let()
-	pSink, dSink := newSlowSink("first"), newSlowSink("first")
-	look := sync.OnceFunc(func() { close(dSink.release) })
-	c.decide = func(from core.AgentID, s *signal) fault {
-		if s.Kind == signalJoin && lost.Load() {
-			look() // D has said what has arrived, and looks at its marks now
-			<-release
-		}
-		return passes
-	}
-	const n = 8
-	p, d := start(t, c, "p", n, pSink.wrap), start(t, c, "d", n, dSink.wrap)
-	defer look()
-	connect(t, d, p)
-	usable(t, d, p)
-	p.paint(1, 0, 1)
-	p.write("first", d, d.expect("first", p, 0, 1), 0, 0, 1)
-	<-pSink.held
-	<-dSink.held // from here on neither side reads completions of these lanes
-	p.paint(2, 1, n-1)
-	p.write("t", d, d.expect("t", p, 1, n-1), 1, 1, n-1)
-	d.landed(1, n-1, true)
-	lost.Store(true)
-	d.breakAll()
-	close(pSink.release) // it has lost its lanes before it hears that all is written
-	// Or D does not say it before it has looked.
-	late := time.AfterFunc(3*flushBound, look)
-	defer late.Stop()
-	if o := d.rec.Wait("received", "t", 1); o.Err != nil {
-		t.Fatalf("received: %v", o.Err)
-	}
-	d.has(2, 1, n-1)
-	d.fill(0, n) // the blocks are the engine's
-	let()
-	if o := p.rec.Wait("written", "t", 1); o.Err != nil {
-		t.Logf("written: %v", o.Err)
-	}
-	p.paint(3, 0, 1)
-	p.write("next", d, d.expect("next", p, 0, 1), 0, 0, 1)
-	if o := d.rec.Wait("received", "next", 1); o.Err != nil {
-		t.Error(o.Err)
-	}
-	d.untouched("a transfer that had ended", 1, n-1)
 }
 
 // TestKeyGone: what no lane carries ends. D's memory is not registered any more.
@@ -275,32 +183,32 @@ func TestRevokeInClose(t *testing.T) {
 	<-revoked
 }
 
-// TestJoinInDismiss: a join that meets a Dismiss leaves no lane behind.
-func TestJoinInDismiss(t *testing.T) {
+// TestConnectInDismiss: a connect that meets a Dismiss leaves no lane behind.
+func TestConnectInDismiss(t *testing.T) {
 	needsRDMA(t)
 	c := newControl()
 	p, d := start(t, c, "p", 1, nil), start(t, c, "d", 1, nil)
 	connect(t, d, p)
 	usable(t, d, p)
 	src := d.tr.receiver.source(p.id)
-	l := p.tr.sender.link(d.id)
+	l := p.tr.sender.conn(d.id)
 	// As a handler of signals that has found the source just before.
 	d.tr.receiver.dismiss(p.id)
 	src.mu.Lock()
 	err := src.knows(&signal{Ticket: l.ticket})
 	src.mu.Unlock()
 	if !errors.Is(err, errRefused) {
-		t.Errorf("a dismissed peer may join: %v", err)
+		t.Errorf("a dismissed peer may connect: %v", err)
 	}
 }
 
 // holdDestroys has the destruction of all lanes that there are take until release.
 func (s *agent) holdDestroys() (release func()) {
 	var all []*lane
-	if lk := s.tr.sender.links["d"]; lk != nil {
-		lk.mu.Lock()
-		all = append(all, lk.lanes...)
-		lk.mu.Unlock()
+	if cn := s.tr.sender.conns["d"]; cn != nil {
+		cn.mu.Lock()
+		all = append(all, cn.lanes...)
+		cn.mu.Unlock()
 	}
 	if src := s.tr.receiver.sources["p"]; src != nil {
 		src.mu.Lock()
@@ -381,11 +289,11 @@ func TestReceiversPortReturns(t *testing.T) {
 	}
 	connect(t, d, p)
 	usable(t, d, p)
-	lk := p.tr.sender.link(d.id)
+	cn := p.tr.sender.conn(d.id)
 	at := func() (n int) {
-		lk.mu.Lock()
-		defer lk.mu.Unlock()
-		for _, l := range lk.lanes {
+		cn.mu.Lock()
+		defer cn.mu.Unlock()
+		for _, l := range cn.lanes {
 			if l.port == p.tr.ports[0] {
 				n++
 			}
@@ -393,16 +301,16 @@ func TestReceiversPortReturns(t *testing.T) {
 		return n
 	}
 	soon(t, "lanes at the first port", func() bool { return at() == p.tr.cfg.QueuePairs })
-	lk.update(func(lk *link) {
-		for _, r := range lk.rails {
+	cn.update(func(cn *conn) {
+		for _, r := range cn.paths {
 			r.pause, r.upSince = longPause, time.Now()
 		}
 	})
 	p.breakPort()
 	soon(t, "D has ended its side", func() bool {
-		lk.mu.Lock()
-		defer lk.mu.Unlock()
-		return len(lk.lost) == 0 && !lk.mends
+		cn.mu.Lock()
+		defer cn.mu.Unlock()
+		return len(cn.lost) == 0 && !cn.mends
 	})
 	if n := at(); n != 0 {
 		t.Fatalf("%d lanes are at a port that is given up", n)

@@ -54,9 +54,9 @@ func parseStatus(status []byte) (m memlock) {
 	return m
 }
 
-// check says why need bytes more, of all devices together, cannot be registered,
-// as the kernel would: before the time that it takes. That it passes is no promise,
-// since a capability counts only outside of user namespaces.
+// check says why need bytes more, of all devices together, cannot be registered. So the
+// agent knows before it spends the time. The kernel may refuse all the same, since a
+// capability counts only outside of user namespaces.
 func (m memlock) check(need uint64) error {
 	if m.Capable || m.Soft == math.MaxUint64 || (m.Locked <= m.Soft && need <= m.Soft-m.Locked) {
 		return nil
@@ -73,7 +73,7 @@ func (m memlock) check(need uint64) error {
 		sizeText(m.Soft), locked, sizeText(need), root)
 }
 
-// sizeText is bytes for people, with the exact number where it is not round.
+// sizeText is a size for people, with the exact number unless it is round.
 func sizeText(n uint64) string {
 	if n == math.MaxUint64 {
 		return "unlimited"

@@ -20,7 +20,7 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// memory is what a device has registered. It does not change.
+// memory is the agent's memory as one device has registered it. It does not change.
 type memory struct {
 	mrs     []*verbs.MR
 	keys    []keyRange // remote keys, for peers
@@ -28,11 +28,11 @@ type memory struct {
 	scratch *verbs.MR
 }
 
-// scratchBytes is the memory that probes are written from and to, on either side: a
-// packet of the largest MTU, or several of a smaller one. It is nobody's.
+// scratchBytes is the size of the memory that probes read and write on either side: one
+// packet of the largest MTU, or several of a smaller one. No region holds it.
 const scratchBytes = 4096
 
-// registry is the agent's memory before a device knows it.
+// registry is the agent's memory, whichever device registers it.
 type registry struct {
 	regions []memRange
 	whole   []memRange // merged
@@ -54,13 +54,13 @@ func newRegistry(l *core.Layout) (r registry, err error) {
 func (r *registry) check(devices int) error {
 	lock, err := readMemlock()
 	if err != nil {
-		return nil // registering will show
+		return nil // registering will tell
 	}
 	return lock.check(rangeBytes(r.whole) * uint64(devices))
 }
 
-// register makes the agent's memory known to all devices that have an active port.
-// Without Fallback all must take it.
+// register registers the agent's memory with all devices that have an active port.
+// Without Fallback it fails if one of them does not take the memory.
 func (t *Transport) register() error {
 	var list []*device
 	var down []error
@@ -118,7 +118,7 @@ func (t *Transport) register() error {
 	return nil
 }
 
-// registerLate is register for a device of which a port has become active only now.
+// registerLate registers the memory with a device whose first port became active now.
 func (t *Transport) registerLate(d *device) error {
 	if d.memory.Load() != nil {
 		return nil
@@ -154,8 +154,8 @@ func (t *Transport) registerWith(d *device) error {
 	return nil
 }
 
-// place says how near a device's ports are to the memory, which most often is of one
-// NUMA node: that of the largest range.
+// place sets how near a device's ports are to the memory. Most often all memory is of one
+// NUMA node, so the largest range counts.
 func (t *Transport) place(d *device) {
 	near := farUnknown
 	whole := t.memory.whole
@@ -169,7 +169,7 @@ func (t *Transport) place(d *device) {
 	}
 }
 
-// register returns what it has registered, also with an error.
+// register registers all ranges. With an error it also returns what it has registered.
 func (d *device) register(ctx context.Context, r *registry, order string) (*memory, error) {
 	m := &memory{}
 	access := verbs.LocalWrite | verbs.RemoteWrite
@@ -215,8 +215,8 @@ func (d *device) register(ctx context.Context, r *registry, order string) (*memo
 // leastSplit is the size below which a range that cannot be registered is not cut.
 const leastSplit = 256 << 20
 
-// registerRange registers a range, in halves where the device's driver takes less
-// at once than the device says.
+// registerRange registers a range. If the driver takes less at once than the device says,
+// it registers halves.
 func (d *device) registerRange(r memRange, access verbs.Access) ([]*verbs.MR, error) {
 	mr, err := d.pd.Register(uintptr(r.Base), r.Length, access)
 	if err == nil {
@@ -232,7 +232,7 @@ func (d *device) registerRange(r memRange, access verbs.Access) ([]*verbs.MR, er
 		rest, err = d.registerRange(memRange{r.Base + half, r.Length - half}, access)
 		mrs = append(mrs, rest...)
 	}
-	return mrs, err // those that there are, to be closed
+	return mrs, err // also with an error: the caller closes them
 }
 
 // close has the device forget the memory.

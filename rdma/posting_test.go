@@ -24,10 +24,10 @@ func BenchmarkPosting(b *testing.B) {
 	doorbells := 0
 	b.ReportAllocs()
 	for b.Loop() {
-		parts := split(pairs, []float64{1, 1, 1, 1}, minPart)
+		stripes := split(pairs, []float64{1, 1, 1, 1}, minStripe)
 		doorbells = 0
-		for i := range parts {
-			c := cursor{given: parts[i : i+1], whole: true, imm: uint32(i)}
+		for i := range stripes {
+			c := cursor{given: stripes[i : i+1], whole: true, imm: uint32(i)}
 			for done := false; !done; {
 				room, bytes := queue.room()
 				limit.maxBytes = bytes

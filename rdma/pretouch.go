@@ -14,13 +14,12 @@ import (
 // touchChunk is what a goroutine of pretouch takes at a time.
 const touchChunk = 32 << 20
 
-// pretouch has the kernel give each page of the ranges its memory now, by at most
-// workers goroutines: registering does the same, but one page after the other.
-// Contents stay as they are, also under writers. It waits for all. An error names
-// memory that cannot be written: registering it will fail too. The ranges must
-// stay mapped meanwhile.
+// pretouch has the kernel give each page of the ranges its memory, by at most workers
+// goroutines, and waits for them. Registering does the same, but one page after the
+// other. Contents stay as they are, also if others write meanwhile. An error names memory
+// that cannot be written, and so cannot be registered. The ranges must stay mapped.
 func pretouch(ranges []memRange, workers int) error {
-	// Of no bytes it is an error only where the kernel, before 5.14, has none of it.
+	// A kernel before 5.14 does not know the call, and fails it also for no bytes.
 	if populate(0, 0) != nil {
 		return touchAll(ranges, workers, addNothing)
 	}
@@ -72,7 +71,7 @@ func touchAll(ranges []memRange, workers int, touch func(base, length uintptr) e
 	return nil
 }
 
-// populate is what page faults of writes do, without the writes.
+// populate does what page faults of writes do, without the writes.
 func populate(base, length uintptr) error {
 	if _, _, errno := unix.Syscall(unix.SYS_MADVISE, base, length, unix.MADV_POPULATE_WRITE); errno != 0 {
 		return errno
@@ -80,10 +79,9 @@ func populate(base, length uintptr) error {
 	return nil
 }
 
-// addNothing adds 0 to a word of each page, by the kernel's hand: a fault in it is
-// an error, while one of our own would end the host, which owns the memory. Beside
-// the addition that futex does there it wakes at most who waits on that word,
-// which nobody does in a KV cache.
+// addNothing has the kernel add 0 to a word of each page, by futex. A fault in the kernel
+// is an error; one of this process would end the host, which owns the memory. futex also
+// wakes threads that wait on that word, but none waits on a word of a KV cache.
 func addNothing(base, length uintptr) error {
 	const futexWakeOpPrivate, opAdd = 5 | 128, 1 << 28
 	var none uint32

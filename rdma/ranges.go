@@ -17,10 +17,10 @@ func mergeRanges(ranges []memRange, most uint64) []memRange {
 	return splitRanges(mergePages(ranges, page), most, page)
 }
 
-// mergePages returns the fewest ranges that hold all of these and no page more:
-// what overlaps, adjoins or meets in a page is one. They begin and end as the given
-// ones do, so that a peer's key opens nothing before or after. Empty ranges count
-// for nothing, and none may leave the address space. page is a power of two.
+// mergePages returns the fewest ranges that hold all of these and no page more. Ranges
+// that overlap, adjoin or meet in a page become one. The results begin and end as the
+// given ranges do, so that a peer's key opens no byte before or after. Empty ranges are
+// left out, and none may leave the address space. page is a power of two.
 func mergePages(ranges []memRange, page uint64) []memRange {
 	sorted := slices.DeleteFunc(slices.Clone(ranges), func(r memRange) bool { return r.Length == 0 })
 	slices.SortFunc(sorted, func(a, b memRange) int { return cmp.Compare(a.Base, b.Base) })
@@ -40,8 +40,8 @@ func mergePages(ranges []memRange, page uint64) []memRange {
 	return out
 }
 
-// splitRanges cuts what is longer than most bytes at multiples of mrAlign, or of
-// page where most is too small for that. 0 is no limit, less than a page is one.
+// splitRanges cuts ranges that are longer than most bytes, at multiples of mrAlign, or of
+// page if most is less than mrAlign. 0 is no limit, less than a page counts as a page.
 func splitRanges(ranges []memRange, most, page uint64) []memRange {
 	if most == 0 {
 		return ranges

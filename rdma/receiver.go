@@ -3,19 +3,14 @@ package rdma
 import (
 	"bytes"
 	"crypto/rand"
-	"errors"
 	"fmt"
-	"math/bits"
 	"sync"
 	"time"
 
-	"go.uber.org/zap"
-
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// receiver is D's half: what it expects, and from whom.
+// receiver is D's half: the transfers that D expects, and the Ps that write them.
 type receiver struct {
 	t *Transport
 
@@ -26,7 +21,7 @@ type receiver struct {
 	telling  map[core.TransferID]*expect // Received is being called; the id is free again
 	most     int                         // transfers at a time
 	slots    []slot
-	free     []uint16 // the longest free first: a late mark should find its generation gone, not come round
+	free     []uint16 // the longest free first, so that the generation of a late mark is not in use again
 	seq      uint64   // of the next grant
 }
 
@@ -36,59 +31,20 @@ type slot struct {
 	generation uint8
 }
 
-// expect is a transfer that one P may write. Guarded by its source, but for what
-// never changes.
+// expect is a transfer that one P may write. Its source guards the fields that change.
 type expect struct {
 	id       core.TransferID
 	src      *source
 	grant    grant
 	segments int
 
-	patience time.Time // with P, of a revoke
-	parts    uint64    // bit i: part i has landed
+	patience time.Time // until when a revoke waits for P
+	stripes  uint64    // bit i: stripe i has landed
 	begun    time.Time
 	ended    bool          // revoked, or its outcome is told
 	fenced   chan struct{} // closed when nothing can land any more
 	told     chan struct{} // closed when Received has returned
 }
-
-// source is a P as D sees it.
-type source struct {
-	r    *receiver
-	peer core.AgentID
-
-	mu      sync.Mutex
-	gone    bool // dismissed
-	ticket  []byte
-	secret  []byte // signs the grants for this P
-	lanes   map[uint32]*lane
-	dying   map[uint32]*lane   // in error, until their last completions were counted
-	joining int                // lanes that are being made
-	broken  []uint32           // lanes that broke here and that P must hear of
-	up      []int              // ports that have become active, likewise
-	live    map[uint64]*expect // by the grant's number, until nothing of them can land
-	whole   [maxWhole]uint64   // grants whose transfers have arrived, the latest; 0: none
-	wholes  int                // of them ever
-	cause   error              // why no transfer can come this way; nil: it can
-	settled chan struct{}      // closed when cause says something
-	owed    bool               // the sink must hear that P cannot be reached: it was, or was asked for
-	greets  bool               // a goroutine greets P
-	greetAt time.Time          // not before, while P cannot be reached
-	backoff time.Duration
-
-	draining []*expect // revoked: P must hear of it
-	drains   bool      // a goroutine tells P
-
-	watching *time.Timer // while there are lanes: do P's ends still answer?
-	lookAt   time.Time
-}
-
-// maxWhole is how many transfers that have arrived are remembered: P may have lost the
-// lanes before it knew, and asks.
-const maxWhole = 1024
-
-// errUnsettled: the handshake is under way.
-var errUnsettled = errors.New("the handshake is under way")
 
 func (r *receiver) init(t *Transport, slots int) {
 	r.t = t
@@ -125,7 +81,7 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	r.mu.Unlock()
 	src.mu.Lock()
 	defer src.mu.Unlock()
-	if !bytes.Equal(src.ticket, ticket) { // P has dismissed this agent: it numbers its lanes anew
+	if !bytes.Equal(src.ticket, ticket) { // P has dismissed this agent since, and numbers its lanes anew
 		src.cut()
 		src.broken, src.up = nil, nil
 	}
@@ -135,145 +91,45 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	return nil
 }
 
-// settle: it is known whether P can write to us; src.mu is held.
-func (src *source) settle(cause error) {
-	if src.cause == errUnsettled {
-		close(src.settled)
+// expect implements core.Transport.
+func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+	e := &expect{id: id, segments: len(dst), fenced: make(chan struct{}), told: make(chan struct{})}
+	var total uint64
+	for _, s := range dst {
+		total += s.Length
 	}
-	src.cause = cause
-}
-
-// usable says whether P can write to us; settled is closed when that is known.
-func (src *source) usable() (settled <-chan struct{}, cause error) {
+	src := r.source(peer)
+	if src == nil {
+		return nil, fmt.Errorf("rdma: transfer %q: agent %s is not connected", string(id), peer)
+	}
 	src.mu.Lock()
 	defer src.mu.Unlock()
-	if src.cause != nil && src.cause != errUnsettled && !time.Now().Before(src.greetAt) {
-		src.greet() // P may be reached again
+	e.src = src
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch {
+	case r.closed:
+		return nil, errClosed
+	case src.gone:
+		return nil, fmt.Errorf("rdma: transfer %q: agent %s was dismissed", string(id), peer)
+	case r.expected[id] != nil:
+		return nil, fmt.Errorf("rdma: transfer %q is expected already", string(id))
+	case len(r.slots)-len(r.free) >= r.most:
+		return nil, fmt.Errorf("rdma: %d transfers are expected or being revoked already (max_transfers)", r.most)
 	}
-	return src.settled, src.cause
+	n := r.free[0]
+	r.free = r.free[1:]
+	r.slots[n].e = e
+	e.grant = grant{seq: r.seq, bytes: total, slot: n, generation: r.slots[n].generation}
+	r.seq++
+	r.expected[id] = e
+	src.live[e.grant.seq] = e
+	src.watch()
+	return e.grant.sign(src.secret, id), nil
 }
 
-// lose ends the way to P: what has begun to land ends. What has not may still
-// come, when P connects again.
-func (src *source) lose(cause error) {
-	src.mu.Lock()
-	tell := src.losing(cause)
-	src.mu.Unlock()
-	tell()
-}
-
-// losing is lose but for what waits and what the sink is told, which tell does
-// without src.mu.
-func (src *source) losing(cause error) (tell func()) {
-	cause = fmt.Errorf("%w: %w", core.ErrConnectionLost, cause)
-	var ended []*expect
-	for _, e := range src.live {
-		if !e.begun.IsZero() && src.r.take(e) {
-			ended = append(ended, e)
-		}
-	}
-	dying := src.cut()
-	src.settle(cause)
-	src.backOff()
-	owed := src.owed && !src.gone
-	src.owed = false
-	return func() {
-		await(dying)
-		for _, e := range ended {
-			src.fence(e)
-			e.tell(cause)
-		}
-		if owed {
-			src.r.t.down(src.peer, cause)
-		}
-	}
-}
-
-// cut retires all lanes. When those that it returns are still, nothing that P has
-// posted until now can land. src.mu is held.
-func (src *source) cut() (dying []*lane) {
-	for _, l := range src.lanes {
-		src.broken = append(src.broken, l.id)
-		src.retire(l)
-	}
-	for _, l := range src.dying {
-		dying = append(dying, l)
-	}
-	return dying
-}
-
-func await(lanes []*lane) {
-	for _, l := range lanes {
-		<-l.still
-	}
-}
-
-// flushBound is how long a lane in error may keep its last completions to itself.
-const flushBound = time.Second
-
-// retire puts a lane into error. It is dying until its last completions were counted: a
-// mark that has landed must be, since P has it for done or, if the lane broke there
-// first, would write that part again under a transfer that has ended. When all its
-// receives have come back nothing of it lands any more, and nobody waits until the
-// queue pair is destroyed, which may take seconds. src.mu is held.
-func (src *source) retire(l *lane) {
-	if l.retired {
-		return
-	}
-	l.retired = true
-	delete(src.lanes, l.id)
-	src.dying[l.id] = l
-	bound := flushBound
-	if err := l.qp.ToError(); err != nil || l.posted == 0 {
-		bound = 0
-	}
-	if !src.r.t.goRun("rdma retire", func() {
-		late := time.NewTimer(bound)
-		defer late.Stop()
-		select {
-		case <-l.still:
-		case <-late.C:
-			l.b.reapAll()
-			l.destroy()
-			l.b.reapAll()
-		}
-		src.mu.Lock()
-		src.laid(l)
-		missing := l.posted > 0 && !src.gone
-		src.mu.Unlock()
-		if missing { // of what P has for done some may never be counted
-			src.loseAll(fmt.Errorf("rdma: queue pair %d on %s has not given back its receives", l.qp.Number(), l.port.name))
-		}
-		l.destroy()
-	}) {
-		l.destroy()
-		src.laid(l)
-	}
-}
-
-// laid: nothing of a retired lane lands any more, and its marks are counted; src.mu is
-// held.
-func (src *source) laid(l *lane) {
-	if src.dying[l.id] == l {
-		delete(src.dying, l.id)
-		close(l.still)
-	}
-}
-
-// loseAll is lose for what has not begun too.
-func (src *source) loseAll(cause error) {
-	src.mu.Lock()
-	for _, e := range src.live {
-		if e.begun.IsZero() {
-			e.begun = time.Now()
-		}
-	}
-	src.mu.Unlock()
-	src.lose(cause)
-}
-
-// take ends an expect whose outcome is to be told: with tell, when it is fenced.
-// False if it has ended already. Its source's lock is held.
+// take ends an expect. The caller tells its outcome when it is fenced. take returns
+// false if it has ended already. Its source's lock is held.
 func (r *receiver) take(e *expect) bool {
 	if e.ended {
 		return false
@@ -286,7 +142,7 @@ func (r *receiver) take(e *expect) bool {
 	return true
 }
 
-// fence: nothing of a transfer can land any more.
+// fence is called when no byte of a transfer can land any more.
 func (src *source) fence(e *expect) {
 	src.mu.Lock()
 	defer src.mu.Unlock()
@@ -311,7 +167,7 @@ func (src *source) fenced(e *expect) {
 	r.free = append(r.free, e.grant.slot)
 }
 
-// tell says the outcome of an expect that was taken, unless the agent is closed.
+// tell tells the outcome of an expect that was taken, unless the agent is closed.
 func (e *expect) tell(err error) {
 	r := e.src.r
 	st := core.TransferStats{Segments: e.segments}
@@ -328,159 +184,4 @@ func (e *expect) tell(err error) {
 	}
 	r.mu.Unlock()
 	close(e.told)
-}
-
-// expect implements core.Transport.
-func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
-	e := &expect{id: id, segments: len(dst), fenced: make(chan struct{}), told: make(chan struct{})}
-	var total uint64
-	for _, s := range dst {
-		total += s.Length
-	}
-	src := r.source(peer)
-	if src == nil {
-		return nil, fmt.Errorf("rdma: transfer %q: agent %s is not connected", string(id), peer)
-	}
-	src.mu.Lock()
-	defer src.mu.Unlock()
-	e.src = src
-	r.mu.Lock()
-	switch {
-	case r.closed:
-		r.mu.Unlock()
-		return nil, errClosed
-	case src.gone:
-		r.mu.Unlock()
-		return nil, fmt.Errorf("rdma: transfer %q: agent %s was dismissed", string(id), peer)
-	case r.expected[id] != nil:
-		r.mu.Unlock()
-		return nil, fmt.Errorf("rdma: transfer %q is expected already", string(id))
-	case len(r.slots)-len(r.free) >= r.most:
-		r.mu.Unlock()
-		return nil, fmt.Errorf("rdma: %d transfers are expected or being revoked already (max_transfers)", r.most)
-	}
-	n := r.free[0]
-	r.free = r.free[1:]
-	r.slots[n].e = e
-	e.grant = grant{seq: r.seq, bytes: total, slot: n, generation: r.slots[n].generation}
-	r.seq++
-	r.expected[id] = e
-	r.mu.Unlock()
-	src.live[e.grant.seq] = e
-	src.watch()
-	return e.grant.sign(src.secret, id), nil
-}
-
-// How often D looks whether P's ends still answer, while it expects something and
-// while it does not: RC tells a receiver nothing of a sender that died.
-const (
-	watchInterval = time.Second
-	idleInterval  = 10 * time.Second
-)
-
-// watch begins to look, or looks sooner; src.mu is held.
-func (src *source) watch() {
-	if src.gone {
-		return
-	}
-	every := idleInterval
-	if len(src.live) > 0 {
-		every = watchInterval
-	}
-	if src.watching == nil {
-		// Nothing but locks that are held shortly: Close need not wait for it.
-		src.watching = time.AfterFunc(every, src.look)
-		src.lookAt = time.Now().Add(every)
-	} else if at := time.Now().Add(every); at.Before(src.lookAt) && src.watching.Reset(every) {
-		src.lookAt = at
-	}
-}
-
-// look pings P's ends.
-func (src *source) look() {
-	src.mu.Lock()
-	defer src.mu.Unlock()
-	src.watching = nil
-	for _, l := range src.lanes {
-		l.ping()
-	}
-	if len(src.lanes) > 0 || len(src.live) > 0 {
-		src.watch()
-	}
-}
-
-// received handles the completions of a lane's receives and pings.
-func (src *source) received(l *lane, list []verbs.Completion) {
-	for _, e := range src.count(l, list) {
-		e.tell(nil)
-	}
-}
-
-// count returns the expects that are complete, fenced and to be told.
-func (src *source) count(l *lane, list []verbs.Completion) (done []*expect) {
-	landed := 0
-	var cause error
-	src.mu.Lock()
-	defer src.mu.Unlock()
-	for i := range list {
-		c := &list[i]
-		switch {
-		case c.Status != verbs.Success:
-			cause = l.failure(c)
-			if c.ID == receiveID {
-				l.posted--
-			}
-		case c.Opcode == verbs.OpReceiveImm:
-			landed++
-			if e := src.landed(decodeMark(c.Imm)); e != nil {
-				done = append(done, e)
-			}
-		default:
-			l.pinging = false
-		}
-	}
-	l.posted -= landed
-	if cause == nil && !l.retired {
-		cause = l.refill(landed)
-	}
-	if cause != nil && !l.retired {
-		src.r.t.log.Warn("rdma lane broke", zap.String("peer", string(src.peer)), zap.Uint32("lane", l.id), zap.Error(cause))
-		src.broken = append(src.broken, l.id)
-		src.retire(l)
-		src.greet()
-	}
-	for _, e := range done {
-		src.whole[src.wholes%maxWhole] = e.grant.seq
-		src.wholes++
-		src.fenced(e)
-	}
-	if l.retired && l.posted <= 0 {
-		src.laid(l)
-	}
-	return done
-}
-
-// landed counts a mark; the expect that it completes is taken. src.mu is held.
-func (src *source) landed(m mark) *expect {
-	r := src.r
-	if int(m.slot) >= len(r.slots) {
-		return nil
-	}
-	r.mu.Lock()
-	e, generation := r.slots[m.slot].e, r.slots[m.slot].generation
-	r.mu.Unlock()
-	if e == nil || e.src != src || generation != m.generation {
-		return nil
-	}
-	if e.begun.IsZero() {
-		e.begun = time.Now()
-	}
-	if m.begins() || m.index >= m.total {
-		return nil
-	}
-	e.parts |= 1 << m.index
-	if bits.OnesCount64(e.parts) < int(m.total) || !r.take(e) {
-		return nil
-	}
-	return e
 }

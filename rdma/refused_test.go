@@ -89,19 +89,19 @@ func TestRefused(t *testing.T) {
 		if r := rdma.Inspect(cfg); r.Available || !r.Later || !strings.Contains(r.Problem, "once it is active") {
 			t.Errorf("of a port that is down: %+v", r)
 		}
-		if rails() > 1 { // the others serve
+		if paths() > 1 { // the others serve
 			if err := openFor(rdma.DefaultConfig(), some); err != nil {
 				t.Error(err)
 			}
 		}
 	})
 	t.Run("locked memory", func(t *testing.T) {
-		wants(t, asNobody(t, 64<<20, 1<<20, false), "RLIMIT_MEMLOCK", "1 MiB", fmt.Sprint(64*rails(), " MiB"), "ulimit -l", "--ulimit memlock")
+		wants(t, asNobody(t, 64<<20, 1<<20, false), "RLIMIT_MEMLOCK", "1 MiB", fmt.Sprint(64*paths(), " MiB"), "ulimit -l", "--ulimit memlock")
 		wants(t, asNobody(t, 64<<20, 1<<20, true), "RLIMIT_MEMLOCK", "1 MiB", "ulimit -l")
 		if err := asNobody(t, 256<<10, 1<<20, false); err != nil {
 			t.Errorf("what fits: %v", err)
 		}
-		if rails() > 1 { // the first device may take it, and no other
+		if paths() > 1 { // the first device may take it, and no other
 			wants(t, asNobody(t, 16<<20, 24<<20, false), "RLIMIT_MEMLOCK", "24 MiB")
 			if err := asNobody(t, 16<<20, 24<<20, true); err != nil {
 				t.Errorf("what one device may take, where there is another transport: %v", err)

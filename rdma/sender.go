@@ -17,22 +17,22 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// sender is P's half: whom it may write to, and what it writes.
+// sender is P's half: the connections to its Ds, and the transfers that it writes.
 type sender struct {
 	t *Transport
 
-	mu     sync.Mutex // never held with a link's
+	mu     sync.Mutex // never held with a connection's
 	closed bool
-	links  map[core.AgentID]*link
+	conns  map[core.AgentID]*conn
 	writes map[core.TransferID]*write
 	untold int           // writes whose outcome is not told
-	told   chan struct{} // has room for one word that there are fewer
+	told   chan struct{} // has room for one message that untold has shrunk
 }
 
-// write is a transfer that is being written. Guarded by its link.
+// write is a transfer that is being written. Guarded by its connection.
 type write struct {
-	op    core.WriteOp // Pairs: what is given before it has begun
-	link  *link
+	op    core.WriteOp // Pairs: those that were given before it has begun
+	conn  *conn
 	bytes uint64 // in all
 	given uint64 // of them so far
 	runs  int    // on this side, likewise
@@ -40,17 +40,17 @@ type write struct {
 	grant   grant
 	known   bool // the grant was read
 	began   time.Time
-	jobs    []*job // its parts, once it has begun
-	told    bool   // D has heard that bytes may come, or will by a lane that works
+	jobs    []*job // its stripes, once it has begun
+	told    bool   // D has been told by a lane that works that bytes may come
 	left    int    // jobs that have not ended
 	flight  int    // requests under way
 	reads   int    // requests of lanes that broke, which may still read its blocks
-	cause   error  // why it ends; nil: it goes on
-	over    bool   // nothing of it is in any list
-	drained bool   // D waits to hear that nothing is on its way
+	cause   error  // why it fails; nil: it goes on
+	over    bool   // it has ended, and is in no list
+	drained bool   // D waits to hear that no byte is on its way
 }
 
-// job is a part of a write on its lane.
+// job is a stripe of a write on its lane.
 type job struct {
 	w      *write
 	cursor cursor
@@ -69,13 +69,13 @@ var errStopped = errors.New("rdma: the write was stopped")
 func (s *sender) init(t *Transport) {
 	s.t = t
 	s.told = make(chan struct{}, 1)
-	s.links, s.writes = map[core.AgentID]*link{}, map[core.TransferID]*write{}
+	s.conns, s.writes = map[core.AgentID]*conn{}, map[core.TransferID]*write{}
 }
 
-func (s *sender) link(peer core.AgentID) *link {
+func (s *sender) conn(peer core.AgentID) *conn {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.links[peer]
+	return s.conns[peer]
 }
 
 func (s *sender) admit(peer core.AgentID) ([]byte, error) {
@@ -84,19 +84,19 @@ func (s *sender) admit(peer core.AgentID) ([]byte, error) {
 	if s.closed {
 		return nil, errClosed
 	}
-	l := s.links[peer]
+	l := s.conns[peer]
 	if l == nil {
-		l = newLink(s.t, peer)
+		l = newConn(s.t, peer)
 		rand.Read(l.ticket)
-		s.links[peer] = l
+		s.conns[peer] = l
 	}
 	return bytes.Clone(l.ticket), nil
 }
 
 func (s *sender) dismiss(peer core.AgentID) {
 	s.mu.Lock()
-	l := s.links[peer]
-	delete(s.links, peer)
+	l := s.conns[peer]
+	delete(s.conns, peer)
 	s.mu.Unlock()
 	if l != nil {
 		l.end(fmt.Errorf("rdma: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost), "it was dismissed")
@@ -108,7 +108,7 @@ func (s *sender) write(op core.WriteOp) {
 	w := &write{op: op, bytes: op.Total(), given: op.Given(), runs: sourceRuns(op.Pairs)}
 	w.op.Pairs = slices.Clip(op.Pairs) // more may follow
 	s.mu.Lock()
-	l := s.links[op.Peer]
+	l := s.conns[op.Peer]
 	var err error
 	switch {
 	case s.closed:
@@ -120,7 +120,7 @@ func (s *sender) write(op core.WriteOp) {
 	case w.given > w.bytes:
 		err = errTooMuch(w, w.given)
 	default:
-		w.link = l
+		w.conn = l
 		s.writes[op.ID] = w
 	}
 	s.untold++
@@ -141,7 +141,7 @@ func (s *sender) extend(op core.WriteOp) {
 		return
 	}
 	bytes, runs := op.Given(), sourceRuns(op.Pairs)
-	w.link.update(func(lk *link) { lk.give(w, op.Pairs, bytes, runs) })
+	w.conn.update(func(cn *conn) { cn.give(w, op.Pairs, bytes, runs) })
 }
 
 func errTooMuch(w *write, given uint64) error {
@@ -160,8 +160,8 @@ func (s *sender) tell(id core.TransferID, st core.TransferStats, err error) {
 	}
 }
 
-// toldBound is how long Close waits for outcomes: the kernel may take seconds to
-// destroy a queue pair, before which its write has none.
+// toldBound is how long Close waits for outcomes. A write has none before its queue pair
+// is destroyed, for which the kernel may take seconds.
 const toldBound = 10 * time.Second
 
 // allTold waits until no outcome is left to tell.
@@ -184,8 +184,8 @@ func (s *sender) allTold() {
 	}
 }
 
-// stopGrace is how long requests that are on their way may go on reading the
-// blocks of a write that was stopped; then their lanes are cut.
+// stopGrace is how long requests may go on reading the blocks of a write that was
+// stopped. Then their lanes are cut.
 const stopGrace = 500 * time.Millisecond
 
 // stop implements core.Transport.
@@ -196,30 +196,28 @@ func (s *sender) stop(id core.TransferID) {
 	if w == nil {
 		return
 	}
-	w.link.update(func(l *link) { l.fail(w, errStopped) })
-	l := w.link
-	late := func() {
-		l.update(func(l *link) {
-			for _, j := range w.jobs {
-				if j.flight > 0 && !w.over {
-					l.breakLane(j.lane, fmt.Errorf("rdma: a write that was stopped has not ended within %v", stopGrace))
+	over := false
+	w.conn.update(func(l *conn) {
+		l.fail(w, errStopped)
+		over = w.over
+	})
+	if over {
+		return
+	}
+	s.t.goRun("rdma stop", func() {
+		if s.t.pause(stopGrace) {
+			w.conn.update(func(l *conn) {
+				for _, j := range w.jobs {
+					if j.flight > 0 && !w.over {
+						l.breakLane(j.lane, fmt.Errorf("rdma: a write that was stopped has not ended within %v", stopGrace))
+					}
 				}
-			}
-		})
-	}
-	l.mu.Lock()
-	waits := !w.over
-	l.mu.Unlock()
-	if waits {
-		s.t.goRun("rdma stop", func() {
-			if s.t.pause(stopGrace) {
-				late()
-			}
-		})
-	}
+			})
+		}
+	})
 }
 
-// forget lets the id be used again; its outcome is told next.
+// forget lets the id be used again, just before the outcome is told.
 func (s *sender) forget(w *write) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -228,7 +226,7 @@ func (s *sender) forget(w *write) {
 	}
 }
 
-// outcome tells what came of a write.
+// outcome tells how a write ended.
 func (s *sender) outcome(w *write) {
 	s.forget(w)
 	st := core.TransferStats{Segments: w.runs}
@@ -241,22 +239,22 @@ func (s *sender) outcome(w *write) {
 
 // signalled answers D.
 func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
-	l := s.link(from)
+	l := s.conn(from)
 	if l == nil || subtle.ConstantTimeCompare(l.ticket, m.Ticket) != 1 {
 		return nil, refusef("prefill agent %s has admitted no agent %s with that ticket", s.t.id, from)
 	}
 	rep := &reply{}
 	switch m.Kind {
 	case signalGreet:
-		l.update(func(l *link) { l.greeted(m.Lanes, m.Up) })
+		l.update(func(l *conn) { l.greeted(m.Lanes, m.Up) })
 	case signalDrain:
-		l.update(func(l *link) { rep.Pending = l.drain(m) })
+		l.update(func(l *conn) { rep.Pending = l.drain(m) })
 	case signalBye:
-		l.update(func(l *link) {
+		l.update(func(l *conn) {
 			if l.there != nil && !bytes.Equal(l.there.secret, m.Secret) {
-				return // it is late: D has connected anew since
+				return // the signal is late, and D has connected anew since
 			}
-			defer func() { l.confirmed(l.lost) }() // it has ended all of them
+			defer func() { l.confirmed(l.lost) }() // D has ended all of them
 			l.lose(fmt.Errorf("rdma: decode agent %s has ended the connection: %s: %w", from, m.Reason, core.ErrConnectionLost))
 		})
 	}
@@ -264,37 +262,37 @@ func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
 }
 
 func (s *sender) portDown(p *localPort, cause error) {
-	for _, lk := range s.all() {
-		lk.update(func(lk *link) {
-			for _, l := range slices.Clone(lk.lanes) {
+	for _, cn := range s.all() {
+		cn.update(func(cn *conn) {
+			for _, l := range slices.Clone(cn.lanes) {
 				if l.port == p {
-					lk.breakLane(l, cause)
+					cn.breakLane(l, cause)
 				}
 			}
 		})
 	}
 }
 
-// portUp has all links try a port that has become active.
+// portUp has all connections try a port that has become active.
 func (s *sender) portUp(p *localPort) {
-	for _, lk := range s.all() {
-		lk.update(func(lk *link) {
-			lk.portUp(func(k railKey) bool { return k.local == p.index })
+	for _, cn := range s.all() {
+		cn.update(func(cn *conn) {
+			cn.portUp(func(k pathKey) bool { return k.local == p.index })
 		})
 	}
 }
 
-func (s *sender) all() []*link {
+func (s *sender) all() []*conn {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return slices.Collect(maps.Values(s.links))
+	return slices.Collect(maps.Values(s.conns))
 }
 
 func (s *sender) lanes() (n int) {
-	for _, lk := range s.all() {
-		lk.mu.Lock()
-		n += len(lk.lanes)
-		lk.mu.Unlock()
+	for _, cn := range s.all() {
+		cn.mu.Lock()
+		n += len(cn.lanes)
+		cn.mu.Unlock()
 	}
 	return n
 }
@@ -322,12 +320,12 @@ func sourceRuns(pairs []core.Pair) int {
 }
 
 // completed handles the completions of a lane's requests.
-func (lk *link) completed(l *lane, list []verbs.Completion) {
-	lk.update(func(lk *link) { lk.took(l, list, time.Now()) })
+func (cn *conn) completed(l *lane, list []verbs.Completion) {
+	cn.update(func(cn *conn) { cn.took(l, list, time.Now()) })
 }
 
-// took is completed with lk.mu.
-func (lk *link) took(l *lane, list []verbs.Completion, now time.Time) {
+// took is completed with cn.mu.
+func (cn *conn) took(l *lane, list []verbs.Completion, now time.Time) {
 	for i := range list {
 		c := &list[i]
 		if c.Status != verbs.Success && !l.broken {
@@ -336,15 +334,15 @@ func (lk *link) took(l *lane, list []verbs.Completion, now time.Time) {
 				err = fmt.Errorf("packets without bytes get through and %d bytes do not: is the MTU the same on the whole path (rdma_mtu)? %w", scratchBytes, err)
 			}
 			l.probed(err)
-			lk.breakLane(l, err)
+			cn.breakLane(l, err)
 		}
 		switch {
 		case l.broken:
 			if c.ID == l.queue.last() {
-				lk.quiet(l)
+				cn.quiet(l)
 			}
 			continue
-		case c.Status != verbs.Success: // it was never in use
+		case c.Status != verbs.Success: // the lane broke before it was in use
 			continue
 		case c.ID == probeID:
 			l.reached = true
@@ -359,11 +357,11 @@ func (lk *link) took(l *lane, list []verbs.Completion, now time.Time) {
 			if !ok {
 				break
 			}
-			l.rail.end(now, b.Bytes)
-			lk.landed(b.Owner, b.Requests)
+			l.path.end(now, b.Bytes)
+			cn.landed(b.Owner, b.Requests)
 		}
 	}
-	lk.pump(l)
+	cn.pump(l)
 }
 
 func (l *lane) probed(err error) {

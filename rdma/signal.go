@@ -11,34 +11,34 @@ import (
 //msgp:limit arrays:65536 maps:16
 //msgp:ignore grant mark
 
-// signalKind says what a signal asks. P is the writer, D the receiver; only P
-// makes connections, so that both sides may ask for one at once.
+// signalKind says what a signal asks. P writes and D receives. Only P makes lanes, so both
+// sides may ask for them at the same time.
 type signalKind uint8
 
 const (
-	signalGreet   signalKind = 1 // D → P: I have your ticket; connect, and these lanes broke here
-	signalPorts   signalKind = 2 // P → D: which ports, keys and grants do you have?
-	signalJoin    signalKind = 3 // P → D: make your ends of these lanes
-	signalJoined  signalKind = 4 // P → D: those that P keeps; without any, why
-	signalLost    signalKind = 5 // P → D: these broke; what has arrived of these transfers?
-	signalDrain   signalKind = 6 // D → P: these grants are dead; tell when nothing is on its way
-	signalDrained signalKind = 7 // P → D: nothing is
+	signalGreet     signalKind = 1 // D → P: I have your ticket; connect, and these lanes broke here
+	signalPorts     signalKind = 2 // P → D: which ports, keys and grants do you have?
+	signalConnect   signalKind = 3 // P → D: make your ends of these lanes
+	signalConnected signalKind = 4 // P → D: I keep these lanes; if none, why
+	signalLost      signalKind = 5 // P → D: these broke; what has arrived of these transfers?
+	signalDrain     signalKind = 6 // D → P: these grants are dead; tell when no byte of them is on its way
+	signalDrained   signalKind = 7 // P → D: no byte of these is on its way
 
 	signalBye       signalKind = 8 // D → P: this agent is closed, or wants nothing of P any more
-	signalDismissed signalKind = 9 // P → D: likewise
+	signalDismissed signalKind = 9 // P → D: this agent is closed, or has dismissed D
 )
 
-// signal is a message between two transports. Every one shows the ticket that P
-// has given D, so that only those who met are heard.
+// signal is a message between two transports. Each shows the ticket that P has given D,
+// so that only agents that have met are answered.
 type signal struct {
 	Kind   signalKind  `msg:"k"`
 	Ticket []byte      `msg:"t,limit=64"`
 	Lanes  []uint32    `msg:"l,omitempty,limit=1024"`
 	Seqs   []uint64    `msg:"s,omitempty,limit=65536"`
 	Below  uint64      `msg:"b,omitempty"` // grants below it are dead
-	Join   []laneOffer `msg:"j,omitempty,limit=256"`
-	Last   uint32      `msg:"z,omitempty"`          // of signalJoined: it speaks of the lanes up to this one
-	Secret []byte      `msg:"x,omitempty,limit=64"` // of signalBye: whose end it is, should D have begun anew
+	Offers []laneOffer `msg:"o,omitempty,limit=256"`
+	Last   uint32      `msg:"z,omitempty"`          // of signalConnected: it speaks of the lanes up to this one
+	Secret []byte      `msg:"x,omitempty,limit=64"` // of signalBye: tells P which D has ended, if D has begun anew
 	Reason string      `msg:"r,omitempty,limit=1024"`
 	Up     []int       `msg:"u,omitempty,limit=64"` // of signalGreet: ports of D that have become active
 }
@@ -52,7 +52,7 @@ type laneOffer struct {
 	MTU   int      `msg:"m"` // bytes
 	GRH   bool     `msg:"h"`
 	GID   [16]byte `msg:"g"` // P's, with GRH
-	Index int      `msg:"i"` // of the entry of D's table that GID is to reach
+	Index int      `msg:"i"` // in D's GID table, of the address that P's packets go to
 	LID   uint16   `msg:"d"` // P's
 }
 
@@ -68,7 +68,7 @@ type portInfo struct {
 	Index  int       `msg:"i"` // in D's list
 	Device int       `msg:"d"` // index into the keys: ports of one device share them
 	Name   string    `msg:"n,limit=80"`
-	Link   uint8     `msg:"k"` // linkLayer
+	Link   uint8     `msg:"k"` // verbs.LinkLayer
 	LID    uint16    `msg:"l"`
 	GRH    bool      `msg:"h"`
 	MTU    int       `msg:"m"` // bytes
@@ -83,7 +83,7 @@ type portInfo struct {
 type gidInfo struct {
 	Index int
 	Raw   [16]byte
-	Type  uint8 // gidType
+	Type  uint8 // verbs.GIDType
 }
 
 // keyInfo is memory that D has registered on a device.
@@ -107,19 +107,19 @@ type deviceKeys struct {
 
 // reply answers a signal.
 type reply struct {
-	Refused string `msg:"r,omitempty,limit=1024"` // why; nothing else is set
+	Refused string `msg:"r,omitempty,limit=1024"` // the reason; no other field is set
 
 	// of signalPorts
 	Ports   []portInfo   `msg:"p,omitempty,limit=64"`
 	Devices []deviceKeys `msg:"d,omitempty,limit=64"`
 	Regions []span       `msg:"g,omitempty,limit=65536"`
 	Secret  []byte       `msg:"x,omitempty,limit=64"` // signs D's grants for this P; new with each D
-	// of signalJoin and signalLost: a grant is dead unless it is live, or not below Next
+	// of signalConnect and signalLost: a grant is dead unless it is live, or not below Next
 	Next uint64   `msg:"n,omitempty"`
 	Live []uint64 `msg:"v,omitempty,limit=65536"`
 
-	Lanes   []laneAnswer `msg:"l,omitempty,limit=256"`   // of signalJoin
-	Arrived []uint64     `msg:"a,omitempty,limit=65536"` // of signalLost, per Seq: bit i = part i is here
+	Lanes   []laneAnswer `msg:"l,omitempty,limit=256"`   // of signalConnect
+	Arrived []uint64     `msg:"a,omitempty,limit=65536"` // of signalLost, per Seq: bit i = stripe i is here
 	Busy    bool         `msg:"b,omitempty"`             // of signalLost: ask again, the lanes still end
 	Pending []uint64     `msg:"w,omitempty,limit=65536"` // of signalDrain: signalDrained will follow for these
 }

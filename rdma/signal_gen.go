@@ -1119,7 +1119,7 @@ func (z *signal) MarshalMsg(b []byte) (o []byte, err error) {
 		zb0001Len--
 		zb0001Mask |= 0x10
 	}
-	if z.Join == nil {
+	if z.Offers == nil {
 		zb0001Len--
 		zb0001Mask |= 0x20
 	}
@@ -1172,13 +1172,13 @@ func (z *signal) MarshalMsg(b []byte) (o []byte, err error) {
 			o = msgp.AppendUint64(o, z.Below)
 		}
 		if (zb0001Mask & 0x20) == 0 { // if not omitted
-			// string "j"
-			o = append(o, 0xa1, 0x6a)
-			o = msgp.AppendArrayHeader(o, uint32(len(z.Join)))
-			for za0003 := range z.Join {
-				o, err = z.Join[za0003].MarshalMsg(o)
+			// string "o"
+			o = append(o, 0xa1, 0x6f)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Offers)))
+			for za0003 := range z.Offers {
+				o, err = z.Offers[za0003].MarshalMsg(o)
 				if err != nil {
-					err = msgp.WrapError(err, "Join", za0003)
+					err = msgp.WrapError(err, "Offers", za0003)
 					return
 				}
 			}
@@ -1316,26 +1316,26 @@ func (z *signal) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Below")
 				return
 			}
-		case "j":
+		case "o":
 			var zb0006 uint32
 			zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
-				err = msgp.WrapError(err, "Join")
+				err = msgp.WrapError(err, "Offers")
 				return
 			}
 			if zb0006 > 256 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Join) >= int(zb0006) {
-				z.Join = (z.Join)[:zb0006]
+			if cap(z.Offers) >= int(zb0006) {
+				z.Offers = (z.Offers)[:zb0006]
 			} else {
-				z.Join = make([]laneOffer, zb0006)
+				z.Offers = make([]laneOffer, zb0006)
 			}
-			for za0003 := range z.Join {
-				bts, err = z.Join[za0003].UnmarshalMsg(bts)
+			for za0003 := range z.Offers {
+				bts, err = z.Offers[za0003].UnmarshalMsg(bts)
 				if err != nil {
-					err = msgp.WrapError(err, "Join", za0003)
+					err = msgp.WrapError(err, "Offers", za0003)
 					return
 				}
 			}
@@ -1411,8 +1411,8 @@ func (z *signal) UnmarshalMsg(bts []byte) (o []byte, err error) {
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *signal) Msgsize() (s int) {
 	s = 1 + 2 + msgp.Uint8Size + 2 + msgp.BytesPrefixSize + len(z.Ticket) + 2 + msgp.ArrayHeaderSize + (len(z.Lanes) * (msgp.Uint32Size)) + 2 + msgp.ArrayHeaderSize + (len(z.Seqs) * (msgp.Uint64Size)) + 2 + msgp.Uint64Size + 2 + msgp.ArrayHeaderSize
-	for za0003 := range z.Join {
-		s += z.Join[za0003].Msgsize()
+	for za0003 := range z.Offers {
+		s += z.Offers[za0003].Msgsize()
 	}
 	s += 2 + msgp.Uint32Size + 2 + msgp.BytesPrefixSize + len(z.Secret) + 2 + msgp.StringPrefixSize + len(z.Reason) + 2 + msgp.ArrayHeaderSize + (len(z.Up) * (msgp.IntSize))
 	return

@@ -5,62 +5,63 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
 // How P spreads what it writes over its lanes.
 
-// begin cuts a write into parts, as many as suit the bytes that it has in all, and gives
-// them to lanes: when its first bytes come, since there may be more lanes by then.
-func (lk *link) begin(w *write) {
+// begin cuts a write into as many stripes as suit its size and gives them to lanes. It
+// waits for the write's first bytes, since there may be more lanes by then.
+func (cn *conn) begin(w *write) {
 	if !w.known {
-		g, err := checkGrant(w.op.Grant, lk.there.secret, w.op.ID)
+		g, err := checkGrant(w.op.Grant, cn.there.secret, w.op.ID)
 		switch {
 		case err != nil:
 		case g.bytes != w.bytes:
-			err = fmt.Errorf("rdma: transfer %q has %d bytes here, %d at decode agent %s", string(w.op.ID), w.bytes, g.bytes, lk.peer)
-		case !lk.grants.alive(g.seq):
+			err = fmt.Errorf("rdma: transfer %q has %d bytes here, %d at decode agent %s", string(w.op.ID), w.bytes, g.bytes, cn.peer)
+		case !cn.grants.alive(g.seq):
 			err = errRevoked(w)
-		case lk.bySeq[g.seq] != nil:
+		case cn.bySeq[g.seq] != nil:
 			err = fmt.Errorf("rdma: transfer %q has the grant of one that is being written", string(w.op.ID))
 		}
 		if err != nil {
-			lk.fail(w, err)
+			cn.fail(w, err)
 			return
 		}
 		w.grant, w.known = g, true
-		lk.bySeq[g.seq] = w
+		cn.bySeq[g.seq] = w
 	}
 	if w.given == 0 && w.bytes > 0 {
 		return
 	}
-	parts := share(lk.choose(lk.lanes, w.bytes, time.Now()), w.bytes, minPart)
-	w.left = len(parts)
-	w.jobs = make([]*job, len(parts))
-	shares := make([]float64, len(parts))
-	for i, p := range parts {
-		m := mark{slot: w.grant.slot, generation: w.grant.generation, index: uint8(i), total: uint8(len(parts))}
-		w.jobs[i] = &job{w: w, index: i, cursor: cursor{imm: m.encode()}, lane: lk.lanes[p.index]}
+	stripes := share(cn.choose(cn.lanes, w.bytes, time.Now()), w.bytes, minStripe)
+	w.left = len(stripes)
+	w.jobs = make([]*job, len(stripes))
+	shares := make([]float64, len(stripes))
+	for i, p := range stripes {
+		m := mark{slot: w.grant.slot, generation: w.grant.generation, index: uint8(i), total: uint8(len(stripes))}
+		w.jobs[i] = &job{w: w, index: i, cursor: cursor{imm: m.encode()}, lane: cn.lanes[p.index]}
 		shares[i] = p.weight
 	}
-	lk.deal(w, w.op.Pairs, shares)
+	cn.deal(w, w.op.Pairs, shares)
 }
 
-// give takes more of a write: it goes to the parts as a transfer of that size would go
-// to their lanes.
-func (lk *link) give(w *write, pairs []core.Pair, bytes uint64, runs int) {
+// give takes more bytes of a write and spreads them over its stripes as a transfer of
+// that size is spread over their lanes.
+func (cn *conn) give(w *write, pairs []core.Pair, bytes uint64, runs int) {
 	switch {
 	case w.over || w.cause != nil || bytes == 0:
 		return
 	case bytes > w.bytes-w.given:
-		lk.fail(w, errTooMuch(w, w.given+bytes))
+		cn.fail(w, errTooMuch(w, w.given+bytes))
 		return
 	}
 	w.given += bytes
 	w.runs += runs
 	if w.jobs == nil {
 		w.op.Pairs = append(w.op.Pairs, pairs...)
-		if len(lk.lanes) > 0 {
-			lk.begin(w)
+		if len(cn.lanes) > 0 {
+			cn.begin(w)
 		}
 		return
 	}
@@ -68,25 +69,25 @@ func (lk *link) give(w *write, pairs []core.Pair, bytes uint64, runs int) {
 	for i, j := range w.jobs {
 		lanes[i] = j.lane
 	}
-	lk.deal(w, pairs, lk.choose(lanes, bytes, time.Now()))
+	cn.deal(w, pairs, cn.choose(lanes, bytes, time.Now()))
 }
 
-// deal spreads what was given over a write's parts, by weight, and posts it.
-func (lk *link) deal(w *write, pairs []core.Pair, weights []float64) {
+// deal spreads pairs over a write's stripes, by weight, and posts them.
+func (cn *conn) deal(w *write, pairs []core.Pair, weights []float64) {
 	w.deal(pairs, weights)
 	for _, j := range w.jobs {
 		j.enqueue()
 	}
 	for _, j := range w.jobs {
-		if j.lane != nil { // else it broke, as something was posted perhaps
-			lk.pump(j.lane)
+		if j.lane != nil { // else the lane broke, perhaps at a post
+			cn.pump(j.lane)
 		}
 	}
 }
 
 func (w *write) deal(pairs []core.Pair, weights []float64) {
-	for _, s := range split(pairs, weights, minPart) {
-		if c := &w.jobs[s.part].cursor; s.length > 0 {
+	for _, s := range split(pairs, weights, minStripe) {
+		if c := &w.jobs[s.stripe].cursor; s.length > 0 {
 			c.given = append(c.given, s)
 		}
 	}
@@ -95,43 +96,43 @@ func (w *write) deal(pairs []core.Pair, weights []float64) {
 	}
 }
 
-// minPart is the least that is worth a lane of its own.
-const minPart = 256 << 10
+// minStripe is the least that is worth a lane of its own.
+const minStripe = 256 << 10
 
-// stripe says from which size on a transfer takes several rails.
-var stripe = striping{near: 2 * minPart, far: 16 << 20}
+// stripeFrom says from which size on a transfer takes several paths.
+var stripeFrom = stripeSizes{near: 2 * minStripe, far: 16 << 20}
 
-// choose spreads bytes over lanes: by the speed of their rails, and on each rail
-// evenly. A small transfer takes the lane that carries least. Where the list has nil,
-// for a lane that broke, the weight is 0.
-func (lk *link) choose(lanes []*lane, bytes uint64, now time.Time) (weights []float64) {
-	var rails []candidate
-	index := map[*rail]int{}
-	count := map[*rail]int{}
+// choose returns the weight of each lane for so many bytes: by the speed of its path,
+// and on each path evenly. A small transfer takes the lane that carries least. nil stands
+// for a lane that broke and gets 0.
+func (cn *conn) choose(lanes []*lane, bytes uint64, now time.Time) (weights []float64) {
+	var paths []candidate
+	index := map[*path]int{}
+	count := map[*path]int{}
 	for _, l := range lanes {
 		if l == nil {
 			continue
 		}
-		if _, seen := index[l.rail]; !seen {
-			index[l.rail] = len(rails)
-			rails = append(rails, candidate{rail: l.rail, near: l.port.near})
+		if _, seen := index[l.path]; !seen {
+			index[l.path] = len(paths)
+			paths = append(paths, candidate{path: l.path, near: l.port.near})
 		}
-		count[l.rail]++
+		count[l.path]++
 	}
-	byRail, err := chooseRails(rails, bytes, stripe, now)
-	if err != nil { // all are paused, and yet there are lanes: they are as good as others
-		byRail = make([]float64, len(rails))
-		for i := range byRail {
-			byRail[i] = 1
+	byPath := choosePaths(paths, bytes, stripeFrom, now)
+	if byPath == nil { // all paths are paused, and yet lanes are open: all count the same
+		byPath = make([]float64, len(paths))
+		for i := range byPath {
+			byPath[i] = 1
 		}
 	}
 	weights = make([]float64, len(lanes))
 	best := -1
 	for i, l := range lanes {
 		switch {
-		case l == nil || byRail[index[l.rail]] == 0:
-		case bytes >= stripe.near:
-			weights[i] = byRail[index[l.rail]] / float64(count[l.rail])
+		case l == nil || byPath[index[l.path]] == 0:
+		case bytes >= stripeFrom.near:
+			weights[i] = byPath[index[l.path]] / float64(count[l.path])
 		case best < 0 || l.load() < lanes[best].load():
 			best = i
 		}
@@ -142,5 +143,139 @@ func (lk *link) choose(lanes []*lane, bytes uint64, now time.Time) (weights []fl
 	return weights
 }
 
-// load is a measure of what a lane has to do.
+// load compares how much lanes have to do.
 func (l *lane) load() int { return l.queue.requests + len(l.jobs)*maxChain }
+
+// add begins a write. Without a lane the write waits for one.
+func (cn *conn) add(w *write) {
+	cn.update(func(cn *conn) {
+		w.began = time.Now()
+		cn.used = w.began
+		cn.writes[w] = struct{}{}
+		if cn.state == stateEnded {
+			cn.fail(w, cn.ended)
+			return
+		}
+		if len(cn.lanes) > 0 {
+			cn.begin(w)
+		}
+	})
+}
+
+func (cn *conn) assign(j *job, l *lane) {
+	j.lane, j.lost, j.filled, j.queued = l, false, false, false
+	j.enqueue()
+}
+
+// enqueue has a job's lane post the bytes that the job has.
+func (j *job) enqueue() {
+	if j.lane != nil && !j.queued && j.cursor.ready() {
+		j.lane.jobs = append(j.lane.jobs, j)
+		j.queued = true
+	}
+}
+
+// pump posts chains while there is room, one for each job in turn, so that a small
+// transfer does not wait for a large one.
+func (cn *conn) pump(l *lane) {
+	if l.path == nil || l.broken {
+		return
+	}
+	for len(l.jobs) > 0 {
+		j := l.jobs[0]
+		if j.w.cause != nil || j.lane != l {
+			l.jobs = l.jobs[1:]
+			continue
+		}
+		room, bytes := l.queue.room()
+		if room < 2 || bytes == 0 {
+			return
+		}
+		n := 0
+		if !j.w.told { // D times the transfer from here on, and knows that bytes may come
+			m := mark{slot: j.w.grant.slot, generation: j.w.grant.generation, index: beginIndex, total: 1}
+			cn.chain[0] = verbs.Write{Imm: m.encode(), Flags: verbs.WithImm}
+			n = 1
+		}
+		limit := l.port.dev.limit
+		limit.maxBytes = bytes
+		k, pieces, carried, done, err := j.cursor.fill(cn.chain[n:min(room, maxChain)], cn.pieces[:], l.port.dev.memory.Load().local, l.keys, limit)
+		if err != nil {
+			cn.fail(j.w, fmt.Errorf("rdma: transfer %q: %w", string(j.w.op.ID), err))
+			continue
+		}
+		n += k
+		j.w.told = true
+		// If nothing is left to post, nothing may follow for minutes: the last one asks for a completion.
+		l.queue.posting(j, cn.chain[:n], cn.pieces[:pieces], !j.cursor.ready())
+		l.path.begin(time.Now(), carried)
+		cn.watchLanes()
+		j.flight += n
+		j.w.flight += n
+		cn.t.posted(cn.chain[:n])
+		if _, err := l.qp.Post(cn.chain[:n], cn.pieces[:pieces]); err != nil {
+			j.filled = done // some of it may be on its way, the mark too
+			cn.breakLane(l, fmt.Errorf("rdma: %s: %w", l.port.name, err))
+			return
+		}
+		l.jobs = l.jobs[1:]
+		j.filled, j.queued = done, false
+		j.enqueue()
+	}
+}
+
+// landed is called when requests of a job have completed: their bytes are at D.
+func (cn *conn) landed(j *job, requests int) {
+	j.flight -= requests
+	j.w.flight -= requests
+	if j.flight == 0 && !j.cursor.ready() {
+		j.breaks = 0
+	}
+	if j.filled && j.flight == 0 {
+		cn.finish(j)
+		return
+	}
+	cn.settle(j.w)
+}
+
+// finish is called when all bytes of a job and its mark are at D.
+func (cn *conn) finish(j *job) {
+	if !j.done {
+		j.done, j.lost = true, false
+		j.w.left--
+	}
+	cn.settle(j.w)
+}
+
+// fail gives up a write. The write ends when no request reads its blocks any more.
+func (cn *conn) fail(w *write, cause error) {
+	if w.cause == nil && !w.over {
+		w.cause = cause
+	}
+	cn.settle(w)
+}
+
+// settle ends a write that has nothing more to do. Its outcome waits while a lane that
+// broke may still read its blocks.
+func (cn *conn) settle(w *write) {
+	if w.over || w.flight > 0 || w.cause == nil && (w.left > 0 || w.jobs == nil) {
+		return
+	}
+	w.over = true
+	delete(cn.writes, w)
+	cn.used = time.Now()
+	if w.known {
+		delete(cn.bySeq, w.grant.seq)
+		cn.kill(w.grant.seq)
+		switch {
+		case !w.drained:
+		case len(cn.lost) > 0: // as in drain
+			cn.held = append(cn.held, w.grant.seq)
+		default:
+			cn.drained = append(cn.drained, w.grant.seq)
+		}
+	}
+	if w.reads == 0 {
+		cn.outcomes = append(cn.outcomes, w)
+	}
+}

@@ -4,7 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"path"
+	slashpath "path"
 	"regexp"
 	"slices"
 	"strconv"
@@ -29,7 +29,7 @@ func (d distance) String() string {
 	return [...]string{"same switch", "same root complex", "same NUMA node", "other NUMA node", "unknown"}[min(d, farUnknown)]
 }
 
-// noNode is the NUMA node of what has none, or whose node is not known.
+// noNode stands for no NUMA node, or one that is not known.
 const noNode = -1
 
 // place is where a device or host memory is.
@@ -98,7 +98,7 @@ func placeOf(sys fs.FS, name string) (place, error) {
 			dir = strings.Join(elems[:i+1], "/")
 		}
 	}
-	for _, file := range []string{path.Join(dir, "numa_node"), path.Join(real, "device/numa_node")} {
+	for _, file := range []string{slashpath.Join(dir, "numa_node"), slashpath.Join(real, "device/numa_node")} {
 		if b, err := fs.ReadFile(sys, file); err == nil {
 			if n, err := strconv.Atoi(strings.TrimSpace(string(b))); err == nil {
 				p.Node = max(n, noNode)
@@ -157,9 +157,9 @@ func resolve(sys fs.FS, name string) (string, error) {
 // memoryNodes is how many pages of a range are asked for their node.
 const memoryNodes = 16
 
-// memoryPlace is the NUMA node of host memory: that of most of a few pages. Pages
-// that nobody has touched have none, so it is asked after the memory is in use;
-// where the kernel does not tell, there is none.
+// memoryPlace is the NUMA node of host memory, judged by a few pages. Call it when the
+// memory is in use, since a page that nobody has touched has no node. If the kernel does
+// not tell, there is none.
 func memoryPlace(r memRange) place {
 	pages := samplePages(r, uint64(unix.Getpagesize()))
 	status := make([]int32, len(pages))

@@ -30,7 +30,7 @@ type Transport struct {
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
-	wg     sync.WaitGroup // goroutines of the transport, and words to the sink
+	wg     sync.WaitGroup // goroutines of the transport, and calls of the sink
 	ears   sync.WaitGroup // goroutines that wait for events of devices
 
 	closing  sync.Mutex // held by Close
@@ -52,14 +52,14 @@ var (
 	errRefused   = errors.New("refused")
 )
 
-// refusef is what a peer gets as the reason.
+// refusef is the error whose text a peer gets as the reason.
 func refusef(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", errRefused, fmt.Sprintf(format, args...))
 }
 
 // New opens the devices that cfg allows, registers the memory of layout with them,
-// and opens a Transport. An error says why RDMA is of no use here. Outcomes go to
-// sink until Close returns; signal carries the handshakes.
+// and opens a Transport. An error says why RDMA cannot be used here. Outcomes go to sink
+// until Close returns. signal sends the transport's signals.
 func New(cfg Config, id core.AgentID, layout *core.Layout, sink core.Sink, signal core.Signal) (*Transport, error) {
 	if err := cfg.Check(); err != nil {
 		return nil, err
@@ -88,8 +88,8 @@ func New(cfg Config, id core.AgentID, layout *core.Layout, sink core.Sink, signa
 // Name implements core.Transport.
 func (t *Transport) Name() string { return "rdma" }
 
-// Endpoint implements core.Transport. Peers need no address: the first word goes
-// over the control plane.
+// Endpoint implements core.Transport. Peers need no address, since signals go over the
+// control plane.
 func (t *Transport) Endpoint() string { return "signal" }
 
 // Admit implements core.Transport.
@@ -123,8 +123,8 @@ func (t *Transport) Extend(op core.WriteOp) { t.sender.extend(op) }
 // Stop implements core.Transport.
 func (t *Transport) Stop(id core.TransferID) { t.sender.stop(id) }
 
-// Usable implements core.Signaller, for transfers that the peer writes to us: one
-// that we only write to is not connected.
+// Usable implements core.Signaller for transfers that the peer writes. A peer that this
+// agent only writes to is not connected.
 func (t *Transport) Usable(ctx context.Context, peer core.AgentID) error {
 	src := t.receiver.source(peer)
 	if src == nil {
@@ -190,8 +190,8 @@ func (t *Transport) askUntil(ctx context.Context, peer core.AgentID, s *signal, 
 	return rep, err
 }
 
-// byeBound is how long a peer may take to hear that it is not wanted any more; it
-// finds out by itself otherwise.
+// byeBound is how long a signal of an end may take. A peer that does not hear it finds
+// out by itself.
 const byeBound = 300 * time.Millisecond
 
 // sayBye tells a peer of an end, also while this transport closes.
@@ -199,14 +199,11 @@ func (t *Transport) sayBye(peer core.AgentID, s *signal) {
 	t.goRun("rdma bye", func() { _, _ = t.askUntil(context.Background(), peer, s, byeBound) })
 }
 
-// goRun starts a goroutine that Close waits for; false when it has begun to.
+// goRun starts a goroutine that Close waits for. It returns false if Close already waits.
 func (t *Transport) goRun(name string, f func()) bool {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.shut {
+	if !t.enter() {
 		return false
 	}
-	t.wg.Add(1)
 	safe.Go(name, func() {
 		defer t.wg.Done()
 		f()
@@ -214,7 +211,7 @@ func (t *Transport) goRun(name string, f func()) bool {
 	return true
 }
 
-// enter has Close wait for something, until t.wg.Done; false when it has begun to.
+// enter has Close wait until t.wg.Done is called. It returns false if Close already waits.
 func (t *Transport) enter() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -225,24 +222,19 @@ func (t *Transport) enter() bool {
 	return true
 }
 
-// tell has the sink told something, which Close waits for.
+// tell calls the sink, unless Close already waits. Close waits for the call.
 func (t *Transport) tell(f func(s core.Sink)) {
-	t.mu.Lock()
-	if t.shut {
-		t.mu.Unlock()
-		return
+	if t.enter() {
+		defer t.wg.Done()
+		f(t.sink)
 	}
-	t.wg.Add(1)
-	t.mu.Unlock()
-	defer t.wg.Done()
-	f(t.sink)
 }
 
 func (t *Transport) down(peer core.AgentID, err error) {
 	t.tell(func(s core.Sink) { s.PeerDown(peer, err) })
 }
 
-// pause waits; false when the transport is closed.
+// pause waits. It returns false if the transport was closed meanwhile.
 func (t *Transport) pause(d time.Duration) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
@@ -269,7 +261,7 @@ func (t *Transport) Close() error {
 	t.shut = true
 	t.mu.Unlock()
 	t.wg.Wait()
-	err := t.closeDevices() // which ends the waits for events
+	err := t.closeDevices() // ends the goroutines that wait for events
 	t.ears.Wait()
 	return err
 }
@@ -288,7 +280,7 @@ func shorten(s string) string {
 	return ""
 }
 
-// posted counts a chain that is posted.
+// posted counts the writes and completions of a chain.
 func (t *Transport) posted(chain []verbs.Write) {
 	t.doorbells.Add(1)
 	t.requests.Add(uint64(len(chain)))
@@ -299,9 +291,9 @@ func (t *Transport) posted(chain []verbs.Write) {
 	}
 }
 
-// Counters are what the agent's statistics show of the transport itself: writes
-// posted, doorbells (chains) that it took and completions that were asked for, all
-// since it was opened; lanes now, of both sides.
+// Counters are the transport's own numbers in the agent's statistics: writes, doorbells
+// (chains) and completions that were asked for, since it was opened; and the lanes of
+// both halves that are open now.
 func (t *Transport) Counters() map[string]uint64 {
 	lanes := t.sender.lanes() + t.receiver.lanes()
 	return map[string]uint64{"writes": t.requests.Load(), "doorbells": t.doorbells.Load(), "signals": t.signals.Load(), "lanes": uint64(lanes)}

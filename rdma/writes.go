@@ -17,10 +17,9 @@ type writeLimits struct {
 	maxBytes uint64
 }
 
-// cursor turns a part into writes, a chain at a time. It is a value: a copy is a
-// cursor of its own, as long as neither is given more. Once it is whole its last write
-// carries the immediate, also when the part is empty, so that a part is always ended by
-// a mark that follows its bytes.
+// cursor turns a stripe into writes, a chain at a time. It is a value: a copy is a cursor
+// of its own, as long as neither is given more. Once it is whole, its last write carries
+// the immediate. So each stripe ends with a mark that follows its bytes, also an empty one.
 type cursor struct {
 	given []stretch // so far, none without bytes, in the order in which they are written
 	whole bool      // no more will be given
@@ -29,14 +28,14 @@ type cursor struct {
 	pairs []core.Pair
 	pair  int    // the pair that holds the next byte
 	skip  uint64 // bytes of it that are done
-	left  uint64 // bytes of the stretch that are not
+	left  uint64 // bytes of the stretch that are left
 	done  bool   // the write with the immediate was filled
 }
 
 // ready says whether fill has something to do.
 func (c *cursor) ready() bool { return c.left > 0 || c.next < len(c.given) || c.whole && !c.done }
 
-// rewind goes back to the part's first byte.
+// rewind goes back to the stripe's first byte.
 func (c *cursor) rewind() { *c = cursor{given: c.given, whole: c.whole, imm: c.imm} }
 
 // advance goes on to the next stretch that has bytes; false if there is none.
@@ -52,13 +51,12 @@ func (c *cursor) advance() bool {
 	return true
 }
 
-// fill makes the part's next writes from the front of writes and of pieces, whose
-// lengths bound it, and says how many of each and how many bytes they carry; First
-// of a write counts from the front of pieces. done: the last of them ends the
-// part. Pairs that are adjacent at the peer under one key share a write, also when
-// they were not given at the same time. IDs and signals are left to the sendQueue. An error names a pair outside of its region;
-// nothing of this call must be posted then, and the cursor must be rewound. It
-// does not allocate. Without room for one write or piece it makes none.
+// fill makes the stripe's next writes in writes and pieces, whose lengths bound it. It
+// returns how many of each it made and how many bytes they carry. First of a write counts
+// from the front of pieces. done says that the last write ends the stripe. Pairs that are
+// adjacent at the peer under one key share a write, also if they were given one after the
+// other. IDs and signals are left to the sendQueue. An error names a pair outside of its
+// region: then no write of this call may be posted, and the cursor must be rewound.
 func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, local, remote *keyTable, lim writeLimits) (nWrites, nPieces int, bytes uint64, done bool, err error) {
 	if len(writes) == 0 || c.done {
 		return 0, 0, 0, c.done, nil

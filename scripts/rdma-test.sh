@@ -17,7 +17,7 @@ bound=1200 # seconds, for all stages of a machine, its start included
 # ---- the stages ----
 
 # With the race detector, in the short form; without what is slow, needs no device, and runs in `make test`.
-elsewhere='TestPretouch|TestSendQueueRandom'
+elsewhere='TestPretouch|TestSendQueueRandom|TestABI'
 build_go() { # the test binary of each package below rdma/ that has tests
   local package dir
   ${GO:-go} list -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{.Dir}}{{end}}' ./rdma/... >$out/packages
@@ -42,7 +42,7 @@ run_go() {
 build_signals() { ${GO:-go} test -tags invariants -c -o $out/bin/signals.test ./rdma; }
 run_signals() {
   local failed=0 binary=$PWD/$out/bin/signals.test first
-  signal_faults 'greet|ports|join|joined' >$out/signals.first.log 2>&1 &
+  signal_faults 'greet|ports|connect|connected' >$out/signals.first.log 2>&1 &
   first=$!
   signal_faults 'lost|drain|drained|bye|dismissed' || failed=1
   wait $first || failed=1

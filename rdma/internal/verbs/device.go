@@ -41,14 +41,9 @@ func (t Transport) String() string {
 	return "unknown"
 }
 
-// NodeType of a device: enum ibv_node_type; 1 is a channel adapter, 4 an iWARP NIC.
-type NodeType int
-
-// DeviceInfo is what is known of a device without opening it.
+// DeviceInfo describes a device that may not be open.
 type DeviceInfo struct {
 	Name      string // mlx5_0
-	NodeGUID  uint64
-	NodeType  NodeType
 	Transport Transport
 	SysPath   string // /sys/class/infiniband/mlx5_0
 	File      string // /dev/infiniband/uverbs0; empty where nothing drives the device
@@ -75,8 +70,6 @@ func (l *Library) Devices() ([]DeviceInfo, error) {
 	for _, d := range unsafe.Slice(list, int(n)) {
 		i := DeviceInfo{
 			Name:      C.GoString(&d.name[0]),
-			NodeGUID:  fromNetwork(uint64(d.guid)),
-			NodeType:  NodeType(d.node_type),
 			Transport: Transport(d.transport),
 			SysPath:   C.GoString(&d.sys_path[0]),
 			File:      "/dev/infiniband/" + C.GoString(&d.file[0]),
@@ -108,15 +101,6 @@ func fileProblem(file string, err error) error {
 	return fmt.Errorf("open %s: %w", file, err)
 }
 
-func fromNetwork(n uint64) uint64 {
-	b := (*[8]byte)(unsafe.Pointer(&n))
-	var v uint64
-	for _, x := range b {
-		v = v<<8 | uint64(x)
-	}
-	return v
-}
-
 // Counts says how many objects of a device are open.
 type Counts struct{ PDs, MRs, CQs, QPs int }
 
@@ -126,7 +110,7 @@ type Device struct {
 	info  DeviceInfo
 	attr  Attr
 	async *os.File // a duplicate of the context's descriptor, in the netpoller
-	ctx   *C.struct_ibv_context
+	ctx   *C.struct_kv_ibv_context
 
 	mu     sync.RWMutex // held for writing by Close
 	closed bool
@@ -146,8 +130,6 @@ type Attr struct {
 	MaxCQE          int // completions in a queue
 	Ports           int // numbered from 1
 	Vectors         int // completion vectors (interrupts)
-	VendorID        uint32
-	VendorPart      uint32
 	Firmware        string
 	RelaxedOrdering bool // it may be asked for; a kernel or device without it ignores the wish
 }
@@ -203,16 +185,15 @@ func (d *Device) start() error {
 		MaxMRSize: uint64(a.max_mr_size), MaxMR: int(a.max_mr), MaxPD: int(a.max_pd),
 		MaxQP: int(a.max_qp), MaxQPWR: int(a.max_qp_wr), MaxSGE: int(a.max_sge),
 		MaxCQ: int(a.max_cq), MaxCQE: int(a.max_cqe), Ports: int(a.ports), Vectors: int(a.vectors),
-		VendorID: uint32(a.vendor_id), VendorPart: uint32(a.vendor_part), Firmware: C.GoString(&a.firmware[0]),
-		RelaxedOrdering: C.vb_has_relaxed_ordering() != 0,
+		Firmware: C.GoString(&a.firmware[0]), RelaxedOrdering: C.vb_has_relaxed_ordering() != 0,
 	}
 	var err error
 	d.async, err = pollable(C.vb_async_fd(d.ctx), d.info.Name+" events")
 	return err
 }
 
-// pollable gives a duplicate of a descriptor of the library to the netpoller,
-// since an os.File closes what it has and so does the library.
+// pollable gives the netpoller a duplicate of the library's descriptor, since both the
+// os.File and the library close their own.
 func pollable(fd C.int, name string) (*os.File, error) {
 	dup, _, e := syscall.Syscall(syscall.SYS_FCNTL, uintptr(fd), syscall.F_DUPFD_CLOEXEC, 0)
 	if e != 0 {

@@ -59,14 +59,11 @@ func TestDevice(t *testing.T) {
 	leaktest.Check(t)
 	d := openFirst(t)
 	i, a := d.Info(), d.Attr()
-	if i.Transport != TransportIB || i.NodeType != 1 || i.NodeGUID == 0 || i.Problem != nil {
+	if i.Transport != TransportIB || i.Problem != nil {
 		t.Errorf("info: %+v", i)
 	}
 	if _, err := os.Stat(i.SysPath); err != nil {
 		t.Error(err)
-	}
-	if guid, _ := os.ReadFile(i.SysPath + "/node_guid"); strings.ReplaceAll(strings.TrimSpace(string(guid)), ":", "") != hex16(i.NodeGUID) {
-		t.Errorf("node GUID is %s, sysfs says %s", hex16(i.NodeGUID), guid)
 	}
 	if a.MaxMRSize == 0 || a.MaxMR < 1 || a.MaxPD < 1 || a.MaxQP < 1 || a.MaxQPWR < 1 || a.MaxSGE < 1 || a.MaxCQ < 1 || a.MaxCQE < 1 || a.Ports < 1 || a.Vectors < 1 {
 		t.Errorf("attr: %+v", a)
@@ -75,17 +72,11 @@ func TestDevice(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if p.State != PortActive || p.LinkLayer != LinkEthernet || p.ActiveMTU != 4096 || p.MaxMessage == 0 || p.Speed == 0 || p.GIDs == 0 || p.PKeys == 0 {
+	if p.State != PortActive || p.LinkLayer != LinkEthernet || p.ActiveMTU != 4096 || p.Speed == 0 || p.GIDs == 0 {
 		t.Errorf("port: %+v", p)
 	}
 	if _, err := d.Port(2); err == nil || !strings.Contains(err.Error(), "no port 2, it has 1 to 1") {
 		t.Errorf("port 2: %v", err)
-	}
-	if key, err := d.PKey(1, 0); err != nil || key != 0xffff {
-		t.Errorf("partition key %#x, %v", key, err)
-	}
-	if _, err := d.PKey(1, p.PKeys); err == nil || !strings.Contains(err.Error(), "no partition key") {
-		t.Errorf("partition key beyond the table: %v", err)
 	}
 	gids, err := d.GIDs(1)
 	if err != nil {
@@ -107,15 +98,6 @@ func TestDevice(t *testing.T) {
 	if _, err := l.Open("mlx5_77"); !errors.Is(err, syscall.ENODEV) || !strings.Contains(err.Error(), i.Name) {
 		t.Errorf("a device that is not there: %v", err)
 	}
-}
-
-func hex16(n uint64) string {
-	const digits = "0123456789abcdef"
-	var b [16]byte
-	for k := range b {
-		b[k] = digits[n>>(60-4*k)&15]
-	}
-	return string(b[:])
 }
 
 func TestEventsOfALink(t *testing.T) {

@@ -17,15 +17,10 @@ type EventType int
 // The events that decisions depend on.
 const (
 	EventQueueError        EventType = 0 // a completion queue overran
-	EventQPFatal           EventType = 1
-	EventQPRequestError    EventType = 2
-	EventQPAccessError     EventType = 3
 	EventDeviceFatal       EventType = 8 // the device is lost; all that was made of it must be closed
 	EventPortActive        EventType = 9
 	EventPortError         EventType = 10
 	EventLIDChange         EventType = 11
-	EventPKeyChange        EventType = 12
-	EventSMChange          EventType = 13
 	EventGIDChange         EventType = 18
 	EventClientReregisters EventType = 17
 )

@@ -62,7 +62,7 @@ func TestQueuesRefused(t *testing.T) {
 	a := w.dev.Attr()
 	for _, c := range []Caps{
 		{SendDepth: 0, Pieces: 1}, {SendDepth: a.MaxQPWR + 1, Pieces: 1}, {SendDepth: 1, ReceiveDepth: a.MaxQPWR + 1, Pieces: 1},
-		{SendDepth: 1, Pieces: 0}, {SendDepth: 1, Pieces: a.MaxSGE + 1}, {SendDepth: 1, Pieces: 1, Inline: 1 << 20}, {SendDepth: 1, Pieces: 1, Inline: 1 << 16},
+		{SendDepth: 1, Pieces: 0}, {SendDepth: 1, Pieces: a.MaxSGE + 1},
 	} {
 		q, err := NewQP(w.pd, w.cqA, c)
 		if err == nil {
@@ -83,7 +83,7 @@ func TestQueuesRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer q.Destroy()
-	p := w.pathA
+	p := w.routeA
 	p.RemoteWrite = false
 	if err := q.Init(&p); err != nil {
 		t.Fatal(err)

@@ -17,7 +17,7 @@ import (
 type PD struct {
 	dev *Device
 	mu  sync.RWMutex
-	c   *C.struct_ibv_pd
+	c   *C.struct_kv_ibv_pd
 }
 
 // NewPD makes a protection domain.
@@ -36,9 +36,6 @@ func (d *Device) NewPD() (*PD, error) {
 	}
 	return pd, nil
 }
-
-// Device is what the domain was made on.
-func (p *PD) Device() *Device { return p.dev }
 
 // Close gives the domain back; it fails with EBUSY while memory or queue pairs
 // of it are open. A second call does nothing.
@@ -74,12 +71,11 @@ type Access uint32
 const (
 	LocalWrite      Access = 1 << 0 // needed with RemoteWrite
 	RemoteWrite     Access = 1 << 1
-	RemoteRead      Access = 1 << 2
 	RelaxedOrdering Access = 1 << 20 // ignored where the library, the kernel or the device has none
 )
 
-// MR is registered memory. Its pages stay where they are until Close; the
-// memory stays its owner's, who must not unmap it before.
+// MR is registered memory. Its pages stay where they are until Close. Its owner must not
+// unmap it before.
 type MR struct {
 	Addr   uint64
 	Length uint64
@@ -88,7 +84,7 @@ type MR struct {
 
 	dev *Device
 	mu  sync.Mutex
-	c   *C.struct_ibv_mr
+	c   *C.struct_kv_ibv_mr
 }
 
 // RegisterError says why memory could not be registered.

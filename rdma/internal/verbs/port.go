@@ -54,15 +54,13 @@ func (l LinkLayer) String() string {
 
 // Port is what a port is at the moment.
 type Port struct {
-	Number     int
-	State      PortState
-	LinkLayer  LinkLayer
-	LID        uint16 // of InfiniBand; 0 before a subnet manager gave one
-	ActiveMTU  int    // bytes: 256 to 4096
-	MaxMessage uint32 // bytes of one write
-	Speed      uint64 // bits per second of data; 0: unknown
-	GIDs       int    // places in its table, empty ones included
-	PKeys      int
+	Number    int
+	State     PortState
+	LinkLayer LinkLayer
+	LID       uint16 // of InfiniBand; 0 before a subnet manager gave one
+	ActiveMTU int    // bytes: 256 to 4096
+	Speed     uint64 // bits per second of data; 0: unknown
+	GIDs      int    // places in its table, empty ones included
 }
 
 // Port asks for a port, numbered from 1.
@@ -82,16 +80,16 @@ func (d *Device) Port(n int) (Port, error) {
 	}
 	port := Port{
 		Number: n, State: PortState(p.state), LinkLayer: LinkLayer(p.link_layer), LID: uint16(p.lid),
-		ActiveMTU: mtuBytes(int(p.active_mtu)), MaxMessage: uint32(p.max_message),
-		Speed: speed(uint32(p.width), uint32(p.speed)), GIDs: int(p.gids), PKeys: int(p.pkeys),
+		ActiveMTU: mtuBytes(int(p.active_mtu)),
+		Speed:     speed(uint32(p.width), uint32(p.speed)), GIDs: int(p.gids),
 	}
-	if port.Speed == 0 { // a rate that verbs.h has no code for
+	if port.Speed == 0 { // a rate that libibverbs has no code for
 		port.Speed = parseRate(d.sysfs(n, "rate"))
 	}
 	return port, nil
 }
 
-// mtuBytes is enum ibv_mtu in bytes; 0 for what is none.
+// mtuBytes is enum ibv_mtu in bytes; 0 for an unknown code.
 func mtuBytes(code int) int {
 	if code < 1 || code > 5 {
 		return 0
@@ -229,23 +227,4 @@ func (d *Device) gidsBySysfs(p Port) ([]GID, error) {
 		gids = append(gids, g)
 	}
 	return gids, nil
-}
-
-// PKey is the partition key at an index of a port's table.
-func (d *Device) PKey(port, index int) (uint16, error) {
-	p, err := d.Port(port)
-	if err != nil {
-		return 0, err
-	}
-	if index < 0 || index >= p.PKeys {
-		return 0, fmt.Errorf("port %d of RDMA device %s has no partition key %d, it has 0 to %d", port, d.info.Name, index, p.PKeys-1)
-	}
-	var key C.uint32_t
-	err = d.use(func() error {
-		return errno(C.vb_query_pkey(d.ctx, C.int(port), C.int(index), &key))
-	})
-	if err != nil {
-		return 0, fmt.Errorf("query partition key %d of port %d of RDMA device %s: %w", index, port, d.info.Name, err)
-	}
-	return uint16(key), nil
 }

@@ -1,6 +1,7 @@
 package verbs
 
 /*
+#include <stdlib.h>
 #include "shim.h"
 */
 import "C"
@@ -18,11 +19,10 @@ type Caps struct {
 	SendDepth    int // writes that may be posted and not completed; also the longest chain of one Post
 	ReceiveDepth int // receives that may be posted and not used up
 	Pieces       int // of one write
-	Inline       int // bytes of one write with Inline; 0: none
 }
 
 // QP is a reliable connected queue pair. Its sends and receives complete in one
-// completion queue; it does not signal what was not asked for.
+// completion queue. Only requests that ask for it are signalled.
 type QP struct {
 	dev    *Device
 	cq     *CQ
@@ -44,12 +44,9 @@ func NewQP(pd *PD, cq *CQ, caps Caps) (*QP, error) {
 	case caps.Pieces < 1 || caps.Pieces > a.MaxSGE:
 		return nil, fmt.Errorf("queue pair with %d pieces for each write on RDMA device %s: it has 1 to %d: %w",
 			caps.Pieces, d.info.Name, a.MaxSGE, syscall.EINVAL)
-	case caps.Inline < 0 || caps.Inline > 1<<16:
-		return nil, fmt.Errorf("queue pair with %d inline bytes on RDMA device %s: %w", caps.Inline, d.info.Name, syscall.EINVAL)
 	}
 	q := &QP{dev: d, cq: cq, caps: caps}
-	c := C.struct_vb_caps{send_depth: C.uint32_t(caps.SendDepth), receive_depth: C.uint32_t(caps.ReceiveDepth),
-		pieces: C.uint32_t(caps.Pieces), inline_bytes: C.uint32_t(caps.Inline)}
+	c := C.struct_vb_caps{send_depth: C.uint32_t(caps.SendDepth), receive_depth: C.uint32_t(caps.ReceiveDepth), pieces: C.uint32_t(caps.Pieces)}
 	err := pd.use(func() error {
 		cq.mu.Lock()
 		defer cq.mu.Unlock()
@@ -58,8 +55,8 @@ func NewQP(pd *PD, cq *CQ, caps Caps) (*QP, error) {
 		}
 		var err error
 		if q.c, err = C.vb_create_qp(pd.c, cq.c, &c); q.c == nil {
-			return fmt.Errorf("make a queue pair (%d writes of %d pieces, %d receives, %d inline bytes) on RDMA device %s, which has at most %d: %w",
-				caps.SendDepth, caps.Pieces, caps.ReceiveDepth, caps.Inline, d.info.Name, d.attr.MaxQP, cause(err))
+			return fmt.Errorf("make a queue pair (%d writes of %d pieces, %d receives) on RDMA device %s, which has at most %d: %w",
+				caps.SendDepth, caps.Pieces, caps.ReceiveDepth, d.info.Name, d.attr.MaxQP, cause(err))
 		}
 		d.qps.Add(1)
 		return nil
@@ -68,15 +65,12 @@ func NewQP(pd *PD, cq *CQ, caps Caps) (*QP, error) {
 		return nil, err
 	}
 	q.number = uint32(C.vb_qp_number(q.c))
-	q.caps.Pieces, q.caps.Inline, q.caps.ReceiveDepth = int(c.pieces), int(c.inline_bytes), int(c.receive_depth)
+	q.caps.Pieces, q.caps.ReceiveDepth = int(c.pieces), int(c.receive_depth)
 	return q, nil
 }
 
 // Number is what the peer calls the queue pair.
 func (q *QP) Number() uint32 { return q.number }
-
-// Caps are what the device gave: SendDepth as asked, the rest at least that.
-func (q *QP) Caps() Caps { return q.caps }
 
 // State of a queue pair: enum ibv_qp_state.
 type State int
@@ -100,9 +94,9 @@ func (s State) String() string {
 	return names[s]
 }
 
-// Path is how a queue pair reaches its peer. Init needs Port, PKeyIndex and
-// RemoteWrite; ReadyToReceive all of the path; ReadyToSend the last group.
-type Path struct {
+// Route is how a queue pair reaches its peer. Init needs Port, PKeyIndex and
+// RemoteWrite; ReadyToReceive all of the route; ReadyToSend the last group.
+type Route struct {
 	Port        int
 	PKeyIndex   int
 	RemoteWrite bool // the peer may write to memory that was registered with RemoteWrite
@@ -115,7 +109,6 @@ type Path struct {
 	SourceGIDIndex int      // with Global
 	HopLimit       int      // with Global
 	TrafficClass   int      // with Global
-	FlowLabel      uint32   // with Global
 	RemoteLID      uint16   // of InfiniBand
 	ServiceLevel   int
 	MinRNRTimer    int // how long the peer shall wait when no receive is posted: 1 is 0.01 ms, 12 is 0.64 ms, 31 is 491 ms, 0 is 655 ms
@@ -127,7 +120,7 @@ type Path struct {
 }
 
 // check gives the first field that is out of its range.
-func (p *Path) check() error {
+func (p *Route) check() error {
 	for _, f := range []struct {
 		name     string
 		is       int
@@ -141,7 +134,6 @@ func (p *Path) check() error {
 		{"SourceGIDIndex", p.SourceGIDIndex, 0, 255},
 		{"HopLimit", p.HopLimit, 0, 255},
 		{"TrafficClass", p.TrafficClass, 0, 255},
-		{"FlowLabel", int(p.FlowLabel), 0, 1<<20 - 1},
 		{"ServiceLevel", p.ServiceLevel, 0, 15},
 		{"MinRNRTimer", p.MinRNRTimer, 0, 31},
 		{"Timeout", p.Timeout, 0, 31},
@@ -155,13 +147,13 @@ func (p *Path) check() error {
 	return nil
 }
 
-func (p *Path) twin() C.struct_vb_path {
-	c := C.struct_vb_path{
+func (p *Route) twin() C.struct_vb_route {
+	c := C.struct_vb_route{
 		port: C.uint8_t(p.Port), sl: C.uint8_t(p.ServiceLevel), traffic_class: C.uint8_t(p.TrafficClass),
 		hop_limit: C.uint8_t(p.HopLimit), sgid_index: C.uint8_t(p.SourceGIDIndex),
 		mtu: C.uint8_t(mtuCode(p.MTU)), min_rnr_timer: C.uint8_t(p.MinRNRTimer), timeout: C.uint8_t(p.Timeout),
 		retry: C.uint8_t(p.Retry), rnr_retry: C.uint8_t(p.RNRRetry), pkey_index: C.uint16_t(p.PKeyIndex),
-		dlid: C.uint16_t(p.RemoteLID), flow_label: C.uint32_t(p.FlowLabel), dest_qp: C.uint32_t(p.RemoteQP),
+		dlid: C.uint16_t(p.RemoteLID), dest_qp: C.uint32_t(p.RemoteQP),
 		rq_psn: C.uint32_t(p.RemotePSN), sq_psn: C.uint32_t(p.LocalPSN),
 		dgid: *(*[16]C.uint8_t)(unsafe.Pointer(&p.RemoteGID)),
 	}
@@ -175,7 +167,7 @@ func (p *Path) twin() C.struct_vb_path {
 }
 
 // modify brings the queue pair into a state.
-func (q *QP) modify(to State, p *Path) error {
+func (q *QP) modify(to State, p *Route) error {
 	if err := p.check(); err != nil && to != Reset && to != Failed {
 		return fmt.Errorf("bring a queue pair of RDMA device %s to %v: %w", q.dev.info.Name, to, err)
 	}
@@ -192,12 +184,12 @@ func (q *QP) modify(to State, p *Path) error {
 }
 
 // Init lets receives be posted.
-func (q *QP) Init(p *Path) error { return q.modify(Initialized, p) }
+func (q *QP) Init(p *Route) error { return q.modify(Initialized, p) }
 
-// ReadyToReceive connects the queue pair to its peer: the peer's writes land
-// from now on, if they may. It finds out whether there is a route to the peer
-// only where the fabric is Ethernet; that the peer answers is for a write to show.
-func (q *QP) ReadyToReceive(p *Path) error {
+// ReadyToReceive connects the queue pair to its peer, whose writes may land from now on.
+// Only on Ethernet it finds out whether a route to the peer exists. Only a write shows
+// whether the peer answers.
+func (q *QP) ReadyToReceive(p *Route) error {
 	if mtuCode(p.MTU) == 0 {
 		return fmt.Errorf("bring queue pair %d of RDMA device %s to %v: MTU is %d bytes, it can be 256 to 4096: %w", q.number, q.dev.info.Name, ReadyToReceive, p.MTU, syscall.EINVAL)
 	}
@@ -211,14 +203,14 @@ func (q *QP) ReadyToReceive(p *Path) error {
 }
 
 // ReadyToSend lets writes be posted.
-func (q *QP) ReadyToSend(p *Path) error { return q.modify(ReadyToSend, p) }
+func (q *QP) ReadyToSend(p *Route) error { return q.modify(ReadyToSend, p) }
 
-// ToError stops the queue pair: what is posted completes as Flushed, and when
-// it returns nothing more of the peer's lands.
-func (q *QP) ToError() error { return q.modify(Failed, &Path{}) }
+// ToError stops the queue pair. Posted requests complete as Flushed. When it returns, no
+// byte of the peer lands any more.
+func (q *QP) ToError() error { return q.modify(Failed, &Route{}) }
 
 // Reset forgets the peer and everything that is posted, without completions.
-func (q *QP) Reset() error { return q.modify(Reset, &Path{}) }
+func (q *QP) Reset() error { return q.modify(Reset, &Route{}) }
 
 // State asks the device for the queue pair's state.
 func (q *QP) State() (State, error) {
@@ -234,7 +226,7 @@ func (q *QP) State() (State, error) {
 	return State(s), nil
 }
 
-// closed is of a queue pair that was destroyed, or of the zero QP, which tests use.
+// closed is the error of a queue pair that was destroyed, and of the zero QP, which tests use.
 func (q *QP) closed() error {
 	if q.dev == nil {
 		return fmt.Errorf("no queue pair: %w", ErrClosed)
@@ -242,10 +234,10 @@ func (q *QP) closed() error {
 	return fmt.Errorf("queue pair %d of RDMA device %s: %w", q.number, q.dev.info.Name, ErrClosed)
 }
 
-// Post posts writes behind one doorbell, in order, and says how many are
-// posted: all, or with an error those before the one that was refused. Pieces
-// is the list that the writes' First and Pieces mean. Nothing is kept of either
-// slice and nothing is allocated. ENOMEM: the send queue is full.
+// Post posts writes behind one doorbell, in order. It returns how many are posted: all, or
+// with an error those before the write that was refused. First and Pieces of the writes
+// name entries of pieces. Post keeps neither slice and allocates nothing. ENOMEM says that
+// the send queue is full.
 func (q *QP) Post(writes []Write, pieces []SGE) (int, error) {
 	if len(writes) > q.caps.SendDepth {
 		return 0, fmt.Errorf("post %d writes on a queue pair of %d: %w", len(writes), q.caps.SendDepth, syscall.EINVAL)
@@ -286,9 +278,9 @@ func (q *QP) postError(what string, posted, of int, err error) error {
 	return fmt.Errorf("post %s %d of %d on queue pair %d of RDMA device %s: %w%s%s", what, posted+1, of, q.number, q.dev.info.Name, err, number(err), full)
 }
 
-// Destroy gives the queue pair back: what is posted is forgotten without
-// completions; those that lie in the completion queue may be dropped or still be
-// polled. When it returns nothing of the peer's lands. A second call does nothing.
+// Destroy gives the queue pair back. Posted requests get no completion; completions that
+// lie in the queue may be dropped or still be polled. When it returns, no byte of the peer
+// lands any more. A second call does nothing.
 func (q *QP) Destroy() error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -301,4 +293,24 @@ func (q *QP) Destroy() error {
 	q.c = nil
 	q.dev.qps.Add(-1)
 	return nil
+}
+
+// NewNullQP makes a queue pair of no device, whose posts go nowhere, for tests and to
+// measure what a post costs besides the device. Only Post and DestroyNull do something.
+func NewNullQP(caps Caps) (*QP, error) {
+	c := C.struct_vb_caps{send_depth: C.uint32_t(caps.SendDepth), pieces: C.uint32_t(caps.Pieces)}
+	q := &QP{dev: &Device{info: DeviceInfo{Name: "null"}}, caps: caps, c: C.vb_null_qp(&c)}
+	if q.c == nil {
+		return nil, errors.New("null queue pair: out of memory")
+	}
+	q.dev.qps.Add(1)
+	return q, nil
+}
+
+// DestroyNull frees a queue pair of NewNullQP.
+func (q *QP) DestroyNull() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	C.free(unsafe.Pointer(q.c))
+	q.c = nil
 }

@@ -1,14 +1,13 @@
 // Package verbs is libibverbs for Go: opened at run time, never linked, with
 // the work requests in C memory and nothing allocated to post or to poll.
 //
-// Objects may be used from any goroutine. Each is closed by its owner, those
-// made from it first: queue pairs, then completion queues and memory regions,
-// then protection domains, then the device. What is used after its Close gives
-// ErrClosed.
+// Objects may be used from any goroutine. Their owner closes them in this order: queue
+// pairs, then completion queues and memory regions, then protection domains, then the
+// device. An object that is used after its Close returns ErrClosed.
 package verbs
 
 /*
-#cgo CFLAGS: -std=gnu11 -O2 -Wall -Wextra -Wno-unused-parameter -fvisibility=hidden -I${SRCDIR}/include
+#cgo CFLAGS: -std=gnu11 -O2 -Wall -Wextra -Wno-unused-parameter -fvisibility=hidden
 // An empty archive since glibc 2.34, where dlopen is in libc.
 #cgo LDFLAGS: -ldl
 #cgo noescape vb_poll
@@ -32,7 +31,7 @@ import (
 	"unsafe"
 )
 
-// ErrClosed is wrapped by what is done with a closed object, and ends waits.
+// ErrClosed is wrapped by the errors of a closed object, and ends waits.
 var ErrClosed = os.ErrClosed
 
 // UnavailableError says why this process has no verbs at all.
@@ -91,7 +90,7 @@ func load(name string) (*Library, error) {
 	}
 }
 
-// errno is a status of shim.c as an error.
+// errno is a status of the shim as an error.
 func errno(rc C.int) error {
 	if rc == 0 {
 		return nil
@@ -116,8 +115,8 @@ func number(err error) string {
 	return fmt.Sprintf(" (errno %d)", int(e))
 }
 
-// The types of types.go are laid out like their twins in shim.h, field by
-// field: where they differ these lines do not compile.
+// The types of types.go are laid out like their twins in shim.h, field by field. If one
+// differs, its line here does not compile.
 var (
 	_ = [1]struct{}{}[unsafe.Sizeof(SGE{})-C.sizeof_struct_vb_sge]
 	_ = [1]struct{}{}[unsafe.Offsetof(SGE{}.Length)-unsafe.Offsetof(C.struct_vb_sge{}.length)]
@@ -141,5 +140,4 @@ var (
 
 	_ = [1]struct{}{}[Signaled-C.VB_SIGNALED]
 	_ = [1]struct{}{}[WithImm-C.VB_WITH_IMM]
-	_ = [1]struct{}{}[Inline-C.VB_INLINE]
 )

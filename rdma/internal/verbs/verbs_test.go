@@ -116,26 +116,25 @@ func TestMTU(t *testing.T) {
 	}
 }
 
-func TestPathOutOfRange(t *testing.T) {
-	ok := Path{Port: 1, MTU: 1024}
+func TestRouteOutOfRange(t *testing.T) {
+	ok := Route{Port: 1, MTU: 1024}
 	if err := ok.check(); err != nil {
 		t.Fatal(err)
 	}
-	for name, change := range map[string]func(*Path){
-		"Port":           func(p *Path) { p.Port = 0 },
-		"PKeyIndex":      func(p *Path) { p.PKeyIndex = 65536 },
-		"RemoteQP":       func(p *Path) { p.RemoteQP = 1 << 24 },
-		"RemotePSN":      func(p *Path) { p.RemotePSN = 1 << 24 },
-		"LocalPSN":       func(p *Path) { p.LocalPSN = 1 << 24 },
-		"SourceGIDIndex": func(p *Path) { p.SourceGIDIndex = -1 },
-		"HopLimit":       func(p *Path) { p.HopLimit = 256 },
-		"TrafficClass":   func(p *Path) { p.TrafficClass = 256 },
-		"FlowLabel":      func(p *Path) { p.FlowLabel = 1 << 20 },
-		"ServiceLevel":   func(p *Path) { p.ServiceLevel = 16 },
-		"MinRNRTimer":    func(p *Path) { p.MinRNRTimer = 32 },
-		"Timeout":        func(p *Path) { p.Timeout = 32 },
-		"Retry":          func(p *Path) { p.Retry = 8 },
-		"RNRRetry":       func(p *Path) { p.RNRRetry = 8 },
+	for name, change := range map[string]func(*Route){
+		"Port":           func(p *Route) { p.Port = 0 },
+		"PKeyIndex":      func(p *Route) { p.PKeyIndex = 65536 },
+		"RemoteQP":       func(p *Route) { p.RemoteQP = 1 << 24 },
+		"RemotePSN":      func(p *Route) { p.RemotePSN = 1 << 24 },
+		"LocalPSN":       func(p *Route) { p.LocalPSN = 1 << 24 },
+		"SourceGIDIndex": func(p *Route) { p.SourceGIDIndex = -1 },
+		"HopLimit":       func(p *Route) { p.HopLimit = 256 },
+		"TrafficClass":   func(p *Route) { p.TrafficClass = 256 },
+		"ServiceLevel":   func(p *Route) { p.ServiceLevel = 16 },
+		"MinRNRTimer":    func(p *Route) { p.MinRNRTimer = 32 },
+		"Timeout":        func(p *Route) { p.Timeout = 32 },
+		"Retry":          func(p *Route) { p.Retry = 8 },
+		"RNRRetry":       func(p *Route) { p.RNRRetry = 8 },
 	} {
 		p := ok
 		change(&p)

@@ -12,16 +12,16 @@ var epoch = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 
 func at(d time.Duration) time.Time { return epoch.Add(d) }
 
-// paused is a rail that failed at the epoch.
-func paused(name string) *rail {
-	r := newRail(name, 1e9)
+// paused is a path that failed at the epoch.
+func paused(name string) *path {
+	r := newPath(1e9)
 	r.fail(epoch, errors.New("cable of "+name))
 	return r
 }
 
-func TestRailSpeed(t *testing.T) {
+func TestPathSpeed(t *testing.T) {
 	const mb = 1 << 20
-	r := newRail("a", 1000*mb)
+	r := newPath(1000 * mb)
 	near := func(want float64) {
 		t.Helper()
 		if got := r.rate(r.measured) / mb; math.Abs(got-want) > want/100 {
@@ -35,7 +35,7 @@ func TestRailSpeed(t *testing.T) {
 	r.end(at(time.Second), 400*mb)
 	near(1000 * math.Pow(0.4, 0.25))
 	// A sample far from the others, whose completions came all at once, changes little.
-	r = newRail("a", 1000*mb)
+	r = newPath(1000 * mb)
 	r.begin(at(0), 400*mb)
 	r.end(at(time.Microsecond), 400*mb)
 	near(1000 * math.Pow(maxStray, 0.25))
@@ -43,14 +43,14 @@ func TestRailSpeed(t *testing.T) {
 	r.end(at(time.Hour), 5*mb)
 	near(1000)
 	// What is little, and idle time, is no measurement.
-	r = newRail("a", 1000*mb)
+	r = newPath(1000 * mb)
 	r.begin(at(0), 3*mb)
 	r.end(at(time.Second), 3*mb)
 	r.begin(at(2*time.Second), 3*mb)
 	r.end(at(3*time.Second), 3*mb)
 	near(1000)
 	// In the middle of a stream samples follow each other.
-	r = newRail("a", 1000*mb)
+	r = newPath(1000 * mb)
 	r.begin(at(0), 100*mb)
 	for i := range 100 {
 		r.end(at(time.Duration(i+1)*10*time.Millisecond), mb)
@@ -60,7 +60,7 @@ func TestRailSpeed(t *testing.T) {
 		t.Errorf("%d bytes are left", r.inFlight)
 	}
 	// What is lost is no measurement, nor is time that stands still.
-	r = newRail("a", 1000*mb)
+	r = newPath(1000 * mb)
 	r.begin(at(0), 100*mb)
 	r.lose(at(time.Second), 90*mb)
 	r.end(at(time.Second), 10*mb)
@@ -70,8 +70,8 @@ func TestRailSpeed(t *testing.T) {
 	}
 }
 
-func TestRailSpeedFades(t *testing.T) {
-	r := newRail("a", 1000)
+func TestPathSpeedFades(t *testing.T) {
+	r := newPath(1000)
 	r.speed, r.measured = 200, epoch
 	for after, want := range map[time.Duration]float64{-time.Second: 200, 0: 200, 10 * time.Minute: 600, 20 * time.Minute: 800, 24 * time.Hour: 1000} {
 		if got := r.rate(at(after)); math.Abs(got-want) > 1e-6 {
@@ -79,18 +79,18 @@ func TestRailSpeedFades(t *testing.T) {
 		}
 	}
 	for _, link := range []float64{0, -5, math.NaN(), math.Inf(1)} {
-		if got := newRail("a", link).rate(epoch); got != 1 {
+		if got := newPath(link).rate(epoch); got != 1 {
 			t.Errorf("a link of %v has speed %v", link, got)
 		}
 	}
 }
 
-func TestRailPauses(t *testing.T) {
+func TestPathPauses(t *testing.T) {
 	boom := errors.New("boom")
-	r := newRail("a", 1)
+	r := newPath(1)
 	now := epoch
 	if !r.usable() || r.retry(now) {
-		t.Fatal("a new rail is paused")
+		t.Fatal("a new path is paused")
 	}
 	// It fails each time that it is tried.
 	r.fail(now, boom)
@@ -139,17 +139,17 @@ func TestRailPauses(t *testing.T) {
 	}
 }
 
-func TestChooseRails(t *testing.T) {
+func TestChoosePaths(t *testing.T) {
 	up := func(rate float64, inFlight uint64, near distance) candidate {
-		r := newRail("up", rate)
+		r := newPath(rate)
 		r.inFlight = inFlight
 		return candidate{r, near}
 	}
 	down := candidate{paused("down"), sameSwitch}
-	s := striping{near: 1000, far: 100000}
+	s := stripeSizes{near: 1000, far: 100000}
 	for _, c := range []struct {
 		name  string
-		rails []candidate
+		paths []candidate
 		bytes uint64
 		want  []float64 // in proportion
 	}{
@@ -166,10 +166,7 @@ func TestChooseRails(t *testing.T) {
 		{"nothing", []candidate{up(100, 0, sameNode), up(100, 0, sameNode)}, 0, []float64{1, 0}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			got, err := chooseRails(c.rails, c.bytes, s, epoch)
-			if err != nil {
-				t.Fatal(err)
-			}
+			got := choosePaths(c.paths, c.bytes, s, epoch)
 			norm := func(w []float64) []float64 {
 				sum := 0.0
 				for _, x := range w {
@@ -186,74 +183,63 @@ func TestChooseRails(t *testing.T) {
 			}
 		})
 	}
-	if w, err := chooseRails([]candidate{up(1, 7, sameNode), up(1, 7, sameNode)}, 0, striping{}, epoch); err != nil || w[0]+w[1] <= 0 {
-		t.Errorf("nothing, over all rails: %v, %v", w, err)
+	if w := choosePaths([]candidate{up(1, 7, sameNode), up(1, 7, sameNode)}, 0, stripeSizes{}, epoch); w == nil || w[0]+w[1] <= 0 {
+		t.Errorf("nothing, over all paths: %v", w)
 	}
 }
 
-func TestChooseRailsRefuses(t *testing.T) {
-	if _, err := chooseRails(nil, 1, striping{}, epoch); err == nil || err.Error() != "no pair of ports reaches the peer" {
-		t.Errorf("no rails: %v", err)
+func TestChoosePathsRefuses(t *testing.T) {
+	if w := choosePaths(nil, 1, stripeSizes{}, epoch); w != nil {
+		t.Errorf("no paths: %v", w)
 	}
 	a, b := paused("a:1 > b:1"), paused("a:2 > b:2")
-	_, err := chooseRails([]candidate{{a, sameNode}, {b, sameNode}}, 1, striping{}, at(250*time.Millisecond))
-	if want := "all 2 rails to the peer are paused, the next is tried in 750ms: a:1 > b:1: cable of a:1 > b:1; a:2 > b:2: cable of a:2 > b:2"; err == nil || err.Error() != want {
-		t.Errorf("%v, want %s", err, want)
-	}
-	if !errors.Is(err, a.cause) {
-		t.Error("the cause is lost")
-	}
-	many := make([]candidate, 1000)
-	for i := range many {
-		many[i].rail = a
-	}
-	if _, err := chooseRails(many, 1, striping{}, epoch); err == nil || len(err.Error()) > 1000 {
-		t.Errorf("an error of %d bytes", len(err.Error()))
+	if w := choosePaths([]candidate{{a, sameNode}, {b, sameNode}}, 1, stripeSizes{}, at(250*time.Millisecond)); w != nil {
+		t.Errorf("all paths are paused: %v", w)
 	}
 }
 
-// However the rails are, what they get adds up to the transfer, none that is
+// However the paths are, what they get adds up to the transfer, none that is
 // paused gets any, and all that get some are done at the same time, none of the
 // others before.
-func TestChooseRailsRandom(t *testing.T) {
+func TestChoosePathsRandom(t *testing.T) {
 	rnd := newRand(t)
 	for range 2000 {
-		rails := make([]candidate, 1+rnd.IntN(8))
+		paths := make([]candidate, 1+rnd.IntN(8))
 		up := 0
-		for i := range rails {
-			r := newRail("r", 1+rnd.Float64()*1e9)
+		for i := range paths {
+			r := newPath(1 + rnd.Float64()*1e9)
 			r.inFlight = uint64(rnd.IntN(1 << 30))
 			if rnd.IntN(4) == 0 {
 				r.fail(epoch, errors.New("x"))
 			} else {
 				up++
 			}
-			rails[i] = candidate{r, distance(rnd.IntN(4))}
+			paths[i] = candidate{r, distance(rnd.IntN(4))}
 		}
 		bytes := 1 + uint64(rnd.IntN(1<<30))
-		w, err := chooseRails(rails, bytes, striping{}, epoch)
-		if (err == nil) != (up > 0) {
-			t.Fatalf("%d rails are up: %v", up, err)
+		w := choosePaths(paths, bytes, stripeSizes{}, epoch)
+		if (w != nil) != (up > 0) {
+			t.Fatalf("%d paths are up: %v", up, w)
 		}
-		if err != nil {
+		if w == nil {
 			continue
 		}
 		sum, done := 0.0, 0.0
-		for i, c := range rails {
+		for i, c := range paths {
 			if sum += w[i]; w[i] > 0 {
-				done = (w[i] + float64(c.rail.inFlight)) / c.rail.rate(epoch)
+				done = (w[i] + float64(c.path.inFlight)) / c.path.rate(epoch)
 			}
 		}
 		if math.Abs(sum/float64(bytes)-1) > 1e-6 {
 			t.Fatalf("%v adds up to %v, not to %d", w, sum, bytes)
 		}
-		for i, c := range rails {
-			mine := (w[i] + float64(c.rail.inFlight)) / c.rail.rate(epoch)
+		for i, c := range paths {
+			mine := (w[i] + float64(c.path.inFlight)) / c.path.rate(epoch)
 			switch {
-			case !c.rail.usable() && w[i] != 0:
-				t.Fatalf("rail %d is paused and gets %v", i, w[i])
-			case w[i] > 0 && math.Abs(mine/done-1) > 1e-6, c.rail.usable() && w[i] == 0 && mine < done*(1-1e-9):
-				t.Fatalf("rail %d is done after %v, others after %v: %v", i, mine, done, w)
+			case !c.path.usable() && w[i] != 0:
+				t.Fatalf("path %d is paused and gets %v", i, w[i])
+			case w[i] > 0 && math.Abs(mine/done-1) > 1e-6, c.path.usable() && w[i] == 0 && mine < done*(1-1e-9):
+				t.Fatalf("path %d is done after %v, others after %v: %v", i, mine, done, w)
 			}
 		}
 	}

@@ -8,21 +8,21 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// maxParts is the most parts of a transfer: an immediate has 6 bits for the index.
-const maxParts = 64
+// maxStripes is the most stripes of a transfer: an immediate has 6 bits for the index.
+const maxStripes = 64
 
 // cutAlign is where a stretch may begin within a pair: pages, and packets of any MTU,
 // stay whole.
 const cutAlign = 4096
 
-// stretch is a contiguous range of what a write is given at a time, for one of its
-// parts: what one lane writes, and what is written again elsewhere when that lane fails.
+// stretch is a contiguous range of the pairs that a write is given at a time, for one of
+// its stripes.
 type stretch struct {
 	pairs  []core.Pair // all that was given with it, shared by the stretches
 	first  int         // the pair that holds the stretch's first byte
 	skip   uint64      // bytes of that pair before it
 	length uint64
-	part   int // index of the weight that it was cut for
+	stripe int // index of the weight that it was cut for
 }
 
 // pairBytes is what a plan carries. Pairs of real memory do not add up to 2^64.
@@ -35,17 +35,17 @@ func pairBytes(pairs []core.Pair) uint64 {
 }
 
 // split cuts pairs into stretches whose lengths are proportional to weights, in
-// the order of the weights, each byte in exactly one. Parts that would get less
-// than least bytes get no stretch, the lightest first; what is shorter than least,
-// or empty, is one. A weight that is no positive number gets nothing unless all are
-// such; then all count the same.
+// the order of the weights, each byte in exactly one. Stripes that would get less than
+// least bytes get no stretch, the lightest first. Pairs of less than least bytes are one
+// stretch. A weight that is no positive number gets none, unless no weight is: then all
+// count the same.
 func split(pairs []core.Pair, weights []float64, least uint64) []stretch {
 	least = max(least, 1)
 	total := pairBytes(pairs)
-	parts := share(weights, total, least)
-	out := make([]stretch, len(parts))
+	stripes := share(weights, total, least)
+	out := make([]stretch, len(stripes))
 	sum, upTo := 0.0, 0.0
-	for _, p := range parts {
+	for _, p := range stripes {
 		sum += p.weight
 	}
 	var (
@@ -53,10 +53,10 @@ func split(pairs []core.Pair, weights []float64, least uint64) []stretch {
 		start uint64 // position of that pair's first byte
 		from  uint64 // position of the stretch's
 	)
-	for i, p := range parts {
+	for i, p := range stripes {
 		upTo += p.weight
-		out[i] = stretch{pairs: pairs, first: pair, skip: from - start, length: total - from, part: p.index}
-		rest := uint64(len(parts) - 1 - i)
+		out[i] = stretch{pairs: pairs, first: pair, skip: from - start, length: total - from, stripe: p.index}
+		rest := uint64(len(stripes) - 1 - i)
 		if rest == 0 {
 			break
 		}
@@ -97,12 +97,12 @@ type weighted struct {
 	weight float64
 }
 
-// share picks the weights that get a part: at most maxParts, none with a share of
-// less than least bytes of total; at least one. In their order.
+// share picks the weights that get a stripe, in their order: at least one, at most
+// maxStripes, and none whose share of total is less than least bytes.
 func share(weights []float64, total, least uint64) []weighted {
 	lanes := make([]weighted, 0, len(weights))
 	for i, w := range weights {
-		if w > 0 && w <= math.MaxFloat64/maxParts {
+		if w > 0 && w <= math.MaxFloat64/maxStripes {
 			lanes = append(lanes, weighted{i, w})
 		}
 	}
@@ -112,7 +112,7 @@ func share(weights []float64, total, least uint64) []weighted {
 		}
 	}
 	slices.SortStableFunc(lanes, func(a, b weighted) int { return cmp.Compare(b.weight, a.weight) })
-	lanes = lanes[:max(1, min(uint64(len(lanes)), maxParts, total/least))]
+	lanes = lanes[:max(1, min(uint64(len(lanes)), maxStripes, total/least))]
 	sum := 0.0
 	for _, l := range lanes {
 		sum += l.weight

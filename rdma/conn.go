@@ -1,0 +1,149 @@
+package rdma
+
+import (
+	"errors"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/invariants"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// conn is all that leads from P to one D: D's memory, the lanes to it, and the writes.
+type conn struct {
+	t      *Transport
+	peer   core.AgentID
+	ticket []byte
+
+	mu     sync.Mutex
+	state  state
+	ended  error // why the connection has ended
+	there  *far  // D's ports and keys; nil where the state says that P has none
+	lanes  []*lane
+	lastID uint32 // of a lane
+	paths  map[pathKey]*path
+	writes map[*write]struct{}
+	bySeq  map[uint64]*write
+	grants grants
+
+	lost  []uint32 // lanes that broke, until D has ended its side of them
+	broke error    // why the last one did
+	tasks tasks
+	mends bool        // the goroutine of mend runs
+	used  time.Time   // when something was written last
+	sleep *time.Timer // closes the lanes when nothing was written for long
+	looks *time.Timer // runs while requests are under way, and ends lanes that complete none
+
+	held    []uint64 // as drained, but D must end its side of lost lanes first
+	drained []uint64 // grants of which nothing is on its way any more; D is to be told
+	tells   bool     // the goroutine of tellDrained runs
+
+	// What update leaves to be done without the lock.
+	outcomes []*write
+	fell     error
+
+	// Scratch of pump.
+	chain  [maxChain]verbs.Write
+	pieces [maxChain * 4]verbs.SGE
+}
+
+// pathKey names a pair of ports, by their place in each side's list.
+type pathKey struct{ local, remote int }
+
+func newConn(t *Transport, peer core.AgentID) *conn {
+	return &conn{t: t, peer: peer, state: stateNew, ticket: make([]byte, 32), paths: map[pathKey]*path{}, writes: map[*write]struct{}{},
+		bySeq: map[uint64]*write{}, grants: grants{dead: map[uint64]bool{}}}
+}
+
+// update runs f with the lock held, and then tells without the lock the outcomes that f left.
+func (cn *conn) update(f func(cn *conn)) {
+	outcomes, fell := cn.locked(f)
+	for _, w := range outcomes {
+		cn.t.sender.outcome(w)
+	}
+	if fell != nil {
+		cn.t.down(cn.peer, fell)
+	}
+}
+
+// locked lets the lock go also when f panics, because Close must still stop the bytes.
+func (cn *conn) locked(f func(cn *conn)) (outcomes []*write, fell error) {
+	cn.mu.Lock()
+	defer cn.mu.Unlock()
+	f(cn)
+	cn.kick()
+	if invariants.Enabled {
+		cn.check()
+	}
+	outcomes, fell = cn.outcomes, cn.fell
+	cn.outcomes, cn.fell = nil, nil
+	if len(cn.drained) > 0 && !cn.tells {
+		cn.tells = cn.t.goRun("rdma drained", cn.tellDrained)
+	}
+	return outcomes, fell
+}
+
+// greeted takes D's greeting: D asks for lanes, and names its lanes that broke and its
+// ports that became active.
+func (cn *conn) greeted(broken []uint32, up []int) {
+	for _, id := range broken {
+		for _, l := range cn.lanes {
+			if l.id == id {
+				cn.breakLane(l, errors.New("rdma: it broke at the peer"))
+				break
+			}
+		}
+	}
+	cn.on(eventGreeted)
+	if len(up) > 0 {
+		cn.portUp(func(k pathKey) bool { return slices.Contains(up, k.remote) })
+	}
+	cn.tasks |= makeLanes
+}
+
+// portUp ends the pauses of a port's paths. If no lane is open at the port, P makes some,
+// but not in the state bare, where the next write does.
+func (cn *conn) portUp(at func(pathKey) bool) {
+	now := time.Now()
+	for key, r := range cn.paths {
+		if at(key) {
+			r.resume(now)
+		}
+	}
+	served := slices.ContainsFunc(cn.lanes, func(l *lane) bool { return at(l.pathKey()) })
+	if !served && (cn.state == stateUp || cn.state == stateDown) {
+		cn.tasks |= makeLanes
+	}
+}
+
+// pathKey names the pair of ports of P's end.
+func (l *lane) pathKey() pathKey { return pathKey{l.port.index, l.remote} }
+
+// path returns the path that a plan names, and makes it if it is new; cn.mu is held.
+func (cn *conn) path(c *planned) *path {
+	r := cn.paths[c.key]
+	if r == nil {
+		r = newPath(float64(min(c.local.state.Load().speed, c.far.Speed)))
+		cn.paths[c.key] = r
+	}
+	return r
+}
+
+// end closes a connection for good, and tells D.
+func (cn *conn) end(cause error, why string) {
+	cn.update(func(cn *conn) {
+		if cn.on(eventEnd) == stateEnded {
+			return
+		}
+		cn.ended = cause
+		cn.lose(cause)
+		for _, timer := range []*time.Timer{cn.sleep, cn.looks} {
+			if timer != nil {
+				timer.Stop()
+			}
+		}
+		cn.t.sayBye(cn.peer, &signal{Kind: signalDismissed, Ticket: cn.ticket, Reason: why})
+	})
+}

@@ -1,0 +1,304 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// source is a P as D sees it.
+type source struct {
+	r    *receiver
+	peer core.AgentID
+
+	mu         sync.Mutex
+	gone       bool // dismissed
+	ticket     []byte
+	secret     []byte // signs the grants for this P
+	lanes      map[uint32]*lane
+	dying      map[uint32]*lane   // in error, until their last completions were counted
+	connecting int                // lanes that are being made
+	broken     []uint32           // lanes that broke here; P must be told
+	up         []int              // ports that became active; P must be told
+	live       map[uint64]*expect // by the grant's number, until nothing of them can land
+	whole      [maxWhole]uint64   // grants whose transfers have arrived, the latest; 0: none
+	wholes     int                // of them ever
+	cause      error              // why no transfer can come this way; nil: it can
+	settled    chan struct{}      // closed when cause says something
+	owed       bool               // if P becomes unreachable the sink must be told, since P was reached or is asked for
+	greets     bool               // a goroutine greets P
+	greetAt    time.Time          // no greeting before, after P could not be reached
+	backoff    time.Duration
+
+	draining []*expect // revoked: P must hear of it
+	drains   bool      // a goroutine tells P
+
+	watching *time.Timer // while there are lanes: pings P's ends
+	lookAt   time.Time
+}
+
+// maxWhole is how many transfers that have arrived D remembers. If P loses its lanes
+// before it learns that one has arrived, it asks.
+const maxWhole = 1024
+
+// errUnsettled is the cause while the handshake is under way.
+var errUnsettled = errors.New("the handshake is under way")
+
+// settle says that P can write to this D, or with a cause that it cannot; src.mu is held.
+func (src *source) settle(cause error) {
+	if src.cause == errUnsettled {
+		close(src.settled)
+	}
+	src.cause = cause
+}
+
+// usable says whether P can write to this D. settled is closed when that is known.
+func (src *source) usable() (settled <-chan struct{}, cause error) {
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	if src.cause != nil && src.cause != errUnsettled && !time.Now().Before(src.greetAt) {
+		src.greet() // P may be reached again
+	}
+	return src.settled, src.cause
+}
+
+// lose closes all lanes of a P. Transfers that have begun to land end. The others may
+// still come when P connects again.
+func (src *source) lose(cause error) {
+	src.mu.Lock()
+	tell := src.losing(cause)
+	src.mu.Unlock()
+	tell()
+}
+
+// losing is the part of lose that holds src.mu. tell does the rest without it: it waits
+// for the lanes and tells the sink.
+func (src *source) losing(cause error) (tell func()) {
+	cause = fmt.Errorf("%w: %w", core.ErrConnectionLost, cause)
+	var ended []*expect
+	for _, e := range src.live {
+		if !e.begun.IsZero() && src.r.take(e) {
+			ended = append(ended, e)
+		}
+	}
+	dying := src.cut()
+	src.settle(cause)
+	src.backOff()
+	owed := src.owed && !src.gone
+	src.owed = false
+	return func() {
+		await(dying)
+		for _, e := range ended {
+			src.fence(e)
+			e.tell(cause)
+		}
+		if owed {
+			src.r.t.down(src.peer, cause)
+		}
+	}
+}
+
+// cut retires all lanes. When the lanes that it returns are still, no byte that P has
+// posted until now can land. src.mu is held.
+func (src *source) cut() (dying []*lane) {
+	for _, l := range src.lanes {
+		src.broken = append(src.broken, l.id)
+		src.retire(l)
+	}
+	for _, l := range src.dying {
+		dying = append(dying, l)
+	}
+	return dying
+}
+
+func await(lanes []*lane) {
+	for _, l := range lanes {
+		<-l.still
+	}
+}
+
+// flushBound is how long a lane in error may keep its last completions to itself.
+const flushBound = time.Second
+
+// retire puts a lane into error. The lane is dying until its last completions are
+// counted, since a mark that has landed must count: P believes that the stripe is done,
+// or, if the lane broke at P first, would write it again under a transfer that has ended.
+// When all receives have come back, no byte of the lane lands any more. So nobody waits
+// for the queue pair's destruction, which may take seconds. src.mu is held.
+func (src *source) retire(l *lane) {
+	if l.retired {
+		return
+	}
+	l.retired = true
+	delete(src.lanes, l.id)
+	src.dying[l.id] = l
+	bound := flushBound
+	if err := l.qp.ToError(); err != nil || l.posted == 0 {
+		bound = 0
+	}
+	if !src.r.t.goRun("rdma retire", func() {
+		late := time.NewTimer(bound)
+		defer late.Stop()
+		select {
+		case <-l.still:
+		case <-late.C:
+			l.b.reapAll()
+			l.destroy()
+			l.b.reapAll()
+		}
+		src.mu.Lock()
+		src.laid(l)
+		missing := l.posted > 0 && !src.gone
+		src.mu.Unlock()
+		if missing { // marks that P believes done may never be counted
+			src.loseAll(fmt.Errorf("rdma: queue pair %d on %s has not given back its receives", l.qp.Number(), l.port.name))
+		}
+		l.destroy()
+	}) {
+		l.destroy()
+		src.laid(l)
+	}
+}
+
+// laid is called when a retired lane's marks are counted and no byte of it lands any
+// more; src.mu is held.
+func (src *source) laid(l *lane) {
+	if src.dying[l.id] == l {
+		delete(src.dying, l.id)
+		close(l.still)
+	}
+}
+
+// loseAll is lose, and also ends the transfers that have not begun.
+func (src *source) loseAll(cause error) {
+	src.mu.Lock()
+	for _, e := range src.live {
+		if e.begun.IsZero() {
+			e.begun = time.Now()
+		}
+	}
+	src.mu.Unlock()
+	src.lose(cause)
+}
+
+// How often D pings P's ends, while it expects transfers and while it does not. A queue
+// pair that only receives learns nothing of a sender that died.
+const (
+	watchInterval = time.Second
+	idleInterval  = 10 * time.Second
+)
+
+// watch has look called, or called sooner; src.mu is held.
+func (src *source) watch() {
+	if src.gone {
+		return
+	}
+	every := idleInterval
+	if len(src.live) > 0 {
+		every = watchInterval
+	}
+	if src.watching == nil {
+		// look takes only locks that are held shortly, so Close need not wait for it.
+		src.watching = time.AfterFunc(every, src.look)
+		src.lookAt = time.Now().Add(every)
+	} else if at := time.Now().Add(every); at.Before(src.lookAt) && src.watching.Reset(every) {
+		src.lookAt = at
+	}
+}
+
+// look pings P's ends.
+func (src *source) look() {
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	src.watching = nil
+	for _, l := range src.lanes {
+		l.ping()
+	}
+	if len(src.lanes) > 0 || len(src.live) > 0 {
+		src.watch()
+	}
+}
+
+// received handles the completions of a lane's receives and pings.
+func (src *source) received(l *lane, list []verbs.Completion) {
+	for _, e := range src.count(l, list) {
+		e.tell(nil)
+	}
+}
+
+// count counts marks. It returns the expects that are complete: fenced, but not told.
+func (src *source) count(l *lane, list []verbs.Completion) (done []*expect) {
+	landed := 0
+	var cause error
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	for i := range list {
+		c := &list[i]
+		switch {
+		case c.Status != verbs.Success:
+			cause = l.failure(c)
+			if c.ID == receiveID {
+				l.posted--
+			}
+		case c.Opcode == verbs.OpReceiveImm:
+			landed++
+			if e := src.landed(decodeMark(c.Imm)); e != nil {
+				done = append(done, e)
+			}
+		default:
+			l.pinging = false
+		}
+	}
+	l.posted -= landed
+	if cause == nil && !l.retired {
+		cause = l.refill(landed)
+	}
+	if cause != nil && !l.retired {
+		src.r.t.log.Warn("rdma lane broke", zap.String("peer", string(src.peer)), zap.Uint32("lane", l.id), zap.Error(cause))
+		src.broken = append(src.broken, l.id)
+		src.retire(l)
+		src.greet()
+	}
+	for _, e := range done {
+		src.whole[src.wholes%maxWhole] = e.grant.seq
+		src.wholes++
+		src.fenced(e)
+	}
+	if l.retired && l.posted <= 0 {
+		src.laid(l)
+	}
+	return done
+}
+
+// landed counts a mark. It takes and returns the expect that the mark completes. src.mu
+// is held.
+func (src *source) landed(m mark) *expect {
+	r := src.r
+	if int(m.slot) >= len(r.slots) {
+		return nil
+	}
+	r.mu.Lock()
+	e, generation := r.slots[m.slot].e, r.slots[m.slot].generation
+	r.mu.Unlock()
+	if e == nil || e.src != src || generation != m.generation {
+		return nil
+	}
+	if e.begun.IsZero() {
+		e.begun = time.Now()
+	}
+	if m.begins() || m.index >= m.total {
+		return nil
+	}
+	e.stripes |= 1 << m.index
+	if bits.OnesCount64(e.stripes) < int(m.total) || !r.take(e) {
+		return nil
+	}
+	return e
+}

@@ -1,0 +1,269 @@
+package rdma
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// The four steps that make lanes: plan, make, exchange, probe.
+
+// planned is a path that is to be tried, and the result.
+type planned struct {
+	key    pathKey
+	local  *localPort
+	far    *portInfo
+	route  route
+	lanes  int   // that it lacks
+	works  bool  // one of them has carried its probe
+	failed error // why the last of those that failed did
+}
+
+// plan picks paths that lack lanes, the best first. No two of them have a port in
+// common, and none has a port at which there are lanes of another path. Paths that
+// were tried or are paused are left out. causes says why ports do not reach each other.
+func (cn *conn) plan(there *far, tried, due map[pathKey]bool) (plan []*planned, causes []error) {
+	cn.mu.Lock()
+	defer cn.mu.Unlock()
+	localUsed, farUsed, have := map[int]bool{}, map[int]bool{}, map[pathKey]int{}
+	for _, l := range cn.lanes {
+		localUsed[l.port.index], farUsed[l.remote] = true, true
+		have[l.pathKey()]++
+	}
+	var all []*planned
+	for _, p := range cn.t.ports {
+		state := p.state.Load()
+		if !p.usable() {
+			continue
+		}
+		for _, q := range there.ports {
+			key := pathKey{p.index, q.Index}
+			lacks := cn.t.cfg.QueuePairs - have[key]
+			if tried[key] || lacks <= 0 || lacks == cn.t.cfg.QueuePairs && (localUsed[p.index] || farUsed[q.Index]) {
+				continue
+			}
+			if r := cn.paths[key]; r != nil && !r.usable() && !due[key] && len(cn.lanes) > 0 {
+				continue
+			}
+			way, err := chooseRoute(&state.address, q.address())
+			if err != nil {
+				tried[key] = true
+				causes = append(causes, err)
+				continue
+			}
+			all = append(all, &planned{key: key, local: p, far: q, route: way, lanes: lacks})
+		}
+	}
+	sortPlanned(all)
+	for _, c := range all {
+		if have[c.key] > 0 || !localUsed[c.key.local] && !farUsed[c.key.remote] {
+			localUsed[c.key.local], farUsed[c.key.remote], tried[c.key] = true, true, true
+			plan = append(plan, c)
+		}
+	}
+	return plan, causes
+}
+
+// sortPlanned puts paths first whose ends are likely to be in one network, which is
+// where the addresses have most bits in common. Then the order of the lists counts.
+func sortPlanned(all []*planned) {
+	slices.SortStableFunc(all, func(a, b *planned) int {
+		return cmp.Or(
+			cmp.Compare(commonBits(&b.route), commonBits(&a.route)),
+			cmp.Compare(a.key.local, b.key.local), cmp.Compare(a.key.remote, b.key.remote))
+	})
+}
+
+// trial is a lane that is being made.
+type trial struct {
+	of     *planned
+	lane   *lane
+	offer  laneOffer
+	answer laneAnswer
+	failed error
+}
+
+// make opens P's ends of the lanes that a plan lacks. unmade says why some could not
+// be opened, which is no fault of their paths.
+func (cn *conn) make(there *far, plan []*planned) (made []*trial, unmade []error) {
+	t := cn.t
+	bundles := map[*device]*bundle{}
+	for _, c := range plan {
+		b := bundles[c.local.dev]
+		if b == nil {
+			var err error
+			if b, err = t.newBundle(c.local.dev, len(plan)*t.cfg.QueuePairs, t.cfg.SendDepth, cn.completed); err != nil {
+				unmade = append(unmade, err)
+				continue
+			}
+			bundles[c.local.dev] = b
+			defer b.seal()
+		}
+		for range c.lanes {
+			l, err := cn.newLane(b, there, c)
+			if err != nil {
+				unmade = append(unmade, err)
+				break
+			}
+			state := c.local.state.Load()
+			made = append(made, &trial{of: c, lane: l, offer: laneOffer{Lane: l.id, Port: c.far.Index, QPN: l.qp.Number(), PSN: l.psn,
+				MTU: min(state.mtu, c.far.MTU), GRH: c.route.GRH, GID: c.route.Local.Raw, Index: c.route.Remote.Index, LID: state.address.LID}})
+		}
+	}
+	return made, unmade
+}
+
+// exchange has D open its ends. A trial that D refuses has failed. When D could not be
+// asked, which says nothing of its ports, all lanes are dropped and the error says why.
+func (cn *conn) exchange(made []*trial) error {
+	if len(made) == 0 {
+		return nil
+	}
+	s := &signal{Kind: signalConnect, Ticket: cn.ticket}
+	for _, tr := range made {
+		s.Offers = append(s.Offers, tr.offer)
+	}
+	rep, err := cn.t.ask(cn.peer, s, 2*cn.t.cfg.ConnectTimeout/3) // D may look for neighbours that are not there, which takes a second
+	switch {
+	case err == nil && len(rep.Lanes) != len(made):
+		err = fmt.Errorf("agent %s answers for %d lanes, it was asked for %d", cn.peer, len(rep.Lanes), len(made))
+	case err == nil:
+		cn.update(func(cn *conn) { cn.told(rep) })
+	case !errors.Is(err, errRefused):
+		for _, tr := range made {
+			tr.lane.drop(func() {})
+		}
+		return err
+	}
+	for i, tr := range made {
+		switch {
+		case err != nil:
+			cn.failed(tr, err)
+		case rep.Lanes[i].Error != "":
+			cn.failed(tr, fmt.Errorf("at the peer: %s", rep.Lanes[i].Error))
+		default:
+			tr.answer = rep.Lanes[i]
+		}
+	}
+	return nil
+}
+
+// probe writes by all lanes at once that have not failed, and takes each into use when
+// its bytes have come through.
+func (cn *conn) probe(there *far, answered []*trial) {
+	t := cn.t
+	for _, tr := range answered {
+		if l := tr.lane; tr.failed == nil {
+			err := l.ready(t.verbsRoute(l.port, tr.of.route, tr.offer.MTU, tr.answer.QPN, tr.answer.PSN, l.psn))
+			if err == nil {
+				err = l.postProbe(there.scratch[l.remote])
+			}
+			if err != nil {
+				cn.failed(tr, err)
+			}
+		}
+	}
+	late := time.NewTimer(t.cfg.ConnectTimeout)
+	defer late.Stop()
+	for _, tr := range answered {
+		if tr.failed != nil {
+			continue
+		}
+		var err error
+		select {
+		case err = <-tr.lane.probe:
+		case <-late.C:
+			late.Reset(0)
+			err = fmt.Errorf("%d bytes do not get through within %v", scratchBytes, t.cfg.ConnectTimeout)
+		case <-t.ctx.Done():
+			err = errClosed
+		}
+		if err != nil {
+			cn.failed(tr, err)
+			continue
+		}
+		cn.update(func(cn *conn) { cn.use(tr, there) })
+	}
+}
+
+// use adds a lane that was probed, unless D has ended the connection meanwhile; cn.mu
+// is held.
+func (cn *conn) use(tr *trial, there *far) {
+	l, c := tr.lane, tr.of
+	if cn.there != there {
+		l.drop(func() {})
+		return
+	}
+	cn.t.log.Info("rdma lane", zap.String("peer", string(cn.peer)), zap.Uint32("lane", l.id), zap.String("from", c.local.name), zap.String("to", c.far.Name), zap.Stringer("route", c.route))
+	cn.path(c).restored(time.Now())
+	c.works, l.proven = true, true
+	cn.lanes = append(cn.lanes, l)
+	cn.on(eventLane)
+	cn.again()
+	cn.watchRest()
+}
+
+// failed drops a lane that cannot be used.
+func (cn *conn) failed(tr *trial, err error) {
+	c := tr.of
+	tr.lane.drop(func() {})
+	tr.failed = fmt.Errorf("%s to %s (%v): %w", c.local.name, c.far.Name, c.route, err)
+	c.failed = tr.failed
+	cn.t.log.Info("rdma lane cannot be used", zap.String("peer", string(cn.peer)), zap.Error(tr.failed))
+}
+
+// judge pauses the paths of which no lane works, and returns why lanes failed.
+func (cn *conn) judge(plan []*planned, made []*trial) (causes []error) {
+	for _, tr := range made {
+		if tr.failed != nil {
+			causes = append(causes, tr.failed)
+		}
+	}
+	cn.update(func(cn *conn) {
+		for _, c := range plan {
+			if c.failed != nil && !c.works {
+				cn.path(c).fail(time.Now(), c.failed)
+			}
+		}
+	})
+	return causes
+}
+
+func (cn *conn) newLane(b *bundle, there *far, c *planned) (*lane, error) {
+	depth := b.depth
+	l, err := b.add(0, c.local, c.far.Index, verbs.Caps{SendDepth: depth + 1, ReceiveDepth: 1, Pieces: c.local.dev.limit.maxPieces})
+	if err != nil {
+		return nil, err
+	}
+	cn.mu.Lock()
+	defer cn.mu.Unlock()
+	cn.lastID++
+	l.id, l.conn, l.path, l.keys = cn.lastID, cn, cn.path(c), there.tables[c.far.Index]
+	l.queue = newSendQueue[*job](depth, maxFlight, signalEvery)
+	return l, nil
+}
+
+const (
+	// maxFlight is the most bytes that a lane has under way: more than any path
+	// holds, and so little that a write that was stopped ends soon.
+	maxFlight = 16 << 20
+	// signalEvery is how many writes one completion stands for.
+	signalEvery = 32
+)
+
+// postProbe posts a write without bytes and one of the largest packet's size, to D's
+// scratch memory. So a path that swallows large packets is found before a transfer uses it.
+func (l *lane) postProbe(to keyInfo) error {
+	from := l.port.dev.memory.Load().scratch
+	_, err := l.qp.Post([]verbs.Write{
+		{ID: probeID, Flags: verbs.Signaled},
+		{ID: bigProbeID, RemoteAddr: to.Base, RemoteKey: to.Key, Pieces: 1, Flags: verbs.Signaled},
+	}, []verbs.SGE{{Addr: from.Addr, Length: scratchBytes, Key: from.LKey}})
+	return err
+}
