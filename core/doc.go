@@ -22,6 +22,145 @@
 //     of that transfer may land after it, which is why a Report of a failed
 //     load always comes after the [Revoked] event of its [Revoke].
 //
+// # The states
+//
+// Each half is in one of the states below, which claim.go, load.go and offer.go
+// explain. "-" is before its begin and behind its end. An event is a method of
+// Machine, or one of three that a method may bring about: FanOut (the first part of a
+// transfer is named by a D), PartFails (another part of the same fan-in has failed),
+// PeerGone (a P agent does not answer any more). An action with "?" is not there in
+// each case: the parts of a fan-in or fan-out have one Report together, and a peer
+// that is gone, or that has said the end itself, is told nothing. TestTransitions
+// holds the machine to these tables, and lists what the simulator never does.
+//
+// Claims (D):
+//
+//	from              event                               to                actions
+//	-                 Claim                               resolving         Resolve
+//	-                 ResolvedParts                       asked
+//	-                 ResolvedParts                       relocating        Resolve
+//	resolving         Resolved                            asked
+//	resolving         Resolved                            backoff
+//	resolving         Resolved                            void
+//	resolving         Resolved                            relocating        Resolve
+//	resolving         Load                                -                 Resolve
+//	resolving         Cancel Close ResolvedParts          -
+//	resolving         Resolved Tick                       -                 Report?
+//	backoff           Tick                                resolving         Resolve
+//	backoff           Tick                                relocating        Resolve
+//	backoff           Load                                -                 Resolve
+//	backoff           Cancel Close                        -
+//	backoff           Tick PartFails                      -                 Report?
+//	asked             RenewReplied                        kept
+//	asked             FinishArrived RenewReplied          void
+//	asked             PeerGone                            relocating        Resolve
+//	asked             PeerGone                            backoff
+//	asked             PeerGone                            -                 Report? Resolve? SendFinish?
+//	asked             Load                                -                 Resolve? SendFinish?
+//	asked             Cancel Close                        -                 SendFinish
+//	asked             FinishArrived RenewReplied Tick     -                 Report? SendFinish?
+//	asked             PartFails                           -                 SendFinish
+//	kept              FinishArrived RenewReplied          void
+//	kept              PeerGone                            void              SendFinish?
+//	kept              PeerGone                            -                 Report? SendFinish?
+//	kept              Load                                -                 Resolve? SendFinish?
+//	kept              Cancel Close                        -                 SendFinish
+//	kept              FinishArrived RenewReplied Tick     -                 Report? SendFinish?
+//	kept              PartFails                           -                 SendFinish
+//	relocating        Resolved                            asked
+//	relocating        Resolved                            backoff
+//	relocating        Resolved                            void
+//	relocating        Load                                -                 Resolve
+//	relocating        Cancel Close                        -
+//	relocating        Resolved ResolvedParts              -                 Report?
+//	relocating        Tick PartFails                      -                 Report?
+//	void              Load                                -                 Resolve?
+//	void              Cancel Close Tick                   -
+//
+// Loads (D):
+//
+//	from              event                               to                actions
+//	-                 Load                                resolving         Resolve SendFinish?
+//	-                 Load                                relocating        Resolve
+//	-                 Load ResolvedParts                  expecting         Expect
+//	-                 Load ResolvedParts                  ending            Expect Revoke SendFinish
+//	resolving         Resolved                            expecting         Expect
+//	resolving         Resolved ResolvedParts              -                 Report? SendFinish?
+//	resolving         Cancel Close Abandon                -                 Report
+//	relocating        Resolved                            expecting         Expect
+//	relocating        Resolved ResolvedParts              -                 Report? SendFinish?
+//	relocating        Cancel Close Tick PartFails         -                 Report?
+//	expecting         Expecting                           requesting        SendLoad
+//	expecting         Expecting                           moving            Revoke
+//	expecting         Expecting FinishArrived             ending            Revoke SendFinish?
+//	expecting         Cancel Close PartFails              ending            Revoke SendFinish
+//	expecting         Received                            -                 Report? SendFinish
+//	expecting         Received                            ending            Revoke SendFinish
+//	requesting        LoadAnswered                        waiting
+//	requesting        LoadAnswered                        moving            Revoke
+//	requesting        LoadAnswered FinishArrived          ending            Revoke SendFinish?
+//	requesting        RestartArrived                      restarting        Revoke
+//	requesting        Received                            -                 Report? SendFinish
+//	requesting        Received                            ending            Revoke SendFinish
+//	requesting        Cancel Close PartFails              ending            Revoke SendFinish
+//	waiting           Received                            -                 Report? SendFinish
+//	waiting           Received                            ending            Revoke SendFinish
+//	waiting           FinishArrived RenewReplied          ending            Revoke SendFinish?
+//	waiting           RestartArrived RenewReplied         restarting        Revoke
+//	waiting           PeerGone                            ending            Revoke SendFinish?
+//	waiting           Cancel Close PartFails              ending            Revoke SendFinish
+//	moving            Revoked                             relocating        Resolve
+//	moving            Cancel Close FinishArrived          ending
+//	moving            PartFails                           ending
+//	restarting        Revoked                             expecting         Expect
+//	restarting        Cancel Close PartFails              ending            SendFinish
+//	restarting        FinishArrived                       ending
+//	ending            Revoked Abandon                     -                 Report?
+//
+// Offers (P):
+//
+//	from              event                               to                actions
+//	-                 Announce OfferPartial FanOut        prefill
+//	-                 LoadArrived RenewArrived FanOut     early
+//	-                 Offer FanOut                        ready
+//	-                 FanOut                              partial           Write
+//	-                 FanOut                              sending           Write
+//	early             Announce OfferPartial               prefill
+//	early             OfferPartial                        partial           Write
+//	early             Offer                               ready
+//	early             Offer                               sending           Write
+//	early             Offer OfferPartial                  -                 Report? SendFinish
+//	early             Cancel Close Tick                   -                 SendFinish?
+//	early             FinishArrived ProbeReplied          -
+//	prefill           LoadArrived OfferPartial            partial           Write
+//	prefill           Offer                               ready
+//	prefill           Offer                               sending           Write
+//	prefill           Offer                               -                 Report? SendFinish
+//	prefill           LoadArrived OfferPartial            -                 Report? SendFinish
+//	prefill           Cancel Close Tick                   -                 Report? SendFinish?
+//	prefill           FanOut FinishArrived ProbeReplied   -                 Report?
+//	partial           Offer                               sending           Write
+//	partial           Offer OfferPartial                  ending            SendFinish StopWrite
+//	partial           Withdraw                            withdrawing       StopWrite
+//	partial           Withdraw                            ending-withdrawn  StopWrite
+//	partial           Written                             -                 Report? SendFinish?
+//	partial           Cancel Close Tick                   ending            SendFinish StopWrite
+//	partial           FinishArrived ProbeReplied          ending            StopWrite
+//	ready             LoadArrived                         sending           Write
+//	ready             LoadArrived                         -                 Report? SendFinish
+//	ready             Cancel Close Tick                   -                 Report? SendFinish?
+//	ready             FanOut FinishArrived ProbeReplied   -                 Report?
+//	sending           Written                             -                 Report? SendFinish?
+//	sending           Cancel Close Tick                   ending            SendFinish StopWrite
+//	sending           FinishArrived ProbeReplied          ending            StopWrite
+//	withdrawing       Written                             prefill           SendRestart
+//	withdrawing       Written                             ready             SendRestart
+//	withdrawing       Cancel Close                        ending-withdrawn  SendFinish
+//	withdrawing       FinishArrived ProbeReplied          ending-withdrawn
+//	ending            Withdraw                            ending-withdrawn
+//	ending            Written Abandon                     -                 Report?
+//	ending-withdrawn  Written Abandon                     -                 Report?
+//
 // Layouts ([Layout], [Region]), what two of them have in common ([Match]) and plans
 // ([Match.Pairs] of the sender, [Match.Segments] of the receiver) are values
 // without I/O too, shared by all transports.

@@ -144,8 +144,14 @@ func (m *Machine) loadClaimedParts(now time.Time, r LoadRequest) bool {
 func (m *Machine) partsBegun(now time.Time, f *loadFanIn) {
 	f.beginning = false
 	if f.sum.code != OK {
-		m.endLoadFanIn(now, f, ending{Cancelled, f.sum.reason})
+		m.endOthers(now, f)
 	}
+}
+
+// endOthers ends the others of a part that has failed.
+func (m *Machine) endOthers(now time.Time, f *loadFanIn) {
+	defer m.because("PartFails")()
+	m.endLoadFanIn(now, f, ending{Cancelled, f.sum.reason})
 }
 
 // endLoadFanIn ends the parts that have not ended. P is told this end.
@@ -179,7 +185,7 @@ func (m *Machine) loadFails(now time.Time, ld *load) {
 	}
 	f.sum.code, f.sum.reason, f.sum.state, f.sum.peer, f.sum.from = ld.end.code, ld.end.reason, ld.endedIn, ld.peer, ld.from
 	if !f.beginning && !fault.On("others-go-on") {
-		m.endLoadFanIn(now, f, ending{Cancelled, ld.end.reason})
+		m.endOthers(now, f)
 	}
 }
 
@@ -195,7 +201,7 @@ func (m *Machine) loadReported(now time.Time, r Report) {
 	f.left--
 	f.sum.add(&r)
 	if failed && !f.beginning {
-		m.endLoadFanIn(now, f, ending{Cancelled, r.Reason})
+		m.endOthers(now, f)
 	}
 	if f.left > fault.Pick("first-source-ends", 0, len(f.ids)-1) || m.loadFanIns[f.id] != f {
 		return
@@ -242,6 +248,7 @@ func (m *Machine) claimLost(now time.Time, c *claim, was claimState, end ending)
 }
 
 func (m *Machine) claimFanInLost(f *claimFanIn) {
+	defer m.because("PartFails")()
 	if fault.On("lost-others-untold") {
 		for _, id := range f.ids {
 			if c := m.claims.get(id); c != nil {

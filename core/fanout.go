@@ -55,6 +55,7 @@ func (m *Machine) fanOut(now time.Time, part TransferID) (Code, string) {
 	case base == nil && m.early+share.Of > m.opt.MaxTransfers, base != nil && len(m.offers)-m.early+share.Of-1 > m.opt.MaxTransfers:
 		return Refused, fmt.Sprintf("%d shares of transfer %q do not fit beside %d others", share.Of, string(id), len(m.offers))
 	}
+	defer m.because("FanOut")()
 	m.begin(now)
 	f := &fanOut{id: id, of: share.Of, source: share.Source, left: share.Of}
 	m.fanOuts[id] = f

@@ -24,7 +24,7 @@ func TestTranscripts(t *testing.T) {
 }
 
 func newScript(t *testing.T) (func(*coretest.Command) string, func()) {
-	s := &script{t: t, now: time.Unix(0, 0), machines: map[string]*scripted{}, layouts: map[string]*core.Layout{}}
+	s := &script{t: t, now: time.Unix(0, 0), machines: map[string]*scripted{}, layouts: map[string]*core.Layout{}, table: readTransitions(t)}
 	return s.run, s.end
 }
 
@@ -33,6 +33,7 @@ type script struct {
 	now      time.Time
 	machines map[string]*scripted
 	layouts  map[string]*core.Layout
+	table    transitionTable
 }
 
 type scripted struct {
@@ -123,7 +124,7 @@ func (s *script) open(c *coretest.Command) *core.Machine {
 	l := s.layout(c, s.list(c, "size"))
 	s.layouts[c.Word(0)] = l
 	return core.New(l, core.Options{Lease: s.duration(c, "lease", 0), PeerTimeout: s.duration(c, "timeout", 0),
-		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), MaxTransfers: int(s.number(c, "max", 0)), ReportClaims: c.Value("report", "") == "claims"})
+		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), MaxTransfers: int(s.number(c, "max", 0)), ReportClaims: c.Value("report", "") == "claims", OnTransition: func(change core.Transition) { s.table.check(s.t, change) }})
 }
 
 func (s *script) event(m *scripted, what string, c *coretest.Command) (said string, err error) {

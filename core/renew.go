@@ -148,6 +148,7 @@ func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, abs
 // peerGone ends what waits for a P agent. absent: nobody listens there; else it
 // may live and be told when it listens again.
 func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string) {
+	defer m.because("PeerGone")()
 	heard := m.peers[id].heard
 	silent := now.Sub(heard).Round(time.Millisecond)
 	reason := fmt.Sprintf("prefill agent %s is gone: silent for %v: %s", id, silent, cause)

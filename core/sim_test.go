@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/core/coretest/sim"
 	"github.com/kvconn/kvconn/internal/leaktest"
@@ -45,9 +46,14 @@ func TestSim(t *testing.T) {
 	t.Logf("ends: %v", sum.Codes)
 	t.Logf("states: %v", sum.States)
 	t.Logf("faults: %v", sum.Faults)
+	table := readTransitions(t)
+	for change := range sum.Transitions {
+		table.check(t, change)
+	}
 	if t.Failed() || seeds < 2000 {
 		return
 	}
+	t.Logf("of the tables of doc.go the simulator never does: %s", strings.Join(table.never(), "; "))
 	// A world so hostile that nothing arrives, or so kind that nothing fails,
 	// would prove nothing.
 	for _, want := range []string{"load ok", "offer ok", "load cancelled", "offer cancelled", "load peer-cancelled", "offer peer-cancelled",
@@ -100,7 +106,7 @@ type simSum struct {
 // so, and stops at the first that fails.
 func runSeeds(t *testing.T, from uint64, more func(seed uint64) bool) simSum {
 	t.Helper()
-	sum := simSum{sim.Result{Codes: map[string]int{}, States: map[string]int{}, Faults: map[string]int{}}, map[int]int{}}
+	sum := simSum{sim.Result{Codes: map[string]int{}, States: map[string]int{}, Faults: map[string]int{}, Transitions: map[core.Transition]int{}}, map[int]int{}}
 	var failed []uint64
 	var next atomic.Uint64
 	var stop atomic.Bool
@@ -124,6 +130,9 @@ func runSeeds(t *testing.T, from uint64, more func(seed uint64) bool) simSum {
 				}
 				for k, n := range r.States {
 					sum.States[k] += n
+				}
+				for k, n := range r.Transitions {
+					sum.Transitions[k] += n
 				}
 				sum.agents[r.Agents]++
 				sum.Steps += r.Steps

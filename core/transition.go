@@ -1,18 +1,19 @@
 package core
 
 import (
-	"fmt"
+	"slices"
 	"strings"
 )
 
-// Transition is one change of a half's state, as doc.go's table has them.
+// Transition is one change of a half's state in one event, as the tables of doc.go
+// have them.
 type Transition struct {
-	Half, From, Event, To string   // From "-": the half begins; To "-": it has ended
-	Actions               []string // of this half that the event brought about
+	Half, From, Event, To string // From "-": the half begins; To "-": it has ended
+	Actions               string // those of this half that the event brought about, sorted, each once
 }
 
-// observer collects, between two events, what becomes of each half. Without tell
-// it does nothing.
+// observer collects, between two events, what becomes of each half. Without tell it
+// does nothing.
 type observer struct {
 	tell   func(Transition)
 	event  string
@@ -21,13 +22,13 @@ type observer struct {
 }
 
 type observed struct {
-	id TransferID
 	Transition
+	id TransferID
 }
 
 type observedAct struct {
 	id         TransferID
-	name, half string // half "": either
+	name, half string // half "": of any
 }
 
 // event names the call of the machine's user that is going on.
@@ -36,63 +37,76 @@ func (m *Machine) event(name string) {
 	m.taken.event = name
 }
 
+// because names what an event has brought about, for the halves that it reaches, until
+// undo is called.
+func (m *Machine) because(name string) (undo func()) {
+	before := m.taken.event
+	m.taken.event = name
+	return func() { m.taken.event = before }
+}
+
 // moved notes that a half changes its state.
 func (m *Machine) moved(half string, id TransferID, from, to string) {
-	if m.taken.tell == nil {
+	o := &m.taken
+	if o.tell == nil {
 		return
 	}
-	for i := range m.taken.halves {
-		if o := &m.taken.halves[i]; o.Half == half && o.id == id && o.To == from && from != "-" {
-			o.To = to
+	for i := range o.halves {
+		if h := &o.halves[i]; h.Half == half && h.id == id && h.To == from && from != "-" {
+			h.To = to
 			return
 		}
 	}
-	m.taken.halves = append(m.taken.halves, observed{id, Transition{Half: half, From: from, Event: m.taken.event, To: to}})
+	o.halves = append(o.halves, observed{Transition{Half: half, From: from, Event: o.event, To: to}, id})
 }
 
+// act notes an action. What is of a fan-in or fan-out as a whole is of no half.
 func (o *observer) act(a Action) {
 	if o.tell == nil {
 		return
 	}
-	name := strings.TrimPrefix(fmt.Sprintf("%T", a), "core.")
+	add := func(id TransferID, name, half string) { o.acts = append(o.acts, observedAct{id, name, half}) }
 	switch v := a.(type) {
 	case Resolve:
-		o.acts = append(o.acts, observedAct{v.ID, name, "claim load"})
+		add(v.ID, "Resolve", "")
 	case Expect:
-		o.acts = append(o.acts, observedAct{v.ID, name, "load"})
+		add(v.ID, "Expect", "load")
 	case SendLoad:
-		o.acts = append(o.acts, observedAct{v.ID, name, "load"})
+		add(v.ID, "SendLoad", "load")
 	case Revoke:
-		o.acts = append(o.acts, observedAct{v.ID, name, "load"})
+		add(v.ID, "Revoke", "load")
 	case Write:
-		o.acts = append(o.acts, observedAct{v.ID, name, "offer"})
+		add(v.ID, "Write", "offer")
 	case StopWrite:
-		o.acts = append(o.acts, observedAct{v.ID, name, "offer"})
+		add(v.ID, "StopWrite", "offer")
 	case SendRestart:
-		o.acts = append(o.acts, observedAct{v.ID, name, "offer"})
+		add(v.ID, "SendRestart", "offer")
 	case SendFinish:
-		o.acts = append(o.acts, observedAct{v.ID, name, ""})
+		add(v.ID, "SendFinish", "")
 	case Report:
-		half := map[Side]string{SideLoad: "load", SideOffer: "offer", SideDemand: "offer", SideClaim: "claim"}[v.Side]
-		o.acts = append(o.acts, observedAct{v.ID, name, half})
+		half := v.Side.String()
+		if v.Side == SideDemand {
+			half = "offer"
+		}
+		add(v.ID, "Report", half)
 	}
 }
 
-// flush tells what has become of the halves of the last event.
+// flush tells what the last event has made of the halves.
 func (o *observer) flush() {
-	if o.tell == nil || len(o.halves) == 0 && len(o.acts) == 0 {
-		return
-	}
 	for i := range o.halves {
 		h := &o.halves[i]
 		if h.From == h.To {
 			continue
 		}
+		var names []string
 		for _, a := range o.acts {
-			if a.id == h.id && (strings.Contains(a.half, h.Half) || a.half == "") {
-				h.Actions = append(h.Actions, a.name)
+			if a.id == h.id && (a.half == h.Half || a.half == "") && !slices.Contains(names, a.name) {
+				names = append(names, a.name)
 			}
 		}
+		slices.Sort(names)
+		h.Actions = strings.Join(names, " ")
 		o.tell(h.Transition)
 	}
 	o.halves, o.acts = o.halves[:0], o.acts[:0]

@@ -43,9 +43,11 @@ type Result struct {
 	Codes  map[string]int // how often a half ended so: "load ok"
 	States map[string]int // the same with the state in which it ended: "load ok waiting"
 	Faults map[string]int // how often each kind of fault was there
-	Agents int            // at the start
-	Steps  int            // events that happened
-	Took   time.Duration  // virtual
+	// Transitions of the machines' halves, and how often each was taken.
+	Transitions map[core.Transition]int
+	Agents      int           // at the start
+	Steps       int           // events that happened
+	Took        time.Duration // virtual
 
 	// With Words only.
 	Transcript string // all machines' events, as a file of core/testdata
@@ -58,7 +60,7 @@ func Run(seed uint64, words *Words) *Result {
 	w := newWorld(seed, words)
 	w.contain(w.live)
 	w.contain(w.closeTranscript)
-	return &Result{Seed: seed, Broken: w.broken, Codes: w.codes, States: w.states, Faults: w.faults, Agents: len(w.hosts), Steps: w.steps, Took: w.now,
+	return &Result{Seed: seed, Broken: w.broken, Codes: w.codes, States: w.states, Faults: w.faults, Transitions: w.changes, Agents: len(w.hosts), Steps: w.steps, Took: w.now,
 		Transcript: w.lines.text(false, ""), Short: w.lines.text(true, w.suspect), Story: strings.Join(w.story, "\n")}
 }
 
@@ -124,6 +126,7 @@ type world struct {
 
 	codes   map[string]int
 	states  map[string]int
+	changes map[core.Transition]int
 	faults  map[string]int
 	broken  []string
 	suspect core.TransferID // what the first broken promise is about
@@ -158,9 +161,10 @@ func newWorld(seed uint64, words *Words) *world {
 	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)), prompting: rand.New(rand.NewPCG(seed, 3)), hearing: rand.New(rand.NewPCG(seed, 4)), prompts: map[core.TransferID]prompts{},
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
 		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, states: map[string]int{}, faults: map[string]int{},
-		matches: map[way]*core.Match{},
-		reused:  map[core.TransferID]bool{}, shared: map[core.TransferID]bool{}, deals: map[core.TransferID]*deal{}, engines: map[core.Target]*deal{}, cancelledAtP: map[core.TransferID]time.Duration{}, cancelledAtD: map[core.TransferID]time.Duration{}}
+		matches: map[way]*core.Match{}, changes: map[core.Transition]int{},
+		reused: map[core.TransferID]bool{}, shared: map[core.TransferID]bool{}, deals: map[core.TransferID]*deal{}, engines: map[core.Target]*deal{}, cancelledAtP: map[core.TransferID]time.Duration{}, cancelledAtD: map[core.TransferID]time.Duration{}}
 	w.plan = w.newPlan()
+	w.plan.opt.OnTransition = func(t core.Transition) { w.changes[t]++ }
 	return w
 }
 

@@ -1,0 +1,126 @@
+package core_test
+
+import (
+	"go/parser"
+	"go/token"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// transitionTable is what doc.go says that halves do.
+type transitionTable map[transitionKey]*transitionRow
+
+type transitionKey struct{ half, from, event, to string }
+
+type transitionRow struct {
+	always, maybe []string // actions
+	taken         bool
+}
+
+// readTransitions reads the tables of the package's documentation.
+func readTransitions(t testing.TB) transitionTable {
+	t.Helper()
+	f, err := parser.ParseFile(token.NewFileSet(), "doc.go", nil, parser.ParseComments)
+	if err != nil {
+		t.Fatal(err)
+	}
+	columns := regexp.MustCompile(`\s{2,}`)
+	heads := map[string]string{"Claims (D):": "claim", "Loads (D):": "load", "Offers (P):": "offer"}
+	table, half := transitionTable{}, ""
+	for line := range strings.Lines(f.Doc.Text()) {
+		text := strings.TrimSpace(line)
+		if h := heads[text]; h != "" {
+			half = h
+		}
+		if half == "" || !strings.HasPrefix(line, "\t") || strings.HasPrefix(text, "from ") {
+			continue
+		}
+		cells := columns.Split(text, -1)
+		if len(cells) < 3 || len(cells) > 4 {
+			t.Fatalf("doc.go: a row has %d columns: %q", len(cells), text)
+		}
+		row := &transitionRow{}
+		if len(cells) == 4 {
+			for _, name := range strings.Fields(cells[3]) {
+				if bare, maybe := strings.CutSuffix(name, "?"); maybe {
+					row.maybe = append(row.maybe, bare)
+				} else {
+					row.always = append(row.always, name)
+				}
+			}
+		}
+		for _, event := range strings.Fields(cells[1]) {
+			key := transitionKey{half, cells[0], event, cells[2]}
+			if table[key] != nil {
+				t.Errorf("doc.go: %v stands twice", key)
+			}
+			one := *row
+			table[key] = &one
+		}
+	}
+	if len(table) < 100 {
+		t.Fatalf("doc.go has %d transitions", len(table))
+	}
+	return table
+}
+
+// check fails for a change that the tables do not have, or with other actions.
+func (table transitionTable) check(t testing.TB, c core.Transition) {
+	t.Helper()
+	row := table[transitionKey{c.Half, c.From, c.Event, c.To}]
+	if row == nil {
+		t.Errorf("doc.go has no transition of a %s from %s by %s to %s (%s)", c.Half, c.From, c.Event, c.To, c.Actions)
+		return
+	}
+	row.taken = true
+	did := strings.Fields(c.Actions)
+	for _, name := range row.always {
+		if !slices.Contains(did, name) {
+			t.Errorf("a %s went from %s by %s to %s without %s, with %q", c.Half, c.From, c.Event, c.To, name, c.Actions)
+		}
+	}
+	for _, name := range did {
+		if !slices.Contains(row.always, name) && !slices.Contains(row.maybe, name) {
+			t.Errorf("a %s went from %s by %s to %s with %s, which doc.go does not have", c.Half, c.From, c.Event, c.To, name)
+		}
+	}
+}
+
+// never lists what was not taken.
+func (table transitionTable) never() (out []string) {
+	for key, row := range table {
+		if !row.taken {
+			out = append(out, strings.Join([]string{key.half, key.from, key.event, key.to}, " "))
+		}
+	}
+	slices.Sort(out)
+	return out
+}
+
+// TestTransitions: each state of the code is in the tables, and each of the tables in
+// the code. TestSim and TestTranscripts check what happens.
+func TestTransitions(t *testing.T) {
+	states := map[string]map[string]bool{"claim": {}, "load": {}, "offer": {}}
+	for key := range readTransitions(t) {
+		for _, s := range []string{key.from, key.to} {
+			if s != "-" {
+				states[key.half][s] = true
+			}
+		}
+	}
+	for half, want := range core.StateNames() {
+		for _, s := range want {
+			if !states[half][s] {
+				t.Errorf("the tables have no state %s of a %s", s, half)
+			}
+			delete(states[half], s)
+		}
+		for s := range states[half] {
+			t.Errorf("the code has no state %s of a %s", s, half)
+		}
+	}
+}
