@@ -30,8 +30,9 @@
 // transfer is named by a D), PartFails (another part of the same fan-in has failed),
 // PeerGone (a P agent does not answer any more). An action with "?" is not there in
 // each case: the parts of a fan-in or fan-out have one Report together, and a peer
-// that is gone, or that has said the end itself, is told nothing. TestTransitions
-// holds the machine to these tables, and lists what the simulator never does.
+// that is gone, or that has said the end itself, is told nothing. Abandon ends a half
+// in any state and does nothing but report it. TestSim and TestTranscripts hold the
+// machine to these tables; TestSim lists what the simulator never does.
 //
 // Claims (D):
 //
@@ -86,7 +87,7 @@
 //	-                 Load ResolvedParts                  ending            Expect Revoke SendFinish
 //	resolving         Resolved                            expecting         Expect
 //	resolving         Resolved ResolvedParts              -                 Report? SendFinish?
-//	resolving         Cancel Close Abandon                -                 Report
+//	resolving         Cancel Close                        -                 Report
 //	relocating        Resolved                            expecting         Expect
 //	relocating        Resolved ResolvedParts              -                 Report? SendFinish?
 //	relocating        Cancel Close Tick PartFails         -                 Report?
@@ -115,7 +116,7 @@
 //	restarting        Revoked                             expecting         Expect
 //	restarting        Cancel Close PartFails              ending            SendFinish
 //	restarting        FinishArrived                       ending
-//	ending            Revoked Abandon                     -                 Report?
+//	ending            Revoked                             -                 Report?
 //
 // Offers (P):
 //
@@ -158,8 +159,8 @@
 //	withdrawing       Cancel Close                        ending-withdrawn  SendFinish
 //	withdrawing       FinishArrived ProbeReplied          ending-withdrawn
 //	ending            Withdraw                            ending-withdrawn
-//	ending            Written Abandon                     -                 Report?
-//	ending-withdrawn  Written Abandon                     -                 Report?
+//	ending            Written                             -                 Report?
+//	ending-withdrawn  Written                             -                 Report?
 //
 // Layouts ([Layout], [Region]), what two of them have in common ([Match]) and plans
 // ([Match.Pairs] of the sender, [Match.Segments] of the receiver) are values

@@ -182,7 +182,13 @@ func (m *Machine) Close(now time.Time) {
 	m.event("Close")
 	m.closed = true
 	end := ending{Closed, "the decode agent was closed"}
-	m.dropLookups(end)
+	for _, id := range sortedKeys(m.farewells.byID) {
+		m.farewells.drop(id)
+	}
+	for _, id := range sortedKeys(m.claims.byID) {
+		m.dropClaim(m.claims.get(id), end)
+	}
+	m.restPeers()
 	for _, id := range sortedKeys(m.loads.byID) {
 		if ld := m.loads.get(id); ld != nil {
 			m.endLoad(now, ld, end, true)
@@ -193,22 +199,17 @@ func (m *Machine) Close(now time.Time) {
 	}
 }
 
-// dropLookups ends what the engine waits for no report of.
-func (m *Machine) dropLookups(end ending) {
-	for _, id := range sortedKeys(m.farewells.byID) {
-		m.farewells.drop(id)
-	}
-	for _, id := range sortedKeys(m.claims.byID) {
-		m.dropClaim(m.claims.get(id), end)
-	}
-	m.restPeers()
-}
-
 // Abandon reports all that Close could not bring to an end. It may be called
 // only when the transports are closed, so that no byte can move.
 func (m *Machine) Abandon(now time.Time) {
 	m.event("Abandon")
-	m.dropLookups(ending{Closed, ""})
+	m.farewells = newHalves[*farewell]()
+	for _, id := range sortedKeys(m.claims.byID) {
+		c := m.claims.get(id)
+		m.forgetClaim(c)
+		m.claimDropped(c)
+	}
+	m.restPeers()
 	for _, id := range sortedKeys(m.loads.byID) {
 		if ld := m.loads.get(id); ld != nil {
 			m.reportLoad(now, ld)
