@@ -26,7 +26,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 import kvconn
-from kvconn.vllm.metadata import GrowWork, KVConnMetadata, LoadWork, OfferWork
+from kvconn.vllm.metadata import KVConnMetadata, LoadWork, OfferWork, PartialWork
 
 BLOCKS = 8
 numbers = itertools.count(1)
@@ -222,7 +222,7 @@ def test_pass_that_fails_has_computed_nothing(make: Callable[..., Worker], fails
     while not prefill.stats()["offers_early"]:
         assert time.monotonic() < deadline, "the load has not come to prefill"
     with contextlib.suppress(MemoryError):
-        prefill.step(KVConnMetadata(grows=[GrowWork("g", [[3, 4]], [0], [2])]), forward)
+        prefill.step(KVConnMetadata(partials=[PartialWork("g", [[3, 4]], [0], [2])]), forward)
     prefill.cache[[3, 4]] = data  # computed anew
     sent = prefill.step(KVConnMetadata(offers=[OfferWork("g", "g", [[3, 4]], [0])]))[0]  # at once, if decode has all of it
     assert sent or prefill.is_sent("g")

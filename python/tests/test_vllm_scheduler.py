@@ -37,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm_sides import WatchedRecords
 
 from kvconn import fingerprint
 from kvconn.vllm.metadata import KVConnHandshake, KVConnMetadata
@@ -121,6 +122,7 @@ class Engine:
         )
         self.connector = self.scheduler.get_kv_connector()
         self.ours = self.connector if beside is None else self.connector.sub_connectors[0]
+        self.ours._sched._requests = WatchedRecords()
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnHandshake("http://p:8998")})
         self.free = self.blocks_free()
         self.metas: list[KVConnMetadata] = []
@@ -130,10 +132,10 @@ class Engine:
         self.announced: list[str] = []
         self.claimed: list[str] = []
         self.released: list[str] = []  # loads of nothing
-        self.grown: dict[str, list[list[int]]] = {}  # what the agent reads, or may read, of requests that are computed
+        self.given: dict[str, list[list[int]]] = {}  # what the agent reads, or may read, of requests that are computed
         self.first: dict[str, list[int]] = {}  # per group, where in the prompt that begins
         self.ready: dict[str, list[int]] = {}  # of it, what is there
-        self.retracted: list[str] = []
+        self.withdrawn: list[str] = []
         self.outputs: dict[str, Any] = {}  # the last of each request
         self.texts: dict[str, list[int]] = {}
 
@@ -174,7 +176,7 @@ class Engine:
         metas = getattr(output.kv_connector_metadata, "metadata", None) or [output.kv_connector_metadata]
         (meta,) = [each for each in metas if isinstance(each, KVConnMetadata)]
         self.metas.append(meta)
-        self._grow(output, meta)
+        self._give(output, meta)
         self.announced += meta.announces
         self.claimed += [work.transfer_id for work in meta.claims]
         self.released += [work.transfer_id for work in meta.loads if work.silent]
@@ -185,11 +187,11 @@ class Engine:
         output.sampled = {req_id for req_id in output.num_scheduled_tokens if self._complete(req_id)}
         return output
 
-    def _grow(self, output: Any, meta: KVConnMetadata) -> None:
+    def _give(self, output: Any, meta: KVConnMetadata) -> None:
         """As the agent does, with all that it relies on looked at."""
-        for transfer_id in meta.retracts:
-            del self.grown[transfer_id], self.ready[transfer_id], self.first[transfer_id]
-            self.retracted.append(transfer_id)
+        for transfer_id in meta.withdrawals:
+            del self.given[transfer_id], self.ready[transfer_id], self.first[transfer_id]
+            self.withdrawn.append(transfer_id)
         ids = {
             r.kv_transfer_params["transfer_id"]: r
             for r in self.scheduler.requests.values()
@@ -204,11 +206,11 @@ class Engine:
             for blocks, all_of_them in zip(written, self.scheduler.kv_cache_manager.get_block_ids(req_id)):
                 blocks.update(all_of_them[first : -(-computed // BLOCK)])
         anybodys = set().union(*written)  # the groups have their blocks from one pool
-        for transfer_id, held in self.grown.items():  # what the agent reads
+        for transfer_id, held in self.given.items():  # what the agent reads
             for first, have, ready in zip(self.first[transfer_id], held, self.ready[transfer_id]):
                 assert not anybodys & set(have[: max(0, ready - first)])
-        for work in meta.grows:
-            held = self.grown.setdefault(work.transfer_id, [[] for _ in work.block_ids])
+        for work in meta.partials:
+            held = self.given.setdefault(work.transfer_id, [[] for _ in work.block_ids])
             firsts = self.first.setdefault(work.transfer_id, list(work.first_block))
             assert firsts == list(work.first_block)
             for have, more in zip(held, work.block_ids):
@@ -227,16 +229,16 @@ class Engine:
                 assert 0 not in have  # vLLM's null block
             self.ready[work.transfer_id] = list(work.after)
         offers = {work.transfer_id: work for work in meta.offers}
-        for transfer_id in [*self.grown]:
+        for transfer_id in [*self.given]:
             if work := offers.get(transfer_id):
                 for begin, have, first, all_of_them in zip(
-                    self.first.pop(transfer_id), self.grown.pop(transfer_id), work.first_block, work.block_ids
+                    self.first.pop(transfer_id), self.given.pop(transfer_id), work.first_block, work.block_ids
                 ):
                     assert not have or (first == begin and all_of_them[: len(have)] == have)
                 continue
             # It is still the request's own: in this step nobody else writes to it.
             owned = self.scheduler.kv_cache_manager.get_block_ids(ids[transfer_id].request_id)
-            for first, have, blocks in zip(self.first[transfer_id], self.grown[transfer_id], owned):
+            for first, have, blocks in zip(self.first[transfer_id], self.given[transfer_id], owned):
                 assert list(blocks[first : first + len(have)]) == have
 
     def update(
@@ -294,9 +296,8 @@ class Engine:
         assert not self.scheduler.requests
         assert self.blocks_free() == self.free
         assert self.ours._sched.in_flight() == (0, 0)
-        assert not self.grown and not self.ours._sched._growing._requests
-        assert not self.ours._sched._known and not self.ours._sched._asked and not self.ours._sched._announced
-        assert not self.ours._sched._prompts
+        assert not self.given and not self.ours._sched._partials.count
+        assert not self.ours._sched._requests
 
 
 @pytest.fixture
@@ -332,7 +333,7 @@ def test_chunked_prefill_is_offered_whole(make: Any, tokens: int, hybrid: bool) 
     total = -(-tokens // BLOCK)
     assert engine.ready[kv["transfer_id"]] == [total] * (1 + hybrid)
     assert engine.first[kv["transfer_id"]] == [0, max(0, tokens - WINDOW) // BLOCK][: 1 + hybrid]
-    assert [len(have) for have in engine.grown[kv["transfer_id"]]] == [total - first for first in engine.first[kv["transfer_id"]]]
+    assert [len(have) for have in engine.given[kv["transfer_id"]]] == [total - first for first in engine.first[kv["transfer_id"]]]
     assert engine.announced == [kv["transfer_id"]]  # with the first chunk, not with each
     answer = engine.outputs[request.request_id].kv_transfer_params
     assert answer["remote_bootstrap_addr"] == "http://p:8998" and answer["remote_engine_id"] == "engine-kv_producer"
@@ -372,9 +373,9 @@ def test_window_of_a_prompt_that_cannot_be_cut(make: Any, mixed: bool) -> None:
     assert request.num_prompt_tokens == tokens  # not one more of the embeddings than there are tokens
     while not engine.finished(request):
         engine.step()
-        assert engine.ready[kv["transfer_id"]][1] == 0 and not engine.grown[kv["transfer_id"]][1]
+        assert engine.ready[kv["transfer_id"]][1] == 0 and not engine.given[kv["transfer_id"]][1]
     engine.step()
-    assert engine.cancelled == engine.retracted == [kv["transfer_id"]] and not engine.sending
+    assert engine.cancelled == engine.withdrawn == [kv["transfer_id"]] and not engine.sending
     engine.nothing_is_left()
 
 
@@ -397,11 +398,11 @@ def test_preempted_prefill_is_offered_once_with_its_new_blocks(make: Any) -> Non
     engine = make("kv_producer")
     request = engine.add(200, prefill_kv(), max_tokens=1)
     engine.step()
-    assert request.status == RequestStatus.RUNNING and engine.grown
+    assert request.status == RequestStatus.RUNNING and engine.given
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert request.status == RequestStatus.PREEMPTED
     engine.run(lambda: engine.finished(request))
-    assert engine.retracted == [request.kv_transfer_params["transfer_id"]] and engine.grown
+    assert engine.withdrawn == [request.kv_transfer_params["transfer_id"]] and engine.given
     engine.step()
     (offer,) = engine.sending.values()
     assert len(set(offer.block_ids[0])) == 13
@@ -417,7 +418,7 @@ def test_prefix_that_the_same_step_computes_is_not_there_before_it(make: Any, as
     prompt = [n % 500 for n in range(3 * BLOCK)]
     requests = [engine.add([*prompt, *more], prefill_kv(), max_tokens=1) for more in ([1], [2, 3], [4, 5])]
     engine.step()
-    first, *others = engine.metas[-1].grows
+    first, *others = engine.metas[-1].partials
     assert [work.block_ids[0][:3] for work in others] == [first.block_ids[0][:3]] * 2
     assert first.after == others[0].after == [4]
     engine.run(lambda: len(engine.sending) == 3)
@@ -438,7 +439,7 @@ def test_prompt_is_said_of_each_half(make: Any, hybrid: bool) -> None:
             engine.preempt()
         engine.run(lambda request=request: engine.finished(request))
         engine.step()
-        assert {work.prompt for meta in engine.metas for work in [*meta.grows, *meta.offers]} == {want}
+        assert {work.prompt for meta in engine.metas for work in [*meta.partials, *meta.offers]} == {want}
         engine.step(sent={request.request_id})
         engine.metas.clear()
         loads = other.add(list(prompt), decode_kv())
@@ -460,7 +461,7 @@ def test_prompt_of_which_tokens_do_not_say_what_it_is(make: Any) -> None:
         engine.run(lambda request=request: engine.finished(request))
         engine.step()
         assert [work.prompt for work in engine.sending.values()] == [0]
-        assert {work.prompt for meta in engine.metas for work in meta.grows} <= {0}
+        assert {work.prompt for meta in engine.metas for work in meta.partials} <= {0}
         engine.step(sent={request.request_id})
         engine.metas.clear()
         loads = other.add(2 * BLOCK, decode_kv(), **more)
@@ -474,12 +475,12 @@ def test_prompt_of_which_tokens_do_not_say_what_it_is(make: Any) -> None:
     other.nothing_is_left()
 
 
-def test_session_does_not_grow(make: Any) -> None:
+def test_session_has_no_partial_offers(make: Any) -> None:
     """Its prompt is what has come of it so far: the last block of that is filled up later."""
     engine = make("kv_producer")
     request = engine.add(BLOCK + 1, prefill_kv(), max_tokens=1, resumable=True)
     engine.step()
-    assert request.num_computed_tokens == BLOCK + 1 and not engine.grown
+    assert request.num_computed_tokens == BLOCK + 1 and not engine.given
     engine.abort(request)
     engine.nothing_is_left()
 
@@ -490,11 +491,11 @@ def test_prefix_that_another_connector_loaded_badly_is_taken_back(make: Any) -> 
     request = engine.add(200, prefill_kv(), max_tokens=1)
     engine.step()
     output = engine.schedule()
-    (held,) = engine.grown[request.kv_transfer_params["transfer_id"]]
+    (held,) = engine.given[request.kv_transfer_params["transfer_id"]]
     engine.update(output, invalid={held[1]})
     assert request.num_computed_tokens == BLOCK
     engine.run(lambda: engine.finished(request))
-    assert engine.retracted == [request.kv_transfer_params["transfer_id"]]
+    assert engine.withdrawn == [request.kv_transfer_params["transfer_id"]]
     engine.step()
     engine.step(sent={request.request_id})
     engine.nothing_is_left()
@@ -511,7 +512,7 @@ def test_prefill_aborted(make: Any, steps: int) -> None:
     engine.abort(request)
     engine.step()
     assert engine.cancelled == [kv["transfer_id"]]
-    assert engine.retracted == [kv["transfer_id"]] * (steps > 0)
+    assert engine.withdrawn == [kv["transfer_id"]] * (steps > 0)
     assert not engine.sending
     engine.nothing_is_left()
 
@@ -572,9 +573,9 @@ def test_cached_prefix_of_a_hybrid_model(make: Any) -> None:
 def test_asking_twice_has_no_effect(make: Any) -> None:
     engine = make("kv_consumer")
     request = engine.add(100, decode_kv())
-    before = len(engine.ours._sched._claims)
+    before = len(engine.ours._sched._new_claims)
     assert [engine.connector.get_num_new_matched_tokens(request, 16) for _ in range(3)] == [(84, True)] * 3
-    assert len(engine.ours._sched._claims) == before == 1
+    assert len(engine.ours._sched._new_claims) == before == 1
     assert request.kv_transfer_params["do_remote_prefill"] is True
     engine.abort(request)
     engine.nothing_is_left()
@@ -807,7 +808,7 @@ def nothing_of_ours_is_left(engine: Engine, request: Request) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("windows", [(0, WINDOW), (0, -3 * BLOCK)], ids=["window", "chunks"])
 def test_a_step_ahead(make: Any, windows: tuple[int, ...], seed: int) -> None:
-    """vLLM schedules a step before the one before it has ended: also then no block is another's while it grows."""
+    """vLLM schedules a step before the one before it has ended: also then no block of a partial offer is another request's."""
     dice = random.Random(seed)
     engine = make("kv_producer", windows=windows, blocks=40, seqs=6, async_scheduling=True)
     requests: list[Request] = []
@@ -832,7 +833,7 @@ def test_a_step_ahead(make: Any, windows: tuple[int, ...], seed: int) -> None:
     engine.step()
     engine.step(sent=set(engine.sending))
     engine.nothing_is_left()
-    assert whole and engine.retracted  # windows among them
+    assert whole and engine.withdrawn  # windows among them
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -54,29 +54,32 @@ def test_prefill_without_on_new_request_announces_at_allocation() -> None:
 
 
 @pytest.mark.parametrize("kept", [3, 6])
-def test_window_grows_from_where_it_is_kept(kept: int) -> None:
-    """And is offered as it grew, though vLLM may have kept more of it until then."""
-    side, req = prefill_side([Group(0, BLOCK), Group(1, BLOCK, window=33)], grows=True), request(140, prefill_params())
+def test_partial_offer_of_a_window_begins_where_it_is_kept(kept: int) -> None:
+    """And the offer begins where the partial offers did, though vLLM may have kept more of it until then."""
+    side, req = prefill_side([Group(0, BLOCK), Group(1, BLOCK, window=33)], partial_offers=True), request(140, prefill_params())
     req.max_tokens = 1
     side.on_new_request(req)
     blocks = [list(range(1, 10)), [*[0] * 3, *range(23, 29)]]
-    (grow,) = side.build_meta(60, first_step(req, blocks, 80, 60)).grows
-    assert (grow.first_block, grow.before, grow.after) == ([0, 6], [0, 0], [9, 9])
-    assert grow.block_ids == [blocks[0], [26, 27, 28]]
+    (part,) = side.build_meta(60, first_step(req, blocks, 80, 60)).partials
+    assert (part.first_block, part.before, part.after) == ([0, 6], [0, 0], [9, 9])
+    assert part.block_ids == [blocks[0], [26, 27, 28]]
     assert finish(side, req, [blocks[0], [*[0] * kept, *blocks[1][kept:]]])
     (offer,) = side.build_meta(0).offers
-    assert (offer.first_block, offer.block_ids) == ([0, 6], grow.block_ids)
+    assert (offer.first_block, offer.block_ids) == ([0, 6], part.block_ids)
 
 
-def test_hit_that_has_less_of_the_window_than_is_to_be_sent_does_not_grow() -> None:
+def test_hit_that_has_less_of_the_window_than_is_to_be_sent_has_no_partial_offer() -> None:
     """What vLLM keeps beside the window it does not look for in its cache: there is no block in its place."""
-    side, req = prefill_side([Group(0, BLOCK), Group(1, BLOCK, window=33, retained=16)], grows=True), request(140, prefill_params())
+    side, req = (
+        prefill_side([Group(0, BLOCK), Group(1, BLOCK, window=33, retained=16)], partial_offers=True),
+        request(140, prefill_params()),
+    )
     req.max_tokens = 1
     side.on_new_request(req)
-    assert not side.build_meta(12, first_step(req, [list(range(1, 10)), [*[0] * 6, 7, 8, 9]], 128, 12)).grows
+    assert not side.build_meta(12, first_step(req, [list(range(1, 10)), [*[0] * 6, 7, 8, 9]], 128, 12)).partials
     assert not finish(side, req, [list(range(1, 10)), [*[0] * 6, 7, 8, 9]])
     meta = side.build_meta(0)
-    assert "the window has left the prompt's end" in meta.cancels[0].reason and not meta.retracts
+    assert "the window has left the prompt's end" in meta.cancels[0].reason and not meta.withdrawals
 
 
 @pytest.mark.parametrize("status", [Status.FINISHED_LENGTH_CAPPED, Status.FINISHED_STOPPED])

@@ -71,7 +71,7 @@ class Prefill:
         """A step up to where its tokens are computed."""
         self.output = self.engine.schedule()
         meta = self.engine.metas[-1]
-        self.worker.take_back(meta)
+        self.worker.withdraw(meta)
         scheduler = self.engine.scheduler
         held = set(range(BLOCKS if self.keeps_cache else 0))
         for req_id in scheduler.requests:
@@ -209,14 +209,14 @@ def test_preempted_between_chunks(pair: tuple[Prefill, Memory], windows: tuple[i
     for _ in range(steps):
         p.begin()
         p.end()
-    grew = bool(p.engine.grown)
+    gave = bool(p.engine.given)
     p.engine.preempt()
     p.engine.scheduler.kv_cache_manager.reset_prefix_cache()
     p.run(request)
     load.came()
     p.end()
     p.nothing_is_left()
-    assert p.engine.retracted == [kv["transfer_id"]] * grew
+    assert p.engine.withdrawn == [kv["transfer_id"]] * gave
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 from vllm_sides import decode_params, decode_side, finish, ids, loading, offering, request, step, worker
 
 from kvconn import Claim
-from kvconn.vllm.metadata import CancelWork, GrowWork, KVConnMetadata, LoadWork, OfferWork
+from kvconn.vllm.metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, PartialWork, RefusedWork
 from kvconn.vllm.worker import Reports
 
 
@@ -101,23 +102,23 @@ def test_offer_is_reported_whatever_became_of_it() -> None:
     assert side.collect(False).sent == set()
 
 
-def growing(*ids: str, blocks: Sequence[int] = (1, 2), before: int = 0, after: int = 1) -> KVConnMetadata:
-    return KVConnMetadata(grows=[GrowWork(each, [list(blocks)], [before], [after]) for each in ids])
+def partial(*ids: str, blocks: Sequence[int] = (1, 2), before: int = 0, after: int = 1) -> KVConnMetadata:
+    return KVConnMetadata(partials=[PartialWork(each, [list(blocks)], [before], [after]) for each in ids])
 
 
 def test_what_a_step_computes_is_told_layer_by_layer() -> None:
     side, agent = worker(by_layers=True)
     side.follow_layers({"layer.0": [0, 1], "layer.1": [2, 3], "shared": []})
-    step(side, growing("a", "b"), layers=["layer.0", "layer.1", "shared"])
+    step(side, partial("a", "b"), layers=["layer.0", "layer.1", "shared"])
     told = [("grow", "a"), ("grow", "b"), *(("written", ["a", "b"], region) for region in range(4))]
     assert agent.calls == told
     agent.calls.clear()
-    step(side, growing("a", "b"), layers=["layer.0", "shared"])
+    step(side, partial("a", "b"), layers=["layer.0", "shared"])
     assert agent.calls == [*told[:4], ("step", ["a", "b"])]  # the layer that did not tell
     agent.calls.clear()
     step(side, KVConnMetadata(), layers=["layer.0"])  # of another step nothing is told
     assert not agent.calls
-    side.begin(growing("c"))  # its forward pass fails: nothing that it was to compute is there
+    side.begin(partial("c"))  # its forward pass fails: nothing that it was to compute is there
     agent.calls.clear()
     step(side, KVConnMetadata(), layers=["layer.0"])
     assert not agent.calls
@@ -125,9 +126,9 @@ def test_what_a_step_computes_is_told_layer_by_layer() -> None:
 
 def test_prompt_is_told_to_the_agent() -> None:
     side, agent = worker()
-    grows, offers = [GrowWork("a", [[1]], [0], [1], 7)], [OfferWork("r", "b", [[1]], [0], 8)]
+    partials, offers = [PartialWork("a", [[1]], [0], [1], 7)], [OfferWork("r", "b", [[1]], [0], 8)]
     loads = [LoadWork("s", "c", "http://p:8998", "p", [[1]], [0], 16, 9)]
-    step(side, KVConnMetadata(grows=grows, offers=offers, loads=loads, claims=[Claim("d", "http://p:8998", "p")]))
+    step(side, KVConnMetadata(partials=partials, offers=offers, loads=loads, claims=[Claim("d", "http://p:8998", "p")]))
     assert agent.calls[:-1] == [("offer", "b"), ("claim", "d"), ("grow", "a"), ("load", "c")]
     assert agent.prompts == [8, 0, 7, 9]
 
@@ -135,14 +136,14 @@ def test_prompt_is_told_to_the_agent() -> None:
 def test_chunks_are_told_at_the_step_s_end() -> None:
     side, agent = worker()
     side.follow_layers({"layer.0": [0]})
-    step(side, growing("a"), layers=["layer.0"])
+    step(side, partial("a"), layers=["layer.0"])
     assert agent.calls == [("grow", "a"), ("step", ["a"])]
 
 
-def test_growth_that_the_agent_refuses_does_not_end_the_step() -> None:
+def test_partial_offer_that_the_agent_refuses_does_not_end_the_step() -> None:
     side, agent = worker()
     agent.refused = {"a"}
-    step(side, growing("a", "b"))
+    step(side, partial("a", "b"))
     assert agent.calls == [("grow", "b"), ("step", ["b"])]
 
 
@@ -152,7 +153,7 @@ def test_what_was_begun_by_several_calls_is_told_at_the_step_s_end() -> None:
         side, agent = worker(by_layers=True)
         side.follow_layers({"layer.0": [0]})
         agent.refused, agent.nameless = set(refused), nameless
-        side.begin(growing(*all_ids))
+        side.begin(partial(*all_ids))
         side.layer_written("layer.0")
         agent.refused, agent.nameless = set(), False
         side.step_written()
@@ -162,7 +163,7 @@ def test_what_was_begun_by_several_calls_is_told_at_the_step_s_end() -> None:
 def test_what_a_cancel_has_ended_is_told_at_the_step_s_end() -> None:
     side, agent = worker(by_layers=True)
     side.follow_layers({"layer.0": [0]})
-    meta = growing("a")
+    meta = partial("a")
     meta.loads = [LoadWork("r", "x", "http://p:8998", "p", [[5]], [0], 16)]
     meta.cancels = [CancelWork("x", "aborted", of_load=True)]
     step(side, meta, layers=["layer.0"])
@@ -174,39 +175,39 @@ def test_layers_are_told_at_the_step_s_end_where_nothing_orders_stores(caplog: p
     agent.written = memoryview(b"")  # type: ignore[assignment]
     side.follow_layers({"layer.0": [0]})
     assert "membarrier" in caplog.text
-    step(side, growing("a"), layers=["layer.0"])
+    step(side, partial("a"), layers=["layer.0"])
     assert agent.calls == [("grow", "a"), ("step", ["a"])]
 
 
 def test_layer_that_tells_twice_does_not_tell_for_another() -> None:
     side, agent = worker(by_layers=True)
     side.follow_layers({"layer.0": [0], "layer.1": [1]})
-    step(side, growing("a"), layers=["layer.0", "layer.0"])
+    step(side, partial("a"), layers=["layer.0", "layer.0"])
     assert agent.calls[-1] == ("step", ["a"])
 
 
-def test_nothing_grows_behind_a_growth_that_was_refused() -> None:
+def test_no_partial_offer_follows_one_that_was_refused() -> None:
     """Blocks say what they follow: they would stand where the missing ones should."""
     side, agent = worker()
     agent.refused = {"a"}
-    step(side, growing("a"))
+    step(side, partial("a"))
     agent.refused = set()
-    step(side, growing("a", blocks=[3], before=1, after=2))
+    step(side, partial("a", blocks=[3], before=1, after=2))
     assert agent.calls == []
-    meta = growing("a")
-    meta.retracts = ["a"]
+    meta = partial("a")
+    meta.withdrawals = ["a"]
     step(side, meta)
     assert agent.calls == [("retract", "a"), ("grow", "a"), ("step", ["a"])]
 
 
 def test_blocks_are_taken_back_before_anything_else() -> None:
     side, agent = worker()
-    meta = growing("c")
-    meta.retracts = ["a", "b"]
+    meta = partial("c")
+    meta.withdrawals = ["a", "b"]
     meta.cancels = [CancelWork("b", "aborted", of_load=False), CancelWork("x", "aborted", of_load=False)]
-    side.take_back(meta)
+    side.withdraw(meta)
     assert agent.calls == [("cancel", "b"), ("retract", "a"), ("retract", "b")]
-    side.take_back(meta)
+    side.withdraw(meta)
     step(side, meta)
     assert agent.calls[3:] == [("cancel", "x"), ("grow", "c"), ("step", ["c"])]
 
@@ -214,7 +215,7 @@ def test_blocks_are_taken_back_before_anything_else() -> None:
 def test_blocks_are_taken_back_whatever_is_wrong_with_those_of_others() -> None:
     side, agent = worker()
     agent.malformed = {"a"}
-    side.take_back(KVConnMetadata(retracts=["a", "b", "c"]))
+    side.withdraw(KVConnMetadata(withdrawals=["a", "b", "c"]))
     assert agent.calls == [("retract", "b"), ("retract", "c")]
 
 
@@ -222,7 +223,41 @@ def test_engine_ends_rather_than_use_blocks_that_are_still_read() -> None:
     side, agent = worker()
     agent.read = {"a"}
     with pytest.raises(RuntimeError, match="still read"):
-        side.take_back(KVConnMetadata(retracts=["a"]))
+        side.withdraw(KVConnMetadata(withdrawals=["a"]))
+
+
+def test_metadata_stays_as_it_is_and_each_phase_comes_once() -> None:
+    """vLLM may call any of these again in a step; what has been said of it is not said twice."""
+    side, agent = worker()
+    meta = KVConnMetadata(
+        announces=["a"],
+        offers=[OfferWork("r", "b", [[1]], [0])],
+        partials=[PartialWork("c", [[2]], [0], [1])],
+        withdrawals=["d", "e"],
+        claims=[Claim("f", "http://p:8998", "p")],
+        loads=[LoadWork("s", "g", "http://p:8998", "p", [[3]], [0], 16)],
+        refusals=[RefusedWork("t", [[4]])],
+        cancels=[CancelWork("g", "why", of_load=True), CancelWork("e", "why", of_load=False), CancelWork("h", "why", of_load=False)],
+    )
+    before = copy.deepcopy(meta)
+    for call, said in (
+        (side.withdraw, [("cancel", "e"), ("retract", "d"), ("retract", "e")]),
+        (side.begin, [("announce", "a"), ("offer", "b"), ("claim", "f"), ("cancel", "h"), ("grow", "c")]),
+        (side.load, [("load", "g"), ("cancel", "g")]),
+        (lambda _: side.step_written(), [("step", ["c"])]),
+    ):
+        for again in (False, True):
+            agent.calls.clear()
+            call(meta)
+            assert agent.calls == ([] if again else said)
+    assert meta == before
+    assert side.collect(False) == Reports(received={"t"}, failed={"t"}, failed_blocks={4})
+
+
+def test_step_without_preemptions_to_handle_withdraws_when_it_begins() -> None:
+    side, agent = worker()
+    step(side, KVConnMetadata(withdrawals=["a"], announces=["a"]))
+    assert agent.calls == [("retract", "a"), ("announce", "a")]
 
 
 def test_offer_that_the_agent_refuses_frees_at_once() -> None:

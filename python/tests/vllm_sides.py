@@ -9,13 +9,38 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvconn import InvalidError
+from kvconn.vllm import records
 from kvconn.vllm.groups import Group
 from kvconn.vllm.metadata import KVConnMetadata
+from kvconn.vllm.records import Record, Records, State
 from kvconn.vllm.scheduler import SchedulerSide
 from kvconn.vllm.worker import WorkerSide
 
 BLOCK = 16
 names = (f"r{n}" for n in itertools.count())
+
+
+def _table() -> dict[str, dict[str, str]]:
+    """The states' table in the module's docstring: state, event, state after it."""
+    head, *rows = (line.split() for line in (records.__doc__ or "").split("    state ")[1].split("\n\n")[0].splitlines())
+    return {state: dict(zip(head, after)) for state, *after in rows}
+
+
+TABLE = _table()
+
+
+class WatchedRecords(Records):
+    """Holds whatever becomes of a request against the table."""
+
+    allowed = {(State[state], State[after]) for state, row in TABLE.items() for after in row.values() if after != "-"}
+
+    def move(self, record: Record, state: State) -> None:
+        assert (record.state, state) in self.allowed
+        super().move(record, state)
+
+    def forget(self, record: Record) -> None:
+        assert (record.state, State.GONE) in self.allowed
+        super().forget(record)
 
 
 class Status(Enum):
@@ -52,8 +77,8 @@ def request(tokens: int, kv: Any, computed: int | None = None) -> Any:
     )
 
 
-def prefill_side(groups: Sequence[Group] = (Group(0, BLOCK),), grows: bool = False) -> SchedulerSide:
-    return SchedulerSide("kv_producer", list(groups), "engine-p", {"tp_size": 1}, grows)
+def prefill_side(groups: Sequence[Group] = (Group(0, BLOCK),), partial_offers: bool = False) -> SchedulerSide:
+    return SchedulerSide("kv_producer", list(groups), "engine-p", {"tp_size": 1}, partial_offers)
 
 
 def first_step(req: Any, block_ids: list[list[int]], cached: int, scheduled: int) -> Any:

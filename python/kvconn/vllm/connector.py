@@ -100,8 +100,8 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         self._recorder = Recorder("scheduler")
         self._spent_s = 0.0  # by the scheduler's side on this step
         if role == _base.KVConnectorRole.SCHEDULER:
-            grows = early != OFF and _TELLS_PREEMPTIONS
-            self._scheduler = SchedulerSide(transfer.kv_role, groups, transfer.engine_id, sizes(vllm_config.parallel_config), grows)
+            partial = early != OFF and _TELLS_PREEMPTIONS
+            self._scheduler = SchedulerSide(transfer.kv_role, groups, transfer.engine_id, sizes(vllm_config.parallel_config), partial)
         else:
             from kvconn import Agent
 
@@ -231,7 +231,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Before anything of the step may touch the blocks that vLLM has taken back."""
         if isinstance(kv_connector_metadata, KVConnMetadata):
-            self._work.take_back(kv_connector_metadata)
+            self._work.withdraw(kv_connector_metadata)
 
     def _collect(self) -> Reports:
         return self._work.collect(self._meta is not None and self._meta.empty_step)

@@ -20,14 +20,31 @@ class OfferWork:
     transfer_id: str
     block_ids: BlockIds
     first_block: list[int]
-    prompt: int = 0  # its fingerprint; 0: not said
+    prompt: int = 0  # the prompt's fingerprint; 0: not said
+
+
+@dataclass
+class PartialWork:
+    """Prefill: a partial offer of a request whose prompt is being computed.
+
+    block_ids are the blocks that the worker does not know yet; a group's first ones begin at first_block. before and after
+    count, per group, the prompt's blocks that are there before the step and after it.
+    """
+
+    transfer_id: str
+    block_ids: BlockIds
+    before: list[int]
+    after: list[int]
+    prompt: int = 0  # the prompt's fingerprint; 0: not said
+    first_block: Sequence[int] = ()
 
 
 @dataclass
 class LoadWork:
-    """Decode: put the blocks from first_block on into block_ids, as far as num_tokens tokens of the prompt go.
+    """Decode: load the prompt's blocks from first_block on into block_ids, as far as num_tokens tokens of the prompt go.
 
-    Without block ids nothing is wanted: the prefill engine is told so and frees, and vLLM hears nothing of it.
+    A load without block ids is silent: the prefill engine hears that this one needs nothing, and frees its blocks; vLLM
+    gets no report of it.
     """
 
     req_id: str
@@ -37,7 +54,7 @@ class LoadWork:
     block_ids: BlockIds
     first_block: list[int]
     num_tokens: int = 0
-    prompt: int = 0
+    prompt: int = 0  # the prompt's fingerprint; 0: not said
 
     @property
     def silent(self) -> bool:
@@ -46,7 +63,7 @@ class LoadWork:
 
 @dataclass
 class RefusedWork:
-    """Decode: the request counts on a cache that cannot be had; it fails as a load of these blocks does."""
+    """Decode: the request counts on a cache that cannot be loaded. The worker reports these blocks as a failed load."""
 
     req_id: str
     block_ids: BlockIds
@@ -54,7 +71,10 @@ class RefusedWork:
 
 @dataclass
 class CancelWork:
-    """The request is over before its transfer was: a load that need not end, or an offer that will never come."""
+    """The request has ended before its transfer did.
+
+    of_load: its load is under way and need not end. Otherwise the request was announced, and no offer will follow.
+    """
 
     transfer_id: str
     reason: str
@@ -62,42 +82,29 @@ class CancelWork:
 
 
 @dataclass
-class GrowWork:
-    """Prefill: the request is being computed. block_ids are new, the first ones of a group begin at first_block; so many of
-    the prompt's blocks, per group, are there before the step, and after it."""
-
-    transfer_id: str
-    block_ids: BlockIds
-    before: list[int]
-    after: list[int]
-    prompt: int = 0
-    first_block: Sequence[int] = ()
-
-
-@dataclass
 class KVConnMetadata(_base.KVConnectorMetadata):
-    """Scheduler to workers, in each engine step."""
+    """Scheduler to workers, in each engine step. A worker reads it and never changes it."""
 
     announces: list[str] = field(default_factory=list)
     offers: list[OfferWork] = field(default_factory=list)
-    grows: list[GrowWork] = field(default_factory=list)
-    retracts: list[str] = field(default_factory=list)  # transfers whose blocks vLLM has taken back
-    claims: list[Claim] = field(default_factory=list)  # requests that wait for blocks; their cache must be kept until then
+    partials: list[PartialWork] = field(default_factory=list)
+    withdrawals: list[str] = field(default_factory=list)  # transfers whose blocks vLLM has taken back
+    claims: list[Claim] = field(default_factory=list)  # requests that wait for blocks; prefill must keep their cache until then
     loads: list[LoadWork] = field(default_factory=list)
     refusals: list[RefusedWork] = field(default_factory=list)
     cancels: list[CancelWork] = field(default_factory=list)
-    # No token is computed in this step: the engine runs it only to hear of transfers.
+    # The step computes no token: the engine runs it only to hear of transfers.
     empty_step: bool = False
 
     @property
     def says_something(self) -> bool:
         return bool(
-            self.announces or self.offers or self.grows or self.retracts or self.claims or self.loads or self.refusals or self.cancels
+            self.announces or self.offers or self.partials or self.withdrawals or self.claims or self.loads or self.refusals or self.cancels
         )
 
 
 @dataclass
 class KVConnHandshake(_base.KVConnectorHandshakeMetadata):
-    """A worker to the scheduler, once: where decode engines find this engine."""
+    """A worker to the scheduler, once: the address at which decode engines find this engine."""
 
     bootstrap_addr: str

@@ -12,6 +12,8 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as _metrics
 
+from ..errors import Status
+
 # A step's own time is told once a second and with all other news: a word in each step would cost more than the step.
 _EVERY_S = 1.0
 # Of one interval the first so many are told.
@@ -113,6 +115,14 @@ class Recorder:
             stats.data["steps"] = {self._part: self._steps}
         self._stats, self._steps, self._told = KVConnStats(), [], now
         return stats
+
+
+def reason_of(failure: Any) -> str:
+    """The reason of a completion or an error, in one word."""
+    try:
+        return Status(failure.code).name.lower()
+    except (AttributeError, ValueError):
+        return "other"
 
 
 class KVConnPromMetrics(_metrics.KVConnectorPromMetrics):

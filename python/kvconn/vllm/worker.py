@@ -1,32 +1,31 @@
 """The worker side: it owns the agent, hands it the step's work, and turns completions into what vLLM wants to hear.
 
-vLLM ends the engine when it hears of a request twice, or of one it does not know: every request goes into a table when
-its work is accepted, and is reported when it is taken out of it.
+vLLM ends the engine if a worker reports a request twice, or one that vLLM does not know. So each request goes into a table
+when the agent accepts its work, and is reported when it is taken out of the table.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InvalidError, Status
+from ..errors import InvalidError
 from ..types import Claim, Growth, Load, Offer
 from .layout import Heads, make_regions
-from .metadata import CancelWork, GrowWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
-from .stats import KVConnStats, Recorder
+from .lines import Lines
+from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, PartialWork, RefusedWork
+from .stats import KVConnStats, Recorder, reason_of
+from .step import Phase, Step
 
 logger = logging.getLogger("kvconn.vllm")
 
 
 @dataclass
 class Reports:
-    """What one step has to tell the scheduler."""
+    """What one step tells the scheduler."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -50,14 +49,13 @@ class WorkerSide:
         self._by_layers = by_layers
         self._regions_of: dict[str, tuple[int, ...]] = {}  # by layer that writes any: their indices
         self._written = memoryview(b"")  # by region: 1 when the step has written it
-        self._begun = 0  # calls that told what this step computes: each ends what the one before it began, and so does a cancel
-        self._untold: set[str] = set()  # layers of this step
-        self._growing: list[GrowWork] = []  # what the step that runs computes of requests that grow
-        self._stunted: set[str] = set()  # a growth was refused: those that follow it would stand in its place
+        self._step: Step | None = None  # the step that runs, unless its metadata says nothing
+        # Transfers of which a partial offer was refused: the blocks of the next one would stand in its place.
+        self._broken: set[str] = set()
         self._reports = Reports()
         self._recorder = Recorder("worker")
         self._spent_s = 0.0  # by the connector on this step
-        self._lines = _Lines()
+        self._lines = Lines()
         self._closed = False
 
     @property
@@ -83,84 +81,126 @@ class WorkerSide:
         )
 
     def follow_layers(self, regions_of: Mapping[str, Sequence[int]]) -> None:
-        """What each layer writes, if the engine tells of layers at all."""
+        """Which regions each layer writes."""
         self._regions_of = {name: tuple(regions) for name, regions in regions_of.items() if regions}
         self._written = self._agent.written
         if self._by_layers and not len(self._written):
             self._by_layers = False
-            logger.warning("layers are sent when the step has ended and not when they are written: membarrier(2) is refused here")
+            logger.warning("layers are sent when the step has ended, not when they are written: this system refuses membarrier(2)")
 
     # -- the step's work --------------------------------------------------------------------------------------------
+
+    def _step_of(self, meta: KVConnMetadata) -> Step:
+        if self._step is None or self._step.meta is not meta:
+            self._step = Step(meta)
+        return self._step
+
+    def withdraw(self, meta: KVConnMetadata) -> None:
+        """Before the step writes to blocks that other requests had: nothing may read them any more."""
+        if not meta.withdrawals:
+            return
+        step = self._step_of(meta)
+        if not step.enter(Phase.WITHDRAWN):
+            return
+        for work in step.cancels():
+            self._cancel(work)
+        self._withdraw(meta.withdrawals)
+        logger.info("withdrew what was offered of %s: the engine has given their blocks to others", ", ".join(meta.withdrawals))
 
     def begin(self, meta: KVConnMetadata) -> None:
         """Before the forward pass, so that a long one does not delay what the peer waits for.
 
-        Nothing here reads what the pass writes: an offer's blocks belong to a request that has ended, and of one that
-        grows only those go that earlier steps have filled.
+        Nothing here reads what the pass writes: an offer's blocks belong to a request that has ended, and a partial offer
+        names as ready only blocks that earlier steps have filled.
         """
-        self._growing = []  # of a step that failed nothing is there
         if not meta.says_something:
+            self._step = None
             return
         began = time.perf_counter()
-        self.take_back(meta)
-        announces, meta.announces = meta.announces, []
-        offers, meta.offers = meta.offers, []
-        # A load is to start first, should its cancel come in the same step.
-        starting = {work.transfer_id for work in meta.loads}
-        cancels = [work for work in meta.cancels if work.transfer_id not in starting]
-        meta.cancels = [work for work in meta.cancels if work.transfer_id in starting]
-        if announces and self._try(lambda: self._agent.announce(announces), f"announce {len(announces)} requests"):
-            for transfer_id in announces:  # one bad id must not hide the others
+        self.withdraw(meta)
+        step = self._step_of(meta)
+        if step.enter(Phase.BEGUN):
+            self._say(meta, step)
+        self._spent_s += time.perf_counter() - began
+
+    def _say(self, meta: KVConnMetadata, step: Step) -> None:
+        if meta.announces and self._try(lambda: self._agent.announce(meta.announces), f"announce {len(meta.announces)} requests"):
+            for transfer_id in meta.announces:  # one bad id must not hide the others
                 self._try(lambda one=transfer_id: self._agent.announce([one]), f"announce {transfer_id!r}")
-        if offers:
-            self._each(offers, self._offer_all, self._offer_refused)
+        if meta.offers:
+            self._each(meta.offers, self._offer_all, self._offer_refused)
         if meta.claims:
             self._claim(meta.claims)
-            meta.claims = []
         for refused in meta.refusals:
             self._recorder.failed("load", "bad_params")
             self._report_failed(refused)
-        meta.refusals = []
-        for work in cancels:
+        for work in step.cancels():
             self._cancel(work)
-        if meta.grows:
-            self._grow(meta.grows)
-            meta.grows = []
+        if meta.partials:
+            self._offer_partial(meta.partials, step)
+
+    def load(self, meta: KVConnMetadata) -> None:
+        """Where vLLM wants loads to start: after it has queued its own work on these blocks."""
+        step = self._step
+        if step is None or step.meta is not meta or not step.enter(Phase.LOADED):
+            return
+        began = time.perf_counter()
+        if meta.loads:
+            self._each(meta.loads, self._load_all, self._load_refused)
+        for work in step.cancels():
+            self._cancel(work)
         self._spent_s += time.perf_counter() - began
 
-    def take_back(self, meta: KVConnMetadata) -> None:
-        """Before the step writes to blocks that other requests had: nothing may read them any more."""
-        retracts, meta.retracts = meta.retracts, []
-        if not retracts:
+    def layer_written(self, name: str) -> None:
+        """Stores a byte for each region of the layer; the agent looks for these bytes."""
+        step = self._step
+        if step is None or not step.computing or not self._by_layers:
             return
-        # Those that are given up too are not to be loaded anew.
-        given_up = [work for work in meta.cancels if not work.of_load and work.transfer_id in retracts]
-        meta.cancels = [work for work in meta.cancels if work not in given_up]
-        for work in given_up:
-            self._cancel(work)
-        self._retract(retracts)
-        logger.info("took back what was sent of %s: the engine has given their blocks to others", ", ".join(retracts))
+        began = time.perf_counter()
+        if regions := self._regions_of.get(name):
+            for region in regions:
+                self._written[region] = 1
+            step.unwritten.discard(name)
+        self._spent_s += time.perf_counter() - began
 
-    def _retract(self, transfer_ids: Sequence[str]) -> None:
+    def step_written(self, failed: bool = False) -> None:
+        """Tells the agent what its bytes have not told.
+
+        failed: an exception goes through the step, so what the step was to compute is not there.
+        """
+        step = self._step
+        if step is None or not step.enter(Phase.WRITTEN):
+            return
+        told = self._by_layers and step.partial_calls == 1 and not step.unwritten
+        if step.computing and not told and not failed:
+            began = time.perf_counter()
+            works = [PartialWork(work.transfer_id, [()] * len(work.after), work.after, [], work.prompt) for work in step.computing]
+            self._each(works, self._partial_all, self._partial_refused)
+            self._spent_s += time.perf_counter() - began
+        step.computing = []
+
+    # -- calls of the agent -----------------------------------------------------------------------------------------
+
+    def _withdraw(self, transfer_ids: Sequence[str]) -> None:
         try:
             self._agent.retract(transfer_ids)
-            self._stunted.difference_update(transfer_ids)
-        except InvalidError as error:  # no id at all, or an earlier request's: of it this one gave nothing
-            logger.error("take back %s: %s", ", ".join(transfer_ids), error)
-            for transfer_id in transfer_ids if len(transfer_ids) > 1 else ():  # nor must it hide the others
-                self._retract([transfer_id])
+            self._broken.difference_update(transfer_ids)
+        except InvalidError as error:  # an id that is none, or an earlier request's: this request has given nothing under it
+            logger.error("withdraw %s: %s", ", ".join(transfer_ids), error)
+            for transfer_id in transfer_ids if len(transfer_ids) > 1 else ():  # one bad id must not hide the others
+                self._withdraw([transfer_id])
         except Exception as error:
-            logger.critical("take back %s: %s", ", ".join(transfer_ids), error)
-            raise  # who reads these blocks would read another request's: the engine has to end instead
+            logger.critical("withdraw %s: %s", ", ".join(transfer_ids), error)
+            raise  # decode would read another request's bytes from these blocks: the engine has to end instead
 
-    def _grow(self, works: Sequence[GrowWork]) -> None:
-        """What was there before the step goes now; what it computes, when it is written."""
-        works = [work for work in works if work.transfer_id not in self._stunted]
-        self._begun, self._untold = 0, set(self._regions_of)
-        self._each(works, self._grow_all, self._growth_refused)
+    def _offer_partial(self, works: Sequence[PartialWork], step: Step) -> None:
+        """Blocks that were there before the step go now; blocks that the step computes go when they are written."""
+        step.partial_calls, step.unwritten = 0, set(self._regions_of)
+        self._each([work for work in works if work.transfer_id not in self._broken], self._partial_all, self._partial_refused)
 
-    def _grow_all(self, works: Sequence[GrowWork]) -> None:
-        self._begun += 1
+    def _partial_all(self, works: Sequence[PartialWork]) -> None:
+        assert self._step is not None
+        self._step.partial_calls += 1
         self._agent.grow(
             [
                 Growth(work.transfer_id, work.block_ids, work.before, work.first_block, work.prompt, work.after if self._by_layers else ())
@@ -170,48 +210,13 @@ class WorkerSide:
         for work in works:
             self._accepted(work)
 
-    def _growth_refused(self, work: GrowWork, error: Exception) -> None:
-        logger.error("grow %r: %s", work.transfer_id, error)  # its offer says what is wrong
-        self._stunted.add(work.transfer_id)
-
-    def layer_written(self, name: str) -> None:
-        """A few stores: the agent looks for them."""
-        if not self._growing or not self._by_layers:
-            return
-        began = time.perf_counter()
-        if regions := self._regions_of.get(name):
-            for region in regions:
-                self._written[region] = 1
-            self._untold.discard(name)
-        self._spent_s += time.perf_counter() - began
-
-    def step_written(self, failed: bool = False) -> None:
-        """What no layer has told of. failed: an exception goes through the step, and what it was to compute is not there."""
-        works, self._growing = self._growing, []
-        said = self._by_layers and self._begun == 1 and not self._untold
-        if works and not said and not failed:
-            began = time.perf_counter()
-            written = [GrowWork(work.transfer_id, [()] * len(work.after), work.after, [], work.prompt) for work in works]
-            self._each(written, self._grow_all, self._growth_refused)
-            self._growing = []
-            self._spent_s += time.perf_counter() - began
-
-    def load(self, meta: KVConnMetadata) -> None:
-        """Where vLLM wants loads to start: after what it has queued for these blocks itself."""
-        if not meta.says_something:
-            return
-        began = time.perf_counter()
-        loads, meta.loads = meta.loads, []
-        if loads:
-            self._each(loads, self._load_all, self._load_refused)
-        cancels, meta.cancels = meta.cancels, []
-        for work in cancels:
-            self._cancel(work)
-        self._spent_s += time.perf_counter() - began
+    def _partial_refused(self, work: PartialWork, error: Exception) -> None:
+        logger.error("partial offer of %r: %s", work.transfer_id, error)  # the offer will say what is wrong
+        self._broken.add(work.transfer_id)
 
     def _claim(self, claims: Sequence[Claim]) -> None:
         if self._try(lambda: self._agent.claim(claims), f"claim {len(claims)} transfers"):
-            for claim in claims:  # one that is refused must not hide the others; its load will say why
+            for claim in claims:  # one bad claim must not hide the others; the load of a refused one will say why
                 self._try(lambda one=claim: self._agent.claim([one]), f"claim {claim.transfer_id!r}")
 
     def _try(self, call: Callable[[], None], what: str) -> Exception | None:
@@ -224,7 +229,7 @@ class WorkerSide:
         return None
 
     def _each(self, works: Sequence[Any], accept: Callable[[Sequence[Any]], None], refuse: Callable[[Any, Exception], None]) -> None:
-        """All in one call. The agent takes them in order up to the first that it refuses, which its error names."""
+        """Hands all works over in one call. The agent takes them in order up to the first that it refuses; its error names it."""
         works = list(works)
         while works:
             try:
@@ -234,7 +239,7 @@ class WorkerSide:
                 named = getattr(error, "transfer_id", None)
                 place = next((n for n, work in enumerate(works) if work.transfer_id == named), None)
                 if place is None and len(works) > 1:
-                    # It did not come to a single one of them: find out which is to blame.
+                    # The error names none of them: find out one by one which the agent refuses.
                     for work in works:
                         self._each([work], accept, refuse)
                     return
@@ -244,26 +249,27 @@ class WorkerSide:
                 refuse(works[place], error)
                 works = works[place + 1 :]
 
-    def _accepted(self, work: OfferWork | LoadWork | GrowWork) -> None:
+    def _accepted(self, work: OfferWork | LoadWork | PartialWork) -> None:
         if isinstance(work, OfferWork):
             self._offers[work.transfer_id] = work
-        elif isinstance(work, GrowWork):
-            self._growing.append(work)
+        elif isinstance(work, PartialWork):
+            assert self._step is not None
+            self._step.computing.append(work)
         else:
             self._loads[work.transfer_id] = _Loading(work, time.monotonic())
 
     def _offer_all(self, works: Sequence[OfferWork]) -> None:
-        self._stunted.difference_update(work.transfer_id for work in works)
+        self._broken.difference_update(work.transfer_id for work in works)
         self._agent.offer([Offer(work.transfer_id, work.block_ids, first_block=work.first_block, prompt=work.prompt) for work in works])
         for work in works:
             self._accepted(work)
 
     def _offer_refused(self, work: OfferWork, error: Exception) -> None:
         logger.error("request %s: its cache cannot be offered: %s", work.req_id, error)
-        self._recorder.failed("offer", _reason(error))
+        self._recorder.failed("offer", reason_of(error))
         self._reports.sent.add(work.req_id)
         self._cancel(CancelWork(work.transfer_id, "prefill: the offer was refused", of_load=False))
-        self._retract([work.transfer_id])
+        self._withdraw([work.transfer_id])
 
     def _load_all(self, works: Sequence[LoadWork]) -> None:
         self._agent.start_load(
@@ -286,20 +292,21 @@ class WorkerSide:
     def _load_refused(self, work: LoadWork, error: Exception) -> None:
         logger.error("request %s: its cache cannot be loaded: %s", work.req_id, error)
         if not work.silent:
-            self._recorder.failed("load", _reason(error))
+            self._recorder.failed("load", reason_of(error))
             self._report_failed(work)
 
     def _cancel(self, work: CancelWork) -> None:
-        # A load that has ended in the meantime needs no cancel. What prefill gives up was never offered, and the decode
-        # engine must be told all the same.
+        # A load that has ended in the meantime needs no cancel. A prefill request that was never offered does: the decode
+        # engine must be told.
         if work.of_load:
             loading = self._loads.get(work.transfer_id)
             if loading is None:
                 return
             loading.cancelled = True
         else:
-            self._stunted.discard(work.transfer_id)
-        self._begun = 0  # it ends that too
+            self._broken.discard(work.transfer_id)
+        if self._step is not None:
+            self._step.partial_calls = 0
         self._try(lambda: self._agent.cancel([work.transfer_id], work.reason), f"cancel {work.transfer_id}")
 
     # -- the step's reports -----------------------------------------------------------------------------------------
@@ -307,8 +314,8 @@ class WorkerSide:
     def collect(self, empty_step: bool) -> Reports:
         """What has ended since the last step.
 
-        A step without tokens runs only to ask this, and is followed by the next one at once: waiting a moment for an
-        answer here leaves the processor to those who work on it, and hears of a completion when it comes.
+        A step without tokens runs only to ask this, and the next step follows at once. So this waits a moment: the
+        processor is free for those who move the bytes meanwhile, and a completion ends the wait.
         """
         began = time.perf_counter()
         completions = self._completions()
@@ -335,8 +342,8 @@ class WorkerSide:
         except Exception as error:
             if not (self._loads or self._offers):
                 return ()
-            # Nobody can say any more whether bytes still land in these blocks, or are read from them. Giving them back
-            # would mean wrong tokens, so the engine has to end instead.
+            # Bytes may still land in these blocks, or be read from them, and nobody can tell any more. If the blocks were
+            # given back, tokens could be wrong: so the engine has to end.
             logger.critical("get_finished: %s: %d loads and %d offers have no end", error, len(self._loads), len(self._offers))
             raise
 
@@ -351,7 +358,7 @@ class WorkerSide:
             self._reports.sent.add(offer.req_id)
             return
         if completion.kind != "load":
-            return  # no end of what the engine has given blocks for
+            return  # a claim or a demand: the engine has given no blocks for it
         loading = self._loads.pop(completion.transfer_id, None)
         if loading is None:
             return
@@ -371,7 +378,7 @@ class WorkerSide:
 
     def _count(self, completion: Any) -> None:
         if completion.code:
-            self._recorder.failed(completion.kind, _reason(completion))
+            self._recorder.failed(completion.kind, reason_of(completion))
         else:
             self._recorder.moved(completion)
 
@@ -384,63 +391,6 @@ class WorkerSide:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._growing, self._written = [], memoryview(b"")  # it may be another agent's next
+            self._step, self._written = None, memoryview(b"")  # the memory may be another agent's next
             self._try(self._agent.close, "close")
             self._lines.close()
-
-
-class _Lines:
-    """Writes a line of the log for each load, beside the engine's step: it would be the dearest part of it."""
-
-    _LIMIT = 4096  # lines that wait; more are counted in the statistics only
-    _NAP_S = 0.1  # between two looks while there are lines: to wake the thread is the dearest part of handing one over
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Any, LoadWork, float, float] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
-
-    def put(self, completion: Any, work: LoadWork, since: float) -> None:
-        if not logger.isEnabledFor(logging.INFO) or self._queue.qsize() > self._LIMIT:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvconn-lines", daemon=True)
-            self._thread.start()
-        self._queue.put((completion, work, since, time.monotonic()))
-
-    def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            logger.info("kvconn load %s", json.dumps(_load_line(*entry)))
-            if self._queue.empty():
-                self._closing.wait(self._NAP_S)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._closing.set()
-            self._queue.put(None)
-            self._thread.join(5)
-
-
-def _reason(failure: Any) -> str:
-    """Of a completion or an error, in one word."""
-    try:
-        return Status(failure.code).name.lower()
-    except (AttributeError, ValueError):
-        return "other"
-
-
-def _load_line(completion: Any, work: LoadWork, since: float, until: float) -> dict[str, Any]:
-    took = completion.transfer_s
-    return {
-        "transfer_id": completion.transfer_id,
-        "request_id": work.req_id,
-        "bytes": completion.bytes,
-        "blocks": sum(len(group) for group in work.block_ids),
-        "first_block": list(work.first_block),
-        "segments": completion.segments,
-        "transport": completion.transport,
-        "ms": round(took * 1e3, 3),
-        "gb_per_s": round(completion.bytes / took / 1e9, 3) if took > 0 else 0.0,
-        "wait_ms": round(completion.wait_s * 1e3, 3),
-        "total_ms": round((until - since) * 1e3, 3),
-    }

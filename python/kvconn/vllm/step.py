@@ -1,0 +1,58 @@
+"""One engine step, as a worker goes through it.
+
+    phase      entered by                    what is said to the agent
+    BOUND      -                             nothing yet
+    WITHDRAWN  handle_preemptions, or begin  withdrawals, and the cancels of what is withdrawn
+    BEGUN      bind_connector_metadata       announces, offers, claims, refusals, other cancels, partial offers
+    LOADED     start_load_kv                 loads, and the cancels of these loads
+    WRITTEN    wait_for_save                 which of the partial offers the step has written
+
+Releases of vLLM differ in which of these calls they make, and how often. A step enters each phase once, and passes over
+those that nobody has asked for.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from .metadata import CancelWork, KVConnMetadata, PartialWork
+
+
+class Phase(IntEnum):
+    BOUND = 0
+    WITHDRAWN = 1
+    BEGUN = 2
+    LOADED = 3
+    WRITTEN = 4
+
+
+class Step:
+    """A step whose metadata says something."""
+
+    __slots__ = ("_starting", "computing", "meta", "partial_calls", "phase", "unwritten")
+
+    def __init__(self, meta: KVConnMetadata) -> None:
+        self.meta = meta
+        self.phase = Phase.BOUND
+        self._starting = {work.transfer_id for work in meta.loads}
+        self.computing: list[PartialWork] = []  # the partial offers that the agent has accepted
+        # The agent follows what the last call of grow has named, until a cancel ends that.
+        self.partial_calls = 0
+        self.unwritten: set[str] = set()  # layers that the step has still to write
+
+    def enter(self, phase: Phase) -> bool:
+        """Whether the step comes to this phase now; False if it has been there."""
+        if self.phase >= phase:
+            return False
+        self.phase = phase
+        return True
+
+    def cancels(self) -> list[CancelWork]:
+        """The cancels of the phase that the step is in."""
+        return [work for work in self.meta.cancels if self._phase_of(work) is self.phase]
+
+    def _phase_of(self, work: CancelWork) -> Phase:
+        if not work.of_load and work.transfer_id in self.meta.withdrawals:
+            return Phase.WITHDRAWN  # before the withdrawal, so that decode does not load the transfer anew
+        # A load starts before it is cancelled.
+        return Phase.LOADED if work.transfer_id in self._starting else Phase.BEGUN
