@@ -8,28 +8,10 @@ import threading
 from pathlib import Path
 from typing import Optional
 
+from . import _structs
 from .errors import KvconnError
 
 ABI_VERSION = 1
-
-
-class CRegion(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_uint32),
-        ("group", c.c_uint32),
-        ("name", c.c_char_p),
-        ("address", c.c_uint64),
-        ("block_stride", c.c_uint64),
-        ("block_bytes", c.c_uint64),
-        ("num_blocks", c.c_uint32),
-        ("reserved", c.c_uint32),
-        ("tokens", c.c_uint32),
-        ("heads", c.c_uint32),
-        ("first_head", c.c_uint32),
-        ("total_heads", c.c_uint32),
-        ("token_stride", c.c_uint64),
-        ("head_stride", c.c_uint64),
-    ]
 
 
 class Library:
@@ -57,7 +39,7 @@ class Library:
         self.status_name = declare(short, "kvconn_status_name", c.c_char_p, i32)
         self.last_error = declare(short, "kvconn_last_error", i32, text, size)
         self.open = declare(waiting, "kvconn_open", i32, text, c.POINTER(handle))
-        self.register = declare(waiting, "kvconn_register_kv_caches", i32, handle, c.POINTER(CRegion), size)
+        self.register = declare(waiting, "kvconn_register_kv_caches", i32, handle, c.POINTER(_structs.Region), size)
         self.announce = declare(short, "kvconn_announce", i32, handle, address, size, address)
         self.offer = declare(short, "kvconn_offer", i32, handle, address, size, address)
         self.grow = declare(short, "kvconn_grow", i32, handle, address, size, address, size, address)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from ctypes import sizeof
 from struct import Struct
 from typing import Any
 
+from . import _structs
 from .errors import InvalidError
 from .types import Claim, Completion, Growth, Load, Offer
 
-# kvconn_completion, and of it the size.
-_COMPLETION = Struct("=QiiQQQII8s136s320s")
-COMPLETION = _COMPLETION.size
-_KINDS = {1: "load", 2: "offer", 3: "want", 4: "claim"}
+# The fields of kvconn_completion, one after the other: it has no holes.
+_COMPLETION = Struct(f"=QiiQQQII8s{_structs.TRANSFER_ID_MAX + 8}s320s")
+COMPLETION = sizeof(_structs.Completion)
+_KINDS = {1: "load", 2: "offer", 3: "want", 4: "claim"}  # enum kvconn_side
 
-_OFFER, _LOAD, _GROWTH = 40, 64, 48  # bytes of kvconn_offer_request, kvconn_load_request and kvconn_growth
+_OFFER, _LOAD, _GROWTH = sizeof(_structs.OfferRequest), sizeof(_structs.LoadRequest), sizeof(_structs.Growth)
 
 
 def text(s: str, what: str) -> bytes:

@@ -9,7 +9,7 @@ import select
 import weakref
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
-from . import _lib, _pack
+from . import _lib, _pack, _structs
 from .errors import ClosedError, ConfigError, InvalidError, Status, error_for
 from .logs import start_logging
 from .types import Claim, Completion, Growth, Load, Offer, Region
@@ -78,9 +78,9 @@ class Agent:
         prefill engine the agent is findable afterwards.
         """
         regions = list(regions)
-        rows = (_lib.CRegion * max(len(regions), 1))()
+        rows = (_structs.Region * max(len(regions), 1))()
         for row, r in zip(rows, regions):
-            row.struct_size = c.sizeof(_lib.CRegion)
+            row.struct_size = c.sizeof(_structs.Region)
             row.name = _pack.text(r.name, "region name")
             row.group = _number(r.group, "group", 32)
             row.address = _number(r.address, "address", 64)
