@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvconn
+from kvconn._engine import Rank as RankOf
 from kvconn.sglang.growing import Chunks
 from kvconn.sglang.layout import Heads, Layout, ids, page_names
 from kvconn.sglang.parallel import Parallel
-from kvconn.sglang.params import Rank as RankOf
 from kvconn.sglang.params import agent_config, bootstrap_address, from_environment, server_config
 from kvconn.sglang.rooms import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, Holder, NoAgent, Rooms
 

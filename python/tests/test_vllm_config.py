@@ -129,3 +129,9 @@ def test_idle_wait_of_a_wrong_kind(value: Any) -> None:
 def test_importing_kvconn_vllm_imports_no_vllm() -> None:
     code = "import sys, kvconn.vllm; assert 'vllm' not in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_port_of_the_first_rank_is_the_agents_default() -> None:
+    """The other ranks are told of it before any agent is open."""
+    with pytest.raises(kvconn.ConfigError, match=rf"like http://host:{params._DEFAULT_PORT}\b"):
+        kvconn.Agent({"engine_id": "e", "role": "prefill", "tp_rank": 1, "tp_size": 2})

@@ -6,8 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from .._engine import Rank
 from .layout import Heads
-from .params import Rank
 
 logger = logging.getLogger("kvconn.sglang")
 

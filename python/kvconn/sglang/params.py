@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from .._engine import Rank, host_port
 
 # Keys of the agent's configuration, as a JSON object, or the path of a file that holds one.
 CONFIG_VARIABLE = "KVCONN_SGLANG_CONFIG"
+
+# The agent knows all requests that SGLang queues.
+MAX_TRANSFERS = 1 << 15
 
 # What both sides derive from SGLang's options: with other values they would not find each other.
 _OURS: tuple[str, ...] = ("engine_id", "role", "report_wants", "report_claims", "bootstrap_join", "bootstrap_host", "bootstrap_port")
@@ -21,22 +25,6 @@ _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 def engine_name(dp_rank: int) -> str:
     """What a prefill engine's data parallel rank is called at its bootstrap port. Requests say its number only."""
     return f"sglang-dp{dp_rank}"
-
-
-@dataclass(frozen=True)
-class Rank:
-    """A scheduler's place in its engine."""
-
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    dp_rank: int = 0
-    dp_size: int = 1
-
-
-def host_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -96,8 +84,7 @@ def agent_config(
         "block_tokens": page_size,
         # A prefill engine that is gone is to be told of within three seconds, the scheduler's part included.
         "peer_timeout_s": 2.5,
-        # All requests that SGLang queues are known to the agent.
-        "max_transfers": 32768,
+        "max_transfers": MAX_TRANSFERS,
         **vars(rank),
     }
     if role == "prefill":

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .allow import Allow, RefusedError
+from .params import MAX_TRANSFERS
 
 logger = logging.getLogger("kvconn.sglang")
 
@@ -30,7 +31,7 @@ _RANK_S = 30.0  # for the prefill engine to name a request's data parallel rank
 _AGAIN_S = 0.2
 _KNOWN_S = 5.0  # an answer is believed: less than an engine takes to come back with other options
 _LIMIT = 1024  # addresses that are remembered, and questions under way
-_ROOMS = 1 << 15  # that one address is asked for, or told of, as many as the agent takes
+_ROOMS = MAX_TRANSFERS  # rooms that one address is asked for, or told of, at a time
 _BATCH = 4096  # of them in one question
 _AT_ONCE = 32  # told at once
 _BYTES = 1 << 20  # of an answer

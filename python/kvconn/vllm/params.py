@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from .._engine import Rank, host_port
 from ..types import Claim
 
 # Settings of the connector itself; every other key of kv_connector_extra_config goes to the agent, which knows its own.
@@ -110,7 +111,7 @@ def _bootstrap_addr(params: Mapping[str, Any]) -> str:
         port = int(port)
     if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
         raise BadParams(f"remote_port is {port!r}: a port from 1 to 65535 was expected")
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_port(host, port)}"
 
 
 def answer(
@@ -153,18 +154,6 @@ def check_parallel(parallel_config: Any) -> None:
         raise ValueError(f"KVConnConnector: {found} is not supported: only tensor, pipeline and data parallel engines are")
 
 
-@dataclass(frozen=True)
-class Rank:
-    """A worker's place in its engine."""
-
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    dp_rank: int = 0
-    dp_size: int = 1
-
-
 # As many as a bootstrap port has numbers for.
 _ANY_DP_SIZE = 65536
 
@@ -188,7 +177,7 @@ def dp_of(parallel_config: Any, engine_id: str) -> tuple[int, int]:
 
 
 _ANY_HOST = ("", "0.0.0.0", "::")
-_DEFAULT_PORT = 8998
+_DEFAULT_PORT = 8998  # the agent's own default, which the other ranks must know; a test holds it against the library
 
 
 def _join(parallel_config: Any, rank: Rank, config: Mapping[str, Any]) -> str | None:
@@ -209,8 +198,7 @@ def _join(parallel_config: Any, rank: Rank, config: Mapping[str, Any]) -> str | 
     port = config.get("bootstrap_port", _DEFAULT_PORT)
     if not port:
         raise ValueError("kv_connector_extra_config: bootstrap_port is 0: the engine's other ranks must know the port of the first one")
-    scheme = "https" if config.get("tls_cert_file") else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{'https' if config.get('tls_cert_file') else 'http'}://{host_port(host, port)}"
 
 
 def advertised(address: str | None, config: Mapping[str, Any]) -> str | None:
@@ -219,7 +207,7 @@ def advertised(address: str | None, config: Mapping[str, Any]) -> str | None:
     if not address or not host:
         return address
     parts = urlsplit(address)
-    return f"{parts.scheme}://[{host}]:{parts.port}" if ":" in host else f"{parts.scheme}://{host}:{parts.port}"
+    return f"{parts.scheme}://{host_port(host, parts.port)}"
 
 
 def idle_wait_s(extra: Mapping[str, Any]) -> float:

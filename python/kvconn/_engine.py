@@ -1,0 +1,22 @@
+"""What both connectors know of an engine: a rank's place in it, and how addresses are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A worker's place in its engine; that of the only one, unless it says otherwise."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+def host_port(host: str, port: int | None) -> str:
+    """host:port, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
