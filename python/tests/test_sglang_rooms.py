@@ -12,10 +12,10 @@ import pytest
 
 import kvconn
 from kvconn._engine import Rank as RankOf
-from kvconn.sglang.growing import Chunks
 from kvconn.sglang.layout import Heads, Layout, ids, page_names
 from kvconn.sglang.parallel import Parallel
 from kvconn.sglang.params import agent_config, bootstrap_address, from_environment, server_config
+from kvconn.sglang.partial import Chunks
 from kvconn.sglang.rooms import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, Holder, NoAgent, Rooms
 
 LAYERS, PAGES, TOKENS, HEADS, ITEM, ROWS = 3, 64, 4, 4, 8, 16
@@ -155,7 +155,7 @@ def test_chunks_move_while_prefill_goes_on(ranks: Any) -> None:
     for pages, theirs in (([20], [5]), ([10, 11], [6, 7])):
         pages = ids(pages, "pages")
         assert not chunks.add(pages)
-        p.rooms.grow(at_p, *chunks.growth(pages))
+        p.rooms.offer_partial(at_p, *chunks.partial_offer(pages))
         deadline = time.monotonic() + 30
         while not (d.kv[:, theirs] == p.kv[:, pages]).all():
             assert time.monotonic() < deadline, (p.agent.stats(), d.agent.stats())
@@ -176,19 +176,19 @@ def test_chunks_move_while_prefill_goes_on(ranks: Any) -> None:
 @pytest.mark.parametrize("by", ["prefill", "decode"])
 def test_abort_between_chunks(ranks: Any, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = ranks("prefill"), ranks("decode")
-    taken_back: list[Any] = []
+    withdrawn: list[Any] = []
     retract = p.agent.retract
-    monkeypatch.setattr(p.agent, "retract", lambda ids, bound: (retract(ids, bound), taken_back.extend(ids)))
+    monkeypatch.setattr(p.agent, "retract", lambda ids, bound: (retract(ids, bound), withdrawn.extend(ids)))
     fill(p)
     at_p, at_d = both(p, d, 9)
     d.load(at_d, p.address, [5, 6], 3)
     p.until(at_p, WAITING)
     chunks = Chunks(p.layout, 2, 0)
     chunks.add(ids([1], "pages"))
-    p.rooms.grow(at_p, *chunks.growth(ids([1], "pages")))
+    p.rooms.offer_partial(at_p, *chunks.partial_offer(ids([1], "pages")))
     if by == "prefill":
         p.rooms.abort(at_p, "the client went")
-        assert at_p.state == FAILED and taken_back == [at_p.id], "its pages are used again at once"
+        assert at_p.state == FAILED and withdrawn == [at_p.id], "its pages are used again at once"
         d.until(at_d, FAILED)
         assert "the client went" in at_d.reason
     else:
@@ -211,7 +211,7 @@ def test_pages_that_are_still_read_end_the_engine(ranks: Any, monkeypatch: pytes
     p.until(at_p, WAITING)
     chunks = Chunks(p.layout, 2, 0)
     chunks.add(ids([1], "pages"))
-    p.rooms.grow(at_p, *chunks.growth(ids([1], "pages")))
+    p.rooms.offer_partial(at_p, *chunks.partial_offer(ids([1], "pages")))
 
     def retract(_ids: Any, _timeout_s: float) -> None:
         raise kvconn.KvconnError("still read", code=kvconn.Status.SYSTEM)
@@ -555,7 +555,7 @@ def test_requests_that_cross_in_a_room(ranks: Any) -> None:
         if chunks == 2:
             begun = Chunks(p.layout, 2, 0)
             begun.add(ids([4], "pages"))
-            p.rooms.grow(at_p, *begun.growth(ids([4], "pages")))
+            p.rooms.offer_partial(at_p, *begun.partial_offer(ids([4], "pages")))
             d.until(at_d, FAILED)
         p.offer(at_p, [4, 5], 1)
         for side, room in ((d, at_d), (p, at_p)):

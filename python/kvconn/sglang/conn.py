@@ -1,8 +1,8 @@
 """SGLang's four classes: what the scheduler calls, passed on to the rooms.
 
-SGLang's base classes grow and change from release to release. What an older one lacks is looked for here, once, and never
-by version. They are inherited for what the scheduler finds on them beside the calls below; their constructors, which open
-sockets and threads of their own, are not run.
+SGLang's base classes change from release to release. This module looks once for what an older release lacks, and never asks
+for a version. Our classes inherit from SGLang's because the scheduler uses more of them than the calls below. SGLang's
+constructors are not run: they open sockets and threads of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import os
 from typing import Any
 
 from sglang.srt.disaggregation.base import conn as _base
@@ -23,12 +22,12 @@ except ImportError:
 from ..errors import KvconnError
 from ..prompt import fingerprint
 from . import rooms as _rooms
-from .growing import Chunks
 from .layout import Layout, ids
 from .parallel import heads_of, parallel_of, refuse_unsupported
-from .params import agent_config, bootstrap_address, engine_name, from_environment, server_config
+from .params import agent_config, bootstrap_address, engine_name, from_environment, server_config, setting
+from .partial import Chunks
 from .rooms import Holder, NoAgent, Rooms
-from .route import Access, Engine, RouteError, Router
+from .route import Access, Engine, EveryEngine, RouteError, Router
 
 logger = logging.getLogger("kvconn.sglang")
 
@@ -45,45 +44,7 @@ for _state in ("Failed", "Bootstrapping", "Transferring", "Success"):
         raise ImportError(f"kvconn: SGLang's KVPoll.{_state} is {getattr(_base.KVPoll, _state)}")
 
 
-_NEWS_S = 0.001  # a request that comes meanwhile waits as long at most
-
-
-def _setting(name: str, default: float) -> float:
-    """One of SGLang's environment variables, as it reads them."""
-    try:
-        from sglang.srt.environ import envs
-
-        return float(getattr(envs, name).get())
-    except (ImportError, AttributeError):
-        return float(os.environ.get(name, default))
-
-
-class _EveryEngine(dict):  # type: ignore[type-arg]
-    """Stands for what SGLang knows of prefill engines by asking them on the scheduler's thread: it knows them all, each as one
-    of a single data parallel rank, so that a receiver is initialised at once and finds the truth beside the scheduler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stub = _stub()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self._stub
-
-    def __contains__(self, key: Any) -> bool:
-        return True
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._stub
-
-
-def _stub() -> Any:
-    class Known:
-        attn_tp_size = attn_cp_size = dp_size = pp_size = 1
-        follow_bootstrap_room = True
-        prefill_http_port = None
-        decode_allocation_policy = "early"
-
-    return Known()
+_NEWS_S = 0.001  # a request that arrives during the wait waits at most this long
 
 
 class KVConnManager(_Manager):
@@ -105,11 +66,11 @@ class KVConnManager(_Manager):
         self.is_dummy_cp_rank = prefill and parallel.cp_rank != 0
         self.enable_all_cp_ranks_for_transfer = False
         self.attn_cp_rank, self.attn_cp_size = parallel.cp_rank, parallel.cp_size
-        self.enable_deferred_decode_kv_release = bool(_setting("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", 1))
+        self.enable_deferred_decode_kv_release = bool(setting("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", 1))
         self.enable_staging = False
-        self.bootstrap_timeout = _setting("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", 300)
-        self.waiting_timeout = _setting("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", 300)
-        self.prefill_info_table = _EveryEngine()
+        self.bootstrap_timeout = setting("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", 300)
+        self.waiting_timeout = setting("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", 300)
+        self.prefill_info_table = EveryEngine()
         self.coming: Any = None  # the request that SGLang makes a sender or receiver for
         self.request_status: dict[int, int] = {}
         self.transfer_infos: dict[int, Any] = {}
@@ -151,18 +112,20 @@ class KVConnManager(_Manager):
         )
 
     def wait_for_news(self) -> None:
-        """In a step without a batch, which SGLang follows by the next one at once while requests wait for their cache.
+        """Waits in a step without a batch, for a completion or _NEWS_S.
 
-        Its loop would take a core from those who compute and move it; a completion ends the wait when it comes.
+        While requests wait for their cache, SGLang begins the next step at once. Its loop would take a core from the threads
+        that compute the cache and move it.
         """
         if len(self.rooms):
-            with contextlib.suppress(KvconnError):  # the next poll says it
+            with contextlib.suppress(KvconnError):  # the next poll reports the error
                 self._agent.wait(_NEWS_S)
 
     def prompt_of(self, bootstrap_room: Any) -> int:
-        """The fingerprint of the request that is coming, which SGLang does not tell its senders and receivers; 0: not known.
+        """The fingerprint of the request for which SGLang makes a sender or receiver; 0: not known.
 
-        Of images it has the places, and not what SGLang makes of them, which may differ from machine to machine.
+        SGLang does not hand the prompt to its senders and receivers. The fingerprint is of the tokens as the client sent
+        them: SGLang puts other tokens in the place of images, and these may differ from machine to machine.
         """
         request, self.coming = self.coming, None
         if request is None or request.bootstrap_room != bootstrap_room:
@@ -171,7 +134,7 @@ class KVConnManager(_Manager):
         return fingerprint(prompt) if prompt else 0
 
     def register_to_bootstrap(self) -> None:
-        return  # the agent has, when it registered the caches
+        return  # the agent did it when it registered the caches
 
     def tell_dp_rank(self, bootstrap_room: int) -> None:
         if self._bootstrap is not None:
@@ -183,7 +146,7 @@ class KVConnManager(_Manager):
         return True
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int = 0) -> bool:
-        """Whether no byte can land any more in the pages of a request that has failed."""
+        """Whether no byte can land any more in the pages of a failed request."""
         self.rooms.tick()
         return not self.rooms.under_way(bootstrap_room)
 
@@ -195,8 +158,8 @@ class KVConnManager(_Manager):
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
         kv_receiver.fail(
-            "a request that was retracted cannot be prefilled again under its room: "
-            "kvconn keeps the cache of retracted requests with --disaggregation-decode-retraction-backup instead"
+            "a retracted request cannot be prefilled again under its room: "
+            "start the decode engine with --disaggregation-decode-retraction-backup, which keeps the cache of retracted requests"
         )
 
     def teardown(self) -> None:
@@ -204,7 +167,7 @@ class KVConnManager(_Manager):
 
 
 class _Half(Holder):
-    """What a sender and a receiver have in common. A poll reads an attribute, after what is new has been collected."""
+    """What a sender and a receiver have in common. A poll collects the agent's news, then reads an attribute."""
 
     kv_mgr: Any
 
@@ -223,11 +186,11 @@ class _Half(Holder):
         self.kv_mgr.rooms.abort(self.room, reason)
 
     def failure_exception(self) -> None:
-        """Raises why it failed. Another rank of this engine may have failed, and not this one."""
+        """Raises the reason of the failure, which may have happened on another rank of this engine."""
         room, rooms = self.room, self.kv_mgr.rooms
         reason = room.reason
         rooms.forget(room)
-        elsewhere = f"{rooms.side}, room {room.number}: it failed on another rank of this engine, whose log says why"
+        elsewhere = f"{rooms.side}, room {room.number}: it failed on another rank of this engine; the log of that rank has the reason"
         values: tuple[Any, ...] = (room.number, reason or elsewhere)
         raise KVTransferError(*values, **({"is_from_another_rank": reason is None} if _SAYS_WHOSE else {}))
 
@@ -241,7 +204,7 @@ class _Half(Holder):
 class KVConnSender(_Half, _Sender):
     """Prefill's half of a request."""
 
-    # The pages' numbers are wanted in host memory at once.
+    # The sender needs the pages' numbers in host memory at once.
     supports_host_tensor_indices = False
 
     def __init__(
@@ -253,9 +216,9 @@ class KVConnSender(_Half, _Sender):
         self._chunks: Chunks | None = None
         self._prefix_pages = 0
         self.room = mgr.rooms.open(bootstrap_room, mgr.prompt_of(bootstrap_room))
-        # The scheduler takes WaitingForInput for the decode engine's word that it has pages for the request, and only then
-        # spends memory on it. Said earlier, two engines could fill up with different requests, and wait for each other for
-        # ever; who wants prefill to begin earlier has SGLang's own --optimistic-prefill-attempts, which gives way again.
+        # The scheduler spends memory on a request when the room is in WaitingForInput. The room comes to this state when the
+        # decode engine has pages for the request. If it came earlier, two engines could fill up with different requests and
+        # wait for each other for ever. SGLang's --optimistic-prefill-attempts begins a prefill earlier, and gives way again.
         mgr.rooms.announce(self.room)
         if mgr.parallel.rank.dp_size > 1 and self.room.state != _rooms.FAILED:
             mgr.tell_dp_rank(bootstrap_room)
@@ -263,13 +226,13 @@ class KVConnSender(_Half, _Sender):
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self.aux_index = aux_index
         self.num_kv_indices = num_kv_indices
-        if num_kv_indices < 0:  # the scheduler would never send it, nor end it
+        if num_kv_indices < 0:  # the scheduler would neither send the request nor end it
             tokens = self._prefix_pages * self.kv_mgr.layout.page_size
-            self.fail(f"the decode engine has {tokens} tokens of it already, which is more than its prompt here: both need the same prompt")
+            self.fail(f"the decode engine has {tokens} tokens already, more than the prompt has here: both need the same prompt")
         self._chunks = Chunks(self.kv_mgr.layout, num_kv_indices, self._prefix_pages)
 
     def pop_decode_prefix_len(self) -> int:
-        """Tokens that the decode engine has already, and that are not sent."""
+        """Tokens that the decode engine has already: they are not sent."""
         self._prefix_pages = self.room.prefix_pages
         return self._prefix_pages * self.kv_mgr.layout.page_size
 
@@ -294,12 +257,12 @@ class KVConnSender(_Half, _Sender):
                 rooms.offer(room, *self._chunks.offer(state_indices, self.aux_index))
                 self._chunks = None
             elif pages:
-                rooms.grow(room, *self._chunks.growth(pages))
+                rooms.offer_partial(room, *self._chunks.partial_offer(pages))
         except Exception as error:
             rooms.abort(room, str(error) or repr(error))
 
     def failure_exception(self) -> None:
-        """The scheduler uses the pages again right after this."""
+        """Waits until nothing reads the pages: the scheduler uses them again right after this call."""
         try:
             super().failure_exception()
         finally:
@@ -332,9 +295,9 @@ class KVConnReceiver(_Half, _Receiver):
         return f"http://{self.bootstrap_addr}"
 
     def init(self, prefill_dp_rank: int | None = None, *_: Any) -> None:
-        """Claims the request at its prefill engine, as soon as that has said which of its ranks has it."""
+        """Claims the request at its prefill engine, once that engine has said which of its ranks has the request."""
         if self.room.state == _rooms.BOOTSTRAPPING:
-            # An answer to an earlier request may lie there since, unread while no request was here: it is not about now.
+            # An answer to an earlier request may still be unread: it may be out of date, so it is collected first.
             self.kv_mgr.rooms.tick()
             self.kv_mgr.router.engine(self.bootstrap_addr, lambda engine: self._found(engine, prefill_dp_rank))
 
@@ -349,7 +312,7 @@ class KVConnReceiver(_Half, _Receiver):
             mgr.rooms.fail(room, f"prefill engine at {self.bootstrap_addr}: {differs}")
         elif engine.dp_size == 1 and not asked:
             self._claim(0)
-        elif asked:  # 0 is also what is said when nobody has asked for a rank
+        elif asked:  # 0 may also mean that nobody has asked for a rank
             if asked >= engine.dp_size or asked < 0:
                 mgr.rooms.fail(
                     room, f"prefill engine at {self.bootstrap_addr} has {engine.dp_size} data parallel ranks: there is no rank {asked}"
@@ -357,7 +320,7 @@ class KVConnReceiver(_Half, _Receiver):
             else:
                 self._claim(asked)
         else:
-            # Its scheduler says where the request is: routers may name a rank that does not follow from the room.
+            # The prefill engine's scheduler knows the rank: a router may choose one that does not follow from the room.
             mgr.router.dp_rank(self.bootstrap_addr, self.bootstrap_room, self._rank_found)
 
     def _rank_found(self, rank: int | RouteError) -> None:
@@ -401,7 +364,7 @@ class KVConnReceiver(_Half, _Receiver):
         return self.kv_mgr.is_abort_release_safe(self.bootstrap_room)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Another rank of this engine failed: this rank's pages must be held while theirs is under way."""
+        """Another rank of this engine failed. This rank's pages must be held while its own load is under way."""
         self.kv_mgr.rooms.abort(self.room, "failed on another rank")
         self.abort_notified = self.kv_mgr.rooms.under_way(self.bootstrap_room)
 

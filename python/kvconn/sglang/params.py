@@ -15,7 +15,7 @@ CONFIG_VARIABLE = "KVCONN_SGLANG_CONFIG"
 # The agent knows all requests that SGLang queues.
 MAX_TRANSFERS = 1 << 15
 
-# What both sides derive from SGLang's options: with other values they would not find each other.
+# Keys that both sides derive from SGLang's options. With other values the sides would not find each other.
 _OURS: tuple[str, ...] = ("engine_id", "role", "report_wants", "report_claims", "bootstrap_join", "bootstrap_host", "bootstrap_port")
 _OURS += ("block_tokens", "tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank", "dp_size")
 
@@ -23,8 +23,18 @@ _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def engine_name(dp_rank: int) -> str:
-    """What a prefill engine's data parallel rank is called at its bootstrap port. Requests say its number only."""
+    """The engine id of a data parallel rank at its prefill engine's bootstrap port. Requests name only the number."""
     return f"sglang-dp{dp_rank}"
+
+
+def setting(name: str, default: float) -> float:
+    """One of SGLang's environment variables, as SGLang reads it."""
+    try:
+        from sglang.srt.environ import envs
+
+        return float(getattr(envs, name).get())
+    except (ImportError, AttributeError):
+        return float(os.environ.get(name, default))
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -46,13 +56,16 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def bootstrap_address(host: str, port: int, first_node: str | None) -> str:
-    """Where this engine's own bootstrap server is found by its ranks."""
+    """The address at which the engine's ranks find its own bootstrap server."""
     host = first_node or host
     return host_port(_ANY_HOST.get(host, host), port)
 
 
 def server_config(host: str, port: int, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the engine's bootstrap port, which has no caches and is no rank: what the user says of that, and of who gets in."""
+    """The configuration of the agent that serves the engine's bootstrap port.
+
+    That agent has no caches and is no rank. Of the user's keys it takes those about the port and about admission.
+    """
     config: dict[str, Any] = {"role": "bootstrap", "bootstrap_host": host, "bootstrap_port": port}
     config.update(
         {key: value for key, value in extra.items() if key.startswith(("nats_", "tls_")) or key in ("advertise_host", "log_level")}
@@ -74,22 +87,22 @@ def agent_config(
     """The agent's configuration: what SGLang knows, then what the user says."""
     ours = sorted(key for key in extra if key in _OURS)
     if ours:
-        raise ValueError(f"{CONFIG_VARIABLE} sets {', '.join(ours)}: SGLang does, by its own options")
+        raise ValueError(f"{CONFIG_VARIABLE} sets {', '.join(ours)}: SGLang's own options set these keys, so take them away")
     config: dict[str, Any] = {
         "engine_id": engine_name(rank.dp_rank),
         "role": role,
-        # The name and not the path: both engines have the same model, but not the same disk.
+        # The name and not the path: the engines share the model, but may keep it in different places.
         "model": os.path.basename(model.rstrip("/")),
         "dtype": dtype,
         "block_tokens": page_size,
-        # A prefill engine that is gone is to be told of within three seconds, the scheduler's part included.
+        # SGLang's client hears within three seconds that a prefill engine is gone, the scheduler's part included.
         "peer_timeout_s": 2.5,
         "max_transfers": MAX_TRANSFERS,
         **vars(rank),
     }
     if role == "prefill":
         config["report_wants"] = True
-        config["early_load_s"] = min(max(bootstrap_timeout_s, 1.0), 3600.0)  # what the agent takes
+        config["early_load_s"] = min(max(bootstrap_timeout_s, 1.0), 3600.0)  # the range that the agent takes
         config["route_info"] = dict(route_info)
         config["bootstrap_join"] = f"{'https' if extra.get('tls_cert_file') else 'http'}://{bootstrap}"
     else:

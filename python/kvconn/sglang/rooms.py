@@ -1,8 +1,8 @@
 """What becomes of each room: SGLang's states out of the agent's completions.
 
-The scheduler polls every room on every step. So a poll reads an attribute; what is new is collected for all rooms at
-once, and only when there is something: an idle agent is asked by reading a number in memory. Nothing here waits.
-All methods belong to the scheduler's thread, except those of Inbox.
+The scheduler polls every room on every step, so a poll reads an attribute. The completions of all rooms are collected at
+once, and only if there are some: reading a number in memory tells. Only settle waits. All methods belong to the scheduler's
+thread, except those of Inbox.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ logger = logging.getLogger("kvconn.sglang")
 # SGLang's KVPoll.
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 
-# How long a rank by which its engine does not answer keeps a failure back. All ranks fail with the first of them: the
-# one that answers is to know the reason as well, and not only that there is one elsewhere. It may take as long to notice
-# that a peer is gone.
+# How long a failure is kept back by the ranks whose schedulers do not answer clients. When one rank fails, all ranks of the
+# engine fail the request. The rank that answers needs the reason itself, and may take this long to notice that a peer is
+# gone.
 TELL_S = 3.0
 
-_RETRACT_S = 5.0
+_WITHDRAW_S = 5.0
 _LOOK_S = 1.0  # between looks for rooms that have waited too long
 
 
 def _end(why: str) -> NoReturn:
-    """Ends the scheduler, which would use pages again that are still read: a wrong text is worse."""
+    """Ends the scheduler: it would use pages again that are still read, and a wrong text is worse."""
     logger.critical("%s: this engine ends, to send no wrong bytes", why)
-    raise SystemExit(f"kvconn: {why}")  # SGLang swallows what derives from Exception
+    raise SystemExit(f"kvconn: {why}")  # SGLang swallows every Exception
 
 
 class Room:
@@ -44,11 +44,11 @@ class Room:
         "before",
         "completion",
         "deadline",
-        "grown",
         "id",
         "known",
         "number",
         "owed",
+        "partial",
         "prefix_pages",
         "prompt",
         "reason",
@@ -63,22 +63,24 @@ class Room:
         self.rooms = rooms
         self.number = number
         self.id = f"sglang-{number}"
-        # Two requests in one room may reach prefill and decode in different order: of the room alone, each would get the other's cache.
+        # Two requests may use one room, and reach prefill and decode in different order. The fingerprint tells them apart:
+        # by the room alone, each would get the other's cache.
         self.prompt = prompt
-        self.state = self.before = BOOTSTRAPPING  # before it failed
-        self.tell_at = 0.0  # when the scheduler may hear that it has failed
-        self.reason: str | None = None  # why it failed
-        self.why: str | None = None  # why we end it
-        self.owed = ""  # what the agent will report: "want", "offer", "load"
-        self.known = False  # to the agent, which owes nothing: to be cancelled when the request ends before the transfer begins
-        self.grown = False  # chunks of it may be read
-        self.prefix_pages = 0  # that the decode engine has
-        self.token = 0  # of its claim: what is told of an earlier request's in the same room is not about this one
+        self.state = self.before = BOOTSTRAPPING  # before: the state that it failed in
+        self.tell_at = 0.0  # when the scheduler may hear of the failure
+        self.reason: str | None = None  # why the room failed
+        self.why: str | None = None  # why this side ends it
+        self.owed = ""  # the kind of completion that the agent owes: "want", "offer", "load"
+        # The agent knows the request and owes no completion: it needs a cancel if the request ends before its transfer begins.
+        self.known = False
+        self.partial = False  # partial offers were made: their pages may be read
+        self.prefix_pages = 0  # pages that the decode engine has already
+        self.token = 0  # of the room's claim: tells it from the claim of an earlier request in the same room
         self.deadline = float("inf")
         self.completion: Any = None
 
     def fail(self, reason: str) -> None:
-        """The first reason is the cause."""
+        """Takes the first reason: it is the cause of the others."""
         if self.state not in (FAILED, SUCCESS):
             self.before, self.state, self.reason = self.state, FAILED, reason
             self.tell_at = time.monotonic() + self.rooms.tell_s
@@ -89,7 +91,7 @@ class Room:
 
 
 class Holder:
-    """Who a room is for. A scheduler that drops it without a word must not leave the request with the agent."""
+    """The sender or receiver of a room. If the scheduler drops it without a word, the agent must forget the request."""
 
     room: Room
 
@@ -100,7 +102,7 @@ class Holder:
 
 
 class Inbox:
-    """What other threads, and the collector of garbage, have for the scheduler's thread."""
+    """Calls that other threads, and the garbage collector, have for the scheduler's thread."""
 
     def __init__(self) -> None:
         self._queue: deque[Callable[[Any], None]] = deque()
@@ -119,7 +121,7 @@ class Inbox:
 
 
 class NoAgent:
-    """Of a context parallel rank that has nothing to send: its rooms go the way of all others, at once."""
+    """The agent of a context parallel rank that has nothing to send: all its transfers end well, at once."""
 
     def __init__(self) -> None:
         self._done: list[Completion] = []
@@ -176,7 +178,10 @@ class Rooms:
         return len(self._used)
 
     def open(self, number: Any, prompt: int = 0) -> Room:
-        """A room for a new request, of a prompt with that fingerprint (0: not known); one that cannot be had has failed already."""
+        """A room for a new request. prompt is the fingerprint of its prompt; 0: not known.
+
+        A room that cannot be used is in the state FAILED.
+        """
         room = Room(self, number, prompt)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 63:
             self.fail(room, f"bootstrap_room is {number!r}: a whole number from 0 to 2^63 - 1 was expected")
@@ -192,7 +197,7 @@ class Rooms:
             room.fail(f"{self.side}, room {room.number}: {reason}")
 
     def _try(self, room: Room, call: Callable[[], Any]) -> bool:
-        """Whatever goes wrong with a request ends that request."""
+        """Runs a call of the agent; an error of it ends this request only."""
         try:
             call()
         except Exception as error:
@@ -203,15 +208,15 @@ class Rooms:
     # -- prefill ----------------------------------------------------------------------------------------------------
 
     def announce(self, room: Room) -> None:
-        """Tells of a request, whose prefill begins when the decode engine has pages for it."""
+        """Tells the agent of a request. Its prefill begins when the decode engine has pages for it."""
         if room.state == BOOTSTRAPPING and self._try(room, lambda: self._agent.announce([room.id])):
             self._owe(room, "want", self._bootstrap_timeout_s)
 
-    def grow(self, room: Room, blocks: Sequence[Any], ready: Sequence[int], first: Sequence[int]) -> None:
-        """A chunk is there, more will follow."""
+    def offer_partial(self, room: Room, blocks: Sequence[Any], ready: Sequence[int], first: Sequence[int]) -> None:
+        """Offers a chunk; more chunks will follow."""
         if room.state == FAILED:
             return
-        room.grown = True
+        room.partial = True
         if not self._try(room, lambda: self._agent.grow([Growth(room.id, blocks, ready, first, room.prompt)])):
             self._let_go(room, room.reason or "")
 
@@ -219,7 +224,7 @@ class Rooms:
         if room.state == FAILED:
             return
         if self._try(room, lambda: self._agent.offer([Offer(room.id, blocks, first_block=first, prompt=room.prompt)])):
-            room.state, room.grown = TRANSFERRING, False
+            room.state, room.partial = TRANSFERRING, False
             self._owe(room, "offer", float("inf"))
         else:
             self._let_go(room, room.reason or "")
@@ -227,7 +232,10 @@ class Rooms:
     # -- decode -----------------------------------------------------------------------------------------------------
 
     def claim(self, room: Room, address: str, engine: str) -> None:
-        """The prefill engine keeps it until there are pages. If it cannot any more, the room fails while it waits for them."""
+        """Asks the prefill engine to keep the request until this engine has pages for it.
+
+        If the prefill engine cannot keep it any more, the room fails.
+        """
         self._claims += 1
         room.token = self._claims
         if room.state == BOOTSTRAPPING and self._try(room, lambda: self._agent.claim([Claim(room.id, address, engine, room.token)])):
@@ -250,7 +258,7 @@ class Rooms:
         self._owing[room.id] = room
 
     def abort(self, room: Room, why: str) -> None:
-        """Ends it. Where pages are under way it fails when the agent says that they are free, not before."""
+        """Ends the room's request. If pages are under way, the room fails only when the agent says that they are free."""
         if room.state in (FAILED, SUCCESS):
             return
         if room.owed in ("offer", "load"):
@@ -262,49 +270,53 @@ class Rooms:
         self.fail(room, why)
 
     def _let_go(self, room: Room, why: str) -> None:
-        """The agent forgets what has no pages under way."""
+        """Has the agent forget a request that has no offer or load under way."""
         if room.owed == "want" or room.known:
             room.known = False
             self.let_go(room.id, why)
-        if room.grown:
-            # The scheduler uses the pages again as soon as this returns. It waits for a write that has begun: some ms.
-            room.grown = False
+        if room.partial:
+            # The scheduler uses the pages again as soon as this returns. The call waits, for some ms, until a write that has
+            # begun has ended.
+            room.partial = False
             try:
-                self._agent.retract([room.id], _RETRACT_S)
+                self._agent.retract([room.id], _WITHDRAW_S)
             except KvconnError as error:
                 if error.code == Status.SYSTEM:
                     _end(str(error))
-                logger.error("retract %s: %s", room.id, error)
+                logger.error("withdraw %s: %s", room.id, error)
 
     def settle(self, room: Room) -> None:
-        """Waits until nothing of an offer that was cancelled is read any more. It is when another rank of this engine has failed:
-        else a room fails when the agent has said so."""
-        bound = time.monotonic() + _RETRACT_S
+        """Waits until nothing of a cancelled offer is read any more.
+
+        There is something to wait for if another rank of this engine has failed. Otherwise the room failed because the
+        agent had reported the offer's end.
+        """
+        bound = time.monotonic() + _WITHDRAW_S
         while room.owed == "offer":
             self.tick()
             if room.owed and time.monotonic() > bound:
-                _end(f"the pages of {room.id} are still read after {_RETRACT_S:g} s")
+                _end(f"the pages of {room.id} are still read after {_WITHDRAW_S:g} s")
             time.sleep(0.0002)
 
     def let_go(self, transfer_id: str, why: str) -> None:
         try:
             self._agent.cancel([transfer_id], why)
-        except Exception as error:  # its lease ends it
+        except Exception as error:  # the transfer ends with its lease
             logger.error("cancel %s: %s", transfer_id, error)
 
     def under_way(self, number: Any) -> bool:
         """Whether bytes may still land in its pages, or be read from them."""
-        room = self._used.get(f"sglang-{number}")  # a number that is none fits no room
+        room = self._used.get(f"sglang-{number}")  # a number that is invalid fits no room
         return room is not None and room.owed in ("offer", "load")
 
     def forget(self, room: Room) -> None:
-        """Its request has ended, well or not. What is under way is collected when it has ended."""
+        """Ends the record of a room whose request has ended, well or not. If a transfer is under way, its completion does it."""
         self.abort(room, "the request has ended")
         if not room.owed and self._used.get(room.id) is room:
             del self._used[room.id]
 
     def tick(self) -> None:
-        """Collects what is new; a few hundred nanoseconds when there is nothing."""
+        """Collects completions, and calls from other threads; takes a few hundred nanoseconds if there are none."""
         completions = self._get_finished()
         if completions:
             for completion in completions:
@@ -326,7 +338,7 @@ class Rooms:
         room = self._owing.pop(completion.transfer_id, None)
         if room is None:
             return
-        if room.owed != completion.kind:  # of an earlier step of it
+        if room.owed != completion.kind:  # the completion is of an earlier part of the request
             self._owing[room.id] = room
             return
         room.owed = ""
@@ -344,10 +356,11 @@ class Rooms:
             room.state = SUCCESS
 
     def _claim_lost(self, completion: Any) -> None:
-        """What was loaded meanwhile has a report of its own."""
+        """A claim came to nothing. If the request was loaded meanwhile, the load has a completion of its own."""
         room = self._used.get(completion.transfer_id)
         if room is not None and room.known and room.token == completion.token:
-            # Not ready any more, also while the failure is kept back: pipeline stages that gave pages to it could not agree on its end.
+            # The room leaves WAITING even while the failure is kept back. Otherwise some pipeline stages would give it pages,
+            # and the stages could not agree on its end.
             room.known, room.state = False, BOOTSTRAPPING
             self.fail(room, completion.reason)
 
@@ -356,9 +369,8 @@ class Rooms:
         for room in [room for room in self._owing.values() if room.deadline <= now]:
             room.deadline = float("inf")
             if room.owed == "want":
-                self.abort(
-                    room,
-                    f"no decode engine has asked for it within {self._bootstrap_timeout_s:g} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
-                )
+                bound = f"{self._bootstrap_timeout_s:g} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
+                self.abort(room, f"no decode engine has asked for the request within {bound}")
             else:
-                self.abort(room, f"it was not received within {self._waiting_timeout_s:g} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)")
+                bound = f"{self._waiting_timeout_s:g} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
+                self.abort(room, f"the request was not received within {bound}")

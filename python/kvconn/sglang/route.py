@@ -1,7 +1,7 @@
 """What a prefill engine says of itself at its bootstrap address: data parallel ranks, page size, data type.
 
-Asked for beside the scheduler, once per address; a room waits in the state Bootstrapping meanwhile. The paths and words
-are SGLang's own, so that an engine with another backend is told apart by what it says, or by not being there.
+A thread beside the scheduler asks each address once; a room stays in the state Bootstrapping meanwhile. The paths and words
+are SGLang's own, so an engine with another backend is recognised by its answer, or by giving none.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .params import MAX_TRANSFERS
 logger = logging.getLogger("kvconn.sglang")
 
 _ASK_S = 2.0  # for one answer
-_GONE_S = 2.5  # nobody listens
-_READY_S = 15.0  # somebody does, whose ranks are not all there
+_GONE_S = 2.5  # while nobody listens
+_READY_S = 15.0  # while the engine answers that its ranks are not all there
 _RANK_S = 30.0  # for the prefill engine to name a request's data parallel rank
 _AGAIN_S = 0.2
-_KNOWN_S = 5.0  # an answer is believed: less than an engine takes to come back with other options
-_LIMIT = 1024  # addresses that are remembered, and questions under way
+_KNOWN_S = 5.0  # for an answer to be believed: an engine needs longer to come back with other options
+_LIMIT = 1024  # remembered addresses; also questions under way
 _ROOMS = MAX_TRANSFERS  # rooms that one address is asked for, or told of, at a time
-_BATCH = 4096  # of them in one question
-_AT_ONCE = 32  # told at once
+_BATCH = 4096  # rooms in one question
+_AT_ONCE = 32  # rooms that the bootstrap port is told of at once
 _BYTES = 1 << 20  # of an answer
 
 
@@ -69,7 +69,7 @@ class Engine:
         return cls(**values)
 
     def differs(self, page_size: int, dtype: str, layout: str | None) -> str | None:
-        """What this rank's caches have otherwise, in words."""
+        """In which way this rank's caches differ, in words; None if they do not."""
         pairs = (
             ("page_size", self.page_size, page_size, "--page-size"),
             ("kv_cache_dtype", self.kv_cache_dtype, dtype, "--kv-cache-dtype"),
@@ -82,13 +82,40 @@ class Engine:
         return None
 
 
+class EveryEngine(dict):  # type: ignore[type-arg]
+    """Takes the place of SGLang's table of prefill engines, which SGLang fills by asking them on the scheduler's thread.
+
+    It says of every address that an engine with a single data parallel rank is there. So SGLang initialises a receiver at
+    once, and the receiver asks the Router for the truth.
+    """
+
+    class _Known:
+        attn_tp_size = attn_cp_size = dp_size = pp_size = 1
+        follow_bootstrap_room = True
+        prefill_http_port = None
+        decode_allocation_policy = "early"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = self._Known()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self._known
+
+    def __contains__(self, key: Any) -> bool:
+        return True
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._known
+
+
 class Access:
-    """How bootstrap ports are asked, by the agent's own settings: whom, with TLS or without, and what for a token."""
+    """How bootstrap ports are asked, by the agent's own settings: which hosts, by TLS or not, and with which token."""
 
     def __init__(self, config: Mapping[str, Any], *, own: bool) -> None:
-        """own: it asks nothing but its engine's own bootstrap port, which the operator has named."""
+        """own: for the engine's own bootstrap port only, which the operator has named."""
         self.allow = None if own else Allow(config.get("bootstrap_allow") or ())
-        # As the agent takes an http:// address with tls_ca_file.
+        # With tls_ca_file the agent speaks TLS to an http:// address too.
         self.tls = bool(config.get("tls_ca_file") or (own and config.get("tls_cert_file")))
         self._ca = config.get("tls_ca_file") or None
         self._token = config.get("nats_token") or ""
@@ -111,7 +138,7 @@ class Access:
         return {"Authorization": f"Bearer {self._token}"}
 
     def session(self) -> Any:
-        import aiohttp  # SGLang's own bootstrap server is made of it
+        import aiohttp  # SGLang depends on it: its own bootstrap server uses it
         from aiohttp.resolver import ThreadedResolver
 
         allow = self.allow
@@ -119,7 +146,7 @@ class Access:
         class Resolver(ThreadedResolver):
             async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> Any:
                 found = await super().resolve(host, port, family)
-                if allow is not None:  # what is found here is what is dialled
+                if allow is not None:  # aiohttp dials the addresses that are found here
                     allow.found(host, [one["host"] for one in found])
                 return found
 
@@ -136,16 +163,16 @@ def _is_loopback(host: str) -> bool:
 
 
 class Router:
-    """Asks bootstrap addresses in a thread of its own. Answers come by the inbox, that is, in the scheduler's thread."""
+    """Asks bootstrap addresses in a thread of its own. Answers come by the inbox, so they run in the scheduler's thread."""
 
     def __init__(self, inbox: Any, access: Access | None = None) -> None:
         self._inbox = inbox
         self._access = access or Access({}, own=False)
-        self._known: dict[str, tuple[Engine, float]] = {}  # and until when it is believed
+        self._known: dict[str, tuple[Engine, float]] = {}  # with the time until which the answer is believed
         self._asked: dict[str, list[Callable[[Engine | RouteError], None]]] = {}
         self._asking: dict[str, dict[int, Any]] = {}
         self._telling: dict[str, dict[int, Any]] = {}
-        self._lock = threading.Lock()  # of these two
+        self._lock = threading.Lock()  # guards the queues in _asking and _telling
         self._under_way = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Any = None
@@ -153,7 +180,7 @@ class Router:
     # -- the scheduler's thread -------------------------------------------------------------------------------------
 
     def engine(self, address: str, then: Callable[[Engine | RouteError], None]) -> None:
-        """Calls then with the engine at once if it is known, else in a later tick."""
+        """Calls then with the engine: at once if the engine is known, else in a later tick."""
         known, until = self._known.get(address, (None, 0.0))
         if known is not None and time.monotonic() < until:
             then(known)
@@ -178,7 +205,7 @@ class Router:
             then(result)
 
     def forget(self, address: str) -> None:
-        """What was known of it may be wrong: it may have been restarted with other options."""
+        """Forgets an engine, which may have been restarted with other options."""
         self._known.pop(address, None)
 
     def dp_rank(self, address: str, room: int, then: Callable[[int | RouteError], None]) -> None:
@@ -186,11 +213,11 @@ class Router:
         self._queue(self._asking, address, room, (then, time.monotonic()), self._ask_ranks)
 
     def tell_dp_rank(self, address: str, room: int, rank: int) -> None:
-        """Prefill: where a request is."""
+        """Prefill: tells the bootstrap port which data parallel rank has a request."""
         self._queue(self._telling, address, room, (rank, _log_error), self._tell_ranks)
 
     def _queue(self, queues: dict[str, dict[int, Any]], address: str, room: int, item: Any, work: Callable[..., Any]) -> None:
-        """Many rooms are one question: a burst of requests must take the scheduler's interpreter no time."""
+        """Puts many rooms into one question, so that a burst of requests costs the scheduler's interpreter little."""
         with self._lock:
             queue = queues.get(address)
             begin = queue is None
@@ -205,7 +232,7 @@ class Router:
             self._start(work(address, queue), lambda result: self._ended(queues, address, queue, result))
 
     def _ended(self, queues: dict[str, dict[int, Any]], address: str, queue: dict[int, Any], result: Any) -> None:
-        """Whoever is left in the queue hears why."""
+        """Tells the rooms that are left in the queue why they get no answer."""
         with self._lock:
             if queues.get(address) is queue:
                 del queues[address]
@@ -226,7 +253,7 @@ class Router:
                 threading.Thread(target=loop.run_forever, name="kvconn-route", daemon=True).start()
                 self._loop = loop
             asyncio.run_coroutine_threadsafe(self._run(work, then), self._loop)
-        except Exception as error:  # no thread to be had: it ends this request, not the scheduler
+        except Exception as error:  # without a thread this request ends, and the scheduler goes on
             work.close()
             then(RouteError(repr(error)))
             return
@@ -253,7 +280,7 @@ class Router:
             self._session = self._access.session()
         async with self._session.request(method, url, json=body, headers=self._access.headers(address), allow_redirects=False) as answer:
             read = bytearray()
-            while (part := await answer.content.readany()) and len(read) <= _BYTES:  # a read gives what is there, seldom all
+            while (part := await answer.content.readany()) and len(read) <= _BYTES:  # one read seldom gives the whole answer
                 read += part
             if len(read) > _BYTES:
                 raise RouteError(f"http://{address}{path}: the answer has more than {_BYTES} bytes")
@@ -282,7 +309,7 @@ class Router:
                     except RouteError as error:
                         raise RouteError(f"prefill engine at {address}: {error}") from error
                 why = f"it answers {status}: {said}"
-                if status == 503:  # not all of its ranks are there yet
+                if status == 503:  # some of the engine's ranks are not there yet
                     bound = _READY_S
             if time.monotonic() - began + _AGAIN_S > bound:
                 raise RouteError(f"prefill engine at {address}: {why}")
@@ -323,7 +350,7 @@ class Router:
     def _left(self, queues: dict[str, dict[int, Any]], address: str, queue: dict[int, Any]) -> list[int]:
         with self._lock:
             if not queue:
-                del queues[address]  # the next one starts another
+                del queues[address]  # the next room begins a new question
             return list(queue)
 
     def _take(self, queue: dict[int, Any], room: int) -> Any:
