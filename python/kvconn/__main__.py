@@ -16,11 +16,10 @@ def main() -> None:
     args = ["kvconn", *sys.argv[1:]]
     argv = (c.c_char_p * len(args))(*[os.fsencode(a) for a in args])
     sys.stdout.flush()
-    # The command takes the first Ctrl-C; by the second one it has given the signal back to whom it was before.
+    # The command handles the first Ctrl-C, and then restores this handler for the second.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = lib.main(len(args), argv)  # type: ignore[operator]
-    # Not sys.exit: the command has ended in order, and a signal that it took
-    # must not raise KeyboardInterrupt now.
+    # Not sys.exit: the command has ended in order, and a signal that it handled must not raise KeyboardInterrupt now.
     os._exit(code)
 
 

@@ -17,10 +17,10 @@ ABI_VERSION = 1
 class Library:
     """One loaded libkvconn.so.
 
-    Calls that return at once go through ``PyDLL``: giving the GIL up and taking
-    it back would cost more than the call, and milliseconds beside a busy
-    thread. Calls that wait go through ``CDLL``. What an engine's step calls takes
-    addresses, of what :mod:`kvconn._pack` has laid out.
+    Calls that return at once go through ``PyDLL``, which keeps the GIL: to give it
+    up and take it back would cost more than the call, and milliseconds beside a
+    busy thread. Calls that wait go through ``CDLL``. The calls of an engine's step
+    take addresses of arrays that :mod:`kvconn._pack` has filled.
     """
 
     def __init__(self, path: str) -> None:

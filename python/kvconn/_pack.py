@@ -1,7 +1,7 @@
-"""A call's arguments, and what it brings back, as the structs of include/kvconn.h.
+"""The arguments and results of calls, as the structs of include/kvconn.h.
 
-They are written as plain numbers into arrays. A ctypes object for each struct, and a descriptor for each field that is
-set, would cost an engine's step more than the call itself does.
+This module writes structs as plain numbers into arrays. A ctypes object for each struct, with a descriptor for each field,
+would cost an engine's step more than the call itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def text(s: str, what: str) -> bytes:
         raise InvalidError(f"{what} is {s!r}, want str")
     try:
         b = s.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError as e:  # half of a pair, as JSON may hold
+    except UnicodeEncodeError as e:  # half of a surrogate pair, which JSON may hold
         raise InvalidError(f"{what} {s!r}: {e}") from e
     if b"\0" in b:
         raise InvalidError(f"{what} {s!r} holds a NUL character")
@@ -46,27 +46,27 @@ def uint32s(what: str, values: Sequence[int]) -> array[int]:
         raise InvalidError(f"{what}: {e}; want numbers from 0 to 4294967295") from e
 
 
-# The engines that requests come from are few: their names are turned into C strings once.
+# Requests name few engines: each name is turned into a C string once.
 _names: dict[str, array[int]] = {}
 _NAMES = 1024
 
 
 class Rows:
-    """An array of structs for one call, what they point to, and room for how many of them were taken.
+    """An array of structs for one call, the memory that they point to, and room for the number that the library takes.
 
-    Two numbers of 32 bits that stand side by side in a struct are one of 64 here: all machines that the library is
-    built for begin with the lower half.
+    Two fields of 32 bits side by side in a struct are one number of 64 bits here: every machine that the library is built
+    for is little-endian.
     """
 
     def __init__(self, rows: Sequence[Any]) -> None:
-        self._keep: list[array[int]] = []  # what the structs point to lives as long as this
+        self._keep: list[array[int]] = []  # the memory that the structs point to
         numbers: list[int] = []
         for row in rows:
             self._add(numbers, row)
         numbers.append(0)
         try:
             self._numbers = array("Q", numbers)
-        except (OverflowError, TypeError) as e:  # of all that stands in them the caller gives only these
+        except (OverflowError, TypeError) as e:  # the caller gives only these two of the numbers
             raise InvalidError(f"token or prompt: {e}; want a number from 0 to 18446744073709551615") from e
         self.address, count = self._numbers.buffer_info()
         self.taken_address = self.address + 8 * (count - 1)
@@ -159,7 +159,7 @@ class Loads(Rows):
 
 
 class Room:
-    """Room for so many completions, and for their number."""
+    """Room for the completions of one call, and for their number."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

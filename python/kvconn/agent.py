@@ -15,7 +15,7 @@ from .logs import start_logging
 from .types import Claim, Completion, Growth, Load, Offer, Region
 
 _NOTHING: tuple[Completion, ...] = ()
-# Stands in for an agent's count when the library must be asked, and will refuse.
+# Takes the place of an agent's count after close and in a forked child: get_finished then calls the library, which refuses.
 _ASK = c.c_uint32(1)
 _NO_BYTES = memoryview(b"")
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
@@ -32,11 +32,11 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class Agent:
     """One open kvconn instance.
 
-    ``config`` is a mapping with the keys of the README's table; ``engine_id``
-    and ``role`` ("prefill", "decode" or "both") are required, unknown keys
-    raise :class:`~kvconn.ConfigError`. One of the role "bootstrap" serves the
-    bootstrap port that an engine's ranks join (``bootstrap_join``), needs no
-    ``engine_id``, and registers nothing. The first agent of a process loads the
+    ``config`` is a mapping with the keys of the README's table. ``engine_id``
+    and ``role`` ("prefill", "decode" or "both") are required; unknown keys
+    raise :class:`~kvconn.ConfigError`. An agent of the role "bootstrap" serves the
+    bootstrap port that an engine's ranks join (``bootstrap_join``); it needs no
+    ``engine_id`` and registers nothing. The first agent of a process loads the
     library. Methods may be called from any thread; only the constructor,
     :meth:`register_kv_caches`, :meth:`retract`, :meth:`wait` and :meth:`close`
     wait.
@@ -95,7 +95,7 @@ class Agent:
             self._written = memoryview((c.c_uint8 * len(regions)).from_address(address)).cast("B")
 
     def announce(self, transfer_ids: Iterable[str]) -> None:
-        """Prefill: these requests are known and worked on; decode waits for them.
+        """Prefill: this engine knows these requests and works on them; decode waits for them.
 
         With ``report_wants`` each gets a completion of kind "want".
         """
@@ -106,23 +106,24 @@ class Agent:
     def offer(self, offers: Iterable[Offer]) -> None:
         """Prefill: these blocks hold these transfers.
 
-        They must stay unchanged until the completion. Raises for the first
-        that is refused, with its ``transfer_id``; those before it are accepted.
+        The blocks must stay unchanged until the completion. Raises for the first
+        offer that is refused, with its ``transfer_id``; the offers before it are accepted.
         """
         offers = list(offers)
         if offers:
             self._batch(self._lib.offer, _pack.Offers(offers), [o.transfer_id for o in offers])
 
     def grow(self, parts: Iterable[Growth], regions: Optional[Sequence[int]] = None) -> None:
-        """Prefill: parts of these transfers are there, others will follow.
+        """Prefill: parts of these transfers are ready, others will follow.
 
-        What a decode engine has asked for of them moves at once, while the rest
-        is computed. With ``regions``, indices of :meth:`register_kv_caches` in
-        growing order, what is ready is so in these only: a layer. It announces
-        the transfers too. :meth:`offer` must follow with all blocks, or
-        :meth:`retract`; until it has returned, or until the offer's completion,
-        what is ready must stay unchanged. A transfer that has ended meanwhile is
-        no error here; its offer's completion tells.
+        The blocks that a decode engine has asked for move at once, while the rest
+        is computed. With ``regions``, which are indices of
+        :meth:`register_kv_caches` in rising order, the blocks are ready in these
+        regions only: in one layer, say. The call announces the transfers too.
+        :meth:`offer` must follow with all blocks, or :meth:`retract`. Blocks that
+        are ready must stay unchanged until the offer's completion, or until
+        :meth:`retract` has returned. If a transfer has ended meanwhile, this call
+        raises nothing; the completion of the transfer's offer tells.
         """
         if regions is not None and not len(regions):
             raise InvalidError("regions is empty: leave it out for all")
@@ -133,27 +134,28 @@ class Agent:
 
     @property
     def written(self) -> memoryview:
-        """Prefill: where a step says which regions it has written.
+        """Prefill: a byte for each region of :meth:`register_kv_caches`, by which a
+        step says that it has written the region.
 
-        A byte for each region of :meth:`register_kv_caches`: setting it to 1 says
-        that what the last :meth:`grow` called ``computing`` is ready in it. That is
-        a plain store, so that an engine may say it of each layer. The agent looks
-        for it, soon, and a last time when the next call of :meth:`grow`,
-        :meth:`offer`, :meth:`retract` or :meth:`cancel` ends the step. Empty where
-        the system refuses membarrier(2): :meth:`grow` with ``regions`` says it then.
-        Not to be used after :meth:`close`, nor in a forked child.
+        To set a byte to 1 says: the blocks that the last :meth:`grow` called
+        ``computing`` are ready in this region. It is a plain store, cheap enough for
+        each layer. The agent looks at the bytes soon, and a last time when the next
+        call of :meth:`grow`, :meth:`offer`, :meth:`retract` or :meth:`cancel` ends
+        the step. If the system refuses membarrier(2) this is empty; call
+        :meth:`grow` with ``regions`` then. Do not use it after :meth:`close`, nor in
+        a forked child.
         """
         return self._written
 
     def retract(self, transfer_ids: Iterable[str], timeout_s: float = 10.0) -> None:
-        """Prefill: takes back what :meth:`grow` gave, of requests that are
-        preempted or given up.
+        """Prefill: takes back the blocks that :meth:`grow` gave, when their requests
+        are preempted or given up.
 
-        When it returns, nothing reads the blocks any more: it waits for what is
-        under way, for a second or two at most where a peer takes no bytes. If it
-        raises with :attr:`Status.SYSTEM` they must not be used again.
-        Decode loads the transfer anew when it grows again or is offered. An id
-        that is not known is no error, one that is offered is.
+        When the call returns, nothing reads the blocks any more: it waits for
+        writes that are under way, a second or two at most if a peer takes no bytes.
+        If it raises with :attr:`Status.SYSTEM`, the blocks must not be used again.
+        When the transfer is given to :meth:`grow` again, or offered, decode loads it
+        anew. An unknown id is no error; the id of an offer is one.
         """
         ids = list(transfer_ids)
         if ids:
@@ -161,13 +163,13 @@ class Agent:
             self._check(self._lib.retract(self._handle, rows.address, len(ids), _number(int(timeout_s * 1000), "timeout_s", 32)))
 
     def claim(self, claims: Iterable[Claim]) -> None:
-        """Decode: these transfers will be loaded as soon as there are blocks.
+        """Decode: this engine will load these transfers as soon as it has blocks.
 
         Until then the prefill engine keeps them, however long it takes. A claim
-        has no completion; it ends by :meth:`start_load` or :meth:`cancel`. With
-        ``report_claims`` one that a load could only fail with ends by a completion
-        of kind "claim": its prefill engine is gone, or has ended it. A load that
-        follows all the same fails with the same reason.
+        ends by :meth:`start_load` or :meth:`cancel`, without a completion. With
+        ``report_claims``, a claim also ends when a load could only fail, because the
+        prefill engine is gone or has ended the transfer: there is a completion of
+        kind "claim" then, and a load that follows fails with the same reason.
         """
         claims = list(claims)
         if claims:
@@ -177,7 +179,7 @@ class Agent:
         """Decode: loads these transfers, which prefill need not know yet.
 
         The blocks belong to the transfer until its completion. Raises for the
-        first that is refused, with its ``transfer_id``; those before it are
+        first load that is refused, with its ``transfer_id``; the loads before it are
         accepted.
         """
         loads = list(loads)
@@ -187,8 +189,8 @@ class Agent:
     def cancel(self, transfer_ids: Iterable[str], reason: str = "") -> None:
         """Ends this agent's halves early; each still gets its completion.
 
-        The other side is told. An id that is not known here is remembered on
-        the prefill side: a load of it that arrives later is refused.
+        The other side is told. A prefill agent remembers an id that it does not
+        know: a load of it that arrives later is refused.
         """
         ids = list(transfer_ids)
         if ids:

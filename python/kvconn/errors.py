@@ -35,8 +35,8 @@ class Status(IntEnum):
 class KvconnError(Exception):
     """A call failed.
 
-    ``code`` is a :class:`Status`, ``reason`` names the wrong value and the
-    remedy, ``transfer_id`` the transfer if the call was about one.
+    ``code`` is a :class:`Status`. ``reason`` names the wrong value and the remedy.
+    ``transfer_id`` is set if the call was about one transfer.
     """
 
     code: int = Status.INTERNAL

@@ -36,7 +36,7 @@ def _drain(lib: Any, fd: int) -> None:
         while True:
             n = lib.next_log(buf, len(buf))
             if n < 0:
-                return  # a forked child
+                return  # this is a forked child
             if n == 0:
                 break
             emit(buf.raw[:n])

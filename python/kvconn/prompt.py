@@ -1,4 +1,4 @@
-"""What a transfer is the cache of, in a number."""
+"""The fingerprint of a prompt: it says in one number what a transfer is the cache of."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def fingerprint(token_ids: Sequence[int]) -> int:
     """64 bits of a prompt's tokens, for :class:`~kvconn.Offer`, :class:`~kvconn.Growth` and :class:`~kvconn.Load`.
 
     The same tokens give the same number on every machine and in every release of
-    Python; it is never 0, which says nothing.
+    Python. The number is never 0, which means "not said".
     """
-    # About 12 ns a token of a list, two thirds of them to bring the numbers side by side; 5 ns of an array("q").
-    # SHA-256 is what processors have instructions for: 5 ns, BLAKE2b 11.
+    # A token of a list takes about 12 ns, two thirds of them to copy the numbers side by side; a token of an array("q") 5 ns.
+    # Processors have instructions for SHA-256, which takes 5 ns; BLAKE2b takes 11.
     if not (isinstance(token_ids, array) and token_ids.typecode in "qQ"):
         try:
             token_ids = array("Q", token_ids)
@@ -28,9 +28,9 @@ def fingerprint(token_ids: Sequence[int]) -> int:
 
 
 def _signed(token_ids: Sequence[int]) -> array[int]:
-    """With numbers below 0, as some engines have in the place of images; three times slower."""
+    """For numbers below 0, which some engines put in the place of images; three times slower."""
     try:
-        len(token_ids)  # an iterator would have lost its first ones
+        len(token_ids)  # refuses an iterator, which has lost its first tokens by now
         return array("q", token_ids)
     except (OverflowError, TypeError) as e:
         raise InvalidError(f"token_ids: {e}; want whole numbers of 64 bits") from e

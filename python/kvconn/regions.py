@@ -33,10 +33,10 @@ def _describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
 
 
 def _merge(dims: list[int], shape: tuple[int, ...], strides: tuple[int, ...], length: int) -> tuple[int, list[int]]:
-    """The bytes that lie together when dims are joined to length bytes, and the dims that do not join.
+    """How many bytes lie together when dims are joined to length bytes, and which dims do not join.
 
-    The innermost in memory come first; those that follow each other without a gap
-    make one contiguous piece.
+    Dimensions are taken from the innermost in memory outwards. Those that follow
+    each other without a gap make one contiguous piece.
     """
     outer = []
     for i in sorted((i for i in dims if shape[i] > 1), key=lambda i: strides[i]):
@@ -48,9 +48,9 @@ def _merge(dims: list[int], shape: tuple[int, ...], strides: tuple[int, ...], le
 
 
 def _joined(dims: list[int], shape: tuple[int, ...], strides: tuple[int, ...], alone: int) -> tuple[int, int]:
-    """How many there are along dims, outermost first, and the stride from one to the next; 0 if there is none.
+    """How many items there are along dims, outermost first, and the stride between them; 0 if no stride fits.
 
-    Where there is but one its stride is alone.
+    A single item has the stride alone.
     """
     count, stride = 1, alone
     for i in reversed(dims):
@@ -84,12 +84,12 @@ def regions_from_tensor(
     outer indices.
 
     With ``token_dim``, the dimension that counts the tokens of a block (or
-    several, outermost first, where a block is made of smaller ones), and
-    ``head_dim`` (None: one head, as of a latent) the regions say where each token
-    and head lies, so that the other engine may have blocks of another size, other
-    heads of the model, or another order. The heads of the tensor are those from
-    ``first_head`` on, of ``total_heads`` (0: it has all of them). Where the heads
-    do not lie together each becomes a region of its own, all with one name. Blocks
+    several, outermost first, if a block is made of smaller blocks), and
+    ``head_dim`` (None: one head, as of a latent), the regions say where each token
+    and head lies. Then the other engine may have blocks of another size, other
+    heads of the model, or another order. The tensor has the heads from
+    ``first_head`` on, of ``total_heads`` (0: it has all of them). If the heads do
+    not lie together, each becomes a region of its own, all with one name. Blocks
     whose tokens are apart, and items that are no multiple of 4 bytes, stay opaque.
     """
     address, shape, strides, item = _describe(tensor)

@@ -13,15 +13,15 @@ class Region(NamedTuple):
     allocated until the agent is closed. The two engines' regions belong together
     by group and name, whatever their order.
 
-    The rest says what lies where in a block; all 0: it is opaque, and is copied
-    whole between blocks of equal length. Else item (token, head) lies at
-    ``token * token_stride + head * head_stride`` and has ``block_bytes / (tokens
-    * heads)`` bytes, which is equal on both sides. Items lie densely, token after
-    token (NHD) or head after head (HND); a latent has one head. The heads are
-    those from ``first_head`` on, of ``total_heads`` of the model; both 0: all.
-    Regions of a group may share a name if they hold different heads, and have
-    equal ``tokens``. Numbers of tokens that divide each other, orders and heads
-    may differ between the two engines.
+    The other fields say what lies where in a block. If all of them are 0, blocks
+    are opaque: they are copied whole, between blocks of equal length. Otherwise
+    item (token, head) lies at ``token * token_stride + head * head_stride`` and has
+    ``block_bytes / (tokens * heads)`` bytes, as many as on the other side. Items lie
+    densely, token after token (NHD) or head after head (HND); a latent has one
+    head. The region has the heads from ``first_head`` on, of ``total_heads`` of the
+    model; both 0: all. Regions of a group may share a name if they hold different
+    heads, and have equal ``tokens``. The two engines may have different orders and
+    heads, and different numbers of tokens if one divides the other.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Offer(NamedTuple):
 
     ``block_ids`` has one sequence per KV cache group, in the prompt's order.
     ``first_block[g]`` is the position, in the prompt's blocks of group ``g``, of
-    the first one; those before it are not there (a sliding window); empty means
-    0. The blocks must stay unchanged until the completion. ``prompt`` is what they
-    are the cache of, 64 bits unsigned: :func:`~kvconn.fingerprint` of the prompt's
-    tokens; 0: not said. If the load says another, a router has mixed two requests
-    up: both halves end with :attr:`Status.REFUSED`, and no byte is written.
+    the first one; blocks before it are not there (a sliding window); empty means
+    0. The blocks must stay unchanged until the completion. ``prompt`` is the
+    :func:`~kvconn.fingerprint` of the prompt's tokens, 64 bits unsigned; 0: not
+    said. If the load says another, a router has mixed two requests up: both halves
+    end with :attr:`Status.REFUSED`, and no byte is written.
     """
 
     transfer_id: str
@@ -58,15 +58,16 @@ class Offer(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """A part of a transfer that is there while prefill still works on the request.
+    """A partial offer: blocks that are ready while prefill still works on the request.
 
-    ``block_ids`` has, per KV cache group, the blocks that follow those which were
-    given before; ``first_block`` counts with a group's first ones, as of
-    :class:`Offer`. ``ready[g]`` is how many blocks of the prompt, from its start,
-    are there in group ``g``. ``prompt`` is as of :class:`Offer`; say it with each
-    part, so that none is sent to who asks for another. To say another later is an
-    error. ``computing[g]`` is as ``ready[g]``: what will be there in a region when
-    :attr:`Agent.written` says so.
+    ``block_ids`` has, per KV cache group, the blocks that follow those of the
+    partial offers before; ``first_block`` is as in :class:`Offer`, and counts with
+    the first blocks of a group. ``ready[g]`` is how many blocks of the prompt, from
+    its start, are ready in group ``g``. ``prompt`` is as in :class:`Offer`; say it
+    in each partial offer, so that no block goes to a decode engine that asks for
+    another prompt. To say another one later is an error. ``computing[g]`` counts as
+    ``ready[g]`` does: so many blocks will be ready in a region when
+    :attr:`Agent.written` says that the region is written.
     """
 
     transfer_id: str
@@ -81,9 +82,9 @@ class Claim(NamedTuple):
     """Decode's word that it will load a transfer as soon as it has blocks.
 
     ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its
-    ranks; ``engine_id`` says which of the data-parallel ones there. ``token`` comes
-    back in the completion that a claim has with ``report_claims``, if it comes to
-    nothing.
+    ranks; ``engine_id`` says which of its data-parallel ranks. With
+    ``report_claims``, a claim that comes to nothing has a completion; ``token``
+    comes back in it.
     """
 
     transfer_id: str
@@ -96,16 +97,16 @@ class Load(NamedTuple):
     """Decode's half of a transfer: put it into these blocks.
 
     ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its
-    ranks: from which of them this one loads is found out, and there is one
+    ranks: the agent finds out from which of them it loads, and there is one
     completion. ``engine_id`` says which of the data-parallel ranks there.
     ``first_block[g]`` is the position, in the prompt's blocks of group ``g``,
     of the first one to load; empty means 0. ``tokens[g]`` is the number of the
-    prompt's tokens, from its start: what lies in the blocks behind them is not
-    copied; empty, 0, and any of opaque blocks: all that the blocks have room for.
-    With no block id at all the prefill engine is told that nothing is needed, and
+    prompt's tokens, from its start, that are copied. If ``tokens`` is empty or 0,
+    or blocks are opaque, as many are copied as the blocks have room for. A load
+    with no block id at all tells the prefill engine that nothing is needed, and it
     frees its blocks. The blocks belong to the transfer until its completion.
-    ``prompt`` is as of :class:`Offer`, of the prompt whose cache this is to be; 0:
-    whatever prefill has under this id.
+    ``prompt`` is as in :class:`Offer`, of the prompt whose cache is to be loaded;
+    0: whatever prefill has under this id.
     """
 
     transfer_id: str
@@ -121,13 +122,18 @@ class Load(NamedTuple):
 class Completion(NamedTuple):
     """How one half of a transfer ended; each accepted offer and load gets one.
 
-    ``kind`` is "load", "offer", or, on a prefill engine with ``report_wants``, "want":
-    decode has blocks for an announced transfer, and asks for it from block ``blocks`` of
-    group 0 on, or it has ended, as ``code`` says; or, on a decode engine with
-    ``report_claims``, "claim": a load of it could only fail, as ``code`` says, which is
-    never 0. ``code`` is 0 or a :class:`~kvconn.Status`;
-    ``reason`` says why in words. ``wait_s`` runs from the call to the first
-    byte, ``transfer_s`` from the first byte to the last.
+    ``kind`` is one of:
+
+    - "load" or "offer": the end of a load or an offer.
+    - "want", on a prefill engine with ``report_wants``: decode has blocks for an
+      announced transfer, and asks for it from block ``blocks`` of group 0 on; or the
+      transfer has ended, as ``code`` says.
+    - "claim", on a decode engine with ``report_claims``: a load of the transfer could
+      only fail. ``code`` says why, and is never 0.
+
+    ``code`` is 0 or a :class:`~kvconn.Status`; ``reason`` says why in words.
+    ``wait_s`` runs from the call to the first byte, ``transfer_s`` from the first
+    byte to the last.
     """
 
     transfer_id: str

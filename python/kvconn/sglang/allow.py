@@ -1,6 +1,7 @@
-"""Which hosts may be asked: a bootstrap address comes from a client's request. As the agent decides for what it contacts itself.
+"""Which hosts may be asked: a bootstrap address comes from a client's request.
 
-The entries are those of ``bootstrap_allow``, which the agent has read before: a wrong one has been refused.
+The rules are those by which the agent decides what it contacts itself. The entries are those of ``bootstrap_allow``. The
+agent has read them before, and has refused a wrong one.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Union
 Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
 
 _LABEL = re.compile(r"[a-z0-9_-]{1,63}\Z")
-_NUMBER = re.compile(r"[0-9]*\Z|0x[0-9a-f]*\Z")  # C libraries take 0x7f.1 and 2130706433 for addresses
+_NUMBER = re.compile(r"[0-9]*\Z|0x[0-9a-f]*\Z")  # C libraries read 0x7f.1 and 2130706433 as addresses
 
 
 def _nets(*texts: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
     return [ipaddress.ip_network(text) for text in texts]
 
 
-# The narrow classes come first: an entry for all of link-local does not open a cloud's metadata.
+# Narrow classes come first, so that an entry for all of link-local does not allow a cloud's metadata address.
 _REFUSED = (
     (
         "a cloud's metadata address",
@@ -35,7 +36,7 @@ _REFUSED = (
     ("unspecified", _nets("0.0.0.0/8", "::/128")),
     ("reserved", _nets("240.0.0.0/4")),
 )
-# IPv6 addresses that carry an IPv4 address, and where in their bytes.
+# Ranges of IPv6 addresses that carry an IPv4 address, with its position in their bytes.
 _CARRIERS = list(zip(_nets("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "::/96", "::ffff:0:0:0/96"), (12, 12, 2, 12, 12)))
 
 
@@ -69,7 +70,7 @@ class Allow:
             raise _refused(host, "it is not in the list")
 
     def found(self, host: str, addresses: Sequence[str]) -> None:
-        """Decides about what a name was resolved to; raises RefusedError."""
+        """Decides about the addresses that a name was resolved to; raises RefusedError."""
         named = self._named(self._read(host)[0])
         for address in addresses:
             self._decide(host, _without_zone(ipaddress.ip_address(address)), named)

@@ -1,7 +1,7 @@
 """SGLang's KV cache, metadata rows and states as regions of blocks.
 
-Group 0 is the KV cache, in pages; then each component of the state; the last group is the auxiliary rows (first token,
-logprobs …), a row a block. SGLang gives bare pointers: what a page holds is said by the numbers of heads.
+Group 0 is the KV cache, in pages. A group for each component of the state follows. The last group has the auxiliary rows
+(first token, logprobs …): a row is a block. SGLang gives bare pointers; the numbers of heads tell what a page holds.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kvconn import Region
 
 logger = logging.getLogger("kvconn.sglang")
 
-# States whose indices follow the sequence, from some place on to its end: a side may know an earlier place than the
-# other. The others are of equal length on both sides.
+# States whose indices follow the sequence from some place on to its end. The two sides may begin at different places. All
+# other states have equal length on both sides.
 _TO_THE_END = ("swa", "dsa", "qsa_compressed", "minimax_index_k", "minimax_dense_kv", "block_scale", "block_scale_swa")
-# Where the last index of such a state stands.
+# The position after the last index of such a state.
 _END = 1 << 18
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Which KV heads of the model this rank has: SGLang deals them out evenly, or gives one to several ranks."""
+    """Which KV heads of the model this rank has: SGLang deals them out evenly, or several ranks have the same one."""
 
     here: int
     total: int
@@ -42,7 +42,7 @@ class Heads:
 
 
 class Layout:
-    """The regions, and what of a request goes into which group."""
+    """The regions, and the block ids of a request by group."""
 
     def __init__(self, args: Any, heads: Heads | None, mla: bool) -> None:
         self.page_size = args.page_size
@@ -67,11 +67,11 @@ class Layout:
             getattr(args, "prefill_start_layer", 0) or 0,
             mla,
         )
-        # Layouts with a name of their own order a page otherwise.
+        # A layout with a name orders a page in another way.
         plain = getattr(args, "kv_layout", None) is None
         for name, address, length, item in zip(names, args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens):
             if not item:
-                continue  # left out by the pool
+                continue  # the pool leaves this buffer out
             geometry = _geometry(item, self.page_size, heads, mla) if plain and not name.startswith("draft") else {}
             self.regions.append(Region(name, address, item, item, length // item, 0, **geometry))
 
@@ -87,7 +87,7 @@ class Layout:
             seen[layer] += 1
 
     def _rows(self, args: Any) -> None:
-        # Buffers that only one engine has would shift the others: their number is a part of the name.
+        # The number of buffers is a part of the name: a buffer that only one engine has would shift the others.
         count = len(args.aux_data_ptrs)
         for number, (address, length, item) in enumerate(zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)):
             self.regions.append(Region(f"aux.{number} of {count}", address, item, item, length // item, self.aux_group))
@@ -108,7 +108,7 @@ class Layout:
         return "auxiliary rows" if group == self.aux_group else f"indices of the state {self.state_types[group - 1]!r}"
 
     def first(self, blocks: Sequence[Sequence[int]], prefix_pages: int) -> list[int]:
-        """Where the first of them stand in the request."""
+        """Per group, the position of the first block in the request."""
         out = [prefix_pages]
         for kind, block in zip(self.state_types, blocks[1:]):
             out.append(_END - len(block) if kind in _TO_THE_END else 0)
@@ -116,7 +116,7 @@ class Layout:
 
 
 def ids(values: Any, what: str) -> Any:
-    """Indices of SGLang's, in whatever they come, as the agent wants them."""
+    """SGLang's indices, of any array type, as the agent takes them."""
     from array import array
 
     import numpy as np
@@ -133,7 +133,7 @@ def ids(values: Any, what: str) -> Any:
 
 
 def page_names(count: int, drafts: int, layer_ids: Sequence[int], start_layer: int, mla: bool) -> list[str]:
-    """A name for each of the KV cache's buffers, equal on both sides also where one has some of the layers only.
+    """A name for each of the KV cache's buffers. A layer's name is the same on a side that has only some of the layers.
 
     SGLang's pools give the keys of all layers, then the values; a layer's first buffer is its key.
     """
@@ -153,7 +153,7 @@ def page_names(count: int, drafts: int, layer_ids: Sequence[int], start_layer: i
 
 
 def _geometry(item: int, tokens: int, heads: Heads | None, mla: bool) -> dict[str, int]:
-    """Token after token, and in a token head after head; nothing where a page is not that."""
+    """The geometry of a page with token after token, and in a token head after head; empty if the page is not so."""
     if item % tokens:
         return {}
     token = item // tokens

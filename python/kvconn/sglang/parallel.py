@@ -1,4 +1,4 @@
-"""A scheduler's place in its engine, and what of SGLang's options cannot be had with kvconn."""
+"""A scheduler's place in its engine, and the options of SGLang that kvconn does not support."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ logger = logging.getLogger("kvconn.sglang")
 
 @dataclass(frozen=True)
 class Parallel:
-    """This rank's place, and where its engine's bootstrap port is."""
+    """This rank's place in its engine, and the address of the engine's bootstrap port."""
 
     rank: Rank
     cp_rank: int
     cp_size: int
     host: str
     bootstrap_port: int
-    first_node: str | None  # of several
+    first_node: str | None  # None: the engine has one node
     http_port: int | None
     load_balance_method: str
 
     @property
     def answers(self) -> bool:
-        """Whether it is the one of its data parallel rank whose scheduler tells clients what has become of their requests."""
+        """Whether this rank's scheduler answers the clients of its data parallel rank."""
         return self.rank.tp_rank == self.rank.pp_rank == self.cp_rank == 0
 
     def route_info(self, layout: str | None) -> dict[str, Any]:
-        """What SGLang's ranks say of themselves beside their numbers, for those who ask the bootstrap port in its words."""
+        """What SGLang's ranks say of themselves beside their numbers, to those who ask the bootstrap port by SGLang's protocol."""
         info = {
             "follow_bootstrap_room": self.load_balance_method == "follow_bootstrap_room",
             "prefill_http_port": self.http_port,
@@ -42,7 +42,7 @@ class Parallel:
 
 
 def _context(name: str) -> Any:
-    """One of the views of SGLang's settings that newer releases have."""
+    """One of the views of its settings that a newer SGLang has; None in an older one."""
     try:
         from sglang.srt import runtime_context
 
@@ -64,7 +64,7 @@ def parallel_of(args: Any, server_args: Any) -> Parallel:
     tp_size = known("attn_tp_size", None) or server_args.tp_size
     attn_dp = (known("attn_dp_rank", 0) or 0, known("attn_dp_size", 1) or 1)
     system_dp = (getattr(args, "system_dp_rank", None) or 0, known("dp_size", 1) or 1)
-    if attn_dp[1] > 1:  # the ranks of attention are the data parallel ones then
+    if attn_dp[1] > 1:  # then the ranks of data parallel attention are the data parallel ranks
         system_dp = (0, 1)
     dp_rank, dp_size = attn_dp if system_dp[1] == 1 else system_dp
     nodes = known("nnodes", 1) or 1
@@ -82,7 +82,7 @@ def parallel_of(args: Any, server_args: Any) -> Parallel:
 
 
 def refuse_unsupported(server_args: Any, parallel: Parallel) -> None:
-    """Options that would lead to wrong tokens, or to nothing, later."""
+    """Refuses options that would later lead to wrong tokens or to failures."""
     view, disagg = _context("get_parallel"), _context("get_disagg")
 
     def option(name: str, default: Any = None) -> Any:
@@ -114,7 +114,7 @@ def refuse_unsupported(server_args: Any, parallel: Parallel) -> None:
 
 
 def heads_of(args: Any, server_args: Any, parallel: Parallel) -> Heads | None:
-    """None where it cannot be told: then both engines need equal ranks."""
+    """The KV heads of this rank; None if SGLang does not tell them: then both engines need equal ranks."""
     size, rank = parallel.rank.tp_size, parallel.rank.tp_rank
     here, total = getattr(args, "kv_head_num", 0), getattr(args, "total_kv_head_num", 0)
     if not here or not total:
@@ -124,6 +124,8 @@ def heads_of(args: Any, server_args: Any, parallel: Parallel) -> Heads | None:
             total = ModelConfig.from_server_args(server_args).get_total_num_kv_heads()
             here = max(1, total // size)
         except Exception as error:
-            logger.warning("the model does not tell its KV heads, so that both engines need as many ranks as each other: %r", error)
+            logger.warning(
+                "SGLang does not tell the model's KV heads (%r): the prefill and the decode engine need equal numbers of ranks", error
+            )
             return None
     return Heads(here, total, rank, size)

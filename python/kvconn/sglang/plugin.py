@@ -1,7 +1,7 @@
 """Makes `--disaggregation-transfer-backend kvconn` known to SGLang.
 
-SGLang logs and swallows what a plugin raises, and goes on without it: so what was done is looked at again, and an
-error of ours says at once that the backend is missing and why.
+SGLang logs and swallows what a plugin raises, and goes on without the plugin. So this module checks what it has done, and
+logs at once that the backend is missing and why.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def register() -> None:
 
 
 def _show_logs() -> None:
-    """Python shows warnings only of a logger that nobody has set up; SGLang sets up the root, and in each process later."""
+    """Lets our records of level INFO through. SGLang sets up the root logger, in each process, and later than this."""
     logging.getLogger("kvconn").setLevel(logging.INFO)
 
 
 def _add_choice() -> None:
     try:
         from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
-    except ImportError:  # releases in which server_args has it itself
+    except ImportError:  # in older releases server_args has it
         from sglang.srt.server_args import add_disagg_transfer_backend_choices
     add_disagg_transfer_backend_choices([NAME])
 
 
 def _add_member() -> None:
-    """TransferBackend is a closed enumeration, and is looked up by value."""
+    """Adds a member to TransferBackend: it is a closed enumeration, and SGLang looks members up by value."""
     from sglang.srt.disaggregation.utils import TransferBackend
 
     if NAME in TransferBackend._value2member_map_:
@@ -62,7 +62,8 @@ def _add_member() -> None:
 def _add_classes() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # SGLang applies the hooks when all plugins have registered theirs; earlier, another plugin's on the same function would be lost.
+    # SGLang applies the hooks when all plugins have registered theirs. If we applied ours now, another plugin's hook on the
+    # same function would be lost.
     HookRegistry.register(_TARGET, _get_kv_class, HookType.AROUND)
     for queue in _QUEUES:
         HookRegistry.register(queue, _coming, HookType.BEFORE)
@@ -97,7 +98,7 @@ def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 def _check() -> None:
-    """That each part of it took. Without the hook SGLang itself says that it has no classes for the backend."""
+    """Checks that each part took effect. If the hook is missing later, SGLang says that it has no classes for the backend."""
     from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -1,7 +1,7 @@
 """KVConnConnector: what vLLM calls, passed on to the scheduler's or the worker's side.
 
-vLLM's base class grows and changes from release to release. What an older one lacks is looked for here, once, and
-never by version.
+vLLM's base class changes from release to release. This module looks once for what an older release lacks, and never asks
+for a version.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvconn.vllm")
 
-# The call that reports sends, receives and failed receives together. Without it failed loads are named by their blocks.
+# The result of the call that reports sends, receives and failed receives together. Without it a failed load is named by its
+# blocks.
 _Results: Any = getattr(_base, "KVConnectorTransferResults", None)
 _HAS_FAILED = _Results is not None and "failed_recving" in getattr(_Results, "__dataclass_fields__", {})
 
@@ -43,7 +44,7 @@ except ImportError:
 
 
 def _show_logs() -> None:
-    """vLLM sets up the logger `vllm` only; ours writes to the same places, unless somebody has set it up already."""
+    """Has our logger write where vLLM's does, unless it is set up already: vLLM sets up the logger `vllm` only."""
     ours, theirs = logging.getLogger("kvconn"), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return
@@ -53,11 +54,11 @@ def _show_logs() -> None:
     ours.propagate = False
 
 
-# Without that word a request's blocks may be another's before anybody can take them back.
+# Without this field a preempted request's blocks may be another's before its partial offers can be withdrawn.
 _TELLS_PREEMPTIONS = "preempted_req_ids" in getattr(_SchedulerOutput, "__dataclass_fields__", {})
 
-# MultiConnector finds its members' statistics by the name of their class, in this register only.
-with contextlib.suppress(ValueError):  # imported again, under another name
+# MultiConnector finds its members' statistics only in this register, by the name of their class.
+with contextlib.suppress(ValueError):  # this module is imported again, under another name
     _factory.KVConnectorFactory.register_connector("KVConnConnector", "kvconn.vllm.connector", "KVConnConnector")
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -118,9 +119,9 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         return self._scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, Any]) -> None:
-        # Beside other connectors in a MultiConnector theirs comes here too.
+        # In a MultiConnector the metadata of the other connectors comes here too.
         ours = [rank for rank, theirs in metadata.items() if isinstance(theirs, KVConnHandshake)]
-        if ours:  # the first rank serves the port, the others know it by having joined it
+        if ours:  # the first rank serves the port; the others have joined it and know its address
             self._sched.found_at(metadata[min(ours)].bootstrap_addr)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
@@ -161,11 +162,11 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         return self._sched.request_finished(request, [list(group) for group in block_ids])
 
     def has_pending_push_work(self) -> bool:
-        # Without this an idle engine does not step, hears of no completion and never frees.
+        # Without this an idle engine would not step: it would hear of no completion, and free no block.
         return self._scheduler is not None and (self._scheduler.has_unsaid() or self._scheduler.waits())
 
     def reset_cache(self) -> bool | None:
-        """Nothing is cached here; but what is on its way was computed before the reset, and will be used after it."""
+        """Nothing is cached here. But transfers under way carry what was computed before the reset, for use after it."""
         loads, offers = self._sched.in_flight()
         if loads or offers:
             logger.warning("reset_cache: %d loads and %d offers are under way with the cache from before", loads, offers)
@@ -221,7 +222,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        # Caches are in host memory: what the layer has written is there.
+        # Caches are in host memory: what the layer wrote is there when vLLM makes this call.
         self._work.layer_written(layer_name)
 
     def wait_for_save(self) -> None:

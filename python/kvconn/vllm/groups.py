@@ -1,7 +1,7 @@
 """KV cache groups: which blocks of a request each of them keeps.
 
-A group of full attention keeps every block. One of a sliding window, or of attention in chunks, gives the blocks back
-that no later token attends to; vLLM puts the null block in their place, so that positions stay positions.
+A group of full attention keeps every block. A group of a sliding window, or of attention in chunks, gives back the blocks
+that no later token attends to. vLLM puts the null block in their place, so the positions of the others stay.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 NULL_BLOCK = 0
 
-# A state is no block, and what is rebuilt after a load is vLLM's business: loading those blindly would be wrong bytes.
+# A state is not made of blocks, and vLLM itself rebuilds some caches after a load: to load those would give wrong bytes.
 _KINDS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 _NOT_THOSE = ("RSWASpec", "HiddenStateCacheSpec", "KpoolTailSpec")
 
@@ -45,12 +45,12 @@ def first_kept(block_ids: Sequence[int]) -> int:
 
 
 def transfer_groups(kv_cache_config: Any) -> list[int]:
-    """The KV cache groups that take part in transfers (all, in a vLLM that makes no difference)."""
+    """The KV cache groups that take part in transfers; all, in a vLLM that does not mark them."""
     return [number for number, group in enumerate(kv_cache_config.kv_cache_groups) if getattr(group, "enable_kv_transfer", True)]
 
 
 def make_groups(kv_cache_config: Any) -> list[Group]:
-    """The groups that take part; an error names the kind of cache that cannot."""
+    """The groups that take part; an error names a kind of cache that is not supported."""
     made = []
     for number in transfer_groups(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[number]
@@ -64,7 +64,7 @@ def make_groups(kv_cache_config: Any) -> list[Group]:
                     f"KVConnConnector: a KV cache of {kinds[0]} is not supported: full attention, MLA, sliding windows and "
                     "attention in chunks are"
                 )
-        # A group of full attention may know a window too, and keeps every block all the same.
+        # A group of full attention may have the field sliding_window too, and still keeps every block.
         made.append(
             Group(
                 number,

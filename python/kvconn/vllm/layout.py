@@ -1,7 +1,7 @@
 """vLLM's KV cache tensors as regions of blocks.
 
-vLLM gives every layer a view in logical order; the strides say how it lies in memory (layers side by side, heads before
-tokens, one storage for all layers, …). So what there is to find out is which dimensions count blocks, tokens and heads.
+vLLM gives every layer a view in logical order. Its strides say how the layer lies in memory (layers side by side, heads
+before tokens, one storage for all layers, …). This module finds out which dimensions count blocks, tokens and heads.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .groups import transfer_groups
 
 logger = logging.getLogger("kvconn.vllm")
 
-# Stand for the numbers of blocks, of tokens in a block and of heads when a backend is asked for its shape: equal to no
-# other dimension of a cache, and what a backend may demand of a block's size.
+# Sizes with which a backend is asked for its cache's shape: the numbers of blocks, of tokens in a block and of heads. No
+# other dimension of a cache is equal to one of them, and the number of tokens is one that backends accept.
 _MARKS = {"block": 1_234_577, "token": 16_144, "head": 7_919}
 
 
 @dataclass(frozen=True)
 class Dims:
-    """Which dimensions of a layer's tensor count the blocks, the tokens of one, and the heads; None: it has none that does."""
+    """Which dimensions of a layer's tensor count the blocks, the tokens of a block, and the heads; None: no dimension does."""
 
     block: int
     token: int | None = None
@@ -34,7 +34,7 @@ def _dims_from_backend(vllm_config: Any, layer_name: str, spec: Any) -> Dims | N
     try:
         layer = vllm_config.compilation_config.static_forward_context[layer_name]
         shape = layer.get_attn_backend().get_kv_cache_shape(*_MARKS.values(), spec.head_size)
-    except Exception as error:  # whatever another vLLM lacks here, there is a second way below
+    except Exception as error:  # another vLLM may lack any of this; find_dims has a second way
         logger.debug("%s: the attention backend does not tell its cache's shape: %r", layer_name, error)
         return None
     found = {what: [dim for dim, size in enumerate(shape) if size == mark] for what, mark in _MARKS.items()}
@@ -46,14 +46,14 @@ def _dims_from_backend(vllm_config: Any, layer_name: str, spec: Any) -> Dims | N
 def find_dims(vllm_config: Any, kv_cache_config: Any, layer_name: str, spec: Any, shape: Sequence[int]) -> Dims:
     num_blocks = kv_cache_config.num_blocks
     if hasattr(kv_cache_config, "kv_cache_layout"):
-        # With the layouts named L, B, H, N, C this is the order of a layer's dimensions, however they lie in memory.
+        # A vLLM whose layouts are named by L, B, H, N, C has a layer's dimensions in this order, however they lie in memory.
         dims: Dims | None = Dims(0, 2, 1) if len(shape) == 4 else Dims(0, 1) if len(shape) == 3 else Dims(0)
     else:
         dims = _dims_from_backend(vllm_config, layer_name, spec)
     if dims is None:
         fitting = [d for d, size in enumerate(shape) if size == num_blocks]
         dims = Dims(fitting[0]) if len(fitting) == 1 else None
-    # A kernel that works on smaller blocks sees a multiple of vLLM's blocks.
+    # If a kernel works on smaller blocks, the dimension is a multiple of vLLM's number of blocks.
     if dims is None or dims.block >= len(shape) or not shape[dims.block] or shape[dims.block] % num_blocks:
         raise ValueError(
             f"KVConnConnector: layer {layer_name} has a cache of shape {tuple(shape)}: no dimension of it counts {num_blocks} blocks"
@@ -61,8 +61,8 @@ def find_dims(vllm_config: Any, kv_cache_config: Any, layer_name: str, spec: Any
     return dims
 
 
-# The backends in whose blocks each token of each head is an item of its own. Others may have an order of their own in a
-# block (on CPU the tokens of a head are packed for the matrix unit), so that only whole blocks of a head can be moved.
+# The backends in whose blocks each token of each head is an item of its own. Other backends may have an order of their own
+# in a block: on CPU the tokens of a head are packed for the matrix unit. Of these only whole blocks of a head can be moved.
 _BACKENDS_OF_ITEMS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA", "CUTLASS_MLA", "CPU_MLA")
 
 
@@ -75,8 +75,10 @@ def _backend(vllm_config: Any, layer_name: str) -> str:
 
 
 def _order(vllm_config: Any, layer_name: str) -> str:
-    """Which of its own orders a backend has chosen for a block, as vLLM's on CPU does by what the processor can do: a part
-    of the region's name, so that it is moved between engines with the same one only."""
+    """Which of its own orders a backend has chosen for a block; on CPU it depends on what the processor can do.
+
+    It becomes a part of the region's name, so that a region moves only between engines with the same order.
+    """
     layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
     chosen = getattr(layers.get(layer_name), "isa", None)
     return f"[{chosen}]" if isinstance(chosen, str) and chosen else ""
@@ -84,14 +86,14 @@ def _order(vllm_config: Any, layer_name: str) -> str:
 
 @dataclass(frozen=True)
 class Heads:
-    """Which KV heads of the model a rank has: vLLM cuts them evenly, or gives one to several ranks where there are too few."""
+    """Which KV heads of the model a rank has: vLLM deals them out evenly; if there are too few, several ranks have the same."""
 
     total: int
     tp_rank: int = 0
     tp_size: int = 1
 
     def of(self, spec: Any) -> tuple[int, int]:
-        """A layer's first head here, and how many there are in all."""
+        """A layer's first head on this rank, and the number of heads on all ranks."""
         here = getattr(spec, "num_kv_heads", 1)
         shards = getattr(spec, "max_tp_shards", None)
         if shards == 1 or "MLAAttentionSpec" in [kind.__name__ for kind in type(spec).__mro__]:
@@ -101,15 +103,14 @@ class Heads:
 
 
 def _with_geometry(tensor: Any, dims: Dims, spec: Any, num_blocks: int, heads: Heads, items: bool) -> tuple[Any, dict[str, Any]]:
-    """The tensor as regions_from_tensor should see it, and what it wants to know beside the block's dimension: nothing
-    where a block is not tokens by heads."""
+    """The tensor as regions_from_tensor should see it, with further arguments for it; none if a block is not tokens by heads."""
     parts = tensor.shape[dims.block] // num_blocks
     size, per_state = getattr(spec, "block_size", 0), getattr(spec, "tokens_per_state", 1)
     here = tensor.shape[dims.head] if dims.head is not None else 1
     first, total = heads.of(spec)
     known = dims.token is not None and per_state == 1 and tensor.shape[dims.token] * parts == size
     if known and here != getattr(spec, "num_kv_heads", here):
-        known, first, total = total == here, 0, here  # packed otherwise; cut by rank nobody can tell where
+        known, first, total = total == here, 0, here  # heads are packed: on several ranks, which heads are here is not known
     geometry: dict[str, Any] = {"token_dim": dims.token, "head_dim": dims.head, "first_head": first, "total_heads": total} if known else {}
     if parts > 1:
         tensor = tensor.unflatten(dims.block, (num_blocks, -1))
@@ -121,7 +122,7 @@ def _with_geometry(tensor: Any, dims: Dims, spec: Any, num_blocks: int, heads: H
                 geometry[key] = None if dim is None else dim + (dim >= inner)
             geometry["token_dim"] = (inner, geometry["token_dim"])
     elif geometry and not items:
-        # All of a head's tokens as one: whole blocks only, of equal length on both sides.
+        # All of a head's tokens become one item: only whole blocks move, and both sides need blocks of equal length.
         place = dims.token
         assert place is not None
         if place + 1 < tensor.ndim and tensor.stride(place) == tensor.shape[place + 1] * tensor.stride(place + 1):

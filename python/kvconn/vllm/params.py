@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from .._engine import Rank, host_port
 from ..types import Claim
 
-# Settings of the connector itself; every other key of kv_connector_extra_config goes to the agent, which knows its own.
+# Settings of the connector itself. Every other key of kv_connector_extra_config goes to the agent, which refuses unknown ones.
 IDLE_WAIT_MS = "idle_wait_ms"
 SEND_EARLY = "send_early"
 _OWN_KEYS = (IDLE_WAIT_MS, SEND_EARLY)
@@ -28,22 +28,22 @@ class BadParams(ValueError):
 
 
 class PrefillParams(NamedTuple):
-    """The request's cache will be asked for under this name."""
+    """A decode engine will ask for the request's cache by this transfer id."""
 
     transfer_id: str
-    early: bool = False  # a decode engine knows it too, and may ask before the prompt is computed
+    early: bool = False  # a decode engine has the id already, and may ask before the prompt is computed
 
 
-# The request's cache is to be had there, under this name: what the agent is told in a claim.
+# Where the request's cache is, and its transfer id: what the agent is told in a claim.
 DecodeParams = Claim
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The request's kv_transfer_params are of no use."""
+    """The request's kv_transfer_params cannot be used."""
 
     reason: str
-    loads: bool  # it counts on a cache from elsewhere, and fails by kv_load_failure_policy
+    loads: bool  # the request counts on a cache from elsewhere; kv_load_failure_policy says what becomes of it
 
 
 def _text(params: Mapping[str, Any], key: str) -> str:
@@ -72,8 +72,8 @@ def wants_load(params: Any) -> bool:
 def parse(params: Any) -> PrefillParams | DecodeParams | None:
     """What a request's kv_transfer_params ask for; None when they ask for nothing; BadParams when they make no sense.
 
-    A decode request comes with Mooncake's words, which the router has made, or with those that the prefill engine has
-    answered (answer, below), which are NIXL's and Mooncake's at once; a router may have dropped either.
+    A decode request comes with Mooncake's keys, which the router has made, or with those of the prefill engine's answer
+    (see answer). The answer has Mooncake's keys and NIXL's; a router may have dropped either.
     """
     if params is None:
         return None
@@ -83,7 +83,7 @@ def parse(params: Any) -> PrefillParams | DecodeParams | None:
     if prefill and decode:
         raise BadParams("do_remote_decode and do_remote_prefill are both true")
     if prefill:
-        # Whoever leaves the name to us relays our answer, which has it.
+        # A router that leaves the id to us hands our answer on, and the answer has the id.
         if params.get("transfer_id") is not None:
             return PrefillParams(_text(params, "transfer_id"), True)
         return PrefillParams(f"kvconn-{uuid.uuid4().hex}")
@@ -117,7 +117,7 @@ def _bootstrap_addr(params: Mapping[str, Any]) -> str:
 def answer(
     transfer_id: str, engine_id: str, bootstrap_addr: str, block_ids: list[list[int]], sizes: Mapping[str, int], num_tokens: int
 ) -> dict[str, Any]:
-    """What the prefill engine answers for the router to hand to the decode engine, word for word."""
+    """The prefill engine's answer, which the router hands to the decode engine as it is."""
     parts = urlsplit(bootstrap_addr)
     return {
         "do_remote_prefill": True,
@@ -125,7 +125,7 @@ def answer(
         "transfer_id": transfer_id,
         "remote_bootstrap_addr": bootstrap_addr,
         "remote_engine_id": engine_id,
-        # NIXL's words for the same, for routers that know and keep only those.
+        # NIXL's keys for the same, for routers that know and keep only those.
         "remote_request_id": transfer_id,
         "remote_host": parts.hostname,
         "remote_port": parts.port,
@@ -136,30 +136,30 @@ def answer(
 
 
 def refusal(reason: str) -> dict[str, Any]:
-    """What the prefill engine answers instead: the decode engine that gets it fails the request with this reason."""
+    """The prefill engine's answer if there is nothing to load: the decode engine fails the request with this reason."""
     return {"do_remote_prefill": True, "do_remote_decode": False, ERROR: reason}
 
 
 def sizes(parallel_config: Any) -> dict[str, int]:
-    """The engine's sizes, in NIXL's words."""
+    """The engine's sizes, by NIXL's keys."""
     names = {"tp_size": "tensor", "pp_size": "pipeline", "dcp_size": "decode_context"}
     return {key: getattr(parallel_config, f"{name}_parallel_size", 1) or 1 for key, name in names.items()}
 
 
 def check_parallel(parallel_config: Any) -> None:
-    """Ranks that share a token's blocks among them are not supported."""
+    """Refuses an engine whose ranks share the tokens of a prompt among them."""
     names = {"prefill_context_parallel_size": "PCP", "decode_context_parallel_size": "DCP"}
     found = ", ".join(f"{short} = {size}" for name, short in names.items() if (size := getattr(parallel_config, name, 1) or 1) != 1)
     if found:
         raise ValueError(f"KVConnConnector: {found} is not supported: only tensor, pipeline and data parallel engines are")
 
 
-# As many as a bootstrap port has numbers for.
+# The most that a bootstrap port has numbers for.
 _ANY_DP_SIZE = 65536
 
 
 def rank_of(parallel_config: Any, engine_id: str) -> Rank:
-    """This worker's, once vLLM has set its groups up."""
+    """This worker's rank, once vLLM has set its groups up."""
     from vllm.distributed import parallel_state
 
     tp, pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
@@ -167,11 +167,11 @@ def rank_of(parallel_config: Any, engine_id: str) -> Rank:
 
 
 def dp_of(parallel_config: Any, engine_id: str) -> tuple[int, int]:
-    """The data parallel rank, and how many there are."""
+    """The data parallel rank, and the number of data parallel ranks."""
     rank = getattr(parallel_config, "data_parallel_index", 0) or 0
     size = getattr(parallel_config, "data_parallel_size", 1) or 1
     if size == 1 and engine_id.endswith(f"_dp{rank}"):
-        # The ranks of a dense model are independent of each other: vLLM tells them their number, and not of how many.
+        # The ranks of a dense model are independent of each other: vLLM tells each its number, but not how many there are.
         return rank, _ANY_DP_SIZE
     return rank, max(size, rank + 1)
 
@@ -181,10 +181,10 @@ _DEFAULT_PORT = 8998  # the agent's own default, which the other ranks must know
 
 
 def _join(parallel_config: Any, rank: Rank, config: Mapping[str, Any]) -> str | None:
-    """Where the engine's first rank serves its port; None for that one."""
+    """The address at which the engine's first rank serves its port; None on the first rank itself."""
     first = rank.tp_rank == rank.pp_rank == 0
     local_only = getattr(parallel_config, "local_engines_only", False)
-    # Where each host has its own front end, each has its own port, at the first of its engines.
+    # If each host has its own front end, each host has its own port, at the first of its engines.
     if first and (getattr(parallel_config, "data_parallel_rank_local", 0) if local_only else rank.dp_rank) in (0, None):
         return None
     if local_only:
@@ -197,12 +197,14 @@ def _join(parallel_config: Any, rank: Rank, config: Mapping[str, Any]) -> str | 
         host = config["bootstrap_host"]
     port = config.get("bootstrap_port", _DEFAULT_PORT)
     if not port:
-        raise ValueError("kv_connector_extra_config: bootstrap_port is 0: the engine's other ranks must know the port of the first one")
+        raise ValueError(
+            "kv_connector_extra_config: bootstrap_port is 0: the engine's other ranks must know the port of the first one, so set it"
+        )
     return f"{'https' if config.get('tls_cert_file') else 'http'}://{host_port(host, port)}"
 
 
 def advertised(address: str | None, config: Mapping[str, Any]) -> str | None:
-    """The bootstrap address that others are told: a rank that has joined on its own host knows it by the loopback."""
+    """The bootstrap address that other engines are told; a rank on the first rank's host knows it by the loopback only."""
     host = config.get("advertise_host")
     if not address or not host:
         return address
@@ -221,12 +223,12 @@ LAYERS, CHUNKS, OFF = "layers", "chunks", "off"
 
 
 def send_early(extra: Mapping[str, Any], parallel_config: Any) -> str:
-    """What of a prompt is sent while the rest is computed: each layer, each step of a chunked prefill, or nothing."""
+    """How a prompt is sent while it is computed: layer by layer, step by step of a chunked prefill, or not at all."""
     value = extra.get(SEND_EARLY, LAYERS)
     if value not in (LAYERS, CHUNKS, OFF):
         raise ValueError(f'kv_connector_extra_config: {SEND_EARLY} is {value!r}: "layers", "chunks" or "off" was expected')
     if value == LAYERS and getattr(parallel_config, "use_ubatching", False):
-        return CHUNKS  # vLLM says of a layer that it is written for each part of the batch, when the others are not there
+        return CHUNKS  # vLLM says "layer written" for each part of the batch, before the other parts are there
     return str(value)
 
 
@@ -241,11 +243,11 @@ def _port_from_environment() -> int | None:
     return None
 
 
-_SAME_DTYPE = {"fp8": "fp8_e4m3"}  # vLLM's two names for it
+_SAME_DTYPE = {"fp8": "fp8_e4m3"}  # vLLM has two names for one type
 
 
 def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> dict[str, Any]:
-    """The agent's configuration: what vLLM knows, then what the user says in kv_connector_extra_config."""
+    """The agent's configuration: first what vLLM knows, over it what the user says in kv_connector_extra_config."""
     transfer = vllm_config.kv_transfer_config
     model, cache = vllm_config.model_config, vllm_config.cache_config
     dtype = str(getattr(cache, "cache_dtype", "auto"))
@@ -254,7 +256,7 @@ def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> dict[str
     config: dict[str, Any] = {
         "engine_id": transfer.engine_id,
         "role": _ROLES[transfer.kv_role],
-        # The name and not the path: both engines have the same model, but not the same disk.
+        # The name and not the path: the engines share the model, but may keep it in different places.
         "model": os.path.basename(str(model.model).rstrip("/")),
         "dtype": dtype.replace("torch.", ""),
         "block_tokens": min(group_blocks) if group_blocks else cache.block_size,

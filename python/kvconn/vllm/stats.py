@@ -1,7 +1,7 @@
-"""What the connector counts, as vLLM wants to have it: per step to the front end, there to its log and to /metrics.
+"""What the connector counts. vLLM takes it with each step to the front end, which puts it into its log and /metrics.
 
-They travel as plain lists and numbers, since vLLM sends them to another process. Workers tell of transfers, each of its own
-part; the scheduler tells how many are under way.
+Statistics travel as plain lists and numbers, since vLLM sends them to another process. Each worker tells of its part of the
+transfers; the scheduler tells how many are under way.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as _metrics
 
 from ..errors import Status
 
-# A step's own time is told once a second and with all other news: a word in each step would cost more than the step.
+# The times of steps are told with other news, or once a second: to tell each one would cost more than the step.
 _EVERY_S = 1.0
-# Of one interval the first so many are told.
+# How many of the steps since then are told: the first ones.
 _STEPS = 512
 
 _SIDES = ("load", "offer")
@@ -27,8 +27,13 @@ def _empty() -> dict[str, Any]:
 
 
 class KVConnStats(_metrics.KVConnectorStats):
-    """moved: [side, transport, bytes, seconds, wait, descriptors] of each transfer that ended well; failed: side, a space
-    and the reason, how many; in_flight: loads, offers; steps: which part of the connector, seconds of each step."""
+    """The statistics of an interval.
+
+    moved: [side, transport, bytes, seconds, wait, descriptors] of each transfer that ended well.
+    failed: how many transfers ended badly, by "side reason".
+    in_flight: [loads, offers].
+    steps: the seconds of each step, by part of the connector.
+    """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data = _empty()
@@ -52,7 +57,7 @@ class KVConnStats(_metrics.KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One line of vLLM's log, in which an engine that only decodes or only prefills has one side to tell of."""
+        """One line of vLLM's log. It leaves out a side without transfers."""
         out: dict[str, int | float] = {}
         for side in _SIDES:
             rows = [row for row in self.data["moved"] if row[0] == side]
@@ -75,7 +80,7 @@ class KVConnStats(_metrics.KVConnectorStats):
 
 
 class Recorder:
-    """What one side of the connector has to tell since it was last asked."""
+    """Collects the statistics of one side of the connector until vLLM asks for them."""
 
     def __init__(self, part: str) -> None:
         self._part = part
@@ -105,7 +110,7 @@ class Recorder:
             self._steps.append(seconds)
 
     def take(self, loads: int = 0, offers: int = 0) -> KVConnStats | None:
-        """None when there is nothing new, which is nearly always."""
+        """The statistics since the last call; None if there is nothing new, which is nearly always."""
         in_flight, now, stats = [loads, offers], time.monotonic(), self._stats
         if in_flight != self._in_flight:
             self._in_flight = stats.data["in_flight"] = in_flight
@@ -178,7 +183,7 @@ class KVConnPromMetrics(_metrics.KVConnectorPromMetrics):
             buckets=[5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1],
             labelnames=[*labelnames, "part"],
         )
-        for labels in per_engine_labelvalues.values():  # a counter that is not there cannot be seen to be 0
+        for labels in per_engine_labelvalues.values():  # so that a counter which is 0 can be seen
             self._expired.labels(*labels)
             for side in _SIDES:
                 self._in_flight.labels(*labels, side).set(0)
