@@ -38,10 +38,6 @@ class WatchedRecords(Records):
         assert (record.state, state) in self.allowed
         super().move(record, state)
 
-    def forget(self, record: Record) -> None:
-        assert (record.state, State.GONE) in self.allowed
-        super().forget(record)
-
 
 class Status(Enum):
     FINISHED_LENGTH_CAPPED = 1

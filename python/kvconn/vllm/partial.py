@@ -40,6 +40,12 @@ class HasPartial(Protocol):
     partial: Partial | None
 
 
+class _Unknown:
+    """In the place of a record that is not there."""
+
+    partial = None
+
+
 class PartialOffers:
     """Keeps the Partial of each request up to date with vLLM's steps. The records of the requests belong to the scheduler side."""
 
@@ -76,15 +82,15 @@ class PartialOffers:
         if not self.count:
             return
         for req_id in getattr(output, "preempted_req_ids", None) or ():
-            if partial := _partial_of(requests, req_id):
+            if partial := requests.get(req_id, _Unknown).partial:
                 self._withdraw(partial, meta)
         for new in output.scheduled_new_reqs:
-            if partial := _partial_of(requests, new.req_id):
+            if partial := requests.get(new.req_id, _Unknown).partial:
                 self._replace(partial, new.block_ids)
                 self._compute(partial, 0, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id], meta)
         cached = output.scheduled_cached_reqs
         for place, req_id in enumerate(cached.req_ids):
-            if partial := _partial_of(requests, req_id):
+            if partial := requests.get(req_id, _Unknown).partial:
                 blocks, there = cached.new_block_ids[place], cached.num_computed_tokens[place]
                 after = there + output.num_scheduled_tokens[req_id]
                 if req_id in cached.resumed_req_ids:
@@ -141,8 +147,3 @@ class PartialOffers:
             whole = min(whole, len(ids), end)
             counts.append(whole if whole > begin else 0)
         return counts
-
-
-def _partial_of(requests: Mapping[str, HasPartial], req_id: str) -> Partial | None:
-    record = requests.get(req_id)
-    return record.partial if record is not None else None

@@ -51,6 +51,13 @@ class State(IntEnum):
     GONE = 11  # forgotten
 
 
+# An attribute of an enumeration costs a step more than a name of a module does.
+ASIDE, REFUSED, TO_PREFILL, ANNOUNCED, OFFERED, TO_LOAD, CLAIMED, LOADING, FAILING, SETTLED, ENDING, GONE = State
+
+# By state: whether the worker has still to report the request as received.
+_LOADS = [state in (LOADING, FAILING, ENDING) for state in State]
+
+
 class Record:
     """What the scheduler side knows of one request."""
 
@@ -66,32 +73,21 @@ class Record:
 
 
 class Records(dict[str, Record]):
-    """All records, by request id."""
+    """All records, by request id, with the numbers that a step asks for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._count = [0] * len(State)  # so that a step need not look through the records
+        self.loads = 0  # requests that no worker has reported as received yet
+        self.offers = 0  # requests that no worker has reported as sent yet
 
     def add(self, record: Record) -> None:
         self[record.req_id] = record
-        self._count[record.state] += 1
 
     def move(self, record: Record, state: State) -> None:
-        self._count[record.state] -= 1
-        self._count[state] += 1
-        record.state = state
+        before, record.state = record.state, state
+        self.loads += _LOADS[state] - _LOADS[before]
+        self.offers += (state is OFFERED) - (before is OFFERED)
 
     def forget(self, record: Record) -> None:
-        self._count[record.state] -= 1
-        record.state = State.GONE
+        self.move(record, GONE)
         del self[record.req_id]
-
-    @property
-    def loads(self) -> int:
-        """Requests that no worker has reported as received yet."""
-        return self._count[State.LOADING] + self._count[State.FAILING] + self._count[State.ENDING]
-
-    @property
-    def offers(self) -> int:
-        """Requests that no worker has reported as sent yet."""
-        return self._count[State.OFFERED]

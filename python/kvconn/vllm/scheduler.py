@@ -17,7 +17,22 @@ from .groups import Group, first_kept
 from .metadata import BlockIds, CancelWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
 from .params import BadParams, DecodeParams, PrefillParams, Refused, parse
 from .partial import PartialOffers
-from .records import Record, Records, State
+from .records import (
+    ANNOUNCED,
+    ASIDE,
+    CLAIMED,
+    ENDING,
+    FAILING,
+    LOADING,
+    OFFERED,
+    REFUSED,
+    SETTLED,
+    TO_LOAD,
+    TO_PREFILL,
+    Record,
+    Records,
+    State,
+)
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -82,13 +97,13 @@ class SchedulerSide:
             # An ordinary case: the other samples of one prompt, and the request by which vLLM itself lets the connector
             # clean up after one that failed.
             logger.info("request %s takes no part in a transfer: %s", req_id, taken)
-            return None, State.ASIDE
+            return None, ASIDE
         except BadParams as error:
             logger.warning("request %s: kv_transfer_params: %s", req_id, error)
-            return Refused(str(error), loads=_params.wants_load(asked)), State.REFUSED
+            return Refused(str(error), loads=_params.wants_load(asked)), REFUSED
         if params is None:
-            return None, State.ASIDE
-        return params, State.TO_PREFILL if isinstance(params, PrefillParams) else State.TO_LOAD
+            return None, ASIDE
+        return params, TO_PREFILL if isinstance(params, PrefillParams) else TO_LOAD
 
     def _accept(self, req_id: str, params: PrefillParams | DecodeParams | None) -> PrefillParams | DecodeParams | None:
         if params is None:
@@ -111,17 +126,17 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         record = self._learn(request)
-        if record.state is State.TO_PREFILL:
+        if record.state is TO_PREFILL:
             record.prompt = _fingerprint(request)  # of the prompt before it is cut
             self._keep_window(record, request)
             self._announce(record, request)
-        elif record.state is State.TO_LOAD:
-            self._requests.move(record, State.CLAIMED)
+        elif record.state is TO_LOAD:
+            self._requests.move(record, CLAIMED)
             self._new_claims.append(record)
 
     def _announce(self, record: Record, request: Any) -> None:
         params = record.params
-        self._requests.move(record, State.ANNOUNCED)
+        self._requests.move(record, ANNOUNCED)
         self._next.announces.append(params.transfer_id)
         # A session's next prompt begins in the last block of this one, so that block cannot be offered early.
         if self._partials is not None and params.early and not getattr(request, "resumable", False):
@@ -160,7 +175,7 @@ class SchedulerSide:
     def matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         record = self._learn(request)
         state = record.state
-        if not (state is State.CLAIMED or state is State.TO_LOAD or (state is State.REFUSED and record.params.loads)):
+        if not (state is CLAIMED or state is TO_LOAD or (state is REFUSED and record.params.loads)):
             return 0, False
         prompt = int(request.num_prompt_tokens)
         missing = self._loaded_tokens(prompt) - num_computed_tokens
@@ -169,27 +184,27 @@ class SchedulerSide:
 
     def after_alloc(self, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
         record = self._learn(request)
-        if record.state is State.TO_PREFILL:  # a vLLM without on_new_request
+        if record.state is TO_PREFILL:  # a vLLM without on_new_request
             record.prompt = _fingerprint(request)
             self._announce(record, request)
-        elif record.state is State.REFUSED:
+        elif record.state is REFUSED:
             self._fail(record, request, block_ids, num_external_tokens)
-        elif record.state in (State.TO_LOAD, State.CLAIMED):
+        elif record.state in (TO_LOAD, CLAIMED):
             _clear_flag(request)
             if num_external_tokens > 0:
                 self._load(record, request, block_ids, num_external_tokens)
             else:
                 self._need_nothing(record)
-                self._requests.move(record, State.SETTLED)
+                self._requests.move(record, SETTLED)
 
     def _fail(self, record: Record, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
         if record.params.loads:
             _clear_flag(request)
         if num_external_tokens > 0:
             self._next.refusals.append(RefusedWork(record.req_id, [list(block_ids[group.number]) for group in self._groups]))
-            self._requests.move(record, State.FAILING)
+            self._requests.move(record, FAILING)
         else:
-            self._requests.move(record, State.SETTLED)
+            self._requests.move(record, SETTLED)
 
     def _load(self, record: Record, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
         tokens = self._loaded_tokens(int(request.num_prompt_tokens))
@@ -217,7 +232,7 @@ class SchedulerSide:
                 _fingerprint(request),
             )
         )
-        self._requests.move(record, State.LOADING)
+        self._requests.move(record, LOADING)
 
     def _need_nothing(self, record: Record) -> None:
         """Tells the prefill engine that it may free the request's blocks."""
@@ -231,18 +246,18 @@ class SchedulerSide:
         record = self._learn(request)
         params, state = record.params, record.state
         status = getattr(request.status, "name", str(request.status))
-        if state in (State.TO_PREFILL, State.ANNOUNCED):
+        if state in (TO_PREFILL, ANNOUNCED):
             return self._prefill_finished(record, request, status, block_ids)
-        if state is State.OFFERED:
+        if state is OFFERED:
             return True, None
-        if state is State.LOADING:
+        if state is LOADING:
             # Its blocks stay vLLM's until the worker reports it, which it does when no byte can land any more.
             self._next.cancels.append(CancelWork(params.transfer_id, f"decode: {status}", of_load=True))
-            self._requests.move(record, State.ENDING)
-        elif state is State.FAILING:
-            self._requests.move(record, State.ENDING)
-        elif state is not State.ENDING:
-            if state in (State.TO_LOAD, State.CLAIMED):  # it was aborted before it had blocks
+            self._requests.move(record, ENDING)
+        elif state is FAILING:
+            self._requests.move(record, ENDING)
+        elif state is not ENDING:
+            if state in (TO_LOAD, CLAIMED):  # it was aborted before it had blocks
                 _clear_flag(request)
                 self._need_nothing(record)
             self._requests.forget(record)
@@ -272,7 +287,7 @@ class SchedulerSide:
             else:
                 if any(held):
                     self._next.offers.append(OfferWork(record.req_id, params.transfer_id, held, first, record.prompt))
-                    self._requests.move(record, State.OFFERED)
+                    self._requests.move(record, OFFERED)
                     return True, self._answer(params, held, whole)
         if status in _PROMPT_IS_THERE:
             logger.warning("request %s: %s", record.req_id, reason)
@@ -291,16 +306,16 @@ class SchedulerSide:
         """Both may name requests of another connector beside this one."""
         for req_id in sent or ():
             record = self._requests.get(req_id)
-            if record is not None and record.state is State.OFFERED:
+            if record is not None and record.state is OFFERED:
                 self._requests.forget(record)
         for req_id in received or ():
             record = self._requests.get(req_id)
             if record is None:
                 continue
-            if record.state is State.ENDING:
+            if record.state is ENDING:
                 self._requests.forget(record)
-            elif record.state in (State.LOADING, State.FAILING):
-                self._requests.move(record, State.SETTLED)
+            elif record.state in (LOADING, FAILING):
+                self._requests.move(record, SETTLED)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -309,7 +324,7 @@ class SchedulerSide:
         meta, self._next = self._next, KVConnMetadata()
         if self._new_claims:
             # A request that got blocks, or ended, since it came needs no claim.
-            meta.claims = [record.params for record in self._new_claims if record.state is State.CLAIMED]
+            meta.claims = [record.params for record in self._new_claims if record.state is CLAIMED]
             self._new_claims = []
         meta.empty_step = num_scheduled_tokens == 0
         if self._partials is not None and output is not None:

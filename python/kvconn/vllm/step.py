@@ -26,15 +26,18 @@ class Phase(IntEnum):
     WRITTEN = 4
 
 
+# An attribute of an enumeration costs a step more than a name of a module does.
+BOUND, WITHDRAWN, BEGUN, LOADED, WRITTEN = Phase
+
+
 class Step:
     """A step whose metadata says something."""
 
-    __slots__ = ("_starting", "computing", "meta", "partial_calls", "phase", "unwritten")
+    __slots__ = ("computing", "meta", "partial_calls", "phase", "unwritten")
 
     def __init__(self, meta: KVConnMetadata) -> None:
         self.meta = meta
-        self.phase = Phase.BOUND
-        self._starting = {work.transfer_id for work in meta.loads}
+        self.phase = BOUND
         self.computing: list[PartialWork] = []  # the partial offers that the agent has accepted
         # The agent follows what the last call of grow has named, until a cancel ends that.
         self.partial_calls = 0
@@ -49,10 +52,11 @@ class Step:
 
     def cancels(self) -> list[CancelWork]:
         """The cancels of the phase that the step is in."""
-        return [work for work in self.meta.cancels if self._phase_of(work) is self.phase]
+        starting = {work.transfer_id for work in self.meta.loads}
 
-    def _phase_of(self, work: CancelWork) -> Phase:
-        if not work.of_load and work.transfer_id in self.meta.withdrawals:
-            return Phase.WITHDRAWN  # before the withdrawal, so that decode does not load the transfer anew
-        # A load starts before it is cancelled.
-        return Phase.LOADED if work.transfer_id in self._starting else Phase.BEGUN
+        def phase_of(work: CancelWork) -> Phase:
+            if not work.of_load and work.transfer_id in self.meta.withdrawals:
+                return WITHDRAWN  # before the withdrawal, so that decode does not load the transfer anew
+            return LOADED if work.transfer_id in starting else BEGUN  # a load starts before it is cancelled
+
+        return [work for work in self.meta.cancels if phase_of(work) is self.phase]

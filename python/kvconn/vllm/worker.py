@@ -18,7 +18,7 @@ from .layout import Heads, make_regions
 from .lines import Lines
 from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, PartialWork, RefusedWork
 from .stats import KVConnStats, Recorder, reason_of
-from .step import Phase, Step
+from .step import BEGUN, LOADED, WITHDRAWN, WRITTEN, Step
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -100,9 +100,9 @@ class WorkerSide:
         if not meta.withdrawals:
             return
         step = self._step_of(meta)
-        if not step.enter(Phase.WITHDRAWN):
+        if not step.enter(WITHDRAWN):
             return
-        for work in step.cancels():
+        for work in step.cancels() if meta.cancels else ():
             self._cancel(work)
         self._withdraw(meta.withdrawals)
         logger.info("withdrew what was offered of %s: the engine has given their blocks to others", ", ".join(meta.withdrawals))
@@ -117,9 +117,9 @@ class WorkerSide:
             self._step = None
             return
         began = time.perf_counter()
-        self.withdraw(meta)
         step = self._step_of(meta)
-        if step.enter(Phase.BEGUN):
+        self.withdraw(meta)
+        if step.enter(BEGUN):
             self._say(meta, step)
         self._spent_s += time.perf_counter() - began
 
@@ -134,7 +134,7 @@ class WorkerSide:
         for refused in meta.refusals:
             self._recorder.failed("load", "bad_params")
             self._report_failed(refused)
-        for work in step.cancels():
+        for work in step.cancels() if meta.cancels else ():
             self._cancel(work)
         if meta.partials:
             self._offer_partial(meta.partials, step)
@@ -142,12 +142,12 @@ class WorkerSide:
     def load(self, meta: KVConnMetadata) -> None:
         """Where vLLM wants loads to start: after it has queued its own work on these blocks."""
         step = self._step
-        if step is None or step.meta is not meta or not step.enter(Phase.LOADED):
+        if step is None or step.meta is not meta or not step.enter(LOADED):
             return
         began = time.perf_counter()
         if meta.loads:
             self._each(meta.loads, self._load_all, self._load_refused)
-        for work in step.cancels():
+        for work in step.cancels() if meta.cancels else ():
             self._cancel(work)
         self._spent_s += time.perf_counter() - began
 
@@ -169,7 +169,7 @@ class WorkerSide:
         failed: an exception goes through the step, so what the step was to compute is not there.
         """
         step = self._step
-        if step is None or not step.enter(Phase.WRITTEN):
+        if step is None or not step.enter(WRITTEN):
             return
         told = self._by_layers and step.partial_calls == 1 and not step.unwritten
         if step.computing and not told and not failed:
