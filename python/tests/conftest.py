@@ -1,4 +1,4 @@
-"""What the tests share: agents over numpy caches, in one process, and a model's configuration."""
+"""What the tests share: agents over numpy caches, in one process, engines of both kinds without their models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from pathlib import Path
-from typing import Iterator
+from typing import Any, Iterator
 
 import numpy as np
 import pytest
@@ -94,3 +94,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (where / "config.json").write_text(json.dumps(config))
     return where
+
+
+@pytest.fixture
+def make(model: Path) -> Any:
+    """Makes vLLM's scheduler with the connector."""
+    from vllm_engine import Engine
+
+    return lambda role, **more: Engine(model, role, **more)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Any]:
+    """Makes ranks of SGLang, and closes them."""
+    from sglang_rank import Rank
+
+    made: list[Rank] = []
+
+    def make(role: str, **more: Any) -> Rank:
+        made.append(Rank(role, **more))
+        return made[-1]
+
+    yield make
+    for rank in reversed(made):
+        rank.close()

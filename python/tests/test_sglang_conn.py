@@ -15,7 +15,7 @@ if importlib.util.find_spec("sglang") is None:
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
-from test_sglang_rooms import Rank, empty
+from sglang_rank import Rank, empty
 
 import kvconn
 from kvconn.sglang.conn import KVConnManager as Manager
@@ -25,7 +25,7 @@ from kvconn.sglang.route import Engine, RouteError, Router
 
 
 class Side(SimpleNamespace):
-    """What senders and receivers use of their manager, over a rank of test_sglang_rooms."""
+    """What senders and receivers use of their manager, over a rank of sglang_rank."""
 
     is_abort_release_safe = Manager.is_abort_release_safe
     prompt_of = Manager.prompt_of

@@ -1,4 +1,4 @@
-"""The scheduler's side of the connector, call by call (test_vllm_scheduler.py has vLLM's own scheduler call it)."""
+"""The scheduler's side of the connector, call by call (in test_vllm_scheduler_*.py vLLM's own scheduler calls it)."""
 
 from __future__ import annotations
 

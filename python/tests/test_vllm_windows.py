@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
 
 import numpy as np
-from test_vllm_scheduler import BLOCK, WINDOW, Engine, prefill_kv
+from vllm_engine import BLOCK, WINDOW, Engine, prefill_kv
 
 import kvconn
 from kvconn.vllm.worker import WorkerSide

@@ -1,0 +1,143 @@
+"""An agent and the process that it lives in: forks, signals, output, memory, the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, **env})
+
+
+def test_forked_child_gets_an_error() -> None:
+    r = run(
+        """
+import os, signal, kvconn
+a = kvconn.Agent({"engine_id": "e", "role": "decode"})
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    errors = 0
+    for call in (a.get_finished, a.stats, lambda: kvconn.Agent({"engine_id": "e", "role": "decode"})):
+        try:
+            call()
+        except kvconn.ForkedError:
+            errors += 1
+    os._exit(0 if errors == 3 else 1)
+assert os.waitpid(pid, 0)[1] == 0
+a.close()
+"""
+    )
+    assert r.returncode == 0, r.stderr
+
+
+def test_fork_before_first_use_is_fine() -> None:
+    r = run(
+        """
+import os, signal, kvconn
+pid = os.fork()
+signal.alarm(60)
+kvconn.Agent({"engine_id": "e", "role": "decode"}).close()
+if pid == 0:
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    )
+    assert r.returncode == 0, r.stderr
+
+
+def test_import_loads_no_library() -> None:
+    r = run(
+        """
+import sys, kvconn
+assert "ctypes" not in sys.modules and "libkvconn" not in open("/proc/self/maps").read()
+from kvconn import Agent
+assert "libkvconn" not in open("/proc/self/maps").read()
+Agent({"engine_id": "e", "role": "decode"}).close()
+assert "libkvconn" in open("/proc/self/maps").read()
+"""
+    )
+    assert r.returncode == 0, r.stderr
+
+
+def test_missing_library_says_what_to_do() -> None:
+    r = run("import kvconn; kvconn.Agent({})", KVCONN_LIBRARY="/nowhere/libkvconn.so")
+    assert r.returncode != 0 and "KVCONN_LIBRARY" in r.stderr
+
+
+def test_host_keeps_its_signals_and_output() -> None:
+    r = run(
+        """
+import signal, kvconn
+before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}
+a = kvconn.Agent({"engine_id": "e", "role": "both", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
+assert before == {s: signal.getsignal(s) for s in before}
+caught = []
+signal.signal(signal.SIGINT, lambda *_: caught.append(1))
+signal.raise_signal(signal.SIGINT)
+assert caught == [1]
+a.close()
+"""
+    )
+    assert (r.returncode, r.stdout, r.stderr) == (0, "", "")
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    r = run(
+        """
+import os, tempfile, kvconn
+def once():
+    a = kvconn.Agent({"engine_id": "e", "role": "both", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
+    a.close()
+once()
+fds = len(os.listdir("/proc/self/fd"))
+for _ in range(5):
+    once()
+assert len(os.listdir("/proc/self/fd")) <= fds, (fds, os.listdir("/proc/self/fd"))
+left = [f for f in os.listdir(tempfile.gettempdir()) if f.startswith("kvconn")]
+assert not left, left
+""",
+        TMPDIR=str(tmp_path),
+    )
+    assert r.returncode == 0, r.stderr
+
+
+def test_host_process_stays_small() -> None:
+    r = run(
+        """
+import json, os, kvconn
+def rss():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) / 1024
+from kvconn import agent, errors, logs, types, _lib
+before, threads = rss(), len(os.listdir("/proc/self/task"))
+a = kvconn.Agent({"engine_id": "e", "role": "both", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
+a.register_kv_caches([kvconn.Region("r", 1 << 20, 4096, 4096, 8)])
+print(json.dumps({"mb": rss() - before, "threads": len(os.listdir("/proc/self/task")) - threads}))
+a.close()
+"""
+    )
+    used = json.loads(r.stdout)
+    assert used["mb"] <= 40 and used["threads"] <= 12, used
+
+
+def test_command_line() -> None:
+    command = [sys.executable, "-m", "kvconn"]
+    r = subprocess.run([*command, "demo"], capture_output=True, text=True, timeout=120)
+    assert r.returncode == 0 and r.stdout.count("verified") == 5, r.stdout + r.stderr
+    r = subprocess.run(
+        [*command, "bench", "--block", "16K", "--total", "8M", "--rounds", "2", "--iperf3=false", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (row,) = json.loads(r.stdout)["results"]
+    assert row["block_bytes"] == 16384 and row["total_bytes"] == 8 << 20 and row["median_gb_per_s"] > 0
+    assert set(row) >= {"transport", "best_gb_per_s", "iperf3_gb_per_s"}
+    for args, says in (([], "Usage"), (["cook"], "cook"), (["bench", "--block", "3"], "block"), (["proxy"], "--prefill")):
+        r = subprocess.run([*command, *args], capture_output=True, text=True, timeout=60)
+        assert r.returncode == 2 or (args == ["proxy"] and r.returncode != 0), (args, r)
+        assert says in r.stderr, (args, r.stderr)
