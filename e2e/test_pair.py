@@ -677,7 +677,7 @@ def count(pair: Pair, name: str) -> float:
 
 
 @pytest.mark.parametrize("tokens", [100, CHUNK, 2300])
-def test_prompts_that_grow(pair: Pair, tokens: int) -> None:
+def test_prompts_with_partial_offers(pair: Pair, tokens: int) -> None:
     before = count(pair, "kvconn_grown_total")
     request = body(pair, words(tokens))
     answer = ask(pair.router.url, request)
@@ -686,7 +686,7 @@ def test_prompts_that_grow(pair: Pair, tokens: int) -> None:
         assert count(pair, "kvconn_grown_total") == before + 1
 
 
-def test_eight_that_grow_at_once(pair: Pair) -> None:
+def test_eight_prompts_with_partial_offers_at_once(pair: Pair) -> None:
     requests = [body(pair, words(700 + 150 * n)) for n in range(8)]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda request: ask(pair.router.url, request, timeout_s=120), requests))
@@ -694,9 +694,9 @@ def test_eight_that_grow_at_once(pair: Pair) -> None:
         assert answer.ok and answer.text == alone(pair, request).text
 
 
-def test_preempted_while_they_grow(pair: Pair) -> None:
+def test_preempted_after_partial_offers(pair: Pair) -> None:
     """vLLM gives the blocks to others at once, and computes the prompts again, in other blocks."""
-    taken_back = count(pair, "kvconn_retracted_total")
+    withdrawn = count(pair, "kvconn_retracted_total")
     for attempt in range(10):
         requests = [body(pair, words(3000)) for _ in range(2)]
         grown = count(pair, "kvconn_grown_total")
@@ -709,7 +709,7 @@ def test_preempted_while_they_grow(pair: Pair) -> None:
         for request, answer in zip(requests, texts):
             assert answer.ok, (attempt, answer, pair.prefill.log_tail())
             assert answer.text == alone(pair, request).text
-        if count(pair, "kvconn_retracted_total") > taken_back:
+        if count(pair, "kvconn_retracted_total") > withdrawn:
             return
     raise AssertionError("nothing was taken back in 10 attempts")
 

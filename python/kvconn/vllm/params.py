@@ -64,7 +64,7 @@ def _flag(params: Mapping[str, Any], key: str) -> bool:
     raise BadParams(f"{key} is {value!r}: true or false was expected, not {type(value).__name__}")
 
 
-def wants_load(params: Any) -> bool:
+def asks_for_load(params: Any) -> bool:
     """Whether the request counts on a cache from elsewhere, however little sense its parameters make."""
     return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
 

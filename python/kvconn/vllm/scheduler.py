@@ -100,7 +100,7 @@ class SchedulerSide:
             return None, ASIDE
         except BadParams as error:
             logger.warning("request %s: kv_transfer_params: %s", req_id, error)
-            return Refused(str(error), loads=_params.wants_load(asked)), REFUSED
+            return Refused(str(error), loads=_params.asks_for_load(asked)), REFUSED
         if params is None:
             return None, ASIDE
         return params, TO_PREFILL if isinstance(params, PrefillParams) else TO_LOAD
