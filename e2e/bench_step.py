@@ -22,7 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import Pair, Server, ServerError, ask, request
+from asking import ServerError, ask, request
+from servers import Server
+from vllm_pair import Pair
 
 GOAL_S = 1e-4
 STEP = re.compile(r'^vllm:kvconn_step_time_seconds_bucket\{.*?\ble="([^"]+)".*?\bpart="(\w+)".*\} ([0-9.e+]+)$', re.MULTILINE)

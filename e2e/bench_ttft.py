@@ -21,7 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import Answer, Pair, ServerError, ask
+from asking import Answer, ServerError, ask
+from vllm_pair import Pair
 
 AT_ONCE = 16
 numbers = itertools.count(1)

@@ -40,6 +40,69 @@ def alone(sglang_model: Path, sglang_workdir: Path) -> Iterator[Any]:
     assert not left, f"left behind: {left}"
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two vLLM servers and the router before them."""
+    import tiny_model
+    from pair_tests import CHUNK, LEASE_S, progress
+    from servers import leaving_nothing
+    from vllm_pair import Pair
+
+    workdir = Path(os.environ.get("KVCONN_E2E_WORKDIR") or tmp_path_factory.mktemp("pair"))
+    router = os.environ.get("KVCONN_E2E_ROUTER")
+    model = tiny_model.make(workdir / "model-fat", fat=True)
+    # The fat cache: a transfer that takes long enough to be interrupted.
+    the_pair = Pair(
+        model,
+        workdir / "logs",
+        executor=os.environ.get("KVCONN_E2E_EXECUTOR", "uni"),
+        prefill_config={"lease_s": LEASE_S},
+        prefill_args=["--max-num-batched-tokens", str(CHUNK)],
+        extra_env={"VLLM_SERVER_DEV_MODE": "1"},  # has a call that preempts all that runs
+        progress=progress,
+        router_argv=router.split() if router else None,
+    )
+    with leaving_nothing(the_pair):
+        yield the_pair
+
+
+@pytest.fixture
+def servers_live(pair: Any) -> Iterator[None]:
+    """Whatever a test did: the engines live on, serve, and hold no block of a request that is over."""
+    from pair_tests import idle
+
+    yield
+    for server in pair.servers:
+        server.check_alive()
+    idle(pair)
+
+
+@pytest.fixture(scope="module")
+def narrow(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Another decode engine, that takes one request at a time."""
+    from pair_tests import progress
+    from servers import wait_ready
+    from vllm_pair import FORKED, Pair
+
+    other = Pair(
+        Path(pair.model),
+        tmp_path_factory.mktemp("narrow"),
+        failure_policy="recompute",
+        decode_args=["--max-num-seqs", "1"],
+        decode_config={"bootstrap_allow": ["127.0.0.1"]},
+        extra_env=FORKED,
+        progress=progress,
+    )
+    try:
+        other.decode.start()
+        wait_ready([other.decode], progress=progress)
+        other.warm(other.decode)
+        yield other
+    finally:
+        other.stop()
+    assert not other.leftovers()
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Each engine has an environment of its own."""
     if collection_path.name.startswith("test_sglang") and importlib.util.find_spec("sglang") is None:

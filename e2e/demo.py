@@ -21,7 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from servers import Answer, Pair, ServerError, ask, wait_until
+from asking import Answer, ServerError, ask, wait_until
+from vllm_pair import Pair
 
 SUBJECTS = (
     "the lighthouse keeper",

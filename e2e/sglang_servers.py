@@ -17,7 +17,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-from servers import HOST, RUN_VARIABLE, Server, ServerError, free_ports, leftovers, stop_all, wait_ready
+from asking import HOST, ServerError
+from servers import RUN_VARIABLE, Server, free_ports, leftovers, stop_all, wait_ready
 
 CONTEXT = 2048  # tokens, of a request
 POOL = 4096  # tokens, of the KV cache

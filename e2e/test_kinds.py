@@ -21,8 +21,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import FORKED, HOST, Answer, Pair, Server, ask, free_ports, leaving_nothing, metric, stop_all, wait_until
-from servers import request as http_request
+from asking import HOST, Answer, ask, metric, wait_until
+from asking import request as http_request
+from servers import Server, free_ports, leaving_nothing, stop_all
+from vllm_pair import FORKED, Pair
 
 BLOCK = 128  # tokens, vLLM's on CPU
 KINDS = os.environ.get("KVCONN_E2E_KINDS", "llama mla window").split()

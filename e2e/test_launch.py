@@ -24,7 +24,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import FORKED, HOST, START_S, Pair, ask, free_ports, leftovers, open_stream, request, wait_until
+from asking import HOST, ask, open_stream, request, wait_until
+from servers import START_S, free_ports, leftovers
+from vllm_pair import FORKED, Pair
 
 KVCONN = [sys.executable, "-m", "kvconn"]
 PROMPTS = 6

@@ -23,8 +23,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from servers import FORKED, Answer, Pair, ask, leaving_nothing, metric, wait_ready, wait_until
-from servers import request as http_request
+from asking import Answer, ask, metric, wait_until
+from asking import request as http_request
+from servers import leaving_nothing, wait_ready
+from vllm_pair import FORKED, Pair
 
 TWO = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
 # With as many workers as cores, which wait for each other in loops, others did not run for seconds, and counted as gone.

@@ -17,7 +17,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from servers import leaving_nothing, wait_ready, wait_until
+from asking import wait_until
+from servers import leaving_nothing, wait_ready
 from sglang_servers import POOL, Alone, Reply, SGLangPair, post, prompt
 
 CHUNK = 256

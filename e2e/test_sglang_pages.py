@@ -20,7 +20,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from servers import HOST, Server, free_ports, leaving_nothing, request, wait_ready, wait_until
+from asking import HOST, request, wait_until
+from servers import Server, free_ports, leaving_nothing, wait_ready
 from sglang_servers import Alone, Reply, SGLangPair, post, prompt
 from test_sglang import same
 

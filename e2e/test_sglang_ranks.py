@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from servers import wait_until
+from asking import wait_until
 from sglang_servers import Alone, Reply, SGLangPair, post, prompt
 from test_sglang import same
 
