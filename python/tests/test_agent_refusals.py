@@ -27,7 +27,7 @@ def test_growth_that_is_refused(prefill: Side, decode: Side, transfer_id: str) -
     with pytest.raises(kvconn.InvalidError, match="role"):
         decode.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])])
     prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])])
-    with pytest.raises(kvconn.InvalidError, match="take them back first"):
+    with pytest.raises(kvconn.InvalidError, match="withdraw them first"):
         prefill.agent.offer([kvconn.Offer(transfer_id, [[2]])])
     prefill.agent.retract([transfer_id, "nobody's"])
     prefill.agent.offer([kvconn.Offer(transfer_id, [[2]])])
