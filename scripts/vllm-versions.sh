@@ -12,7 +12,7 @@ known=(0.32.0 0.31.0 0.30.0)
 (($#)) || set -- "${known[@]}"
 declare -A tests=(
   [connector]='python/tests/test_vllm_*.py'
-  [pair]=e2e/test_pair.py [kinds]=e2e/test_kinds.py [ranks]=e2e/test_ranks.py
+  [pair]='e2e/test_pair.py e2e/test_pair_ends.py' [kinds]=e2e/test_kinds.py [ranks]=e2e/test_ranks.py
 )
 PARTS=${PARTS:-connector pair kinds ranks}
 export KVCONN_E2E_RANKS=${KVCONN_E2E_RANKS:-1to2 2to1 2to2 mla2to1 dp2}
