@@ -14,7 +14,6 @@ import (
 	"fmt"
 	"net"
 	"runtime"
-	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -25,10 +24,9 @@ import (
 	"github.com/kvconn/kvconn/node"
 )
 
-// A host has cores of its own to use: a few threads drive any number of
-// transfers, and each thread that Go makes counts against the host. With fewer,
-// as on a machine of two cores, a call of the host would have to wait until a
-// goroutine that copies a transfer's bytes gives its place up.
+// procs is small, since the host needs the cores: a few threads drive any number of
+// transfers. It is not smaller, also on a machine of two cores, since a call of the
+// host would then wait for a goroutine that copies a transfer's bytes.
 const procs = 4
 
 func init() {
@@ -42,7 +40,7 @@ func main() {}
 var agents struct {
 	sync.Mutex
 	byHandle map[C.kvconn_agent]*node.Agent
-	poisoned error // a panic was contained: what the agents hold cannot be trusted
+	poisoned error // a panic was contained: the agents' state cannot be trusted
 }
 
 func poison(where string, cause any, stack []byte) {
@@ -182,20 +180,7 @@ func go_register(h C.kvconn_agent, regions *C.kvconn_region, n C.size_t, text **
 		if n > core.MaxRegions {
 			return fmt.Errorf("%w: %d regions, at most %d", core.ErrInvalid, n, core.MaxRegions)
 		}
-		list := make([]core.Region, 0, n)
-		err = structs(regions, n, unsafe.Offsetof(regions.tokens), func(r *C.kvconn_region) C.uint32_t { return r.struct_size }, func(i int, r *C.kvconn_region) error {
-			if r.name == nil {
-				return fmt.Errorf("%w: region %d: name is NULL", core.ErrInvalid, i)
-			}
-			if r.reserved != 0 {
-				return fmt.Errorf("%w: region %d: reserved is %d, want 0", core.ErrInvalid, i, r.reserved)
-			}
-			list = append(list, core.Region{Name: C.GoString(r.name), Base: uint64(r.address), BlockStride: uint64(r.block_stride),
-				BlockBytes: uint64(r.block_bytes), NumBlocks: uint32(r.num_blocks), Group: uint32(r.group),
-				Tokens: uint32(r.tokens), Heads: uint32(r.heads), FirstHead: uint32(r.first_head), TotalHeads: uint32(r.total_heads),
-				TokenStride: uint64(r.token_stride), HeadStride: uint64(r.head_stride)})
-			return nil
-		})
+		list, err := structs("regions", regions, n, regionOf)
 		if err != nil {
 			return err
 		}
@@ -209,220 +194,55 @@ func go_register(h C.kvconn_agent, regions *C.kvconn_region, n C.size_t, text **
 
 //export go_announce
 func go_announce(h C.kvconn_agent, ids **C.char, n C.size_t, taken *C.size_t, text **C.char) C.int32_t {
-	return guard("kvconn_announce", text, func() error {
-		return withIDs(h, ids, n, taken, (*node.Agent).Announce)
-	})
+	return batch("kvconn_announce", h, taken, text, idsOf(ids, n), (*node.Agent).Announce)
 }
 
 //export go_cancel
 func go_cancel(h C.kvconn_agent, ids **C.char, n C.size_t, reason *C.char, taken *C.size_t, text **C.char) C.int32_t {
-	return guard("kvconn_cancel", text, func() error {
-		why := ""
-		if reason != nil {
-			why = C.GoString(reason)
-		}
-		return withIDs(h, ids, n, taken, func(a *node.Agent, list []core.TransferID) (int, error) { return a.Cancel(list, why) })
+	return batch("kvconn_cancel", h, taken, text, idsOf(ids, n), func(a *node.Agent, list []core.TransferID) (int, error) {
+		return a.Cancel(list, goText(reason))
 	})
-}
-
-func withIDs(h C.kvconn_agent, ids **C.char, n C.size_t, taken *C.size_t, f func(*node.Agent, []core.TransferID) (int, error)) error {
-	a, err := find(h)
-	if err != nil {
-		return err
-	}
-	list := make([]core.TransferID, 0, n)
-	for i, id := range unsafe.Slice(ids, n) {
-		if id == nil {
-			return fmt.Errorf("%w: transfer_ids[%d] is NULL", core.ErrInvalid, i)
-		}
-		list = append(list, core.TransferID(C.GoString(id)))
-	}
-	k, err := f(a, list)
-	*taken = C.size_t(k)
-	return err
 }
 
 //export go_offer
 func go_offer(h C.kvconn_agent, offers *C.kvconn_offer_request, n C.size_t, taken *C.size_t, text **C.char) C.int32_t {
-	return guard("kvconn_offer", text, func() error {
-		a, err := find(h)
-		if err != nil {
-			return err
-		}
-		list := make([]core.OfferRequest, 0, n)
-		err = structs(offers, n, unsafe.Offsetof(offers.prompt), func(o *C.kvconn_offer_request) C.uint32_t { return o.struct_size }, func(i int, o *C.kvconn_offer_request) error {
-			blocks, first, err := groups(o.groups, o.num_groups)
-			if err != nil || o.transfer_id == nil {
-				return fmt.Errorf("%w: offers[%d]: transfer_id is NULL or %v", core.ErrInvalid, i, err)
-			}
-			list = append(list, core.OfferRequest{ID: core.TransferID(C.GoString(o.transfer_id)), Selection: core.Selection{First: first, Blocks: blocks}, Token: uint64(o.token), Prompt: uint64(o.prompt)})
-			return nil
-		})
-		if err != nil {
-			return err
-		}
-		k, err := a.Offer(list)
-		*taken = C.size_t(k)
-		return err
-	})
+	return batch("kvconn_offer", h, taken, text, structsOf("offers", offers, n, offerOf), (*node.Agent).Offer)
 }
 
 //export go_grow
 func go_grow(h C.kvconn_agent, parts *C.kvconn_growth, n C.size_t, regions *C.uint32_t, of C.size_t, taken *C.size_t, text **C.char) C.int32_t {
-	return guard("kvconn_grow", text, func() error {
-		a, err := find(h)
-		if err != nil {
-			return err
-		}
-		var in []uint32
+	return batch("kvconn_grow", h, taken, text, structsOf("parts", parts, n, growthOf), func(a *node.Agent, list []core.PartialOffer) (int, error) {
+		var in []uint32 // nil: in all of them
 		if of > 0 {
-			in = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(regions)), of))
+			in = numbers(regions, of)
 		}
-		list, follows := make([]core.PartialOffer, 0, n), false
-		err = structs(parts, n, unsafe.Offsetof(parts.prompt), func(g *C.kvconn_growth) C.uint32_t { return g.struct_size }, func(i int, g *C.kvconn_growth) error {
-			blocks, first, err := groups(g.groups, g.num_groups)
-			if err != nil || g.transfer_id == nil || g.ready == nil && g.num_groups > 0 {
-				return fmt.Errorf("%w: parts[%d]: transfer_id or ready is NULL or %v", core.ErrInvalid, i, err)
-			}
-			ready := slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(g.ready)), g.num_groups))
-			r := core.PartialOffer{ID: core.TransferID(C.GoString(g.transfer_id)), First: first, Blocks: blocks, Ready: ready, Regions: in, Prompt: uint64(g.prompt)}
-			if g.computing != nil {
-				r.Computing = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(g.computing)), g.num_groups))
-				follows = true
-			}
-			list = append(list, r)
-			return nil
-		})
-		if err != nil {
-			return err
+		follows := false
+		for i := range list {
+			list[i].Regions = in
+			follows = follows || list[i].Computing != nil
 		}
 		if !follows {
-			k, err := a.Grow(list)
-			*taken = C.size_t(k)
-			return err
+			return a.Grow(list)
 		}
-		k, err := a.GrowStep(list, newWritten(h).take)
-		*taken = C.size_t(k)
-		return err
+		return a.GrowStep(list, newWritten(h).take)
 	})
 }
 
 //export go_retract
 func go_retract(h C.kvconn_agent, ids **C.char, n C.size_t, timeout C.uint32_t, text **C.char) C.int32_t {
-	return guard("kvconn_retract", text, func() error {
-		var taken C.size_t
-		return withIDs(h, ids, n, &taken, func(a *node.Agent, list []core.TransferID) (int, error) {
-			return 0, a.Retract(list, time.Duration(timeout)*time.Millisecond)
-		})
+	return batch("kvconn_retract", h, new(C.size_t), text, idsOf(ids, n), func(a *node.Agent, list []core.TransferID) (int, error) {
+		return 0, a.Retract(list, time.Duration(timeout)*time.Millisecond)
 	})
 }
 
 //export go_claim
 func go_claim(h C.kvconn_agent, claims *C.kvconn_load_request, n C.size_t, taken *C.size_t, text **C.char) C.int32_t {
-	return guard("kvconn_claim", text, func() error {
-		a, err := find(h)
-		if err != nil {
-			return err
-		}
-		list := make([]core.ClaimRequest, 0, n)
-		err = structs(claims, n, unsafe.Offsetof(claims.tokens), func(l *C.kvconn_load_request) C.uint32_t { return l.struct_size }, func(i int, l *C.kvconn_load_request) error {
-			if l.transfer_id == nil || l.num_groups != 0 {
-				return fmt.Errorf("%w: claims[%d]: transfer_id is NULL, or num_groups is %d, want 0", core.ErrInvalid, i, l.num_groups)
-			}
-			list = append(list, core.ClaimRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), Token: uint64(l.token)})
-			return nil
-		})
-		if err != nil {
-			return err
-		}
-		k, err := a.Claim(list)
-		*taken = C.size_t(k)
-		return err
-	})
-}
-
-// target is where a claim or load is from.
-func target(l *C.kvconn_load_request) (t core.Target) {
-	t.DPRank = -1 // an engine_id names one dp rank
-	if l.bootstrap_addr != nil {
-		t.Bootstrap = C.GoString(l.bootstrap_addr)
-	}
-	if l.engine_id != nil {
-		t.EngineID = C.GoString(l.engine_id)
-	}
-	return t
+	return batch("kvconn_claim", h, taken, text, structsOf("claims", claims, n, claimOf), (*node.Agent).Claim)
 }
 
 //export go_start_load
 func go_start_load(h C.kvconn_agent, loads *C.kvconn_load_request, n C.size_t, taken *C.size_t, text **C.char) C.int32_t {
-	return guard("kvconn_start_load", text, func() error {
-		a, err := find(h)
-		if err != nil {
-			return err
-		}
-		list := make([]core.LoadRequest, 0, n)
-		err = structs(loads, n, unsafe.Offsetof(loads.tokens), func(l *C.kvconn_load_request) C.uint32_t { return l.struct_size }, func(i int, l *C.kvconn_load_request) error {
-			blocks, first, err := groups(l.groups, l.num_groups)
-			if err != nil || l.transfer_id == nil {
-				return fmt.Errorf("%w: loads[%d]: transfer_id is NULL or %v", core.ErrInvalid, i, err)
-			}
-			var tokens []uint32
-			if l.tokens != nil {
-				tokens = slices.Clone(unsafe.Slice((*uint32)(unsafe.Pointer(l.tokens)), l.num_groups))
-			}
-			list = append(list, core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), Selection: core.Selection{First: first, Blocks: blocks, Tokens: tokens}, Token: uint64(l.token), Prompt: uint64(l.prompt)})
-			return nil
-		})
-		if err != nil {
-			return err
-		}
-		k, err := a.StartLoad(list)
-		*taken = C.size_t(k)
-		return err
-	})
-}
-
-// structs walks over a caller's array whose elements say their own size: at least
-// that of the first header's. What the caller's header does not have is 0.
-func structs[T any](first *T, n C.size_t, least uintptr, sizeOf func(*T) C.uint32_t, f func(int, *T) error) error {
-	if n == 0 {
-		return nil
-	}
-	// A newer caller's struct may be longer: the fields that are known here come first.
-	size := uintptr(sizeOf(first))
-	if size < least || size > 4096 || size%8 != 0 {
-		return fmt.Errorf("%w: struct_size of element 0 is %d, want %d: set it to sizeof of the struct", core.ErrInvalid, size, unsafe.Sizeof(*first))
-	}
-	var known T
-	for i := range int(n) {
-		e := (*T)(unsafe.Add(unsafe.Pointer(first), uintptr(i)*size))
-		if uintptr(sizeOf(e)) != size {
-			return fmt.Errorf("%w: struct_size of element %d is %d, of the first one %d", core.ErrInvalid, i, sizeOf(e), size)
-		}
-		copy(unsafe.Slice((*byte)(unsafe.Pointer(&known)), unsafe.Sizeof(known)), unsafe.Slice((*byte)(unsafe.Pointer(e)), size))
-		if err := f(i, &known); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func groups(g *C.kvconn_blocks, n C.uint32_t) (blocks [][]core.BlockID, first []uint32, err error) {
-	if n > core.MaxGroups {
-		return nil, nil, fmt.Errorf("num_groups is %d, at most %d", n, core.MaxGroups)
-	}
-	if n > 0 && g == nil {
-		return nil, nil, errors.New("groups is NULL")
-	}
-	blocks, first = make([][]core.BlockID, n), make([]uint32, n)
-	for i, b := range unsafe.Slice(g, n) {
-		if b.count > core.MaxBlocks || b.count > 0 && b.ids == nil {
-			return nil, nil, fmt.Errorf("group %d has %d block ids (at most %d), or ids is NULL", i, b.count, core.MaxBlocks)
-		}
-		blocks[i] = append([]core.BlockID(nil), unsafe.Slice((*uint32)(unsafe.Pointer(b.ids)), b.count)...)
-		first[i] = uint32(b.first)
-	}
-	return blocks, first, nil
+	return batch("kvconn_start_load", h, taken, text, structsOf("loads", loads, n, loadOf), (*node.Agent).StartLoad)
 }
 
 //export go_stats

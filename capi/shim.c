@@ -217,7 +217,7 @@ PUBLIC int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *comple
   NEED(count != NULL, "count is NULL");
   *count = 0;
   NEED(completions != NULL || capacity == 0, "completions is NULL");
-  NEED(completion_size >= offsetof(kvconn_completion, bytes), "completion_size is not the size of a kvconn_completion");
+  NEED(completion_size >= sizeof(kvconn_completion), "completion_size is less than the size of a kvconn_completion");
   if (slots_poisoned()) return fail_poisoned();
   int n = slot_count(agent);
   if (n < 0) return fail_handle();

@@ -114,7 +114,7 @@ void slot_close(kvconn_agent agent) {
   struct slot *s = acquire(agent);
   if (s == NULL) return;
   set_count(s, 0);
-  wake(s); /* whoever polls in another thread must not wait for ever */
+  wake(s); /* a thread that polls must not wait for ever */
   close(s->event_fd);
   free(s->ring);
   s->ring = NULL;
@@ -168,11 +168,10 @@ int slot_take(kvconn_agent agent, kvconn_completion *out, size_t size, size_t ca
   if (s == NULL) return KVCONN_ERR_HANDLE;
   uint32_t n = atomic_load(&s->count);
   size_t take = n < capacity ? n : capacity;
-  size_t part = size < sizeof *out ? size : sizeof *out; /* an older caller's struct is shorter, a newer one's longer */
   for (size_t i = 0; i < take; i++) {
     char *to = (char *)out + i * size;
-    memcpy(to, &s->ring[s->head], part);
-    memset(to + part, 0, size - part);
+    memcpy(to, &s->ring[s->head], sizeof *out);
+    memset(to + sizeof *out, 0, size - sizeof *out); /* a newer caller's struct is longer */
     s->head = (s->head + 1) & (s->size - 1);
   }
   set_count(s, n - (uint32_t)take);
@@ -211,9 +210,9 @@ uint32_t slot_regions(kvconn_agent agent) {
 }
 
 /*
- * A host marks a region by a plain store, after those of the region's bytes; but not every processor shows stores in their
- * order, and an x86 not those that go past the caches. So the one who has seen a mark sends every thread of the process
- * through a barrier before it reads the bytes.
+ * A host stores a region's bytes, and then a mark by a plain store. Not every processor shows stores in their order; an
+ * x86 does not for stores that go past the caches. So the agent, when it has seen a mark, sends every thread of the
+ * process through a barrier before it reads the bytes.
  */
 static int can_order_stores(void) { return syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0; }
 static int order_stores(void) { return syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0) == 0; }

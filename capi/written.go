@@ -13,7 +13,7 @@ import (
 // An agent's slot has room for the regions that it may register.
 var _ [C.KVCONN_MAX_REGIONS - core.MaxRegions]struct{}
 
-// written is what a host has marked at kvconn_written_address.
+// written reads the marks that a host makes at kvconn_written_address.
 type written struct {
 	handle  C.kvconn_agent
 	regions []uint32

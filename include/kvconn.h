@@ -18,28 +18,28 @@
  *
  * - Threads: every function may be called from any thread.
  * - Waiting: only kvconn_open, kvconn_register_kv_caches, kvconn_retract and
- *   kvconn_close wait for anything, each at most as long as it says, and
- *   kvconn_main runs until its command has ended. The others take a lock for
- *   microseconds; kvconn_pending and an empty kvconn_get_finished do not even
- *   enter the library's Go part.
- * - Memory: strings, arrays and structs belong to the caller and are copied
- *   before the call returns. The registered KV memory must stay mapped until
- *   kvconn_close has returned. The library never frees what it did not make.
- * - Results: KVCONN_OK (0) or a code of enum kvconn_status; a text that names
- *   the value and the remedy comes from kvconn_last_error.
- * - Handles are numbers. One that was closed, or never opened, gets
- *   KVCONN_ERR_HANDLE, whatever the call.
- * - fork: a child of a process that has loaded the library gets
- *   KVCONN_ERR_FORKED from every call; load the library after the fork.
- * - The library installs no handler for SIGINT, SIGTERM or SIGCHLD, writes
- *   nothing to stdout or stderr, and lets no panic of its own reach the host:
- *   a call that fails inside gets KVCONN_ERR_INTERNAL.
- * - Growth: the size of each struct is said by the caller (struct_size, or
- *   completion_size). Fields are only added at the end, so a caller built with
- *   a newer header may have longer structs. kvconn_blocks never changes. No
- *   function is ever removed or changed within one KVCONN_ABI_VERSION. Fields
- *   that are named reserved must be 0; fields that a caller's older header does
- *   not have count as 0.
+ *   kvconn_close wait, each at most as long as its comment says. kvconn_main
+ *   runs until its command has ended. All other functions take a lock for
+ *   microseconds. kvconn_pending and an empty kvconn_get_finished do not enter
+ *   the library's Go part.
+ * - Memory: strings, arrays and structs belong to the caller. The library copies
+ *   them before the call returns. The registered KV memory must stay mapped
+ *   until kvconn_close has returned. The library frees only its own memory.
+ * - Results: a call returns KVCONN_OK (0) or a code of enum kvconn_status.
+ *   kvconn_last_error then gives a text that names the value and the remedy.
+ * - Handles are numbers. Every call with a handle that was closed, or never
+ *   opened, returns KVCONN_ERR_HANDLE.
+ * - fork: if a process has loaded the library and forks, every call in the child
+ *   returns KVCONN_ERR_FORKED. Load the library after the fork.
+ * - Signals and output: the library installs no handler for SIGINT, SIGTERM or
+ *   SIGCHLD and writes nothing to stdout or stderr. Its own panics do not reach
+ *   the host: the call returns KVCONN_ERR_INTERNAL.
+ * - Growth: the caller says the size of each struct (struct_size, or
+ *   completion_size), at least as large as here. A later header may add fields at
+ *   a struct's end; a caller built with it works with this library if it leaves
+ *   them 0, and gets KVCONN_ERR_INVALID if it does not. kvconn_blocks never
+ *   changes. No function is ever removed or changed within one
+ *   KVCONN_ABI_VERSION. Fields that are named reserved must be 0.
  */
 #ifndef KVCONN_H
 #define KVCONN_H
@@ -74,7 +74,7 @@ enum kvconn_status {
   KVCONN_ERR_BUFFER = 9,         /* the caller's buffer is too small */
   KVCONN_ERR_INTERNAL = 10,      /* a defect of the library; the agent is unusable */
   KVCONN_ERR_SYSTEM = 11,        /* the operating system refused something, or the
-                                    transport that is asked for is not available */
+                                    configured transport is not available */
 
   KVCONN_CANCELLED = 20,      /* kvconn_cancel on this side */
   KVCONN_PEER_CANCELLED = 21, /* the other engine cancelled */
@@ -88,31 +88,34 @@ enum kvconn_status {
   KVCONN_AGENT_CLOSED = 28    /* kvconn_close on either side */
 };
 
-/* Names an open agent; 0 is never one. */
+/* The handle of an open agent. No agent has the handle 0. */
 typedef uint64_t kvconn_agent;
 
 /*
- * A memory range that holds a piece of every block of one KV cache group: one
- * layer's K, V, fused KV, latent or state, or one head of it. Block i lies at
+ * A memory range that holds a piece of every block of one KV cache group: the K,
+ * V, fused KV, latent or state of one layer, or one head of it. Block i lies at
  * address + i * block_stride and has block_bytes bytes. All numbers must be
- * multiples of 4. Regions of one group must not overlap; strided views of one
- * storage may interleave. The two engines' regions belong together by group and
- * name, whatever their order.
+ * multiples of 4. Regions of one group must not overlap. Strided views of one
+ * storage may interleave. Regions of the two engines are paired by group and
+ * name, in any order.
  *
- * The last six fields say what lies where in a block; all 0: it is opaque, and
- * is copied whole between blocks of equal length. Else it holds the items of
- * tokens × heads, each of block_bytes / (tokens * heads) bytes (a multiple of 4,
- * and equal on both sides): that of token t and the region's h-th head at
- * t * token_stride + h * head_stride. They lie densely, either token after token
- * (NHD: token_stride is heads items, head_stride one) or head after head (HND:
- * token_stride is one item, head_stride tokens of them). A latent (MLA) has one
- * head. Regions of one group have equal tokens.
+ * The last six fields describe the inside of a block. If all are 0 the block is
+ * opaque: it is copied whole, between blocks of equal length. Otherwise a block
+ * holds tokens * heads items of block_bytes / (tokens * heads) bytes each. An
+ * item's size is a multiple of 4 and equal on both sides. The item of token t and
+ * of the region's h-th head lies at t * token_stride + h * head_stride. Items lie
+ * densely, in one of two orders:
+ *   NHD, token after token: head_stride is one item, token_stride is heads items;
+ *   HND, head after head: token_stride is one item, head_stride is tokens items.
+ * A latent (MLA) has one head. Regions of one group have equal tokens.
  *
- * Then blocks may have unequal numbers of tokens on the two sides, if one divides
- * the other; the orders may differ, though each item is then a copy of its own;
- * and a region may hold some of the model's heads: those from first_head on, of
- * total_heads in all (both 0: it has all of them). Regions of a group may share a
- * name if they hold different heads of it.
+ * With these fields the two sides may differ:
+ * - Their blocks may have unequal numbers of tokens, if one number divides the
+ *   other.
+ * - Their orders may differ. Each item is then copied by itself.
+ * - A region may hold some of the model's heads: the ones from first_head on, of
+ *   total_heads in all. If both are 0 it holds all of them. Regions of a group
+ *   may share a name if they hold different heads.
  */
 typedef struct kvconn_region {
   uint32_t struct_size;  /* sizeof(struct kvconn_region) */
@@ -136,7 +139,7 @@ typedef struct kvconn_blocks {
   const uint32_t *ids; /* each below num_blocks of the group's regions */
   uint32_t count;      /* at most 262144 */
   uint32_t first;      /* position in the prompt of ids[0], in blocks of this side;
-                          what lies before it in an offer is not there */
+                          an offer does not hold what lies before it */
 } kvconn_blocks;
 
 /* Prefill's half of a transfer: these blocks hold it. */
@@ -146,57 +149,60 @@ typedef struct kvconn_offer_request {
   const char *transfer_id; /* 1 to KVCONN_TRANSFER_ID_MAX bytes */
   const kvconn_blocks *groups;
   uint64_t token;  /* comes back in the completion */
-  uint64_t prompt; /* fingerprint of what the blocks are the cache of, such as a hash of the prompt's
-                      tokens; 0: not said. If the load says another, both halves end with
-                      KVCONN_REFUSED and no byte is written: a router has mixed two requests up */
+  uint64_t prompt; /* fingerprint of the prompt, such as a hash of its tokens; 0: none. If the load has
+                      another fingerprint, a router has mixed two requests up: both halves end with
+                      KVCONN_REFUSED and no byte is written */
 } kvconn_offer_request;
 
-/* A part of a transfer that is there while prefill still works on the request. */
+/* Blocks of a transfer that are ready while prefill still works on the request. */
 typedef struct kvconn_growth {
   uint32_t struct_size;
   uint32_t num_groups;
   const char *transfer_id;
-  const kvconn_blocks *groups; /* that follow those which were given before; first counts with a group's first ones */
-  const uint32_t *ready;       /* for each group: how many blocks of the prompt, from its start, are there */
-  uint64_t prompt;             /* as of the offer; say it with each part, so that none is sent to who asks for
-                                  another: to say another later is KVCONN_ERR_INVALID */
-  const uint32_t *computing;   /* for each group, as ready: what will be there when the step that follows the call
-                                  has written a region, see kvconn_written_address. NULL: it computes nothing of it */
+  const kvconn_blocks *groups; /* they follow the blocks of earlier calls; first counts in the call that gives a
+                                  group its first blocks */
+  const uint32_t *ready;       /* for each group: how many blocks of the prompt, from its start, are ready */
+  uint64_t prompt;             /* as in the offer. Set it in each call, so that no block goes to a load of another
+                                  prompt; a later call with another value is KVCONN_ERR_INVALID */
+  const uint32_t *computing;   /* for each group: ready as it will be when the step that follows the call has
+                                  written a region, see kvconn_written_address. NULL: the step computes nothing
+                                  of this transfer */
 } kvconn_growth;
 
 /*
- * Decode's half of a transfer: put it into these blocks. With no block at all
- * it tells the prefill engine that nothing of it is needed. It names the engine:
- * from which of its ranks this one loads, and what from each, is found out; there
- * is one completion.
+ * Decode's half of a transfer: put it into these blocks. A load without any block
+ * tells the prefill engine that decode needs nothing of it. A load names the
+ * engine; the library finds out from which of the engine's ranks this agent loads,
+ * and what from each. The load has one completion.
  */
 typedef struct kvconn_load_request {
   uint32_t struct_size;
   uint32_t num_groups;
   const char *transfer_id;
   const char *bootstrap_addr; /* "http://host:port" of the prefill engine */
-  const char *engine_id;      /* of the prefill engine, which says its dp rank too; NULL: the only one there */
+  const char *engine_id;      /* of the prefill engine, and so of its dp rank; NULL: the only engine there */
   const kvconn_blocks *groups;
   uint64_t token;
-  /* Tokens of the prompt, from its start, for each of num_groups; what lies in the
-     blocks behind them is not copied, up to a whole block of the side whose blocks
-     are smaller. NULL, 0, and in a group of opaque blocks any: all that the blocks
-     have room for, which the prefill engine must then have. */
+  /* For each of num_groups: how many tokens of the prompt, from its start, are
+     copied, rounded up to a whole block of the side whose blocks are smaller. With
+     NULL or 0 all are copied that the blocks have room for, and the prefill engine
+     must have them. A group of opaque blocks ignores the number. */
   const uint32_t *tokens;
-  uint64_t prompt; /* as of the offer: fingerprint of what this is to be the cache of; 0: whatever prefill has */
+  uint64_t prompt; /* fingerprint of the prompt, as in the offer; 0: take what prefill has */
 } kvconn_load_request;
 
 /*
- * With the setting report_wants of a prefill engine each announced transfer gets
- * a completion of KVCONN_SIDE_WANT before its offer: with KVCONN_OK when decode
- * has asked for it, that is, has blocks for it (blocks is then the first block of
- * group 0 that it asks for), or, with blocks 0, when the engine itself grows or
- * offers it first; else with why it has ended.
+ * KVCONN_SIDE_WANT: if a prefill engine has the setting report_wants, each
+ * announced transfer gets this completion before its offer. The code is KVCONN_OK
+ * when decode asks for the transfer, which means that it has blocks for it; blocks
+ * is then the first block of group 0 that decode asks for. The code is KVCONN_OK
+ * and blocks is 0 when the engine grows or offers the transfer before. Any other
+ * code says why the transfer has ended.
  *
- * With the setting report_claims of a decode engine a claim that a load could only
- * fail with gets a completion of KVCONN_SIDE_CLAIM, once and never with KVCONN_OK:
- * its prefill engine is gone, has ended or refused it, or claim_s went by. A claim
- * that is loaded or cancelled before gets none.
+ * KVCONN_SIDE_CLAIM: if a decode engine has the setting report_claims, a claim
+ * gets this completion when a load of it could only fail: the prefill engine is
+ * gone, has ended or refused the transfer, or claim_s went by. It comes once and
+ * never with KVCONN_OK. A claim that was loaded or cancelled before gets none.
  */
 enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2, KVCONN_SIDE_WANT = 3, KVCONN_SIDE_CLAIM = 4 };
 
@@ -210,7 +216,7 @@ typedef struct kvconn_completion {
   uint64_t transfer_ns; /* from the first byte to the last */
   uint32_t blocks;
   uint32_t segments; /* contiguous runs in this side's memory */
-  char transport[8]; /* that moved the bytes, "rdma" or "tcp"; empty if it came to none */
+  char transport[8]; /* "rdma" or "tcp", which moved the bytes; empty if none was chosen */
   char transfer_id[KVCONN_TRANSFER_ID_MAX + 8]; /* NUL-terminated */
   char reason[320];                             /* NUL-terminated; empty if OK */
 } kvconn_completion;
@@ -223,128 +229,140 @@ const char *kvconn_version(void);
 const char *kvconn_status_name(int32_t status);
 
 /*
- * Opens an agent; at most 64 are open at a time. config_json is a JSON object with the keys of the README's
- * table; role is required, and engine_id unless role is bootstrap; unknown keys
- * are errors. On a prefill engine the bootstrap port is served when the call
- * returns. Waits at most twice connect_timeout_s, and up to ten seconds more for
- * the embedded server to start; with bootstrap_join for the first rank, at most
- * join_timeout_s. On failure *agent is 0.
+ * Opens an agent. At most 64 are open at a time. config_json is a JSON object with
+ * the keys of docs/configuration.md. role is required, and so is engine_id unless
+ * role is bootstrap. An unknown key is an error. On a prefill engine the bootstrap
+ * port is served when the call returns. The call waits at most twice
+ * connect_timeout_s, and up to ten seconds more for the embedded server to start;
+ * with bootstrap_join it waits at most join_timeout_s for the first rank. On
+ * failure *agent is 0.
  */
 int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
 
 /*
- * Gives the agent the engine's paged KV memory, once, before any transfer. A
- * prefill agent is findable when the call returns. Waits at most
- * connect_timeout_s for the registry, with bootstrap_join join_timeout_s. With "transport": "rdma" and no rdma on
- * this machine it is KVCONN_ERR_SYSTEM with the reason; kvconn doctor tells more.
+ * Gives the agent the engine's paged KV memory, once, before any transfer. When
+ * the call returns, decode engines find a prefill agent. The call waits for the
+ * registry at most connect_timeout_s, with bootstrap_join at most join_timeout_s.
+ * If the configuration says "transport": "rdma" and this machine has no usable
+ * rdma, the call returns KVCONN_ERR_SYSTEM with the reason; kvconn doctor tells
+ * more.
  */
 int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
 
 /*
- * Prefill: these requests are known and being worked on, so decode engines that
- * load them wait as long as it takes. Ends by an offer or a cancel, with
- * report_wants also by a KVCONN_SIDE_WANT with an error. Batches are
- * taken in order up to the first that is refused; *accepted (may be NULL) says
- * how many were taken. So it is in the calls below that have *accepted.
+ * Prefill: the engine knows these requests and works on them, so that decode
+ * engines which load them wait as long as it takes. An announcement ends by an
+ * offer or a cancel; with report_wants also by a KVCONN_SIDE_WANT with an error.
+ *
+ * This call and all below that have *accepted take the batch in order, up to the
+ * first element that is refused. *accepted (may be NULL) is the number of
+ * elements that were taken.
  */
 int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, size_t count, size_t *accepted);
 
 /*
- * Prefill: these blocks hold these transfers. They must stay unchanged until
- * the completion: a decode engine has loaded it, it was cancelled or failed, or
- * lease_s went by without one that claims or loads it.
+ * Prefill: these blocks hold these transfers. The blocks must stay unchanged until
+ * the completion. It comes when a decode engine has loaded the transfer, when the
+ * transfer was cancelled or failed, or when no decode engine has claimed or loaded
+ * it within lease_s.
  */
 int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, size_t count, size_t *accepted);
 
 /*
- * Prefill: parts of these transfers are there, more will follow, and then the
- * offer, with all of their blocks: what a decode engine has asked for of them moves
- * at once. So chunks of a prompt are sent while the next are computed; or layers:
- * with regions (num_regions growing indices of kvconn_register_kv_caches), what is
- * ready is so in these only. It says that the request is known, as
- * kvconn_announce does. What is ready must stay unchanged until kvconn_retract has
- * returned or, after the offer, until its completion. That a transfer has ended
- * meanwhile is told by the offer's completion; here it is no error.
+ * Prefill: blocks of these transfers are ready while the engine still works on the
+ * requests. More calls may follow, and then the offer with all blocks. What a
+ * decode engine has asked for of the ready blocks moves at once, so that chunks or
+ * layers of a prompt are sent while the next are computed. With regions
+ * (num_regions growing indices of kvconn_register_kv_caches) the blocks are ready
+ * in these regions only. The call also says what kvconn_announce says. What is
+ * ready must stay unchanged until kvconn_retract has returned or, after the offer,
+ * until its completion. If a transfer has ended meanwhile, this call succeeds, and
+ * the offer's completion says so.
  */
 int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_t count, const uint32_t *regions, size_t num_regions, size_t *accepted);
 
 /*
- * Prefill: where the step says which regions it has written, so that it needs no
- * call for each layer: a byte for each region, in the order of
- * kvconn_register_kv_caches, to be set to 1 when what the last kvconn_grow called
- * computing is there in it. From C, C++ or Go by an atomic store with release order,
- * when all threads that write the region have been joined; an interpreter's plain
- * store will do. The agent looks at the bytes, soon, and sets them to 0; a last time
- * when the next kvconn_grow, kvconn_offer, kvconn_retract or kvconn_cancel of this
- * agent is called, which ends the step. Without a step, and beyond the registered
- * regions, a byte says nothing.
- * The address is writable until the process ends; after kvconn_close, and in a
- * forked child, it must not be used: it may be another agent's, or seen by nobody.
- * NULL, with the reason for kvconn_last_error, when the handle is not open or
- * membarrier(2) is refused, by which the agent sees the cache as it was stored;
- * then kvconn_grow says each layer.
+ * Prefill: the address of one byte for each region, in the order of
+ * kvconn_register_kv_caches. By them a step says which regions it has written,
+ * without a call for each layer: the engine sets a region's byte to 1 when the
+ * blocks that the last kvconn_grow called computing are ready in that region.
+ * C, C++ and Go store it atomically with release order, after all threads that
+ * write the region have been joined; an interpreter's plain store will do.
+ *
+ * The agent reads the bytes soon after and sets them to 0. It reads them a last
+ * time when the next kvconn_grow, kvconn_offer, kvconn_retract or kvconn_cancel of
+ * this agent is called; that call ends the step. While no step runs, and beyond
+ * the registered regions, the bytes mean nothing.
+ *
+ * The address is writable until the process ends. Do not use it after kvconn_close
+ * or in a forked child: it may be another agent's, or nobody may read it. The
+ * result is NULL, with a reason for kvconn_last_error, when the handle is not
+ * open, or when the kernel refuses membarrier(2), which the agent needs to read
+ * the cache as it was stored. The engine then calls kvconn_grow for each layer.
  */
 volatile uint8_t *kvconn_written_address(kvconn_agent agent);
 
 /*
- * Prefill: takes back what kvconn_grow gave, of requests that are preempted or
- * given up; decode engines load them anew when they grow again or are offered,
- * unless they are cancelled too. Waits until nothing reads the blocks any more: a
- * second or two at most where a peer takes no bytes. With KVCONN_ERR_SYSTEM, after
- * timeout_ms, they must not be used again while the agent is open. An id that is
- * not known is no error, one that is offered is KVCONN_ERR_INVALID; it does not
- * keep the others from being taken back.
+ * Prefill: takes back what kvconn_grow gave, of requests that the engine preempts
+ * or gives up. Decode engines load a transfer anew when it grows again or is
+ * offered, unless it is cancelled too. The call waits until nothing reads the
+ * blocks any more: a second or two at most when a peer takes no bytes. If it
+ * returns KVCONN_ERR_SYSTEM after timeout_ms, the blocks must not be used again
+ * while the agent is open. An unknown id is no error. An offered id is
+ * KVCONN_ERR_INVALID, and the others are taken back nevertheless.
  */
 int32_t kvconn_retract(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms);
 
 /*
- * Decode: these transfers will be loaded as soon as there are blocks for them;
- * until then they are kept, however long it takes, within claim_s. A claim has
- * num_groups 0 and no completion of its own. It ends by kvconn_start_load or
- * kvconn_cancel of the id; a load whose prefill engine went meanwhile fails at
- * once. To claim what is claimed or loaded already is no error. With report_claims
- * it ends by a KVCONN_SIDE_CLAIM too, which gives the claim's token back: then
- * nothing is owed, a cancel changes nothing, a load fails with the same code and
- * reason, and a claim is that of another request.
+ * Decode: the engine will load these transfers as soon as it has blocks for them.
+ * Until then the prefill engine keeps them, within claim_s. A claim has num_groups
+ * 0 and no completion of its own. It ends by kvconn_start_load or kvconn_cancel of
+ * the id. If its prefill engine goes meanwhile, the load fails at once. To claim
+ * what is claimed or loaded already is no error.
+ *
+ * With report_claims a claim also ends by a KVCONN_SIDE_CLAIM, which has the
+ * claim's token. After it a cancel changes nothing, a load fails with the same
+ * code and reason, and a new claim is one of another request.
  */
 int32_t kvconn_claim(kvconn_agent agent, const kvconn_load_request *claims, size_t count, size_t *accepted);
 
 /*
  * Decode: loads these transfers. The blocks belong to the transfer until its
- * completion; after it no byte of the transfer can land in them any more. The
+ * completion. After the completion no byte of the transfer can land in them. The
  * prefill engine need not know the request yet.
  */
 int32_t kvconn_start_load(kvconn_agent agent, const kvconn_load_request *loads, size_t count, size_t *accepted);
 
 /*
- * Ends this agent's halves of transfers early; each still gets its completion,
- * with KVCONN_CANCELLED unless it had ended, and the other side is told. An id
- * that is not known here is remembered on the prefill side: a load of it that
- * arrives later is refused, an offer of it ends at once.
+ * Ends this agent's halves of transfers early, and tells the other side. Each
+ * half still gets its completion, with KVCONN_CANCELLED unless it had ended. The
+ * prefill side remembers an id that it does not know: it refuses a load of it
+ * that arrives later, and ends an offer of it at once.
  */
 int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_t count, const char *reason, size_t *accepted);
 
-/* The number of completions that wait to be collected; negative: a status. */
+/* The number of completions that wait to be collected, or a negated status. */
 int32_t kvconn_pending(kvconn_agent agent);
 
 /*
- * The address of the number that kvconn_pending gives, for a caller to whom even
- * a call is dear: 32 bits, changed atomically, readable until the process ends.
- * It is not 0 either when kvconn_pending has an error to tell. NULL when the
- * handle is not open. After kvconn_close, and in a forked child, it must not be
- * used: it may be another agent's, or never change.
+ * The address of the number that kvconn_pending returns, for a caller to whom
+ * even a call is dear: 32 bits that change atomically and are readable until the
+ * process ends. The number is not 0 either when kvconn_pending has an error to
+ * tell. The result is NULL when the handle is not open. Do not use the address
+ * after kvconn_close or in a forked child: it may be another agent's, or never
+ * change.
  */
 const volatile uint32_t *kvconn_pending_address(kvconn_agent agent);
 
 /*
- * Moves up to capacity completions out; *count says how many. Never waits.
- * completion_size is sizeof(struct kvconn_completion) of the caller.
+ * Moves up to capacity completions out, and their number to *count. Never waits.
+ * completion_size is the caller's sizeof(struct kvconn_completion).
  */
 int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *completions, size_t completion_size, size_t capacity, size_t *count);
 
 /*
- * A file descriptor that is readable while completions wait, for poll, select
- * or epoll; do not read from it. It is closed by kvconn_close. Negative: a status.
+ * A file descriptor for poll, select or epoll that is readable while completions
+ * wait, or a negated status. Do not read from it. kvconn_close closes it.
  */
 int32_t kvconn_event_fd(kvconn_agent agent);
 
@@ -355,9 +373,9 @@ int32_t kvconn_event_fd(kvconn_agent agent);
 int32_t kvconn_stats(kvconn_agent agent, char *buffer, size_t capacity, size_t *length);
 
 /*
- * The text of this thread's last failed call, NUL-terminated, cut off at
- * capacity or after 1023 bytes; it names the wrong value and the remedy. Like
- * errno it is only meaningful after a call of the same thread has failed.
+ * The text of this thread's last failed call, which names the wrong value and the
+ * remedy. It ends with a NUL and is cut off at capacity or after 1023 bytes. Like
+ * errno it only has a meaning after a call of the same thread has failed.
  */
 int32_t kvconn_last_error(char *buffer, size_t capacity);
 
@@ -365,28 +383,27 @@ int32_t kvconn_last_error(char *buffer, size_t capacity);
 int32_t kvconn_bootstrap_address(kvconn_agent agent, char *buffer, size_t capacity);
 
 /*
- * Log records wait in a bounded ring of the library (the oldest are dropped and
- * counted). kvconn_next_log takes one as a JSON object (level, time, logger,
- * msg, and what else the record says in further members beside these) and
- * returns its length, 0 if there is none; kvconn_log_fd is readable while there
- * are some.
+ * Log records wait in a bounded ring of the library, which drops and counts the
+ * oldest. kvconn_next_log takes one record as a JSON object and returns its
+ * length, 0 if there is none. The members level, time, logger and msg are in each
+ * record; others may follow. kvconn_log_fd is readable while records wait.
  */
 int32_t kvconn_log_fd(void);
 int32_t kvconn_next_log(char *buffer, size_t capacity);
 
 /*
- * Ends every transfer (their completions have the code KVCONN_AGENT_CLOSED, and
- * are lost with the handle if not collected), waits until no byte can land any
- * more, and frees the agent: at most close_timeout_s, and ten seconds more if
- * the embedded server does not stop. The handle is stale when it returns, and
- * its event fd, which becomes readable once more, is closed.
+ * Ends every transfer with the code KVCONN_AGENT_CLOSED, waits until no byte can
+ * land any more, and frees the agent. Completions that are not collected are lost
+ * with the handle. The call takes at most close_timeout_s, and ten seconds more if
+ * the embedded server does not stop. When it returns the handle is stale, and the
+ * agent's event fd, which becomes readable once more, is closed.
  */
 int32_t kvconn_close(kvconn_agent agent);
 
 /*
- * The kvconn command (demo, bench, proxy …) as main() would run it; for wheels
- * whose only binary is this library. Returns the exit status. It takes SIGINT
- * and SIGTERM, and may write to stdout and stderr.
+ * Runs the kvconn command (demo, bench, proxy …) as main() would, for wheels whose
+ * only binary is this library, and returns its exit status. The command takes
+ * SIGINT and SIGTERM, and may write to stdout and stderr.
  */
 int32_t kvconn_main(int32_t argc, const char *const *argv);
 

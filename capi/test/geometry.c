@@ -26,7 +26,7 @@ enum { HEADS = 2, ITEM = 2, P_TOKENS = 16, D_TOKENS = 32, BLOCKS = 8 };
 /* An item is ITEM words that name its token and head. */
 static uint32_t p_cache[BLOCKS][HEADS][P_TOKENS][ITEM] __attribute__((aligned(64))); /* HND */
 static uint32_t d_cache[BLOCKS][D_TOKENS][HEADS][ITEM] __attribute__((aligned(64))); /* NHD */
-static uint32_t old_cache[2][BLOCKS][64] __attribute__((aligned(64)));
+static uint32_t flat_cache[2][BLOCKS][64] __attribute__((aligned(64)));
 
 static uint32_t item(uint32_t token, uint32_t head) { return 1 + token * HEADS + head; }
 
@@ -131,61 +131,77 @@ static void unequal_blocks(void) {
   EXPECT(kvconn_close(p) == KVCONN_OK);
 }
 
-/* The structs of the first header end before the fields that came later. */
-static void old_callers(void) {
+/* A later header's structs are longer. What this library does not know must be 0; a
+   struct that is shorter than this header's is refused. */
+static void other_headers(void) {
   kvconn_agent p, d;
   char address[256];
   open_pair(&p, &d, address, sizeof address);
   struct {
-    unsigned char first[offsetof(kvconn_region, tokens)];
+    kvconn_region known;
+    uint64_t later;
   } regions[2];
   for (int i = 0; i < 2; i++) {
     const char *const names[] = {"layer.0", "layer.1"};
     for (int k = 0; k < 2; k++) {
-      kvconn_region r = region_of(old_cache[i][k * BLOCKS / 2], 0, 0, 0);
+      kvconn_region r = region_of(flat_cache[i][k * BLOCKS / 2], 0, 0, 0);
       r.struct_size = sizeof *regions;
       r.name = names[k];
-      r.block_stride = r.block_bytes = sizeof old_cache[0][0];
+      r.block_stride = r.block_bytes = sizeof flat_cache[0][0];
       r.num_blocks = BLOCKS / 2;
-      memcpy(&regions[k], &r, sizeof *regions);
+      regions[k].known = r;
+      regions[k].later = 0;
     }
-    EXPECT(kvconn_register_kv_caches(i ? d : p, (const kvconn_region *)(const void *)regions, 2) == KVCONN_OK);
+    regions[1].later = 1;
+    EXPECT(kvconn_register_kv_caches(i ? d : p, &regions->known, 2) == KVCONN_ERR_INVALID && error_says("regions[1]") && error_says("older"));
+    regions[1].later = 0;
+    EXPECT(kvconn_register_kv_caches(i ? d : p, &regions->known, 2) == KVCONN_OK);
   }
-  memset(old_cache[0], 7, sizeof old_cache[0]);
+  memset(flat_cache[0], 7, sizeof flat_cache[0]);
   const uint32_t one = 3, two[] = {1, 2};
   kvconn_blocks src = {&one, 1, 0}, dst[] = {{&two[0], 1, 0}, {&two[1], 1, 0}};
   kvconn_offer_request o;
-  memset(&o, 0xff, sizeof o); /* what lies behind the first header's is not read */
-  o.struct_size = offsetof(kvconn_offer_request, prompt);
+  memset(&o, 0, sizeof o);
   o.num_groups = 1;
   o.groups = &src;
-  o.token = 0;
   struct {
-    unsigned char first[offsetof(kvconn_load_request, tokens)];
+    kvconn_load_request known;
+    uint64_t later[2];
   } loads[2];
-  const char *const ids[] = {"old-0", "old-1"};
+  memset(loads, 0, sizeof loads);
+  const char *const ids[] = {"one", "two"};
   for (int i = 0; i < 2; i++) {
     o.transfer_id = ids[i];
+    o.struct_size = offsetof(kvconn_offer_request, prompt);
+    EXPECT(kvconn_offer(p, &o, 1, NULL) == KVCONN_ERR_INVALID && error_says("struct_size"));
+    o.struct_size = sizeof o;
     EXPECT(kvconn_offer(p, &o, 1, NULL) == KVCONN_OK);
-    kvconn_load_request l;
-    memset(&l, 0, sizeof l);
-    l.struct_size = sizeof *loads;
-    l.transfer_id = ids[i];
-    l.bootstrap_addr = address;
-    l.groups = &dst[i];
-    l.num_groups = 1;
-    memcpy(&loads[i], &l, sizeof *loads);
+    loads[i].known.struct_size = sizeof *loads;
+    loads[i].known.transfer_id = ids[i];
+    loads[i].known.bootstrap_addr = address;
+    loads[i].known.groups = &dst[i];
+    loads[i].known.num_groups = 1;
   }
-  EXPECT(kvconn_start_load(d, (const kvconn_load_request *)(const void *)loads, 2, NULL) == KVCONN_OK);
+  EXPECT(kvconn_start_load(d, &loads->known, 2, NULL) == KVCONN_OK);
   for (int i = 0; i < 2; i++) EXPECT(finished(d).code == KVCONN_OK);
-  for (int i = 0; i < 2; i++) EXPECT(memcmp(old_cache[1][two[i]], old_cache[0][one], sizeof old_cache[0][0]) == 0);
-  EXPECT(old_cache[1][0][0] == 0);
+  for (int i = 0; i < 2; i++) EXPECT(memcmp(flat_cache[1][two[i]], flat_cache[0][one], sizeof flat_cache[0][0]) == 0);
+  EXPECT(flat_cache[1][0][0] == 0);
+  struct {
+    kvconn_completion known;
+    uint64_t later;
+  } c;
+  size_t n = 0;
+  EXPECT(kvconn_get_finished(p, &c.known, sizeof c.known - 8, 1, &n) == KVCONN_ERR_INVALID && error_says("completion_size"));
+  c.later = 1;
+  struct pollfd ready = {kvconn_event_fd(p), POLLIN, 0};
+  EXPECT(poll(&ready, 1, 30000) == 1);
+  EXPECT(kvconn_get_finished(p, &c.known, sizeof c, 1, &n) == KVCONN_OK && n == 1 && c.known.code == KVCONN_OK && c.later == 0);
   EXPECT(kvconn_close(d) == KVCONN_OK);
   EXPECT(kvconn_close(p) == KVCONN_OK);
 }
 
 int main(void) {
   unequal_blocks();
-  old_callers();
+  other_headers();
   return failures ? 1 : 0;
 }
