@@ -22,7 +22,7 @@ type Address struct {
 	Name string // without the port
 }
 
-// String is the address in the one way in which it is written here.
+// String writes the address in its one canonical form.
 func (a Address) String() string {
 	if a.TLS {
 		return "https://" + a.Host
@@ -62,7 +62,7 @@ func ParseAddress(addr string) (Address, error) {
 	if err != nil || port == 0 {
 		return bad("port " + u.Port() + " is not one of 1 to 65535")
 	}
-	// One spelling: each is a connection of its own, and there are few.
+	// One spelling, since each address has a connection of its own, and these are few.
 	name := strings.ToLower(u.Hostname())
 	if zone := strings.IndexByte(u.Hostname(), '%'); zone >= 0 {
 		name = strings.ToLower(u.Hostname()[:zone]) + u.Hostname()[zone:]
@@ -70,12 +70,12 @@ func ParseAddress(addr string) (Address, error) {
 	return Address{TLS: u.Scheme == "https", Host: net.JoinHostPort(name, strconv.FormatUint(port, 10)), Name: name}, nil
 }
 
-// Control is net.Dialer's: it sees the address that a name was resolved to, and
-// can refuse it before a packet is sent.
+// Control is net.Dialer's: it sees the address of a resolved name, and can refuse it
+// before a packet is sent.
 type Control = func(network, address string, c syscall.RawConn) error
 
-// dialUpgrade returns the way to the control plane behind a bootstrap port. The
-// configuration is that of TLS, nil for none.
+// dialUpgrade returns a function that connects to the control plane behind a bootstrap
+// port, with TLS if secure is not nil.
 func dialUpgrade(at Address, secure *tls.Config, control Control) func(context.Context) (net.Conn, error) {
 	return func(ctx context.Context) (net.Conn, error) {
 		for {
@@ -130,7 +130,7 @@ func tlsError(err error) bool {
 	return errors.As(err, &verify) || errors.As(err, &plain)
 }
 
-// explainTLS adds the remedy to an error of a handshake.
+// explainTLS adds the remedy to an error of a TLS handshake.
 func explainTLS(err error) error {
 	var (
 		plain   tls.RecordHeaderError

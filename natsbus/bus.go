@@ -21,21 +21,18 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
-	"github.com/nats-io/nats.go"
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
-	"github.com/kvconn/kvconn/wire"
 )
 
 // Bounds of a Bus.
 const (
-	maxHandlers = 64          // requests answered at one time; more wait
-	maxArrival  = time.Second // for so long, which only a fault makes it; then they are refused
+	maxHandlers = 64          // requests that are answered at one time; more wait
+	maxArrival  = time.Second // a request that has waited so long is refused; only a fault makes it wait so long
 	maxLinks    = 1024        // bootstrap addresses in use at one time
 	maxReason   = 1024        // bytes of a Reply's reason
 
@@ -47,18 +44,18 @@ var errClosed = errors.New("the bus is closed")
 // Options sets up a Bus.
 type Options struct {
 	AgentID core.AgentID
-	// Server is this agent's own; nil for an agent that is never looked up, or
+	// Server is this agent's own. It is nil for an agent that is never looked up, and
 	// with a ClusterURL.
 	Server *Server
 	// ClusterURL is a NATS cluster to use in place of all agents' own servers:
 	// nats://host:port, or tls://; several are separated by commas.
 	ClusterURL string
-	// Join is the bootstrap address of the server to use, without a server and
-	// cluster of its own: http://host:port. Its agent registers this one. Open waits
-	// for it for JoinTimeout.
+	// Join is the bootstrap address, http://host:port, of the server that an agent
+	// without a server or cluster uses. The server's agent registers this one. Open
+	// waits for the server for JoinTimeout.
 	Join        string
 	JoinTimeout time.Duration
-	// Token is what the servers want their clients to know; "" for none. It is
+	// Token is the secret that the servers' clients prove to know; "" for none. It is
 	// sent to a cluster only.
 	Token string
 	// Seed is the seed of this agent's own user nkey, in the token's place.
@@ -68,16 +65,16 @@ type Options struct {
 	TLS *tls.Config
 	// OnlyTLS makes http:// in a bootstrap address mean https://.
 	OnlyTLS bool
-	// Allow, if set, is asked before anything is sent to a bootstrap address's
-	// host. The Control that it returns may be nil; else it is called with every
-	// IP address before it is dialled. An error ends the Lookup.
+	// Allow, if set, is called before anything is sent to the host of a bootstrap
+	// address. It may return a Control, which is called with every IP address before
+	// that is dialled. An error ends the Lookup.
 	Allow func(host string) (Control, error)
 	// TTL is how long a registration outlives its last renewal, in whole
 	// seconds; 0 means 6 s, with a cluster 30 s: an entry must outlive the
 	// election of a leader. 1 s is the least.
 	TTL time.Duration
-	// Replicas is how many servers of the cluster hold the registry; 0 means 3
-	// where there are as many, else 1. A registry that is there is used as it is.
+	// Replicas is how many servers of the cluster hold the registry; 0 means 3, or 1
+	// in a smaller cluster. A registry that exists is used as it is.
 	Replicas int
 	// ConnectTimeout bounds the making of a connection; 0 means 3 s.
 	ConnectTimeout time.Duration
@@ -108,13 +105,6 @@ type Bus struct {
 }
 
 var _ core.Bus = (*Bus)(nil)
-
-// entry is a link or the making of one.
-type entry struct {
-	ready chan struct{} // closed when link or err is set
-	link  *link
-	err   error
-}
 
 const inProcess = "nats://in-process:4222"
 
@@ -224,304 +214,6 @@ func (b *Bus) spawn(name string, f func()) bool {
 	return true
 }
 
-// Serve implements core.Bus.
-func (b *Bus) Serve(h core.Handler) {
-	if !b.handler.CompareAndSwap(nil, &h) {
-		b.log.Error("natsbus: Serve is called a second time; the first handler stays")
-		return
-	}
-	if home := b.homeLink(); home != nil {
-		if err := home.subscribe(); err != nil { // closed: opened again with the subscription
-			b.log.Sugar().Warnf("natsbus: no requests over %s yet: %v", home.name, err)
-		}
-	}
-}
-
-func (b *Bus) homeLink() *link {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.home
-}
-
-// arrived takes a request from nats.go's goroutine. A burst waits here, in
-// nats.go's bounded queue: handlers return at once.
-func (b *Bus) arrived(l *link, m *nats.Msg) {
-	if m.Reply == "" {
-		return // not a request
-	}
-	select {
-	case b.slots <- struct{}{}:
-	default:
-		full := time.NewTimer(maxArrival)
-		defer full.Stop()
-		select {
-		case b.slots <- struct{}{}:
-		case <-b.ctx.Done():
-			b.answer(l, m, refuse("agent %s is closing", b.opt.AgentID))
-			return
-		case <-full.C:
-			b.answer(l, m, refuse("overloaded: %d requests are being answered", maxHandlers))
-			return
-		}
-	}
-	if !b.spawn("natsbus.handler", func() {
-		defer func() { <-b.slots }()
-		b.answer(l, m, b.handle(l.via, m.Data))
-	}) {
-		<-b.slots
-		b.answer(l, m, refuse("agent %s is closing", b.opt.AgentID))
-	}
-}
-
-func refuse(format string, args ...any) *wire.Reply {
-	return &wire.Reply{Code: int(core.Refused), Reason: fmt.Sprintf(format, args...)}
-}
-
-func (b *Bus) handle(via core.Via, data []byte) (reply *wire.Reply) {
-	req := new(wire.Request)
-	if err := wire.Decode(data, req); err != nil {
-		return refuse("%v", err)
-	}
-	defer func() {
-		if p := recover(); p != nil {
-			safe.Report("natsbus.handler", p)
-			reply = &wire.Reply{Code: int(core.Failed), Reason: fmt.Sprintf("agent %s: a fault while answering, see its log", b.opt.AgentID)}
-		}
-	}()
-	if reply = (*b.handler.Load())(via, req); reply == nil {
-		reply = &wire.Reply{Code: int(core.Failed), Reason: fmt.Sprintf("agent %s: the handler gave no reply", b.opt.AgentID)}
-	}
-	return reply
-}
-
-func (b *Bus) answer(l *link, m *nats.Msg, r *wire.Reply) {
-	if len(r.Reason) > maxReason {
-		short := *r
-		short.Reason = strings.ToValidUTF8(r.Reason[:maxReason], "")
-		r = &short
-	}
-	data, err := r.MarshalMsg(nil)
-	if err != nil {
-		b.log.Sugar().Errorf("natsbus: a reply cannot be encoded: %v", err)
-		return
-	}
-	if _, ok := l.current(); !ok {
-		return // who asked has learned that by the broken connection
-	}
-	if limit := l.nc.MaxPayload(); int64(len(data)) > limit {
-		data, _ = refuse("the reply has %d bytes, the server takes %d", len(data), limit).MarshalMsg(nil)
-	}
-	if err := m.Respond(data); err != nil {
-		b.log.Sugar().Debugf("natsbus: a reply over %s is lost: %v", l.name, err)
-	}
-}
-
-// link returns the link to a bootstrap address, and makes it if there is none.
-func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
-	if b.ctx.Err() != nil {
-		return nil, errClosed
-	}
-	if b.opt.ClusterURL != "" || addr == "" {
-		if home := b.homeLink(); home != nil {
-			return home, nil
-		}
-		return nil, fmt.Errorf("%w: no bootstrap address is given, and this agent has no server or cluster of its own", core.ErrUnreachable)
-	}
-	at, err := ParseAddress(addr)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", core.ErrUnreachable, err)
-	}
-	at.TLS = at.TLS || b.opt.OnlyTLS
-	via := core.Via(at.String())
-	var control Control
-	if b.opt.Allow != nil {
-		if control, err = b.opt.Allow(at.Name); err != nil {
-			return nil, fmt.Errorf("bootstrap address %q: %w", addr, err)
-		}
-	}
-	b.mu.Lock()
-	e := b.links[via]
-	if e == nil {
-		if b.down {
-			b.mu.Unlock()
-			return nil, errClosed
-		}
-		if len(b.links) >= maxLinks {
-			b.mu.Unlock()
-			return nil, fmt.Errorf("%w: bootstrap address %s: %d others are in use, the most there can be", core.ErrUnreachable, via, maxLinks)
-		}
-		e = &entry{ready: make(chan struct{})}
-		b.links[via] = e
-		b.mu.Unlock()
-		if !b.spawn("natsbus.connect", func() { b.connectEntry(e, via, at, control) }) {
-			b.settle(e, via, nil, errClosed)
-		}
-	} else {
-		b.mu.Unlock()
-	}
-	select {
-	case <-e.ready: // as nearly always; ctx may have ended too
-		return e.link, e.err
-	default:
-	}
-	bound := time.NewTimer(b.opt.ConnectTimeout)
-	defer bound.Stop()
-	select {
-	case <-e.ready:
-		return e.link, e.err
-	case <-bound.C:
-		return nil, unreachable("bootstrap address "+string(via), fmt.Errorf("no connection within %v", b.opt.ConnectTimeout))
-	case <-ctx.Done():
-		return nil, unreachable("bootstrap address "+string(via), fmt.Errorf("still connecting: %w", ctx.Err()))
-	}
-}
-
-func (b *Bus) connectEntry(e *entry, via core.Via, at Address, control Control) {
-	l, err := (*link)(nil), errors.New("a fault while connecting, see the log")
-	defer func() { b.settle(e, via, l, err) }() // also after a panic
-	l, err = b.connectPort(portLink, via, at, control)
-}
-
-func (b *Bus) connectPort(kind linkKind, via core.Via, at Address, control Control) (*link, error) {
-	var secure *tls.Config
-	if at.TLS {
-		if secure = b.opt.TLS; secure == nil {
-			secure = &tls.Config{}
-		}
-	}
-	return b.connect(kind, via, "bootstrap address "+at.String(), "nats://"+at.Host, dialUpgrade(at, secure, control))
-}
-
-// settle ends the making of a link.
-func (b *Bus) settle(e *entry, via core.Via, l *link, err error) {
-	b.mu.Lock()
-	if err == nil {
-		select {
-		case <-l.gone: // before it was here to be removed
-			err = unreachable(l.name, l.why())
-		default:
-		}
-	}
-	down := b.down
-	if err == nil && down {
-		err = errClosed
-	}
-	if err != nil && b.links[via] == e {
-		delete(b.links, via)
-	}
-	if e.err = err; err == nil {
-		e.link = l
-	}
-	b.mu.Unlock()
-	close(e.ready)
-	if down && l != nil {
-		l.close()
-	}
-}
-
-// drop closes a link that is not wanted any more.
-func (b *Bus) drop(l *link) {
-	if b.forget(l) {
-		b.log.Sugar().Debugf("natsbus: %s is given up: not connected and not used for %v", l.name, b.opt.linkIdle)
-		b.spawn("natsbus.drop", l.close)
-	}
-}
-
-func (b *Bus) forget(l *link) bool {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	e := b.links[l.via]
-	if e == nil || e.link != l || b.down {
-		return false
-	}
-	delete(b.links, l.via)
-	return true
-}
-
-// lost takes the news that a connection ended for good though nobody closed
-// it. The next Lookup makes a new link; home is opened again here.
-func (b *Bus) lost(l *link) {
-	b.log.Sugar().Warnf("natsbus: the connection to %s was ended: %v", l.name, l.why())
-	if l.via != "" {
-		b.forget(l)
-		return
-	}
-	b.spawn("natsbus.reopen", func() {
-		for b.ctx.Err() == nil {
-			home, err := b.openHome()
-			if err == nil {
-				b.mu.Lock()
-				down := b.down
-				if !down {
-					b.home = home
-				}
-				b.mu.Unlock()
-				if down {
-					home.close()
-				} else if _, ok := home.current(); ok {
-					b.renewNow()
-				}
-				return
-			}
-			b.log.Sugar().Debugf("natsbus: %v", err)
-			select {
-			case <-b.ctx.Done():
-			case <-time.After(reconnectWait):
-			}
-		}
-	})
-}
-
-// Request implements core.Bus.
-func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
-	l, err := b.known(via)
-	if err != nil {
-		return nil, err
-	}
-	if !legalID.MatchString(string(to)) {
-		return nil, fmt.Errorf("request over %s: agent id %q is not 1 to 64 letters, digits, - and _", l.name, string(to))
-	}
-	data, err := req.MarshalMsg(nil)
-	if err != nil {
-		return nil, fmt.Errorf("request to agent %s over %s: %w", to, l.name, err)
-	}
-	session, ok := l.current()
-	if !ok {
-		err := unreachable(l.name, l.why())
-		if l.kind == portLink && errors.Is(err, syscall.ECONNREFUSED) { // the agent is the server's process
-			err = fmt.Errorf("%w: %w", core.ErrAbsent, err)
-		}
-		return nil, fmt.Errorf("request to agent %s: %w", to, err)
-	}
-	if limit := min(l.nc.MaxPayload(), wire.MaxMessage); int64(len(data)) > limit {
-		return nil, fmt.Errorf("request to agent %s over %s: %w: %d bytes, at most %d are carried (max_payload of the NATS servers)",
-			to, l.name, core.ErrTooLarge, len(data), limit)
-	}
-	both, cancel := during(ctx, session)
-	defer cancel()
-	m, err := l.nc.RequestWithContext(both, subject(to), data)
-	switch {
-	case err == nil:
-	case errors.Is(err, nats.ErrNoResponders):
-		err = core.ErrAbsent
-		if l.kind == clusterLink {
-			err = fmt.Errorf("%w: %w", core.ErrAbsent, core.ErrAway)
-		}
-		return nil, fmt.Errorf("%w: nobody listens as agent %s at %s", err, to, l.name)
-	case ctx.Err() != nil:
-		return nil, fmt.Errorf("request to agent %s over %s: no reply: %w", to, l.name, ctx.Err())
-	case session.Err() != nil, broken(err):
-		return nil, fmt.Errorf("request to agent %s: %w", to, unreachable(l.name, either(l.why(), err)))
-	default:
-		return nil, fmt.Errorf("request to agent %s over %s: %w", to, l.name, err)
-	}
-	reply := new(wire.Reply)
-	if err := wire.Decode(m.Data, reply); err != nil {
-		return nil, fmt.Errorf("reply of agent %s over %s: %w", to, l.name, err)
-	}
-	return reply, nil
-}
-
 // pause waits for d; an error is that of ctx.
 func pause(ctx context.Context, d time.Duration) error {
 	t := time.NewTimer(d)
@@ -534,28 +226,8 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// known returns the link of a Via that Lookup or a Handler was given.
-func (b *Bus) known(via core.Via) (*link, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.down {
-		return nil, errClosed
-	}
-	if via == "" {
-		if b.home == nil {
-			return nil, fmt.Errorf("%w: this agent has no server or cluster of its own", core.ErrUnreachable)
-		}
-		return b.home, nil
-	}
-	e := b.links[via]
-	if e == nil || e.link == nil {
-		return nil, unreachable("bootstrap address "+string(via), errors.New("not connected; look the agent up again"))
-	}
-	return e.link, nil
-}
-
-// Close implements core.Bus. It ends sooner than a handler that does not
-// return when ctx does, and says so.
+// Close implements core.Bus. If ctx ends before all handlers have returned, Close
+// does not wait for them, and its error says so.
 func (b *Bus) Close(ctx context.Context) error {
 	b.mu.Lock()
 	if b.closed != nil {
@@ -577,7 +249,7 @@ func (b *Bus) Close(ctx context.Context) error {
 	all(b.allLinks(), func(l *link) { l.quit(soon) })
 	cancel()
 	b.mu.Lock()
-	b.down = true // from now on connectEntry closes what it makes
+	b.down = true // from now on connectEntry closes the link that it makes
 	b.mu.Unlock()
 	b.cancel()
 
@@ -595,32 +267,4 @@ func (b *Bus) Close(ctx context.Context) error {
 	all(b.allLinks(), (*link).close)
 	close(b.closed)
 	return b.err
-}
-
-func (b *Bus) allLinks() []*link {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	var links []*link
-	for _, e := range b.links {
-		if e.link != nil {
-			links = append(links, e.link)
-		}
-	}
-	if b.home != nil {
-		links = append(links, b.home)
-	}
-	return links
-}
-
-// all calls f for all links at once.
-func all(links []*link, f func(*link)) {
-	var wg sync.WaitGroup
-	for _, l := range links {
-		wg.Add(1)
-		safe.Go("natsbus.Close", func() {
-			defer wg.Done()
-			f(l)
-		})
-	}
-	wg.Wait()
 }

@@ -18,22 +18,23 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// homeUser is this process's own way into its server; the password is random.
+// homeUser is the user by which this process enters its own server; the password is
+// random.
 const homeUser = "kvconn-home"
 
 // clientName begins the name under which an agent connects; its id and the
 // prefix of its inboxes follow.
 const clientName = "kvconn"
 
-// replyWithin is how long an agent that was asked may take to answer.
+// replyWithin is how long an agent may take to answer a request.
 const replyWithin = time.Minute
 
-// gate decides who may use the embedded server, and for what.
+// gate decides which clients may use the embedded server, and which subjects.
 type gate struct {
 	secret string // of homeUser
 	token  string
-	owner  core.AgentID    // whose server this is: it has its own way in
-	keys   map[string]bool // public keys, that of the token among them; nil: everyone is let in
+	owner  core.AgentID    // the server's own agent, which enters as homeUser
+	keys   map[string]bool // public keys, the token's among them; nil: all clients are let in
 }
 
 func newGate(opt *ServerOptions) (*gate, error) {
@@ -70,7 +71,7 @@ func (g *gate) Check(c server.ClientAuthentication) bool {
 	return true
 }
 
-// proven: by a signature, or by the token itself as other NATS clients give it.
+// proven: the client has shown a signature or, as other NATS clients do, the token.
 func (g *gate) proven(o *server.ClientOpts, nonce []byte) bool {
 	if o.Nkey == "" {
 		return g.token != "" && subtle.ConstantTimeCompare([]byte(o.Token), []byte(g.token)) == 1
@@ -86,13 +87,12 @@ func (g *gate) proven(o *server.ClientOpts, nonce []byte) bool {
 	return err == nil && key.Verify(nonce, sig) == nil
 }
 
-// clientPermissions is what a peer may do at the embedded server: ask agents,
-// answer them, read the registry. Only this process writes the registry. An
-// agent's id is known to those only that it has spoken to, so that nobody
-// listens in another's place.
+// clientPermissions lets a peer ask agents, answer them and read the registry, which
+// only this process writes. A peer listens under the id that it names. It cannot
+// listen in another's place, since an agent tells its id only to its peers.
 func clientPermissions(name string, owner core.AgentID) *server.Permissions {
 	id, inbox, ok := parseClientName(name)
-	if !ok || id == subject(owner) || id == subject(hostID) { // the registry tells everyone the owner's id
+	if !ok || id == subject(owner) || id == subject(hostID) { // every client reads the owner's id in the registry
 		nothing := &server.SubjectPermission{Deny: []string{">"}}
 		return &server.Permissions{Publish: nothing, Subscribe: nothing}
 	}
@@ -123,8 +123,8 @@ func randomName() string {
 	return base32.StdEncoding.EncodeToString(b[:])
 }
 
-// tokenKey derives a signing key from a token, so that a bootstrap port proves
-// nothing and learns nothing: it never sees the token of who connects.
+// tokenKey derives a signing key from a token. By it a client proves that it knows
+// the token, and the server behind a bootstrap port never sees it.
 func tokenKey(token string) (nkeys.KeyPair, string, error) {
 	seed := sha256.Sum256([]byte("kvconn token " + token))
 	key, err := nkeys.FromRawSeed(nkeys.PrefixByteUser, seed[:])
@@ -138,13 +138,13 @@ func tokenKey(token string) (nkeys.KeyPair, string, error) {
 	return key, public, nil
 }
 
-// CheckSeed says what is wrong with the seed of a user nkey, without telling it.
+// CheckSeed checks the seed of a user nkey. Its error does not contain the seed.
 func CheckSeed(seed string) error {
 	_, _, err := seedKey(seed)
 	return err
 }
 
-// CheckNKey says what is wrong with a public user nkey.
+// CheckNKey checks a public user nkey.
 func CheckNKey(public string) error {
 	if !nkeys.IsValidPublicUserKey(public) {
 		return errors.New("not a public user nkey, which begins with U")
@@ -164,7 +164,7 @@ func seedKey(seed string) (nkeys.KeyPair, string, error) {
 	return key, public, nil
 }
 
-// credentials is how this agent proves itself on a link.
+// credentials prove this agent's identity on a link.
 func (b *Bus) credentials(kind linkKind) ([]nats.Option, error) {
 	switch {
 	case kind == homeLink:
@@ -177,7 +177,7 @@ func (b *Bus) credentials(kind linkKind) ([]nats.Option, error) {
 		return []nats.Option{nats.Nkey(public, key.Sign)}, nil
 	case b.opt.Token == "":
 		return nil, nil
-	case kind == clusterLink: // its servers know the token only
+	case kind == clusterLink: // a cluster's servers know the token, not its key
 		return []nats.Option{nats.Token(b.opt.Token)}, nil
 	}
 	key, public, err := tokenKey(b.opt.Token)

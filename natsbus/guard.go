@@ -9,23 +9,22 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// Bounds of what a server behind a bootstrap port may send.
+// Bounds of a server's messages behind a bootstrap port.
 const (
 	maxLine    = 64 << 10                     // of the protocol: an INFO is the longest
 	maxPayload = wire.MaxMessage + (64 << 10) // with its headers
 )
 
-// guard follows a server's side of the NATS protocol. nats.go believes the size
-// that a message claims and allocates it at once, in a goroutine whose panic
-// ends the host, and keeps a line until it ends: neither is for a server that
-// a client's request has named.
+// guard follows a server's side of the NATS protocol, since a client's request may
+// have named the server. nats.go believes the size that a message claims, allocates
+// it at once in a goroutine whose panic ends the host, and keeps a line until it ends.
 type guard struct {
-	line []byte // of the protocol, as far as it came
-	skip int    // bytes of a payload and the one behind it that are still to come
-	tail bool   // nats.go reads on to the end of the line then
+	line []byte // the protocol's line, as far as it came
+	skip int    // bytes that are still to come of a payload and the byte behind it
+	tail bool   // the rest of the payload's line is to come, which nats.go reads too
 }
 
-// check takes the next bytes; an error says what nats.go must not see.
+// check takes the next bytes. On an error nats.go must not see them.
 func (g *guard) check(p []byte) error {
 	for len(p) > 0 {
 		if g.skip > 0 {

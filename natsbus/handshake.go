@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// handshake carries what the server sends to a client, and sees in its first
-// lines whether the client was let in.
+// handshake passes the server's bytes on to a client, and reads from the first lines
+// whether the server let the client in.
 type handshake struct {
 	w    io.Writer
 	done func() // called once, when the client was let in
@@ -15,8 +15,8 @@ type handshake struct {
 	// Used by the one goroutine that writes, and after its end.
 	told    bool // the server's INFO is through
 	in      bool
-	head    []byte          // of a line, as long as it may be a PING
-	final   strings.Builder // what it says instead of letting the client in
+	head    []byte          // begin of a line, as long as it may be a PING
+	final   strings.Builder // the server's words instead of letting the client in
 	dropped bool            // the server ended the connection, not the client
 }
 
@@ -30,8 +30,8 @@ func (h *handshake) Write(p []byte) (int, error) {
 	return h.w.Write(p)
 }
 
-// look reads lines: INFO first; then PINGs, which everyone gets; then an error,
-// or anything else, which only clients get.
+// look reads lines: INFO first, then PINGs, which come to all connections. Then an
+// error comes, or anything else, by which the server lets the client in.
 func (h *handshake) look(p []byte) {
 	for _, c := range p {
 		switch {
@@ -57,8 +57,8 @@ func (h *handshake) look(p []byte) {
 
 const pingLine = "PING\r\n"
 
-// refusal is the server's word to a client that it has not let in; "" when it
-// was let in, or went away by itself.
+// refusal is the server's reason for not letting a client in; "" if the client was
+// let in, or went away by itself.
 func (h *handshake) refusal() string {
 	switch {
 	case h.in:

@@ -12,12 +12,12 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// hostID is under which the agent of a server's process is asked to register
-// others: a rank that joins knows the address only.
+// hostID is the id under which a rank that joins asks the server's agent for its
+// registration: the rank knows that agent's address only.
 const hostID core.AgentID = "bootstrap"
 
-// openJoin makes the server behind another agent's bootstrap port this agent's
-// home. That agent may be up last.
+// openJoin makes the server behind another agent's bootstrap port this agent's home,
+// and waits for it.
 func (b *Bus) openJoin() error {
 	at, err := ParseAddress(b.opt.Join)
 	if err != nil {
@@ -34,7 +34,7 @@ func (b *Bus) openJoin() error {
 		if wait <= 0 || errors.Is(err, nats.ErrAuthorization) || tlsError(err) {
 			return fmt.Errorf("joining the engine's first rank, %v after the first try: %w", time.Since(began).Round(time.Millisecond), err)
 		}
-		b.log.Sugar().Debugf("natsbus: the first rank is waited for: %v", err)
+		b.log.Sugar().Debugf("natsbus: waiting for the first rank: %v", err)
 		_ = pause(b.ctx, min(wait, joinPause))
 	}
 }
@@ -42,8 +42,7 @@ func (b *Bus) openJoin() error {
 // joinPause is between two tries to reach the server of a first rank.
 const joinPause = 200 * time.Millisecond
 
-// join asks the agent whose server this one uses to do with its registration as j
-// says.
+// join asks the agent whose server this one uses to make, renew or end a registration.
 func (b *Bus) join(ctx context.Context, reg *registration, j *wire.Join) error {
 	j.Agent = new(wire.Agent)
 	if err := wire.Decode(reg.value, j.Agent); err != nil {
@@ -54,7 +53,7 @@ func (b *Bus) join(ctx context.Context, reg *registration, j *wire.Join) error {
 	case err != nil:
 		return err
 	case rep.Code != 0:
-		return fmt.Errorf("the agent at that port does not register %s: %s", reg.what, rep.Reason)
+		return fmt.Errorf("the agent at that port does not register %s: %s", reg.name, rep.Reason)
 	}
 	reg.since = max(reg.since, rep.Since)
 	return nil
@@ -63,22 +62,22 @@ func (b *Bus) join(ctx context.Context, reg *registration, j *wire.Join) error {
 // TTL is how long a registration outlives its last renewal.
 func (b *Bus) TTL() time.Duration { return b.opt.TTL }
 
-// Host renews, or makes, another agent's registration at this process's own server.
-// since orders the agents of one rank, as the result does from now on; fresh says
-// that the agent is new, and takes the rank over.
+// Host makes or renews another agent's registration at this process's own server.
+// since orders the agents of one rank, and the result replaces it. fresh says that the
+// agent is new and takes the rank over.
 func (b *Bus) Host(ctx context.Context, a *wire.Agent, fresh bool, since int64) (int64, error) {
 	l, reg, err := b.guest(a, since)
 	if err == nil {
 		err = b.put(ctx, l, reg, fresh)
 	}
 	if err == nil && reg.taken != "" {
-		err = fmt.Errorf("the newer agent %s has taken %s over from agent %s", reg.taken, reg.what, reg.id)
+		err = fmt.Errorf("the newer agent %s has taken %s over from agent %s", reg.taken, reg.name, reg.id)
 	}
 	return reg.since, err
 }
 
-// Unhost ends another agent's registration at this process's own server, if there
-// is none of a newer one.
+// Unhost ends another agent's registration at this process's own server, unless a
+// newer agent has taken the rank over.
 func (b *Bus) Unhost(ctx context.Context, a *wire.Agent) error {
 	l, reg, err := b.guest(a, 0)
 	if err != nil {

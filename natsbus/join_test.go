@@ -115,7 +115,7 @@ func TestJoinWaits(t *testing.T) {
 		opened <- b
 	}()
 	eventually(t, "the first try", func() error {
-		if logs.FilterMessageSnippet("waited for").Len() == 0 {
+		if logs.FilterMessageSnippet("waiting for the first rank").Len() == 0 {
 			return errors.New("not yet")
 		}
 		return nil

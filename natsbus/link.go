@@ -22,19 +22,20 @@ import (
 const (
 	linkPing      = time.Second // two unanswered ones end the connection
 	reconnectWait = 200 * time.Millisecond
-	// A link that has stood for steadyLink is dialled again within firstWait when
-	// it breaks: its agent is missed. The time spreads those of a server that went.
+	// When a link breaks that has stood for steadyLink, it is dialled again within
+	// firstWait, since the agent is missed. The wait is random, so that the links of a
+	// server that went do not come at once.
 	steadyLink = time.Second
 	firstWait  = 50 * time.Millisecond
 	// farewell is how long an open connection may take to send what it holds.
 	farewell = time.Second
-	// defaultIdle is how long a broken link is kept that nobody uses.
+	// defaultIdle is how long a broken link is kept without use.
 	defaultIdle = time.Minute
 )
 
-// link is a connection to one NATS server or cluster that comes back by
-// itself. Its state is kept here, from nats.go's callbacks, since nats.go's own
-// methods wait while it dials.
+// link is a connection to one NATS server or cluster that comes back by itself. It
+// keeps its state from nats.go's callbacks, since nats.go's own methods wait while it
+// dials.
 type link struct {
 	bus  *Bus
 	kind linkKind
@@ -44,8 +45,8 @@ type link struct {
 	nc   *nats.Conn
 	js   jetstream.JetStream
 	gone chan struct{} // closed when nats.go has closed the connection for good
-	// ranks is the registry's stream as it was found last, so that a read needs
-	// no answer from the stream's leader.
+	// ranks is the registry's stream, kept so that a read needs no answer from the
+	// stream's leader.
 	ranks atomic.Pointer[jetstream.Stream]
 
 	mu      sync.Mutex
@@ -126,8 +127,8 @@ func (b *Bus) connect(kind linkKind, via core.Via, name, urls string, open func(
 	return l, nil
 }
 
-// interrupted: the server's first ping, which it sends after a second, came into
-// a handshake that took as long; nats.go has no type for it.
+// interrupted: the handshake took a second, and the server's first ping came into it.
+// nats.go has no type for that error.
 func interrupted(err error) bool { return strings.Contains(err.Error(), "expected 'PONG', got 'PING'") }
 
 // subscribe makes this agent reachable over the link, if it serves. The queue
@@ -140,7 +141,7 @@ func (l *link) subscribe() error {
 	if err != nil {
 		return err
 	}
-	if l.kind == homeLink { // ranks without a server of their own ask whoever has it
+	if l.kind == homeLink { // ranks without a server of their own ask this agent
 		if _, err := l.nc.Subscribe(subject(hostID), func(m *nats.Msg) { l.bus.arrived(l, m) }); err != nil {
 			return err
 		}
@@ -150,15 +151,15 @@ func (l *link) subscribe() error {
 	l.mu.Lock()
 	l.sub, l.deaf = sub, deaf
 	l.mu.Unlock()
-	// From here on the server knows. A link that is down tells it later.
+	// After the flush the server knows the subscription. A link that is down tells it later.
 	if err := l.nc.FlushTimeout(l.bus.opt.ConnectTimeout); err != nil && !broken(err) {
 		return err
 	}
 	return nil
 }
 
-// quit ends the subscription and waits until all requests that came are with
-// their handlers: later ones find nobody, which is a better answer than none.
+// quit ends the subscription and waits until all requests that came are with their
+// handlers. A later request learns at once that nobody listens.
 func (l *link) quit(ctx context.Context) {
 	l.mu.Lock()
 	sub, deaf, session := l.sub, l.deaf, l.session
@@ -257,7 +258,7 @@ func (l *link) reconnected() {
 	}
 }
 
-// failed notes why the link does not come back, or cannot do something.
+// failed notes an error of the link.
 func (l *link) failed(err error) {
 	l.mu.Lock()
 	if l.session.Err() != nil {
@@ -267,8 +268,8 @@ func (l *link) failed(err error) {
 	l.bus.log.Sugar().Debugf("natsbus: %s: %v", l.name, err)
 }
 
-// closed is nats.go's last word, also when the server ended the connection
-// with an error that forbids to come back.
+// closed is nats.go's last callback. It also comes when the server ended the
+// connection with an error after which nats.go does not dial again.
 func (l *link) closed(nc *nats.Conn) {
 	l.mu.Lock()
 	l.end()
@@ -291,7 +292,7 @@ func (l *link) closed(nc *nats.Conn) {
 	}
 }
 
-// expire drops a link that is broken and that nobody wants.
+// expire drops a link that is broken and unused.
 func (l *link) expire() {
 	defer safe.Recover("natsbus.link.expire")
 	l.mu.Lock()
@@ -308,8 +309,8 @@ func (l *link) expire() {
 	l.bus.drop(l)
 }
 
-// current returns the context of the connection as it is now; ok is false when
-// the link is down.
+// current returns the context of the present connection; ok is false while the link
+// is down.
 func (l *link) current() (session context.Context, ok bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -382,7 +383,7 @@ func (l *link) close() {
 	}
 }
 
-// either returns the first of two causes that there is.
+// either returns the first of two causes that is not nil.
 func either(a, b error) error {
 	if a != nil {
 		return a

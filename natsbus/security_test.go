@@ -1,9 +1,6 @@
 package natsbus
 
 import (
-	"bufio"
-	"crypto/tls"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
@@ -11,14 +8,12 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nkeys"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
-	"github.com/kvconn/kvconn/internal/nettest"
 )
 
 func newNKey(t testing.TB) (seed, public string) {
@@ -195,185 +190,6 @@ func TestPermissions(t *testing.T) {
 			t.Errorf("%q may publish", name)
 		}
 	}
-}
-
-// The name of the own agent's way in is of no use without its secret, and a
-// signature is of no use for another connection.
-func TestForgedProofs(t *testing.T) {
-	leaktest.Check(t)
-	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right"})
-	key, public, err := tokenKey("right")
-	if err != nil {
-		t.Fatal(err)
-	}
-	old, err := key.Sign([]byte("another nonce"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, connect := range []string{
-		`{}`, `{"user":"kvconn-home","pass":""}`, `{"user":"kvconn-home"}`, `{"user":"kvconn-home","pass":"right"}`,
-		`{"auth_token":""}`, `{"auth_token":"Right"}`, `{"nkey":"` + public + `"}`,
-		`{"nkey":"` + public + `","sig":"` + base64.RawURLEncoding.EncodeToString(old) + `"}`,
-		`{"nkey":"` + public + `","sig":"%"}`, `{"nkey":"U","sig":"x"}`, `{"jwt":"x","sig":"y"}`,
-	} {
-		_, _, br := rawUpgrade(t, p.addr, good+"CONNECT "+connect+"\r\nPING\r\n")
-		text, err := io.ReadAll(br)
-		if err != nil || !strings.Contains(string(text), "Authorization Violation") || strings.Contains(string(text), "PONG") {
-			t.Errorf("%s: %q, %v", connect, text, err)
-		}
-	}
-	// The token itself is as good: other NATS clients give it.
-	_, _, br := rawUpgrade(t, p.addr, good+"CONNECT {\"auth_token\":\"right\",\"verbose\":false}\r\nPING\r\n")
-	if !strings.HasPrefix(line(t, br), "INFO ") || line(t, br) != "PONG\r\n" {
-		t.Error("the token is refused")
-	}
-}
-
-func line(t testing.TB, br *bufio.Reader) string {
-	t.Helper()
-	s, err := br.ReadString('\n')
-	if err != nil {
-		t.Fatal(err)
-	}
-	return s
-}
-
-// Who does not prove itself is sent away, holds no place of a client's, and
-// cannot do anything before.
-func TestStrangersAreBounded(t *testing.T) {
-	leaktest.Check(t)
-	log, logs := observed()
-	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right", MaxConns: 1, Logger: log})
-	_, _, br := rawUpgrade(t, p.addr, good+"SUB > 1\r\n")
-	if text, err := io.ReadAll(br); err != nil || !strings.Contains(string(text), "Authorization Violation") {
-		t.Fatalf("%q, %v", text, err)
-	}
-	var strangers []*bufio.Reader
-	for len(strangers) < maxHandshakes {
-		status, _, br := rawUpgrade(t, p.addr, good)
-		if status == 503 {
-			break // some have been sent away meanwhile, or the bound is reached
-		}
-		strangers = append(strangers, br)
-	}
-	if len(strangers) == 0 {
-		t.Fatal("no stranger got as far as the handshake")
-	}
-	p.mu.Lock()
-	waiting := len(p.conns) - p.clients
-	p.mu.Unlock()
-	if waiting > maxHandshakes {
-		t.Errorf("%d connections are in the handshake", waiting)
-	}
-	for _, br := range strangers {
-		// The server's last word is sometimes lost, by its own doing.
-		if text, err := io.ReadAll(br); err != nil || strings.Contains(string(text), "PONG") {
-			t.Fatalf("%q, %v", text, err)
-		}
-	}
-	eventually(t, "the log tells of them, and not of each", func() error {
-		n := logs.FilterMessageSnippet("is refused: Authentication Timeout").Len() + logs.FilterMessageSnippet("is refused: it did not prove itself").Len()
-		if n == 0 || n > 20 {
-			return fmt.Errorf("%d lines", n)
-		}
-		return nil
-	})
-	d := newBus(t, Options{AgentID: "D", Token: "right"})
-	if _, _, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url()}); !errors.Is(err, core.ErrNotRegistered) {
-		t.Fatal(err)
-	}
-	p.mu.Lock()
-	clients := p.clients
-	p.mu.Unlock()
-	if clients != 1 {
-		t.Errorf("%d clients are counted", clients)
-	}
-	closeBus(t, d)
-	eventually(t, "the client's place is free", func() error {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		if p.clients != 0 || len(p.conns) != 0 {
-			return fmt.Errorf("%d clients, %d connections", p.clients, len(p.conns))
-		}
-		return nil
-	})
-}
-
-func TestTLSBootstrap(t *testing.T) {
-	leaktest.Check(t)
-	ours, theirs := nettest.NewAuthority(t), nettest.NewAuthority(t)
-	later, before := time.Now().Add(time.Hour), time.Now().Add(-time.Minute)
-	open := func(secure *tls.Config) *port {
-		p := newSecurePort(t, "127.0.0.1:0", ServerOptions{Token: "right"}, secure)
-		prefill := newBus(t, Options{AgentID: "P", Server: p.Server, Token: "right"})
-		serve(prefill)
-		register(t, prefill, "e")
-		return p
-	}
-	good, plain := open(ours.Server(later, "127.0.0.1")), open(nil)
-	expired, other := open(ours.Server(before, "127.0.0.1")), open(ours.Server(later, "elsewhere"))
-	for what, c := range map[string]struct {
-		at   string
-		opt  Options
-		want string // "" for success
-	}{
-		"trusted":                {good.url(), Options{TLS: ours.Client()}, ""},
-		"http that means https":  {"http://" + good.addr, Options{TLS: ours.Client(), OnlyTLS: true}, ""},
-		"unknown authority":      {good.url(), Options{TLS: theirs.Client()}, "tls_ca_file"},
-		"system's authorities":   {good.url(), Options{}, "tls_ca_file"},
-		"expired":                {expired.url(), Options{TLS: ours.Client()}, "tls_cert_file"},
-		"another host's":         {other.url(), Options{TLS: ours.Client()}, "another host"},
-		"http to a TLS port":     {"http://" + good.addr, Options{}, "speaks https"},
-		"https to a plain port":  {"https://" + plain.addr, Options{TLS: ours.Client()}, "speaks no TLS"},
-		"plain where TLS is due": {plain.url(), Options{TLS: ours.Client(), OnlyTLS: true}, "speaks no TLS"},
-	} {
-		c.opt.AgentID, c.opt.Token, c.opt.ConnectTimeout = "D", "right", within
-		d := newBus(t, c.opt)
-		serve(d)
-		_, via, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: c.at})
-		if c.want == "" {
-			if err != nil {
-				t.Errorf("%s: %v", what, err)
-				continue
-			}
-			if want := core.Via("https://" + good.addr); via != want {
-				t.Errorf("%s: via %q, want %q", what, via, want)
-			}
-			ask(t, d, via, "P", "P via : hello D")
-			continue
-		}
-		mustBe(t, err, core.ErrUnreachable)
-		if !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), strings.TrimPrefix(strings.TrimPrefix(c.at, "http://"), "https://")) {
-			t.Errorf("%s: error %q, want %q and the address in it", what, err, c.want)
-		}
-	}
-}
-
-// The connection comes back over TLS after a break, and Close does not wait for
-// a peer that does not read.
-func TestTLSLinkComesBack(t *testing.T) {
-	leaktest.Check(t)
-	ca := nettest.NewAuthority(t)
-	p := newSecurePort(t, "127.0.0.1:0", ServerOptions{}, ca.Server(time.Now().Add(time.Hour), "127.0.0.1"))
-	prefill := newBus(t, Options{AgentID: "P", Server: p.Server})
-	serve(prefill)
-	register(t, prefill, "e")
-	px := newProxy(t, p.addr)
-	d := newBus(t, Options{AgentID: "D", TLS: ca.Client()})
-	_, via, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: "https://" + px.Addr().String()})
-	if err != nil {
-		t.Fatal(err)
-	}
-	px.mu.Lock()
-	for _, c := range px.conns {
-		_ = c.Close()
-	}
-	px.mu.Unlock()
-	eventually(t, "the way back", func() error {
-		_, err := d.Request(ctxOf(t, time.Second), via, "P", hello("D"))
-		return err
-	})
-	px.frozen.Store(true)
 }
 
 // Allow is asked before anything is sent, and again about the address.

@@ -48,11 +48,11 @@ const (
 type ServerOptions struct {
 	// Owner is the agent of this process: no client may go by its id.
 	Owner core.AgentID
-	// Token, when not empty, is what a client must know; it proves that without
-	// sending it.
+	// Token, if not empty, is a secret that a client must know. The client proves it
+	// without sending the token.
 	Token string
-	// NKeys are the public user nkeys that are let in too. With neither a token
-	// nor keys everyone is.
+	// NKeys are public user nkeys that are let in too. With neither a token nor keys
+	// all clients are let in.
 	NKeys []string
 	// MaxConns bounds the upgraded connections at one time; 0 means 4096.
 	MaxConns int
@@ -73,7 +73,7 @@ type Server struct {
 	mu      sync.Mutex
 	closed  bool
 	conns   map[*upgraded]struct{}
-	clients int            // of conns, those that were let in
+	clients int            // connections of conns that were let in
 	wg      sync.WaitGroup // of upgraded connections
 
 	refused ratelog.Limit
@@ -184,8 +184,8 @@ var errServerClosed = errors.New("the embedded nats server is closed")
 // one of this server's NATS connections.
 func (s *Server) Handler() http.Handler { return http.HandlerFunc(s.upgrade) }
 
-// serverLogger gives the server's log to zap. What the server calls fatal
-// would end the process; here it ends the start.
+// serverLogger gives the server's log to zap. A fatal line would end the process;
+// here it ends the start.
 type serverLogger struct {
 	log *zap.SugaredLogger
 
@@ -212,7 +212,7 @@ func (l *serverLogger) Fatalf(format string, v ...any) {
 func (l *serverLogger) Noticef(format string, v ...any) { l.log.Debugf("nats: "+format, v...) }
 func (l *serverLogger) Warnf(format string, v ...any)   { l.log.Warnf("nats: "+format, v...) }
 
-// Errorf leaves out who was refused: the upgrade knows from where that came.
+// Errorf does not log refused clients: the upgrade does, with their addresses.
 func (l *serverLogger) Errorf(format string, v ...any) {
 	text := fmt.Sprintf("nats: "+format, v...)
 	if strings.Contains(text, server.ErrAuthentication.Error()) || strings.Contains(text, server.ErrAuthTimeout.Error()) {

@@ -13,13 +13,13 @@ const (
 	storeLock   = "lock"
 )
 
-// store is the folder in which the embedded server keeps what little it writes.
+// store is the folder for the embedded server's few files.
 type store struct {
 	dir  string
 	lock *os.File // locked for as long as the process lives
 }
 
-// newStore makes a folder, and removes those of processes that were killed.
+// newStore makes a folder, and removes the folders of processes that were killed.
 func newStore() (*store, error) {
 	sweepStores(os.TempDir())
 	var failure error
@@ -56,8 +56,8 @@ func lockStore(dir string, flag int) (*os.File, error) {
 	return f, nil
 }
 
-// sweepStores removes the folders that nobody holds the lock of. One without a
-// lock file is being made at this moment, or is not ours: it stays.
+// sweepStores removes the folders whose lock no process holds. A folder without a lock
+// file stays: another process is making it, or it is not ours.
 func sweepStores(tmp string) {
 	dirs, _ := filepath.Glob(filepath.Join(tmp, storePrefix+"*"))
 	for _, dir := range dirs {

@@ -33,7 +33,7 @@ type upgraded struct {
 }
 
 func (u *upgraded) close() {
-	// Both are being given up: nothing is left to tell.
+	// Errors of closing do not matter here.
 	_ = hangUp(u.peer)
 	_ = u.server.Close()
 }
@@ -101,8 +101,8 @@ func (s *Server) upgrade(w http.ResponseWriter, r *http.Request) {
 		u.close()
 	}
 	<-both
-	// What the client still sends is read, else the system would throw away what
-	// the client has not read yet: why it was sent away.
+	// Read the rest of the client's bytes. Otherwise the system would drop the bytes
+	// that the client has not read yet, which say why it was refused.
 	_, _ = io.Copy(io.Discard, peer)
 	u.close()
 	if why := hs.refusal(); why != "" && !s.isClosed() {
@@ -155,8 +155,8 @@ func (s *Server) connected(u *upgraded, peer, inside net.Conn) bool {
 	return !s.closed
 }
 
-// letIn counts a connection that has proved itself: strangers cannot take the
-// places of clients.
+// letIn counts a connection that has proved itself. Connections that have not done so
+// cannot take the places of clients.
 func (s *Server) letIn(u *upgraded) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -195,14 +195,14 @@ func hasToken(values []string, want string) bool {
 	return false
 }
 
-// dialer makes a link's connections: nats.go calls Dial again at each
-// reconnect, with its lock held, so that only abort can end one early.
+// dialer makes a link's connections. nats.go calls Dial at each reconnect with its
+// own lock held, so that only abort can end it early.
 type dialer struct {
 	open    func(ctx context.Context) (net.Conn, error)
 	timeout time.Duration
 	ctx     context.Context
 	cancel  context.CancelFunc
-	bare    bool // never TLS within: its guard must see what nats.go reads
+	bare    bool // nats.go adds no TLS: the guard must see the bytes that nats.go reads
 
 	mu      sync.Mutex
 	aborted bool
@@ -246,7 +246,7 @@ func (d *dialer) failure() error {
 	return d.err
 }
 
-// abort ends what is under way on the link without a farewell.
+// abort ends a Dial that is under way and the last connection, without a farewell.
 func (d *dialer) abort() {
 	d.cancel()
 	d.mu.Lock()
@@ -262,7 +262,7 @@ func dialTCP(ctx context.Context) (net.Conn, error) {
 	return nd.DialContext(ctx, "tcp", ctx.Value(addrKey{}).(string))
 }
 
-// wantsTLS is what net/http answers to plain HTTP on a TLS port.
+// wantsTLS is net/http's answer to plain HTTP on a TLS port.
 const wantsTLS = "HTTP request to an HTTPS server"
 
 // errBusy: the server has no place at this moment.
@@ -304,8 +304,8 @@ func clientUpgrade(conn net.Conn, host string) (net.Conn, error) {
 	return &upgradedConn{Conn: conn, r: br}, nil
 }
 
-// upgradedConn reads first what came in one packet with the HTTP answer, and
-// nothing that its guard refuses.
+// upgradedConn first reads the bytes that came in one packet with the HTTP answer. Its
+// guard sees all bytes before the caller does.
 type upgradedConn struct {
 	net.Conn
 	r       *bufio.Reader // nil when it is empty

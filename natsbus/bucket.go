@@ -1,0 +1,274 @@
+package natsbus
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+const (
+	bucket  = "kvconn_ranks"
+	stream  = "KV_" + bucket
+	subtree = "$KV." + bucket + "."
+
+	// sinceHeader orders the agents that register one rank: the newest wins,
+	// also when the bucket was lost and all of them come back at once.
+	sinceHeader  = "Kvconn-Since"
+	opHeader     = "KV-Operation"
+	markerHeader = "Nats-Marker-Reason"
+
+	// markerTTL is how long the registry remembers that a key has ended. All
+	// agents must create the bucket alike.
+	markerTTL = 10 * time.Second
+
+	// attemptTime bounds one request to the registry of a cluster, which does not
+	// answer while it has no leader. attemptPause is between two requests.
+	attemptTime  = time.Second
+	attemptPause = 200 * time.Millisecond
+	staleReads   = 10
+
+	maxListed   = 16  // engines named in an error
+	maxEngines  = 256 // engines of one registry that a Lookup without EngineID reads
+	goodbyeWait = time.Second
+)
+
+// record is the registry's entry under a key. If agent is nil, the entry has ended or
+// never existed.
+type record struct {
+	agent *wire.Agent
+	since int64
+	seq   uint64
+}
+
+// rankKey encodes any engine id, since a key has letters, digits and a few other
+// characters. A key has no dp rank: each dp rank is an engine with an id of its own.
+func rankKey(engine string, tp, pp int) string {
+	return subtree + "e" + base64.RawURLEncoding.EncodeToString([]byte(engine)) + rankSuffix(tp, pp)
+}
+
+func rankSuffix(tp, pp int) string {
+	return fmt.Sprintf(".%d.%d", tp, pp)
+}
+
+// keyName is a key in a form for readers.
+func keyName(key string) string {
+	engine, rank, _ := strings.Cut(strings.TrimPrefix(key, subtree), ".")
+	raw, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(engine, "e"))
+	if err != nil || strconv.Quote(rank) != `"`+rank+`"` { // a stranger's registry may say anything
+		return fmt.Sprintf("%.300q", key)
+	}
+	return fmt.Sprintf("%q rank %s", raw, rank)
+}
+
+func wrongSequence(err error) bool {
+	var api *jetstream.APIError
+	return errors.As(err, &api) && (api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequence ||
+		api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequenceConstant)
+}
+
+// failure explains an error of the registry.
+func (l *link) failure(session context.Context, err error) error {
+	switch {
+	case session.Err() != nil, broken(err):
+		return unreachable(l.name, either(l.why(), err))
+	case errors.Is(err, nats.ErrNoResponders), errors.Is(err, jetstream.ErrNoStreamResponse), errors.Is(err, jetstream.ErrJetStreamNotEnabled):
+		return fmt.Errorf("the registry at %s does not answer, is JetStream enabled (nats-server -js)? %w", l.name, err)
+	}
+	return fmt.Errorf("the registry at %s: %w", l.name, err)
+}
+
+// patiently repeats a request to a cluster's registry until ctx ends, while the
+// registry does not answer in time or has no leader.
+func (l *link) patiently(ctx context.Context, ask func(context.Context) error) error {
+	if l.kind != clusterLink {
+		return ask(ctx)
+	}
+	for {
+		attempt, cancel := context.WithTimeout(ctx, attemptTime)
+		err := ask(attempt)
+		late := attempt.Err() != nil
+		cancel()
+		var api *jetstream.APIError
+		if errors.As(err, &api) && (api.ErrorCode == errNotAvailable || api.ErrorCode == errNotLeader) ||
+			errors.Is(err, nats.ErrNoResponders) || errors.Is(err, jetstream.ErrNoStreamResponse) {
+			late = true // only a leader listens
+		}
+		if wrongSequence(err) {
+			late = true // an earlier attempt is on its way into the log
+		}
+		if err == nil || !late && !errors.Is(err, core.ErrUnreachable) || l.over() {
+			return err
+		}
+		if pause(ctx, attemptPause) != nil {
+			return fmt.Errorf("%w: %s: its registry has no leader at this moment, or does not answer: %w", core.ErrUnreachable, l.name, err)
+		}
+	}
+}
+
+// over: the link will not come back.
+func (l *link) over() bool {
+	select {
+	case <-l.gone:
+		return true
+	case <-l.bus.ctx.Done():
+		return true
+	default:
+		return false
+	}
+}
+
+// Error codes of a JetStream cluster that nats.go has no names for.
+const (
+	errNoPeers      jetstream.ErrorCode = 10005 // not as many servers as replicas
+	errNotAvailable jetstream.ErrorCode = 10008 // no leader
+	errNotLeader    jetstream.ErrorCode = 10009
+	errResources    jetstream.ErrorCode = 10023 // as errNoPeers, of older servers
+	errNoReplicas   jetstream.ErrorCode = 10074 // no cluster
+)
+
+func (l *link) createBucket(ctx context.Context) error {
+	create := func(replicas int) error {
+		_, err := l.js.CreateKeyValue(ctx, jetstream.KeyValueConfig{
+			Bucket: bucket, Description: "kvconn: prefill ranks", History: 1, Replicas: replicas,
+			Storage: jetstream.MemoryStorage, LimitMarkerTTL: markerTTL,
+		})
+		if errors.Is(err, jetstream.ErrBucketExists) {
+			return nil // it has other settings; publishing tells whether they will do
+		}
+		return err
+	}
+	replicas := l.bus.opt.Replicas
+	switch {
+	case replicas > 0:
+		if err := create(replicas); err != nil {
+			return fmt.Errorf("a registry of %d replicas (nats_replicas): %w", replicas, err)
+		}
+		return nil
+	case l.kind != clusterLink:
+		return create(1)
+	}
+	err := create(clusterReplicas)
+	var api *jetstream.APIError
+	if !errors.As(err, &api) || api.ErrorCode != errNoPeers && api.ErrorCode != errNoReplicas && api.ErrorCode != errResources {
+		return err
+	}
+	if known := len(l.nc.Servers()); known >= clusterReplicas {
+		l.bus.log.Sugar().Warnf("natsbus: %s has %d servers, but not %d for the registry: if the registry's one server ends, so does the registry; delete stream %s when all servers are up: %v",
+			l.name, known, clusterReplicas, stream, err)
+	}
+	return create(1)
+}
+
+// clusterReplicas is how many servers hold the registry of a cluster that has as many.
+const clusterReplicas = 3
+
+func (l *link) read(ctx context.Context, key string) (record, error) {
+	r, err := l.readOnce(ctx, key)
+	if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) && ctx.Err() == nil && l.ranks.Swap(nil) != nil {
+		r, err = l.readOnce(ctx, key) // the stream may have been replaced
+	}
+	if errors.Is(err, jetstream.ErrStreamNotFound) || errors.Is(err, jetstream.ErrMsgNotFound) {
+		return record{}, nil
+	}
+	return r, err
+}
+
+func (l *link) readOnce(ctx context.Context, key string) (record, error) {
+	if l.kind == clusterLink && l.ranks.Load() == nil {
+		if r, err := l.readAny(ctx, key); err != nil || r.agent != nil {
+			return r, err
+		}
+	}
+	st, err := l.registry(ctx)
+	if err != nil {
+		return record{}, err
+	}
+	return readKey(ctx, st, key)
+}
+
+// readAny reads an entry from any replica. It is for a link that has not found the
+// stream yet, for which it needs the leader. If the result has no agent, the leader
+// must be asked.
+func (l *link) readAny(ctx context.Context, key string) (record, error) {
+	m, err := l.nc.RequestWithContext(ctx, "$JS.API.DIRECT.GET."+stream+"."+key, nil)
+	if errors.Is(err, nats.ErrNoResponders) {
+		return record{}, nil
+	}
+	if err != nil {
+		return record{}, err
+	}
+	seq, err := strconv.ParseUint(m.Header.Get(jetstream.SequenceHeader), 10, 64)
+	if err != nil { // a status, like "not found"
+		return record{}, nil
+	}
+	return recordOf(seq, m.Header, m.Data, key)
+}
+
+// registry finds the stream, once.
+func (l *link) registry(ctx context.Context) (jetstream.Stream, error) {
+	if st := l.ranks.Load(); st != nil {
+		return *st, nil
+	}
+	st, err := l.js.Stream(ctx, stream)
+	if err != nil {
+		return nil, err
+	}
+	l.ranks.Store(&st)
+	return st, nil
+}
+
+func readKey(ctx context.Context, st jetstream.Stream, key string) (record, error) {
+	m, err := st.GetLastMsgForSubject(ctx, key)
+	if err != nil {
+		return record{}, err
+	}
+	return recordOf(m.Sequence, m.Header, m.Data, key)
+}
+
+func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, error) {
+	r := record{seq: seq}
+	if header.Get(opHeader) != "" || header.Get(markerHeader) != "" {
+		return r, nil
+	}
+	// An unreadable time counts as older than any other.
+	r.since, _ = strconv.ParseInt(header.Get(sinceHeader), 10, 64)
+	r.agent = new(wire.Agent)
+	if err := wire.Decode(data, r.agent); err != nil {
+		return record{}, fmt.Errorf("the entry of %s: %w", keyName(key), err)
+	}
+	return r, nil
+}
+
+// list asks the stream's leader for the keys under a filter. Keys whose entries have
+// just ended are among them.
+func (l *link) list(ctx context.Context, filter string) ([]string, error) {
+	st, err := l.registry(ctx)
+	var info *jetstream.StreamInfo
+	if err == nil {
+		info, err = st.Info(ctx, jetstream.WithSubjectFilter(filter))
+	}
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	subjects := info.State.Subjects
+	keys := make([]string, 0, len(subjects))
+	for key := range subjects {
+		keys = append(keys, key)
+	}
+	slices.Sort(keys)
+	return keys, nil
+}

@@ -1,0 +1,210 @@
+package natsbus
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// entry is a link that is there or being made.
+type entry struct {
+	ready chan struct{} // closed when link or err is set
+	link  *link
+	err   error
+}
+
+func (b *Bus) homeLink() *link {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.home
+}
+
+// link returns the link to a bootstrap address, and makes it if there is none.
+func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
+	if b.ctx.Err() != nil {
+		return nil, errClosed
+	}
+	if b.opt.ClusterURL != "" || addr == "" {
+		if home := b.homeLink(); home != nil {
+			return home, nil
+		}
+		return nil, fmt.Errorf("%w: no bootstrap address is given, and this agent has no server or cluster of its own", core.ErrUnreachable)
+	}
+	at, err := ParseAddress(addr)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", core.ErrUnreachable, err)
+	}
+	at.TLS = at.TLS || b.opt.OnlyTLS
+	via := core.Via(at.String())
+	var control Control
+	if b.opt.Allow != nil {
+		if control, err = b.opt.Allow(at.Name); err != nil {
+			return nil, fmt.Errorf("bootstrap address %q: %w", addr, err)
+		}
+	}
+	b.mu.Lock()
+	e := b.links[via]
+	if e == nil {
+		if b.down {
+			b.mu.Unlock()
+			return nil, errClosed
+		}
+		if len(b.links) >= maxLinks {
+			b.mu.Unlock()
+			return nil, fmt.Errorf("%w: bootstrap address %s: %d others are in use, the most there can be", core.ErrUnreachable, via, maxLinks)
+		}
+		e = &entry{ready: make(chan struct{})}
+		b.links[via] = e
+		b.mu.Unlock()
+		if !b.spawn("natsbus.connect", func() { b.connectEntry(e, via, at, control) }) {
+			b.settle(e, via, nil, errClosed)
+		}
+	} else {
+		b.mu.Unlock()
+	}
+	select {
+	case <-e.ready: // as nearly always; ctx may have ended too
+		return e.link, e.err
+	default:
+	}
+	bound := time.NewTimer(b.opt.ConnectTimeout)
+	defer bound.Stop()
+	select {
+	case <-e.ready:
+		return e.link, e.err
+	case <-bound.C:
+		return nil, unreachable("bootstrap address "+string(via), fmt.Errorf("no connection within %v", b.opt.ConnectTimeout))
+	case <-ctx.Done():
+		return nil, unreachable("bootstrap address "+string(via), fmt.Errorf("still connecting: %w", ctx.Err()))
+	}
+}
+
+func (b *Bus) connectEntry(e *entry, via core.Via, at Address, control Control) {
+	l, err := (*link)(nil), errors.New("a fault while connecting, see the log")
+	defer func() { b.settle(e, via, l, err) }() // also after a panic
+	l, err = b.connectPort(portLink, via, at, control)
+}
+
+func (b *Bus) connectPort(kind linkKind, via core.Via, at Address, control Control) (*link, error) {
+	var secure *tls.Config
+	if at.TLS {
+		if secure = b.opt.TLS; secure == nil {
+			secure = &tls.Config{}
+		}
+	}
+	return b.connect(kind, via, "bootstrap address "+at.String(), "nats://"+at.Host, dialUpgrade(at, secure, control))
+}
+
+// settle ends the making of a link.
+func (b *Bus) settle(e *entry, via core.Via, l *link, err error) {
+	b.mu.Lock()
+	if err == nil {
+		select {
+		case <-l.gone: // it ended before it was in the map
+			err = unreachable(l.name, l.why())
+		default:
+		}
+	}
+	down := b.down
+	if err == nil && down {
+		err = errClosed
+	}
+	if err != nil && b.links[via] == e {
+		delete(b.links, via)
+	}
+	if e.err = err; err == nil {
+		e.link = l
+	}
+	b.mu.Unlock()
+	close(e.ready)
+	if down && l != nil {
+		l.close()
+	}
+}
+
+// drop closes a link that is broken and unused.
+func (b *Bus) drop(l *link) {
+	if b.forget(l) {
+		b.log.Sugar().Debugf("natsbus: dropped %s: not connected and not used for %v", l.name, b.opt.linkIdle)
+		b.spawn("natsbus.drop", l.close)
+	}
+}
+
+func (b *Bus) forget(l *link) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	e := b.links[l.via]
+	if e == nil || e.link != l || b.down {
+		return false
+	}
+	delete(b.links, l.via)
+	return true
+}
+
+// lost is called when a connection has ended for good, though this agent did not
+// close it. The next Lookup makes a new link; lost itself opens home again.
+func (b *Bus) lost(l *link) {
+	b.log.Sugar().Warnf("natsbus: the connection to %s was ended: %v", l.name, l.why())
+	if l.via != "" {
+		b.forget(l)
+		return
+	}
+	b.spawn("natsbus.reopen", func() {
+		for b.ctx.Err() == nil {
+			home, err := b.openHome()
+			if err == nil {
+				b.mu.Lock()
+				down := b.down
+				if !down {
+					b.home = home
+				}
+				b.mu.Unlock()
+				if down {
+					home.close()
+				} else if _, ok := home.current(); ok {
+					b.renewNow()
+				}
+				return
+			}
+			b.log.Sugar().Debugf("natsbus: %v", err)
+			select {
+			case <-b.ctx.Done():
+			case <-time.After(reconnectWait):
+			}
+		}
+	})
+}
+
+func (b *Bus) allLinks() []*link {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	var links []*link
+	for _, e := range b.links {
+		if e.link != nil {
+			links = append(links, e.link)
+		}
+	}
+	if b.home != nil {
+		links = append(links, b.home)
+	}
+	return links
+}
+
+// all calls f for all links at once.
+func all(links []*link, f func(*link)) {
+	var wg sync.WaitGroup
+	for _, l := range links {
+		wg.Add(1)
+		safe.Go("natsbus.Close", func() {
+			defer wg.Done()
+			f(l)
+		})
+	}
+	wg.Wait()
+}
