@@ -11,14 +11,14 @@ import (
 	"github.com/kvconn/kvconn/internal/ratelog"
 )
 
-// Access decides who may use the routes that change something. The zero value
-// lets everyone.
+// Access decides which requests may use the routes that change something. The zero
+// value lets all of them.
 type Access struct {
-	// Token is what the header "Authorization: Bearer TOKEN" must hold.
+	// Token must be in the header "Authorization: Bearer TOKEN".
 	Token string
-	// Closed refuses everyone where there is no token.
+	// Closed refuses all requests if there is no token.
 	Closed bool
-	// Logger gets a line for who is refused, with the address; it may be nil.
+	// Logger gets a line with the address of each client that is refused; it may be nil.
 	Logger *zap.Logger
 
 	refused ratelog.Limit

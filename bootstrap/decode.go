@@ -5,9 +5,9 @@ import (
 	"unicode/utf8"
 )
 
-// object is a JSON object of a request, and what is wrong with its fields. Those
-// that nobody takes are ignored, as pydantic does; unlike pydantic it takes no "3"
-// and no 3.0 for a number.
+// object is a JSON object of a request, and the errors of its fields. Unknown fields
+// are ignored, as pydantic does. Unlike pydantic, object takes no "3" and no 3.0 for a
+// number.
 type object struct {
 	fields map[string]json.RawMessage
 	bad    []FieldError

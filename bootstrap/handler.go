@@ -13,16 +13,16 @@ import (
 // MaxBody is the largest body of POST /register.
 const MaxBody = 64 << 10
 
-// exchange bounds reading a body and writing an answer: a peer that does
-// neither must not keep a goroutine. It is for the table's routes only, since
-// routes mounted beside them may stream.
+// exchange bounds the reading of a body and the writing of an answer, so that a peer
+// that does neither keeps no goroutine. It holds for the table's routes only, since
+// the handlers of extra may stream.
 const exchange = 10 * time.Second
 
 // NewHandler serves t at /register, /query and /health, its Routes at SGLang's
 // /route, /register_dp_rank and /query_dp_ranks, and the handlers of extra at their
-// http.ServeMux patterns. Access guards what changes something, nil means everyone; handlers in extra are wrapped in it by who gives them. A pattern in
-// extra that is malformed or taken panics, as http.ServeMux does: it is a fault
-// of the program.
+// http.ServeMux patterns. Access guards the routes that change something; nil lets
+// all requests pass. The caller wraps the handlers of extra itself. A pattern in extra
+// that is malformed or taken panics, as in http.ServeMux: it is a fault of the program.
 func NewHandler(t *Table, access *Access, extra map[string]http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("/register", access.Wrap(route(func(w http.ResponseWriter, r *http.Request) { register(t, w, r) }, http.MethodPost)))
@@ -53,8 +53,8 @@ func NewHandler(t *Table, access *Access, extra map[string]http.Handler) http.Ha
 	return unread(mux)
 }
 
-// unread ends a connection whose request's body is not all read when the answer
-// is there: net/http would wait for the rest, for ever, in one of few places.
+// unread ends a connection if the request's body is not read to its end when the
+// answer is written: net/http would wait for the rest, without a bound.
 func unread(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.ContentLength != 0 {
@@ -100,8 +100,8 @@ func route(h http.HandlerFunc, methods ...string) http.Handler {
 	})
 }
 
-// unbounded takes away what an earlier request on the same connection may have
-// left: net/http does not reset the write deadline between requests.
+// unbounded removes the write deadline of an earlier request on the same connection,
+// which net/http does not reset.
 func unbounded(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		deadline(w, time.Time{})
@@ -149,7 +149,7 @@ func register(t *Table, w http.ResponseWriter, r *http.Request) {
 	done(w, err)
 }
 
-// done answers for what was to be changed.
+// done answers a request that was to change something.
 func done(w http.ResponseWriter, err error) {
 	var (
 		invalid  *InvalidError

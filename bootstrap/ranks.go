@@ -24,24 +24,24 @@ func (s Sizes) String() string {
 	return fmt.Sprintf("dp %d cp %d tp %d pp %d", s.DP, s.CP, s.TP, s.PP)
 }
 
-// Rank is what GET /route says of one rank, and of the engine that it is of.
+// Rank is one rank as GET /route shows it, with its engine.
 type Rank struct {
 	Place Place
 	Sizes Sizes
 	// Host and Port are where the rank is reached.
 	Host string
 	Port int
-	// Info is what the engine's topology says beside the sizes. It is not copied.
+	// Info has the members of the engine's topology beside the sizes. It is not copied.
 	Info map[string]json.RawMessage
 }
 
-// Routes is what /route, /register_dp_rank and /query_dp_ranks answer from:
-// SGLang's ranks, and the dp ranks of its requests. The zero value is empty; it is
+// Routes holds SGLang's ranks, and the dp ranks of its requests: /route,
+// /register_dp_rank and /query_dp_ranks answer from it. The zero value is empty. It is
 // safe for concurrent use and must not be copied.
 //
-// Ranks come from two sides: kvconn agents that are registered here (Join), and
-// whoever sends a PUT. While there are agents, they alone count: what they say has
-// a lease behind it.
+// Ranks come from two sides: from kvconn agents that are registered here (Join), and
+// from clients that send a PUT. While there are agents they alone count, since their
+// registrations have a lease.
 type Routes struct {
 	mu     sync.Mutex
 	agents map[Place]Rank
@@ -49,7 +49,7 @@ type Routes struct {
 	rooms  rooms
 }
 
-// Join adds an agent's rank, or replaces it. What PUT /route told is forgotten.
+// Join adds an agent's rank, or replaces it, and forgets all ranks of PUT /route.
 func (t *Routes) Join(r Rank) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -66,8 +66,8 @@ func (t *Routes) Leave(p Place) {
 	delete(t.agents, p)
 }
 
-// put takes a rank that PUT /route tells of. An agent that is there is the one that
-// counts: then the rank is compared with it, and not kept.
+// put takes a rank of PUT /route. If there are agents, it compares the rank with them
+// and does not keep it.
 func (t *Routes) put(r Rank) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -103,7 +103,7 @@ func (r Rank) sameSizes(other Rank) error {
 	return nil
 }
 
-// sameInfo is in what all ranks of an engine must agree.
+// sameInfo names the members of Info that all ranks of an engine have in common.
 var sameInfo = []string{"page_size", "kv_cache_dtype", "kv_layout", "dsv41_spec_layout", "decode_allocation_policy"}
 
 func orNull(v json.RawMessage) json.RawMessage {
@@ -116,7 +116,7 @@ func orNull(v json.RawMessage) json.RawMessage {
 // NotReadyError: not all ranks of the engine are there.
 type NotReadyError struct {
 	Have int
-	Want Sizes // zero where nobody is there who could say
+	Want Sizes // zero while no rank is known
 }
 
 // Error says how many are there.
@@ -145,8 +145,8 @@ func (e *NotFoundError) detail() string {
 // String is p as an error wants it.
 func (p Place) String() string { return fmt.Sprintf("dp %d cp %d tp %d pp %d", p.DP, p.CP, p.TP, p.PP) }
 
-// Topology returns a rank of the engine, for what it says of all of them. It is the
-// lowest; while not all are there the error is a *NotReadyError.
+// Topology returns the lowest rank of the engine, whose Sizes and Info hold for all
+// ranks. While a rank is missing the error is a *NotReadyError.
 func (t *Routes) Topology() (Rank, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -188,7 +188,7 @@ func (t *Routes) whole() (Rank, map[Place]Rank, error) {
 	return first, all, nil
 }
 
-// ranks returns those that count, and the lowest of them; t.mu is held.
+// ranks returns the ranks that count, and the lowest of them; t.mu is held.
 func (t *Routes) ranks() (Rank, map[Place]Rank, bool) {
 	all := t.agents
 	if len(all) == 0 {
@@ -224,7 +224,7 @@ func (t *Routes) enter(id int64, dp int) error {
 	return nil
 }
 
-// dpRanks returns those of the rooms that are known.
+// dpRanks returns the dp ranks of the rooms that are known.
 func (t *Routes) dpRanks(ids []int64) map[int64]int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -237,8 +237,7 @@ func (t *Routes) dpRanks(ids []int64) map[int64]int {
 	return known
 }
 
-// check says what is wrong with a rank that PUT /route tells of, by the names that
-// its fields have there.
+// check names the fields of PUT /route that are wrong in a rank.
 func (r Rank) check(names [4]string) (bad []FieldError) {
 	place, sizes := r.Place.list(), []int{r.Sizes.DP, r.Sizes.CP, r.Sizes.TP, r.Sizes.PP}
 	product := 1

@@ -27,8 +27,7 @@ type Registration struct {
 	Addr     string `json:"addr"`
 }
 
-// FieldError is what is wrong with one field, in the shape in which FastAPI
-// reports it.
+// FieldError is the error of one field, in the shape in which FastAPI reports it.
 type FieldError struct {
 	Type string `json:"type"`
 	Loc  []any  `json:"loc"`
@@ -78,7 +77,7 @@ func (r Registration) validate() error {
 	return nil
 }
 
-// checkText says what is wrong with a text that is not to fill memory or logs.
+// checkText bounds a text, so that it fills neither memory nor logs.
 func checkText(field, value string, limit int) *FieldError {
 	var e FieldError
 	switch {

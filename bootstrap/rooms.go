@@ -2,9 +2,9 @@ package bootstrap
 
 import "time"
 
-// Bounds of what /register_dp_rank keeps. A room is asked for when its request has
-// reached the decode engine, which is within seconds: of one that is older nobody
-// needs to know. When there are too many, the oldest go.
+// Bounds of the rooms that /register_dp_rank keeps. A decode engine asks for a room
+// when its request arrives, which is within seconds, so that nothing needs older rooms.
+// If there are too many, the oldest go.
 const (
 	MaxRooms = 1 << 17
 	roomAge  = 2 * time.Minute
@@ -13,7 +13,7 @@ const (
 // rooms says which dp rank has the request of a room. The zero value is empty.
 type rooms struct {
 	dp    map[int64]room
-	order []entered // oldest first; those that were entered again are there twice
+	order []entered // oldest first; a room that was entered again is there twice
 	next  uint64
 	limit int // 0 stands for MaxRooms; tests set less
 }
@@ -56,7 +56,7 @@ func (r *rooms) expire(now time.Time) {
 	for len(r.order) > 0 && now.Sub(r.order[0].at) >= roomAge {
 		r.drop()
 	}
-	if len(r.order) == 0 { // what a burst took is given back
+	if len(r.order) == 0 { // give the memory of a burst back
 		r.dp, r.order = nil, nil
 	}
 }

@@ -58,7 +58,7 @@ func decodeRank(body []byte) (r Rank, err error) {
 	return r, nil
 }
 
-// info is what a rank says of its engine, by the names of the topology's fields.
+// info reads the members of the engine's topology from a rank's registration.
 func (o *object) info() map[string]json.RawMessage {
 	pages := o.number("page_size")
 	if _, ok := o.fields["page_size"]; ok && o.bad == nil && pages < 1 {

@@ -18,8 +18,8 @@ type Server struct {
 	s *httpserve.Server
 }
 
-// maxConns bounds the connections that speak HTTP; those that became the control
-// plane's do not count.
+// maxConns bounds the connections that speak HTTP. Connections that were upgraded to
+// the control plane do not count.
 const maxConns = 1024
 
 // NewServer returns a server for h, usually NewHandler's. It speaks https if a
@@ -50,6 +50,6 @@ func (s *Server) Serve() error { return s.s.Serve() }
 // Close ends the contexts of running requests, stops listening, and returns
 // when Serve and the goroutines of all connections have ended: within three
 // seconds, or within two of ctx's end. An error says that a handler has not
-// returned. Hijacked connections belong to who hijacked them and are neither
-// closed nor waited for. Close may be called more than once.
+// returned. Close neither closes hijacked connections nor waits for them. Close may
+// be called more than once.
 func (s *Server) Close(ctx context.Context) error { return s.s.Close(ctx) }

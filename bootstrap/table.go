@@ -45,7 +45,7 @@ type Table struct {
 	routes  Routes
 }
 
-// Routes is what SGLang's routes answer from.
+// Routes returns the ranks from which SGLang's routes answer.
 func (t *Table) Routes() *Routes { return &t.routes }
 
 // Register adds a rank. The very same registration again is fine: a worker

@@ -6,14 +6,14 @@ import (
 	"github.com/tinylib/msgp/msgp"
 )
 
-// message is what this package can decode.
+// message is a message that this package decodes.
 type message interface {
 	msgp.Unmarshaler
 	check() error
 }
 
-// Decode reads one whole message from b. It refuses what is over a limit, cut
-// off, or followed by more.
+// Decode reads one whole message from b. It refuses a message that is over a limit,
+// cut off, or followed by more.
 func Decode(b []byte, m message) error {
 	if len(b) > MaxMessage {
 		return fmt.Errorf("message of %d bytes, at most %d are read", len(b), MaxMessage)
@@ -28,11 +28,11 @@ func Decode(b []byte, m message) error {
 	return m.check()
 }
 
-// The generator puts limits on arrays and byte strings only; text is held by
-// the message's own length until it is checked here.
-func short(what, s string, limit int) error {
+// short checks the length of a text. The generator limits arrays and byte strings
+// only; a text is as long as the message lets it until then.
+func short(field, s string, limit int) error {
 	if len(s) > limit {
-		return fmt.Errorf("%s of %d bytes, at most %d are read", what, len(s), limit)
+		return fmt.Errorf("%s of %d bytes, at most %d are read", field, len(s), limit)
 	}
 	return nil
 }

@@ -1,7 +1,7 @@
-// Package wire is what agents say to each other on the control plane, as
-// MessagePack with a limit on every array and string: a peer's claim of a size
-// never allocates more than the limit. Fields may be added; Version is raised
-// only when an older agent would misunderstand.
+// Package wire has the messages between agents on the control plane, as MessagePack.
+// Every array and string has a limit, so that a peer's claim of a size never allocates
+// more. Fields may be added. Version is raised only when an older agent would
+// misunderstand a message.
 package wire
 
 //go:generate go tool msgp -o wire_gen.go -tests=false -io=false
@@ -19,12 +19,12 @@ type Kind uint8
 
 // The kinds of requests.
 const (
-	KindHello  Kind = 1 // D → P, once per peer: who I am, what my layout is
+	KindHello  Kind = 1 // D → P, once for each peer: D's description
 	KindLoad   Kind = 2 // D → P: put this transfer into these blocks
-	KindRenew  Kind = 3 // D → P: I still want these transfers; without any, both ways: are you there?
-	KindFinish Kind = 4 // both ways: these transfers ended on my side
-	KindSignal Kind = 5 // both ways: what one end of a transport says to the other
-	KindJoin   Kind = 6 // rank → its engine's first rank, whose server it uses: register me there, again and again
+	KindRenew  Kind = 3 // D → P: keep these transfers; without any, both ways: are you there?
+	KindFinish Kind = 4 // both ways: these transfers have ended at the sender
+	KindSignal Kind = 5 // both ways: a message between the two ends of a transport
+	KindJoin   Kind = 6 // rank → its engine's first rank, whose server it uses: register the rank, again and again
 )
 
 // Request is one message that is answered by a Reply.
@@ -42,8 +42,8 @@ type Request struct {
 // Join keeps the registration of a rank at a server that is not its own.
 type Join struct {
 	Agent *Agent `msg:"a"`
-	New   bool   `msg:"n,omitempty"` // it takes the rank over from whoever has it
-	Leave bool   `msg:"l,omitempty"` // it goes
+	New   bool   `msg:"n,omitempty"` // the agent is new, and takes the rank over
+	Leave bool   `msg:"l,omitempty"` // the agent goes
 	Since int64  `msg:"s"`           // orders the agents that register one rank; the answer may raise it
 }
 
@@ -79,8 +79,8 @@ type Agent struct {
 	RouteInfo   []byte     `msg:"ri,omitempty,limit=4096"` // a JSON object, see MaxRouteInfo
 }
 
-// MaxRouteInfo is the longest RouteInfo of an Agent, in bytes: what GET /route of its
-// bootstrap port says of the engine beside its sizes.
+// MaxRouteInfo is the longest RouteInfo of an Agent, in bytes. GET /route of the
+// bootstrap port shows it beside the engine's sizes.
 const MaxRouteInfo = 4096
 
 // Endpoint is where one transport of an agent is reached.
@@ -166,7 +166,7 @@ type Reply struct {
 	Signal   []byte   `msg:"sg,omitempty,limit=4194304"` // the answer to a Signal
 }
 
-// Ticket is what D shows when its transport of that name connects.
+// Ticket is shown by D's transport of that name when it connects to P's.
 //
 //msgp:tuple Ticket
 type Ticket struct {
