@@ -26,8 +26,8 @@ type Options struct {
 	rdma openRDMA // tests only
 }
 
-// Agent is one open kvconn instance. It makes its parts and gives each of them what
-// it needs of the others; none of them knows the agent.
+// Agent is one open kvconn instance. It makes its parts and gives each part the
+// other parts that it needs. No part knows the agent.
 type Agent struct {
 	id       core.AgentID
 	cfg      Config
@@ -52,7 +52,8 @@ type Agent struct {
 }
 
 // Open starts an agent. It waits for the bootstrap port or the cluster, at most
-// connect_timeout_s; with bootstrap_join for that port, at most join_timeout_s. The agent is not findable before RegisterKVCaches.
+// connect_timeout_s; with bootstrap_join it waits for the port that it joins, at
+// most join_timeout_s. Peers do not find the agent before RegisterKVCaches.
 func Open(cfg Config, opt Options) (*Agent, error) {
 	if err := cfg.Check(); err != nil {
 		return nil, err
@@ -94,7 +95,7 @@ func newAgent(cfg Config, opt Options) *Agent {
 	}
 	a.halves.ended = a.endings.ended
 	a.steps = &steps{log: a.log, ctx: a.ctx, grow: a.halves.Grow,
-		start: func(f func()) bool { return a.halves.whileRegistered(func() { a.goRun("step", f) }) }} // Close waits for those that began before it
+		start: func(f func()) bool { return a.halves.whileRegistered(func() { a.goRun("step", f) }) }} // Close waits for goroutines that began before it
 	a.ask = &asker{id: a.id, ctx: a.ctx, peers: a.peers, peerTimeout: time.Duration(cfg.PeerTimeout), retried: a.endings.retried}
 	a.signals = &signalling{id: a.id, engineID: cfg.EngineID, ask: a.ask, bound: time.Duration(cfg.ConnectTimeout),
 		gate: gate[core.AgentID]{most: maxSignals, mostEach: maxSignalsEach}}
@@ -104,7 +105,7 @@ func newAgent(cfg Config, opt Options) *Agent {
 	return a
 }
 
-// perform does nothing of what a machine wanted whose registration failed.
+// perform does one action, unless the registration of its machine has failed.
 func (a *Agent) perform(act core.Action) {
 	if c := a.caches.Load(); c != nil {
 		c.performer.perform(act)
@@ -141,9 +142,9 @@ func (a *Agent) BootstrapAddress() string {
 }
 
 // RegisterKVCaches gives the agent the engine's paged memory, once. The memory
-// must stay mapped until Close has returned. On a prefill agent the call makes
-// it findable and waits for the registry, at most connect_timeout_s, or
-// join_timeout_s with bootstrap_join. An agent of role bootstrap has none.
+// must stay mapped until Close has returned. A prefill agent is in the registry when
+// the call returns; it waits for that at most connect_timeout_s, or join_timeout_s
+// with bootstrap_join. An agent of role bootstrap has no caches.
 func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	if a.cfg.Role == RoleBootstrap {
 		return fmt.Errorf("%w: register_kv_caches on an agent of role %q: the ranks that join it register theirs", core.ErrInvalid, a.cfg.Role)
@@ -186,7 +187,7 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 
 // caches are the parts of an agent that are there from RegisterKVCaches on.
 type caches struct {
-	self       *wire.Agent // what other agents are told of this one
+	self       *wire.Agent // how other agents see this one
 	transports *transports
 	queue      *peerQueue
 	performer  *performer
@@ -196,7 +197,7 @@ func (a *Agent) newTransports() *transports {
 	return newTransports(a.id, &a.cfg, a.log, a.plane.sec.allow, a.halves, a.peers.suspect)
 }
 
-// use makes the machine and all that works for it, over the memory of a layout.
+// use makes the machine for the memory of a layout, and the parts that work for it.
 func (a *Agent) use(layout *core.Layout, t *transports) error {
 	c := &caches{self: describe(&a.cfg, a.id, layout, t.endpoints(), t.lacks), transports: t}
 	say := &speaker{log: a.log, ask: a.ask, peers: a.peers, machine: a.halves}
@@ -215,7 +216,8 @@ func (a *Agent) use(layout *core.Layout, t *transports) error {
 	})
 }
 
-// described is what a server answers with; nil while no KV caches are registered.
+// described gives a server its answers' content; nil while no KV caches are
+// registered.
 func (a *Agent) described() (self *wire.Agent, t *transports) {
 	if c := a.caches.Load(); c != nil {
 		return c.self, c.transports
@@ -255,8 +257,8 @@ func (a *Agent) stats() Stats {
 	return s
 }
 
-// goodbye is what Close keeps of its time to withdraw the agent, when transfers
-// do not end in time.
+// goodbye is the part of close_timeout_s in which Close withdraws the agent if
+// transfers do not end in time.
 const goodbye = time.Second
 
 // Close ends every transfer (each gets its report, with code closed), waits

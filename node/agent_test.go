@@ -1,163 +1,17 @@
 package node
 
 import (
-	"bytes"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"strings"
 	"testing"
 	"time"
-	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/freeport"
 	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/internal/nettest"
 )
-
-const (
-	layers     = 3
-	numBlocks  = 32
-	blockBytes = 4096
-	// bound is how long anything may take on a loaded machine.
-	bound = 30 * time.Second
-)
-
-// side is an agent over a small cache.
-type side struct {
-	*Agent
-	t     testing.TB
-	cache []byte
-	seen  map[core.TransferID]core.Report
-}
-
-func regions(cache []byte) []core.Region {
-	out := make([]core.Region, layers)
-	for l := range out {
-		out[l] = core.Region{Name: fmt.Sprint("layer.", l), Base: uint64(uintptr(unsafe.Pointer(&cache[l*numBlocks*blockBytes]))),
-			BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}
-	}
-	return out
-}
-
-func testConfig(role string) Config {
-	c := DefaultConfig()
-	c.EngineID, c.Role = "engine-"+role, role
-	c.BootstrapHost, c.BootstrapPort, c.TCPListenHost = "127.0.0.1", 0, "127.0.0.1"
-	c.PeerTimeout = Seconds(1500 * time.Millisecond)
-	return c
-}
-
-func open(t testing.TB, cfg Config) *side {
-	t.Helper()
-	a, err := Open(cfg, Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	s := &side{Agent: a, t: t, cache: make([]byte, layers*numBlocks*blockBytes), seen: map[core.TransferID]core.Report{}}
-	t.Cleanup(func() { _ = a.Close() })
-	if err := a.RegisterKVCaches(regions(s.cache)); err != nil {
-		t.Fatal(err)
-	}
-	return s
-}
-
-// block is one block's bytes in a layer.
-func (s *side) block(layer int, id core.BlockID) []byte {
-	off := (layer*numBlocks + int(id)) * blockBytes
-	return s.cache[off : off+blockBytes]
-}
-
-func (s *side) fill(salt byte, ids ...core.BlockID) {
-	for l := range layers {
-		for pos, id := range ids {
-			for i, b := 0, s.block(l, id); i < len(b); i++ {
-				b[i] = salt + byte(l*31+pos*7+i*13)
-			}
-		}
-	}
-}
-
-func (s *side) offer(id core.TransferID, ids ...core.BlockID) {
-	s.t.Helper()
-	if _, err := s.Offer([]core.OfferRequest{{ID: id, Selection: core.Selection{Blocks: [][]core.BlockID{ids}}}}); err != nil {
-		s.t.Fatal(err)
-	}
-}
-
-func (s *side) load(id core.TransferID, from string, ids ...core.BlockID) {
-	s.t.Helper()
-	if _, err := s.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: from}, Selection: core.Selection{Blocks: [][]core.BlockID{ids}}}}); err != nil {
-		s.t.Fatal(err)
-	}
-}
-
-// report waits for one transfer's report and checks that none comes twice.
-func (s *side) report(id core.TransferID) core.Report {
-	s.t.Helper()
-	timeout := time.NewTimer(bound)
-	defer timeout.Stop()
-	for {
-		for _, r := range s.GetFinished() {
-			if old, twice := s.seen[r.ID]; twice {
-				s.t.Fatalf("second report of %q: %+v after %+v", r.ID, r, old)
-			}
-			s.seen[r.ID] = r
-		}
-		if r, ok := s.seen[id]; ok {
-			return r
-		}
-		select {
-		case <-s.Finished():
-		case <-timeout.C:
-			s.t.Fatalf("no report of %q within %v: %+v", id, bound, s.Stats())
-		}
-	}
-}
-
-func (s *side) want(id core.TransferID, code core.Code, says ...string) core.Report {
-	s.t.Helper()
-	r := s.report(id)
-	if r.Code != code {
-		s.t.Fatalf("%s %q ended with %v (%s), want %v", r.Side, id, r.Code, r.Reason, code)
-	}
-	for _, part := range says {
-		if !strings.Contains(r.Reason, part) {
-			s.t.Fatalf("%s %q: reason %q does not name %q", r.Side, id, r.Reason, part)
-		}
-	}
-	return r
-}
-
-// until polls a condition of another process or goroutine.
-func until(t testing.TB, what string, f func() bool) {
-	t.Helper()
-	deadline := time.Now().Add(bound)
-	for !f() {
-		if time.Now().After(deadline) {
-			t.Fatalf("not within %v: %s", bound, what)
-		}
-		time.Sleep(2 * time.Millisecond)
-	}
-}
-
-func (s *side) knows(offers int) {
-	s.t.Helper()
-	until(s.t, fmt.Sprintf("prefill knows %d transfers", offers), func() bool { return s.Stats().OffersUnderWay == offers })
-}
-
-func same(t testing.TB, p *side, src []core.BlockID, d *side, dst []core.BlockID) {
-	t.Helper()
-	for l := range layers {
-		for i := range src {
-			if !bytes.Equal(p.block(l, src[i]), d.block(l, dst[i])) {
-				t.Fatalf("layer %d: block %d of decode differs from block %d of prefill", l, dst[i], src[i])
-			}
-		}
-	}
-}
 
 func TestTransferInEachOrder(t *testing.T) {
 	leaktest.Check(t)
@@ -196,61 +50,6 @@ func TestTransferInEachOrder(t *testing.T) {
 	}
 	if s := d.Stats(); s.Outstanding != 0 || s.LoadsUnderWay != 0 || s.Loads != 4 {
 		t.Fatalf("decode is left with %+v", s)
-	}
-}
-
-func announce(t testing.TB, p *side, ids ...core.TransferID) {
-	t.Helper()
-	if _, err := p.Announce(ids); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func TestPrefillRestartedOnItsPort(t *testing.T) {
-	leaktest.Check(t)
-	cfg := testConfig(RolePrefill)
-	p, d := open(t, cfg), open(t, testConfig(RoleDecode))
-	address := p.BootstrapAddress()
-	cfg.BootstrapPort = portOf(t, address)
-	for round := range 3 {
-		id := core.TransferID(fmt.Sprint("round-", round))
-		p.fill(byte(round), 1)
-		p.offer(id, 1)
-		d.load(id, address, 2)
-		d.want(id, core.OK)
-		same(t, p, []core.BlockID{1}, d, []core.BlockID{2})
-		if err := p.Close(); err != nil {
-			t.Fatal(err)
-		}
-		cfg.EngineID = fmt.Sprint("engine-", round%2) // the same one or another
-		p = open(t, cfg)
-	}
-}
-
-func portOf(t testing.TB, address string) int {
-	t.Helper()
-	_, port, err := net.SplitHostPort(strings.TrimPrefix(address, "http://"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	var n int
-	fmt.Sscan(port, &n)
-	return n
-}
-
-func TestPeerThatForgotUsIsMetAgain(t *testing.T) {
-	leaktest.Check(t)
-	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
-	for i := range 2 {
-		id := core.TransferID(fmt.Sprint("t", i))
-		p.fill(byte(i), 4)
-		p.offer(id, 4)
-		d.load(id, p.BootstrapAddress(), 3)
-		d.want(id, core.OK)
-		same(t, p, []core.BlockID{4}, d, []core.BlockID{3})
-		p.peers.mu.Lock()
-		p.peers.drop(p.peers.byID[d.ID()])
-		p.peers.mu.Unlock()
 	}
 }
 
@@ -321,59 +120,6 @@ func TestThousandsOfLoadsAtOnce(t *testing.T) {
 	}
 }
 
-func TestPrefillKilledDuringLoads(t *testing.T) {
-	leaktest.Check(t)
-	address, to := prefillProcess(t, 0, "")
-	d := open(t, testConfig(RoleDecode))
-	d.load("announced", address, 1)
-	d.load("offered", address, 2, 3)
-	d.want("offered", core.OK)
-	if b := d.block(0, 2); b[0] != 7 || b[blockBytes-1] != 7 {
-		t.Fatal("the loaded block has wrong bytes")
-	}
-	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
-	to.kill()
-	d.want("announced", core.PeerLost, "is gone")
-
-	// The engine comes back on its port: the next request works.
-	again, _ := prefillProcess(t, portOf(t, address), "")
-	if again != address {
-		t.Fatalf("restarted at %s, was at %s", again, address)
-	}
-	d.seen = map[core.TransferID]core.Report{}
-	d.load("offered", address, 4, 5)
-	d.want("offered", core.OK)
-	if b := d.block(0, 4); b[0] != 7 {
-		t.Fatal("the block loaded after the restart has wrong bytes")
-	}
-}
-
-// TestBlipBesideNewLoads: while the control plane is away for a moment, a load
-// that waits for a living P must not end because another one begins.
-func TestBlipBesideNewLoads(t *testing.T) {
-	leaktest.Check(t)
-	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
-	dc.PeerTimeout, dc.ConnectTimeout = Seconds(6*time.Second), Seconds(bound)
-	p, d := open(t, pc), open(t, dc)
-	way := nettest.Forward(t, strings.TrimPrefix(p.BootstrapAddress(), "http://"))
-	address := "http://" + way.Addr()
-	p.fill(3, 1, 2)
-	d.load("waits", address, 1)
-	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
-	announce(t, p, "waits")
-	way.Shut(true)
-	way.Cut()
-	d.load("new", address, 2)
-	began := time.Now() // longer than the time between two renewals, shorter than the bound
-	until(t, "a renewal was due", func() bool { return time.Since(began) > 5*time.Second/2 })
-	way.Shut(false)
-	p.offer("new", 2)
-	d.want("new", core.OK)
-	p.offer("waits", 1)
-	d.want("waits", core.OK)
-	same(t, p, []core.BlockID{1, 2}, d, []core.BlockID{1, 2})
-}
-
 // TestBurstFromManyDecoders: an ordinary burst is served, not refused.
 func TestBurstFromManyDecoders(t *testing.T) {
 	leaktest.Check(t)
@@ -407,29 +153,6 @@ func TestBurstFromManyDecoders(t *testing.T) {
 	}
 }
 
-// TestStoppedPrefillIsNoticedThroughManyLoads: neither the load that waits nor the
-// many that are under way find out one after the other that P is silent.
-func TestStoppedPrefillIsNoticedThroughManyLoads(t *testing.T) {
-	leaktest.Check(t)
-	const loads = 200
-	cfg := testConfig(RoleDecode)
-	cfg.NATSURL = nettest.NewNATS(t).URL() // the bus lives on when P stops
-	address, to := prefillProcess(t, 0, cfg.NATSURL)
-	d := open(t, cfg)
-	d.load("announced", address, 1)
-	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
-	to.stop()
-	for i := range loads {
-		d.load(core.TransferID(fmt.Sprint("more-", i)), address, 2)
-	}
-	d.want("announced", core.PeerLost, "gone")
-	for i := range loads {
-		if r := d.report(core.TransferID(fmt.Sprint("more-", i))); r.Code == core.OK {
-			t.Fatalf("%+v", r)
-		}
-	}
-}
-
 func TestGivenClusterInsteadOfEmbeddedServer(t *testing.T) {
 	leaktest.Check(t)
 	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
@@ -442,15 +165,6 @@ func TestGivenClusterInsteadOfEmbeddedServer(t *testing.T) {
 	d.want("t", core.OK)
 	p.want("t", core.OK)
 	same(t, p, []core.BlockID{1, 2}, d, []core.BlockID{8, 9})
-}
-
-func freePort(t testing.TB) int {
-	t.Helper()
-	ports, err := freeport.Take(1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return ports[0]
 }
 
 // TestBootstrapPortSpeaksToRouters: one port serves /query and the control plane.
@@ -516,9 +230,4 @@ func BenchmarkLoadToFirstByte(b *testing.B) {
 		d.load(id(i), p.BootstrapAddress(), 2)
 		d.want(id(i), core.OK)
 	}
-}
-
-// setBus puts b in the place of an agent's bus.
-func setBus(a *Agent, b core.Bus) {
-	a.bus, a.ask.bus, a.caches.Load().performer.finder.bus = b, b, b
 }

@@ -12,8 +12,8 @@ import (
 	"github.com/kvconn/kvconn/natsbus"
 )
 
-// allowList decides which hosts this agent may contact: bootstrap addresses
-// come from a client's request, data endpoints from whoever is found there.
+// allowList decides which hosts this agent may contact. A client's request names a
+// bootstrap address, and the agent behind that names its data endpoints.
 type allowList struct {
 	any   bool                // no entries: all but the refused classes
 	names map[string]struct{} // lower case, no dot at the end
@@ -21,9 +21,9 @@ type allowList struct {
 	nets  []netip.Prefix
 }
 
-// addressClass is what is refused unless an entry lies within it.
+// addressClass is a set of addresses that are refused unless an entry lies within it.
 type addressClass struct {
-	what string
+	name string
 	nets []netip.Prefix
 }
 
@@ -91,8 +91,8 @@ func parseAllow(entries []string) (*allowList, error) {
 	return l, nil
 }
 
-// readHost takes a host apart as everything that dials would: an address, or a
-// name in lower case. What systems read in several ways is an error.
+// readHost reads a host as every dialler would: an address, or a name in lower
+// case. A host that systems read in several ways is an error.
 func readHost(host string) (name string, ip netip.Addr, err error) {
 	if len(host) > 253+1 {
 		return "", ip, fmt.Errorf("a host name of %d bytes", len(host))
@@ -165,8 +165,8 @@ func (l *allowList) named(name string) bool {
 func (l *allowList) address(host string, ip netip.Addr, named bool) error {
 	ip = ip.Unmap().WithZone("")
 	for _, inner := range append(carried(ip), ip) {
-		if what := l.class(inner); what != "" {
-			return l.refuse(host, fmt.Sprintf("%s is %s", ip, what))
+		if class := l.class(inner); class != "" {
+			return l.refuse(host, fmt.Sprintf("%s is %s", ip, class))
 		}
 	}
 	if l.any || named {
@@ -193,7 +193,7 @@ func (l *allowList) class(ip netip.Addr) string {
 					return ""
 				}
 			}
-			return c.what
+			return c.name
 		}
 	}
 	return ""
@@ -244,8 +244,8 @@ func (l *allowList) checkEndpoint(ctx context.Context, endpoint string) error {
 	return nil
 }
 
-// checkDial decides again, about the address that an endpoint was resolved to:
-// a name's addresses may have changed since.
+// checkDial decides again when the endpoint is dialled, about its IP address: the
+// addresses of a name may have changed.
 func (l *allowList) checkDial(endpoint, address string) error {
 	host, _, err := net.SplitHostPort(endpoint)
 	if err != nil {

@@ -40,7 +40,7 @@ func (s *asker) ask(ctx context.Context, to core.AgentID, req *wire.Request) (*w
 	req.From = string(s.id)
 	rep, err := s.bus.Request(ctx, p.via, to, req)
 	if p.joined && errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) {
-		err = fmt.Errorf("%w: %w", core.ErrAway, err) // its link to that server may be on its way back, or the server itself
+		err = fmt.Errorf("%w: %w", core.ErrAway, err) // the peer's link to that server may come back, or the server itself
 	}
 	return rep, err
 }
@@ -53,7 +53,7 @@ func gone(err error) bool { return errors.Is(err, core.ErrAbsent) && !errors.Is(
 // messages get lost, and links come back. A request may arrive twice.
 func (s *asker) insist(to core.AgentID, req *wire.Request) (rep *wire.Reply, err error) {
 	p := s.peers.get(to)
-	here := p != nil && p.via == "" // its link leads here, and may be on its way back
+	here := p != nil && p.via == "" // the peer's link leads to this agent's server, and may come back
 	end := time.Now().Add(s.peerTimeout - 2*core.TickInterval)
 	for {
 		asked, most := time.Now(), min(s.peerTimeout/3, time.Until(end))

@@ -13,12 +13,20 @@ import (
 // ErrStillRead is wrapped by Retract's error when it has waited in vain.
 var ErrStillRead = errors.New("blocks are still read")
 
+// may says why an agent of this role cannot make a call.
+func (a *Agent) may(ok bool, call string) error {
+	if !ok {
+		return fmt.Errorf("%w: %s on an agent of role %q", core.ErrInvalid, call, a.cfg.Role)
+	}
+	return nil
+}
+
 // Announce tells that the engine knows these requests and works on them, so
-// that D waits as long as it takes; with report_wants each gets a report of side
-// want when D has room for it. Returns how many were accepted.
+// that D waits as long as it takes. With report_wants each of them gets a report of
+// side want when D has blocks for it. Announce returns how many it accepted.
 func (a *Agent) Announce(ids []core.TransferID) (int, error) {
-	if !a.cfg.prefills() {
-		return 0, fmt.Errorf("%w: announce on an agent of role %q", core.ErrInvalid, a.cfg.Role)
+	if err := a.may(a.cfg.prefills(), "announce"); err != nil {
+		return 0, err
 	}
 	reports := 0
 	if a.cfg.ReportWants {
@@ -28,23 +36,23 @@ func (a *Agent) Announce(ids []core.TransferID) (int, error) {
 }
 
 // Offer tells that blocks hold transfers. The blocks belong to the transfer
-// until its report. Returns how many were accepted.
+// until its report. Offer returns how many it accepted.
 func (a *Agent) Offer(offers []core.OfferRequest) (int, error) {
-	if !a.cfg.prefills() {
-		return 0, fmt.Errorf("%w: offer on an agent of role %q", core.ErrInvalid, a.cfg.Role)
+	if err := a.may(a.cfg.prefills(), "offer"); err != nil {
+		return 0, err
 	}
 	a.steps.end(nil)
 	return each(a.halves, offers, 1, func(m *core.Machine, now time.Time, o core.OfferRequest) error { return m.Offer(now, o) })
 }
 
 // Claim tells prefill engines that this engine will load transfers as soon as
-// it has blocks for them, so that they are kept however long that takes. A
-// claim ends by StartLoad or Cancel and has no report, unless with report_claims a
-// load could only fail: then it ends by a report of side claim. Returns how many
-// were accepted.
+// it has blocks for them. They keep the transfers until then. A claim ends by
+// StartLoad or Cancel, without a report. With report_claims it also ends, by a
+// report of side claim, when a load could only fail. Claim returns how many it
+// accepted.
 func (a *Agent) Claim(claims []core.ClaimRequest) (int, error) {
-	if !a.cfg.decodes() {
-		return 0, fmt.Errorf("%w: claim on an agent of role %q", core.ErrInvalid, a.cfg.Role)
+	if err := a.may(a.cfg.decodes(), "claim"); err != nil {
+		return 0, err
 	}
 	return each(a.halves, claims, 0, func(m *core.Machine, now time.Time, c core.ClaimRequest) error {
 		if a.cfg.ReportClaims {
@@ -57,50 +65,43 @@ func (a *Agent) Claim(claims []core.ClaimRequest) (int, error) {
 }
 
 // StartLoad asks for transfers in the engine's blocks. The blocks belong to the
-// transfer until its report. Returns how many were accepted.
+// transfer until its report. StartLoad returns how many it accepted.
 func (a *Agent) StartLoad(loads []core.LoadRequest) (int, error) {
-	if !a.cfg.decodes() {
-		return 0, fmt.Errorf("%w: start_load on an agent of role %q", core.ErrInvalid, a.cfg.Role)
+	if err := a.may(a.cfg.decodes(), "start_load"); err != nil {
+		return 0, err
 	}
 	return each(a.halves, loads, 1, func(m *core.Machine, now time.Time, l core.LoadRequest) error { return m.Load(now, l) })
 }
 
-// Cancel ends this agent's halves of transfers; each still gets its report. An
-// id that is not known here is remembered: the peer's half is refused.
+// Cancel ends this agent's halves of transfers; each half still gets its report. An
+// unknown id is remembered, and the peer's half of it is refused.
 func (a *Agent) Cancel(ids []core.TransferID, reason string) (int, error) {
 	a.steps.end(ids)
 	return each(a.halves, ids, 0, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Cancel(now, id, reason) })
 }
 
-// Grow tells that parts of transfers are there while the engine still works on
-// their requests: what decode engines have asked for of them moves at once. It says
-// that the request is known, as Announce does. The blocks belong to the transfer
-// until Retract has returned or, after Offer, until its report. Returns how many
-// were accepted.
+// Grow tells that blocks of transfers are ready while the engine still works on
+// their requests. Those that decode engines have asked for move at once. Grow also
+// says what Announce says. The blocks belong to the transfer until Retract has
+// returned or, after Offer, until its report. Grow returns how many parts it
+// accepted.
 func (a *Agent) Grow(parts []core.PartialOffer) (int, error) {
-	if err := a.grows(); err != nil {
+	if err := a.may(a.cfg.prefills(), "grow"); err != nil {
 		return 0, err
 	}
 	a.steps.end(nil)
 	return a.halves.Grow(parts)
 }
 
-func (a *Agent) grows() error {
-	if !a.cfg.prefills() {
-		return fmt.Errorf("%w: grow on an agent of role %q", core.ErrInvalid, a.cfg.Role)
-	}
-	return nil
-}
-
 // GrowStep is Grow for a step that computes more of these transfers, as their
-// Computing says: written gives the regions, in growing order, in which all of it is
-// there since it was asked last. It is asked time and again, a last time by the next
-// call of Grow, GrowStep, Offer, Retract or Cancel, and never after that call has begun
-// to do its work, by the goroutine of that call or by one of the agent's. So an engine
-// need not call for each layer. What it has to say when GrowStep is called is of no
-// step, and is dropped.
+// Computing says, so that the engine need not call for each layer. The agent calls
+// written time and again; it returns the regions, in growing order, that the step
+// has completed since the last call. GrowStep itself calls it once and drops the
+// result, which is of no step. The next Grow, GrowStep, Offer, Retract or Cancel
+// calls it a last time, before it does its own work. The calls come from the
+// goroutine of such a call or from one of the agent's.
 func (a *Agent) GrowStep(parts []core.PartialOffer, written func() []uint32) (int, error) {
-	if err := a.grows(); err != nil {
+	if err := a.may(a.cfg.prefills(), "grow"); err != nil {
 		return 0, err
 	}
 	return a.steps.begin(parts, written)
@@ -108,10 +109,10 @@ func (a *Agent) GrowStep(parts []core.PartialOffer, written func() []uint32) (in
 
 // Retract takes back blocks that Grow gave, of requests that the engine preempts or
 // gives up. When it returns without an error nothing reads them any more. It waits
-// for what is under way, a second or two at most where a peer takes no bytes, and
-// never longer than the timeout; then the blocks must not be used, as long as the
-// agent is open. An id that is not known is no error, one that is offered is; it
-// does not keep the others from being taken back.
+// for the reads under way: a second or two at most when a peer takes no bytes, and
+// never longer than the timeout. If that ends the wait, the blocks must not be used
+// while the agent is open. An unknown id is no error. An offered id is an error, and
+// the others are taken back nevertheless.
 func (a *Agent) Retract(ids []core.TransferID, timeout time.Duration) error {
 	a.steps.end(ids)
 	err := a.halves.call(func(m *core.Machine, now time.Time) error {
@@ -138,8 +139,8 @@ func (a *Agent) Retract(ids []core.TransferID, timeout time.Duration) error {
 	return err
 }
 
-// GetFinished returns the reports since the last call; it never waits. Only
-// with the Reports that Open made itself.
+// GetFinished returns the reports since the last call and never waits. It needs
+// the Reports that Open makes.
 func (a *Agent) GetFinished() []core.Report {
 	if q, ok := a.halves.reports.(*reportQueue); ok {
 		return q.take()

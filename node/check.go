@@ -100,7 +100,7 @@ func (c *Config) Check() error {
 	}
 	for key, s := range map[string]Seconds{"lease_s": c.Lease, "peer_timeout_s": c.PeerTimeout, "early_load_s": c.EarlyLoad, "claim_s": c.Claim,
 		"join_timeout_s": c.JoinTimeout, "connect_timeout_s": c.ConnectTimeout, "stall_timeout_s": c.StallTimeout, "close_timeout_s": c.CloseTimeout} {
-		// Less would leave no room for the three renewals that a bound is made of.
+		// A shorter bound would have no room for its three renewals.
 		if d := time.Duration(s); d < minBound || d > time.Hour {
 			return bad(key, d.Seconds(), fmt.Sprintf("%v to 3600 seconds", minBound.Seconds()))
 		}
@@ -126,10 +126,10 @@ func (c *Config) Check() error {
 	return nil
 }
 
-// maxDPSize is as many dp ranks as GET /query has numbers for.
+// maxDPSize is how many dp ranks GET /query can show.
 const maxDPSize = bootstrap.MaxRank + 1
 
-// checkJoin says what is wrong with the way to the first rank.
+// checkJoin says why this rank cannot join the first one.
 func (c *Config) checkJoin() error {
 	bad := func(format string, args ...any) error {
 		return fmt.Errorf("%w: config key \"bootstrap_join\" %s", core.ErrInvalid, fmt.Sprintf(format, args...))
@@ -155,7 +155,7 @@ func (c *Config) checkJoin() error {
 	return nil
 }
 
-// checkSecurity says which key cannot be, without a look at the files.
+// checkSecurity says which key is wrong, without reading the files.
 func (c *Config) checkSecurity() error {
 	bad := func(key, format string, args ...any) error {
 		return fmt.Errorf("%w: config key %q %s", core.ErrInvalid, key, fmt.Sprintf(format, args...))

@@ -2,12 +2,9 @@ package node
 
 import (
 	"bytes"
-	"context"
 	"errors"
 	"fmt"
 	"net"
-	"strings"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -352,78 +349,4 @@ func TestRefusedConnectionToAClusterIsNoProof(t *testing.T) {
 		p.want(id, core.OK)
 	}
 	same(t, p, span(1, 4), d, span(1, 4))
-}
-
-// lossy is a bus that loses requests.
-type lossy struct {
-	core.Bus
-	lose func(to core.AgentID, req *wire.Request) bool
-}
-
-func (b *lossy) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
-	if !b.lose(to, req) {
-		return b.Bus.Request(ctx, via, to, req)
-	}
-	<-ctx.Done()
-	return nil, fmt.Errorf("no reply: %w", ctx.Err())
-}
-
-// A hello that is lost, with the server that P was at, is said again within the
-// bound.
-func TestLostHelloIsSaidAgain(t *testing.T) {
-	leaktest.Check(t)
-	cfg := testConfig(RoleDecode)
-	cfg.ConnectTimeout = Seconds(9 * time.Second)
-	p, d := open(t, testConfig(RolePrefill)), open(t, cfg)
-	var hellos atomic.Int32
-	setBus(d.Agent, &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
-		return req.Kind == wire.KindHello && hellos.Add(1) == 1
-	}})
-	transfer(t, p, d, "t", p.BootstrapAddress())
-	if n := hellos.Load(); n != 2 {
-		t.Fatalf("hello was said %d times", n)
-	}
-}
-
-// An agent that does not answer a load, though its connections stand, may have
-// been replaced: the next load looks it up.
-func TestSilentPrefillIsLookedUpAgain(t *testing.T) {
-	leaktest.Check(t)
-	urls := nettest.NewNATS(t).URL()
-	cfg := func(role string) Config {
-		cfg := testConfig(role)
-		cfg.NATSURL, cfg.AdvertiseHost = urls, "127.0.0.1"
-		return cfg
-	}
-	old, d := open(t, cfg(RolePrefill)), open(t, cfg(RoleDecode))
-	var silent atomic.Bool
-	setBus(d.Agent, &lossy{Bus: d.bus, lose: func(to core.AgentID, _ *wire.Request) bool { return silent.Load() && to == old.ID() }})
-	transfer(t, old, d, "first", old.BootstrapAddress())
-	silent.Store(true)
-	p := open(t, cfg(RolePrefill))
-	d.load("for the old one", old.BootstrapAddress(), 1)
-	d.want("for the old one", core.PeerLost, "does not answer", string(old.ID()))
-	transfer(t, p, d, "next", old.BootstrapAddress())
-}
-
-func says(reason string, words ...string) bool {
-	for _, w := range words {
-		if strings.Contains(reason, w) {
-			return true
-		}
-	}
-	return false
-}
-
-func theOnlyPeer(t *testing.T, s *side) core.AgentID {
-	t.Helper()
-	s.peers.mu.Lock()
-	defer s.peers.mu.Unlock()
-	if len(s.peers.byID) != 1 {
-		t.Fatalf("%d peers, want 1", len(s.peers.byID))
-	}
-	for id := range s.peers.byID {
-		return id
-	}
-	return ""
 }

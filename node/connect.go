@@ -13,8 +13,8 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// admit lets a decode agent connect by the transports that both have; an error
-// says why there is none.
+// admit lets a decode agent connect by the transports that both agents have. If there
+// is none, the error says why.
 func (t *transports) admit(peer core.AgentID, h *wire.Agent) (tickets []wire.Ticket, err error) {
 	var errs []error
 	for _, w := range t.list {
@@ -56,7 +56,7 @@ func (t *transports) ways(ctx context.Context, info *wire.Agent, bootstrap strin
 			continue
 		}
 		endpoint := info.Endpoints[i].Address
-		// What a Signaller's address means is its own: this agent does not dial it.
+		// Only the Signaller knows what its address means; this agent does not dial it.
 		if _, signals := w.(core.Signaller); !signals {
 			if endpoint, err = fullEndpoint(info, info.Endpoints[i], bootstrap); err != nil {
 				return nil, nil, &refusedError{err.Error()}
@@ -74,8 +74,8 @@ func (t *transports) ways(ctx context.Context, info *wire.Agent, bootstrap strin
 	return list, absent, nil
 }
 
-// fullEndpoint is a transport's address as it is dialled; without a host it is at
-// the host where the registry was found, which is known to be reachable.
+// fullEndpoint is a transport's address as it is dialled. If it names no host, the
+// host of the bootstrap address counts, which is known to be reachable.
 func fullEndpoint(info *wire.Agent, e wire.Endpoint, bootstrap string) (string, error) {
 	host, port, err := net.SplitHostPort(e.Address)
 	if err != nil {
@@ -97,7 +97,7 @@ func (t *transports) connect(peer core.AgentID, engine string, ways []way, absen
 	var errs []error
 	connected := map[string]bool{}
 	t.mu.Lock()
-	clear(t.pair(peer).down) // before their news come
+	clear(t.pair(peer).down) // before the transports report breaks
 	t.mu.Unlock()
 	for _, w := range ways {
 		name := w.via.Name()
@@ -139,8 +139,8 @@ func ticketOf(rep *wire.Reply, transport string) []byte {
 // transport while there is another.
 const firstWait = 2 * time.Second
 
-// settle decides how a pair goes on that has just been connected: for the
-// preferred transport it waits once, where there is no other as long as ctx lets it.
+// settle waits until a pair that has just been connected can move bytes. It waits
+// once for the preferred transport, and until ctx ends for the last one.
 func (t *transports) settle(ctx context.Context, peer core.AgentID) error {
 	t.mu.Lock()
 	p := t.pair(peer)

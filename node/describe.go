@@ -9,7 +9,7 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// describe is what this agent says of itself, in its registry entry and in a hello.
+// describe makes this agent's registry entry, which is also its hello.
 func describe(c *Config, id core.AgentID, l *core.Layout, endpoints []wire.Endpoint, lacks []wire.Lack) *wire.Agent {
 	d := &wire.Agent{
 		Version: wire.Version, ID: string(id), EngineID: c.EngineID,
@@ -37,7 +37,7 @@ func compatible(p, d *wire.Agent) (*core.Match, error) {
 	}
 	m, err := core.NewMatch(shapes(p), shapes(d))
 	if err == nil && ranksOf(p) == core.One && ranksOf(d) == core.One {
-		err = m.Whole() // else D looks whether all of its ranks together have what it needs
+		err = m.Whole() // with more ranks D looks whether all ranks together have what it needs
 	}
 	if p.BlockTokens != 0 && d.BlockTokens != 0 && p.BlockTokens != d.BlockTokens {
 		unequal := fmt.Sprintf("blocks of %d tokens at the prefill engine, of %d at the decode engine", p.BlockTokens, d.BlockTokens)
@@ -83,7 +83,7 @@ func rankText(a *wire.Agent) string {
 	return fmt.Sprintf("engine %q dp%d tp%d pp%d", a.EngineID, a.DPRank, a.TPRank, a.PPRank)
 }
 
-// refusedError: the peer was found and refused us, or we it.
+// refusedError: the peer was found, but it refuses this agent, or this agent it.
 type refusedError struct{ reason string }
 
 func (e *refusedError) Error() string { return e.reason }
@@ -96,7 +96,7 @@ func refuse(format string, args ...any) *wire.Reply {
 // maxReason is how many bytes of a reason are carried.
 const maxReason = 256
 
-// shorten cuts a reason to what is carried, between characters.
+// shorten cuts a reason to maxReason, between characters.
 func shorten(s string) string {
 	if len(s) <= maxReason {
 		return s

@@ -57,9 +57,9 @@ func (e *endings) read() Totals {
 	return t
 }
 
-// explain adds to a failed half's cause what a reader needs who sees only this
-// text: which side of which engines and ranks, in which state, after how long.
-// The cause comes first, because the C completion cuts off the end.
+// explain makes the reason of a failed half complete for a reader who sees only
+// this text: it adds the side, the engines and ranks, the state and the time. The
+// cause comes first, because the C completion cuts off the end.
 func (e *endings) explain(r core.Report) string {
 	if !failure(r.Code) {
 		return r.Reason
@@ -75,7 +75,7 @@ func (e *endings) explain(r core.Report) string {
 	return fmt.Sprintf("%s [%v of %s, %s, %d ms]", r.Reason, r.Side, where, r.State, r.Elapsed.Milliseconds())
 }
 
-// failure: neither success nor what this engine has asked for.
+// failure: the half neither ended well nor by a call of this engine.
 func failure(c core.Code) bool { return c != core.OK && c != core.Cancelled && c != core.Closed }
 
 func (e *endings) write(r core.Report) {
@@ -91,8 +91,8 @@ func (e *endings) write(r core.Report) {
 	}
 }
 
-// add fills in what the halves know; it is atomic with the endings, which are
-// counted under the same lock.
+// add fills in the state of the halves, and the totals at the same instant: endings
+// are counted under the lock of the halves.
 func (s *Stats) add(h *halves, e *endings, registered func() *transports) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -14,15 +14,15 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// guests are the ranks that have joined this agent's bootstrap port: in the
-// registry, and in what GET /query shows. Each lives for as long as it says so.
+// guests are the ranks that have joined this agent's bootstrap port. They are in the
+// registry and in GET /query for as long as they renew their registration.
 type guests struct {
 	cfg   *Config
 	log   *zap.Logger
 	board *board
 	host  host
 
-	mu     sync.Mutex // held while one comes or goes, so that registry and table agree
+	mu     sync.Mutex // held while a rank comes or goes, so that registry and table agree
 	ranks  map[guestRank]*guest
 	closed bool
 }
@@ -40,7 +40,7 @@ type guestRank struct{ dp, tp, pp int }
 type guest struct {
 	agent *wire.Agent
 	entry bootstrap.Registration
-	until time.Time // it has been renewed up to then
+	until time.Time // end of its lease
 	end   *time.Timer
 }
 
@@ -77,11 +77,11 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 		old.end.Reset(ttl)
 		return since, nil
 	}
-	if old != nil { // another of the same engine: the registry has let it
+	if old != nil { // the registry has let another agent take the rank over
 		g.drop(at, old)
 	}
 	e := g.board.entryOf(j.Agent)
-	if err := g.board.table.Register(e); err != nil { // of somebody's POST /register
+	if err := g.board.table.Register(e); err != nil { // a POST /register has the rank
 		_ = g.host.Unhost(ctx, j.Agent)
 		return 0, err
 	}
@@ -114,7 +114,7 @@ func (g *guests) admit(a *wire.Agent) error {
 		switch b := other.agent; {
 		case (at.dp == a.DPRank) != (b.EngineID == a.EngineID):
 			return fmt.Errorf("%s, but %s is here: each dp rank has an engine_id of its own, and all its ranks have the same", rankText(a), rankText(b))
-		case g.cfg.Role == RoleBootstrap && dpSizeOf(b) != dps: // else this agent knows
+		case g.cfg.Role == RoleBootstrap && dpSizeOf(b) != dps: // an agent with a rank knows its dp_size
 			return fmt.Errorf("%s has dp_size %d, %s has %d", rankText(a), dps, rankText(b), dpSizeOf(b))
 		case at.dp == a.DPRank && ranksOf(b) != size:
 			return fmt.Errorf("%s has tp_size and pp_size for %v, %s for %v", rankText(a), size, rankText(b), ranksOf(b))
@@ -123,8 +123,7 @@ func (g *guests) admit(a *wire.Agent) error {
 	return nil
 }
 
-// beside says why an agent cannot be a rank of the engines that this one, a rank
-// itself, was opened for.
+// beside says why an agent cannot be a rank beside this agent, which is one itself.
 func (g *guests) beside(a *wire.Agent) error {
 	c := g.cfg
 	switch {
@@ -161,19 +160,18 @@ func (g *guests) leave(ctx context.Context, a *wire.Agent) {
 	}
 }
 
-// expire ends the entry of one that has said nothing for as long as its
-// registration lives.
+// expire ends the entry of a rank that has not renewed its registration in time.
 func (g *guests) expire(at guestRank, n *guest) {
 	defer safe.Recover("node.guests.expire")
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.ranks[at] == n && !time.Now().Before(n.until) { // else it was renewed while this waited
+	if g.ranks[at] == n && !time.Now().Before(n.until) { // not renewed while expire waited for the lock
 		g.log.Warn("rank is gone", zap.String("agent", n.agent.ID), zap.String("engine_id", n.entry.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
 		g.drop(at, n)
 	}
 }
 
-// drop takes one out of GET /query and GET /route; g.mu is held.
+// drop takes a rank out of GET /query and GET /route; g.mu is held.
 func (g *guests) drop(at guestRank, n *guest) {
 	n.end.Stop()
 	g.board.table.Unregister(n.entry)

@@ -25,9 +25,9 @@ const (
 )
 
 // halves are an agent's halves of transfers: the machine that decides about them,
-// with its lock, its clock and the actions that wait to be performed. Each method
-// that is named as one of core.Machine calls that one at this instant. They do
-// nothing while no machine is there, and work also while the agent closes.
+// its lock and clock, and the actions that wait to be performed. A method with the
+// name of one of core.Machine calls the machine's at this instant, also while the
+// agent closes, and does nothing while there is no machine.
 type halves struct {
 	clock   core.Clock
 	reports Reports
@@ -62,8 +62,8 @@ func (h *halves) enter(want agentState) error {
 	return nil
 }
 
-// move goes from one state to the next and does what belongs to it, unless the
-// agent was closed meanwhile.
+// move goes from one state to another and calls with under the lock, unless the
+// agent is in another state: it was closed meanwhile.
 func (h *halves) move(from, to agentState, with func()) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -128,9 +128,8 @@ func (h *halves) call(f func(m *core.Machine, now time.Time) error) error {
 	return err
 }
 
-// each accepts a batch in order. The first element that is refused ends it: those
-// before it are accepted, and n says how many they are. reports is how many reports
-// each of them is owed.
+// each accepts a batch in order, up to the first element that is refused; n is the
+// number of elements before it. The engine gets as many reports of each element.
 func each[T any](h *halves, list []T, reports int, f func(m *core.Machine, now time.Time, v T) error) (n int, err error) {
 	err = h.call(func(m *core.Machine, now time.Time) error {
 		for _, v := range list {
@@ -164,7 +163,7 @@ func (h *halves) fits(n int) error {
 	return nil
 }
 
-// event feeds the machine what happened.
+// event tells the machine of an event.
 func (h *halves) event(f func(m *core.Machine, now time.Time)) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -226,8 +225,8 @@ func (h *halves) idle() bool {
 	return h.machine == nil || !h.machine.Busy() && len(h.actions) == 0 && !h.performing
 }
 
-// reading returns a wait for the blocks of those of ids whose blocks are read now,
-// nil if none are.
+// reading returns a wait until the blocks of ids are not read; nil if none is read
+// now.
 func (h *halves) reading(ids []core.TransferID) *readWait {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -271,34 +270,25 @@ func (h *halves) Tick() {
 	h.signal()
 }
 
-func (h *halves) Abandon() {
-	h.event(func(m *core.Machine, now time.Time) { m.Abandon(now) })
-}
-
+func (h *halves) Abandon() { h.event(func(m *core.Machine, now time.Time) { m.Abandon(now) }) }
 func (h *halves) Resolved(r core.Resolve, peer core.AgentID, opened time.Time, code core.Code, reason string) {
 	h.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, peer, opened, code, reason) })
 }
-
 func (h *halves) ResolvedParts(r core.Resolve, found []core.FoundPart) {
 	h.event(func(m *core.Machine, now time.Time) { m.ResolvedParts(now, r.ID, r.Seq, found) })
 }
-
 func (h *halves) Expecting(id core.TransferID, grant []byte, err error) {
 	h.event(func(m *core.Machine, now time.Time) { m.Expecting(now, id, grant, err) })
 }
-
 func (h *halves) LoadAnswered(v core.SendLoad, answer core.LoadAnswer, code core.Code, reason string) {
 	h.event(func(m *core.Machine, now time.Time) { m.LoadAnswered(now, v.ID, v.Seq, answer, code, reason) })
 }
-
 func (h *halves) RenewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error) {
 	h.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) })
 }
-
 func (h *halves) ProbeReplied(peer core.AgentID, absent, away bool, err error) {
 	h.event(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, peer, absent, away, err) })
 }
-
 func (h *halves) Revoked(id core.TransferID) {
 	h.event(func(m *core.Machine, now time.Time) { m.Revoked(now, id) })
 }

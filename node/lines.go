@@ -8,13 +8,13 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// lines hold what waits to be done, a line for each key. Of each line as many
-// goroutines as its width take from the front, side by side.
+// lines hold work that waits, in a line for each key. As many goroutines as a line
+// is wide take work from its front, side by side.
 type lines[K comparable, T any] struct {
 	name  string
 	width int // goroutines of one line
-	batch int // that one of them takes at a time
-	most  int // that wait in one line; the oldest is dropped for one more. 0: the caller bounds them
+	batch int // elements that a goroutine takes at a time
+	most  int // elements that wait in one line; one more drops the oldest. 0: the caller bounds them
 	work  func(key K, part []T)
 	start func(name string, f func()) // runs f on a goroutine
 
@@ -105,7 +105,8 @@ func (l *lines[K, T]) wait(ctx context.Context) {
 	}
 }
 
-// gate bounds what is done at a time, of all keys and of one. It lets nobody wait.
+// gate bounds how much is done at a time, of all keys and of one key. If there is no
+// place it refuses at once.
 type gate[K comparable] struct {
 	most, mostEach int
 

@@ -38,7 +38,7 @@ type directory interface {
 	Lookup(ctx context.Context, t core.Target) (*wire.Agent, core.Via, error)
 }
 
-// ways are what a finder needs of the transports.
+// ways is the part of the transports that a finder needs.
 type ways interface {
 	dismisser
 	ways(ctx context.Context, info *wire.Agent, bootstrap string) (list []way, absent map[string]string, err error)
@@ -46,7 +46,7 @@ type ways interface {
 	settle(ctx context.Context, peer core.AgentID) error
 }
 
-// resolver takes what was found; the agent's halves.
+// resolver takes the result of a look-up; the agent's halves.
 type resolver interface {
 	Resolved(r core.Resolve, peer core.AgentID, opened time.Time, code core.Code, reason string)
 	ResolvedParts(r core.Resolve, found []core.FoundPart)
@@ -82,7 +82,7 @@ func (f *finder) resolve(r core.Resolve) {
 	})
 }
 
-// resolved tells the machine what was found: an agent, or several to load from.
+// resolved tells the machine the result: one agent, or several to load from.
 func (f *finder) resolved(r core.Resolve, found []core.FoundPart) {
 	if p := &found[0]; r.Part || len(found) == 1 && p.Share.Of == 1 {
 		f.machine.Resolved(r, p.Peer, p.Opened, core.OK, "")
@@ -113,11 +113,10 @@ type unansweredError struct{ error }
 
 func (e *unansweredError) Unwrap() error { return e.error }
 
-// unansweredPause is between two tries to meet an agent.
+// unansweredPause is the time between two tries to meet an agent.
 const unansweredPause = 100 * time.Millisecond
 
-// findRank finds a rank of an engine that was found before, or that the engine above
-// has named.
+// findRank finds one rank of a prefill engine.
 func (f *finder) findRank(target core.Target) ([]core.FoundPart, error) {
 	ctx, cancel := context.WithTimeout(f.ctx, time.Duration(f.cfg.ConnectTimeout))
 	defer cancel()
@@ -131,15 +130,15 @@ func (f *finder) findRank(target core.Target) ([]core.FoundPart, error) {
 	return []core.FoundPart{{From: target, Peer: p.id, Opened: p.opened}}, nil
 }
 
-// sameRegion: how many blocks there are is no matter.
+// sameRegion compares two regions, but not their numbers of blocks.
 func sameRegion(x, y core.Shape) bool {
 	x.NumBlocks, x.BlockStride = y.NumBlocks, y.BlockStride
 	return x == y
 }
 
 // findEngine finds the ranks of a prefill engine that this agent loads from, meets
-// them all, and deals its regions out to them. The first one's entry says how many
-// there are; the others may still be on their way.
+// them all, and deals its regions out to them. The first rank's entry says how many
+// there are. The other ranks may not have joined yet.
 func (f *finder) findEngine(target core.Target) ([]core.FoundPart, error) {
 	ctx, cancel := context.WithTimeout(f.ctx, time.Duration(f.cfg.ConnectTimeout))
 	defer cancel()
@@ -147,7 +146,7 @@ func (f *finder) findEngine(target core.Target) ([]core.FoundPart, error) {
 	for {
 		found, err := f.meetEngine(ctx, target)
 		var resized *resizedError
-		if !errors.As(err, &resized) { // else it is being restarted at this moment
+		if !errors.As(err, &resized) { // a resized engine is being restarted at this moment
 			return found, err
 		}
 		select {
@@ -209,17 +208,16 @@ func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.Fou
 	return found, nil
 }
 
-// entry is what the directory holds of an agent, and the way to it.
+// entry is an agent's entry in the registry, and the way to the agent.
 type entry struct {
 	agent *wire.Agent
 	via   core.Via
 }
 
-// find looks a prefill agent up, unless it was just found, checks that it fits, says
-// hello and opens the way to it. Within the bound an entry of an agent that is gone
-// is waited out, since the restarted one is about to take its place, and so is one
-// that is on its way from a server of a cluster to another, or a rank that has not
-// joined its engine's first one yet.
+// find looks a prefill agent up, unless met is its entry, checks that it fits, says
+// hello and opens the way to it. Until ctx ends find tries again in three cases: the
+// agent is gone and its successor about to take its place; the agent is on its way
+// from one server of a cluster to another; the rank has not joined yet.
 func (f *finder) find(ctx context.Context, target core.Target, met *entry) (*peer, *wire.Agent, error) {
 	for {
 		p, info, err := f.meet(ctx, target, met)
@@ -285,7 +283,7 @@ func (f *finder) meet(ctx context.Context, target core.Target, met *entry) (*pee
 }
 
 // openedAt is an instant, on this process's clock, before which an agent was not
-// open: it said how old it was after it was asked.
+// open. The agent told its age after it was asked.
 func openedAt(asked time.Time, ageMS int64) time.Time {
 	const most = int64(100 * 365 * 24 * time.Hour / time.Millisecond)
 	if ageMS <= 0 || ageMS > most {

@@ -12,8 +12,8 @@ import (
 )
 
 // metrics is GET /metrics of the bootstrap port, for engines that have no page of
-// their own: what Stats holds, and how long halves took. Its methods may be called
-// on nil, which an agent without a port has.
+// their own. It shows Stats, and how long halves took. An agent without a port has a
+// nil one, on which observe may be called.
 type metrics struct {
 	stats     func() Stats
 	registry  *prometheus.Registry
@@ -61,7 +61,7 @@ var described = []struct {
 	{"kvconn_reaped_total", "Claims and loads of requests that this engine never named.", nil},
 	{"kvconn_grown_total", "Offers that began to move while the engine still worked on their requests.", nil},
 	{"kvconn_grown_bytes_total", "Bytes that were given to the transport while the engine still worked on their requests.", nil},
-	{"kvconn_retracted_total", "Of them, those whose blocks the engine took back, as when it preempts a request.", nil},
+	{"kvconn_retracted_total", "Offers that began to move early and whose blocks the engine took back, as when it preempts a request.", nil},
 	{"kvconn_retries_total", "Requests sent again, and peers looked up again.", nil},
 	{"kvconn_under_way", "Halves under way, by state.", []string{"side", "state"}},
 	{"kvconn_uncollected", "Halves that ended and that the engine has not collected.", nil},

@@ -78,3 +78,8 @@ func (o *opener) open(name string, layout *core.Layout, to core.Sink) (core.Tran
 	}
 	return w, nil
 }
+
+// newRDMA opens the rdma transport.
+func newRDMA(cfg rdma.Config, id core.AgentID, layout *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+	return rdma.New(cfg, id, layout, s, signal)
+}

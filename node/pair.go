@@ -7,18 +7,18 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// pair is what the transports remember of one peer; guarded by their lock.
+// pair is the transports' record of one peer; their lock guards it.
 type pair struct {
 	engine    string
-	connected map[string]bool      // D: by these it has been told to connect
-	absent    map[string]string    // D: why not by the others
-	down      map[string]bool      // D: those whose connections broke since
-	settled   bool                 // D has waited once for the preferred one
-	now       map[core.Side]string // by which the last transfer went, from and to the peer
-	why       string               // D: and not by the preferred one
+	connected map[string]bool      // D: transports that were told to connect
+	absent    map[string]string    // D: why each other transport was not
+	down      map[string]bool      // D: transports whose connections broke since
+	settled   bool                 // D has waited once for the preferred transport
+	now       map[core.Side]string // the transport of the last transfer, from and to the peer
+	why       string               // D: why that was not the preferred transport
 	used      time.Time
-	transfers map[string]uint64 // that ended well, by transport
-	fallbacks map[string]uint64 // that the preferred one did not take, by reason
+	transfers map[string]uint64 // transfers that ended well, by transport
+	fallbacks map[string]uint64 // loads that did not go by the preferred transport, by reason
 }
 
 // passedOver is a transport that a transfer did not take.
@@ -37,7 +37,7 @@ func joined(passed []passedOver) string {
 	return strings.Join(list, "; ")
 }
 
-// way is one transport of a prefill agent, and where that is reached.
+// way is one transport of a prefill agent, and its address.
 type way struct {
 	via      core.Transport
 	endpoint string
@@ -58,46 +58,5 @@ func count(by map[string]uint64, why string) {
 	by[why]++
 }
 
-// TransportStats are what one transport of an agent has done since it was
-// registered.
-type TransportStats struct {
-	Available    bool              `json:"available"`
-	Reason       string            `json:"reason,omitempty"` // why it is not
-	Loads        uint64            `json:"loads"`            // ended well
-	Offers       uint64            `json:"offers"`           // ended well
-	LoadsFailed  uint64            `json:"loads_failed"`     // after they had begun to wait for it
-	OffersFailed uint64            `json:"offers_failed"`
-	BytesIn      uint64            `json:"bytes_in"`
-	BytesOut     uint64            `json:"bytes_out"`
-	Fallbacks    map[string]uint64 `json:"fallbacks,omitempty"` // loads that another took in its place, by reason
-	Counters     map[string]uint64 `json:"counters,omitempty"`  // of the transport itself: rdma.Transport.Counters
-}
-
 // counting is a transport with counters of its own.
 type counting interface{ Counters() map[string]uint64 }
-
-func (s *TransportStats) add(r core.Report) {
-	ok := r.Code == core.OK
-	switch {
-	case r.Side == core.SideLoad && ok:
-		s.Loads++
-		s.BytesIn += r.Stats.Bytes
-	case r.Side == core.SideLoad:
-		s.LoadsFailed++
-	case ok:
-		s.Offers++
-		s.BytesOut += r.Stats.Bytes
-	default:
-		s.OffersFailed++
-	}
-}
-
-// PairStats are what an agent has done with one peer.
-type PairStats struct {
-	Agent     string            `json:"agent"`
-	EngineID  string            `json:"engine_id"`
-	Transport string            `json:"transport"`           // by which new transfers go
-	Reason    string            `json:"reason,omitempty"`    // why not by a better one
-	Transfers map[string]uint64 `json:"transfers"`           // that ended well, by transport
-	Fallbacks map[string]uint64 `json:"fallbacks,omitempty"` // loads that did not take the best one, by reason
-}

@@ -12,13 +12,13 @@ const (
 	maxLoadsEach    = 16      // loads to one peer that are under way at a time
 	maxFinishes     = 512     // in one message: they fit into any server's
 	maxFinishesEach = 1 << 16 // that wait for one peer; it has not answered for long then
-	// maxRevokes is how many revokes wait at a time. One of a peer that does not
-	// answer takes a second or two, and those behind it must not add up.
+	// maxRevokes is how many revokes wait at a time. If a peer does not answer, a
+	// revoke takes a second or two, and these times must not add up.
 	maxRevokes = 1024
 )
 
-// peerQueue is what is to be said to peers. All of it may wait for the network,
-// none of it for another peer:
+// peerQueue says to peers what the machine wants said. All of it may wait for the
+// network, but never for another peer:
 //
 //   - Loads of one peer go in order, a few side by side. A transfer has one at most,
 //     each wait is bounded, and short once the peer is lost.

@@ -11,42 +11,42 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// maxPeers bounds what is remembered of peers; the one that was not used for
-// longest is forgotten first, and says hello again if it comes back.
+// maxPeers is how many peers are remembered. The agent forgets the peer first that
+// was unused for longest; if that comes back, it says hello again.
 const maxPeers = 4096
 
-// peer is what one agent remembers of another.
+// peer is this agent's record of another.
 type peer struct {
 	id     core.AgentID
 	via    core.Via
-	rank   string        // of which engine it is; "" on P
-	joined bool          // it and the server that it is reached by are not one process
-	in     *core.Match   // of its caches with ours, for loads from it; nil: we have not looked it up
-	out    *core.Match   // of ours with its, for loads of ours; nil: it has not said hello
-	opened time.Time     // it was not open before this; zero: unknown
-	gone   bool          // nobody listens there, or nobody answers; guarded by the table
-	heard  time.Time     // when it answered a load last
-	mute   time.Time     // until then its loads are not tried: it has left others without an answer
+	rank   string        // the peer's engine and rank; "" on P
+	joined bool          // the peer uses the server of another process
+	in     *core.Match   // the peer's caches with this agent's, for loads from it; nil: it was not looked up
+	out    *core.Match   // this agent's caches with the peer's, for its loads; nil: it has not said hello
+	opened time.Time     // the peer was not open before; zero: unknown
+	gone   bool          // the peer was found gone; guarded by the table
+	heard  time.Time     // when the peer answered a load last
+	mute   time.Time     // until then loads are not tried, since the peer has not answered others
 	place  *list.Element // in the table's order
 }
 
-// lookup is what is looked up: an engine, or a rank of it.
+// lookup names an engine that is looked up, or a rank of it.
 type lookup struct {
 	target core.Target
 	part   bool
 }
 
-// peerTable holds the peers by id, and which of them a target was found to be.
+// peerTable holds the peers by id, and the targets that were looked up.
 type peerTable struct {
 	mu      sync.Mutex
 	byID    map[core.AgentID]*peer
-	order   *list.List                   // of *peer, the one used last at the end
-	known   map[lookup][]core.FoundPart  // what a target was found to be
-	looking map[lookup][]core.Resolve    // they wait for a look-up that is under way
-	held    map[core.Target][]core.Shape // what a rank held when its engine's regions were dealt out
+	order   *list.List                   // of *peer, by their last use
+	known   map[lookup][]core.FoundPart  // the agents of a target that was looked up
+	looking map[lookup][]core.Resolve    // the loads and claims that wait for a look-up under way
+	held    map[core.Target][]core.Shape // the regions that a rank had when this agent's were dealt out to its engine
 
-	// meeting is held while a peer is added and who makes room for it is
-	// dismissed, so that a peer of the table is one that the transport admits.
+	// meeting is held while a peer is added and another is dismissed for it, so that
+	// the transports admit exactly the peers of the table.
 	meeting sync.Mutex
 }
 
@@ -64,14 +64,19 @@ func (t *peerTable) get(id core.AgentID) *peer {
 	return p
 }
 
-// rankOf names a prefill agent's engine and rank; "" if it was not met.
-func (t *peerTable) rankOf(id core.AgentID) string {
+// with calls f if a peer is known; that is no use of the peer.
+func (t *peerTable) with(id core.AgentID, f func(p *peer)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if p := t.byID[id]; p != nil {
-		return p.rank
+		f(p)
 	}
-	return ""
+}
+
+// rankOf names a prefill agent's engine and rank; "" if it was not met.
+func (t *peerTable) rankOf(id core.AgentID) (rank string) {
+	t.with(id, func(p *peer) { rank = p.rank })
+	return rank
 }
 
 // dismisser is the part of the transports that a peerTable needs.
@@ -101,7 +106,7 @@ func (t *peerTable) add(p *peer, transports dismisser) {
 		t.drop(first)
 	}
 	p.place = t.order.PushBack(p)
-	t.byID[p.id] = p // met anew: not gone, whatever was
+	t.byID[p.id] = p // met anew, so it is not gone
 	t.mu.Unlock()
 	if oldest != "" {
 		transports.Dismiss(oldest) // it may call the sink
@@ -148,36 +153,29 @@ func (t *peerTable) lose(id core.AgentID) {
 }
 
 func (t *peerTable) lost(id core.AgentID) bool {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	p := t.byID[id]
-	return p == nil || p.gone
+	lost := true
+	t.with(id, func(p *peer) { lost = p.gone })
+	return lost
 }
 
 // answered notes that a peer lives.
 func (t *peerTable) answered(id core.AgentID) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if p := t.byID[id]; p != nil {
-		p.heard, p.mute = time.Now(), time.Time{}
-	}
+	t.with(id, func(p *peer) { p.heard, p.mute = time.Now(), time.Time{} })
 }
 
-// silent notes that a peer has left a load without an answer that began then: the
-// loads that stand behind it shall not find out one after the other.
+// silent notes that a peer gave no answer to a load that began then: for the pause
+// the loads that wait behind it fail at once, not one after the other.
 func (t *peerTable) silent(id core.AgentID, began time.Time, pause time.Duration) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if p := t.byID[id]; p != nil && p.heard.Before(began) {
-		p.mute = time.Now().Add(pause)
-	}
+	t.with(id, func(p *peer) {
+		if p.heard.Before(began) {
+			p.mute = time.Now().Add(pause)
+		}
+	})
 }
 
-func (t *peerTable) deaf(id core.AgentID, now time.Time) bool {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	p := t.byID[id]
-	return p != nil && now.Before(p.mute)
+func (t *peerTable) deaf(id core.AgentID, now time.Time) (deaf bool) {
+	t.with(id, func(p *peer) { deaf = now.Before(p.mute) })
+	return deaf
 }
 
 // suspect makes the next load look the target up again: its agent may have been
@@ -195,8 +193,8 @@ func (t *peerTable) unmap(id core.AgentID) {
 	})
 }
 
-// find returns what a target is known to be. If it is not, first says that the
-// caller must look it up and call found; else the answer of whoever looks goes to r too.
+// find returns the known agents of a target. If there are none, r waits for the
+// look-up; if first is true, the caller must do that, and call found.
 func (t *peerTable) find(key lookup, r core.Resolve) (known []core.FoundPart, first bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -208,8 +206,8 @@ func (t *peerTable) find(key lookup, r core.Resolve) (known []core.FoundPart, fi
 	return nil, first
 }
 
-// found takes the end of a look-up, parts nil if it failed, and returns those that
-// wait for it.
+// found takes the end of a look-up, with parts nil if it failed, and returns the
+// loads and claims that wait for it.
 func (t *peerTable) found(key lookup, parts []core.FoundPart) []core.Resolve {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -221,9 +219,10 @@ func (t *peerTable) found(key lookup, parts []core.FoundPart) []core.Resolve {
 	return waiting
 }
 
-// remember keeps what was found, unless it is out of date already; t.mu is held.
+// remember keeps the agents of a target, unless one of them is forgotten already;
+// t.mu is held.
 func (t *peerTable) remember(key lookup, found []core.FoundPart) {
-	if len(t.known) >= 4*maxPeers { // many spellings; what is in use is found again
+	if len(t.known) >= 4*maxPeers { // many spellings; the targets in use are looked up again
 		clear(t.known)
 	}
 	if !slices.ContainsFunc(found, func(f core.FoundPart) bool { return t.byID[f.Peer] == nil }) {
@@ -231,8 +230,8 @@ func (t *peerTable) remember(key lookup, found []core.FoundPart) {
 	}
 }
 
-// dealt remembers the ranks of an engine whose regions were dealt out, and what
-// each of them held then.
+// dealt remembers the ranks of an engine to which this agent's regions were dealt
+// out, and the regions that each rank had.
 func (t *peerTable) dealt(found []core.FoundPart, sources []core.Source) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -245,8 +244,8 @@ func (t *peerTable) dealt(found []core.FoundPart, sources []core.Source) {
 	}
 }
 
-// heldBy is what a rank held when its engine's regions were dealt out; nil: they
-// were not.
+// heldBy returns the regions that a rank had when this agent's were dealt out; nil
+// if they were not.
 func (t *peerTable) heldBy(target core.Target) []core.Shape {
 	t.mu.Lock()
 	defer t.mu.Unlock()

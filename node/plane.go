@@ -17,9 +17,8 @@ import (
 	"github.com/kvconn/kvconn/natsbus"
 )
 
-// controlPlane is what an agent runs itself: the bus, and on a prefill engine's
-// first rank the bootstrap port, on which HTTP and the embedded NATS server
-// share one listener.
+// controlPlane is the bus of an agent and, on a prefill engine's first rank, the
+// bootstrap port. HTTP and the embedded NATS server share the port's listener.
 type controlPlane struct {
 	cfg    *Config
 	sec    *security
@@ -103,8 +102,8 @@ func (p *controlPlane) address() string {
 	return scheme + net.JoinHostPort(host, strconv.Itoa(at.Port))
 }
 
-// advertised is the host that peers are told, "" for the one at which they found
-// the bootstrap port: a rank that has joined from another host is not there.
+// advertised is the host that peers are told. "" means the host of the bootstrap port,
+// where a rank is not that has joined from another host.
 func (p *controlPlane) advertised() (string, error) {
 	if p.cfg.AdvertiseHost != "" || p.cfg.BootstrapJoin == "" {
 		return p.cfg.AdvertiseHost, nil
@@ -125,8 +124,8 @@ func (p *controlPlane) advertised() (string, error) {
 	return from.String(), nil
 }
 
-// outboundHost is the address from which this host would speak to others: a
-// guess for display, where the configuration names none.
+// outboundHost is this host's address towards others. It is a guess for display, if
+// the configuration names no host.
 func outboundHost() string {
 	c, err := net.Dial("udp", "192.0.2.1:9") // sends nothing
 	if err != nil {
@@ -136,7 +135,8 @@ func outboundHost() string {
 	return c.LocalAddr().(*net.UDPAddr).IP.String()
 }
 
-// close ends what is there: the bus first, it says goodbye through the others.
+// close ends the parts that are open. The bus is first, since it says goodbye
+// through the others.
 func (p *controlPlane) close(ctx context.Context) error {
 	var errs []error
 	if p.guests != nil {

@@ -7,8 +7,8 @@ import (
 )
 
 // Reports is where an agent's reports go. Push is called under the agent's lock
-// and does not wait; there is room, because the agent accepts a transfer only
-// while what is under way and what is unread fits into Capacity.
+// and does not wait. There is room for each report: the agent accepts a transfer
+// only while those under way and the unread reports fit into Capacity.
 type Reports interface {
 	Push(core.Report)
 	Unread() int

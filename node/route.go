@@ -11,10 +11,10 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// What this agent's port answers at SGLang's GET /route of the ranks that are
-// registered there: their sizes, and what their route_info says beside them.
+// This agent's port answers SGLang's GET /route from the ranks that are registered
+// there: with their sizes, and with their route_info.
 
-// sizeKeys are what a rank cannot say in its route_info.
+// sizeKeys are not allowed in a rank's route_info.
 var sizeKeys = []string{"attn_tp_size", "attn_cp_size", "dp_size", "pp_size"}
 
 // checkRouteInfo reads a rank's route_info, of a configuration or of the network.
@@ -37,8 +37,7 @@ func checkRouteInfo(text []byte) (map[string]json.RawMessage, error) {
 	return info, nil
 }
 
-// board is what the bootstrap port shows of the ranks that are registered here, by
-// GET /query and GET /route.
+// board shows the ranks that are registered here, by GET /query and GET /route.
 type board struct {
 	table   *bootstrap.Table
 	address func() string // where the port is reached
@@ -57,12 +56,12 @@ func (b *board) show(self *wire.Agent) error {
 	return nil
 }
 
-// entryOf is what GET /query shows of an agent.
+// entryOf is an agent's line in GET /query.
 func (b *board) entryOf(a *wire.Agent) bootstrap.Registration {
 	return bootstrap.Registration{EngineID: a.EngineID, DPRank: a.DPRank, TPRank: a.TPRank, PPRank: a.PPRank, Addr: b.address()}
 }
 
-// routeOf is what GET /route says of an agent that is registered here.
+// routeOf is an agent's line in GET /route.
 func (b *board) routeOf(a *wire.Agent) (bootstrap.Rank, error) {
 	given, err := checkRouteInfo(a.RouteInfo)
 	if err != nil {

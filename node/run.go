@@ -41,8 +41,8 @@ func run(ctx context.Context, h *halves, perform func(core.Action)) {
 	}
 }
 
-// performer does what the machine wants done. What may wait for the network goes to
-// the queue of its peer, or to a goroutine of its own.
+// performer does the machine's actions. An action that may wait for the network goes
+// to the peer queue, or to a goroutine of its own.
 type performer struct {
 	log        *zap.Logger
 	finder     *finder
@@ -50,10 +50,10 @@ type performer struct {
 	transports *transports
 	queue      *peerQueue
 	machine    outcomes
-	grown      func(bytes uint64) // is told what is given to a transport while the engine still computes
+	grown      func(bytes uint64) // counts bytes that a transport gets while the engine still computes
 }
 
-// outcomes takes what became of an action at once; the agent's halves.
+// outcomes takes the outcome of an action that is known at once; the agent's halves.
 type outcomes interface {
 	Expecting(id core.TransferID, grant []byte, err error)
 	Written(id core.TransferID, s core.TransferStats, err error)

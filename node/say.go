@@ -12,7 +12,7 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// speaker says to peers what the machine wants said, and gives it their answers.
+// speaker sends the machine's messages to peers, and gives it their answers.
 type speaker struct {
 	log     *zap.Logger
 	ask     *asker
@@ -133,9 +133,9 @@ func accepted(rep *wire.Reply, err error) (*wire.Reply, error) {
 
 // probe asks a decode agent whether it lives.
 func (s *speaker) probe(v core.SendProbe) {
-	// Not for long: what is sent while D's link breaks is lost, and it is asked again.
+	// The wait is short, since a message is lost while D's link breaks, and the machine asks again.
 	_, err := accepted(s.ask.within(s.ask.peerTimeout/10, v.Peer, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}}))
-	// Its links broke too, so that it is away at best: the machine gives it time.
+	// D's links broke too, so that it may come back: the machine gives it time.
 	s.machine.ProbeReplied(v.Peer, errors.Is(err, core.ErrAbsent), errors.Is(err, core.ErrAway), err)
 }
 

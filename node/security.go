@@ -17,14 +17,15 @@ import (
 	"github.com/kvconn/kvconn/natsbus"
 )
 
-// Bounds of what is read for the control plane's protection.
+// Bounds of secrets and lists.
 const (
 	maxSecretFile = 64 << 10
 	maxToken      = 1024
 	maxListed     = 4096 // entries of nats_nkeys and of bootstrap_allow
 )
 
-// security is what a Config's keys and files say about who gets in.
+// security is read from a Config's keys and files: who gets in, and whom this agent
+// trusts and contacts.
 type security struct {
 	token, seed string
 	server      *tls.Config // of the bootstrap port; nil for plain HTTP
@@ -44,7 +45,7 @@ func checkToken(token string) error {
 	return nil
 }
 
-// openSecurity reads the files. What is dangerous but allowed is logged.
+// openSecurity reads the files, and logs settings that are dangerous but allowed.
 func openSecurity(c *Config, log *zap.Logger) (*security, error) {
 	s := &security{token: c.NATSToken}
 	bad := func(key, path string, err error) error {
@@ -98,7 +99,7 @@ func openSecurity(c *Config, log *zap.Logger) (*security, error) {
 		return nil, fmt.Errorf("%w: config key \"bootstrap_allow\": %w", core.ErrInvalid, err)
 	}
 	if c.servesNATS() && s.token == "" && len(c.NATSNKeys) == 0 && !isLoopback(c.BootstrapHost) {
-		log.Warn("everyone who reaches the bootstrap port can ask for KV caches: set nats_token or nats_nkeys, or bind bootstrap_host to a private address",
+		log.Warn("every client that reaches the bootstrap port can ask for KV caches: set nats_token or nats_nkeys, or bind bootstrap_host to a private address",
 			zap.String("bootstrap_host", c.BootstrapHost), zap.Int("bootstrap_port", c.BootstrapPort))
 	}
 	return s, nil
@@ -125,7 +126,7 @@ func readSecret(key, path string, log *zap.Logger) (string, error) {
 
 func warnReadable(key, path string, log *zap.Logger) {
 	if st, err := os.Stat(path); err == nil && st.Mode().Perm()&0o007 != 0 {
-		log.Warn("everyone on this host can open a secret: chmod o-rwx", zap.String("key", key), zap.String("file", path),
+		log.Warn("all users of this host can open a secret: chmod o-rwx", zap.String("key", key), zap.String("file", path),
 			zap.Stringer("mode", st.Mode().Perm()))
 	}
 }

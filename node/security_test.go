@@ -193,16 +193,16 @@ func TestSecurityWarnings(t *testing.T) {
 		want string // "" for no warning
 	}{
 		"loopback":        {func(*Config) {}, ""},
-		"open to all":     {func(c *Config) { c.BootstrapHost = "0.0.0.0" }, "everyone who reaches the bootstrap port"},
+		"open to all":     {func(c *Config) { c.BootstrapHost = "0.0.0.0" }, "every client that reaches the bootstrap port"},
 		"with a token":    {func(c *Config) { c.BootstrapHost, c.NATSToken = "0.0.0.0", "x" }, ""},
-		"readable token":  {func(c *Config) { c.NATSTokenFile = secretFile(t, "x", 0o644) }, "everyone on this host"},
+		"readable token":  {func(c *Config) { c.NATSTokenFile = secretFile(t, "x", 0o644) }, "all users of this host"},
 		"guarded token":   {func(c *Config) { c.NATSTokenFile = secretFile(t, "x", 0o640) }, ""},
 		"guarded TLS key": {func(c *Config) { c.TLSCertFile, c.TLSKeyFile = cert, key }, ""},
 		"expired":         {func(c *Config) { c.TLSCertFile, c.TLSKeyFile = oldCert, oldKey }, "has expired"},
 		"readable TLS key": {func(c *Config) {
 			b, _ := os.ReadFile(key)
 			c.TLSCertFile, c.TLSKeyFile = cert, secretFile(t, string(b), 0o604)
-		}, "everyone on this host"},
+		}, "all users of this host"},
 	} {
 		cfg := testConfig(RolePrefill)
 		c.set(&cfg)

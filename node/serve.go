@@ -10,7 +10,7 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// server answers what peers ask. Its methods are called from the bus's goroutines.
+// server answers peers' requests. The bus calls it from several goroutines.
 type server struct {
 	id       core.AgentID
 	cfg      *Config
@@ -25,7 +25,7 @@ type server struct {
 	lifetime context.Context // ends with the agent
 }
 
-// arrivals takes what the machine must hear of peers' requests; the agent's halves.
+// arrivals takes peers' requests that the machine answers; the agent's halves.
 type arrivals interface {
 	LoadArrived(msg core.LoadMessage) (core.Code, string)
 	RenewArrived(from core.AgentID, loads, claims []core.TransferID) []core.Answer
@@ -34,7 +34,7 @@ type arrivals interface {
 
 func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
 	from := core.AgentID(req.From)
-	if from == "" { // the machine takes it for nobody: a load that looks for its P has no peer either
+	if from == "" { // to the machine an empty id is no peer, as in a load that looks for its P
 		return refuse("request without the id of its sender")
 	}
 	switch req.Kind {

@@ -10,8 +10,8 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// Signals that are being handled at a time, of all peers and of one: what is left
-// of the bus's handlers answers loads and renewals.
+// Signals that are handled at a time, of all peers and of one. The rest of the bus's
+// handlers stays free for loads and renewals.
 const (
 	maxSignals     = 16
 	maxSignalsEach = 4
@@ -20,7 +20,7 @@ const (
 // busyPause is how long a sender waits after wire.AgainLater.
 const busyPause = 20 * time.Millisecond
 
-// signalling carries what the ends of a transport say to each other.
+// signalling carries messages between the two ends of a transport.
 type signalling struct {
 	id       core.AgentID
 	engineID string

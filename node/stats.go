@@ -4,18 +4,39 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
+// Counts are halves that ended, and their bytes.
+type Counts struct {
+	Loads        uint64 `json:"loads"`  // ended well
+	Offers       uint64 `json:"offers"` // ended well: sent, or released by a decode engine that needed nothing
+	LoadsFailed  uint64 `json:"loads_failed"`
+	OffersFailed uint64 `json:"offers_failed"`
+	BytesIn      uint64 `json:"bytes_in"`
+	BytesOut     uint64 `json:"bytes_out"`
+}
+
+func (c *Counts) add(r core.Report) {
+	ok := r.Code == core.OK
+	switch {
+	case r.Side == core.SideLoad && ok:
+		c.Loads++
+		c.BytesIn += r.Stats.Bytes
+	case r.Side == core.SideLoad:
+		c.LoadsFailed++
+	case ok:
+		c.Offers++
+		c.BytesOut += r.Stats.Bytes
+	default:
+		c.OffersFailed++
+	}
+}
+
 // Totals count what an agent has done since Open.
 type Totals struct {
-	Loads        uint64            `json:"loads"`  // ended well
-	Offers       uint64            `json:"offers"` // ended well: sent, or released by a decode engine that needed nothing
-	LoadsFailed  uint64            `json:"loads_failed"`
-	OffersFailed uint64            `json:"offers_failed"`
-	LoadsBy      map[string]uint64 `json:"loads_failed_by"`  // code's name -> number
-	OffersBy     map[string]uint64 `json:"offers_failed_by"` // "expired" among them
-	BytesIn      uint64            `json:"bytes_in"`
-	BytesOut     uint64            `json:"bytes_out"`
-	BytesGrown   uint64            `json:"bytes_grown"` // given to the transport while the engine still computed; of bytes_out, unless it was stopped
-	Retries      uint64            `json:"retries"`     // requests sent again, and peers looked up again
+	Counts
+	LoadsBy    map[string]uint64 `json:"loads_failed_by"`  // number of each code's name
+	OffersBy   map[string]uint64 `json:"offers_failed_by"` // "expired" among them
+	BytesGrown uint64            `json:"bytes_grown"`      // given to the transport while the engine still computed; of bytes_out, unless the transfer was stopped
+	Retries    uint64            `json:"retries"`          // requests sent again, and peers looked up again
 }
 
 // Stats are an agent's counters and gauges.
@@ -23,42 +44,35 @@ type Stats struct {
 	Agent     string `json:"agent"`
 	EngineID  string `json:"engine_id"`
 	Bootstrap string `json:"bootstrap"`
-	Transport string `json:"transport"` // those that are available, the preferred one first
+	Transport string `json:"transport"` // the available transports, the preferred one first
 	Totals
 	Offered        uint64  `json:"offered"` // accepted calls
 	LoadsStarted   uint64  `json:"loads_started"`
 	Claimed        uint64  `json:"claimed"`
-	ClaimsLost     uint64  `json:"claims_lost"`      // of them, those that were reported: a load could only fail
+	ClaimsLost     uint64  `json:"claims_lost"`      // claims that were reported since a load could only fail
 	Reaped         uint64  `json:"reaped"`           // claims and loads of others that this engine never named
 	Grown          uint64  `json:"grown"`            // offers that began to move before the engine had all of their blocks
-	Retracted      uint64  `json:"retracted"`        // of them, those that the engine took back
+	Retracted      uint64  `json:"retracted"`        // grown offers that the engine took back
 	LoadsUnderWay  int     `json:"loads_under_way"`  // claims among them
-	LoadsClaimed   int     `json:"loads_claimed"`    // of them, those without blocks yet
-	LoadsWaiting   int     `json:"loads_waiting"`    // of them, those that P has and whose bytes are awaited
+	LoadsClaimed   int     `json:"loads_claimed"`    // claims: loads without blocks yet
+	LoadsWaiting   int     `json:"loads_waiting"`    // loads that P has and whose bytes are awaited
 	OffersUnderWay int     `json:"offers_under_way"` // announced, offered, sending, and early ones
-	OffersEarly    int     `json:"offers_early"`     // of them, claims and loads that this engine has not named
+	OffersEarly    int     `json:"offers_early"`     // claims and loads of others that this engine has not named
 	Outstanding    int     `json:"outstanding"`      // accepted and not reported
 	Unread         int     `json:"unread"`           // reported and not collected
-	OldestWait     float64 `json:"oldest_wait_s"`    // of what is outstanding
+	OldestWait     float64 `json:"oldest_wait_s"`    // of the halves under way
 
 	Transports map[string]TransportStats `json:"transports"`
-	Pairs      []PairStats               `json:"pairs"` // those used last, at most 64
+	Pairs      []PairStats               `json:"pairs"` // the pairs used last, at most 64
 }
 
 func (t *Totals) add(r core.Report) {
-	ok := r.Code == core.OK
+	t.Counts.add(r)
 	switch {
-	case r.Side == core.SideLoad && ok:
-		t.Loads++
-		t.BytesIn += r.Stats.Bytes
+	case r.Code == core.OK:
 	case r.Side == core.SideLoad:
-		t.LoadsFailed++
 		t.LoadsBy = counted(t.LoadsBy, r.Code)
-	case ok:
-		t.Offers++
-		t.BytesOut += r.Stats.Bytes
 	default:
-		t.OffersFailed++
 		t.OffersBy = counted(t.OffersBy, r.Code)
 	}
 }
@@ -69,4 +83,24 @@ func counted(by map[string]uint64, c core.Code) map[string]uint64 {
 	}
 	by[c.String()]++
 	return by
+}
+
+// TransportStats count an agent's transfers by one transport since it registered its
+// KV caches.
+type TransportStats struct {
+	Available bool   `json:"available"`
+	Reason    string `json:"reason,omitempty"` // why it is not
+	Counts
+	Fallbacks map[string]uint64 `json:"fallbacks,omitempty"` // loads that another took in its place, by reason
+	Counters  map[string]uint64 `json:"counters,omitempty"`  // of the transport itself: rdma.Transport.Counters
+}
+
+// PairStats count an agent's transfers with one peer.
+type PairStats struct {
+	Agent     string            `json:"agent"`
+	EngineID  string            `json:"engine_id"`
+	Transport string            `json:"transport"`           // by which new transfers go
+	Reason    string            `json:"reason,omitempty"`    // why not by a better one
+	Transfers map[string]uint64 `json:"transfers"`           // that ended well, by transport
+	Fallbacks map[string]uint64 `json:"fallbacks,omitempty"` // loads that did not take the best one, by reason
 }

@@ -12,23 +12,23 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// How long after the last news of a step it is asked for more: a part of the time
-// that has gone by, so that a step of any length is followed closely enough.
+// A step is asked for news after a part of the time since its last news, so that a
+// step of any length is followed closely enough.
 const (
 	stepPart     = 4
 	stepLeast    = 200 * time.Microsecond
 	stepMost     = time.Second
-	stepPatience = 5 * time.Minute // no layer takes that long; what is missing moves with the next call
+	stepPatience = 5 * time.Minute // no layer takes that long; the missing ones move with the next call
 )
 
-// step is what an engine computes of growing transfers in its forward pass.
+// step is one forward pass of an engine that computes more of some transfers.
 type step struct {
-	parts   []core.PartialOffer // what is ready in a region that is written
+	parts   []core.PartialOffer // the blocks that are ready in each region that is written
 	written func() []uint32
 }
 
-// steps hold the one step that may run. Whoever has the lock and finds no step knows
-// that nothing grows but by a call.
+// steps hold the one step that may run. While the lock is held and there is no step,
+// transfers grow by calls of the engine only.
 type steps struct {
 	log   *zap.Logger
 	ctx   context.Context // ends with the agent
@@ -54,15 +54,16 @@ func (c *steps) begin(parts []core.PartialOffer, written func() []uint32) (int, 
 	if len(s.parts) == 0 {
 		return n, err
 	}
-	written() // what it says before the step is of no step
+	written() // drops marks of before the step
 	if c.start(func() { c.follow(s) }) {
 		c.step = s
 	}
 	return n, err
 }
 
-// end comes before every call that changes what the blocks of transfers are. Of
-// those that the call takes back nothing more begins to move: it may wait for that.
+// end comes before every call that gives or takes blocks of transfers. Nothing more
+// of the transfers that the call takes back begins to move, since the call may wait
+// for that.
 func (c *steps) end(takenBack []core.TransferID) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -81,8 +82,8 @@ func (c *steps) lastLook(takenBack []core.TransferID) {
 }
 
 func (c *steps) failed(err error) {
-	if !errors.Is(err, core.ErrClosed) { // their offers say what is wrong
-		c.log.Error("what a step has written of its transfers goes with their offers only", zap.Error(err))
+	if !errors.Is(err, core.ErrClosed) { // the transfers' offers have the same error
+		c.log.Error("the layers of a step are not sent before the offers of its transfers", zap.Error(err))
 	}
 }
 

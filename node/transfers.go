@@ -39,7 +39,7 @@ func (t *transports) Expect(id core.TransferID, peer core.AgentID, dst []core.Se
 	return nil, t.noWay(peer, passed)
 }
 
-// Revoke may wait, and then keeps only its caller: see core.Transport.
+// Revoke may wait, but holds up its caller only: see core.Transport.
 func (t *transports) Revoke(id core.TransferID) {
 	if w := t.of(half{id, core.SideLoad}); w != nil {
 		w.Revoke(id)
@@ -87,8 +87,8 @@ func (t *transports) of(h half) core.Transport {
 	return t.going[h].via
 }
 
-// ended takes a report: by its name, the transport that moved the bytes, "" if
-// it came to none. An id may be used again from now on.
+// ended takes a report and returns the name of the transport that moved the bytes, ""
+// if none was chosen. From now on the id may be used again.
 func (t *transports) ended(r core.Report) string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -104,14 +104,14 @@ func (t *transports) ended(r core.Report) string {
 		}
 		name = cmp.Or(name, c.via.Name())
 	}
-	if name = cmp.Or(r.Stats.Via, name); name != "" { // the figures are of all parts together
+	if name = cmp.Or(r.Stats.Via, name); name != "" { // the report's figures are those of all parts
 		t.moved[name].add(r)
 	}
 	return name
 }
 
-// written takes the end of an offer's write. It may be long until its report, or
-// there may be none, where the engine has not offered it yet.
+// written takes the end of an offer's write. The offer's report may come long after,
+// or never, if the engine has not offered the transfer yet.
 func (t *transports) written(id core.TransferID, name string, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

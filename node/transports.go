@@ -18,9 +18,9 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// transports are an agent's ways to move bytes, the preferred one first, behind
-// one object that is used like a core.Transport. D picks one for each transfer.
-// A grant begins with that one's name, so it says by itself where P's Write goes.
+// transports are an agent's transports, the preferred one first, used together like
+// one core.Transport. D picks a transport for each transfer. A grant begins with the
+// transport's name, by which P's Write picks the same.
 //
 // Its lock is taken within that of the halves, and never held while a transport is
 // called.
@@ -28,12 +28,12 @@ type transports struct {
 	id      core.AgentID
 	cfg     *Config
 	log     *zap.Logger
-	allow   *allowList // whom this agent may dial
+	allow   *allowList // addresses that this agent may dial
 	machine core.Sink  // takes the outcomes
 	suspect func(core.AgentID)
 
 	list  []core.Transport
-	lacks []wire.Lack // what would be in the list, were it available here
+	lacks []wire.Lack // transports that are not available here
 
 	mu    sync.Mutex
 	pairs map[core.AgentID]*pair // as many as the peer table has, at most
@@ -60,7 +60,7 @@ func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList
 		pairs: map[core.AgentID]*pair{}, going: map[half]carrier{}, moved: map[string]*TransportStats{}}
 }
 
-// add and lack are called before anybody else knows t.
+// add and lack are called before t is in use.
 func (t *transports) add(w core.Transport) {
 	t.list = append(t.list, w)
 	t.moved[w.Name()] = &TransportStats{Available: true}
@@ -72,7 +72,7 @@ func (t *transports) lack(name string, err error) {
 	t.moved[name] = &TransportStats{Reason: reason}
 }
 
-// named returns nil for a transport that this agent has not got.
+// named returns nil for a transport that this agent lacks.
 func (t *transports) named(name string) core.Transport {
 	for _, w := range t.list {
 		if w.Name() == name {
@@ -89,7 +89,7 @@ func (t *transports) names() (list []string) {
 	return list
 }
 
-// String is what errors and the statistics call them: "rdma,tcp".
+// String names them as in errors and statistics: "rdma,tcp".
 func (t *transports) String() string { return strings.Join(t.names(), ",") }
 
 func (t *transports) endpoints() (list []wire.Endpoint) {
@@ -143,7 +143,7 @@ func (t *transports) Close() error {
 	return errors.Join(errs...)
 }
 
-// Usable's answers are wanted at once where a transfer waits for them.
+// errPending: a transfer does not wait until a transport is set up.
 var errPending = errors.New("it is still being set up with that peer")
 
 var expired = func() context.Context {
@@ -179,8 +179,8 @@ func usableNow(w core.Transport, peer core.AgentID) error {
 	return err
 }
 
-// fell notes that the way to a peer by one transport broke, and says whether it
-// was the last one: its agent may have been replaced then.
+// fell notes that the way to a peer by one transport broke, and says whether no other
+// is left: the peer may have been replaced then.
 func (t *transports) fell(peer core.AgentID, name string) (all bool) {
 	t.mu.Lock()
 	p := t.pairs[peer]
@@ -200,7 +200,7 @@ func (t *transports) fell(peer core.AgentID, name string) (all bool) {
 	return !slices.ContainsFunc(others, func(w core.Transport) bool { return usableNow(w, peer) == nil })
 }
 
-// pair returns a peer's, made if there is none; t.mu is held.
+// pair returns a peer's record, and makes it if there is none; t.mu is held.
 func (t *transports) pair(peer core.AgentID) *pair {
 	p := t.pairs[peer]
 	if p == nil {
@@ -210,7 +210,7 @@ func (t *transports) pair(peer core.AgentID) *pair {
 	return p
 }
 
-// noWay names both sides: each may have to be looked at.
+// noWay names both sides, since the cause may be on either.
 func (t *transports) noWay(peer core.AgentID, passed []passedOver) error {
 	t.mu.Lock()
 	engine := ""
@@ -222,8 +222,8 @@ func (t *transports) noWay(peer core.AgentID, passed []passedOver) error {
 		peer, engine, t.id, t.cfg.EngineID, joined(passed), t.cfg.Transport)
 }
 
-// chosen notes by which transport a pair goes, and logs it when that is new. D
-// counts what a transfer has passed over.
+// chosen notes the transport of a pair's transfer, and logs a change. If counted is
+// true it counts the transports that the transfer has passed over.
 func (t *transports) chosen(peer core.AgentID, side core.Side, name string, passed []passedOver, counted bool) {
 	why := joined(passed)
 	t.mu.Lock()
@@ -268,7 +268,7 @@ func (t *transports) chosen(peer core.AgentID, side core.Side, name string, pass
 
 func (t *transports) rank(name string) int { return slices.Index(t.names(), name) }
 
-// maxPairStats bounds the statistics' length: the pairs used last are told.
+// maxPairStats bounds the statistics to the pairs used last.
 const maxPairStats = 64
 
 // stats returns copies.

@@ -1,0 +1,126 @@
+package node
+
+import (
+	"encoding/json"
+	"sync"
+
+	"github.com/kvconn/kvconn/rdma"
+)
+
+// Key is one key of the configuration: the only place of its default, and its line in
+// docs/configuration.md.
+type Key struct {
+	Name    string
+	Default any    // nil: the key has no default
+	Without string // shown in its place: what holds without the key
+	Unit    string
+	Meaning string
+}
+
+// KeyGroup is a part of the table of keys.
+type KeyGroup struct {
+	Title string
+	Keys  []Key
+}
+
+// Keys returns all keys of a Config.
+func Keys() []KeyGroup {
+	r := rdma.DefaultConfig()
+	return []KeyGroup{
+		{"The engine and this rank", []Key{
+			{Name: "engine_id", Without: "required", Meaning: "Names the engine: the same for all its tp and pp ranks, another one for each dp rank. vLLM sets it. Role `bootstrap` needs none."},
+			{Name: "role", Without: "required", Meaning: "`prefill`, `decode` or `both`; vLLM sets it from `kv_role`. `bootstrap` is a process that has the bootstrap port and no KV caches, see [ranks](ranks.md)."},
+			{Name: "tp_size", Default: 1, Unit: "ranks", Meaning: "How many tensor-parallel ranks the engine has."},
+			{Name: "pp_size", Default: 1, Unit: "ranks", Meaning: "How many pipeline-parallel ranks the engine has."},
+			{Name: "dp_size", Default: 1, Unit: "engines", Meaning: "How many data-parallel ranks there are. Each is an engine with an `engine_id` of its own."},
+			{Name: "tp_rank", Default: 0, Meaning: "Which tensor-parallel rank this agent is, below `tp_size`."},
+			{Name: "pp_rank", Default: 0, Meaning: "Which pipeline-parallel rank this agent is, below `pp_size`."},
+			{Name: "dp_rank", Default: 0, Meaning: "Which data-parallel rank this agent's engine is, below `dp_size`."},
+			{Name: "model", Without: "not compared", Meaning: "The model's name. Both engines must have the same one."},
+			{Name: "dtype", Without: "not compared", Meaning: "The KV cache's data type. Both engines must have the same one."},
+			{Name: "block_tokens", Default: 0, Unit: "tokens", Meaning: "Tokens of a block, for regions that do not say it themselves. Both engines must then have the same number; 0 is not compared."},
+			{Name: "max_transfers", Default: 4096, Unit: "transfers", Meaning: "How many claims, loads, offers, and early ones of both, may be under way, each (1 to 65536). More are refused."},
+			{Name: "log_level", Default: "info", Meaning: "`debug`, `info`, `warn` or `error`."},
+		}},
+		{"The bootstrap port", []Key{
+			{Name: "bootstrap_host", Default: "0.0.0.0", Meaning: "Prefill and bootstrap: the address at which the bootstrap port is opened."},
+			{Name: "bootstrap_port", Default: 8998, Meaning: "Prefill and bootstrap: the one port for HTTP and the control plane. 0 is any free one."},
+			{Name: "bootstrap_join", Without: "this agent has a port", Meaning: "Prefill: `http://host:port` of the engine's first rank, or of an agent of role `bootstrap`, for a rank that has no port of its own."},
+			{Name: "join_timeout_s", Default: 120, Unit: "s", Meaning: "How long a rank waits for the port that it joins, which may be up last."},
+			{Name: "advertise_host", Without: "where peers found the bootstrap port; of a rank that has joined from another host, its address towards that port", Meaning: "Prefill: the host that peers are told."},
+			{Name: "route_info", Without: "none", Meaning: "Prefill: a JSON object of at most 4 KiB that is laid over what `GET /route` answers of the engine beside its sizes. The lowest rank's counts."},
+		}},
+		{"A NATS cluster", []Key{
+			{Name: "nats_url", Without: "the embedded server", Meaning: "A NATS cluster (2.11 or newer, with JetStream) in place of the embedded server, on both sides. Several URLs are separated by commas."},
+			{Name: "nats_replicas", Default: 0, Unit: "servers", Meaning: "How many servers of the cluster hold the registry (at most 5); 0 is 3, or 1 in a smaller cluster. A registry that is there is used as it is."},
+		}},
+		{"Who gets in", []Key{
+			{Name: "nats_token", Without: "none", Meaning: "The secret of a deployment."},
+			{Name: "nats_token_file", Without: "none", Meaning: "A file with that secret, in the place of `nats_token`."},
+			{Name: "nats_nkey_seed_file", Without: "none", Meaning: "A file with this agent's own nkey seed (`SU…`), in the token's place."},
+			{Name: "nats_nkeys", Without: "none", Meaning: "Prefill: public nkeys (`U…`) that the embedded server admits beside the token."},
+			{Name: "tls_cert_file", Without: "none", Meaning: "Prefill: the bootstrap port speaks https with this certificate. It is also shown to a cluster."},
+			{Name: "tls_key_file", Without: "none", Meaning: "The certificate's key."},
+			{Name: "tls_ca_file", Without: "the system's authorities", Meaning: "The authority to trust. With it, an `http://` bootstrap address means https."},
+			{Name: "bootstrap_allow", Without: "all but the refused addresses", Meaning: "Hosts, `*.domains` and CIDR ranges that this agent may contact, see [security](security.md)."},
+		}},
+		{"Transports", []Key{
+			{Name: "transport", Default: viaAuto, Meaning: "`auto`: rdma where both sides have it and reach each other, else tcp. `rdma` or `tcp`: that transport, or an error with the reason."},
+			{Name: "tcp_listen_host", Without: "all addresses", Meaning: "Prefill: the address at which decode engines open their streams."},
+			{Name: "tcp_port", Default: 0, Meaning: "Prefill: the port of those streams; 0 is any free one. A fixed port is for one rank on a host, see [ports](sizing-and-network.md#ports)."},
+			{Name: "tcp_streams", Default: 2, Unit: "connections", Meaning: "Connections to a peer (1 to 64)."},
+			{Name: "rdma_devices", Without: "all", Meaning: "RDMA devices that may be used: `mlx5_0`, one port of it `mlx5_0:1`, `mlx5_*`."},
+			{Name: "rdma_deny", Without: "none", Meaning: "RDMA devices that may not be used, named in the same way."},
+			{Name: "rdma_gid_index", Default: r.GIDIndex, Meaning: "The GID of each RoCE port. -1 takes the best: RoCE v2, then routable before private before link-local."},
+			{Name: "rdma_qps", Default: r.QueuePairs, Unit: "queue pairs", Meaning: "Queue pairs for each pair of ports that reach each other (1 to 16)."},
+			{Name: "rdma_send_depth", Default: r.SendDepth, Unit: "requests", Meaning: "Requests under way on a queue pair (16 to 16384), cut to what the device has."},
+			{Name: "rdma_mtu", Default: r.MTU, Unit: "bytes", Meaning: "256, 512, 1024, 2048 or 4096; 0 is the largest that both ports have."},
+			{Name: "rdma_timeout", Default: r.Timeout, Unit: "4.096 µs · 2^n", Meaning: "How long an acknowledgement is waited for (1 to 21)."},
+			{Name: "rdma_retry", Default: r.Retry, Unit: "times", Meaning: "How often an acknowledgement is asked for again (0 to 7; 7 is without end on some devices)."},
+			{Name: "rdma_rnr_retry", Default: r.RNRRetry, Unit: "times", Meaning: "How often a receiver that is not ready is tried again (0 to 7; 7 is without end)."},
+			{Name: "rdma_min_rnr_timer", Default: r.MinRNRTimer, Unit: "InfiniBand's code", Meaning: "The pause that a receiver asks for that is not ready (0 to 31; 12 is 0.64 ms)."},
+			{Name: "rdma_traffic_class", Default: r.TrafficClass, Unit: "DSCP · 4 + ECN", Meaning: "The traffic class of RoCE packets (0 to 255)."},
+			{Name: "rdma_service_level", Default: r.ServiceLevel, Meaning: "The priority of packets (0 to 15)."},
+			{Name: "rdma_pkey_index", Default: r.PKeyIndex, Meaning: "The partition key of each port, by its index."},
+			{Name: "rdma_idle_s", Default: Seconds(r.Idle), Unit: "s", Meaning: "Queue pairs without a transfer for so long are closed (1 to 3600)."},
+			{Name: "rdma_relaxed_ordering", Default: r.RelaxedOrdering, Meaning: "`auto`: where the device has it. `on`: an error without it. `off`."},
+		}},
+		{"Time limits", []Key{
+			{Name: "lease_s", Default: 30, Unit: "s", Meaning: "How long prefill keeps an offer that no decode engine claims, loads or renews."},
+			{Name: "peer_timeout_s", Default: 3, Unit: "s", Meaning: "A peer that is silent for so long counts as gone."},
+			{Name: "early_load_s", Default: 30, Unit: "s", Meaning: "How long prefill keeps a claim or load whose request its engine has not named."},
+			{Name: "claim_s", Default: 3600, Unit: "s", Meaning: "How long decode keeps a claim that no load follows."},
+			{Name: "connect_timeout_s", Default: 3, Unit: "s", Meaning: "Bounds the finding and meeting of a peer, and the return of one of several streams that broke."},
+			{Name: "stall_timeout_s", Default: 10, Unit: "s", Meaning: "A stream without progress for so long ends."},
+			{Name: "close_timeout_s", Default: 5, Unit: "s", Meaning: "Bounds `kvconn_close`."},
+		}},
+		{"Further completions", []Key{
+			{Name: "report_wants", Default: false, Meaning: "Prefill gets a completion of the side \"want\" when decode asks for an announced transfer, when the engine itself grows or offers it first, or when it ends before its offer."},
+			{Name: "report_claims", Default: false, Meaning: "Decode gets a completion of the side \"claim\" when a load of a claimed transfer could only fail: its prefill engine is gone, or has ended it."},
+		}},
+	}
+}
+
+var defaults = sync.OnceValue(func() []byte {
+	values := map[string]any{}
+	for _, g := range Keys() {
+		for _, k := range g.Keys {
+			if k.Default != nil {
+				values[k.Name] = k.Default
+			}
+		}
+	}
+	b, err := json.Marshal(values)
+	if err != nil {
+		panic(err) // a default of no JSON type
+	}
+	return b
+})
+
+// DefaultConfig is a Config with everything that has a default.
+func DefaultConfig() (c Config) {
+	if err := json.Unmarshal(defaults(), &c); err != nil {
+		panic(err) // a default of another type than its field
+	}
+	return c
+}

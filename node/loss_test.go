@@ -1,0 +1,125 @@
+package node
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/internal/nettest"
+)
+
+func TestPrefillRestartedOnItsPort(t *testing.T) {
+	leaktest.Check(t)
+	cfg := testConfig(RolePrefill)
+	p, d := open(t, cfg), open(t, testConfig(RoleDecode))
+	address := p.BootstrapAddress()
+	cfg.BootstrapPort = portOf(t, address)
+	for round := range 3 {
+		id := core.TransferID(fmt.Sprint("round-", round))
+		p.fill(byte(round), 1)
+		p.offer(id, 1)
+		d.load(id, address, 2)
+		d.want(id, core.OK)
+		same(t, p, []core.BlockID{1}, d, []core.BlockID{2})
+		if err := p.Close(); err != nil {
+			t.Fatal(err)
+		}
+		cfg.EngineID = fmt.Sprint("engine-", round%2) // the same one or another
+		p = open(t, cfg)
+	}
+}
+
+func TestPeerThatForgotUsIsMetAgain(t *testing.T) {
+	leaktest.Check(t)
+	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
+	for i := range 2 {
+		id := core.TransferID(fmt.Sprint("t", i))
+		p.fill(byte(i), 4)
+		p.offer(id, 4)
+		d.load(id, p.BootstrapAddress(), 3)
+		d.want(id, core.OK)
+		same(t, p, []core.BlockID{4}, d, []core.BlockID{3})
+		p.peers.mu.Lock()
+		p.peers.drop(p.peers.byID[d.ID()])
+		p.peers.mu.Unlock()
+	}
+}
+
+func TestPrefillKilledDuringLoads(t *testing.T) {
+	leaktest.Check(t)
+	address, to := prefillProcess(t, 0, "")
+	d := open(t, testConfig(RoleDecode))
+	d.load("announced", address, 1)
+	d.load("offered", address, 2, 3)
+	d.want("offered", core.OK)
+	if b := d.block(0, 2); b[0] != 7 || b[blockBytes-1] != 7 {
+		t.Fatal("the loaded block has wrong bytes")
+	}
+	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
+	to.kill()
+	d.want("announced", core.PeerLost, "is gone")
+
+	// The engine comes back on its port: the next request works.
+	again, _ := prefillProcess(t, portOf(t, address), "")
+	if again != address {
+		t.Fatalf("restarted at %s, was at %s", again, address)
+	}
+	d.seen = map[core.TransferID]core.Report{}
+	d.load("offered", address, 4, 5)
+	d.want("offered", core.OK)
+	if b := d.block(0, 4); b[0] != 7 {
+		t.Fatal("the block loaded after the restart has wrong bytes")
+	}
+}
+
+// TestBlipBesideNewLoads: while the control plane is away for a moment, a load
+// that waits for a living P must not end because another one begins.
+func TestBlipBesideNewLoads(t *testing.T) {
+	leaktest.Check(t)
+	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
+	dc.PeerTimeout, dc.ConnectTimeout = Seconds(6*time.Second), Seconds(bound)
+	p, d := open(t, pc), open(t, dc)
+	way := nettest.Forward(t, strings.TrimPrefix(p.BootstrapAddress(), "http://"))
+	address := "http://" + way.Addr()
+	p.fill(3, 1, 2)
+	d.load("waits", address, 1)
+	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
+	announce(t, p, "waits")
+	way.Shut(true)
+	way.Cut()
+	d.load("new", address, 2)
+	began := time.Now() // longer than the time between two renewals, shorter than the bound
+	until(t, "a renewal was due", func() bool { return time.Since(began) > 5*time.Second/2 })
+	way.Shut(false)
+	p.offer("new", 2)
+	d.want("new", core.OK)
+	p.offer("waits", 1)
+	d.want("waits", core.OK)
+	same(t, p, []core.BlockID{1, 2}, d, []core.BlockID{1, 2})
+}
+
+// TestStoppedPrefillIsNoticedThroughManyLoads: neither the load that waits nor the
+// many that are under way find out one after the other that P is silent.
+func TestStoppedPrefillIsNoticedThroughManyLoads(t *testing.T) {
+	leaktest.Check(t)
+	const loads = 200
+	cfg := testConfig(RoleDecode)
+	cfg.NATSURL = nettest.NewNATS(t).URL() // the bus lives on when P stops
+	address, to := prefillProcess(t, 0, cfg.NATSURL)
+	d := open(t, cfg)
+	d.load("announced", address, 1)
+	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
+	to.stop()
+	for i := range loads {
+		d.load(core.TransferID(fmt.Sprint("more-", i)), address, 2)
+	}
+	d.want("announced", core.PeerLost, "gone")
+	for i := range loads {
+		if r := d.report(core.TransferID(fmt.Sprint("more-", i))); r.Code == core.OK {
+			t.Fatalf("%+v", r)
+		}
+	}
+}

@@ -1,0 +1,142 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/wire"
+)
+
+func TestSignals(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	stranger := openRailed(t, n, testConfig(RoleDecode), nil)
+	goesBy(t, p, d, "t", viaRDMA)
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
+	defer cancel()
+	target := core.Target{Bootstrap: p.BootstrapAddress()}
+	_, via, err := stranger.bus.Lookup(ctx, target)
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := p.twin.signals.Load()
+	raw := func(s *railed, transport string, msg []byte) *wire.Reply {
+		t.Helper()
+		rep, err := s.bus.Request(ctx, via, p.ID(), &wire.Request{Kind: wire.KindSignal, From: string(s.ID()), Signal: &wire.Signal{Transport: transport, Data: msg}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return rep
+	}
+	if rep := raw(stranger, viaRDMA, []byte("greet")); rep.Again != wire.AgainAfterHello {
+		t.Errorf("a stranger's signal is answered with %+v", rep)
+	}
+	for _, name := range []string{viaTCP, "shm", ""} {
+		if rep := raw(d, name, []byte("greet")); core.Code(rep.Code) != core.Refused || !strings.Contains(rep.Reason, `"rdma", "tcp"`) {
+			t.Errorf("a signal for %q is answered with %+v", name, rep)
+		}
+	}
+	if got := p.twin.signals.Load(); got != seen {
+		t.Errorf("%d signals came through", got-seen)
+	}
+
+	echo := func(_ core.AgentID, msg []byte) ([]byte, error) {
+		if string(msg) == "fail" {
+			return nil, errors.New("the keys are stale")
+		}
+		return msg, nil
+	}
+	p.twin.answerer.Store(&echo)
+	d.twin.answerer.Store(&echo)
+	big := make([]byte, wire.MaxSignal)
+	big[len(big)-1] = 7
+	for what, s := range map[string]struct {
+		signal core.Signal
+		to     core.AgentID
+	}{"to prefill": {d.twin.signal, p.ID()}, "to decode": {p.twin.signal, d.ID()}} {
+		if got, err := s.signal(ctx, s.to, []byte("hi")); err != nil || string(got) != "hi" {
+			t.Errorf("%s: %q, %v", what, got, err)
+		}
+		if got, err := s.signal(ctx, s.to, big); err != nil || !slices.Equal(got, big) {
+			t.Errorf("%s: the longest signal: %d bytes, %v", what, len(got), err)
+		}
+		if _, err := s.signal(ctx, s.to, append(big, 1)); !errors.Is(err, core.ErrTooLarge) {
+			t.Errorf("%s: one byte more: %v", what, err)
+		}
+		if _, err := s.signal(ctx, s.to, []byte("fail")); err == nil || !strings.Contains(err.Error(), "the keys are stale") || !strings.Contains(err.Error(), string(s.to)) {
+			t.Errorf("%s: an error came as %v", what, err)
+		}
+	}
+	if _, err := d.twin.signal(ctx, "nobody", []byte("hi")); err == nil {
+		t.Error("a signal to an agent that was not met was sent")
+	}
+	more := func(core.AgentID, []byte) ([]byte, error) { return make([]byte, wire.MaxSignal+1), nil }
+	p.twin.answerer.Store(&more)
+	if _, err := d.twin.signal(ctx, p.ID(), []byte("hi")); err == nil || !strings.Contains(err.Error(), "at most") {
+		t.Errorf("an answer of a byte too much: %v", err)
+	}
+}
+
+// Signals that are slow to handle take a part of the handlers only, and one
+// peer's a part of that; who finds them taken asks again.
+func TestSlowSignals(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	goesBy(t, p, d, "t", viaRDMA)
+	var running, most atomic.Int32
+	gate := make(chan struct{})
+	slow := func(_ core.AgentID, msg []byte) ([]byte, error) {
+		now := running.Add(1)
+		defer running.Add(-1)
+		for old := most.Load(); now > old && !most.CompareAndSwap(old, now); old = most.Load() {
+		}
+		<-gate
+		return msg, nil
+	}
+	p.twin.answerer.Store(&slow)
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
+	defer cancel()
+	errs := make(chan error, 20)
+	for range cap(errs) {
+		go func() {
+			_, err := d.twin.signal(ctx, p.ID(), []byte("x"))
+			errs <- err
+		}()
+	}
+	until(t, "as many are handled as may be", func() bool { return running.Load() == maxSignalsEach })
+	goesBy(t, p, d, "beside", viaRDMA)
+	close(gate)
+	for range cap(errs) {
+		if err := <-errs; err != nil {
+			t.Error(err)
+		}
+	}
+	if got := most.Load(); got != maxSignalsEach {
+		t.Errorf("%d signals of one peer were handled at a time, want %d", got, maxSignalsEach)
+	}
+	short, stop := context.WithTimeout(ctx, 50*time.Millisecond)
+	defer stop()
+	others := func(n int) { // of other peers
+		p.signals.gate.mu.Lock()
+		defer p.signals.gate.mu.Unlock()
+		p.signals.gate.all += n
+	}
+	others(maxSignals)
+	if _, err := d.twin.signal(short, p.ID(), []byte("x")); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a signal while all places are taken: %v", err)
+	}
+	others(-maxSignals)
+	if _, err := d.twin.signal(ctx, p.ID(), []byte("x")); err != nil {
+		t.Errorf("a signal when they are free again: %v", err)
+	}
+}
