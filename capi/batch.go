@@ -105,7 +105,7 @@ func offerOf(o *C.kvconn_offer_request) (core.OfferRequest, error) {
 		Token: uint64(o.token), Prompt: uint64(o.prompt)}, err
 }
 
-func growthOf(g *C.kvconn_growth) (core.PartialOffer, error) {
+func partialOfferOf(g *C.kvconn_partial_offer) (core.PartialOffer, error) {
 	switch {
 	case g.transfer_id == nil:
 		return core.PartialOffer{}, errNoID

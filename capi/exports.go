@@ -209,9 +209,9 @@ func go_offer(h C.kvconn_agent, offers *C.kvconn_offer_request, n C.size_t, take
 	return batch("kvconn_offer", h, taken, text, structsOf("offers", offers, n, offerOf), (*node.Agent).Offer)
 }
 
-//export go_grow
-func go_grow(h C.kvconn_agent, parts *C.kvconn_growth, n C.size_t, regions *C.uint32_t, of C.size_t, taken *C.size_t, text **C.char) C.int32_t {
-	return batch("kvconn_grow", h, taken, text, structsOf("parts", parts, n, growthOf), func(a *node.Agent, list []core.PartialOffer) (int, error) {
+//export go_offer_partial
+func go_offer_partial(h C.kvconn_agent, parts *C.kvconn_partial_offer, n C.size_t, regions *C.uint32_t, of C.size_t, taken *C.size_t, text **C.char) C.int32_t {
+	return batch("kvconn_offer_partial", h, taken, text, structsOf("parts", parts, n, partialOfferOf), func(a *node.Agent, list []core.PartialOffer) (int, error) {
 		var in []uint32 // nil: in all of them
 		if of > 0 {
 			in = numbers(regions, of)
@@ -222,16 +222,16 @@ func go_grow(h C.kvconn_agent, parts *C.kvconn_growth, n C.size_t, regions *C.ui
 			follows = follows || list[i].Computing != nil
 		}
 		if !follows {
-			return a.Grow(list)
+			return a.OfferPartial(list)
 		}
-		return a.GrowStep(list, newWritten(h).take)
+		return a.OfferPartialStep(list, newWritten(h).take)
 	})
 }
 
-//export go_retract
-func go_retract(h C.kvconn_agent, ids **C.char, n C.size_t, timeout C.uint32_t, text **C.char) C.int32_t {
-	return batch("kvconn_retract", h, new(C.size_t), text, idsOf(ids, n), func(a *node.Agent, list []core.TransferID) (int, error) {
-		return 0, a.Retract(list, time.Duration(timeout)*time.Millisecond)
+//export go_withdraw
+func go_withdraw(h C.kvconn_agent, ids **C.char, n C.size_t, timeout C.uint32_t, text **C.char) C.int32_t {
+	return batch("kvconn_withdraw", h, new(C.size_t), text, idsOf(ids, n), func(a *node.Agent, list []core.TransferID) (int, error) {
+		return 0, a.Withdraw(list, time.Duration(timeout)*time.Millisecond)
 	})
 }
 

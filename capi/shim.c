@@ -141,20 +141,20 @@ PUBLIC int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offe
   return done(status, text);
 }
 
-PUBLIC int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_t count, const uint32_t *regions, size_t num_regions, size_t *accepted) {
+PUBLIC int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *parts, size_t count, const uint32_t *regions, size_t num_regions, size_t *accepted) {
   ENTER();
   NEED((parts != NULL || count == 0) && count <= MAX_BATCH, "parts is NULL, or count is over 1048576");
   NEED((regions != NULL || num_regions == 0) && num_regions <= MAX_BATCH, "regions is NULL, or num_regions is over 1048576");
   size_t taken = 0;
-  int32_t status = go_grow(agent, (kvconn_growth *)parts, count, (uint32_t *)regions, num_regions, &taken, &text);
+  int32_t status = go_offer_partial(agent, (kvconn_partial_offer *)parts, count, (uint32_t *)regions, num_regions, &taken, &text);
   if (accepted != NULL) *accepted = taken;
   return done(status, text);
 }
 
-PUBLIC int32_t kvconn_retract(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms) {
+PUBLIC int32_t kvconn_withdraw(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms) {
   ENTER();
   NEED((transfer_ids != NULL || count == 0) && count <= MAX_BATCH, "transfer_ids is NULL, or count is over 1048576");
-  int32_t status = go_retract(agent, (char **)transfer_ids, count, timeout_ms, &text);
+  int32_t status = go_withdraw(agent, (char **)transfer_ids, count, timeout_ms, &text);
   return done(status, text);
 }
 
@@ -208,7 +208,7 @@ PUBLIC volatile uint8_t *kvconn_written_address(kvconn_agent agent) {
     return NULL;
   }
   volatile uint8_t *address = slot_written_address(agent);
-  if (address == NULL) slot_count(agent) < 0 ? fail_handle() : fail(KVCONN_ERR_SYSTEM, "membarrier(2) is refused: let the container use it, or say each layer by kvconn_grow");
+  if (address == NULL) slot_count(agent) < 0 ? fail_handle() : fail(KVCONN_ERR_SYSTEM, "membarrier(2) is refused: let the container use it, or say each layer by kvconn_offer_partial");
   return address;
 }
 

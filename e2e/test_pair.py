@@ -233,12 +233,12 @@ def count(pair: Pair, name: str) -> float:
 
 @pytest.mark.parametrize("tokens", [100, CHUNK, 2300])
 def test_prompts_with_partial_offers(pair: Pair, tokens: int) -> None:
-    before = count(pair, "kvconn_grown_total")
+    before = count(pair, "kvconn_partial_offers_total")
     request = body(pair, words(tokens))
     answer = ask(pair.router.url, request)
     assert answer.ok and answer.text == alone(pair, request).text
     if tokens > CHUNK:  # decode has asked long before the last chunk
-        assert count(pair, "kvconn_grown_total") == before + 1
+        assert count(pair, "kvconn_partial_offers_total") == before + 1
 
 
 def test_eight_prompts_with_partial_offers_at_once(pair: Pair) -> None:
@@ -251,20 +251,20 @@ def test_eight_prompts_with_partial_offers_at_once(pair: Pair) -> None:
 
 def test_preempted_after_partial_offers(pair: Pair) -> None:
     """vLLM gives the blocks to others at once, and computes the prompts again, in other blocks."""
-    withdrawn = count(pair, "kvconn_retracted_total")
+    withdrawn = count(pair, "kvconn_withdrawn_total")
     for attempt in range(10):
         requests = [body(pair, words(3000)) for _ in range(2)]
-        grown = count(pair, "kvconn_grown_total")
+        grown = count(pair, "kvconn_partial_offers_total")
         with ThreadPoolExecutor(2) as pool:
             answers = [pool.submit(ask, pair.router.url, request, timeout_s=120) for request in requests]
-            wait_until("one grows", lambda g=grown: count(pair, "kvconn_grown_total") > g, 60, every_s=0.005)
+            wait_until("one grows", lambda g=grown: count(pair, "kvconn_partial_offers_total") > g, 60, every_s=0.005)
             status, answer = http_request("POST", pair.prefill.url + "/reset_prefix_cache?reset_running_requests=true", timeout_s=60)
             assert status == 200, answer
             texts = [each.result() for each in answers]
         for request, answer in zip(requests, texts):
             assert answer.ok, (attempt, answer, pair.prefill.log_tail())
             assert answer.text == alone(pair, request).text
-        if count(pair, "kvconn_retracted_total") > withdrawn:
+        if count(pair, "kvconn_withdrawn_total") > withdrawn:
             return
     raise AssertionError("nothing was taken back in 10 attempts")
 

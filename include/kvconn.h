@@ -17,7 +17,7 @@
  * Rules that hold for every call:
  *
  * - Threads: every function may be called from any thread.
- * - Waiting: only kvconn_open, kvconn_register_kv_caches, kvconn_retract and
+ * - Waiting: only kvconn_open, kvconn_register_kv_caches, kvconn_withdraw and
  *   kvconn_close wait, each at most as long as its comment says. kvconn_main
  *   runs until its command has ended. All other functions take a lock for
  *   microseconds. kvconn_pending and an empty kvconn_get_finished do not enter
@@ -155,7 +155,7 @@ typedef struct kvconn_offer_request {
 } kvconn_offer_request;
 
 /* Blocks of a transfer that are ready while prefill still works on the request. */
-typedef struct kvconn_growth {
+typedef struct kvconn_partial_offer {
   uint32_t struct_size;
   uint32_t num_groups;
   const char *transfer_id;
@@ -167,7 +167,7 @@ typedef struct kvconn_growth {
   const uint32_t *computing;   /* for each group: ready as it will be when the step that follows the call has
                                   written a region, see kvconn_written_address. NULL: the step computes nothing
                                   of this transfer */
-} kvconn_growth;
+} kvconn_partial_offer;
 
 /*
  * Decode's half of a transfer: put it into these blocks. A load without any block
@@ -192,11 +192,11 @@ typedef struct kvconn_load_request {
 } kvconn_load_request;
 
 /*
- * KVCONN_SIDE_WANT: if a prefill engine has the setting report_wants, each
+ * KVCONN_SIDE_DEMAND: if a prefill engine has the setting report_demands, each
  * announced transfer gets this completion before its offer. The code is KVCONN_OK
  * when decode asks for the transfer, which means that it has blocks for it; blocks
  * is then the first block of group 0 that decode asks for. The code is KVCONN_OK
- * and blocks is 0 when the engine grows or offers the transfer before. Any other
+ * and blocks is 0 when the engine offers the transfer, or a part of it, before. Any other
  * code says why the transfer has ended.
  *
  * KVCONN_SIDE_CLAIM: if a decode engine has the setting report_claims, a claim
@@ -204,7 +204,7 @@ typedef struct kvconn_load_request {
  * gone, has ended or refused the transfer, or claim_s went by. It comes once and
  * never with KVCONN_OK. A claim that was loaded or cancelled before gets none.
  */
-enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2, KVCONN_SIDE_WANT = 3, KVCONN_SIDE_CLAIM = 4 };
+enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2, KVCONN_SIDE_DEMAND = 3, KVCONN_SIDE_CLAIM = 4 };
 
 /* How one half of a transfer ended. Each accepted offer and load gets one. */
 typedef struct kvconn_completion {
@@ -252,7 +252,7 @@ int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regio
 /*
  * Prefill: the engine knows these requests and works on them, so that decode
  * engines which load them wait as long as it takes. An announcement ends by an
- * offer or a cancel; with report_wants also by a KVCONN_SIDE_WANT with an error.
+ * offer or a cancel; with report_demands also by a KVCONN_SIDE_DEMAND with an error.
  *
  * This call and all below that have *accepted take the batch in order, up to the
  * first element that is refused. *accepted (may be NULL) is the number of
@@ -275,22 +275,22 @@ int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, siz
  * layers of a prompt are sent while the next are computed. With regions
  * (num_regions growing indices of kvconn_register_kv_caches) the blocks are ready
  * in these regions only. The call also says what kvconn_announce says. What is
- * ready must stay unchanged until kvconn_retract has returned or, after the offer,
+ * ready must stay unchanged until kvconn_withdraw has returned or, after the offer,
  * until its completion. If a transfer has ended meanwhile, this call succeeds, and
  * the offer's completion says so.
  */
-int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_t count, const uint32_t *regions, size_t num_regions, size_t *accepted);
+int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *parts, size_t count, const uint32_t *regions, size_t num_regions, size_t *accepted);
 
 /*
  * Prefill: the address of one byte for each region, in the order of
  * kvconn_register_kv_caches. By them a step says which regions it has written,
  * without a call for each layer: the engine sets a region's byte to 1 when the
- * blocks that the last kvconn_grow called computing are ready in that region.
+ * blocks that the last kvconn_offer_partial called computing are ready in that region.
  * C, C++ and Go store it atomically with release order, after all threads that
  * write the region have been joined; an interpreter's plain store will do.
  *
  * The agent reads the bytes soon after and sets them to 0. It reads them a last
- * time when the next kvconn_grow, kvconn_offer, kvconn_retract or kvconn_cancel of
+ * time when the next kvconn_offer_partial, kvconn_offer, kvconn_withdraw or kvconn_cancel of
  * this agent is called; that call ends the step. While no step runs, and beyond
  * the registered regions, the bytes mean nothing.
  *
@@ -298,20 +298,21 @@ int32_t kvconn_grow(kvconn_agent agent, const kvconn_growth *parts, size_t count
  * or in a forked child: it may be another agent's, or nobody may read it. The
  * result is NULL, with a reason for kvconn_last_error, when the handle is not
  * open, or when the kernel refuses membarrier(2), which the agent needs to read
- * the cache as it was stored. The engine then calls kvconn_grow for each layer.
+ * the cache as it was stored. The engine then calls kvconn_offer_partial for each
+ * layer.
  */
 volatile uint8_t *kvconn_written_address(kvconn_agent agent);
 
 /*
- * Prefill: takes back what kvconn_grow gave, of requests that the engine preempts
- * or gives up. Decode engines load a transfer anew when it grows again or is
- * offered, unless it is cancelled too. The call waits until nothing reads the
+ * Prefill: takes back what kvconn_offer_partial gave, of requests that the engine
+ * preempts or gives up. If the transfer is not cancelled too, decode engines load it anew
+ * when it, or a part of it, is offered again. The call waits until nothing reads the
  * blocks any more: a second or two at most when a peer takes no bytes. If it
  * returns KVCONN_ERR_SYSTEM after timeout_ms, the blocks must not be used again
  * while the agent is open. An unknown id is no error. An offered id is
  * KVCONN_ERR_INVALID, and the others are taken back nevertheless.
  */
-int32_t kvconn_retract(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms);
+int32_t kvconn_withdraw(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms);
 
 /*
  * Decode: the engine will load these transfers as soon as it has blocks for them.

@@ -94,7 +94,7 @@ func newAgent(cfg Config, opt Options) *Agent {
 		a.endings.metrics = newMetrics(&a.cfg, a.stats)
 	}
 	a.halves.ended = a.endings.ended
-	a.steps = &steps{log: a.log, ctx: a.ctx, grow: a.halves.Grow,
+	a.steps = &steps{log: a.log, ctx: a.ctx, offer: a.halves.OfferPartial,
 		start: func(f func()) bool { return a.halves.whileRegistered(func() { a.goRun("step", f) }) }} // Close waits for goroutines that began before it
 	a.ask = &asker{id: a.id, ctx: a.ctx, peers: a.peers, peerTimeout: time.Duration(cfg.PeerTimeout), retried: a.endings.retried}
 	a.signals = &signalling{id: a.id, engineID: cfg.EngineID, ask: a.ask, bound: time.Duration(cfg.ConnectTimeout),
@@ -208,11 +208,11 @@ func (a *Agent) use(layout *core.Layout, t *transports) error {
 	f := &finder{id: a.id, cfg: &a.cfg, log: a.log, ctx: a.ctx, clock: a.halves.clock, bus: a.bus, peers: a.peers,
 		layout: layout, self: c.self, transports: t, machine: a.halves, start: a.goRun}
 	c.performer = &performer{log: a.log, finder: f, peers: a.peers, transports: t, queue: c.queue, machine: a.halves,
-		grown: func(bytes uint64) { a.endings.count(func(t *Totals) { t.BytesGrown += bytes }) }}
+		partial: func(bytes uint64) { a.endings.count(func(t *Totals) { t.BytesPartial += bytes }) }}
 	return a.halves.move(stateRegistering, stateRegistering, func() {
 		a.caches.Store(c)
 		a.halves.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
-			EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers, ReportDemands: a.cfg.ReportWants, ReportClaims: a.cfg.ReportClaims})
+			EarlyLoad: time.Duration(a.cfg.EarlyLoad), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers, ReportDemands: a.cfg.ReportDemands, ReportClaims: a.cfg.ReportClaims})
 	})
 }
 

@@ -10,7 +10,7 @@ import (
 
 // The calls of an engine.
 
-// ErrStillRead is wrapped by Retract's error when it has waited in vain.
+// ErrStillRead is wrapped by Withdraw's error when it has waited in vain.
 var ErrStillRead = errors.New("blocks are still read")
 
 // may says why an agent of this role cannot make a call.
@@ -22,14 +22,14 @@ func (a *Agent) may(ok bool, call string) error {
 }
 
 // Announce tells that the engine knows these requests and works on them, so
-// that D waits as long as it takes. With report_wants each of them gets a report of
+// that D waits as long as it takes. With report_demands each of them gets a report of
 // side want when D has blocks for it. Announce returns how many it accepted.
 func (a *Agent) Announce(ids []core.TransferID) (int, error) {
 	if err := a.may(a.cfg.prefills(), "announce"); err != nil {
 		return 0, err
 	}
 	reports := 0
-	if a.cfg.ReportWants {
+	if a.cfg.ReportDemands {
 		reports = 1
 	}
 	return each(a.halves, ids, reports, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Announce(now, id) })
@@ -80,40 +80,40 @@ func (a *Agent) Cancel(ids []core.TransferID, reason string) (int, error) {
 	return each(a.halves, ids, 0, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Cancel(now, id, reason) })
 }
 
-// Grow tells that blocks of transfers are ready while the engine still works on
-// their requests. Those that decode engines have asked for move at once. Grow also
-// says what Announce says. The blocks belong to the transfer until Retract has
-// returned or, after Offer, until its report. Grow returns how many parts it
+// OfferPartial tells that blocks of transfers are ready while the engine still works on
+// their requests. Those that decode engines have asked for move at once. OfferPartial also
+// says what Announce says. The blocks belong to the transfer until Withdraw has
+// returned or, after Offer, until its report. OfferPartial returns how many parts it
 // accepted.
-func (a *Agent) Grow(parts []core.PartialOffer) (int, error) {
-	if err := a.may(a.cfg.prefills(), "grow"); err != nil {
+func (a *Agent) OfferPartial(parts []core.PartialOffer) (int, error) {
+	if err := a.may(a.cfg.prefills(), "offer_partial"); err != nil {
 		return 0, err
 	}
 	a.steps.end(nil)
-	return a.halves.Grow(parts)
+	return a.halves.OfferPartial(parts)
 }
 
-// GrowStep is Grow for a step that computes more of these transfers, as their
+// OfferPartialStep is OfferPartial for a step that computes more of these transfers, as their
 // Computing says, so that the engine need not call for each layer. The agent calls
 // written time and again; it returns the regions, in growing order, that the step
-// has completed since the last call. GrowStep itself calls it once and drops the
-// result, which is of no step. The next Grow, GrowStep, Offer, Retract or Cancel
+// has completed since the last call. OfferPartialStep itself calls it once and drops the
+// result, which is of no step. The next OfferPartial, OfferPartialStep, Offer, Withdraw or Cancel
 // calls it a last time, before it does its own work. The calls come from the
 // goroutine of such a call or from one of the agent's.
-func (a *Agent) GrowStep(parts []core.PartialOffer, written func() []uint32) (int, error) {
-	if err := a.may(a.cfg.prefills(), "grow"); err != nil {
+func (a *Agent) OfferPartialStep(parts []core.PartialOffer, written func() []uint32) (int, error) {
+	if err := a.may(a.cfg.prefills(), "offer_partial"); err != nil {
 		return 0, err
 	}
 	return a.steps.begin(parts, written)
 }
 
-// Retract takes back blocks that Grow gave, of requests that the engine preempts or
+// Withdraw takes back blocks that OfferPartial gave, of requests that the engine preempts or
 // gives up. When it returns without an error nothing reads them any more. It waits
 // for the reads under way: a second or two at most when a peer takes no bytes, and
 // never longer than the timeout. If that ends the wait, the blocks must not be used
 // while the agent is open. An unknown id is no error. An offered id is an error, and
 // the others are taken back nevertheless.
-func (a *Agent) Retract(ids []core.TransferID, timeout time.Duration) error {
+func (a *Agent) Withdraw(ids []core.TransferID, timeout time.Duration) error {
 	a.steps.end(ids)
 	err := a.halves.call(func(m *core.Machine, now time.Time) error {
 		var errs []error

@@ -302,7 +302,7 @@ func replaced(t *testing.T, urls string) {
 		}
 	}
 	st := p.Stats()
-	if offered := len(loads) + len(claims); st.OffersUnderWay != offered || st.OffersEarly != 0 || st.Reaped != 0 || st.Offers != 1 || st.OffersFailed != 0 {
+	if offered := len(loads) + len(claims); st.OffersUnderWay != offered || st.OffersEarly != 0 || st.ExpiredEarly != 0 || st.Offers != 1 || st.OffersFailed != 0 {
 		t.Errorf("the new instance was told of the old one's transfers: %+v", st)
 	}
 }

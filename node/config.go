@@ -93,7 +93,7 @@ type Config struct {
 	CloseTimeout   Seconds `json:"close_timeout_s"`
 	JoinTimeout    Seconds `json:"join_timeout_s"`
 	MaxTransfers   int     `json:"max_transfers"`
-	ReportWants    bool    `json:"report_wants"`
+	ReportDemands  bool    `json:"report_demands"`
 	ReportClaims   bool    `json:"report_claims"`
 
 	LogLevel string `json:"log_level"`

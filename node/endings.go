@@ -105,7 +105,7 @@ func (s *Stats) add(h *halves, e *endings, registered func() *transports) {
 	n, c := m.Sizes(), m.Counters()
 	s.LoadsUnderWay, s.LoadsClaimed, s.LoadsWaiting = n.Loads, n.Claims, n.Waiting
 	s.OffersUnderWay, s.OffersEarly = n.Offers, n.Early
-	s.Offered, s.LoadsStarted, s.Claimed, s.ClaimsLost, s.Reaped, s.Grown, s.Retracted = c.Offered, c.Loaded, c.Claimed, c.ClaimsLost, c.ExpiredEarly, c.Partial, c.Withdrawn
+	s.Offered, s.LoadsStarted, s.Claimed, s.ClaimsLost, s.ExpiredEarly, s.Partial, s.Withdrawn = c.Offered, c.Loaded, c.Claimed, c.ClaimsLost, c.ExpiredEarly, c.Partial, c.Withdrawn
 	s.Retries += c.Retries
 	s.OldestWait = m.OldestWait(h.clock.Now()).Seconds()
 	t := registered()

@@ -148,8 +148,8 @@ func each[T any](h *halves, list []T, reports int, f func(m *core.Machine, now t
 	return n, err
 }
 
-// Grow accepts parts of transfers.
-func (h *halves) Grow(parts []core.PartialOffer) (int, error) {
+// OfferPartial accepts parts of transfers.
+func (h *halves) OfferPartial(parts []core.PartialOffer) (int, error) {
 	return each(h, parts, 0, func(m *core.Machine, now time.Time, g core.PartialOffer) error { return m.OfferPartial(now, g) })
 }
 

@@ -95,7 +95,7 @@ func Keys() []KeyGroup {
 			{Name: "close_timeout_s", Default: 5, Unit: "s", Meaning: "Bounds `kvconn_close`."},
 		}},
 		{"Further completions", []Key{
-			{Name: "report_wants", Default: false, Meaning: "Prefill gets a completion of the side \"want\" when decode asks for an announced transfer, when the engine itself grows or offers it first, or when it ends before its offer."},
+			{Name: "report_demands", Default: false, Meaning: "Prefill gets a completion of the side \"demand\" when decode asks for an announced transfer, when the engine itself grows or offers it first, or when it ends before its offer."},
 			{Name: "report_claims", Default: false, Meaning: "Decode gets a completion of the side \"claim\" when a load of a claimed transfer could only fail: its prefill engine is gone, or has ended it."},
 		}},
 	}

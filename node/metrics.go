@@ -58,10 +58,10 @@ var described = []struct {
 	{"kvconn_transport_counters", "What a transport counts itself: of rdma its writes, doorbells and signalled completions since the start, and its lanes.", []string{"transport", "counter"}},
 	{"kvconn_fallbacks_total", "Loads that went by another transport than this better one.", []string{"transport"}},
 	{"kvconn_claims_lost_total", "Claims of which the engine was told that a load could only fail.", nil},
-	{"kvconn_reaped_total", "Claims and loads of requests that this engine never named.", nil},
-	{"kvconn_grown_total", "Offers that began to move while the engine still worked on their requests.", nil},
-	{"kvconn_grown_bytes_total", "Bytes that were given to the transport while the engine still worked on their requests.", nil},
-	{"kvconn_retracted_total", "Offers that began to move early and whose blocks the engine took back, as when it preempts a request.", nil},
+	{"kvconn_expired_early_total", "Claims and loads of requests that this engine never named.", nil},
+	{"kvconn_partial_offers_total", "Offers that began to move while the engine still worked on their requests.", nil},
+	{"kvconn_partial_offers_bytes_total", "Bytes that were given to the transport while the engine still worked on their requests.", nil},
+	{"kvconn_withdrawn_total", "Offers that began to move early and whose blocks the engine took back, as when it preempts a request.", nil},
 	{"kvconn_retries_total", "Requests sent again, and peers looked up again.", nil},
 	{"kvconn_under_way", "Halves under way, by state.", []string{"side", "state"}},
 	{"kvconn_uncollected", "Halves that ended and that the engine has not collected.", nil},
@@ -122,10 +122,10 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 		}
 	}
 	counter("kvconn_claims_lost_total", s.ClaimsLost)
-	counter("kvconn_reaped_total", s.Reaped)
-	counter("kvconn_grown_total", s.Grown)
-	counter("kvconn_grown_bytes_total", s.BytesGrown)
-	counter("kvconn_retracted_total", s.Retracted)
+	counter("kvconn_expired_early_total", s.ExpiredEarly)
+	counter("kvconn_partial_offers_total", s.Partial)
+	counter("kvconn_partial_offers_bytes_total", s.BytesPartial)
+	counter("kvconn_withdrawn_total", s.Withdrawn)
 	counter("kvconn_retries_total", s.Retries)
 	gauge("kvconn_under_way", float64(s.LoadsClaimed), "load", "claimed")
 	gauge("kvconn_under_way", float64(s.LoadsWaiting), "load", "waiting")

@@ -47,7 +47,7 @@ func TestAnotherPrompt(t *testing.T) {
 
 	load("grows", theirs)
 	p.knows(1)
-	if _, err := p.Grow([]core.PartialOffer{{ID: "grows", Blocks: blocks, Ready: []uint32{1}, Prompt: ours}}); err != nil {
+	if _, err := p.OfferPartial([]core.PartialOffer{{ID: "grows", Blocks: blocks, Ready: []uint32{1}, Prompt: ours}}); err != nil {
 		t.Fatal(err)
 	}
 	d.want("grows", core.Refused)

@@ -50,7 +50,7 @@ type performer struct {
 	transports *transports
 	queue      *peerQueue
 	machine    outcomes
-	grown      func(bytes uint64) // counts bytes that a transport gets while the engine still computes
+	partial    func(bytes uint64) // counts bytes that a transport gets while the engine still computes
 }
 
 // outcomes takes the outcome of an action that is known at once; the agent's halves.
@@ -128,7 +128,7 @@ func (p *performer) write(v core.Write) {
 		op.Pairs, op.At, err = v.Match.PairsBetween(v.Src, v.Dst, v.Begin, v.End)
 	}
 	if v.End != nil && err == nil {
-		p.grown(op.Given())
+		p.partial(op.Given())
 	}
 	switch {
 	case err != nil:

@@ -33,10 +33,10 @@ func (c *Counts) add(r core.Report) {
 // Totals count what an agent has done since Open.
 type Totals struct {
 	Counts
-	LoadsBy    map[string]uint64 `json:"loads_failed_by"`  // number of each code's name
-	OffersBy   map[string]uint64 `json:"offers_failed_by"` // "expired" among them
-	BytesGrown uint64            `json:"bytes_grown"`      // given to the transport while the engine still computed; of bytes_out, unless the transfer was stopped
-	Retries    uint64            `json:"retries"`          // requests sent again, and peers looked up again
+	LoadsBy      map[string]uint64 `json:"loads_failed_by"`  // number of each code's name
+	OffersBy     map[string]uint64 `json:"offers_failed_by"` // "expired" among them
+	BytesPartial uint64            `json:"bytes_partial"`    // given to the transport while the engine still computed; of bytes_out, unless the transfer was stopped
+	Retries      uint64            `json:"retries"`          // requests sent again, and peers looked up again
 }
 
 // Stats are an agent's counters and gauges.
@@ -50,9 +50,9 @@ type Stats struct {
 	LoadsStarted   uint64  `json:"loads_started"`
 	Claimed        uint64  `json:"claimed"`
 	ClaimsLost     uint64  `json:"claims_lost"`      // claims that were reported since a load could only fail
-	Reaped         uint64  `json:"reaped"`           // claims and loads of others that this engine never named
-	Grown          uint64  `json:"grown"`            // offers that began to move before the engine had all of their blocks
-	Retracted      uint64  `json:"retracted"`        // grown offers that the engine took back
+	ExpiredEarly   uint64  `json:"expired_early"`    // claims and loads of others that this engine never named
+	Partial        uint64  `json:"partial_offers"`   // offers that began to move before the engine had all of their blocks
+	Withdrawn      uint64  `json:"withdrawn"`        // of them, those that the engine took back
 	LoadsUnderWay  int     `json:"loads_under_way"`  // claims among them
 	LoadsClaimed   int     `json:"loads_claimed"`    // claims: loads without blocks yet
 	LoadsWaiting   int     `json:"loads_waiting"`    // loads that P has and whose bytes are awaited

@@ -28,11 +28,11 @@ type step struct {
 }
 
 // steps hold the one step that may run. While the lock is held and there is no step,
-// transfers grow by calls of the engine only.
+// partial offers come by calls of the engine only.
 type steps struct {
 	log   *zap.Logger
 	ctx   context.Context // ends with the agent
-	grow  func([]core.PartialOffer) (int, error)
+	offer func([]core.PartialOffer) (int, error)
 	start func(f func()) bool // runs f on a goroutine, unless the agent closes
 
 	mu   sync.Mutex
@@ -44,7 +44,7 @@ func (c *steps) begin(parts []core.PartialOffer, written func() []uint32) (int, 
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.lastLook(nil)
-	n, err := c.grow(parts)
+	n, err := c.offer(parts)
 	s := &step{written: written}
 	for _, part := range parts[:n] {
 		if part.Computing != nil {
@@ -75,7 +75,7 @@ func (c *steps) lastLook(takenBack []core.TransferID) {
 	if s := c.step; s != nil {
 		c.step = nil
 		s.parts = slices.DeleteFunc(s.parts, func(part core.PartialOffer) bool { return slices.Contains(takenBack, part.ID) })
-		if _, err := c.growWritten(s); err != nil {
+		if _, err := c.offerWritten(s); err != nil {
 			c.failed(err)
 		}
 	}
@@ -87,7 +87,7 @@ func (c *steps) failed(err error) {
 	}
 }
 
-// follow lets the transfers of a step grow until it has ended.
+// follow offers what a step writes until it has ended.
 func (c *steps) follow(s *step) {
 	news := time.Now()
 	timer := time.NewTimer(stepLeast)
@@ -122,14 +122,14 @@ func (c *steps) look(s *step) (more bool, err error) {
 	if c.step != s {
 		return false, errStepEnded
 	}
-	more, err = c.growWritten(s)
+	more, err = c.offerWritten(s)
 	if err != nil {
 		c.step = nil // it is told once
 	}
 	return more, err
 }
 
-func (c *steps) growWritten(s *step) (more bool, err error) {
+func (c *steps) offerWritten(s *step) (more bool, err error) {
 	regions := s.written()
 	if len(regions) == 0 {
 		return false, nil
@@ -137,6 +137,6 @@ func (c *steps) growWritten(s *step) (more bool, err error) {
 	for i := range s.parts {
 		s.parts[i].Regions = regions
 	}
-	_, err = c.grow(s.parts)
+	_, err = c.offer(s.parts)
 	return true, err
 }

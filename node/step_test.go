@@ -12,7 +12,7 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// pass is the forward pass of an engine, as GrowStep asks after it.
+// pass is the forward pass of an engine, as OfferPartialStep asks after it.
 type pass struct {
 	mu    sync.Mutex
 	new   []uint32
@@ -64,7 +64,7 @@ func (p *pass) awaitAsked(t *testing.T, more int) {
 
 func (s *side) growStep(id core.TransferID, ready, computing uint32, p *pass, more ...core.BlockID) {
 	s.t.Helper()
-	if _, err := s.GrowStep([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Computing: []uint32{computing}}}, p.written); err != nil {
+	if _, err := s.OfferPartialStep([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Computing: []uint32{computing}}}, p.written); err != nil {
 		s.t.Fatal(err)
 	}
 }
@@ -131,7 +131,7 @@ func TestStepThatIsRefused(t *testing.T) {
 		at   *side
 		part core.PartialOffer
 	}{{p, part}, {d, core.PartialOffer{ID: "t"}}, {p, core.PartialOffer{ID: "t", Computing: []uint32{0, 0}}}} {
-		if n, err := c.at.GrowStep([]core.PartialOffer{c.part}, forward.written); n != 0 || !errors.Is(err, core.ErrInvalid) {
+		if n, err := c.at.OfferPartialStep([]core.PartialOffer{c.part}, forward.written); n != 0 || !errors.Is(err, core.ErrInvalid) {
 			t.Errorf("%d accepted of %+v, error %v", n, c.part, err)
 		}
 	}
@@ -143,7 +143,7 @@ func TestStepThatIsRefused(t *testing.T) {
 // unseenStep is one that has written its last layer, which only the call that ends it sees.
 func (s *side) unseenStep(said *[]uint32, parts ...core.PartialOffer) {
 	s.t.Helper()
-	_, err := s.GrowStep(parts, func() (regions []uint32) {
+	_, err := s.OfferPartialStep(parts, func() (regions []uint32) {
 		if s.steps.step == nil { // under its lock: who asks while it runs is told nothing
 			regions, *said = *said, nil
 		}
@@ -204,12 +204,12 @@ func TestLastLookLeavesWhatIsTakenBack(t *testing.T) {
 			d.arrives(0, dst, p, src)
 			parts = append(parts, core.PartialOffer{ID: id, Ready: []uint32{0}, Computing: []uint32{1}})
 		}
-		before := p.Stats().BytesGrown
+		before := p.Stats().BytesPartial
 		var said []uint32
 		p.unseenStep(&said, parts...)
 		takeBack(back)
 		d.arrives(layers-1, core.BlockID(2+2*n+1), p, core.BlockID(9+2*n+1))
-		if grown := p.Stats().BytesGrown - before; grown != blockBytes {
+		if grown := p.Stats().BytesPartial - before; grown != blockBytes {
 			t.Errorf("%d bytes were sent when %s was taken back, want the %d of %s", grown, back, blockBytes, kept)
 		}
 		p.offer(kept, core.BlockID(9+2*n+1))

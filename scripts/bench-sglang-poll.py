@@ -69,7 +69,7 @@ def report(what: str, times: list[float]) -> None:
 
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-    p = manager("prefill", bootstrap_host="127.0.0.1", bootstrap_port=0, report_wants=True)
+    p = manager("prefill", bootstrap_host="127.0.0.1", bootstrap_port=0, report_demands=True)
     d = manager("decode")
     address = p.agent.bootstrap_address.removeprefix("http://")
     receivers, senders = [], []

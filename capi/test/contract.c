@@ -98,27 +98,27 @@ static void bad_calls(kvconn_agent p, kvconn_agent d, const char *address) {
 
   EXPECT(kvconn_offer(p, &o, 1, &taken) == KVCONN_ERR_INVALID && error_says("block id 8") && taken == 0);
   const uint32_t four = 4, other = 1;
-  kvconn_growth grow = {sizeof grow, 1, "bad-0", &g, &four, 0, NULL};
-  EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("block id 8") && taken == 0);
+  kvconn_partial_offer part = {sizeof part, 1, "bad-0", &g, &four, 0, NULL};
+  EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("block id 8") && taken == 0);
   g.count = 2;
-  EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("blocks up to 4"));
-  EXPECT(kvconn_grow(p, &grow, 1, &other, 1, &taken) == KVCONN_ERR_INVALID && error_says("region"));
-  EXPECT(kvconn_grow(p, &grow, 1, NULL, 1, &taken) == KVCONN_ERR_INVALID && error_says("regions is NULL"));
-  EXPECT(kvconn_grow(d, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("role"));
-  grow.computing = &four;
+  EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("blocks up to 4"));
+  EXPECT(kvconn_offer_partial(p, &part, 1, &other, 1, &taken) == KVCONN_ERR_INVALID && error_says("region"));
+  EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 1, &taken) == KVCONN_ERR_INVALID && error_says("regions is NULL"));
+  EXPECT(kvconn_offer_partial(d, &part, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("role"));
+  part.computing = &four;
   const uint32_t none = 0;
-  grow.ready = &none;
-  EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("being computed"));
+  part.ready = &none;
+  EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("being computed"));
   volatile uint8_t *written = kvconn_written_address(p);
   EXPECT(written != NULL && written[0] == 0);
   written[0] = 1; /* no step runs: it says nothing */
-  grow.computing = NULL;
-  grow.ready = NULL;
-  EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("ready"));
-  grow.struct_size = 3;
-  EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("struct_size"));
-  EXPECT(kvconn_retract(p, &id, 1, 1000) == KVCONN_OK);
-  EXPECT(kvconn_retract(p, NULL, 1, 1000) == KVCONN_ERR_INVALID && error_says("transfer_ids is NULL"));
+  part.computing = NULL;
+  part.ready = NULL;
+  EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("ready"));
+  part.struct_size = 3;
+  EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("struct_size"));
+  EXPECT(kvconn_withdraw(p, &id, 1, 1000) == KVCONN_OK);
+  EXPECT(kvconn_withdraw(p, NULL, 1, 1000) == KVCONN_ERR_INVALID && error_says("transfer_ids is NULL"));
   g.count = 3;
   g.count = 2;
   EXPECT(kvconn_offer(p, &o, 1, &taken) == KVCONN_OK && taken == 1);
@@ -170,7 +170,7 @@ struct batch {
 
 enum { THREADS = 4, EACH = 50 };
 
-/* One thread's transfers: offered and loaded, P's and D's in turn; some grow first, some are taken back then. */
+/* One thread's transfers: offered and loaded, P's and D's in turn; some are offered in parts first, some are taken back then. */
 static void *transfers(void *arg) {
   struct batch *b = arg;
   const uint32_t one = (uint32_t)b->from, two = (uint32_t)b->from;
@@ -197,10 +197,10 @@ static void *transfers(void *arg) {
     l.prompt = o.prompt;
     EXPECT(kvconn_start_load(b->d, &l, 1, NULL) == KVCONN_OK);
     const uint32_t ready = 1, region = 0;
-    kvconn_growth g = {sizeof g, 1, id, &src, &ready, o.prompt, NULL};
+    kvconn_partial_offer g = {sizeof g, 1, id, &src, &ready, o.prompt, NULL};
     const char *ids[] = {id};
-    if (i % 3 > 0) EXPECT(kvconn_grow(b->p, &g, 1, &region, (size_t)(i % 2), NULL) == KVCONN_OK);
-    if (i % 3 > 1) EXPECT(kvconn_retract(b->p, ids, 1, 30000) == KVCONN_OK);
+    if (i % 3 > 0) EXPECT(kvconn_offer_partial(b->p, &g, 1, &region, (size_t)(i % 2), NULL) == KVCONN_OK);
+    if (i % 3 > 1) EXPECT(kvconn_withdraw(b->p, ids, 1, 30000) == KVCONN_OK);
     EXPECT(kvconn_offer(b->p, &o, 1, NULL) == KVCONN_OK);
   }
   return NULL;
@@ -221,15 +221,15 @@ static void crossed(kvconn_agent p, kvconn_agent d, const char *address) {
     l.num_groups = 1;
     l.prompt = 0xfeed;
     EXPECT(kvconn_start_load(d, &l, 1, NULL) == KVCONN_OK);
-    kvconn_growth grow = {sizeof grow, 1, ids[i], &g, &ready, 0xbeef00000000, NULL};
-    if (i) EXPECT(kvconn_grow(p, &grow, 1, NULL, 0, NULL) == KVCONN_OK);
+    kvconn_partial_offer part = {sizeof part, 1, ids[i], &g, &ready, 0xbeef00000000, NULL};
+    if (i) EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 0, NULL) == KVCONN_OK);
     kvconn_offer_request o;
     memset(&o, 0, sizeof o);
     o.struct_size = sizeof o;
     o.transfer_id = ids[i];
     o.groups = &g;
     o.num_groups = 1;
-    o.prompt = i ? 0 : grow.prompt; /* said before */
+    o.prompt = i ? 0 : part.prompt; /* said before */
     EXPECT(kvconn_offer(p, &o, 1, NULL) == KVCONN_OK);
     const kvconn_agent both[] = {p, d};
     for (int k = 0; k < 2; k++) {

@@ -18,8 +18,8 @@ static int32_t call(const char *name, kvconn_agent a) {
   if (strcmp(name, "kvconn_register_kv_caches") == 0) return kvconn_register_kv_caches(a, NULL, 0);
   if (strcmp(name, "kvconn_announce") == 0) return kvconn_announce(a, &id, 1, NULL);
   if (strcmp(name, "kvconn_offer") == 0) return kvconn_offer(a, NULL, 0, NULL);
-  if (strcmp(name, "kvconn_grow") == 0) return kvconn_grow(a, NULL, 0, NULL, 0, NULL);
-  if (strcmp(name, "kvconn_retract") == 0) return kvconn_retract(a, NULL, 0, 0);
+  if (strcmp(name, "kvconn_offer_partial") == 0) return kvconn_offer_partial(a, NULL, 0, NULL, 0, NULL);
+  if (strcmp(name, "kvconn_withdraw") == 0) return kvconn_withdraw(a, NULL, 0, 0);
   if (strcmp(name, "kvconn_claim") == 0) return kvconn_claim(a, NULL, 0, NULL);
   if (strcmp(name, "kvconn_start_load") == 0) return kvconn_start_load(a, NULL, 0, NULL);
   if (strcmp(name, "kvconn_cancel") == 0) return kvconn_cancel(a, &id, 1, "why", NULL);
@@ -66,7 +66,7 @@ static int panicking(const char *name) {
 
 int main(int argc, char **argv) {
   if (argc > 1) return panicking(argv[1]);
-  static const char *const names[] = {"kvconn_open",  "kvconn_register_kv_caches", "kvconn_announce", "kvconn_offer", "kvconn_grow", "kvconn_retract",
+  static const char *const names[] = {"kvconn_open",  "kvconn_register_kv_caches", "kvconn_announce", "kvconn_offer", "kvconn_offer_partial", "kvconn_withdraw",
                                       "kvconn_claim", "kvconn_start_load", "kvconn_cancel", "kvconn_stats", "kvconn_bootstrap_address", "kvconn_close"};
   int failures = 0;
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) {

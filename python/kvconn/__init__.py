@@ -27,7 +27,7 @@ _EXPORTS = {
     "Agent": "agent",
     "Claim": "types",
     "Completion": "types",
-    "Growth": "types",
+    "PartialOffer": "types",
     "Load": "types",
     "Offer": "types",
     "Region": "types",
@@ -95,9 +95,9 @@ if TYPE_CHECKING:
     from .regions import regions_from_tensor as regions_from_tensor
     from .types import Claim as Claim
     from .types import Completion as Completion
-    from .types import Growth as Growth
     from .types import Load as Load
     from .types import Offer as Offer
+    from .types import PartialOffer as PartialOffer
     from .types import Region as Region
 
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from . import _structs
 from .errors import InvalidError
-from .types import Claim, Completion, Growth, Load, Offer
+from .types import Claim, Completion, Load, Offer, PartialOffer
 
 # The fields of kvconn_completion, one after the other: it has no holes.
 _COMPLETION = Struct(f"=QiiQQQII8s{_structs.TRANSFER_ID_MAX + 8}s320s")
 COMPLETION = sizeof(_structs.Completion)
-_KINDS = {1: "load", 2: "offer", 3: "want", 4: "claim"}  # enum kvconn_side
+_KINDS = {1: "load", 2: "offer", 3: "demand", 4: "claim"}  # enum kvconn_side
 
-_OFFER, _LOAD, _GROWTH = sizeof(_structs.OfferRequest), sizeof(_structs.LoadRequest), sizeof(_structs.Growth)
+_OFFER, _LOAD, _PARTIAL_OFFER = sizeof(_structs.OfferRequest), sizeof(_structs.LoadRequest), sizeof(_structs.PartialOffer)
 
 
 def text(s: str, what: str) -> bytes:
@@ -119,8 +119,8 @@ class Offers(Rows):
         numbers += (_OFFER | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, row.token, row.prompt)
 
 
-class Growths(Rows):
-    def _add(self, numbers: list[int], row: Growth) -> None:
+class PartialOffers(Rows):
+    def _add(self, numbers: list[int], row: PartialOffer) -> None:
         groups = self._blocks(row.block_ids, row.first_block)
         if len(row.ready) != len(row.block_ids):
             raise InvalidError(f"ready has {len(row.ready)} groups, block_ids {len(row.block_ids)}")
@@ -129,7 +129,14 @@ class Growths(Rows):
             if len(row.computing) != len(row.block_ids):
                 raise InvalidError(f"computing has {len(row.computing)} groups, block_ids {len(row.block_ids)}")
             computing = self._put(uint32s("computing", row.computing))
-        numbers += (_GROWTH | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, ready, row.prompt, computing)
+        numbers += (
+            _PARTIAL_OFFER | len(row.block_ids) << 32,
+            self._string(row.transfer_id, "transfer_id"),
+            groups,
+            ready,
+            row.prompt,
+            computing,
+        )
 
 
 class Claims(Rows):

@@ -47,8 +47,8 @@ class OfferRequest(c.Structure):
     ]
 
 
-class Growth(c.Structure):
-    """kvconn_growth"""
+class PartialOffer(c.Structure):
+    """kvconn_partial_offer"""
 
     _fields_ = [
         ("struct_size", c.c_uint32),
@@ -95,4 +95,4 @@ class Completion(c.Structure):
     ]
 
 
-STRUCTS: tuple[type[c.Structure], ...] = (Region, Blocks, OfferRequest, Growth, LoadRequest, Completion)
+STRUCTS: tuple[type[c.Structure], ...] = (Region, Blocks, OfferRequest, PartialOffer, LoadRequest, Completion)

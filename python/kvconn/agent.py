@@ -12,7 +12,7 @@ from typing import Any, Iterable, Mapping, Optional, Sequence
 from . import _lib, _pack, _structs
 from .errors import ClosedError, ConfigError, InvalidError, Status, error_for
 from .logs import start_logging
-from .types import Claim, Completion, Growth, Load, Offer, Region
+from .types import Claim, Completion, Load, Offer, PartialOffer, Region
 
 _NOTHING: tuple[Completion, ...] = ()
 # Takes the place of an agent's count after close and in a forked child: get_finished then calls the library, which refuses.
@@ -38,7 +38,7 @@ class Agent:
     bootstrap port that an engine's ranks join (``bootstrap_join``); it needs no
     ``engine_id`` and registers nothing. The first agent of a process loads the
     library. Methods may be called from any thread; only the constructor,
-    :meth:`register_kv_caches`, :meth:`retract`, :meth:`wait` and :meth:`close`
+    :meth:`register_kv_caches`, :meth:`withdraw`, :meth:`wait` and :meth:`close`
     wait.
     """
 
@@ -97,7 +97,7 @@ class Agent:
     def announce(self, transfer_ids: Iterable[str]) -> None:
         """Prefill: this engine knows these requests and works on them; decode waits for them.
 
-        With ``report_wants`` each gets a completion of kind "want".
+        With ``report_demands`` each gets a completion of kind "demand".
         """
         ids = list(transfer_ids)
         if ids:
@@ -113,16 +113,16 @@ class Agent:
         if offers:
             self._batch(self._lib.offer, _pack.Offers(offers), [o.transfer_id for o in offers])
 
-    def grow(self, parts: Iterable[Growth], regions: Optional[Sequence[int]] = None) -> None:
+    def offer_partial(self, parts: Iterable[PartialOffer], regions: Optional[Sequence[int]] = None) -> None:
         """Prefill: parts of these transfers are ready, others will follow.
 
         The blocks that a decode engine has asked for move at once, while the rest
         is computed. With ``regions``, which are indices of
         :meth:`register_kv_caches` in rising order, the blocks are ready in these
         regions only: in one layer, say. The call announces the transfers too.
-        :meth:`offer` must follow with all blocks, or :meth:`retract`. Blocks that
+        :meth:`offer` must follow with all blocks, or :meth:`withdraw`. Blocks that
         are ready must stay unchanged until the offer's completion, or until
-        :meth:`retract` has returned. If a transfer has ended meanwhile, this call
+        :meth:`withdraw` has returned. If a transfer has ended meanwhile, this call
         raises nothing; the completion of the transfer's offer tells.
         """
         if regions is not None and not len(regions):
@@ -130,37 +130,37 @@ class Agent:
         parts = list(parts)
         if parts:
             of = _pack.uint32s("regions", regions or ())
-            self._batch(self._lib.grow, _pack.Growths(parts), [p.transfer_id for p in parts], of.buffer_info()[0], len(of))
+            self._batch(self._lib.offer_partial, _pack.PartialOffers(parts), [p.transfer_id for p in parts], of.buffer_info()[0], len(of))
 
     @property
     def written(self) -> memoryview:
         """Prefill: a byte for each region of :meth:`register_kv_caches`, by which a
         step says that it has written the region.
 
-        To set a byte to 1 says: the blocks that the last :meth:`grow` called
+        To set a byte to 1 says: the blocks that the last :meth:`offer_partial` called
         ``computing`` are ready in this region. It is a plain store, cheap enough for
         each layer. The agent looks at the bytes soon, and a last time when the next
-        call of :meth:`grow`, :meth:`offer`, :meth:`retract` or :meth:`cancel` ends
+        call of :meth:`offer_partial`, :meth:`offer`, :meth:`withdraw` or :meth:`cancel` ends
         the step. If the system refuses membarrier(2) this is empty; call
-        :meth:`grow` with ``regions`` then. Do not use it after :meth:`close`, nor in
+        :meth:`offer_partial` with ``regions`` then. Do not use it after :meth:`close`, nor in
         a forked child.
         """
         return self._written
 
-    def retract(self, transfer_ids: Iterable[str], timeout_s: float = 10.0) -> None:
-        """Prefill: takes back the blocks that :meth:`grow` gave, when their requests
+    def withdraw(self, transfer_ids: Iterable[str], timeout_s: float = 10.0) -> None:
+        """Prefill: takes back the blocks that :meth:`offer_partial` gave, when their requests
         are preempted or given up.
 
         When the call returns, nothing reads the blocks any more: it waits for
         writes that are under way, a second or two at most if a peer takes no bytes.
         If it raises with :attr:`Status.SYSTEM`, the blocks must not be used again.
-        When the transfer is given to :meth:`grow` again, or offered, decode loads it
+        When the transfer is given to :meth:`offer_partial` again, or offered, decode loads it
         anew. An unknown id is no error; the id of an offer is one.
         """
         ids = list(transfer_ids)
         if ids:
             rows = _pack.Strings(ids)
-            self._check(self._lib.retract(self._handle, rows.address, len(ids), _number(int(timeout_s * 1000), "timeout_s", 32)))
+            self._check(self._lib.withdraw(self._handle, rows.address, len(ids), _number(int(timeout_s * 1000), "timeout_s", 32)))
 
     def claim(self, claims: Iterable[Claim]) -> None:
         """Decode: this engine will load these transfers as soon as it has blocks.

@@ -10,7 +10,7 @@ from .errors import InvalidError
 
 
 def fingerprint(token_ids: Sequence[int]) -> int:
-    """64 bits of a prompt's tokens, for :class:`~kvconn.Offer`, :class:`~kvconn.Growth` and :class:`~kvconn.Load`.
+    """64 bits of a prompt's tokens, for :class:`~kvconn.Offer`, :class:`~kvconn.PartialOffer` and :class:`~kvconn.Load`.
 
     The same tokens give the same number on every machine and in every release of
     Python. The number is never 0, which means "not said".

@@ -57,7 +57,7 @@ class Offer(NamedTuple):
     prompt: int = 0
 
 
-class Growth(NamedTuple):
+class PartialOffer(NamedTuple):
     """A partial offer: blocks that are ready while prefill still works on the request.
 
     ``block_ids`` has, per KV cache group, the blocks that follow those of the
@@ -125,7 +125,7 @@ class Completion(NamedTuple):
     ``kind`` is one of:
 
     - "load" or "offer": the end of a load or an offer.
-    - "want", on a prefill engine with ``report_wants``: decode has blocks for an
+    - "demand", on a prefill engine with ``report_demands``: decode has blocks for an
       announced transfer, and asks for it from block ``blocks`` of group 0 on; or the
       transfer has ended, as ``code`` says.
     - "claim", on a decode engine with ``report_claims``: a load of the transfer could

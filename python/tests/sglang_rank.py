@@ -53,7 +53,7 @@ class Rank:
         self.layout = Layout(args, Heads(here, HEADS, rank, size), mla)
         base: dict[str, Any] = {"engine_id": f"sglang-{role}", "role": role, "tp_rank": rank, "tp_size": size}
         if role == "prefill":
-            base |= {"report_wants": True, "tcp_listen_host": "127.0.0.1"}
+            base |= {"report_demands": True, "tcp_listen_host": "127.0.0.1"}
             if "bootstrap_join" not in config:
                 base |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0}
         else:

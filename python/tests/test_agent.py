@@ -55,20 +55,20 @@ def arrives(side: Side, layer: int, block: int, data: np.ndarray) -> None:
 def test_a_transfer_grows(prefill: Side, decode: Side, transfer_id: str) -> None:
     data = random_blocks(prefill, [3, 9, 4])
     decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1, 0, 7]])])
-    prefill.agent.grow([kvconn.Growth(transfer_id, [[3, 9]], [1])])
+    prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[3, 9]], [1])])
     for layer in range(LAYERS):
         arrives(decode, layer, 1, data[layer, 0])
     assert not decode.cache[:, 0].any()
     regions = [n for n in range(LAYERS) if n != 1]
-    prefill.agent.grow([kvconn.Growth(transfer_id, [[]], [2])], regions)
+    prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[]], [2])], regions)
     for layer in regions:
         arrives(decode, layer, 0, data[layer, 1])
     assert not decode.cache[1, 0].any() and not decode.agent.get_finished()
     # Preempted: other blocks, other data in them, and all of it comes.
-    prefill.agent.retract([transfer_id])
+    prefill.agent.withdraw([transfer_id])
     prefill.cache[:, [3, 9, 4]] = 0
     prefill.cache[:, [10, 11, 12]] = data
-    prefill.agent.grow([kvconn.Growth(transfer_id, [[10, 11]], [2])])
+    prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[10, 11]], [2])])
     prefill.agent.offer([kvconn.Offer(transfer_id, [[10, 11, 12]], token=3)])
     assert decode.finished(transfer_id).ok
     sent = prefill.finished(transfer_id)
@@ -81,12 +81,12 @@ def test_layers_of_a_step_move_as_they_are_written(prefill: Side, decode: Side, 
     decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1, 0]])])
     prefill.agent.written[0] = 1  # of no step: it says nothing
     for n, block in enumerate([3, 9]):
-        prefill.agent.grow([kvconn.Growth(transfer_id, [[block]], [n], computing=[n + 1])])
+        prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[block]], [n], computing=[n + 1])])
         for layer in reversed(range(1, LAYERS)):  # in any order
             prefill.agent.written[layer] = 1
             arrives(decode, layer, 1 - n, data[layer, n])
         assert not decode.cache[0, 1 - n].any()
-    prefill.agent.grow([kvconn.Growth(transfer_id, [[]], [2])])
+    prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[]], [2])])
     arrives(decode, 0, 0, data[0, 1])
     prefill.agent.offer([kvconn.Offer(transfer_id, [[3, 9]])])
     assert decode.finished(transfer_id).ok and prefill.finished(transfer_id).ok
@@ -126,9 +126,9 @@ def test_another_prompt(prefill: Side, decode: Side, transfer_id: str, first: st
 
     def prefills() -> None:
         if grows:
-            prefill.agent.grow([kvconn.Growth(transfer_id, [[3]], [1], prompt=ours)])
+            prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[3]], [1], prompt=ours)])
             with pytest.raises(kvconn.InvalidError, match=f"{theirs:016x}"):
-                prefill.agent.grow([kvconn.Growth(transfer_id, [[9]], [2], prompt=theirs)])
+                prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[9]], [2], prompt=theirs)])
         prefill.agent.offer([kvconn.Offer(transfer_id, [[3, 9]], prompt=0 if grows else ours)])
 
     if first == "prefill":
@@ -137,7 +137,7 @@ def test_another_prompt(prefill: Side, decode: Side, transfer_id: str, first: st
     if first == "decode":
         prefill.until("offers_early", 1)
         if grows:
-            prefill.agent.grow([kvconn.Growth(transfer_id, [[3]], [1], prompt=ours)])
+            prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[3]], [1], prompt=ours)])
         prefill.agent.offer([kvconn.Offer(transfer_id, [[3, 9]], prompt=ours)])
     for side in (decode, prefill):
         done = side.finished(transfer_id)
@@ -148,7 +148,7 @@ def test_another_prompt(prefill: Side, decode: Side, transfer_id: str, first: st
 
 def test_the_same_prompt(prefill: Side, decode: Side, transfer_id: str) -> None:
     data, prompt = random_blocks(prefill, [3, 9]), kvconn.fingerprint(range(32))
-    prefill.agent.grow([kvconn.Growth(transfer_id, [[3]], [1], prompt=prompt)])
+    prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[3]], [1], prompt=prompt)])
     decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1, 0]], prompt=prompt)])
     prefill.agent.offer([kvconn.Offer(transfer_id, [[3, 9]], prompt=prompt)])
     assert decode.finished(transfer_id).ok and prefill.finished(transfer_id).ok

@@ -13,26 +13,26 @@ import kvconn
 
 def test_growth_that_is_refused(prefill: Side, decode: Side, transfer_id: str) -> None:
     with pytest.raises(kvconn.InvalidError, match="blocks up to 2 of group 0 are ready or being computed, those up to 1 are given"):
-        prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [2])])
+        prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [2])])
     with pytest.raises(kvconn.InvalidError, match="region 99"):
-        prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])], [99])
+        prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [1])], [99])
     with pytest.raises(kvconn.InvalidError, match="regions is empty"):
-        prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])], [])
+        prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [1])], [])
     with pytest.raises(kvconn.InvalidError, match="ready has 2 groups, block_ids 1"):
-        prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1, 1])])
+        prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [1, 1])])
     with pytest.raises(kvconn.InvalidError, match="computing has 2 groups, block_ids 1"):
-        prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1], computing=[1, 1])])
+        prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [1], computing=[1, 1])])
     with pytest.raises(IndexError):
         prefill.agent.written[LAYERS] = 1
     with pytest.raises(kvconn.InvalidError, match="role"):
-        decode.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])])
-    prefill.agent.grow([kvconn.Growth(transfer_id, [[1]], [1])])
+        decode.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [1])])
+    prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [1])])
     with pytest.raises(kvconn.InvalidError, match="withdraw them first"):
         prefill.agent.offer([kvconn.Offer(transfer_id, [[2]])])
-    prefill.agent.retract([transfer_id, "nobody's"])
+    prefill.agent.withdraw([transfer_id, "nobody's"])
     prefill.agent.offer([kvconn.Offer(transfer_id, [[2]])])
     with pytest.raises(kvconn.InvalidError, match="is offered"):
-        prefill.agent.retract([transfer_id])
+        prefill.agent.withdraw([transfer_id])
     prefill.agent.cancel([transfer_id])
     assert prefill.finished(transfer_id).code == kvconn.Status.CANCELLED
 

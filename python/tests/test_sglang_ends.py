@@ -20,8 +20,8 @@ from kvconn.sglang.rooms import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WA
 def test_abort_between_chunks(ranks: Any, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = ranks("prefill"), ranks("decode")
     withdrawn: list[Any] = []
-    retract = p.agent.retract
-    monkeypatch.setattr(p.agent, "retract", lambda ids, bound: (retract(ids, bound), withdrawn.extend(ids)))
+    withdraw = p.agent.withdraw
+    monkeypatch.setattr(p.agent, "withdraw", lambda ids, bound: (withdraw(ids, bound), withdrawn.extend(ids)))
     fill(p)
     at_p, at_d = both(p, d, 9)
     d.load(at_d, p.address, [5, 6], 3)
@@ -56,10 +56,10 @@ def test_pages_that_are_still_read_end_the_engine(ranks: Any, monkeypatch: pytes
     chunks.add(ids([1], "pages"))
     p.rooms.offer_partial(at_p, *chunks.partial_offer(ids([1], "pages")))
 
-    def retract(_ids: Any, _timeout_s: float) -> None:
+    def withdraw(_ids: Any, _timeout_s: float) -> None:
         raise kvconn.KvconnError("still read", code=kvconn.Status.SYSTEM)
 
-    monkeypatch.setattr(p.agent, "retract", retract)
+    monkeypatch.setattr(p.agent, "withdraw", withdraw)
     with pytest.raises(SystemExit, match="still read"):
         p.rooms.abort(at_p, "the client went")
     d.until(at_d, FAILED)

@@ -132,9 +132,9 @@ def test_packed_offers() -> None:
 
 
 def test_packed_partial_offers() -> None:
-    packed = _pack.Growths([kvconn.Growth("a", [[1], [2]], [3, 4], [5, 6], 7, [8, 9]), kvconn.Growth("b", [[1]], [2])])
-    one, two = of_rows(packed, _structs.Growth, 2)
-    assert (one.struct_size, one.transfer_id, one.prompt) == (c.sizeof(_structs.Growth), b"a", 7)
+    packed = _pack.PartialOffers([kvconn.PartialOffer("a", [[1], [2]], [3, 4], [5, 6], 7, [8, 9]), kvconn.PartialOffer("b", [[1]], [2])])
+    one, two = of_rows(packed, _structs.PartialOffer, 2)
+    assert (one.struct_size, one.transfer_id, one.prompt) == (c.sizeof(_structs.PartialOffer), b"a", 7)
     assert (groups(one), numbers(one.ready, 2), numbers(one.computing, 2)) == ([([1], 5), ([2], 6)], [3, 4], [8, 9])
     assert (two.transfer_id, groups(two), numbers(two.ready, 1), two.computing) == (b"b", [([1], 0)], [2], None)
 

@@ -182,7 +182,7 @@ def test_window_is_there_before_the_prompt_is_offered(pair: tuple[Prefill, Memor
     assert not p.engine.sending
     p.end()
     p.nothing_is_left()
-    assert p.engine.finished(beside) and p.memory.agent.stats()["bytes_grown"] == p.memory.agent.stats()["bytes_out"]
+    assert p.engine.finished(beside) and p.memory.agent.stats()["bytes_partial"] == p.memory.agent.stats()["bytes_out"]
 
 
 def test_prefix_that_prefill_has_cached(pair: tuple[Prefill, Memory], windows: tuple[int, ...]) -> None:

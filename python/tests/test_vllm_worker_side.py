@@ -60,7 +60,7 @@ def test_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     assert '"gb_per_s": ' in caplog.text and "kvconn load {" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["claim", "want"])
+@pytest.mark.parametrize("kind", ["claim", "demand"])
 def test_what_is_no_end_of_a_load_frees_none_of_its_blocks(kind: str) -> None:
     """Settings of the agent that are not the connector's bring such reports, of a claim also that of an earlier request."""
     side, agent = worker()
@@ -110,7 +110,7 @@ def test_what_a_step_computes_is_told_layer_by_layer() -> None:
     side, agent = worker(by_layers=True)
     side.follow_layers({"layer.0": [0, 1], "layer.1": [2, 3], "shared": []})
     step(side, partial("a", "b"), layers=["layer.0", "layer.1", "shared"])
-    told = [("grow", "a"), ("grow", "b"), *(("written", ["a", "b"], region) for region in range(4))]
+    told = [("offer_partial", "a"), ("offer_partial", "b"), *(("written", ["a", "b"], region) for region in range(4))]
     assert agent.calls == told
     agent.calls.clear()
     step(side, partial("a", "b"), layers=["layer.0", "shared"])
@@ -129,7 +129,7 @@ def test_prompt_is_told_to_the_agent() -> None:
     partials, offers = [PartialWork("a", [[1]], [0], [1], 7)], [OfferWork("r", "b", [[1]], [0], 8)]
     loads = [LoadWork("s", "c", "http://p:8998", "p", [[1]], [0], 16, 9)]
     step(side, KVConnMetadata(partials=partials, offers=offers, loads=loads, claims=[Claim("d", "http://p:8998", "p")]))
-    assert agent.calls[:-1] == [("offer", "b"), ("claim", "d"), ("grow", "a"), ("load", "c")]
+    assert agent.calls[:-1] == [("offer", "b"), ("claim", "d"), ("offer_partial", "a"), ("load", "c")]
     assert agent.prompts == [8, 0, 7, 9]
 
 
@@ -137,14 +137,14 @@ def test_chunks_are_told_at_the_step_s_end() -> None:
     side, agent = worker()
     side.follow_layers({"layer.0": [0]})
     step(side, partial("a"), layers=["layer.0"])
-    assert agent.calls == [("grow", "a"), ("step", ["a"])]
+    assert agent.calls == [("offer_partial", "a"), ("step", ["a"])]
 
 
 def test_partial_offer_that_the_agent_refuses_does_not_end_the_step() -> None:
     side, agent = worker()
     agent.refused = {"a"}
     step(side, partial("a", "b"))
-    assert agent.calls == [("grow", "b"), ("step", ["b"])]
+    assert agent.calls == [("offer_partial", "b"), ("step", ["b"])]
 
 
 def test_what_was_begun_by_several_calls_is_told_at_the_step_s_end() -> None:
@@ -167,7 +167,7 @@ def test_what_a_cancel_has_ended_is_told_at_the_step_s_end() -> None:
     meta.loads = [LoadWork("r", "x", "http://p:8998", "p", [[5]], [0], 16)]
     meta.cancels = [CancelWork("x", "aborted", of_load=True)]
     step(side, meta, layers=["layer.0"])
-    assert agent.calls == [("grow", "a"), ("load", "x"), ("cancel", "x"), ("written", ["a"], 0), ("step", ["a"])]
+    assert agent.calls == [("offer_partial", "a"), ("load", "x"), ("cancel", "x"), ("written", ["a"], 0), ("step", ["a"])]
 
 
 def test_layers_are_told_at_the_step_s_end_where_nothing_orders_stores(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,7 +176,7 @@ def test_layers_are_told_at_the_step_s_end_where_nothing_orders_stores(caplog: p
     side.follow_layers({"layer.0": [0]})
     assert "membarrier" in caplog.text
     step(side, partial("a"), layers=["layer.0"])
-    assert agent.calls == [("grow", "a"), ("step", ["a"])]
+    assert agent.calls == [("offer_partial", "a"), ("step", ["a"])]
 
 
 def test_layer_that_tells_twice_does_not_tell_for_another() -> None:
@@ -197,7 +197,7 @@ def test_no_partial_offer_follows_one_that_was_refused() -> None:
     meta = partial("a")
     meta.withdrawals = ["a"]
     step(side, meta)
-    assert agent.calls == [("retract", "a"), ("grow", "a"), ("step", ["a"])]
+    assert agent.calls == [("retract", "a"), ("offer_partial", "a"), ("step", ["a"])]
 
 
 def test_blocks_are_taken_back_before_anything_else() -> None:
@@ -209,7 +209,7 @@ def test_blocks_are_taken_back_before_anything_else() -> None:
     assert agent.calls == [("cancel", "b"), ("retract", "a"), ("retract", "b")]
     side.withdraw(meta)
     step(side, meta)
-    assert agent.calls[3:] == [("cancel", "x"), ("grow", "c"), ("step", ["c"])]
+    assert agent.calls[3:] == [("cancel", "x"), ("offer_partial", "c"), ("step", ["c"])]
 
 
 def test_blocks_are_taken_back_whatever_is_wrong_with_those_of_others() -> None:
@@ -242,7 +242,7 @@ def test_metadata_stays_as_it_is_and_each_phase_comes_once() -> None:
     before = copy.deepcopy(meta)
     for call, said in (
         (side.withdraw, [("cancel", "e"), ("retract", "d"), ("retract", "e")]),
-        (side.begin, [("announce", "a"), ("offer", "b"), ("claim", "f"), ("cancel", "h"), ("grow", "c")]),
+        (side.begin, [("announce", "a"), ("offer", "b"), ("claim", "f"), ("cancel", "h"), ("offer_partial", "c")]),
         (side.load, [("load", "g"), ("cancel", "g")]),
         (lambda _: side.step_written(), [("step", ["c"])]),
     ):

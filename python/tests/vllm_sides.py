@@ -151,15 +151,15 @@ class FakeAgent:
     def offer(self, offers: Sequence[Any]) -> None:
         self._take("offer", offers)
 
-    def grow(self, parts: Any, regions: Any = None) -> None:
+    def offer_partial(self, parts: Any, regions: Any = None) -> None:
         assert regions is None
         if any(part.block_ids[0] for part in parts):
-            self._take("grow", parts)
+            self._take("offer_partial", parts)
             self.computing = [part.transfer_id for part in parts if part.computing]
         else:
             self.calls.append(("step", [part.transfer_id for part in parts]))
 
-    def retract(self, transfer_ids: Sequence[str]) -> None:
+    def withdraw(self, transfer_ids: Sequence[str]) -> None:
         if set(transfer_ids) & self.malformed:
             raise InvalidError("one of them is no id")
         if set(transfer_ids) & self.read:

@@ -16,7 +16,7 @@ CONFIG_VARIABLE = "KVCONN_SGLANG_CONFIG"
 MAX_TRANSFERS = 1 << 15
 
 # Keys that both sides derive from SGLang's options. With other values the sides would not find each other.
-_OURS: tuple[str, ...] = ("engine_id", "role", "report_wants", "report_claims", "bootstrap_join", "bootstrap_host", "bootstrap_port")
+_OURS: tuple[str, ...] = ("engine_id", "role", "report_demands", "report_claims", "bootstrap_join", "bootstrap_host", "bootstrap_port")
 _OURS += ("block_tokens", "tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank", "dp_size")
 
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -101,7 +101,7 @@ def agent_config(
         **vars(rank),
     }
     if role == "prefill":
-        config["report_wants"] = True
+        config["report_demands"] = True
         config["early_load_s"] = min(max(bootstrap_timeout_s, 1.0), 3600.0)  # the range that the agent takes
         config["route_info"] = dict(route_info)
         config["bootstrap_join"] = f"{'https' if extra.get('tls_cert_file') else 'http'}://{bootstrap}"

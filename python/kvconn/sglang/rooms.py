@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from kvconn import Claim, Completion, Growth, KvconnError, Load, Offer, Status
+from kvconn import Claim, Completion, KvconnError, Load, Offer, PartialOffer, Status
 
 logger = logging.getLogger("kvconn.sglang")
 
@@ -70,7 +70,7 @@ class Room:
         self.tell_at = 0.0  # when the scheduler may hear of the failure
         self.reason: str | None = None  # why the room failed
         self.why: str | None = None  # why this side ends it
-        self.owed = ""  # the kind of completion that the agent owes: "want", "offer", "load"
+        self.owed = ""  # the kind of completion that the agent owes: "demand", "offer", "load"
         # The agent knows the request and owes no completion: it needs a cancel if the request ends before its transfer begins.
         self.known = False
         self.partial = False  # partial offers were made: their pages may be read
@@ -134,16 +134,16 @@ class NoAgent:
 
     def announce(self, transfer_ids: Sequence[str]) -> None:
         for transfer_id in transfer_ids:
-            self._report(transfer_id, "want")
+            self._report(transfer_id, "demand")
 
     def offer(self, offers: Sequence[Offer]) -> None:
         for offer in offers:
             self._report(offer.transfer_id, "offer")
 
-    def grow(self, parts: Sequence[Growth]) -> None:
+    def offer_partial(self, parts: Sequence[PartialOffer]) -> None:
         return
 
-    def retract(self, transfer_ids: Sequence[str], timeout_s: float) -> None:
+    def withdraw(self, transfer_ids: Sequence[str], timeout_s: float) -> None:
         return
 
     def cancel(self, transfer_ids: Sequence[str], reason: str = "") -> None:
@@ -210,14 +210,14 @@ class Rooms:
     def announce(self, room: Room) -> None:
         """Tells the agent of a request. Its prefill begins when the decode engine has pages for it."""
         if room.state == BOOTSTRAPPING and self._try(room, lambda: self._agent.announce([room.id])):
-            self._owe(room, "want", self._bootstrap_timeout_s)
+            self._owe(room, "demand", self._bootstrap_timeout_s)
 
     def offer_partial(self, room: Room, blocks: Sequence[Any], ready: Sequence[int], first: Sequence[int]) -> None:
         """Offers a chunk; more chunks will follow."""
         if room.state == FAILED:
             return
         room.partial = True
-        if not self._try(room, lambda: self._agent.grow([Growth(room.id, blocks, ready, first, room.prompt)])):
+        if not self._try(room, lambda: self._agent.offer_partial([PartialOffer(room.id, blocks, ready, first, room.prompt)])):
             self._let_go(room, room.reason or "")
 
     def offer(self, room: Room, blocks: Sequence[Any], first: Sequence[int]) -> None:
@@ -271,7 +271,7 @@ class Rooms:
 
     def _let_go(self, room: Room, why: str) -> None:
         """Has the agent forget a request that has no offer or load under way."""
-        if room.owed == "want" or room.known:
+        if room.owed == "demand" or room.known:
             room.known = False
             self.let_go(room.id, why)
         if room.partial:
@@ -279,7 +279,7 @@ class Rooms:
             # begun has ended.
             room.partial = False
             try:
-                self._agent.retract([room.id], _WITHDRAW_S)
+                self._agent.withdraw([room.id], _WITHDRAW_S)
             except KvconnError as error:
                 if error.code == Status.SYSTEM:
                     _end(str(error))
@@ -342,13 +342,13 @@ class Rooms:
             self._owing[room.id] = room
             return
         room.owed = ""
-        if completion.kind != "want":
+        if completion.kind != "demand":
             room.completion = completion
         if completion.code:
             self.fail(room, f"{room.why} ({completion.reason})" if room.why else completion.reason)
         elif room.state == FAILED:
             pass
-        elif completion.kind == "want":
+        elif completion.kind == "demand":
             room.state, room.prefix_pages, room.known = WAITING, completion.blocks, True
         elif room.why is not None:
             self.fail(room, room.why)
@@ -368,7 +368,7 @@ class Rooms:
         self._look_at = now + _LOOK_S
         for room in [room for room in self._owing.values() if room.deadline <= now]:
             room.deadline = float("inf")
-            if room.owed == "want":
+            if room.owed == "demand":
                 bound = f"{self._bootstrap_timeout_s:g} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
                 self.abort(room, f"no decode engine has asked for the request within {bound}")
             else:

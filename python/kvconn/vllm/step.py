@@ -39,7 +39,7 @@ class Step:
         self.meta = meta
         self.phase = BOUND
         self.computing: list[PartialWork] = []  # the partial offers that the agent has accepted
-        # The agent follows what the last call of grow has named, until a cancel ends that.
+        # The agent follows what the last call of offer_partial has named, until a cancel ends that.
         self.partial_calls = 0
         self.unwritten: set[str] = set()  # layers that the step has still to write
 

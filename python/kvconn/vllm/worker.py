@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InvalidError
-from ..types import Claim, Growth, Load, Offer
+from ..types import Claim, Load, Offer, PartialOffer
 from .layout import Heads, make_regions
 from .lines import Lines
 from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, PartialWork, RefusedWork
@@ -183,7 +183,7 @@ class WorkerSide:
 
     def _withdraw(self, transfer_ids: Sequence[str]) -> None:
         try:
-            self._agent.retract(transfer_ids)
+            self._agent.withdraw(transfer_ids)
             self._broken.difference_update(transfer_ids)
         except InvalidError as error:  # an id that is none, or an earlier request's: this request has given nothing under it
             logger.error("withdraw %s: %s", ", ".join(transfer_ids), error)
@@ -201,9 +201,11 @@ class WorkerSide:
     def _partial_all(self, works: Sequence[PartialWork]) -> None:
         assert self._step is not None
         self._step.partial_calls += 1
-        self._agent.grow(
+        self._agent.offer_partial(
             [
-                Growth(work.transfer_id, work.block_ids, work.before, work.first_block, work.prompt, work.after if self._by_layers else ())
+                PartialOffer(
+                    work.transfer_id, work.block_ids, work.before, work.first_block, work.prompt, work.after if self._by_layers else ()
+                )
                 for work in works
             ]
         )

@@ -25,14 +25,14 @@ func (s *side) fillLayer(salt byte, layer, pos int, ids ...core.BlockID) {
 
 func (s *side) grow(id core.TransferID, ready uint32, regions []uint32, more ...core.BlockID) {
 	s.t.Helper()
-	if _, err := s.Grow([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Regions: regions}}); err != nil {
+	if _, err := s.OfferPartial([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Regions: regions}}); err != nil {
 		s.t.Fatal(err)
 	}
 }
 
 func (s *side) retract(ids ...core.TransferID) {
 	s.t.Helper()
-	if err := s.Retract(ids, bound); err != nil {
+	if err := s.Withdraw(ids, bound); err != nil {
 		s.t.Fatal(err)
 	}
 }
@@ -86,8 +86,8 @@ func TestGrowingTransfer(t *testing.T) {
 		t.Errorf("P has sent %d bytes by %q, want %d by tcp", r.Stats.Bytes, r.Transport, want)
 	}
 	checkBlocks(t, p, d, src, dst)
-	if s := p.Stats(); s.Grown != 1 || s.BytesGrown != r.Stats.Bytes {
-		t.Errorf("%d transfers have grown, %d bytes of them, want 1 and all of its %d", s.Grown, s.BytesGrown, r.Stats.Bytes)
+	if s := p.Stats(); s.Partial != 1 || s.BytesPartial != r.Stats.Bytes {
+		t.Errorf("%d transfers have grown, %d bytes of them, want 1 and all of its %d", s.Partial, s.BytesPartial, r.Stats.Bytes)
 	}
 }
 
@@ -102,7 +102,7 @@ func checkBlocks(t *testing.T, p, d *side, src, dst []core.BlockID) {
 	}
 }
 
-// TestRetract: a preempted request's blocks are another's as soon as Retract has
+// TestRetract: a preempted request's blocks are another's as soon as Withdraw has
 // returned; D gets the request's own bytes all the same.
 func TestRetract(t *testing.T) {
 	leaktest.Check(t)
@@ -165,7 +165,7 @@ func TestRetract(t *testing.T) {
 			}
 		}
 	}
-	if s := p.Stats(); s.Retracted == 0 {
+	if s := p.Stats(); s.Withdrawn == 0 {
 		t.Errorf("no transfer under way was taken back: %+v", s)
 	}
 }
@@ -178,7 +178,7 @@ func TestRetractUnknown(t *testing.T) {
 	p.grow("t", 1, nil, 1)
 	p.retract("t", "nobody's")
 	p.offer("t", 2)
-	if err := p.Retract([]core.TransferID{"t"}, bound); err == nil {
+	if err := p.Withdraw([]core.TransferID{"t"}, bound); err == nil {
 		t.Error("what is offered was taken back")
 	}
 	if _, err := p.Cancel([]core.TransferID{"t"}, ""); err != nil {
@@ -199,7 +199,7 @@ func TestRetractBesideWrongOnes(t *testing.T) {
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	p.fill(1, 1, 2)
 	p.grow("t", 1, nil, 1)
-	if err := p.Retract([]core.TransferID{"", "t"}, bound); !errors.Is(err, core.ErrInvalid) {
+	if err := p.Withdraw([]core.TransferID{"", "t"}, bound); !errors.Is(err, core.ErrInvalid) {
 		t.Errorf("an empty id: %v", err)
 	}
 	p.offer("t", 2)
@@ -274,5 +274,5 @@ func TestRetractInFull(t *testing.T) {
 			t.Fatalf("%s: D has what P's blocks held after they were taken back", id)
 		}
 	}
-	t.Logf("%d of 4 were taken back while they moved", p.Stats().Retracted)
+	t.Logf("%d of 4 were taken back while they moved", p.Stats().Withdrawn)
 }

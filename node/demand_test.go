@@ -13,7 +13,7 @@ import (
 func TestWantIsReported(t *testing.T) {
 	leaktest.Check(t)
 	cfg := testConfig(RolePrefill)
-	cfg.ReportWants = true
+	cfg.ReportDemands = true
 	p, d := open(t, cfg), open(t, testConfig(RoleDecode))
 	announce(t, p, "x")
 	d.load("x", p.BootstrapAddress(), 1, 2)
