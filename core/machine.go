@@ -24,13 +24,17 @@ var (
 // TickInterval is how often Tick must be called while a Machine is busy.
 const TickInterval = 100 * time.Millisecond
 
-// Options bound a Machine's waits and queues. Zero values get the defaults.
+// Defaults are the Options of an agent that sets none, and the only place of these
+// numbers.
+var Defaults = Options{Lease: 30 * time.Second, PeerTimeout: 3 * time.Second, EarlyLoad: 30 * time.Second, Claim: time.Hour, MaxTransfers: 4096}
+
+// Options bound a Machine's waits and queues. Zero values get the Defaults.
 type Options struct {
-	Lease         time.Duration // P keeps an offer that nobody renews; 30 s
-	PeerTimeout   time.Duration // silence after which a peer counts as gone; 3 s
-	EarlyLoad     time.Duration // P keeps a claim or load whose request its engine has not named; 30 s
-	Claim         time.Duration // D keeps a claim that no load follows; 1 h
-	MaxTransfers  int           // claims, loads, offers, and early ones of both, each; 8192
+	Lease         time.Duration // P keeps an offer that nobody renews
+	PeerTimeout   time.Duration // silence after which a peer counts as gone
+	EarlyLoad     time.Duration // P keeps a claim or load whose request its engine has not named
+	Claim         time.Duration // D keeps a claim that no load follows
+	MaxTransfers  int           // claims, loads, offers, and early ones of both, each
 	ReportDemands bool          // P: Report when an announced transfer is demanded
 	ReportClaims  bool          // D: Report when a claim can come to nothing any more
 
@@ -44,12 +48,12 @@ func (o Options) withDefaults() Options {
 			*d = v
 		}
 	}
-	def(&o.Lease, 30*time.Second)
-	def(&o.PeerTimeout, 3*time.Second)
-	def(&o.EarlyLoad, 30*time.Second)
-	def(&o.Claim, time.Hour)
+	def(&o.Lease, Defaults.Lease)
+	def(&o.PeerTimeout, Defaults.PeerTimeout)
+	def(&o.EarlyLoad, Defaults.EarlyLoad)
+	def(&o.Claim, Defaults.Claim)
 	if o.MaxTransfers <= 0 {
-		o.MaxTransfers = 8192
+		o.MaxTransfers = Defaults.MaxTransfers
 	}
 	return o
 }

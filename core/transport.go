@@ -3,6 +3,7 @@ package core
 import (
 	"context"
 	"errors"
+	"time"
 )
 
 // AgentID names one open agent: a random value made anew at each open, so that
@@ -32,6 +33,12 @@ type TransferID string
 
 // MaxTransferID is the longest TransferID, in bytes.
 const MaxTransferID = 128
+
+// Bounds that the bus and all transports have in common, unless they are configured.
+const (
+	DefaultConnectTimeout = 3 * time.Second  // of the finding and meeting of a peer
+	DefaultStallTimeout   = 10 * time.Second // of a stream without progress
+)
 
 // Transport moves bytes between two agents: P writes, D receives. One Transport
 // serves all peers of an agent. Methods may be called from any goroutine; only

@@ -130,7 +130,7 @@ func Open(opt Options) (*Bus, error) {
 	// The server counts whole seconds and cuts off the rest.
 	opt.TTL = (opt.TTL + time.Second - 1).Truncate(time.Second)
 	if opt.ConnectTimeout == 0 {
-		opt.ConnectTimeout = 3 * time.Second
+		opt.ConnectTimeout = core.DefaultConnectTimeout
 	}
 	if opt.ConnectTimeout < 0 {
 		return nil, fmt.Errorf("natsbus: a connect time-out of %v", opt.ConnectTimeout)

@@ -4,7 +4,9 @@ import (
 	"encoding/json"
 	"sync"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/tcp"
 )
 
 // Key is one key of the configuration: the only place of its default, and its line in
@@ -39,7 +41,7 @@ func Keys() []KeyGroup {
 			{Name: "model", Without: "not compared", Meaning: "The model's name. Both engines must have the same one."},
 			{Name: "dtype", Without: "not compared", Meaning: "The KV cache's data type. Both engines must have the same one."},
 			{Name: "block_tokens", Default: 0, Unit: "tokens", Meaning: "Tokens of a block, for regions that do not say it themselves. Both engines must then have the same number; 0 is not compared."},
-			{Name: "max_transfers", Default: 4096, Unit: "transfers", Meaning: "How many claims, loads, offers, and early ones of both, may be under way, each (1 to 65536). More are refused."},
+			{Name: "max_transfers", Default: core.Defaults.MaxTransfers, Unit: "transfers", Meaning: "How many claims, loads, offers, and early ones of both, may be under way, each (1 to 65536). More are refused."},
 			{Name: "log_level", Default: "info", Meaning: "`debug`, `info`, `warn` or `error`."},
 		}},
 		{"The bootstrap port", []Key{
@@ -68,7 +70,7 @@ func Keys() []KeyGroup {
 			{Name: "transport", Default: viaAuto, Meaning: "`auto`: rdma where both sides have it and reach each other, else tcp. `rdma` or `tcp`: that transport, or an error with the reason."},
 			{Name: "tcp_listen_host", Without: "all addresses", Meaning: "Prefill: the address at which decode engines open their streams."},
 			{Name: "tcp_port", Default: 0, Meaning: "Prefill: the port of those streams; 0 is any free one. A fixed port is for one rank on a host, see [ports](sizing-and-network.md#ports)."},
-			{Name: "tcp_streams", Default: 2, Unit: "connections", Meaning: "Connections to a peer (1 to 64)."},
+			{Name: "tcp_streams", Default: tcp.DefaultStreams, Unit: "connections", Meaning: "Connections to a peer (1 to 64)."},
 			{Name: "rdma_devices", Without: "all", Meaning: "RDMA devices that may be used: `mlx5_0`, one port of it `mlx5_0:1`, `mlx5_*`."},
 			{Name: "rdma_deny", Without: "none", Meaning: "RDMA devices that may not be used, named in the same way."},
 			{Name: "rdma_gid_index", Default: r.GIDIndex, Meaning: "The GID of each RoCE port. -1 takes the best: RoCE v2, then routable before private before link-local."},
@@ -86,16 +88,16 @@ func Keys() []KeyGroup {
 			{Name: "rdma_relaxed_ordering", Default: r.RelaxedOrdering, Meaning: "`auto`: where the device has it. `on`: an error without it. `off`."},
 		}},
 		{"Time limits", []Key{
-			{Name: "lease_s", Default: 30, Unit: "s", Meaning: "How long prefill keeps an offer that no decode engine claims, loads or renews."},
-			{Name: "peer_timeout_s", Default: 3, Unit: "s", Meaning: "A peer that is silent for so long counts as gone."},
-			{Name: "early_load_s", Default: 30, Unit: "s", Meaning: "How long prefill keeps a claim or load whose request its engine has not named."},
-			{Name: "claim_s", Default: 3600, Unit: "s", Meaning: "How long decode keeps a claim that no load follows."},
-			{Name: "connect_timeout_s", Default: 3, Unit: "s", Meaning: "Bounds the finding and meeting of a peer, and the return of one of several streams that broke."},
-			{Name: "stall_timeout_s", Default: 10, Unit: "s", Meaning: "A stream without progress for so long ends."},
+			{Name: "lease_s", Default: Seconds(core.Defaults.Lease), Unit: "s", Meaning: "How long prefill keeps an offer that no decode engine claims, loads or renews."},
+			{Name: "peer_timeout_s", Default: Seconds(core.Defaults.PeerTimeout), Unit: "s", Meaning: "A peer that is silent for so long counts as gone."},
+			{Name: "early_load_s", Default: Seconds(core.Defaults.EarlyLoad), Unit: "s", Meaning: "How long prefill keeps a claim or load whose request its engine has not named."},
+			{Name: "claim_s", Default: Seconds(core.Defaults.Claim), Unit: "s", Meaning: "How long decode keeps a claim that no load follows."},
+			{Name: "connect_timeout_s", Default: Seconds(core.DefaultConnectTimeout), Unit: "s", Meaning: "Bounds the finding and meeting of a peer, and the return of one of several streams that broke."},
+			{Name: "stall_timeout_s", Default: Seconds(core.DefaultStallTimeout), Unit: "s", Meaning: "A stream without progress for so long ends."},
 			{Name: "close_timeout_s", Default: 5, Unit: "s", Meaning: "Bounds `kvconn_close`."},
 		}},
 		{"Further completions", []Key{
-			{Name: "report_demands", Default: false, Meaning: "Prefill gets a completion of the side \"demand\" when decode asks for an announced transfer, when the engine itself grows or offers it first, or when it ends before its offer."},
+			{Name: "report_demands", Default: false, Meaning: "Prefill gets a completion of the side \"demand\" when decode asks for an announced transfer, when the engine offers it, or a part of it, first, or when it ends before its offer."},
 			{Name: "report_claims", Default: false, Meaning: "Decode gets a completion of the side \"claim\" when a load of a claimed transfer could only fail: its prefill engine is gone, or has ended it."},
 		}},
 	}

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
 )
 
 // Config of a Transport. Start from DefaultConfig: 0 is a value of its own in
@@ -60,7 +62,7 @@ func DefaultConfig() Config {
 	return Config{
 		GIDIndex: -1, QueuePairs: 2, SendDepth: 512, Timeout: 14, Retry: 6, RNRRetry: 7, MinRNRTimer: 12,
 		Idle: 5 * time.Minute, RelaxedOrdering: OrderAuto,
-		MaxTransfers: 4096, ConnectTimeout: 3 * time.Second, StallTimeout: 10 * time.Second,
+		MaxTransfers: core.Defaults.MaxTransfers, ConnectTimeout: core.DefaultConnectTimeout, StallTimeout: core.DefaultStallTimeout,
 	}
 }
 

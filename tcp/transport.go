@@ -38,9 +38,12 @@ type Config struct {
 	Logger *zap.Logger
 }
 
+// DefaultStreams is the number of connections to a peer.
+const DefaultStreams = 2
+
 func (c Config) withDefaults() Config {
 	if c.Streams <= 0 {
-		c.Streams = 2
+		c.Streams = DefaultStreams
 	}
 	c.Streams = min(c.Streams, maxPeerStreams)
 	if c.FrameBytes == 0 {
@@ -48,10 +51,10 @@ func (c Config) withDefaults() Config {
 	}
 	c.FrameBytes = min(c.FrameBytes, maxFrame)
 	if c.StallTimeout <= 0 {
-		c.StallTimeout = 10 * time.Second
+		c.StallTimeout = core.DefaultStallTimeout
 	}
 	if c.DialTimeout <= 0 {
-		c.DialTimeout = 3 * time.Second
+		c.DialTimeout = core.DefaultConnectTimeout
 	}
 	if c.MaxStreams <= 0 {
 		c.MaxStreams = 4096
