@@ -34,7 +34,7 @@
 // in any state and does nothing but report it. TestSim and TestTranscripts hold the
 // machine to these tables; TestSim lists what the simulator never does.
 //
-// Claims (D):
+// Claims (D), of which claimPeerGone says what P's death makes of one:
 //
 //	from              event                               to                actions
 //	-                 Claim                               resolving         Resolve

@@ -14,8 +14,8 @@ const (
 	loadResolving  loadState = iota // P's agent is being looked up; no byte can come
 	loadRelocating                  // likewise, for the second and last time
 	loadExpecting                   // the transport is being armed
-	loadRequesting                  // P has been asked
-	loadWaiting                     // P knows; bytes come when it has them
+	loadRequesting                  // P's answer to the load is awaited
+	loadWaiting                     // P has accepted; its bytes are awaited
 	loadMoving                      // fenced, to look up the agent in P's place
 	loadRestarting                  // fenced, to begin anew with the same agent: it has taken back what it had sent
 	loadEnding                      // fenced, to be reported; bytes may land until Revoked

@@ -29,7 +29,7 @@ func readTransitions(t testing.TB) transitionTable {
 		t.Fatal(err)
 	}
 	columns := regexp.MustCompile(`\s{2,}`)
-	heads := map[string]string{"Claims (D):": "claim", "Loads (D):": "load", "Offers (P):": "offer"}
+	heads := map[string]string{"Claims (D), of which claimPeerGone says what P's death makes of one:": "claim", "Loads (D):": "load", "Offers (P):": "offer"}
 	table, half := transitionTable{}, ""
 	for line := range strings.Lines(f.Doc.Text()) {
 		text := strings.TrimSpace(line)

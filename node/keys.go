@@ -9,7 +9,7 @@ import (
 	"github.com/kvconn/kvconn/tcp"
 )
 
-// Key is one key of the configuration: the only place of its default, and its line in
+// Key is one key of the configuration: its default, or the name of the package that has it, and its line in
 // docs/configuration.md.
 type Key struct {
 	Name    string
