@@ -166,12 +166,11 @@ func (m *Machine) claimAgain(c *claim) {
 // the next renewal asks again.
 func (m *Machine) claimAnswered(now time.Time, c *claim, a Answer) {
 	switch a.Status {
-	case StatusUnknown:
 	case StatusEnded:
 		m.loseClaim(now, c, ending{peerFailure(a.Code), a.Reason})
 	case StatusSent:
 		m.loseClaim(now, c, ending{Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(c.id))})
-	default:
+	case StatusEarly, StatusPrefill, StatusOffered, StatusSending:
 		m.claimTo(c, claimKept)
 		c.keeper = c.peer
 	}

@@ -186,18 +186,18 @@ func (m *Machine) Close(now time.Time) {
 	m.event("Close")
 	m.closed = true
 	end := ending{Closed, "the decode agent was closed"}
-	for _, id := range sortedKeys(m.farewells.byID) {
-		m.farewells.drop(id)
-	}
 	for _, id := range sortedKeys(m.claims.byID) {
 		m.dropClaim(m.claims.get(id), end)
 	}
-	m.restPeers()
 	for _, id := range sortedKeys(m.loads.byID) {
 		if ld := m.loads.get(id); ld != nil {
 			m.endLoad(now, ld, end, true)
 		}
 	}
+	// P hears no more of what was being looked up; the end of another part may have made
+	// some just now.
+	m.farewells = newHalves[*farewell]()
+	m.restPeers()
 	for _, id := range sortedKeys(m.offers) {
 		m.endOffer(now, m.offers[id], ending{Closed, "the prefill agent was closed"}, true)
 	}
@@ -207,18 +207,18 @@ func (m *Machine) Close(now time.Time) {
 // only when the transports are closed, so that no byte can move.
 func (m *Machine) Abandon(now time.Time) {
 	m.event("Abandon")
-	m.farewells = newHalves[*farewell]()
 	for _, id := range sortedKeys(m.claims.byID) {
 		c := m.claims.get(id)
 		m.forgetClaim(c)
 		m.claimDropped(c)
 	}
-	m.restPeers()
 	for _, id := range sortedKeys(m.loads.byID) {
 		if ld := m.loads.get(id); ld != nil {
 			m.reportLoad(now, ld)
 		}
 	}
+	m.farewells = newHalves[*farewell]()
+	m.restPeers()
 	for _, id := range sortedKeys(m.offers) {
 		m.reportOffer(now, m.offers[id], TransferStats{})
 	}

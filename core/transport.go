@@ -14,6 +14,9 @@ type AgentID string
 // broke, rather than the transfer itself.
 var ErrConnectionLost = errors.New("connection lost")
 
+// ErrTransportClosed is wrapped by the errors of a Transport that is closed.
+var ErrTransportClosed = errors.New("transport is closed")
+
 // ErrNotExpected is wrapped by a sender's error when the receiver said that it
 // does not expect the transfer, or no more.
 var ErrNotExpected = errors.New("the decode agent does not expect the transfer")

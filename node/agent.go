@@ -101,7 +101,7 @@ func newAgent(cfg Config, opt Options) *Agent {
 		gate: gate[core.AgentID]{most: maxSignals, mostEach: maxSignalsEach}}
 	opened := a.halves.clock.Now()
 	a.server = &server{id: a.id, cfg: &a.cfg, log: a.log, age: func() time.Duration { return a.halves.clock.Now().Sub(opened) },
-		caches: a.described, peers: a.peers, machine: a.halves, closing: a.halves.closing, signals: a.signals, lifetime: a.ctx}
+		caches: a.described, peers: a.peers, machine: a.halves, signals: a.signals, lifetime: a.ctx}
 	return a
 }
 

@@ -97,13 +97,6 @@ func (h *halves) close() bool {
 	return true
 }
 
-// closing says whether close was called.
-func (h *halves) closing() bool {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return h.state >= stateClosing
-}
-
 // whileRegistered calls f under the lock and says that it did, if calls of the
 // engine are possible now.
 func (h *halves) whileRegistered(f func()) bool {

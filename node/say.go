@@ -58,10 +58,10 @@ func (s *speaker) load(v core.SendLoad) {
 		}
 		code, reason = core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err)
 		s.peers.silent(v.Peer, began, s.ask.peerTimeout/3)
-	case rep.Again != 0:
-		answer, reason = core.LoadSayHello, rep.Reason
 	case rep.Code == 0:
 		answer = core.LoadAccepted
+	case rep.Again == wire.AgainAfterHello:
+		answer, reason = core.LoadSayHello, rep.Reason
 	default:
 		if code, reason = core.Code(rep.Code), rep.Reason; code == core.Closed {
 			answer = core.LoadAbsent // another may take its place
@@ -125,7 +125,7 @@ func (s *speaker) renewPart(peer core.AgentID, part []core.TransferID, claims bo
 
 // accepted makes an error of a refusal.
 func accepted(rep *wire.Reply, err error) (*wire.Reply, error) {
-	if err == nil && (rep.Code != 0 || rep.Again != 0) {
+	if err == nil && rep.Code != 0 {
 		err = errors.New(rep.Reason)
 	}
 	return rep, err

@@ -2,6 +2,7 @@ package node
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"go.uber.org/zap"
@@ -19,7 +20,6 @@ type server struct {
 	caches   func() (self *wire.Agent, t *transports) // nil while no KV caches are registered, and after a registration that failed
 	peers    *peerTable
 	machine  arrivals
-	closing  func() bool
 	signals  *signalling
 	guests   *guests         // nil where no other rank can join
 	lifetime context.Context // ends with the agent
@@ -60,7 +60,7 @@ func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
 }
 
 func sayHello() *wire.Reply {
-	return &wire.Reply{Again: wire.AgainAfterHello, Reason: "say hello first"}
+	return &wire.Reply{Code: int(core.Failed), Again: wire.AgainAfterHello, Reason: "say hello first"}
 }
 
 // hello checks once for each peer that its blocks can be copied from ours.
@@ -79,7 +79,7 @@ func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Rep
 	}
 	tickets, err := s.peers.admit(&peer{id: from, via: via, out: match}, t, func() ([]wire.Ticket, error) { return t.admit(from, h) })
 	switch {
-	case err != nil && s.closing(): // whoever comes to its place may take the request
+	case errors.Is(err, core.ErrTransportClosed): // whoever comes to its place may take the request
 		return &wire.Reply{Code: int(core.Closed), Reason: "the prefill agent is closing"}
 	case err != nil: // nothing in common
 		return refuse("agent %s: %v", s.id, err)

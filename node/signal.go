@@ -36,7 +36,7 @@ func (s *signalling) serve(t *transports, from core.AgentID, msg *wire.Signal) *
 		return refuse("a signal for transport %q: agent %s of engine %q has %s", msg.Transport, s.id, s.engineID, t.have(nil))
 	}
 	if !s.gate.enter(from) {
-		return &wire.Reply{Again: wire.AgainLater, Reason: "other signals are being handled"}
+		return &wire.Reply{Code: int(core.Failed), Again: wire.AgainLater, Reason: "other signals are being handled"}
 	}
 	defer s.gate.leave(from)
 	answer, err := w.Signalled(from, msg.Data)
@@ -67,12 +67,12 @@ func (s *signalling) of(transport string) core.Signal {
 			switch {
 			case err != nil:
 				return nil, err
+			case rep.Code == 0:
+				return rep.Signal, nil
 			case rep.Again == wire.AgainAfterHello:
 				s.ask.peers.suspect(to) // the next load says it
-				return nil, errors.New(rep.Reason)
-			case rep.Again == 0 && rep.Code == 0:
-				return rep.Signal, nil
-			case rep.Again == 0:
+				fallthrough
+			case rep.Again != wire.AgainLater:
 				return nil, errors.New(rep.Reason)
 			}
 			pause := time.NewTimer(busyPause)

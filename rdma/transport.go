@@ -47,7 +47,7 @@ type Transport struct {
 var _ core.Signaller = (*Transport)(nil)
 
 var (
-	errClosed    = errors.New("rdma transport is closed")
+	errClosed    = fmt.Errorf("rdma %w", core.ErrTransportClosed)
 	errDismissed = errors.New("the peer was dismissed")
 	errRefused   = errors.New("refused")
 )

@@ -91,7 +91,7 @@ type Transport struct {
 var _ core.Transport = (*Transport)(nil)
 
 // errClosed ends what is under way at Close.
-var errClosed = errors.New("tcp transport is closed")
+var errClosed = fmt.Errorf("tcp %w", core.ErrTransportClosed)
 
 // New opens a Transport over the registered memory of layout. Outcomes go to
 // sink until Close returns.

@@ -132,11 +132,15 @@ func (out *outbound) fail(err error) {
 	out.left, out.todo, out.ask = 0, nil, false
 }
 
-// end gives a transfer up with err; it is told when no stream reads its blocks.
+// end gives a transfer up with err; it is told when no stream reads its blocks. What
+// has been settled meanwhile stays as it was: it is being told, without the lock.
 func (s *sender) end(out *outbound, err error) {
 	s.mu.Lock()
-	out.fail(err)
-	tell := s.settle(out)
+	tell := false
+	if s.byID[out.id] == out {
+		out.fail(err)
+		tell = s.settle(out)
+	}
 	s.mu.Unlock()
 	s.tell(out, tell)
 }

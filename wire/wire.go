@@ -143,8 +143,8 @@ type Finish struct {
 	Restart    string `msg:"rs,omitempty,limit=16"` // digest of the grant whose load D is to make anew
 }
 
-// Again says why a request was not handled, and is to be made once more. It ends no
-// transfer.
+// Again says of a refusal why the request was not handled, and is to be made once more.
+// It ends no transfer.
 type Again uint8
 
 // The reasons to ask again.
@@ -156,7 +156,7 @@ const (
 // Reply answers a Request. A Code other than 0 is a refusal.
 type Reply struct {
 	Code     int      `msg:"c"`
-	Again    Again    `msg:"n,omitempty"` // not 0: the request was not handled
+	Again    Again    `msg:"n,omitempty"` // counts beside a Code only
 	Reason   string   `msg:"r,limit=1024"`
 	Tickets  []Ticket `msg:"ts,omitempty,limit=16"`      // of a Hello: with each D connects one of its transports to P's
 	AgeMS    int64    `msg:"ag,omitempty"`               // of a Hello: for how long P's agent has been open, rounded up; 0 is unknown
