@@ -134,12 +134,12 @@ func (of *offer) add(l *Layout, r *PartialOffer) {
 	}
 	more := func(region uint32) {
 		n := at(r.Ready, int(l.Regions[region].Group))
-		if fault.On("grows-unready") {
+		if fault.On("partial-unready") {
 			n = of.held.First[0] + uint32(len(of.held.Blocks[0]))
 		}
 		of.ready[region] = max(of.ready[region], n)
 	}
-	if r.Regions == nil || fault.On("grows-all-layers") {
+	if r.Regions == nil || fault.On("partial-all-layers") {
 		for i := range of.ready {
 			more(uint32(i))
 		}
@@ -155,7 +155,7 @@ func (m *Machine) extend(now time.Time, of *offer) {
 	if of.load == nil || of.ready == nil || of.state != offerPrefill && of.state != offerPartial {
 		return
 	}
-	if err := of.samePrompt(); err != nil && !fault.On("grows-any-prompt") {
+	if err := of.samePrompt(); err != nil && !fault.On("partial-any-prompt") {
 		m.endOffer(now, of, ending{Refused, err.Error()}, true)
 		return
 	}
@@ -172,7 +172,7 @@ func (m *Machine) extend(now time.Time, of *offer) {
 		m.offerTo(of, offerPartial)
 		of.sendAt, of.deadline = now, now.Add(of.load.Lease)
 	}
-	if fault.On("grows-from-the-start") && len(begin) > 0 {
+	if fault.On("partial-from-the-start") && len(begin) > 0 {
 		begin = make([]uint32, len(begin))
 	}
 	of.sent = slices.Clone(of.ready)
@@ -200,6 +200,6 @@ func (m *Machine) finishPartial(now time.Time, of *offer) {
 	}
 	m.offerTo(of, offerSending)
 	w := of.write(src)
-	w.Begin, w.Extends = fault.Pick("ends-from-the-start", of.sent, nil), true
+	w.Begin, w.Extends = fault.Pick("offer-from-the-start", of.sent, nil), true
 	m.act(w)
 }

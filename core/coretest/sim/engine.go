@@ -16,22 +16,22 @@ func compare(a, b core.TransferID) int { return strings.Compare(string(a), strin
 // engine is the scheduler above an agent: it gives transfers blocks of a small
 // pool and uses them again as soon as they are reported.
 type engine struct {
-	loads    map[uint64]*half
-	offers   map[uint64]*half
-	loading  map[core.TransferID]uint64       // token of the newest load
-	offering map[core.TransferID]uint64       // token of the newest offer
-	towards  map[partOf]core.AgentID          // the P agent that this is to be asked of
-	promises map[partOf]core.AgentID          // P has said that it has this
-	complete map[uint64]int                   // of how many parts the transport has said that all bytes are there
-	given    map[core.TransferID]bool         // P has said that it has given this claim up
-	claims   map[core.TransferID]core.AgentID // P has answered this claim
-	aborted  map[core.TransferID]bool
-	dropped  map[core.TransferID]uint64      // cancelled, and neither claimed nor loaded since: the look-up that was under way
-	lost     map[core.TransferID]core.Report // of claims, and nothing was claimed since
-	waiting  []*want                         // for blocks, in order
-	growing  map[core.TransferID]*growth
-	readers  []reader
-	owners   []uint64 // tokens of the offers that the Writes in the node's queue are of
+	loads     map[uint64]*half
+	offers    map[uint64]*half
+	loading   map[core.TransferID]uint64       // token of the newest load
+	offering  map[core.TransferID]uint64       // token of the newest offer
+	towards   map[partOf]core.AgentID          // the P agent that this is to be asked of
+	promises  map[partOf]core.AgentID          // P has said that it has this
+	complete  map[uint64]int                   // of how many parts the transport has said that all bytes are there
+	given     map[core.TransferID]bool         // P has said that it has given this claim up
+	claims    map[core.TransferID]core.AgentID // P has answered this claim
+	aborted   map[core.TransferID]bool
+	dropped   map[core.TransferID]uint64      // cancelled, and neither claimed nor loaded since: the look-up that was under way
+	lost      map[core.TransferID]core.Report // of claims, and nothing was claimed since
+	waiting   []*want                         // for blocks, in order
+	computing map[core.TransferID]*computation
+	readers   []reader
+	owners    []uint64 // tokens of the offers that the Writes in the node's queue are of
 }
 
 // partOf is a load, or a part of it.
@@ -67,7 +67,7 @@ func (e *engine) init() {
 	e.loading, e.offering = map[core.TransferID]uint64{}, map[core.TransferID]uint64{}
 	e.towards = map[partOf]core.AgentID{}
 	e.promises, e.aborted = map[partOf]core.AgentID{}, map[core.TransferID]bool{}
-	e.growing = map[core.TransferID]*growth{}
+	e.computing = map[core.TransferID]*computation{}
 	e.complete, e.given = map[uint64]int{}, map[core.TransferID]bool{}
 	e.claims, e.dropped = map[core.TransferID]core.AgentID{}, map[core.TransferID]uint64{}
 	e.lost = map[core.TransferID]core.Report{}

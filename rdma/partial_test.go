@@ -8,40 +8,40 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// growth is a write of an agent's blocks that is given bit by bit.
-type growth struct {
+// partialWrite is a write of an agent's blocks that is given bit by bit.
+type partialWrite struct {
 	p, d  *agent
 	op    core.WriteOp
 	given int // blocks
 }
 
-// grow begins a write of the first n blocks to the same of d, with none of them.
-func (s *agent) grow(id core.TransferID, d *agent, n int) *growth {
-	g := &growth{p: s, d: d, op: core.WriteOp{ID: id, Peer: d.id, Grant: d.expect(id, s, 0, n), Bytes: uint64(n) * blockBytes}}
-	s.tr.Write(g.op)
-	return g
+// beginPartial begins a write of the first n blocks to the same of d, with none of them.
+func (s *agent) beginPartial(id core.TransferID, d *agent, n int) *partialWrite {
+	part := &partialWrite{p: s, d: d, op: core.WriteOp{ID: id, Peer: d.id, Grant: d.expect(id, s, 0, n), Bytes: uint64(n) * blockBytes}}
+	s.tr.Write(part.op)
+	return part
 }
 
-func (g *growth) give(n int) {
-	op := g.op
-	op.At = []core.Extent{{Position: uint64(g.given) * blockBytes, Pairs: n}}
-	for i := g.given; i < g.given+n; i++ {
+func (part *partialWrite) give(n int) {
+	op := part.op
+	op.At = []core.Extent{{Position: uint64(part.given) * blockBytes, Pairs: n}}
+	for i := part.given; i < part.given+n; i++ {
 		op.Pairs = append(op.Pairs, core.Pair{SrcOffset: uint64(i) * blockBytes, DstOffset: uint64(i) * blockBytes, Length: blockBytes})
 	}
-	g.given += n
-	g.p.tr.Extend(op)
+	part.given += n
+	part.p.tr.Extend(op)
 }
 
 // rests waits until nothing is under way. D has all that was given, and no mark.
-func (g *growth) rests() {
-	g.p.t.Helper()
-	soon(g.p.t, "the write rests", func() bool {
-		s := &g.p.tr.sender
+func (part *partialWrite) rests() {
+	part.p.t.Helper()
+	soon(part.p.t, "the write rests", func() bool {
+		s := &part.p.tr.sender
 		s.mu.Lock()
-		w := s.writes[g.op.ID]
+		w := s.writes[part.op.ID]
 		s.mu.Unlock()
 		if w == nil {
-			g.p.t.Fatalf("the write has ended: %v", g.p.rec.All("written", g.op.ID))
+			part.p.t.Fatalf("the write has ended: %v", part.p.rec.All("written", part.op.ID))
 		}
 		w.conn.mu.Lock()
 		defer w.conn.mu.Unlock()
@@ -52,24 +52,24 @@ func (g *growth) rests() {
 		}
 		return w.flight == 0
 	})
-	g.d.landed(0, g.given, true)
-	r := &g.d.tr.receiver
+	part.d.landed(0, part.given, true)
+	r := &part.d.tr.receiver
 	r.mu.Lock()
-	e := r.expected[g.op.ID]
+	e := r.expected[part.op.ID]
 	r.mu.Unlock()
 	if e == nil {
-		g.p.t.Fatalf("D has been told of an end: %+v", g.d.rec.All("received", g.op.ID))
+		part.p.t.Fatalf("D has been told of an end: %+v", part.d.rec.All("received", part.op.ID))
 	}
 	e.src.mu.Lock()
 	defer e.src.mu.Unlock()
 	if e.begun.IsZero() || e.stripes != 0 {
-		g.p.t.Errorf("D knows that bytes come: %v; marks of stripes %b have come before all was given", !e.begun.IsZero(), e.stripes)
+		part.p.t.Errorf("D knows that bytes come: %v; marks of stripes %b have come before all was given", !e.begun.IsZero(), e.stripes)
 	}
 }
 
-// TestGrowingLanes: lanes break while a write rests, and in the middle of what it was
+// TestPartialLanes: lanes break while a write rests, and in the middle of what it was
 // given, at either end. It goes on by others, and every byte is right.
-func TestGrowingLanes(t *testing.T) {
+func TestPartialLanes(t *testing.T) {
 	needsRDMA(t)
 	sending := func(n int) func(p, d *agent) (int, error) {
 		return func(p, d *agent) (int, error) { return p.tr.BreakSending(n) }
@@ -104,21 +104,21 @@ func TestGrowingLanes(t *testing.T) {
 				connect(t, d, p)
 				usable(t, d, p)
 				p.paint(1, 0, n)
-				g := p.grow("t", d, n)
-				g.give(n / 2)
+				part := p.beginPartial("t", d, n)
+				part.give(n / 2)
 				if rests {
-					g.rests()
+					part.rests()
 				} else {
 					d.landed(0, n/2, false)
 				}
 				if k, err := c.cut(p, d); err != nil || k == 0 {
 					t.Fatalf("%d queue pairs broken: %v", k, err)
 				}
-				g.give(2)
-				g.rests()
-				g.give(n/2 - 2 - 1)
-				g.rests()
-				g.give(1)
+				part.give(2)
+				part.rests()
+				part.give(n/2 - 2 - 1)
+				part.rests()
+				part.give(1)
 				for _, s := range []struct {
 					a    *agent
 					kind string
@@ -149,15 +149,15 @@ func TestRevokeAtRestUnheard(t *testing.T) {
 	connect(t, d, p)
 	usable(t, d, p)
 	p.paint(1, 0, n)
-	g := p.grow("t", d, n)
-	g.give(20)
-	g.rests()
+	part := p.beginPartial("t", d, n)
+	part.give(20)
+	part.rests()
 	d.tr.Revoke("t")
 	d.fill(0, n)
 	if o := p.rec.Wait("written", "t", 1); !errors.Is(o.Err, core.ErrNotExpected) {
 		t.Errorf("written: %v", o.Err)
 	}
-	g.give(20)
+	part.give(20)
 	p.paint(2, 0, 1)
 	p.write("next", d, d.expect("next", p, 0, 1), 0, 0, 1)
 	if o := d.rec.Wait("received", "next", 1); o.Err != nil {

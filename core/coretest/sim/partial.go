@@ -8,9 +8,9 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// growth is a request that a prefill engine computes in steps, in blocks that it
+// computation is a request that a prefill engine computes in steps, in blocks that it
 // has from the beginning. In each step some layers get some more blocks.
-type growth struct {
+type computation struct {
 	id       core.TransferID
 	token    uint64
 	blocks   []core.BlockID
@@ -28,14 +28,14 @@ func (a *agent) compute(id core.TransferID, prefill time.Duration) {
 	}
 	a.wait(&want{id: id, n: w.plan.blocks, until: until,
 		got: func(blocks []core.BlockID) error {
-			if a.growing[id] != nil { // an id twice
+			if a.computing[id] != nil { // an id twice
 				return nil
 			}
 			w.token++
-			g := &growth{id: id, token: w.token, blocks: blocks}
-			a.growing[id] = g
-			a.host.own(blocks, g.token, "")
-			a.stepOf(g, prefill)
+			p := &computation{id: id, token: w.token, blocks: blocks}
+			a.computing[id] = p
+			a.host.own(blocks, p.token, "")
+			a.stepOf(p, prefill)
 			return nil
 		},
 		none: func() {
@@ -46,45 +46,45 @@ func (a *agent) compute(id core.TransferID, prefill time.Duration) {
 }
 
 // stepOf computes a part of what is left, for a part of the time that is left.
-func (a *agent) stepOf(g *growth, left time.Duration) {
+func (a *agent) stepOf(p *computation, left time.Duration) {
 	w := a.w
 	takes := left
 	if w.chance(0.8) {
 		takes = w.upTo(left + time.Millisecond)
 	}
 	a.after(takes, func() {
-		if a.closing || a.growing[g.id] != g {
+		if a.closing || a.computing[p.id] != p {
 			return
 		}
 		left -= min(takes, left)
 		switch {
 		case w.chance(w.plan.errors): // the prefill failed
-			w.faults["grow-failed"]++
-			a.cancel(g.id)
-			a.takeBack(g)
+			w.faults["partial-failed"]++
+			a.cancel(p.id)
+			a.withdraw(p)
 		case w.chance(0.08):
 			w.faults["preempt"]++
-			a.takeBack(g)
-			again := func() { a.compute(g.id, left) }
+			a.withdraw(p)
+			again := func() { a.compute(p.id, left) }
 			if w.chance(0.5) {
-				again = func() { a.whenRead(g.id, func() { a.compute(g.id, left) }) }
+				again = func() { a.whenRead(p.id, func() { a.compute(p.id, left) }) }
 			}
 			again()
 		case left == 0 || w.chance(0.2):
-			a.offerGrown(g)
-		case a.growBy(g):
-			a.stepOf(g, left)
+			a.offerComputed(p)
+		case a.computeMore(p):
+			a.stepOf(p, left)
 		}
 	})
 }
 
-// growBy computes and says so.
-func (a *agent) growBy(g *growth) bool {
+// computeMore computes and says so.
+func (a *agent) computeMore(p *computation) bool {
 	w := a.w
-	r := core.PartialOffer{ID: g.id, Prompt: a.promptOf(g)}
-	if more := w.rnd.IntN(len(g.blocks) - g.given + 1); more > 0 {
-		r.Blocks = [][]core.BlockID{g.blocks[g.given : g.given+more]}
-		g.given += more
+	r := core.PartialOffer{ID: p.id, Prompt: a.promptOf(p)}
+	if more := w.rnd.IntN(len(p.blocks) - p.given + 1); more > 0 {
+		r.Blocks = [][]core.BlockID{p.blocks[p.given : p.given+more]}
+		p.given += more
 	}
 	// A layer at a time, or all: up to a block of those that are given.
 	of := []uint32{0, 1, 2}
@@ -93,70 +93,70 @@ func (a *agent) growBy(g *growth) bool {
 		of = of[:1+w.rnd.IntN(len(of))]
 		r.Regions = of
 	}
-	upTo := w.rnd.IntN(g.given + 1)
+	upTo := w.rnd.IntN(p.given + 1)
 	for _, region := range of {
-		a.fill(g, int(region), upTo)
+		a.fill(p, int(region), upTo)
 	}
 	r.Ready = []uint32{uint32(upTo)}
 	w.acted(w.now)
-	w.faults["grow"]++
+	w.faults["partial"]++
 	err := a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		err := m.OfferPartial(now, r)
 		if err == nil {
-			a.offering[g.id] = g.token
+			a.offering[p.id] = p.token
 		}
 		return "", err
 	},
-		"partial %s%s ready=%d%s%s", g.id, groups(r.Blocks), upTo, optional("in", list(r.Regions)), prompt(r.Prompt))
+		"partial %s%s ready=%d%s%s", p.id, groups(r.Blocks), upTo, optional("in", list(r.Regions)), prompt(r.Prompt))
 	if err != nil {
-		a.cancel(g.id)
-		a.takeBack(g)
+		a.cancel(p.id)
+		a.withdraw(p)
 	}
 	return err == nil
 }
 
 // fill has a region's blocks hold the prompt, up to one of them.
-func (a *agent) fill(g *growth, region, upTo int) {
-	for i := g.computed[region]; i < upTo; i++ {
-		a.host.each(g.blocks[i], func(r, t int, head uint64, c *content) {
+func (a *agent) fill(p *computation, region, upTo int) {
+	for i := p.computed[region]; i < upTo; i++ {
+		a.host.each(p.blocks[i], func(r, t int, head uint64, c *content) {
 			if r == region {
-				*c = content{g.id, i*a.host.size() + t, head, a.host.number}
+				*c = content{p.id, i*a.host.size() + t, head, a.host.number}
 			}
 		})
 	}
-	g.computed[region] = max(g.computed[region], upTo)
+	p.computed[region] = max(p.computed[region], upTo)
 }
 
-func (a *agent) offerGrown(g *growth) {
+func (a *agent) offerComputed(p *computation) {
 	for region := range regions {
-		a.fill(g, region, len(g.blocks))
+		a.fill(p, region, len(p.blocks))
 	}
-	delete(a.growing, g.id)
-	switch err := a.offerOf(g.id, g.blocks, a.promptOf(g), g.token, func() {}); {
+	delete(a.computing, p.id)
+	switch err := a.offerOf(p.id, p.blocks, a.promptOf(p), p.token, func() {}); {
 	case err == nil:
 		return
 	case !errors.Is(err, core.ErrDuplicate):
-		a.cancel(g.id)
+		a.cancel(p.id)
 	}
-	a.growing[g.id] = g
-	a.takeBack(g)
+	a.computing[p.id] = p
+	a.withdraw(p)
 }
 
-// takeBack makes a growth's blocks free as soon as they are read no more.
-func (a *agent) takeBack(g *growth) {
-	delete(a.growing, g.id)
+// withdraw makes a computation's blocks free as soon as they are read no more.
+func (a *agent) withdraw(p *computation) {
+	delete(a.computing, p.id)
 	a.w.acted(a.w.now)
 	err := a.feed(func(m *core.Machine, now time.Time) (said string, err error) {
-		if err = m.Withdraw(now, g.id); m.Reading(g.id) {
+		if err = m.Withdraw(now, p.id); m.Reading(p.id) {
 			said = "its blocks are being read"
 		}
 		return said, err
-	}, "withdraw %s", g.id)
+	}, "withdraw %s", p.id)
 	if err != nil { // it is offered, by another request of the id
-		a.free(g.token)
+		a.free(p.token)
 		return
 	}
-	a.whenRead(g.id, func() { a.free(g.token) })
+	a.whenRead(p.id, func() { a.free(p.token) })
 }
 
 // reader waits until a transfer's blocks are read no more.

@@ -219,9 +219,9 @@ func TestBrokenBeforeAnythingWasGiven(t *testing.T) {
 	endsWell(t, "t", p, d)
 }
 
-// TestLostInTheMidstOfGrowing: what was lost with a stream is sent again at its
+// TestLostInTheMidstOfAPartialOffer: what was lost with a stream is sent again at its
 // position, whichever part it was of, between parts that are given later.
-func TestLostInTheMidstOfGrowing(t *testing.T) {
+func TestLostInTheMidstOfAPartialOffer(t *testing.T) {
 	leaktest.Check(t)
 	const fronts, steps, size = 4, 16, 48 << 10
 	for name, c := range map[string]struct{ streams, after int }{
@@ -444,9 +444,9 @@ func TestEmptyFrameBehindTheLast(t *testing.T) {
 	}
 }
 
-// FuzzGrowing: parts that are given, cut into frames and lost in any order send each
+// FuzzPartial: parts that are given, cut into frames and lost in any order send each
 // byte until it is not lost, from where it lies.
-func FuzzGrowing(f *testing.F) {
+func FuzzPartial(f *testing.F) {
 	f.Add([]byte{0, 10, 20, 1, 5, 0, 0, 30, 4, 2, 60, 1, 1, 200, 1, 0, 14, 30})
 	f.Add([]byte{0, 0, 255, 1, 63, 0, 1, 63, 1, 2, 70, 1, 0, 8, 8})
 	f.Fuzz(func(t *testing.T, steps []byte) {

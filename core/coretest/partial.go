@@ -9,8 +9,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// growing is a write whose blocks become ready bit by bit.
-type growing struct {
+// partialWrite is a write whose blocks become ready bit by bit.
+type partialWrite struct {
 	p, d     *endpoint
 	id       core.TransferID
 	op       core.WriteOp // without pairs
@@ -20,41 +20,41 @@ type growing struct {
 	begun    bool
 }
 
-func grow(p, d *endpoint, id core.TransferID, src, dst [][]core.BlockID) *growing {
+func beginPartial(p, d *endpoint, id core.TransferID, src, dst [][]core.BlockID) *partialWrite {
 	p.t.Helper()
 	m, err := core.NewMatch(p.layout.Shapes(), d.layout.Shapes())
 	if err != nil {
 		p.t.Fatal(err)
 	}
-	g := &growing{p: p, d: d, id: id, match: m, src: src, dst: dst, ready: make([]uint32, len(p.layout.Regions))}
-	g.op = core.WriteOp{ID: id, Peer: d.id, Grant: d.expect(id, p, dst), Bytes: m.Bytes(core.Selection{Blocks: dst})}
-	return g
+	w := &partialWrite{p: p, d: d, id: id, match: m, src: src, dst: dst, ready: make([]uint32, len(p.layout.Regions))}
+	w.op = core.WriteOp{ID: id, Peer: d.id, Grant: d.expect(id, p, dst), Bytes: m.Bytes(core.Selection{Blocks: dst})}
+	return w
 }
 
 // upTo gives what is new when so many blocks of each region are ready; nil: all.
-func (g *growing) upTo(ready []uint32) {
-	g.p.t.Helper()
-	pairs, at, err := g.match.PairsBetween(core.Selection{Blocks: g.src}, core.Selection{Blocks: g.dst}, g.ready, ready)
+func (w *partialWrite) upTo(ready []uint32) {
+	w.p.t.Helper()
+	pairs, at, err := w.match.PairsBetween(core.Selection{Blocks: w.src}, core.Selection{Blocks: w.dst}, w.ready, ready)
 	if err != nil {
-		g.p.t.Fatal(err)
+		w.p.t.Fatal(err)
 	}
-	op := g.op
+	op := w.op
 	op.Pairs, op.At = pairs, at
 	if op.At == nil {
 		op.At = []core.Extent{}
 	}
-	if g.ready = ready; g.begun {
-		g.p.tr.Extend(op)
+	if w.ready = ready; w.begun {
+		w.p.tr.Extend(op)
 		return
 	}
-	g.begun = true
-	g.p.wrote[g.id]++
-	g.p.tr.Write(op)
+	w.begun = true
+	w.p.wrote[w.id]++
+	w.p.tr.Write(op)
 }
 
 // each is the same number for all regions.
-func (g *growing) each(n uint32) []uint32 {
-	return slices.Repeat([]uint32{n}, len(g.p.layout.Regions))
+func (w *partialWrite) each(n uint32) []uint32 {
+	return slices.Repeat([]uint32{n}, len(w.p.layout.Regions))
 }
 
 // bitByBit: each step lands before the next is given, whatever its place in the
@@ -65,17 +65,17 @@ func bitByBit(t *testing.T, f Fixture) {
 	dst := []regionSpec{{bytes: 4100, stride: 8192, blocks: n}, {bytes: 512, blocks: n}, {bytes: 96 << 10, blocks: n}}
 	p, d := pair(t, f, src, dst)
 	from, to := [][]core.BlockID{shuffled(1, n, n)}, [][]core.BlockID{shuffled(2, n, n)}
-	g := grow(p, d, "t", from, to)
+	w := beginPartial(p, d, "t", from, to)
 	const steps = 7
 	for k := range steps {
 		// What becomes ready is written by the engine just then.
 		begin, end := k*n/steps, (k+1)*n/steps
 		p.paintFrom(1, from, begin, end)
-		ready := g.each(uint32(end))
+		ready := w.each(uint32(end))
 		if k < steps-1 {
 			ready[2] = uint32(begin) // one layer is late by a step
 		}
-		g.upTo(ready)
+		w.upTo(ready)
 		if k < steps-1 {
 			d.landed([][]core.BlockID{to[0][end-1 : end]})
 			noReceived(t, d, "t", 0)
@@ -86,29 +86,29 @@ func bitByBit(t *testing.T, f Fixture) {
 	noReceived(t, d, "t", 1)
 }
 
-// growingAtOnce has many under way, in random steps, beside whole ones. Half begin
+// partialAtOnce has many under way, in random steps, beside whole ones. Half begin
 // with nothing.
-func growingAtOnce(t *testing.T, f Fixture) {
+func partialAtOnce(t *testing.T, f Fixture) {
 	const n, each = 40, 30
 	spec := []regionSpec{{bytes: 4100, blocks: n * each}, {bytes: 20 << 10, blocks: n * each}}
 	p, d := pair(t, f, spec, spec)
 	src, dst := shuffled(1, n*each, n*each), shuffled(2, n*each, n*each)
-	var all []*growing
+	var all []*partialWrite
 	var want []delivery
 	rnd := rand.New(rand.NewPCG(5, 0))
 	for i := range n {
 		part := func(ids []core.BlockID) [][]core.BlockID { return [][]core.BlockID{ids[i*each : (i+1)*each]} }
 		p.paint(i, part(src))
-		g := grow(p, d, core.TransferID(fmt.Sprint("t", i)), part(src), part(dst))
-		g.upTo([]uint32{uint32(i % 2 * 3), 0})
-		all = append(all, g)
+		w := beginPartial(p, d, core.TransferID(fmt.Sprint("t", i)), part(src), part(dst))
+		w.upTo([]uint32{uint32(i % 2 * 3), 0})
+		all = append(all, w)
 		want = append(want, delivery{transfer: i, blocks: part(dst)})
 	}
 	for len(all) > 0 {
 		i := rnd.IntN(len(all))
-		g := all[i]
-		ready := []uint32{g.ready[0] + uint32(rnd.IntN(12)), g.ready[1] + uint32(rnd.IntN(12))}
-		g.upTo(ready)
+		w := all[i]
+		ready := []uint32{w.ready[0] + uint32(rnd.IntN(12)), w.ready[1] + uint32(rnd.IntN(12))}
+		w.upTo(ready)
 		if min(ready[0], ready[1]) >= each {
 			all = slices.Delete(all, i, i+1)
 		}
@@ -120,111 +120,111 @@ func growingAtOnce(t *testing.T, f Fixture) {
 }
 
 // atRest has a write rest whose first half has landed, calls cut, and then after.
-func atRest(t *testing.T, f Fixture, cut func(g *growing), after func(g *growing)) {
+func atRest(t *testing.T, f Fixture, cut func(w *partialWrite), after func(w *partialWrite)) {
 	spec := dense(32<<10, 40)
 	p, d := pair(t, f, spec, spec)
 	src, dst := [][]core.BlockID{sequence(0, 40)}, [][]core.BlockID{shuffled(1, 40, 40)}
 	p.paint(1, src)
-	g := grow(p, d, "t", src, dst)
-	g.upTo(g.each(20))
+	w := beginPartial(p, d, "t", src, dst)
+	w.upTo(w.each(20))
 	for i := range 20 {
 		d.landed([][]core.BlockID{dst[0][i : i+1]})
 	}
-	cut(g)
-	after(g)
+	cut(w)
+	after(w)
 }
 
-func (g *growing) half() delivery {
-	return delivery{transfer: 1, blocks: g.dst, part: true}
+func (w *partialWrite) half() delivery {
+	return delivery{transfer: 1, blocks: w.dst, part: true}
 }
 
-func growingStopped(t *testing.T, f Fixture) {
-	atRest(t, f, func(g *growing) { g.p.tr.Stop("t") }, func(g *growing) {
-		if o := g.p.sink.Wait("written", "t", 1); o.Err == nil {
+func partialStopped(t *testing.T, f Fixture) {
+	atRest(t, f, func(w *partialWrite) { w.p.tr.Stop("t") }, func(w *partialWrite) {
+		if o := w.p.sink.Wait("written", "t", 1); o.Err == nil {
 			t.Errorf("a write of which a half was given ended well: %+v", o)
 		}
-		g.upTo(nil) // is too late, and no error
-		g.d.tr.Revoke("t")
-		g.d.check(t, g.half())
-		noReceived(t, g.d, "t", len(g.d.sink.All("received", "t")))
+		w.upTo(nil) // is too late, and no error
+		w.d.tr.Revoke("t")
+		w.d.check(t, w.half())
+		noReceived(t, w.d, "t", len(w.d.sink.All("received", "t")))
 		// The id is free again.
 		blocks := [][]core.BlockID{sequence(0, 40)}
-		g.p.paint(2, blocks)
-		g.p.write("t", g.d, g.d.expect("t", g.p, blocks), blocks, blocks)
-		if o := g.p.sink.Wait("written", "t", 2); o.Err != nil {
+		w.p.paint(2, blocks)
+		w.p.write("t", w.d, w.d.expect("t", w.p, blocks), blocks, blocks)
+		if o := w.p.sink.Wait("written", "t", 2); o.Err != nil {
 			t.Errorf("the id is not free after a write was stopped: %v", o.Err)
 		}
-		g.d.sink.Wait("received", "t", 1)
-		g.d.check(t, delivery{transfer: 2, blocks: blocks})
+		w.d.sink.Wait("received", "t", 1)
+		w.d.check(t, delivery{transfer: 2, blocks: blocks})
 	})
 }
 
-func growingRevoked(t *testing.T, f Fixture) {
+func partialRevoked(t *testing.T, f Fixture) {
 	var frozen []byte
-	atRest(t, f, func(g *growing) {
-		g.d.tr.Revoke("t")
-		frozen = g.d.snapshot()
-	}, func(g *growing) {
-		g.upTo(nil)
-		if o := g.p.sink.Wait("written", "t", 1); o.Err == nil && !f.OneSided {
+	atRest(t, f, func(w *partialWrite) {
+		w.d.tr.Revoke("t")
+		frozen = w.d.snapshot()
+	}, func(w *partialWrite) {
+		w.upTo(nil)
+		if o := w.p.sink.Wait("written", "t", 1); o.Err == nil && !f.OneSided {
 			t.Errorf("a write to a revoked grant ended well: %+v", o)
 		}
-		if i := differ(frozen, g.d.mem); i >= 0 {
+		if i := differ(frozen, w.d.mem); i >= 0 {
 			t.Errorf("byte %d changed after Revoke had returned", i)
 		}
-		noReceived(t, g.d, "t", 0)
+		noReceived(t, w.d, "t", 0)
 	})
 }
 
-func growingTooMuch(t *testing.T, f Fixture) {
-	atRest(t, f, func(g *growing) {
-		again := g.op
+func partialTooMuch(t *testing.T, f Fixture) {
+	atRest(t, f, func(w *partialWrite) {
+		again := w.op
 		var err error
-		if again.Pairs, again.At, err = g.match.PairsBetween(core.Selection{Blocks: g.src}, core.Selection{Blocks: g.dst}, nil, nil); err != nil {
+		if again.Pairs, again.At, err = w.match.PairsBetween(core.Selection{Blocks: w.src}, core.Selection{Blocks: w.dst}, nil, nil); err != nil {
 			t.Fatal(err)
 		}
-		g.p.tr.Extend(again)
-	}, func(g *growing) {
-		if o := g.p.sink.Wait("written", "t", 1); o.Err == nil {
+		w.p.tr.Extend(again)
+	}, func(w *partialWrite) {
+		if o := w.p.sink.Wait("written", "t", 1); o.Err == nil {
 			t.Errorf("a write was given more than it has, and ended well: %+v", o)
 		}
-		g.d.tr.Revoke("t")
-		g.d.check(t, g.half())
+		w.d.tr.Revoke("t")
+		w.d.check(t, w.half())
 	})
 }
 
-func growingSenderGone(t *testing.T, f Fixture) {
-	atRest(t, f, func(g *growing) { g.p.close() }, func(g *growing) {
-		g.d.sink.waitFor("word that the sender is gone", func() (Outcome, bool) {
-			for _, o := range g.d.sink.list {
-				if o.Kind == "down" && o.Peer == g.p.id && o.Err != nil || o.Kind == "received" {
+func partialSenderGone(t *testing.T, f Fixture) {
+	atRest(t, f, func(w *partialWrite) { w.p.close() }, func(w *partialWrite) {
+		w.d.sink.waitFor("word that the sender is gone", func() (Outcome, bool) {
+			for _, o := range w.d.sink.list {
+				if o.Kind == "down" && o.Peer == w.p.id && o.Err != nil || o.Kind == "received" {
 					return o, true
 				}
 			}
 			return Outcome{}, false
 		})
-		g.d.tr.Revoke("t")
-		g.d.check(t, g.half())
+		w.d.tr.Revoke("t")
+		w.d.check(t, w.half())
 	})
 }
 
-func growingReceiverGone(t *testing.T, f Fixture) {
+func partialReceiverGone(t *testing.T, f Fixture) {
 	var frozen []byte
-	atRest(t, f, func(g *growing) {
-		g.d.close()
-		frozen = g.d.snapshot()
-	}, func(g *growing) {
-		g.upTo(nil)
-		if o := g.p.sink.Wait("written", "t", 1); o.Err == nil {
+	atRest(t, f, func(w *partialWrite) {
+		w.d.close()
+		frozen = w.d.snapshot()
+	}, func(w *partialWrite) {
+		w.upTo(nil)
+		if o := w.p.sink.Wait("written", "t", 1); o.Err == nil {
 			t.Errorf("written without an error, but the receiver was closed before the end")
 		}
-		if i := differ(frozen, g.d.mem); i >= 0 {
+		if i := differ(frozen, w.d.mem); i >= 0 {
 			t.Errorf("byte %d changed after Close had returned", i)
 		}
 	})
 }
 
-func growingUnknown(t *testing.T, f Fixture) {
+func partialUnknown(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 4), dense(4096, 4))
 	p.tr.Extend(core.WriteOp{ID: "nobody's", Peer: d.id, Grant: make([]byte, 16), Bytes: 4096, Pairs: []core.Pair{{Length: 4096}}, At: []core.Extent{{Pairs: 1}}})
 	blocks := [][]core.BlockID{sequence(0, 4)}
