@@ -51,7 +51,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	return OK, ""
 }
 
-// answer is what a load of a transfer that has ended is told.
+// answer is P's answer to a load of a transfer that has ended.
 func (t *tombstone) answer(l *LoadMessage) (Code, string) {
 	switch {
 	case t.nacked == l.Peer && t.nacked != "":
@@ -62,9 +62,8 @@ func (t *tombstone) answer(l *LoadMessage) (Code, string) {
 	return peerCode(t.code), t.reason
 }
 
-// knows says whether a load needs no more than an answer: it is another agent's
-// transfer, or the same message came twice. A D that got no answer to its first load
-// starts over.
+// knows says whether a load needs no more than an answer: the transfer is another agent's,
+// or the same message came twice. If D got no answer to its first load, it starts over.
 func (of *offer) knows(l *LoadMessage) (known bool, code Code, reason string) {
 	switch {
 	case of.peer != "" && of.peer != l.Peer &&
@@ -102,7 +101,7 @@ func (of *offer) loadBlocks() int {
 	return of.load.Count()
 }
 
-// addEarly keeps what a D wants and P's engine does not know yet.
+// addEarly keeps a D's claim or load whose request P's engine has not named yet.
 func (m *Machine) addEarly(now time.Time, id TransferID, peer AgentID) *offer {
 	m.begin(now)
 	of := &offer{id: id, state: offerEarly, peer: peer, deadline: now.Add(fault.Pick("no-reap", m.opt.EarlyLoad, 1000*m.opt.EarlyLoad))}
@@ -145,7 +144,7 @@ func (m *Machine) tooMuch(l *LoadMessage) string {
 func (m *Machine) RenewArrived(now time.Time, from AgentID, loads, claims []TransferID) []Answer {
 	m.event("RenewArrived")
 	if p := m.probes[from]; p != nil {
-		p.since = now // it lives, or this is the last that it has sent
+		p.since = now // D lives, or this is the last that it has sent
 	}
 	out := make([]Answer, 0, len(loads)+len(claims))
 	for _, id := range loads {
@@ -210,7 +209,7 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 	return Answer{Status: StatusSending}
 }
 
-// FinishArrived takes the other side's word that its half has ended.
+// FinishArrived takes a peer's word that its half has ended.
 func (m *Machine) FinishArrived(now time.Time, from AgentID, id TransferID, code Code, reason string) {
 	m.event("FinishArrived")
 	c, ld := m.claims.get(id), m.loads.get(id)
@@ -220,7 +219,7 @@ func (m *Machine) FinishArrived(now time.Time, from AgentID, id TransferID, code
 			m.loseClaim(now, c, ending{peerCode(code), reason})
 		}
 	case ld != nil && ld.peer == from:
-		if code != OK { // of success the bytes themselves are the sign
+		if code != OK { // only the bytes themselves say that a load went well
 			m.endLoad(now, ld, ending{peerCode(code), reason}, false)
 		}
 	default:
@@ -228,8 +227,8 @@ func (m *Machine) FinishArrived(now time.Time, from AgentID, id TransferID, code
 	}
 }
 
-// RestartArrived takes P's word that it has taken back what it had begun to send for
-// the load whose grant has this digest.
+// RestartArrived takes P's word that it has withdrawn the blocks of the load whose grant
+// has this digest.
 func (m *Machine) RestartArrived(from AgentID, id TransferID, digest string) {
 	m.event("RestartArrived")
 	if ld := m.loads.get(id); ld != nil && ld.peer == from {
@@ -247,8 +246,8 @@ func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code C
 	}
 	switch {
 	case of == nil && !gone:
-		m.ended.add(id, code, reason, false) // overtook the load, or came before the engine's request
-	case of == nil, of.peer != "" && of.peer != from && !fault.On("anybodys-finish"): // not its transfer
+		m.ended.add(id, code, reason, false) // the word overtook the load, or came before the engine's request
+	case of == nil, of.peer != "" && of.peer != from && !fault.On("anybodys-finish"): // the transfer is another agent's
 	case code == OK && of.state.sending():
 		if fault.On("finish-before-written") {
 			m.reportOffer(now, of, TransferStats{})

@@ -10,14 +10,14 @@ import (
 
 // Errors of a Bus, wrapped with the address and the cause.
 var (
-	// ErrAbsent: nobody listens under that agent id any more. It is known at
-	// once, without a time-out. At this agent's own server it may be that the
-	// peer's link broke: it is back in a moment, if the peer lives.
+	// ErrAbsent: nobody listens under that agent id any more. The server says so at once,
+	// without a time-out. If only the peer's link to this agent's own server broke, the peer
+	// is back in a moment.
 	ErrAbsent = errors.New("agent is gone")
-	// ErrAway, beside ErrAbsent: it may be on its way from a server that died to
-	// another, or back to one that is not its own. Only time tells.
+	// ErrAway, beside ErrAbsent: the peer may be moving from a server that died to another,
+	// or back to a server that is not its own. Only time tells.
 	ErrAway = errors.New("it may come back")
-	// ErrTooLarge: the message is over what the servers carry.
+	// ErrTooLarge: the message is over the servers' limit.
 	ErrTooLarge = errors.New("message is too large")
 	// ErrUnreachable: the bootstrap address or cluster cannot be reached.
 	ErrUnreachable = errors.New("bootstrap address cannot be reached")
@@ -41,18 +41,18 @@ type Bus interface {
 	// and Lookup.
 	Serve(h Handler)
 
-	// Register makes this agent findable until Close; the entry is renewed and
-	// ends by itself when the process does.
+	// Register makes this agent findable until Close. The bus renews the entry, which ends
+	// by itself when the process does.
 	Register(ctx context.Context, a *wire.Agent) error
 
-	// Lookup finds the newest entry of a rank, and makes its agent reachable by
-	// Request under the returned Via. An empty EngineID in the Target means the
-	// only engine registered with that rank there; a DPRank below 0 any.
+	// Lookup finds the newest entry of a rank, and makes its agent reachable by Request
+	// under the returned Via. If the Target has no EngineID, only one engine may be
+	// registered with that rank there. A DPRank below 0 stands for any.
 	Lookup(ctx context.Context, t Target) (*wire.Agent, Via, error)
 
-	// Request asks an agent and waits for its reply. ErrAbsent when nobody
-	// listens, with ErrAway when that is no proof; the context's error when no
-	// reply came in time.
+	// Request asks an agent and waits for its reply. If nobody listens, the error is
+	// ErrAbsent, with ErrAway when that is no proof. If no reply comes in time, it is the
+	// context's.
 	Request(ctx context.Context, via Via, to AgentID, req *wire.Request) (*wire.Reply, error)
 
 	// Close withdraws the registration, ends all connections and waits, bounded
@@ -63,7 +63,7 @@ type Bus interface {
 // Clock is the time that an agent runs by; tests give a virtual one.
 type Clock interface {
 	Now() time.Time
-	// NewTicker calls f on the clock's goroutine every d until stop is called;
-	// stop returns when f does not run and will not again.
+	// NewTicker calls f on the clock's goroutine every d until stop is called. When stop has
+	// returned, f does not run and will not again.
 	NewTicker(d time.Duration, f func(now time.Time)) (stop func())
 }

@@ -58,8 +58,8 @@ type ending struct {
 	reason string
 }
 
-// replaced says why an agent in the place of another cannot have the request; ""
-// if it may. younger: the agent opened after the request.
+// replaced says why an agent in the place of another cannot have the request; "" if it may
+// have it. younger says that the agent opened after the request.
 func (a *agents) replaced(by AgentID, younger bool) string {
 	switch {
 	case a.keeper != "" && a.keeper != by:
@@ -74,10 +74,9 @@ func (a *agents) noSuccessor() string {
 	return fmt.Sprintf("no agent was found in the place of prefill agent %s, which the request was for", a.former)
 }
 
-// Claim tells P that the engine will load a transfer as soon as it has blocks
-// for it: P keeps it for as long. A claim ends by Load, by Cancel, or after
-// Options.Claim, and has no Report unless Options.ReportClaims is set. One that is
-// known already is no error.
+// Claim asks P to keep a transfer until the engine has blocks for it. A claim ends by
+// Load, by Cancel, or after Options.Claim. Only with Options.ReportClaims can it have a
+// Report. A second claim of a transfer is no error.
 func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
 	if err := m.checkLoad(r.ID, r.From); err != nil {
 		return err
@@ -138,14 +137,14 @@ func (m *Machine) claimResolved(now time.Time, c *claim, peer AgentID, opened ti
 	m.claimTo(c, claimAsked)
 	m.watch(now, peer)
 	if p := m.peers[peer]; !p.fresh {
-		p.fresh = true // a thousand that come one by one are two messages
+		p.fresh = true // a thousand claims that come one by one make two messages
 		if !p.asking {
 			m.tickPeers(now)
 		}
 	}
 }
 
-// claimLater: nobody was found for a claim.
+// claimLater has a claim wait for its next look-up: no agent was found for it.
 func (m *Machine) claimLater(now time.Time, c *claim) {
 	m.claimTo(c, claimBackoff)
 	c.peer, c.retryAt = "", now.Add(m.opt.PeerTimeout)
@@ -192,15 +191,16 @@ func (m *Machine) claimPeerGone(now time.Time, c *claim, heard time.Time, absent
 		m.count.Retries++
 		m.act(Forget{Peer: c.peer, Gone: true})
 		if m.opt.ReportClaims {
-			// After a silence there is hardly time left: as much as it takes to find and ask one.
+			// After a silence hardly any time is left: the claim gets as much as it takes to
+			// find and ask an agent.
 			c.replaceBy = later(later(heard, c.since).Add(m.patience()), now.Add(m.opt.PeerTimeout/4))
 		}
 		m.claimAgain(c)
 	}
 }
 
-// loseClaim is the end of a claim that can come to nothing. Without
-// Options.ReportClaims it is kept for the load that may follow.
+// loseClaim ends a claim that cannot succeed any more. Without Options.ReportClaims the
+// claim stays, void, for the load that may follow.
 func (m *Machine) loseClaim(now time.Time, c *claim, end ending) {
 	was := c.state
 	m.claimTo(c, claimVoid)
@@ -210,7 +210,7 @@ func (m *Machine) loseClaim(now time.Time, c *claim, end ending) {
 	}
 }
 
-// dropClaim ends a claim, and has P told where P is known or about to be.
+// dropClaim ends a claim. If P is known or being looked up, P is told.
 func (m *Machine) dropClaim(c *claim, end ending) {
 	switch {
 	case c.state.atPeer() && fault.On("no-finish-of-claims"):
@@ -224,8 +224,8 @@ func (m *Machine) dropClaim(c *claim, end ending) {
 	m.claimDropped(c)
 }
 
-// tickClaim ends a claim that no load has followed or whose P is gone and has no
-// successor, and looks again for a P that was not found.
+// tickClaim ends a claim that no load has followed, or whose P is gone without a
+// successor. It looks again for a P that was not found.
 func (m *Machine) tickClaim(now time.Time, c *claim) {
 	switch {
 	case c.isLost(now):
@@ -247,7 +247,7 @@ func (c *claim) due(now time.Time) bool {
 	return !now.Before(c.until) && !fault.On("claim-for-ever") || c.state == claimBackoff && !now.Before(c.retryAt) || c.isLost(now)
 }
 
-// isLost: no agent has taken the place of the one that the claim was for.
+// isLost: no agent has taken the place of the agent that the claim was for.
 func (c *claim) isLost(now time.Time) bool {
 	return !c.replaceBy.IsZero() && !now.Before(c.replaceBy)
 }

@@ -5,16 +5,16 @@ import (
 	"strings"
 )
 
-// Source is a P rank that a D rank has met, and what it holds.
+// Source is a P rank that a D rank has met, and the regions that it holds.
 type Source struct {
 	Name   string // of the rank, for errors
 	Shapes []Shape
 }
 
-// Cover deals a D rank's regions out to its sources: for each source the growing
-// list of regions that are loaded from it, none where all of them are with others.
-// What several sources hold is from the first. An error names the first region,
-// and the head of it, that nobody has.
+// Cover deals a D rank's regions out to its sources. Each source gets the ascending list
+// of the regions that are loaded from it, which is empty if other sources give them all. A
+// region that several sources hold comes from the first of them. An error names the first
+// region, and its first head, that no source has.
 func Cover(mine []Shape, sources []Source) ([][]uint32, error) {
 	type key struct {
 		group uint32
@@ -44,7 +44,7 @@ func Cover(mine []Shape, sources []Source) ([][]uint32, error) {
 				}
 			}
 			switch {
-			case gives == known: // nothing that is not with others
+			case gives == known: // other sources give all of it
 				continue
 			case known > 0:
 				return nil, fmt.Errorf("region %q of group %d: prefill rank %s has %d heads that are wanted here, of which %d are with other ranks too: heads must be dealt out evenly, or all of them held twice",

@@ -6,10 +6,10 @@ import (
 	"slices"
 )
 
-// With Options.ReportDemands each announced transfer gets a Report of SideDemand
-// before its offer: D's load is here, so that D has room for it, or the transfer has
-// come to an end that spares the engine the work. An engine that begins on D's demand
-// never fills its memory with what no D can take yet.
+// With Options.ReportDemands each announced transfer gets a Report of SideDemand before
+// its offer. It says that D's load is here, so that D has room for the transfer, or that
+// the transfer has ended, so that the engine can spare the work. An engine that begins on
+// D's demand never fills its memory with caches that no D can take yet.
 
 // checkDemand: the engine announces a transfer once.
 func (m *Machine) checkDemand(id TransferID) error {
@@ -22,7 +22,7 @@ func (m *Machine) checkDemand(id TransferID) error {
 	return nil
 }
 
-// demanded reports if all loads are here that an announced transfer waits for.
+// demanded reports an announced transfer when all the loads that it waits for are here.
 func (m *Machine) demanded(id TransferID) {
 	if !m.demands[id] {
 		return
@@ -45,7 +45,7 @@ func (m *Machine) reportDemand(id TransferID, code Code, reason string, first ui
 	}
 }
 
-// demandGone reports for a transfer that had ended when the engine announced it.
+// demandGone reports a transfer that had ended when the engine announced it.
 func (m *Machine) demandGone(id TransferID, t tombstone) {
 	if !m.opt.ReportDemands {
 		return

@@ -46,13 +46,13 @@ type Target struct {
 	Engine Ranks
 }
 
-// OfferRequest is the engine's word that blocks hold a transfer. Of the Selection
-// First and Blocks count: blocks before First are not there.
+// OfferRequest is the engine's word that blocks hold a transfer. Of its Selection only
+// First and Blocks count. P has no blocks before First.
 type OfferRequest struct {
 	ID TransferID
 	Selection
 	Token  uint64 // given back in the Report
-	Prompt uint64 // fingerprint of what the blocks are the cache of; 0: not said
+	Prompt uint64 // fingerprint of the prompt that the blocks are the cache of; 0: not said
 }
 
 // ClaimRequest is the engine's word that it knows a request and will load the
@@ -63,23 +63,23 @@ type ClaimRequest struct {
 	Token uint64 // given back in the Report, if there is one
 }
 
-// LoadRequest is the engine's word that it wants a transfer in its blocks. The
-// machine finds out which ranks of the prefill engine have it. A Selection without
-// blocks only tells P that nothing is needed.
+// LoadRequest is the engine's order to put a transfer into its blocks. The machine finds
+// out which ranks of the prefill engine have it. A Selection without blocks only tells P
+// that D needs nothing.
 type LoadRequest struct {
 	ID   TransferID
 	From Target
 	Selection
 	Token  uint64
-	Prompt uint64 // fingerprint of what it is to be the cache of; 0: not said. P refuses if it has another
+	Prompt uint64 // fingerprint of the prompt that it is to be the cache of; 0: not said. P refuses a load of another prompt
 }
 
-// FoundPart is a rank of a prefill engine that this agent loads from, when there
-// are several of them, or several agents that load from one.
+// FoundPart is one rank of a prefill engine that this agent loads from, where the transfer
+// has several parts.
 type FoundPart struct {
 	From    Target // that rank
 	Share   Share
-	Regions []uint32 // that are loaded from it, in growing order; none: nothing is needed of it
+	Regions []uint32 // that are loaded from it, ascending; none: D needs nothing of it
 	Peer    AgentID
 	Opened  time.Time // as of Machine.Resolved
 }
@@ -91,8 +91,8 @@ type Side uint8
 const (
 	SideLoad   Side = 1
 	SideOffer  Side = 2
-	SideDemand Side = 3 // no half: an announced transfer is demanded, or needs no work; see Options.ReportDemands
-	SideClaim  Side = 4 // no half: a claim can come to nothing any more; see Options.ReportClaims
+	SideDemand Side = 3 // no half: a D demands an announced transfer, or the transfer needs no work; see Options.ReportDemands
+	SideClaim  Side = 4 // no half: a claim cannot succeed any more; see Options.ReportClaims
 )
 
 func (s Side) String() string { return [...]string{"", "load", "offer", "demand", "claim"}[s] }
@@ -103,13 +103,13 @@ type Status uint8
 // The statuses of a Renew reply.
 const (
 	StatusUnknown Status = 0 // never heard of, forgotten, or another agent's
-	StatusEarly   Status = 1 // your claim or load is here, the engine has not named the request yet
-	StatusPrefill Status = 2 // the engine works on it
+	StatusEarly   Status = 1 // D's claim or load is here, P's engine has not named the request yet
+	StatusPrefill Status = 2 // P's engine works on it
 	StatusOffered Status = 3 // blocks hold it
 	StatusSending Status = 4
 	StatusSent    Status = 5 // ended well
 	StatusEnded   Status = 6 // ended otherwise, as Code and Reason say
-	StatusRestart Status = 7 // P has taken back what it had begun to send; D is to load anew. Reason is the void grant's digest
+	StatusRestart Status = 7 // P has withdrawn the blocks that it had begun to send; D is to load anew. Reason is the void grant's digest
 )
 
 // Answer is P's word on one transfer of a renewal.
@@ -145,19 +145,19 @@ type LoadMessage struct {
 	Match     *Match // of this agent's caches with D's; nil: they are alike
 }
 
-// Action is what a Machine wants done. The concrete types follow.
+// Action is an order of a Machine to its user. The concrete types follow.
 type Action interface{ action() }
 
 type (
-	// Resolve: find the target and make it known; answer with Resolved, or, if
-	// the load falls into parts, with ResolvedParts. Fresh says that what is
-	// remembered of this target was found to be wrong. Seq comes back with the
-	// answer: an id may be in use again by then.
+	// Resolve: find the target and make it known. Answer with Resolved or, if the half has
+	// several parts, with ResolvedParts. Fresh says that the remembered agent of this target
+	// was found to be wrong. Seq comes back with the answer: an id may be in use again by
+	// then.
 	Resolve struct {
 		ID    TransferID
 		Seq   uint64
 		From  Target
-		Part  bool // From is a rank, and falls into no parts
+		Part  bool // From is a rank, and has no parts
 		Fresh bool
 	}
 	// Expect: arm the transport for these blocks; answer with Expecting.
@@ -166,8 +166,8 @@ type (
 		Peer AgentID
 		Selection
 	}
-	// SendLoad: send the load to P, again if no answer comes, for less than
-	// Options.PeerTimeout; answer with LoadReplied.
+	// SendLoad: send the load to P. If no answer comes, send it again, for less than
+	// Options.PeerTimeout. Answer with LoadAnswered.
 	SendLoad struct {
 		ID    TransferID
 		Seq   uint64
@@ -177,8 +177,8 @@ type (
 		Prompt uint64
 		Lease  time.Duration
 	}
-	// SendRenew: renew these transfers at one P, those that it has a load of and
-	// those that are only claimed; answer with RenewReplied.
+	// SendRenew: renew these transfers at one P: those of which it has a load, and those
+	// that are only claimed. Answer with RenewReplied.
 	SendRenew struct {
 		Peer          AgentID
 		Loads, Claims []TransferID
@@ -186,32 +186,32 @@ type (
 	// SendProbe: ask a D whose connections broke whether it lives; answer with
 	// ProbeReplied.
 	SendProbe struct{ Peer AgentID }
-	// SendFinish: tell the peer how a transfer ended here. No answer: the peer
-	// learns it by a renewal or a lease if this is lost.
+	// SendFinish: tell the peer how a transfer ended here. There is no answer. If the
+	// message is lost, the peer learns the end by a renewal or a lease.
 	SendFinish struct {
 		Peer   AgentID
 		ID     TransferID
 		Code   Code
 		Reason string
 	}
-	// SendRestart: tell D that P has taken back what it had begun to send for the load
-	// whose grant has this digest. No answer, as of SendFinish.
+	// SendRestart: tell D that P has withdrawn the blocks of the load whose grant has this
+	// digest. There is no answer, as with SendFinish.
 	SendRestart struct {
 		Peer   AgentID
 		ID     TransferID
 		Digest string
 	}
-	// Forget: look the peer's target up again next time. Gone says that nobody
-	// listens there, so that nothing more need be asked of it.
+	// Forget: look the peer's target up again next time. Gone says that nobody listens
+	// there, so that nothing more need be asked of it.
 	Forget struct {
 		Peer AgentID
 		Gone bool
 	}
 	// Revoke: fence a load's blocks; answer with Revoked.
 	Revoke struct{ ID TransferID }
-	// Write: send blocks; the transport answers with Written. Src are those that
-	// hold what the load, whose Selection is Dst, asks for. Begin and End are as of
-	// Match.PairsBetween; while there is an End, Writes that extend this one follow.
+	// Write: send blocks; the transport answers with Written. Src has the blocks that hold
+	// what Dst, the load's Selection, asks for. Begin and End are as of Match.PairsBetween.
+	// While there is an End, Writes that extend this one follow.
 	Write struct {
 		ID    TransferID
 		Peer  AgentID
@@ -221,7 +221,7 @@ type (
 		Match *Match
 
 		Begin, End []uint32
-		Extends    bool // a write that has begun, unless it has ended
+		Extends    bool // it extends a write that has begun, unless that has ended
 	}
 	// StopWrite: end a Write early; its Written still comes.
 	StopWrite struct{ ID TransferID }
@@ -238,7 +238,7 @@ type (
 		Wait      time.Duration // from the engine's call to the first byte asked for or sent
 		Elapsed   time.Duration // from the engine's call to this report
 		State     string        // in which the half ended: "waiting", "sending" …
-		Peer      AgentID       // the other side's agent, as far as it was known
+		Peer      AgentID       // the other side's agent, if it was known
 		From      Target        // of a load
 		Stats     TransferStats
 	}

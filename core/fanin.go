@@ -7,17 +7,17 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// D's fan-in: a claim or load of a transfer that several P ranks have. Each part is
-// a claim or load of its own below, of one peer; the engine knows the whole.
+// D's fan-in: a claim or load of a transfer that several P ranks have. Each part is a
+// claim or load of its own, of one peer. The engine knows only the transfer.
 
-// parts are those of a fan-in.
+// parts are what the fan-ins of claims and of loads have in common.
 type parts struct {
 	id        TransferID
 	from      Target      // the engine that they were found to be ranks of
 	found     []FoundPart // the ranks
 	ids       []TransferID
 	left      int  // parts that have not ended
-	beginning bool // while the parts are begun one by one none is ended for another's failure
+	beginning bool // the parts are being begun one by one: none is ended for another's failure
 }
 
 func newParts(id TransferID, from Target, found []FoundPart) parts {
@@ -30,7 +30,7 @@ func newParts(id TransferID, from Target, found []FoundPart) parts {
 
 type claimFanIn struct {
 	parts
-	lost *Report // what it has come to, while its parts are begun or ended
+	lost *Report // how the claim ended, while its parts are begun or ended
 }
 
 type loadFanIn struct {
@@ -64,8 +64,8 @@ func (s *sum) add(r *Report) {
 	s.stats.Via = cmp.Or(s.stats.Via, r.Stats.Via)
 }
 
-// ResolvedParts answers Resolve of an engine of which this agent loads in parts.
-// From now on the half is one of several.
+// ResolvedParts answers Resolve if this agent loads from the engine in parts. From then on
+// the half is a fan-in of one part for each rank found.
 func (m *Machine) ResolvedParts(now time.Time, id TransferID, seq uint64, found []FoundPart) {
 	m.event("ResolvedParts")
 	if isPart(id) {
@@ -119,8 +119,8 @@ func (m *Machine) fanInLoad(now time.Time, ld *load, found []FoundPart) {
 	m.partsBegun(now, f)
 }
 
-// loadClaimedParts is Load of what was claimed and found to be in parts; a claim of
-// another engine ends. It says whether it has begun the load.
+// loadClaimedParts begins a load of a transfer whose claim has parts, and says whether it
+// did. A claim of another engine ends.
 func (m *Machine) loadClaimedParts(now time.Time, r LoadRequest) bool {
 	c := m.claimFanIns[r.ID]
 	if c == nil {
@@ -140,7 +140,7 @@ func (m *Machine) loadClaimedParts(now time.Time, r LoadRequest) bool {
 	return true
 }
 
-// partsBegun ends the others if a part has failed while they were begun.
+// partsBegun ends the other parts if one has failed while they were begun.
 func (m *Machine) partsBegun(now time.Time, f *loadFanIn) {
 	f.beginning = false
 	if f.sum.code != OK {
@@ -148,13 +148,13 @@ func (m *Machine) partsBegun(now time.Time, f *loadFanIn) {
 	}
 }
 
-// endOthers ends the others of a part that has failed.
+// endOthers ends the other parts of a fan-in of which one has failed.
 func (m *Machine) endOthers(now time.Time, f *loadFanIn) {
 	defer m.because("PartFails")()
 	m.endLoadFanIn(now, f, ending{Cancelled, f.sum.reason})
 }
 
-// endLoadFanIn ends the parts that have not ended. P is told this end.
+// endLoadFanIn ends the parts that have not ended. P is told the same end.
 func (m *Machine) endLoadFanIn(now time.Time, f *loadFanIn, end ending) {
 	for _, id := range f.ids {
 		if ld := m.loads.get(id); ld != nil {
@@ -212,7 +212,7 @@ func (m *Machine) loadReported(now time.Time, r Report) {
 		Wait: max(elapsed-time.Duration(s.stats.Nanos), 0), Elapsed: elapsed, State: s.state, Peer: s.peer, From: s.from, Stats: s.stats})
 }
 
-// claimDropped: a claim is no more. If all parts of a fan-in are, neither is that.
+// claimDropped forgets a fan-in when the last of its claims is gone.
 func (m *Machine) claimDropped(c *claim) {
 	if !isPart(c.id) {
 		return
@@ -223,9 +223,9 @@ func (m *Machine) claimDropped(c *claim) {
 	}
 }
 
-// claimLost tells P of a claim that P does not know to have ended, and the engine of
-// what the claim came to. If it is a part's, the other parts end too: a load would,
-// with the first part that fails. was is the state in which it was lost.
+// claimLost tells P of the end of a claim, if P does not know it, and tells the engine. If
+// the claim is a part, the other parts end too, as those of a load do with the first that
+// fails. was is the state in which the claim was lost.
 func (m *Machine) claimLost(now time.Time, c *claim, was claimState, end ending) {
 	r := Report{ID: c.id, Side: SideClaim, Token: c.token, Code: end.code, Reason: end.reason, Elapsed: now.Sub(c.since), State: was.String(),
 		Peer: cmp.Or(c.peer, c.former), From: c.from}
@@ -236,7 +236,7 @@ func (m *Machine) claimLost(now time.Time, c *claim, was claimState, end ending)
 	}
 	f := m.claimFanIns[nameOf(c.id)]
 	if f.lost != nil {
-		return // by another part, while they were begun
+		return // another part was lost first, while they were begun
 	}
 	r.ID, r.From = f.id, f.from
 	if fault.On("lost-twice") {

@@ -44,7 +44,7 @@ func (s *Shape) order() string {
 
 func (s *Shape) String() string { return fmt.Sprintf("region %q of group %d", s.Name, s.Group) }
 
-// geometry is a shape's in words.
+// geometry puts a shape's numbers into words.
 func (s *Shape) geometry() string {
 	if s.Tokens == 0 {
 		return fmt.Sprintf("opaque blocks of %d bytes", s.BlockBytes)
@@ -53,7 +53,8 @@ func (s *Shape) geometry() string {
 		s.Tokens, s.FirstHead, s.FirstHead+s.Heads-1, s.TotalHeads, s.ItemBytes(), s.order())
 }
 
-// complete says what all the heads of a model are when the region says nothing.
+// complete fills in TotalHeads where the region names no heads: it then holds all of the
+// model's.
 func (s *Shape) complete() {
 	if s.Tokens > 0 && s.TotalHeads == 0 && s.FirstHead == 0 {
 		s.TotalHeads = s.Heads

@@ -15,8 +15,8 @@ const (
 	// longest prompts, where a block has one.
 	MaxBlocks     = 1 << 18
 	MaxRegionName = 256
-	// RegionAlign is the least alignment of addresses, strides and lengths: a
-	// double word, which RDMA and DMA engines want for full speed.
+	// RegionAlign is the least alignment of addresses, strides and lengths: a double word,
+	// which RDMA and DMA engines need for full speed.
 	RegionAlign = 4
 )
 
@@ -143,8 +143,8 @@ func (r *Region) check() error {
 	return nil
 }
 
-// checkOverlap finds two regions of a group that share a byte. Regions of
-// different groups may: hybrid models keep several groups in one storage.
+// checkOverlap finds two regions of a group that share a byte. Regions of different groups
+// may share bytes: hybrid models keep several groups in one storage.
 func (l *Layout) checkOverlap(index []uint32) error {
 	order := slices.Clone(index)
 	slices.SortFunc(order, func(a, b uint32) int {
@@ -202,9 +202,9 @@ func (l *Layout) CheckBlocks(blocks [][]BlockID) error {
 	return nil
 }
 
-// CheckUnique says which block id stands twice in one list: harmless to read
-// from, but two writes into one block would leave either content. The ids must
-// have passed CheckBlocks.
+// CheckUnique says which block id stands twice in one list. Reading a block twice is
+// harmless, but two writes into one block would leave either content. The ids must have
+// passed CheckBlocks.
 func (l *Layout) CheckUnique(blocks [][]BlockID) error {
 	for g, ids := range blocks {
 		seen := make([]uint64, (l.Groups[g].NumBlocks+63)/64)
@@ -227,8 +227,8 @@ func (l *Layout) Bytes(blocks [][]BlockID) uint64 {
 	return n
 }
 
-// Shape is a region without its address: what a peer must know to find out
-// which bytes of two layouts are the same thing.
+// Shape is a region without its address. A peer finds out by it which bytes of two layouts
+// are the same thing.
 type Shape struct {
 	Name        string
 	BlockStride uint64

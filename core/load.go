@@ -17,7 +17,7 @@ const (
 	loadRequesting                  // P's answer to the load is awaited
 	loadWaiting                     // P has accepted; its bytes are awaited
 	loadMoving                      // fenced, to look up the agent in P's place
-	loadRestarting                  // fenced, to begin anew with the same agent: it has taken back what it had sent
+	loadRestarting                  // fenced, to begin anew with the same agent: P has withdrawn the blocks that it had begun to send
 	loadEnding                      // fenced, to be reported; bytes may land until Revoked
 )
 
@@ -28,8 +28,8 @@ func (s loadState) String() string {
 // lookedUp says whether the load waits for Resolved.
 func (s loadState) lookedUp() bool { return s == loadResolving || s == loadRelocating }
 
-// armed says whether the transport may put bytes into the blocks, and nothing has
-// ended that.
+// armed says whether the transport may put bytes into the blocks: it was asked to, and
+// nothing has ended that.
 func (s loadState) armed() bool {
 	return s == loadExpecting || s == loadRequesting || s == loadWaiting
 }
@@ -67,7 +67,8 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if m.loading(r.ID) {
 		return fmt.Errorf("%w: transfer %q is being loaded already; give each request a transfer_id of its own", ErrDuplicate, string(r.ID))
 	}
-	// To let go of a transfer is never refused for want of room.
+	// A load without blocks lets go of the transfer: it is never refused because there is no
+	// room.
 	if m.namedLoads(r.ID) >= m.opt.MaxTransfers && r.Count() > 0 {
 		return m.overload("loads")
 	}
@@ -85,14 +86,14 @@ func (m *Machine) loadTo(ld *load, s loadState) {
 	ld.state = s
 }
 
-// beginLoad begins a load, in place of the claim that there may be.
+// beginLoad begins a load, in place of the transfer's claim if there is one.
 func (m *Machine) beginLoad(now time.Time, ld *load) {
 	c := m.claims.get(ld.id)
 	if ld.First == nil {
 		ld.First = make([]uint32, len(ld.Blocks))
 	}
 	m.begin(now)
-	m.seq++ // an old one that was cancelled is void: P hears of the id by this load
+	m.seq++ // a cancelled half of the id is void: P hears of the id by this load
 	ld.seq, ld.started, ld.since = m.seq, now, now
 	if c != nil {
 		m.forgetClaim(c)
@@ -206,14 +207,14 @@ func (m *Machine) LoadAnswered(now time.Time, id TransferID, seq uint64, answer 
 		m.move(ld, now.Add(m.patience()), false)
 	case answer == LoadSayHello:
 		m.endLoad(now, ld, ending{Failed, reason}, false)
-	default: // without an answer P may have it all the same
+	default: // without an answer P may have the load all the same
 		code = peerFailure(code)
 		m.endLoad(now, ld, ending{code, reason}, code == PeerLost)
 	}
 }
 
-// move has a load look P's agent up once more: another may have taken P's place.
-// By until it must have been found. gone: nobody listens as the agent that it was with.
+// move looks P's agent up once more for a load: another may have taken its place, and must
+// be found by until. gone says that nobody listens as the former agent.
 func (m *Machine) move(ld *load, until time.Time, gone bool) {
 	ld.former, ld.until = ld.peer, until
 	m.count.Retries++
@@ -227,15 +228,15 @@ func (m *Machine) move(ld *load, until time.Time, gone bool) {
 	m.fence(ld, loadMoving)
 }
 
-// restartLoad takes P's word that it has taken back what it had begun to send for
-// the grant with this digest.
+// restartLoad takes P's word that it has withdrawn the blocks of the load whose grant has
+// this digest.
 func (m *Machine) restartLoad(ld *load, which string) {
 	if (ld.state != loadRequesting && ld.state != loadWaiting) || digest(ld.grant) != which && !fault.On("anew-at-every-word") {
 		return
 	}
 	m.count.Retries++
 	m.seq++
-	ld.seq = m.seq // what P says to the old load is void
+	ld.seq = m.seq // P's words about the old load are void
 	if fault.On("anew-without-fence") {
 		m.proceed(time.Time{}, ld)
 		return
@@ -252,7 +253,7 @@ func (m *Machine) Received(now time.Time, id TransferID, s TransferStats, err er
 	m.event("Received")
 	ld.stats = s
 	if err != nil {
-		// P may live, though its connections broke, and hold blocks for this.
+		// P may live, though its connections broke, and hold blocks for this load.
 		m.endLoad(now, ld, ending{transportCode(err), "receiving from prefill agent " + string(ld.peer) + ": " + err.Error()}, true)
 		return
 	}
@@ -294,7 +295,7 @@ func (m *Machine) loadRenewed(now time.Time, ld *load, a Answer) {
 	case StatusRestart:
 		m.restartLoad(ld, a.Reason)
 	case StatusSent:
-		// The last bytes may be on their way; not for several rounds.
+		// The last bytes may be on their way, but not for several rounds.
 		if fault.On("word-alone") {
 			m.endLoad(now, ld, ending{}, false)
 			return
@@ -305,8 +306,8 @@ func (m *Machine) loadRenewed(now time.Time, ld *load, a Answer) {
 	}
 }
 
-// endLoad brings D's half to an end other than success; tell says whether P must be
-// told. A load that is ending already ends as it was to.
+// endLoad brings D's half to an end other than success; tell says whether P must be told.
+// A load that is ending already keeps its first end.
 func (m *Machine) endLoad(now time.Time, ld *load, end ending, tell bool) {
 	switch ld.state {
 	case loadEnding:
@@ -337,7 +338,7 @@ func (m *Machine) endLoad(now time.Time, ld *load, end ending, tell bool) {
 	m.loadFails(now, ld)
 }
 
-// fence has the transport give up the load's blocks; next says what follows.
+// fence has the transport give up the load's blocks; next is the state that follows.
 func (m *Machine) fence(ld *load, next loadState) {
 	ld.endedIn = ld.state.String()
 	m.loadTo(ld, next)

@@ -33,16 +33,16 @@ func (h *halves[T]) drop(id TransferID) {
 // named is how many of them the engine has named itself.
 func (h *halves[T]) named() int { return len(h.byID) - h.parts }
 
-// farewell is what P must still be told of a claim or load that the engine has
-// cancelled while P's agent was being looked up.
+// farewell is an end of which P must still be told: the engine has cancelled the claim or
+// load while P's agent was being looked up.
 type farewell struct {
 	id  TransferID
 	seq uint64
 	end ending
 }
 
-// keepFarewell remembers it until P is found. A new claim or load of the id voids
-// it: P hears of the id by that one.
+// keepFarewell remembers it until P is found. A new claim or load of the id voids it: P
+// then hears of the id by the new one.
 func (m *Machine) keepFarewell(f *farewell) { m.farewells.put(f.id, f) }
 
 func (m *Machine) keepClaim(c *claim) {
@@ -67,8 +67,8 @@ func (m *Machine) forgetLoad(ld *load) {
 	m.moved("load", ld.id, ld.state.String(), "-")
 }
 
-// restPeers forgets the P agents when nothing waits for one: nobody may call Tick
-// then, which forgets them one by one.
+// restPeers forgets all P agents when nothing waits for one. Tick forgets them one by one,
+// but perhaps nobody calls it then.
 func (m *Machine) restPeers() {
 	if len(m.loads.byID)+len(m.claims.byID)+len(m.farewells.byID) == 0 {
 		clear(m.peers)
@@ -129,8 +129,8 @@ func (m *Machine) loading(id TransferID) bool {
 
 func (m *Machine) namedClaims() int { return m.claims.named() + len(m.claimFanIns) }
 
-// namedLoads is how many loads the engine has named, besides one of this id, and
-// those that it has cancelled of which P must still hear.
+// namedLoads is how many loads the engine has named, besides one of this id. The cancelled
+// ones of which P must still hear count too.
 func (m *Machine) namedLoads(id TransferID) int {
 	n := m.loads.named() + len(m.loadFanIns) + m.farewells.named()
 	if m.farewells.get(id) != nil {

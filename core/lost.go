@@ -2,10 +2,10 @@ package core
 
 import "github.com/kvconn/kvconn/internal/fault"
 
-// With Options.ReportClaims a claim that a load could only fail with has a Report
-// of SideClaim, one for all of its parts, and is no more: an engine that queues a
-// request for want of blocks need not have them to hear that its P is gone. A Load
-// that follows all the same comes to the same.
+// With Options.ReportClaims the engine gets a Report of SideClaim, one for all parts, of a
+// claim whose load could only fail. The claim is then forgotten. So an engine that queues
+// a request until it has blocks hears before that its P is gone. If a Load follows all the
+// same, it ends as the claim did.
 
 func (m *Machine) reportLost(r Report) {
 	m.count.ClaimsLost++
@@ -25,8 +25,8 @@ func (m *Machine) forgetLost(id TransferID) {
 	}
 }
 
-// loadOfLost reports a load of what was claimed and lost, if it is one. To let go
-// never fails.
+// loadOfLost reports a load whose claim was lost, as the claim ended, and says whether it
+// did. A load that only lets go never fails.
 func (m *Machine) loadOfLost(r *LoadRequest) bool {
 	lost := m.lost.byID[r.ID]
 	if lost.Code == OK || lost.From != r.From {
@@ -41,8 +41,7 @@ func (m *Machine) loadOfLost(r *LoadRequest) bool {
 }
 
 // Untold is how many Reports of claims may still come without a further call of the
-// engine: one for each claim that it has made and that has not ended, with
-// Options.ReportClaims.
+// engine: with Options.ReportClaims, one for each claim that has not ended.
 func (m *Machine) Untold() int {
 	if !m.opt.ReportClaims {
 		return 0
@@ -50,7 +49,7 @@ func (m *Machine) Untold() int {
 	return m.namedClaims()
 }
 
-// checkLost checks what was reported; only in builds with the tag "invariants".
+// checkLost checks the reported claims; only in builds with the tag "invariants".
 func (m *Machine) checkLost(must func(ok bool, format string, args ...any)) {
 	for id, c := range m.claims.byID {
 		must(!m.opt.ReportClaims || c.state != claimVoid, "claim %q is lost (%v) and not reported", id, c.end.code)

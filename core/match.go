@@ -10,8 +10,8 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// Match is what of a prefill agent's caches goes where in a decode agent's. Both
-// make it once, when they meet, out of the same two descriptions, so both know one
+// Match says which bytes of a prefill agent's caches go where in a decode agent's. Both
+// agents make it once, when they meet, out of the same two descriptions. So both know one
 // linear order of a transfer's bytes without talking. It does not change.
 //
 // Regions belong together by group and name; of two that do, the heads that both
@@ -64,7 +64,7 @@ type pattern struct {
 // perUnit is the number of runs of a unit.
 func (p *pattern) perUnit() uint64 { return p.heads * p.outer * p.inner }
 
-// index sorts shapes by group, name and heads, and says what stands twice.
+// index sorts shapes by group, name and heads. Regions that stand twice are an error.
 func index(shapes []Shape) ([]uint32, error) {
 	order := make([]uint32, len(shapes))
 	for i := range order {
@@ -94,9 +94,9 @@ func compareNames(a, b *Shape) int {
 	return cmp.Or(cmp.Compare(a.Group, b.Group), cmp.Compare(a.Name, b.Name))
 }
 
-// NewMatch finds what P's regions and D's have in common. What only one of them
-// has is no error (see Whole); what both have and cannot be copied is one that
-// names both values.
+// NewMatch finds what P's regions and D's have in common. A region that only one of them
+// has is no error (see Whole). A region that both have and that cannot be copied is one,
+// which names both values.
 func NewMatch(src, dst []Shape) (*Match, error) {
 	src, dst = slices.Clone(src), slices.Clone(dst)
 	order, from, err := checkShapes(src)
@@ -126,7 +126,7 @@ func NewMatch(src, dst []Shape) (*Match, error) {
 				}
 				break
 			}
-			used[j] = true // as far as D wants it
+			used[j] = true // as far as D needs it
 			c := Common{Src: j, Dst: uint32(i)}
 			first, end := s.heads()
 			c.First, c.End = d.heads()
@@ -148,8 +148,8 @@ func NewMatch(src, dst []Shape) (*Match, error) {
 // maxDiffs is how many differences an error names.
 const maxDiffs = 3
 
-// checkShapes checks what a peer may have said, and returns its order by name and
-// the tokens of each group's blocks.
+// checkShapes checks the shapes that a peer may have sent, and returns their order by name
+// and the tokens of each group's blocks.
 func checkShapes(shapes []Shape) (order []uint32, tokens [MaxGroups]uint32, err error) {
 	if len(shapes) > MaxRegions {
 		return nil, tokens, fmt.Errorf("%d regions, at most %d are supported", len(shapes), MaxRegions)
@@ -173,8 +173,8 @@ func checkShapes(shapes []Shape) (order []uint32, tokens [MaxGroups]uint32, err 
 	return order, tokens, err
 }
 
-// fit says whether the heads of two regions can be copied. Opaque blocks can in a
-// group whose blocks are alike.
+// fit says whether the heads of two regions can be copied. Opaque blocks can if the
+// group's blocks are alike.
 func fit(s, d *Shape, r ratio) bool {
 	switch {
 	case (s.Tokens == 0) != (d.Tokens == 0):
@@ -213,8 +213,8 @@ func unmatched(src, dst []Shape, used []bool, held []uint32) error {
 	return fmt.Errorf("layouts differ: %d regions at the prefill engine, %d at the decode engine: %s", len(src), len(dst), strings.Join(diffs, "; "))
 }
 
-// Whole says what of D's regions is not at P, or of P's not at D: an error where
-// each engine has one rank.
+// Whole names the regions that only one side has. Where each engine has one rank, that is
+// an error.
 func (m *Match) Whole() error { return m.whole }
 
 // Commons lists what both hold, in the order of D's regions and then of heads.
@@ -226,8 +226,8 @@ func (m *Match) Commons() []Common {
 	return out
 }
 
-// Opaque says whether there are regions in common of which nobody knows how many
-// tokens a block of them has.
+// Opaque says whether nobody knows, for some regions in common, how many tokens a block of
+// them has.
 func (m *Match) Opaque() bool {
 	return slices.ContainsFunc(m.mappings, func(k mapping) bool { return m.ratios[k.group].unit == 0 })
 }
@@ -316,7 +316,7 @@ func checkRegions(regions []uint32, n int) error {
 	}
 	for i, r := range regions {
 		if int(r) >= n || i > 0 && r <= regions[i-1] {
-			return fmt.Errorf("region %d at position %d: want growing numbers below %d", r, i, n)
+			return fmt.Errorf("region %d at position %d: want ascending numbers below %d", r, i, n)
 		}
 	}
 	return nil

@@ -18,9 +18,9 @@ const (
 	offerPartial                           // likewise; the transport reads the blocks that are there
 	offerReady                             // blocks hold it, no load yet
 	offerSending                           // the transport reads the blocks
-	offerWithdrawing                       // the engine has taken its blocks back; when the transport reads no more, D starts over
+	offerWithdrawing                       // the engine has withdrawn its blocks; when the transport reads no more, D starts over
 	offerEnding                            // it ends; the transport may still read
-	offerEndingWithdrawn                   // likewise, and the engine has taken its blocks back
+	offerEndingWithdrawn                   // likewise, and the engine has withdrawn its blocks
 )
 
 func (s offerState) String() string {
@@ -42,9 +42,9 @@ type offer struct {
 	state    offerState
 	token    uint64
 	held     Selection // First and Blocks of what the engine has given
-	ready    []uint32  // per region: blocks of the prompt, from its start, that are there; nil: no partial offer was made
-	sent     []uint32  // what of ready the Write under way was given
-	prompt   uint64    // fingerprint of what they are the cache of; 0: not said yet
+	ready    []uint32  // per region: blocks of the prompt, from its start, that are ready; nil: no partial offer was made
+	sent     []uint32  // ready as it was when the Write under way was last extended
+	prompt   uint64    // fingerprint of the prompt that they are the cache of; 0: not said yet
 	offered  time.Time // zero: the engine has not offered all of it
 	sendAt   time.Time // when the Write began
 	deadline time.Time // end of the lease, or of the wait for the engine
@@ -89,7 +89,7 @@ func (m *Machine) Announce(now time.Time, id TransferID) error {
 	}
 	if t, gone := m.ended.byID[id]; gone {
 		m.demandGone(id, t)
-		return nil // D gave up first; the offer will be told so
+		return nil // D gave up first; Offer will say so
 	}
 	if err := m.checkDemand(id); err != nil {
 		return err
@@ -209,7 +209,7 @@ func (m *Machine) ready(now time.Time, of *offer, r *OfferRequest) {
 	}
 }
 
-// startWrite joins the halves.
+// startWrite has the transport send what the load asks for, if the two halves fit.
 func (m *Machine) startWrite(now time.Time, of *offer) {
 	src, err := m.joinHalves(of)
 	if err != nil {
@@ -227,7 +227,8 @@ func (of *offer) write(src Selection) Write {
 	return Write{ID: of.id, Peer: l.Peer, Grant: l.Grant, Src: src, Dst: l.Selection, Match: l.Match}
 }
 
-// joinHalves finds what of an offer its load asks for, or says why they do not fit.
+// joinHalves finds the blocks of an offer that its load asks for, or says why the halves
+// do not fit.
 func (m *Machine) joinHalves(of *offer) (src Selection, err error) {
 	if err := of.samePrompt(); err != nil {
 		return Selection{}, err
@@ -235,8 +236,8 @@ func (m *Machine) joinHalves(of *offer) (src Selection, err error) {
 	return of.held.wanted(of.load)
 }
 
-// samePrompt: an id alone does not say that both halves are of one request. Of two whose
-// prompts have as many blocks, decode would take the other's cache for its own.
+// samePrompt: an id alone does not say that both halves are of one request. If the prompts
+// of two requests had as many blocks, decode would take the other's cache for its own.
 func (of *offer) samePrompt() error {
 	if of.prompt == 0 || of.load.Prompt == 0 || of.prompt == of.load.Prompt || fault.On("any-prompt") {
 		return nil

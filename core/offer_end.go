@@ -31,7 +31,7 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 	m.reportOffer(now, of, s)
 }
 
-// cancelOffer ends P's half, or remembers the end of one that is not here yet.
+// cancelOffer ends P's half. If the half is not here yet, its end is remembered.
 func (m *Machine) cancelOffer(now time.Time, id TransferID, reason string) {
 	half := m.halfOf(id)
 	if _, gone := m.ended.byID[id]; half == nil && !gone {
@@ -45,8 +45,8 @@ func (m *Machine) cancelOffer(now time.Time, id TransferID, reason string) {
 	}
 }
 
-// endOffer brings P's half to its end; tell says whether D must be told. An offer
-// that is ending already ends as it was to.
+// endOffer brings P's half to its end; tell says whether D must be told. An offer that is
+// ending already keeps its first end.
 func (m *Machine) endOffer(now time.Time, of *offer, end ending, tell bool) {
 	if of.state.ends() {
 		return
@@ -98,7 +98,7 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 		Blocks: of.held.Count(), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: s})
 }
 
-// tickOffers ends what has waited too long for D or for the engine.
+// tickOffers ends offers that have waited too long for D or for the engine.
 func (m *Machine) tickOffers(now time.Time) {
 	var late []TransferID
 	for id, of := range m.offers {
@@ -145,8 +145,8 @@ func peerCode(c Code) Code {
 	return c
 }
 
-// peerFailure is peerCode of an end that a peer says was none that went well. Only the
-// bytes themselves say that a load went well.
+// peerFailure is peerCode where a peer tells of a failure. Only the bytes themselves say
+// that a load went well.
 func peerFailure(c Code) Code {
 	if c = peerCode(c); c == OK {
 		return Failed

@@ -9,26 +9,26 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// PartialOffer is the engine's word that a part of a transfer is there, while it
+// PartialOffer is the engine's word that some blocks of a transfer are ready, while it
 // computes the rest.
 type PartialOffer struct {
 	ID     TransferID
 	First  []uint32    // per group, with its first blocks: as of Selection
-	Blocks [][]BlockID // per group: those that follow what was given before
-	// Ready is, per group, how many blocks of the prompt, from its start, are there.
+	Blocks [][]BlockID // per group: the blocks that follow those given before
+	// Ready is, per group, how many blocks of the prompt, from its start, are ready.
 	Ready []uint32
-	// Regions in which they are, in growing order; nil: in all.
+	// Regions in which they are ready, ascending; nil: all.
 	Regions []uint32
-	Prompt  uint64 // as of OfferRequest, with the first part at the latest; what is said once holds
-	// Computing is as Ready, of what the engine's step computes: a later PartialOffer
-	// says in which regions it is there. Here it is only checked.
+	Prompt  uint64 // as of OfferRequest, with the first partial offer at the latest; once said, it holds
+	// Computing is as Ready, of the blocks that the engine's step computes: a later
+	// PartialOffer says in which regions they are ready. Here it is only checked.
 	Computing []uint32
 }
 
-// OfferPartial says that a part of a transfer is there: what a D has asked for of it
-// moves while the engine computes the rest. Offer must follow, with these blocks and
-// the others; or Withdraw, if the engine takes them back. The end of a transfer that
-// was given up meanwhile is told by Offer; here it is no error.
+// OfferPartial says that some blocks of a transfer are ready: those that a D has asked for
+// move while the engine computes the rest. Offer must follow, with these blocks and the
+// others, or Withdraw. If the transfer was given up meanwhile, Offer tells its end; here
+// that is no error.
 func (m *Machine) OfferPartial(now time.Time, r PartialOffer) error {
 	if err := checkID(r.ID); err != nil {
 		return err
@@ -95,7 +95,7 @@ func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
 	return nil
 }
 
-// checkPrompt: the engine says one prompt of a transfer, however often it says it.
+// checkPrompt refuses a second prompt of one transfer.
 func (of *offer) checkPrompt(prompt uint64) error {
 	if prompt != 0 && of.prompt != 0 && prompt != of.prompt {
 		return fmt.Errorf("its prompt has the fingerprint %016x, and had %016x before; give each request a transfer_id of its own", prompt, of.prompt)
@@ -103,8 +103,8 @@ func (of *offer) checkPrompt(prompt uint64) error {
 	return nil
 }
 
-// checkPartial: an offer is of the prompt that was said before, and has the blocks
-// that were given.
+// checkPartial refuses an offer with another prompt, or other blocks, than its partial
+// offers had.
 func (of *offer) checkPartial(r *OfferRequest) error {
 	if err := of.checkPrompt(r.Prompt); err != nil || of.ready == nil {
 		return err
@@ -120,7 +120,7 @@ func (of *offer) checkPartial(r *OfferRequest) error {
 	return nil
 }
 
-// add puts a partial offer to what the engine has given before.
+// add puts the blocks of a partial offer to those that the engine has given before.
 func (of *offer) add(l *Layout, r *PartialOffer) {
 	if of.ready == nil {
 		of.ready = make([]uint32, len(l.Regions))
@@ -150,7 +150,7 @@ func (of *offer) add(l *Layout, r *PartialOffer) {
 	of.prompt = cmp.Or(of.prompt, r.Prompt)
 }
 
-// extend gives the transport what has become ready, if D has asked for it.
+// extend gives the transport the blocks that have become ready, if D has asked for them.
 func (m *Machine) extend(now time.Time, of *offer) {
 	if of.load == nil || of.ready == nil || of.state != offerPrefill && of.state != offerPartial {
 		return

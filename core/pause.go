@@ -6,7 +6,7 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// maxGap between two ticks is what a busy machine explains.
+// maxGap is the longest time between two ticks that a busy machine explains.
 const maxGap = 10 * TickInterval
 
 // noticePause makes up for a time in which this process did not run: it was
@@ -17,7 +17,7 @@ func (m *Machine) noticePause(now time.Time) {
 	if gap < fault.Pick("pause-is-silence", maxGap, 1000*maxGap) {
 		return
 	}
-	gap -= TickInterval // a process that is slow but running still detects a dead peer
+	gap -= TickInterval // a dead peer is noticed also by a process that is slow but running
 	// A deadline moves no further than if it began now: a part of its time may have run after the pause.
 	move := func(at *time.Time, most time.Duration) {
 		if !at.IsZero() {

@@ -62,10 +62,10 @@ func (m *Match) Pairs(src, dst Selection) ([]Pair, error) {
 	return m.pairs(src, &progress{m: m, dst: dst}, nil)
 }
 
-// PairsBetween is Pairs of what has become ready: per region of P, the blocks of
-// the prompt from begin (nil: 0) to end (nil: all of src). A block of D goes when
-// all of it is ready, or all that the load has of it. The extents say where in the
-// linear order the pairs lie. If ends grow from call to call, each byte comes once.
+// PairsBetween is Pairs of the blocks that have become ready: per region of P, the blocks
+// of the prompt from begin (nil: 0) to end (nil: all of src). A block of D goes when all
+// of it is ready, or all that the load has of it. The extents say where in the linear
+// order the pairs lie. If each call begins at the end of the last, each byte comes once.
 func (m *Match) PairsBetween(src, dst Selection, begin, end []uint32) (pairs []Pair, extents []Extent, err error) {
 	pairs, err = m.pairs(src, &progress{m: m, dst: dst, begin: begin, end: end}, &extents)
 	return pairs, extents, err
@@ -117,7 +117,7 @@ func (m *Match) Bytes(dst Selection) (n uint64) {
 	return n
 }
 
-// unitBytes is what a unit of a group's blocks has in this link.
+// unitBytes is how many bytes a unit of a group's blocks has in this mapping.
 func (k *mapping) unitBytes() uint64 {
 	if k.whole != 0 {
 		return k.whole
@@ -130,7 +130,7 @@ func (m *Match) units(dst *Selection, group int) (from, to uint64) {
 	return m.ratios[group].span(at(dst.First, group), len(dst.Blocks[group]), at(dst.Tokens, group))
 }
 
-// progress is how far a load has come: what goes now lies between begin and end.
+// progress is how far a load has come: the bytes that go now lie between begin and end.
 type progress struct {
 	m          *Match
 	dst        Selection
@@ -330,8 +330,8 @@ func (m *Match) checkHas(regions []uint32) error {
 	return nil
 }
 
-// Plan is NewMatch and Pairs in one, for whoever plans but once: from the first of
-// this layout's blocks to a peer's.
+// Plan is NewMatch and Pairs in one, for a single plan from the first of this layout's
+// blocks to a peer's.
 func (l *Layout) Plan(src [][]BlockID, peer []Shape, dst [][]BlockID) ([]Pair, error) {
 	m, err := NewMatch(l.Shapes(), peer)
 	if err != nil {

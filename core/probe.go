@@ -15,8 +15,8 @@ type probe struct {
 	asking bool
 }
 
-// PeerDown takes a transport's word that the way to a peer broke. Whether the
-// peer is gone too is asked at once.
+// PeerDown takes a transport's word that the way to a peer broke. The machine asks at once
+// whether the peer is gone too.
 func (m *Machine) PeerDown(now time.Time, id AgentID) {
 	m.event("PeerDown")
 	if p := m.peers[id]; p != nil {
@@ -40,8 +40,8 @@ func (m *Machine) offersOf(id AgentID) (ids []TransferID) {
 	return ids
 }
 
-// tickProbes asks again those that have not answered. Without any answer the
-// lease decides.
+// tickProbes asks the D agents again that have not answered. If none ever does, the lease
+// decides.
 func (m *Machine) tickProbes(now time.Time) {
 	for _, id := range sortedKeys(m.probes) {
 		switch p := m.probes[id]; {
@@ -55,10 +55,9 @@ func (m *Machine) tickProbes(now time.Time) {
 	}
 }
 
-// ProbeReplied answers SendProbe. absent says that nobody listens at the peer's
-// address, which one that lives and connects again does not either for a moment,
-// or, with away, for as long as it takes to find another server; err that no
-// answer came.
+// ProbeReplied answers SendProbe. absent says that nobody listens at the peer's address. A
+// peer that lives is absent too for a moment while it connects again or, with away, for as
+// long as it takes to find another server. err says that no answer came.
 func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent, away bool, err error) {
 	p := m.probes[id]
 	if p == nil {
@@ -83,9 +82,9 @@ func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent, away bool, err
 	}
 }
 
-// absence is for how long nobody must have listened as a D before it counts as
-// gone: the time in which its link comes back, with much to spare. It is counted in
-// ticks, since nobody can connect to a process that does not run.
+// absence is how long nobody must have listened as a D before it counts as gone: the time
+// in which its link comes back, with much to spare. It is counted in ticks, since nobody
+// can connect to a process that does not run.
 func (m *Machine) absence(away bool) time.Duration {
 	if away || fault.On("gone-late") {
 		return m.patience()

@@ -31,19 +31,19 @@ func (n Ranks) Check(r Rank) error {
 	return nil
 }
 
-// Meeting is a P rank that a D rank loads from, and which share of that rank's
-// half it has.
+// Meeting is a P rank that a D rank loads from, and the D rank's share of that rank's
+// half.
 type Meeting struct {
 	Rank  Rank
 	Share Share
 }
 
-// Meetings lists the P ranks that rank r of a decode engine loads from, by their
-// Source. Both sides' tensor-parallel ranks hold equal ranges of the heads, so
-// that two meet whose ranges have something in common; of what is held more than
-// once (latents, or heads when there are fewer than ranks) each D rank takes the
-// first that it meets, and the others hear from it that nothing is needed. Which
-// stage holds a layer is not known before the agents meet: each D rank meets all.
+// Meetings lists the P ranks that rank r of a decode engine loads from, by their Source.
+// The tensor-parallel ranks of either side hold equal ranges of the heads, and two ranks
+// meet if their ranges overlap. If several P ranks hold the same (latents, or heads when
+// there are fewer than ranks), each D rank loads from the first that it meets, and tells
+// the others that it needs nothing. Which stage holds a layer is not known before the
+// agents meet, so each D rank meets all stages.
 func Meetings(p, d Ranks, r Rank) ([]Meeting, error) {
 	if err := p.Check(Rank{}); err != nil {
 		return nil, err

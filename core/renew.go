@@ -8,8 +8,8 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// peer is a P agent that claims and loads wait for. One message renews them all
-// and tells at the same time that P lives and knows them.
+// peer is a P agent that claims and loads wait for. One message renews them all; its
+// answer says that P lives and knows them.
 type peer struct {
 	heard  time.Time // last sign of life
 	next   time.Time // next renewal of all
@@ -34,9 +34,9 @@ func (m *Machine) watch(now time.Time, id AgentID) {
 	}
 }
 
-// renewals are what is to be renewed at each P agent: all loads that wait and claims
-// that P knows where a renewal is due, claims that P has not heard of at once. All
-// agents of used are still needed.
+// renewals lists what is to be renewed at each P agent. Where a renewal is due, these are
+// all waiting loads and all claims that P knows. Claims that P has not heard of go at
+// once. used are the agents that are still needed.
 func (m *Machine) renewals(now time.Time) (list map[AgentID]*SendRenew, used map[AgentID]bool) {
 	list, used = make(map[AgentID]*SendRenew, len(m.peers)), make(map[AgentID]bool, len(m.peers))
 	at := func(id AgentID) *SendRenew {
@@ -145,8 +145,8 @@ func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, abs
 	}
 }
 
-// peerGone ends what waits for a P agent. absent: nobody listens there; else it
-// may live and be told when it listens again.
+// peerGone ends what waits for a P agent. absent says that nobody listens there. Else the
+// agent may live, and is told when it listens again.
 func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string) {
 	defer m.because("PeerGone")()
 	heard := m.peers[id].heard
@@ -168,9 +168,8 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 	}
 }
 
-// tickLookups ends claims that no load has followed, looks again for the P of those
-// that were made before it could be found, and ends loads whose P is gone and
-// has no successor.
+// tickLookups ends claims that no load has followed, and loads whose P is gone without a
+// successor. It looks again for a P that a claim has not found.
 func (m *Machine) tickLookups(now time.Time) {
 	for _, id := range sortedKeys(m.loads.byID) {
 		if ld := m.loads.get(id); ld != nil && ld.state == loadRelocating && !now.Before(ld.until) && !fault.On("waits-for-successor") {

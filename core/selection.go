@@ -17,7 +17,7 @@ type Selection struct {
 	// Tokens of the prompt, from its start: nothing behind them is copied. 0, and
 	// any of a group of opaque blocks: all that the blocks have room for.
 	Tokens  []uint32
-	Regions []uint32 // numbers of this side's regions, growing; nil: all that both sides have
+	Regions []uint32 // numbers of this side's regions, ascending; nil: all that both sides have
 }
 
 // Count is the number of blocks of all groups.
@@ -59,8 +59,8 @@ func (s *Selection) checkLoad(l *Layout) error {
 	return nil
 }
 
-// cut is what of a load comes from a rank that gives some of this layout's regions:
-// without any, P is only told that nothing is needed.
+// cut is what a load takes from a rank that gives some of this layout's regions. Without
+// any region, P is only told that D needs nothing.
 func (s *Selection) cut(l *Layout, regions []uint32) Selection {
 	n := len(regions)
 	if fault.On("found-whole") && n > 0 || fault.On("found-unneeded") && n == 0 {

@@ -6,11 +6,10 @@ import (
 	"strings"
 )
 
-// Share says which part of a transfer goes between one P agent and one D agent
-// of engines with unequal ranks. Each part is a transfer of its own to all that
-// is below the engine's call: it has an id of its own (Part), and with it its own
-// claim, lease, grant and fence. Fan-in (D) and fan-out (P) give the engine, which
-// knows one id, one Report for all parts.
+// Share says which part of a transfer goes between one P agent and one D agent of engines
+// with unequal ranks. Below the engine's call each part is a transfer of its own: it has
+// an id of its own (Part), and with it its own claim, lease, grant and fence. Fan-in (D)
+// and fan-out (P) give the engine, which knows one id, one Report for all parts.
 type Share struct {
 	K, Of  int // it is share K, from 0, of as many D agents as load from this P agent
 	Source int // number of the P agent among those of its engine, the same at all D agents: its rank

@@ -2,24 +2,23 @@ package core
 
 import "time"
 
-// Counters are what a machine has done since New and what its reports do not
-// tell.
+// Counters count what a machine has done since New, as far as its reports do not tell it.
 type Counters struct {
 	Offered      uint64 // accepted Offers
 	Loaded       uint64 // accepted Loads
 	Claimed      uint64 // accepted Claims
-	ClaimsLost   uint64 // of them, those of which the engine was told that they came to nothing
+	ClaimsLost   uint64 // of them, those that were reported since they could not succeed any more
 	ExpiredEarly uint64 // claims and loads whose request P's engine never named
 	Retries      uint64 // loads and claims that were begun again, most with P looked up anew
 	Partial      uint64 // writes that began before the engine had all of the blocks
-	Withdrawn    uint64 // of them, those that the engine took back
+	Withdrawn    uint64 // of them, those whose blocks the engine withdrew
 }
 
 // Counters returns them.
 func (m *Machine) Counters() Counters { return m.count }
 
-// Sizes are the numbers of what a machine holds now, for statistics and tests:
-// when nothing is under way only Ended is not 0, and it is bounded.
+// Sizes are the numbers of what a machine holds now, for statistics and tests. When
+// nothing is under way only Ended is not 0, and it is bounded.
 type Sizes struct {
 	Loads   int // D's halves, claims among them
 	Claims  int
@@ -53,8 +52,7 @@ func (m *Machine) Sizes() Sizes {
 	return s
 }
 
-// OldestWait is for how long the oldest half has waited that the engine was
-// promised a report of.
+// OldestWait is how long the oldest half has waited of which the engine is owed a report.
 func (m *Machine) OldestWait(now time.Time) time.Duration {
 	oldest := now
 	for _, ld := range m.loads.byID {

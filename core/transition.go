@@ -60,7 +60,7 @@ func (m *Machine) moved(half string, id TransferID, from, to string) {
 	o.halves = append(o.halves, observed{Transition{Half: half, From: from, Event: o.event, To: to}, id})
 }
 
-// act notes an action. What is of a fan-in or fan-out as a whole is of no half.
+// act notes an action. An action of the fan-in or fan-out itself is of no half.
 func (o *observer) act(a Action) {
 	if o.tell == nil {
 		return
@@ -92,7 +92,7 @@ func (o *observer) act(a Action) {
 	}
 }
 
-// flush tells what the last event has made of the halves.
+// flush tells the transitions that the last event has brought about.
 func (o *observer) flush() {
 	for i := range o.halves {
 		h := &o.halves[i]

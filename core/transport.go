@@ -56,10 +56,10 @@ type Transport interface {
 	// empty host means the host at which the peer found the registry.
 	Endpoint() string
 
-	// Admit lets a peer that has said hello connect, and returns the ticket that
-	// it must show when it does: random, 16 to 64 bytes, the same one until the
-	// peer is dismissed. Nothing is written to a peer that was not admitted, and
-	// who shows no ticket gets no connection.
+	// Admit lets a peer that has said hello connect, and returns the ticket that the peer
+	// must show: random, 16 to 64 bytes, the same one until the peer is dismissed. Nothing
+	// is written to a peer that was not admitted. A peer that shows no ticket gets no
+	// connection.
 	Admit(peer AgentID) (ticket []byte, err error)
 
 	// Dismiss forgets a peer on either side: its ticket is dead, its connections
@@ -80,24 +80,23 @@ type Transport interface {
 	// Sink.Received, unless Revoke comes first.
 	Expect(id TransferID, peer AgentID, dst []Segment) (grant []byte, err error)
 
-	// Revoke disarms a transfer of Expect. When it returns, no byte of it can
-	// land any more and Sink.Received will not be called for it, also when the
-	// peer is stopped in the middle of a write. An unknown id is no error.
-	// It waits for a copy that is under way, and for a Received that is being
-	// told; a Signaller also for the peer's word, two seconds at most, and cuts the
-	// peer off without it. So it is not called under a lock that the Sink
-	// takes, nor where others wait behind it.
+	// Revoke disarms a transfer of Expect. When it has returned, no byte of the transfer can
+	// land any more and Sink.Received will not be called for it, also when the peer is
+	// stopped in the middle of a write. An unknown id is no error. Revoke waits for a copy
+	// that is under way, and for a Received that is being told. A Signaller also waits for
+	// the peer's word, two seconds at most, and cuts the peer off if none comes. So Revoke
+	// is not called under a lock that the Sink takes, nor where others wait behind it.
 	Revoke(id TransferID)
 
 	// Write starts to send to a peer that was admitted; the outcome is one
 	// Sink.Written. The source bytes must stay unchanged until then.
 	Write(op WriteOp)
 
-	// Extend gives more of a write that was begun with a part of its bytes: it is
-	// over when all have been given and have arrived. Each byte is given once; one
-	// too many ends the write with an error. While all that was given is sent the
-	// write may rest, for minutes: that is nobody's silence. An unknown id is no
-	// error, its write has ended. op.Bytes and Grant are as Write had them.
+	// Extend gives more of a write that was begun with some of its bytes. The write is over
+	// when all have been given and have arrived. Each byte is given once; one too many ends
+	// the write with an error. While all that was given is sent the write may rest, for
+	// minutes: that is nobody's silence. If the id is unknown, its write has ended, which is
+	// no error. op.Bytes and Grant are as Write had them.
 	Extend(op WriteOp)
 
 	// Stop ends a write early, with an error unless the write had ended. Its
@@ -111,10 +110,10 @@ type Transport interface {
 	Close() error
 }
 
-// Signaller is a Transport whose two ends must agree on something before bytes
-// move, and to end it: queue pairs and keys of RDMA. Its messages go over the
-// control plane, which has authenticated both agents; their content is the
-// transport's own. It is given a Signal when it is made.
+// Signaller is a Transport whose two ends must agree before bytes move, and to end it: on
+// queue pairs and keys of RDMA. Its messages go over the control plane, which has
+// authenticated both agents; their content is the transport's own. It is given a Signal
+// when it is made.
 type Signaller interface {
 	Transport
 
@@ -123,9 +122,9 @@ type Signaller interface {
 	// for the network. Messages may be lost, doubled and reordered.
 	Signalled(from AgentID, msg []byte) (answer []byte, err error)
 
-	// Usable says whether new transfers with a peer can go this way; the error
-	// says why they cannot. While that is being found out it waits, until ctx
-	// ends, whose error is then the cause.
+	// Usable says whether new transfers with a peer can go this way; the error says why they
+	// cannot. While the transport is finding that out Usable waits. If ctx ends first, its
+	// error is the cause.
 	Usable(ctx context.Context, peer AgentID) error
 }
 
@@ -189,10 +188,9 @@ type TransferStats struct {
 type Sink interface {
 	Received(id TransferID, s TransferStats, err error)
 	Written(id TransferID, s TransferStats, err error)
-	// PeerDown says that the way to a peer broke: on D that it cannot connect, or
-	// is not connected any more; on P, once per loss, that an admitted peer that
-	// was connected is so no more (it may come back with the same ticket).
-	// Transfers that it hit end by Received or Written of their own where the
-	// transport knows them.
+	// PeerDown says that the way to a peer broke. On D: it cannot connect, or is not
+	// connected any more. On P, once per loss: an admitted peer that was connected is so no
+	// more; it may come back with the same ticket. If the transport knows which transfers
+	// that hit, they end by a Received or Written of their own.
 	PeerDown(peer AgentID, err error)
 }

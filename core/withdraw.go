@@ -9,10 +9,9 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// Withdraw takes back the blocks that OfferPartial gave, for instance because the
-// engine preempts the request. They are the engine's again when Reading says no. The
-// request is still known, and D loads it from the beginning when blocks of it are
-// offered again.
+// Withdraw gives the blocks of OfferPartial back to the engine, for instance because it
+// preempts the request. They are the engine's again when Reading says no. The request is
+// still known. When blocks of it are offered again, D loads it from the beginning.
 func (m *Machine) Withdraw(now time.Time, id TransferID) error {
 	if err := checkID(id); err != nil {
 		return err
@@ -62,7 +61,7 @@ func (m *Machine) Reading(id TransferID) bool {
 // maxVoided is more loads than D may repeat in the time that it insists.
 const maxVoided = 64
 
-// startOver: nobody reads a withdrawn write's blocks any more, D is to load anew.
+// startOver has D load anew: nobody reads a withdrawn write's blocks any more.
 func (m *Machine) startOver(now time.Time, of *offer) {
 	void := digest(of.load.Grant)
 	of.voided = append(of.voided[max(0, len(of.voided)-maxVoided+1):], void)
