@@ -1,38 +1,40 @@
 // Package core decides everything about a transfer and does no I/O.
 //
-// A [Machine] holds the two halves of every transfer that one agent takes part
-// in: offers (the prefill engine's half: "these blocks hold it") and loads (the
-// decode engine's half: "put it into these blocks"). It takes events (a user's
-// call, a peer's message, a transport's outcome, the time) and appends actions
-// (send, expect, write, revoke, report). It has no goroutine, clock or socket,
-// so thousands of interleavings run in seconds and a failing one replays.
+// A [Machine] holds the halves of every transfer that one agent takes part in:
+// offers (the prefill engine's half: "these blocks hold it"), and claims ("keep it
+// for us") and loads ("put it into these blocks") of the decode engine. It takes
+// events (a user's call, a peer's message, a transport's outcome, the time) and
+// appends actions (send, expect, write, revoke, report). It has no goroutine, clock
+// or socket, so thousands of interleavings run in seconds and a failing one replays.
 //
 // # The user's duties
 //
 // Package node is the user of this package; a Go program opens node.Agent.
 //
-//  1. Every call of a Machine is made under one lock, with a time that does not
-//     run backwards.
-//  2. After each call the user takes [Machine.Actions] and performs them in
-//     their order. An action that can fail reports its outcome by the event
-//     that its comment names, once.
-//  3. While [Machine.Busy] says so, [Machine.Tick] is called at least every
+//  1. The user makes every call of a Machine under one lock, with a time that does
+//     not run backwards.
+//  2. After each call the user takes [Machine.Actions] and performs them in their
+//     order. If an action's comment names an event, the user reports the action's
+//     outcome by that event, once.
+//  3. While [Machine.Busy] says so, the user calls [Machine.Tick] at least every
 //     [TickInterval].
-//  4. A [Report] is final: its block ids belong to the engine again. No byte
-//     of that transfer may land after it, which is why a Report of a failed
-//     load always comes after the [Revoked] event of its [Revoke].
+//  4. A [Report] is final: after it the engine uses the blocks again. No byte of
+//     the transfer may land then, so the Report of a failed load always comes after
+//     the [Machine.Revoked] event of its [Revoke].
 //
 // # The states
 //
 // Each half is in one of the states below, which claim.go, load.go and offer.go
-// explain. "-" is before its begin and behind its end. An event is a method of
-// Machine, or one of three that a method may bring about: FanOut (the first part of a
-// transfer is named by a D), PartFails (another part of the same fan-in has failed),
-// PeerGone (a P agent does not answer any more). An action with "?" is not there in
-// each case: the parts of a fan-in or fan-out have one Report together, and a peer
-// that is gone, or that has said the end itself, is told nothing. Abandon ends a half
-// in any state and does nothing but report it. TestSim and TestTranscripts hold the
-// machine to these tables; TestSim lists what the simulator never does.
+// explain. "-" stands for no half: before its begin and after its end. An event is a
+// method of Machine, or one of three that a method may bring about: FanOut (a D names
+// the first part of a transfer), PartFails (another part of the same fan-in has
+// failed), PeerGone (a P agent does not answer any more).
+//
+// An action with "?" happens in some of the cases only: the parts of a fan-in or
+// fan-out have one Report together, and a peer that is gone, or that has said the end
+// itself, is told nothing. Abandon is not in the tables: it ends a half in any state
+// and only reports it. TestSim and TestTranscripts hold the machine to these tables.
+// TestSim lists the transitions that the simulator never takes.
 //
 // Claims (D), of which claimPeerGone says what P's death makes of one:
 //
@@ -162,7 +164,7 @@
 //	ending            Written                             -                 Report?
 //	ending-withdrawn  Written                             -                 Report?
 //
-// Layouts ([Layout], [Region]), what two of them have in common ([Match]) and plans
+// Layouts ([Layout], [Region]), matches of two layouts ([Match]) and plans
 // ([Match.Pairs] of the sender, [Match.Segments] of the receiver) are values
-// without I/O too, shared by all transports.
+// without I/O too. All transports share them.
 package core

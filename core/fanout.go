@@ -8,9 +8,9 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// P's fan-out: an offer of which several D agents have their shares, or one D beside
-// other P agents' offers. Each part is an offer of its own below, of one peer; the
-// engine knows the whole, and its blocks are free when all parts have ended.
+// P's fan-out: several D agents have shares of one offer, or one D has one beside other P
+// agents' offers. Each part is an offer of its own, of one peer. The engine knows only the
+// transfer, and its blocks are free when all parts have ended.
 type fanOut struct {
 	sum
 	id      TransferID
@@ -23,9 +23,9 @@ type fanOut struct {
 	blocks  int
 }
 
-// fanOut makes sure that a part that a peer names is one of those that this transfer
-// has here: the first part to come says how many they are. The code is what the peer
-// is told. An id that is no part's needs nothing.
+// fanOut makes sure that a part that a peer names is one of this transfer's. The first
+// part to come says how many there are. The code is the answer to the peer. If the id is
+// no part's, there is nothing to do.
 func (m *Machine) fanOut(now time.Time, part TransferID) (Code, string) {
 	id, share, ok := splitPart(part)
 	if !ok {
@@ -89,14 +89,14 @@ func (m *Machine) partThere(part TransferID) (Code, string) {
 	return OK, ""
 }
 
-// part is an offer's part, or one whose offer has not come.
+// part makes one part of an offer; of is nil if the offer has not come.
 func (of *offer) part(id TransferID, deadline time.Time) *offer {
 	if of == nil {
 		return &offer{id: id, deadline: deadline}
 	}
 	held := Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)}
 	for g := range held.Blocks {
-		held.Blocks[g] = slices.Clip(held.Blocks[g]) // each part's grow apart
+		held.Blocks[g] = slices.Clip(held.Blocks[g]) // each part's list is extended apart
 	}
 	return &offer{id: id, state: of.state, token: of.token, held: held, offered: of.offered, deadline: of.deadline, ready: slices.Clone(of.ready), prompt: fault.Pick("shares-of-any-prompt", of.prompt, 0)}
 }
@@ -124,9 +124,9 @@ func (m *Machine) offeredWhole(now time.Time, r *OfferRequest) {
 	}
 }
 
-// offerReported takes an offer's end to the engine. If it is a part's, the engine's
-// blocks are free when all parts have ended. Nobody waits for the report of what the
-// engine has not offered.
+// offerReported takes an offer's end to the engine. If it is a part's, the engine's blocks
+// are free when all parts have ended. If the engine has not offered, nobody waits for a
+// report.
 func (m *Machine) offerReported(now time.Time, of *offer, r Report) {
 	f := m.fanOuts[nameOf(of.id)]
 	switch {

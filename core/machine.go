@@ -36,7 +36,7 @@ type Options struct {
 	Claim         time.Duration // D keeps a claim that no load follows
 	MaxTransfers  int           // claims, loads, offers, and early ones of both, each
 	ReportDemands bool          // P: Report when an announced transfer is demanded
-	ReportClaims  bool          // D: Report when a claim can come to nothing any more
+	ReportClaims  bool          // D: Report a claim that cannot succeed any more
 
 	// OnTransition hears of each change of a half's state, for tests; may be nil.
 	OnTransition func(Transition)
@@ -75,7 +75,7 @@ type Machine struct {
 	claimFanIns map[TransferID]*claimFanIn
 	loadFanIns  map[TransferID]*loadFanIn
 	peers       map[AgentID]*peer  // the P agents that claims and loads wait for
-	lost        remembered[Report] // claims of which the engine was told that they came to nothing
+	lost        remembered[Report] // claims of which the engine was told that they could not succeed any more
 
 	// P's half, and the fan-outs above it.
 	offers      map[TransferID]*offer
@@ -103,10 +103,10 @@ func New(layout *Layout, opt Options) *Machine {
 	}
 }
 
-// Actions returns what is to be done since the last call, in order.
+// Actions returns the actions since the last call, in order.
 func (m *Machine) Actions() []Action {
 	if invariants.Enabled {
-		// Now and then when there is much to look at: it is all looked at.
+		// With many halves only some calls check, since a check looks at all of them.
 		if m.checks++; m.checks%(1+m.halves()/64) == 0 {
 			m.checkInvariants()
 		}
@@ -129,14 +129,14 @@ func (m *Machine) halves() int {
 	return len(m.claims.byID) + len(m.loads.byID) + len(m.farewells.byID) + len(m.offers)
 }
 
-// begin is called before the first half is added: nobody ticks while there is none.
+// begin is called before a half is added: while there is none, perhaps nobody ticks.
 func (m *Machine) begin(now time.Time) {
 	if !m.Busy() {
 		m.awake = now
 	}
 }
 
-// Tick ends what has waited too long and renews leases.
+// Tick ends claims, loads and offers that have waited too long, and renews leases.
 func (m *Machine) Tick(now time.Time) {
 	m.event("Tick")
 	m.noticePause(now)
@@ -146,9 +146,9 @@ func (m *Machine) Tick(now time.Time) {
 	m.tickPeers(now)
 }
 
-// Cancel ends the half or halves of a transfer that this agent has; each still
-// gets its Report. For an id that is not known here yet it is remembered, so
-// that a peer's load that comes later is refused at once.
+// Cancel ends this agent's half or halves of a transfer; each still gets its Report. If
+// the id is not known here yet, the cancel is remembered, so that a peer's load that comes
+// later is refused at once.
 func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 	if err := checkID(id); err != nil {
 		return err
@@ -203,7 +203,7 @@ func (m *Machine) Close(now time.Time) {
 	}
 }
 
-// Abandon reports all that Close could not bring to an end. It may be called
+// Abandon reports all halves that Close could not bring to an end. The user may call it
 // only when the transports are closed, so that no byte can move.
 func (m *Machine) Abandon(now time.Time) {
 	m.event("Abandon")
@@ -236,11 +236,11 @@ func checkID(id TransferID) error {
 	return nil
 }
 
-// tombstones remember, within a bound, how transfers ended, so that a late or
-// doubled message is answered by the truth and not by a new wait.
+// tombstones remember, within a bound, how transfers ended. So a late or doubled message
+// is answered by the truth and not by a new wait.
 type tombstones struct{ remembered[tombstone] }
 
-// remembered are things about the newest transfers, as many as limit.
+// remembered are values of the newest transfers, as many as limit.
 type remembered[T any] struct {
 	limit int
 	byID  map[TransferID]T
@@ -267,7 +267,7 @@ type tombstone struct {
 	reason  string
 	offered bool          // the engine has had its report
 	nacked  AgentID       // the D whose transport did not expect it any more
-	stats   TransferStats // of what had ended before it was offered
+	stats   TransferStats // of the write that had ended before the engine offered
 }
 
 func (t *tombstones) add(id TransferID, code Code, reason string, offered bool) {
@@ -291,7 +291,7 @@ func (t *tombstones) nacked(id TransferID, by AgentID) {
 	t.byID[id] = end
 }
 
-// sortedKeys gives maps one order, so that a run can be told again.
+// sortedKeys gives maps one order, so that a run can be repeated.
 func sortedKeys[K cmp.Ordered, V any](m map[K]V) []K {
 	return slices.Sorted(maps.Keys(m))
 }

@@ -79,7 +79,7 @@ func nobodyThere(t *testing.T, f Fixture) {
 	d.down(p.id, 1)
 }
 
-// admitAgain: a second hello must not cut off what the first one has set up.
+// admitAgain: a second hello must not cut off the streams that the first one has set up.
 func admitAgain(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 4), dense(4096, 4))
 	blocks := [][]core.BlockID{sequence(0, 4)}
@@ -99,8 +99,8 @@ func admitAgain(t *testing.T, f Fixture) {
 	d.check(t, delivery{transfer: 1, blocks: blocks})
 }
 
-// wrongTickets: who shows none of P's tickets gets no connection and no byte,
-// and does not disturb those who do.
+// wrongTickets: a peer that shows none of P's tickets gets no connection and no byte, and
+// does not disturb the others.
 func wrongTickets(t *testing.T, f Fixture) {
 	spec := dense(4096, 40)
 	p, d := pair(t, f, spec, spec)
@@ -137,7 +137,7 @@ func wrongTickets(t *testing.T, f Fixture) {
 	}
 }
 
-// crossedGrant: what one peer has granted is written to no other.
+// crossedGrant: a grant of one peer is written to no other.
 func crossedGrant(t *testing.T, f Fixture) {
 	spec := dense(4096, 20)
 	p, a := pair(t, f, spec, spec)
@@ -157,7 +157,7 @@ func crossedGrant(t *testing.T, f Fixture) {
 	noReceived(t, b, "u", 0)
 }
 
-// dismiss: a peer that was dismissed gets nothing, until it is admitted anew.
+// dismiss: a dismissed peer gets nothing, until it is admitted anew.
 func dismiss(t *testing.T, f Fixture) {
 	spec := dense(4096, 20)
 	p, d := pair(t, f, spec, spec)

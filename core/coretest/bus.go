@@ -29,7 +29,7 @@ type Message struct {
 	Request  *wire.Request
 }
 
-// Fault is what becomes of a Message; the zero value delivers it.
+// Fault is the fate of a Message; the zero value delivers it.
 type Fault struct {
 	Drop      bool            // it is lost: the sender waits until its context ends
 	DropReply bool            // it arrives, its reply is lost
@@ -59,7 +59,7 @@ func (c *Cluster) NewBus(id core.AgentID, bootstrap string) *Bus {
 	return b
 }
 
-// Bus is a core.Bus in memory. Messages pass through their encoding, so what
+// Bus is a core.Bus in memory. Messages pass through their encoding, so a message that
 // does not fit on the wire fails here too.
 type Bus struct {
 	cluster   *Cluster

@@ -63,8 +63,8 @@ func (c *Clock) Tickers() int {
 	return len(c.tickers)
 }
 
-// Advance moves the time on and calls what is due, in the order of time. One
-// call of Advance at a time.
+// Advance moves the time on and calls the tickers that are due, in the order of time. Only
+// one call of Advance runs at a time.
 func (c *Clock) Advance(d time.Duration) {
 	c.mu.Lock()
 	end := c.now.Add(d)

@@ -37,7 +37,7 @@ func openOn(t *testing.T, f Fixture, id core.AgentID, a *arena, start func(a *ar
 	return e
 }
 
-// close closes the transport and checks what its sink was told in all.
+// close closes the transport and checks all that its sink was told.
 func (e *endpoint) close() {
 	if e.closed {
 		return

@@ -8,7 +8,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// geometrySpec says what lies where in a region's blocks; no tokens: they are opaque.
+// geometrySpec says where the items lie in a region's blocks; no tokens: the blocks are
+// opaque.
 type geometrySpec struct {
 	tokens, first, end, total uint32
 	hnd                       bool
@@ -50,8 +51,8 @@ func paintItem(b []byte, name string, token, head uint32) {
 	}
 }
 
-// unequal moves blocks into larger or smaller ones, with some of their heads, in
-// another order, between regions that have other numbers on either side.
+// unequal moves blocks into larger or smaller ones, with only some of their heads, in
+// another order, between regions with other numbers on either side.
 func unequal(t *testing.T, f Fixture) {
 	const item, units = 64, 20
 	side := func(tokens, first, end uint32, hnd bool, gap uint64, names ...string) (specs []regionSpec) {

@@ -108,8 +108,8 @@ func word(transfer, region, pos, w int) uint64 {
 	return uint64(transfer)<<52 | uint64(region)<<40 | uint64(pos)<<20 | uint64(w)
 }
 
-// Without the race detector's eyes, which would cost more than the transfers: what
-// is read too late is seen by its pattern.
+// Without the race detector's eyes, which would cost more than the transfers: a block that
+// is read too late shows by its pattern.
 //
 //go:norace
 func paint(b []byte, transfer, region, pos int) {

@@ -8,7 +8,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// idAgain: what a load does whose first agent was found to be gone.
+// idAgain: a load whose first agent is gone expects the same id again.
 func idAgain(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 20), dense(4096, 20))
 	src, first, second := [][]core.BlockID{sequence(0, 5)}, [][]core.BlockID{sequence(1, 5)}, [][]core.BlockID{sequence(10, 5)}

@@ -31,7 +31,7 @@ func beginPartial(p, d *endpoint, id core.TransferID, src, dst [][]core.BlockID)
 	return w
 }
 
-// upTo gives what is new when so many blocks of each region are ready; nil: all.
+// upTo gives the blocks that are new when so many of each region are ready; nil: all.
 func (w *partialWrite) upTo(ready []uint32) {
 	w.p.t.Helper()
 	pairs, at, err := w.match.PairsBetween(core.Selection{Blocks: w.src}, core.Selection{Blocks: w.dst}, w.ready, ready)
@@ -68,7 +68,7 @@ func bitByBit(t *testing.T, f Fixture) {
 	w := beginPartial(p, d, "t", from, to)
 	const steps = 7
 	for k := range steps {
-		// What becomes ready is written by the engine just then.
+		// The engine writes what becomes ready just then.
 		begin, end := k*n/steps, (k+1)*n/steps
 		p.paintFrom(1, from, begin, end)
 		ready := w.each(uint32(end))

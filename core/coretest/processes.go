@@ -35,7 +35,7 @@ func (e *endpoint) kill() {
 	e.closed = true
 }
 
-// within fails the test if f does not return; f's goroutine is then lost.
+// within fails the test if f does not return; f's goroutine is then left behind.
 func within(t *testing.T, what string, f func()) {
 	t.Helper()
 	done := make(chan struct{})
@@ -62,7 +62,7 @@ func betweenProcesses(t *testing.T, f Fixture) {
 	p.check(t, delivery{transfer: 1, blocks: src})
 }
 
-// refused checks what a sender learns of a transfer that its receiver gave up.
+// refused checks how a sender hears of a transfer that its receiver gave up.
 func refused(t *testing.T, f Fixture, o Outcome) {
 	t.Helper()
 	if f.OneSided && o.Err == nil {
@@ -159,8 +159,8 @@ func receiverKilled(t *testing.T, f Fixture) {
 		})
 }
 
-// receiverStopped: one that takes no bytes holds up no other, and its write can
-// be stopped.
+// receiverStopped: a receiver that takes no bytes holds up no other, and its write can be
+// stopped.
 func receiverStopped(t *testing.T, f Fixture) {
 	for try := range 3 {
 		beside := false
@@ -194,8 +194,8 @@ func receiverStopped(t *testing.T, f Fixture) {
 	t.Errorf("transfers to another receiver end only when the stopped one's has")
 }
 
-// oneOfTwoStopped: a write to one that takes no bytes gives its blocks back, and
-// the other one to it ends as with a broken connection, if not well.
+// oneOfTwoStopped: a stopped write to a peer that takes no bytes gives its blocks back.
+// The other write to the peer ends well, or as with a broken connection.
 func oneOfTwoStopped(t *testing.T, f Fixture) {
 	const blockBytes = 256 << 10
 	n := f.BigBytes / blockBytes / 2

@@ -32,9 +32,9 @@ const remoteMemory = 3
 // RemoteOpener opens a transport in a process that the suite has started.
 type RemoteOpener func(id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) (core.Transport, error)
 
-// ServeRemote must be the first call of the TestMain of a package that has
-// ProcessSuite start processes. In such a process it opens the transport that
-// Fixture.Remote names, does the suite's orders, and does not return.
+// ServeRemote must be the first call of the TestMain of a package that has ProcessSuite
+// start processes. In such a process it opens the transport that Fixture.Remote names,
+// obeys the suite's orders, and does not return.
 func ServeRemote(kinds map[string]RemoteOpener) {
 	kind, asked := os.LookupEnv(remoteEnv)
 	if !asked {
@@ -52,7 +52,7 @@ type order struct {
 	N        int
 	Method   string
 	Agent    core.AgentID  `json:",omitempty"`
-	Regions  []core.Region `json:",omitempty"` // their bases count from the memory's begin
+	Regions  []core.Region `json:",omitempty"` // their bases count from the start of the memory
 	Size     int           `json:",omitempty"`
 	ID       core.TransferID
 	Peer     core.AgentID   `json:",omitempty"`
@@ -64,7 +64,7 @@ type order struct {
 	Answer   *answer        `json:",omitempty"` // of "Answered": to the remote's signal of that number
 }
 
-// answer is what came of order N; N 0: what the sink was told.
+// answer is the result of order N; N 0: the sink was told something.
 type answer struct {
 	N       int
 	Data    []byte       `json:",omitempty"`
@@ -198,7 +198,7 @@ func serveRemote(open RemoteOpener, in io.Reader, out io.Writer) error {
 			s.answered(o.N, *o.Answer)
 			continue
 		}
-		go func() { // one that waits holds up no other
+		go func() { // an order that waits holds up no other
 			a := answer{N: o.N}
 			var err error
 			switch o.Method {
@@ -259,11 +259,11 @@ func openRemote(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *e
 	defer file.Close()
 	return openOn(t, f, id, newArena(t, specs, file), func(a *arena, sink *Recorder) core.Transport {
 		r := &remote{t: t, cmd: exec.Command(os.Args[0]), sink: sink, signal: f.board.from(id), ended: make(chan struct{}), waiting: map[int]chan answer{}}
-		// The race detector would rest a second at the exit, in case of late reports.
+		// At the exit the race detector would wait a second for late reports.
 		r.cmd.Env = append(os.Environ(), remoteEnv+"="+f.Remote, "GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0")
 		r.cmd.ExtraFiles = []*os.File{file}
 		r.cmd.Stderr = os.Stderr
-		r.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // a stopped one would stay for ever
+		r.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // a stopped process would stay for ever
 		var err error
 		if r.in, err = r.cmd.StdinPipe(); err != nil {
 			t.Fatal(err)
@@ -302,7 +302,7 @@ func (r *remote) read(out io.Reader) {
 			continue
 		}
 		if o := a.Outcome; o != nil {
-			if a.Err != nil { // else it would be an error that holds a nil
+			if a.Err != nil { // else the remote's error would be an interface that holds a nil
 				o.Err = a.Err
 			}
 			r.sink.add(*o)
@@ -318,8 +318,8 @@ func (r *remote) read(out io.Reader) {
 	}
 }
 
-// carry hands a remote's signal to the board. It ends when the one that is asked
-// answers, or with the remote.
+// carry hands a remote's signal to the board. It ends when the asked transport answers, or
+// with the remote.
 func (r *remote) carry(s *signalOut) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -343,7 +343,7 @@ func (r *remote) signalled(ctx context.Context, from core.AgentID, msg []byte) (
 	return a.Data, err
 }
 
-// ask gives an order and waits for what comes of it.
+// ask gives an order and waits for its answer.
 func (r *remote) ask(o order) (answer, error) {
 	ctx, cancel := context.WithTimeoutCause(context.Background(), patience, fmt.Errorf("the remote's %s has not returned within %v", o.Method, patience))
 	defer cancel()
@@ -406,8 +406,8 @@ func (r *remote) Write(op core.WriteOp)     { r.order(order{Method: "Write", Op:
 func (r *remote) Extend(op core.WriteOp)    { r.order(order{Method: "Extend", Op: &op}) }
 func (r *remote) Stop(id core.TransferID)   { r.order(order{Method: "Stop", ID: id}) }
 
-// Close closes the transport and ends the process, which must have nothing to
-// complain of (the race detector's word is its exit status).
+// Close closes the transport and ends the process, which must not complain: the race
+// detector's word is its exit status.
 func (r *remote) Close() error {
 	_, err := r.ask(order{Method: "Close"})
 	r.in.Close()

@@ -59,8 +59,8 @@ func revokeAfter(t *testing.T, f Fixture) {
 	noReceived(t, d, "t", 1)
 }
 
-// revokeRaces has Revoke meet the last bytes. The outcome was told before
-// Revoke returned or never, and the blocks may be used again at once.
+// revokeRaces has Revoke meet the last bytes. The outcome was told before Revoke returned
+// or never, and the blocks may be used again at once.
 func revokeRaces(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 8), dense(4096, 8))
 	src, dst := [][]core.BlockID{sequence(0, 4)}, [][]core.BlockID{sequence(2, 4)}

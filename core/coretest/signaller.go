@@ -21,7 +21,7 @@ type Signaller struct {
 	cancel context.CancelFunc
 
 	state sync.Mutex
-	ways  map[core.AgentID]*twinWay  // D: to those that it was told to connect
+	ways  map[core.AgentID]*twinWay  // D: to the agents that it was told to connect
 	joins map[core.AgentID]*twinJoin // P: under way
 }
 
@@ -67,8 +67,8 @@ func (n *Network) Signals(id core.AgentID) core.Signal {
 	}
 }
 
-// Cut breaks the way between two agents, for why, until Mend. Writes under way
-// end, and what has begun to be received; both sides are told.
+// Cut breaks the way between two agents, for why, until Mend. Writes that are under way
+// end, as do transfers that have begun to arrive. Both sides are told.
 func (n *Network) Cut(a, b core.AgentID, why error) {
 	n.mu.Lock()
 	n.broken[link{a, b}], n.broken[link{b, a}] = why, why
@@ -109,7 +109,7 @@ func (n *Network) Cut(a, b core.AgentID, why error) {
 	}
 }
 
-// Mend ends Cut: who was told to connect greets again.
+// Mend ends Cut: agents that were told to connect greet again.
 func (n *Network) Mend(a, b core.AgentID) {
 	n.mu.Lock()
 	delete(n.broken, link{a, b})
@@ -133,7 +133,7 @@ func (n *Network) Mend(a, b core.AgentID) {
 	}
 }
 
-// Hold keeps every handshake from its end until c is closed.
+// Hold holds every handshake up until c is closed.
 func (n *Network) Hold(c <-chan struct{}) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -248,7 +248,7 @@ func (s *Signaller) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
 	return nil, fmt.Errorf("mem: a signal of unknown kind %.20q", kind)
 }
 
-// welcome makes the link that D has asked for, and tells it the outcome.
+// welcome makes the link that D has asked for, and tells D the outcome.
 func (s *Signaller) welcome(peer core.AgentID) {
 	ctx, cancel := context.WithTimeout(s.ctx, twinPatience)
 	defer cancel()

@@ -8,9 +8,9 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// board carries the signals of one case's transports, in place of the control
-// plane: to who is open, in this process or another. A process that is stopped
-// answers nobody; one that has ended is absent.
+// board carries the signals of one case's transports, in place of the control plane, to
+// any open transport, in this process or another. A stopped process answers nobody; an
+// ended one is absent.
 type board struct {
 	mu   sync.Mutex
 	open map[core.AgentID]core.Transport
