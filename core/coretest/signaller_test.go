@@ -46,7 +46,7 @@ func TestSignallerCutAndMended(t *testing.T) {
 		t.Fatal(err)
 	}
 	moves(t, p, d, "t", blocks)
-	why := errors.New("both rails are down")
+	why := errors.New("both paths are down")
 	n.Cut(p.id, d.id, why)
 	p.down(d.id, 1)
 	d.down(p.id, 1)

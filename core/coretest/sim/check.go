@@ -28,8 +28,8 @@ func (w *world) patience() time.Duration {
 	return d
 }
 
-// promiseOfDead checks, when it is time, that all that was under way towards p has
-// ended, whether p had answered or not, and whoever has its place then.
+// promiseOfDead checks, when it is time, that all that was under way towards p has ended,
+// whether p had answered or not, and whichever agent has its place then.
 func (w *world) promiseOfDead(p *agent) {
 	w.expectLost(p)
 	w.expectEnds(p, func(d *agent) map[partOf]core.AgentID { return d.towards }, func(d *agent, h *half) bool {
@@ -134,8 +134,8 @@ func (a *agent) expectProbe(d *agent) {
 	}
 }
 
-// expectLeases: what a dead D has claimed ends with its own lease, whoever else
-// renews other shares of it.
+// expectLeases: a dead D's claims end with their own leases, even if others renew other
+// shares of the same offer.
 func (w *world) expectLeases(d *agent) {
 	lease := w.plan.opt.Lease
 	for _, part := range slices.SortedFunc(maps.Keys(d.claims), compare) {
@@ -162,7 +162,7 @@ func (a *agent) promisedBy(p *agent) (ids []core.TransferID) {
 	return ids
 }
 
-// checkEmpty says what an agent still holds that it must not.
+// checkEmpty says what an agent still holds at the end.
 func (a *agent) checkEmpty() {
 	w := a.w
 	a.ledger.end()
@@ -202,9 +202,9 @@ func (w *world) checkEnd() {
 		for id := range a.ledger.claims {
 			w.fault(id, "%s: at the end: the claim of %q was neither loaded nor cancelled nor reported", a.id, id)
 		}
-		if len(a.lanes)+len(a.outbox)+len(a.looking)+len(a.queue)+len(a.waiting) > 0 {
-			w.fault("", "%s: left at the end: %d lanes, %d in the outbox, %d look-ups, %d actions, %d requests",
-				a.id, len(a.lanes), len(a.outbox), len(a.looking), len(a.queue), len(a.waiting))
+		if len(a.peerQueues)+len(a.outbox)+len(a.looking)+len(a.queue)+len(a.waiting) > 0 {
+			w.fault("", "%s: left at the end: %d peer queues, %d in the outbox, %d look-ups, %d actions, %d requests",
+				a.id, len(a.peerQueues), len(a.outbox), len(a.looking), len(a.queue), len(a.waiting))
 		}
 		for b := range a.host.mem {
 			if owner := a.host.mem[b].owner; owner != 0 {
@@ -253,7 +253,7 @@ func (a *agent) expectAbort(id core.TransferID) {
 	})
 }
 
-// answered lists the parts of a load or claim that P agents have said something of.
+// answered lists the parts of a load or claim on which P agents have said something.
 func (a *agent) answered(id core.TransferID) (parts []core.TransferID) {
 	for part := range a.claims {
 		if base(part) == id {
@@ -305,7 +305,7 @@ func (a *agent) checkOffered(id core.TransferID, token uint64) {
 	}
 }
 
-// checkNotGiven: what P has given up while it was claimed is not asked for.
+// checkNotGiven: a claim that P has given up is not asked for.
 func (a *agent) checkNotGiven(part core.TransferID) {
 	if a.given[part] && a.w.plan.calm && !a.w.reused[base(part)] {
 		a.w.fault(base(part), "%s: %q is loaded, though P has said that it has given the claim up", a.id, part)
@@ -385,7 +385,7 @@ func (a *agent) beforeItsP(r core.Report) bool {
 	return false
 }
 
-// checkStale: an answer to what an earlier load of the id has asked is void.
+// checkStale: an answer to an earlier load of the id is void.
 func (a *agent) checkStale(id core.TransferID, seq uint64, feed func()) {
 	if a.asked[id] == seq {
 		feed()
@@ -397,8 +397,8 @@ func (a *agent) checkStale(id core.TransferID, seq uint64, feed func()) {
 	}
 }
 
-// checkAnew: of one load that P has taken back, D hears by a message and by the answer to
-// a renewal, each perhaps twice. It begins anew once.
+// checkAnew: D hears by a message and by the answer to a renewal, each perhaps twice, that
+// P has withdrawn what it sent for a load. D begins anew once.
 func (a *agent) checkAnew(v core.SendRenew, answers []core.Answer) (after func()) {
 	n := len(a.queue)
 	return func() {
@@ -415,7 +415,8 @@ func (a *agent) checkAnew(v core.SendRenew, answers []core.Answer) (after func()
 	}
 }
 
-// checkTold: of what was aborted while it was looked up, each agent that is found is told.
+// checkTold: if a half was aborted while it was looked up, each agent that is found is
+// told.
 func (a *agent) checkTold(r core.Resolve, found map[core.TransferID]core.AgentID) (after func()) {
 	if a.dropped[r.ID] != r.Seq {
 		return func() {}

@@ -112,7 +112,7 @@ func (a *agent) wait(x *want) {
 	a.serveWaiting()
 }
 
-// serveWaiting gives free blocks to who waits longest.
+// serveWaiting gives free blocks to the request that waits longest.
 func (a *agent) serveWaiting() {
 	for len(a.waiting) > 0 && !a.closing {
 		x := a.waiting[0]

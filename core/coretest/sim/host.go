@@ -7,8 +7,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// host is one rank of an engine: its memory stays where it is, its process may
-// be stopped, end, and be replaced by another.
+// host is one rank of an engine. Its memory stays where it is. Its process may be stopped,
+// end, and be replaced by another.
 type host struct {
 	w       *world
 	name    string
@@ -248,13 +248,13 @@ func (a *agent) drain(until time.Duration) {
 		a.ledger.shut()
 		a.event(func(m *core.Machine, now time.Time) { m.Abandon(now) }, "abandon")
 	}
-	a.leaveLanes(a.w.now + goodbye)
+	a.leaveQueues(a.w.now + goodbye)
 }
 
-// leaveLanes waits for what is still to be said, and goes.
-func (a *agent) leaveLanes(until time.Duration) {
-	if len(a.lanes)+len(a.outbox) > 0 && a.w.now < until {
-		a.after(20*time.Millisecond, func() { a.leaveLanes(until) })
+// leaveQueues waits for what is still to be said, and goes.
+func (a *agent) leaveQueues(until time.Duration) {
+	if len(a.peerQueues)+len(a.outbox) > 0 && a.w.now < until {
+		a.after(20*time.Millisecond, func() { a.leaveQueues(until) })
 		return
 	}
 	a.checkEmpty()

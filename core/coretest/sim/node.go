@@ -11,22 +11,22 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// node is what package node does around a machine: one goroutine that performs
-// the actions in order (run.go), the table of peers (peers.go), lanes (lanes.go),
-// the outbox (outbox.go) and the answers to requests (serve.go).
+// node is what package node does around a machine: one goroutine performs the actions in
+// order (run.go), a table holds the peers (peers.go), a queue for each peer holds what is
+// to be said to it (peerqueue.go, say.go), and serve.go answers requests.
 type node struct {
-	queue    []core.Action
-	working  bool
-	peers    map[core.AgentID]*peer
-	byTarget map[core.Target]core.AgentID
-	byEngine map[core.Target][]core.FoundPart
-	looking  map[core.Target][]core.Resolve
-	lanes    map[core.AgentID]*lane
-	outbox   map[core.AgentID][]core.Action // something is under way to each that is there
-	probing  map[core.AgentID]bool          // it is being asked whether it lives
-	asked    map[core.TransferID]uint64     // seq of the newest load
-	anew     map[string]bool                // P's words upon which a load began anew
-	heard    map[core.AgentID]time.Duration // when a D has renewed or loaded last, by this process's clock
+	queue      []core.Action
+	working    bool
+	peers      map[core.AgentID]*peer
+	byTarget   map[core.Target]core.AgentID
+	byEngine   map[core.Target][]core.FoundPart
+	looking    map[core.Target][]core.Resolve
+	peerQueues map[core.AgentID]*peerQueue
+	outbox     map[core.AgentID][]core.Action // something is under way to each that is there
+	probing    map[core.AgentID]bool          // it is being asked whether it lives
+	asked      map[core.TransferID]uint64     // seq of the newest load
+	anew       map[string]bool                // P's words upon which a load began anew
+	heard      map[core.AgentID]time.Duration // when a D has renewed or loaded last, by this process's clock
 }
 
 type peer struct {
@@ -36,7 +36,7 @@ type peer struct {
 	mute   time.Duration // until then its loads are not tried
 }
 
-type lane struct {
+type peerQueue struct {
 	queue   []func(done func())
 	running int
 }
@@ -47,7 +47,7 @@ func (n *node) init() {
 	n.byEngine = map[core.Target][]core.FoundPart{}
 	n.heard = map[core.AgentID]time.Duration{}
 	n.looking = map[core.Target][]core.Resolve{}
-	n.lanes = map[core.AgentID]*lane{}
+	n.peerQueues = map[core.AgentID]*peerQueue{}
 	n.outbox = map[core.AgentID][]core.Action{}
 	n.probing = map[core.AgentID]bool{}
 	n.asked = map[core.TransferID]uint64{}
@@ -107,24 +107,24 @@ func (a *agent) perform(act core.Action) {
 	}
 }
 
-// do runs what waits for a peer, each peer apart and a bounded number at a time.
+// do runs the calls that wait for a peer, each peer apart and a bounded number at a time.
 func (a *agent) do(to core.AgentID, f func(done func())) {
-	l := a.lanes[to]
+	l := a.peerQueues[to]
 	if l == nil {
-		l = &lane{}
-		a.lanes[to] = l
+		l = &peerQueue{}
+		a.peerQueues[to] = l
 	}
 	l.queue = append(l.queue, f)
-	if l.running < a.w.plan.lane {
+	if l.running < a.w.plan.perPeer {
 		l.running++
 		a.next(to, l)
 	}
 }
 
-func (a *agent) next(to core.AgentID, l *lane) {
+func (a *agent) next(to core.AgentID, l *peerQueue) {
 	if len(l.queue) == 0 {
 		if l.running--; l.running == 0 {
-			delete(a.lanes, to)
+			delete(a.peerQueues, to)
 		}
 		return
 	}

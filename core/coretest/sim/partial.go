@@ -78,7 +78,7 @@ func (a *agent) stepOf(p *computation, left time.Duration) {
 	})
 }
 
-// computeMore computes and says so.
+// computeMore computes some more, and offers it.
 func (a *agent) computeMore(p *computation) bool {
 	w := a.w
 	r := core.PartialOffer{ID: p.id, Prompt: a.promptOf(p)}

@@ -24,7 +24,7 @@ type plan struct {
 	// blockTokens of the prefill engine and of each decode engine.
 	blockTokens []int
 	pool        int // blocks of a rank
-	lane        int // requests to one peer at a time, as in node
+	perPeer     int // requests to one peer at a time, as in node
 
 	loss, double, slow float64 // of each message
 	hang               float64 // of each renewal that gets no answer: for long not even its time-out is told
@@ -65,7 +65,7 @@ func (w *world) newPlan() plan {
 		requests: 4 + w.rnd.IntN(8),
 		blocks:   4,
 		pool:     14,
-		lane:     []int{1, 2, 16}[w.rnd.IntN(3)],
+		perPeer:  []int{1, 2, 16}[w.rnd.IntN(3)],
 		opt: core.Options{
 			Lease:        []time.Duration{2, 3, 5}[w.rnd.IntN(3)] * time.Second,
 			PeerTimeout:  []time.Duration{900, 1500}[w.rnd.IntN(2)] * time.Millisecond,

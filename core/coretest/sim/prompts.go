@@ -32,8 +32,8 @@ func (w *world) choosePrompts(id core.TransferID) {
 	w.prompts[id] = s
 }
 
-// promptOf is what P's engine says with a part of a computation: what it has said before
-// holds, unless the machine has room for so few that it forgets what has ended.
+// promptOf is the prompt that P's engine says with a partial offer: what it has said
+// before holds, unless the machine has room for so few that it forgets what has ended.
 func (a *agent) promptOf(g *computation) uint64 {
 	if g.said && a.w.plan.opt.MaxTransfers > 16 && a.w.prompting.IntN(2) == 0 {
 		return 0

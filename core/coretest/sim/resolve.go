@@ -73,7 +73,7 @@ func (a *agent) findAll(t core.Target) {
 	}
 }
 
-// looked takes those who wait for a look-up that has ended.
+// looked takes the requests that wait for a look-up that has ended.
 func (a *agent) looked(t core.Target) []core.Resolve {
 	waiting := a.looking[t]
 	delete(a.looking, t)

@@ -1,22 +1,22 @@
-// Package sim runs prefill and decode engines of several ranks in one thread:
-// real core.Machines over a model of the node around them (node.go), of the
-// transport (transport.go), of the control plane (net.go), and of engines that
-// use their blocks again as soon as they have them back (engine.go).
+// Package sim runs prefill and decode engines of several ranks in one thread. The
+// core.Machines are real. Models stand for the node around them (node.go), the transport
+// (transport.go), the control plane (net.go), and engines that use their blocks again as
+// soon as they have them back (engine.go).
 //
-// Time and order come from the seed alone, so a seed is a run. What happens to
-// it (faults.go): messages are lost, late, doubled and overtaken, ways are cut
-// in one direction or both, connections break, processes are stopped and
-// continued, crash and come back on the same memory, clocks jump.
+// Time and order come from the seed alone, so a seed is a run. Faults happen to a run
+// (play.go): messages are lost, late, doubled and overtaken, ways are cut in one direction
+// or both, connections break, processes are stopped and continued, crash and come back on
+// the same memory, clocks jump.
 //
 // In half of the worlds each rank's blocks have as many tokens and heads as it likes,
 // in either order, and plans cut and gather them.
 //
-// What is checked, at the step that does it: an item lands only in a block that
-// belongs to its own transfer at its own position, and none if the router has given the
-// transfer's id to two requests, a source block is read only
-// while its offer holds it, each accepted half is reported once and a load not
-// before its fence, and nobody waits for a dead peer for longer than was agreed.
-// At the end nothing is left, in the machines and around them.
+// Each check is made at the step that it is about. An item lands only in a block that
+// belongs to its own transfer at its own position. If the router has given the transfer's
+// id to two requests, no item lands. A source block is read only while its offer holds it.
+// Each accepted half is reported once, and a failed load not before its fence. Nobody
+// waits for a dead peer for longer than was agreed. At the end nothing is left, in the
+// machines and around them.
 package sim
 
 import (

@@ -7,8 +7,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// transcript is what the machines were told and what they wanted, in the form
-// of core/testdata.
+// transcript is the events and actions of the machines, in the form of core/testdata.
 type transcript []line
 
 type line struct {
@@ -51,8 +50,8 @@ func (t transcript) text(short bool, id core.TransferID) string {
 	return strings.TrimRight(b.String(), "\n") + "\n"
 }
 
-// told writes a line and takes what the machine wants; said is what the call
-// itself returned.
+// told writes a line with the event and takes the machine's actions; said is the call's
+// own result.
 func (a *agent) told(actions []core.Action, said string, err error, format string, args ...any) {
 	w := a.w
 	if w.words == nil {
