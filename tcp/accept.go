@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// strangers are the accepted connections that have shown no ticket yet: anyone
-// may open one, so they are few, have little time, and rarely fill a log line.
+// strangers are the accepted connections that have shown no ticket yet. Anyone may open
+// one, so they are few, have little time, and rarely fill a log line.
 type strangers struct {
 	conns  []*net.TCPConn // oldest first
 	logAt  time.Time      // not before
@@ -24,7 +24,7 @@ type strangers struct {
 // errUnwanted refuses a stream so that its peer does not try again.
 var errUnwanted = errors.New("refused")
 
-// accept takes D agents' streams.
+// accept takes the streams that D agents open.
 func (s *sender) accept() {
 	for {
 		conn, err := s.t.ln.Accept()
@@ -32,7 +32,7 @@ func (s *sender) accept() {
 			if errors.Is(err, net.ErrClosed) {
 				return
 			}
-			// Out of descriptors, most likely: the next one may have better luck.
+			// the process is out of descriptors, most likely: the next accept may have better luck
 			s.warn("accept", zap.Error(err))
 			select {
 			case <-s.t.ctx.Done():
@@ -45,8 +45,8 @@ func (s *sender) accept() {
 	}
 }
 
-// enter gives a connection its time for a hello. The place that it needs may be
-// the oldest stranger's: a decode agent says hello at once.
+// enter gives a connection its time for a hello. If the places are taken, the oldest
+// stranger gives up its own: a decode agent says hello at once.
 func (s *sender) enter(conn *net.TCPConn) {
 	var oldest *net.TCPConn
 	s.mu.Lock()
@@ -74,7 +74,7 @@ func (s *sender) enter(conn *net.TCPConn) {
 				var b [headerSize]byte
 				(&header{kind: frameLeave}).encode(&b)
 				conn.SetWriteDeadline(time.Now().Add(s.t.cfg.DialTimeout))
-				_, _ = conn.Write(b[:]) // it learns the end of the connection anyhow
+				_, _ = conn.Write(b[:]) // if this fails, the peer learns the same by the end of the connection
 			}
 			s.warn("stream refused", zap.Stringer("from", conn.RemoteAddr()), zap.Error(err))
 			return
@@ -95,8 +95,8 @@ func left(raw syscall.RawConn) bool {
 	return closed
 }
 
-// greet reads the hello and makes the connection a stream of its peer's link. D
-// has ended the one of the same number before, whether this side saw that or not.
+// greet reads the hello and makes the connection a stream of its peer's link. Its
+// predecessor of the same number is over, whether this side saw that or not.
 func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 	s.t.tune(conn)
 	conn.SetReadDeadline(time.Now().Add(s.t.cfg.DialTimeout))
@@ -132,7 +132,8 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 	return st, nil
 }
 
-// warn logs what strangers cause, one line a second: they must not fill the log.
+// warn logs the errors that strangers cause, one line a second: they must not fill the
+// log.
 func (s *sender) warn(what string, fields ...zap.Field) {
 	now := time.Now()
 	s.mu.Lock()

@@ -21,7 +21,7 @@ type inLink struct {
 	ticket   token
 	met      bool     // a stream has got through to P
 	tries    int      // streams that have not, while none has
-	up       bool     // one is open, or its end was not told yet
+	up       bool     // a stream is open, or its end was not told yet
 	moved    bool     // bytes came since all streams were broken
 	slots    []inSlot // by number
 }
@@ -44,7 +44,7 @@ func (l *inLink) open() bool {
 	return slices.ContainsFunc(l.slots, func(s inSlot) bool { return s.conn != nil })
 }
 
-// openAgain ends a stream that P's bytes do not get through, so that its number is
+// openAgain ends a stream whose bytes from P do not get through, so that its number is
 // dialled anew; r.mu is held.
 func (l *inLink) openAgain(number int, attempt uint64) {
 	if number >= len(l.slots) {
@@ -67,11 +67,11 @@ func (l *inLink) closeAll() {
 // redialAfter is the least time from one dial of a stream to the next.
 const redialAfter = time.Second
 
-// redialSoon is that after one that has brought bytes: P waits for it.
+// redialSoon is the same after a stream that has brought bytes: P waits for the next one.
 const redialSoon = 50 * time.Millisecond
 
-// maxTries is how often each stream of a link is dialled that P was never reached
-// by, while transfers wait for it.
+// maxTries is how often each stream of a link is dialled while transfers wait and no
+// stream has ever reached P.
 const maxTries = 3
 
 // Connect implements core.Transport.
@@ -97,7 +97,7 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	if link.endpoint != endpoint || link.ticket != token(ticket) {
 		link.endpoint, link.ticket = endpoint, token(ticket)
 		for i := range link.slots {
-			link.slots[i].retryAt = time.Time{} // what failed before says nothing of the new ones
+			link.slots[i].retryAt = time.Time{} // a failure of the former endpoint or ticket says nothing of the new ones
 		}
 		link.tries = 0
 	}
@@ -105,8 +105,8 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	return nil
 }
 
-// dialMissing starts the streams of a link that are not there, or are no more:
-// until it is replaced, P may think that the former one lives; r.mu is held.
+// dialMissing starts the streams of a link that are not there, or have ended. Until a
+// stream is replaced, P may think that it lives; r.mu is held.
 func (r *receiver) dialMissing(link *inLink) {
 	others := link.busy()
 	for n := range link.slots {
@@ -123,8 +123,8 @@ func (r *receiver) dialMissing(link *inLink) {
 	}
 }
 
-// dismiss forgets a P agent: its streams are closed, and what waits for them is
-// lost.
+// dismiss forgets a P agent: its streams are closed, and the transfers that wait for them
+// are lost.
 func (r *receiver) dismiss(peer core.AgentID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -134,8 +134,8 @@ func (r *receiver) dismiss(peer core.AgentID) {
 	}
 }
 
-// stream is the life of one connection to P, after a pause, and of the next ones
-// while transfers wait for it.
+// stream is the life of one connection to P, after a pause. While transfers wait for the
+// stream, the next connections are dialled too.
 func (r *receiver) stream(link *inLink, n int, pause time.Duration) {
 	for r.t.pause(pause) {
 		began := time.Now()
@@ -169,8 +169,8 @@ func (r *receiver) stream(link *inLink, n int, pause time.Duration) {
 	}
 }
 
-// broken: the connection ended, or was never made. Other errors are what the peer
-// has said: that it knows no such ticket, or what no sender says.
+// broken: the connection ended, or was never made. Any other error is the peer's doing: it
+// knows no such ticket, or sends what no sender sends.
 func broken(cause error) bool {
 	var network net.Error
 	var errno syscall.Errno
@@ -178,12 +178,12 @@ func broken(cause error) bool {
 		errors.As(cause, &network) || errors.As(cause, &errno)
 }
 
-// streamEnded decides whether a stream is dialled again, whether the way to P
-// is down with it, and which transfers are lost. A broken connection loses none:
-// P still works on it, goes on with it when the stream is open again, or the
-// control plane tells that it does not. One that has begun is lost when no stream
-// is left and none has brought a byte since that was so before. Where no stream
-// gets through at all, or P says what it should not, all are.
+// streamEnded decides whether a stream is dialled again, whether the way to P is down with
+// it, and which transfers are lost. A broken connection alone loses no transfer: P still
+// works on it, and goes on when the stream is open again, or the control plane tells that
+// P does not. If no stream is left and none has brought a byte since that last was so, the
+// transfers that have begun are lost. If no stream gets through at all, or P sends what it
+// should not, all are lost.
 func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down bool, lost []*inbound) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -226,7 +226,7 @@ func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down b
 	return false, down, lost
 }
 
-// runStream is one connection; it says how many bytes of frames came.
+// runStream is one connection. It returns how many bytes of frames came.
 func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token) (received uint64, _ error) {
 	d := net.Dialer{Timeout: r.t.cfg.DialTimeout, Control: r.t.cfg.guard(endpoint)}
 	conn, err := d.DialContext(r.t.ctx, "tcp", endpoint)
@@ -262,8 +262,8 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token)
 	return s.received, r.t.describe(err)
 }
 
-// errTicket ends a stream that P did not take.
+// errTicket ends a stream that P did not accept.
 var errTicket = errors.New("the prefill agent does not know our ticket (any more), or has too many streams; its log says which")
 
-// errDismissed ends a stream whose peer is not wanted any more.
+// errDismissed ends a stream whose peer was dismissed.
 var errDismissed = errors.New("the prefill agent was dismissed, or the transport is closed")

@@ -1,7 +1,7 @@
 package tcp
 
-// doneList keeps the last transfers that ended well: P asks again when the stream
-// that brought the acknowledgement broke.
+// doneList keeps the last transfers that ended well. If the stream that brought an
+// acknowledgement broke, P asks again.
 type doneList struct {
 	list []doneTransfer
 	next int

@@ -31,8 +31,8 @@ func newToken() (k token) {
 	return k
 }
 
-// maxFrame is the most bytes of one frame: what no transfer wants is read away,
-// and a peer must not keep a stream at that for ever.
+// maxFrame is the most bytes of one frame. A frame that belongs to no transfer is read
+// away, and a peer must not keep a stream at that for ever.
 const maxFrame = 1 << 30
 
 // numberBits bound the number of a stream, and with it what one ticket opens.
@@ -41,20 +41,20 @@ const numberBits = 6
 // maxPeerStreams is the most streams between two agents.
 const maxPeerStreams = 1 << numberBits
 
-// hello is the first frame of D's stream number: key is the ticket that P gave D.
-// attempt rises with each stream that D opens, so that the newest of a number
-// counts. received is what D has read of this number's frames, headers included,
-// in all its streams to this P: what was sent beyond it is lost.
+// hello is the first frame of D's stream number: key is the ticket that P gave D. attempt
+// rises with each stream that D opens, so that the newest of a number counts. received is
+// how much D has read of this number's frames, headers included, in all its streams to
+// this P: bytes beyond it are lost.
 func hello(ticket token, number int, attempt, received uint64) header {
 	return header{kind: frameHello, key: ticket, position: received, length: attempt<<numberBits | uint64(number)}
 }
 
-// again asks D to open a stream of its anew, because P's bytes do not get through.
+// again asks D to open a stream anew, because P's bytes do not get through it.
 func again(number int, attempt uint64) header {
 	return header{kind: frameAgain, length: attempt<<numberBits | uint64(number)}
 }
 
-// stream is what a hello or an again names.
+// stream is the number and attempt that a hello or an again names.
 func (h *header) stream() (number int, attempt uint64) {
 	return int(h.length % maxPeerStreams), h.length >> numberBits
 }

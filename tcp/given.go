@@ -6,8 +6,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// given is what a write has been given so far: at once, or bit by bit in any
-// place of the transfer's linear order.
+// given is what a write has been given so far, at once or bit by bit, anywhere in the
+// transfer's linear order.
 type given struct {
 	stretches []stretch // by position
 	one       [1]stretch
@@ -19,8 +19,7 @@ type given struct {
 type stretch struct {
 	position, end uint64
 	runs          []run
-	// next is the run that begins at the position begins: what is read in its order
-	// is not searched for.
+	// next is the run at the position begins. Bytes that are read in order need no search.
 	next   int
 	begins uint64
 }
@@ -49,7 +48,7 @@ func stretchesOf(out []stretch, l *core.Layout, op *core.WriteOp) []stretch {
 	return out
 }
 
-// add takes one more; false if bytes of it were given before.
+// add takes one more stretch; false if bytes of it were given before.
 func (g *given) add(s *stretch) bool {
 	if s.position == s.end {
 		return true
@@ -83,8 +82,8 @@ func (g *given) find(position uint64) (i int, found bool) {
 	return i, i < len(g.stretches) && g.stretches[i].position <= position
 }
 
-// fill puts the bytes from a position on into v, up to its capacity, and says how
-// many: all of limit have been given.
+// fill puts the bytes from a position up to limit into v, up to its capacity, and says how
+// many they are. All of them have been given.
 func (g *given) fill(v []iovec, position, limit uint64) (_ []iovec, total uint64) {
 	i, _ := g.find(position)
 	for ; total < limit && len(v) < cap(v); i++ {

@@ -8,9 +8,9 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// One of several streams can be dead while the others live: a link of a bundle,
-// one way of many. The kernel finds out after StallTimeout; by looking at what D's
-// kernel has acknowledged, P knows it sooner, and D opens that one anew.
+// One of several streams can be dead while the others live: a link of a bundle, one path
+// of many. The kernel finds out after StallTimeout. P knows sooner, by looking at the
+// bytes that D's kernel has acknowledged, and D opens that stream anew.
 
 // lookEvery is the time between two looks, stuckLooks how many of them see a stream
 // without progress before it counts as stuck.
@@ -66,8 +66,8 @@ func (s *sender) look() {
 		}
 	}
 	for i, st := range streams {
-		// A D that takes no bytes is as slow on all its streams; where nothing comes
-		// back at all it is the way that is dead.
+		// A D that takes no bytes is slow on all its streams alike. If nothing comes back at
+		// all, the way is dead.
 		dead := infos[i] != nil && infos[i].Retransmits > 0
 		if st.still >= stuckLooks && (dead || moving[st.link]) && st.link.stuck == nil {
 			st.still, st.link.stuck = 0, st

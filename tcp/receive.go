@@ -24,8 +24,8 @@ type receiver struct {
 	// telling holds the transfers whose outcome the sink is being told.
 	telling map[core.TransferID]chan struct{}
 	links   map[core.AgentID]*inLink
-	// attempts counts the streams that were opened, to all peers, from the time of
-	// New on: also the ones of an agent that opens again under its id are newer.
+	// attempts counts the streams that were opened, to all peers, from the time of New on.
+	// So the streams of an agent that opens again under its id are newer too.
 	attempts uint64
 	done     doneList
 	redial   time.Duration // see redialAfter
@@ -52,10 +52,10 @@ type inbound struct {
 	first time.Time
 }
 
-// mostSpans bounds what is kept of a transfer's frames. A sender needs about one
-// span for each of its streams and of the places where a transfer grows, which may be
-// each region, but more while a stream is late that has many small frames: as many as
-// half of those of 2 KiB, which are 1/256 of the transfer's own memory.
+// mostSpans bounds the spans that are kept of a transfer's frames. A sender needs about
+// one span for each of its streams and for each place where a partial offer gives more,
+// which may be each region. While a stream is late it needs more if frames are small: one
+// for each second frame of 2 KiB. That is 1/256 of the transfer's own memory.
 func (in *inbound) mostSpans() int {
 	return int(min(max(minSpans, in.total>>12, uint64(len(in.runs))), maxSpans))
 }
@@ -150,8 +150,8 @@ func (r *receiver) fail(in *inbound, err error) {
 	}
 }
 
-// ends forgets a transfer, so that just one caller gets a channel to tell its
-// outcome with; r.mu is held.
+// ends forgets a transfer. Just one caller gets the channel with which it tells the
+// outcome; r.mu is held.
 func (r *receiver) ends(in *inbound) chan struct{} {
 	if !r.forget(in) {
 		return nil
@@ -180,7 +180,7 @@ type inStream struct {
 	received uint64 // bytes of frames; of a header all or none
 	vec      []iovec
 	buf      [headerSize]byte
-	scratch  []byte // what no transfer wants is read into it
+	scratch  []byte // bytes that belong to no transfer are read into it
 }
 
 func (s *inStream) send(h *header) error {
@@ -222,7 +222,7 @@ func (s *inStream) frame() error {
 	in := s.r.byGrant[h.key]
 	if in != nil {
 		if in.link != s.link {
-			in = nil // a grant of another peer
+			in = nil // another peer's grant
 		} else if err := in.claim(h.position, h.length); err != nil {
 			s.r.mu.Unlock()
 			s.r.fail(in, err)
@@ -246,7 +246,7 @@ func (s *inStream) frame() error {
 	if err != nil {
 		if in != nil {
 			s.r.mu.Lock()
-			in.spans.remove(h.position+n, h.position+h.length) // P may send it again
+			in.spans.remove(h.position+n, h.position+h.length) // P may send these bytes again
 			in.got += n
 			s.r.mu.Unlock()
 		}
@@ -258,8 +258,8 @@ func (s *inStream) frame() error {
 	return nil
 }
 
-// claim checks a frame's place; receiver.mu is held. Bytes that were claimed
-// before would be counted twice, and a hole would go unseen.
+// claim checks a frame's place; receiver.mu is held. If bytes could be claimed twice they
+// would count twice, and a hole would go unseen.
 func (in *inbound) claim(pos, length uint64) error {
 	end := pos + length
 	if end < pos || end > in.total {
@@ -316,8 +316,8 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, err error) {
 	return got, nil
 }
 
-// read is one readv that does not wait. The fence is held just for it: that is
-// all that Revoke can have to wait for.
+// read is one readv that does not wait. The fence is held just for it, so Revoke waits for
+// no more than that.
 func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uintptr, syscall.Errno) {
 	if in != nil {
 		in.fence.RLock()
@@ -347,7 +347,7 @@ func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uint
 	return uintptr(max(n, 0)), 0
 }
 
-// landed counts a frame's bytes and, with the last ones, ends the transfer.
+// landed counts a frame's bytes. With the last ones it ends the transfer.
 func (s *inStream) landed(in *inbound, n uint64) error {
 	s.r.mu.Lock()
 	in.got += n
@@ -365,7 +365,7 @@ func (s *inStream) landed(in *inbound, n uint64) error {
 	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs), Nanos: time.Since(in.first).Nanoseconds()}
 	s.r.mu.Unlock()
 	switch {
-	case gone: // revoked meanwhile, if it is not done: the sender may stop
+	case gone: // if the transfer is not done, it was revoked: the sender may stop
 		return s.send(&answer)
 	case told == nil:
 		return nil

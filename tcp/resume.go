@@ -7,22 +7,22 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// A transfer goes on when a stream that had frames of it breaks. D's next stream
-// of that number says how far it has read them, and what lies beyond is sent
-// again, on any stream. Before D has said so nothing is: D may still be reading.
+// A transfer goes on when a stream that had frames of it breaks. D's next stream of that
+// number says how far D has read them, and the bytes beyond are sent again, on any stream.
+// Nothing is sent again before D has said so: D may still be reading.
 
 // piece is a part of a transfer, in its linear order.
 type piece struct{ position, length uint64 }
 
-// sentFrame is a frame that a stream has taken. No acknowledgement says that it
-// has arrived, but the end of the transfer does.
+// sentFrame is a frame that a stream has taken. Only the end of the transfer says that it
+// has arrived.
 type sentFrame struct {
 	number int    // of the stream
 	offset uint64 // of its header, as D counts what it has received of that number
 	piece
 }
 
-// rest is what of a frame is lost when D has received so much of its number.
+// rest is the part of a frame that is lost when D has received so much of its number.
 func (f *sentFrame) rest(received uint64) (lost piece) {
 	begin := f.offset + headerSize
 	if received <= begin {
@@ -32,8 +32,8 @@ func (f *sentFrame) rest(received uint64) (lost piece) {
 	return piece{f.position + n, f.length - n}
 }
 
-// resume takes D's word on what it has received of a number's streams, now that a
-// new one is open; s.mu is held.
+// resume takes D's word on how much it has received of a number's streams, when a new one
+// is open; s.mu is held.
 func (s *sender) resume(out *outbound, number int, received uint64) {
 	if out.err == nil && !out.acked {
 		queued := out.due()
@@ -45,8 +45,8 @@ func (s *sender) resume(out *outbound, number int, received uint64) {
 	}
 }
 
-// lose has sent again what D has not received of a number's frames. D may have
-// all of it, and only its acknowledgement be lost: then it is asked.
+// lose has the bytes sent again that D has not received of a number's frames. If D has all
+// bytes, and only its acknowledgement was lost, D is asked.
 func (out *outbound) lose(number int, received uint64) {
 	touched := false
 	kept := out.sent[:0]
@@ -64,8 +64,8 @@ func (out *outbound) lose(number int, received uint64) {
 	out.ask = out.ask || touched && out.left == 0 && out.given.bytes == out.total
 }
 
-// cut puts the next frame's bytes, at most limit, into a stream's vector. They
-// follow each other, whether they were given at once or not.
+// cut puts the next frame's bytes, at most limit, into a stream's vector. They follow each
+// other, whether they were given at once or not.
 func (out *outbound) cut(v []iovec, limit uint64) (_ []iovec, position, n uint64) {
 	if out.left == 0 {
 		return v, out.total, 0 // it asks
@@ -80,7 +80,7 @@ func (out *outbound) cut(v []iovec, limit uint64) (_ []iovec, position, n uint64
 // due says whether there is a frame to send, that is, whether it is in the queue.
 func (out *outbound) due() bool { return out.left > 0 || out.ask }
 
-// enqueue has it served if that has become so.
+// enqueue puts the transfer into the queue if it has become due.
 func (out *outbound) enqueue(queued bool) {
 	if !queued && out.due() {
 		out.link.queue = append(out.link.queue, out)
@@ -88,9 +88,9 @@ func (out *outbound) enqueue(queued bool) {
 	}
 }
 
-// rests: all that was given is sent, and more is to come, in minutes perhaps. A D
-// whose connections break meanwhile hears by a frame without bytes on each new one
-// that its transfer lives: it gives up one whose connections bring nothing.
+// rests: all that was given is sent, and more is to come, in minutes perhaps. D gives up a
+// transfer whose connections bring nothing. So if D's connections break meanwhile, a frame
+// without bytes on each new one says that the transfer lives.
 func (out *outbound) rests() bool {
 	return out.err == nil && out.left == 0 && out.given.bytes > 0 && out.given.bytes < out.total
 }
@@ -126,7 +126,7 @@ type wait struct {
 	cause error
 }
 
-// await gives D so long to open a stream, in steps, so that the time in which
+// await gives D so long to open a stream. It waits in steps, so that the time in which
 // this process is stopped counts as one step; s.mu is held.
 func (s *sender) await(out *outbound, bound time.Duration, cause error) {
 	if w := out.wait; w != nil {

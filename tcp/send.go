@@ -39,7 +39,7 @@ type outLink struct {
 	stuck   *outStream              // D is to open it anew; another one says so
 	queue   []*outbound             // that have a frame to send; served in turn
 	byGrant map[token]*outbound
-	wake    *sync.Cond // on sender.mu: the queue grew, or a stream ended
+	wake    *sync.Cond // on sender.mu: the queue has more, or a stream ended
 }
 
 // outSlot is what P knows of D's streams of one number.
@@ -54,11 +54,11 @@ type outStream struct {
 	raw    syscall.RawConn
 	link   *outLink
 	number int
-	offset uint64 // of the next frame, as D counts what it has received
+	offset uint64 // of the next frame, as D counts received bytes
 	dead   bool
 	acked  uint64  // bytes that D's kernel had acknowledged at the last look
 	still  int     // looks since without any
-	rested []token // transfers that did when it was opened: of each it is to say that it lives
+	rested []token // transfers that rested when it was opened: it is to say of each that it lives
 	// vec[0] is the frame's header in hdr.
 	vec []iovec
 	hdr [headerSize]byte
@@ -95,7 +95,7 @@ func (s *sender) dismiss(peer core.AgentID) {
 		s.mu.Unlock()
 		return
 	}
-	s.t.wg.Add(1) // Close waits for what is told below
+	s.t.wg.Add(1) // Close waits for the outcomes that are told below
 	defer s.t.wg.Done()
 	delete(s.links, peer)
 	delete(s.byTicket, l.ticket)
@@ -118,14 +118,14 @@ func (l *outLink) closeAll() {
 	}
 }
 
-// drop ends a connection of which nothing is worth sending any more.
+// drop ends a connection that has nothing worth sending any more.
 func (st *outStream) drop() {
-	_ = st.conn.SetLinger(0) // else the kernel would go on with what it has
+	_ = st.conn.SetLinger(0) // else the kernel would go on sending its buffer
 	st.conn.Close()
 }
 
-// settle forgets a transfer that has ended, once no frame of it is under way;
-// s.mu is held. The one that gets true must tell the sink.
+// settle forgets a transfer that has ended, once no frame of it is under way; s.mu is
+// held. The caller that gets true must tell the sink.
 func (s *sender) settle(out *outbound) bool {
 	if out.err == nil && !out.acked || out.frames > 0 || s.byID[out.id] != out {
 		return false
@@ -199,7 +199,7 @@ func (s *sender) acked(l *outLink, h *header) {
 	s.mu.Lock()
 	out := l.byGrant[h.key]
 	tell := false
-	// Only of a transfer whose every byte was given and sent is it the truth.
+	// Only if every byte of the transfer was given and sent is it the truth.
 	if out != nil && out.err == nil && !out.due() && out.given.bytes == out.total && h.length == out.total {
 		out.acked = true
 		tell = s.settle(out)
@@ -221,9 +221,9 @@ func (s *sender) nacked(l *outLink, h *header) {
 // one that lives dials again at once, and a dead one's blocks must come back.
 const returnGrace = 500 * time.Millisecond
 
-// streamEnded has what the stream may have lost wait until D has opened it anew,
-// and tells when it was the peer's last one. What D should not say is no broken
-// connection: it ends the transfers.
+// streamEnded has the transfers that may have lost bytes wait until D has opened the
+// stream anew. It tells the sink when it was the peer's last stream. If D sent what it
+// should not, the connection did not just break, and the transfers end.
 func (s *sender) streamEnded(st *outStream, err error) {
 	network := broken(err)
 	err = fmt.Errorf("tcp stream from %s: %w: %w", st.conn.RemoteAddr(), core.ErrConnectionLost, s.t.describe(err))
@@ -233,7 +233,7 @@ func (s *sender) streamEnded(st *outStream, err error) {
 		return
 	}
 	st.dead = true
-	st.conn.Close() // not before: its other goroutine would tell that as the cause
+	st.conn.Close() // not before: the stream's other goroutine would take this for the cause
 	l := st.link
 	l.slots[st.number].stream = nil
 	l.open--
@@ -248,7 +248,7 @@ func (s *sender) streamEnded(st *outStream, err error) {
 		switch {
 		case l.open > 0 && !out.sentOn(st.number):
 		case here && network && out.given.bytes == 0 && out.total > 0:
-			s.await(out, s.t.cfg.DialTimeout, err) // D may have no bytes of P's yet, and is not as quick
+			s.await(out, s.t.cfg.DialTimeout, err) // D may not have received a byte of P's yet, and is then not as quick
 		case here && network:
 			s.await(out, bound, err)
 		default:
@@ -282,16 +282,16 @@ func (s *sender) run(st *outStream) {
 			s.tell(out, tell)
 		}
 		if err != nil {
-			_ = st.conn.SetLinger(0) // what the kernel still has is of no use
+			_ = st.conn.SetLinger(0) // the bytes that the kernel still has are of no use
 			s.streamEnded(st, err)
 			return
 		}
 	}
 }
 
-// take waits for a transfer with bytes to send and cuts a frame off it into the
-// stream's vector; or it is a frame of no transfer. It returns how many bytes that
-// are, none when the stream ends.
+// take waits for a transfer with bytes to send and cuts a frame off it into the stream's
+// vector. The frame may also be of no transfer. It returns the number of bytes, 0 when the
+// stream ends.
 func (s *sender) take(st *outStream) (*outbound, uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -320,7 +320,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 		case len(l.queue) == 0:
 			l.wake.Wait()
 		default:
-			if l.queue[0].due() { // else given up while it stood in the queue
+			if l.queue[0].due() { // else it was given up while it stood in the queue
 				out = l.queue[0]
 			}
 			l.queue = l.queue[1:]
@@ -350,9 +350,9 @@ func (st *outStream) frame(h *header) {
 	st.vec[0] = iovec{uintptr(unsafe.Pointer(&st.hdr)), headerSize}
 }
 
-// stopGrace is how long a frame of a transfer that was given up may stay without
-// progress: its source is read until it is written whole, or its stream ends. An
-// engine may wait for that, so a D that takes a few bytes now and then has stopBound.
+// stopGrace is how long a frame of a transfer that was given up may stay without progress.
+// Its source is read until it is written whole, or its stream ends, and an engine may wait
+// for that. So stopBound bounds the whole for a D that takes a few bytes now and then.
 const (
 	stopGrace = 500 * time.Millisecond
 	stopBound = 2 * time.Second
@@ -360,8 +360,8 @@ const (
 
 var errStuck = errors.New("a transfer was given up, and the decode agent does not take the rest of its frame")
 
-// write sends a frame whole; each step must make progress within the bound. It
-// looks every step whether the transfer was given up meanwhile.
+// write sends a frame whole; each step must make progress within the bound. Each step
+// looks whether the transfer was given up meanwhile.
 func (s *sender) write(st *outStream, out *outbound, left uint64) error {
 	vec := st.vec
 	idle := stall{bound: s.t.cfg.StallTimeout}

@@ -8,7 +8,7 @@ type span struct{ from, to uint64 }
 // spans are sorted, and none touches the next.
 type spans []span
 
-// add is false, and changes nothing, if a part is there already.
+// add changes nothing and returns false if some of the positions are there already.
 func (s *spans) add(from, to uint64) bool {
 	if from >= to {
 		return from == to
@@ -39,7 +39,7 @@ func (s *spans) add(from, to uint64) bool {
 	return true
 }
 
-// remove takes out what lies in one of them.
+// remove takes positions out, which lie in one span.
 func (s *spans) remove(from, to uint64) {
 	for i, at := range *s {
 		if at.from > from || at.to < to {

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// step is what longer waits are made of: the time in which this process itself
-// was stopped then counts as one step, and not as its peer's.
+// step is the length of the steps of longer waits. If this process itself was stopped,
+// that time then counts as one step, and not as its peer's.
 const step = 250 * time.Millisecond
 
 // stall bounds a time without progress.
@@ -19,7 +19,7 @@ type stall struct {
 // deadline is when to look again.
 func (s *stall) deadline() time.Time { return time.Now().Add(min(step, s.bound-s.since)) }
 
-// goesOn says whether an error is the end of a step only, and counts it.
+// goesOn counts a step's time-out, and says whether the wait goes on after an error.
 func (s *stall) goesOn(err error) bool {
 	if !errors.Is(err, os.ErrDeadlineExceeded) {
 		return false

@@ -32,8 +32,8 @@ type Config struct {
 	DialTimeout   time.Duration // 3 s
 	MaxStreams    int           // accepted at a time; 4096, and a quarter of the process's descriptors
 	MaxGreeting   int           // more, that have not shown their ticket yet; 256
-	// Guard, if set, can refuse the IP address and port that a peer's endpoint was
-	// resolved to, each time before it is dialled.
+	// Guard, if set, can refuse the IP address and port of a peer's resolved endpoint, each
+	// time before it is dialled.
 	Guard  func(endpoint, address string) error
 	Logger *zap.Logger
 }
@@ -163,8 +163,8 @@ func (t *Transport) Close() error {
 	return nil
 }
 
-// tune sets what both ends of a stream want: a dead host is noticed by
-// keep-alive when idle and by the user time-out when bytes are unacknowledged.
+// tune sets an open stream's bounds at both ends. A dead host is noticed by keep-alive
+// when idle and by the user time-out when bytes are unacknowledged.
 func (t *Transport) tune(c *net.TCPConn) {
 	c.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 2 * time.Second, Count: 3})
 	if raw, err := c.SyscallConn(); err == nil {
@@ -174,7 +174,7 @@ func (t *Transport) tune(c *net.TCPConn) {
 	}
 }
 
-// describe adds what an error of an open stream means here.
+// describe adds to an error of an open stream what it means here.
 func (t *Transport) describe(err error) error {
 	if errors.Is(err, errStuck) {
 		return err

@@ -31,9 +31,9 @@ func runsOf(l *core.Layout, segs []core.Segment) []run {
 	return out
 }
 
-// sourceRuns appends the sender's half of a plan to out, and says how many bytes
-// that is; pieces that are adjacent here are merged with those from first on,
-// though they may not be at the receiver.
+// sourceRuns appends the sender's half of a plan to out, and says how many bytes that is.
+// Pieces that are adjacent here are merged, from the run first on, though they may not be
+// adjacent at the receiver.
 func sourceRuns(out []run, first int, l *core.Layout, pairs []core.Pair) (_ []run, bytes uint64) {
 	for _, p := range pairs {
 		bytes += p.Length

@@ -16,17 +16,17 @@ type outbound struct {
 	grant   token
 	link    *outLink
 	given   given
-	todo    spans       // to send: what no frame has had, and what was lost with a stream
+	todo    spans       // to send: bytes that no frame has had, and bytes that were lost with a stream
 	left    uint64      // bytes of it
-	total   uint64      // also of what is not given yet
+	total   uint64      // also of the bytes that are not given yet
 	sent    []sentFrame // on the newest stream of each number
 	frames  int         // taken by a stream and not yet written whole
 	started time.Time   // when the first bytes were given
-	wait    *wait       // for a stream of D's, without which it cannot go on
+	wait    *wait       // for a stream of D's, if the transfer cannot go on without
 	err     error       // ends the transfer when frames is 0
 	over    atomic.Bool // err is set
-	acked   bool        // so does D's word that all bytes are in
-	ask     bool        // a frame without bytes is to be sent: there are none at all, or D has all of them
+	acked   bool        // D has said that all bytes are in: this ends the transfer too
+	ask     bool        // a frame without bytes is to be sent: the transfer has none, or D has all of them
 }
 
 // Write implements core.Transport.
@@ -85,13 +85,13 @@ func (t *Transport) Extend(op core.WriteOp) {
 		return
 	}
 	out.fail(err)
-	t.wg.Add(1) // Close waits for what is told below
+	t.wg.Add(1) // Close waits for the outcome that is told below
 	defer t.wg.Done()
 	s.mu.Unlock()
 	s.end(out, nil)
 }
 
-// give takes more of a write.
+// give takes more bytes of a write.
 func (out *outbound) give(part []stretch) error {
 	if out.given.bytes == 0 {
 		out.started = time.Now()
@@ -116,14 +116,13 @@ func (t *Transport) Stop(id core.TransferID) {
 		s.mu.Unlock()
 		return
 	}
-	t.wg.Add(1) // Close waits for what is told below
+	t.wg.Add(1) // Close waits for the outcome that is told below
 	defer t.wg.Done()
 	s.mu.Unlock()
 	s.end(out, errors.New("tcp: stopped"))
 }
 
-// fail gives a transfer up; sender.mu is held. The first cause is the one that
-// is told.
+// fail gives a transfer up; sender.mu is held. The first cause is told.
 func (out *outbound) fail(err error) {
 	if out.err == nil {
 		out.err = err
@@ -132,8 +131,9 @@ func (out *outbound) fail(err error) {
 	out.left, out.todo, out.ask = 0, nil, false
 }
 
-// end gives a transfer up with err; it is told when no stream reads its blocks. What
-// has been settled meanwhile stays as it was: it is being told, without the lock.
+// end gives a transfer up with err. The outcome is told when no stream reads its blocks.
+// A transfer that was settled meanwhile stays as it was: its outcome is being told,
+// without the lock.
 func (s *sender) end(out *outbound, err error) {
 	s.mu.Lock()
 	tell := false
