@@ -103,8 +103,8 @@ func parseBench(args []string) (benchConfig, error) {
 	return c, nil
 }
 
-// runBench measures whole loads: from start_load to the completion, control
-// plane and verification of the plan included, bytes checked after each.
+// runBench measures whole loads, from start_load to the completion. The control plane and
+// the check of the plan are included. The bytes are checked after each.
 func runBench(ctx context.Context, args []string, out io.Writer) error {
 	c, err := parseBench(args)
 	if errors.Is(err, flag.ErrHelp) {

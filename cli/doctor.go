@@ -17,12 +17,12 @@ import (
 	"github.com/kvconn/kvconn/rdma"
 )
 
-// diagnosis is what doctor found.
+// diagnosis is the result of doctor.
 type diagnosis struct {
 	OK   bool        `json:"ok"` // a transport works
 	TCP  tcpReport   `json:"tcp"`
 	RDMA rdma.Report `json:"rdma"`
-	// Auto is what transport auto comes to here.
+	// Auto is the transport that auto chooses here.
 	Auto string `json:"auto"`
 }
 

@@ -25,8 +25,8 @@ Starts prefill and decode servers of vLLM, or of SGLang, on this machine, with k
 
 `
 
-// parseLaunch reads the command line: the model, options, and behind -- what is
-// the engine's.
+// parseLaunch reads the command line: the model, options, and behind -- the engine's
+// arguments.
 func parseLaunch(args []string) (launch.Config, error) {
 	var c launch.Config
 	var engineArgs []string
@@ -137,7 +137,7 @@ func runLaunch(ctx context.Context, args []string, out *os.File) error {
 	return launch.Run(ctx, c)
 }
 
-// runGuard is what each server of launch runs under.
+// runGuard is the command under which launch runs each server.
 func runGuard(args []string, in io.Reader) (int, error) {
 	if len(args) == 0 {
 		return exitUsage, errUsage

@@ -1,5 +1,5 @@
-// Package cli is the kvconn command: what cmd/kvconn runs as a program of its
-// own, and the wheel through kvconn_main of libkvconn.so.
+// Package cli is the kvconn command. cmd/kvconn runs it as a program of its own, and the
+// wheel through kvconn_main of libkvconn.so.
 package cli
 
 import (
@@ -105,7 +105,7 @@ func runProxy(ctx context.Context, args []string, out io.Writer) error {
 		return fmt.Errorf("%w: %w", errUsage, err)
 	}
 	if os.Getenv("GOGC") == "" {
-		// The heap is a few MiB, so that collections would come many times a second.
+		// The heap is a few MiB, so by default collections would come many times a second.
 		debug.SetGCPercent(400)
 	}
 	return proxy.Run(ctx, cfg, newLogger(zap.InfoLevel))

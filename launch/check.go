@@ -54,12 +54,11 @@ func (c Config) checkPorts() error {
 	return errors.Join(errs...)
 }
 
-// giveDevices fills in the devices where none are named, and finds those that
-// are missing.
+// giveDevices fills in the devices where none are named, and finds missing ones.
 func (c *Config) giveDevices(ctx context.Context) error {
 	named := len(c.PrefillDevices) > 0
 	if c.DeviceVariable != cudaDevices {
-		return nil // only their own tools know them
+		return nil // only the tools of other devices know them
 	}
 	known, err := nvidiaDevices(ctx)
 	if err != nil {
@@ -75,10 +74,10 @@ func (c *Config) giveDevices(ctx context.Context) error {
 		for i := range ours {
 			ours[i] = strconv.Itoa(i)
 		}
-		if visible, ok := os.LookupEnv(cudaDevices); ok { // others may be somebody else's
+		if visible, ok := os.LookupEnv(cudaDevices); ok { // the other devices may be somebody else's
 			ours, where = strings.FieldsFunc(visible, func(r rune) bool { return r == ',' || r == ' ' }), cudaDevices+"="+visible+" names"
 			if end := slices.IndexFunc(ours, func(d string) bool { return strings.HasPrefix(d, "-") }); end >= 0 {
-				ours = ours[:end] // CUDA sees none from there on
+				ours = ours[:end] // CUDA sees no device from there on
 			}
 		}
 		if len(ours) == 0 {
@@ -104,7 +103,7 @@ func (c *Config) giveDevices(ctx context.Context) error {
 	return nil
 }
 
-// nvidiaDevices are the lines of nvidia-smi -L, one a device; those of parts of
+// nvidiaDevices are the lines of nvidia-smi -L, one for each device. Lines of parts of
 // devices (MIG) come last.
 func nvidiaDevices(ctx context.Context) ([]string, error) {
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)

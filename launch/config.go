@@ -25,34 +25,34 @@ const (
 	DefaultPython         = "python3"
 )
 
-// localhost is where the servers listen: they are all on this machine, and
-// nobody but the router needs them.
+// localhost is where the servers listen: they are all on this machine, and only the router
+// needs them.
 const localhost = "127.0.0.1"
 
 // Config says what to start.
 type Config struct {
 	// Engine is VLLM or SGLang: VLLM.
 	Engine string
-	// Contract is how the router tells the servers of each other, of those that the
-	// engine speaks: Mooncake's for VLLM.
+	// Contract is how the router tells the servers of each other: one that the engine
+	// speaks; Mooncake for VLLM.
 	Contract proxy.Contract
-	// Model is what the servers are given.
+	// Model is the model that the servers are given.
 	Model string
 	// Prefill and Decode are how many servers there are of each.
 	Prefill, Decode int
-	// PrefillDevices and DecodeDevices are a server's devices each, as the device
-	// variable takes them ("0", "0,1", a UUID). Empty: a device each where there
-	// is an NVIDIA driver, else none.
+	// PrefillDevices and DecodeDevices are a server's devices each, as the device variable
+	// takes them ("0", "0,1", a UUID). Empty: a device each if there is an NVIDIA driver,
+	// else none.
 	PrefillDevices, DecodeDevices []string
 	// DeviceVariable is the variable that names devices: CUDA_VISIBLE_DEVICES.
 	DeviceVariable string
-	// PrefillPorts, BootstrapPorts and DecodePorts are a server's each. Where one
-	// is named for several servers, the next ones follow it.
+	// PrefillPorts, BootstrapPorts and DecodePorts are a server's each. If one is named for
+	// several servers, the next ones follow it.
 	PrefillPorts, BootstrapPorts, DecodePorts []int
 	// Host and Port are the router's.
 	Host string
 	Port int
-	// ConnectorConfig is what kvconn's configuration has besides what Run sets:
+	// ConnectorConfig is what kvconn's configuration has besides the keys that Run sets:
 	// kv_connector_extra_config, for SGLang KVCONN_SGLANG_CONFIG.
 	ConnectorConfig map[string]any
 	// FailurePolicy is the decode servers' kv_load_failure_policy: recompute. SGLang
@@ -68,21 +68,22 @@ type Config struct {
 	Python string
 	// Args are further arguments of each server.
 	Args []string
-	// Bench runs the engine's benchmark on the router when all is ready, with
-	// BenchArgs after its own, and ends.
+	// Bench runs the engine's benchmark on the router when all is ready, with BenchArgs
+	// after its own arguments, and then ends.
 	Bench     bool
 	BenchArgs []string
 
 	// Self is the command that, with GuardCommand and a command line behind it,
 	// runs Guard.
 	Self []string
-	// Out is where progress is told.
+	// Out is where Run tells its progress.
 	Out io.Writer
-	// Terminal says that Out is one: the status is a line that is written over.
+	// Terminal says that Out is a terminal: the status is then one line that is written
+	// over.
 	Terminal bool
 }
 
-// withDefaults fills in what is zero, and says what cannot be.
+// withDefaults fills in zero values, and refuses impossible ones.
 func (c Config) withDefaults() (Config, error) {
 	if c.Engine == "" {
 		c.Engine = VLLM
@@ -176,7 +177,7 @@ func (c Config) withDefaults() (Config, error) {
 // servedName is the name by which requests ask for the model.
 func (c Config) servedName() string { return cmp.Or(c.argument("--served-model-name"), c.Model) }
 
-// apiKey is what the servers want of their clients, and so of Run.
+// apiKey is the key that the servers ask of their clients, and so of Run.
 func (c Config) apiKey() string { return cmp.Or(c.argument("--api-key"), os.Getenv("VLLM_API_KEY")) }
 
 // argument is the value of one of Args, "" where it is not there.

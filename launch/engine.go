@@ -25,11 +25,11 @@ const (
 	decodeRole  = "decode"
 )
 
-// engine is what differs between the engines.
+// engine has the differences between the engines.
 type engine interface {
-	// find is the program that serves, and that benchmarks.
+	// find returns the program that serves and benchmarks.
 	find(ctx context.Context, c *Config) (program []string, err error)
-	// taken are the arguments of a server that Run sets, and where to look instead.
+	// taken are the server arguments that Run sets, and where to look instead.
 	taken() (names []string, instead string)
 	// serve is the command line of a server, without Args, and its environment.
 	serve(c *Config, program []string, role string, port, bootstrap int) (command, env []string, err error)
@@ -97,7 +97,7 @@ func (sglangEngine) taken() ([]string, string) {
 		"the model, --prefill-ports, --decode-ports and --bootstrap-ports"
 }
 
-// sglangVariable is by which kvconn.sglang is configured.
+// sglangVariable is the environment variable that configures kvconn.sglang.
 const sglangVariable = "KVCONN_SGLANG_CONFIG"
 
 func (sglangEngine) find(ctx context.Context, c *Config) ([]string, error) {
@@ -107,7 +107,7 @@ func (sglangEngine) find(ctx context.Context, c *Config) ([]string, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	// What is there is looked for, not imported: that takes long, and a GPU.
+	// The modules are looked for, not imported: an import takes long, and a GPU.
 	const look = "import importlib.util as u\nfor m in 'sglang', 'kvconn':\n    u.find_spec(m) is None and print(m)"
 	cmd := exec.CommandContext(ctx, python, "-c", look)
 	cmd.WaitDelay = 5 * time.Second

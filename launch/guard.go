@@ -19,8 +19,8 @@ import (
 // GuardCommand is the hidden command that runs Guard.
 const GuardCommand = "__guard"
 
-// StopGrace is how long a server may take to end after SIGTERM, reapLimit how long
-// what is left of it may take to vanish after SIGKILL.
+// StopGrace is how long a server may take to end after SIGTERM. reapLimit is how long its
+// remains may take to vanish after SIGKILL.
 const (
 	StopGrace = 15 * time.Second
 	reapLimit = 10 * time.Second
@@ -29,15 +29,15 @@ const (
 // guardLeft is a guard's exit status when something of its command is still alive.
 const guardLeft = 119
 
-// ErrLeft is Guard's error then.
+// ErrLeft is Guard's error if something of its command is still alive.
 var ErrLeft = errors.New("processes are left")
 
-// Guard runs a command and ends when nothing of it is alive any more. It adopts
-// what the command leaves behind. The end of its input, a signal, or its
-// starter's death by any means stop the command: SIGTERM to its process group,
-// SIGKILL to all that is left after grace. It returns the command's exit
-// status, 128 and the signal's number more when one ended it; with ErrLeft, one of
-// its own.
+// Guard runs a command and ends when nothing of it is alive any more. It adopts the
+// processes that the command leaves behind. The end of its input, a signal, or its
+// starter's death by any means stops the command: Guard sends SIGTERM to its process
+// group, and after grace SIGKILL to all that is left. It returns the command's exit
+// status; if a signal ended the command, that is 128 and the signal's number. With ErrLeft
+// the status is one of Guard's own.
 func Guard(in io.Reader, command []string, grace time.Duration) (int, error) {
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 		return 0, fmt.Errorf("launch: guard: %w", err)
@@ -100,8 +100,8 @@ func Guard(in io.Reader, command []string, grace time.Duration) (int, error) {
 		}
 		reap()
 	}
-	// What the server did not end itself gets no second chance. Who was just
-	// killed needs a moment, and may have forked before.
+	// A process that the server did not end itself gets no second chance. A process that was
+	// just killed needs a moment, and may have forked before.
 	for limit := time.Now().Add(reapLimit); time.Now().Before(limit); time.Sleep(10 * time.Millisecond) {
 		for _, pid := range descendants(os.Getpid()) {
 			_ = syscall.Kill(pid, syscall.SIGKILL)

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// How often servers are asked, and how often the status is told where it is not
-// a line that can be written over.
+// How often servers are asked, and how often the status is told if it is not a line that
+// can be written over.
 const (
 	askEvery  = 250 * time.Millisecond
 	tellEvery = 15 * time.Second
@@ -68,7 +68,7 @@ func (c Config) waitReady(ctx context.Context, servers []*server) error {
 	}
 }
 
-// notReady is the error of servers that take too long.
+// notReady is the error if servers take too long.
 func (c Config) notReady(servers []*server) error {
 	for _, s := range servers {
 		if s.ready == 0 {

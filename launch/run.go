@@ -23,8 +23,8 @@ import (
 // routerGrace is how long requests may go on when all is to stop.
 const routerGrace = 2 * time.Second
 
-// Run starts everything and returns when ctx has ended, the benchmark has, or a
-// server; nothing of it is alive then. The end of ctx is no error.
+// Run starts everything and returns when ctx, the benchmark or a server has ended. Nothing
+// of it is alive then. The end of ctx is no error.
 func Run(ctx context.Context, c Config) (err error) {
 	if c, err = c.withDefaults(); err != nil {
 		return err
@@ -88,7 +88,7 @@ func unlessEnded(ctx context.Context, err error) error {
 	return err
 }
 
-// serve runs the router until it is enough.
+// serve runs the router until ctx, the benchmark or a server ends.
 func (c Config) serve(ctx context.Context, program []string, routes proxy.Config, servers []*server, all *[]*process) error {
 	logPath := filepath.Join(c.LogDir, "router.log")
 	log, err := os.Create(logPath)
@@ -123,7 +123,7 @@ func (c Config) serve(ctx context.Context, program []string, routes proxy.Config
 		wait(ctx, 100*time.Millisecond)
 	}
 	if !engines[c.Engine].alone() {
-		// Each server gets one, as the router takes them in turn.
+		// Each server gets one request, as the router takes them in turn.
 		for i := range max(c.Prefill, c.Decode) {
 			if err := warmUp(ctx, url, c.servedName(), fmt.Sprint(i), c.apiKey()); err != nil {
 				return fmt.Errorf("launch: the servers do not answer a request: %w; their logs, and the router's, are in %s", err, c.LogDir)
@@ -131,7 +131,7 @@ func (c Config) serve(ctx context.Context, program []string, routes proxy.Config
 		}
 	}
 	fmt.Fprintf(c.Out, "router: %s, log %s\nready: send requests to %s/v1/completions\n", url, logPath, url)
-	// Whichever server ends first ends all.
+	// The first server to end ends all.
 	failed := make(chan error, len(servers))
 	quit := make(chan struct{})
 	defer close(quit)

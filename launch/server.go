@@ -34,8 +34,8 @@ func (c Config) start(name, logPath string, command, env []string, out io.Writer
 	p.cmd = exec.Command(argv[0], argv[1:]...)
 	p.cmd.Stdout, p.cmd.Stderr = out, out
 	p.cmd.Env = append(os.Environ(), env...)
-	// A session of its own: a Ctrl-C at the terminal reaches us, and the guard by
-	// what we do then.
+	// The process has a session of its own: a Ctrl-C at the terminal reaches us, and the
+	// guard only by what we do then.
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	var err error
 	if p.in, err = p.cmd.StdinPipe(); err != nil {
@@ -54,7 +54,7 @@ func (c Config) start(name, logPath string, command, env []string, out io.Writer
 // stopAll ends processes side by side, and returns when nothing of them is left.
 func stopAll(all []*process) error {
 	for _, p := range all {
-		_ = p.in.Close() // what tells the guard
+		_ = p.in.Close() // the guard takes this for the order to stop
 	}
 	var errs []error
 	late, cancel := context.WithTimeout(context.Background(), StopGrace+reapLimit+5*time.Second)
@@ -103,7 +103,7 @@ func (p *process) logTail(lines int) string {
 	return "  " + strings.Join(all[max(len(all)-lines, 0):], "\n  ")
 }
 
-// lastWords is what the log says last, for the status line.
+// lastWords is the last line of the log, for the status line.
 func (p *process) lastWords() string {
 	lines := strings.Split(p.logTail(5), "\n")
 	last := strings.TrimSpace(lines[len(lines)-1])
@@ -180,9 +180,9 @@ func ask(ctx context.Context, method, url, key string, body any, limit time.Dura
 	return text, err
 }
 
-// warmUp sends a request of some hundred tokens: an engine's first forward pass
-// is slow, and on CPUs with AMX one of a single token, as a decode server's,
-// would be its last.
+// warmUp sends a request of some hundred tokens. An engine's first forward pass is slow.
+// On CPUs with AMX, a first pass of a single token, as at a decode server, would kill the
+// engine.
 func warmUp(ctx context.Context, url, model, name, key string) error {
 	_, err := ask(ctx, http.MethodPost, url+"/v1/completions", key,
 		map[string]any{"model": model, "prompt": strings.Repeat("warm ", 80) + name, "max_tokens": 4, "temperature": 0}, 5*time.Minute)

@@ -37,9 +37,8 @@ const Usage = `usage: proxy --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... 
 // ErrHelp is returned by ParseArgs for --help: print Usage and exit with 0.
 var ErrHelp = flag.ErrHelp
 
-// ParseArgs reads a command line without the program's name. It takes what
-// vLLM's example proxy takes, which package flag cannot: --prefill has one or
-// two values.
+// ParseArgs reads a command line without the program's name. It takes the arguments of
+// vLLM's example proxy, which package flag cannot: --prefill has one or two values.
 func ParseArgs(args []string) (Config, error) {
 	cfg := Config{Host: DefaultHost, Port: DefaultPort, Retries: DefaultRetries, AccessLog: true}
 	for len(args) > 0 {

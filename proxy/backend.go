@@ -14,12 +14,12 @@ const (
 	decodeRole  = "decode"
 )
 
-// server is one prefill or decode server and what is known of it.
+// server is one prefill or decode server and what the router knows of it.
 type server struct {
 	role          string
 	url           string // as configured
 	base          *url.URL
-	bootstrap     string // where a prefill server is asked for its ranks, if it can be
+	bootstrap     string // where a prefill server is asked for its ranks, if it can be asked
 	bootstrapPort int    // as configured
 
 	mu     sync.Mutex
@@ -30,7 +30,8 @@ type server struct {
 	port   int    // its bootstrap port as it says itself, 0 if it does not
 }
 
-// bootstrapAt is the bootstrap port as configured, else as found; 0 if neither.
+// bootstrapAt is the configured bootstrap port, else the one that was found; 0 if there is
+// neither.
 func (s *server) bootstrapAt() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -51,13 +52,13 @@ type rank struct {
 	load     *load
 }
 
-// load is what is under way at a rank, in units of roughly equal work.
+// load is the work under way at a rank, in units of roughly equal size.
 type load struct{ n atomic.Int64 }
 
 // unranked is the one rank of a server that tells of none.
 const unranked = -1
 
-// target is a rank together with its server: what one request goes to.
+// target is a rank together with its server: a request goes to it.
 type target struct {
 	server *server
 	rank

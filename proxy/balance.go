@@ -37,11 +37,10 @@ type side struct {
 	next    atomic.Uint64
 }
 
-// pick returns where a request goes, or false when there is nothing to choose
-// from: what refuse names is not taken at all, what avoid names only if nothing
-// else is left. Servers that are down are passed over; when all are, one is
-// tried nevertheless, since it may be back before the next probe, and its
-// failure is a better answer than a guess.
+// pick returns where a request goes, or false if there is nothing to choose from. A target
+// that refuse names is not taken at all; one that avoid names only if nothing else is
+// left. Servers that are down are passed over. If all are down, one is tried nevertheless:
+// it may be back before the next probe, and its failure is a better answer than a guess.
 func (s *side) pick(policy Balance, refuse, avoid func(target) bool) (target, bool) {
 	var buf [4][8]target
 	// From the best to the worst: up, up but to avoid, down, down and to avoid.
@@ -101,7 +100,7 @@ func (b *balancer) servers() []*server {
 	return append(append([]*server(nil), b.prefill.servers...), b.decode.servers...)
 }
 
-// ready reports whether a server of each role is up that is needed.
+// ready reports whether a server of each needed role is up.
 func (b *balancer) ready() bool {
 	return (b.fallback || b.prefill.anyUp()) && b.decode.anyUp()
 }

@@ -17,8 +17,8 @@ type field struct {
 	value []byte
 }
 
-// fields are a request's members in the client's order. Of members with one
-// name the last counts, as in the engines' parsers.
+// fields are a request's members in the client's order. If several members have one name
+// the last counts, as in the engines' parsers.
 type fields []field
 
 // parseFields reads a client's body, which the fields go on to use.
@@ -64,8 +64,8 @@ func checkJSON(body []byte) error {
 	return fmt.Errorf("%w: %w", errNotJSON, json.Unmarshal(body, &v))
 }
 
-// memberAmong is the first of these names that a member of any object in the body
-// has, or "".
+// memberAmong is the first of these names that any object in the body has as a member, or
+// "".
 func memberAmong(body []byte, names []string) (string, error) {
 	if err := checkJSON(body); err != nil {
 		return "", err
@@ -159,8 +159,8 @@ func (f fields) last(name string) []byte {
 	return nil
 }
 
-// oneToken is the request to P: compute the prompt, keep its KV for the
-// transfer, and answer one token, which nobody reads.
+// oneToken is the request to P: compute the prompt, keep its KV for the transfer, and
+// answer one token, which nobody reads.
 func (f fields) oneToken(ours []member) []byte {
 	one := json.RawMessage("1")
 	ours = append(ours, member{"stream", json.RawMessage("false")}, member{"max_tokens", one})
@@ -173,8 +173,7 @@ func (f fields) oneToken(ours []member) []byte {
 			ours = append(ours, member{name, one})
 		}
 	}
-	// Engines refuse min_tokens above max_tokens. What is no number is left for
-	// P to refuse.
+	// Engines refuse min_tokens above max_tokens. If it is no number, P refuses it itself.
 	var least float64
 	if raw := f.last("min_tokens"); raw != nil && json.Unmarshal(raw, &least) == nil && least > 1 {
 		ours = append(ours, member{"min_tokens", one})
@@ -182,14 +181,14 @@ func (f fields) oneToken(ours []member) []byte {
 	return f.with(ours, "stream_options") // refused where stream is false
 }
 
-// member is one that the router sets.
+// member is a member that the router sets.
 type member struct {
 	name  string
 	value json.RawMessage
 }
 
-// with writes the object with our members in the place of the client's of
-// these names, and without those that are named besides.
+// with writes the object with our members in the place of the client's of these names, and
+// without the members of the other names.
 func (f fields) with(ours []member, without ...string) []byte {
 	size := 2
 	for _, m := range f {

@@ -19,8 +19,8 @@ const (
 	DefaultRetries       = 2
 )
 
-// maxRetries bounds Config.Retries: a request that kills its engines must not
-// kill all of them.
+// maxRetries bounds Config.Retries: a request that kills its engines must not kill all of
+// them.
 const maxRetries = 9
 
 // Config says which servers to route to. Zero durations and sizes stand for
@@ -43,9 +43,9 @@ type Config struct {
 	// Retries is how many further attempts with other engines a request gets
 	// while the client has not seen a byte of an answer; 0 is none.
 	Retries int
-	// FallbackDecode lets a decode server compute a prompt itself when no prefill
-	// server is up, or when the retries are spent. Not by the SGLang contract,
-	// whose decode servers cannot.
+	// FallbackDecode lets a decode server compute a prompt itself if no prefill server is
+	// up, or if the retries are spent. By the SGLang contract it is refused: decode servers
+	// cannot compute prompts.
 	FallbackDecode bool
 	// AccessLog logs a line for each completion request.
 	AccessLog bool
@@ -58,8 +58,8 @@ type Config struct {
 	MaxRequests int
 	// RetryInterval is how soon a server that is not up is asked again: 0.5 s.
 	RetryInterval time.Duration
-	// RefreshInterval is how often a server that is up is asked whether it
-	// still is, and for its engine ids: 1 s.
+	// RefreshInterval is how often a server that is up is asked again whether it is up, and
+	// for its engine ids: 1 s.
 	RefreshInterval time.Duration
 	// ShutdownTimeout is how long running requests may go on after the end of
 	// Run's context: 30 s.
@@ -75,13 +75,13 @@ type Config struct {
 type Prefill struct {
 	// URL is the server's base URL, as http://host:8010.
 	URL string
-	// BootstrapPort is its bootstrap port on the same host. 0 stands for 8998,
-	// by the NIXL contract for none, so that its data parallel ranks are not
-	// known, and by the SGLang contract for what the server says itself.
+	// BootstrapPort is its bootstrap port on the same host. 0 stands for 8998. By the NIXL
+	// contract 0 stands for none, so that its data parallel ranks are not known. By the
+	// SGLang contract 0 stands for the port that the server names itself.
 	BootstrapPort int
 }
 
-// withDefaults fills in what is zero.
+// withDefaults fills in zero values.
 func (c Config) withDefaults() Config {
 	if c.Host == "" {
 		c.Host = DefaultHost
@@ -116,7 +116,7 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// validate names the first value that cannot work, and what to write instead.
+// validate names the first value that cannot work, and a better one.
 func (c Config) validate() error {
 	if len(c.Prefill) == 0 {
 		return fmt.Errorf("proxy: no prefill server: give at least one, as --prefill http://host:8010 8998")

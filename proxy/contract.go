@@ -31,11 +31,11 @@ func parseContract(s string) (Contract, error) {
 	return "", fmt.Errorf("proxy: contract %q: want %s, %s or %s", s, Mooncake, NIXL, SGLang)
 }
 
-// paramsName is the member by which vLLM's engines are told.
+// paramsName is the member that tells vLLM's engines of a transfer.
 const paramsName = "kv_transfer_params"
 
-// reserved are the members that only the router may set: they choose the
-// address that D connects to.
+// reserved are the members that only the router may set: they choose the address that D
+// connects to.
 func (c Contract) reserved() []string {
 	if c == SGLang {
 		return []string{paramsName, "bootstrap_host", "bootstrap_port", "bootstrap_room"}
@@ -51,15 +51,15 @@ func (c Contract) endpoints() []string {
 	return []string{"/v1/completions", "/v1/chat/completions"}
 }
 
-// newTransferID names an attempt; who knows it can ask P for the blocks.
+// newTransferID names an attempt. Anybody who knows the name can ask P for the blocks.
 func (c Contract) newTransferID() string {
 	if c != SGLang {
 		return "xfer-" + newUUID()
 	}
 	var b [8]byte
 	_, _ = rand.Read(b[:]) // never fails: it ends the program instead
-	// Not all of the 63 bits that there are: the requests of a batch get this
-	// room and those that follow.
+	// One of the 63 bits stays free: the requests of a batch get this room and those that
+	// follow.
 	return strconv.FormatUint(binary.BigEndian.Uint64(b[:])>>2, 10)
 }
 
@@ -105,7 +105,7 @@ func (c Contract) decodeBody(a *attempt, params json.RawMessage) []byte {
 	}
 }
 
-// rawParams marshals what consists of bools and strings, which cannot fail.
+// rawParams marshals bools and strings, which cannot fail.
 func rawParams(v any) json.RawMessage {
 	raw, err := json.Marshal(v)
 	if err != nil {

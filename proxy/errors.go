@@ -26,7 +26,7 @@ const (
 
 // failure is why an attempt has no answer for the client.
 type failure struct {
-	role   string // of who failed
+	role   string // of the server that failed
 	url    string
 	at     *target // nil when it may have been either engine's fault
 	err    error
@@ -44,8 +44,8 @@ func (f *failure) Error() string { return f.role + " server " + f.url + ": " + f
 
 func (f *failure) Unwrap() error { return f.err }
 
-// mayRetry reports whether another engine might do better: not for a request
-// that is at fault itself, which every engine refuses.
+// mayRetry reports whether another engine might do better. If the request itself is at
+// fault, every engine refuses it.
 func (f *failure) mayRetry() bool {
 	if f.answer == nil {
 		return true
@@ -57,15 +57,15 @@ func (f *failure) mayRetry() bool {
 	return false
 }
 
-// answerFailure answers for the engines: with an engine's own words where the
-// client can do something about it or D has spoken, else with 503 and the reason.
+// answerFailure answers for the engines. If the client can do something about it or D has
+// spoken, it answers with an engine's own words, else with 503 and the reason.
 func (p *Proxy) answerFailure(w http.ResponseWriter, client context.Context, r *request, f *failure) {
 	r.err = f
 	switch {
 	case p.ending(client):
 		p.refuse(w, r, shuttingDown)
 		if p.ctx.Err() == nil && !p.draining.Load() {
-			r.outcome = clientGone // who does not see the answer
+			r.outcome = clientGone // nobody sees the answer
 		}
 	case f.answer != nil && f.answer.status >= 400 && (f.role == decodeRole || f.answer.status < 500):
 		r.outcome = strconv.Itoa(f.answer.status)

@@ -20,13 +20,14 @@ const (
 	brokenOff  = "broken_off"
 )
 
-// Handler serves completions, which are /v1/completions, /v1/chat/completions
-// and by the SGLang contract /generate, by a prefill and a decode server, /health and /metrics itself, and all else by a decode server.
+// Handler serves completions by a prefill and a decode server: /v1/completions,
+// /v1/chat/completions and, by the SGLang contract, /generate. It serves /health and
+// /metrics itself, and all else by a decode server.
 func (p *Proxy) Handler() http.Handler {
 	completions := p.cfg.Contract.endpoints()
 	metrics := promhttp.HandlerFor(p.metrics.registry, promhttp.HandlerOpts{})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		boundWrite(w)             // of what is left from the connection's last request
+		boundWrite(w)             // in place of the bound that the last request left on the connection
 		if r.ContentLength != 0 { // it ends with the body: net/http then reads on, without one, to see the client go
 			_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(p.cfg.BodyTimeout))
 		}
@@ -141,7 +142,7 @@ func (e *bodyError) Error() string { return "the body cannot be read: " + e.err.
 
 func (e *bodyError) Unwrap() error { return e.err }
 
-// unread is what a client is told whose body could not be read.
+// unread is the answer to a client whose body could not be read.
 func (p *Proxy) unread(w http.ResponseWriter, err error) (status int, reason string) {
 	var tooLarge *http.MaxBytesError
 	switch {

@@ -5,8 +5,8 @@ import (
 	"fmt"
 )
 
-// newUUID returns a random (version 4) UUID. A transfer id must not be
-// guessable: who knows it can ask a prefill server for the blocks.
+// newUUID returns a random (version 4) UUID. A transfer id must not be guessable: anybody
+// who knows it can ask a prefill server for the blocks.
 func newUUID() string {
 	var b [16]byte
 	_, _ = rand.Read(b[:]) // never fails: it ends the program instead

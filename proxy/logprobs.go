@@ -27,7 +27,7 @@ type prompt struct {
 	text []byte        // nil after a failure
 }
 
-// wantsPrompt: D's answer is not all that the client asked for.
+// wantsPrompt: D's answer lacks something that the client asked for.
 func (c Contract) wantsPrompt(r *request) bool {
 	return c == SGLang && r.endpoint == "/generate" && bytes.Contains(r.fields.last("return_logprob"), []byte("true"))
 }
@@ -80,8 +80,8 @@ func elements(text []byte) []json.RawMessage {
 	return list
 }
 
-// merged is D's object with P's logprobs before its own; as it is if it has none to
-// take.
+// merged is D's object with P's logprobs before its own. If P's answer has none for it,
+// the object stays as it is.
 func merged(d []byte, at int, prompts map[int]fields) []byte {
 	f, err := parseFields(d)
 	if err != nil {
@@ -108,7 +108,7 @@ func merged(d []byte, at int, prompts map[int]fields) []byte {
 
 func isArray(raw []byte) bool { return len(raw) > 1 && raw[0] == '[' }
 
-// joined is one array of two.
+// joined is one array made of two.
 func joined(a, b []byte) json.RawMessage {
 	if !isArray(b) {
 		return a

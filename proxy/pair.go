@@ -16,8 +16,8 @@ import (
 // is due at any moment, and cutting it off would make P abort for nothing.
 const prefillTail = 10 * time.Second
 
-// try makes an attempt and returns nil when the client has its answer, or has
-// gone while it came.
+// try makes an attempt and returns nil if the client has its answer, or has gone while the
+// answer came.
 func (p *Proxy) try(w http.ResponseWriter, client context.Context, a *attempt) *failure {
 	dctx, cancelD := context.WithCancelCause(client)
 	defer cancelD(nil)
@@ -28,7 +28,7 @@ func (p *Proxy) try(w http.ResponseWriter, client context.Context, a *attempt) *
 	return p.tryAtOnce(w, dctx, cancelD, a)
 }
 
-// Who was first: D with the first bytes of its answer, or P with a failure.
+// The first event: D's first bytes of an answer, or P's failure.
 const (
 	neither = iota
 	decodeBegan
@@ -37,8 +37,8 @@ const (
 
 // tryAtOnce sends the request to both servers at the same time.
 func (p *Proxy) tryAtOnce(w http.ResponseWriter, dctx context.Context, cancelD context.CancelCauseFunc, a *attempt) *failure {
-	// P's half ends with this function, and so with the client; only after a
-	// whole answer it may outlive it by prefillTail.
+	// P's half ends with this function, and so with the client. Only after a whole answer
+	// may it outlive the function, by prefillTail.
 	pctx, cancelP := context.WithCancel(p.ctx)
 	letPrefillEnd := false
 	defer func() {
@@ -65,7 +65,7 @@ func (p *Proxy) tryAtOnce(w http.ResponseWriter, dctx context.Context, cancelD c
 		}
 		failed = f
 		if first.CompareAndSwap(neither, prefillFailed) {
-			cancelD(errPrefill) // D would wait for what P does not send
+			cancelD(errPrefill) // D would wait for bytes that P does not send
 		} else {
 			p.log.Warn("prefill failed after the decode server had begun", a.logFields(zap.Error(f))...)
 		}
@@ -100,7 +100,7 @@ func (p *Proxy) tryInTurn(w http.ResponseWriter, ctx context.Context, a *attempt
 	return nil
 }
 
-// relay gives the client D's answer, all of it when it returns.
+// relay gives the client D's whole answer before it returns.
 func (p *Proxy) relay(w http.ResponseWriter, ctx context.Context, a *attempt, d answer) {
 	defer d.close()
 	p.metrics.firstByte.Observe(time.Since(a.began).Seconds())
@@ -116,11 +116,11 @@ func (p *Proxy) relay(w http.ResponseWriter, ctx context.Context, a *attempt, d 
 		return
 	}
 	a.outcome = clientGone
-	if ctx.Err() == nil || p.ctx.Err() != nil || p.draining.Load() { // the engine, or the router at its own end
+	if ctx.Err() == nil || p.ctx.Err() != nil || p.draining.Load() { // the engine broke it off, or the router at its own end
 		a.outcome, a.err = brokenOff, err
 		p.log.Warn("the answer broke off", a.logFields(zap.Error(err))...)
 	}
-	// Closes the connection, so that the client sees that this is not all.
+	// This closes the connection, so that the client sees that the answer is not whole.
 	panic(http.ErrAbortHandler)
 }
 
@@ -131,8 +131,8 @@ var (
 
 const shuttingDown = "the router is shutting down"
 
-// ending reports whether the router has itself cut the request off. A client's
-// context ends too when the client goes, but then nobody reads the answer.
+// ending reports whether the router itself has cut the request off. If the client goes,
+// its context ends too, but then nobody reads the answer.
 func (p *Proxy) ending(client context.Context) bool {
 	return p.ctx.Err() != nil || client.Err() != nil
 }

@@ -11,10 +11,10 @@ import (
 	"strings"
 )
 
-// pass lets a decode server answer a request that has nothing to prefill, or
-// that the contracts do not know.
+// pass lets a decode server answer a request that has nothing to prefill, or that no
+// contract knows.
 func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
-	// A path that is not clean may mean another one to the engine than to us.
+	// A path that is not clean may mean another path to the engine than to us.
 	clean := path.Clean(r.URL.Path)
 	if clean != r.URL.Path && clean+"/" != r.URL.Path || !strings.HasPrefix(clean, "/") {
 		writeError(w, http.StatusNotFound, badRequest, "no such path: "+r.URL.Path)
@@ -37,7 +37,7 @@ func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
 	err := p.passTo(w, r, d)
 	var unread *bodyError
 	ended := r.Context().Err() != nil
-	if ended && !errors.As(err, &unread) { // a body that does not come ends the context too, of a client that listens
+	if ended && !errors.As(err, &unread) { // if a body does not come, the context ends too, and its client listens
 		unread = &bodyError{os.ErrDeadlineExceeded}
 	}
 	switch {
@@ -91,8 +91,8 @@ func (p *Proxy) passTo(w http.ResponseWriter, r *http.Request, d target) error {
 // errReserved is a request that would choose the address that D connects to.
 var errReserved = errors.New("is for the router to set, and only of completions")
 
-// passBody is the client's body, or nil if it has none. What an engine may take for
-// JSON is read first, to look for parameters that only we may set, wherever in it.
+// passBody is the client's body, or nil if it has none. If an engine may take it for JSON,
+// it is first searched, at every depth, for parameters that only we may set.
 func (p *Proxy) passBody(w http.ResponseWriter, r *http.Request) (io.Reader, error) {
 	if r.ContentLength == 0 {
 		return nil, nil
@@ -107,7 +107,7 @@ func (p *Proxy) passBody(w http.ResponseWriter, r *http.Request) (io.Reader, err
 	}
 	name, err := memberAmong(text, p.cfg.Contract.reserved())
 	switch {
-	case err != nil && len(text) > 0: // engines take some for JSON that is none
+	case err != nil && len(text) > 0: // engines take some text for JSON that is not JSON
 		return nil, fmt.Errorf("%w; if it is something else, its Content-Type must say so", err)
 	case name != "":
 		return nil, fmt.Errorf("%s %w", name, errReserved)

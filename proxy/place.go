@@ -6,8 +6,8 @@ import (
 	"sync/atomic"
 )
 
-// place is one among the requests in flight. It is free again when every part
-// of the request that holds it is done.
+// place is one among the requests in flight. It is free again when every part of its
+// request is done.
 type place struct {
 	p     *Proxy
 	parts atomic.Int32
@@ -31,7 +31,7 @@ func (p *Proxy) begin() (_ *place, reason string) {
 	return pl, ""
 }
 
-// add is for a further part, while one holds the place.
+// add is for a further part, while another part holds the place.
 func (l *place) add() { l.parts.Add(1) }
 
 func (l *place) done() {

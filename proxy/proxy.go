@@ -21,7 +21,7 @@ type Proxy struct {
 	cfg    Config
 	log    *zap.Logger
 	client *http.Client
-	// bootstraps is the client for bootstrap ports, whose authority may be another.
+	// bootstraps is the client for bootstrap ports, which may have another authority.
 	bootstraps *http.Client
 	balancer   balancer
 	places     chan struct{} // one for each request in flight
@@ -76,13 +76,13 @@ func New(cfg Config) (*Proxy, error) {
 	return p, nil
 }
 
-// hostGone is after how long a host that says nothing has vanished, or one that takes
-// no byte of a request counts as gone: answers have no time limit.
+// hostGone is the silence after which a host counts as gone: one that has vanished, or
+// that takes no byte of a request. Answers have no time limit.
 const hostGone = 20 * time.Second
 
-// dialer makes connections that end with their host: keep-alives tell while nothing
-// is under way, and the user time-out while bytes are unacknowledged, when the
-// system sends no keep-alives.
+// dialer makes connections that end with their host. While nothing is under way,
+// keep-alives tell. While bytes are unacknowledged the system sends none, and the user
+// time-out tells.
 var dialer = &net.Dialer{
 	Timeout:         5 * time.Second,
 	KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 5 * time.Second, Count: 3},

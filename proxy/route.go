@@ -40,9 +40,8 @@ type attempt struct {
 	refusal         atomic.Pointer[string]
 }
 
-// refused is P's failure in the place of what D answers for want of the load, if P has
-// said that there is nothing to load. D was asked nevertheless: it may be set to
-// compute the prompt itself.
+// refused is P's failure in the place of D's answer, if D failed because P had nothing to
+// load and said so. D was asked nevertheless: it may be set to compute the prompt itself.
 func (a *attempt) refused(f *failure) *failure {
 	reason := a.refusal.Load()
 	if reason == nil || f.answer == nil || f.answer.status != http.StatusInternalServerError {
@@ -56,8 +55,8 @@ func (a *attempt) refused(f *failure) *failure {
 // alone reports whether D gets the request alone, and computes the prompt itself.
 func (a *attempt) alone() bool { return a.prefill.server == nil }
 
-// engineRequestID is what engines are told. vLLM takes it for the request's
-// name, of which an engine may have one at a time.
+// engineRequestID is the engines' name for the request. vLLM allows one request of a name
+// at a time.
 func (a *attempt) engineRequestID() string {
 	if a.number == 0 {
 		return a.id
@@ -65,7 +64,7 @@ func (a *attempt) engineRequestID() string {
 	return a.id + "-retry" + strconv.Itoa(a.number)
 }
 
-// history is what the attempts before have shown.
+// history is what the former attempts have shown.
 type history struct {
 	pairs   [][2]target
 	refused []func(target) bool
@@ -79,8 +78,8 @@ func (h *history) triedPair(p, d target) bool {
 	return slices.ContainsFunc(h.pairs, func(pair [2]target) bool { return pair[0].same(p) && pair[1].same(d) })
 }
 
-// avoid names the targets that an attempt has failed with; who of the two was
-// at fault is not always known.
+// avoid names the targets that an attempt has failed with. Which of the two was at fault
+// is not always known.
 func (h *history) avoid(t target) bool {
 	return slices.ContainsFunc(h.pairs, func(pair [2]target) bool { return pair[0].same(t) || pair[1].same(t) })
 }
@@ -92,16 +91,16 @@ func (h *history) add(a *attempt, f *failure) {
 		return
 	}
 	at := *f.at
-	if f.answer == nil { // it cannot be reached, and so none of its ranks
+	if f.answer == nil { // the server cannot be reached, and so none of its ranks
 		h.refused = append(h.refused, func(t target) bool { return t.server == at.server })
 		return
 	}
 	h.refused = append(h.refused, at.same)
 }
 
-// route makes attempts until one has begun to answer the client, or until the
-// failure of the last one is the answer. With FallbackDecode D gets it alone when
-// no P is up, and once when the retries are spent.
+// route makes attempts until one has begun to answer the client, or until the last one's
+// failure is the answer. With FallbackDecode D gets the request alone if no P is up, and
+// once if the retries are spent.
 func (p *Proxy) route(w http.ResponseWriter, client context.Context, r *request) {
 	var h history
 	var last *failure
@@ -155,17 +154,16 @@ func (p *Proxy) choose(client context.Context, a *attempt, h *history) bool {
 	if a.prefill.server == nil {
 		return ok
 	}
-	// A restarted engine has another id than the one that is remembered of it:
-	// it is asked before it is used while it counts as down, and before it is
-	// given up.
+	// A restarted engine has another id than the remembered one. So a server that counts as
+	// down is asked before it is used, and before it is given up.
 	if _, up, _, _ := a.prefill.server.state(); (!up || !ok && a.number > 0) && p.askAgain(client, a.prefill.server) {
 		ok = pick()
 	}
 	return ok
 }
 
-// chooseAlone says which D gets an attempt without a P; last is why, nil when no
-// P could be tried.
+// chooseAlone says which D gets an attempt without a P. last is the reason; it is nil if
+// no P could be tried.
 func (p *Proxy) chooseAlone(a *attempt, h *history, last *failure) (ok bool) {
 	a.prefill = target{}
 	a.decode, ok = p.balancer.decode.pick(p.balancer.policy, h.refuse, h.avoid)

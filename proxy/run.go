@@ -29,7 +29,7 @@ func Run(ctx context.Context, cfg Config, logger *zap.Logger) error {
 	if err != nil {
 		return err
 	}
-	// Closing is bounded by itself: ctx has ended by then.
+	// Closing has a bound of its own: ctx has ended by then.
 	closeProxy := func() error {
 		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
 		defer cancel()

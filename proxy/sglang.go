@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// serverInfo is what SGLang's servers say of themselves.
+// serverInfo is what an SGLang server says of itself.
 type serverInfo struct {
 	Mode          string `json:"disaggregation_mode"`
 	BootstrapPort int    `json:"disaggregation_bootstrap_port"`
@@ -19,10 +19,10 @@ type serverInfo struct {
 // maxDPSize bounds what a server says of its dp ranks.
 const maxDPSize = 65536
 
-// probeSGLang asks whether an SGLang server is up, and once for its ranks. Its
-// /health has an idle engine compute a token, and waits for one of a busy engine,
-// which a long prompt holds up: so it is asked until the server is up, and from then
-// on only whether it answers.
+// probeSGLang asks whether an SGLang server is up, and once for its ranks. An idle engine
+// computes a token for /health, and a busy one answers with its next token, which a long
+// prompt holds up. So /health is asked only until the server is up. From then on it is
+// enough that the server answers.
 func (p *Proxy) probeSGLang(ctx context.Context, s *server) ([]rank, error) {
 	if _, up, _, ranks := s.state(); up {
 		return ranks, p.answers(ctx, s.path("/model_info"))
@@ -31,7 +31,7 @@ func (p *Proxy) probeSGLang(ctx context.Context, s *server) ([]rank, error) {
 		return nil, err
 	}
 	var info serverInfo
-	for _, path := range []string{"/server_info", "/get_server_info"} { // the second is what it was called
+	for _, path := range []string{"/server_info", "/get_server_info"} { // the second is its former name
 		body, err := p.fetch(ctx, p.client, s.path(path))
 		if err != nil {
 			if ctx.Err() != nil {
@@ -62,7 +62,8 @@ func (p *Proxy) probeSGLang(ctx context.Context, s *server) ([]rank, error) {
 	return ranks, nil
 }
 
-// answers: a server that refuses a question, for want of a key, lives too.
+// answers: a server lives too if it refuses the question, for instance because it asks for
+// a key.
 func (p *Proxy) answers(ctx context.Context, url string) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
@@ -79,7 +80,7 @@ func (p *Proxy) answers(ctx context.Context, url string) error {
 	return nil
 }
 
-// rankMembers are by which a client may choose dp ranks itself.
+// rankMembers are the members by which a client may choose dp ranks itself.
 var rankMembers = []string{"routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"}
 
 // ranked: the router has chosen one of several dp ranks of P, and the client none.
@@ -107,8 +108,8 @@ func (a *attempt) dpRank(role string) (ours []member) {
 	return append(ours, member{"disagg_prefill_dp_rank", k})
 }
 
-// settleRoom takes a room that leads to the chosen rank also at engines that know
-// no member for it: they go by the room's number.
+// settleRoom takes a room that leads to the chosen rank also at engines without a member
+// for ranks: they go by the room's number.
 func (a *attempt) settleRoom() {
 	_, _, _, ranks := a.prefill.server.state()
 	room, err := strconv.ParseInt(a.transferID, 10, 64)
@@ -119,8 +120,8 @@ func (a *attempt) settleRoom() {
 	a.transferID = strconv.FormatInt(room-room%n+int64(a.prefill.dp), 10)
 }
 
-// room is where P and D meet by the SGLang contract. The requests of a batch get
-// this one and those that follow it, by both engines.
+// room is where P and D meet by the SGLang contract. Both engines give the requests of a
+// batch this room and those that follow it.
 func (a *attempt) room() []member {
 	s := a.prefill.server
 	host := s.base.Hostname()

@@ -13,13 +13,13 @@ import (
 // writeStall is how long a client may take no byte before it counts as gone.
 const writeStall = time.Minute
 
-// boundWrite gives the next write its time. A ResponseWriter without deadlines
-// is not a connection, so that there is nothing to bound.
+// boundWrite gives the next write its time. If the ResponseWriter has no deadlines, it is
+// no connection and there is nothing to bound.
 func boundWrite(w http.ResponseWriter) {
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeStall))
 }
 
-// buffers are what answers are read into.
+// buffers are for reading answers.
 var buffers = sync.Pool{New: func() any { return new([32 << 10]byte) }}
 
 // answer is an upstream's response whose first bytes have been read. The zero
@@ -28,7 +28,7 @@ type answer struct {
 	resp  *http.Response
 	buf   *[32 << 10]byte
 	first []byte
-	err   error  // io.EOF when first is all there is
+	err   error  // io.EOF when first is the whole answer
 	end   func() // may be nil
 }
 
@@ -46,8 +46,7 @@ func (a *answer) streams() bool {
 	return strings.HasPrefix(a.resp.Header.Get("Content-Type"), "text/event-stream")
 }
 
-// brokeOff is the error of an answer that ended before its end; nothing of it has
-// been passed on.
+// brokeOff is the error of an answer that broke off; nothing of it has been passed on.
 func (a *answer) brokeOff() error {
 	if len(a.first) == 0 {
 		return fmt.Errorf("no answer after the headers: %w", a.err)
@@ -103,7 +102,7 @@ var hopByHop = []string{
 	"Te", "Trailer", "Transfer-Encoding", "Upgrade",
 }
 
-// passHeader copies what one side says for the other.
+// passHeader copies one side's headers for the other.
 func passHeader(to, from http.Header) {
 	for name, values := range from {
 		to[name] = values
@@ -118,9 +117,8 @@ func passHeader(to, from http.Header) {
 	}
 }
 
-// relay writes an answer to the client as it arrives. It returns nil when the
-// client has all of it; after an error it must not take what it has for
-// the whole.
+// relay writes an answer to the client as it arrives. It returns nil if the client has all
+// of it. After an error the client must not take what it has for the whole.
 func (a *answer) relay(w http.ResponseWriter) error {
 	passHeader(w.Header(), a.resp.Header)
 	c := http.NewResponseController(w)

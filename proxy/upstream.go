@@ -15,14 +15,13 @@ import (
 	"go.uber.org/zap"
 )
 
-// maxSmallAnswer bounds what is kept of an answer that is not streamed on: P's,
-// and errors.
+// maxSmallAnswer bounds answers that are kept whole: P's, and errors.
 const maxSmallAnswer = 8 << 20
 
 // prefill sends the request to P, waits until P has computed the prompt, and
 // returns P's kv_transfer_params.
 func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *failure) {
-	// What P does grows with the prompt.
+	// P's work increases with the prompt.
 	defer a.prefill.begin(1 + int64(a.size)>>10)()
 	began := time.Now()
 	body := p.cfg.Contract.prefillBody(a)
@@ -31,28 +30,28 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 		return nil, f
 	}
 	defer resp.Body.Close()
-	// Read to its end, or the connection could not be used again.
+	// The body is read to its end, or the connection could not be used again.
 	most := int64(maxSmallAnswer)
 	if a.prompt != nil {
 		most = maxLogprobs
 	}
 	text, err := io.ReadAll(io.LimitReader(resp.Body, most+1))
 	switch {
-	case resp.StatusCode < 200 || resp.StatusCode > 299: // says enough if the body breaks off
+	case resp.StatusCode < 200 || resp.StatusCode > 299: // the status says enough if the body breaks off
 		return nil, a.prefill.answered(resp, text)
 	case err != nil:
 		return nil, a.prefill.failed(fmt.Errorf("its answer broke off: %w", err))
 	case int64(len(text)) > most && (p.cfg.Contract == NIXL || a.prompt != nil):
 		return nil, a.prefill.failed(fmt.Errorf("its answer is larger than %d bytes", most))
 	case int64(len(text)) > most:
-		return nil, nil // of the other contracts only an error is of use, which is small
+		return nil, nil // by the other contracts only an error matters, which is small
 	}
 	if a.prompt != nil {
 		a.prompt.text = text
 	}
 	if p.cfg.Contract != NIXL && !bytes.Contains(text, []byte("error")) && !bytes.Contains(text, []byte("abort")) {
 		p.metrics.prefill.Observe(time.Since(began).Seconds())
-		return nil, nil // nothing that readPrefillAnswer looks for is in it
+		return nil, nil // it has nothing that readPrefillAnswer looks for
 	}
 	params, status, err := readPrefillAnswer(text)
 	if err != nil {
@@ -66,15 +65,15 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 		p.log.Warn("the prefill server has nothing to load", a.logFields(zap.String("reason", reason))...)
 	}
 	if p.cfg.Contract == NIXL && params == nil {
-		// As after a prompt without a whole block: D computes it, as it must.
+		// D must compute the prompt, as it does for one without a whole block.
 		p.metrics.noParams.Inc()
 	}
 	p.metrics.prefill.Observe(time.Since(began).Seconds())
 	return params, nil
 }
 
-// readPrefillAnswer reads what P says with a good status. An error in it means
-// that no KV cache will come.
+// readPrefillAnswer reads P's answer with a good status. An error in it means that no KV
+// cache will come.
 func readPrefillAnswer(text []byte) (params json.RawMessage, status int, err error) {
 	var a struct {
 		Error   json.RawMessage `json:"error"`
@@ -92,7 +91,7 @@ func readPrefillAnswer(text []byte) (params json.RawMessage, status int, err err
 	if first, ok := bytes.CutPrefix(text, []byte("data: ")); ok { // a stream, as by the SGLang contract
 		text, _, _ = bytes.Cut(first, []byte("\n\n"))
 	}
-	if list := elements(text); len(list) > 0 && isArray(text) { // SGLang's of a batch
+	if list := elements(text); len(list) > 0 && isArray(text) { // SGLang's answer to a batch
 		for _, one := range list {
 			if _, status, err = readPrefillAnswer(one); err != nil {
 				return nil, status, err
@@ -128,7 +127,7 @@ func readPrefillAnswer(text []byte) (params json.RawMessage, status int, err err
 	return a.Params, 0, nil
 }
 
-// refusal is why P says that there is nothing to load, in kvconn's own word.
+// refusal is P's reason, in kvconn's own member, why there is nothing to load.
 func refusal(params json.RawMessage) string {
 	var said struct {
 		Reason string `json:"kvconn_error"`
@@ -158,9 +157,9 @@ func readError(raw json.RawMessage) (status int, reason string) {
 	return status, shorten([]byte(e.Message))
 }
 
-// decode sends the request to D and waits until D begins to answer. Headers
-// alone do not say so: engines send those of a stream before they have anything
-// to stream, and an error after them is still one that another engine may mend.
+// decode sends the request to D and waits until D begins to answer. Headers alone do not
+// say so: engines send those of a stream before they have anything to stream. An error
+// after them is still one that another engine may mend.
 func (p *Proxy) decode(ctx context.Context, a *attempt, params json.RawMessage) (answer, *failure) {
 	end := a.decode.begin(1)
 	body := p.cfg.Contract.decodeBody(a, params)
@@ -178,13 +177,13 @@ func (p *Proxy) decode(ctx context.Context, a *attempt, params json.RawMessage) 
 	return d, nil
 }
 
-// checkBegin says whether what has come of D's answer is an error.
+// checkBegin says whether the begin of D's answer is an error.
 func (p *Proxy) checkBegin(a *attempt, d *answer) *failure {
 	switch {
 	case d.resp.StatusCode >= 400:
 		rest, _ := io.ReadAll(io.LimitReader(d.resp.Body, maxSmallAnswer)) // the status says enough if it breaks off
 		f := a.decode.answered(d.resp, append(bytes.Clone(d.first), rest...))
-		f.at = nil // it may have failed for want of P
+		f.at = nil // it may have failed because P did
 		return f
 	case len(d.first) == 0 && d.err == io.EOF:
 		return a.decode.failed(fmt.Errorf("answered %s with an empty body", d.resp.Status))
@@ -226,7 +225,7 @@ func (p *Proxy) send(ctx context.Context, a *attempt, t target, body []byte) (*h
 	}
 	req.Header["Content-Type"] = []string{"application/json"}
 	req.Header["X-Request-Id"] = []string{a.engineRequestID()}
-	if t.dp != unranked && p.cfg.Contract != SGLang { // whose engines are told in the body
+	if t.dp != unranked && p.cfg.Contract != SGLang { // SGLang's engines are told in the body
 		req.Header["X-Data-Parallel-Rank"] = []string{strconv.Itoa(t.dp)}
 	}
 	resp, err := p.client.Do(req)
@@ -244,7 +243,7 @@ func (t target) failed(err error) *failure {
 	return &failure{role: t.server.role, at: &t, url: t.server.url, err: err}
 }
 
-// answered is an answer that is no success.
+// answered is the failure of an answer without success.
 func (t target) answered(resp *http.Response, body []byte) *failure {
 	f := t.failed(fmt.Errorf("answered %d %s: %s", resp.StatusCode, http.StatusText(resp.StatusCode), shorten(body)))
 	f.answer = &engineAnswer{status: resp.StatusCode, header: resp.Header, body: body}
