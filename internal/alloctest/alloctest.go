@@ -1,5 +1,5 @@
-// Package alloctest bounds what a call may allocate: a test gives a few bytes
-// that claim a large size, and fails when somebody believes them.
+// Package alloctest bounds how much a call may allocate. A test gives a few bytes that
+// claim a large size, and fails if the code believes them.
 package alloctest
 
 import (
@@ -7,9 +7,9 @@ import (
 	"testing"
 )
 
-// Bound runs f and fails the test when the process has allocated more than most
-// bytes meanwhile. It is exact for large objects, which are what a bound is
-// about; other goroutines count too, so it is for tests that run alone.
+// Bound runs f and fails the test if the process has allocated more than most bytes
+// meanwhile. It is exact for large objects, which a bound is about. Other goroutines count
+// too, so it is for tests that run alone.
 func Bound(t testing.TB, most uint64, f func()) {
 	t.Helper()
 	before := allocated()

@@ -21,7 +21,7 @@ func (o *Options) window() time.Duration {
 	return 3 * time.Second
 }
 
-// pace is what some D's were served meanwhile.
+// pace is how some D's were served meanwhile.
 type pace struct {
 	figures
 	bytes float64 // a second
@@ -31,8 +31,8 @@ func (p pace) String() string {
 	return fmt.Sprintf("%d, median %s ms, max %s ms", p.N, milliseconds(p.Median), milliseconds(p.Max))
 }
 
-// steady has D's load one transfer after the other for a while, each offered at
-// once; all must end well.
+// steady has D's load one transfer after the other for a while. Each is offered at once,
+// and all must end well.
 func (f *fleet) steady(ctx context.Context, window time.Duration, ds []int) pace {
 	var mu sync.Mutex
 	var times []time.Duration
@@ -74,7 +74,7 @@ func (f *fleet) steady(ctx context.Context, window time.Duration, ds []int) pace
 // ones of the same P.
 func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 	memory := bigBlocks()
-	memory.Lease = 30 // what is slow is to end by itself
+	memory.Lease = 30 // a slow transfer is to end by itself
 	return with(ctx, opt, led, shape{name: "slow", prefills: 1, decodes: 3, memory: memory}, func(f *fleet) (string, error) {
 		opt.Progress("a slow D beside fast ones")
 		fast := []int{1, 2}
@@ -108,8 +108,8 @@ func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 // progress.
 const deafFor = 12 * time.Second
 
-// runDeaf: peers that accept connections and never read, in both roles and at
-// both ports. What goes with them ends in time; what does not, goes on.
+// runDeaf: peers that accept connections and never read, in both roles and at both ports.
+// Transfers with them end in time; the others go on.
 func runDeaf(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 	return with(ctx, opt, led, shape{name: "deaf", prefills: 1, decodes: 3, memory: bigBlocks()}, func(f *fleet) (string, error) {
 		opt.Progress("peers that never read")
@@ -131,7 +131,7 @@ func runDeaf(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		if err != nil {
 			return "", err
 		}
-		// Clients of the prefill engine's ports that never say or read anything.
+		// Idle clients of the prefill engine's ports never say or read anything.
 		idle := 0
 		for _, port := range []int{f.P[0].open.BootstrapPort, f.P[0].open.TCPPort} {
 			for range 64 {
@@ -145,7 +145,7 @@ func runDeaf(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 				}
 			}
 		}
-		// A data port that says nothing to D 0, and a D 1 that reads nothing.
+		// One data port says nothing to D 0, and a D 1 reads nothing.
 		w := f.ways[0][0].data
 		w.Set(faultnet.Trouble{Hold: [2]bool{true, true}})
 		w.Cut(true)

@@ -9,12 +9,12 @@ import (
 // blipTransfers is how many transfers wait when all connections of a pair break.
 const blipTransfers = 100
 
-// stoppedFor is how long P is stopped while its connections break: less than
-// what makes it gone.
+// stoppedFor is how long P is stopped while its connections break: too short for P to
+// count as gone.
 const stoppedFor = 1500 * time.Millisecond
 
-// runBlip: every connection between a P and a D that both live breaks at once,
-// and again while P is stopped. Of what waits, no byte has come: it survives.
+// runBlip: every connection between a living P and a living D breaks at once, and again
+// while P is stopped. No byte of the waiting transfers has come: they survive.
 func runBlip(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 	return with(ctx, opt, led, shape{name: "blip", prefills: 1, decodes: 1, memory: tinyBlocks(leaseSeconds, earlySeconds)}, func(f *fleet) (string, error) {
 		opt.Progress("all connections of a pair break at once")

@@ -16,7 +16,7 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// Bounds of what the driver waits for.
+// Bounds of the driver's waits.
 const (
 	openTimeout = 20 * time.Second
 	askTimeout  = 20 * time.Second
@@ -30,7 +30,7 @@ const (
 // errDown: there is no process to give an order to.
 var errDown = errors.New("the process is not up")
 
-// errCrashed: a process ended that nobody had killed.
+// errCrashed: a process ended that the driver had not killed.
 var errCrashed = errors.New("the process ended by itself")
 
 // child is an engine that is started, killed and started again. Its methods may
@@ -63,8 +63,8 @@ type process struct {
 	asked  map[uint64]chan event
 }
 
-// start starts the process and opens its agent. The error says why that failed;
-// the process has ended then.
+// start starts the process and opens its agent. If that fails, the error says why, and the
+// process has ended.
 func (c *child) start(ctx context.Context) error {
 	c.mu.Lock()
 	if c.p != nil {
@@ -134,7 +134,7 @@ func spawn(self, env []string) (*process, io.Reader, error) {
 	return p, out, nil
 }
 
-// listen hands on what a process tells, until it ends.
+// listen hands on a process's events, until it ends.
 func (c *child) listen(p *process, life int, out io.Reader) {
 	dec := json.NewDecoder(out)
 	for {
@@ -266,8 +266,8 @@ func (c *child) kill() {
 	<-p.ended
 }
 
-// stop ends the process in order: its agent is closed. It is killed when that
-// takes too long, which is an error.
+// stop ends the process in order: its agent is closed. If that takes too long, the process
+// is killed, which is an error.
 func (c *child) stop() error {
 	c.mu.Lock()
 	p := c.p
@@ -297,7 +297,7 @@ func (c *child) stop() error {
 	return nil
 }
 
-// tail keeps the end of what is written to it.
+// tail keeps the end of the bytes that are written to it.
 type tail struct {
 	mu sync.Mutex
 	b  []byte

@@ -13,9 +13,9 @@ import (
 // diskBytes is the size of the small disk.
 const diskBytes = 4 << 20
 
-// disk is where the engines keep their temporary files: a small file system
-// that can be filled up, where mounting one is permitted. No path leads to it
-// but the open folder, so that it goes with the processes, however they end.
+// disk is where the engines keep their temporary files: if mounting is permitted, a small
+// file system that can be filled up. No path leads to it but the open folder, so that it
+// goes with the processes, however they end.
 type disk struct {
 	root   *os.File
 	path   string

@@ -30,7 +30,7 @@ func await(ctx context.Context, entries []*entry, bound time.Duration) int {
 	return 0
 }
 
-// tell says how entries ended, and how long after from the last one did.
+// tell says how entries ended, and how long after from the last one ended.
 func (l *ledger) tell(entries []*entry, from int64) string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -51,7 +51,7 @@ func (l *ledger) tell(entries []*entry, from int64) string {
 	return text
 }
 
-// require misses those that ended in another way than one of these.
+// require misses the entries that ended otherwise than in one of these ways.
 func (l *ledger) require(what string, entries []*entry, outcomes ...string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -46,7 +46,7 @@ type half struct {
 	id   core.TransferID
 }
 
-// held is what an accepted half has.
+// held are the blocks of an accepted half.
 type held struct {
 	blocks []core.BlockID
 	tag    uint64
@@ -54,8 +54,8 @@ type held struct {
 	called int64
 }
 
-// RunEngine is the main function of an engine's process: it obeys the orders on
-// in until they end, and tells on out what happens.
+// RunEngine is the main function of an engine's process. It obeys the orders on in until
+// they end, and tells the events on out.
 func RunEngine(in io.Reader, out io.Writer) error {
 	e := &engine{out: json.NewEncoder(out), held: map[half]*held{}, next: map[string]bool{}}
 	safe.SetHandler(func(where string, cause any, stack []byte) {
@@ -183,7 +183,7 @@ func (e *engine) obey(o *order) {
 			e.tell(e.offer(it))
 		}
 	case opLoad:
-		// All at once: what is told of them comes after.
+		// All go out at once: their reports come after.
 		events := make([]event, len(o.Items))
 		for i, it := range o.Items {
 			events[i] = e.load(it)
@@ -211,7 +211,7 @@ func (e *engine) obey(o *order) {
 	}
 }
 
-// refused tells of a call that has no report.
+// refused tells of a call that will have no report.
 func (e *engine) refused(id core.TransferID, err error) {
 	if err != nil {
 		e.tell(event{Op: evDone, ID: id, Error: err.Error(), Overload: errors.Is(err, core.ErrOverload)})
@@ -262,8 +262,8 @@ func (e *engine) load(it item) event {
 	})
 }
 
-// call makes one of the agent's calls; e.mu is held, so that the report comes
-// after the books know of it.
+// call makes one of the agent's calls. e.mu is held, so that the report comes after the
+// books know of the call.
 func (e *engine) call(ev event, h half, what *held, f func() error) event {
 	before := e.held[h]
 	e.held[h] = what

@@ -37,7 +37,7 @@ const (
 	allOff    faultKind = "all rails off"
 )
 
-// deadly: what was under way with the other side is lost for sure.
+// deadly: a half that was under way with the other side is lost for sure.
 func (k faultKind) deadly() bool { return k == killP || k == killD }
 
 // weighted is how often a kind is drawn.
@@ -177,8 +177,8 @@ func (in *injector) skip(kind faultKind, reason string) {
 	in.mu.Unlock()
 }
 
-// begin writes a fault down; what it does comes right after, and over is called
-// when that has ended.
+// begin writes a fault down, which starts right after. over is called when the fault has
+// ended.
 func (in *injector) begin(kind faultKind, target string, affects func(*entry) bool) (over func()) {
 	return in.beginOn(&fault{kind: kind, target: target, affects: affects})
 }

@@ -18,7 +18,7 @@ import (
 	"github.com/kvconn/kvconn/node"
 )
 
-// shape is what a fleet is made of.
+// shape says how a fleet is made.
 type shape struct {
 	name     string
 	prefills int
@@ -215,7 +215,7 @@ func (f *fleet) heal(ctx context.Context) error {
 	return nil
 }
 
-// looks asks each process how it is.
+// looks asks each process for its state.
 func (f *fleet) looks(ctx context.Context, paint bool) (map[string]*look, error) {
 	out := map[string]*look{}
 	for _, c := range f.all() {
@@ -228,8 +228,8 @@ func (f *fleet) looks(ctx context.Context, paint bool) (map[string]*look, error)
 	return out, nil
 }
 
-// drain waits until nothing is under way, and writes down what still is when
-// the time is over: a report or a block that was lost.
+// drain waits until nothing is under way. If something still is when the time is over, a
+// report or a block was lost, and it writes that down.
 func (f *fleet) drain(ctx context.Context, bound time.Duration) error {
 	start := now()
 	for {
@@ -311,7 +311,7 @@ func (f *fleet) destroy() {
 	_ = f.rails.set(f.rails.all(), railIsOn) // heal says why it cannot
 }
 
-// counts is what the system says of a process.
+// counts is the system's word on a process.
 type counts struct {
 	Goroutines int    `json:"goroutines"`
 	Files      int    `json:"files"`

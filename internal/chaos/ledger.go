@@ -47,7 +47,7 @@ type entry struct {
 	exhausted  bool
 }
 
-// over says whether nothing more comes of it.
+// over says whether the half has ended.
 func (e *entry) over() bool { return e.state >= halfRefused }
 
 type entryKey struct {
@@ -125,7 +125,7 @@ func (l *ledger) ordered(child string, life int, h half, prefill, decode int) *e
 	return e
 }
 
-// event takes what a process tells.
+// event takes a process's event.
 func (l *ledger) event(child string, life int, ev event) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -214,7 +214,7 @@ func (l *ledger) open() []*entry {
 	return out
 }
 
-// begin notes which halves a fault begins upon.
+// begin notes the halves that a fault begins upon.
 func (l *ledger) begin(f *fault) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -227,7 +227,7 @@ func (l *ledger) begin(f *fault) {
 	}
 }
 
-// over notes that a fault is over, and what it hit works again.
+// over notes that a fault is over: the target works again.
 func (l *ledger) over(f *fault) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -258,8 +258,8 @@ func (l *ledger) moved() map[string]int {
 	return out
 }
 
-// reasons counts the texts with which halves ended otherwise than well, without
-// what is of one transfer, peer or moment only.
+// reasons counts the texts of the halves that did not end well, without the parts that are
+// of one transfer, peer or moment only.
 func (l *ledger) reasons() map[string]int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -322,8 +322,8 @@ func (n notice) String() string {
 		milliseconds(time.Duration(n.reported-n.accepted)), strings.Join(hits, ", "), n.code, n.reason)
 }
 
-// notices are those halves that faults ended: a side's word that the other is
-// lost, unreachable, or that the bytes could not be moved.
+// notices are the halves that faults ended: a side says that the other is lost or
+// unreachable, or that the bytes could not be moved.
 func (l *ledger) notices() []notice {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -351,10 +351,10 @@ func (l *ledger) notices() []notice {
 	return out
 }
 
-// cause is the fault that a half's end is put down to: the death of the process
-// that it was with if there is one, else the first fault that hit it. A death
-// that it survived, by finding the process that came after, is none, unless
-// that one did not know it: then anew is true.
+// cause is the fault that a half's end is put down to. If the process that it was with has
+// died, that death is the cause, else the first fault that hit it. A half may survive a
+// death by finding the successor. If the successor then did not know the half, the death
+// is the cause after all, and anew is true.
 func (l *ledger) cause(e *entry) (f *fault, alone, anew bool) {
 	with, known := l.agents[e.peer]
 	n := 0

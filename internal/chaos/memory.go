@@ -11,9 +11,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// memory is an engine's paged cache, outside Go's heap, in which every block
-// always holds a pattern that is known: a transfer's, or that of its owner
-// nobody.
+// memory is an engine's paged cache, outside Go's heap. Every block always holds a known
+// pattern: its transfer's or, if no transfer has it, nobody's.
 type memory struct {
 	mem        []byte
 	regions    int
@@ -102,8 +101,8 @@ func (m *memory) check(id core.BlockID, tag uint64, position int) error {
 // nobody marks the tags of blocks without an owner.
 const nobody = 1 << 63
 
-// take gives n free blocks, those last that were given back last first, and
-// says whether someone has written into one. It gives none if there are fewer.
+// take gives n free blocks, the last given back last first. If there are fewer, it gives
+// none. The error says that someone has written into one.
 func (m *memory) take(n int) ([]core.BlockID, error) {
 	if n > len(m.free) {
 		return nil, nil
@@ -153,7 +152,7 @@ func (m *memory) written(ids []core.BlockID) string {
 	return strings.Join(places, "; ")
 }
 
-// give takes blocks back and paints them over.
+// give makes blocks free again and paints them over.
 func (m *memory) give(ids []core.BlockID) {
 	for _, id := range ids {
 		m.given++

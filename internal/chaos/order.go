@@ -87,7 +87,7 @@ type event struct {
 	Look      *look           `json:"look,omitempty"`
 }
 
-// look is what an engine's process says of itself.
+// look is an engine's state, as its process tells it.
 type look struct {
 	Loads       int               `json:"loads"`   // claims among them
 	Waiting     int               `json:"waiting"` // of them, those that P has and whose bytes are awaited

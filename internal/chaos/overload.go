@@ -100,8 +100,8 @@ func (f *fleet) cancel(c *child, items []item, entries []*entry) error {
 	return proc.give(order{Op: opCancel, Items: items, Reason: "the router cancels"})
 }
 
-// runBurst: 10,000 loads at once on one agent. What is over the bound is refused
-// by the call, with a reason; all others end, and no call waits.
+// runBurst: 10,000 loads at once on one agent. The calls over the bound are refused, with
+// a reason. All others end, and no call waits.
 func runBurst(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 	return with(ctx, opt, led, shape{name: "burst", prefills: 1, decodes: 1, memory: tinyBlocks(30, 30)}, func(f *fleet) (string, error) {
 		opt.Progress("%d loads at once", burstLoads)

@@ -1,9 +1,9 @@
 //go:build !faults
 
-// Package fault names the places where internal/mutants can break the code. A
-// product build has no trace of them: the calls are constant, and what stands
-// behind them is dead code. A build with the tag "faults" breaks the one place
-// that the environment variable KVCONN_FAULT names.
+// Package fault names the places where internal/mutants can break the code. A product
+// build has no trace of them: the calls are constant, and the code behind them is dead. A
+// build with the tag "faults" breaks the one place that the environment variable
+// KVCONN_FAULT names.
 package fault
 
 // On says whether the named place is to be broken.

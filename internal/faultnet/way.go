@@ -17,14 +17,13 @@ import (
 // Direction is one of the two that bytes take on a way.
 type Direction int
 
-// Up is from the one who dialled to the address; Down is back.
+// Up is from the dialling end to the address; Down is back.
 const (
 	Up Direction = iota
 	Down
 )
 
-// Trouble is what a way does to bytes and to new connections. The zero value
-// does nothing.
+// Trouble is done to a way's bytes and new connections. The zero value does nothing.
 type Trouble struct {
 	Delay  time.Duration // each byte comes so much later
 	Rate   int           // bytes a second of each connection and direction; 0 = any
@@ -52,9 +51,8 @@ type Way struct {
 const (
 	dialTimeout = 3 * time.Second
 	chunk       = 32 << 10
-	// inFlight bounds the chunks that a direction of a connection holds, and
-	// socketBuffer what the system does: the end of a sender is not to lie long
-	// behind its bytes.
+	// inFlight bounds the chunks that a direction of a connection holds, and socketBuffer
+	// the system's: the end of a sender is not to lie long behind its bytes.
 	inFlight     = 8
 	socketBuffer = 128 << 10
 )
@@ -82,7 +80,7 @@ func (w *Way) goRun(f func()) {
 // Addr is where the way begins, host:port.
 func (w *Way) Addr() string { return w.ln.Addr().String() }
 
-// Set changes what the way does, also to connections that are open.
+// Set changes the way's trouble, also for open connections.
 func (w *Way) Set(t Trouble) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -91,8 +89,8 @@ func (w *Way) Set(t Trouble) {
 	w.changed = make(chan struct{})
 }
 
-// Cut ends all open connections, with a reset or in order, and returns how many
-// they were. New ones are let through.
+// Cut ends all open connections, with a reset or in order, and returns how many there
+// were. New ones are let through.
 func (w *Way) Cut(reset bool) int {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -104,8 +102,8 @@ func (w *Way) Cut(reset bool) int {
 	return n
 }
 
-// HalfClose ends one direction of all open connections: its receiver reads an
-// end, and what still comes for it is thrown away. It returns how many they
+// HalfClose ends one direction of all open connections: its receiver reads an end, and
+// bytes that still come for it are thrown away. It returns how many connections there
 // were.
 func (w *Way) HalfClose(d Direction) int {
 	w.mu.Lock()
@@ -199,7 +197,7 @@ type conn struct {
 
 func (c *conn) run() {
 	defer c.way.forget(c)
-	// Through a black hole no connection is made either.
+	// Nor is a connection made through a black hole.
 	if !c.pass(Up) {
 		return
 	}
@@ -298,8 +296,8 @@ func (c *conn) wait(d time.Duration) bool {
 	}
 }
 
-// piece is some bytes on their way; the last one has none, and says how the
-// direction ended.
+// piece is some bytes on their way. The last one has none, and says how the direction
+// ended.
 type piece struct {
 	bytes []byte
 	due   time.Time

@@ -150,13 +150,13 @@ func (s *Server) Serve() error {
 	return nil
 }
 
-// Close stops listening, lets running requests finish within the grace and
-// ctx, then ends their contexts, then their connections. It returns when Serve
-// and every connection's goroutine have ended, or with an error when a handler
-// does not return: at most three seconds after the grace or ctx.
+// Close stops listening and lets running requests finish within the grace and ctx. Then it
+// ends their contexts, then their connections. It returns when Serve and every
+// connection's goroutine have ended. If a handler does not return, Close returns an error
+// at most three seconds after the grace or ctx.
 //
-// Hijacked connections belong to who hijacked them: Close ends the contexts of
-// their requests, but neither closes them nor waits for them.
+// Hijacked connections belong to their hijackers: Close ends the contexts of their
+// requests, but neither closes them nor waits for them.
 func (s *Server) Close(ctx context.Context) error {
 	s.mu.Lock()
 	s.closed = true
@@ -175,7 +175,7 @@ func (s *Server) Close(ctx context.Context) error {
 	}
 	s.cancel()
 	s.shutdown(ctx, lastWords)
-	// Closes what is still open; errors are those of connections already gone.
+	// It closes the connections that are still open; errors are of connections already gone.
 	_ = s.http.Close()
 
 	bound := time.NewTimer(reap)
@@ -228,9 +228,8 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 	}
 }
 
-// evict makes room for a connection: strangers that hold all places must not
-// keep others out. If every connection has a request under way it is c that
-// ends. mu is held.
+// evict makes room for a connection: strangers that hold all places must not keep others
+// out. If every connection has a request under way, c ends. mu is held.
 func (s *Server) evict(c net.Conn) {
 	for other, state := range s.conns {
 		if state == http.StateIdle || state == http.StateNew {
@@ -250,8 +249,8 @@ func hangUp(c net.Conn) {
 	_ = c.Close()
 }
 
-// errorLog takes net/http's own messages. Handshakes that fail are refused
-// clients; those that were only broken off are not.
+// errorLog takes net/http's own messages. A failed handshake is a refused client, which is
+// a warning unless the client has just broken off.
 type errorLog struct {
 	opt     *Options
 	refused ratelog.Limit

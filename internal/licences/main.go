@@ -1,5 +1,5 @@
-// Command licences collects the licences of all that a program links: those of
-// its modules, also of parts of a module that have one of their own, and Go's.
+// Command licences collects the licences of all that a program links: those of its
+// modules, those of parts of a module that have their own, and Go's.
 //
 //	go run ./internal/licences INTO PACKAGE
 //
@@ -123,8 +123,8 @@ var (
 	source  = regexp.MustCompile(`\.(go|s|c|h|py|sh)$`)
 )
 
-// copyNotices copies what lies in one folder of a module, and says whether a
-// licence is among it.
+// copyNotices copies the notices in one folder of a module, and says whether a licence is
+// among them.
 func copyNotices(dir string, m module, into string) (licensed bool, err error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {

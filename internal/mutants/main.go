@@ -1,7 +1,7 @@
-// Mutants proves that the simulator bites: it breaks the code at one named place
-// after the other (internal/fault), runs the simulator's seeds, and prints which
-// seed and which check has found it. It ends with status 1 if a defect is not found,
-// or if the simulator fails without one.
+// Mutants proves that the simulator bites. It breaks the code at one named place after the
+// other (internal/fault), runs the simulator's seeds, and prints which seed and which
+// check has found it. If a defect is not found, or if the simulator fails without one, it
+// ends with status 1.
 //
 //	go run ./internal/mutants [-seeds 2000] [name ...]
 package main
@@ -99,7 +99,7 @@ func moduleRoot() (string, error) {
 	return filepath.Dir(strings.TrimSpace(string(out))), nil
 }
 
-// finding is what a run of the simulator came to. One that fails and names no seed
+// finding is the result of a run of the simulator. If the run fails and names no seed, it
 // has not found anything: by is then empty.
 type finding struct {
 	failed   bool

@@ -1,4 +1,4 @@
-// Package nettest has what tests of broken networks share.
+// Package nettest has helpers for tests of broken networks.
 package nettest
 
 import (
@@ -118,7 +118,7 @@ func (f *Forwarder) end(c *forwarded) {
 	f.more.Broadcast()
 }
 
-// bring copies what comes back, as far as it is let through.
+// bring copies the bytes that come back, as far as they are let through.
 func (f *Forwarder) bring(c *forwarded) {
 	buf := make([]byte, 32<<10)
 	for {
@@ -150,8 +150,8 @@ func (f *Forwarder) pass(c *forwarded, n int) int {
 	return n
 }
 
-// Hold lets the connections that there are now bring back n more bytes, all
-// together, and then nothing until Release. Later ones are not held.
+// Hold lets the present connections bring back n more bytes, all together, and then
+// nothing until Release. Later ones are not held.
 func (f *Forwarder) Hold(n int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -197,9 +197,9 @@ func (f *Forwarder) Cut() {
 	f.more.Broadcast()
 }
 
-// Lose ends all connections for the one who dialled only, as a middlebox does
-// that has forgotten them: whoever listens keeps his ends until the test does, and
-// nobody reads what he writes. New ones are let through.
+// Lose ends all connections for the dialling end only, as a middlebox does that has
+// forgotten them. The listening end keeps its connections until the test ends, and nobody
+// reads the bytes that it writes. New ones are let through.
 func (f *Forwarder) Lose() {
 	f.mu.Lock()
 	defer f.mu.Unlock()

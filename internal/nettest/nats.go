@@ -29,8 +29,8 @@ var (
 	errBuild  error
 )
 
-// Main is for TestMain of packages that start servers: it runs the tests and
-// takes away what was built for them.
+// Main is for TestMain of packages that start servers: it runs the tests and removes the
+// program that was built for them.
 func Main(m *testing.M) (code int) {
 	code = m.Run()
 	if buildDir != "" {
@@ -183,7 +183,7 @@ type raftGroup struct {
 	Replicas []replica `json:"replicas"`
 }
 
-// whole: it has a leader, and the two others hold what that holds.
+// whole: it has a leader, and the two others hold all that the leader holds.
 func (g *raftGroup) whole() bool {
 	n := 0
 	for _, r := range g.Replicas {
@@ -194,7 +194,7 @@ func (g *raftGroup) whole() bool {
 	return g.Leader != "" && n == 2
 }
 
-// jsz is what a server's monitoring port tells of JetStream.
+// jsz is a server's word on JetStream, at its monitoring port.
 type jsz struct {
 	Meta     raftGroup `json:"meta_cluster"`
 	Accounts []struct {
@@ -253,15 +253,15 @@ func (c *NATSTrio) leader(what string, group func(*jsz) *raftGroup) (leader *NAT
 	}
 }
 
-// connz is what a server's monitoring port tells of its clients.
+// connz is a server's word on its clients, at its monitoring port.
 type connz struct {
 	Connections []struct {
 		Name string `json:"name"`
 	} `json:"connections"`
 }
 
-// At waits until a client with this word in its name is connected to one of the
-// servers, and returns that one.
+// At waits until a client with this word in its name is connected to one of the servers,
+// and returns that server.
 func (c *NATSTrio) At(word string) *NATSServer {
 	c.t.Helper()
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {

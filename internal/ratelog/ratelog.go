@@ -14,8 +14,8 @@ const (
 	interval = time.Second
 )
 
-// Limit counts what is written and what is left out. The zero value is ready;
-// it is safe for concurrent use and must not be copied.
+// Limit counts the lines that are written and left out. The zero value is ready. It is
+// safe for concurrent use and must not be copied.
 type Limit struct {
 	mu      sync.Mutex
 	spent   float64 // of the burst
@@ -23,8 +23,8 @@ type Limit struct {
 	omitted int
 }
 
-// Do calls write unless too much was written lately. The note that it gets
-// tells how many lines were left out since the last one; it is mostly "".
+// Do calls write unless too much was written lately. The note tells how many lines were
+// left out since the last one; it is mostly "".
 func (l *Limit) Do(write func(note string)) { l.at(time.Now(), write) }
 
 func (l *Limit) at(now time.Time, write func(note string)) {

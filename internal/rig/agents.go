@@ -25,9 +25,9 @@ const (
 	spareFiles  = 256              // descriptors that a process needs besides its connections
 )
 
-// runBenchAgents measures what one prefill agent has to do for many decode
-// agents. These are buses with a connection each, in this process; the prefill
-// agent is a whole one, in the other.
+// runBenchAgents measures the work of one prefill agent for many decode agents. The decode
+// agents are buses with a connection each, in this process. The prefill agent is a whole
+// one, in the other process.
 func runBenchAgents(ctx context.Context, args []string, out io.Writer) error {
 	fs := flag.NewFlagSet("kvconn-rig bench-agents", flag.ContinueOnError)
 	fs.SetOutput(os.Stderr)
@@ -149,8 +149,8 @@ func newDecodeBus(i int, opened synthetic.Answer) (*decodeBus, error) {
 	return d, nil
 }
 
-// meet looks the prefill agent up and says hello to it, as often as it takes to
-// find another than the old one.
+// meet looks the prefill agent up and says hello to it, until it finds another agent than
+// the old one.
 func (d *decodeBus) meet(ctx context.Context, old core.AgentID) error {
 	ctx, cancel := context.WithTimeout(ctx, agentsBound)
 	defer cancel()
@@ -199,7 +199,7 @@ func (d *decodeBus) renew(ctx context.Context) error {
 	return err
 }
 
-// each calls f for all at once, and returns the first error with their number.
+// each calls f for all at once. It returns the first error, with the number of errors.
 func each(swarm []*decodeBus, f func(*decodeBus) error) error {
 	var wg sync.WaitGroup
 	errs := make(chan error, len(swarm))

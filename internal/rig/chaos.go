@@ -22,7 +22,7 @@ const (
 	relayCommand = "__relay"
 )
 
-// errChaos: the run was one, and what it found is not as it must be.
+// errChaos: the run took place, and its findings are not as they must be.
 var errChaos = errors.New("the run failed, see above")
 
 // runChaos runs real agents under load and faults.

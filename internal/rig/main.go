@@ -1,6 +1,6 @@
-// Package rig is the kvconn-rig command: what kvconn's own tests and benchmarks
-// need, and its users do not. Neither the wheel's library nor the kvconn command
-// may link it (TestProductHasNoTestRig).
+// Package rig is the kvconn-rig command, which kvconn's own tests and benchmarks need and
+// its users do not. Neither the wheel's library nor the kvconn command may link it
+// (TestProductHasNoTestRig).
 package rig
 
 import (

@@ -87,9 +87,8 @@ func parseRouterBench(args []string) (routerBench, error) {
 	return c, nil
 }
 
-// runBenchProxy measures what a router costs: the same requests straight to the
-// decode engine and through each router, in turn, with engines that compute
-// nothing.
+// runBenchProxy measures the cost of a router. It sends the same requests straight to the
+// decode engine and through each router, in turn. The engines compute nothing.
 func runBenchProxy(ctx context.Context, args []string, out io.Writer) error {
 	c, err := parseRouterBench(args)
 	if errors.Is(err, flag.ErrHelp) {
@@ -273,14 +272,14 @@ func untilAnswered(ctx context.Context, addr string, body []byte, chunks int) er
 	}
 }
 
-// load is when a client has sent enough: after a time, or so many requests.
+// load says when a client has sent enough: after a time, or so many requests.
 type load struct {
 	time     time.Duration
 	requests int
 }
 
-// closedLoop has n clients, each with a connection, that send the next request
-// when they have the whole answer to the last. It returns how long each took.
+// closedLoop has n clients, each with a connection, that send the next request when they
+// have the whole answer to the last. It returns how long each request took.
 func closedLoop(ctx context.Context, addr string, n int, enough load, body []byte, chunks int) ([]time.Duration, time.Duration, error) {
 	request := fmt.Appendf(nil, "POST /v1/completions HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", addr, len(body), body)
 	took, errs := make([][]time.Duration, n), make([]error, n)

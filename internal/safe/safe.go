@@ -11,11 +11,11 @@ import (
 // onPanic is told of each contained panic.
 var onPanic atomic.Pointer[func(where string, cause any, stack []byte)]
 
-// SetHandler makes f the one that is told of contained panics.
+// SetHandler has f told of contained panics.
 func SetHandler(f func(where string, cause any, stack []byte)) { onPanic.Store(&f) }
 
-// Go runs f on a goroutine of its own and contains its panic; name says where
-// it was in the report.
+// Go runs f on a goroutine of its own and contains its panic; name says in the report
+// where it was.
 func Go(name string, f func()) {
 	go func() {
 		defer Recover(name)

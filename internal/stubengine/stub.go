@@ -1,6 +1,5 @@
-// Package stubengine is an HTTP server that answers as vLLM does and computes
-// nothing: what benchmarks of the router and tests of the launcher put in an
-// engine's place.
+// Package stubengine is an HTTP server that answers as vLLM does and computes nothing.
+// Benchmarks of the router and tests of the launcher put it in an engine's place.
 package stubengine
 
 import (
@@ -76,7 +75,7 @@ func events(o Options) [][]byte {
 	return all
 }
 
-// answer is a whole one.
+// answer is an answer that is not streamed.
 func answer(o Options) []byte {
 	return fmt.Appendf(nil, `{"id":"cmpl-1","object":"text_completion","created":1,"model":%q,"choices":[{"index":0,"text":" token0","logprobs":null,"finish_reason":"length"}],"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2},"kv_transfer_params":null}`, o.Model)
 }

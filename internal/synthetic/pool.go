@@ -51,8 +51,8 @@ func (p *Pool) words(layer int, id core.BlockID) []uint64 {
 	return unsafe.Slice((*uint64)(unsafe.Pointer(&p.mem[off])), p.block/8)
 }
 
-// word is what the pattern of a transfer has at a place: it names both, so that
-// no byte of another transfer, block or place passes for it.
+// word is the word of a transfer's pattern at a place. It names both, so that no byte of
+// another transfer, block or place passes for it.
 func word(transfer, layer, position, i int) uint64 {
 	x := uint64(transfer)<<48 ^ uint64(layer)<<40 ^ uint64(position)<<20 ^ uint64(i)
 	return (x + 1) * 0x9E3779B97F4A7C15
@@ -70,7 +70,7 @@ func (p *Pool) Fill(transfer int, ids []core.BlockID) {
 	}
 }
 
-// idle is what blocks outside every transfer hold.
+// idle is the word in blocks outside every transfer.
 const idle = 0x5A5A5A5A5A5A5A5A
 
 // Clear fills the whole pool with the value of blocks outside every transfer.

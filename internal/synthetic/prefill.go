@@ -17,7 +17,7 @@ import (
 	"github.com/kvconn/kvconn/node"
 )
 
-// Order is what the first process tells the second one, the prefill side.
+// Order is the first process's word to the second one, the prefill side.
 type Order struct {
 	Op        string `json:"op"` // open, announce, offer, wait, counters, close
 	Layers    int    `json:"layers,omitempty"`
@@ -35,7 +35,7 @@ type Order struct {
 	Bootstrap string `json:"bootstrap,omitempty"`
 }
 
-// Answer is what the second process says to an order.
+// Answer is the second process's answer to an order.
 type Answer struct {
 	Error     string `json:"error,omitempty"`
 	Bootstrap string `json:"bootstrap,omitempty"`
@@ -127,7 +127,7 @@ func (p *prefill) open(o Order) (Answer, error) {
 	return Answer{Bootstrap: p.agent.BootstrapAddress(), EngineID: cfg.EngineID}, nil
 }
 
-// transport sets what the order says of it.
+// transport sets the order's transport.
 func (o *Order) transport(cfg *node.Config) {
 	if o.Transport != "" {
 		cfg.Transport = o.Transport
@@ -167,8 +167,7 @@ func WaitReport(ctx context.Context, a *node.Agent, id core.TransferID) (core.Re
 	}
 }
 
-// OpenDecode opens the decode side in this process, as the order to the prefill
-// side says.
+// OpenDecode opens the decode side in this process, by the same order as the prefill side.
 func OpenDecode(p *Pool, o Order, log *zap.Logger) (*node.Agent, error) {
 	cfg := node.DefaultConfig()
 	cfg.EngineID, cfg.Role = "decode", node.RoleDecode
