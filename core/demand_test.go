@@ -7,34 +7,34 @@ import (
 	"time"
 )
 
-// wanting is a P whose engine is told when its transfers are wanted.
-type wanting struct {
+// demanding is a P whose engine is told when its transfers are demanded.
+type demanding struct {
 	*Machine
 	t   *testing.T
 	now time.Time
 }
 
-func newWanting(t *testing.T) *wanting {
+func newDemanding(t *testing.T) *demanding {
 	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16))
-	return &wanting{New(l, Options{ReportDemands: true}), t, time.Unix(0, 0)}
+	return &demanding{New(l, Options{ReportDemands: true}), t, time.Unix(0, 0)}
 }
 
-func (w *wanting) announce(id TransferID) {
+func (w *demanding) announce(id TransferID) {
 	w.t.Helper()
 	if err := w.Announce(w.now, id); err != nil {
 		w.t.Fatal(err)
 	}
 }
 
-func (w *wanting) load(id TransferID, first uint32, blocks ...BlockID) {
+func (w *demanding) load(id TransferID, first uint32, blocks ...BlockID) {
 	w.t.Helper()
 	if code, reason := w.LoadArrived(w.now, LoadMessage{ID: id, Peer: "D", Grant: []byte(id), Selection: Selection{First: []uint32{first}, Blocks: [][]BlockID{blocks}}}); code != OK {
 		w.t.Fatal(code, reason)
 	}
 }
 
-// reported are the wants since the last call.
-func (w *wanting) reported() (out []Report) {
+// reported are the demands since the last call.
+func (w *demanding) reported() (out []Report) {
 	for _, a := range w.Actions() {
 		if r, ok := a.(Report); ok && r.Side == SideDemand {
 			out = append(out, r)
@@ -43,18 +43,18 @@ func (w *wanting) reported() (out []Report) {
 	return out
 }
 
-func (w *wanting) expect(id TransferID, code Code, first int, reason string) {
+func (w *demanding) expect(id TransferID, code Code, first int, reason string) {
 	w.t.Helper()
 	got := w.reported()
 	if len(got) != 1 || got[0].ID != id || got[0].Code != code || got[0].Blocks != first || !strings.Contains(got[0].Reason, reason) {
 		w.t.Errorf("reported %+v, want %q with %v, from block %d, because %q", got, string(id), code, first, reason)
 	}
 	if len(w.demands) != 0 {
-		w.t.Errorf("wants are left: %v", w.demands)
+		w.t.Errorf("demands are left: %v", w.demands)
 	}
 }
 
-func (w *wanting) nothing() {
+func (w *demanding) nothing() {
 	w.t.Helper()
 	if got := w.reported(); got != nil {
 		w.t.Errorf("reported %+v, want nothing", got)
@@ -62,7 +62,7 @@ func (w *wanting) nothing() {
 }
 
 func TestWantIsReportedWhenTheLoadIsHere(t *testing.T) {
-	w := newWanting(t)
+	w := newDemanding(t)
 	w.announce("later")
 	w.nothing()
 	w.RenewArrived(w.now, "D", nil, []TransferID{"later"}) // a claim is no room
@@ -85,7 +85,7 @@ func TestWantIsReportedWhenTheLoadIsHere(t *testing.T) {
 }
 
 func TestWantIsReportedOnceForAllShares(t *testing.T) {
-	w := newWanting(t)
+	w := newDemanding(t)
 	w.announce("x")
 	w.load(Share{0, 2, 0}.Part("x"), 2, 1)
 	w.nothing()
@@ -106,29 +106,29 @@ func TestWantIsReportedOnceForAllShares(t *testing.T) {
 
 func TestWantIsReportedWhenItEnds(t *testing.T) {
 	for name, c := range map[string]struct {
-		end    func(w *wanting)
+		end    func(w *demanding)
 		code   Code
 		reason string
 	}{
-		"cancelled by decode":  {func(w *wanting) { w.FinishArrived(w.now, "D", "x", Cancelled, "the client went") }, PeerCancelled, "the client went"},
-		"cancelled by prefill": {func(w *wanting) { _ = w.Cancel(w.now, "x", "aborted") }, Cancelled, "aborted"},
-		"decode is gone": {func(w *wanting) {
+		"cancelled by decode":  {func(w *demanding) { w.FinishArrived(w.now, "D", "x", Cancelled, "the client went") }, PeerCancelled, "the client went"},
+		"cancelled by prefill": {func(w *demanding) { _ = w.Cancel(w.now, "x", "aborted") }, Cancelled, "aborted"},
+		"decode is gone": {func(w *demanding) {
 			w.RenewArrived(w.now, "D", nil, []TransferID{"x"})
 			for range 400 {
 				w.now = w.now.Add(100 * time.Millisecond)
 				w.Tick(w.now)
 			}
 		}, PeerLost, "has not renewed its claim"},
-		"closed": {func(w *wanting) { w.Close(w.now) }, Closed, "closed"},
+		"closed": {func(w *demanding) { w.Close(w.now) }, Closed, "closed"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWanting(t)
+			w := newDemanding(t)
 			w.announce("x")
 			c.end(w)
 			w.expect("x", c.code, 0, c.reason)
 		})
 	}
-	w := newWanting(t)
+	w := newDemanding(t)
 	w.FinishArrived(w.now, "D", "early", Cancelled, "the client went")
 	w.announce("early")
 	w.expect("early", PeerCancelled, 0, "the client went")
@@ -136,7 +136,7 @@ func TestWantIsReportedWhenItEnds(t *testing.T) {
 
 // An id that is announced twice is refused, also when the first has ended.
 func TestWantOfAUsedID(t *testing.T) {
-	w := newWanting(t)
+	w := newDemanding(t)
 	w.announce("x")
 	if err := w.Announce(w.now, "x"); !errors.Is(err, ErrDuplicate) {
 		t.Errorf("announced twice: %v", err)
@@ -144,7 +144,7 @@ func TestWantOfAUsedID(t *testing.T) {
 	w.load("x", 0, 1)
 	w.expect("x", OK, 0, "")
 	if err := w.Announce(w.now, "x"); !errors.Is(err, ErrDuplicate) {
-		t.Errorf("announced after it was wanted: %v", err)
+		t.Errorf("announced after it was demanded: %v", err)
 	}
 	if err := w.Offer(w.now, OfferRequest{ID: "x", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
 		t.Fatal(err)

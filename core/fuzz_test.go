@@ -10,15 +10,15 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// FuzzMachine reads its input as calls of the engine, messages of peers and
-// outcomes of a transport, and is one machine's user. Ids, blocks, codes,
-// statuses and the order are the input's; the user's duties of the package
-// comment are kept, and the transport keeps to its contract.
+// FuzzMachine is one machine's user. It reads its input as calls of the engine, messages
+// of peers and outcomes of a transport. The input chooses ids, blocks, codes, statuses and
+// the order. The duties of the package comment are kept, and the transport keeps to its
+// contract.
 //
-// What it checks: the ledger's promises (each accepted half is reported once, a
-// load after its fence); that no offer is reported while its blocks are read;
-// that a Write plans, and reads offered blocks only; that codes and statuses
-// which leave the machine are known; and that a closed machine is empty.
+// It checks the ledger's promises (each accepted half is reported once, a load after its
+// fence); that no offer is reported while its blocks are read; that a Write plans, and
+// reads offered blocks only; that codes and statuses which leave the machine are known;
+// and that a closed machine is empty.
 func FuzzMachine(f *testing.F) {
 	// Operations with their operands, as next and what it calls read them.
 	offer := func(id byte) []byte { return []byte{1, id, 2, 3, 1, 2, 3, 1, 5} }
@@ -249,8 +249,7 @@ func (u *user) next() {
 // maxFound is how many parts an engine of the fuzz test falls into.
 const maxFound = 3
 
-// found are an engine's ranks, with all of the regions among them, or of some of
-// them nothing.
+// found are an engine's ranks. Each gives all of the regions, some of them or none.
 func (u *user) found(opened time.Time) (list []core.FoundPart) {
 	n, of := 1+int(u.byte())%maxFound, 1+int(u.byte())%3
 	for i := range n {
@@ -268,7 +267,7 @@ func (u *user) share() core.Share {
 	return core.Share{K: int(b % 3), Of: 1 + int(b/3%3), Source: int(b/9) % 3}
 }
 
-// named is an id as a peer names it: whole or a part's, well formed or not.
+// named is an id as a peer names it: the transfer's or a part's, well formed or not.
 func (u *user) named() core.TransferID {
 	id := u.id()
 	switch b := u.byte(); {
@@ -335,8 +334,8 @@ func (u *user) known(c core.Code) {
 	}
 }
 
-// checkWrite: whatever blocks D names, what is read are blocks that the engine
-// has offered under this id, of the prompt that D asks for, and the plan stays within them.
+// checkWrite: whatever blocks D names, the machine reads only blocks that the engine has
+// offered under this id, of the prompt that D asks for, and the plan stays within them.
 func (u *user) checkWrite(w core.Write) {
 	if u.writing[w.ID] {
 		u.t.Errorf("%q is written twice at a time", w.ID)
@@ -431,7 +430,7 @@ func (u *user) answer() {
 	u.collect()
 }
 
-// end closes the machine and performs what is left: nothing may remain.
+// end closes the machine and performs the actions that are left: nothing may remain.
 func (u *user) end() {
 	u.m.Close(u.now)
 	clear(u.ledger.claims)

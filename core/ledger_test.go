@@ -63,7 +63,7 @@ func (l *ledger) action(a core.Action) {
 	}
 }
 
-// claim makes a claim; one that is none, since it is claimed or loaded already, is none here.
+// claim notes a claim, unless the transfer is claimed or loaded already.
 func (l *ledger) claim(m *core.Machine, now time.Time, r core.ClaimRequest) error {
 	before := m.Untold()
 	err := m.Claim(now, r)

@@ -15,9 +15,9 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// TestTranscripts runs testdata/*.txt. A line is the machine's name, an event
-// and its values; what the machine then wants done is printed, one action a
-// line. "open" makes a machine, whose name is its agent id.
+// TestTranscripts runs testdata/*.txt. A line is the machine's name, an event and its
+// values. The machine's actions are printed after it, one a line. "open" makes a machine,
+// whose name is its agent id.
 func TestTranscripts(t *testing.T) {
 	leaktest.Check(t)
 	coretest.RunTranscripts(t, "testdata/*.txt", newScript)
@@ -261,7 +261,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	return said, err
 }
 
-// transportError wraps what a text begins with, if package core knows it.
+// transportError wraps the error of package core that a text begins with, if there is one.
 func transportError(text string) error {
 	for _, known := range []error{core.ErrConnectionLost, core.ErrNotExpected} {
 		if rest, ok := strings.CutPrefix(text, known.Error()); ok {

@@ -26,7 +26,7 @@ type cell struct {
 	offset uint64
 }
 
-// label is what they hold: a part of the item of a token and head of a cache.
+// label is a cell's content: a part of the item of a token and head of a cache.
 type label struct {
 	group       uint32
 	name        string
@@ -80,9 +80,9 @@ func units(src, dst []Shape, group uint32, tokens uint64) uint64 {
 	return (tokens + unit - 1) / unit * unit
 }
 
-// checkMatch copies by Pairs what P's blocks hold and looks at each cell of D: it
-// holds what it should, and nothing else was written. Segments are the pairs' other
-// ends in the same order.
+// checkMatch copies P's blocks by Pairs and looks at each cell of D: it holds what it
+// should, and nothing else was written. Segments are the pairs' other ends in the same
+// order.
 func checkMatch(t testing.TB, m *Match, src, dst []Shape, regions []uint32, from [][]BlockID, fromFirst []uint32, to [][]BlockID, toFirst, tokens []uint32) {
 	t.Helper()
 	pairs, err := m.Pairs(Selection{First: fromFirst, Blocks: from}, Selection{First: toFirst, Blocks: to, Tokens: tokens, Regions: regions})
@@ -123,7 +123,7 @@ func checkMatch(t testing.TB, m *Match, src, dst []Shape, regions []uint32, from
 	if !slices.Equal(order, want) {
 		t.Fatalf("P sends in another order, or another number of bytes, than D expects: %d cells, %d", len(order), len(want))
 	}
-	checkGrowth(t, m, src, pairs, regions, from, fromFirst, to, toFirst, tokens)
+	checkPairsBetween(t, m, src, pairs, regions, from, fromFirst, to, toFirst, tokens)
 	eachCell(dst, to, toFirst, func(c cell, l label) {
 		got, written := lands[c]
 		delete(lands, c)
@@ -138,10 +138,10 @@ func checkMatch(t testing.TB, m *Match, src, dst []Shape, regions []uint32, from
 	}
 }
 
-// checkGrowth: what PairsBetween gives while regions become ready, in any order and
-// at any pace, is Pairs, each byte once and at its position; no block goes before it
+// checkPairsBetween: while regions become ready, in any order and at any pace,
+// PairsBetween gives each byte of Pairs once and at its position. No block goes before it
 // is ready.
-func checkGrowth(t testing.TB, m *Match, src []Shape, pairs []Pair, regions []uint32, from [][]BlockID, fromFirst []uint32, to [][]BlockID, toFirst, tokens []uint32) {
+func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, regions []uint32, from [][]BlockID, fromFirst []uint32, to [][]BlockID, toFirst, tokens []uint32) {
 	t.Helper()
 	type move struct{ src, dst cell }
 	var want []move
@@ -209,8 +209,8 @@ func sources(m *Match, region uint32) (n int) {
 	return n
 }
 
-// someSide is the regions that a rank has of one cache of total heads: one region,
-// or one for each head.
+// someSide is a rank's regions of one cache of total heads: one region, or one for each
+// head.
 type someSide struct {
 	order       string
 	tokens      uint32
@@ -350,8 +350,8 @@ func cmpWord(a, b uint64) string {
 	return "equal"
 }
 
-// share is the heads of a rank; where there are more ranks than heads several hold
-// the same one.
+// share is the heads of a rank. If there are more ranks than heads, several hold the same
+// one.
 func share(rank, ranks, total uint32) (first, end uint32) {
 	first = rank * total / ranks
 	return first, max(first+1, (rank+1)*total/ranks)
@@ -482,7 +482,7 @@ func TestMatchPieces(t *testing.T) {
 	}
 }
 
-// TestMatchWanted: what is asked for by name must be there.
+// TestMatchWanted: a region that is asked for by name must be there.
 func TestMatchWanted(t *testing.T) {
 	p := mustLayout(t, region("a", 0, 1<<20, 64, 64, 4), region("c", 0, 2<<20, 64, 64, 4))
 	d := mustLayout(t, region("a", 0, 1<<20, 64, 64, 4), region("b", 0, 2<<20, 64, 64, 4), region("c", 0, 3<<20, 64, 64, 4))
@@ -567,7 +567,7 @@ func checkError(t *testing.T, err error, want []string) {
 	}
 }
 
-// TestMatchWhole: what is not in common is told, and does not stand in the way.
+// TestMatchWhole: regions of one side only are told, and do not stand in the way.
 func TestMatchWhole(t *testing.T) {
 	k := func(first, end uint32) Region {
 		return shaped(region("k", 0, 1<<20, uint64(end-first)*256, uint64(end-first)*256, 4), "HND", 16, first, end, 8)
@@ -600,7 +600,7 @@ func TestMatchWhole(t *testing.T) {
 	}
 }
 
-// TestMatchArguments: what does not fit is refused, and names both values.
+// TestMatchArguments: values that do not fit are refused, and the error names both.
 func TestMatchArguments(t *testing.T) {
 	p := mustLayout(t, shaped(region("k", 0, 1<<20, 1024, 1024, 9), "NHD", 16, 0, 4, 4))
 	d := mustLayout(t, shaped(region("k", 0, 1<<20, 2048, 2048, 9), "NHD", 32, 0, 4, 4))

@@ -72,12 +72,12 @@ func (n *numbers) geometry(s *Shape) {
 // and an offer. A peer's shapes have passed no check but NewMatch: strides and
 // numbers of blocks may be anything.
 //
-// What it checks: what NewLayout accepts lies within the address space and does
-// not overlap; what passes NewMatch, tooMuch and selectBlocks plans without an
-// error or is cut into too many pieces; the plan reads what was offered, within its
-// regions, as many bytes as the decode engine expects and in its order, and
-// allocates for the blocks there are, not for those claimed. Where the peer's
-// shapes are those of a layout, each byte lands where it belongs.
+// It checks that a layout that NewLayout accepts lies within the address space and does
+// not overlap. A load that passes NewMatch, tooMuch and selectBlocks plans without an
+// error or is cut into too many pieces. The plan reads offered blocks, within their
+// regions, as many bytes as the decode engine expects and in its order. It allocates for
+// the blocks there are, not for those claimed. If the peer's shapes are those of a layout,
+// each byte lands where it belongs.
 func FuzzPlan(f *testing.F) {
 	small := func(size int) []byte { return []byte{byte(3*size/RegionAlign + 1)} }
 	whole := func(size uint64) []byte { return binary.LittleEndian.AppendUint64([]byte{0}, size) }
@@ -239,8 +239,8 @@ func cells(shapes []Shape, blocks [][]BlockID) (n uint64) {
 	return n
 }
 
-// checkCommons: what is in common has one name, one length of items, and heads that
-// both have, none of them twice.
+// checkCommons: a Common has one name, one length of items, and heads that both regions
+// have, none of them twice.
 func checkCommons(t *testing.T, m *Match, l *Layout, peer []Shape) {
 	t.Helper()
 	got := map[[2]uint32]bool{}
@@ -265,8 +265,8 @@ func checkCommons(t *testing.T, m *Match, l *Layout, peer []Shape) {
 	}
 }
 
-// checkApart: no region leaves the address space, and no two of a group share a
-// byte; as far as there are few blocks, block by block.
+// checkApart: no region leaves the address space, and no two of a group share a byte. If
+// there are few blocks, it looks at each.
 func checkApart(t *testing.T, l *Layout) {
 	t.Helper()
 	const few = 40
@@ -307,7 +307,7 @@ func checkTwice(t *testing.T, l *Layout, blocks [][]BlockID) {
 	}
 }
 
-// checkSelected: what is read was offered, and stands where it is said to.
+// checkSelected: the blocks that are read were offered, and stand where the load says.
 func checkSelected(t *testing.T, begin []uint32, offered [][]BlockID, first []uint32, src [][]BlockID) {
 	t.Helper()
 	for g := range src {
@@ -321,8 +321,8 @@ func checkSelected(t *testing.T, begin []uint32, offered [][]BlockID, first []ui
 	}
 }
 
-// checkPlan looks at what is read, and compares with what the peer expects. Places
-// at the peer may overflow: transports leave them to it.
+// checkPlan looks at the bytes that are read, and compares with the peer's expectation.
+// Places at the peer may overflow: transports leave them to it.
 func checkPlan(t *testing.T, l *Layout, m *Match, first []uint32, src [][]BlockID, load *LoadMessage) {
 	t.Helper()
 	pairs, err := m.Pairs(Selection{First: first, Blocks: src}, Selection{First: load.First, Blocks: load.Blocks, Tokens: load.Tokens})

@@ -142,8 +142,8 @@ func linear(l *Layout, blocks [][]BlockID) (out []place) {
 	return out
 }
 
-// checkOrder compares Segments and Plan with the naive model, and that what can
-// be merged is.
+// checkOrder compares Segments and Plan with the naive model, and checks that all
+// mergeable runs are merged.
 func checkOrder(t *testing.T, l, peer *Layout, src, dst [][]BlockID) {
 	t.Helper()
 	var got []place
@@ -226,8 +226,8 @@ func someBlocks(rnd *rand.Rand, n, limit int) []BlockID {
 	return out
 }
 
-// FuzzLayout builds a layout and block lists from bytes: nothing may panic, and
-// what is accepted must plan as the naive model does.
+// FuzzLayout builds a layout and block lists from bytes. Nothing may panic, and an
+// accepted layout must plan as the naive model does.
 func FuzzLayout(f *testing.F) {
 	entry := func(base, stride, bytes uint64, blocks, group uint32) []byte {
 		b := binary.LittleEndian.AppendUint64(nil, base)

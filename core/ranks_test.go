@@ -74,7 +74,7 @@ func TestMeetingsRefused(t *testing.T) {
 // each in a region of its own, or a latent that all ranks hold.
 type modelLayer struct{ heads int } // 0: a latent
 
-// held is what a rank holds of a model, as frameworks deal it out: heads evenly,
+// held is the part of a model that a rank holds, as frameworks deal it out: heads evenly
 // or, with fewer heads than ranks, one of them to each.
 func held(model []modelLayer, n Ranks, r Rank) (out []Shape) {
 	for layer, m := range model {

@@ -32,8 +32,8 @@ var simWords = &sim.Words{
 	Error:  func(err error) string { return fmt.Sprintf("error: %v%s", err, sentinel(err)) },
 }
 
-// TestSim runs seeds of the simulator, whose package comment says what happens
-// in one and what is checked.
+// TestSim runs seeds of the simulator, whose package comment describes a seed's run and
+// the checks.
 func TestSim(t *testing.T) {
 	leaktest.Check(t)
 	seeds := *simSeeds
@@ -102,8 +102,8 @@ type simSum struct {
 	agents map[int]int
 }
 
-// runSeeds runs seeds from the first one on, on all processors, while more says
-// so, and stops at the first that fails.
+// runSeeds runs seeds from the first one on, on all processors, while more says so. It
+// stops at the first that fails.
 func runSeeds(t *testing.T, from uint64, more func(seed uint64) bool) simSum {
 	t.Helper()
 	sum := simSum{sim.Result{Codes: map[string]int{}, States: map[string]int{}, Faults: map[string]int{}, Transitions: map[core.Transition]int{}}, map[int]int{}}
@@ -152,7 +152,7 @@ func runSeeds(t *testing.T, from uint64, more func(seed uint64) bool) simSum {
 	return sum
 }
 
-// tellSeed runs a seed that fails again and writes down what happened.
+// tellSeed runs a seed that fails again and writes its story down.
 func tellSeed(t *testing.T, seed uint64) {
 	t.Helper()
 	r := sim.Run(seed, simWords)
@@ -187,8 +187,7 @@ func TestSimRepeats(t *testing.T) {
 	}
 }
 
-// TestSimTranscript: what a seed prints is a file of testdata, that makes the
-// machines do the same.
+// TestSimTranscript: a seed prints a file of testdata that makes the machines do the same.
 func TestSimTranscript(t *testing.T) {
 	dir := t.TempDir()
 	for seed := range uint64(20) {

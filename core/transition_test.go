@@ -11,7 +11,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// transitionTable is what doc.go says that halves do.
+// transitionTable is the transitions in doc.go.
 type transitionTable map[transitionKey]*transitionRow
 
 type transitionKey struct{ half, from, event, to string }
@@ -68,7 +68,7 @@ func readTransitions(t testing.TB) transitionTable {
 	return table
 }
 
-// check fails for a change that the tables do not have, or with other actions.
+// check fails for a transition that the tables do not have, or have with other actions.
 func (table transitionTable) check(t testing.TB, c core.Transition) {
 	t.Helper()
 	if c.Event == "Abandon" && c.To == "-" && (c.Actions == "" || c.Actions == "Report") {
@@ -93,7 +93,7 @@ func (table transitionTable) check(t testing.TB, c core.Transition) {
 	}
 }
 
-// never lists what was not taken.
+// never lists the transitions that were not taken.
 func (table transitionTable) never() (out []string) {
 	for key, row := range table {
 		if !row.taken {

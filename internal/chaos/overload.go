@@ -9,7 +9,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// How many transfers the overload's parts have at once.
+// How many transfers the parts of the overload have at once.
 const (
 	burstLoads  = 10_000
 	stormAborts = 1_000

@@ -52,7 +52,7 @@ func (r rails) set(which []int, how string) error {
 }
 
 func (r rails) run(i int, how string) (said string, err error) {
-	// Not with the run's context: what is off must come on.
+	// Not with the run's context: a rail that is off must come on again.
 	ctx, cancel := context.WithTimeout(context.Background(), railBound)
 	defer cancel()
 	out, err := exec.CommandContext(ctx, r.command, fmt.Sprint(i), how).CombinedOutput()
@@ -80,9 +80,9 @@ const (
 	railReturn = 60 * time.Second
 )
 
-// runRails: one rail is lost in the middle of transfers, then all are. Transfers
-// go on by what is left; where that is nothing they end with the reason, or new
-// ones go by another transport, and come back.
+// runRails: one rail is lost in the middle of transfers, then all are. Transfers go on by
+// the rails that are left. If none is, they end with the reason, or new ones go by another
+// transport, and come back.
 func runRails(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 	if opt.Rails == 0 {
 		return partRow{}, nil
@@ -119,14 +119,14 @@ func (r *railRun) say(format string, args ...any) {
 	r.words = append(r.words, text)
 }
 
-// batch is what came of a stream of transfers in whose middle there was a fault.
+// batch is the result of a stream of transfers with a fault in its middle.
 type batch struct {
 	hit   []*entry // loads that were under way then
 	fault error    // what the fault's function said
 }
 
-// stream has some transfers at a time, one after another, until fault has returned
-// and those have ended that were begun.
+// stream has some transfers at a time, one after another, until fault has returned and the
+// transfers that were begun have ended.
 func (r *railRun) stream(ctx context.Context, fault func() error) (b batch) {
 	var mu sync.Mutex
 	var loads []*entry
@@ -164,8 +164,8 @@ func (r *railRun) stream(ctx context.Context, fault func() error) (b batch) {
 	return b
 }
 
-// carry offers and loads one transfer and waits for its end; begun is told of the
-// load. nil when an engine is not up.
+// carry offers and loads one transfer and waits for its end; begun is told of the load. It
+// returns nil if an engine is not up.
 func (r *railRun) carry(ctx context.Context, blocks int, begun func(*entry)) *entry {
 	f := r.f
 	n := r.n.Add(1)
@@ -229,7 +229,7 @@ func (r *railRun) well(loads []*entry, transport string) (ok bool) {
 	return ok
 }
 
-// oneLost: transfers go on by the other rails, and end well. False where a rail
+// oneLost: transfers go on by the other rails, and end well. It returns false if a rail
 // cannot be lost in that way.
 func (r *railRun) oneLost(ctx context.Context, rail int, how string) bool {
 	b := r.stream(ctx, func() error { return r.f.rails.set([]int{rail}, how) })
@@ -249,16 +249,16 @@ func (r *railRun) oneLost(ctx context.Context, rail int, how string) bool {
 	return b.fault == nil
 }
 
-// railShare is so many packets that they are no handshake's but a transfer's.
+// railShare is a number of packets that only a transfer has, and no handshake.
 const railShare = 100
 
 // thinFor is how long transfers go on beside a rail that swallows large packets: it is
 // tried again after one second, and after two more.
 const thinFor = 5 * time.Second
 
-// thin: once the rail was found out it is tried again, and found out before transfers
-// are given to it. A try is a few packets, which are sent again and again; what a
-// transfer has under way is a hundred for each queue pair.
+// thin: once the rail was found out it is tried again, and found out before transfers are
+// given to it. A try is a few packets, which are sent again and again. A transfer has a
+// hundred packets under way for each queue pair.
 func (r *railRun) thin(ctx context.Context, rail int) {
 	found, given, until := false, int64(0), time.Now().Add(railReturn)
 	for time.Now().Before(until) && ctx.Err() == nil {
@@ -285,7 +285,7 @@ func (r *railRun) thin(ctx context.Context, rail int) {
 	r.say("tried with %d packets within %v", given, thinFor)
 }
 
-// gives has a transfer, and says how many packets of it, and of what goes beside it, a
+// gives has a transfer, and says how many packets of it, and of the traffic beside it, a
 // rail has got.
 func (r *railRun) gives(ctx context.Context, rail int) (packets int64, ok bool) {
 	before, err := r.f.rails.sent(rail)
@@ -344,7 +344,7 @@ func (r *railRun) back(ctx context.Context) (others int, after time.Duration) {
 	return others, time.Since(start)
 }
 
-// allLost: nothing is left but tcp, where that is allowed.
+// allLost: only tcp is left, where that is allowed.
 func (r *railRun) allLost(ctx context.Context) {
 	f := r.f
 	b := r.stream(ctx, func() error { return f.rails.set(f.rails.all(), railIsOff) })

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// Result is what a run found.
+// Result is the findings of a run.
 type Result struct {
 	Seed      uint64            `json:"seed"`
 	Short     bool              `json:"short"`
@@ -40,8 +40,8 @@ type Result struct {
 	OK        bool              `json:"ok"`
 }
 
-// newP marks loads that found the process that took the killed P's place, and
-// ended because that one does not know them.
+// newP marks loads that found the killed P's successor, and ended because the successor
+// does not know them.
 const newP = ", new P asked"
 
 type faultRow struct {

@@ -15,7 +15,7 @@ import (
 // never is the time of a step that is not made.
 const never = time.Duration(-1)
 
-// plan is what the router does with one transfer; times count from its start.
+// plan is the router's plan of one transfer; times count from its start.
 type plan struct {
 	id      core.TransferID
 	tag     uint64
@@ -37,8 +37,8 @@ const (
 	longClaim = (leaseSeconds + 2) * time.Second
 )
 
-// drawPlan draws a transfer of one pair: most are what engines do all day, some
-// are what goes wrong without any fault.
+// drawPlan draws a transfer of one pair. Most are an engine's daily work; some go wrong
+// without any fault.
 func drawPlan(r *rand.Rand, id core.TransferID, p, d int) plan {
 	pl := plan{id: id, tag: r.Uint64() >> 1, p: p, d: d, announce: never, claim: never, load: never, offer: never, cancelP: never, cancelD: never}
 	pl.blocks = 1 + r.IntN(maxBlocks)
@@ -86,7 +86,7 @@ func drawPlan(r *rand.Rand, id core.TransferID, p, d int) plan {
 	return pl
 }
 
-// plainPlan is a transfer that ends well where nothing is broken.
+// plainPlan is a transfer that ends well if nothing is broken.
 func plainPlan(r *rand.Rand, id core.TransferID, p, d int) plan {
 	for {
 		pl := drawPlan(r, id, p, d)
@@ -121,12 +121,12 @@ type transfer struct {
 	offer, load *entry // nil when the call was not ordered
 }
 
-// carryBound is how long a transfer may take after its last step; drain tells of
-// those that take longer.
+// carryBound is how long a transfer may take after its last step; drain tells of longer
+// ones.
 const carryBound = time.Minute
 
-// carry does what a plan says, and returns when both halves have ended, ctx has,
-// or carryBound is over.
+// carry carries a plan out. It returns when both halves have ended, ctx has, or carryBound
+// is over.
 func (f *fleet) carry(ctx context.Context, pl plan) transfer {
 	var t transfer
 	P, D := f.P[pl.p], f.D[pl.d]
@@ -196,8 +196,8 @@ func (f *fleet) carry(ctx context.Context, pl plan) transfer {
 // perPair is how many transfers of a pair the router has under way.
 const perPair = 10
 
-// traffic keeps transfers of every pair under way until stop ends; those that
-// were begun are carried on until ctx ends. It returns when all have ended.
+// traffic keeps transfers of every pair under way until stop ends. Those that were begun
+// are carried on until ctx ends. It returns when all have ended.
 func (f *fleet) traffic(ctx context.Context, stop <-chan struct{}, seed uint64) {
 	var wg sync.WaitGroup
 	for p := range f.P {
@@ -254,12 +254,12 @@ func (f *fleet) round(ctx context.Context, what string, seed uint64, n int, clai
 	wg.Wait()
 }
 
-// attempts is how often a plain transfer is tried: on a busy machine one may run
-// into a bound.
+// attempts is how often a plain transfer is tried: on a busy machine one may run into a
+// bound.
 const attempts = 3
 
-// mustCarry carries a transfer that nothing is in the way of. One that ends
-// otherwise than well is missed, all attempts of one are a problem.
+// mustCarry carries a transfer that nothing is in the way of. A transfer that does not end
+// well is missed; if all attempts of one do, that is a problem.
 func (f *fleet) mustCarry(ctx context.Context, pl plan, what string) {
 	id := pl.id
 	for k := range attempts {
@@ -271,7 +271,7 @@ func (f *fleet) mustCarry(ctx context.Context, pl plan, what string) {
 	f.led.problem("%s: without any fault %s does not end well, tried %d times", what, id, attempts)
 }
 
-// endedWell writes down what has not.
+// endedWell writes a half down that has not ended well.
 func (f *fleet) endedWell(t transfer, what string) bool {
 	well := true
 	for _, e := range []*entry{t.offer, t.load} {

@@ -42,11 +42,10 @@ type Options struct {
 const (
 	leaseSeconds = 4
 	earlySeconds = 3
-	// drainBound is how long after the last fault everything must have ended: a
-	// lease, what a look-up and a second one may take, and a good deal for a
-	// machine that is busy.
+	// drainBound is how long after the last fault everything must have ended: a lease, two
+	// look-ups, and a good deal for a machine that is busy.
 	drainBound = 40 * time.Second
-	// noticeBound is how soon a load must be reported whose P was killed.
+	// If a load's P was killed, noticeBound is how soon the load must be reported.
 	noticeBound = 3 * time.Second
 )
 
@@ -66,8 +65,8 @@ func mainShape(opt *Options) shape {
 	return s
 }
 
-// Run carries out a whole run. The error says what kept it from being one; what
-// it found is in the Result.
+// Run carries out a whole run. The error says why it was no run; its findings are in the
+// Result.
 func Run(ctx context.Context, opt Options) (*Result, error) {
 	if opt.Progress == nil {
 		opt.Progress = func(string, ...any) {}
@@ -121,7 +120,7 @@ type part struct {
 
 func (o *Options) runs(part string) bool { return len(o.Parts) == 0 || slices.Contains(o.Parts, part) }
 
-// cause prefers that the run was interrupted to what came of it.
+// cause prefers the interruption of the run to the errors that came of it.
 func cause(ctx context.Context, part string, err error) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
