@@ -220,7 +220,7 @@ func TestSignalDrainsTheRouter(t *testing.T) {
 	}
 }
 
-// The drain is bounded, and its end no failure of the program: whoever sent the signal
+// The drain is bounded, and its end is no failure of the program: the sender of the signal
 // knows how long it may take.
 func TestDrainOfTheRouterIsBounded(t *testing.T) {
 	r := startRouter(t, "--drain-timeout", "2")
@@ -240,7 +240,8 @@ func TestSecondSignalEndsTheRouterAtOnce(t *testing.T) {
 		t.Run(fmt.Sprint(s), func(t *testing.T) {
 			r := startRouter(t, "--drain-timeout", "600")
 			r.drain(s)
-			// Again and again: one that comes in the very moment of the first may be one with it.
+			// The signal is sent again and again: if it comes in the very moment of the first,
+			// it may be one with it.
 			r.eventually("the router ends", func() bool {
 				_ = r.cmd.Process.Signal(s) // an error when it has ended
 				return !r.alive()

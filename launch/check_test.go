@@ -11,7 +11,7 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// What cannot work is said before anything starts.
+// An impossible configuration is refused before anything starts.
 func TestRefusals(t *testing.T) {
 	leaktest.Check(t)
 	l, err := net.Listen("tcp", "127.0.0.1:0")

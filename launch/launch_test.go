@@ -66,8 +66,7 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// The end of one server, before and after all are ready, ends all, with the
-// reason.
+// The end of one server, before or after all are ready, ends all, with the reason.
 func TestServerEnds(t *testing.T) {
 	leaktest.Check(t)
 	for mode, want := range map[string]string{"dies": "ValueError: no such model", "refuses": "no forward pass", "killed": "signal 9", "hangs": "not ready after"} {

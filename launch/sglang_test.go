@@ -18,7 +18,7 @@ import (
 	"github.com/kvconn/kvconn/proxy"
 )
 
-// stubLacks names the modules that the stub Python has not got.
+// stubLacks names the modules that the stub Python lacks.
 const stubLacks = "STUB_LACKS"
 
 // stubPython is a Python with SGLang.
@@ -38,7 +38,7 @@ func stubPython(args []string) int {
 	return 2
 }
 
-// stubSGLang is python -m sglang.launch_server. It answers what a router sends only:
+// stubSGLang is python -m sglang.launch_server. It answers only a router's requests:
 // prefill and decode servers know a request by its room.
 func stubSGLang(args []string) int {
 	fs := flag.NewFlagSet("sglang", flag.ExitOnError)
@@ -158,7 +158,7 @@ func TestSGLangBench(t *testing.T) {
 	}
 }
 
-// What cannot work is said before anything starts, of SGLang too.
+// For SGLang too, an impossible configuration is refused before anything starts.
 func TestSGLangRefusals(t *testing.T) {
 	leaktest.Check(t)
 	for name, tt := range map[string]struct {

@@ -61,7 +61,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// started is what a stub engine says of itself.
+// started is a stub engine's word on itself.
 type started struct {
 	Args    []string
 	Devices string

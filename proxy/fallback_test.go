@@ -11,8 +11,8 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// withFallback is a router of one prefill and one decode server; who is not up
-// yet may be waited for.
+// withFallback is a router of one prefill and one decode server. The test may wait for a
+// server that is not up yet.
 func withFallback(t *testing.T, contract Contract, retries int, p, d http.HandlerFunc) (r router, pe, de *engine, logged *observer.ObservedLogs) {
 	t.Helper()
 	pe, de = newPrefill(t, p, "engine-0"), newEngine(t, d)
@@ -75,7 +75,7 @@ func TestFallbackWhilePrefillIsDown(t *testing.T) {
 	}
 }
 
-// A prefill server whose ranks were never heard of is as one that is down.
+// A prefill server whose ranks were never heard of counts as down.
 func TestFallbackBeforePrefillIsSeen(t *testing.T) {
 	leaktest.Check(t)
 	de := newEngine(t, ok)
@@ -113,7 +113,7 @@ func TestFallbackAfterTheRetries(t *testing.T) {
 	}
 }
 
-// D may have failed for want of P: alone it is asked again, but not for ever.
+// D may have failed because P did: alone it is asked again, but not for ever.
 func TestFallbackAfterDecodeFailed(t *testing.T) {
 	leaktest.Check(t)
 	r, _, de, _ := withFallback(t, Mooncake, 0, ok, status(500, "the load failed"))
@@ -130,7 +130,7 @@ func TestFallbackAfterDecodeFailed(t *testing.T) {
 	}
 }
 
-// What every engine refuses, no fallback mends.
+// If every engine refuses a request, no fallback mends it.
 func TestNoFallbackOfBadRequests(t *testing.T) {
 	leaktest.Check(t)
 	refusal := `{"error":{"message":"prompt too long","code":400}}`

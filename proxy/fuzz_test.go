@@ -77,11 +77,11 @@ func fuzzProxy(t *testing.T, f *fakeEngines) *Proxy {
 	return p
 }
 
-// FuzzHandler gives the router any request that net/http can read. The answer is
-// D's, P's refusal, or an error in OpenAI's shape, and 5xx only where an engine
-// or the router is at fault; completions reach P, and both halves are the
-// client's request, with our parameters and no others; all else reaches D only,
-// as it is, and without parameters.
+// FuzzHandler gives the router any request that net/http can read. The answer is D's, P's
+// refusal, or an error in OpenAI's shape. It is 5xx only if an engine or the router is at
+// fault. Completions reach P, and both halves are the client's request, with our
+// parameters and no others. All other requests reach D only, as they are, and without
+// parameters.
 func FuzzHandler(f *testing.F) {
 	add := func(raw string) {
 		f.Add([]byte(raw), uint16(200), uint16(200))
@@ -253,8 +253,8 @@ func checkHalf(t *testing.T, half sentRequest, client map[string]json.RawMessage
 	return id
 }
 
-// FuzzQuery: what is on a bootstrap port may be anything. A table of ranks is an
-// error, or the same list each time, in order, each rank once and with an id.
+// FuzzQuery: a bootstrap port may answer anything. A table of ranks is an error, or the
+// same list each time, in order, each rank once and with an id.
 func FuzzQuery(f *testing.F) {
 	for _, s := range []string{`{"0":{"engine_id":"a","worker_addr":{"0":{"0":"x"}}},"10":{"engine_id":"b"}}`, `{}`, `null`, `[]`, `{"-1":{"engine_id":"a"}}`, `{"0":{"engine_id":""}}`,
 		`{"0":{"engine_id":"a"},"00":{"engine_id":"b"},"+0":{"engine_id":"c"}}`, `{"99999999999999999999":{"engine_id":"a"}}`, `{"0":7}`, `{"0":{"engine_id":`, strings.Repeat(`{"0":`, 20000)} {
@@ -332,8 +332,8 @@ func FuzzArgs(f *testing.F) {
 	})
 }
 
-// FuzzLogprobs: whatever two engines answer, what comes of D's is JSON if D's was,
-// with all members of D's but meta_info as they were.
+// FuzzLogprobs: whatever two engines answer, if D's answer was JSON it still is, with all
+// members but meta_info as they were.
 func FuzzLogprobs(f *testing.F) {
 	for _, s := range [][2]string{
 		{`{"meta_info":{"input_token_logprobs":[[1,2,null]]}}`, `{"text":"x","meta_info":{"input_token_logprobs":[],"id":1e2}}`},

@@ -134,7 +134,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// A body has its time, and what an engine does with it has none.
+// A client has a bound for its body. An engine has none for its answer.
 func TestBodyIsAwaitedInBounds(t *testing.T) {
 	leaktest.Check(t)
 	const limit = 100 * time.Millisecond
@@ -182,7 +182,8 @@ func TestBodyIsAwaitedInBounds(t *testing.T) {
 	eventually(t, "the places are free", func() bool { return len(r.Proxy.places) == 0 })
 }
 
-// TestHostsThatVanish: who takes no bytes any more is noticed, not only who says nothing.
+// TestHostsThatVanish: the router notices a host that takes no bytes any more, and not
+// only one that says nothing.
 func TestHostsThatVanish(t *testing.T) {
 	leaktest.Check(t)
 	e := newEngine(t, ok)

@@ -22,7 +22,7 @@ func nixlPair(t *testing.T, p, d http.HandlerFunc) (router, *engine, *engine) {
 	return r, pe, de
 }
 
-// P is first; what it says is D's, to the letter.
+// P is first; D gets its parameters to the letter.
 func TestNIXLContract(t *testing.T) {
 	leaktest.Check(t)
 	const params = `{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1,2],[9007199254740993]],"remote_engine_id":"é","x":{"y":1.0}}`
@@ -62,8 +62,8 @@ func TestNIXLContract(t *testing.T) {
 	}
 }
 
-// A prompt without a whole block has no parameters: D computes it, and the
-// client's own do not take their place.
+// A prompt without a whole block has no parameters: D computes it, and the client's own
+// parameters do not take their place.
 func TestNIXLWithoutParams(t *testing.T) {
 	leaktest.Check(t)
 	for _, answer := range []string{`{"choices":[]}`, `{"kv_transfer_params":null}`} {
@@ -113,7 +113,7 @@ func TestNIXLPrefillFailures(t *testing.T) {
 	}
 }
 
-// What P cannot give D may compute; if it does not, the reason is P's.
+// D may compute what P cannot give. If it does not, the client hears P's reason.
 func TestPrefillRefuses(t *testing.T) {
 	leaktest.Check(t)
 	const answer = `{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{"do_remote_prefill":true,"kvconn_error":"kv_role is kv_consumer"}}`

@@ -15,8 +15,8 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// What each half carries: the contract's parameters, and the client's fields as
-// they were written.
+// Each half carries the contract's parameters, and the client's fields as they were
+// written.
 func TestWhatBothHalvesCarry(t *testing.T) {
 	leaktest.Check(t)
 	r, p, d := pairOf(t, ok, ok)

@@ -55,8 +55,8 @@ func twoOfEach(t *testing.T, retries int, p, d http.HandlerFunc) (r router, p1, 
 	return r, p1, p2, d1, d2
 }
 
-// What another engine can mend, it mends, with a transfer id and a request id of
-// its own; and the client sees only that.
+// If another engine can mend a failure, it does, with a transfer id and a request id of
+// its own, and the client sees only its answer.
 func TestRetries(t *testing.T) {
 	leaktest.Check(t)
 	for name, engines := range map[string]struct{ p, d http.HandlerFunc }{
@@ -108,7 +108,7 @@ func TestRetries(t *testing.T) {
 	}
 }
 
-// An end that is found while the router looks for an error in the first event.
+// The engine ends while the router looks for an error in the first event.
 func TestAnswerCutWhileItIsLookedAt(t *testing.T) {
 	leaktest.Check(t)
 	parts := io.MultiReader(strings.NewReader(`data: {"er`), iotest.ErrReader(io.ErrUnexpectedEOF))
@@ -119,7 +119,7 @@ func TestAnswerCutWhileItIsLookedAt(t *testing.T) {
 	}
 }
 
-// A request that is at fault itself goes to no second engine.
+// If the request itself is at fault, it goes to no second engine.
 func TestNoRetryOfBadRequests(t *testing.T) {
 	leaktest.Check(t)
 	refusal := `{"error":{"message":"prompt too long","code":400}}`
@@ -188,8 +188,8 @@ func TestNoRetryAfterTheFirstByte(t *testing.T) {
 	}
 }
 
-// The only P has been restarted since it was last asked: what D was told of it
-// was stale, and with what it says now the request goes well.
+// The only P has been restarted since it was last asked. What D was told of it was stale.
+// With P's new word the request goes well.
 func TestRetryWithARestartedEngine(t *testing.T) {
 	leaktest.Check(t)
 	p := newPrefill(t, ok, "old")
@@ -207,8 +207,8 @@ func TestRetryWithARestartedEngine(t *testing.T) {
 	}
 }
 
-// A D that answers an error may lack what P did not send: with the only D there
-// is, another P is worth the attempt.
+// If a D answers an error, it may lack the bytes of a P that failed. Even with the only D
+// there is, another P is worth the attempt.
 func TestRetryWithTheSameDecoder(t *testing.T) {
 	leaktest.Check(t)
 	for name, refusal := range map[string]http.HandlerFunc{

@@ -13,8 +13,8 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// newSGLang is an engine with SGLang's own routes: what it says of itself, and
-// /generate beside the completions.
+// newSGLang is an engine with SGLang's own routes: its word on itself, and /generate
+// beside the completions.
 func newSGLang(t *testing.T, info string, answer http.HandlerFunc) *engine {
 	t.Helper()
 	e := newEngine(t, answer)
@@ -60,8 +60,8 @@ func (r router) generate(t *testing.T, body string) (int, string) {
 	return resp.StatusCode, string(b)
 }
 
-// What a server says of itself: its bootstrap port, and how many dp ranks it has,
-// of which the router takes the least loaded one and tells both engines.
+// A server names its bootstrap port and how many dp ranks it has. The router takes the
+// least loaded rank and tells both engines.
 func TestSGLangServerInfo(t *testing.T) {
 	leaktest.Check(t)
 	p := newSGLang(t, `{"disaggregation_mode":"prefill","disaggregation_bootstrap_port":9111,"dp_size":3}`, ok)
@@ -107,8 +107,8 @@ func TestSGLangServerInfo(t *testing.T) {
 	}
 }
 
-// A server of the other role, or that says nonsense, is not used, and /health says
-// why; one that tells strangers nothing is.
+// A server of the other role, or one that says nonsense, is not used, and /health says
+// why. A server that tells strangers nothing is used.
 func TestSGLangServersThatDoNotFit(t *testing.T) {
 	leaktest.Check(t)
 	for info, says := range map[string]string{

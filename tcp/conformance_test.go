@@ -33,8 +33,8 @@ func fixture(open coretest.RemoteOpener) coretest.Fixture {
 // stall is longer than any test: none may wait for it.
 const stall = time.Hour
 
-// largeFrame is more than a connection's buffers hold: one to a receiver that is
-// stopped stays in the middle.
+// largeFrame is more than a connection's buffers hold: if its receiver is stopped, it
+// stays in the middle.
 const largeFrame = 512 << 20
 
 // processes are the openers of TestProcesses.
@@ -54,7 +54,7 @@ func TestConformance(t *testing.T) {
 	}
 }
 
-// TestProcesses holds it to that between processes.
+// TestProcesses holds tcp to the promises between processes.
 func TestProcesses(t *testing.T) {
 	for name, open := range processes {
 		t.Run(name, func(t *testing.T) {

@@ -106,7 +106,7 @@ func outOfDescriptorsAtAccept(t *testing.T) {
 	move(t, p, d, "after")
 }
 
-// outOfDescriptorsAtDial: the cause is told, and the next Connect may do better.
+// outOfDescriptorsAtDial: the cause is told, and the next Connect may succeed.
 func outOfDescriptorsAtDial(t *testing.T) {
 	p, d := newAgent(t, Config{}), newAgent(t, Config{})
 	ticket := p.admit(t, "d")

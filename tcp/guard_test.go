@@ -9,8 +9,8 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// The guard sees the address of an endpoint's name before it is dialled, and
-// what it refuses gets no connection.
+// The guard sees the address of an endpoint's name before it is dialled. If it refuses the
+// address, there is no connection.
 func TestGuard(t *testing.T) {
 	leaktest.Check(t)
 	l, err := net.Listen("tcp", "127.0.0.1:0")

@@ -18,8 +18,8 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// TestStrangersDoNotKeepDecodersOut: connections that show no ticket are few, the
-// oldest is closed first, and those that show a wrong one are none.
+// TestStrangersDoNotKeepDecodersOut: connections that show no ticket are few, and the
+// oldest is closed first. Connections that show a wrong ticket are closed.
 func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
 	leaktest.Check(t)
 	sink, logs := observer.New(zap.WarnLevel)
@@ -70,7 +70,7 @@ func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
 	}
 }
 
-// TestMalformedFrames: what no sender says ends the stream and its transfers, and
+// TestMalformedFrames: a frame that no sender sends ends the stream and its transfers, and
 // changes no byte.
 func TestMalformedFrames(t *testing.T) {
 	leaktest.Check(t)
@@ -130,7 +130,7 @@ func frameBytes(h header) []byte {
 	return b[:]
 }
 
-// say sends bytes to one that may have closed the connection.
+// say sends bytes; the other end may have closed the connection.
 func (c *rawConn) say(b ...[]byte) { _, _ = c.Write(bytes.Join(b, nil)) }
 
 // next reads a header.
@@ -151,7 +151,7 @@ func (c *rawConn) ends() {
 	}
 }
 
-// fakeP is a P that says what the test says.
+// fakeP is a P that sends what the test orders.
 type fakeP struct {
 	net.Listener
 	t      *testing.T
@@ -218,8 +218,8 @@ func (a *agent) full(t *testing.T, v byte) {
 	}
 }
 
-// TestHostileHello: what does not begin with a ticket is closed within the bound,
-// and disturbs nobody.
+// TestHostileHello: a connection that does not begin with a ticket is closed within the
+// bound, and disturbs nobody.
 func TestHostileHello(t *testing.T) {
 	leaktest.Check(t)
 	hello := frameBytes(header{kind: frameHello, key: newToken()})
@@ -257,7 +257,7 @@ func TestHostileHello(t *testing.T) {
 	}
 }
 
-// TestHostileDecoder: what no decode agent says ends its own stream and
+// TestHostileDecoder: a frame that no decode agent sends ends its own stream and
 // transfers, and no other's.
 func TestHostileDecoder(t *testing.T) {
 	leaktest.Check(t)
@@ -291,7 +291,7 @@ func TestHostileDecoder(t *testing.T) {
 	}
 }
 
-// TestLyingDecoder: acknowledgements of what was not sent, and of transfers of
+// TestLyingDecoder: acknowledgements of bytes that were not sent, and of transfers of
 // other agents, are not believed.
 func TestLyingDecoder(t *testing.T) {
 	leaktest.Check(t)
@@ -311,7 +311,7 @@ func TestLyingDecoder(t *testing.T) {
 	for _, n := range []uint64{0, testBlock - 1, testBlock + 1, 1 << 63} {
 		good.say(frameBytes(header{kind: frameAck, key: grant, length: n}))
 	}
-	// A transfer that ends on each stream says that what was before it was read.
+	// If a transfer ends on each stream, all frames before it were read.
 	for _, c := range []struct {
 		peer core.AgentID
 		conn *rawConn
@@ -351,8 +351,8 @@ func TestStreamsOfOnePeer(t *testing.T) {
 	})
 }
 
-// TestPeerThatNeverReads: its write ends when it has stalled, and what goes to
-// others does not wait for that.
+// TestPeerThatNeverReads: its write ends when it has stalled. Writes to others do not wait
+// for that.
 func TestPeerThatNeverReads(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{StallTimeout: time.Second}), newAgent(t, Config{})
@@ -371,8 +371,8 @@ func TestPeerThatNeverReads(t *testing.T) {
 	move(t, p, d, "after")
 }
 
-// TestHostileSender: a stream that says what no sender says ends, with the
-// transfers that waited for it, and no byte of it lands.
+// TestHostileSender: a stream with frames that no sender sends ends, with the transfers
+// that waited for it, and no byte of it lands.
 func TestHostileSender(t *testing.T) {
 	leaktest.Check(t)
 	for name, words := range map[string]func(grant token) []byte{
@@ -392,7 +392,7 @@ func TestHostileSender(t *testing.T) {
 			c := fakeSender(t, d, "p")
 			grant := d.expect(t, "t", "p", allBlocks(2))
 			c.say(words(grant))
-			if name == "half a header" { // a connection that broke, for all that is known: it is dialled again
+			if name == "half a header" { // for all that D knows the connection broke: it is dialled again
 				_ = c.Conn.(*net.TCPConn).CloseWrite()
 			} else if o := d.sink.Wait("received", "t", 1); o.Err == nil {
 				t.Error("it ended well")
@@ -403,7 +403,8 @@ func TestHostileSender(t *testing.T) {
 	}
 }
 
-// TestGrantOfAnotherPeer: a frame with it lands nowhere and ends nothing.
+// TestGrantOfAnotherPeer: a frame with another peer's grant lands nowhere and ends
+// nothing.
 func TestGrantOfAnotherPeer(t *testing.T) {
 	leaktest.Check(t)
 	d := newAgent(t, Config{Streams: 1})
@@ -431,7 +432,7 @@ func TestGrantOfAnotherPeer(t *testing.T) {
 	}
 }
 
-// TestFramesAfterRevoke: the rest of one that had begun, and whole ones.
+// TestFramesAfterRevoke: the rest of a frame that had begun, and whole ones.
 func TestFramesAfterRevoke(t *testing.T) {
 	leaktest.Check(t)
 	d := newAgent(t, Config{Streams: 1})

@@ -17,8 +17,8 @@ import (
 	"github.com/kvconn/kvconn/internal/nettest"
 )
 
-// part is a write of blocks from one on, of so many in all; those of a transfer lie
-// in their order on both sides.
+// part is a write of some blocks, from one on, of a transfer of so many in all. Its blocks
+// lie in their order on both sides.
 func (a *agent) part(id core.TransferID, grant token, total int, extents ...[2]int) core.WriteOp {
 	size := a.layout.Regions[0].BlockBytes
 	op := core.WriteOp{ID: id, Peer: "d", Grant: grant[:], Bytes: uint64(total) * size, At: []core.Extent{}}
@@ -46,8 +46,8 @@ func (a *agent) got(id core.TransferID) uint64 {
 	return 0
 }
 
-// heard says whether P has said something since all streams were broken, of which
-// each has been opened since so many attempts.
+// heard says whether P has said something since all streams were broken and each was
+// opened again since so many attempts.
 func (a *agent) heard(peer core.AgentID, attempts uint64) bool {
 	a.receiver.mu.Lock()
 	defer a.receiver.mu.Unlock()
@@ -120,8 +120,8 @@ func TestBreaksAtRest(t *testing.T) {
 	}
 }
 
-// TestRestIsTold: each stream that D opens hears of the transfers that rest, and
-// of no others; what D has lost comes again all the same.
+// TestRestIsTold: each stream that D opens hears of the transfers that rest, and of no
+// others. Bytes that D has lost come again all the same.
 func TestRestIsTold(t *testing.T) {
 	leaktest.Check(t)
 	p := newSizedAgent(t, Config{StallTimeout: time.Hour, DialTimeout: bound}, 16, 64)
@@ -149,7 +149,7 @@ func TestRestIsTold(t *testing.T) {
 			t.Errorf("a new stream begins with %+v", h)
 		}
 	}
-	_ = other.Close() // so that what follows can come by the third only
+	_ = other.Close() // so that later frames can come by the third only
 	until(t, "P has seen it", func() bool { return p.streams() == 1 })
 	p.Extend(p.part("rests", rests, 4, [2]int{3, 1}))
 	if h := anew.next(); h.key != rests || h.position != 3*64 || h.length != 64 {
@@ -169,7 +169,7 @@ func TestRestIsTold(t *testing.T) {
 	}
 }
 
-// TestNobodyComesBackAtRest: a D that is gone does not keep the blocks, and one that
+// TestNobodyComesBackAtRest: a D that is gone does not keep the blocks, and a D that
 // refuses the transfer ends it at once.
 func TestNobodyComesBackAtRest(t *testing.T) {
 	leaktest.Check(t)
@@ -219,8 +219,8 @@ func TestBrokenBeforeAnythingWasGiven(t *testing.T) {
 	endsWell(t, "t", p, d)
 }
 
-// TestLostInTheMidstOfAPartialOffer: what was lost with a stream is sent again at its
-// position, whichever part it was of, between parts that are given later.
+// TestLostInTheMidstOfAPartialOffer: bytes that were lost with a stream are sent again at
+// their position, whichever part they were of, between parts that are given later.
 func TestLostInTheMidstOfAPartialOffer(t *testing.T) {
 	leaktest.Check(t)
 	const fronts, steps, size = 4, 16, 48 << 10
@@ -265,8 +265,8 @@ func TestLostInTheMidstOfAPartialOffer(t *testing.T) {
 	}
 }
 
-// TestSmallPiecesGoTogether: what waits goes in frames as large as if it had been
-// given at once, in whatever order it was given; none crosses a gap.
+// TestSmallPiecesGoTogether: waiting bytes go in frames as large as if they had been given
+// at once, in whatever order they were given. No frame crosses a gap.
 func TestSmallPiecesGoTogether(t *testing.T) {
 	leaktest.Check(t)
 	const n, size, gap = 200, 1024, 150
@@ -311,7 +311,7 @@ func (c *rawConn) skip(n int64) header {
 	return c.next()
 }
 
-// TestAcknowledgedBeforeAllWasGiven: D cannot have what P has not given.
+// TestAcknowledgedBeforeAllWasGiven: D cannot have bytes that P has not been given.
 func TestAcknowledgedBeforeAllWasGiven(t *testing.T) {
 	leaktest.Check(t)
 	p := newSizedAgent(t, Config{StallTimeout: time.Hour}, 16, 64)
@@ -377,7 +377,8 @@ func TestManyHoles(t *testing.T) {
 	}
 }
 
-// TestHolesOfManyRegions: a transfer of many small regions grows in each of them.
+// TestHolesOfManyRegions: a transfer of many small regions is given bit by bit in each of
+// them.
 func TestHolesOfManyRegions(t *testing.T) {
 	leaktest.Check(t)
 	const piece, n = 64, 4 * minSpans
@@ -399,8 +400,8 @@ func TestHolesOfManyRegions(t *testing.T) {
 	}
 }
 
-// TestEmptyFrameBehindTheLast: one without bytes that was under way on another stream
-// when the last bytes landed is no frame of a transfer that was revoked.
+// TestEmptyFrameBehindTheLast: an empty frame was under way on another stream when the
+// last bytes landed. It is no frame of a transfer that was revoked.
 func TestEmptyFrameBehindTheLast(t *testing.T) {
 	leaktest.Check(t)
 	const n = 4

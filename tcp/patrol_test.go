@@ -14,7 +14,7 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// deafen drops all that comes to a connection, as a dead way does.
+// deafen drops all bytes that come to a connection, as a dead way does.
 func deafen(t *testing.T, c net.Conn) {
 	t.Helper()
 	raw, err := c.(*net.TCPConn).SyscallConn()
@@ -62,7 +62,8 @@ func TestOneDeadWay(t *testing.T) {
 	}
 }
 
-// TestOneStreamThatIsNotRead: nor for one that takes no bytes while another does.
+// TestOneStreamThatIsNotRead: a transfer does not wait for a stream that takes no bytes
+// while another does.
 func TestOneStreamThatIsNotRead(t *testing.T) {
 	leaktest.Check(t)
 	p := newAgent(t, Config{FrameBytes: 16 << 20, StallTimeout: time.Hour})

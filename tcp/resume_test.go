@@ -14,8 +14,8 @@ import (
 	"github.com/kvconn/kvconn/internal/nettest"
 )
 
-// TestStreamsThatOnlyDLost: a middlebox drops D's connections, and P learns of it
-// by the new ones only. What was under way goes on, wherever it was cut.
+// TestStreamsThatOnlyDLost: a middlebox drops D's connections, and P learns of it by the
+// new ones only. Transfers that were under way go on, wherever they were cut.
 func TestStreamsThatOnlyDLost(t *testing.T) {
 	leaktest.Check(t)
 	const frame = 1 << 20
@@ -62,7 +62,7 @@ func TestStreamsThatOnlyDLost(t *testing.T) {
 	}
 }
 
-// TestBrokenInTheMiddle: the same where both sides see it.
+// TestBrokenInTheMiddle: the same where both sides see the break.
 func TestBrokenInTheMiddle(t *testing.T) {
 	leaktest.Check(t)
 	patient := Config{DialTimeout: bound, StallTimeout: time.Hour} // a slow machine's D is as good
@@ -91,8 +91,8 @@ func TestBrokenInTheMiddle(t *testing.T) {
 	}
 }
 
-// TestLostFramesAreSentAgain cuts two frames after each byte, and has D say so:
-// exactly what it has not received comes again.
+// TestLostFramesAreSentAgain cuts two frames after each byte, and has D say so. Exactly
+// the bytes that it has not received come again.
 func TestLostFramesAreSentAgain(t *testing.T) {
 	leaktest.Check(t)
 	const frame, total = headerSize + fuzzBlock, 2 * fuzzBlock
@@ -160,7 +160,7 @@ func TestLostFramesAreSentAgain(t *testing.T) {
 	}
 }
 
-// TestLateHello: only a newer stream replaces one, and only with the ticket.
+// TestLateHello: only a newer stream replaces a stream, and only with the ticket.
 func TestLateHello(t *testing.T) {
 	leaktest.Check(t)
 	p := newSizedAgent(t, Config{StallTimeout: time.Hour}, fuzzBlocks, fuzzBlock)
@@ -206,8 +206,8 @@ func (a *agent) open(peer core.AgentID) uint64 {
 	return 0
 }
 
-// TestBrokenFrameGoesOn: D says how far it has come, takes the rest once, and
-// confirms what had ended when it is asked again.
+// TestBrokenFrameGoesOn: D says how far it has come and takes the rest once. If it is
+// asked again, it confirms the transfer that has ended.
 func TestBrokenFrameGoesOn(t *testing.T) {
 	leaktest.Check(t)
 	d := newAgent(t, Config{Streams: 1, StallTimeout: time.Hour})
@@ -246,8 +246,7 @@ func TestBrokenFrameGoesOn(t *testing.T) {
 	}
 }
 
-// TestBrokenFrameIsNotForgotten: what D had of a frame that broke does not come
-// twice.
+// TestBrokenFrameIsNotForgotten: bytes that D had of a broken frame do not come twice.
 func TestBrokenFrameIsNotForgotten(t *testing.T) {
 	leaktest.Check(t)
 	d := newAgent(t, Config{Streams: 1, StallTimeout: time.Hour})
@@ -301,8 +300,8 @@ func TestPThatOnlyAccepts(t *testing.T) {
 	<-ended
 }
 
-// FuzzResume: what D says that it has received, however wrong, sends nothing
-// twice that it named and loses nothing that it did not.
+// FuzzResume: whatever D says that it has received, however wrong, no byte that it named
+// is sent twice, and no other is lost.
 func FuzzResume(f *testing.F) {
 	f.Add(uint64(0), uint64(50), uint64(3), []byte{1, 0, 200})
 	f.Add(^uint64(0)-60, uint64(20), uint64(1), []byte{9, 9})
@@ -360,8 +359,8 @@ func FuzzResume(f *testing.F) {
 	})
 }
 
-// TestEveryStreamComesBack: one that broke just before a transfer begins is opened
-// too, so that P does not go on with the one that it may still have.
+// TestEveryStreamComesBack: a stream that broke just before a transfer begins is opened
+// too, so that P does not go on with the stream that it may still have.
 func TestEveryStreamComesBack(t *testing.T) {
 	leaktest.Check(t)
 	d := newAgent(t, Config{StallTimeout: time.Hour})

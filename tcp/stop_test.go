@@ -58,7 +58,7 @@ func TestStopOfAStuckFrame(t *testing.T) {
 	}
 }
 
-// TestStopOfASlowFrame: nor does one that takes a few bytes now and then.
+// TestStopOfASlowFrame: a peer that takes a few bytes now and then does not keep them either.
 func TestStopOfASlowFrame(t *testing.T) {
 	leaktest.Check(t)
 	p := newAgent(t, Config{FrameBytes: testBlocks * testBlock, StallTimeout: time.Hour})
@@ -81,8 +81,7 @@ func TestStopOfASlowFrame(t *testing.T) {
 	}
 }
 
-// TestOwnStopIsOneStep: a deadline that has passed by far counts for no more than
-// it was set for.
+// TestOwnStopIsOneStep: a deadline that has long passed counts for no more than its step.
 func TestOwnStopIsOneStep(t *testing.T) {
 	s := stall{bound: 10*step - 1}
 	for i := range 9 {

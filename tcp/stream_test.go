@@ -155,8 +155,8 @@ func TestEarlyAcknowledgement(t *testing.T) {
 	until(t, "the write is told", func() bool { return len(p.sink.All("written", "t")) == 1 })
 }
 
-// TestRevokeWaitsForTheCopy has a readv that takes as long as the test wants: a
-// pipe's descriptor waits, a stream's does not.
+// TestRevokeWaitsForTheCopy has a readv that takes as long as the test needs: a pipe's
+// descriptor waits, a stream's does not.
 func TestRevokeWaitsForTheCopy(t *testing.T) {
 	leaktest.Check(t)
 	d := newAgent(t, Config{})
@@ -247,8 +247,8 @@ func (timeoutError) Error() string   { return "i/o timeout" }
 func (timeoutError) Timeout() bool   { return true }
 func (timeoutError) Temporary() bool { return true }
 
-// TestDismissedBetweenTwoDials: no stream is opened for a peer that is not wanted
-// any more, and Close waits for none.
+// TestDismissedBetweenTwoDials: no stream is opened for a dismissed peer, and Close waits
+// for none.
 func TestDismissedBetweenTwoDials(t *testing.T) {
 	leaktest.Check(t)
 	l, err := net.Listen("tcp", "127.0.0.1:0")

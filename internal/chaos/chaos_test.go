@@ -94,7 +94,7 @@ func TestInterrupted(t *testing.T) {
 	}
 }
 
-// Whatever is broken on purpose makes the verdict red, and says what it was.
+// Whatever the test breaks on purpose makes the verdict red, and is named.
 func TestVerdictTurnsRed(t *testing.T) {
 	broken := map[string]string{
 		sabotageByte:   "a load that ended well: region 0",
@@ -118,7 +118,7 @@ func TestVerdictTurnsRed(t *testing.T) {
 	}
 }
 
-// A process that ends by itself is a problem, with what it said.
+// A process that ends by itself is a problem, and its last words are told.
 func TestCrash(t *testing.T) {
 	leaktest.Check(t)
 	led := newLedger()

@@ -12,7 +12,7 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// TestPoolFindsWrongBytes: a pool's check must see what it is for.
+// TestPoolFindsWrongBytes: a pool's check must see each kind of wrong byte.
 func TestPoolFindsWrongBytes(t *testing.T) {
 	p, err := NewPool(2, 8, 64)
 	if err != nil {
