@@ -46,7 +46,7 @@ type load struct {
 	agents
 	started time.Time
 	since   time.Time // the engine's first word of it: its claim, if there was one
-	begun   time.Time // when P's agent was known: what is asked of it is asked since then
+	begun   time.Time // when P's agent became known: it is asked for the load since then
 	until   time.Time // in loadRelocating, and in loadMoving: when another agent must have been found
 	grant   []byte    // of the transport
 	sent    int       // renewals that said "sent" while bytes were missing

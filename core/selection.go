@@ -6,11 +6,10 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// Selection is "these blocks", from the engine's call to the transport. D's says
-// where a load's bytes go; P's, of which only First and Blocks count, what an offer
-// holds. All lists but Regions have an element per KV cache group; one that is
-// shorter, or nil, has zeros behind its end. A Selection that was handed over does
-// not change.
+// Selection is "these blocks", from the engine's call to the transport. D's says where a
+// load's bytes go. P's says what an offer holds; only First and Blocks count in it. All
+// lists but Regions have an element per KV cache group. A list that is shorter, or nil,
+// has zeros behind its end. A Selection that was handed over does not change.
 type Selection struct {
 	First  []uint32    // position in the prompt of the group's first block, in blocks of this side
 	Blocks [][]BlockID // in the prompt's order

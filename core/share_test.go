@@ -26,7 +26,7 @@ func TestPartIDs(t *testing.T) {
 	}
 }
 
-// TestPartsOfRegions: what some regions hold is what all hold, without the others.
+// TestPartsOfRegions: a load of some regions is a load of all, without the others.
 func TestPartsOfRegions(t *testing.T) {
 	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16), region("v", 0, 0x8000, 128, 64, 16), region("s", 1, 0x9000, 8, 8, 16), region("t", 1, 0xa000, 8, 8, 16))
 	src, dst := [][]BlockID{{3, 4, 9}, {1, 2}}, [][]BlockID{{7, 8, 9}, {5, 6}}

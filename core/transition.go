@@ -12,8 +12,8 @@ type Transition struct {
 	Actions               string // those of this half that the event brought about, sorted, each once
 }
 
-// observer collects, between two events, what becomes of each half. Without tell it
-// does nothing.
+// observer collects each half's transitions between two events. Without tell it does
+// nothing.
 type observer struct {
 	tell   func(Transition)
 	event  string

@@ -30,7 +30,7 @@ func stream(events ...string) http.HandlerFunc {
 	}
 }
 
-// cutChunk answers a part of a chunk: what the router reads, and the end, are one.
+// cutChunk answers a part of a chunk: the router reads the part and the end at once.
 func cutChunk(kind, part string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
 		c, buf, err := w.(http.Hijacker).Hijack()

@@ -68,7 +68,7 @@ func TestRelayAlone(t *testing.T) {
 	}
 }
 
-// TestRailCommand: what the command says is the error, and every rail gets its turn.
+// TestRailCommand: the command's words are the error, and every rail gets its turn.
 func TestRailCommand(t *testing.T) {
 	r := rails{2, "false"}
 	if err := r.set(r.all(), railIsOff); err == nil || !strings.Contains(err.Error(), "false 0 off") || !strings.Contains(err.Error(), "false 1 off") {

@@ -193,7 +193,7 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) erro
 	if err := f.heal(ctx); err != nil {
 		return fmt.Errorf("after the last fault: %w", err)
 	}
-	select { // the transfers that were begun; what is left of them is for drain to tell
+	select { // if transfers are left, drain tells of them
 	case <-ended:
 	case <-ctx.Done():
 	case <-time.After(opt.drain):

@@ -106,7 +106,7 @@ func (a *agent) expectProbe(d *agent) {
 	}
 	since, bound := w.now, w.plan.absence()+3*core.TickInterval
 	if a.probing[d.id] {
-		bound += w.plan.opt.PeerTimeout / 10 // that one may get no answer
+		bound += w.plan.opt.PeerTimeout / 10 // one probe may get no answer
 	}
 	if a.now()-a.heard[d.id] >= w.plan.opt.Lease-core.TickInterval {
 		return // its leases have ended, or are about to

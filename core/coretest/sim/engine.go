@@ -44,7 +44,7 @@ type half struct {
 	id       core.TransferID
 	blocks   []core.BlockID
 	source   func(region int, head uint64) int // the number of the prefill rank that a block's item is from
-	upTo     int                               // of the prompt's positions, what lies beyond is not loaded; 0: all of the blocks
+	upTo     int                               // of the prompt's positions; blocks beyond are not loaded; 0: all of the blocks
 	parts    int                               // that have blocks
 	needsAll bool                              // there are no others: each prefill rank is needed
 	first    int

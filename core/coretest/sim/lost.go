@@ -39,8 +39,8 @@ func (w *world) hearingTakes() time.Duration {
 	return time.Duration(w.hearing.IntN(50)) * time.Millisecond
 }
 
-// checkLost: what is loaded though its claim was reported comes to the same, as far as
-// there is room to remember it.
+// checkLost: if a transfer is loaded though its claim was reported, it ends as the claim
+// did, as far as there is room to remember it.
 func (a *agent) checkLost(h *half, r core.Report) {
 	if lost := h.lost; a.w.plan.opt.MaxTransfers >= 64 && lost.Code != core.OK && len(h.blocks) > 0 && !a.w.reused[r.ID] && !a.w.shared[r.ID] && (r.Code != lost.Code || r.Reason != lost.Reason) {
 		a.w.fault(r.ID, "%s: the load of %q ended with %v (%s), its claim with %v (%s)", a.id, r.ID, r.Code, r.Reason, lost.Code, lost.Reason)

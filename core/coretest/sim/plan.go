@@ -35,7 +35,7 @@ type plan struct {
 	cancels            float64
 	faults             int
 	jumps              int  // of clocks, in worlds where else nothing is in the way
-	silentDeath        bool // nothing happens but that one of two decode ranks dies, whose shares are claimed
+	silentDeath        bool // nothing happens but the death of one of two decode ranks, whose shares are claimed
 }
 
 // How a transfer lies between engines of several ranks.

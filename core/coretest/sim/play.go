@@ -301,8 +301,8 @@ func (a *agent) abortOffer(id core.TransferID) {
 	a.aborted[id] = true
 	if a.dropWaiting(id); !a.closing {
 		a.cancel(id)
-		if g := a.computing[id]; g != nil {
-			a.withdraw(g)
+		if p := a.computing[id]; p != nil {
+			a.withdraw(p)
 		}
 	}
 }

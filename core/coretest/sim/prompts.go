@@ -32,14 +32,14 @@ func (w *world) choosePrompts(id core.TransferID) {
 	w.prompts[id] = s
 }
 
-// promptOf is the prompt that P's engine says with a partial offer: what it has said
-// before holds, unless the machine has room for so few that it forgets what has ended.
-func (a *agent) promptOf(g *computation) uint64 {
-	if g.said && a.w.plan.opt.MaxTransfers > 16 && a.w.prompting.IntN(2) == 0 {
+// promptOf is the prompt that P's engine says with a partial offer. Once said, it holds,
+// unless the machine has room for so few that it forgets ended transfers.
+func (a *agent) promptOf(p *computation) uint64 {
+	if p.said && a.w.plan.opt.MaxTransfers > 16 && a.w.prompting.IntN(2) == 0 {
 		return 0
 	}
-	g.said = true
-	return a.w.prompts[g.id].p
+	p.said = true
+	return a.w.prompts[p.id].p
 }
 
 // prompt is a fingerprint as transcripts have it.

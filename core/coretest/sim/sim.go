@@ -51,7 +51,7 @@ type Result struct {
 
 	// With Words only.
 	Transcript string // all machines' events, as a file of core/testdata
-	Short      string // of it, what names the transfer that was broken
+	Short      string // its lines that name the transfer that was broken
 	Story      string // what the world did, to be read
 }
 

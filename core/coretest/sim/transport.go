@@ -180,7 +180,8 @@ func (l *link) breaks() {
 	})
 }
 
-// linkBroke is D's side: what has begun is lost, the rest waits for new streams.
+// linkBroke is D's side: transfers that have begun are lost, the rest waits for new
+// streams.
 func (a *agent) linkBroke(l *link) {
 	if l.p != nil || a.out[l.peer] != l {
 		return
