@@ -482,17 +482,17 @@ func describe(a core.Action) string {
 	case core.Revoke:
 		return fmt.Sprintf("revoke %s", v.ID)
 	case core.Write:
-		verb, grown := "write", ""
+		verb, extent := "write", ""
 		if v.Extends {
 			verb = "extend"
 		}
 		if v.Begin != nil || v.End != nil {
-			grown = fmt.Sprintf(" ready=%v..", v.Begin)
+			extent = fmt.Sprintf(" ready=%v..", v.Begin)
 			if v.End != nil {
-				grown += fmt.Sprint(v.End)
+				extent += fmt.Sprint(v.End)
 			}
 		}
-		return fmt.Sprintf("%s %s to=%s grant=%s src=%v dst=%v%s%s", verb, v.ID, v.Peer, v.Grant, v.Src.Blocks, v.Dst.Blocks, tokens(v.Dst.Tokens)+of(v.Dst.Regions), grown)
+		return fmt.Sprintf("%s %s to=%s grant=%s src=%v dst=%v%s%s", verb, v.ID, v.Peer, v.Grant, v.Src.Blocks, v.Dst.Blocks, tokens(v.Dst.Tokens)+of(v.Dst.Regions), extent)
 	case core.StopWrite:
 		return fmt.Sprintf("stop-write %s", v.ID)
 	case core.Report:
