@@ -1,0 +1,168 @@
+package core_test
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// collect takes the machine's actions, reports at once and the rest in order.
+func (u *user) collect() {
+	for _, a := range u.m.Actions() {
+		u.ledger.action(a)
+		switch v := a.(type) {
+		case core.Report:
+			u.known(v.Code)
+			for id := range u.writing {
+				if v.Side == core.SideOffer && whole(id) == v.ID {
+					u.t.Errorf("offer %q is reported while its blocks are read: %+v", v.ID, v)
+				}
+			}
+			continue
+		case core.SendFinish:
+			u.known(v.Code)
+		case core.Write:
+			u.checkWrite(v)
+			u.writing[v.ID] = true
+		}
+		u.queue = append(u.queue, a)
+	}
+	u.ledger.untold(u.m)
+	// Loads of nothing are not bounded here, but by the room for their reports.
+	if s := u.m.Sizes(); s.Claims > maxFound*fuzzTransfers || s.Offers > 2*fuzzTransfers || s.Early > fuzzTransfers || s.Ended > 2*fuzzTransfers || s.Peers > 2*fuzzTransfers || s.Probes > 2*fuzzTransfers {
+		u.t.Errorf("over the limit of %d: %+v", fuzzTransfers, s)
+	}
+}
+
+func (u *user) known(c core.Code) {
+	if strings.HasPrefix(c.String(), "code-") {
+		u.t.Errorf("%v leaves the machine", c)
+	}
+}
+
+// checkWrite: whatever blocks D names, the machine reads only blocks that the engine has
+// offered under this id, of the prompt that D asks for, and the plan stays within them.
+func (u *user) checkWrite(w core.Write) {
+	if u.writing[w.ID] {
+		u.t.Errorf("%q is written twice at a time", w.ID)
+	}
+	for g, ids := range w.Src.Blocks {
+		for _, id := range ids {
+			if has := u.offered[whole(w.ID)]; g >= len(has) || !slices.Contains(has[g], id) {
+				u.t.Errorf("block %d of group %d is read for %q, offered are %v", id, g, w.ID, has)
+			}
+		}
+	}
+	if p, d := u.prompts[whole(w.ID)], uint64(w.Grant[0]); p != d && p != 0 && d != 0 {
+		u.t.Errorf("%q is of prompt %d, and is written for a load of prompt %d", w.ID, p, d)
+	}
+	if w.Match == nil {
+		w.Match = u.match
+	}
+	pairs, err := w.Match.Pairs(w.Src, w.Dst)
+	if err != nil {
+		u.t.Errorf("no plan for %+v: %v", w, err)
+	}
+	for _, p := range pairs {
+		if p.SrcOffset+p.Length > u.layout.Regions[p.SrcRegion].Extent() {
+			u.t.Errorf("%+v is read outside of its region", p)
+		}
+	}
+}
+
+// perform does the oldest action.
+func (u *user) perform() {
+	if len(u.queue) == 0 {
+		return
+	}
+	a := u.queue[0]
+	u.queue = u.queue[1:]
+	switch v := a.(type) {
+	case core.Expect:
+		if u.byte()%4 == 1 {
+			u.m.Expecting(u.now, v.ID, nil, errors.New("no place"))
+			break
+		}
+		u.armed = append(u.armed, v.ID)
+		u.m.Expecting(u.now, v.ID, []byte("grant"), nil)
+	case core.Revoke:
+		u.armed = slices.DeleteFunc(u.armed, func(id core.TransferID) bool { return id == v.ID })
+		u.ledger.disarmed(v.ID)
+		u.m.Revoked(u.now, v.ID)
+	case core.SendFinish, core.SendRestart, core.Forget, core.StopWrite:
+	default:
+		u.asked = append(u.asked, a)
+	}
+	u.collect()
+}
+
+// answer brings the outcome of one of the actions that take their time.
+func (u *user) answer() {
+	if len(u.asked) == 0 {
+		return
+	}
+	i := int(u.byte()) % len(u.asked)
+	a := u.asked[i]
+	u.asked = slices.Delete(u.asked, i, i+1)
+	switch v := a.(type) {
+	case core.Resolve:
+		// The codes are node's own, and the registry's entries have legal ids.
+		code := pick(u, []core.Code{core.OK, core.OK, core.Unreachable, core.Refused})
+		peer := pick(u, []core.AgentID{"p", "q", "r"})
+		opened := pick(u, []time.Time{{}, u.now, u.now.Add(-time.Second), u.now.Add(-time.Minute)})
+		if !v.Part && code == core.OK && u.byte()%3 == 2 {
+			u.m.ResolvedParts(u.now, v.ID, v.Seq, u.found(opened))
+			break
+		}
+		u.m.Resolved(u.now, v.ID, v.Seq, peer, opened, code, "as it is")
+	case core.SendLoad:
+		answer := core.LoadAnswer(u.byte() % 4)
+		code := core.OK
+		if answer == core.LoadRefused {
+			code = u.code()
+		}
+		u.m.LoadAnswered(u.now, v.ID, v.Seq, answer, code, "as it is")
+	case core.SendRenew:
+		u.m.RenewReplied(u.now, v, u.answers(len(v.Loads)+len(v.Claims)), u.byte()%4 == 3, u.failure())
+	case core.SendProbe:
+		b := u.byte()
+		u.m.ProbeReplied(u.now, v.Peer, b%4 == 3, b%8 == 7, u.failure())
+	case core.Write:
+		delete(u.writing, v.ID)
+		u.m.Written(u.now, v.ID, core.TransferStats{Bytes: 1}, u.failure())
+	default:
+		u.t.Fatalf("unknown action %T", a)
+	}
+	u.collect()
+}
+
+// end closes the machine and performs the actions that are left: nothing may remain.
+func (u *user) end() {
+	u.m.Close(u.now)
+	clear(u.ledger.claims)
+	u.collect()
+	for range 10000 {
+		switch {
+		case len(u.queue) > 0:
+			u.perform()
+		case len(u.asked) > 0:
+			u.answer()
+		default:
+			if left := u.m.Sizes(); left != (core.Sizes{Ended: left.Ended}) {
+				u.t.Errorf("left after Close: %+v", left)
+			}
+			u.ledger.end()
+			for _, fault := range u.ledger.broken {
+				u.t.Error(fault)
+			}
+			if err := u.m.Load(u.now, core.LoadRequest{ID: "late", From: core.Target{EngineID: "e"}}); !errors.Is(err, core.ErrClosed) {
+				u.t.Errorf("a load after Close: %v", err)
+			}
+			return
+		}
+	}
+	u.t.Errorf("no end of actions: %d to perform, %d to answer", len(u.queue), len(u.asked))
+}
