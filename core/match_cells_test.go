@@ -9,18 +9,18 @@ import (
 // checkMatch copies P's blocks by Pairs and looks at each cell of D: it holds what it
 // should, and nothing else was written. Segments are the pairs' other ends in the same
 // order.
-func checkMatch(t testing.TB, m *Match, src, dst []Shape, regions []uint32, from [][]BlockID, fromFirst []uint32, to [][]BlockID, toFirst, tokens []uint32) {
+func checkMatch(t testing.TB, m *Match, src, dst []Shape, from, to Selection) {
 	t.Helper()
-	pairs, err := m.Pairs(Selection{First: fromFirst, Blocks: from}, Selection{First: toFirst, Blocks: to, Tokens: tokens, Regions: regions})
+	pairs, err := m.Pairs(from, to)
 	if err != nil {
 		t.Fatalf("no plan: %v", err)
 	}
-	segments, err := m.Segments(Selection{First: toFirst, Blocks: to, Tokens: tokens, Regions: regions})
+	segments, err := m.Segments(to)
 	if err != nil {
 		t.Fatalf("no segments: %v", err)
 	}
 	holds, has := map[cell]label{}, map[label]bool{}
-	eachCell(src, from, fromFirst, func(c cell, l label) { holds[c] = l; has[l] = true })
+	eachCell(src, from.Blocks, from.First, func(c cell, l label) { holds[c] = l; has[l] = true })
 	lands := map[cell]label{}
 	var order, want []cell
 	for i, p := range pairs {
@@ -49,12 +49,12 @@ func checkMatch(t testing.TB, m *Match, src, dst []Shape, regions []uint32, from
 	if !slices.Equal(order, want) {
 		t.Fatalf("P sends in another order, or another number of bytes, than D expects: %d cells, %d", len(order), len(want))
 	}
-	checkPairsBetween(t, m, src, pairs, regions, from, fromFirst, to, toFirst, tokens)
-	eachCell(dst, to, toFirst, func(c cell, l label) {
+	checkPairsBetween(t, m, src, pairs, from, to)
+	eachCell(dst, to.Blocks, to.First, func(c cell, l label) {
 		got, written := lands[c]
 		delete(lands, c)
-		wanted := has[l] && (regions == nil || slices.Contains(regions, c.region)) &&
-			(l.opaqueBlock || l.token < units(src, dst, l.group, uint64(at(tokens, int(l.group)))))
+		wanted := has[l] && (to.Regions == nil || slices.Contains(to.Regions, c.region)) &&
+			(l.opaqueBlock || l.token < units(src, dst, l.group, uint64(at(to.Tokens, int(l.group)))))
 		if written != wanted || written && got != l {
 			t.Fatalf("D's cell %+v of %+v: written %v with %+v, want %v", c, l, written, got, wanted)
 		}
@@ -67,7 +67,7 @@ func checkMatch(t testing.TB, m *Match, src, dst []Shape, regions []uint32, from
 // checkPairsBetween: while regions become ready, in any order and at any pace,
 // PairsBetween gives each byte of Pairs once and at its position. No block goes before it
 // is ready.
-func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, regions []uint32, from [][]BlockID, fromFirst []uint32, to [][]BlockID, toFirst, tokens []uint32) {
+func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, from, to Selection) {
 	t.Helper()
 	type move struct{ src, dst cell }
 	var want []move
@@ -76,7 +76,7 @@ func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, region
 			want = append(want, move{cell{p.SrcRegion, p.SrcOffset + o}, cell{p.DstRegion, p.DstOffset + o}})
 		}
 	}
-	if n := m.Bytes(Selection{First: toFirst, Blocks: to, Tokens: tokens, Regions: regions}); n != uint64(len(want))*RegionAlign {
+	if n := m.Bytes(to); n != uint64(len(want))*RegionAlign {
 		t.Fatalf("the load has %d bytes, its plan %d", n, len(want)*RegionAlign)
 	}
 	rnd := rand.New(rand.NewPCG(uint64(len(want)), uint64(len(src))))
@@ -90,7 +90,7 @@ func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, region
 		if done = rnd.IntN(6) == 0; done {
 			end = nil
 		}
-		part, extents, err := m.PairsBetween(Selection{First: fromFirst, Blocks: from}, Selection{First: toFirst, Blocks: to, Tokens: tokens, Regions: regions}, begin, end)
+		part, extents, err := m.PairsBetween(from, to, begin, end)
 		if err != nil {
 			t.Fatalf("no plan of %v to %v: %v", begin, end, err)
 		}
@@ -98,7 +98,7 @@ func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, region
 		for _, p := range part {
 			of := src[p.SrcRegion]
 			for b := p.SrcOffset / of.BlockStride; end != nil && b*of.BlockStride < p.SrcOffset+p.Length; b++ {
-				if n := at(fromFirst, int(of.Group)) + uint32(slices.Index(from[of.Group], BlockID(b))); n >= end[p.SrcRegion] {
+				if n := at(from.First, int(of.Group)) + uint32(slices.Index(from.Blocks[of.Group], BlockID(b))); n >= end[p.SrcRegion] {
 					t.Fatalf("%+v is block %d of the prompt, ready are %d", p, n, end[p.SrcRegion])
 				}
 			}

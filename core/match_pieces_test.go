@@ -40,7 +40,7 @@ func TestMatchPieces(t *testing.T) {
 				t.Fatal(err)
 			}
 			src, dst := [][]BlockID{upTo(96 / c.src.tokens)}, [][]BlockID{upTo(96 / c.dst.tokens)}
-			checkMatch(t, m, p.Shapes(), d.Shapes(), nil, src, nil, dst, nil, nil)
+			checkMatch(t, m, p.Shapes(), d.Shapes(), Selection{Blocks: src}, Selection{Blocks: dst})
 			pairs, _ := m.Pairs(Selection{Blocks: src}, Selection{Blocks: dst})
 			segments, _ := m.Segments(Selection{Blocks: dst})
 			if len(pairs) != c.pairs || len(segments) != c.segs {
@@ -71,7 +71,7 @@ func TestMatchWanted(t *testing.T) {
 		_, err = m.Pairs(Selection{Blocks: blocks}, Selection{Blocks: blocks, Regions: regions})
 		checkError(t, err, []string{"region 1 of the decode engine"})
 	}
-	checkMatch(t, m, p.Shapes(), d.Shapes(), []uint32{0, 2}, blocks, nil, blocks, nil, nil)
+	checkMatch(t, m, p.Shapes(), d.Shapes(), Selection{Blocks: blocks}, Selection{Blocks: blocks, Regions: []uint32{0, 2}})
 }
 
 func TestNewMatchRefuses(t *testing.T) {

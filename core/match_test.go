@@ -200,7 +200,7 @@ func TestMatchAgainstNaive(t *testing.T) {
 		for _, r := range m.ratios {
 			seen[fmt.Sprintf("blocks %v", cmpWord(r.src, r.dst))]++
 		}
-		checkMatch(t, m, p.Shapes(), d.Shapes(), regions, from, fromFirst, to, toFirst, ends)
+		checkMatch(t, m, p.Shapes(), d.Shapes(), Selection{First: fromFirst, Blocks: from}, Selection{First: toFirst, Blocks: to, Tokens: ends, Regions: regions})
 	}
 	for _, k := range []string{"whole true", "whole false", "heads true", "items true", "blocks smaller", "blocks larger"} {
 		if seen[k] < 20 {
@@ -281,7 +281,7 @@ func TestMatchRanks(t *testing.T) {
 								}
 							}
 							n := uint32(96) // of the prompt
-							checkMatch(t, m, p.Shapes(), d.Shapes(), nil, [][]BlockID{upTo(n / tokens[0])}, nil, [][]BlockID{upTo(n / tokens[1])}, nil, nil)
+							checkMatch(t, m, p.Shapes(), d.Shapes(), Selection{Blocks: [][]BlockID{upTo(n / tokens[0])}}, Selection{Blocks: [][]BlockID{upTo(n / tokens[1])}})
 						}
 						for h := first; h < end; h++ {
 							if got[h] != 1 || len(got) != int(end-first) {

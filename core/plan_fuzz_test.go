@@ -194,7 +194,7 @@ func FuzzPlan(f *testing.F) {
 		}
 		alloctest.Bound(t, 1<<22, func() { checkPlan(t, l, m, first, src, load) })
 		if d := decodeLayout(peer); d != nil && d.CheckBlocks(load.Blocks) == nil && d.CheckUnique(load.Blocks) == nil && l.CheckUnique(src) == nil && cells(peer, load.Blocks)+cells(l.Shapes(), src) < 1<<12 {
-			checkMatch(t, m, l.Shapes(), peer, nil, src, first, load.Blocks, load.First, load.Tokens)
+			checkMatch(t, m, l.Shapes(), peer, Selection{First: first, Blocks: src}, Selection{First: load.First, Blocks: load.Blocks, Tokens: load.Tokens})
 		}
 	})
 }
