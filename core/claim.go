@@ -98,16 +98,15 @@ func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
 	return nil
 }
 
-func (m *Machine) checkLoad(id TransferID, from Target) error {
-	switch err := checkID(id); {
-	case err != nil:
-		return err
-	case m.closed:
-		return ErrClosed
-	case from.Bootstrap == "" && from.EngineID == "":
-		return fmt.Errorf("%w: load %q names neither a bootstrap address nor an engine_id", ErrInvalid, string(id))
-	}
-	return nil
+func (m *Machine) keepClaim(c *claim) {
+	m.farewells.drop(c.id)
+	m.claims.put(c.id, c)
+	m.moved("claim", c.id, "-", c.state.String())
+}
+
+func (m *Machine) forgetClaim(c *claim) {
+	m.claims.drop(c.id)
+	m.moved("claim", c.id, c.state.String(), "-")
 }
 
 func (m *Machine) claimTo(c *claim, s claimState) {

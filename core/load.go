@@ -81,6 +81,17 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	return nil
 }
 
+func (m *Machine) keepLoad(ld *load) {
+	m.farewells.drop(ld.id)
+	m.loads.put(ld.id, ld)
+	m.moved("load", ld.id, "-", ld.state.String())
+}
+
+func (m *Machine) forgetLoad(ld *load) {
+	m.loads.drop(ld.id)
+	m.moved("load", ld.id, ld.state.String(), "-")
+}
+
 func (m *Machine) loadTo(ld *load, s loadState) {
 	m.moved("load", ld.id, ld.state.String(), s.String())
 	ld.state = s

@@ -45,28 +45,6 @@ type farewell struct {
 // then hears of the id by the new one.
 func (m *Machine) keepFarewell(f *farewell) { m.farewells.put(f.id, f) }
 
-func (m *Machine) keepClaim(c *claim) {
-	m.farewells.drop(c.id)
-	m.claims.put(c.id, c)
-	m.moved("claim", c.id, "-", c.state.String())
-}
-
-func (m *Machine) forgetClaim(c *claim) {
-	m.claims.drop(c.id)
-	m.moved("claim", c.id, c.state.String(), "-")
-}
-
-func (m *Machine) keepLoad(ld *load) {
-	m.farewells.drop(ld.id)
-	m.loads.put(ld.id, ld)
-	m.moved("load", ld.id, "-", ld.state.String())
-}
-
-func (m *Machine) forgetLoad(ld *load) {
-	m.loads.drop(ld.id)
-	m.moved("load", ld.id, ld.state.String(), "-")
-}
-
 // restPeers forgets all P agents when nothing waits for one. Tick forgets them one by one,
 // but perhaps nobody calls it then.
 func (m *Machine) restPeers() {
@@ -116,6 +94,18 @@ func (m *Machine) found(now time.Time, a *agents, since time.Time, peer AgentID,
 		a.nameBy = later(since.Add(m.patience()-m.renewInterval()), now.Add(m.opt.PeerTimeout/3))
 	}
 	return younger
+}
+
+func (m *Machine) checkLoad(id TransferID, from Target) error {
+	switch err := checkID(id); {
+	case err != nil:
+		return err
+	case m.closed:
+		return ErrClosed
+	case from.Bootstrap == "" && from.EngineID == "":
+		return fmt.Errorf("%w: load %q names neither a bootstrap address nor an engine_id", ErrInvalid, string(id))
+	}
+	return nil
 }
 
 // claimed and loading say whether the engine has claimed a transfer, or loads it.
