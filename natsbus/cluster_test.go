@@ -240,7 +240,7 @@ func TestClusterByTLSAndNKey(t *testing.T) {
 	}
 }
 
-// The permissions that the README names for a cluster's users are enough.
+// The permissions that docs/security.md names for a cluster's users are enough.
 func TestClusterUsersWithLeastPermissions(t *testing.T) {
 	leaktest.Check(t)
 	pSeed, pKey := newNKey(t)

@@ -23,7 +23,7 @@ func (a *Agent) may(ok bool, call string) error {
 
 // Announce tells that the engine knows these requests and works on them, so
 // that D waits as long as it takes. With report_demands each of them gets a report of
-// side want when D has blocks for it. Announce returns how many it accepted.
+// side demand when D has blocks for it. Announce returns how many it accepted.
 func (a *Agent) Announce(ids []core.TransferID) (int, error) {
 	if err := a.may(a.cfg.prefills(), "announce"); err != nil {
 		return 0, err

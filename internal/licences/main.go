@@ -3,7 +3,7 @@
 //
 //	go run ./internal/licences INTO PACKAGE
 //
-// INTO, which is removed first, gets a folder for each module path, and one
+// INTO, which is replaced as a whole, gets a folder for each module path, and one
 // named go. A module without a licence is an error. GO names another go command.
 package main
 
@@ -66,6 +66,16 @@ func run(into, program string) error {
 	return collect(into, strings.TrimSpace(string(root)), packages)
 }
 
+// licenceOfGo is the folder that has Go's licence. Some packages of Go leave it out of
+// its root; then it is that of golang.org/x/sys, which comes with Go and has the same
+// text.
+func licenceOfGo(goroot string) string {
+	if _, err := os.Stat(filepath.Join(goroot, "LICENSE")); err == nil {
+		return goroot
+	}
+	return filepath.Join(goroot, "src", "cmd", "vendor", "golang.org", "x", "sys")
+}
+
 func output(args ...string) ([]byte, error) {
 	cmd := exec.Command(cmp.Or(os.Getenv("GO"), "go"), args...)
 	cmd.Stderr = os.Stderr
@@ -76,13 +86,30 @@ func output(args ...string) ([]byte, error) {
 	return out, nil
 }
 
-// collect copies the licences of Go and of the packages' modules.
+// collect copies the licences of Go and of the packages' modules. If it fails, into
+// stays as it was.
 func collect(into, goroot string, packages []linked) error {
+	fresh, err := os.MkdirTemp(filepath.Dir(filepath.Clean(into)), ".licences-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(fresh)
+	if err := os.Chmod(fresh, 0o755); err != nil {
+		return err
+	}
+	if err := collectInto(fresh, goroot, packages); err != nil {
+		return err
+	}
 	if err := os.RemoveAll(into); err != nil {
 		return err
 	}
+	return os.Rename(fresh, into)
+}
+
+func collectInto(into, goroot string, packages []linked) error {
 	// The folders whose licences hold for what is linked, by module.
-	folders := map[module]map[string]bool{{Path: "go", Dir: goroot}: {goroot: true}}
+	of := licenceOfGo(goroot)
+	folders := map[module]map[string]bool{{Path: "go", Dir: of}: {of: true}}
 	for _, p := range packages {
 		if p.Standard || p.Module == nil || p.Module.Main {
 			continue

@@ -57,4 +57,22 @@ func TestCollect(t *testing.T) {
 	if err := collect(into, in("go"), packages); err == nil || !strings.Contains(err.Error(), "x.org/c has no licence") {
 		t.Errorf("a module without a licence: %v", err)
 	}
+	if again, err := os.ReadDir(into); err != nil || len(again) == 0 {
+		t.Errorf("a run that fails leaves %v, %v: want what was there", again, err)
+	}
+
+	// A Go whose package leaves its licence out.
+	sys := in("go/src/cmd/vendor/golang.org/x/sys/LICENSE")
+	if err := os.MkdirAll(filepath.Dir(sys), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(in("go/LICENSE"), sys); err != nil {
+		t.Fatal(err)
+	}
+	if err := collect(into, in("go"), packages[:1]); err != nil {
+		t.Fatal(err)
+	}
+	if text, err := os.ReadFile(filepath.Join(into, "go/LICENSE")); err != nil || string(text) != "go/LICENSE" {
+		t.Errorf("Go's licence is %q, %v", text, err)
+	}
 }

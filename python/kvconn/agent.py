@@ -32,7 +32,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class Agent:
     """One open kvconn instance.
 
-    ``config`` is a mapping with the keys of the README's table. ``engine_id``
+    ``config`` is a mapping with the keys of docs/configuration.md. ``engine_id``
     and ``role`` ("prefill", "decode" or "both") are required; unknown keys
     raise :class:`~kvconn.ConfigError`. An agent of the role "bootstrap" serves the
     bootstrap port that an engine's ranks join (``bootstrap_join``); it needs no

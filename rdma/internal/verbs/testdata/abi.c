@@ -38,7 +38,8 @@ MEMBER(ibv_device_attr, max_cqe);
 MEMBER(ibv_device_attr, max_mr);
 MEMBER(ibv_device_attr, max_pd);
 MEMBER(ibv_device_attr, phys_port_cnt);
-SIZE(ibv_port_attr);
+/* Newer ones are longer: ibv_query_port says how long its caller's is. */
+_Static_assert(sizeof(struct ibv_port_attr) >= sizeof(struct kv_ibv_port_attr), "size of ibv_port_attr");
 MEMBER(ibv_port_attr, state);
 MEMBER(ibv_port_attr, active_mtu);
 MEMBER(ibv_port_attr, gid_tbl_len);
