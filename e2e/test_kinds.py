@@ -259,8 +259,8 @@ def test_metrics(pair: Pair) -> None:
     _, load = through(pair, body(pair, words(700)))
     for server, then in zip((pair.prefill, pair.decode), before):
         wait_until(f"{server.name} counts", lambda server=server, then=then: counts(server.url)[0] == then[0] + 1, 10)
-        grown = [now - was for now, was in zip(counts(server.url), then)]
-        assert grown == [1, load["bytes"], 1, 1, 1]
+        moved = [now - was for now, was in zip(counts(server.url), then)]
+        assert moved == [1, load["bytes"], 1, 1, 1]
         wait_until("nothing in flight", lambda server=server: metric(server.url, "vllm:kvconn_transfers_in_flight") == 0, 5)
         assert metric(server.url, "vllm:kvconn_step_time_seconds_count") > 0
         assert metric(server.url, "vllm:kvconn_failed_transfers_total", absent=0) == 0

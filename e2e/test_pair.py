@@ -254,10 +254,10 @@ def test_preempted_after_partial_offers(pair: Pair) -> None:
     withdrawn = count(pair, "kvconn_withdrawn_total")
     for attempt in range(10):
         requests = [body(pair, words(3000)) for _ in range(2)]
-        grown = count(pair, "kvconn_partial_offers_total")
+        moved = count(pair, "kvconn_partial_offers_total")
         with ThreadPoolExecutor(2) as pool:
             answers = [pool.submit(ask, pair.router.url, request, timeout_s=120) for request in requests]
-            wait_until("one grows", lambda g=grown: count(pair, "kvconn_partial_offers_total") > g, 60, every_s=0.005)
+            wait_until("one moves", lambda g=moved: count(pair, "kvconn_partial_offers_total") > g, 60, every_s=0.005)
             status, answer = http_request("POST", pair.prefill.url + "/reset_prefix_cache?reset_running_requests=true", timeout_s=60)
             assert status == 200, answer
             texts = [each.result() for each in answers]

@@ -170,7 +170,7 @@ func carry(t testing.TB, id core.TransferID, salt int, ps, ds []*rank, at core.T
 	src, dst := []core.BlockID{4, 9, 2}, []core.BlockID{7, 3, 11}
 	for _, p := range ps {
 		if p.paint(salt, src...); salt == 1 { // a part is there before any load
-			p.grow(id, 1, nil, src[:2]...)
+			p.partial(id, 1, nil, src[:2]...)
 		}
 	}
 	for i, d := range ds {
@@ -181,7 +181,7 @@ func carry(t testing.TB, id core.TransferID, salt int, ps, ds []*rank, at core.T
 		if i == 0 { // the offers are between the loads
 			for _, p := range ps {
 				if salt == 1 {
-					p.grow(id, 2, nil)
+					p.partial(id, 2, nil)
 				}
 				p.offer(id, src...)
 			}

@@ -23,7 +23,7 @@ func (s *side) fillLayer(salt byte, layer, pos int, ids ...core.BlockID) {
 	}
 }
 
-func (s *side) grow(id core.TransferID, ready uint32, regions []uint32, more ...core.BlockID) {
+func (s *side) partial(id core.TransferID, ready uint32, regions []uint32, more ...core.BlockID) {
 	s.t.Helper()
 	if _, err := s.OfferPartial([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Regions: regions}}); err != nil {
 		s.t.Fatal(err)
@@ -67,10 +67,10 @@ func TestGrowingTransfer(t *testing.T) {
 	src, dst := []core.BlockID{9, 3, 17, 4, 30}, []core.BlockID{5, 6, 2, 28, 1}
 	d.load("t", p.BootstrapAddress(), dst...)
 	for n := range src {
-		p.grow("t", uint32(n), nil, src[n]) // of a block that is about to be computed
+		p.partial("t", uint32(n), nil, src[n]) // of a block that is about to be computed
 		for l := range layers {
 			p.fillLayer(7, l, n, src[n])
-			p.grow("t", uint32(n+1), []uint32{uint32(l)})
+			p.partial("t", uint32(n+1), []uint32{uint32(l)})
 			if n+1 < len(src) || l+1 < layers {
 				d.arrives(l, dst[n], p, src[n])
 				if len(d.GetFinished()) > 0 {
@@ -87,7 +87,7 @@ func TestGrowingTransfer(t *testing.T) {
 	}
 	checkBlocks(t, p, d, src, dst)
 	if s := p.Stats(); s.Partial != 1 || s.BytesPartial != r.Stats.Bytes {
-		t.Errorf("%d transfers have grown, %d bytes of them, want 1 and all of its %d", s.Partial, s.BytesPartial, r.Stats.Bytes)
+		t.Errorf("%d partial offers were sent, %d bytes of them, want 1 and all of its %d", s.Partial, s.BytesPartial, r.Stats.Bytes)
 	}
 }
 
@@ -127,12 +127,12 @@ func TestRetract(t *testing.T) {
 		for try := range 3 {
 			src = take()
 			for i, done := 0, 0; i < n; i++ {
-				p.grow(id, uint32(done), nil, src[i])
+				p.partial(id, uint32(done), nil, src[i])
 				for l := range layers {
 					p.fillLayer(byte(k), l, i, src[i])
 				}
 				done = i + 1
-				p.grow(id, uint32(done), nil)
+				p.partial(id, uint32(done), nil)
 				if k%2 == 1 && i == 0 && try == 0 {
 					d.load(id, p.BootstrapAddress(), dst...)
 				}
@@ -175,7 +175,7 @@ func TestRetractUnknown(t *testing.T) {
 	leaktest.Check(t)
 	p := open(t, testConfig(RolePrefill))
 	p.retract("nobody's")
-	p.grow("t", 1, nil, 1)
+	p.partial("t", 1, nil, 1)
 	p.retract("t", "nobody's")
 	p.offer("t", 2)
 	if err := p.Withdraw([]core.TransferID{"t"}, bound); err == nil {
@@ -185,7 +185,7 @@ func TestRetractUnknown(t *testing.T) {
 		t.Fatal(err)
 	}
 	p.want("t", core.Cancelled)
-	p.grow("late", 1, nil, 1)
+	p.partial("late", 1, nil, 1)
 	if _, err := p.Cancel([]core.TransferID{"late"}, "aborted"); err != nil {
 		t.Fatal(err)
 	}
@@ -198,7 +198,7 @@ func TestRetractBesideWrongOnes(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	p.fill(1, 1, 2)
-	p.grow("t", 1, nil, 1)
+	p.partial("t", 1, nil, 1)
 	if err := p.Withdraw([]core.TransferID{"", "t"}, bound); !errors.Is(err, core.ErrInvalid) {
 		t.Errorf("an empty id: %v", err)
 	}
@@ -216,7 +216,7 @@ func TestGrowingDecoderGone(t *testing.T) {
 	src, dst := []core.BlockID{1, 2, 3}, []core.BlockID{4, 5, 6}
 	d.load("t", p.BootstrapAddress(), dst...)
 	p.fill(1, src...)
-	p.grow("t", 1, nil, src...)
+	p.partial("t", 1, nil, src...)
 	d.arrives(0, 4, p, 1)
 	_ = d.Close()
 	p.offer("t", src...)
@@ -261,12 +261,12 @@ func TestRetractInFull(t *testing.T) {
 		paint(d, 0, 0)
 		d.load(id, p.BootstrapAddress(), ids(0)...)
 		paint(p, 0, 1)
-		p.grow(id, n, nil, ids(0)...)
+		p.partial(id, n, nil, ids(0)...)
 		until(t, "the first byte is there", func() bool { return sameBytes(d.cache[:1], []byte{1}) })
 		p.retract(id)
 		paint(p, 0, 2) // another request's
 		paint(p, n, 1)
-		p.grow(id, n/2, nil, ids(n)...)
+		p.partial(id, n/2, nil, ids(n)...)
 		p.offer(id, ids(n)...)
 		d.want(id, core.OK)
 		p.want(id, core.OK)

@@ -62,7 +62,7 @@ func (p *pass) awaitAsked(t *testing.T, more int) {
 	}
 }
 
-func (s *side) growStep(id core.TransferID, ready, computing uint32, p *pass, more ...core.BlockID) {
+func (s *side) offerStep(id core.TransferID, ready, computing uint32, p *pass, more ...core.BlockID) {
 	s.t.Helper()
 	if _, err := s.OfferPartialStep([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Computing: []uint32{computing}}}, p.written); err != nil {
 		s.t.Fatal(err)
@@ -77,7 +77,7 @@ func TestLayersOfAStep(t *testing.T) {
 	d.load("t", p.BootstrapAddress(), dst...)
 	for n := range src {
 		var forward pass
-		p.growStep("t", uint32(n), uint32(n+1), &forward, src[n])
+		p.offerStep("t", uint32(n), uint32(n+1), &forward, src[n])
 		for l := range layers {
 			p.fillLayer(7, l, n, src[n])
 			forward.write(uint32(l))
@@ -91,7 +91,7 @@ func TestLayersOfAStep(t *testing.T) {
 	p.want("t", core.OK)
 }
 
-// TestStepEnds: after the call that ends a step nothing of it grows any more, or a
+// TestStepEnds: after the call that ends a step nothing of it is sent any more, or a
 // block that the engine has given to another request would be sent.
 func TestStepEnds(t *testing.T) {
 	leaktest.Check(t)
@@ -100,21 +100,21 @@ func TestStepEnds(t *testing.T) {
 		name string
 		do   func(id core.TransferID)
 	}{
-		{"grow", func(id core.TransferID) { p.grow(id, 1, nil) }},
+		{"offer partial", func(id core.TransferID) { p.partial(id, 1, nil) }},
 		{"offer", func(id core.TransferID) { p.offer(id, 4) }},
 		{"retract", func(id core.TransferID) { p.retract(id) }},
 		{"cancel", func(id core.TransferID) { p.cancel(id) }},
-		{"the next step", func(id core.TransferID) { p.growStep(id, 1, 1, new(pass)) }},
+		{"the next step", func(id core.TransferID) { p.offerStep(id, 1, 1, new(pass)) }},
 	}
 	for _, c := range calls {
 		id := core.TransferID("of " + c.name)
 		var forward, after pass
-		p.growStep(id, 0, 1, &forward, 4)
+		p.offerStep(id, 0, 1, &forward, 4)
 		forward.awaitAsked(t, 2)
 		c.do(id)
 		forward.end(c.name)
 		// While one that began later was asked so often, this one's turn would have come.
-		q.growStep(id, 0, 1, &after, 5)
+		q.offerStep(id, 0, 1, &after, 5)
 		after.awaitAsked(t, 20)
 		if _, late := forward.get(); late != "" {
 			t.Errorf("after %s the step was asked for more", late)
@@ -163,8 +163,8 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	calls := []func(){
-		func() { p.grow("other", 0, nil, 8) },
-		func() { p.growStep("another", 0, 1, new(pass), 7) },
+		func() { p.partial("other", 0, nil, 8) },
+		func() { p.offerStep("another", 0, 1, new(pass), 7) },
 		func() { p.offer("a third", 6) },
 		func() { p.retract("nobody's") },
 		func() { p.cancel("nobody's") },
@@ -200,7 +200,7 @@ func TestLastLookLeavesWhatIsTakenBack(t *testing.T) {
 			src, dst := core.BlockID(9+2*n+k), core.BlockID(2+2*n+k)
 			p.fill(7, src)
 			d.load(id, p.BootstrapAddress(), dst)
-			p.grow(id, 1, []uint32{0}, src)
+			p.partial(id, 1, []uint32{0}, src)
 			d.arrives(0, dst, p, src)
 			parts = append(parts, core.PartialOffer{ID: id, Ready: []uint32{0}, Computing: []uint32{1}})
 		}
@@ -209,8 +209,8 @@ func TestLastLookLeavesWhatIsTakenBack(t *testing.T) {
 		p.unseenStep(&said, parts...)
 		takeBack(back)
 		d.arrives(layers-1, core.BlockID(2+2*n+1), p, core.BlockID(9+2*n+1))
-		if grown := p.Stats().BytesPartial - before; grown != blockBytes {
-			t.Errorf("%d bytes were sent when %s was taken back, want the %d of %s", grown, back, blockBytes, kept)
+		if sent := p.Stats().BytesPartial - before; sent != blockBytes {
+			t.Errorf("%d bytes were sent when %s was taken back, want the %d of %s", sent, back, blockBytes, kept)
 		}
 		p.offer(kept, core.BlockID(9+2*n+1))
 		p.want(kept, core.OK)
@@ -223,7 +223,7 @@ func TestFollowerEndsAStepThatIsRefused(t *testing.T) {
 	leaktest.Check(t)
 	p := open(t, testConfig(RolePrefill))
 	var forward pass
-	p.growStep("t", 0, 1, &forward, 4)
+	p.offerStep("t", 0, 1, &forward, 4)
 	p.steps.mu.Lock()
 	p.steps.step.parts[0].Ready = []uint32{2} // more than there is
 	p.steps.mu.Unlock()

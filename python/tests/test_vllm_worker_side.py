@@ -197,7 +197,7 @@ def test_no_partial_offer_follows_one_that_was_refused() -> None:
     meta = partial("a")
     meta.withdrawals = ["a"]
     step(side, meta)
-    assert agent.calls == [("retract", "a"), ("offer_partial", "a"), ("step", ["a"])]
+    assert agent.calls == [("withdraw", "a"), ("offer_partial", "a"), ("step", ["a"])]
 
 
 def test_blocks_are_taken_back_before_anything_else() -> None:
@@ -206,7 +206,7 @@ def test_blocks_are_taken_back_before_anything_else() -> None:
     meta.withdrawals = ["a", "b"]
     meta.cancels = [CancelWork("b", "aborted", of_load=False), CancelWork("x", "aborted", of_load=False)]
     side.withdraw(meta)
-    assert agent.calls == [("cancel", "b"), ("retract", "a"), ("retract", "b")]
+    assert agent.calls == [("cancel", "b"), ("withdraw", "a"), ("withdraw", "b")]
     side.withdraw(meta)
     step(side, meta)
     assert agent.calls[3:] == [("cancel", "x"), ("offer_partial", "c"), ("step", ["c"])]
@@ -216,7 +216,7 @@ def test_blocks_are_taken_back_whatever_is_wrong_with_those_of_others() -> None:
     side, agent = worker()
     agent.malformed = {"a"}
     side.withdraw(KVConnMetadata(withdrawals=["a", "b", "c"]))
-    assert agent.calls == [("retract", "b"), ("retract", "c")]
+    assert agent.calls == [("withdraw", "b"), ("withdraw", "c")]
 
 
 def test_engine_ends_rather_than_use_blocks_that_are_still_read() -> None:
@@ -241,7 +241,7 @@ def test_metadata_stays_as_it_is_and_each_phase_comes_once() -> None:
     )
     before = copy.deepcopy(meta)
     for call, said in (
-        (side.withdraw, [("cancel", "e"), ("retract", "d"), ("retract", "e")]),
+        (side.withdraw, [("cancel", "e"), ("withdraw", "d"), ("withdraw", "e")]),
         (side.begin, [("announce", "a"), ("offer", "b"), ("claim", "f"), ("cancel", "h"), ("offer_partial", "c")]),
         (side.load, [("load", "g"), ("cancel", "g")]),
         (lambda _: side.step_written(), [("step", ["c"])]),
@@ -257,7 +257,7 @@ def test_metadata_stays_as_it_is_and_each_phase_comes_once() -> None:
 def test_step_without_preemptions_to_handle_withdraws_when_it_begins() -> None:
     side, agent = worker()
     step(side, KVConnMetadata(withdrawals=["a"], announces=["a"]))
-    assert agent.calls == [("retract", "a"), ("announce", "a")]
+    assert agent.calls == [("withdraw", "a"), ("announce", "a")]
 
 
 def test_offer_that_the_agent_refuses_frees_at_once() -> None:
@@ -265,7 +265,7 @@ def test_offer_that_the_agent_refuses_frees_at_once() -> None:
     agent.refused = {"a"}
     (req_id,) = offering(side, "a")
     assert side.collect(False).sent == {req_id}
-    assert agent.calls == [("cancel", "a"), ("retract", "a")]
+    assert agent.calls == [("cancel", "a"), ("withdraw", "a")]
 
 
 def test_empty_load_is_never_reported() -> None:

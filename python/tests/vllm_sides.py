@@ -164,7 +164,7 @@ class FakeAgent:
             raise InvalidError("one of them is no id")
         if set(transfer_ids) & self.read:
             raise RuntimeError("the blocks are still read")
-        self.calls += [("retract", each) for each in transfer_ids]
+        self.calls += [("withdraw", each) for each in transfer_ids]
 
     def claim(self, claims: Sequence[Any]) -> None:
         self._take("claim", claims)
