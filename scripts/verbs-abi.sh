@@ -6,9 +6,9 @@ cd "$(dirname "$0")/.."
 out=$PWD/build/verbs-abi
 headers=${KVCONN_VERBS_HEADERS:-/usr/include}
 if [[ ! -e $headers/infiniband/verbs.h ]]; then
-  headers=$out/root/usr/include
+  headers=$out/unpacked/usr/include
   rm -rf "$out" && mkdir -p "$out"
-  fetch() { cd "$out" && { apt-get download -qq libibverbs-dev || { apt-get update -qq && apt-get download -qq libibverbs-dev; }; } && dpkg -x libibverbs-dev_*.deb root; }
+  fetch() { cd "$out" && { apt-get download -qq libibverbs-dev || { apt-get update -qq && apt-get download -qq libibverbs-dev; }; } && dpkg -x libibverbs-dev_*.deb unpacked; }
   if ! (fetch) 2>"$out/log" || [[ ! -e $headers/infiniband/verbs.h ]]; then
     cat "$out/log" >&2
     printf '%s\n' "############" "## verbs-abi: NOT RUN. There is no infiniband/verbs.h, and apt-get could not download libibverbs-dev (as root: apt-get update)." \
