@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"sync"
 
+	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/tcp"
@@ -46,7 +47,7 @@ func Keys() []KeyGroup {
 		}},
 		{"The bootstrap port", []Key{
 			{Name: "bootstrap_host", Default: "0.0.0.0", Meaning: "Prefill and bootstrap: the address at which the bootstrap port is opened."},
-			{Name: "bootstrap_port", Default: 8998, Meaning: "Prefill and bootstrap: the one port for HTTP and the control plane. 0 is any free one."},
+			{Name: "bootstrap_port", Default: bootstrap.DefaultPort, Meaning: "Prefill and bootstrap: the one port for HTTP and the control plane. 0 is any free one."},
 			{Name: "bootstrap_join", Without: "this agent has a port", Meaning: "Prefill: `http://host:port` of the engine's first rank, or of an agent of role `bootstrap`, for a rank that has no port of its own."},
 			{Name: "join_timeout_s", Default: 120, Unit: "s", Meaning: "How long a rank waits for the port that it joins, which may be up last."},
 			{Name: "advertise_host", Without: "where peers found the bootstrap port; of a rank that has joined from another host, its address towards that port", Meaning: "Prefill: the host that peers are told."},
