@@ -86,6 +86,20 @@ enum kvconn_status {
 typedef uint64_t kvconn_agent;
 
 /*
+ * What the block ids of a group name. Regions of one group have the same kind. Two engines with
+ * other kinds refuse each other.
+ */
+enum kvconn_index_kind {
+  KVCONN_INDEX_BLOCK = 0, /* blocks of the prompt, one after the other */
+  KVCONN_INDEX_ROW = 1,   /* a row of a table that has one for each request */
+  KVCONN_INDEX_SLOT = 2   /* a slot that holds the whole state of one request */
+};
+/* Rings of n entries, below 2^24, one ring after the other. What belongs to position p of the
+   prompt lies in entry p modulo n: the first of kvconn_blocks is that position, and ids that lie
+   elsewhere are refused. A part that wraps goes on with the ring's entry 0. */
+#define KVCONN_INDEX_RING(n) (3u | (uint32_t)(n) << 8)
+
+/*
  * A memory range that holds a piece of every block of one KV cache group: the K, V, fused KV,
  * latent or state of one layer, or one head of it. Block i lies at address + i * block_stride.
  * Addresses, strides and lengths are multiples of 4. Regions of one group must not overlap;
@@ -114,7 +128,7 @@ typedef struct kvconn_region {
   uint64_t block_stride; /* bytes from one block to the next */
   uint64_t block_bytes;  /* bytes of a block, at most block_stride */
   uint32_t num_blocks;
-  uint32_t reserved;     /* 0 */
+  uint32_t index_kind;   /* what the group's block ids name: enum kvconn_index_kind */
   uint32_t tokens;       /* of a block, at most 2^20; 0: opaque, as all below */
   uint32_t heads;        /* at least 1 unless opaque */
   uint32_t first_head;   /* first_head + heads is at most total_heads */

@@ -58,7 +58,8 @@ func compatible(p, d *wire.Agent) (*core.Match, error) {
 
 func describeShapes(d *wire.Agent, shapes []core.Shape) {
 	for _, s := range shapes {
-		d.Shapes = append(d.Shapes, wire.Shape(s))
+		d.Shapes = append(d.Shapes, wire.Shape{Name: s.Name, BlockStride: s.BlockStride, BlockBytes: s.BlockBytes, NumBlocks: s.NumBlocks, Group: s.Group,
+			Tokens: s.Tokens, Heads: s.Heads, FirstHead: s.FirstHead, TotalHeads: s.TotalHeads, TokenStride: s.TokenStride, HeadStride: s.HeadStride, IndexKind: uint32(s.IndexKind)})
 	}
 }
 
@@ -66,7 +67,8 @@ func describeShapes(d *wire.Agent, shapes []core.Shape) {
 func shapes(a *wire.Agent) []core.Shape {
 	out := make([]core.Shape, len(a.Shapes))
 	for i, s := range a.Shapes {
-		out[i] = core.Shape(s)
+		out[i] = core.Shape{Name: s.Name, BlockStride: s.BlockStride, BlockBytes: s.BlockBytes, NumBlocks: s.NumBlocks, Group: s.Group,
+			Tokens: s.Tokens, Heads: s.Heads, FirstHead: s.FirstHead, TotalHeads: s.TotalHeads, TokenStride: s.TokenStride, HeadStride: s.HeadStride, IndexKind: core.IndexKind(s.IndexKind)}
 	}
 	return out
 }

@@ -116,6 +116,7 @@ type Shape struct {
 	NumBlocks, Group                     uint32
 	Tokens, Heads, FirstHead, TotalHeads uint32 // 0: a block is opaque
 	TokenStride, HeadStride              uint64
+	IndexKind                            uint32 // core.IndexKind
 }
 
 // Load asks P to write a transfer into D's blocks.

@@ -2101,8 +2101,8 @@ func (z *Request) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *Shape) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 11
-	o = append(o, 0x9b)
+	// array header, size 12
+	o = append(o, 0x9c)
 	o = msgp.AppendString(o, z.Name)
 	o = msgp.AppendUint64(o, z.BlockStride)
 	o = msgp.AppendUint64(o, z.BlockBytes)
@@ -2114,6 +2114,7 @@ func (z *Shape) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendUint32(o, z.TotalHeads)
 	o = msgp.AppendUint64(o, z.TokenStride)
 	o = msgp.AppendUint64(o, z.HeadStride)
+	o = msgp.AppendUint32(o, z.IndexKind)
 	return
 }
 
@@ -2125,8 +2126,8 @@ func (z *Shape) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		err = msgp.WrapError(err)
 		return
 	}
-	if zb0001 != 11 {
-		err = msgp.ArrayError{Wanted: 11, Got: zb0001}
+	if zb0001 != 12 {
+		err = msgp.ArrayError{Wanted: 12, Got: zb0001}
 		return
 	}
 	z.Name, bts, err = msgp.ReadStringBytes(bts)
@@ -2184,13 +2185,18 @@ func (z *Shape) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		err = msgp.WrapError(err, "HeadStride")
 		return
 	}
+	z.IndexKind, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "IndexKind")
+		return
+	}
 	o = bts
 	return
 }
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Shape) Msgsize() (s int) {
-	s = 1 + msgp.StringPrefixSize + len(z.Name) + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint64Size + msgp.Uint64Size
+	s = 1 + msgp.StringPrefixSize + len(z.Name) + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size
 	return
 }
 
