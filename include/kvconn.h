@@ -272,7 +272,7 @@ int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, siz
  * Prefill: blocks of these transfers are ready while the engine still works on the requests.
  * The call announces them too. More calls may follow, and then the offer with all blocks. What
  * a decode engine has asked for of the ready blocks moves at once, so that chunks or layers of
- * a prompt are sent while the next are computed. With regions (num_regions growing indices of
+ * a prompt are sent while the next are computed. With regions (num_regions ascending indices of
  * kvconn_register_kv_caches) the blocks are ready in these regions only. They must stay
  * unchanged until kvconn_withdraw has returned or, after the offer, until its completion. If a
  * transfer has ended meanwhile, this call succeeds; the offer's completion says so.

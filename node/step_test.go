@@ -102,7 +102,7 @@ func TestStepEnds(t *testing.T) {
 	}{
 		{"offer partial", func(id core.TransferID) { p.partial(id, 1, nil) }},
 		{"offer", func(id core.TransferID) { p.offer(id, 4) }},
-		{"retract", func(id core.TransferID) { p.retract(id) }},
+		{"withdraw", func(id core.TransferID) { p.withdraw(id) }},
 		{"cancel", func(id core.TransferID) { p.cancel(id) }},
 		{"the next step", func(id core.TransferID) { p.offerStep(id, 1, 1, new(pass)) }},
 	}
@@ -166,7 +166,7 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 		func() { p.partial("other", 0, nil, 8) },
 		func() { p.offerStep("another", 0, 1, new(pass), 7) },
 		func() { p.offer("a third", 6) },
-		func() { p.retract("nobody's") },
+		func() { p.withdraw("nobody's") },
 		func() { p.cancel("nobody's") },
 	}
 	for n, call := range calls {
@@ -193,7 +193,7 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 func TestLastLookLeavesWhatIsTakenBack(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
-	for n, takeBack := range []func(id core.TransferID){func(id core.TransferID) { p.retract(id) }, p.cancel} {
+	for n, takeBack := range []func(id core.TransferID){func(id core.TransferID) { p.withdraw(id) }, p.cancel} {
 		back, kept := core.TransferID(fmt.Sprintf("back%d", n)), core.TransferID(fmt.Sprintf("kept%d", n))
 		var parts []core.PartialOffer
 		for k, id := range []core.TransferID{back, kept} {

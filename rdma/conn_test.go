@@ -15,7 +15,7 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// newTestConn makes a link whose lanes have no queue pair. D answers no signal.
+// newTestConn makes a conn whose lanes have no queue pair. D answers no signal.
 func newTestConn(t *testing.T, lanes int) *conn {
 	t.Helper()
 	tr := &Transport{cfg: DefaultConfig(), log: zap.NewNop(), sink: coretest.NewRecorder(t, "p")}

@@ -73,7 +73,7 @@ func TestPathLost(t *testing.T) {
 }
 
 // TestAllPathsLost: what is under way ends with the reason, the peer is not usable
-// and says why; when the links are up again it is.
+// and says why. When the ports are up again, it is usable.
 func TestAllPathsLost(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)
@@ -90,7 +90,7 @@ func TestAllPathsLost(t *testing.T) {
 	t.Logf("measured: both ends know after %v", time.Since(start).Round(time.Millisecond))
 	err := d.usable(p)
 	if err == nil || !strings.Contains(err.Error(), "port") {
-		t.Errorf("usable without a link: %v, want the reason", err)
+		t.Errorf("usable without a port: %v, want the reason", err)
 	}
 	t.Logf("not usable: %v", err)
 	for i := range paths() {
@@ -145,7 +145,7 @@ func TestPathsLostAtRest(t *testing.T) {
 	n := 1
 	for down := 1; down <= paths(); down++ {
 		const blocks = 256
-		m, extend := grow(p, d, n, blocks, blocks/2)
+		m, extend := beginPartial(p, d, n, blocks, blocks/2)
 		n++
 		m.part(50)
 		for i := range down {

@@ -121,7 +121,7 @@ func TestSignalsWhileAPortIsDown(t *testing.T) {
 	const n = 16
 	p, d := start(t, c, "p", n, nil), start(t, c, "d", n, nil)
 	if len(p.tr.ports) < 2 {
-		t.Skip("needs two devices: rxe-vm --rails 2")
+		t.Skip("needs two devices: rxe-vm --paths 2")
 	}
 	connect(t, d, p)
 	usable(t, d, p)
@@ -285,7 +285,7 @@ func TestReceiversPortReturns(t *testing.T) {
 	c := newControl()
 	p, d := start(t, c, "p", 1, nil), start(t, c, "d", 1, nil)
 	if len(p.tr.ports) < 2 {
-		t.Skip("needs two devices: rxe-vm --rails 2")
+		t.Skip("needs two devices: rxe-vm --paths 2")
 	}
 	connect(t, d, p)
 	usable(t, d, p)

@@ -35,16 +35,16 @@ func needsMachine(t *testing.T) {
 	}
 }
 
-// paths are the machine's: device rxeN on the interface railN.
+// paths are the machine's: device rxeN on the interface pathN.
 func paths() int {
-	n, _ := strconv.Atoi(os.Getenv("RXE_RAILS"))
+	n, _ := strconv.Atoi(os.Getenv("RXE_PATHS"))
 	return n
 }
 
 // setLink takes a path's interface up or down.
 func setLink(t *testing.T, path int, up bool) {
 	t.Helper()
-	name := fmt.Sprintf("rail%d", path)
+	name := fmt.Sprintf("path%d", path)
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)

@@ -29,8 +29,8 @@ func begin(p, d *agent, n, blocks int) *moving {
 	return m
 }
 
-// grow is begin with the first of the blocks; extend gives others.
-func grow(p, d *agent, n, blocks, first int) (m *moving, extend func(from, to int)) {
+// beginPartial is begin with the first of the blocks; extend gives others.
+func beginPartial(p, d *agent, n, blocks, first int) (m *moving, extend func(from, to int)) {
 	p.t.Helper()
 	m, grant := prepare(p, d, n, blocks)
 	op := core.WriteOp{ID: m.id, Peer: d.id, Grant: grant, Bytes: uint64(blocks) * blockBytes}

@@ -33,8 +33,8 @@ const (
 	shut      faultKind = "cut and refused"
 	diskFull  faultKind = "disk full at P"
 	noFiles   faultKind = "no descriptors"
-	railOff   faultKind = "a rail off"
-	allOff    faultKind = "all rails off"
+	pathOff   faultKind = "a path off"
+	allOff    faultKind = "all paths off"
 )
 
 // deadly: a half that was under way with the other side is lost for sure.
@@ -51,8 +51,8 @@ var mixture = []weighted{
 	{delay, 6}, {throttle, 6}, {hole, 8}, {shut, 4}, {diskFull, 3}, {noFiles, 4},
 }
 
-// railMixture comes with it where there are rails.
-var railMixture = []weighted{{railOff, 25}, {allOff, 8}}
+// pathMixture comes with it where there are paths.
+var pathMixture = []weighted{{pathOff, 25}, {allOff, 8}}
 
 // fault is one that was injected.
 type fault struct {
@@ -90,8 +90,8 @@ const (
 
 func newInjector(f *fleet, seed uint64, longest time.Duration) *injector {
 	mix := slices.Clone(mixture)
-	if f.rails.n > 0 {
-		mix = append(mix, railMixture...)
+	if f.paths.n > 0 {
+		mix = append(mix, pathMixture...)
 	}
 	return &injector{mixture: mix, f: f, r: rand.New(rand.NewPCG(seed, 0xFA17)), longest: longest, busy: map[string]bool{}, notRun: map[faultKind]string{}, startErrors: map[string]int{}}
 }
@@ -278,10 +278,10 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 	case noFiles:
 		c := f.all()[pick>>8%uint64(len(f.P)+len(f.D))]
 		return c.name, func() { in.noFiles(ctx, c, long) }
-	case railOff:
-		return "rails", func() { in.railsOff(ctx, kind, long, int(pick>>8%uint64(f.rails.n))) }
+	case pathOff:
+		return "paths", func() { in.pathsOff(ctx, kind, long, int(pick>>8%uint64(f.paths.n))) }
 	case allOff:
-		return "rails", func() { in.railsOff(ctx, kind, long, f.rails.all()...) }
+		return "paths", func() { in.pathsOff(ctx, kind, long, f.paths.all()...) }
 	}
 	return "", nil
 }
@@ -323,15 +323,15 @@ func (in *injector) stop(ctx context.Context, kind faultKind, c *child, affects 
 	c.signal(syscall.SIGCONT)
 }
 
-// railsOff has rails off for a while.
-func (in *injector) railsOff(ctx context.Context, kind faultKind, long time.Duration, which ...int) {
-	defer in.begin(kind, fmt.Sprint("rails ", which), func(*entry) bool { return true })()
-	if err := in.f.rails.set(which, railIsOff); err != nil {
+// pathsOff has paths off for a while.
+func (in *injector) pathsOff(ctx context.Context, kind faultKind, long time.Duration, which ...int) {
+	defer in.begin(kind, fmt.Sprint("paths ", which), func(*entry) bool { return true })()
+	if err := in.f.paths.set(which, pathIsOff); err != nil {
 		in.skip(kind, err.Error())
 	}
 	pause(ctx, long)
-	if err := in.f.rails.set(which, railIsOn); err != nil {
-		in.f.led.problem("a rail does not come back: %v", err)
+	if err := in.f.paths.set(which, pathIsOn); err != nil {
+		in.f.led.problem("a path does not come back: %v", err)
 	}
 }
 

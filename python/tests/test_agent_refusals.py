@@ -11,7 +11,7 @@ from conftest import BLOCK, BLOCKS, LAYERS, Side
 import kvconn
 
 
-def test_growth_that_is_refused(prefill: Side, decode: Side, transfer_id: str) -> None:
+def test_partial_offers_that_are_refused(prefill: Side, decode: Side, transfer_id: str) -> None:
     with pytest.raises(kvconn.InvalidError, match="blocks up to 2 of group 0 are ready or being computed, those up to 1 are given"):
         prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [2])])
     with pytest.raises(kvconn.InvalidError, match="region 99"):

@@ -15,34 +15,34 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// rails are those of this machine that may be taken off, by a command.
-type rails struct {
+// paths are those of this machine that may be taken off, by a command.
+type paths struct {
 	n       int
 	command string
 }
 
 // What the command takes as its second argument.
 const (
-	railIsOn   = "on"
-	railIsOff  = "off"  // the link is down, and this machine knows
-	railIsMute = "mute" // packets vanish
-	railIsThin = "thin" // large packets vanish, as where the MTU of a path is not what its ends think
-	railSent   = "sent" // prints how many packets it has sent so far
+	pathIsOn   = "on"
+	pathIsOff  = "off"  // the link is down, and this machine knows
+	pathIsMute = "mute" // packets vanish
+	pathIsThin = "thin" // large packets vanish, as where the MTU of a path is not what its ends think
+	pathSent   = "sent" // prints how many packets it has sent so far
 )
 
-// railBound is how long the command may take.
-const railBound = 20 * time.Second
+// pathBound is how long the command may take.
+const pathBound = 20 * time.Second
 
-func (o *Options) rails() rails { return rails{o.Rails, o.RailCommand} }
+func (o *Options) paths() paths { return paths{o.Paths, o.PathCommand} }
 
-func (r rails) all() (list []int) {
+func (r paths) all() (list []int) {
 	for i := range r.n {
 		list = append(list, i)
 	}
 	return list
 }
 
-func (r rails) set(which []int, how string) error {
+func (r paths) set(which []int, how string) error {
 	var errs []error
 	for _, i := range which {
 		_, err := r.run(i, how)
@@ -51,9 +51,9 @@ func (r rails) set(which []int, how string) error {
 	return errors.Join(errs...)
 }
 
-func (r rails) run(i int, how string) (said string, err error) {
-	// Not with the run's context: a rail that is off must come on again.
-	ctx, cancel := context.WithTimeout(context.Background(), railBound)
+func (r paths) run(i int, how string) (said string, err error) {
+	// Not with the run's context: a path that is off must come on again.
+	ctx, cancel := context.WithTimeout(context.Background(), pathBound)
 	defer cancel()
 	out, err := exec.CommandContext(ctx, r.command, fmt.Sprint(i), how).CombinedOutput()
 	said = strings.TrimSpace(string(out))
@@ -63,40 +63,40 @@ func (r rails) run(i int, how string) (said string, err error) {
 	return said, err
 }
 
-func (r rails) sent(i int) (packets int64, err error) {
-	said, err := r.run(i, railSent)
+func (r paths) sent(i int) (packets int64, err error) {
+	said, err := r.run(i, pathSent)
 	if err == nil {
 		packets, err = strconv.ParseInt(said, 10, 64)
 	}
 	return packets, err
 }
 
-// The sizes of the part rails: transfers at a time, and the blocks of one.
+// The sizes of the part paths: transfers at a time, and the blocks of one.
 const (
-	railTransfers = 4
-	railBlocks    = 32
-	// railReturn is how long after its rails are back a pair may take to use them:
-	// the longest pause of a rail, and a handshake.
-	railReturn = 60 * time.Second
+	pathTransfers = 4
+	pathBlocks    = 32
+	// pathReturn is how long after its paths are back a pair may take to use them:
+	// the longest pause of a path, and a handshake.
+	pathReturn = 60 * time.Second
 )
 
-// runRails: one rail is lost in the middle of transfers, then all are. Transfers go on by
-// the rails that are left. If none is, they end with the reason, or new ones go by another
+// runPaths: one path is lost in the middle of transfers, then all are. Transfers go on by
+// the paths that are left. If none is, they end with the reason, or new ones go by another
 // transport, and come back.
-func runRails(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
-	if opt.Rails == 0 {
+func runPaths(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	if opt.Paths == 0 {
 		return partRow{}, nil
 	}
-	s := shape{name: "rails", prefills: 1, decodes: 1, memory: bigBlocks(), rails: opt.rails(), host: opt.Host, decode: opt.Decode}
+	s := shape{name: "paths", prefills: 1, decodes: 1, memory: bigBlocks(), paths: opt.paths(), host: opt.Host, decode: opt.Decode}
 	s.memory.PeerTimeout = 15 // a machine that is emulated may be silent for long
 	return with(ctx, opt, led, s, func(f *fleet) (string, error) {
-		r := &railRun{f: f, opt: opt}
+		r := &pathRun{f: f, opt: opt}
 		whole := r.stream(ctx, func() error { pause(ctx, time.Second); return nil })
 		r.well(whole.hit, "rdma")
-		r.say("%d transfers of %d MiB at a time take %s ms", railTransfers, railBlocks*s.memory.Regions*s.memory.BlockBytes>>20, milliseconds(r.took(whole.hit)))
-		for _, how := range []string{railIsOff, railIsMute, railIsThin} {
-			for _, rail := range f.rails.all() {
-				if opt.Rails == 1 || ctx.Err() != nil || !r.oneLost(ctx, rail, how) {
+		r.say("%d transfers of %d MiB at a time take %s ms", pathTransfers, pathBlocks*s.memory.Regions*s.memory.BlockBytes>>20, milliseconds(r.took(whole.hit)))
+		for _, how := range []string{pathIsOff, pathIsMute, pathIsThin} {
+			for _, path := range f.paths.all() {
+				if opt.Paths == 1 || ctx.Err() != nil || !r.oneLost(ctx, path, how) {
 					break
 				}
 			}
@@ -106,16 +106,16 @@ func runRails(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 	})
 }
 
-type railRun struct {
+type pathRun struct {
 	f     *fleet
 	opt   *Options
 	n     atomic.Uint64 // names transfers
 	words []string
 }
 
-func (r *railRun) say(format string, args ...any) {
+func (r *pathRun) say(format string, args ...any) {
 	text := fmt.Sprintf(format, args...)
-	r.opt.Progress("rails: %s", text)
+	r.opt.Progress("paths: %s", text)
 	r.words = append(r.words, text)
 }
 
@@ -127,15 +127,15 @@ type batch struct {
 
 // stream has some transfers at a time, one after another, until fault has returned and the
 // transfers that were begun have ended.
-func (r *railRun) stream(ctx context.Context, fault func() error) (b batch) {
+func (r *pathRun) stream(ctx context.Context, fault func() error) (b batch) {
 	var mu sync.Mutex
 	var loads []*entry
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
-	for range railTransfers {
+	for range pathTransfers {
 		wg.Go(func() {
 			for ctx.Err() == nil {
-				if e := r.carry(ctx, railBlocks, func(e *entry) {
+				if e := r.carry(ctx, pathBlocks, func(e *entry) {
 					mu.Lock()
 					loads = append(loads, e)
 					mu.Unlock()
@@ -151,7 +151,7 @@ func (r *railRun) stream(ctx context.Context, fault func() error) (b batch) {
 		})
 	}
 	// Some of those that run now may end before the fault has come: it takes its time.
-	for r.f.led.underWay(&mu, &loads) < railTransfers/2 && ctx.Err() == nil {
+	for r.f.led.underWay(&mu, &loads) < pathTransfers/2 && ctx.Err() == nil {
 		pause(ctx, time.Millisecond)
 	}
 	mu.Lock()
@@ -160,13 +160,13 @@ func (r *railRun) stream(ctx context.Context, fault func() error) (b batch) {
 	b.fault = fault()
 	close(stop)
 	wg.Wait()
-	b.hit = loads[max(before-railTransfers, 0):]
+	b.hit = loads[max(before-pathTransfers, 0):]
 	return b
 }
 
 // carry offers and loads one transfer and waits for its end; begun is told of the load. It
 // returns nil if an engine is not up.
-func (r *railRun) carry(ctx context.Context, blocks int, begun func(*entry)) *entry {
+func (r *pathRun) carry(ctx context.Context, blocks int, begun func(*entry)) *entry {
 	f := r.f
 	n := r.n.Add(1)
 	it := item{ID: core.TransferID(fmt.Sprint(f.name, "-stream-", n)), Tag: mix(n << 16), Blocks: blocks, From: f.target(0, 0)}
@@ -180,7 +180,7 @@ func (r *railRun) carry(ctx context.Context, blocks int, begun func(*entry)) *en
 	}
 	if err != nil {
 		if ctx.Err() == nil {
-			f.led.problem("rails: %v", err)
+			f.led.problem("paths: %v", err)
 		}
 		return nil
 	}
@@ -206,7 +206,7 @@ func (l *ledger) underWay(mu *sync.Mutex, loads *[]*entry) (n int) {
 }
 
 // took is the longest time from a load's call to its report, by D's clock.
-func (r *railRun) took(loads []*entry) (longest time.Duration) {
+func (r *pathRun) took(loads []*entry) (longest time.Duration) {
 	r.f.led.mu.Lock()
 	defer r.f.led.mu.Unlock()
 	for _, e := range loads {
@@ -216,59 +216,59 @@ func (r *railRun) took(loads []*entry) (longest time.Duration) {
 }
 
 // well writes down loads that did not end well by a transport.
-func (r *railRun) well(loads []*entry, transport string) (ok bool) {
+func (r *pathRun) well(loads []*entry, transport string) (ok bool) {
 	r.f.led.mu.Lock()
 	defer r.f.led.mu.Unlock()
 	ok = true
 	for _, e := range loads {
 		if e.state != halfReported || e.code != core.OK || e.transport != transport {
 			ok = false
-			r.f.led.addProblem("rails: %s: %s by %q, want it to end well by %s: %s", e.id, e.outcome(), e.transport, transport, e.reason)
+			r.f.led.addProblem("paths: %s: %s by %q, want it to end well by %s: %s", e.id, e.outcome(), e.transport, transport, e.reason)
 		}
 	}
 	return ok
 }
 
-// oneLost: transfers go on by the other rails, and end well. It returns false if a rail
+// oneLost: transfers go on by the other paths, and end well. It returns false if a path
 // cannot be lost in that way.
-func (r *railRun) oneLost(ctx context.Context, rail int, how string) bool {
-	b := r.stream(ctx, func() error { return r.f.rails.set([]int{rail}, how) })
+func (r *pathRun) oneLost(ctx context.Context, path int, how string) bool {
+	b := r.stream(ctx, func() error { return r.f.paths.set([]int{path}, how) })
 	if b.fault != nil {
-		r.say("rail %d %s: not run: %v", rail, how, b.fault)
+		r.say("path %d %s: not run: %v", path, how, b.fault)
 	} else if r.well(b.hit, "rdma") {
-		r.say("rail %d %s: they take %s ms", rail, how, milliseconds(r.took(b.hit)))
+		r.say("path %d %s: they take %s ms", path, how, milliseconds(r.took(b.hit)))
 	}
-	if how == railIsThin && b.fault == nil {
-		r.thin(ctx, rail)
+	if how == pathIsThin && b.fault == nil {
+		r.thin(ctx, path)
 	}
-	if err := r.f.rails.set([]int{rail}, railIsOn); err != nil {
-		r.f.led.problem("rails: %v", err)
+	if err := r.f.paths.set([]int{path}, pathIsOn); err != nil {
+		r.f.led.problem("paths: %v", err)
 	} else if b.fault == nil {
-		r.used(ctx, rail)
+		r.used(ctx, path)
 	}
 	return b.fault == nil
 }
 
-// railShare is a number of packets that only a transfer has, and no handshake.
-const railShare = 100
+// pathShare is a number of packets that only a transfer has, and no handshake.
+const pathShare = 100
 
-// thinFor is how long transfers go on beside a rail that swallows large packets: it is
+// thinFor is how long transfers go on beside a path that swallows large packets: it is
 // tried again after one second, and after two more.
 const thinFor = 5 * time.Second
 
-// thin: once the rail was found out it is tried again, and found out before transfers are
+// thin: once the path was found out it is tried again, and found out before transfers are
 // given to it. A try is a few packets, which are sent again and again. A transfer has a
 // hundred packets under way for each queue pair.
-func (r *railRun) thin(ctx context.Context, rail int) {
-	found, given, until := false, int64(0), time.Now().Add(railReturn)
+func (r *pathRun) thin(ctx context.Context, path int) {
+	found, given, until := false, int64(0), time.Now().Add(pathReturn)
 	for time.Now().Before(until) && ctx.Err() == nil {
-		n, ok := r.gives(ctx, rail)
+		n, ok := r.gives(ctx, path)
 		switch {
 		case !ok:
 			return
 		case found:
 			given += n
-		case n < railShare:
+		case n < pathShare:
 			found, until = true, time.Now().Add(thinFor)
 		}
 	}
@@ -276,41 +276,41 @@ func (r *railRun) thin(ctx context.Context, rail int) {
 	case ctx.Err() != nil:
 		return
 	case !found:
-		r.f.led.problem("rails: rail %d swallows large packets, and is not found out within %v", rail, railReturn)
+		r.f.led.problem("paths: path %d swallows large packets, and is not found out within %v", path, pathReturn)
 		return
 	}
-	if given > 3*railShare {
-		r.f.led.problem("rails: rail %d swallows large packets, and was given %d packets after it was found out, within %v", rail, given, thinFor)
+	if given > 3*pathShare {
+		r.f.led.problem("paths: path %d swallows large packets, and was given %d packets after it was found out, within %v", path, given, thinFor)
 	}
 	r.say("tried with %d packets within %v", given, thinFor)
 }
 
 // gives has a transfer, and says how many packets of it, and of the traffic beside it, a
-// rail has got.
-func (r *railRun) gives(ctx context.Context, rail int) (packets int64, ok bool) {
-	before, err := r.f.rails.sent(rail)
-	if err == nil && r.carry(ctx, railBlocks, nil) == nil {
+// path has got.
+func (r *pathRun) gives(ctx context.Context, path int) (packets int64, ok bool) {
+	before, err := r.f.paths.sent(path)
+	if err == nil && r.carry(ctx, pathBlocks, nil) == nil {
 		return 0, false
 	}
 	after := before
 	if err == nil {
-		after, err = r.f.rails.sent(rail)
+		after, err = r.f.paths.sent(path)
 	}
 	if err != nil {
-		r.f.led.problem("rails: %v", err)
+		r.f.led.problem("paths: %v", err)
 	}
 	return after - before, err == nil
 }
 
-// used has transfers until a rail has its share of one again.
-func (r *railRun) used(ctx context.Context, rail int) {
+// used has transfers until a path has its share of one again.
+func (r *pathRun) used(ctx context.Context, path int) {
 	start := time.Now()
-	for total := int64(0); total < railShare && ctx.Err() == nil; {
-		if time.Since(start) > railReturn {
-			r.f.led.problem("rails: rail %d is on and not used after %v", rail, railReturn)
+	for total := int64(0); total < pathShare && ctx.Err() == nil; {
+		if time.Since(start) > pathReturn {
+			r.f.led.problem("paths: path %d is on and not used after %v", path, pathReturn)
 			return
 		}
-		n, ok := r.gives(ctx, rail)
+		n, ok := r.gives(ctx, path)
 		if !ok {
 			return
 		}
@@ -321,7 +321,7 @@ func (r *railRun) used(ctx context.Context, rail int) {
 
 // back has transfers until one goes by rdma, and says how many did not, and for
 // how long.
-func (r *railRun) back(ctx context.Context) (others int, after time.Duration) {
+func (r *pathRun) back(ctx context.Context) (others int, after time.Duration) {
 	start := time.Now()
 	for ctx.Err() == nil {
 		e := r.carry(ctx, 4, nil)
@@ -336,8 +336,8 @@ func (r *railRun) back(ctx context.Context) (others int, after time.Duration) {
 			break
 		}
 		others++
-		if time.Since(start) > railReturn {
-			r.f.led.problem("rails: %v after its rails were back the pair does not use them: %s", railReturn, last)
+		if time.Since(start) > pathReturn {
+			r.f.led.problem("paths: %v after its paths were back the pair does not use them: %s", pathReturn, last)
 			break
 		}
 	}
@@ -345,22 +345,22 @@ func (r *railRun) back(ctx context.Context) (others int, after time.Duration) {
 }
 
 // allLost: only tcp is left, where that is allowed.
-func (r *railRun) allLost(ctx context.Context) {
+func (r *pathRun) allLost(ctx context.Context) {
 	f := r.f
-	b := r.stream(ctx, func() error { return f.rails.set(f.rails.all(), railIsOff) })
+	b := r.stream(ctx, func() error { return f.paths.set(f.paths.all(), pathIsOff) })
 	if b.fault != nil {
-		r.say("all rails off: not run: %v", b.fault)
+		r.say("all paths off: not run: %v", b.fault)
 		return
 	}
-	r.say("all rails off: %s", f.led.tell(b.hit, math.MaxInt64))
+	r.say("all paths off: %s", f.led.tell(b.hit, math.MaxInt64))
 	f.led.mu.Lock()
 	for _, e := range b.hit {
 		if e.code != core.OK && e.reason == "" {
-			f.led.addProblem("rails: %s ends without a reason", e.id)
+			f.led.addProblem("paths: %s ends without a reason", e.id)
 		}
 	}
 	f.led.mu.Unlock()
-	next := []*entry{r.carry(ctx, railBlocks, nil)}
+	next := []*entry{r.carry(ctx, pathBlocks, nil)}
 	if next[0] == nil {
 		return
 	}
@@ -369,15 +369,15 @@ func (r *railRun) allLost(ctx context.Context) {
 		e := next[0]
 		reason := e.reason
 		if e.code == core.OK || !strings.Contains(reason, "rdma") {
-			f.led.addProblem("rails: without a rail %s: %s: %q, want an error that says why", e.id, e.outcome(), reason)
+			f.led.addProblem("paths: without a path %s: %s: %q, want an error that says why", e.id, e.outcome(), reason)
 		}
 		f.led.mu.Unlock()
 		r.say("a new one fails after %s ms: %s", milliseconds(r.took(next)), reason)
 	} else if r.well(next, "tcp") {
 		r.say("a new one goes by tcp in %s ms", milliseconds(r.took(next)))
 	}
-	if err := f.rails.set(f.rails.all(), railIsOn); err != nil {
-		f.led.problem("rails: %v", err)
+	if err := f.paths.set(f.paths.all(), pathIsOn); err != nil {
+		f.led.problem("paths: %v", err)
 	}
 	others, after := r.back(ctx)
 	r.say("on again: by rdma after %s ms and %d others", milliseconds(after), others)
