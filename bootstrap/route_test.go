@@ -69,7 +69,7 @@ func each(s Sizes, f func(p Place)) {
 // topology asks for the engine's sizes.
 const topology = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 
-// TestRoute: what 0.5.23's ranks put, and what its decode engine reads.
+// TestRoute: ranks register as SGLang 0.5.23's do, and its decode engine can read the answers.
 func TestRoute(t *testing.T) {
 	leaktest.Check(t)
 	for _, s := range []Sizes{{1, 1, 1, 1}, {1, 1, 4, 2}, {3, 2, 2, 1}} {
@@ -216,7 +216,7 @@ func TestRouteOfAgents(t *testing.T) {
 	routes.Leave(Place{TP: 1})
 	get(t, h, topology, 503, "1 of the prefill engine's 2 ranks")
 	routes.Leave(Place{})
-	get(t, h, topology, 503, "no rank") // what was put before is forgotten
+	get(t, h, topology, 503, "no rank") // the ranks that were put before are forgotten
 
 	// Dp ranks of unequal sizes are no engine of SGLang's.
 	routes.Join(Rank{Place: Place{}, Sizes: Sizes{2, 1, 1, 1}})
@@ -224,7 +224,7 @@ func TestRouteOfAgents(t *testing.T) {
 	get(t, h, topology, 503, "1 of the prefill engine's 2 ranks")
 }
 
-// TestRoomsOfRequests: which dp rank has a room's request, for a while.
+// TestRoomsOfRequests: the table tells for a while which dp rank has a room's request.
 func TestRoomsOfRequests(t *testing.T) {
 	leaktest.Check(t)
 	h := NewHandler(new(Table), nil, nil)
@@ -274,7 +274,7 @@ func TestRouteAccess(t *testing.T) {
 	}
 }
 
-// TestConnectionsAreKept: who asks often, as a decode engine does, needs one
+// TestConnectionsAreKept: a client that asks often, as a decode engine does, needs one
 // connection.
 func TestConnectionsAreKept(t *testing.T) {
 	leaktest.Check(t)

@@ -146,7 +146,7 @@ func outliveLeader(t *testing.T, at [3]int) {
 	}
 	same(t, p, append(large, 29), held, append(large, 29))
 
-	// What waits is renewed during the election and after it.
+	// Transfers that wait are renewed during the election and after it.
 	leader.Start()
 	c.StreamLeader(registry)
 	for name, d := range ds {
@@ -227,8 +227,8 @@ func TestAgentsMeetDuringAnElection(t *testing.T) {
 }
 
 // P is killed and comes back under its engine_id at its ports, while D lives on:
-// what the old instance knew fails and says so, nothing of it reaches the new
-// one, and the next load finds that.
+// the transfers of the old instance fail and say so, none of their bytes come from the
+// new one, and the next load finds the new one.
 func TestPrefillReplacedByANewInstance(t *testing.T) {
 	t.Run("on its own server", func(t *testing.T) { replaced(t, "") })
 	t.Run("on a cluster", func(t *testing.T) { replaced(t, nettest.NewNATSTrio(t).URLs()) })
@@ -263,7 +263,7 @@ func replaced(t *testing.T, urls string) {
 	pc := cfg(RolePrefill)
 	pc.BootstrapPort, pc.TCPPort, pc.AdvertiseHost = portOf(t, address), data, "127.0.0.1"
 	pc.Lease = Seconds(time.Hour)
-	pc.EarlyLoad = Seconds(minBound) // what came by mistake would be reaped and counted
+	pc.EarlyLoad = Seconds(minBound) // a request that came by mistake would expire early and be counted
 	p := open(t, pc)
 	if p.BootstrapAddress() != address || p.ID() == old {
 		t.Fatalf("agent %s at %s took the place of %s at %s", p.ID(), p.BootstrapAddress(), old, address)

@@ -177,8 +177,8 @@ func TestUnequalBlocksAreNamed(t *testing.T) {
 	}
 }
 
-// TestSettingsThatDoNotFitAreNamed: with both values; what one of them does not say is
-// not held against the other.
+// TestSettingsThatDoNotFitAreNamed: the error has both values. A setting that one side
+// leaves out is not held against the other.
 func TestSettingsThatDoNotFitAreNamed(t *testing.T) {
 	leaktest.Check(t)
 	agent := func(model, dtype string) *wire.Agent {

@@ -65,7 +65,7 @@ func TestLineWidth(t *testing.T) {
 	}
 }
 
-// TestLineBatches: what has waited goes in order, as many at a time as a batch
+// TestLineBatches: messages that have waited go in order, as many at a time as a batch
 // holds, and of too many the oldest are dropped.
 func TestLineBatches(t *testing.T) {
 	leaktest.Check(t)

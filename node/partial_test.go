@@ -170,7 +170,7 @@ func TestWithdraw(t *testing.T) {
 	}
 }
 
-// TestWithdrawUnknown: what was never given, or is offered.
+// TestWithdrawUnknown: the transfer was never given, or is offered.
 func TestWithdrawUnknown(t *testing.T) {
 	leaktest.Check(t)
 	p := open(t, testConfig(RolePrefill))

@@ -7,8 +7,8 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// TestAnotherPrompt: what a router has crossed under one id is refused on both sides,
-// whoever comes first, and no byte is written.
+// TestAnotherPrompt: two requests that a router has mixed up under one id are refused on
+// both sides, whichever side comes first, and no byte is written.
 func TestAnotherPrompt(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))

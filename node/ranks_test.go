@@ -150,7 +150,7 @@ func TestDPRanks(t *testing.T) {
 	}
 }
 
-// TestRanksThatDoNotBelong: what contradicts the first rank is not registered there.
+// TestRanksThatDoNotBelong: a rank that contradicts the first rank is not registered there.
 func TestRanksThatDoNotBelong(t *testing.T) {
 	leaktest.Check(t)
 	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}

@@ -122,7 +122,7 @@ func TestRouteToken(t *testing.T) {
 	}
 	m := model{2, 2, false}
 	m.engine(t, RolePrefill, core.One, joins(address, func(c *Config) { c.NATSToken = "secret" }))
-	if code, body := ask(t, "PUT", address+"/route", row, "secret"); code != 200 { // who has the token
+	if code, body := ask(t, "PUT", address+"/route", row, "secret"); code != 200 { // with the token
 		t.Fatalf("%d %s", code, body)
 	}
 	if code, body := ask(t, "GET", address+"/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0", "", ""); code != 200 || !strings.Contains(body, "127.0.0.1") {
@@ -130,7 +130,7 @@ func TestRouteToken(t *testing.T) {
 	}
 }
 
-// TestRouteAfterARestart: what ranks say of their engine comes with them.
+// TestRouteAfterARestart: ranks that come back bring their route_info.
 func TestRouteAfterARestart(t *testing.T) {
 	leaktest.Check(t)
 	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}

@@ -86,8 +86,8 @@ func TestSignals(t *testing.T) {
 	}
 }
 
-// Signals that are slow to handle take a part of the handlers only, and one
-// peer's a part of that; who finds them taken asks again.
+// TestSlowSignals: signals that are slow to handle take a part of the handlers only, and
+// one peer's a part of that. A peer that finds them taken asks again.
 func TestSlowSignals(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()

@@ -144,7 +144,7 @@ func TestStepThatIsRefused(t *testing.T) {
 func (s *side) unseenStep(said *[]uint32, parts ...core.PartialOffer) {
 	s.t.Helper()
 	_, err := s.OfferPartialStep(parts, func() (regions []uint32) {
-		if s.steps.step == nil { // under its lock: who asks while it runs is told nothing
+		if s.steps.step == nil { // under its lock: a question while the step runs is told nothing
 			regions, *said = *said, nil
 		}
 		return regions
@@ -157,8 +157,8 @@ func (s *side) unseenStep(said *[]uint32, parts ...core.PartialOffer) {
 	s.steps.mu.Unlock()
 }
 
-// TestEndOfAStepLooksALastTime: what a step has written and nobody has seen moves when
-// a call for another transfer ends it; what was said before it began does not.
+// TestEndOfAStepLooksALastTime: a region that a step has marked as written moves when a
+// call for another transfer ends the step. A mark of before the step does not count.
 func TestEndOfAStepLooksALastTime(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))

@@ -39,8 +39,8 @@ func TestBestTransportIsTaken(t *testing.T) {
 	}
 }
 
-// The choice by what each side has: what is not forced falls back and says why,
-// what is forced fails with both sides' names.
+// TestChoice: by the transports that each side has. With auto a pair falls back and says
+// why. A transport that is forced fails with both sides' names.
 func TestChoice(t *testing.T) {
 	noDevice, noPower := errors.New("no device"), errors.New("port is down")
 	for what, c := range map[string]struct {
@@ -49,7 +49,7 @@ func TestChoice(t *testing.T) {
 		cut          error
 		by           string    // the transport that is taken, or
 		code         core.Code // how the load ends, and
-		says         []string  // what it says
+		says         []string  // of its reason
 	}{
 		"both":                           {p: "auto", d: "auto", by: viaRDMA},
 		"prefill has none":               {p: "auto", d: "auto", pLack: noDevice, by: viaTCP},
@@ -265,7 +265,7 @@ func TestTicketForOneTransport(t *testing.T) {
 	}
 }
 
-// An id is used again: what was revoked on one transport is expected on another.
+// TestIdAgainOnAnotherTransport: an id that was revoked on one transport is expected on another.
 func TestIdAgainOnAnotherTransport(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()

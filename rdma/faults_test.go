@@ -72,7 +72,7 @@ func TestPathLost(t *testing.T) {
 	}
 }
 
-// TestAllPathsLost: what is under way ends with the reason, the peer is not usable
+// TestAllPathsLost: transfers under way end with the reason, the peer is not usable
 // and says why. When the ports are up again, it is usable.
 func TestAllPathsLost(t *testing.T) {
 	needsMachine(t)

@@ -88,7 +88,7 @@ func packets(t *testing.T, path int) uint64 {
 	return n
 }
 
-// board carries signals within the test. Who is dead neither answers nor is heard.
+// board carries signals within the test. A dead agent neither answers nor is heard.
 type board struct {
 	mu     sync.Mutex
 	agents map[core.AgentID]*rdma.Transport

@@ -42,7 +42,7 @@ func TestPathSpeed(t *testing.T) {
 	r.begin(at(time.Second), 5*mb)
 	r.end(at(time.Hour), 5*mb)
 	near(1000)
-	// What is little, and idle time, is no measurement.
+	// Few bytes are no measurement, nor is idle time.
 	r = newPath(1000 * mb)
 	r.begin(at(0), 3*mb)
 	r.end(at(time.Second), 3*mb)
@@ -59,7 +59,7 @@ func TestPathSpeed(t *testing.T) {
 	if r.inFlight != 0 {
 		t.Errorf("%d bytes are left", r.inFlight)
 	}
-	// What is lost is no measurement, nor is time that stands still.
+	// Lost bytes are no measurement, nor is time that stands still.
 	r = newPath(1000 * mb)
 	r.begin(at(0), 100*mb)
 	r.lose(at(time.Second), 90*mb)

@@ -28,8 +28,8 @@ func chunkTable(t *testing.T, n int) *keyTable {
 	return mustTable(t, "anywhere", []memRange{{1 << 40, uint64(n) * chunk}}, key(1<<40, uint64(n)*chunk, 1))
 }
 
-// TestPartialWrite: lanes that come before the first bytes take part; what is given at once is
-// spread over them, what is small goes to one; the marks come with the last.
+// TestPartialWrite: lanes that come before the first bytes take part. Many chunks given at
+// once are spread over them, few go to one. The marks come with the last bytes.
 func TestPartialWrite(t *testing.T) {
 	sp := beginSpread(t, 0, 100)
 	sp.give(0)
@@ -63,7 +63,7 @@ func TestPartialWrite(t *testing.T) {
 	sp.ends(nil)
 }
 
-// TestGivenBeforeLanes: what is given while there is no lane is not lost.
+// TestGivenBeforeLanes: chunks that are given while there is no lane are not lost.
 func TestGivenBeforeLanes(t *testing.T) {
 	sp := beginSpread(t, 0, 40)
 	sp.give(10)
@@ -78,7 +78,7 @@ func TestGivenBeforeLanes(t *testing.T) {
 	sp.ends(nil)
 }
 
-// TestRestEnds: what ends a write that rests ends it at once.
+// TestRestEnds: a write that rests ends at once by each of its ends.
 func TestRestEnds(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -207,8 +207,8 @@ func TestArrivedTooEarly(t *testing.T) {
 	sp.ends(nil)
 }
 
-// TestQueuedOnce: what is given while its lane is full waits there once, also when that
-// lane breaks.
+// TestQueuedOnce: chunks that are given while their lane is full wait there once, also
+// when that lane breaks.
 func TestQueuedOnce(t *testing.T) {
 	sp := beginSpread(t, 1, 300)
 	sp.give(200) // more than its lane takes at a time
@@ -289,7 +289,7 @@ func TestRestIsNoStall(t *testing.T) {
 	sp.ends(nil)
 }
 
-// TestDealsByLoad: what is small goes by the lane that has least to do.
+// TestDealsByLoad: a few chunks go by the lane that has least to do.
 func TestDealsByLoad(t *testing.T) {
 	sp := beginSpread(t, 4, 100+1)
 	sp.give(40)

@@ -292,8 +292,8 @@ func (t *Transport) posted(chain []verbs.Write) {
 }
 
 // Counters are the transport's own numbers in the agent's statistics: writes, doorbells
-// (chains) and completions that were asked for, since it was opened; and the lanes of
-// both halves that are open now.
+// (chains) and completions that were asked for, all since it was opened, and the open
+// lanes of both halves.
 func (t *Transport) Counters() map[string]uint64 {
 	lanes := t.sender.lanes() + t.receiver.lanes()
 	return map[string]uint64{"writes": t.requests.Load(), "doorbells": t.doorbells.Load(), "signals": t.signals.Load(), "lanes": uint64(lanes)}

@@ -9,7 +9,7 @@ setsid bash -c '. scripts/vllm-env.sh "$1"; . scripts/sglang-env.sh "$2"' - "$1"
 making=$!
 trap 'kill -- -$making 2>/dev/null || true' EXIT
 scripts/rdma-test.sh
-# A quarter of an hour at most; what is missing then, or went wrong, the next two make and say themselves.
+# A quarter of an hour at most. The next two steps make what is missing then, and tell what went wrong.
 timeout --foreground 900 tail --pid=$making -f /dev/null || kill -- -$making 2>/dev/null || true
 wait $making || tail -n 5 $log >&2
 trap - EXIT

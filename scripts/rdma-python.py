@@ -47,7 +47,7 @@ class Side:
 
 
 def content(transfer_id: str, layer: int, position: int) -> bytes:
-    """What a transfer has at a place: it names both."""
+    """The value of a transfer at a place. It names both."""
     return random.Random(f"{transfer_id} {layer} {position}").randbytes(BLOCK)
 
 

@@ -21,7 +21,7 @@ type paths struct {
 	command string
 }
 
-// What the command takes as its second argument.
+// The command's second argument.
 const (
 	pathIsOn   = "on"
 	pathIsOff  = "off"  // the link is down, and this machine knows
@@ -122,7 +122,7 @@ func (r *pathRun) say(format string, args ...any) {
 // batch is the result of a stream of transfers with a fault in its middle.
 type batch struct {
 	hit   []*entry // loads that were under way then
-	fault error    // what the fault's function said
+	fault error    // of the fault's function
 }
 
 // stream has some transfers at a time, one after another, until fault has returned and the

@@ -16,7 +16,7 @@ type Options struct {
 	Faults int
 	Seed   uint64
 	Short  bool     // smaller overload parts and shorter faults
-	Strict bool     // what was missed is a failure too: a late notice of P's death …
+	Strict bool     // a goal that was missed is a failure too: a late notice of P's death …
 	Parts  []string // of the run; all if empty
 
 	Transport string // of the agents, as in their configuration; empty for tcp

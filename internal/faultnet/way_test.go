@@ -137,7 +137,7 @@ func TestHold(t *testing.T) {
 		t.Fatalf("%q, %v", got, err)
 	}
 	w.Set(Trouble{Hold: [2]bool{true, true}})
-	w.Cut(true) // what waits can be cut
+	w.Cut(true) // held bytes can be cut off
 	if _, err := near.Read(got); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("a held connection that was cut: %v", err)
 	}

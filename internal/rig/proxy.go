@@ -63,7 +63,7 @@ func parseRouterBench(args []string) (routerBench, error) {
 	router := fs.String("router", "", "the command of kvconn's router; by default the kvconn beside this program, with proxy")
 	beside := fs.String("beside", "", "another router's command, to which --prefill URL PORT --decode URL --port N is added")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
-	fs.StringVar(&c.log, "log", os.DevNull, "file for what the routers print")
+	fs.StringVar(&c.log, "log", os.DevNull, "file for the output of the routers")
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			return c, err

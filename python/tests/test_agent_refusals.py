@@ -1,4 +1,4 @@
-"""What the typed API refuses on the installed wheel, and with which words."""
+"""Calls that the typed API of the installed wheel refuses, and the words of the refusals."""
 
 from __future__ import annotations
 
