@@ -105,3 +105,10 @@ func TestGate(t *testing.T) {
 		t.Errorf("%d are in: %v", g.all, g.of)
 	}
 }
+
+// busy: something waits or is being done.
+func (l *lines[K, T]) busy() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.byKey) > 0
+}

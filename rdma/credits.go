@@ -64,9 +64,6 @@ func (q *sendQueue[H]) idle() bool { return q.requests == 0 }
 // last is the ID of the request that was posted last; 0 before the first.
 func (q *sendQueue[H]) last() uint64 { return q.next - 1 }
 
-// counts are the requests ever posted and the signalled ones among them.
-func (q *sendQueue[H]) counts() (posted, signalled uint64) { return q.next - 1, q.signalled }
-
 // posting takes the credits of a chain that is posted next, for which there must be room.
 // It sets each write's ID, and whether it is signalled: each every-th write, one whenever
 // half of the queue's bytes wait for a signal, the owner's last (end: it has no more to

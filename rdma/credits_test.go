@@ -317,3 +317,6 @@ func BenchmarkSendQueue(b *testing.B) {
 		}
 	}
 }
+
+// counts are the requests ever posted and the signalled ones among them.
+func (q *sendQueue[H]) counts() (posted, signalled uint64) { return q.next - 1, q.signalled }

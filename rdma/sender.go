@@ -84,22 +84,22 @@ func (s *sender) admit(peer core.AgentID) ([]byte, error) {
 	if s.closed {
 		return nil, errClosed
 	}
-	l := s.conns[peer]
-	if l == nil {
-		l = newConn(s.t, peer)
-		rand.Read(l.ticket)
-		s.conns[peer] = l
+	cn := s.conns[peer]
+	if cn == nil {
+		cn = newConn(s.t, peer)
+		rand.Read(cn.ticket)
+		s.conns[peer] = cn
 	}
-	return bytes.Clone(l.ticket), nil
+	return bytes.Clone(cn.ticket), nil
 }
 
 func (s *sender) dismiss(peer core.AgentID) {
 	s.mu.Lock()
-	l := s.conns[peer]
+	cn := s.conns[peer]
 	delete(s.conns, peer)
 	s.mu.Unlock()
-	if l != nil {
-		l.end(fmt.Errorf("rdma: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost), "it was dismissed")
+	if cn != nil {
+		cn.end(fmt.Errorf("rdma: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost), "it was dismissed")
 	}
 }
 

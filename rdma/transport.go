@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/internal/sleep"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -235,16 +236,7 @@ func (t *Transport) down(peer core.AgentID, err error) {
 }
 
 // pause waits. It returns false if the transport was closed meanwhile.
-func (t *Transport) pause(d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-t.ctx.Done():
-		return false
-	}
-}
+func (t *Transport) pause(d time.Duration) bool { return sleep.For(t.ctx, d) == nil }
 
 // Close implements core.Transport.
 func (t *Transport) Close() error {

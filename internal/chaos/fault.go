@@ -14,6 +14,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/faultnet"
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 // faultKind is what is done to whom.
@@ -116,10 +117,8 @@ func (in *injector) run(ctx context.Context, n int) {
 			in.release(target)
 			<-places
 		})
-		select {
-		case <-ctx.Done():
+		if sleep.For(ctx, time.Duration(in.r.Int64N(int64(300*time.Millisecond)))) != nil {
 			return
-		case <-time.After(time.Duration(in.r.Int64N(int64(300 * time.Millisecond)))):
 		}
 	}
 }
@@ -213,7 +212,7 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 			for _, w := range ways {
 				f.trouble(w, t)
 			}
-			pause(ctx, long)
+			_ = sleep.For(ctx, long)
 			for _, w := range ways {
 				f.calm(w)
 			}
@@ -272,7 +271,7 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 			if err := f.disk.fillUp(); err != nil {
 				in.skip(kind, err.Error())
 			}
-			pause(ctx, long)
+			_ = sleep.For(ctx, long)
 			f.disk.empty()
 		}
 	case noFiles:
@@ -286,14 +285,6 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 	return "", nil
 }
 
-// pause waits, or until ctx ends.
-func pause(ctx context.Context, d time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
-	}
-}
-
 // kill kills a process under load, and starts it again on its ports.
 func (in *injector) kill(ctx context.Context, kind faultKind, c *child, affects func(*entry) bool, pick uint64) {
 	p, life := c.up()
@@ -302,7 +293,7 @@ func (in *injector) kill(ctx context.Context, kind faultKind, c *child, affects 
 	}
 	defer in.beginOn(&fault{kind: kind, target: c.name, victim: processLife{c.name, life}, affects: affects})()
 	c.kill()
-	pause(ctx, time.Duration(pick%uint64(restartWait)))
+	_ = sleep.For(ctx, time.Duration(pick%uint64(restartWait)))
 	// The disk may be full, or descriptors short: an engine's supervisor tries on.
 	for ctx.Err() == nil {
 		err := c.start(ctx)
@@ -312,14 +303,14 @@ func (in *injector) kill(ctx context.Context, kind faultKind, c *child, affects 
 		in.mu.Lock()
 		in.startErrors[particulars.ReplaceAllString(err.Error(), "…")]++
 		in.mu.Unlock()
-		pause(ctx, 100*time.Millisecond)
+		_ = sleep.For(ctx, 100*time.Millisecond)
 	}
 }
 
 func (in *injector) stop(ctx context.Context, kind faultKind, c *child, affects func(*entry) bool, long time.Duration) {
 	defer in.begin(kind, c.name, affects)()
 	c.signal(syscall.SIGSTOP)
-	pause(ctx, long)
+	_ = sleep.For(ctx, long)
 	c.signal(syscall.SIGCONT)
 }
 
@@ -329,7 +320,7 @@ func (in *injector) pathsOff(ctx context.Context, kind faultKind, long time.Dura
 	if err := in.f.paths.set(which, pathIsOff); err != nil {
 		in.skip(kind, err.Error())
 	}
-	pause(ctx, long)
+	_ = sleep.For(ctx, long)
 	if err := in.f.paths.set(which, pathIsOn); err != nil {
 		in.f.led.problem("a path does not come back: %v", err)
 	}
@@ -348,6 +339,6 @@ func (in *injector) noFiles(ctx context.Context, c *child, long time.Duration) {
 		return
 	}
 	defer in.begin(noFiles, c.name, noHalf)()
-	pause(ctx, long)
+	_ = sleep.For(ctx, long)
 	_ = unix.Prlimit(pid, unix.RLIMIT_NOFILE, &old, nil)
 }

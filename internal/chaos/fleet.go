@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/faultnet"
+	"github.com/kvconn/kvconn/internal/sleep"
 	"github.com/kvconn/kvconn/node"
 )
 
@@ -256,10 +257,8 @@ func (f *fleet) drain(ctx context.Context, bound time.Duration) error {
 			}
 			break
 		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(100 * time.Millisecond):
+		if err := sleep.For(ctx, 100*time.Millisecond); err != nil {
+			return err
 		}
 	}
 	looks, err := f.looks(ctx, true)

@@ -1,8 +1,9 @@
 package chaos
 
 import (
-	"github.com/kvconn/kvconn/core"
 	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
 )
 
 // Orders of the driver to an engine's process.

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 // paths are those of this machine that may be taken off, by a command.
@@ -91,7 +92,7 @@ func runPaths(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 	s.memory.PeerTimeout = 15 // a machine that is emulated may be silent for long
 	return with(ctx, opt, led, s, func(f *fleet) (string, error) {
 		r := &pathRun{f: f, opt: opt}
-		whole := r.stream(ctx, func() error { pause(ctx, time.Second); return nil })
+		whole := r.stream(ctx, func() error { _ = sleep.For(ctx, time.Second); return nil })
 		r.well(whole.hit, "rdma")
 		r.say("%d transfers of %d MiB at a time take %s ms", pathTransfers, pathBlocks*s.memory.Regions*s.memory.BlockBytes>>20, milliseconds(r.took(whole.hit)))
 		for _, how := range []string{pathIsOff, pathIsMute, pathIsThin} {
@@ -152,7 +153,7 @@ func (r *pathRun) stream(ctx context.Context, fault func() error) (b batch) {
 	}
 	// Some of those that run now may end before the fault has come: it takes its time.
 	for r.f.led.underWay(&mu, &loads) < pathTransfers/2 && ctx.Err() == nil {
-		pause(ctx, time.Millisecond)
+		_ = sleep.For(ctx, time.Millisecond)
 	}
 	mu.Lock()
 	before := len(loads)

@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/freeport"
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 // routerBench is the command line of kvconn-rig bench-proxy.
@@ -264,10 +265,8 @@ func untilAnswered(ctx context.Context, addr string, body []byte, chunks int) er
 		if time.Now().After(deadline) {
 			return fmt.Errorf("no answer within %v: %w", benchStart, err)
 		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(100 * time.Millisecond):
+		if err := sleep.For(ctx, 100*time.Millisecond); err != nil {
+			return err
 		}
 	}
 }
