@@ -135,7 +135,7 @@ func TestJoinWaits(t *testing.T) {
 	}
 }
 
-// TestJoinIsRefused: a rank that is not admitted does not try for long.
+// Who may not come in is not tried for long.
 func TestJoinIsRefused(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right"})

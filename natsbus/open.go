@@ -34,7 +34,7 @@ func Open(opt Options) (*Bus, error) {
 	case opt.Server != nil:
 		if opt.Server.opt.Token != opt.Token {
 			b.cancel()
-			return nil, errors.New("natsbus: the token of this agent's bus is not that of its own server")
+			return nil, errors.New("natsbus: this agent's own server wants another token than its bus has")
 		}
 		b.openHome = func() (*link, error) {
 			return connect(&b.common, endpoint{homeLink, "", "this agent's own server", inProcess, opt.Server.dialContext})

@@ -53,7 +53,7 @@ func TestUpgradeAnswers(t *testing.T) {
 		}
 	}
 
-	// Bytes that the client sends with its request are not lost.
+	// What the client sends with its request is not lost.
 	status, conn, br := rawUpgrade(t, p.addr, good+"CONNECT {\"verbose\":true}\r\nPING\r\n")
 	if status != 101 {
 		t.Fatalf("status %d", status)
@@ -122,7 +122,7 @@ func TestCloseEndsUpgradedConnections(t *testing.T) {
 	}
 }
 
-// TestFatalIsNoExit: an error that nats-server calls fatal must not end the process.
+// What nats-server calls fatal must not end the process.
 func TestFatalIsNoExit(t *testing.T) {
 	leaktest.Check(t)
 	log, logs := observed()
