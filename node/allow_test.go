@@ -23,8 +23,8 @@ func allowing(t testing.TB, entries ...string) *allowList {
 	return l
 }
 
-// resolves says what the list does with a host that is found at ip; an empty ip
-// stands for the host itself.
+// resolves returns what the list says of a host that resolves to ip. An empty ip stands
+// for the host itself.
 func (l *allowList) resolves(host, ip string) error {
 	control, err := l.enter(host)
 	if err != nil {

@@ -41,7 +41,8 @@ func registryLeader(t *testing.T, c *nettest.NATSTrio) (leader *nettest.NATSServ
 	return c.StreamLeader(registry)
 }
 
-// atServer opens an agent that knows one server; it finds the others by itself.
+// atServer opens an agent that knows one server. The agent finds the other servers by
+// itself.
 func atServer(t *testing.T, c *nettest.NATSTrio, cfg Config, s *nettest.NATSServer) *side {
 	t.Helper()
 	cfg.NATSURL = s.URL()
@@ -173,8 +174,8 @@ func outliveLeader(t *testing.T, at [3]int) {
 	}
 }
 
-// Agents that have not met wait for the election, with a bound; the worst that
-// they say is that the registry is not reached.
+// Agents that have not met wait for the election, with a bound. Their only error is that
+// the registry is not reached.
 func TestAgentsMeetDuringAnElection(t *testing.T) {
 	leaktest.Check(t)
 	c := nettest.NewNATSTrio(t)

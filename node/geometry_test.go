@@ -135,8 +135,8 @@ func TestUnequalGeometry(t *testing.T) {
 	}
 }
 
-// TestHeadsOfOne: a decode engine that has some of the heads gets those; one that
-// wants more is refused by name, and so is an offer's missing begin.
+// TestHeadsOfOne: a decode engine that has some of the heads gets those. An engine that
+// wants more heads is refused by name, and so is an offer's missing begin.
 func TestHeadsOfOne(t *testing.T) {
 	leaktest.Check(t)
 	p, d := openShaped(t, RolePrefill, 16, 0, 4, true), openShaped(t, RoleDecode, 16, 1, 3, false)

@@ -36,8 +36,8 @@ func (h *held) of(key string) [][]int {
 	return h.parts[key]
 }
 
-// TestLineWidth: as many of one line run side by side as it is wide, whatever the
-// others do; the rest waits.
+// TestLineWidth: as many messages of one line run side by side as the line is wide,
+// whatever other lines do. The rest waits.
 func TestLineWidth(t *testing.T) {
 	leaktest.Check(t)
 	h := newHeld()

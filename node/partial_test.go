@@ -102,8 +102,8 @@ func checkBlocks(t *testing.T, p, d *side, src, dst []core.BlockID) {
 	}
 }
 
-// TestWithdraw: a preempted request's blocks are another's as soon as Withdraw has
-// returned; D gets the request's own bytes all the same.
+// TestWithdraw: a preempted request's blocks are another request's as soon as Withdraw
+// has returned. D gets the request's own bytes all the same.
 func TestWithdraw(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
@@ -226,8 +226,8 @@ func TestPartialOfferDecoderGone(t *testing.T) {
 	}
 }
 
-// TestWithdrawInFull: all of a transfer was given when the engine takes it back. D
-// has what was read before, or loads anew; never what is in the blocks afterwards.
+// TestWithdrawInFull: all of a transfer was given when the engine takes it back. D has
+// the bytes of before, or loads anew, and never gets the bytes of afterwards.
 func TestWithdrawInFull(t *testing.T) {
 	leaktest.Check(t)
 	const size, n = 256 << 10, 24

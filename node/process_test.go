@@ -31,9 +31,9 @@ func TestMain(m *testing.M) {
 	os.Exit(0)
 }
 
-// runRole opens an agent: a prefill one at a port that has one transfer
-// announced and one offered, a decode one that claims one and loads one, or a rank of
-// a prefill engine. It says where it is found, or that it has begun.
+// runRole opens an agent: a prefill agent at a port that has one transfer announced and
+// one offered, a decode agent that claims one and loads one, or a rank of a prefill
+// engine. It prints its address, or that it has begun.
 func runRole(role, address string) (string, error) {
 	if role == "rank" {
 		return runRank()

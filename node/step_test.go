@@ -188,8 +188,8 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 	}
 }
 
-// TestLastLookLeavesWhatIsTakenBack: nothing of it begins to move only for the call to
-// wait for it; the rest of its step does.
+// TestLastLookLeavesWhatIsTakenBack: a call that takes a transfer back lets none of its
+// regions begin to move. The other transfers of the step move.
 func TestLastLookLeavesWhatIsTakenBack(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))

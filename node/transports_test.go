@@ -101,8 +101,8 @@ func TestChoice(t *testing.T) {
 	}
 }
 
-// A transport that is forced and not there fails the registration, once its
-// reason is gone it can be tried again; a wrong configuration fails it always.
+// A transport that is forced and missing fails the registration. When the reason is gone,
+// the registration can be tried again. A wrong configuration fails it always.
 func TestForcedTransportThatIsNotThere(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()

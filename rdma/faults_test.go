@@ -33,8 +33,8 @@ func caught(t *testing.T, p, d *agent, n *int, blocks int, cut func()) *moving {
 	return nil
 }
 
-// TestPathLost: one of two paths goes down in the middle of a transfer, for each of
-// them; then it comes back and is used again.
+// TestPathLost: each of two paths goes down in the middle of a transfer. Then it comes
+// back and is used again.
 func TestPathLost(t *testing.T) {
 	needsMachine(t)
 	if paths() < 2 {
@@ -136,8 +136,8 @@ func TestQueuePairErrors(t *testing.T) {
 	}
 }
 
-// TestPathsLostAtRest: one of two paths goes down while a write rests, and the write goes
-// on; both do, and both sides know. Then a path is back, and all is well again.
+// TestPathsLostAtRest: if one of two paths goes down while a write rests, the write goes
+// on. If both go down, both sides know. When a path is back, transfers end well again.
 func TestPathsLostAtRest(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)
@@ -204,8 +204,8 @@ func TestReplacedReceiver(t *testing.T) {
 	}
 }
 
-// TestPortUpLater: a port that is down when the agents are opened is used once it is
-// up; until one is, the error says so.
+// TestPortUpLater: a port that is down when the agents are opened is used once it is up.
+// Until a port is up, the error says so.
 func TestPortUpLater(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)

@@ -43,8 +43,8 @@ func soon(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// TestRevokeBetweenLanes: D has lost all lanes, so that a revoke needs no word of P.
-// P, which knows what has not arrived, must not write it when it has lanes again.
+// TestRevokeBetweenLanes: D has lost all lanes, so that a revoke needs no answer of P. P
+// knows which stripes have not arrived. When P has lanes again, it must not write them.
 func TestRevokeBetweenLanes(t *testing.T) {
 	needsRDMA(t)
 	c := newControl()

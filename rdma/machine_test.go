@@ -142,7 +142,7 @@ var text = sync.OnceValue(func() []byte {
 	return b
 })
 
-// content of a transfer's block at a position; transfer 0 is nobody's.
+// content of a transfer's block at a position. Transfer 0 has no owner.
 func content(transfer, position int) []byte {
 	if transfer > 0 {
 		transfer = 1 + (transfer-1)%7

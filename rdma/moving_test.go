@@ -81,8 +81,8 @@ func (m *moving) arrivals() (n int) {
 	return n
 }
 
-// part waits until about so many parts of a hundred have landed; false when the
-// transfer has ended already.
+// part waits until about so many parts of a hundred have landed. It returns false when
+// the transfer has ended already.
 func (m *moving) part(percent int) bool {
 	m.p.t.Helper()
 	for deadline := time.Now().Add(patience); m.arrivals()*100 < percent*len(m.dst); pause(time.Millisecond) {

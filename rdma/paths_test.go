@@ -198,9 +198,9 @@ func TestChoosePathsRefuses(t *testing.T) {
 	}
 }
 
-// However the paths are, what they get adds up to the transfer, none that is
-// paused gets any, and all that get some are done at the same time, none of the
-// others before.
+// However the paths are, their shares add up to the transfer, and a paused path gets
+// none. All paths that get a share end at the same time, and a path without one is busy
+// for longer.
 func TestChoosePathsRandom(t *testing.T) {
 	rnd := newRand(t)
 	for range 2000 {

@@ -142,8 +142,8 @@ func TestTooMuch(t *testing.T) {
 	}
 }
 
-// TestPartialByOtherLanes: a lane breaks while the write rests, and in the middle of what
-// it is given. All of that stripe goes by another, and the write goes on.
+// TestPartialByOtherLanes: a lane breaks while the write rests, and in the middle of a
+// gift. All of that stripe goes by another lane, and the write goes on.
 func TestPartialByOtherLanes(t *testing.T) {
 	for _, rests := range []bool{true, false} {
 		t.Run(fmt.Sprint("at rest: ", rests), func(t *testing.T) {

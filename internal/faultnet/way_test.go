@@ -118,8 +118,8 @@ func TestHalfClose(t *testing.T) {
 	send(t, far, near, "the other direction")
 }
 
-// A held direction keeps its bytes and gives them in order when it is let go; a
-// new connection waits with it.
+// A held direction keeps its bytes and gives them in order when it is let go. A new
+// connection waits too.
 func TestHold(t *testing.T) {
 	w, near, far := pair(t)
 	send(t, near, far, "before")
