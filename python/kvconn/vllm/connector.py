@@ -24,6 +24,7 @@ from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
 from .params import LAYERS, OFF, advertised, agent_config, check_parallel, idle_wait_s, rank_of, send_early, sizes
 from .scheduler import SchedulerSide
+from .served import check_engine
 from .stats import KVConnPromMetrics, KVConnStats, Recorder
 from .worker import Reports, WorkerSide
 
@@ -36,6 +37,11 @@ logger = logging.getLogger("kvconn.vllm")
 # blocks.
 _Results: Any = getattr(_base, "KVConnectorTransferResults", None)
 _HAS_FAILED = _Results is not None and "failed_recving" in getattr(_Results, "__dataclass_fields__", {})
+
+try:  # a vLLM whose layouts are named by L, B, H, N, C
+    from vllm.v1.kv_cache_layout import KVCacheLayout as _Layout
+except ImportError:
+    _Layout = None  # type: ignore[assignment,misc]
 
 try:  # where a hit comes from, in vLLM's statistics
     from vllm.v1.metrics.cache_hit_source import CacheHitSource as _Source
@@ -88,6 +94,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _show_logs()
         check_parallel(vllm_config.parallel_config)
+        check_engine(vllm_config)
         groups = make_groups(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config or {}
@@ -110,6 +117,15 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             self._config = config = agent_config(vllm_config, kv_cache_config, self._rank)
             self._worker = WorkerSide(lambda: Agent(config), wait, early == LAYERS)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Heads before tokens: then engines of unequal tensor parallel sizes move whole heads, not one piece for each token.
+
+        vLLM takes another layout if the attention backend has not got this one. A latent has one head.
+        """
+        model = getattr(vllm_config, "model_config", None)
+        return None if _Layout is None or model is None or model.use_mla or not hasattr(_Layout, "LBHNC") else "LBHNC"
 
     # -- scheduler side ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,77 @@
+"""Which kinds of KV cache are carried: each class that vLLM describes a layer's cache by, with the test that shows it or the
+reason why it is refused.
+
+A class that is not in the table stops the engine's start: what its blocks mean is not known here. The names of classes are
+compared and not their bases, since a subclass may mean something else by the same fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_STATE = "a state, not tokens"
+
+
+@dataclass(frozen=True)
+class Carried:
+    test: str  # the file of the test that shows it
+    which: str = ""  # of it
+
+
+@dataclass(frozen=True)
+class Refused:
+    why: str
+
+
+KINDS: dict[str, Carried | Refused] = {
+    "FullAttentionSpec": Carried("e2e/test_kinds.py", "llama"),
+    "MLAAttentionSpec": Carried("e2e/test_kinds.py", "mla"),
+    "SlidingWindowSpec": Carried("e2e/test_kinds.py", "window"),
+    "ChunkedLocalAttentionSpec": Carried("python/tests/test_vllm_windows.py", "chunks"),
+    "UniformTypeKVCacheSpecs": Carried("python/tests/test_vllm_groups.py", "several"),
+    "KVCacheSpec": Refused("a base class: it says nothing of what is in a block"),
+    "AttentionSpec": Refused("a base class: it says nothing of what is in a block"),
+    "MambaSpec": Refused(f"{_STATE}: Mamba, gated delta nets, short convolutions"),
+    "CircularBufferSpec": Refused("a ring: its one block is written to over and over while a request runs"),
+    "KpoolTailSpec": Refused("a ring, of vLLMs before CircularBufferSpec"),
+    "RSWASpec": Refused("a window that vLLM moves only while it decodes: which blocks are there is not known here"),
+    "SlidingWindowMLASpec": Refused("only DeepSeek V4 has it, which no test has run"),
+    "SinkFullAttentionSpec": Refused("its sink lies in blocks that no request has"),
+    "HiddenStateCacheSpec": Refused("hidden states for another connector, no cache"),
+    "EncoderOnlyAttentionSpec": Refused("it caches nothing"),
+    "CrossAttentionSpec": Refused("its blocks are of the encoder's tokens, not of the prompt's"),
+    "HiSparseHotSpec": Refused("copies that vLLM rebuilds after a load"),
+    "HiSparseResidentSpec": Refused("copies of blocks that lie in a pool of the host"),
+}
+
+
+def refusal(spec: Any) -> str:
+    """Why a layer's cache is not carried; nothing if it is."""
+    name = type(spec).__name__
+    kind = KINDS.get(name)
+    if kind is None:
+        return f"the class {name} of KV caches is not known to this kvconn, so it is not carried: a newer kvconn may know it"
+    if isinstance(kind, Refused):
+        return f"a KV cache of {name} is not supported: {kind.why}"
+    if hasattr(spec, "kv_cache_specs"):  # what its layers' specs say is looked at one by one
+        return ""
+    if getattr(spec, "prefix_replay_tokens", 0):
+        return f"a KV cache of {name} that vLLM replays in part (prefix_replay_tokens is {spec.prefix_replay_tokens}) is not supported"
+    if (per_state := getattr(spec, "tokens_per_state", 1)) != 1:
+        return f"a KV cache of {name} with {per_state} tokens a state is not supported: no test has run one"
+    role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
+    if role != "sparse":
+        return f"a KV cache of {name} with the role {role!r} is not supported: no test has run one"
+    if version := getattr(spec, "model_version", None):
+        return f"a KV cache of {name} of the model version {version!r} is not supported: no test has run one"
+    return ""
+
+
+def table() -> list[str]:
+    """The table for docs/caches.md."""
+    rows = ["| class | | shown by, or the reason |", "|---|---|---|"]
+    for name, kind in KINDS.items():
+        carried = isinstance(kind, Carried)
+        rows.append(f"| `{name}` | {'carried' if carried else 'refused'} | {f'`{kind.test}`, {kind.which}' if carried else kind.why} |")
+    return rows
