@@ -134,7 +134,21 @@ def test_unknown_key_is_named() -> None:
 @pytest.mark.parametrize("value", ["2", True, -1, 1000])
 def test_idle_wait_of_a_wrong_kind(value: Any) -> None:
     with pytest.raises(ValueError, match="idle_wait_ms"):
-        params.idle_wait_s({"idle_wait_ms": value})
+        params.idle_wait_s({"idle_wait_ms": value}, parallel_config())
+
+
+@pytest.mark.parametrize(
+    ("parallel", "waits"),
+    [
+        ({"data_parallel_size": 1, "is_moe_model": True}, True),
+        ({"data_parallel_size": 2, "is_moe_model": False}, True),
+        ({"data_parallel_size": 2, "is_moe_model": True}, False),
+        ({"data_parallel_size": 2, "is_moe_model": None}, False),  # not known
+    ],
+)
+def test_ranks_that_compute_together_do_not_wait(parallel: dict[str, Any], waits: bool) -> None:
+    """The others would stand still as long, in the batch that they all take part in."""
+    assert bool(params.idle_wait_s({"idle_wait_ms": 5}, parallel_config(**parallel))) is waits
 
 
 def test_importing_kvconn_vllm_imports_no_vllm() -> None:

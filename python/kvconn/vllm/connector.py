@@ -98,7 +98,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         groups = make_groups(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config or {}
-        wait, early = idle_wait_s(extra), send_early(extra, vllm_config.parallel_config)
+        wait, early = idle_wait_s(extra, vllm_config.parallel_config), send_early(extra, vllm_config.parallel_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._scheduler: SchedulerSide | None = None
@@ -109,7 +109,15 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         self._spent_s = 0.0  # by the scheduler's side on this step
         if role == _base.KVConnectorRole.SCHEDULER:
             partial = early != OFF and _TELLS_PREEMPTIONS
-            self._scheduler = SchedulerSide(transfer.kv_role, groups, transfer.engine_id, sizes(vllm_config.parallel_config), partial)
+            self._scheduler = SchedulerSide(
+                transfer.kv_role,
+                groups,
+                transfer.engine_id,
+                sizes(vllm_config.parallel_config),
+                partial,
+                batches=getattr(vllm_config, "max_concurrent_batches", 1),
+                cache_dir=vllm_config.load_config.download_dir,
+            )
         else:
             from kvconn import Agent
 

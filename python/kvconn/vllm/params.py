@@ -213,10 +213,13 @@ def advertised(address: str | None, config: Mapping[str, Any]) -> str | None:
     return f"{parts.scheme}://{host_port(host, parts.port)}"
 
 
-def idle_wait_s(extra: Mapping[str, Any]) -> float:
+def idle_wait_s(extra: Mapping[str, Any], parallel_config: Any) -> float:
+    """How long a step without tokens waits for a completion."""
     value = extra.get(IDLE_WAIT_MS, _DEFAULT_IDLE_WAIT_MS)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 100:
         raise ValueError(f"kv_connector_extra_config: {IDLE_WAIT_MS} is {value!r}: a number from 0 to 100 was expected")
+    if getattr(parallel_config, "data_parallel_size", 1) > 1 and getattr(parallel_config, "is_moe_model", None) is not False:
+        return 0.0  # such ranks compute together: the ranks that decode would wait for this one
     return float(value) / 1000
 
 
