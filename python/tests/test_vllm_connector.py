@@ -250,6 +250,20 @@ def test_pass_that_fails_has_computed_nothing(make: Callable[..., Worker], fails
     assert (prefill.stats()["bytes_partial"] > 0) is not fails
 
 
+def test_index_out_of_range(make: Callable[..., Worker], log: pytest.LogCaptureFixture) -> None:
+    """On either side: that request ends with both values in the log, and the engines go on with others."""
+    prefill, decode = make("kv_producer"), make("kv_consumer")
+    sent, _, _ = prefill.step(KVConnMetadata(offers=[OfferWork("out", "out", [[1, BLOCKS + 91]], [0])]))
+    assert sent == {"out"}
+    assert re.search(rf"request out: its cache cannot be offered: .*\b{BLOCKS + 91}\b.*\b{BLOCKS}\b", log.text)
+    log.clear()
+    prefill.offer("in", [1, 2])
+    assert decode.load("in", prefill, [3, BLOCKS + 92]) == {3, BLOCKS + 92}
+    assert re.search(rf"request in: its cache cannot be loaded: .*\b{BLOCKS + 92}\b.*\b{BLOCKS}\b", log.text)
+    assert not decode.cache.any()
+    carry(prefill, decode)
+
+
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_unknown_setting_ends_the_start(make: Callable[..., Worker], role: str) -> None:
     """Better than an engine that does other than it was told: the error names the key."""

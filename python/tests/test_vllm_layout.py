@@ -85,7 +85,7 @@ def test_named_layouts(name: str) -> None:
 
 def test_smaller_kernel_blocks_are_put_together() -> None:
     config = cache_config()
-    config.kv_cache_groups[0].kv_cache_spec = heads(3)
+    config.kv_cache_groups[0].kv_cache_spec = heads(3, head_size=3)
     made = regions({"a": torch.zeros(32, 3, BLOCK // 4, 6), "b": torch.zeros(8, 3, BLOCK, 6)}, config)
     assert [entry[1] for entry in made] == [(8, 4, 3, BLOCK // 4, 6), (8, 3, BLOCK, 6)]
     three = {"first_head": 0, "total_heads": 3}
@@ -105,10 +105,10 @@ def test_heads_of_ranks() -> None:
 
 def test_blocks_that_are_not_tokens_by_heads_stay_opaque() -> None:
     config = cache_config(layers=["a"])
-    config.kv_cache_groups[0].kv_cache_spec = heads(3, tokens_per_state=4)
+    config.kv_cache_groups[0].kv_cache_spec = heads(3, head_size=3, tokens_per_state=4)
     assert regions({"a": torch.zeros(8, 3, BLOCK // 4, 6)}, config)[0][5] == {}
     config.kv_cache_groups[0].kv_cache_spec = heads(3)
-    assert regions({"a": torch.zeros(8, 24)}, config)[0][5] == {}
+    assert regions({"a": torch.zeros(8, 3 * BLOCK * 10)}, config)[0][5] == {}
 
 
 def test_quantisation_is_a_part_of_the_name() -> None:
@@ -117,7 +117,7 @@ def test_quantisation_is_a_part_of_the_name() -> None:
 
     def made(mode: str) -> Any:
         config = cache_config(layers=["a"])
-        config.kv_cache_groups[0].kv_cache_spec = heads(3, kv_quant_mode=specs.KVQuantMode[mode])
+        config.kv_cache_groups[0].kv_cache_spec = heads(3, head_size=8, dtype=torch.uint8, kv_quant_mode=specs.KVQuantMode[mode])
         return layout.make_regions({"a": cache}, backend("TRITON_ATTN", "a"), config, kvconn.regions_from_tensor, ALL_HEADS)
 
     found = {mode: made(mode) for mode in ("NONE", "FP8_PER_TENSOR", "NVFP4", "TURBOQUANT_4BIT_NC", "INT4_PER_TOKEN_HEAD")}
@@ -137,7 +137,7 @@ def test_quantisation_is_a_part_of_the_name() -> None:
 
 def test_quantized_cache_is_copied_as_it_is() -> None:
     config = cache_config(layers=["a"])
-    config.kv_cache_groups[0].kv_cache_spec = heads(3)
+    config.kv_cache_groups[0].kv_cache_spec = heads(3, head_size=8, dtype=torch.float8_e4m3fn)
     cache = torch.zeros(8, 3, BLOCK, 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
     (region,) = layout.make_regions({"a": cache}, backend("FLASHINFER", "a"), config, kvconn.regions_from_tensor, ALL_HEADS)
     assert (region.block_bytes, region.tokens, region.heads) == (3 * BLOCK * 16, BLOCK, 3)
@@ -194,7 +194,19 @@ def test_older_vllm_asks_the_backend() -> None:
 
 
 def test_shared_tensor_is_taken_once_and_strangers_are_left_out() -> None:
-    cache = torch.zeros(8, 2, 4, 6)
+    cache = torch.zeros(8, 3, BLOCK, 10)
     assert [entry[0] for entry in regions({"a": cache, "b": cache, "x": torch.zeros(3)}, cache_config())] == ["a[FLASH_ATTN]"]
     with pytest.raises(ValueError, match="none of 1 caches"):
         regions({"x": cache}, cache_config())
+
+
+def test_cache_that_is_not_what_its_spec_says_is_refused() -> None:
+    """With both sizes; a number of blocks that does not fit too."""
+    for shape, said in {
+        (8, 3, BLOCK, 12): "which is 2304 bytes for each of 8 blocks, but its FullAttentionSpec says 1920 bytes",
+        (8, 2, BLOCK, 10): "which is 1280 bytes for each of 8 blocks, but its FullAttentionSpec says 1920 bytes",
+        (9, 3, BLOCK, 10): "no dimension of it counts 8 blocks",
+        (8, 3, BLOCK // 2, 10): "which is 960 bytes for each of 8 blocks, but its FullAttentionSpec says 1920 bytes",
+    }.items():
+        with pytest.raises(ValueError, match=rf"layer a has a cache of shape \({shape[0]}, .*{said}"):
+            regions({"a": torch.zeros(shape)}, cache_config(layers=["a"]))

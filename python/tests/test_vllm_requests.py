@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request, RequestStatus
-from vllm_sides import Status, decode_params, decode_side, prefill_params, prefill_side, request
+from vllm_sides import Status, decode_params, decode_side, finish, ids, prefill_params, prefill_side, request
 
 from kvconn import fingerprint
 from kvconn.vllm.params import BadParams
@@ -53,11 +53,11 @@ def test_siblings_are_one_clients(monkeypatch: pytest.MonkeyPatch, random: bool)
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0" if random else "1")
     for base in ("cmpl-0f1e2d3c4b5a", "cmpl-550e8400-e29b-41d4-a716-446655440000", "cmpl-7"):
         # A list of two prompts, each with three samples.
-        ids = samples(f"{base}-0") + samples(f"{base}-1")
-        assert len(set(ids)) == 6
-        assert all(siblings(a, b) for a in ids for b in ids if a != b), ids
+        made = samples(f"{base}-0") + samples(f"{base}-1")
+        assert len(set(made)) == 6
+        assert all(siblings(a, b) for a in made for b in made if a != b), made
         other = samples(f"{base}9-0")
-        assert not any(siblings(a, b) for a in ids for b in other)
+        assert not any(siblings(a, b) for a in made for b in other)
     chat = samples("chatcmpl-x")
     assert siblings(chat[0], chat[2]) and not siblings(chat[0], samples("chatcmpl-y")[1])
 
@@ -120,3 +120,43 @@ def test_stand_ins_of_requests_are_vllms() -> None:
     for name in vars(request(3, {})):
         assert hasattr(real, name), name
     assert {"lora_name", "lora_path", "load_inplace"} <= vllm.fields_of(vllm.LORA_REQUEST)
+
+
+def test_second_sample_with_a_transfer_id_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvconn.vllm")
+    side, one, two = decode_side(), request(40, decode_params()), request(40, decode_params())
+    one.request_id, two.request_id = "0_cmpl-x-0-1a2b3c4d", "1_cmpl-x-0-1a2b3c4d"
+    side.on_new_request(one)
+    side.on_new_request(two)
+    assert side.matched_tokens(one, 0) == (40, True)
+    assert side.matched_tokens(two, 0) == (0, False)
+    assert "belongs to request 0_cmpl-x-0-1a2b3c4d already" in caplog.text and "WARNING" not in caplog.text
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_transfer_id_that_is_used_again_is_refused(caplog: pytest.LogCaptureFixture, ended: bool) -> None:
+    """By a router that counts, or that retries under one id: with both requests' names, on either side, at once or later."""
+    side, one, two = decode_side(), request(40, decode_params()), request(40, decode_params())
+    side.on_new_request(one)
+    if ended:
+        side.after_alloc(one, ids(3), 40)
+        step_of = side.build_meta(0)
+        assert [load.req_id for load in step_of.loads] == [one.request_id]
+        side.worker_reported(None, {one.request_id})
+        assert not finish(side, one, ids(3))
+    side.on_new_request(two)
+    assert side.matched_tokens(two, 0) == (40, True)
+    side.after_alloc(two, ids(3, 50), 40)
+    meta = side.build_meta(0)
+    assert [work.req_id for work in meta.refusals] == [two.request_id] and not meta.loads
+    said = f"transfer_id 't' belongs to request {one.request_id} already, so it cannot be request {two.request_id}'s"
+    assert said in caplog.text and "WARNING" in caplog.text
+
+    prefill, one, two = prefill_side(), request(40, prefill_params()), request(40, prefill_params())
+    prefill.on_new_request(one)
+    if ended:
+        assert finish(prefill, one, ids(3))
+        prefill.worker_reported({one.request_id}, None)
+    prefill.on_new_request(two)
+    kept, answer = prefill.request_finished(two, ids(3))
+    assert not kept and f"belongs to request {one.request_id} already" in answer["kvconn_error"]

@@ -189,46 +189,6 @@ def test_decode_aborted_during_its_load_is_cancelled() -> None:
     assert side.waits()  # until the worker says that no byte can land any more
 
 
-def test_second_sample_with_a_transfer_id_is_computed(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "kvconn.vllm")
-    side, one, two = decode_side(), request(40, decode_params()), request(40, decode_params())
-    one.request_id, two.request_id = "0_cmpl-x-0-1a2b3c4d", "1_cmpl-x-0-1a2b3c4d"
-    side.on_new_request(one)
-    side.on_new_request(two)
-    assert side.matched_tokens(one, 0) == (40, True)
-    assert side.matched_tokens(two, 0) == (0, False)
-    assert "belongs to request 0_cmpl-x-0-1a2b3c4d already" in caplog.text and "WARNING" not in caplog.text
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_transfer_id_that_is_used_again_is_refused(caplog: pytest.LogCaptureFixture, ended: bool) -> None:
-    """By a router that counts, or that retries under one id: with both requests' names, on either side, at once or later."""
-    side, one, two = decode_side(), request(40, decode_params()), request(40, decode_params())
-    side.on_new_request(one)
-    if ended:
-        side.after_alloc(one, ids(3), 40)
-        step_of = side.build_meta(0)
-        assert [load.req_id for load in step_of.loads] == [one.request_id]
-        side.worker_reported(None, {one.request_id})
-        assert not finish(side, one, ids(3))
-    side.on_new_request(two)
-    assert side.matched_tokens(two, 0) == (40, True)
-    side.after_alloc(two, ids(3, 50), 40)
-    meta = side.build_meta(0)
-    assert [work.req_id for work in meta.refusals] == [two.request_id] and not meta.loads
-    said = f"transfer_id 't' belongs to request {one.request_id} already, so it cannot be request {two.request_id}'s"
-    assert said in caplog.text and "WARNING" in caplog.text
-
-    prefill, one, two = prefill_side(), request(40, prefill_params()), request(40, prefill_params())
-    prefill.on_new_request(one)
-    if ended:
-        assert finish(prefill, one, ids(3))
-        prefill.worker_reported({one.request_id}, None)
-    prefill.on_new_request(two)
-    kept, answer = prefill.request_finished(two, ids(3))
-    assert not kept and f"belongs to request {one.request_id} already" in answer["kvconn_error"]
-
-
 def test_load_at_a_prefill_engine_fails(caplog: pytest.LogCaptureFixture) -> None:
     side, req = prefill_side(), request(40, decode_params())
     side.on_new_request(req)

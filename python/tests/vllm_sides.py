@@ -163,7 +163,7 @@ class FakeAgent:
         else:
             self.calls.append(("step", [part.transfer_id for part in parts]))
 
-    def withdraw(self, transfer_ids: Sequence[str]) -> None:
+    def withdraw(self, transfer_ids: Sequence[str], timeout_s: float = 10.0) -> None:
         if set(transfer_ids) & self.malformed:
             raise InvalidError("one of them is no id")
         if set(transfer_ids) & self.read:

@@ -143,6 +143,17 @@ def _with_geometry(tensor: Any, dims: Dims, spec: Any, num_blocks: int, heads: H
     return tensor, geometry
 
 
+def _check_size(tensor: Any, dims: Dims, spec: Any, kv_cache_config: Any, layer_name: str) -> None:
+    """Refuses a cache that is not what its spec says; a vLLM whose layouts have no names says it in another way."""
+    says = getattr(spec, "unpadded_page_size_bytes", None) if hasattr(kv_cache_config, "kv_cache_layout") else None
+    there = tensor.numel() * tensor.element_size() // kv_cache_config.num_blocks
+    if says is not None and says != there:
+        raise ValueError(
+            f"KVConnConnector: layer {layer_name} has a cache of shape {tuple(tensor.shape)}, which is {there} bytes for each of "
+            f"{kv_cache_config.num_blocks} blocks, but its {type(spec).__name__} says {says} bytes"
+        )
+
+
 def make_regions(
     kv_caches: Mapping[str, Any],
     vllm_config: Any,
@@ -178,6 +189,7 @@ def make_regions(
             continue
         seen.add(key)
         dims = find_dims(vllm_config, kv_cache_config, name, spec, tensor.shape)
+        _check_size(tensor, dims, spec, kv_cache_config, name)
         backend = _backend(vllm_config, name)
         items = backend in _BACKENDS_OF_ITEMS
         tensor, geometry = _with_geometry(tensor, dims, spec, kv_cache_config.num_blocks, heads, items)
