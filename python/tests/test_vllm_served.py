@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -60,6 +61,22 @@ def test_how_it_is_loaded(model: Path, tmp_path: Path) -> None:
     assert {fingerprint(one, **args) for args in same} == {plain}
     others = [{"hf_overrides": {"rope_theta": 1.0}}, {"load_format": "dummy"}, {"load_format": "dummy", "seed": 3}]
     assert len({plain, *(fingerprint(one, **args) for args in others)}) == 4
+
+
+def test_overrides_by_a_function_are_named(model: Path, tmp_path: Path) -> None:
+    """As vLLM's own for speculative models."""
+    from vllm.config.speculative import SpeculativeConfig
+
+    one = made(checkpoint(tmp_path / "tiny", model))
+    override = SpeculativeConfig.hf_config_override
+    assert (
+        served._name(override)
+        == served._name(functools.partial(override))
+        == "vllm.config.speculative.SpeculativeConfig.hf_config_override"
+    )
+    plain = model_keys(one, {})
+    one.model_config.hf_overrides = override
+    assert model_keys(one, {}) != plain
 
 
 def test_users_name_stands_in_the_place_of_the_weights(model: Path) -> None:

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput as _SchedulerOutput
 from .groups import make_groups, transfer_groups
 from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
-from .params import LAYERS, OFF, advertised, agent_config, check_parallel, idle_wait_s, rank_of, send_early, sizes
+from .params import IDLE_WAIT_MS, LAYERS, OFF, advertised, agent_config, check_parallel, idle_wait_s, rank_of, send_early, sizes
 from .scheduler import SchedulerSide
 from .served import check_engine
 from .stats import KVConnPromMetrics, KVConnStats, Recorder
@@ -125,6 +125,9 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             self._config = config = agent_config(vllm_config, kv_cache_config, self._rank)
             self._worker = WorkerSide(lambda: Agent(config), wait, early == LAYERS)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
+            logger.info("model %s, fingerprint %s", config["model"], config.get("model_fingerprint", "none"))
+            if not wait and extra.get(IDLE_WAIT_MS):
+                logger.info("%s is set, but ranks that compute together do not wait", IDLE_WAIT_MS)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

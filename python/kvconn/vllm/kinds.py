@@ -35,6 +35,7 @@ KINDS: dict[str, Carried | Refused] = {
     "MambaSpec": Refused(f"{_STATE}: Mamba, gated delta nets, short convolutions"),
     "CircularBufferSpec": Refused("a ring: its one block is written to over and over while a request runs"),
     "KpoolTailSpec": Refused("a ring, of vLLMs before CircularBufferSpec"),
+    "TQFullAttentionSpec": Refused("numbers and scales packed together, of vLLMs before KVQuantMode had TurboQuant"),
     "RSWASpec": Refused("a window that vLLM moves only while it decodes: which blocks are there is not known here"),
     "SlidingWindowMLASpec": Refused("only DeepSeek V4 has it, which no test has run"),
     "SinkFullAttentionSpec": Refused("its sink lies in blocks that no request has"),

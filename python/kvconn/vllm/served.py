@@ -31,7 +31,7 @@ def _fingerprint(vllm_config: Any, model: Any, load: Any) -> str:
     facts: dict[str, Any] = {}
     overrides = getattr(model, "hf_overrides", None)
     if overrides:
-        facts["overrides"] = f"{overrides.__module__}.{overrides.__qualname__}" if callable(overrides) else overrides
+        facts["overrides"] = _name(overrides) if callable(overrides) else overrides
     if (long := _long_rope(model)) is not None:
         facts["long_rope"] = long
     try:
@@ -55,6 +55,12 @@ def _fingerprint(vllm_config: Any, model: Any, load: Any) -> str:
             f"KVConnConnector: {error}. Two engines compare their weights. To compare a name in their place, "
             'set "model" in kv_connector_extra_config of both engines'
         ) from error
+
+
+def _name(function: Any) -> str:
+    """Of the code that overrides a configuration. vLLM sets such a function for speculative models."""
+    function = getattr(function, "func", function)  # of functools.partial
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def _long_rope(model: Any) -> bool | None:
