@@ -7,7 +7,7 @@ compared and not their bases, since a subclass may mean something else by the sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 _STATE = "a state, not tokens"
@@ -47,6 +47,15 @@ KINDS: dict[str, Carried | Refused] = {
 }
 
 
+# What may be said of a cache that is carried. Any other field must have its default: what it means otherwise is not known here.
+_FIELDS = (
+    *("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "cache_dtype_str"),
+    *("page_size_padded", "block_stride_alignment", "num_head_slots", "state_content_bytes"),  # sizes, which the tensor has too
+    *("sliding_window", "extra_retained_tokens", "attention_chunk_size", "non_causal"),
+    *("dcp_sharded", "max_tp_shards"),
+)
+
+
 def refusal(spec: Any) -> str:
     """Why a layer's cache is not carried; nothing if it is."""
     name = type(spec).__name__
@@ -57,15 +66,10 @@ def refusal(spec: Any) -> str:
         return f"a KV cache of {name} is not supported: {kind.why}"
     if hasattr(spec, "kv_cache_specs"):  # what its layers' specs say is looked at one by one
         return ""
-    if getattr(spec, "prefix_replay_tokens", 0):
-        return f"a KV cache of {name} that vLLM replays in part (prefix_replay_tokens is {spec.prefix_replay_tokens}) is not supported"
-    if (per_state := getattr(spec, "tokens_per_state", 1)) != 1:
-        return f"a KV cache of {name} with {per_state} tokens a state is not supported: no test has run one"
-    role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
-    if role != "sparse":
-        return f"a KV cache of {name} with the role {role!r} is not supported: no test has run one"
-    if version := getattr(spec, "model_version", None):
-        return f"a KV cache of {name} of the model version {version!r} is not supported: no test has run one"
+    for field in fields(spec) if is_dataclass(spec) else ():
+        value = getattr(spec, field.name)
+        if field.name not in _FIELDS and value != field.default:
+            return f"a KV cache of {name} with {field.name} = {value} is not supported: no test has run one"
     return ""
 
 
