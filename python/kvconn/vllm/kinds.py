@@ -52,7 +52,7 @@ _FIELDS = (
     *("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "cache_dtype_str"),
     *("page_size_padded", "block_stride_alignment", "num_head_slots", "state_content_bytes"),  # sizes, which the tensor has too
     *("sliding_window", "extra_retained_tokens", "attention_chunk_size", "non_causal"),
-    *("dcp_sharded", "max_tp_shards"),
+    *("dcp_sharded", "max_tp_shards", "is_draft"),
 )
 
 
