@@ -22,8 +22,9 @@ except ImportError:
 from ..errors import KvconnError
 from ..prompt import fingerprint
 from . import rooms as _rooms
+from . import start as begin
 from .layout import Layout, ids
-from .parallel import heads_of, parallel_of, refuse_unsupported
+from .parallel import bootstrap_port, heads_of, parallel_of, refuse_unsupported, stages_group
 from .params import agent_config, bootstrap_address, engine_name, from_environment, server_config, setting
 from .partial import Chunks
 from .rooms import Holder, NoAgent, Rooms
@@ -63,6 +64,7 @@ class KVConnManager(_Manager):
         prefill = disaggregation_mode.value == "prefill"
         self.parallel = parallel = parallel_of(args, server_args)
         refuse_unsupported(server_args, parallel)
+        start = begin.take(server_args)
         self.is_dummy_cp_rank = prefill and parallel.cp_rank != 0
         self.enable_all_cp_ranks_for_transfer = False
         self.attn_cp_rank, self.attn_cp_size = parallel.cp_rank, parallel.cp_size
@@ -76,17 +78,19 @@ class KVConnManager(_Manager):
         self.transfer_infos: dict[int, Any] = {}
         self.kv_cache_dtype_str = str(getattr(args, "kv_cache_dtype_str", "") or "").replace("torch.", "")
         self.kv_layout = getattr(args, "kv_layout", None)
-        self.layout = Layout(args, heads_of(args, server_args, parallel), self.is_mla_backend)
+        self.layout = Layout(args, start.pool, start.draft, heads_of(parallel, start.pool, start.model_config), parallel.rank.pp_size)
+        if parallel.rank.pp_size > 1:
+            begin.check_stages(self.layout.layers, self.layout.plain, stages_group())
         self._bootstrap = None
         if self.is_dummy_cp_rank:
             self._agent: Any = NoAgent()
             self.rooms = Rooms(self._agent, "prefill, a rank with nothing to send", self.bootstrap_timeout, self.waiting_timeout)
             return
         if prefill:
-            self._bootstrap = bootstrap_address(parallel.host, parallel.bootstrap_port, parallel.first_node)
+            self._bootstrap = bootstrap_address(parallel.host, bootstrap_port(parallel), parallel.first_node)
         config = agent_config(
             "prefill" if prefill else "decode",
-            str(server_args.model_path),
+            start.common,
             self.kv_cache_dtype_str,
             args.page_size,
             parallel.rank,
