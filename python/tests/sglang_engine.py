@@ -27,13 +27,18 @@ PAGE, HEADS, DIM, ROWS = 4, 2, 8, 16
 
 
 class Group:
-    """A pipeline's ranks, each of which says which layers it has."""
+    """A pipeline's ranks, each of which says which layers it has, or all ranks, of which the first says its port."""
 
-    def __init__(self, stages: list[list[int]]) -> None:
-        self.stages = stages
+    def __init__(self, stages: list[list[int]], port: int = 0) -> None:
+        self.stages, self.port = stages, port
 
-    def all_gather_object(self, mine: Any) -> Any:
-        return self.stages if mine in self.stages else [mine, *self.stages]
+    def all_gather_object(self, obj: Any) -> Any:
+        assert obj in self.stages
+        return self.stages
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        assert src == 0
+        return self.port
 
 
 class Rank:
@@ -81,12 +86,15 @@ def start(
     total_heads: int = HEADS,
     draft: Callable[[], Any] | None = None,
     requests: Any = None,
+    world: Group | None = None,
     **more: Any,
 ) -> Rank:
     """Runs the method by which SGLang's queue makes its manager. make gives the pool, in the settings of the process."""
     with settings(role, tp=tp, pp=pp, **more) as server_args, contextlib.ExitStack() as stack:
         if stages is not None:
             stack.enter_context(get_parallel().override(pp_group=Group(stages)))
+        if world is not None:
+            stack.enter_context(get_parallel().override(world_group=world))
         pool = make()
         metadata = MetadataBuffers(ROWS, 8, torch.float32, 0)
         kind = prefill.PrefillBootstrapQueue if role == "prefill" else decode.DecodePreallocQueue
@@ -145,7 +153,13 @@ def send(ps: list[Rank], ds: list[Rank], port: int, given: Any, taken: Any, numb
         blocks = d.layout.blocks(*taken)
         d.rooms.load(room, address, "sglang-dp0", blocks, d.layout.first(blocks, 0))
     for p, room in zip(ps, at_p):
-        if p.until(room, 0, 2) == 2:
+        deadline = time.monotonic() + 30
+        while room.state == 1 and any(each.state != 0 for each in at_d):  # decode may refuse what prefill never hears of
+            for rank in (*ps, *ds):
+                rank.rooms.tick()
+            assert time.monotonic() < deadline, (room.reason, [each.state for each in at_d])
+            time.sleep(0.001)
+        if room.state == 2:
             blocks = p.layout.blocks(*given)
             p.rooms.offer(room, blocks, p.layout.first(blocks, 0))
     ends = [d.until(room, 0, 4) for d, room in zip(ds, at_d)]

@@ -25,7 +25,7 @@ def rendered() -> str:
 
 
 def test_page_has_the_tables() -> None:
-    assert PAGE.read_text(encoding="utf-8") == rendered(), "run python python/tests/test_sglang_kinds.py"
+    assert PAGE.read_text(encoding="utf-8") == rendered(), "run scripts/caches-page.py"
 
 
 @pytest.mark.parametrize("name", [*kinds.STATES, *kinds.POOLS])
@@ -98,7 +98,3 @@ if importlib.util.find_spec("sglang") is not None:
                 utils.append_state_component(args, state, [buffer.data_ptr()], [buffer.nbytes], [buffer[0].nbytes])
 
             monkeypatch.setattr(place, more)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(rendered(), encoding="utf-8")

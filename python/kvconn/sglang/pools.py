@@ -79,6 +79,9 @@ def described(pool: Any) -> str:
     """The classes of a pool, and in which order it holds items. Two engines must have the same."""
     order = getattr(pool, "kv_cache_layout", None)
     inner = [described(child) for child, _ in _children(pool) if child is not pool]
-    if kinds.pool(pool).slots:
-        inner = list(dict.fromkeys(f"{owner.part} {owner.shape}" for _, owner in _of(pool, pool.mamba_layer_ids)))
     return type(pool).__name__ + (f" {order}" if order else "") + (f" ({', '.join(inner)})" if inner else "")
+
+
+def shapes(pool: Any) -> dict[str, str]:
+    """What an item of each part of a pool holds, where the part does not say it."""
+    return {owner.part: owner.shape for owner in owners(pool).values() if owner.shape}

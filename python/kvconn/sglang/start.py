@@ -66,13 +66,14 @@ def common_ground(server_args: Any, pool: Any, draft: Any) -> dict[str, Any]:
             "quantization": str(leaf("quantization", server_args, "none")),
             "speculative": _draft(server_args, draft),
             "state_layout": _short(pools.described(pool)),
+            **{f"state {part}": _short(shape) for part, shape in pools.shapes(pool).items()},
         },
     }
 
 
 def _short(text: str) -> str:
-    """A value that the agents carry."""
-    return text if len(text) <= 200 else f"{text[:160]}… {sha256(text.encode()).hexdigest()[:16]}"
+    """A value that a refusal says in full."""
+    return text if len(text) <= 80 else f"{text[:60]}… {sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _model(server_args: Any) -> dict[str, str]:
