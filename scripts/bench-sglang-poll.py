@@ -49,7 +49,7 @@ def manager(role: str, **config: object) -> SimpleNamespace:
         parallel=one,
         kv_cache_dtype_str="",
         kv_layout=None,
-        prompt_of=lambda _room: 0,
+        open_room=rooms.open,
     )
 
 

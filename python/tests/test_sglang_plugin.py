@@ -23,7 +23,9 @@ from sglang.srt.plugins import load_plugins
 
 import kvconn
 from kvconn.sglang import conn, parallel, plugin
-from kvconn.sglang.route import Engine, RouteError
+from kvconn.sglang.allow import RouteError
+from kvconn.sglang.rooms import NoAgent, Rooms
+from kvconn.sglang.route import Engine
 
 load_plugins()
 
@@ -61,9 +63,10 @@ def test_request_is_known_before_its_sender_and_receiver() -> None:
         with pytest.raises(Exception):  # noqa: B017  # of SGLang, which finds nothing else of what it needs here
             queue.add(SimpleNamespace(kv_manager=manager), request, 1)
         assert manager.coming is request
-        assert conn.KVConnManager.prompt_of(manager, 4) == 0 and manager.coming is None
+        manager.rooms = Rooms(NoAgent(), "", 1, 1)
+        assert conn.KVConnManager.open_room(manager, 4).prompt == 0 and manager.coming is None
         manager.coming = request
-        assert conn.KVConnManager.prompt_of(manager, 3) == kvconn.fingerprint([7, 8])
+        assert conn.KVConnManager.open_room(manager, 3).prompt == kvconn.fingerprint([7, 8])
 
 
 def test_scheduler_without_a_batch_waits_for_news() -> None:

@@ -20,7 +20,7 @@ except ImportError:
     _common = None  # type: ignore[assignment]
 
 from ..errors import KvconnError
-from ..prompt import fingerprint
+from . import again
 from . import rooms as _rooms
 from . import start as begin
 from .layout import Layout, ids
@@ -125,17 +125,16 @@ class KVConnManager(_Manager):
             with contextlib.suppress(KvconnError):  # the next poll reports the error
                 self._agent.wait(_NEWS_S)
 
-    def prompt_of(self, bootstrap_room: Any) -> int:
-        """The fingerprint of the request for which SGLang makes a sender or receiver; 0: not known.
+    def open_room(self, bootstrap_room: Any) -> Any:
+        """The room of the request for which SGLang makes a sender or receiver.
 
-        SGLang does not hand the prompt to its senders and receivers. The fingerprint is of the tokens as the client sent
-        them: SGLang puts other tokens in the place of images, and these may differ from machine to machine.
+        SGLang does not hand the request to them. The prompt's fingerprint is of the tokens as the client sent them: SGLang
+        puts other tokens in the place of images, and these may differ from machine to machine.
         """
         request, self.coming = self.coming, None
         if request is None or request.bootstrap_room != bootstrap_room:
-            return 0
-        prompt = getattr(request, "origin_input_ids_unpadded", None) or request.origin_input_ids
-        return fingerprint(prompt) if prompt else 0
+            return self.rooms.open(bootstrap_room)
+        return self.rooms.open(bootstrap_room, *again.prompt_and_turn(request))
 
     def register_to_bootstrap(self) -> None:
         return  # the agent did it when it registered the caches
@@ -161,10 +160,9 @@ class KVConnManager(_Manager):
         logger.error("room %s: %s", bootstrap_room, failure_reason)
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
-        kv_receiver.fail(
-            "a retracted request cannot be prefilled again under its room: "
-            "start the decode engine with --disaggregation-decode-retraction-backup, which keeps the cache of retracted requests"
-        )
+        """Has the prefill engine compute a retracted request again. All ranks are asked to; its client's rank does it."""
+        if self.parallel.answers:
+            again.prefill(kv_receiver, payload, self.waiting_timeout)
 
     def teardown(self) -> None:
         self._agent.close()
@@ -219,7 +217,7 @@ class KVConnSender(_Half, _Sender):
         self.aux_index: int | None = None
         self._chunks: Chunks | None = None
         self._prefix_pages = 0
-        self.room = mgr.rooms.open(bootstrap_room, mgr.prompt_of(bootstrap_room))
+        self.room = mgr.open_room(bootstrap_room)
         # The scheduler spends memory on a request when the room is in WaitingForInput. The room comes to this state when the
         # decode engine has pages for the request. If it came earlier, two engines could fill up with different requests and
         # wait for each other for ever. SGLang's --optimistic-prefill-attempts begins a prefill earlier, and gives way again.
@@ -292,7 +290,8 @@ class KVConnReceiver(_Half, _Receiver):
         self.bootstrap_room = bootstrap_room
         self.abort_notified = False
         self._engine = ""
-        self.room = mgr.rooms.open(bootstrap_room, mgr.prompt_of(bootstrap_room))
+        self.http_port: int | None = None  # of the prefill server's own API
+        self.room = mgr.open_room(bootstrap_room)
 
     @property
     def _address(self) -> str:
@@ -310,6 +309,7 @@ class KVConnReceiver(_Half, _Receiver):
         if isinstance(engine, RouteError):
             mgr.rooms.fail(room, str(engine))
             return
+        self.http_port = engine.prefill_http_port
         differs = engine.differs(mgr.kv_args.page_size, mgr.kv_cache_dtype_str, mgr.kv_layout)
         if differs:
             mgr.router.forget(self.bootstrap_addr)
