@@ -171,6 +171,7 @@ def test_state_of_another_type_of_numbers(port: int) -> None:
     [
         ([1, 0, 2, 0, 0, 7], "are of a ring of 7 entries, 6 are registered"),
         ([1, 5, 2, 0, 0, 6], "the runs exceed a ring of 6 entries"),
+        ([1, 0, 1, 3, 1, 6], "id 9 of group 2 is entry 3 of ring 1, but position 1 of the prompt lies in entry 1"),
         ([1, 0, 4, 0, 3, 6], "the runs exceed a ring of 6 entries"),
         ([-1, 0, 2, 0, 0, 6], "a row, two runs and the length of a ring were expected"),
         ([1, 0, 2], "a row, two runs and the length of a ring were expected"),
@@ -191,6 +192,12 @@ def test_ring_s_entries_that_are_none(port: int, six: list[int], says: str) -> N
             reason = str(error)
         assert re.search(says, reason), reason
         assert send(ranks[:1], ranks[1:], port, ([1], [[1], good], 0), ([4], [[4], good], 1), 7)[0] == [SUCCESS]
+
+
+def test_rings_of_unequal_length(port: int) -> None:
+    p, d = ({"make": lambda extra=extra: dsa([0, 1], kpool=4, extra=extra), "page": 256} for extra in (2, 3))
+    reason = refused(port, p, d, ([[1], []], [[4], []]))
+    assert "entries of rings of 6 of 256 bytes at the prefill engine, opaque entries of rings of 7" in reason, reason
 
 
 def test_two_slots_for_one_request() -> None:

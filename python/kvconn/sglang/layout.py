@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvconn import Region
+from kvconn import IndexKind, Region
 
 from . import kinds, pools
 
@@ -111,7 +111,13 @@ class Layout:
             label += f" of rank {self._heads.tp_rank}/{self._heads.tp_size}"
         if owner.shape:
             label += f" {owner.shape}"
-        self.regions.append(Region(label, address, item, item, length // item, group, **geometry))
+        self.regions.append(Region(label, address, item, item, length // item, group, index_kind=self._index_kind(group), **geometry))
+
+    def _index_kind(self, group: int) -> int:
+        kind = self._kinds[group - 1].index if group else "page"
+        if kind == "ring":
+            return IndexKind.ring(self._ring)
+        return IndexKind.SLOT if kind == "slot" else IndexKind.BLOCK
 
     def _geometry(self, item: int, owner: pools.Owner) -> dict[str, int]:
         """Of a page with token after token, and in a token head after head; empty if the page is not so."""
@@ -137,7 +143,8 @@ class Layout:
         # The number of buffers is a part of the name: a buffer that only one engine has would shift the others.
         count = len(args.aux_data_ptrs)
         for number, (address, length, item) in enumerate(zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)):
-            self.regions.append(Region(f"aux.{number} of {count}", address, item, item, length // item, self.aux_group))
+            name = f"aux.{number} of {count}"
+            self.regions.append(Region(name, address, item, item, length // item, self.aux_group, index_kind=IndexKind.ROW))
 
     @property
     def layers(self) -> set[int]:
@@ -186,7 +193,12 @@ class Layout:
     def first(self, blocks: Sequence[Sequence[int]], prefix_pages: int) -> list[int]:
         """Per group, the position of the first block in the request."""
         out = [prefix_pages]
-        out += [_END - len(block) if kind.to_the_end else 0 for kind, block in zip(self._kinds, blocks[1:])]
+        for kind, block in zip(self._kinds, blocks[1:]):
+            if kind.index == "ring":
+                # Any position that lies in this entry: rings are of equal length, so the other side counts from the same.
+                out.append(block[0] % self._ring if len(block) else 0)
+            else:
+                out.append(_END - len(block) if kind.to_the_end else 0)
         return [*out, 0]
 
 
