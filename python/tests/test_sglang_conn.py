@@ -15,9 +15,8 @@ if importlib.util.find_spec("sglang") is None:
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_rank import Rank, empty
+from sglang_sides import Side, until
 
 import kvconn
 from kvconn.sglang.conn import KVConnManager as Manager
@@ -26,51 +25,12 @@ from kvconn.sglang.rooms import Inbox
 from kvconn.sglang.route import Engine, RouteError, Router
 
 
-class Side(SimpleNamespace):
-    """What senders and receivers use of their manager, over a rank of sglang_rank."""
-
-    is_abort_release_safe = Manager.is_abort_release_safe
-    open_room = Manager.open_room
-    submit_prefill_recompute = Manager.submit_prefill_recompute
-    wait_for_news = Manager.wait_for_news
-
-    def __init__(self, role: str, engine: Any = None) -> None:
-        rank = Rank(role, engine_id="sglang-dp0" if role == "prefill" else "d")
-        super().__init__(
-            rank=rank,
-            coming=None,
-            _agent=rank.agent,
-            rooms=rank.rooms,
-            layout=rank.layout,
-            kv_args=SimpleNamespace(page_size=rank.layout.page_size),
-            kv_cache_dtype_str="bfloat16",
-            kv_layout=None,
-            parallel=SimpleNamespace(rank=SimpleNamespace(dp_size=1), answers=True),
-            waiting_timeout=30.0,
-            forgotten=[],
-        )
-        engine = engine or Engine(page_size=rank.layout.page_size, kv_cache_dtype="bfloat16")
-        self.router = SimpleNamespace(engine=lambda _address, then: then(engine), forget=self.forgotten.append, dp_rank=self.dp_rank)
-        self.address = rank.address.removeprefix("http://")
-
-    def dp_rank(self, _address: str, room: int, then: Any) -> None:
-        then(room % 2)
-
-
 @pytest.fixture
 def sides() -> Iterator[tuple[Side, Side]]:
     p, d = Side("prefill"), Side("decode")
     yield p, d
     d.rank.close()
     p.rank.close()
-
-
-def until(half: Any, *states: int) -> int:
-    deadline = time.monotonic() + 30
-    while (state := half.poll()) not in states:
-        assert time.monotonic() < deadline, (state, half.room.reason)
-        time.sleep(0.001)
-    return state
 
 
 def test_as_the_schedulers_do_it(sides: tuple[Side, Side]) -> None:
@@ -202,51 +162,6 @@ def test_prompts_that_differ(sides: tuple[Side, Side]) -> None:
     empty(p.rank, d.rank)
 
 
-def test_retracted_request_is_prefilled_again(sides: tuple[Side, Side]) -> None:
-    """Under the same room, with what was decoded before in its prompt; prefill hears of it by a request of SGLang's own making."""
-    p, d = sides
-    d.router.engine = lambda _address, then: then(Engine(prefill_http_port=30000))
-    posted: list[Any] = []
-    d.router.prefill_again = lambda address, payload, bound_s, then: posted.append((address, payload, then))
-    asked = Req("r", "", array("q", [1, 2]), SamplingParams(), bootstrap_host="127.0.0.1", bootstrap_port=1, bootstrap_room=5)
-    for turn in range(3):
-        if turn:  # as SGLang's scheduler leaves it behind a pause
-            asked.output_ids.append(7)
-            asked.pd_rebootstrap_in_progress = True
-        d.coming = asked
-        receiver = KVConnReceiver(d, p.address, 5)
-        receiver.init(0)
-        receiver.send_metadata([4 + turn], 1)
-        p.coming, rid = asked, "r"
-        if turn:
-            d.submit_prefill_recompute(receiver, asked.build_rebootstrap_payload())
-            address, payload, _ = posted.pop()
-            assert address == f"{p.address.rpartition(':')[0]}:30000"
-            rid = payload["rid"]
-            p.coming = Req(rid, "", array("q", payload["input_ids"]), SamplingParams(), bootstrap_room=payload["bootstrap_room"])
-        assert rid.startswith("r")
-        sender = KVConnSender(p, p.address, 5)
-        until(sender, KVPoll.WaitingForInput)
-        p.rank.kv[:] = 1 + turn
-        sender.init(1, 1)
-        sender.send([8])
-        for half in (sender, receiver):
-            assert until(half, KVPoll.Success, KVPoll.Failed) == KVPoll.Success, half.room.reason
-            half.clear()
-        assert (d.rank.kv[:, 4 + turn] == 1 + turn).all()
-        del sender, receiver, half
-    d.coming = asked
-    receiver = KVConnReceiver(d, p.address, 5)
-    receiver.init(0)
-    receiver.send_metadata([4], 1)
-    d.submit_prefill_recompute(receiver, asked.build_rebootstrap_payload())
-    posted.pop()[2](RouteError("prefill server at x: it answers 500"))
-    until(receiver, KVPoll.Failed)
-    assert "it answers 500" in receiver.room.reason
-    receiver.clear()
-    empty(p.rank, d.rank)
-
-
 def test_another_rank_failed(sides: tuple[Side, Side]) -> None:
     """The scheduler takes the least of all ranks' states: this one's pages are held until nothing can land in them."""
     p, d = sides
@@ -345,20 +260,6 @@ def test_engine_that_cannot_be_used(engine: Any, rank: int, says: str) -> None:
         receiver.abort()
         receiver.clear()
         assert says in receiver.room.reason
-    finally:
-        d.rank.close()
-
-
-@pytest.mark.parametrize(("size", "asked", "room", "engine"), [(1, 0, 9, "sglang-dp0"), (4, 3, 9, "sglang-dp3"), (2, 0, 9, "sglang-dp1")])
-def test_data_parallel_rank(size: int, asked: int, room: int, engine: str) -> None:
-    """As asked for; else where the prefill engine says that it is."""
-    d = Side("decode", Engine(dp_size=size))
-    try:
-        receiver = KVConnReceiver(d, "127.0.0.1:1", room)
-        receiver.init(asked)
-        assert receiver.poll() == KVPoll.WaitingForInput and receiver._engine == engine
-        receiver.abort()
-        assert receiver.poll() == KVPoll.Failed
     finally:
         d.rank.close()
 

@@ -290,6 +290,7 @@ class KVConnReceiver(_Half, _Receiver):
         self.bootstrap_room = bootstrap_room
         self.abort_notified = False
         self._engine = ""
+        self._blocks: tuple[Any, ...] = ()  # that are loaded
         self.http_port: int | None = None  # of the prefill server's own API
         self.room = mgr.open_room(bootstrap_room)
 
@@ -325,13 +326,19 @@ class KVConnReceiver(_Half, _Receiver):
                 self._claim(asked)
         else:
             # The prefill engine's scheduler knows the rank: a router may choose one that does not follow from the room.
+            if engine.follow_bootstrap_room and not setting("SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK", 0):
+                self._claim(self.bootstrap_room % engine.dp_size)
             mgr.router.dp_rank(self.bootstrap_addr, self.bootstrap_room, self._rank_found)
 
     def _rank_found(self, rank: int | RouteError) -> None:
-        if isinstance(rank, RouteError):
-            self.kv_mgr.rooms.fail(self.room, str(rank))
-        else:
+        rooms = self.kv_mgr.rooms
+        if not self._engine and isinstance(rank, RouteError):
+            rooms.fail(self.room, str(rank))
+        elif not self._engine:
             self._claim(rank)
+        elif not isinstance(rank, RouteError) and engine_name(rank) != self._engine:
+            self._engine = engine_name(rank)
+            rooms.move(self.room, lambda: self._claim(rank), lambda: rooms.load(self.room, self._address, self._engine, *self._blocks))
 
     def _claim(self, dp_rank: int) -> None:
         self._engine = engine_name(dp_rank)
@@ -355,7 +362,8 @@ class KVConnReceiver(_Half, _Receiver):
             if prefix % page:
                 raise ValueError(f"decode_prefix_len is {prefix}: a multiple of the page size {page} was expected")
             blocks = mgr.layout.blocks(kv_indices, state_indices, aux_index)
-            mgr.rooms.load(room, self._address, self._engine, blocks, mgr.layout.first(blocks, prefix // page))
+            self._blocks = blocks, mgr.layout.first(blocks, prefix // page)
+            mgr.rooms.load(room, self._address, self._engine, *self._blocks)
         except Exception as error:
             mgr.rooms.abort(room, str(error) or repr(error))
 

@@ -47,6 +47,7 @@ class Room:
         "deadline",
         "id",
         "known",
+        "moved",
         "number",
         "owed",
         "partial",
@@ -77,6 +78,7 @@ class Room:
         # The agent knows the request and owes no completion: it needs a cancel if the request ends before its transfer begins.
         self.known = False
         self.partial = False  # partial offers were made: their pages may be read
+        self.moved: Callable[[], None] | None = None  # loads it from another rank, when the load that is under way has ended
         self.prefix_pages = 0  # pages that the decode engine has already
         self.token = 0  # of the room's claim: tells it from the claim of an earlier request in the same room
         self.deadline = float("inf")
@@ -253,6 +255,16 @@ class Rooms:
         else:
             self._let_go(room, room.reason or "")
 
+    def move(self, room: Room, claim: Callable[[], None], load: Callable[[], None]) -> None:
+        """Another rank of the prefill engine has the request than the one that was asked."""
+        if room.known:
+            room.known, room.state = False, BOOTSTRAPPING
+            self.let_go(room.id, "another data parallel rank has it")
+            claim()
+        elif room.owed == "load" and room.why is None:
+            room.moved = load
+            self.let_go(room.id, "another data parallel rank has it")
+
     # -- both -------------------------------------------------------------------------------------------------------
 
     def _owe(self, room: Room, what: str, bound_s: float) -> None:
@@ -345,6 +357,10 @@ class Rooms:
             self._owing[room.id] = room
             return
         room.owed = ""
+        moved, room.moved = room.moved, None
+        if moved is not None and completion.code and room.why is None:
+            moved()
+            return
         if completion.kind != "demand":
             room.completion = completion
         if completion.code:
