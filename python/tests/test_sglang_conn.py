@@ -15,6 +15,8 @@ if importlib.util.find_spec("sglang") is None:
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_rank import Rank, empty
 from sglang_sides import Side, until
 
@@ -145,7 +147,7 @@ def test_prompts_that_differ(sides: tuple[Side, Side]) -> None:
     """The request that is coming says what the room is for."""
     p, d = sides
     for room, (ours, theirs) in enumerate([([1, 2], [1, 3]), ([1, 2], [1, 2])]):
-        p.coming, d.coming = (SimpleNamespace(bootstrap_room=room, origin_input_ids=array("q", prompt)) for prompt in (ours, theirs))
+        p.coming, d.coming = (Req("r", "", array("q", prompt), SamplingParams(), bootstrap_room=room) for prompt in (ours, theirs))
         sender, receiver = KVConnSender(p, p.address, room), KVConnReceiver(d, p.address, room)
         receiver.init(0)
         receiver.send_metadata([1], 1)
