@@ -87,11 +87,11 @@ def fill(p: Rank, seed: int) -> None:
         ctypes.memset(region.address, (seed * 50 + n) % 255 + 1, region.block_stride * region.num_blocks)
 
 
-def swa(layers: list[int]) -> Any:
+def swa(layers: list[int], heads: int = HEADS) -> Any:
     """Odd layers have a window, and so a pool of their own."""
     windows, full = [layer for layer in layers if layer % 2], [layer for layer in layers if not layer % 2]
     return SWAKVPool(
-        size=64, size_swa=32, page_size=PAGE, dtype=torch.float32, head_num=HEADS, head_dim=DIM, swa_attention_layer_ids=windows,
+        size=64, size_swa=32, page_size=PAGE, dtype=torch.float32, head_num=heads, head_dim=DIM, swa_attention_layer_ids=windows,
         full_attention_layer_ids=full, device="cpu",
     )  # fmt: skip
 
@@ -247,3 +247,46 @@ def test_block_scales(port: int, windows: bool) -> None:
             if mine.group <= len(states):
                 read = [ctypes.string_at(r.address + at * r.block_stride, 2 * r.block_stride) for r, at in ((theirs, 1), (mine, 4))]
                 assert read[0] == read[1] and read[0] != bytes(len(read[0]))
+
+
+@pytest.mark.parametrize("kind", ["mha", "swa", "dsa"])
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (2, 2)])
+def test_unequal_ranks(port: int, kind: str, theirs: int, ours: int) -> None:
+    """Heads of keys and values are cut and gathered, also of layers with a window; a latent and the indexer's keys come from one rank."""
+
+    def make(size: int) -> Any:
+        if kind == "mha":
+            return mha(0, 2, heads=HEADS // size)
+        return swa([0, 1], heads=HEADS // size) if kind == "swa" else dsa([0, 1])
+
+    def start_all(role: str, size: int) -> list[Rank]:
+        page = 64 if kind == "dsa" else PAGE
+        return [start(role, lambda: make(size), tp=(n, size), disaggregation_bootstrap_port=port, page=page) for n in range(size)]
+
+    def tensors(rank: Rank) -> list[Any]:
+        if kind == "dsa":
+            return [*rank.pool.kv_buffer, *rank.pool.index_k_with_scale_buffer]
+        return [get(layer) for layer in (0, 1) for get in (rank.pool.get_key_buffer, rank.pool.get_value_buffer)]
+
+    with engine(port) as ranks:
+        ps = start_all("prefill", theirs)
+        ranks += ps
+        ds = start_all("decode", ours)
+        ranks += ds
+        for n, p in enumerate(ps):
+            for each, tensor in enumerate(tensors(p)):
+                for head in range(tensor.shape[1] if kind != "dsa" else 0):
+                    tensor[:, head] = 1 + 10 * each + n * HEADS // theirs + head
+                if kind == "dsa":
+                    tensor[:] = 1 + each
+        state = [] if kind == "mha" else [[1]]
+        ends, rooms = send(ps, ds, port, ([1], state, 0), ([4], [] if kind == "mha" else [[4]], 1))
+        assert ends == [SUCCESS] * ours, [room.reason for room in rooms]
+        for n, d in enumerate(ds):
+            for each, tensor in enumerate(tensors(d)):
+                if kind == "dsa":
+                    got = tensor[4] if tensor.dim() == 2 else tensor[4 * 64 : 5 * 64]
+                    assert (got == 1 + each).all()
+                    continue
+                for head in range(tensor.shape[1]):
+                    assert (tensor[tokens([4]), head] == 1 + 10 * each + n * HEADS // ours + head).all(), (each, head)
