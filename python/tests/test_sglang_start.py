@@ -89,6 +89,11 @@ def test_stages_that_have_a_layer_twice_or_not_at_all(role: str, stages: list[li
             start(role, lambda layers=layers: mha(layers[0], layers[-1] + 1), pp=(n, 2), stages=stages)
 
 
+def test_stage_without_a_state(port: int) -> None:
+    with pytest.raises(ValueError, match="this rank has no memory for the state 'mamba': each stage of a pipeline needs a layer with one"):
+        start("decode", lambda: mamba([0]), pp=(0, 2), stages=SPLITS["uneven"])
+
+
 def test_groups_are_as_sglang_has_them() -> None:
     for name in ("all_gather_object", "broadcast_object"):
         theirs, ours = (list(inspect.signature(getattr(each, name)).parameters) for each in (GroupCoordinator, Group))

@@ -75,8 +75,9 @@ class Layout:
             raise ValueError(f"kvconn: SGLang has not handed over {part} of layer {layer} of its {type(pool).__name__}")
         self._rows(args)
         groups = {region.group for region in self.regions}
-        if groups != set(range(self.aux_group + 1)):
-            raise ValueError(f"kvconn: no memory for the groups {sorted(set(range(self.aux_group + 1)) - groups)} of {self.state_types}")
+        for group, what in enumerate(("the KV cache", *(f"the state {kind!r}" for kind in self.state_types), "auxiliary rows")):
+            if group not in groups:
+                raise ValueError(f"kvconn: this rank has no memory for {what}: each stage of a pipeline needs a layer with one")
         self.pages = min(region.num_blocks for region in self.regions if region.group == 0)
         self.page_bytes = sum(region.block_bytes for region in self.regions if region.group == 0)
 
