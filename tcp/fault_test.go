@@ -3,6 +3,7 @@ package tcp
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -135,5 +136,35 @@ func TestMemoryThatIsNotThere(t *testing.T) {
 				})
 			}
 		}
+	}
+}
+
+// TestReasonOfAnotherPeer: D ends its own transfers and no other, and what it says goes
+// into a log as text.
+func TestReasonOfAnotherPeer(t *testing.T) {
+	leaktest.Check(t)
+	p := newAgent(t, Config{})
+	grants := map[core.AgentID]token{}
+	conns := map[core.AgentID]*rawConn{}
+	for _, peer := range []core.AgentID{"d", "evil"} {
+		c, grant := dial(t, p), newToken()
+		c.say(p.hello(t, peer, 0, 1, 0))
+		p.Write(core.WriteOp{ID: core.TransferID(peer), Peer: peer, Grant: grant[:], Pairs: p.pairs(t, oneBlock(0))})
+		if h := c.next(); h.kind != frameData || h.key != grant {
+			t.Fatalf("%+v", h)
+		}
+		conns[peer], grants[peer] = c, grant
+	}
+	const why = "no\xff memory"
+	conns["evil"].say(frameBytes(header{kind: frameFault, key: grants["d"], length: uint64(len(why))}), []byte(why))
+	conns["evil"].say(frameBytes(header{kind: frameFault, key: grants["evil"], length: uint64(len(why))}), []byte(why))
+	if _, err := io.CopyN(io.Discard, conns["evil"], testBlock); err != nil {
+		t.Fatal(err)
+	}
+	if o := p.sink.Wait("written", "evil", 1); o.Err == nil || o.Err.Error() != "tcp: decode agent evil: no memory" {
+		t.Error(o.Err)
+	}
+	if all := p.sink.All("written", "d"); len(all) != 0 {
+		t.Errorf("another peer's transfer was ended: %v", all)
 	}
 }
