@@ -11,6 +11,8 @@ import (
 	"syscall"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/nettest"
 )
@@ -48,12 +50,22 @@ func runRole(role, address string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	cache := make([]byte, layers*numBlocks*blockBytes)
+	cache, err := mapped()
+	if err != nil {
+		return "", err
+	}
 	for i := range cache {
 		cache[i] = 7
 	}
 	if err := a.RegisterKVCaches(regions(cache)); err != nil {
 		return "", err
+	}
+	if os.Getenv("KVCONN_TEST_SPOIL") != "" { // block 1 of each layer
+		for l := range layers {
+			if err := unix.Mprotect(cache[(l*numBlocks+1)*blockBytes:][:blockBytes], unix.PROT_NONE); err != nil {
+				return "", err
+			}
+		}
 	}
 	if role == RolePrefill {
 		_, err := a.Announce([]core.TransferID{"announced"})

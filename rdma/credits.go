@@ -115,6 +115,16 @@ func (q *sendQueue[H]) completed(id uint64) (b batch[H], ok bool) {
 	return q.flush()
 }
 
+// owner is whose request has that ID, if it is under way.
+func (q *sendQueue[H]) owner(id uint64) (h H, ok bool) {
+	for i := range q.n {
+		if b := &q.ring[(q.head+i)%len(q.ring)]; b.last >= id {
+			return b.Owner, b.last-uint64(b.Requests) < id
+		}
+	}
+	return h, false
+}
+
 // flush returns the batches under way on a queue pair that is gone: one a call, the
 // oldest first.
 func (q *sendQueue[H]) flush() (b batch[H], ok bool) {

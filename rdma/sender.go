@@ -61,6 +61,7 @@ type job struct {
 	filled bool  // all its requests are posted, the mark among them
 	flight int
 	breaks int // lanes that broke under it since all that it was given had arrived
+	denied int // refusals of the peer's device, likewise
 	done   bool
 }
 
@@ -334,7 +335,9 @@ func (cn *conn) took(l *lane, list []verbs.Completion, now time.Time) {
 				err = fmt.Errorf("packets without bytes get through and %d bytes do not: is the MTU the same on the whole path (rdma_mtu)? %w", scratchBytes, err)
 			}
 			l.probed(err)
+			end := cn.denied(l, c)
 			cn.breakLane(l, err)
+			end()
 		}
 		switch {
 		case l.broken:
