@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"regexp"
 	"time"
 
 	"go.uber.org/zap"
@@ -33,6 +34,28 @@ type arrivals interface {
 }
 
 func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
+	rep := s.answer(via, req)
+	rep.Reason = s.forPeer(rep.Reason, req.From)
+	for i := range rep.Ends {
+		rep.Ends[i].Reason = s.forPeer(rep.Ends[i].Reason, req.From)
+	}
+	return rep
+}
+
+// anAgent is what natsbus makes agents' ids look like.
+var anAgent = regexp.MustCompile(`\b[A-Z2-7]{32}\b`)
+
+// forPeer takes other agents' ids out of a text that is told to a peer.
+func (s *server) forPeer(text, peer string) string {
+	return anAgent.ReplaceAllStringFunc(text, func(id string) string {
+		if id == peer || id == string(s.id) {
+			return id
+		}
+		return "of another engine"
+	})
+}
+
+func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
 	from := core.AgentID(req.From)
 	if from == "" { // to the machine an empty id is no peer, as in a load that looks for its P
 		return refuse("request without the id of its sender")
@@ -65,9 +88,7 @@ func sayHello() *wire.Reply {
 
 // hello checks once for each peer that its blocks can be copied from ours.
 func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Reply {
-	if h.ID != string(from) {
-		return refuse("hello of agent %s sent by %s", h.ID, from)
-	}
+	h.ID = string(from)
 	self, t := s.caches()
 	if self == nil || !s.cfg.prefills() {
 		return refuse("agent %s has no KV caches to offer", s.id)

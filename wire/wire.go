@@ -30,7 +30,7 @@ const (
 // Request is one message that is answered by a Reply.
 type Request struct {
 	Kind     Kind     `msg:"k"`
-	From     string   `msg:"f,limit=64"` // AgentID of the sender
+	From     string   `msg:"-"` // AgentID of the sender, as its connection has proved it: no message says it
 	Hello    *Agent   `msg:"h,omitempty"`
 	Load     *Load    `msg:"l,omitempty"`
 	Renew    *Renew   `msg:"r,omitempty"`
