@@ -129,7 +129,7 @@ func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) e
 	for range 5 {
 		if look {
 			var old record
-			if old, err = l.read(ctx, reg.key); err != nil {
+			if old, err = l.read(ctx, reg.key); err != nil && !unreadable(err) {
 				return l.failure(session, err)
 			}
 			if a := old.agent; a != nil && a.DPRank != reg.dp {

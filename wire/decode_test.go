@@ -48,9 +48,9 @@ func TestDecodeAtTheLimits(t *testing.T) {
 		"hello":  &Request{Kind: KindHello, Hello: a},
 		"agent":  a,
 		"load":   &Request{Kind: KindLoad, Load: &Load{TransferID: n(144), Transport: n(16), Grant: make([]byte, 4096), Groups: groups, Regions: make([]uint32, 65536)}},
-		"renew":  &Request{Kind: KindRenew, Renew: &Renew{Loads: make([]string, 65536), Claims: make([]string, 65536)}},
+		"renew":  &Request{Kind: KindRenew, Renew: &Renew{Loads: make([]string, 1024), Claims: make([]string, 1024)}},
 		"finish": &Request{Kind: KindFinish, Finishes: []Finish{{TransferID: n(144), Reason: n(1024)}}},
-		"reply":  &Reply{Reason: n(1024), Statuses: make([]uint8, 131072), Ends: []End{{131071, 1, n(1024)}}, Tickets: tickets, Signal: make([]byte, MaxSignal)},
+		"reply":  &Reply{Reason: n(1024), Statuses: make([]uint8, 2048), Ends: []End{{2047, 1, n(1024)}}, Tickets: tickets, Signal: make([]byte, MaxSignal)},
 		"signal": &Request{Kind: KindSignal, Signal: &Signal{Transport: n(16), Data: make([]byte, MaxSignal)}},
 		"join":   &Request{Kind: KindJoin, Join: &Join{Agent: anAgent(), New: true, Since: math.MaxInt64}},
 	} {

@@ -1344,7 +1344,7 @@ func (z *Renew) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Loads")
 				return
 			}
-			if zb0002 > 65536 {
+			if zb0002 > 1024 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
@@ -1367,7 +1367,7 @@ func (z *Renew) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Claims")
 				return
 			}
-			if zb0003 > 65536 {
+			if zb0003 > 1024 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
@@ -1620,7 +1620,7 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Statuses")
 				return
 			}
-			if zb0006 > 131072 {
+			if zb0006 > 2048 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
@@ -1643,7 +1643,7 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Ends")
 				return
 			}
-			if zb0007 > 65536 {
+			if zb0007 > 2048 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
