@@ -29,8 +29,8 @@ const (
 	maxSubs = 64
 	// maxUnansweredBytes bounds the requests of all clients that are not answered yet, and
 	// maxUnreadBytes the answers that they have not read.
-	maxUnansweredBytes = 64 << 20
-	maxUnreadBytes     = 64 << 20
+	maxUnansweredBytes = 32 << 20
+	maxUnreadBytes     = 32 << 20
 	// maxPending is what the server may keep for this process's own agent: more than all
 	// clients can send it. For clients it keeps next to nothing, see outlet.
 	maxPending = 2*maxUnansweredBytes + 2*wire.MaxMessage
