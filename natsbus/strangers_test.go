@@ -200,15 +200,6 @@ func entered(t testing.TB, p *port) (id core.AgentID) {
 	return id
 }
 
-func line(t testing.TB, br *bufio.Reader) string {
-	t.Helper()
-	s, err := br.ReadString('\n')
-	if err != nil {
-		t.Fatal(err)
-	}
-	return s
-}
-
 // Who does not prove itself is sent away, holds no place of a client's, and
 // cannot do anything before.
 func TestStrangersAreBounded(t *testing.T) {
