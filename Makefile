@@ -94,6 +94,9 @@ test-wheel: wheel ## Python tests on the wheel, in a clean environment
 	scripts/test-wheel.sh $(PYTHON)
 
 TIME ?= 5m
+attack: | tools ## attacks on real agents in processes of their own: each must get nothing
+	$(GO) test ./internal/attack -count=1 -timeout 300s -v
+
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
 	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core -sim.soak $(TIME)
 
@@ -126,4 +129,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos
+.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos

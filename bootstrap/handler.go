@@ -27,7 +27,12 @@ func NewHandler(t *Table, access *Access, extra map[string]http.Handler) http.Ha
 	mux := http.NewServeMux()
 	mux.Handle("/register", access.Wrap(route(func(w http.ResponseWriter, r *http.Request) { register(t, w, r) }, http.MethodPost)))
 	mux.Handle("/query", route(func(w http.ResponseWriter, _ *http.Request) {
-		answer(w, http.StatusOK, t.Query())
+		text, err := t.answer()
+		if err != nil { // engines are strings and ints
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+		write(w, http.StatusOK, text)
 	}, http.MethodGet, http.MethodHead))
 	mux.Handle("/health", route(func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, http.StatusOK, statusOK)
@@ -187,6 +192,10 @@ func answer(w http.ResponseWriter, status int, v any) {
 		http.Error(w, err.Error(), http.StatusInternalServerError)
 		return
 	}
+	write(w, status, body)
+}
+
+func write(w http.ResponseWriter, status int, body []byte) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
 	_, _ = w.Write(body) // an error means that the client has gone

@@ -1,12 +1,13 @@
 package bootstrap
 
 import (
+	"encoding/json"
 	"fmt"
 	"sync"
 )
 
 // MaxEntries is how many ranks one table holds.
-const MaxEntries = 16384
+const MaxEntries = 1024
 
 // Engine is one dp rank's engine as GET /query shows it: addresses by tp rank
 // and pp rank.
@@ -41,7 +42,8 @@ type Table struct {
 	mu      sync.Mutex
 	engines map[int]Engine
 	entries int
-	limit   int // 0 stands for MaxEntries; tests set less
+	limit   int    // 0 stands for MaxEntries; tests set less
+	text    []byte // the answer of GET /query; nil when it is to be made anew
 	routes  Routes
 }
 
@@ -90,6 +92,7 @@ func (t *Table) Register(r Registration) error {
 	}
 	engine.WorkerAddr[r.TPRank][r.PPRank] = r.Addr
 	t.entries++
+	t.text = nil
 	return nil
 }
 
@@ -106,6 +109,7 @@ func (t *Table) Unregister(r Registration) bool {
 		return false
 	}
 	t.entries--
+	t.text = nil
 	delete(engine.WorkerAddr[r.TPRank], r.PPRank)
 	if len(engine.WorkerAddr[r.TPRank]) == 0 {
 		delete(engine.WorkerAddr, r.TPRank)
@@ -114,6 +118,24 @@ func (t *Table) Unregister(r Registration) bool {
 		delete(t.engines, r.DPRank)
 	}
 	return true
+}
+
+// answer is what Query marshals to. It is made once for each change of the table, whatever
+// number of clients reads it slowly.
+func (t *Table) answer() ([]byte, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.text == nil {
+		text, err := json.Marshal(t.engines)
+		if err != nil {
+			return nil, err
+		}
+		if t.engines == nil {
+			text = []byte("{}")
+		}
+		t.text = text
+	}
+	return t.text, nil
 }
 
 // Query returns a copy of the table by dp rank. It belongs to the caller and

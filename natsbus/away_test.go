@@ -17,11 +17,11 @@ import (
 func TestDeadServerAndItsSuccessor(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	prefill := newBus(t, Options{AgentID: "P", Server: p.Server})
+	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server})
 	asked, hold := make(chan struct{}), make(chan struct{})
 	prefill.Serve(func(core.Via, *wire.Request) *wire.Reply { asked <- struct{}{}; <-hold; return &wire.Reply{} })
 	register(t, prefill, "e")
-	decode := newBus(t, Options{AgentID: "D"})
+	decode := newBus(t, Options{Identity: named("D")})
 	serve(decode)
 	target := core.Target{Bootstrap: p.url(), EngineID: "e"}
 	_, via, err := decode.Lookup(ctxOf(t, within), target)
@@ -30,14 +30,14 @@ func TestDeadServerAndItsSuccessor(t *testing.T) {
 	}
 	failed := make(chan error, 1)
 	go func() {
-		_, err := decode.Request(ctxOf(t, within), via, "P", hello("D"))
+		_, err := decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D"))
 		failed <- err
 	}()
 	<-asked
 	begin := time.Now()
 	p.stop()
 	mustBe(t, <-failed, core.ErrUnreachable)
-	_, err = decode.Request(ctxOf(t, within), via, "P", hello("D"))
+	_, err = decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D"))
 	mustBe(t, err, core.ErrUnreachable)
 	_, _, err = decode.Lookup(ctxOf(t, 300*time.Millisecond), target)
 	mustBe(t, err, core.ErrUnreachable)
@@ -52,16 +52,16 @@ func TestDeadServerAndItsSuccessor(t *testing.T) {
 
 	// The engine starts again on the same port, as another agent.
 	p2 := newPort(t, p.addr, ServerOptions{})
-	prefill2 := newBus(t, Options{AgentID: "P2", Server: p2.Server})
+	prefill2 := newBus(t, Options{Identity: named("P2"), Server: p2.Server})
 	serve(prefill2)
 	register(t, prefill2, "e")
 	a, via, err := decode.Lookup(ctxOf(t, within), target)
-	if err != nil || a.ID != "P2" {
+	if err != nil || nick(a.ID) != "P2" {
 		t.Fatalf("looked up %+v, %v", a, err)
 	}
 	ask(t, decode, via, "P2", "P2 via : hello D")
 	ask(t, prefill2, "", "D", "D via "+p.url()+": hello P2")
-	_, err = decode.Request(ctxOf(t, within), via, "P", hello("D"))
+	_, err = decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D"))
 	mustBe(t, err, core.ErrAbsent)
 }
 
@@ -69,11 +69,11 @@ func TestDeadServerAndItsSuccessor(t *testing.T) {
 func TestSilentServer(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	prefill := newBus(t, Options{AgentID: "P", Server: p.Server})
+	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server})
 	serve(prefill)
 	register(t, prefill, "e")
 	px := newProxy(t, p.addr)
-	decode := newBus(t, Options{AgentID: "D", ConnectTimeout: time.Second})
+	decode := newBus(t, Options{Identity: named("D"), ConnectTimeout: time.Second})
 	target := core.Target{Bootstrap: "http://" + px.Addr().String(), EngineID: "e"}
 	_, via, err := decode.Lookup(ctxOf(t, within), target)
 	if err != nil {
@@ -81,7 +81,7 @@ func TestSilentServer(t *testing.T) {
 	}
 	px.frozen.Store(true)
 	begin := time.Now()
-	_, err = decode.Request(ctxOf(t, within), via, "P", hello("D"))
+	_, err = decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D"))
 	mustBe(t, err, core.ErrUnreachable)
 	if d := time.Since(begin); d > 5*time.Second {
 		t.Errorf("it took %v to know that the server is silent", d)
@@ -89,7 +89,7 @@ func TestSilentServer(t *testing.T) {
 	// Nothing waits for the dials that nats.go makes meanwhile.
 	for range 20 {
 		begin = time.Now()
-		_, err = decode.Request(ctxOf(t, within), via, "P", hello("D"))
+		_, err = decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D"))
 		mustBe(t, err, core.ErrUnreachable)
 		if d := time.Since(begin); d > 200*time.Millisecond {
 			t.Fatalf("a request on a broken link took %v", d)
@@ -108,7 +108,7 @@ func TestCloseWhileTheServerIsSilent(t *testing.T) {
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
 	px := newProxy(t, p.addr)
 	px.frozen.Store(true)
-	decode := newBus(t, Options{AgentID: "D", ConnectTimeout: within})
+	decode := newBus(t, Options{Identity: named("D"), ConnectTimeout: within})
 	failed := make(chan error, 1)
 	go func() {
 		_, _, err := decode.Lookup(ctxOf(t, within), core.Target{Bootstrap: "http://" + px.Addr().String()})
@@ -150,7 +150,7 @@ func TestUnreachableAddresses(t *testing.T) {
 	silent := newProxy(t, ol.Addr().String())
 	silent.frozen.Store(true)
 
-	d := newBus(t, Options{AgentID: "D", ConnectTimeout: 300 * time.Millisecond})
+	d := newBus(t, Options{Identity: named("D"), ConnectTimeout: 300 * time.Millisecond})
 	for addr, want := range map[string]string{
 		closed:                             "refused",
 		"http://" + ol.Addr().String():     "404",
@@ -189,13 +189,13 @@ func TestUnreachableAddresses(t *testing.T) {
 		return nil
 	})
 	for _, u := range []string{"http://h:1", "h", "nats://h:1,x", "nats://u:secret@", "nats://u:secret@h:%zz"} {
-		if b, err := Open(Options{AgentID: "D", ClusterURL: u}); err == nil || strings.Contains(err.Error(), "secret") {
+		if b, err := Open(Options{Identity: named("D"), ClusterURL: u}); err == nil || strings.Contains(err.Error(), "secret") {
 			t.Errorf("cluster %q: %v", u, err)
 			if err == nil {
 				closeBus(t, b)
 			}
 		}
 	}
-	_, err = Open(Options{AgentID: "D", ClusterURL: "nats://" + strings.TrimPrefix(closed, "http://")})
+	_, err = Open(Options{Identity: named("D"), ClusterURL: "nats://" + strings.TrimPrefix(closed, "http://")})
 	mustBe(t, err, core.ErrUnreachable)
 }

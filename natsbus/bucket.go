@@ -131,7 +131,7 @@ const clusterReplicas = 3
 
 func (l *link) read(ctx context.Context, key string) (record, error) {
 	r, err := l.readOnce(ctx, key)
-	if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) && ctx.Err() == nil && l.ranks.Swap(nil) != nil {
+	if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) && !unreadable(err) && ctx.Err() == nil && l.ranks.Swap(nil) != nil {
 		r, err = l.readOnce(ctx, key) // the stream may have been replaced
 	}
 	if errors.Is(err, jetstream.ErrStreamNotFound) || errors.Is(err, jetstream.ErrMsgNotFound) {

@@ -45,7 +45,7 @@ func TestBothDirectionsOverOnePort(t *testing.T) {
 func TestAtMostOnce(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	prefill := newBus(t, Options{AgentID: "P", Server: p.Server})
+	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server})
 	calls := make(chan struct{}, 100)
 	prefill.Serve(func(core.Via, *wire.Request) *wire.Reply {
 		calls <- struct{}{}
@@ -59,7 +59,7 @@ func TestAtMostOnce(t *testing.T) {
 		}
 	}
 	for range 20 {
-		if _, err := prefill.Request(ctxOf(t, within), "", "P", hello("P")); err != nil {
+		if _, err := prefill.Request(ctxOf(t, within), "", reach(prefill, "P"), hello("P")); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -77,10 +77,10 @@ func TestIPv6(t *testing.T) {
 		_ = l.Close()
 	}
 	p := newPort(t, "[::1]:0", ServerOptions{})
-	prefill := newBus(t, Options{AgentID: "P", Server: p.Server})
+	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server})
 	serve(prefill)
 	register(t, prefill, "e")
-	decode := newBus(t, Options{AgentID: "D"})
+	decode := newBus(t, Options{Identity: named("D")})
 	_, via, err := decode.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url()})
 	if err != nil {
 		t.Fatal(err)
@@ -93,7 +93,7 @@ func TestAbsentAgentIsKnownAtOnce(t *testing.T) {
 	p, _, decode, via := pair(t)
 	for i := range 20 { // also in the moment after Close
 		id := fmt.Sprint("A", i)
-		a := newBus(t, Options{AgentID: core.AgentID(id), Server: p.Server})
+		a := newBus(t, Options{Identity: named(id), Server: p.Server})
 		serve(a)
 		register(t, a, id)
 		ask(t, decode, via, core.AgentID(id), id+" via : hello D")
@@ -115,9 +115,9 @@ func TestHandlerPanic(t *testing.T) {
 	var told []any
 	safe.SetHandler(func(_ string, cause any, _ []byte) { mu.Lock(); told = append(told, cause); mu.Unlock() })
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	b := newBus(t, Options{AgentID: "P", Server: p.Server})
+	b := newBus(t, Options{Identity: named("P"), Server: p.Server})
 	b.Serve(func(_ core.Via, req *wire.Request) *wire.Reply {
-		switch req.From {
+		switch nick(req.Hello.ID) {
 		case "panic":
 			panic("boom")
 		case "nil":
@@ -126,7 +126,7 @@ func TestHandlerPanic(t *testing.T) {
 		return &wire.Reply{Reason: strings.Repeat("ü", 600)} // over the limit
 	})
 	for range 2 * maxHandlers { // a panic gives its place back
-		r, err := b.Request(ctxOf(t, within), "", "P", hello("panic"))
+		r, err := b.Request(ctxOf(t, within), "", reach(b, "P"), hello("panic"))
 		if err != nil || r.Code != int(core.Failed) {
 			t.Fatalf("%+v, %v", r, err)
 		}
@@ -136,10 +136,10 @@ func TestHandlerPanic(t *testing.T) {
 		t.Errorf("told of %v", told)
 	}
 	mu.Unlock()
-	if r, err := b.Request(ctxOf(t, within), "", "P", hello("nil")); err != nil || r.Code != int(core.Failed) {
+	if r, err := b.Request(ctxOf(t, within), "", reach(b, "P"), hello("nil")); err != nil || r.Code != int(core.Failed) {
 		t.Errorf("%+v, %v", r, err)
 	}
-	if r, err := b.Request(ctxOf(t, within), "", "P", hello("long")); err != nil || r.Code != 0 || len(r.Reason) != 1024 {
+	if r, err := b.Request(ctxOf(t, within), "", reach(b, "P"), hello("long")); err != nil || r.Code != 0 || len(r.Reason) != 1024 {
 		t.Errorf("%+v, %v", r, err)
 	}
 }
@@ -147,13 +147,13 @@ func TestHandlerPanic(t *testing.T) {
 func TestOverload(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	b := newBus(t, Options{AgentID: "P", Server: p.Server})
+	b := newBus(t, Options{Identity: named("P"), Server: p.Server})
 	running, hold := make(chan struct{}, maxHandlers), make(chan struct{})
 	b.Serve(func(core.Via, *wire.Request) *wire.Reply { running <- struct{}{}; <-hold; return &wire.Reply{} })
 	var wg sync.WaitGroup
 	for range maxHandlers {
 		wg.Go(func() {
-			if r, err := b.Request(ctxOf(t, within), "", "P", hello("D")); err != nil || r.Code != 0 {
+			if r, err := b.Request(ctxOf(t, within), "", reach(b, "P"), hello("D")); err != nil || r.Code != 0 {
 				t.Errorf("%+v, %v", r, err)
 			}
 		})
@@ -161,7 +161,7 @@ func TestOverload(t *testing.T) {
 	for range maxHandlers {
 		<-running
 	}
-	r, err := b.Request(ctxOf(t, within), "", "P", hello("D"))
+	r, err := b.Request(ctxOf(t, within), "", reach(b, "P"), hello("D"))
 	if err != nil || r.Code != int(core.Refused) || !strings.Contains(r.Reason, "overloaded") {
 		t.Errorf("%+v, %v", r, err)
 	}
@@ -173,17 +173,17 @@ func TestOverload(t *testing.T) {
 func TestCloseIsBounded(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	prefill, err := Open(Options{AgentID: "P", Server: p.Server})
+	prefill, err := Open(Options{Identity: named("P"), Server: p.Server})
 	if err != nil {
 		t.Fatal(err)
 	}
 	running, hold := make(chan struct{}), make(chan struct{})
 	prefill.Serve(func(core.Via, *wire.Request) *wire.Reply { running <- struct{}{}; <-hold; return &wire.Reply{} })
-	d := newBus(t, Options{AgentID: "D", Server: p.Server})
+	d := newBus(t, Options{Identity: named("D"), Server: p.Server})
 	ctx, cancel := context.WithCancel(context.Background())
 	failed := make(chan error, 1)
 	go func() {
-		_, err := d.Request(ctx, "", "P", hello("D"))
+		_, err := d.Request(ctx, "", reach(d, "P"), hello("D"))
 		failed <- err
 	}()
 	<-running
@@ -200,13 +200,13 @@ func TestOversized(t *testing.T) {
 	for range 9 << 10 {
 		req.Hello.Shapes = append(req.Hello.Shapes, wire.Shape{Name: strings.Repeat("x", 1024)})
 	}
-	_, err := decode.Request(ctxOf(t, within), via, "P", req)
+	_, err := decode.Request(ctxOf(t, within), via, reach(decode, "P"), req)
 	if err == nil || !strings.Contains(err.Error(), "8388608") {
 		t.Fatalf("error %v names no limit", err)
 	}
 	// One that the server carries and the receiver refuses.
 	req.Hello.Shapes = req.Hello.Shapes[:4<<10]
-	r, err := decode.Request(ctxOf(t, within), via, "P", req)
+	r, err := decode.Request(ctxOf(t, within), via, reach(decode, "P"), req)
 	if err != nil || r.Code != int(core.Refused) || !strings.Contains(r.Reason, "region name") {
 		t.Fatalf("%+v, %v", r, err)
 	}
@@ -214,7 +214,7 @@ func TestOversized(t *testing.T) {
 		req.Hello.Shapes[i].Name = strings.Repeat("x", 256)
 	}
 	ask(t, decode, via, "P", "P via : hello D")
-	if r, err := decode.Request(ctxOf(t, within), via, "P", req); err != nil || r.Code != 0 {
+	if r, err := decode.Request(ctxOf(t, within), via, reach(decode, "P"), req); err != nil || r.Code != 0 {
 		t.Fatalf("%+v, %v", r, err)
 	}
 }
@@ -224,7 +224,7 @@ func TestGarbage(t *testing.T) {
 	_, prefill, decode, via := pair(t)
 	nc := prefill.homeLink().nc
 	for _, garbage := range []string{"", "garbage", "\x81", "\xff\xff\xff\xff", "\xdd\xff\xff\xff\xff", string(make([]byte, 1<<20))} {
-		m, err := nc.RequestWithContext(ctxOf(t, within), subject("P"), []byte(garbage))
+		m, err := nc.RequestWithContext(ctxOf(t, within), subject(named("P").ID(), "x"), []byte(garbage))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -232,29 +232,25 @@ func TestGarbage(t *testing.T) {
 		if err := wire.Decode(m.Data, &r); err != nil || r.Code != int(core.Refused) || r.Reason == "" {
 			t.Errorf("%.10q: %+v, %v", garbage, r, err)
 		}
-		if err := nc.Publish(subject("P"), []byte(garbage)); err != nil { // nobody to answer
+		if err := nc.Publish(subject(named("P").ID(), "x"), []byte(garbage)); err != nil { // nobody to answer
 			t.Fatal(err)
 		}
 	}
 	ask(t, decode, via, "P", "P via : hello D")
 
 	// A garbled reply is an error, not a reply.
-	sub, err := nc.QueueSubscribe(subject("G"), "agent", garble)
+	sub, err := nc.QueueSubscribe(subject(named("G").ID(), "*"), "agent", garble)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = sub.Unsubscribe() }()
-	if r, err := prefill.Request(ctxOf(t, within), "", "G", hello("P")); err == nil {
+	if r, err := prefill.Request(ctxOf(t, within), "", reach(prefill, "G"), hello("P")); err == nil {
 		t.Errorf("garbage is read as %+v", r)
 	}
 	// Ids that would reach other subjects.
 	for _, id := range []core.AgentID{"", ">", "*", "a.b", "a b", "a\r\nPUB x 0\r\n"} {
 		if _, err := prefill.Request(ctxOf(t, within), "", id, hello("P")); err == nil || errors.Is(err, core.ErrAbsent) {
 			t.Errorf("request to %q: %v", string(id), err)
-		}
-		if b, err := Open(Options{AgentID: id}); err == nil {
-			t.Errorf("opened as %q", string(id))
-			closeBus(t, b)
 		}
 	}
 	// An entry of the registry that is none.
@@ -274,10 +270,10 @@ func TestClosedBus(t *testing.T) {
 	if _, _, err := decode.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url()}); !errors.Is(err, errClosed) {
 		t.Errorf("lookup: %v", err)
 	}
-	if _, err := decode.Request(ctxOf(t, within), via, "P", hello("D")); !errors.Is(err, errClosed) {
+	if _, err := decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D")); !errors.Is(err, errClosed) {
 		t.Errorf("request: %v", err)
 	}
-	_, err := prefill.Request(ctxOf(t, within), "", "D", hello("P"))
+	_, err := prefill.Request(ctxOf(t, within), "", reach(prefill, "D"), hello("P"))
 	mustBe(t, err, core.ErrAbsent)
 	p.stop()
 	if _, err := os.Stat(p.store.dir); !os.IsNotExist(err) {

@@ -14,8 +14,8 @@ var errServerClosed = errors.New("the embedded nats server is closed")
 
 // upgraded is one HTTP connection that has become a NATS connection.
 type upgraded struct {
-	peer, server net.Conn
-	in           bool // the server has let the client in; guarded by clients.mu
+	peer, server net.Conn // guarded by clients.mu until both are there
+	in           bool     // the client has proved itself; guarded by clients.mu
 }
 
 func (u *upgraded) close() {
@@ -65,14 +65,12 @@ func (c *clients) connected(u *upgraded, peer, inside net.Conn) bool {
 
 // letIn counts a connection that has proved itself. Connections that have not done so
 // cannot take the places of clients.
-func (c *clients) letIn(u *upgraded) {
+func (c *clients) letIn(u *upgraded) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	u.in = true
 	c.in++
-	if c.in > c.max { // several were in the handshake for the last place
-		u.close()
-	}
+	return c.in <= c.max // several may have been in the handshake for the last place
 }
 
 func (c *clients) dismiss(u *upgraded) {

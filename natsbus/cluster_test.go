@@ -29,10 +29,11 @@ type pump struct {
 func newPump(t testing.TB, b *Bus, to core.AgentID, bound time.Duration) *pump {
 	ctx, stop := context.WithCancel(context.Background())
 	p := &pump{stop: stop}
+	to = reach(b, string(to))
 	p.wg.Go(func() {
 		for ctx.Err() == nil {
 			asked, cancel := context.WithTimeout(ctx, bound)
-			_, err := b.Request(asked, "", to, hello(string(b.opt.AgentID)))
+			_, err := b.Request(asked, "", to, hello(string(b.opt.Identity.ID())))
 			cancel()
 			p.mu.Lock()
 			switch {
@@ -64,7 +65,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	leaktest.Check(t)
 	c := nettest.NewNATSTrio(t)
 	const ttl = 20 * time.Second
-	boot := newBus(t, Options{AgentID: "boot", ClusterURL: c.URLs(), TTL: ttl})
+	boot := newBus(t, Options{Identity: named("boot"), ClusterURL: c.URLs(), TTL: ttl})
 	if err := boot.Register(ctxOf(t, nettest.ElectionBound), agent("boot", "boot")); err != nil {
 		t.Fatal(err)
 	}
@@ -72,16 +73,16 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 
 	// P and D are at the servers that stay, K is at the one that goes. Each knows
 	// one URL; they find the others by themselves.
-	prefill := newBus(t, Options{AgentID: "P", ClusterURL: others[0].URL(), TTL: ttl})
+	prefill := newBus(t, Options{Identity: named("P"), ClusterURL: others[0].URL(), TTL: ttl})
 	serve(prefill)
 	register(t, prefill, "e")
-	decode := newBus(t, Options{AgentID: "D", ClusterURL: others[1].URL()})
+	decode := newBus(t, Options{Identity: named("D"), ClusterURL: others[1].URL()})
 	serve(decode)
-	kept := newBus(t, Options{AgentID: "K", ClusterURL: leader.URL()})
+	kept := newBus(t, Options{Identity: named("K"), ClusterURL: leader.URL()})
 	serve(kept)
 	target := core.Target{Bootstrap: "http://not-used:1", EngineID: "e"}
 	for _, b := range []*Bus{decode, kept} {
-		if a, _, err := b.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || a.ID != "P" {
+		if a, _, err := b.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || nick(a.ID) != "P" {
 			t.Fatalf("%+v, %v", a, err)
 		}
 	}
@@ -95,12 +96,12 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 
 	// At once: P is found by who knows it and by who comes new, though nobody
 	// leads the registry.
-	if a, _, err := decode.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || a.ID != "P" {
+	if a, _, err := decode.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || nick(a.ID) != "P" {
 		t.Fatalf("%+v, %v", a, err)
 	}
-	fresh := newBus(t, Options{AgentID: "N", ClusterURL: c.URLs()})
+	fresh := newBus(t, Options{Identity: named("N"), ClusterURL: c.URLs()})
 	serve(fresh)
-	if a, _, err := fresh.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || a.ID != "P" {
+	if a, _, err := fresh.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || nick(a.ID) != "P" {
 		t.Fatalf("%+v, %v", a, err)
 	}
 	ask(t, fresh, "", "P", "P via : hello N")
@@ -111,7 +112,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	}
 
 	// A new prefill agent waits for the election.
-	second := newBus(t, Options{AgentID: "P2", ClusterURL: c.URLs(), TTL: ttl})
+	second := newBus(t, Options{Identity: named("P2"), ClusterURL: c.URLs(), TTL: ttl})
 	serve(second)
 	if err := second.Register(ctxOf(t, nettest.ElectionBound), agent("P2", "e2")); err != nil {
 		t.Fatal(err)
@@ -119,7 +120,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	t.Logf("a new agent is registered %v after the kill", time.Since(killed).Round(100*time.Millisecond))
 	// The entry does not expire, before or after the election.
 	for time.Since(killed) < ttl+5*time.Second {
-		if a, _, err := decode.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || a.ID != "P" {
+		if a, _, err := decode.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || nick(a.ID) != "P" {
 			t.Fatalf("%v after the kill: %+v, %v", time.Since(killed), a, err)
 		}
 		time.Sleep(100 * time.Millisecond) // a poll of another process's state
@@ -155,15 +156,15 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 		begin := time.Now()
 		for {
 			a, _, err := who.Lookup(ctxOf(t, nettest.ElectionBound), target)
-			if err == nil && a.ID == "P" {
+			if err == nil && nick(a.ID) == "P" {
 				break
 			}
 			if !errors.Is(err, core.ErrUnreachable) || time.Since(begin) > nettest.ElectionBound {
-				t.Fatalf("%s: %+v, %v", who.opt.AgentID, a, err)
+				t.Fatalf("%s: %+v, %v", nick(who.opt.Identity.ID()), a, err)
 			}
 		}
 	}
-	third := newBus(t, Options{AgentID: "P3", ClusterURL: c.URLs(), TTL: ttl})
+	third := newBus(t, Options{Identity: named("P3"), ClusterURL: c.URLs(), TTL: ttl})
 	serve(third)
 	if err := third.Register(ctxOf(t, nettest.ElectionBound), agent("P3", "e3")); err != nil {
 		t.Fatal(err)
@@ -181,7 +182,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 func TestReplicas(t *testing.T) {
 	leaktest.Check(t)
 	c := nettest.NewNATS(t)
-	b := newBus(t, Options{AgentID: "P", ClusterURL: c.URL()})
+	b := newBus(t, Options{Identity: named("P"), ClusterURL: c.URL()})
 	serve(b)
 	register(t, b, "e")
 	if info, err := b.homeLink().js.Stream(ctxOf(t, within), stream); err != nil || info.CachedInfo().Config.Replicas != 1 {
@@ -190,7 +191,7 @@ func TestReplicas(t *testing.T) {
 	if err := b.homeLink().js.DeleteStream(ctxOf(t, within), stream); err != nil {
 		t.Fatal(err)
 	}
-	three := newBus(t, Options{AgentID: "Q", ClusterURL: c.URL(), Replicas: 3})
+	three := newBus(t, Options{Identity: named("Q"), ClusterURL: c.URL(), Replicas: 3})
 	if err := three.Register(ctxOf(t, within), agent("Q", "q")); err == nil || !strings.Contains(err.Error(), "nats_replicas") {
 		t.Errorf("3 replicas on one server: %v", err)
 	}
@@ -213,7 +214,7 @@ func TestClusterByTLSAndNKey(t *testing.T) {
 	secure := ca.Client()
 	secure.Certificates = ca.Server(time.Now().Add(time.Hour), "client").Certificates
 	for what, u := range map[string]string{"tls": "tls://" + c.Addr(), "nats": c.URL()} {
-		b := newBus(t, Options{AgentID: core.AgentID(what), ClusterURL: u, Token: "right", TLS: secure})
+		b := newBus(t, Options{Identity: named(what), ClusterURL: u, Token: "right", TLS: secure})
 		b.Serve(func(core.Via, *wire.Request) *wire.Reply { return &wire.Reply{} })
 		register(t, b, what)
 	}
@@ -225,7 +226,7 @@ func TestClusterByTLSAndNKey(t *testing.T) {
 		"no certificate":    {Options{Token: "right", TLS: ca.Client()}, ""},
 		"wrong token":       {Options{Token: "wrong", TLS: secure}, "nats_token"},
 	} {
-		w.opt.AgentID, w.opt.ClusterURL, w.opt.ConnectTimeout = "D", "tls://"+c.Addr(), within
+		w.opt.Identity, w.opt.ClusterURL, w.opt.ConnectTimeout = named("D"), "tls://"+c.Addr(), within
 		b, err := Open(w.opt)
 		if err == nil {
 			closeBus(t, b)
@@ -235,7 +236,7 @@ func TestClusterByTLSAndNKey(t *testing.T) {
 		}
 	}
 	plain := nettest.NewNATS(t)
-	if _, err := Open(Options{AgentID: "D", ClusterURL: "tls://" + plain.Addr(), TLS: secure}); err == nil || !strings.Contains(err.Error(), "no TLS") {
+	if _, err := Open(Options{Identity: named("D"), ClusterURL: "tls://" + plain.Addr(), TLS: secure}); err == nil || !strings.Contains(err.Error(), "no TLS") {
 		t.Errorf("tls:// to a plain server: %v", err)
 	}
 }
@@ -245,10 +246,10 @@ func TestClusterUsersWithLeastPermissions(t *testing.T) {
 	leaktest.Check(t)
 	pSeed, pKey := newNKey(t)
 	dSeed, dKey := newNKey(t)
-	const all = `"kvconn.v1.agent.*", "$JS.API.STREAM.INFO.KV_kvconn_ranks", "$JS.API.STREAM.MSG.GET.KV_kvconn_ranks", "$JS.API.DIRECT.GET.KV_kvconn_ranks.>"`
+	const all = `"kvconn.v1.agent.*.*", "$JS.API.STREAM.INFO.KV_kvconn_ranks", "$JS.API.STREAM.MSG.GET.KV_kvconn_ranks", "$JS.API.DIRECT.GET.KV_kvconn_ranks.>"`
 	const prefills = all + `, "$KV.kvconn_ranks.>", "$JS.API.INFO", "$JS.API.STREAM.CREATE.KV_kvconn_ranks"`
 	user := func(key, publish string) string {
-		return fmt.Sprintf("{ nkey: %s, permissions: { publish: [%s], subscribe: [\"kvconn.v1.agent.*\", \"_INBOX.>\"], allow_responses: true } }\n", key, publish)
+		return fmt.Sprintf("{ nkey: %s, permissions: { publish: [%s], subscribe: [\"kvconn.v1.agent.*.*\", \"_INBOX.>\"], allow_responses: true } }\n", key, publish)
 	}
 	conf := filepath.Join(t.TempDir(), "nats.conf")
 	if err := os.WriteFile(conf, []byte("authorization { users: [\n"+user(pKey, prefills)+user(dKey, all)+"] }\n"), 0o600); err != nil {
@@ -256,10 +257,10 @@ func TestClusterUsersWithLeastPermissions(t *testing.T) {
 	}
 	c := nettest.NewNATS(t, "-c", conf)
 	log, logs := observed()
-	prefill := newBus(t, Options{AgentID: "P", ClusterURL: c.URL(), Seed: pSeed, Logger: log})
+	prefill := newBus(t, Options{Identity: named("P"), ClusterURL: c.URL(), Seed: pSeed, Logger: log})
 	serve(prefill)
 	register(t, prefill, "e")
-	decode := newBus(t, Options{AgentID: "D", ClusterURL: c.URL(), Seed: dSeed, Logger: log})
+	decode := newBus(t, Options{Identity: named("D"), ClusterURL: c.URL(), Seed: dSeed, Logger: log})
 	serve(decode)
 	for _, engine := range []string{"e", ""} {
 		if _, _, err := decode.Lookup(ctxOf(t, within), core.Target{EngineID: engine}); err != nil {
@@ -268,7 +269,7 @@ func TestClusterUsersWithLeastPermissions(t *testing.T) {
 	}
 	ask(t, decode, "", "P", "P via : hello D")
 	ask(t, prefill, "", "D", "D via : hello P")
-	_, err := Open(Options{AgentID: "X", ClusterURL: c.URL()})
+	_, err := Open(Options{Identity: named("X"), ClusterURL: c.URL()})
 	mustBe(t, err, core.ErrUnreachable)
 	closeBus(t, prefill)
 	_, _, err = decode.Lookup(ctxOf(t, within), core.Target{EngineID: "e"})
@@ -285,20 +286,20 @@ func TestNewcomerAsksNoLeader(t *testing.T) {
 	pSeed, pKey := newNKey(t)
 	dSeed, dKey := newNKey(t)
 	conf := filepath.Join(t.TempDir(), "nats.conf")
-	users := fmt.Sprintf("authorization { users: [ { nkey: %s }, { nkey: %s, permissions: { publish: [\"kvconn.v1.agent.*\", \"$JS.API.DIRECT.GET.KV_kvconn_ranks.>\"] } } ] }\n", pKey, dKey)
+	users := fmt.Sprintf("authorization { users: [ { nkey: %s }, { nkey: %s, permissions: { publish: [\"kvconn.v1.agent.*.*\", \"$JS.API.DIRECT.GET.KV_kvconn_ranks.>\"] } } ] }\n", pKey, dKey)
 	if err := os.WriteFile(conf, []byte(users), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	c := nettest.NewNATS(t, "-c", conf)
-	decode := newBus(t, Options{AgentID: "D", ClusterURL: c.URL(), Seed: dSeed})
+	decode := newBus(t, Options{Identity: named("D"), ClusterURL: c.URL(), Seed: dSeed})
 	serve(decode)
 	target := core.Target{EngineID: "e"}
 	_, _, err := decode.Lookup(ctxOf(t, 500*time.Millisecond), target) // no registry yet
 	mustBe(t, err, core.ErrUnreachable)
-	prefill := newBus(t, Options{AgentID: "P", ClusterURL: c.URL(), Seed: pSeed})
+	prefill := newBus(t, Options{Identity: named("P"), ClusterURL: c.URL(), Seed: pSeed})
 	serve(prefill)
 	register(t, prefill, "e")
-	if a, _, err := decode.Lookup(ctxOf(t, within), target); err != nil || a.ID != "P" {
+	if a, _, err := decode.Lookup(ctxOf(t, within), target); err != nil || nick(a.ID) != "P" {
 		t.Fatalf("%+v, %v", a, err)
 	}
 	ask(t, decode, "", "P", "P via : hello D")
@@ -313,25 +314,25 @@ func proven(err error) bool { return errors.Is(err, core.ErrAbsent) && !errors.I
 func TestCluster(t *testing.T) {
 	leaktest.Check(t)
 	c := nettest.NewNATS(t, "--auth", "right")
-	prefill := newBus(t, Options{AgentID: "P", ClusterURL: c.URL(), Token: "right", TTL: time.Minute}) // no renewal but that of the return
+	prefill := newBus(t, Options{Identity: named("P"), ClusterURL: c.URL(), Token: "right", TTL: time.Minute}) // no renewal but that of the return
 	serve(prefill)
 	register(t, prefill, "e")
-	decode := newBus(t, Options{AgentID: "D", ClusterURL: c.URL(), Token: "right"})
+	decode := newBus(t, Options{Identity: named("D"), ClusterURL: c.URL(), Token: "right"})
 	serve(decode)
 	target := core.Target{Bootstrap: "http://not-used:1", EngineID: "e"}
 	a, via, err := decode.Lookup(ctxOf(t, within), target)
-	if err != nil || a.ID != "P" || via != "" {
+	if err != nil || nick(a.ID) != "P" || via != "" {
 		t.Fatalf("%+v via %q: %v", a, via, err)
 	}
 	ask(t, decode, "", "P", "P via : hello D")
 	ask(t, prefill, "", "D", "D via : hello P")
-	_, err = Open(Options{AgentID: "X", ClusterURL: c.URL(), Token: "wrong"})
+	_, err = Open(Options{Identity: named("X"), ClusterURL: c.URL(), Token: "wrong"})
 	mustBe(t, err, core.ErrUnreachable)
 
 	c.Kill()
 	_, _, err = decode.Lookup(ctxOf(t, 200*time.Millisecond), target)
 	mustBe(t, err, core.ErrUnreachable)
-	_, err = decode.Request(ctxOf(t, within), "", "P", hello("D"))
+	_, err = decode.Request(ctxOf(t, within), "", reach(decode, "P"), hello("D"))
 	mustBe(t, err, core.ErrUnreachable)
 
 	c.Start() // with nothing of what it knew
@@ -343,6 +344,6 @@ func TestCluster(t *testing.T) {
 	closeBus(t, prefill)
 	_, _, err = decode.Lookup(ctxOf(t, within), target)
 	mustBe(t, err, core.ErrNotRegistered)
-	_, err = decode.Request(ctxOf(t, within), "", "P", hello("D"))
+	_, err = decode.Request(ctxOf(t, within), "", reach(decode, "P"), hello("D"))
 	mustBe(t, err, core.ErrAbsent)
 }

@@ -15,14 +15,24 @@ import (
 func connect(bus *common, to endpoint) (*link, error) {
 	opt := &bus.opt
 	l := &link{bus: bus, endpoint: to, dial: newDialer(opt.ConnectTimeout, to.open),
-		gone: make(chan struct{}), up: make(chan struct{}), used: time.Now()}
+		gone: make(chan struct{}), up: make(chan struct{}), used: time.Now(), made: time.Now()}
 	l.dial.bare = to.kind != clusterLink
 	l.session, l.broke = context.WithCancel(context.Background())
 	l.since = time.Now()
 	close(l.up)
-	inbox := randomName()
+	stop := context.AfterFunc(bus.ctx, l.dial.abort)
+	defer stop()
+	l.id = opt.Identity.ID()
+	if to.entrance != nil { // the first connection decides about the id
+		if err := l.dial.prepare(); err != nil {
+			l.broke()
+			l.dial.abort()
+			return nil, unreachable(to.name, explain(err))
+		}
+		l.id = to.entrance.id()
+	}
 	opts := []nats.Option{
-		nats.Name(clientName + " " + string(opt.AgentID) + " " + inbox), nats.CustomInboxPrefix(inboxPrefix(inbox)),
+		nats.Name(clientName + string(l.id)), nats.CustomInboxPrefix(inboxOf(l.id) + "." + randomName()),
 		nats.SetCustomDialer(l.dial), nats.SkipHostLookup(), nats.Timeout(opt.ConnectTimeout),
 		nats.PingInterval(linkPing), nats.MaxPingsOutstanding(2), nats.FlusherTimeout(writeWait),
 		nats.MaxReconnects(-1), nats.CustomReconnectDelay(l.delay),
@@ -41,11 +51,10 @@ func connect(bus *common, to endpoint) (*link, error) {
 	}
 	proof, err := opt.credentials(to.kind)
 	if err != nil {
+		l.broke()
 		return nil, fmt.Errorf("natsbus: %w", err)
 	}
 	opts = append(opts, proof...)
-	stop := context.AfterFunc(bus.ctx, l.dial.abort)
-	defer stop()
 	nc, err := nats.Connect(to.urls, opts...)
 	for end := time.Now().Add(opt.ConnectTimeout); err != nil && interrupted(err) && time.Now().Before(end); {
 		nc, err = nats.Connect(to.urls, opts...)
@@ -70,11 +79,13 @@ func connect(bus *common, to endpoint) (*link, error) {
 // nats.go has no type for that error.
 func interrupted(err error) bool { return strings.Contains(err.Error(), "expected 'PONG', got 'PING'") }
 
-// credentials prove this agent's identity on a link.
+// credentials are what nats.go shows to a server.
 func (o *Options) credentials(kind linkKind) ([]nats.Option, error) {
 	switch {
 	case kind == homeLink:
-		return []nats.Option{nats.UserInfo(homeUser, o.Server.gate.secret)}, nil
+		return []nats.Option{nats.UserInfo(homeUser, o.Server.gate.home)}, nil
+	case kind != clusterLink: // the entrance proves it
+		return nil, nil
 	case o.Seed != "":
 		key, public, err := seedKey(o.Seed)
 		if err != nil {
@@ -83,12 +94,6 @@ func (o *Options) credentials(kind linkKind) ([]nats.Option, error) {
 		return []nats.Option{nats.Nkey(public, key.Sign)}, nil
 	case o.Token == "":
 		return nil, nil
-	case kind == clusterLink: // a cluster's servers know the token, not its key
-		return []nats.Option{nats.Token(o.Token)}, nil
 	}
-	key, public, err := tokenKey(o.Token)
-	if err != nil {
-		return nil, err
-	}
-	return []nats.Option{nats.Nkey(public, key.Sign)}, nil
+	return []nats.Option{nats.Token(o.Token)}, nil
 }

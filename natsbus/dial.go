@@ -32,6 +32,7 @@ type dialer struct {
 
 	mu      sync.Mutex
 	aborted bool
+	ready   net.Conn // made before nats.go asks for one
 	last    net.Conn
 	err     error // of the last Dial; nats.Connect does not tell all of them
 }
@@ -45,6 +46,13 @@ func newDialer(timeout time.Duration, open func(ctx context.Context) (net.Conn, 
 // Dial implements nats.CustomDialer. The way is the dialer's own; addr is the
 // address of one server of a cluster.
 func (d *dialer) Dial(_, addr string) (net.Conn, error) {
+	d.mu.Lock()
+	ready := d.ready
+	d.ready = nil
+	d.mu.Unlock()
+	if ready != nil {
+		return ready, nil
+	}
 	ctx, cancel := context.WithTimeout(d.ctx, d.timeout)
 	defer cancel()
 	conn, err := d.open(context.WithValue(ctx, addrKey{}, addr))
@@ -59,6 +67,18 @@ func (d *dialer) Dial(_, addr string) (net.Conn, error) {
 	}
 	d.last = conn
 	return conn, nil
+}
+
+// prepare makes the connection that the first Dial returns.
+func (d *dialer) prepare() error {
+	conn, err := d.Dial("", "")
+	if err != nil {
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.ready = conn
+	return nil
 }
 
 // SkipTLSHandshake tells nats.go whether it may follow a server that wants TLS.
@@ -90,10 +110,10 @@ func dialTCP(ctx context.Context) (net.Conn, error) {
 
 // dialUpgrade returns a function that connects to the control plane behind a bootstrap
 // port, with TLS if secure is not nil.
-func dialUpgrade(at Address, secure *tls.Config, control Control) func(context.Context) (net.Conn, error) {
+func dialUpgrade(at Address, secure *tls.Config, control Control, e *entrance) func(context.Context) (net.Conn, error) {
 	return func(ctx context.Context) (net.Conn, error) {
 		for {
-			conn, err := dialOnce(ctx, at, secure, control)
+			conn, err := dialOnce(ctx, at, secure, control, e)
 			// A burst of agents is let in one after another.
 			if !errors.Is(err, errBusy) || pause(ctx, busyPause+rand.N(busyPause)) != nil {
 				return conn, err
@@ -104,7 +124,7 @@ func dialUpgrade(at Address, secure *tls.Config, control Control) func(context.C
 
 const busyPause = 50 * time.Millisecond
 
-func dialOnce(ctx context.Context, at Address, secure *tls.Config, control Control) (net.Conn, error) {
+func dialOnce(ctx context.Context, at Address, secure *tls.Config, control Control, e *entrance) (net.Conn, error) {
 	nd := net.Dialer{Control: control}
 	conn, err := nd.DialContext(ctx, "tcp", at.Host)
 	if err != nil {
@@ -112,6 +132,9 @@ func dialOnce(ctx context.Context, at Address, secure *tls.Config, control Contr
 	}
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	up, err := upgradeOver(ctx, conn, at, secure)
+	if err == nil {
+		up, err = e.enter(ctx, up)
+	}
 	if !stop() && err == nil {
 		err = ctx.Err() // the deadline is set, or about to be
 	}
@@ -177,40 +200,7 @@ func clientUpgrade(conn net.Conn, host string) (net.Conn, error) {
 		return nil, fmt.Errorf("GET %s upgrades to %.200q, not to %s", Path, resp.Header.Get("Upgrade"), protocol)
 	}
 	limited.N = math.MaxInt64
-	return &upgradedConn{Conn: conn, r: br}, nil
-}
-
-// upgradedConn first reads the bytes that came in one packet with the HTTP answer. Its
-// guard sees all bytes before the caller does.
-type upgradedConn struct {
-	net.Conn
-	r       *bufio.Reader // nil when it is empty
-	guard   guard
-	refused error
-}
-
-// Close ends the connection at once.
-func (c *upgradedConn) Close() error { return hangUp(c.Conn) }
-
-func (c *upgradedConn) Read(b []byte) (int, error) {
-	if c.refused != nil {
-		return 0, c.refused
-	}
-	n, err := c.next(b)
-	if c.refused = c.guard.check(b[:n]); c.refused != nil {
-		return 0, c.refused
-	}
-	return n, err
-}
-
-func (c *upgradedConn) next(b []byte) (int, error) {
-	if c.r != nil {
-		if c.r.Buffered() > 0 {
-			return c.r.Read(b)
-		}
-		c.r = nil
-	}
-	return c.Conn.Read(b)
+	return &headConn{Conn: conn, r: br}, nil
 }
 
 func tlsError(err error) bool {

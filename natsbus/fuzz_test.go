@@ -8,7 +8,8 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"slices"
+	"regexp"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -88,9 +89,6 @@ func FuzzUpgradeAnswer(f *testing.F) {
 			return
 		}
 		rest, err := io.ReadAll(conn)
-		if conn.(*upgradedConn).refused != nil {
-			return // FuzzServer is about these
-		}
 		head := bytes.Index(text, []byte("\n\r\n"))
 		if bare := bytes.Index(text, []byte("\n\n")); bare >= 0 && (head < 0 || bare < head) {
 			head = bare - 1
@@ -117,7 +115,7 @@ func FuzzServer(f *testing.F) {
 		h := &hostile{text: append([]byte("INFO {\"max_payload\":1048576,\"headers\":true}\r\nPONG\r\n"), text...)}
 		closed := make(chan struct{})
 		alloctest.Bound(t, 2*maxPayload, func() {
-			nc, err := nats.Connect("nats://h:1", nats.SetCustomDialer(dialTo{&upgradedConn{Conn: h}}), nats.SkipHostLookup(), nats.NoReconnect(),
+			nc, err := nats.Connect("nats://h:1", nats.SetCustomDialer(dialTo{&guardedConn{Conn: h}}), nats.SkipHostLookup(), nats.NoReconnect(),
 				nats.IgnoreDiscoveredServers(), nats.ClosedHandler(func(*nats.Conn) { close(closed) }), nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) {}))
 			if err != nil {
 				return
@@ -201,39 +199,6 @@ func FuzzUpgradeRequest(f *testing.F) {
 		defer p.clients.mu.Unlock()
 		if len(p.clients.conns) != 0 || p.clients.in != 0 {
 			t.Fatalf("%d connections, %d clients are left", len(p.clients.conns), p.clients.in)
-		}
-	})
-}
-
-// FuzzHandshake: the server's words reach the client as they are; who was let in
-// is the same in whatever pieces they come; and what is kept of them is little.
-func FuzzHandshake(f *testing.F) {
-	for _, s := range []string{"INFO {}\r\nPING\r\nPONG\r\n", "INFO {}\r\n+OK\r\n", "INFO {}\r\n-ERR 'Authorization Violation'\r\n", "INFO {}\r\nPING\r\n-ERR " + strings.Repeat("x", 1000), "INFO", "\n-", "\nPING\r\r\n"} {
-		f.Add([]byte(s), byte(1))
-		f.Add([]byte(s), byte(7))
-	}
-	f.Fuzz(func(t *testing.T, text []byte, step byte) {
-		run := func(step int) (*handshake, []byte, int) {
-			var out bytes.Buffer
-			calls := 0
-			h := &handshake{w: &out, done: func() { calls++ }}
-			for part := range slices.Chunk(text, step) {
-				if n, err := h.Write(part); n != len(part) || err != nil {
-					t.Fatal(n, err)
-				}
-			}
-			return h, out.Bytes(), calls
-		}
-		whole, out, calls := run(max(len(text), 1))
-		pieces, out2, calls2 := run(int(step) + 1)
-		if !bytes.Equal(out, text) || !bytes.Equal(out2, text) {
-			t.Errorf("%q becomes %q and %q", text, out, out2)
-		}
-		if whole.in != pieces.in || whole.refusal() != pieces.refusal() || calls != calls2 || (calls == 1) != whole.in || calls > 1 {
-			t.Errorf("%q: in %v with %d calls, %q; in pieces %v with %d, %q", text, whole.in, calls, whole.refusal(), pieces.in, calls2, pieces.refusal())
-		}
-		if len(whole.head) > len(pingLine) || whole.final.Len() > maxRefusal {
-			t.Errorf("%d and %d bytes are kept", len(whole.head), whole.final.Len())
 		}
 	})
 }
@@ -323,7 +288,7 @@ func FuzzRequest(f *testing.F) {
 	f.Add(msgp.AppendArrayHeader([]byte("\x82\xa1k\x04\xa1x"), 4096))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		called := false
-		b := &Bus{common: common{opt: Options{AgentID: "A"}}}
+		b := &Bus{common: common{opt: Options{Identity: named("A")}}}
 		h := core.Handler(func(_ core.Via, r *wire.Request) *wire.Reply {
 			called = true
 			if r.Kind == wire.KindRenew {
@@ -337,8 +302,9 @@ func FuzzRequest(f *testing.F) {
 			bound = 9 << 20
 		}
 		var rep *wire.Reply
-		alloctest.Bound(t, bound, func() { rep = b.handle("via", data) })
-		if valid := wire.Decode(data, new(wire.Request)) == nil; called != valid || rep == nil || !valid && rep.Code != int(core.Refused) {
+		alloctest.Bound(t, bound, func() { rep = b.handle(&link{}, &nats.Msg{Subject: subject("A", "B"), Data: data}) })
+		req := new(wire.Request)
+		if valid := wire.Decode(data, req) == nil && req.Kind != wire.KindJoin; called != valid || rep == nil || !valid && rep.Code != int(core.Refused) {
 			t.Fatalf("%x: handler called %v, reply %+v", data, called, rep)
 		}
 		if _, err := rep.MarshalMsg(nil); err != nil {
@@ -347,30 +313,53 @@ func FuzzRequest(f *testing.F) {
 	})
 }
 
-// FuzzClientName: a stranger chooses the name that its permissions are made of.
-// They never reach past one agent's subject and one inbox.
-func FuzzClientName(f *testing.F) {
-	for _, s := range []string{"kvconn A B", "kvconn * >", "kvconn A.* B", "kvconn A >", "kvconn A B.*", "kvconn A B.C", "kvconn A B C", "kvconn  B", "", "kvconn A\n B", "KVCONN A B", "kvconn " + strings.Repeat("x", 65) + " B"} {
-		f.Add(s)
+// FuzzInlet: whatever an agent that has proved itself sends, the server sees commands of
+// the protocol only, and no message that names an answer outside the agent's own inbox.
+func FuzzInlet(f *testing.F) {
+	for _, s := range []string{"PING\r\n", "SUB a 1\r\nUNSUB 1 2\r\n", "PUB a _INBOX.A.x 3\r\nabc\r\nPING\r\n", "PUB _INBOX.B.1 1\r\na\r\n", "PUB a b 0\r\n\r\n", "PUB a _INBOX.AB.x 0\r\n\r\n",
+		"PUB a _INBOX.A.x 3\r\nabcde", "HPUB a _INBOX.A.x 3 3\r\nabc\r\n", "pub a _INBOX.A.x 0\r\n\r\n", "PUB\ta\t_INBOX.A.x\t0\r\n\r\n", "PUB a _INBOX.A.x 0\rPUB b c 0\r\n\r\n", "PUB > _INBOX.A.x 0\n\r\n", "PUB a _INBOX.A.x -1\r\n", "CONNECT {}\r\n", strings.Repeat("x", maxCommand)} {
+		f.Add([]byte(s))
 	}
-	f.Fuzz(func(t *testing.T, name string) {
-		perm := clientPermissions(name, "")
-		if perm.Subscribe == nil || perm.Publish == nil || len(perm.Subscribe.Allow)+len(perm.Subscribe.Deny) == 0 || len(perm.Publish.Allow)+len(perm.Publish.Deny) == 0 {
-			t.Fatalf("%q is allowed everything", name)
+	request := regexp.MustCompile(`^PUB [^ *>]+ _INBOX\.A\.[^ *>]* ([0-9]+)$`)
+	answer := regexp.MustCompile(`^PUB _INBOX\.[^ *>]* ([0-9]+)$`)
+	other := regexp.MustCompile(`^(PING|PONG|SUB( [^ ]+){2,3}|UNSUB( [^ ]+){1,2})$`)
+	f.Fuzz(func(t *testing.T, text []byte) {
+		var out bytes.Buffer
+		share := &share{of: newBudget(1 << 30), end: func() {}}
+		w := newWindow(share)
+		w.close()
+		w.gone = false
+		w.left = 0 // nothing waits
+		in := &inlet{from: bufio.NewReaderSize(bytes.NewReader(append([]byte("CONNECT {\"x\":1}\r\n"), text...)), maxCommand), to: bufio.NewWriter(&out), connect: "CONNECT {}\r\n", inbox: "_INBOX.A", window: w}
+		if err := in.run(); err == nil {
+			t.Fatal("it goes on after its end")
 		}
-		for _, s := range perm.Subscribe.Allow {
-			rest, agent := strings.CutPrefix(s, "kvconn.v1.agent.")
-			inbox, isInbox := strings.CutPrefix(s, "_INBOX.")
-			if isInbox {
-				rest = strings.TrimSuffix(inbox, ".>")
-			}
-			if !agent && !isInbox || rest == "" || strings.ContainsAny(rest, ".*> \t\r\n\x00") {
-				t.Errorf("%q may listen at %q", name, s)
-			}
+		_ = in.to.Flush()
+		head, rest, _ := strings.Cut(out.String(), "\r\n")
+		if head != "CONNECT {}" {
+			t.Fatalf("the server is told %q", head)
 		}
-		for _, s := range perm.Publish.Allow {
-			if !strings.HasPrefix(s, "kvconn.v1.agent.") && !strings.HasPrefix(s, "$JS.API.STREAM.") && !strings.HasPrefix(s, "$JS.API.DIRECT.GET.") {
-				t.Errorf("%q may speak at %q", name, s)
+		for len(rest) > 0 {
+			line, more, ok := strings.Cut(rest, "\r\n")
+			rest = more
+			m := request.FindStringSubmatch(line)
+			if m == nil {
+				m = answer.FindStringSubmatch(line)
+			}
+			switch {
+			case !ok:
+				t.Fatalf("%q: half a command %q", text, line)
+			case m != nil:
+				n, _ := strconv.Atoi(m[1])
+				if len(rest) < n+2 {
+					return // the client ended in the middle of a message
+				}
+				if rest[n:n+2] != "\r\n" {
+					t.Fatalf("%q: a message of another length", text)
+				}
+				rest = rest[n+2:]
+			case !other.MatchString(line):
+				t.Fatalf("%q: the server sees %q", text, line)
 			}
 		}
 	})

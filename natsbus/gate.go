@@ -2,8 +2,9 @@ package natsbus
 
 import (
 	"crypto/subtle"
-	"encoding/base64"
+	"encoding/json"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
@@ -21,77 +22,76 @@ const replyWithin = time.Minute
 
 // gate decides which clients may use the embedded server, and which subjects.
 type gate struct {
-	secret string // of homeUser
-	token  string
-	owner  core.AgentID    // the server's own agent, which enters as homeUser
-	keys   map[string]bool // public keys, the token's among them; nil: all clients are let in
+	home    string // password of homeUser
+	secrets secrets
+	local   string          // the join secret of this host, see store.go
+	keys    map[string]bool // public nkeys that are let in beside the token
+
+	mu   sync.Mutex
+	pass map[string]client // by the user's name, for clients that have proved themselves
 }
 
-func newGate(owner core.AgentID, token string, keys []string) (*gate, error) {
-	g := &gate{secret: randomName(), token: token, owner: owner}
-	if token != "" || len(keys) > 0 {
-		g.keys = map[string]bool{}
-	}
+// client is who a connection has proved to be, and what it may do.
+type client struct {
+	id    core.AgentID
+	right right
+}
+
+func newGate(k secrets, local string, keys []string) (*gate, error) {
+	g := &gate{home: randomName(), secrets: k, local: local, keys: map[string]bool{}, pass: map[string]client{}}
 	for _, key := range keys {
 		if !nkeys.IsValidPublicUserKey(key) {
 			return nil, fmt.Errorf("embedded nats server: %q is not a public user nkey, which begins with U", key)
 		}
 		g.keys[key] = true
 	}
-	if token != "" {
-		_, public, err := tokenKey(token)
-		if err != nil {
-			return nil, err
-		}
-		g.keys[public] = true
-	}
 	return g, nil
+}
+
+// enter makes a user for a client that has proved itself, for one connection. connect is
+// what the embedded server is told of it.
+func (g *gate) enter(c client) (connect string, leave func(), err error) {
+	user := randomName()
+	options, err := json.Marshal(map[string]any{"user": user, "pass": "-", "name": clientName + string(c.id), "lang": "go", "version": "1",
+		"protocol": 1, "echo": true, "headers": true, "no_responders": true, "verbose": false, "pedantic": false})
+	if err != nil {
+		return "", nil, err
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.pass[user] = c
+	return "CONNECT " + string(options) + "\r\n", func() {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		delete(g.pass, user)
+	}, nil
 }
 
 // Check implements server.Authentication.
 func (g *gate) Check(c server.ClientAuthentication) bool {
 	o := c.GetOpts()
 	if o.Username == homeUser {
-		return subtle.ConstantTimeCompare([]byte(o.Password), []byte(g.secret)) == 1
+		return subtle.ConstantTimeCompare([]byte(o.Password), []byte(g.home)) == 1
 	}
-	if g.keys != nil && !g.proven(o, c.GetNonce()) {
-		return false
+	g.mu.Lock()
+	who, ok := g.pass[o.Username]
+	g.mu.Unlock()
+	if ok {
+		c.RegisterUser(&server.User{Permissions: clientPermissions(who)})
 	}
-	c.RegisterUser(&server.User{Permissions: clientPermissions(o.Name, g.owner)})
-	return true
+	return ok
 }
 
-// proven: the client has shown a signature or, as other NATS clients do, the token.
-func (g *gate) proven(o *server.ClientOpts, nonce []byte) bool {
-	if o.Nkey == "" {
-		return g.token != "" && subtle.ConstantTimeCompare([]byte(o.Token), []byte(g.token)) == 1
-	}
-	if !g.keys[o.Nkey] {
-		return false
-	}
-	sig, err := base64.RawURLEncoding.DecodeString(o.Sig)
-	if err != nil {
-		return false
-	}
-	key, err := nkeys.FromPublicKey(o.Nkey)
-	return err == nil && key.Verify(nonce, sig) == nil
-}
-
-// clientPermissions lets a peer ask agents, answer them and read the registry, which
-// only this process writes. A peer listens under the id that it names. It cannot
-// listen in another's place, since an agent tells its id only to its peers.
-func clientPermissions(name string, owner core.AgentID) *server.Permissions {
-	id, inbox, ok := parseClientName(name)
-	if !ok || id == subject(owner) || id == subject(hostID) { // every client reads the owner's id in the registry
-		nothing := &server.SubjectPermission{Deny: []string{">"}}
-		return &server.Permissions{Publish: nothing, Subscribe: nothing}
+// clientPermissions lets a peer ask agents in its own name, answer them and read the
+// registry, which only this process writes. A rank may also register.
+func clientPermissions(c client) *server.Permissions {
+	publish := []string{subject("*", c.id), "$JS.API.STREAM.INFO." + stream, "$JS.API.DIRECT.GET." + stream + ".>"}
+	if c.right == rightJoin {
+		publish = append(publish, subject(hostID, c.id))
 	}
 	return &server.Permissions{
-		Publish: &server.SubjectPermission{Allow: []string{
-			subject("*"), "$JS.API.STREAM.INFO." + stream, "$JS.API.STREAM.MSG.GET." + stream,
-			"$JS.API.DIRECT.GET." + stream, "$JS.API.DIRECT.GET." + stream + ".>",
-		}},
-		Subscribe: &server.SubjectPermission{Allow: []string{id, inbox + ".>"}},
+		Publish:   &server.SubjectPermission{Allow: publish},
+		Subscribe: &server.SubjectPermission{Allow: []string{subject(c.id, "*"), inboxOf(c.id) + ".>"}},
 		Response:  &server.ResponsePermission{MaxMsgs: 1, Expires: replyWithin},
 	}
 }

@@ -58,6 +58,15 @@ func (g *guard) check(p []byte) error {
 	return nil
 }
 
+// payload is the length of what follows a line of the server's.
+func payload(line string) (n int, ok bool) {
+	if verb, _, _ := strings.Cut(line, " "); verb != "MSG" && verb != "HMSG" {
+		return 0, false
+	}
+	n, err := strconv.Atoi(line[strings.LastIndexByte(line, ' ')+1:])
+	return n, err == nil && n >= 0
+}
+
 // message looks whether a line announces a payload.
 func (g *guard) message(line string) error {
 	verb := strings.ToUpper(line[:min(len(line), 4)])

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -35,6 +36,13 @@ func (b *Bus) Unhost(ctx context.Context, a *wire.Agent) error {
 		b.erase(ctx, l, reg)
 	}
 	return err
+}
+
+// Listens asks this process's own server whether an agent is connected. A doubt counts as
+// yes.
+func (b *Bus) Listens(ctx context.Context, id core.AgentID) bool {
+	_, err := b.Request(ctx, "", id, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}})
+	return !errors.Is(err, core.ErrAbsent)
 }
 
 func (b *Bus) guest(a *wire.Agent, since int64) (*link, *registration, error) {

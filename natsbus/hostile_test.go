@@ -3,6 +3,7 @@ package natsbus
 import (
 	"bufio"
 	"crypto/tls"
+	"errors"
 	"io"
 	"net"
 	"net/http"
@@ -14,7 +15,6 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/internal/nettest"
-	"github.com/kvconn/kvconn/wire"
 )
 
 // TestServerThatWantsTLSWithin: a host that D was sent to must not get behind the
@@ -49,7 +49,7 @@ func TestServerThatWantsTLSWithin(t *testing.T) {
 			_, _ = io.WriteString(s, "PONG\r\nMSG a 1 9223372036854775807\r\nxx")
 		}
 	}()
-	d := newBus(t, Options{AgentID: "D", ConnectTimeout: time.Second})
+	d := newBus(t, Options{Identity: named("D"), ConnectTimeout: time.Second})
 	if _, _, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: "http://" + l.Addr().String()}); err == nil {
 		t.Error("a host that serves nothing was taken for a prefill engine")
 	}
@@ -61,41 +61,38 @@ func TestServerThatWantsTLSWithin(t *testing.T) {
 	}
 }
 
-// TestNobodyListensAsTheOwner: the registry tells all who get in by which id P is
-// asked; none of them may be asked in its place.
-func TestNobodyListensAsTheOwner(t *testing.T) {
+// TestNobodyListensAsAnother: the registry tells all who get in by which ids agents are
+// asked; none of them may be asked in another's place, nor ask in another's name.
+func TestNobodyListensAsAnother(t *testing.T) {
 	leaktest.Check(t)
-	log, _ := observed()
-	p := newPort(t, "127.0.0.1:0", ServerOptions{Owner: "P", Token: "right", Logger: log})
-	prefill := newBus(t, Options{AgentID: "P", Server: p.Server, Token: "right"})
+	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right"})
+	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server, Token: "right"})
 	serve(prefill)
 	register(t, prefill, "e")
-	key, public, err := tokenKey("right")
-	if err != nil {
-		t.Fatal(err)
-	}
-	at := Address{Host: p.addr, Name: "127.0.0.1"}
-	nc, err := nats.Connect("nats://"+p.addr, nats.Name(clientName+" P evil"), nats.CustomInboxPrefix("_INBOX.evil"), nats.NoReconnect(),
-		nats.Nkey(public, key.Sign), nats.SetCustomDialer(newDialer(within, dialUpgrade(at, nil, nil))), nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) {}))
-	if err == nil { // it may come in, and do nothing
-		defer nc.Close()
-		if _, err := nc.QueueSubscribe(subject("P"), "agent", func(m *nats.Msg) {
-			forged, _ := (&wire.Reply{Reason: "forged"}).MarshalMsg(nil)
-			_ = m.Respond(forged)
-		}); err != nil {
+	nc := natsClient(t, p, named("E"), secrets{token: "right"}, rightAsk)
+	me := named("E").At(p.opt.Identity.ID()).ID()
+	for _, subj := range []string{subject(named("P").ID(), "*"), subject("*", "*"), subject(hostID, "*"), "kvconn.>", ">", inboxOf(named("P").ID()) + ".>"} {
+		if _, err := nc.QueueSubscribe(subj, "agent", func(*nats.Msg) { t.Error("it hears another's requests") }); err != nil {
 			t.Fatal(err)
 		}
-		_ = nc.FlushTimeout(within)
+		if err := nc.FlushTimeout(within); err != nil || !errors.Is(nc.LastError(), nats.ErrPermissionViolation) {
+			t.Errorf("subscribe to %s: %v, %v", subj, err, nc.LastError())
+		}
 	}
-	d := newBus(t, Options{AgentID: "D", Token: "right"})
-	a, via, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url()})
+	hello, err := hello("D").MarshalMsg(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for range 50 {
-		rep, err := d.Request(ctxOf(t, within), via, core.AgentID(a.ID), hello("D"))
-		if err != nil || rep.Reason == "forged" {
-			t.Fatalf("P answers %+v, %v", rep, err)
+	for from, ok := range map[core.AgentID]bool{me: true, named("P").ID(): false, "X": false} {
+		_, err := nc.RequestWithContext(ctxOf(t, 300*time.Millisecond), subject(named("P").ID(), from), hello)
+		if (err == nil) != ok {
+			t.Errorf("a request in the name of %s: %v", from, err)
 		}
 	}
+	d := newBus(t, Options{Identity: named("D"), Token: "right"})
+	_, via, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ask(t, d, via, "P", "P via : hello D")
 }

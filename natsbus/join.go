@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/nats-io/nats.go"
-
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -26,7 +24,7 @@ func (b *Bus) openJoin() error {
 			return nil
 		}
 		wait := b.opt.JoinTimeout - time.Since(began)
-		if wait <= 0 || errors.Is(err, nats.ErrAuthorization) || tlsError(err) {
+		if wait <= 0 || errors.Is(err, errRefused) || tlsError(err) {
 			return fmt.Errorf("joining the engine's first rank, %v after the first try: %w", time.Since(began).Round(time.Millisecond), err)
 		}
 		b.log.Sugar().Debugf("natsbus: waiting for the first rank: %v", err)
@@ -43,7 +41,7 @@ func (b *Bus) join(ctx context.Context, reg *registration, j *wire.Join) error {
 	if err := wire.Decode(reg.value, j.Agent); err != nil {
 		return err
 	}
-	rep, err := b.Request(ctx, "", hostID, &wire.Request{Kind: wire.KindJoin, From: string(b.opt.AgentID), Join: j})
+	rep, err := b.Request(ctx, "", hostID, &wire.Request{Kind: wire.KindJoin, Join: j})
 	switch {
 	case err != nil:
 		return err

@@ -17,7 +17,7 @@ import (
 func host(b *Bus) {
 	b.Serve(func(via core.Via, req *wire.Request) *wire.Reply {
 		if req.Kind != wire.KindJoin {
-			return &wire.Reply{Reason: string(b.opt.AgentID) + " via " + string(via) + ": hello " + req.From}
+			return &wire.Reply{Reason: nick(b.opt.Identity.ID()) + " via " + string(via) + ": hello " + nick(req.From)}
 		}
 		j, rep := req.Join, &wire.Reply{}
 		var err error
@@ -41,7 +41,7 @@ func rank(id, engine string, dp, tp int) *wire.Agent {
 
 func joiner(t testing.TB, id core.AgentID, address string, opt Options) *Bus {
 	t.Helper()
-	opt.AgentID, opt.Join, opt.JoinTimeout, opt.TTL = id, address, within, time.Second
+	opt.Identity, opt.Join, opt.JoinTimeout, opt.TTL = named(string(id)), address, within, time.Second
 	b := newBus(t, opt)
 	serve(b)
 	return b
@@ -52,23 +52,23 @@ func joiner(t testing.TB, id core.AgentID, address string, opt Options) *Bus {
 func TestJoin(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	first := newBus(t, Options{AgentID: "P0", Server: p.Server})
+	first := newBus(t, Options{Identity: named("P0"), Server: p.Server})
 	host(first)
 	second := joiner(t, "P1", p.url(), Options{})
 	if err := second.Register(ctxOf(t, within), rank("P1", "e", 0, 1)); err != nil {
 		t.Fatal(err)
 	}
 	register(t, first, "e")
-	d := newBus(t, Options{AgentID: "D"})
+	d := newBus(t, Options{Identity: named("D")})
 	serve(d)
 	to := core.Target{Bootstrap: p.url(), EngineID: "e", DPRank: -1, TPRank: 1}
 	found := func() error {
 		a, via, err := d.Lookup(ctxOf(t, within), to)
-		if err == nil && (a.ID != "P1" || !a.Joined) {
+		if err == nil && (nick(a.ID) != "P1" || !a.Joined) {
 			err = fmt.Errorf("found %+v", a)
 		}
 		if err == nil {
-			_, err = d.Request(ctxOf(t, time.Second), via, "P1", hello("D"))
+			_, err = d.Request(ctxOf(t, time.Second), via, reach(d, "P1"), hello("D"))
 		}
 		return err
 	}
@@ -86,7 +86,7 @@ func TestJoin(t *testing.T) {
 	p.stop()
 	closeBus(t, first)
 	p = newPort(t, p.addr, ServerOptions{})
-	host(newBus(t, Options{AgentID: "P9", Server: p.Server}))
+	host(newBus(t, Options{Identity: named("P9"), Server: p.Server}))
 	eventually(t, "the rank is found at the new server", found)
 
 	closeBus(t, second)
@@ -100,7 +100,7 @@ func TestJoinWaits(t *testing.T) {
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
 	p.stop()
 	begin := time.Now()
-	_, err := Open(Options{AgentID: "P1", Join: p.url(), JoinTimeout: 700 * time.Millisecond})
+	_, err := Open(Options{Identity: named("P1"), Join: p.url(), JoinTimeout: 700 * time.Millisecond})
 	mustBe(t, err, core.ErrUnreachable)
 	if took := time.Since(begin); took < 700*time.Millisecond || !strings.Contains(err.Error(), p.addr) {
 		t.Fatalf("after %v: %v", took, err)
@@ -108,7 +108,7 @@ func TestJoinWaits(t *testing.T) {
 	opened := make(chan *Bus)
 	log, logs := observed()
 	go func() {
-		b, err := Open(Options{AgentID: "P1", Join: p.url(), JoinTimeout: within, Logger: log})
+		b, err := Open(Options{Identity: named("P1"), Join: p.url(), JoinTimeout: within, Logger: log})
 		if err != nil {
 			t.Error(err)
 		}
@@ -129,38 +129,91 @@ func TestJoinWaits(t *testing.T) {
 	// The server is there, its agent does not serve yet.
 	registered := make(chan error, 1)
 	go func() { registered <- b.Register(ctxOf(t, within), rank("P1", "e", 0, 1)) }()
-	host(newBus(t, Options{AgentID: "P0", Server: p.Server}))
+	host(newBus(t, Options{Identity: named("P0"), Server: p.Server}))
 	if err := <-registered; err != nil {
 		t.Fatal(err)
 	}
 }
 
-// Who may not come in is not tried for long.
-func TestJoinIsRefused(t *testing.T) {
+// TestWhoMayJoin: being a rank takes another secret than asking does, or being on the
+// host of the first rank as the same user. Who may not come in is not tried for long.
+func TestWhoMayJoin(t *testing.T) {
+	leaktest.Check(t)
+	home, elsewhere := t.TempDir(), t.TempDir()
+	seed, public := newNKey(t)
+	for what, c := range map[string]struct {
+		server ServerOptions
+		rank   Options
+		here   bool // on the server's host
+		says   string
+	}{
+		"open":                    {ServerOptions{}, Options{}, false, ""},
+		"local, open":             {ServerOptions{}, Options{}, true, ""},
+		"local, token":            {ServerOptions{Token: "right"}, Options{Token: "right"}, true, ""},
+		"local, nkeys":            {ServerOptions{NKeys: []string{public}}, Options{}, true, ""},
+		"both":                    {ServerOptions{Token: "right", JoinToken: "ranks"}, Options{Token: "right", JoinToken: "ranks"}, false, ""},
+		"join token alone":        {ServerOptions{Token: "right", JoinToken: "ranks"}, Options{JoinToken: "ranks"}, false, ""},
+		"join token, open":        {ServerOptions{JoinToken: "ranks"}, Options{JoinToken: "ranks"}, false, ""},
+		"a decode engine's token": {ServerOptions{Token: "right", JoinToken: "ranks"}, Options{Token: "right"}, false, "join_token"},
+		"a token for asking only": {ServerOptions{Token: "right"}, Options{Token: "right"}, false, "join_token"},
+		"an nkey":                 {ServerOptions{NKeys: []string{public}}, Options{Seed: seed}, false, "join_token"},
+		"nothing, join token":     {ServerOptions{JoinToken: "ranks"}, Options{}, false, "join_token"},
+		"another join token":      {ServerOptions{Token: "right", JoinToken: "ranks"}, Options{Token: "right", JoinToken: "other"}, false, "join_token"},
+		"another token":           {ServerOptions{Token: "right"}, Options{Token: "wrong"}, false, "nats_token"},
+	} {
+		t.Setenv("TMPDIR", home)
+		p := newPort(t, "127.0.0.1:0", c.server)
+		first := newBus(t, Options{Identity: named("P0"), Server: p.Server})
+		host(first)
+		if !c.here {
+			t.Setenv("TMPDIR", elsewhere)
+		}
+		c.rank.Identity, c.rank.Join, c.rank.JoinTimeout = named("P1"), p.url(), time.Hour
+		b, err := Open(c.rank)
+		if err == nil {
+			err = b.Register(ctxOf(t, within), rank("P1", "e", 0, 1))
+			closeBus(t, b)
+		}
+		if (err == nil) != (c.says == "") || err != nil && (!errors.Is(err, core.ErrUnreachable) || !strings.Contains(err.Error(), c.says)) {
+			t.Errorf("%s: %v, want %q", what, err, c.says)
+		}
+		closeBus(t, first)
+		p.stop()
+	}
+}
+
+// TestNobodyElseRegisters: a client that may only ask cannot reach the one who registers
+// others, whatever kind of request it sends where.
+func TestNobodyElseRegisters(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right"})
-	_, err := Open(Options{AgentID: "P1", Join: p.url(), JoinTimeout: time.Hour, Token: "wrong"})
-	mustBe(t, err, core.ErrUnreachable)
-	if !strings.Contains(err.Error(), "refuses this agent") {
-		t.Fatal(err)
-	}
-	if err := newBus(t, Options{AgentID: "P2", Join: p.url(), JoinTimeout: time.Hour, Token: "right"}).Register(ctxOf(t, 500*time.Millisecond), rank("P2", "e", 0, 1)); err == nil {
-		t.Fatal("registered by nobody")
-	}
-	// Nobody takes the place of the one who registers others.
-	open := newPort(t, "127.0.0.1:0", ServerOptions{})
-	stranger := newBus(t, Options{AgentID: "D"})
-	if _, _, err := stranger.Lookup(ctxOf(t, within), core.Target{Bootstrap: open.url()}); !errors.Is(err, core.ErrNotRegistered) {
-		t.Fatal(err)
-	}
-	other, err := Open(Options{AgentID: hostID})
+	first := newBus(t, Options{Identity: named("P0"), Server: p.Server})
+	host(first)
+	register(t, first, "e0")
+	d := newBus(t, Options{Identity: named("D"), Token: "right"})
+	_, via, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url()})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer closeBus(t, other)
-	serve(other)
-	if _, _, err := other.Lookup(ctxOf(t, within), core.Target{Bootstrap: open.url()}); err == nil || errors.Is(err, core.ErrNotRegistered) {
-		t.Fatalf("a client of the name %q: %v", hostID, err)
+	join := &wire.Request{Kind: wire.KindJoin, Join: &wire.Join{Agent: rank("D", "e0", 0, 1), New: true}}
+	if rep, err := d.Request(ctxOf(t, 300*time.Millisecond), via, hostID, join); err == nil {
+		t.Errorf("a client that may ask joins: %+v", rep)
+	}
+	if rep, err := d.Request(ctxOf(t, within), via, named("P0").ID(), join); err != nil || rep.Code == 0 {
+		t.Errorf("the same, asked of the first rank by its id: %+v, %v", rep, err)
+	}
+	if a, _, err := first.Lookup(ctxOf(t, within), core.Target{EngineID: "e0", TPRank: 1}); err == nil {
+		t.Errorf("the registry has %+v", a)
+	}
+}
+
+// An agent without a server registers nobody.
+func TestHostNeedsAServer(t *testing.T) {
+	leaktest.Check(t)
+	open := newPort(t, "127.0.0.1:0", ServerOptions{})
+	stranger := newBus(t, Options{Identity: named("D")})
+	if _, _, err := stranger.Lookup(ctxOf(t, within), core.Target{Bootstrap: open.url()}); !errors.Is(err, core.ErrNotRegistered) {
+		t.Fatal(err)
 	}
 	if _, err := stranger.Host(ctxOf(t, within), rank("X", "e", 0, 1), true, 0); err == nil {
 		t.Fatal("an agent without a server has registered another")
@@ -172,7 +225,7 @@ func TestJoinIsRefused(t *testing.T) {
 func TestNewestGuestWins(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	first := newBus(t, Options{AgentID: "P0", Server: p.Server, TTL: time.Second})
+	first := newBus(t, Options{Identity: named("P0"), Server: p.Server, TTL: time.Second})
 	host(first)
 	a, b := rank("A", "e", 0, 1), rank("B", "e", 0, 1)
 	put := func(a *wire.Agent, fresh bool, since int64, want string) int64 {
@@ -185,7 +238,7 @@ func TestNewestGuestWins(t *testing.T) {
 	}
 	is := func(want string) {
 		t.Helper()
-		if a, _, err := first.Lookup(ctxOf(t, within), core.Target{EngineID: "e", TPRank: 1}); err != nil || a.ID != want {
+		if a, _, err := first.Lookup(ctxOf(t, within), core.Target{EngineID: "e", TPRank: 1}); err != nil || nick(a.ID) != want {
 			t.Fatalf("%v, %v, want %s", a, err, want)
 		}
 	}
@@ -196,7 +249,7 @@ func TestNewestGuestWins(t *testing.T) {
 	if sinceB <= sinceA {
 		t.Fatalf("since %d after %d", sinceB, sinceA)
 	}
-	put(a, false, sinceA, "newer agent B")
+	put(a, false, sinceA, "newer agent "+string(named("B").ID()))
 	put(b, false, sinceB, "")
 	is("B")
 	if err := first.Unhost(ctxOf(t, within), a); err != nil {
@@ -208,8 +261,10 @@ func TestNewestGuestWins(t *testing.T) {
 	}
 	put(a, false, sinceA, "")
 	is("A")
-	put(rank("C", "e", 7, 1), true, 0, "dp rank 0 (agent A)")
-	if _, err := first.Host(ctxOf(t, within), rank("A.*", "e", 0, 1), true, 0); err == nil {
+	put(rank("C", "e", 7, 1), true, 0, "dp rank 0 (agent "+string(named("A").ID())+")")
+	bad := rank("A", "e", 0, 1)
+	bad.ID = "A.*"
+	if _, err := first.Host(ctxOf(t, within), bad, true, 0); err == nil {
 		t.Fatal("an id that is no part of a subject")
 	}
 }
@@ -218,7 +273,7 @@ func TestNewestGuestWins(t *testing.T) {
 func TestLookupOfDPRanks(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	first := newBus(t, Options{AgentID: "P0", Server: p.Server})
+	first := newBus(t, Options{Identity: named("P0"), Server: p.Server})
 	host(first)
 	register(t, first, "e0")
 	for id, a := range map[string]*wire.Agent{"P3": rank("P3", "e3", 3, 0), "P7": rank("P7", "e7", 7, 0), "P71": rank("P71", "e7", 7, 1)} {
@@ -239,14 +294,14 @@ func TestLookupOfDPRanks(t *testing.T) {
 		{core.Target{DPRank: 3}, "P3", nil},
 		{core.Target{}, "P0", nil},
 		{core.Target{DPRank: -1, TPRank: 1}, "P71", nil},
-		{core.Target{DPRank: -1}, `"e3" (agent P3)`, ErrAmbiguous},
+		{core.Target{DPRank: -1}, `"e3" (agent ` + string(named("P3").ID()), ErrAmbiguous},
 		{core.Target{DPRank: 4}, "rank dp 4", core.ErrNotRegistered},
 	} {
 		a, _, err := first.Lookup(ctxOf(t, within), c.t)
 		switch {
 		case c.err != nil && (!errors.Is(err, c.err) || !strings.Contains(err.Error(), c.want)):
 			t.Errorf("%+v: %v, want %v with %q", c.t, err, c.err, c.want)
-		case c.err == nil && (err != nil || a.ID != c.want):
+		case c.err == nil && (err != nil || nick(a.ID) != c.want):
 			t.Errorf("%+v: %v, %v, want %s", c.t, a, err, c.want)
 		}
 	}

@@ -55,6 +55,8 @@ type endpoint struct {
 	name string // for errors and logs
 	urls string
 	open func(context.Context) (net.Conn, error)
+	// entrance proves this agent to the server behind a bootstrap port; else nil.
+	entrance *entrance
 }
 
 // link is a connection to one NATS server or cluster that comes back by itself. It
@@ -64,6 +66,8 @@ type link struct {
 	endpoint
 	bus  *common
 	dial *dialer
+	id   core.AgentID // by which this agent is known at the server
+	made time.Time
 	nc   *nats.Conn
 	js   jetstream.JetStream
 	gone chan struct{} // closed when nats.go has closed the connection for good
@@ -100,12 +104,12 @@ func (l *link) subscribe() error {
 	if l.bus.handler.Load() == nil {
 		return nil
 	}
-	sub, err := l.nc.QueueSubscribe(subject(l.bus.opt.AgentID), "agent", func(m *nats.Msg) { l.bus.events.arrived(l, m) })
+	sub, err := l.nc.QueueSubscribe(subject(l.id, "*"), "agent", func(m *nats.Msg) { l.bus.events.arrived(l, m) })
 	if err != nil {
 		return err
 	}
 	if l.kind == homeLink { // ranks without a server of their own ask this agent
-		if _, err := l.nc.Subscribe(subject(hostID), func(m *nats.Msg) { l.bus.events.arrived(l, m) }); err != nil {
+		if _, err := l.nc.Subscribe(subject(hostID, "*"), func(m *nats.Msg) { l.bus.events.arrived(l, m) }); err != nil {
 			return err
 		}
 	}

@@ -13,9 +13,9 @@ import (
 func TestOneLinkForAll(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	prefill := newBus(t, Options{AgentID: "P", Server: p.Server})
+	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server})
 	register(t, prefill, "e")
-	d := newBus(t, Options{AgentID: "D"})
+	d := newBus(t, Options{Identity: named("D")})
 	var wg sync.WaitGroup
 	for range 50 {
 		wg.Go(func() {
@@ -35,9 +35,9 @@ func TestOneLinkForAll(t *testing.T) {
 func TestUnusedLinkIsDropped(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	prefill := newBus(t, Options{AgentID: "P", Server: p.Server})
+	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server})
 	register(t, prefill, "e")
-	decode := newBus(t, Options{AgentID: "D", linkIdle: 300 * time.Millisecond})
+	decode := newBus(t, Options{Identity: named("D"), linkIdle: 300 * time.Millisecond})
 	_, via, err := decode.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url()})
 	if err != nil {
 		t.Fatal(err)
@@ -49,7 +49,7 @@ func TestUnusedLinkIsDropped(t *testing.T) {
 		}
 		return nil
 	})
-	_, err = decode.Request(ctxOf(t, within), via, "P", hello("D"))
+	_, err = decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D"))
 	mustBe(t, err, core.ErrUnreachable)
 }
 
@@ -65,11 +65,11 @@ func TestHomeIsOpenedAgain(t *testing.T) {
 	_, prefill, decode, via := pair(t)
 	prefill.homeLink().nc.Close()
 	eventually(t, "the way back", func() error {
-		_, err := decode.Request(ctxOf(t, 200*time.Millisecond), via, "P", hello("D")) // one may be lost on its way
+		_, err := decode.Request(ctxOf(t, 200*time.Millisecond), via, reach(decode, "P"), hello("D")) // one may be lost on its way
 		return err
 	})
 	decode.linkOf(via).nc.Close()
-	if _, err := decode.Request(ctxOf(t, within), via, "P", hello("D")); err == nil {
+	if _, err := decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D")); err == nil {
 		t.Fatal("a closed connection carries requests")
 	}
 	eventually(t, "a new link", func() error {

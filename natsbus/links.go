@@ -105,7 +105,29 @@ func (b *Bus) connectPort(kind linkKind, via core.Via, at Address, control Contr
 			secure = &tls.Config{}
 		}
 	}
-	return connect(&b.common, endpoint{kind, via, "bootstrap address " + at.String(), "nats://" + at.Host, dialUpgrade(at, secure, control)})
+	in := &entrance{self: b.opt.Identity, secrets: secrets{b.opt.Token, b.opt.JoinToken, b.opt.Seed}, right: rightAsk}
+	if kind == joinLink {
+		in.right = rightJoin
+	}
+	return connect(&b.common, endpoint{kind, via, "bootstrap address " + at.String(), "nats://" + at.Host, dialUpgrade(at, secure, control, in), in})
+}
+
+// first is the oldest connected link to the server that a link leads to. An address may
+// have several spellings; a peer that is reached by two ways would know this agent twice.
+func (b *Bus) first(l *link) *link {
+	if l.entrance == nil {
+		return l
+	}
+	server := l.entrance.server()
+	for _, other := range b.allLinks() {
+		if other.kind != portLink || other.entrance.server() != server || !other.made.Before(l.made) {
+			continue
+		}
+		if _, ok := other.current(); ok {
+			l = other
+		}
+	}
+	return l
 }
 
 // settle ends the making of a link.

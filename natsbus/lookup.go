@@ -27,6 +27,7 @@ func (b *Bus) Lookup(ctx context.Context, t core.Target) (*wire.Agent, core.Via,
 	if err != nil {
 		return nil, "", err
 	}
+	l = b.first(l)
 	for {
 		var a *wire.Agent
 		var session context.Context
@@ -74,7 +75,7 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 	var found []*wire.Agent
 	for _, key := range keys {
 		r, err := l.readChecked(ctx, key)
-		if err != nil {
+		if err != nil && !(t.EngineID == "" && unreadable(err)) { // one engine's entry does not hide others
 			return nil, err
 		}
 		if r.agent != nil && isRank(r.agent, t) {
@@ -108,7 +109,7 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 				break
 			}
 			r, err := l.read(ctx, key)
-			if err != nil {
+			if err != nil && !unreadable(err) {
 				return nil, err
 			}
 			if r.agent != nil {

@@ -22,26 +22,35 @@ const (
 // An AgentID is a part of a NATS subject.
 var legalID = regexp.MustCompile(`^[A-Za-z0-9_-]{1,64}$`)
 
-func subject(id core.AgentID) string { return "kvconn.v1.agent." + string(id) }
+// subject is where an agent hears another. It names both: a client may send only to
+// subjects that end with the id that it has proved.
+func subject(to, from core.AgentID) string {
+	if to == hostID {
+		return joinRoot + string(from)
+	}
+	return agentRoot + string(to) + "." + string(from)
+}
+
+const (
+	agentRoot = "kvconn.v1.agent."
+	joinRoot  = "kvconn.v1.join."
+	inboxRoot = "_INBOX."
+)
+
+// senderOf is the agent that a subject was sent from.
+func senderOf(subj string) core.AgentID {
+	return core.AgentID(subj[strings.LastIndexByte(subj, '.')+1:])
+}
 
 // hostID is the id under which a rank that joins asks the server's agent for its
 // registration: the rank knows that agent's address only.
 const hostID core.AgentID = "bootstrap"
 
-// clientName begins the name under which an agent connects; its id and the
-// prefix of its inboxes follow.
-const clientName = "kvconn"
+// clientName begins the name under which an agent connects; its id follows.
+const clientName = "kvconn "
 
-// parseClientName returns the subjects of a client's id and inboxes.
-func parseClientName(name string) (id, inbox string, ok bool) {
-	parts := strings.Split(name, " ")
-	if len(parts) != 3 || parts[0] != clientName || !legalID.MatchString(parts[1]) || !legalID.MatchString(parts[2]) {
-		return "", "", false
-	}
-	return subject(core.AgentID(parts[1])), inboxPrefix(parts[2]), true
-}
-
-func inboxPrefix(random string) string { return "_INBOX." + random }
+// inboxOf is what the subjects of the answers to an agent begin with.
+func inboxOf(id core.AgentID) string { return inboxRoot + string(id) }
 
 func randomName() string {
 	var b [20]byte

@@ -2,7 +2,6 @@ package natsbus
 
 import (
 	"context"
-	"errors"
 	"fmt"
 
 	"github.com/kvconn/kvconn/core"
@@ -29,15 +28,11 @@ func Open(opt Options) (*Bus, error) {
 			return nil, err
 		}
 		b.openHome = func() (*link, error) {
-			return connect(&b.common, endpoint{clusterLink, "", name, opt.ClusterURL, dialTCP})
+			return connect(&b.common, endpoint{clusterLink, "", name, opt.ClusterURL, dialTCP, nil})
 		}
 	case opt.Server != nil:
-		if opt.Server.opt.Token != opt.Token {
-			b.cancel()
-			return nil, errors.New("natsbus: this agent's own server wants another token than its bus has")
-		}
 		b.openHome = func() (*link, error) {
-			return connect(&b.common, endpoint{homeLink, "", "this agent's own server", inProcess, opt.Server.dialContext})
+			return connect(&b.common, endpoint{homeLink, "", "this agent's own server", inProcess, opt.Server.dialContext, nil})
 		}
 	case opt.Join != "":
 		if err := b.openJoin(); err != nil {

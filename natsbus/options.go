@@ -2,6 +2,7 @@ package natsbus
 
 import (
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"net/url"
 	"strings"
@@ -17,7 +18,8 @@ const defaultIdle = time.Minute
 
 // Options sets up a Bus.
 type Options struct {
-	AgentID core.AgentID
+	// Identity is this agent's.
+	Identity *Identity
 	// Server is this agent's own. It is nil for an agent that is never looked up, and
 	// with a ClusterURL.
 	Server *Server
@@ -32,6 +34,8 @@ type Options struct {
 	// Token is the secret that the servers' clients prove to know; "" for none. It is
 	// sent to a cluster only.
 	Token string
+	// JoinToken is the secret of the ranks of one prefill engine; "" for none.
+	JoinToken string
 	// Seed is the seed of this agent's own user nkey, in the token's place.
 	Seed string
 	// TLS is for https:// bootstrap addresses and for the cluster; nil means that
@@ -79,8 +83,8 @@ func CheckCluster(urls string) (name string, err error) {
 
 // complete checks the options and sets the defaults.
 func (o *Options) complete() error {
-	if !legalID.MatchString(string(o.AgentID)) {
-		return fmt.Errorf("agent id %q is not 1 to 64 letters, digits, - and _", string(o.AgentID))
+	if o.Identity == nil {
+		return errors.New("an agent without an identity")
 	}
 	if o.TTL == 0 {
 		o.TTL = 6 * time.Second

@@ -1,6 +1,7 @@
 package natsbus
 
 import (
+	"bufio"
 	"crypto/tls"
 	"net"
 	"strings"
@@ -26,11 +27,36 @@ func hasToken(values []string, want string) bool {
 	return false
 }
 
+// proofWithin is how long a client may take to prove itself.
+const proofWithin = 2 * time.Second
+
+// headConn first reads the bytes that came in one packet with an HTTP head.
+type headConn struct {
+	net.Conn
+	r *bufio.Reader // nil when it is empty
+}
+
+func (c *headConn) Read(b []byte) (int, error) {
+	if c.r != nil {
+		if n := c.r.Buffered(); n > 0 {
+			return c.r.Read(b[:min(n, len(b))])
+		}
+		c.r = nil
+	}
+	return c.Conn.Read(b)
+}
+
 // hangUp closes a connection without TLS's farewell, which would wait for a
 // peer that does not read. NATS's messages tell where they end.
 func hangUp(c net.Conn) error {
-	if t, ok := c.(*tls.Conn); ok {
-		c = t.NetConn()
+	for {
+		switch inner := c.(type) {
+		case *tls.Conn:
+			c = inner.NetConn()
+		case *headConn:
+			c = inner.Conn
+		default:
+			return c.Close()
+		}
 	}
-	return c.Close()
 }

@@ -16,10 +16,10 @@ import (
 func behindForwarder(t testing.TB) (f *nettest.Forwarder, prefill *Bus) {
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "t"})
 	f = nettest.Forward(t, p.addr)
-	prefill = newBus(t, Options{AgentID: "P", Server: p.Server, Token: "t"})
+	prefill = newBus(t, Options{Identity: named("P"), Server: p.Server, Token: "t"})
 	serve(prefill)
 	register(t, prefill, "e")
-	decode := newBus(t, Options{AgentID: "D", Token: "t"})
+	decode := newBus(t, Options{Identity: named("D"), Token: "t"})
 	serve(decode)
 	if _, _, err := decode.Lookup(ctxOf(t, within), core.Target{Bootstrap: "http://" + f.Addr()}); err != nil {
 		t.Fatal(err)
@@ -37,7 +37,7 @@ func TestAbsentAtOnesOwnServer(t *testing.T) {
 	f.Cut()
 	eventually(t, "nobody listens as D", func() error {
 		// One that is asked while the link breaks gets no answer.
-		_, err := prefill.Request(ctxOf(t, 100*time.Millisecond), "", "D", hello("P"))
+		_, err := prefill.Request(ctxOf(t, 100*time.Millisecond), "", reach(prefill, "D"), hello("P"))
 		if err == nil || !errors.Is(err, core.ErrAbsent) {
 			return errors.Join(errors.New("not yet"), err)
 		}
@@ -48,7 +48,7 @@ func TestAbsentAtOnesOwnServer(t *testing.T) {
 	})
 	f.Shut(false)
 	eventually(t, "D is back", func() error {
-		_, err := prefill.Request(ctxOf(t, within), "", "D", hello("P"))
+		_, err := prefill.Request(ctxOf(t, within), "", reach(prefill, "D"), hello("P"))
 		return err
 	})
 }
@@ -84,7 +84,7 @@ func BenchmarkReconnect(b *testing.B) {
 		began := time.Now()
 		for away := false; ; {
 			ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
-			_, err := prefill.Request(ctx, "", "D", hello("P"))
+			_, err := prefill.Request(ctx, "", reach(prefill, "D"), hello("P"))
 			cancel()
 			if away = away || err != nil; away && err == nil {
 				break

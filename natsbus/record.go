@@ -2,6 +2,7 @@ package natsbus
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strconv"
 
@@ -36,9 +37,19 @@ func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, 
 	r.since, _ = strconv.ParseInt(header.Get(sinceHeader), 10, 64)
 	r.agent = new(wire.Agent)
 	if err := wire.Decode(data, r.agent); err != nil {
-		return record{}, fmt.Errorf("the entry of %s: %w", keyName(key), err)
+		return record{seq: r.seq}, &unreadableError{fmt.Errorf("the entry of %s: %w", keyName(key), err)}
 	}
 	return r, nil
+}
+
+// unreadableError: an entry is none that an agent writes. Its owner overwrites it.
+type unreadableError struct{ error }
+
+func (e *unreadableError) Unwrap() error { return e.error }
+
+func unreadable(err error) bool {
+	var u *unreadableError
+	return errors.As(err, &u)
 }
 
 // registration is this agent's entry in the registry.

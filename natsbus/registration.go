@@ -20,8 +20,8 @@ import (
 func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
 	name := nameOf(a)
 	reg, err := registrationOf(a)
-	if err == nil && a.ID != string(b.opt.AgentID) {
-		err = fmt.Errorf("it is of agent %q, this is %s", a.ID, b.opt.AgentID)
+	if err == nil && a.ID != string(b.opt.Identity.ID()) {
+		err = fmt.Errorf("it is of agent %q, this is %s", a.ID, b.opt.Identity.ID())
 	}
 	if err != nil {
 		return fmt.Errorf("register %s: %w", name, err)
@@ -129,7 +129,7 @@ func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) e
 	for range 5 {
 		if look {
 			var old record
-			if old, err = l.read(ctx, reg.key); err != nil {
+			if old, err = l.read(ctx, reg.key); err != nil && !unreadable(err) {
 				return l.failure(session, err)
 			}
 			if a := old.agent; a != nil && a.DPRank != reg.dp {

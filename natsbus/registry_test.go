@@ -15,7 +15,7 @@ import (
 func TestRegistrationEndsWithItsAgent(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	prefill := newBus(t, Options{AgentID: "P", Server: p.Server, TTL: time.Second})
+	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server, TTL: time.Second})
 	register(t, prefill, "e")
 	lookup := func() error {
 		_, _, err := prefill.Lookup(ctxOf(t, within), core.Target{EngineID: "e"})
@@ -46,8 +46,8 @@ func TestNewestAgentWins(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
 	log, logs := observed()
-	oldBus := newBus(t, Options{AgentID: "old", Server: p.Server, TTL: time.Second, Logger: log})
-	newer := newBus(t, Options{AgentID: "new", Server: p.Server, TTL: time.Second, Logger: log})
+	oldBus := newBus(t, Options{Identity: named("old"), Server: p.Server, TTL: time.Second, Logger: log})
+	newer := newBus(t, Options{Identity: named("new"), Server: p.Server, TTL: time.Second, Logger: log})
 	register(t, oldBus, "e")
 	register(t, newer, "e")
 	who := func() string {
@@ -55,13 +55,13 @@ func TestNewestAgentWins(t *testing.T) {
 		if err != nil {
 			return err.Error()
 		}
-		return a.ID
+		return nick(a.ID)
 	}
 	eventually(t, "the old agent's warning", func() error {
 		if w := who(); w != "new" { // on a starved machine its entry may end before it is renewed
 			return fmt.Errorf("the rank belongs to %s", w)
 		}
-		if n := logs.FilterMessageSnippet("new").FilterMessageSnippet("old").Len(); n < 2 {
+		if n := logs.FilterMessageSnippet(string(named("new").ID())).FilterMessageSnippet(string(named("old").ID())).Len(); n < 2 {
 			return fmt.Errorf("%d warnings name both agents", n)
 		}
 		return nil
@@ -88,8 +88,8 @@ func TestNewestAgentWins(t *testing.T) {
 func TestOldAgentComesBack(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	a := newBus(t, Options{AgentID: "A", Server: p.Server, TTL: time.Second})
-	b := newBus(t, Options{AgentID: "B", Server: p.Server, TTL: time.Second})
+	a := newBus(t, Options{Identity: named("A"), Server: p.Server, TTL: time.Second})
+	b := newBus(t, Options{Identity: named("B"), Server: p.Server, TTL: time.Second})
 	register(t, a, "e")
 	register(t, b, "e")
 	closeBus(t, b)
@@ -102,7 +102,7 @@ func TestOldAgentComesBack(t *testing.T) {
 func TestLookupWithoutEngine(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	first := newBus(t, Options{AgentID: "P1", Server: p.Server})
+	first := newBus(t, Options{Identity: named("P1"), Server: p.Server})
 	ask := func(engine string, tp int) error {
 		_, _, err := first.Lookup(ctxOf(t, within), core.Target{EngineID: engine, TPRank: tp})
 		return err
@@ -122,11 +122,11 @@ func TestLookupWithoutEngine(t *testing.T) {
 			t.Errorf("error %q does not name %s", err, want)
 		}
 	}
-	second := newBus(t, Options{AgentID: "P2", Server: p.Server})
+	second := newBus(t, Options{Identity: named("P2"), Server: p.Server})
 	register(t, second, "second")
 	err = ask("", 0)
 	mustBe(t, err, ErrAmbiguous)
-	for _, want := range []string{`"second"`, "P1", "P2"} {
+	for _, want := range []string{`"second"`, string(named("P1").ID()), string(named("P2").ID())} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("error %q does not name %s", err, want)
 		}
@@ -140,7 +140,7 @@ func TestLookupWithoutEngine(t *testing.T) {
 func TestRegisterRefusals(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	b := newBus(t, Options{AgentID: "P", Server: p.Server})
+	b := newBus(t, Options{Identity: named("P"), Server: p.Server})
 	for what, a := range map[string]*wire.Agent{
 		"another's id": agent("Q", "e"), "long engine_id": agent("P", strings.Repeat("x", 257)),
 	} {
@@ -152,11 +152,11 @@ func TestRegisterRefusals(t *testing.T) {
 	if err := b.Register(ctxOf(t, within), agent("P", "f")); err == nil {
 		t.Error("registered twice")
 	}
-	d := newBus(t, Options{AgentID: "D"})
+	d := newBus(t, Options{Identity: named("D")})
 	if err := d.Register(ctxOf(t, within), agent("D", "e")); err == nil {
 		t.Error("registered without a server")
 	}
-	if _, err := d.Request(ctxOf(t, within), "", "P", hello("D")); !errors.Is(err, core.ErrUnreachable) {
+	if _, err := d.Request(ctxOf(t, within), "", reach(d, "P"), hello("D")); !errors.Is(err, core.ErrUnreachable) {
 		t.Errorf("request without a server: %v", err)
 	}
 	if _, _, err := d.Lookup(ctxOf(t, within), core.Target{}); !errors.Is(err, core.ErrUnreachable) {

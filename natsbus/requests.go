@@ -42,7 +42,7 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 		select {
 		case b.slots <- struct{}{}:
 		case <-b.ctx.Done():
-			b.answer(l, m, refuse("agent %s is closing", b.opt.AgentID))
+			b.answer(l, m, refuse("agent %s is closing", l.id))
 			return
 		case <-full.C:
 			b.answer(l, m, refuse("overloaded: %d requests are being answered", maxHandlers))
@@ -51,10 +51,10 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 	}
 	if !b.spawn("natsbus.handler", func() {
 		defer func() { <-b.slots }()
-		b.answer(l, m, b.handle(l.via, m.Data))
+		b.answer(l, m, b.handle(l, m))
 	}) {
 		<-b.slots
-		b.answer(l, m, refuse("agent %s is closing", b.opt.AgentID))
+		b.answer(l, m, refuse("agent %s is closing", l.id))
 	}
 }
 
@@ -62,19 +62,24 @@ func refuse(format string, args ...any) *wire.Reply {
 	return &wire.Reply{Code: int(core.Refused), Reason: fmt.Sprintf(format, args...)}
 }
 
-func (b *Bus) handle(via core.Via, data []byte) (reply *wire.Reply) {
+// handle answers a request. Its sender is who the subject says: no other may send there.
+func (b *Bus) handle(l *link, m *nats.Msg) (reply *wire.Reply) {
 	req := new(wire.Request)
-	if err := wire.Decode(data, req); err != nil {
+	if err := wire.Decode(m.Data, req); err != nil {
 		return refuse("%v", err)
+	}
+	req.From = string(senderOf(m.Subject))
+	if joins := strings.HasPrefix(m.Subject, joinRoot); joins != (req.Kind == wire.KindJoin) {
+		return refuse("a request of kind %d does not belong here", req.Kind)
 	}
 	defer func() {
 		if p := recover(); p != nil {
 			safe.Report("natsbus.handler", p)
-			reply = &wire.Reply{Code: int(core.Failed), Reason: fmt.Sprintf("agent %s: a fault while answering, see its log", b.opt.AgentID)}
+			reply = &wire.Reply{Code: int(core.Failed), Reason: fmt.Sprintf("agent %s: a fault while answering, see its log", l.id)}
 		}
 	}()
-	if reply = (*b.handler.Load())(via, req); reply == nil {
-		reply = &wire.Reply{Code: int(core.Failed), Reason: fmt.Sprintf("agent %s: the handler gave no reply", b.opt.AgentID)}
+	if reply = (*b.handler.Load())(l.via, req); reply == nil {
+		reply = &wire.Reply{Code: int(core.Failed), Reason: fmt.Sprintf("agent %s: the handler gave no reply", l.id)}
 	}
 	return reply
 }
@@ -128,7 +133,7 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 	}
 	both, cancel := during(ctx, session)
 	defer cancel()
-	m, err := l.nc.RequestWithContext(both, subject(to), data)
+	m, err := l.nc.RequestWithContext(both, subject(to, l.id), data)
 	switch {
 	case err == nil:
 	case errors.Is(err, nats.ErrNoResponders):

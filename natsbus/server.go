@@ -2,6 +2,7 @@ package natsbus
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
@@ -13,7 +14,6 @@ import (
 	"github.com/nats-io/nats-server/v2/server"
 	"go.uber.org/zap"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/ratelog"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
@@ -24,10 +24,16 @@ const (
 	defaultMaxMemory = 64 << 20
 	defaultMaxConns  = 4096
 
-	// maxSubs and maxPending bound what one client makes the server keep: an agent
-	// listens at its own subject and for answers.
-	maxSubs    = 64
-	maxPending = 2 * wire.MaxMessage
+	// maxSubs bounds what one client makes the server keep: an agent listens at its own
+	// subject and for answers.
+	maxSubs = 64
+	// maxUnansweredBytes bounds the requests of all clients that are not answered yet, and
+	// maxUnreadBytes the answers that they have not read.
+	maxUnansweredBytes = 32 << 20
+	maxUnreadBytes     = 32 << 20
+	// maxPending is what the server may keep for this process's own agent: more than all
+	// clients can send it. For clients it keeps next to nothing, see outlet.
+	maxPending = 2*maxUnansweredBytes + 2*wire.MaxMessage
 
 	// serverPing finds a peer that vanished without closing its connection:
 	// two unanswered pings end it.
@@ -38,11 +44,15 @@ const (
 
 // ServerOptions sets up a Server. The zero value is fine.
 type ServerOptions struct {
-	// Owner is the agent of this process: no client may go by its id.
-	Owner core.AgentID
+	// Identity is that of the agent of this process; nil makes a new one.
+	Identity *Identity
 	// Token, if not empty, is a secret that a client must know. The client proves it
 	// without sending the token.
 	Token string
+	// JoinToken, if not empty, is a secret that a rank must know to join from another host
+	// or user. Without it, where there is a token or there are NKeys, ranks join only from
+	// processes of the same user on this host.
+	JoinToken string
 	// NKeys are public user nkeys that are let in too. With neither a token nor keys
 	// all clients are let in.
 	NKeys []string
@@ -61,6 +71,9 @@ type Server struct {
 	nats  *server.Server
 	store *store
 	gate  *gate
+	tls   *tls.Config // of the connections inside upgraded ones
+
+	unanswered, unread *budget
 
 	clients *clients
 
@@ -81,32 +94,42 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	if opt.MaxMemory == 0 {
 		opt.MaxMemory = defaultMaxMemory
 	}
-	gate, err := newGate(opt.Owner, opt.Token, opt.NKeys)
+	if opt.Identity == nil {
+		opt.Identity = NewIdentity()
+	}
+	secure, err := opt.Identity.serverTLS()
 	if err != nil {
 		return nil, err
 	}
-	st, err := newStore()
+	st, err := newStore(opt.Identity.ID())
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{opt: opt, log: opt.Logger, store: st, gate: gate,
+	local, err := st.secret()
+	if err != nil {
+		return nil, errors.Join(err, st.remove())
+	}
+	gate, err := newGate(secrets{token: opt.Token, join: opt.JoinToken}, local, opt.NKeys)
+	if err != nil {
+		return nil, errors.Join(err, st.remove())
+	}
+	s := &Server{opt: opt, log: opt.Logger, store: st, gate: gate, tls: secure,
+		unanswered: newBudget(maxUnansweredBytes), unread: newBudget(maxUnreadBytes),
 		clients: &clients{max: opt.MaxConns, conns: map[*upgraded]struct{}{}}}
 	log := &serverLogger{log: opt.Logger.Sugar()}
 	s.nats, err = server.NewServer(&server.Options{
-		ServerName:         filepath.Base(st.dir),
-		DontListen:         true,
-		NoSigs:             true,
-		JetStream:          true,
-		JetStreamMaxMemory: opt.MaxMemory,
-		JetStreamMaxStore:  1 << 20, // nothing is stored in files; 0 would mean most of the disk
-		StoreDir:           st.dir,
-		MaxPayload:         wire.MaxMessage,
-		MaxConn:            opt.MaxConns + maxHandshakes + 16, // and the in-process ones
-		MaxSubs:            maxSubs,
-		MaxPending:         maxPending,
-		AuthTimeout:        proofWithin.Seconds(),
-		AlwaysEnableNonce:  true,
-
+		ServerName:                 filepath.Base(st.dir),
+		DontListen:                 true,
+		NoSigs:                     true,
+		JetStream:                  true,
+		JetStreamMaxMemory:         opt.MaxMemory,
+		JetStreamMaxStore:          1 << 20, // nothing is stored in files; 0 would mean most of the disk
+		StoreDir:                   st.dir,
+		MaxPayload:                 wire.MaxMessage,
+		MaxConn:                    opt.MaxConns + maxHandshakes + 16, // and the in-process ones
+		MaxSubs:                    maxSubs,
+		MaxPending:                 maxPending,
+		AuthTimeout:                proofWithin.Seconds(),
 		CustomClientAuthentication: gate,
 		PingInterval:               serverPing,
 		MaxPingsOut:                2,

@@ -53,12 +53,10 @@ func TestUpgradeAnswers(t *testing.T) {
 		}
 	}
 
-	// What the client sends with its request is not lost.
-	status, conn, br := rawUpgrade(t, p.addr, good+"CONNECT {\"verbose\":true}\r\nPING\r\n")
-	if status != 101 {
-		t.Fatalf("status %d", status)
-	}
-	for _, want := range []string{"INFO ", "+OK", "PONG"} {
+	conn := rawClient(t, p, named("D"), secrets{}, rightAsk)
+	br := bufio.NewReader(conn)
+	_, _ = io.WriteString(conn, "CONNECT {}\r\nPING\r\n")
+	for _, want := range []string{"INFO ", "PONG"} {
 		line, err := br.ReadString('\n')
 		if err != nil || !strings.HasPrefix(line, want) {
 			t.Fatalf("%q, %v, want %q", line, err, want)
@@ -82,10 +80,12 @@ func TestUpgradeAnswers(t *testing.T) {
 func TestServerEndsConnection(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right"})
-	_, _, br := rawUpgrade(t, p.addr, good+"CONNECT {\"auth_token\":\"wrong\"}\r\nPING\r\n")
-	text, err := io.ReadAll(br)
-	if err != nil || !strings.Contains(string(text), "Authorization Violation") {
-		t.Fatalf("%q, %v", text, err)
+	_, _, br := rawUpgrade(t, p.addr, good+"CONNECT {\"auth_token\":\"right\"}\r\nPING\r\n")
+	if text, _ := io.ReadAll(br); strings.Contains(string(text), "PONG") {
+		t.Fatalf("who proves nothing gets %q", text)
+	}
+	if _, err := dialClient(t, p, named("D"), secrets{token: "wrong"}, rightAsk); !errors.Is(err, errRefused) {
+		t.Fatalf("another token: %v", err)
 	}
 	eventually(t, "no connection is left", func() error {
 		p.clients.mu.Lock()
@@ -116,7 +116,7 @@ func TestCloseEndsUpgradedConnections(t *testing.T) {
 	if got, _, _ := rawUpgrade(t, p.addr, good); got != http.StatusServiceUnavailable {
 		t.Errorf("after Close: status %d", got)
 	}
-	if b, err := Open(Options{AgentID: "P", Server: p.Server}); err == nil {
+	if b, err := Open(Options{Identity: named("P"), Server: p.Server}); err == nil {
 		t.Error("opened on a closed server")
 		closeBus(t, b)
 	}

@@ -9,11 +9,13 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/nats-io/nats.go"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
@@ -77,6 +79,9 @@ func newSecurePort(t testing.TB, addr string, opt ServerOptions, secure *tls.Con
 	if err != nil {
 		t.Fatal(err)
 	}
+	names.Lock()
+	names.servers = append(names.servers, s)
+	names.Unlock()
 	var l net.Listener
 	eventually(t, "listen on "+addr, func() error {
 		l, err = net.Listen("tcp", addr)
@@ -119,7 +124,114 @@ func closeBus(t testing.TB, b *Bus) {
 	}
 }
 
+// names are the identities that tests gave names to, and all servers, at each of which an
+// agent has another id.
+var names struct {
+	sync.Mutex
+	byName  map[string]*Identity
+	servers []*Server
+}
+
+// named is the identity of that name.
+func named(name string) *Identity {
+	names.Lock()
+	defer names.Unlock()
+	if names.byName == nil {
+		names.byName = map[string]*Identity{}
+	}
+	if names.byName[name] == nil {
+		names.byName[name] = NewIdentity()
+	}
+	return names.byName[name]
+}
+
+// nick is the name of an id, here or at any server; the id itself if it has none.
+func nick[T ~string](id T) string {
+	names.Lock()
+	defer names.Unlock()
+	for name, i := range names.byName {
+		if i.ID() == core.AgentID(id) {
+			return name
+		}
+	}
+	for _, s := range names.servers {
+		for name, i := range names.byName {
+			if i.At(s.opt.Identity.ID()).ID() == core.AgentID(id) {
+				return name
+			}
+		}
+	}
+	return string(id)
+}
+
+// rawClient is a connection of an agent that has proved itself.
+func rawClient(t testing.TB, p *port, i *Identity, k secrets, r right) net.Conn {
+	t.Helper()
+	conn, err := dialClient(t, p, i, k, r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = conn.SetDeadline(time.Now().Add(within))
+	t.Cleanup(func() { _ = conn.Close() })
+	return conn
+}
+
+func dialClient(t testing.TB, p *port, i *Identity, k secrets, r right) (net.Conn, error) {
+	t.Helper()
+	e := &entrance{self: i, secrets: k, right: r}
+	return dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, nil, e)(ctxOf(t, within))
+}
+
+// natsClient is a NATS client of an agent that has proved itself.
+func natsClient(t testing.TB, p *port, i *Identity, k secrets, r right) *nats.Conn {
+	t.Helper()
+	e := &entrance{self: i, secrets: k, right: r}
+	d := newDialer(within, dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, nil, e))
+	if err := d.prepare(); err != nil {
+		t.Fatal(err)
+	}
+	nc, err := nats.Connect("nats://"+p.addr, nats.CustomInboxPrefix(inboxOf(e.id())+".box"), nats.NoReconnect(), nats.SetCustomDialer(d),
+		nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) {}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(nc.Close)
+	return nc
+}
+
+// reach is the id by which a bus reaches the agent of that name.
+func reach(b *Bus, name string) core.AgentID {
+	if name == string(hostID) {
+		return hostID
+	}
+	i := named(name)
+	if !strings.HasPrefix(name, "D") || b.opt.ClusterURL != "" {
+		return i.ID()
+	}
+	if s := b.opt.Server; s != nil {
+		s.gate.mu.Lock()
+		var in []core.AgentID
+		for _, c := range s.gate.pass {
+			in = append(in, c.id)
+		}
+		s.gate.mu.Unlock()
+		for _, id := range in {
+			if nick(id) == name {
+				return id
+			}
+		}
+		return i.At(s.opt.Identity.ID()).ID()
+	}
+	if home := b.homeLink(); home != nil && home.entrance != nil {
+		return i.At(home.entrance.server()).ID()
+	}
+	return i.ID()
+}
+
 func agent(id, engine string) *wire.Agent {
+	if len(id) != len(NewIdentity().ID()) { // a test's name
+		id = string(named(id).ID())
+	}
 	return &wire.Agent{Version: wire.Version, ID: id, EngineID: engine, Model: "m", DType: "bf16", BlockTokens: 16,
 		Endpoints: []wire.Endpoint{{Transport: "tcp", Address: ":7000"}},
 		Shapes:    []wire.Shape{{Name: "layers.0", BlockStride: 4096, BlockBytes: 4096, NumBlocks: 10}}}
@@ -132,13 +244,13 @@ func hello(id string) *wire.Request {
 // serve answers every request with "ID via VIA: hello SENDER".
 func serve(b *Bus) {
 	b.Serve(func(via core.Via, req *wire.Request) *wire.Reply {
-		return &wire.Reply{Reason: string(b.opt.AgentID) + " via " + string(via) + ": hello " + req.From}
+		return &wire.Reply{Reason: nick(b.opt.Identity.ID()) + " via " + string(via) + ": hello " + nick(req.From)}
 	})
 }
 
 func register(t testing.TB, b *Bus, engine string) {
 	t.Helper()
-	if err := b.Register(ctxOf(t, within), agent(string(b.opt.AgentID), engine)); err != nil {
+	if err := b.Register(ctxOf(t, within), agent(string(b.opt.Identity.ID()), engine)); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -146,7 +258,7 @@ func register(t testing.TB, b *Bus, engine string) {
 // ask sends a hello and checks who answered.
 func ask(t testing.TB, b *Bus, via core.Via, to core.AgentID, want string) {
 	t.Helper()
-	r, err := b.Request(ctxOf(t, within), via, to, hello(string(b.opt.AgentID)))
+	r, err := b.Request(ctxOf(t, within), via, reach(b, string(to)), hello(string(b.opt.Identity.ID())))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -159,10 +271,10 @@ func ask(t testing.TB, b *Bus, via core.Via, to core.AgentID, want string) {
 func pair(t testing.TB) (p *port, prefill, decode *Bus, via core.Via) {
 	t.Helper()
 	p = newPort(t, "127.0.0.1:0", ServerOptions{})
-	prefill = newBus(t, Options{AgentID: "P", Server: p.Server})
+	prefill = newBus(t, Options{Identity: named("P"), Server: p.Server})
 	serve(prefill)
 	register(t, prefill, "e")
-	decode = newBus(t, Options{AgentID: "D"})
+	decode = newBus(t, Options{Identity: named("D")})
 	serve(decode)
 	_, via, err := decode.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url(), EngineID: "e"})
 	if err != nil {

@@ -4,13 +4,18 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
+	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
 )
 
 const (
 	storePrefix = "kvconn-nats-"
 	storeLock   = "lock"
+	storeJoin   = "join" // the file with the secret of local ranks, see localSecret
 )
 
 // store is the folder for the embedded server's few files.
@@ -19,12 +24,14 @@ type store struct {
 	lock *os.File // locked for as long as the process lives
 }
 
-// newStore makes a folder, and removes the folders of processes that were killed.
-func newStore() (*store, error) {
+// newStore makes a folder for the server of an agent, and removes the folders of processes
+// that were killed.
+func newStore(owner core.AgentID) (*store, error) {
 	sweepStores(os.TempDir())
 	var failure error
 	for range 3 { // another process may sweep a folder between its making and its locking
-		dir, err := os.MkdirTemp("", storePrefix)
+		dir := filepath.Join(os.TempDir(), storePrefix+string(owner))
+		err := os.Mkdir(dir, 0o700)
 		if err != nil {
 			return nil, fmt.Errorf("embedded nats server: no folder for its state, set TMPDIR to one that can be written: %w", err)
 		}
@@ -38,6 +45,15 @@ func newStore() (*store, error) {
 	return nil, fmt.Errorf("embedded nats server: its folder cannot be locked: %w", failure)
 }
 
+// secret makes the secret of local ranks.
+func (s *store) secret() (string, error) {
+	secret := randomName()
+	if err := os.WriteFile(filepath.Join(s.dir, storeJoin), []byte(secret), 0o600); err != nil {
+		return "", fmt.Errorf("embedded nats server: the secret for ranks on this host: %w", err)
+	}
+	return secret, nil
+}
+
 func (s *store) remove() error {
 	err := os.RemoveAll(s.dir)
 	s.lock.Close()
@@ -45,7 +61,7 @@ func (s *store) remove() error {
 }
 
 func lockStore(dir string, flag int) (*os.File, error) {
-	f, err := os.OpenFile(filepath.Join(dir, storeLock), os.O_RDWR|flag, 0o600)
+	f, err := os.OpenFile(filepath.Join(dir, storeLock), os.O_RDWR|unix.O_NOFOLLOW|flag, 0o600)
 	if err != nil {
 		return nil, err
 	}
@@ -61,9 +77,36 @@ func lockStore(dir string, flag int) (*os.File, error) {
 func sweepStores(tmp string) {
 	dirs, _ := filepath.Glob(filepath.Join(tmp, storePrefix+"*"))
 	for _, dir := range dirs {
+		if !ours(dir) {
+			continue
+		}
 		if lock, err := lockStore(dir, 0); err == nil {
 			_ = os.RemoveAll(dir)
 			lock.Close()
 		}
 	}
+}
+
+// localSecret reads the secret that a server on this host keeps for the ranks of its
+// engine: processes of the same user. The folder's name says which server's it is.
+func localSecret(server core.AgentID) string {
+	dir := filepath.Join(os.TempDir(), storePrefix+string(server))
+	if !ours(dir) {
+		return ""
+	}
+	b, err := os.ReadFile(filepath.Join(dir, storeJoin))
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(b))
+}
+
+// ours: a folder of this user that nobody else may enter.
+func ours(dir string) bool {
+	st, err := os.Lstat(dir)
+	if err != nil || !st.IsDir() || st.Mode().Perm()&0o077 != 0 {
+		return false
+	}
+	sys, ok := st.Sys().(*syscall.Stat_t)
+	return ok && int(sys.Uid) == os.Geteuid()
 }

@@ -14,11 +14,11 @@ func TestStoresOfKilledProcessesAreRemoved(t *testing.T) {
 	leaktest.Check(t)
 	tmp := t.TempDir()
 	t.Setenv("TMPDIR", tmp)
-	living, err := newStore()
+	living, err := newStore("LIVING")
 	if err != nil {
 		t.Fatal(err)
 	}
-	killed, err := newStore()
+	killed, err := newStore("KILLED")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -27,7 +27,7 @@ func TestStoresOfKilledProcessesAreRemoved(t *testing.T) {
 	if err := os.Mkdir(strange, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	next, err := newStore()
+	next, err := newStore("NEXT")
 	if err != nil {
 		t.Fatal(err)
 	}

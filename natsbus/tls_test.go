@@ -17,7 +17,7 @@ func TestTLSBootstrap(t *testing.T) {
 	later, before := time.Now().Add(time.Hour), time.Now().Add(-time.Minute)
 	open := func(secure *tls.Config) *port {
 		p := newSecurePort(t, "127.0.0.1:0", ServerOptions{Token: "right"}, secure)
-		prefill := newBus(t, Options{AgentID: "P", Server: p.Server, Token: "right"})
+		prefill := newBus(t, Options{Identity: named("P"), Server: p.Server, Token: "right"})
 		serve(prefill)
 		register(t, prefill, "e")
 		return p
@@ -39,7 +39,7 @@ func TestTLSBootstrap(t *testing.T) {
 		"https to a plain port":  {"https://" + plain.addr, Options{TLS: ours.Client()}, "speaks no TLS"},
 		"plain where TLS is due": {plain.url(), Options{TLS: ours.Client(), OnlyTLS: true}, "speaks no TLS"},
 	} {
-		c.opt.AgentID, c.opt.Token, c.opt.ConnectTimeout = "D", "right", within
+		c.opt.Identity, c.opt.Token, c.opt.ConnectTimeout = named("D"), "right", within
 		d := newBus(t, c.opt)
 		serve(d)
 		_, via, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: c.at})
@@ -67,11 +67,11 @@ func TestTLSLinkComesBack(t *testing.T) {
 	leaktest.Check(t)
 	ca := nettest.NewAuthority(t)
 	p := newSecurePort(t, "127.0.0.1:0", ServerOptions{}, ca.Server(time.Now().Add(time.Hour), "127.0.0.1"))
-	prefill := newBus(t, Options{AgentID: "P", Server: p.Server})
+	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server})
 	serve(prefill)
 	register(t, prefill, "e")
 	px := newProxy(t, p.addr)
-	d := newBus(t, Options{AgentID: "D", TLS: ca.Client()})
+	d := newBus(t, Options{Identity: named("D"), TLS: ca.Client()})
 	_, via, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: "https://" + px.Addr().String()})
 	if err != nil {
 		t.Fatal(err)
@@ -82,7 +82,7 @@ func TestTLSLinkComesBack(t *testing.T) {
 	}
 	px.mu.Unlock()
 	eventually(t, "the way back", func() error {
-		_, err := d.Request(ctxOf(t, time.Second), via, "P", hello("D"))
+		_, err := d.Request(ctxOf(t, time.Second), via, reach(d, "P"), hello("D"))
 		return err
 	})
 	px.frozen.Store(true)

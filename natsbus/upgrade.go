@@ -1,13 +1,17 @@
 package natsbus
 
 import (
+	"bufio"
+	"crypto/tls"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
-	"sync/atomic"
+	"os"
 	"time"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
@@ -43,60 +47,111 @@ func (s *Server) upgrade(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer func() { _ = hangUp(peer) }()
-	inside, err := s.dial()
-	if err != nil {
-		s.log.Sugar().Warnf("natsbus: no connection to the embedded server for %v: %v", peer.RemoteAddr(), err)
+	if !s.clients.connected(u, peer, noConn) {
 		return
 	}
-	defer func() { _ = inside.Close() }()
-	// The HTTP server's deadlines stay on a hijacked connection.
-	if err := peer.SetDeadline(time.Time{}); err != nil {
+	// This replaces the HTTP server's deadlines, which stay on a hijacked connection.
+	if err := peer.SetDeadline(time.Now().Add(proofWithin)); err != nil {
 		return // closed already
 	}
-	if !s.clients.connected(u, peer, inside) {
-		return
-	}
-	_ = peer.SetWriteDeadline(time.Now().Add(writeWait))
 	if _, err := io.WriteString(peer, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: "+protocol+"\r\n\r\n"); err != nil {
 		return // the client has gone
 	}
-	_ = peer.SetWriteDeadline(time.Time{})
-
-	both := make(chan struct{})
-	var left atomic.Bool // the client went away by itself
-	hs := &handshake{w: peer, done: func() { s.clients.letIn(u) }}
-	safe.Go("natsbus.upgrade", func() {
-		defer close(both)
-		_, _ = io.Copy(hs, inside) // either end's error ends both
-		hs.dropped = !left.Load()
-		farewellTo(peer)
-		_ = inside.Close()
-	})
-	var early io.Reader = peer
-	if n := rw.Reader.Buffered(); n > 0 {
-		early = io.MultiReader(io.LimitReader(rw.Reader, int64(n)), peer)
+	conn := tls.Server(&headConn{Conn: peer, r: rw.Reader}, s.tls)
+	who, err := s.prove(conn)
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		err = fmt.Errorf("it did not prove itself within %v", proofWithin)
 	}
-	if _, err := io.Copy(inside, early); !errors.Is(err, io.ErrClosedPipe) {
-		left.Store(true)
-		u.close()
+	if err != nil {
+		s.refuse(peer, err)
+		return
 	}
-	<-both
-	// Read the rest of the client's bytes. Otherwise the system would drop the bytes
-	// that the client has not read yet, which say why it was refused.
-	_, _ = io.Copy(io.Discard, peer)
-	u.close()
-	if why := hs.refusal(); why != "" && !s.clients.isClosed() {
-		s.refused.Do(func(note string) {
-			s.log.Sugar().Warnf("natsbus: a client at %v is refused: %s%s", peer.RemoteAddr(), why, note)
-		})
+	if err := s.carry(u, peer, conn, who); err != nil && !s.clients.isClosed() {
+		s.refuse(peer, err)
 	}
 }
 
-// farewellTo ends this side of a connection, and bounds how long the other side
-// may take to end its own.
-func farewellTo(peer net.Conn) {
+// prove lets a client prove its identity and what it may do.
+func (s *Server) prove(conn *tls.Conn) (client, error) {
+	if err := conn.Handshake(); err != nil {
+		return client{}, err
+	}
+	state := conn.ConnectionState()
+	id, err := peerOf(state)
+	if err != nil {
+		return client{}, err
+	}
+	r, err := s.gate.welcome(conn, state)
+	return client{id, r}, err
+}
+
+// refuse logs why a client is sent away, and gives it time to read the reason.
+func (s *Server) refuse(peer net.Conn, why error) {
 	_ = peer.SetDeadline(time.Now().Add(lastWords))
 	if c, ok := peer.(interface{ CloseWrite() error }); ok {
 		_ = c.CloseWrite() // the client may have gone
 	}
+	// The system would drop what the client has not read yet if bytes of its own were left.
+	_, _ = io.Copy(io.Discard, peer)
+	if errors.Is(why, io.EOF) || s.clients.isClosed() {
+		return // it went away by itself
+	}
+	s.refused.Do(func(note string) {
+		s.log.Sugar().Warnf("natsbus: a client at %v is refused: %v%s", peer.RemoteAddr(), why, note)
+	})
 }
+
+// carry passes both sides of the protocol on until either end ends. An error says that
+// the client does what no agent does.
+func (s *Server) carry(u *upgraded, peer net.Conn, conn *tls.Conn, who client) error {
+	connect, leave, err := s.gate.enter(who)
+	if err != nil {
+		return err
+	}
+	defer leave()
+	inside, err := s.dial()
+	if err != nil {
+		s.log.Sugar().Warnf("natsbus: no connection to the embedded server for %v: %v", peer.RemoteAddr(), err)
+		return nil
+	}
+	defer func() { _ = inside.Close() }()
+	if !s.clients.connected(u, peer, inside) || peer.SetDeadline(time.Time{}) != nil || !s.clients.letIn(u) {
+		return nil
+	}
+	asked, kept := &share{of: s.unanswered, end: u.close}, &share{of: s.unread, end: u.close}
+	defer asked.leave()
+	defer kept.leave()
+	w := newWindow(asked)
+	out := newOutlet(inside, conn, w, kept)
+	both := make(chan error, 1)
+	safe.Go("natsbus.upgrade", func() {
+		err := out.run()
+		_ = peer.SetReadDeadline(time.Now().Add(lastWords))
+		w.close()
+		_ = inside.Close()
+		both <- err
+	})
+	in := &inlet{from: bufio.NewReaderSize(conn, maxCommand), to: bufio.NewWriter(inside), connect: connect, inbox: inboxOf(who.id), window: w}
+	err = in.run()
+	_ = inside.Close()
+	if errors.Is(err, errProtocol) {
+		u.close()
+	}
+	if oerr := <-both; errors.Is(oerr, errUnread) {
+		err = oerr
+	}
+	u.close()
+	if errors.Is(err, errProtocol) || errors.Is(err, errUnread) {
+		return &clientError{who.id, err}
+	}
+	return nil
+}
+
+// clientError is what a client did that had proved to be an agent.
+type clientError struct {
+	id  core.AgentID
+	err error
+}
+
+func (e *clientError) Error() string { return "agent " + string(e.id) + ": " + e.err.Error() }
+func (e *clientError) Unwrap() error { return e.err }

@@ -2,8 +2,6 @@ package node
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/base32"
 	"errors"
 	"fmt"
 	"sync"
@@ -15,6 +13,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -31,6 +30,7 @@ type Options struct {
 // other parts that it needs. No part knows the agent.
 type Agent struct {
 	id       core.AgentID
+	identity *natsbus.Identity
 	cfg      Config
 	log      *zap.Logger
 	openRDMA openRDMA
@@ -60,7 +60,7 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 		return nil, err
 	}
 	a := newAgent(cfg, opt)
-	plane, err := openControlPlane(a.id, &a.cfg, a.log, a.endings.metrics)
+	plane, err := openControlPlane(a.identity, &a.cfg, a.log, a.endings.metrics)
 	if err != nil {
 		a.cancel()
 		return nil, err
@@ -74,7 +74,8 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 
 // newAgent makes the parts that need no network.
 func newAgent(cfg Config, opt Options) *Agent {
-	a := &Agent{id: newAgentID(), cfg: cfg, log: opt.Logger, openRDMA: opt.rdma, closed: make(chan struct{}), peers: newPeerTable()}
+	identity := natsbus.NewIdentity()
+	a := &Agent{id: identity.ID(), identity: identity, cfg: cfg, log: opt.Logger, openRDMA: opt.rdma, closed: make(chan struct{}), peers: newPeerTable()}
 	if a.log == nil {
 		a.log = zap.NewNop()
 	}
@@ -97,7 +98,7 @@ func newAgent(cfg Config, opt Options) *Agent {
 	a.halves.ended = a.endings.ended
 	a.steps = &steps{log: a.log, ctx: a.ctx, offer: a.halves.OfferPartial,
 		start: func(f func()) bool { return a.halves.whileRegistered(func() { a.goRun("step", f) }) }} // Close waits for goroutines that began before it
-	a.ask = &asker{id: a.id, ctx: a.ctx, peers: a.peers, peerTimeout: time.Duration(cfg.PeerTimeout), retried: a.endings.retried}
+	a.ask = &asker{ctx: a.ctx, peers: a.peers, peerTimeout: time.Duration(cfg.PeerTimeout), retried: a.endings.retried}
 	a.signals = &signalling{id: a.id, engineID: cfg.EngineID, ask: a.ask, bound: time.Duration(cfg.ConnectTimeout),
 		gate: gate[core.AgentID]{most: maxSignals, mostEach: maxSignalsEach}}
 	opened := a.halves.clock.Now()
@@ -111,12 +112,6 @@ func (a *Agent) perform(act core.Action) {
 	if c := a.caches.Load(); c != nil {
 		c.performer.perform(act)
 	}
-}
-
-func newAgentID() core.AgentID {
-	var b [15]byte
-	rand.Read(b[:])
-	return core.AgentID(base32.StdEncoding.EncodeToString(b[:]))
 }
 
 func (a *Agent) usePlane(p *controlPlane) {
@@ -133,7 +128,8 @@ func (a *Agent) goRun(name string, f func()) {
 	})
 }
 
-// ID is this open agent's name; a restarted one has another.
+// ID is this open agent's name; a restarted one has another. A prefill agent is known by
+// it. Each prefill engine knows a decode agent by another one.
 func (a *Agent) ID() core.AgentID { return a.id }
 
 // BootstrapAddress is the "http://host:port" that this agent serves or has joined,
@@ -223,7 +219,7 @@ func (a *Agent) use(layout *core.Layout, t *transports) error {
 		t.Revoke(id)
 		a.halves.Revoked(id)
 	}, a.goRun)
-	f := &finder{id: a.id, cfg: &a.cfg, log: a.log, ctx: a.ctx, clock: a.halves.clock, bus: a.bus, peers: a.peers,
+	f := &finder{cfg: &a.cfg, log: a.log, ctx: a.ctx, clock: a.halves.clock, bus: a.bus, peers: a.peers,
 		layout: layout, self: c.self, transports: t, machine: a.halves, start: a.goRun}
 	c.performer = &performer{log: a.log, finder: f, peers: a.peers, transports: t, queue: c.queue, machine: a.halves,
 		partial: func(bytes uint64) { a.endings.count(func(t *Totals) { t.BytesPartial += bytes }) }}

@@ -13,7 +13,6 @@ import (
 
 // asker sends requests to peers that were resolved or have said hello.
 type asker struct {
-	id          core.AgentID
 	ctx         context.Context // ends with the agent
 	bus         requester
 	peers       *peerTable
@@ -38,7 +37,6 @@ func (s *asker) ask(ctx context.Context, to core.AgentID, req *wire.Request) (*w
 	if p == nil {
 		return nil, fmt.Errorf("agent %s is not known any more", to)
 	}
-	req.From = string(s.id)
 	rep, err := s.bus.Request(ctx, p.via, to, req)
 	if p.joined && errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) {
 		err = fmt.Errorf("%w: %w", core.ErrAway, err) // the peer's link to that server may come back, or the server itself

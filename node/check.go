@@ -172,6 +172,10 @@ func (c *Config) checkSecurity() error {
 		return bad("nats_replicas", "is %d, but there is no cluster: set nats_url", c.NATSReplicas)
 	case c.NATSToken != "" && c.NATSTokenFile != "":
 		return bad("nats_token_file", "and nats_token are both set: give one")
+	case c.JoinToken != "" && c.JoinTokenFile != "":
+		return bad("join_token_file", "and join_token are both set: give one")
+	case c.Role == RoleDecode && (c.JoinToken != "" || c.JoinTokenFile != ""):
+		return bad("join_token", "is the secret of a prefill engine's ranks: a decode engine must not have it")
 	case c.NATSNKeySeedFile != "" && (c.NATSToken != "" || c.NATSTokenFile != "") && !c.servesNATS():
 		return bad("nats_nkey_seed_file", "and a token are both set: an agent proves itself with one of them")
 	case len(c.NATSNKeys) > 0 && !c.servesNATS():
@@ -183,6 +187,9 @@ func (c *Config) checkSecurity() error {
 	}
 	if err := checkToken(c.NATSToken); err != nil {
 		return bad("nats_token", "%v", err)
+	}
+	if err := checkToken(c.JoinToken); err != nil {
+		return bad("join_token", "%v", err)
 	}
 	for _, key := range c.NATSNKeys {
 		if err := natsbus.CheckNKey(key); err != nil {

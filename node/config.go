@@ -57,6 +57,8 @@ type Config struct {
 	// Open reads the files, once.
 	NATSToken        string   `json:"nats_token"`
 	NATSTokenFile    string   `json:"nats_token_file"`
+	JoinToken        string   `json:"join_token"`
+	JoinTokenFile    string   `json:"join_token_file"`
 	NATSNKeySeedFile string   `json:"nats_nkey_seed_file"`
 	NATSNKeys        []string `json:"nats_nkeys"`
 	TLSCertFile      string   `json:"tls_cert_file"`

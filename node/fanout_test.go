@@ -31,7 +31,7 @@ func TestSharesOfOnePrefillRank(t *testing.T) {
 	whole[0].loadFrom(id, at, 1, 2)
 	whole[0].want(id, core.Refused, "2 shares")
 	others[1].loadFrom(id, at, 7, 9)
-	others[1].want(id, core.Refused, string(ds[1].ID()))
+	others[1].want(id, core.Refused, "is being loaded by decode agent of another engine already")
 	ds[1].loadFrom(id, at, 3, 2)
 	ds[1].want(id, core.OK)
 	if r := p.want(id, core.OK); r.Blocks != 2 || r.Stats.Bytes != 2*3*4*modelTokens*modelItem {

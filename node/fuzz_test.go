@@ -326,6 +326,8 @@ func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) {
 // fakeHost registers whatever it is given.
 type fakeHost struct{ fails bool }
 
+func (*fakeHost) Listens(context.Context, core.AgentID) bool { return false }
+
 func (h *fakeHost) Host(_ context.Context, _ *wire.Agent, _ bool, since int64) (int64, error) {
 	if h.fails {
 		return 0, errors.New("the newer agent has taken it over")

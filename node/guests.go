@@ -31,6 +31,7 @@ type guests struct {
 type host interface {
 	Host(ctx context.Context, a *wire.Agent, fresh bool, since int64) (int64, error)
 	Unhost(ctx context.Context, a *wire.Agent) error
+	Listens(ctx context.Context, id core.AgentID) bool
 	TTL() time.Duration
 }
 
@@ -60,6 +61,9 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	at := placeOf(j.Agent)
 	old := g.ranks[at]
 	known := old != nil && old.agent.ID == j.Agent.ID
+	if old != nil && !known && g.lives(ctx, old) {
+		return 0, fmt.Errorf("%s is agent %s, which lives: nobody takes its place before it is gone", rankText(j.Agent), old.agent.ID)
+	}
 	var route bootstrap.Rank
 	var err error
 	if !known {
@@ -91,6 +95,17 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	g.board.table.Routes().Join(route)
 	g.log.Info("rank joined", zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
 	return since, nil
+}
+
+// livesWithin bounds the question whether a rank is still connected.
+const livesWithin = 500 * time.Millisecond
+
+// lives: the agent of a rank is connected, or was a moment ago. An agent that was killed
+// makes room at once, one whose host is gone when its connection or its lease ends.
+func (g *guests) lives(ctx context.Context, n *guest) bool {
+	ctx, cancel := context.WithTimeout(ctx, livesWithin)
+	defer cancel()
+	return g.host.Listens(ctx, core.AgentID(n.agent.ID))
 }
 
 // admit says why an agent cannot be a rank here; g.mu is held.

@@ -62,6 +62,8 @@ func Keys() []KeyGroup {
 		{"Who gets in", []Key{
 			{Name: "nats_token", Without: "none", Meaning: "The secret of a deployment."},
 			{Name: "nats_token_file", Without: "none", Meaning: "A file with that secret, in the place of `nats_token`."},
+			{Name: "join_token", Without: "ranks join from the same host and user only, if there is a token or `nats_nkeys`", Meaning: "Prefill: the secret by which the ranks of one engine join its first rank. No decode engine has it."},
+			{Name: "join_token_file", Without: "none", Meaning: "Prefill: a file with that secret, in the place of `join_token`."},
 			{Name: "nats_nkey_seed_file", Without: "none", Meaning: "A file with this agent's own nkey seed (`SU…`), in the token's place."},
 			{Name: "nats_nkeys", Without: "none", Meaning: "Prefill: public nkeys (`U…`) that the embedded server admits beside the token."},
 			{Name: "tls_cert_file", Without: "none", Meaning: "Prefill: the bootstrap port speaks https with this certificate. It is also shown to a cluster."},

@@ -43,7 +43,7 @@ func TestPeerThatForgotUsIsMetAgain(t *testing.T) {
 		d.want(id, core.OK)
 		same(t, p, []core.BlockID{4}, d, []core.BlockID{3})
 		p.peers.mu.Lock()
-		p.peers.drop(p.peers.byID[d.ID()])
+		p.peers.drop(p.peers.byID[p.nameOf(d)])
 		p.peers.mu.Unlock()
 	}
 }

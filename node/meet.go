@@ -19,7 +19,6 @@ import (
 // finder finds prefill engines and meets their agents, for an agent whose caches
 // are registered.
 type finder struct {
-	id         core.AgentID
 	cfg        *Config
 	log        *zap.Logger
 	ctx        context.Context // ends with the agent
@@ -250,7 +249,7 @@ func (f *finder) meet(ctx context.Context, target core.Target, met *entry) (*pee
 	id := core.AgentID(info.ID)
 	attempt, cancel := context.WithTimeout(ctx, f.cfg.helloBound())
 	asked := f.clock.Now()
-	rep, err := f.bus.Request(attempt, via, id, &wire.Request{Kind: wire.KindHello, From: string(f.id), Hello: f.self})
+	rep, err := f.bus.Request(attempt, via, id, &wire.Request{Kind: wire.KindHello, Hello: f.hello()})
 	late := attempt.Err() != nil
 	cancel()
 	if err != nil {
@@ -277,6 +276,14 @@ func (f *finder) meet(ctx context.Context, target core.Target, met *entry) (*pee
 	}
 	f.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID), zap.Ints("rank", []int{info.DPRank, info.TPRank, info.PPRank}), zap.Stringers("ways", ways))
 	return p, info, f.transports.settle(ctx, id)
+}
+
+// hello is what this agent says of itself. Its id is told by the connection, to each
+// engine another one.
+func (f *finder) hello() *wire.Agent {
+	h := *f.self
+	h.ID = ""
+	return &h
 }
 
 // openedAt is an instant, on this process's clock, before which an agent was not

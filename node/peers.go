@@ -2,6 +2,7 @@ package node
 
 import (
 	"container/list"
+	"fmt"
 	"maps"
 	"slices"
 	"sync"
@@ -12,7 +13,8 @@ import (
 )
 
 // maxPeers is how many peers are remembered. The agent forgets the peer first that
-// was unused for longest; if that comes back, it says hello again.
+// was unused for longest; if that comes back, it says hello again. A peer in use is never
+// forgotten for another.
 const maxPeers = 4096
 
 // peer is this agent's record of another.
@@ -27,6 +29,7 @@ type peer struct {
 	gone   bool          // the peer was found gone; guarded by the table
 	heard  time.Time     // when the peer answered a load last
 	mute   time.Time     // until then loads are not tried, since the peer has not answered others
+	used   time.Time     // when it was used last; guarded by the table
 	place  *list.Element // in the table's order
 }
 
@@ -59,6 +62,7 @@ func (t *peerTable) get(id core.AgentID) *peer {
 	defer t.mu.Unlock()
 	p := t.byID[id]
 	if p != nil {
+		p.used = time.Now()
 		t.order.MoveToBack(p.place)
 	}
 	return p
@@ -84,11 +88,19 @@ type dismisser interface {
 	Dismiss(peer core.AgentID)
 }
 
+// keptFor is how long a peer is remembered after its last use, whoever else comes. A peer
+// with transfers under way is used once a second.
+const keptFor = 10 * time.Second
+
+// errManyPeers: all peers in the table were used a moment ago.
+var errManyPeers = fmt.Errorf("%d agents were met and are in use, the most that are remembered", maxPeers)
+
 // add remembers a peer, and dismisses the one that makes room for it; t.meeting
 // is held.
-func (t *peerTable) add(p *peer, transports dismisser) {
+func (t *peerTable) add(p *peer, transports dismisser) error {
 	var oldest core.AgentID
 	t.mu.Lock()
+	p.used = time.Now()
 	if old := t.byID[p.id]; old != nil {
 		if p.in == nil { // an agent's caches do not change
 			p.in = old.in
@@ -102,6 +114,10 @@ func (t *peerTable) add(p *peer, transports dismisser) {
 		t.order.Remove(old.place)
 	} else if t.order.Len() >= maxPeers {
 		first := t.order.Front().Value.(*peer)
+		if p.used.Sub(first.used) < keptFor {
+			t.mu.Unlock()
+			return errManyPeers
+		}
 		oldest = first.id
 		t.drop(first)
 	}
@@ -111,6 +127,7 @@ func (t *peerTable) add(p *peer, transports dismisser) {
 	if oldest != "" {
 		transports.Dismiss(oldest) // it may call the sink
 	}
+	return nil
 }
 
 // admit lets a peer that has said hello connect, and remembers it. The transports' admit
@@ -119,7 +136,9 @@ func (t *peerTable) admit(p *peer, transports dismisser, admit func() ([]wire.Ti
 	t.meeting.Lock()
 	defer t.meeting.Unlock()
 	if tickets, err = admit(); err == nil {
-		t.add(p, transports)
+		if err = t.add(p, transports); err != nil {
+			transports.Dismiss(p.id) // of whom nothing is kept
+		}
 	}
 	return tickets, err
 }
@@ -129,7 +148,9 @@ func (t *peerTable) admit(p *peer, transports dismisser, admit func() ([]wire.Ti
 func (t *peerTable) connect(p *peer, transports dismisser, connect func() error) error {
 	t.meeting.Lock()
 	defer t.meeting.Unlock()
-	t.add(p, transports)
+	if err := t.add(p, transports); err != nil {
+		return err
+	}
 	return connect()
 }
 

@@ -2,8 +2,10 @@ package node
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"testing"
+	"time"
 
 	"go.uber.org/zap"
 
@@ -39,6 +41,12 @@ func TestForgottenPeersAreDismissed(t *testing.T) {
 	for i := range maxPeers + 3 {
 		id := core.AgentID(fmt.Sprint(i))
 		admit := func() ([]wire.Ticket, error) { return all.admit(id, hello) }
+		if i >= maxPeers { // nobody in use makes room
+			if _, err := table.admit(&peer{id: id}, all, admit); !errors.Is(err, errManyPeers) || transport.tickets[id] != nil {
+				t.Fatalf("peer %d: %v, admitted %v", i, err, transport.tickets[id] != nil)
+			}
+			table.order.Front().Value.(*peer).used = time.Now().Add(-keptFor)
+		}
 		ticket, err := table.admit(&peer{id: id}, all, admit)
 		if err != nil {
 			t.Fatal(err)

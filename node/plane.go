@@ -12,7 +12,6 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/bootstrap"
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/httpserve"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/natsbus"
@@ -32,7 +31,7 @@ type controlPlane struct {
 }
 
 // openControlPlane's metrics are nil where no port is served.
-func openControlPlane(id core.AgentID, c *Config, log *zap.Logger, metrics *metrics) (_ *controlPlane, err error) {
+func openControlPlane(identity *natsbus.Identity, c *Config, log *zap.Logger, metrics *metrics) (_ *controlPlane, err error) {
 	p := &controlPlane{cfg: c}
 	if p.sec, err = openSecurity(c, log); err != nil {
 		return nil, err
@@ -46,7 +45,7 @@ func openControlPlane(id core.AgentID, c *Config, log *zap.Logger, metrics *metr
 	}()
 	extra := map[string]http.Handler{}
 	if c.servesNATS() {
-		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Owner: id, Token: p.sec.token, NKeys: c.NATSNKeys, Logger: log.Named("nats")})
+		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Identity: identity, Token: p.sec.token, JoinToken: p.sec.join, NKeys: c.NATSNKeys, Logger: log.Named("nats")})
 		if err != nil {
 			return nil, err
 		}
@@ -68,8 +67,8 @@ func openControlPlane(id core.AgentID, c *Config, log *zap.Logger, metrics *metr
 			}
 		})
 	}
-	p.bus, err = natsbus.Open(natsbus.Options{AgentID: id, Server: p.nats, ClusterURL: c.NATSURL, Join: c.BootstrapJoin, JoinTimeout: time.Duration(c.JoinTimeout),
-		Replicas: c.NATSReplicas, Token: p.sec.token, Seed: p.sec.seed, TLS: p.sec.client, OnlyTLS: c.TLSCAFile != "", Allow: p.sec.allow.enter,
+	p.bus, err = natsbus.Open(natsbus.Options{Identity: identity, Server: p.nats, ClusterURL: c.NATSURL, Join: c.BootstrapJoin, JoinTimeout: time.Duration(c.JoinTimeout),
+		Replicas: c.NATSReplicas, Token: p.sec.token, JoinToken: p.sec.join, Seed: p.sec.seed, TLS: p.sec.client, OnlyTLS: c.TLSCAFile != "", Allow: p.sec.allow.enter,
 		ConnectTimeout: time.Duration(c.ConnectTimeout), Logger: log.Named("bus")})
 	if err != nil {
 		return nil, err

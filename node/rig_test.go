@@ -60,6 +60,9 @@ func open(t testing.TB, cfg Config) *side {
 	return s
 }
 
+// nameOf is the id by which this prefill agent knows a decode agent.
+func (s *side) nameOf(d *side) core.AgentID { return d.identity.At(s.ID()).ID() }
+
 // block is one block's bytes in a layer.
 func (s *side) block(layer int, id core.BlockID) []byte {
 	off := (layer*numBlocks + int(id)) * blockBytes

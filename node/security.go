@@ -28,6 +28,7 @@ const (
 // trusts and contacts.
 type security struct {
 	token, seed string
+	join        string      // the secret of the ranks of this prefill engine
 	server      *tls.Config // of the bootstrap port; nil for plain HTTP
 	client      *tls.Config // nil trusts the system's authorities
 	allow       *allowList
@@ -59,6 +60,18 @@ func openSecurity(c *Config, log *zap.Logger) (*security, error) {
 		if err != nil {
 			return nil, bad("nats_token_file", c.NATSTokenFile, err)
 		}
+	}
+	s.join = c.JoinToken
+	if c.JoinTokenFile != "" {
+		if s.join, err = readSecret("join_token_file", c.JoinTokenFile, log); err == nil {
+			err = checkToken(s.join)
+		}
+		if err != nil {
+			return nil, bad("join_token_file", c.JoinTokenFile, err)
+		}
+	}
+	if s.join != "" && s.join == s.token {
+		return nil, fmt.Errorf("%w: config key \"join_token\": it is also the nats_token, which decode engines have: take another secret", core.ErrInvalid)
 	}
 	if c.NATSNKeySeedFile != "" {
 		if s.seed, err = readSecret("nats_nkey_seed_file", c.NATSNKeySeedFile, log); err == nil {

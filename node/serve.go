@@ -3,6 +3,8 @@ package node
 import (
 	"context"
 	"errors"
+	"regexp"
+	"slices"
 	"time"
 
 	"go.uber.org/zap"
@@ -33,6 +35,28 @@ type arrivals interface {
 }
 
 func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
+	rep := s.answer(via, req)
+	rep.Reason = s.forPeer(rep.Reason, req.From)
+	for i := range rep.Ends {
+		rep.Ends[i].Reason = s.forPeer(rep.Ends[i].Reason, req.From)
+	}
+	return rep
+}
+
+// anAgent is what natsbus makes agents' ids look like.
+var anAgent = regexp.MustCompile(`\b[A-Z2-7]{32}\b`)
+
+// forPeer takes other agents' ids out of a text that is told to a peer.
+func (s *server) forPeer(text, peer string) string {
+	return anAgent.ReplaceAllStringFunc(text, func(id string) string {
+		if id == peer || id == string(s.id) {
+			return id
+		}
+		return "of another engine"
+	})
+}
+
+func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
 	from := core.AgentID(req.From)
 	if from == "" { // to the machine an empty id is no peer, as in a load that looks for its P
 		return refuse("request without the id of its sender")
@@ -45,7 +69,12 @@ func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
 	case wire.KindRenew:
 		return s.renew(from, req.Renew)
 	case wire.KindFinish:
-		s.machine.FinishArrived(from, req.Finishes)
+		if s.peers.get(from) == nil {
+			return sayHello() // nothing of it is under way here
+		}
+		for part := range slices.Chunk(req.Finishes, maxLocked) {
+			s.machine.FinishArrived(from, part)
+		}
 		return &wire.Reply{}
 	case wire.KindJoin:
 		return s.join(from, req.Join)
@@ -65,9 +94,7 @@ func sayHello() *wire.Reply {
 
 // hello checks once for each peer that its blocks can be copied from ours.
 func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Reply {
-	if h.ID != string(from) {
-		return refuse("hello of agent %s sent by %s", h.ID, from)
-	}
+	h.ID = string(from)
 	self, t := s.caches()
 	if self == nil || !s.cfg.prefills() {
 		return refuse("agent %s has no KV caches to offer", s.id)
@@ -108,22 +135,36 @@ func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
 	return &wire.Reply{Code: int(code), Reason: reason}
 }
 
+// maxLocked is how many transfers of a peer's message are looked up under the agent's lock
+// at a time, so that the engine's calls get in between.
+const maxLocked = 64
+
 func (s *server) renew(from core.AgentID, r *wire.Renew) *wire.Reply {
 	rep := &wire.Reply{Statuses: make([]uint8, 0, len(r.Loads)+len(r.Claims))}
-	claims := r.Claims
-	if s.peers.get(from) == nil {
-		claims = nil // its load will say hello first
-	}
-	for i, ans := range s.machine.RenewArrived(from, transferIDs(r.Loads), transferIDs(claims)) {
-		rep.Statuses = append(rep.Statuses, uint8(ans.Status))
-		if ans.Status == core.StatusEnded || ans.Status == core.StatusRestart {
-			rep.Ends = append(rep.Ends, wire.End{Index: uint32(i), Code: int(ans.Code), Reason: shorten(ans.Reason)})
+	// Only who has said hello has transfers here. Others learn that this agent lives.
+	if p := s.peers.get(from); p != nil && p.out != nil {
+		s.machine.RenewArrived(from, nil, nil) // it lives
+		for part := range slices.Chunk(r.Loads, maxLocked) {
+			addAnswers(rep, s.machine.RenewArrived(from, transferIDs(part), nil))
+		}
+		for part := range slices.Chunk(r.Claims, maxLocked) {
+			addAnswers(rep, s.machine.RenewArrived(from, nil, transferIDs(part)))
 		}
 	}
 	for len(rep.Statuses) < len(r.Loads)+len(r.Claims) {
 		rep.Statuses = append(rep.Statuses, uint8(core.StatusUnknown))
 	}
 	return rep
+}
+
+// addAnswers appends the machine's answers to a renewal.
+func addAnswers(rep *wire.Reply, answers []core.Answer) {
+	for _, ans := range answers {
+		if ans.Status == core.StatusEnded || ans.Status == core.StatusRestart {
+			rep.Ends = append(rep.Ends, wire.End{Index: uint32(len(rep.Statuses)), Code: int(ans.Code), Reason: shorten(ans.Reason)})
+		}
+		rep.Statuses = append(rep.Statuses, uint8(ans.Status))
+	}
 }
 
 // join registers another rank at this agent's server, for a while.

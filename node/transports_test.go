@@ -275,7 +275,7 @@ func TestIdAgainOnAnotherTransport(t *testing.T) {
 		if req.Kind == wire.KindLoad && drop.CompareAndSwap(true, false) {
 			n.Cut(p.ID(), d.ID(), errors.New("link down"))
 			p.peers.mu.Lock()
-			p.peers.drop(p.peers.byID[d.ID()]) // P asks for a hello: the load starts over
+			p.peers.drop(p.peers.byID[p.nameOf(d.side)]) // P asks for a hello: the load starts over
 			p.peers.mu.Unlock()
 		}
 		return false

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 
@@ -22,13 +23,74 @@ type spy struct {
 	signals  atomic.Int32
 	answerer atomic.Pointer[func(from core.AgentID, msg []byte) ([]byte, error)]
 	signal   core.Signal
+	names    *twinNames
+}
+
+// twinNames are the ids by which an agent knows its peers, and the peers' own ids, by which
+// twins find each other.
+type twinNames struct {
+	mu    sync.Mutex
+	known map[core.AgentID]core.AgentID // by the peer's own id
+}
+
+var railedAgents struct {
+	sync.Mutex
+	list []*side
+}
+
+// own is the own id of a peer. A peer keeps the id that it had at this agent's predecessor.
+func (n *twinNames) own(id core.AgentID) core.AgentID {
+	railedAgents.Lock()
+	defer railedAgents.Unlock()
+	for _, p := range railedAgents.list {
+		for _, d := range railedAgents.list {
+			if p.nameOf(d) == id {
+				n.mu.Lock()
+				n.known[d.ID()] = id
+				n.mu.Unlock()
+				return d.ID()
+			}
+		}
+	}
+	return id
+}
+
+// here is the id by which this agent knows a peer.
+func (n *twinNames) here(own core.AgentID) core.AgentID {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if id, ok := n.known[own]; ok {
+		return id
+	}
+	return own
+}
+
+// renaming is a sink that hears of peers by the ids that its agent knows.
+type renaming struct {
+	core.Sink
+	names *twinNames
+}
+
+func (r renaming) PeerDown(peer core.AgentID, err error) { r.Sink.PeerDown(r.names.here(peer), err) }
+
+func (s *spy) Admit(peer core.AgentID) ([]byte, error) { return s.Signaller.Admit(s.names.own(peer)) }
+func (s *spy) Dismiss(peer core.AgentID)               { s.Signaller.Dismiss(s.names.own(peer)) }
+
+func (s *spy) Write(op core.WriteOp) {
+	op.Peer = s.names.own(op.Peer)
+	s.Signaller.Write(op)
+}
+
+func (s *spy) Extend(op core.WriteOp) {
+	op.Peer = s.names.own(op.Peer)
+	s.Signaller.Extend(op)
 }
 
 func (s *spy) Usable(ctx context.Context, peer core.AgentID) error {
 	if ctx.Err() == nil {
 		s.waits.Add(1)
 	}
-	return s.Signaller.Usable(ctx, peer)
+	return s.Signaller.Usable(ctx, s.names.own(peer))
 }
 
 func (s *spy) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
@@ -36,7 +98,7 @@ func (s *spy) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
 	if f := s.answerer.Load(); f != nil {
 		return (*f)(from, msg)
 	}
-	return s.Signaller.Signalled(from, msg)
+	return s.Signaller.Signalled(s.names.own(from), msg)
 }
 
 // twinned is an agent with a twin in the place of rdma.
@@ -64,7 +126,11 @@ func tryTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) (*twi
 		if lack != nil {
 			return nil, lack
 		}
-		r.twin = &spy{Signaller: n.NewSignaller(viaRDMA, id, l, s, signal), signal: signal}
+		names := &twinNames{known: map[core.AgentID]core.AgentID{}}
+		toPeer := func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
+			return signal(ctx, names.here(to), msg)
+		}
+		r.twin = &spy{Signaller: n.NewSignaller(viaRDMA, id, l, renaming{s, names}, toPeer), signal: toPeer, names: names}
 		return r.twin, nil
 	}}
 	a, err := Open(cfg, opt)
@@ -73,6 +139,9 @@ func tryTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) (*twi
 	}
 	r.side = &side{Agent: a, t: t, cache: make([]byte, layers*numBlocks*blockBytes), seen: map[core.TransferID]core.Report{}}
 	t.Cleanup(func() { _ = a.Close() })
+	railedAgents.Lock()
+	railedAgents.list = append(railedAgents.list, r.side)
+	railedAgents.Unlock()
 	return r, a.RegisterKVCaches(regions(r.cache))
 }
 

@@ -75,7 +75,9 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request) {
 	}
 	defer place.done()
 	req.place = place
-	body, ok := p.readBody(w, r, req)
+	held := p.bodies.begin()
+	defer held.end()
+	body, ok := p.readBody(w, r, req, held)
 	if !ok {
 		return
 	}
@@ -108,10 +110,10 @@ func (p *Proxy) finish(r *request) {
 	p.log.Info("request", f...)
 }
 
-func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, req *request) ([]byte, bool) {
+func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, req *request, held *heldBody) ([]byte, bool) {
 	var body bytes.Buffer
 	body.Grow(int(min(max(r.ContentLength, 0), 1<<20)) + bytes.MinRead)
-	if _, err := body.ReadFrom(p.bodyOf(w, r)); err != nil {
+	if _, err := body.ReadFrom(held.count(p.bodyOf(w, r))); err != nil {
 		status, reason := p.unread(w, err)
 		req.fail(w, status, badRequest, reason)
 		return nil, false
@@ -148,6 +150,9 @@ func (p *Proxy) unread(w http.ResponseWriter, err error) (status int, reason str
 	switch {
 	case errors.As(err, &tooLarge):
 		return http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit)
+	case errors.Is(err, errBodies):
+		w.Header().Set("Retry-After", "1")
+		return http.StatusServiceUnavailable, err.Error()
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		w.Header().Set("Connection", "close")
 		return http.StatusRequestTimeout, fmt.Sprintf("the body did not arrive within %v", p.cfg.BodyTimeout)

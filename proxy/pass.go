@@ -62,7 +62,9 @@ func (p *Proxy) passTo(w http.ResponseWriter, r *http.Request, d target) error {
 	if r.URL.RawQuery != "" {
 		at += "?" + r.URL.RawQuery
 	}
-	body, err := p.passBody(w, r)
+	held := p.bodies.begin()
+	defer held.end()
+	body, err := p.passBody(w, r, held)
 	if err != nil {
 		return err
 	}
@@ -72,6 +74,11 @@ func (p *Proxy) passTo(w http.ResponseWriter, r *http.Request, d target) error {
 	}
 	req.Header = make(http.Header, len(r.Header))
 	passHeader(req.Header, r.Header)
+	for name := range req.Header { // by these SGLang's engines would be told where to fetch from
+		if strings.HasPrefix(name, "X-Override-") {
+			delete(req.Header, name)
+		}
+	}
 	req.ContentLength = r.ContentLength
 	resp, err := p.client.Do(req)
 	if err != nil {
@@ -91,19 +98,33 @@ func (p *Proxy) passTo(w http.ResponseWriter, r *http.Request, d target) error {
 // errReserved is a request that would choose the address that D connects to.
 var errReserved = errors.New("is for the router to set, and only of completions")
 
+// mayBeJSON: some engine may take a text for JSON, whatever type it is said to have. JSON
+// comes in other encodings too, and Python reads some that Go does not.
+func mayBeJSON(text []byte) bool {
+	text = bytes.TrimLeft(text, " \t\r\n")
+	if len(text) == 0 {
+		return false
+	}
+	return text[0] == '{' || text[0] == '[' || text[0] >= 0x80 || bytes.IndexByte(text[:min(len(text), 4)], 0) >= 0
+}
+
 // passBody is the client's body, or nil if it has none. If an engine may take it for JSON,
 // it is first searched, at every depth, for parameters that only we may set.
-func (p *Proxy) passBody(w http.ResponseWriter, r *http.Request) (io.Reader, error) {
+func (p *Proxy) passBody(w http.ResponseWriter, r *http.Request, held *heldBody) (io.Reader, error) {
 	if r.ContentLength == 0 {
 		return nil, nil
 	}
 	body := p.bodyOf(w, r)
-	if kind := r.Header.Get("Content-Type"); kind != "" && !strings.Contains(strings.ToLower(kind), "json") {
+	kind := strings.ToLower(r.Header.Get("Content-Type"))
+	if strings.HasPrefix(kind, "multipart/") || kind == "application/octet-stream" {
 		return body, nil
 	}
-	text, err := io.ReadAll(body)
+	text, err := io.ReadAll(held.count(body))
 	if err != nil {
 		return nil, err
+	}
+	if kind != "" && !strings.Contains(kind, "json") && !mayBeJSON(text) {
+		return bytes.NewReader(text), nil
 	}
 	name, err := memberAmong(text, p.cfg.Contract.reserved())
 	switch {

@@ -27,6 +27,7 @@ type Proxy struct {
 	places     chan struct{} // one for each request in flight
 	metrics    *metrics
 	draining   atomic.Bool
+	bodies     bodies
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc

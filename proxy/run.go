@@ -40,7 +40,7 @@ func Run(ctx context.Context, cfg Config, logger *zap.Logger) error {
 		PortSetting:       "--port",
 		ReadHeaderTimeout: time.Minute, // a host that stands still for seconds loses nobody's request
 		IdleTimeout:       2 * time.Minute,
-		MaxHeaderBytes:    64 << 10,
+		MaxHeaderBytes:    16 << 10,
 		MaxConns:          connsPerRequest * p.cfg.MaxRequests,
 		Grace:             p.cfg.ShutdownTimeout,
 		Logger:            p.log,

@@ -109,7 +109,9 @@ func passHeader(to, from http.Header) {
 	}
 	for _, list := range from["Connection"] {
 		for name := range strings.SplitSeq(list, ",") {
-			to.Del(strings.TrimSpace(name))
+			if name = http.CanonicalHeaderKey(strings.TrimSpace(name)); !strings.HasPrefix(name, "Content-") { // these say how the body is read, here and there alike
+				delete(to, name)
+			}
 		}
 	}
 	for _, name := range hopByHop {

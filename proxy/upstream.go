@@ -93,6 +93,9 @@ func readPrefillAnswer(text []byte) (params json.RawMessage, status int, err err
 	}
 	if list := elements(text); len(list) > 0 && isArray(text) { // SGLang's answer to a batch
 		for _, one := range list {
+			if isArray(one) { // no engine's answer; each level would be read anew
+				continue
+			}
 			if _, status, err = readPrefillAnswer(one); err != nil {
 				return nil, status, err
 			}

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"crypto/hmac"
 	"errors"
 	"fmt"
 	"io"
@@ -98,7 +99,7 @@ func left(raw syscall.RawConn) bool {
 func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 	s.t.tune(conn)
 	conn.SetReadDeadline(time.Now().Add(s.t.cfg.DialTimeout))
-	h, err := readHeader(conn)
+	h, proof, err := readHello(conn)
 	conn.SetReadDeadline(time.Time{})
 	raw, rawErr := conn.SyscallConn()
 
@@ -116,6 +117,8 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 		return nil, fmt.Errorf("it begins with a frame of kind %d, want a hello", h.kind)
 	case l == nil:
 		return nil, fmt.Errorf("%w: its ticket is none of this agent's: the peer must say hello", errUnwanted)
+	case !proof.shows(l.ticket):
+		return nil, errors.New("it knows the name of a ticket, and not the ticket")
 	case rawErr != nil:
 		return nil, rawErr
 	case left(raw):
@@ -166,6 +169,28 @@ func (s *sender) enlist(st *outStream, attempt uint64) {
 		}
 	}
 	l.wake.Broadcast()
+}
+
+// helloProof is what follows a hello.
+type helloProof struct {
+	of  [headerSize]byte
+	got token
+}
+
+func (p *helloProof) shows(ticket token) bool {
+	want := ticket.proof(&p.of)
+	return hmac.Equal(p.got[:], want[:])
+}
+
+// readHello reads a first frame, and its proof if it is a hello.
+func readHello(conn net.Conn) (h header, p helloProof, err error) {
+	if _, err = io.ReadFull(conn, p.of[:]); err == nil {
+		err = h.decode(&p.of)
+	}
+	if err == nil && h.kind == frameHello {
+		_, err = io.ReadFull(conn, p.got[:])
+	}
+	return h, p, err
 }
 
 func readHeader(conn net.Conn) (h header, err error) {

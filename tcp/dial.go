@@ -252,7 +252,8 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token)
 		return 0, err
 	}
 	s := &inStream{r: r, conn: c, raw: raw, link: link, vec: make([]iovec, 0, maxVector)}
-	err = s.send(&greeting)
+	conn.SetWriteDeadline(time.Now().Add(r.t.cfg.StallTimeout))
+	_, err = conn.Write(greeting)
 	for err == nil {
 		err = s.frame()
 	}

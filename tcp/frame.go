@@ -1,7 +1,9 @@
 package tcp
 
 import (
+	"crypto/hmac"
 	"crypto/rand"
+	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
 )
@@ -42,12 +44,30 @@ const numberBits = 6
 // maxPeerStreams is the most streams between two agents.
 const maxPeerStreams = 1 << numberBits
 
-// hello is the first frame of D's stream number: key is the ticket that P gave D. attempt
-// rises with each stream that D opens, so that the newest of a number counts. received is
-// how much D has read of this number's frames, headers included, in all its streams to
-// this P: bytes beyond it are lost.
-func hello(ticket token, number int, attempt, received uint64) header {
-	return header{kind: frameHello, key: ticket, position: received, length: attempt<<numberBits | uint64(number)}
+// hello is the first frame of D's stream number: key is the name of the ticket that P gave
+// D. attempt rises with each stream that D opens, so that the newest of a number counts.
+// received is how much D has read of this number's frames, headers included, in all its
+// streams to this P: bytes beyond it are lost. A proof follows that only who has the ticket
+// can make: the ticket itself is never sent, and a hello that is overheard serves nobody
+// else, since its attempt is over.
+func hello(ticket token, number int, attempt, received uint64) []byte {
+	var b [headerSize]byte
+	(&header{kind: frameHello, key: ticket.name(), position: received, length: attempt<<numberBits | uint64(number)}).encode(&b)
+	proof := ticket.proof(&b)
+	return append(b[:], proof[:]...)
+}
+
+// name is what a ticket is known by, and tells nothing of it.
+func (k token) name() token { return k.derive("name", nil) }
+
+// proof shows the knowledge of a ticket for one hello.
+func (k token) proof(hello *[headerSize]byte) token { return k.derive("hello", hello[:]) }
+
+func (k token) derive(what string, of []byte) token {
+	mac := hmac.New(sha256.New, k[:])
+	mac.Write([]byte("kvconn tcp " + what))
+	mac.Write(of)
+	return token(mac.Sum(nil)[:len(k)])
 }
 
 // again asks D to open a stream anew, because P's bytes do not get through it.
@@ -63,7 +83,7 @@ func (h *header) stream() (number int, attempt uint64) {
 // header is a frame's header, big-endian on the wire.
 type header struct {
 	kind     frameKind
-	key      token  // ticket (hello) or the transfer's grant
+	key      token  // the ticket's name (hello) or the transfer's grant
 	position uint64 // first byte, in the transfer's linear order
 	length   uint64
 }

@@ -40,9 +40,7 @@ func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
 			silent = append(silent, c)
 			continue
 		}
-		var b [headerSize]byte
-		(&header{kind: frameHello, key: newToken()}).encode(&b)
-		_, _ = c.Write(b[:]) // may be refused already
+		_, _ = c.Write(hello(newToken(), 0, 1, 0)) // may be refused already
 		c.SetReadDeadline(time.Now().Add(bound))
 		if rest, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Fatalf("a stranger is let be, after %d bytes", len(rest))
@@ -121,7 +119,7 @@ func dial(t *testing.T, a *agent) *rawConn {
 // hello is the bytes with which peer opens a stream to a.
 func (a *agent) hello(t *testing.T, peer core.AgentID, number int, attempt, received uint64) []byte {
 	t.Helper()
-	return frameBytes(hello(token(a.admit(t, peer)), number, attempt, received))
+	return hello(token(a.admit(t, peer)), number, attempt, received)
 }
 
 func frameBytes(h header) []byte {
@@ -183,9 +181,9 @@ func (p *fakeP) stream() (*rawConn, header) {
 	p.t.Cleanup(func() { conn.Close() })
 	conn.SetReadDeadline(time.Now().Add(bound))
 	c := &rawConn{conn, p.t}
-	h := c.next()
-	if h.kind != frameHello || h.key != p.ticket {
-		p.t.Fatalf("the stream begins with %+v, want a hello with the ticket", h)
+	h, proof, err := readHello(c)
+	if err != nil || h.kind != frameHello || h.key != p.ticket.name() || !proof.shows(p.ticket) {
+		p.t.Fatalf("the stream begins with %+v, %v, want a hello with the ticket", h, err)
 	}
 	return c, h
 }
@@ -222,8 +220,8 @@ func (a *agent) full(t *testing.T, v byte) {
 // bound, and disturbs nobody.
 func TestHostileHello(t *testing.T) {
 	leaktest.Check(t)
-	hello := frameBytes(header{kind: frameHello, key: newToken()})
-	other := bytes.Clone(hello)
+	greeting := hello(newToken(), 0, 1, 0)
+	other := bytes.Clone(greeting)
 	other[3]++ // the version
 	p, d := newAgent(t, Config{DialTimeout: time.Second}), newAgent(t, Config{})
 	move(t, p, d, "before")
@@ -232,18 +230,19 @@ func TestHostileHello(t *testing.T) {
 		then  func(c *rawConn)
 	}{
 		"nothing":                    {nil, (*rawConn).ends},
-		"half a header":              {hello[:headerSize/2], (*rawConn).ends},
-		"half a header, and the end": {hello[:headerSize/2], func(c *rawConn) { _ = c.Conn.(*net.TCPConn).CloseWrite(); c.ends() }},
+		"half a header":              {greeting[:headerSize/2], (*rawConn).ends},
+		"half a header, and the end": {greeting[:headerSize/2], func(c *rawConn) { _ = c.Conn.(*net.TCPConn).CloseWrite(); c.ends() }},
 		"garbage":                    {bytes.Repeat([]byte("GET / HTTP/1.1\r\n"), 64), (*rawConn).ends},
 		"another version":            {other, (*rawConn).ends},
 		"data first":                 {frameBytes(header{kind: frameData, length: 1 << 62}), (*rawConn).ends},
-		"a wrong ticket": {hello, func(c *rawConn) {
+		"a wrong ticket": {greeting, func(c *rawConn) {
 			if h := c.next(); h.kind != frameLeave {
 				c.t.Errorf("answered by %+v", h)
 			}
 			c.ends()
 		}},
-		"no ticket": {frameBytes(header{kind: frameHello}), (*rawConn).ends},
+		"no ticket":    {frameBytes(header{kind: frameHello}), (*rawConn).ends},
+		"half a hello": {greeting[:headerSize+3], (*rawConn).ends},
 	} {
 		t.Run(name, func(t *testing.T) {
 			raw := dial(t, p)

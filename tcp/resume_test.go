@@ -171,7 +171,9 @@ func TestLateHello(t *testing.T) {
 	old.ends()
 	for name, hello := range map[string][]byte{
 		"older": p.hello(t, "d", 1, 6, 0), "the same": p.hello(t, "d", 1, 7, 0), "none": p.hello(t, "d", 1, 0, 0),
-		"no ticket": frameBytes(hello(newToken(), 1, 99, 0)),
+		"no ticket": hello(newToken(), 1, 99, 0),
+		// what a host on the way has seen of the stream that is open, with its attempt raised
+		"no proof": append(frameBytes(header{kind: frameHello, key: token(p.admit(t, "d")).name(), length: 99<<numberBits | 1}), p.hello(t, "d", 1, 7, 0)[headerSize:]...),
 	} {
 		late := dial(t, p)
 		late.say(hello)

@@ -21,7 +21,7 @@ type sender struct {
 	t         *Transport
 	mu        sync.Mutex
 	links     map[core.AgentID]*outLink // of the admitted peers
-	byTicket  map[token]*outLink        // the same
+	byTicket  map[token]*outLink        // the same, by the names of tickets
 	byID      map[core.TransferID]*outbound
 	streams   int         // of all links
 	patrol    *time.Timer // while there are transfers; see look
@@ -82,7 +82,7 @@ func (t *Transport) Admit(peer core.AgentID) ([]byte, error) {
 	l := s.links[peer]
 	if l == nil {
 		l = &outLink{peer: peer, ticket: newToken(), byGrant: map[token]*outbound{}, wake: sync.NewCond(&s.mu)}
-		s.links[peer], s.byTicket[l.ticket] = l, l
+		s.links[peer], s.byTicket[l.ticket.name()] = l, l
 	}
 	return bytes.Clone(l.ticket[:]), nil
 }
@@ -98,7 +98,7 @@ func (s *sender) dismiss(peer core.AgentID) {
 	s.t.wg.Add(1) // Close waits for the outcomes that are told below
 	defer s.t.wg.Done()
 	delete(s.links, peer)
-	delete(s.byTicket, l.ticket)
+	delete(s.byTicket, l.ticket.name())
 	lost := slices.Collect(maps.Values(l.byGrant))
 	for _, out := range lost {
 		out.fail(fmt.Errorf("tcp: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost))

@@ -47,9 +47,6 @@ func first(errs ...error) error {
 }
 
 func (r *Request) check() error {
-	if err := short("sender", r.From, 64); err != nil {
-		return err
-	}
 	switch {
 	case r.Kind == KindHello && r.Hello != nil:
 		return r.Hello.check()

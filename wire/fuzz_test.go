@@ -109,12 +109,12 @@ func aLoad() *Load {
 
 func requests() []*Request {
 	return []*Request{
-		{Kind: KindHello, From: "d", Hello: anAgent()},
-		{Kind: KindLoad, From: "d", Load: aLoad()},
-		{Kind: KindRenew, From: "d", Renew: &Renew{Loads: []string{"t-1", "t-2"}, Claims: []string{"t-3"}}},
-		{Kind: KindFinish, From: "p", Finishes: []Finish{{TransferID: "t-1", Code: 27, Reason: "no route"}}},
-		{Kind: KindSignal, From: "d", Signal: &Signal{Transport: "rdma", Data: []byte{1, 0, 255}}},
-		{Kind: KindJoin, From: "p", Join: &Join{Agent: &Agent{ID: "p", TPRank: 1, TPSize: 2, PPSize: 1, DPSize: 2, Joined: true}, New: true, Since: 7}},
+		{Kind: KindHello, Hello: anAgent()},
+		{Kind: KindLoad, Load: aLoad()},
+		{Kind: KindRenew, Renew: &Renew{Loads: []string{"t-1", "t-2"}, Claims: []string{"t-3"}}},
+		{Kind: KindFinish, Finishes: []Finish{{TransferID: "t-1", Code: 27, Reason: "no route"}}},
+		{Kind: KindSignal, Signal: &Signal{Transport: "rdma", Data: []byte{1, 0, 255}}},
+		{Kind: KindJoin, Join: &Join{Agent: &Agent{ID: "p", TPRank: 1, TPSize: 2, PPSize: 1, DPSize: 2, Joined: true}, New: true, Since: 7}},
 	}
 }
 

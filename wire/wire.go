@@ -30,7 +30,7 @@ const (
 // Request is one message that is answered by a Reply.
 type Request struct {
 	Kind     Kind     `msg:"k"`
-	From     string   `msg:"f,limit=64"` // AgentID of the sender
+	From     string   `msg:"-"` // AgentID of the sender, as its connection has proved it: no message says it
 	Hello    *Agent   `msg:"h,omitempty"`
 	Load     *Load    `msg:"l,omitempty"`
 	Renew    *Renew   `msg:"r,omitempty"`
@@ -142,8 +142,8 @@ type Blocks struct {
 // Renew keeps the leases of transfers that D has asked for, and of those that
 // it will ask for when it has blocks.
 type Renew struct {
-	Loads  []string `msg:"t,limit=65536"`
-	Claims []string `msg:"c,limit=65536"`
+	Loads  []string `msg:"t,limit=1024"`
+	Claims []string `msg:"c,limit=1024"`
 }
 
 // Finish ends a transfer: a Code of 0 says that all bytes have arrived. With Restart
@@ -173,8 +173,8 @@ type Reply struct {
 	Tickets  []Ticket `msg:"ts,omitempty,limit=16"`      // of a Hello: with each D connects one of its transports to P's
 	AgeMS    int64    `msg:"ag,omitempty"`               // of a Hello: for how long P's agent has been open, rounded up; 0 is unknown
 	Since    int64    `msg:"sn,omitempty"`               // of a Join: its Since from now on
-	Statuses []uint8  `msg:"s,limit=131072"`             // of a Renew: core.Status per load, then per claim
-	Ends     []End    `msg:"e,omitempty,limit=65536"`    // of those that have ended: why
+	Statuses []uint8  `msg:"s,limit=2048"`               // of a Renew: core.Status per load, then per claim
+	Ends     []End    `msg:"e,omitempty,limit=2048"`     // of those that have ended: why
 	Signal   []byte   `msg:"sg,omitempty,limit=4194304"` // the answer to a Signal
 }
 

@@ -1344,7 +1344,7 @@ func (z *Renew) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Loads")
 				return
 			}
-			if zb0002 > 65536 {
+			if zb0002 > 1024 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
@@ -1367,7 +1367,7 @@ func (z *Renew) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Claims")
 				return
 			}
-			if zb0003 > 65536 {
+			if zb0003 > 1024 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
@@ -1620,7 +1620,7 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Statuses")
 				return
 			}
-			if zb0006 > 131072 {
+			if zb0006 > 2048 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
@@ -1643,7 +1643,7 @@ func (z *Reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Ends")
 				return
 			}
-			if zb0007 > 65536 {
+			if zb0007 > 2048 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
@@ -1731,32 +1731,32 @@ func (z *Reply) Msgsize() (s int) {
 func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(8)
-	var zb0001Mask uint8 /* 8 bits */
+	zb0001Len := uint32(7)
+	var zb0001Mask uint8 /* 7 bits */
 	_ = zb0001Mask
 	if z.Hello == nil {
 		zb0001Len--
-		zb0001Mask |= 0x4
+		zb0001Mask |= 0x2
 	}
 	if z.Load == nil {
 		zb0001Len--
-		zb0001Mask |= 0x8
+		zb0001Mask |= 0x4
 	}
 	if z.Renew == nil {
 		zb0001Len--
-		zb0001Mask |= 0x10
+		zb0001Mask |= 0x8
 	}
 	if z.Finishes == nil {
 		zb0001Len--
-		zb0001Mask |= 0x20
+		zb0001Mask |= 0x10
 	}
 	if z.Signal == nil {
 		zb0001Len--
-		zb0001Mask |= 0x40
+		zb0001Mask |= 0x20
 	}
 	if z.Join == nil {
 		zb0001Len--
-		zb0001Mask |= 0x80
+		zb0001Mask |= 0x40
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1766,10 +1766,7 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 		// string "k"
 		o = append(o, 0xa1, 0x6b)
 		o = msgp.AppendUint8(o, uint8(z.Kind))
-		// string "f"
-		o = append(o, 0xa1, 0x66)
-		o = msgp.AppendString(o, z.From)
-		if (zb0001Mask & 0x4) == 0 { // if not omitted
+		if (zb0001Mask & 0x2) == 0 { // if not omitted
 			// string "h"
 			o = append(o, 0xa1, 0x68)
 			if z.Hello == nil {
@@ -1782,7 +1779,7 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 				}
 			}
 		}
-		if (zb0001Mask & 0x8) == 0 { // if not omitted
+		if (zb0001Mask & 0x4) == 0 { // if not omitted
 			// string "l"
 			o = append(o, 0xa1, 0x6c)
 			if z.Load == nil {
@@ -1795,7 +1792,7 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 				}
 			}
 		}
-		if (zb0001Mask & 0x10) == 0 { // if not omitted
+		if (zb0001Mask & 0x8) == 0 { // if not omitted
 			// string "r"
 			o = append(o, 0xa1, 0x72)
 			if z.Renew == nil {
@@ -1808,7 +1805,7 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 				}
 			}
 		}
-		if (zb0001Mask & 0x20) == 0 { // if not omitted
+		if (zb0001Mask & 0x10) == 0 { // if not omitted
 			// string "x"
 			o = append(o, 0xa1, 0x78)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Finishes)))
@@ -1820,7 +1817,7 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 				}
 			}
 		}
-		if (zb0001Mask & 0x40) == 0 { // if not omitted
+		if (zb0001Mask & 0x20) == 0 { // if not omitted
 			// string "sg"
 			o = append(o, 0xa2, 0x73, 0x67)
 			if z.Signal == nil {
@@ -1835,7 +1832,7 @@ func (z *Request) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendBytes(o, z.Signal.Data)
 			}
 		}
-		if (zb0001Mask & 0x80) == 0 { // if not omitted
+		if (zb0001Mask & 0x40) == 0 { // if not omitted
 			// string "j"
 			o = append(o, 0xa1, 0x6a)
 			if z.Join == nil {
@@ -1883,12 +1880,6 @@ func (z *Request) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					return
 				}
 				z.Kind = Kind(zb0002)
-			}
-		case "f":
-			z.From, bts, err = msgp.ReadStringBytes(bts)
-			if err != nil {
-				err = msgp.WrapError(err, "From")
-				return
 			}
 		case "h":
 			if msgp.IsNil(bts) {
@@ -2061,7 +2052,7 @@ func (z *Request) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Request) Msgsize() (s int) {
-	s = 1 + 2 + msgp.Uint8Size + 2 + msgp.StringPrefixSize + len(z.From) + 2
+	s = 1 + 2 + msgp.Uint8Size + 2
 	if z.Hello == nil {
 		s += msgp.NilSize
 	} else {

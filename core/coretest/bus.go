@@ -176,6 +176,7 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 	if err := wire.Decode(enc, in); err != nil {
 		return nil, fmt.Errorf("request to %s: %w", to, err)
 	}
+	in.From = string(b.id)
 	b.cluster.mu.Lock()
 	peer, hook := b.cluster.agents[to], b.cluster.fault
 	b.cluster.mu.Unlock()

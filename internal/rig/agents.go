@@ -143,7 +143,7 @@ func newDecodeBus(i int, opened synthetic.Answer) (*decodeBus, error) {
 		self: &wire.Agent{Version: wire.Version, ID: fmt.Sprint("bench-", i), EngineID: fmt.Sprint("decode-", i), Endpoints: []wire.Endpoint{{Transport: "tcp"}},
 			Shapes: []wire.Shape{{Name: "layer.0", BlockStride: 4096, BlockBytes: 4096, NumBlocks: 16}}}}
 	var err error
-	d.bus, err = natsbus.Open(natsbus.Options{AgentID: core.AgentID(d.self.ID), ConnectTimeout: agentsBound})
+	d.bus, err = natsbus.Open(natsbus.Options{Identity: natsbus.NewIdentity(), ConnectTimeout: agentsBound})
 	if err != nil {
 		return nil, err
 	}
@@ -160,7 +160,7 @@ func (d *decodeBus) meet(ctx context.Context, old core.AgentID) error {
 		info, via, err := d.bus.Lookup(ctx, d.target)
 		if err == nil && core.AgentID(info.ID) != old {
 			var rep *wire.Reply
-			if rep, err = d.bus.Request(ctx, via, core.AgentID(info.ID), &wire.Request{Kind: wire.KindHello, From: d.self.ID, Hello: d.self}); err == nil {
+			if rep, err = d.bus.Request(ctx, via, core.AgentID(info.ID), &wire.Request{Kind: wire.KindHello, Hello: d.self}); err == nil {
 				if rep.Code != 0 {
 					return fmt.Errorf("hello of %s is refused: %s", d.self.ID, rep.Reason)
 				}

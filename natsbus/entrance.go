@@ -1,0 +1,89 @@
+package natsbus
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"net"
+	"sync"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// entrance is how a link gets in at a server: it proves its identity and what it knows.
+type entrance struct {
+	self    *Identity
+	secrets secrets
+	right   right
+
+	mu sync.Mutex
+	as *Identity    // shown at this server and at its successors, once it is chosen
+	at core.AgentID // the server of the last connection
+}
+
+// server is the server of the last connection.
+func (e *entrance) server() core.AgentID {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.at
+}
+
+// id is the id under which the server knows this agent; "" before the first connection.
+func (e *entrance) id() core.AgentID {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.as == nil {
+		return ""
+	}
+	return e.as.id
+}
+
+// show chooses an identity. A rank that joins goes by its own, which its registration
+// names; a decode agent by another one at each server. A link keeps the first one, also
+// when the server is restarted: other ranks behind the server know the agent by it.
+func (e *entrance) show(server core.AgentID) *Identity {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.at = server
+	switch {
+	case e.as != nil:
+	case e.right == rightJoin:
+		e.as = e.self
+	default:
+		e.as = e.self.At(server)
+	}
+	return e.as
+}
+
+// enter makes an upgraded connection one between two agents that have proved themselves.
+func (e *entrance) enter(ctx context.Context, conn net.Conn) (net.Conn, error) {
+	t := tls.Client(conn, clientTLS(e.show))
+	if err := t.HandshakeContext(ctx); err != nil {
+		return nil, fmt.Errorf("the agents' handshake: %w", err)
+	}
+	if err := e.secrets.greet(t, t.ConnectionState(), e.right, localSecret); err != nil {
+		return nil, err
+	}
+	return &guardedConn{Conn: t}, nil
+}
+
+// guardedConn's guard sees all bytes before the caller does.
+type guardedConn struct {
+	net.Conn
+	guard   guard
+	refused error
+}
+
+// Close ends the connection at once.
+func (c *guardedConn) Close() error { return hangUp(c.Conn) }
+
+func (c *guardedConn) Read(b []byte) (int, error) {
+	if c.refused != nil {
+		return 0, c.refused
+	}
+	n, err := c.Conn.Read(b)
+	if c.refused = c.guard.check(b[:n]); c.refused != nil {
+		return 0, c.refused
+	}
+	return n, err
+}
