@@ -61,13 +61,20 @@ static bool may_begin(CUstream s, const struct op *op) {
   return op->what != WAIT || op->record->done;
 }
 
+static void use_end(const struct end *e, size_t n, unsigned by) {
+  if (e->pin) e->pin->in_flight += by;
+  if (!e->mem) return;
+  if (e->p + n <= e->mem->at + e->mem->len) {
+    e->mem->in_flight += by;
+    return;
+  }
+  for (struct mem *m = NULL; (m = next_overlap(m, e->p, n));) m->in_flight += by;
+}
+
 static void use(const struct op *op, int by) {
   for (size_t i = 0; i < op->count; i++) {
-    struct end *ends[] = {&op->pieces[i].to, &op->pieces[i].from};
-    for (int e = 0; e < 2; e++) {
-      for (struct mem *m = NULL; ends[e]->mem && (m = next_overlap(m, ends[e]->p, op->pieces[i].n));) m->in_flight += (unsigned)by;
-      if (ends[e]->pin) ends[e]->pin->in_flight += (unsigned)by;
-    }
+    use_end(&op->pieces[i].to, op->pieces[i].n, (unsigned)by);
+    use_end(&op->pieces[i].from, op->pieces[i].n, (unsigned)by);
   }
 }
 
