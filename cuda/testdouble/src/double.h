@@ -72,10 +72,13 @@ extern int device_count;
 struct device {
   int physical; /* its number when nothing is hidden by CUDA_VISIBLE_DEVICES */
   CUresult sticky;
+  uint64_t operations_left; /* until one of its operations fails; 0: none will */
+  CUresult failure;
   int attributes[ATTRIBUTES_MAX];
 };
 extern struct device devices[DEVICES_MAX];
 void make_devices(void);
+CUresult failing_operation(int dev); /* counts one; its failure sticks */
 
 /* ---- context.c */
 struct CUctx_st {
@@ -92,6 +95,10 @@ CUcontext current_context(void);
 void make_primaries(void);
 unsigned living_contexts(void);
 void free_contexts(void);
+void end_streams(CUcontext ctx);
+void end_events(CUcontext ctx);
+void end_memories(CUcontext ctx);
+void end_pins(CUcontext ctx);
 
 /* ---- memory.c */
 enum kind { LINEAR, POOLED, MAPPED, IMPORTED, MANAGED, EXPOSED };
@@ -182,6 +189,7 @@ struct CUstream_st {
   int priority;
   uint64_t id, chance;
   bool alive, held, started;
+  unsigned delay_max; /* UINT32_MAX: as all */
   pthread_t thread;
   pthread_cond_t work;
   struct op *head, **tail;
@@ -247,5 +255,6 @@ extern bool late_pcie;
 unsigned living_handles(void);
 CUresult reservation_of(CUdeviceptr p, CUdeviceptr *at, size_t *size); /* the reserved range that p lies in */
 void free_exports(void);
+unsigned open_exports(void); /* descriptors of this process */
 unsigned open_imports(void);
 void free_vmm(void);

@@ -21,6 +21,19 @@ void free_events(void) {
   }
 }
 
+static void end_event(CUevent e) {
+  e->magic = 0;
+  let_record(e->last);
+  e->last = NULL;
+  living_events--;
+}
+
+void end_events(CUcontext ctx) {
+  for (CUevent e = events; e; e = e->next) {
+    if (e->magic == ALIVE && e->ctx == ctx) end_event(e);
+  }
+}
+
 static bool is_event(CUevent e) { return e && e->magic == ALIVE; }
 
 EXPORT CUresult cuEventCreate(CUevent *out, unsigned int flags) {
@@ -40,10 +53,7 @@ EXPORT CUresult cuEventCreate(CUevent *out, unsigned int flags) {
 EXPORT CUresult cuEventDestroy_v2(CUevent e) {
   BEGIN(CONTEXT | AFTER_ERROR);
   REQUIRE(is_event(e), CUDA_ERROR_INVALID_HANDLE);
-  e->magic = 0;
-  let_record(e->last);
-  e->last = NULL;
-  living_events--;
+  end_event(e);
   return leave(CUDA_SUCCESS);
 }
 

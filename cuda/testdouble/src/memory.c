@@ -137,6 +137,20 @@ void drop_memory(struct mem *m) {
   free(m);
 }
 
+static struct mem *memory_of(CUcontext ctx) {
+  for (struct mem *m = memories; m; m = m->next) {
+    if (m->ctx == ctx && m->kind != EXPOSED) return m;
+  }
+  return NULL;
+}
+
+void end_memories(CUcontext ctx) {
+  for (struct mem *m; (m = memory_of(ctx));) {
+    await_memory(m);
+    drop_memory(m);
+  }
+}
+
 void free_memories(void) {
   while (memories) drop_memory(memories);
   while (retired) {

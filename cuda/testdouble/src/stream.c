@@ -11,6 +11,7 @@ static struct CUstream_st *new_stream(CUcontext ctx, unsigned flags, int priorit
   CUstream s = calloc(1, sizeof *s);
   *s = (struct CUstream_st){.ctx = ctx, .flags = flags, .priority = priority, .id = ++ids, .alive = true, .next = streams};
   s->chance = mix(kvgpu_seed() + s->id);
+  s->delay_max = UINT32_MAX;
   s->tail = &s->head;
   pthread_cond_init(&s->work, NULL);
   streams = s;
@@ -42,7 +43,8 @@ CUresult find_stream(CUcontext ctx, CUstream handle, CUstream *out) {
 /* ---- the thread of a stream */
 
 static void be_late(CUstream s) {
-  uint64_t microseconds = delay_max ? draw(&s->chance) % (delay_max + 1u) : 0;
+  uint64_t most = s->delay_max == UINT32_MAX ? delay_max : s->delay_max;
+  uint64_t microseconds = most ? draw(&s->chance) % (most + 1) : 0;
   if (!microseconds) return;
   pthread_mutex_unlock(&world);
   struct timespec t = {(time_t)(microseconds / 1000000), (long)(microseconds % 1000000) * 1000};
@@ -98,6 +100,7 @@ static void *run(void *argument) {
     while (!gone && !may_begin(s, op)) pthread_cond_wait(&progress, &world);
     if (gone) break;
     CUresult sticky = devices[s->ctx->dev].sticky;
+    if (!sticky && op->what != RECORD && op->what != WAIT) sticky = failing_operation(s->ctx->dev);
     if (!s->sick) s->sick = sticky ? sticky : op->what == WAIT ? op->record->result : CUDA_SUCCESS;
     perform(s, op);
     finish(s, op);
@@ -181,6 +184,16 @@ void stop_streams(void) {
   for (CUstream s = streams; s; s = s->next) {
     if (s->started) pthread_join(s->thread, NULL);
   }
+}
+
+void end_streams(CUcontext ctx) {
+  for (CUstream s = streams; s; s = s->next) {
+    if (s->ctx != ctx) continue;
+    s->alive = s->held = false;
+    pthread_cond_broadcast(&s->work);
+  }
+  ctx->legacy = ctx->per_thread = NULL;
+  pthread_cond_broadcast(&progress);
 }
 
 /* After all threads have ended. */
@@ -285,6 +298,14 @@ static int set_held(void *handle, bool held) {
   CUstream s = any_stream(handle);
   if (s) s->held = held;
   pthread_cond_broadcast(&progress);
+  pthread_mutex_unlock(&world);
+  return s ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+EXPORT int kvgpu_slow(void *stream, unsigned microseconds) {
+  pthread_mutex_lock(&world);
+  CUstream s = any_stream(stream);
+  if (s) s->delay_max = microseconds;
   pthread_mutex_unlock(&world);
   return s ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }

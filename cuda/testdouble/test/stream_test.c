@@ -177,6 +177,35 @@ void test_capture(void) {
   end_pair(&x);
 }
 
+/* A release too many ends what the engine has. */
+void test_end(void) {
+  struct pair x = make_pair();
+  OK(cuDevicePrimaryCtxRelease_v2(0));
+  EXPECT(!kvgpu_count("contexts") && !kvgpu_count("streams") && !kvgpu_count("allocations") && !kvgpu_count("pinned") && !kvgpu_count("events"));
+  FAILS(CUDA_ERROR_CONTEXT_IS_DESTROYED, cuStreamSynchronize(x.ours));
+  OK(cuCtxPopCurrent_v2(NULL));
+  enter_device(0);
+  FAILS(CUDA_ERROR_INVALID_HANDLE, cuStreamSynchronize(x.ours));
+  FAILS(CUDA_ERROR_INVALID_HANDLE, cuEventQuery(x.e));
+  leave_device(0);
+}
+
+/* An operation fails when the stream comes to it; what came before it is done. */
+static void fail_late(struct pair *x) {
+  OK(kvgpu_fail_operation(0, 2, CUDA_ERROR_ILLEGAL_ADDRESS));
+  OK(kvgpu_kernel_fill(x->ours, x->p, N, 3, 0));
+  OK(cuEventRecord(x->e, x->ours));
+  OK(cuMemsetD8Async(x->p, 1, N, x->ours));
+  while (kvgpu_count("queued")) sched_yield();
+  FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuEventRecord(x->e, x->ours));
+  EXPECT(!kvgpu_wrong(x->p, N, 3, 0));
+  kvgpu_stick(0, 0);
+  OK(cuEventQuery(x->e));
+  FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuStreamSynchronize(x->ours));
+  OK(cuStreamDestroy_v2(x->ours));
+  OK(cuStreamCreate(&x->ours, CU_STREAM_NON_BLOCKING));
+}
+
 void test_faults(void) {
   struct pair x = make_pair();
   OK(kvgpu_fail("cuEventRecord", 2, CUDA_ERROR_LAUNCH_FAILED));
@@ -200,5 +229,6 @@ void test_faults(void) {
   FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuEventSynchronize(x.e));
   OK(cuStreamDestroy_v2(x.ours));
   OK(cuStreamCreate(&x.ours, CU_STREAM_NON_BLOCKING));
+  fail_late(&x);
   end_pair(&x);
 }
