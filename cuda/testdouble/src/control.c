@@ -76,6 +76,7 @@ __attribute__((destructor(101))) static void report(void) {
   }
   if (*text) fprintf(stderr, "kvgpu: left behind: %s (KVGPU_SEED=%llu)\n", text, (unsigned long long)kvgpu_seed());
   free_captures();
+  free_graphs();
   free_streams();
   free_events();
   free_contexts();

@@ -164,6 +164,11 @@ struct record { /* of one cuEventRecord */
   bool done;
   CUresult result;
   uint64_t nanoseconds;
+  struct shared *shared; /* told there too, as this number */
+  uint64_t number;
+};
+struct shared { /* an interprocess event's page */
+  uint64_t recorded, done;
 };
 struct stamp { /* "this stream, up to here" */
   CUstream stream;
@@ -177,6 +182,8 @@ struct op {
   uint64_t pattern, from;       /* FILL, CHECK */
   uint64_t *wrong;              /* CHECK */
   struct record *record;        /* RECORD, WAIT */
+  const struct shared *shared;  /* WAIT for another process's record */
+  uint64_t number;
   CUhostFn call;
   void *argument;
   struct stamp *after;          /* implied by the legacy stream */
@@ -219,9 +226,16 @@ struct CUevent_st {
   unsigned flags;
   struct record *last;
   struct capture *captured;
+  struct shared *shared; /* of an interprocess event */
+  int fd;
   CUevent next;
 };
+#define EVENT_ALIVE 0x6576656e74u
 extern unsigned living_events;
+CUevent new_event(CUcontext ctx, unsigned flags, int fd); /* with the descriptor of a page, or -1 */
+bool is_event(CUevent e);
+bool is_reached(const struct shared *shared, uint64_t number);
+void nap_on_progress(void); /* for what no thread of this process will tell */
 void let_record(struct record *r);
 void free_events(void);
 
@@ -230,6 +244,11 @@ CUresult device_end(CUdeviceptr p, size_t n, bool write, struct end *e);
 CUresult host_end(const void *p, size_t n, struct end *e);
 CUresult any_end(CUdeviceptr p, size_t n, bool write, struct end *e);
 CUresult put_copy(CUstream s, const struct piece *pieces, size_t n);
+
+/* ---- graph.c */
+CUgraph new_graph(struct op *head); /* takes the operations over */
+void free_nodes(struct op *op);
+void free_graphs(void);
 
 /* ---- capture.c */
 struct capture {

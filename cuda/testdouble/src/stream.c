@@ -60,6 +60,7 @@ static bool may_begin(CUstream s, const struct op *op) {
   for (size_t i = 0; i < op->afters; i++) {
     if (!is_passed(&op->after[i])) return false;
   }
+  if (op->shared) return is_reached(op->shared, op->number);
   return op->what != WAIT || op->record->done;
 }
 
@@ -97,11 +98,14 @@ static void *run(void *argument) {
     if (gone || !s->head) break;
     struct op *op = s->head;
     be_late(s);
-    while (!gone && !may_begin(s, op)) pthread_cond_wait(&progress, &world);
+    while (!gone && !may_begin(s, op)) {
+      if (op->shared) nap_on_progress();
+      else pthread_cond_wait(&progress, &world);
+    }
     if (gone) break;
     CUresult sticky = devices[s->ctx->dev].sticky;
     if (!sticky && op->what != RECORD && op->what != WAIT) sticky = failing_operation(s->ctx->dev);
-    if (!s->sick) s->sick = sticky ? sticky : op->what == WAIT ? op->record->result : CUDA_SUCCESS;
+    if (!s->sick) s->sick = sticky ? sticky : op->what == WAIT && op->record ? op->record->result : CUDA_SUCCESS;
     perform(s, op);
     finish(s, op);
   }
