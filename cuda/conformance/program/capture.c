@@ -66,6 +66,7 @@ static void launches(CUdeviceptr p) {
   shut(&g, captured);
   fact(243, "cuGraphLaunch on a busy stream", 0, (int)CU(cuGraphLaunch)(run, captured));
   fact(244, "an event recorded behind a graph", 0, (int)CU(cuEventRecord)(e, captured));
+  let_time_pass();
   fact(245, "has not passed before the graph has run", CUDA_ERROR_NOT_READY, (int)CU(cuEventQuery)(e));
   open_gate(&g);
   fact(246, "and passes then", 0, (int)CU(cuEventSynchronize)(e));
@@ -100,6 +101,8 @@ void captures(void) {
   fact(229, "with the mode 'relaxed' it may be called", 0, in_thread(run_other, &o));
   o.call = allocate;
   fact(230, "and cuMemAlloc too", 0, in_thread(run_other, &o));
+  o.mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+  fact(249, "and with the mode 'thread local' too, since the capture is another thread's", 0, in_thread(run_other, &o));
   o.mode = CU_STREAM_CAPTURE_MODE_GLOBAL, o.call = record;
   fact(231, "cuEventRecord of another thread on another stream may be called in any mode", 0, in_thread(run_other, &o));
   o.call = ask_pointer;

@@ -131,6 +131,7 @@ void batches(void) {
   CU(cuEventCreate)(&e, CU_EVENT_DISABLE_TIMING);
   fact(212, "a batch on a busy stream returns", 0, BATCH(PIECES, 1, s));
   CU(cuEventRecord)(e, s);
+  let_time_pass();
   fact(213, "and an event behind it has not passed", CUDA_ERROR_NOT_READY, (int)CU(cuEventQuery)(e));
   open_gate(&g);
   fact(214, "until the batch is done", 0, (int)CU(cuEventSynchronize)(e));

@@ -59,6 +59,7 @@ struct gate {
 };
 void shut(struct gate *g, CUstream s);
 void open_gate(struct gate *g);
+void let_time_pass(void); /* long enough for what ought not to happen */
 bool eventually(bool (*holds)(void *), void *argument); /* within seconds; false: it never did */
 
 struct group {

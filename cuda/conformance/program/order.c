@@ -37,6 +37,7 @@ void streams(void) {
   shut(&g, s);
   fact(139, "cuStreamQuery of a stream that works", CUDA_ERROR_NOT_READY, (int)CU(cuStreamQuery)(s));
   CU(cuEventRecord)(e, s);
+  let_time_pass();
   fact(140, "cuEventQuery of an event behind its work", CUDA_ERROR_NOT_READY, (int)CU(cuEventQuery)(e));
   open_gate(&g);
   fact(141, "cuEventSynchronize waits for it", 0, (int)CU(cuEventSynchronize)(e));
@@ -95,6 +96,7 @@ void waits(void) {
   CU(cuEventRecord)(e, a);
   CU(cuStreamWaitEvent)(b, e, 0);
   CU(cuEventRecord)(f, b);
+  let_time_pass();
   fact(150, "a stream that waits for an event of a busy one is busy", CUDA_ERROR_NOT_READY, (int)CU(cuEventQuery)(f));
   open_gate(&g);
   fact(151, "until it has passed", 0, (int)CU(cuEventSynchronize)(f));
@@ -107,6 +109,7 @@ void waits(void) {
   fact(153, "and the event is the later record's now", CUDA_ERROR_NOT_READY, (int)CU(cuEventQuery)(e));
   CU(cuStreamWaitEvent)(b, e, 0);
   fact(154, "an event may be destroyed while a stream waits for it", 0, (int)CU(cuEventDestroy_v2)(e));
+  let_time_pass();
   fact(155, "the stream goes on waiting", CUDA_ERROR_NOT_READY, (int)CU(cuStreamQuery)(b));
   open_gate(&g);
   fact(156, "and passes when the work is done", 0, (int)CU(cuStreamSynchronize)(b));
@@ -115,6 +118,7 @@ void waits(void) {
   CU(cuStreamCreate)(&blocking, CU_STREAM_DEFAULT);
   shut(&g, blocking);
   CU(cuEventRecord)(f, NULL);
+  let_time_pass();
   fact(158, "the legacy stream waits for blocking streams", CUDA_ERROR_NOT_READY, (int)CU(cuEventQuery)(f));
   open_gate(&g);
   fact(159, "until they have done what they had", 0, (int)CU(cuEventSynchronize)(f));
@@ -123,6 +127,7 @@ void waits(void) {
   CU(cuEventRecord)(e, blocking);
   CU(cuEventRecord)(f, b);
   fact(160, "a non-blocking stream does not wait for the legacy stream", 0, (int)CU(cuEventSynchronize)(f));
+  let_time_pass();
   fact(161, "a blocking one does", CUDA_ERROR_NOT_READY, (int)CU(cuEventQuery)(e));
   open_gate(&h);
   CU(cuCtxSynchronize)();
@@ -156,6 +161,7 @@ void two_contexts(void) {
   CU(cuEventRecord)(e, a);
   CU(cuCtxPopCurrent_v2)(&first);
   fact(171, "a stream may wait for an event of another context", 0, (int)CU(cuStreamWaitEvent)(b, e, 0));
+  let_time_pass();
   fact(172, "and does", CUDA_ERROR_NOT_READY, (int)CU(cuStreamQuery)(b));
   open_gate(&g);
   fact(173, "until it has passed", 0, (int)CU(cuStreamSynchronize)(b));
