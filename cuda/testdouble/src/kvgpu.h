@@ -1,5 +1,20 @@
 /* What tests may ask of the driver double, beside the driver's own functions. No header of CUDA's is needed: a device address is a
- * uint64_t, a stream or an event is a void *, and the int that a function returns is a CUresult. */
+ * uint64_t, a stream or an event is a void *, and the int that a function returns is a CUresult.
+ *
+ * For a process that a test only starts, the environment says what is to happen:
+ *
+ *   KVGPU_SEED=N                    all chance; without it one is drawn, and told with each violation and leak
+ *   KVGPU_DELAY_US=N                as kvgpu_delay; 300 if unset
+ *   KVGPU_DEVICES=N                 2 if unset; 0: cuInit answers NO_DEVICE. CUDA_VISIBLE_DEVICES hides some, by number
+ *   KVGPU_ATTRIBUTES=NUM=VALUE,...  device attributes
+ *   KVGPU_DRIVER=12020              the version that the driver tells
+ *   KVGPU_HIDE=NAME,...             what cuGetProcAddress does not know
+ *   KVGPU_FAIL=NAME:NTH:CODE,...    as kvgpu_fail
+ *   KVGPU_FAIL_OPERATION=DEVICE:NTH:CODE   as kvgpu_fail_operation
+ *   KVGPU_LATE_PCIE=1               as kvgpu_late_pcie
+ *   KVGPU_IPC=foreign, hidden       the peer is in another PID namespace; its device is not visible here
+ *   KVGPU_LEAKS=report, exit        what is left at unload is told on stderr; the process ends with status 86
+ *   KVGPU_ABORT=1                   a violation ends the process */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
