@@ -162,6 +162,20 @@ func TestRealDriver(t *testing.T) {
 	}
 }
 
+// TestKit packs the kit, which tries itself on the double.
+func TestKit(t *testing.T) {
+	testdouble.Library(t, testdouble.Newest)
+	if out, err := exec.CommandContext(t.Context(), "../../scripts/gpu-kit.sh").CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	out, err := exec.CommandContext(t.Context(), "tar", "-tzf", "../../build/kvconn-gpu-kit.tar.gz").Output()
+	for _, file := range []string{"run", "README", "kvgpu-facts", "commit"} {
+		if err != nil || !strings.Contains(string(out), "kvconn-gpu-kit/"+file+"\n") {
+			t.Errorf("%v, no %s in the kit:\n%s", err, file, out)
+		}
+	}
+}
+
 func realRuns(t *testing.T) []run {
 	t.Helper()
 	files, err := filepath.Glob("real/*.json")

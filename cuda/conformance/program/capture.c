@@ -51,6 +51,20 @@ static int finish(void) {
   return r;
 }
 
+/* torch's default stream is the legacy one; what is recorded there can break a capture of a blocking stream. */
+static void legacy_beside(CUevent e) {
+  CUstream kept = captured, other = NULL;
+  CU(cuStreamCreate)(&other, CU_STREAM_DEFAULT);
+  begin(CU_STREAM_CAPTURE_MODE_RELAXED);
+  fact(216, "cuEventRecord on the legacy stream while a non-blocking stream is captured", 0, (int)CU(cuEventRecord)(e, NULL));
+  fact(217, "leaves the capture whole", 0, finish());
+  captured = other;
+  begin(CU_STREAM_CAPTURE_MODE_RELAXED);
+  fact(218, "cuEventRecord on the legacy stream while a blocking stream is captured", CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, (int)CU(cuEventRecord)(e, NULL));
+  fact(219, "breaks the capture", CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, finish());
+  captured = kept;
+}
+
 /* A graph with one memset, launched behind other work. */
 static void launches(CUdeviceptr p) {
   CUgraph graph = NULL;
@@ -136,4 +150,5 @@ void captures(void) {
   CU(cuMemcpyDtoH_v2)(&byte, p, 1);
   number_fact(241, "what was captured did not run", 1, byte);
   launches(p);
+  legacy_beside(e);
 }

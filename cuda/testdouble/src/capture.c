@@ -21,6 +21,17 @@ CUresult capture_forbids(void) {
   return r;
 }
 
+/* Work on the legacy stream would have to wait for a blocking stream, which does not run while it is captured. */
+bool breaks_capture(CUstream s) {
+  bool breaks = false;
+  for (CUstream other = streams; other && s == s->ctx->legacy; other = other->next) {
+    if (!other->capture || other->ctx != s->ctx || other->flags & CU_STREAM_NON_BLOCKING) continue;
+    other->capture->invalid = true;
+    breaks = true;
+  }
+  return breaks;
+}
+
 unsigned open_captures(void) {
   unsigned n = 0;
   for (struct capture *c = captures; c; c = c->next) n++;

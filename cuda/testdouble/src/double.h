@@ -261,6 +261,7 @@ struct capture {
   struct capture *next;
 };
 CUresult capture_forbids(void); /* an unsafe call of this thread; what it breaks is invalidated */
+bool breaks_capture(CUstream s);   /* which is put work on */
 unsigned open_captures(void);
 void free_captures(void);
 

@@ -140,6 +140,10 @@ CUresult put_op(CUstream s, const struct op *given) {
     s->capture->tail = &op->next;
     return CUDA_SUCCESS;
   }
+  if (breaks_capture(s)) {
+    free_op(op);
+    return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+  }
   use(op, 1);
   while (s->put - s->got >= QUEUE_MAX && !gone) pthread_cond_wait(&progress, &world);
   if (!s->started && !gone) s->started = !pthread_create(&s->thread, NULL, run, s);
