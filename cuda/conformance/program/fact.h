@@ -19,7 +19,7 @@
   F(cuCtxPushCurrent_v2) F(cuCtxPopCurrent_v2) F(cuCtxSetCurrent) F(cuCtxGetCurrent) F(cuCtxGetDevice) F(cuCtxSynchronize)                          \
   F(cuMemAlloc_v2) F(cuMemFree_v2) F(cuMemGetInfo_v2) F(cuMemGetAddressRange_v2) F(cuMemHostAlloc) F(cuMemFreeHost) F(cuMemHostRegister_v2)         \
   F(cuMemHostUnregister) F(cuMemHostGetDevicePointer_v2) F(cuMemAllocManaged) F(cuPointerGetAttribute) F(cuPointerGetAttributes)                    \
-  F(cuPointerSetAttribute) F(cuStreamCreate) F(cuStreamDestroy_v2) F(cuStreamQuery) F(cuStreamSynchronize) F(cuStreamWaitEvent) F(cuStreamGetCtx)   \
+  F(cuPointerSetAttribute) F(cuStreamCreate) F(cuStreamDestroy_v2) F(cuStreamQuery) F(cuStreamSynchronize) F(cuStreamWaitEvent) F(cuStreamGetCtx) F(cuStreamGetId)   \
   F(cuStreamGetFlags) F(cuStreamIsCapturing) F(cuStreamBeginCapture_v2) F(cuStreamEndCapture) F(cuThreadExchangeStreamCaptureMode) F(cuGraphDestroy) F(cuGraphInstantiateWithFlags) F(cuGraphLaunch) F(cuGraphExecDestroy) \
   F(cuLaunchHostFunc) F(cuEventCreate) F(cuEventDestroy_v2) F(cuEventRecord) F(cuEventQuery) F(cuEventSynchronize) F(cuEventElapsedTime)            \
   F(cuMemcpyDtoHAsync_v2) F(cuMemcpyHtoDAsync_v2) F(cuMemcpyDtoDAsync_v2) F(cuMemcpyAsync) F(cuMemcpyDtoH_v2) F(cuMemcpyHtoD_v2) F(cuMemcpy2DAsync_v2) \

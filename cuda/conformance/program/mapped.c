@@ -21,6 +21,12 @@ static unsigned long long id_of(CUdeviceptr p) {
   return id;
 }
 
+static unsigned long long block_of(CUdeviceptr p) {
+  unsigned long long id = 0;
+  CU(cuPointerGetAttribute)(&id, CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID, p);
+  return id;
+}
+
 void mapped(void) {
   open_device();
   if (!device_attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)) {
@@ -63,11 +69,13 @@ void mapped(void) {
   fact(267, "cuMemRetainAllocationHandle of cuMemAlloc's memory", CUDA_ERROR_INVALID_VALUE, (int)CU(cuMemRetainAllocationHandle)(&again, (void *)linear));
   unsigned on = 1;
   fact(268, "SYNC_MEMOPS cannot be set for mapped memory", CUDA_ERROR_INVALID_VALUE, (int)CU(cuPointerSetAttribute)(&on, CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, at));
-  unsigned long long before = id_of(at);
+  unsigned long long before = id_of(at), block = block_of(at);
+  truth(279, "MEMORY_BLOCK_ID tells two handles apart", block && block != block_of(at + grain));
   fact(269, "cuMemUnmap of one mapping", 0, (int)CU(cuMemUnmap)(at, grain));
   fact(270, "cuPointerGetAttribute where nothing is mapped", CUDA_ERROR_INVALID_VALUE, (int)CU(cuPointerGetAttribute)(&device, CU_POINTER_ATTRIBUTE_BUFFER_ID, at));
   fact(271, "the handle can be mapped again", 0, (int)CU(cuMemMap)(at, grain, 0, a, 0) + allow(at, grain));
   truth(272, "and the same address has another BUFFER_ID", id_of(at) != before);
+  truth(286, "and the same MEMORY_BLOCK_ID as before", block_of(at) == block);
   unsigned char byte = 0;
   CU(cuMemcpyDtoH_v2)(&byte, at + grain - 1, 1);
   number_fact(273, "with the handle's old bytes", 3, byte);

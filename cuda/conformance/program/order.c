@@ -54,6 +54,13 @@ void streams(void) {
   CU(cuLaunchHostFunc)(s, call_driver, e);
   CU(cuStreamSynchronize)(s);
   fact(147, "a host function may not call the driver", CUDA_ERROR_NOT_PERMITTED, last_in_host_function);
+  CUstream next = new_stream();
+  unsigned long long first_id = 0, next_id = 0, third_id = 0;
+  fact(164, "cuStreamGetId", 0, (int)CU(cuStreamGetId)(s, &first_id) + (int)CU(cuStreamGetId)(next, &next_id));
+  CU(cuStreamDestroy_v2)(next);
+  next = new_stream();
+  CU(cuStreamGetId)(next, &third_id);
+  truth(165, "gives each stream a number that no other had before", first_id != next_id && next_id != third_id && first_id != third_id);
   shut(&g, s);
   fact(148, "cuStreamDestroy of a stream that works returns", 0, (int)CU(cuStreamDestroy_v2)(s));
   open_gate(&g);

@@ -25,7 +25,7 @@ struct reservation {
 };
 static struct handle *handles;
 static struct reservation *reservations;
-static CUmemGenericAllocationHandle numbers = 0x6b76;
+static CUmemGenericAllocationHandle numbers = (CUmemGenericAllocationHandle)1 << 40; /* none is a BUFFER_ID */
 
 static struct handle *find_handle(CUmemGenericAllocationHandle number) {
   for (struct handle *h = handles; h; h = h->next) {
