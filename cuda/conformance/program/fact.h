@@ -72,3 +72,4 @@ extern const size_t group_count;
 /* The second half of a group that needs another process: `--peer NAME ARGUMENT`. */
 int run_peer(const char *name, const char *argument);
 const char *own_path(void);
+int run_speed(void);

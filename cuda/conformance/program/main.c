@@ -1,4 +1,4 @@
-/* kvgpu-facts [--library FILE] [--only GROUP]: checks the facts against a CUDA driver and prints JSON. The library is the argument's,
+/* kvgpu-facts [--library FILE] [--only GROUP | --speed]: checks the facts against a CUDA driver and prints JSON. The library is the argument's,
  * KVCONN_LIBCUDA's or libcuda.so.1. The status is 1 if a fact differs or a group did not end, 2 if the library cannot be opened. */
 #include "fact.h"
 
@@ -120,6 +120,7 @@ int main(int argc, char **argv) {
   setenv("KVCONN_LIBCUDA", library, 1); /* for this program's other processes */
   load(library);
   if (argc == 4 && !strcmp(argv[1], "--peer")) return run_peer(argv[2], argv[3]);
+  if (argc > 1 && !strcmp(argv[argc - 1], "--speed")) return run_speed();
   print_head(library);
   print_symbols();
   print_device();
