@@ -152,7 +152,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// What is just inside the bounds is taken, and unknown fields are ignored.
+// TestBoundsAreInclusive: values just inside the bounds are taken, and unknown fields are ignored.
 func TestBoundsAreInclusive(t *testing.T) {
 	leaktest.Check(t)
 	h := NewHandler(new(Table), nil, nil)

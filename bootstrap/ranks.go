@@ -2,7 +2,6 @@ package bootstrap
 
 import (
 	"bytes"
-	"cmp"
 	"encoding/json"
 	"fmt"
 	"slices"
@@ -243,12 +242,12 @@ func (r Rank) check(names [4]string) (bad []FieldError) {
 	product := 1
 	for i, name := range names {
 		product = min(product, MaxEntries+1) * max(1, min(sizes[i], MaxEntries+1))
-		if name != "" && (sizes[i] < 1 || sizes[i] > MaxEntries || place[i] < 0 || place[i] >= sizes[i]) {
+		if sizes[i] < 1 || sizes[i] > MaxEntries || place[i] < 0 || place[i] >= sizes[i] {
 			bad = append(bad, fieldError("value_error", name, "rank %d of %d: give a size from 1 to %d and a rank below it", place[i], sizes[i], MaxEntries))
 		}
 	}
 	if bad == nil && product > MaxEntries {
-		bad = append(bad, fieldError("value_error", cmp.Or(names[2], names[0]), "an engine of %v has more than %d ranks", r.Sizes, MaxEntries))
+		bad = append(bad, fieldError("value_error", names[2], "an engine of %v has more than %d ranks", r.Sizes, MaxEntries))
 	}
 	if r.Port < 1 || r.Port > 65535 {
 		bad = append(bad, fieldError("value_error", "rank_port", "%d is not a port, give one from 1 to 65535", r.Port))

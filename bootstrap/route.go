@@ -9,50 +9,31 @@ import (
 	"strings"
 )
 
-// The routes of SGLang's bootstrap server: /route in the form of its first release
-// with disaggregation and in today's, /register_dp_rank, /query_dp_ranks.
+// The routes of SGLang's bootstrap server as of SGLang 0.5.23: /route,
+// /register_dp_rank, /query_dp_ranks.
 
 // MaxQuery is the largest body of POST /query_dp_ranks.
 const MaxQuery = 256 << 10
 
-// decodeRank reads the body of PUT /route, of either form.
+// decodeRank reads the body of PUT /route.
 func decodeRank(body []byte) (r Rank, err error) {
 	o, err := readObject(body)
 	if err != nil {
 		return r, err
 	}
 	r.Host, r.Port = o.text("rank_ip"), o.number("rank_port")
-	var bad []FieldError
-	if _, first := o.fields["engine_rank"]; first {
-		tp, dp, rank := o.number("tp_size"), o.number("dp_size"), o.number("engine_rank")
-		role := o.text("role")
-		if o.bad == nil && role != "Prefill" {
-			o.bad = append(o.bad, fieldError("value_error", "role", "%q has no place here: only Prefill registers", excerpt([]byte(role))))
-		}
-		if o.bad == nil && (tp < 1 || dp < 1 || tp%dp != 0) {
-			o.bad = append(o.bad, fieldError("value_error", "tp_size", "%d is not a multiple of a dp_size of %d", tp, dp))
-		}
-		if err := o.err(); err != nil {
-			return r, err
-		}
-		per := tp / dp
-		r.Sizes, r.Place = Sizes{dp, 1, per, 1}, Place{DP: rank / per, TP: rank % per}
-		bad = r.check([4]string{"engine_rank", "", "engine_rank", ""})
-	} else {
-		r.Sizes = Sizes{o.number("attn_dp_size"), o.number("attn_cp_size"), o.number("attn_tp_size"), o.number("pp_size")}
-		r.Place = Place{o.number("attn_dp_rank"), o.number("attn_cp_rank"), o.number("attn_tp_rank"), o.number("pp_rank")}
-		dp := "attn_dp_rank"
-		// Data parallelism is either that of attention, or that of whole engines.
-		if n, i := o.number("system_dp_size"), o.number("system_dp_rank"); n != 1 {
-			r.Sizes.DP, r.Place.DP, dp = n, i, "system_dp_rank"
-		}
-		r.Info = o.info()
-		if err := o.err(); err != nil {
-			return r, err
-		}
-		bad = r.check([4]string{dp, "attn_cp_rank", "attn_tp_rank", "pp_rank"})
+	r.Sizes = Sizes{o.number("attn_dp_size"), o.number("attn_cp_size"), o.number("attn_tp_size"), o.number("pp_size")}
+	r.Place = Place{o.number("attn_dp_rank"), o.number("attn_cp_rank"), o.number("attn_tp_rank"), o.number("pp_rank")}
+	dp := "attn_dp_rank"
+	// Data parallelism is either that of attention, or that of whole engines.
+	if n, i := o.number("system_dp_size"), o.number("system_dp_rank"); n != 1 {
+		r.Sizes.DP, r.Place.DP, dp = n, i, "system_dp_rank"
 	}
-	if bad != nil {
+	r.Info = o.info()
+	if err := o.err(); err != nil {
+		return r, err
+	}
+	if bad := r.check([4]string{dp, "attn_cp_rank", "attn_tp_rank", "pp_rank"}); bad != nil {
 		return r, &InvalidError{Fields: bad}
 	}
 	return r, nil
@@ -112,39 +93,24 @@ func getRoute(t *Routes, w http.ResponseWriter, r *http.Request) {
 		fail(w, http.StatusBadRequest, "the query cannot be read: "+err.Error())
 		return
 	}
-	names := []string{"prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"}
-	if first := q.Has("engine_rank") || q.Has("target_dp_group"); first {
-		names = []string{"target_dp_group", "engine_rank"}
-	}
-	n, whole := make([]int, len(names)), true
+	names := [4]string{"prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"}
+	var n [4]int
 	for i, name := range names {
 		if n[i], err = strconv.Atoi(q.Get(name)); err != nil {
-			fail(w, http.StatusBadRequest, fmt.Sprintf("%s is %q in the query, a rank or -1 is wanted; give %s", name, excerpt([]byte(q.Get(name))), strings.Join(names, ", ")))
+			fail(w, http.StatusBadRequest, fmt.Sprintf("%s is %q in the query, a rank or -1 is wanted; give %s", name, excerpt([]byte(q.Get(name))), strings.Join(names[:], ", ")))
 			return
 		}
-		whole = whole && n[i] == -1
 	}
 	first, err := t.Topology()
 	switch {
 	case err != nil:
 		done(w, err)
 		return
-	case whole && len(n) == 2:
-		answer(w, http.StatusOK, map[string]int{"prefill_dp_size": first.Sizes.DP, "tp_size_per_dp_rank": first.Sizes.TP})
-		return
-	case whole:
+	case n == [4]int{-1, -1, -1, -1}:
 		answer(w, http.StatusOK, first.topology())
 		return
 	}
-	var at Place
-	if len(n) == 2 {
-		if at = (Place{DP: n[0], TP: n[1]}); n[1] >= 0 {
-			at.TP = n[1] % first.Sizes.TP // a decode rank asks by its own number
-		}
-	} else {
-		at = Place{n[0], n[1], n[2], n[3]}
-	}
-	rank, err := t.Rank(at)
+	rank, err := t.Rank(Place{n[0], n[1], n[2], n[3]})
 	if err != nil {
 		done(w, err)
 		return

@@ -66,21 +66,19 @@ func each(s Sizes, f func(p Place)) {
 	}
 }
 
-const (
-	wholeNow  = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-	wholeSeed = "engine_rank=-1&target_dp_group=-1"
-)
+// topology asks for the engine's sizes.
+const topology = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 
-// TestRouteOfToday: what 0.5.23's ranks put, and what its decode engine reads.
-func TestRouteOfToday(t *testing.T) {
+// TestRoute: ranks register as SGLang 0.5.23's do, and its decode engine can read the answers.
+func TestRoute(t *testing.T) {
 	leaktest.Check(t)
 	for _, s := range []Sizes{{1, 1, 1, 1}, {1, 1, 4, 2}, {3, 2, 2, 1}} {
 		h := NewHandler(new(Table), nil, nil)
-		get(t, h, wholeNow, 503, "no rank")
+		get(t, h, topology, 503, "no rank")
 		n := 0
 		each(s, func(p Place) {
 			if n > 0 {
-				get(t, h, wholeNow, 503, fmt.Sprintf("%d of the prefill engine's %d ranks", n, s.count()))
+				get(t, h, topology, 503, fmt.Sprintf("%d of the prefill engine's %d ranks", n, s.count()))
 				get(t, h, "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0", 503, "ranks")
 			}
 			for range 2 { // it may ask again
@@ -90,10 +88,9 @@ func TestRouteOfToday(t *testing.T) {
 		})
 		want := fmt.Sprintf(`{"attn_cp_size":%d,"attn_tp_size":%d,"decode_allocation_policy":"early","dp_size":%d,"enable_dsa_cache_layer_split":false,"enable_kv_cache_sharding":false,`+
 			`"follow_bootstrap_room":false,"kv_cache_dtype":"bfloat16","page_size":16,"pp_size":%d,"prefill_http_port":30000}`, s.CP, s.TP, s.DP, s.PP)
-		if code, got := do(t, h, "GET", "/route?"+wholeNow, ""); code != 200 || got != want {
+		if code, got := do(t, h, "GET", "/route?"+topology, ""); code != 200 || got != want {
 			t.Fatalf("topology: %d %s\nwant %s", code, got, want)
 		}
-		get(t, h, wholeSeed, 200, fmt.Sprintf(`{"prefill_dp_size":%d,"tp_size_per_dp_rank":%d}`, s.DP, s.TP))
 		each(s, func(p Place) {
 			at := fmt.Sprintf(`{"rank_ip":"10.0.0.1","rank_port":%d}`, 4000+p.TP+10*p.PP+100*p.CP+1000*p.DP)
 			get(t, h, fmt.Sprintf("prefill_dp_rank=%d&prefill_cp_rank=%d&target_tp_rank=%d&target_pp_rank=%d", p.DP, p.CP, p.TP, p.PP), 200, at)
@@ -117,30 +114,8 @@ func TestRouteOfSystemDP(t *testing.T) {
 	for dp := range 2 {
 		put(t, h, today(Place{}, Sizes{1, 1, 1, 1}, map[string]any{"system_dp_size": 2, "system_dp_rank": dp, "rank_port": 70 + dp, "load_balance_method": missing}), 200)
 	}
-	get(t, h, wholeNow, 200, `"dp_size":2,"enable_dsa_cache_layer_split":false,"enable_kv_cache_sharding":false,"follow_bootstrap_room":true`)
+	get(t, h, topology, 200, `"dp_size":2,"enable_dsa_cache_layer_split":false,"enable_kv_cache_sharding":false,"follow_bootstrap_room":true`)
 	get(t, h, "prefill_dp_rank=1&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0", 200, `"rank_port":71`)
-}
-
-// TestRouteOfTheSeed: the first release's form.
-func TestRouteOfTheSeed(t *testing.T) {
-	leaktest.Check(t)
-	h := NewHandler(new(Table), nil, nil)
-	seed := func(rank int) string {
-		return fmt.Sprintf(`{"role":"Prefill","tp_size":8,"dp_size":2,"rank_ip":"10.0.0.2","rank_port":%d,"engine_rank":%d}`, 500+rank, rank)
-	}
-	for rank := range 8 {
-		get(t, h, wholeSeed, 503, "")
-		put(t, h, seed(rank), 200)
-	}
-	get(t, h, wholeSeed, 200, `{"prefill_dp_size":2,"tp_size_per_dp_rank":4}`)
-	for rank := range 8 { // a decode rank asks by its own number, in whichever dp group
-		for dp := range 2 {
-			get(t, h, fmt.Sprintf("engine_rank=%d&target_dp_group=%d", rank, dp), 200, fmt.Sprintf(`{"rank_ip":"10.0.0.2","rank_port":%d}`, 500+4*dp+rank%4))
-		}
-	}
-	get(t, h, "engine_rank=0&target_dp_group=2", 404, "no rank dp 2")
-	get(t, h, "engine_rank=-2&target_dp_group=0", 404, "no rank")
-	get(t, h, wholeNow, 200, `"attn_tp_size":4,"dp_size":2,"follow_bootstrap_room":true,"kv_cache_dtype":null,"page_size":null,"pp_size":1`)
 }
 
 // TestRouteRefusals: each refused request has its status and reason, and changes
@@ -150,9 +125,6 @@ func TestRouteRefusals(t *testing.T) {
 	two := Sizes{1, 1, 2, 1}
 	with := func(key string, v any) string {
 		return today(Place{TP: 1}, two, map[string]any{key: v})
-	}
-	seed := func(s string) string {
-		return strings.Replace(`{"role":"Prefill","tp_size":2,"dp_size":1,"rank_ip":"h","rank_port":5,"engine_rank":1}`, s[:strings.Index(s, ":")+1], s+",\"old\":", 1)
 	}
 	for name, c := range map[string]struct {
 		method, target, body string
@@ -188,16 +160,10 @@ func TestRouteRefusals(t *testing.T) {
 		"empty":                 {"PUT", "/route", "", 422, "json_invalid"},
 		"no object":             {"PUT", "/route", "[1]", 422, "JSON object"},
 		"over the limit":        {"PUT", "/route", with("more", strings.Repeat("x", MaxBody)), 413, "65536"},
-		"seed's role":           {"PUT", "/route", seed(`"role":"Decode"`), 422, "Decode"},
-		"seed's dp_size":        {"PUT", "/route", seed(`"dp_size":0`), 422, "dp_size of 0"},
-		"seed's tp_size":        {"PUT", "/route", seed(`"dp_size":3`), 422, "not a multiple"},
-		"seed's rank":           {"PUT", "/route", seed(`"engine_rank":2`), 422, "engine_rank"},
-		"seed's rank below 0":   {"PUT", "/route", seed(`"engine_rank":-1`), 422, "engine_rank"},
 		"other method":          {"POST", "/route", "{}", 405, "Not Allowed"},
 		"no numbers":            {"GET", "/route", "", 400, "prefill_dp_rank"},
 		"too few":               {"GET", "/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0", "", 400, "target_pp_rank"},
 		"text":                  {"GET", "/route?prefill_dp_rank=0&prefill_cp_rank=x&target_tp_rank=0&target_pp_rank=0", "", 400, "prefill_cp_rank is \\\"x\\\""},
-		"seed without a group":  {"GET", "/route?engine_rank=0", "", 400, "target_dp_group"},
 		"no query":              {"GET", "/route?%zz", "", 400, "query"},
 		"room without a rank":   {"POST", "/register_dp_rank", `{"bootstrap_room":1}`, 422, "Field required"},
 		"room of text":          {"POST", "/register_dp_rank", `{"bootstrap_room":"1","dp_rank":0}`, 422, "valid integer"},
@@ -222,7 +188,7 @@ func TestRouteRefusals(t *testing.T) {
 			if r := table.Routes(); len(r.told) != 1 || len(r.rooms.dp) != 0 || r.told[Place{}].Port != 4000 {
 				t.Errorf("it has changed the table: %+v", r)
 			}
-			get(t, h, wholeNow, 503, "1 of the prefill engine's 2 ranks")
+			get(t, h, topology, 503, "1 of the prefill engine's 2 ranks")
 		})
 	}
 }
@@ -234,32 +200,31 @@ func TestRouteOfAgents(t *testing.T) {
 	h, routes := NewHandler(table, nil, nil), table.Routes()
 	two := Sizes{1, 1, 2, 1}
 	put(t, h, today(Place{}, Sizes{1, 1, 1, 1}, nil), 200) // of a stranger
-	get(t, h, wholeNow, 200, `"page_size":16`)
+	get(t, h, topology, 200, `"page_size":16`)
 	agent := func(tp int) Rank {
 		return Rank{Place{TP: tp}, two, "a", 10 + tp, map[string]json.RawMessage{"page_size": json.RawMessage("64"), "attn_tp_size": json.RawMessage("9")}}
 	}
 	routes.Join(agent(1))
-	get(t, h, wholeNow, 503, "1 of the prefill engine's 2 ranks")
+	get(t, h, topology, 503, "1 of the prefill engine's 2 ranks")
 	put(t, h, today(Place{}, Sizes{1, 1, 1, 1}, nil), 400, "of dp 1 cp 1 tp 1 pp 1") // it contradicts
 	put(t, h, today(Place{}, two, nil), 200)                                         // it does not count
-	get(t, h, wholeNow, 503, "1 of the prefill engine's 2 ranks")
+	get(t, h, topology, 503, "1 of the prefill engine's 2 ranks")
 	routes.Join(agent(0))
 	put(t, h, today(Place{TP: 1}, two, map[string]any{"rank_ip": "evil"}), 200)
-	get(t, h, wholeNow, 200, `{"attn_cp_size":1,"attn_tp_size":2,"dp_size":1,"follow_bootstrap_room":true,"kv_cache_dtype":null,"page_size":64,"pp_size":1}`)
+	get(t, h, topology, 200, `{"attn_cp_size":1,"attn_tp_size":2,"dp_size":1,"follow_bootstrap_room":true,"kv_cache_dtype":null,"page_size":64,"pp_size":1}`)
 	get(t, h, "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=1&target_pp_rank=0", 200, `{"rank_ip":"a","rank_port":11}`)
-	get(t, h, "engine_rank=3&target_dp_group=0", 200, `{"rank_ip":"a","rank_port":11}`)
 	routes.Leave(Place{TP: 1})
-	get(t, h, wholeNow, 503, "1 of the prefill engine's 2 ranks")
+	get(t, h, topology, 503, "1 of the prefill engine's 2 ranks")
 	routes.Leave(Place{})
-	get(t, h, wholeNow, 503, "no rank") // what was put before is forgotten
+	get(t, h, topology, 503, "no rank") // the ranks that were put before are forgotten
 
 	// Dp ranks of unequal sizes are no engine of SGLang's.
 	routes.Join(Rank{Place: Place{}, Sizes: Sizes{2, 1, 1, 1}})
 	routes.Join(Rank{Place: Place{DP: 1}, Sizes: Sizes{2, 1, 2, 1}})
-	get(t, h, wholeNow, 503, "1 of the prefill engine's 2 ranks")
+	get(t, h, topology, 503, "1 of the prefill engine's 2 ranks")
 }
 
-// TestRoomsOfRequests: which dp rank has a room's request, for a while.
+// TestRoomsOfRequests: the table tells for a while which dp rank has a room's request.
 func TestRoomsOfRequests(t *testing.T) {
 	leaktest.Check(t)
 	h := NewHandler(new(Table), nil, nil)
@@ -298,7 +263,7 @@ func TestRouteAccess(t *testing.T) {
 		if code, got := do(t, h, "POST", "/query_dp_ranks", `{"bootstrap_rooms":[1]}`); code != 200 {
 			t.Errorf("%s: %d %s", name, code, got)
 		}
-		get(t, h, wholeNow, 503, "no rank")
+		get(t, h, topology, 503, "no rank")
 		r := httptest.NewRequest("PUT", "/route", strings.NewReader(today(Place{}, Sizes{1, 1, 1, 1}, nil)))
 		r.Header.Set("Authorization", "Bearer secret")
 		w := httptest.NewRecorder()
@@ -309,7 +274,7 @@ func TestRouteAccess(t *testing.T) {
 	}
 }
 
-// TestConnectionsAreKept: who asks often, as a decode engine does, needs one
+// TestConnectionsAreKept: a client that asks often, as a decode engine does, needs one
 // connection.
 func TestConnectionsAreKept(t *testing.T) {
 	leaktest.Check(t)

@@ -13,7 +13,7 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// TestBodiesThatNeverCome: whoever announces a body and sends none must not keep
+// TestBodiesThatNeverCome: a client that announces a body and sends none must not keep
 // a place for longer than its answer takes.
 func TestBodiesThatNeverCome(t *testing.T) {
 	leaktest.Check(t)

@@ -39,8 +39,8 @@ func structsOf[S, T any](array string, first *S, n C.size_t, convert func(*S) (T
 const maxStruct = 4096
 
 // structs converts a caller's array, each of whose elements begins with its own size,
-// struct_size. A newer caller's struct may be longer than S; what S does not have
-// must be 0 then, since the caller wants something that this library does not know.
+// struct_size. A newer caller's struct may be longer than S. The bytes behind S
+// must be 0 then: they ask for something that this library does not know.
 func structs[S, T any](array string, first *S, n C.size_t, convert func(*S) (T, error)) ([]T, error) {
 	list := make([]T, 0, n)
 	if n == 0 {

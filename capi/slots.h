@@ -32,7 +32,7 @@ uint32_t slot_regions(kvconn_agent agent);
    orders a host's stores. */
 volatile uint8_t *slot_written_address(kvconn_agent agent);
 
-/* Clears the marks and gives their regions, in growing order, at most capacity; how many they are. What the host stored
+/* Clears the marks and gives their regions, in ascending order, at most capacity; how many they are. What the host stored
    before a mark is seen after it. */
 size_t slot_take_written(kvconn_agent agent, uint32_t *regions, size_t capacity);
 

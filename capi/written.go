@@ -23,7 +23,7 @@ func newWritten(h C.kvconn_agent) *written {
 	return &written{h, make([]uint32, C.slot_regions(h))}
 }
 
-// take gives each region once, in growing order.
+// take gives each region once, in ascending order.
 func (w *written) take() []uint32 {
 	if len(w.regions) == 0 {
 		return nil

@@ -40,7 +40,7 @@ func (c *launchOptions) flags() *flag.FlagSet {
 		fs.PrintDefaults()
 	}
 	router := proxy.DefaultConfig()
-	fs.StringVar(&c.Engine, "engine", launch.VLLM, "what serves: vllm or sglang")
+	fs.StringVar(&c.Engine, "engine", launch.VLLM, "the engine of the servers: vllm or sglang")
 	fs.StringVar(&c.contract, "contract", "", "how the router tells the servers of each other: for vllm mooncake (default) or nixl, for sglang its own")
 	fs.IntVar(&c.Prefill, "prefill", 0, "prefill servers (default: as --prefill-devices has, else 1)")
 	fs.IntVar(&c.Decode, "decode", 0, "decode servers (default: as --decode-devices has, else 1)")

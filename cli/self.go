@@ -44,7 +44,7 @@ func startPrefill(ctx context.Context) (*synthetic.Process, error) {
 
 // transportFlag adds --transport.
 func transportFlag(fs *flag.FlagSet, name *string) {
-	fs.StringVar(name, "transport", node.DefaultConfig().Transport, "auto (rdma where it works, else tcp), rdma or tcp: that one or none")
+	fs.StringVar(name, "transport", node.DefaultConfig().Transport, "auto (rdma where it works, else tcp), rdma or tcp: an error where it does not work")
 }
 
 func checkTransport(name string) error {

@@ -201,7 +201,7 @@ func (r *router) brokenOff() {
 
 var endings = []syscall.Signal{syscall.SIGTERM, syscall.SIGINT}
 
-// A signal closes the port; the answer under way comes whole, and that is no failure.
+// A signal closes the port. The answer under way comes in full, and the exit status is 0.
 func TestSignalDrainsTheRouter(t *testing.T) {
 	for _, s := range endings {
 		t.Run(fmt.Sprint(s), func(t *testing.T) {

@@ -2,7 +2,10 @@ package core
 
 import (
 	"fmt"
+	"slices"
 	"strings"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // Source is a P rank that a D rank has met, and the regions that it holds.
@@ -19,6 +22,13 @@ func Cover(mine []Shape, sources []Source) ([][]uint32, error) {
 	type key struct {
 		group uint32
 		name  string
+	}
+	if fault.On("stage-by-place") {
+		mine = slices.Clone(mine)
+		nameByPlace(mine)
+		for i := range sources {
+			nameByPlace(sources[i].Shapes)
+		}
 	}
 	out := make([][]uint32, len(sources))
 	have := make([]map[key][]*Shape, len(sources))

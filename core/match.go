@@ -99,6 +99,10 @@ func compareNames(a, b *Shape) int {
 // which names both values.
 func NewMatch(src, dst []Shape) (*Match, error) {
 	src, dst = slices.Clone(src), slices.Clone(dst)
+	if fault.On("stage-by-place") {
+		nameByPlace(src)
+		nameByPlace(dst)
+	}
 	order, from, err := checkShapes(src)
 	if err != nil {
 		return nil, fmt.Errorf("at the prefill engine: %w", err)
@@ -183,7 +187,7 @@ func checkShapes(shapes []Shape) (order []uint32, tokens [MaxGroups]uint32, err 
 // group's blocks are alike.
 func fit(s, d *Shape, r ratio) bool {
 	switch {
-	case s.IndexKind != d.IndexKind, s.IndexKind != IndexBlock && s.Tokens != d.Tokens:
+	case s.IndexKind != d.IndexKind && !fault.On("any-index"), s.IndexKind != IndexBlock && s.Tokens != d.Tokens:
 		return false
 	case (s.Tokens == 0) != (d.Tokens == 0):
 		return false

@@ -43,7 +43,7 @@ def request(method: str, url: str, body: Any = None, timeout_s: float = 60, head
 
 @dataclass
 class Answer:
-    """What a server made of a prompt."""
+    """A server's answer to a prompt."""
 
     text: str = ""
     finish_reason: str | None = None

@@ -1,4 +1,4 @@
-"""What the tests on real engines share."""
+"""Fixtures of the tests on real engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of a real pair share."""
+"""Helpers of the tests of a real pair."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def new_loads(pair: Pair, position: int, count: int, bound_s: float = 10) -> lis
 
 
 def from_prefill(pair: Pair, transfer: str) -> dict[str, Any]:
-    """What a router tells a decode engine about a request that the prefill engine has, or will have."""
+    """A router's parameters for a decode engine, of a request that the prefill engine has or will have."""
     address = f"http://127.0.0.1:{pair.bootstrap_port}"
     status, answer = http_request("GET", address + "/query")
     assert status == 200
@@ -111,5 +111,5 @@ def without(key: str) -> dict[str, Any]:
 
 
 def reasons(pair: Pair, position: int, said: str) -> str:
-    """What the decode server's log says of loads that failed, of which one says so."""
+    """The decode server's log lines about failed loads, of which one must be there."""
     return "\n".join(line for line in pair.decode.log_since(position).splitlines() if said in line)

@@ -87,7 +87,7 @@ def _guard(argv: list[str], stop_s: float) -> int:
         if wake_r in ready:
             os.read(wake_r, 4096)
         if 0 in ready and not os.read(0, 4096):
-            asked.append(True)  # whoever started us is gone, or has said that it is enough
+            asked.append(True)  # the process that started this one is gone, or has asked for the end
 
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
@@ -98,7 +98,7 @@ def _guard(argv: list[str], stop_s: float) -> int:
             with contextlib.suppress(BlockingIOError):
                 os.set_blocking(wake_r, False)
                 os.read(wake_r, 4096)
-    # What the server did not end itself gets no second chance.
+    # Processes that the server did not end itself get no second chance.
     while True:
         left = _descendants(os.getpid())
         if not left:
@@ -314,7 +314,7 @@ def leftovers(run: str) -> list[str]:
 
 @contextlib.contextmanager
 def leaving_nothing(servers: Any) -> Iterator[None]:
-    """Starts and stops them; what is left behind then is a failure."""
+    """Starts and stops them; a process that is left behind then is a failure."""
     with servers:
         yield
     left = servers.leftovers()

@@ -48,7 +48,7 @@ LEFT_OUT = {
     "setuptools",
 }
 
-# What pip prints when it is the network or the index that failed, and not the package.
+# Parts of what pip prints when the network or the index failed, and not the package.
 DOWNLOAD_TROUBLE = re.compile(
     r"Retrying \(|Connection (?:to|refused|reset|aborted)|ConnectionError|NewConnectionError|ProxyError|SSLError|"
     r"[Tt]imed out|ReadTimeout|ConnectTimeout|name resolution|Max retries exceeded|IncompleteRead|ProtocolError|"

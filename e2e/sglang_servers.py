@@ -34,7 +34,7 @@ _ON_CPU = (
 
 @dataclass
 class Reply:
-    """What a server made of a request."""
+    """A server's answer to a request."""
 
     ids: list[int] = field(default_factory=list)
     finish: dict[str, Any] | None = None
@@ -226,7 +226,7 @@ class SGLangPair(Engines):
         return {**generate(ids, max_tokens), **fields, **more}
 
     def ask(self, ids: list[int], max_tokens: int = 12, **more: Any) -> Reply:
-        """What the decode server answers; the same request goes to both at once."""
+        """The decode server's answer. The same request goes to both servers at once."""
         return self.ask_both(self.body(ids, max_tokens, **more))[1]
 
     def ask_both(

@@ -184,7 +184,7 @@ def example_router() -> list[str]:
     return [found.stdout.strip()]
 
 
-# What each router answers when it is up, and how it is started.
+# Each router's answer when it is up, and its command.
 ROUTERS: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "vllm-example-mooncake": ("/openapi.json", example_router),
     "nixl": ("/health", lambda: ["-m", "kvconn", "proxy", "--contract", "nixl"]),

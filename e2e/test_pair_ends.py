@@ -309,7 +309,7 @@ def test_two_decode_engines_ask_for_one_transfer(pair: Pair, narrow: Pair) -> No
 
 
 def test_queue_longer_than_the_lease(pair: Pair, narrow: Pair) -> None:
-    """A request that waits on decode for a place is claimed: what prefill has for it outlives the lease."""
+    """A request that waits on decode for a place is claimed: its blocks on prefill outlive the lease."""
     transfer = f"queued-{next(numbers)}"
     to_load = from_prefill(pair, transfer)
     request = body(pair, words(600))

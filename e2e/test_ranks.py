@@ -146,7 +146,7 @@ def asked(pair: Pair, tokens: int) -> tuple[dict[str, Any], str]:
     if "mla" not in pair.model:
         return request, alone(pair, request)
     # With another tensor parallel size vLLM's MLA on CPU rounds so differently that this model's text is another one, also
-    # without a transfer. Nothing is cached there: what the pair makes of a prompt once it must make again, of other blocks.
+    # without a transfer. Nothing is cached there. If a pair gets a prompt twice, its two texts must agree, although the blocks differ.
     answer = ask(pair.router.url, request)
     assert answer.ok, (answer, pair.decode.log_tail())
     return request, answer.text

@@ -84,7 +84,7 @@ def test_pages_are_given_back(pair: SGLangPair, alone: Alone) -> None:
 
 
 def test_client_goes_in_mid_transfer(pair: SGLangPair, alone: Alone) -> None:
-    """At any moment of a request's life, on one side or on both. Whoever stays gets an answer: the text, or why there is none."""
+    """At any moment of a request's life, on one side or on both. A client that stays gets an answer: the text, or the reason."""
     whole = max(pair.ask(prompt(900, "whole"), 1).total_s, 0.05)
     chosen = random.Random("mid transfer")
     for n in range(15):
@@ -109,7 +109,7 @@ def test_abort_storm(pair: SGLangPair, alone: Alone) -> None:
 
 
 def test_prefill_killed_and_restarted(pair: SGLangPair, alone: Alone) -> None:
-    """What is under way fails with the reason, what decode has it decodes to the end, and it is served again."""
+    """Transfers under way fail with the reason. Decode ends the requests whose caches it has, and then serves new ones."""
     ids = prompt(200, "killed")
     expected = alone.ask(ids, 400)
     with ThreadPoolExecutor(8) as pool:

@@ -42,9 +42,12 @@ class Pair:
         progress: Progress | None = None,
         beside: dict[str, Any] | None = None,
         both: bool = False,
+        decode_model: Path | None = None,
+        connector: str = "kvconn.vllm",
     ) -> None:
         self._beside = beside  # another connector, with which ours shares a MultiConnector
         self.model, self.workdir, self.python = str(model), workdir, python
+        self._decode_model, self._connector = str(decode_model or model), connector
         self.served = "tiny"
         self.run = uuid.uuid4().hex
         # In bfloat16 the tiny model's logits tie so often that one engine alone contradicts itself: of 50 prompts, 9 get
@@ -93,7 +96,7 @@ class Pair:
     def _engine(self, name: str, port: int, role: str, config: dict[str, Any], more: Sequence[str] = ()) -> Server:
         transfer = {
             "kv_connector": "KVConnConnector",
-            "kv_connector_module_path": "kvconn.vllm",
+            "kv_connector_module_path": self._connector,
             "kv_role": role,
             "kv_load_failure_policy": self._failure_policy,
             "kv_connector_extra_config": {"advertise_host": HOST, "bootstrap_host": HOST, **config},
@@ -108,7 +111,16 @@ class Pair:
             }
         command = Path(self.python).parent / "vllm"
         argv = [self.python, str(command)] if command.exists() else [self.python, "-m", "vllm.entrypoints.cli.main"]
-        argv += ["serve", self.model, "--served-model-name", self.served, "--host", HOST, "--port", str(port)]
+        argv += [
+            "serve",
+            self.model if name == "prefill" else self._decode_model,
+            "--served-model-name",
+            self.served,
+            "--host",
+            HOST,
+            "--port",
+            str(port),
+        ]
         argv += ["--enforce-eager", "--max-model-len", str(self._max_model_len), "--dtype", self._dtype]
         argv += ["--kv-transfer-config", json.dumps(transfer), *self._extra_args, *more]
         return Server(name, argv, self._env(), self.workdir / f"{name}.log", f"http://{HOST}:{port}")

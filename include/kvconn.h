@@ -85,18 +85,14 @@ enum kvconn_status {
 /* The handle of an open agent. No agent has the handle 0. */
 typedef uint64_t kvconn_agent;
 
-/*
- * What the block ids of a group name. Regions of one group have the same kind. Two engines with
- * other kinds refuse each other.
- */
+/* What the block ids of a group name: the same in its regions, and at both engines. */
 enum kvconn_index_kind {
   KVCONN_INDEX_BLOCK = 0, /* blocks of the prompt, one after the other */
   KVCONN_INDEX_ROW = 1,   /* a row of a table that has one for each request */
   KVCONN_INDEX_SLOT = 2   /* a slot that holds the whole state of one request */
 };
-/* Rings of n entries, below 2^24, one ring after the other. What belongs to position p of the
-   prompt lies in entry p modulo n: the first of kvconn_blocks is that position, and ids that lie
-   elsewhere are refused. A part that wraps goes on with the ring's entry 0. */
+/* Rings of n entries (below 2^24), one after the other. Position p of the prompt, which first of
+   kvconn_blocks counts, lies in entry p modulo n. A part that wraps goes on with entry 0. */
 #define KVCONN_INDEX_RING(n) (3u | (uint32_t)(n) << 8)
 
 /*
@@ -245,9 +241,10 @@ int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
 /*
  * Gives the agent the engine's paged KV memory, once, before any transfer. When the call
  * returns, decode engines find a prefill agent. The call waits for the registry at most
- * connect_timeout_s, with bootstrap_join at most join_timeout_s. If the configuration says
- * "transport": "rdma" and this machine has no usable rdma, the call returns KVCONN_ERR_SYSTEM
- * with the reason; kvconn doctor tells more.
+ * connect_timeout_s, with bootstrap_join at most join_timeout_s. Memory that is not mapped or
+ * readable is refused, for the roles decode and both also what is not writable. If the
+ * configuration says "transport": "rdma" and this machine has no usable rdma, the call returns
+ * KVCONN_ERR_SYSTEM with the reason; kvconn doctor tells more.
  */
 int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
 
@@ -272,7 +269,7 @@ int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, siz
  * Prefill: blocks of these transfers are ready while the engine still works on the requests.
  * The call announces them too. More calls may follow, and then the offer with all blocks. What
  * a decode engine has asked for of the ready blocks moves at once, so that chunks or layers of
- * a prompt are sent while the next are computed. With regions (num_regions growing indices of
+ * a prompt are sent while the next are computed. With regions (num_regions ascending indices of
  * kvconn_register_kv_caches) the blocks are ready in these regions only. They must stay
  * unchanged until kvconn_withdraw has returned or, after the offer, until its completion. If a
  * transfer has ended meanwhile, this call succeeds; the offer's completion says so.

@@ -6,6 +6,8 @@ import (
 	"net/http"
 	"strings"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 // How often servers are asked, and how often the status is told if it is not a line that
@@ -64,7 +66,7 @@ func (c Config) waitReady(ctx context.Context, servers []*server) error {
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		wait(ctx, askEvery)
+		_ = sleep.For(ctx, askEvery)
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
+	"github.com/kvconn/kvconn/internal/sleep"
 	"github.com/kvconn/kvconn/proxy"
 )
 
@@ -121,7 +122,7 @@ func (c Config) serve(ctx context.Context, program []string, routes proxy.Config
 		if time.Since(begin) > time.Minute || ctx.Err() != nil {
 			return fmt.Errorf("launch: the router does not find its servers: %w", err)
 		}
-		wait(ctx, 100*time.Millisecond)
+		_ = sleep.For(ctx, 100*time.Millisecond)
 	}
 	if !engines[c.Engine].alone() {
 		// Each server gets one request, as the router takes them in turn.
@@ -204,13 +205,4 @@ func fileLogger(f *os.File) *zap.Logger {
 	enc := zap.NewDevelopmentEncoderConfig()
 	enc.EncodeTime = zapcore.TimeEncoderOfLayout("15:04:05.000")
 	return zap.New(zapcore.NewCore(zapcore.NewConsoleEncoder(enc), zapcore.Lock(f), zap.InfoLevel))
-}
-
-func wait(ctx context.Context, d time.Duration) {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-ctx.Done():
-	case <-t.C:
-	}
 }

@@ -22,7 +22,7 @@ func TestAddressesHaveOneSpelling(t *testing.T) {
 	}
 }
 
-// What identifies a user of a cluster stands in no log line and no error.
+// TestClusterNamesHoldNoSecret: a cluster's users and passwords stand in no log line and no error.
 func TestClusterNamesHoldNoSecret(t *testing.T) {
 	if name, err := CheckCluster("nats://s3cret@h:4222, tls://u:s3cret@h2:4222"); err != nil || name != "NATS cluster nats://h:4222,tls://h2:4222" {
 		t.Errorf("%q, %v", name, err)

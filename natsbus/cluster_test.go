@@ -128,7 +128,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	if good, errs := onSurvivors.counts(); good == 0 || len(errs) != 0 {
 		t.Errorf("between the servers that stayed: %d requests, errors %v", good, errs)
 	}
-	// Who was at the killed server is unreachable for a moment, never gone.
+	// An agent of the killed server is unreachable for a moment, never gone.
 	ask(t, kept, "", "P", "P via : hello K")
 	ask(t, decode, "", "K", "K via : hello D")
 	for what, p := range map[string]*pump{"from": onKilled, "to": toKilled} {
@@ -194,7 +194,7 @@ func TestReplicas(t *testing.T) {
 	if err := three.Register(ctxOf(t, within), agent("Q", "q")); err == nil || !strings.Contains(err.Error(), "nats_replicas") {
 		t.Errorf("3 replicas on one server: %v", err)
 	}
-	// What is there is used as it is.
+	// A bucket that exists is used as it is.
 	b.renewNow()
 	eventually(t, "the bucket is there again", func() error {
 		_, _, err := b.Lookup(ctxOf(t, within), core.Target{EngineID: "e"})

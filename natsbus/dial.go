@@ -15,6 +15,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 var errClosed = errors.New("the bus is closed")
@@ -240,13 +242,4 @@ func explainTLS(err error) error {
 }
 
 // pause waits for d; an error is that of ctx.
-func pause(ctx context.Context, d time.Duration) error {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-}
+func pause(ctx context.Context, d time.Duration) error { return sleep.For(ctx, d) }

@@ -257,8 +257,8 @@ type registryOf struct {
 func (r registryOf) Stream(context.Context, string) (jetstream.Stream, error) { return r.st, nil }
 
 // FuzzRecord: a registry that strangers write holds any key, headers and value.
-// What is read of it is the key's own rank with an agent id that a subject may
-// hold, or nothing; a short value allocates little.
+// Reading an entry gives the key's own rank with an agent id that a subject may
+// hold, or nothing. A short value allocates little.
 func FuzzRecord(f *testing.F) {
 	agent := &wire.Agent{Version: wire.Version, ID: "AGENT", EngineID: "e/0", Endpoints: []wire.Endpoint{{Transport: "tcp", Address: ":1"}}, Shapes: []wire.Shape{{Name: "k"}}}
 	value, err := agent.MarshalMsg(nil)

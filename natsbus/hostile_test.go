@@ -18,7 +18,7 @@ import (
 )
 
 // TestServerThatWantsTLSWithin: a host that D was sent to must not get behind the
-// guard by a second TLS inside of the connection; what it says there would end
+// guard by a second TLS inside of the connection. Its messages there could end
 // the process.
 func TestServerThatWantsTLSWithin(t *testing.T) {
 	leaktest.Check(t)

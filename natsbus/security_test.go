@@ -80,7 +80,7 @@ func TestNKeys(t *testing.T) {
 	}
 }
 
-// Who connects never gives its token away: it may be at a stranger's port.
+// TestTokenIsNotSent: a client never sends its token, since the port may be a stranger's.
 func TestTokenIsNotSent(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "the-token"})

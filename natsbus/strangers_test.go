@@ -54,8 +54,8 @@ func line(t testing.TB, br *bufio.Reader) string {
 	return s
 }
 
-// Who does not prove itself is sent away, holds no place of a client's, and
-// cannot do anything before.
+// TestStrangersAreBounded: a client that does not prove itself is sent away, holds no
+// place of an admitted client, and cannot do anything before.
 func TestStrangersAreBounded(t *testing.T) {
 	leaktest.Check(t)
 	log, logs := observed()

@@ -13,6 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -153,6 +154,9 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	if err != nil {
 		return fmt.Errorf("%w: register_kv_caches: %w", core.ErrInvalid, err)
 	}
+	if err := a.checkMemory(layout.Regions); err != nil {
+		return err
+	}
 	if err := a.halves.move(stateOpen, stateRegistering, nil); err != nil {
 		return err
 	}
@@ -182,6 +186,20 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	a.log.Info("KV caches registered", zap.Int("regions", len(layout.Regions)), zap.Int("groups", len(layout.Groups)),
 		zap.Uint32("blocks", layout.Groups[0].NumBlocks), zap.Uint64("block_bytes", layout.Groups[0].BlockBytes),
 		zap.Stringer("transports", t))
+	return nil
+}
+
+// checkMemory refuses memory that this agent could not read, or not write if it loads.
+func (a *Agent) checkMemory(regions []core.Region) error {
+	err := hostmem.Check(regions, a.cfg.decodes())
+	var unknown *hostmem.UnknownError
+	if errors.As(err, &unknown) { // a transfer will tell
+		a.log.Warn("the KV caches' memory is not checked", zap.Error(err))
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("%w: register_kv_caches: %w", core.ErrInvalid, err)
+	}
 	return nil
 }
 

@@ -23,8 +23,8 @@ func allowing(t testing.TB, entries ...string) *allowList {
 	return l
 }
 
-// resolves says what the list does with a host that is found at ip; an empty ip
-// stands for the host itself.
+// resolves returns what the list says of a host that resolves to ip. An empty ip stands
+// for the host itself.
 func (l *allowList) resolves(host, ip string) error {
 	control, err := l.enter(host)
 	if err != nil {
@@ -101,7 +101,7 @@ func TestAllowList(t *testing.T) {
 		{"255.255.255.255", "", "", "broadcast"},
 		{"240.0.0.1", "", "", "reserved"},
 
-		// What some resolvers take for an address, and others do not.
+		// Names that some resolvers take for an address.
 		{"0x7f.0.0.1", "", "", "four decimal"},
 		{"0xa9fea9fe", "", "", "four decimal"},
 		{"0251.0376.0251.0376", "", "", "four decimal"},
@@ -242,8 +242,8 @@ func TestEndpointIsCheckedAgain(t *testing.T) {
 	}
 }
 
-// Whatever an address says: what may be dialled is never of a refused class,
-// and never outside of a list.
+// FuzzAllow: an address that may be dialled is never of a refused class, and never
+// outside of the list.
 func FuzzAllow(f *testing.F) {
 	for _, s := range []string{"http://10.0.0.1:8998", "https://p.cluster.local.:1/", "http://[::ffff:a9fe:a9fe]:80", "http://u:p@h:1",
 		"http://0x7f.1:1", "http://[fe80::1%25eth0]:1", "http://%31:1", "http://169.254.169.254:80", "http://a.b.c:99999", "HTTP://H:1"} {

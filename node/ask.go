@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/sleep"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -65,9 +66,6 @@ func (s *asker) insist(to core.AgentID, req *wire.Request) (rep *wire.Reply, err
 			return rep, err
 		}
 		s.retried()
-		select {
-		case <-s.ctx.Done():
-		case <-time.After(core.TickInterval / 2): // a link that is down says so at once
-		}
+		_ = sleep.For(s.ctx, core.TickInterval/2) // a link that is down says so at once
 	}
 }

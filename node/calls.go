@@ -95,7 +95,7 @@ func (a *Agent) OfferPartial(parts []core.PartialOffer) (int, error) {
 
 // OfferPartialStep is OfferPartial for a step that computes more of these transfers, as their
 // Computing says, so that the engine need not call for each layer. The agent calls
-// written time and again; it returns the regions, in growing order, that the step
+// written time and again; it returns the regions, in ascending order, that the step
 // has completed since the last call. OfferPartialStep itself calls it once and drops the
 // result, which is of no step. The next OfferPartial, OfferPartialStep, Offer, Withdraw or Cancel
 // calls it a last time, before it does its own work. The calls come from the

@@ -22,8 +22,8 @@ func (s *side) claim(from string, ids ...core.TransferID) {
 	}
 }
 
-// TestClaimsOutliveTheLease: what nobody claims expires, what is claimed before
-// it and after it does not.
+// TestClaimsOutliveTheLease: an offer that nobody claims expires. An offer that is claimed,
+// before it is made or after, does not.
 func TestClaimsOutliveTheLease(t *testing.T) {
 	leaktest.Check(t)
 	pc := testConfig(RolePrefill)

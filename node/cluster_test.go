@@ -41,7 +41,8 @@ func registryLeader(t *testing.T, c *nettest.NATSTrio) (leader *nettest.NATSServ
 	return c.StreamLeader(registry)
 }
 
-// atServer opens an agent that knows one server; it finds the others by itself.
+// atServer opens an agent that knows one server. The agent finds the other servers by
+// itself.
 func atServer(t *testing.T, c *nettest.NATSTrio, cfg Config, s *nettest.NATSServer) *side {
 	t.Helper()
 	cfg.NATSURL = s.URL()
@@ -146,7 +147,7 @@ func outliveLeader(t *testing.T, at [3]int) {
 	}
 	same(t, p, append(large, 29), held, append(large, 29))
 
-	// What waits is renewed during the election and after it.
+	// Transfers that wait are renewed during the election and after it.
 	leader.Start()
 	c.StreamLeader(registry)
 	for name, d := range ds {
@@ -173,8 +174,8 @@ func outliveLeader(t *testing.T, at [3]int) {
 	}
 }
 
-// Agents that have not met wait for the election, with a bound; the worst that
-// they say is that the registry is not reached.
+// Agents that have not met wait for the election, with a bound. Their only error is that
+// the registry is not reached.
 func TestAgentsMeetDuringAnElection(t *testing.T) {
 	leaktest.Check(t)
 	c := nettest.NewNATSTrio(t)
@@ -227,8 +228,8 @@ func TestAgentsMeetDuringAnElection(t *testing.T) {
 }
 
 // P is killed and comes back under its engine_id at its ports, while D lives on:
-// what the old instance knew fails and says so, nothing of it reaches the new
-// one, and the next load finds that.
+// the transfers of the old instance fail and say so, none of their bytes come from the
+// new one, and the next load finds the new one.
 func TestPrefillReplacedByANewInstance(t *testing.T) {
 	t.Run("on its own server", func(t *testing.T) { replaced(t, "") })
 	t.Run("on a cluster", func(t *testing.T) { replaced(t, nettest.NewNATSTrio(t).URLs()) })
@@ -263,7 +264,7 @@ func replaced(t *testing.T, urls string) {
 	pc := cfg(RolePrefill)
 	pc.BootstrapPort, pc.TCPPort, pc.AdvertiseHost = portOf(t, address), data, "127.0.0.1"
 	pc.Lease = Seconds(time.Hour)
-	pc.EarlyLoad = Seconds(minBound) // what came by mistake would be reaped and counted
+	pc.EarlyLoad = Seconds(minBound) // a request that came by mistake would expire early and be counted
 	p := open(t, pc)
 	if p.BootstrapAddress() != address || p.ID() == old {
 		t.Fatalf("agent %s at %s took the place of %s at %s", p.ID(), p.BootstrapAddress(), old, address)

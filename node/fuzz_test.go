@@ -130,7 +130,7 @@ func (f *fakeSignaller) Signalled(from core.AgentID, msg []byte) ([]byte, error)
 func (f *fakeSignaller) Write(op core.WriteOp) { f.of.Write(op) }
 
 // deafAgent is a registered prefill agent without a bus and without goroutines:
-// what its machine wants done stays in its queue.
+// its machine's actions stay in its queue.
 func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
 	l, err := core.NewLayout(fuzzRegions)
 	if err != nil {
@@ -159,9 +159,9 @@ var fuzzRegions = []core.Region{
 
 // FuzzServe gives a prefill agent two messages of a stranger, between them the
 // engine's offer of transfer "t-1". Each answer can be sent and read; statuses
-// are as many as were asked for; nobody gets bytes before a hello that fits; and
-// what is written lies in the offered blocks. A message of a few bytes makes the
-// agent allocate little, whatever it claims.
+// are as many as were asked for. Nobody gets bytes before a hello that fits. Writes
+// read from the offered blocks only. A message of a few bytes makes the agent allocate
+// little, whatever it claims.
 func FuzzServe(f *testing.F) {
 	hello := func(from string, change func(*wire.Agent)) *wire.Request {
 		h := &wire.Agent{Version: wire.Version, ID: from, EngineID: "d", Endpoints: []wire.Endpoint{{Transport: "tcp"}}, Shapes: []wire.Shape{
@@ -247,7 +247,7 @@ func fits(h *wire.Agent) bool {
 	if h.Version != wire.Version {
 		return false
 	}
-	if n := ranksOf(h); n != core.One { // who is one of several has some of it, or nothing
+	if n := ranksOf(h); n != core.One { // one rank of several has some of it, or nothing
 		return n.Check(rankOf(h)) == nil
 	}
 	k, s := h.TPRank == 0 && h.PPRank == 0, false
@@ -335,8 +335,8 @@ func (h *fakeHost) Host(_ context.Context, _ *wire.Agent, _ bool, since int64) (
 func (*fakeHost) Unhost(context.Context, *wire.Agent) error { return nil }
 func (*fakeHost) TTL() time.Duration                        { return time.Hour }
 
-// FuzzJoin gives a first rank three joins of strangers: what GET /query shows then
-// contradicts neither this agent nor itself, and what was refused has left nothing.
+// FuzzJoin gives a first rank three joins of strangers: the answer to GET /query then
+// contradicts neither this agent nor itself, and a refused join has left nothing.
 func FuzzJoin(f *testing.F) {
 	join := func(id, engine string, dp, tp, pp int, change func(*wire.Join)) []byte {
 		j := &wire.Join{Agent: &wire.Agent{Version: wire.Version, ID: id, EngineID: engine, DPRank: dp, TPRank: tp, PPRank: pp, TPSize: 2, PPSize: 2, Joined: true}, New: true}

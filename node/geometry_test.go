@@ -135,8 +135,8 @@ func TestUnequalGeometry(t *testing.T) {
 	}
 }
 
-// TestHeadsOfOne: a decode engine that has some of the heads gets those; one that
-// wants more is refused by name, and so is an offer's missing begin.
+// TestHeadsOfOne: a decode engine that has some of the heads gets those. An engine that
+// wants more heads is refused by name, and so is an offer's missing begin.
 func TestHeadsOfOne(t *testing.T) {
 	leaktest.Check(t)
 	p, d := openShaped(t, RolePrefill, 16, 0, 4, true), openShaped(t, RoleDecode, 16, 1, 3, false)
@@ -177,8 +177,8 @@ func TestUnequalBlocksAreNamed(t *testing.T) {
 	}
 }
 
-// TestSettingsThatDoNotFitAreNamed: with both values; what one of them does not say is
-// not held against the other.
+// TestSettingsThatDoNotFitAreNamed: the error has both values. A setting that one side
+// leaves out is not held against the other.
 func TestSettingsThatDoNotFitAreNamed(t *testing.T) {
 	leaktest.Check(t)
 	agent := func(model, dtype string) *wire.Agent {

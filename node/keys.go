@@ -15,7 +15,7 @@ import (
 type Key struct {
 	Name    string
 	Default any    // nil: the key has no default
-	Without string // shown in its place: what holds without the key
+	Without string // shown in its place: the effect of leaving the key out
 	Unit    string
 	Meaning string
 }
@@ -53,7 +53,7 @@ func Keys() []KeyGroup {
 			{Name: "bootstrap_join", Without: "this agent has a port", Meaning: "Prefill: `http://host:port` of the engine's first rank, or of an agent of role `bootstrap`, for a rank that has no port of its own."},
 			{Name: "join_timeout_s", Default: 120, Unit: "s", Meaning: "How long a rank waits for the port that it joins, which may be up last."},
 			{Name: "advertise_host", Without: "where peers found the bootstrap port; of a rank that has joined from another host, its address towards that port", Meaning: "Prefill: the host that peers are told."},
-			{Name: "route_info", Without: "none", Meaning: "Prefill: a JSON object of at most 4 KiB that is laid over what `GET /route` answers of the engine beside its sizes. The lowest rank's counts."},
+			{Name: "route_info", Without: "none", Meaning: "Prefill: a JSON object of at most 4 KiB. Its members are laid over those of the answer to `GET /route`, except the engine's sizes. The lowest rank's counts."},
 		}},
 		{"A NATS cluster", []Key{
 			{Name: "nats_url", Without: "the embedded server", Meaning: "A NATS cluster (2.11 or newer, with JetStream) in place of the embedded server, on both sides. Several URLs are separated by commas."},
@@ -78,7 +78,7 @@ func Keys() []KeyGroup {
 			{Name: "rdma_deny", Without: "none", Meaning: "RDMA devices that may not be used, named in the same way."},
 			{Name: "rdma_gid_index", Default: r.GIDIndex, Meaning: "The GID of each RoCE port. -1 takes the best: RoCE v2, then routable before private before link-local."},
 			{Name: "rdma_qps", Default: r.QueuePairs, Unit: "queue pairs", Meaning: "Queue pairs for each pair of ports that reach each other (1 to 16)."},
-			{Name: "rdma_send_depth", Default: r.SendDepth, Unit: "requests", Meaning: "Requests under way on a queue pair (16 to 16384), cut to what the device has."},
+			{Name: "rdma_send_depth", Default: r.SendDepth, Unit: "requests", Meaning: "Requests under way on a queue pair (16 to 16384), cut to the device's limit."},
 			{Name: "rdma_mtu", Default: r.MTU, Unit: "bytes", Meaning: "256, 512, 1024, 2048 or 4096; 0 is the largest that both ports have."},
 			{Name: "rdma_timeout", Default: r.Timeout, Unit: "4.096 µs · 2^n", Meaning: "How long an acknowledgement is waited for (1 to 21)."},
 			{Name: "rdma_retry", Default: r.Retry, Unit: "times", Meaning: "How often an acknowledgement is asked for again (0 to 7; 7 is without end on some devices)."},

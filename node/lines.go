@@ -81,13 +81,6 @@ func (l *lines[K, T]) next(key K, ln *line[T]) []T {
 	return nil
 }
 
-// busy: something waits or is being done.
-func (l *lines[K, T]) busy() bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return len(l.byKey) > 0
-}
-
 // wait returns when nothing waits and nothing is being done, or when ctx ends.
 func (l *lines[K, T]) wait(ctx context.Context) {
 	l.mu.Lock()

@@ -36,8 +36,8 @@ func (h *held) of(key string) [][]int {
 	return h.parts[key]
 }
 
-// TestLineWidth: as many of one line run side by side as it is wide, whatever the
-// others do; the rest waits.
+// TestLineWidth: as many messages of one line run side by side as the line is wide,
+// whatever other lines do. The rest waits.
 func TestLineWidth(t *testing.T) {
 	leaktest.Check(t)
 	h := newHeld()
@@ -65,7 +65,7 @@ func TestLineWidth(t *testing.T) {
 	}
 }
 
-// TestLineBatches: what has waited goes in order, as many at a time as a batch
+// TestLineBatches: messages that have waited go in order, as many at a time as a batch
 // holds, and of too many the oldest are dropped.
 func TestLineBatches(t *testing.T) {
 	leaktest.Check(t)
@@ -104,4 +104,11 @@ func TestGate(t *testing.T) {
 	if g.all != 0 || len(g.of) != 0 {
 		t.Errorf("%d are in: %v", g.all, g.of)
 	}
+}
+
+// busy: something waits or is being done.
+func (l *lines[K, T]) busy() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.byKey) > 0
 }

@@ -101,8 +101,8 @@ func TestBlipBesideNewLoads(t *testing.T) {
 	same(t, p, []core.BlockID{1, 2}, d, []core.BlockID{1, 2})
 }
 
-// TestStoppedPrefillIsNoticedThroughManyLoads: neither the load that waits nor the
-// many that are under way find out one after the other that P is silent.
+// TestStoppedPrefillIsNoticedThroughManyLoads: P is silent. Neither the load that waits
+// nor the many loads under way find out one after the other.
 func TestStoppedPrefillIsNoticedThroughManyLoads(t *testing.T) {
 	leaktest.Check(t)
 	const loads = 200

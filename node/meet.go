@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/internal/sleep"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -149,10 +150,8 @@ func (f *finder) findEngine(target core.Target) ([]core.FoundPart, error) {
 		if !errors.As(err, &resized) { // a resized engine is being restarted at this moment
 			return found, err
 		}
-		select {
-		case <-ctx.Done():
+		if sleep.For(ctx, unansweredPause) != nil {
 			return nil, err
-		case <-time.After(unansweredPause):
 		}
 	}
 }
@@ -226,10 +225,8 @@ func (f *finder) find(ctx context.Context, target core.Target, met *entry) (*pee
 			return p, info, err
 		}
 		met = nil
-		select {
-		case <-ctx.Done():
+		if sleep.For(ctx, unansweredPause) != nil {
 			return nil, nil, err
-		case <-time.After(unansweredPause):
 		}
 	}
 }

@@ -55,7 +55,7 @@ var described = []struct {
 	{"kvconn_calls_total", "Accepted calls of the engine: offers, loads, claims.", []string{"call"}},
 	{"kvconn_bytes_total", "Bytes of KV cache moved, by transport.", []string{"transport", "direction"}},
 	{"kvconn_transport_available", "Whether a transport can be used.", []string{"transport"}},
-	{"kvconn_transport_counters", "What a transport counts itself: of rdma its writes, doorbells and signalled completions since the start, and its lanes.", []string{"transport", "counter"}},
+	{"kvconn_transport_counters", "A transport's own counters: of rdma its writes, doorbells and signalled completions since the start, and its lanes.", []string{"transport", "counter"}},
 	{"kvconn_fallbacks_total", "Loads that went by another transport than this better one.", []string{"transport"}},
 	{"kvconn_claims_lost_total", "Claims of which the engine was told that a load could only fail.", nil},
 	{"kvconn_expired_early_total", "Claims and loads of requests that this engine never named.", nil},

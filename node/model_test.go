@@ -114,8 +114,8 @@ func (r *rank) check(salt int, blocks ...core.BlockID) {
 	})
 }
 
-// rankConfig is a rank's of an engine; those of a prefill engine join address, but
-// for the first.
+// rankConfig is the configuration of one rank of an engine. All ranks of a prefill engine
+// but the first join address.
 func rankConfig(role string, n core.Ranks, r core.Rank, address string) Config {
 	c := testConfig(role)
 	c.TPSize, c.PPSize, c.TPRank, c.PPRank = n.TP, n.PP, r.TP, r.PP

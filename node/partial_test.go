@@ -30,7 +30,7 @@ func (s *side) partial(id core.TransferID, ready uint32, regions []uint32, more 
 	}
 }
 
-func (s *side) retract(ids ...core.TransferID) {
+func (s *side) withdraw(ids ...core.TransferID) {
 	s.t.Helper()
 	if err := s.Withdraw(ids, bound); err != nil {
 		s.t.Fatal(err)
@@ -60,8 +60,8 @@ func (s *side) arrives(layer int, at core.BlockID, from *side, block core.BlockI
 //go:norace
 func sameBytes(a, b []byte) bool { return string(a) == string(b) }
 
-// TestGrowingTransfer: chunks and layers are at D before P has the next.
-func TestGrowingTransfer(t *testing.T) {
+// TestPartialOffers: chunks and layers are at D before P has the next.
+func TestPartialOffers(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	src, dst := []core.BlockID{9, 3, 17, 4, 30}, []core.BlockID{5, 6, 2, 28, 1}
@@ -102,9 +102,9 @@ func checkBlocks(t *testing.T, p, d *side, src, dst []core.BlockID) {
 	}
 }
 
-// TestRetract: a preempted request's blocks are another's as soon as Withdraw has
-// returned; D gets the request's own bytes all the same.
-func TestRetract(t *testing.T) {
+// TestWithdraw: a preempted request's blocks are another request's as soon as Withdraw
+// has returned. D gets the request's own bytes all the same.
+func TestWithdraw(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	rnd := rand.New(rand.NewPCG(1, 2))
@@ -141,7 +141,7 @@ func TestRetract(t *testing.T) {
 				}
 			}
 			if try < 2 {
-				p.retract(id)
+				p.withdraw(id)
 				for _, b := range src { // another request's
 					for l := range layers {
 						p.fillLayer(byte(200+k), l, 50, b)
@@ -149,7 +149,7 @@ func TestRetract(t *testing.T) {
 				}
 			}
 		}
-		// Those that were offered in full before a retract were perhaps D's already.
+		// Those that were offered in full before a withdraw were perhaps D's already.
 		p.offer(id, src...)
 		d.want(id, core.OK)
 		p.want(id, core.OK)
@@ -170,13 +170,13 @@ func TestRetract(t *testing.T) {
 	}
 }
 
-// TestRetractUnknown: what was never given, or is offered.
-func TestRetractUnknown(t *testing.T) {
+// TestWithdrawUnknown: the transfer was never given, or is offered.
+func TestWithdrawUnknown(t *testing.T) {
 	leaktest.Check(t)
 	p := open(t, testConfig(RolePrefill))
-	p.retract("nobody's")
+	p.withdraw("nobody's")
 	p.partial("t", 1, nil, 1)
-	p.retract("t", "nobody's")
+	p.withdraw("t", "nobody's")
 	p.offer("t", 2)
 	if err := p.Withdraw([]core.TransferID{"t"}, bound); err == nil {
 		t.Error("what is offered was taken back")
@@ -189,12 +189,12 @@ func TestRetractUnknown(t *testing.T) {
 	if _, err := p.Cancel([]core.TransferID{"late"}, "aborted"); err != nil {
 		t.Fatal(err)
 	}
-	p.retract("late")
+	p.withdraw("late")
 }
 
-// TestRetractBesideWrongOnes: an id that cannot be taken back does not leave another's
+// TestWithdrawBesideWrongOnes: an id that cannot be taken back does not leave another's
 // blocks to a D that asks for them later.
-func TestRetractBesideWrongOnes(t *testing.T) {
+func TestWithdrawBesideWrongOnes(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	p.fill(1, 1, 2)
@@ -209,8 +209,8 @@ func TestRetractBesideWrongOnes(t *testing.T) {
 	same(t, p, []core.BlockID{2}, d, []core.BlockID{3})
 }
 
-// TestGrowingDecoderGone: P hears of it with its offer, and has its blocks back.
-func TestGrowingDecoderGone(t *testing.T) {
+// TestPartialOfferDecoderGone: P hears of it with its offer, and has its blocks back.
+func TestPartialOfferDecoderGone(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	src, dst := []core.BlockID{1, 2, 3}, []core.BlockID{4, 5, 6}
@@ -226,9 +226,9 @@ func TestGrowingDecoderGone(t *testing.T) {
 	}
 }
 
-// TestRetractInFull: all of a transfer was given when the engine takes it back. D
-// has what was read before, or loads anew; never what is in the blocks afterwards.
-func TestRetractInFull(t *testing.T) {
+// TestWithdrawInFull: all of a transfer was given when the engine takes it back. D has
+// the bytes of before, or loads anew, and never gets the bytes of afterwards.
+func TestWithdrawInFull(t *testing.T) {
 	leaktest.Check(t)
 	const size, n = 256 << 10, 24
 	sides := map[string]*side{}
@@ -263,7 +263,7 @@ func TestRetractInFull(t *testing.T) {
 		paint(p, 0, 1)
 		p.partial(id, n, nil, ids(0)...)
 		until(t, "the first byte is there", func() bool { return sameBytes(d.cache[:1], []byte{1}) })
-		p.retract(id)
+		p.withdraw(id)
 		paint(p, 0, 2) // another request's
 		paint(p, n, 1)
 		p.partial(id, n/2, nil, ids(n)...)

@@ -113,8 +113,8 @@ func (t *peerTable) add(p *peer, transports dismisser) {
 	}
 }
 
-// admit lets a peer that has said hello connect, and remembers it. Its tickets are
-// what the transports' admit returns.
+// admit lets a peer that has said hello connect, and remembers it. The transports' admit
+// makes its tickets.
 func (t *peerTable) admit(p *peer, transports dismisser, admit func() ([]wire.Ticket, error)) (tickets []wire.Ticket, err error) {
 	t.meeting.Lock()
 	defer t.meeting.Unlock()

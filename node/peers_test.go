@@ -29,8 +29,8 @@ func (a *admissions) Endpoint() string { return "" }
 
 func (a *admissions) Dismiss(peer core.AgentID) { delete(a.tickets, peer) }
 
-// TestForgottenPeersAreDismissed: who is not in the table is not admitted, so
-// that what was met of peers is bounded in the transport too.
+// TestForgottenPeersAreDismissed: a peer that is not in the table is not admitted, so
+// that the transport's peers are bounded too.
 func TestForgottenPeersAreDismissed(t *testing.T) {
 	table, transport := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}
 	all := newTransports("P", &Config{}, zap.NewNop(), nil, nil, nil)

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/httpserve"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/natsbus"
 )
@@ -25,7 +26,7 @@ type controlPlane struct {
 	bus    *natsbus.Bus
 	nats   *natsbus.Server   // nil where no port is served, and with nats_url
 	board  *board            // nil where no port is served
-	http   *bootstrap.Server // the same
+	http   *httpserve.Server // the same
 	served chan struct{}
 	guests *guests // ranks that have joined; nil without nats
 }

@@ -11,6 +11,8 @@ import (
 	"syscall"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/nettest"
 )
@@ -31,9 +33,9 @@ func TestMain(m *testing.M) {
 	os.Exit(0)
 }
 
-// runRole opens an agent: a prefill one at a port that has one transfer
-// announced and one offered, a decode one that claims one and loads one, or a rank of
-// a prefill engine. It says where it is found, or that it has begun.
+// runRole opens an agent: a prefill agent at a port that has one transfer announced and
+// one offered, a decode agent that claims one and loads one, or a rank of a prefill
+// engine. It prints its address, or that it has begun.
 func runRole(role, address string) (string, error) {
 	if role == "rank" {
 		return runRank()
@@ -48,12 +50,22 @@ func runRole(role, address string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	cache := make([]byte, layers*numBlocks*blockBytes)
+	cache, err := mapped()
+	if err != nil {
+		return "", err
+	}
 	for i := range cache {
 		cache[i] = 7
 	}
 	if err := a.RegisterKVCaches(regions(cache)); err != nil {
 		return "", err
+	}
+	if os.Getenv("KVCONN_TEST_SPOIL") != "" { // block 1 of each layer
+		for l := range layers {
+			if err := unix.Mprotect(cache[(l*numBlocks+1)*blockBytes:][:blockBytes], unix.PROT_NONE); err != nil {
+				return "", err
+			}
+		}
 	}
 	if role == RolePrefill {
 		_, err := a.Announce([]core.TransferID{"announced"})

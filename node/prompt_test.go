@@ -7,8 +7,8 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// TestAnotherPrompt: what a router has crossed under one id is refused on both sides,
-// whoever comes first, and no byte is written.
+// TestAnotherPrompt: two requests that a router has mixed up under one id are refused on
+// both sides, whichever side comes first, and no byte is written.
 func TestAnotherPrompt(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
@@ -45,14 +45,14 @@ func TestAnotherPrompt(t *testing.T) {
 	offer("load first", ours)
 	refused("load first")
 
-	load("grows", theirs)
+	load("partial", theirs)
 	p.knows(1)
-	if _, err := p.OfferPartial([]core.PartialOffer{{ID: "grows", Blocks: blocks, Ready: []uint32{1}, Prompt: ours}}); err != nil {
+	if _, err := p.OfferPartial([]core.PartialOffer{{ID: "partial", Blocks: blocks, Ready: []uint32{1}, Prompt: ours}}); err != nil {
 		t.Fatal(err)
 	}
-	d.want("grows", core.Refused)
-	offer("grows", ours)
-	refused("grows")
+	d.want("partial", core.Refused)
+	offer("partial", ours)
+	refused("partial")
 
 	offer("said by one", 0)
 	load("said by one", theirs)

@@ -37,7 +37,7 @@ func TestFirstRankRestarted(t *testing.T) {
 	if err := ps[0].Close(); err != nil {
 		t.Fatal(err)
 	}
-	// Who loads from it, loses the request; the others may go on.
+	// Loads from it lose the request; the others may go on.
 	ds[0].want("lost", core.PeerLost, "prefill")
 	if _, err := ds[1].Cancel([]core.TransferID{"lost"}, ""); err != nil {
 		t.Fatal(err)
@@ -87,8 +87,8 @@ func TestEngineRestartedWithOtherRanks(t *testing.T) {
 	}
 }
 
-// TestRankKilled: all loads of its engine fail, and say which rank it was; what the
-// others keep is freed, and GET /query forgets it.
+// TestRankKilled: all loads of its engine fail, and say which rank it was. The other
+// ranks free their blocks, and GET /query forgets it.
 func TestRankKilled(t *testing.T) {
 	leaktest.Check(t)
 	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}

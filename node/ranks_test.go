@@ -108,8 +108,8 @@ func shown(t testing.TB, address string) map[string]int {
 	return out
 }
 
-// TestDPRanks: dp ranks are engines of their own behind one port, found by their
-// ids; their numbers need not follow each other.
+// TestDPRanks: dp ranks are engines of their own behind one port, found by their ids.
+// Their numbers need not follow each other.
 func TestDPRanks(t *testing.T) {
 	leaktest.Check(t)
 	m, n := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
@@ -150,7 +150,7 @@ func TestDPRanks(t *testing.T) {
 	}
 }
 
-// TestRanksThatDoNotBelong: what contradicts the first rank is not registered there.
+// TestRanksThatDoNotBelong: a rank that contradicts the first rank is not registered there.
 func TestRanksThatDoNotBelong(t *testing.T) {
 	leaktest.Check(t)
 	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
@@ -208,7 +208,7 @@ func notOurs(t *testing.T) string {
 	return "http://" + l.Addr().String()
 }
 
-// TestRanksComeInAnyOrder: the first rank may be up last, and any other late; claims
+// TestRanksComeInAnyOrder: the first rank may be up last, and any other rank late. Claims
 // wait for all of them.
 func TestRanksComeInAnyOrder(t *testing.T) {
 	leaktest.Check(t)

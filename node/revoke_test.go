@@ -21,7 +21,7 @@ func TestStormOfWaitingRevokes(t *testing.T) {
 	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
 	pc.MaxTransfers, dc.MaxTransfers = 2*loads, 2*loads
 	dc.PeerTimeout = Seconds(20 * time.Second) // a machine with much else to do is no death
-	p, d := openRailed(t, n, pc, nil), openRailed(t, n, dc, nil)
+	p, d := openTwinned(t, n, pc, nil), openTwinned(t, n, dc, nil)
 	var entered atomic.Int32
 	word := make(chan struct{})
 	n.Revoking(func(core.TransferID) {

@@ -72,9 +72,6 @@ func TestRouteOfAgents(t *testing.T) {
 			if want := `{"attn_cp_size":1,"attn_tp_size":2,"dp_size":2,"follow_bootstrap_room":false,"kv_cache_dtype":"bfloat16","page_size":4,"pp_size":1,"prefill_http_port":30000}`; code != 200 || body != want {
 				t.Fatalf("topology: %d %s, want %s", code, body, want)
 			}
-			if code, body = ask(t, "GET", address+"/route?engine_rank=-1&target_dp_group=-1", "", ""); code != 200 || body != `{"prefill_dp_size":2,"tp_size_per_dp_rank":2}` {
-				t.Fatalf("%d %s", code, body)
-			}
 			for i, p := range ps {
 				_, port, err := net.SplitHostPort(p.caches.Load().self.Endpoints[0].Address)
 				if err != nil {
@@ -107,7 +104,8 @@ func TestRouteToken(t *testing.T) {
 	}
 	defer h.Close()
 	address := h.BootstrapAddress()
-	const row = `{"role":"Prefill","tp_size":1,"dp_size":1,"rank_ip":"evil","rank_port":1,"engine_rank":0}`
+	const row = `{"attn_tp_size":1,"attn_tp_rank":0,"attn_cp_size":1,"attn_cp_rank":0,"attn_dp_size":1,"attn_dp_rank":0,"pp_size":1,"pp_rank":0,` +
+		`"system_dp_size":1,"system_dp_rank":0,"page_size":16,"rank_ip":"evil","rank_port":1}`
 	for what, c := range map[string]struct {
 		method, path, body, token string
 		want                      int
@@ -124,15 +122,15 @@ func TestRouteToken(t *testing.T) {
 	}
 	m := model{2, 2, false}
 	m.engine(t, RolePrefill, core.One, joins(address, func(c *Config) { c.NATSToken = "secret" }))
-	if code, body := ask(t, "PUT", address+"/route", row, "secret"); code != 200 { // who has the token
+	if code, body := ask(t, "PUT", address+"/route", row, "secret"); code != 200 { // with the token
 		t.Fatalf("%d %s", code, body)
 	}
-	if code, body := ask(t, "GET", address+"/route?engine_rank=0&target_dp_group=0", "", ""); code != 200 || !strings.Contains(body, "127.0.0.1") {
+	if code, body := ask(t, "GET", address+"/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0", "", ""); code != 200 || !strings.Contains(body, "127.0.0.1") {
 		t.Fatalf("an agent's rank was replaced: %d %s", code, body)
 	}
 }
 
-// TestRouteAfterARestart: what ranks say of their engine comes with them.
+// TestRouteAfterARestart: ranks that come back bring their route_info.
 func TestRouteAfterARestart(t *testing.T) {
 	leaktest.Check(t)
 	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}

@@ -182,7 +182,7 @@ func TestSecurityKeys(t *testing.T) {
 	}
 }
 
-// What is allowed but dangerous is said once, at open.
+// TestSecurityWarnings: settings that are allowed but dangerous are told once, at open.
 func TestSecurityWarnings(t *testing.T) {
 	leaktest.Check(t)
 	ca := nettest.NewAuthority(t)

@@ -79,7 +79,7 @@ func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Rep
 	}
 	tickets, err := s.peers.admit(&peer{id: from, via: via, out: match}, t, func() ([]wire.Ticket, error) { return t.admit(from, h) })
 	switch {
-	case errors.Is(err, core.ErrTransportClosed): // whoever comes to its place may take the request
+	case errors.Is(err, core.ErrTransportClosed): // the agent that comes in its place may take the request
 		return &wire.Reply{Code: int(core.Closed), Reason: "the prefill agent is closing"}
 	case err != nil: // nothing in common
 		return refuse("agent %s: %v", s.id, err)

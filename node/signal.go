@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/sleep"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -75,12 +76,8 @@ func (s *signalling) of(transport string) core.Signal {
 			case rep.Again != wire.AgainLater:
 				return nil, errors.New(rep.Reason)
 			}
-			pause := time.NewTimer(busyPause)
-			select {
-			case <-pause.C:
-			case <-ctx.Done():
-				pause.Stop()
-				return nil, fmt.Errorf("signal to agent %s: it was busy: %w", to, ctx.Err())
+			if err := sleep.For(ctx, busyPause); err != nil {
+				return nil, fmt.Errorf("signal to agent %s: it was busy: %w", to, err)
 			}
 		}
 	}

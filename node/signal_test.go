@@ -18,8 +18,8 @@ import (
 func TestSignals(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
-	stranger := openRailed(t, n, testConfig(RoleDecode), nil)
+	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
+	stranger := openTwinned(t, n, testConfig(RoleDecode), nil)
 	goesBy(t, p, d, "t", viaRDMA)
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
@@ -29,7 +29,7 @@ func TestSignals(t *testing.T) {
 		t.Fatal(err)
 	}
 	seen := p.twin.signals.Load()
-	raw := func(s *railed, transport string, msg []byte) *wire.Reply {
+	raw := func(s *twinned, transport string, msg []byte) *wire.Reply {
 		t.Helper()
 		rep, err := s.bus.Request(ctx, via, p.ID(), &wire.Request{Kind: wire.KindSignal, From: string(s.ID()), Signal: &wire.Signal{Transport: transport, Data: msg}})
 		if err != nil {
@@ -86,12 +86,12 @@ func TestSignals(t *testing.T) {
 	}
 }
 
-// Signals that are slow to handle take a part of the handlers only, and one
-// peer's a part of that; who finds them taken asks again.
+// TestSlowSignals: signals that are slow to handle take a part of the handlers only, and
+// one peer's a part of that. A peer that finds them taken asks again.
 func TestSlowSignals(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
 	goesBy(t, p, d, "t", viaRDMA)
 	var running, most atomic.Int32
 	gate := make(chan struct{})

@@ -102,7 +102,7 @@ func TestStepEnds(t *testing.T) {
 	}{
 		{"offer partial", func(id core.TransferID) { p.partial(id, 1, nil) }},
 		{"offer", func(id core.TransferID) { p.offer(id, 4) }},
-		{"retract", func(id core.TransferID) { p.retract(id) }},
+		{"withdraw", func(id core.TransferID) { p.withdraw(id) }},
 		{"cancel", func(id core.TransferID) { p.cancel(id) }},
 		{"the next step", func(id core.TransferID) { p.offerStep(id, 1, 1, new(pass)) }},
 	}
@@ -144,7 +144,7 @@ func TestStepThatIsRefused(t *testing.T) {
 func (s *side) unseenStep(said *[]uint32, parts ...core.PartialOffer) {
 	s.t.Helper()
 	_, err := s.OfferPartialStep(parts, func() (regions []uint32) {
-		if s.steps.step == nil { // under its lock: who asks while it runs is told nothing
+		if s.steps.step == nil { // under its lock: a question while the step runs is told nothing
 			regions, *said = *said, nil
 		}
 		return regions
@@ -157,8 +157,8 @@ func (s *side) unseenStep(said *[]uint32, parts ...core.PartialOffer) {
 	s.steps.mu.Unlock()
 }
 
-// TestEndOfAStepLooksALastTime: what a step has written and nobody has seen moves when
-// a call for another transfer ends it; what was said before it began does not.
+// TestEndOfAStepLooksALastTime: a region that a step has marked as written moves when a
+// call for another transfer ends the step. A mark of before the step does not count.
 func TestEndOfAStepLooksALastTime(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
@@ -166,7 +166,7 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 		func() { p.partial("other", 0, nil, 8) },
 		func() { p.offerStep("another", 0, 1, new(pass), 7) },
 		func() { p.offer("a third", 6) },
-		func() { p.retract("nobody's") },
+		func() { p.withdraw("nobody's") },
 		func() { p.cancel("nobody's") },
 	}
 	for n, call := range calls {
@@ -188,12 +188,12 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 	}
 }
 
-// TestLastLookLeavesWhatIsTakenBack: nothing of it begins to move only for the call to
-// wait for it; the rest of its step does.
+// TestLastLookLeavesWhatIsTakenBack: a call that takes a transfer back lets none of its
+// regions begin to move. The other transfers of the step move.
 func TestLastLookLeavesWhatIsTakenBack(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
-	for n, takeBack := range []func(id core.TransferID){func(id core.TransferID) { p.retract(id) }, p.cancel} {
+	for n, takeBack := range []func(id core.TransferID){func(id core.TransferID) { p.withdraw(id) }, p.cancel} {
 		back, kept := core.TransferID(fmt.Sprintf("back%d", n)), core.TransferID(fmt.Sprintf("kept%d", n))
 		var parts []core.PartialOffer
 		for k, id := range []core.TransferID{back, kept} {

@@ -19,9 +19,9 @@ type skewedClock struct {
 
 func (c *skewedClock) Now() time.Time { return c.systemClock.Now().Add(time.Duration(c.by.Load())) }
 
-// TestLoadIsNotForTheSuccessor: P goes before it has answered a load, and another
-// agent is up on its port at once. It cannot know the request, and says by its age
-// that it is younger.
+// TestLoadIsNotForTheSuccessor: P goes before it has answered a load, and another agent
+// is up on its port at once. That agent cannot know the request. Its age tells D that it
+// opened later.
 func TestLoadIsNotForTheSuccessor(t *testing.T) {
 	leaktest.Check(t)
 	cfg := testConfig(RolePrefill)

@@ -19,7 +19,7 @@ import (
 func TestBestTransportIsTaken(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
 	for i := range 3 {
 		goesBy(t, p, d, core.TransferID(fmt.Sprint("t", i)), viaRDMA)
 	}
@@ -39,8 +39,8 @@ func TestBestTransportIsTaken(t *testing.T) {
 	}
 }
 
-// The choice by what each side has: what is not forced falls back and says why,
-// what is forced fails with both sides' names.
+// TestChoice: by the transports that each side has. With auto a pair falls back and says
+// why. A transport that is forced fails with both sides' names.
 func TestChoice(t *testing.T) {
 	noDevice, noPower := errors.New("no device"), errors.New("port is down")
 	for what, c := range map[string]struct {
@@ -49,7 +49,7 @@ func TestChoice(t *testing.T) {
 		cut          error
 		by           string    // the transport that is taken, or
 		code         core.Code // how the load ends, and
-		says         []string  // what it says
+		says         []string  // of its reason
 	}{
 		"both":                           {p: "auto", d: "auto", by: viaRDMA},
 		"prefill has none":               {p: "auto", d: "auto", pLack: noDevice, by: viaTCP},
@@ -70,7 +70,7 @@ func TestChoice(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			leaktest.Check(t)
 			n := coretest.NewNetwork()
-			p, d := openRailed(t, n, forced(RolePrefill, c.p), c.pLack), openRailed(t, n, forced(RoleDecode, c.d), c.dLack)
+			p, d := openTwinned(t, n, forced(RolePrefill, c.p), c.pLack), openTwinned(t, n, forced(RoleDecode, c.d), c.dLack)
 			if c.cut != nil {
 				n.Cut(p.ID(), d.ID(), c.cut)
 			}
@@ -101,32 +101,32 @@ func TestChoice(t *testing.T) {
 	}
 }
 
-// A transport that is forced and not there fails the registration, once its
-// reason is gone it can be tried again; a wrong configuration fails it always.
+// A transport that is forced and missing fails the registration. When the reason is gone,
+// the registration can be tried again. A wrong configuration fails it always.
 func TestForcedTransportThatIsNotThere(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
 	for _, role := range []string{RolePrefill, RoleDecode} {
 		lack := errors.New("RLIMIT_MEMLOCK is 64 KiB")
-		_, err := tryRailed(t, n, forced(role, viaRDMA), lack)
+		_, err := tryTwinned(t, n, forced(role, viaRDMA), lack)
 		if !errors.Is(err, ErrTransport) || !errors.Is(err, lack) || !strings.Contains(err.Error(), `transport is "rdma"`) {
 			t.Errorf("%s: %v", role, err)
 		}
-		if _, err := tryRailed(t, n, testConfig(role), fmt.Errorf("%w: rdma_devices has mlx5_9", core.ErrInvalid)); !errors.Is(err, core.ErrInvalid) {
+		if _, err := tryTwinned(t, n, testConfig(role), fmt.Errorf("%w: rdma_devices has mlx5_9", core.ErrInvalid)); !errors.Is(err, core.ErrInvalid) {
 			t.Errorf("%s with a device that is not there: %v", role, err)
 		}
-		d := openRailed(t, n, testConfig(role), lack)
+		d := openTwinned(t, n, testConfig(role), lack)
 		if s := d.Stats().Transports[viaRDMA]; s.Available || s.Reason != lack.Error() || d.said("going on without rdma: RLIMIT_MEMLOCK") != 1 {
 			t.Errorf("%s: %+v, said %v", role, s, d.logs.All())
 		}
 	}
 }
 
-// A pair that loses all its rails goes on over tcp at once, and comes back.
+// A pair that loses all its paths goes on over tcp at once, and comes back.
 func TestFallbackAndReturn(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
 	var hellos atomic.Int32
 	setBus(d.Agent, &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
 		if req.Kind == wire.KindHello {
@@ -135,7 +135,7 @@ func TestFallbackAndReturn(t *testing.T) {
 		return false
 	}})
 	goesBy(t, p, d, "first", viaRDMA)
-	why := errors.New("both rails are down")
+	why := errors.New("both paths are down")
 	var once sync.Once
 	n.Gate(func(id core.TransferID, _ int) {
 		if id == "under way" {
@@ -147,13 +147,13 @@ func TestFallbackAndReturn(t *testing.T) {
 	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
 	p.offer("under way", 3)
 	d.load("under way", p.BootstrapAddress(), 3)
-	if r := d.want("under way", core.PeerLost, "both rails are down"); r.Transport != viaRDMA {
+	if r := d.want("under way", core.PeerLost, "both paths are down"); r.Transport != viaRDMA {
 		t.Errorf("%+v", r)
 	}
 	goesBy(t, p, d, "second", viaTCP)
 	goesBy(t, p, d, "third", viaTCP)
 	p.offer("waits", 8) // it was armed for rdma
-	if r := d.report("waits"); r.Code == core.OK || !strings.Contains(r.Reason, "both rails are down") {
+	if r := d.report("waits"); r.Code == core.OK || !strings.Contains(r.Reason, "both paths are down") {
 		t.Errorf("%+v", r)
 	}
 	n.Mend(p.ID(), d.ID())
@@ -163,13 +163,13 @@ func TestFallbackAndReturn(t *testing.T) {
 		t.Fatal(err)
 	}
 	goesBy(t, p, d, "fourth", viaRDMA)
-	for line, want := range map[string]int{"pair goes over rdma": 1, "pair goes on over tcp: rdma: both rails are down": 1, "pair is back on rdma": 1} {
+	for line, want := range map[string]int{"pair goes over rdma": 1, "pair goes on over tcp: rdma: both paths are down": 1, "pair is back on rdma": 1} {
 		if got := d.said(line); got != want {
 			t.Errorf("%q was said %d times, want %d: %v", line, got, want, d.logs.All())
 		}
 	}
 	s := d.Stats()
-	if s.Pairs[0].Fallbacks["rdma: both rails are down"] != 2 || s.Transports[viaRDMA].Fallbacks["both rails are down"] != 2 || s.Pairs[0].Transfers[viaTCP] != 2 || s.Pairs[0].Transfers[viaRDMA] != 2 || s.Transports[viaRDMA].LoadsFailed != 2 {
+	if s.Pairs[0].Fallbacks["rdma: both paths are down"] != 2 || s.Transports[viaRDMA].Fallbacks["both paths are down"] != 2 || s.Pairs[0].Transfers[viaTCP] != 2 || s.Pairs[0].Transfers[viaRDMA] != 2 || s.Transports[viaRDMA].LoadsFailed != 2 {
 		t.Errorf("decode counts %+v %+v", s.Pairs, s.Transports)
 	}
 	// A transport that breaks beside another that stands is no reason to look P up.
@@ -187,7 +187,7 @@ func TestFirstContactWaits(t *testing.T) {
 	n := coretest.NewNetwork()
 	hold := make(chan struct{})
 	n.Hold(hold)
-	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
 	goesBy(t, p, d, "first", viaTCP)
 	d.peers.suspect(p.ID()) // it is met again
 	goesBy(t, p, d, "second", viaTCP)
@@ -210,11 +210,11 @@ func TestFirstContactWaits(t *testing.T) {
 }
 
 // Where rdma is forced the pair is waited for at each look-up, and works again
-// when the rails are back.
+// when the paths are back.
 func TestForcedPairComesBack(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openRailed(t, n, forced(RolePrefill, viaRDMA), nil), openRailed(t, n, forced(RoleDecode, viaRDMA), nil)
+	p, d := openTwinned(t, n, forced(RolePrefill, viaRDMA), nil), openTwinned(t, n, forced(RoleDecode, viaRDMA), nil)
 	goesBy(t, p, d, "first", viaRDMA)
 	n.Cut(p.ID(), d.ID(), errors.New("link down"))
 	p.offer("cut", 1)
@@ -228,23 +228,23 @@ func TestRestartedPeersMeetAgain(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
 	cfg := testConfig(RolePrefill)
-	p, d := openRailed(t, n, cfg, nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	p, d := openTwinned(t, n, cfg, nil), openTwinned(t, n, testConfig(RoleDecode), nil)
 	cfg.BootstrapPort = portOf(t, p.BootstrapAddress())
 	goesBy(t, p, d, "first", viaRDMA)
 	if err := p.Close(); err != nil {
 		t.Fatal(err)
 	}
-	p = openRailed(t, n, cfg, nil)
+	p = openTwinned(t, n, cfg, nil)
 	goesBy(t, p, d, "second", viaRDMA)
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
-	d = openRailed(t, n, testConfig(RoleDecode), nil)
+	d = openTwinned(t, n, testConfig(RoleDecode), nil)
 	goesBy(t, p, d, "third", viaRDMA)
 	if err := p.Close(); err != nil {
 		t.Fatal(err)
 	}
-	p = openRailed(t, n, cfg, errors.New("the device is gone")) // without rdma now
+	p = openTwinned(t, n, cfg, errors.New("the device is gone")) // without rdma now
 	goesBy(t, p, d, "fourth", viaTCP)
 }
 
@@ -252,7 +252,7 @@ func TestRestartedPeersMeetAgain(t *testing.T) {
 func TestTicketForOneTransport(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
 	setBus(d.Agent, &changed{Bus: d.bus, reply: func(rep *wire.Reply) {
 		if n := len(rep.Tickets); n > 0 && (n != 2 || rep.Tickets[0].Transport != viaRDMA || rep.Tickets[1].Transport != viaTCP || len(rep.Tickets[1].Ticket) < 16) {
 			t.Errorf("tickets %v", rep.Tickets)
@@ -265,11 +265,11 @@ func TestTicketForOneTransport(t *testing.T) {
 	}
 }
 
-// An id is used again: what was revoked on one transport is expected on another.
+// TestIdAgainOnAnotherTransport: an id that was revoked on one transport is expected on another.
 func TestIdAgainOnAnotherTransport(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openRailed(t, n, testConfig(RolePrefill), nil), openRailed(t, n, testConfig(RoleDecode), nil)
+	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
 	var drop atomic.Bool
 	setBus(d.Agent, &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
 		if req.Kind == wire.KindLoad && drop.CompareAndSwap(true, false) {

@@ -15,7 +15,7 @@ import (
 // docs/router.md.
 type Option struct {
 	Name    string
-	Value   string // what follows the name; "" for a switch
+	Value   string // its value, for readers; "" for a switch
 	Default string // "" if there is none
 	Meaning string
 	set     func(c *Config, a *arg) error

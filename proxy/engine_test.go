@@ -245,7 +245,7 @@ func (r router) get(t *testing.T, path string) (int, string) {
 	return resp.StatusCode, string(body)
 }
 
-// send posts a completion; the response's body is open.
+// send posts a completion. The response's body is left open.
 func (r router) send(ctx context.Context, body string, header ...string) (*http.Response, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, r.Server.URL+"/v1/completions", strings.NewReader(body))
 	if err != nil {

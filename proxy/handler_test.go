@@ -227,8 +227,8 @@ func TestRequestsInFlightAreBounded(t *testing.T) {
 	eventually(t, "the place is free", func() bool { return len(r.Proxy.places) == 0 })
 }
 
-// Requests go to every rank of every P and to every D in turn; a server that
-// is down is skipped, and comes back.
+// Requests go to every rank of every P and to every D in turn. A server that is down is
+// skipped until it is up again.
 func TestRoundRobin(t *testing.T) {
 	leaktest.Check(t)
 	p1, p2 := newPrefill(t, ok, "a0", "a1"), newPrefill(t, ok, "b0")

@@ -11,8 +11,7 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// The rank with the least under way gets the next request; a prompt weighs by
-// its length.
+// The rank with the least under way gets the next request. A prompt weighs by its length.
 func TestLeastLoaded(t *testing.T) {
 	leaktest.Check(t)
 	p, d1, d2 := newPrefill(t, hang, "a0", "a1"), newEngine(t, hang), newEngine(t, hang)

@@ -7,8 +7,8 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// Nothing of a request stays: after a thousand and more of all kinds the heap is what it
-// was after some hundred. bench-proxy --requests shows it for more of them.
+// Requests leave nothing behind: after a thousand and more of all kinds the heap is as
+// large as after some hundred. bench-proxy --requests shows it for more of them.
 func TestMemoryIsFlat(t *testing.T) {
 	leaktest.Check(t)
 	r, p1, p2, d1, d2 := twoOfEach(t, 2, status(500, "dead"), stream(`{"choices":[]}`, `{"choices":[]}`, "[DONE]"))

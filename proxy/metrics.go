@@ -30,7 +30,7 @@ func newMetrics(p *Proxy) *metrics {
 		firstByte: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "kvconn_proxy_first_byte_seconds", Buckets: buckets,
 			Help: "From a completion request's arrival to the first bytes of the decode server's answer, retries included."}),
 		prefill: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "kvconn_proxy_prefill_seconds", Buckets: buckets,
-			Help: "What a prefill server took for its answer."}),
+			Help: "Time from a request to a prefill server until its answer."}),
 		retries: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvconn_proxy_retries_total",
 			Help: "Attempts that another engine made good or was to, by the role of the one that failed."}, []string{"role"}),
 		noParams: prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_prefills_without_params_total",
@@ -53,7 +53,7 @@ type serverCollector struct{ b *balancer }
 var (
 	upDesc   = prometheus.NewDesc("kvconn_proxy_server_up", "1 while the server's probes succeed.", []string{"role", "url"}, nil)
 	rankDesc = prometheus.NewDesc("kvconn_proxy_server_ranks", "Data parallel ranks known of the server.", []string{"role", "url"}, nil)
-	loadDesc = prometheus.NewDesc("kvconn_proxy_server_load", "What is under way at the server as least-loaded counts it: requests at a decode server, and at a prefill server each with 1 more for each KiB.", []string{"role", "url"}, nil)
+	loadDesc = prometheus.NewDesc("kvconn_proxy_server_load", "The server's load as least-loaded counts it: requests under way at a decode server, and at a prefill server each with 1 more for each KiB.", []string{"role", "url"}, nil)
 )
 
 // Describe is of prometheus.Collector.

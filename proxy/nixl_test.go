@@ -22,7 +22,7 @@ func nixlPair(t *testing.T, p, d http.HandlerFunc) (router, *engine, *engine) {
 	return r, pe, de
 }
 
-// P is first; D gets its parameters to the letter.
+// P is asked first. D gets its parameters to the letter.
 func TestNIXLContract(t *testing.T) {
 	leaktest.Check(t)
 	const params = `{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1,2],[9007199254740993]],"remote_engine_id":"é","x":{"y":1.0}}`

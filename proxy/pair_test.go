@@ -149,7 +149,7 @@ func TestStreamsAsItArrives(t *testing.T) {
 	}
 }
 
-// D's errors are the client's to read; P need not go on.
+// The client gets D's errors. P need not go on.
 func TestDecodeErrorsPassThrough(t *testing.T) {
 	leaktest.Check(t)
 	for _, code := range []int{400, 404, 422, 429, 500, 503} {

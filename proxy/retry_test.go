@@ -187,8 +187,8 @@ func TestNoRetryAfterTheFirstByte(t *testing.T) {
 	}
 }
 
-// The only P has been restarted since it was last asked. What D was told of it was stale.
-// With P's new word the request goes well.
+// TestRetryWithARestartedEngine: the only P has been restarted since it was last asked, so
+// that D was told an old engine id. After P is asked again the request goes well.
 func TestRetryWithARestartedEngine(t *testing.T) {
 	leaktest.Check(t)
 	p := newPrefill(t, ok, "old")

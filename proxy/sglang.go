@@ -37,7 +37,7 @@ func (p *Proxy) probeSGLang(ctx context.Context, s *server) ([]rank, error) {
 			if ctx.Err() != nil {
 				return nil, err
 			}
-			p.log.Debug("the server does not say what it is", serverFields(s, err)...) // it may want a key
+			p.log.Debug("the server does not tell its mode and dp ranks", serverFields(s, err)...) // it may want a key
 			continue
 		}
 		if err := json.Unmarshal(body, &info); err != nil {

@@ -20,7 +20,7 @@ func sglangPair(t *testing.T, p, d http.HandlerFunc) (router, *engine, *engine) 
 	return r, pe, de
 }
 
-// Both get the same request, with the same room; another one each time.
+// Both servers get the same request with the same room. Each request has another room.
 func TestSGLangContract(t *testing.T) {
 	leaktest.Check(t)
 	r, p, d := sglangPair(t, stream(`{"text":"x"}`, "[DONE]"), ok)

@@ -12,8 +12,8 @@ import (
 	"github.com/kvconn/kvconn/internal/nettest"
 )
 
-// Bootstrap ports that speak https are asked by an authority of their own, and D
-// is told https; the engines' own ports stay as they are.
+// Bootstrap ports that speak https are asked by an authority of their own, and D is told
+// https. The engines' own ports stay as they are.
 func TestBootstrapOverTLS(t *testing.T) {
 	leaktest.Check(t)
 	ca, stranger := nettest.NewAuthority(t), nettest.NewAuthority(t)

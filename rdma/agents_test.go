@@ -47,7 +47,7 @@ type control struct {
 	mu   sync.Mutex
 	open map[core.AgentID]*Transport
 	sent map[signalKind]int
-	late map[core.AgentID][]func() // by sender: what arrives after its next signal
+	late map[core.AgentID][]func() // by sender: signals that arrive after its next one
 }
 
 func newControl() *control {

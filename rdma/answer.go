@@ -11,7 +11,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// What D answers to P's signals.
+// D's answers to P's signals.
 
 func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 	src := r.source(from)

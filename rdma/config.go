@@ -79,7 +79,7 @@ func (c *Config) Check() error {
 	}{
 		{"rdma_gid_index", c.GIDIndex, -1, 255, "; -1 takes the best one, kvconn doctor lists them"},
 		{"rdma_qps", c.QueuePairs, 1, 16, " queue pairs for each pair of ports"},
-		{"rdma_send_depth", c.SendDepth, 16, 16384, " requests; more than the device has is cut to what it has"},
+		{"rdma_send_depth", c.SendDepth, 16, 16384, " requests, cut to the device's limit"},
 		{"rdma_timeout", c.Timeout, 1, 21, ": 4.096 µs · 2^n, 14 is 67 ms, 21 is 8.6 s"},
 		{"rdma_retry", c.Retry, 0, 7, "; 7 is without end on some devices, Soft-RoCE among them"},
 		{"rdma_rnr_retry", c.RNRRetry, 0, 7, "; 7 is without end"},

@@ -40,7 +40,7 @@ type conn struct {
 	drained []uint64 // grants of which nothing is on its way any more; D is to be told
 	tells   bool     // the goroutine of tellDrained runs
 
-	// What update leaves to be done without the lock.
+	// Left by update, to be done without the lock.
 	outcomes []*write
 	fell     error
 

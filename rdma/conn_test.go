@@ -15,7 +15,7 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// newTestConn makes a link whose lanes have no queue pair. D answers no signal.
+// newTestConn makes a conn whose lanes have no queue pair. D answers no signal.
 func newTestConn(t *testing.T, lanes int) *conn {
 	t.Helper()
 	tr := &Transport{cfg: DefaultConfig(), log: zap.NewNop(), sink: coretest.NewRecorder(t, "p")}
@@ -71,8 +71,8 @@ func (cn *conn) holdDestroy(l *lane) (release func()) {
 	return func() { close(let) }
 }
 
-// TestDrainedAfterLoss: a lane that breaks has what it sent on its way still, until
-// D has ended its side. D must not hear before that a revoked transfer has ended.
+// TestDrainedAfterLoss: bytes of a lane that broke may still be on their way until D has
+// ended its side. Before that, D must not hear that a revoked transfer has ended.
 func TestDrainedAfterLoss(t *testing.T) {
 	cn := newTestConn(t, 2)
 	cn.mends, cn.tells = true, true // the test does their work
@@ -153,7 +153,7 @@ func TestUnansweredLanesGoOn(t *testing.T) {
 
 // TestWrittenWaitsForReads: a lane that broke may read the blocks of a write until its
 // last request has come back, or its queue pair is destroyed. Until then the engine does
-// not hear that the write has ended, however it has.
+// not hear that the write has ended.
 func TestWrittenWaitsForReads(t *testing.T) {
 	for _, c := range []struct {
 		name  string
@@ -272,8 +272,8 @@ func TestStall(t *testing.T) {
 	})
 }
 
-// TestPortUp: a port that is active again ends the pauses of its paths, and only these;
-// where no lane is at it some are made, unless all are at rest.
+// TestPortUp: a port that is active again ends the pauses of its paths, and of no others.
+// If no lane is at the port, some are made, unless all lanes are at rest.
 func TestPortUp(t *testing.T) {
 	at := func(k pathKey) bool { return k.remote == 1 }
 	long := func(cn *conn, key pathKey) *path {

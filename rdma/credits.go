@@ -64,9 +64,6 @@ func (q *sendQueue[H]) idle() bool { return q.requests == 0 }
 // last is the ID of the request that was posted last; 0 before the first.
 func (q *sendQueue[H]) last() uint64 { return q.next - 1 }
 
-// counts are the requests ever posted and the signalled ones among them.
-func (q *sendQueue[H]) counts() (posted, signalled uint64) { return q.next - 1, q.signalled }
-
 // posting takes the credits of a chain that is posted next, for which there must be room.
 // It sets each write's ID, and whether it is signalled: each every-th write, one whenever
 // half of the queue's bytes wait for a signal, the owner's last (end: it has no more to
@@ -116,6 +113,16 @@ func (q *sendQueue[H]) completed(id uint64) (b batch[H], ok bool) {
 		return b, false
 	}
 	return q.flush()
+}
+
+// owner is whose request has that ID, if it is under way.
+func (q *sendQueue[H]) owner(id uint64) (h H, ok bool) {
+	for i := range q.n {
+		if b := &q.ring[(q.head+i)%len(q.ring)]; b.last >= id {
+			return b.Owner, b.last-uint64(b.Requests) < id
+		}
+	}
+	return h, false
 }
 
 // flush returns the batches under way on a queue pair that is gone: one a call, the

@@ -151,8 +151,8 @@ type modelRequest struct {
 	signaled bool
 }
 
-// Against a list of all requests: a queue pair that completes in order, and tells
-// of signalled ones only, many at a time and sometimes not before it must.
+// The counts are held against a list of all requests. The queue pair completes in order,
+// tells of signalled requests only, many at a time, and sometimes as late as it may.
 func TestSendQueueRandom(t *testing.T) {
 	rnd := newRand(t)
 	for range 300 {
@@ -317,3 +317,6 @@ func BenchmarkSendQueue(b *testing.B) {
 		}
 	}
 }
+
+// counts are the requests ever posted and the signalled ones among them.
+func (q *sendQueue[H]) counts() (posted, signalled uint64) { return q.next - 1, q.signalled }

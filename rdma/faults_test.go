@@ -33,8 +33,8 @@ func caught(t *testing.T, p, d *agent, n *int, blocks int, cut func()) *moving {
 	return nil
 }
 
-// TestPathLost: one of two paths goes down in the middle of a transfer, for each of
-// them; then it comes back and is used again.
+// TestPathLost: each of two paths goes down in the middle of a transfer. Then it comes
+// back and is used again.
 func TestPathLost(t *testing.T) {
 	needsMachine(t)
 	if paths() < 2 {
@@ -72,8 +72,8 @@ func TestPathLost(t *testing.T) {
 	}
 }
 
-// TestAllPathsLost: what is under way ends with the reason, the peer is not usable
-// and says why; when the links are up again it is.
+// TestAllPathsLost: transfers under way end with the reason, the peer is not usable
+// and says why. When the ports are up again, it is usable.
 func TestAllPathsLost(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)
@@ -90,7 +90,7 @@ func TestAllPathsLost(t *testing.T) {
 	t.Logf("measured: both ends know after %v", time.Since(start).Round(time.Millisecond))
 	err := d.usable(p)
 	if err == nil || !strings.Contains(err.Error(), "port") {
-		t.Errorf("usable without a link: %v, want the reason", err)
+		t.Errorf("usable without a port: %v, want the reason", err)
 	}
 	t.Logf("not usable: %v", err)
 	for i := range paths() {
@@ -136,8 +136,8 @@ func TestQueuePairErrors(t *testing.T) {
 	}
 }
 
-// TestPathsLostAtRest: one of two paths goes down while a write rests, and the write goes
-// on; both do, and both sides know. Then a path is back, and all is well again.
+// TestPathsLostAtRest: if one of two paths goes down while a write rests, the write goes
+// on. If both go down, both sides know. When a path is back, transfers end well again.
 func TestPathsLostAtRest(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)
@@ -145,7 +145,7 @@ func TestPathsLostAtRest(t *testing.T) {
 	n := 1
 	for down := 1; down <= paths(); down++ {
 		const blocks = 256
-		m, extend := grow(p, d, n, blocks, blocks/2)
+		m, extend := beginPartial(p, d, n, blocks, blocks/2)
 		n++
 		m.part(50)
 		for i := range down {
@@ -204,8 +204,8 @@ func TestReplacedReceiver(t *testing.T) {
 	}
 }
 
-// TestPortUpLater: a port that is down when the agents are opened is used once it is
-// up; until one is, the error says so.
+// TestPortUpLater: a port that is down when the agents are opened is used once it is up.
+// Until a port is up, the error says so.
 func TestPortUpLater(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)

@@ -8,8 +8,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// TestDrainPatience: what is asked of P for a revoke is bounded from the revoke on, also
-// where another one is asked before it.
+// TestDrainPatience: the time for P's answer to a revoke counts from the revoke on, also
+// where P is asked of another one first.
 func TestDrainPatience(t *testing.T) {
 	tr := newTestConn(t, 0).t
 	asked, answer := make(chan time.Time), make(chan struct{})

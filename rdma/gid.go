@@ -78,8 +78,8 @@ func (g *gid) usable() bool {
 	return (g.Type == verbs.GIDRoCEv1 || g.Type == verbs.GIDRoCEv2) && g.scope() != scopeNone
 }
 
-// compareGIDs orders usable GIDs, the better first: RoCE v2 before v1, which no
-// router forwards; then by scope; then by the table.
+// compareGIDs orders usable GIDs, the better first: by version (RoCE v2 before v1, which
+// no router forwards), then by scope, then by place in the table.
 func compareGIDs(a, b gid) int {
 	return cmp.Or(
 		cmp.Compare(b.Type, a.Type),

@@ -184,9 +184,9 @@ func TestChooseRoute(t *testing.T) {
 	}
 }
 
-// FuzzGIDs: two ports of any content. Nothing panics; the ranking is a total
-// order that the table's order does not change, of usable GIDs only; a path's
-// GIDs are its ports', match, and nothing that matches is better.
+// FuzzGIDs: two ports of any content. Nothing panics. The ranking is a total order of
+// usable GIDs that the table's order does not change. A path's GIDs are its ports' and
+// match, and no matching pair is better.
 func FuzzGIDs(f *testing.F) {
 	seed := func(ports ...*portAddress) (b []byte) {
 		for _, p := range ports {

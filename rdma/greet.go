@@ -87,7 +87,7 @@ func (src *source) greeting() {
 			src.mu.Lock()
 			src.greets = false
 			src.mu.Unlock()
-			src.lose(fmt.Errorf("rdma: prefill agent %s has been asked to connect %v ago and has not said what came of it", src.peer, time.Since(began).Round(time.Millisecond)))
+			src.lose(fmt.Errorf("rdma: prefill agent %s was asked to connect %v ago and has not told the outcome", src.peer, time.Since(began).Round(time.Millisecond)))
 			return
 		}
 		src.mu.Lock()

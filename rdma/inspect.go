@@ -64,7 +64,7 @@ type GIDReport struct {
 	Scope   string `json:"scope"`
 	NetDev  string `json:"netdev,omitempty"`
 	Usable  bool   `json:"usable"`
-	Chosen  bool   `json:"chosen"` // what is preferred; the peer's GIDs have a say
+	Chosen  bool   `json:"chosen"` // preferred; the peer's GIDs count too
 }
 
 // Inspect looks at the library, the devices and the limits, with the eyes of an

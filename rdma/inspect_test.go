@@ -14,7 +14,7 @@ func entry(index int, kind verbs.GIDType, address, netdev string) verbs.GID {
 	return verbs.GID{Index: index, Type: kind, GID: netip.MustParseAddr(address).As16(), NetDev: netdev}
 }
 
-// What doctor says of a port, and of what it lacks.
+// TestInspectPort: doctor tells the state of a port, and what the port lacks.
 func TestInspectPort(t *testing.T) {
 	roce := []verbs.GID{entry(0, verbs.GIDRoCEv1, "fe80::1", "eth0"), entry(1, verbs.GIDRoCEv2, "fe80::1", "eth0"),
 		entry(2, verbs.GIDRoCEv1, "::ffff:10.0.0.1", "eth0"), entry(3, verbs.GIDRoCEv2, "::ffff:10.0.0.1", "eth0")}

@@ -43,8 +43,8 @@ func soon(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// TestRevokeBetweenLanes: D has lost all lanes, so that a revoke needs no word of P.
-// P, which knows what has not arrived, must not write it when it has lanes again.
+// TestRevokeBetweenLanes: D has lost all lanes, so that a revoke needs no answer of P. P
+// knows which stripes have not arrived. When P has lanes again, it must not write them.
 func TestRevokeBetweenLanes(t *testing.T) {
 	needsRDMA(t)
 	c := newControl()
@@ -88,7 +88,7 @@ func TestRevokeBetweenLanes(t *testing.T) {
 	d.untouched("a transfer that was revoked while there was no lane", 1, n-1)
 }
 
-// TestKeyGone: what no lane carries ends. D's memory is not registered any more.
+// TestKeyGone: D's memory is not registered any more. The transfer, which no lane can carry, ends.
 func TestKeyGone(t *testing.T) {
 	needsRDMA(t)
 	c := newControl()
@@ -121,7 +121,7 @@ func TestSignalsWhileAPortIsDown(t *testing.T) {
 	const n = 16
 	p, d := start(t, c, "p", n, nil), start(t, c, "d", n, nil)
 	if len(p.tr.ports) < 2 {
-		t.Skip("needs two devices: rxe-vm --rails 2")
+		t.Skip("needs two devices: rxe-vm --paths 2")
 	}
 	connect(t, d, p)
 	usable(t, d, p)
@@ -230,8 +230,8 @@ func (s *agent) holdDestroys() (release func()) {
 	return sync.OnceFunc(func() { close(let) })
 }
 
-// TestSlowDestroy: the kernel takes its time to destroy queue pairs. What was on them
-// goes on by others, and ends, and a revoke is through, long before.
+// TestSlowDestroy: the kernel takes its time to destroy queue pairs. Long before that, their
+// transfers have gone on by others and have ended, and a revoke is through.
 func TestSlowDestroy(t *testing.T) {
 	needsRDMA(t)
 	c := newControl()
@@ -260,7 +260,7 @@ func TestSlowDestroy(t *testing.T) {
 	d.tr.Revoke("revoked")
 }
 
-// TestProbe: what a lane is probed with carries bytes, into memory that is nobody's.
+// TestProbe: a lane's probe carries bytes, into memory that is nobody's.
 func TestProbe(t *testing.T) {
 	needsRDMA(t)
 	c := newControl()
@@ -285,7 +285,7 @@ func TestReceiversPortReturns(t *testing.T) {
 	c := newControl()
 	p, d := start(t, c, "p", 1, nil), start(t, c, "d", 1, nil)
 	if len(p.tr.ports) < 2 {
-		t.Skip("needs two devices: rxe-vm --rails 2")
+		t.Skip("needs two devices: rxe-vm --paths 2")
 	}
 	connect(t, d, p)
 	usable(t, d, p)

@@ -35,16 +35,16 @@ func needsMachine(t *testing.T) {
 	}
 }
 
-// paths are the machine's: device rxeN on the interface railN.
+// paths are the machine's: device rxeN on the interface pathN.
 func paths() int {
-	n, _ := strconv.Atoi(os.Getenv("RXE_RAILS"))
+	n, _ := strconv.Atoi(os.Getenv("RXE_PATHS"))
 	return n
 }
 
 // setLink takes a path's interface up or down.
 func setLink(t *testing.T, path int, up bool) {
 	t.Helper()
-	name := fmt.Sprintf("rail%d", path)
+	name := fmt.Sprintf("path%d", path)
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -88,7 +88,7 @@ func packets(t *testing.T, path int) uint64 {
 	return n
 }
 
-// board carries signals within the test. Who is dead neither answers nor is heard.
+// board carries signals within the test. A dead agent neither answers nor is heard.
 type board struct {
 	mu     sync.Mutex
 	agents map[core.AgentID]*rdma.Transport
@@ -142,7 +142,7 @@ var text = sync.OnceValue(func() []byte {
 	return b
 })
 
-// content of a transfer's block at a position; transfer 0 is nobody's.
+// content of a transfer's block at a position. Transfer 0 has no owner.
 func content(transfer, position int) []byte {
 	if transfer > 0 {
 		transfer = 1 + (transfer-1)%7

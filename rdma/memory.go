@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -43,7 +44,14 @@ type registry struct {
 func newRegistry(l *core.Layout) (r registry, err error) {
 	r.regions = regionRanges(l)
 	r.whole = mergeRanges(r.regions, 0)
-	r.touch = sync.OnceValue(func() error { return pretouch(r.whole, touching) })
+	r.touch = sync.OnceValue(func() error {
+		err := pretouch(r.whole, touching)
+		var at *touchError
+		if errors.As(err, &at) { // in whole pages: the layout knows which region has bytes there
+			err = fmt.Errorf("rdma: %w", hostmem.Fault(l.Regions, regionsIn(l, at.memRange), true, at.cause))
+		}
+		return err
+	})
 	if r.scratch, err = unix.Mmap(-1, 0, scratchBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE); err != nil {
 		err = fmt.Errorf("%d bytes for probes: %w", scratchBytes, err)
 	}

@@ -81,7 +81,7 @@ func (cn *conn) giveUp(err error) {
 	cause := fmt.Errorf("rdma: no way to decode agent %s: %w: %w", cn.peer, err, core.ErrConnectionLost)
 	cn.tasks, cn.mends = 0, false
 	if len(cn.lanes) > 0 && !absent {
-		// The lanes work, and only D's answer is missing: what is on its way goes on.
+		// The lanes work, and only D's answer is missing: writes on their way go on.
 		for w := range cn.writes {
 			if w.isLost() {
 				cn.fail(w, cause)

@@ -29,8 +29,8 @@ func begin(p, d *agent, n, blocks int) *moving {
 	return m
 }
 
-// grow is begin with the first of the blocks; extend gives others.
-func grow(p, d *agent, n, blocks, first int) (m *moving, extend func(from, to int)) {
+// beginPartial is begin with the first of the blocks; extend gives others.
+func beginPartial(p, d *agent, n, blocks, first int) (m *moving, extend func(from, to int)) {
 	p.t.Helper()
 	m, grant := prepare(p, d, n, blocks)
 	op := core.WriteOp{ID: m.id, Peer: d.id, Grant: grant, Bytes: uint64(blocks) * blockBytes}
@@ -81,8 +81,8 @@ func (m *moving) arrivals() (n int) {
 	return n
 }
 
-// part waits until about so many parts of a hundred have landed; false when the
-// transfer has ended already.
+// part waits until about so many parts of a hundred have landed. It returns false when
+// the transfer has ended already.
 func (m *moving) part(percent int) bool {
 	m.p.t.Helper()
 	for deadline := time.Now().Add(patience); m.arrivals()*100 < percent*len(m.dst); pause(time.Millisecond) {

@@ -133,8 +133,8 @@ func TestPartialLanes(t *testing.T) {
 	}
 }
 
-// TestRevokeAtRestUnheard: a P that does not hear that the grant of a write at rest is
-// dead learns it by the loss of its lanes, and sends nothing more of it.
+// TestRevokeAtRestUnheard: the grant of a write at rest is revoked, and P does not hear
+// of it. P learns it by the loss of its lanes, and sends nothing more of the write.
 func TestRevokeAtRestUnheard(t *testing.T) {
 	needsRDMA(t)
 	c := newControl()

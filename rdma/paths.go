@@ -71,7 +71,7 @@ func (p *path) end(now time.Time, bytes uint64) {
 	}
 }
 
-// lose says that bytes of begin will not arrive; what was being measured is void.
+// lose says that bytes of begin will not arrive. The measurement under way is void.
 func (p *path) lose(now time.Time, bytes uint64) {
 	p.inFlight -= min(bytes, p.inFlight)
 	p.busyFrom, p.sample = now, 0
@@ -91,8 +91,8 @@ func (p *path) rate(now time.Time) float64 {
 func (p *path) usable() bool { return p.cause == nil }
 
 // fail pauses the path: 1 s first, twice as long each time up to 30 s, unless it
-// has worked for so long in between. What else fails of a paused path, lane after
-// lane, changes nothing, but a try that fails does.
+// has worked for so long in between. Further lanes of a paused path that fail change
+// nothing. A try that fails does.
 func (p *path) fail(now time.Time, cause error) {
 	if p.cause != nil && !p.trying {
 		return

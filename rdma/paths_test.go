@@ -42,7 +42,7 @@ func TestPathSpeed(t *testing.T) {
 	r.begin(at(time.Second), 5*mb)
 	r.end(at(time.Hour), 5*mb)
 	near(1000)
-	// What is little, and idle time, is no measurement.
+	// Few bytes are no measurement, nor is idle time.
 	r = newPath(1000 * mb)
 	r.begin(at(0), 3*mb)
 	r.end(at(time.Second), 3*mb)
@@ -59,7 +59,7 @@ func TestPathSpeed(t *testing.T) {
 	if r.inFlight != 0 {
 		t.Errorf("%d bytes are left", r.inFlight)
 	}
-	// What is lost is no measurement, nor is time that stands still.
+	// Lost bytes are no measurement, nor is time that stands still.
 	r = newPath(1000 * mb)
 	r.begin(at(0), 100*mb)
 	r.lose(at(time.Second), 90*mb)
@@ -198,9 +198,9 @@ func TestChoosePathsRefuses(t *testing.T) {
 	}
 }
 
-// However the paths are, what they get adds up to the transfer, none that is
-// paused gets any, and all that get some are done at the same time, none of the
-// others before.
+// However the paths are, their shares add up to the transfer, and a paused path gets
+// none. All paths that get a share end at the same time, and a path without one is busy
+// for longer.
 func TestChoosePathsRandom(t *testing.T) {
 	rnd := newRand(t)
 	for range 2000 {

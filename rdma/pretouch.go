@@ -8,6 +8,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
@@ -58,7 +60,7 @@ func touchAll(ranges []memRange, workers int, touch func(base, length uintptr) e
 					return
 				}
 				if err := touch(uintptr(chunks[i].Base), uintptr(chunks[i].Length)); err != nil {
-					err = fmt.Errorf("memory %v cannot be written to have its pages: %w", chunks[i], err)
+					err = &touchError{chunks[i], err}
 					failed.CompareAndSwap(nil, &err)
 				}
 			}
@@ -69,6 +71,29 @@ func touchAll(ranges []memRange, workers int, touch func(base, length uintptr) e
 		return *err
 	}
 	return nil
+}
+
+// touchError: a device could not write the memory either.
+type touchError struct {
+	memRange
+	cause error
+}
+
+func (e *touchError) Error() string {
+	return fmt.Sprintf("memory %v cannot be written to have its pages: %v", e.memRange, e.cause)
+}
+
+func (e *touchError) Unwrap() error { return e.cause }
+
+// regionsIn is where the regions of a layout lie in a range.
+func regionsIn(l *core.Layout, in memRange) (spans []hostmem.Span) {
+	for _, r := range regionRanges(l) {
+		from, to := max(r.Base, in.Base), min(r.Base+r.Length, in.Base+in.Length)
+		if from < to {
+			spans = append(spans, hostmem.Span{Base: from, Length: to - from})
+		}
+	}
+	return spans
 }
 
 // populate does what page faults of writes do, without the writes.

@@ -72,8 +72,8 @@ func TestSplitRanges(t *testing.T) {
 	}
 }
 
-// However regions lie: the pages of what is registered are the pages of the
-// regions, each in one piece unless that is too long; and a key table is made of it.
+// TestMergeRangesRandom: however regions lie, the registered pages are the regions' pages,
+// each region in one piece unless that is too long. A key table can be made of them.
 func TestMergeRangesRandom(t *testing.T) {
 	rnd := newRand(t)
 	page := uint64(os.Getpagesize())

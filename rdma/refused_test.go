@@ -56,7 +56,7 @@ func wants(t *testing.T, err error, words ...string) {
 	}
 }
 
-// TestRefused: what cannot be opened is refused with the value and the remedy.
+// TestRefused: a configuration that cannot work is refused with the value and the remedy.
 func TestRefused(t *testing.T) {
 	needsMachine(t)
 	const some = 1 << 20

@@ -9,7 +9,7 @@ import (
 	"github.com/kvconn/kvconn/rdma"
 )
 
-// TestRest: lanes by which nothing goes are closed on both sides; the way counts as
+// TestRest: lanes by which nothing goes are closed on both sides. The way counts as
 // usable all the same, and the next transfer opens others.
 func TestRest(t *testing.T) {
 	needsMachine(t)

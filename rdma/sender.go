@@ -61,6 +61,7 @@ type job struct {
 	filled bool  // all its requests are posted, the mark among them
 	flight int
 	breaks int // lanes that broke under it since all that it was given had arrived
+	denied int // refusals of the peer's device, likewise
 	done   bool
 }
 
@@ -84,22 +85,22 @@ func (s *sender) admit(peer core.AgentID) ([]byte, error) {
 	if s.closed {
 		return nil, errClosed
 	}
-	l := s.conns[peer]
-	if l == nil {
-		l = newConn(s.t, peer)
-		rand.Read(l.ticket)
-		s.conns[peer] = l
+	cn := s.conns[peer]
+	if cn == nil {
+		cn = newConn(s.t, peer)
+		rand.Read(cn.ticket)
+		s.conns[peer] = cn
 	}
-	return bytes.Clone(l.ticket), nil
+	return bytes.Clone(cn.ticket), nil
 }
 
 func (s *sender) dismiss(peer core.AgentID) {
 	s.mu.Lock()
-	l := s.conns[peer]
+	cn := s.conns[peer]
 	delete(s.conns, peer)
 	s.mu.Unlock()
-	if l != nil {
-		l.end(fmt.Errorf("rdma: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost), "it was dismissed")
+	if cn != nil {
+		cn.end(fmt.Errorf("rdma: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost), "it was dismissed")
 	}
 }
 
@@ -334,7 +335,9 @@ func (cn *conn) took(l *lane, list []verbs.Completion, now time.Time) {
 				err = fmt.Errorf("packets without bytes get through and %d bytes do not: is the MTU the same on the whole path (rdma_mtu)? %w", scratchBytes, err)
 			}
 			l.probed(err)
+			end := cn.denied(l, c)
 			cn.breakLane(l, err)
+			end()
 		}
 		switch {
 		case l.broken:

@@ -20,7 +20,7 @@ const (
 	signalPorts     signalKind = 2 // P → D: which ports, keys and grants do you have?
 	signalConnect   signalKind = 3 // P → D: make your ends of these lanes
 	signalConnected signalKind = 4 // P → D: I keep these lanes; if none, why
-	signalLost      signalKind = 5 // P → D: these broke; what has arrived of these transfers?
+	signalLost      signalKind = 5 // P → D: these lanes broke; which stripes of these transfers have arrived?
 	signalDrain     signalKind = 6 // D → P: these grants are dead; tell when no byte of them is on its way
 	signalDrained   signalKind = 7 // P → D: no byte of these is on its way
 
@@ -102,7 +102,7 @@ type span struct{ Base, Length uint64 }
 // deviceKeys are the keys of one device of D.
 type deviceKeys struct {
 	Keys    []keyInfo `msg:"k,limit=65536"`
-	Scratch keyInfo   `msg:"s"` // what probes may write to
+	Scratch keyInfo   `msg:"s"` // where probes may write
 }
 
 // reply answers a signal.

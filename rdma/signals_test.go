@@ -92,8 +92,8 @@ type workload struct {
 	next int
 }
 
-// round has n transfers under way, every third of which is revoked; amid does
-// something when bytes have begun to land.
+// round has n transfers under way, every third of which is revoked. amid is called when
+// bytes have begun to land.
 func (w *workload) round(n int, amid func()) {
 	t := w.t
 	t.Helper()

@@ -229,7 +229,7 @@ func (cn *conn) landed(j *job, requests int) {
 	j.flight -= requests
 	j.w.flight -= requests
 	if j.flight == 0 && !j.cursor.ready() {
-		j.breaks = 0
+		j.breaks, j.denied = 0, 0
 	}
 	if j.filled && j.flight == 0 {
 		cn.finish(j)

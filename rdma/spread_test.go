@@ -28,93 +28,93 @@ func chunkTable(t *testing.T, n int) *keyTable {
 	return mustTable(t, "anywhere", []memRange{{1 << 40, uint64(n) * chunk}}, key(1<<40, uint64(n)*chunk, 1))
 }
 
-// TestGrows: lanes that come before the first bytes take part; what is given at once is
-// spread over them, what is small goes to one; the marks come with the last.
-func TestGrows(t *testing.T) {
-	g := grow(t, 0, 100)
-	g.give(0)
-	g.another()
-	g.another()
-	g.rests()
-	g.give(40)
-	if got := g.sent(); !slices.Equal(got, []uint64{20 * chunk, 20 * chunk}) {
+// TestPartialWrite: lanes that come before the first bytes take part. Many chunks given at
+// once are spread over them, few go to one. The marks come with the last bytes.
+func TestPartialWrite(t *testing.T) {
+	sp := beginSpread(t, 0, 100)
+	sp.give(0)
+	sp.another()
+	sp.another()
+	sp.rests()
+	sp.give(40)
+	if got := sp.sent(); !slices.Equal(got, []uint64{20 * chunk, 20 * chunk}) {
 		t.Fatalf("stripes of %d bytes", got)
 	}
-	g.give(3) // before a completion of the others
-	if got := g.sent(); got[0]+got[1] != 43*chunk || min(got[0], got[1]) != 20*chunk {
+	sp.give(3) // before a completion of the others
+	if got := sp.sent(); got[0]+got[1] != 43*chunk || min(got[0], got[1]) != 20*chunk {
 		t.Errorf("stripes of %d bytes, 3 chunks are not worth two lanes", got)
 	}
-	g.rests()
-	requests := g.conn.t.requests.Load()
-	g.give(56)
-	g.rests()
-	g.give(1)
+	sp.rests()
+	requests := sp.conn.t.requests.Load()
+	sp.give(56)
+	sp.rests()
+	sp.give(1)
 	// Two marks, one with the chunk, and one that stands alone.
-	if got := g.conn.t.requests.Load() - requests; got != 56+2 {
+	if got := sp.conn.t.requests.Load() - requests; got != 56+2 {
 		t.Errorf("%d requests for 56 chunks and an end, want %d", got, 56+2)
 	}
 	if requests != 1+43 {
 		t.Errorf("%d requests for 43 chunks and the word that they come, want 44", requests)
 	}
-	if g.write() == nil {
+	if sp.write() == nil {
 		t.Fatal("it has ended before its marks have arrived")
 	}
-	g.complete()
-	g.ends(nil)
+	sp.complete()
+	sp.ends(nil)
 }
 
-// TestGivenBeforeLanes: what is given while there is no lane is not lost.
+// TestGivenBeforeLanes: chunks that are given while there is no lane are not lost.
 func TestGivenBeforeLanes(t *testing.T) {
-	g := grow(t, 0, 40)
-	g.give(10)
-	g.give(20)
-	g.another()
-	if got := g.sent(); !slices.Equal(got, []uint64{30 * chunk}) {
+	sp := beginSpread(t, 0, 40)
+	sp.give(10)
+	sp.give(20)
+	sp.another()
+	if got := sp.sent(); !slices.Equal(got, []uint64{30 * chunk}) {
 		t.Fatalf("stripes of %d bytes", got)
 	}
-	g.rests()
-	g.give(10)
-	g.complete()
-	g.ends(nil)
+	sp.rests()
+	sp.give(10)
+	sp.complete()
+	sp.ends(nil)
 }
 
-// TestRestEnds: what ends a write that rests ends it at once.
+// TestRestEnds: a write that rests ends at once by each of its ends.
 func TestRestEnds(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		end  func(g *growing)
+		end  func(sp *spreadWrite)
 		want error
 	}{
-		{"stop", func(g *growing) { g.conn.t.sender.stop("t") }, errStopped},
-		{"drain", func(g *growing) {
-			g.update(func(cn *conn) {
+		{"stop", func(sp *spreadWrite) { sp.conn.t.sender.stop("t") }, errStopped},
+		{"drain", func(sp *spreadWrite) {
+			sp.update(func(cn *conn) {
 				if pending := cn.drain(&signal{Seqs: []uint64{7}}); len(pending) > 0 {
-					g.t.Errorf("%v are pending, nothing is under way", pending)
+					sp.t.Errorf("%v are pending, nothing is under way", pending)
 				}
 			})
 		}, core.ErrNotExpected},
-		{"dismiss", func(g *growing) { g.conn.t.sender.dismiss(g.peer) }, core.ErrConnectionLost},
-		{"revoked meanwhile", func(g *growing) {
-			l := g.lose(0)
-			g.update(func(cn *conn) { _ = cn.arrived([]uint32{l.id}, []uint64{7}, &reply{Arrived: []uint64{0}, Next: 8}) })
+		{"dismiss", func(sp *spreadWrite) { sp.conn.t.sender.dismiss(sp.peer) }, core.ErrConnectionLost},
+		{"revoked meanwhile", func(sp *spreadWrite) {
+			l := sp.lose(0)
+			sp.update(func(cn *conn) { _ = cn.arrived([]uint32{l.id}, []uint64{7}, &reply{Arrived: []uint64{0}, Next: 8}) })
 		}, core.ErrNotExpected},
 	} {
 		for _, given := range []int{0, 40} {
 			t.Run(fmt.Sprint(c.name, " after ", given), func(t *testing.T) {
-				g := grow(t, 2, 100)
+				sp := beginSpread(t, 2, 100)
 				if given > 0 {
-					g.give(given)
+					sp.give(given)
 				}
-				g.rests()
+				sp.rests()
 				if c.name == "dismiss" { // which cuts them
-					for _, l := range g.lanes {
+					for _, l := range sp.lanes {
 						l.qp = &verbs.QP{}
 					}
 				}
-				if c.end(g); g.write() != nil && given == 0 && c.name == "revoked meanwhile" {
-					g.update(func(cn *conn) { cn.told(&reply{Next: 8}) }) // nothing of it was lost
+				if c.end(sp); sp.write() != nil && given == 0 && c.name == "revoked meanwhile" {
+					sp.update(func(cn *conn) { cn.told(&reply{Next: 8}) }) // nothing of it was lost
 				}
-				g.ends(c.want)
+				sp.ends(c.want)
 			})
 		}
 	}
@@ -123,55 +123,55 @@ func TestRestEnds(t *testing.T) {
 // TestTooMuch: a write that is given more than it has ends with an error, when what is
 // under way has come back.
 func TestTooMuch(t *testing.T) {
-	g := grow(t, 2, 40)
-	g.give(30)
-	op := g.op
+	sp := beginSpread(t, 2, 40)
+	sp.give(30)
+	op := sp.op
 	op.Pairs = chunks(0, 11, 40)
-	g.conn.t.sender.extend(op)
-	if g.write() == nil {
+	sp.conn.t.sender.extend(op)
+	if sp.write() == nil {
 		t.Error("it has ended while its requests read")
 	}
-	g.complete()
-	if o := g.rec.Wait("written", "t", 1); o.Err == nil || o.Err.Error() != `rdma: transfer "t" has 2621440 bytes, 2686976 were given to write` {
+	sp.complete()
+	if o := sp.rec.Wait("written", "t", 1); o.Err == nil || o.Err.Error() != `rdma: transfer "t" has 2621440 bytes, 2686976 were given to write` {
 		t.Errorf("it ended with %v", o.Err)
 	}
 	op.ID, op.Pairs, op.Bytes = "at once", chunks(0, 11, 40), 10*chunk
-	g.conn.t.sender.write(op)
-	if o := g.rec.Wait("written", op.ID, 1); o.Err == nil || o.Err.Error() != `rdma: transfer "at once" has 655360 bytes, 720896 were given to write` {
+	sp.conn.t.sender.write(op)
+	if o := sp.rec.Wait("written", op.ID, 1); o.Err == nil || o.Err.Error() != `rdma: transfer "at once" has 655360 bytes, 720896 were given to write` {
 		t.Errorf("a write that begins with more than it has ended with %v", o.Err)
 	}
 }
 
-// TestGrowsByOtherLanes: a lane breaks while the write rests, and in the middle of what
-// it is given. All of that stripe goes by another, and the write goes on.
-func TestGrowsByOtherLanes(t *testing.T) {
+// TestPartialByOtherLanes: a lane breaks while the write rests, and in the middle of a
+// gift. All of that stripe goes by another lane, and the write goes on.
+func TestPartialByOtherLanes(t *testing.T) {
 	for _, rests := range []bool{true, false} {
 		t.Run(fmt.Sprint("at rest: ", rests), func(t *testing.T) {
-			g := grow(t, 2, 100)
-			g.give(40)
+			sp := beginSpread(t, 2, 100)
+			sp.give(40)
 			if rests {
-				g.rests()
+				sp.rests()
 			}
-			l := g.lose(1)
-			before, requests := g.sent(), g.conn.t.requests.Load()
-			g.give(20) // D has not said what has arrived
-			if got := g.sent(); got[0] != before[0]+20*chunk || got[1] != before[1] {
+			l := sp.lose(1)
+			before, requests := sp.sent(), sp.conn.t.requests.Load()
+			sp.give(20) // D has not said what has arrived
+			if got := sp.sent(); got[0] != before[0]+20*chunk || got[1] != before[1] {
 				t.Errorf("stripes of %d bytes, then of %d: the second has no lane", before, got)
 			}
-			g.hear(0)
-			g.complete()
+			sp.hear(0)
+			sp.complete()
 			// The lane that broke may have been the one that told D that bytes come.
-			if got, want := g.conn.t.requests.Load()-requests, 1+20+before[1]/chunk; got != want {
+			if got, want := sp.conn.t.requests.Load()-requests, 1+20+before[1]/chunk; got != want {
 				t.Errorf("%d requests for the word that bytes come, 20 chunks, and the stripe that was lost: want %d", got, want)
 			}
-			g.rests()
-			g.give(40)
-			g.complete()
-			if g.write() != nil != !rests {
-				t.Errorf("outcome: %v, the lane that broke reads: %v", g.rec.All("written", "t"), !rests)
+			sp.rests()
+			sp.give(40)
+			sp.complete()
+			if sp.write() != nil != !rests {
+				t.Errorf("outcome: %v, the lane that broke reads: %v", sp.rec.All("written", "t"), !rests)
 			}
 			close(l.dead)
-			g.ends(nil)
+			sp.ends(nil)
 		})
 	}
 }
@@ -179,58 +179,58 @@ func TestGrowsByOtherLanes(t *testing.T) {
 // TestPostThatFailed: of what a post gave back with an error the mark may have arrived. D
 // has the stripe then, and may have ended its transfer: nothing of it is written again.
 func TestPostThatFailed(t *testing.T) {
-	g := grow(t, 1, 10)
-	g.lanes[0].qp.DestroyNull()
-	g.give(10)
-	if g.write() == nil {
+	sp := beginSpread(t, 1, 10)
+	sp.lanes[0].qp.DestroyNull()
+	sp.give(10)
+	if sp.write() == nil {
 		t.Fatal("it has ended, and nobody knows whether it has arrived")
 	}
-	g.hear(1)
-	g.ends(nil)
+	sp.hear(1)
+	sp.ends(nil)
 }
 
 // TestArrivedTooEarly: a D that says of a stripe that it has arrived whose mark was not
 // sent does not end the write.
 func TestArrivedTooEarly(t *testing.T) {
-	g := grow(t, 2, 100)
-	g.give(40)
-	g.rests()
-	g.lose(0)
-	requests := g.conn.t.requests.Load()
-	g.hear(3)
-	g.rests()
-	g.give(60)
-	g.complete()
-	if got, want := g.conn.t.requests.Load()-requests, uint64(1+20+60); got != want {
+	sp := beginSpread(t, 2, 100)
+	sp.give(40)
+	sp.rests()
+	sp.lose(0)
+	requests := sp.conn.t.requests.Load()
+	sp.hear(3)
+	sp.rests()
+	sp.give(60)
+	sp.complete()
+	if got, want := sp.conn.t.requests.Load()-requests, uint64(1+20+60); got != want {
 		t.Errorf("%d requests for the stripe that was lost and the rest, want %d", got, want)
 	}
-	g.ends(nil)
+	sp.ends(nil)
 }
 
-// TestQueuedOnce: what is given while its lane is full waits there once, also when that
-// lane breaks.
+// TestQueuedOnce: chunks that are given while their lane is full wait there once, also
+// when that lane breaks.
 func TestQueuedOnce(t *testing.T) {
-	g := grow(t, 1, 300)
-	g.give(200) // more than its lane takes at a time
-	g.give(20)
-	if n := len(g.lanes[0].jobs); n != 1 {
+	sp := beginSpread(t, 1, 300)
+	sp.give(200) // more than its lane takes at a time
+	sp.give(20)
+	if n := len(sp.lanes[0].jobs); n != 1 {
 		t.Errorf("the stripe stands %d times in its lane's list", n)
 	}
-	l := g.lose(0)
-	g.give(20)
-	g.hear(0)
-	g.another()
-	if n := len(g.lanes[0].jobs); n != 1 {
+	l := sp.lose(0)
+	sp.give(20)
+	sp.hear(0)
+	sp.another()
+	if n := len(sp.lanes[0].jobs); n != 1 {
 		t.Errorf("the stripe stands %d times in the list of the lane that it was given to", n)
 	}
 	close(l.dead)
-	g.rests()
-	if n := len(g.lanes[0].jobs); n != 0 {
+	sp.rests()
+	if n := len(sp.lanes[0].jobs); n != 0 {
 		t.Errorf("%d stripes in the list of a lane that has all posted", n)
 	}
-	g.give(60)
-	g.complete()
-	g.ends(nil)
+	sp.give(60)
+	sp.complete()
+	sp.ends(nil)
 }
 
 // TestBreaksAtRest: lanes that break one after the other end a write only if they carry
@@ -238,24 +238,24 @@ func TestQueuedOnce(t *testing.T) {
 func TestBreaksAtRest(t *testing.T) {
 	for _, rests := range []bool{true, false} {
 		t.Run(fmt.Sprint("at rest: ", rests), func(t *testing.T) {
-			g := grow(t, 1, 100)
-			g.give(40)
+			sp := beginSpread(t, 1, 100)
+			sp.give(40)
 			for range maxBreaks + 1 {
 				if rests {
-					g.rests()
+					sp.rests()
 				}
-				close(g.lose(0).dead)
-				g.hear(0)
-				g.another()
+				close(sp.lose(0).dead)
+				sp.hear(0)
+				sp.another()
 			}
 			if !rests {
-				g.ends(core.ErrConnectionLost)
+				sp.ends(core.ErrConnectionLost)
 				return
 			}
-			g.rests()
-			g.give(60)
-			g.complete()
-			g.ends(nil)
+			sp.rests()
+			sp.give(60)
+			sp.complete()
+			sp.ends(nil)
 		})
 	}
 }
@@ -263,10 +263,10 @@ func TestBreaksAtRest(t *testing.T) {
 // TestRestIsNoStall: while a write rests nobody looks whether its lanes complete
 // something.
 func TestRestIsNoStall(t *testing.T) {
-	g := grow(t, 2, 100)
-	g.give(40)
+	sp := beginSpread(t, 2, 100)
+	sp.give(40)
 	look := func() {
-		g.update(func(cn *conn) {
+		sp.update(func(cn *conn) {
 			if cn.looks != nil {
 				cn.looks.Stop()
 			}
@@ -274,31 +274,31 @@ func TestRestIsNoStall(t *testing.T) {
 		})
 	}
 	look()
-	g.rests()
+	sp.rests()
 	for range 2 * stallLooks {
 		look()
 	}
-	if g.looks != nil || len(g.lanes) != 2 {
-		t.Errorf("somebody looks: %v; %d lanes are left of 2", g.looks != nil, len(g.lanes))
+	if sp.looks != nil || len(sp.lanes) != 2 {
+		t.Errorf("somebody looks: %v; %d lanes are left of 2", sp.looks != nil, len(sp.lanes))
 	}
-	g.give(60)
-	if g.looks == nil {
+	sp.give(60)
+	if sp.looks == nil {
 		t.Error("nobody looks though something is under way")
 	}
-	g.complete()
-	g.ends(nil)
+	sp.complete()
+	sp.ends(nil)
 }
 
-// TestDealsByLoad: what is small goes by the lane that has least to do.
+// TestDealsByLoad: a few chunks go by the lane that has least to do.
 func TestDealsByLoad(t *testing.T) {
-	g := grow(t, 4, 100+1)
-	g.give(40)
-	g.rests()
+	sp := beginSpread(t, 4, 100+1)
+	sp.give(40)
+	sp.rests()
 	for range 4 {
-		before := g.sent()
-		g.give(2)
+		before := sp.sent()
+		sp.give(2)
 		took := 0
-		for i, n := range g.sent() {
+		for i, n := range sp.sent() {
 			if n > before[i] {
 				took++
 			}
@@ -307,7 +307,7 @@ func TestDealsByLoad(t *testing.T) {
 			t.Errorf("%d stripes take 2 chunks", took)
 		}
 	}
-	for i, n := range g.sent() {
+	for i, n := range sp.sent() {
 		if n != 12*chunk {
 			t.Errorf("stripe %d has %d chunks, the small ones are not spread", i, n/chunk)
 		}

@@ -75,7 +75,7 @@ func TestDevicePlace(t *testing.T) {
 	}
 }
 
-// What else is on PCI has its node, or none.
+// TestPlaceOf: a PCI device has the node that the kernel tells, or none.
 func TestPlaceOf(t *testing.T) {
 	sys := sysTree()
 	for address, node := range map[string]int{"0000:3e:00.0": 0, "0000:ca:00.0": 1, "0000:16:01.0": noNode, "0000:17:01.0": noNode} {
@@ -189,8 +189,8 @@ func TestMajority(t *testing.T) {
 	}
 }
 
-// Touched memory is at a node that exists, where the kernel tells at all; what is
-// no memory is at none.
+// TestMemoryPlace: touched memory is at a node that exists, where the kernel tells at all.
+// An address without memory is at none.
 func TestMemoryPlace(t *testing.T) {
 	const size = 1 << 20
 	mem, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)

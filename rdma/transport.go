@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/internal/sleep"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -235,16 +236,7 @@ func (t *Transport) down(peer core.AgentID, err error) {
 }
 
 // pause waits. It returns false if the transport was closed meanwhile.
-func (t *Transport) pause(d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-t.ctx.Done():
-		return false
-	}
-}
+func (t *Transport) pause(d time.Duration) bool { return sleep.For(t.ctx, d) == nil }
 
 // Close implements core.Transport.
 func (t *Transport) Close() error {
@@ -292,8 +284,8 @@ func (t *Transport) posted(chain []verbs.Write) {
 }
 
 // Counters are the transport's own numbers in the agent's statistics: writes, doorbells
-// (chains) and completions that were asked for, since it was opened; and the lanes of
-// both halves that are open now.
+// (chains) and completions that were asked for, all since it was opened, and the open
+// lanes of both halves.
 func (t *Transport) Counters() map[string]uint64 {
 	lanes := t.sender.lanes() + t.receiver.lanes()
 	return map[string]uint64{"writes": t.requests.Load(), "doorbells": t.doorbells.Load(), "signals": t.signals.Load(), "lanes": uint64(lanes)}

@@ -42,10 +42,10 @@ func (s *slowSink) Written(id core.TransferID, st core.TransferStats, err error)
 	s.Sink.Written(id, st, err)
 }
 
-// TestUnreadMarks: the lanes break before D has looked at the marks that landed by
-// them. They must count before P hears what has arrived, or not at all: P writes
-// again what D says is missing, and a mark that counts after that would end the
-// transfer while its bytes still come.
+// TestUnreadMarks: the lanes break before D has looked at the marks that landed by them.
+// The marks must count before D tells P which stripes have arrived, or not at all. P
+// writes the missing stripes again, and a mark that counts later would end the transfer
+// while bytes still come.
 func TestUnreadMarks(t *testing.T) {
 	needsRDMA(t)
 	c := newControl()

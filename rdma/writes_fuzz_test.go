@@ -66,10 +66,10 @@ func (s *side) take(t *testing.T, addr, length uint64, k uint32) []byte {
 	return nil
 }
 
-// FuzzWrites: regions, registrations, pairs and weights of any kind. What is
-// written equals a copy pair by pair, each byte as often, in the same order; all
-// stays in the regions and under the keys; each stripe ends in one mark, when all of it
-// was given. Pairs that leave their region are refused.
+// FuzzWrites: regions, registrations, pairs and weights of any kind. The writes equal a
+// copy pair by pair, each byte as often, in the same order. They stay in the regions and
+// under the keys. Each stripe ends in one mark, when all of it was given. Pairs that
+// leave their region are refused.
 func FuzzWrites(f *testing.F) {
 	two := func(v ...uint16) (b []byte) {
 		for _, x := range v {

@@ -193,7 +193,7 @@ func BenchmarkFill(b *testing.B) {
 	}
 }
 
-// What a transfer's posting must not do.
+// TestFillAllocatesNothing: posting a transfer allocates nothing.
 func TestFillAllocatesNothing(t *testing.T) {
 	pairs, local, remote := benchmarkSetup(t, 2000, 4096)
 	writes, pieces := make([]verbs.Write, 32), make([]verbs.SGE, 64)

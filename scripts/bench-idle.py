@@ -7,6 +7,7 @@ Run it with the Python of an environment that has the wheel:
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import tempfile
@@ -37,10 +38,12 @@ def main() -> None:
         source.write_text("void empty(void) {}\n")
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
         cdll, pydll = ctypes.CDLL(str(library)).empty, ctypes.PyDLL(str(library)).empty
+    memory = mmap.mmap(-1, 1 << 15)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     kvconn.Region, kvconn.KvconnError  # noqa: B018  (loaded before the memory is measured)
     mb, n = rss_mb(), threads()
     agent = kvconn.Agent({"engine_id": "idle", "role": "both", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
-    agent.register_kv_caches([kvconn.Region("r", 1 << 20, 4096, 4096, 8)])
+    agent.register_kv_caches([kvconn.Region("r", address, 4096, 4096, 8)])
     print(f"in the host's process: {rss_mb() - mb:.1f} MB, {threads() - n} threads more")
     ours, a, b = ns(agent.get_finished), ns(cdll), ns(pydll)
     print(f"get_finished {ours:.0f} ns; empty C function by CDLL {a:.0f} ns, by PyDLL {b:.0f} ns: {ours / a:.2f} and {ours / b:.2f} times")

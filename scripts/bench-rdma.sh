@@ -69,13 +69,13 @@ mkdir -p $out
 if [[ $side == register ]]; then # from the opening of the library until 1, 2 and 4 GiB are registered
   rxe_prepare bench-rdma $out/prepare.log
   go test -c -o $out/rdma.test ./rdma
-  rxe_vm --rails 1 --mem 9000 --share $out --timeout 600 -- $out/rdma.test -test.run '^$' -test.bench Open -test.benchtime 3x
+  rxe_vm --paths 1 --mem 9000 --share $out --timeout 600 -- $out/rdma.test -test.run '^$' -test.bench Open -test.benchtime 3x
   exit
 fi
 make -s cmd
 rxe_prepare bench-rdma $out/prepare.log
 rc=0
-rxe_vm --rails 1 --share $out --timeout 1800 -- scripts/bench-rdma.sh --guest --pairs "$pairs" --depth "$depth" --sizes "$sizes" --mb "$mb" "$side" \
+rxe_vm --paths 1 --share $out --timeout 1800 -- scripts/bench-rdma.sh --guest --pairs "$pairs" --depth "$depth" --sizes "$sizes" --mb "$mb" "$side" \
   >$out/pairs || rc=$?
 ((rc == 0)) || { cat $out/pairs >&2; echo "bench-rdma: failed (status $rc)" >&2; exit $rc; }
 python3 - $out/pairs "$side" "$depth" <<'PY'

@@ -11,13 +11,18 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python" / "tests"))
+
+from sglang_rank import MLATokenToKVPool, kv_args
+
 import kvconn
 from kvconn.sglang.conn import KVConnReceiver, KVConnSender
-from kvconn.sglang.layout import Layout
+from kvconn.sglang.layout import Heads, Layout
 from kvconn.sglang.rooms import Rooms
 from kvconn.sglang.route import Engine
 
@@ -27,18 +32,10 @@ PAGES, ROW = 512, 256
 def manager(role: str, **config: object) -> SimpleNamespace:
     """What a sender and a receiver use of their manager."""
     cache, rows = np.zeros((2, PAGES, ROW), np.uint8), np.zeros((PAGES, 64), np.uint8)
-    args = SimpleNamespace(
-        page_size=1,
-        kv_data_ptrs=[layer.ctypes.data for layer in cache],
-        kv_data_lens=[layer.nbytes for layer in cache],
-        kv_item_lens=[ROW, ROW],
-        aux_data_ptrs=[rows.ctypes.data],
-        aux_data_lens=[rows.nbytes],
-        aux_item_lens=[64],
-        keep=(cache, rows),
-    )
+    args = kv_args(1, cache, [rows], {})
+    args.keep = (cache, rows)
     agent = kvconn.Agent({"engine_id": "sglang-dp0" if role == "prefill" else "d", "role": role, "log_level": "error", **config})
-    layout = Layout(args, None, False)
+    layout = Layout(args, MLATokenToKVPool(cache, range(2)), None, Heads(0, 0, 0, 1))
     agent.register_kv_caches(layout.regions)
     rooms = Rooms(agent, role, 300, 300)
     router = SimpleNamespace(engine=lambda _address, then: then(Engine()), forget=lambda _address: None)
@@ -52,7 +49,7 @@ def manager(role: str, **config: object) -> SimpleNamespace:
         parallel=one,
         kv_cache_dtype_str="",
         kv_layout=None,
-        prompt_of=lambda _room: 0,
+        open_room=rooms.open,
     )
 
 

@@ -32,7 +32,7 @@ NOTICES = [
 
 
 def files(root: Path) -> list[str]:
-    """What is committed, and what would be: everything that git does not ignore. An unpacked archive has all of it."""
+    """All files that git does not ignore, committed or not. An unpacked archive has all of it."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root, check=False, capture_output=True
     )

@@ -47,7 +47,7 @@ class Side:
 
 
 def content(transfer_id: str, layer: int, position: int) -> bytes:
-    """What a transfer has at a place: it names both."""
+    """The value of a transfer at a place. It names both."""
     return random.Random(f"{transfer_id} {layer} {position}").randbytes(BLOCK)
 
 
@@ -164,14 +164,14 @@ def check_pair() -> None:
         pair.close()
 
 
-def rails(how: str) -> None:
-    for i in range(int(os.environ["RXE_RAILS"])):
+def paths(how: str) -> None:
+    for i in range(int(os.environ["RXE_PATHS"])):
         subprocess.run(["rxe-link", str(i), how], check=True, timeout=BOUND)
 
 
 def check_later() -> None:
     """Agents that were opened while all ports were down go by tcp, and by rdma once these are up."""
-    rails("off")
+    paths("off")
     try:
         with Pair("auto") as pair:
             done, _ = pair.load("without", 7)
@@ -179,7 +179,7 @@ def check_later() -> None:
             assert done.transport == "tcp" and "rxe0:1 is down" in peer["reason"], (done, peer)
             print(f"by tcp: {peer['reason']}")
             assert pair.idle() == 0
-            rails("on")
+            paths("on")
             start, n = time.monotonic(), 0
             while done.transport != "rdma":
                 assert time.monotonic() < start + BOUND, pair.side.agent.stats()
@@ -187,7 +187,7 @@ def check_later() -> None:
                 done, _ = pair.load(f"later-{n}", 7)
             pair.close()
     finally:
-        rails("on")
+        paths("on")
 
 
 def check_refusal() -> None:
@@ -208,14 +208,14 @@ def check_doctor() -> None:
     rdma = found["rdma"]
     assert found["ok"] and rdma["available"] and not rdma.get("problem"), rdma
     assert found["auto"].startswith("rdma"), found["auto"]
-    rails = int(os.environ["RXE_RAILS"])
-    assert [d["name"] for d in rdma["devices"]] == [f"rxe{i}" for i in range(rails)], rdma["devices"]
+    paths = int(os.environ["RXE_PATHS"])
+    assert [d["name"] for d in rdma["devices"]] == [f"rxe{i}" for i in range(paths)], rdma["devices"]
     for i, device in enumerate(rdma["devices"]):
         assert device["selected"] and device["file"].startswith("/dev/infiniband/uverbs"), device
         (port,) = device["ports"]
         assert port["usable"] and port["link_layer"] == "Ethernet", port
         (gid,) = [g for g in port["gids"] if g["chosen"]]
-        assert (gid["address"], gid["netdev"], gid["type"]) == (f"10.77.{i}.1", f"rail{i}", "RoCE v2"), gid
+        assert (gid["address"], gid["netdev"], gid["type"]) == (f"10.77.{i}.1", f"path{i}", "RoCE v2"), gid
     print(subprocess.run([sys.executable, "-m", "kvconn", "doctor"], capture_output=True, text=True, timeout=BOUND, check=True).stdout)
 
 

@@ -53,15 +53,15 @@ signal_faults() { (cd rdma && timeout -k 5 300 "$binary" -test.v -test.timeout 2
 
 # The test rig, with the invariants on. Not with the race detector: it would have two cores emulate ten times as much.
 build_rig() { [[ -x $out/bin/kvconn-rig ]] || ${GO:-go} build -tags invariants -trimpath -buildvcs=false -o $out/bin/kvconn-rig ./cmd/kvconn-rig; }
-chaos() { timeout -k 5 240 $out/bin/kvconn-rig chaos --short --rails "$RXE_RAILS" --rail-command rxe-link "$@"; }
+chaos() { timeout -k 5 240 $out/bin/kvconn-rig chaos --short --paths "$RXE_PATHS" --path-command rxe-link "$@"; }
 
-# Whole agents under load: processes killed and stopped, the control plane broken, rails taken off; then what becomes of
-# transfers whose rails are lost, with and without tcp to go on by.
+# Whole agents under load: processes killed and stopped, the control plane broken, paths taken off; then what becomes of
+# transfers whose paths are lost, with and without tcp to go on by.
 build_agents() { build_rig; }
 run_agents() {
   local failed=0
-  chaos --transport rdma --parts faults,rails --faults 20 || failed=1
-  chaos --transport auto --parts rails || failed=1
+  chaos --transport rdma --parts faults,paths --faults 20 || failed=1
+  chaos --transport auto --parts paths || failed=1
   return $failed
 }
 
@@ -69,14 +69,14 @@ run_agents() {
 build_python() { "${MAKE:-make}" --no-print-directory -s lib GO="${GO:-go}"; }
 run_python() { PYTHONPATH=python KVCONN_LIBRARY=$PWD/build/libkvconn.so timeout -k 5 180 python3 scripts/rdma-python.py; }
 
-# P in host 0, D in host 1, which are joined by rails that are cut and that swallow what they are given, and by a link of
+# P in host 0, D in host 1, which are joined by paths that are cut and that swallow what they are given, and by a link of
 # their own for the control plane.
 build_hosts() { build_rig; }
 run_hosts() {
   local failed=0 transport port=7000
   for transport in rdma auto; do
     if ((RXE_HOST == 0)); then
-      chaos --transport $transport --parts rails --host "$RXE_CTL_IP" --decode-at "$RXE_PEER_CTL_IP:$port" || failed=1
+      chaos --transport $transport --parts paths --host "$RXE_CTL_IP" --decode-at "$RXE_PEER_CTL_IP:$port" || failed=1
     else
       timeout -k 5 260 $out/bin/kvconn-rig engine "$RXE_CTL_IP:$port" || failed=1
     fi
@@ -104,7 +104,7 @@ if [[ ${1:-} == --guest ]]; then
       grep -E '^ *--- FAIL|^panic: |DATA RACE|^PROBLEM: |^kvconn-rig |Error: ' "$log" || true # once more, below all the rest
       echo "FAIL  $stage (status $rc, $took s)" | tee "$log.failed"
     else
-      grep -E '^ *--- (FAIL|SKIP)|^--- PASS: .*\([^0]|^ok|^== |measured: |^(OK: |rails  |loads that )' "$log" || true
+      grep -E '^ *--- (FAIL|SKIP)|^--- PASS: .*\([^0]|^ok|^== |measured: |^(OK: |paths  |loads that )' "$log" || true
       echo "ok    $stage ($took s)"
     fi
   done

@@ -9,4 +9,4 @@ if [[ $sglang_not_run ]]; then
   exit 0
 fi
 # Of the Python tests those that need SGLang's packages; `make test` has the others.
-"$sglang_python" -m pytest python/tests/test_sglang_{conn,plugin,route}.py e2e/test_sglang*.py -p no:cacheprovider -v "${@:2}"
+"$sglang_python" -m pytest python/tests/test_sglang_{caches,conn,kinds,plugin,route,stand_ins,start,turns}.py e2e/test_sglang*.py -p no:cacheprovider -v "${@:2}"

@@ -34,10 +34,8 @@ func (s *sender) accept() {
 			}
 			// the process is out of descriptors, most likely: the next accept may have better luck
 			s.warn("accept", zap.Error(err))
-			select {
-			case <-s.t.ctx.Done():
+			if !s.t.pause(100 * time.Millisecond) {
 				return
-			case <-time.After(100 * time.Millisecond):
 			}
 			continue
 		}

@@ -19,4 +19,8 @@
 // most for one readv that is under way. Bytes that arrive later are read into a scratch
 // buffer. When all bytes are in, D answers with an acknowledgement on the stream, and P's
 // blocks are free.
+//
+// If the kernel cannot read or write a transfer's memory, that transfer fails on its side
+// with the region's name. D reads the rest of the frame away and tells P the reason on the
+// stream. P ends the stream in the middle of the frame, and D opens it anew.
 package tcp

@@ -1,7 +1,8 @@
 package tcp
 
-// doneList keeps the last transfers that ended well. If the stream that brought an
-// acknowledgement broke, P asks again.
+// doneList keeps the last transfers that ended well, or whose memory D could not write. If
+// the stream that brought an acknowledgement broke, P asks again, and so it may while it
+// has not heard of the failure.
 type doneList struct {
 	list []doneTransfer
 	next int
@@ -10,24 +11,30 @@ type doneList struct {
 type doneTransfer struct {
 	grant token
 	total uint64
+	fault string // why the transfer has failed; "": it has not
 }
 
 const maxDone = 1024
 
-func (d *doneList) add(grant token, total uint64) {
+func (d *doneList) add(t doneTransfer) {
 	if len(d.list) < maxDone {
-		d.list = append(d.list, doneTransfer{grant, total})
+		d.list = append(d.list, t)
 		return
 	}
-	d.list[d.next] = doneTransfer{grant, total}
+	d.list[d.next] = t
 	d.next = (d.next + 1) % maxDone
 }
 
-func (d *doneList) find(grant token) (total uint64, found bool) {
+// answer is what P is told of a grant that is not expected, or no more.
+func (d *doneList) answer(grant token) (h header, fault string) {
+	h = header{kind: frameNack, key: grant}
 	for i := range d.list {
-		if d.list[i].grant == grant {
-			return d.list[i].total, true
+		if t := &d.list[i]; t.grant == grant {
+			if h.kind, h.length = frameAck, t.total; t.fault != "" {
+				h.kind, h.length = frameFault, uint64(len(t.fault))
+			}
+			return h, t.fault
 		}
 	}
-	return 0, false
+	return h, ""
 }

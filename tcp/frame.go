@@ -10,7 +10,7 @@ import (
 const headerSize = 40
 
 // magic starts each header: "KV" and the version of the stream's protocol.
-const magic = uint32('K')<<24 | uint32('V')<<16 | 3
+const magic = uint32('K')<<24 | uint32('V')<<16 | 4
 
 type frameKind uint32
 
@@ -21,6 +21,7 @@ const (
 	frameNack  frameKind = 4 // D → P: the transfer is not expected, or no more
 	frameLeave frameKind = 5 // P → D, the last: P knows no such ticket
 	frameAgain frameKind = 6 // P → D: see again
+	frameFault frameKind = 7 // D → P: the transfer has failed at D; length bytes of text say why
 )
 
 // token is 128 random bits: a peer's ticket, or a transfer's grant.

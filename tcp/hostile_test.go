@@ -269,6 +269,8 @@ func TestHostileDecoder(t *testing.T) {
 		"data":          frameBytes(header{kind: frameData, length: 1 << 62}),
 		"unknown kind":  frameBytes(header{kind: 99}),
 		"half a header": frameBytes(header{kind: frameAck})[:13],
+		"long reason":   append(frameBytes(header{kind: frameFault, length: maxFault + 1}), make([]byte, maxFault+1)...),
+		"half a reason": append(frameBytes(header{kind: frameFault, length: 40}), "why"...),
 	} {
 		t.Run(name, func(t *testing.T) {
 			evil := dial(t, p)

@@ -2,11 +2,9 @@ package tcp
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
 	"io"
 	"net"
-	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -229,19 +227,20 @@ func (s *inStream) frame() error {
 			return err
 		}
 	}
-	answer := header{kind: frameNack, key: h.key}
+	var answer header
+	var fault string
 	if in != nil {
 		s.link.moved = true
-	} else if total, done := s.r.done.find(h.key); done { // its acknowledgement was lost
-		answer.kind, answer.length = frameAck, total
+	} else { // what was told of it may be lost
+		answer, fault = s.r.done.answer(h.key)
 	}
 	s.r.mu.Unlock()
 	if in == nil {
-		if err := s.send(&answer); err != nil {
+		if err := s.answer(&answer, fault); err != nil {
 			return err
 		}
 	}
-	n, err := s.payload(in, &h)
+	n, in, err := s.payload(in, &h)
 	s.received += n
 	if err != nil {
 		if in != nil {
@@ -277,76 +276,6 @@ func (in *inbound) claim(pos, length uint64) error {
 	return nil
 }
 
-// payload reads a frame's bytes into the transfer's blocks, or away, and says how
-// many came.
-func (s *inStream) payload(in *inbound, h *header) (got uint64, err error) {
-	var cur cursor
-	if in != nil && h.length > 0 {
-		i, _ := slices.BinarySearchFunc(in.ends, h.position, func(end, p uint64) int {
-			if end <= p {
-				return -1
-			}
-			return 1
-		})
-		cur = cursor{runs: in.runs[i:], off: h.position - (in.ends[i] - in.runs[i].len)}
-	}
-	idle := stall{bound: s.r.t.cfg.StallTimeout}
-	for got < h.length {
-		left := h.length - got
-		s.conn.SetReadDeadline(idle.deadline())
-		var n uintptr
-		var errno syscall.Errno
-		err := s.raw.Read(func(fd uintptr) bool {
-			n, errno = s.read(fd, in, &cur, left)
-			return errno != syscall.EAGAIN
-		})
-		switch {
-		case err != nil && idle.goesOn(err):
-			continue
-		case err != nil:
-			return got, err
-		case errno != 0:
-			return got, fmt.Errorf("readv: %w", errno)
-		case n == 0:
-			return got, fmt.Errorf("%d bytes before the end of a frame: %w", left, io.ErrUnexpectedEOF)
-		}
-		got += uint64(n)
-		idle.since = 0
-	}
-	return got, nil
-}
-
-// read is one readv that does not wait. The fence is held just for it, so Revoke waits for
-// no more than that.
-func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uintptr, syscall.Errno) {
-	if in != nil {
-		in.fence.RLock()
-		defer in.fence.RUnlock()
-		if !in.revoked {
-			vec, _ := cur.fill(s.vec[:0], left)
-			n, errno := vectored(syscall.SYS_READV, fd, vec)
-			if errno == 0 {
-				cur.advance(uint64(n))
-			}
-			return n, errno
-		}
-	}
-	if s.scratch == nil {
-		s.scratch = make([]byte, 64<<10)
-	}
-	n, err := syscall.Read(int(fd), s.scratch[:min(left, uint64(len(s.scratch)))])
-	if err != nil {
-		var errno syscall.Errno
-		if errors.As(err, &errno) {
-			if errno == syscall.EINTR {
-				errno = syscall.EAGAIN
-			}
-			return 0, errno
-		}
-	}
-	return uintptr(max(n, 0)), 0
-}
-
 // landed counts a frame's bytes. With the last ones it ends the transfer.
 func (s *inStream) landed(in *inbound, n uint64) error {
 	s.r.mu.Lock()
@@ -355,18 +284,14 @@ func (s *inStream) landed(in *inbound, n uint64) error {
 	var told chan struct{}
 	if in.got == in.total {
 		if told = s.r.ends(in); told != nil {
-			s.r.done.add(in.grant, in.total)
+			s.r.done.add(doneTransfer{grant: in.grant, total: in.total})
 		}
-	}
-	answer := header{kind: frameNack, key: in.grant}
-	if total, done := s.r.done.find(in.grant); gone && done { // another stream's frame was the last
-		answer.kind, answer.length = frameAck, total
 	}
 	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs), Nanos: time.Since(in.first).Nanoseconds()}
 	s.r.mu.Unlock()
 	switch {
-	case gone: // if the transfer is not done, it was revoked: the sender may stop
-		return s.send(&answer)
+	case gone: // another stream's frame was the last, or the transfer has failed, or was revoked and the sender may stop
+		return s.answered(in.grant)
 	case told == nil:
 		return nil
 	}

@@ -313,7 +313,7 @@ func FuzzResume(f *testing.F) {
 		want := uint64(0)
 		for i, n := range lengths {
 			n := uint64(n)
-			if i%3 == 2 { // what lies between was not given
+			if i%3 == 2 { // the bytes between were not given
 				end += 1 + limit/2
 			}
 			if err := out.give([]stretch{{position: end, end: end + n, begins: end, runs: []run{{base: uintptr(1 + end), len: n}}}}); err != nil {

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"net"
-	"os"
 	"slices"
 	"sync"
 	"syscall"
@@ -14,6 +13,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/hostmem"
 )
 
 // sender is P's half: links of D agents, and the transfers that go to them.
@@ -185,6 +185,8 @@ func (s *sender) serve(st *outStream) {
 			s.acked(st.link, &h)
 		case h.kind == frameNack:
 			s.nacked(st.link, &h)
+		case h.kind == frameFault:
+			err = s.faulted(st.link, st.conn, &h)
 		default:
 			err = fmt.Errorf("frame of kind %d, want an acknowledgement", h.kind)
 		}
@@ -273,8 +275,15 @@ func (s *sender) run(st *outStream) {
 		if left == 0 {
 			return
 		}
-		err := s.write(st, out, left)
-		if out != nil {
+		sent, err := s.write(st, out, left)
+		var memory *hostmem.FaultError
+		switch {
+		case out != nil && errors.As(err, &memory):
+			if !s.cannotRead(st, out, left, sent, err) {
+				return
+			}
+			continue
+		case out != nil:
 			s.mu.Lock()
 			out.frames--
 			tell := s.settle(out)
@@ -348,51 +357,4 @@ func (st *outStream) frame(h *header) {
 		st.offset += headerSize + h.length
 	}
 	st.vec[0] = iovec{uintptr(unsafe.Pointer(&st.hdr)), headerSize}
-}
-
-// stopGrace is how long a frame of a transfer that was given up may stay without progress.
-// Its source is read until it is written whole, or its stream ends, and an engine may wait
-// for that. So stopBound bounds the whole for a D that takes a few bytes now and then.
-const (
-	stopGrace = 500 * time.Millisecond
-	stopBound = 2 * time.Second
-)
-
-var errStuck = errors.New("a transfer was given up, and the decode agent does not take the rest of its frame")
-
-// write sends a frame whole; each step must make progress within the bound. Each step
-// looks whether the transfer was given up meanwhile.
-func (s *sender) write(st *outStream, out *outbound, left uint64) error {
-	vec := st.vec
-	idle := stall{bound: s.t.cfg.StallTimeout}
-	var over time.Time
-	for left > 0 {
-		st.conn.SetWriteDeadline(idle.deadline())
-		var n uintptr
-		var errno syscall.Errno
-		err := st.raw.Write(func(fd uintptr) bool {
-			n, errno = vectored(syscall.SYS_WRITEV, fd, vec)
-			return errno != syscall.EAGAIN
-		})
-		switch {
-		case err != nil && idle.goesOn(err):
-		case err != nil:
-			return err
-		case errno != 0:
-			return fmt.Errorf("writev: %w", errno)
-		default:
-			idle.since = 0
-			vec = drop(vec, n)
-			left -= uint64(n)
-		}
-		if left > 0 && out != nil && out.over.Load() {
-			if over.IsZero() {
-				over = time.Now()
-			}
-			if idle.since >= stopGrace || time.Since(over) >= stopBound {
-				return fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded)
-			}
-		}
-	}
-	return nil
 }

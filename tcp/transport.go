@@ -14,6 +14,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 // Config of a Transport; zero values get the defaults.
@@ -122,17 +123,8 @@ func (t *Transport) goRun(name string, f func()) {
 	})
 }
 
-// pause waits; false when the transport is closed.
-func (t *Transport) pause(d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-t.ctx.Done():
-		return false
-	}
-}
+// pause waits. It returns false if the transport was closed meanwhile.
+func (t *Transport) pause(d time.Duration) bool { return sleep.For(t.ctx, d) == nil }
 
 // Dismiss implements core.Transport.
 func (t *Transport) Dismiss(peer core.AgentID) {

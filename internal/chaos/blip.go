@@ -4,6 +4,8 @@ import (
 	"context"
 	"syscall"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 // blipTransfers is how many transfers wait when all connections of a pair break.
@@ -39,12 +41,12 @@ func runBlip(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		}
 		start := now()
 		f.cut(0, 0)
-		pause(ctx, 2*time.Second)
+		_ = sleep.For(ctx, 2*time.Second)
 		f.P[0].signal(syscall.SIGSTOP)
 		f.cut(0, 0)
-		pause(ctx, stoppedFor)
+		_ = sleep.For(ctx, stoppedFor)
 		f.P[0].signal(syscall.SIGCONT)
-		pause(ctx, time.Second)
+		_ = sleep.For(ctx, time.Second)
 		offers, err := f.offers(0, 0, append(items, claims...))
 		if err != nil {
 			return "", err

@@ -19,7 +19,7 @@ import (
 	"github.com/kvconn/kvconn/node"
 )
 
-// What a sabotage breaks, to see that the driver finds it.
+// The sabotages, each of which the driver must find.
 const (
 	sabotageByte   = "byte"   // the next load's bytes are changed before they are checked
 	sabotageLate   = "late"   // a block that nobody has is written into

@@ -14,6 +14,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/faultnet"
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 // faultKind is what is done to whom.
@@ -33,8 +34,8 @@ const (
 	shut      faultKind = "cut and refused"
 	diskFull  faultKind = "disk full at P"
 	noFiles   faultKind = "no descriptors"
-	railOff   faultKind = "a rail off"
-	allOff    faultKind = "all rails off"
+	pathOff   faultKind = "a path off"
+	allOff    faultKind = "all paths off"
 )
 
 // deadly: a half that was under way with the other side is lost for sure.
@@ -51,8 +52,8 @@ var mixture = []weighted{
 	{delay, 6}, {throttle, 6}, {hole, 8}, {shut, 4}, {diskFull, 3}, {noFiles, 4},
 }
 
-// railMixture comes with it where there are rails.
-var railMixture = []weighted{{railOff, 25}, {allOff, 8}}
+// pathMixture comes with it where there are paths.
+var pathMixture = []weighted{{pathOff, 25}, {allOff, 8}}
 
 // fault is one that was injected.
 type fault struct {
@@ -90,8 +91,8 @@ const (
 
 func newInjector(f *fleet, seed uint64, longest time.Duration) *injector {
 	mix := slices.Clone(mixture)
-	if f.rails.n > 0 {
-		mix = append(mix, railMixture...)
+	if f.paths.n > 0 {
+		mix = append(mix, pathMixture...)
 	}
 	return &injector{mixture: mix, f: f, r: rand.New(rand.NewPCG(seed, 0xFA17)), longest: longest, busy: map[string]bool{}, notRun: map[faultKind]string{}, startErrors: map[string]int{}}
 }
@@ -116,10 +117,8 @@ func (in *injector) run(ctx context.Context, n int) {
 			in.release(target)
 			<-places
 		})
-		select {
-		case <-ctx.Done():
+		if sleep.For(ctx, time.Duration(in.r.Int64N(int64(300*time.Millisecond)))) != nil {
 			return
-		case <-time.After(time.Duration(in.r.Int64N(int64(300 * time.Millisecond)))):
 		}
 	}
 }
@@ -213,7 +212,7 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 			for _, w := range ways {
 				f.trouble(w, t)
 			}
-			pause(ctx, long)
+			_ = sleep.For(ctx, long)
 			for _, w := range ways {
 				f.calm(w)
 			}
@@ -272,26 +271,18 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 			if err := f.disk.fillUp(); err != nil {
 				in.skip(kind, err.Error())
 			}
-			pause(ctx, long)
+			_ = sleep.For(ctx, long)
 			f.disk.empty()
 		}
 	case noFiles:
 		c := f.all()[pick>>8%uint64(len(f.P)+len(f.D))]
 		return c.name, func() { in.noFiles(ctx, c, long) }
-	case railOff:
-		return "rails", func() { in.railsOff(ctx, kind, long, int(pick>>8%uint64(f.rails.n))) }
+	case pathOff:
+		return "paths", func() { in.pathsOff(ctx, kind, long, int(pick>>8%uint64(f.paths.n))) }
 	case allOff:
-		return "rails", func() { in.railsOff(ctx, kind, long, f.rails.all()...) }
+		return "paths", func() { in.pathsOff(ctx, kind, long, f.paths.all()...) }
 	}
 	return "", nil
-}
-
-// pause waits, or until ctx ends.
-func pause(ctx context.Context, d time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
-	}
 }
 
 // kill kills a process under load, and starts it again on its ports.
@@ -302,7 +293,7 @@ func (in *injector) kill(ctx context.Context, kind faultKind, c *child, affects 
 	}
 	defer in.beginOn(&fault{kind: kind, target: c.name, victim: processLife{c.name, life}, affects: affects})()
 	c.kill()
-	pause(ctx, time.Duration(pick%uint64(restartWait)))
+	_ = sleep.For(ctx, time.Duration(pick%uint64(restartWait)))
 	// The disk may be full, or descriptors short: an engine's supervisor tries on.
 	for ctx.Err() == nil {
 		err := c.start(ctx)
@@ -312,26 +303,26 @@ func (in *injector) kill(ctx context.Context, kind faultKind, c *child, affects 
 		in.mu.Lock()
 		in.startErrors[particulars.ReplaceAllString(err.Error(), "…")]++
 		in.mu.Unlock()
-		pause(ctx, 100*time.Millisecond)
+		_ = sleep.For(ctx, 100*time.Millisecond)
 	}
 }
 
 func (in *injector) stop(ctx context.Context, kind faultKind, c *child, affects func(*entry) bool, long time.Duration) {
 	defer in.begin(kind, c.name, affects)()
 	c.signal(syscall.SIGSTOP)
-	pause(ctx, long)
+	_ = sleep.For(ctx, long)
 	c.signal(syscall.SIGCONT)
 }
 
-// railsOff has rails off for a while.
-func (in *injector) railsOff(ctx context.Context, kind faultKind, long time.Duration, which ...int) {
-	defer in.begin(kind, fmt.Sprint("rails ", which), func(*entry) bool { return true })()
-	if err := in.f.rails.set(which, railIsOff); err != nil {
+// pathsOff has paths off for a while.
+func (in *injector) pathsOff(ctx context.Context, kind faultKind, long time.Duration, which ...int) {
+	defer in.begin(kind, fmt.Sprint("paths ", which), func(*entry) bool { return true })()
+	if err := in.f.paths.set(which, pathIsOff); err != nil {
 		in.skip(kind, err.Error())
 	}
-	pause(ctx, long)
-	if err := in.f.rails.set(which, railIsOn); err != nil {
-		in.f.led.problem("a rail does not come back: %v", err)
+	_ = sleep.For(ctx, long)
+	if err := in.f.paths.set(which, pathIsOn); err != nil {
+		in.f.led.problem("a path does not come back: %v", err)
 	}
 }
 
@@ -348,6 +339,6 @@ func (in *injector) noFiles(ctx context.Context, c *child, long time.Duration) {
 		return
 	}
 	defer in.begin(noFiles, c.name, noHalf)()
-	pause(ctx, long)
+	_ = sleep.For(ctx, long)
 	_ = unix.Prlimit(pid, unix.RLIMIT_NOFILE, &old, nil)
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/faultnet"
+	"github.com/kvconn/kvconn/internal/sleep"
 	"github.com/kvconn/kvconn/node"
 )
 
@@ -26,7 +27,7 @@ type shape struct {
 	memory   opening // of each engine: the fields that do not say who it is
 	rate     int     // bytes a second of each data connection; 0 = any
 	perPair  int     // transfers at a time under load; 0 = perPair
-	rails    rails
+	paths    paths
 	host     string   // where P's engines listen, with no ways between; empty: prefillHost behind ways
 	decode   []string // the command of D's engines; nil: the same as P's
 }
@@ -194,7 +195,7 @@ func (f *fleet) target(p, d int) *core.Target {
 // heal ends all faults: processes run, ways pass, and the dead are started again.
 func (f *fleet) heal(ctx context.Context) error {
 	f.disk.empty()
-	if err := f.rails.set(f.rails.all(), railIsOn); err != nil {
+	if err := f.paths.set(f.paths.all(), pathIsOn); err != nil {
 		return err
 	}
 	for _, ways := range f.ways {
@@ -256,10 +257,8 @@ func (f *fleet) drain(ctx context.Context, bound time.Duration) error {
 			}
 			break
 		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(100 * time.Millisecond):
+		if err := sleep.For(ctx, 100*time.Millisecond); err != nil {
+			return err
 		}
 	}
 	looks, err := f.looks(ctx, true)
@@ -308,7 +307,7 @@ func (f *fleet) destroy() {
 	if f.disk != nil {
 		f.disk.close()
 	}
-	_ = f.rails.set(f.rails.all(), railIsOn) // heal says why it cannot
+	_ = f.paths.set(f.paths.all(), pathIsOn) // heal says why it cannot
 }
 
 // counts is the system's word on a process.

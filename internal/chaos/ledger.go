@@ -64,7 +64,7 @@ type ledger struct {
 	order    []*entry // as they were ordered
 	problems []string
 	dropped  int      // problems beyond maxProblems
-	missed   []string // what was not reached, though nothing was lost
+	missed   []string // goals that were not reached, though nothing was lost
 	wrong    int
 	lags     map[string][]span // when a child did not run
 	dead     map[string]int    // the last life of a child that is known to have ended
@@ -266,7 +266,7 @@ func (l *ledger) reasons() map[string]int {
 	out := map[string]int{}
 	for _, e := range l.order {
 		if e.reason != "" && !e.cancelled {
-			text, _, _ := strings.Cut(e.reason, " [") // who, where and how long
+			text, _, _ := strings.Cut(e.reason, " [") // cut off: the peer, the place and the time
 			out[e.outcome()+": "+particulars.ReplaceAllString(text, "…")]++
 		}
 	}
@@ -335,7 +335,7 @@ func (l *ledger) notices() []notice {
 		f, alone, anew := l.cause(e)
 		switch e.code {
 		case core.PeerLost, core.Unreachable, core.Failed:
-			anew = false // what it found has been lost too
+			anew = false // the P that it found has been lost too
 		case core.NotOffered:
 			if !anew {
 				continue

@@ -1,8 +1,9 @@
 package chaos
 
 import (
-	"github.com/kvconn/kvconn/core"
 	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
 )
 
 // Orders of the driver to an engine's process.
@@ -80,7 +81,7 @@ type event struct {
 	Exhausted bool            `json:"exhausted,omitempty"` // the engine had no free blocks
 	Agent     core.AgentID    `json:"agent,omitempty"`     // opened: its own; report: the peer's, as far as it was known
 	Called    int64           `json:"called,omitempty"`    // report: when the call was made
-	Transport string          `json:"transport,omitempty"` // report: what moved the bytes
+	Transport string          `json:"transport,omitempty"` // report: the one that moved the bytes
 	At        int64           `json:"at,omitempty"`
 	Until     int64           `json:"until,omitempty"`
 	Took      int64           `json:"took,omitempty"` // how long the call took

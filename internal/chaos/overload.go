@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 // How many transfers the parts of the overload have at once.
@@ -186,7 +187,7 @@ func (f *fleet) waiting(ctx context.Context, d, loads, claims int) error {
 		if time.Now().After(end) {
 			return fmt.Errorf("there are %d loads and %d claims of %s that P knows of, want %d and %d", ev.Look.Waiting, ev.Look.Claims, f.D[d].name, loads, claims)
 		}
-		pause(ctx, 20*time.Millisecond)
+		_ = sleep.For(ctx, 20*time.Millisecond)
 	}
 }
 

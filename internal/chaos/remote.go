@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 // meetBound is how long an engine on another host and its driver wait for each
@@ -39,7 +40,7 @@ func ServeEngine(ctx context.Context, address string) error {
 // and ends when the engine has.
 func Relay(ctx context.Context, address string, in io.Reader, out io.Writer) error {
 	var conn net.Conn
-	for end := time.Now().Add(meetBound); ; pause(ctx, 100*time.Millisecond) {
+	for end := time.Now().Add(meetBound); ; _ = sleep.For(ctx, 100*time.Millisecond) {
 		d := net.Dialer{Timeout: time.Second}
 		var err error
 		if conn, err = d.DialContext(ctx, "tcp", address); err == nil {

@@ -68,16 +68,16 @@ func TestRelayAlone(t *testing.T) {
 	}
 }
 
-// TestRailCommand: the command's words are the error, and every rail gets its turn.
+// TestRailCommand: the command's words are the error, and every path gets its turn.
 func TestRailCommand(t *testing.T) {
-	r := rails{2, "false"}
-	if err := r.set(r.all(), railIsOff); err == nil || !strings.Contains(err.Error(), "false 0 off") || !strings.Contains(err.Error(), "false 1 off") {
+	r := paths{2, "false"}
+	if err := r.set(r.all(), pathIsOff); err == nil || !strings.Contains(err.Error(), "false 0 off") || !strings.Contains(err.Error(), "false 1 off") {
 		t.Errorf("a command that fails: %v", err)
 	}
-	if err := (rails{2, "true"}).set([]int{0, 1}, railIsOn); err != nil {
+	if err := (paths{2, "true"}).set([]int{0, 1}, pathIsOn); err != nil {
 		t.Error(err)
 	}
-	if err := (rails{}).set(nil, railIsOn); err != nil {
+	if err := (paths{}).set(nil, pathIsOn); err != nil {
 		t.Error(err)
 	}
 }

@@ -16,15 +16,15 @@ type Options struct {
 	Faults int
 	Seed   uint64
 	Short  bool     // smaller overload parts and shorter faults
-	Strict bool     // what was missed is a failure too: a late notice of P's death …
+	Strict bool     // a goal that was missed is a failure too: a late notice of P's death …
 	Parts  []string // of the run; all if empty
 
 	Transport string // of the agents, as in their configuration; empty for tcp
-	Rails     int    // RDMA rails that may be taken off
-	// RailCommand takes a rail's number and "off", "mute" (its packets vanish and
+	Paths     int    // RDMA paths that may be taken off
+	// PathCommand takes a path's number and "off", "mute" (its packets vanish and
 	// nobody is told), "on", or "sent", which prints its packets.
-	RailCommand string
-	// Host is where P's engines listen in the part rails, and Decode the command of
+	PathCommand string
+	// Host is where P's engines listen in the part paths, and Decode the command of
 	// its D's engine, on another host: see ServeEngine and Relay.
 	Host   string
 	Decode []string
@@ -56,10 +56,10 @@ const dataRate = 4 << 20
 // mainShape is the fleet of the faults: blocks are few, so that they are used
 // again at once.
 func mainShape(opt *Options) shape {
-	s := shape{name: "f", prefills: 3, decodes: 2, rate: dataRate, rails: opt.rails(), memory: opening{
+	s := shape{name: "f", prefills: 3, decodes: 2, rate: dataRate, paths: opt.paths(), memory: opening{
 		Lease: leaseSeconds, EarlyLoad: earlySeconds, MaxTransfers: 4096, Regions: 4, Blocks: 384, BlockBytes: 8 << 10, Transport: opt.Transport,
 	}}
-	if opt.Rails > 0 { // nothing slows their bytes down, so there are more of them, and fewer transfers
+	if opt.Paths > 0 { // nothing slows their bytes down, so there are more of them, and fewer transfers
 		s.prefills, s.rate, s.perPair, s.memory.BlockBytes = 2, 0, 4, 16<<10
 	}
 	return s
@@ -83,7 +83,7 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 		}
 	}
 	// The last ones wait most of the time: they do so together.
-	for _, group := range [][]part{{{"burst", runBurst}}, {{"storm", runStorm}}, {{"slow", runSlow}}, {{"blip", runBlip}, {"orphans", runOrphans}, {"deaf", runDeaf}}, {{"rails", runRails}}} {
+	for _, group := range [][]part{{{"burst", runBurst}}, {{"storm", runStorm}}, {{"slow", runSlow}}, {{"blip", runBlip}, {"orphans", runOrphans}, {"deaf", runDeaf}}, {{"paths", runPaths}}} {
 		rows := make([]partRow, len(group))
 		errs := make([]error, len(group))
 		var wg sync.WaitGroup
@@ -109,7 +109,7 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 
 // PartNames are the names of a run's parts.
 func PartNames() []string {
-	return []string{"faults", "burst", "storm", "slow", "blip", "orphans", "deaf", "rails"}
+	return []string{"faults", "burst", "storm", "slow", "blip", "orphans", "deaf", "paths"}
 }
 
 // part is one part of the overload.

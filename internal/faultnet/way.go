@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 // Direction is one of the two that bytes take on a way.
@@ -149,10 +150,8 @@ func (w *Way) accept() {
 			if w.ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
 				return
 			}
-			select { // descriptors are short; others end soon
-			case <-w.ctx.Done():
+			if sleep.For(w.ctx, 10*time.Millisecond) != nil { // descriptors are short; others end soon
 				return
-			case <-time.After(10 * time.Millisecond):
 			}
 			continue
 		}

@@ -118,8 +118,8 @@ func TestHalfClose(t *testing.T) {
 	send(t, far, near, "the other direction")
 }
 
-// A held direction keeps its bytes and gives them in order when it is let go; a
-// new connection waits with it.
+// A held direction keeps its bytes and gives them in order when it is let go. A new
+// connection waits too.
 func TestHold(t *testing.T) {
 	w, near, far := pair(t)
 	send(t, near, far, "before")
@@ -137,7 +137,7 @@ func TestHold(t *testing.T) {
 		t.Fatalf("%q, %v", got, err)
 	}
 	w.Set(Trouble{Hold: [2]bool{true, true}})
-	w.Cut(true) // what waits can be cut
+	w.Cut(true) // held bytes can be cut off
 	if _, err := near.Read(got); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("a held connection that was cut: %v", err)
 	}

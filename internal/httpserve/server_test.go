@@ -108,8 +108,8 @@ func TestMaxConnsEvictsWhoWaits(t *testing.T) {
 	}
 }
 
-// A plain request to a TLS port gets an answer in words, and one line in the log
-// with its address; a probe that only connects gets none.
+// A plain request to a TLS port gets an answer in words, and one line in the log with its
+// address. A probe that only connects gets neither.
 func TestPlainRequestToTLSPort(t *testing.T) {
 	leaktest.Check(t)
 	ca := nettest.NewAuthority(t)

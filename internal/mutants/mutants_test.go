@@ -56,8 +56,8 @@ func TestList(t *testing.T) {
 	}
 }
 
-// TestNoTrace: a program that is built without the tag has none of the names in it, so
-// no product has. The same program with the tag shows that they would be seen.
+// TestNoTrace: a program that is built without the tag has none of the names in it, so no
+// product has. With the tag the same program has them, so that the test can see them.
 func TestNoTrace(t *testing.T) {
 	for _, tags := range []string{"", "faults"} {
 		s, err := build(t.TempDir(), tags)

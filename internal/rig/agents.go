@@ -1,6 +1,7 @@
 package rig
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -13,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/sleep"
 	"github.com/kvconn/kvconn/internal/synthetic"
 	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/wire"
@@ -169,21 +171,10 @@ func (d *decodeBus) meet(ctx context.Context, old core.AgentID) error {
 		if old == "" && err != nil {
 			return fmt.Errorf("%s: %w", d.self.ID, err)
 		}
-		t := time.NewTimer(100 * time.Millisecond) // as a decode agent's look-up does
-		select {
-		case <-t.C:
-		case <-ctx.Done():
-			t.Stop()
-			return fmt.Errorf("%s does not find the restarted agent: %w", d.self.ID, either(err, ctx.Err()))
+		if late := sleep.For(ctx, 100*time.Millisecond); late != nil { // as often as a decode agent's look-up
+			return fmt.Errorf("%s does not find the restarted agent: %w", d.self.ID, cmp.Or(err, late))
 		}
 	}
-}
-
-func either(a, b error) error {
-	if a != nil {
-		return a
-	}
-	return b
 }
 
 // renew is the message that a decode agent sends once a second while it has

@@ -32,14 +32,14 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	fs.SetOutput(os.Stderr)
 	fs.IntVar(&opt.Faults, "faults", 0, "how many faults to inject; 500, with --short 40")
 	parts := fs.String("parts", "", "only these parts, separated by commas: "+strings.Join(chaos.PartNames(), ", "))
-	fs.Uint64Var(&opt.Seed, "seed", uint64(time.Now().UnixNano()), "what faults and transfers are drawn from")
+	fs.Uint64Var(&opt.Seed, "seed", uint64(time.Now().UnixNano()), "the seed of faults and transfers")
 	fs.BoolVar(&opt.Short, "short", false, "a run of a minute")
-	fs.BoolVar(&opt.Strict, "strict", false, "fail also for what was missed: a load reported later than 3 s after its P was killed, a transfer that failed for no fault")
+	fs.BoolVar(&opt.Strict, "strict", false, "fail also for missed goals: a load reported later than 3 s after its P was killed, a transfer that failed for no fault")
 	fs.StringVar(&opt.Transport, "transport", "tcp", "of the agents: auto, rdma or tcp")
-	fs.IntVar(&opt.Rails, "rails", 0, "how many RDMA rails of this machine --rail-command may take off, from 0 on")
-	fs.StringVar(&opt.RailCommand, "rail-command", "", "a command that takes a rail's number and off, mute (packets vanish), thin (large packets vanish), on, or sent, which prints its packets")
-	fs.StringVar(&opt.Host, "host", "", "part rails: an address of this machine at which P listens, without faulty ways between")
-	decode := fs.String("decode-at", "", "part rails: host and port of D's engine on another machine: kvconn-rig "+engineCommand+" HOST:PORT there")
+	fs.IntVar(&opt.Paths, "paths", 0, "how many RDMA paths of this machine --path-command may take off, from 0 on")
+	fs.StringVar(&opt.PathCommand, "path-command", "", "a command that takes a path's number and off, mute (packets vanish), thin (large packets vanish), on, or sent, which prints its packets")
+	fs.StringVar(&opt.Host, "host", "", "part paths: an address of this machine at which P listens, without faulty ways between")
+	decode := fs.String("decode-at", "", "part paths: host and port of D's engine on another machine: kvconn-rig "+engineCommand+" HOST:PORT there")
 	asJSON := fs.Bool("json", false, "print JSON")
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
@@ -53,8 +53,8 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	if !slices.Contains([]string{"auto", "rdma", "tcp"}, opt.Transport) {
 		return fmt.Errorf("%w: transport %q: want auto, rdma or tcp", errUsage, opt.Transport)
 	}
-	if opt.Rails < 0 || opt.Rails > 64 || (opt.Rails > 0) != (opt.RailCommand != "") {
-		return fmt.Errorf("%w: --rails takes 1 to 64, and --rail-command with it", errUsage)
+	if opt.Paths < 0 || opt.Paths > 64 || (opt.Paths > 0) != (opt.PathCommand != "") {
+		return fmt.Errorf("%w: --paths takes 1 to 64, and --path-command with it", errUsage)
 	}
 	if (*decode != "") != (opt.Host != "") {
 		return fmt.Errorf("%w: --decode-at and --host go together", errUsage)

@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/freeport"
+	"github.com/kvconn/kvconn/internal/sleep"
 )
 
 // routerBench is the command line of kvconn-rig bench-proxy.
@@ -63,7 +64,7 @@ func parseRouterBench(args []string) (routerBench, error) {
 	router := fs.String("router", "", "the command of kvconn's router; by default the kvconn beside this program, with proxy")
 	beside := fs.String("beside", "", "another router's command, to which --prefill URL PORT --decode URL --port N is added")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
-	fs.StringVar(&c.log, "log", os.DevNull, "file for what the routers print")
+	fs.StringVar(&c.log, "log", os.DevNull, "file for the output of the routers")
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			return c, err
@@ -264,10 +265,8 @@ func untilAnswered(ctx context.Context, addr string, body []byte, chunks int) er
 		if time.Now().After(deadline) {
 			return fmt.Errorf("no answer within %v: %w", benchStart, err)
 		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(100 * time.Millisecond):
+		if err := sleep.For(ctx, 100*time.Millisecond); err != nil {
+			return err
 		}
 	}
 }

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# What is exported, and from where: loaded at first use, which keeps
+# The exported names and their modules: loaded at first use, which keeps
 # `import kvconn` at about a millisecond.
 _EXPORTS = {
     "Agent": "agent",

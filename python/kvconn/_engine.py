@@ -1,4 +1,4 @@
-"""What both connectors know of an engine: a rank's place in it, and how addresses are written."""
+"""Shared by both connectors: a rank's place in it, and how addresses are written."""
 
 from __future__ import annotations
 

@@ -53,6 +53,7 @@ class Agent:
             raise ConfigError(f"the configuration is no JSON object: {e}") from e
         if "\\u0000" in text:
             raise ConfigError("the configuration holds a NUL character")
+        self._loads = dict(config).get("role") in ("decode", "both")
         start_logging(self._lib)
         handle = c.c_uint64()
         code = self._lib.open(text.encode(), c.byref(handle))
@@ -78,6 +79,10 @@ class Agent:
         prefill engine the agent is findable afterwards.
         """
         regions = list(regions)
+        if self._loads:
+            for r in regions:
+                if r.read_only:
+                    raise InvalidError(f"region {r.name!r} of group {r.group} is read-only: a decode engine's caches must be writable")
         rows = (_structs.Region * max(len(regions), 1))()
         for row, r in zip(rows, regions):
             row.struct_size = c.sizeof(_structs.Region)

@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions with a code, a reason and a transfer id."""
+"""The exceptions, each with a code, a reason and a transfer id."""
 
 from __future__ import annotations
 

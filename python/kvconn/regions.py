@@ -9,17 +9,18 @@ from .errors import InvalidError
 from .types import Region
 
 
-def _describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
-    """Address, shape, strides in bytes and item size of anything array-like."""
+def _describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int, bool]:
+    """Address, shape, strides in bytes, item size and whether it is read-only, of anything array-like."""
     if hasattr(tensor, "data_ptr"):  # torch
         device = getattr(getattr(tensor, "device", None), "type", "cpu")
         if device != "cpu":
             raise InvalidError(f"the tensor is on device {device!r}; this version moves host memory")
         item = tensor.element_size()
-        return tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in tensor.stride()), item
+        return tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in tensor.stride()), item, False
     interface = getattr(tensor, "__array_interface__", None)
     if interface is not None:  # numpy
-        return interface["data"][0], tuple(tensor.shape), tuple(tensor.strides), tensor.itemsize
+        address, read_only = interface["data"]
+        return address, tuple(tensor.shape), tuple(tensor.strides), tensor.itemsize, bool(read_only)
     try:
         view = memoryview(tensor)
     except TypeError:
@@ -29,7 +30,7 @@ def _describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
     import ctypes
 
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    return address, tuple(view.shape or ()), tuple(view.strides or ()), view.itemsize
+    return address, tuple(view.shape or ()), tuple(view.strides or ()), view.itemsize, False
 
 
 def _merge(dims: list[int], shape: tuple[int, ...], strides: tuple[int, ...], length: int) -> tuple[int, list[int]]:
@@ -92,9 +93,10 @@ def regions_from_tensor(
     ``first_head`` on, of ``total_heads`` (0: it has all of them). If the heads do
     not lie together, each becomes a region of its own, all with one name. Blocks
     whose tokens are apart, and items that are no multiple of 4 bytes, stay opaque.
+    The regions of a read-only array are refused by an agent that loads.
     ``index_kind`` says what the ids of the group name, see :class:`~kvconn.IndexKind`.
     """
-    address, shape, strides, item = _describe(tensor)
+    address, shape, strides, item, read_only = _describe(tensor)
     dims = len(shape)
 
     def dim(i: int, what: str) -> int:
@@ -116,6 +118,7 @@ def regions_from_tensor(
         raise InvalidError(f"tensor {name!r} has negative strides {strides}")
 
     blocks = shape[block_dim]
+    about: dict[str, Any] = {"index_kind": index_kind, "read_only": read_only}
 
     def pieces(outer: list[int], length: int, begin: int = 0, **geometry: int) -> list[Region]:
         stride = strides[block_dim] if blocks > 1 else max(length, strides[block_dim])
@@ -123,7 +126,7 @@ def regions_from_tensor(
         for index in product(*(range(shape[i]) for i in outer)):
             offset = begin + sum(k * strides[i] for k, i in zip(index, outer))
             suffix = f"[{','.join(map(str, index))}]" if index else ""
-            out.append(Region(name + suffix, address + offset, stride, length, blocks, group, index_kind=index_kind, **geometry))
+            out.append(Region(name + suffix, address + offset, stride, length, blocks, group, **about, **geometry))
         return out
 
     if token_dims:

@@ -49,6 +49,9 @@ class Region(NamedTuple):
 
     ``index_kind`` says what the ids of the group name: a member of :class:`IndexKind`, or
     ``IndexKind.ring(n)``. It is the same in all regions of a group, and on both sides.
+
+    ``read_only`` says that nobody may write the memory, such as an array that numpy
+    made read-only. An agent that loads refuses it.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Region(NamedTuple):
     token_stride: int = 0
     head_stride: int = 0
     index_kind: int = IndexKind.BLOCK
+    read_only: bool = False
 
 
 class Offer(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the tests share: agents over numpy caches, in one process, engines of both kinds without their models."""
+"""Shared by the tests: agents over numpy caches, in one process, engines of both kinds without their models."""
 
 from __future__ import annotations
 

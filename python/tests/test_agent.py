@@ -52,7 +52,7 @@ def arrives(side: Side, layer: int, block: int, data: np.ndarray) -> None:
         time.sleep(0.001)
 
 
-def test_a_transfer_grows(prefill: Side, decode: Side, transfer_id: str) -> None:
+def test_a_partial_offer_moves_at_once(prefill: Side, decode: Side, transfer_id: str) -> None:
     data = random_blocks(prefill, [3, 9, 4])
     decode.agent.start_load([kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1, 0, 7]])])
     prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[3, 9]], [1])])
@@ -116,27 +116,27 @@ def test_long_prompt_of_blocks_of_one_token() -> None:
             p.offer([kvconn.Offer("longer", [np.zeros(count + 1, np.uint32)])])
 
 
-@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_another_prompt(prefill: Side, decode: Side, transfer_id: str, first: str, grows: bool) -> None:
+def test_another_prompt(prefill: Side, decode: Side, transfer_id: str, first: str, partial: bool) -> None:
     """A router has sent prefill and decode two requests by one id, with as many blocks."""
     random_blocks(prefill, [3, 9])
     ours, theirs = kvconn.fingerprint([1, 2, 3]), kvconn.fingerprint([1, 2, 4])
     load = kvconn.Load(transfer_id, prefill.agent.bootstrap_address, "engine-prefill", [[1, 0]], prompt=theirs)
 
     def prefills() -> None:
-        if grows:
+        if partial:
             prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[3]], [1], prompt=ours)])
             with pytest.raises(kvconn.InvalidError, match=f"{theirs:016x}"):
                 prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[9]], [2], prompt=theirs)])
-        prefill.agent.offer([kvconn.Offer(transfer_id, [[3, 9]], prompt=0 if grows else ours)])
+        prefill.agent.offer([kvconn.Offer(transfer_id, [[3, 9]], prompt=0 if partial else ours)])
 
     if first == "prefill":
         prefills()
     decode.agent.start_load([load])
     if first == "decode":
         prefill.until("offers_early", 1)
-        if grows:
+        if partial:
             prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[3]], [1], prompt=ours)])
         prefill.agent.offer([kvconn.Offer(transfer_id, [[3, 9]], prompt=ours)])
     for side in (decode, prefill):

@@ -115,7 +115,9 @@ def rss():
 from kvconn import agent, errors, logs, types, _lib
 before, threads = rss(), len(os.listdir("/proc/self/task"))
 a = kvconn.Agent({"engine_id": "e", "role": "both", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
-a.register_kv_caches([kvconn.Region("r", 1 << 20, 4096, 4096, 8)])
+import ctypes, mmap
+memory = mmap.mmap(-1, 1 << 15)
+a.register_kv_caches([kvconn.Region("r", ctypes.addressof(ctypes.c_char.from_buffer(memory)), 4096, 4096, 8)])
 print(json.dumps({"mb": rss() - before, "threads": len(os.listdir("/proc/self/task")) - threads}))
 a.close()
 """

@@ -1,8 +1,9 @@
-"""What the typed API refuses on the installed wheel, and with which words."""
+"""Calls that the typed API of the installed wheel refuses, and the words of the refusals."""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from conftest import BLOCK, BLOCKS, LAYERS, Side
 import kvconn
 
 
-def test_growth_that_is_refused(prefill: Side, decode: Side, transfer_id: str) -> None:
+def test_partial_offers_that_are_refused(prefill: Side, decode: Side, transfer_id: str) -> None:
     with pytest.raises(kvconn.InvalidError, match="blocks up to 2 of group 0 are ready or being computed, those up to 1 are given"):
         prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [2])])
     with pytest.raises(kvconn.InvalidError, match="region 99"):
@@ -140,6 +141,34 @@ def region(**change: object) -> kvconn.Region:
 def test_bad_regions(regions: list[kvconn.Region], says: str) -> None:
     with kvconn.Agent({"engine_id": "e", "role": "decode"}) as agent, pytest.raises(kvconn.InvalidError, match=says):
         agent.register_kv_caches(regions)
+
+
+@pytest.mark.parametrize("role", ["decode", "both", "prefill"])
+def test_memory_that_cannot_be_written(role: str, tmp_path: Path) -> None:
+    """Only an agent that never loads takes it. numpy's mark counts also where the pages could be written."""
+    path = tmp_path / "kv"
+    np.zeros((8, 4096), np.uint8).tofile(path)
+    cache = np.memmap(path, np.uint8, "r", shape=(8, 4096))
+    marked = np.zeros((8, 4096), np.uint8)
+    marked.flags.writeable = False
+    bare = [r._replace(read_only=False) for r in kvconn.regions_from_tensor("k", cache, 0)]
+    config = {"engine_id": "e", "role": role, "bootstrap_host": "127.0.0.1", "bootstrap_port": 0}
+    for regions, says in (
+        (kvconn.regions_from_tensor("k", cache, 0), "region 'k' .* read-only"),
+        (kvconn.regions_from_tensor("k", marked, 0), "region 'k' .* read-only"),
+        (bare, 'region "k".* not writable, among them block 0 of 8'),
+    ):
+        with kvconn.Agent(config) as agent:
+            if role == "prefill":
+                agent.register_kv_caches(regions)
+            else:
+                with pytest.raises(kvconn.InvalidError, match=says):
+                    agent.register_kv_caches(regions)
+
+
+def test_memory_that_is_not_there() -> None:
+    with kvconn.Agent({"engine_id": "e", "role": "decode"}) as agent, pytest.raises(kvconn.InvalidError, match=r'region "r".* not mapped'):
+        agent.register_kv_caches([region()])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Engines of several ranks: what each agent is told, and that the heads arrive."""
+"""Engines of several ranks: the configuration of each agent, and that the heads arrive."""
 
 from __future__ import annotations
 

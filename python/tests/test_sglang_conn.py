@@ -15,7 +15,10 @@ if importlib.util.find_spec("sglang") is None:
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_rank import Rank, empty
+from sglang_sides import Side, until
 
 import kvconn
 from kvconn.sglang.conn import KVConnManager as Manager
@@ -24,49 +27,12 @@ from kvconn.sglang.rooms import Inbox
 from kvconn.sglang.route import Engine, RouteError, Router
 
 
-class Side(SimpleNamespace):
-    """What senders and receivers use of their manager, over a rank of sglang_rank."""
-
-    is_abort_release_safe = Manager.is_abort_release_safe
-    prompt_of = Manager.prompt_of
-    wait_for_news = Manager.wait_for_news
-
-    def __init__(self, role: str, engine: Any = None) -> None:
-        rank = Rank(role, engine_id="sglang-dp0" if role == "prefill" else "d")
-        super().__init__(
-            rank=rank,
-            coming=None,
-            _agent=rank.agent,
-            rooms=rank.rooms,
-            layout=rank.layout,
-            kv_args=SimpleNamespace(page_size=rank.layout.page_size),
-            kv_cache_dtype_str="bfloat16",
-            kv_layout=None,
-            parallel=SimpleNamespace(rank=SimpleNamespace(dp_size=1)),
-            forgotten=[],
-        )
-        engine = engine or Engine(page_size=rank.layout.page_size, kv_cache_dtype="bfloat16")
-        self.router = SimpleNamespace(engine=lambda _address, then: then(engine), forget=self.forgotten.append, dp_rank=self.dp_rank)
-        self.address = rank.address.removeprefix("http://")
-
-    def dp_rank(self, _address: str, room: int, then: Any) -> None:
-        then(room % 2)
-
-
 @pytest.fixture
 def sides() -> Iterator[tuple[Side, Side]]:
     p, d = Side("prefill"), Side("decode")
     yield p, d
     d.rank.close()
     p.rank.close()
-
-
-def until(half: Any, *states: int) -> int:
-    deadline = time.monotonic() + 30
-    while (state := half.poll()) not in states:
-        assert time.monotonic() < deadline, (state, half.room.reason)
-        time.sleep(0.001)
-    return state
 
 
 def test_as_the_schedulers_do_it(sides: tuple[Side, Side]) -> None:
@@ -181,7 +147,7 @@ def test_prompts_that_differ(sides: tuple[Side, Side]) -> None:
     """The request that is coming says what the room is for."""
     p, d = sides
     for room, (ours, theirs) in enumerate([([1, 2], [1, 3]), ([1, 2], [1, 2])]):
-        p.coming, d.coming = (SimpleNamespace(bootstrap_room=room, origin_input_ids=array("q", prompt)) for prompt in (ours, theirs))
+        p.coming, d.coming = (Req("r", "", array("q", prompt), SamplingParams(), bootstrap_room=room) for prompt in (ours, theirs))
         sender, receiver = KVConnSender(p, p.address, room), KVConnReceiver(d, p.address, room)
         receiver.init(0)
         receiver.send_metadata([1], 1)
@@ -209,7 +175,7 @@ def test_another_rank_failed(sides: tuple[Side, Side]) -> None:
         receiver.failure_exception()
     assert raised.value.is_from_another_rank
     receiver.ensure_abort_notified(force_arm=True)
-    assert receiver.abort_notified and d.rooms._used["sglang-7"].state != KVPoll.Failed
+    assert receiver.abort_notified and d.rooms._used[7].state != KVPoll.Failed
     deadline = time.monotonic() + 30
     while not d.is_abort_release_safe(7, 0):
         assert time.monotonic() < deadline
@@ -296,20 +262,6 @@ def test_engine_that_cannot_be_used(engine: Any, rank: int, says: str) -> None:
         receiver.abort()
         receiver.clear()
         assert says in receiver.room.reason
-    finally:
-        d.rank.close()
-
-
-@pytest.mark.parametrize(("size", "asked", "room", "engine"), [(1, 0, 9, "sglang-dp0"), (4, 3, 9, "sglang-dp3"), (2, 0, 9, "sglang-dp1")])
-def test_data_parallel_rank(size: int, asked: int, room: int, engine: str) -> None:
-    """As asked for; else where the prefill engine says that it is."""
-    d = Side("decode", Engine(dp_size=size))
-    try:
-        receiver = KVConnReceiver(d, "127.0.0.1:1", room)
-        receiver.init(asked)
-        assert receiver.poll() == KVPoll.WaitingForInput and receiver._engine == engine
-        receiver.abort()
-        assert receiver.poll() == KVPoll.Failed
     finally:
         d.rank.close()
 

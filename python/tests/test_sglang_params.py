@@ -8,17 +8,8 @@ import numpy as np
 import pytest
 
 from kvconn._engine import Rank as RankOf
-from kvconn.sglang.layout import ids, page_names
+from kvconn.sglang.layout import ids
 from kvconn.sglang.params import agent_config, bootstrap_address, from_environment, server_config
-
-
-def test_names_of_pages() -> None:
-    assert page_names(4, 0, [], 0, False) == ["layer.0.0", "layer.1.0", "layer.0.1", "layer.1.1"]
-    assert page_names(2, 0, [], 5, True) == ["layer.5.0", "layer.6.0"]
-    assert page_names(4, 2, [], 3, False) == ["layer.3.0", "layer.3.1", "draft.0 of 2", "draft.1 of 2"]
-    assert page_names(4, 0, [7, 9, 7, 9], 0, False) == ["layer.7.0", "layer.9.0", "layer.7.1", "layer.9.1"]
-    with pytest.raises(ValueError, match="3 layer ids for 4"):
-        page_names(4, 0, [1, 2, 3], 0, False)
 
 
 def test_ids() -> None:
@@ -46,13 +37,26 @@ def test_settings_from_the_environment(tmp_path: Any) -> None:
         "bootstrap_port": 8998,
         "nats_token": "t",
     }
-    config = agent_config("prefill", "/models/tiny/", "float32", 16, RankOf(1, 2), "127.0.0.1:8998", {"kv_layout": "x"}, 300, extra)
-    assert config["model"] == "tiny" and config["dtype"] == "float32" and config["tcp_port"] == 9000 and config["tp_rank"] == 1
-    secure = agent_config("prefill", "m", "f", 1, RankOf(), "127.0.0.1:8998", {}, 300, {"tls_cert_file": "c", "tls_key_file": "k"})
+    config = agent_config(
+        "prefill",
+        {"model": "tiny", "model_fingerprint": "1:a"},
+        "float32",
+        16,
+        RankOf(1, 2),
+        "127.0.0.1:8998",
+        {"kv_layout": "x"},
+        300,
+        extra,
+    )
+    assert (config["model"], config["model_fingerprint"]) == ("tiny", "1:a")
+    assert config["dtype"] == "float32" and config["tcp_port"] == 9000 and config["tp_rank"] == 1
+    named = agent_config("decode", {"model": "tiny", "model_fingerprint": "1:a"}, "f", 1, RankOf(), None, {}, 300, {"model": "mine"})
+    assert named["model"] == "mine" and "model_fingerprint" not in named, "who names the model vouches for it"
+    secure = agent_config("prefill", {}, "f", 1, RankOf(), "127.0.0.1:8998", {}, 300, {"tls_cert_file": "c", "tls_key_file": "k"})
     assert secure["bootstrap_join"] == "https://127.0.0.1:8998"
-    for key, value in (("engine_id", "mine"), ("bootstrap_port", 1), ("tp_size", 2)):
+    for key, value in (("engine_id", "mine"), ("bootstrap_port", 1), ("tp_size", 2), ("must_match", {})):
         with pytest.raises(ValueError, match=f"KVCONN_SGLANG_CONFIG sets {key}"):
-            agent_config("decode", "m", "f", 1, RankOf(), None, {}, 300, {key: value})
+            agent_config("decode", {}, "f", 1, RankOf(), None, {}, 300, {key: value})
     file.write_text("[1]")
     with pytest.raises(ValueError, match="an object was expected"):
         from_environment({"KVCONN_SGLANG_CONFIG": str(file)})

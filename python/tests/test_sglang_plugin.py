@@ -19,11 +19,15 @@ if importlib.util.find_spec("sglang") is None:
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base import conn as base
 from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.plugins import load_plugins
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 import kvconn
-from kvconn.sglang import conn, parallel, plugin
-from kvconn.sglang.route import Engine, RouteError
+from kvconn.sglang import conn, plugin
+from kvconn.sglang.allow import RouteError
+from kvconn.sglang.rooms import NoAgent, Rooms
+from kvconn.sglang.route import Engine
 
 load_plugins()
 
@@ -57,13 +61,14 @@ def test_request_is_known_before_its_sender_and_receiver() -> None:
 
     for queue in (DecodePreallocQueue, PrefillBootstrapQueue):
         manager = SimpleNamespace(coming=None)
-        request = SimpleNamespace(bootstrap_room=3, origin_input_ids=array("q", [7, 8]))
+        request = Req("r", "", array("q", [7, 8]), SamplingParams(), bootstrap_room=3)
         with pytest.raises(Exception):  # noqa: B017  # of SGLang, which finds nothing else of what it needs here
             queue.add(SimpleNamespace(kv_manager=manager), request, 1)
         assert manager.coming is request
-        assert conn.KVConnManager.prompt_of(manager, 4) == 0 and manager.coming is None
+        manager.rooms = Rooms(NoAgent(), "", 1, 1)
+        assert conn.KVConnManager.open_room(manager, 4).prompt == 0 and manager.coming is None
         manager.coming = request
-        assert conn.KVConnManager.prompt_of(manager, 3) == kvconn.fingerprint([7, 8])
+        assert conn.KVConnManager.open_room(manager, 3).prompt == kvconn.fingerprint([7, 8])
 
 
 def test_scheduler_without_a_batch_waits_for_news() -> None:
@@ -129,18 +134,3 @@ def test_words_of_a_prefill_engine() -> None:
     for wrong in ({"dp_size": 0}, {"page_size": "16"}, {"dp_size": True}, []):
         with pytest.raises(RouteError):
             Engine.of(wrong)
-
-
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        ({"device": "cuda"}, "host memory"),
-        ({"enable_kv_cache_sharding": True}, "enable_kv_cache_sharding"),
-        ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
-        ({"attn_dcp_size": 2}, "context parallel"),
-    ],
-)
-def test_options_that_cannot_be_had(option: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_context", lambda _name: None)
-    with pytest.raises(ValueError, match=says):
-        parallel.refuse_unsupported(SimpleNamespace(**{"device": "cpu", **option}), None)  # type: ignore[arg-type]

@@ -187,7 +187,7 @@ def test_burst_of_rooms_is_a_few_questions() -> None:
             time.sleep(0.001)
         assert got == {room: room % 7 for room in range(3000)}
         assert asked < 3000, asked
-        while d.router._asking or p.router._telling or d.router._under_way or p.router._under_way:
+        while d.router._asking or p.router._telling or any((d.router._under_way | p.router._under_way).values()):
             for side in (d, p):
                 while (call := side.inbox.take()) is not None:
                     call(None)
@@ -197,3 +197,36 @@ def test_burst_of_rooms_is_a_few_questions() -> None:
         host.close()
     d.router.dp_rank(address, 1, d.answers.append)
     assert "does not say which" in str(d.answer()) and not d.router._asking.get(address)
+
+
+@pytest.mark.parametrize(("status", "says"), [("200 OK", ""), ("401 Unauthorized", "it answers 401: no key")])
+def test_prefill_again(status: str, says: str) -> None:
+    """A prefill server is asked by its own API, once, and what is wrong with that is said."""
+    heard: list[bytes] = []
+
+    def serve(connection: socket.socket) -> None:
+        said = b""
+        while b"}" not in said:
+            said += connection.recv(65536)
+        heard.append(said)
+        connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: 6\r\n\r\nno key".encode())
+
+    asker = Asker()
+    with server(serve) as address:
+        asker.router.prefill_again(address, {"rid": "r"}, 20, asker.answers.append)
+        answer = asker.answer()
+    assert says in str(answer) if says else answer is None, answer
+    assert len(heard) == 1 and heard[0].startswith(b"POST /generate ") and heard[0].endswith(b'{"rid": "r"}')
+
+
+@pytest.mark.parametrize(
+    ("access", "says"),
+    [
+        (Access({}, own=False), "asked to compute a retracted request again: "),
+        (Access({"bootstrap_allow": ["10.0.0.0/8"]}, own=False), "bootstrap_allow says which hosts may be contacted"),
+    ],
+)
+def test_prefill_again_where_nobody_may_or_does_answer(access: Access, says: str) -> None:
+    asker = Asker(access)
+    asker.router.prefill_again("127.0.0.1:1", {"rid": "r"}, 20, asker.answers.append)
+    assert says in str(asker.answer())

@@ -1,4 +1,4 @@
-"""What Python repeats of kvconn.h is what the header says: structs field by field, functions, codes and limits."""
+"""Python repeats parts of kvconn.h: structs field by field, functions, codes and limits must be the header's."""
 
 from __future__ import annotations
 

@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
+import like as vllm
 import pytest
+from like import like
 
 import kvconn
+from kvconn.checkpoint import model_fingerprint
 from kvconn.vllm import params
 
 BLOCK = 16
-CACHES = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))])
+CACHES = like(vllm.CACHES, kv_cache_groups=[like(vllm.GROUP, kv_cache_spec=like(vllm.FULL, block_size=BLOCK))])
 ONE = params.Rank()
+MODEL = f"{Path(__file__).resolve().parent}/"  # a folder that is there; dummy weights need no more
 
 
 def vllm_config(extra: dict[str, Any], role: str = "kv_producer", **parallel: Any) -> Any:
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role, kv_connector_extra_config=extra),
-        model_config=SimpleNamespace(model="/models/tiny/", dtype="torch.bfloat16"),
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK),
-        parallel_config=SimpleNamespace(**parallel),
+    return like(
+        vllm.VLLM_CONFIG,
+        kv_transfer_config=like(vllm.TRANSFER_CONFIG, engine_id="e", kv_role=role, kv_connector_extra_config=extra),
+        model_config=like(vllm.MODEL_CONFIG, model=MODEL, dtype="torch.bfloat16", seed=0),
+        cache_config=like(vllm.CACHE_CONFIG, cache_dtype="auto", block_size=BLOCK),
+        parallel_config=like(vllm.PARALLEL_CONFIG, **parallel),
+        load_config=like(vllm.LOAD_CONFIG, load_format="dummy", download_dir=None),
     )
 
 
+def parallel_config(**sizes: Any) -> Any:
+    return like(vllm.PARALLEL_CONFIG, **sizes)
+
+
 def test_context_parallel_engines_are_refused_by_name() -> None:
-    params.check_parallel(SimpleNamespace(tensor_parallel_size=2, data_parallel_size=4, pipeline_parallel_size=1))
+    params.check_parallel(parallel_config(tensor_parallel_size=2, data_parallel_size=4, pipeline_parallel_size=1))
     with pytest.raises(ValueError, match="DCP = 4 is not supported"):
-        params.check_parallel(SimpleNamespace(tensor_parallel_size=2, decode_context_parallel_size=4))
+        params.check_parallel(parallel_config(tensor_parallel_size=2, decode_context_parallel_size=4))
 
 
 def test_agent_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +50,8 @@ def test_agent_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == {
         "engine_id": "e",
         "role": "prefill",
-        "model": "tiny",
+        "model": "tests",
+        "model_fingerprint": model_fingerprint(MODEL, dummy=True, facts={"seed": 0}),
         "dtype": "bfloat16",
         "block_tokens": BLOCK,
         "lease_s": 5,
@@ -95,11 +106,11 @@ def test_ranks_join_the_first_one(rank: Any, extra: dict[str, Any], parallel: di
 
 
 def test_independent_ranks_of_a_dense_model() -> None:
-    assert params.dp_of(SimpleNamespace(), "e") == (0, 1)
-    assert params.dp_of(SimpleNamespace(data_parallel_size=4, data_parallel_index=2), "e_dp2") == (2, 4)
-    assert params.dp_of(SimpleNamespace(data_parallel_size=1, data_parallel_index=0), "e_dp0") == (0, 65536)
-    assert params.dp_of(SimpleNamespace(data_parallel_size=1, data_parallel_index=3), "e_dp3") == (3, 65536)
-    assert params.dp_of(SimpleNamespace(data_parallel_size=1, data_parallel_index=3), "e") == (3, 4)
+    assert params.dp_of(parallel_config(), "e") == (0, 1)
+    assert params.dp_of(parallel_config(data_parallel_size=4, data_parallel_index=2), "e_dp2") == (2, 4)
+    assert params.dp_of(parallel_config(data_parallel_size=1, data_parallel_index=0), "e_dp0") == (0, 65536)
+    assert params.dp_of(parallel_config(data_parallel_size=1, data_parallel_index=3), "e_dp3") == (3, 65536)
+    assert params.dp_of(parallel_config(data_parallel_size=1, data_parallel_index=3), "e") == (3, 4)
 
 
 def test_ranks_must_know_the_port() -> None:
@@ -123,7 +134,21 @@ def test_unknown_key_is_named() -> None:
 @pytest.mark.parametrize("value", ["2", True, -1, 1000])
 def test_idle_wait_of_a_wrong_kind(value: Any) -> None:
     with pytest.raises(ValueError, match="idle_wait_ms"):
-        params.idle_wait_s({"idle_wait_ms": value})
+        params.idle_wait_s({"idle_wait_ms": value}, parallel_config())
+
+
+@pytest.mark.parametrize(
+    ("parallel", "waits"),
+    [
+        ({"data_parallel_size": 1, "is_moe_model": True}, True),
+        ({"data_parallel_size": 2, "is_moe_model": False}, True),
+        ({"data_parallel_size": 2, "is_moe_model": True}, False),
+        ({"data_parallel_size": 2, "is_moe_model": None}, False),  # not known
+    ],
+)
+def test_ranks_that_compute_together_do_not_wait(parallel: dict[str, Any], waits: bool) -> None:
+    """The others would stand still as long, in the batch that they all take part in."""
+    assert bool(params.idle_wait_s({"idle_wait_ms": 5}, parallel_config(**parallel))) is waits
 
 
 def test_importing_kvconn_vllm_imports_no_vllm() -> None:

@@ -6,10 +6,10 @@ import contextlib
 import importlib.util
 import itertools
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,9 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
 
+import like as vllm
 import torch
+from like import like
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -73,7 +75,7 @@ class Worker:
             max_model_len=1024,
             kv_transfer_config=transfer,
             disable_hybrid_kv_cache_manager=False,
-            **{"dtype": "float32", "block_size": 128, **args},
+            **{"dtype": "float32", "block_size": 128, "load_format": "dummy", **args},
         ).create_engine_config()
         tokens, dtype = made.cache_config.block_size, made.model_config.dtype
         spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=16, dtype=dtype)
@@ -81,7 +83,7 @@ class Worker:
         tensor = KVCacheTensor(size=page * BLOCKS, layers=["layer.0"], layer_stride=0, block_stride=page)
         groups = [KVCacheGroupSpec(["layer.0"], spec)]
         caches = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups, kv_cache_layout="LBHNC")
-        layer = SimpleNamespace(isa=isa, get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
+        layer = like(vllm.LAYER, isa=isa, get_attn_backend=lambda: like(vllm.BACKEND, get_name=lambda: backend))
         made.compilation_config.static_forward_context["layer.0"] = layer
         self.connector = KVConnectorFactory.create_connector(made, KVConnectorRole.WORKER, caches)
         if tokens_first:  # in memory; the view is the same
@@ -165,10 +167,25 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     [
         ({"dtype": "bfloat16"}, 'dtype "float32" at the prefill engine, "bfloat16" at the decode engine'),
         ({"block_size": 96}, "blocks of 128 tokens at the prefill engine, of 96 at the decode engine"),
-        ({"isa": "amx"}, 'is only at the prefill engine; region "layer.0[amx]" of group 0'),
-        ({"config": {"model": "another"}}, 'model "{}" at the prefill engine, "another" at the decode engine'),
+        (
+            {"isa": "amx"},
+            'region "layer.0[CPU_ATTN,vec]" of group 0 … is only at the prefill engine; region "layer.0[CPU_ATTN,amx]"',
+        ),
+        (
+            {"backend": "OTHER"},
+            'region "layer.0[CPU_ATTN,vec]" of group 0 … is only at the prefill engine; region "layer.0[OTHER,vec]"',
+        ),
+        (
+            {"config": {"model": "another"}},
+            'model "{0}" with fingerprint 1: … at the prefill engine, model "another" with fingerprint none at the decode',
+        ),
+        (
+            {"hf_overrides": {"rope_theta": 1}},
+            '"{0}" with fingerprint 1: … "{0}" with fingerprint 1: … their weights or configurations differ',
+        ),
+        ({"config": {"must_match": {"speculative": "eagle"}}}, 'speculative "none" at the prefill engine, "eagle" at the decode engine'),
     ],
-    ids=["dtype", "block size", "order within a block", "model"],
+    ids=["dtype", "block size", "order within a block", "attention backend", "model", "overrides", "speculative"],
 )
 def test_engines_that_do_not_fit(
     make: Callable[..., Worker], model: Path, log: pytest.LogCaptureFixture, setting: dict[str, Any], said: str
@@ -177,7 +194,8 @@ def test_engines_that_do_not_fit(
     prefill, other = make("kv_producer"), make("kv_consumer", **setting)
     prefill.offer("unfit", [1, 2])
     assert other.load("unfit", prefill, [5, 6]) == {5, 6}
-    assert "unfit: its cache was not loaded" in log.text and said.format(model.name) in log.text
+    assert "unfit: its cache was not loaded" in log.text
+    assert re.search(".*".join(re.escape(part) for part in said.format(model.name).split(" … ")), log.text)
     assert not other.cache.any()
     for p, d in ((prefill, make("kv_consumer")), (make("kv_producer", **setting), other)):
         carry(p, d)
@@ -230,6 +248,20 @@ def test_pass_that_fails_has_computed_nothing(make: Callable[..., Worker], fails
         assert time.monotonic() < deadline, "the load has not ended"
     assert torch.equal(decode.cache[[7, 0]], data)
     assert (prefill.stats()["bytes_partial"] > 0) is not fails
+
+
+def test_index_out_of_range(make: Callable[..., Worker], log: pytest.LogCaptureFixture) -> None:
+    """On either side: that request ends with both values in the log, and the engines go on with others."""
+    prefill, decode = make("kv_producer"), make("kv_consumer")
+    sent, _, _ = prefill.step(KVConnMetadata(offers=[OfferWork("out", "out", [[1, BLOCKS + 91]], [0])]))
+    assert sent == {"out"}
+    assert re.search(rf"request out: its cache cannot be offered: .*\b{BLOCKS + 91}\b.*\b{BLOCKS}\b", log.text)
+    log.clear()
+    prefill.offer("in", [1, 2])
+    assert decode.load("in", prefill, [3, BLOCKS + 92]) == {3, BLOCKS + 92}
+    assert re.search(rf"request in: its cache cannot be loaded: .*\b{BLOCKS + 92}\b.*\b{BLOCKS}\b", log.text)
+    assert not decode.cache.any()
+    carry(prefill, decode)
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])

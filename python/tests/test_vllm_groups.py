@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ def window(tokens: int, **more: Any) -> Any:
 
 def grouped(*kinds: Any) -> Any:
     groups = [specs.KVCacheGroupSpec([f"layer.{number}"], kind) for number, kind in enumerate(kinds)]
-    return SimpleNamespace(kv_cache_groups=groups)
+    return specs.KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def test_groups_of_the_installed_vllm() -> None:
@@ -72,4 +71,6 @@ def test_caches_of_another_kind_are_refused_by_name() -> None:
     state = specs.MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
     with pytest.raises(ValueError, match="a KV cache of MambaSpec is not supported"):
         make_groups(grouped(full(), state))
-    assert make_groups(SimpleNamespace(kv_cache_groups=[specs.KVCacheGroupSpec(["a"], state, enable_kv_transfer=False)])) == []
+    rebuilt = grouped(state)  # by vLLM, of what is carried
+    rebuilt.kv_cache_groups[0].enable_kv_transfer = False
+    assert make_groups(rebuilt) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,9 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
 
+import like as vllm
 import torch
+from like import like, older
 from vllm.v1 import kv_cache_interface as specs
 
 import kvconn
@@ -24,8 +25,12 @@ ALL_HEADS = layout.Heads(3)
 
 
 def cache_config(num_blocks: int = 8, layers: Sequence[str] = ("a", "b")) -> Any:
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK), layer_names=list(layers))
-    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group], kv_cache_layout="LBHNC")
+    group = specs.KVCacheGroupSpec(list(layers), heads(3))
+    return specs.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[group], kv_cache_layout="LBHNC")
+
+
+def heads(number: int, **more: Any) -> Any:
+    return specs.FullAttentionSpec(**{"block_size": BLOCK, "num_kv_heads": number, "head_size": 5, "dtype": torch.int32, **more})
 
 
 def regions(caches: dict[str, Any], config: Any) -> list[tuple[Any, ...]]:
@@ -35,9 +40,10 @@ def regions(caches: dict[str, Any], config: Any) -> list[tuple[Any, ...]]:
     return layout.make_regions(caches, backend("FLASH_ATTN", caches), config, record, ALL_HEADS)
 
 
-def backend(name: str, layers: Sequence[str], **more: Any) -> Any:
-    asked = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: name, **more))
-    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={each: asked for each in layers}))
+def backend(name: str, layers: Sequence[str]) -> Any:
+    asked = like(vllm.LAYER, get_attn_backend=lambda: like(vllm.BACKEND, get_name=lambda: name))
+    context = like(vllm.COMPILATION_CONFIG, static_forward_context={each: asked for each in layers})
+    return like(vllm.VLLM_CONFIG, compilation_config=context)
 
 
 # The orders that vLLM names, as memory order of the logical axes L, B, H, N, C.
@@ -60,14 +66,14 @@ def test_named_layouts(name: str) -> None:
     caches = {"a": logical[0], "b": logical[1]}
     assert [entry[1] for entry in regions(caches, cache_config())] == [(8, 3, BLOCK, 10)] * 2
     config = cache_config()
-    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
-    heads = layout.Heads(12, tp_rank=2, tp_size=4)
-    made = layout.make_regions(caches, backend("FLASH_ATTN", caches), config, kvconn.regions_from_tensor, heads)
+    config.kv_cache_groups[0].kv_cache_spec = heads(3)
+    mine = layout.Heads(12, tp_rank=2, tp_size=4)
+    made = layout.make_regions(caches, backend("FLASH_ATTN", caches), config, kvconn.regions_from_tensor, mine)
     # The heads 6 to 8 of 12, each of them and each token in one place, in as many regions as the layout keeps apart.
     assert {(region.tokens, region.total_heads) for region in made} == {(BLOCK, 12)}
     for layer in "ab":
-        mine = [region for region in made if region.name == layer]
-        assert sorted(head for region in mine for head in range(region.first_head, region.first_head + region.heads)) == [6, 7, 8]
+        its = [region for region in made if region.name == f"{layer}[FLASH_ATTN]"]
+        assert sorted(head for region in its for head in range(region.first_head, region.first_head + region.heads)) == [6, 7, 8]
     # Whatever the order: block 5 of all regions together is exactly block 5 of all layers.
     got = sorted(
         value
@@ -79,16 +85,16 @@ def test_named_layouts(name: str) -> None:
 
 def test_smaller_kernel_blocks_are_put_together() -> None:
     config = cache_config()
-    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    config.kv_cache_groups[0].kv_cache_spec = heads(3, head_size=3)
     made = regions({"a": torch.zeros(32, 3, BLOCK // 4, 6), "b": torch.zeros(8, 3, BLOCK, 6)}, config)
     assert [entry[1] for entry in made] == [(8, 4, 3, BLOCK // 4, 6), (8, 3, BLOCK, 6)]
-    heads = {"first_head": 0, "total_heads": 3}
-    assert [entry[5] for entry in made] == [{"token_dim": (1, 3), "head_dim": 2, **heads}, {"token_dim": 2, "head_dim": 1, **heads}]
+    three = {"first_head": 0, "total_heads": 3}
+    assert [entry[5] for entry in made] == [{"token_dim": (1, 3), "head_dim": 2, **three}, {"token_dim": 2, "head_dim": 1, **three}]
 
 
 def test_heads_of_ranks() -> None:
     def spread(total: int, ranks: int, here: int) -> list[tuple[int, int]]:
-        return [layout.Heads(total, rank, ranks).of(SimpleNamespace(num_kv_heads=here)) for rank in range(ranks)]
+        return [layout.Heads(total, rank, ranks).of(heads(here)) for rank in range(ranks)]
 
     assert spread(8, 2, 4) == [(0, 8), (4, 8)]
     assert spread(2, 4, 1) == [(0, 2), (0, 2), (1, 2), (1, 2)]  # too few: ranks share one
@@ -99,15 +105,39 @@ def test_heads_of_ranks() -> None:
 
 def test_blocks_that_are_not_tokens_by_heads_stay_opaque() -> None:
     config = cache_config(layers=["a"])
-    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3, tokens_per_state=4)
+    config.kv_cache_groups[0].kv_cache_spec = heads(3, head_size=3, tokens_per_state=4)
     assert regions({"a": torch.zeros(8, 3, BLOCK // 4, 6)}, config)[0][5] == {}
-    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
-    assert regions({"a": torch.zeros(8, 24)}, config)[0][5] == {}
+    config.kv_cache_groups[0].kv_cache_spec = heads(3)
+    assert regions({"a": torch.zeros(8, 3 * BLOCK * 10)}, config)[0][5] == {}
+
+
+def test_quantisation_is_a_part_of_the_name() -> None:
+    """Blocks of the same length, in which numbers of four bits lie among their scales in ways of their own."""
+    cache = torch.zeros(8, 3, BLOCK, 16, dtype=torch.uint8)
+
+    def made(mode: str) -> Any:
+        config = cache_config(layers=["a"])
+        config.kv_cache_groups[0].kv_cache_spec = heads(3, head_size=8, dtype=torch.uint8, kv_quant_mode=specs.KVQuantMode[mode])
+        return layout.make_regions({"a": cache}, backend("TRITON_ATTN", "a"), config, kvconn.regions_from_tensor, ALL_HEADS)
+
+    found = {mode: made(mode) for mode in ("NONE", "FP8_PER_TENSOR", "NVFP4", "TURBOQUANT_4BIT_NC", "INT4_PER_TOKEN_HEAD")}
+    assert [regions[0].name for regions in found.values()] == [
+        "a[TRITON_ATTN]",
+        "a[TRITON_ATTN,FP8_PER_TENSOR]",
+        "a[TRITON_ATTN,NVFP4]",
+        "a[TRITON_ATTN,TURBOQUANT_4BIT_NC]",
+        "a[TRITON_ATTN,INT4_PER_TOKEN_HEAD]",
+    ]
+    # Only where a number is an element of the tensor can a block be cut.
+    assert [regions[0].tokens for regions in found.values()] == [BLOCK, BLOCK, 0, 0, 0]
+    # A mode that is not known here is one of those that cannot.
+    plain = {specs.KVQuantMode[name] for name in layout._PLAIN_QUANTISATION if name}
+    assert plain == {specs.KVQuantMode.NONE, specs.KVQuantMode.FP8_PER_TENSOR}
 
 
 def test_quantized_cache_is_copied_as_it_is() -> None:
     config = cache_config(layers=["a"])
-    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    config.kv_cache_groups[0].kv_cache_spec = heads(3, head_size=8, dtype=torch.float8_e4m3fn)
     cache = torch.zeros(8, 3, BLOCK, 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
     (region,) = layout.make_regions({"a": cache}, backend("FLASHINFER", "a"), config, kvconn.regions_from_tensor, ALL_HEADS)
     assert (region.block_bytes, region.tokens, region.heads) == (3 * BLOCK * 16, BLOCK, 3)
@@ -120,7 +150,7 @@ def test_backend_with_an_order_of_its_own_moves_whole_blocks_of_heads(name: str)
     memory = torch.zeros([sizes[axis] for axis in order], dtype=torch.int32)
     layer = memory.permute([order.index(axis) for axis in range(5)])[0]
     config = cache_config(layers=["a"])
-    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    config.kv_cache_groups[0].kv_cache_spec = heads(3)
     made = layout.make_regions({"a": layer}, backend("CPU_ATTN", "a"), config, kvconn.regions_from_tensor, layout.Heads(6, 1, 2))
     if name in ("LBNHC", "BLNHC"):  # the tokens of a head are not together at all
         assert all((region.tokens, region.heads) == (0, 0) for region in made)
@@ -137,7 +167,7 @@ def test_backend_with_an_order_of_its_own_moves_whole_blocks_of_heads(name: str)
 def test_order_within_a_block_is_a_part_of_the_name() -> None:
     """Of two hosts, one with a matrix unit: blocks of the same size and shape, in which the bytes lie otherwise."""
     config = cache_config(layers=["a"])
-    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3)
+    config.kv_cache_groups[0].kv_cache_spec = heads(3)
 
     def name(kind: str, isa: Any) -> str:
         context = backend(kind, "a")
@@ -145,25 +175,38 @@ def test_order_within_a_block_is_a_part_of_the_name() -> None:
         (region,) = layout.make_regions({"a": torch.zeros(8, 3, BLOCK, 10)}, context, config, kvconn.regions_from_tensor, ALL_HEADS)
         return region.name
 
-    assert [name("CPU_ATTN", isa) for isa in ("amx", "vec", None)] == ["a[amx]", "a[vec]", "a"]
-    assert name("FLASH_ATTN", "amx") == "a"
+    assert [name("CPU_ATTN", isa) for isa in ("amx", "vec", None)] == ["a[CPU_ATTN,amx]", "a[CPU_ATTN,vec]", "a[CPU_ATTN]"]
+    assert name("FLASH_ATTN", "amx") == "a[FLASH_ATTN]"
 
 
 def test_older_vllm_asks_the_backend() -> None:
-    config = cache_config(layers=["a"])
-    del config.kv_cache_layout
-    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=3, head_size=4)
-    context = backend("FLASH_ATTN", "a", get_kv_cache_shape=lambda blocks, size, heads, dim: (2, blocks, size, heads, dim))
+    group = specs.KVCacheGroupSpec(["a"], heads(3, head_size=4))
+    config = older(num_blocks=8, kv_cache_groups=[group])  # says nothing of layouts
+    asked = older(get_name=lambda: "FLASH_ATTN", get_kv_cache_shape=lambda blocks, size, heads, dim: (2, blocks, size, heads, dim))
+    context = backend("FLASH_ATTN", "a")
+    context.compilation_config.static_forward_context["a"].get_attn_backend = lambda: asked
     # 8 blocks and 8 of something else: only the backend can tell.
     cache = torch.zeros(2, 8, BLOCK, 3, 8)
     found = layout.make_regions({"a": cache}, context, config, lambda name, tensor, dim, group, **more: [(dim, more)], ALL_HEADS)
     assert found == [(1, {"token_dim": 2, "head_dim": 3, "first_head": 0, "total_heads": 3})]
     with pytest.raises(ValueError, match="no dimension of it counts 8 blocks"):
-        layout.make_regions({"a": cache}, SimpleNamespace(), config, lambda *_: [], ALL_HEADS)
+        layout.make_regions({"a": cache}, like(vllm.VLLM_CONFIG), config, lambda *_: [], ALL_HEADS)
 
 
 def test_shared_tensor_is_taken_once_and_strangers_are_left_out() -> None:
-    cache = torch.zeros(8, 2, 4, 6)
-    assert [entry[0] for entry in regions({"a": cache, "b": cache, "x": torch.zeros(3)}, cache_config())] == ["a"]
+    cache = torch.zeros(8, 3, BLOCK, 10)
+    assert [entry[0] for entry in regions({"a": cache, "b": cache, "x": torch.zeros(3)}, cache_config())] == ["a[FLASH_ATTN]"]
     with pytest.raises(ValueError, match="none of 1 caches"):
         regions({"x": cache}, cache_config())
+
+
+def test_cache_that_is_not_what_its_spec_says_is_refused() -> None:
+    """With both sizes; a number of blocks that does not fit too."""
+    for shape, said in {
+        (8, 3, BLOCK, 12): "which is 2304 bytes for each of 8 blocks, but its FullAttentionSpec says 1920 bytes",
+        (8, 2, BLOCK, 10): "which is 1280 bytes for each of 8 blocks, but its FullAttentionSpec says 1920 bytes",
+        (9, 3, BLOCK, 10): "no dimension of it counts 8 blocks",
+        (8, 3, BLOCK // 2, 10): "which is 960 bytes for each of 8 blocks, but its FullAttentionSpec says 1920 bytes",
+    }.items():
+        with pytest.raises(ValueError, match=rf"layer a has a cache of shape \({shape[0]}, .*{said}"):
+            regions({"a": torch.zeros(shape)}, cache_config(layers=["a"]))

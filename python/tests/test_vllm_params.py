@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from like import PARALLEL_CONFIG, like
 
 from kvconn.vllm import params
 
@@ -45,8 +45,8 @@ def test_params_that_ask_for_nothing(kv: Any) -> None:
 
 
 def test_send_early() -> None:
-    whole, in_parts = SimpleNamespace(use_ubatching=False), SimpleNamespace(use_ubatching=True)
-    assert [params.send_early({}, config) for config in (SimpleNamespace(), whole, in_parts)] == ["layers", "layers", "chunks"]
+    whole, in_parts = like(PARALLEL_CONFIG, use_ubatching=False), like(PARALLEL_CONFIG, use_ubatching=True)
+    assert [params.send_early({}, config) for config in (like(PARALLEL_CONFIG), whole, in_parts)] == ["layers", "layers", "chunks"]
     assert [params.send_early({"send_early": value}, in_parts) for value in ("layers", "chunks", "off")] == ["chunks", "chunks", "off"]
     with pytest.raises(ValueError, match="send_early is True"):
         params.send_early({"send_early": True}, whole)

@@ -189,16 +189,6 @@ def test_decode_aborted_during_its_load_is_cancelled() -> None:
     assert side.waits()  # until the worker says that no byte can land any more
 
 
-def test_second_request_with_a_transfer_id_is_computed(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "kvconn.vllm")
-    side, one, two = decode_side(), request(40, decode_params()), request(40, decode_params())
-    side.on_new_request(one)
-    side.on_new_request(two)
-    assert side.matched_tokens(one, 0) == (40, True)
-    assert side.matched_tokens(two, 0) == (0, False)
-    assert "belongs to request" in caplog.text
-
-
 def test_load_at_a_prefill_engine_fails(caplog: pytest.LogCaptureFixture) -> None:
     side, req = prefill_side(), request(40, decode_params())
     side.on_new_request(req)

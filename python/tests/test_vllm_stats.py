@@ -8,7 +8,6 @@ import json
 import pickle
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +16,20 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
 
 import msgspec
+from like import VLLM_CONFIG, like
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 
+import kvconn
 from kvconn.vllm.connector import KVConnConnector
 from kvconn.vllm.stats import KVConnStats, Recorder
 
 
 def completion(kind: str = "load", **more: Any) -> Any:
-    return SimpleNamespace(**{"kind": kind, "transport": "tcp", "bytes": 4096, "transfer_s": 0.002, "wait_s": 0.5, "segments": 3, **more})
+    told = {"kind": kind, "transport": "tcp", "bytes": 4096, "transfer_s": 0.002, "wait_s": 0.5, "segments": 3, **more}
+    return kvconn.Completion(**{"transfer_id": "t", "code": 0, "reason": "", "blocks": 1, **told})
 
 
 def told() -> KVConnStats:
@@ -107,7 +109,7 @@ def test_metrics(multi: bool) -> None:
         transfer = KVTransferConfig(
             kv_connector="MultiConnector", kv_role="kv_consumer", kv_connector_extra_config={"connectors": [ONE, ONE]}
         )
-    prom = Prom(SimpleNamespace(kv_transfer_config=transfer), ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    prom = Prom(like(VLLM_CONFIG, kv_transfer_config=transfer), ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"vllm:kvconn_{name}", {"model_name": "m", "engine": "1", **labels})
@@ -142,7 +144,7 @@ def test_dashboard_asks_for_metrics_that_there_are() -> None:
     registry = CollectorRegistry()
     kinds = {kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
     prom = KVConnConnector.build_prom_metrics(
-        SimpleNamespace(kv_transfer_config=None), kinds, ["model_name", "engine", "instance"], {0: ["m", "0", "i"]}
+        like(VLLM_CONFIG, kv_transfer_config=None), kinds, ["model_name", "engine", "instance"], {0: ["m", "0", "i"]}
     )
     prom.observe(told().data, 0)
     there = {sample.name for family in registry.collect() for sample in family.samples}

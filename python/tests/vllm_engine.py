@@ -94,6 +94,7 @@ class Engine:
             disable_hybrid_kv_cache_manager=False,
         )
         config = args.create_engine_config()
+        config.scheduler_config.async_scheduling = async_scheduling  # which the CPU's platform turns off
         spec: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
         groups = [KVCacheGroupSpec([f"layer.{n}"], _spec(window, **spec)) for n, window in enumerate(windows or (0, WINDOW)[: 1 + hybrid])]
         page = groups[0].kv_cache_spec.page_size_bytes

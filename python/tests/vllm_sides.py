@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from enum import Enum
-from types import SimpleNamespace
 from typing import Any
 
-from kvconn import InvalidError
+import like as vllm
+from like import like
+
+from kvconn import Completion, InvalidError
 from kvconn.vllm import records
 from kvconn.vllm.groups import Group
 from kvconn.vllm.metadata import KVConnMetadata
@@ -61,7 +63,8 @@ def prefill_params(transfer_id: str = "t") -> dict[str, Any]:
 
 
 def request(tokens: int, kv: Any, computed: int | None = None) -> Any:
-    return SimpleNamespace(
+    return like(
+        vllm.REQUEST,
         request_id=next(names),
         kv_transfer_params=kv,
         num_prompt_tokens=tokens,
@@ -79,11 +82,12 @@ def prefill_side(groups: Sequence[Group] = (Group(0, BLOCK),), partial_offers: b
 
 def first_step(req: Any, block_ids: list[list[int]], cached: int, scheduled: int) -> Any:
     """As much of vLLM's SchedulerOutput as a request's first step needs."""
-    return SimpleNamespace(
+    return like(
+        vllm.OUTPUT,
         preempted_req_ids=None,
-        scheduled_new_reqs=[SimpleNamespace(req_id=req.request_id, block_ids=block_ids, num_computed_tokens=cached)],
+        scheduled_new_reqs=[like(vllm.NEW_REQUEST, req_id=req.request_id, block_ids=block_ids, num_computed_tokens=cached)],
         num_scheduled_tokens={req.request_id: scheduled},
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]),
+        scheduled_cached_reqs=like(vllm.CACHED_REQUESTS, req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]),
     )
 
 
@@ -159,7 +163,7 @@ class FakeAgent:
         else:
             self.calls.append(("step", [part.transfer_id for part in parts]))
 
-    def withdraw(self, transfer_ids: Sequence[str]) -> None:
+    def withdraw(self, transfer_ids: Sequence[str], timeout_s: float = 10.0) -> None:
         if set(transfer_ids) & self.malformed:
             raise InvalidError("one of them is no id")
         if set(transfer_ids) & self.read:
@@ -188,7 +192,7 @@ class FakeAgent:
 
     def ends(self, transfer_id: str, kind: str, code: int = 0) -> None:
         self.done.append(
-            SimpleNamespace(
+            Completion(
                 transfer_id=transfer_id,
                 kind=kind,
                 code=code,

@@ -37,6 +37,14 @@ func (w *world) engine(dl *deal) core.Target {
 func (w *world) regionsOf(dl *deal, k int) [][]uint32 {
 	out := make([][]uint32, len(dl.ps))
 	for r := range uint32(regions) {
+		if w.plan.stages {
+			for i, p := range dl.ps {
+				if slices.Contains(p.layers, int(r)) {
+					out[i] = append(out[i], r)
+				}
+			}
+			continue
+		}
 		if w.plan.ranks == byHeads { // of each that has some of its heads
 			for i, p := range dl.ps {
 				if p.meets(dl.ds[k].geometry) {
@@ -57,6 +65,9 @@ func (w *world) regionsOf(dl *deal, k int) [][]uint32 {
 // found is what decode rank k learns of a deal's prefill ranks.
 func (w *world) found(dl *deal, k int) (list []core.FoundPart) {
 	of := w.regionsOf(dl, k)
+	if w.plan.stages {
+		of = w.cover(dl, k)
+	}
 	for i, p := range dl.ps {
 		list = append(list, core.FoundPart{From: p.target, Share: dl.share(k, p), Regions: of[i]})
 	}

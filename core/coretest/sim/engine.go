@@ -56,6 +56,7 @@ type half struct {
 // want is a request that waits for blocks.
 type want struct {
 	id    core.TransferID
+	first int // position in the prompt of the first
 	n     int
 	until time.Duration // then it is given up
 	got   func(blocks []core.BlockID) error
@@ -73,8 +74,12 @@ func (e *engine) init() {
 	e.lost = map[core.TransferID]core.Report{}
 }
 
-// take finds free blocks for the engine, or nil if there are not enough.
-func (h *host) take(n int) []core.BlockID {
+// take finds free blocks for the engine, or nil if there are not enough. They are for the
+// prompt's blocks from first on.
+func (h *host) take(first, n int) []core.BlockID {
+	if ring := ringOf(h.index); ring > 0 {
+		return h.takeRing(ring, first, n)
+	}
 	var out []core.BlockID
 	for _, i := range h.w.rnd.Perm(len(h.mem)) {
 		if h.mem[i].owner == 0 && len(out) < n {
@@ -91,9 +96,9 @@ func (h *host) take(n int) []core.BlockID {
 func (h *host) own(blocks []core.BlockID, token uint64, holds core.TransferID) {
 	for i, b := range blocks {
 		h.mem[b].owner = token
-		h.each(b, func(_, t int, head uint64, c *content) {
+		h.each(b, func(layer, t int, head uint64, c *content) {
 			if *c = (content{}); holds != "" {
-				*c = content{holds, i*h.size() + t, head, h.number}
+				*c = content{holds, layer, i*h.size() + t, head, h.number}
 			}
 		})
 	}
@@ -116,7 +121,7 @@ func (a *agent) wait(x *want) {
 func (a *agent) serveWaiting() {
 	for len(a.waiting) > 0 && !a.closing {
 		x := a.waiting[0]
-		blocks := a.host.take(x.n)
+		blocks := a.host.take(x.first, x.n)
 		if blocks == nil {
 			return
 		}
@@ -144,7 +149,7 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 	r := core.LoadRequest{ID: id, From: w.engine(dl), Token: token, Prompt: w.prompts[id].d}
 	h := &half{id: id, blocks: blocks, first: first, began: w.now, lost: a.lost[id]}
 	if blocks != nil {
-		r.Blocks, r.First = [][]core.BlockID{blocks}, []uint32{uint32(first)}
+		r.Blocks, r.First = [][]core.BlockID{blocks}, []uint32{uint32(w.plan.begin + first)}
 	}
 	of := w.regionsOf(dl, k)
 	for i := range of {
@@ -216,7 +221,8 @@ func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
 // offerOf offers blocks; accepted is called before a report can come.
 func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, of, token uint64, accepted func()) error {
 	w := a.w
-	r := core.OfferRequest{ID: id, Selection: core.Selection{Blocks: [][]core.BlockID{blocks}}, Token: token, Prompt: of}
+	r := core.OfferRequest{ID: id, Selection: core.Selection{First: w.begin(), Blocks: [][]core.BlockID{blocks}}, Token: token, Prompt: of}
+	a.misplaced(id, blocks)
 	w.acted(w.now)
 	defer func() { a.checkOffered(id, token) }()
 	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
@@ -228,7 +234,7 @@ func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, of, token uin
 			a.ledger.accepted(id, token)
 		}
 		return "", err
-	}, "offer %s token=%d%s%s", id, token, groups(r.Blocks), prompt(of))
+	}, "offer %s token=%d%s%s%s", id, token, optional("first", list(r.First)), groups(r.Blocks), prompt(of))
 }
 
 func (a *agent) announce(id core.TransferID) error {
@@ -311,10 +317,10 @@ func (a *agent) check(h *half, what string) {
 		a.host.each(b, func(r, t int, head uint64, holds *content) {
 			want := content{}
 			if pos := (h.first+i)*a.host.size() + t; h.upTo == 0 || pos < h.upTo {
-				want = content{h.id, pos, head, h.source(r, head)}
+				want = content{h.id, r, pos, head, h.source(r, head)}
 			}
 			if *holds != want {
-				a.w.fault(h.id, "%s: %q %s, but region %d of block %d holds %v at token %d, want %v", a.id, h.id, what, r, b, *holds, t, want)
+				a.w.fault(h.id, "%s: %q %s, but layer %d of block %d holds %v at token %d, want %v", a.id, h.id, what, r, b, *holds, t, want)
 			}
 		})
 	}

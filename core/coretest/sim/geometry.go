@@ -14,6 +14,8 @@ type geometry struct {
 	first, end uint32 // heads
 	hnd        bool
 	gap        uint64 // bytes between two blocks
+	layers     []int  // the model's that it has, one a region
+	index      core.IndexKind
 }
 
 const (
@@ -44,8 +46,8 @@ func (g geometry) cell(token, head uint64) uint64 {
 
 func (g geometry) layout() *core.Layout {
 	var list []core.Region
-	for i := range regions {
-		r := core.Region{Name: strings.Repeat("k", 1+i), Base: uint64(1<<24) * uint64(1+i), BlockStride: g.stride() * cellBytes, BlockBytes: g.cells() * cellBytes, NumBlocks: 100}
+	for i, layer := range g.layers {
+		r := core.Region{Name: strings.Repeat("k", 1+layer), Base: uint64(1<<24) * uint64(1+i), BlockStride: g.stride() * cellBytes, BlockBytes: g.cells() * cellBytes, NumBlocks: 100, IndexKind: g.index}
 		if !g.opaque() {
 			r.Tokens, r.Heads, r.FirstHead, r.TotalHeads = g.tokens, g.end-g.first, g.first, modelHeads
 			if r.TokenStride, r.HeadStride = uint64(r.Heads)*cellBytes, cellBytes; g.hnd {
@@ -64,10 +66,11 @@ func (g geometry) layout() *core.Layout {
 // geometryOf is that of a rank. A prefill rank has all heads unless each of them
 // has its own.
 func (w *world) geometryOf(tokens uint32, rank, ranks int, prefill bool) geometry {
+	layers := w.layersOf(rank, ranks, prefill)
 	if !w.plan.cut {
-		return geometry{}
+		return geometry{layers: layers, index: w.plan.index}
 	}
-	g := geometry{tokens: tokens, end: modelHeads, hnd: w.chance(0.5), gap: uint64(w.rnd.IntN(2)) * cellBytes}
+	g := geometry{layers: layers, tokens: tokens, end: modelHeads, hnd: w.chance(0.5), gap: uint64(w.rnd.IntN(2)) * cellBytes}
 	switch {
 	case w.plan.ranks == byHeads:
 		g.first, g.end = uint32(rank*modelHeads/ranks), uint32((rank+1)*modelHeads/ranks)
@@ -117,14 +120,14 @@ func places(out []place, region uint32, offset, length uint64) []place {
 	return out
 }
 
-// each goes through the cells of a block: the region, the token in the block, and
+// each goes through the cells of a block: the layer, the token in the block, and
 // the head of the model.
-func (h *host) each(b core.BlockID, f func(region, token int, head uint64, c *content)) {
+func (h *host) each(b core.BlockID, f func(layer, token int, head uint64, c *content)) {
 	g := h.geometry
-	for r := range regions {
+	for r, layer := range g.layers {
 		for t := range g.size() {
 			for n := range g.heads() {
-				f(r, t, uint64(g.first)+n, &h.cells[r][uint64(b)*g.stride()+g.cell(uint64(t), n)])
+				f(layer, t, uint64(g.first)+n, &h.cells[r][uint64(b)*g.stride()+g.cell(uint64(t), n)])
 			}
 		}
 	}
@@ -169,9 +172,9 @@ func (w *world) tokensOf(engine int) uint32 {
 // said is a rank's geometry as far as the machines know it, as transcripts have it.
 func (g geometry) said() string {
 	if g.opaque() {
-		return fmt.Sprintf(" regions=%d", regions)
+		return fmt.Sprintf(" regions=%d", len(g.layers))
 	}
-	return fmt.Sprintf(" regions=%d size=[%d]", regions, g.tokens)
+	return fmt.Sprintf(" regions=%d size=[%d]", len(g.layers), g.tokens)
 }
 
 func (w *world) countCuts(dl *deal, d *host) {

@@ -37,6 +37,7 @@ type block struct {
 // content is what an item is of, or an opaque block.
 type content struct {
 	id     core.TransferID
+	layer  int
 	pos    int // of the prompt: a token, or an opaque block
 	head   uint64
 	source int // number of the prefill rank that it is from

@@ -81,15 +81,15 @@ func (a *agent) stepOf(p *computation, left time.Duration) {
 // computeMore computes some more, and offers it.
 func (a *agent) computeMore(p *computation) bool {
 	w := a.w
-	r := core.PartialOffer{ID: p.id, Prompt: a.promptOf(p)}
+	r := core.PartialOffer{ID: p.id, Prompt: a.promptOf(p), First: w.begin()}
 	if more := w.rnd.IntN(len(p.blocks) - p.given + 1); more > 0 {
 		r.Blocks = [][]core.BlockID{p.blocks[p.given : p.given+more]}
 		p.given += more
 	}
 	// A layer at a time, or all: up to a block of those that are given.
-	of := []uint32{0, 1, 2}
+	of := []uint32{0, 1, 2}[:len(a.host.layers)]
 	if w.chance(0.5) {
-		of = of[w.rnd.IntN(3):]
+		of = of[w.rnd.IntN(len(of)):]
 		of = of[:1+w.rnd.IntN(len(of))]
 		r.Regions = of
 	}
@@ -97,7 +97,7 @@ func (a *agent) computeMore(p *computation) bool {
 	for _, region := range of {
 		a.fill(p, int(region), upTo)
 	}
-	r.Ready = []uint32{uint32(upTo)}
+	r.Ready = []uint32{uint32(w.plan.begin + upTo)}
 	w.acted(w.now)
 	w.faults["partial"]++
 	err := a.feed(func(m *core.Machine, now time.Time) (string, error) {
@@ -107,7 +107,7 @@ func (a *agent) computeMore(p *computation) bool {
 		}
 		return "", err
 	},
-		"partial %s%s ready=%d%s%s", p.id, groups(r.Blocks), upTo, optional("in", list(r.Regions)), prompt(r.Prompt))
+		"partial %s%s%s ready=%d%s%s", p.id, optional("first", list(r.First)), groups(r.Blocks), r.Ready[0], optional("in", list(r.Regions)), prompt(r.Prompt))
 	if err != nil {
 		a.cancel(p.id)
 		a.withdraw(p)
@@ -118,9 +118,9 @@ func (a *agent) computeMore(p *computation) bool {
 // fill has a region's blocks hold the prompt, up to one of them.
 func (a *agent) fill(p *computation, region, upTo int) {
 	for i := p.computed[region]; i < upTo; i++ {
-		a.host.each(p.blocks[i], func(r, t int, head uint64, c *content) {
-			if r == region {
-				*c = content{p.id, i*a.host.size() + t, head, a.host.number}
+		a.host.each(p.blocks[i], func(layer, t int, head uint64, c *content) {
+			if layer == a.host.layers[region] {
+				*c = content{p.id, layer, i*a.host.size() + t, head, a.host.number}
 			}
 		})
 	}
@@ -128,7 +128,7 @@ func (a *agent) fill(p *computation, region, upTo int) {
 }
 
 func (a *agent) offerComputed(p *computation) {
-	for region := range regions {
+	for region := range a.host.layers {
 		a.fill(p, region, len(p.blocks))
 	}
 	delete(a.computing, p.id)

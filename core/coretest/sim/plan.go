@@ -23,8 +23,13 @@ type plan struct {
 	tokens   int  // of a prompt, then
 	// blockTokens of the prefill engine and of each decode engine.
 	blockTokens []int
-	pool        int // blocks of a rank
-	perPeer     int // requests to one peer at a time, as in node
+	pool        int            // blocks of a rank
+	stages      bool           // each prefill rank has some of the layers
+	index       core.IndexKind // what ids name
+	begin       int            // position of the first block that prefill has of a prompt
+	stranger    int            // the decode engine, from 1 on, whose ids name something else
+	other       core.IndexKind // there
+	perPeer     int            // requests to one peer at a time, as in node
 
 	loss, double, slow float64 // of each message
 	hang               float64 // of each renewal that gets no answer: for long not even its time-out is told
@@ -92,6 +97,7 @@ func (w *world) newPlan() plan {
 		p.blocks = 5/p.blockTokens[0] + w.rnd.IntN(2)
 		p.tokens = p.blocks*p.blockTokens[0] - w.rnd.IntN(p.blockTokens[0])
 	}
+	w.chooseIndex(&p)
 	switch w.seed % 10 {
 	case 0:
 		p.kind, p.opt.MaxTransfers, p.opt.Claim = true, 64, time.Minute
@@ -110,6 +116,10 @@ func (w *world) newPlan() plan {
 			p.hang, p.killed, p.mute, p.cancels, p.faults = 0, 0, 0, 0, 0
 			p.ranks, p.prefills, p.decodes[0] = shares, 1, 2
 		}
+	}
+	p.stages = p.ranks == allWithAll && p.prefills > 1 && !p.latent && w.chance(0.6)
+	if !p.kind && !p.calm && !p.silentDeath && !p.cut && w.chance(0.3) {
+		p.stranger, p.other = 1+w.rnd.IntN(len(p.decodes)), otherThan(p.index)
 	}
 	return p
 }

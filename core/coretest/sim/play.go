@@ -24,6 +24,9 @@ func (w *world) play() {
 		var list []*host
 		for i := range ranks {
 			list = append(list, &host{w: w, name: fmt.Sprintf("d%d%c", i, 'a'+e), geometry: w.geometryOf(w.tokensOf(1+e), i, ranks, false)})
+			if w.plan.stranger == 1+e {
+				list[i].geometry.index = w.plan.other
+			}
 		}
 		decodes = append(decodes, list)
 		w.hosts = append(w.hosts, list...)
@@ -210,7 +213,7 @@ func (w *world) decodes(dl *deal, k int, at, hold time.Duration) {
 					_ = a.load(dl, k, 0, nil) // the prefix was in its cache
 					return
 				}
-				a.wait(&want{id: id, n: n, until: w.now + 12*time.Second,
+				a.wait(&want{id: id, first: first, n: n, until: w.now + 12*time.Second,
 					got:  func(blocks []core.BlockID) error { return a.load(dl, k, first, blocks) },
 					none: func() { a.abortLoad(dl, k) }})
 			})
@@ -229,7 +232,7 @@ func (a *agent) abortLoad(dl *deal, k int) {
 		if a.cancel(id); h != nil && h.blocks != nil && a.w.chance(0.4) { // the same request comes again
 			a.w.reused[id] = true
 			a.after(a.w.upTo(30*time.Millisecond), func() {
-				a.wait(&want{id: id, n: len(h.blocks), until: a.w.now + time.Second,
+				a.wait(&want{id: id, first: h.first, n: len(h.blocks), until: a.w.now + time.Second,
 					got:  func(blocks []core.BlockID) error { return a.load(dl, k, h.first, blocks) },
 					none: func() {}})
 			})

@@ -159,6 +159,8 @@ func (a *agent) find(t core.Target, until time.Duration, found func(id core.Agen
 			switch {
 			case err == nil && ticket == "":
 				end("", core.Refused, "transport is closed")
+			case err == nil && a.misfit(id) != nil:
+				end("", core.Refused, a.misfit(id).Error())
 			case err == nil:
 				a.connect(id, ticket)
 				end(id, core.OK, "")

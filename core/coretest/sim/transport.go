@@ -255,6 +255,9 @@ func (a *agent) land(f *frame) *arm {
 		a.w.fault(e.id, "%s: %q has %d places here, and %d at its sender", a.id, e.id, len(e.dst), len(f.wr.src))
 		return nil
 	}
+	if p := f.wr.host(); p.index != a.host.index {
+		a.w.fault(e.id, "%s: bytes of %q land, though its ids name %v here and %v at %s", a.id, e.id, a.host.index, p.index, p.name)
+	}
 	if w := a.w; w.prompts[base(e.id)].crossed() {
 		w.fault(base(e.id), "%s: bytes of %q land, though prefill has another prompt than this engine has asked for", a.id, e.id)
 	}

@@ -44,6 +44,10 @@ class RefusedError(Exception):
     """A host that may not be contacted; the message says why."""
 
 
+class RouteError(Exception):
+    """The prefill engine cannot be used; the message says why."""
+
+
 class Allow:
     def __init__(self, entries: Iterable[str] = ()) -> None:
         entries = list(entries)

@@ -20,10 +20,11 @@ except ImportError:
     _common = None  # type: ignore[assignment]
 
 from ..errors import KvconnError
-from ..prompt import fingerprint
+from . import again
 from . import rooms as _rooms
+from . import start as begin
 from .layout import Layout, ids
-from .parallel import heads_of, parallel_of, refuse_unsupported
+from .parallel import bootstrap_port, heads_of, parallel_of, refuse_unsupported, stages_group
 from .params import agent_config, bootstrap_address, engine_name, from_environment, server_config, setting
 from .partial import Chunks
 from .rooms import Holder, NoAgent, Rooms
@@ -63,6 +64,7 @@ class KVConnManager(_Manager):
         prefill = disaggregation_mode.value == "prefill"
         self.parallel = parallel = parallel_of(args, server_args)
         refuse_unsupported(server_args, parallel)
+        start = begin.take(server_args)
         self.is_dummy_cp_rank = prefill and parallel.cp_rank != 0
         self.enable_all_cp_ranks_for_transfer = False
         self.attn_cp_rank, self.attn_cp_size = parallel.cp_rank, parallel.cp_size
@@ -76,17 +78,19 @@ class KVConnManager(_Manager):
         self.transfer_infos: dict[int, Any] = {}
         self.kv_cache_dtype_str = str(getattr(args, "kv_cache_dtype_str", "") or "").replace("torch.", "")
         self.kv_layout = getattr(args, "kv_layout", None)
-        self.layout = Layout(args, heads_of(args, server_args, parallel), self.is_mla_backend)
+        self.layout = Layout(args, start.pool, start.draft, heads_of(parallel, start.pool, start.model_config), parallel.rank.pp_size)
+        if parallel.rank.pp_size > 1:
+            begin.check_stages(self.layout.layers, self.layout.plain, stages_group())
         self._bootstrap = None
         if self.is_dummy_cp_rank:
             self._agent: Any = NoAgent()
             self.rooms = Rooms(self._agent, "prefill, a rank with nothing to send", self.bootstrap_timeout, self.waiting_timeout)
             return
         if prefill:
-            self._bootstrap = bootstrap_address(parallel.host, parallel.bootstrap_port, parallel.first_node)
+            self._bootstrap = bootstrap_address(parallel.host, bootstrap_port(parallel), parallel.first_node)
         config = agent_config(
             "prefill" if prefill else "decode",
-            str(server_args.model_path),
+            start.common,
             self.kv_cache_dtype_str,
             args.page_size,
             parallel.rank,
@@ -121,17 +125,16 @@ class KVConnManager(_Manager):
             with contextlib.suppress(KvconnError):  # the next poll reports the error
                 self._agent.wait(_NEWS_S)
 
-    def prompt_of(self, bootstrap_room: Any) -> int:
-        """The fingerprint of the request for which SGLang makes a sender or receiver; 0: not known.
+    def open_room(self, bootstrap_room: Any) -> Any:
+        """The room of the request for which SGLang makes a sender or receiver.
 
-        SGLang does not hand the prompt to its senders and receivers. The fingerprint is of the tokens as the client sent
-        them: SGLang puts other tokens in the place of images, and these may differ from machine to machine.
+        SGLang does not hand the request to them. The prompt's fingerprint is of the tokens as the client sent them: SGLang
+        puts other tokens in the place of images, and these may differ from machine to machine.
         """
         request, self.coming = self.coming, None
         if request is None or request.bootstrap_room != bootstrap_room:
-            return 0
-        prompt = getattr(request, "origin_input_ids_unpadded", None) or request.origin_input_ids
-        return fingerprint(prompt) if prompt else 0
+            return self.rooms.open(bootstrap_room)
+        return self.rooms.open(bootstrap_room, *again.prompt_and_turn(request))
 
     def register_to_bootstrap(self) -> None:
         return  # the agent did it when it registered the caches
@@ -157,10 +160,9 @@ class KVConnManager(_Manager):
         logger.error("room %s: %s", bootstrap_room, failure_reason)
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
-        kv_receiver.fail(
-            "a retracted request cannot be prefilled again under its room: "
-            "start the decode engine with --disaggregation-decode-retraction-backup, which keeps the cache of retracted requests"
-        )
+        """Has the prefill engine compute a retracted request again. All ranks are asked to; its client's rank does it."""
+        if self.parallel.answers:
+            again.prefill(kv_receiver, payload, self.waiting_timeout)
 
     def teardown(self) -> None:
         self._agent.close()
@@ -215,7 +217,7 @@ class KVConnSender(_Half, _Sender):
         self.aux_index: int | None = None
         self._chunks: Chunks | None = None
         self._prefix_pages = 0
-        self.room = mgr.rooms.open(bootstrap_room, mgr.prompt_of(bootstrap_room))
+        self.room = mgr.open_room(bootstrap_room)
         # The scheduler spends memory on a request when the room is in WaitingForInput. The room comes to this state when the
         # decode engine has pages for the request. If it came earlier, two engines could fill up with different requests and
         # wait for each other for ever. SGLang's --optimistic-prefill-attempts begins a prefill earlier, and gives way again.
@@ -288,7 +290,9 @@ class KVConnReceiver(_Half, _Receiver):
         self.bootstrap_room = bootstrap_room
         self.abort_notified = False
         self._engine = ""
-        self.room = mgr.rooms.open(bootstrap_room, mgr.prompt_of(bootstrap_room))
+        self._blocks: tuple[Any, ...] = ()  # that are loaded
+        self.http_port: int | None = None  # of the prefill server's own API
+        self.room = mgr.open_room(bootstrap_room)
 
     @property
     def _address(self) -> str:
@@ -306,6 +310,7 @@ class KVConnReceiver(_Half, _Receiver):
         if isinstance(engine, RouteError):
             mgr.rooms.fail(room, str(engine))
             return
+        self.http_port = engine.prefill_http_port
         differs = engine.differs(mgr.kv_args.page_size, mgr.kv_cache_dtype_str, mgr.kv_layout)
         if differs:
             mgr.router.forget(self.bootstrap_addr)
@@ -321,13 +326,19 @@ class KVConnReceiver(_Half, _Receiver):
                 self._claim(asked)
         else:
             # The prefill engine's scheduler knows the rank: a router may choose one that does not follow from the room.
+            if engine.follow_bootstrap_room and not setting("SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK", 0):
+                self._claim(self.bootstrap_room % engine.dp_size)
             mgr.router.dp_rank(self.bootstrap_addr, self.bootstrap_room, self._rank_found)
 
     def _rank_found(self, rank: int | RouteError) -> None:
-        if isinstance(rank, RouteError):
-            self.kv_mgr.rooms.fail(self.room, str(rank))
-        else:
+        rooms = self.kv_mgr.rooms
+        if not self._engine and isinstance(rank, RouteError):
+            rooms.fail(self.room, str(rank))
+        elif not self._engine:
             self._claim(rank)
+        elif not isinstance(rank, RouteError) and engine_name(rank) != self._engine:
+            self._engine = engine_name(rank)
+            rooms.move(self.room, lambda: self._claim(rank), lambda: rooms.load(self.room, self._address, self._engine, *self._blocks))
 
     def _claim(self, dp_rank: int) -> None:
         self._engine = engine_name(dp_rank)
@@ -351,7 +362,8 @@ class KVConnReceiver(_Half, _Receiver):
             if prefix % page:
                 raise ValueError(f"decode_prefix_len is {prefix}: a multiple of the page size {page} was expected")
             blocks = mgr.layout.blocks(kv_indices, state_indices, aux_index)
-            mgr.rooms.load(room, self._address, self._engine, blocks, mgr.layout.first(blocks, prefix // page))
+            self._blocks = blocks, mgr.layout.first(blocks, prefix // page)
+            mgr.rooms.load(room, self._address, self._engine, *self._blocks)
         except Exception as error:
             mgr.rooms.abort(room, str(error) or repr(error))
 

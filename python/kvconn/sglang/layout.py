@@ -1,26 +1,32 @@
 """SGLang's KV cache, metadata rows and states as regions of blocks.
 
 Group 0 is the KV cache, in pages. A group for each component of the state follows. The last group has the auxiliary rows
-(first token, logprobs …): a row is a block. SGLang gives bare pointers; the numbers of heads tell what a page holds.
+(first token, logprobs …): a row is a block. SGLang gives bare addresses. Its pool knows the layers (pools.py), and the numbers
+of heads tell what a page holds.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvconn import Region
+from kvconn import IndexKind, Region
 
-logger = logging.getLogger("kvconn.sglang")
+from . import kinds, pools
 
-# States whose indices follow the sequence from some place on to its end. The two sides may begin at different places. All
-# other states have equal length on both sides.
-_TO_THE_END = ("swa", "dsa", "qsa_compressed", "minimax_index_k", "minimax_dense_kv", "block_scale", "block_scale_swa")
-# The position after the last index of such a state.
+# The position after the last index of a state whose indices end with the prompt.
 _END = 1 << 18
+_PAGES = ("k", "v", "kv")  # the parts that SGLang sends as the KV cache
+# The parts that SGLang sends as a state of each type; the pool of the type "mamba" has them with their shapes.
+_PARTS = {
+    "mamba": ("conv", "temporal"),
+    "swa": _PAGES,
+    "dsa": ("index",),
+    "dsa_tail": ("tail_k", "tail_score"),
+    "block_scale": ("k_scale", "v_scale"),
+    "block_scale_swa": ("k_scale", "v_scale"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,74 +50,156 @@ class Heads:
 class Layout:
     """The regions, and the block ids of a request by group."""
 
-    def __init__(self, args: Any, heads: Heads | None, mla: bool) -> None:
+    def __init__(self, args: Any, pool: Any, draft: Any, heads: Heads, stages: int = 1) -> None:
+        """stages: how many the engine's pipeline has."""
         self.page_size = args.page_size
-        self.state_types = [getattr(kind, "value", str(kind)) for kind in getattr(args, "state_types", None) or []]
+        self.state_types = [getattr(kind, "value", str(kind)) for kind in args.state_types]
+        self._kinds = [kinds.state(kind) for kind in self.state_types]
         self.aux_group = 1 + len(self.state_types)
         self.regions: list[Region] = []
-        self._pages(args, heads, mla)
-        for number, kind in enumerate(self.state_types):
-            self._state(args, number, kind)
+        self._heads = heads
+        self._pool = pool
+        self._owners = pools.owners(pool)
+        self._drafts = pools.owners(draft) if draft is not None else {}
+        if self._drafts and stages > 1:
+            raise ValueError(f"kvconn: a draft model is not carried with --pp-size {stages}: each stage has a cache for all of its layers")
+        self._ring = 0  # entries of a request's ring
+        missing = dict(self._owners)
+        for number, (what, group) in enumerate(self._buffers(args)):
+            for address, length, item in group:
+                if item:  # else the pool leaves this buffer out
+                    self._add(number, what, address, length, item)
+                    missing.pop(address, None)
+        if missing:
+            layer, part = next(iter(missing.values()))
+            raise ValueError(f"kvconn: SGLang has not handed over {part} of layer {layer} of its {type(pool).__name__}")
         self._rows(args)
         groups = {region.group for region in self.regions}
-        if groups != set(range(self.aux_group + 1)):
-            raise ValueError(f"kvconn: no memory for the groups {sorted(set(range(self.aux_group + 1)) - groups)} of {self.state_types}")
+        for group, what in enumerate(("the KV cache", *(f"the state {kind!r}" for kind in self.state_types), "auxiliary rows")):
+            if group not in groups:
+                raise ValueError(f"kvconn: this rank has no memory for {what}: each stage of a pipeline needs a layer with one")
         self.pages = min(region.num_blocks for region in self.regions if region.group == 0)
         self.page_bytes = sum(region.block_bytes for region in self.regions if region.group == 0)
 
-    def _pages(self, args: Any, heads: Heads | None, mla: bool) -> None:
-        names = page_names(
-            len(args.kv_data_ptrs),
-            getattr(args, "num_draft_entries", 0),
-            list(getattr(args, "kv_layer_ids", None) or []),
-            getattr(args, "prefill_start_layer", 0) or 0,
-            mla,
-        )
-        # A layout with a name orders a page in another way.
-        plain = getattr(args, "kv_layout", None) is None
-        for name, address, length, item in zip(names, args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens):
-            if not item:
-                continue  # the pool leaves this buffer out
-            geometry = _geometry(item, self.page_size, heads, mla) if plain and not name.startswith("draft") else {}
-            self.regions.append(Region(name, address, item, item, length // item, 0, **geometry))
+    def _buffers(self, args: Any) -> list[tuple[str, Any]]:
+        states = zip(self.state_types, args.state_data_ptrs, args.state_data_lens, args.state_item_lens)
+        return [
+            ("layer", zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)),
+            *((kind, zip(*buffers)) for kind, *buffers in states),
+        ]
 
-    def _state(self, args: Any, number: int, kind: str) -> None:
-        layers = (getattr(args, "state_layer_ids", None) or [[]] * len(self.state_types))[number]
-        seen: Counter[int] = Counter()
-        rows = zip(args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number])
-        for place, (address, length, item) in enumerate(rows):
-            if not item:
-                continue
-            layer = layers[place] if place < len(layers) else place
-            self.regions.append(Region(f"{kind}.{layer}.{seen[layer]}", address, item, item, length // item, 1 + number))
-            seen[layer] += 1
+    def _add(self, group: int, what: str, address: int, length: int, item: int) -> None:
+        """A region for a buffer. Its name says the same on every rank, and in both engines."""
+        name = type(self._pool).__name__
+        draft = address not in self._owners
+        owner = (self._drafts if draft else self._owners).get(address)
+        if owner is None:
+            raise ValueError(f"kvconn: a buffer of {what!r} is of no layer of the {name}")
+        if owner.part.rstrip("0123456789") not in (_PAGES if group == 0 else _PARTS[what]):
+            raise ValueError(
+                f"kvconn: a buffer of {what!r} has {owner.part} of layer {owner.layer} of the {name}, which is of another kind"
+            )
+        label = f"{what}.{'draft ' if draft else ''}{owner.layer}.{owner.part}"
+        pages = group == 0 or self._kinds[group - 1].index == "page"
+        geometry = self._geometry(item, owner) if pages else {}
+        if what == "dsa_tail":
+            entries = owner.pool.index_kpool + owner.pool.tail_extra_slots
+            if item % entries or self._ring not in (0, entries):
+                raise ValueError(f"kvconn: rows of {item} bytes are no rings of {entries} entries, or of {self._ring} as others have")
+            self._ring, item = entries, item // entries
+        elif not geometry and owner.part != "index" and self._heads.tp_size > 1:
+            # Each rank has another part of it, and nothing but the name can tell which.
+            label += f" of rank {self._heads.tp_rank}/{self._heads.tp_size}"
+        if owner.shape:
+            label += f" {owner.shape}"
+        self.regions.append(Region(label, address, item, item, length // item, group, index_kind=self._index_kind(group), **geometry))
+
+    def _index_kind(self, group: int) -> int:
+        kind = self._kinds[group - 1].index if group else "page"
+        if kind == "ring":
+            return IndexKind.ring(self._ring)
+        return IndexKind.SLOT if kind == "slot" else IndexKind.BLOCK
+
+    def _geometry(self, item: int, owner: pools.Owner) -> dict[str, int]:
+        """Of a page with token after token, and in a token head after head; empty if the page is not so."""
+        tokens, heads = self.page_size, self._heads
+        token = item // tokens
+        if item % tokens or owner.part not in _PAGES:
+            return {}
+        if owner.part == "kv":
+            return {"tokens": tokens, "heads": 1, "token_stride": token, "head_stride": token} if token % 4 == 0 else {}
+        alike = owner.pool.kv_cache_layout == "nhd" and owner.pool.head_num == heads.here
+        if not alike or not heads.known or token % heads.here or (token // heads.here) % 4:
+            return {}
+        return {
+            "tokens": tokens,
+            "heads": heads.here,
+            "first_head": heads.first,
+            "total_heads": max(heads.total, heads.here),
+            "token_stride": token,
+            "head_stride": token // heads.here,
+        }
 
     def _rows(self, args: Any) -> None:
         # The number of buffers is a part of the name: a buffer that only one engine has would shift the others.
         count = len(args.aux_data_ptrs)
         for number, (address, length, item) in enumerate(zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)):
-            self.regions.append(Region(f"aux.{number} of {count}", address, item, item, length // item, self.aux_group))
+            name = f"aux.{number} of {count}"
+            self.regions.append(Region(name, address, item, item, length // item, self.aux_group, index_kind=IndexKind.ROW))
+
+    @property
+    def layers(self) -> set[int]:
+        """The model's layers that this rank has a cache of."""
+        return {owner.layer for owner in self._owners.values()}
+
+    @property
+    def plain(self) -> bool:
+        """Whether each layer of the model has a cache: the pool is of one kind."""
+        return all(owner.pool is self._pool for owner in self._owners.values())
+
+    @property
+    def one_part_each(self) -> list[str]:
+        """The types of states of which each tensor parallel rank has a part that cannot be cut: both engines need as many ranks."""
+        return [name for name, kind in zip(self.state_types, self._kinds) if kind.sharded]
 
     def blocks(self, pages: Any, states: Sequence[Any] | None, row: int | None) -> list[Any]:
         """The block ids of a request, per group."""
         given = list(states or [])
         if len(given) > len(self.state_types):
             raise ValueError(f"{len(given)} state components, {len(self.state_types)} are registered")
-        out = [pages]
-        for number in range(len(self.state_types)):
-            out.append(given[number] if number < len(given) and given[number] is not None else ())
-        return [ids(block, self._what(group)) for group, block in enumerate([*out, () if row is None else (row,)])]
+        out = [ids(pages, "pages")]
+        for number, (name, kind) in enumerate(zip(self.state_types, self._kinds)):
+            indices = given[number] if number < len(given) and given[number] is not None else ()
+            if kind.index == "ring":
+                indices = self._entries(name, [int(each) for each in indices])
+            block = ids(indices, f"indices of the state {name!r}")
+            if kind.index == "slot" and len(block) > 1:
+                raise ValueError(f"{len(block)} slots of the state {name!r} for one request: {list(block)[:8]}")
+            out.append(block)
+        return [*out, ids(() if row is None else (row,), "auxiliary rows")]
 
-    def _what(self, group: int) -> str:
-        if group == 0:
-            return "pages"
-        return "auxiliary rows" if group == self.aux_group else f"indices of the state {self.state_types[group - 1]!r}"
+    def _entries(self, name: str, given: list[int]) -> list[int]:
+        """SGLang names the entries of a request's ring by its row, two runs of entries, and the ring's length."""
+        if not given:
+            return []
+        if len(given) != 6 or min(given) < 0:
+            raise ValueError(f"indices of the state {name!r} are {given}: a row, two runs and the length of a ring were expected")
+        row, at, count, again, more, ring = given
+        if ring != self._ring:
+            raise ValueError(f"indices of the state {name!r} are of a ring of {ring} entries, {self._ring} are registered")
+        if at + count > ring or again + more > ring or count + more > ring:
+            raise ValueError(f"indices of the state {name!r} are {given}: the runs exceed a ring of {ring} entries")
+        return [row * ring + entry for entry in (*range(at, at + count), *range(again, again + more))]
 
     def first(self, blocks: Sequence[Sequence[int]], prefix_pages: int) -> list[int]:
         """Per group, the position of the first block in the request."""
         out = [prefix_pages]
-        for kind, block in zip(self.state_types, blocks[1:]):
-            out.append(_END - len(block) if kind in _TO_THE_END else 0)
+        for kind, block in zip(self._kinds, blocks[1:]):
+            if kind.index == "ring":
+                # Any position that lies in this entry: rings are of equal length, so the other side counts from the same.
+                out.append(block[0] % self._ring if len(block) else 0)
+            else:
+                out.append(_END - len(block) if kind.to_the_end else 0)
         return [*out, 0]
 
 
@@ -130,42 +218,3 @@ def ids(values: Any, what: str) -> Any:
         wrong = next(int(n) for n in flat if not 0 <= n < 1 << 32)
         raise ValueError(f"{what} hold {wrong}: want 0 to {(1 << 32) - 1}")
     return array("I", flat.astype(np.uint32).tobytes())
-
-
-def page_names(count: int, drafts: int, layer_ids: Sequence[int], start_layer: int, mla: bool) -> list[str]:
-    """A name for each of the KV cache's buffers. A layer's name is the same on a side that has only some of the layers.
-
-    SGLang's pools give the keys of all layers, then the values; a layer's first buffer is its key.
-    """
-    if layer_ids and len(layer_ids) != count:
-        raise ValueError(f"kvconn: {len(layer_ids)} layer ids for {count} buffers of the KV cache")
-    target = count - drafts
-    if not layer_ids:
-        each = 1 if mla or target % 2 else 2
-        layers = target // each
-        layer_ids = [start_layer + n for _ in range(each) for n in range(layers)]
-    names = []
-    seen: Counter[int] = Counter()
-    for layer in layer_ids[:target]:
-        names.append(f"layer.{layer}.{seen[layer]}")
-        seen[layer] += 1
-    return [*names, *(f"draft.{number} of {drafts}" for number in range(drafts))]
-
-
-def _geometry(item: int, tokens: int, heads: Heads | None, mla: bool) -> dict[str, int]:
-    """The geometry of a page with token after token, and in a token head after head; empty if the page is not so."""
-    if item % tokens:
-        return {}
-    token = item // tokens
-    if mla:
-        return {"tokens": tokens, "heads": 1, "token_stride": token, "head_stride": token} if token % 4 == 0 else {}
-    if heads is None or not heads.known or token % heads.here or (token // heads.here) % 4:
-        return {}
-    return {
-        "tokens": tokens,
-        "heads": heads.here,
-        "first_head": heads.first,
-        "total_heads": max(heads.total, heads.here),
-        "token_stride": token,
-        "head_stride": token // heads.here,
-    }

@@ -8,6 +8,7 @@ from typing import Any
 
 from .._engine import Rank
 from .layout import Heads
+from .params import setting
 
 logger = logging.getLogger("kvconn.sglang")
 
@@ -51,6 +52,15 @@ def _context(name: str) -> Any:
         return None
 
 
+def leaf(name: str, server_args: Any, default: Any = None) -> Any:
+    """A setting as SGLang has resolved it; as it was given, where an older SGLang resolves it in place."""
+    try:
+        value = _context("get_context").config_leaf(name)
+    except (AttributeError, ValueError):
+        value = getattr(server_args, name, None)
+    return default if value is None else value
+
+
 def parallel_of(args: Any, server_args: Any) -> Parallel:
     view, serving, disagg = _context("get_parallel"), _context("get_serving"), _context("get_disagg")
 
@@ -83,14 +93,11 @@ def parallel_of(args: Any, server_args: Any) -> Parallel:
 
 def refuse_unsupported(server_args: Any, parallel: Parallel) -> None:
     """Refuses options that would later lead to wrong tokens or to failures."""
-    view, disagg = _context("get_parallel"), _context("get_disagg")
+    view = _context("get_parallel")
 
     def option(name: str, default: Any = None) -> Any:
-        for place in (view, disagg, server_args):
-            value = getattr(place, name, None)
-            if value is not None:
-                return value
-        return default
+        value = getattr(view, name, None)
+        return leaf(name, server_args, default) if value is None else value
 
     device = str(option("device", "cuda"))
     if device != "cpu":
@@ -103,29 +110,46 @@ def refuse_unsupported(server_args: Any, parallel: Parallel) -> None:
     policy = option("disaggregation_decode_allocation_policy", "early")
     if policy != "early":
         raise ValueError(f"--disaggregation-decode-allocation-policy {policy} is not supported by kvconn: the default, early, is")
-    try:
-        from sglang.srt.environ import envs
-
-        staging = bool(envs.SGLANG_DISAGG_STAGING_BUFFER.get())
-    except (ImportError, AttributeError):
-        staging = False
-    if staging:
+    workers = option("tokenizer_worker_num", 1) or 1
+    if workers != 1:
+        raise ValueError(
+            f"--tokenizer-worker-num {workers} is not supported by kvconn: SGLang's tokenizer workers load no plugins, "
+            "and so would not know the backend; give 1, which is the default"
+        )
+    several = parallel.rank.tp_size > 1 or parallel.rank.pp_size > 1 or parallel.cp_size > 1
+    if several and not setting("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", 1):
+        raise ValueError(
+            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE is off: with several ranks SGLang would give a failed request's pages "
+            "to others while a load still writes into them; switch it on, which is the default"
+        )
+    if setting("SGLANG_DISAGG_STAGING_BUFFER", 0):
         raise ValueError("SGLANG_DISAGG_STAGING_BUFFER is set: kvconn copies heads between unequal ranks without a staging buffer")
 
 
-def heads_of(args: Any, server_args: Any, parallel: Parallel) -> Heads | None:
-    """The KV heads of this rank; None if SGLang does not tell them: then both engines need equal ranks."""
-    size, rank = parallel.rank.tp_size, parallel.rank.tp_rank
-    here, total = getattr(args, "kv_head_num", 0), getattr(args, "total_kv_head_num", 0)
-    if not here or not total:
-        try:
-            from sglang.srt.configs.model_config import ModelConfig
+def heads_of(parallel: Parallel, pool: Any, model_config: Any) -> Heads:
+    """The KV heads of this rank."""
+    full = getattr(pool, "full_kv_pool", pool)
+    return Heads(getattr(full, "head_num", 0), model_config.get_total_num_kv_heads(), parallel.rank.tp_rank, parallel.rank.tp_size)
 
-            total = ModelConfig.from_server_args(server_args).get_total_num_kv_heads()
-            here = max(1, total // size)
-        except Exception as error:
-            logger.warning(
-                "SGLang does not tell the model's KV heads (%r): the prefill and the decode engine need equal numbers of ranks", error
-            )
-            return None
-    return Heads(here, total, rank, size)
+
+def bootstrap_port(parallel: Parallel) -> int:
+    """The port of the engine's first rank, which has the bootstrap server: each host may have reserved another for itself."""
+    if parallel.first_node is None:
+        return parallel.bootstrap_port
+    world = getattr(_context("get_parallel"), "world_group", None)
+    if world is None:
+        raise ValueError(
+            "kvconn: SGLang does not tell the group of an engine on several hosts, whose ranks must agree on the bootstrap port"
+        )
+    port = world.broadcast_object(parallel.bootstrap_port, src=0)
+    if port != parallel.bootstrap_port:
+        logger.info("bootstrap port %d of the first rank, instead of %d that this host has reserved", port, parallel.bootstrap_port)
+    return int(port)
+
+
+def stages_group() -> Any:
+    """The ranks of the pipeline that this rank is in."""
+    group = getattr(_context("get_parallel"), "pp_group", None)
+    if group is None:
+        raise ValueError("kvconn: SGLang does not tell the group of its pipeline's stages, so --pp-size above 1 is not supported with it")
+    return group

@@ -17,7 +17,7 @@ MAX_TRANSFERS = 1 << 15
 
 # Keys that both sides derive from SGLang's options. With other values the sides would not find each other.
 _OURS: tuple[str, ...] = ("engine_id", "role", "report_demands", "report_claims", "bootstrap_join", "bootstrap_host", "bootstrap_port")
-_OURS += ("block_tokens", "tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank", "dp_size")
+_OURS += ("must_match", "block_tokens", "tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank", "dp_size")
 
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
@@ -75,7 +75,7 @@ def server_config(host: str, port: int, extra: Mapping[str, Any]) -> dict[str, A
 
 def agent_config(
     role: str,
-    model: str,
+    common: Mapping[str, Any],
     dtype: str,
     page_size: int,
     rank: Rank,
@@ -91,8 +91,7 @@ def agent_config(
     config: dict[str, Any] = {
         "engine_id": engine_name(rank.dp_rank),
         "role": role,
-        # The name and not the path: the engines share the model, but may keep it in different places.
-        "model": os.path.basename(model.rstrip("/")),
+        **common,
         "dtype": dtype,
         "block_tokens": page_size,
         # SGLang's client hears within three seconds that a prefill engine is gone, the scheduler's part included.
@@ -108,4 +107,6 @@ def agent_config(
     else:
         config["report_claims"] = True
     config.update(extra)
+    if "model" in extra and "model_fingerprint" not in extra:  # who names the model vouches for it
+        config.pop("model_fingerprint", None)
     return config

@@ -14,6 +14,10 @@ logger = logging.getLogger("kvconn.sglang")
 NAME = "kvconn"
 _TARGET = "sglang.srt.disaggregation.utils.get_kv_class"
 _IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
+_STARTS = (
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager",
+)
 _QUEUES = ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add", "sglang.srt.disaggregation.decode.DecodePreallocQueue.add")
 
 
@@ -67,7 +71,17 @@ def _add_classes() -> None:
     HookRegistry.register(_TARGET, _get_kv_class, HookType.AROUND)
     for queue in _QUEUES:
         HookRegistry.register(queue, _coming, HookType.BEFORE)
+    for start in _STARTS:
+        HookRegistry.register(start, _starting, HookType.BEFORE)
     HookRegistry.register(_IDLE, _idle, HookType.BEFORE)
+
+
+def _starting(queue: Any, *_: Any, **__: Any) -> None:
+    """Before SGLang's methods that make a queue's manager: the manager needs to know the pools that the queue has."""
+    if getattr(queue.transfer_backend, "value", None) == NAME:
+        from . import start
+
+        start.show(queue)
 
 
 def _coming(queue: Any, req: Any, *_: Any, **__: Any) -> None:

@@ -41,11 +41,13 @@ class Room:
 
     __slots__ = (
         "__weakref__",
+        "again",
         "before",
         "completion",
         "deadline",
         "id",
         "known",
+        "moved",
         "number",
         "owed",
         "partial",
@@ -59,10 +61,12 @@ class Room:
         "why",
     )
 
-    def __init__(self, rooms: Rooms, number: Any, prompt: int) -> None:
+    def __init__(self, rooms: Rooms, number: Any, prompt: int, again: int) -> None:
         self.rooms = rooms
         self.number = number
-        self.id = f"sglang-{number}"
+        # A request that is prefilled again under its room has another transfer: the first one has ended for good.
+        self.id = f"sglang-{number}.{again}" if again else f"sglang-{number}"
+        self.again = again
         # Two requests may use one room, and reach prefill and decode in different order. The fingerprint tells them apart:
         # by the room alone, each would get the other's cache.
         self.prompt = prompt
@@ -74,6 +78,7 @@ class Room:
         # The agent knows the request and owes no completion: it needs a cancel if the request ends before its transfer begins.
         self.known = False
         self.partial = False  # partial offers were made: their pages may be read
+        self.moved: Callable[[], None] | None = None  # loads it from another rank, when the load that is under way has ended
         self.prefix_pages = 0  # pages that the decode engine has already
         self.token = 0  # of the room's claim: tells it from the claim of an earlier request in the same room
         self.deadline = float("inf")
@@ -171,24 +176,24 @@ class Rooms:
         self.inbox = Inbox()
         self._owing: dict[str, Room] = {}  # bounded by the agent's max_transfers
         self._claims = 0
-        self._used: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
+        self._used: weakref.WeakValueDictionary[int, Room] = weakref.WeakValueDictionary()
         self.failed = 0  # since the start
 
     def __len__(self) -> int:
         return len(self._used)
 
-    def open(self, number: Any, prompt: int = 0) -> Room:
-        """A room for a new request. prompt is the fingerprint of its prompt; 0: not known.
+    def open(self, number: Any, prompt: int = 0, again: int = 0) -> Room:
+        """A room for a new request. prompt is the fingerprint of its prompt; 0: not known. again: how often it was prefilled before.
 
         A room that cannot be used is in the state FAILED.
         """
-        room = Room(self, number, prompt)
+        room = Room(self, number, prompt, again)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 63:
             self.fail(room, f"bootstrap_room is {number!r}: a whole number from 0 to 2^63 - 1 was expected")
-        elif room.id in self._used:
+        elif number in self._used:
             self.fail(room, "the room is in use by another request: each request needs one of its own")
         else:
-            self._used[room.id] = room
+            self._used[number] = room
         return room
 
     def fail(self, room: Room, reason: str) -> None:
@@ -250,6 +255,16 @@ class Rooms:
         else:
             self._let_go(room, room.reason or "")
 
+    def move(self, room: Room, claim: Callable[[], None], load: Callable[[], None]) -> None:
+        """Another rank of the prefill engine has the request than the one that was asked."""
+        if room.known:
+            room.known, room.state = False, BOOTSTRAPPING
+            self.let_go(room.id, "another data parallel rank has it")
+            claim()
+        elif room.owed == "load" and room.why is None:
+            room.moved = load
+            self.let_go(room.id, "another data parallel rank has it")
+
     # -- both -------------------------------------------------------------------------------------------------------
 
     def _owe(self, room: Room, what: str, bound_s: float) -> None:
@@ -306,14 +321,14 @@ class Rooms:
 
     def under_way(self, number: Any) -> bool:
         """Whether bytes may still land in its pages, or be read from them."""
-        room = self._used.get(f"sglang-{number}")  # a number that is invalid fits no room
+        room = self._used.get(number) if isinstance(number, int) else None
         return room is not None and room.owed in ("offer", "load")
 
     def forget(self, room: Room) -> None:
         """Ends the record of a room whose request has ended, well or not. If a transfer is under way, its completion does it."""
         self.abort(room, "the request has ended")
-        if not room.owed and self._used.get(room.id) is room:
-            del self._used[room.id]
+        if not room.owed and isinstance(room.number, int) and self._used.get(room.number) is room:
+            del self._used[room.number]
 
     def tick(self) -> None:
         """Collects completions, and calls from other threads; takes a few hundred nanoseconds if there are none."""
@@ -342,6 +357,10 @@ class Rooms:
             self._owing[room.id] = room
             return
         room.owed = ""
+        moved, room.moved = room.moved, None
+        if moved is not None and completion.code and room.why is None:
+            moved()
+            return
         if completion.kind != "demand":
             room.completion = completion
         if completion.code:
@@ -357,8 +376,8 @@ class Rooms:
 
     def _claim_lost(self, completion: Any) -> None:
         """A claim came to nothing. If the request was loaded meanwhile, the load has a completion of its own."""
-        room = self._used.get(completion.transfer_id)
-        if room is not None and room.known and room.token == completion.token:
+        room = self._used.get(int(completion.transfer_id.removeprefix("sglang-").partition(".")[0]))
+        if room is not None and room.id == completion.transfer_id and room.known and room.token == completion.token:
             # The room leaves WAITING even while the failure is kept back. Otherwise some pipeline stages would give it pages,
             # and the stages could not agree on its end.
             room.known, room.state = False, BOOTSTRAPPING

@@ -15,11 +15,13 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .allow import Allow, RefusedError
+from .again import Prefills
+from .allow import Allow, RefusedError, RouteError
 from .params import MAX_TRANSFERS
 
 logger = logging.getLogger("kvconn.sglang")
@@ -30,15 +32,12 @@ _READY_S = 15.0  # while the engine answers that its ranks are not all there
 _RANK_S = 30.0  # for the prefill engine to name a request's data parallel rank
 _AGAIN_S = 0.2
 _KNOWN_S = 5.0  # for an answer to be believed: an engine needs longer to come back with other options
-_LIMIT = 1024  # remembered addresses; also questions under way
+_LIMIT = 1024  # remembered addresses
+_LIMITS = {"questions": 1024, "prefills": MAX_TRANSFERS}  # that are under way
 _ROOMS = MAX_TRANSFERS  # rooms that one address is asked for, or told of, at a time
 _BATCH = 4096  # rooms in one question
 _AT_ONCE = 32  # rooms that the bootstrap port is told of at once
 _BYTES = 1 << 20  # of an answer
-
-
-class RouteError(Exception):
-    """The prefill engine cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Engine:
     page_size: int | None = None
     kv_cache_dtype: str | None = None
     kv_layout: str | None = None
+    prefill_http_port: int | None = None
 
     @classmethod
     def of(cls, said: Any) -> Engine:
@@ -57,6 +57,7 @@ class Engine:
             raise RouteError(f"its answer is {said!r:.100}, not an object")
         values: dict[str, Any] = {}
         kinds = {"dp_size": int, "follow_bootstrap_room": bool, "page_size": int, "kv_cache_dtype": str, "kv_layout": str}
+        kinds["prefill_http_port"] = int
         for key, kind in kinds.items():
             value = said.get(key)
             if value is None:
@@ -137,7 +138,7 @@ class Access:
             return {}
         return {"Authorization": f"Bearer {self._token}"}
 
-    def session(self) -> Any:
+    def session(self, connections: int = 100) -> Any:
         import aiohttp  # SGLang depends on it: its own bootstrap server uses it
         from aiohttp.resolver import ThreadedResolver
 
@@ -151,7 +152,7 @@ class Access:
                 return found
 
         context = ssl.create_default_context(cafile=self._ca) if self.tls else True
-        connector = aiohttp.TCPConnector(resolver=Resolver(), ssl=context)
+        connector = aiohttp.TCPConnector(resolver=Resolver(), ssl=context, limit=connections)
         return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_ASK_S))
 
 
@@ -173,9 +174,10 @@ class Router:
         self._asking: dict[str, dict[int, Any]] = {}
         self._telling: dict[str, dict[int, Any]] = {}
         self._lock = threading.Lock()  # guards the queues in _asking and _telling
-        self._under_way = 0
+        self._under_way: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Any = None
+        self._prefills = Prefills(self._access)
 
     # -- the scheduler's thread -------------------------------------------------------------------------------------
 
@@ -216,6 +218,10 @@ class Router:
         """Prefill: tells the bootstrap port which data parallel rank has a request."""
         self._queue(self._telling, address, room, (rank, _log_error), self._tell_ranks)
 
+    def prefill_again(self, address: str, payload: dict[str, Any], bound_s: float, then: Callable[[RouteError | None], None]) -> None:
+        """Has a prefill server compute a request, by its own API. Calls then with what went wrong, or None when it is computed."""
+        self._start(self._prefills.ask(address, payload, bound_s), then, "prefills")
+
     def _queue(self, queues: dict[str, dict[int, Any]], address: str, room: int, item: Any, work: Callable[..., Any]) -> None:
         """Puts many rooms into one question, so that a burst of requests costs the scheduler's interpreter little."""
         with self._lock:
@@ -242,24 +248,24 @@ class Router:
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
-    def _start(self, work: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> None:
-        if self._under_way >= _LIMIT:
+    def _start(self, work: Coroutine[Any, Any, Any], then: Callable[[Any], None], what: str = "questions") -> None:
+        if self._under_way[what] >= _LIMITS[what]:
             work.close()
-            then(RouteError(f"{_LIMIT} questions to bootstrap addresses are under way already"))
+            then(RouteError(f"{_LIMITS[what]} {what} are under way already"))
             return
         try:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
                 threading.Thread(target=loop.run_forever, name="kvconn-route", daemon=True).start()
                 self._loop = loop
-            asyncio.run_coroutine_threadsafe(self._run(work, then), self._loop)
+            asyncio.run_coroutine_threadsafe(self._run(work, then, what), self._loop)
         except Exception as error:  # without a thread this request ends, and the scheduler goes on
             work.close()
             then(RouteError(repr(error)))
             return
-        self._under_way += 1
+        self._under_way[what] += 1
 
-    async def _run(self, work: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> None:
+    async def _run(self, work: Coroutine[Any, Any, Any], then: Callable[[Any], None], what: str) -> None:
         try:
             result = await work
         except RouteError as error:
@@ -268,10 +274,10 @@ class Router:
             result = RouteError(str(error))
         except Exception as error:
             result = RouteError(repr(error))
-        self._inbox.put(lambda _rooms: self._done(result, then))
+        self._inbox.put(lambda _rooms: self._done(result, then, what))
 
-    def _done(self, result: Any, then: Callable[[Any], None]) -> None:
-        self._under_way -= 1
+    def _done(self, result: Any, then: Callable[[Any], None], what: str) -> None:
+        self._under_way[what] -= 1
         then(result)
 
     async def _request(self, method: str, address: str, path: str, body: Any = None) -> tuple[int, Any]:

@@ -22,8 +22,9 @@ from vllm.v1.core.sched.output import SchedulerOutput as _SchedulerOutput
 from .groups import make_groups, transfer_groups
 from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
-from .params import LAYERS, OFF, advertised, agent_config, check_parallel, idle_wait_s, rank_of, send_early, sizes
+from .params import IDLE_WAIT_MS, LAYERS, OFF, advertised, agent_config, check_parallel, idle_wait_s, rank_of, send_early, sizes
 from .scheduler import SchedulerSide
+from .served import check_engine
 from .stats import KVConnPromMetrics, KVConnStats, Recorder
 from .worker import Reports, WorkerSide
 
@@ -36,6 +37,11 @@ logger = logging.getLogger("kvconn.vllm")
 # blocks.
 _Results: Any = getattr(_base, "KVConnectorTransferResults", None)
 _HAS_FAILED = _Results is not None and "failed_recving" in getattr(_Results, "__dataclass_fields__", {})
+
+try:  # a vLLM whose layouts are named by L, B, H, N, C
+    from vllm.v1.kv_cache_layout import KVCacheLayout as _Layout
+except ImportError:
+    _Layout = None  # type: ignore[assignment,misc]
 
 try:  # where a hit comes from, in vLLM's statistics
     from vllm.v1.metrics.cache_hit_source import CacheHitSource as _Source
@@ -88,10 +94,11 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _show_logs()
         check_parallel(vllm_config.parallel_config)
+        check_engine(vllm_config)
         groups = make_groups(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config or {}
-        wait, early = idle_wait_s(extra), send_early(extra, vllm_config.parallel_config)
+        wait, early = idle_wait_s(extra, vllm_config.parallel_config), send_early(extra, vllm_config.parallel_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._scheduler: SchedulerSide | None = None
@@ -102,7 +109,15 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         self._spent_s = 0.0  # by the scheduler's side on this step
         if role == _base.KVConnectorRole.SCHEDULER:
             partial = early != OFF and _TELLS_PREEMPTIONS
-            self._scheduler = SchedulerSide(transfer.kv_role, groups, transfer.engine_id, sizes(vllm_config.parallel_config), partial)
+            self._scheduler = SchedulerSide(
+                transfer.kv_role,
+                groups,
+                transfer.engine_id,
+                sizes(vllm_config.parallel_config),
+                partial,
+                batches=getattr(vllm_config, "max_concurrent_batches", 1),
+                cache_dir=vllm_config.load_config.download_dir,
+            )
         else:
             from kvconn import Agent
 
@@ -110,6 +125,18 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             self._config = config = agent_config(vllm_config, kv_cache_config, self._rank)
             self._worker = WorkerSide(lambda: Agent(config), wait, early == LAYERS)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
+            logger.info("model %s, fingerprint %s", config["model"], config.get("model_fingerprint", "none"))
+            if not wait and extra.get(IDLE_WAIT_MS):
+                logger.info("%s is set, but ranks that compute together do not wait", IDLE_WAIT_MS)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Heads before tokens: then engines of unequal tensor parallel sizes move whole heads, not one piece for each token.
+
+        vLLM takes another layout if the attention backend has not got this one. A latent has one head.
+        """
+        model = getattr(vllm_config, "model_config", None)
+        return None if _Layout is None or model is None or model.use_mla or not hasattr(_Layout, "LBHNC") else "LBHNC"
 
     # -- scheduler side ---------------------------------------------------------------------------------------------
 

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-NULL_BLOCK = 0
+from .kinds import refusal
 
-# A state is not made of blocks, and vLLM itself rebuilds some caches after a load: to load those would give wrong bytes.
-_KINDS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
-_NOT_THOSE = ("RSWASpec", "HiddenStateCacheSpec", "KpoolTailSpec")
+NULL_BLOCK = 0
 
 
 @dataclass(frozen=True)
@@ -55,23 +53,22 @@ def make_groups(kv_cache_config: Any) -> list[Group]:
     for number in transfer_groups(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[number]
         whole = group.kv_cache_spec
-        kinds: list[str] = []
-        for spec in getattr(whole, "kv_cache_specs", {"": whole}).values():
-            kinds = [kind.__name__ for kind in type(spec).__mro__]
-            replayed = getattr(spec, "prefix_replay_tokens", 0)
-            if replayed or kinds[0] in _NOT_THOSE or not set(kinds) & set(_KINDS) or getattr(group, "host_resident", False):
-                raise ValueError(
-                    f"KVConnConnector: a KV cache of {kinds[0]} is not supported: full attention, MLA, sliding windows and "
-                    "attention in chunks are"
-                )
+        kind = ""
+        for layer, spec in (getattr(whole, "kv_cache_specs", None) or {next(iter(group.layer_names), "none"): whole}).items():
+            kind = type(spec).__name__
+            why = refusal(spec) or (refusal(whole) if whole is not spec else "")
+            if getattr(group, "host_resident", False):
+                why = f"a KV cache of {kind} in a pool of the host is not supported"
+            if why:
+                raise ValueError(f"KVConnConnector: layer {layer}: {why}")
         # A group of full attention may have the field sliding_window too, and still keeps every block.
         made.append(
             Group(
                 number,
                 whole.block_size,
-                window=spec.sliding_window if "SlidingWindowSpec" in kinds else 0,
-                retained=getattr(spec, "extra_retained_tokens", 0) if "SlidingWindowSpec" in kinds else 0,
-                chunk=spec.attention_chunk_size if "ChunkedLocalAttentionSpec" in kinds else 0,
+                window=spec.sliding_window if kind == "SlidingWindowSpec" else 0,
+                retained=getattr(spec, "extra_retained_tokens", 0) if kind == "SlidingWindowSpec" else 0,
+                chunk=spec.attention_chunk_size if kind == "ChunkedLocalAttentionSpec" else 0,
             )
         )
     return made

@@ -74,14 +74,25 @@ def _backend(vllm_config: Any, layer_name: str) -> str:
         return ""
 
 
-def _order(vllm_config: Any, layer_name: str) -> str:
-    """Which of its own orders a backend has chosen for a block; on CPU it depends on what the processor can do.
+# Modes of quantisation that change nothing but the type of the numbers: their scales are the model's, and the same everywhere.
+_PLAIN_QUANTISATION = ("", "NONE", "FP8_PER_TENSOR")
 
-    It becomes a part of the region's name, so that a region moves only between engines with the same order.
+
+def _quantisation(spec: Any) -> str:
+    """How the numbers in the blocks are packed, as vLLM names it."""
+    return str(getattr(getattr(spec, "kv_quant_mode", None), "name", ""))
+
+
+def _meaning(vllm_config: Any, layer_name: str, spec: Any, backend: str) -> str:
+    """What a block's bytes mean beside their geometry: the attention backend, the order that the backend has chosen for a
+    block (on CPU it depends on the processor), and the mode of quantisation.
+
+    It becomes a part of the region's name, so that a region moves only between engines with the same.
     """
     layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
-    chosen = getattr(layers.get(layer_name), "isa", None)
-    return f"[{chosen}]" if isinstance(chosen, str) and chosen else ""
+    order = getattr(layers.get(layer_name), "isa", None) if backend not in _BACKENDS_OF_ITEMS else None
+    said = [backend, order if isinstance(order, str) else "", _quantisation(spec).replace("NONE", "")]
+    return f"[{','.join(filter(None, said))}]" if any(said) else ""
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,17 @@ def _with_geometry(tensor: Any, dims: Dims, spec: Any, num_blocks: int, heads: H
     return tensor, geometry
 
 
+def _check_size(tensor: Any, dims: Dims, spec: Any, kv_cache_config: Any, layer_name: str) -> None:
+    """Refuses a cache that is not what its spec says; a vLLM whose layouts have no names says it in another way."""
+    says = getattr(spec, "unpadded_page_size_bytes", None) if hasattr(kv_cache_config, "kv_cache_layout") else None
+    there = tensor.numel() * tensor.element_size() // kv_cache_config.num_blocks
+    if says is not None and says != there:
+        raise ValueError(
+            f"KVConnConnector: layer {layer_name} has a cache of shape {tuple(tensor.shape)}, which is {there} bytes for each of "
+            f"{kv_cache_config.num_blocks} blocks, but its {type(spec).__name__} says {says} bytes"
+        )
+
+
 def make_regions(
     kv_caches: Mapping[str, Any],
     vllm_config: Any,
@@ -167,9 +189,13 @@ def make_regions(
             continue
         seen.add(key)
         dims = find_dims(vllm_config, kv_cache_config, name, spec, tensor.shape)
-        items = _backend(vllm_config, name) in _BACKENDS_OF_ITEMS
+        _check_size(tensor, dims, spec, kv_cache_config, name)
+        backend = _backend(vllm_config, name)
+        items = backend in _BACKENDS_OF_ITEMS
         tensor, geometry = _with_geometry(tensor, dims, spec, kv_cache_config.num_blocks, heads, items)
-        named = name if items else name + _order(vllm_config, name)
+        if _quantisation(spec) not in _PLAIN_QUANTISATION:
+            geometry = {}  # scales lie among the numbers: that a block can be cut by heads or tokens is not known
+        named = name + _meaning(vllm_config, name, spec, backend)
         regions.extend(regions_from_tensor(named, tensor, dims.block, place, **geometry))
     if not regions:
         raise ValueError(f"KVConnConnector: none of {len(kv_caches)} caches can be transferred")

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from .._engine import Rank, host_port
 from ..types import Claim
+from .served import model_keys, must_match
 
 # Settings of the connector itself. Every other key of kv_connector_extra_config goes to the agent, which refuses unknown ones.
 IDLE_WAIT_MS = "idle_wait_ms"
@@ -212,10 +213,13 @@ def advertised(address: str | None, config: Mapping[str, Any]) -> str | None:
     return f"{parts.scheme}://{host_port(host, parts.port)}"
 
 
-def idle_wait_s(extra: Mapping[str, Any]) -> float:
+def idle_wait_s(extra: Mapping[str, Any], parallel_config: Any) -> float:
+    """How long a step without tokens waits for a completion."""
     value = extra.get(IDLE_WAIT_MS, _DEFAULT_IDLE_WAIT_MS)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 100:
         raise ValueError(f"kv_connector_extra_config: {IDLE_WAIT_MS} is {value!r}: a number from 0 to 100 was expected")
+    if getattr(parallel_config, "data_parallel_size", 1) > 1 and getattr(parallel_config, "is_moe_model", None) is not False:
+        return 0.0  # such ranks compute together: the ranks that decode would wait for this one
     return float(value) / 1000
 
 
@@ -256,8 +260,6 @@ def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> dict[str
     config: dict[str, Any] = {
         "engine_id": transfer.engine_id,
         "role": _ROLES[transfer.kv_role],
-        # The name and not the path: the engines share the model, but may keep it in different places.
-        "model": os.path.basename(str(model.model).rstrip("/")),
         "dtype": dtype.replace("torch.", ""),
         "block_tokens": min(group_blocks) if group_blocks else cache.block_size,
     }
@@ -265,7 +267,10 @@ def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> dict[str
     if port is not None and config["role"] != "decode":
         config["bootstrap_port"] = port
     extra = transfer.kv_connector_extra_config or {}
+    config.update(model_keys(vllm_config, extra))
     config.update(asdict(rank))
+    if facts := must_match(vllm_config):
+        config["must_match"] = facts
     config.update({key: value for key, value in extra.items() if key not in _OWN_KEYS})
     if config["role"] != "decode" and not config.get("nats_url") and "bootstrap_join" not in config:
         join = _join(vllm_config.parallel_config, rank, config)

@@ -52,6 +52,7 @@ class PartialOffers:
     def __init__(self, groups: list[Group]) -> None:
         self._groups = groups
         self.count = 0  # requests that have a Partial
+        self.given = 0  # of them, those of which the worker knows blocks
 
     def begin(self, transfer_id: str, prompt: int, fingerprint: int, loaded: int, ends_there: bool) -> Partial | None:
         """For a prompt of which a decode engine loads so many tokens; None if every group has to come with the offer.
@@ -75,6 +76,7 @@ class PartialOffers:
         if partial is None:
             return {}
         self.count -= 1
+        self.given -= any(partial.given)
         return {n: partial.first[n] for n, given in enumerate(partial.given) if given}
 
     def step(self, output: Any, requests: Mapping[str, HasPartial], meta: KVConnMetadata) -> None:
@@ -101,16 +103,30 @@ class PartialOffers:
                     for group, ours in zip(self._groups, partial.block_ids):
                         ours.extend(blocks[group.number])
                 if there < partial.computed:  # another connector had loaded a prefix, and that load has failed
-                    held = partial.block_ids
-                    self._withdraw(partial, meta)
-                    self._replace(partial, ())
-                    partial.block_ids = held
+                    self._take_back(partial, meta)
                 self._compute(partial, there, after, meta)
+
+    def stop(self, requests: Mapping[str, HasPartial], meta: KVConnMetadata) -> None:
+        """Takes everything back: vLLM computes nothing, though requests want it. It pauses, and may throw the cache away.
+
+        A request that goes on after the pause is offered anew.
+        """
+        for record in requests.values() if self.given else ():
+            if record.partial is not None:
+                self._take_back(record.partial, meta)
+
+    def _take_back(self, partial: Partial, meta: KVConnMetadata) -> None:
+        """Of a request that keeps its blocks."""
+        held = partial.block_ids
+        self._withdraw(partial, meta)
+        self._replace(partial, ())
+        partial.block_ids = held
 
     def _replace(self, partial: Partial, block_ids: Any) -> None:
         partial.block_ids = [list(block_ids[group.number]) if block_ids else [] for group in self._groups]
         if any(ids[begin : begin + 1] == [NULL_BLOCK] for ids, begin in zip(partial.block_ids, partial.first)):
             partial.block_ids = []  # the cache hit has less of the window than is to be sent: the offer says so
+        self.given -= any(partial.given)
         partial.given = [0] * len(self._groups)
         partial.computed = 0
 
@@ -129,6 +145,7 @@ class PartialOffers:
         if after <= partial.computed or not partial.block_ids:
             return  # the whole prompt is there: the request decodes
         partial.computed = after
+        had = any(partial.given)
         now, then = self._ready(partial, before), self._ready(partial, after)
         if not any(then):
             return
@@ -136,6 +153,7 @@ class PartialOffers:
         for n, begin in enumerate(partial.first):
             more.append(partial.block_ids[n][begin + partial.given[n] : partial.ends[n]])
             partial.given[n] += len(more[n])
+        self.given += any(partial.given) - had
         meta.partials.append(PartialWork(partial.transfer_id, more, now, then, partial.fingerprint, partial.first))
 
     def _ready(self, partial: Partial, tokens: int) -> list[int]:

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Optional, Union
 
-from ..prompt import fingerprint
 from . import params as _params
 from .groups import Group, first_kept
 from .metadata import BlockIds, CancelWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
@@ -33,6 +32,7 @@ from .records import (
     Records,
     State,
 )
+from .requests import Prompts, siblings
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -48,7 +48,7 @@ Params = Optional[Union[PrefillParams, DecodeParams, Refused]]
 
 
 class _Taken(BadParams):
-    """The transfer id has an owner."""
+    """Another request of the same client has the transfer."""
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -63,6 +63,8 @@ class SchedulerSide:
         engine_id: str = "",
         sizes: Mapping[str, int] | None = None,
         partial_offers: bool = False,
+        batches: int = 1,
+        cache_dir: str | None = None,
     ) -> None:
         self._can_prefill = kv_role in ("kv_producer", "kv_both")
         self._can_decode = kv_role in ("kv_consumer", "kv_both")
@@ -73,6 +75,8 @@ class SchedulerSide:
         self._bootstrap_addr = ""  # where decode engines find this one; the workers tell
         self._next = KVConnMetadata()
         self._partials = PartialOffers(groups) if partial_offers else None
+        self._batches, self._empty_steps = batches, 0  # that vLLM has under way at once; steps without tokens, one after the other
+        self._prompts = Prompts(cache_dir)
         self._requests = Records()
         self._new_claims: list[Record] = []  # CLAIMED since the last step, unless they have gone on since
         self._owners: OrderedDict[str, str] = OrderedDict()  # by transfer: the request that has it, or had it
@@ -86,16 +90,17 @@ class SchedulerSide:
         req_id = request.request_id
         record = self._requests.get(req_id)
         if record is None:
-            record = Record(req_id, *self._judge(req_id, request.kv_transfer_params))
+            record = Record(req_id, *self._judge(req_id, request))
             self._requests.add(record)
         return record
 
-    def _judge(self, req_id: str, asked: Any) -> tuple[Params, State]:
+    def _judge(self, req_id: str, request: Any) -> tuple[Params, State]:
+        asked = request.kv_transfer_params
         try:
             params = self._accept(req_id, parse(asked))
-        except _Taken as taken:
-            # An ordinary case: the other samples of one prompt, and the request by which vLLM itself lets the connector
-            # clean up after one that failed.
+            if params is not None:
+                self._prompts.check(request)
+        except _Taken as taken:  # an ordinary case
             logger.info("request %s takes no part in a transfer: %s", req_id, taken)
             return None, ASIDE
         except BadParams as error:
@@ -112,12 +117,16 @@ class SchedulerSide:
             raise BadParams(f"do_remote_decode is true, but this engine's kv_role is {self._kv_role}")
         if isinstance(params, DecodeParams) and not self._can_decode:
             raise BadParams(f"do_remote_prefill is true, but this engine's kv_role is {self._kv_role}")
-        # Several samples of one prompt (n > 1) are several requests with one transfer id: the first of them has it.
+        # Several samples of one prompt (n > 1), or several prompts, are several requests with one transfer id: the first of
+        # them has it. An agent carries a transfer once, so any other request with the id would wait for nothing.
         # An engine of both roles may be P and D of one transfer, so the key names the half.
         key = f"{'P' if isinstance(params, PrefillParams) else 'D'}:{params.transfer_id}"
         owner = self._owners.setdefault(key, req_id)
         if owner != req_id:
-            raise _Taken(f"transfer_id {params.transfer_id!r} belongs to request {owner} already")
+            said = f"transfer_id {params.transfer_id!r} belongs to request {owner} already"
+            if siblings(owner, req_id):
+                raise _Taken(said)
+            raise BadParams(f"{said}, so it cannot be request {req_id}'s: each request, and each retry, needs a transfer_id of its own")
         while len(self._owners) > _REMEMBERED:
             self._owners.popitem(last=False)
         return params
@@ -127,7 +136,7 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         record = self._learn(request)
         if record.state is TO_PREFILL:
-            record.prompt = _fingerprint(request)  # of the prompt before it is cut
+            record.prompt = self._prompts.fingerprint(request)  # of the prompt before it is cut
             self._keep_window(record, request)
             self._announce(record, request)
         elif record.state is TO_LOAD:
@@ -185,7 +194,7 @@ class SchedulerSide:
     def after_alloc(self, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
         record = self._learn(request)
         if record.state is TO_PREFILL:  # a vLLM without on_new_request
-            record.prompt = _fingerprint(request)
+            record.prompt = self._prompts.fingerprint(request)
             self._announce(record, request)
         elif record.state is REFUSED:
             self._fail(record, request, block_ids, num_external_tokens)
@@ -229,7 +238,7 @@ class SchedulerSide:
                 wanted,
                 first,
                 tokens,
-                _fingerprint(request),
+                self._prompts.fingerprint(request),
             )
         )
         self._requests.move(record, LOADING)
@@ -326,29 +335,28 @@ class SchedulerSide:
             # A request that got blocks, or ended, since it came needs no claim.
             meta.claims = [record.params for record in self._new_claims if record.state is CLAIMED]
             self._new_claims = []
-        meta.empty_step = num_scheduled_tokens == 0
+        self._empty_steps = 0 if num_scheduled_tokens else self._empty_steps + 1
+        # While a batch is under way, the next one must find the worker ready.
+        meta.empty_step = self._empty_steps >= self._batches
         if self._partials is not None and output is not None:
             self._partials.step(output, self._requests, meta)
+            if self._empty_steps > self._batches:
+                self._partials.stop(self._requests, meta)
         return meta
 
     def has_unsaid(self) -> bool:
         return self._next.says_something or bool(self._new_claims)
 
     def waits(self) -> bool:
-        """Whether the worker has still to report a request."""
-        return bool(self._requests.offers or self._requests.loads)
+        """Whether the worker has still to report a request, or reads blocks of one that is being computed.
+
+        A pause of vLLM waits for this, and a sleep after it throws the cache away.
+        """
+        return bool(self._requests.offers or self._requests.loads or (self._partials is not None and self._partials.given))
 
     def in_flight(self) -> tuple[int, int]:
         """Loads and offers that no worker has reported yet."""
         return self._requests.loads, self._requests.offers
-
-
-def _fingerprint(request: Any) -> int:
-    """Of a prompt that its tokens describe; 0 for embeddings, and for a session, whose prompt goes on."""
-    tokens = request.prompt_token_ids
-    if tokens is None or getattr(request, "prompt_embeds", None) is not None or getattr(request, "resumable", False):
-        return 0
-    return fingerprint(tokens)
 
 
 def _clear_flag(request: Any) -> None:

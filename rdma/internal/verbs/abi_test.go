@@ -12,7 +12,7 @@ import (
 // The constants of this package that libibverbs' headers define.
 var abiConstants = map[string]int64{
 	"IBV_WC_SUCCESS": int64(Success), "IBV_WC_WR_FLUSH_ERR": int64(Flushed), "IBV_WC_REM_ACCESS_ERR": int64(RemoteAccess),
-	"IBV_WC_RETRY_EXC_ERR": int64(RetryExceeded), "IBV_WC_RNR_RETRY_EXC_ERR": int64(RNRExceeded),
+	"IBV_WC_LOC_PROT_ERR": int64(LocalProtection), "IBV_WC_RETRY_EXC_ERR": int64(RetryExceeded), "IBV_WC_RNR_RETRY_EXC_ERR": int64(RNRExceeded),
 	"IBV_WC_FATAL_ERR": int64(Fatal),
 
 	"IBV_WC_RDMA_WRITE": int64(OpWrite), "IBV_WC_RECV_RDMA_WITH_IMM": int64(OpReceiveImm),

@@ -90,7 +90,7 @@ func TestDevice(t *testing.T) {
 		t.Fatalf("GIDs %v, by sysfs %v", gids, slow)
 	}
 	for k, g := range gids {
-		if g != slow[k] || g.Type != GIDRoCEv2 || !strings.HasPrefix(g.NetDev, "rail") {
+		if g != slow[k] || g.Type != GIDRoCEv2 || !strings.HasPrefix(g.NetDev, "path") {
 			t.Errorf("GID %v, by sysfs %v", g, slow[k])
 		}
 	}

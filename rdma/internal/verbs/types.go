@@ -37,12 +37,13 @@ type Status uint32
 
 // The statuses that decisions depend on; String names all.
 const (
-	Success       Status = 0
-	Flushed       Status = 5
-	RemoteAccess  Status = 10
-	RetryExceeded Status = 12
-	RNRExceeded   Status = 13
-	Fatal         Status = 19
+	Success         Status = 0
+	LocalProtection Status = 4
+	Flushed         Status = 5
+	RemoteAccess    Status = 10
+	RetryExceeded   Status = 12
+	RNRExceeded     Status = 13
+	Fatal           Status = 19
 )
 
 func (s Status) String() string {

@@ -36,8 +36,8 @@ var ErrClosed = os.ErrClosed
 
 // UnavailableError says why this process has no verbs at all.
 type UnavailableError struct {
-	Reason string // what is missing
-	Remedy string // what to do about it
+	Reason string // names the missing part
+	Remedy string // tells how to get it
 }
 
 func (e *UnavailableError) Error() string {

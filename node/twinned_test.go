@@ -39,27 +39,27 @@ func (s *spy) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
 	return s.Signaller.Signalled(from, msg)
 }
 
-// railed is an agent with a twin in the place of rdma.
-type railed struct {
+// twinned is an agent with a twin in the place of rdma.
+type twinned struct {
 	*side
 	twin *spy
 	logs *observer.ObservedLogs
 }
 
-// openRailed opens an agent; lack says why it has no rdma.
-func openRailed(t *testing.T, n *coretest.Network, cfg Config, lack error) *railed {
+// openTwinned opens an agent; lack says why it has no rdma.
+func openTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) *twinned {
 	t.Helper()
-	r, err := tryRailed(t, n, cfg, lack)
+	r, err := tryTwinned(t, n, cfg, lack)
 	if err != nil {
 		t.Fatal(err)
 	}
 	return r
 }
 
-func tryRailed(t *testing.T, n *coretest.Network, cfg Config, lack error) (*railed, error) {
+func tryTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) (*twinned, error) {
 	t.Helper()
 	seen, logs := observer.New(zap.InfoLevel)
-	r := &railed{logs: logs}
+	r := &twinned{logs: logs}
 	opt := Options{Logger: zap.New(seen), rdma: func(_ rdma.Config, id core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
 		if lack != nil {
 			return nil, lack
@@ -77,7 +77,7 @@ func tryRailed(t *testing.T, n *coretest.Network, cfg Config, lack error) (*rail
 }
 
 // said counts the log lines that begin so.
-func (r *railed) said(begin string) int {
+func (r *twinned) said(begin string) int {
 	n := 0
 	for _, e := range r.logs.All() {
 		if strings.HasPrefix(e.Message, begin) {
@@ -94,7 +94,7 @@ func forced(role, transport string) Config {
 }
 
 // goesBy moves one transfer and checks by which transport.
-func goesBy(t *testing.T, p, d *railed, id core.TransferID, transport string) {
+func goesBy(t *testing.T, p, d *twinned, id core.TransferID, transport string) {
 	t.Helper()
 	p.fill(byte(len(id)), 5, 6)
 	p.offer(id, 5, 6)

@@ -1,0 +1,71 @@
+"""Requests that are prefilled again under their room: SGLang's decode retracts them, to go on with other weights.
+
+Both sides must give such a turn of the request the same transfer. SGLang's decode asks prefill for it by an ordinary request,
+whose id says the turn.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..prompt import fingerprint
+from .allow import RouteError
+
+_AT_ONCE = 256  # requests that a prefill server is asked for
+_SAID = 1 << 20  # bytes of an answer
+_MARK = re.compile(r"\.kvconn-([1-9][0-9]{0,8})\Z")
+
+
+def prompt_and_turn(request: Any) -> tuple[int, int]:
+    """The fingerprint of a request's prompt (0: not known), and how often it was prefilled before."""
+    if getattr(request, "pd_rebootstrap_in_progress", False):  # at decode: the prompt has what was decoded before
+        request.kvconn_turn = getattr(request, "kvconn_turn", 0) + 1
+        return fingerprint([*request.origin_input_ids, *request.output_ids]), request.kvconn_turn
+    prompt = getattr(request, "origin_input_ids_unpadded", None) or request.origin_input_ids
+    marked = _MARK.search(str(getattr(request, "rid", "")))
+    return fingerprint(prompt) if prompt else 0, int(marked[1]) if marked else 0
+
+
+def marked(payload: dict[str, Any], turn: int) -> dict[str, Any]:
+    """The body of the request to prefill, whose id begins with the first one's: so an abort of that finds it too."""
+    return {**payload, "rid": f"{payload['rid']}.kvconn-{turn}"}
+
+
+def prefill(receiver: Any, payload: dict[str, Any], bound_s: float) -> None:
+    """Has the prefill engine of a receiver's request compute it again."""
+    room, rooms = receiver.room, receiver.kv_mgr.rooms
+
+    def ended(result: RouteError | None) -> None:
+        if result is not None:
+            rooms.abort(room, str(result))
+
+    if receiver.http_port is None:
+        ended(RouteError(f"prefill engine at {receiver.bootstrap_addr} does not say at which port it computes a retracted request again"))
+    else:
+        address = f"{receiver.bootstrap_addr.rpartition(':')[0]}:{receiver.http_port}"
+        receiver.kv_mgr.router.prefill_again(address, marked(payload, room.again), bound_s, ended)
+
+
+class Prefills:
+    """Asks prefill servers by their own API. Answers come when a request is computed, so questions have other connections."""
+
+    def __init__(self, access: Any) -> None:
+        self._access = access
+        self._session: Any = None
+
+    async def ask(self, address: str, payload: dict[str, Any], bound_s: float) -> None:
+        import aiohttp
+
+        where = f"prefill server at {address}, asked to compute a retracted request again"
+        self._access.url(address, "")  # whether the host may be asked
+        if self._session is None:
+            self._session = self._access.session(_AT_ONCE)
+        try:
+            bound = aiohttp.ClientTimeout(total=bound_s)
+            async with self._session.post(f"http://{address}/generate", json=payload, timeout=bound, allow_redirects=False) as answer:
+                said = await answer.content.read(_SAID)
+        except Exception as error:
+            raise RouteError(f"{where}: {str(error) or repr(error)}") from error
+        if answer.status != 200:
+            raise RouteError(f"{where}: it answers {answer.status}: {said[:200].decode('utf-8', 'replace')}")

@@ -1,0 +1,66 @@
+"""What vLLM says of a request: which client's it is, and what its cache is of."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from typing import Any
+
+from ..checkpoint import NoFingerprint, adapter_fingerprint
+from ..prompt import fingerprint
+from .params import BadParams
+
+_ADAPTERS = 1024  # whose fingerprints are kept
+
+# vLLM makes the ids of one client's request from one id: "1_cmpl-x-0-1a2b3c4d" is a sample, "cmpl-x-1-5e6f7a8b" another prompt of it.
+_ID = re.compile(r"(?:(?P<sample>\d+)_)?(?P<whole>(?P<base>.+?)(?:-(?P<prompt>\d{1,7}))?(?:-[0-9a-f]{8})?)")
+
+
+def siblings(a: str, b: str) -> bool:
+    """Whether two requests are samples of one prompt, or prompts of one list: a router gives all of these one transfer id."""
+    one, two = _ID.fullmatch(a), _ID.fullmatch(b)
+    if one is None or two is None:
+        return False
+    if one["whole"] == two["whole"]:
+        return one["sample"] != two["sample"]
+    listed = one["base"].startswith("cmpl-")  # only such a request has a list of prompts
+    return listed and one["base"] == two["base"] and one["prompt"] != two["prompt"]
+
+
+class Prompts:
+    """Fingerprints of prompts. The cache of a prompt that an adapter (LoRA) has computed is another one."""
+
+    def __init__(self, cache_dir: str | None = None) -> None:
+        self._cache_dir = cache_dir
+        self._adapters: OrderedDict[str, str] = OrderedDict()  # by path
+
+    def check(self, request: Any) -> None:
+        """BadParams if the request's adapter cannot be compared."""
+        self._adapter(request)
+
+    def fingerprint(self, request: Any) -> int:
+        """Of a prompt that its tokens describe; 0 for embeddings, and for a session, whose prompt goes on."""
+        tokens = request.prompt_token_ids
+        if tokens is None or getattr(request, "prompt_embeds", None) is not None or getattr(request, "resumable", False):
+            return 0
+        adapter = self._adapter(request)
+        number = fingerprint(tokens)
+        return (number ^ int(adapter[2:18], 16)) or 1 if adapter else number
+
+    def _adapter(self, request: Any) -> str:
+        lora = getattr(request, "lora_request", None)
+        if lora is None:
+            return ""
+        path = lora.lora_path
+        if getattr(lora, "load_inplace", False):  # other weights at the place of those before
+            self._adapters.pop(path, None)
+        known = self._adapters.get(path)
+        if known is None:
+            try:
+                known = adapter_fingerprint(path, cache_dir=self._cache_dir)
+            except NoFingerprint as error:
+                raise BadParams(f"the adapter {lora.lora_name!r} cannot be compared: {error}") from error
+            self._adapters[path] = known
+            while len(self._adapters) > _ADAPTERS:
+                self._adapters.popitem(last=False)
+        return known

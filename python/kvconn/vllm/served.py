@@ -1,0 +1,111 @@
+"""What an engine serves, as far as two engines must have it in common: the model's fingerprint and the speculative model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..checkpoint import NoFingerprint, adapter_fingerprint, model_fingerprint
+
+# Formats in which vLLM loads the weights from the files of the model's folder.
+_FROM_FILES = (
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"),
+    *("sharded_state", "runai_streamer", "runai_streamer_sharded"),
+)
+# Methods that draft without a KV cache of their own.
+_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+
+
+def model_keys(vllm_config: Any, extra: Mapping[str, Any]) -> dict[str, str]:
+    """The agent's keys about the model. A user who names the model says by that what may be taken for the same."""
+    model = vllm_config.model_config
+    # The last part of the path: it stands in messages beside the fingerprint.
+    keys = {"model": os.path.basename(str(model.model).rstrip("/"))}
+    if "model" not in extra and "model_fingerprint" not in extra:
+        keys["model_fingerprint"] = _fingerprint(vllm_config, model, vllm_config.load_config)
+    return keys
+
+
+def _fingerprint(vllm_config: Any, model: Any, load: Any) -> str:
+    facts: dict[str, Any] = {}
+    overrides = getattr(model, "hf_overrides", None)
+    if overrides:
+        facts["overrides"] = _name(overrides) if callable(overrides) else overrides
+    if (long := _long_rope(model)) is not None:
+        facts["long_rope"] = long
+    try:
+        lora = getattr(vllm_config, "lora_config", None)
+        if adapters := getattr(lora, "default_mm_loras", None):
+            facts["adapters"] = {name: adapter_fingerprint(path, cache_dir=load.download_dir) for name, path in adapters.items()}
+        form, where = str(load.load_format), str(getattr(model, "model_weights", "") or "")
+        if "://" in where:  # in a store of objects, of which the address says what is there
+            facts["weights"] = where
+        elif form not in (*_FROM_FILES, "dummy"):
+            raise NoFingerprint(f"--load-format {form} does not say from which files the weights come")
+        return model_fingerprint(
+            str(model.model),
+            revision=getattr(model, "revision", None),
+            cache_dir=load.download_dir,
+            dummy=form == "dummy" or "weights" in facts,
+            facts={**facts, "seed": model.seed} if form == "dummy" else facts,
+        )
+    except NoFingerprint as error:
+        raise ValueError(
+            f"KVConnConnector: {error}. Two engines compare their weights. To compare a name in their place, "
+            'set "model" in kv_connector_extra_config of both engines'
+        ) from error
+
+
+def _name(function: Any) -> str:
+    """Of the code that overrides a configuration. vLLM sets such a function for speculative models."""
+    function = getattr(function, "func", function)  # of functools.partial
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _long_rope(model: Any) -> bool | None:
+    """Whether positions are scaled for long prompts, which depends on --max-model-len; None of a model that has one scale."""
+    config = getattr(model, "hf_text_config", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return None
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", 0)
+    return int(model.max_model_len) > int(original or 0)
+
+
+def must_match(vllm_config: Any) -> dict[str, str]:
+    """What else both engines must have in common. What lies in a cache's blocks stands in the regions' names."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    method = getattr(speculative, "method", None)
+    if not method or method in _WITHOUT_CACHE:
+        return {}
+    said, draft = str(method), getattr(speculative, "draft_model_config", None)
+    if getattr(speculative, "parallel_drafting", False):
+        said += ", parallel"
+    if draft is not None and draft.model != vllm_config.model_config.model:
+        load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+        said += f" by {os.path.basename(str(draft.model).rstrip('/'))[:80]} {_fingerprint(vllm_config, draft, load)}"
+    return {"speculative": said}
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Refuses what would go wrong later, with the option's name."""
+    aux = getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config
+    if getattr(aux, "enable_return_routed_experts", False):
+        raise ValueError(
+            "KVConnConnector: --enable-return-routed-experts is not supported: a decode engine that loads a prompt's cache "
+            "has not routed the prompt's tokens, so their experts would be missing"
+        )
+    if getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
+        raise ValueError(
+            "KVConnConnector: --enable-elastic-ep is not supported: the number of data parallel ranks is fixed when an agent opens, "
+            "so ranks that are added later could not be found"
+        )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ValueError("KVConnConnector: --calculate-kv-scales is not supported: each engine would read the cache by scales of its own")
+    ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+    if ahead > 1:
+        raise ValueError(
+            f"KVConnConnector: MTP of several modules (they look {ahead} tokens ahead) is not supported: drafts that nobody has "
+            "verified would stay in the decode engine's cache"
+        )

@@ -1,0 +1,82 @@
+"""Stand-ins for objects of vLLM, held against the installed vLLM's own classes.
+
+The tests that need no vLLM use them, and those to which an engine's whole object would be in the way. Where vLLM is installed,
+a stand-in with a field that the class does not have is an error: so no test can play an engine that does not exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import textwrap
+from types import SimpleNamespace
+from typing import Any
+
+HAVE_VLLM = importlib.util.find_spec("vllm") is not None
+
+
+@functools.cache
+def fields_of(path: str) -> frozenset[str]:
+    """What an object of the class has: its declared fields, its methods and properties, and what its code sets."""
+    module, _, name = path.partition(":")
+    cls = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    found = set(dir(cls))
+    for kind in cls.__mro__[:-1]:
+        found |= set(getattr(kind, "__annotations__", {}))
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+        except (OSError, TypeError):  # not written in Python
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self":
+                found.add(node.attr)
+    return frozenset(found)
+
+
+@functools.cache
+def set_by(module: str, target: str) -> frozenset[str]:
+    """The attributes that a module's code sets on what it calls target."""
+    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+    stores = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return frozenset(node.attr for node in stores if getattr(node.value, "id", "") == target)
+
+
+def like(path: str, **values: Any) -> Any:
+    """A stand-in for an object of the class at "module:Class", with these fields and no other."""
+    if HAVE_VLLM:
+        known = fields_of(path)
+        if path == LAYER:  # the CPU's attention backend says on the layer which order it has chosen
+            known |= set_by("vllm.v1.attention.backends.cpu_attn", "layer")
+        strangers = sorted(set(values) - known)
+        assert not strangers, f"{path} of the installed vLLM has no {', '.join(strangers)}"
+    return SimpleNamespace(**values)
+
+
+def older(**values: Any) -> Any:
+    """A stand-in for what only an older vLLM has, which cannot be held against the installed one: `make e2e-versions` runs those."""
+    return SimpleNamespace(**values)
+
+
+VLLM_CONFIG = "vllm.config:VllmConfig"
+MODEL_CONFIG = "vllm.config:ModelConfig"
+CACHE_CONFIG = "vllm.config:CacheConfig"
+LOAD_CONFIG = "vllm.config:LoadConfig"
+PARALLEL_CONFIG = "vllm.config:ParallelConfig"
+TRANSFER_CONFIG = "vllm.config:KVTransferConfig"
+SPECULATIVE_CONFIG = "vllm.config:SpeculativeConfig"
+LORA_CONFIG = "vllm.config:LoRAConfig"
+AUX_CONFIG = "vllm.config.aux_output:AuxOutputConfig"
+COMPILATION_CONFIG = "vllm.config:CompilationConfig"
+CACHES = "vllm.v1.kv_cache_interface:KVCacheConfig"
+GROUP = "vllm.v1.kv_cache_interface:KVCacheGroupSpec"
+FULL = "vllm.v1.kv_cache_interface:FullAttentionSpec"
+REQUEST = "vllm.v1.request:Request"
+LORA_REQUEST = "vllm.lora.request:LoRARequest"
+OUTPUT = "vllm.v1.core.sched.output:SchedulerOutput"
+NEW_REQUEST = "vllm.v1.core.sched.output:NewRequestData"
+CACHED_REQUESTS = "vllm.v1.core.sched.output:CachedRequestData"
+BACKEND = "vllm.v1.attention.backend:AttentionBackend"
+LAYER = "vllm.model_executor.layers.attention.attention:Attention"

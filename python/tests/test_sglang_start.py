@@ -1,0 +1,219 @@
+"""What stops the start of a rank, and what is refused when two engines meet; in the environment of `make e2e-sglang`."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang is not installed here: these run in the environment of `make e2e-sglang`", allow_module_level=True)
+
+import torch
+from safetensors.torch import save_file
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_parallel
+from sglang_engine import Group, engine, mha, send, settings, start
+from test_sglang_caches import SPLITS, dsa, mamba
+
+from kvconn.sglang.conn import KVConnManager
+
+FAILED, SUCCESS = 0, 4
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2 is not supported by kvconn: .* load no plugins"),
+        ({"device": "cuda"}, "--device is cuda: only caches in host memory"),
+        ({"enable_kv_cache_sharding": True}, "enable_kv_cache_sharding is not supported"),
+        ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete is not supported"),
+    ],
+)
+def test_option_that_is_not_supported(option: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        start("decode", lambda: mha(0, 2), **option)
+
+
+def test_pages_that_would_be_given_back_too_early(port: int) -> None:
+    with envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.override(False):
+        with pytest.raises(ValueError, match="DEFERRED_DECODE_KV_RELEASE is off: with several ranks"):
+            start("decode", lambda: mha(0, 2), tp=(0, 2))
+        with pytest.raises(ValueError, match="DEFERRED_DECODE_KV_RELEASE is off: with several ranks"):
+            start("decode", lambda: mha(0, 2), pp=(0, 2))
+        with engine(port) as ranks:
+            ranks.append(start("decode", lambda: mha(0, 2)))  # of a single rank nobody else's load is under way
+
+
+def test_context_parallel_decode() -> None:
+    args = KVArgs()
+    args.engine_rank = args.pp_rank = args.system_dp_rank = 0
+    with settings("decode") as server_args, get_parallel().override(attn_dcp_size=2), pytest.raises(ValueError, match="context parallel"):
+        KVConnManager(args, DisaggregationMode.DECODE, server_args)
+
+
+def test_manager_without_its_queue() -> None:
+    """Another SGLang makes it in another way: nothing would tell the layers."""
+    with settings("decode") as server_args, pytest.raises(ValueError, match="has not called _init_kv_manager"):
+        args = KVArgs()
+        args.engine_rank = args.pp_rank = args.system_dp_rank = 0
+        KVConnManager(args, DisaggregationMode.DECODE, server_args)
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ([[0, 1], [1, 2, 3]], "2 stages of the pipeline have layer 1: stage 0 has layers 0 to 1, stage 1 has layers 1 to 3"),
+        ([[0], [2, 3]], "no stage of the pipeline has layer 1: stage 0 has layers 0 to 0, stage 1 has layers 2 to 3"),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_stages_that_have_a_layer_twice_or_not_at_all(role: str, stages: list[list[int]], says: str) -> None:
+    for n, layers in enumerate(stages):
+        with pytest.raises(ValueError, match=says):
+            start(role, lambda layers=layers: mha(layers[0], layers[-1] + 1), pp=(n, 2), stages=stages)
+
+
+def test_stage_without_a_state(port: int) -> None:
+    with pytest.raises(ValueError, match="this rank has no memory for the state 'mamba': each stage of a pipeline needs a layer with one"):
+        start("decode", lambda: mamba([0]), pp=(0, 2), stages=SPLITS["uneven"])
+
+
+def test_groups_are_as_sglang_has_them() -> None:
+    for name in ("all_gather_object", "broadcast_object"):
+        theirs, ours = (list(inspect.signature(getattr(each, name)).parameters) for each in (GroupCoordinator, Group))
+        assert theirs[1] == "obj" and len(ours) <= len(theirs) and ours[2:] == theirs[2 : len(ours)]
+
+
+def test_port_of_the_first_host(port: int) -> None:
+    """Each host has reserved a port; the bootstrap server listens at the first one's."""
+    with engine(port) as ranks:
+        more = {"nnodes": 2, "dist_init_addr": "127.0.0.1:5000", "disaggregation_bootstrap_port": 1}
+        ranks.append(start("prefill", lambda: mha(0, 2), world=Group([], port), **more))
+        ranks.append(start("decode", lambda: mha(0, 2)))
+        assert send([ranks[0]], [ranks[1]], port, ([1], [], 0), ([4], [], 1))[0] == [SUCCESS]
+
+
+def model(where: Path, weight: float) -> str:
+    where.mkdir(parents=True)
+    (where / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    save_file({"weight": torch.full((8, 8), weight)}, where / "model.safetensors")
+    return str(where)
+
+
+def refused(port: int, p: dict[str, Any], d: dict[str, Any], states: Any = ((), ())) -> str:
+    """Why a request of two such engines fails; both live, and serve one of an engine like them."""
+    with engine(port) as ranks:
+        ps = start("prefill", p.pop("make", lambda: mha(0, 2)), disaggregation_bootstrap_port=port, **p)
+        ranks.append(ps)
+        ds = start("decode", d.pop("make", lambda: mha(0, 2)), **d)
+        ranks.append(ds)
+        ends, rooms = send([ps], [ds], port, ([1], states[0], 0), ([4], states[1], 1))
+        assert ends == [FAILED]
+        return rooms[0].reason
+
+
+def test_same_name_other_weights(port: int, tmp_path: Path) -> None:
+    one, other = model(tmp_path / "a" / "tiny", 1), model(tmp_path / "b" / "tiny", 2)
+    reason = refused(port, {"model_path": one}, {"model_path": other})
+    assert 'model "tiny" with fingerprint 1:' in reason and "their weights or configurations differ" in reason
+
+
+def test_other_name_same_weights(port: int, tmp_path: Path) -> None:
+    one, other = model(tmp_path / "a" / "tiny", 1), model(tmp_path / "b" / "copy", 1)
+    with engine(port) as ranks:
+        ranks.append(start("prefill", lambda: mha(0, 2), disaggregation_bootstrap_port=port, model_path=one))
+        ranks.append(start("decode", lambda: mha(0, 2), model_path=other))
+        assert send(ranks[:1], ranks[1:], port, ([1], [], 0), ([4], [], 1))[0] == [SUCCESS]
+
+
+def test_engines_that_have_not_enough_in_common(port: int) -> None:
+    for theirs, says in (
+        ({"attention_backend": "intel_amx"}, 'attention_backend "intel_amx" at the prefill engine, "torch_native" at the decode engine'),
+        ({"quantization": "w8a8_int8"}, 'quantization "w8a8_int8" at the prefill engine, "none" at the decode engine'),
+        (
+            {"draft": lambda: mha(0, 1), "speculative_algorithm": "EAGLE"},
+            'speculative "EAGLE, dummy, MHATokenToKVPool nhd" at the prefill engine, "none" at the decode engine',
+        ),
+    ):
+        assert says in refused(port, theirs, {})
+
+
+def test_states_of_unequal_ranks(port: int) -> None:
+    """Each rank has a part of a Mamba state, which cannot be cut: both values are said."""
+    with engine(port) as ranks:
+        ranks.append(start("prefill", lambda: mamba([0, 1]), disaggregation_bootstrap_port=port))
+        ranks += [start("decode", lambda: mamba([0, 1], tp=2), tp=(n, 2)) for n in range(2)]
+        ends, rooms = send(ranks[:1], ranks[1:], port, ([1], [[3]], 0), ([4], [[5]], 1))
+        assert ends == [FAILED] * 2
+        for room in rooms:
+            said = 'state conv0 "16x3 by 3x1 float32" at the prefill engine, "8x3 by 3x1 float32" at the decode engine'
+            assert said in room.reason, room.reason
+
+
+def test_state_of_another_type_of_numbers(port: int) -> None:
+    reason = refused(port, {"make": lambda: mamba([0, 1])}, {"make": lambda: mamba([0, 1], dtype=torch.int32)}, ([[3]], [[5]]))
+    assert 'state temporal "4x8x8 by 64x8x1 float32" at the prefill engine, "4x8x8 by 64x8x1 int32" at the decode engine' in reason
+
+
+@pytest.mark.parametrize(
+    ("six", "says"),
+    [
+        ([1, 0, 2, 0, 0, 7], "are of a ring of 7 entries, 6 are registered"),
+        ([1, 5, 2, 0, 0, 6], "the runs exceed a ring of 6 entries"),
+        ([1, 0, 1, 3, 1, 6], "id 9 of group 2 is entry 3 of ring 1, but position 1 of the prompt lies in entry 1"),
+        ([1, 0, 4, 0, 3, 6], "the runs exceed a ring of 6 entries"),
+        ([-1, 0, 2, 0, 0, 6], "a row, two runs and the length of a ring were expected"),
+        ([1, 0, 2], "a row, two runs and the length of a ring were expected"),
+        ([8, 0, 2, 0, 0, 6], "block id 48 .* is out of range: the group has 48 blocks"),
+    ],
+)
+def test_ring_s_entries_that_are_none(port: int, six: list[int], says: str) -> None:
+    """The request fails, on the side that was given them; the engine lives, and serves the next one."""
+    with engine(port) as ranks:
+        ranks.append(start("prefill", lambda: dsa([0, 1], kpool=4, extra=2), page=256, disaggregation_bootstrap_port=port))
+        ranks.append(start("decode", lambda: dsa([0, 1], kpool=4, extra=2), page=256))
+        good = [1, 0, 2, 0, 0, 6]
+        try:
+            ends, rooms = send(ranks[:1], ranks[1:], port, ([1], [[1], good], 0), ([4], [[4], six], 1))
+            assert ends == [FAILED]
+            reason = rooms[0].reason
+        except ValueError as error:  # the receiver aborts the room for it
+            reason = str(error)
+        assert re.search(says, reason), reason
+        assert send(ranks[:1], ranks[1:], port, ([1], [[1], good], 0), ([4], [[4], good], 1), 7)[0] == [SUCCESS]
+
+
+def test_rings_of_unequal_length(port: int) -> None:
+    p, d = ({"make": lambda extra=extra: dsa([0, 1], kpool=4, extra=extra), "page": 256} for extra in (2, 3))
+    reason = refused(port, p, d, ([[1], []], [[4], []]))
+    assert "entries of rings of 6 of 256 bytes at the prefill engine, opaque entries of rings of 7" in reason, reason
+
+
+def test_two_slots_for_one_request() -> None:
+    rank = start("decode", lambda: mamba([0, 1]))
+    try:
+        with pytest.raises(ValueError, match="2 slots of the state 'mamba' for one request"):
+            rank.layout.blocks([1], [[3, 4]], 0)
+    finally:
+        rank.manager.teardown()
+
+
+def test_draft_model_with_stages() -> None:
+    with pytest.raises(ValueError, match="a draft model is not carried with --pp-size 2"):
+        start("decode", lambda: mha(0, 2), pp=(0, 2), stages=SPLITS["two"], draft=lambda: mha(0, 1))

@@ -1,0 +1,69 @@
+package rdma
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
+)
+
+// A device that may not read or write a transfer's memory says so with one request of it.
+// That ends the transfer. The lane is made anew for the others.
+
+// maxDenied is how often in a row a peer's device may refuse a stripe. The first time the
+// key may be of memory that the peer has registered anew; the next lane has the keys of now.
+const maxDenied = 2
+
+// denied looks whose request has failed, and returns a function that ends its write if no
+// lane can carry it. It is called once the lane has been broken.
+func (cn *conn) denied(l *lane, c *verbs.Completion) (end func()) {
+	j, ok := l.queue.owner(c.ID)
+	if !ok {
+		return func() {}
+	}
+	why := ""
+	switch c.Status {
+	case verbs.LocalProtection:
+		why = "the device may not read " + j.regions(cn.t.layout)
+	case verbs.RemoteAccess:
+		if j.denied++; j.denied < maxDenied {
+			return func() {}
+		}
+		why = fmt.Sprintf("decode agent %s does not let bytes into %s", cn.peer, j.regions(cn.t.layout))
+	default:
+		return func() {}
+	}
+	cause := l.failure(c)
+	return func() { cn.fail(j.w, fmt.Errorf("rdma: transfer %q: %s: %w", string(j.w.op.ID), why, cause)) }
+}
+
+// mostNamed is how many regions an error names.
+const mostNamed = 3
+
+// regions names those that a stripe is of. Their namesakes at the peer are its other end.
+func (j *job) regions(layout *core.Layout) string {
+	var names []string
+	for _, s := range j.cursor.given {
+		left := s.length + s.skip
+		for _, p := range s.pairs[s.first:] {
+			if name := fmt.Sprintf("%q", layout.Regions[p.SrcRegion].Name); !slices.Contains(names, name) {
+				names = append(names, name)
+			}
+			if left <= p.Length {
+				break
+			}
+			left -= p.Length
+		}
+	}
+	switch n := len(names); {
+	case n == 0:
+		return "its own memory"
+	case n == 1:
+		return "region " + names[0]
+	case n > mostNamed:
+		names = append(names[:mostNamed], fmt.Sprintf("%d more", n-mostNamed))
+	}
+	return "one of the regions " + strings.Join(names, ", ")
+}

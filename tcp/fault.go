@@ -1,0 +1,97 @@
+package tcp
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/hostmem"
+)
+
+// The kernel reads and writes the engine's memory for this process. If the memory is not
+// what the engine said, the kernel refuses by EFAULT and leaves the stream as it was. That
+// ends one transfer and no other.
+
+// maxFault is the longest text of a frameFault, in bytes.
+const maxFault = 512
+
+// fault explains an EFAULT of readv (write: true) or writev. The vector may have memory of
+// this package at its front.
+func (t *Transport) fault(v []iovec, write bool) error {
+	spans := make([]hostmem.Span, len(v))
+	for i := range v {
+		spans[i] = hostmem.Span{Base: uint64(v[i].base), Length: uint64(v[i].len)}
+	}
+	return fmt.Errorf("tcp: %w", hostmem.Fault(t.layout.Regions, spans, write, syscall.EFAULT))
+}
+
+// failed ends a transfer whose bytes D's memory does not take. The streams know why before
+// they cease to know the transfer: the first to tell P tells the reason.
+func (r *receiver) failed(in *inbound, err error) {
+	text := strings.ToValidUTF8(err.Error(), "")
+	r.mu.Lock()
+	if r.byID[in.id] == in {
+		r.done.add(doneTransfer{grant: in.grant, fault: text[:min(len(text), maxFault)]})
+	}
+	r.mu.Unlock()
+	r.fail(in, err)
+}
+
+// answered tells P how a transfer has ended that is not expected any more.
+func (s *inStream) answered(grant token) error {
+	s.r.mu.Lock()
+	h, fault := s.r.done.answer(grant)
+	s.r.mu.Unlock()
+	return s.answer(&h, fault)
+}
+
+func (s *inStream) answer(h *header, text string) error {
+	b := make([]byte, headerSize, headerSize+len(text))
+	h.encode((*[headerSize]byte)(b))
+	s.conn.SetWriteDeadline(time.Now().Add(s.r.t.cfg.StallTimeout))
+	_, err := s.conn.Write(append(b, text...))
+	return err
+}
+
+// faulted reads D's reason for which a transfer has failed there, and ends it.
+func (s *sender) faulted(l *outLink, conn net.Conn, h *header) error {
+	if h.length > maxFault {
+		return fmt.Errorf("a reason of %d bytes, at most %d are read", h.length, maxFault)
+	}
+	text := make([]byte, h.length)
+	if _, err := io.ReadFull(conn, text); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	out := l.byGrant[h.key]
+	s.mu.Unlock()
+	if out != nil {
+		s.end(out, fmt.Errorf("tcp: decode agent %s: %s", l.peer, strings.ToValidUTF8(string(text), "")))
+	}
+	return nil
+}
+
+// cannotRead ends a transfer whose bytes this process cannot read. If a part of its frame
+// is in the stream, nothing else can follow: the stream ends there, D discards the part
+// and opens the next one. What was written before arrives. sent is how much of the frame
+// was written; false says that the stream is over.
+func (s *sender) cannotRead(st *outStream, out *outbound, frame, sent uint64, err error) (goesOn bool) {
+	s.mu.Lock()
+	out.fail(err)
+	out.frames--
+	tell := s.settle(out)
+	if goesOn = sent == 0; goesOn {
+		st.offset -= frame
+	}
+	s.mu.Unlock()
+	s.tell(out, tell)
+	if !goesOn {
+		// D closes it then, and serve sees that.
+		st.conn.SetReadDeadline(time.Now().Add(s.t.cfg.StallTimeout))
+		_ = st.conn.CloseWrite()
+	}
+	return goesOn
+}

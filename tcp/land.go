@@ -1,0 +1,101 @@
+package tcp
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"syscall"
+)
+
+// payload reads a frame's bytes into the transfer's blocks, or away, and says how
+// many came. If the blocks cannot be written it ends the transfer, and returns nil for it.
+func (s *inStream) payload(in *inbound, h *header) (got uint64, _ *inbound, err error) {
+	var cur cursor
+	if in != nil && h.length > 0 {
+		i, _ := slices.BinarySearchFunc(in.ends, h.position, func(end, p uint64) int {
+			if end <= p {
+				return -1
+			}
+			return 1
+		})
+		cur = cursor{runs: in.runs[i:], off: h.position - (in.ends[i] - in.runs[i].len)}
+	}
+	idle := stall{bound: s.r.t.cfg.StallTimeout}
+	for got < h.length {
+		left := h.length - got
+		s.conn.SetReadDeadline(idle.deadline())
+		var n uintptr
+		var errno syscall.Errno
+		err := s.raw.Read(func(fd uintptr) bool {
+			n, errno = s.read(fd, in, &cur, left)
+			return errno != syscall.EAGAIN
+		})
+		switch {
+		case err != nil && idle.goesOn(err):
+			continue
+		case err != nil:
+			return got, in, err
+		case errno == syscall.EFAULT && in != nil: // nothing was read
+			vec, _ := cur.fill(s.vec[:0], left)
+			s.r.failed(in, s.r.t.fault(vec, true))
+			in = nil
+			if err := s.answered(h.key); err != nil {
+				return got, in, err
+			}
+			continue
+		case errno != 0:
+			return got, in, fmt.Errorf("readv: %w", errno)
+		case n == 0:
+			return got, in, fmt.Errorf("%d bytes before the end of a frame: %w", left, io.ErrUnexpectedEOF)
+		}
+		got += uint64(n)
+		idle.since = 0
+	}
+	return got, in, nil
+}
+
+// read takes some of a frame's bytes, without a wait.
+func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uintptr, syscall.Errno) {
+	if n, errno, landed := s.land(fd, in, cur, left); landed {
+		return n, errno
+	}
+	return s.discard(fd, left)
+}
+
+// land is one readv into the transfer's blocks, without a wait; false if they are not to
+// be written any more. The fence is held just for it, so Revoke waits for no more than
+// that. On P, put is its counterpart.
+func (s *inStream) land(fd uintptr, in *inbound, cur *cursor, left uint64) (n uintptr, errno syscall.Errno, landed bool) {
+	if in == nil {
+		return 0, 0, false
+	}
+	in.fence.RLock()
+	defer in.fence.RUnlock()
+	if in.revoked {
+		return 0, 0, false
+	}
+	vec, _ := cur.fill(s.vec[:0], left)
+	if n, errno = vectored(syscall.SYS_READV, fd, vec); errno == 0 {
+		cur.advance(uint64(n))
+	}
+	return n, errno, true
+}
+
+// discard reads bytes away that belong to no transfer, without a wait.
+func (s *inStream) discard(fd uintptr, left uint64) (uintptr, syscall.Errno) {
+	if s.scratch == nil {
+		s.scratch = make([]byte, 64<<10)
+	}
+	n, err := syscall.Read(int(fd), s.scratch[:min(left, uint64(len(s.scratch)))])
+	if err != nil {
+		var errno syscall.Errno
+		if errors.As(err, &errno) {
+			if errno == syscall.EINTR {
+				errno = syscall.EAGAIN
+			}
+			return 0, errno
+		}
+	}
+	return uintptr(max(n, 0)), 0
+}
