@@ -82,7 +82,7 @@ docs: | tools ## the pages as a site, build/_site, with their links checked
 
 # --- tests --------------------------------------------------------------------
 
-test: lint test-go test-c test-wheel ## all tests that need no vLLM
+test: lint gpu-double test-go test-c test-wheel ## all tests that need no vLLM
 
 test-go: | tools ## Go, with the race detector and the invariants on
 	$(GO) test -race -tags invariants -timeout 8m ./...
@@ -93,10 +93,16 @@ test-c: $(BUILD)/libkvconn.so ## the C program, as C and as C++, and the library
 test-wheel: wheel ## Python tests on the wheel, in a clean environment
 	scripts/test-wheel.sh $(PYTHON)
 
-TIME ?= 5m
+gpu-double: | tools ## build/gpu-double/, the tests' own CUDA driver, and its tests under both sanitizers
+	@scripts/gpu-double.sh --test || { status=$$?; ((status == 75)) || exit $$status; }
+
+gpu-kit: | tools ## build/kvconn-gpu-kit.tar.gz: what a machine with a GPU is to confirm, in one command
+	@scripts/gpu-kit.sh
+
 attack: | tools ## attacks on real agents in processes of their own: each must get nothing
 	$(GO) test ./internal/attack -count=1 -timeout 300s -v
 
+TIME ?= 5m
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
 	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core -sim.soak $(TIME)
 
@@ -129,4 +135,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos
+.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel gpu-double gpu-kit soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos
