@@ -57,7 +57,7 @@ EXPORT uint64_t kvgpu_expose(int device, int fd, int64_t offset, size_t size) {
   pthread_mutex_lock(&world);
   struct mem *m = NULL;
   int own = device >= 0 && device < device_count ? dup(fd) : -1;
-  if (own >= 0) m = map_file(device, &primaries[device], own, offset, size, EXPOSED, 0);
+  if (own >= 0) m = map_file(device, &primaries[device], own, offset, size, EXPOSED, 0, NULL);
   if (own >= 0 && !m) close(own);
   pthread_mutex_unlock(&world);
   return m ? m->at : 0;

@@ -3,11 +3,21 @@
 
 #include <stdlib.h>
 
-/* A device end lies whole in one mapping. */
+/* Whether the range lies in one allocation, or in mappings side by side of one reservation and device. */
+static bool is_covered(const struct mem *m, CUdeviceptr p, size_t n, bool write) {
+  for (CUdeviceptr end = p + n; m && (write ? m->writable : m->readable);) {
+    if (end <= m->at + m->len) return end >= p;
+    const struct mem *next = m->kind == MAPPED ? find_memory(m->at + m->len) : NULL;
+    if (!next || next->kind != MAPPED || next->dev != m->dev || next->alias != m->alias + m->len) return false;
+    m = next;
+  }
+  return false;
+}
+
 CUresult device_end(CUdeviceptr p, size_t n, bool write, struct end *e) {
   struct mem *m = find_memory(p);
-  if (m && is_inside(m, p, n) && (write ? m->writable : m->readable)) {
-    *e = (struct end){.at = m->alias + (p - m->at), .mem = m};
+  if (m && is_covered(m, p, n, write)) {
+    *e = (struct end){.at = m->alias + (p - m->at), .mem = m, .p = p};
     return CUDA_SUCCESS;
   }
   struct pin *q = m ? NULL : find_pin((void *)p); /* pinned memory has the same address on the device */

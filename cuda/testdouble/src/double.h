@@ -116,14 +116,14 @@ extern uint64_t next_id;
 extern struct mem *memories;
 struct mem *find_memory(CUdeviceptr p);
 struct mem *new_memory(int dev, CUcontext ctx, size_t len, enum kind kind);
-struct mem *map_file(int dev, CUcontext ctx, int fd, int64_t offset, size_t len, enum kind kind, CUdeviceptr at);
+struct mem *map_file(int dev, CUcontext ctx, int fd, int64_t offset, size_t len, enum kind kind, CUdeviceptr at, char *alias);
+struct mem *next_overlap(struct mem *m, CUdeviceptr p, size_t n); /* after m, or the first */
 void drop_memory(struct mem *m);   /* its range stays untouchable */
 void await_memory(struct mem *m);  /* until no operation uses it */
 char *reserve(size_t len);         /* of addresses, at GRAIN, untouchable */
 bool was_device_memory(CUdeviceptr p);
 void check_canary(const struct mem *m);
 void free_memories(void);
-bool is_inside(const struct mem *m, CUdeviceptr p, size_t n);
 
 /* ---- pinned.c */
 struct pin {
@@ -143,7 +143,8 @@ void free_pins(void);
 enum what { COPY, SET, RECORD, WAIT, CALL, FILL, CHECK };
 struct end { /* of a copy */
   char *at;
-  struct mem *mem;
+  struct mem *mem; /* the first of the mappings that it lies in */
+  CUdeviceptr p;
   struct pin *pin;
   bool pageable;
 };
@@ -237,7 +238,7 @@ unsigned open_captures(void);
 void free_captures(void);
 
 /* ---- late.c: writes of a card that wait for a flush */
-void mirror(struct mem *m, const char *at, size_t n); /* the device has written: the card's view follows */
+void mirror(const struct end *to, size_t n); /* the device has written: the card's view follows */
 int late_descriptor(struct mem *m);                   /* the card's view, as a file */
 void drop_late(struct mem *m);
 extern bool late_pcie;

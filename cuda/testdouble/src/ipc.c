@@ -52,7 +52,7 @@ EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle handle, u
   REQUIRE(dev >= 0 && t.pid > 0 && t.size, CUDA_ERROR_INVALID_VALUE);
   CUresult r = take(&t, &fd);
   if (r) return leave(r);
-  struct mem *m = map_file(dev, ctx, fd, t.offset, t.size, IMPORTED, 0);
+  struct mem *m = map_file(dev, ctx, fd, t.offset, t.size, IMPORTED, 0, NULL);
   if (!m) close(fd);
   REQUIRE(m, CUDA_ERROR_MAP_FAILED);
   m->rdma = false;

@@ -51,11 +51,13 @@ void drop_late(struct mem *m) {
   m->late = NULL;
 }
 
-void mirror(struct mem *m, const char *at, size_t n) {
-  if (!m->late) return;
-  size_t offset = (size_t)(at - m->alias);
-  move_bytes(m->late->card + offset, at, n);
-  move_bytes(m->late->seen + offset, at, n);
+void mirror(const struct end *to, size_t n) {
+  for (struct mem *m = NULL; (m = next_overlap(m, to->p, n));) {
+    if (!m->late) continue;
+    size_t begin = to->p > m->at ? (size_t)(to->p - m->at) : 0, end = to->p + n < m->at + m->len ? (size_t)(to->p + n - m->at) : m->len;
+    move_bytes(m->late->card + begin, m->alias + begin, end - begin);
+    move_bytes(m->late->seen + begin, m->alias + begin, end - begin);
+  }
 }
 
 __attribute__((no_sanitize("thread"))) static void flush(struct mem *m) {

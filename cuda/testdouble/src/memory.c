@@ -37,7 +37,12 @@ bool was_device_memory(CUdeviceptr p) {
   return false;
 }
 
-bool is_inside(const struct mem *m, CUdeviceptr p, size_t n) { return p >= m->at && n <= m->len && p - m->at <= m->len - n; }
+struct mem *next_overlap(struct mem *m, CUdeviceptr p, size_t n) {
+  for (m = m ? m->next : memories; m; m = m->next) {
+    if (m->at < p + n && p < m->at + m->len) return m;
+  }
+  return NULL;
+}
 
 char *reserve(size_t len) {
   char *raw = mmap(NULL, len + GRAIN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -60,12 +65,12 @@ static CUdeviceptr take_retired(size_t room) {
   return 0;
 }
 
-/* With `at` the addresses are reserved already. The descriptor is taken over. */
-struct mem *map_file(int dev, CUcontext ctx, int fd, int64_t offset, size_t len, enum kind kind, CUdeviceptr at) {
+/* With `at` the device's addresses are reserved already, with `alias` ours. The descriptor is taken over. */
+struct mem *map_file(int dev, CUcontext ctx, int fd, int64_t offset, size_t len, enum kind kind, CUdeviceptr at, char *alias) {
   size_t room = kind == EXPOSED ? round_up(len, HOST_PAGE) : round_up(len, GRAIN);
   if (!at) at = (CUdeviceptr)reserve(room);
   if (!at) return NULL;
-  char *alias = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset);
+  alias = mmap(alias, room, PROT_READ | PROT_WRITE, MAP_SHARED | (alias ? MAP_FIXED : 0), fd, offset);
   if (alias == MAP_FAILED) return NULL;
   if (mmap((void *)at, room, kind == MANAGED ? PROT_READ | PROT_WRITE : PROT_NONE, MAP_SHARED | MAP_FIXED, fd, offset) == MAP_FAILED) {
     munmap(alias, room);
@@ -84,7 +89,7 @@ struct mem *new_memory(int dev, CUcontext ctx, size_t len, enum kind kind) {
   size_t room = round_up(len, GRAIN);
   int fd = memfd_create("kvgpu", MFD_CLOEXEC);
   if (fd < 0) return NULL;
-  struct mem *m = ftruncate(fd, (off_t)room) ? NULL : map_file(dev, ctx, fd, 0, len, kind, kind == LINEAR ? take_retired(room) : 0);
+  struct mem *m = ftruncate(fd, (off_t)room) ? NULL : map_file(dev, ctx, fd, 0, len, kind, kind == LINEAR ? take_retired(room) : 0, NULL);
   if (!m) {
     close(fd);
     return NULL;
@@ -116,9 +121,11 @@ void drop_memory(struct mem *m) {
   }
   drop_late(m);
   mmap((void *)m->at, m->room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-  munmap(m->alias, m->room);
   close(m->fd);
-  if (m->kind != MAPPED) {
+  if (m->kind == MAPPED) { /* its addresses are the reservation's */
+    mmap(m->alias, m->room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  } else {
+    munmap(m->alias, m->room);
     struct retired *r = calloc(1, sizeof *r);
     *r = (struct retired){m->at, m->room, retired};
     retired = r;

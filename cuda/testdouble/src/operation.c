@@ -105,7 +105,7 @@ void perform(CUstream s, struct op *op) {
   }
   if (op->wrong) *op->wrong += wrong;
   for (size_t i = 0; i < op->count && op->what != CHECK; i++) {
-    if (op->pieces[i].to.mem) mirror(op->pieces[i].to.mem, op->pieces[i].to.at, op->pieces[i].n);
+    if (op->pieces[i].to.mem) mirror(&op->pieces[i].to, op->pieces[i].n);
   }
   if (op->what == RECORD) {
     op->record->done = true;
@@ -141,7 +141,7 @@ EXPORT int kvgpu_fill(uint64_t at, size_t n, uint64_t pattern, uint64_t from) {
   pthread_mutex_lock(&world);
   CUresult r = range(at, n, &p);
   if (!r) fill_bytes(p.to.at, n, pattern, from);
-  if (!r && p.to.mem) mirror(p.to.mem, p.to.at, n);
+  if (!r && p.to.mem) mirror(&p.to, n);
   pthread_mutex_unlock(&world);
   return r;
 }

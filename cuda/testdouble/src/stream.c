@@ -65,7 +65,7 @@ static void use(const struct op *op, int by) {
   for (size_t i = 0; i < op->count; i++) {
     struct end *ends[] = {&op->pieces[i].to, &op->pieces[i].from};
     for (int e = 0; e < 2; e++) {
-      if (ends[e]->mem) ends[e]->mem->in_flight += (unsigned)by;
+      for (struct mem *m = NULL; ends[e]->mem && (m = next_overlap(m, ends[e]->p, op->pieces[i].n));) m->in_flight += (unsigned)by;
       if (ends[e]->pin) ends[e]->pin->in_flight += (unsigned)by;
     }
   }

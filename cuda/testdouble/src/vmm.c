@@ -20,6 +20,7 @@ struct handle {
 struct reservation {
   CUdeviceptr at;
   size_t size;
+  char *alias; /* so that neighbours are neighbours there too */
   struct reservation *next;
 };
 static struct handle *handles;
@@ -66,6 +67,7 @@ void free_vmm(void) {
     struct reservation *r = reservations;
     reservations = r->next;
     munmap((void *)r->at, r->size);
+    munmap(r->alias, r->size);
     free(r);
   }
 }
@@ -89,10 +91,10 @@ EXPORT CUresult cuMemAddressReserve(CUdeviceptr *out, size_t size, size_t alignm
   BEGIN(UNSAFE);
   REQUIRE(out && size && size % GRAIN == 0 && !flags && (alignment & (alignment - 1)) == 0 && alignment <= GRAIN, CUDA_ERROR_INVALID_VALUE);
   (void)wanted; /* a wish */
-  char *at = reserve(size);
-  REQUIRE(at, CUDA_ERROR_OUT_OF_MEMORY);
+  char *at = reserve(size), *alias = reserve(size);
+  REQUIRE(at && alias, CUDA_ERROR_OUT_OF_MEMORY);
   struct reservation *r = calloc(1, sizeof *r);
-  *r = (struct reservation){(CUdeviceptr)at, size, reservations};
+  *r = (struct reservation){(CUdeviceptr)at, size, alias, reservations};
   reservations = r;
   *out = r->at;
   return leave(CUDA_SUCCESS);
@@ -105,6 +107,7 @@ EXPORT CUresult cuMemAddressFree(CUdeviceptr at, size_t size) {
     struct reservation *r = *p;
     if (r->at != at || r->size != size) continue;
     *p = r->next; /* the addresses stay untouchable for ever */
+    munmap(r->alias, r->size);
     free(r);
     return leave(CUDA_SUCCESS);
   }
@@ -149,10 +152,11 @@ EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUmemGeneri
   BEGIN(UNSAFE);
   struct handle *h = find_handle(number);
   REQUIRE(h && !flags && !offset && size && size % GRAIN == 0 && size <= h->size && at % GRAIN == 0, CUDA_ERROR_INVALID_VALUE);
-  REQUIRE(find_reservation(at, size), CUDA_ERROR_INVALID_VALUE);
+  const struct reservation *r = find_reservation(at, size);
+  REQUIRE(r, CUDA_ERROR_INVALID_VALUE);
   for (const struct mem *m = memories; m; m = m->next) REQUIRE(m->at + m->room <= at || m->at >= at + size, CUDA_ERROR_INVALID_VALUE);
   int fd = fcntl(h->fd, F_DUPFD_CLOEXEC, 3);
-  struct mem *m = fd < 0 ? NULL : map_file(h->properties.location.id, NULL, fd, 0, size, MAPPED, at);
+  struct mem *m = fd < 0 ? NULL : map_file(h->properties.location.id, NULL, fd, 0, size, MAPPED, at, r->alias + (at - r->at));
   REQUIRE(m, CUDA_ERROR_OUT_OF_MEMORY);
   m->readable = m->writable = false; /* until cuMemSetAccess */
   m->rdma = h->properties.allocFlags.gpuDirectRDMACapable;
