@@ -250,6 +250,14 @@ EXPORT CUresult cuStreamGetCtx(CUstream handle, CUcontext *out) {
   return leave(CUDA_SUCCESS);
 }
 
+EXPORT CUresult cuStreamGetId(CUstream handle, unsigned long long *id) {
+  BEGIN(CONTEXT);
+  REQUIRE(id, CUDA_ERROR_INVALID_VALUE);
+  STREAM(s);
+  *id = s->id;
+  return leave(CUDA_SUCCESS);
+}
+
 EXPORT CUresult cuStreamGetFlags(CUstream handle, unsigned int *flags) {
   BEGIN(CONTEXT);
   REQUIRE(flags, CUDA_ERROR_INVALID_VALUE);
