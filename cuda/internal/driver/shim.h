@@ -78,6 +78,7 @@ struct kvg_run { /* twin of Run */
 struct kvg_queue; /* a stream of our own, of one direction */
 kvg_status kvg_queue_open(struct kvg_device *d, int to_device, struct kvg_queue **out);
 void kvg_queue_close(struct kvg_queue *q);
+uintptr_t kvg_queue_stream(struct kvg_queue *q);
 /*
  * Queues the copies between the runs and host, and then batch's event. *queued: the event
  * stands behind whatever was queued, also after an error.
