@@ -377,3 +377,56 @@ func TestCloseBound(t *testing.T) {
 	}
 	s.Bytes()[0] = 1 // it is still there
 }
+
+// BenchmarkMover: copies of 64 KiB runs, slots of 2 MiB, four in flight, beside plain copies of the same bytes.
+func BenchmarkMover(b *testing.B) {
+	const n, most, runBytes = 64 << 20, 2 << 20, 64 << 10
+	for _, dir := range []Direction{FromDevice, ToDevice} {
+		b.Run(dir.String(), func(b *testing.B) {
+			e, d := open(b, Options{})
+			e.Delay(0)
+			b.Cleanup(func() { e.Delay(300) })
+			p := e.Alloc(n)
+			if _, err := d.Register("cache", p, n); err != nil {
+				b.Fatal(err)
+			}
+			tr := d.Transfer("a", dir)
+			flying := make(chan struct{}, 4)
+			b.SetBytes(n)
+			b.ReportAllocs()
+			for b.Loop() {
+				for off := 0; off < n; off += most {
+					var runs []Run
+					for i := range most / runBytes { // every second one, so none are neighbours
+						at := (2*i*runBytes + off) % n
+						runs = append(runs, Run{Addr: p + uintptr(at), Len: runBytes})
+					}
+					flying <- struct{}{}
+					s, err := d.Slot(b.Context(), dir)
+					if err != nil {
+						b.Fatal(err)
+					}
+					tr.Start(Copy{Slot: s, Runs: runs, Done: func(err error) {
+						if err != nil {
+							b.Error(err)
+						}
+						s.Release()
+						<-flying
+					}})
+				}
+			}
+			for range cap(flying) {
+				flying <- struct{}{}
+			}
+		})
+	}
+	b.Run("memcpy", func(b *testing.B) {
+		from, to := make([]byte, n), make([]byte, n)
+		b.SetBytes(n)
+		for b.Loop() {
+			for off := 0; off < n; off += runBytes {
+				copy(to[off:off+runBytes], from[off:off+runBytes])
+			}
+		}
+	})
+}

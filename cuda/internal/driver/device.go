@@ -1,6 +1,8 @@
 package driver
 
 /*
+#cgo noescape kvg_moment
+#cgo nocallback kvg_moment
 #cgo nocallback kvg_await
 #cgo nocallback kvg_passed
 #cgo noescape kvg_same

@@ -61,6 +61,7 @@ struct kvg_stream {
   uint64_t last;   /* recorded */
   uint64_t passed; /* all up to this one */
   int open;        /* those that have not passed, as far as is known */
+  unsigned recorded;
   struct kvg_moment *first, *newest;
 };
 
