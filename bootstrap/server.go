@@ -12,6 +12,9 @@ import (
 	"github.com/kvconn/kvconn/internal/httpserve"
 )
 
+// DefaultPort is the bootstrap port of a prefill engine whose configuration names none.
+const DefaultPort = 8998
+
 // Server listens on the bootstrap port. Its methods are safe for concurrent
 // use.
 type Server struct {

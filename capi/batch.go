@@ -84,14 +84,11 @@ func idsOf(ids **C.char, n C.size_t) func() ([]core.TransferID, error) {
 var errNoID = errors.New("transfer_id is NULL")
 
 func regionOf(r *C.kvconn_region) (core.Region, error) {
-	switch {
-	case r.name == nil:
+	if r.name == nil {
 		return core.Region{}, errors.New("name is NULL")
-	case r.reserved != 0:
-		return core.Region{}, fmt.Errorf("reserved is %d, want 0", r.reserved)
 	}
 	return core.Region{Name: C.GoString(r.name), Base: uint64(r.address), BlockStride: uint64(r.block_stride),
-		BlockBytes: uint64(r.block_bytes), NumBlocks: uint32(r.num_blocks), Group: uint32(r.group),
+		BlockBytes: uint64(r.block_bytes), NumBlocks: uint32(r.num_blocks), Group: uint32(r.group), IndexKind: core.IndexKind(r.index_kind),
 		Tokens: uint32(r.tokens), Heads: uint32(r.heads), FirstHead: uint32(r.first_head), TotalHeads: uint32(r.total_heads),
 		TokenStride: uint64(r.token_stride), HeadStride: uint64(r.head_stride)}, nil
 }

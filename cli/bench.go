@@ -3,11 +3,9 @@ package cli
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -24,18 +22,23 @@ import (
 const benchLayers = 8
 
 type benchConfig struct {
-	blocks  []int
-	total   int
-	rounds  int
-	streams int
-	json    bool
-	iperf   bool
+	blockList string
+	blocks    []int // of it
+	totalSize string
+	total     int // of it
+	order     string
+	rounds    int
+	streams   int
+	json      bool
+	iperf     bool
 
 	transport string // as in the configuration
-	adjacent  bool   // blocks lie one after the other on both sides
 	qps       int    // rdma_qps
 	depth     int    // rdma_send_depth
 }
+
+// adjacent: blocks lie one after the other on both sides.
+func (c *benchConfig) adjacent() bool { return c.order == "adjacent" }
 
 // benchResult is one row; rates are 10⁹ bytes a second.
 type benchResult struct {
@@ -52,51 +55,46 @@ type benchResult struct {
 	PerSignal   float64 `json:"writes_per_signal,omitempty"`
 }
 
-func parseBench(args []string) (benchConfig, error) {
-	c := benchConfig{}
-	fs := flag.NewFlagSet("kvconn bench", flag.ContinueOnError)
-	fs.SetOutput(os.Stderr)
-	block := fs.String("block", "4K,16K,64K,1M", "block sizes, separated by commas")
-	total := fs.String("total", "256M", "bytes of a transfer")
-	transport := transportFlag(fs)
-	order := fs.String("order", "scattered", "how blocks lie on both sides: scattered, or adjacent, so that they are merged")
-	r := rdma.DefaultConfig()
+func (c *benchConfig) flags() *flag.FlagSet {
+	fs, r := newFlags("bench"), rdma.DefaultConfig()
+	fs.StringVar(&c.blockList, "block", "4K,16K,64K,1M", "block sizes, separated by commas")
+	fs.StringVar(&c.totalSize, "total", "256M", "bytes of a transfer")
+	transportFlag(fs, &c.transport)
+	fs.StringVar(&c.order, "order", "scattered", "how blocks lie on both sides: scattered, or adjacent, so that they are merged")
 	fs.IntVar(&c.qps, "rdma-qps", r.QueuePairs, "queue pairs for each pair of ports")
 	fs.IntVar(&c.depth, "rdma-send-depth", r.SendDepth, "requests under way on a queue pair")
 	fs.IntVar(&c.rounds, "rounds", 9, "transfers per block size; the first one is not counted")
 	fs.IntVar(&c.streams, "streams", node.DefaultConfig().TCPStreams, "TCP connections")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
 	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, where it is installed")
-	if err := fs.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			return c, err
-		}
-		return c, fmt.Errorf("%w: %w", errUsage, err)
-	}
-	if fs.NArg() > 0 {
-		return c, fmt.Errorf("%w: bench takes no argument %q", errUsage, fs.Arg(0))
-	}
-	if err := checkTransport(*transport); err != nil {
+	return fs
+}
+
+func parseBench(args []string) (benchConfig, error) {
+	var c benchConfig
+	if err := parseOnlyFlags(c.flags(), args); err != nil {
 		return c, err
 	}
-	c.transport = *transport
-	if c.adjacent = *order == "adjacent"; !c.adjacent && *order != "scattered" {
-		return c, fmt.Errorf("%w: order %q: want scattered or adjacent", errUsage, *order)
+	if err := checkTransport(c.transport); err != nil {
+		return c, err
+	}
+	if !c.adjacent() && c.order != "scattered" {
+		return c, fmt.Errorf("%w: order %q: want scattered or adjacent", errUsage, c.order)
 	}
 	if c.rounds < 2 || c.streams < 1 {
 		return c, fmt.Errorf("%w: want at least 2 rounds and 1 stream", errUsage)
 	}
 	var err error
-	if c.total, err = parseSize(*total); err != nil {
+	if c.total, err = parseSize(c.totalSize); err != nil {
 		return c, err
 	}
-	for _, s := range strings.Split(*block, ",") {
+	for _, s := range strings.Split(c.blockList, ",") {
 		n, err := parseSize(s)
 		if err != nil {
 			return c, err
 		}
 		if n%8 != 0 || c.total%(n*benchLayers) != 0 || c.total/(n*benchLayers) > core.MaxBlocks {
-			return c, fmt.Errorf("%w: total %s is not 1 to %d times %d blocks of %s", errUsage, *total, core.MaxBlocks, benchLayers, s)
+			return c, fmt.Errorf("%w: total %s is not 1 to %d times %d blocks of %s", errUsage, c.totalSize, core.MaxBlocks, benchLayers, s)
 		}
 		c.blocks = append(c.blocks, n)
 	}
@@ -107,9 +105,6 @@ func parseBench(args []string) (benchConfig, error) {
 // the check of the plan are included. The bytes are checked after each.
 func runBench(ctx context.Context, args []string, out io.Writer) error {
 	c, err := parseBench(args)
-	if errors.Is(err, flag.ErrHelp) {
-		return nil
-	}
 	if err != nil {
 		return err
 	}
@@ -177,10 +172,10 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		}
 		id := fmt.Sprintf("bench-%d-%d", block, round)
 		local.Clear()
-		if _, err := peer.Ask(synthetic.Order{Op: "offer", ID: id, Transfer: round + 1, Count: count, Adjacent: c.adjacent}); err != nil {
+		if _, err := peer.Ask(synthetic.Order{Op: "offer", ID: id, Transfer: round + 1, Count: count, Adjacent: c.adjacent()}); err != nil {
 			return r, err
 		}
-		dst := local.Choose(count, int64(1000+round), c.adjacent)
+		dst := local.Choose(count, int64(1000+round), c.adjacent())
 		start := time.Now()
 		if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Selection: core.Selection{Blocks: [][]core.BlockID{dst}}, From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
 			return r, err

@@ -2,7 +2,6 @@ package cli
 
 import (
 	"context"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -22,18 +21,19 @@ const (
 	demoBlock  = 32 << 10
 )
 
+func demoFlags(transport *string) *flag.FlagSet {
+	fs := newFlags("demo")
+	transportFlag(fs, transport)
+	return fs
+}
+
 // runDemo shows transfers between two processes, each verified byte by byte.
 func runDemo(ctx context.Context, args []string, out io.Writer) error {
-	fs := flag.NewFlagSet("kvconn demo", flag.ContinueOnError)
-	fs.SetOutput(os.Stderr)
-	transport := transportFlag(fs)
-	if err := fs.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			return nil
-		}
-		return fmt.Errorf("%w: %w", errUsage, err)
+	var transport string
+	if err := parseOnlyFlags(demoFlags(&transport), args); err != nil {
+		return err
 	}
-	if err := checkTransport(*transport); err != nil {
+	if err := checkTransport(transport); err != nil {
 		return err
 	}
 	fmt.Fprintf(out, "Two processes, each with a paged KV cache of %d layers × %d blocks × %s.\n", demoLayers, demoBlocks, formatSize(demoBlock))
@@ -42,7 +42,7 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer peer.Stop()
-	opened, err := peer.Ask(synthetic.Order{Op: "open", Layers: demoLayers, Blocks: demoBlocks, Block: demoBlock, Transport: *transport})
+	opened, err := peer.Ask(synthetic.Order{Op: "open", Layers: demoLayers, Blocks: demoBlocks, Block: demoBlock, Transport: transport})
 	if err != nil {
 		return err
 	}
@@ -51,7 +51,7 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer local.Free()
-	agent, err := synthetic.OpenDecode(local, synthetic.Order{Transport: *transport}, newLogger(zap.WarnLevel))
+	agent, err := synthetic.OpenDecode(local, synthetic.Order{Transport: transport}, newLogger(zap.WarnLevel))
 	if err != nil {
 		return err
 	}

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -35,33 +36,36 @@ type tcpReport struct {
 
 var errNoTransport = errors.New("no transport works on this machine, see above")
 
+type doctorOptions struct {
+	json bool
+	file string // with a configuration
+}
+
+func (o *doctorOptions) flags() *flag.FlagSet {
+	fs := newFlags("doctor")
+	fs.BoolVar(&o.json, "json", false, "print JSON")
+	fs.StringVar(&o.file, "config", "", "a file with an agent's configuration, a JSON object; without one the defaults count")
+	return fs
+}
+
 // runDoctor says which transports work here. It fails when none does.
-func runDoctor(args []string, out io.Writer) error {
-	fs := flag.NewFlagSet("kvconn doctor", flag.ContinueOnError)
-	fs.SetOutput(os.Stderr)
-	asJSON := fs.Bool("json", false, "print JSON")
-	file := fs.String("config", "", "a file with an agent's configuration, a JSON object; without one the defaults count")
-	if err := fs.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			return nil
-		}
-		return fmt.Errorf("%w: %w", errUsage, err)
-	}
-	if fs.NArg() > 0 {
-		return fmt.Errorf("%w: doctor takes no argument %q", errUsage, fs.Arg(0))
+func runDoctor(_ context.Context, args []string, out io.Writer) error {
+	var o doctorOptions
+	if err := parseOnlyFlags(o.flags(), args); err != nil {
+		return err
 	}
 	cfg := node.DefaultConfig()
-	if *file != "" {
-		text, err := os.ReadFile(filepath.Clean(*file))
+	if o.file != "" {
+		text, err := os.ReadFile(filepath.Clean(o.file))
 		if err == nil {
 			cfg, err = node.ParseConfig(text)
 		}
 		if err != nil {
-			return fmt.Errorf("%w: --config %s: %w", errUsage, *file, err)
+			return fmt.Errorf("%w: --config %s: %w", errUsage, o.file, err)
 		}
 	}
 	d := examine(cfg, rdma.Inspect)
-	if *asJSON {
+	if o.json {
 		enc := json.NewEncoder(out)
 		enc.SetIndent("", "  ")
 		if err := enc.Encode(d); err != nil {

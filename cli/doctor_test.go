@@ -62,7 +62,7 @@ func TestDoctorSaysWhatItFinds(t *testing.T) {
 // TestDoctorOnThisMachine: whatever this machine has, the answer is whole.
 func TestDoctorOnThisMachine(t *testing.T) {
 	var out bytes.Buffer
-	if err := runDoctor([]string{"--json"}, &out); err != nil {
+	if err := runDoctor(t.Context(), []string{"--json"}, &out); err != nil {
 		t.Fatal(err)
 	}
 	var d diagnosis
@@ -77,12 +77,12 @@ func TestDoctorOnThisMachine(t *testing.T) {
 	}
 	write(`{"engine_id": "e", "role": "prefill", "tcp_listen_host": "203.0.113.1", "rdma_devices": ["no_such_device"]}`)
 	out.Reset()
-	if err := runDoctor([]string{"--config", file}, &out); !errors.Is(err, errNoTransport) || !strings.Contains(out.String(), "203.0.113.1") {
+	if err := runDoctor(t.Context(), []string{"--config", file}, &out); !errors.Is(err, errNoTransport) || !strings.Contains(out.String(), "203.0.113.1") {
 		t.Errorf("%v: %s", err, out.String())
 	}
 	write(`{"engine_id": "e", "role": "prefill", "rdma_mtu": 1500}`)
 	for _, args := range [][]string{{"--config", file}, {"--config", file + ".none"}, {"more"}, {"--nope"}} {
-		if err := runDoctor(args, &out); !errors.Is(err, errUsage) {
+		if err := runDoctor(t.Context(), args, &out); !errors.Is(err, errUsage) {
 			t.Errorf("%q: %v", args, err)
 		}
 	}

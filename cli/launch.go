@@ -25,76 +25,86 @@ Starts prefill and decode servers of vLLM, or of SGLang, on this machine, with k
 
 `
 
-// parseLaunch reads the command line: the model, options, and behind -- the engine's
-// arguments.
-func parseLaunch(args []string) (launch.Config, error) {
-	var c launch.Config
-	var engineArgs []string
-	if i := slices.Index(args, "--"); i >= 0 {
-		args, engineArgs = args[:i], args[i+1:]
-	}
-	fs := flag.NewFlagSet("kvconn launch", flag.ContinueOnError)
-	fs.SetOutput(os.Stderr)
+// launchOptions are the options as they are written.
+type launchOptions struct {
+	launch.Config
+	contract, connector, bench                string
+	prefillDevices, decodeDevices             string
+	prefillPorts, decodePorts, bootstrapPorts string
+}
+
+func (c *launchOptions) flags() *flag.FlagSet {
+	fs := newFlags("launch")
 	fs.Usage = func() {
 		fmt.Fprint(os.Stderr, launchUsage)
 		fs.PrintDefaults()
 	}
+	router := proxy.DefaultConfig()
 	fs.StringVar(&c.Engine, "engine", launch.VLLM, "what serves: vllm or sglang")
-	contract := fs.String("contract", "", "how the router tells the servers of each other: for vllm mooncake (default) or nixl, for sglang its own")
+	fs.StringVar(&c.contract, "contract", "", "how the router tells the servers of each other: for vllm mooncake (default) or nixl, for sglang its own")
 	fs.IntVar(&c.Prefill, "prefill", 0, "prefill servers (default: as --prefill-devices has, else 1)")
 	fs.IntVar(&c.Decode, "decode", 0, "decode servers (default: as --decode-devices has, else 1)")
-	prefillDevices := fs.String("prefill-devices", "", "each prefill server's devices, separated by commas; several of one server by +, as 0+1,2+3")
-	decodeDevices := fs.String("decode-devices", "", "each decode server's")
+	fs.StringVar(&c.prefillDevices, "prefill-devices", "", "each prefill server's devices, separated by commas; several of one server by +, as 0+1,2+3")
+	fs.StringVar(&c.decodeDevices, "decode-devices", "", "each decode server's")
 	fs.StringVar(&c.DeviceVariable, "device-variable", launch.DefaultDeviceVariable, "the variable by which an engine is told its devices")
-	prefillPorts := fs.String("prefill-ports", strconv.Itoa(launch.DefaultPrefillPort), "the first prefill server's port, or each one's, separated by commas")
-	decodePorts := fs.String("decode-ports", strconv.Itoa(launch.DefaultDecodePort), "the decode servers'")
-	bootstrapPorts := fs.String("bootstrap-ports", strconv.Itoa(launch.DefaultBootstrapPort), "the prefill servers' bootstrap ports")
-	fs.StringVar(&c.Host, "host", proxy.DefaultHost, "address on which the router listens; servers listen on 127.0.0.1")
-	fs.IntVar(&c.Port, "port", proxy.DefaultPort, "the router's port")
-	connector := fs.String("connector-config", "", "JSON object: further keys of kv_connector_extra_config, or of KVCONN_SGLANG_CONFIG")
+	fs.StringVar(&c.prefillPorts, "prefill-ports", strconv.Itoa(launch.DefaultPrefillPort), "the first prefill server's port, or each one's, separated by commas")
+	fs.StringVar(&c.decodePorts, "decode-ports", strconv.Itoa(launch.DefaultDecodePort), "the decode servers'")
+	fs.StringVar(&c.bootstrapPorts, "bootstrap-ports", strconv.Itoa(launch.DefaultBootstrapPort), "the prefill servers' bootstrap ports")
+	fs.StringVar(&c.Host, "host", router.Host, "address on which the router listens; servers listen on 127.0.0.1")
+	fs.IntVar(&c.Port, "port", router.Port, "the router's port")
+	fs.StringVar(&c.connector, "connector-config", "", "JSON object: further keys of kv_connector_extra_config, or of KVCONN_SGLANG_CONFIG")
 	fs.StringVar(&c.FailurePolicy, "failure-policy", launch.DefaultFailurePolicy, "vllm's kv_load_failure_policy: recompute or fail")
 	fs.StringVar(&c.LogDir, "log-dir", "kvconn-logs", "directory for each server's log")
 	fs.DurationVar(&c.Ready, "timeout", launch.DefaultReady, "how long the servers may take until they are ready")
 	fs.StringVar(&c.VLLM, "vllm", launch.DefaultVLLM, "the vllm program")
 	fs.StringVar(&c.Python, "python", launch.DefaultPython, "the Python that has SGLang")
 	fs.BoolVar(&c.Bench, "bench", false, "run vllm bench serve (or sglang.bench_serving) on the router, print its table, and end")
-	benchArgs := fs.String("bench-args", "", "arguments of the benchmark, beside those that launch gives or in their place")
+	fs.StringVar(&c.bench, "bench-args", "", "arguments of the benchmark, beside those that launch gives or in their place")
+	return fs
+}
+
+// parseLaunch reads the command line: the model, options, and behind -- the engine's
+// arguments.
+func parseLaunch(args []string) (launch.Config, error) {
+	var o launchOptions
+	c := &o.Config
+	if i := slices.Index(args, "--"); i >= 0 {
+		args, c.Args = args[:i], args[i+1:]
+	}
+	fs := o.flags()
 	// The model may stand before the options, as with vllm serve.
 	if len(args) > 0 && !strings.HasPrefix(args[0], "-") {
 		c.Model, args = args[0], args[1:]
 	}
-	if err := fs.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			return c, err
-		}
-		return c, fmt.Errorf("%w: %w", errUsage, err)
+	if err := parseFlags(fs, args); err != nil {
+		return *c, err
 	}
 	if c.Model == "" && fs.NArg() == 1 {
 		c.Model = fs.Arg(0)
 	} else if fs.NArg() > 0 {
-		return c, fmt.Errorf("%w: launch takes one model, and not %q: arguments of the servers go behind --", errUsage, fs.Args())
+		return *c, fmt.Errorf("%w: launch takes one model, and not %q: arguments of the servers go behind --", errUsage, fs.Args())
 	}
-	c.PrefillDevices, c.DecodeDevices = splitDevices(*prefillDevices), splitDevices(*decodeDevices)
+	c.PrefillDevices, c.DecodeDevices = splitDevices(o.prefillDevices), splitDevices(o.decodeDevices)
 	var errs [3]error
-	c.PrefillPorts, errs[0] = splitPorts("--prefill-ports", *prefillPorts)
-	c.DecodePorts, errs[1] = splitPorts("--decode-ports", *decodePorts)
-	c.BootstrapPorts, errs[2] = splitPorts("--bootstrap-ports", *bootstrapPorts)
+	c.PrefillPorts, errs[0] = splitPorts("--prefill-ports", o.prefillPorts)
+	c.DecodePorts, errs[1] = splitPorts("--decode-ports", o.decodePorts)
+	c.BootstrapPorts, errs[2] = splitPorts("--bootstrap-ports", o.bootstrapPorts)
 	if err := errors.Join(errs[:]...); err != nil {
-		return c, err
+		return *c, err
 	}
-	if *connector != "" {
-		if err := json.Unmarshal([]byte(*connector), &c.ConnectorConfig); err != nil {
-			return c, fmt.Errorf("%w: --connector-config %q is no JSON object: %w", errUsage, *connector, err)
+	if o.connector != "" {
+		if err := json.Unmarshal([]byte(o.connector), &c.ConnectorConfig); err != nil {
+			return *c, fmt.Errorf("%w: --connector-config %q is no JSON object: %w", errUsage, o.connector, err)
 		}
 	}
 	if c.FailurePolicy != "recompute" && c.FailurePolicy != "fail" {
-		return c, fmt.Errorf("%w: --failure-policy %q: want recompute or fail", errUsage, c.FailurePolicy)
+		return *c, fmt.Errorf("%w: --failure-policy %q: want recompute or fail", errUsage, c.FailurePolicy)
 	}
 	if c.Ready < time.Second {
-		return c, fmt.Errorf("%w: --timeout %v: want at least 1s", errUsage, c.Ready)
+		return *c, fmt.Errorf("%w: --timeout %v: want at least 1s", errUsage, c.Ready)
 	}
-	c.BenchArgs, c.Args, c.Contract = strings.Fields(*benchArgs), engineArgs, proxy.Contract(*contract)
-	return c, nil
+	c.BenchArgs, c.Contract = strings.Fields(o.bench), proxy.Contract(o.contract)
+	return *c, nil
 }
 
 func splitDevices(s string) []string {
@@ -120,11 +130,8 @@ func splitPorts(name, s string) ([]int, error) {
 	return ports, nil
 }
 
-func runLaunch(ctx context.Context, args []string, out *os.File) error {
+func runLaunch(ctx context.Context, args []string, out io.Writer) error {
 	c, err := parseLaunch(args)
-	if errors.Is(err, flag.ErrHelp) {
-		return nil
-	}
 	if err != nil {
 		return err
 	}
@@ -132,8 +139,10 @@ func runLaunch(ctx context.Context, args []string, out *os.File) error {
 		return err
 	}
 	c.Out = out
-	_, err = unix.IoctlGetTermios(int(out.Fd()), unix.TCGETS)
-	c.Terminal = err == nil
+	if f, ok := out.(*os.File); ok {
+		_, err = unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+		c.Terminal = err == nil
+	}
 	return launch.Run(ctx, c)
 }
 

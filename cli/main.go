@@ -5,11 +5,14 @@ package cli
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"os"
 	"os/signal"
 	"runtime/debug"
+	"slices"
+	"strings"
 	"syscall"
 
 	"go.uber.org/zap"
@@ -20,18 +23,32 @@ import (
 	"github.com/kvconn/kvconn/proxy"
 )
 
-const usage = `kvconn carries KV caches between LLM engines.
+// command is a command for users. It has flags, but proxy's are proxy.Options.
+type command struct {
+	name, meaning string
+	run           func(ctx context.Context, args []string, out io.Writer) error
+	flags         *flag.FlagSet
+}
 
-Usage: kvconn COMMAND [OPTIONS]
+func commands() []command {
+	return []command{
+		{"demo", "two processes with synthetic paged caches: a first look in seconds", runDemo, demoFlags(new(string))},
+		{"bench", "how fast paged blocks move between two processes, bytes verified", runBench, new(benchConfig).flags()},
+		{"doctor", "which transports work on this machine, and what to do about the others", runDoctor, new(doctorOptions).flags()},
+		{"proxy", "the router: sends each request to a prefill and a decode server", runProxy, nil},
+		{"launch", "vLLM or SGLang servers for prefill and decode on this machine, and the router", runLaunch, new(launchOptions).flags()},
+	}
+}
 
-  demo    two processes with synthetic paged caches: a first look in seconds
-  bench   how fast paged blocks move between two processes, bytes verified
-  doctor  which transports work on this machine, and what to do about the others
-  proxy   the router: sends each request to a prefill and a decode server
-  launch  vLLM or SGLang servers for prefill and decode on this machine, and the router
-
-kvconn COMMAND --help tells the options.
-`
+func usage() string {
+	var b strings.Builder
+	b.WriteString("kvconn carries KV caches between LLM engines.\n\nUsage: kvconn COMMAND [OPTIONS]\n\n")
+	for _, c := range commands() {
+		fmt.Fprintf(&b, "  %-7s %s\n", c.name, c.meaning)
+	}
+	b.WriteString("\nkvconn COMMAND --help tells the options.\n")
+	return b.String()
+}
 
 // exit statuses besides 0.
 const (
@@ -49,22 +66,12 @@ func Main(args []string) int {
 	defer stop()
 	context.AfterFunc(ctx, stop) // a second signal ends a command that takes its time
 	if len(args) < 2 {
-		fmt.Fprint(os.Stderr, usage)
+		fmt.Fprint(os.Stderr, usage())
 		return exitUsage
 	}
 	var err error
 	rest := args[2:]
 	switch args[1] {
-	case "demo":
-		err = runDemo(ctx, rest, os.Stdout)
-	case "bench":
-		err = runBench(ctx, rest, os.Stdout)
-	case "doctor":
-		err = runDoctor(rest, os.Stdout)
-	case "proxy":
-		err = runProxy(ctx, rest, os.Stdout)
-	case "launch":
-		err = runLaunch(ctx, rest, os.Stdout)
 	case launch.GuardCommand:
 		var code int
 		code, err = runGuard(rest, os.Stdin)
@@ -77,12 +84,18 @@ func Main(args []string) int {
 	case synthetic.PrefillCommand:
 		err = synthetic.Serve(ctx, os.Stdin, os.Stdout, newLogger(zap.WarnLevel))
 	case "help", "-h", "--help":
-		fmt.Print(usage)
+		fmt.Print(usage())
 	default:
-		err = fmt.Errorf("%w: there is no command %q", errUsage, args[1])
+		all := commands()
+		i := slices.IndexFunc(all, func(c command) bool { return c.name == args[1] })
+		if i < 0 {
+			err = fmt.Errorf("%w: there is no command %q", errUsage, args[1])
+			break
+		}
+		err = all[i].run(ctx, rest, os.Stdout)
 	}
 	switch {
-	case err == nil:
+	case err == nil, errors.Is(err, flag.ErrHelp):
 		return 0
 	case ctx.Err() != nil:
 		fmt.Fprintln(os.Stderr, "kvconn: interrupted")
@@ -98,7 +111,7 @@ func Main(args []string) int {
 func runProxy(ctx context.Context, args []string, out io.Writer) error {
 	cfg, err := proxy.ParseArgs(args)
 	if errors.Is(err, proxy.ErrHelp) {
-		_, err = io.WriteString(out, proxy.Usage)
+		_, err = io.WriteString(out, proxy.Usage())
 		return err
 	}
 	if err != nil {

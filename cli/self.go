@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"github.com/kvconn/kvconn/internal/synthetic"
+	"github.com/kvconn/kvconn/node"
 )
 
 // selfCommand is how this very command was started, without its own arguments:
@@ -42,8 +43,8 @@ func startPrefill(ctx context.Context) (*synthetic.Process, error) {
 }
 
 // transportFlag adds --transport.
-func transportFlag(fs *flag.FlagSet) *string {
-	return fs.String("transport", "auto", "auto (rdma where it works, else tcp), rdma or tcp: that one or none")
+func transportFlag(fs *flag.FlagSet, name *string) {
+	fs.StringVar(name, "transport", node.DefaultConfig().Transport, "auto (rdma where it works, else tcp), rdma or tcp: that one or none")
 }
 
 func checkTransport(name string) error {

@@ -46,11 +46,15 @@ func (s *Shape) String() string { return fmt.Sprintf("region %q of group %d", s.
 
 // geometry puts a shape's numbers into words.
 func (s *Shape) geometry() string {
-	if s.Tokens == 0 {
-		return fmt.Sprintf("opaque blocks of %d bytes", s.BlockBytes)
+	of := "blocks"
+	if s.IndexKind != IndexBlock {
+		of = s.IndexKind.String()
 	}
-	return fmt.Sprintf("blocks of %d tokens, heads %d to %d of %d, items of %d bytes, %s",
-		s.Tokens, s.FirstHead, s.FirstHead+s.Heads-1, s.TotalHeads, s.ItemBytes(), s.order())
+	if s.Tokens == 0 {
+		return fmt.Sprintf("opaque %s of %d bytes", of, s.BlockBytes)
+	}
+	return fmt.Sprintf("%s of %d tokens, heads %d to %d of %d, items of %d bytes, %s",
+		of, s.Tokens, s.FirstHead, s.FirstHead+s.Heads-1, s.TotalHeads, s.ItemBytes(), s.order())
 }
 
 // complete fills in TotalHeads where the region names no heads: it then holds all of the

@@ -32,7 +32,8 @@ type Region struct {
 	BlockStride uint64 // bytes from one block's start to the next one's
 	BlockBytes  uint64 // bytes of a block in this region, at most BlockStride
 	NumBlocks   uint32
-	Group       uint32 // KV cache group
+	Group       uint32    // KV cache group
+	IndexKind   IndexKind // what the group's block ids name
 
 	// What lies where in a block, as geometry.go has it; all 0: an opaque block,
 	// which is copied whole. Both TotalHeads and FirstHead 0: all heads of the model.
@@ -238,11 +239,12 @@ type Shape struct {
 
 	Tokens, Heads, FirstHead, TotalHeads uint32
 	TokenStride, HeadStride              uint64
+	IndexKind                            IndexKind
 }
 
 func (r *Region) shape() Shape {
 	return Shape{Name: r.Name, BlockStride: r.BlockStride, BlockBytes: r.BlockBytes, NumBlocks: r.NumBlocks, Group: r.Group,
-		Tokens: r.Tokens, Heads: r.Heads, FirstHead: r.FirstHead, TotalHeads: r.TotalHeads, TokenStride: r.TokenStride, HeadStride: r.HeadStride}
+		Tokens: r.Tokens, Heads: r.Heads, FirstHead: r.FirstHead, TotalHeads: r.TotalHeads, TokenStride: r.TokenStride, HeadStride: r.HeadStride, IndexKind: r.IndexKind}
 }
 
 // Shapes describes the layout to peers.

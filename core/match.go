@@ -154,14 +154,20 @@ func checkShapes(shapes []Shape) (order []uint32, tokens [MaxGroups]uint32, err 
 	if len(shapes) > MaxRegions {
 		return nil, tokens, fmt.Errorf("%d regions, at most %d are supported", len(shapes), MaxRegions)
 	}
+	var firstOf [MaxGroups]*Shape
 	for i := range shapes {
 		s := &shapes[i]
 		s.complete()
 		if s.Group >= MaxGroups {
 			return nil, tokens, fmt.Errorf("%v: group must be below %d", s, MaxGroups)
 		}
-		if err := s.checkGeometry(); err != nil {
+		if err := errors.Join(s.checkGeometry(), s.checkIndex()); err != nil {
 			return nil, tokens, err
+		}
+		if first := firstOf[s.Group]; first == nil {
+			firstOf[s.Group] = s
+		} else if first.IndexKind != s.IndexKind {
+			return nil, tokens, fmt.Errorf("the ids of %v name %v, those of %v name %v: regions of one group share their ids", s, s.IndexKind, first, first.IndexKind)
 		}
 		t := &tokens[s.Group]
 		if *t != 0 && s.Tokens != 0 && *t != s.Tokens {
@@ -177,6 +183,8 @@ func checkShapes(shapes []Shape) (order []uint32, tokens [MaxGroups]uint32, err 
 // group's blocks are alike.
 func fit(s, d *Shape, r ratio) bool {
 	switch {
+	case s.IndexKind != d.IndexKind, s.IndexKind != IndexBlock && s.Tokens != d.Tokens:
+		return false
 	case (s.Tokens == 0) != (d.Tokens == 0):
 		return false
 	case s.Tokens == 0:

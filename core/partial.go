@@ -79,10 +79,15 @@ func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
 	}
 	for g := range groups {
 		first, have := uint64(at(r.First, g)), 0
+		var held []BlockID
 		if of != nil && g < len(of.held.Blocks) && len(of.held.Blocks[g]) > 0 {
-			first, have = uint64(of.held.First[g]), len(of.held.Blocks[g])
+			held = of.held.Blocks[g]
+			first, have = uint64(of.held.First[g]), len(held)
 		}
 		if g < len(r.Blocks) {
+			if err := m.layout.checkEntries(g, held, first+uint64(have), r.Blocks[g]); err != nil {
+				return err
+			}
 			have += len(r.Blocks[g])
 		}
 		if n := uint64(max(at(r.Ready, g), at(r.Computing, g))); n > first+uint64(have) {

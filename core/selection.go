@@ -35,6 +35,11 @@ func (s *Selection) check(l *Layout) error {
 	if s.First != nil && len(s.First) != len(s.Blocks) {
 		return fmt.Errorf("first blocks of %d groups, block ids of %d", len(s.First), len(s.Blocks))
 	}
+	for g, ids := range s.Blocks {
+		if err := l.checkEntries(g, nil, uint64(at(s.First, g)), ids); err != nil {
+			return err
+		}
+	}
 	return nil
 }
 

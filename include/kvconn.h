@@ -1,44 +1,42 @@
 /*
- * kvconn: carries the KV caches of LLM requests between engines, so that
- * prefill and decode can run on different machines.
+ * kvconn: carries the KV caches of LLM requests between engines, so that prefill and decode can
+ * run on different machines.
  *
  * Copyright the kvconn authors. SPDX-License-Identifier: Apache-2.0
  *
  * This header is the whole contract of libkvconn.so. One transfer, in short:
  *
  *   both      kvconn_open, kvconn_register_kv_caches
- *   prefill   kvconn_announce (the request is known), kvconn_offer (these
- *             blocks hold it)
- *   decode    kvconn_claim (the request is known), kvconn_start_load (put it
- *             into these blocks)
- *   both      kvconn_get_finished until the transfer's completion is there;
- *             from then on the blocks are the engine's again
+ *   prefill   kvconn_announce (the request is known), kvconn_offer (these blocks hold it)
+ *   decode    kvconn_claim (the request is known), kvconn_start_load (put it into these blocks)
+ *   both      kvconn_get_finished until the transfer's completion is there; from then on the
+ *             blocks are the engine's again
  *
  * Rules that hold for every call:
  *
  * - Threads: every function may be called from any thread.
- * - Waiting: only kvconn_open, kvconn_register_kv_caches, kvconn_withdraw and
- *   kvconn_close wait, each at most as long as its comment says. kvconn_main
- *   runs until its command has ended. All other functions take a lock for
- *   microseconds. kvconn_pending and an empty kvconn_get_finished do not enter
- *   the library's Go part.
- * - Memory: strings, arrays and structs belong to the caller. The library copies
- *   them before the call returns. The registered KV memory must stay mapped
- *   until kvconn_close has returned. The library frees only its own memory.
- * - Results: a call returns KVCONN_OK (0) or a code of enum kvconn_status.
- *   kvconn_last_error then gives a text that names the value and the remedy.
- * - Handles are numbers. Every call with a handle that was closed, or never
- *   opened, returns KVCONN_ERR_HANDLE.
- * - fork: if a process has loaded the library and forks, every call in the child
- *   returns KVCONN_ERR_FORKED. Load the library after the fork.
- * - Signals and output: the library installs no handler for SIGINT, SIGTERM or
- *   SIGCHLD and writes nothing to stdout or stderr. Its own panics do not reach
- *   the host: the call returns KVCONN_ERR_INTERNAL.
- * - Growth: the caller says the size of each struct (struct_size, or
- *   completion_size), at least as large as here. A later header may add fields at
- *   a struct's end; a caller built with it works with this library if it leaves
- *   them 0, and gets KVCONN_ERR_INVALID if it does not. kvconn_blocks never
- *   changes. No function is ever removed or changed within one
+ * - Waiting: only kvconn_open, kvconn_register_kv_caches, kvconn_withdraw and kvconn_close
+ *   wait, each at most as long as its comment says. kvconn_main runs until its command has
+ *   ended. All other functions take a lock for microseconds. kvconn_pending and an empty
+ *   kvconn_get_finished do not enter the library's Go part.
+ * - Memory: strings, arrays and structs belong to the caller. The library copies them before
+ *   the call returns. The registered KV memory must stay mapped until kvconn_close has
+ *   returned. The library frees only its own memory. An address that it returns
+ *   (kvconn_pending_address, kvconn_written_address) can be used until kvconn_close, and not in
+ *   a forked child. Later it stays mapped, but may be another agent's, or nobody's.
+ * - Results: a call returns KVCONN_OK (0) or a code of enum kvconn_status. kvconn_last_error
+ *   then gives a text that names the value and the remedy.
+ * - Handles are numbers. Every call with a handle that was closed, or never opened, returns
+ *   KVCONN_ERR_HANDLE.
+ * - fork: if a process has loaded the library and forks, every call in the child returns
+ *   KVCONN_ERR_FORKED. Load the library after the fork.
+ * - Signals and output: the library installs no handler for SIGINT, SIGTERM or SIGCHLD and
+ *   writes nothing to stdout or stderr. Its own panics do not reach the host: the call returns
+ *   KVCONN_ERR_INTERNAL.
+ * - Growth: the caller says the size of each struct (struct_size, or completion_size), at least
+ *   as large as here. A later header may add fields at a struct's end; a caller built with it
+ *   works with this library if it leaves them 0, and gets KVCONN_ERR_INVALID if it does not.
+ *   kvconn_blocks never changes. No function is ever removed or changed within one
  *   KVCONN_ABI_VERSION. Fields that are named reserved must be 0.
  */
 #ifndef KVCONN_H
@@ -53,10 +51,8 @@ extern "C" {
 
 /* Raised when a function or struct changes in a way that breaks callers. */
 #define KVCONN_ABI_VERSION 1
-
 /* Of this header; kvconn_version tells the library's. */
 #define KVCONN_VERSION "0.1.0"
-
 /* Longest transfer_id, in bytes without the ending NUL. */
 #define KVCONN_TRANSFER_ID_MAX 128
 
@@ -73,8 +69,7 @@ enum kvconn_status {
   KVCONN_ERR_ADDRESS = 8,        /* a port is in use, or an address is not reached */
   KVCONN_ERR_BUFFER = 9,         /* the caller's buffer is too small */
   KVCONN_ERR_INTERNAL = 10,      /* a defect of the library; the agent is unusable */
-  KVCONN_ERR_SYSTEM = 11,        /* the operating system refused something, or the
-                                    configured transport is not available */
+  KVCONN_ERR_SYSTEM = 11,        /* the system refused something, or has not the configured transport */
 
   KVCONN_CANCELLED = 20,      /* kvconn_cancel on this side */
   KVCONN_PEER_CANCELLED = 21, /* the other engine cancelled */
@@ -82,8 +77,7 @@ enum kvconn_status {
   KVCONN_NOT_OFFERED = 23,    /* nobody offered the transfer in early_load_s */
   KVCONN_EXPIRED = 24,        /* nobody loaded the offer in lease_s */
   KVCONN_REFUSED = 25,        /* layouts or prompts differ, a second load, a limit */
-  KVCONN_UNREACHABLE = 26,    /* bootstrap address or registry entry not found,
-                                 or no transport's bytes get through */
+  KVCONN_UNREACHABLE = 26,    /* bootstrap address or registry entry not found, or no bytes get through */
   KVCONN_FAILED = 27,         /* the bytes could not be moved */
   KVCONN_AGENT_CLOSED = 28    /* kvconn_close on either side */
 };
@@ -92,30 +86,39 @@ enum kvconn_status {
 typedef uint64_t kvconn_agent;
 
 /*
- * A memory range that holds a piece of every block of one KV cache group: the K,
- * V, fused KV, latent or state of one layer, or one head of it. Block i lies at
- * address + i * block_stride and has block_bytes bytes. All numbers must be
- * multiples of 4. Regions of one group must not overlap. Strided views of one
- * storage may interleave. Regions of the two engines are paired by group and
+ * What the block ids of a group name. Regions of one group have the same kind. Two engines with
+ * other kinds refuse each other.
+ */
+enum kvconn_index_kind {
+  KVCONN_INDEX_BLOCK = 0, /* blocks of the prompt, one after the other */
+  KVCONN_INDEX_ROW = 1,   /* a row of a table that has one for each request */
+  KVCONN_INDEX_SLOT = 2   /* a slot that holds the whole state of one request */
+};
+/* Rings of n entries, below 2^24, one ring after the other. What belongs to position p of the
+   prompt lies in entry p modulo n: the first of kvconn_blocks is that position, and ids that lie
+   elsewhere are refused. A part that wraps goes on with the ring's entry 0. */
+#define KVCONN_INDEX_RING(n) (3u | (uint32_t)(n) << 8)
+
+/*
+ * A memory range that holds a piece of every block of one KV cache group: the K, V, fused KV,
+ * latent or state of one layer, or one head of it. Block i lies at address + i * block_stride.
+ * Addresses, strides and lengths are multiples of 4. Regions of one group must not overlap;
+ * strided views of one storage may interleave. The two engines' regions are paired by group and
  * name, in any order.
  *
- * The last six fields describe the inside of a block. If all are 0 the block is
- * opaque: it is copied whole, between blocks of equal length. Otherwise a block
- * holds tokens * heads items of block_bytes / (tokens * heads) bytes each. An
- * item's size is a multiple of 4 and equal on both sides. The item of token t and
- * of the region's h-th head lies at t * token_stride + h * head_stride. Items lie
- * densely, in one of two orders:
+ * The last six fields describe the inside of a block. If all are 0 the block is opaque: it is
+ * copied whole, between blocks of equal length. Otherwise a block holds tokens * heads items of
+ * one size, a multiple of 4 and equal on both sides. The item of token t and of the region's
+ * h-th head lies at t * token_stride + h * head_stride. Items lie densely, in one of two orders:
  *   NHD, token after token: head_stride is one item, token_stride is heads items;
  *   HND, head after head: token_stride is one item, head_stride is tokens items.
  * A latent (MLA) has one head. Regions of one group have equal tokens.
  *
  * With these fields the two sides may differ:
- * - Their blocks may have unequal numbers of tokens, if one number divides the
- *   other.
- * - Their orders may differ. Each item is then copied by itself.
- * - A region may hold some of the model's heads: the ones from first_head on, of
- *   total_heads in all. If both are 0 it holds all of them. Regions of a group
- *   may share a name if they hold different heads.
+ * - The tokens of a block, if one side's number divides the other's.
+ * - The order. Each item is then copied by itself.
+ * - The heads. A region holds those from first_head on, of the model's total_heads. If both are
+ *   0 it holds all. Regions of a group may share a name if they hold different heads.
  */
 typedef struct kvconn_region {
   uint32_t struct_size;  /* sizeof(struct kvconn_region) */
@@ -125,7 +128,7 @@ typedef struct kvconn_region {
   uint64_t block_stride; /* bytes from one block to the next */
   uint64_t block_bytes;  /* bytes of a block, at most block_stride */
   uint32_t num_blocks;
-  uint32_t reserved;     /* 0 */
+  uint32_t index_kind;   /* what the group's block ids name: enum kvconn_index_kind */
   uint32_t tokens;       /* of a block, at most 2^20; 0: opaque, as all below */
   uint32_t heads;        /* at least 1 unless opaque */
   uint32_t first_head;   /* first_head + heads is at most total_heads */
@@ -138,20 +141,24 @@ typedef struct kvconn_region {
 typedef struct kvconn_blocks {
   const uint32_t *ids; /* each below num_blocks of the group's regions */
   uint32_t count;      /* at most 262144 */
-  uint32_t first;      /* position in the prompt of ids[0], in blocks of this side;
-                          an offer does not hold what lies before it */
+  uint32_t first;      /* position in the prompt of ids[0], in blocks of this side; an offer
+                          does not hold what lies before it */
 } kvconn_blocks;
 
-/* Prefill's half of a transfer: these blocks hold it. */
+/*
+ * Prefill's half of a transfer: these blocks hold it.
+ *
+ * prompt, here and below, is the prompt's fingerprint, such as a hash of its tokens, or 0 for
+ * none. If offer and load have different ones, a router has mixed two requests up: both halves
+ * end with KVCONN_REFUSED and no byte is written.
+ */
 typedef struct kvconn_offer_request {
   uint32_t struct_size;
   uint32_t num_groups;
   const char *transfer_id; /* 1 to KVCONN_TRANSFER_ID_MAX bytes */
   const kvconn_blocks *groups;
-  uint64_t token;  /* comes back in the completion */
-  uint64_t prompt; /* fingerprint of the prompt, such as a hash of its tokens; 0: none. If the load has
-                      another fingerprint, a router has mixed two requests up: both halves end with
-                      KVCONN_REFUSED and no byte is written */
+  uint64_t token; /* comes back in the completion */
+  uint64_t prompt;
 } kvconn_offer_request;
 
 /* Blocks of a transfer that are ready while prefill still works on the request. */
@@ -159,50 +166,47 @@ typedef struct kvconn_partial_offer {
   uint32_t struct_size;
   uint32_t num_groups;
   const char *transfer_id;
-  const kvconn_blocks *groups; /* they follow the blocks of earlier calls; first counts in the call that gives a
-                                  group its first blocks */
-  const uint32_t *ready;       /* for each group: how many blocks of the prompt, from its start, are ready */
-  uint64_t prompt;             /* as in the offer. Set it in each call, so that no block goes to a load of another
-                                  prompt; a later call with another value is KVCONN_ERR_INVALID */
-  const uint32_t *computing;   /* for each group: ready as it will be when the step that follows the call has
-                                  written a region, see kvconn_written_address. NULL: the step computes nothing
-                                  of this transfer */
+  const kvconn_blocks *groups; /* they follow the blocks of earlier calls; first counts in the
+                                  call that gives a group its first blocks */
+  const uint32_t *ready;       /* for each group: blocks that are ready, from the prompt's start */
+  uint64_t prompt;             /* in each call, else blocks may go to a load of another prompt;
+                                  a later call with another value is KVCONN_ERR_INVALID */
+  const uint32_t *computing;   /* for each group: ready as it will be when the step after the call
+                                  has written a region, see kvconn_written_address. NULL: the
+                                  step computes nothing of this transfer */
 } kvconn_partial_offer;
 
 /*
- * Decode's half of a transfer: put it into these blocks. A load without any block
- * tells the prefill engine that decode needs nothing of it. A load names the
- * engine; the library finds out from which of the engine's ranks this agent loads,
- * and what from each. The load has one completion.
+ * Decode's half of a transfer: put it into these blocks. A load without any block tells the
+ * prefill engine that decode needs nothing of it. A load names the engine; the library finds
+ * out from which of its ranks this agent loads what. The load has one completion.
  */
 typedef struct kvconn_load_request {
   uint32_t struct_size;
   uint32_t num_groups;
   const char *transfer_id;
   const char *bootstrap_addr; /* "http://host:port" of the prefill engine */
-  const char *engine_id;      /* of the prefill engine, and so of its dp rank; NULL: the only engine there */
+  const char *engine_id;      /* of that engine, and so of its dp rank; NULL: the only engine there */
   const kvconn_blocks *groups;
-  uint64_t token;
-  /* For each of num_groups: how many tokens of the prompt, from its start, are
-     copied, rounded up to a whole block of the side whose blocks are smaller. With
-     NULL or 0 all are copied that the blocks have room for, and the prefill engine
-     must have them. A group of opaque blocks ignores the number. */
+  uint64_t token; /* comes back in the completion */
+  /* For each group: how many tokens of the prompt, from its start, are copied, rounded up to a
+     whole block of the side whose blocks are smaller. With NULL or 0 all are copied that the
+     blocks have room for, and the prefill engine must have them. Opaque groups ignore it. */
   const uint32_t *tokens;
-  uint64_t prompt; /* fingerprint of the prompt, as in the offer; 0: take what prefill has */
+  uint64_t prompt; /* 0: take what prefill has */
 } kvconn_load_request;
 
 /*
- * KVCONN_SIDE_DEMAND: if a prefill engine has the setting report_demands, each
- * announced transfer gets this completion before its offer. The code is KVCONN_OK
- * when decode asks for the transfer, which means that it has blocks for it; blocks
- * is then the first block of group 0 that decode asks for. The code is KVCONN_OK
- * and blocks is 0 when the engine offers the transfer, or a part of it, before. Any other
- * code says why the transfer has ended.
+ * What has ended. KVCONN_SIDE_DEMAND: if a prefill engine has the setting report_demands, each
+ * announced transfer gets this completion before its offer's. The code is KVCONN_OK when decode
+ * has blocks and asks for the transfer; blocks is then the first block of group 0 that it asks
+ * for. If the engine offers the transfer, or a part of it, before that, the code is KVCONN_OK
+ * and blocks is 0. Any other code says why the transfer has ended.
  *
- * KVCONN_SIDE_CLAIM: if a decode engine has the setting report_claims, a claim
- * gets this completion when a load of it could only fail: the prefill engine is
- * gone, has ended or refused the transfer, or claim_s went by. It comes once and
- * never with KVCONN_OK. A claim that was loaded or cancelled before gets none.
+ * KVCONN_SIDE_CLAIM: if a decode engine has the setting report_claims, a claim gets this
+ * completion when a load of it could only fail: the prefill engine is gone, has ended or
+ * refused the transfer, or claim_s went by. It comes once and never with KVCONN_OK. A claim
+ * that was loaded or cancelled before gets none.
  */
 enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2, KVCONN_SIDE_DEMAND = 3, KVCONN_SIDE_CLAIM = 4 };
 
@@ -229,129 +233,114 @@ const char *kvconn_version(void);
 const char *kvconn_status_name(int32_t status);
 
 /*
- * Opens an agent. At most 64 are open at a time. config_json is a JSON object with
- * the keys of docs/configuration.md. role is required, and so is engine_id unless
- * role is bootstrap. An unknown key is an error. On a prefill engine the bootstrap
- * port is served when the call returns. The call waits at most twice
- * connect_timeout_s, and up to ten seconds more for the embedded server to start;
- * with bootstrap_join it waits at most join_timeout_s for the first rank. On
- * failure *agent is 0.
+ * Opens an agent. At most 64 are open at a time. config_json is a JSON object with the keys of
+ * docs/configuration.md. role is required, and so is engine_id unless role is bootstrap. An
+ * unknown key is an error. On a prefill engine the bootstrap port is served when the call
+ * returns. The call waits at most twice connect_timeout_s, and up to ten seconds more for the
+ * embedded server to start; with bootstrap_join it waits at most join_timeout_s for the first
+ * rank. On failure *agent is 0.
  */
 int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
 
 /*
- * Gives the agent the engine's paged KV memory, once, before any transfer. When
- * the call returns, decode engines find a prefill agent. The call waits for the
- * registry at most connect_timeout_s, with bootstrap_join at most join_timeout_s.
- * If the configuration says "transport": "rdma" and this machine has no usable
- * rdma, the call returns KVCONN_ERR_SYSTEM with the reason; kvconn doctor tells
- * more.
+ * Gives the agent the engine's paged KV memory, once, before any transfer. When the call
+ * returns, decode engines find a prefill agent. The call waits for the registry at most
+ * connect_timeout_s, with bootstrap_join at most join_timeout_s. If the configuration says
+ * "transport": "rdma" and this machine has no usable rdma, the call returns KVCONN_ERR_SYSTEM
+ * with the reason; kvconn doctor tells more.
  */
 int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
 
 /*
- * Prefill: the engine knows these requests and works on them, so that decode
- * engines which load them wait as long as it takes. An announcement ends by an
- * offer or a cancel; with report_demands also by a KVCONN_SIDE_DEMAND with an error.
+ * Prefill: the engine knows these requests and works on them, so that decode engines which load
+ * them wait as long as it takes. An announcement ends by an offer or a cancel; with
+ * report_demands also by a KVCONN_SIDE_DEMAND with an error.
  *
- * This call and all below that have *accepted take the batch in order, up to the
- * first element that is refused. *accepted (may be NULL) is the number of
- * elements that were taken.
+ * This call and all below that have *accepted take the batch in order, up to the first element
+ * that is refused. *accepted (may be NULL) is the number of elements that were taken.
  */
 int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, size_t count, size_t *accepted);
 
 /*
- * Prefill: these blocks hold these transfers. The blocks must stay unchanged until
- * the completion. It comes when a decode engine has loaded the transfer, when the
- * transfer was cancelled or failed, or when no decode engine has claimed or loaded
- * it within lease_s.
+ * Prefill: these blocks hold these transfers. The blocks must stay unchanged until the
+ * completion. It comes when a decode engine has loaded the transfer, when the transfer was
+ * cancelled or failed, or when no decode engine has claimed or loaded it within lease_s.
  */
 int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, size_t count, size_t *accepted);
 
 /*
- * Prefill: blocks of these transfers are ready while the engine still works on the
- * requests. More calls may follow, and then the offer with all blocks. What a
- * decode engine has asked for of the ready blocks moves at once, so that chunks or
- * layers of a prompt are sent while the next are computed. With regions
- * (num_regions growing indices of kvconn_register_kv_caches) the blocks are ready
- * in these regions only. The call also says what kvconn_announce says. What is
- * ready must stay unchanged until kvconn_withdraw has returned or, after the offer,
- * until its completion. If a transfer has ended meanwhile, this call succeeds, and
- * the offer's completion says so.
+ * Prefill: blocks of these transfers are ready while the engine still works on the requests.
+ * The call announces them too. More calls may follow, and then the offer with all blocks. What
+ * a decode engine has asked for of the ready blocks moves at once, so that chunks or layers of
+ * a prompt are sent while the next are computed. With regions (num_regions growing indices of
+ * kvconn_register_kv_caches) the blocks are ready in these regions only. They must stay
+ * unchanged until kvconn_withdraw has returned or, after the offer, until its completion. If a
+ * transfer has ended meanwhile, this call succeeds; the offer's completion says so.
  */
-int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *parts, size_t count, const uint32_t *regions, size_t num_regions, size_t *accepted);
+int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *parts, size_t count,
+                             const uint32_t *regions, size_t num_regions, size_t *accepted);
 
 /*
- * Prefill: the address of one byte for each region, in the order of
- * kvconn_register_kv_caches. By them a step says which regions it has written,
- * without a call for each layer: the engine sets a region's byte to 1 when the
- * blocks that the last kvconn_offer_partial called computing are ready in that region.
- * C, C++ and Go store it atomically with release order, after all threads that
+ * Prefill: the address of one byte for each region, in the order of kvconn_register_kv_caches.
+ * By them a step says which regions it has written, without a call for each layer: the engine
+ * sets a region's byte to 1 when the blocks that the last kvconn_offer_partial called computing
+ * are ready there. C, C++ and Go store it atomically with release order, after all threads that
  * write the region have been joined; an interpreter's plain store will do.
  *
- * The agent reads the bytes soon after and sets them to 0. It reads them a last
- * time when the next kvconn_offer_partial, kvconn_offer, kvconn_withdraw or kvconn_cancel of
- * this agent is called; that call ends the step. While no step runs, and beyond
- * the registered regions, the bytes mean nothing.
+ * The agent reads the bytes soon after and sets them to 0. The agent's next
+ * kvconn_offer_partial, kvconn_offer, kvconn_withdraw or kvconn_cancel ends the step: it reads
+ * them a last time. Outside of steps, and beyond the registered regions, they mean nothing.
  *
- * The address is writable until the process ends. Do not use it after kvconn_close
- * or in a forked child: it may be another agent's, or nobody may read it. The
- * result is NULL, with a reason for kvconn_last_error, when the handle is not
- * open, or when the kernel refuses membarrier(2), which the agent needs to read
- * the cache as it was stored. The engine then calls kvconn_offer_partial for each
- * layer.
+ * The result is NULL, with a reason for kvconn_last_error, when the handle is not open, or when
+ * the kernel refuses membarrier(2), which the agent needs to read the cache as it was stored.
+ * The engine then calls kvconn_offer_partial for each layer.
  */
 volatile uint8_t *kvconn_written_address(kvconn_agent agent);
 
 /*
- * Prefill: takes back what kvconn_offer_partial gave, of requests that the engine
- * preempts or gives up. If the transfer is not cancelled too, decode engines load it anew
- * when it, or a part of it, is offered again. The call waits until nothing reads the
- * blocks any more: a second or two at most when a peer takes no bytes. If it
- * returns KVCONN_ERR_SYSTEM after timeout_ms, the blocks must not be used again
- * while the agent is open. An unknown id is no error. An offered id is
- * KVCONN_ERR_INVALID, and the others are taken back nevertheless.
+ * Prefill: takes back what kvconn_offer_partial gave, of requests that the engine preempts or
+ * gives up. Unless the transfer is cancelled too, decode engines load it anew when it, or a
+ * part of it, is offered again. The call waits until nothing reads the blocks any more: a
+ * second or two at most when a peer takes no bytes. If it returns KVCONN_ERR_SYSTEM after
+ * timeout_ms, the blocks must not be used again while the agent is open. An unknown id is no
+ * error. An offered id is KVCONN_ERR_INVALID, and the others are taken back nevertheless.
  */
 int32_t kvconn_withdraw(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms);
 
 /*
- * Decode: the engine will load these transfers as soon as it has blocks for them.
- * Until then the prefill engine keeps them, within claim_s. A claim has num_groups
- * 0 and no completion of its own. It ends by kvconn_start_load or kvconn_cancel of
- * the id. If its prefill engine goes meanwhile, the load fails at once. To claim
- * what is claimed or loaded already is no error.
+ * Decode: the engine will load these transfers as soon as it has blocks for them. Until then
+ * the prefill engine keeps them, within claim_s. A claim has num_groups 0 and no completion of
+ * its own. It ends by kvconn_start_load or kvconn_cancel of the id. If its prefill engine goes
+ * meanwhile, the load fails at once. To claim what is claimed or loaded already is no error.
  *
- * With report_claims a claim also ends by a KVCONN_SIDE_CLAIM, which has the
- * claim's token. After it a cancel changes nothing, a load fails with the same
- * code and reason, and a new claim is one of another request.
+ * With report_claims a claim also ends by a KVCONN_SIDE_CLAIM, which has the claim's token.
+ * After it a cancel changes nothing, a load fails with the same code and reason, and a new
+ * claim is one of another request.
  */
 int32_t kvconn_claim(kvconn_agent agent, const kvconn_load_request *claims, size_t count, size_t *accepted);
 
 /*
- * Decode: loads these transfers. The blocks belong to the transfer until its
- * completion. After the completion no byte of the transfer can land in them. The
- * prefill engine need not know the request yet.
+ * Decode: loads these transfers. The blocks belong to the transfer until its completion. After
+ * the completion no byte of the transfer can land in them. The prefill engine need not know the
+ * request yet.
  */
 int32_t kvconn_start_load(kvconn_agent agent, const kvconn_load_request *loads, size_t count, size_t *accepted);
 
 /*
- * Ends this agent's halves of transfers early, and tells the other side. Each
- * half still gets its completion, with KVCONN_CANCELLED unless it had ended. The
- * prefill side remembers an id that it does not know: it refuses a load of it
- * that arrives later, and ends an offer of it at once.
+ * Ends this agent's halves of transfers early, and tells the other side. Each half still gets
+ * its completion, with KVCONN_CANCELLED unless it had ended. The prefill side remembers an id
+ * that it does not know: it refuses a later load of it, and ends an offer of it at once.
  */
-int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_t count, const char *reason, size_t *accepted);
+int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_t count, const char *reason,
+                      size_t *accepted);
 
 /* The number of completions that wait to be collected, or a negated status. */
 int32_t kvconn_pending(kvconn_agent agent);
 
 /*
- * The address of the number that kvconn_pending returns, for a caller to whom
- * even a call is dear: 32 bits that change atomically and are readable until the
- * process ends. The number is not 0 either when kvconn_pending has an error to
- * tell. The result is NULL when the handle is not open. Do not use the address
- * after kvconn_close or in a forked child: it may be another agent's, or never
- * change.
+ * The address of the number that kvconn_pending returns, for a caller to whom even a call is
+ * dear: 32 bits that change atomically, not 0 either when kvconn_pending has an error to tell.
+ * The result is NULL when the handle is not open.
  */
 const volatile uint32_t *kvconn_pending_address(kvconn_agent agent);
 
@@ -359,24 +348,25 @@ const volatile uint32_t *kvconn_pending_address(kvconn_agent agent);
  * Moves up to capacity completions out, and their number to *count. Never waits.
  * completion_size is the caller's sizeof(struct kvconn_completion).
  */
-int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *completions, size_t completion_size, size_t capacity, size_t *count);
+int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *completions, size_t completion_size,
+                            size_t capacity, size_t *count);
 
 /*
- * A file descriptor for poll, select or epoll that is readable while completions
- * wait, or a negated status. Do not read from it. kvconn_close closes it.
+ * A file descriptor for poll, select or epoll that is readable while completions wait, or a
+ * negated status. Do not read from it. kvconn_close closes it.
  */
 int32_t kvconn_event_fd(kvconn_agent agent);
 
 /*
- * The agent's counters as a JSON object, NUL-terminated. *length (may be NULL)
- * is its length, also when KVCONN_ERR_BUFFER says that capacity is too small.
+ * The agent's counters as a JSON object, NUL-terminated. *length (may be NULL) is its length,
+ * also when KVCONN_ERR_BUFFER says that capacity is too small.
  */
 int32_t kvconn_stats(kvconn_agent agent, char *buffer, size_t capacity, size_t *length);
 
 /*
- * The text of this thread's last failed call, which names the wrong value and the
- * remedy. It ends with a NUL and is cut off at capacity or after 1023 bytes. Like
- * errno it only has a meaning after a call of the same thread has failed.
+ * The text of this thread's last failed call, which names the wrong value and the remedy. It
+ * ends with a NUL and is cut off at capacity or after 1023 bytes. Like errno it only has a
+ * meaning after a call of the same thread has failed.
  */
 int32_t kvconn_last_error(char *buffer, size_t capacity);
 
@@ -384,27 +374,26 @@ int32_t kvconn_last_error(char *buffer, size_t capacity);
 int32_t kvconn_bootstrap_address(kvconn_agent agent, char *buffer, size_t capacity);
 
 /*
- * Log records wait in a bounded ring of the library, which drops and counts the
- * oldest. kvconn_next_log takes one record as a JSON object and returns its
- * length, 0 if there is none. The members level, time, logger and msg are in each
- * record; others may follow. kvconn_log_fd is readable while records wait.
+ * Log records wait in a bounded ring of the library, which drops and counts the oldest.
+ * kvconn_next_log takes one record as a JSON object and returns its length, 0 if there is none.
+ * The members level, time, logger and msg are in each record; others may follow. kvconn_log_fd
+ * is readable while records wait.
  */
 int32_t kvconn_log_fd(void);
 int32_t kvconn_next_log(char *buffer, size_t capacity);
 
 /*
- * Ends every transfer with the code KVCONN_AGENT_CLOSED, waits until no byte can
- * land any more, and frees the agent. Completions that are not collected are lost
- * with the handle. The call takes at most close_timeout_s, and ten seconds more if
- * the embedded server does not stop. When it returns the handle is stale, and the
- * agent's event fd, which becomes readable once more, is closed.
+ * Ends every transfer with the code KVCONN_AGENT_CLOSED, waits until no byte can land any more,
+ * and frees the agent. Completions that are not collected are lost with the handle. The call
+ * takes at most close_timeout_s, and ten seconds more if the embedded server does not stop.
+ * At its end the event fd becomes readable once more and is closed; the handle is stale.
  */
 int32_t kvconn_close(kvconn_agent agent);
 
 /*
- * Runs the kvconn command (demo, bench, proxy …) as main() would, for wheels whose
- * only binary is this library, and returns its exit status. The command takes
- * SIGINT and SIGTERM, and may write to stdout and stderr.
+ * Runs the kvconn command (demo, bench, proxy …) as main() would, for wheels whose only binary
+ * is this library, and returns its exit status. The command takes SIGINT and SIGTERM, and may
+ * write to stdout and stderr.
  */
 int32_t kvconn_main(int32_t argc, const char *const *argv);
 

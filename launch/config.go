@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/proxy"
 )
 
@@ -17,7 +18,7 @@ import (
 const (
 	DefaultPrefillPort    = 8010
 	DefaultDecodePort     = 8020
-	DefaultBootstrapPort  = proxy.DefaultBootstrapPort
+	DefaultBootstrapPort  = bootstrap.DefaultPort
 	DefaultReady          = 20 * time.Minute
 	DefaultDeviceVariable = cudaDevices
 	DefaultFailurePolicy  = "recompute"
@@ -157,7 +158,7 @@ func (c Config) withDefaults() (Config, error) {
 		c.DeviceVariable = DefaultDeviceVariable
 	}
 	if c.Host == "" {
-		c.Host = proxy.DefaultHost
+		c.Host = proxy.DefaultConfig().Host
 	}
 	if c.FailurePolicy == "" {
 		c.FailurePolicy = DefaultFailurePolicy

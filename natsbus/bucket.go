@@ -2,32 +2,19 @@ package natsbus
 
 import (
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"slices"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/wire"
 )
 
 const (
-	bucket  = "kvconn_ranks"
-	stream  = "KV_" + bucket
-	subtree = "$KV." + bucket + "."
-
-	// sinceHeader orders the agents that register one rank: the newest wins,
-	// also when the bucket was lost and all of them come back at once.
-	sinceHeader  = "Kvconn-Since"
-	opHeader     = "KV-Operation"
-	markerHeader = "Nats-Marker-Reason"
-
 	// markerTTL is how long the registry remembers that a key has ended. All
 	// agents must create the bucket alike.
 	markerTTL = 10 * time.Second
@@ -36,40 +23,9 @@ const (
 	// answer while it has no leader. attemptPause is between two requests.
 	attemptTime  = time.Second
 	attemptPause = 200 * time.Millisecond
-	staleReads   = 10
 
-	maxListed   = 16  // engines named in an error
-	maxEngines  = 256 // engines of one registry that a Lookup without EngineID reads
-	goodbyeWait = time.Second
+	absentAgain = 50 * time.Millisecond // a replica that lags behind is read again
 )
-
-// record is the registry's entry under a key. If agent is nil, the entry has ended or
-// never existed.
-type record struct {
-	agent *wire.Agent
-	since int64
-	seq   uint64
-}
-
-// rankKey encodes any engine id, since a key has letters, digits and a few other
-// characters. A key has no dp rank: each dp rank is an engine with an id of its own.
-func rankKey(engine string, tp, pp int) string {
-	return subtree + "e" + base64.RawURLEncoding.EncodeToString([]byte(engine)) + rankSuffix(tp, pp)
-}
-
-func rankSuffix(tp, pp int) string {
-	return fmt.Sprintf(".%d.%d", tp, pp)
-}
-
-// keyName is a key in a form for readers.
-func keyName(key string) string {
-	engine, rank, _ := strings.Cut(strings.TrimPrefix(key, subtree), ".")
-	raw, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(engine, "e"))
-	if err != nil || strconv.Quote(rank) != `"`+rank+`"` { // a stranger's registry may say anything
-		return fmt.Sprintf("%.300q", key)
-	}
-	return fmt.Sprintf("%q rank %s", raw, rank)
-}
 
 func wrongSequence(err error) bool {
 	var api *jetstream.APIError
@@ -234,20 +190,6 @@ func readKey(ctx context.Context, st jetstream.Stream, key string) (record, erro
 		return record{}, err
 	}
 	return recordOf(m.Sequence, m.Header, m.Data, key)
-}
-
-func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, error) {
-	r := record{seq: seq}
-	if header.Get(opHeader) != "" || header.Get(markerHeader) != "" {
-		return r, nil
-	}
-	// An unreadable time counts as older than any other.
-	r.since, _ = strconv.ParseInt(header.Get(sinceHeader), 10, 64)
-	r.agent = new(wire.Agent)
-	if err := wire.Decode(data, r.agent); err != nil {
-		return record{}, fmt.Errorf("the entry of %s: %w", keyName(key), err)
-	}
-	return r, nil
 }
 
 // list asks the stream's leader for the keys under a filter. Keys whose entries have

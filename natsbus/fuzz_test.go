@@ -197,10 +197,10 @@ func FuzzUpgradeRequest(f *testing.F) {
 		if len(said) > 0 && !bytes.HasPrefix([]byte("HTTP/1.1 101 Switching Protocols\r\n"), said[:min(len(said), 34)]) {
 			t.Errorf("%q: the answer begins with %.60q", head, said)
 		}
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		if len(p.conns) != 0 || p.clients != 0 {
-			t.Fatalf("%d connections, %d clients are left", len(p.conns), p.clients)
+		p.clients.mu.Lock()
+		defer p.clients.mu.Unlock()
+		if len(p.clients.conns) != 0 || p.clients.in != 0 {
+			t.Fatalf("%d connections, %d clients are left", len(p.clients.conns), p.clients.in)
 		}
 	})
 }
@@ -323,7 +323,7 @@ func FuzzRequest(f *testing.F) {
 	f.Add(msgp.AppendArrayHeader([]byte("\x82\xa1k\x04\xa1x"), 4096))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		called := false
-		b := &Bus{opt: Options{AgentID: "A"}}
+		b := &Bus{common: common{opt: Options{AgentID: "A"}}}
 		h := core.Handler(func(_ core.Via, r *wire.Request) *wire.Reply {
 			called = true
 			if r.Kind == wire.KindRenew {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"io"
 	"strings"
+	"time"
 )
 
 // handshake passes the server's bytes on to a client, and reads from the first lines
@@ -19,6 +20,9 @@ type handshake struct {
 	final   strings.Builder // the server's words instead of letting the client in
 	dropped bool            // the server ended the connection, not the client
 }
+
+// proofWithin is how long a client may take to prove itself.
+const proofWithin = 2 * time.Second
 
 const maxRefusal = 200
 

@@ -6,13 +6,13 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
@@ -29,18 +29,40 @@ const (
 	firstWait  = 50 * time.Millisecond
 	// farewell is how long an open connection may take to send what it holds.
 	farewell = time.Second
-	// defaultIdle is how long a broken link is kept without use.
-	defaultIdle = time.Minute
 )
+
+// common is what a bus and its links share.
+type common struct {
+	opt     Options
+	log     *zap.Logger
+	ctx     context.Context // ends at Close
+	handler atomic.Pointer[core.Handler]
+	events  linkEvents
+}
+
+// linkEvents is what a link tells its bus.
+type linkEvents interface {
+	arrived(l *link, m *nats.Msg) // a request came
+	again(l *link)                // the link is connected again
+	unused(l *link)               // it is broken, and nothing has used it for Options.linkIdle
+	lost(l *link)                 // it has ended for good, though this agent did not close it
+}
+
+// endpoint is what a link leads to.
+type endpoint struct {
+	kind linkKind
+	via  core.Via
+	name string // for errors and logs
+	urls string
+	open func(context.Context) (net.Conn, error)
+}
 
 // link is a connection to one NATS server or cluster that comes back by itself. It
 // keeps its state from nats.go's callbacks, since nats.go's own methods wait while it
 // dials.
 type link struct {
-	bus  *Bus
-	kind linkKind
-	via  core.Via
-	name string // for errors and logs
+	endpoint
+	bus  *common
 	dial *dialer
 	nc   *nats.Conn
 	js   jetstream.JetStream
@@ -72,77 +94,18 @@ const (
 	joinLink                    // the same, in the place of a server of its own
 )
 
-// connect opens a link. It returns within twice the connect time-out, sooner
-// when the bus is closed.
-func (b *Bus) connect(kind linkKind, via core.Via, name, urls string, open func(context.Context) (net.Conn, error)) (*link, error) {
-	l := &link{bus: b, kind: kind, via: via, name: name, dial: newDialer(b.opt.ConnectTimeout, open),
-		gone: make(chan struct{}), up: make(chan struct{}), used: time.Now()}
-	l.dial.bare = kind != clusterLink
-	l.session, l.broke = context.WithCancel(context.Background())
-	l.since = time.Now()
-	close(l.up)
-	inbox := randomName()
-	opts := []nats.Option{
-		nats.Name(clientName + " " + string(b.opt.AgentID) + " " + inbox), nats.CustomInboxPrefix(inboxPrefix(inbox)),
-		nats.SetCustomDialer(l.dial), nats.SkipHostLookup(), nats.Timeout(b.opt.ConnectTimeout),
-		nats.PingInterval(linkPing), nats.MaxPingsOutstanding(2), nats.FlusherTimeout(writeWait),
-		nats.MaxReconnects(-1), nats.CustomReconnectDelay(l.delay),
-		nats.ReconnectBufSize(-1), nats.IgnoreAuthErrorAbort(),
-		nats.DisconnectErrHandler(func(_ *nats.Conn, err error) { l.disconnected(err) }),
-		nats.ReconnectHandler(func(*nats.Conn) { l.reconnected() }),
-		nats.ReconnectErrHandler(func(_ *nats.Conn, err error) { l.failed(err) }),
-		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { l.failed(err) }),
-		nats.ClosedHandler(func(nc *nats.Conn) { l.closed(nc) }),
-	}
-	if kind != clusterLink {
-		opts = append(opts, nats.IgnoreDiscoveredServers())
-	} else if b.opt.TLS != nil {
-		// Used when the server or the URL wants TLS.
-		opts = append(opts, func(o *nats.Options) error { o.TLSConfig = b.opt.TLS.Clone(); return nil })
-	}
-	proof, err := b.credentials(kind)
-	if err != nil {
-		return nil, fmt.Errorf("natsbus: %w", err)
-	}
-	opts = append(opts, proof...)
-	stop := context.AfterFunc(b.ctx, l.dial.abort)
-	defer stop()
-	nc, err := nats.Connect(urls, opts...)
-	for end := time.Now().Add(b.opt.ConnectTimeout); err != nil && interrupted(err) && time.Now().Before(end); {
-		nc, err = nats.Connect(urls, opts...)
-	}
-	if err != nil {
-		l.broke()
-		l.dial.abort()
-		return nil, unreachable(name, either(l.dial.failure(), explain(err)))
-	}
-	l.nc = nc
-	if l.js, err = jetstream.New(nc); err == nil {
-		err = l.subscribe()
-	}
-	if err != nil {
-		l.close()
-		return nil, unreachable(name, err)
-	}
-	return l, nil
-}
-
-// interrupted: the handshake took a second, and the server's first ping came into it.
-// nats.go has no type for that error.
-func interrupted(err error) bool { return strings.Contains(err.Error(), "expected 'PONG', got 'PING'") }
-
 // subscribe makes this agent reachable over the link, if it serves. The queue
 // group keeps a request from coming twice when two links lead to one server.
 func (l *link) subscribe() error {
 	if l.bus.handler.Load() == nil {
 		return nil
 	}
-	sub, err := l.nc.QueueSubscribe(subject(l.bus.opt.AgentID), "agent", func(m *nats.Msg) { l.bus.arrived(l, m) })
+	sub, err := l.nc.QueueSubscribe(subject(l.bus.opt.AgentID), "agent", func(m *nats.Msg) { l.bus.events.arrived(l, m) })
 	if err != nil {
 		return err
 	}
 	if l.kind == homeLink { // ranks without a server of their own ask this agent
-		if _, err := l.nc.Subscribe(subject(hostID), func(m *nats.Msg) { l.bus.arrived(l, m) }); err != nil {
+		if _, err := l.nc.Subscribe(subject(hostID), func(m *nats.Msg) { l.bus.events.arrived(l, m) }); err != nil {
 			return err
 		}
 	}
@@ -174,6 +137,19 @@ func (l *link) quit(ctx context.Context) {
 	}
 }
 
+// broken reports whether an error of nats.go means that it is not connected.
+func broken(err error) bool {
+	return errors.Is(err, nats.ErrReconnectBufExceeded) || errors.Is(err, nats.ErrConnectionReconnecting) ||
+		errors.Is(err, nats.ErrConnectionClosed) || errors.Is(err, nats.ErrDisconnected)
+}
+
+func unreachable(name string, cause error) error {
+	if cause == nil {
+		cause = nats.ErrDisconnected
+	}
+	return fmt.Errorf("%w: %s: %w", core.ErrUnreachable, name, cause)
+}
+
 func explain(err error) error {
 	switch {
 	case errors.Is(err, nats.ErrAuthorization), errors.Is(err, nats.ErrAuthExpired):
@@ -187,19 +163,6 @@ func explain(err error) error {
 		return explainTLS(err)
 	}
 	return err
-}
-
-// broken reports whether an error of nats.go means that it is not connected.
-func broken(err error) bool {
-	return errors.Is(err, nats.ErrReconnectBufExceeded) || errors.Is(err, nats.ErrConnectionReconnecting) ||
-		errors.Is(err, nats.ErrConnectionClosed) || errors.Is(err, nats.ErrDisconnected)
-}
-
-func unreachable(name string, cause error) error {
-	if cause == nil {
-		cause = nats.ErrDisconnected
-	}
-	return fmt.Errorf("%w: %s: %w", core.ErrUnreachable, name, cause)
 }
 
 // end marks the link as not connected; mu is held.
@@ -253,9 +216,7 @@ func (l *link) reconnected() {
 	}
 	l.mu.Unlock()
 	l.bus.log.Sugar().Debugf("natsbus: connected to %s again", l.name)
-	if l.via == "" {
-		l.bus.renewNow()
-	}
+	l.bus.events.again(l)
 }
 
 // failed notes an error of the link.
@@ -288,7 +249,7 @@ func (l *link) closed(nc *nats.Conn) {
 	close(l.gone)
 	l.dial.abort()
 	if !closing {
-		l.bus.lost(l)
+		l.bus.events.lost(l)
 	}
 }
 
@@ -306,7 +267,7 @@ func (l *link) expire() {
 		return
 	}
 	l.mu.Unlock()
-	l.bus.drop(l)
+	l.bus.events.unused(l)
 }
 
 // current returns the context of the present connection; ok is false while the link

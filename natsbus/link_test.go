@@ -25,10 +25,10 @@ func TestOneLinkForAll(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if len(p.conns) != 1 {
-		t.Errorf("%d connections to one address", len(p.conns))
+	p.clients.mu.Lock()
+	defer p.clients.mu.Unlock()
+	if len(p.clients.conns) != 1 {
+		t.Errorf("%d connections to one address", len(p.clients.conns))
 	}
 }
 

@@ -12,19 +12,6 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// entry is a link that is there or being made.
-type entry struct {
-	ready chan struct{} // closed when link or err is set
-	link  *link
-	err   error
-}
-
-func (b *Bus) homeLink() *link {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.home
-}
-
 // link returns the link to a bootstrap address, and makes it if there is none.
 func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
 	if b.ctx.Err() != nil {
@@ -85,6 +72,26 @@ func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
 	}
 }
 
+// known returns the link of a Via that Lookup or a Handler was given.
+func (b *Bus) known(via core.Via) (*link, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.down {
+		return nil, errClosed
+	}
+	if via == "" {
+		if b.home == nil {
+			return nil, fmt.Errorf("%w: this agent has no server or cluster of its own", core.ErrUnreachable)
+		}
+		return b.home, nil
+	}
+	e := b.links[via]
+	if e == nil || e.link == nil {
+		return nil, unreachable("bootstrap address "+string(via), errors.New("not connected; look the agent up again"))
+	}
+	return e.link, nil
+}
+
 func (b *Bus) connectEntry(e *entry, via core.Via, at Address, control Control) {
 	l, err := (*link)(nil), errors.New("a fault while connecting, see the log")
 	defer func() { b.settle(e, via, l, err) }() // also after a panic
@@ -98,7 +105,7 @@ func (b *Bus) connectPort(kind linkKind, via core.Via, at Address, control Contr
 			secure = &tls.Config{}
 		}
 	}
-	return b.connect(kind, via, "bootstrap address "+at.String(), "nats://"+at.Host, dialUpgrade(at, secure, control))
+	return connect(&b.common, endpoint{kind, via, "bootstrap address " + at.String(), "nats://" + at.Host, dialUpgrade(at, secure, control)})
 }
 
 // settle ends the making of a link.
@@ -128,8 +135,15 @@ func (b *Bus) settle(e *entry, via core.Via, l *link, err error) {
 	}
 }
 
-// drop closes a link that is broken and unused.
-func (b *Bus) drop(l *link) {
+// again: what this agent holds at home is renewed at once.
+func (b *Bus) again(l *link) {
+	if l.via == "" {
+		b.renewNow()
+	}
+}
+
+// unused drops a link.
+func (b *Bus) unused(l *link) {
 	if b.forget(l) {
 		b.log.Sugar().Debugf("natsbus: dropped %s: not connected and not used for %v", l.name, b.opt.linkIdle)
 		b.spawn("natsbus.drop", l.close)

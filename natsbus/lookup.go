@@ -11,14 +11,15 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
+// Bounds of a Lookup.
+const (
+	staleReads = 10
+	maxListed  = 16  // engines named in an error
+	maxEngines = 256 // engines of one registry that a Lookup without EngineID reads
+)
+
 // ErrAmbiguous: a Lookup named no engine, and several engines have the rank.
 var ErrAmbiguous = errors.New("several engines are registered")
-
-func rankName(engine string, dp, tp, pp int) string {
-	return fmt.Sprintf("engine %q, rank dp %d tp %d pp %d", engine, dp, tp, pp)
-}
-
-func nameOf(a *wire.Agent) string { return rankName(a.EngineID, a.DPRank, a.TPRank, a.PPRank) }
 
 // Lookup implements core.Bus.
 func (b *Bus) Lookup(ctx context.Context, t core.Target) (*wire.Agent, core.Via, error) {

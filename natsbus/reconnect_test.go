@@ -65,7 +65,7 @@ func TestDelay(t *testing.T) {
 		{portLink, 2 * steadyLink, 1, true}, {homeLink, 2 * steadyLink, 1, true}, {portLink, 2 * steadyLink, 2, false},
 		{portLink, 0, 1, false}, {clusterLink, 2 * steadyLink, 1, false},
 	} {
-		l := &link{kind: c.kind, since: time.Now().Add(-c.stood)}
+		l := &link{endpoint: endpoint{kind: c.kind}, since: time.Now().Add(-c.stood)}
 		for range 100 {
 			if d := l.delay(c.tried); d < firstWait != c.soon || d >= 2*reconnectWait {
 				t.Fatalf("%+v: dialled after %v", c, d)

@@ -15,21 +15,6 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// registration is this agent's entry in the registry.
-type registration struct {
-	id    core.AgentID
-	name  string // of the rank, for logs and errors
-	key   string
-	dp    int
-	value []byte
-	since int64
-	seq   uint64       // sequence of the last known message under the key
-	taken core.AgentID // the agent that has taken the rank over
-	guest bool         // another process's agent, which logs changes itself
-	stop  context.CancelFunc
-	done  chan struct{}
-}
-
 // Register implements core.Bus. If the rank has an entry already, the newest agent
 // wins.
 func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
@@ -85,22 +70,6 @@ func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
 		b.renew(renewing, reg)
 	})
 	return nil
-}
-
-func registrationOf(a *wire.Agent) (*registration, error) {
-	value, err := a.MarshalMsg(nil)
-	if err == nil {
-		err = wire.Decode(value, new(wire.Agent)) // a peer must be able to read it
-	}
-	return &registration{id: core.AgentID(a.ID), name: nameOf(a), value: value, done: make(chan struct{}), dp: a.DPRank, key: rankKey(a.EngineID, a.TPRank, a.PPRank)}, err
-}
-
-// renewNow makes the next renewal happen now.
-func (b *Bus) renewNow() {
-	select {
-	case b.kick <- struct{}{}:
-	default:
-	}
 }
 
 // renew keeps the entry alive until ctx ends.

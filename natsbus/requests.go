@@ -150,23 +150,3 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 	}
 	return reply, nil
 }
-
-// known returns the link of a Via that Lookup or a Handler was given.
-func (b *Bus) known(via core.Via) (*link, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.down {
-		return nil, errClosed
-	}
-	if via == "" {
-		if b.home == nil {
-			return nil, fmt.Errorf("%w: this agent has no server or cluster of its own", core.ErrUnreachable)
-		}
-		return b.home, nil
-	}
-	e := b.links[via]
-	if e == nil || e.link == nil {
-		return nil, unreachable("bootstrap address "+string(via), errors.New("not connected; look the agent up again"))
-	}
-	return e.link, nil
-}

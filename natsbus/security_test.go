@@ -219,10 +219,10 @@ func TestAllow(t *testing.T) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if len(p.conns) != 0 {
-		t.Errorf("%d connections were made", len(p.conns))
+	p.clients.mu.Lock()
+	defer p.clients.mu.Unlock()
+	if len(p.clients.conns) != 0 {
+		t.Errorf("%d connections were made", len(p.clients.conns))
 	}
 }
 

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"net/http"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -25,11 +24,6 @@ const (
 	defaultMaxMemory = 64 << 20
 	defaultMaxConns  = 4096
 
-	// maxHandshakes bounds the connections that have not proved themselves yet,
-	// and proofWithin the time that they have.
-	maxHandshakes = 256
-	proofWithin   = 2 * time.Second
-
 	// maxSubs and maxPending bound what one client makes the server keep: an agent
 	// listens at its own subject and for answers.
 	maxSubs    = 64
@@ -38,8 +32,6 @@ const (
 	// serverPing finds a peer that vanished without closing its connection:
 	// two unanswered pings end it.
 	serverPing = 2 * time.Second
-	// writeWait bounds one write to a connection whose peer does not read.
-	writeWait = 5 * time.Second
 	// serverStop bounds Close.
 	serverStop = 10 * time.Second
 )
@@ -70,11 +62,7 @@ type Server struct {
 	store *store
 	gate  *gate
 
-	mu      sync.Mutex
-	closed  bool
-	conns   map[*upgraded]struct{}
-	clients int            // connections of conns that were let in
-	wg      sync.WaitGroup // of upgraded connections
+	clients *clients
 
 	refused ratelog.Limit
 
@@ -93,7 +81,7 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	if opt.MaxMemory == 0 {
 		opt.MaxMemory = defaultMaxMemory
 	}
-	gate, err := newGate(&opt)
+	gate, err := newGate(opt.Owner, opt.Token, opt.NKeys)
 	if err != nil {
 		return nil, err
 	}
@@ -101,7 +89,8 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{opt: opt, log: opt.Logger, store: st, gate: gate, conns: map[*upgraded]struct{}{}}
+	s := &Server{opt: opt, log: opt.Logger, store: st, gate: gate,
+		clients: &clients{max: opt.MaxConns, conns: map[*upgraded]struct{}{}}}
 	log := &serverLogger{log: opt.Logger.Sugar()}
 	s.nats, err = server.NewServer(&server.Options{
 		ServerName:         filepath.Base(st.dir),
@@ -143,17 +132,11 @@ func (s *Server) Close() error {
 }
 
 func (s *Server) close() error {
-	s.mu.Lock()
-	s.closed = true
-	for c := range s.conns {
-		c.close()
-	}
-	s.mu.Unlock()
-
+	s.clients.close()
 	done := make(chan struct{})
 	safe.Go("natsbus.Server.Close", func() {
 		defer close(done)
-		s.wg.Wait()
+		s.clients.wg.Wait()
 		s.nats.Shutdown()
 		s.nats.WaitForShutdown()
 	})
@@ -172,17 +155,11 @@ func (s *Server) dialContext(context.Context) (net.Conn, error) { return s.dial(
 
 // dial is the way into the server.
 func (s *Server) dial() (net.Conn, error) {
-	if s.isClosed() {
+	if s.clients.isClosed() {
 		return nil, errServerClosed
 	}
 	return s.nats.InProcessConn()
 }
-
-var errServerClosed = errors.New("the embedded nats server is closed")
-
-// Handler is the bootstrap port's GET /nats: it turns an HTTP connection into
-// one of this server's NATS connections.
-func (s *Server) Handler() http.Handler { return http.HandlerFunc(s.upgrade) }
 
 // serverLogger gives the server's log to zap. A fatal line would end the process;
 // here it ends the start.
@@ -210,7 +187,8 @@ func (l *serverLogger) Fatalf(format string, v ...any) {
 }
 
 func (l *serverLogger) Noticef(format string, v ...any) { l.log.Debugf("nats: "+format, v...) }
-func (l *serverLogger) Warnf(format string, v ...any)   { l.log.Warnf("nats: "+format, v...) }
+
+func (l *serverLogger) Warnf(format string, v ...any) { l.log.Warnf("nats: "+format, v...) }
 
 // Errorf does not log refused clients: the upgrade does, with their addresses.
 func (l *serverLogger) Errorf(format string, v ...any) {
@@ -223,4 +201,5 @@ func (l *serverLogger) Errorf(format string, v ...any) {
 }
 
 func (l *serverLogger) Debugf(string, ...any) {}
+
 func (l *serverLogger) Tracef(string, ...any) {}

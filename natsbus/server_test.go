@@ -88,9 +88,9 @@ func TestServerEndsConnection(t *testing.T) {
 		t.Fatalf("%q, %v", text, err)
 	}
 	eventually(t, "no connection is left", func() error {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		if len(p.conns) != 0 {
+		p.clients.mu.Lock()
+		defer p.clients.mu.Unlock()
+		if len(p.clients.conns) != 0 {
 			return errors.New("one is")
 		}
 		return nil

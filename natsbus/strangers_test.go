@@ -75,9 +75,9 @@ func TestStrangersAreBounded(t *testing.T) {
 	if len(strangers) == 0 {
 		t.Fatal("no stranger got as far as the handshake")
 	}
-	p.mu.Lock()
-	waiting := len(p.conns) - p.clients
-	p.mu.Unlock()
+	p.clients.mu.Lock()
+	waiting := len(p.clients.conns) - p.clients.in
+	p.clients.mu.Unlock()
 	if waiting > maxHandshakes {
 		t.Errorf("%d connections are in the handshake", waiting)
 	}
@@ -98,18 +98,18 @@ func TestStrangersAreBounded(t *testing.T) {
 	if _, _, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url()}); !errors.Is(err, core.ErrNotRegistered) {
 		t.Fatal(err)
 	}
-	p.mu.Lock()
-	clients := p.clients
-	p.mu.Unlock()
+	p.clients.mu.Lock()
+	clients := p.clients.in
+	p.clients.mu.Unlock()
 	if clients != 1 {
 		t.Errorf("%d clients are counted", clients)
 	}
 	closeBus(t, d)
 	eventually(t, "the client's place is free", func() error {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		if p.clients != 0 || len(p.conns) != 0 {
-			return fmt.Errorf("%d clients, %d connections", p.clients, len(p.conns))
+		p.clients.mu.Lock()
+		defer p.clients.mu.Unlock()
+		if p.clients.in != 0 || len(p.clients.conns) != 0 {
+			return fmt.Errorf("%d clients, %d connections", p.clients.in, len(p.clients.conns))
 		}
 		return nil
 	})

@@ -69,6 +69,8 @@ func (c *Config) Check() error {
 		return bad("role", fmt.Sprintf("%q", c.Role), "prefill, decode, both or bootstrap")
 	case len(c.Model) > 512:
 		return bad("model", fmt.Sprintf("%.40q…", c.Model), "at most 512 bytes")
+	case len(c.Fingerprint) > 64:
+		return bad("model_fingerprint", fmt.Sprintf("%.40q…", c.Fingerprint), "at most 64 bytes")
 	case len(c.DType) > 64:
 		return bad("dtype", fmt.Sprintf("%.40q…", c.DType), "at most 64 bytes")
 	case !slices.Contains([]string{viaAuto, viaRDMA, viaTCP}, c.Transport):
@@ -88,6 +90,9 @@ func (c *Config) Check() error {
 		return fmt.Errorf("%w: config keys \"tp_rank\", \"tp_size\", \"pp_rank\", \"pp_size\": %w", core.ErrInvalid, err)
 	}
 	if err := c.checkJoin(); err != nil {
+		return err
+	}
+	if err := c.checkFacts(); err != nil {
 		return err
 	}
 	if err := c.checkRouteInfo(); err != nil {

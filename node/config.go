@@ -40,9 +40,11 @@ type Config struct {
 	TPSize   int    `json:"tp_size"`
 	PPSize   int    `json:"pp_size"`
 
-	Model       string `json:"model"`
-	DType       string `json:"dtype"`
-	BlockTokens int    `json:"block_tokens"`
+	Model       string            `json:"model"`
+	Fingerprint string            `json:"model_fingerprint"`
+	DType       string            `json:"dtype"`
+	BlockTokens int               `json:"block_tokens"`
+	MustMatch   map[string]string `json:"must_match"`
 
 	BootstrapHost string          `json:"bootstrap_host"`
 	BootstrapPort int             `json:"bootstrap_port"`

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"strings"
@@ -14,7 +15,7 @@ func describe(c *Config, id core.AgentID, l *core.Layout, endpoints []wire.Endpo
 	d := &wire.Agent{
 		Version: wire.Version, ID: string(id), EngineID: c.EngineID,
 		DPRank: c.DPRank, TPRank: c.TPRank, PPRank: c.PPRank, TPSize: c.TPSize, PPSize: c.PPSize, DPSize: c.DPSize, Joined: c.BootstrapJoin != "",
-		Model: c.Model, DType: c.DType, BlockTokens: c.BlockTokens,
+		Model: c.Model, Fingerprint: c.Fingerprint, DType: c.DType, BlockTokens: c.BlockTokens, MustMatch: c.facts(),
 		Endpoints: endpoints, Lacks: lacks, RouteInfo: c.RouteInfo,
 	}
 	describeShapes(d, l.Shapes())
@@ -27,10 +28,11 @@ func compatible(p, d *wire.Agent) (*core.Match, error) {
 	switch {
 	case p.Version != d.Version:
 		return nil, fmt.Errorf("wire version %d at the prefill engine, %d at the decode engine: run the same kvconn on both", p.Version, d.Version)
-	case p.Model != "" && d.Model != "" && p.Model != d.Model:
-		return nil, fmt.Errorf("model %q at the prefill engine, %q at the decode engine", p.Model, d.Model)
 	case p.DType != "" && d.DType != "" && p.DType != d.DType:
 		return nil, fmt.Errorf("dtype %q at the prefill engine, %q at the decode engine", p.DType, d.DType)
+	}
+	if err := cmp.Or(sameModel(p, d), sameFacts(p, d)); err != nil {
+		return nil, err
 	}
 	if err := errors.Join(ranksOf(p).Check(rankOf(p)), ranksOf(d).Check(rankOf(d))); err != nil {
 		return nil, err
@@ -56,7 +58,8 @@ func compatible(p, d *wire.Agent) (*core.Match, error) {
 
 func describeShapes(d *wire.Agent, shapes []core.Shape) {
 	for _, s := range shapes {
-		d.Shapes = append(d.Shapes, wire.Shape(s))
+		d.Shapes = append(d.Shapes, wire.Shape{Name: s.Name, BlockStride: s.BlockStride, BlockBytes: s.BlockBytes, NumBlocks: s.NumBlocks, Group: s.Group,
+			Tokens: s.Tokens, Heads: s.Heads, FirstHead: s.FirstHead, TotalHeads: s.TotalHeads, TokenStride: s.TokenStride, HeadStride: s.HeadStride, IndexKind: uint32(s.IndexKind)})
 	}
 }
 
@@ -64,7 +67,8 @@ func describeShapes(d *wire.Agent, shapes []core.Shape) {
 func shapes(a *wire.Agent) []core.Shape {
 	out := make([]core.Shape, len(a.Shapes))
 	for i, s := range a.Shapes {
-		out[i] = core.Shape(s)
+		out[i] = core.Shape{Name: s.Name, BlockStride: s.BlockStride, BlockBytes: s.BlockBytes, NumBlocks: s.NumBlocks, Group: s.Group,
+			Tokens: s.Tokens, Heads: s.Heads, FirstHead: s.FirstHead, TotalHeads: s.TotalHeads, TokenStride: s.TokenStride, HeadStride: s.HeadStride, IndexKind: core.IndexKind(s.IndexKind)}
 	}
 	return out
 }

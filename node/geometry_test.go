@@ -204,3 +204,22 @@ func TestSettingsThatDoNotFitAreNamed(t *testing.T) {
 		}
 	}
 }
+
+// What ids name travels with a shape, so that two agents that mean other things by them
+// refuse each other.
+func TestIndexIsCompared(t *testing.T) {
+	of := func(x core.IndexKind) *wire.Agent {
+		a := &wire.Agent{Version: wire.Version, ID: "a"}
+		describeShapes(a, []core.Shape{{Name: "tail", BlockStride: 64, BlockBytes: 64, NumBlocks: 12, IndexKind: x}})
+		return a
+	}
+	for _, x := range []core.IndexKind{core.IndexBlock, core.IndexSlot, core.Ring(6)} {
+		if _, err := compatible(of(x), of(x)); err != nil {
+			t.Error(err)
+		}
+	}
+	_, err := compatible(of(core.Ring(6)), of(core.IndexSlot))
+	if err == nil || !strings.Contains(err.Error(), `region "tail" of group 0 has opaque entries of rings of 6 of 64 bytes at the prefill engine, opaque slots of 64 bytes at the decode engine`) {
+		t.Error(err)
+	}
+}

@@ -140,7 +140,7 @@ func (g *guests) beside(a *wire.Agent) error {
 	case rankOf(a) == c.rank():
 		return fmt.Errorf("%s is this agent itself: give each rank a tp_rank and pp_rank of its own", rankText(a))
 	}
-	for key, v := range map[string][2]string{"model": {a.Model, c.Model}, "dtype": {a.DType, c.DType}} {
+	for key, v := range map[string][2]string{"model": {a.Model, c.Model}, "model_fingerprint": {a.Fingerprint, c.Fingerprint}, "dtype": {a.DType, c.DType}} {
 		if v[0] != "" && v[1] != "" && v[0] != v[1] {
 			return fmt.Errorf("%s has %s %q, this rank of the same engine has %q", rankText(a), key, v[0], v[1])
 		}

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"sync"
 
+	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/tcp"
@@ -38,15 +39,17 @@ func Keys() []KeyGroup {
 			{Name: "tp_rank", Default: 0, Meaning: "Which tensor-parallel rank this agent is, below `tp_size`."},
 			{Name: "pp_rank", Default: 0, Meaning: "Which pipeline-parallel rank this agent is, below `pp_size`."},
 			{Name: "dp_rank", Default: 0, Meaning: "Which data-parallel rank this agent's engine is, below `dp_size`."},
-			{Name: "model", Without: "not compared", Meaning: "The model's name. Both engines must have the same one."},
+			{Name: "model", Without: "not compared", Meaning: "The model's name. Both engines must have the same one, unless they say `model_fingerprint`: then the name only stands in messages."},
+			{Name: "model_fingerprint", Without: "not compared", Meaning: "Says in at most 64 bytes which weights the engine serves. Both engines must have the same one, or neither must say one. The connectors make it; where `model` is set in their configuration, they say none."},
 			{Name: "dtype", Without: "not compared", Meaning: "The KV cache's data type. Both engines must have the same one."},
+			{Name: "must_match", Without: "nothing", Meaning: "What else both engines must have in common: an object of at most 16 names with their values, which are text. A name that one engine lacks has the value `none` there. The connectors set it."},
 			{Name: "block_tokens", Default: 0, Unit: "tokens", Meaning: "Tokens of a block, for regions that do not say it themselves. Both engines must then have the same number; 0 is not compared."},
 			{Name: "max_transfers", Default: core.Defaults.MaxTransfers, Unit: "transfers", Meaning: "How many claims, loads, offers, and early ones of both, may be under way, each (1 to 65536). More are refused."},
 			{Name: "log_level", Default: "info", Meaning: "`debug`, `info`, `warn` or `error`."},
 		}},
 		{"The bootstrap port", []Key{
 			{Name: "bootstrap_host", Default: "0.0.0.0", Meaning: "Prefill and bootstrap: the address at which the bootstrap port is opened."},
-			{Name: "bootstrap_port", Default: 8998, Meaning: "Prefill and bootstrap: the one port for HTTP and the control plane. 0 is any free one."},
+			{Name: "bootstrap_port", Default: bootstrap.DefaultPort, Meaning: "Prefill and bootstrap: the one port for HTTP and the control plane. 0 is any free one."},
 			{Name: "bootstrap_join", Without: "this agent has a port", Meaning: "Prefill: `http://host:port` of the engine's first rank, or of an agent of role `bootstrap`, for a rank that has no port of its own."},
 			{Name: "join_timeout_s", Default: 120, Unit: "s", Meaning: "How long a rank waits for the port that it joins, which may be up last."},
 			{Name: "advertise_host", Without: "where peers found the bootstrap port; of a rank that has joined from another host, its address towards that port", Meaning: "Prefill: the host that peers are told."},

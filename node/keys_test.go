@@ -2,16 +2,14 @@ package node
 
 import (
 	"encoding/json"
-	"flag"
 	"fmt"
-	"os"
 	"reflect"
 	"slices"
 	"strings"
 	"testing"
-)
 
-var docs = flag.Bool("docs", false, "write docs/configuration.md anew")
+	"github.com/kvconn/kvconn/internal/docstest"
+)
 
 // TestKeys: each key of a Config is in the table once, and each default of the table
 // is what a Config without that key has.
@@ -55,21 +53,9 @@ func jsonText(t *testing.T, v any) string {
 	return strings.Trim(string(b), `"`)
 }
 
-// TestConfigurationPage: the tables of docs/configuration.md are what Keys says;
-// -docs writes them.
+// TestConfigurationPage: the tables of docs/configuration.md are what Keys says.
 func TestConfigurationPage(t *testing.T) {
-	const path, begin, end = "../docs/configuration.md", "TestConfigurationPage -docs -->\n", "<!-- /keys -->"
-	b, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	head, rest, ok := strings.Cut(string(b), begin)
-	_, tail, closed := strings.Cut(rest, end)
-	if !ok || !closed {
-		t.Fatalf("%s has no %q and %q", path, begin, end)
-	}
 	var page strings.Builder
-	page.WriteString(head + begin)
 	for _, g := range Keys() {
 		fmt.Fprintf(&page, "\n### %s\n\n| key | default | unit | meaning |\n|---|---|---|---|\n", g.Title)
 		for _, k := range g.Keys {
@@ -80,12 +66,5 @@ func TestConfigurationPage(t *testing.T) {
 			fmt.Fprintf(&page, "| `%s` | %s | %s | %s |\n", k.Name, value, k.Unit, k.Meaning)
 		}
 	}
-	page.WriteString("\n" + end + tail)
-	if *docs {
-		if err := os.WriteFile(path, []byte(page.String()), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	} else if page.String() != string(b) {
-		t.Errorf("%s is not what the code says: go test ./node -run TestConfigurationPage -docs", path)
-	}
+	docstest.Hold(t, "../docs/configuration.md", "keys", page.String())
 }

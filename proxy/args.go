@@ -3,132 +3,191 @@ package proxy
 import (
 	"flag"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/kvconn/kvconn/bootstrap"
 )
 
-// Usage is the text for --help.
-const Usage = `usage: proxy --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [OPTIONS]
+// Option is an option of the router's command line, with its line in the usage and in
+// docs/router.md.
+type Option struct {
+	Name    string
+	Value   string // what follows the name; "" for a switch
+	Default string // "" if there is none
+	Meaning string
+	set     func(c *Config, a *arg) error
+}
 
-  --prefill URL [PORT|none]  a prefill server and its bootstrap port; repeatable. Without a port, and with none:
-                             8998; with nixl no bootstrap port, with sglang what the server says
-  --decode URL               a decode server; repeatable
-  --host HOST                address to listen on (default 127.0.0.1)
-  --port PORT                port to listen on, 0 for any free one (default 8000)
-  --contract NAME            mooncake: prefill and decode at the same time, with a transfer_id (default)
-                             nixl: prefill first, its kv_transfer_params to decode as they are
-                             sglang: both at the same time, with bootstrap_host, bootstrap_port and bootstrap_room
-  --balance NAME             least-loaded (default) or round-robin, over servers and their data parallel ranks
-  --retries N                further attempts with other engines before the first byte of an answer (default 2)
-  --fallback-decode          when no prefill server is up, or the retries are spent, a decode server gets the request
-                             alone and computes the prompt itself (not with sglang)
-  --max-requests N           requests in flight; further ones get a 503 (default 4096)
-  --max-body BYTES           of a request (default 67108864)
-  --drain-timeout SECONDS    how long requests may go on after SIGTERM (default 30)
-  --bootstrap-ca FILE        the bootstrap ports speak https: whom to trust, "system" for the system's authorities
-  --no-access-log            no line in the log for each request
-  --help                     show this text
+// Options returns all options.
+func Options() []Option {
+	d := DefaultConfig()
+	count := strconv.Itoa
+	return []Option{
+		{"--prefill", "URL [PORT]", "", "A prefill server and its bootstrap port; repeatable. Without PORT, or if it is `none`, the port is " + count(bootstrap.DefaultPort) + "; with the contract `nixl` there is no bootstrap port then, with `sglang` the server says it.",
+			func(c *Config, a *arg) error {
+				url, err := a.value("a URL, as http://host:8010")
+				if err != nil {
+					return err
+				}
+				p := Prefill{URL: url}
+				if port, ok := a.second(); ok {
+					p.BootstrapPort, err = bootstrapPort(url, port)
+				}
+				c.Prefill = append(c.Prefill, p)
+				return err
+			}},
+		{"--decode", "URL", "", "A decode server; repeatable.",
+			func(c *Config, a *arg) error {
+				url, err := a.value("a URL, as http://host:8020")
+				c.Decode = append(c.Decode, url)
+				return err
+			}},
+		{"--host", "HOST", d.Host, "The address at which the router listens.",
+			func(c *Config, a *arg) (err error) { c.Host, err = a.value("an address to listen on"); return err }},
+		{"--port", "PORT", count(d.Port), "The port at which the router listens; 0 is any free one.",
+			func(c *Config, a *arg) error {
+				s, err := a.value("a port")
+				if err == nil {
+					c.Port, err = parsePort("--port", s, 0)
+				}
+				return err
+			}},
+		{"--contract", "NAME", string(d.Contract), "How the two servers are told of each other. `mooncake`: prefill and decode at the same time, with a transfer_id. `nixl`: prefill first, its kv_transfer_params to decode as they are. `sglang`: both at the same time, with bootstrap_host, bootstrap_port and bootstrap_room.",
+			func(c *Config, a *arg) error {
+				s, err := a.value("mooncake, nixl or sglang")
+				if err == nil {
+					c.Contract, err = parseContract(s)
+				}
+				return err
+			}},
+		{"--balance", "NAME", string(d.Balance), "`least-loaded` or `round-robin`, over servers and their data parallel ranks.",
+			func(c *Config, a *arg) error {
+				s, err := a.value("least-loaded or round-robin")
+				if err == nil {
+					c.Balance, err = parseBalance(s)
+				}
+				return err
+			}},
+		{"--retries", "N", count(d.Retries), "Further attempts with other engines before the first byte of an answer, 0 to " + count(maxRetries) + ".",
+			func(c *Config, a *arg) error { return a.number(0, maxRetries, func(n int64) { c.Retries = int(n) }) }},
+		{"--fallback-decode", "", "", "A decode server gets the request alone and computes the prompt itself when no prefill server is up, or the retries are spent. Not with `sglang`.",
+			func(c *Config, a *arg) error { c.FallbackDecode = true; return a.alone() }},
+		{"--max-requests", "N", count(d.MaxRequests), "Requests in flight; further ones get a 503.",
+			func(c *Config, a *arg) error { return a.number(1, 1<<20, func(n int64) { c.MaxRequests = int(n) }) }},
+		{"--max-body", "BYTES", strconv.FormatInt(d.MaxBody, 10), "The longest body of a request; a longer one gets a 413.",
+			func(c *Config, a *arg) error { return a.number(1, 1<<40, func(n int64) { c.MaxBody = n }) }},
+		{"--drain-timeout", "SECONDS", count(int(d.ShutdownTimeout / time.Second)), "How long requests may go on after SIGTERM.",
+			func(c *Config, a *arg) error {
+				return a.number(1, 24*3600, func(n int64) { c.ShutdownTimeout = time.Duration(n) * time.Second })
+			}},
+		{"--bootstrap-ca", "FILE", "", "The bootstrap ports speak https: the file of the authority to trust, or `system` for the system's.",
+			func(c *Config, a *arg) (err error) { c.BootstrapCA, err = a.value("a file, or system"); return err }},
+		{"--no-access-log", "", "", "No line in the log for each request.",
+			func(c *Config, a *arg) error { c.AccessLog = false; return a.alone() }},
+	}
+}
 
+// Usage returns the text for --help.
+func Usage() string {
+	const indent, width = 29, 120
+	var b strings.Builder
+	b.WriteString("usage: proxy --prefill URL [PORT] ... --decode URL ... [OPTIONS]\n\n")
+	for _, o := range append(Options(), Option{Name: "--help", Meaning: "Show this text."}) {
+		text := strings.ReplaceAll(o.Meaning, "`", "")
+		if o.Default != "" {
+			text += " Default: " + o.Default + "."
+		}
+		line := fmt.Sprintf("  %-*s", indent-3, o.Name+" "+o.Value)
+		for _, word := range strings.Fields(text) {
+			if len(line)+1+len(word) > width {
+				b.WriteString(line + "\n")
+				line = strings.Repeat(" ", indent-1)
+			}
+			line += " " + word
+		}
+		b.WriteString(line + "\n")
+	}
+	b.WriteString(`
 /v1/completions, /v1/chat/completions (and /generate by the contract sglang) go to a prefill and a decode server,
 /health and /metrics are the router's own, all else goes to a decode server.
-`
+`)
+	return b.String()
+}
 
 // ErrHelp is returned by ParseArgs for --help: print Usage and exit with 0.
 var ErrHelp = flag.ErrHelp
 
+// arg is an option as it stands on the command line, with its values.
+type arg struct {
+	name      string
+	inline    string // behind =
+	hasInline bool
+	rest      []string // of the command line
+}
+
+func (a *arg) value(want string) (string, error) {
+	if a.hasInline {
+		return a.inline, nil
+	}
+	if len(a.rest) == 0 || strings.HasPrefix(a.rest[0], "--") {
+		return "", fmt.Errorf("proxy: %s needs %s", a.name, want)
+	}
+	v := a.rest[0]
+	a.rest = a.rest[1:]
+	return v, nil
+}
+
+// second is a value that may follow the first.
+func (a *arg) second() (string, bool) {
+	if len(a.rest) == 0 || strings.HasPrefix(a.rest[0], "-") {
+		return "", false
+	}
+	v := a.rest[0]
+	a.rest = a.rest[1:]
+	return v, true
+}
+
+func (a *arg) number(least, most int64, set func(int64)) error {
+	s, err := a.value("a number")
+	if err != nil {
+		return err
+	}
+	n, err := strconv.ParseInt(s, 10, 64)
+	if err != nil || n < least || n > most {
+		return fmt.Errorf("proxy: %s %q: give a number from %d to %d", a.name, s, least, most)
+	}
+	set(n)
+	return nil
+}
+
+func (a *arg) alone() error {
+	if a.hasInline {
+		return fmt.Errorf("proxy: %s takes no value", a.name)
+	}
+	return nil
+}
+
 // ParseArgs reads a command line without the program's name. It takes the arguments of
 // vLLM's example proxy, which package flag cannot: --prefill has one or two values.
 func ParseArgs(args []string) (Config, error) {
-	cfg := Config{Host: DefaultHost, Port: DefaultPort, Retries: DefaultRetries, AccessLog: true}
+	cfg, options := DefaultConfig(), Options()
 	for len(args) > 0 {
-		name, inline, hasInline := strings.Cut(args[0], "=")
-		args = args[1:]
-		value := func(want string) (string, error) {
-			if hasInline {
-				return inline, nil
-			}
-			if len(args) == 0 || strings.HasPrefix(args[0], "--") {
-				return "", fmt.Errorf("proxy: %s needs %s", name, want)
-			}
-			v := args[0]
-			args = args[1:]
-			return v, nil
-		}
-		number := func(least, most int64) (int64, error) {
-			s, err := value("a number")
-			if err != nil {
-				return 0, err
-			}
-			n, err := strconv.ParseInt(s, 10, 64)
-			if err != nil || n < least || n > most {
-				return 0, fmt.Errorf("proxy: %s %q: give a number from %d to %d", name, s, least, most)
-			}
-			return n, nil
-		}
-		var err error
-		var n int64
-		var s string
-		switch name {
-		case "--help", "-h":
+		a := &arg{rest: args[1:]}
+		a.name, a.inline, a.hasInline = strings.Cut(args[0], "=")
+		if a.name == "--help" || a.name == "-h" {
 			return Config{}, ErrHelp
-		case "--host":
-			cfg.Host, err = value("an address to listen on")
-		case "--port":
-			if s, err = value("a port"); err == nil {
-				cfg.Port, err = parsePort("--port", s, 0)
-			}
-		case "--contract":
-			if s, err = value("mooncake, nixl or sglang"); err == nil {
-				cfg.Contract, err = parseContract(s)
-			}
-		case "--balance":
-			if s, err = value("least-loaded or round-robin"); err == nil {
-				cfg.Balance, err = parseBalance(s)
-			}
-		case "--retries":
-			n, err = number(0, maxRetries)
-			cfg.Retries = int(n)
-		case "--fallback-decode":
-			cfg.FallbackDecode = true
-			if hasInline {
-				err = fmt.Errorf("proxy: --fallback-decode takes no value")
-			}
-		case "--max-requests":
-			n, err = number(1, 1<<20)
-			cfg.MaxRequests = int(n)
-		case "--max-body":
-			cfg.MaxBody, err = number(1, 1<<40)
-		case "--drain-timeout":
-			n, err = number(1, 24*3600)
-			cfg.ShutdownTimeout = time.Duration(n) * time.Second
-		case "--no-access-log":
-			cfg.AccessLog = false
-			if hasInline {
-				err = fmt.Errorf("proxy: --no-access-log takes no value")
-			}
-		case "--bootstrap-ca":
-			cfg.BootstrapCA, err = value("a file, or system")
-		case "--decode":
-			if s, err = value("a URL, as http://host:8020"); err == nil {
-				cfg.Decode = append(cfg.Decode, s)
-			}
-		case "--prefill":
-			var p Prefill
-			if p.URL, err = value("a URL, as http://host:8010"); err != nil {
-				break
-			}
-			if len(args) > 0 && !strings.HasPrefix(args[0], "-") {
-				p.BootstrapPort, err = bootstrapPort(p.URL, args[0])
-				args = args[1:]
-			}
-			cfg.Prefill = append(cfg.Prefill, p)
-		default:
-			return Config{}, fmt.Errorf("proxy: unknown argument %q: --help lists those there are", name)
 		}
-		if err != nil {
+		i := slices.IndexFunc(options, func(o Option) bool { return o.Name == a.name })
+		if i < 0 {
+			return Config{}, fmt.Errorf("proxy: unknown argument %q: --help lists those there are", a.name)
+		}
+		if err := options[i].set(&cfg, a); err != nil {
 			return Config{}, err
 		}
+		args = a.rest
 	}
 	if err := cfg.validate(); err != nil {
 		return Config{}, err
@@ -142,7 +201,7 @@ func bootstrapPort(url, s string) (int, error) {
 	}
 	n, err := parsePort("--prefill "+url+": bootstrap port", s, 1)
 	if err != nil {
-		return 0, fmt.Errorf("%w, or none for %d", err, DefaultBootstrapPort)
+		return 0, fmt.Errorf("%w, or none for %d", err, bootstrap.DefaultPort)
 	}
 	return n, nil
 }

@@ -14,22 +14,23 @@ func TestParseArgs(t *testing.T) {
 	leaktest.Check(t)
 	cfg, err := ParseArgs(strings.Fields("--prefill http://p1:8010 9000 --prefill http://p2:8010 none --prefill=http://[::1]:8010" +
 		" --decode http://d1:8020 --decode=https://d2 --host 0.0.0.0 --port=0"))
-	want := Config{
-		Host:    "0.0.0.0",
-		Prefill: []Prefill{{"http://p1:8010", 9000}, {"http://p2:8010", 0}, {"http://[::1]:8010", 0}},
-		Decode:  []string{"http://d1:8020", "https://d2"},
-		Retries: 2, AccessLog: true,
-	}
+	want := DefaultConfig()
+	want.Host, want.Port = "0.0.0.0", 0
+	want.Prefill = []Prefill{{"http://p1:8010", 9000}, {"http://p2:8010", 0}, {"http://[::1]:8010", 0}}
+	want.Decode = []string{"http://d1:8020", "https://d2"}
 	if err != nil || !reflect.DeepEqual(cfg, want) {
 		t.Fatalf("got %+v, %v\nwant %+v", cfg, err, want)
 	}
 	cfg, err = ParseArgs(strings.Fields("--prefill http://p --decode http://d"))
-	if err != nil || cfg.Host != "127.0.0.1" || cfg.Port != 8000 {
+	if err != nil || cfg.Host != "127.0.0.1" || cfg.Port != 8000 || cfg.Retries != 2 || !cfg.AccessLog {
 		t.Fatalf("defaults: %+v, %v", cfg, err)
 	}
 	cfg, err = ParseArgs(strings.Fields("--prefill http://p --decode http://d --contract nixl --balance=round-robin --retries 0 --max-requests 9 --max-body 1000 --drain-timeout 7 --no-access-log --fallback-decode"))
-	want = Config{Host: "127.0.0.1", Port: 8000, Prefill: []Prefill{{"http://p", 0}}, Decode: []string{"http://d"},
-		Contract: NIXL, Balance: RoundRobin, MaxRequests: 9, MaxBody: 1000, ShutdownTimeout: 7 * time.Second, FallbackDecode: true}
+	want = DefaultConfig()
+	want.Prefill, want.Decode = []Prefill{{"http://p", 0}}, []string{"http://d"}
+	want.Contract, want.Balance, want.Retries = NIXL, RoundRobin, 0
+	want.MaxRequests, want.MaxBody, want.ShutdownTimeout = 9, 1000, 7*time.Second
+	want.FallbackDecode, want.AccessLog = true, false
 	if err != nil || !reflect.DeepEqual(cfg, want) {
 		t.Fatalf("got %+v, %v\nwant %+v", cfg, err, want)
 	}

@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"cmp"
 	"fmt"
 	"net"
 	"net/url"
@@ -9,22 +10,26 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/bootstrap"
 )
 
-// Defaults of Config.
-const (
-	DefaultHost          = "127.0.0.1"
-	DefaultPort          = 8000
-	DefaultBootstrapPort = 8998
-	DefaultRetries       = 2
-)
+// DefaultConfig is a Config with everything that has a default.
+func DefaultConfig() Config {
+	return Config{
+		Host: "127.0.0.1", Port: 8000,
+		Contract: Mooncake, Balance: LeastLoaded, Retries: 2, AccessLog: true,
+		MaxBody: 64 << 20, BodyTimeout: time.Minute, MaxRequests: 4096,
+		RetryInterval: 500 * time.Millisecond, RefreshInterval: time.Second, ShutdownTimeout: 30 * time.Second,
+	}
+}
 
 // maxRetries bounds Config.Retries: a request that kills its engines must not kill all of
 // them.
 const maxRetries = 9
 
-// Config says which servers to route to. Zero durations and sizes stand for
-// their defaults.
+// Config says which servers to route to. Empty strings, zero durations and zero sizes
+// stand for what DefaultConfig has.
 type Config struct {
 	// Host and Port are where Run listens; port 0 takes a free one.
 	Host string
@@ -36,9 +41,9 @@ type Config struct {
 	// names the file of the authority to trust in PEM form, or "system".
 	BootstrapCA string
 
-	// Contract is how P and D are told of each other: Mooncake.
+	// Contract is how P and D are told of each other.
 	Contract Contract
-	// Balance is how a request's servers are chosen: LeastLoaded.
+	// Balance is how a request's servers are chosen.
 	Balance Balance
 	// Retries is how many further attempts with other engines a request gets
 	// while the client has not seen a byte of an answer; 0 is none.
@@ -50,19 +55,19 @@ type Config struct {
 	// AccessLog logs a line for each completion request.
 	AccessLog bool
 
-	// MaxBody bounds a request's body: 64 MiB.
+	// MaxBody bounds a request's body.
 	MaxBody int64
-	// BodyTimeout is how long a client may take for its body: 1 min.
+	// BodyTimeout is how long a client may take for its body.
 	BodyTimeout time.Duration
-	// MaxRequests bounds the requests in flight, further ones get a 503: 4096.
+	// MaxRequests bounds the requests in flight, further ones get a 503.
 	MaxRequests int
-	// RetryInterval is how soon a server that is not up is asked again: 0.5 s.
+	// RetryInterval is how soon a server that is not up is asked again.
 	RetryInterval time.Duration
 	// RefreshInterval is how often a server that is up is asked again whether it is up, and
-	// for its engine ids: 1 s.
+	// for its engine ids.
 	RefreshInterval time.Duration
 	// ShutdownTimeout is how long running requests may go on after the end of
-	// Run's context: 30 s.
+	// Run's context.
 	ShutdownTimeout time.Duration
 
 	// Listening, if set, is called by Run with the address it listens on.
@@ -75,7 +80,7 @@ type Config struct {
 type Prefill struct {
 	// URL is the server's base URL, as http://host:8010.
 	URL string
-	// BootstrapPort is its bootstrap port on the same host. 0 stands for 8998. By the NIXL
+	// BootstrapPort is its bootstrap port on the same host. 0 stands for bootstrap.DefaultPort. By the NIXL
 	// contract 0 stands for none, so that its data parallel ranks are not known. By the
 	// SGLang contract 0 stands for the port that the server names itself.
 	BootstrapPort int
@@ -83,33 +88,16 @@ type Prefill struct {
 
 // withDefaults fills in zero values.
 func (c Config) withDefaults() Config {
-	if c.Host == "" {
-		c.Host = DefaultHost
-	}
-	if c.Contract == "" {
-		c.Contract = Mooncake
-	}
-	if c.Balance == "" {
-		c.Balance = LeastLoaded
-	}
-	if c.MaxBody == 0 {
-		c.MaxBody = 64 << 20
-	}
-	if c.BodyTimeout == 0 {
-		c.BodyTimeout = time.Minute
-	}
-	if c.MaxRequests == 0 {
-		c.MaxRequests = 4096
-	}
-	if c.RetryInterval == 0 {
-		c.RetryInterval = 500 * time.Millisecond
-	}
-	if c.RefreshInterval == 0 {
-		c.RefreshInterval = time.Second
-	}
-	if c.ShutdownTimeout == 0 {
-		c.ShutdownTimeout = 30 * time.Second
-	}
+	d := DefaultConfig()
+	c.Host = cmp.Or(c.Host, d.Host)
+	c.Contract = cmp.Or(c.Contract, d.Contract)
+	c.Balance = cmp.Or(c.Balance, d.Balance)
+	c.MaxBody = cmp.Or(c.MaxBody, d.MaxBody)
+	c.BodyTimeout = cmp.Or(c.BodyTimeout, d.BodyTimeout)
+	c.MaxRequests = cmp.Or(c.MaxRequests, d.MaxRequests)
+	c.RetryInterval = cmp.Or(c.RetryInterval, d.RetryInterval)
+	c.RefreshInterval = cmp.Or(c.RefreshInterval, d.RefreshInterval)
+	c.ShutdownTimeout = cmp.Or(c.ShutdownTimeout, d.ShutdownTimeout)
 	if c.Logger == nil {
 		c.Logger = zap.NewNop()
 	}
@@ -158,7 +146,7 @@ func (c Config) validate() error {
 		}
 		if p.BootstrapPort < 0 || p.BootstrapPort > 65535 {
 			return fmt.Errorf("proxy: prefill server %s: bootstrap port %d: give one from 1 to 65535, or none for %d",
-				p.URL, p.BootstrapPort, DefaultBootstrapPort)
+				p.URL, p.BootstrapPort, bootstrap.DefaultPort)
 		}
 	}
 	for _, d := range c.Decode {
@@ -210,7 +198,7 @@ func baseURL(s string) (*url.URL, error) {
 // bootstrapURL is where D finds P's control plane, on the host of P's URL.
 func bootstrapURL(base *url.URL, port int, secure bool) string {
 	if port == 0 {
-		port = DefaultBootstrapPort
+		port = bootstrap.DefaultPort
 	}
 	scheme := "http://"
 	if secure {

@@ -81,7 +81,10 @@ func (r *Request) check() error {
 
 func (a *Agent) check() error {
 	err := first(short("agent id", a.ID, 64), short("engine_id", a.EngineID, 256),
-		short("model", a.Model, 512), short("dtype", a.DType, 64))
+		short("model", a.Model, 512), short("model_fingerprint", a.Fingerprint, 64), short("dtype", a.DType, 64))
+	for _, f := range a.MustMatch {
+		err = first(err, short("must_match", f.Name, 64), short(f.Name, f.Value, 256))
+	}
 	for _, e := range a.Endpoints {
 		err = first(err, short("transport", e.Transport, 16), short("address", e.Address, 512))
 	}

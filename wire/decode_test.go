@@ -32,12 +32,14 @@ func TestDecode(t *testing.T) {
 // Everything at its limit is read.
 func TestDecodeAtTheLimits(t *testing.T) {
 	n := func(n int) string { return strings.Repeat("x", n) }
-	a := &Agent{ID: n(64), EngineID: n(256), Model: n(512), DType: n(64), Endpoints: make([]Endpoint, 16), Shapes: make([]Shape, 65536)}
+	a := &Agent{ID: n(64), EngineID: n(256), Model: n(512), Fingerprint: n(64), DType: n(64), Endpoints: make([]Endpoint, 16), Shapes: make([]Shape, 65536)}
 	a.Endpoints[15] = Endpoint{n(16), n(512)}
 	a.Shapes[65535].Name = n(256)
 	a.Lacks = make([]Lack, 16)
 	a.Lacks[15] = Lack{n(16), n(512)}
 	a.RouteInfo, a.DPSize, a.TPSize, a.PPSize, a.Joined = make([]byte, MaxRouteInfo), 1, 1, 1, true // as many keys as there are
+	a.MustMatch = make([]Fact, 16)
+	a.MustMatch[15] = Fact{n(64), n(256)}
 	tickets := make([]Ticket, 16)
 	tickets[15] = Ticket{n(16), make([]byte, 64)}
 	groups := make([]Blocks, 16)
@@ -86,6 +88,10 @@ func TestDecodeRefuses(t *testing.T) {
 		"agent id":          {hello(func(a *Agent) { a.ID = n(65) }), "agent id"},
 		"engine_id":         {hello(func(a *Agent) { a.EngineID = n(257) }), "engine_id"},
 		"model":             {hello(func(a *Agent) { a.Model = n(513) }), "model"},
+		"model_fingerprint": {hello(func(a *Agent) { a.Fingerprint = n(65) }), "model_fingerprint"},
+		"fact's name":       {hello(func(a *Agent) { a.MustMatch = []Fact{{Name: n(65)}} }), "must_match"},
+		"fact":              {hello(func(a *Agent) { a.MustMatch = []Fact{{"state_layout", n(257)}} }), "state_layout"},
+		"facts":             {hello(func(a *Agent) { a.MustMatch = make([]Fact, 17) }), limit},
 		"dtype":             {hello(func(a *Agent) { a.DType = n(65) }), "dtype"},
 		"transport":         {hello(func(a *Agent) { a.Endpoints[1].Transport = n(17) }), "transport"},
 		"address":           {hello(func(a *Agent) { a.Endpoints[1].Address = n(513) }), "address"},

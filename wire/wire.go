@@ -71,17 +71,28 @@ type Agent struct {
 	DPSize      int        `msg:"dps,omitempty"` // engines that the first ranks' server has, one for each dp rank; 0 means 1
 	Joined      bool       `msg:"j,omitempty"`   // the server where it is registered is another process's
 	Model       string     `msg:"m,limit=512"`
+	Fingerprint string     `msg:"mf,omitempty,limit=64"` // of the model's weights
 	DType       string     `msg:"dt,limit=64"`
 	BlockTokens int        `msg:"bt"`
 	Endpoints   []Endpoint `msg:"ep,limit=16"`
 	Shapes      []Shape    `msg:"s,limit=65536"`
 	Lacks       []Lack     `msg:"lk,omitempty,limit=16"`
+	MustMatch   []Fact     `msg:"mm,omitempty,limit=16"`
 	RouteInfo   []byte     `msg:"ri,omitempty,limit=4096"` // a JSON object, see MaxRouteInfo
 }
 
 // MaxRouteInfo is the longest RouteInfo of an Agent, in bytes. GET /route of the
 // bootstrap port shows it beside the engine's sizes.
 const MaxRouteInfo = 4096
+
+// Fact is something of an engine that its peers must have too, such as its
+// attention backend.
+//
+//msgp:tuple Fact
+type Fact struct {
+	Name  string `msg:",limit=64"`
+	Value string `msg:",limit=256"`
+}
 
 // Endpoint is where one transport of an agent is reached.
 type Endpoint struct {
@@ -105,6 +116,7 @@ type Shape struct {
 	NumBlocks, Group                     uint32
 	Tokens, Heads, FirstHead, TotalHeads uint32 // 0: a block is opaque
 	TokenStride, HeadStride              uint64
+	IndexKind                            uint32 // core.IndexKind
 }
 
 // Load asks P to write a transfer into D's blocks.

@@ -44,8 +44,8 @@ func (z Again) Msgsize() (s int) {
 func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(17)
-	var zb0001Mask uint32 /* 17 bits */
+	zb0001Len := uint32(19)
+	var zb0001Mask uint32 /* 19 bits */
 	_ = zb0001Mask
 	if z.TPSize == 0 {
 		zb0001Len--
@@ -63,13 +63,21 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 		zb0001Len--
 		zb0001Mask |= 0x200
 	}
+	if z.Fingerprint == "" {
+		zb0001Len--
+		zb0001Mask |= 0x800
+	}
 	if z.Lacks == nil {
 		zb0001Len--
-		zb0001Mask |= 0x8000
+		zb0001Mask |= 0x10000
+	}
+	if z.MustMatch == nil {
+		zb0001Len--
+		zb0001Mask |= 0x20000
 	}
 	if z.RouteInfo == nil {
 		zb0001Len--
-		zb0001Mask |= 0x10000
+		zb0001Mask |= 0x40000
 	}
 	// variable map header, size zb0001Len
 	o = msgp.AppendMapHeader(o, zb0001Len)
@@ -117,6 +125,11 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 		// string "m"
 		o = append(o, 0xa1, 0x6d)
 		o = msgp.AppendString(o, z.Model)
+		if (zb0001Mask & 0x800) == 0 { // if not omitted
+			// string "mf"
+			o = append(o, 0xa2, 0x6d, 0x66)
+			o = msgp.AppendString(o, z.Fingerprint)
+		}
 		// string "dt"
 		o = append(o, 0xa2, 0x64, 0x74)
 		o = msgp.AppendString(o, z.DType)
@@ -145,7 +158,7 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 				return
 			}
 		}
-		if (zb0001Mask & 0x8000) == 0 { // if not omitted
+		if (zb0001Mask & 0x10000) == 0 { // if not omitted
 			// string "lk"
 			o = append(o, 0xa2, 0x6c, 0x6b)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Lacks)))
@@ -159,7 +172,18 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendString(o, z.Lacks[za0003].Reason)
 			}
 		}
-		if (zb0001Mask & 0x10000) == 0 { // if not omitted
+		if (zb0001Mask & 0x20000) == 0 { // if not omitted
+			// string "mm"
+			o = append(o, 0xa2, 0x6d, 0x6d)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.MustMatch)))
+			for za0004 := range z.MustMatch {
+				// array header, size 2
+				o = append(o, 0x92)
+				o = msgp.AppendString(o, z.MustMatch[za0004].Name)
+				o = msgp.AppendString(o, z.MustMatch[za0004].Value)
+			}
+		}
+		if (zb0001Mask & 0x40000) == 0 { // if not omitted
 			// string "ri"
 			o = append(o, 0xa2, 0x72, 0x69)
 			o = msgp.AppendBytes(o, z.RouteInfo)
@@ -254,6 +278,12 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			z.Model, bts, err = msgp.ReadStringBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Model")
+				return
+			}
+		case "mf":
+			z.Fingerprint, bts, err = msgp.ReadStringBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Fingerprint")
 				return
 			}
 		case "dt":
@@ -403,28 +433,66 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					}
 				}
 			}
-		case "ri":
+		case "mm":
 			var zb0007 uint32
-			zb0007, bts, err = msgp.ReadBytesHeader(bts)
+			zb0007, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "MustMatch")
+				return
+			}
+			if zb0007 > 16 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.MustMatch) >= int(zb0007) {
+				z.MustMatch = (z.MustMatch)[:zb0007]
+			} else {
+				z.MustMatch = make([]Fact, zb0007)
+			}
+			for za0004 := range z.MustMatch {
+				var zb0008 uint32
+				zb0008, bts, err = msgp.ReadArrayHeaderBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "MustMatch", za0004)
+					return
+				}
+				if zb0008 != 2 {
+					err = msgp.ArrayError{Wanted: 2, Got: zb0008}
+					return
+				}
+				z.MustMatch[za0004].Name, bts, err = msgp.ReadStringBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "MustMatch", za0004, "Name")
+					return
+				}
+				z.MustMatch[za0004].Value, bts, err = msgp.ReadStringBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "MustMatch", za0004, "Value")
+					return
+				}
+			}
+		case "ri":
+			var zb0009 uint32
+			zb0009, bts, err = msgp.ReadBytesHeader(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "RouteInfo")
 				return
 			}
-			if zb0007 > 4096 {
+			if zb0009 > 4096 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if z.RouteInfo == nil || uint32(cap(z.RouteInfo)) < zb0007 {
-				z.RouteInfo = make([]byte, zb0007)
+			if z.RouteInfo == nil || uint32(cap(z.RouteInfo)) < zb0009 {
+				z.RouteInfo = make([]byte, zb0009)
 			} else {
-				z.RouteInfo = z.RouteInfo[:zb0007]
+				z.RouteInfo = z.RouteInfo[:zb0009]
 			}
-			if uint32(len(bts)) < zb0007 {
+			if uint32(len(bts)) < zb0009 {
 				err = msgp.ErrShortBytes
 				return
 			}
-			copy(z.RouteInfo, bts[:zb0007])
-			bts = bts[zb0007:]
+			copy(z.RouteInfo, bts[:zb0009])
+			bts = bts[zb0009:]
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -439,7 +507,7 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Agent) Msgsize() (s int) {
-	s = 3 + 2 + msgp.IntSize + 3 + msgp.StringPrefixSize + len(z.ID) + 2 + msgp.StringPrefixSize + len(z.EngineID) + 3 + msgp.IntSize + 3 + msgp.IntSize + 3 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.StringPrefixSize + len(z.Model) + 3 + msgp.StringPrefixSize + len(z.DType) + 3 + msgp.IntSize + 3 + msgp.ArrayHeaderSize
+	s = 3 + 2 + msgp.IntSize + 3 + msgp.StringPrefixSize + len(z.ID) + 2 + msgp.StringPrefixSize + len(z.EngineID) + 3 + msgp.IntSize + 3 + msgp.IntSize + 3 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.StringPrefixSize + len(z.Model) + 3 + msgp.StringPrefixSize + len(z.Fingerprint) + 3 + msgp.StringPrefixSize + len(z.DType) + 3 + msgp.IntSize + 3 + msgp.ArrayHeaderSize
 	for za0001 := range z.Endpoints {
 		s += 1 + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Transport) + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Address)
 	}
@@ -450,6 +518,10 @@ func (z *Agent) Msgsize() (s int) {
 	s += 3 + msgp.ArrayHeaderSize
 	for za0003 := range z.Lacks {
 		s += 1 + 2 + msgp.StringPrefixSize + len(z.Lacks[za0003].Transport) + 2 + msgp.StringPrefixSize + len(z.Lacks[za0003].Reason)
+	}
+	s += 3 + msgp.ArrayHeaderSize
+	for za0004 := range z.MustMatch {
+		s += 1 + msgp.StringPrefixSize + len(z.MustMatch[za0004].Name) + msgp.StringPrefixSize + len(z.MustMatch[za0004].Value)
 	}
 	s += 3 + msgp.BytesPrefixSize + len(z.RouteInfo)
 	return
@@ -611,6 +683,48 @@ func (z *Endpoint) UnmarshalMsg(bts []byte) (o []byte, err error) {
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z Endpoint) Msgsize() (s int) {
 	s = 1 + 2 + msgp.StringPrefixSize + len(z.Transport) + 2 + msgp.StringPrefixSize + len(z.Address)
+	return
+}
+
+// MarshalMsg implements msgp.Marshaler
+func (z Fact) MarshalMsg(b []byte) (o []byte, err error) {
+	o = msgp.Require(b, z.Msgsize())
+	// array header, size 2
+	o = append(o, 0x92)
+	o = msgp.AppendString(o, z.Name)
+	o = msgp.AppendString(o, z.Value)
+	return
+}
+
+// UnmarshalMsg implements msgp.Unmarshaler
+func (z *Fact) UnmarshalMsg(bts []byte) (o []byte, err error) {
+	var zb0001 uint32
+	zb0001, bts, err = msgp.ReadArrayHeaderBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err)
+		return
+	}
+	if zb0001 != 2 {
+		err = msgp.ArrayError{Wanted: 2, Got: zb0001}
+		return
+	}
+	z.Name, bts, err = msgp.ReadStringBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Name")
+		return
+	}
+	z.Value, bts, err = msgp.ReadStringBytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "Value")
+		return
+	}
+	o = bts
+	return
+}
+
+// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
+func (z Fact) Msgsize() (s int) {
+	s = 1 + msgp.StringPrefixSize + len(z.Name) + msgp.StringPrefixSize + len(z.Value)
 	return
 }
 
@@ -1987,8 +2101,8 @@ func (z *Request) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *Shape) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 11
-	o = append(o, 0x9b)
+	// array header, size 12
+	o = append(o, 0x9c)
 	o = msgp.AppendString(o, z.Name)
 	o = msgp.AppendUint64(o, z.BlockStride)
 	o = msgp.AppendUint64(o, z.BlockBytes)
@@ -2000,6 +2114,7 @@ func (z *Shape) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendUint32(o, z.TotalHeads)
 	o = msgp.AppendUint64(o, z.TokenStride)
 	o = msgp.AppendUint64(o, z.HeadStride)
+	o = msgp.AppendUint32(o, z.IndexKind)
 	return
 }
 
@@ -2011,8 +2126,8 @@ func (z *Shape) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		err = msgp.WrapError(err)
 		return
 	}
-	if zb0001 != 11 {
-		err = msgp.ArrayError{Wanted: 11, Got: zb0001}
+	if zb0001 != 12 {
+		err = msgp.ArrayError{Wanted: 12, Got: zb0001}
 		return
 	}
 	z.Name, bts, err = msgp.ReadStringBytes(bts)
@@ -2070,13 +2185,18 @@ func (z *Shape) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		err = msgp.WrapError(err, "HeadStride")
 		return
 	}
+	z.IndexKind, bts, err = msgp.ReadUint32Bytes(bts)
+	if err != nil {
+		err = msgp.WrapError(err, "IndexKind")
+		return
+	}
 	o = bts
 	return
 }
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Shape) Msgsize() (s int) {
-	s = 1 + msgp.StringPrefixSize + len(z.Name) + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint64Size + msgp.Uint64Size
+	s = 1 + msgp.StringPrefixSize + len(z.Name) + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint32Size + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size
 	return
 }
 

@@ -27,6 +27,7 @@ _EXPORTS = {
     "Agent": "agent",
     "Claim": "types",
     "Completion": "types",
+    "IndexKind": "types",
     "PartialOffer": "types",
     "Load": "types",
     "Offer": "types",
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
     from .regions import regions_from_tensor as regions_from_tensor
     from .types import Claim as Claim
     from .types import Completion as Completion
+    from .types import IndexKind as IndexKind
     from .types import Load as Load
     from .types import Offer as Offer
     from .types import PartialOffer as PartialOffer

@@ -18,7 +18,7 @@ class Region(c.Structure):
         ("block_stride", c.c_uint64),
         ("block_bytes", c.c_uint64),
         ("num_blocks", c.c_uint32),
-        ("reserved", c.c_uint32),
+        ("index_kind", c.c_uint32),
         ("tokens", c.c_uint32),
         ("heads", c.c_uint32),
         ("first_head", c.c_uint32),

@@ -86,7 +86,7 @@ class Agent:
             row.address = _number(r.address, "address", 64)
             row.block_stride = _number(r.block_stride, "block_stride", 64)
             row.block_bytes = _number(r.block_bytes, "block_bytes", 64)
-            for field in ("num_blocks", "tokens", "heads", "first_head", "total_heads"):
+            for field in ("num_blocks", "index_kind", "tokens", "heads", "first_head", "total_heads"):
                 setattr(row, field, _number(getattr(r, field), field, 32))
             row.token_stride = _number(r.token_stride, "token_stride", 64)
             row.head_stride = _number(r.head_stride, "head_stride", 64)

@@ -74,6 +74,7 @@ def regions_from_tensor(
     head_dim: Optional[int] = None,
     first_head: int = 0,
     total_heads: int = 0,
+    index_kind: int = 0,
 ) -> list[Region]:
     """The regions of one tensor whose dimension ``block_dim`` counts blocks.
 
@@ -91,6 +92,7 @@ def regions_from_tensor(
     ``first_head`` on, of ``total_heads`` (0: it has all of them). If the heads do
     not lie together, each becomes a region of its own, all with one name. Blocks
     whose tokens are apart, and items that are no multiple of 4 bytes, stay opaque.
+    ``index_kind`` says what the ids of the group name, see :class:`~kvconn.IndexKind`.
     """
     address, shape, strides, item = _describe(tensor)
     dims = len(shape)
@@ -121,7 +123,7 @@ def regions_from_tensor(
         for index in product(*(range(shape[i]) for i in outer)):
             offset = begin + sum(k * strides[i] for k, i in zip(index, outer))
             suffix = f"[{','.join(map(str, index))}]" if index else ""
-            out.append(Region(name + suffix, address + offset, stride, length, blocks, group, **geometry))
+            out.append(Region(name + suffix, address + offset, stride, length, blocks, group, index_kind=index_kind, **geometry))
         return out
 
     if token_dims:

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple, Sequence
+
+
+class IndexKind(IntEnum):
+    """What the block ids of a group name, as a :class:`Region` says it. Both engines must mean the same.
+
+    A group whose ids name entries of rings has the kind ``IndexKind.ring(n)``.
+    """
+
+    BLOCK = 0  #: a block of the prompt, one after the other
+    ROW = 1  #: a row of a table that has one for each request
+    SLOT = 2  #: a slot that holds the whole state of one request
+
+    @staticmethod
+    def ring(entries: int) -> int:
+        """The kind of rings of so many entries, one ring after the other.
+
+        What belongs to position p of the prompt lies in entry p modulo ``entries``.
+        ``first_block`` is the position of the first id. A part that wraps goes on with
+        the ring's entry 0.
+        """
+        if not 0 < entries < 1 << 24:
+            raise ValueError(f"a ring of {entries} entries: want 1 to {(1 << 24) - 1}")
+        return 3 | entries << 8
 
 
 class Region(NamedTuple):
@@ -22,6 +46,9 @@ class Region(NamedTuple):
     model; both 0: all. Regions of a group may share a name if they hold different
     heads, and have equal ``tokens``. The two engines may have different orders and
     heads, and different numbers of tokens if one divides the other.
+
+    ``index_kind`` says what the ids of the group name: a member of :class:`IndexKind`, or
+    ``IndexKind.ring(n)``. It is the same in all regions of a group, and on both sides.
     """
 
     name: str
@@ -36,6 +63,7 @@ class Region(NamedTuple):
     total_heads: int = 0
     token_stride: int = 0
     head_stride: int = 0
+    index_kind: int = IndexKind.BLOCK
 
 
 class Offer(NamedTuple):

@@ -103,8 +103,23 @@ def test_codes_and_limits_are_the_headers() -> None:
     assert DEFINED == {"KVCONN_ABI_VERSION": _lib.ABI_VERSION, "KVCONN_TRANSFER_ID_MAX": _structs.TRANSFER_ID_MAX}
     sides = {name.removeprefix("KVCONN_SIDE_").lower(): value for name, value in ENUMS.items() if "_SIDE_" in name}
     assert {value: name for name, value in sides.items()} == _pack._KINDS
-    codes = {re.sub("KVCONN_(ERR_)?", "", name): value for name, value in ENUMS.items() if "_SIDE_" not in name}
+    codes = {re.sub("KVCONN_(ERR_)?", "", name): value for name, value in ENUMS.items() if not re.search("_SIDE_|_INDEX_", name)}
     assert codes == {status.name: status.value for status in kvconn.Status}
+
+
+def test_indices_are_the_headers(tmp_path: Path) -> None:
+    named = {name.removeprefix("KVCONN_INDEX_"): value for name, value in ENUMS.items() if "_INDEX_" in name}
+    assert named == {index.name: index.value for index in kvconn.IndexKind}
+    compiler = shutil.which("cc")
+    if compiler is not None:
+        source = tmp_path / "ring.c"
+        body = 'int main(void) { printf("%u", KVCONN_INDEX_RING(260)); return 0; }'
+        source.write_text(f'#include <stdio.h>\n#include "{HEADER}"\n{body}\n')
+        subprocess.run([compiler, "-o", str(tmp_path / "ring"), str(source)], check=True)
+        assert int(subprocess.run([str(tmp_path / "ring")], check=True, capture_output=True).stdout) == kvconn.IndexKind.ring(260)
+    for entries in (0, 1 << 24):
+        with pytest.raises(ValueError, match=f"{entries} entries"):
+            kvconn.IndexKind.ring(entries)
 
 
 def numbers(address: int, count: int) -> list[int]:

@@ -41,31 +41,29 @@ func (a *agent) findOne(t core.Target) {
 	})
 }
 
-// findAll looks up all ranks of an engine that this agent loads from.
+// findAll looks up all ranks of an engine that this agent loads from. The first rank that is
+// not found ends the look-up, as node's does: a load that comes afterwards begins another.
 func (a *agent) findAll(t core.Target) {
 	dl := a.w.engines[t]
 	found := a.w.found(dl, slices.Index(dl.ds, a.host))
-	left := len(found)
-	var failed core.Code
-	var reason string
+	left, over := len(found), false
 	for i := range found {
 		f := &found[i]
 		a.find(f.From, a.w.now+connectTimeout, func(id core.AgentID, code core.Code, why string) {
 			if f.Peer = id; code == core.OK {
 				a.byTarget[f.From] = id
-			} else if failed == core.OK {
-				failed, reason = code, why
 			}
-			if left--; left > 0 {
-				return
-			}
-			if failed == core.OK {
+			left--
+			switch {
+			case over:
+			case code != core.OK:
+				over = true
+				for _, r := range a.looked(t) {
+					a.resolved(r, "", code, why)
+				}
+			case left == 0:
 				a.byEngine[t] = found
-			}
-			for _, r := range a.looked(t) {
-				if failed != core.OK {
-					a.resolved(r, "", failed, reason)
-				} else {
+				for _, r := range a.looked(t) {
 					a.resolvedEngine(r, found)
 				}
 			}

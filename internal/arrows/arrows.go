@@ -1,0 +1,93 @@
+// Package arrows tells tests which files of a package use which. Files that use each
+// other in one direction can be read from the bottom up.
+package arrows
+
+import (
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"go/types"
+	"maps"
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+// Uses holds for each file the files whose declarations it names, fields and methods
+// included. Files are named without their folder.
+type Uses map[string]map[string]bool
+
+// others stands in for the packages that the read one imports: only uses within the read
+// package count.
+type others struct{}
+
+func (others) Import(path string) (*types.Package, error) {
+	p := types.NewPackage(path, path[strings.LastIndexByte(path, '/')+1:])
+	p.MarkComplete()
+	return p, nil
+}
+
+// Read returns the uses of the package in dir, its tests left out.
+func Read(dir string) (Uses, error) {
+	names, err := filepath.Glob(filepath.Join(dir, "*.go"))
+	if err != nil {
+		return nil, err
+	}
+	set := token.NewFileSet()
+	var files []*ast.File
+	for _, name := range names {
+		if strings.HasSuffix(name, "_test.go") {
+			continue
+		}
+		f, err := parser.ParseFile(set, name, nil, parser.SkipObjectResolution)
+		if err != nil {
+			return nil, err
+		}
+		files = append(files, f)
+	}
+	info := types.Info{Uses: map[*ast.Ident]types.Object{}}
+	conf := types.Config{Importer: others{}, Error: func(error) {}}
+	pkg, _ := conf.Check(dir, set, files, &info) // with errors about the other packages
+	file := func(at token.Pos) string { return filepath.Base(set.Position(at).Filename) }
+	uses := Uses{}
+	for id, o := range info.Uses {
+		from, to := file(id.Pos()), file(o.Pos())
+		if _, name := o.(*types.PkgName); o.Pkg() != pkg || name || from == to {
+			continue
+		}
+		if uses[from] == nil {
+			uses[from] = map[string]bool{}
+		}
+		uses[from][to] = true
+	}
+	if len(uses) == 0 {
+		return nil, fmt.Errorf("no file of the %d in %q uses another", len(files), dir)
+	}
+	return uses, nil
+}
+
+// Cycles returns the cycles that a walk over all files meets, each with its first file
+// repeated at the end; none if all arrows point one way.
+func (u Uses) Cycles() (cycles [][]string) {
+	done, way := map[string]bool{}, []string(nil)
+	var walk func(file string)
+	walk = func(file string) {
+		if i := slices.Index(way, file); i >= 0 {
+			cycles = append(cycles, append(slices.Clone(way[i:]), file))
+			return
+		}
+		if done[file] {
+			return
+		}
+		way = append(way, file)
+		for _, to := range slices.Sorted(maps.Keys(u[file])) {
+			walk(to)
+		}
+		way, done[file] = way[:len(way)-1], true
+	}
+	for _, file := range slices.Sorted(maps.Keys(u)) {
+		walk(file)
+	}
+	return cycles
+}

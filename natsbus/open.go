@@ -1,0 +1,100 @@
+package natsbus
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+var _ core.Bus = (*Bus)(nil)
+
+const inProcess = "nats://in-process:4222"
+
+// Open connects to this agent's own server or to the cluster, if there is one.
+func Open(opt Options) (*Bus, error) {
+	if err := opt.complete(); err != nil {
+		return nil, fmt.Errorf("natsbus: %w", err)
+	}
+	b := &Bus{slots: make(chan struct{}, maxHandlers), links: map[core.Via]*entry{}, kick: make(chan struct{}, 1)}
+	b.common = common{opt: opt, log: opt.Logger, events: b}
+	b.ctx, b.cancel = context.WithCancel(context.Background())
+	switch {
+	case opt.ClusterURL != "":
+		name, err := CheckCluster(opt.ClusterURL)
+		if err != nil {
+			b.cancel()
+			return nil, err
+		}
+		b.openHome = func() (*link, error) {
+			return connect(&b.common, endpoint{clusterLink, "", name, opt.ClusterURL, dialTCP})
+		}
+	case opt.Server != nil:
+		if opt.Server.opt.Token != opt.Token {
+			b.cancel()
+			return nil, errors.New("natsbus: this agent's own server wants another token than its bus has")
+		}
+		b.openHome = func() (*link, error) {
+			return connect(&b.common, endpoint{homeLink, "", "this agent's own server", inProcess, opt.Server.dialContext})
+		}
+	case opt.Join != "":
+		if err := b.openJoin(); err != nil {
+			b.cancel()
+			return nil, err
+		}
+		return b, nil
+	default:
+		return b, nil
+	}
+	var err error
+	if b.home, err = b.openHome(); err != nil {
+		b.cancel()
+		return nil, err
+	}
+	return b, nil
+}
+
+// Close implements core.Bus. If ctx ends before all handlers have returned, Close
+// does not wait for them, and its error says so.
+func (b *Bus) Close(ctx context.Context) error {
+	b.mu.Lock()
+	if b.closed != nil {
+		closed := b.closed
+		b.mu.Unlock()
+		select {
+		case <-closed:
+			return b.err
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	b.closed = make(chan struct{})
+	reg, home := b.reg, b.home
+	b.mu.Unlock()
+
+	b.withdraw(ctx, home, reg)
+	soon, cancel := context.WithTimeout(ctx, goodbyeWait)
+	all(b.allLinks(), func(l *link) { l.quit(soon) })
+	cancel()
+	b.mu.Lock()
+	b.down = true // from now on connectEntry closes the link that it makes
+	b.mu.Unlock()
+	b.cancel()
+
+	// Handlers finish first, so that their replies still go out.
+	idle := make(chan struct{})
+	safe.Go("natsbus.Close", func() {
+		defer close(idle)
+		b.wg.Wait()
+	})
+	select {
+	case <-idle:
+	case <-ctx.Done():
+		b.err = fmt.Errorf("natsbus: closed while %d requests were being answered: %w", len(b.slots), ctx.Err())
+	}
+	all(b.allLinks(), (*link).close)
+	close(b.closed)
+	return b.err
+}

@@ -1,0 +1,71 @@
+package natsbus
+
+import (
+	"context"
+	"fmt"
+	"strconv"
+
+	"github.com/nats-io/nats.go"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+const (
+	// sinceHeader orders the agents that register one rank: the newest wins,
+	// also when the bucket was lost and all of them come back at once.
+	sinceHeader  = "Kvconn-Since"
+	opHeader     = "KV-Operation"
+	markerHeader = "Nats-Marker-Reason"
+)
+
+// record is the registry's entry under a key. If agent is nil, the entry has ended or
+// never existed.
+type record struct {
+	agent *wire.Agent
+	since int64
+	seq   uint64
+}
+
+func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, error) {
+	r := record{seq: seq}
+	if header.Get(opHeader) != "" || header.Get(markerHeader) != "" {
+		return r, nil
+	}
+	// An unreadable time counts as older than any other.
+	r.since, _ = strconv.ParseInt(header.Get(sinceHeader), 10, 64)
+	r.agent = new(wire.Agent)
+	if err := wire.Decode(data, r.agent); err != nil {
+		return record{}, fmt.Errorf("the entry of %s: %w", keyName(key), err)
+	}
+	return r, nil
+}
+
+// registration is this agent's entry in the registry.
+type registration struct {
+	id    core.AgentID
+	name  string // of the rank, for logs and errors
+	key   string
+	dp    int
+	value []byte
+	since int64
+	seq   uint64       // sequence of the last known message under the key
+	taken core.AgentID // the agent that has taken the rank over
+	guest bool         // another process's agent, which logs changes itself
+	stop  context.CancelFunc
+	done  chan struct{}
+}
+
+func registrationOf(a *wire.Agent) (*registration, error) {
+	value, err := a.MarshalMsg(nil)
+	if err == nil {
+		err = wire.Decode(value, new(wire.Agent)) // a peer must be able to read it
+	}
+	return &registration{id: core.AgentID(a.ID), name: nameOf(a), value: value, done: make(chan struct{}), dp: a.DPRank, key: rankKey(a.EngineID, a.TPRank, a.PPRank)}, err
+}
+
+func rankName(engine string, dp, tp, pp int) string {
+	return fmt.Sprintf("engine %q, rank dp %d tp %d pp %d", engine, dp, tp, pp)
+}
+
+func nameOf(a *wire.Agent) string { return rankName(a.EngineID, a.DPRank, a.TPRank, a.PPRank) }
