@@ -147,6 +147,11 @@ func TestRefusedCopies(t *testing.T) {
 			t.Errorf("%s: no error", name)
 		}
 	}
+	gone := slot(t, d, FromDevice)
+	gone.Release()
+	if err := run(t, tr, Copy{Slot: gone, Runs: []Run{{Addr: p, Len: 1}}}); err == nil {
+		t.Error("a slot that was released was copied into")
+	}
 	if err := run(t, tr, Copy{Slot: from}); err != nil {
 		t.Errorf("a copy of nothing: %v", err)
 	}

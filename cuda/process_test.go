@@ -71,6 +71,26 @@ func TestUnavailable(t *testing.T) {
 	}
 }
 
+// TestRealDriver: NVIDIA's own library, on a machine without a GPU, is opened with all its symbols and says so.
+func TestRealDriver(t *testing.T) {
+	out, err := exec.Command("../scripts/gpu-real-driver.sh").CombinedOutput()
+	var ended *exec.ExitError
+	if errors.As(err, &ended) && ended.ExitCode() == 75 {
+		t.Skipf("NOT RUN: there is no real libcuda:\n%s", out)
+	}
+	if err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	if _, err := os.Stat("/proc/driver/nvidia"); err == nil {
+		t.Skip("NOT RUN: this machine has NVIDIA's kernel modules, and the library may be of another version")
+	}
+	const node = "/dev/nvidiactl"
+	if _, err := os.Lstat(node); errors.Is(err, os.ErrNotExist) {
+		defer os.Remove(node) // as root the library makes it
+	}
+	again(t, "^TestUnavailable$", "KVCONN_LIBCUDA="+strings.TrimSpace(string(out)), inside+"=CUDA_ERROR_NO_DEVICE (100)")
+}
+
 // TestNoContext: a device whose primary context is not active is refused, and nobody makes that context.
 func TestNoContext(t *testing.T) {
 	if os.Getenv(inside) == "" {

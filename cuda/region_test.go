@@ -142,6 +142,17 @@ func TestCheck(t *testing.T) {
 	mapAt(t, e, at+grain, 1)
 	changed(slept, "slept")
 	slept.Close()
+	// Either id tells.
+	m, err := driver.Locate(uint64(at))
+	if err != nil || m.ID == 0 || m.Block == 0 {
+		t.Fatalf("%+v, %v", m, err)
+	}
+	right := driver.Piece{Addr: uint64(at), ID: m.ID, Block: m.Block}
+	for want, p := range []driver.Piece{{Addr: uint64(at), ID: m.ID, Block: m.Block + 1}, {Addr: uint64(at), ID: m.ID + 1, Block: m.Block}} {
+		if same, err := d.drv.Same([]driver.Piece{right, p, right}); same != 1 || err != nil {
+			t.Errorf("wrong id %d: the first %d are the same, %v", want, same, err)
+		}
+	}
 	awake := register("awake", at, 2*grain)
 	awake.Close()
 }

@@ -146,6 +146,7 @@ static kvg_status locate_there(uint64_t addr, kv_context primary, struct kvg_mem
   if (s.code == 0) s = KVG_TRY(pointer_attribute, &out->id, KV_POINTER_BUFFER_ID, addr);
   if (s.code != 0) return s;
   out->base = base, out->size = size;
+  if (out->kind != KVG_VMM || kvg_lib.pointer_attribute(&out->block, KV_POINTER_BLOCK_ID, addr) != KV_SUCCESS) out->block = 0;
   if (kvg_lib.pointer_attribute(&rdma, KV_POINTER_RDMA_CAPABLE, addr) != KV_SUCCESS) rdma = 0;
   out->rdma = (int32_t)rdma;
   return KVG_DONE;
@@ -196,19 +197,25 @@ kvg_status kvg_locate(uint64_t addr, struct kvg_memory *out) {
   return locate_by(out->device, addr, locate_there, out);
 }
 
-kvg_status kvg_same(struct kvg_device *d, const uint64_t *addrs, const uint64_t *ids, int n, int *same) {
+static kvg_status is_same(const struct kvg_piece *p, int *same) {
+  unsigned long long id = 0, block = 0;
+  *same = 0;
+  kvg_status s = KVG_TRY(pointer_attribute, &id, KV_POINTER_BUFFER_ID, p->addr);
+  if (s.code == 0 && p->block != 0) s = KVG_TRY(pointer_attribute, &block, KV_POINTER_BLOCK_ID, p->addr);
+  if (s.code == KV_INVALID_VALUE) return KVG_DONE; /* nothing is there any more */
+  *same = s.code == 0 && id == p->id && block == p->block;
+  return s;
+}
+
+kvg_status kvg_same(struct kvg_device *d, const struct kvg_piece *pieces, int n, int *same) {
   struct kvg_entry e;
+  int is = 1;
   *same = 0;
   kvg_status s = kvg_enter(d->context, &e);
   if (s.code != 0) return s;
-  for (; *same < n; ++*same) {
-    unsigned long long id = 0;
-    s = KVG_TRY(pointer_attribute, &id, KV_POINTER_BUFFER_ID, addrs[*same]);
-    if (s.code == KV_INVALID_VALUE) { /* nothing is there any more */
-      s = KVG_DONE;
-      break;
-    }
-    if (s.code != 0 || id != ids[*same]) break;
+  while (*same < n && s.code == 0 && is) {
+    s = is_same(&pieces[*same], &is);
+    if (is) ++*same;
   }
   kvg_leave(&e);
   return s;
