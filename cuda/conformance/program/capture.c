@@ -51,6 +51,29 @@ static int finish(void) {
   return r;
 }
 
+/* A graph with one memset, launched behind other work. */
+static void launches(CUdeviceptr p) {
+  CUgraph graph = NULL;
+  CUgraphExec run = NULL;
+  unsigned char byte = 0;
+  CUevent e;
+  struct gate g;
+  CU(cuEventCreate)(&e, CU_EVENT_DISABLE_TIMING);
+  begin(CU_STREAM_CAPTURE_MODE_RELAXED);
+  CU(cuMemsetD8Async)(p, 6, 64, captured);
+  CU(cuStreamEndCapture)(captured, &graph);
+  fact(242, "cuGraphInstantiate", 0, (int)CU(cuGraphInstantiateWithFlags)(&run, graph, 0));
+  shut(&g, captured);
+  fact(243, "cuGraphLaunch on a busy stream", 0, (int)CU(cuGraphLaunch)(run, captured));
+  fact(244, "an event recorded behind a graph", 0, (int)CU(cuEventRecord)(e, captured));
+  fact(245, "has not passed before the graph has run", CUDA_ERROR_NOT_READY, (int)CU(cuEventQuery)(e));
+  open_gate(&g);
+  fact(246, "and passes then", 0, (int)CU(cuEventSynchronize)(e));
+  CU(cuMemcpyDtoH_v2)(&byte, p, 1);
+  number_fact(247, "what the graph wrote is there", 6, byte);
+  fact(248, "the graph and its instance are destroyed", 0, (int)CU(cuGraphExecDestroy)(run) + (int)CU(cuGraphDestroy)(graph));
+}
+
 void captures(void) {
   CUcontext c = open_device();
   CUstream ours = new_stream();
@@ -109,4 +132,5 @@ void captures(void) {
   CU(cuMemsetD8_v2)(p, 1, 64);
   CU(cuMemcpyDtoH_v2)(&byte, p, 1);
   number_fact(241, "what was captured did not run", 1, byte);
+  launches(p);
 }

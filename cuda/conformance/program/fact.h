@@ -20,13 +20,13 @@
   F(cuMemAlloc_v2) F(cuMemFree_v2) F(cuMemGetInfo_v2) F(cuMemGetAddressRange_v2) F(cuMemHostAlloc) F(cuMemFreeHost) F(cuMemHostRegister_v2)         \
   F(cuMemHostUnregister) F(cuMemHostGetDevicePointer_v2) F(cuMemAllocManaged) F(cuPointerGetAttribute) F(cuPointerGetAttributes)                    \
   F(cuPointerSetAttribute) F(cuStreamCreate) F(cuStreamDestroy_v2) F(cuStreamQuery) F(cuStreamSynchronize) F(cuStreamWaitEvent) F(cuStreamGetCtx)   \
-  F(cuStreamGetFlags) F(cuStreamIsCapturing) F(cuStreamBeginCapture_v2) F(cuStreamEndCapture) F(cuThreadExchangeStreamCaptureMode) F(cuGraphDestroy) \
+  F(cuStreamGetFlags) F(cuStreamIsCapturing) F(cuStreamBeginCapture_v2) F(cuStreamEndCapture) F(cuThreadExchangeStreamCaptureMode) F(cuGraphDestroy) F(cuGraphInstantiateWithFlags) F(cuGraphLaunch) F(cuGraphExecDestroy) \
   F(cuLaunchHostFunc) F(cuEventCreate) F(cuEventDestroy_v2) F(cuEventRecord) F(cuEventQuery) F(cuEventSynchronize) F(cuEventElapsedTime)            \
   F(cuMemcpyDtoHAsync_v2) F(cuMemcpyHtoDAsync_v2) F(cuMemcpyDtoDAsync_v2) F(cuMemcpyAsync) F(cuMemcpyDtoH_v2) F(cuMemcpyHtoD_v2) F(cuMemcpy2DAsync_v2) \
   F(cuMemcpyBatchAsync) F(cuMemsetD8Async) F(cuMemsetD32Async) F(cuMemsetD8_v2) F(cuMemAddressReserve) F(cuMemAddressFree) F(cuMemCreate)           \
   F(cuMemRelease) F(cuMemMap) F(cuMemUnmap) F(cuMemSetAccess) F(cuMemGetAllocationGranularity) F(cuMemRetainAllocationHandle)                       \
   F(cuMemGetAllocationPropertiesFromHandle) F(cuMemExportToShareableHandle) F(cuMemImportFromShareableHandle) F(cuMemAllocAsync) F(cuMemFreeAsync)  \
-  F(cuIpcGetMemHandle) F(cuIpcOpenMemHandle_v2) F(cuIpcCloseMemHandle) F(cuMemGetHandleForAddressRange) F(cuFlushGPUDirectRDMAWrites)
+  F(cuIpcGetMemHandle) F(cuIpcOpenMemHandle_v2) F(cuIpcCloseMemHandle) F(cuIpcGetEventHandle) F(cuIpcOpenEventHandle) F(cuMemGetHandleForAddressRange) F(cuFlushGPUDirectRDMAWrites)
 #define DECLARE(name) extern __typeof__(&name) p_##name;
 FUNCTIONS(DECLARE)
 #undef DECLARE

@@ -76,6 +76,37 @@ static int open_and_read(CUipcMemHandle h) {
   return CU(cuIpcCloseMemHandle)(p) ? 8 : 0;
 }
 
+/* 0 passed, 1 not ready, 2 to 4 another error. */
+static int open_and_query(CUipcEventHandle h) {
+  CUevent e;
+  open_device();
+  if (CU(cuIpcOpenEventHandle)(&e, h)) return 2;
+  CUresult r = CU(cuEventQuery)(e);
+  if (CU(cuEventDestroy_v2)(e)) return 3;
+  return r == CUDA_SUCCESS ? 0 : r == CUDA_ERROR_NOT_READY ? 1 : 4;
+}
+
+static void events_of_two(void) {
+  CUstream s = new_stream();
+  CUevent e, plain;
+  CUipcEventHandle h;
+  CUipcMemHandle same;
+  struct gate g;
+  char hex[2 * sizeof h + 1];
+  CU(cuEventCreate)(&plain, CU_EVENT_DISABLE_TIMING);
+  CU(cuEventCreate)(&e, CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS);
+  truth(318, "cuIpcGetEventHandle of an event without the flag INTERPROCESS fails", CU(cuIpcGetEventHandle)(&h, plain) != CUDA_SUCCESS);
+  fact(319, "cuIpcGetEventHandle of an event with it", 0, (int)CU(cuIpcGetEventHandle)(&h, e));
+  memcpy(&same, &h, sizeof same);
+  to_hex(&same, hex);
+  shut(&g, s);
+  CU(cuEventRecord)(e, s);
+  number_fact(320, "another process opens it, and it has not passed while the stream is busy", 1, ask_peer("event", hex));
+  open_gate(&g);
+  CU(cuStreamSynchronize)(s);
+  number_fact(321, "and has when the stream is done", 0, ask_peer("event", hex));
+}
+
 int run_peer(const char *name, const char *hex) {
   CUipcMemHandle h;
   for (size_t i = 0; i < sizeof h; i++) {
@@ -83,7 +114,10 @@ int run_peer(const char *name, const char *hex) {
     if (sscanf(hex + 2 * i, "%2x", &byte) != 1) return 240;
     ((unsigned char *)&h)[i] = (unsigned char)byte;
   }
-  return strcmp(name, "read") ? 241 : open_and_read(h);
+  if (!strcmp(name, "read")) return open_and_read(h);
+  CUipcEventHandle e;
+  memcpy(&e, &h, sizeof e);
+  return strcmp(name, "event") ? 241 : open_and_query(e);
 }
 
 void same_host(void) {
@@ -113,4 +147,5 @@ void same_host(void) {
   if (step) not_here(316, "what it wrote is seen here", "the other process could not open it");
   else number_fact(316, "what it wrote is seen here", 43, byte);
   fact(317, "cuIpcCloseMemHandle of what was not opened", CUDA_ERROR_INVALID_VALUE, (int)CU(cuIpcCloseMemHandle)(p));
+  events_of_two();
 }
