@@ -9,6 +9,7 @@
 //
 // # Where memory is
 //
+//	cuda.Devices() ([]Info, error)                     by UUID and PCI place, with what each can do
 //	cuda.Locate(addr, bytes) (Location, error)         which device, which kind; refused kinds are errors
 //	cuda.Open(ordinal, Options) (*Device, error)       an agent's handle on one device: moments, ring, streams
 //	device.Register(name, addr, bytes) (*Region, error)
@@ -27,6 +28,7 @@
 //
 //	device.Moment(stream) (uint64, error)   records it; cheap, allocates nothing, never 0
 //	device.Passed(moment) (bool, error)     does not wait
+//	device.Owns(moment) bool                an agent with several devices asks each
 //	device.Await(moment, tell func(error))  returns at once; tell is called once: nil when it has passed
 //
 // Moments of one stream pass in order, so the newest one that has passed settles all before
@@ -59,6 +61,9 @@
 // no lock held and must return soon; it may use everything here. With After, a copy is given
 // to the device when that moment has passed and not before. Runs must stay as they are until
 // Done. Runs that lie outside of registered regions are an error.
+//
+// SlotBytes is the size of every slot. Prepare pins the ring; a transport calls it when regions are
+// registered, so that a failure is seen then.
 //
 // P, for each frame: Slot, Start, and when Done was called writev from the slot, Release. Several
 // slots in flight keep the copy engine busy while the network sends.

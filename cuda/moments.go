@@ -53,6 +53,9 @@ func (d *Device) Moment(stream uintptr) (uint64, error) {
 // first argument. Nobody may be in it when Close is called.
 func (d *Device) MomentEntry() (function, argument unsafe.Pointer) { return d.drv.MomentEntry() }
 
+// Owns says whether a moment is one of this handle's. Of others it knows nothing, not even of the same device.
+func (d *Device) Owns(moment uint64) bool { return d.drv.Owns(moment) }
+
 // Passed says whether a moment has passed.
 func (d *Device) Passed(moment uint64) (bool, error) {
 	if !d.enter() {

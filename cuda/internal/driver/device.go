@@ -98,6 +98,7 @@ func Locate(addr uint64) (Memory, error) {
 type Device struct {
 	c       *C.struct_kvg_device
 	ordinal int
+	number  uint64 // of the handle, in its moments
 }
 
 // Open gives a handle that has at most so many moments.
@@ -106,6 +107,7 @@ func Open(ordinal, moments int) (*Device, error) {
 	if err := failed(C.kvg_open(C.int(ordinal), C.int(moments), &d.c), "opening CUDA device %d", ordinal); err != nil {
 		return nil, err
 	}
+	d.number = uint64(C.kvg_number(d.c))
 	return d, nil
 }
 
@@ -123,6 +125,9 @@ func (d *Device) Moment(stream uintptr) (uint64, error) {
 	}
 	return uint64(m), nil
 }
+
+// Owns says whether a moment is one of this handle's.
+func (d *Device) Owns(moment uint64) bool { return d.number == moment>>56 }
 
 // Passed does not wait.
 func (d *Device) Passed(moment uint64) (bool, error) {

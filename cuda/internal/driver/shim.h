@@ -67,6 +67,7 @@ kvg_status kvg_same(struct kvg_device *d, const struct kvg_piece *pieces, int n,
 kvg_status kvg_export(struct kvg_device *d, uint64_t addr, uint64_t bytes, int *fd);
 kvg_status kvg_flush(struct kvg_device *d);
 
+uint64_t kvg_number(struct kvg_device *d); /* of the handle: the first byte of its moments */
 kvg_status kvg_moment(struct kvg_device *d, uintptr_t stream, uint64_t *moment);
 void *kvg_moment_entry(void); /* kvg_status (*)(void *device, uintptr_t stream, uint64_t *moment) */
 kvg_status kvg_passed(struct kvg_device *d, uint64_t moment); /* CUDA_ERROR_NOT_READY while it has not */

@@ -11,6 +11,8 @@ static uint64_t name_of(struct kvg_device *d, long place, uint64_t number) {
   return (uint64_t)d->number << 56 | (uint64_t)place << NUMBER_BITS | number;
 }
 
+uint64_t kvg_number(struct kvg_device *d) { return (uint64_t)d->number; }
+
 int kvg_moments_open(struct kvg_device *d, int most) {
   d->all = calloc((size_t)most, sizeof *d->all);
   d->most = most;
