@@ -53,7 +53,8 @@ type Device struct {
 	calls   sync.RWMutex // held for reading in the driver's short calls
 	closed  atomic.Bool
 	failure atomic.Pointer[error] // for good
-	stuck   atomic.Bool           // the failure is that copies do not end: they may yet land
+	stuck   chan struct{}         // closed when the failure is that copies do not end: they may yet land
+	stalled sync.Once
 
 	mu      sync.Mutex
 	waits   map[uint8]*streamWaits
@@ -87,7 +88,7 @@ func Open(ordinal int, o Options) (*Device, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &Device{drv: drv, info: info, o: o, waits: map[uint8]*streamWaits{}}
+	d := &Device{drv: drv, info: info, o: o, waits: map[uint8]*streamWaits{}, stuck: make(chan struct{})}
 	d.known.Store(&[]mapping{})
 	return d, nil
 }
@@ -128,19 +129,45 @@ func (d *Device) leave() { d.calls.RUnlock() }
 
 // suspect looks whether an error of the driver means the end of the device.
 func (d *Device) suspect(err error) {
-	var e *Error
-	if errors.As(err, &e) && e.Sticky() {
+	if isSticky(err) {
 		d.fail(err)
 	}
 }
 
-// fail ends all copies and awaited moments of the device. The first cause stays.
+func isSticky(err error) bool {
+	var e *Error
+	return errors.As(err, &e) && e.Sticky()
+}
+
+// fail ends all copies and awaited moments of the device.
 func (d *Device) fail(err error) {
-	err = fmt.Errorf("%s (%s, CUDA device %d) has failed: %w", d.info.Name, d.info.UUID, d.info.Ordinal, err)
-	if !d.failure.CompareAndSwap(nil, &err) {
-		return
+	if d.fails(err) {
+		d.goRun(func() { d.endAll(d.Err()) }) // the caller may hold a lock
 	}
-	d.goRun(func() { d.endAll(err) }) // the caller may hold a lock
+}
+
+// fails keeps the first cause.
+func (d *Device) fails(err error) bool {
+	err = fmt.Errorf("%s (%s, CUDA device %d) has failed: %w", d.info.Name, d.info.UUID, d.info.Ordinal, err)
+	return d.failure.CompareAndSwap(nil, &err)
+}
+
+// stall is the end of a device of which nobody knows whether its copies have ended.
+func (d *Device) stall(cause error) {
+	d.stalled.Do(func() {
+		d.fails(fmt.Errorf("%w: %w", cause, ErrStuck)) // before Fence hears of it
+		close(d.stuck)
+		d.goRun(func() { d.endAll(d.Err()) })
+	})
+}
+
+func (d *Device) isStuck() bool {
+	select {
+	case <-d.stuck:
+		return true
+	default:
+		return false
+	}
 }
 
 func (d *Device) endAll(err error) {

@@ -74,8 +74,8 @@
 // Fence takes back the copies that the device does not have yet, and waits for the others:
 // not longer than the ring takes to copy. It may be called from Done. Done may be called
 // after Fence has returned, for copies that have ended. If the device does not answer within
-// Options.StallTimeout, Fence is an error: then nobody knows whether a copy still lands, the
-// device counts as failed, and the blocks must not be given back.
+// Options.StallTimeout, the device counts as failed, and the copies and Fence end with ErrStuck: then
+// nobody knows whether a copy still lands, and the blocks must not be given back.
 //
 // # Errors
 //

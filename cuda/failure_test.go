@@ -51,9 +51,15 @@ func TestFenceInDone(t *testing.T) {
 	}
 }
 
-// TestFenceBound: if the device does not end a copy, the fence says so in bounded time, and the device
-// counts as failed.
+// TestFenceBound: if the device does not end a copy, the copy and its fence say so in bounded time, and
+// the device counts as failed.
 func TestFenceBound(t *testing.T) {
+	for name, fence := range map[string]bool{"fenced": true, "not fenced": false} {
+		t.Run(name, func(t *testing.T) { testStuck(t, fence) })
+	}
+}
+
+func testStuck(t *testing.T, fence bool) {
 	e, d := open(t, Options{StallTimeout: 100 * time.Millisecond})
 	p, tr, idle := memory(t, e, d, grain), d.Transfer("a", ToDevice), d.Transfer("b", ToDevice)
 	s := slot(t, d, ToDevice)
@@ -61,14 +67,16 @@ func TestFenceBound(t *testing.T) {
 	e.Hold(ours)
 	done := make(chan error, 2)
 	tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) { done <- err }})
-	if err := tr.Fence(); err == nil || d.Err() == nil {
-		t.Fatalf("the fence: %v, the device: %v", err, d.Err())
+	if fence {
+		if err := tr.Fence(); !errors.Is(err, ErrStuck) || d.Err() == nil {
+			t.Fatalf("the fence: %v, the device: %v", err, d.Err())
+		}
 	}
-	if err := answer(t, done); err == nil {
-		t.Error("the copy was told as done")
+	if err := answer(t, done); !errors.Is(err, ErrStuck) {
+		t.Errorf("the copy was told with: %v", err)
 	}
-	if err := tr.Fence(); err == nil {
-		t.Error("a second fence does not know that the copy may land")
+	if err := tr.Fence(); !errors.Is(err, ErrStuck) {
+		t.Errorf("a fence after it: %v", err)
 	}
 	if err := idle.Fence(); err != nil {
 		t.Errorf("a transfer without copies: %v", err)
@@ -82,6 +90,28 @@ func TestFenceBound(t *testing.T) {
 	}
 	e.Release(ours) // now it ends, and Close finds nothing under way
 	d.settled(t)
+}
+
+// TestLostEvent: a copy that the driver took, and an event that it did not: nobody knows when the copy ends.
+func TestLostEvent(t *testing.T) {
+	e := engine.New(t, 0)
+	d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: 100 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, tr, s := memory(t, e, d, grain), d.Transfer("a", ToDevice), slot(t, d, ToDevice)
+	e.Fail("cuEventRecord", 1, 2)
+	if err := run(t, tr, Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}}); !errors.Is(err, ErrStuck) {
+		t.Errorf("the copy was told with: %v", err)
+	}
+	if err := tr.Fence(); !errors.Is(err, ErrStuck) {
+		t.Errorf("the fence: %v", err)
+	}
+	pinned := e.Count("pinned")
+	if err := d.Close(); err == nil || e.Count("pinned") != pinned {
+		t.Errorf("closed, and the copy may use the ring: %v", err)
+	}
+	e.Must("cuCtxSynchronize")
 }
 
 // TestSticky: after an illegal address all copies and waits of the device end with that reason, new ones

@@ -2,10 +2,10 @@ package cuda
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/kvconn/kvconn/cuda/internal/driver"
@@ -28,9 +28,15 @@ type queue struct {
 	batches []batch // that the driver has, the oldest first
 	number  int     // of the next batch's event
 	copies  int     // in all batches
+	lost    []*job  // that the driver may have, without an event
 	over    error
 	stopped bool
 	more    sync.Cond // batches has more, or it is over
+
+	ended int         // batches
+	seen  int         // of them, at the last look
+	still int         // looks since without any
+	watch *time.Timer // while the driver has batches; see look
 
 	told    []*job // that have ended and whose Done is to be called
 	telling sync.Cond
@@ -52,6 +58,7 @@ func (d *Device) newQueue(dir Direction) (*queue, error) {
 	}
 	q := &queue{d: d, dir: dir, drv: drv}
 	q.more.L, q.telling.L = &q.mu, &q.mu
+	q.watch = time.AfterFunc(d.o.StallTimeout, q.look)
 	return q, nil
 }
 
@@ -60,6 +67,23 @@ func (d *Device) newQueue(dir Direction) (*queue, error) {
 func (q *queue) start() {
 	q.d.goRun(q.wait)
 	q.d.goRun(q.tell)
+}
+
+// look fails the device if no batch has ended for two looks. One look alone may have come late,
+// after a pause of the process.
+func (q *queue) look() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if len(q.batches) == 0 {
+		return
+	}
+	if q.ended != q.seen {
+		q.seen, q.still = q.ended, 0
+	} else if q.still++; q.still == 2 {
+		q.d.stall(fmt.Errorf("none of %d copies %s has ended within %s", q.copies, q.dir, q.d.o.StallTimeout))
+		return
+	}
+	q.watch.Reset(q.d.o.StallTimeout / 2)
 }
 
 // end takes back what the driver does not have. What it has ends by its events; if those do
@@ -75,11 +99,15 @@ func (q *queue) end(err error) {
 		q.settle(j)
 	}
 	q.pending = nil
-	if q.d.stuck.Load() {
+	if q.d.isStuck() {
+		left := slices.Clone(q.lost)
 		for _, b := range q.batches {
-			if !b.j.ended {
-				b.j.ended, b.j.err = true, err
-				q.told = append(q.told, b.j)
+			left = append(left, b.j)
+		}
+		for _, j := range left {
+			if !j.ended {
+				j.ended, j.err = true, err
+				q.told = append(q.told, j)
 				q.telling.Signal()
 			}
 		}
@@ -91,6 +119,7 @@ func (q *queue) stop() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.stopped = true
+	q.watch.Stop()
 	q.more.Signal()
 	q.telling.Signal()
 }
@@ -115,6 +144,10 @@ func (q *queue) submit() {
 		if n > 0 {
 			queued, err := q.drv.Copy(q.number, unsafe.Pointer(unsafe.SliceData(j.Slot.bytes[from:])), q.runs[:n])
 			if queued {
+				if len(q.batches) == 0 {
+					q.seen, q.still = q.ended, 0
+					q.watch.Reset(q.d.o.StallTimeout / 2)
+				}
 				q.batches = append(q.batches, batch{j, q.number, n})
 				q.number = (q.number + 1) % driver.MostBatches
 				q.copies += n
@@ -124,8 +157,10 @@ func (q *queue) submit() {
 			if err != nil {
 				j.err, j.next = cmp.Or(j.err, err), len(j.Runs)
 				q.d.suspect(err)
-				if !queued {
-					q.d.fail(err) // nobody can know when what was queued has ended
+				if !queued && !isSticky(err) { // nobody will know when what was queued has ended
+					j.out++
+					q.lost = append(q.lost, j)
+					q.d.stall(err)
 				}
 			}
 		}
@@ -242,10 +277,8 @@ func (q *queue) wait() {
 		err := q.drv.Copied(b.event)
 		if err != nil {
 			q.d.suspect(err)
-			var e *Error
-			if !errors.As(err, &e) || !e.Sticky() { // whether the copies have ended is not known, and never will be
-				q.d.stuck.Store(true)
-				q.d.fail(err)
+			if !isSticky(err) { // whether the copies have ended is not known, and never will be
+				q.d.stall(err)
 				q.mu.Lock()
 				return
 			}
@@ -253,6 +286,10 @@ func (q *queue) wait() {
 		q.mu.Lock()
 		q.batches = slices.Delete(q.batches, 0, 1)
 		q.copies -= b.copies
+		q.ended++
+		if len(q.batches) == 0 {
+			q.watch.Stop()
+		}
 		b.j.out--
 		if b.j.err == nil {
 			b.j.err = err

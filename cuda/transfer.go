@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 
 	"github.com/kvconn/kvconn/cuda/internal/driver"
 	"github.com/kvconn/kvconn/internal/fault"
@@ -13,6 +12,10 @@ import (
 
 // ErrFenced ends copies of a transfer that was fenced before the device had them.
 var ErrFenced = errors.New("the transfer was fenced")
+
+// ErrStuck ends the copies of a device that did not end one within StallTimeout. Such a copy may
+// yet read or land.
+var ErrStuck = errors.New("a copy has not ended, and may yet read or land: the blocks of its transfer must not be used again")
 
 // Run is a piece of the device's memory.
 type Run = driver.Run
@@ -167,17 +170,10 @@ func (t *Transfer) Fence() error {
 	}
 	idle := t.idle
 	q.mu.Unlock()
-	if t.d.stuck.Load() {
-		return t.wrap(t.d.Err())
-	}
-	bound := time.NewTimer(t.d.o.StallTimeout)
-	defer bound.Stop()
-	select {
+	select { // the queue's look bounds it
 	case <-idle:
 		return nil
-	case <-bound.C:
+	case <-t.d.stuck:
+		return t.wrap(t.d.Err())
 	}
-	t.d.stuck.Store(true)
-	t.d.fail(fmt.Errorf("a copy has not ended within %s: the blocks of its transfer must not be used again", t.d.o.StallTimeout))
-	return t.wrap(t.d.Err())
 }
