@@ -241,11 +241,12 @@ func (d *Device) makeRing() error {
 // under way and all slots were released. Then it gives back all that the device has. If
 // something does not end, the error says so and nothing is given back: the driver may still use it.
 func (d *Device) Close() error {
-	if d.closed.Swap(true) {
+	d.calls.Lock() // short calls have ended
+	was := d.closed.Swap(true)
+	d.calls.Unlock()
+	if was {
 		return nil
 	}
-	d.calls.Lock() // short calls have ended
-	d.calls.Unlock()
 	d.prepare.Do(func() { d.prepareErr = d.over() })
 	deadline := time.NewTimer(d.o.StallTimeout)
 	defer deadline.Stop()

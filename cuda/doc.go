@@ -15,6 +15,7 @@
 //	device.Register(name, addr, bytes) (*Region, error)
 //	region.Check() error                               is it still the same memory? Before a transfer is armed
 //	region.Export() (*os.File, offset, error)          as a dma-buf, for RDMA
+//	device.Flush() error                               after a card has written, before that is told; Flushable
 //	region.Close()
 //
 // Register keeps the allocations under a region with their buffer ids, which CUDA never gives

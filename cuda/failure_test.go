@@ -114,6 +114,28 @@ func TestLostEvent(t *testing.T) {
 	e.Must("cuCtxSynchronize")
 }
 
+// TestPauseIsNoStall: one look that sees no progress may have come late; a second one may not.
+func TestPauseIsNoStall(t *testing.T) {
+	e, d := open(t, Options{StallTimeout: time.Hour})
+	p, tr := memory(t, e, d, grain), d.Transfer("a", ToDevice)
+	s := slot(t, d, ToDevice)
+	q := d.made()[ToDevice]
+	for range 2 { // progress begins the count anew
+		e.Hold(q.drv.Stream())
+		done := make(chan error, 1)
+		tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) { done <- err }})
+		q.look()
+		if d.Err() != nil {
+			t.Fatal(d.Err())
+		}
+		e.Release(q.drv.Stream())
+		if err := answer(t, done); err != nil {
+			t.Error(err)
+		}
+		q.look()
+	}
+}
+
 // TestSticky: after an illegal address all copies and waits of the device end with that reason, new ones
 // get it, and the process lives.
 func TestSticky(t *testing.T) {

@@ -24,6 +24,7 @@ var defects = []struct{ name, test, says string }{
 	{"gpu-slot-early", "TestSlotAfterCopy", "reads were wrong"},
 	{"gpu-buffer-id", "TestCheck", "was not noticed"},
 	{"gpu-capture-mode", "TestCapture", "the engine's capture"},
+	{"gpu-flush", "TestFlush", "bytes are not there"},
 }
 
 // TestDefects: each defect is found by its test. The counts are in the log.

@@ -3,7 +3,6 @@ package cuda
 import (
 	"cmp"
 	"fmt"
-	"os"
 	"slices"
 
 	"github.com/kvconn/kvconn/cuda/internal/driver"
@@ -112,32 +111,4 @@ func (r *Region) Check() error {
 			"register the cache again", r.name, r.was[same].Addr)
 	}
 	return nil
-}
-
-// Export gives the region as a dma-buf: whole pages, the region's first byte at offset. The
-// caller closes the file; a card that has registered it needs it no more.
-func (r *Region) Export() (file *os.File, offset uint64, err error) {
-	if !r.d.enter() {
-		return nil, 0, r.d.over()
-	}
-	defer r.d.leave()
-	page := uint64(os.Getpagesize())
-	from, end := r.addr/page*page, (r.addr+r.bytes+page-1)/page*page
-	switch {
-	case !r.d.info.DMABuf:
-		err = fmt.Errorf("%s (%s) cannot export memory as a dma-buf: that needs NVIDIA's open kernel modules", r.d.info.Name, r.d.info.UUID)
-	case !r.RDMA():
-		err = fmt.Errorf("its memory was not allocated for GPUDirect RDMA: an allocator that maps handles must ask for it (gpuDirectRDMACapable)")
-	case from < r.pieces[0].Base || end > r.pieces[len(r.pieces)-1].Base+r.pieces[len(r.pieces)-1].Size:
-		err = fmt.Errorf("%d bytes at %#x are in pages of %d bytes that are not all of the same allocation", r.bytes, r.addr, page)
-	}
-	if err != nil {
-		return nil, 0, fmt.Errorf("region %s: %w", r.name, err)
-	}
-	fd, err := r.d.drv.Export(from, end-from)
-	if err != nil {
-		r.d.suspect(err)
-		return nil, 0, fmt.Errorf("region %s: %w", r.name, err)
-	}
-	return os.NewFile(uintptr(fd), "dma-buf of "+r.name), r.addr - from, nil
 }

@@ -56,7 +56,6 @@ type job struct {
 	at     int    // of the slot
 	out    int    // batches in the driver
 	queued bool   // all has been given to the driver, or never will be
-	begun  bool   // some has
 	ended  bool
 	err    error
 }

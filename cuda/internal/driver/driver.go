@@ -28,8 +28,8 @@ const (
 	libraryVariable = "KVCONN_LIBCUDA"
 )
 
-// leastVersion is the oldest driver that has all needed calls; cuStreamGetId is the newest of them.
-const leastVersion = 12000
+// leastVersion is the oldest driver that was tried. The newest call that is needed, cuStreamGetId, is of 12.0.
+const leastVersion = 12020
 
 var (
 	loadOnce sync.Once

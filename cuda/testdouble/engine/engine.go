@@ -8,6 +8,7 @@ package engine
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 typedef uint64_t (*function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
 // All arguments of these functions are integers or pointers: each takes a register or a stack slot.
@@ -49,6 +50,7 @@ type Engine struct {
 
 	scratch      uintptr // device memory in which patterns are made
 	scratchBytes int
+	card         uintptr
 }
 
 // Library has KVCONN_LIBCUDA name the driver double, unless it names a library already.
@@ -209,6 +211,22 @@ func (e *Engine) Alias(addr uintptr, bytes int) []byte {
 		e.tb.Fatalf("there is no device memory at %#x", addr)
 	}
 	return unsafe.Slice(*(**byte)(unsafe.Pointer(&p)), bytes)
+}
+
+// Card is what a card sees of the memory that was exported as a dma-buf, until the test ends.
+func (e *Engine) Card(fd int) []byte {
+	e.tb.Helper()
+	size := e.out("kvgpu_map_dmabuf", func(p uintptr) int {
+		a := arguments([]uintptr{uintptr(fd), p})
+		e.card = uintptr(C.call(symbol(e.tb, "kvgpu_map_dmabuf"), &a[0]))
+		return 0
+	})
+	if e.card == 0 {
+		e.tb.Fatal("the descriptor is no dma-buf")
+	}
+	card := unsafe.Slice(*(**byte)(unsafe.Pointer(&e.card)), size)
+	e.tb.Cleanup(func() { C.munmap(unsafe.Pointer(unsafe.SliceData(card)), C.size_t(len(card))) })
+	return card
 }
 
 // Hold lets a stream begin nothing, until Release.
