@@ -99,4 +99,6 @@ func same(e *engine.Engine, b []byte, pattern uint64) bool {
 }
 
 // word is what lies at an address of host memory.
-func word(addr uintptr) uint64 { return **(**uint64)(unsafe.Pointer(&addr)) }
+func word(addr uintptr) uint64 { return *at(addr) }
+
+func at(addr uintptr) *uint64 { return *(**uint64)(unsafe.Pointer(&addr)) }

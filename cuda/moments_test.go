@@ -2,7 +2,10 @@ package cuda
 
 import (
 	"errors"
+	"runtime"
 	"testing"
+
+	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 )
 
 // TestMoments: a moment passes when its stream has done what it was given before, whatever other
@@ -184,6 +187,40 @@ func TestWrongStream(t *testing.T) {
 	}
 	for _, special := range []uintptr{0, 1, 2} { // the legacy stream twice, and the thread's
 		moment(t, d, special)
+	}
+}
+
+// TestThreadAsBefore: the engine's thread keeps its context, another device's here, and its capture mode.
+func TestThreadAsBefore(t *testing.T) {
+	e, d := open(t, Options{})
+	other := engine.New(t, 1)
+	stream, words := e.Stream(), e.Out("cuMemHostAlloc", 16, 0)
+	t.Cleanup(func() { e.Must("cuMemFreeHost", words) })
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if rc := e.Bare("cuCtxSetCurrent", other.Context()); rc != 0 {
+		t.Fatal(rc)
+	}
+	defer e.Bare("cuCtxSetCurrent", 0)
+	const threadLocal = 1
+	mode := words + 8
+	*at(mode) = threadLocal
+	e.Bare("cuThreadExchangeStreamCaptureMode", mode)
+	m := moment(t, d, stream)
+	if _, err := d.Passed(m); err != nil {
+		t.Error(err)
+	}
+	if _, err := d.Moment(12345); err == nil { // an error leaves the thread alone too
+		t.Error("a moment on a stream that is none")
+	}
+	e.Bare("cuCtxGetCurrent", words)
+	if word(words) != uint64(other.Context()) {
+		t.Errorf("the thread's context was %#x and is %#x", other.Context(), word(words))
+	}
+	*at(mode) = 0
+	e.Bare("cuThreadExchangeStreamCaptureMode", mode)
+	if got := uint32(word(mode)); got != threadLocal {
+		t.Errorf("the thread's capture mode was %d and is %d", threadLocal, got)
 	}
 }
 

@@ -82,6 +82,9 @@ func New(tb testing.TB, device int) *Engine {
 	return e
 }
 
+// Context is the device's primary context.
+func (e *Engine) Context() uintptr { return e.context }
+
 func symbol(tb testing.TB, name string) unsafe.Pointer {
 	tb.Helper()
 	c := C.CString(name)
