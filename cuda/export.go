@@ -1,0 +1,64 @@
+package cuda
+
+import (
+	"fmt"
+	"os"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// Export gives the region as a dma-buf: whole pages, the region's first byte at offset. The
+// caller closes the file; a card that has registered it needs it no more.
+func (r *Region) Export() (file *os.File, offset uint64, err error) {
+	if !r.d.enter() {
+		return nil, 0, r.d.over()
+	}
+	defer r.d.leave()
+	page := uint64(os.Getpagesize())
+	from, end := r.addr/page*page, (r.addr+r.bytes+page-1)/page*page
+	switch {
+	case !r.d.info.DMABuf:
+		err = fmt.Errorf("%s (%s) cannot export memory as a dma-buf: that needs NVIDIA's open kernel modules", r.d.info.Name, r.d.info.UUID)
+	case !r.RDMA():
+		err = fmt.Errorf("its memory was not allocated for GPUDirect RDMA: an allocator that maps handles must ask for it (gpuDirectRDMACapable)")
+	case from < r.pieces[0].Base || end > r.pieces[len(r.pieces)-1].Base+r.pieces[len(r.pieces)-1].Size:
+		err = fmt.Errorf("%d bytes at %#x are in pages of %d bytes that are not all of the same allocation", r.bytes, r.addr, page)
+	}
+	if err != nil {
+		return nil, 0, fmt.Errorf("region %s: %w", r.name, err)
+	}
+	fd, err := r.d.drv.Export(from, end-from)
+	if err != nil {
+		r.d.suspect(err)
+		return nil, 0, fmt.Errorf("region %s: %w", r.name, err)
+	}
+	return os.NewFile(uintptr(fd), "dma-buf of "+r.name), r.addr - from, nil
+}
+
+// Flushable says whether Flush can do what it is for. If not, a card must not write the device's memory.
+func (d *Device) Flushable() error {
+	if d.info.WritesOrdered || d.info.FlushOnHost {
+		return nil
+	}
+	return fmt.Errorf("%s (%s) neither orders the writes of network cards nor can be told to flush them", d.info.Name, d.info.UUID)
+}
+
+// Flush returns when all that a card had written to the device's memory, when it was called, is seen by
+// work that is launched from now on. A device that orders such writes by itself needs nothing.
+func (d *Device) Flush() error {
+	if err := d.Flushable(); err != nil {
+		return err
+	}
+	if d.info.WritesOrdered || fault.On("gpu-flush") {
+		return d.Err()
+	}
+	if !d.enter() {
+		return d.over()
+	}
+	defer d.leave()
+	err := d.drv.Flush()
+	if err != nil {
+		d.suspect(err)
+	}
+	return err
+}

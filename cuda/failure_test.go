@@ -1,0 +1,288 @@
+package cuda
+
+import (
+	"context"
+	"errors"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+)
+
+// TestFenceTakesBack: copies that the device does not have are told of the fence at once, those that
+// wait for a moment too.
+func TestFenceTakesBack(t *testing.T) {
+	e, d := open(t, Options{})
+	p, stream := memory(t, e, d, grain), e.Stream()
+	e.Hold(stream)
+	tr, other := d.Transfer("a", FromDevice), d.Transfer("b", FromDevice)
+	late := moment(t, d, stream)
+	done, goesOn := make(chan error, 1), make(chan error, 1)
+	tr.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}, After: late, Done: func(err error) { done <- err }})
+	other.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}, After: late, Done: func(err error) { goesOn <- err }})
+	if err := tr.Fence(); err != nil {
+		t.Fatal(err)
+	}
+	if err := answer(t, done); !errors.Is(err, ErrFenced) {
+		t.Errorf("a fenced copy: %v", err)
+	}
+	if err := run(t, tr, Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}}); !errors.Is(err, ErrFenced) {
+		t.Errorf("a copy after the fence: %v", err)
+	}
+	e.Release(stream)
+	if err := answer(t, goesOn); err != nil {
+		t.Errorf("another transfer's copy: %v", err)
+	}
+}
+
+// TestFenceInDone: a Done may fence its transfer, also while more copies are under way.
+func TestFenceInDone(t *testing.T) {
+	e, d := open(t, Options{})
+	p, tr := memory(t, e, d, grain), d.Transfer("a", FromDevice)
+	fenced := make(chan error, 20)
+	for range 20 {
+		tr.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 64 << 10}}, Done: func(error) { fenced <- tr.Fence() }})
+	}
+	for range 20 {
+		if err := answer(t, fenced); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestFenceBound: if the device does not end a copy, the copy and its fence say so in bounded time, and
+// the device counts as failed.
+func TestFenceBound(t *testing.T) {
+	for name, fence := range map[string]bool{"fenced": true, "not fenced": false} {
+		t.Run(name, func(t *testing.T) { testStuck(t, fence) })
+	}
+}
+
+func testStuck(t *testing.T, fence bool) {
+	e, d := open(t, Options{StallTimeout: 100 * time.Millisecond})
+	p, tr, idle := memory(t, e, d, grain), d.Transfer("a", ToDevice), d.Transfer("b", ToDevice)
+	s := slot(t, d, ToDevice)
+	ours := d.made()[ToDevice].drv.Stream()
+	e.Hold(ours)
+	done := make(chan error, 2)
+	tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) { done <- err }})
+	if fence {
+		if err := tr.Fence(); !errors.Is(err, ErrStuck) || d.Err() == nil {
+			t.Fatalf("the fence: %v, the device: %v", err, d.Err())
+		}
+	}
+	if err := answer(t, done); !errors.Is(err, ErrStuck) {
+		t.Errorf("the copy was told with: %v", err)
+	}
+	if err := tr.Fence(); !errors.Is(err, ErrStuck) {
+		t.Errorf("a fence after it: %v", err)
+	}
+	if err := idle.Fence(); err != nil {
+		t.Errorf("a transfer without copies: %v", err)
+	}
+	if _, err := d.Slot(t.Context(), ToDevice); err == nil {
+		t.Error("a failed device gives slots")
+	}
+	s.Release()
+	if free, err := d.TrySlot(ToDevice); free != nil || err == nil {
+		t.Error("a slot that a copy may use was given")
+	}
+	e.Release(ours) // now it ends, and Close finds nothing under way
+	d.settled(t)
+}
+
+// TestLostEvent: a copy that the driver took, and an event that it did not: nobody knows when the copy ends.
+func TestLostEvent(t *testing.T) {
+	e := engine.New(t, 0)
+	d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: 100 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, tr, s := memory(t, e, d, grain), d.Transfer("a", ToDevice), slot(t, d, ToDevice)
+	e.Fail("cuEventRecord", 1, 2)
+	if err := run(t, tr, Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}}); !errors.Is(err, ErrStuck) {
+		t.Errorf("the copy was told with: %v", err)
+	}
+	if err := tr.Fence(); !errors.Is(err, ErrStuck) {
+		t.Errorf("the fence: %v", err)
+	}
+	pinned := e.Count("pinned")
+	if err := d.Close(); err == nil || e.Count("pinned") != pinned {
+		t.Errorf("closed, and the copy may use the ring: %v", err)
+	}
+	e.Must("cuCtxSynchronize")
+}
+
+// TestPauseIsNoStall: one look that sees no progress may have come late; a second one may not.
+func TestPauseIsNoStall(t *testing.T) {
+	e, d := open(t, Options{StallTimeout: time.Hour})
+	p, tr := memory(t, e, d, grain), d.Transfer("a", ToDevice)
+	s := slot(t, d, ToDevice)
+	q := d.made()[ToDevice]
+	for range 2 { // progress begins the count anew
+		e.Hold(q.drv.Stream())
+		done := make(chan error, 1)
+		tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) { done <- err }})
+		q.look()
+		if d.Err() != nil {
+			t.Fatal(d.Err())
+		}
+		e.Release(q.drv.Stream())
+		if err := answer(t, done); err != nil {
+			t.Error(err)
+		}
+		q.look()
+	}
+}
+
+// TestSticky: after an illegal address all copies and waits of the device end with that reason, new ones
+// get it, and the process lives.
+func TestSticky(t *testing.T) {
+	e, d := open(t, Options{})
+	p, stream, tr := memory(t, e, d, grain), e.Stream(), d.Transfer("a", FromDevice)
+	e.Hold(stream)
+	late := moment(t, d, stream)
+	done := make(chan error, 3)
+	tell := func(err error) { done <- err }
+	d.Await(late, tell)
+	tr.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}, After: late, Done: tell})
+	e.Stick(700)
+	t.Cleanup(func() { e.Stick(0); e.Release(stream) })
+	tr.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}, Done: tell})
+	for range 3 {
+		var failed *Error
+		if err := answer(t, done); !errors.As(err, &failed) || failed.Code != 700 || !failed.Sticky() {
+			t.Errorf("%v", err)
+		}
+	}
+	if err := tr.Fence(); err != nil {
+		t.Errorf("the fence of a device that has failed: %v", err)
+	}
+	if _, err := d.Moment(stream); err == nil {
+		t.Error("a failed device gives moments")
+	}
+	if _, err := d.TrySlot(FromDevice); err == nil {
+		t.Error("a failed device gives slots")
+	}
+	if _, err := d.Register("k", p, grain); err == nil {
+		t.Error("a failed device registers")
+	}
+}
+
+// TestLateFailure: an operation that the device has already begun fails: each copy is told once, with the
+// reason or as done, and the fences return.
+func TestLateFailure(t *testing.T) {
+	if os.Getenv(inside) == "" { // the context stays sick
+		again(t, "^TestLateFailure$", inside+"=1", "KVCONN_LIBCUDA="+engine.Library(t))
+		return
+	}
+	e, d := open(t, Options{})
+	p := memory(t, e, d, grain)
+	from, to := d.Transfer("a", FromDevice), d.Transfer("b", ToDevice)
+	e.Must("kvgpu_fail_operation", 0, 7, 719)
+	t.Cleanup(func() { e.Stick(0) }) // so that what is left can be counted
+	done := make(chan error, 16)
+	for i := range 16 {
+		tr := from
+		if i%2 == 1 {
+			tr = to
+		}
+		s, err := d.Slot(t.Context(), tr.dir)
+		if err != nil {
+			done <- err // it has failed already
+			continue
+		}
+		tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 64 << 10}}, Done: func(err error) { s.Release(); done <- err }})
+	}
+	bad := 0
+	for range 16 {
+		if err := answer(t, done); err != nil {
+			var failed *Error
+			if bad++; !errors.As(err, &failed) || failed.Code != 719 {
+				t.Error(err)
+			}
+		}
+	}
+	if err := errors.Join(from.Fence(), to.Fence()); err != nil || bad == 0 {
+		t.Errorf("%d of 16 copies have failed, the fences: %v", bad, err)
+	}
+}
+
+// TestFailedCopy: an error of one copy is that transfer's alone.
+func TestFailedCopy(t *testing.T) {
+	e, d := open(t, Options{})
+	p, tr, other := memory(t, e, d, grain), d.Transfer("a", FromDevice), d.Transfer("b", FromDevice)
+	e.Fail("cuMemcpyDtoHAsync_v2", 1, 1)
+	if err := run(t, tr, Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}}); err == nil {
+		t.Error("no error")
+	} else {
+		t.Log(err)
+	}
+	if err := run(t, other, Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}}); err != nil {
+		t.Error(err)
+	}
+	if err := tr.Fence(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestCloseWhileCopying: all that was begun is told once, nothing is left, and who waits for a slot or a
+// moment hears of it.
+func TestCloseWhileCopying(t *testing.T) {
+	e, d := open(t, Options{RingBytes: 16 * 4096, SlotBytes: 4096})
+	p, stream := e.Alloc(grain), e.Stream()
+	if _, err := d.Register("cache", p, grain); err != nil {
+		t.Fatal(err)
+	}
+	e.Hold(stream)
+	late := moment(t, d, stream)
+	tr := d.Transfer("a", FromDevice)
+	done := make(chan error, 20)
+	for i := range 10 {
+		s := slot(t, d, FromDevice)
+		c := Copy{Slot: s, Runs: []Run{{Addr: p, Len: 4096}}, Done: func(err error) { s.Release(); done <- err }}
+		if i%2 == 1 {
+			c.After = late
+		}
+		tr.Start(c)
+	}
+	d.Await(late, func(err error) { done <- err })
+	go func() {
+		for {
+			s, err := d.Slot(context.Background(), FromDevice)
+			if err != nil {
+				done <- err
+				return
+			}
+			defer s.Release()
+		}
+	}()
+	e.Release(stream) // the driver's wait ends; whether the copies are given to it is open
+	closed := make(chan error, 1)
+	go func() { closed <- d.Close() }()
+	for range 12 {
+		answer(t, done)
+	}
+	if err := answer(t, closed); err != nil {
+		t.Error(err)
+	}
+	if _, err := d.Moment(stream); !errors.Is(err, ErrClosed) {
+		t.Errorf("a moment of a closed device: %v", err)
+	}
+}
+
+// TestCloseBound: a slot that is not released keeps the pinned memory, and Close says so in bounded time.
+func TestCloseBound(t *testing.T) {
+	e := engine.New(t, 0)
+	d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: 50 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pinned := e.Count("pinned")
+	s := slot(t, d, ToDevice)
+	if err := d.Close(); err == nil || e.Count("pinned") != pinned+1 {
+		t.Errorf("%v, and %d rings are left", err, e.Count("pinned")-pinned)
+	}
+	s.Bytes()[0] = 1 // it is still there
+}
