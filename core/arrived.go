@@ -17,6 +17,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 		return Refused, "malformed transfer_id"
 	}
 	m.event("LoadArrived")
+	defer m.settle(now)
 	if t, gone := m.ended.byID[l.ID]; gone {
 		return t.answer(&l)
 	}
@@ -104,8 +105,8 @@ func (of *offer) loadBlocks() int {
 // addEarly keeps a D's claim or load whose request P's engine has not named yet.
 func (m *Machine) addEarly(now time.Time, id TransferID, peer AgentID) *offer {
 	m.begin(now)
-	of := &offer{id: id, state: offerEarly, peer: peer, deadline: now.Add(fault.Pick("no-reap", m.opt.EarlyLoad, 1000*m.opt.EarlyLoad))}
-	m.keepOffer(of)
+	of := &offer{id: id, peer: peer, deadline: now.Add(fault.Pick("no-reap", m.opt.EarlyLoad, 1000*m.opt.EarlyLoad))}
+	m.offerTo(of, offerEarly)
 	m.early++
 	return of
 }
@@ -149,9 +150,11 @@ func (m *Machine) RenewArrived(now time.Time, from AgentID, loads, claims []Tran
 	out := make([]Answer, 0, len(loads)+len(claims))
 	for _, id := range loads {
 		out = append(out, m.renewed(now, from, id, false))
+		m.settle(now)
 	}
 	for _, id := range claims {
 		out = append(out, m.renewed(now, from, id, true))
+		m.settle(now)
 	}
 	return out
 }
@@ -212,11 +215,12 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 // FinishArrived takes a peer's word that its half has ended.
 func (m *Machine) FinishArrived(now time.Time, from AgentID, id TransferID, code Code, reason string) {
 	m.event("FinishArrived")
+	defer m.settle(now)
 	c, ld := m.claims.get(id), m.loads.get(id)
 	switch {
 	case c != nil && c.peer == from:
 		if code != OK && c.state.atPeer() && !fault.On("claim-forgets-end") {
-			m.loseClaim(now, c, ending{peerCode(code), reason})
+			m.loseClaim(c, ending{peerCode(code), reason})
 		}
 	case ld != nil && ld.peer == from:
 		if code != OK { // only the bytes themselves say that a load went well

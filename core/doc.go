@@ -25,7 +25,9 @@
 // # The states
 //
 // Each half is in one of the states below, which claim.go, load.go and offer.go
-// explain. "-" stands for no half: before its begin and after its end. An event is a
+// explain. "-" stands for no half: before its begin and after its end. A row is one call of
+// claimTo, loadTo or offerTo, mostly. A half knows one peer. Only fan-in and fan-out know
+// whether it is a part: settle takes to them how it ends. An event is a
 // method of Machine, or one of three that a method may bring about: FanOut (a D names
 // the first part of a transfer), PartFails (another part of the same fan-in has
 // failed), PeerGone (a P agent does not answer any more).

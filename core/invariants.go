@@ -12,6 +12,7 @@ func (m *Machine) checkInvariants() {
 			panic("core: broken invariant: " + fmt.Sprintf(format, args...))
 		}
 	}
+	must(len(m.outcomes) == 0, "%d outcomes of halves were not settled", len(m.outcomes))
 	m.checkOffers(must)
 	m.checkClaims(must)
 	m.checkLoads(must)

@@ -86,9 +86,10 @@ type Machine struct {
 	probes      map[AgentID]*probe  // the D agents that P asks whether they live
 	ended       tombstones
 
-	actions []Action
-	checks  int // calls of Actions, for the invariants
-	taken   observer
+	outcomes []outcome // of the halves; settle takes them
+	actions  []Action
+	checks   int // calls of Actions, for the invariants
+	taken    observer
 }
 
 // New makes a Machine for one registered layout.
@@ -115,11 +116,6 @@ func (m *Machine) Actions() []Action {
 	a := m.actions
 	m.actions = nil
 	return a
-}
-
-func (m *Machine) act(a Action) {
-	m.actions = append(m.actions, a)
-	m.taken.act(a)
 }
 
 // Busy says whether anything waits for the time.
@@ -175,8 +171,10 @@ func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 		decodes = true
 		m.endLoadFanIn(now, f, end)
 	}
+	m.settle(now)
 	if !decodes || m.halfOf(id) != nil {
 		m.cancelOffer(now, id, cmp.Or(reason, "cancelled by the prefill engine"))
+		m.settle(now)
 	}
 	return nil
 }
@@ -188,10 +186,12 @@ func (m *Machine) Close(now time.Time) {
 	end := ending{Closed, "the decode agent was closed"}
 	for _, id := range sortedKeys(m.claims.byID) {
 		m.dropClaim(m.claims.get(id), end)
+		m.settle(now)
 	}
 	for _, id := range sortedKeys(m.loads.byID) {
 		if ld := m.loads.get(id); ld != nil {
 			m.endLoad(now, ld, end, true)
+			m.settle(now)
 		}
 	}
 	// P hears no more of what was being looked up; the end of another part may have made
@@ -200,6 +200,7 @@ func (m *Machine) Close(now time.Time) {
 	m.restPeers()
 	for _, id := range sortedKeys(m.offers) {
 		m.endOffer(now, m.offers[id], ending{Closed, "the prefill agent was closed"}, true)
+		m.settle(now)
 	}
 }
 
@@ -208,19 +209,20 @@ func (m *Machine) Close(now time.Time) {
 func (m *Machine) Abandon(now time.Time) {
 	m.event("Abandon")
 	for _, id := range sortedKeys(m.claims.byID) {
-		c := m.claims.get(id)
-		m.forgetClaim(c)
-		m.claimDropped(c)
+		m.claimTo(m.claims.get(id), claimNone)
 	}
+	clear(m.claimFanIns)
 	for _, id := range sortedKeys(m.loads.byID) {
 		if ld := m.loads.get(id); ld != nil {
-			m.reportLoad(now, ld)
+			m.reportLoad(ld)
+			m.settle(now)
 		}
 	}
 	m.farewells = newHalves[*farewell]()
 	m.restPeers()
 	for _, id := range sortedKeys(m.offers) {
 		m.reportOffer(now, m.offers[id], TransferStats{})
+		m.settle(now)
 	}
 }
 

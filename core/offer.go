@@ -13,7 +13,8 @@ import (
 type offerState uint8
 
 const (
-	offerEarly           offerState = iota // D's claim or load is here, the engine has not named the request
+	offerNone            offerState = iota // before its begin and after its end
+	offerEarly                             // D's claim or load is here, the engine has not named the request
 	offerPrefill                           // the engine works on it
 	offerPartial                           // likewise; the transport reads the blocks that are there
 	offerReady                             // blocks hold it, no load yet
@@ -24,7 +25,7 @@ const (
 )
 
 func (s offerState) String() string {
-	return [...]string{"early", "prefill", "partial", "ready", "sending", "withdrawing", "ending", "ending-withdrawn"}[s]
+	return [...]string{"-", "early", "prefill", "partial", "ready", "sending", "withdrawing", "ending", "ending-withdrawn"}[s]
 }
 
 // sending says whether a Write is under way that nobody has stopped.
@@ -54,6 +55,8 @@ type offer struct {
 	nacked   bool     // D's transport expects it no more
 	voided   []string // the latest loads that D was told to make anew, by their grants' digests
 	end      ending   // while it ends
+	endedIn  offerState
+	stats    TransferStats
 }
 
 // lease is how long D may be silent.
@@ -64,19 +67,17 @@ func (m *Machine) lease(of *offer) time.Duration {
 	return of.load.Lease
 }
 
-func (m *Machine) offerTo(of *offer, s offerState) {
-	m.moved("offer", of.id, of.state.String(), s.String())
-	of.state = s
-}
-
-func (m *Machine) keepOffer(of *offer) {
-	m.offers[of.id] = of
-	m.moved("offer", of.id, "-", of.state.String())
-}
-
-func (m *Machine) forgetOffer(of *offer) {
-	delete(m.offers, of.id)
-	m.moved("offer", of.id, of.state.String(), "-")
+// offerTo is one row of the table: the offer's next state, and what the step does.
+func (m *Machine) offerTo(of *offer, next offerState, does ...Action) {
+	switch offerNone {
+	case next:
+		delete(m.offers, of.id)
+	case of.state:
+		m.offers[of.id] = of
+	}
+	m.moved("offer", of.id, of.state, next)
+	of.state = next
+	m.act(does...)
 }
 
 // Announce says that the engine knows the request and works on it: D may wait.
@@ -120,7 +121,7 @@ func (m *Machine) announce(now time.Time, id TransferID) error {
 	}
 	if m.halfOf(id) == nil {
 		m.begin(now)
-		m.keepOffer(&offer{id: id, state: offerPrefill})
+		m.offerTo(&offer{id: id}, offerPrefill)
 	}
 	return nil
 }
@@ -182,12 +183,13 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 	m.offeredWhole(now, &r)
 	if half == nil {
 		m.begin(now)
-		of := &offer{id: r.ID, state: offerPrefill}
-		m.keepOffer(of)
+		of := &offer{id: r.ID}
+		m.offerTo(of, offerPrefill)
 		half = []*offer{of}
 	}
 	for _, of := range half {
 		m.ready(now, of, &r)
+		m.settle(now)
 	}
 	return nil
 }
@@ -216,9 +218,8 @@ func (m *Machine) startWrite(now time.Time, of *offer) {
 		m.endOffer(now, of, ending{Refused, err.Error()}, true)
 		return
 	}
-	m.offerTo(of, offerSending)
 	of.sendAt, of.deadline = now, now.Add(of.load.Lease)
-	m.act(of.write(src))
+	m.offerTo(of, offerSending, of.write(src))
 }
 
 // write is the Write of an offer's load that reads src.

@@ -57,6 +57,7 @@ func (m *Machine) OfferPartial(now time.Time, r PartialOffer) error {
 	for _, of := range m.halfOf(r.ID) {
 		of.add(m.layout, &r)
 		m.extend(now, of)
+		m.settle(now)
 	}
 	return nil
 }
