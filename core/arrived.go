@@ -74,7 +74,7 @@ func (of *offer) knows(l *LoadMessage) (known bool, code Code, reason string) {
 		return true, OK, "" // it is late: D is to load anew
 	case of.load != nil && string(of.load.Grant) == string(l.Grant):
 		return true, OK, ""
-	case of.load != nil && of.state > offerPrefill:
+	case of.load != nil && of.state > offerAwaiting:
 		return true, Refused, fmt.Sprintf("transfer %q is being sent to decode agent %s already", string(l.ID), of.peer)
 	}
 	return false, OK, ""
@@ -204,7 +204,7 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 	switch of.state {
 	case offerEarly:
 		return Answer{Status: StatusEarly}
-	case offerPrefill:
+	case offerPrefill, offerAwaiting:
 		return Answer{Status: StatusPrefill}
 	case offerReady:
 		return Answer{Status: StatusOffered}

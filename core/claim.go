@@ -162,15 +162,25 @@ func (m *Machine) claimAgain(c *claim) {
 // claimAnswered takes P's answer to a renewal. If P has no place for the claim now,
 // the next renewal asks again.
 func (m *Machine) claimAnswered(now time.Time, c *claim, a Answer) {
-	switch a.Status {
-	case StatusEnded:
-		m.loseClaim(c, ending{peerFailure(a.Code), a.Reason})
-	case StatusSent:
-		m.loseClaim(c, ending{Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(c.id))})
-	case StatusEarly, StatusPrefill, StatusOffered, StatusSending:
+	if kept, end := a.ofClaim(c.id); kept {
 		m.claimTo(c, claimKept)
 		c.keeper = c.peer
+	} else if end.code != OK {
+		m.loseClaim(c, end)
 	}
+}
+
+// ofClaim says whether P keeps a claim, or how it has ended. Neither: P has no place for it.
+func (a *Answer) ofClaim(id TransferID) (kept bool, end ending) {
+	switch a.Status {
+	case StatusEnded:
+		return false, ending{peerFailure(a.Code), a.Reason}
+	case StatusSent:
+		return false, ending{Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(id))}
+	case StatusEarly, StatusPrefill, StatusOffered, StatusSending:
+		return true, ending{}
+	}
+	return false, ending{}
 }
 
 // claimPeerGone: P's agent does not answer any more. absent: nobody listens there.

@@ -106,16 +106,19 @@ func (m *Machine) fanInClaim(now time.Time, c *claim, found []FoundPart) {
 
 func (m *Machine) fanInLoad(now time.Time, ld *load, found []FoundPart) {
 	f := &loadFanIn{parts: newParts(ld.id, ld.from, found), token: ld.token, started: ld.started, blocks: ld.Count()}
-	was := ld.state
+	was, after := ld.state, ld.after
+	ld.after = 0 // its moment is awaited until the parts await it
 	m.loadTo(ld, loadNone)
 	m.loadFanIns[f.id] = f
 	for i := range found {
 		m.seq++
 		part := *ld // what was claimed or tried before
 		part.id, part.seq, part.from, part.Selection = f.ids[i], m.seq, found[i].From, ld.cut(m.layout, found[i].Regions)
+		m.loadAfter(now, &part, after)
 		m.loadTo(&part, was)
 		m.resolved(now, part.id, part.seq, found[i].Peer, found[i].Opened, ending{})
 	}
+	m.awaitNot(after)
 }
 
 // loadClaimedParts begins a load of a transfer whose claim has parts, and says whether it
@@ -133,7 +136,7 @@ func (m *Machine) loadClaimedParts(now time.Time, r LoadRequest) bool {
 	delete(m.claimFanIns, r.ID)
 	m.loadFanIns[r.ID] = f
 	for i := range f.found {
-		m.beginLoad(now, &load{id: f.ids[i], from: f.found[i].From, Selection: r.cut(m.layout, f.found[i].Regions), prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0)})
+		m.beginLoad(now, &load{id: f.ids[i], from: f.found[i].From, Selection: r.cut(m.layout, f.found[i].Regions), prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), after: fault.Pick("parts-at-once", r.After, 0)})
 	}
 	return true
 }

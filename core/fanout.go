@@ -63,7 +63,6 @@ func (m *Machine) fanOut(now time.Time, part TransferID) (Code, string) {
 	if base != nil {
 		f.offered, f.token, f.blocks = base.offered, base.token, base.held.Count()
 		state = base.state
-		m.offerTo(base, offerNone)
 	} else {
 		m.early += share.Of
 	}
@@ -71,6 +70,14 @@ func (m *Machine) fanOut(now time.Time, part TransferID) (Code, string) {
 		of := base.part(Share{k, share.Of, share.Source}.Part(id), now.Add(m.opt.EarlyLoad))
 		f.parts = append(f.parts, of.id)
 		m.offerTo(of, state)
+		for i := range of.growths {
+			if after := of.growths[i].after; after != 0 {
+				m.await(now, after, SideOffer, of.id)
+			}
+		}
+	}
+	if base != nil {
+		m.offerTo(base, offerNone)
 	}
 	for _, p := range f.parts { // D's word that it needs no more may have come before
 		if t, gone := m.ended.byID[p]; gone {
@@ -99,7 +106,7 @@ func (of *offer) part(id TransferID, deadline time.Time) *offer {
 	for g := range held.Blocks {
 		held.Blocks[g] = slices.Clip(held.Blocks[g]) // each part's list is extended apart
 	}
-	return &offer{id: id, token: of.token, held: held, offered: of.offered, deadline: of.deadline, ready: slices.Clone(of.ready), prompt: fault.Pick("shares-of-any-prompt", of.prompt, 0)}
+	return &offer{id: id, token: of.token, held: held, offered: of.offered, deadline: of.deadline, ready: slices.Clone(of.ready), growths: slices.Clone(of.growths), prompt: fault.Pick("shares-of-any-prompt", of.prompt, 0)}
 }
 
 // halfOf is P's half of a transfer, or the parts of it that have not ended.

@@ -14,6 +14,7 @@ const (
 	loadNone       loadState = iota // before its begin and after its end
 	loadResolving                   // P's agent is being looked up; no byte can come
 	loadRelocating                  // likewise, for the second and last time
+	loadAwaiting                    // P is known; the moment has not passed after which the engine's blocks may be written, and the transport is not armed
 	loadExpecting                   // the transport is being armed
 	loadRequesting                  // P's answer to the load is awaited
 	loadWaiting                     // P has accepted; its bytes are awaited
@@ -23,7 +24,7 @@ const (
 )
 
 func (s loadState) String() string {
-	return [...]string{"-", "resolving", "relocating", "expecting", "requesting", "waiting", "moving", "restarting", "ending"}[s]
+	return [...]string{"-", "resolving", "relocating", "awaiting", "expecting", "requesting", "waiting", "moving", "restarting", "ending"}[s]
 }
 
 // lookedUp says whether the load waits for Resolved.
@@ -44,6 +45,7 @@ type load struct {
 	from  Target
 	Selection
 	prompt uint64 // of LoadRequest
+	after  Moment // of LoadRequest; 0 when it has passed
 	agents
 	started time.Time
 	since   time.Time // the engine's first word of it: its claim, if there was one
@@ -79,7 +81,7 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if m.loadOfLost(&r) || m.loadClaimedParts(now, r) {
 		return nil
 	}
-	m.beginLoad(now, &load{id: r.ID, token: r.Token, from: r.From, Selection: r.Selection, prompt: r.Prompt})
+	m.beginLoad(now, &load{id: r.ID, token: r.Token, from: r.From, Selection: r.Selection, prompt: r.Prompt, after: r.After})
 	return nil
 }
 
@@ -88,6 +90,7 @@ func (m *Machine) loadTo(ld *load, next loadState, does ...Action) {
 	switch loadNone {
 	case next:
 		m.loads.drop(ld.id)
+		m.awaitNot(ld.after)
 	case ld.state:
 		m.farewells.drop(ld.id)
 		m.loads.put(ld.id, ld)
@@ -105,6 +108,7 @@ func (m *Machine) beginLoad(now time.Time, ld *load) {
 	m.begin(now)
 	m.seq++ // a cancelled half of the id is void: P hears of the id by this load
 	ld.seq, ld.started, ld.since = m.seq, now, now
+	m.loadAfter(now, ld, ld.after)
 	c := m.claims.get(ld.id)
 	switch {
 	case c != nil && c.from == ld.from:
@@ -153,6 +157,10 @@ func (m *Machine) proceed(now time.Time, ld *load) {
 	}
 	m.watch(now, ld.peer)
 	ld.begun, ld.endedIn = now, ""
+	if ld.after != 0 && !fault.On("written-before-its-moment") {
+		m.loadTo(ld, loadAwaiting)
+		return
+	}
 	m.loadTo(ld, loadExpecting, Expect{ID: ld.id, Peer: ld.peer, Selection: ld.Selection})
 }
 
@@ -318,7 +326,7 @@ func (m *Machine) endLoad(now time.Time, ld *load, end ending, tell bool) {
 		return
 	case loadResolving, loadRelocating:
 		ld.end = end
-		if end.code == Cancelled && !fault.On("farewell-forgotten") { // the engine gets its blocks back now; P must still hear of it
+		if tell && !fault.On("farewell-forgotten") { // the engine gets its blocks back now; P must still hear of it
 			m.farewells.put(ld.id, &farewell{id: ld.id, seq: ld.seq, end: end})
 		}
 		m.reportLoad(ld)
@@ -330,14 +338,18 @@ func (m *Machine) endLoad(now time.Time, ld *load, end ending, tell bool) {
 	if tell && !(fault.On("no-finish") && end.code == Cancelled) {
 		m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: end.code, Reason: end.reason})
 	}
-	if ld.state.armed() {
+	switch {
+	case ld.state == loadAwaiting: // nothing is armed
+		m.reportLoad(ld)
+		return
+	case !ld.state.armed():
+		m.loadTo(ld, loadEnding)
+	default:
 		m.fence(ld, loadEnding)
 		if fault.On("no-fence") {
 			m.reportLoad(ld)
 			return
 		}
-	} else {
-		m.loadTo(ld, loadEnding)
 	}
 	m.outcomes = append(m.outcomes, outcome{load: ld})
 }

@@ -131,13 +131,13 @@ func (m *Machine) offerLate(now time.Time, of *offer) {
 			return
 		}
 		of.load, of.peer, of.deadline = nil, "", time.Time{} // D stopped renewing; the engine still works
-	case offerReady:
+	case offerReady, offerAwaiting:
 		reason := fmt.Sprintf("no decode agent claimed or loaded transfer %q within its lease of %v", string(of.id), m.opt.Lease)
 		if of.peer != "" {
 			reason = fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, m.opt.Lease)
 		}
 		m.endOffer(now, of, ending{Expired, reason}, true)
-	case offerPartial, offerSending:
+	case offerPartial, offerFinishing, offerSending:
 		m.endOffer(now, of, ending{PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease)}, true)
 	}
 }

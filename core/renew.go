@@ -51,6 +51,11 @@ func (m *Machine) renewals(now time.Time) (list map[AgentID]*SendRenew, used map
 			r := at(ld.peer)
 			r.Loads = append(r.Loads, id)
 		}
+		if ld.state == loadAwaiting {
+			if r := at(ld.peer); m.peers[ld.peer].due(now) && !fault.On("awaiting-not-renewed") {
+				r.Claims = append(r.Claims, id)
+			}
+		}
 	}
 	for id, c := range m.claims.byID {
 		used[c.peer] = true
@@ -141,6 +146,10 @@ func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, abs
 			m.claimAnswered(now, c, answers[len(r.Loads)+i])
 			m.settle(now)
 		}
+		if ld := m.loads.get(id); ld != nil && ld.peer == r.Peer && ld.state == loadAwaiting {
+			m.loadKept(now, ld, answers[len(r.Loads)+i])
+			m.settle(now)
+		}
 	}
 	if p.fresh || p.due(now) { // they came while this was under way
 		m.tickPeers(now)
@@ -161,6 +170,10 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 		// the agent that took the place.
 		if ld := m.loads.get(tid); ld != nil && ld.peer == id && ld.state == loadWaiting {
 			m.endLoad(now, ld, ending{PeerLost, reason}, !absent)
+			m.settle(now)
+		}
+		if ld := m.loads.get(tid); ld != nil && ld.peer == id && ld.state == loadAwaiting {
+			m.loadPeerGone(now, ld, heard, absent, reason)
 			m.settle(now)
 		}
 	}

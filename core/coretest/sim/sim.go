@@ -121,6 +121,7 @@ type world struct {
 	prompts      map[core.TransferID]prompts
 	prompting    *rand.Rand // what engines say of prompts; the rest of a seed's run does not hang on it
 	hearing      *rand.Rand // what they do when a claim is reported
+	timing       *rand.Rand // of devices
 	cancelledAtP map[core.TransferID]time.Duration
 	cancelledAtD map[core.TransferID]time.Duration // after P's answer
 
@@ -158,7 +159,7 @@ func (q *eventQueue) Pop() any {
 }
 
 func newWorld(seed uint64, words *Words) *world {
-	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)), prompting: rand.New(rand.NewPCG(seed, 3)), hearing: rand.New(rand.NewPCG(seed, 4)), prompts: map[core.TransferID]prompts{},
+	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)), prompting: rand.New(rand.NewPCG(seed, 3)), hearing: rand.New(rand.NewPCG(seed, 4)), timing: rand.New(rand.NewPCG(seed, 5)), prompts: map[core.TransferID]prompts{},
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
 		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, states: map[string]int{}, faults: map[string]int{},
 		matches: map[way]*core.Match{}, changes: map[core.Transition]int{},
