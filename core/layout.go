@@ -87,8 +87,12 @@ func (r *Region) fits() bool {
 }
 
 func (r *Region) String() string {
-	return fmt.Sprintf("region %q (group %d, base %#x, %d blocks of %d bytes, stride %d)",
-		r.Name, r.Group, r.Base, r.NumBlocks, r.BlockBytes, r.BlockStride)
+	where := ""
+	if r.Memory != HostMemory {
+		where = ", " + r.Memory.String()
+	}
+	return fmt.Sprintf("region %q (group %d, base %#x, %d blocks of %d bytes, stride %d%s)",
+		r.Name, r.Group, r.Base, r.NumBlocks, r.BlockBytes, r.BlockStride, where)
 }
 
 // Layout is the whole registered KV cache of one agent. It does not change
@@ -152,7 +156,7 @@ func (r *Region) check() error {
 	case r.Group >= MaxGroups:
 		return fmt.Errorf("%v: group must be below %d", r, MaxGroups)
 	case r.Memory > MaxDevices:
-		return fmt.Errorf("%v lies on %v: devices are numbered from 0 to %d", r, r.Memory, MaxDevices-1)
+		return fmt.Errorf("%v: devices are numbered from 0 to %d", r, MaxDevices-1)
 	case r.Base == 0:
 		return fmt.Errorf("%v: address is null", r)
 	case r.BlockBytes == 0 || r.NumBlocks == 0:
