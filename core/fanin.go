@@ -114,7 +114,7 @@ func (m *Machine) fanInLoad(now time.Time, ld *load, found []FoundPart) {
 		m.seq++
 		part := *ld // what was claimed or tried before
 		part.id, part.seq, part.from, part.Selection = f.ids[i], m.seq, found[i].From, ld.cut(m.layout, found[i].Regions)
-		m.loadAfter(now, &part, after)
+		m.loadAfter(now, &part, fault.Pick("found-parts-at-once", after, 0))
 		m.loadTo(&part, was)
 		m.resolved(now, part.id, part.seq, found[i].Peer, found[i].Opened, ending{})
 	}

@@ -86,6 +86,8 @@ var mutants = []mutant{
 	{"withdrawn-grow", "moments of withdrawn blocks count for the blocks that follow"},
 	{"written-before-its-moment", "blocks are written while the engine still reads them"},
 	{"parts-at-once", "the parts of a load do not wait for its moment"},
+	{"found-parts-at-once", "the parts of a load that is found to have some do not wait for its moment"},
+	{"shares-forget-moments", "the shares of an offer forget the moments that it awaits"},
 	{"failed-is-passed", "a moment that fails counts as passed"},
 	{"waits-for-its-moment", "a moment that does not pass is waited for for ever"},
 	{"awaiting-not-renewed", "a load that awaits its moment does not prolong the lease"},

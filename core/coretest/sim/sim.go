@@ -11,9 +11,14 @@
 // In half of the worlds each rank's blocks have as many tokens and heads as it likes,
 // in either order, and plans cut and gather them.
 //
+// In a third of them the engines work on devices (moment.go): what a block holds is written
+// late, and what it held is read for a while, until moments that pass in no order, fail, or
+// never pass.
+//
 // Each check is made at the step that it is about. An item lands only in a block that
 // belongs to its own transfer at its own position. If the router has given the transfer's
-// id to two requests, no item lands. A source block is read only while its offer holds it.
+// id to two requests, no item lands. A source block is read only while its offer holds it,
+// and no block is read or written before its moment.
 // Each accepted half is reported once, and a failed load not before its fence. Nobody
 // waits for a dead peer for longer than was agreed. At the end nothing is left, in the
 // machines and around them.
