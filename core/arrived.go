@@ -17,6 +17,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 		return Refused, "malformed transfer_id"
 	}
 	m.event("LoadArrived")
+	defer m.settle(now)
 	if t, gone := m.ended.byID[l.ID]; gone {
 		return t.answer(&l)
 	}
@@ -73,7 +74,7 @@ func (of *offer) knows(l *LoadMessage) (known bool, code Code, reason string) {
 		return true, OK, "" // it is late: D is to load anew
 	case of.load != nil && string(of.load.Grant) == string(l.Grant):
 		return true, OK, ""
-	case of.load != nil && of.state > offerPrefill:
+	case of.load != nil && of.state > offerAwaiting:
 		return true, Refused, fmt.Sprintf("transfer %q is being sent to decode agent %s already", string(l.ID), of.peer)
 	}
 	return false, OK, ""
@@ -104,8 +105,8 @@ func (of *offer) loadBlocks() int {
 // addEarly keeps a D's claim or load whose request P's engine has not named yet.
 func (m *Machine) addEarly(now time.Time, id TransferID, peer AgentID) *offer {
 	m.begin(now)
-	of := &offer{id: id, state: offerEarly, peer: peer, deadline: now.Add(fault.Pick("no-reap", m.opt.EarlyLoad, 1000*m.opt.EarlyLoad))}
-	m.keepOffer(of)
+	of := &offer{id: id, peer: peer, deadline: now.Add(fault.Pick("no-reap", m.opt.EarlyLoad, 1000*m.opt.EarlyLoad))}
+	m.offerTo(of, offerEarly)
 	m.early++
 	return of
 }
@@ -149,9 +150,11 @@ func (m *Machine) RenewArrived(now time.Time, from AgentID, loads, claims []Tran
 	out := make([]Answer, 0, len(loads)+len(claims))
 	for _, id := range loads {
 		out = append(out, m.renewed(now, from, id, false))
+		m.settle(now)
 	}
 	for _, id := range claims {
 		out = append(out, m.renewed(now, from, id, true))
+		m.settle(now)
 	}
 	return out
 }
@@ -201,7 +204,7 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 	switch of.state {
 	case offerEarly:
 		return Answer{Status: StatusEarly}
-	case offerPrefill:
+	case offerPrefill, offerAwaiting:
 		return Answer{Status: StatusPrefill}
 	case offerReady:
 		return Answer{Status: StatusOffered}
@@ -212,11 +215,12 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 // FinishArrived takes a peer's word that its half has ended.
 func (m *Machine) FinishArrived(now time.Time, from AgentID, id TransferID, code Code, reason string) {
 	m.event("FinishArrived")
+	defer m.settle(now)
 	c, ld := m.claims.get(id), m.loads.get(id)
 	switch {
 	case c != nil && c.peer == from:
 		if code != OK && c.state.atPeer() && !fault.On("claim-forgets-end") {
-			m.loseClaim(now, c, ending{peerCode(code), reason})
+			m.loseClaim(c, ending{peerCode(code), reason})
 		}
 	case ld != nil && ld.peer == from:
 		if code != OK { // only the bytes themselves say that a load went well

@@ -1,6 +1,7 @@
 package core
 
 import (
+	"cmp"
 	"fmt"
 	"time"
 
@@ -11,7 +12,8 @@ import (
 type claimState uint8
 
 const (
-	claimResolving  claimState = iota // P's agent is being looked up
+	claimNone       claimState = iota // before its begin and after its end
+	claimResolving                    // P's agent is being looked up
 	claimBackoff                      // no agent was found; it is looked up again at retryAt
 	claimAsked                        // P's agent is known; it has not answered the claim
 	claimKept                         // P keeps the transfer
@@ -20,7 +22,7 @@ const (
 )
 
 func (s claimState) String() string {
-	return [...]string{"resolving", "backoff", "asked", "kept", "relocating", "void"}[s]
+	return [...]string{"-", "resolving", "backoff", "asked", "kept", "relocating", "void"}[s]
 }
 
 // atPeer says whether a P agent is renewed for the claim.
@@ -37,11 +39,12 @@ type claim struct {
 	token uint64
 	from  Target
 	agents
-	since     time.Time // the engine's word
-	until     time.Time // end of a claim that no load follows
-	retryAt   time.Time // in claimBackoff
-	replaceBy time.Time // Options.ReportClaims, with P gone: when another agent must have been found in its place; zero: no bound
-	end       ending    // in claimVoid
+	since     time.Time  // the engine's word
+	until     time.Time  // end of a claim that no load follows
+	retryAt   time.Time  // in claimBackoff
+	replaceBy time.Time  // Options.ReportClaims, with P gone: when another agent must have been found in its place; zero: no bound
+	end       ending     // in claimVoid, or as it was lost
+	lostIn    claimState // of a claim that is to be reported as lost
 }
 
 // agents are the P agents that a claim or load has been with.
@@ -93,25 +96,22 @@ func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
 	m.begin(now)
 	m.seq++
 	c := &claim{id: r.ID, seq: m.seq, token: r.Token, from: r.From, since: now, until: now.Add(m.opt.Claim)}
-	m.keepClaim(c)
-	m.resolve(c.id, c.seq, c.from, false)
+	m.claimTo(c, claimResolving, lookUp(c.id, c.seq, c.from, false))
 	return nil
 }
 
-func (m *Machine) keepClaim(c *claim) {
-	m.farewells.drop(c.id)
-	m.claims.put(c.id, c)
-	m.moved("claim", c.id, "-", c.state.String())
-}
-
-func (m *Machine) forgetClaim(c *claim) {
-	m.claims.drop(c.id)
-	m.moved("claim", c.id, c.state.String(), "-")
-}
-
-func (m *Machine) claimTo(c *claim, s claimState) {
-	m.moved("claim", c.id, c.state.String(), s.String())
-	c.state = s
+// claimTo is one row of the table: the claim's next state, and what the step does.
+func (m *Machine) claimTo(c *claim, next claimState, does ...Action) {
+	switch claimNone {
+	case next:
+		m.claims.drop(c.id)
+	case c.state:
+		m.farewells.drop(c.id)
+		m.claims.put(c.id, c)
+	}
+	m.moved("claim", c.id, c.state, next)
+	c.state = next
+	m.act(does...)
 }
 
 // claimResolved takes the outcome of a claim's look-up.
@@ -124,13 +124,13 @@ func (m *Machine) claimResolved(now time.Time, c *claim, peer AgentID, opened ti
 		m.claimLater(now, c)
 		return
 	case end.code != OK:
-		m.loseClaim(now, c, end)
+		m.loseClaim(c, end)
 		return
 	}
 	c.replaceBy = time.Time{}
 	younger := m.found(now, &c.agents, c.since, peer, opened)
 	if reason := c.replaced(peer, younger); reason != "" {
-		m.loseClaim(now, c, ending{PeerLost, reason})
+		m.loseClaim(c, ending{PeerLost, reason})
 		return
 	}
 	m.claimTo(c, claimAsked)
@@ -155,23 +155,32 @@ func (m *Machine) claimAgain(c *claim) {
 	if c.former != "" {
 		state = claimRelocating
 	}
-	m.claimTo(c, state)
 	c.peer = ""
-	m.resolve(c.id, c.seq, c.from, true)
+	m.claimTo(c, state, lookUp(c.id, c.seq, c.from, true))
 }
 
 // claimAnswered takes P's answer to a renewal. If P has no place for the claim now,
 // the next renewal asks again.
 func (m *Machine) claimAnswered(now time.Time, c *claim, a Answer) {
-	switch a.Status {
-	case StatusEnded:
-		m.loseClaim(now, c, ending{peerFailure(a.Code), a.Reason})
-	case StatusSent:
-		m.loseClaim(now, c, ending{Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(c.id))})
-	case StatusEarly, StatusPrefill, StatusOffered, StatusSending:
+	if kept, end := a.ofClaim(c.id); kept {
 		m.claimTo(c, claimKept)
 		c.keeper = c.peer
+	} else if end.code != OK {
+		m.loseClaim(c, end)
 	}
+}
+
+// ofClaim says whether P keeps a claim, or how it has ended. Neither: P has no place for it.
+func (a *Answer) ofClaim(id TransferID) (kept bool, end ending) {
+	switch a.Status {
+	case StatusEnded:
+		return false, ending{peerFailure(a.Code), a.Reason}
+	case StatusSent:
+		return false, ending{Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(id))}
+	case StatusEarly, StatusPrefill, StatusOffered, StatusSending:
+		return true, ending{}
+	}
+	return false, ending{}
 }
 
 // claimPeerGone: P's agent does not answer any more. absent: nobody listens there.
@@ -181,7 +190,7 @@ func (m *Machine) claimPeerGone(now time.Time, c *claim, heard time.Time, absent
 		if !absent {
 			m.act(SendFinish{Peer: c.peer, ID: c.id, Code: PeerLost, Reason: reason})
 		}
-		m.loseClaim(now, c, ending{PeerLost, reason})
+		m.loseClaim(c, ending{PeerLost, reason})
 	case c.former != "":
 		c.former = c.peer
 		m.claimLater(now, c)
@@ -200,27 +209,38 @@ func (m *Machine) claimPeerGone(now time.Time, c *claim, heard time.Time, absent
 
 // loseClaim ends a claim that cannot succeed any more. Without Options.ReportClaims the
 // claim stays, void, for the load that may follow.
-func (m *Machine) loseClaim(now time.Time, c *claim, end ending) {
-	was := c.state
-	m.claimTo(c, claimVoid)
-	c.end = end
+func (m *Machine) loseClaim(c *claim, end ending) {
 	if m.opt.ReportClaims && !(fault.On("lost-untold") && end.code == PeerLost) {
-		m.claimLost(now, c, was, end)
+		m.claimLost(c, end)
 	}
+	c.end = end
+	m.claimTo(c, claimVoid)
+}
+
+// claimLost tells that a claim cannot succeed any more.
+func (m *Machine) claimLost(c *claim, end ending) {
+	c.lostIn, c.end = c.state, end
+	m.outcomes = append(m.outcomes, outcome{claim: c})
+}
+
+func (c *claim) report(now time.Time) Report {
+	return Report{ID: c.id, Side: SideClaim, Token: c.token, Code: c.end.code, Reason: c.end.reason, Elapsed: now.Sub(c.since),
+		State: c.lostIn.String(), Peer: cmp.Or(c.peer, c.former), From: c.from}
 }
 
 // dropClaim ends a claim. If P is known or being looked up, P is told.
 func (m *Machine) dropClaim(c *claim, end ending) {
 	switch {
-	case c.state.atPeer() && fault.On("no-finish-of-claims"):
-	case c.state.atPeer():
-		m.act(SendFinish{Peer: c.peer, ID: c.id, Code: end.code, Reason: end.reason})
+	case c.state.atPeer() && !fault.On("no-finish-of-claims"):
+		m.claimTo(c, claimNone, SendFinish{Peer: c.peer, ID: c.id, Code: end.code, Reason: end.reason})
 	case c.state.lookedUp() && end.code == Cancelled:
-		m.keepFarewell(&farewell{id: c.id, seq: c.seq, end: end})
+		m.claimTo(c, claimNone)
+		m.farewells.put(c.id, &farewell{id: c.id, seq: c.seq, end: end})
+	default:
+		m.claimTo(c, claimNone)
 	}
-	m.forgetClaim(c)
 	m.restPeers()
-	m.claimDropped(c)
+	m.outcomes = append(m.outcomes, outcome{claim: c, over: true})
 }
 
 // tickClaim ends a claim that no load has followed, or whose P is gone without a
@@ -228,13 +248,13 @@ func (m *Machine) dropClaim(c *claim, end ending) {
 func (m *Machine) tickClaim(now time.Time, c *claim) {
 	switch {
 	case c.isLost(now):
-		m.claimLost(now, c, c.state, ending{PeerLost, c.noSuccessor()})
+		m.claimLost(c, ending{PeerLost, c.noSuccessor()})
 	case now.Before(c.until):
 		m.claimAgain(c)
 	default:
 		reason := fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", string(c.id), m.opt.Claim)
 		if m.opt.ReportClaims {
-			m.claimLost(now, c, c.state, ending{Expired, reason})
+			m.claimLost(c, ending{Expired, reason})
 			return
 		}
 		m.dropClaim(c, ending{Cancelled, reason})

@@ -22,13 +22,46 @@
 //     the transfer may land then, so the Report of a failed load always comes after
 //     the [Machine.Revoked] event of its [Revoke].
 //
+// # Moments
+//
+// Blocks may lie in the memory of a device ([Region].Memory), whose work is done later
+// than the engine queues it. So the engine's agent numbers moments in that work, and a call
+// says after which one it counts:
+//
+//   - P's [OfferRequest].After and [PartialOffer].After: nothing that the call adds is
+//     read before. What a partial offer adds also waits for the moments of the partial
+//     offers before it, and the offer for those of all.
+//   - D's [LoadRequest].After: nothing is written before. The transport is not armed until
+//     then, and P has no grant. P keeps the transfer meanwhile, as one that D has claimed.
+//     Each part of a fan-in waits.
+//
+// The machine wants [Await] for a moment that it does not know, once for as long as a half
+// waits for it. The user watches the moment and calls [Machine.MomentPassed] or
+// [Machine.MomentFailed], under its lock and with a take of the actions as after each
+// call, also if the moment has passed when Await is performed. An answer that nobody
+// waits for any more does nothing. A moment that has not passed [Options].MomentTimeout
+// after its Await counts as failed. What waits for a moment that fails ends with code
+// [Failed] and the reason. A load that waits was never armed, so it is reported at once. An
+// offer whose blocks are being read is reported after its [Machine.Written].
+//
+// Three things are the transport's: it reads and writes blocks by the way that their Memory
+// needs. It tells Received when the bytes lie in the blocks, not when a copy of them is
+// queued. It tells Written, also after [StopWrite], when no copy reads the blocks any more.
+// So [Machine.Reading] says no, and an offer is reported, when the engine may write them again.
+//
+// With moment 0, which has passed, nothing of this happens: there is no state, action or
+// memory more.
+//
 // # The states
 //
 // Each half is in one of the states below, which claim.go, load.go and offer.go
-// explain. "-" stands for no half: before its begin and after its end. An event is a
+// explain. "-" stands for no half: before its begin and after its end. A row is one call of
+// claimTo, loadTo or offerTo, mostly. A half knows one peer. Only fan-in and fan-out know
+// whether it is a part: settle takes to them how it ends. An event is a
 // method of Machine, or one of three that a method may bring about: FanOut (a D names
 // the first part of a transfer), PartFails (another part of the same fan-in has
-// failed), PeerGone (a P agent does not answer any more).
+// failed), PeerGone (a P agent does not answer any more). A moment that has not passed in
+// time is a MomentFailed too.
 //
 // An action with "?" happens in some of the cases only: the parts of a fan-in or
 // fan-out have one Report together, and a peer that is gone, or that has said the end
@@ -86,13 +119,24 @@
 //	-                 Load                                resolving         Resolve SendFinish?
 //	-                 Load                                relocating        Resolve
 //	-                 Load ResolvedParts                  expecting         Expect
+//	-                 Load ResolvedParts                  awaiting
 //	-                 Load ResolvedParts                  ending            Expect Revoke SendFinish
 //	resolving         Resolved                            expecting         Expect
+//	resolving         Resolved                            awaiting
+//	resolving         MomentFailed                        -                 Report?
 //	resolving         Resolved ResolvedParts              -                 Report? SendFinish?
 //	resolving         Cancel Close                        -                 Report
 //	relocating        Resolved                            expecting         Expect
+//	relocating        Resolved                            awaiting
+//	relocating        MomentFailed                        -                 Report?
 //	relocating        Resolved ResolvedParts              -                 Report? SendFinish?
 //	relocating        Cancel Close Tick PartFails         -                 Report?
+//	awaiting          MomentPassed                        expecting         Expect
+//	awaiting          PeerGone                            relocating        Resolve
+//	awaiting          PeerGone RenewReplied               -                 Report? SendFinish?
+//	awaiting          FinishArrived                       -                 Report?
+//	awaiting          MomentFailed PartFails              -                 Report? SendFinish
+//	awaiting          Cancel Close                        -                 Report? SendFinish
 //	expecting         Expecting                           requesting        SendLoad
 //	expecting         Expecting                           moving            Revoke
 //	expecting         Expecting FinishArrived             ending            Revoke SendFinish?
@@ -126,29 +170,49 @@
 //	-                 Announce OfferPartial FanOut        prefill
 //	-                 LoadArrived RenewArrived FanOut     early
 //	-                 Offer FanOut                        ready
+//	-                 Offer FanOut                        awaiting
 //	-                 FanOut                              partial           Write
+//	-                 FanOut                              finishing         Write
 //	-                 FanOut                              sending           Write
 //	early             Announce OfferPartial               prefill
 //	early             OfferPartial                        partial           Write
 //	early             Offer                               ready
+//	early             Offer                               awaiting
 //	early             Offer                               sending           Write
 //	early             Offer OfferPartial                  -                 Report? SendFinish
 //	early             Cancel Close Tick                   -                 SendFinish?
 //	early             FinishArrived ProbeReplied          -
 //	prefill           LoadArrived OfferPartial            partial           Write
 //	prefill           Offer                               ready
+//	prefill           Offer                               awaiting
+//	prefill           MomentPassed                        partial           Write
+//	prefill           MomentPassed                        -                 Report? SendFinish
+//	prefill           MomentFailed                        -                 Report? SendFinish?
 //	prefill           Offer                               sending           Write
 //	prefill           Offer                               -                 Report? SendFinish
 //	prefill           LoadArrived OfferPartial            -                 Report? SendFinish
 //	prefill           Cancel Close Tick                   -                 Report? SendFinish?
 //	prefill           FanOut FinishArrived ProbeReplied   -                 Report?
+//	awaiting          MomentPassed                        ready
+//	awaiting          MomentPassed                        sending           Write
+//	awaiting          MomentPassed LoadArrived            finishing         Write
+//	awaiting          MomentPassed LoadArrived            -                 Report? SendFinish
+//	awaiting          MomentFailed Cancel Close Tick      -                 Report? SendFinish?
+//	awaiting          FanOut FinishArrived ProbeReplied   -                 Report?
 //	partial           Offer                               sending           Write
+//	partial           Offer                               finishing
+//	partial           MomentPassed MomentFailed           ending            SendFinish StopWrite
 //	partial           Offer OfferPartial                  ending            SendFinish StopWrite
 //	partial           Withdraw                            withdrawing       StopWrite
 //	partial           Withdraw                            ending-withdrawn  StopWrite
 //	partial           Written                             -                 Report? SendFinish?
 //	partial           Cancel Close Tick                   ending            SendFinish StopWrite
 //	partial           FinishArrived ProbeReplied          ending            StopWrite
+//	finishing         MomentPassed                        sending           Write
+//	finishing         MomentPassed MomentFailed           ending            SendFinish StopWrite
+//	finishing         Written                             -                 Report? SendFinish?
+//	finishing         Cancel Close Tick                   ending            SendFinish StopWrite
+//	finishing         FinishArrived ProbeReplied          ending            StopWrite
 //	ready             LoadArrived                         sending           Write
 //	ready             LoadArrived                         -                 Report? SendFinish
 //	ready             Cancel Close Tick                   -                 Report? SendFinish?
@@ -158,6 +222,8 @@
 //	sending           FinishArrived ProbeReplied          ending            StopWrite
 //	withdrawing       Written                             prefill           SendRestart
 //	withdrawing       Written                             ready             SendRestart
+//	withdrawing       Written                             awaiting          SendRestart
+//	withdrawing       MomentFailed                        ending-withdrawn  SendFinish
 //	withdrawing       Cancel Close                        ending-withdrawn  SendFinish
 //	withdrawing       FinishArrived ProbeReplied          ending-withdrawn
 //	ending            Withdraw                            ending-withdrawn

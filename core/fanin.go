@@ -12,26 +12,22 @@ import (
 
 // parts are what the fan-ins of claims and of loads have in common.
 type parts struct {
-	id        TransferID
-	from      Target      // the engine that they were found to be ranks of
-	found     []FoundPart // the ranks
-	ids       []TransferID
-	left      int  // parts that have not ended
-	beginning bool // the parts are being begun one by one: none is ended for another's failure
+	id    TransferID
+	from  Target      // the engine that they were found to be ranks of
+	found []FoundPart // the ranks
+	ids   []TransferID
+	left  int // parts that have not ended
 }
 
 func newParts(id TransferID, from Target, found []FoundPart) parts {
-	p := parts{id: id, from: from, found: found, left: len(found), beginning: true}
+	p := parts{id: id, from: from, found: found, left: len(found)}
 	for i := range found {
 		p.ids = append(p.ids, found[i].Share.Part(id))
 	}
 	return p
 }
 
-type claimFanIn struct {
-	parts
-	lost *Report // how the claim ended, while its parts are begun or ended
-}
+type claimFanIn struct{ parts }
 
 type loadFanIn struct {
 	parts
@@ -52,11 +48,16 @@ type sum struct {
 	stats  TransferStats
 }
 
-// add takes a part's report; the first part that failed decides.
-func (s *sum) add(r *Report) {
+// decide takes how a part ends; the first part that failed decides.
+func (s *sum) decide(r *Report) {
 	if s.code == OK {
 		s.code, s.reason, s.state, s.peer, s.from = r.Code, r.Reason, r.State, r.Peer, r.From
 	}
+}
+
+// add takes a part's report.
+func (s *sum) add(r *Report) {
+	s.decide(r)
 	s.wait = max(s.wait, r.Wait)
 	s.stats.Bytes += r.Stats.Bytes
 	s.stats.Segments += r.Stats.Segments
@@ -68,6 +69,7 @@ func (s *sum) add(r *Report) {
 // the half is a fan-in of one part for each rank found.
 func (m *Machine) ResolvedParts(now time.Time, id TransferID, seq uint64, found []FoundPart) {
 	m.event("ResolvedParts")
+	defer m.settle(now)
 	if isPart(id) {
 		return
 	}
@@ -90,33 +92,33 @@ func (m *Machine) ResolvedParts(now time.Time, id TransferID, seq uint64, found 
 
 func (m *Machine) fanInClaim(now time.Time, c *claim, found []FoundPart) {
 	f := &claimFanIn{parts: newParts(c.id, c.from, found)}
-	m.forgetClaim(c)
+	was := c.state
+	m.claimTo(c, claimNone)
 	m.claimFanIns[f.id] = f
 	for i := range found {
 		m.seq++
 		part := *c // what was tried before
 		part.id, part.seq, part.from = f.ids[i], m.seq, found[i].From
-		m.keepClaim(&part)
+		m.claimTo(&part, was)
 		m.resolved(now, part.id, part.seq, found[i].Peer, found[i].Opened, ending{})
-	}
-	f.beginning = false
-	if f.lost != nil {
-		m.claimFanInLost(f)
 	}
 }
 
 func (m *Machine) fanInLoad(now time.Time, ld *load, found []FoundPart) {
 	f := &loadFanIn{parts: newParts(ld.id, ld.from, found), token: ld.token, started: ld.started, blocks: ld.Count()}
-	m.forgetLoad(ld)
+	was, after := ld.state, ld.after
+	ld.after = 0 // its moment is awaited until the parts await it
+	m.loadTo(ld, loadNone)
 	m.loadFanIns[f.id] = f
 	for i := range found {
 		m.seq++
 		part := *ld // what was claimed or tried before
 		part.id, part.seq, part.from, part.Selection = f.ids[i], m.seq, found[i].From, ld.cut(m.layout, found[i].Regions)
-		m.keepLoad(&part)
+		m.loadAfter(now, &part, fault.Pick("found-parts-at-once", after, 0))
+		m.loadTo(&part, was)
 		m.resolved(now, part.id, part.seq, found[i].Peer, found[i].Opened, ending{})
 	}
-	m.partsBegun(now, f)
+	m.awaitNot(after)
 }
 
 // loadClaimedParts begins a load of a transfer whose claim has parts, and says whether it
@@ -134,18 +136,9 @@ func (m *Machine) loadClaimedParts(now time.Time, r LoadRequest) bool {
 	delete(m.claimFanIns, r.ID)
 	m.loadFanIns[r.ID] = f
 	for i := range f.found {
-		m.beginLoad(now, &load{id: f.ids[i], from: f.found[i].From, Selection: r.cut(m.layout, f.found[i].Regions), prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0)})
+		m.beginLoad(now, &load{id: f.ids[i], from: f.found[i].From, Selection: r.cut(m.layout, f.found[i].Regions), prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), after: fault.Pick("parts-at-once", r.After, 0)})
 	}
-	m.partsBegun(now, f)
 	return true
-}
-
-// partsBegun ends the other parts if one has failed while they were begun.
-func (m *Machine) partsBegun(now time.Time, f *loadFanIn) {
-	f.beginning = false
-	if f.sum.code != OK {
-		m.endOthers(now, f)
-	}
 }
 
 // endOthers ends the other parts of a fan-in of which one has failed.
@@ -161,7 +154,7 @@ func (m *Machine) endLoadFanIn(now time.Time, f *loadFanIn, end ending) {
 			if fault.On("others-not-fenced") {
 				ld.end = end
 				m.act(Revoke{ID: id})
-				m.reportLoad(now, ld)
+				m.reportLoad(ld)
 				continue
 			}
 			m.endLoad(now, ld, end, true)
@@ -170,6 +163,7 @@ func (m *Machine) endLoadFanIn(now time.Time, f *loadFanIn, end ending) {
 }
 
 func (m *Machine) dropClaimFanIn(f *claimFanIn, end ending) {
+	delete(m.claimFanIns, f.id)
 	for _, id := range f.ids {
 		if c := m.claims.get(id); c != nil {
 			m.dropClaim(c, end)
@@ -177,33 +171,31 @@ func (m *Machine) dropClaimFanIn(f *claimFanIn, end ending) {
 	}
 }
 
-// loadFails: the first part that fails ends the others, while it is fenced itself.
-func (m *Machine) loadFails(now time.Time, ld *load) {
-	f := m.loadFanIns[nameOf(ld.id)]
-	if !isPart(ld.id) || f.sum.code != OK {
-		return
-	}
-	f.sum.code, f.sum.reason, f.sum.state, f.sum.peer, f.sum.from = ld.end.code, ld.end.reason, ld.endedIn, ld.peer, ld.from
-	if !f.beginning && !fault.On("others-go-on") {
-		m.endOthers(now, f)
-	}
-}
-
-// loadReported takes a load's end to the engine. If it is a part's, the engine's
-// blocks are free when no byte of any part can land.
-func (m *Machine) loadReported(now time.Time, r Report) {
-	f := m.loadFanIns[nameOf(r.ID)]
+// loadEnded takes a load's end to the engine. If it is a part's, the first that fails ends
+// the others, also while it is fenced itself. The engine's blocks are free when no byte of
+// any part can land.
+func (m *Machine) loadEnded(now time.Time, ld *load, over bool) {
+	r := ld.report(now)
 	if !isPart(r.ID) {
-		m.act(r)
+		if over {
+			m.act(r)
+		}
 		return
+	}
+	f := m.loadFanIns[nameOf(r.ID)]
+	if f == nil {
+		return // the engine has its Report
 	}
 	failed := f.sum.code == OK && r.Code != OK
-	f.left--
-	f.sum.add(&r)
-	if failed && !f.beginning {
+	f.sum.decide(&r)
+	if failed && !fault.On("others-go-on") {
 		m.endOthers(now, f)
 	}
-	if f.left > fault.Pick("first-source-ends", 0, len(f.ids)-1) || m.loadFanIns[f.id] != f {
+	if !over {
+		return
+	}
+	f.sum.add(&r)
+	if f.left--; f.left > fault.Pick("first-source-ends", 0, len(f.ids)-1) {
 		return
 	}
 	delete(m.loadFanIns, f.id)
@@ -212,51 +204,36 @@ func (m *Machine) loadReported(now time.Time, r Report) {
 		Wait: max(elapsed-time.Duration(s.stats.Nanos), 0), Elapsed: elapsed, State: s.state, Peer: s.peer, From: s.from, Stats: s.stats})
 }
 
-// claimDropped forgets a fan-in when the last of its claims is gone.
-func (m *Machine) claimDropped(c *claim) {
-	if !isPart(c.id) {
+// claimEnded takes a claim's end. If it was lost, P is told, unless P knows it, and the
+// engine is told. If it is a part's, the other parts end too, as those of a load do with the
+// first that fails.
+func (m *Machine) claimEnded(now time.Time, c *claim, over bool) {
+	r, whole := c.report(now), !isPart(c.id)
+	f := m.claimFanIns[nameOf(c.id)] // nil: all parts have been dropped already
+	switch {
+	case whole && over, !whole && f == nil:
 		return
-	}
-	f := m.claimFanIns[nameOf(c.id)]
-	if f.left--; f.left == 0 {
-		delete(m.claimFanIns, f.id)
-	}
-}
-
-// claimLost tells P of the end of a claim, if P does not know it, and tells the engine. If
-// the claim is a part, the other parts end too, as those of a load do with the first that
-// fails. was is the state in which the claim was lost.
-func (m *Machine) claimLost(now time.Time, c *claim, was claimState, end ending) {
-	r := Report{ID: c.id, Side: SideClaim, Token: c.token, Code: end.code, Reason: end.reason, Elapsed: now.Sub(c.since), State: was.String(),
-		Peer: cmp.Or(c.peer, c.former), From: c.from}
-	if !isPart(c.id) {
-		m.dropClaim(c, ending{Cancelled, end.reason})
-		m.reportLost(r)
+	case whole:
+		m.dropClaim(c, ending{Cancelled, r.Reason})
+	case over:
+		if f.left--; f.left == 0 {
+			delete(m.claimFanIns, f.id)
+		}
 		return
-	}
-	f := m.claimFanIns[nameOf(c.id)]
-	if f.lost != nil {
-		return // another part was lost first, while they were begun
-	}
-	r.ID, r.From = f.id, f.from
-	if fault.On("lost-twice") {
-		m.act(r)
-	}
-	if f.lost = &r; !f.beginning {
-		m.claimFanInLost(f)
-	}
-}
-
-func (m *Machine) claimFanInLost(f *claimFanIn) {
-	defer m.because("PartFails")()
-	if fault.On("lost-others-untold") {
-		for _, id := range f.ids {
-			if c := m.claims.get(id); c != nil {
-				m.forgetClaim(c)
-				m.claimDropped(c)
+	default:
+		defer m.because("PartFails")()
+		r.ID, r.From = f.id, f.from
+		if fault.On("lost-twice") {
+			m.act(r)
+		}
+		if fault.On("lost-others-untold") {
+			for _, id := range f.ids {
+				if c := m.claims.get(id); c != nil {
+					m.claimTo(c, claimNone)
+				}
 			}
 		}
+		m.dropClaimFanIn(f, ending{Cancelled, r.Reason})
 	}
-	m.dropClaimFanIn(f, ending{Cancelled, f.lost.Reason})
-	m.reportLost(*f.lost)
+	m.reportLost(r)
 }

@@ -59,17 +59,25 @@ func (m *Machine) fanOut(now time.Time, part TransferID) (Code, string) {
 	m.begin(now)
 	f := &fanOut{id: id, of: share.Of, source: share.Source, left: share.Of}
 	m.fanOuts[id] = f
+	state := offerEarly
 	if base != nil {
 		f.offered, f.token, f.blocks = base.offered, base.token, base.held.Count()
-		m.forgetOffer(base)
+		state = base.state
+	} else {
+		m.early += share.Of
 	}
 	for k := range share.Of {
 		of := base.part(Share{k, share.Of, share.Source}.Part(id), now.Add(m.opt.EarlyLoad))
 		f.parts = append(f.parts, of.id)
-		if of.state == offerEarly {
-			m.early++
+		m.offerTo(of, state)
+		for i := range of.growths {
+			if after := of.growths[i].after; after != 0 {
+				m.await(now, after, SideOffer, of.id)
+			}
 		}
-		m.keepOffer(of)
+	}
+	if base != nil {
+		m.offerTo(base, offerNone)
 	}
 	for _, p := range f.parts { // D's word that it needs no more may have come before
 		if t, gone := m.ended.byID[p]; gone {
@@ -98,7 +106,7 @@ func (of *offer) part(id TransferID, deadline time.Time) *offer {
 	for g := range held.Blocks {
 		held.Blocks[g] = slices.Clip(held.Blocks[g]) // each part's list is extended apart
 	}
-	return &offer{id: id, state: of.state, token: of.token, held: held, offered: of.offered, deadline: of.deadline, ready: slices.Clone(of.ready), prompt: fault.Pick("shares-of-any-prompt", of.prompt, 0)}
+	return &offer{id: id, token: of.token, held: held, offered: of.offered, deadline: of.deadline, ready: slices.Clone(of.ready), growths: fault.Pick("shares-forget-moments", slices.Clone(of.growths), nil), prompt: fault.Pick("shares-of-any-prompt", of.prompt, 0)}
 }
 
 // halfOf is P's half of a transfer, or the parts of it that have not ended.
@@ -124,19 +132,19 @@ func (m *Machine) offeredWhole(now time.Time, r *OfferRequest) {
 	}
 }
 
-// offerReported takes an offer's end to the engine. If it is a part's, the engine's blocks
-// are free when all parts have ended. If the engine has not offered, nobody waits for a
-// report.
-func (m *Machine) offerReported(now time.Time, of *offer, r Report) {
-	f := m.fanOuts[nameOf(of.id)]
+// offerEnded takes an offer's end to the engine. If it is a part's, the engine's blocks are
+// free when all parts have ended. If the engine has not offered, nobody waits for a report.
+func (m *Machine) offerEnded(now time.Time, of *offer) {
+	r := of.report(now)
 	switch {
 	case !isPart(of.id) && of.offered.IsZero():
-		m.reportDemand(of.id, r.Code, r.Reason, 0)
+		m.reportDemand(r.ID, r.Code, r.Reason, 0)
 		return
 	case !isPart(of.id):
 		m.act(r)
 		return
 	}
+	f := m.fanOuts[nameOf(of.id)]
 	f.add(&r)
 	if f.left--; f.left > 0 && !(fault.On("first-share-ends") && f.left >= f.of-1) {
 		m.demanded(f.id)

@@ -79,7 +79,10 @@ type user struct {
 	armed   []core.TransferID
 	writing map[core.TransferID]bool // the transport reads the blocks, or will
 	offered map[core.TransferID][][]core.BlockID
-	prompts map[core.TransferID]uint64 // of them
+	prompts map[core.TransferID]uint64      // of them
+	passed  map[core.Moment]bool            // moments
+	holding map[core.TransferID]core.Moment // from which on offers' blocks hold them
+	free    map[core.TransferID]core.Moment // from which on loads' blocks may be written
 }
 
 func newUser(t *testing.T, in []byte) *user {
@@ -96,6 +99,7 @@ func newUser(t *testing.T, in []byte) *user {
 		t.Fatal(err)
 	}
 	return &user{t: t, in: in, layout: l, match: match, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{}, prompts: map[core.TransferID]uint64{},
+		passed: map[core.Moment]bool{0: true}, holding: map[core.TransferID]core.Moment{}, free: map[core.TransferID]core.Moment{},
 		m: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Claim: time.Minute, ReportClaims: len(in)%2 == 1})}
 }
 
@@ -170,8 +174,9 @@ func (u *user) next() {
 		_ = m.Announce(u.now, u.id())
 	case 1:
 		u.token++
-		r := core.OfferRequest{ID: u.id(), Selection: core.Selection{Blocks: u.blocks()}, Token: u.token, Prompt: u.token % 3}
+		r := core.OfferRequest{ID: u.id(), Selection: core.Selection{Blocks: u.blocks()}, Token: u.token, Prompt: u.token % 3, After: u.moment()}
 		if m.Offer(u.now, r) == nil {
+			u.holding[r.ID] = r.After
 			u.ledger.accepted(core.SideOffer, r.Token)
 			u.offered[r.ID], u.prompts[r.ID] = r.Blocks, r.Prompt
 		}
@@ -180,11 +185,12 @@ func (u *user) next() {
 		_ = u.ledger.claim(m, u.now, core.ClaimRequest{ID: u.id(), From: u.target(), Token: u.token})
 	case 3:
 		u.token++
-		r := core.LoadRequest{ID: u.id(), From: u.target(), Selection: core.Selection{First: u.first(), Blocks: u.blocks()}, Token: u.token}
+		r := core.LoadRequest{ID: u.id(), From: u.target(), Selection: core.Selection{First: u.first(), Blocks: u.blocks()}, Token: u.token, After: u.moment()}
 		if len(r.First) == 0 {
 			r.First = nil
 		}
 		if m.Load(u.now, r) == nil {
+			u.free[r.ID] = r.After
 			u.ledger.accepted(core.SideLoad, r.Token)
 			delete(u.ledger.claims, r.ID)
 		}
@@ -245,6 +251,9 @@ func (u *user) next() {
 	}
 	u.collect()
 }
+
+// moment is one of a call, after which others may come that wait for it too.
+func (u *user) moment() core.Moment { return core.Moment(u.token / 3 % 4) }
 
 // maxFound is how many parts an engine of the fuzz test falls into.
 const maxFound = 3

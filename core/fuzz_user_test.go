@@ -46,6 +46,9 @@ func (u *user) known(c core.Code) {
 // checkWrite: whatever blocks D names, the machine reads only blocks that the engine has
 // offered under this id, of the prompt that D asks for, and the plan stays within them.
 func (u *user) checkWrite(w core.Write) {
+	if after := u.holding[whole(w.ID)]; !u.passed[after] {
+		u.t.Errorf("%q is read before moment %d", w.ID, after)
+	}
 	if u.writing[w.ID] {
 		u.t.Errorf("%q is written twice at a time", w.ID)
 	}
@@ -82,6 +85,9 @@ func (u *user) perform() {
 	u.queue = u.queue[1:]
 	switch v := a.(type) {
 	case core.Expect:
+		if after := u.free[whole(v.ID)]; !u.passed[after] {
+			u.t.Errorf("%q is expected before moment %d", v.ID, after)
+		}
 		if u.byte()%4 == 1 {
 			u.m.Expecting(u.now, v.ID, nil, errors.New("no place"))
 			break
@@ -133,6 +139,13 @@ func (u *user) answer() {
 	case core.Write:
 		delete(u.writing, v.ID)
 		u.m.Written(u.now, v.ID, core.TransferStats{Bytes: 1}, u.failure())
+	case core.Await:
+		if err := u.failure(); err != nil {
+			u.m.MomentFailed(u.now, v.Moment, err)
+			break
+		}
+		u.passed[v.Moment] = true
+		u.m.MomentPassed(u.now, v.Moment)
 	default:
 		u.t.Fatalf("unknown action %T", a)
 	}

@@ -12,12 +12,14 @@ func (m *Machine) checkInvariants() {
 			panic("core: broken invariant: " + fmt.Sprintf(format, args...))
 		}
 	}
+	must(len(m.outcomes) == 0, "%d outcomes of halves were not settled", len(m.outcomes))
 	m.checkOffers(must)
 	m.checkClaims(must)
 	m.checkLoads(must)
 	m.checkFanIns(must)
 	m.checkFanOuts(must)
 	m.checkDemands(must)
+	m.checkMoments(must)
 	m.checkLost(must)
 	must(m.namedClaims() <= m.opt.MaxTransfers, "%d claims, over the limit", m.namedClaims())
 	must(len(m.claims.byID)+len(m.loads.byID)+len(m.farewells.byID) > 0 || len(m.peers) == 0, "%d peers are watched for no load", len(m.peers))
@@ -34,7 +36,7 @@ func (m *Machine) checkOffers(must mustFunc) {
 		must(!loaded || of.load.Peer == of.peer, "offer %q is loaded by another agent than %q, for which it is kept", id, of.peer)
 		must(of.id == id, "offer %q is kept as %q", of.id, id)
 		must(!gone, "offer %q has ended and is under way", id)
-		must(of.sent == nil || of.state == offerPartial || of.state == offerSending || of.state.ends(), "offer %q in state %v has sent a part", id, of.state)
+		must(of.sent == nil || of.state.sending() || of.state.ends(), "offer %q in state %v has sent a part", id, of.state)
 		switch of.state {
 		case offerEarly:
 			early++
@@ -42,6 +44,10 @@ func (m *Machine) checkOffers(must mustFunc) {
 			must((of.peer != "" || isPart(id)) && timed && of.held.Blocks == nil, "early offer %q: peer %q, deadline %v", id, of.peer, timed)
 		case offerPrefill:
 			must((of.peer != "") == timed, "prefill %q: peer %q, deadline %v", id, of.peer, timed)
+		case offerAwaiting:
+			must(timed && !of.offered.IsZero(), "awaiting offer %q: deadline %v", id, of.deadline)
+		case offerFinishing:
+			must(loaded && timed && !of.offered.IsZero() && of.sent != nil, "finishing offer %q: load %v, deadline %v", id, loaded, timed)
 		case offerPartial:
 			must(loaded && timed && of.offered.IsZero() && of.sent != nil, "partial offer %q: load %v, deadline %v", id, loaded, timed)
 		case offerReady:
@@ -77,7 +83,7 @@ func (m *Machine) checkLoads(must mustFunc) {
 		must(ld.state != loadEnding || ld.end.code != OK, "load %q ends well in state %v", id, ld.state)
 		must(ld.state == loadEnding || ld.end.code == OK, "load %q ends as %v in state %v", id, ld.end.code, ld.state)
 		must((ld.state != loadRelocating && ld.state != loadMoving || ld.former != "") && (ld.state != loadResolving || ld.former == ""), "load %q was with %q in state %v", id, ld.former, ld.state)
-		must(ld.state != loadWaiting || m.peers[ld.peer] != nil, "load %q waits for %q, which nobody watches", id, ld.peer)
+		must(ld.state != loadWaiting && ld.state != loadAwaiting || m.peers[ld.peer] != nil, "load %q waits for %q, which nobody watches", id, ld.peer)
 		if !isPart(id) && ld.Count() > 0 {
 			busy++
 		}

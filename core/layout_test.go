@@ -10,6 +10,37 @@ func region(name string, group uint32, base, stride, bytes uint64, blocks uint32
 	return Region{Name: name, Group: group, Base: base, BlockStride: stride, BlockBytes: bytes, NumBlocks: blocks}
 }
 
+func onDevice(device int, r Region) Region {
+	r.Memory = DeviceMemory(device)
+	return r
+}
+
+// TestMemories: an address names another byte in each memory, and the two sides of a
+// transfer need not have the same.
+func TestMemories(t *testing.T) {
+	host := region("k", 0, 0x1000, 64, 64, 4)
+	first, second := onDevice(0, region("l", 0, 0x1000, 64, 64, 4)), onDevice(1, region("m", 0, 0x1000, 64, 64, 4))
+	mixed, err := NewLayout([]Region{host, first, second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []string{"host", "device 0", "device 1"} {
+		if got := mixed.Regions[i].Memory.String(); got != want {
+			t.Errorf("region %d lies in memory %q, want %q", i, got, want)
+		}
+		if device, ok := mixed.Regions[i].Memory.Device(); ok != (i > 0) || ok && device != i-1 {
+			t.Errorf("region %d lies on device %d, %v", i, device, ok)
+		}
+	}
+	hosts, err := NewLayout([]Region{host, region("l", 0, 0x2000, 64, 64, 4), region("m", 0, 0x3000, 64, 64, 4)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m, err := NewMatch(mixed.Shapes(), hosts.Shapes()); err != nil || m.Bytes(Selection{Blocks: [][]BlockID{{0}}}) != 3*64 {
+		t.Errorf("a layout on devices and one in the host's memory: %v", err)
+	}
+}
+
 func TestNewLayoutRefuses(t *testing.T) {
 	ok := region("k", 0, 0x1000, 64, 64, 4)
 	with := func(change func(*Region)) []Region {
@@ -28,6 +59,8 @@ func TestNewLayoutRefuses(t *testing.T) {
 		{"no name", with(func(r *Region) { r.Name = "" }), []string{`""`, "1 to 256 bytes"}},
 		{"long name", with(func(r *Region) { r.Name = strings.Repeat("x", 257) }), []string{"1 to 256 bytes"}},
 		{"group", with(func(r *Region) { r.Group = 16 }), []string{`"k"`, "group 16", "below 16"}},
+		{"device", with(func(r *Region) { r.Memory = DeviceMemory(MaxDevices) }), []string{`"k"`, "device 64", "0 to 63"}},
+		{"same memory of a device", []Region{onDevice(1, ok), onDevice(1, region("v", 0, 0x1000, 64, 64, 4))}, []string{`"v"`, "overlaps", "device 1"}},
 		{"null", with(func(r *Region) { r.Base = 0 }), []string{`"k"`, "null"}},
 		{"no bytes", with(func(r *Region) { r.BlockBytes = 0 }), []string{`"k"`, "0 bytes"}},
 		{"no blocks", with(func(r *Region) { r.NumBlocks = 0 }), []string{`"k"`, "0 blocks"}},

@@ -11,8 +11,10 @@ import (
 type loadState uint8
 
 const (
-	loadResolving  loadState = iota // P's agent is being looked up; no byte can come
+	loadNone       loadState = iota // before its begin and after its end
+	loadResolving                   // P's agent is being looked up; no byte can come
 	loadRelocating                  // likewise, for the second and last time
+	loadAwaiting                    // P is known; the moment has not passed after which the engine's blocks may be written, and the transport is not armed
 	loadExpecting                   // the transport is being armed
 	loadRequesting                  // P's answer to the load is awaited
 	loadWaiting                     // P has accepted; its bytes are awaited
@@ -22,7 +24,7 @@ const (
 )
 
 func (s loadState) String() string {
-	return [...]string{"resolving", "relocating", "expecting", "requesting", "waiting", "moving", "restarting", "ending"}[s]
+	return [...]string{"-", "resolving", "relocating", "awaiting", "expecting", "requesting", "waiting", "moving", "restarting", "ending"}[s]
 }
 
 // lookedUp says whether the load waits for Resolved.
@@ -43,6 +45,7 @@ type load struct {
 	from  Target
 	Selection
 	prompt uint64 // of LoadRequest
+	after  Moment // of LoadRequest; 0 when it has passed
 	agents
 	started time.Time
 	since   time.Time // the engine's first word of it: its claim, if there was one
@@ -74,76 +77,72 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	}
 	m.event("Load")
 	m.count.Loaded++
+	defer m.settle(now)
 	if m.loadOfLost(&r) || m.loadClaimedParts(now, r) {
 		return nil
 	}
-	m.beginLoad(now, &load{id: r.ID, token: r.Token, from: r.From, Selection: r.Selection, prompt: r.Prompt})
+	m.beginLoad(now, &load{id: r.ID, token: r.Token, from: r.From, Selection: r.Selection, prompt: r.Prompt, after: r.After})
 	return nil
 }
 
-func (m *Machine) keepLoad(ld *load) {
-	m.farewells.drop(ld.id)
-	m.loads.put(ld.id, ld)
-	m.moved("load", ld.id, "-", ld.state.String())
-}
-
-func (m *Machine) forgetLoad(ld *load) {
-	m.loads.drop(ld.id)
-	m.moved("load", ld.id, ld.state.String(), "-")
-}
-
-func (m *Machine) loadTo(ld *load, s loadState) {
-	m.moved("load", ld.id, ld.state.String(), s.String())
-	ld.state = s
+// loadTo is one row of the table: the load's next state, and what the step does.
+func (m *Machine) loadTo(ld *load, next loadState, does ...Action) {
+	switch loadNone {
+	case next:
+		m.loads.drop(ld.id)
+		m.awaitNot(ld.after)
+	case ld.state:
+		m.farewells.drop(ld.id)
+		m.loads.put(ld.id, ld)
+	}
+	m.moved("load", ld.id, ld.state, next)
+	ld.state = next
+	m.act(does...)
 }
 
 // beginLoad begins a load, in place of the transfer's claim if there is one.
 func (m *Machine) beginLoad(now time.Time, ld *load) {
-	c := m.claims.get(ld.id)
 	if ld.First == nil {
 		ld.First = make([]uint32, len(ld.Blocks))
 	}
 	m.begin(now)
 	m.seq++ // a cancelled half of the id is void: P hears of the id by this load
 	ld.seq, ld.started, ld.since = m.seq, now, now
-	if c != nil {
-		m.forgetClaim(c)
-	}
-	m.keepLoad(ld)
+	m.loadAfter(now, ld, ld.after)
+	c := m.claims.get(ld.id)
 	switch {
-	case c == nil:
-	case c.from != ld.from:
-		if c.state.atPeer() {
-			m.act(SendFinish{Peer: c.peer, ID: ld.id, Code: Cancelled, Reason: "the decode engine loads it from another engine"})
-		}
-	default:
-		ld.since, ld.former, ld.until = c.since, c.former, now.Add(m.patience())
-		if c.state.atPeer() || c.state == claimVoid {
-			m.continueClaim(now, ld, c)
-			return
-		}
-		if ld.former != "" {
-			m.loadTo(ld, loadRelocating)
-		}
+	case c != nil && c.from == ld.from:
+		m.continueClaim(now, ld, c)
+		return
+	case c != nil:
+		m.dropClaim(c, ending{Cancelled, "the decode engine loads it from another engine"})
 	}
-	m.resolve(ld.id, ld.seq, ld.from, false)
+	m.loadTo(ld, loadResolving, lookUp(ld.id, ld.seq, ld.from, false))
 }
 
-// continueClaim goes on with a load whose claim P has had.
+// continueClaim begins a load where its claim has come to.
 func (m *Machine) continueClaim(now time.Time, ld *load, c *claim) {
-	ld.peer, ld.keeper, ld.end = c.peer, c.keeper, c.end
-	if !c.nameBy.IsZero() {
-		ld.nameBy = later(c.nameBy, now.Add(m.opt.PeerTimeout/3))
+	was := c.state
+	m.claimTo(c, claimNone)
+	ld.agents, ld.end = c.agents, c.end
+	ld.since, ld.until = c.since, now.Add(m.patience())
+	if !ld.nameBy.IsZero() {
+		ld.nameBy = later(ld.nameBy, now.Add(m.opt.PeerTimeout/3))
 	}
-	ld.endedIn = "claimed"
 	switch {
-	case c.state != claimVoid:
+	case was.atPeer():
+		ld.endedIn = "claimed"
 		m.proceed(now, ld)
-	case ld.Count() == 0: // P has let go of it already
-		ld.end = ending{OK, nothingToLoad}
-		m.reportLoad(now, ld)
+	case was == claimVoid:
+		ld.endedIn = "claimed"
+		if ld.Count() == 0 { // P has let go of it already
+			ld.end = ending{OK, nothingToLoad}
+		}
+		m.reportLoad(ld)
+	case ld.former == "":
+		m.loadTo(ld, loadResolving, lookUp(ld.id, ld.seq, ld.from, false))
 	default:
-		m.reportLoad(now, ld)
+		m.loadTo(ld, loadRelocating, lookUp(ld.id, ld.seq, ld.from, false))
 	}
 }
 
@@ -152,15 +151,17 @@ const nothingToLoad = "nothing to load"
 // proceed goes on with a load whose P is known.
 func (m *Machine) proceed(now time.Time, ld *load) {
 	if ld.Count() == 0 {
-		m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: OK, Reason: nothingToLoad})
 		ld.end = ending{OK, nothingToLoad}
-		m.reportLoad(now, ld)
+		m.reportLoad(ld, SendFinish{Peer: ld.peer, ID: ld.id, Code: OK, Reason: nothingToLoad})
 		return
 	}
 	m.watch(now, ld.peer)
-	m.loadTo(ld, loadExpecting)
 	ld.begun, ld.endedIn = now, ""
-	m.act(Expect{ID: ld.id, Peer: ld.peer, Selection: ld.Selection})
+	if ld.after != 0 && !fault.On("written-before-its-moment") {
+		m.loadTo(ld, loadAwaiting)
+		return
+	}
+	m.loadTo(ld, loadExpecting, Expect{ID: ld.id, Peer: ld.peer, Selection: ld.Selection})
 }
 
 // loadResolved takes the outcome of a load's look-up.
@@ -175,7 +176,7 @@ func (m *Machine) loadResolved(now time.Time, ld *load, peer AgentID, opened tim
 		end = ending{PeerLost, reason}
 	}
 	ld.end = end
-	m.reportLoad(now, ld)
+	m.reportLoad(ld)
 }
 
 // Expecting answers Expect.
@@ -185,6 +186,7 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 		return
 	}
 	m.event("Expecting")
+	defer m.settle(now)
 	switch {
 	case err != nil && ld.former == "":
 		m.move(ld, now.Add(m.patience()), false) // what is remembered of P is out of date, most likely
@@ -193,9 +195,8 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 		m.endLoad(now, ld, ending{Failed, err.Error()}, true)
 		return
 	}
-	m.loadTo(ld, loadRequesting)
 	ld.grant = grant
-	m.act(SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: m.opt.Lease})
+	m.loadTo(ld, loadRequesting, SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: m.opt.Lease})
 }
 
 // LoadAnswered answers SendLoad.
@@ -205,6 +206,7 @@ func (m *Machine) LoadAnswered(now time.Time, id TransferID, seq uint64, answer 
 		return
 	}
 	m.event("LoadAnswered")
+	defer m.settle(now)
 	switch {
 	case answer == LoadAccepted:
 		m.loadTo(ld, loadWaiting)
@@ -231,9 +233,8 @@ func (m *Machine) move(ld *load, until time.Time, gone bool) {
 	m.count.Retries++
 	m.act(Forget{Peer: ld.peer, Gone: gone})
 	if fault.On("no-fence-again") {
-		m.loadTo(ld, loadRelocating)
 		ld.peer = ""
-		m.resolve(ld.id, ld.seq, ld.from, true)
+		m.loadTo(ld, loadRelocating, lookUp(ld.id, ld.seq, ld.from, true))
 		return
 	}
 	m.fence(ld, loadMoving)
@@ -262,6 +263,7 @@ func (m *Machine) Received(now time.Time, id TransferID, s TransferStats, err er
 		return
 	}
 	m.event("Received")
+	defer m.settle(now)
 	ld.stats = s
 	if err != nil {
 		// P may live, though its connections broke, and hold blocks for this load.
@@ -269,8 +271,7 @@ func (m *Machine) Received(now time.Time, id TransferID, s TransferStats, err er
 		return
 	}
 	// The bytes are all here: the transport has nothing left to fence.
-	m.act(SendFinish{Peer: ld.peer, ID: id, Code: OK})
-	m.reportLoad(now, ld)
+	m.reportLoad(ld, SendFinish{Peer: ld.peer, ID: id, Code: OK})
 }
 
 // Revoked answers Revoke: no byte of the load can land any more.
@@ -280,15 +281,15 @@ func (m *Machine) Revoked(now time.Time, id TransferID) {
 		return
 	}
 	m.event("Revoked")
+	defer m.settle(now)
 	switch ld.state {
 	case loadRestarting:
 		m.proceed(now, ld)
 	case loadMoving:
-		m.loadTo(ld, loadRelocating)
 		ld.peer, ld.endedIn = "", "" // the old agent's last words do not count
-		m.resolve(ld.id, ld.seq, ld.from, true)
+		m.loadTo(ld, loadRelocating, lookUp(ld.id, ld.seq, ld.from, true))
 	case loadEnding:
-		m.reportLoad(now, ld)
+		m.reportLoad(ld)
 	}
 }
 
@@ -325,10 +326,10 @@ func (m *Machine) endLoad(now time.Time, ld *load, end ending, tell bool) {
 		return
 	case loadResolving, loadRelocating:
 		ld.end = end
-		if end.code == Cancelled && !fault.On("farewell-forgotten") { // the engine gets its blocks back now; P must still hear of it
-			m.keepFarewell(&farewell{id: ld.id, seq: ld.seq, end: end})
+		if tell && !fault.On("farewell-forgotten") { // the engine gets its blocks back now; P must still hear of it
+			m.farewells.put(ld.id, &farewell{id: ld.id, seq: ld.seq, end: end})
 		}
-		m.reportLoad(now, ld)
+		m.reportLoad(ld)
 		return
 	case loadMoving:
 		tell = false // nobody is there
@@ -337,34 +338,41 @@ func (m *Machine) endLoad(now time.Time, ld *load, end ending, tell bool) {
 	if tell && !(fault.On("no-finish") && end.code == Cancelled) {
 		m.act(SendFinish{Peer: ld.peer, ID: ld.id, Code: end.code, Reason: end.reason})
 	}
-	if ld.state.armed() {
+	switch {
+	case ld.state == loadAwaiting: // nothing is armed
+		m.reportLoad(ld)
+		return
+	case !ld.state.armed():
+		m.loadTo(ld, loadEnding)
+	default:
 		m.fence(ld, loadEnding)
 		if fault.On("no-fence") {
-			m.reportLoad(now, ld)
+			m.reportLoad(ld)
 			return
 		}
-	} else {
-		m.loadTo(ld, loadEnding)
 	}
-	m.loadFails(now, ld)
+	m.outcomes = append(m.outcomes, outcome{load: ld})
 }
 
 // fence has the transport give up the load's blocks; next is the state that follows.
 func (m *Machine) fence(ld *load, next loadState) {
 	ld.endedIn = ld.state.String()
-	m.loadTo(ld, next)
-	m.act(Revoke{ID: ld.id})
+	m.loadTo(ld, next, Revoke{ID: ld.id})
 }
 
 // reportLoad is the only way out of the map of loads.
-func (m *Machine) reportLoad(now time.Time, ld *load) {
+func (m *Machine) reportLoad(ld *load, does ...Action) {
 	if ld.endedIn == "" {
 		ld.endedIn = ld.state.String()
 	}
-	elapsed := now.Sub(ld.started)
-	m.forgetLoad(ld)
+	m.loadTo(ld, loadNone, does...)
 	m.restPeers()
-	m.loadReported(now, Report{ID: ld.id, Side: SideLoad, Token: ld.token, Code: ld.end.code, Reason: ld.end.reason,
+	m.outcomes = append(m.outcomes, outcome{load: ld, over: true})
+}
+
+func (ld *load) report(now time.Time) Report {
+	elapsed := now.Sub(ld.started)
+	return Report{ID: ld.id, Side: SideLoad, Token: ld.token, Code: ld.end.code, Reason: ld.end.reason,
 		Blocks: ld.Count(), Wait: max(elapsed-time.Duration(ld.stats.Nanos), 0), Elapsed: elapsed,
-		State: ld.endedIn, Peer: ld.peer, From: ld.from, Stats: ld.stats})
+		State: ld.endedIn, Peer: ld.peer, From: ld.from, Stats: ld.stats}
 }

@@ -35,16 +35,13 @@ func (h *halves[T]) drop(id TransferID) {
 func (h *halves[T]) named() int { return len(h.byID) - h.parts }
 
 // farewell is an end of which P must still be told: the engine has cancelled the claim or
-// load while P's agent was being looked up.
+// load while P's agent was being looked up. It is kept until P is found. A new claim or load
+// of the id voids it: P then hears of the id by the new one.
 type farewell struct {
 	id  TransferID
 	seq uint64
 	end ending
 }
-
-// keepFarewell remembers it until P is found. A new claim or load of the id voids it: P
-// then hears of the id by the new one.
-func (m *Machine) keepFarewell(f *farewell) { m.farewells.put(f.id, f) }
 
 // restPeers forgets all P agents when nothing waits for one. Tick forgets them one by one,
 // but perhaps nobody calls it then.
@@ -54,9 +51,9 @@ func (m *Machine) restPeers() {
 	}
 }
 
-// resolve has P's agent looked up.
-func (m *Machine) resolve(id TransferID, seq uint64, from Target, fresh bool) {
-	m.act(Resolve{ID: id, Seq: seq, From: from, Part: isPart(id), Fresh: fresh})
+// lookUp is how P's agent is looked up for a half.
+func lookUp(id TransferID, seq uint64, from Target, fresh bool) Resolve {
+	return Resolve{ID: id, Seq: seq, From: from, Part: isPart(id), Fresh: fresh}
 }
 
 // Resolved answers Resolve. A code other than OK says why P's agent was not
@@ -65,6 +62,7 @@ func (m *Machine) resolve(id TransferID, seq uint64, from Target, fresh bool) {
 func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentID, opened time.Time, code Code, reason string) {
 	m.event("Resolved")
 	m.resolved(now, id, seq, peer, opened, ending{code, reason})
+	m.settle(now)
 }
 
 func (m *Machine) resolved(now time.Time, id TransferID, seq uint64, peer AgentID, opened time.Time, end ending) {

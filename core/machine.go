@@ -26,7 +26,7 @@ const TickInterval = 100 * time.Millisecond
 
 // Defaults are the Options of an agent that sets none, and the only place of these
 // numbers.
-var Defaults = Options{Lease: 30 * time.Second, PeerTimeout: 3 * time.Second, EarlyLoad: 30 * time.Second, Claim: time.Hour, MaxTransfers: 4096}
+var Defaults = Options{Lease: 30 * time.Second, PeerTimeout: 3 * time.Second, EarlyLoad: 30 * time.Second, Claim: time.Hour, MomentTimeout: DefaultStallTimeout, MaxTransfers: 4096}
 
 // Options bound a Machine's waits and queues. Zero values get the Defaults.
 type Options struct {
@@ -34,6 +34,7 @@ type Options struct {
 	PeerTimeout   time.Duration // silence after which a peer counts as gone
 	EarlyLoad     time.Duration // P keeps a claim or load whose request its engine has not named
 	Claim         time.Duration // D keeps a claim that no load follows
+	MomentTimeout time.Duration // a moment that has not passed by then fails
 	MaxTransfers  int           // claims, loads, offers, and early ones of both, each
 	ReportDemands bool          // P: Report when an announced transfer is demanded
 	ReportClaims  bool          // D: Report a claim that cannot succeed any more
@@ -52,6 +53,7 @@ func (o Options) withDefaults() Options {
 	def(&o.PeerTimeout, Defaults.PeerTimeout)
 	def(&o.EarlyLoad, Defaults.EarlyLoad)
 	def(&o.Claim, Defaults.Claim)
+	def(&o.MomentTimeout, Defaults.MomentTimeout)
 	if o.MaxTransfers <= 0 {
 		o.MaxTransfers = Defaults.MaxTransfers
 	}
@@ -86,9 +88,12 @@ type Machine struct {
 	probes      map[AgentID]*probe  // the D agents that P asks whether they live
 	ended       tombstones
 
-	actions []Action
-	checks  int // calls of Actions, for the invariants
-	taken   observer
+	moments map[Moment]*awaited // that halves wait for
+
+	outcomes []outcome // of the halves; settle takes them
+	actions  []Action
+	checks   int // calls of Actions, for the invariants
+	taken    observer
 }
 
 // New makes a Machine for one registered layout.
@@ -98,7 +103,7 @@ func New(layout *Layout, opt Options) *Machine {
 		opt: opt, layout: layout, taken: observer{tell: opt.OnTransition},
 		claims: newHalves[*claim](), loads: newHalves[*load](), farewells: newHalves[*farewell](),
 		claimFanIns: map[TransferID]*claimFanIn{}, loadFanIns: map[TransferID]*loadFanIn{}, peers: map[AgentID]*peer{},
-		offers: map[TransferID]*offer{}, fanOuts: map[TransferID]*fanOut{}, demands: map[TransferID]bool{}, probes: map[AgentID]*probe{},
+		offers: map[TransferID]*offer{}, fanOuts: map[TransferID]*fanOut{}, demands: map[TransferID]bool{}, moments: map[Moment]*awaited{}, probes: map[AgentID]*probe{},
 		ended: tombstones{remember[tombstone](opt.MaxTransfers)}, lost: remember[Report](opt.MaxTransfers),
 	}
 }
@@ -115,11 +120,6 @@ func (m *Machine) Actions() []Action {
 	a := m.actions
 	m.actions = nil
 	return a
-}
-
-func (m *Machine) act(a Action) {
-	m.actions = append(m.actions, a)
-	m.taken.act(a)
 }
 
 // Busy says whether anything waits for the time.
@@ -140,6 +140,7 @@ func (m *Machine) begin(now time.Time) {
 func (m *Machine) Tick(now time.Time) {
 	m.event("Tick")
 	m.noticePause(now)
+	m.tickMoments(now)
 	m.tickOffers(now)
 	m.tickProbes(now)
 	m.tickLookups(now)
@@ -175,8 +176,10 @@ func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 		decodes = true
 		m.endLoadFanIn(now, f, end)
 	}
+	m.settle(now)
 	if !decodes || m.halfOf(id) != nil {
 		m.cancelOffer(now, id, cmp.Or(reason, "cancelled by the prefill engine"))
+		m.settle(now)
 	}
 	return nil
 }
@@ -188,10 +191,12 @@ func (m *Machine) Close(now time.Time) {
 	end := ending{Closed, "the decode agent was closed"}
 	for _, id := range sortedKeys(m.claims.byID) {
 		m.dropClaim(m.claims.get(id), end)
+		m.settle(now)
 	}
 	for _, id := range sortedKeys(m.loads.byID) {
 		if ld := m.loads.get(id); ld != nil {
 			m.endLoad(now, ld, end, true)
+			m.settle(now)
 		}
 	}
 	// P hears no more of what was being looked up; the end of another part may have made
@@ -200,6 +205,7 @@ func (m *Machine) Close(now time.Time) {
 	m.restPeers()
 	for _, id := range sortedKeys(m.offers) {
 		m.endOffer(now, m.offers[id], ending{Closed, "the prefill agent was closed"}, true)
+		m.settle(now)
 	}
 }
 
@@ -208,19 +214,20 @@ func (m *Machine) Close(now time.Time) {
 func (m *Machine) Abandon(now time.Time) {
 	m.event("Abandon")
 	for _, id := range sortedKeys(m.claims.byID) {
-		c := m.claims.get(id)
-		m.forgetClaim(c)
-		m.claimDropped(c)
+		m.claimTo(m.claims.get(id), claimNone)
 	}
+	clear(m.claimFanIns)
 	for _, id := range sortedKeys(m.loads.byID) {
 		if ld := m.loads.get(id); ld != nil {
-			m.reportLoad(now, ld)
+			m.reportLoad(ld)
+			m.settle(now)
 		}
 	}
 	m.farewells = newHalves[*farewell]()
 	m.restPeers()
 	for _, id := range sortedKeys(m.offers) {
 		m.reportOffer(now, m.offers[id], TransferStats{})
+		m.settle(now)
 	}
 }
 

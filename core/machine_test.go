@@ -123,7 +123,7 @@ func (s *script) open(c *coretest.Command) *core.Machine {
 	l := s.layout(c, s.list(c, "size"))
 	s.layouts[c.Word(0)] = l
 	return core.New(l, core.Options{Lease: s.duration(c, "lease", 0), PeerTimeout: s.duration(c, "timeout", 0),
-		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), MaxTransfers: int(s.number(c, "max", 0)), ReportClaims: c.Value("report", "") == "claims", OnTransition: func(change core.Transition) { s.table.check(s.t, change) }})
+		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), MomentTimeout: s.duration(c, "moment", 0), MaxTransfers: int(s.number(c, "max", 0)), ReportClaims: c.Value("report", "") == "claims", OnTransition: func(change core.Transition) { s.table.check(s.t, change) }})
 }
 
 func (s *script) event(m *scripted, what string, c *coretest.Command) (said string, err error) {
@@ -139,20 +139,24 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 	}
 	switch what {
 	case "load":
-		r := core.LoadRequest{ID: id, Selection: core.Selection{Blocks: s.blocks(c), First: s.first(c), Tokens: s.list(c, "tokens")}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
+		r := core.LoadRequest{ID: id, Selection: core.Selection{Blocks: s.blocks(c), First: s.first(c), Tokens: s.list(c, "tokens")}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), After: s.moment(c), From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
 		if err = m.Load(s.now, r); err == nil {
 			m.ledger.accepted(core.SideLoad, r.Token)
 			delete(m.ledger.claims, r.ID)
 		}
 	case "offer":
-		r := core.OfferRequest{ID: id, Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c)}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0)}
+		r := core.OfferRequest{ID: id, Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c)}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), After: s.moment(c)}
 		if err = m.Offer(s.now, r); err == nil {
 			m.ledger.accepted(core.SideOffer, r.Token)
 		}
 	case "announce":
 		err = m.Announce(s.now, id)
 	case "partial":
-		err = m.OfferPartial(s.now, core.PartialOffer{ID: id, First: s.first(c), Blocks: s.blocks(c), Ready: s.list(c, "ready"), Regions: numbers(s, c, strings.Fields(c.Value("in", ""))), Prompt: s.number(c, "prompt", 0)})
+		err = m.OfferPartial(s.now, core.PartialOffer{ID: id, First: s.first(c), Blocks: s.blocks(c), Ready: s.list(c, "ready"), Regions: numbers(s, c, strings.Fields(c.Value("in", ""))), Prompt: s.number(c, "prompt", 0), After: s.moment(c)})
+	case "passed":
+		m.MomentPassed(s.now, core.Moment(s.parse(c, c.Word(2))))
+	case "failed":
+		m.MomentFailed(s.now, core.Moment(s.parse(c, c.Word(2))), failure)
 	case "withdraw":
 		if err = m.Withdraw(s.now, id); m.Reading(id) {
 			said = "its blocks are being read"

@@ -13,9 +13,12 @@ import (
 type offerState uint8
 
 const (
-	offerEarly           offerState = iota // D's claim or load is here, the engine has not named the request
+	offerNone            offerState = iota // before its begin and after its end
+	offerEarly                             // D's claim or load is here, the engine has not named the request
 	offerPrefill                           // the engine works on it
-	offerPartial                           // likewise; the transport reads the blocks that are there
+	offerAwaiting                          // the engine has offered all; the moment of the last blocks has not passed, and nothing is read
+	offerPartial                           // as prefill; the transport reads the blocks that are there
+	offerFinishing                         // as awaiting; the transport reads the blocks that are there
 	offerReady                             // blocks hold it, no load yet
 	offerSending                           // the transport reads the blocks
 	offerWithdrawing                       // the engine has withdrawn its blocks; when the transport reads no more, D starts over
@@ -24,11 +27,18 @@ const (
 )
 
 func (s offerState) String() string {
-	return [...]string{"early", "prefill", "partial", "ready", "sending", "withdrawing", "ending", "ending-withdrawn"}[s]
+	return [...]string{"-", "early", "prefill", "awaiting", "partial", "finishing", "ready", "sending", "withdrawing", "ending", "ending-withdrawn"}[s]
 }
 
 // sending says whether a Write is under way that nobody has stopped.
-func (s offerState) sending() bool { return s == offerPartial || s == offerSending }
+func (s offerState) sending() bool {
+	return s == offerPartial || s == offerFinishing || s == offerSending
+}
+
+// growing says whether blocks may become ready by and by.
+func (s offerState) growing() bool {
+	return s == offerPrefill || s == offerAwaiting || s == offerPartial || s == offerFinishing
+}
 
 // ends says whether the half's end is under way.
 func (s offerState) ends() bool { return s == offerEnding || s == offerEndingWithdrawn }
@@ -44,6 +54,7 @@ type offer struct {
 	held     Selection // First and Blocks of what the engine has given
 	ready    []uint32  // per region: blocks of the prompt, from its start, that are ready; nil: no partial offer was made
 	sent     []uint32  // ready as it was when the Write under way was last extended
+	growths  []growth  // what becomes ready with moments that have not passed, in the engine's order
 	prompt   uint64    // fingerprint of the prompt that they are the cache of; 0: not said yet
 	offered  time.Time // zero: the engine has not offered all of it
 	sendAt   time.Time // when the Write began
@@ -54,6 +65,8 @@ type offer struct {
 	nacked   bool     // D's transport expects it no more
 	voided   []string // the latest loads that D was told to make anew, by their grants' digests
 	end      ending   // while it ends
+	endedIn  offerState
+	stats    TransferStats
 }
 
 // lease is how long D may be silent.
@@ -64,19 +77,20 @@ func (m *Machine) lease(of *offer) time.Duration {
 	return of.load.Lease
 }
 
-func (m *Machine) offerTo(of *offer, s offerState) {
-	m.moved("offer", of.id, of.state.String(), s.String())
-	of.state = s
-}
-
-func (m *Machine) keepOffer(of *offer) {
-	m.offers[of.id] = of
-	m.moved("offer", of.id, "-", of.state.String())
-}
-
-func (m *Machine) forgetOffer(of *offer) {
-	delete(m.offers, of.id)
-	m.moved("offer", of.id, of.state.String(), "-")
+// offerTo is one row of the table: the offer's next state, and what the step does.
+func (m *Machine) offerTo(of *offer, next offerState, does ...Action) {
+	if next == offerNone || next.ends() {
+		m.awaitNothing(of)
+	}
+	switch offerNone {
+	case next:
+		delete(m.offers, of.id)
+	case of.state:
+		m.offers[of.id] = of
+	}
+	m.moved("offer", of.id, of.state, next)
+	of.state = next
+	m.act(does...)
 }
 
 // Announce says that the engine knows the request and works on it: D may wait.
@@ -120,7 +134,7 @@ func (m *Machine) announce(now time.Time, id TransferID) error {
 	}
 	if m.halfOf(id) == nil {
 		m.begin(now)
-		m.keepOffer(&offer{id: id, state: offerPrefill})
+		m.offerTo(&offer{id: id}, offerPrefill)
 	}
 	return nil
 }
@@ -182,12 +196,13 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 	m.offeredWhole(now, &r)
 	if half == nil {
 		m.begin(now)
-		of := &offer{id: r.ID, state: offerPrefill}
-		m.keepOffer(of)
+		of := &offer{id: r.ID}
+		m.offerTo(of, offerPrefill)
 		half = []*offer{of}
 	}
 	for _, of := range half {
 		m.ready(now, of, &r)
+		m.settle(now)
 	}
 	return nil
 }
@@ -196,13 +211,34 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 func (m *Machine) ready(now time.Time, of *offer, r *OfferRequest) {
 	of.token, of.held, of.offered = r.Token, Selection{First: r.First, Blocks: r.Blocks}, now
 	of.prompt = cmp.Or(of.prompt, r.Prompt)
+	if of.state.ends() {
+		return
+	}
+	if m.grows(now, of, growth{after: r.After, whole: true}) {
+		m.complete(now, of)
+		return
+	}
+	of.held = of.held.ofGroups(len(m.layout.Groups))
+	switch of.state {
+	case offerPartial:
+		m.offerTo(of, offerFinishing)
+	case offerEarly, offerPrefill:
+		m.offerTo(of, offerAwaiting)
+		of.deadline = now.Add(m.opt.Lease)
+	}
+}
+
+// complete goes on with an offer of which all blocks are there.
+func (m *Machine) complete(now time.Time, of *offer) {
 	switch {
 	case of.state.stopping():
-	case of.state == offerPartial:
+	case of.state.sending():
 		m.finishPartial(now, of)
 	default:
+		if of.state != offerAwaiting { // else its lease runs
+			of.deadline = now.Add(fault.Pick("no-expiry", m.opt.Lease, 1000*m.opt.Lease))
+		}
 		m.offerTo(of, offerReady)
-		of.deadline = now.Add(fault.Pick("no-expiry", m.opt.Lease, 1000*m.opt.Lease))
 		if of.load != nil {
 			m.startWrite(now, of)
 		}
@@ -216,9 +252,8 @@ func (m *Machine) startWrite(now time.Time, of *offer) {
 		m.endOffer(now, of, ending{Refused, err.Error()}, true)
 		return
 	}
-	m.offerTo(of, offerSending)
 	of.sendAt, of.deadline = now, now.Add(of.load.Lease)
-	m.act(of.write(src))
+	m.offerTo(of, offerSending, of.write(src))
 }
 
 // write is the Write of an offer's load that reads src.

@@ -16,6 +16,7 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 		return
 	}
 	m.event("Written")
+	defer m.settle(now)
 	switch {
 	case of.state == offerWithdrawing:
 		m.startOver(now, of)
@@ -59,8 +60,7 @@ func (m *Machine) endOffer(now time.Time, of *offer, end ending, tell bool) {
 	case of.state == offerWithdrawing: // it is being stopped already
 		m.offerTo(of, offerEndingWithdrawn)
 	case of.state.sending() && !fault.On("no-stop"):
-		m.offerTo(of, offerEnding)
-		m.act(StopWrite{ID: of.id})
+		m.offerTo(of, offerEnding, StopWrite{ID: of.id})
 		if fault.On("report-before-written") {
 			m.reportOffer(now, of, TransferStats{})
 		}
@@ -71,11 +71,12 @@ func (m *Machine) endOffer(now time.Time, of *offer, end ending, tell bool) {
 
 // reportOffer is the only way out of the map of offers.
 func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
-	m.forgetOffer(of)
+	of.endedIn = of.state
+	m.offerTo(of, offerNone)
 	if len(m.offers) == 0 {
 		clear(m.probes) // nobody may call Tick now
 	}
-	if of.state == offerEarly {
+	if of.endedIn == offerEarly {
 		m.leaveEarly(of)
 	}
 	m.ended.add(of.id, of.end.code, of.end.reason, !of.offered.IsZero())
@@ -83,6 +84,11 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 	if of.nacked {
 		m.ended.nacked(of.id, of.peer)
 	}
+	of.stats = s
+	m.outcomes = append(m.outcomes, outcome{offer: of, over: true})
+}
+
+func (of *offer) report(now time.Time) Report {
 	wait := now.Sub(of.offered)
 	switch {
 	case of.offered.IsZero():
@@ -90,12 +96,12 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 	case !of.sendAt.IsZero():
 		wait = max(of.sendAt.Sub(of.offered), 0)
 	}
-	state := of.state
+	state := of.endedIn
 	if state.stopping() {
 		state = offerSending
 	}
-	m.offerReported(now, of, Report{ID: of.id, Side: SideOffer, Token: of.token, Code: of.end.code, Reason: of.end.reason,
-		Blocks: of.held.Count(), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: s})
+	return Report{ID: of.id, Side: SideOffer, Token: of.token, Code: of.end.code, Reason: of.end.reason,
+		Blocks: of.held.Count(), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: of.stats}
 }
 
 // tickOffers ends offers that have waited too long for D or for the engine.
@@ -108,26 +114,31 @@ func (m *Machine) tickOffers(now time.Time) {
 	}
 	slices.Sort(late)
 	for _, id := range late {
-		of := m.offers[id]
-		switch of.state {
-		case offerEarly:
-			m.count.ExpiredEarly++
-			m.endOffer(now, of, ending{NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", string(of.id), m.opt.EarlyLoad)}, true)
-		case offerPrefill:
-			if m.demands[nameOf(of.id)] {
-				m.endOffer(now, of, ending{PeerLost, fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, m.lease(of))}, true)
-				continue
-			}
-			of.load, of.peer, of.deadline = nil, "", time.Time{} // D stopped renewing; the engine still works
-		case offerReady:
-			reason := fmt.Sprintf("no decode agent claimed or loaded transfer %q within its lease of %v", string(of.id), m.opt.Lease)
-			if of.peer != "" {
-				reason = fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, m.opt.Lease)
-			}
-			m.endOffer(now, of, ending{Expired, reason}, true)
-		case offerPartial, offerSending:
-			m.endOffer(now, of, ending{PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease)}, true)
+		m.offerLate(now, m.offers[id])
+		m.settle(now)
+	}
+}
+
+// offerLate ends an offer that has waited too long.
+func (m *Machine) offerLate(now time.Time, of *offer) {
+	switch of.state {
+	case offerEarly:
+		m.count.ExpiredEarly++
+		m.endOffer(now, of, ending{NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", string(of.id), m.opt.EarlyLoad)}, true)
+	case offerPrefill:
+		if m.demands[nameOf(of.id)] {
+			m.endOffer(now, of, ending{PeerLost, fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, m.lease(of))}, true)
+			return
 		}
+		of.load, of.peer, of.deadline = nil, "", time.Time{} // D stopped renewing; the engine still works
+	case offerReady, offerAwaiting:
+		reason := fmt.Sprintf("no decode agent claimed or loaded transfer %q within its lease of %v", string(of.id), m.opt.Lease)
+		if of.peer != "" {
+			reason = fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, m.opt.Lease)
+		}
+		m.endOffer(now, of, ending{Expired, reason}, true)
+	case offerPartial, offerFinishing, offerSending:
+		m.endOffer(now, of, ending{PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease)}, true)
 	}
 }
 

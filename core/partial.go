@@ -20,6 +20,8 @@ type PartialOffer struct {
 	// Regions in which they are ready, ascending; nil: all.
 	Regions []uint32
 	Prompt  uint64 // as of OfferRequest, with the first partial offer at the latest; once said, it holds
+	// After is the moment from which on they are ready; 0: they are.
+	After Moment
 	// Computing is as Ready, of the blocks that the engine's step computes: a later
 	// PartialOffer says in which regions they are ready. Here it is only checked.
 	Computing []uint32
@@ -44,6 +46,9 @@ func (m *Machine) OfferPartial(now time.Time, r PartialOffer) error {
 		if !of.offered.IsZero() {
 			return fmt.Errorf("%w: transfer %q is offered already, nothing can be added", ErrDuplicate, string(r.ID))
 		}
+		if len(of.growths) >= maxGrowths {
+			return fmt.Errorf("%w: %d partial offers of transfer %q wait for their moments", ErrOverload, len(of.growths), string(r.ID))
+		}
 		before = cmp.Or(before, of)
 	}
 	if err := m.checkPartialOffer(before, &r); err != nil {
@@ -56,7 +61,11 @@ func (m *Machine) OfferPartial(now time.Time, r PartialOffer) error {
 	m.reportDemand(r.ID, OK, "", 0) // the engine did not wait for it
 	for _, of := range m.halfOf(r.ID) {
 		of.add(m.layout, &r)
-		m.extend(now, of)
+		if g := (growth{after: r.After, ready: r.Ready, regions: r.Regions}); m.grows(now, of, g) {
+			of.grow(m.layout, &g)
+			m.extend(now, of)
+			m.settle(now)
+		}
 	}
 	return nil
 }
@@ -129,7 +138,7 @@ func (of *offer) checkPartial(r *OfferRequest) error {
 func (of *offer) add(l *Layout, r *PartialOffer) {
 	if of.ready == nil {
 		of.ready = make([]uint32, len(l.Regions))
-		of.held = Selection{First: make([]uint32, len(l.Groups)), Blocks: make([][]BlockID, len(l.Groups))}
+		of.held = of.held.ofGroups(len(l.Groups))
 	}
 	for g, ids := range r.Blocks {
 		if len(of.held.Blocks[g]) == 0 {
@@ -137,27 +146,31 @@ func (of *offer) add(l *Layout, r *PartialOffer) {
 		}
 		of.held.Blocks[g] = append(of.held.Blocks[g], ids...)
 	}
+	of.prompt = cmp.Or(of.prompt, r.Prompt)
+}
+
+// grow counts blocks as ready.
+func (of *offer) grow(l *Layout, g *growth) {
 	more := func(region uint32) {
-		n := at(r.Ready, int(l.Regions[region].Group))
+		n := at(g.ready, int(l.Regions[region].Group))
 		if fault.On("partial-unready") {
 			n = of.held.First[0] + uint32(len(of.held.Blocks[0]))
 		}
 		of.ready[region] = max(of.ready[region], n)
 	}
-	if r.Regions == nil || fault.On("partial-all-layers") {
+	if g.regions == nil || fault.On("partial-all-layers") {
 		for i := range of.ready {
 			more(uint32(i))
 		}
 	}
-	for _, region := range r.Regions {
+	for _, region := range g.regions {
 		more(region)
 	}
-	of.prompt = cmp.Or(of.prompt, r.Prompt)
 }
 
 // extend gives the transport the blocks that have become ready, if D has asked for them.
 func (m *Machine) extend(now time.Time, of *offer) {
-	if of.load == nil || of.ready == nil || of.state != offerPrefill && of.state != offerPartial {
+	if of.load == nil || of.ready == nil || !of.state.growing() {
 		return
 	}
 	if err := of.samePrompt(); err != nil && !fault.On("partial-any-prompt") {
@@ -165,16 +178,20 @@ func (m *Machine) extend(now time.Time, of *offer) {
 		return
 	}
 	begin := of.sent
-	if of.state == offerPrefill && !slices.ContainsFunc(of.ready, func(n uint32) bool { return n > 0 }) || slices.Equal(begin, of.ready) {
+	if begin == nil && !slices.ContainsFunc(of.ready, func(n uint32) bool { return n > 0 }) || slices.Equal(begin, of.ready) {
 		return
 	}
 	if err := of.held.beginsFor(of.load); err != nil { // of a group whose first blocks have come just now, too
 		m.endOffer(now, of, ending{Refused, err.Error()}, true)
 		return
 	}
-	if of.state == offerPrefill {
+	if begin == nil {
 		m.count.Partial++
-		m.offerTo(of, offerPartial)
+		next := offerPartial
+		if of.state == offerAwaiting {
+			next = offerFinishing
+		}
+		m.offerTo(of, next)
 		of.sendAt, of.deadline = now, now.Add(of.load.Lease)
 	}
 	if fault.On("partial-from-the-start") && len(begin) > 0 {

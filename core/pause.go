@@ -30,6 +30,9 @@ func (m *Machine) noticePause(now time.Time) {
 	for _, p := range m.probes {
 		move(&p.since, 0)
 	}
+	for _, w := range m.moments {
+		move(&w.since, 0)
+	}
 	for _, c := range m.claims.byID {
 		move(&c.nameBy, m.patience())
 		move(&c.replaceBy, m.patience())

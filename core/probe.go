@@ -74,6 +74,7 @@ func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent, away bool, err
 		delete(m.probes, id)
 		for _, tid := range m.offersOf(id) {
 			m.endOffer(now, m.offers[tid], ending{PeerLost, fmt.Sprintf("decode agent %s is gone", id)}, false)
+			m.settle(now)
 		}
 	case err != nil:
 		p.absent = 0 // somebody listens, most likely

@@ -51,6 +51,11 @@ func (m *Machine) renewals(now time.Time) (list map[AgentID]*SendRenew, used map
 			r := at(ld.peer)
 			r.Loads = append(r.Loads, id)
 		}
+		if ld.state == loadAwaiting {
+			if r := at(ld.peer); m.peers[ld.peer].due(now) && !fault.On("awaiting-not-renewed") {
+				r.Claims = append(r.Claims, id)
+			}
+		}
 	}
 	for id, c := range m.claims.byID {
 		used[c.peer] = true
@@ -133,11 +138,17 @@ func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, abs
 	for i, id := range r.Loads {
 		if ld := m.loads.get(id); ld != nil && ld.peer == r.Peer && ld.state == loadWaiting {
 			m.loadRenewed(now, ld, answers[i])
+			m.settle(now)
 		}
 	}
 	for i, id := range r.Claims {
 		if c := m.claims.get(id); c != nil && c.peer == r.Peer && c.state.atPeer() {
 			m.claimAnswered(now, c, answers[len(r.Loads)+i])
+			m.settle(now)
+		}
+		if ld := m.loads.get(id); ld != nil && ld.peer == r.Peer && ld.state == loadAwaiting {
+			m.loadKept(now, ld, answers[len(r.Loads)+i])
+			m.settle(now)
 		}
 	}
 	if p.fresh || p.due(now) { // they came while this was under way
@@ -159,11 +170,17 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 		// the agent that took the place.
 		if ld := m.loads.get(tid); ld != nil && ld.peer == id && ld.state == loadWaiting {
 			m.endLoad(now, ld, ending{PeerLost, reason}, !absent)
+			m.settle(now)
+		}
+		if ld := m.loads.get(tid); ld != nil && ld.peer == id && ld.state == loadAwaiting {
+			m.loadPeerGone(now, ld, heard, absent, reason)
+			m.settle(now)
 		}
 	}
 	for _, tid := range sortedKeys(m.claims.byID) {
 		if c := m.claims.get(tid); c != nil && c.peer == id && c.state.atPeer() {
 			m.claimPeerGone(now, c, heard, absent, reason)
+			m.settle(now)
 		}
 	}
 }
@@ -174,6 +191,7 @@ func (m *Machine) tickLookups(now time.Time) {
 	for _, id := range sortedKeys(m.loads.byID) {
 		if ld := m.loads.get(id); ld != nil && ld.state == loadRelocating && !now.Before(ld.until) && !fault.On("waits-for-successor") {
 			m.endLoad(now, ld, ending{PeerLost, ld.noSuccessor()}, false)
+			m.settle(now)
 		}
 	}
 	var due []TransferID
@@ -186,6 +204,7 @@ func (m *Machine) tickLookups(now time.Time) {
 	for _, id := range due {
 		if c := m.claims.get(id); c != nil { // another part of the same fan-in may have taken it along
 			m.tickClaim(now, c)
+			m.settle(now)
 		}
 	}
 }

@@ -41,6 +41,9 @@ func (s *script) duration(c *coretest.Command, key string, def time.Duration) ti
 	return d
 }
 
+// moment reads after=, from which on an offer or load counts.
+func (s *script) moment(c *coretest.Command) core.Moment { return core.Moment(s.number(c, "after", 0)) }
+
 // instant is a time since the script's begin, or zero.
 func (s *script) instant(c *coretest.Command, key string) time.Time {
 	if c.Value(key, "") == "" {
@@ -243,6 +246,8 @@ func describe(a core.Action) string {
 			}
 		}
 		return fmt.Sprintf("%s %s to=%s grant=%s src=%v dst=%v%s%s", verb, v.ID, v.Peer, v.Grant, v.Src.Blocks, v.Dst.Blocks, tokens(v.Dst.Tokens)+of(v.Dst.Regions), extent)
+	case core.Await:
+		return fmt.Sprintf("await %d", v.Moment)
 	case core.StopWrite:
 		return fmt.Sprintf("stop-write %s", v.ID)
 	case core.Report:

@@ -27,6 +27,14 @@ func (s *Selection) Count() (n int) {
 	return n
 }
 
+// ofGroups is the selection with an element for each of so many groups.
+func (s *Selection) ofGroups(n int) Selection {
+	out := Selection{First: make([]uint32, n), Blocks: make([][]BlockID, n)}
+	copy(out.First, s.First)
+	copy(out.Blocks, s.Blocks)
+	return out
+}
+
 // check says why an engine's selection cannot be of this layout.
 func (s *Selection) check(l *Layout) error {
 	if err := l.CheckBlocks(s.Blocks); err != nil {

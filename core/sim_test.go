@@ -65,7 +65,8 @@ func TestSim(t *testing.T) {
 	}
 	for _, want := range []string{"loss", "delay", "double", "one-way", "partition", "break", "stop", "crash", "restart", "clock-jump", "close",
 		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued", "claim", "claim-left", "probe", "retry", "finish-lost", "deaf", "hang", "late-prefill", "killed-when-asked", "several-sources", "several-shares", "found-parts", "abort-found", "crossed", "lost-loaded", "lost-cancelled", "lost-dropped",
-		"smaller-blocks", "larger-blocks", "other-order", "cut-heads", "gathered-heads", "half-block"} {
+		"smaller-blocks", "larger-blocks", "other-order", "cut-heads", "gathered-heads", "half-block",
+		"moment", "moment-shared", "moment-failed", "moment-stuck", "moment-late"} {
 		if sum.Faults[want] == 0 {
 			t.Errorf("in %d seeds there was no %q", seeds, want)
 		}
@@ -73,7 +74,8 @@ func TestSim(t *testing.T) {
 	for _, want := range []string{"load cancelled resolving", "load cancelled expecting", "load cancelled requesting", "load cancelled waiting",
 		"load ok claimed", "load not-offered claimed", "load peer-cancelled claimed", "load peer-lost claimed", "load peer-lost requesting",
 		"load peer-lost waiting", "offer cancelled ended", "offer cancelled ready", "offer cancelled sending", "offer peer-cancelled ready",
-		"offer peer-cancelled sending", "offer peer-lost ready", "offer peer-lost sending", "offer ok ready", "offer ok sending"} {
+		"offer peer-cancelled sending", "offer peer-lost ready", "offer peer-lost sending", "offer ok ready", "offer ok sending",
+		"load failed awaiting", "load cancelled awaiting", "load peer-lost awaiting", "offer failed awaiting", "offer cancelled awaiting"} {
 		if sum.States[want] == 0 {
 			t.Errorf("in %d seeds no transfer ended with %q", seeds, want)
 		}

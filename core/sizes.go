@@ -29,6 +29,7 @@ type Sizes struct {
 	Early   int // claims and loads that P's engine has not named
 	Probes  int // D agents that are asked whether they live
 	Joined  int // halves that have several parts
+	Moments int // moments that halves wait for
 	Ended   int // transfers whose end is remembered, lost claims among them
 }
 
@@ -37,7 +38,7 @@ func (m *Machine) Sizes() Sizes {
 	s := Sizes{
 		Loads: len(m.loads.byID) + len(m.claims.byID) + len(m.farewells.byID), Claims: len(m.claims.byID), Peers: len(m.peers),
 		Offers: len(m.offers), Early: m.early, Probes: len(m.probes), Joined: len(m.claimFanIns) + len(m.loadFanIns) + len(m.fanOuts),
-		Ended: len(m.ended.byID) + len(m.lost.byID),
+		Moments: len(m.moments), Ended: len(m.ended.byID) + len(m.lost.byID),
 	}
 	for _, c := range m.claims.byID {
 		if c.state == claimKept {

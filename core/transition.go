@@ -1,6 +1,7 @@
 package core
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 )
@@ -46,11 +47,14 @@ func (m *Machine) because(name string) (undo func()) {
 }
 
 // moved notes that a half changes its state.
-func (m *Machine) moved(half string, id TransferID, from, to string) {
-	o := &m.taken
-	if o.tell == nil {
-		return
+func (m *Machine) moved(half string, id TransferID, before, after fmt.Stringer) {
+	if m.taken.tell != nil {
+		m.taken.moved(half, id, before, after)
 	}
+}
+
+func (o *observer) moved(half string, id TransferID, before, after fmt.Stringer) {
+	from, to := before.String(), after.String()
 	for i := range o.halves {
 		if h := &o.halves[i]; h.Half == half && h.id == id && h.To == from && from != "-" {
 			h.To = to
@@ -60,11 +64,18 @@ func (m *Machine) moved(half string, id TransferID, from, to string) {
 	o.halves = append(o.halves, observed{Transition{Half: half, From: from, Event: o.event, To: to}, id})
 }
 
-// act notes an action. An action of the fan-in or fan-out itself is of no half.
-func (o *observer) act(a Action) {
-	if o.tell == nil {
-		return
+// act wants actions done, in this order.
+func (m *Machine) act(list ...Action) {
+	for _, a := range list {
+		m.actions = append(m.actions, a)
+		if m.taken.tell != nil {
+			m.taken.note(a)
+		}
 	}
+}
+
+// note notes an action. An action of the fan-in or fan-out itself is of no half.
+func (o *observer) note(a Action) {
 	add := func(id TransferID, name, half string) { o.acts = append(o.acts, observedAct{id, name, half}) }
 	switch v := a.(type) {
 	case Resolve:

@@ -25,6 +25,9 @@ func (m *Machine) Withdraw(now time.Time, id TransferID) error {
 			return fmt.Errorf("%w: transfer %q is offered: its blocks are free with its report, which a cancel brings about", ErrInvalid, string(id))
 		}
 		of.held, of.ready, of.sent = Selection{}, nil, nil
+		if !fault.On("withdrawn-grow") {
+			m.awaitNothing(of)
+		}
 		switch of.state {
 		case offerPartial:
 			m.count.Withdrawn++
@@ -72,7 +75,10 @@ func (m *Machine) startOver(now time.Time, of *offer) {
 	}
 	of.load, of.sendAt, of.deadline = nil, time.Time{}, now.Add(m.opt.Lease)
 	next := offerPrefill
-	if !of.offered.IsZero() {
+	switch {
+	case len(of.growths) > 0 && !of.offered.IsZero():
+		next = offerAwaiting
+	case !of.offered.IsZero():
 		next = offerReady
 	}
 	m.offerTo(of, next)

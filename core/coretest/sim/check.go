@@ -238,7 +238,7 @@ func (a *agent) expectAbort(id core.TransferID) {
 		return
 	}
 	tells := a.answered(id)
-	w.after(reach, func() {
+	w.after(reach+w.late(), func() {
 		for _, other := range w.all {
 			for _, h := range other.halves() {
 				part, alone := w.alone(other.host, id) // the other ranks of D's engine say it for themselves
@@ -316,7 +316,7 @@ func (a *agent) checkNotGiven(part core.TransferID) {
 func (a *agent) checkLoaded(h *half, token uint64) {
 	w := a.w
 	if at, cancelled := w.cancelledAtP[h.id]; cancelled && w.plan.calm && w.now > at+reach && h.needsAll {
-		a.after(reach, func() {
+		a.after(reach+w.late(), func() {
 			if a.loads[token] == h && !w.reused[h.id] {
 				w.fault(h.id, "%s: the load of %q, which P has cancelled, still waits after %v", a.id, h.id, reach)
 			}

@@ -92,15 +92,11 @@ func (h *host) take(first, n int) []core.BlockID {
 	return out
 }
 
-// own gives blocks to a half: with holds they hold its prompt from its begin on.
-func (h *host) own(blocks []core.BlockID, token uint64, holds core.TransferID) {
-	for i, b := range blocks {
-		h.mem[b].owner = token
-		h.each(b, func(layer, t int, head uint64, c *content) {
-			if *c = (content{}); holds != "" {
-				*c = content{holds, layer, i*h.size() + t, head, h.number}
-			}
-		})
+// own gives blocks to a half. Nothing is in them.
+func (h *host) own(blocks []core.BlockID, token uint64) {
+	for _, b := range blocks {
+		h.mem[b] = block{owner: token}
+		h.each(b, func(_, _ int, _ uint64, c *content) { *c = content{} })
 	}
 }
 
@@ -172,7 +168,12 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 			r.Tokens, h.upTo = []uint32{uint32(w.plan.tokens)}, w.reaches(a.host)
 		}
 	}
-	text := fmt.Sprintf(" at=%s from=%s%s%s%s%s", r.From.Bootstrap, r.From.EngineID, optional("first", list(r.First)), groups(r.Blocks), optional("tokens", list(r.Tokens)), prompt(r.Prompt))
+	var after *moment
+	if blocks != nil {
+		after = a.momentOf(func() {})
+		r.After = after.number()
+	}
+	text := fmt.Sprintf(" at=%s from=%s%s%s%s%s%s", r.From.Bootstrap, r.From.EngineID, optional("first", list(r.First)), groups(r.Blocks), optional("tokens", list(r.Tokens)), prompt(r.Prompt), after.said())
 	w.acted(w.now)
 	defer func() {
 		if h := a.loads[token]; h != nil {
@@ -186,7 +187,10 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 			delete(a.ledger.claims, id)
 			a.loads[token] = h
 			a.loading[id] = token
-			a.host.own(blocks, token, "")
+			a.host.own(blocks, token)
+			for _, b := range blocks {
+				a.host.mem[b].reads = after
+			}
 			a.ledger.accepted(id, token)
 		}
 		return "", err
@@ -215,13 +219,19 @@ func (a *agent) claim(dl *deal) {
 func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
 	a.w.token++
 	token := a.w.token
-	return a.offerOf(id, blocks, a.w.prompts[id].p, token, func() { a.host.own(blocks, token, id) })
+	a.host.own(blocks, token)
+	p := &computation{id: id, token: token, blocks: blocks}
+	err := a.offerOf(id, blocks, a.w.prompts[id].p, token, a.fill(p, a.host.allRegions(), len(blocks)))
+	if err != nil {
+		a.host.own(blocks, 0)
+	}
+	return err
 }
 
-// offerOf offers blocks; accepted is called before a report can come.
-func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, of, token uint64, accepted func()) error {
+// offerOf offers blocks that hold a transfer after a moment.
+func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, of, token uint64, after *moment) error {
 	w := a.w
-	r := core.OfferRequest{ID: id, Selection: core.Selection{First: w.begin(), Blocks: [][]core.BlockID{blocks}}, Token: token, Prompt: of}
+	r := core.OfferRequest{ID: id, Selection: core.Selection{First: w.begin(), Blocks: [][]core.BlockID{blocks}}, Token: token, Prompt: of, After: after.number()}
 	a.misplaced(id, blocks)
 	w.acted(w.now)
 	defer func() { a.checkOffered(id, token) }()
@@ -230,11 +240,10 @@ func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, of, token uin
 		if err == nil {
 			a.offering[id] = token
 			a.offers[token] = &half{id: id, blocks: blocks, began: w.now}
-			accepted()
 			a.ledger.accepted(id, token)
 		}
 		return "", err
-	}, "offer %s token=%d%s%s%s", id, token, optional("first", list(r.First)), groups(r.Blocks), prompt(of))
+	}, "offer %s token=%d%s%s%s%s", id, token, optional("first", list(r.First)), groups(r.Blocks), prompt(of), after.said())
 }
 
 func (a *agent) announce(id core.TransferID) error {
@@ -330,7 +339,7 @@ func (a *agent) check(h *half, what string) {
 func (a *agent) free(token uint64) {
 	for i := range a.host.mem {
 		if a.host.mem[i].owner == token {
-			a.host.own([]core.BlockID{core.BlockID(i)}, 0, "")
+			a.host.own([]core.BlockID{core.BlockID(i)}, 0)
 		}
 	}
 	if len(a.waiting) > 0 {

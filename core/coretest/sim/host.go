@@ -31,7 +31,9 @@ type host struct {
 
 // block is a KV block: whom it belongs to.
 type block struct {
-	owner uint64 // token of the half that the engine gave it to; 0: none
+	owner  uint64           // token of the half that the engine gave it to; 0: none
+	writes [regions]*moment // until then the device writes what the half offers
+	reads  *moment          // until then the device reads what the block had before it was the half's
 }
 
 // content is what an item is of, or an opaque block.
@@ -61,6 +63,7 @@ type agent struct {
 	node
 	transport
 	engine
+	device
 }
 
 // open starts a process on the host.
@@ -74,6 +77,7 @@ func (h *host) open() *agent {
 	a.node.init()
 	a.transport.init()
 	a.engine.init()
+	a.device.init()
 	h.agent = a
 	w.byID[a.id] = a
 	w.all = append(w.all, a)
@@ -88,6 +92,9 @@ func (h *host) open() *agent {
 	report := ""
 	if o.ReportClaims {
 		report = " report=claims"
+	}
+	if w.plan.devices {
+		report += fmt.Sprintf(" moment=%v", o.MomentTimeout)
 	}
 	a.told(nil, "", nil, "open%s lease=%v timeout=%v early=%v claim=%v max=%d%s", h.said(), o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers, report)
 	return a

@@ -100,6 +100,8 @@ func (a *agent) perform(act core.Action) {
 			return
 		}
 		a.write(v, owner)
+	case core.Await:
+		a.await(v)
 	case core.StopWrite:
 		a.stopWrite(v.ID)
 	default:

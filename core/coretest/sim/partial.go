@@ -34,7 +34,7 @@ func (a *agent) compute(id core.TransferID, prefill time.Duration) {
 			w.token++
 			p := &computation{id: id, token: w.token, blocks: blocks}
 			a.computing[id] = p
-			a.host.own(blocks, p.token, "")
+			a.host.own(blocks, p.token)
 			a.stepOf(p, prefill)
 			return nil
 		},
@@ -87,17 +87,15 @@ func (a *agent) computeMore(p *computation) bool {
 		p.given += more
 	}
 	// A layer at a time, or all: up to a block of those that are given.
-	of := []uint32{0, 1, 2}[:len(a.host.layers)]
+	of := a.host.allRegions()
 	if w.chance(0.5) {
 		of = of[w.rnd.IntN(len(of)):]
 		of = of[:1+w.rnd.IntN(len(of))]
 		r.Regions = of
 	}
 	upTo := w.rnd.IntN(p.given + 1)
-	for _, region := range of {
-		a.fill(p, int(region), upTo)
-	}
-	r.Ready = []uint32{uint32(w.plan.begin + upTo)}
+	after := a.fill(p, of, upTo)
+	r.Ready, r.After = []uint32{uint32(w.plan.begin + upTo)}, after.number()
 	w.acted(w.now)
 	w.faults["partial"]++
 	err := a.feed(func(m *core.Machine, now time.Time) (string, error) {
@@ -107,7 +105,7 @@ func (a *agent) computeMore(p *computation) bool {
 		}
 		return "", err
 	},
-		"partial %s%s%s ready=%d%s%s", p.id, optional("first", list(r.First)), groups(r.Blocks), r.Ready[0], optional("in", list(r.Regions)), prompt(r.Prompt))
+		"partial %s%s%s ready=%d%s%s%s", p.id, optional("first", list(r.First)), groups(r.Blocks), r.Ready[0], optional("in", list(r.Regions)), prompt(r.Prompt), after.said())
 	if err != nil {
 		a.cancel(p.id)
 		a.withdraw(p)
@@ -115,24 +113,34 @@ func (a *agent) computeMore(p *computation) bool {
 	return err == nil
 }
 
-// fill has a region's blocks hold the prompt, up to one of them.
-func (a *agent) fill(p *computation, region, upTo int) {
-	for i := p.computed[region]; i < upTo; i++ {
-		a.host.each(p.blocks[i], func(layer, t int, head uint64, c *content) {
-			if layer == a.host.layers[region] {
-				*c = content{p.id, layer, i*a.host.size() + t, head, a.host.number}
-			}
-		})
+// fill has regions' blocks hold the prompt after a moment, up to one of them.
+func (a *agent) fill(p *computation, of []uint32, upTo int) *moment {
+	from := p.computed
+	for _, region := range of {
+		p.computed[region] = max(p.computed[region], upTo)
 	}
-	p.computed[region] = max(p.computed[region], upTo)
+	end := p.computed
+	mo := a.momentOf(func() {
+		for _, region := range of {
+			for i := from[region]; i < end[region]; i++ {
+				if a.host.mem[p.blocks[i]].owner == p.token {
+					a.host.compute(p.id, p.blocks[i], i, int(region))
+				}
+			}
+		}
+	})
+	for _, region := range of {
+		for i := from[region]; i < end[region]; i++ {
+			a.host.mem[p.blocks[i]].writes[region] = mo
+		}
+	}
+	return mo
 }
 
 func (a *agent) offerComputed(p *computation) {
-	for region := range a.host.layers {
-		a.fill(p, region, len(p.blocks))
-	}
+	after := a.fill(p, a.host.allRegions(), len(p.blocks))
 	delete(a.computing, p.id)
-	switch err := a.offerOf(p.id, p.blocks, a.promptOf(p), p.token, func() {}); {
+	switch err := a.offerOf(p.id, p.blocks, a.promptOf(p), p.token, after); {
 	case err == nil:
 		return
 	case !errors.Is(err, core.ErrDuplicate):

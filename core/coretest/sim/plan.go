@@ -17,6 +17,7 @@ type plan struct {
 	oneSided bool // bytes land without the receiver's process, as by RDMA
 	prefills int  // ranks of the prefill engine
 	decodes  []int
+	devices  bool // the engines work on devices: moments are awaited
 	requests int
 	blocks   int  // of a prompt, at each prefill rank
 	cut      bool // ranks have blocks of tokens and heads, each as it likes
@@ -38,6 +39,7 @@ type plan struct {
 	breaks             float64 // of each frame: its connection breaks
 	errors             float64 // of each call of the transport: it fails
 	cancels            float64
+	lost               float64 // of each moment: it fails, or does not pass for long
 	faults             int
 	jumps              int  // of clocks, in worlds where else nothing is in the way
 	silentDeath        bool // nothing happens but the death of one of two decode ranks, whose shares are claimed
@@ -121,6 +123,12 @@ func (w *world) newPlan() plan {
 	if !p.kind && !p.calm && !p.silentDeath && !p.cut && w.chance(0.3) {
 		p.stranger, p.other = 1+w.rnd.IntN(len(p.decodes)), otherThan(p.index)
 	}
+	if p.devices = w.seed%3 == 2; p.devices {
+		p.opt.MomentTimeout = 10 * time.Second
+		if !p.kind && !p.calm {
+			p.opt.MomentTimeout, p.lost = latest+reach, 0.02
+		}
+	}
 	return p
 }
 
@@ -136,5 +144,5 @@ func (p *plan) absence() time.Duration {
 // quiet is how long after the last call of an engine and the last fault all must
 // have ended: leases, then the time-outs of what they make the agents say.
 func (p *plan) quiet() time.Duration {
-	return p.opt.Claim + p.opt.Lease + max(p.opt.Lease, p.opt.EarlyLoad) + 4*p.opt.PeerTimeout + 2*connectTimeout + 2*stallTimeout + closeTimeout + 8*time.Second
+	return p.opt.Claim + p.opt.Lease + max(p.opt.Lease, p.opt.EarlyLoad) + p.opt.MomentTimeout + 4*p.opt.PeerTimeout + 2*connectTimeout + 2*stallTimeout + closeTimeout + 8*time.Second
 }

@@ -267,6 +267,7 @@ func (a *agent) land(f *frame) *arm {
 			a.w.fault(e.id, "%s: place %d of %q is written twice", a.id, pos, e.id)
 		}
 		e.has[pos] = true
+		a.checkWritten(e, at)
 		if b := &a.host.mem[a.host.block(at)]; b.owner != e.token {
 			a.w.fault(e.id, "%s: block %d is written by %q, whose load has token %d, but belongs to token %d", a.id, a.host.block(at), e.id, e.token, b.owner)
 		}

@@ -131,6 +131,7 @@ func (a *agent) leave(f *frame) {
 	}
 	for _, pos := range f.at {
 		at := wr.src[pos]
+		a.checkRead(wr, at)
 		if b := &a.host.mem[a.host.block(at)]; b.owner != wr.token {
 			a.w.fault(wr.v.ID, "%s: block %d is read for %q, whose offer has token %d, but belongs to token %d", a.id, a.host.block(at), wr.v.ID, wr.token, b.owner)
 		}

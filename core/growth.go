@@ -1,0 +1,84 @@
+package core
+
+import (
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// growth is what of an offer is there from a moment on. It counts from when the growths
+// before it count: a block is there when all that was queued for it is done, on whichever
+// streams that was.
+type growth struct {
+	after   Moment   // 0: it has passed
+	ready   []uint32 // as of PartialOffer
+	regions []uint32 // as of PartialOffer
+	whole   bool     // the engine has offered all
+}
+
+// maxGrowths bounds the growths of an offer that wait for their moments.
+const maxGrowths = 4096
+
+// grows says whether a growth counts at once. Else the offer keeps it until its moment.
+func (m *Machine) grows(now time.Time, of *offer, g growth) bool {
+	if fault.On("growth-at-once") && !g.whole || fault.On("offer-at-once") && g.whole {
+		g.after = 0
+	}
+	if g.after == 0 && len(of.growths) == 0 {
+		return true
+	}
+	g.ready, g.regions = slices.Clone(g.ready), slices.Clone(g.regions) // the caller's
+	of.growths = append(of.growths, g)
+	if g.after != 0 {
+		m.await(now, g.after, SideOffer, of.id)
+	}
+	return false
+}
+
+// awaits says whether an offer waits for a moment.
+func (of *offer) awaits(at Moment) bool {
+	for i := range of.growths {
+		if of.growths[i].after == at {
+			return true
+		}
+	}
+	return false
+}
+
+// offerPassed has the growths of a moment count.
+func (m *Machine) offerPassed(now time.Time, of *offer, at Moment) {
+	for i := range of.growths {
+		if g := &of.growths[i]; g.after == at || fault.On("any-moment") && g.after != 0 {
+			if g.after != at {
+				m.awaitNot(g.after)
+			}
+			g.after = 0
+			if fault.On("growth-before-others") && !g.whole {
+				of.grow(m.layout, g)
+			}
+		}
+	}
+	whole, n := false, 0
+	for ; n < len(of.growths) && of.growths[n].after == 0; n++ {
+		if whole = of.growths[n].whole; !whole {
+			of.grow(m.layout, &of.growths[n])
+		}
+	}
+	if of.growths = of.growths[n:]; len(of.growths) == 0 {
+		of.growths = nil
+	}
+	if whole {
+		m.complete(now, of)
+	} else {
+		m.extend(now, of)
+	}
+}
+
+// awaitNothing has an offer wait for nothing any more.
+func (m *Machine) awaitNothing(of *offer) {
+	for i := range of.growths {
+		m.awaitNot(of.growths[i].after)
+	}
+	of.growths = nil
+}
