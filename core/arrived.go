@@ -250,7 +250,7 @@ func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code C
 	}
 	switch {
 	case of == nil && !gone:
-		m.ended.add(id, code, reason, false) // the word overtook the load, or came before the engine's request
+		m.ended.add(id, tombstone{code: code, reason: reason}) // the word overtook the load, or came before the engine's request
 	case of == nil, of.peer != "" && of.peer != from && !fault.On("anybodys-finish"): // the transfer is another agent's
 	case code == OK && of.state.sending():
 		if fault.On("finish-before-written") {

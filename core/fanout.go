@@ -152,8 +152,7 @@ func (m *Machine) offerEnded(now time.Time, of *offer) {
 	}
 	delete(m.fanOuts, f.id)
 	m.reportDemand(f.id, f.code, f.reason, 0)
-	m.ended.add(f.id, f.code, f.reason, !f.offered.IsZero())
-	m.ended.moved(f.id, f.stats)
+	m.ended.add(f.id, tombstone{code: f.code, reason: f.reason, offered: !f.offered.IsZero(), stats: f.stats})
 	if !f.offered.IsZero() {
 		m.act(Report{ID: f.id, Parts: f.parts, Side: SideOffer, Token: f.token, Code: f.code, Reason: f.reason, Blocks: f.blocks,
 			Wait: f.wait, Elapsed: now.Sub(f.offered), State: f.state, Peer: f.peer, Stats: f.stats})

@@ -277,25 +277,13 @@ type tombstone struct {
 	stats   TransferStats // of the write that had ended before the engine offered
 }
 
-func (t *tombstones) add(id TransferID, code Code, reason string, offered bool) {
+func (t *tombstones) add(id TransferID, end tombstone) {
 	if fault.On("no-tombstones") {
 		delete(t.byID, id)
 		t.order = nil
 		return
 	}
-	t.put(id, tombstone{code: code, reason: reason, offered: offered})
-}
-
-func (t *tombstones) moved(id TransferID, s TransferStats) {
-	end := t.byID[id]
-	end.stats = s
-	t.byID[id] = end
-}
-
-func (t *tombstones) nacked(id TransferID, by AgentID) {
-	end := t.byID[id]
-	end.nacked = by
-	t.byID[id] = end
+	t.put(id, end)
 }
 
 // sortedKeys gives maps one order, so that a run can be repeated.

@@ -184,7 +184,7 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 		if t.offered {
 			return fmt.Errorf("%w: transfer %q was offered before and has ended (%s); give each request a transfer_id of its own", ErrDuplicate, string(r.ID), t.code)
 		}
-		m.ended.add(r.ID, t.code, t.reason, true)
+		m.ended.add(r.ID, tombstone{code: t.code, reason: t.reason, offered: true})
 		m.count.Offered++
 		m.act(Report{ID: r.ID, Side: SideOffer, Token: r.Token, Code: t.code, Reason: t.reason, Blocks: r.Count(), State: "ended", Stats: t.stats})
 		return nil

@@ -36,7 +36,7 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 func (m *Machine) cancelOffer(now time.Time, id TransferID, reason string) {
 	half := m.halfOf(id)
 	if _, gone := m.ended.byID[id]; half == nil && !gone {
-		m.ended.add(id, Cancelled, reason, false)
+		m.ended.add(id, tombstone{code: Cancelled, reason: reason})
 	}
 	for i, of := range half {
 		if fault.On("cancel-one-share") && i > 0 {
@@ -79,11 +79,11 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 	if of.endedIn == offerEarly {
 		m.leaveEarly(of)
 	}
-	m.ended.add(of.id, of.end.code, of.end.reason, !of.offered.IsZero())
-	m.ended.moved(of.id, s)
+	end := tombstone{code: of.end.code, reason: of.end.reason, offered: !of.offered.IsZero(), stats: s}
 	if of.nacked {
-		m.ended.nacked(of.id, of.peer)
+		end.nacked = of.peer
 	}
+	m.ended.add(of.id, end)
 	of.stats = s
 	m.outcomes = append(m.outcomes, outcome{offer: of, over: true})
 }
