@@ -85,7 +85,8 @@ enum kvconn_status {
 /* The handle of an open agent. No agent has the handle 0. */
 typedef uint64_t kvconn_agent;
 
-/* What the block ids of a group name: the same in its regions, and at both engines. */
+/* The kind of thing that a group's block ids name. Regions of one group have one kind. Two
+   engines whose kinds differ refuse each other. */
 enum kvconn_index_kind {
   KVCONN_INDEX_BLOCK = 0, /* blocks of the prompt, one after the other */
   KVCONN_INDEX_ROW = 1,   /* a row of a table that has one for each request */
@@ -172,11 +173,9 @@ typedef struct kvconn_partial_offer {
                                   step computes nothing of this transfer */
 } kvconn_partial_offer;
 
-/*
- * Decode's half of a transfer: put it into these blocks. A load without any block tells the
- * prefill engine that decode needs nothing of it. A load names the engine; the library finds
- * out from which of its ranks this agent loads what. The load has one completion.
- */
+/* Decode's half of a transfer: put it into these blocks. A load without any block tells the
+   prefill engine that decode needs nothing of it. A load names the engine; the library finds
+   out from which of its ranks this agent loads what. The load has one completion. */
 typedef struct kvconn_load_request {
   uint32_t struct_size;
   uint32_t num_groups;
@@ -258,11 +257,9 @@ int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regio
  */
 int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, size_t count, size_t *accepted);
 
-/*
- * Prefill: these blocks hold these transfers. The blocks must stay unchanged until the
- * completion. It comes when a decode engine has loaded the transfer, when the transfer was
- * cancelled or failed, or when no decode engine has claimed or loaded it within lease_s.
- */
+/* Prefill: these blocks hold these transfers. The blocks must stay unchanged until the
+   completion. It comes when a decode engine has loaded the transfer, when the transfer was
+   cancelled or failed, or when no decode engine has claimed or loaded it within lease_s. */
 int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, size_t count, size_t *accepted);
 
 /*
@@ -316,55 +313,41 @@ int32_t kvconn_withdraw(kvconn_agent agent, const char *const *transfer_ids, siz
  */
 int32_t kvconn_claim(kvconn_agent agent, const kvconn_load_request *claims, size_t count, size_t *accepted);
 
-/*
- * Decode: loads these transfers. The blocks belong to the transfer until its completion. After
- * the completion no byte of the transfer can land in them. The prefill engine need not know the
- * request yet.
- */
+/* Decode: loads these transfers. The blocks belong to the transfer until its completion. After
+   the completion no byte of the transfer can land in them. The prefill engine need not know the
+   request yet. */
 int32_t kvconn_start_load(kvconn_agent agent, const kvconn_load_request *loads, size_t count, size_t *accepted);
 
-/*
- * Ends this agent's halves of transfers early, and tells the other side. Each half still gets
- * its completion, with KVCONN_CANCELLED unless it had ended. The prefill side remembers an id
- * that it does not know: it refuses a later load of it, and ends an offer of it at once.
- */
+/* Ends this agent's halves of transfers early, and tells the other side. Each half still gets
+   its completion, with KVCONN_CANCELLED unless it had ended. The prefill side remembers an id
+   that it does not know: it refuses a later load of it, and ends an offer of it at once. */
 int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_t count, const char *reason,
                       size_t *accepted);
 
 /* The number of completions that wait to be collected, or a negated status. */
 int32_t kvconn_pending(kvconn_agent agent);
 
-/*
- * The address of the number that kvconn_pending returns, for a caller to whom even a call is
- * dear: 32 bits that change atomically, not 0 either when kvconn_pending has an error to tell.
- * The result is NULL when the handle is not open.
- */
+/* The address of the number that kvconn_pending returns, for a caller to whom even a call is
+   dear: 32 bits that change atomically, not 0 either when kvconn_pending has an error to tell.
+   The result is NULL when the handle is not open. */
 const volatile uint32_t *kvconn_pending_address(kvconn_agent agent);
 
-/*
- * Moves up to capacity completions out, and their number to *count. Never waits.
- * completion_size is the caller's sizeof(struct kvconn_completion).
- */
+/* Moves up to capacity completions out, and their number to *count. Never waits.
+   completion_size is the caller's sizeof(struct kvconn_completion). */
 int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *completions, size_t completion_size,
                             size_t capacity, size_t *count);
 
-/*
- * A file descriptor for poll, select or epoll that is readable while completions wait, or a
- * negated status. Do not read from it. kvconn_close closes it.
- */
+/* A file descriptor for poll, select or epoll that is readable while completions wait, or a
+   negated status. Do not read from it. kvconn_close closes it. */
 int32_t kvconn_event_fd(kvconn_agent agent);
 
-/*
- * The agent's counters as a JSON object, NUL-terminated. *length (may be NULL) is its length,
- * also when KVCONN_ERR_BUFFER says that capacity is too small.
- */
+/* The agent's counters as a JSON object, NUL-terminated. *length (may be NULL) is its length,
+   also when KVCONN_ERR_BUFFER says that capacity is too small. */
 int32_t kvconn_stats(kvconn_agent agent, char *buffer, size_t capacity, size_t *length);
 
-/*
- * The text of this thread's last failed call, which names the wrong value and the remedy. It
- * ends with a NUL and is cut off at capacity or after 1023 bytes. Like errno it only has a
- * meaning after a call of the same thread has failed.
- */
+/* The text of this thread's last failed call, which names the wrong value and the remedy. It
+   ends with a NUL and is cut off at capacity or after 1023 bytes. Like errno it only has a
+   meaning after a call of the same thread has failed. */
 int32_t kvconn_last_error(char *buffer, size_t capacity);
 
 /* The "http://host:port" that this agent serves or has joined; else empty. */
@@ -387,11 +370,9 @@ int32_t kvconn_next_log(char *buffer, size_t capacity);
  */
 int32_t kvconn_close(kvconn_agent agent);
 
-/*
- * Runs the kvconn command (demo, bench, proxy …) as main() would, for wheels whose only binary
- * is this library, and returns its exit status. The command takes SIGINT and SIGTERM, and may
- * write to stdout and stderr.
- */
+/* Runs the kvconn command (demo, bench, proxy …) as main() would, for wheels whose only binary
+   is this library, and returns its exit status. The command takes SIGINT and SIGTERM, and may
+   write to stdout and stderr. */
 int32_t kvconn_main(int32_t argc, const char *const *argv);
 
 #ifdef __cplusplus
