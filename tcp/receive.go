@@ -45,6 +45,7 @@ type inbound struct {
 	// writing to set revoked.
 	fence   sync.RWMutex
 	revoked bool
+	copies  sync.WaitGroup // slots that are copied into the runs; none begins when revoked is set
 
 	// Guarded by receiver.mu.
 	spans spans // positions that frames have claimed
@@ -110,11 +111,12 @@ func (t *Transport) Revoke(id core.TransferID) {
 	}
 }
 
-// revoke returns when no stream reads into the runs any more.
+// revoke returns when no stream reads or copies into the runs any more.
 func (in *inbound) revoke() {
 	in.fence.Lock()
 	in.revoked = true
 	in.fence.Unlock()
+	in.copies.Wait()
 }
 
 // forget ends the streams' knowledge of a transfer; r.mu is held.
@@ -181,6 +183,7 @@ type inStream struct {
 	vec      []iovec
 	buf      [headerSize]byte
 	scratch  []byte // bytes that belong to no transfer are read into it
+	landing  landing
 }
 
 func (s *inStream) send(h *header) error {
@@ -290,17 +293,27 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, err error) {
 		})
 		cur = cursor{runs: in.runs[i:], off: h.position - (in.ends[i] - in.runs[i].len)}
 	}
+	defer func() {
+		if e := s.land(in, 0); e != nil {
+			s.r.fail(in, e)
+		}
+	}()
 	idle := stall{bound: s.r.t.cfg.StallTimeout}
 	for got < h.length {
 		left := h.length - got
 		s.conn.SetReadDeadline(idle.deadline())
 		var n uintptr
 		var errno syscall.Errno
+		var copying error
 		err := s.raw.Read(func(fd uintptr) bool {
-			n, errno = s.read(fd, in, &cur, left)
-			return errno != syscall.EAGAIN
+			n, errno, copying = s.read(fd, in, &cur, left)
+			return errno != syscall.EAGAIN || copying != nil
 		})
 		switch {
+		case copying != nil:
+			_ = s.land(in, 0) // its error is no news
+			s.r.fail(in, copying)
+			continue // the rest of the frame is read away
 		case err != nil && idle.goesOn(err):
 			continue
 		case err != nil:
@@ -316,21 +329,42 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, err error) {
 	return got, nil
 }
 
-// read is one readv that does not wait. The fence is held just for it, so Revoke waits for
-// no more than that.
-func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uintptr, syscall.Errno) {
-	if in != nil {
-		in.fence.RLock()
-		defer in.fence.RUnlock()
-		if !in.revoked {
-			vec, _ := cur.fill(s.vec[:0], left)
-			n, errno := vectored(syscall.SYS_READV, fd, vec)
-			if errno == 0 {
-				cur.advance(uint64(n))
-			}
-			return n, errno
+// read is one read that does not wait for the peer. It reads bytes away that belong to no
+// transfer. The error is one of a copy into device memory, and of this transfer only.
+func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uintptr, syscall.Errno, error) {
+	if in == nil {
+		n, errno := s.readAway(fd, left)
+		return n, errno, nil
+	}
+	d, room := &s.r.t.devices, left
+	if d.mover != nil && !in.isRevoked() {
+		vec, _ := cur.fill(s.vec[:0], left)
+		var device int
+		if device, _, room = d.alike(vec, left); device >= 0 {
+			return s.readStaged(fd, in, cur, left, device)
 		}
 	}
+	in.fence.RLock() // just for one readv, so Revoke waits for no more than that
+	defer in.fence.RUnlock()
+	if in.revoked {
+		n, errno := s.readAway(fd, left)
+		return n, errno, nil
+	}
+	vec, _ := cur.fill(s.vec[:0], room)
+	n, errno := vectored(syscall.SYS_READV, fd, vec)
+	if errno == 0 {
+		cur.advance(uint64(n))
+	}
+	return n, errno, nil
+}
+
+func (in *inbound) isRevoked() bool {
+	in.fence.RLock()
+	defer in.fence.RUnlock()
+	return in.revoked
+}
+
+func (s *inStream) readAway(fd uintptr, left uint64) (uintptr, syscall.Errno) {
 	if s.scratch == nil {
 		s.scratch = make([]byte, 64<<10)
 	}

@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -60,8 +61,9 @@ type outStream struct {
 	still  int     // looks since without any
 	rested []token // transfers that rested when it was opened: it is to say of each that it lives
 	// vec[0] is the frame's header in hdr.
-	vec []iovec
-	hdr [headerSize]byte
+	vec    []iovec
+	hdr    [headerSize]byte
+	source source
 }
 
 func (s *sender) init(t *Transport) {
@@ -363,33 +365,63 @@ var errStuck = errors.New("a transfer was given up, and the decode agent does no
 // write sends a frame whole; each step must make progress within the bound. Each step
 // looks whether the transfer was given up meanwhile.
 func (s *sender) write(st *outStream, out *outbound, left uint64) error {
-	vec := st.vec
-	idle := stall{bound: s.t.cfg.StallTimeout}
-	var over time.Time
+	w := frameWriter{st: st, out: out, idle: stall{bound: s.t.cfg.StallTimeout}}
+	if s.t.devices.mover == nil || out == nil {
+		return w.write(st.vec, left)
+	}
+	ctx, cancel := context.WithTimeout(s.t.ctx, 2*s.t.cfg.StallTimeout) // a peer that takes no bytes has slots for so long, at most
+	defer cancel()
+	src := &st.source
+	src.begins(ctx, &s.t.devices, st.vec)
+	defer src.end()
+	for {
+		p, err := src.next()
+		if err != nil {
+			s.end(out, fmt.Errorf("tcp: %w", err))
+		}
+		if p == nil {
+			return err
+		}
+		if err := w.write(p.vec, p.bytes); err != nil {
+			return err
+		}
+		src.written()
+	}
+}
+
+// frameWriter writes the parts of a frame to its stream.
+type frameWriter struct {
+	st   *outStream
+	out  *outbound
+	idle stall
+	over time.Time // since when the transfer is given up
+}
+
+func (w *frameWriter) write(vec []iovec, left uint64) error {
 	for left > 0 {
-		st.conn.SetWriteDeadline(idle.deadline())
+		w.st.conn.SetWriteDeadline(w.idle.deadline())
 		var n uintptr
 		var errno syscall.Errno
-		err := st.raw.Write(func(fd uintptr) bool {
+		err := w.st.raw.Write(func(fd uintptr) bool {
 			n, errno = vectored(syscall.SYS_WRITEV, fd, vec)
 			return errno != syscall.EAGAIN
 		})
 		switch {
-		case err != nil && idle.goesOn(err):
+		case err != nil && w.idle.goesOn(err):
 		case err != nil:
 			return err
 		case errno != 0:
 			return fmt.Errorf("writev: %w", errno)
 		default:
-			idle.since = 0
+			w.idle.since = 0
 			vec = drop(vec, n)
 			left -= uint64(n)
 		}
-		if left > 0 && out != nil && out.over.Load() {
-			if over.IsZero() {
-				over = time.Now()
+		if left > 0 && w.out != nil && w.out.over.Load() {
+			if w.over.IsZero() {
+				w.over = time.Now()
 			}
-			if idle.since >= stopGrace || time.Since(over) >= stopBound {
+			if w.idle.since >= stopGrace || time.Since(w.over) >= stopBound {
 				return fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded)
 			}
 		}
