@@ -82,7 +82,7 @@ docs: | tools ## the pages as a site, build/_site, with their links checked
 
 # --- tests --------------------------------------------------------------------
 
-test: lint test-go test-c test-wheel ## all tests that need no vLLM
+test: lint gpu-double test-go test-c test-wheel ## all tests that need no vLLM
 
 test-go: | tools ## Go, with the race detector and the invariants on
 	$(GO) test -race -tags invariants -timeout 8m ./...
@@ -92,6 +92,9 @@ test-c: $(BUILD)/libkvconn.so ## the C program, as C and as C++, and the library
 
 test-wheel: wheel ## Python tests on the wheel, in a clean environment
 	scripts/test-wheel.sh $(PYTHON)
+
+gpu-double: | tools ## build/gpu-double/, the tests' own CUDA driver, and its tests under both sanitizers
+	@scripts/gpu-double.sh --test || { status=$$?; ((status == 75)) || exit $$status; }
 
 TIME ?= 5m
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
@@ -126,4 +129,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos
+.PHONY: help tools lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel gpu-double soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos

@@ -1,0 +1,253 @@
+package cuda
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/kvconn/kvconn/cuda/internal/driver"
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// Options of a Device; zero values are the defaults.
+type Options struct {
+	RingBytes    int           // pinned host memory for copies: 64 MiB
+	SlotBytes    int           // of it, a slot's: 2 MiB
+	Moments      int           // that have not passed, at a time: 4,096
+	StallTimeout time.Duration // until a device that does not end a copy counts as failed: 10 s
+}
+
+func (o *Options) complete() error {
+	def := func(v *int, d int) {
+		if *v == 0 {
+			*v = d
+		}
+	}
+	def(&o.RingBytes, 64<<20)
+	def(&o.SlotBytes, min(2<<20, o.RingBytes/leastSlots))
+	def(&o.Moments, 4096)
+	if o.StallTimeout == 0 {
+		o.StallTimeout = 10 * time.Second
+	}
+	switch {
+	case o.SlotBytes < 1 || o.RingBytes/o.SlotBytes < leastSlots:
+		return fmt.Errorf("a ring of %d bytes has less than %d slots of %d bytes: make it larger, or the slots smaller", o.RingBytes, leastSlots, o.SlotBytes)
+	case o.Moments < 1 || o.Moments > 1<<20:
+		return fmt.Errorf("%d moments, want 1 to %d", o.Moments, 1<<20)
+	case o.StallTimeout < 0:
+		return fmt.Errorf("a stall timeout of %s, want more than none", o.StallTimeout)
+	}
+	return nil
+}
+
+// Device is an agent's handle on a device. Its methods may be called from any goroutine.
+type Device struct {
+	drv  *driver.Device
+	info Info
+	o    Options
+	wg   sync.WaitGroup // goroutines
+
+	calls   sync.RWMutex // held for reading in the driver's short calls
+	closed  atomic.Bool
+	failure atomic.Pointer[error] // for good
+	stuck   atomic.Bool           // the failure is that copies do not end: they may yet land
+
+	mu      sync.Mutex
+	waits   map[uint8]*streamWaits
+	regions []*Region
+	known   atomic.Pointer[[]mapping] // what lies under the regions
+
+	prepare    sync.Once
+	prepareErr error
+	memory     unsafe.Pointer // of the ring
+	ring       ring
+	queues     [2]*queue // by Direction; nil before Prepare
+}
+
+// Open gives a handle on the device of that number (CUDA_VISIBLE_DEVICES changes the numbers).
+// The device's primary context must be active, else the error wraps ErrInactive.
+func Open(ordinal int, o Options) (*Device, error) {
+	if err := o.complete(); err != nil {
+		return nil, fmt.Errorf("CUDA device %d: %w", ordinal, err)
+	}
+	if err := driver.Load(); err != nil {
+		return nil, err
+	}
+	info, err := driver.Inform(ordinal)
+	if err != nil {
+		return nil, err
+	}
+	if !info.Unified {
+		return nil, fmt.Errorf("CUDA device %d (%s) does not share an address space with the host: kvconn needs unified addressing", ordinal, info.Name)
+	}
+	drv, err := driver.Open(ordinal, o.Moments)
+	if err != nil {
+		return nil, err
+	}
+	d := &Device{drv: drv, info: info, o: o, waits: map[uint8]*streamWaits{}}
+	d.known.Store(&[]mapping{})
+	return d, nil
+}
+
+// Info is what the device is.
+func (d *Device) Info() Info { return d.info }
+
+// Err is why the device has failed for good, or nil.
+func (d *Device) Err() error {
+	if err := d.failure.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+// over is why nothing begins any more.
+func (d *Device) over() error {
+	if err := d.Err(); err != nil {
+		return err
+	}
+	if d.closed.Load() {
+		return fmt.Errorf("CUDA device %d: %w", d.info.Ordinal, ErrClosed)
+	}
+	return nil
+}
+
+// enter begins a short call of the driver, which leave ends.
+func (d *Device) enter() bool {
+	d.calls.RLock()
+	if d.over() != nil {
+		d.calls.RUnlock()
+		return false
+	}
+	return true
+}
+
+func (d *Device) leave() { d.calls.RUnlock() }
+
+// suspect looks whether an error of the driver means the end of the device.
+func (d *Device) suspect(err error) {
+	var e *Error
+	if errors.As(err, &e) && e.Sticky() {
+		d.fail(err)
+	}
+}
+
+// fail ends all copies and awaited moments of the device. The first cause stays.
+func (d *Device) fail(err error) {
+	err = fmt.Errorf("%s (%s, CUDA device %d) has failed: %w", d.info.Name, d.info.UUID, d.info.Ordinal, err)
+	if !d.failure.CompareAndSwap(nil, &err) {
+		return
+	}
+	d.goRun(func() { d.endAll(err) }) // the caller may hold a lock
+}
+
+func (d *Device) endAll(err error) {
+	d.endAwaits(err)
+	d.ring.end(err)
+	for _, q := range d.made() {
+		q.end(err)
+	}
+}
+
+// made are the queues, none before Prepare.
+func (d *Device) made() []*queue {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.queues[0] == nil {
+		return nil
+	}
+	return d.queues[:]
+}
+
+// goRun starts a goroutine that Close waits for.
+func (d *Device) goRun(f func()) {
+	d.wg.Add(1)
+	go func() {
+		defer d.wg.Done()
+		defer safe.Recover("cuda")
+		f()
+	}()
+}
+
+// Prepare pins the ring and makes the streams, once; Slot does so too. A transport calls it when
+// regions are registered, so that a failure is seen then.
+func (d *Device) Prepare() error {
+	if !d.enter() {
+		return d.over()
+	}
+	defer d.leave()
+	d.prepare.Do(func() { d.prepareErr = d.makeRing() })
+	return d.prepareErr
+}
+
+func (d *Device) makeRing() error {
+	slots := d.o.RingBytes / d.o.SlotBytes
+	memory, err := d.drv.Ring(uint64(slots) * uint64(d.o.SlotBytes))
+	if err != nil {
+		return err
+	}
+	var made [2]*queue
+	for dir := range made {
+		if made[dir], err = d.newQueue(Direction(dir)); err != nil {
+			for _, q := range made[:dir] {
+				q.drv.Close()
+			}
+			return errors.Join(err, d.drv.FreeRing(memory))
+		}
+	}
+	d.ring.init(unsafe.Slice((*byte)(memory), slots*d.o.SlotBytes), slots)
+	for _, q := range made {
+		q.start()
+	}
+	d.mu.Lock()
+	d.memory, d.queues = memory, made
+	d.mu.Unlock()
+	if err := d.over(); err != nil { // meanwhile
+		d.endAll(err)
+	}
+	return nil
+}
+
+// Close ends all copies and awaited moments, and waits, at most StallTimeout, until none is
+// under way and all slots were released. Then it gives back all that the device has. If
+// something does not end, the error says so and nothing is given back: the driver may still use it.
+func (d *Device) Close() error {
+	if d.closed.Swap(true) {
+		return nil
+	}
+	d.calls.Lock() // short calls have ended
+	d.calls.Unlock()
+	d.prepare.Do(func() { d.prepareErr = d.over() })
+	deadline := time.NewTimer(d.o.StallTimeout)
+	defer deadline.Stop()
+	closed := fmt.Errorf("CUDA device %d: %w", d.info.Ordinal, ErrClosed)
+	d.endAll(closed)
+	for _, q := range d.made() {
+		q.stop()
+	}
+	ended := make(chan struct{})
+	safe.Go("cuda close", func() {
+		d.wg.Wait()
+		<-d.ring.empty()
+		close(ended)
+	})
+	select {
+	case <-ended:
+	case <-deadline.C:
+		return fmt.Errorf("closing CUDA device %d: after %s a copy, a wait in the driver or a slot has not ended; its pinned memory stays", d.info.Ordinal, d.o.StallTimeout)
+	}
+	var err error
+	if made := d.made(); made != nil {
+		for _, q := range made {
+			q.drv.Close()
+		}
+		err = d.drv.FreeRing(d.memory)
+	}
+	_, closeErr := d.drv.Close()
+	if d.Err() != nil {
+		return nil // the calls fail as all do, and the context's end gives all back
+	}
+	return errors.Join(err, closeErr)
+}

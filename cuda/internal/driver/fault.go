@@ -1,0 +1,6 @@
+//go:build faults
+
+package driver
+
+// #cgo CFLAGS: -DKVCONN_FAULTS
+import "C"

@@ -1,0 +1,88 @@
+/*
+ * What Go sees of libcuda: plain structs and functions. The library's own types
+ * (abi.h) are known to the C files only.
+ *
+ * Every function that calls the library does so with the device's primary context
+ * pushed and with the thread's capture mode relaxed, and leaves the thread as it was.
+ */
+#ifndef KVCONN_CUDA_SHIM_H
+#define KVCONN_CUDA_SHIM_H
+
+#include <stdint.h>
+
+/* What a function ended with: 0, a CUresult, or one of our own codes; and which call of the library that was. */
+typedef struct {
+  uint32_t code, call;
+} kvg_status;
+enum {
+  KVG_INACTIVE = 1 << 16, /* no primary context is active */
+  KVG_ABSENT,             /* the driver has no such call */
+  KVG_CAPTURING,          /* the stream is being captured */
+  KVG_FULL,               /* too many moments have not passed */
+  KVG_STREAMS,            /* on too many streams */
+  KVG_UNKNOWN,            /* a moment that was never recorded, or of another handle */
+  KVG_CLOSED,
+  KVG_BUSY, /* somebody waits in the driver */
+  KVG_NO_MEMORY,
+};
+const char *kvg_call(uint32_t call); /* "" of none */
+void kvg_describe(uint32_t code, const char **name, const char **text);
+
+/* Opens the library and fills the table of its functions. Not 0: why is in reason. */
+int kvg_load(const char *name, char *reason, int size);
+int kvg_in_process(const char *name); /* somebody has opened it; does not open it */
+int kvg_has_batch(void);
+void kvg_use_batch(int on); /* of tests */
+int kvg_version(int *version);
+kvg_status kvg_start(void); /* cuInit */
+
+struct kvg_info {
+  char name[128];
+  uint8_t uuid[16];
+  char pci[32];
+  int32_t major, minor, unified, rdma, flush_options, writes_ordering, dma_buf, active;
+};
+kvg_status kvg_count(int *n);
+kvg_status kvg_inform(int ordinal, struct kvg_info *out);
+
+/* What lies at an address, with the mapping around it. */
+enum { KVG_PAGEABLE, KVG_HOST, KVG_MANAGED, KVG_ALLOCATED, KVG_POOL, KVG_VMM, KVG_OTHER_CONTEXT, KVG_ELSEWHERE, KVG_ODD };
+struct kvg_memory {
+  uint64_t base, size, id;
+  int32_t kind, device, rdma;
+};
+kvg_status kvg_locate(uint64_t addr, struct kvg_memory *out);
+
+struct kvg_device; /* an agent's handle on a device */
+kvg_status kvg_open(int ordinal, int moments, struct kvg_device **out);
+/* KVG_BUSY while somebody waits. It gives back all that the device has but its ring and its queues, which were given back before. */
+kvg_status kvg_close(struct kvg_device *d);
+
+/* How many of n addresses still have their buffer id, from the first on. */
+kvg_status kvg_same(struct kvg_device *d, const uint64_t *addrs, const uint64_t *ids, int n, int *same);
+kvg_status kvg_export(struct kvg_device *d, uint64_t addr, uint64_t bytes, int *fd);
+kvg_status kvg_flush(struct kvg_device *d);
+
+kvg_status kvg_moment(struct kvg_device *d, uintptr_t stream, uint64_t *moment);
+void *kvg_moment_entry(void); /* kvg_status (*)(void *device, uintptr_t stream, uint64_t *moment) */
+kvg_status kvg_passed(struct kvg_device *d, uint64_t moment); /* CUDA_ERROR_NOT_READY while it has not */
+kvg_status kvg_await(struct kvg_device *d, uint64_t moment);
+
+kvg_status kvg_ring(struct kvg_device *d, uint64_t bytes, void **ring);
+kvg_status kvg_ring_free(struct kvg_device *d, void *ring);
+
+enum { KVG_MOST_RUNS = 256, KVG_MOST_BATCHES = 16 };
+struct kvg_run { /* twin of Run */
+  uint64_t addr, len;
+};
+struct kvg_queue; /* a stream of our own, of one direction */
+kvg_status kvg_queue_open(struct kvg_device *d, int to_device, struct kvg_queue **out);
+void kvg_queue_close(struct kvg_queue *q);
+/*
+ * Queues the copies between the runs and host, and then batch's event. *queued: the event
+ * stands behind whatever was queued, also after an error.
+ */
+kvg_status kvg_copy(struct kvg_queue *q, int batch, uintptr_t host, const struct kvg_run *runs, int n, int *queued);
+kvg_status kvg_copied(struct kvg_queue *q, int batch); /* waits */
+
+#endif

@@ -1,0 +1,86 @@
+/* abi.h and cuda.h in one translation unit: compiled, never run. */
+#define __CUDA_API_VERSION_INTERNAL 1 /* declares the earlier forms too */
+#include <cuda.h>
+
+#include "../abi.h"
+
+#define SAME(ours, theirs) _Static_assert((long long)ours == (long long)theirs, #theirs);
+#define SIZE(ours, theirs) _Static_assert(sizeof(ours) == sizeof(theirs), #theirs ": size");
+#define PLACE(ours, member, theirs, other) \
+  _Static_assert(offsetof(ours, member) == offsetof(theirs, other) && \
+                 sizeof(((ours *)0)->member) == sizeof(((theirs *)0)->other), #theirs "." #other ": place");
+
+SIZE(kv_ptr, CUdeviceptr)
+SIZE(kv_handle, CUmemGenericAllocationHandle)
+SIZE(kv_device, CUdevice)
+SIZE(kv_result, CUresult)
+SIZE(struct kv_uuid, CUuuid)
+SIZE(struct kv_location, CUmemLocation)
+PLACE(struct kv_location, type, CUmemLocation, type)
+PLACE(struct kv_location, id, CUmemLocation, id)
+SIZE(struct kv_copy_attributes, CUmemcpyAttributes)
+PLACE(struct kv_copy_attributes, source_order, CUmemcpyAttributes, srcAccessOrder)
+PLACE(struct kv_copy_attributes, source, CUmemcpyAttributes, srcLocHint)
+PLACE(struct kv_copy_attributes, destination, CUmemcpyAttributes, dstLocHint)
+PLACE(struct kv_copy_attributes, flags, CUmemcpyAttributes, flags)
+SIZE(struct kv_memory_properties, CUmemAllocationProp)
+PLACE(struct kv_memory_properties, type, CUmemAllocationProp, type)
+PLACE(struct kv_memory_properties, handle_types, CUmemAllocationProp, requestedHandleTypes)
+PLACE(struct kv_memory_properties, location, CUmemAllocationProp, location)
+PLACE(struct kv_memory_properties, rdma, CUmemAllocationProp, allocFlags.gpuDirectRDMACapable)
+PLACE(struct kv_memory_properties, usage, CUmemAllocationProp, allocFlags.usage)
+
+#define RESULT(name) SAME(KV_##name, CUDA_ERROR_##name)
+SAME(KV_SUCCESS, CUDA_SUCCESS)
+RESULT(INVALID_VALUE) RESULT(OUT_OF_MEMORY) RESULT(NOT_INITIALIZED) RESULT(DEINITIALIZED)
+RESULT(DEVICE_UNAVAILABLE) RESULT(NO_DEVICE) RESULT(INVALID_DEVICE) RESULT(INVALID_CONTEXT)
+RESULT(ECC_UNCORRECTABLE) RESULT(NVLINK_UNCORRECTABLE) RESULT(CONTAINED) RESULT(INVALID_HANDLE)
+RESULT(NOT_FOUND) RESULT(NOT_READY) RESULT(ILLEGAL_ADDRESS) RESULT(LAUNCH_TIMEOUT)
+RESULT(CONTEXT_IS_DESTROYED) RESULT(ASSERT) RESULT(HARDWARE_STACK_ERROR) RESULT(ILLEGAL_INSTRUCTION)
+RESULT(MISALIGNED_ADDRESS) RESULT(INVALID_ADDRESS_SPACE) RESULT(INVALID_PC) RESULT(LAUNCH_FAILED)
+RESULT(NOT_PERMITTED) RESULT(NOT_SUPPORTED) RESULT(MPS_CLIENT_TERMINATED) RESULT(EXTERNAL_DEVICE) RESULT(UNKNOWN)
+SAME(KV_CAPTURE_UNSUPPORTED, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+SAME(KV_CAPTURE_INVALIDATED, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
+SAME(KV_CAPTURE_IMPLICIT, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+
+SAME(KV_POINTER_CONTEXT, CU_POINTER_ATTRIBUTE_CONTEXT)
+SAME(KV_POINTER_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_MEMORY_TYPE)
+SAME(KV_POINTER_BUFFER_ID, CU_POINTER_ATTRIBUTE_BUFFER_ID)
+SAME(KV_POINTER_IS_MANAGED, CU_POINTER_ATTRIBUTE_IS_MANAGED)
+SAME(KV_POINTER_DEVICE, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+SAME(KV_POINTER_RDMA_CAPABLE, CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE)
+SAME(KV_POINTER_POOL, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE)
+SAME(KV_MEMORY_HOST, CU_MEMORYTYPE_HOST)
+SAME(KV_MEMORY_DEVICE, CU_MEMORYTYPE_DEVICE)
+SAME(KV_LOCATION_DEVICE, CU_MEM_LOCATION_TYPE_DEVICE)
+
+SAME(KV_DEVICE_UNIFIED_ADDRESSING, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING)
+SAME(KV_DEVICE_COMPUTE_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+SAME(KV_DEVICE_COMPUTE_MINOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+SAME(KV_DEVICE_RDMA_SUPPORTED, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
+SAME(KV_DEVICE_FLUSH_OPTIONS, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)
+SAME(KV_DEVICE_WRITES_ORDERING, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)
+SAME(KV_DEVICE_DMA_BUF_SUPPORTED, CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)
+
+SAME(KV_CAPTURE_RELAXED, CU_STREAM_CAPTURE_MODE_RELAXED)
+SAME(KV_CAPTURE_NONE, CU_STREAM_CAPTURE_STATUS_NONE)
+SAME(KV_STREAM_NON_BLOCKING, CU_STREAM_NON_BLOCKING)
+SAME(KV_EVENT_BLOCKING_SYNC, CU_EVENT_BLOCKING_SYNC)
+SAME(KV_EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING)
+SAME(KV_HOST_PORTABLE, CU_MEMHOSTALLOC_PORTABLE)
+SAME(KV_SOURCE_ORDER_STREAM, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+SAME(KV_RANGE_DMA_BUF, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD)
+SAME(KV_FLUSH_CURRENT_CONTEXT, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX)
+SAME(KV_FLUSH_TO_OWNER, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER)
+SAME(KV_FLUSH_OPTION_HOST, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST)
+SAME(KV_ORDERED_FOR_OWNER, CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER)
+
+/* The functions come last: their structs were held against the library's above, and are now those. */
+#define kv_uuid CUuuid_st
+#define kv_copy_attributes CUmemcpyAttributes_st
+#define kv_memory_properties CUmemAllocationProp_st
+#define CHECK(name, symbol, arguments)     \
+  typedef kv_result type_##name arguments; \
+  static type_##name *const check_##name __attribute__((unused)) = &symbol;
+KV_GPU_NEEDED(CHECK)
+KV_GPU_OPTIONAL(CHECK)

@@ -1,0 +1,150 @@
+package cuda
+
+import (
+	"fmt"
+
+	"github.com/kvconn/kvconn/cuda/internal/driver"
+)
+
+// Info is what a device is.
+type Info = driver.Info
+
+// Kind of memory, by its allocation.
+type Kind = driver.Kind
+
+// Error is a failed call of the driver.
+type Error = driver.Error
+
+// UnavailableError says why this process cannot use CUDA at all.
+type UnavailableError = driver.UnavailableError
+
+// Errors of moments and contexts.
+var (
+	ErrClosed    = driver.ErrClosed
+	ErrInactive  = driver.ErrInactive
+	ErrCapturing = driver.ErrCapturing
+	ErrMoments   = driver.ErrMoments
+	ErrMoment    = driver.ErrMoment
+	ErrAbsent    = driver.ErrAbsent
+)
+
+// InProcess says whether somebody in this process, the engine perhaps, has opened the driver's
+// library. It opens nothing.
+func InProcess() bool { return driver.InProcess() }
+
+// Devices are those that this process sees.
+func Devices() ([]Info, error) {
+	if err := driver.Load(); err != nil {
+		return nil, err
+	}
+	n, err := driver.Count()
+	if err != nil {
+		return nil, err
+	}
+	all := make([]Info, n)
+	for i := range all {
+		if all[i], err = driver.Inform(i); err != nil {
+			return nil, err
+		}
+	}
+	return all, nil
+}
+
+// DriverVersion is the newest CUDA that the driver knows: 12080 is 12.8. 0 before anything
+// was asked of it.
+func DriverVersion() int { return driver.Version() }
+
+// KindOf says what lies at an address.
+func KindOf(addr uintptr) (Kind, error) {
+	if err := driver.Load(); err != nil {
+		return 0, err
+	}
+	m, err := driver.Locate(uint64(addr))
+	return m.Kind, err
+}
+
+// Location is where a piece of device memory lies.
+type Location struct {
+	Device   int // ordinal, as of Open
+	Kind     Kind
+	Mappings int  // one, but for memory that was mapped by handles
+	RDMA     bool // GPUDirect RDMA may be used on all of it
+}
+
+// KindError says that memory that was declared as a device's cannot be used as such.
+type KindError struct {
+	Addr uintptr
+	Kind Kind
+}
+
+func (e *KindError) Error() string {
+	return fmt.Sprintf("%#x is %s", e.Addr, refusals[e.Kind])
+}
+
+var refusals = map[Kind]string{
+	driver.Pageable: "no memory of CUDA's in this process: host memory, freed memory, or another process's address. " +
+		"Declare host memory as such; device memory is allocated by the process that registers it",
+	driver.Host:         "pinned host memory: declare it as host memory",
+	driver.Managed:      "managed memory, which moves between host and devices: kvconn takes memory of cudaMalloc, of a pool, or mapped by handles",
+	driver.OtherContext: "memory of another context than the device's primary one: kvconn uses primary contexts, as PyTorch and the CUDA runtime do",
+	driver.Elsewhere:    "mapped by handles, but not on a device: declare host memory as such",
+	driver.Odd:          "memory of a kind that kvconn does not know: it takes memory of cudaMalloc, of a pool, or mapped by handles",
+}
+
+// Locate says where a piece of device memory lies. If the memory is not a device's the error
+// is a *KindError.
+func Locate(addr uintptr, bytes uint64) (Location, error) {
+	if err := driver.Load(); err != nil {
+		return Location{}, err
+	}
+	pieces, err := mappings(addr, bytes)
+	if err != nil {
+		return Location{}, err
+	}
+	l := Location{Device: pieces[0].Device, Kind: pieces[0].Kind, Mappings: len(pieces), RDMA: true}
+	for _, p := range pieces {
+		l.RDMA = l.RDMA && p.RDMA
+	}
+	return l, nil
+}
+
+// mostMappings bounds the mappings of a region: with the smallest, of 2 MiB, 256 GiB.
+const mostMappings = 1 << 17
+
+// mappings are the pieces that lie under a region. Only memory that was mapped by handles may have
+// several: one allocation does not follow another by design.
+func mappings(addr uintptr, bytes uint64) ([]driver.Memory, error) {
+	from, end := uint64(addr), uint64(addr)+bytes
+	if bytes == 0 || end < from {
+		return nil, fmt.Errorf("%d bytes at %#x are no memory", bytes, addr)
+	}
+	var all []driver.Memory
+	for at := from; at < end; {
+		m, err := driver.Locate(at)
+		if err != nil {
+			return nil, err
+		}
+		first := m
+		if len(all) > 0 {
+			first = all[0]
+		}
+		switch {
+		case refusals[m.Kind] != "":
+			if len(all) > 0 {
+				return nil, fmt.Errorf("%d bytes at %#x: only the first %d are there: %w", bytes, addr, at-from, &KindError{uintptr(at), m.Kind})
+			}
+			return nil, &KindError{uintptr(at), m.Kind}
+		case m.Base > at || m.Base+m.Size <= at:
+			return nil, fmt.Errorf("the driver says that %#x lies in %d bytes at %#x, which is not so", at, m.Size, m.Base)
+		case m.Device != first.Device:
+			return nil, fmt.Errorf("%d bytes at %#x lie on CUDA device %d, and from %#x on on device %d: a region is of one device", bytes, addr, first.Device, at, m.Device)
+		case len(all) > 0 && (m.Kind != driver.VMM || first.Kind != driver.VMM):
+			return nil, fmt.Errorf("%d bytes at %#x go over the end of an allocation, which is at %#x: a region is of one allocation", bytes, addr, at)
+		case len(all) == mostMappings:
+			return nil, fmt.Errorf("%d bytes at %#x have more than %d mappings", bytes, addr, mostMappings)
+		}
+		all = append(all, m)
+		at = m.Base + m.Size
+	}
+	return all, nil
+}

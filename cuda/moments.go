@@ -1,0 +1,138 @@
+package cuda
+
+import (
+	"fmt"
+	"slices"
+	"unsafe"
+
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// awaited is a moment whose passing somebody wants to hear of.
+type awaited struct {
+	moment uint64
+	tell   func(error)
+}
+
+// streamWaits are the awaited moments of one stream, the oldest first; Device.mu guards them.
+type streamWaits struct {
+	list    []awaited
+	running bool // a goroutine waits for them
+}
+
+// mostAwaited bounds what is awaited of one stream.
+const mostAwaited = 1 << 16
+
+// streamOf is the place of a moment's stream among the handle's streams.
+func streamOf(moment uint64) uint8 { return uint8(moment >> 48) }
+
+// Moment records what the stream has been given up to now.
+func (d *Device) Moment(stream uintptr) (uint64, error) {
+	if !d.enter() {
+		return 0, d.over()
+	}
+	defer d.leave()
+	if fault.On("gpu-wrong-stream") {
+		stream = 0
+	}
+	m, err := d.drv.Moment(stream)
+	if err != nil {
+		d.suspect(err)
+	}
+	return m, err
+}
+
+// MomentEntry is Moment for callers in C: a function of type
+// struct { uint32_t code, call; } (*)(void *, uintptr_t stream, uint64_t *moment), and its
+// first argument. Nobody may be in it when Close is called.
+func (d *Device) MomentEntry() (function, argument unsafe.Pointer) { return d.drv.MomentEntry() }
+
+// Passed says whether a moment has passed.
+func (d *Device) Passed(moment uint64) (bool, error) {
+	if !d.enter() {
+		return false, d.over()
+	}
+	defer d.leave()
+	ok, err := d.drv.Passed(moment)
+	if err != nil {
+		d.suspect(err)
+	}
+	return ok, err
+}
+
+// Await has tell called once, not from within Await: with nil when the moment has passed, else
+// with the reason why nobody will know.
+func (d *Device) Await(moment uint64, tell func(error)) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err := d.over(); err != nil {
+		safe.Go("cuda", func() { tell(err) })
+		return
+	}
+	w := d.waits[streamOf(moment)]
+	if w == nil {
+		w = &streamWaits{}
+		d.waits[streamOf(moment)] = w
+	}
+	if len(w.list) == mostAwaited {
+		err := fmt.Errorf("%d moments of one stream of CUDA device %d are awaited: the engine's stream stands still", mostAwaited, d.info.Ordinal)
+		safe.Go("cuda", func() { tell(err) })
+		return
+	}
+	i, _ := slices.BinarySearchFunc(w.list, moment, func(a awaited, m uint64) int {
+		if a.moment <= m {
+			return -1
+		}
+		return 1
+	})
+	w.list = slices.Insert(w.list, i, awaited{moment, tell})
+	if !w.running {
+		w.running = true
+		d.goRun(func() { d.await(w) })
+	}
+}
+
+// await waits for a stream's moments until none is left. A moment that has passed settles the
+// older ones.
+func (d *Device) await(w *streamWaits) {
+	for {
+		d.mu.Lock()
+		if len(w.list) == 0 {
+			w.running = false
+			d.mu.Unlock()
+			return
+		}
+		oldest := w.list[0].moment
+		d.mu.Unlock()
+		err := d.drv.Await(oldest)
+		if err != nil {
+			d.suspect(err)
+		}
+		d.mu.Lock()
+		n := 0
+		for n < len(w.list) && (w.list[n].moment == oldest || err == nil && w.list[n].moment < oldest) {
+			n++
+		}
+		settled := slices.Clone(w.list[:n])
+		w.list = slices.Delete(w.list, 0, n)
+		d.mu.Unlock()
+		for _, a := range settled {
+			a.tell(err)
+		}
+	}
+}
+
+// endAwaits tells all who wait for a moment why they wait in vain.
+func (d *Device) endAwaits(err error) {
+	d.mu.Lock()
+	var left []awaited
+	for _, w := range d.waits {
+		left = append(left, w.list...)
+		w.list = nil
+	}
+	d.mu.Unlock()
+	for _, a := range left {
+		a.tell(err)
+	}
+}

@@ -1,0 +1,284 @@
+package cuda
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"unsafe"
+
+	"github.com/kvconn/kvconn/cuda/internal/driver"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// mostQueued bounds the copies that the driver has of one direction: with some thousand its
+// calls wait, and the transport with them.
+const mostQueued = 512
+
+// queue is one direction's way into the driver: a stream of our own.
+type queue struct {
+	d   *Device
+	dir Direction
+	drv *driver.Queue
+
+	mu      sync.Mutex
+	pending []*job  // whose copies the driver does not all have
+	batches []batch // that the driver has, the oldest first
+	number  int     // of the next batch's event
+	copies  int     // in all batches
+	over    error
+	stopped bool
+	more    sync.Cond // batches has more, or it is over
+
+	told    []*job // that have ended and whose Done is to be called
+	telling sync.Cond
+
+	runs [driver.MostRuns]Run // of the batch that is being made
+}
+
+// batch is what the driver got in one call, with an event behind it.
+type batch struct {
+	j      *job
+	event  int
+	copies int
+}
+
+func (d *Device) newQueue(dir Direction) (*queue, error) {
+	drv, err := d.drv.OpenQueue(dir == ToDevice)
+	if err != nil {
+		return nil, err
+	}
+	q := &queue{d: d, dir: dir, drv: drv}
+	q.more.L, q.telling.L = &q.mu, &q.mu
+	return q, nil
+}
+
+// start begins to wait for events, and to call Done: on two goroutines, so that a Done may
+// wait for a Fence.
+func (q *queue) start() {
+	q.d.goRun(q.wait)
+	q.d.goRun(q.tell)
+}
+
+// end takes back what the driver does not have. What it has ends by its events; if those do
+// not come, with err.
+func (q *queue) end(err error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.over == nil {
+		q.over = err
+	}
+	for _, j := range q.pending {
+		j.err, j.queued = err, true
+		q.settle(j)
+	}
+	q.pending = nil
+	if q.d.stuck.Load() {
+		for _, b := range q.batches {
+			if !b.j.ended {
+				b.j.ended, b.j.err = true, err
+				q.told = append(q.told, b.j)
+				q.telling.Signal()
+			}
+		}
+	}
+}
+
+// stop lets the goroutines end when nothing is under way.
+func (q *queue) stop() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.stopped = true
+	q.more.Signal()
+	q.telling.Signal()
+}
+
+// push queues a job; mu is held.
+func (q *queue) push(j *job) {
+	if q.over != nil {
+		j.err, j.queued = q.over, true
+		q.settle(j)
+		return
+	}
+	q.pending = append(q.pending, j)
+	q.submit()
+}
+
+// submit gives the driver what it may have; mu is held.
+func (q *queue) submit() {
+	for len(q.pending) > 0 && len(q.batches) < driver.MostBatches && q.copies < mostQueued {
+		j := q.pending[0]
+		from := j.at
+		n := q.cut(j, min(driver.MostRuns, mostQueued-q.copies))
+		if n > 0 {
+			queued, err := q.drv.Copy(q.number, unsafe.Pointer(unsafe.SliceData(j.Slot.bytes[from:])), q.runs[:n])
+			if queued {
+				q.batches = append(q.batches, batch{j, q.number, n})
+				q.number = (q.number + 1) % driver.MostBatches
+				q.copies += n
+				j.out++
+				q.more.Signal()
+			}
+			if err != nil {
+				j.err, j.next = cmp.Or(j.err, err), len(j.Runs)
+				q.d.suspect(err)
+				if !queued {
+					q.d.fail(err) // nobody can know when what was queued has ended
+				}
+			}
+		}
+		if j.next == len(j.Runs) {
+			j.queued = true
+			q.pending = slices.Delete(q.pending, 0, 1)
+			q.settle(j)
+		}
+	}
+}
+
+// cut puts the job's next runs into q.runs, at most so many, and says how many: neighbours in one
+// mapping become one run, and a run that crosses mappings becomes several.
+func (q *queue) cut(j *job, most int) (n int) {
+	known := *q.d.known.Load()
+	var in mapping
+	for j.next < len(j.Runs) {
+		r := j.Runs[j.next]
+		addr, left := uint64(r.Addr)+j.off, r.Len-j.off
+		if left == 0 {
+			j.next, j.off = j.next+1, 0
+			continue
+		}
+		if addr < in.base || addr >= in.end {
+			var ok bool
+			if in, ok = find(known, addr); !ok { // its region was closed since
+				j.err, j.next = cmp.Or(j.err, fmt.Errorf("what lies at %#x is not registered any more", addr)), len(j.Runs)
+				break
+			}
+		}
+		take := min(left, in.end-addr)
+		if n > 0 && uint64(q.runs[n-1].Addr)+q.runs[n-1].Len == addr && addr > in.base {
+			q.runs[n-1].Len += take
+		} else {
+			if n == most {
+				break
+			}
+			q.runs[n] = Run{Addr: uintptr(addr), Len: take}
+			n++
+		}
+		j.off += take
+		j.at += int(take)
+	}
+	return n
+}
+
+// find is the mapping that an address lies in.
+func find(known []mapping, addr uint64) (mapping, bool) {
+	i, _ := slices.BinarySearchFunc(known, addr, func(m mapping, a uint64) int {
+		if m.end <= a {
+			return -1
+		}
+		return 1
+	})
+	if i == len(known) || addr < known[i].base {
+		return mapping{}, false
+	}
+	return known[i], true
+}
+
+// outside is the first address of a run that lies in no mapping, or 0.
+func outside(known []mapping, addr, bytes uint64) uint64 {
+	end := addr + bytes
+	if end < addr {
+		return addr
+	}
+	for addr < end {
+		m, ok := find(known, addr)
+		if !ok {
+			return addr
+		}
+		addr = m.end
+	}
+	return 0
+}
+
+// settle ends a job of which the driver has nothing more; mu is held.
+func (q *queue) settle(j *job) {
+	if !j.queued || j.out > 0 {
+		if fault.On("gpu-report-early") && j.queued && !j.ended {
+			j.ended = true
+			q.told = append(q.told, j)
+			q.telling.Signal()
+		}
+		return
+	}
+	t := j.t
+	t.copies = slices.DeleteFunc(t.copies, func(o *job) bool { return o == j })
+	if t.idle != nil && len(t.copies) == 0 {
+		close(t.idle)
+		t.idle = nil
+	}
+	j.Slot.drop()
+	if !j.ended {
+		j.ended = true
+		q.told = append(q.told, j)
+		q.telling.Signal()
+	}
+}
+
+// wait waits for the batches' events, in the order of the stream.
+func (q *queue) wait() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for {
+		for len(q.batches) == 0 && !q.stopped {
+			q.more.Wait()
+		}
+		if len(q.batches) == 0 {
+			return
+		}
+		b := q.batches[0]
+		q.mu.Unlock()
+		err := q.drv.Copied(b.event)
+		if err != nil {
+			q.d.suspect(err)
+			var e *Error
+			if !errors.As(err, &e) || !e.Sticky() { // whether the copies have ended is not known, and never will be
+				q.d.stuck.Store(true)
+				q.d.fail(err)
+				q.mu.Lock()
+				return
+			}
+		}
+		q.mu.Lock()
+		q.batches = slices.Delete(q.batches, 0, 1)
+		q.copies -= b.copies
+		b.j.out--
+		if b.j.err == nil {
+			b.j.err = err
+		}
+		q.settle(b.j)
+		q.submit()
+		q.telling.Signal() // the last one may be waited for
+	}
+}
+
+// tell calls the Done of jobs that have ended, without the lock.
+func (q *queue) tell() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for {
+		for len(q.told) == 0 {
+			if q.stopped && len(q.batches) == 0 {
+				return
+			}
+			q.telling.Wait()
+		}
+		told := q.told
+		q.told = nil
+		q.mu.Unlock()
+		for _, j := range told {
+			j.Done(j.t.wrap(j.err))
+		}
+		q.mu.Lock()
+	}
+}

@@ -1,0 +1,200 @@
+package cuda
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// Direction of copies.
+type Direction int
+
+// Directions of copies.
+const (
+	FromDevice Direction = iota // P reads the device's memory
+	ToDevice                    // D writes it
+)
+
+func (d Direction) String() string {
+	if d == ToDevice {
+		return "to the device"
+	}
+	return "from the device"
+}
+
+// leastSlots are needed so that both directions have several.
+const leastSlots = 8
+
+// ring is the pinned memory, in slots. A direction gets three quarters of them at most: if P's
+// copies held all while D's peer waits for this very agent, both would stand.
+type ring struct {
+	mu      sync.Mutex
+	slots   int
+	free    [][]byte
+	held    [2]int
+	waiting [2][]chan *Slot
+	over    error
+	all     chan struct{} // closed when all slots are free; nil unless somebody waits for that
+}
+
+// Slot is a piece of pinned host memory.
+type Slot struct {
+	ring     *ring
+	dir      Direction
+	bytes    []byte
+	users    atomic.Int32 // its owner, and the copies that use it
+	released atomic.Bool
+}
+
+func (r *ring) init(memory []byte, slots int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.slots = slots
+	n := len(memory) / slots
+	for i := slots - 1; i >= 0; i-- {
+		r.free = append(r.free, memory[i*n:(i+1)*n:(i+1)*n])
+	}
+}
+
+// take gives a slot that dir may have; mu is held.
+func (r *ring) take(dir Direction) *Slot {
+	if len(r.free) == 0 || r.held[dir] >= r.slots-r.slots/4 {
+		return nil
+	}
+	s := &Slot{ring: r, dir: dir, bytes: r.free[len(r.free)-1]} // anew: a former owner has no part in it
+	s.users.Store(1)
+	r.free = r.free[:len(r.free)-1]
+	r.held[dir]++
+	return s
+}
+
+// Slot waits for a slot of a direction, until ctx ends.
+func (d *Device) Slot(ctx context.Context, dir Direction) (*Slot, error) {
+	if err := d.Prepare(); err != nil {
+		return nil, err
+	}
+	r := &d.ring
+	r.mu.Lock()
+	if r.over != nil {
+		r.mu.Unlock()
+		return nil, r.over
+	}
+	if len(r.waiting[dir]) == 0 {
+		if s := r.take(dir); s != nil {
+			r.mu.Unlock()
+			return s, nil
+		}
+	}
+	comes := make(chan *Slot, 1)
+	r.waiting[dir] = append(r.waiting[dir], comes)
+	r.mu.Unlock()
+	select {
+	case s, ok := <-comes:
+		if !ok {
+			return nil, d.over()
+		}
+		return s, nil
+	case <-ctx.Done():
+	}
+	r.mu.Lock()
+	if i := slices.Index(r.waiting[dir], comes); i >= 0 {
+		r.waiting[dir] = slices.Delete(r.waiting[dir], i, i+1)
+	}
+	r.mu.Unlock()
+	select {
+	case s, ok := <-comes: // it came at the same time
+		if ok {
+			return s, nil
+		}
+	default:
+	}
+	return nil, context.Cause(ctx)
+}
+
+// TrySlot gives a slot if there is one for the direction, else nil.
+func (d *Device) TrySlot(dir Direction) (*Slot, error) {
+	if err := d.Prepare(); err != nil {
+		return nil, err
+	}
+	r := &d.ring
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.over != nil || len(r.waiting[dir]) > 0 {
+		return nil, r.over
+	}
+	return r.take(dir), nil
+}
+
+// Bytes are the slot's memory, until it is released.
+func (s *Slot) Bytes() []byte { return s.bytes }
+
+// Release gives the slot back. If a copy uses it, it is free when that has ended.
+func (s *Slot) Release() {
+	if s.released.Swap(true) {
+		return
+	}
+	if fault.On("gpu-slot-early") {
+		s.users.Store(1)
+	}
+	s.drop()
+}
+
+// drop is the end of one use.
+func (s *Slot) drop() {
+	if s.users.Add(-1) == 0 {
+		s.ring.put(s)
+	}
+}
+
+// put takes a slot back, and gives it to whoever waits longest in a direction that may have it.
+func (r *ring) put(s *Slot) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.held[s.dir]--
+	r.free = append(r.free, s.bytes)
+	for _, dir := range [2]Direction{s.dir, 1 - s.dir} {
+		for len(r.waiting[dir]) > 0 {
+			next := r.take(dir)
+			if next == nil {
+				break
+			}
+			r.waiting[dir][0] <- next
+			r.waiting[dir] = slices.Delete(r.waiting[dir], 0, 1)
+		}
+	}
+	if r.all != nil && len(r.free) == r.slots {
+		close(r.all)
+		r.all = nil
+	}
+}
+
+// end sends away all who wait.
+func (r *ring) end(err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.over == nil {
+		r.over = err
+	}
+	for dir := range r.waiting {
+		for _, c := range r.waiting[dir] {
+			close(c)
+		}
+		r.waiting[dir] = nil
+	}
+}
+
+// empty is closed when all slots are free. It is asked for once.
+func (r *ring) empty() <-chan struct{} {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	all := make(chan struct{})
+	if len(r.free) == r.slots {
+		close(all)
+	} else {
+		r.all = all
+	}
+	return all
+}

@@ -1,0 +1,61 @@
+/* What tests may ask of the driver double, beside the driver's own functions. No header of CUDA's is needed: a device address is a
+ * uint64_t, a stream or an event is a void *, and the int that a function returns is a CUresult. */
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- chance: all of the double's delays and orders come from this number, which KVGPU_SEED sets */
+uint64_t kvgpu_seed(void);
+
+/* ---- device memory, seen from the test's side */
+/* The address at which a test may touch what lies at a device address; NULL if nothing is there. */
+void *kvgpu_alias(uint64_t device_address);
+/* The byte that stands at offset i of a pattern. */
+unsigned char kvgpu_byte(uint64_t pattern, uint64_t i);
+/* Writes a pattern at once, of which the first byte is the pattern's byte `from`. */
+int kvgpu_fill(uint64_t device_address, size_t size, uint64_t pattern, uint64_t from);
+/* Counts, at once, the bytes that differ from the pattern. SIZE_MAX if the range is not one allocation's. */
+size_t kvgpu_wrong(uint64_t device_address, size_t size, uint64_t pattern, uint64_t from);
+/* Memory of a file that somebody else also maps becomes device memory: an untouchable second address of it. 0 if it cannot be. */
+uint64_t kvgpu_expose(int device, int fd, int64_t offset, size_t size);
+/* From now on cuMemAlloc gives addresses of freed memory out again, as real drivers do. */
+void kvgpu_reuse_addresses(int on);
+
+/* ---- an engine's kernels: they run on the stream, slowly, as all that is on it */
+int kvgpu_kernel_fill(void *stream, uint64_t device_address, size_t size, uint64_t pattern, uint64_t from);
+/* Adds the number of bytes that differ to *wrong, when the stream comes to it. */
+int kvgpu_kernel_check(void *stream, uint64_t device_address, size_t size, uint64_t pattern, uint64_t from, uint64_t *wrong);
+
+/* ---- time */
+/* The longest delay before an operation, in microseconds; 0 also ends the tearing of copies. */
+void kvgpu_delay(unsigned microseconds);
+/* A held stream begins no operation until it is released. */
+int kvgpu_hold(void *stream);
+int kvgpu_release(void *stream);
+
+/* ---- what goes wrong */
+/* The nth call of a function from now on (1: the next) fails with this CUresult, and is not performed. The name is the symbol's. */
+int kvgpu_fail(const char *function, unsigned nth, int code);
+/* From now on each call and each operation of the device fails with this code, as after an illegal address or a lost device; 0 ends it. */
+void kvgpu_stick(int device, int code);
+/* Overrides a device attribute (CU_DEVICE_ATTRIBUTE_...). */
+int kvgpu_attribute(int device, int attribute, int value);
+/* Writes into exported memory arrive for kernels and copies only after a flush. Set it before the export. */
+void kvgpu_late_pcie(int on);
+
+/* A mapping of what an exported dma-buf's descriptor stands for, for a double of libibverbs; the caller unmaps it. NULL if it is none. */
+void *kvgpu_map_dmabuf(int fd, size_t *size);
+
+/* ---- what there is: "streams", "events", "allocations", "pinned", "contexts", "handles", "ipc", "captures", "queued", "violations",
+ * "calls" or the name of a function, for how often it was called. UINT64_MAX for any other word. */
+uint64_t kvgpu_count(const char *what);
+/* Looks at the bytes behind each allocation now; damaged ones are violations. Returns the number of violations so far. */
+uint64_t kvgpu_check(void);
+
+#ifdef __cplusplus
+}
+#endif

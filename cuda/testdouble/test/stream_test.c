@@ -1,0 +1,204 @@
+/* Streams: order, lateness, races that are seen, limits; capture; what goes wrong. */
+#include "test.h"
+
+#include <sched.h>
+#include <string.h>
+
+#define N ((size_t)64 << 10)
+
+struct pair { /* an engine's stream and ours, some device memory and a pinned buffer */
+  CUstream engine, ours;
+  CUdeviceptr p;
+  void *host;
+  CUevent e;
+};
+
+static struct pair make_pair(void) {
+  struct pair x;
+  enter_device(0);
+  OK(cuStreamCreate(&x.engine, CU_STREAM_NON_BLOCKING));
+  OK(cuStreamCreate(&x.ours, CU_STREAM_NON_BLOCKING));
+  OK(cuEventCreate(&x.e, CU_EVENT_DISABLE_TIMING));
+  OK(cuMemAlloc_v2(&x.p, N));
+  OK(cuMemHostAlloc(&x.host, N, CU_MEMHOSTALLOC_PORTABLE));
+  return x;
+}
+
+static void end_pair(struct pair *x) {
+  OK(cuStreamSynchronize(x->engine));
+  OK(cuStreamSynchronize(x->ours));
+  OK(cuMemFreeHost(x->host));
+  OK(cuMemFree_v2(x->p));
+  OK(cuEventDestroy_v2(x->e));
+  OK(cuStreamDestroy_v2(x->engine));
+  OK(cuStreamDestroy_v2(x->ours));
+  leave_device(0);
+}
+
+/* Whether the pinned buffer holds the pattern. The stream has been waited for. */
+static bool holds(const struct pair *x, uint64_t pattern) {
+  for (size_t i = 0; i < N; i++) {
+    if (((unsigned char *)x->host)[i] != kvgpu_byte(pattern, i)) return false;
+  }
+  return true;
+}
+
+void test_order(void) {
+  struct pair x = make_pair();
+  FAILS(CUDA_SUCCESS, cuEventQuery(x.e)); /* never recorded: passed */
+  OK(kvgpu_hold(x.engine));
+  OK(kvgpu_kernel_fill(x.engine, x.p, N, 1, 0));
+  OK(cuEventRecord(x.e, x.engine));
+  FAILS(CUDA_ERROR_NOT_READY, cuEventQuery(x.e));
+  FAILS(CUDA_ERROR_NOT_READY, cuStreamQuery(x.engine));
+  OK(cuStreamWaitEvent(x.ours, x.e, 0));
+  OK(cuEventRecord(x.e, x.ours)); /* a new record: who waits, waits for the old one */
+  OK(cuMemcpyDtoHAsync_v2(x.host, x.p, N, x.ours));
+  OK(kvgpu_release(x.engine));
+  OK(cuEventSynchronize(x.e));
+  OK(cuStreamSynchronize(x.ours));
+  EXPECT(holds(&x, 1));
+  uint64_t wrong = 0;
+  OK(kvgpu_kernel_check(x.ours, x.p, N, 1, 0, &wrong));
+  OK(cuStreamSynchronize(x.ours));
+  EXPECT(!wrong && !kvgpu_wrong(x.p, N, 1, 0));
+  OK(kvgpu_fill(x.p + 10, 1, 99, 3));
+  EXPECT(kvgpu_wrong(x.p, N, 1, 0) <= 1);
+  end_pair(&x);
+}
+
+/* A build that leaves the wait out must be seen: the engine's kernel writes, our copy reads. */
+void test_races(void) {
+  struct pair x = make_pair();
+  int without = 0, with = 0, rounds = 60;
+  for (int i = 0; i < rounds; i++) {
+    OK(kvgpu_kernel_fill(x.engine, x.p, N, 1000u + (unsigned)i, 0));
+    OK(cuMemcpyDtoHAsync_v2(x.host, x.p, N, x.ours));
+    OK(cuStreamSynchronize(x.ours));
+    without += !holds(&x, 1000u + (unsigned)i);
+    OK(cuStreamSynchronize(x.engine));
+    OK(kvgpu_kernel_fill(x.engine, x.p, N, 2000u + (unsigned)i, 0));
+    OK(cuEventRecord(x.e, x.engine));
+    OK(cuStreamWaitEvent(x.ours, x.e, 0));
+    OK(cuMemcpyDtoHAsync_v2(x.host, x.p, N, x.ours));
+    OK(cuStreamSynchronize(x.ours));
+    with += !holds(&x, 2000u + (unsigned)i);
+  }
+  printf("a copy without the event: %d of %d wrong; with it: %d\n", without, rounds, with);
+  EXPECT(without > rounds / 4 && !with);
+  end_pair(&x);
+}
+
+static void add(void *counter) { ++*(int *)counter; }
+
+/* What a batch holds, a queue's limit, host functions, strides, pageable memory. */
+void test_queue(void) {
+  struct pair x = make_pair();
+  CUdeviceptr to[64], from[64];
+  size_t sizes[64], first = 0, bad = 7;
+  for (size_t i = 0; i < 64; i++) to[i] = (CUdeviceptr)x.host + i * 1024, from[i] = x.p + (63 - i) * 1024, sizes[i] = 1024;
+  CUmemcpyAttributes stream_order = {.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM};
+  OK(kvgpu_kernel_fill(x.ours, x.p, N, 5, 0));
+  OK(cuMemcpyBatchAsync(to, from, sizes, 64, &stream_order, &first, 1, &bad, x.ours));
+  OK(cuStreamSynchronize(x.ours));
+  for (size_t i = 0; i < N; i++) EXPECT(((unsigned char *)x.host)[i] == kvgpu_byte(5, (63 - i / 1024) * 1024 + i % 1024));
+  from[9] = x.p + N;
+  FAILS(CUDA_ERROR_INVALID_VALUE, cuMemcpyBatchAsync(to, from, sizes, 64, &stream_order, &first, 1, &bad, x.ours));
+  EXPECT(bad == 9);
+  FAILS(CUDA_ERROR_INVALID_VALUE, cuMemcpyBatchAsync(to, from, sizes, 64, &stream_order, &first, 1, &bad, NULL));
+
+  int calls = 0;
+  kvgpu_delay(0);
+  for (int i = 0; i < 3 * QUEUE_MAX; i++) OK(cuLaunchHostFunc(x.ours, add, &calls));
+  EXPECT(kvgpu_count("queued") <= QUEUE_MAX);
+  OK(cuStreamSynchronize(x.ours));
+  EXPECT(calls == 3 * QUEUE_MAX);
+  kvgpu_delay(300);
+
+  unsigned char *pageable = malloc(N);
+  OK(kvgpu_kernel_fill(x.ours, x.p, N, 6, 0));
+  OK(cuMemcpyDtoHAsync_v2(pageable, x.p, N, x.ours)); /* done when it returns */
+  EXPECT(pageable[N - 1] == kvgpu_byte(6, N - 1));
+  free(pageable);
+  end_pair(&x);
+}
+
+/* The legacy stream comes after all blocking streams and before their later work; a non-blocking one knows nothing of it. */
+void test_legacy(void) {
+  struct pair x = make_pair();
+  CUstream blocking;
+  OK(cuStreamCreate(&blocking, CU_STREAM_DEFAULT));
+  for (unsigned i = 0; i < 20; i++) {
+    OK(kvgpu_kernel_fill(blocking, x.p, N, i, 0));
+    OK(cuMemcpyDtoHAsync_v2(x.host, x.p, N, NULL));
+    OK(kvgpu_kernel_fill(blocking, x.p, N, 500 + i, 0));
+    OK(cuStreamSynchronize(NULL));
+    EXPECT(holds(&x, i));
+  }
+  OK(cuStreamSynchronize(blocking));
+  OK(cuStreamDestroy_v2(blocking));
+  FAILS(CUDA_ERROR_INVALID_HANDLE, cuStreamSynchronize(blocking));
+  end_pair(&x);
+}
+
+struct asker { /* another thread, which asks for an event in a mode */
+  CUstreamCaptureMode mode;
+  CUcontext ctx;
+  CUevent e;
+  CUresult result;
+};
+static void *ask(void *argument) {
+  struct asker *a = argument;
+  OK(cuThreadExchangeStreamCaptureMode(&a->mode));
+  OK(cuCtxPushCurrent_v2(a->ctx));
+  a->result = cuEventQuery(a->e);
+  OK(cuCtxPopCurrent_v2(NULL));
+  return NULL;
+}
+
+void test_capture(void) {
+  struct pair x = make_pair();
+  CUgraph graph;
+  CUstreamCaptureStatus status;
+  for (int relaxed = 0; relaxed < 2; relaxed++) {
+    pthread_t other;
+    struct asker a = {.mode = relaxed ? CU_STREAM_CAPTURE_MODE_RELAXED : CU_STREAM_CAPTURE_MODE_GLOBAL, .e = x.e};
+    OK(cuCtxGetCurrent(&a.ctx));
+    OK(cuStreamBeginCapture_v2(x.engine, CU_STREAM_CAPTURE_MODE_GLOBAL));
+    OK(kvgpu_kernel_fill(x.engine, x.p, N, 1, 0));
+    EXPECT(!pthread_create(&other, NULL, ask, &a) && !pthread_join(other, NULL));
+    OK(cuStreamIsCapturing(x.engine, &status));
+    EXPECT(a.result == (relaxed ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED));
+    EXPECT(status == (relaxed ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_INVALIDATED));
+    FAILS(relaxed ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, cuStreamEndCapture(x.engine, &graph));
+    if (relaxed) OK(cuGraphDestroy(graph));
+  }
+  EXPECT(*(unsigned char *)kvgpu_alias(x.p) == POISON); /* what is captured does not run */
+  end_pair(&x);
+}
+
+void test_faults(void) {
+  struct pair x = make_pair();
+  OK(kvgpu_fail("cuEventRecord", 2, CUDA_ERROR_LAUNCH_FAILED));
+  OK(cuEventRecord(x.e, x.ours));
+  FAILS(CUDA_ERROR_LAUNCH_FAILED, cuEventRecord(x.e, x.ours));
+  OK(cuEventRecord(x.e, x.ours));
+  OK(cuStreamSynchronize(x.ours));
+  OK(kvgpu_hold(x.ours));
+  memset(x.host, 0, N);
+  int calls = 0;
+  OK(cuMemcpyDtoHAsync_v2(x.host, x.p, N, x.ours));
+  OK(cuLaunchHostFunc(x.ours, add, &calls));
+  OK(cuEventRecord(x.e, x.ours));
+  kvgpu_stick(0, CUDA_ERROR_ILLEGAL_ADDRESS);
+  OK(kvgpu_release(x.ours));
+  FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuEventQuery(x.e));
+  FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuMemcpyDtoHAsync_v2(x.host, x.p, N, x.ours));
+  while (kvgpu_count("queued")) sched_yield();
+  EXPECT(!calls && *(char *)x.host == 0); /* nothing was done */
+  kvgpu_stick(0, 0);
+  FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuEventSynchronize(x.e));
+  OK(cuStreamDestroy_v2(x.ours));
+  OK(cuStreamCreate(&x.ours, CU_STREAM_NON_BLOCKING));
+  end_pair(&x);
+}

@@ -1,0 +1,180 @@
+package cuda
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/cuda/internal/driver"
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// ErrFenced ends copies of a transfer that was fenced before the device had them.
+var ErrFenced = errors.New("the transfer was fenced")
+
+// Run is a piece of the device's memory.
+type Run = driver.Run
+
+// Copy is an order to copy between device memory and a slot.
+type Copy struct {
+	Slot  *Slot
+	At    int         // the first byte in the slot
+	Runs  []Run       // in the device's memory; in the slot their bytes follow each other
+	After uint64      // a moment that has passed before the device gets the copy; 0: none
+	Done  func(error) // called once, see the package's page
+}
+
+// Transfer is what is fenced together: the copies of one transfer in one direction.
+type Transfer struct {
+	d    *Device
+	name string
+	dir  Direction
+
+	// Guarded by the queue's mu.
+	copies []*job // that have not ended
+	fenced bool
+	idle   chan struct{} // closed when the last copy of a fenced transfer has ended
+}
+
+// Transfer begins one. It needs no end, but what it copies needs a Fence before its memory is
+// given back early.
+func (d *Device) Transfer(name string, dir Direction) *Transfer {
+	return &Transfer{d: d, name: name, dir: dir}
+}
+
+// job is one Copy on its way.
+type job struct {
+	Copy
+	t      *Transfer
+	next   int    // run to queue
+	off    uint64 // bytes of it that are queued
+	at     int    // of the slot
+	out    int    // batches in the driver
+	queued bool   // all has been given to the driver, or never will be
+	begun  bool   // some has
+	ended  bool
+	err    error
+}
+
+// Start gives a copy to the device, at once or after its moment.
+func (t *Transfer) Start(c Copy) {
+	j := &job{Copy: c, t: t, at: c.At}
+	err := t.check(&c)
+	if err == nil {
+		err = t.d.Prepare()
+	}
+	if err != nil {
+		safe.Go("cuda", func() { c.Done(t.wrap(err)) })
+		return
+	}
+	c.Slot.users.Add(1)
+	q := t.d.queues[t.dir]
+	wait := c.After != 0 && !fault.On("gpu-wait")
+	if wait {
+		if passed, err := t.d.Passed(c.After); err == nil && passed {
+			wait = false
+		}
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	switch {
+	case q.over != nil:
+		j.err = q.over
+	case t.fenced:
+		j.err = ErrFenced
+	}
+	t.copies = append(t.copies, j)
+	if j.err != nil {
+		j.queued = true
+		q.settle(j)
+		return
+	}
+	if !wait {
+		q.push(j)
+		return
+	}
+	t.d.Await(c.After, func(err error) {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		if j.ended {
+			return
+		}
+		if err != nil {
+			j.err, j.queued = err, true
+			q.settle(j)
+			return
+		}
+		q.push(j)
+	})
+}
+
+func (t *Transfer) wrap(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("transfer %q, copies %s: %w", t.name, t.dir, err)
+}
+
+func (t *Transfer) check(c *Copy) error {
+	bytes, room := uint64(0), uint64(0)
+	if c.At >= 0 && c.At <= len(c.Slot.bytes) {
+		room = uint64(len(c.Slot.bytes) - c.At)
+	}
+	known := *t.d.known.Load()
+	for _, r := range c.Runs {
+		bytes += r.Len
+		if r.Len > room || bytes > room {
+			return fmt.Errorf("%d bytes or more from byte %d on of a slot of %d", bytes, c.At, len(c.Slot.bytes))
+		}
+		if missing := outside(known, uint64(r.Addr), r.Len); missing != 0 {
+			return fmt.Errorf("%d bytes at %#x: what lies at %#x was not registered", r.Len, r.Addr, missing)
+		}
+	}
+	if c.Slot.dir != t.dir {
+		return fmt.Errorf("a slot for copies %s", c.Slot.dir)
+	}
+	return nil
+}
+
+// Fence ends the transfer: when it has returned nil, no copy of it reads or lands any more.
+// Copies that the device does not have yet end with ErrFenced.
+func (t *Transfer) Fence() error {
+	made := t.d.made()
+	if made == nil {
+		return nil // nothing was ever copied
+	}
+	q := made[t.dir]
+	q.mu.Lock()
+	t.fenced = true
+	for _, j := range slices.Clone(t.copies) {
+		if !j.queued {
+			j.err, j.queued = ErrFenced, true
+			q.settle(j)
+		}
+	}
+	q.pending = slices.DeleteFunc(q.pending, func(j *job) bool { return j.queued })
+	if len(t.copies) == 0 || fault.On("gpu-fence") {
+		q.mu.Unlock()
+		return nil
+	}
+	if t.idle == nil {
+		t.idle = make(chan struct{})
+	}
+	idle := t.idle
+	q.mu.Unlock()
+	if t.d.stuck.Load() {
+		return t.wrap(t.d.Err())
+	}
+	bound := time.NewTimer(t.d.o.StallTimeout)
+	defer bound.Stop()
+	select {
+	case <-idle:
+		return nil
+	case <-bound.C:
+	}
+	t.d.stuck.Store(true)
+	t.d.fail(fmt.Errorf("a copy has not ended within %s: the blocks of its transfer must not be used again", t.d.o.StallTimeout))
+	return t.wrap(t.d.Err())
+}
