@@ -53,6 +53,7 @@ type OfferRequest struct {
 	Selection
 	Token  uint64 // given back in the Report
 	Prompt uint64 // fingerprint of the prompt that the blocks are the cache of; 0: not said
+	After  Moment // from which on they hold it; 0: they do
 }
 
 // ClaimRequest is the engine's word that it knows a request and will load the
@@ -72,6 +73,7 @@ type LoadRequest struct {
 	Selection
 	Token  uint64
 	Prompt uint64 // fingerprint of the prompt that it is to be the cache of; 0: not said. P refuses a load of another prompt
+	After  Moment // from which on the blocks may be written, since nothing uses them as they were any more; 0: they may
 }
 
 // FoundPart is one rank of a prefill engine that this agent loads from, where the transfer
@@ -223,6 +225,10 @@ type (
 		Begin, End []uint32
 		Extends    bool // it extends a write that has begun, unless that has ended
 	}
+	// Await: say when this moment has passed, by MomentPassed, or that it cannot pass any
+	// more, by MomentFailed. It is asked once for as long as something waits for it. If
+	// nothing does any more, the answer is of no account.
+	Await struct{ Moment Moment }
 	// StopWrite: end a Write early; its Written still comes.
 	StopWrite struct{ ID TransferID }
 	// Report: tell the engine, once, how its half ended; its blocks are free.
@@ -254,5 +260,6 @@ func (SendFinish) action()  {}
 func (SendRestart) action() {}
 func (Revoke) action()      {}
 func (Write) action()       {}
+func (Await) action()       {}
 func (StopWrite) action()   {}
 func (Report) action()      {}

@@ -33,6 +33,7 @@ type Region struct {
 	BlockBytes  uint64 // bytes of a block in this region, at most BlockStride
 	NumBlocks   uint32
 	Group       uint32    // KV cache group
+	Memory      Memory    // in which it lies
 	IndexKind   IndexKind // what the group's block ids name
 
 	// What lies where in a block, as geometry.go has it; all 0: an opaque block,
@@ -43,6 +44,29 @@ type Region struct {
 	TotalHeads  uint32
 	TokenStride uint64 // bytes from one token's item of a head to the next one's
 	HeadStride  uint64 // bytes from one head's item of a token to the next one's
+}
+
+// Memory says where a region lies: in the host's memory, or in a device's. What the numbers
+// of devices mean the agent knows.
+type Memory uint32
+
+// HostMemory is memory that the processor reads and writes itself.
+const HostMemory Memory = 0
+
+// MaxDevices bounds the devices that an agent's regions lie on.
+const MaxDevices = 64
+
+// DeviceMemory is the memory of the device with this number, from 0.
+func DeviceMemory(device int) Memory { return Memory(1 + device) }
+
+// Device is the number of the device; ok is false for the host's memory.
+func (m Memory) Device() (device int, ok bool) { return int(m) - 1, m != HostMemory }
+
+func (m Memory) String() string {
+	if device, ok := m.Device(); ok {
+		return fmt.Sprintf("device %d", device)
+	}
+	return "host"
 }
 
 // Extent is the number of bytes from Base to the end of the last block.
@@ -127,6 +151,8 @@ func (r *Region) check() error {
 		return fmt.Errorf("region name %.40q: want 1 to %d bytes", r.Name, MaxRegionName)
 	case r.Group >= MaxGroups:
 		return fmt.Errorf("%v: group must be below %d", r, MaxGroups)
+	case r.Memory > MaxDevices:
+		return fmt.Errorf("%v lies on %v: devices are numbered from 0 to %d", r, r.Memory, MaxDevices-1)
 	case r.Base == 0:
 		return fmt.Errorf("%v: address is null", r)
 	case r.BlockBytes == 0 || r.NumBlocks == 0:
@@ -144,7 +170,7 @@ func (r *Region) check() error {
 	return nil
 }
 
-// checkOverlap finds two regions of a group that share a byte. Regions of different groups
+// checkOverlap finds two regions of a group that share a byte of one memory. Regions of different groups
 // may share bytes: hybrid models keep several groups in one storage.
 func (l *Layout) checkOverlap(index []uint32) error {
 	order := slices.Clone(index)
@@ -164,7 +190,7 @@ func (l *Layout) checkOverlap(index []uint32) error {
 			return l.Regions[j].Base+l.Regions[j].Extent() <= r.Base
 		})
 		for _, j := range open {
-			if overlap(&l.Regions[j], r) {
+			if l.Regions[j].Memory == r.Memory && overlap(&l.Regions[j], r) {
 				return fmt.Errorf("%v overlaps %v", r, &l.Regions[j])
 			}
 		}

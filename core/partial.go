@@ -20,6 +20,8 @@ type PartialOffer struct {
 	// Regions in which they are ready, ascending; nil: all.
 	Regions []uint32
 	Prompt  uint64 // as of OfferRequest, with the first partial offer at the latest; once said, it holds
+	// After is the moment from which on they are ready; 0: they are.
+	After Moment
 	// Computing is as Ready, of the blocks that the engine's step computes: a later
 	// PartialOffer says in which regions they are ready. Here it is only checked.
 	Computing []uint32

@@ -13,11 +13,10 @@ import (
 // slots of pinned host memory, which they can. Its methods may be called from any
 // goroutine.
 type Mover interface {
-	// Where is the device in whose memory an address of a registered region lies, -1 for
-	// host memory.
-	Where(address uint64) int
+	// Of is the device on which a region of the layout lies, -1 for host memory.
+	Of(region uint32) int
 
-	// Slot takes a slot of a device's ring, for Fill or for Drain. While none is free it
+	// Slot takes a slot for copies of a device in one direction. While none is free it
 	// waits, until ctx ends. With an ended ctx it does not wait.
 	Slot(ctx context.Context, device int, to Direction) (Slot, error)
 }
@@ -27,22 +26,19 @@ type Slot interface {
 	// Memory is the slot's bytes.
 	Memory() []byte
 
-	// Fill queues copies from device memory into the slot, one run after the other from the
-	// slot's begin on; Drain queues copies the other way. The runs have at most the slot's
-	// bytes. An error means that nothing was queued.
-	// Runs may be changed when the call has returned.
-	Fill(runs []Run) error
-	Drain(runs []Run) error
+	// Copy queues the slot's one copy, between its bytes from the first on and runs of the
+	// device's memory, one after the other. Runs may be changed when it has returned.
+	Copy(runs []Run)
 
-	// Wait returns when no queued copy reads or writes any more. An error means that the
-	// bytes are not where they should be.
+	// Wait returns when the copy reads and writes no more; it may be called again. An error
+	// means that the bytes are not where they should be.
 	Wait() error
 
-	// Release gives the slot back, after Wait.
+	// Release gives the slot back, after Wait if it copies.
 	Release()
 }
 
-// Direction of copies, as seen from the device.
+// Direction of a copy, as seen from the device.
 type Direction int
 
 // The directions.
@@ -52,7 +48,10 @@ const (
 )
 
 // Run is contiguous registered memory of one device.
-type Run struct{ Address, Bytes uint64 }
+type Run struct {
+	Addr uintptr
+	Len  uint64
+}
 
 // devices says which registered memory lies on which device. The zero value knows of none.
 type devices struct {
@@ -71,7 +70,7 @@ func devicesOf(mover Mover, l *core.Layout) (d devices) {
 	}
 	for i := range l.Regions {
 		r := &l.Regions[i]
-		if on := mover.Where(r.Base); on >= 0 {
+		if on := mover.Of(uint32(i)); on >= 0 {
 			d.mover = mover
 			d.ranges = append(d.ranges, deviceRange{uintptr(r.Base), uintptr(r.Base + r.Extent()), on})
 		}
@@ -120,7 +119,7 @@ func (d *devices) alike(vec []iovec, limit uint64) (device, entries int, bytes u
 func runs(out []Run, vec []iovec, bytes uint64) []Run {
 	for i := 0; bytes > 0; i++ {
 		n := min(bytes, uint64(vec[i].len))
-		out = append(out, Run{uint64(vec[i].base), n})
+		out = append(out, Run{vec[i].base, n})
 		bytes -= n
 	}
 	return out

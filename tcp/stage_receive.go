@@ -66,11 +66,8 @@ func (s *inStream) readStaged(fd uintptr, in *inbound, cur *cursor, left uint64,
 		slot.Release()
 		return uintptr(got), 0, nil
 	}
-	if err := slot.Drain(s.landing.runs); err != nil {
-		slot.Release()
-		return 0, 0, fmt.Errorf("copy into device memory: %w", err)
-	}
 	in.copies.Add(1)
+	slot.Copy(s.landing.runs)
 	s.landing.slots = append(s.landing.slots, slot)
 	return uintptr(got), 0, nil
 }

@@ -84,10 +84,7 @@ func (c *source) begin() (*sourcePart, error) {
 	}
 	_, _, bytes = c.devices.alike(c.rest, uint64(len(slot.Memory())))
 	c.runs = runs(c.runs[:0], c.rest, bytes)
-	if err := slot.Fill(c.runs); err != nil {
-		slot.Release()
-		return nil, fmt.Errorf("copy out of device memory: %w", err)
-	}
+	slot.Copy(c.runs)
 	c.rest = drop(c.rest, uintptr(bytes))
 	return &sourcePart{slot: slot, bytes: bytes}, nil
 }
