@@ -96,6 +96,9 @@ test-wheel: wheel ## Python tests on the wheel, in a clean environment
 gpu-double: | tools ## build/gpu-double/, the tests' own CUDA driver, and its tests under both sanitizers
 	@scripts/gpu-double.sh --test || { status=$$?; ((status == 75)) || exit $$status; }
 
+gpu-kit: | tools ## build/kvconn-gpu-kit.tar.gz: what a machine with a GPU is to confirm, in one command
+	@scripts/gpu-kit.sh
+
 TIME ?= 5m
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
 	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core -sim.soak $(TIME)
@@ -129,4 +132,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel gpu-double soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos
+.PHONY: help tools lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel gpu-double gpu-kit soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos

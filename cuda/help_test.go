@@ -12,17 +12,28 @@ import (
 
 const patience = 20 * time.Second
 
-// open gives an engine on a device, and our handle on it, which is closed with nothing left behind.
-func open(t *testing.T, o Options) (*engine.Engine, *Device) {
-	t.Helper()
-	e := engine.New(t, 0)
+// open gives an engine on a device, and our handle on it. When the test has ended the handle is closed,
+// nothing of it is left behind, and the double has seen nothing that a driver leaves undefined.
+func open(tb testing.TB, o Options) (*engine.Engine, *Device) {
+	tb.Helper()
+	e := engine.New(tb, 0)
+	kinds := []string{"streams", "events", "pinned", "violations"}
+	before := make([]uint64, len(kinds))
+	for i, k := range kinds {
+		before[i] = e.Count(k)
+	}
 	d, err := Open(0, o)
 	if err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
-	t.Cleanup(func() {
+	tb.Cleanup(func() {
 		if err := d.Close(); err != nil {
-			t.Error(err)
+			tb.Error(err)
+		}
+		for i, k := range kinds {
+			if n := e.Count(k); n != before[i] {
+				tb.Errorf("%d %s, and there were %d before", n, k, before[i])
+			}
 		}
 	})
 	return e, d

@@ -15,6 +15,11 @@ type awaited struct {
 	tell   func(error)
 }
 
+func (a *awaited) end(err error) {
+	defer safe.Recover("cuda await") // else nobody else would hear of a moment
+	a.tell(err)
+}
+
 // streamWaits are the awaited moments of one stream, the oldest first; Device.mu guards them.
 type streamWaits struct {
 	list    []awaited
@@ -118,7 +123,7 @@ func (d *Device) await(w *streamWaits) {
 		w.list = slices.Delete(w.list, 0, n)
 		d.mu.Unlock()
 		for _, a := range settled {
-			a.tell(err)
+			a.end(err)
 		}
 	}
 }
@@ -133,6 +138,6 @@ func (d *Device) endAwaits(err error) {
 	}
 	d.mu.Unlock()
 	for _, a := range left {
-		a.tell(err)
+		a.end(err)
 	}
 }

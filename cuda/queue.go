@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvconn/kvconn/cuda/internal/driver"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/safe"
 )
 
 // mostQueued bounds the copies that the driver has of one direction: with some thousand its
@@ -262,6 +263,11 @@ func (q *queue) wait() {
 	}
 }
 
+func (j *job) tell() {
+	defer safe.Recover("cuda done") // else no other Done would be called any more
+	j.Done(j.t.wrap(j.err))
+}
+
 // tell calls the Done of jobs that have ended, without the lock.
 func (q *queue) tell() {
 	q.mu.Lock()
@@ -277,7 +283,7 @@ func (q *queue) tell() {
 		q.told = nil
 		q.mu.Unlock()
 		for _, j := range told {
-			j.Done(j.t.wrap(j.err))
+			j.tell()
 		}
 		q.mu.Lock()
 	}

@@ -17,8 +17,7 @@ type Region struct {
 	addr   uint64
 	bytes  uint64
 	pieces []driver.Memory
-	// What Check asks for: an address of each piece, and what its buffer id was.
-	addrs, ids []uint64
+	was    []driver.Piece // what Check asks for: an address of each piece, and what lay there
 }
 
 // mapping is a piece of device memory that copies may not leave.
@@ -39,8 +38,7 @@ func (d *Device) Register(name string, addr uintptr, bytes uint64) (*Region, err
 	}
 	r := &Region{d: d, name: name, addr: uint64(addr), bytes: bytes, pieces: pieces}
 	for _, p := range pieces {
-		r.addrs = append(r.addrs, max(p.Base, r.addr))
-		r.ids = append(r.ids, p.ID)
+		r.was = append(r.was, driver.Piece{Addr: max(p.Base, r.addr), ID: p.ID, Block: p.Block})
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -107,14 +105,14 @@ func (r *Region) Check() error {
 	if fault.On("gpu-buffer-id") {
 		return nil
 	}
-	same, err := r.d.drv.Same(r.addrs, r.ids)
+	same, err := r.d.drv.Same(r.was)
 	if err != nil {
 		r.d.suspect(err)
 		return fmt.Errorf("region %s: %w", r.name, err)
 	}
-	if same < len(r.addrs) {
+	if same < len(r.was) {
 		return fmt.Errorf("region %s: its memory at %#x was freed or mapped anew since it was registered (an engine that slept or reallocated its cache): "+
-			"register the cache again", r.name, r.addrs[same])
+			"register the cache again", r.name, r.was[same].Addr)
 	}
 	return nil
 }

@@ -128,6 +128,9 @@ func (d *Device) TrySlot(dir Direction) (*Slot, error) {
 	return r.take(dir), nil
 }
 
+// SlotBytes is the size of each slot.
+func (d *Device) SlotBytes() int { return d.o.SlotBytes }
+
 // Bytes are the slot's memory, until it is released.
 func (s *Slot) Bytes() []byte { return s.bytes }
 

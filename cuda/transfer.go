@@ -118,6 +118,9 @@ func (t *Transfer) wrap(err error) error {
 }
 
 func (t *Transfer) check(c *Copy) error {
+	if c.Slot.released.Load() {
+		return errors.New("the slot was released")
+	}
 	bytes, room := uint64(0), uint64(0)
 	if c.At >= 0 && c.At <= len(c.Slot.bytes) {
 		room = uint64(len(c.Slot.bytes) - c.At)

@@ -91,6 +91,7 @@ enum { /* of pointers */
   KV_POINTER_DEVICE = 9,
   KV_POINTER_RDMA_CAPABLE = 15,
   KV_POINTER_POOL = 17,
+  KV_POINTER_BLOCK_ID = 20, /* of the physical memory; known since 12.3 */
 };
 enum { KV_MEMORY_HOST = 1, KV_MEMORY_DEVICE = 2 };
 enum { KV_LOCATION_DEVICE = 1 };

@@ -1,6 +1,8 @@
 package driver
 
 /*
+#cgo noescape kvg_moment
+#cgo nocallback kvg_moment
 #cgo nocallback kvg_await
 #cgo nocallback kvg_passed
 #cgo noescape kvg_same
@@ -76,7 +78,8 @@ const (
 // Memory is what lies at an address: one mapping.
 type Memory struct {
 	Base, Size uint64
-	ID         uint64 // never given twice in a process
+	ID         uint64 // of the allocation; never given twice in a process
+	Block      uint64 // of the physical memory, if it was mapped by handles and the driver tells; else 0
 	Kind       Kind
 	Device     int
 	RDMA       bool // GPUDirect RDMA may be used on it
@@ -88,7 +91,7 @@ func Locate(addr uint64) (Memory, error) {
 	if err := failed(C.kvg_locate(C.uint64_t(addr), &c), "asking what lies at %#x", addr); err != nil {
 		return Memory{}, err
 	}
-	return Memory{Base: uint64(c.base), Size: uint64(c.size), ID: uint64(c.id), Kind: Kind(c.kind), Device: int(c.device), RDMA: c.rdma != 0}, nil
+	return Memory{Base: uint64(c.base), Size: uint64(c.size), ID: uint64(c.id), Block: uint64(c.block), Kind: Kind(c.kind), Device: int(c.device), RDMA: c.rdma != 0}, nil
 }
 
 // Device is a handle on a device, with a share in its primary context.
@@ -142,15 +145,26 @@ func (d *Device) Await(moment uint64) error {
 	return nil
 }
 
-// Same is how many of the addresses still have their buffer ids, from the first on.
-func (d *Device) Same(addrs, ids []uint64) (int, error) {
-	if len(addrs) == 0 {
+// Piece is a piece of a device's memory as it was once.
+type Piece struct {
+	Addr, ID, Block uint64
+}
+
+// Piece is laid out like its twin in shim.h. If it differs, its line here does not compile.
+var (
+	_ = [1]struct{}{}[unsafe.Sizeof(Piece{})-C.sizeof_struct_kvg_piece]
+	_ = [1]struct{}{}[unsafe.Offsetof(Piece{}.Block)-unsafe.Offsetof(C.struct_kvg_piece{}.block)]
+)
+
+// Same is how many of the pieces are still the same memory, from the first on.
+func (d *Device) Same(pieces []Piece) (int, error) {
+	if len(pieces) == 0 {
 		return 0, nil
 	}
 	var n C.int
-	s := C.kvg_same(d.c, (*C.uint64_t)(unsafe.Pointer(&addrs[0])), (*C.uint64_t)(unsafe.Pointer(&ids[0])), C.int(len(addrs)), &n)
+	s := C.kvg_same(d.c, (*C.struct_kvg_piece)(unsafe.Pointer(&pieces[0])), C.int(len(pieces)), &n)
 	if s.code != 0 {
-		return int(n), failed(s, "asking for the buffer id at %#x of CUDA device %d", addrs[n], d.ordinal)
+		return int(n), failed(s, "asking what lies at %#x of CUDA device %d", pieces[n].Addr, d.ordinal)
 	}
 	return int(n), nil
 }

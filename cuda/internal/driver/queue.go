@@ -60,6 +60,9 @@ func (d *Device) OpenQueue(toDevice bool) (*Queue, error) {
 	return q, nil
 }
 
+// Stream is its handle, for tests that hold it.
+func (q *Queue) Stream() uintptr { return uintptr(C.kvg_queue_stream(q.c)) }
+
 // Close gives it back. No Copied runs any more.
 func (q *Queue) Close() { C.kvg_queue_close(q.c) }
 

@@ -48,7 +48,8 @@ kvg_status kvg_inform(int ordinal, struct kvg_info *out);
 /* What lies at an address, with the mapping around it. */
 enum { KVG_PAGEABLE, KVG_HOST, KVG_MANAGED, KVG_ALLOCATED, KVG_POOL, KVG_VMM, KVG_OTHER_CONTEXT, KVG_ELSEWHERE, KVG_ODD };
 struct kvg_memory {
-  uint64_t base, size, id;
+  uint64_t base, size;
+  uint64_t id, block; /* of the allocation, and of the physical memory: 0 where the driver does not tell */
   int32_t kind, device, rdma;
 };
 kvg_status kvg_locate(uint64_t addr, struct kvg_memory *out);
@@ -58,8 +59,11 @@ kvg_status kvg_open(int ordinal, int moments, struct kvg_device **out);
 /* KVG_BUSY while somebody waits. It gives back all that the device has but its ring and its queues, which were given back before. */
 kvg_status kvg_close(struct kvg_device *d);
 
-/* How many of n addresses still have their buffer id, from the first on. */
-kvg_status kvg_same(struct kvg_device *d, const uint64_t *addrs, const uint64_t *ids, int n, int *same);
+struct kvg_piece { /* twin of Piece */
+  uint64_t addr, id, block;
+};
+/* How many of n pieces are still the same memory, from the first on. */
+kvg_status kvg_same(struct kvg_device *d, const struct kvg_piece *pieces, int n, int *same);
 kvg_status kvg_export(struct kvg_device *d, uint64_t addr, uint64_t bytes, int *fd);
 kvg_status kvg_flush(struct kvg_device *d);
 
@@ -78,6 +82,7 @@ struct kvg_run { /* twin of Run */
 struct kvg_queue; /* a stream of our own, of one direction */
 kvg_status kvg_queue_open(struct kvg_device *d, int to_device, struct kvg_queue **out);
 void kvg_queue_close(struct kvg_queue *q);
+uintptr_t kvg_queue_stream(struct kvg_queue *q);
 /*
  * Queues the copies between the runs and host, and then batch's event. *queued: the event
  * stands behind whatever was queued, also after an error.

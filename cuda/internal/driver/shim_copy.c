@@ -41,6 +41,8 @@ void kvg_queue_close(struct kvg_queue *q) {
   free(q);
 }
 
+uintptr_t kvg_queue_stream(struct kvg_queue *q) { return (uintptr_t)q->stream; }
+
 kvg_status kvg_queue_open(struct kvg_device *d, int to_device, struct kvg_queue **out) {
   struct kvg_entry e;
   struct kvg_queue *q = calloc(1, sizeof *q);

@@ -2,9 +2,15 @@
 
 #include "shim_lib.h"
 
-kvg_status kvg_count(int *n) { return KVG_TRY(device_count, n); }
+kvg_status kvg_count(int *n) {
+  struct kvg_entry e;
+  kvg_relax(&e);
+  kvg_status s = KVG_TRY(device_count, n);
+  kvg_restore(&e);
+  return s;
+}
 
-kvg_status kvg_inform(int ordinal, struct kvg_info *out) {
+static kvg_status inform(int ordinal, struct kvg_info *out) {
   kv_device d;
   struct kv_uuid uuid;
   unsigned flags;
@@ -29,15 +35,34 @@ kvg_status kvg_inform(int ordinal, struct kvg_info *out) {
   return KVG_DONE;
 }
 
+kvg_status kvg_inform(int ordinal, struct kvg_info *out) {
+  struct kvg_entry e;
+  kvg_relax(&e);
+  kvg_status s = inform(ordinal, out);
+  kvg_restore(&e);
+  return s;
+}
+
 /* Takes part in a primary context that is active. Retaining one that is not would make it: half a gigabyte on the device. */
 static kvg_status take_primary(int ordinal, kv_device *d, kv_context *context) {
   unsigned flags;
   int active = 0;
+  struct kvg_entry e;
+  kvg_relax(&e);
   kvg_status s = KVG_TRY(device_get, d, ordinal);
   if (s.code == 0) s = KVG_TRY(primary_state, *d, &flags, &active);
-  if (s.code != 0) return s;
-  if (!active) return KVG_OWN(KVG_INACTIVE);
-  return KVG_TRY(primary_retain, context, *d);
+  if (s.code == 0 && !active) s = KVG_OWN(KVG_INACTIVE);
+  if (s.code == 0) s = KVG_TRY(primary_retain, context, *d);
+  kvg_restore(&e);
+  return s;
+}
+
+static kvg_status leave_primary(kv_device d) {
+  struct kvg_entry e;
+  kvg_relax(&e);
+  kvg_status s = KVG_TRY(primary_release, d);
+  kvg_restore(&e);
+  return s;
 }
 
 /* The numbers of handles are not given twice at a time; what they have of moments is never given twice. */
@@ -68,7 +93,7 @@ kvg_status kvg_open(int ordinal, int moments, struct kvg_device **out) {
   d->number = take_number();
   if (d->number == 0 || !kvg_moments_open(d, moments)) {
     if (d->number != 0) give_number(d->number);
-    kvg_lib.primary_release(d->ordinal);
+    leave_primary(d->ordinal);
     free(d);
     return KVG_OWN(KVG_NO_MEMORY);
   }
@@ -86,7 +111,7 @@ kvg_status kvg_close(struct kvg_device *d) {
   kvg_status s = kvg_enter(d->context, &e);
   kvg_moments_close(d); /* after a sticky error the calls fail, and the context's end frees all */
   if (s.code == 0) kvg_leave(&e);
-  kvg_status r = KVG_TRY(primary_release, d->ordinal);
+  kvg_status r = leave_primary(d->ordinal);
   give_number(d->number);
   free(d);
   return kvg_first(s, r);
@@ -121,6 +146,7 @@ static kvg_status locate_there(uint64_t addr, kv_context primary, struct kvg_mem
   if (s.code == 0) s = KVG_TRY(pointer_attribute, &out->id, KV_POINTER_BUFFER_ID, addr);
   if (s.code != 0) return s;
   out->base = base, out->size = size;
+  if (out->kind != KVG_VMM || kvg_lib.pointer_attribute(&out->block, KV_POINTER_BLOCK_ID, addr) != KV_SUCCESS) out->block = 0;
   if (kvg_lib.pointer_attribute(&rdma, KV_POINTER_RDMA_CAPABLE, addr) != KV_SUCCESS) rdma = 0;
   out->rdma = (int32_t)rdma;
   return KVG_DONE;
@@ -156,13 +182,13 @@ static kvg_status locate_by(int ordinal, uint64_t addr, kvg_status (*ask)(uint64
     s = ask(addr, context, out);
     kvg_leave(&e);
   }
-  kvg_lib.primary_release(d);
+  leave_primary(d);
   return s;
 }
 
 kvg_status kvg_locate(uint64_t addr, struct kvg_memory *out) {
   int devices = 0;
-  kvg_status s = KVG_TRY(device_count, &devices);
+  kvg_status s = kvg_count(&devices);
   if (s.code != 0) return s;
   *out = (struct kvg_memory){.device = -1};
   s = KVG_OWN(KVG_INACTIVE);
@@ -171,19 +197,25 @@ kvg_status kvg_locate(uint64_t addr, struct kvg_memory *out) {
   return locate_by(out->device, addr, locate_there, out);
 }
 
-kvg_status kvg_same(struct kvg_device *d, const uint64_t *addrs, const uint64_t *ids, int n, int *same) {
+static kvg_status is_same(const struct kvg_piece *p, int *same) {
+  unsigned long long id = 0, block = 0;
+  *same = 0;
+  kvg_status s = KVG_TRY(pointer_attribute, &id, KV_POINTER_BUFFER_ID, p->addr);
+  if (s.code == 0 && p->block != 0) s = KVG_TRY(pointer_attribute, &block, KV_POINTER_BLOCK_ID, p->addr);
+  if (s.code == KV_INVALID_VALUE) return KVG_DONE; /* nothing is there any more */
+  *same = s.code == 0 && id == p->id && block == p->block;
+  return s;
+}
+
+kvg_status kvg_same(struct kvg_device *d, const struct kvg_piece *pieces, int n, int *same) {
   struct kvg_entry e;
+  int is = 1;
   *same = 0;
   kvg_status s = kvg_enter(d->context, &e);
   if (s.code != 0) return s;
-  for (; *same < n; ++*same) {
-    unsigned long long id = 0;
-    s = KVG_TRY(pointer_attribute, &id, KV_POINTER_BUFFER_ID, addrs[*same]);
-    if (s.code == KV_INVALID_VALUE) { /* nothing is there any more */
-      s = KVG_DONE;
-      break;
-    }
-    if (s.code != 0 || id != ids[*same]) break;
+  while (*same < n && s.code == 0 && is) {
+    s = is_same(&pieces[*same], &is);
+    if (is) ++*same;
   }
   kvg_leave(&e);
   return s;

@@ -41,6 +41,9 @@ struct kvg_entry {
  * A thread may be in the middle of the engine's work: with a context of its own, and capturing
  * a graph. In any other mode than the relaxed one a call of ours would break the capture.
  */
+void kvg_relax(struct kvg_entry *e);
+void kvg_restore(struct kvg_entry *e);
+/* The same with a context pushed. */
 kvg_status kvg_enter(kv_context context, struct kvg_entry *e);
 void kvg_leave(struct kvg_entry *e);
 
@@ -58,6 +61,7 @@ struct kvg_stream {
   uint64_t last;   /* recorded */
   uint64_t passed; /* all up to this one */
   int open;        /* those that have not passed, as far as is known */
+  unsigned recorded;
   struct kvg_moment *first, *newest;
 };
 

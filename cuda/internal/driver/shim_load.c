@@ -58,22 +58,34 @@ void kvg_describe(uint32_t code, const char **name, const char **text) {
 }
 
 int kvg_version(int *version) { return (int)kvg_lib.driver_version(version); }
-kvg_status kvg_start(void) { return KVG_TRY(init, 0); }
 
-kvg_status kvg_enter(kv_context context, struct kvg_entry *e) {
+kvg_status kvg_start(void) {
+  struct kvg_entry e;
+  kvg_relax(&e); /* fails before the start if nobody else has started the driver: then nothing is captured */
+  kvg_status s = KVG_TRY(init, 0);
+  kvg_restore(&e);
+  return s;
+}
+
+void kvg_relax(struct kvg_entry *e) {
   e->mode = KV_CAPTURE_RELAXED;
 #ifdef KVCONN_FAULTS
   if (kvg_fault("gpu-capture-mode")) e->mode = 0; /* global: what a thread begins with */
 #endif
-  kvg_status s = KVG_TRY(capture_mode, &e->mode);
-  if (s.code != 0) return s;
-  s = KVG_TRY(context_push, context);
-  if (s.code != 0) kvg_lib.capture_mode(&e->mode);
+  if (kvg_lib.capture_mode(&e->mode) != KV_SUCCESS) e->mode = KV_CAPTURE_RELAXED; /* the driver ends: nothing is captured */
+}
+
+void kvg_restore(struct kvg_entry *e) { kvg_lib.capture_mode(&e->mode); }
+
+kvg_status kvg_enter(kv_context context, struct kvg_entry *e) {
+  kvg_relax(e);
+  kvg_status s = KVG_TRY(context_push, context);
+  if (s.code != 0) kvg_restore(e);
   return s;
 }
 
 void kvg_leave(struct kvg_entry *e) {
   kv_context ours;
   kvg_lib.context_pop(&ours);
-  kvg_lib.capture_mode(&e->mode);
+  kvg_restore(e);
 }

@@ -93,8 +93,19 @@ static kvg_status spare_event(struct kvg_device *d, struct kvg_moment **out) {
   return r;
 }
 
-/* Nobody has to look at each moment: from so many on, a new one looks whether two old ones have passed. */
-enum { LOOK_FROM = 16, LOOK_AT = 2 };
+/*
+ * Nobody may ever ask for a moment. So each LOOK_EVERY-th one of a stream looks, with one call, whether
+ * the first LOOK_AT of it have passed, which is so if the last of these has.
+ */
+enum { LOOK_EVERY = 16, LOOK_AT = 32 };
+static kvg_status look(struct kvg_device *d, struct kvg_stream *s) {
+  if (++s->recorded % LOOK_EVERY != 0 || s->open < LOOK_AT) return KVG_DONE;
+  struct kvg_moment *m = s->first;
+  for (int i = 1; i < LOOK_AT; i++) m = m->next;
+  kvg_status r = KVG_TRY(event_query, m->event);
+  if (r.code == 0) pass(d, s, m->number);
+  return r.code == KV_NOT_READY ? KVG_DONE : r;
+}
 
 static kvg_status record(struct kvg_device *d, kv_stream stream, uint64_t *out) {
   unsigned capturing = KV_CAPTURE_NONE;
@@ -106,7 +117,7 @@ static kvg_status record(struct kvg_device *d, kv_stream stream, uint64_t *out) 
   if (r.code == KV_CAPTURE_IMPLICIT || (r.code == 0 && capturing != KV_CAPTURE_NONE)) return KVG_OWN(KVG_CAPTURING);
   if (r.code == 0) r = KVG_TRY(stream_id, stream, &id);
   if (r.code == 0) r = place_of(d, id, &s);
-  if (r.code == 0 && s->open >= LOOK_FROM) r = sweep(d, s, LOOK_AT);
+  if (r.code == 0) r = look(d, s);
   if (r.code == 0) r = spare_event(d, &m);
   if (r.code != 0) return r;
   r = KVG_TRY(event_record, m->event, stream);

@@ -8,12 +8,6 @@ static struct capture *captures; /* open ones */
 static uint64_t ids;
 static __thread CUstreamCaptureMode own_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
-struct CUgraph_st {
-  struct op *head;
-  CUgraph next;
-};
-static CUgraph graphs;
-
 CUresult capture_forbids(void) {
   CUresult r = CUDA_SUCCESS;
   if (own_mode == CU_STREAM_CAPTURE_MODE_RELAXED) return r;
@@ -33,26 +27,12 @@ unsigned open_captures(void) {
   return n;
 }
 
-static void free_nodes(struct op *op) {
-  while (op) {
-    struct op *next = op->next;
-    free_op(op);
-    op = next;
-  }
-}
-
 void free_captures(void) {
   while (captures) {
     struct capture *c = captures;
     captures = c->next;
     free_nodes(c->head);
     free(c);
-  }
-  while (graphs) {
-    CUgraph g = graphs;
-    graphs = g->next;
-    free_nodes(g->head);
-    free(g);
   }
 }
 
@@ -105,28 +85,10 @@ EXPORT CUresult cuStreamEndCapture(CUstream handle, CUgraph *out) {
   REQUIRE(c->mode == CU_STREAM_CAPTURE_MODE_RELAXED || pthread_equal(c->thread, pthread_self()), CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
   *out = NULL;
   bool invalid = c->invalid;
-  if (invalid) {
-    free_nodes(c->head);
-  } else {
-    CUgraph g = calloc(1, sizeof *g);
-    *g = (struct CUgraph_st){c->head, graphs};
-    graphs = g;
-    *out = g;
-  }
+  if (invalid) free_nodes(c->head);
+  else *out = new_graph(c->head);
   close_capture(c);
   return leave(invalid ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS);
-}
-
-EXPORT CUresult cuGraphDestroy(CUgraph graph) {
-  BEGIN(AFTER_ERROR);
-  for (CUgraph *g = &graphs; *g; g = &(*g)->next) {
-    if (*g != graph) continue;
-    *g = graph->next;
-    free_nodes(graph->head);
-    free(graph);
-    return leave(CUDA_SUCCESS);
-  }
-  return leave(CUDA_ERROR_INVALID_VALUE);
 }
 
 static CUstreamCaptureStatus status_of(CUstream s) {

@@ -64,16 +64,22 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice dev) {
   return leave(CUDA_SUCCESS);
 }
 
-/* With the last release the context ends. What was left in it is the caller's mistake, which a real driver hides. */
+/* With a context end its streams, events and memory, whoever made them: one release too many takes them from the engine. */
+static void end_context(CUcontext c) {
+  (void)await_context(c);
+  c->alive = false;
+  end_streams(c);
+  end_events(c);
+  end_memories(c);
+  end_pins(c);
+}
+
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev) {
   BEGIN(UNSAFE | AFTER_ERROR);
   REQUIRE(is_device(dev), CUDA_ERROR_INVALID_DEVICE);
   CUcontext c = &primaries[dev];
   REQUIRE(c->retained, CUDA_ERROR_INVALID_CONTEXT);
-  if (!--c->retained) {
-    (void)await_context(c);
-    c->alive = false;
-  }
+  if (!--c->retained) end_context(c);
   return leave(CUDA_SUCCESS);
 }
 
@@ -104,8 +110,7 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice dev)
 EXPORT CUresult cuCtxDestroy_v2(CUcontext c) {
   BEGIN(UNSAFE | AFTER_ERROR);
   REQUIRE(c && is_context(c) && !c->primary, CUDA_ERROR_INVALID_CONTEXT);
-  (void)await_context(c);
-  c->alive = false;
+  end_context(c);
   if (current_context() == c) depth--;
   return leave(CUDA_SUCCESS);
 }

@@ -32,6 +32,7 @@ static uint64_t count(const char *what) {
   if (!strcmp(what, "contexts")) return living_contexts();
   if (!strcmp(what, "handles")) return living_handles();
   if (!strcmp(what, "ipc")) return open_imports();
+  if (!strcmp(what, "dmabufs")) return open_exports();
   if (!strcmp(what, "captures")) return open_captures();
   if (!strcmp(what, "queued")) return queued_operations();
   if (!strcmp(what, "violations")) return violations;
@@ -66,7 +67,7 @@ EXPORT uint64_t kvgpu_expose(int device, int fd, int64_t offset, size_t size) {
 /* What is left, on stderr, with the seed: KVGPU_LEAKS=report, or =exit to end with status 86. The last destructor to run. */
 __attribute__((destructor(101))) static void report(void) {
   const char *how = getenv("KVGPU_LEAKS");
-  static const char *const kinds[] = {"streams", "events", "allocations", "pinned", "handles", "ipc", "captures", "violations"};
+  static const char *const kinds[] = {"streams", "events", "allocations", "pinned", "handles", "ipc", "dmabufs", "captures", "violations"};
   char text[300] = "";
   for (size_t i = 0; how && i < sizeof kinds / sizeof *kinds; i++) {
     uint64_t n = kvgpu_count(kinds[i]);
@@ -75,6 +76,7 @@ __attribute__((destructor(101))) static void report(void) {
   }
   if (*text) fprintf(stderr, "kvgpu: left behind: %s (KVGPU_SEED=%llu)\n", text, (unsigned long long)kvgpu_seed());
   free_captures();
+  free_graphs();
   free_streams();
   free_events();
   free_contexts();

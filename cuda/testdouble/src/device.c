@@ -35,6 +35,22 @@ static void add_device(int physical) {
   set_attributes(d->attributes, physical);
 }
 
+static bool is_device(CUdevice d) { return d >= 0 && d < device_count; }
+
+/* KVGPU_FAIL_OPERATION="0:100:700": device, which operation, code. */
+static void read_failing_operation(void) {
+  const char *given = getenv("KVGPU_FAIL_OPERATION");
+  int dev, code;
+  unsigned long long nth;
+  if (!given) return;
+  if (sscanf(given, "%d:%llu:%d", &dev, &nth, &code) == 3 && is_device(dev) && nth && code) {
+    devices[dev].operations_left = nth;
+    devices[dev].failure = (CUresult)code;
+  } else {
+    violation("KVGPU_FAIL_OPERATION: \"%s\" is not DEVICE:NTH:CODE", given);
+  }
+}
+
 /* The first number that names no device hides itself and all that follow, as with a real driver. */
 void make_devices(void) {
   const char *given = getenv("KVGPU_DEVICES"), *visible = getenv("CUDA_VISIBLE_DEVICES");
@@ -51,6 +67,7 @@ void make_devices(void) {
     add_device((int)i);
     p = *after == ',' ? after + 1 : after;
   }
+  read_failing_operation();
   /* KVGPU_ATTRIBUTES="124=0,118=100" for all devices: numbers of CU_DEVICE_ATTRIBUTE_... */
   for (const char *p = getenv("KVGPU_ATTRIBUTES"); p && *p;) {
     char *after;
@@ -65,13 +82,27 @@ void make_devices(void) {
   }
 }
 
-static bool is_device(CUdevice d) { return d >= 0 && d < device_count; }
-
 EXPORT int kvgpu_attribute(int device, int attribute, int value) {
   if (attribute < 0 || attribute >= ATTRIBUTES_MAX) return CUDA_ERROR_INVALID_VALUE;
   pthread_mutex_lock(&world);
   bool ok = is_device(device);
   if (ok) devices[device].attributes[attribute] = value;
+  pthread_mutex_unlock(&world);
+  return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
+CUresult failing_operation(int dev) {
+  struct device *d = &devices[dev];
+  if (!d->operations_left || --d->operations_left) return CUDA_SUCCESS;
+  d->sticky = d->failure;
+  return d->sticky;
+}
+
+EXPORT int kvgpu_fail_operation(int device, uint64_t nth, int code) {
+  if (!nth || !code) return CUDA_ERROR_INVALID_VALUE;
+  pthread_mutex_lock(&world);
+  bool ok = is_device(device);
+  if (ok) devices[device].operations_left = nth, devices[device].failure = (CUresult)code;
   pthread_mutex_unlock(&world);
   return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }

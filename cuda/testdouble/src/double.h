@@ -72,10 +72,13 @@ extern int device_count;
 struct device {
   int physical; /* its number when nothing is hidden by CUDA_VISIBLE_DEVICES */
   CUresult sticky;
+  uint64_t operations_left; /* until one of its operations fails; 0: none will */
+  CUresult failure;
   int attributes[ATTRIBUTES_MAX];
 };
 extern struct device devices[DEVICES_MAX];
 void make_devices(void);
+CUresult failing_operation(int dev); /* counts one; its failure sticks */
 
 /* ---- context.c */
 struct CUctx_st {
@@ -92,6 +95,10 @@ CUcontext current_context(void);
 void make_primaries(void);
 unsigned living_contexts(void);
 void free_contexts(void);
+void end_streams(CUcontext ctx);
+void end_events(CUcontext ctx);
+void end_memories(CUcontext ctx);
+void end_pins(CUcontext ctx);
 
 /* ---- memory.c */
 enum kind { LINEAR, POOLED, MAPPED, IMPORTED, MANAGED, EXPOSED };
@@ -157,6 +164,11 @@ struct record { /* of one cuEventRecord */
   bool done;
   CUresult result;
   uint64_t nanoseconds;
+  struct shared *shared; /* told there too, as this number */
+  uint64_t number;
+};
+struct shared { /* an interprocess event's page */
+  uint64_t recorded, done;
 };
 struct stamp { /* "this stream, up to here" */
   CUstream stream;
@@ -170,6 +182,8 @@ struct op {
   uint64_t pattern, from;       /* FILL, CHECK */
   uint64_t *wrong;              /* CHECK */
   struct record *record;        /* RECORD, WAIT */
+  const struct shared *shared;  /* WAIT for another process's record */
+  uint64_t number;
   CUhostFn call;
   void *argument;
   struct stamp *after;          /* implied by the legacy stream */
@@ -182,6 +196,7 @@ struct CUstream_st {
   int priority;
   uint64_t id, chance;
   bool alive, held, started;
+  unsigned delay_max; /* UINT32_MAX: as all */
   pthread_t thread;
   pthread_cond_t work;
   struct op *head, **tail;
@@ -211,9 +226,16 @@ struct CUevent_st {
   unsigned flags;
   struct record *last;
   struct capture *captured;
+  struct shared *shared; /* of an interprocess event */
+  int fd;
   CUevent next;
 };
+#define EVENT_ALIVE 0x6576656e74u
 extern unsigned living_events;
+CUevent new_event(CUcontext ctx, unsigned flags, int fd); /* with the descriptor of a page, or -1 */
+bool is_event(CUevent e);
+bool is_reached(const struct shared *shared, uint64_t number);
+void nap_on_progress(void); /* for what no thread of this process will tell */
 void let_record(struct record *r);
 void free_events(void);
 
@@ -222,6 +244,11 @@ CUresult device_end(CUdeviceptr p, size_t n, bool write, struct end *e);
 CUresult host_end(const void *p, size_t n, struct end *e);
 CUresult any_end(CUdeviceptr p, size_t n, bool write, struct end *e);
 CUresult put_copy(CUstream s, const struct piece *pieces, size_t n);
+
+/* ---- graph.c */
+CUgraph new_graph(struct op *head); /* takes the operations over */
+void free_nodes(struct op *op);
+void free_graphs(void);
 
 /* ---- capture.c */
 struct capture {
@@ -247,5 +274,6 @@ extern bool late_pcie;
 unsigned living_handles(void);
 CUresult reservation_of(CUdeviceptr p, CUdeviceptr *at, size_t *size); /* the reserved range that p lies in */
 void free_exports(void);
+unsigned open_exports(void); /* descriptors of this process */
 unsigned open_imports(void);
 void free_vmm(void);

@@ -2,6 +2,7 @@
  * kvgpu_map_dmabuf only, which a double of libibverbs calls: so byte 0 is the range's, and a range may lie in several files. */
 #include "double.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -85,6 +86,14 @@ static struct exported *find_export(int fd) {
     if (e->inode == told.st_ino) return e;
   }
   return NULL;
+}
+
+unsigned open_exports(void) {
+  unsigned n = 0;
+  DIR *all = opendir("/proc/self/fd");
+  for (struct dirent *entry; all && (entry = readdir(all));) n += find_export(atoi(entry->d_name)) != NULL;
+  if (all) closedir(all);
+  return n;
 }
 
 static bool map_segments(const struct exported *e, char *at) {

@@ -1,4 +1,4 @@
-/* Memory of another process of the same host: a handle names the process and its descriptor, which is taken from there, if the
+/* Memory and events of another process of the same host: a handle names the process and its descriptor, which is taken from there, if the
  * kernel allows it. KVGPU_IPC=foreign: as in another PID namespace; KVGPU_IPC=hidden: the peer's device is not visible. */
 #include "double.h"
 
@@ -30,6 +30,15 @@ EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr p) {
   return leave(CUDA_SUCCESS);
 }
 
+EXPORT CUresult cuIpcGetEventHandle(CUipcEventHandle *out, CUevent e) {
+  BEGIN(CONTEXT | UNSAFE);
+  REQUIRE(out && is_event(e), CUDA_ERROR_INVALID_HANDLE);
+  REQUIRE(e->shared, CUDA_ERROR_INVALID_HANDLE);
+  memset(out, 0, sizeof *out);
+  memcpy(out, &(struct ticket){getpid(), e->fd, devices[e->ctx->dev].physical, 0, HOST_PAGE, 0}, sizeof(struct ticket));
+  return leave(CUDA_SUCCESS);
+}
+
 static CUresult take(const struct ticket *t, int *fd) {
   const char *mode = getenv("KVGPU_IPC");
   if (t->pid == getpid() || (mode && !strcmp(mode, "foreign"))) return CUDA_ERROR_INVALID_CONTEXT;
@@ -58,6 +67,19 @@ EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle handle, u
   m->rdma = false;
   *out = m->at;
   return leave(CUDA_SUCCESS);
+}
+
+EXPORT CUresult cuIpcOpenEventHandle(CUevent *out, CUipcEventHandle handle) {
+  BEGIN(CONTEXT | UNSAFE);
+  struct ticket t;
+  int fd = -1;
+  memcpy(&t, &handle, sizeof t);
+  REQUIRE(out && t.pid > 0 && t.size == HOST_PAGE, CUDA_ERROR_INVALID_VALUE);
+  CUresult r = take(&t, &fd);
+  if (r) return leave(r);
+  *out = new_event(ctx, CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING, fd);
+  if (!*out) close(fd);
+  return leave(*out ? CUDA_SUCCESS : CUDA_ERROR_MAP_FAILED);
 }
 
 EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr p) {

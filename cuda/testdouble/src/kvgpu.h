@@ -33,6 +33,8 @@ int kvgpu_kernel_check(void *stream, uint64_t device_address, size_t size, uint6
 /* ---- time */
 /* The longest delay before an operation, in microseconds; 0 also ends the tearing of copies. */
 void kvgpu_delay(unsigned microseconds);
+/* The longest delay of one stream; UINT32_MAX: as all. */
+int kvgpu_slow(void *stream, unsigned microseconds);
 /* A held stream begins no operation until it is released. */
 int kvgpu_hold(void *stream);
 int kvgpu_release(void *stream);
@@ -42,6 +44,8 @@ int kvgpu_release(void *stream);
 int kvgpu_fail(const char *function, unsigned nth, int code);
 /* From now on each call and each operation of the device fails with this code, as after an illegal address or a lost device; 0 ends it. */
 void kvgpu_stick(int device, int code);
+/* The nth operation of a device's streams from now on fails with this code, which then sticks: as a kernel's illegal address does. */
+int kvgpu_fail_operation(int device, uint64_t nth, int code);
 /* Overrides a device attribute (CU_DEVICE_ATTRIBUTE_...). */
 int kvgpu_attribute(int device, int attribute, int value);
 /* Writes into exported memory arrive for kernels and copies only after a flush. Set it before the export. */
@@ -51,6 +55,7 @@ void kvgpu_late_pcie(int on);
 void *kvgpu_map_dmabuf(int fd, size_t *size);
 
 /* ---- what there is: "streams", "events", "allocations", "pinned", "contexts", "handles", "ipc", "captures", "queued", "violations",
+ * "dmabufs" (descriptors that are open),
  * "calls" or the name of a function, for how often it was called. UINT64_MAX for any other word. */
 uint64_t kvgpu_count(const char *what);
 /* Looks at the bytes behind each allocation now; damaged ones are violations. Returns the number of violations so far. */

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 bool late_pcie;
+static unsigned lates;
 
 struct late {
   int fd;
@@ -39,6 +40,7 @@ int late_descriptor(struct mem *m) {
   memcpy(late->card, m->alias, m->room);
   memcpy(late->seen, m->alias, m->room);
   m->late = late;
+  lates++;
   return fd;
 }
 
@@ -49,9 +51,11 @@ void drop_late(struct mem *m) {
   free(m->late->seen);
   free(m->late);
   m->late = NULL;
+  lates--;
 }
 
 void mirror(const struct end *to, size_t n) {
+  if (!lates) return;
   for (struct mem *m = NULL; (m = next_overlap(m, to->p, n));) {
     if (!m->late) continue;
     size_t begin = to->p > m->at ? (size_t)(to->p - m->at) : 0, end = to->p + n < m->at + m->len ? (size_t)(to->p + n - m->at) : m->len;

@@ -20,9 +20,12 @@ static struct retired *retired;
 
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
+static struct mem *found_last; /* a batch asks for the same few over and over */
+
 struct mem *find_memory(CUdeviceptr p) {
+  if (found_last && p >= found_last->at && p < found_last->at + found_last->len) return found_last;
   for (struct mem *m = memories; m; m = m->next) {
-    if (p >= m->at && p < m->at + m->len) return m;
+    if (p >= m->at && p < m->at + m->len) return found_last = m;
   }
   return NULL;
 }
@@ -114,6 +117,7 @@ void await_memory(struct mem *m) {
 
 void drop_memory(struct mem *m) {
   check_canary(m);
+  found_last = NULL;
   for (struct mem **p = &memories; *p; p = &(*p)->next) {
     if (*p != m) continue;
     *p = m->next;
@@ -131,6 +135,20 @@ void drop_memory(struct mem *m) {
     retired = r;
   }
   free(m);
+}
+
+static struct mem *memory_of(CUcontext ctx) {
+  for (struct mem *m = memories; m; m = m->next) {
+    if (m->ctx == ctx && m->kind != EXPOSED) return m;
+  }
+  return NULL;
+}
+
+void end_memories(CUcontext ctx) {
+  for (struct mem *m; (m = memory_of(ctx));) {
+    await_memory(m);
+    drop_memory(m);
+  }
 }
 
 void free_memories(void) {

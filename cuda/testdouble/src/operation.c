@@ -94,6 +94,12 @@ static size_t work(CUstream s, const struct op *op, bool tear) {
   return 0;
 }
 
+/* Records of one event may end in another order than they were made. */
+static void tell_others(const struct record *r) {
+  uint64_t told = r->shared ? __atomic_load_n(&r->shared->done, __ATOMIC_ACQUIRE) : UINT64_MAX;
+  while (told < r->number && !__atomic_compare_exchange_n(&r->shared->done, &told, r->number, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) continue;
+}
+
 /* The world is locked before and after, and open while bytes move. After an error nothing is done, but events pass, with the error. */
 void perform(CUstream s, struct op *op) {
   size_t wrong = 0;
@@ -111,6 +117,7 @@ void perform(CUstream s, struct op *op) {
     op->record->done = true;
     op->record->result = s->sick;
     op->record->nanoseconds = now();
+    tell_others(op->record);
   }
 }
 

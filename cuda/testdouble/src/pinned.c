@@ -30,6 +30,13 @@ static void remove_pin(struct pin *pin) {
   free(pin);
 }
 
+void end_pins(CUcontext ctx) {
+  for (struct pin *q = pins, *next; q; q = next) {
+    next = q->next;
+    if (q->ctx == ctx) remove_pin(q);
+  }
+}
+
 void free_pins(void) {
   while (pins) remove_pin(pins);
 }

@@ -17,6 +17,8 @@ static CUresult of_device(const struct mem *m, CUpointer_attribute attribute, vo
   case CU_POINTER_ATTRIBUTE_MAPPED: *(unsigned *)out = 1; return CUDA_SUCCESS;
   case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: *(unsigned long long *)out = m->handle_types; return CUDA_SUCCESS;
   case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE: *(unsigned *)out = m->rdma; return CUDA_SUCCESS;
+  case CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID: *(unsigned long long *)out = m->kind == MAPPED ? m->handle : m->id; return CUDA_SUCCESS;
+  case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: *(CUmemoryPool *)out = m->kind == POOLED ? (CUmemoryPool)&devices[m->dev] : NULL; return CUDA_SUCCESS;
   default: return CUDA_ERROR_INVALID_VALUE;
   }
 }

@@ -11,6 +11,7 @@ static struct CUstream_st *new_stream(CUcontext ctx, unsigned flags, int priorit
   CUstream s = calloc(1, sizeof *s);
   *s = (struct CUstream_st){.ctx = ctx, .flags = flags, .priority = priority, .id = ++ids, .alive = true, .next = streams};
   s->chance = mix(kvgpu_seed() + s->id);
+  s->delay_max = UINT32_MAX;
   s->tail = &s->head;
   pthread_cond_init(&s->work, NULL);
   streams = s;
@@ -42,7 +43,8 @@ CUresult find_stream(CUcontext ctx, CUstream handle, CUstream *out) {
 /* ---- the thread of a stream */
 
 static void be_late(CUstream s) {
-  uint64_t microseconds = delay_max ? draw(&s->chance) % (delay_max + 1u) : 0;
+  uint64_t most = s->delay_max == UINT32_MAX ? delay_max : s->delay_max;
+  uint64_t microseconds = most ? draw(&s->chance) % (most + 1) : 0;
   if (!microseconds) return;
   pthread_mutex_unlock(&world);
   struct timespec t = {(time_t)(microseconds / 1000000), (long)(microseconds % 1000000) * 1000};
@@ -58,16 +60,24 @@ static bool may_begin(CUstream s, const struct op *op) {
   for (size_t i = 0; i < op->afters; i++) {
     if (!is_passed(&op->after[i])) return false;
   }
+  if (op->shared) return is_reached(op->shared, op->number);
   return op->what != WAIT || op->record->done;
+}
+
+static void use_end(const struct end *e, size_t n, unsigned by) {
+  if (e->pin) e->pin->in_flight += by;
+  if (!e->mem) return;
+  if (e->p + n <= e->mem->at + e->mem->len) {
+    e->mem->in_flight += by;
+    return;
+  }
+  for (struct mem *m = NULL; (m = next_overlap(m, e->p, n));) m->in_flight += by;
 }
 
 static void use(const struct op *op, int by) {
   for (size_t i = 0; i < op->count; i++) {
-    struct end *ends[] = {&op->pieces[i].to, &op->pieces[i].from};
-    for (int e = 0; e < 2; e++) {
-      for (struct mem *m = NULL; ends[e]->mem && (m = next_overlap(m, ends[e]->p, op->pieces[i].n));) m->in_flight += (unsigned)by;
-      if (ends[e]->pin) ends[e]->pin->in_flight += (unsigned)by;
-    }
+    use_end(&op->pieces[i].to, op->pieces[i].n, (unsigned)by);
+    use_end(&op->pieces[i].from, op->pieces[i].n, (unsigned)by);
   }
 }
 
@@ -88,10 +98,14 @@ static void *run(void *argument) {
     if (gone || !s->head) break;
     struct op *op = s->head;
     be_late(s);
-    while (!gone && !may_begin(s, op)) pthread_cond_wait(&progress, &world);
+    while (!gone && !may_begin(s, op)) {
+      if (op->shared) nap_on_progress();
+      else pthread_cond_wait(&progress, &world);
+    }
     if (gone) break;
     CUresult sticky = devices[s->ctx->dev].sticky;
-    if (!s->sick) s->sick = sticky ? sticky : op->what == WAIT ? op->record->result : CUDA_SUCCESS;
+    if (!sticky && op->what != RECORD && op->what != WAIT) sticky = failing_operation(s->ctx->dev);
+    if (!s->sick) s->sick = sticky ? sticky : op->what == WAIT && op->record ? op->record->result : CUDA_SUCCESS;
     perform(s, op);
     finish(s, op);
   }
@@ -174,6 +188,16 @@ void stop_streams(void) {
   for (CUstream s = streams; s; s = s->next) {
     if (s->started) pthread_join(s->thread, NULL);
   }
+}
+
+void end_streams(CUcontext ctx) {
+  for (CUstream s = streams; s; s = s->next) {
+    if (s->ctx != ctx) continue;
+    s->alive = s->held = false;
+    pthread_cond_broadcast(&s->work);
+  }
+  ctx->legacy = ctx->per_thread = NULL;
+  pthread_cond_broadcast(&progress);
 }
 
 /* After all threads have ended. */
@@ -286,6 +310,14 @@ static int set_held(void *handle, bool held) {
   CUstream s = any_stream(handle);
   if (s) s->held = held;
   pthread_cond_broadcast(&progress);
+  pthread_mutex_unlock(&world);
+  return s ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+EXPORT int kvgpu_slow(void *stream, unsigned microseconds) {
+  pthread_mutex_lock(&world);
+  CUstream s = any_stream(stream);
+  if (s) s->delay_max = microseconds;
   pthread_mutex_unlock(&world);
   return s ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }

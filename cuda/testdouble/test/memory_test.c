@@ -146,10 +146,12 @@ void test_export(void) {
   EXPECT(lseek(fd, 0, SEEK_END) == (off_t)GRAIN);
   char *card = kvgpu_map_dmabuf(fd, &size);
   EXPECT(card && size == GRAIN);
+  EXPECT(kvgpu_count("dmabufs") == 1);
   card[0] = 7, card[GRAIN - 1] = 8;
   EXPECT(*(char *)kvgpu_alias(at + HOST_PAGE) == 7 && *(char *)kvgpu_alias(at + HOST_PAGE + GRAIN - 1) == 8);
   munmap(card, size);
   close(fd);
+  EXPECT(!kvgpu_count("dmabufs"));
   OK(cuMemUnmap(at, 2 * GRAIN));
   OK(cuMemRelease(first));
   OK(cuMemRelease(second));

@@ -64,6 +64,19 @@ void test_order(void) {
   EXPECT(!wrong && !kvgpu_wrong(x.p, N, 1, 0));
   OK(kvgpu_fill(x.p + 10, 1, 99, 3));
   EXPECT(kvgpu_wrong(x.p, N, 1, 0) <= 1);
+  CUevent shared;
+  OK(cuEventCreate(&shared, CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS));
+  OK(kvgpu_hold(x.engine));
+  OK(kvgpu_kernel_fill(x.engine, x.p, N, 2, 0));
+  OK(cuEventRecord(shared, x.engine));
+  OK(cuStreamWaitEvent(x.ours, shared, 0));
+  OK(cuMemcpyDtoHAsync_v2(x.host, x.p, N, x.ours));
+  FAILS(CUDA_ERROR_NOT_READY, cuEventQuery(shared));
+  OK(kvgpu_release(x.engine));
+  OK(cuStreamSynchronize(x.ours));
+  OK(cuEventSynchronize(shared));
+  EXPECT(holds(&x, 2));
+  OK(cuEventDestroy_v2(shared));
   end_pair(&x);
 }
 
@@ -174,7 +187,54 @@ void test_capture(void) {
     if (relaxed) OK(cuGraphDestroy(graph));
   }
   EXPECT(*(unsigned char *)kvgpu_alias(x.p) == POISON); /* what is captured does not run */
+
+  CUgraphExec run;
+  CUdeviceptr gone;
+  OK(cuMemAlloc_v2(&gone, N));
+  OK(cuStreamBeginCapture_v2(x.engine, CU_STREAM_CAPTURE_MODE_RELAXED));
+  OK(kvgpu_kernel_fill(x.engine, x.p, N, 8, 0));
+  OK(cuMemcpyDtoDAsync_v2(gone, x.p, N, x.engine));
+  OK(cuStreamEndCapture(x.engine, &graph));
+  OK(cuGraphInstantiateWithFlags(&run, graph, 0));
+  OK(cuGraphDestroy(graph));
+  OK(cuGraphLaunch(run, x.engine));
+  OK(cuStreamSynchronize(x.engine));
+  EXPECT(!kvgpu_wrong(gone, N, 8, 0));
+  OK(cuMemFree_v2(gone));
+  fprintf(stderr, "one violation is expected here:\n");
+  FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuGraphLaunch(run, x.engine));
+  violations = 0;
+  OK(cuGraphExecDestroy(run));
   end_pair(&x);
+}
+
+/* A release too many ends what the engine has. */
+void test_end(void) {
+  struct pair x = make_pair();
+  OK(cuDevicePrimaryCtxRelease_v2(0));
+  EXPECT(!kvgpu_count("contexts") && !kvgpu_count("streams") && !kvgpu_count("allocations") && !kvgpu_count("pinned") && !kvgpu_count("events"));
+  FAILS(CUDA_ERROR_CONTEXT_IS_DESTROYED, cuStreamSynchronize(x.ours));
+  OK(cuCtxPopCurrent_v2(NULL));
+  enter_device(0);
+  FAILS(CUDA_ERROR_INVALID_HANDLE, cuStreamSynchronize(x.ours));
+  FAILS(CUDA_ERROR_INVALID_HANDLE, cuEventQuery(x.e));
+  leave_device(0);
+}
+
+/* An operation fails when the stream comes to it; what came before it is done. */
+static void fail_late(struct pair *x) {
+  OK(kvgpu_fail_operation(0, 2, CUDA_ERROR_ILLEGAL_ADDRESS));
+  OK(kvgpu_kernel_fill(x->ours, x->p, N, 3, 0));
+  OK(cuEventRecord(x->e, x->ours));
+  OK(cuMemsetD8Async(x->p, 1, N, x->ours));
+  while (kvgpu_count("queued")) sched_yield();
+  FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuEventRecord(x->e, x->ours));
+  EXPECT(!kvgpu_wrong(x->p, N, 3, 0));
+  kvgpu_stick(0, 0);
+  OK(cuEventQuery(x->e));
+  FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuStreamSynchronize(x->ours));
+  OK(cuStreamDestroy_v2(x->ours));
+  OK(cuStreamCreate(&x->ours, CU_STREAM_NON_BLOCKING));
 }
 
 void test_faults(void) {
@@ -200,5 +260,6 @@ void test_faults(void) {
   FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuEventSynchronize(x.e));
   OK(cuStreamDestroy_v2(x.ours));
   OK(cuStreamCreate(&x.ours, CU_STREAM_NON_BLOCKING));
+  fail_late(&x);
   end_pair(&x);
 }

@@ -42,4 +42,5 @@ void test_races(void);
 void test_queue(void);
 void test_legacy(void);
 void test_capture(void);
+void test_end(void);
 void test_faults(void);

@@ -1,0 +1,13 @@
+/* The list of groups. */
+#include "groups.h"
+
+const struct group groups[] = {
+    {"before-start", before_start, true}, {"none-visible", none_visible, true}, {"none-valid", none_valid, true},
+    {"devices", devices, false},          {"contexts", contexts, false},
+    {"threads", threads, false},          {"allocations", allocations, false},   {"host-touch", host_touch, false},
+    {"pointers", pointers, false},        {"streams", streams, false},           {"waits", waits, false},
+    {"two-contexts", two_contexts, false}, {"copies", copies, false},            {"batches", batches, false},
+    {"captures", captures, false},        {"mapped", mapped, false},             {"exports", exports, false},
+    {"pools", pools, false},              {"same-host", same_host, false},
+};
+const size_t group_count = sizeof groups / sizeof *groups;

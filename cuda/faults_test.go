@@ -1,0 +1,85 @@
+//go:build !faults
+
+package cuda
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+)
+
+// defects are the places of internal/fault in this room, each with the test that finds it.
+var defects = []struct{ name, test, says string }{
+	{"gpu-wait", "TestReadsAfterMoment", "reads were wrong"},
+	{"gpu-wait", "TestWritesAfterMoment", "reads were wrong"},
+	{"gpu-wrong-stream", "TestReadsAfterMoment", "reads were wrong"},
+	{"gpu-report-early", "TestDoneAfterEvent", "reads were wrong"},
+	{"gpu-fence", "TestFenceWaits", "reads were wrong"},
+	{"gpu-slot-early", "TestSlotAfterCopy", "reads were wrong"},
+	{"gpu-buffer-id", "TestCheck", "was not noticed"},
+	{"gpu-capture-mode", "TestCapture", "the engine's capture"},
+}
+
+// TestDefects: each defect is found by its test. The counts are in the log.
+func TestDefects(t *testing.T) {
+	library := engine.Library(t)
+	program := filepath.Join(t.TempDir(), "cuda.test")
+	if out, err := exec.Command("go", "test", "-c", "-tags", "faults", "-o", program, ".").CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	for _, d := range defects {
+		run := func(fault string) (string, error) {
+			c := exec.Command(program, "-test.run", "^"+d.test+"$", "-test.timeout", "120s")
+			c.Env = append(os.Environ(), "KVCONN_LIBCUDA="+library, "KVCONN_FAULT="+fault)
+			out, err := c.CombinedOutput()
+			return string(out), err
+		}
+		out, err := run(d.name)
+		if err == nil || !strings.Contains(out, d.says) {
+			t.Errorf("%s does not find %s: %v\n%s", d.test, d.name, err, out)
+			continue
+		}
+		line := regexp.MustCompile(`.*` + regexp.QuoteMeta(d.says) + `.*`).FindString(out)
+		t.Logf("%s: %s", d.name, strings.TrimSpace(line))
+	}
+}
+
+// TestDefectsList: the list has the places in the source, and no other.
+func TestDefectsList(t *testing.T) {
+	place := regexp.MustCompile(`(?:fault\.On|kvg_fault)\("([^"]+)"\)`)
+	found := map[string]bool{}
+	for _, pattern := range []string{"*.go", "internal/driver/*.go", "internal/driver/*.c"} {
+		files, err := filepath.Glob(pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range files {
+			text, err := os.ReadFile(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if strings.HasSuffix(f, "_test.go") {
+				continue
+			}
+			for _, m := range place.FindAllSubmatch(text, -1) {
+				found[string(m[1])] = true
+			}
+		}
+	}
+	for _, d := range defects {
+		if !found[d.name] {
+			t.Errorf("there is no place for %s", d.name)
+		}
+	}
+	for name := range found {
+		if !slices.ContainsFunc(defects, func(d struct{ name, test, says string }) bool { return d.name == name }) {
+			t.Errorf("no test finds %s", name)
+		}
+	}
+}

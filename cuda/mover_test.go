@@ -1,0 +1,437 @@
+package cuda
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/cuda/internal/driver"
+	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+)
+
+// TestCopies: bytes go where they should, in many copies at once, of few and of many runs, by batch
+// and one by one.
+func TestCopies(t *testing.T) {
+	for _, batch := range []bool{true, false} {
+		t.Run(fmt.Sprintf("batch=%v", batch), func(t *testing.T) {
+			e, d := open(t, Options{RingBytes: 4 << 20, SlotBytes: 128 << 10})
+			if batch && !driver.HasBatch() {
+				t.Log("this driver has no batches")
+			}
+			driver.UseBatch(batch)
+			t.Cleanup(func() { driver.UseBatch(true) })
+			const n = 4 << 20
+			// Half of it is mapped by handles, so runs cross mappings.
+			at := reserve(t, e, 2*grain)
+			mapAt(t, e, at, 1)
+			mapAt(t, e, at+grain, 1)
+			r, err := d.Register("cache", at, n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(r.Close)
+			random := rand.New(rand.NewPCG(7, uint64(len(t.Name()))))
+			pattern := e.Pattern(n, 1)
+			var wg sync.WaitGroup
+			from, to := d.Transfer("from", FromDevice), d.Transfer("to", ToDevice)
+			e.Fill(at, n, 1)
+			copyAll(t, d, from, cuts(random, at, n), pattern, &wg)
+			wg.Wait()
+			fresh := e.Pattern(n, 2)
+			copyAll(t, d, to, cuts(random, at, n), fresh, &wg)
+			wg.Wait()
+			if wrong := e.Wrong(at, n, 2); wrong > 0 {
+				t.Errorf("%d bytes have not landed", wrong)
+			}
+			if batch != (e.Count("cuMemcpyBatchAsync") > 0) && batch && driver.HasBatch() {
+				t.Error("no batch was copied")
+			}
+		})
+	}
+}
+
+// piece is runs that go into one slot, and where their bytes are in the whole.
+type piece struct {
+	runs  []Run
+	first []int
+	bytes int
+}
+
+// cuts cuts memory into runs, shuffled, in pieces of a slot's size at most.
+func cuts(random *rand.Rand, at uintptr, n int) (all []piece) {
+	var runs []Run
+	for off := 0; off < n; {
+		most := 100
+		if random.IntN(20) == 0 {
+			most = 100 << 10
+		}
+		l := min(1+random.IntN(most), n-off)
+		runs = append(runs, Run{Addr: at + uintptr(off), Len: uint64(l)})
+		off += l
+	}
+	for i := range runs { // neighbours stay together here and there
+		if j := random.IntN(len(runs)); random.IntN(2) == 0 {
+			runs[i], runs[j] = runs[j], runs[i]
+		}
+	}
+	var p piece
+	for _, r := range runs {
+		if p.bytes+int(r.Len) > 128<<10-64 {
+			all, p = append(all, p), piece{}
+		}
+		p.runs, p.first, p.bytes = append(p.runs, r), append(p.first, int(r.Addr-at)), p.bytes+int(r.Len)
+	}
+	return append(all, p)
+}
+
+// copyAll copies all pieces; whole is what the memory has, or gets.
+func copyAll(t *testing.T, d *Device, tr *Transfer, pieces []piece, whole []byte, wg *sync.WaitGroup) {
+	t.Helper()
+	for i, p := range pieces {
+		s, err := d.Slot(t.Context(), tr.dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		at := i % 64
+		each := func(f func(slot, memory []byte)) {
+			off := at
+			for j, r := range p.runs {
+				f(s.Bytes()[off:off+int(r.Len)], whole[p.first[j]:p.first[j]+int(r.Len)])
+				off += int(r.Len)
+			}
+		}
+		if tr.dir == ToDevice {
+			each(func(slot, memory []byte) { copy(slot, memory) })
+		}
+		wg.Add(1)
+		tr.Start(Copy{Slot: s, At: at, Runs: p.runs, Done: func(err error) {
+			defer wg.Done()
+			defer s.Release()
+			if err != nil {
+				t.Error(err)
+			}
+			if tr.dir == FromDevice {
+				each(func(slot, memory []byte) {
+					if string(slot) != string(memory) {
+						t.Error("wrong bytes were read")
+					}
+				})
+			}
+		}})
+	}
+}
+
+// TestRefusedCopies: what does not fit, is not registered, or goes the other way is an error, and no
+// byte moves.
+func TestRefusedCopies(t *testing.T) {
+	e, d := open(t, Options{RingBytes: 1 << 20, SlotBytes: 4096})
+	p := memory(t, e, d, grain)
+	stranger := e.Alloc(grain)
+	from, to := slot(t, d, FromDevice), slot(t, d, ToDevice)
+	tr := d.Transfer("a", FromDevice)
+	for name, c := range map[string]Copy{
+		"too long":        {Slot: from, Runs: []Run{{Addr: p, Len: 4097}}},
+		"too far":         {Slot: from, At: 1, Runs: []Run{{Addr: p, Len: 4096}}},
+		"negative":        {Slot: from, At: -1, Runs: []Run{{Addr: p, Len: 1}}},
+		"overflow":        {Slot: from, Runs: []Run{{Addr: p, Len: 4000}, {Addr: p, Len: ^uint64(0) - 100}}},
+		"not registered":  {Slot: from, Runs: []Run{{Addr: stranger, Len: 1}}},
+		"over the end":    {Slot: from, Runs: []Run{{Addr: p + grain - 1, Len: 2}}},
+		"other direction": {Slot: to, Runs: []Run{{Addr: p, Len: 1}}},
+		"no moment":       {Slot: from, Runs: []Run{{Addr: p, Len: 1}}, After: 99},
+	} {
+		if err := run(t, tr, c); err == nil {
+			t.Errorf("%s: no error", name)
+		}
+	}
+	gone := slot(t, d, FromDevice)
+	gone.Release()
+	if err := run(t, tr, Copy{Slot: gone, Runs: []Run{{Addr: p, Len: 1}}}); err == nil {
+		t.Error("a slot that was released was copied into")
+	}
+	if err := run(t, tr, Copy{Slot: from}); err != nil {
+		t.Errorf("a copy of nothing: %v", err)
+	}
+	if n := e.Count("cuMemcpyDtoHAsync_v2"); n != ^uint64(0) && n > 0 {
+		t.Logf("%d copies of other tests", n)
+	}
+}
+
+// TestFenceTakesBack: copies that the device does not have are told of the fence at once, those that
+// wait for a moment too.
+func TestFenceTakesBack(t *testing.T) {
+	e, d := open(t, Options{})
+	p, stream := memory(t, e, d, grain), e.Stream()
+	e.Hold(stream)
+	tr, other := d.Transfer("a", FromDevice), d.Transfer("b", FromDevice)
+	late := moment(t, d, stream)
+	done, goesOn := make(chan error, 1), make(chan error, 1)
+	tr.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}, After: late, Done: func(err error) { done <- err }})
+	other.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}, After: late, Done: func(err error) { goesOn <- err }})
+	if err := tr.Fence(); err != nil {
+		t.Fatal(err)
+	}
+	if err := answer(t, done); !errors.Is(err, ErrFenced) {
+		t.Errorf("a fenced copy: %v", err)
+	}
+	if err := run(t, tr, Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}}); !errors.Is(err, ErrFenced) {
+		t.Errorf("a copy after the fence: %v", err)
+	}
+	e.Release(stream)
+	if err := answer(t, goesOn); err != nil {
+		t.Errorf("another transfer's copy: %v", err)
+	}
+}
+
+// TestFenceInDone: a Done may fence its transfer, also while more copies are under way.
+func TestFenceInDone(t *testing.T) {
+	e, d := open(t, Options{})
+	p, tr := memory(t, e, d, grain), d.Transfer("a", FromDevice)
+	fenced := make(chan error, 20)
+	for range 20 {
+		tr.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 64 << 10}}, Done: func(error) { fenced <- tr.Fence() }})
+	}
+	for range 20 {
+		if err := answer(t, fenced); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestFenceBound: if the device does not end a copy, the fence says so in bounded time, and the device
+// counts as failed.
+func TestFenceBound(t *testing.T) {
+	e, d := open(t, Options{StallTimeout: 100 * time.Millisecond})
+	p, tr, idle := memory(t, e, d, grain), d.Transfer("a", ToDevice), d.Transfer("b", ToDevice)
+	s := slot(t, d, ToDevice)
+	ours := d.made()[ToDevice].drv.Stream()
+	e.Hold(ours)
+	done := make(chan error, 2)
+	tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) { done <- err }})
+	if err := tr.Fence(); err == nil || d.Err() == nil {
+		t.Fatalf("the fence: %v, the device: %v", err, d.Err())
+	}
+	if err := answer(t, done); err == nil {
+		t.Error("the copy was told as done")
+	}
+	if err := tr.Fence(); err == nil {
+		t.Error("a second fence does not know that the copy may land")
+	}
+	if err := idle.Fence(); err != nil {
+		t.Errorf("a transfer without copies: %v", err)
+	}
+	if _, err := d.Slot(t.Context(), ToDevice); err == nil {
+		t.Error("a failed device gives slots")
+	}
+	s.Release()
+	if free, err := d.TrySlot(ToDevice); free != nil || err == nil {
+		t.Error("a slot that a copy may use was given")
+	}
+	e.Release(ours) // now it ends, and Close finds nothing under way
+	d.settled(t)
+}
+
+// TestSticky: after an illegal address all copies and waits of the device end with that reason, new ones
+// get it, and the process lives.
+func TestSticky(t *testing.T) {
+	e, d := open(t, Options{})
+	p, stream, tr := memory(t, e, d, grain), e.Stream(), d.Transfer("a", FromDevice)
+	e.Hold(stream)
+	late := moment(t, d, stream)
+	done := make(chan error, 3)
+	tell := func(err error) { done <- err }
+	d.Await(late, tell)
+	tr.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}, After: late, Done: tell})
+	e.Stick(700)
+	t.Cleanup(func() { e.Stick(0); e.Release(stream) })
+	tr.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}, Done: tell})
+	for range 3 {
+		var failed *Error
+		if err := answer(t, done); !errors.As(err, &failed) || failed.Code != 700 || !failed.Sticky() {
+			t.Errorf("%v", err)
+		}
+	}
+	if err := tr.Fence(); err != nil {
+		t.Errorf("the fence of a device that has failed: %v", err)
+	}
+	if _, err := d.Moment(stream); err == nil {
+		t.Error("a failed device gives moments")
+	}
+	if _, err := d.TrySlot(FromDevice); err == nil {
+		t.Error("a failed device gives slots")
+	}
+	if _, err := d.Register("k", p, grain); err == nil {
+		t.Error("a failed device registers")
+	}
+}
+
+// TestFailedCopy: an error of one copy is that transfer's alone.
+func TestFailedCopy(t *testing.T) {
+	e, d := open(t, Options{})
+	p, tr, other := memory(t, e, d, grain), d.Transfer("a", FromDevice), d.Transfer("b", FromDevice)
+	e.Fail("cuMemcpyDtoHAsync_v2", 1, 1)
+	if err := run(t, tr, Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}}); err == nil {
+		t.Error("no error")
+	} else {
+		t.Log(err)
+	}
+	if err := run(t, other, Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}}); err != nil {
+		t.Error(err)
+	}
+	if err := tr.Fence(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestSlots: a direction gets three quarters, who waits gets what is released, and a wait ends with its
+// context.
+func TestSlots(t *testing.T) {
+	_, d := open(t, Options{RingBytes: 16 * 4096, SlotBytes: 4096})
+	var held []*Slot
+	for range 12 {
+		held = append(held, slot(t, d, FromDevice))
+	}
+	if s, err := d.TrySlot(FromDevice); s != nil || err != nil {
+		t.Errorf("a 13th slot of 16: %v, %v", s, err)
+	}
+	for range 4 {
+		slot(t, d, ToDevice)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := d.Slot(ctx, FromDevice)
+		ended <- err
+	}()
+	cancel()
+	if err := answer(t, ended); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	got := make(chan *Slot, 1)
+	go func() {
+		s, err := d.Slot(t.Context(), ToDevice)
+		if err != nil {
+			t.Error(err)
+		}
+		got <- s
+	}()
+	held[0].Release()
+	held[0].Release() // once more is nothing
+	(<-got).Release()
+}
+
+// TestCloseWhileCopying: all that was begun is told once, nothing is left, and who waits for a slot or a
+// moment hears of it.
+func TestCloseWhileCopying(t *testing.T) {
+	e, d := open(t, Options{RingBytes: 16 * 4096, SlotBytes: 4096})
+	p, stream := e.Alloc(grain), e.Stream()
+	if _, err := d.Register("cache", p, grain); err != nil {
+		t.Fatal(err)
+	}
+	e.Hold(stream)
+	late := moment(t, d, stream)
+	tr := d.Transfer("a", FromDevice)
+	done := make(chan error, 20)
+	for i := range 10 {
+		s := slot(t, d, FromDevice)
+		c := Copy{Slot: s, Runs: []Run{{Addr: p, Len: 4096}}, Done: func(err error) { s.Release(); done <- err }}
+		if i%2 == 1 {
+			c.After = late
+		}
+		tr.Start(c)
+	}
+	d.Await(late, func(err error) { done <- err })
+	go func() {
+		for {
+			s, err := d.Slot(context.Background(), FromDevice)
+			if err != nil {
+				done <- err
+				return
+			}
+			defer s.Release()
+		}
+	}()
+	e.Release(stream) // the driver's wait ends; whether the copies are given to it is open
+	closed := make(chan error, 1)
+	go func() { closed <- d.Close() }()
+	for range 12 {
+		answer(t, done)
+	}
+	if err := answer(t, closed); err != nil {
+		t.Error(err)
+	}
+	if _, err := d.Moment(stream); !errors.Is(err, ErrClosed) {
+		t.Errorf("a moment of a closed device: %v", err)
+	}
+}
+
+// TestCloseBound: a slot that is not released keeps the pinned memory, and Close says so in bounded time.
+func TestCloseBound(t *testing.T) {
+	e := engine.New(t, 0)
+	d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: 50 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pinned := e.Count("pinned")
+	s := slot(t, d, ToDevice)
+	if err := d.Close(); err == nil || e.Count("pinned") != pinned+1 {
+		t.Errorf("%v, and %d rings are left", err, e.Count("pinned")-pinned)
+	}
+	s.Bytes()[0] = 1 // it is still there
+}
+
+// BenchmarkMover: copies of 64 KiB runs, slots of 2 MiB, four in flight, beside plain copies of the same bytes.
+func BenchmarkMover(b *testing.B) {
+	const n, most, runBytes = 64 << 20, 2 << 20, 64 << 10
+	for _, dir := range []Direction{FromDevice, ToDevice} {
+		b.Run(dir.String(), func(b *testing.B) {
+			e, d := open(b, Options{})
+			e.Delay(0)
+			b.Cleanup(func() { e.Delay(300) })
+			p := e.Alloc(n)
+			if _, err := d.Register("cache", p, n); err != nil {
+				b.Fatal(err)
+			}
+			tr := d.Transfer("a", dir)
+			flying := make(chan struct{}, 4)
+			b.SetBytes(n)
+			b.ReportAllocs()
+			for b.Loop() {
+				for off := 0; off < n; off += most {
+					var runs []Run
+					for i := range most / runBytes { // every second one, so none are neighbours
+						at := (2*i*runBytes + off) % n
+						runs = append(runs, Run{Addr: p + uintptr(at), Len: runBytes})
+					}
+					flying <- struct{}{}
+					s, err := d.Slot(b.Context(), dir)
+					if err != nil {
+						b.Fatal(err)
+					}
+					tr.Start(Copy{Slot: s, Runs: runs, Done: func(err error) {
+						if err != nil {
+							b.Error(err)
+						}
+						s.Release()
+						<-flying
+					}})
+				}
+			}
+			for range cap(flying) {
+				flying <- struct{}{}
+			}
+		})
+	}
+	b.Run("memcpy", func(b *testing.B) {
+		from, to := make([]byte, n), make([]byte, n)
+		b.SetBytes(n)
+		for b.Loop() {
+			for off := 0; off < n; off += runBytes {
+				copy(to[off:off+runBytes], from[off:off+runBytes])
+			}
+		}
+	})
+}
