@@ -1,5 +1,5 @@
 // Package devices are the CUDA devices on which an agent's regions lie. It says which region
-// lies where, gives the tcp transport its slots, and keeps the moments of all devices apart.
+// lies where, gives the tcp transport its slots, and knows the moments of all devices.
 package devices
 
 import (
@@ -11,7 +11,11 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/internal/safe"
 )
+
+// ErrDevice is wrapped by errors of the driver, or of the device.
+var ErrDevice = errors.New("device memory cannot be used")
 
 // Devices of one agent, from its registration on. Its methods may be called from any
 // goroutine. The nil value has no device.
@@ -53,11 +57,11 @@ func (d *Devices) add(i int, r *core.Region, numbers map[int]int, o cuda.Options
 		}
 		dev, err := cuda.Open(at.Device, o)
 		if err != nil {
-			return fmt.Errorf("%v: %w", r, err)
+			return fmt.Errorf("%w: %v: %w", ErrDevice, r, err)
 		}
 		d.list, numbers[at.Device] = append(d.list, dev), k
 		if err := dev.Prepare(); err != nil {
-			return fmt.Errorf("%v: %w", r, err)
+			return fmt.Errorf("%w: %v: %w", ErrDevice, r, err)
 		}
 	}
 	r.Memory = core.DeviceMemory(k)
@@ -73,7 +77,7 @@ func refused(r *core.Region, err error) error {
 	if errors.As(err, &kind) {
 		return fmt.Errorf("%w: %v is registered as device memory: %w", core.ErrInvalid, r, err)
 	}
-	return fmt.Errorf("%v is registered as device memory: %w", r, err)
+	return fmt.Errorf("%w: %v is registered as device memory: %w", ErrDevice, r, err)
 }
 
 // Close ends all copies. The transports that use them are closed before.
@@ -132,31 +136,37 @@ func (d *Devices) MomentEntries() (byRegion []uint8, entries []Entry) {
 // Entry is cuda.Device's MomentEntry.
 type Entry struct{ Function, Argument unsafe.Pointer }
 
-// A moment has its device's number, from 1, in the highest bits.
-const deviceShift = 56
-
 // Moment is what a stream of a region's device has been given up to now.
 func (d *Devices) Moment(region uint32, stream uintptr) (core.Moment, error) {
 	if d == nil || int(region) >= len(d.regions) || d.regions[region] == nil {
 		return 0, fmt.Errorf("%w: region %d does not lie in device memory: only a device has streams", core.ErrInvalid, region)
 	}
-	k := d.Of(region)
-	m, err := d.list[k].Moment(stream)
-	if err != nil {
-		return 0, err
+	m, err := d.regions[region].Device().Moment(stream)
+	switch {
+	case errors.Is(err, cuda.ErrMoments):
+		err = fmt.Errorf("%w: %w", core.ErrOverload, err)
+	case errors.Is(err, cuda.ErrCapturing):
+		err = fmt.Errorf("%w: %w", core.ErrInvalid, err)
+	case err != nil:
+		err = fmt.Errorf("%w: %w", ErrDevice, err)
 	}
-	return core.Moment(uint64(k+1)<<deviceShift | m), nil
+	return core.Moment(m), err
 }
 
 // Await has tell called once, not from within Await: with nil when the moment has passed, else
 // with the reason why nobody will know.
 func (d *Devices) Await(m core.Moment, tell func(error)) {
-	k := int(m>>deviceShift) - 1
-	if d == nil || k < 0 || k >= len(d.list) {
-		go tell(fmt.Errorf("%w: %#x is no moment of this agent: moments come from kvconn_moment", core.ErrInvalid, uint64(m)))
-		return
+	if d != nil {
+		for _, dev := range d.list {
+			if _, err := dev.Passed(uint64(m)); !errors.Is(err, cuda.ErrMoment) {
+				dev.Await(uint64(m), tell)
+				return
+			}
+		}
 	}
-	d.list[k].Await(uint64(m)&(1<<deviceShift-1), tell)
+	safe.Go("unknown moment", func() {
+		tell(fmt.Errorf("%w: %#x is no moment of this agent: moments come from kvconn_moment", core.ErrInvalid, uint64(m)))
+	})
 }
 
 func slot(ctx context.Context, dev *cuda.Device, dir cuda.Direction) (*cuda.Slot, error) {

@@ -6,17 +6,30 @@ from itertools import product
 from typing import Any, Optional, Sequence
 
 from .errors import InvalidError
-from .types import Region
+from .types import Memory, Region
+
+
+def _memory(tensor: Any) -> Memory:
+    """Where anything array-like lies."""
+    device = getattr(getattr(tensor, "device", None), "type", "cpu") if hasattr(tensor, "data_ptr") else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise InvalidError(f"the tensor is on device {device!r}; kvconn moves host memory and CUDA device memory")
+    on_device = device == "cuda" or not hasattr(tensor, "data_ptr") and hasattr(tensor, "__cuda_array_interface__")
+    return Memory.DEVICE if on_device else Memory.HOST
 
 
 def _describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
     """Address, shape, strides in bytes and item size of anything array-like."""
     if hasattr(tensor, "data_ptr"):  # torch
-        device = getattr(getattr(tensor, "device", None), "type", "cpu")
-        if device != "cpu":
-            raise InvalidError(f"the tensor is on device {device!r}; this version moves host memory")
         item = tensor.element_size()
         return tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in tensor.stride()), item
+    cuda = getattr(tensor, "__cuda_array_interface__", None)
+    if cuda is not None:
+        address, read_only = cuda["data"]
+        if read_only:
+            raise InvalidError("the device array is read-only: a transfer could not be received into it")
+        item, shape = int(cuda["typestr"][2:]), tuple(cuda["shape"])
+        return address, shape, tuple(cuda.get("strides") or _dense(shape, item)), item
     interface = getattr(tensor, "__array_interface__", None)
     if interface is not None:  # numpy
         return interface["data"][0], tuple(tensor.shape), tuple(tensor.strides), tensor.itemsize
@@ -30,6 +43,15 @@ def _describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
 
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     return address, tuple(view.shape or ()), tuple(view.strides or ()), view.itemsize
+
+
+def _dense(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
+    """The strides, in bytes, of an array without gaps."""
+    strides = []
+    for n in reversed(shape):
+        strides.append(item)
+        item *= n
+    return tuple(reversed(strides))
 
 
 def _merge(dims: list[int], shape: tuple[int, ...], strides: tuple[int, ...], length: int) -> tuple[int, list[int]]:
@@ -78,8 +100,9 @@ def regions_from_tensor(
 ) -> list[Region]:
     """The regions of one tensor whose dimension ``block_dim`` counts blocks.
 
-    ``tensor`` is a torch tensor, a numpy array, or anything with a writable
-    buffer; strided views are fine, nothing is copied. The bytes of a block that
+    ``tensor`` is a torch tensor, of the CPU or of a CUDA device, a numpy array,
+    anything with ``__cuda_array_interface__``, or anything with a writable buffer;
+    strided views are fine, nothing is copied. The bytes of a block that
     are contiguous become one region, named ``name``; if a block has several
     contiguous pieces, each becomes a region named ``name[i,j,…]`` after its
     outer indices.
@@ -94,6 +117,7 @@ def regions_from_tensor(
     whose tokens are apart, and items that are no multiple of 4 bytes, stay opaque.
     ``index_kind`` says what the ids of the group name, see :class:`~kvconn.IndexKind`.
     """
+    memory = _memory(tensor)
     address, shape, strides, item = _describe(tensor)
     dims = len(shape)
 
@@ -123,7 +147,7 @@ def regions_from_tensor(
         for index in product(*(range(shape[i]) for i in outer)):
             offset = begin + sum(k * strides[i] for k, i in zip(index, outer))
             suffix = f"[{','.join(map(str, index))}]" if index else ""
-            out.append(Region(name + suffix, address + offset, stride, length, blocks, group, index_kind=index_kind, **geometry))
+            out.append(Region(name + suffix, address + offset, stride, length, blocks, group, index_kind=index_kind, memory=memory, **geometry))
         return out
 
     if token_dims:
