@@ -116,7 +116,14 @@ class Strings(Rows):
 class Offers(Rows):
     def _add(self, numbers: list[int], row: Offer) -> None:
         groups = self._blocks(row.block_ids, row.first_block)
-        numbers += (_OFFER | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, row.token, row.prompt, row.after)
+        numbers += (
+            _OFFER | len(row.block_ids) << 32,
+            self._string(row.transfer_id, "transfer_id"),
+            groups,
+            row.token,
+            row.prompt,
+            row.after,
+        )
 
 
 class PartialOffers(Rows):

@@ -14,7 +14,7 @@ def _memory(tensor: Any) -> Memory:
     device = getattr(getattr(tensor, "device", None), "type", "cpu") if hasattr(tensor, "data_ptr") else "cpu"
     if device not in ("cpu", "cuda"):
         raise InvalidError(f"the tensor is on device {device!r}; kvconn moves host memory and CUDA device memory")
-    on_device = device == "cuda" or not hasattr(tensor, "data_ptr") and hasattr(tensor, "__cuda_array_interface__")
+    on_device = device == "cuda" or (not hasattr(tensor, "data_ptr") and hasattr(tensor, "__cuda_array_interface__"))
     return Memory.DEVICE if on_device else Memory.HOST
 
 
@@ -147,7 +147,9 @@ def regions_from_tensor(
         for index in product(*(range(shape[i]) for i in outer)):
             offset = begin + sum(k * strides[i] for k, i in zip(index, outer))
             suffix = f"[{','.join(map(str, index))}]" if index else ""
-            out.append(Region(name + suffix, address + offset, stride, length, blocks, group, index_kind=index_kind, memory=memory, **geometry))
+            out.append(
+                Region(name + suffix, address + offset, stride, length, blocks, group, index_kind=index_kind, memory=memory, **geometry)
+            )
         return out
 
     if token_dims:
