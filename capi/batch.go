@@ -84,10 +84,19 @@ func idsOf(ids **C.char, n C.size_t) func() ([]core.TransferID, error) {
 var errNoID = errors.New("transfer_id is NULL")
 
 func regionOf(r *C.kvconn_region) (core.Region, error) {
-	if r.name == nil {
+	switch {
+	case r.name == nil:
 		return core.Region{}, errors.New("name is NULL")
+	case r.memory > C.KVCONN_MEMORY_DEVICE:
+		return core.Region{}, fmt.Errorf("memory is %d, want %d (host) or %d (device)", r.memory, C.KVCONN_MEMORY_HOST, C.KVCONN_MEMORY_DEVICE)
+	case r.reserved != 0:
+		return core.Region{}, fmt.Errorf("reserved is %d, want 0", r.reserved)
 	}
-	return core.Region{Name: C.GoString(r.name), Base: uint64(r.address), BlockStride: uint64(r.block_stride),
+	var memory core.Memory
+	if r.memory == C.KVCONN_MEMORY_DEVICE {
+		memory = core.DeviceMemory(0) // which one, the agent finds
+	}
+	return core.Region{Memory: memory, Name: C.GoString(r.name), Base: uint64(r.address), BlockStride: uint64(r.block_stride),
 		BlockBytes: uint64(r.block_bytes), NumBlocks: uint32(r.num_blocks), Group: uint32(r.group), IndexKind: core.IndexKind(r.index_kind),
 		Tokens: uint32(r.tokens), Heads: uint32(r.heads), FirstHead: uint32(r.first_head), TotalHeads: uint32(r.total_heads),
 		TokenStride: uint64(r.token_stride), HeadStride: uint64(r.head_stride)}, nil
@@ -99,7 +108,7 @@ func offerOf(o *C.kvconn_offer_request) (core.OfferRequest, error) {
 	}
 	blocks, first, err := groups(o.groups, o.num_groups)
 	return core.OfferRequest{ID: core.TransferID(C.GoString(o.transfer_id)), Selection: core.Selection{First: first, Blocks: blocks},
-		Token: uint64(o.token), Prompt: uint64(o.prompt)}, err
+		Token: uint64(o.token), Prompt: uint64(o.prompt), After: core.Moment(o.after)}, err
 }
 
 func partialOfferOf(g *C.kvconn_partial_offer) (core.PartialOffer, error) {
@@ -115,7 +124,7 @@ func partialOfferOf(g *C.kvconn_partial_offer) (core.PartialOffer, error) {
 	}
 	n := C.size_t(g.num_groups)
 	return core.PartialOffer{ID: core.TransferID(C.GoString(g.transfer_id)), First: first, Blocks: blocks,
-		Ready: numbers(g.ready, n), Computing: numbers(g.computing, n), Prompt: uint64(g.prompt)}, nil
+		Ready: numbers(g.ready, n), Computing: numbers(g.computing, n), Prompt: uint64(g.prompt), After: core.Moment(g.after)}, nil
 }
 
 func claimOf(l *C.kvconn_load_request) (core.ClaimRequest, error) {
@@ -136,7 +145,7 @@ func loadOf(l *C.kvconn_load_request) (core.LoadRequest, error) {
 	if err != nil {
 		return core.LoadRequest{}, err
 	}
-	return core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), Token: uint64(l.token), Prompt: uint64(l.prompt),
+	return core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), Token: uint64(l.token), Prompt: uint64(l.prompt), After: core.Moment(l.after),
 		Selection: core.Selection{First: first, Blocks: blocks, Tokens: numbers(l.tokens, C.size_t(l.num_groups))}}, nil
 }
 

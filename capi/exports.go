@@ -20,6 +20,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/node"
 )
@@ -94,7 +95,7 @@ func statusOf(err error) C.int32_t {
 		return C.KVCONN_ERR_OVERLOAD
 	case errors.Is(err, core.ErrUnreachable), errors.Is(err, core.ErrNotRegistered), errors.As(err, &op):
 		return C.KVCONN_ERR_ADDRESS
-	case errors.As(err, &errno), errors.Is(err, errSystem), errors.Is(err, node.ErrTransport), errors.Is(err, node.ErrStillRead):
+	case errors.As(err, &errno), errors.Is(err, errSystem), errors.Is(err, node.ErrTransport), errors.Is(err, node.ErrStillRead), errors.Is(err, devices.ErrDevice):
 		return C.KVCONN_ERR_SYSTEM
 	}
 	return C.KVCONN_ERR_INTERNAL
@@ -164,6 +165,7 @@ func go_close(h C.kvconn_agent, text **C.char) C.int32_t {
 		if a == nil {
 			return cmp.Or(poisoned, errHandle)
 		}
+		C.slot_set_devices(h, nil, nil, 0) // before Close frees what their functions use
 		err := a.Close()
 		C.slot_close(h)
 		return cmp.Or(poisoned, err)
@@ -188,7 +190,7 @@ func go_register(h C.kvconn_agent, regions *C.kvconn_region, n C.size_t, text **
 			return err
 		}
 		C.slot_set_regions(h, C.uint32_t(n))
-		return nil
+		return setDevices(h, a)
 	})
 }
 
@@ -243,6 +245,19 @@ func go_claim(h C.kvconn_agent, claims *C.kvconn_load_request, n C.size_t, taken
 //export go_start_load
 func go_start_load(h C.kvconn_agent, loads *C.kvconn_load_request, n C.size_t, taken *C.size_t, text **C.char) C.int32_t {
 	return batch("kvconn_start_load", h, taken, text, structsOf("loads", loads, n, loadOf), (*node.Agent).StartLoad)
+}
+
+//export go_moment
+func go_moment(h C.kvconn_agent, region C.uint32_t, stream C.uintptr_t, moment *C.uint64_t, text **C.char) C.int32_t {
+	return guard("kvconn_moment", text, func() error {
+		a, err := find(h)
+		if err != nil {
+			return err
+		}
+		m, err := a.Moment(uint32(region), uintptr(stream))
+		*moment = C.uint64_t(m)
+		return err
+	})
 }
 
 //export go_stats

@@ -212,6 +212,27 @@ PUBLIC volatile uint8_t *kvconn_written_address(kvconn_agent agent) {
   return address;
 }
 
+PUBLIC int32_t kvconn_moment(kvconn_agent agent, uint32_t region, void *stream, uint64_t *moment) {
+  ENTER();
+  NEED(moment != NULL, "moment is NULL");
+  if (slots_poisoned()) return fail_poisoned();
+  if (slot_moment(agent, region, (uintptr_t)stream, moment)) return KVCONN_OK;
+  *moment = 0;
+  int32_t status = go_moment(agent, region, (uintptr_t)stream, moment, &text); /* which says why not */
+  return done(status, text);
+}
+
+PUBLIC int32_t kvconn_written_after(kvconn_agent agent, const uint32_t *regions, size_t num_regions, uint64_t moment) {
+  if (in_fork()) return fail_forked();
+  NEED(regions != NULL || num_regions == 0, "regions is NULL");
+  if (slots_poisoned()) return fail_poisoned();
+  switch (slot_mark_written(agent, regions, num_regions, moment)) {
+    case 0: return KVCONN_OK;
+    case -1: return fail_handle();
+  }
+  return fail(KVCONN_ERR_INVALID, "a region is not in device memory: mark it at kvconn_written_address");
+}
+
 PUBLIC int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *completions, size_t completion_size, size_t capacity, size_t *count) {
   if (in_fork()) return fail_forked();
   NEED(count != NULL, "count is NULL");

@@ -25,6 +25,9 @@ struct slot {
   uint32_t head;
   int event_fd;
   uint32_t num_regions;
+  struct slot_device *devices; /* NULL: all regions lie in host memory */
+  uint8_t *device_of;          /* of each region; 0: host memory */
+  uint64_t *after;             /* the moment of each region's mark */
   _Atomic uint8_t written[KVCONN_MAX_REGIONS]; /* by the step: the host stores what is not 0, without the lock */
 };
 
@@ -110,6 +113,15 @@ kvconn_agent slot_open(uint32_t capacity) {
   return agent;
 }
 
+static void forget_devices(struct slot *s) {
+  free(s->devices);
+  free(s->device_of);
+  free(s->after);
+  s->devices = NULL;
+  s->device_of = NULL;
+  s->after = NULL;
+}
+
 void slot_close(kvconn_agent agent) {
   struct slot *s = acquire(agent);
   if (s == NULL) return;
@@ -118,6 +130,7 @@ void slot_close(kvconn_agent agent) {
   close(s->event_fd);
   free(s->ring);
   s->ring = NULL;
+  forget_devices(s);
   atomic_store(&s->handle, 0); /* last: slot_open may take it from here on */
   pthread_mutex_unlock(&s->lock);
 }
@@ -223,12 +236,63 @@ volatile uint8_t *slot_written_address(kvconn_agent agent) {
   return s == NULL || !can_order_stores() ? NULL : (volatile uint8_t *)s->written;
 }
 
-size_t slot_take_written(kvconn_agent agent, uint32_t *regions, size_t capacity) {
+size_t slot_take_written(kvconn_agent agent, uint32_t *regions, uint64_t *moments, size_t capacity) {
   struct slot *s = acquire(agent);
   if (s == NULL) return 0;
   size_t found = 0;
   for (uint32_t i = 0; i < s->num_regions && found < capacity; i++)
-    if (atomic_load_explicit(&s->written[i], memory_order_relaxed) != 0 && atomic_exchange(&s->written[i], 0) != 0) regions[found++] = i;
+    if (atomic_load_explicit(&s->written[i], memory_order_relaxed) != 0 && atomic_exchange(&s->written[i], 0) != 0) {
+      moments[found] = s->after == NULL ? 0 : s->after[i];
+      regions[found++] = i;
+      if (s->after != NULL) s->after[i] = 0;
+    }
   pthread_mutex_unlock(&s->lock);
   return found > 0 && order_stores() ? found : 0; /* what cannot be read yet goes with the offer */
+}
+
+int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t num_regions, uint64_t moment) {
+  struct slot *s = acquire(agent);
+  if (s == NULL) return -1;
+  int result = 0;
+  for (size_t i = 0; i < num_regions && result == 0; i++)
+    if (regions[i] >= s->num_regions || s->devices == NULL || s->device_of[regions[i]] == 0) result = -2;
+  for (size_t i = 0; i < num_regions && result == 0; i++) {
+    s->after[regions[i]] = moment;
+    atomic_store(&s->written[regions[i]], 1);
+  }
+  pthread_mutex_unlock(&s->lock);
+  return result;
+}
+
+int slot_set_devices(kvconn_agent agent, const uint8_t *of_region, const struct slot_device *devices, uint32_t num_devices) {
+  struct slot *s = acquire(agent);
+  if (s == NULL) return -1;
+  forget_devices(s);
+  int result = 0;
+  if (num_devices > 0) {
+    s->devices = malloc(num_devices * sizeof *devices);
+    s->device_of = malloc(s->num_regions);
+    s->after = calloc(s->num_regions, sizeof *s->after);
+    if (s->devices == NULL || s->device_of == NULL || s->after == NULL) {
+      forget_devices(s);
+      result = -1;
+    } else {
+      memcpy(s->devices, devices, num_devices * sizeof *devices);
+      memcpy(s->device_of, of_region, s->num_regions);
+    }
+  }
+  pthread_mutex_unlock(&s->lock);
+  return result;
+}
+
+int slot_moment(kvconn_agent agent, uint32_t region, uintptr_t stream, uint64_t *moment) {
+  struct slot *s = acquire(agent);
+  if (s == NULL) return 0;
+  int made = 0;
+  if (s->devices != NULL && region < s->num_regions && s->device_of[region] > 0) {
+    struct slot_device *d = &s->devices[s->device_of[region] - 1];
+    made = d->record(d->argument, stream, moment).code == 0;
+  }
+  pthread_mutex_unlock(&s->lock);
+  return made;
 }

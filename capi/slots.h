@@ -32,9 +32,27 @@ uint32_t slot_regions(kvconn_agent agent);
    orders a host's stores. */
 volatile uint8_t *slot_written_address(kvconn_agent agent);
 
-/* Clears the marks and gives their regions, in ascending order, at most capacity; how many they are. What the host stored
-   before a mark is seen after it. */
-size_t slot_take_written(kvconn_agent agent, uint32_t *regions, size_t capacity);
+/* Clears the marks and gives their regions, in ascending order, and the moments from which on they count, at most capacity;
+   how many they are. What the host stored before a mark is seen after it. */
+size_t slot_take_written(kvconn_agent agent, uint32_t *regions, uint64_t *moments, size_t capacity);
+
+/* Marks regions that count from a moment on. 0, or -1 when the handle is stale, -2 when a region is not in device memory. */
+int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t num_regions, uint64_t moment);
+
+/* How a device records a moment: the function's result begins with a code, 0 if *moment was set. */
+struct slot_status { uint32_t code, call; };
+struct slot_device {
+  struct slot_status (*record)(void *argument, uintptr_t stream, uint64_t *moment);
+  void *argument;
+};
+
+/* The devices on which the agent's regions lie: of_region has for each the device's place from 1 on, 0 for host memory.
+   Both are copied. With num_devices 0 the devices are forgotten, and nobody is in their functions any more. 0, or -1 when
+   the handle is stale or memory is out. */
+int slot_set_devices(kvconn_agent agent, const uint8_t *of_region, const struct slot_device *devices, uint32_t num_devices);
+
+/* Records a moment on a stream of a region's device; not 0 if that was done. */
+int slot_moment(kvconn_agent agent, uint32_t region, uintptr_t stream, uint64_t *moment);
 
 /* After a panic: every open agent says so instead of waiting in silence. */
 void slots_poison(void);

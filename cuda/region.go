@@ -83,6 +83,9 @@ func (d *Device) union(regions []*Region) ([]mapping, error) {
 	return all, nil
 }
 
+// Device is where the region lies.
+func (r *Region) Device() *Device { return r.d }
+
 // Kind is how the region's memory was allocated.
 func (r *Region) Kind() Kind { return r.pieces[0].Kind }
 

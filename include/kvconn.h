@@ -96,6 +96,10 @@ enum kvconn_index_kind {
    kvconn_blocks counts, lies in entry p modulo n. A part that wraps goes on with entry 0. */
 #define KVCONN_INDEX_RING(n) (3u | (uint32_t)(n) << 8)
 
+/* Where a region lies. Device memory is what CUDA gave this process on one GPU, by cudaMalloc, a
+   pool or mapped handles. The pointer is checked. */
+enum kvconn_memory { KVCONN_MEMORY_HOST = 0, KVCONN_MEMORY_DEVICE = 1 };
+
 /*
  * A memory range that holds a piece of every block of one KV cache group: the K, V, fused KV,
  * latent or state of one layer, or one head of it. Block i lies at address + i * block_stride.
@@ -103,7 +107,7 @@ enum kvconn_index_kind {
  * strided views of one storage may interleave. The two engines' regions are paired by group and
  * name, in any order.
  *
- * The last six fields describe the inside of a block. If all are 0 the block is opaque: it is
+ * The fields from tokens to head_stride describe the inside of a block. If all are 0 the block is opaque: it is
  * copied whole, between blocks of equal length. Otherwise a block holds tokens * heads items of
  * one size, a multiple of 4 and equal on both sides. The item of token t and of the region's
  * h-th head lies at t * token_stride + h * head_stride. Items lie densely, in one of two orders:
@@ -132,6 +136,8 @@ typedef struct kvconn_region {
   uint32_t total_heads;  /* of the model, at most 65536 */
   uint64_t token_stride; /* bytes */
   uint64_t head_stride;  /* bytes */
+  uint32_t memory;       /* enum kvconn_memory; the other engine's may be another */
+  uint32_t reserved;     /* 0 */
 } kvconn_region;
 
 /* The block ids of one KV cache group, in the prompt's order. */
@@ -148,6 +154,10 @@ typedef struct kvconn_blocks {
  * prompt, here and below, is the prompt's fingerprint, such as a hash of its tokens, or 0 for
  * none. If offer and load have different ones, a router has mixed two requests up: both halves
  * end with KVCONN_REFUSED and no byte is written.
+ *
+ * after, here and below, is a moment of kvconn_moment, or 0. Nothing of an offer is read, and
+ * nothing of a load is written, before that moment has passed. With 0 the engine has waited for
+ * its streams.
  */
 typedef struct kvconn_offer_request {
   uint32_t struct_size;
@@ -156,6 +166,7 @@ typedef struct kvconn_offer_request {
   const kvconn_blocks *groups;
   uint64_t token; /* comes back in the completion */
   uint64_t prompt;
+  uint64_t after;
 } kvconn_offer_request;
 
 /* Blocks of a transfer that are ready while prefill still works on the request. */
@@ -171,6 +182,7 @@ typedef struct kvconn_partial_offer {
   const uint32_t *computing;   /* for each group: ready as it will be when the step after the call
                                   has written a region, see kvconn_written_address. NULL: the
                                   step computes nothing of this transfer */
+  uint64_t after;              /* of the blocks that are ready */
 } kvconn_partial_offer;
 
 /* Decode's half of a transfer: put it into these blocks. A load without any block tells the
@@ -189,6 +201,7 @@ typedef struct kvconn_load_request {
      blocks have room for, and the prefill engine must have them. Opaque groups ignore it. */
   const uint32_t *tokens;
   uint64_t prompt; /* 0: take what prefill has */
+  uint64_t after;  /* when nothing reads or writes the blocks any more for what they held before */
 } kvconn_load_request;
 
 /*
@@ -248,6 +261,15 @@ int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
 int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
 
 /*
+ * Marks what a CUDA stream has been given up to now: *moment passes when the GPU has done all of
+ * that. region is one that lies on the stream's GPU; stream is a CUstream or cudaStream_t, NULL
+ * the default one. The call takes a microsecond or two and waits for nothing. At most 4096
+ * moments of a GPU have not passed; the next is KVCONN_ERR_OVERLOAD. While the stream
+ * is captured into a graph the result is KVCONN_ERR_INVALID.
+ */
+int32_t kvconn_moment(kvconn_agent agent, uint32_t region, void *stream, uint64_t *moment);
+
+/*
  * Prefill: the engine knows these requests and works on them, so that decode engines which load
  * them wait as long as it takes. An announcement ends by an offer or a cancel; with
  * report_demands also by a KVCONN_SIDE_DEMAND with an error.
@@ -290,6 +312,12 @@ int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *par
  * The engine then calls kvconn_offer_partial for each layer.
  */
 volatile uint8_t *kvconn_written_address(kvconn_agent agent);
+
+/*
+ * Prefill: says by a call what a byte at kvconn_written_address says, of regions in device
+ * memory: the step has queued all that writes the regions, and the moment passes when it is done.
+ */
+int32_t kvconn_written_after(kvconn_agent agent, const uint32_t *regions, size_t num_regions, uint64_t moment);
 
 /*
  * Prefill: takes back what kvconn_offer_partial gave, of requests that the engine preempts or

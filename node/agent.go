@@ -11,6 +11,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/natsbus"
@@ -156,8 +157,13 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	if err := a.halves.move(stateOpen, stateRegistering, nil); err != nil {
 		return err
 	}
-	t := a.newTransports()
-	o := opener{id: a.id, cfg: &a.cfg, log: a.log, allow: a.plane.sec.allow, advertised: a.plane.advertised, signal: a.signals.of, rdma: a.openRDMA}
+	devs, err := devices.Open(layout.Regions, a.cfg.deviceOptions())
+	if err != nil {
+		_ = a.halves.move(stateRegistering, stateOpen, nil)
+		return fmt.Errorf("register_kv_caches: %w", err)
+	}
+	t := a.newTransports(devs)
+	o := opener{id: a.id, cfg: &a.cfg, log: a.log, allow: a.plane.sec.allow, advertised: a.plane.advertised, signal: a.signals.of, rdma: a.openRDMA, devices: devs}
 	if err := o.openAll(t, layout); err != nil {
 		_ = a.halves.move(stateRegistering, stateOpen, nil)
 		return fmt.Errorf("register_kv_caches: %w", err)
@@ -207,8 +213,10 @@ type caches struct {
 	performer  *performer
 }
 
-func (a *Agent) newTransports() *transports {
-	return newTransports(a.id, &a.cfg, a.log, a.plane.sec.allow, a.halves, a.peers.suspect)
+func (a *Agent) newTransports(devs *devices.Devices) *transports {
+	t := newTransports(a.id, &a.cfg, a.log, a.plane.sec.allow, a.halves, a.peers.suspect)
+	t.devices = devs
+	return t
 }
 
 // use makes the machine for the memory of a layout, and the parts that work for it.

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/devices"
 )
 
 // The calls of an engine.
@@ -95,12 +96,12 @@ func (a *Agent) OfferPartial(parts []core.PartialOffer) (int, error) {
 
 // OfferPartialStep is OfferPartial for a step that computes more of these transfers, as their
 // Computing says, so that the engine need not call for each layer. The agent calls
-// written time and again; it returns the regions, in ascending order, that the step
-// has completed since the last call. OfferPartialStep itself calls it once and drops the
+// written time and again; it returns the regions that the step has completed, or
+// completes by a moment, since the last call. OfferPartialStep itself calls it once and drops the
 // result, which is of no step. The next OfferPartial, OfferPartialStep, Offer, Withdraw or Cancel
 // calls it a last time, before it does its own work. The calls come from the
 // goroutine of such a call or from one of the agent's.
-func (a *Agent) OfferPartialStep(parts []core.PartialOffer, written func() []uint32) (int, error) {
+func (a *Agent) OfferPartialStep(parts []core.PartialOffer, written func() []Written) (int, error) {
 	if err := a.may(a.cfg.prefills(), "offer_partial"); err != nil {
 		return 0, err
 	}
@@ -137,6 +138,27 @@ func (a *Agent) Withdraw(ids []core.TransferID, timeout time.Duration) error {
 		return fmt.Errorf("%w: the blocks of transfer %q are still read %v after they were taken back: they must not be used again", ErrStillRead, string(id), timeout)
 	}
 	return err
+}
+
+// Moment marks what a stream of a region's device has been given up to now. Offers, partial
+// offers and loads name it: they wait until all of that is done. It is for streams of any
+// thread and takes a microsecond or two.
+func (a *Agent) Moment(region uint32, stream uintptr) (core.Moment, error) {
+	c := a.caches.Load()
+	if c == nil {
+		return 0, fmt.Errorf("%w: call register_kv_caches first", ErrNotRegistered)
+	}
+	return c.transports.devices.Moment(region, stream)
+}
+
+// MomentEntries are for a caller in C that records moments without a call into Go, until
+// Close.
+func (a *Agent) MomentEntries() (byRegion []uint8, entries []devices.Entry) {
+	c := a.caches.Load()
+	if c == nil {
+		return nil, nil
+	}
+	return c.transports.devices.MomentEntries()
 }
 
 // GetFinished returns the reports since the last call and never waits. It needs

@@ -7,6 +7,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/rdma"
 )
 
@@ -70,6 +71,10 @@ type Config struct {
 	TCPListenHost string `json:"tcp_listen_host"`
 	TCPPort       int    `json:"tcp_port"`
 	TCPStreams    int    `json:"tcp_streams"`
+
+	// See cuda.Options.
+	DeviceRing int `json:"device_ring_bytes"`
+	DeviceSlot int `json:"device_slot_bytes"`
 
 	// See rdma.Config.
 	RDMADevices         []string `json:"rdma_devices"`
@@ -148,6 +153,10 @@ func (c *Config) transports() []string {
 
 // RDMA is read from the keys that begin with rdma_.
 func (c *Config) RDMA() rdma.Config { return c.rdmaConfig(nil) }
+
+func (c *Config) deviceOptions() cuda.Options {
+	return cuda.Options{RingBytes: c.DeviceRing, SlotBytes: c.DeviceSlot, StallTimeout: time.Duration(c.StallTimeout)}
+}
 
 func (c *Config) rdmaConfig(log *zap.Logger) rdma.Config {
 	return rdma.Config{

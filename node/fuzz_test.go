@@ -142,7 +142,7 @@ func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
 	a := newAgent(cfg, Options{Reports: newReportQueue(64)})
 	t.Cleanup(a.cancel)
 	a.plane = &controlPlane{sec: &security{}}
-	all := a.newTransports()
+	all := a.newTransports(nil)
 	all.add(&fakeSignaller{of: tr, t: t})
 	all.add(tr)
 	a.halves.state = stateRegistering

@@ -286,6 +286,17 @@ func (h *halves) Revoked(id core.TransferID) {
 	h.event(func(m *core.Machine, now time.Time) { m.Revoked(now, id) })
 }
 
+// moment tells that a moment has passed, or why nobody will know.
+func (h *halves) moment(at core.Moment, err error) {
+	h.event(func(m *core.Machine, now time.Time) {
+		if err != nil {
+			m.MomentFailed(now, at, err)
+		} else {
+			m.MomentPassed(now, at)
+		}
+	})
+}
+
 func (h *halves) LoadArrived(msg core.LoadMessage) (code core.Code, reason string) {
 	h.event(func(m *core.Machine, now time.Time) { code, reason = m.LoadArrived(now, msg) })
 	return code, reason

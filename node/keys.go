@@ -76,6 +76,8 @@ func Keys() []KeyGroup {
 			{Name: "tcp_listen_host", Without: "all addresses", Meaning: "Prefill: the address at which decode engines open their streams."},
 			{Name: "tcp_port", Default: 0, Meaning: "Prefill: the port of those streams; 0 is any free one. A fixed port is for one rank on a host, see [ports](sizing-and-network.md#ports)."},
 			{Name: "tcp_streams", Default: tcp.DefaultStreams, Unit: "connections", Meaning: "Connections to a peer (1 to 64)."},
+			{Name: "device_ring_bytes", Default: 64 << 20, Unit: "bytes", Meaning: "Pinned host memory for each GPU that holds regions, through which tcp moves them. An agent without device memory has none."},
+			{Name: "device_slot_bytes", Default: 512 << 10, Unit: "bytes", Meaning: "A slot of that memory: what is copied to or from a GPU at a time. There must be eight slots at least."},
 			{Name: "rdma_devices", Without: "all", Meaning: "RDMA devices that may be used: `mlx5_0`, one port of it `mlx5_0:1`, `mlx5_*`."},
 			{Name: "rdma_deny", Without: "none", Meaning: "RDMA devices that may not be used, named in the same way."},
 			{Name: "rdma_gid_index", Default: r.GIDIndex, Meaning: "The GID of each RoCE port. -1 takes the best: RoCE v2, then routable before private before link-local."},

@@ -8,6 +8,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/tcp"
 )
@@ -27,6 +28,7 @@ type opener struct {
 	advertised func() (host string, err error)
 	signal     func(transport string) core.Signal
 	rdma       openRDMA
+	devices    *devices.Devices // nil: all regions lie in host memory
 }
 
 // openAll adds the transports that the configuration names to t, the preferred one
@@ -58,6 +60,9 @@ func (o *opener) openAll(t *transports, layout *core.Layout) error {
 
 func (o *opener) open(name string, layout *core.Layout, to core.Sink) (core.Transport, error) {
 	if name == viaRDMA {
+		if o.devices != nil {
+			return nil, errors.New("some regions lie in device memory, which rdma does not carry yet: use tcp")
+		}
 		w, err := o.rdma(o.cfg.rdmaConfig(o.log.Named(viaRDMA)), o.id, layout, to, o.signal(viaRDMA))
 		if err != nil {
 			return nil, err // and no Signaller that is nil within
@@ -68,11 +73,15 @@ func (o *opener) open(name string, layout *core.Layout, to core.Sink) (core.Tran
 	if err != nil {
 		return nil, err
 	}
-	w, err := tcp.New(tcp.Config{
+	cfg := tcp.Config{
 		Listen: o.cfg.prefills(), ListenHost: o.cfg.TCPListenHost, ListenPort: o.cfg.TCPPort, AdvertiseHost: host,
 		Streams: o.cfg.TCPStreams, StallTimeout: time.Duration(o.cfg.StallTimeout), DialTimeout: time.Duration(o.cfg.ConnectTimeout),
 		Guard: o.allow.checkDial, Logger: o.log.Named(viaTCP),
-	}, layout, to)
+	}
+	if o.devices != nil {
+		cfg.Mover = o.devices
+	}
+	w, err := tcp.New(cfg, layout, to)
 	if err != nil {
 		return nil, err
 	}

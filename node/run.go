@@ -57,6 +57,7 @@ type performer struct {
 type outcomes interface {
 	Expecting(id core.TransferID, grant []byte, err error)
 	Written(id core.TransferID, s core.TransferStats, err error)
+	moment(m core.Moment, err error)
 }
 
 func (p *performer) perform(act core.Action) {
@@ -86,6 +87,8 @@ func (p *performer) perform(act core.Action) {
 		}
 	case core.Write:
 		p.write(v)
+	case core.Await:
+		p.transports.devices.Await(v.Moment, func(err error) { p.machine.moment(v.Moment, err) })
 	case core.StopWrite:
 		p.transports.Stop(v.ID)
 	default:

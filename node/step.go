@@ -21,10 +21,16 @@ const (
 	stepPatience = 5 * time.Minute // no layer takes that long; the missing ones move with the next call
 )
 
+// Written are regions that a step has written once a moment has passed; 0: it has.
+type Written struct {
+	Regions []uint32 // in ascending order
+	After   core.Moment
+}
+
 // step is one forward pass of an engine that computes more of some transfers.
 type step struct {
 	parts   []core.PartialOffer // the blocks that are ready in each region that is written
-	written func() []uint32
+	written func() []Written
 }
 
 // steps hold the one step that may run. While the lock is held and there is no step,
@@ -40,7 +46,7 @@ type steps struct {
 }
 
 // begin ends the step before and follows a new one.
-func (c *steps) begin(parts []core.PartialOffer, written func() []uint32) (int, error) {
+func (c *steps) begin(parts []core.PartialOffer, written func() []Written) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.lastLook(nil)
@@ -130,13 +136,14 @@ func (c *steps) look(s *step) (more bool, err error) {
 }
 
 func (c *steps) offerWritten(s *step) (more bool, err error) {
-	regions := s.written()
-	if len(regions) == 0 {
-		return false, nil
+	for _, w := range s.written() {
+		for i := range s.parts {
+			s.parts[i].Regions, s.parts[i].After = w.Regions, w.After
+		}
+		more = true
+		if _, err = c.offer(s.parts); err != nil {
+			break
+		}
 	}
-	for i := range s.parts {
-		s.parts[i].Regions = regions
-	}
-	_, err = c.offer(s.parts)
-	return true, err
+	return more, err
 }

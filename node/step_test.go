@@ -62,9 +62,19 @@ func (p *pass) awaitAsked(t *testing.T, more int) {
 	}
 }
 
+// atOnce is of a step in host memory, in which regions are written when it says so.
+func atOnce(written func() []uint32) func() []Written {
+	return func() []Written {
+		if regions := written(); len(regions) > 0 {
+			return []Written{{Regions: regions}}
+		}
+		return nil
+	}
+}
+
 func (s *side) offerStep(id core.TransferID, ready, computing uint32, p *pass, more ...core.BlockID) {
 	s.t.Helper()
-	if _, err := s.OfferPartialStep([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Computing: []uint32{computing}}}, p.written); err != nil {
+	if _, err := s.OfferPartialStep([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Computing: []uint32{computing}}}, atOnce(p.written)); err != nil {
 		s.t.Fatal(err)
 	}
 }
@@ -131,7 +141,7 @@ func TestStepThatIsRefused(t *testing.T) {
 		at   *side
 		part core.PartialOffer
 	}{{p, part}, {d, core.PartialOffer{ID: "t"}}, {p, core.PartialOffer{ID: "t", Computing: []uint32{0, 0}}}} {
-		if n, err := c.at.OfferPartialStep([]core.PartialOffer{c.part}, forward.written); n != 0 || !errors.Is(err, core.ErrInvalid) {
+		if n, err := c.at.OfferPartialStep([]core.PartialOffer{c.part}, atOnce(forward.written)); n != 0 || !errors.Is(err, core.ErrInvalid) {
 			t.Errorf("%d accepted of %+v, error %v", n, c.part, err)
 		}
 	}
@@ -143,12 +153,12 @@ func TestStepThatIsRefused(t *testing.T) {
 // unseenStep is one that has written its last layer, which only the call that ends it sees.
 func (s *side) unseenStep(said *[]uint32, parts ...core.PartialOffer) {
 	s.t.Helper()
-	_, err := s.OfferPartialStep(parts, func() (regions []uint32) {
+	_, err := s.OfferPartialStep(parts, atOnce(func() (regions []uint32) {
 		if s.steps.step == nil { // under its lock: a question while the step runs is told nothing
 			regions, *said = *said, nil
 		}
 		return regions
-	})
+	}))
 	if err != nil {
 		s.t.Fatal(err)
 	}

@@ -23,6 +23,9 @@ func unmark(marked []byte) (name string, grant []byte) {
 
 // Expect arms the first transport that is usable with the peer now.
 func (t *transports) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+	if err := t.devices.Check(); err != nil {
+		return nil, err
+	}
 	var passed []passedOver
 	for _, w := range t.list {
 		err := t.usable(w, peer)
@@ -54,6 +57,10 @@ func (t *transports) Write(op core.WriteOp) {
 		t.sink(name).Written(op.ID, core.TransferStats{}, fmt.Errorf("transfer %q is to go over %q: this agent has %s", string(op.ID), name, t))
 		return
 	}
+	if err := t.devices.Check(); err != nil {
+		t.sink(name).Written(op.ID, core.TransferStats{}, err)
+		return
+	}
 	t.begin(half{op.ID, core.SideOffer}, op.Peer, w)
 	t.chosen(op.Peer, core.SideOffer, name, nil, false)
 	op.Grant = grant
@@ -62,10 +69,17 @@ func (t *transports) Write(op core.WriteOp) {
 
 // Extend gives more of a write.
 func (t *transports) Extend(op core.WriteOp) {
-	if w := t.of(half{op.ID, core.SideOffer}); w != nil {
-		_, op.Grant = unmark(op.Grant)
-		w.Extend(op)
+	w := t.of(half{op.ID, core.SideOffer})
+	if w == nil {
+		return
 	}
+	if err := t.devices.Check(); err != nil {
+		t.log.Error("a transfer cannot go on", zap.String("transfer_id", string(op.ID)), zap.Error(err))
+		w.Stop(op.ID)
+		return
+	}
+	_, op.Grant = unmark(op.Grant)
+	w.Extend(op)
 }
 
 // Stop ends a write early.

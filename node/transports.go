@@ -13,6 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/internal/ratelog"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
@@ -32,8 +33,9 @@ type transports struct {
 	machine core.Sink  // takes the outcomes
 	suspect func(core.AgentID)
 
-	list  []core.Transport
-	lacks []wire.Lack // transports that are not available here
+	list    []core.Transport
+	lacks   []wire.Lack      // transports that are not available here
+	devices *devices.Devices // on which some of the memory lies; nil: none
 
 	mu    sync.Mutex
 	pairs map[core.AgentID]*pair // as many as the peer table has, at most
@@ -140,7 +142,7 @@ func (t *transports) Close() error {
 		})
 	}
 	wg.Wait()
-	return errors.Join(errs...)
+	return errors.Join(append(errs, t.devices.Close())...) // no transport copies any more
 }
 
 // errPending: a transfer does not wait until a transport is set up.

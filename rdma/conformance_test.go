@@ -42,7 +42,7 @@ func fixture(open coretest.RemoteOpener) coretest.Fixture {
 
 func TestMain(m *testing.M) {
 	serveNobody()
-	coretest.ServeRemote(map[string]coretest.RemoteOpener{"2": opener(2, 16)})
+	coretest.ServeRemote(map[string]coretest.RemoteKind{"2": {Open: opener(2, 16)}})
 	os.Exit(m.Run())
 }
 

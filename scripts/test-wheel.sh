@@ -11,7 +11,8 @@ wheel=$(ls dist/kvconn-*.whl)
 rm -rf $clean && "$python" -m venv $clean
 $clean/bin/pip install --quiet --disable-pip-version-check "$wheel" pytest==8.4.2 'numpy<3'
 rm -rf $clean/tests && cp -r python/tests $clean/tests
-(cd $clean && env -u PYTHONPATH PATH="$PWD/bin:$PATH" bin/python -m pytest tests -p no:cacheprovider "${PYTEST_ARGS[@]:--q}")
+double=$PWD/build/gpu-double/libkvgpu-double.so # without it the tests of device memory are not run, and say so
+(cd $clean && env -u PYTHONPATH KVCONN_LIBCUDA="$double" PATH="$PWD/bin:$PATH" bin/python -m pytest tests -p no:cacheprovider "${PYTEST_ARGS[@]:--q}")
 # One wheel serves every CPython: the oldest and the newest that are at hand.
 versions=${PYENV_ROOT:-$HOME/.pyenv}/versions
 tried=0

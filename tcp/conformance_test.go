@@ -38,7 +38,7 @@ const stall = time.Hour
 const largeFrame = 512 << 20
 
 // processes are the openers of TestProcesses.
-var processes = map[string]coretest.RemoteOpener{"1 stream": opener(1, largeFrame, stall), "3 streams": opener(3, 0, stall)}
+var processes = map[string]coretest.RemoteKind{"1 stream": {Open: opener(1, largeFrame, stall)}, "3 streams": {Open: opener(3, 0, stall)}}
 
 func TestMain(m *testing.M) {
 	coretest.ServeRemote(processes)
@@ -56,9 +56,9 @@ func TestConformance(t *testing.T) {
 
 // TestProcesses holds tcp to the promises between processes.
 func TestProcesses(t *testing.T) {
-	for name, open := range processes {
+	for name, kind := range processes {
 		t.Run(name, func(t *testing.T) {
-			f := fixture(open)
+			f := fixture(kind.Open)
 			f.Remote = name
 			coretest.ProcessSuite(t, f)
 		})

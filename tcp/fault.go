@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -72,6 +73,22 @@ func (s *sender) faulted(l *outLink, conn net.Conn, h *header) error {
 		s.end(out, fmt.Errorf("tcp: decode agent %s: %s", l.peer, strings.ToValidUTF8(string(text), "")))
 	}
 	return nil
+}
+
+// copyError is one of a copy out of device memory, or into it.
+type copyError struct {
+	doing string
+	err   error
+}
+
+func (e *copyError) Error() string { return "tcp: " + e.doing + ": " + e.err.Error() }
+func (e *copyError) Unwrap() error { return e.err }
+
+// ofMemory says whether an error is one of the engine's memory, and so of one transfer.
+func ofMemory(err error) bool {
+	var host *hostmem.FaultError
+	var device *copyError
+	return errors.As(err, &host) || errors.As(err, &device)
 }
 
 // cannotRead ends a transfer whose bytes this process cannot read. If a part of its frame

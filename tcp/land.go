@@ -11,6 +11,19 @@ import (
 // payload reads a frame's bytes into the transfer's blocks, or away, and says how
 // many came. If the blocks cannot be written it ends the transfer, and returns nil for it.
 func (s *inStream) payload(in *inbound, h *header) (got uint64, _ *inbound, err error) {
+	got, in, err = s.readAll(in, h)
+	if e := s.landStarted(in, 0); e != nil {
+		s.r.copyFailed(in, e)
+		in = nil
+		if err == nil {
+			err = s.answered(h.key)
+		}
+	}
+	return got, in, err
+}
+
+// readAll is payload, but for the copies that may still be under way.
+func (s *inStream) readAll(in *inbound, h *header) (got uint64, _ *inbound, err error) {
 	var cur cursor
 	if in != nil && h.length > 0 {
 		i, _ := slices.BinarySearchFunc(in.ends, h.position, func(end, p uint64) int {
@@ -21,26 +34,39 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, _ *inbound, err 
 		})
 		cur = cursor{runs: in.runs[i:], off: h.position - (in.ends[i] - in.runs[i].len)}
 	}
+	// fails ends the transfer for its memory's fault, when none of its copies is under way.
+	fails := func(err error) error {
+		if e := s.landStarted(in, 0); errors.Is(e, ErrMayCopy) { // another error is no news
+			err = e
+		}
+		s.r.copyFailed(in, err)
+		in = nil
+		return s.answered(h.key)
+	}
 	idle := stall{bound: s.r.t.cfg.StallTimeout}
 	for got < h.length {
 		left := h.length - got
 		s.conn.SetReadDeadline(idle.deadline())
 		var n uintptr
 		var errno syscall.Errno
+		var copying error
 		err := s.raw.Read(func(fd uintptr) bool {
-			n, errno = s.read(fd, in, &cur, left)
-			return errno != syscall.EAGAIN
+			n, errno, copying = s.read(fd, in, &cur, left)
+			return errno != syscall.EAGAIN || copying != nil
 		})
 		switch {
+		case copying != nil:
+			if err := fails(copying); err != nil {
+				return got, in, err
+			}
+			continue
 		case err != nil && idle.goesOn(err):
 			continue
 		case err != nil:
 			return got, in, err
 		case errno == syscall.EFAULT && in != nil: // nothing was read
 			vec, _ := cur.fill(s.vec[:0], left)
-			s.r.failed(in, s.r.t.fault(vec, true))
-			in = nil
-			if err := s.answered(h.key); err != nil {
+			if err := fails(s.r.t.fault(vec, true)); err != nil {
 				return got, in, err
 			}
 			continue
@@ -55,12 +81,28 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, _ *inbound, err 
 	return got, in, nil
 }
 
-// read takes some of a frame's bytes, without a wait.
-func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uintptr, syscall.Errno) {
-	if n, errno, landed := s.land(fd, in, cur, left); landed {
-		return n, errno
+// read takes some of a frame's bytes, without a wait for the peer. The error is one of a
+// copy into device memory.
+func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uintptr, syscall.Errno, error) {
+	room := left
+	if d := &s.r.t.devices; d.mover != nil && in != nil {
+		vec, _ := cur.fill(s.vec[:0], left)
+		var device int
+		if device, _, room = d.alike(vec, left); device >= 0 && !in.isRevoked() {
+			return s.landStaged(fd, in, cur, left, device)
+		}
 	}
-	return s.discard(fd, left)
+	if n, errno, landed := s.land(fd, in, cur, room); landed {
+		return n, errno, nil
+	}
+	n, errno := s.discard(fd, left)
+	return n, errno, nil
+}
+
+func (in *inbound) isRevoked() bool {
+	in.fence.RLock()
+	defer in.fence.RUnlock()
+	return in.revoked
 }
 
 // land is one readv into the transfer's blocks, without a wait; false if they are not to

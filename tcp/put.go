@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -18,15 +19,50 @@ const (
 
 var errStuck = errors.New("a transfer was given up, and the decode agent does not take the rest of its frame")
 
-// write sends a frame whole; each step must make progress within the bound. Each step
-// looks whether the transfer was given up meanwhile. With an error it says how many bytes
-// were written.
-func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64, _ error) {
-	vec, left := st.vec, length
-	idle := stall{bound: s.t.cfg.StallTimeout}
-	var over time.Time
+// write sends a frame whole. With an error it says how many bytes were written.
+func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64, err error) {
+	w := frameWriter{s: s, st: st, out: out, idle: stall{bound: s.t.cfg.StallTimeout}}
+	if s.t.devices.mover == nil || out == nil {
+		return w.write(st.vec, length)
+	}
+	// A peer that takes no bytes has its slots for the stall timeout, at most.
+	ctx, cancel := context.WithTimeout(s.t.ctx, 2*s.t.cfg.StallTimeout)
+	defer cancel()
+	st.source.begins(ctx, &s.t.devices, st.vec)
+	defer func() {
+		if !st.source.end() {
+			err = fmt.Errorf("%w: %w", ErrMayCopy, err)
+		}
+	}()
+	for {
+		p, err := st.source.next()
+		if p == nil || err != nil {
+			return sent, err
+		}
+		n, err := w.write(p.vec, p.bytes)
+		sent += n
+		if err != nil {
+			return sent, err
+		}
+		st.source.written()
+	}
+}
+
+// frameWriter writes parts of a frame to its stream.
+type frameWriter struct {
+	s    *sender
+	st   *outStream
+	out  *outbound
+	idle stall
+	over time.Time // since when the transfer is given up
+}
+
+// write writes a part; each step must make progress within the bound. Each step looks
+// whether the transfer was given up meanwhile.
+func (w *frameWriter) write(vec []iovec, length uint64) (sent uint64, _ error) {
+	s, st, out, left := w.s, w.st, w.out, length
 	for left > 0 {
-		st.conn.SetWriteDeadline(idle.deadline())
+		st.conn.SetWriteDeadline(w.idle.deadline())
 		var n uintptr
 		var errno syscall.Errno
 		err := st.raw.Write(func(fd uintptr) bool {
@@ -34,7 +70,7 @@ func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64
 			return errno != syscall.EAGAIN
 		})
 		switch {
-		case err != nil && idle.goesOn(err):
+		case err != nil && w.idle.goesOn(err):
 		case err != nil:
 			return length - left, err
 		case errno == syscall.EFAULT:
@@ -42,15 +78,15 @@ func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64
 		case errno != 0:
 			return length - left, fmt.Errorf("writev: %w", errno)
 		default:
-			idle.since = 0
+			w.idle.since = 0
 			vec = drop(vec, n)
 			left -= uint64(n)
 		}
 		if left > 0 && out != nil && out.over.Load() {
-			if over.IsZero() {
-				over = time.Now()
+			if w.over.IsZero() {
+				w.over = time.Now()
 			}
-			if idle.since >= stopGrace || time.Since(over) >= stopBound {
+			if w.idle.since >= stopGrace || time.Since(w.over) >= stopBound {
 				return length - left, fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded)
 			}
 		}

@@ -43,6 +43,7 @@ type inbound struct {
 	// writing to set revoked.
 	fence   sync.RWMutex
 	revoked bool
+	copies  copies // into the runs, out of slots; none begins when revoked is set
 
 	// Guarded by receiver.mu.
 	spans spans // positions that frames have claimed
@@ -70,7 +71,7 @@ func (r *receiver) init(t *Transport) {
 
 // Expect implements core.Transport.
 func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
-	in := &inbound{id: id, grant: newToken(), runs: runsOf(t.layout, dst)}
+	in := &inbound{id: id, grant: newToken(), runs: runsOf(t.layout, dst), copies: copies{over: t.ctx.Done()}}
 	in.ends = make([]uint64, len(in.runs))
 	for i, r := range in.runs {
 		in.total += r.len
@@ -108,11 +109,12 @@ func (t *Transport) Revoke(id core.TransferID) {
 	}
 }
 
-// revoke returns when no stream reads into the runs any more.
+// revoke returns when no stream reads, or copies, into the runs any more.
 func (in *inbound) revoke() {
 	in.fence.Lock()
 	in.revoked = true
 	in.fence.Unlock()
+	in.copies.wait()
 }
 
 // forget ends the streams' knowledge of a transfer; r.mu is held.
@@ -179,6 +181,7 @@ type inStream struct {
 	vec      []iovec
 	buf      [headerSize]byte
 	scratch  []byte // bytes that belong to no transfer are read into it
+	landing  landing
 }
 
 func (s *inStream) send(h *header) error {

@@ -12,8 +12,9 @@ import (
 	"time"
 	"unsafe"
 
+	"go.uber.org/zap"
+
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/hostmem"
 )
 
 // sender is P's half: links of D agents, and the transfers that go to them.
@@ -60,8 +61,9 @@ type outStream struct {
 	still  int     // looks since without any
 	rested []token // transfers that rested when it was opened: it is to say of each that it lives
 	// vec[0] is the frame's header in hdr.
-	vec []iovec
-	hdr [headerSize]byte
+	vec    []iovec
+	hdr    [headerSize]byte
+	source source
 }
 
 func (s *sender) init(t *Transport) {
@@ -276,9 +278,12 @@ func (s *sender) run(st *outStream) {
 			return
 		}
 		sent, err := s.write(st, out, left)
-		var memory *hostmem.FaultError
 		switch {
-		case out != nil && errors.As(err, &memory):
+		case errors.Is(err, ErrMayCopy): // its blocks are never free: nobody is told that the write has ended
+			s.t.cfg.Logger.Error("the blocks of a transfer may be read for ever", zap.String("transfer_id", string(out.id)), zap.Error(err))
+			s.streamEnded(st, err)
+			return
+		case out != nil && ofMemory(err):
 			if !s.cannotRead(st, out, left, sent, err) {
 				return
 			}

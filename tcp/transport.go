@@ -35,7 +35,9 @@ type Config struct {
 	MaxGreeting   int           // more, that have not shown their ticket yet; 256
 	// Guard, if set, can refuse the IP address and port of a peer's resolved endpoint, each
 	// time before it is dialled.
-	Guard  func(endpoint, address string) error
+	Guard func(endpoint, address string) error
+	// Mover, if set, copies what lies in device memory.
+	Mover  Mover
 	Logger *zap.Logger
 }
 
@@ -75,11 +77,12 @@ func (c Config) withDefaults() Config {
 
 // Transport is the tcp core.Transport of one agent.
 type Transport struct {
-	cfg    Config
-	layout *core.Layout
-	sink   core.Sink
-	ln     net.Listener
-	port   int
+	cfg     Config
+	layout  *core.Layout
+	devices devices
+	sink    core.Sink
+	ln      net.Listener
+	port    int
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -97,7 +100,7 @@ var errClosed = fmt.Errorf("tcp %w", core.ErrTransportClosed)
 // New opens a Transport over the registered memory of layout. Outcomes go to
 // sink until Close returns.
 func New(cfg Config, layout *core.Layout, sink core.Sink) (*Transport, error) {
-	t := &Transport{cfg: cfg.withDefaults(), layout: layout, sink: sink}
+	t := &Transport{cfg: cfg.withDefaults(), layout: layout, devices: devicesOf(cfg.Mover, layout), sink: sink}
 	t.ctx, t.cancel = context.WithCancel(context.Background())
 	t.receiver.init(t)
 	t.sender.init(t)

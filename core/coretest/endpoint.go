@@ -3,6 +3,7 @@ package coretest
 import (
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"testing"
 	"time"
 
@@ -23,7 +24,11 @@ type endpoint struct {
 
 func open(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {
 	t.Helper()
-	return openOn(t, f, id, newArena(t, specs, nil), func(a *arena, sink *Recorder) core.Transport {
+	var file *os.File
+	if f.Device != nil {
+		file = newMemory(t)
+	}
+	return openOn(t, f, id, newArena(t, specs, file, f.Device), func(a *arena, sink *Recorder) core.Transport {
 		return f.Open(t, id, a.layout, sink, f.board.from(id))
 	})
 }

@@ -3,7 +3,6 @@ package coretest
 import (
 	"encoding/binary"
 	"testing"
-	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
 )
@@ -29,14 +28,13 @@ func (g geometrySpec) apply(r *core.Region) {
 // eachItem calls f for every item of blocks: its region's name, its place in the
 // prompt and its memory in mem, which is the arena's or a copy of it.
 func (a *arena) eachItem(mem []byte, ids []core.BlockID, f func(name string, token, head uint32, b []byte)) {
-	base := uint64(uintptr(unsafe.Pointer(&a.mem[0])))
 	for i := range a.layout.Regions {
 		r := &a.layout.Regions[i]
 		item := r.BlockBytes / uint64(r.Tokens) / uint64(r.Heads)
 		for k, id := range ids {
 			for t := range r.Tokens {
 				for h := range r.Heads {
-					off := r.Base - base + uint64(id)*r.BlockStride + uint64(t)*r.TokenStride + uint64(h)*r.HeadStride
+					off := a.starts[i] + uint64(id)*r.BlockStride + uint64(t)*r.TokenStride + uint64(h)*r.HeadStride
 					f(r.Name, uint32(k)*r.Tokens+t, r.FirstHead+h, mem[off:off+item])
 				}
 			}

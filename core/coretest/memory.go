@@ -29,15 +29,58 @@ type regionSpec struct {
 // arena is memory outside of the Go heap that holds the regions of a layout
 // with guards around each. It is unmapped when the test and what it opened end.
 type arena struct {
-	mem    []byte
+	mem    []byte   // as the suite sees it
+	starts []uint64 // of the regions in mem
 	layout *core.Layout
 }
 
-// With a file it is the file's, and other processes may share it.
-func newArena(t *testing.T, specs []regionSpec, file *os.File) *arena {
+// Device gives a second address to bytes of a file, at which a transport finds them as
+// device memory. The address is valid until the process ends.
+type Device struct {
+	// Expose makes the address. The file has size bytes.
+	Expose func(file *os.File, size int) (address uint64, err error)
+	// Holds says which regions lie there, the others lie in host memory; nil: all of them.
+	Holds func(region int) bool
+}
+
+// place moves regions to the memory that they lie in. Their bases count from the
+// memory's start before.
+func (d *Device) place(regions []core.Region, mem []byte, file *os.File) (err error) {
+	host := uint64(uintptr(unsafe.Pointer(&mem[0])))
+	device := host
+	if d != nil {
+		if device, err = d.Expose(file, len(mem)); err != nil {
+			return err
+		}
+	}
+	for i := range regions {
+		if d != nil && (d.Holds == nil || d.Holds(i)) {
+			regions[i].Base += device
+		} else {
+			regions[i].Base += host
+		}
+	}
+	return nil
+}
+
+// newMemory is a file without a name.
+func newMemory(t *testing.T) *os.File {
+	t.Helper()
+	fd, err := unix.MemfdCreate("kvconn-test", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := os.NewFile(uintptr(fd), "memory")
+	t.Cleanup(func() { file.Close() })
+	return file
+}
+
+// newArena makes an arena of a file, which other processes may share, or of none. Device
+// memory needs a file.
+func newArena(t *testing.T, specs []regionSpec, file *os.File, device *Device) *arena {
 	t.Helper()
 	size := uint64(guardBytes)
-	regions := make([]core.Region, len(specs))
+	regions, starts := make([]core.Region, len(specs)), make([]uint64, len(specs))
 	for i, s := range specs {
 		r := &regions[i]
 		*r = core.Region{Name: fmt.Sprintf("layer%d", i), Group: s.group, BlockBytes: s.bytes, BlockStride: max(s.stride, s.bytes), NumBlocks: s.blocks}
@@ -45,7 +88,7 @@ func newArena(t *testing.T, specs []regionSpec, file *os.File) *arena {
 			r.Name = s.name
 		}
 		s.apply(r)
-		r.Base = size
+		r.Base, starts[i] = size, size
 		size += (r.Extent()+guardBytes-1)/4096*4096 + guardBytes
 	}
 	fd, flags := -1, unix.MAP_ANON|unix.MAP_PRIVATE
@@ -65,14 +108,14 @@ func newArena(t *testing.T, specs []regionSpec, file *os.File) *arena {
 		}
 	})
 	fill(mem, guardByte)
-	for i := range regions {
-		regions[i].Base += uint64(uintptr(unsafe.Pointer(&mem[0])))
+	if err := device.place(regions, mem, file); err != nil {
+		t.Fatal(err)
 	}
 	l, err := core.NewLayout(regions)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &arena{mem, l}
+	return &arena{mem, starts, l}
 }
 
 func fill(b []byte, v byte) {
@@ -85,7 +128,7 @@ func fill(b []byte, v byte) {
 // block is the memory of a block in a region.
 func (a *arena) block(region int, id core.BlockID) []byte {
 	r := &a.layout.Regions[region]
-	off := r.Base - uint64(uintptr(unsafe.Pointer(&a.mem[0]))) + uint64(id)*r.BlockStride
+	off := a.starts[region] + uint64(id)*r.BlockStride
 	return a.mem[off : off+r.BlockBytes]
 }
 
@@ -194,12 +237,11 @@ func differ(a, b []byte) int {
 // place says where byte i is, and where the word of the pattern begins that it
 // belongs to.
 func (a *arena) place(i int) (place string, start int) {
-	addr := uint64(uintptr(unsafe.Pointer(&a.mem[0]))) + uint64(i)
 	for k := range a.layout.Regions {
-		r := &a.layout.Regions[k]
-		if addr >= r.Base && addr < r.Base+r.Extent() {
-			off := (addr - r.Base) % r.BlockStride
-			return fmt.Sprintf("region %d, block %d, offset %d of %d", k, (addr-r.Base)/r.BlockStride, off, r.BlockBytes), i - int(off%8)
+		r, at := &a.layout.Regions[k], uint64(i)-a.starts[k]
+		if uint64(i) >= a.starts[k] && at < r.Extent() {
+			off := at % r.BlockStride
+			return fmt.Sprintf("region %d, block %d, offset %d of %d", k, at/r.BlockStride, off, r.BlockBytes), i - int(off%8)
 		}
 	}
 	return "outside of all regions", i - i%8
@@ -219,11 +261,10 @@ func meaning(mem []byte) string {
 //
 //go:norace
 func (a *arena) touched(blocks [][]core.BlockID) bool {
-	for _, r := range a.layout.Regions {
+	for i, r := range a.layout.Regions {
 		if int(r.Group) < len(blocks) {
 			for _, id := range blocks[r.Group] {
-				p := uintptr(r.Base + uint64(id)*r.BlockStride)
-				if **(**byte)(unsafe.Pointer(&p)) != guardByte {
+				if a.mem[a.starts[i]+uint64(id)*r.BlockStride] != guardByte {
 					return true
 				}
 			}

@@ -8,7 +8,6 @@ import (
 	"io"
 	"os"
 	"sync"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -22,13 +21,19 @@ const remoteEnv = "KVCONN_TEST_REMOTE"
 // suite.
 const remoteMemory = 3
 
+// RemoteKind is a transport that ServeRemote opens, and where the memory lies.
+type RemoteKind struct {
+	Open   RemoteOpener
+	Device *Device // nil: all regions lie in host memory
+}
+
 // RemoteOpener opens a transport in a process that the suite has started.
 type RemoteOpener func(id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) (core.Transport, error)
 
 // ServeRemote must be the first call of the TestMain of a package that has ProcessSuite
 // start processes. In such a process it opens the transport that Fixture.Remote names,
 // obeys the suite's orders, and does not return.
-func ServeRemote(kinds map[string]RemoteOpener) {
+func ServeRemote(kinds map[string]RemoteKind) {
 	kind, asked := os.LookupEnv(remoteEnv)
 	if !asked {
 		return
@@ -153,8 +158,8 @@ func (s *speaker) PeerDown(peer core.AgentID, err error) {
 	s.say(answer{Outcome: &Outcome{Kind: "down", Peer: peer}, Err: toRemote(err)})
 }
 
-func serveRemote(open RemoteOpener, in io.Reader, out io.Writer) error {
-	if open == nil {
+func serveRemote(kind RemoteKind, in io.Reader, out io.Writer) error {
+	if kind.Open == nil {
 		return errors.New("ServeRemote was not given this kind")
 	}
 	orders := json.NewDecoder(in)
@@ -167,14 +172,14 @@ func serveRemote(open RemoteOpener, in io.Reader, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	for i := range first.Regions {
-		first.Regions[i].Base += uint64(uintptr(unsafe.Pointer(&mem[0])))
+	if err := kind.Device.place(first.Regions, mem, os.NewFile(remoteMemory, "memory")); err != nil {
+		return err
 	}
 	l, err := core.NewLayout(first.Regions)
 	if err != nil {
 		return err
 	}
-	t, err := open(first.Agent, l, s, s.signal)
+	t, err := kind.Open(first.Agent, l, s, s.signal)
 	if err != nil {
 		return err
 	}

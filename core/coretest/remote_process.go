@@ -15,9 +15,6 @@ import (
 	"syscall"
 	"testing"
 	"time"
-	"unsafe"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
 )
@@ -44,13 +41,8 @@ var _ core.Transport = (*remote)(nil)
 // shared, so that the suite sees and changes it while the process is stopped.
 func openRemote(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {
 	t.Helper()
-	fd, err := unix.MemfdCreate("kvconn-test", unix.MFD_CLOEXEC)
-	if err != nil {
-		t.Fatal(err)
-	}
-	file := os.NewFile(uintptr(fd), "memory")
-	defer file.Close()
-	return openOn(t, f, id, newArena(t, specs, file), func(a *arena, sink *Recorder) core.Transport {
+	file := newMemory(t)
+	return openOn(t, f, id, newArena(t, specs, file, f.Device), func(a *arena, sink *Recorder) core.Transport {
 		r := &remote{t: t, cmd: exec.Command(os.Args[0]), sink: sink, signal: f.board.from(id), ended: make(chan struct{}), waiting: map[int]chan answer{}}
 		// At the exit the race detector would wait a second for late reports.
 		r.cmd.Env = append(os.Environ(), remoteEnv+"="+f.Remote, "GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0")
@@ -72,7 +64,7 @@ func openRemote(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *e
 		t.Cleanup(r.kill)
 		first := order{Method: "open", Agent: id, Size: len(a.mem), Regions: append([]core.Region{}, a.layout.Regions...)}
 		for i := range first.Regions {
-			first.Regions[i].Base -= uint64(uintptr(unsafe.Pointer(&a.mem[0])))
+			first.Regions[i].Base = a.starts[i]
 		}
 		opened, err := r.ask(first)
 		if err != nil {

@@ -27,6 +27,9 @@ type Fixture struct {
 	// end well that its receiver has given up, or has not heard of as it is stopped.
 	OneSided bool
 
+	// Device, if set, is where the regions of all endpoints lie.
+	Device *Device
+
 	board *board // of one case
 }
 

@@ -37,6 +37,9 @@ func (e *UnknownError) Unwrap() error { return e.cause }
 func check(list []mapping, regions []core.Region, write bool) error {
 	for i := range regions {
 		r := &regions[i]
+		if r.Memory != core.HostMemory {
+			continue
+		}
 		end := r.Base + r.Extent()
 		for at := r.Base; at < end; {
 			g := find(list, at, end, write)

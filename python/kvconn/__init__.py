@@ -30,6 +30,7 @@ _EXPORTS = {
     "IndexKind": "types",
     "PartialOffer": "types",
     "Load": "types",
+    "Memory": "types",
     "Offer": "types",
     "Region": "types",
     "fingerprint": "prompt",
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     from .types import Completion as Completion
     from .types import IndexKind as IndexKind
     from .types import Load as Load
+    from .types import Memory as Memory
     from .types import Offer as Offer
     from .types import PartialOffer as PartialOffer
     from .types import Region as Region

@@ -44,6 +44,8 @@ class Library:
         self.offer = declare(short, "kvconn_offer", i32, handle, address, size, address)
         self.offer_partial = declare(short, "kvconn_offer_partial", i32, handle, address, size, address, size, address)
         self.written_address = declare(short, "kvconn_written_address", c.c_void_p, handle)
+        self.moment = declare(short, "kvconn_moment", i32, handle, c.c_uint32, address, address)
+        self.written_after = declare(short, "kvconn_written_after", i32, handle, address, size, c.c_uint64)
         self.withdraw = declare(waiting, "kvconn_withdraw", i32, handle, address, size, c.c_uint32)
         self.claim = declare(short, "kvconn_claim", i32, handle, address, size, address)
         self.start_load = declare(short, "kvconn_start_load", i32, handle, address, size, address)

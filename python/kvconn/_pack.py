@@ -66,8 +66,8 @@ class Rows:
         numbers.append(0)
         try:
             self._numbers = array("Q", numbers)
-        except (OverflowError, TypeError) as e:  # the caller gives only these two of the numbers
-            raise InvalidError(f"token or prompt: {e}; want a number from 0 to 18446744073709551615") from e
+        except (OverflowError, TypeError) as e:  # the caller gives only these of the numbers
+            raise InvalidError(f"token, prompt or after: {e}; want a number from 0 to 18446744073709551615") from e
         self.address, count = self._numbers.buffer_info()
         self.taken_address = self.address + 8 * (count - 1)
 
@@ -116,7 +116,14 @@ class Strings(Rows):
 class Offers(Rows):
     def _add(self, numbers: list[int], row: Offer) -> None:
         groups = self._blocks(row.block_ids, row.first_block)
-        numbers += (_OFFER | len(row.block_ids) << 32, self._string(row.transfer_id, "transfer_id"), groups, row.token, row.prompt)
+        numbers += (
+            _OFFER | len(row.block_ids) << 32,
+            self._string(row.transfer_id, "transfer_id"),
+            groups,
+            row.token,
+            row.prompt,
+            row.after,
+        )
 
 
 class PartialOffers(Rows):
@@ -136,13 +143,14 @@ class PartialOffers(Rows):
             ready,
             row.prompt,
             computing,
+            row.after,
         )
 
 
 class Claims(Rows):
     def _add(self, numbers: list[int], row: Claim) -> None:
         names = self._name(row.bootstrap_addr, "bootstrap_addr"), self._name(row.engine_id, "engine_id")
-        numbers += (_LOAD, self._string(row.transfer_id, "transfer_id"), *names, 0, row.token, 0, 0)
+        numbers += (_LOAD, self._string(row.transfer_id, "transfer_id"), *names, 0, row.token, 0, 0, 0)
 
 
 class Loads(Rows):
@@ -162,6 +170,7 @@ class Loads(Rows):
             row.token,
             counts,
             row.prompt,
+            row.after,
         )
 
 

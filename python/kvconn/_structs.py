@@ -25,6 +25,8 @@ class Region(c.Structure):
         ("total_heads", c.c_uint32),
         ("token_stride", c.c_uint64),
         ("head_stride", c.c_uint64),
+        ("memory", c.c_uint32),
+        ("reserved", c.c_uint32),
     ]
 
 
@@ -44,6 +46,7 @@ class OfferRequest(c.Structure):
         ("groups", c.c_void_p),
         ("token", c.c_uint64),
         ("prompt", c.c_uint64),
+        ("after", c.c_uint64),
     ]
 
 
@@ -58,6 +61,7 @@ class PartialOffer(c.Structure):
         ("ready", c.c_void_p),
         ("prompt", c.c_uint64),
         ("computing", c.c_void_p),
+        ("after", c.c_uint64),
     ]
 
 
@@ -74,6 +78,7 @@ class LoadRequest(c.Structure):
         ("token", c.c_uint64),
         ("tokens", c.c_void_p),
         ("prompt", c.c_uint64),
+        ("after", c.c_uint64),
     ]
 
 

@@ -91,7 +91,7 @@ class Agent:
             row.address = _number(r.address, "address", 64)
             row.block_stride = _number(r.block_stride, "block_stride", 64)
             row.block_bytes = _number(r.block_bytes, "block_bytes", 64)
-            for field in ("num_blocks", "index_kind", "tokens", "heads", "first_head", "total_heads"):
+            for field in ("num_blocks", "index_kind", "tokens", "heads", "first_head", "total_heads", "memory"):
                 setattr(row, field, _number(getattr(r, field), field, 32))
             row.token_stride = _number(r.token_stride, "token_stride", 64)
             row.head_stride = _number(r.head_stride, "head_stride", 64)
@@ -151,6 +151,27 @@ class Agent:
         a forked child.
         """
         return self._written
+
+    def moment(self, region: int = 0, stream: int = 0) -> int:
+        """Marks what a CUDA stream has been given up to now; offers and loads wait for it by ``after``.
+
+        ``region`` is the index, in :meth:`register_kv_caches`, of a region on the stream's
+        GPU. ``stream`` is the stream's handle: ``torch.cuda.current_stream().cuda_stream``;
+        0 is the default stream. The call takes a microsecond or two, waits for nothing and
+        may come from any thread. While the stream is captured into a graph it raises.
+        """
+        out = c.c_uint64()
+        self._check(self._lib.moment(self._handle, region, stream, c.byref(out)))
+        return out.value
+
+    def written_after(self, regions: Sequence[int], moment: int) -> None:
+        """Prefill: says of regions in device memory what a byte of :attr:`written` says.
+
+        The step has queued all that writes the regions, and what it computes of the
+        transfers is ready in them when ``moment`` has passed.
+        """
+        of = _pack.uint32s("regions", regions)
+        self._check(self._lib.written_after(self._handle, of.buffer_info()[0], len(of), moment))
 
     def withdraw(self, transfer_ids: Iterable[str], timeout_s: float = 10.0) -> None:
         """Prefill: takes back the blocks that :meth:`offer_partial` gave, when their requests

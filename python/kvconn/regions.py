@@ -6,17 +6,28 @@ from itertools import product
 from typing import Any, Optional, Sequence
 
 from .errors import InvalidError
-from .types import Region
+from .types import Memory, Region
+
+
+def _memory(tensor: Any) -> Memory:
+    """Where anything array-like lies."""
+    device = getattr(getattr(tensor, "device", None), "type", "cpu") if hasattr(tensor, "data_ptr") else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise InvalidError(f"the tensor is on device {device!r}; kvconn moves host memory and CUDA device memory")
+    on_device = device == "cuda" or (not hasattr(tensor, "data_ptr") and hasattr(tensor, "__cuda_array_interface__"))
+    return Memory.DEVICE if on_device else Memory.HOST
 
 
 def _describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int, bool]:
     """Address, shape, strides in bytes, item size and whether it is read-only, of anything array-like."""
     if hasattr(tensor, "data_ptr"):  # torch
-        device = getattr(getattr(tensor, "device", None), "type", "cpu")
-        if device != "cpu":
-            raise InvalidError(f"the tensor is on device {device!r}; this version moves host memory")
         item = tensor.element_size()
         return tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in tensor.stride()), item, False
+    cuda = getattr(tensor, "__cuda_array_interface__", None)
+    if cuda is not None:
+        address, read_only = cuda["data"]
+        item, shape = int(cuda["typestr"][2:]), tuple(cuda["shape"])
+        return address, shape, tuple(cuda.get("strides") or _dense(shape, item)), item, bool(read_only)
     interface = getattr(tensor, "__array_interface__", None)
     if interface is not None:  # numpy
         address, read_only = interface["data"]
@@ -31,6 +42,15 @@ def _describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int, 
 
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     return address, tuple(view.shape or ()), tuple(view.strides or ()), view.itemsize, False
+
+
+def _dense(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
+    """The strides, in bytes, of an array without gaps."""
+    strides = []
+    for n in reversed(shape):
+        strides.append(item)
+        item *= n
+    return tuple(reversed(strides))
 
 
 def _merge(dims: list[int], shape: tuple[int, ...], strides: tuple[int, ...], length: int) -> tuple[int, list[int]]:
@@ -79,8 +99,9 @@ def regions_from_tensor(
 ) -> list[Region]:
     """The regions of one tensor whose dimension ``block_dim`` counts blocks.
 
-    ``tensor`` is a torch tensor, a numpy array, or anything with a writable
-    buffer; strided views are fine, nothing is copied. The bytes of a block that
+    ``tensor`` is a torch tensor, of the CPU or of a CUDA device, a numpy array,
+    anything with ``__cuda_array_interface__``, or anything with a writable buffer;
+    strided views are fine, nothing is copied. The bytes of a block that
     are contiguous become one region, named ``name``; if a block has several
     contiguous pieces, each becomes a region named ``name[i,j,…]`` after its
     outer indices.
@@ -118,7 +139,7 @@ def regions_from_tensor(
         raise InvalidError(f"tensor {name!r} has negative strides {strides}")
 
     blocks = shape[block_dim]
-    about: dict[str, Any] = {"index_kind": index_kind, "read_only": read_only}
+    about: dict[str, Any] = {"index_kind": index_kind, "read_only": read_only, "memory": _memory(tensor)}
 
     def pieces(outer: list[int], length: int, begin: int = 0, **geometry: int) -> list[Region]:
         stride = strides[block_dim] if blocks > 1 else max(length, strides[block_dim])

@@ -29,6 +29,13 @@ class IndexKind(IntEnum):
         return 3 | entries << 8
 
 
+class Memory(IntEnum):
+    """Where a :class:`Region` lies. The two engines' regions may lie in different memory."""
+
+    HOST = 0  #: memory that the processor reads and writes
+    DEVICE = 1  #: CUDA device memory of this process; which GPU's, the agent finds
+
+
 class Region(NamedTuple):
     """A memory range that holds a piece of every block of one KV cache group.
 
@@ -52,6 +59,7 @@ class Region(NamedTuple):
 
     ``read_only`` says that nobody may write the memory, such as an array that numpy
     made read-only. An agent that loads refuses it.
+    ``memory`` says where the region lies: a member of :class:`Memory`.
     """
 
     name: str
@@ -68,6 +76,7 @@ class Region(NamedTuple):
     head_stride: int = 0
     index_kind: int = IndexKind.BLOCK
     read_only: bool = False
+    memory: int = Memory.HOST
 
 
 class Offer(NamedTuple):
@@ -79,7 +88,8 @@ class Offer(NamedTuple):
     0. The blocks must stay unchanged until the completion. ``prompt`` is the
     :func:`~kvconn.fingerprint` of the prompt's tokens, 64 bits unsigned; 0: not
     said. If the load says another, a router has mixed two requests up: both halves
-    end with :attr:`Status.REFUSED`, and no byte is written.
+    end with :attr:`Status.REFUSED`, and no byte is written. ``after`` is a moment of
+    :meth:`Agent.moment` before which nothing of the blocks is read; 0: they are written.
     """
 
     transfer_id: str
@@ -87,6 +97,7 @@ class Offer(NamedTuple):
     token: int = 0
     first_block: Sequence[int] = ()
     prompt: int = 0
+    after: int = 0
 
 
 class PartialOffer(NamedTuple):
@@ -99,7 +110,8 @@ class PartialOffer(NamedTuple):
     in each partial offer, so that no block goes to a decode engine that asks for
     another prompt. To say another one later is an error. ``computing[g]`` counts as
     ``ready[g]`` does: so many blocks will be ready in a region when
-    :attr:`Agent.written` says that the region is written.
+    :attr:`Agent.written` says that the region is written. ``after`` is as in
+    :class:`Offer`, of the blocks that are ready.
     """
 
     transfer_id: str
@@ -108,6 +120,7 @@ class PartialOffer(NamedTuple):
     first_block: Sequence[int] = ()
     prompt: int = 0
     computing: Sequence[int] = ()
+    after: int = 0
 
 
 class Claim(NamedTuple):
@@ -138,7 +151,9 @@ class Load(NamedTuple):
     with no block id at all tells the prefill engine that nothing is needed, and it
     frees its blocks. The blocks belong to the transfer until its completion.
     ``prompt`` is as in :class:`Offer`, of the prompt whose cache is to be loaded;
-    0: whatever prefill has under this id.
+    0: whatever prefill has under this id. ``after`` is a moment of :meth:`Agent.moment`
+    before which nothing is written into the blocks: kernels that run may still read or
+    write what they held before. 0: nothing does.
     """
 
     transfer_id: str
@@ -149,6 +164,7 @@ class Load(NamedTuple):
     token: int = 0
     tokens: Sequence[int] = ()
     prompt: int = 0
+    after: int = 0
 
 
 class Completion(NamedTuple):

@@ -103,13 +103,15 @@ def test_codes_and_limits_are_the_headers() -> None:
     assert DEFINED == {"KVCONN_ABI_VERSION": _lib.ABI_VERSION, "KVCONN_TRANSFER_ID_MAX": _structs.TRANSFER_ID_MAX}
     sides = {name.removeprefix("KVCONN_SIDE_").lower(): value for name, value in ENUMS.items() if "_SIDE_" in name}
     assert {value: name for name, value in sides.items()} == _pack._KINDS
-    codes = {re.sub("KVCONN_(ERR_)?", "", name): value for name, value in ENUMS.items() if not re.search("_SIDE_|_INDEX_", name)}
+    codes = {re.sub("KVCONN_(ERR_)?", "", name): value for name, value in ENUMS.items() if not re.search("_SIDE_|_INDEX_|_MEMORY_", name)}
     assert codes == {status.name: status.value for status in kvconn.Status}
 
 
 def test_indices_are_the_headers(tmp_path: Path) -> None:
     named = {name.removeprefix("KVCONN_INDEX_"): value for name, value in ENUMS.items() if "_INDEX_" in name}
     assert named == {index.name: index.value for index in kvconn.IndexKind}
+    memory = {name.removeprefix("KVCONN_MEMORY_"): value for name, value in ENUMS.items() if "_MEMORY_" in name}
+    assert memory == {kind.name: kind.value for kind in kvconn.Memory}
     compiler = shutil.which("cc")
     if compiler is not None:
         source = tmp_path / "ring.c"

@@ -232,6 +232,17 @@ func (e *Engine) Card(fd int) []byte {
 	return card
 }
 
+// Expose gives a file's memory a second address, as device memory, until the process ends.
+func (e *Engine) Expose(file *os.File, bytes int) uintptr {
+	e.tb.Helper()
+	a := arguments([]uintptr{uintptr(e.Device), file.Fd(), 0, uintptr(bytes)})
+	p := uintptr(C.call_in(C.uint64_t(e.context), symbol(e.tb, "kvgpu_expose"), &a[0]))
+	if p == 0 {
+		e.tb.Fatalf("%d bytes of %s cannot be device memory", bytes, file.Name())
+	}
+	return p
+}
+
 // Hold lets a stream begin nothing, until Release.
 func (e *Engine) Hold(stream uintptr) { e.Must("kvgpu_hold", stream) }
 

@@ -1,0 +1,181 @@
+// Package devices are the CUDA devices on which an agent's regions lie. It says which region
+// lies where, gives the tcp transport its slots, and knows the moments of all devices.
+package devices
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"unsafe"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// ErrDevice is wrapped by errors of the driver, or of the device.
+var ErrDevice = errors.New("device memory cannot be used")
+
+// Devices of one agent, from its registration on. Its methods may be called from any
+// goroutine. The nil value has no device.
+type Devices struct {
+	list    []*cuda.Device
+	regions []*cuda.Region // by the layout's regions; nil: host memory
+}
+
+// Open finds the devices of the regions that lie in device memory, sets each region's Memory
+// to its device's number, and pins the devices' rings. The result is nil if all regions lie in
+// host memory; nothing of CUDA's is asked then.
+func Open(regions []core.Region, o cuda.Options) (*Devices, error) {
+	if !slices.ContainsFunc(regions, func(r core.Region) bool { return r.Memory != core.HostMemory }) {
+		return nil, nil
+	}
+	d := &Devices{regions: make([]*cuda.Region, len(regions))}
+	numbers := map[int]int{} // by CUDA's ordinals
+	for i := range regions {
+		if regions[i].Memory == core.HostMemory {
+			continue
+		}
+		if err := d.add(i, &regions[i], numbers, o); err != nil {
+			return nil, errors.Join(err, d.Close())
+		}
+	}
+	return d, nil
+}
+
+func (d *Devices) add(i int, r *core.Region, numbers map[int]int, o cuda.Options) error {
+	at, err := cuda.Locate(uintptr(r.Base), r.Extent())
+	if err != nil {
+		return refused(r, err)
+	}
+	k, known := numbers[at.Device]
+	if !known {
+		k = len(d.list)
+		if k == core.MaxDevices {
+			return fmt.Errorf("%w: %v lies on one more device than the %d that an agent may have", core.ErrInvalid, r, core.MaxDevices)
+		}
+		dev, err := cuda.Open(at.Device, o)
+		if err != nil {
+			return fmt.Errorf("%w: %v: %w", ErrDevice, r, err)
+		}
+		d.list, numbers[at.Device] = append(d.list, dev), k
+		if err := dev.Prepare(); err != nil {
+			return fmt.Errorf("%w: %v: %w", ErrDevice, r, err)
+		}
+	}
+	r.Memory = core.DeviceMemory(k)
+	if d.regions[i], err = d.list[k].Register(r.Name, uintptr(r.Base), r.Extent()); err != nil {
+		return refused(r, err)
+	}
+	return nil
+}
+
+// refused says whether the caller, or the machine, has what is wrong.
+func refused(r *core.Region, err error) error {
+	var kind *cuda.KindError
+	if errors.As(err, &kind) {
+		return fmt.Errorf("%w: %v is registered as device memory: %w", core.ErrInvalid, r, err)
+	}
+	return fmt.Errorf("%w: %v is registered as device memory: %w", ErrDevice, r, err)
+}
+
+// Close ends all copies. The transports that use them are closed before.
+func (d *Devices) Close() error {
+	if d == nil {
+		return nil
+	}
+	var errs []error
+	for _, dev := range d.list {
+		errs = append(errs, dev.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Of is the device of a region, -1 for host memory.
+func (d *Devices) Of(region uint32) int {
+	if d == nil || d.regions[region] == nil {
+		return -1
+	}
+	return slices.Index(d.list, d.regions[region].Device())
+}
+
+// Check says whether regions of a group still have the memory that was registered. It is asked
+// before a transfer is armed.
+func (d *Devices) Check() error {
+	if d == nil {
+		return nil
+	}
+	for _, r := range d.regions {
+		if r != nil {
+			if err := r.Check(); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// MomentEntries are for callers in C: by region, the number of its device from 1 on, 0 for host
+// memory; and by device, how to record a moment.
+func (d *Devices) MomentEntries() (byRegion []uint8, entries []Entry) {
+	if d == nil {
+		return nil, nil
+	}
+	byRegion = make([]uint8, len(d.regions))
+	for i := range d.regions {
+		byRegion[i] = uint8(d.Of(uint32(i)) + 1)
+	}
+	for _, dev := range d.list {
+		f, arg := dev.MomentEntry()
+		entries = append(entries, Entry{f, arg})
+	}
+	return byRegion, entries
+}
+
+// Entry is cuda.Device's MomentEntry.
+type Entry struct{ Function, Argument unsafe.Pointer }
+
+// Moment is what a stream of a region's device has been given up to now.
+func (d *Devices) Moment(region uint32, stream uintptr) (core.Moment, error) {
+	if d == nil || int(region) >= len(d.regions) || d.regions[region] == nil {
+		return 0, fmt.Errorf("%w: region %d does not lie in device memory: only a device has streams", core.ErrInvalid, region)
+	}
+	m, err := d.regions[region].Device().Moment(stream)
+	switch {
+	case errors.Is(err, cuda.ErrMoments):
+		err = fmt.Errorf("%w: %w", core.ErrOverload, err)
+	case errors.Is(err, cuda.ErrCapturing):
+		err = fmt.Errorf("%w: %w", core.ErrInvalid, err)
+	case err != nil:
+		err = fmt.Errorf("%w: %w", ErrDevice, err)
+	}
+	return core.Moment(m), err
+}
+
+// Await has tell called once, not from within Await: with nil when the moment has passed, else
+// with the reason why nobody will know.
+func (d *Devices) Await(m core.Moment, tell func(error)) {
+	if d != nil {
+		for _, dev := range d.list {
+			if dev.Owns(uint64(m)) {
+				dev.Await(uint64(m), tell)
+				return
+			}
+		}
+	}
+	safe.Go("unknown moment", func() {
+		tell(fmt.Errorf("%w: %#x is no moment of this agent: moments come from kvconn_moment", core.ErrInvalid, uint64(m)))
+	})
+}
+
+func slot(ctx context.Context, dev *cuda.Device, dir cuda.Direction) (*cuda.Slot, error) {
+	if ctx.Err() == nil {
+		return dev.Slot(ctx, dir)
+	}
+	s, err := dev.TrySlot(dir)
+	if s == nil && err == nil {
+		err = ctx.Err()
+	}
+	return s, err
+}

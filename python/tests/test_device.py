@@ -1,0 +1,158 @@
+"""Caches in device memory, on the tests' CUDA driver: an engine of its own streams and kernels, and kvconn's agents."""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Side
+
+import kvconn
+
+LAYERS, BLOCKS, BLOCK = 2, 16, 64 << 10
+DOUBLE = Path(os.environ.get("KVCONN_LIBCUDA", ""))  # the library reads the environment that its process began with
+
+pytestmark = pytest.mark.skipif(not DOUBLE.is_file(), reason="NOT RUN: the driver double is not built, see `make gpu-double`")
+
+
+class Gpu:
+    """An engine's side of the driver: its context, memory, streams and kernels."""
+
+    def __init__(self) -> None:
+        self.lib = c.CDLL(str(DOUBLE))
+        self.lib.kvgpu_wrong.restype = c.c_size_t
+        self.lib.kvgpu_count.restype = c.c_uint64
+        self.call("cuInit", 0)
+        context = c.c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", c.byref(context), 0)
+        self.call("cuCtxSetCurrent", context)
+
+    def call(self, name: str, *args: Any) -> None:
+        assert getattr(self.lib, name)(*args) == 0, name
+
+    def stream(self) -> int:
+        stream = c.c_void_p()
+        self.call("cuStreamCreate", c.byref(stream), 1)
+        assert stream.value
+        return stream.value
+
+    def cache(self) -> DeviceArray:
+        address = c.c_uint64()
+        self.call("cuMemAlloc_v2", c.byref(address), c.c_size_t(LAYERS * BLOCKS * BLOCK))
+        return DeviceArray(address.value, (LAYERS, BLOCKS, BLOCK))
+
+    def kernel(self, stream: int, address: int, pattern: int) -> None:
+        """Writes a block, when the stream comes to it."""
+        self.call("kvgpu_kernel_fill", c.c_void_p(stream), c.c_uint64(address), c.c_size_t(BLOCK), c.c_uint64(pattern), c.c_uint64(0))
+
+    def wrong(self, address: int, pattern: int) -> int:
+        """How many bytes of a block differ from the pattern."""
+        return int(self.lib.kvgpu_wrong(c.c_uint64(address), c.c_size_t(BLOCK), c.c_uint64(pattern), c.c_uint64(0)))
+
+
+class DeviceArray:
+    """What cupy or numba would give."""
+
+    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
+        self.address = address
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
+
+    def layer(self, i: int) -> DeviceArray:
+        return DeviceArray(self.address + i * BLOCKS * BLOCK, (BLOCKS, BLOCK))
+
+    def block(self, layer: int, block: int) -> int:
+        return self.address + (layer * BLOCKS + block) * BLOCK
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    return Gpu()
+
+
+class DeviceSide(Side):
+    """A side whose cache is in device memory."""
+
+    def __init__(self, gpu: Gpu, role: str, **config: object) -> None:
+        super().__init__(role, device_ring_bytes=4 << 20, device_slot_bytes=128 << 10, **config)
+        self.device = gpu.cache()
+
+    def register(self) -> Side:
+        self.agent.register_kv_caches(
+            [r for i in range(LAYERS) for r in kvconn.regions_from_tensor(f"layer.{i}", self.device.layer(i), block_dim=0)]
+        )
+        return self
+
+
+@pytest.fixture
+def sides(gpu: Gpu) -> Iterator[tuple[DeviceSide, DeviceSide]]:
+    p, d = DeviceSide(gpu, "prefill"), DeviceSide(gpu, "decode")
+    try:
+        p.register()
+        d.register()
+        yield p, d
+    finally:
+        d.agent.close()
+        p.agent.close()
+
+
+def load(p: Side, d: Side, blocks: list[int], after: int = 0) -> None:
+    d.agent.start_load([kvconn.Load("t", p.agent.bootstrap_address, "engine-prefill", [blocks], after=after)])
+
+
+def test_an_offer_waits_for_its_moment(gpu: Gpu, sides: tuple[DeviceSide, DeviceSide]) -> None:
+    p, d = sides
+    stream = gpu.stream()
+    load(p, d, [5, 6])
+    for layer in range(LAYERS):
+        for k, block in enumerate((1, 2)):
+            gpu.kernel(stream, p.device.block(layer, block), 100 + 10 * layer + k)
+    p.agent.offer([kvconn.Offer("t", [[1, 2]], after=p.agent.moment(0, stream))])
+    assert d.finished("t").ok and p.finished("t").ok
+    for layer in range(LAYERS):
+        for k, block in enumerate((5, 6)):
+            assert gpu.wrong(d.device.block(layer, block), 100 + 10 * layer + k) == 0
+
+
+def test_a_load_waits_for_its_moment(gpu: Gpu, sides: tuple[DeviceSide, DeviceSide]) -> None:
+    """Kernels that still write the blocks for another request come first."""
+    p, d = sides
+    mine, theirs = gpu.stream(), gpu.stream()
+    gpu.kernel(mine, p.device.block(0, 1), 7)
+    gpu.kernel(mine, p.device.block(1, 1), 8)
+    p.agent.offer([kvconn.Offer("t", [[1]], after=p.agent.moment(0, mine))])
+    for _ in range(20):
+        gpu.kernel(theirs, d.device.block(0, 3), 1)
+        gpu.kernel(theirs, d.device.block(1, 3), 1)
+    load(p, d, [3], after=d.agent.moment(0, theirs))
+    assert d.finished("t").ok
+    assert gpu.wrong(d.device.block(0, 3), 7) == 0 and gpu.wrong(d.device.block(1, 3), 8) == 0
+
+
+def test_layers_wait_for_their_moments(gpu: Gpu, sides: tuple[DeviceSide, DeviceSide]) -> None:
+    p, d = sides
+    stream = gpu.stream()
+    load(p, d, [9])
+    p.agent.offer_partial([kvconn.PartialOffer("t", [[4]], ready=[0], computing=[1])])
+    for layer in range(LAYERS):
+        gpu.kernel(stream, p.device.block(layer, 4), 50 + layer)
+        p.agent.written_after([layer], p.agent.moment(layer, stream))
+    p.agent.offer([kvconn.Offer("t", [[4]], after=p.agent.moment(0, stream))])
+    assert d.finished("t").ok and p.finished("t").ok
+    assert [gpu.wrong(d.device.block(layer, 9), 50 + layer) for layer in range(LAYERS)] == [0] * LAYERS
+
+
+def test_host_memory_is_not_a_device(gpu: Gpu) -> None:
+    p = Side("prefill")
+    try:
+        region = kvconn.regions_from_tensor("layer.0", p.cache[0], block_dim=0)[0]
+        with pytest.raises(kvconn.KvconnError, match="host memory"):
+            p.agent.register_kv_caches([region._replace(memory=kvconn.Memory.DEVICE)])
+        p.register()
+        with pytest.raises(kvconn.KvconnError, match="device memory"):
+            p.agent.moment(0, 0)
+    finally:
+        p.agent.close()

@@ -1,0 +1,166 @@
+package tcp
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"syscall"
+	"time"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+)
+
+// landing is what a stream has read for device memory: slots whose bytes are being copied to
+// their blocks, the oldest first. While a stream waits for its peer, or for a slot, it has
+// none: so Revoke waits for copies only, and a slow peer holds no slot.
+type landing struct {
+	slots []Slot
+	vec   []iovec
+	runs  []Run
+}
+
+// landStaged reads bytes of a transfer into a slot, without a wait for the peer, and has
+// them copied to the device.
+func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64, device int) (uintptr, syscall.Errno, error) {
+	d := &s.r.t.devices
+	if !readable(fd) {
+		return 0, syscall.EAGAIN, s.landStarted(in, 0)
+	}
+	if err := s.landStarted(in, window-1); err != nil {
+		return 0, 0, err
+	}
+	ctx := noWait
+	slot, err := d.mover.Slot(ctx, device, ToDevice)
+	if err != nil {
+		if err := s.landStarted(in, 0); err != nil {
+			return 0, 0, err
+		}
+		ctx, cancel := context.WithTimeout(s.r.t.ctx, s.r.t.cfg.StallTimeout)
+		defer cancel()
+		if slot, err = d.mover.Slot(ctx, device, ToDevice); err != nil {
+			return 0, 0, &copyError{"wait for a slot of pinned memory", err}
+		}
+	}
+	mem := slot.Memory()
+	vec, _ := cur.fill(s.vec[:0], min(left, uint64(len(mem))))
+	_, _, room := d.alike(vec, min(left, uint64(len(mem))))
+	var got uint64
+	var errno syscall.Errno
+	for got < room && errno == 0 {
+		one := [1]iovec{{entry(slot, 0).base + uintptr(got), uintptr(room - got)}}
+		var n uintptr
+		if n, errno = vectored(syscall.SYS_READV, fd, one[:]); errno == 0 && n == 0 {
+			break // the peer has closed the connection
+		}
+		if errno == 0 {
+			got += uint64(n)
+		}
+	}
+	if got == 0 {
+		slot.Release()
+		return 0, errno, nil
+	}
+	cur.advance(got)
+	s.landing.runs = runs(s.landing.runs[:0], vec, got)
+	in.fence.RLock()
+	defer in.fence.RUnlock()
+	if in.revoked {
+		slot.Release()
+		return uintptr(got), 0, nil
+	}
+	in.copies.add()
+	slot.Copy(s.landing.runs)
+	s.landing.slots = append(s.landing.slots, slot)
+	return uintptr(got), 0, nil
+}
+
+// landStarted waits until at most so many slots of a transfer are under way.
+func (s *inStream) landStarted(in *inbound, most int) (err error) {
+	for len(s.landing.slots) > most {
+		slot := s.landing.slots[0]
+		s.landing.slots = append(s.landing.slots[:0], s.landing.slots[1:]...)
+		e := slot.Wait()
+		if e != nil && (err == nil || errors.Is(e, ErrMayCopy)) {
+			err, most = &copyError{"copy into device memory", e}, 0
+		}
+		if errors.Is(e, ErrMayCopy) { // Revoke waits for it
+			continue
+		}
+		slot.Release()
+		in.copies.done()
+	}
+	return err
+}
+
+// readable says whether a read would not wait.
+func readable(fd uintptr) bool {
+	list := [1]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+	for {
+		n, err := unix.Poll(list[:], 0)
+		if err != unix.EINTR {
+			return n > 0
+		}
+	}
+}
+
+// copyFailed ends a transfer for its memory's fault. If a copy may still land, the engine
+// must not hear of an end: the transfer stays as it is, and Revoke waits until Close.
+func (r *receiver) copyFailed(in *inbound, err error) {
+	if errors.Is(err, ErrMayCopy) {
+		r.t.cfg.Logger.Error("the blocks of a transfer may be written for ever", zap.String("transfer_id", string(in.id)), zap.Error(err))
+		return
+	}
+	r.failed(in, err)
+}
+
+// copies counts what is being copied.
+type copies struct {
+	mu   sync.Mutex
+	n    int
+	idle chan struct{}   // closed when n is 0 again; nil while nobody waits
+	over <-chan struct{} // closed when the transport closes
+}
+
+func (c *copies) add() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.n++
+}
+
+func (c *copies) done() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.n--; c.n == 0 && c.idle != nil {
+		close(c.idle)
+		c.idle = nil
+	}
+}
+
+// copyGrace is how long Close waits for copies.
+const copyGrace = 2 * time.Second
+
+// wait returns when nothing is copied, or copyGrace after Close has begun.
+func (c *copies) wait() {
+	c.mu.Lock()
+	if c.n == 0 {
+		c.mu.Unlock()
+		return
+	}
+	if c.idle == nil {
+		c.idle = make(chan struct{})
+	}
+	idle := c.idle
+	c.mu.Unlock()
+	select {
+	case <-idle:
+		return
+	case <-c.over:
+	}
+	late := time.NewTimer(copyGrace)
+	defer late.Stop()
+	select {
+	case <-idle:
+	case <-late.C:
+	}
+}

@@ -1,0 +1,117 @@
+package tcp
+
+import (
+	"context"
+	"errors"
+)
+
+// window is the most slots that one stream has at a time. It waits for a slot only while it
+// has none, so that streams never wait for each other.
+const window = 4
+
+// source is where the bytes of a frame come from: a stream's goroutine takes it apart, has
+// what lies in device memory copied into slots, ahead of the part that is written.
+type source struct {
+	devices *devices
+	ctx     context.Context // bounds the wait for a slot
+	rest    []iovec         // of the frame, not begun
+	ahead   []sourcePart
+	runs    []Run
+}
+
+// sourcePart is a part of a frame in memory that a socket can read once its copy has passed.
+type sourcePart struct {
+	vec   []iovec
+	bytes uint64
+	slot  Slot // nil: vec is of host memory
+	one   [1]iovec
+}
+
+var noWait = func() context.Context {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	return ctx
+}()
+
+func (c *source) begins(ctx context.Context, d *devices, frame []iovec) {
+	c.ctx, c.devices, c.rest = ctx, d, frame
+}
+
+// next is the next part, nil at the frame's end. It begins to copy the parts behind it.
+func (c *source) next() (*sourcePart, error) {
+	for len(c.rest) > 0 && len(c.ahead) < window {
+		p, err := c.begin()
+		if p == nil {
+			if err != nil {
+				return nil, err
+			}
+			break
+		}
+		c.ahead = append(c.ahead, *p)
+	}
+	if len(c.ahead) == 0 {
+		return nil, nil
+	}
+	p := &c.ahead[0]
+	if p.slot != nil {
+		if err := p.slot.Wait(); err != nil {
+			return nil, &copyError{"copy out of device memory", err}
+		}
+		p.one[0] = entry(p.slot, p.bytes)
+		p.vec = p.one[:]
+	}
+	return p, nil
+}
+
+// begin takes a part off the frame; nil if that has to wait for a slot and need not.
+func (c *source) begin() (*sourcePart, error) {
+	device, n, bytes := c.devices.alike(c.rest, ^uint64(0))
+	if device < 0 {
+		p := &sourcePart{vec: c.rest[:n], bytes: bytes}
+		c.rest = c.rest[n:]
+		return p, nil
+	}
+	ctx := c.ctx
+	if len(c.ahead) > 0 {
+		ctx = noWait
+	}
+	slot, err := c.devices.mover.Slot(ctx, device, FromDevice)
+	switch {
+	case err != nil && len(c.ahead) > 0:
+		return nil, nil // the parts before it come first
+	case err != nil:
+		return nil, &copyError{"wait for a slot of pinned memory", err}
+	}
+	_, _, bytes = c.devices.alike(c.rest, uint64(len(slot.Memory())))
+	c.runs = runs(c.runs[:0], c.rest, bytes)
+	slot.Copy(c.runs)
+	c.rest = drop(c.rest, uintptr(bytes))
+	return &sourcePart{slot: slot, bytes: bytes}, nil
+}
+
+// written ends the part that next has returned.
+func (c *source) written() {
+	if slot := c.ahead[0].slot; slot != nil {
+		slot.Release()
+	}
+	c.ahead = append(c.ahead[:0], c.ahead[1:]...)
+}
+
+// end returns when nothing is copied out of the frame's memory any more; false if that is
+// not known.
+func (c *source) end() (ended bool) {
+	ended = true
+	for i := range c.ahead {
+		slot := c.ahead[i].slot
+		if slot == nil {
+			continue
+		}
+		if err := slot.Wait(); errors.Is(err, ErrMayCopy) { // another error is of no account: nobody will read the slot
+			ended = false
+			continue
+		}
+		slot.Release()
+	}
+	c.ahead, c.rest = c.ahead[:0], nil
+	return ended
+}
