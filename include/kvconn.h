@@ -49,12 +49,9 @@
 extern "C" {
 #endif
 
-/* Raised when a function or struct changes in a way that breaks callers. */
-#define KVCONN_ABI_VERSION 1
-/* Of this header; kvconn_version tells the library's. */
-#define KVCONN_VERSION "0.1.0"
-/* Longest transfer_id, in bytes without the ending NUL. */
-#define KVCONN_TRANSFER_ID_MAX 128
+#define KVCONN_ABI_VERSION 1       /* raised when a function or struct changes in a way that breaks callers */
+#define KVCONN_VERSION "0.1.0"     /* of this header; kvconn_version tells the library's */
+#define KVCONN_TRANSFER_ID_MAX 128 /* longest transfer_id, in bytes without the ending NUL */
 
 /* Results of calls (0 to 19) and codes of completions (0, and from 20 on). */
 enum kvconn_status {
@@ -82,8 +79,7 @@ enum kvconn_status {
   KVCONN_AGENT_CLOSED = 28    /* kvconn_close on either side */
 };
 
-/* The handle of an open agent. No agent has the handle 0. */
-typedef uint64_t kvconn_agent;
+typedef uint64_t kvconn_agent; /* the handle of an open agent, never 0 */
 
 /* The kind of thing that a group's block ids name. Regions of one group have one kind. Two
    engines whose kinds differ refuse each other. */
@@ -96,8 +92,7 @@ enum kvconn_index_kind {
    kvconn_blocks counts, lies in entry p modulo n. A part that wraps goes on with entry 0. */
 #define KVCONN_INDEX_RING(n) (3u | (uint32_t)(n) << 8)
 
-/* Where a region lies. Device memory is what CUDA gave this process on one GPU, by cudaMalloc, a
-   pool or mapped handles. The pointer is checked. */
+/* Where a region lies. Device memory is what CUDA gave this process on one GPU; it is checked. */
 enum kvconn_memory { KVCONN_MEMORY_HOST = 0, KVCONN_MEMORY_DEVICE = 1 };
 
 /*
@@ -155,9 +150,8 @@ typedef struct kvconn_blocks {
  * none. If offer and load have different ones, a router has mixed two requests up: both halves
  * end with KVCONN_REFUSED and no byte is written.
  *
- * after, here and below, is a moment of kvconn_moment, or 0. Nothing of an offer is read, and
- * nothing of a load is written, before that moment has passed. With 0 the engine has waited for
- * its streams.
+ * after, here and below, is a moment of kvconn_moment, before which nothing of an offer is read
+ * and nothing of a load is written; 0: the engine has waited for its streams.
  */
 typedef struct kvconn_offer_request {
   uint32_t struct_size;
@@ -233,11 +227,10 @@ typedef struct kvconn_completion {
   char reason[320];                             /* NUL-terminated; empty if OK */
 } kvconn_completion;
 
-/* KVCONN_ABI_VERSION of the library, and its version as text. */
+/* KVCONN_ABI_VERSION of the library; its version as text; the name of a status, such as
+   "peer-lost". The texts are never NULL and not to be freed. */
 uint32_t kvconn_abi_version(void);
 const char *kvconn_version(void);
-
-/* The name of a status, such as "peer-lost"; never NULL, not to be freed. */
 const char *kvconn_status_name(int32_t status);
 
 /*
@@ -261,11 +254,10 @@ int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
 int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
 
 /*
- * Marks what a CUDA stream has been given up to now: *moment passes when the GPU has done all of
- * that. region is one that lies on the stream's GPU; stream is a CUstream or cudaStream_t, NULL
- * the default one. The call takes a microsecond or two and waits for nothing. At most 4096
- * moments of a GPU have not passed; the next is KVCONN_ERR_OVERLOAD. While the stream
- * is captured into a graph the result is KVCONN_ERR_INVALID.
+ * Marks what a CUDA stream has been given up to now: *moment passes when the GPU has done it.
+ * region is one that lies on the stream's GPU; stream is a CUstream or cudaStream_t, NULL the
+ * default one. The call waits for nothing. If 4096 moments of a GPU have not passed the result
+ * is KVCONN_ERR_OVERLOAD; while the stream is captured into a graph, KVCONN_ERR_INVALID.
  */
 int32_t kvconn_moment(kvconn_agent agent, uint32_t region, void *stream, uint64_t *moment);
 
@@ -313,10 +305,8 @@ int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *par
  */
 volatile uint8_t *kvconn_written_address(kvconn_agent agent);
 
-/*
- * Prefill: says by a call what a byte at kvconn_written_address says, of regions in device
- * memory: the step has queued all that writes the regions, and the moment passes when it is done.
- */
+/* Prefill: says of regions in device memory what a byte at kvconn_written_address says: the
+   step has queued all that writes them, and the moment passes when that is done. */
 int32_t kvconn_written_after(kvconn_agent agent, const uint32_t *regions, size_t num_regions, uint64_t moment);
 
 /*

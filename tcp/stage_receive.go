@@ -16,7 +16,6 @@ import (
 // none: so Revoke waits for copies only, and a slow peer holds no slot.
 type landing struct {
 	slots []Slot
-	vec   []iovec
 	runs  []Run
 }
 

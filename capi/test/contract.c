@@ -57,12 +57,16 @@ static void stale_handles(void) {
   size_t n = 9;
   const char *id = "x";
   const kvconn_agent bad[] = {0, 1, 12345, ~(kvconn_agent)0};
+  const uint32_t region = 0;
+  uint64_t moment = 7;
   for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
     EXPECT(kvconn_pending(bad[i]) == -KVCONN_ERR_HANDLE);
     EXPECT(kvconn_get_finished(bad[i], &c, sizeof c, 1, &n) == KVCONN_ERR_HANDLE && n == 0);
     EXPECT(kvconn_event_fd(bad[i]) == -KVCONN_ERR_HANDLE);
     EXPECT(kvconn_announce(bad[i], &id, 1, NULL) == KVCONN_ERR_HANDLE);
     EXPECT(kvconn_written_address(bad[i]) == NULL && error_says("handle"));
+    EXPECT(kvconn_moment(bad[i], 0, NULL, &moment) == KVCONN_ERR_HANDLE && moment == 0);
+    EXPECT(kvconn_written_after(bad[i], &region, 1, 1) == KVCONN_ERR_HANDLE);
     EXPECT(kvconn_close(bad[i]) == KVCONN_ERR_HANDLE);
   }
 }
@@ -98,7 +102,7 @@ static void bad_calls(kvconn_agent p, kvconn_agent d, const char *address) {
 
   EXPECT(kvconn_offer(p, &o, 1, &taken) == KVCONN_ERR_INVALID && error_says("block id 8") && taken == 0);
   const uint32_t four = 4, other = 1;
-  kvconn_partial_offer part = {sizeof part, 1, "bad-0", &g, &four, 0, NULL};
+  kvconn_partial_offer part = {sizeof part, 1, "bad-0", &g, &four, 0, NULL, 0};
   EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("block id 8") && taken == 0);
   g.count = 2;
   EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("blocks up to 4"));
@@ -112,6 +116,10 @@ static void bad_calls(kvconn_agent p, kvconn_agent d, const char *address) {
   volatile uint8_t *written = kvconn_written_address(p);
   EXPECT(written != NULL && written[0] == 0);
   written[0] = 1; /* no step runs: it says nothing */
+  uint64_t moment = 1;
+  EXPECT(kvconn_moment(p, 0, NULL, &moment) == KVCONN_ERR_INVALID && moment == 0 && error_says("device memory"));
+  EXPECT(kvconn_moment(p, 0, NULL, NULL) == KVCONN_ERR_INVALID && error_says("moment is NULL"));
+  EXPECT(kvconn_written_after(p, &none, 1, 1) == KVCONN_ERR_INVALID && error_says("device memory"));
   part.computing = NULL;
   part.ready = NULL;
   EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("ready"));
@@ -197,7 +205,7 @@ static void *transfers(void *arg) {
     l.prompt = o.prompt;
     EXPECT(kvconn_start_load(b->d, &l, 1, NULL) == KVCONN_OK);
     const uint32_t ready = 1, region = 0;
-    kvconn_partial_offer g = {sizeof g, 1, id, &src, &ready, o.prompt, NULL};
+    kvconn_partial_offer g = {sizeof g, 1, id, &src, &ready, o.prompt, NULL, 0};
     const char *ids[] = {id};
     if (i % 3 > 0) EXPECT(kvconn_offer_partial(b->p, &g, 1, &region, (size_t)(i % 2), NULL) == KVCONN_OK);
     if (i % 3 > 1) EXPECT(kvconn_withdraw(b->p, ids, 1, 30000) == KVCONN_OK);
@@ -221,7 +229,7 @@ static void crossed(kvconn_agent p, kvconn_agent d, const char *address) {
     l.num_groups = 1;
     l.prompt = 0xfeed;
     EXPECT(kvconn_start_load(d, &l, 1, NULL) == KVCONN_OK);
-    kvconn_partial_offer part = {sizeof part, 1, ids[i], &g, &ready, 0xbeef00000000, NULL};
+    kvconn_partial_offer part = {sizeof part, 1, ids[i], &g, &ready, 0xbeef00000000, NULL, 0};
     if (i) EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 0, NULL) == KVCONN_OK);
     kvconn_offer_request o;
     memset(&o, 0, sizeof o);

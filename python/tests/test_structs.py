@@ -18,7 +18,7 @@ from kvconn import _lib, _pack, _structs
 _PLACES = (Path(kvconn.__file__).parent / "include" / "kvconn.h", Path(__file__).resolve().parents[2] / "include" / "kvconn.h")
 HEADER = next(path for path in _PLACES if path.exists())
 TEXT = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
-DEFINED = {name: int(value) for name, value in re.findall(r"#define (KVCONN_\w+) (\d+)$", TEXT, re.MULTILINE)}
+DEFINED = {name: int(value) for name, value in re.findall(r"#define (KVCONN_\w+) (\d+) *$", TEXT, re.MULTILINE)}
 ENUMS = {name: int(value) for name, value in re.findall(r"(KVCONN_\w+) = (\d+)", TEXT)}
 TYPES = {
     "uint8_t": c.c_uint8,
