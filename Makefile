@@ -82,7 +82,7 @@ docs: | tools ## the pages as a site, build/_site, with their links checked
 
 # --- tests --------------------------------------------------------------------
 
-test: lint gpu-double test-go test-c test-wheel ## all tests that need no vLLM
+test: lint gpu-double test-go attack test-c test-wheel ## all tests that need no vLLM
 
 test-go: | tools ## Go, with the race detector and the invariants on
 	$(GO) test -race -tags invariants -timeout 8m ./...
@@ -100,7 +100,7 @@ gpu-kit: | tools ## build/kvconn-gpu-kit.tar.gz: what a machine with a GPU is to
 	@scripts/gpu-kit.sh
 
 attack: | tools ## attacks on real agents in processes of their own: each must get nothing
-	$(GO) test ./internal/attack -count=1 -timeout 300s -v
+	$(GO) test ./internal/attack -count=1 -timeout 300s
 
 TIME ?= 5m
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m

@@ -8,7 +8,7 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// peer is a P agent that claims and loads wait for. One message renews them all; its
+// peer is a P agent that claims and loads wait for. They are renewed together; the
 // answer says that P lives and knows them.
 type peer struct {
 	heard  time.Time // last sign of life

@@ -94,7 +94,7 @@ func left(raw syscall.RawConn) bool {
 	return closed
 }
 
-// greet reads the hello and makes the connection a stream of its peer's link. Its
+// greet reads the hello and makes the connection one of its peer's streams. Its
 // predecessor of the same number is over, whether this side saw that or not.
 func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 	s.t.tune(conn)
@@ -106,7 +106,7 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.strangers.conns = slices.DeleteFunc(s.strangers.conns, func(c *net.TCPConn) bool { return c == conn })
-	l := s.byTicket[h.key]
+	p := s.byTicket[h.key]
 	number, attempt := h.stream()
 	switch {
 	case s.closed:
@@ -115,20 +115,20 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 		return nil, fmt.Errorf("no hello within %v, or until its place was needed (%d): %w", s.t.cfg.DialTimeout, s.t.cfg.MaxGreeting, err)
 	case h.kind != frameHello:
 		return nil, fmt.Errorf("it begins with a frame of kind %d, want a hello", h.kind)
-	case l == nil:
+	case p == nil:
 		return nil, fmt.Errorf("%w: its ticket is none of this agent's: the peer must say hello", errUnwanted)
-	case !proof.shows(l.ticket):
+	case !proof.shows(p.ticket):
 		return nil, errors.New("it knows the name of a ticket, and not the ticket")
 	case rawErr != nil:
 		return nil, rawErr
 	case left(raw):
 		return nil, errors.New("the peer has closed it already")
-	case attempt <= l.slots[number].attempt:
-		return nil, fmt.Errorf("stream %d of decode agent %s comes late: attempt %d, after %d", number, l.peer, attempt, l.slots[number].attempt)
-	case s.streams >= s.t.cfg.MaxStreams && l.slots[number].stream == nil:
+	case attempt <= p.slots[number].attempt:
+		return nil, fmt.Errorf("stream %d of decode agent %s comes late: attempt %d, after %d", number, p.id, attempt, p.slots[number].attempt)
+	case s.streams >= s.t.cfg.MaxStreams && p.slots[number].stream == nil:
 		return nil, fmt.Errorf("%w: %d streams are open, the most that this process's limit of descriptors allows", errUnwanted, s.streams)
 	}
-	st := &outStream{conn: conn, raw: raw, link: l, number: number, offset: h.position, vec: make([]iovec, 0, maxVector)}
+	st := &outStream{conn: conn, raw: raw, peer: p, number: number, offset: h.position, vec: make([]iovec, 0, maxVector)}
 	s.enlist(st, attempt)
 	return st, nil
 }
@@ -151,24 +151,24 @@ func (s *sender) warn(what string, fields ...zap.Field) {
 
 // enlist makes a stream the one of its number; s.mu is held.
 func (s *sender) enlist(st *outStream, attempt uint64) {
-	l := st.link
-	slot := &l.slots[st.number]
+	p := st.peer
+	slot := &p.slots[st.number]
 	if old := slot.stream; old != nil {
 		old.dead = true
 		old.drop()
-		s.t.cfg.Logger.Debug("stream replaced", zap.String("peer", string(l.peer)), zap.Int("number", st.number))
+		s.t.cfg.Logger.Debug("stream replaced", zap.String("peer", string(p.id)), zap.Int("number", st.number))
 	} else {
-		l.open++
+		p.open++
 		s.streams++
 	}
 	slot.attempt, slot.stream = attempt, st
-	for _, out := range l.byGrant {
+	for _, out := range p.byGrant {
 		s.resume(out, st.number, st.offset)
 		if out.rests() {
 			st.rested = append(st.rested, out.grant)
 		}
 	}
-	l.wake.Broadcast()
+	p.wake.Broadcast()
 }
 
 // helloProof is what follows a hello.

@@ -14,9 +14,9 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// inLink is D's set of streams to one P agent.
-type inLink struct {
-	peer     core.AgentID
+// inPeer is a P agent, and D's streams to it.
+type inPeer struct {
+	id       core.AgentID
 	endpoint string
 	ticket   token
 	met      bool     // a stream has got through to P
@@ -36,29 +36,29 @@ type inSlot struct {
 	received uint64    // of this number's frames, headers included
 }
 
-func (l *inLink) busy() bool {
-	return slices.ContainsFunc(l.slots, func(s inSlot) bool { return s.busy })
+func (p *inPeer) busy() bool {
+	return slices.ContainsFunc(p.slots, func(s inSlot) bool { return s.busy })
 }
 
-func (l *inLink) open() bool {
-	return slices.ContainsFunc(l.slots, func(s inSlot) bool { return s.conn != nil })
+func (p *inPeer) open() bool {
+	return slices.ContainsFunc(p.slots, func(s inSlot) bool { return s.conn != nil })
 }
 
 // openAgain ends a stream whose bytes from P do not get through, so that its number is
 // dialled anew; r.mu is held.
-func (l *inLink) openAgain(number int, attempt uint64) {
-	if number >= len(l.slots) {
+func (p *inPeer) openAgain(number int, attempt uint64) {
+	if number >= len(p.slots) {
 		return
 	}
-	if slot := &l.slots[number]; slot.conn != nil && slot.attempt == attempt {
+	if slot := &p.slots[number]; slot.conn != nil && slot.attempt == attempt {
 		slot.wanted = true
 		slot.conn.Close()
 	}
 }
 
-func (l *inLink) closeAll() {
-	for i := range l.slots {
-		if c := l.slots[i].conn; c != nil {
+func (p *inPeer) closeAll() {
+	for i := range p.slots {
+		if c := p.slots[i].conn; c != nil {
 			c.Close()
 		}
 	}
@@ -70,7 +70,7 @@ const redialAfter = time.Second
 // redialSoon is the same after a stream that has brought bytes: P waits for the next one.
 const redialSoon = 50 * time.Millisecond
 
-// maxTries is how often each stream of a link is dialled while transfers wait and no
+// maxTries is how often each stream to a peer is dialled while transfers wait and no
 // stream has ever reached P.
 const maxTries = 3
 
@@ -89,28 +89,28 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	if r.closed {
 		return errClosed
 	}
-	link := r.links[peer]
-	if link == nil {
-		link = &inLink{peer: peer, slots: make([]inSlot, t.cfg.Streams)}
-		r.links[peer] = link
+	p := r.peers[peer]
+	if p == nil {
+		p = &inPeer{id: peer, slots: make([]inSlot, t.cfg.Streams)}
+		r.peers[peer] = p
 	}
-	if link.endpoint != endpoint || link.ticket != token(ticket) {
-		link.endpoint, link.ticket = endpoint, token(ticket)
-		for i := range link.slots {
-			link.slots[i].retryAt = time.Time{} // a failure of the former endpoint or ticket says nothing of the new ones
+	if p.endpoint != endpoint || p.ticket != token(ticket) {
+		p.endpoint, p.ticket = endpoint, token(ticket)
+		for i := range p.slots {
+			p.slots[i].retryAt = time.Time{} // a failure of the former endpoint or ticket says nothing of the new ones
 		}
-		link.tries = 0
+		p.tries = 0
 	}
-	r.dialMissing(link)
+	r.dialMissing(p)
 	return nil
 }
 
-// dialMissing starts the streams of a link that are not there, or have ended. Until a
+// dialMissing starts the streams to a peer that are not there, or have ended. Until a
 // stream is replaced, P may think that it lives; r.mu is held.
-func (r *receiver) dialMissing(link *inLink) {
-	others := link.busy()
-	for n := range link.slots {
-		slot := &link.slots[n]
+func (r *receiver) dialMissing(p *inPeer) {
+	others := p.busy()
+	for n := range p.slots {
+		slot := &p.slots[n]
 		if slot.busy {
 			continue
 		}
@@ -119,7 +119,7 @@ func (r *receiver) dialMissing(link *inLink) {
 		if others {
 			pause = time.Until(slot.retryAt)
 		}
-		r.t.goRun("tcp receive", func() { r.stream(link, n, pause) })
+		r.t.goRun("tcp receive", func() { r.stream(p, n, pause) })
 	}
 }
 
@@ -128,35 +128,35 @@ func (r *receiver) dialMissing(link *inLink) {
 func (r *receiver) dismiss(peer core.AgentID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if link := r.links[peer]; link != nil {
-		delete(r.links, peer)
-		link.closeAll()
+	if p := r.peers[peer]; p != nil {
+		delete(r.peers, peer)
+		p.closeAll()
 	}
 }
 
 // stream is the life of one connection to P, after a pause. While transfers wait for the
 // stream, the next connections are dialled too.
-func (r *receiver) stream(link *inLink, n int, pause time.Duration) {
+func (r *receiver) stream(p *inPeer, n int, pause time.Duration) {
 	for r.t.pause(pause) {
 		began := time.Now()
 		r.mu.Lock()
-		endpoint, ticket, dismissed := link.endpoint, link.ticket, r.links[link.peer] != link
+		endpoint, ticket, dismissed := p.endpoint, p.ticket, r.peers[p.id] != p
 		r.mu.Unlock()
 		cause, received := errDismissed, uint64(0)
 		if !dismissed {
-			received, cause = r.runStream(link, n, endpoint, ticket)
+			received, cause = r.runStream(p, n, endpoint, ticket)
 		}
 		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, cause)
 		if errors.Is(cause, syscall.EMFILE) || errors.Is(cause, syscall.ENFILE) {
 			err = fmt.Errorf("tcp stream to %s: this process has no descriptor left (ulimit -n): %w", endpoint, cause)
 		}
-		again, down, lost := r.streamEnded(link, n, !broken(cause))
-		r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(link.peer)), zap.Bool("again", again), zap.Error(err))
+		again, down, lost := r.streamEnded(p, n, !broken(cause))
+		r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(p.id)), zap.Bool("again", again), zap.Error(err))
 		for _, in := range lost {
 			r.fail(in, err)
 		}
 		if down {
-			r.t.sink.PeerDown(link.peer, err)
+			r.t.sink.PeerDown(p.id, err)
 		}
 		if !again {
 			return
@@ -184,41 +184,41 @@ func broken(cause error) bool {
 // P does not. If no stream is left and none has brought a byte since that last was so, the
 // transfers that have begun are lost. If no stream gets through at all, or P sends what it
 // should not, all are lost.
-func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down bool, lost []*inbound) {
+func (r *receiver) streamEnded(p *inPeer, n int, hostile bool) (again, down bool, lost []*inbound) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	slot := &link.slots[n]
+	slot := &p.slots[n]
 	slot.conn = nil
 	if r.closed {
 		slot.busy = false
 		return false, false, nil
 	}
-	if !link.met {
-		link.tries++
+	if !p.met {
+		p.tries++
 	}
-	hopeful := (link.met || link.tries < maxTries*r.t.cfg.Streams) && !hostile && r.links[link.peer] == link
-	open := link.open()
+	hopeful := (p.met || p.tries < maxTries*r.t.cfg.Streams) && !hostile && r.peers[p.id] == p
+	open := p.open()
 	again = slot.wanted && hopeful
-	goesOn := open || link.moved
-	link.moved = link.moved && open
+	goesOn := open || p.moved
+	p.moved = p.moved && open
 	for _, in := range r.byID {
 		switch {
-		case in.link != link:
+		case in.peer != p:
 		case hopeful && (in.first.IsZero() || goesOn):
 			again = true
 		case !open:
 			lost = append(lost, in)
 		}
 	}
-	if !open && link.up {
-		link.up, down = false, true
+	if !open && p.up {
+		p.up, down = false, true
 	}
 	if again {
 		return true, down, lost
 	}
 	slot.busy = false
-	busy := link.busy()
-	down = down || !busy && !link.met
+	busy := p.busy()
+	down = down || !busy && !p.met
 	slot.retryAt = time.Now().Add(r.redial)
 	if !hopeful && busy {
 		return false, down, nil // the last one decides
@@ -227,7 +227,7 @@ func (r *receiver) streamEnded(link *inLink, n int, hostile bool) (again, down b
 }
 
 // runStream is one connection. It returns how many bytes of frames came.
-func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token) (received uint64, _ error) {
+func (r *receiver) runStream(p *inPeer, n int, endpoint string, ticket token) (received uint64, _ error) {
 	d := net.Dialer{Timeout: r.t.cfg.DialTimeout, Control: r.t.cfg.guard(endpoint)}
 	conn, err := d.DialContext(r.t.ctx, "tcp", endpoint)
 	if err != nil {
@@ -235,14 +235,14 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token)
 	}
 	defer conn.Close()
 	r.mu.Lock()
-	if r.closed || r.links[link.peer] != link { // while it was dialled
+	if r.closed || r.peers[p.id] != p { // while it was dialled
 		r.mu.Unlock()
 		return 0, errDismissed
 	}
-	slot := &link.slots[n]
+	slot := &p.slots[n]
 	r.attempts++
 	slot.conn, slot.attempt, slot.wanted = conn, r.attempts, false
-	link.met, link.up = true, true
+	p.met, p.up = true, true
 	greeting := hello(ticket, n, slot.attempt, slot.received)
 	r.mu.Unlock()
 	c := conn.(*net.TCPConn)
@@ -251,7 +251,7 @@ func (r *receiver) runStream(link *inLink, n int, endpoint string, ticket token)
 	if err != nil {
 		return 0, err
 	}
-	s := &inStream{r: r, conn: c, raw: raw, link: link, vec: make([]iovec, 0, maxVector)}
+	s := &inStream{r: r, conn: c, raw: raw, peer: p, vec: make([]iovec, 0, maxVector)}
 	conn.SetWriteDeadline(time.Now().Add(r.t.cfg.StallTimeout))
 	_, err = conn.Write(greeting)
 	for err == nil {

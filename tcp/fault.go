@@ -58,7 +58,7 @@ func (s *inStream) answer(h *header, text string) error {
 }
 
 // faulted reads D's reason for which a transfer has failed there, and ends it.
-func (s *sender) faulted(l *outLink, conn net.Conn, h *header) error {
+func (s *sender) faulted(p *outPeer, conn net.Conn, h *header) error {
 	if h.length > maxFault {
 		return fmt.Errorf("a reason of %d bytes, at most %d are read", h.length, maxFault)
 	}
@@ -67,10 +67,10 @@ func (s *sender) faulted(l *outLink, conn net.Conn, h *header) error {
 		return err
 	}
 	s.mu.Lock()
-	out := l.byGrant[h.key]
+	out := p.byGrant[h.key]
 	s.mu.Unlock()
 	if out != nil {
-		s.end(out, fmt.Errorf("tcp: decode agent %s: %s", l.peer, strings.ToValidUTF8(string(text), "")))
+		s.end(out, fmt.Errorf("tcp: decode agent %s: %s", p.id, strings.ToValidUTF8(string(text), "")))
 	}
 	return nil
 }

@@ -348,7 +348,7 @@ func TestStreamsOfOnePeer(t *testing.T) {
 	until(t, "each has been greeted", func() bool {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		return p.sender.links["greedy"].open == maxPeerStreams && len(p.sender.strangers.conns) == 0
+		return p.sender.peers["greedy"].open == maxPeerStreams && len(p.sender.strangers.conns) == 0
 	})
 }
 

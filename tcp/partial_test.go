@@ -49,7 +49,7 @@ func (a *agent) got(id core.TransferID) uint64 {
 func (a *agent) heard(peer core.AgentID, attempts uint64) bool {
 	a.receiver.mu.Lock()
 	defer a.receiver.mu.Unlock()
-	l := a.receiver.links[peer]
+	l := a.receiver.peers[peer]
 	return l.moved && !slices.ContainsFunc(l.slots, func(s inSlot) bool { return s.conn == nil || s.attempt <= attempts })
 }
 
@@ -270,7 +270,7 @@ func FuzzPartial(f *testing.F) {
 	f.Add([]byte{0, 0, 255, 1, 63, 0, 1, 63, 1, 2, 70, 1, 0, 8, 8})
 	f.Fuzz(func(t *testing.T, steps []byte) {
 		const total, base = 512, 1000
-		out := &outbound{link: &outLink{}, total: total}
+		out := &outbound{peer: &outPeer{}, total: total}
 		var given, sent [total]bool
 		var offset [2]uint64
 		for ; len(steps) >= 3; steps = steps[3:] {

@@ -8,7 +8,7 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// One of several streams can be dead while the others live: a link of a bundle, one path
+// One of several streams can be dead while the others live: a cable of a bundle, one path
 // of many. The kernel finds out after StallTimeout. P knows sooner, by looking at the
 // bytes that D's kernel has acknowledged, and D opens that stream anew.
 
@@ -34,12 +34,12 @@ func (s *sender) startPatrol() {
 func (s *sender) look() {
 	var streams []*outStream
 	s.mu.Lock()
-	for _, l := range s.links {
-		if len(l.byGrant) == 0 || l.open < 2 {
+	for _, p := range s.peers {
+		if len(p.byGrant) == 0 || p.open < 2 {
 			continue
 		}
-		for i := range l.slots {
-			if st := l.slots[i].stream; st != nil {
+		for i := range p.slots {
+			if st := p.slots[i].stream; st != nil {
 				streams = append(streams, st)
 			}
 		}
@@ -53,13 +53,13 @@ func (s *sender) look() {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	moving := map[*outLink]bool{}
+	moving := map[*outPeer]bool{}
 	for i, st := range streams {
 		if infos[i] == nil {
 			continue
 		}
 		if infos[i].Bytes_acked != st.acked {
-			moving[st.link] = true
+			moving[st.peer] = true
 			st.acked, st.still = infos[i].Bytes_acked, 0
 		} else if st.still++; infos[i].Unacked == 0 && infos[i].Notsent_bytes == 0 {
 			st.still = 0
@@ -69,9 +69,9 @@ func (s *sender) look() {
 		// A D that takes no bytes is slow on all its streams alike. If nothing comes back at
 		// all, the way is dead.
 		dead := infos[i] != nil && infos[i].Retransmits > 0
-		if st.still >= stuckLooks && (dead || moving[st.link]) && st.link.stuck == nil {
-			st.still, st.link.stuck = 0, st
-			st.link.wake.Broadcast()
+		if st.still >= stuckLooks && (dead || moving[st.peer]) && st.peer.stuck == nil {
+			st.still, st.peer.stuck = 0, st
+			st.peer.wake.Broadcast()
 		}
 	}
 	if s.closed || len(s.byID) == 0 {

@@ -47,7 +47,7 @@ func TestOneDeadWay(t *testing.T) {
 		return p.sender.streams == 2
 	})
 	d.receiver.mu.Lock()
-	dead := d.receiver.links["p"].slots[1].conn
+	dead := d.receiver.peers["p"].slots[1].conn
 	d.receiver.mu.Unlock()
 	deafen(t, dead)
 	grant := d.expect(t, "t", "p", allBlocks(testBlocks))
@@ -133,7 +133,7 @@ func TestAskedToOpenAgain(t *testing.T) {
 		t.Fatalf("answered by %+v", h)
 	}
 	d.receiver.mu.Lock()
-	for n, slot := range d.receiver.links["p"].slots {
+	for n, slot := range d.receiver.peers["p"].slots {
 		if slot.wanted || slot.conn == nil {
 			t.Errorf("stream %d is opened anew", n)
 		}

@@ -12,7 +12,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// receiver is D's half: links to P agents, and the transfers that they fill.
+// receiver is D's half: the P agents that it was told to connect to, and the transfers that they fill.
 type receiver struct {
 	t  *Transport
 	mu sync.Mutex
@@ -21,7 +21,7 @@ type receiver struct {
 	byGrant map[token]*inbound
 	// telling holds the transfers whose outcome the sink is being told.
 	telling map[core.TransferID]chan struct{}
-	links   map[core.AgentID]*inLink
+	peers   map[core.AgentID]*inPeer
 	// attempts counts the streams that were opened, to all peers, from the time of New on.
 	// So the streams of an agent that opens again under its id are newer too.
 	attempts uint64
@@ -34,7 +34,7 @@ type receiver struct {
 type inbound struct {
 	id    core.TransferID
 	grant token
-	link  *inLink
+	peer  *inPeer
 	runs  []run
 	ends  []uint64 // ends[i]: position after runs[i]
 	total uint64
@@ -66,7 +66,7 @@ func (r *receiver) init(t *Transport) {
 	r.byID = map[core.TransferID]*inbound{}
 	r.byGrant = map[token]*inbound{}
 	r.telling = map[core.TransferID]chan struct{}{}
-	r.links = map[core.AgentID]*inLink{}
+	r.peers = map[core.AgentID]*inPeer{}
 }
 
 // Expect implements core.Transport.
@@ -85,12 +85,12 @@ func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Seg
 		return nil, errClosed
 	case r.byID[id] != nil:
 		return nil, fmt.Errorf("tcp: transfer %q is expected already", string(id))
-	case r.links[peer] == nil:
+	case r.peers[peer] == nil:
 		return nil, fmt.Errorf("tcp: no connection to prefill agent %s was asked for", peer)
 	}
-	in.link = r.links[peer]
+	in.peer = r.peers[peer]
 	r.byID[id], r.byGrant[in.grant] = in, in
-	r.dialMissing(in.link)
+	r.dialMissing(in.peer)
 	return bytes.Clone(in.grant[:]), nil
 }
 
@@ -131,8 +131,8 @@ func (r *receiver) close() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.closed = true
-	for _, l := range r.links {
-		l.closeAll()
+	for _, p := range r.peers {
+		p.closeAll()
 	}
 	for _, in := range r.byID {
 		r.forget(in)
@@ -176,7 +176,7 @@ type inStream struct {
 	r        *receiver
 	conn     *net.TCPConn
 	raw      syscall.RawConn
-	link     *inLink
+	peer     *inPeer
 	received uint64 // bytes of frames; of a header all or none
 	vec      []iovec
 	buf      [headerSize]byte
@@ -210,7 +210,7 @@ func (s *inStream) frame() error {
 		return errTicket
 	case frameAgain:
 		s.r.mu.Lock()
-		s.link.openAgain(h.stream())
+		s.peer.openAgain(h.stream())
 		s.r.mu.Unlock()
 		return nil
 	default:
@@ -222,7 +222,7 @@ func (s *inStream) frame() error {
 	s.r.mu.Lock()
 	in := s.r.byGrant[h.key]
 	if in != nil {
-		if in.link != s.link {
+		if in.peer != s.peer {
 			in = nil // another peer's grant
 		} else if err := in.claim(h.position, h.length); err != nil {
 			s.r.mu.Unlock()
@@ -233,7 +233,7 @@ func (s *inStream) frame() error {
 	var answer header
 	var fault string
 	if in != nil {
-		s.link.moved = true
+		s.peer.moved = true
 	} else { // what was told of it may be lost
 		answer, fault = s.r.done.answer(h.key)
 	}

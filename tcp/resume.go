@@ -83,8 +83,8 @@ func (out *outbound) due() bool { return out.left > 0 || out.ask }
 // enqueue puts the transfer into the queue if it has become due.
 func (out *outbound) enqueue(queued bool) {
 	if !queued && out.due() {
-		out.link.queue = append(out.link.queue, out)
-		out.link.wake.Broadcast()
+		out.peer.queue = append(out.peer.queue, out)
+		out.peer.wake.Broadcast()
 	}
 }
 
@@ -107,11 +107,11 @@ func (out *outbound) sentOn(number int) bool {
 
 // stuck says whether a transfer waits for a stream that is not there.
 func (out *outbound) stuck() bool {
-	if out.link.open == 0 {
+	if out.peer.open == 0 {
 		return true
 	}
 	for i := range out.sent {
-		if out.link.slots[out.sent[i].number].stream == nil {
+		if out.peer.slots[out.sent[i].number].stream == nil {
 			return true
 		}
 	}

@@ -124,7 +124,7 @@ func TestLostFramesAreSentAgain(t *testing.T) {
 				until(t, "P has seen it", func() bool {
 					p.sender.mu.Lock()
 					defer p.sender.mu.Unlock()
-					return p.sender.links["d"].open == 0
+					return p.sender.peers["d"].open == 0
 				})
 			}
 			received += uint64(k)
@@ -200,7 +200,7 @@ func TestLateHello(t *testing.T) {
 func (a *agent) open(peer core.AgentID) uint64 {
 	a.sender.mu.Lock()
 	defer a.sender.mu.Unlock()
-	for _, slot := range a.sender.links[peer].slots {
+	for _, slot := range a.sender.peers[peer].slots {
 		if slot.stream != nil {
 			return slot.attempt
 		}
@@ -309,7 +309,7 @@ func FuzzResume(f *testing.F) {
 	f.Add(^uint64(0)-60, uint64(20), uint64(1), []byte{9, 9})
 	f.Fuzz(func(t *testing.T, base, received, limit uint64, lengths []byte) {
 		limit, lengths = 1+limit%300, lengths[:min(len(lengths), 64)]
-		out := &outbound{link: &outLink{}, total: ^uint64(0)}
+		out := &outbound{peer: &outPeer{}, total: ^uint64(0)}
 		end := uint64(0)
 		offset := base
 		want := uint64(0)
@@ -374,7 +374,7 @@ func TestEveryStreamComesBack(t *testing.T) {
 		d.receiver.mu.Lock()
 		defer d.receiver.mu.Unlock()
 		n, _ := first.stream()
-		return !d.receiver.links["p"].slots[n].busy
+		return !d.receiver.peers["p"].slots[n].busy
 	})
 	d.expect(t, "t", "p", allBlocks(1))
 	_, again := p.stream()

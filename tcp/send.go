@@ -17,23 +17,23 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// sender is P's half: links of D agents, and the transfers that go to them.
+// sender is P's half: the admitted D agents, and the transfers that go to them.
 type sender struct {
 	t         *Transport
 	mu        sync.Mutex
-	links     map[core.AgentID]*outLink // of the admitted peers
-	byTicket  map[token]*outLink        // the same, by the names of tickets
+	peers     map[core.AgentID]*outPeer // of the admitted peers
+	byTicket  map[token]*outPeer        // the same, by the names of tickets
 	byID      map[core.TransferID]*outbound
-	streams   int         // of all links
+	streams   int         // of all peers
 	patrol    *time.Timer // while there are transfers; see look
 	strangers strangers
 	grace     time.Duration // see returnGrace
 	closed    bool
 }
 
-// outLink is an admitted D agent, and the streams that it has opened.
-type outLink struct {
-	peer    core.AgentID
+// outPeer is an admitted D agent, and the streams that it has opened.
+type outPeer struct {
+	id      core.AgentID
 	ticket  token
 	slots   [maxPeerStreams]outSlot // by number
 	open    int                     // streams in them
@@ -53,7 +53,7 @@ type outSlot struct {
 type outStream struct {
 	conn   *net.TCPConn
 	raw    syscall.RawConn
-	link   *outLink
+	peer   *outPeer
 	number int
 	offset uint64 // of the next frame, as D counts received bytes
 	dead   bool
@@ -68,8 +68,8 @@ type outStream struct {
 
 func (s *sender) init(t *Transport) {
 	s.t, s.grace = t, returnGrace
-	s.links = map[core.AgentID]*outLink{}
-	s.byTicket = map[token]*outLink{}
+	s.peers = map[core.AgentID]*outPeer{}
+	s.byTicket = map[token]*outPeer{}
 	s.byID = map[core.TransferID]*outbound{}
 }
 
@@ -81,40 +81,40 @@ func (t *Transport) Admit(peer core.AgentID) ([]byte, error) {
 	if s.closed {
 		return nil, errClosed
 	}
-	l := s.links[peer]
-	if l == nil {
-		l = &outLink{peer: peer, ticket: newToken(), byGrant: map[token]*outbound{}, wake: sync.NewCond(&s.mu)}
-		s.links[peer], s.byTicket[l.ticket.name()] = l, l
+	p := s.peers[peer]
+	if p == nil {
+		p = &outPeer{id: peer, ticket: newToken(), byGrant: map[token]*outbound{}, wake: sync.NewCond(&s.mu)}
+		s.peers[peer], s.byTicket[p.ticket.name()] = p, p
 	}
-	return bytes.Clone(l.ticket[:]), nil
+	return bytes.Clone(p.ticket[:]), nil
 }
 
 // dismiss forgets a D agent: its streams are closed, its writes end.
 func (s *sender) dismiss(peer core.AgentID) {
 	s.mu.Lock()
-	l := s.links[peer]
-	if l == nil || s.closed {
+	p := s.peers[peer]
+	if p == nil || s.closed {
 		s.mu.Unlock()
 		return
 	}
 	s.t.wg.Add(1) // Close waits for the outcomes that are told below
 	defer s.t.wg.Done()
-	delete(s.links, peer)
-	delete(s.byTicket, l.ticket.name())
-	lost := slices.Collect(maps.Values(l.byGrant))
+	delete(s.peers, peer)
+	delete(s.byTicket, p.ticket.name())
+	lost := slices.Collect(maps.Values(p.byGrant))
 	for _, out := range lost {
 		out.fail(fmt.Errorf("tcp: decode agent %s was dismissed: %w", peer, core.ErrConnectionLost))
 	}
-	l.closeAll()
+	p.closeAll()
 	s.mu.Unlock()
 	for _, out := range lost {
 		s.end(out, nil)
 	}
 }
 
-func (l *outLink) closeAll() {
-	for i := range l.slots {
-		if st := l.slots[i].stream; st != nil {
+func (p *outPeer) closeAll() {
+	for i := range p.slots {
+		if st := p.slots[i].stream; st != nil {
 			st.conn.Close()
 		}
 	}
@@ -138,7 +138,7 @@ func (s *sender) settle(out *outbound) bool {
 
 func (s *sender) forget(out *outbound) {
 	delete(s.byID, out.id)
-	delete(out.link.byGrant, out.grant)
+	delete(out.peer.byGrant, out.grant)
 	s.stopWaiting(out)
 }
 
@@ -166,9 +166,9 @@ func (s *sender) close() {
 	for _, c := range s.strangers.conns {
 		c.Close()
 	}
-	for _, l := range s.links {
-		l.closeAll()
-		l.wake.Broadcast()
+	for _, p := range s.peers {
+		p.closeAll()
+		p.wake.Broadcast()
 	}
 	s.mu.Unlock()
 	for _, out := range left {
@@ -184,11 +184,11 @@ func (s *sender) serve(st *outStream) {
 		switch {
 		case err != nil:
 		case h.kind == frameAck:
-			s.acked(st.link, &h)
+			s.acked(st.peer, &h)
 		case h.kind == frameNack:
-			s.nacked(st.link, &h)
+			s.nacked(st.peer, &h)
 		case h.kind == frameFault:
-			err = s.faulted(st.link, st.conn, &h)
+			err = s.faulted(st.peer, st.conn, &h)
 		default:
 			err = fmt.Errorf("frame of kind %d, want an acknowledgement", h.kind)
 		}
@@ -199,9 +199,9 @@ func (s *sender) serve(st *outStream) {
 	}
 }
 
-func (s *sender) acked(l *outLink, h *header) {
+func (s *sender) acked(p *outPeer, h *header) {
 	s.mu.Lock()
-	out := l.byGrant[h.key]
+	out := p.byGrant[h.key]
 	tell := false
 	// Only if every byte of the transfer was given and sent is it the truth.
 	if out != nil && out.err == nil && !out.due() && out.given.bytes == out.total && h.length == out.total {
@@ -212,9 +212,9 @@ func (s *sender) acked(l *outLink, h *header) {
 	s.tell(out, tell)
 }
 
-func (s *sender) nacked(l *outLink, h *header) {
+func (s *sender) nacked(p *outPeer, h *header) {
 	s.mu.Lock()
-	out := l.byGrant[h.key]
+	out := p.byGrant[h.key]
 	s.mu.Unlock()
 	if out != nil {
 		s.end(out, core.ErrNotExpected)
@@ -238,19 +238,19 @@ func (s *sender) streamEnded(st *outStream, err error) {
 	}
 	st.dead = true
 	st.conn.Close() // not before: the stream's other goroutine would take this for the cause
-	l := st.link
-	l.slots[st.number].stream = nil
-	l.open--
+	p := st.peer
+	p.slots[st.number].stream = nil
+	p.open--
 	s.streams--
 	bound := s.t.cfg.DialTimeout
-	if l.open == 0 && !errors.Is(err, errStuck) {
+	if p.open == 0 && !errors.Is(err, errStuck) {
 		bound = s.grace
 	}
-	here := !s.closed && s.links[l.peer] == l
+	here := !s.closed && s.peers[p.id] == p
 	var lost []*outbound
-	for _, out := range l.byGrant {
+	for _, out := range p.byGrant {
 		switch {
-		case l.open > 0 && !out.sentOn(st.number):
+		case p.open > 0 && !out.sentOn(st.number):
 		case here && network && out.given.bytes == 0 && out.total > 0:
 			s.await(out, s.t.cfg.DialTimeout, err) // D may not have received a byte of P's yet, and is then not as quick
 		case here && network:
@@ -259,14 +259,14 @@ func (s *sender) streamEnded(st *outStream, err error) {
 			lost = append(lost, out)
 		}
 	}
-	down := here && l.open == 0
-	l.wake.Broadcast()
+	down := here && p.open == 0
+	p.wake.Broadcast()
 	s.mu.Unlock()
 	for _, out := range lost {
 		s.end(out, err)
 	}
 	if down {
-		s.t.sink.PeerDown(l.peer, err)
+		s.t.sink.PeerDown(p.id, err)
 	}
 }
 
@@ -309,35 +309,35 @@ func (s *sender) run(st *outStream) {
 func (s *sender) take(st *outStream) (*outbound, uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	l := st.link
+	p := st.peer
 	var out *outbound
 	for out == nil {
 		switch {
 		case st.dead || s.closed:
 			return nil, 0
-		case l.stuck != nil && l.stuck != st:
-			stuck := l.stuck
-			l.stuck = nil
+		case p.stuck != nil && p.stuck != st:
+			stuck := p.stuck
+			p.stuck = nil
 			if !stuck.dead {
-				h := again(stuck.number, l.slots[stuck.number].attempt)
+				h := again(stuck.number, p.slots[stuck.number].attempt)
 				st.frame(&h)
 				return nil, headerSize
 			}
 		case len(st.rested) > 0:
 			h := header{kind: frameData, key: st.rested[0]}
 			st.rested = st.rested[1:]
-			if lives := l.byGrant[h.key]; lives != nil && lives.err == nil {
+			if lives := p.byGrant[h.key]; lives != nil && lives.err == nil {
 				st.vec = append(st.vec[:0], iovec{})
 				st.frame(&h)
 				return nil, headerSize
 			}
-		case len(l.queue) == 0:
-			l.wake.Wait()
+		case len(p.queue) == 0:
+			p.wake.Wait()
 		default:
-			if l.queue[0].due() { // else it was given up while it stood in the queue
-				out = l.queue[0]
+			if p.queue[0].due() { // else it was given up while it stood in the queue
+				out = p.queue[0]
 			}
-			l.queue = l.queue[1:]
+			p.queue = p.queue[1:]
 		}
 	}
 	out.ask = false
@@ -347,7 +347,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 	st.frame(&h)
 	out.frames++
 	if out.left > 0 {
-		l.queue = append(l.queue, out)
+		p.queue = append(p.queue, out)
 	}
 	return out, headerSize + h.length
 }

@@ -267,7 +267,7 @@ func TestDismissedBetweenTwoDials(t *testing.T) {
 	until(t, "one dial failed", func() bool {
 		d.receiver.mu.Lock()
 		defer d.receiver.mu.Unlock()
-		return d.receiver.links["p"].tries == 1
+		return d.receiver.peers["p"].tries == 1
 	})
 	d.Dismiss("p")
 	if l, err = net.Listen("tcp", addr); err != nil {

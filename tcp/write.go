@@ -14,7 +14,7 @@ import (
 type outbound struct {
 	id      core.TransferID
 	grant   token
-	link    *outLink
+	peer    *outPeer
 	given   given
 	todo    spans       // to send: bytes that no frame has had, and bytes that were lost with a stream
 	left    uint64      // bytes of it
@@ -41,23 +41,23 @@ func (t *Transport) Write(op core.WriteOp) {
 	out.ask = out.total == 0
 	out.sent = make([]sentFrame, 0, 1+out.total/t.cfg.FrameBytes)
 	s.mu.Lock()
-	l := s.links[op.Peer]
+	p := s.peers[op.Peer]
 	switch {
 	case err != nil:
 	case s.closed:
 		err = errClosed
 	case s.byID[op.ID] != nil:
 		err = fmt.Errorf("tcp: transfer %q is being written already", string(op.ID))
-	case l == nil:
+	case p == nil:
 		err = fmt.Errorf("tcp: decode agent %s is not admitted, it must say hello: %w", op.Peer, core.ErrConnectionLost)
-	case l.byGrant[out.grant] != nil:
-		err = fmt.Errorf("tcp: transfer %q has the grant of transfer %q", string(op.ID), string(l.byGrant[out.grant].id))
+	case p.byGrant[out.grant] != nil:
+		err = fmt.Errorf("tcp: transfer %q has the grant of transfer %q", string(op.ID), string(p.byGrant[out.grant].id))
 	default:
-		out.link = l
-		s.byID[op.ID], l.byGrant[out.grant] = out, out
+		out.peer = p
+		s.byID[op.ID], p.byGrant[out.grant] = out, out
 		out.enqueue(false)
 		s.startPatrol()
-		if l.open == 0 {
+		if p.open == 0 {
 			s.await(out, t.cfg.DialTimeout, fmt.Errorf("tcp: decode agent %s has no stream: %w", op.Peer, core.ErrConnectionLost))
 		}
 	}

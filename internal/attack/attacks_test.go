@@ -291,7 +291,7 @@ func TestAnswersThatNobodyReads(t *testing.T) {
 		t.Errorf("an honest load beside it: %+v", l)
 	}
 	t.Logf("prefill's memory grew from %.0f to %.0f MiB", before, peak)
-	if peak-before > 256 {
+	if peak-before > 256 && !raced {
 		t.Errorf("prefill's memory grew from %.0f to %.0f MiB", before, peak)
 	}
 }
