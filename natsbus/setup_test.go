@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -79,9 +78,7 @@ func newSecurePort(t testing.TB, addr string, opt ServerOptions, secure *tls.Con
 	if err != nil {
 		t.Fatal(err)
 	}
-	names.Lock()
-	names.servers = append(names.servers, s)
-	names.Unlock()
+	namedAt(s.opt.Identity.ID())
 	var l net.Listener
 	eventually(t, "listen on "+addr, func() error {
 		l, err = net.Listen("tcp", addr)
@@ -124,46 +121,6 @@ func closeBus(t testing.TB, b *Bus) {
 	}
 }
 
-// names are the identities that tests gave names to, and all servers, at each of which an
-// agent has another id.
-var names struct {
-	sync.Mutex
-	byName  map[string]*Identity
-	servers []*Server
-}
-
-// named is the identity of that name.
-func named(name string) *Identity {
-	names.Lock()
-	defer names.Unlock()
-	if names.byName == nil {
-		names.byName = map[string]*Identity{}
-	}
-	if names.byName[name] == nil {
-		names.byName[name] = NewIdentity()
-	}
-	return names.byName[name]
-}
-
-// nick is the name of an id, here or at any server; the id itself if it has none.
-func nick[T ~string](id T) string {
-	names.Lock()
-	defer names.Unlock()
-	for name, i := range names.byName {
-		if i.ID() == core.AgentID(id) {
-			return name
-		}
-	}
-	for _, s := range names.servers {
-		for name, i := range names.byName {
-			if i.At(s.opt.Identity.ID()).ID() == core.AgentID(id) {
-				return name
-			}
-		}
-	}
-	return string(id)
-}
-
 // rawClient is a connection of an agent that has proved itself.
 func rawClient(t testing.TB, p *port, i *Identity, k secrets, r right) net.Conn {
 	t.Helper()
@@ -197,35 +154,6 @@ func natsClient(t testing.TB, p *port, i *Identity, k secrets, r right) *nats.Co
 	}
 	t.Cleanup(nc.Close)
 	return nc
-}
-
-// reach is the id by which a bus reaches the agent of that name.
-func reach(b *Bus, name string) core.AgentID {
-	if name == string(hostID) {
-		return hostID
-	}
-	i := named(name)
-	if !strings.HasPrefix(name, "D") || b.opt.ClusterURL != "" {
-		return i.ID()
-	}
-	if s := b.opt.Server; s != nil {
-		s.gate.mu.Lock()
-		var in []core.AgentID
-		for _, c := range s.gate.pass {
-			in = append(in, c.id)
-		}
-		s.gate.mu.Unlock()
-		for _, id := range in {
-			if nick(id) == name {
-				return id
-			}
-		}
-		return i.At(s.opt.Identity.ID()).ID()
-	}
-	if home := b.homeLink(); home != nil && home.entrance != nil {
-		return i.At(home.entrance.server()).ID()
-	}
-	return i.ID()
 }
 
 func agent(id, engine string) *wire.Agent {

@@ -32,7 +32,7 @@ func TestKeys(t *testing.T) {
 			if (k.Default == nil) != (k.Without != "") || !strings.HasSuffix(k.Meaning, ".") {
 				t.Errorf("%s has default %v, %q, meaning %q", k.Name, k.Default, k.Without, k.Meaning)
 			}
-			if got := values[k.Name]; k.Default != nil && fmt.Sprint(got) != jsonText(t, k.Default) {
+			if got := values[k.Name]; k.Default != nil && jsonText(t, got) != jsonText(t, k.Default) {
 				t.Errorf("%s is %v by default, want %v", k.Name, got, k.Default)
 			}
 		}

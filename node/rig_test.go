@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 	"unsafe"
@@ -60,8 +61,19 @@ func open(t testing.TB, cfg Config) *side {
 	return s
 }
 
-// nameOf is the id by which this prefill agent knows a decode agent.
-func (s *side) nameOf(d *side) core.AgentID { return d.identity.At(s.ID()).ID() }
+// nameOf is the id by which this prefill agent knows a decode agent. To derive one takes
+// milliseconds under the race detector, and the doubles ask for many at each message.
+func (s *side) nameOf(d *side) core.AgentID {
+	key := [2]core.AgentID{s.ID(), d.ID()}
+	if id, known := derivedNames.Load(key); known {
+		return id.(core.AgentID)
+	}
+	id := d.identity.At(s.ID()).ID()
+	derivedNames.Store(key, id)
+	return id
+}
+
+var derivedNames sync.Map // of pairs of agents' own ids
 
 // block is one block's bytes in a layer.
 func (s *side) block(layer int, id core.BlockID) []byte {
