@@ -22,7 +22,10 @@ func setDevices(h C.kvconn_agent, a *node.Agent) error {
 		*(*unsafe.Pointer)(unsafe.Pointer(&list[i].record)) = e.Function
 		list[i].argument = e.Argument
 	}
-	if C.slot_set_devices(h, (*C.uint8_t)(unsafe.SliceData(of)), unsafe.SliceData(list), C.uint32_t(len(list))) != 0 {
+	switch C.slot_set_devices(h, (*C.uint8_t)(unsafe.SliceData(of)), unsafe.SliceData(list), C.uint32_t(len(list))) {
+	case -1:
+		return errHandle
+	case -2:
 		return fmt.Errorf("%w: no memory for the devices of %d regions", errSystem, len(of))
 	}
 	return nil

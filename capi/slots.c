@@ -25,7 +25,9 @@ struct slot {
   uint32_t head;
   int event_fd;
   uint32_t num_regions;
-  struct slot_device *devices; /* NULL: all regions lie in host memory */
+  pthread_mutex_t devices_lock; /* of the devices: their functions may wait for the driver */
+  struct slot_device *devices;  /* NULL: all regions lie in host memory, or the agent closes */
+  int closing;                  /* devices come too late */
   uint8_t *device_of;          /* of each region; 0: host memory */
   uint64_t *after;             /* the moment of each region's mark */
   _Atomic uint8_t written[KVCONN_MAX_REGIONS]; /* by the step: the host stores what is not 0, without the lock */
@@ -39,7 +41,10 @@ static uint64_t generation;
 static _Atomic int poisoned;
 
 __attribute__((constructor)) static void init_slots(void) {
-  for (int i = 0; i < KVCONN_MAX_AGENTS; i++) pthread_mutex_init(&slots[i].lock, NULL);
+  for (int i = 0; i < KVCONN_MAX_AGENTS; i++) {
+    pthread_mutex_init(&slots[i].lock, NULL);
+    pthread_mutex_init(&slots[i].devices_lock, NULL);
+  }
 }
 
 static struct slot *find(kvconn_agent agent) {
@@ -104,6 +109,7 @@ kvconn_agent slot_open(uint32_t capacity) {
     s->capacity = capacity;
     s->head = 0;
     s->num_regions = 0;
+    s->closing = 0;
     set_count(s, 0);
     agent = ++generation << INDEX_BITS | (uint64_t)(i + 1);
     atomic_store_explicit(&s->handle, agent, memory_order_release);
@@ -111,15 +117,6 @@ kvconn_agent slot_open(uint32_t capacity) {
   }
   pthread_mutex_unlock(&table_lock);
   return agent;
-}
-
-static void forget_devices(struct slot *s) {
-  free(s->devices);
-  free(s->device_of);
-  free(s->after);
-  s->devices = NULL;
-  s->device_of = NULL;
-  s->after = NULL;
 }
 
 void slot_close(kvconn_agent agent) {
@@ -130,7 +127,10 @@ void slot_close(kvconn_agent agent) {
   close(s->event_fd);
   free(s->ring);
   s->ring = NULL;
-  forget_devices(s);
+  free(s->device_of);
+  free(s->after);
+  s->device_of = NULL;
+  s->after = NULL;
   atomic_store(&s->handle, 0); /* last: slot_open may take it from here on */
   pthread_mutex_unlock(&s->lock);
 }
@@ -255,7 +255,7 @@ int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t num_re
   if (s == NULL) return -1;
   int result = 0;
   for (size_t i = 0; i < num_regions && result == 0; i++)
-    if (regions[i] >= s->num_regions || s->devices == NULL || s->device_of[regions[i]] == 0) result = -2;
+    if (regions[i] >= s->num_regions || s->device_of == NULL || s->device_of[regions[i]] == 0) result = -2;
   for (size_t i = 0; i < num_regions && result == 0; i++) {
     s->after[regions[i]] = moment;
     atomic_store(&s->written[regions[i]], 1);
@@ -267,32 +267,41 @@ int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t num_re
 int slot_set_devices(kvconn_agent agent, const uint8_t *of_region, const struct slot_device *devices, uint32_t num_devices) {
   struct slot *s = acquire(agent);
   if (s == NULL) return -1;
-  forget_devices(s);
   int result = 0;
-  if (num_devices > 0) {
+  pthread_mutex_lock(&s->devices_lock);
+  free(s->devices); /* marks and their moments stay: the agent may still take them */
+  s->devices = NULL;
+  if (num_devices == 0) {
+    s->closing = 1;
+  } else if (s->closing) {
+    result = -1;
+  } else {
     s->devices = malloc(num_devices * sizeof *devices);
     s->device_of = malloc(s->num_regions);
     s->after = calloc(s->num_regions, sizeof *s->after);
     if (s->devices == NULL || s->device_of == NULL || s->after == NULL) {
-      forget_devices(s);
-      result = -1;
+      free(s->devices);
+      s->devices = NULL;
+      result = -2;
     } else {
       memcpy(s->devices, devices, num_devices * sizeof *devices);
       memcpy(s->device_of, of_region, s->num_regions);
     }
   }
+  pthread_mutex_unlock(&s->devices_lock);
   pthread_mutex_unlock(&s->lock);
   return result;
 }
 
 int slot_moment(kvconn_agent agent, uint32_t region, uintptr_t stream, uint64_t *moment) {
-  struct slot *s = acquire(agent);
+  struct slot *s = find(agent);
   if (s == NULL) return 0;
   int made = 0;
-  if (s->devices != NULL && region < s->num_regions && s->device_of[region] > 0) {
+  pthread_mutex_lock(&s->devices_lock); /* not the ring's lock: the agent would stand still while the driver does */
+  if (s->devices != NULL && atomic_load(&s->handle) == agent && region < s->num_regions && s->device_of[region] > 0) {
     struct slot_device *d = &s->devices[s->device_of[region] - 1];
     made = d->record(d->argument, stream, moment).code == 0;
   }
-  pthread_mutex_unlock(&s->lock);
+  pthread_mutex_unlock(&s->devices_lock);
   return made;
 }

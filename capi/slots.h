@@ -47,8 +47,8 @@ struct slot_device {
 };
 
 /* The devices on which the agent's regions lie: of_region has for each the device's place from 1 on, 0 for host memory.
-   Both are copied. With num_devices 0 the devices are forgotten, and nobody is in their functions any more. 0, or -1 when
-   the handle is stale or memory is out. */
+   Both are copied. With num_devices 0 the devices are forgotten for good, and nobody is in their functions any more. 0, -1
+   when the handle is stale or the agent closes, or -2 when memory is out. */
 int slot_set_devices(kvconn_agent agent, const uint8_t *of_region, const struct slot_device *devices, uint32_t num_devices);
 
 /* Records a moment on a stream of a region's device; not 0 if that was done. */

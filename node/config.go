@@ -99,6 +99,7 @@ type Config struct {
 	Claim          Seconds `json:"claim_s"`
 	ConnectTimeout Seconds `json:"connect_timeout_s"`
 	StallTimeout   Seconds `json:"stall_timeout_s"`
+	MomentTimeout  Seconds `json:"moment_timeout_s"`
 	CloseTimeout   Seconds `json:"close_timeout_s"`
 	JoinTimeout    Seconds `json:"join_timeout_s"`
 	MaxTransfers   int     `json:"max_transfers"`

@@ -101,6 +101,7 @@ func Keys() []KeyGroup {
 			{Name: "claim_s", Default: Seconds(core.Defaults.Claim), Unit: "s", Meaning: "How long decode keeps a claim that no load follows."},
 			{Name: "connect_timeout_s", Default: Seconds(core.DefaultConnectTimeout), Unit: "s", Meaning: "Bounds the finding and meeting of a peer, and the return of one of several streams that broke."},
 			{Name: "stall_timeout_s", Default: Seconds(core.DefaultStallTimeout), Unit: "s", Meaning: "A stream without progress for so long ends."},
+			{Name: "moment_timeout_s", Default: 60, Unit: "s", Meaning: "A moment of a GPU's stream that has not passed after so long ends the transfers that wait for it."},
 			{Name: "close_timeout_s", Default: 5, Unit: "s", Meaning: "Bounds `kvconn_close`."},
 		}},
 		{"Further completions", []Key{

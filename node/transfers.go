@@ -69,17 +69,10 @@ func (t *transports) Write(op core.WriteOp) {
 
 // Extend gives more of a write.
 func (t *transports) Extend(op core.WriteOp) {
-	w := t.of(half{op.ID, core.SideOffer})
-	if w == nil {
-		return
+	if w := t.of(half{op.ID, core.SideOffer}); w != nil {
+		_, op.Grant = unmark(op.Grant)
+		w.Extend(op)
 	}
-	if err := t.devices.Check(); err != nil {
-		t.log.Error("a transfer cannot go on", zap.String("transfer_id", string(op.ID)), zap.Error(err))
-		w.Stop(op.ID)
-		return
-	}
-	_, op.Grant = unmark(op.Grant)
-	w.Extend(op)
 }
 
 // Stop ends a write early.

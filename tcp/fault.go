@@ -88,7 +88,7 @@ func (e *copyError) Unwrap() error { return e.err }
 func ofMemory(err error) bool {
 	var host *hostmem.FaultError
 	var device *copyError
-	return errors.As(err, &host) || errors.As(err, &device)
+	return errors.As(err, &host) || errors.As(err, &device) || errors.Is(err, errClosed)
 }
 
 // cannotRead ends a transfer whose bytes this process cannot read. If a part of its frame

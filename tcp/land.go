@@ -49,17 +49,19 @@ func (s *inStream) readAll(in *inbound, h *header) (got uint64, _ *inbound, err 
 		s.conn.SetReadDeadline(idle.deadline())
 		var n uintptr
 		var errno syscall.Errno
-		var copying error
 		err := s.raw.Read(func(fd uintptr) bool {
-			n, errno, copying = s.read(fd, in, &cur, left)
-			return errno != syscall.EAGAIN || copying != nil
+			n, errno = s.read(fd, in, &cur, left)
+			return errno != syscall.EAGAIN || s.landing.busy()
 		})
-		switch {
-		case copying != nil:
-			if err := fails(copying); err != nil {
-				return got, in, err
+		if err == nil && errno == syscall.EAGAIN { // copies are waited for here: in Read, a close of the connection would wait too
+			if err := s.landSome(in); err != nil {
+				if err := fails(err); err != nil {
+					return got, in, err
+				}
 			}
 			continue
+		}
+		switch {
 		case err != nil && idle.goesOn(err):
 			continue
 		case err != nil:
@@ -81,9 +83,8 @@ func (s *inStream) readAll(in *inbound, h *header) (got uint64, _ *inbound, err 
 	return got, in, nil
 }
 
-// read takes some of a frame's bytes, without a wait for the peer. The error is one of a
-// copy into device memory.
-func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uintptr, syscall.Errno, error) {
+// read takes some of a frame's bytes, without a wait.
+func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uintptr, syscall.Errno) {
 	room := left
 	if d := &s.r.t.devices; d.mover != nil && in != nil {
 		vec, _ := cur.fill(s.vec[:0], left)
@@ -93,10 +94,9 @@ func (s *inStream) read(fd uintptr, in *inbound, cur *cursor, left uint64) (uint
 		}
 	}
 	if n, errno, landed := s.land(fd, in, cur, room); landed {
-		return n, errno, nil
+		return n, errno
 	}
-	n, errno := s.discard(fd, left)
-	return n, errno, nil
+	return s.discard(fd, left)
 }
 
 func (in *inbound) isRevoked() bool {

@@ -1,7 +1,6 @@
 package tcp
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -25,10 +24,7 @@ func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64
 	if s.t.devices.mover == nil || out == nil {
 		return w.write(st.vec, length)
 	}
-	// A peer that takes no bytes has its slots for the stall timeout, at most.
-	ctx, cancel := context.WithTimeout(s.t.ctx, 2*s.t.cfg.StallTimeout)
-	defer cancel()
-	st.source.begins(ctx, &s.t.devices, st.vec)
+	st.source.begins(s.t, func() bool { return out.over.Load() }, st.vec)
 	defer func() {
 		if !st.source.end() {
 			err = fmt.Errorf("%w: %w", ErrMayCopy, err)

@@ -17,30 +17,28 @@ import (
 type landing struct {
 	slots []Slot
 	runs  []Run
+	ready Slot // for the next bytes
+	wants int  // nothing can be read before there is a slot: the device's number and 1
 }
 
-// landStaged reads bytes of a transfer into a slot, without a wait for the peer, and has
-// them copied to the device.
-func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64, device int) (uintptr, syscall.Errno, error) {
-	d := &s.r.t.devices
+// busy says whether something is to be done before the stream may wait for its peer.
+func (l *landing) busy() bool { return len(l.slots) > 0 || l.ready != nil || l.wants > 0 }
+
+// landStaged reads bytes of a transfer into a slot, without a wait, and has them copied to the
+// device. EAGAIN: the peer has sent nothing, or landSome is to be called.
+func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64, device int) (uintptr, syscall.Errno) {
+	d, l := &s.r.t.devices, &s.landing
 	if !readable(fd) {
-		return 0, syscall.EAGAIN, s.landStarted(in, 0)
+		return 0, syscall.EAGAIN
 	}
-	if err := s.landStarted(in, window-1); err != nil {
-		return 0, 0, err
+	if l.ready == nil && len(l.slots) < window {
+		l.ready, _ = d.mover.Slot(noWait, device, ToDevice)
 	}
-	ctx := noWait
-	slot, err := d.mover.Slot(ctx, device, ToDevice)
-	if err != nil {
-		if err := s.landStarted(in, 0); err != nil {
-			return 0, 0, err
-		}
-		ctx, cancel := context.WithTimeout(s.r.t.ctx, s.r.t.cfg.StallTimeout)
-		defer cancel()
-		if slot, err = d.mover.Slot(ctx, device, ToDevice); err != nil {
-			return 0, 0, &copyError{"wait for a slot of pinned memory", err}
-		}
+	if l.ready == nil {
+		l.wants = device + 1
+		return 0, syscall.EAGAIN
 	}
+	slot := l.ready
 	mem := slot.Memory()
 	vec, _ := cur.fill(s.vec[:0], min(left, uint64(len(mem))))
 	_, _, room := d.alike(vec, min(left, uint64(len(mem))))
@@ -57,25 +55,59 @@ func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64,
 		}
 	}
 	if got == 0 {
-		slot.Release()
-		return 0, errno, nil
+		return 0, errno
 	}
+	l.ready = nil
 	cur.advance(got)
-	s.landing.runs = runs(s.landing.runs[:0], vec, got)
+	l.runs = runs(l.runs[:0], vec, got)
 	in.fence.RLock()
 	defer in.fence.RUnlock()
 	if in.revoked {
 		slot.Release()
-		return uintptr(got), 0, nil
+		return uintptr(got), 0
 	}
 	in.copies.add()
-	slot.Copy(s.landing.runs)
-	s.landing.slots = append(s.landing.slots, slot)
-	return uintptr(got), 0, nil
+	slot.Copy(l.runs)
+	l.slots = append(l.slots, slot)
+	return uintptr(got), 0
+}
+
+// landSome does what the stream may have to wait for, but not for its peer: it ends copies,
+// and takes the slot that the next bytes need.
+func (s *inStream) landSome(in *inbound) error {
+	l := &s.landing
+	device := l.wants - 1
+	l.wants = 0
+	if device >= 0 && len(l.slots) == window {
+		return s.landStarted(in, window-1)
+	}
+	if err := s.landStarted(in, 0); err != nil || device < 0 {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(s.r.t.ctx, s.r.t.cfg.StallTimeout)
+	defer cancel()
+	var err error
+	if l.ready, err = s.r.t.devices.mover.Slot(ctx, device, ToDevice); err != nil {
+		l.ready = nil
+		return s.r.t.noSlot(err)
+	}
+	return nil
+}
+
+// noSlot is the error of a wait for a slot.
+func (t *Transport) noSlot(err error) error {
+	if t.ctx.Err() != nil {
+		return errClosed
+	}
+	return &copyError{"wait for a slot of pinned memory", err}
 }
 
 // landStarted waits until at most so many slots of a transfer are under way.
 func (s *inStream) landStarted(in *inbound, most int) (err error) {
+	if ready := s.landing.ready; ready != nil {
+		ready.Release()
+		s.landing.ready = nil
+	}
 	for len(s.landing.slots) > most {
 		slot := s.landing.slots[0]
 		s.landing.slots = append(s.landing.slots[:0], s.landing.slots[1:]...)
@@ -104,9 +136,14 @@ func readable(fd uintptr) bool {
 }
 
 // copyFailed ends a transfer for its memory's fault. If a copy may still land, the engine
-// must not hear of an end: the transfer stays as it is, and Revoke waits until Close.
+// must not hear of an end: no stream knows the transfer any more, and Revoke waits until
+// Close.
 func (r *receiver) copyFailed(in *inbound, err error) {
 	if errors.Is(err, ErrMayCopy) {
+		r.mu.Lock()
+		delete(r.byGrant, in.grant)
+		r.done.add(doneTransfer{grant: in.grant, fault: "the decode engine's device does not answer"})
+		r.mu.Unlock()
 		r.t.cfg.Logger.Error("the blocks of a transfer may be written for ever", zap.String("transfer_id", string(in.id)), zap.Error(err))
 		return
 	}

@@ -3,20 +3,24 @@ package tcp
 import (
 	"context"
 	"errors"
+	"time"
 )
 
 // window is the most slots that one stream has at a time. It waits for a slot only while it
 // has none, so that streams never wait for each other.
 const window = 4
 
-// source is where the bytes of a frame come from: a stream's goroutine takes it apart, has
-// what lies in device memory copied into slots, ahead of the part that is written.
+// source is where the bytes of a frame come from: a stream's goroutine takes it apart, and has
+// what lies in device memory copied into slots, ahead of the part that is written. A slow peer
+// keeps these slots while its socket takes bytes.
 type source struct {
-	devices *devices
-	ctx     context.Context // bounds the wait for a slot
-	rest    []iovec         // of the frame, not begun
-	ahead   []sourcePart
-	runs    []Run
+	t      *Transport
+	given  func() bool // the transfer was given up
+	rest   []iovec     // of the frame, not begun
+	ahead  []sourcePart
+	staged int // slots in ahead
+	sent   bool
+	runs   []Run
 }
 
 // sourcePart is a part of a frame in memory that a socket can read once its copy has passed.
@@ -33,8 +37,8 @@ var noWait = func() context.Context {
 	return ctx
 }()
 
-func (c *source) begins(ctx context.Context, d *devices, frame []iovec) {
-	c.ctx, c.devices, c.rest = ctx, d, frame
+func (c *source) begins(t *Transport, given func() bool, frame []iovec) {
+	c.t, c.given, c.rest, c.staged, c.sent = t, given, frame, 0, false
 }
 
 // next is the next part, nil at the frame's end. It begins to copy the parts behind it.
@@ -63,37 +67,58 @@ func (c *source) next() (*sourcePart, error) {
 	return p, nil
 }
 
-// begin takes a part off the frame; nil if that has to wait for a slot and need not.
+// begin takes a part off the frame; nil if that has to wait for a slot and need not. The first
+// slot is there before the frame's header is written, so that a frame without one is taken back.
 func (c *source) begin() (*sourcePart, error) {
-	device, n, bytes := c.devices.alike(c.rest, ^uint64(0))
+	d := &c.t.devices
+	device, n, bytes := d.alike(c.rest, ^uint64(0))
 	if device < 0 {
 		p := &sourcePart{vec: c.rest[:n], bytes: bytes}
 		c.rest = c.rest[n:]
 		return p, nil
 	}
-	ctx := c.ctx
-	if len(c.ahead) > 0 {
-		ctx = noWait
-	}
-	slot, err := c.devices.mover.Slot(ctx, device, FromDevice)
-	switch {
-	case err != nil && len(c.ahead) > 0:
+	slot, err := d.mover.Slot(noWait, device, FromDevice)
+	if err != nil && c.staged > 0 {
 		return nil, nil // the parts before it come first
-	case err != nil:
-		return nil, &copyError{"wait for a slot of pinned memory", err}
 	}
-	_, _, bytes = c.devices.alike(c.rest, uint64(len(slot.Memory())))
+	if err != nil {
+		if slot, err = c.wait(device); err != nil {
+			return nil, err
+		}
+	}
+	_, _, bytes = d.alike(c.rest, uint64(len(slot.Memory())))
 	c.runs = runs(c.runs[:0], c.rest, bytes)
 	slot.Copy(c.runs)
 	c.rest = drop(c.rest, uintptr(bytes))
+	c.staged++
 	return &sourcePart{slot: slot, bytes: bytes}, nil
+}
+
+// wait waits for a slot, for less time than D waits within a frame. It ends when the transfer
+// is given up and nothing of the frame is written.
+func (c *source) wait(device int) (slot Slot, err error) {
+	for end := time.Now().Add(c.t.cfg.StallTimeout / 2); ; {
+		ctx, cancel := context.WithTimeout(c.t.ctx, min(step, c.t.cfg.StallTimeout/8))
+		slot, err = c.t.devices.mover.Slot(ctx, device, FromDevice)
+		timedOut := ctx.Err() != nil
+		cancel()
+		if err == nil || !timedOut || c.t.ctx.Err() != nil || time.Now().After(end) || c.given() && !c.sent {
+			break
+		}
+	}
+	if err != nil {
+		return nil, c.t.noSlot(err)
+	}
+	return slot, nil
 }
 
 // written ends the part that next has returned.
 func (c *source) written() {
 	if slot := c.ahead[0].slot; slot != nil {
 		slot.Release()
+		c.staged--
 	}
+	c.sent = true
 	c.ahead = append(c.ahead[:0], c.ahead[1:]...)
 }
 

@@ -35,14 +35,16 @@ func runsOf(l *core.Layout, segs []core.Segment) []run {
 // Pieces that are adjacent here are merged, from the run first on, though they may not be
 // adjacent at the receiver.
 func sourceRuns(out []run, first int, l *core.Layout, pairs []core.Pair) (_ []run, bytes uint64) {
+	var last core.Memory // of the last run
 	for _, p := range pairs {
 		bytes += p.Length
 		r := run{uintptr(l.Regions[p.SrcRegion].Base + p.SrcOffset), p.Length}
-		if n := len(out); n > first && out[n-1].base+uintptr(out[n-1].len) == r.base {
+		memory := l.Regions[p.SrcRegion].Memory
+		if n := len(out); n > first && out[n-1].base+uintptr(out[n-1].len) == r.base && memory == last {
 			out[n-1].len += r.len
 			continue
 		}
-		out = append(out, r)
+		out, last = append(out, r), memory
 	}
 	return out, bytes
 }

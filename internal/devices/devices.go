@@ -87,7 +87,9 @@ func (d *Devices) Close() error {
 	}
 	var errs []error
 	for _, dev := range d.list {
-		errs = append(errs, dev.Close())
+		if err := dev.Close(); err != nil {
+			errs = append(errs, fmt.Errorf("%w: %w", ErrDevice, err))
+		}
 	}
 	return errors.Join(errs...)
 }
@@ -100,8 +102,8 @@ func (d *Devices) Of(region uint32) int {
 	return slices.Index(d.list, d.regions[region].Device())
 }
 
-// Check says whether regions of a group still have the memory that was registered. It is asked
-// before a transfer is armed.
+// Check says whether the regions still have the memory that was registered. It is asked before
+// a transfer is armed.
 func (d *Devices) Check() error {
 	if d == nil {
 		return nil

@@ -161,7 +161,7 @@ class Agent:
         may come from any thread. While the stream is captured into a graph it raises.
         """
         out = c.c_uint64()
-        self._check(self._lib.moment(self._handle, region, stream, c.byref(out)))
+        self._check(self._lib.moment(self._handle, _number(region, "region", 32), stream, c.byref(out)))
         return out.value
 
     def written_after(self, regions: Sequence[int], moment: int) -> None:
@@ -171,7 +171,7 @@ class Agent:
         transfers is ready in them when ``moment`` has passed.
         """
         of = _pack.uint32s("regions", regions)
-        self._check(self._lib.written_after(self._handle, of.buffer_info()[0], len(of), moment))
+        self._check(self._lib.written_after(self._handle, of.buffer_info()[0], len(of), _number(moment, "moment", 64)))
 
     def withdraw(self, transfer_ids: Iterable[str], timeout_s: float = 10.0) -> None:
         """Prefill: takes back the blocks that :meth:`offer_partial` gave, when their requests

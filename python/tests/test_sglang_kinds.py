@@ -16,6 +16,10 @@ from kvconn.sglang import kinds
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "caches.md"
 
+in_the_tree = pytest.mark.skipif(
+    not PAGE.is_file(), reason="the page and the tests that the tables name are not beside the wheel; `make e2e-sglang` runs this"
+)
+
 
 def rendered() -> str:
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition("<!-- sglang:begin -->\n")
@@ -24,10 +28,12 @@ def rendered() -> str:
     return before + begin + "\n".join(kinds.table()) + "\n" + end + after
 
 
+@in_the_tree
 def test_page_has_the_tables() -> None:
     assert PAGE.read_text(encoding="utf-8") == rendered(), "run scripts/caches-page.py"
 
 
+@in_the_tree
 @pytest.mark.parametrize("name", [*kinds.STATES, *kinds.POOLS])
 def test_kind_has_a_test_or_a_reason(name: str) -> None:
     kind: Any = {**kinds.STATES, **kinds.POOLS}[name]

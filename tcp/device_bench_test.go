@@ -1,0 +1,97 @@
+package tcp_test
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/tcp"
+)
+
+// BenchmarkDevice is transfers between two agents of one process, from host to host memory and
+// from device to device memory of the driver double, whose copies are memcpy here, without
+// delays. So each byte is copied twice more, by the processor: the pipeline's own cost shows.
+func BenchmarkDevice(b *testing.B) {
+	const total = 64 << 20
+	for _, block := range []uint64{64 << 10, 1 << 20} {
+		for _, memory := range []string{"host", "device"} {
+			b.Run(fmt.Sprint(block>>10, " KiB ", memory), func(b *testing.B) {
+				n := uint32(total / block)
+				p, sent := benchAgent(b, memory, n, block)
+				d, _ := benchAgent(b, memory, n, block)
+				ticket, err := p.Admit("d")
+				if err != nil {
+					b.Fatal(err)
+				}
+				if err := d.Connect("p", p.Endpoint(), ticket); err != nil {
+					b.Fatal(err)
+				}
+				pairs := make([]core.Pair, n)
+				segments := make([]core.Segment, n)
+				for i := range n {
+					segments[i] = core.Segment{Offset: uint64(i) * block, Length: block}
+					pairs[i] = core.Pair{SrcOffset: uint64(i) * block, Length: block}
+				}
+				slices.Reverse(pairs) // no two of them are adjacent
+				b.SetBytes(total)
+				for i := 0; b.Loop(); i++ {
+					id := core.TransferID(fmt.Sprint(i))
+					grant, err := d.Expect(id, "p", segments)
+					if err != nil {
+						b.Fatal(err)
+					}
+					p.Write(core.WriteOp{ID: id, Peer: "d", Grant: grant, Pairs: pairs})
+					if o := sent.Wait("written", id, 1); o.Err != nil {
+						b.Fatal(o.Err)
+					}
+				}
+			})
+		}
+	}
+}
+
+// benchAgent is a transport over one region.
+func benchAgent(b *testing.B, memory string, blocks uint32, block uint64) (*tcp.Transport, *coretest.Recorder) {
+	b.Helper()
+	r := core.Region{Name: "r", BlockStride: block, BlockBytes: block, NumBlocks: blocks}
+	cfg := tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1"}
+	if memory == "device" {
+		e := engine.New(b, 0)
+		e.Delay(0)
+		r.Base, r.Memory = uint64(e.Alloc(int(uint64(blocks)*block))), core.DeviceMemory(0)
+	} else {
+		mem, err := unix.Mmap(-1, 0, int(uint64(blocks)*block), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE|unix.MAP_POPULATE)
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.Cleanup(func() { _ = unix.Munmap(mem) })
+		r.Base = uint64(uintptr(unsafe.Pointer(&mem[0])))
+	}
+	l, err := core.NewLayout([]core.Region{r})
+	if err != nil {
+		b.Fatal(err)
+	}
+	d, err := devices.Open(l.Regions, cuda.Options{SlotBytes: 512 << 10})
+	if err != nil {
+		b.Fatal(err)
+	}
+	if d != nil {
+		b.Cleanup(func() { _ = d.Close() })
+		cfg.Mover = d
+	}
+	sink := coretest.NewRecorder(b, "agent")
+	t, err := tcp.New(cfg, l, sink)
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.Cleanup(func() { _ = t.Close() })
+	return t, sink
+}
