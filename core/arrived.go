@@ -64,7 +64,8 @@ func (t *tombstone) answer(l *LoadMessage) (Code, string) {
 }
 
 // knows says whether a load needs no more than an answer: the transfer is another agent's,
-// or the same message came twice. If D got no answer to its first load, it starts over.
+// or the same message came twice. A load of a D that starts over, since its first load got
+// no answer, needs more.
 func (of *offer) knows(l *LoadMessage) (known bool, code Code, reason string) {
 	switch {
 	case of.peer != "" && of.peer != l.Peer &&

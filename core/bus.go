@@ -41,8 +41,8 @@ type Bus interface {
 	// and Lookup.
 	Serve(h Handler)
 
-	// Register makes this agent findable until Close. The bus renews the entry, which ends
-	// by itself when the process does.
+	// Register makes this agent findable until Close. The bus renews the entry. When the
+	// process ends, the entry ends by itself.
 	Register(ctx context.Context, a *wire.Agent) error
 
 	// Lookup finds the newest entry of a rank, and makes its agent reachable by Request
@@ -51,8 +51,8 @@ type Bus interface {
 	Lookup(ctx context.Context, t Target) (*wire.Agent, Via, error)
 
 	// Request asks an agent and waits for its reply. If nobody listens, the error is
-	// ErrAbsent, with ErrAway when that is no proof. If no reply comes in time, it is the
-	// context's.
+	// ErrAbsent, with ErrAway when that is no proof. If no reply comes in time, the error
+	// is the context's.
 	Request(ctx context.Context, via Via, to AgentID, req *wire.Request) (*wire.Reply, error)
 
 	// Close withdraws the registration, ends all connections and waits, bounded

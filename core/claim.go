@@ -25,7 +25,7 @@ func (s claimState) String() string {
 	return [...]string{"-", "resolving", "backoff", "asked", "kept", "relocating", "void"}[s]
 }
 
-// atPeer says whether a P agent is renewed for the claim.
+// atPeer says whether the claim is renewed at a P agent.
 func (s claimState) atPeer() bool { return s == claimAsked || s == claimKept }
 
 // lookedUp says whether the claim waits for Resolved.
@@ -43,16 +43,16 @@ type claim struct {
 	until     time.Time  // end of a claim that no load follows
 	retryAt   time.Time  // in claimBackoff
 	replaceBy time.Time  // Options.ReportClaims, with P gone: when another agent must have been found in its place; zero: no bound
-	end       ending     // in claimVoid, or as it was lost
-	lostIn    claimState // of a claim that is to be reported as lost
+	end       ending     // how the claim ended: in claimVoid, or when it was lost
+	lostIn    claimState // the state in which the claim was lost, if that is to be reported
 }
 
 // agents are the P agents that a claim or load has been with.
 type agents struct {
 	peer   AgentID   // the agent it is with; "" while P is looked up
 	former AgentID   // the agent before P was looked up once more; "": P was looked up once
-	keeper AgentID   // the agent that has answered the claim: no other one knows the request
-	nameBy time.Time // deadline for an agent that opened after the request to name it; zero: it was open before
+	keeper AgentID   // the agent that has answered the claim; no other agent knows the request
+	nameBy time.Time // if the agent opened after the request: until when its engine must name the request; zero: the agent was open before
 }
 
 // ending is how a half ends.
@@ -61,8 +61,8 @@ type ending struct {
 	reason string
 }
 
-// replaced says why an agent in the place of another cannot have the request; "" if it may
-// have it. younger says that the agent opened after the request.
+// replaced says why the agent that took another's place cannot have the request; "" if it
+// can. younger says that this agent opened after the request.
 func (a *agents) replaced(by AgentID, younger bool) string {
 	switch {
 	case a.keeper != "" && a.keeper != by:
@@ -170,7 +170,8 @@ func (m *Machine) claimAnswered(now time.Time, c *claim, a Answer) {
 	}
 }
 
-// ofClaim says whether P keeps a claim, or how it has ended. Neither: P has no place for it.
+// ofClaim says whether P keeps a claim, or how the claim has ended. If it says neither, P
+// has no place for the claim.
 func (a *Answer) ofClaim(id TransferID) (kept bool, end ending) {
 	switch a.Status {
 	case StatusEnded:

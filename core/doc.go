@@ -37,8 +37,8 @@
 //
 // The machine wants [Await] for a moment that it does not know, once for as long as a half
 // waits for it. The user watches the moment and calls [Machine.MomentPassed] or
-// [Machine.MomentFailed], under its lock and with a take of the actions as after each
-// call, also if the moment has passed when Await is performed. An answer that nobody
+// [Machine.MomentFailed], also if the moment has passed when Await is performed. As with
+// each call, the user holds its lock and then takes the actions. An answer that nobody
 // waits for any more does nothing. A moment that has not passed [Options].MomentTimeout
 // after its Await counts as failed. What waits for a moment that fails ends with code
 // [Failed] and the reason. A load that waits was never armed, so it is reported at once. An
@@ -54,14 +54,13 @@
 //
 // # The states
 //
-// Each half is in one of the states below, which claim.go, load.go and offer.go
-// explain. "-" stands for no half: before its begin and after its end. A row is one call of
-// claimTo, loadTo or offerTo, mostly. A half knows one peer. Only fan-in and fan-out know
-// whether it is a part: settle takes to them how it ends. An event is a
-// method of Machine, or one of three that a method may bring about: FanOut (a D names
-// the first part of a transfer), PartFails (another part of the same fan-in has
-// failed), PeerGone (a P agent does not answer any more). A moment that has not passed in
-// time is a MomentFailed too.
+// Each half is in one of the states below, which claim.go, load.go and offer.go explain.
+// "-" stands for no half: before its begin and after its end. A row is mostly one call of
+// claimTo, loadTo or offerTo. A half knows one peer. Only fan-in and fan-out know whether a
+// half is a part: settle tells them how the half ends. An event is a method of Machine, or
+// one of three that a method may bring about: FanOut (a D names the first part of a
+// transfer), PartFails (another part of the same fan-in has failed), PeerGone (a P agent
+// does not answer any more). A moment that has not passed in time is a MomentFailed too.
 //
 // An action with "?" happens in some of the cases only: the parts of a fan-in or
 // fan-out have one Report together, and a peer that is gone, or that has said the end

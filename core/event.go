@@ -53,7 +53,7 @@ type OfferRequest struct {
 	Selection
 	Token  uint64 // given back in the Report
 	Prompt uint64 // fingerprint of the prompt that the blocks are the cache of; 0: not said
-	After  Moment // from which on they hold it; 0: they do
+	After  Moment // from which on the blocks hold the transfer; 0: they hold it
 }
 
 // ClaimRequest is the engine's word that it knows a request and will load the
@@ -73,7 +73,7 @@ type LoadRequest struct {
 	Selection
 	Token  uint64
 	Prompt uint64 // fingerprint of the prompt that it is to be the cache of; 0: not said. P refuses a load of another prompt
-	After  Moment // from which on the blocks may be written, since nothing uses them as they were any more; 0: they may
+	After  Moment // from which on the blocks may be written, since nothing uses their old content any more; 0: they may be written
 }
 
 // FoundPart is one rank of a prefill engine that this agent loads from, where the transfer

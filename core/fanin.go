@@ -41,7 +41,7 @@ type loadFanIn struct {
 type sum struct {
 	code   Code
 	reason string
-	state  string // in which the part ended that the code is from
+	state  string // the state in which the part ended that the code is from
 	peer   AgentID
 	from   Target
 	wait   time.Duration
@@ -171,9 +171,9 @@ func (m *Machine) dropClaimFanIn(f *claimFanIn, end ending) {
 	}
 }
 
-// loadEnded takes a load's end to the engine. If it is a part's, the first that fails ends
-// the others, also while it is fenced itself. The engine's blocks are free when no byte of
-// any part can land.
+// loadEnded takes a load's end to the engine. If the load is a part, the first part that
+// fails ends the other parts, also while it is fenced itself. The engine's blocks are free
+// when no byte of any part can land.
 func (m *Machine) loadEnded(now time.Time, ld *load, over bool) {
 	r := ld.report(now)
 	if !isPart(r.ID) {
@@ -204,9 +204,9 @@ func (m *Machine) loadEnded(now time.Time, ld *load, over bool) {
 		Wait: max(elapsed-time.Duration(s.stats.Nanos), 0), Elapsed: elapsed, State: s.state, Peer: s.peer, From: s.from, Stats: s.stats})
 }
 
-// claimEnded takes a claim's end. If it was lost, P is told, unless P knows it, and the
-// engine is told. If it is a part's, the other parts end too, as those of a load do with the
-// first that fails.
+// claimEnded takes a claim's end. If the claim was lost, the engine is told, and so is P
+// unless P knows it. If the claim is a part, the other parts end too, as those of a load do
+// when the first fails.
 func (m *Machine) claimEnded(now time.Time, c *claim, over bool) {
 	r, whole := c.report(now), !isPart(c.id)
 	f := m.claimFanIns[nameOf(c.id)] // nil: all parts have been dropped already

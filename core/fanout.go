@@ -8,9 +8,9 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// P's fan-out: several D agents have shares of one offer, or one D has one beside other P
-// agents' offers. Each part is an offer of its own, of one peer. The engine knows only the
-// transfer, and its blocks are free when all parts have ended.
+// P's fan-out: several D agents have shares of one offer, or one D has a share of it beside
+// shares of other P agents' offers. Each part is an offer of its own, of one peer. The
+// engine knows only the transfer, and its blocks are free when all parts have ended.
 type fanOut struct {
 	sum
 	id      TransferID
@@ -18,7 +18,7 @@ type fanOut struct {
 	source  int
 	parts   []TransferID
 	left    int       // parts that have not ended
-	offered time.Time // zero: the engine has not
+	offered time.Time // zero: the engine has not offered
 	token   uint64
 	blocks  int
 }
@@ -132,8 +132,9 @@ func (m *Machine) offeredWhole(now time.Time, r *OfferRequest) {
 	}
 }
 
-// offerEnded takes an offer's end to the engine. If it is a part's, the engine's blocks are
-// free when all parts have ended. If the engine has not offered, nobody waits for a report.
+// offerEnded takes an offer's end to the engine. If the offer is a part, the engine's
+// blocks are free when all parts have ended. If the engine has not offered, nobody waits
+// for a report.
 func (m *Machine) offerEnded(now time.Time, of *offer) {
 	r := of.report(now)
 	switch {

@@ -65,7 +65,7 @@ func (s *Shape) complete() {
 	}
 }
 
-// checkGeometry says what is wrong with a shape's numbers, whoever they are from.
+// checkGeometry says what is wrong with a shape's numbers. The shape may be a peer's.
 func (s *Shape) checkGeometry() error {
 	if s.Tokens == 0 {
 		if s.Heads != 0 || s.TokenStride != 0 || s.HeadStride != 0 || s.FirstHead != 0 || s.TotalHeads != 0 {

@@ -7,9 +7,9 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// growth is what of an offer is there from a moment on. It counts from when the growths
-// before it count: a block is there when all that was queued for it is done, on whichever
-// streams that was.
+// growth is the part of an offer that is there from a moment on. It counts only when the
+// growths before it count: a block is there when all that was queued for it is done, on
+// every stream.
 type growth struct {
 	after   Moment   // 0: it has passed
 	ready   []uint32 // as of PartialOffer

@@ -50,7 +50,8 @@ func (x IndexKind) String() string {
 	return fmt.Sprintf("unknown things (index %#x)", uint32(x))
 }
 
-// checkIndex says what is wrong with what the ids of a shape name, whoever it is from.
+// checkIndex says what is wrong with what the ids of a shape name. The shape may be a
+// peer's.
 func (s *Shape) checkIndex() error {
 	ring := s.IndexKind.ring()
 	switch {
@@ -65,8 +66,8 @@ func (s *Shape) checkIndex() error {
 }
 
 // checkEntries says which entries of a ring are not where their positions in the prompt
-// lie, first being that of ids[0]. held are the group's entries of earlier calls. A part of
-// a ring that wraps is a list whose ids begin anew in the middle.
+// lie. first is the position of ids[0], held are the group's entries of earlier calls. A
+// part of a ring that wraps is a list whose ids begin anew in the middle.
 func (l *Layout) checkEntries(g int, held []BlockID, first uint64, ids []BlockID) error {
 	ring := l.Regions[l.Groups[g].Regions[0]].IndexKind.ring()
 	if ring == 0 || len(ids) == 0 || fault.On("ring-unchecked") {

@@ -46,8 +46,8 @@ type Region struct {
 	HeadStride  uint64 // bytes from one head's item of a token to the next one's
 }
 
-// Memory says where a region lies: in the host's memory, or in a device's. What the numbers
-// of devices mean the agent knows.
+// Memory says where a region lies: in the host's memory, or in a device's. The agent knows
+// what the numbers of devices mean.
 type Memory uint32
 
 // HostMemory is memory that the processor reads and writes itself.
@@ -77,8 +77,8 @@ func (r *Region) Extent() uint64 {
 	return uint64(r.NumBlocks-1)*r.BlockStride + r.BlockBytes
 }
 
-// fits says whether the region ends within the address space. Extent itself
-// may overflow until this was asked.
+// fits says whether the region ends within the address space. Until fits was asked, Extent
+// may overflow.
 func (r *Region) fits() bool {
 	high, span := bits.Mul64(uint64(r.NumBlocks-1), r.BlockStride)
 	end, carry := bits.Add64(r.Base, span, 0)

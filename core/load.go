@@ -120,7 +120,7 @@ func (m *Machine) beginLoad(now time.Time, ld *load) {
 	m.loadTo(ld, loadResolving, lookUp(ld.id, ld.seq, ld.from, false))
 }
 
-// continueClaim begins a load where its claim has come to.
+// continueClaim begins a load at the point that its claim has reached.
 func (m *Machine) continueClaim(now time.Time, ld *load, c *claim) {
 	was := c.state
 	m.claimTo(c, claimNone)
@@ -226,8 +226,8 @@ func (m *Machine) LoadAnswered(now time.Time, id TransferID, seq uint64, answer 
 	}
 }
 
-// move looks P's agent up once more for a load: another may have taken its place, and must
-// be found by until. gone says that nobody listens as the former agent.
+// move looks P's agent up once more for a load. Another agent may have taken its place, and
+// must be found by until. gone says that nobody listens as the former agent.
 func (m *Machine) move(ld *load, until time.Time, gone bool) {
 	ld.former, ld.until = ld.peer, until
 	m.count.Retries++

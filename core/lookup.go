@@ -7,7 +7,7 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// halves are those of one kind by their ids; parts of a fan-in count apart.
+// halves are all halves of one kind, by their ids; parts of a fan-in count apart.
 type halves[T any] struct {
 	byID  map[TransferID]T
 	parts int
@@ -118,8 +118,8 @@ func (m *Machine) loading(id TransferID) bool {
 
 func (m *Machine) namedClaims() int { return m.claims.named() + len(m.claimFanIns) }
 
-// namedLoads is how many loads the engine has named, besides one of this id. The cancelled
-// ones of which P must still hear count too.
+// namedLoads is how many loads the engine has named, besides one of this id. A cancelled
+// load of which P must still hear counts too.
 func (m *Machine) namedLoads(id TransferID) int {
 	n := m.loads.named() + len(m.loadFanIns) + m.farewells.named()
 	if m.farewells.get(id) != nil {

@@ -199,8 +199,8 @@ func (m *Machine) Close(now time.Time) {
 			m.settle(now)
 		}
 	}
-	// P hears no more of what was being looked up; the end of another part may have made
-	// some just now.
+	// P hears no more of what was being looked up. The end of another part may have made
+	// farewells just now.
 	m.farewells = newHalves[*farewell]()
 	m.restPeers()
 	for _, id := range sortedKeys(m.offers) {

@@ -14,9 +14,9 @@ import (
 // agents make it once, when they meet, out of the same two descriptions. So both know one
 // linear order of a transfer's bytes without talking. It does not change.
 //
-// Regions belong together by group and name; of two that do, the heads that both
-// hold are copied. Blocks may be of unequal numbers of tokens, if one divides the
-// other, and their items in another order.
+// Regions belong together by group and name. Of two such regions the heads that both hold
+// are copied. Blocks of the two sides may have unequal numbers of tokens, if one number
+// divides the other, and their items may lie in another order.
 type Match struct {
 	mappings []mapping // in the order of D's regions, then of heads
 	ratios   [MaxGroups]ratio
@@ -95,8 +95,8 @@ func compareNames(a, b *Shape) int {
 }
 
 // NewMatch finds what P's regions and D's have in common. A region that only one of them
-// has is no error (see Whole). A region that both have and that cannot be copied is one,
-// which names both values.
+// has is no error (see Whole). A region that both have and that cannot be copied is an
+// error, which names both values.
 func NewMatch(src, dst []Shape) (*Match, error) {
 	src, dst = slices.Clone(src), slices.Clone(dst)
 	if fault.On("stage-by-place") {
@@ -238,8 +238,7 @@ func (m *Match) Commons() []Common {
 	return out
 }
 
-// Opaque says whether nobody knows, for some regions in common, how many tokens a block of
-// them has.
+// Opaque says that for some regions in common nobody knows how many tokens a block has.
 func (m *Match) Opaque() bool {
 	return slices.ContainsFunc(m.mappings, func(k mapping) bool { return m.ratios[k.group].unit == 0 })
 }

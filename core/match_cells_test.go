@@ -125,7 +125,7 @@ func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, from, 
 	}
 }
 
-// sources is from how many regions of P one of D comes.
+// sources is the number of P's regions that one region of D comes from.
 func sources(m *Match, region uint32) (n int) {
 	for _, c := range m.Commons() {
 		if c.Dst == region {

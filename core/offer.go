@@ -119,7 +119,7 @@ func (m *Machine) Announce(now time.Time, id TransferID) error {
 	return nil
 }
 
-// announce has the engine's word back a half, which D may have begun.
+// announce backs a half with the engine's word. D may have begun the half.
 func (m *Machine) announce(now time.Time, id TransferID) error {
 	early, err := m.backEarly(id)
 	if err != nil {
@@ -272,7 +272,8 @@ func (m *Machine) joinHalves(of *offer) (src Selection, err error) {
 }
 
 // samePrompt: an id alone does not say that both halves are of one request. If the prompts
-// of two requests had as many blocks, decode would take the other's cache for its own.
+// of two requests had as many blocks, decode would take one request's cache for the
+// other's.
 func (of *offer) samePrompt() error {
 	if of.prompt == 0 || of.load.Prompt == 0 || of.prompt == of.load.Prompt || fault.On("any-prompt") {
 		return nil

@@ -2,11 +2,11 @@ package core
 
 import "time"
 
-// outcome is what a half tells the layer above, which knows whether the engine has named the
-// half or it is a part. A half knows nothing of that layer: the layer hears of the half's
-// outcomes when the half has had its turn, and before another half has one.
+// outcome is what a half tells the layer above. Only that layer knows whether the engine
+// has named the half or the half is a part. The layer hears of a half's outcomes after the
+// half's turn and before another half's turn.
 type outcome struct {
-	claim *claim // of these three, one
+	claim *claim // one of these three is set
 	load  *load
 	offer *offer
 	over  bool // the half has ended; else its end has begun

@@ -22,7 +22,7 @@ type Pair struct {
 	Length               uint64
 }
 
-// MaxPieces bounds the runs of one transfer, which are that small only where
+// MaxPieces bounds the runs of one transfer. Runs are so small, and so many, only where
 // blocks are cut by heads or turned into another order.
 const MaxPieces = 1 << 24
 
@@ -177,7 +177,7 @@ func (k *mapping) landWhole(out []Segment, ids []BlockID) []Segment {
 	return out
 }
 
-// copyWhole is Pairs of them.
+// copyWhole is Pairs of blocks that are copied whole.
 func (k *mapping) copyWhole(out []Pair, s, d []BlockID) []Pair {
 	for i := 0; i < len(s); {
 		n := 1

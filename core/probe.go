@@ -10,7 +10,7 @@ import (
 
 // probe is a D agent whose connections broke: P asks whether it lives.
 type probe struct {
-	since  time.Time // its connections broke, or it was heard of
+	since  time.Time // when its connections broke, or it was heard of
 	absent int       // answers in a row that nobody listens as it, one for each tick
 	asking bool
 }
@@ -56,8 +56,8 @@ func (m *Machine) tickProbes(now time.Time) {
 }
 
 // ProbeReplied answers SendProbe. absent says that nobody listens at the peer's address. A
-// peer that lives is absent too for a moment while it connects again or, with away, for as
-// long as it takes to find another server. err says that no answer came.
+// peer that lives is absent too for a moment while it connects again. With away it may be
+// absent for as long as it takes to find another server. err says that no answer came.
 func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent, away bool, err error) {
 	p := m.probes[id]
 	if p == nil {

@@ -7,7 +7,7 @@ import "fmt"
 // data-parallel rank is an engine of its own.
 type Ranks struct{ TP, PP int }
 
-// Rank is one of an engine's.
+// Rank is one rank of an engine.
 type Rank struct{ TP, PP int }
 
 // MaxRanks bounds TP and PP each: more than any engine has.

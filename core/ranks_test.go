@@ -155,7 +155,7 @@ func TestMeetingsCover(t *testing.T) {
 				}
 			}
 		}
-		// Every P rank hears from as many D ranks as each of those tells it.
+		// Every P rank hears from as many D ranks as each of these D ranks tells it.
 		for pp := range p.PP {
 			for tp := range p.TP {
 				of := shares[Rank{tp, pp}]

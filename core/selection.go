@@ -13,8 +13,8 @@ import (
 type Selection struct {
 	First  []uint32    // position in the prompt of the group's first block, in blocks of this side
 	Blocks [][]BlockID // in the prompt's order
-	// Tokens of the prompt, from its start: nothing behind them is copied. 0, and
-	// any of a group of opaque blocks: all that the blocks have room for.
+	// Tokens of the prompt, from its start: nothing behind them is copied. If the number is
+	// 0, or the group's blocks are opaque, all is copied that the blocks have room for.
 	Tokens  []uint32
 	Regions []uint32 // numbers of this side's regions, ascending; nil: all that both sides have
 }
@@ -51,7 +51,7 @@ func (s *Selection) check(l *Layout) error {
 	return nil
 }
 
-// checkLoad is check of what bytes land in.
+// checkLoad is check for a selection that bytes land in.
 func (s *Selection) checkLoad(l *Layout) error {
 	if err := s.check(l); err != nil {
 		return err

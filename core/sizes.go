@@ -53,7 +53,8 @@ func (m *Machine) Sizes() Sizes {
 	return s
 }
 
-// OldestWait is how long the oldest half has waited of which the engine is owed a report.
+// OldestWait is how long the oldest half has waited of those whose report is owed to the
+// engine.
 func (m *Machine) OldestWait(now time.Time) time.Duration {
 	oldest := now
 	for _, ld := range m.loads.byID {

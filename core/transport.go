@@ -94,9 +94,9 @@ type Transport interface {
 
 	// Extend gives more of a write that was begun with some of its bytes. The write is over
 	// when all have been given and have arrived. Each byte is given once; one too many ends
-	// the write with an error. While all that was given is sent the write may rest, for
-	// minutes: that is nobody's silence. If the id is unknown, its write has ended, which is
-	// no error. op.Bytes and Grant are as Write had them.
+	// the write with an error. When all that was given is sent, the write may rest for
+	// minutes, and neither side counts as silent. If the id is unknown, its write has
+	// ended, which is no error. op.Bytes and Grant are as Write had them.
 	Extend(op WriteOp)
 
 	// Stop ends a write early, with an error unless the write had ended. Its
@@ -110,8 +110,8 @@ type Transport interface {
 	Close() error
 }
 
-// Signaller is a Transport whose two ends must agree before bytes move, and to end it: on
-// queue pairs and keys of RDMA. Its messages go over the control plane, which has
+// Signaller is a Transport whose two ends must agree before bytes move, and again to end
+// that: in RDMA on queue pairs and keys. Its messages go over the control plane, which has
 // authenticated both agents; their content is the transport's own. It is given a Signal
 // when it is made.
 type Signaller interface {

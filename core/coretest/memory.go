@@ -39,12 +39,13 @@ type arena struct {
 type Device struct {
 	// Expose makes the address. The file has size bytes.
 	Expose func(file *os.File, size int) (address uint64, err error)
-	// Holds says which regions lie there, the others lie in host memory; nil: all of them.
+	// Holds says which regions lie in device memory; the others lie in host memory. If it
+	// is nil, all regions lie in device memory.
 	Holds func(region int) bool
 }
 
-// place moves regions to the memory that they lie in. Their bases count from the
-// memory's start before.
+// place gives regions their bases in the memory that they lie in. Before, the bases count
+// from the memory's start.
 func (d *Device) place(regions []core.Region, mem []byte, file *os.File) (err error) {
 	host := uint64(uintptr(unsafe.Pointer(&mem[0])))
 	device := host
@@ -151,8 +152,8 @@ func word(transfer, region, pos, w int) uint64 {
 	return uint64(transfer)<<52 | uint64(region)<<40 | uint64(pos)<<20 | uint64(w)
 }
 
-// Without the race detector's eyes, which would cost more than the transfers: a block that
-// is read too late shows by its pattern.
+// The race detector does not watch this, which would cost more than the transfers. A block
+// that is read too late shows by its pattern.
 //
 //go:norace
 func paint(b []byte, transfer, region, pos int) {
@@ -234,8 +235,7 @@ func differ(a, b []byte) int {
 	return -1
 }
 
-// place says where byte i is, and where the word of the pattern begins that it
-// belongs to.
+// place says where byte i is, and where the pattern's word that holds byte i begins.
 func (a *arena) place(i int) (place string, start int) {
 	for k := range a.layout.Regions {
 		r, at := &a.layout.Regions[k], uint64(i)-a.starts[k]

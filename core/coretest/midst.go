@@ -18,8 +18,8 @@ func (e *endpoint) landed(blocks [][]core.BlockID) {
 	}
 }
 
-// inMidst has a big write under way, calls cut when its first bytes have landed, and then
-// after. If the write ended well all the same, it tries anew with more bytes.
+// inMidst starts a big write, calls cut when the write's first bytes have landed, and then
+// calls after. If the write ended well all the same, inMidst tries again with more bytes.
 func inMidst(t *testing.T, f Fixture, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]core.BlockID)) {
 	inMidstOf(t, f, open, open, cut, after)
 }

@@ -6,8 +6,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// Cut breaks the way between two agents, for why, until Mend. Writes that are under way
-// end, as do transfers that have begun to arrive. Both sides are told.
+// Cut breaks the way between two agents until Mend, and tells both sides, with the cause
+// why. Writes under way end, and so do transfers that have begun to arrive.
 func (n *Network) Cut(a, b core.AgentID, why error) {
 	n.mu.Lock()
 	n.broken[link{a, b}], n.broken[link{b, a}] = why, why

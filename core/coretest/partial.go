@@ -57,7 +57,7 @@ func (w *partialWrite) each(n uint32) []uint32 {
 	return slices.Repeat([]uint32{n}, len(w.p.layout.Regions))
 }
 
-// bitByBit: each step lands before the next is given, whatever its place in the
+// bitByBit: each step lands before the next is given, whatever the step's place in the
 // linear order.
 func bitByBit(t *testing.T, f Fixture) {
 	const n = 60
@@ -86,8 +86,8 @@ func bitByBit(t *testing.T, f Fixture) {
 	noReceived(t, d, "t", 1)
 }
 
-// partialAtOnce has many under way, in random steps, beside whole ones. Half begin
-// with nothing.
+// partialAtOnce has many partial writes under way, in random steps, beside whole writes.
+// Half of the partial writes begin with nothing.
 func partialAtOnce(t *testing.T, f Fixture) {
 	const n, each = 40, 30
 	spec := []regionSpec{{bytes: 4100, blocks: n * each}, {bytes: 20 << 10, blocks: n * each}}
@@ -119,7 +119,7 @@ func partialAtOnce(t *testing.T, f Fixture) {
 	d.check(t, want...)
 }
 
-// atRest has a write rest whose first half has landed, calls cut, and then after.
+// atRest lets a write rest when its first half has landed. It calls cut, and then after.
 func atRest(t *testing.T, f Fixture, cut func(w *partialWrite), after func(w *partialWrite)) {
 	spec := dense(32<<10, 40)
 	p, d := pair(t, f, spec, spec)

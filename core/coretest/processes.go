@@ -73,7 +73,7 @@ func refused(t *testing.T, f Fixture, o Outcome) {
 	}
 }
 
-// unchanged checks that no byte is another than it was.
+// unchanged checks that every byte is as it was.
 func (e *endpoint) unchanged(frozen []byte, since string) {
 	e.t.Helper()
 	if i := differ(frozen, e.mem); i >= 0 {
@@ -85,7 +85,7 @@ func (e *endpoint) unchanged(frozen []byte, since string) {
 // senderStopped is the fence: a sender that is stopped anywhere in a transfer
 // changes no byte after Revoke, whatever it still does when it runs on.
 func senderStopped(t *testing.T, f Fixture) {
-	const rounds = 5 // each stops it further on
+	const rounds = 5 // each round stops the sender further on
 	for round := range rounds {
 		var frozen []byte
 		told := 0
@@ -159,8 +159,8 @@ func receiverKilled(t *testing.T, f Fixture) {
 		})
 }
 
-// receiverStopped: a receiver that takes no bytes holds up no other, and its write can be
-// stopped.
+// receiverStopped: a receiver that takes no bytes holds up no other receiver, and the write
+// to it can be stopped.
 func receiverStopped(t *testing.T, f Fixture) {
 	for try := range 3 {
 		beside := false

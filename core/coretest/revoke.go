@@ -66,7 +66,7 @@ func revokeRaces(t *testing.T, f Fixture) {
 	src, dst := [][]core.BlockID{sequence(0, 4)}, [][]core.BlockID{sequence(2, 4)}
 	p.paint(1, src)
 	told, revoked := 0, 0
-	var usual time.Duration // what a transfer takes, of the first ones
+	var usual time.Duration // how long the first transfers take
 	const rounds = 400
 	for i := range rounds {
 		id := core.TransferID(fmt.Sprint("t", i))

@@ -237,7 +237,7 @@ func (s *Signaller) agree(peer core.AgentID) error {
 
 // link makes the link to a peer that was admitted, unless it is there.
 func (s *Signaller) link(ctx context.Context, peer core.AgentID) error {
-	for range 3 { // one that was made may be the last agent's of that id
+	for range 3 { // a link that was made may be that of the last agent with this id
 		s.mu.Lock()
 		admitted := s.admitted[peer] != nil
 		s.mu.Unlock()

@@ -23,8 +23,8 @@ type Fixture struct {
 	// given ServeRemote a transport that can reach those of Open.
 	Remote string
 
-	// OneSided: bytes arrive without the receiver's process, so that a write may
-	// end well that its receiver has given up, or has not heard of as it is stopped.
+	// OneSided: bytes arrive without the receiver's process. So a write may end well
+	// although its receiver has given it up, or is stopped and has not heard of it.
 	OneSided bool
 
 	// Device, if set, is where the regions of all endpoints lie.

@@ -52,7 +52,7 @@ func (w *world) helloTakes() time.Duration {
 
 func promised(d *agent) map[partOf]core.AgentID { return d.promises }
 
-// promiseOfCut does it for a D whose way to P, or back, is cut for that long.
+// promiseOfCut checks the same for a D whose way to P, or back, is cut for that long.
 func (w *world) promiseOfCut(k way, lasts time.Duration) {
 	for _, k := range []way{k, {k.to, k.from}} {
 		if p := k.to.agent; p != nil && k.to.prefill && lasts > w.patience() {
@@ -61,15 +61,15 @@ func (w *world) promiseOfCut(k way, lasts time.Duration) {
 	}
 }
 
-// promiseOfStopped does it for a process that is stopped for that long.
+// promiseOfStopped checks the same for a process that is stopped for that long.
 func (w *world) promiseOfStopped(h *host) {
 	p, since := h.agent, w.now
 	h.stoppedAt = since
 	w.expectEnds(p, promised, func(*agent, *half) bool { return h.agent == p && h.stopped && h.stoppedAt == since })
 }
 
-// expectEnds checks, when the time is over, that those loads have ended of which
-// waiting says that they wait for p now, if still says that they had to.
+// expectEnds takes the loads that, as waiting says, wait for p now. When the time is over
+// it checks that each has ended, if still says that it had to.
 func (w *world) expectEnds(p *agent, waiting func(d *agent) map[partOf]core.AgentID, still func(d *agent, h *half) bool) {
 	for _, d := range w.all {
 		if d.dead || d == p {
@@ -97,8 +97,8 @@ func (w *world) expectEnds(p *agent, waiting func(d *agent) map[partOf]core.Agen
 	}
 }
 
-// expectProbe: P, whose connections to a D broke, asks whether it lives, and
-// when it hears that it does not, it frees what it keeps for it.
+// expectProbe: when P's connections to a D broke, P asks whether the D lives. When P hears
+// that it does not, P frees what it keeps for that D.
 func (a *agent) expectProbe(d *agent) {
 	w := a.w
 	if !d.dead || d.silent || w.plan.slow > 0 || w.plan.opt.MaxTransfers < 16 { // P forgets what has ended
@@ -217,8 +217,8 @@ func (w *world) checkEnd() {
 // reach is how long a word takes at most in a calm world.
 const reach = 250 * time.Millisecond
 
-// expectAbort checks, where nothing is in the way of a message, that the other
-// side hears in time that this one has cancelled.
+// expectAbort checks, where nothing is in the way of a message, that the other side hears
+// in time that this side has cancelled.
 func (a *agent) expectAbort(id core.TransferID) {
 	w, since := a.w, a.w.now
 	if h := a.loads[a.loading[id]]; h != nil {
@@ -232,7 +232,7 @@ func (a *agent) expectAbort(id core.TransferID) {
 			w.cancelledAtD[part] = since
 		}
 	default:
-		return // P has not answered: it need not know yet
+		return // P need not know yet: it has not answered
 	}
 	if !w.plan.calm || w.reused[id] {
 		return
@@ -268,7 +268,7 @@ func (a *agent) answered(id core.TransferID) (parts []core.TransferID) {
 	return parts
 }
 
-// halves are those that the engine waits for, in one order.
+// halves lists the halves that the engine waits for, in a fixed order.
 func (a *agent) halves() []*half {
 	var out []*half
 	for _, h := range a.loads {
@@ -281,8 +281,8 @@ func (a *agent) halves() []*half {
 	return out
 }
 
-// expectClaim: a claim that was made before its P was up reaches it soon after. One
-// of an engine needs all of its ranks.
+// expectClaim: a claim that was made before its P was up reaches the P soon after. A claim
+// of an engine needs all of the engine's ranks.
 func (a *agent) expectClaim(dl *deal, k int, p *host) {
 	w, id, part, up := a.w, dl.id, dl.part(k, p), dl.opensAt()
 	if up <= w.now {

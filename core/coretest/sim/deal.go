@@ -18,8 +18,8 @@ type deal struct {
 
 func (dl *deal) plain() bool { return len(dl.ps) == 1 && len(dl.ds) == 1 }
 
-// engine is under which name a deal's prefill ranks are found: one engine has the
-// same ranks for the same decode ranks.
+// engine is the name under which a deal's prefill ranks are found: one engine has the same
+// ranks for the same decode ranks.
 func (w *world) engine(dl *deal) core.Target {
 	name := "/"
 	for _, h := range slices.Concat(dl.ps, dl.ds) {
@@ -74,8 +74,7 @@ func (w *world) found(dl *deal, k int) (list []core.FoundPart) {
 	return list
 }
 
-// isOf says whether a load's end that is told to be from a target may be from a
-// prefill rank.
+// isOf says whether a prefill rank may be the one that a load's end names as its target.
 func (w *world) isOf(p *host, from core.Target) bool {
 	dl := w.engines[from]
 	return p.target == from || dl != nil && dl.plain() && dl.ps[0] == p
@@ -99,8 +98,8 @@ func base(id core.TransferID) core.TransferID {
 	return core.TransferID(b)
 }
 
-// alone is the part of a prefill rank's half that the only decode rank has; ok
-// says that there is but one.
+// alone is the part of a prefill rank's half that its only decode rank has; ok is false if
+// the half has several decode ranks.
 func (w *world) alone(h *host, id core.TransferID) (part core.TransferID, ok bool) {
 	dl := w.deals[id]
 	if dl == nil || len(dl.ds) != 1 {

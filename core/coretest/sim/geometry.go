@@ -110,7 +110,7 @@ type place struct {
 	cell   uint64
 }
 
-// block is whose the cell is.
+// block is the block that the cell belongs to.
 func (h *host) block(p place) core.BlockID { return core.BlockID(p.cell / h.geometry.stride()) }
 
 func places(out []place, region uint32, offset, length uint64) []place {
@@ -150,8 +150,8 @@ func (w *world) offered() int {
 	return w.plan.blocks * w.plan.blockTokens[0]
 }
 
-// reaches is how far a load reaches that is told how long the prompt is: to the end
-// of the unit, the smaller of the two sides' blocks.
+// reaches is how far a load reaches if it is told how long the prompt is: to the end of the
+// unit, which is the smaller of the two sides' blocks.
 func (w *world) reaches(h *host) int {
 	unit := min(w.plan.blockTokens[0], h.geometry.size())
 	return (w.plan.tokens + unit - 1) / unit * unit

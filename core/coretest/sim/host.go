@@ -100,7 +100,8 @@ func (h *host) open() *agent {
 	return a
 }
 
-// run does f in the process now, when it is continued, or never if it has ended.
+// run does f in the process now or, if the process is stopped, when it is continued. If the
+// process has ended, run does nothing.
 func (a *agent) run(f func()) {
 	switch {
 	case a.dead:
@@ -172,7 +173,7 @@ func (a *agent) collect(actions []core.Action) {
 			a.checkNotGiven(v.ID)
 		case core.Write:
 			a.owners = append(a.owners, a.offering[base(v.ID)])
-		case core.SendLoad: // of one that has followed a claim
+		case core.SendLoad: // a load that has followed a claim
 			a.asked[v.ID] = v.Seq
 		}
 		a.queue = append(a.queue, act)

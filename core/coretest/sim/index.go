@@ -6,8 +6,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// What ids name: blocks, slots, or entries of rings, of which the engine must take those
-// where the positions lie. And stages: prefill ranks with layers of their own.
+// What ids name: blocks, slots, or entries of rings. Of a ring the engine must take the
+// entries where the positions lie. And stages: prefill ranks with layers of their own.
 
 const ringEntries = 5 // a prompt has 4 blocks
 

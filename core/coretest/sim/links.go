@@ -113,8 +113,8 @@ func (a *agent) streamsBroke(l *link, gen int) {
 	}
 }
 
-// linksOfDead breaks what a process that has ended had, at once where its host
-// says so (which has the probability seen), else when the other end stalls.
+// linksOfDead breaks the links of a process that has ended: at once where its host says so,
+// which has the probability seen, else when the other end stalls.
 func (a *agent) linksOfDead(seen float64) {
 	for _, l := range a.w.links {
 		if l.d != a && l.p != a {

@@ -55,8 +55,8 @@ func (a *agent) checkHeard(part core.TransferID, p core.AgentID) {
 	}
 }
 
-// expectLost: of what an agent that is gone had answered, the engines that have it
-// claimed hear in time.
+// expectLost: if an agent that is gone had answered claims, the engines that made these
+// claims hear in time.
 func (w *world) expectLost(p *agent) {
 	for _, d := range w.all {
 		if d.dead || d == p || !w.plan.opt.ReportClaims {

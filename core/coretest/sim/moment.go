@@ -72,7 +72,7 @@ func (a *agent) momentOf(work func()) *moment {
 	return mo
 }
 
-// passes does the work of a moment, and tells who has asked for it.
+// passes does the work of a moment, and tells the machine if it has asked for the moment.
 func (a *agent) passes(mo *moment, failed error) {
 	if mo.failed = failed; failed == nil {
 		mo.passed = true
@@ -126,15 +126,15 @@ func (mo *moment) said() string {
 // pending says whether the work up to the moment is not done.
 func (mo *moment) pending() bool { return mo != nil && !mo.passed }
 
-// checkRead: a block is read from the moment on from which it holds what was offered.
+// checkRead: no block is read before the moment from which on it holds what was offered.
 func (a *agent) checkRead(wr *write, at place) {
 	if b := a.host.block(at); a.host.mem[b].writes[at.region].pending() {
 		a.w.fault(wr.v.ID, "%s: region %d of block %d is read for %q before moment %d, from which on it holds it", a.id, at.region, b, wr.v.ID, a.host.mem[b].writes[at.region].id)
 	}
 }
 
-// checkWritten: a block is written from the moment on from which the engine uses it as it was
-// no more.
+// checkWritten: no block is written before the moment from which on the engine does not use
+// what the block held.
 func (a *agent) checkWritten(e *arm, at place) {
 	if b := a.host.block(at); a.host.mem[b].reads.pending() {
 		a.w.fault(e.id, "%s: block %d is written by %q before moment %d, until which the engine reads it", a.id, b, e.id, a.host.mem[b].reads.id)
@@ -159,7 +159,7 @@ func (h *host) allRegions() []uint32 {
 	return all
 }
 
-// late is how much longer than else something may take, since a moment is waited for.
+// late is how much longer something may take because it waits for a moment.
 func (w *world) late() time.Duration {
 	if w.plan.devices {
 		return latest + reach

@@ -6,10 +6,10 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// ask sends a request and calls answer in a, once: without an error after what
-// serve returned was run there. serve runs at the peer, twice if the request
-// is doubled. absent is the proof that the peer is gone, errAbsent what a server
-// says for which nobody listens.
+// ask sends a request. serve runs at the peer, twice if the request is doubled. What serve
+// returned and then answer run in a, once; on an error answer alone runs. absent is the
+// proof that the peer is gone. errAbsent is what a server says if nobody listens as the
+// peer.
 func (a *agent) ask(to core.AgentID, bound time.Duration, serve func(p *agent) func(), answer func(absent bool, err error)) {
 	answered := false
 	once := func(absent bool, err error, take func()) {

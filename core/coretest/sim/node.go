@@ -31,7 +31,7 @@ type node struct {
 
 type peer struct {
 	gone   bool
-	opened time.Duration // by the clock of who remembers it
+	opened time.Duration // by the clock of the agent that remembers it
 	heard  time.Duration // when it answered a load last
 	mute   time.Duration // until then its loads are not tried
 }

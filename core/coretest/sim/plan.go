@@ -132,8 +132,8 @@ func (w *world) newPlan() plan {
 	return p
 }
 
-// absence is for how long nobody must have listened as a D for P to believe that
-// it is gone.
+// absence is for how long nobody must have listened as a D before P believes that the D is
+// gone.
 func (p *plan) absence() time.Duration {
 	if p.cluster {
 		return p.opt.PeerTimeout - 2*core.TickInterval

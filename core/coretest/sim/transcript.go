@@ -19,8 +19,9 @@ type line struct {
 // legible writes the ids of parts as transcripts do.
 func legible(text string) string { return strings.ReplaceAll(text, "\x00", "~") }
 
-// text is the transcript; short is of it what names a transfer, with the opening
-// of the machines that it concerns and without the ticks at which nothing happened.
+// text is the transcript. With short it has only the lines that name the transfer, and the
+// openings of the machines that the transfer concerns, without the ticks at which nothing
+// happened.
 func (t transcript) text(short bool, id core.TransferID) string {
 	concerned := map[core.AgentID]bool{}
 	names := func(l *line) bool {

@@ -10,11 +10,11 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// transport is a model of tcp and rdma. D dials links to P's host with the
-// ticket that P's agent gave it. P cuts a transfer into as many frames as D has
-// blocks; a
-// stream takes a frame, reads its bytes when the socket has room, and they land
-// some time later, in whatever process has the address then: only the grant says
+// transport is a model of tcp and rdma. D dials links to P's host with the ticket that P's
+// agent gave it. P cuts a transfer into as many frames as D has blocks. A stream takes a
+// frame and reads its bytes when the socket has room. The bytes land some time later, in
+// whatever process has the address then: only the grant says whether that process wants
+// them.
 // whether it wants them.
 type transport struct {
 	shut    bool
@@ -43,7 +43,7 @@ type arm struct {
 type link struct {
 	w        *world
 	d        *agent
-	peer     core.AgentID // whom D means
+	peer     core.AgentID // the agent that D means
 	host     *host        // where it is
 	ticket   string
 	p        *agent // the process that has accepted; nil: not connected
@@ -205,7 +205,7 @@ func (a *agent) received(e *arm, err error) {
 		"received %s bytes=%d%s", e.id, stats.Bytes, failure(err))
 }
 
-// arrive is a frame at D's address.
+// arrive takes a frame that has come to D's address.
 func (f *frame) arrive() {
 	l, w := f.link, f.link.w
 	if l.gen != f.gen {

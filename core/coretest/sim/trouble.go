@@ -73,7 +73,8 @@ func (w *world) trouble(prefills []*host) {
 	})
 }
 
-// jump: the host has slept, and wakes up in what for its processes is the future.
+// jump: the host has slept. When it wakes up, the clocks of its processes have jumped into
+// the future.
 func (h *host) jump(d time.Duration) {
 	h.w.faults["clock-jump"]++
 	h.skew += d
