@@ -129,8 +129,8 @@ func (a *Agent) goRun(name string, f func()) {
 	})
 }
 
-// ID is this open agent's name; a restarted one has another. A prefill agent is known by
-// it. Each prefill engine knows a decode agent by another one.
+// ID is this open agent's name; a restarted agent has another. A prefill agent is known by
+// this name. A decode agent is known to each prefill engine by another name.
 func (a *Agent) ID() core.AgentID { return a.id }
 
 // BootstrapAddress is the "http://host:port" that this agent serves or has joined,

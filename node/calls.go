@@ -94,13 +94,13 @@ func (a *Agent) OfferPartial(parts []core.PartialOffer) (int, error) {
 	return a.halves.OfferPartial(parts)
 }
 
-// OfferPartialStep is OfferPartial for a step that computes more of these transfers, as their
-// Computing says, so that the engine need not call for each layer. The agent calls
-// written time and again; it returns the regions that the step has completed, or
-// completes by a moment, since the last call. OfferPartialStep itself calls it once and drops the
-// result, which is of no step. The next OfferPartial, OfferPartialStep, Offer, Withdraw or Cancel
-// calls it a last time, before it does its own work. The calls come from the
-// goroutine of such a call or from one of the agent's.
+// OfferPartialStep is OfferPartial for a step that computes more of these transfers, as
+// their Computing says, so that the engine need not call for each layer. The agent calls
+// written time and again; it returns the regions that the step has completed, or completes
+// by a moment, since the last call. OfferPartialStep itself calls it once and drops the
+// result, which belongs to no step. The next OfferPartial, OfferPartialStep, Offer,
+// Withdraw or Cancel calls it a last time, before it does its own work. written is called
+// on the goroutine of such a call or on one of the agent's.
 func (a *Agent) OfferPartialStep(parts []core.PartialOffer, written func() []Written) (int, error) {
 	if err := a.may(a.cfg.prefills(), "offer_partial"); err != nil {
 		return 0, err
@@ -108,12 +108,12 @@ func (a *Agent) OfferPartialStep(parts []core.PartialOffer, written func() []Wri
 	return a.steps.begin(parts, written)
 }
 
-// Withdraw takes back blocks that OfferPartial gave, of requests that the engine preempts or
-// gives up. When it returns without an error nothing reads them any more. It waits
-// for the reads under way: a second or two at most when a peer takes no bytes, and
-// never longer than the timeout. If that ends the wait, the blocks must not be used
-// while the agent is open. An unknown id is no error. An offered id is an error, and
-// the others are taken back nevertheless.
+// Withdraw takes back blocks that OfferPartial gave, of requests that the engine preempts
+// or gives up. When it returns without an error nothing reads them any more. It waits for
+// the reads under way: a second or two at most when a peer takes no bytes, and never longer
+// than the timeout. If the timeout ends the wait, the blocks must not be used while the
+// agent is open. An unknown id is no error. An offered id is an error, and the other ids'
+// blocks are taken back nevertheless.
 func (a *Agent) Withdraw(ids []core.TransferID, timeout time.Duration) error {
 	a.steps.end(ids)
 	err := a.halves.call(func(m *core.Machine, now time.Time) error {

@@ -74,8 +74,8 @@ func (t *transports) ways(ctx context.Context, info *wire.Agent, bootstrap strin
 	return list, absent, nil
 }
 
-// fullEndpoint is a transport's address as it is dialled. If it names no host, the
-// host of the bootstrap address counts, which is known to be reachable.
+// fullEndpoint is a transport's address as it is dialled. If the address names no host, the
+// host of the bootstrap address counts, since that host is known to be reachable.
 func fullEndpoint(info *wire.Agent, e wire.Endpoint, bootstrap string) (string, error) {
 	host, port, err := net.SplitHostPort(e.Address)
 	if err != nil {

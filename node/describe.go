@@ -63,7 +63,7 @@ func describeShapes(d *wire.Agent, shapes []core.Shape) {
 	}
 }
 
-// shapes is the reverse.
+// shapes is the reverse of describeShapes.
 func shapes(a *wire.Agent) []core.Shape {
 	out := make([]core.Shape, len(a.Shapes))
 	for i, s := range a.Shapes {
@@ -87,7 +87,7 @@ func rankText(a *wire.Agent) string {
 	return fmt.Sprintf("engine %q dp%d tp%d pp%d", a.EngineID, a.DPRank, a.TPRank, a.PPRank)
 }
 
-// refusedError: the peer was found, but it refuses this agent, or this agent it.
+// refusedError: the peer was found, but one of the two agents refuses the other.
 type refusedError struct{ reason string }
 
 func (e *refusedError) Error() string { return e.reason }

@@ -107,7 +107,7 @@ func (f *fakeTransport) Dismiss(id core.AgentID) { delete(f.admitted, id) }
 func (f *fakeTransport) Write(op core.WriteOp)   { f.writes = append(f.writes, op) }
 func (f *fakeTransport) Extend(op core.WriteOp)  { f.writes = append(f.writes, op) }
 
-// fakeSignaller takes signals, of those only who were admitted by tcp beside it.
+// fakeSignaller takes signals only from peers that tcp beside it has admitted.
 type fakeSignaller struct {
 	core.Signaller
 	of *fakeTransport

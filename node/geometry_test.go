@@ -55,7 +55,7 @@ func openShaped(t *testing.T, role string, tokens, first, end uint32, hnd bool) 
 	return s
 }
 
-// item is the memory of one of a block.
+// item is the memory of one item of a block.
 func (s *shapedSide) item(layer int, id core.BlockID, token, head uint32) []byte {
 	heads := s.end - s.first
 	n := uint64(token)*uint64(heads) + uint64(head-s.first)

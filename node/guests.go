@@ -101,7 +101,8 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 const livesWithin = 500 * time.Millisecond
 
 // lives: the agent of a rank is connected, or was a moment ago. An agent that was killed
-// makes room at once, one whose host is gone when its connection or its lease ends.
+// makes room at once. An agent whose host is gone makes room when its connection or its
+// lease ends.
 func (g *guests) lives(ctx context.Context, n *guest) bool {
 	ctx, cancel := context.WithTimeout(ctx, livesWithin)
 	defer cancel()

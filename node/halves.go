@@ -62,8 +62,8 @@ func (h *halves) enter(want agentState) error {
 	return nil
 }
 
-// move goes from one state to another and calls with under the lock, unless the
-// agent is in another state: it was closed meanwhile.
+// move goes from one state to another and calls with under the lock. If the agent is in
+// another state than from, it was closed meanwhile.
 func (h *halves) move(from, to agentState, with func()) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -278,8 +278,8 @@ func (f *finder) meet(ctx context.Context, target core.Target, met *entry) (*pee
 	return p, info, f.transports.settle(ctx, id)
 }
 
-// hello is what this agent says of itself. Its id is told by the connection, to each
-// engine another one.
+// hello is what this agent says of itself. The connection tells its id, which is another
+// one to each engine.
 func (f *finder) hello() *wire.Agent {
 	h := *f.self
 	h.ID = ""

@@ -33,7 +33,7 @@ func (m model) holds(c *Config) (layers, heads [2]int) {
 	return layers, heads
 }
 
-// rank is an agent of an engine of several.
+// rank is an agent of an engine of several ranks.
 type rank struct {
 	*side
 	m             model
@@ -126,7 +126,7 @@ func rankConfig(role string, n core.Ranks, r core.Rank, address string) Config {
 	return c
 }
 
-// engine opens all ranks of one.
+// engine opens all ranks of one engine.
 func (m model) engine(t testing.TB, role string, n core.Ranks, change func(c *Config)) (ranks []*rank, address string) {
 	t.Helper()
 	for pp := range n.PP {

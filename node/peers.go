@@ -12,9 +12,9 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// maxPeers is how many peers are remembered. The agent forgets the peer first that
-// was unused for longest; if that comes back, it says hello again. A peer in use is never
-// forgotten for another.
+// maxPeers is how many peers are remembered. The peer that was unused for longest is
+// forgotten first. If it comes back, it says hello again. A peer in use is never forgotten
+// for another.
 const maxPeers = 4096
 
 // peer is this agent's record of another.
@@ -68,7 +68,7 @@ func (t *peerTable) get(id core.AgentID) *peer {
 	return p
 }
 
-// with calls f if a peer is known; that is no use of the peer.
+// with calls f if a peer is known. That does not count as a use of the peer.
 func (t *peerTable) with(id core.AgentID, f func(p *peer)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -88,15 +88,14 @@ type dismisser interface {
 	Dismiss(peer core.AgentID)
 }
 
-// keptFor is how long a peer is remembered after its last use, whoever else comes. A peer
-// with transfers under way is used once a second.
+// keptFor is how long a peer is remembered after its last use, however many others come. A
+// peer with transfers under way is used once a second.
 const keptFor = 10 * time.Second
 
 // errManyPeers: all peers in the table were used a moment ago.
 var errManyPeers = fmt.Errorf("%d agents were met and are in use, the most that are remembered", maxPeers)
 
-// add remembers a peer, and dismisses the one that makes room for it; t.meeting
-// is held.
+// add remembers a peer, and dismisses the peer that makes room for it; t.meeting is held.
 func (t *peerTable) add(p *peer, transports dismisser) error {
 	var oldest core.AgentID
 	t.mu.Lock()
@@ -137,7 +136,7 @@ func (t *peerTable) admit(p *peer, transports dismisser, admit func() ([]wire.Ti
 	defer t.meeting.Unlock()
 	if tickets, err = admit(); err == nil {
 		if err = t.add(p, transports); err != nil {
-			transports.Dismiss(p.id) // of whom nothing is kept
+			transports.Dismiss(p.id) // nothing of this peer is kept
 		}
 	}
 	return tickets, err
@@ -184,8 +183,8 @@ func (t *peerTable) answered(id core.AgentID) {
 	t.with(id, func(p *peer) { p.heard, p.mute = time.Now(), time.Time{} })
 }
 
-// silent notes that a peer gave no answer to a load that began then: for the pause
-// the loads that wait behind it fail at once, not one after the other.
+// silent notes that a peer gave no answer to a load that began then. For the pause the
+// loads that wait behind that load fail at once, not one after the other.
 func (t *peerTable) silent(id core.AgentID, began time.Time, pause time.Duration) {
 	t.with(id, func(p *peer) {
 		if p.heard.Before(began) {

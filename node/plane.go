@@ -102,8 +102,8 @@ func (p *controlPlane) address() string {
 	return scheme + net.JoinHostPort(host, strconv.Itoa(at.Port))
 }
 
-// advertised is the host that peers are told. "" means the host of the bootstrap port,
-// where a rank is not that has joined from another host.
+// advertised is the host that peers are told. "" means the host of the bootstrap port. A
+// rank that has joined from another host is not there.
 func (p *controlPlane) advertised() (string, error) {
 	if p.cfg.AdvertiseHost != "" || p.cfg.BootstrapJoin == "" {
 		return p.cfg.AdvertiseHost, nil

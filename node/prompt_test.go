@@ -63,7 +63,7 @@ func TestAnotherPrompt(t *testing.T) {
 	same(t, p, blocks[0], d, []core.BlockID{7, 9})
 }
 
-// clean looks that blocks of a layer were not written.
+// clean checks that blocks of a layer were not written.
 func clean(t testing.TB, layer int, d *side, ids ...core.BlockID) {
 	t.Helper()
 	for _, id := range ids {

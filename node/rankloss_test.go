@@ -16,7 +16,8 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// TestFirstRankRestarted: it comes back at its port, and the others need nothing.
+// TestFirstRankRestarted: the first rank comes back at its port, and the others need
+// nothing.
 func TestFirstRankRestarted(t *testing.T) {
 	leaktest.Check(t)
 	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 2}
@@ -87,8 +88,8 @@ func TestEngineRestartedWithOtherRanks(t *testing.T) {
 	}
 }
 
-// TestRankKilled: all loads of its engine fail, and say which rank it was. The other
-// ranks free their blocks, and GET /query forgets it.
+// TestRankKilled: all loads of its engine fail, and say which rank was killed. The other
+// ranks free their blocks, and GET /query forgets the killed rank.
 func TestRankKilled(t *testing.T) {
 	leaktest.Check(t)
 	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}

@@ -49,7 +49,7 @@ func TestRanks(t *testing.T) {
 			for i, id := range []core.TransferID{"a", "b", "c"} {
 				carry(t, id, i, ps, ds, at)
 			}
-			// Of one that is aborted everywhere, all P ranks hear.
+			// All P ranks hear of a transfer that is aborted everywhere.
 			for _, d := range ds {
 				d.claimFrom("x", at)
 				if _, err := d.Cancel([]core.TransferID{"x"}, "the client has gone"); err != nil {
@@ -60,7 +60,7 @@ func TestRanks(t *testing.T) {
 				p.offer("x", 1)
 				p.want("x", core.PeerCancelled, "the client has gone")
 			}
-			// Of one of which nothing is needed too.
+			// They also hear of a transfer of which nothing is needed.
 			for _, d := range ds {
 				d.loadFrom("y", at)
 				d.want("y", core.OK)

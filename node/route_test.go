@@ -92,8 +92,8 @@ func TestRouteOfAgents(t *testing.T) {
 	}
 }
 
-// TestRouteToken: with a token nobody else writes a rank or a room, and the ranks
-// that join are shown.
+// TestRouteToken: where a token is set, nobody writes a rank or a room without it, and the
+// ranks that join are shown.
 func TestRouteToken(t *testing.T) {
 	leaktest.Check(t)
 	cfg := hostConfig(0)

@@ -9,7 +9,8 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// TestModelsAreComparedByFingerprint: what is equal goes under two names, and what differs is refused under one.
+// TestModelsAreComparedByFingerprint: equal weights fit under two names, and different
+// weights are refused under one.
 func TestModelsAreComparedByFingerprint(t *testing.T) {
 	agent := func(model, fingerprint string, facts map[string]string) *wire.Agent {
 		c := Config{Model: model, Fingerprint: fingerprint, MustMatch: facts}

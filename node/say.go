@@ -33,7 +33,7 @@ func (s *speaker) load(v core.SendLoad) {
 		groups[g] = wire.Blocks{First: v.First[g], IDs: v.Blocks[g]}
 	}
 	if s.peers.lost(v.Peer) {
-		// It was found gone while this load waited: no need to find out again.
+		// P was found gone while this load waited: no need to find out again.
 		s.machine.LoadAnswered(v, core.LoadAbsent, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
 		return
 	}

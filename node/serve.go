@@ -141,7 +141,8 @@ const maxLocked = 64
 
 func (s *server) renew(from core.AgentID, r *wire.Renew) *wire.Reply {
 	rep := &wire.Reply{Statuses: make([]uint8, 0, len(r.Loads)+len(r.Claims))}
-	// Only who has said hello has transfers here. Others learn that this agent lives.
+	// Only a peer that has said hello has transfers here. Other peers learn that this agent
+	// lives.
 	if p := s.peers.get(from); p != nil && p.out != nil {
 		s.machine.RenewArrived(from, nil, nil) // it lives
 		for part := range slices.Chunk(r.Loads, maxLocked) {

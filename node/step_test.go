@@ -123,7 +123,7 @@ func TestStepEnds(t *testing.T) {
 		forward.awaitAsked(t, 2)
 		c.do(id)
 		forward.end(c.name)
-		// While one that began later was asked so often, this one's turn would have come.
+		// A later step was asked so often meanwhile that this step's turn would have come.
 		q.offerStep(id, 0, 1, &after, 5)
 		after.awaitAsked(t, 20)
 		if _, late := forward.get(); late != "" {

@@ -101,7 +101,8 @@ func (t *transports) endpoints() (list []wire.Endpoint) {
 	return list
 }
 
-// have lists the transports of an agent, nil for this one, and why it lacks others.
+// have lists an agent's transports, and why it lacks others. If h is nil, the agent is this
+// one.
 func (t *transports) have(h *wire.Agent) string {
 	if h == nil {
 		h = &wire.Agent{Endpoints: t.endpoints(), Lacks: t.lacks}

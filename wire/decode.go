@@ -28,8 +28,8 @@ func Decode(b []byte, m message) error {
 	return m.check()
 }
 
-// short checks the length of a text. The generator limits arrays and byte strings
-// only; a text is as long as the message lets it until then.
+// short checks the length of a text. The generator limits arrays and byte strings only:
+// until this check a text may be as long as the message lets it.
 func short(field, s string, limit int) error {
 	if len(s) > limit {
 		return fmt.Errorf("%s of %d bytes, at most %d are read", field, len(s), limit)

@@ -155,8 +155,8 @@ type Finish struct {
 	Restart    string `msg:"rs,omitempty,limit=16"` // digest of the grant whose load D is to make anew
 }
 
-// Again says of a refusal why the request was not handled, and is to be made once more.
-// It ends no transfer.
+// Again says why a refused request was not handled, and is to be made once more. Such a
+// refusal ends no transfer.
 type Again uint8
 
 // The reasons to ask again.

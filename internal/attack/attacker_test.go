@@ -112,7 +112,7 @@ func (a *attacker) enter(boot, right, secret string) (*session, error) {
 	}
 }
 
-// prefixed reads what came with an HTTP head first.
+// prefixed first reads the bytes that came with an HTTP head.
 type prefixed struct {
 	net.Conn
 	r *bufio.Reader

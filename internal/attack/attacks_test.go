@@ -57,8 +57,9 @@ func (a *attacker) host(greeting string, then func(d *session)) (address string,
 // TestHostThatAClientNames: a client of a decode engine names the attacker's host. The
 // attacker passed what the agent proved on to prefill, asked in the agent's name, was given
 // the agent's ticket, and read another client's KV cache: 32,768 bytes in plain text, and
-// the agent's load got no report for 15 s. Now it hears nothing from an agent with a token,
-// and an id that is known nowhere else from one without; and it may ask in its own name only.
+// the agent's load got no report for 15 s. Now an agent with a token tells the attacker
+// nothing. An agent without one tells it an id that is known nowhere else. The attacker may
+// ask in its own name only.
 func TestHostThatAClientNames(t *testing.T) {
 	for _, token := range []string{"", "a-token"} {
 		p := start(t, map[string]any{"role": "prefill", "nats_token": token})
@@ -98,9 +99,9 @@ func TestHostThatAClientNames(t *testing.T) {
 }
 
 // TestRankOfTheAttacker: an agent with the token of decode engines listened as a joined
-// rank and got a part of its loads, or took its place: a decode engine reported ok with
-// 32,768 bytes of the attacker's. Now the token does not let it join, and where all may
-// join nobody takes the place of a rank that lives.
+// rank and got a part of that rank's loads, or took the rank's place: a decode engine
+// reported ok with 32,768 bytes of the attacker's. Now the token does not let it join, and
+// where all may join nobody takes the place of a rank that lives.
 func TestRankOfTheAttacker(t *testing.T) {
 	for _, token := range []string{"", "a-token"} {
 		p0 := start(t, map[string]any{"role": "prefill", "nats_token": token, "pp_size": 2})
@@ -179,9 +180,10 @@ func TestAnswersThatWrite(t *testing.T) {
 	}
 }
 
-// TestHostThatRenews: a host to which a decode agent was sent flooded it with renewals of
-// 131,072 transfers: one start_load took 14.8 s, 6 of 8 honest loads failed, 870 MiB. Now
-// an agent answers for transfers of agents that have said hello to it, a few at a time.
+// TestHostThatRenews: a host to which a decode agent was sent flooded the agent with
+// renewals of 131,072 transfers: one start_load took 14.8 s, 6 of 8 honest loads failed,
+// 870 MiB. Now an agent answers for transfers of agents that have said hello to it, a few
+// at a time.
 func TestHostThatRenews(t *testing.T) {
 	p := start(t, map[string]any{"role": "prefill"})
 	d := start(t, map[string]any{"role": "decode"})

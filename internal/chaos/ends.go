@@ -30,7 +30,7 @@ func await(ctx context.Context, entries []*entry, bound time.Duration) int {
 	return 0
 }
 
-// tell says how entries ended, and how long after from the last one ended.
+// tell says how entries ended, and how long after from the last of them did.
 func (l *ledger) tell(entries []*entry, from int64) string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -51,7 +51,7 @@ func (l *ledger) tell(entries []*entry, from int64) string {
 	return text
 }
 
-// require misses the entries that ended otherwise than in one of these ways.
+// require notes the entries that ended in none of these ways as missed.
 func (l *ledger) require(what string, entries []*entry, outcomes ...string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

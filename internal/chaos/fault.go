@@ -17,7 +17,7 @@ import (
 	"github.com/kvconn/kvconn/internal/sleep"
 )
 
-// faultKind is what is done to whom.
+// faultKind says what a fault does, and to which target.
 type faultKind string
 
 const (
@@ -52,7 +52,7 @@ var mixture = []weighted{
 	{delay, 6}, {throttle, 6}, {hole, 8}, {shut, 4}, {diskFull, 3}, {noFiles, 4},
 }
 
-// pathMixture comes with it where there are paths.
+// pathMixture is added to mixture where there are paths.
 var pathMixture = []weighted{{pathOff, 25}, {allOff, 8}}
 
 // fault is one that was injected.
@@ -193,7 +193,7 @@ func (in *injector) beginOn(f *fault) (over func()) {
 
 func noHalf(*entry) bool { return false }
 
-// make prepares a fault; its inject returns when the fault is over. The last of
+// make prepares a fault; its inject returns when the fault is over. The last process of
 // each side is never killed, so that a leak has the time to show.
 func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long time.Duration, pick uint64) (target string, inject func()) {
 	f := in.f

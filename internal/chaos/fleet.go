@@ -230,7 +230,7 @@ func (f *fleet) looks(ctx context.Context, paint bool) (map[string]*look, error)
 }
 
 // drain waits until nothing is under way. If something still is when the time is over, a
-// report or a block was lost, and it writes that down.
+// report or a block was lost, and drain writes that down.
 func (f *fleet) drain(ctx context.Context, bound time.Duration) error {
 	start := now()
 	for {

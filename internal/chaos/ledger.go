@@ -38,7 +38,7 @@ type entry struct {
 	code       core.Code
 	reason     string
 	transport  string        // that moved the bytes, if one did
-	peer       core.AgentID  // whom it was with in the end, as far as it knew
+	peer       core.AgentID  // the agent that it was with in the end, as far as it knew
 	took       time.Duration // the call
 	done       chan struct{} // closed with the end
 	hits       []*fault      // that began while it was under way

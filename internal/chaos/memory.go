@@ -101,8 +101,8 @@ func (m *memory) check(id core.BlockID, tag uint64, position int) error {
 // nobody marks the tags of blocks without an owner.
 const nobody = 1 << 63
 
-// take gives n free blocks, the last given back last first. If there are fewer, it gives
-// none. The error says that someone has written into one.
+// take gives n free blocks; the block that was given back last comes first. If fewer are
+// free, it gives none. The error says that someone has written into one.
 func (m *memory) take(n int) ([]core.BlockID, error) {
 	if n > len(m.free) {
 		return nil, nil

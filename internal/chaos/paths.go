@@ -286,8 +286,8 @@ func (r *pathRun) thin(ctx context.Context, path int) {
 	r.say("tried with %d packets within %v", given, thinFor)
 }
 
-// gives has a transfer, and says how many packets of it, and of the traffic beside it, a
-// path has got.
+// gives carries a transfer. It says how many packets a path has got of that transfer and of
+// the traffic beside it.
 func (r *pathRun) gives(ctx context.Context, path int) (packets int64, ok bool) {
 	before, err := r.f.paths.sent(path)
 	if err == nil && r.carry(ctx, pathBlocks, nil) == nil {
@@ -303,7 +303,7 @@ func (r *pathRun) gives(ctx context.Context, path int) (packets int64, ok bool) 
 	return after - before, err == nil
 }
 
-// used has transfers until a path has its share of one again.
+// used carries transfers until a path has its share of one again.
 func (r *pathRun) used(ctx context.Context, path int) {
 	start := time.Now()
 	for total := int64(0); total < pathShare && ctx.Err() == nil; {
@@ -320,8 +320,8 @@ func (r *pathRun) used(ctx context.Context, path int) {
 	r.say("on, and used after %s ms", milliseconds(time.Since(start)))
 }
 
-// back has transfers until one goes by rdma, and says how many did not, and for
-// how long.
+// back carries transfers until one goes by rdma. It says how many went another way before
+// that, and for how long.
 func (r *pathRun) back(ctx context.Context) (others int, after time.Duration) {
 	start := time.Now()
 	for ctx.Err() == nil {

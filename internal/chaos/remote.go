@@ -17,8 +17,8 @@ import (
 const meetBound = 2 * time.Minute
 
 // ServeEngine is RunEngine for a driver on another host: it takes the orders of the first
-// driver that connects to address. There is no proof of who that is: it is for tests, on a
-// network of their own.
+// driver that connects to address. Nothing proves which driver that is: ServeEngine is for
+// tests, on a network of their own.
 func ServeEngine(ctx context.Context, address string) error {
 	ln, err := net.Listen("tcp", address)
 	if err != nil {

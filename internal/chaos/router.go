@@ -258,8 +258,8 @@ func (f *fleet) round(ctx context.Context, what string, seed uint64, n int, clai
 // bound.
 const attempts = 3
 
-// mustCarry carries a transfer that nothing is in the way of. A transfer that does not end
-// well is missed; if all attempts of one do, that is a problem.
+// mustCarry carries a transfer that nothing is in the way of. An attempt that does not end
+// well is noted as missed. If no attempt ends well, that is a problem.
 func (f *fleet) mustCarry(ctx context.Context, pl plan, what string) {
 	id := pl.id
 	for k := range attempts {

@@ -71,7 +71,7 @@ func (d *Devices) add(i int, r *core.Region, numbers map[int]int, o cuda.Options
 	return nil
 }
 
-// refused says whether the caller, or the machine, has what is wrong.
+// refused says whether the caller or the machine is at fault.
 func refused(r *core.Region, err error) error {
 	var kind *cuda.KindError
 	if errors.As(err, &kind) {

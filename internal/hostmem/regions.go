@@ -78,8 +78,8 @@ type FaultError struct{ text string }
 
 func (e *FaultError) Error() string { return e.text }
 
-// Fault explains why the kernel did not read the spans, or write them, for this process,
-// cause being its errno. At least one span is of a region.
+// Fault explains why the kernel did not read the spans, or write them, for this process.
+// cause is the kernel's errno. At least one span is of a region.
 func Fault(regions []core.Region, spans []Span, write bool, cause error) error {
 	verb := "read"
 	if write {

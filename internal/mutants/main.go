@@ -73,8 +73,8 @@ const soundSeeds = 200
 // most of the time goes into the start and the end of their processes.
 const atOnce = 2
 
-// simulator is its test program; with the tag "faults" all defects are in it, and none
-// is awake.
+// simulator is the simulator's test program; with the tag "faults" all defects are in it,
+// and none is awake.
 type simulator struct{ root, dir, program string }
 
 func build(dir, tags string) (*simulator, error) {

@@ -32,8 +32,8 @@ func places(t *testing.T, root string) map[string]string {
 	return found
 }
 
-// TestList: each mutant has a place in the source, and each place is a mutant's.
-// Whether it is found is what make mutants shows.
+// TestList: each mutant has a place in the source, and each place is a mutant's. make
+// mutants shows whether each mutant is found.
 func TestList(t *testing.T) {
 	root, err := moduleRoot()
 	if err != nil {

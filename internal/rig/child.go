@@ -28,8 +28,8 @@ const (
 	childStop  = 10 * time.Second
 )
 
-// startChild starts a command, whose output goes to log; its first line is JSON
-// for says, unless that is nil.
+// startChild starts a command, whose output goes to log. Its first line is JSON for says,
+// unless says is nil.
 func startChild(ctx context.Context, command []string, log *os.File, says any) (*child, error) {
 	c := &child{cmd: exec.CommandContext(ctx, command[0], command[1:]...), ended: make(chan struct{})}
 	c.cmd.Stderr = log

@@ -74,7 +74,7 @@ func (w *world) found(dl *deal, k int) (list []core.FoundPart) {
 	return list
 }
 
-// isOf says whether a prefill rank may be the one that a load's end names as its target.
+// isOf says whether a load's end that names this target may be from this prefill rank.
 func (w *world) isOf(p *host, from core.Target) bool {
 	dl := w.engines[from]
 	return p.target == from || dl != nil && dl.plain() && dl.ps[0] == p
