@@ -31,7 +31,7 @@ func (u *user) collect() {
 		u.queue = append(u.queue, a)
 	}
 	u.ledger.untold(u.m)
-	// Loads of nothing are not bounded here, but by the room for their reports.
+	// Loads of nothing have no bound here but the room for their reports.
 	if s := u.m.Sizes(); s.Claims > maxFound*fuzzTransfers || s.Offers > 2*fuzzTransfers || s.Early > fuzzTransfers || s.Ended > 2*fuzzTransfers || s.Peers > 2*fuzzTransfers || s.Probes > 2*fuzzTransfers {
 		u.t.Errorf("over the limit of %d: %+v", fuzzTransfers, s)
 	}

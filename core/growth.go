@@ -75,7 +75,7 @@ func (m *Machine) offerPassed(now time.Time, of *offer, at Moment) {
 	}
 }
 
-// awaitNothing has an offer wait for nothing any more.
+// awaitNothing ends all waits of an offer for moments.
 func (m *Machine) awaitNothing(of *offer) {
 	for i := range of.growths {
 		m.awaitNot(of.growths[i].after)

@@ -166,8 +166,8 @@ func (m *Machine) peerGone(now time.Time, id AgentID, absent bool, cause string)
 	delete(m.peers, id)
 	m.act(Forget{Peer: id, Gone: true})
 	for _, tid := range sortedKeys(m.loads.byID) {
-		// A load that has not been asked yet learns it by its own SendLoad, and may find
-		// the agent that took the place.
+		// A load that has not been asked yet learns by its own SendLoad that P is gone, and
+		// may find the agent that took P's place.
 		if ld := m.loads.get(tid); ld != nil && ld.peer == id && ld.state == loadWaiting {
 			m.endLoad(now, ld, ending{PeerLost, reason}, !absent)
 			m.settle(now)

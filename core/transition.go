@@ -74,7 +74,7 @@ func (m *Machine) act(list ...Action) {
 	}
 }
 
-// note notes an action. An action of the fan-in or fan-out itself is of no half.
+// note notes an action. An action of the fan-in or fan-out itself belongs to no half.
 func (o *observer) note(a Action) {
 	add := func(id TransferID, name, half string) { o.acts = append(o.acts, observedAct{id, name, half}) }
 	switch v := a.(type) {

@@ -57,7 +57,7 @@ func (q *peerQueue) renew(v core.SendRenew) { q.start("renew", func() { q.say.re
 
 func (q *peerQueue) probe(v core.SendProbe) { q.start("probe", func() { q.say.probe(v) }) }
 
-// If too many ends wait, finish drops the oldest: the peer learns that end by its lease.
+// finish drops the oldest end if too many wait: the peer learns that end by its lease.
 func (q *peerQueue) finish(peer core.AgentID, end wire.Finish) { q.finishes.add(peer, end) }
 
 func (q *peerQueue) revoke(id core.TransferID) { q.revokes.add(struct{}{}, id) }

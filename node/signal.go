@@ -30,7 +30,7 @@ type signalling struct {
 	gate     gate[core.AgentID]
 }
 
-// serve hands a message of a peer that was met to the transport of that name.
+// serve hands a message of a peer that was met to the transport that the message names.
 func (s *signalling) serve(t *transports, from core.AgentID, msg *wire.Signal) *wire.Reply {
 	w, ok := t.named(msg.Transport).(core.Signaller)
 	if !ok {

@@ -86,8 +86,8 @@ func TestSignals(t *testing.T) {
 	}
 }
 
-// TestSlowSignals: signals that are slow to handle take a part of the handlers only, and
-// one peer's a part of that. A peer that finds them taken asks again.
+// TestSlowSignals: signals that are slow to handle take only a part of the handlers, and
+// those of one peer only a part of that. A peer that finds these handlers taken asks again.
 func TestSlowSignals(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()

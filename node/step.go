@@ -12,8 +12,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// A step is asked for news after a part of the time since its last news, so that a
-// step of any length is followed closely enough.
+// A step is asked for news again after a part of the time since its last news. So a step of
+// any length is followed closely enough.
 const (
 	stepPart     = 4
 	stepLeast    = 200 * time.Microsecond

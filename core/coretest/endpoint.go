@@ -185,7 +185,7 @@ func sequence(from, n int) []core.BlockID {
 	return out
 }
 
-// shuffled is n different ids below limit, the same in each run.
+// shuffled gives n different ids below limit, the same in each run.
 func shuffled(seed uint64, n, limit int) []core.BlockID {
 	out := make([]core.BlockID, n)
 	for i, p := range rand.New(rand.NewPCG(seed, 0)).Perm(limit)[:n] {

@@ -82,7 +82,7 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 			return nil, cause(ctx, "faults", err)
 		}
 	}
-	// The last ones wait most of the time: they do so together.
+	// The parts blip, orphans and deaf wait most of the time, so they run side by side.
 	for _, group := range [][]part{{{"burst", runBurst}}, {{"storm", runStorm}}, {{"slow", runSlow}}, {{"blip", runBlip}, {"orphans", runOrphans}, {"deaf", runDeaf}}, {{"paths", runPaths}}} {
 		rows := make([]partRow, len(group))
 		errs := make([]error, len(group))

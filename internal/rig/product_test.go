@@ -10,7 +10,8 @@ import (
 // The wheel's library and the kvconn command link nothing of the test rig.
 func TestProductHasNoTestRig(t *testing.T) {
 	const module = "github.com/kvconn/kvconn/"
-	// The rig itself is made of these. The check that it is so notices when one is renamed.
+	// The rig itself is made of these. If one is renamed, the check that the rig links it
+	// fails.
 	parts := []string{"internal/chaos", "internal/faultnet", "internal/rig", "internal/stubengine"}
 	// These serve tests only, so that neither program has them.
 	helpers := []string{"core/coretest", "core/coretest/sim", "internal/alloctest", "internal/leaktest", "internal/nettest"}
