@@ -238,7 +238,8 @@ func (m *Match) Commons() []Common {
 	return out
 }
 
-// Opaque says that for some regions in common nobody knows how many tokens a block has.
+// Opaque says whether, for some regions in common, nobody knows how many tokens a block
+// has.
 func (m *Match) Opaque() bool {
 	return slices.ContainsFunc(m.mappings, func(k mapping) bool { return m.ratios[k.group].unit == 0 })
 }

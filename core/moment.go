@@ -36,7 +36,7 @@ func (m *Machine) await(now time.Time, at Moment, side Side, id TransferID) {
 	w.waiters = append(w.waiters, waiter{side, id})
 }
 
-// awaitNot ends one half's wait for a moment.
+// awaitNot ends a half's wait for a moment.
 func (m *Machine) awaitNot(at Moment) {
 	if at == 0 {
 		return

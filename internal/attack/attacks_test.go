@@ -149,8 +149,8 @@ func TestRankOfTheAttacker(t *testing.T) {
 }
 
 // TestAnswersThatWrite: one message whose subject for answers was a key of the registry
-// made prefill, or the server itself, write there: no decode engine found prefill until its
-// restart. Now the message ends its connection.
+// made prefill, or the server itself, write there. After that no decode engine found
+// prefill until its restart. Now the message ends its connection.
 func TestAnswersThatWrite(t *testing.T) {
 	p := start(t, map[string]any{"role": "prefill"})
 	key := "$KV.kvconn_ranks.e" + base64.RawURLEncoding.EncodeToString([]byte("p0")) + ".0.0"

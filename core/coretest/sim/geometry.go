@@ -63,8 +63,8 @@ func (g geometry) layout() *core.Layout {
 	return l
 }
 
-// geometryOf is that of a rank. A prefill rank has all heads unless each of them
-// has its own.
+// geometryOf is a rank's geometry. A prefill rank has all heads unless each prefill rank
+// has heads of its own.
 func (w *world) geometryOf(tokens uint32, rank, ranks int, prefill bool) geometry {
 	layers := w.layersOf(rank, ranks, prefill)
 	if !w.plan.cut {
