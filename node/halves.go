@@ -63,7 +63,7 @@ func (h *halves) enter(want agentState) error {
 }
 
 // move goes from one state to another and calls with under the lock. If the agent is in
-// another state than from, it was closed meanwhile.
+// another state than from, because it was closed meanwhile, move does neither.
 func (h *halves) move(from, to agentState, with func()) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
