@@ -31,7 +31,7 @@ func TestHostileSender(t *testing.T) {
 			c := fakeSender(t, d, "p")
 			grant := d.expect(t, "t", "p", allBlocks(2))
 			c.say(words(grant))
-			if name == "half a header" { // for all that D knows the connection broke: it is dialled again
+			if name == "half a header" { // for D the connection just broke: D dials again
 				_ = c.Conn.(*net.TCPConn).CloseWrite()
 			} else if o := d.sink.Wait("received", "t", 1); o.Err == nil {
 				t.Error("it ended well")
@@ -55,7 +55,7 @@ func TestGrantOfAnotherPeer(t *testing.T) {
 	if h := thief.next(); h.kind != frameNack || h.key != grant {
 		t.Fatalf("answered by %+v", h)
 	}
-	// Its end would need the whole frame read; the next nack says that it was.
+	// The stream answers only when the whole frame was read; the next nack says that it was.
 	thief.say(frameBytes(header{kind: frameData, key: token{}}))
 	thief.next()
 	d.full(t, 0)
@@ -71,7 +71,7 @@ func TestGrantOfAnotherPeer(t *testing.T) {
 	}
 }
 
-// TestFramesAfterRevoke: the rest of a frame that had begun, and whole ones.
+// TestFramesAfterRevoke: after a revoke come the rest of a frame that had begun, and whole frames.
 func TestFramesAfterRevoke(t *testing.T) {
 	leaktest.Check(t)
 	d := newAgent(t, Config{Streams: 1})
@@ -86,7 +86,7 @@ func TestFramesAfterRevoke(t *testing.T) {
 	}
 	p.say(ones[testBlock/2:])
 	p.say(frameBytes(header{kind: frameData, key: grant, position: testBlock, length: testBlock}), ones)
-	p.say(frameBytes(header{kind: frameData, key: grant, length: 1 << 20}), ones) // was there before
+	p.say(frameBytes(header{kind: frameData, key: grant, length: 1 << 20}), ones) // this byte was there before
 	p.say(frameBytes(header{kind: frameData, key: token{}}))                      // its nack says that all was read
 	for i := range 4 {
 		if h := p.next(); h.kind != frameNack || (h.key != grant) != (i == 3) {
