@@ -256,7 +256,7 @@ func TestNewestGuestWins(t *testing.T) {
 	if err := first.Unhost(ctxOf(t, within), a); err != nil {
 		t.Fatal(err)
 	}
-	is("B") // A's registration is over, so A cannot end B's
+	is("B") // the rank is not A's to end
 	if err := first.Unhost(ctxOf(t, within), b); err != nil {
 		t.Fatal(err)
 	}

@@ -55,7 +55,7 @@ func TestGrantOfAnotherPeer(t *testing.T) {
 	if h := thief.next(); h.kind != frameNack || h.key != grant {
 		t.Fatalf("answered by %+v", h)
 	}
-	// The stream answers only when the whole frame was read; the next nack says that it was.
+	// Its end would need the whole frame read; the next nack says that it was.
 	thief.say(frameBytes(header{kind: frameData, key: token{}}))
 	thief.next()
 	d.full(t, 0)
@@ -86,7 +86,7 @@ func TestFramesAfterRevoke(t *testing.T) {
 	}
 	p.say(ones[testBlock/2:])
 	p.say(frameBytes(header{kind: frameData, key: grant, position: testBlock, length: testBlock}), ones)
-	p.say(frameBytes(header{kind: frameData, key: grant, length: 1 << 20}), ones) // this byte was there before
+	p.say(frameBytes(header{kind: frameData, key: grant, length: 1 << 20}), ones) // was there before
 	p.say(frameBytes(header{kind: frameData, key: token{}}))                      // its nack says that all was read
 	for i := range 4 {
 		if h := p.next(); h.kind != frameNack || (h.key != grant) != (i == 3) {

@@ -65,7 +65,7 @@ func TestStreamsThatOnlyDLost(t *testing.T) {
 // TestBrokenInTheMiddle: connections break in the middle of transfers, and both sides see it.
 func TestBrokenInTheMiddle(t *testing.T) {
 	leaktest.Check(t)
-	patient := Config{DialTimeout: bound, StallTimeout: time.Hour} // a D on a slow machine gets enough time
+	patient := Config{DialTimeout: bound, StallTimeout: time.Hour} // a slow machine's D is as good
 	p, d := newAgent(t, patient), newAgent(t, patient)
 	p.sender.grace = bound
 	for i := range p.mem {
