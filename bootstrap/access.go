@@ -12,7 +12,7 @@ import (
 )
 
 // Access decides which requests may use the routes that change something. The zero
-// value lets all of them.
+// value lets all of them do so.
 type Access struct {
 	// Token must be in the header "Authorization: Bearer TOKEN".
 	Token string

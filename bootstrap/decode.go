@@ -31,7 +31,7 @@ func readObject(body []byte) (*object, error) {
 	return &object{fields: fields}, nil
 }
 
-// has: the field is there and is not null.
+// has says whether the field is there and is not null.
 func (o *object) has(name string) bool {
 	raw, ok := o.fields[name]
 	return ok && string(raw) != "null"

@@ -4,7 +4,6 @@
 // server, so that routers written for it work unmodified; beside them are the
 // routes of SGLang's bootstrap server.
 //
-// It differs from that server where the original loses: registering the very
-// same rank twice is fine, a rank can be taken out again, and every input is
-// bounded.
+// It differs from that server where the original falls short: registering the very same
+// rank twice is fine, a rank can be taken out again, and every input is bounded.
 package bootstrap

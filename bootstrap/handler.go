@@ -122,8 +122,8 @@ func deadline(w http.ResponseWriter, at time.Time) {
 	_ = c.SetWriteDeadline(at)
 }
 
-// readBody reads all of a request's body, or has answered why not. The connection
-// may then serve another request.
+// readBody reads all of a request's body, so that the connection may serve another
+// request. If it is not ok, readBody has answered why.
 func readBody(w http.ResponseWriter, r *http.Request, most int64) (body []byte, ok bool) {
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
 	var tooLarge *http.MaxBytesError

@@ -78,7 +78,7 @@ func (t *Routes) put(r Rank) error {
 	}
 	for at, other := range t.told {
 		if at == r.Place {
-			continue // it has come again
+			continue // this is the rank's former registration
 		}
 		if err := r.sameSizes(other); err != nil {
 			return err
@@ -91,7 +91,7 @@ func (t *Routes) put(r Rank) error {
 		r.Info = other.Info // all share one
 		break
 	}
-	t.told[r.Place] = r // no more than Sizes has places for, which is bounded
+	t.told[r.Place] = r // t.told is bounded: Sizes is, and each place has one rank
 	return nil
 }
 
@@ -112,7 +112,7 @@ func orNull(v json.RawMessage) json.RawMessage {
 	return v
 }
 
-// NotReadyError: not all ranks of the engine are there.
+// NotReadyError says that not all ranks of the engine are there.
 type NotReadyError struct {
 	Have int
 	Want Sizes // zero while no rank is known
@@ -128,7 +128,7 @@ func (e *NotReadyError) detail() string {
 	return fmt.Sprintf("%d of the prefill engine's %d ranks (%v) are registered", e.Have, e.Want.count(), e.Want)
 }
 
-// NotFoundError: the engine has no such rank.
+// NotFoundError says that the engine has no such rank.
 type NotFoundError struct {
 	Place Place
 	Sizes Sizes
@@ -208,7 +208,7 @@ func lowest(all map[Place]Rank) (low Rank, ok bool) {
 
 func (p Place) list() []int { return []int{p.DP, p.CP, p.TP, p.PP} }
 
-// enter keeps which dp rank has the request of a room, for a while.
+// enter keeps for a while which dp rank has the request of a room.
 func (t *Routes) enter(id int64, dp int) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// TestRoomsEnd: with age, and the oldest when there are too many.
+// TestRoomsEnd: rooms end with age. When there are too many, the oldest end.
 func TestRoomsEnd(t *testing.T) {
 	now := time.Unix(1000, 0)
 	r := rooms{limit: 3}

@@ -118,7 +118,7 @@ func getRoute(t *Routes, w http.ResponseWriter, r *http.Request) {
 	answer(w, http.StatusOK, map[string]any{"rank_ip": rank.Host, "rank_port": rank.Port})
 }
 
-// readFields reads a request's body as an object, or has answered why not.
+// readFields reads a request's body as an object. If it is not ok, readFields has answered why.
 func readFields(w http.ResponseWriter, r *http.Request, most int64) (*object, bool) {
 	body, ok := readBody(w, r, most)
 	if !ok {

@@ -120,8 +120,8 @@ func (t *Table) Unregister(r Registration) bool {
 	return true
 }
 
-// answer is what Query marshals to. It is made once for each change of the table, whatever
-// number of clients reads it slowly.
+// answer is what Query marshals to. It is made once for each change of the table, however
+// many clients read it slowly.
 func (t *Table) answer() ([]byte, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -72,8 +72,8 @@ func TestFullTable(t *testing.T) {
 	}
 }
 
-// Many workers race for the same ranks with different addresses: one of them
-// wins each rank, the rest get conflicts, and readers see whole tables.
+// Many workers race for the same ranks with different addresses: one worker wins each
+// rank, the others get conflicts, and readers see whole tables.
 func TestConcurrentRegistration(t *testing.T) {
 	leaktest.Check(t)
 	const workers, ranks = 8, 64

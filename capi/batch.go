@@ -14,7 +14,7 @@ import (
 )
 
 // batch reads a caller's array and gives it to a call of the agent; *taken says how
-// many elements that has accepted.
+// many elements the call has accepted.
 func batch[T any](name string, h C.kvconn_agent, taken *C.size_t, text **C.char, read func() ([]T, error), call func(*node.Agent, []T) (int, error)) C.int32_t {
 	return guard(name, text, func() error {
 		a, err := find(h)
@@ -94,7 +94,7 @@ func regionOf(r *C.kvconn_region) (core.Region, error) {
 	}
 	var memory core.Memory
 	if r.memory == C.KVCONN_MEMORY_DEVICE {
-		memory = core.DeviceMemory(0) // which one, the agent finds
+		memory = core.DeviceMemory(0) // the agent finds out which device
 	}
 	return core.Region{Memory: memory, Name: C.GoString(r.name), Base: uint64(r.address), BlockStride: uint64(r.block_stride),
 		BlockBytes: uint64(r.block_bytes), NumBlocks: uint32(r.num_blocks), Group: uint32(r.group), IndexKind: core.IndexKind(r.index_kind),
@@ -154,7 +154,7 @@ func target(l *C.kvconn_load_request) core.Target {
 	return core.Target{Bootstrap: goText(l.bootstrap_addr), EngineID: goText(l.engine_id), DPRank: -1} // an engine_id names one dp rank
 }
 
-// goText is a text that may be left out.
+// goText copies a text; "" if it was left out.
 func goText(s *C.char) string {
 	if s == nil {
 		return ""
@@ -162,7 +162,7 @@ func goText(s *C.char) string {
 	return C.GoString(s)
 }
 
-// numbers copies an array that may be left out: nil.
+// numbers copies an array; nil if it was left out.
 func numbers(first *C.uint32_t, n C.size_t) []uint32 {
 	if first == nil {
 		return nil

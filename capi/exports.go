@@ -26,8 +26,8 @@ import (
 )
 
 // procs is small, since the host needs the cores: a few threads drive any number of
-// transfers. It is not smaller, also on a machine of two cores, since a call of the
-// host would then wait for a goroutine that copies a transfer's bytes.
+// transfers. Even on a machine of two cores it is not smaller: a call of the host would
+// then wait for a goroutine that copies a transfer's bytes.
 const procs = 4
 
 func init() {
@@ -157,7 +157,7 @@ func go_open(config *C.char, out *C.kvconn_agent, text **C.char) C.int32_t {
 //export go_close
 func go_close(h C.kvconn_agent, text **C.char) C.int32_t {
 	return guard("kvconn_close", text, func() error {
-		// Also after a panic: the memory must not be written any more.
+		// The agent is closed after a panic too: the memory must not be written any more.
 		agents.Lock()
 		a, poisoned := agents.byHandle[h], agents.poisoned
 		delete(agents.byHandle, h)

@@ -218,7 +218,7 @@ PUBLIC int32_t kvconn_moment(kvconn_agent agent, uint32_t region, void *stream, 
   if (slots_poisoned()) return fail_poisoned();
   if (slot_moment(agent, region, (uintptr_t)stream, moment)) return KVCONN_OK;
   *moment = 0;
-  int32_t status = go_moment(agent, region, (uintptr_t)stream, moment, &text); /* which says why not */
+  int32_t status = go_moment(agent, region, (uintptr_t)stream, moment, &text); /* go_moment says why not */
   return done(status, text);
 }
 

@@ -25,12 +25,12 @@ struct slot {
   uint32_t head;
   int event_fd;
   uint32_t num_regions;
-  pthread_mutex_t devices_lock; /* of the devices: their functions may wait for the driver */
+  pthread_mutex_t devices_lock; /* guards the devices, whose functions may wait for the driver */
   struct slot_device *devices;  /* NULL: all regions lie in host memory, or the agent closes */
   int closing;                  /* devices come too late */
   uint8_t *device_of;          /* of each region; 0: host memory */
   uint64_t *after;             /* the moment of each region's mark */
-  _Atomic uint8_t written[KVCONN_MAX_REGIONS]; /* by the step: the host stores what is not 0, without the lock */
+  _Atomic uint8_t written[KVCONN_MAX_REGIONS]; /* the step's marks: the host stores a value that is not 0, without the lock */
 };
 
 enum { INDEX_BITS = 8, FIRST_SIZE = 64 };

@@ -32,8 +32,8 @@ uint32_t slot_regions(kvconn_agent agent);
    orders a host's stores. */
 volatile uint8_t *slot_written_address(kvconn_agent agent);
 
-/* Clears the marks and gives their regions, in ascending order, and the moments from which on they count, at most capacity;
-   how many they are. What the host stored before a mark is seen after it. */
+/* Clears the marks and gives their regions, in ascending order, and the moments from which on they count, at most
+   capacity; returns how many they are. What the host stored before a mark is seen after it. */
 size_t slot_take_written(kvconn_agent agent, uint32_t *regions, uint64_t *moments, size_t capacity);
 
 /* Marks regions that count from a moment on. 0, or -1 when the handle is stale, -2 when a region is not in device memory. */
@@ -47,8 +47,8 @@ struct slot_device {
 };
 
 /* The devices on which the agent's regions lie: of_region has for each the device's place from 1 on, 0 for host memory.
-   Both are copied. With num_devices 0 the devices are forgotten for good, and nobody is in their functions any more. 0, -1
-   when the handle is stale or the agent closes, or -2 when memory is out. */
+   Both are copied. With num_devices 0 the devices are forgotten for good, and no thread is in their functions any more.
+   0, -1 when the handle is stale or the agent closes, or -2 when memory is out. */
 int slot_set_devices(kvconn_agent agent, const uint8_t *of_region, const struct slot_device *devices, uint32_t num_devices);
 
 /* Records a moment on a stream of a region's device; not 0 if that was done. */

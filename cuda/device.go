@@ -15,7 +15,7 @@ import (
 // Options of a Device; zero values are the defaults.
 type Options struct {
 	RingBytes    int           // pinned host memory for copies: 64 MiB
-	SlotBytes    int           // of it, a slot's: 2 MiB
+	SlotBytes    int           // of each slot in the ring: 2 MiB
 	Moments      int           // that have not passed, at a time: 4,096
 	StallTimeout time.Duration // until a device that does not end a copy counts as failed: 10 s
 }
@@ -152,7 +152,7 @@ func (d *Device) fails(err error) bool {
 	return d.failure.CompareAndSwap(nil, &err)
 }
 
-// stall is the end of a device of which nobody knows whether its copies have ended.
+// stall fails a device of which nobody knows whether its copies have ended.
 func (d *Device) stall(cause error) {
 	d.stalled.Do(func() {
 		d.fails(fmt.Errorf("%w: %w", cause, ErrStuck)) // before Fence hears of it

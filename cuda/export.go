@@ -8,7 +8,7 @@ import (
 )
 
 // Export gives the region as a dma-buf: whole pages, the region's first byte at offset. The
-// caller closes the file; a card that has registered it needs it no more.
+// caller closes the file; a card that has registered the memory does not need the file any more.
 func (r *Region) Export() (file *os.File, offset uint64, err error) {
 	if !r.d.enter() {
 		return nil, 0, r.d.over()
@@ -35,7 +35,7 @@ func (r *Region) Export() (file *os.File, offset uint64, err error) {
 	return os.NewFile(uintptr(fd), "dma-buf of "+r.name), r.addr - from, nil
 }
 
-// Flushable says whether Flush can do what it is for. If not, a card must not write the device's memory.
+// Flushable says whether Flush works here. If not, a card must not write the device's memory.
 func (d *Device) Flushable() error {
 	if d.info.WritesOrdered || d.info.FlushOnHost {
 		return nil
@@ -43,8 +43,8 @@ func (d *Device) Flushable() error {
 	return fmt.Errorf("%s (%s) neither orders the writes of network cards nor can be told to flush them", d.info.Name, d.info.UUID)
 }
 
-// Flush returns when all that a card had written to the device's memory, when it was called, is seen by
-// work that is launched from now on. A device that orders such writes by itself needs nothing.
+// When Flush has returned, all that a card had written to the device's memory before the call is seen
+// by work that is launched later. A device that orders such writes by itself needs nothing.
 func (d *Device) Flush() error {
 	if err := d.Flushable(); err != nil {
 		return err

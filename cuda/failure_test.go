@@ -10,8 +10,8 @@ import (
 	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 )
 
-// TestFenceTakesBack: copies that the device does not have are told of the fence at once, those that
-// wait for a moment too.
+// TestFenceTakesBack: copies that the device does not have are told of the fence at once, also
+// copies that wait for a moment.
 func TestFenceTakesBack(t *testing.T) {
 	e, d := open(t, Options{})
 	p, stream := memory(t, e, d, grain), e.Stream()
@@ -92,7 +92,8 @@ func testStuck(t *testing.T, fence bool) {
 	d.settled(t)
 }
 
-// TestLostEvent: a copy that the driver took, and an event that it did not: nobody knows when the copy ends.
+// TestLostEvent: a copy that the driver took, and an event that it did not take: nobody knows when the copy
+// ends.
 func TestLostEvent(t *testing.T) {
 	e := engine.New(t, 0)
 	d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: 100 * time.Millisecond})
@@ -227,8 +228,8 @@ func TestFailedCopy(t *testing.T) {
 	}
 }
 
-// TestCloseWhileCopying: all that was begun is told once, nothing is left, and who waits for a slot or a
-// moment hears of it.
+// TestCloseWhileCopying: all that was begun is told once, and nothing is left. A caller that waits for a
+// slot or a moment hears of the close.
 func TestCloseWhileCopying(t *testing.T) {
 	e, d := open(t, Options{RingBytes: 16 * 4096, SlotBytes: 4096})
 	p, stream := e.Alloc(grain), e.Stream()

@@ -67,7 +67,7 @@ func KindOf(addr uintptr) (Kind, error) {
 type Location struct {
 	Device   int // ordinal, as of Open
 	Kind     Kind
-	Mappings int  // one, but for memory that was mapped by handles
+	Mappings int  // one, except for memory that was mapped by handles
 	RDMA     bool // GPUDirect RDMA may be used on all of it
 }
 

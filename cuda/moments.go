@@ -16,7 +16,7 @@ type awaited struct {
 }
 
 func (a *awaited) end(err error) {
-	defer safe.Recover("cuda await") // else nobody else would hear of a moment
+	defer safe.Recover("cuda await") // else nobody would hear of the other moments
 	a.tell(err)
 }
 
@@ -50,10 +50,11 @@ func (d *Device) Moment(stream uintptr) (uint64, error) {
 
 // MomentEntry is Moment for callers in C: a function of type
 // struct { uint32_t code, call; } (*)(void *, uintptr_t stream, uint64_t *moment), and its
-// first argument. Nobody may be in it when Close is called.
+// first argument. No caller may be in the function when Close is called.
 func (d *Device) MomentEntry() (function, argument unsafe.Pointer) { return d.drv.MomentEntry() }
 
-// Owns says whether a moment is one of this handle's. Of others it knows nothing, not even of the same device.
+// Owns says whether a moment is one of this handle's. The handle knows nothing of other handles' moments, not
+// even on the same device.
 func (d *Device) Owns(moment uint64) bool { return d.drv.Owns(moment) }
 
 // Passed says whether a moment has passed.
@@ -69,8 +70,8 @@ func (d *Device) Passed(moment uint64) (bool, error) {
 	return ok, err
 }
 
-// Await has tell called once, not from within Await: with nil when the moment has passed, else
-// with the reason why nobody will know.
+// Await arranges that tell is called once, and not from within Await: with nil when the moment
+// has passed, else with the reason why nobody will know.
 func (d *Device) Await(moment uint64, tell func(error)) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -50,7 +50,7 @@ func TestMoments(t *testing.T) {
 	<-order
 }
 
-// TestMomentsSubsume: who waits for the newest moment alone settles all before it.
+// TestMomentsSubsume: a wait for the newest moment alone settles all moments before it.
 func TestMomentsSubsume(t *testing.T) {
 	e, d := open(t, Options{Moments: 8})
 	stream, before := e.Stream(), e.Count("events")

@@ -158,8 +158,8 @@ func TestRefusedCopies(t *testing.T) {
 	}
 }
 
-// TestSlots: a direction gets three quarters, who waits gets what is released, and a wait ends with its
-// context.
+// TestSlots: a direction gets three quarters of the slots, a waiting caller gets the slot that is
+// released, and a wait ends with its context.
 func TestSlots(t *testing.T) {
 	_, d := open(t, Options{RingBytes: 16 * 4096, SlotBytes: 4096})
 	var held []*Slot
@@ -191,7 +191,7 @@ func TestSlots(t *testing.T) {
 		got <- s
 	}()
 	held[0].Release()
-	held[0].Release() // once more is nothing
+	held[0].Release() // a second release does nothing
 	(<-got).Release()
 }
 

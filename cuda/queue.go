@@ -24,7 +24,7 @@ type queue struct {
 	drv *driver.Queue
 
 	mu      sync.Mutex
-	pending []*job  // whose copies the driver does not all have
+	pending []*job  // jobs of which the driver does not have all copies
 	batches []batch // that the driver has, the oldest first
 	number  int     // of the next batch's event
 	copies  int     // in all batches
@@ -86,8 +86,8 @@ func (q *queue) look() {
 	q.watch.Reset(q.d.o.StallTimeout / 2)
 }
 
-// end takes back what the driver does not have. What it has ends by its events; if those do
-// not come, with err.
+// end takes back what the driver does not have. The copies that the driver has end by their
+// events or, if those do not come, with err.
 func (q *queue) end(err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

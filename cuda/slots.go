@@ -152,7 +152,8 @@ func (s *Slot) drop() {
 	}
 }
 
-// put takes a slot back, and gives it to whoever waits longest in a direction that may have it.
+// put takes a slot back, and gives it to the caller that waits longest in a direction that may
+// have it.
 func (r *ring) put(s *Slot) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -174,7 +175,7 @@ func (r *ring) put(s *Slot) {
 	}
 }
 
-// end sends away all who wait.
+// end sends all waiting callers away.
 func (r *ring) end(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -29,7 +29,7 @@ type Copy struct {
 	Done  func(error) // called once, see the package's page
 }
 
-// Transfer is what is fenced together: the copies of one transfer in one direction.
+// Transfer has the copies that are fenced together: those of one transfer in one direction.
 type Transfer struct {
 	d    *Device
 	name string
@@ -41,8 +41,8 @@ type Transfer struct {
 	idle   chan struct{} // closed when the last copy of a fenced transfer has ended
 }
 
-// Transfer begins one. It needs no end, but what it copies needs a Fence before its memory is
-// given back early.
+// Transfer begins one. It needs no end. But if memory that it copies is given back early, a
+// Fence comes first.
 func (d *Device) Transfer(name string, dir Direction) *Transfer {
 	return &Transfer{d: d, name: name, dir: dir}
 }

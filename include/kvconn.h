@@ -23,7 +23,7 @@
  *   the call returns. The registered KV memory must stay mapped until kvconn_close has
  *   returned. The library frees only its own memory. An address that it returns
  *   (kvconn_pending_address, kvconn_written_address) can be used until kvconn_close, and not in
- *   a forked child. Later it stays mapped, but may be another agent's, or nobody's.
+ *   a forked child. After kvconn_close it stays mapped, but may be another agent's, or nobody's.
  * - Results: a call returns KVCONN_OK (0) or a code of enum kvconn_status. kvconn_last_error
  *   then gives a text that names the value and the remedy.
  * - Handles are numbers. Every call with a handle that was closed, or never opened, returns
@@ -66,7 +66,7 @@ enum kvconn_status {
   KVCONN_ERR_ADDRESS = 8,        /* a port is in use, or an address is not reached */
   KVCONN_ERR_BUFFER = 9,         /* the caller's buffer is too small */
   KVCONN_ERR_INTERNAL = 10,      /* a defect of the library; the agent is unusable */
-  KVCONN_ERR_SYSTEM = 11,        /* the system refused something, or has not the configured transport */
+  KVCONN_ERR_SYSTEM = 11,        /* the system refused something, or lacks the configured transport */
 
   KVCONN_CANCELLED = 20,      /* kvconn_cancel on this side */
   KVCONN_PEER_CANCELLED = 21, /* the other engine cancelled */
@@ -191,19 +191,19 @@ typedef struct kvconn_load_request {
   const kvconn_blocks *groups;
   uint64_t token; /* comes back in the completion */
   /* For each group: how many tokens of the prompt, from its start, are copied, rounded up to a
-     whole block of the side whose blocks are smaller. With NULL or 0 all are copied that the
-     blocks have room for, and the prefill engine must have them. Opaque groups ignore it. */
+     whole block of the side whose blocks are smaller. With NULL or 0 as many as fit the
+     blocks are copied, and the prefill engine must have them. Opaque groups ignore it. */
   const uint32_t *tokens;
   uint64_t prompt; /* 0: take what prefill has */
-  uint64_t after;  /* when nothing reads or writes the blocks any more for what they held before */
+  uint64_t after;  /* from it on nothing reads or writes the blocks for what they held before */
 } kvconn_load_request;
 
 /*
  * What has ended. KVCONN_SIDE_DEMAND: if a prefill engine has the setting report_demands, each
- * announced transfer gets this completion before its offer's. The code is KVCONN_OK when decode
- * has blocks and asks for the transfer; blocks is then the first block of group 0 that it asks
- * for. If the engine offers the transfer, or a part of it, before that, the code is KVCONN_OK
- * and blocks is 0. Any other code says why the transfer has ended.
+ * announced transfer gets this completion before its offer's. When decode has blocks and asks
+ * for the transfer, the code is KVCONN_OK, and blocks is the first block of group 0 that decode
+ * asks for. If the engine offers the transfer, or a part of it, before that, the code is
+ * KVCONN_OK and blocks is 0. Any other code says why the transfer has ended.
  *
  * KVCONN_SIDE_CLAIM: if a decode engine has the setting report_claims, a claim gets this
  * completion when a load of it could only fail: the prefill engine is gone, has ended or
@@ -222,7 +222,7 @@ typedef struct kvconn_completion {
   uint64_t transfer_ns; /* from the first byte to the last */
   uint32_t blocks;
   uint32_t segments; /* contiguous runs in this side's memory */
-  char transport[8]; /* "rdma" or "tcp", which moved the bytes; empty if none was chosen */
+  char transport[8]; /* the one that moved the bytes, "rdma" or "tcp"; empty if none was chosen */
   char transfer_id[KVCONN_TRANSFER_ID_MAX + 8]; /* NUL-terminated */
   char reason[320];                             /* NUL-terminated; empty if OK */
 } kvconn_completion;
@@ -247,15 +247,15 @@ int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
  * Gives the agent the engine's paged KV memory, once, before any transfer. When the call
  * returns, decode engines find a prefill agent. The call waits for the registry at most
  * connect_timeout_s, with bootstrap_join at most join_timeout_s. Memory that is not mapped or
- * readable is refused, for the roles decode and both also what is not writable. If the
- * configuration says "transport": "rdma" and this machine has no usable rdma, the call returns
- * KVCONN_ERR_SYSTEM with the reason; kvconn doctor tells more.
+ * not readable is refused. For the roles decode and both, memory that is not writable is
+ * refused too. If the configuration says "transport": "rdma" and this machine has no usable
+ * rdma, the call returns KVCONN_ERR_SYSTEM with the reason; kvconn doctor tells more.
  */
 int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
 
 /*
  * Marks what a CUDA stream has been given up to now: *moment passes when the GPU has done it.
- * region is one that lies on the stream's GPU; stream is a CUstream or cudaStream_t, NULL the
+ * region is any one on the stream's GPU; stream is a CUstream or cudaStream_t, NULL for the
  * default one. The call waits for nothing. If 4096 moments of a GPU have not passed the result
  * is KVCONN_ERR_OVERLOAD; while the stream is captured into a graph, KVCONN_ERR_INVALID.
  */
@@ -278,9 +278,9 @@ int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, siz
 
 /*
  * Prefill: blocks of these transfers are ready while the engine still works on the requests.
- * The call announces them too. More calls may follow, and then the offer with all blocks. What
- * a decode engine has asked for of the ready blocks moves at once, so that chunks or layers of
- * a prompt are sent while the next are computed. With regions (num_regions ascending indices of
+ * The call announces them too. More calls may follow, and then the offer with all blocks. Ready
+ * blocks that a decode engine has asked for move at once, so that chunks or layers of a prompt
+ * are sent while the next are computed. With regions (num_regions ascending indices of
  * kvconn_register_kv_caches) the blocks are ready in these regions only. They must stay
  * unchanged until kvconn_withdraw has returned or, after the offer, until its completion. If a
  * transfer has ended meanwhile, this call succeeds; the offer's completion says so.
@@ -290,10 +290,10 @@ int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *par
 
 /*
  * Prefill: the address of one byte for each region, in the order of kvconn_register_kv_caches.
- * By them a step says which regions it has written, without a call for each layer: the engine
- * sets a region's byte to 1 when the blocks that the last kvconn_offer_partial called computing
- * are ready there. C, C++ and Go store it atomically with release order, after all threads that
- * write the region have been joined; an interpreter's plain store will do.
+ * With these bytes a step says which regions it has written, without a call for each layer: the
+ * engine sets a region's byte to 1 when the blocks that the last kvconn_offer_partial called
+ * computing are ready there. C, C++ and Go store it atomically with release order, after all
+ * threads that write the region have been joined; an interpreter's plain store will do.
  *
  * The agent reads the bytes soon after and sets them to 0. The agent's next
  * kvconn_offer_partial, kvconn_offer, kvconn_withdraw or kvconn_cancel ends the step: it reads
@@ -305,7 +305,7 @@ int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *par
  */
 volatile uint8_t *kvconn_written_address(kvconn_agent agent);
 
-/* Prefill: says of regions in device memory what a byte at kvconn_written_address says: the
+/* Prefill: marks regions in device memory, as a byte at kvconn_written_address does: the
    step has queued all that writes them, and the moment passes when that is done. */
 int32_t kvconn_written_after(kvconn_agent agent, const uint32_t *regions, size_t num_regions, uint64_t moment);
 
@@ -323,7 +323,7 @@ int32_t kvconn_withdraw(kvconn_agent agent, const char *const *transfer_ids, siz
  * Decode: the engine will load these transfers as soon as it has blocks for them. Until then
  * the prefill engine keeps them, within claim_s. A claim has num_groups 0 and no completion of
  * its own. It ends by kvconn_start_load or kvconn_cancel of the id. If its prefill engine goes
- * meanwhile, the load fails at once. To claim what is claimed or loaded already is no error.
+ * meanwhile, the load fails at once. A claim of what is claimed or loaded already is no error.
  *
  * With report_claims a claim also ends by a KVCONN_SIDE_CLAIM, which has the claim's token.
  * After it a cancel changes nothing, a load fails with the same code and reason, and a new
@@ -345,9 +345,9 @@ int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_
 /* The number of completions that wait to be collected, or a negated status. */
 int32_t kvconn_pending(kvconn_agent agent);
 
-/* The address of the number that kvconn_pending returns, for a caller to whom even a call is
-   dear: 32 bits that change atomically, not 0 either when kvconn_pending has an error to tell.
-   The result is NULL when the handle is not open. */
+/* The address of the number that kvconn_pending returns, for a caller that cannot afford even
+   a call: 32 bits that change atomically. They are not 0 either when kvconn_pending has an
+   error to tell. The result is NULL when the handle is not open. */
 const volatile uint32_t *kvconn_pending_address(kvconn_agent agent);
 
 /* Moves up to capacity completions out, and their number to *count. Never waits.

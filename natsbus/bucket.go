@@ -72,7 +72,7 @@ func (l *link) patiently(ctx context.Context, ask func(context.Context) error) e
 	}
 }
 
-// over: the link will not come back.
+// over says whether the link will not come back.
 func (l *link) over() bool {
 	select {
 	case <-l.gone:
@@ -100,7 +100,7 @@ func (l *link) createBucket(ctx context.Context) error {
 			Storage: jetstream.MemoryStorage, LimitMarkerTTL: markerTTL,
 		})
 		if errors.Is(err, jetstream.ErrBucketExists) {
-			return nil // it has other settings; publishing tells whether they will do
+			return nil // the bucket has other settings; publishing tells whether they will do
 		}
 		return err
 	}
@@ -154,8 +154,8 @@ func (l *link) readOnce(ctx context.Context, key string) (record, error) {
 }
 
 // readAny reads an entry from any replica. It is for a link that has not found the
-// stream yet, for which it needs the leader. If the result has no agent, the leader
-// must be asked.
+// stream yet: to find it, the link needs the leader. If the result has no agent, the
+// leader must be asked.
 func (l *link) readAny(ctx context.Context, key string) (record, error) {
 	m, err := l.nc.RequestWithContext(ctx, "$JS.API.DIRECT.GET."+stream+"."+key, nil)
 	if errors.Is(err, nats.ErrNoResponders) {

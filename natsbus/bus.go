@@ -34,7 +34,7 @@ type Bus struct {
 	common
 	cancel   context.CancelFunc
 	openHome func() (*link, error)
-	slots    chan struct{} // one for each request that is answered
+	slots    chan struct{} // one for each request that is being answered
 
 	mu     sync.Mutex
 	down   bool           // no goroutine or handler starts any more

@@ -99,7 +99,7 @@ func (c *clients) isClosed() bool {
 	return c.closed
 }
 
-// noConn stands in until there is one; only Close is called.
+// noConn stands in until there is a connection; only its Close is called.
 var noConn net.Conn = closeOnly{}
 
 type closeOnly struct{ net.Conn }

@@ -71,7 +71,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	}
 	leader, others := c.StreamLeader(stream)
 
-	// P and D are at the servers that stay, K is at the one that goes. Each knows
+	// P and D are at the servers that stay, K is at the server that goes. Each knows
 	// one URL; they find the others by themselves.
 	prefill := newBus(t, Options{Identity: named("P"), ClusterURL: others[0].URL(), TTL: ttl})
 	serve(prefill)
@@ -86,15 +86,15 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 			t.Fatalf("%+v, %v", a, err)
 		}
 	}
-	// Between the servers that stay nothing is lost. Towards the other the bound is
-	// short, so that one that is lost does not hide what comes after it.
+	// Between the servers that stay nothing is lost. Towards the other server the bound
+	// is short, so that a lost request does not hide the requests after it.
 	onSurvivors := newPump(t, decode, "P", nettest.ElectionBound)
 	onKilled, toKilled := newPump(t, kept, "P", 500*time.Millisecond), newPump(t, decode, "K", 500*time.Millisecond)
 
 	killed := time.Now()
 	leader.Kill()
 
-	// At once: P is found by who knows it and by who comes new, though nobody
+	// At once P is found, by an agent that knows it and by a new one, though nobody
 	// leads the registry.
 	if a, _, err := decode.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || nick(a.ID) != "P" {
 		t.Fatalf("%+v, %v", a, err)
@@ -105,7 +105,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 		t.Fatalf("%+v, %v", a, err)
 	}
 	ask(t, fresh, "", "P", "P via : hello N")
-	// An engine that nobody knows: the leader is waited for, with a bound.
+	// For an engine that nobody knows, D waits for the leader, with a bound.
 	_, _, err := fresh.Lookup(ctxOf(t, 500*time.Millisecond), core.Target{Bootstrap: "http://not-used:1", EngineID: "unknown"})
 	if !errors.Is(err, core.ErrNotRegistered) && !(errors.Is(err, core.ErrUnreachable) && strings.Contains(err.Error(), "leader")) {
 		t.Errorf("during the election: %v", err)
@@ -304,7 +304,7 @@ func TestNewcomerAsksNoLeader(t *testing.T) {
 	}
 	ask(t, decode, "", "P", "P via : hello D")
 	closeBus(t, prefill)
-	_, _, err = decode.Lookup(ctxOf(t, 500*time.Millisecond), target) // of an end the leader must be asked
+	_, _, err = decode.Lookup(ctxOf(t, 500*time.Millisecond), target) // whether an entry has ended, only the leader can tell
 	mustBe(t, err, core.ErrUnreachable)
 }
 
@@ -335,7 +335,7 @@ func TestCluster(t *testing.T) {
 	_, err = decode.Request(ctxOf(t, within), "", reach(decode, "P"), hello("D"))
 	mustBe(t, err, core.ErrUnreachable)
 
-	c.Start() // with nothing of what it knew
+	c.Start() // it has forgotten all that it knew
 	eventually(t, "the registration comes back", func() error {
 		_, _, err := decode.Lookup(ctxOf(t, within), target)
 		return err

@@ -46,7 +46,7 @@ func connect(bus *common, to endpoint) (*link, error) {
 	if to.kind != clusterLink {
 		opts = append(opts, nats.IgnoreDiscoveredServers())
 	} else if opt.TLS != nil {
-		// Used when the server or the URL wants TLS.
+		// nats.go uses this when the server or the URL wants TLS.
 		opts = append(opts, func(o *nats.Options) error { o.TLSConfig = opt.TLS.Clone(); return nil })
 	}
 	proof, err := opt.credentials(to.kind)
@@ -75,8 +75,8 @@ func connect(bus *common, to endpoint) (*link, error) {
 	return l, nil
 }
 
-// interrupted: the handshake took a second, and the server's first ping came into it.
-// nats.go has no type for that error.
+// interrupted says whether the handshake took a second, so that the server's first ping
+// came into it. nats.go has no type for that error.
 func interrupted(err error) bool { return strings.Contains(err.Error(), "expected 'PONG', got 'PING'") }
 
 // credentials are what nats.go shows to a server.

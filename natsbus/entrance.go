@@ -38,9 +38,10 @@ func (e *entrance) id() core.AgentID {
 	return e.as.id
 }
 
-// show chooses an identity. A rank that joins goes by its own, which its registration
-// names; a decode agent by another one at each server. A link keeps the first one, also
-// when the server is restarted: other ranks behind the server know the agent by it.
+// show chooses an identity. A rank that joins shows its own, which its registration
+// names. A decode agent shows another one to each server. A link keeps the first one,
+// also when the server is restarted: other ranks behind the server know the agent by
+// it.
 func (e *entrance) show(server core.AgentID) *Identity {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -25,13 +25,13 @@ type gate struct {
 	home    string // password of homeUser
 	secrets secrets
 	local   string          // the join secret of this host, see store.go
-	keys    map[string]bool // public nkeys that are let in beside the token
+	keys    map[string]bool // public nkeys whose owners are let in without the token
 
 	mu   sync.Mutex
 	pass map[string]client // by the user's name, for clients that have proved themselves
 }
 
-// client is who a connection has proved to be, and what it may do.
+// client is the agent that a connection has proved to be, and what it may do.
 type client struct {
 	id    core.AgentID
 	right right

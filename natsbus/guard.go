@@ -77,7 +77,7 @@ func (g *guard) message(line string) error {
 	default:
 		return nil
 	}
-	// nats.go takes other ends too, and then reads another number than this.
+	// nats.go takes other line ends too, and then reads another number than this.
 	args, ended := strings.CutSuffix(line, "\r")
 	fields := strings.FieldsFunc(args, func(r rune) bool { return r == ' ' || r == '\t' })
 	last := fields[len(fields)-1]

@@ -61,8 +61,9 @@ func TestServerThatWantsTLSWithin(t *testing.T) {
 	}
 }
 
-// TestNobodyListensAsAnother: the registry tells all who get in by which ids agents are
-// asked; none of them may be asked in another's place, nor ask in another's name.
+// TestNobodyListensAsAnother: the registry tells every admitted agent by which ids
+// agents are asked. No agent may be asked in another's place, nor ask in another's
+// name.
 func TestNobodyListensAsAnother(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right"})

@@ -20,8 +20,9 @@ const maxCommand = 8 << 10
 const maxReplySubject = 256
 
 // inlet passes a client's side of the NATS protocol on to the embedded server, command by
-// command. Permissions hold subjects to what a client may use. They do not hold the
-// subjects that it names for answers: by these it would write through whoever answers.
+// command. Permissions limit the subjects that a client uses. They do not limit the
+// subjects that a client names for answers. By these it could write through the agent
+// that answers.
 type inlet struct {
 	from    *bufio.Reader
 	to      *bufio.Writer
@@ -131,5 +132,5 @@ func (in *inlet) publish(args []string) error {
 	return err
 }
 
-// literal: a subject without wildcards.
+// literal says whether a subject has no wildcards.
 func literal(subj string) bool { return !strings.ContainsAny(subj, "*>") }

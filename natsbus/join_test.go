@@ -47,8 +47,9 @@ func joiner(t testing.TB, id core.AgentID, address string, opt Options) *Bus {
 	return b
 }
 
-// A rank joins the server of the first one, is found there, and answers there; a
-// new server in its place has it again without its doing.
+// A rank joins the server of the first one, is found there, and answers there; a new
+// server in the first one's place has the rank again, though the rank's engine does
+// nothing.
 func TestJoin(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
@@ -94,7 +95,7 @@ func TestJoin(t *testing.T) {
 	mustBe(t, err, core.ErrNotRegistered) // it has said goodbye
 }
 
-// A rank waits for a first one that is up last, and no longer than it was told.
+// A rank waits for a first rank that comes up last, but no longer than it was told.
 func TestJoinWaits(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
@@ -136,7 +137,7 @@ func TestJoinWaits(t *testing.T) {
 }
 
 // TestWhoMayJoin: being a rank takes another secret than asking does, or being on the
-// host of the first rank as the same user. Who may not come in is not tried for long.
+// host of the first rank as the same user. A rank that may not join does not try for long.
 func TestWhoMayJoin(t *testing.T) {
 	leaktest.Check(t)
 	home, elsewhere := t.TempDir(), t.TempDir()
@@ -182,8 +183,8 @@ func TestWhoMayJoin(t *testing.T) {
 	}
 }
 
-// TestNobodyElseRegisters: a client that may only ask cannot reach the one who registers
-// others, whatever kind of request it sends where.
+// TestNobodyElseRegisters: a client that may only ask cannot reach the agent that
+// registers others, whatever request it sends, and wherever.
 func TestNobodyElseRegisters(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right"})
@@ -220,8 +221,8 @@ func TestHostNeedsAServer(t *testing.T) {
 	}
 }
 
-// Of two that register one rank at the first one, the newest wins, whatever their
-// clocks say; the other has the rank again when that has gone.
+// If two agents register one rank at the first rank, the newest wins, whatever their
+// clocks say. When it has gone, the other agent has the rank again.
 func TestNewestGuestWins(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
@@ -255,7 +256,7 @@ func TestNewestGuestWins(t *testing.T) {
 	if err := first.Unhost(ctxOf(t, within), a); err != nil {
 		t.Fatal(err)
 	}
-	is("B") // not its to end
+	is("B") // the rank is not A's to end
 	if err := first.Unhost(ctxOf(t, within), b); err != nil {
 		t.Fatal(err)
 	}
@@ -269,7 +270,7 @@ func TestNewestGuestWins(t *testing.T) {
 	}
 }
 
-// dp ranks are found by their engines' ids; without one, by their numbers.
+// dp ranks are found by their engines' ids or, without an id, by their numbers.
 func TestLookupOfDPRanks(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})

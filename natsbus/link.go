@@ -20,11 +20,11 @@ import (
 
 // Bounds of a link.
 const (
-	linkPing      = time.Second // two unanswered ones end the connection
+	linkPing      = time.Second // two unanswered pings end the connection
 	reconnectWait = 200 * time.Millisecond
 	// When a link breaks that has stood for steadyLink, it is dialled again within
 	// firstWait, since the agent is missed. The wait is random, so that the links of a
-	// server that went do not come at once.
+	// server that has gone do not all come back at once.
 	steadyLink = time.Second
 	firstWait  = 50 * time.Millisecond
 	// farewell is how long an open connection may take to send what it holds.
@@ -78,7 +78,7 @@ type link struct {
 	mu      sync.Mutex
 	up      chan struct{}      // closed while connected
 	session context.Context    // ends when the connection breaks
-	since   time.Time          // when it came to be
+	since   time.Time          // when the session began
 	broke   context.CancelFunc // ends session
 	cause   error              // why it is not connected
 	closing bool
@@ -95,7 +95,7 @@ const (
 	homeLink    linkKind = iota // this process's own server
 	clusterLink                 // Options.ClusterURL
 	portLink                    // the server behind a bootstrap port
-	joinLink                    // the same, in the place of a server of its own
+	joinLink                    // as portLink, in the place of a server of this agent's own
 )
 
 // subscribe makes this agent reachable over the link, if it serves. The queue

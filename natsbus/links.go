@@ -157,7 +157,7 @@ func (b *Bus) settle(e *entry, via core.Via, l *link, err error) {
 	}
 }
 
-// again: what this agent holds at home is renewed at once.
+// again is called when a link is back: what this agent holds at home is renewed at once.
 func (b *Bus) again(l *link) {
 	if l.via == "" {
 		b.renewNow()

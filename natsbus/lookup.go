@@ -75,7 +75,7 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 	var found []*wire.Agent
 	for _, key := range keys {
 		r, err := l.readChecked(ctx, key)
-		if err != nil && !(t.EngineID == "" && unreadable(err)) { // one engine's entry does not hide others
+		if err != nil && !(t.EngineID == "" && unreadable(err)) { // one engine's unreadable entry does not hide others
 			return nil, err
 		}
 		if r.agent != nil && isRank(r.agent, t) {

@@ -30,7 +30,7 @@ type outlet struct {
 	mu     sync.Mutex
 	kept   [][]byte
 	bytes  int64
-	long   int64         // of the longest message since all was read last
+	long   int64         // of the longest message since the client had last read all
 	ended  bool          // nothing follows
 	wake   chan struct{} // holds a value when there is something to do
 	reader lineReader

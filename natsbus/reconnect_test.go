@@ -36,7 +36,7 @@ func TestAbsentAtOnesOwnServer(t *testing.T) {
 	f.Shut(true)
 	f.Cut()
 	eventually(t, "nobody listens as D", func() error {
-		// One that is asked while the link breaks gets no answer.
+		// A request that is sent while the link breaks gets no answer.
 		_, err := prefill.Request(ctxOf(t, 100*time.Millisecond), "", reach(prefill, "D"), hello("P"))
 		if err == nil || !errors.Is(err, core.ErrAbsent) {
 			return errors.Join(errors.New("not yet"), err)
@@ -74,7 +74,7 @@ func TestDelay(t *testing.T) {
 	}
 }
 
-// BenchmarkReconnect: how long nobody listens as a D whose link broke.
+// BenchmarkReconnect measures how long a D whose link broke cannot be asked.
 func BenchmarkReconnect(b *testing.B) {
 	f, prefill := behindForwarder(b)
 	var all []time.Duration

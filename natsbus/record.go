@@ -42,7 +42,7 @@ func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, 
 	return r, nil
 }
 
-// unreadableError: an entry is none that an agent writes. Its owner overwrites it.
+// unreadableError is of an entry that no agent writes like this. The entry's owner overwrites it.
 type unreadableError struct{ error }
 
 func (e *unreadableError) Unwrap() error { return e.error }

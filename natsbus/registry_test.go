@@ -21,7 +21,7 @@ func TestRegistrationEndsWithItsAgent(t *testing.T) {
 		_, _, err := prefill.Lookup(ctxOf(t, within), core.Target{EngineID: "e"})
 		return err
 	}
-	// It lives longer than its TTL while it is renewed.
+	// An entry lives longer than its TTL while it is renewed.
 	for end := time.Now().Add(2500 * time.Millisecond); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 		if err := lookup(); err != nil {
 			t.Fatal(err)
@@ -66,7 +66,7 @@ func TestNewestAgentWins(t *testing.T) {
 		}
 		return nil
 	})
-	// All lost the bucket: the order is still the same.
+	// All agents have lost the bucket: their order is still the same.
 	if err := newer.homeLink().js.DeleteKeyValue(ctxOf(t, within), bucket); err != nil {
 		t.Fatal(err)
 	}
@@ -78,7 +78,7 @@ func TestNewestAgentWins(t *testing.T) {
 		}
 		return nil
 	})
-	// The old one must not take the new one's entry along.
+	// The old agent must not take the new agent's entry along.
 	closeBus(t, oldBus)
 	if who() != "new" {
 		t.Fatalf("after the old agent's end the rank belongs to %s", who())

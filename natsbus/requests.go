@@ -62,7 +62,7 @@ func refuse(format string, args ...any) *wire.Reply {
 	return &wire.Reply{Code: int(core.Refused), Reason: fmt.Sprintf(format, args...)}
 }
 
-// handle answers a request. Its sender is who the subject says: no other may send there.
+// handle answers a request. The subject names its sender: no other agent may send there.
 func (b *Bus) handle(l *link, m *nats.Msg) (reply *wire.Reply) {
 	req := new(wire.Request)
 	if err := wire.Decode(m.Data, req); err != nil {

@@ -120,8 +120,8 @@ func TestTokenIsNotSent(t *testing.T) {
 	}
 }
 
-// A client that is let in can ask agents and read the registry; it cannot write
-// there, nor hear what others say, nor be another agent.
+// A client that is let in can ask agents and read the registry; it cannot write there,
+// hear what others say, or be another agent.
 func TestPermissions(t *testing.T) {
 	leaktest.Check(t)
 	log, _ := observed()

@@ -53,8 +53,8 @@ type ServerOptions struct {
 	// or user. Without it, where there is a token or there are NKeys, ranks join only from
 	// processes of the same user on this host.
 	JoinToken string
-	// NKeys are public user nkeys that are let in too. With neither a token nor keys
-	// all clients are let in.
+	// NKeys are public user nkeys whose owners are let in too. With neither a token nor
+	// keys all clients are let in.
 	NKeys []string
 	// MaxConns bounds the upgraded connections at one time; 0 means 4096.
 	MaxConns int

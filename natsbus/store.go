@@ -88,7 +88,7 @@ func sweepStores(tmp string) {
 }
 
 // localSecret reads the secret that a server on this host keeps for the ranks of its
-// engine: processes of the same user. The folder's name says which server's it is.
+// engine: processes of the same user. The folder's name names the server.
 func localSecret(server core.AgentID) string {
 	dir := filepath.Join(os.TempDir(), storePrefix+string(server))
 	if !ours(dir) {
@@ -101,7 +101,7 @@ func localSecret(server core.AgentID) string {
 	return strings.TrimSpace(string(b))
 }
 
-// ours: a folder of this user that nobody else may enter.
+// ours says whether a folder is this user's, and nobody else may enter it.
 func ours(dir string) bool {
 	st, err := os.Lstat(dir)
 	if err != nil || !st.IsDir() || st.Mode().Perm()&0o077 != 0 {

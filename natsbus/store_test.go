@@ -9,7 +9,7 @@ import (
 )
 
 // TestStoresOfKilledProcessesAreRemoved: a killed process leaves a folder whose
-// lock nobody holds any more; the folder of a living one must stay.
+// lock nobody holds any more; the folder of a living process must stay.
 func TestStoresOfKilledProcessesAreRemoved(t *testing.T) {
 	leaktest.Check(t)
 	tmp := t.TempDir()

@@ -17,7 +17,7 @@ import (
 )
 
 // TestForgedProofs: a proof is worth nothing on another connection, for another right, or
-// from the other side; and who cannot prove anything gets no further than the greeting.
+// from the other side; and a client that cannot prove anything gets no further than the greeting.
 func TestForgedProofs(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right", JoinToken: "ranks"})

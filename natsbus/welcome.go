@@ -61,7 +61,7 @@ func (g *gate) admits(r right, method, public, proof string, bound []byte) error
 	return errNoProof
 }
 
-// closed: not everyone is let in.
+// closed says whether some clients are not let in.
 func (g *gate) closed() bool { return g.secrets.token != "" || len(g.keys) > 0 }
 
 func (g *gate) signed(r right, public, proof string, bound []byte) bool {

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// window bounds the requests of a client that are not answered yet. A client that has too
-// many is not read from until some are.
+// window bounds the requests of a client that are not answered yet. While a client has
+// too many, nothing is read from it.
 type window struct {
 	most  int
 	share *share // of the bytes of the requests
@@ -26,7 +26,7 @@ type pendingRequest struct {
 
 const (
 	// maxUnanswered bounds a client's requests that are not answered yet. Agents answer at
-	// once; one that has not for answerWithin counts no more.
+	// once; a request that has waited longer than answerWithin does not count any more.
 	maxUnanswered = 512
 	answerWithin  = 5 * time.Second
 	// perRequest is what a request costs beside its bytes.

@@ -43,7 +43,7 @@ func (t *Transport) accept(src *source, offers []laneOffer, known []bool) []acce
 	return out
 }
 
-// acceptAt makes the ends at one port. After the first that fails it makes no more.
+// acceptAt makes the ends at one port. After the first end that fails it makes no more.
 func (t *Transport) acceptAt(src *source, p *localPort, offers []laneOffer, list []int, out []accepted) {
 	b, err := t.newBundle(p.dev, len(list), marksDepth, src.received)
 	if err == nil {

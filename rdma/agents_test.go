@@ -41,7 +41,8 @@ func (f fault) String() string {
 type control struct {
 	// decide says what becomes of a signal; it may wait. Nil: all pass.
 	decide func(from core.AgentID, s *signal) fault
-	// config changes that of who is opened on it, unless it is nil.
+	// config, unless it is nil, changes the configuration of each transport that is
+	// opened on this control plane.
 	config func(*Config)
 
 	mu   sync.Mutex

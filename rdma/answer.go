@@ -11,7 +11,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// D's answers to P's signals.
+// How D answers P's signals.
 
 func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 	src := r.source(from)
@@ -161,7 +161,7 @@ func (src *source) connected(s *signal) {
 		keep[id] = true
 	}
 	for _, l := range src.lanes {
-		if l.id <= s.Last && !keep[l.id] { // a later lane is named by a later signal
+		if l.id <= s.Last && !keep[l.id] { // a later signal names a later lane
 			src.retire(l)
 		}
 	}
@@ -170,7 +170,7 @@ func (src *source) connected(s *signal) {
 		src.settle(nil)
 		src.owed, src.backoff = true, 0
 		src.watch()
-	case s.Reason == "": // P closed them because it had nothing to write; it opens others when it has
+	case s.Reason == "": // P closed its lanes because it had nothing to write; it opens others when it has something
 		src.settle(nil)
 	default: // P gives up what it was writing
 		tell := src.losing(fmt.Errorf("rdma: prefill agent %s reaches none of this agent's ports: %s", src.peer, s.Reason))

@@ -11,7 +11,7 @@ import (
 )
 
 // When a lane of P breaks, P waits until the lane reads nothing any more, D says which
-// stripes have arrived, and other lanes write the rest. Also: which grants are dead.
+// stripes have arrived, and other lanes write the rest. This file also keeps which grants are dead.
 
 // stallLooks is how many looks in a row end a lane that has requests under way and
 // completes none. Looks are counted because this process may have been stopped for a
@@ -53,7 +53,7 @@ func (cn *conn) breakLane(l *lane, cause error) {
 	cn.flush(l)
 }
 
-// flush has the stripes of a lane that broke wait until D has said which arrived. The
+// flush makes the stripes of a lane that broke wait until D has said which arrived. The
 // lane may still read their blocks until quiet is called.
 func (cn *conn) flush(l *lane) {
 	now := time.Now()

@@ -8,7 +8,7 @@ import (
 // manyCauses are several errors in one line, as reasons and logs have them.
 type manyCauses []error
 
-// allOf is errors.Join in one line: nil without an error.
+// allOf joins errors as errors.Join does, but in one line: nil if there is none.
 func allOf(list ...error) error {
 	list = slices.DeleteFunc(slices.Clone(list), func(err error) bool { return err == nil })
 	if len(list) == 0 {

@@ -17,9 +17,9 @@ import (
 // several fields. The keys named here are those of the agent's configuration,
 // which errors name too.
 type Config struct {
-	// Devices are those that may be used, Deny those that may not, which counts
-	// more: "mlx5_0", one of its ports "mlx5_0:1", or a pattern "mlx5_*" as of
-	// path.Match. No Devices means all.
+	// Devices are those that may be used, Deny those that may not. If both name a
+	// device, Deny counts. An entry is "mlx5_0", one of its ports "mlx5_0:1", or a
+	// pattern "mlx5_*" as of path.Match. No Devices means all.
 	Devices []string // rdma_devices
 	Deny    []string // rdma_deny
 
@@ -28,7 +28,7 @@ type Config struct {
 	SendDepth    int // rdma_send_depth: requests posted and not completed, of a queue pair
 	MTU          int // rdma_mtu: bytes; 0 takes the largest that both ports have
 	Timeout      int // rdma_timeout: an acknowledgement is waited for 4.096 µs · 2^Timeout
-	Retry        int // rdma_retry: times that a request is sent again without one; 7 is without end on some devices
+	Retry        int // rdma_retry: times that a request is sent again when no acknowledgement comes; 7 is without end on some devices
 	RNRRetry     int // rdma_rnr_retry: times that a receiver may be not ready; 7 is without end
 	MinRNRTimer  int // rdma_min_rnr_timer: the pause that a receiver which is not ready asks for, as encoded by InfiniBand
 	TrafficClass int // rdma_traffic_class: of RoCE packets; DSCP · 4 + ECN
@@ -38,7 +38,7 @@ type Config struct {
 	Idle            time.Duration // rdma_idle_s: queue pairs without a transfer for so long are closed
 	RelaxedOrdering string        // rdma_relaxed_ordering: auto (where the device has it), on (else an error), off
 
-	// Fallback: another transport takes what this one cannot. New makes do with the
+	// Fallback says that another transport takes what this one cannot. New makes do with the
 	// devices that take the memory, and where no port is active it waits for one.
 	Fallback bool
 

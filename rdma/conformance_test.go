@@ -73,7 +73,7 @@ func TestConformance(t *testing.T) {
 	}
 }
 
-// TestProcesses holds it to that between processes.
+// TestProcesses holds rdma to the same between processes.
 func TestProcesses(t *testing.T) {
 	needsDevice(t)
 	f := fixture(opener(2, 16)) // a process that is stopped has much left to post

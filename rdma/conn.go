@@ -29,14 +29,14 @@ type conn struct {
 	grants grants
 
 	lost  []uint32 // lanes that broke, until D has ended its side of them
-	broke error    // why the last one did
+	broke error    // why the last of them broke
 	tasks tasks
 	mends bool        // the goroutine of mend runs
 	used  time.Time   // when something was written last
-	sleep *time.Timer // closes the lanes when nothing was written for long
+	sleep *time.Timer // closes the lanes when nothing was written for Config.Idle
 	looks *time.Timer // runs while requests are under way, and ends lanes that complete none
 
-	held    []uint64 // as drained, but D must end its side of lost lanes first
+	held    []uint64 // grants as in drained, but D must end its side of lost lanes first
 	drained []uint64 // grants of which nothing is on its way any more; D is to be told
 	tells   bool     // the goroutine of tellDrained runs
 
@@ -57,7 +57,7 @@ func newConn(t *Transport, peer core.AgentID) *conn {
 		bySeq: map[uint64]*write{}, grants: grants{dead: map[uint64]bool{}}}
 }
 
-// update runs f with the lock held, and then tells without the lock the outcomes that f left.
+// update runs f with the lock held. Then, without the lock, it tells the outcomes that f left.
 func (cn *conn) update(f func(cn *conn)) {
 	outcomes, fell := cn.locked(f)
 	for _, w := range outcomes {
@@ -68,7 +68,7 @@ func (cn *conn) update(f func(cn *conn)) {
 	}
 }
 
-// locked lets the lock go also when f panics, because Close must still stop the bytes.
+// locked releases the lock also when f panics, because Close must still stop the bytes.
 func (cn *conn) locked(f func(cn *conn)) (outcomes []*write, fell error) {
 	cn.mu.Lock()
 	defer cn.mu.Unlock()
@@ -104,7 +104,7 @@ func (cn *conn) greeted(broken []uint32, up []int) {
 }
 
 // portUp ends the pauses of a port's paths. If no lane is open at the port, P makes some,
-// but not in the state bare, where the next write does.
+// except in the state bare, in which the next write makes them.
 func (cn *conn) portUp(at func(pathKey) bool) {
 	now := time.Now()
 	for key, r := range cn.paths {

@@ -95,7 +95,7 @@ func TestDrainedAfterLoss(t *testing.T) {
 	}
 }
 
-// TestConfirmedByTwo: D's word that all is over crosses its answer about some lanes.
+// TestConfirmedByTwo: D's message that all is over crosses D's answer about some lanes.
 func TestConfirmedByTwo(t *testing.T) {
 	cn := newTestConn(t, 3)
 	cn.mends, cn.tells = true, true
@@ -211,7 +211,7 @@ func TestCloseTellsAll(t *testing.T) {
 	s.conns[cn.peer] = cn
 	s.mu.Unlock()
 	cn.mu.Lock()
-	cn.lanes = nil // the write waits for one
+	cn.lanes = nil // the write waits for a lane
 	cn.on(eventBare)
 	cn.mu.Unlock()
 	s.write(core.WriteOp{ID: "t", Peer: cn.peer})
@@ -240,7 +240,7 @@ func TestCloseTellsAll(t *testing.T) {
 }
 
 // TestStall: a lane that has something under way and completes nothing is given up, and
-// no other. One that completes something now and then is not.
+// no other. A lane that completes something now and then is kept.
 func TestStall(t *testing.T) {
 	cn := newTestConn(t, 3)
 	cn.mends, cn.tells = true, true
@@ -345,8 +345,8 @@ func TestShortPath(t *testing.T) {
 	}
 }
 
-// TestArrivedAndDead: a grant whose transfer has arrived is dead, as one that was revoked
-// is. P must not take the one for the other.
+// TestArrivedAndDead: a grant whose transfer has arrived is dead, as a revoked grant is.
+// P must not take one for the other.
 func TestArrivedAndDead(t *testing.T) {
 	for _, c := range []struct {
 		name string

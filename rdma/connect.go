@@ -31,7 +31,7 @@ func (cn *conn) connect() error {
 		if why, err = cn.connectTo(there, due); err != nil {
 			cn.mu.Lock()
 			defer cn.mu.Unlock()
-			cn.tasks |= makeLanes // still
+			cn.tasks |= makeLanes // this is still to be done
 			return err
 		}
 	}

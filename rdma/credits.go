@@ -15,8 +15,8 @@ import (
 // signalled request is under way, or there is room for requests and bytes.
 type sendQueue[H any] struct {
 	depth    int    // most requests under way
-	maxBytes uint64 // no write begins when so many are
-	every    int    // requests from one signal to the next, at most
+	maxBytes uint64 // no write begins when so many are under way
+	every    int    // at most so many requests from one signal to the next
 
 	requests  int // under way
 	bytes     uint64
@@ -40,7 +40,7 @@ type batch[H any] struct {
 	signaled bool
 }
 
-// newSendQueue makes one for a queue pair with depth send requests. every is
+// newSendQueue makes a sendQueue for a queue pair with depth send requests. every is
 // bounded by half of depth.
 func newSendQueue[H any](depth int, maxBytes uint64, every int) *sendQueue[H] {
 	depth = max(depth, 1)
@@ -105,9 +105,9 @@ func (q *sendQueue[H]) posting(owner H, writes []verbs.Write, pieces []verbs.SGE
 	}
 }
 
-// completed returns the batches that are done when the request with that ID is: one a
-// call, the oldest first, and false when there are no more. After a failed completion
-// the batches before its ID are done, and flush returns the others.
+// completed returns the batches that are done when the request with that ID is done:
+// one for each call, the oldest first, and false when there are no more. After a failed
+// completion the batches before its ID are done, and flush returns the others.
 func (q *sendQueue[H]) completed(id uint64) (b batch[H], ok bool) {
 	if q.n == 0 || q.ring[q.head].last > id || id >= q.next {
 		return b, false
@@ -115,7 +115,7 @@ func (q *sendQueue[H]) completed(id uint64) (b batch[H], ok bool) {
 	return q.flush()
 }
 
-// owner is whose request has that ID, if it is under way.
+// owner returns the owner of the request with that ID, if it is under way.
 func (q *sendQueue[H]) owner(id uint64) (h H, ok bool) {
 	for i := range q.n {
 		if b := &q.ring[(q.head+i)%len(q.ring)]; b.last >= id {
@@ -125,8 +125,8 @@ func (q *sendQueue[H]) owner(id uint64) (h H, ok bool) {
 	return h, false
 }
 
-// flush returns the batches under way on a queue pair that is gone: one a call, the
-// oldest first.
+// flush returns the batches under way on a queue pair that is gone: one for each call,
+// the oldest first.
 func (q *sendQueue[H]) flush() (b batch[H], ok bool) {
 	if q.n == 0 {
 		return b, false

@@ -9,15 +9,16 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// A device that may not read or write a transfer's memory says so with one request of it.
-// That ends the transfer. The lane is made anew for the others.
+// If a device may not read or write a transfer's memory, one of the transfer's requests
+// fails with that error. That ends the transfer. The lane is made anew for the others.
 
-// maxDenied is how often in a row a peer's device may refuse a stripe. The first time the
-// key may be of memory that the peer has registered anew; the next lane has the keys of now.
+// maxDenied is how often in a row a peer's device may refuse a stripe. The first time, the
+// key may be of memory that the peer has registered anew since; the next lane has the
+// present keys.
 const maxDenied = 2
 
-// denied looks whose request has failed, and returns a function that ends its write if no
-// lane can carry it. It is called once the lane has been broken.
+// denied finds the write whose request has failed. If no lane can carry the write, it
+// returns a function that ends it. It is called once the lane has been broken.
 func (cn *conn) denied(l *lane, c *verbs.Completion) (end func()) {
 	j, ok := l.queue.owner(c.ID)
 	if !ok {
@@ -42,7 +43,8 @@ func (cn *conn) denied(l *lane, c *verbs.Completion) (end func()) {
 // mostNamed is how many regions an error names.
 const mostNamed = 3
 
-// regions names those that a stripe is of. Their namesakes at the peer are its other end.
+// regions names the regions that a stripe reads. The regions of the same names at the
+// peer are its other end.
 func (j *job) regions(layout *core.Layout) string {
 	var names []string
 	for _, s := range j.cursor.given {

@@ -35,8 +35,9 @@ func wantDenied(t *testing.T, w *write, says string) {
 	}
 }
 
-// TestMemoryThatTheDeviceRefuses: one write's memory is refused at this end. It ends at
-// once by the region's name. The other one on that lane waits for another lane.
+// TestMemoryThatTheDeviceRefuses: one write's memory is refused at this end. That write
+// ends at once, by the region's name. The other write on the lane waits for another
+// lane.
 func TestMemoryThatTheDeviceRefuses(t *testing.T) {
 	cn, l, other, bad := deniedRig(t)
 	cn.mu.Lock()
@@ -72,7 +73,7 @@ func TestMemoryThatThePeerRefuses(t *testing.T) {
 	}
 }
 
-// TestFailuresOfTheWayEndNoWrite: they say nothing of memory.
+// TestFailuresOfTheWayEndNoWrite: failures of the way say nothing of memory.
 func TestFailuresOfTheWayEndNoWrite(t *testing.T) {
 	for _, status := range []verbs.Status{verbs.RetryExceeded, verbs.Flushed, verbs.RNRExceeded, verbs.Fatal} {
 		cn, l, other, bad := deniedRig(t)

@@ -113,7 +113,7 @@ func (t *Transport) open() error {
 			}
 		}
 	}
-	if missing := t.cfg.Missing(names); len(missing) > 0 { // the configuration counts on it
+	if missing := t.cfg.Missing(names); len(missing) > 0 { // the configuration counts on these devices
 		t.closeDevices()
 		return fmt.Errorf("%w: config key \"rdma_devices\" has %q, which no device fits: this machine has %s", core.ErrInvalid, missing, strings.Join(names, ", "))
 	}
@@ -288,7 +288,7 @@ func (t *Transport) events(d *device) {
 	}
 }
 
-// returned is called when a port became active or got another address. It has both
+// returned is called when a port became active or got another address. It makes both
 // halves try the port at once.
 func (t *Transport) returned(p *localPort) {
 	err := t.look(p)
@@ -311,7 +311,7 @@ func (t *Transport) closeDevices() error {
 		errs = append(errs, d.close())
 	}
 	err := errors.Join(errs...)
-	if err == nil && t.memory.scratch != nil { // else it may still be registered
+	if err == nil && t.memory.scratch != nil { // otherwise the scratch memory may still be registered
 		err = unix.Munmap(t.memory.scratch)
 	}
 	return err

@@ -19,7 +19,7 @@ func (t *Transport) BreakSending(n int) (broken int, err error) {
 	return broken, err
 }
 
-// BreakReceiving is that of the queue pairs by which t is written to.
+// BreakReceiving does the same to the queue pairs by which t is written to.
 func (t *Transport) BreakReceiving(n int) (broken int, err error) {
 	r := &t.receiver
 	r.mu.Lock()

@@ -15,7 +15,7 @@ import (
 // does not give back what was posted, as long as the kernel needs to destroy a queue pair.
 const drainBound = time.Second
 
-// leastAsk is the least time for one signal: those before may have taken all of
+// leastAsk is the least time for one signal: the signals before may have taken all of
 // drainBound.
 const leastAsk = drainBound / 10
 
@@ -37,7 +37,7 @@ func (r *receiver) revoke(id core.TransferID) {
 	}
 	if e != nil {
 		r.mu.Lock()
-		told = r.telling[id] // take came before the revoke
+		told = r.telling[id] // the expect was taken before the revoke
 		r.mu.Unlock()
 		if told == e {
 			<-told.told
@@ -54,7 +54,7 @@ func (src *source) revoke(e *expect) {
 	}
 	e.ended, e.patience = true, time.Now().Add(drainBound)
 	if len(src.lanes) == 0 && len(src.dying) == 0 {
-		src.fenced(e) // P hears of it with the next lane that it opens
+		src.fenced(e) // P hears of the revoke with the next lane that it opens
 		return
 	}
 	src.draining = append(src.draining, e)

@@ -9,7 +9,7 @@ import (
 )
 
 // TestDrainPatience: the time for P's answer to a revoke counts from the revoke on, also
-// where P is asked of another one first.
+// if P is asked about another revoke first.
 func TestDrainPatience(t *testing.T) {
 	tr := newTestConn(t, 0).t
 	asked, answer := make(chan time.Time), make(chan struct{})
@@ -38,7 +38,7 @@ func TestDrainPatience(t *testing.T) {
 		src.revoke(e)
 		if i > 0 {
 			src.mu.Lock()
-			e.patience = e.patience.Add(-drainBound / 2) // so long P has let the one before wait
+			e.patience = e.patience.Add(-drainBound / 2) // P has let the revoke before wait so long
 			src.mu.Unlock()
 			answer <- struct{}{}
 		}

@@ -97,7 +97,7 @@ func rankGIDs(table []gid) []gid {
 	return out
 }
 
-// forceGID is the entry that the configuration demands, whatever its rank.
+// forceGID is the entry that the configuration demands, even if another one is better.
 func forceGID(table []gid, index int, port string) (gid, error) {
 	for _, g := range table {
 		if g.Index == index && g.Raw != [16]byte{} {
@@ -108,7 +108,7 @@ func forceGID(table []gid, index int, port string) (gid, error) {
 		port, index, listGIDs(table))
 }
 
-// listGIDs is a table for messages, its first entries.
+// listGIDs is the first entries of a table, as text for messages.
 func listGIDs(table []gid) string {
 	const most = 16
 	var s []string
@@ -201,8 +201,8 @@ func subnetGID(p *portAddress) (gid, bool) {
 	return g, err == nil
 }
 
-// maxGIDs is how many of a port's GIDs, the best ones, chooseRoute looks at. So a peer's
-// long list costs no more.
+// maxGIDs is how many of a port's GIDs, the best ones, chooseRoute looks at. So a long
+// list of a peer's costs no more time.
 const maxGIDs = 256
 
 func routeByGID(local, remote *portAddress) (route, error) {
@@ -238,8 +238,8 @@ func routeByGID(local, remote *portAddress) (route, error) {
 	return best, nil
 }
 
-// match says whether packets from one can be addressed to the other at all. A link-local
-// address reaches only link-local ones.
+// match says whether packets from one GID can be addressed to the other at all. A
+// link-local address reaches only link-local addresses.
 func match(l, r *gid) bool {
 	return l.Type == r.Type && l.addr().Is4() == r.addr().Is4() &&
 		(l.scope() == scopeLinkLocal) == (r.scope() == scopeLinkLocal)
@@ -258,8 +258,8 @@ func compareRoutes(a, b *route) int {
 	)
 }
 
-// commonBits is the length of the prefix that both addresses share, of which 96
-// bits are the same in all IPv4-mapped ones: IPv6 goes first only when it is nearer.
+// commonBits is the length of the prefix that both addresses share. All IPv4-mapped
+// addresses share 96 bits, so IPv6 goes first only when it is nearer.
 func commonBits(p *route) int {
 	for i := range p.Local.Raw {
 		if x := p.Local.Raw[i] ^ p.Remote.Raw[i]; x != 0 {

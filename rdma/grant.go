@@ -87,7 +87,7 @@ type grants struct {
 	dead  map[uint64]bool // revoked since, or used up
 }
 
-// maxDead is how many dead grants P remembers one by one. Beyond it P asks D.
+// maxDead is how many dead grants P remembers one by one. If there are more, P asks D.
 const maxDead = 1 << 16
 
 func (g *grants) alive(seq uint64) bool {

@@ -9,7 +9,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// How D has P connect.
+// How D asks P to connect.
 
 // greet asks P to connect, in the background; src.mu is held.
 func (src *source) greet() {
@@ -105,7 +105,7 @@ func (src *source) toTell() bool {
 	return len(src.broken) > 0 || len(src.up) > 0 || src.cause == errUnsettled
 }
 
-// unsettled waits until P has said whether it can write; late says that it has not.
+// unsettled waits until P has said whether it can write; late says that P has not said so in time.
 func (src *source) unsettled(settled <-chan struct{}, bound time.Duration) (late bool) {
 	timer := time.NewTimer(bound)
 	defer timer.Stop()

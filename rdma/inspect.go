@@ -13,8 +13,8 @@ import (
 // Report is what this process sees of RDMA, for people and for their tools.
 type Report struct {
 	Available bool           `json:"available"`         // a port can be used
-	Later     bool           `json:"later,omitempty"`   // none can, but one that is not active could: with transport auto, once it is
-	Problem   string         `json:"problem,omitempty"` // why none can, and the remedy
+	Later     bool           `json:"later,omitempty"`   // no port can be used now, but one that is not active could; with transport auto it is used once it is active
+	Problem   string         `json:"problem,omitempty"` // why no port can be used, and the remedy
 	Memlock   Memlock        `json:"memlock"`
 	Devices   []DeviceReport `json:"devices"`
 }
@@ -51,7 +51,7 @@ type PortReport struct {
 	Speed     uint64      `json:"bits_per_second"` // 0: unknown
 	MTU       int         `json:"mtu"`             // bytes, the active one
 	LID       uint16      `json:"lid,omitempty"`
-	Address   string      `json:"address,omitempty"` // that is preferred, and why
+	Address   string      `json:"address,omitempty"` // the preferred address, and why
 	GIDs      []GIDReport `json:"gids,omitempty"`    // those that can be used, the best first; then the others
 	waits     bool        // it is not active
 }
@@ -67,9 +67,8 @@ type GIDReport struct {
 	Chosen  bool   `json:"chosen"` // preferred; the peer's GIDs count too
 }
 
-// Inspect looks at the library, the devices and the limits, with the eyes of an
-// agent of this configuration. It opens each device for a moment and changes
-// nothing.
+// Inspect looks at the library, the devices and the limits, as an agent of this
+// configuration does. It opens each device for a moment and changes nothing.
 func Inspect(cfg Config) Report {
 	r := Report{Memlock: inspectMemlock()}
 	lib, err := verbs.Load()

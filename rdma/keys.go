@@ -47,8 +47,9 @@ type keyedRegion struct {
 	first, last uint32 // indices of the keys at its first and at its last byte
 }
 
-// newKeyTable checks that keys, sorted by address, cover all regions. Both may be
-// a peer's, so nothing is believed; an error names the region or key. It keeps keys.
+// newKeyTable checks that keys, sorted by address, cover all regions. Both may come
+// from a peer, so nothing in them is believed; an error names the region or key. It
+// keeps keys.
 func newKeyTable(where string, regions []memRange, keys []keyRange) (*keyTable, error) {
 	if len(regions) > core.MaxRegions {
 		return nil, fmt.Errorf("%d regions %s, at most %d are supported", len(regions), where, core.MaxRegions)
@@ -91,8 +92,8 @@ func (t *keyTable) find(addr uint64, from int) int {
 }
 
 // at says where length bytes of a region lie from offset on: the address of the
-// first, its key, and how many of them that key covers. An error if they are not
-// all within the region.
+// first, its key, and how many of the bytes that key covers. If they are not all within
+// the region, the result is an error.
 func (t *keyTable) at(region uint32, offset, length uint64) (addr uint64, key uint32, covered uint64, err error) {
 	if int(region) >= len(t.regions) || offset > t.regions[region].Length || length > t.regions[region].Length-offset {
 		return 0, 0, 0, t.outside(region, offset, length)

@@ -17,7 +17,7 @@ import (
 // and a port of D. P's end writes. D's end takes marks, and pings to see whether P's end
 // still answers.
 type lane struct {
-	id     uint32 // P's number of it, unique for the two agents
+	id     uint32 // the lane's number, given by P, unique for the two agents
 	b      *bundle
 	port   *localPort
 	remote int // index of the peer's port
@@ -43,7 +43,7 @@ type lane struct {
 	probe   chan error     // the result of the probe
 	reached bool           // the probe without bytes has arrived
 	proven  bool           // both probes have arrived
-	broken  bool           // it is out of the connection's list
+	broken  bool           // the lane is out of the connection's list
 	looks   int            // in a row at which requests were under way and none had completed since the look before
 	reads   map[*write]int // of a broken lane: requests that may still read a write's blocks
 }

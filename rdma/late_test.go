@@ -233,7 +233,7 @@ func (s *agent) holdDestroys() (release func()) {
 }
 
 // TestSlowDestroy: the kernel takes its time to destroy queue pairs. Long before that, their
-// transfers have gone on by others and have ended, and a revoke is through.
+// transfers have gone on by other lanes and have ended, and a revoke has returned.
 func TestSlowDestroy(t *testing.T) {
 	needsRDMA(t)
 	c := newControl()

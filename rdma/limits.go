@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// capIPCLock is CAP_IPC_LOCK, with which RLIMIT_MEMLOCK does not count.
+// capIPCLock is CAP_IPC_LOCK. A process that has it is not bound by RLIMIT_MEMLOCK.
 const capIPCLock = 14
 
 // memlock is how much memory this process may lock, which registering it does.
@@ -54,7 +54,7 @@ func parseStatus(status []byte) (m memlock) {
 	return m
 }
 
-// check says why need bytes more, of all devices together, cannot be registered. So the
+// check says why so many bytes more (need), of all devices together, cannot be registered. So the
 // agent knows before it spends the time. The kernel may refuse all the same, since a
 // capability counts only outside of user namespaces.
 func (m memlock) check(need uint64) error {

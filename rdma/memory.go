@@ -58,11 +58,11 @@ func newRegistry(l *core.Layout) (r registry, err error) {
 	return r, err
 }
 
-// check says whether so many devices more may lock the memory.
+// check says whether so many more devices may lock the memory.
 func (r *registry) check(devices int) error {
 	lock, err := readMemlock()
 	if err != nil {
-		return nil // registering will tell
+		return nil // registering will show it
 	}
 	return lock.check(rangeBytes(r.whole) * uint64(devices))
 }
@@ -198,7 +198,7 @@ func (d *device) register(ctx context.Context, r *registry, order string) (*memo
 					mrs[i], errs[i] = d.registerRange(ranges[i], access)
 				}
 				if errs[i] != nil {
-					next.Store(int64(len(ranges))) // the others would fail too
+					next.Store(int64(len(ranges))) // the other ranges would fail too
 				}
 			}
 		})
@@ -224,7 +224,7 @@ func (d *device) register(ctx context.Context, r *registry, order string) (*memo
 const leastSplit = 256 << 20
 
 // registerRange registers a range. If the driver takes less at once than the device says,
-// it registers halves.
+// registerRange registers halves.
 func (d *device) registerRange(r memRange, access verbs.Access) ([]*verbs.MR, error) {
 	mr, err := d.pd.Register(uintptr(r.Base), r.Length, access)
 	if err == nil {
@@ -243,7 +243,7 @@ func (d *device) registerRange(r memRange, access verbs.Access) ([]*verbs.MR, er
 	return mrs, err // also with an error: the caller closes them
 }
 
-// close has the device forget the memory.
+// close makes the device forget the memory.
 func (m *memory) close() error {
 	var errs []error
 	for _, mr := range m.mrs {

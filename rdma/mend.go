@@ -41,11 +41,11 @@ func (cn *conn) due() map[pathKey]bool {
 	return due
 }
 
-// busyPause is the time after which P asks a D again that still ends lanes in error.
+// busyPause is the time after which P asks D again, when D was still ending lanes in error.
 const busyPause = 5 * time.Millisecond
 
 func (cn *conn) mend() {
-	var giveUp time.Time // when to stop asking a D that does not answer
+	var giveUp time.Time // when P stops asking a D that does not answer
 	for {
 		var done bool
 		cn.update(func(cn *conn) {
@@ -137,7 +137,8 @@ func (w *write) isLost() bool {
 	return false
 }
 
-// watchRest has the lanes closed once nothing was written for cfg.Idle; cn.mu is held.
+// watchRest arranges that the lanes are closed once nothing was written for cfg.Idle;
+// cn.mu is held.
 func (cn *conn) watchRest() {
 	cn.used = time.Now()
 	if cn.sleep != nil {

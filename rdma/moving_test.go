@@ -97,7 +97,7 @@ func (m *moving) over() bool {
 	return len(m.d.sink.All("received", m.id)) > 0 || len(m.p.sink.All("written", m.id)) > 0
 }
 
-// endedWell says whether a side has been told so.
+// endedWell says whether a side has been told that the transfer ended well.
 func (m *moving) endedWell() bool {
 	for _, o := range append(m.d.sink.All("received", m.id), m.p.sink.All("written", m.id)...) {
 		if o.Err == nil {
@@ -167,7 +167,7 @@ func (m *moving) well() time.Duration {
 	return took
 }
 
-// failed requires that it did not, with a lost connection as the cause.
+// failed requires that the transfer did not end well, with a lost connection as the cause.
 func (m *moving) failed() time.Duration {
 	m.p.t.Helper()
 	written := m.p.sink.Wait("written", m.id, 1).Err

@@ -73,7 +73,7 @@ func (part *partialWrite) rests() {
 }
 
 // TestPartialLanes: lanes break while a write rests, and in the middle of what it was
-// given, at either end. It goes on by others, and every byte is right.
+// given, at either end. The write goes on by other lanes, and every byte is right.
 func TestPartialLanes(t *testing.T) {
 	needsRDMA(t)
 	sending := func(n int) func(p, d *agent) (int, error) {

@@ -32,7 +32,7 @@ type path struct {
 
 	inFlight uint64 // bytes under way
 	speed    float64
-	measured time.Time // when speed was; zero: never
+	measured time.Time // when speed was measured; zero: never
 	busyFrom time.Time // of the sample that is being taken
 	sample   uint64    // its bytes
 
@@ -59,8 +59,8 @@ func (p *path) begin(now time.Time, bytes uint64) {
 	p.inFlight += bytes
 }
 
-// end says that bytes of begin have arrived. A sample ends with enough of them;
-// time in which nothing is under way belongs to none.
+// end says that bytes of begin have arrived. A sample ends when it has enough bytes.
+// Time in which nothing is under way belongs to no sample.
 func (p *path) end(now time.Time, bytes uint64) {
 	p.inFlight -= min(bytes, p.inFlight)
 	p.sample += bytes
@@ -90,9 +90,9 @@ func (p *path) rate(now time.Time) float64 {
 // usable says whether the path is not paused.
 func (p *path) usable() bool { return p.cause == nil }
 
-// fail pauses the path: 1 s first, twice as long each time up to 30 s, unless it
-// has worked for so long in between. Further lanes of a paused path that fail change
-// nothing. A try that fails does.
+// fail pauses the path: 1 s first, twice as long each time up to 30 s, unless the path
+// has worked for so long in between. If further lanes of a paused path fail, that
+// changes nothing. A try that fails does.
 func (p *path) fail(now time.Time, cause error) {
 	if p.cause != nil && !p.trying {
 		return
@@ -109,8 +109,8 @@ func (p *path) fail(now time.Time, cause error) {
 	p.retryAt = now.Add(p.pause)
 }
 
-// retry says whether a paused path is to be tried now. It says so once, then not
-// before another pause, unless restored or fail tells the outcome.
+// retry says whether a paused path is to be tried now. It says so once, and then not
+// before another pause, unless restored or fail has told the outcome.
 func (p *path) retry(now time.Time) bool {
 	if p.cause == nil || now.Before(p.retryAt) {
 		return false
@@ -120,11 +120,11 @@ func (p *path) retry(now time.Time) bool {
 	return true
 }
 
-// resume has a paused path tried now: a port of it has come back. The pauses after that
+// resume makes a paused path due now: a port of it has come back. The pauses after that
 // begin anew.
 func (p *path) resume(now time.Time) {
 	if p.cause != nil {
-		p.retryAt, p.pause = now, firstPause/2 // if that fails it is firstPause
+		p.retryAt, p.pause = now, firstPause/2 // if the try fails, the pause is firstPause
 	}
 }
 
@@ -148,9 +148,10 @@ type stripeSizes struct {
 }
 
 // choosePaths says what each candidate should carry of a transfer: a weight for
-// split, 0 for none. A small transfer takes the one of the nearest that will be
-// done with it first; a larger one is spread so that all are done at the same
-// time, with what they carry already. Nothing is returned when all paths are paused.
+// split, 0 for none. A small transfer takes one path, of the nearest paths the one that
+// will be done with it first. A larger transfer is spread so that all paths are done at
+// the same time, with what they carry already. Nothing is returned when all paths are
+// paused.
 func choosePaths(paths []candidate, bytes uint64, s stripeSizes, now time.Time) []float64 {
 	nearest, found := distance(0), false
 	for _, c := range paths {
@@ -179,8 +180,8 @@ func choosePaths(paths []candidate, bytes uint64, s stripeSizes, now time.Time) 
 		weights[best] = 1
 		return weights
 	}
-	// All are done at time t: rate·t = in flight + share. Those whose own bytes take
-	// longer get none, which moves t.
+	// All paths are done at time t: rate·t = in flight + share. A path whose own bytes
+	// take longer gets none, which moves t.
 	for {
 		var queued, rate float64
 		for _, i := range take {

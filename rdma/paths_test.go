@@ -108,7 +108,7 @@ func TestPathPauses(t *testing.T) {
 		}
 		r.fail(now, boom)
 	}
-	// A try of which nothing is heard is made again.
+	// If nothing is heard of a try, it is made again.
 	if now = now.Add(longPause); !r.retry(now) || r.retry(now) {
 		t.Fatal("not tried once")
 	}
@@ -119,7 +119,7 @@ func TestPathPauses(t *testing.T) {
 	if !r.usable() || r.retry(now.Add(time.Hour)) {
 		t.Fatal("restored, and yet paused")
 	}
-	// It fails soon: that is the same trouble. Late: another.
+	// If the path fails again soon, that is the same trouble. If it fails late, that is another.
 	r.fail(now.Add(longPause-1), boom)
 	now = now.Add(longPause - 1)
 	if r.retry(now.Add(29*time.Second)) || !r.retry(now.Add(longPause)) {

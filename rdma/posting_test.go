@@ -8,8 +8,8 @@ import (
 
 // BenchmarkPosting is what 20,000 scattered blocks of 4 KiB cost a prefill agent
 // from the plan to the doorbell, without the device's part: cut for 4 lanes, filled
-// in chains, credits and signals, work requests built in C. With completions, as
-// they come in a long transfer.
+// in chains, credits and signals, work requests built in C. Completions come as in a
+// long transfer.
 func BenchmarkPosting(b *testing.B) {
 	pairs, local, remote := benchmarkSetup(b, 20000, 4096)
 	qp, err := verbs.NewNullQP(verbs.Caps{SendDepth: 512, Pieces: 30})

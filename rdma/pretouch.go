@@ -16,7 +16,7 @@ import (
 // touchChunk is what a goroutine of pretouch takes at a time.
 const touchChunk = 32 << 20
 
-// pretouch has the kernel give each page of the ranges its memory, by at most workers
+// pretouch makes the kernel give each page of the ranges its memory, by at most workers
 // goroutines, and waits for them. Registering does the same, but one page after the
 // other. Contents stay as they are, also if others write meanwhile. An error names memory
 // that cannot be written, and so cannot be registered. The ranges must stay mapped.
@@ -73,7 +73,7 @@ func touchAll(ranges []memRange, workers int, touch func(base, length uintptr) e
 	return nil
 }
 
-// touchError: a device could not write the memory either.
+// touchError is of memory that the kernel could not write. A device could not write it either.
 type touchError struct {
 	memRange
 	cause error
@@ -104,9 +104,10 @@ func populate(base, length uintptr) error {
 	return nil
 }
 
-// addNothing has the kernel add 0 to a word of each page, by futex. A fault in the kernel
-// is an error; one of this process would end the host, which owns the memory. futex also
-// wakes threads that wait on that word, but none waits on a word of a KV cache.
+// addNothing makes the kernel add 0 to a word of each page, by futex. A fault in the
+// kernel is an error. A fault of this process would end the host, which owns the memory.
+// futex also wakes threads that wait on that word, but none waits on a word of a KV
+// cache.
 func addNothing(base, length uintptr) error {
 	const futexWakeOpPrivate, opAdd = 5 | 128, 1 << 28
 	var none uint32

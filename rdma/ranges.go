@@ -10,14 +10,14 @@ import (
 // page, so that no two registrations share one.
 const mrAlign = 2 << 20
 
-// mergeRanges returns the ranges to register for these on a device that takes at
-// most so many bytes (max_mr_size) in one; 0 is no limit.
+// mergeRanges returns the ranges to register in place of the given ones, on a device
+// that takes at most so many bytes (max_mr_size) in one range; 0 is no limit.
 func mergeRanges(ranges []memRange, most uint64) []memRange {
 	page := uint64(os.Getpagesize())
 	return splitRanges(mergePages(ranges, page), most, page)
 }
 
-// mergePages returns the fewest ranges that hold all of these and no page more. Ranges
+// mergePages returns the fewest ranges that hold all of the given ones and no page more. Ranges
 // that overlap, adjoin or meet in a page become one. The results begin and end as the
 // given ranges do, so that a peer's key opens no byte before or after. Empty ranges are
 // left out, and none may leave the address space. page is a power of two.

@@ -21,7 +21,7 @@ type receiver struct {
 	telling  map[core.TransferID]*expect // Received is being called; the id is free again
 	most     int                         // transfers at a time
 	slots    []slot
-	free     []uint16 // the longest free first, so that the generation of a late mark is not in use again
+	free     []uint16 // the longest free first, so that the generation of a late mark is not in use again yet
 	seq      uint64   // of the next grant
 }
 
@@ -64,7 +64,7 @@ func (r *receiver) source(peer core.AgentID) *source {
 	return r.sources[peer]
 }
 
-// connect has P make its lanes.
+// connect makes P make its lanes.
 func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	r.mu.Lock()
 	if r.closed {
@@ -128,8 +128,8 @@ func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []core.Segm
 	return e.grant.sign(src.secret, id), nil
 }
 
-// take ends an expect. The caller tells its outcome when it is fenced. take returns
-// false if it has ended already. Its source's lock is held.
+// take ends an expect. The caller tells its outcome when it is fenced. If the expect
+// has ended already, take returns false. Its source's lock is held.
 func (r *receiver) take(e *expect) bool {
 	if e.ended {
 		return false
@@ -149,7 +149,7 @@ func (src *source) fence(e *expect) {
 	src.fenced(e)
 }
 
-// fenced is fence where src.mu is held.
+// fenced is fence for callers that hold src.mu.
 func (src *source) fenced(e *expect) {
 	if src.live[e.grant.seq] == nil {
 		return

@@ -9,8 +9,8 @@ import (
 	"github.com/kvconn/kvconn/rdma"
 )
 
-// TestRest: lanes by which nothing goes are closed on both sides. The way counts as
-// usable all the same, and the next transfer opens others.
+// TestRest: lanes that carry nothing are closed on both sides. P still counts as
+// usable, and the next transfer opens other lanes.
 func TestRest(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)

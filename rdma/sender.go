@@ -26,16 +26,16 @@ type sender struct {
 	conns  map[core.AgentID]*conn
 	writes map[core.TransferID]*write
 	untold int           // writes whose outcome is not told
-	told   chan struct{} // has room for one message that untold has shrunk
+	told   chan struct{} // has room for one message, which says that untold has shrunk
 }
 
 // write is a transfer that is being written. Guarded by its connection.
 type write struct {
-	op    core.WriteOp // Pairs: those that were given before it has begun
+	op    core.WriteOp // Pairs are those that were given before the write began
 	conn  *conn
 	bytes uint64 // in all
-	given uint64 // of them so far
-	runs  int    // on this side, likewise
+	given uint64 // bytes that were given so far
+	runs  int    // runs on this side that were given so far
 
 	grant   grant
 	known   bool // the grant was read
@@ -61,7 +61,7 @@ type job struct {
 	filled bool  // all its requests are posted, the mark among them
 	flight int
 	breaks int // lanes that broke under it since all that it was given had arrived
-	denied int // refusals of the peer's device, likewise
+	denied int // refusals of the peer's device, counted likewise
 	done   bool
 }
 
@@ -161,8 +161,8 @@ func (s *sender) tell(id core.TransferID, st core.TransferStats, err error) {
 	}
 }
 
-// toldBound is how long Close waits for outcomes. A write has none before its queue pair
-// is destroyed, for which the kernel may take seconds.
+// toldBound is how long Close waits for outcomes. A write has no outcome before its
+// queue pair is destroyed, for which the kernel may take seconds.
 const toldBound = 10 * time.Second
 
 // allTold waits until no outcome is left to tell.
@@ -218,7 +218,7 @@ func (s *sender) stop(id core.TransferID) {
 	})
 }
 
-// forget lets the id be used again, just before the outcome is told.
+// forget allows the id to be used again, just before the outcome is told.
 func (s *sender) forget(w *write) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -255,7 +255,7 @@ func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
 			if l.there != nil && !bytes.Equal(l.there.secret, m.Secret) {
 				return // the signal is late, and D has connected anew since
 			}
-			defer func() { l.confirmed(l.lost) }() // D has ended all of them
+			defer func() { l.confirmed(l.lost) }() // D has ended all its lanes
 			l.lose(fmt.Errorf("rdma: decode agent %s has ended the connection: %s: %w", from, m.Reason, core.ErrConnectionLost))
 		})
 	}
@@ -274,7 +274,7 @@ func (s *sender) portDown(p *localPort, cause error) {
 	}
 }
 
-// portUp has all connections try a port that has become active.
+// portUp makes all connections try a port that has become active.
 func (s *sender) portUp(p *localPort) {
 	for _, cn := range s.all() {
 		cn.update(func(cn *conn) {
@@ -325,7 +325,7 @@ func (cn *conn) completed(l *lane, list []verbs.Completion) {
 	cn.update(func(cn *conn) { cn.took(l, list, time.Now()) })
 }
 
-// took is completed with cn.mu.
+// took does the work of completed; cn.mu is held.
 func (cn *conn) took(l *lane, list []verbs.Completion, now time.Time) {
 	for i := range list {
 		c := &list[i]

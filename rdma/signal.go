@@ -38,7 +38,7 @@ type signal struct {
 	Below  uint64      `msg:"b,omitempty"` // grants below it are dead
 	Offers []laneOffer `msg:"o,omitempty,limit=256"`
 	Last   uint32      `msg:"z,omitempty"`          // of signalConnected: it speaks of the lanes up to this one
-	Secret []byte      `msg:"x,omitempty,limit=64"` // of signalBye: tells P which D has ended, if D has begun anew
+	Secret []byte      `msg:"x,omitempty,limit=64"` // of signalBye: if D has begun anew, tells P which D has ended
 	Reason string      `msg:"r,omitempty,limit=1024"`
 	Up     []int       `msg:"u,omitempty,limit=64"` // of signalGreet: ports of D that have become active
 }
@@ -114,7 +114,7 @@ type reply struct {
 	Devices []deviceKeys `msg:"d,omitempty,limit=64"`
 	Regions []span       `msg:"g,omitempty,limit=65536"`
 	Secret  []byte       `msg:"x,omitempty,limit=64"` // signs D's grants for this P; new with each D
-	// of signalConnect and signalLost: a grant is dead unless it is live, or not below Next
+	// of signalConnect and signalLost: a grant is dead if it is below Next and not live
 	Next uint64   `msg:"n,omitempty"`
 	Live []uint64 `msg:"v,omitempty,limit=65536"`
 

@@ -27,8 +27,8 @@ func TestSignalFaults(t *testing.T) {
 			if testing.Short() && f != lost && (f != behind || !counts) {
 				continue
 			}
-			// The second of a kind meets agents that have lanes and transfers already; of
-			// three kinds it shows nothing new.
+			// The second signal of a kind meets agents that have lanes and transfers
+			// already. For three kinds that shows nothing new.
 			for nth := 1; nth <= 2; nth++ {
 				if nth == 2 && (testing.Short() || kind == signalGreet || kind == signalBye || kind == signalDismissed) {
 					continue
@@ -66,7 +66,7 @@ func signalFault(t *testing.T, kind signalKind, nth int, f fault) {
 	w.p.tr.Dismiss(w.d.id)
 	connect(t, w.d, w.p)
 	w.round(many, nil)
-	// However the fault came out, it does not last.
+	// However the fault came out, its effect does not last.
 	for try := 0; !w.one(try); try++ {
 		if try == 20 {
 			t.Errorf("no transfer has ended well after the fault")

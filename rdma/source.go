@@ -29,12 +29,12 @@ type source struct {
 	up         []int              // ports that became active; P must be told
 	live       map[uint64]*expect // by the grant's number, until nothing of them can land
 	whole      [maxWhole]uint64   // grants whose transfers have arrived, the latest; 0: none
-	wholes     int                // of them ever
+	wholes     int                // transfers that ever arrived
 	cause      error              // why no transfer can come this way; nil: it can
 	settled    chan struct{}      // closed when cause says something
 	owed       bool               // if P becomes unreachable the sink must be told, since P was reached or is asked for
 	greets     bool               // a goroutine greets P
-	greetAt    time.Time          // no greeting before, after P could not be reached
+	greetAt    time.Time          // after P could not be reached, no greeting before this time
 	backoff    time.Duration
 
 	draining []*expect // revoked: P must hear of it
@@ -45,7 +45,7 @@ type source struct {
 }
 
 // maxWhole is how many transfers that have arrived D remembers. If P loses its lanes
-// before it learns that one has arrived, it asks.
+// before it learns that a transfer has arrived, P asks.
 const maxWhole = 1024
 
 // errUnsettled is the cause while the handshake is under way.
@@ -130,8 +130,8 @@ const flushBound = time.Second
 // retire puts a lane into error. The lane is dying until its last completions are
 // counted, since a mark that has landed must count: P believes that the stripe is done,
 // or, if the lane broke at P first, would write it again under a transfer that has ended.
-// When all receives have come back, no byte of the lane lands any more. So nobody waits
-// for the queue pair's destruction, which may take seconds. src.mu is held.
+// When all receives have come back, no byte of the lane lands any more. So D does not
+// wait for the queue pair's destruction, which may take seconds. src.mu is held.
 func (src *source) retire(l *lane) {
 	if l.retired {
 		return
@@ -157,7 +157,7 @@ func (src *source) retire(l *lane) {
 		src.laid(l)
 		missing := l.posted > 0 && !src.gone
 		src.mu.Unlock()
-		if missing { // marks that P believes done may never be counted
+		if missing { // marks of stripes that P believes done may never be counted
 			src.loseAll(fmt.Errorf("rdma: queue pair %d on %s has not given back its receives", l.qp.Number(), l.port.name))
 		}
 		l.destroy()
@@ -176,7 +176,7 @@ func (src *source) laid(l *lane) {
 	}
 }
 
-// loseAll is lose, and also ends the transfers that have not begun.
+// loseAll does what lose does, and also ends the transfers that have not begun.
 func (src *source) loseAll(cause error) {
 	src.mu.Lock()
 	for _, e := range src.live {
@@ -188,14 +188,14 @@ func (src *source) loseAll(cause error) {
 	src.lose(cause)
 }
 
-// How often D pings P's ends, while it expects transfers and while it does not. A queue
+// How often D pings P's ends: while it expects transfers, and while it does not. A queue
 // pair that only receives learns nothing of a sender that died.
 const (
 	watchInterval = time.Second
 	idleInterval  = 10 * time.Second
 )
 
-// watch has look called, or called sooner; src.mu is held.
+// watch arranges that look is called, or is called sooner; src.mu is held.
 func (src *source) watch() {
 	if src.gone {
 		return

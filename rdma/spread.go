@@ -46,8 +46,8 @@ func (cn *conn) begin(w *write) {
 	cn.deal(w, w.op.Pairs, shares)
 }
 
-// give takes more bytes of a write and spreads them over its stripes as a transfer of
-// that size is spread over their lanes.
+// give takes more bytes of a write. It spreads them over the write's stripes, as a
+// transfer of that size is spread over the stripes' lanes.
 func (cn *conn) give(w *write, pairs []core.Pair, bytes uint64, runs int) {
 	switch {
 	case w.over || w.cause != nil || bytes == 0:
@@ -96,15 +96,15 @@ func (w *write) deal(pairs []core.Pair, weights []float64) {
 	}
 }
 
-// minStripe is the least that is worth a lane of its own.
+// minStripe is the least size of a stripe that is worth a lane of its own.
 const minStripe = 256 << 10
 
 // stripeFrom says from which size on a transfer takes several paths.
 var stripeFrom = stripeSizes{near: 2 * minStripe, far: 16 << 20}
 
 // choose returns the weight of each lane for so many bytes: by the speed of its path,
-// and on each path evenly. A small transfer takes the lane that carries least. nil stands
-// for a lane that broke and gets 0.
+// and on each path evenly. A small transfer takes the lane that carries least. A nil lane
+// is one that broke; it gets 0.
 func (cn *conn) choose(lanes []*lane, bytes uint64, now time.Time) (weights []float64) {
 	var paths []candidate
 	index := map[*path]int{}
@@ -120,7 +120,7 @@ func (cn *conn) choose(lanes []*lane, bytes uint64, now time.Time) (weights []fl
 		count[l.path]++
 	}
 	byPath := choosePaths(paths, bytes, stripeFrom, now)
-	if byPath == nil { // all paths are paused, and yet lanes are open: all count the same
+	if byPath == nil { // all paths are paused, and yet lanes are open: all paths count the same
 		byPath = make([]float64, len(paths))
 		for i := range byPath {
 			byPath[i] = 1
@@ -167,7 +167,7 @@ func (cn *conn) assign(j *job, l *lane) {
 	j.enqueue()
 }
 
-// enqueue has a job's lane post the bytes that the job has.
+// enqueue makes a job's lane post the bytes that the job has.
 func (j *job) enqueue() {
 	if j.lane != nil && !j.queued && j.cursor.ready() {
 		j.lane.jobs = append(j.lane.jobs, j)
@@ -206,7 +206,8 @@ func (cn *conn) pump(l *lane) {
 		}
 		n += k
 		j.w.told = true
-		// If nothing is left to post, nothing may follow for minutes: the last one asks for a completion.
+		// If nothing is left to post, nothing may follow for minutes: the last write asks for a
+		// completion.
 		l.queue.posting(j, cn.chain[:n], cn.pieces[:pieces], !j.cursor.ready())
 		l.path.begin(time.Now(), carried)
 		cn.watchLanes()
@@ -214,7 +215,7 @@ func (cn *conn) pump(l *lane) {
 		j.w.flight += n
 		cn.t.posted(cn.chain[:n])
 		if _, err := l.qp.Post(cn.chain[:n], cn.pieces[:pieces]); err != nil {
-			j.filled = done // some of it may be on its way, the mark too
+			j.filled = done // a part of the chain may be on its way, the mark too
 			cn.breakLane(l, fmt.Errorf("rdma: %s: %w", l.port.name, err))
 			return
 		}

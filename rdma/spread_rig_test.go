@@ -49,7 +49,7 @@ func beginSpread(t *testing.T, lanes, n int) *spreadWrite {
 	return sp
 }
 
-// another is a lane that is there from now on.
+// another adds a lane, which is there from now on.
 func (sp *spreadWrite) another() {
 	sp.t.Helper()
 	table := chunkTable(sp.t, sp.n)
@@ -71,7 +71,7 @@ func (sp *spreadWrite) another() {
 	})
 }
 
-// write is nil when it is over.
+// write returns the write, or nil when it is over.
 func (sp *spreadWrite) write() *write {
 	s := &sp.conn.t.sender
 	s.mu.Lock()
@@ -88,7 +88,7 @@ func (sp *spreadWrite) give(n int) {
 	sp.conn.t.sender.extend(op)
 }
 
-// complete has all arrive of which a completion will tell.
+// complete lets all requests arrive of which a completion will tell.
 func (sp *spreadWrite) complete() {
 	sp.update(func(cn *conn) {
 		for _, l := range slices.Clone(cn.lanes) {

@@ -28,8 +28,9 @@ func chunkTable(t *testing.T, n int) *keyTable {
 	return mustTable(t, "anywhere", []memRange{{1 << 40, uint64(n) * chunk}}, key(1<<40, uint64(n)*chunk, 1))
 }
 
-// TestPartialWrite: lanes that come before the first bytes take part. Many chunks given at
-// once are spread over them, few go to one. The marks come with the last bytes.
+// TestPartialWrite: lanes that come before the first bytes take part. Many chunks that are
+// given at once are spread over all lanes, few go to one lane. The marks come with the
+// last bytes.
 func TestPartialWrite(t *testing.T) {
 	sp := beginSpread(t, 0, 100)
 	sp.give(0)
@@ -78,7 +79,7 @@ func TestGivenBeforeLanes(t *testing.T) {
 	sp.ends(nil)
 }
 
-// TestRestEnds: a write that rests ends at once by each of its ends.
+// TestRestEnds: a write that rests ends at once, whatever ends it.
 func TestRestEnds(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -176,7 +177,7 @@ func TestPartialByOtherLanes(t *testing.T) {
 	}
 }
 
-// TestPostThatFailed: of what a post gave back with an error the mark may have arrived. D
+// TestPostThatFailed: if a post fails, the mark in it may have arrived all the same. D
 // has the stripe then, and may have ended its transfer: nothing of it is written again.
 func TestPostThatFailed(t *testing.T) {
 	sp := beginSpread(t, 1, 10)
@@ -189,8 +190,8 @@ func TestPostThatFailed(t *testing.T) {
 	sp.ends(nil)
 }
 
-// TestArrivedTooEarly: a D that says of a stripe that it has arrived whose mark was not
-// sent does not end the write.
+// TestArrivedTooEarly: if D says that a stripe has arrived whose mark was not sent, the
+// write does not end.
 func TestArrivedTooEarly(t *testing.T) {
 	sp := beginSpread(t, 2, 100)
 	sp.give(40)

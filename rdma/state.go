@@ -13,7 +13,7 @@ const (
 	stateNew     state = iota + 1 // D was admitted; it has not greeted, and told nothing
 	stateProbing                  // D has told its ports and keys; no lane has carried a byte
 	stateUp                       // at least one lane is open
-	stateBare                     // no lane is open, since they rest or the last one broke; D's keys are still good
+	stateBare                     // no lane is open, since the lanes rest or the last lane broke; D's keys are still good
 	stateDown                     // D's keys are void and no lane is open
 	stateEnded                    // D was dismissed, or the transport is closed
 )
@@ -35,7 +35,7 @@ const (
 	events
 )
 
-// transitions is the whole table; 0 is what cannot happen.
+// transitions is the whole table; 0 stands for what cannot happen.
 //
 //	         greeted  ports    lane  bare  lost  end
 //	new      down     probing  -     -     new   ended
@@ -55,7 +55,7 @@ var transitions = [...][events]state{
 	stateEnded:   {stateEnded, stateEnded, 0, stateEnded, stateEnded, stateEnded},
 }
 
-// on takes an event and returns the state before it; cn.mu is held.
+// on takes an event and returns the state before the event; cn.mu is held.
 func (cn *conn) on(e event) (before state) {
 	before = cn.state
 	after := transitions[before][e]
@@ -76,7 +76,7 @@ func (cn *conn) check() {
 	}
 }
 
-// tasks are set for the goroutine of mend. Lost lanes and waiting writes need none.
+// tasks are set for the goroutine of mend. Lost lanes and waiting writes need no task.
 type tasks uint8
 
 const (

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// TestTransitions: the table in the comment is the one that the program has.
+// TestTransitions: the table in the comment is the program's table.
 func TestTransitions(t *testing.T) {
 	text, err := os.ReadFile("state.go")
 	if err != nil {

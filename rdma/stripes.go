@@ -18,7 +18,7 @@ const cutAlign = 4096
 // stretch is a contiguous range of the pairs that a write is given at a time, for one of
 // its stripes.
 type stretch struct {
-	pairs  []core.Pair // all that was given with it, shared by the stretches
+	pairs  []core.Pair // all pairs that were given together, shared by their stretches
 	first  int         // the pair that holds the stretch's first byte
 	skip   uint64      // bytes of that pair before it
 	length uint64
@@ -36,9 +36,9 @@ func pairBytes(pairs []core.Pair) uint64 {
 
 // split cuts pairs into stretches whose lengths are proportional to weights, in
 // the order of the weights, each byte in exactly one. Stripes that would get less than
-// least bytes get no stretch, the lightest first. Pairs of less than least bytes are one
-// stretch. A weight that is no positive number gets none, unless no weight is: then all
-// count the same.
+// least bytes get no stretch, the lightest first. If all pairs together have less than
+// least bytes, they are one stretch. A weight that is no positive number gets no
+// stretch. If no weight is a positive number, all count the same.
 func split(pairs []core.Pair, weights []float64, least uint64) []stretch {
 	least = max(least, 1)
 	total := pairBytes(pairs)
@@ -51,7 +51,7 @@ func split(pairs []core.Pair, weights []float64, least uint64) []stretch {
 	var (
 		pair  int    // where the next stretch begins
 		start uint64 // position of that pair's first byte
-		from  uint64 // position of the stretch's
+		from  uint64 // position of the stretch's first byte
 	)
 	for i, p := range stripes {
 		upTo += p.weight
@@ -60,7 +60,7 @@ func split(pairs []core.Pair, weights []float64, least uint64) []stretch {
 		if rest == 0 {
 			break
 		}
-		// As near to its share as least allows, for this one and for the others.
+		// As near to its share as least allows, for this stretch and for the others.
 		lo, hi := from+least, total-rest*least
 		want := min(max(uint64(float64(total)*(upTo/sum)), lo), hi)
 		for want-start >= pairs[pair].Length {
@@ -78,8 +78,9 @@ func split(pairs []core.Pair, weights []float64, least uint64) []stretch {
 	return out
 }
 
-// cutNear is the position nearest to want, down before up, between lo and hi that
-// is aligned from the start of its pair or is one of its ends; else want itself.
+// cutNear is the position nearest to want, between lo and hi, that is aligned from the
+// start of its pair or is an end of the pair. A position below want comes before one
+// above it. If there is none, cutNear is want itself.
 func cutNear(want, start, length, lo, hi uint64) uint64 {
 	down := want - (want-start)%cutAlign
 	up := start + min(want-start+cutAlign-1-(want-start+cutAlign-1)%cutAlign, length)

@@ -73,9 +73,9 @@ var (
 	pciAddress = regexp.MustCompile(`^[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$`)
 )
 
-// devicePlace is where an RDMA device is, as /sys says, which sys is the root of
-// (os.DirFS("/sys"), read links included). A device that is on no bus, as
-// Soft-RoCE, has no place; an error only when there is no such device.
+// devicePlace is where an RDMA device is, as /sys says. sys is the root of /sys
+// (os.DirFS("/sys"), read links included). A device that is on no bus, such as
+// Soft-RoCE, has no place. Only if there is no such device, the result is an error.
 func devicePlace(sys fs.FS, device string) (place, error) {
 	return placeOf(sys, "class/infiniband/"+device)
 }
@@ -86,7 +86,7 @@ func placeOf(sys fs.FS, name string) (place, error) {
 	if err != nil {
 		return p, fmt.Errorf("/sys/%s: %w", name, err)
 	}
-	// The innermost directory that is a PCI function says the node.
+	// The innermost directory that is a PCI function tells the node.
 	dir := ""
 	elems := strings.Split(real, "/")
 	for i, e := range elems {
@@ -112,7 +112,7 @@ func placeOf(sys fs.FS, name string) (place, error) {
 // maxLinks is how many symbolic links one name may go through, as in the kernel.
 const maxLinks = 40
 
-// resolve follows the symbolic links of a name. One that leaves the root of sys is
+// resolve follows the symbolic links of a name. A link that leaves the root of sys is
 // an error.
 func resolve(sys fs.FS, name string) (string, error) {
 	links, todo, done := 0, strings.Split(name, "/"), []string(nil)
@@ -159,7 +159,7 @@ const memoryNodes = 16
 
 // memoryPlace is the NUMA node of host memory, judged by a few pages. Call it when the
 // memory is in use, since a page that nobody has touched has no node. If the kernel does
-// not tell, there is none.
+// not tell, there is no node.
 func memoryPlace(r memRange) place {
 	pages := samplePages(r, uint64(unix.Getpagesize()))
 	status := make([]int32, len(pages))
@@ -197,7 +197,8 @@ func queryNodes(pages []uintptr, status []int32) error {
 	return nil
 }
 
-// majority is the most frequent node, the lowest of equals; noNode if none is known.
+// majority is the most frequent node. Of equally frequent nodes it is the lowest; if
+// none is known, noNode.
 func majority(status []int32) int {
 	nodes := slices.DeleteFunc(slices.Clone(status), func(s int32) bool { return s < 0 })
 	slices.Sort(nodes)

@@ -53,7 +53,7 @@ var (
 	errRefused   = errors.New("refused")
 )
 
-// refusef is the error whose text a peer gets as the reason.
+// refusef makes the error whose text a peer gets as the reason.
 func refusef(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", errRefused, fmt.Sprintf(format, args...))
 }
@@ -191,8 +191,8 @@ func (t *Transport) askUntil(ctx context.Context, peer core.AgentID, s *signal, 
 	return rep, err
 }
 
-// byeBound is how long a signal of an end may take. A peer that does not hear it finds
-// out by itself.
+// byeBound is how long a signal of an end may take. A peer that does not hear the
+// signal finds out by itself.
 const byeBound = 300 * time.Millisecond
 
 // sayBye tells a peer of an end, also while this transport closes.
@@ -212,7 +212,7 @@ func (t *Transport) goRun(name string, f func()) bool {
 	return true
 }
 
-// enter has Close wait until t.wg.Done is called. It returns false if Close already waits.
+// enter makes Close wait until t.wg.Done is called. It returns false if Close already waits.
 func (t *Transport) enter() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -20,9 +20,9 @@ type planned struct {
 	local  *localPort
 	far    *portInfo
 	route  route
-	lanes  int   // that it lacks
-	works  bool  // one of them has carried its probe
-	failed error // why the last of those that failed did
+	lanes  int   // that the path lacks
+	works  bool  // one of its lanes has carried its probe
+	failed error // why the last lane that failed has failed
 }
 
 // plan picks paths that lack lanes, the best first. No two of them have a port in
@@ -71,7 +71,7 @@ func (cn *conn) plan(there *far, tried, due map[pathKey]bool) (plan []*planned, 
 }
 
 // sortPlanned puts paths first whose ends are likely to be in one network, which is
-// where the addresses have most bits in common. Then the order of the lists counts.
+// where the addresses have most bits in common. Among equals the order of the lists counts.
 func sortPlanned(all []*planned) {
 	slices.SortStableFunc(all, func(a, b *planned) int {
 		return cmp.Or(
@@ -119,8 +119,8 @@ func (cn *conn) make(there *far, plan []*planned) (made []*trial, unmade []error
 	return made, unmade
 }
 
-// exchange has D open its ends. A trial that D refuses has failed. When D could not be
-// asked, which says nothing of its ports, all lanes are dropped and the error says why.
+// exchange makes D open its ends. A trial that D refuses has failed. If D could not be
+// asked, all lanes are dropped and the error says why; that says nothing of D's ports.
 func (cn *conn) exchange(made []*trial) error {
 	if len(made) == 0 {
 		return nil
@@ -154,8 +154,8 @@ func (cn *conn) exchange(made []*trial) error {
 	return nil
 }
 
-// probe writes by all lanes at once that have not failed, and takes each into use when
-// its bytes have come through.
+// probe writes at once by all lanes that have not failed, and takes each lane into use
+// when its bytes have come through.
 func (cn *conn) probe(there *far, answered []*trial) {
 	t := cn.t
 	for _, tr := range answered {

@@ -80,8 +80,8 @@ func TestUnreadMarks(t *testing.T) {
 	d.landed(1, n-1, true)
 	lost.Store(true)
 	d.breakAll()
-	close(pSink.release) // it has lost its lanes before it hears that all is written
-	// Or D does not say it before it has looked.
+	close(pSink.release) // P has lost its lanes before it hears that all is written
+	// Or D does not say what has arrived before it has looked at the marks.
 	late := time.AfterFunc(3*flushBound, look)
 	defer late.Stop()
 	if o := d.rec.Wait("received", "t", 1); o.Err != nil {

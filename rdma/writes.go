@@ -13,13 +13,14 @@ type writeLimits struct {
 	maxPieces int    // pieces of one write, the device's max_sge
 	maxWrite  uint64 // bytes of one write, at most 2 GiB, the most that verbs take
 	// maxBytes is what one fill should carry: it begins no write once it has so
-	// much. So it may go over by less than a write, which keeps writes large.
+	// much. So a fill may exceed it by less than a write, which keeps writes large.
 	maxBytes uint64
 }
 
 // cursor turns a stripe into writes, a chain at a time. It is a value: a copy is a cursor
-// of its own, as long as neither is given more. Once it is whole, its last write carries
-// the immediate. So each stripe ends with a mark that follows its bytes, also an empty one.
+// of its own, as long as neither of the two is given more. Once the stripe is whole, its
+// last write carries the immediate. So each stripe, even an empty one, ends with a mark
+// that follows its bytes.
 type cursor struct {
 	given []stretch // so far, none without bytes, in the order in which they are written
 	whole bool      // no more will be given
@@ -27,7 +28,7 @@ type cursor struct {
 	next  int       // the stretch after the one that is being written
 	pairs []core.Pair
 	pair  int    // the pair that holds the next byte
-	skip  uint64 // bytes of it that are done
+	skip  uint64 // bytes of that pair that are done
 	left  uint64 // bytes of the stretch that are left
 	done  bool   // the write with the immediate was filled
 }

@@ -15,7 +15,7 @@ import (
 )
 
 // strangers are the accepted connections that have shown no ticket yet. Anyone may open
-// one, so they are few, have little time, and rarely fill a log line.
+// such a connection. So they are few, have little time, and rarely fill a log line.
 type strangers struct {
 	conns  []*net.TCPConn // oldest first
 	logAt  time.Time      // not before
@@ -44,8 +44,8 @@ func (s *sender) accept() {
 	}
 }
 
-// enter gives a connection its time for a hello. If the places are taken, the oldest
-// stranger gives up its own: a decode agent says hello at once.
+// enter gives a connection its time for a hello. If all places are taken, the oldest
+// stranger loses its place: a decode agent says hello at once.
 func (s *sender) enter(conn *net.TCPConn) {
 	var oldest *net.TCPConn
 	s.mu.Lock()
@@ -94,8 +94,8 @@ func left(raw syscall.RawConn) bool {
 	return closed
 }
 
-// greet reads the hello and makes the connection one of its peer's streams. Its
-// predecessor of the same number is over, whether this side saw that or not.
+// greet reads the hello and makes the connection one of its peer's streams. The former
+// stream of the same number is over, whether this side saw its end or not.
 func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 	s.t.tune(conn)
 	conn.SetReadDeadline(time.Now().Add(s.t.cfg.DialTimeout))
@@ -149,7 +149,7 @@ func (s *sender) warn(what string, fields ...zap.Field) {
 	s.t.cfg.Logger.Warn(what, append(fields, zap.Int("not_logged", silent))...)
 }
 
-// enlist makes a stream the one of its number; s.mu is held.
+// enlist puts a stream into the slot of its number; s.mu is held.
 func (s *sender) enlist(st *outStream, attempt uint64) {
 	p := st.peer
 	slot := &p.slots[st.number]

@@ -17,7 +17,7 @@ import (
 
 const descriptorsEnv = "KVCONN_TEST_DESCRIPTORS"
 
-// TestOutOfDescriptors runs in a process of its own, which has few of them.
+// TestOutOfDescriptors runs in a process of its own, which has few descriptors.
 func TestOutOfDescriptors(t *testing.T) {
 	if os.Getenv(descriptorsEnv) != "" {
 		t.Run("accept", outOfDescriptorsAtAccept)
@@ -67,7 +67,7 @@ func closeAll(fds []int) {
 	}
 }
 
-// outOfDescriptorsAtAccept: a stream that comes meanwhile is served later.
+// outOfDescriptorsAtAccept: a stream that comes while P has no descriptor is served later.
 func outOfDescriptorsAtAccept(t *testing.T) {
 	log, lines := observer.New(zap.WarnLevel)
 	p := newAgent(t, Config{Logger: zap.New(log)})

@@ -20,7 +20,7 @@ type inPeer struct {
 	endpoint string
 	ticket   token
 	met      bool     // a stream has got through to P
-	tries    int      // streams that have not, while none has
+	tries    int      // streams that have not got through, while none has
 	up       bool     // a stream is open, or its end was not told yet
 	moved    bool     // bytes came since all streams were broken
 	slots    []inSlot // by number
@@ -33,7 +33,7 @@ type inSlot struct {
 	wanted   bool      // P has asked for it, whether transfers wait or not
 	attempt  uint64    // of conn
 	retryAt  time.Time // no dial before, unless there is no other stream
-	received uint64    // of this number's frames, headers included
+	received uint64    // bytes of this number's frames, headers included
 }
 
 func (p *inPeer) busy() bool {
@@ -169,8 +169,8 @@ func (r *receiver) stream(p *inPeer, n int, pause time.Duration) {
 	}
 }
 
-// broken: the connection ended, or was never made. Any other error is the peer's doing: it
-// knows no such ticket, or sends what no sender sends.
+// broken says whether the connection ended, or was never made. Any other error is the
+// peer's doing: it knows no such ticket, or sends what no sender sends.
 func broken(cause error) bool {
 	var network net.Error
 	var errno syscall.Errno
@@ -180,10 +180,10 @@ func broken(cause error) bool {
 
 // streamEnded decides whether a stream is dialled again, whether the way to P is down with
 // it, and which transfers are lost. A broken connection alone loses no transfer: P still
-// works on it, and goes on when the stream is open again, or the control plane tells that
-// P does not. If no stream is left and none has brought a byte since that last was so, the
-// transfers that have begun are lost. If no stream gets through at all, or P sends what it
-// should not, all are lost.
+// works on it, and goes on when the stream is open again. If P does not, the control plane
+// says so. If no stream is left, and no byte has come since the last time that none was
+// left, the transfers that have begun are lost. If no stream gets through at all, or P
+// sends what it should not, all are lost.
 func (r *receiver) streamEnded(p *inPeer, n int, hostile bool) (again, down bool, lost []*inbound) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -221,7 +221,7 @@ func (r *receiver) streamEnded(p *inPeer, n int, hostile bool) (again, down bool
 	down = down || !busy && !p.met
 	slot.retryAt = time.Now().Add(r.redial)
 	if !hopeful && busy {
-		return false, down, nil // the last one decides
+		return false, down, nil // the peer's last stream decides
 	}
 	return false, down, lost
 }
@@ -235,7 +235,7 @@ func (r *receiver) runStream(p *inPeer, n int, endpoint string, ticket token) (r
 	}
 	defer conn.Close()
 	r.mu.Lock()
-	if r.closed || r.peers[p.id] != p { // while it was dialled
+	if r.closed || r.peers[p.id] != p { // closed or dismissed while the stream was dialled
 		r.mu.Unlock()
 		return 0, errDismissed
 	}

@@ -1,8 +1,8 @@
 package tcp
 
 // doneList keeps the last transfers that ended well, or whose memory D could not write. If
-// the stream that brought an acknowledgement broke, P asks again, and so it may while it
-// has not heard of the failure.
+// the stream that brought an acknowledgement broke, P asks again. P may also ask while
+// it has not heard of the failure.
 type doneList struct {
 	list []doneTransfer
 	next int
@@ -25,7 +25,7 @@ func (d *doneList) add(t doneTransfer) {
 	d.next = (d.next + 1) % maxDone
 }
 
-// answer is what P is told of a grant that is not expected, or no more.
+// answer is what P is told of a grant that is not expected, or not any more.
 func (d *doneList) answer(grant token) (h header, fault string) {
 	h = header{kind: frameNack, key: grant}
 	for i := range d.list {

@@ -29,8 +29,8 @@ func (t *Transport) fault(v []iovec, write bool) error {
 	return fmt.Errorf("tcp: %w", hostmem.Fault(t.layout.Regions, spans, write, syscall.EFAULT))
 }
 
-// failed ends a transfer whose bytes D's memory does not take. The streams know why before
-// they cease to know the transfer: the first to tell P tells the reason.
+// failed ends a transfer whose bytes D's memory does not take. The reason is kept before
+// the streams forget the transfer, so that the first stream that answers P gives it.
 func (r *receiver) failed(in *inbound, err error) {
 	text := strings.ToValidUTF8(err.Error(), "")
 	r.mu.Lock()
@@ -75,7 +75,7 @@ func (s *sender) faulted(p *outPeer, conn net.Conn, h *header) error {
 	return nil
 }
 
-// copyError is one of a copy out of device memory, or into it.
+// copyError is the error of a copy out of device memory, or into it.
 type copyError struct {
 	doing string
 	err   error
@@ -84,7 +84,7 @@ type copyError struct {
 func (e *copyError) Error() string { return "tcp: " + e.doing + ": " + e.err.Error() }
 func (e *copyError) Unwrap() error { return e.err }
 
-// ofMemory says whether an error is one of the engine's memory, and so of one transfer.
+// ofMemory says whether an error comes from the engine's memory, and so ends one transfer only.
 func ofMemory(err error) bool {
 	var host *hostmem.FaultError
 	var device *copyError
@@ -106,7 +106,7 @@ func (s *sender) cannotRead(st *outStream, out *outbound, frame, sent uint64, er
 	s.mu.Unlock()
 	s.tell(out, tell)
 	if !goesOn {
-		// D closes it then, and serve sees that.
+		// D closes the stream then, and serve sees its end.
 		st.conn.SetReadDeadline(time.Now().Add(s.t.cfg.StallTimeout))
 		_ = st.conn.CloseWrite()
 	}

@@ -19,7 +19,7 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// badMemory are the ways in which memory is not what the engine said. Each makes it so.
+// badMemory are the ways in which memory is not what the engine said. Each changes the memory so.
 var badMemory = map[string]struct {
 	spoil func(t *testing.T, b []byte)
 	why   string
@@ -64,11 +64,11 @@ func wantNamed(t *testing.T, err error, parts ...string) {
 func oneBlock(id int) [][]core.BlockID { return [][]core.BlockID{{core.BlockID(id)}} }
 
 // TestMemoryThatIsNotThere: one of many transfers has blocks that cannot be read or
-// written. It fails on either side, by name, and at once. All others end well, before it
-// and behind it on the same stream.
+// written. It fails on either side, by name, and at once. All others end well, also
+// those before it and behind it on the same stream.
 func TestMemoryThatIsNotThere(t *testing.T) {
 	for how, c := range badMemory {
-		for _, at := range []int{0, 4 << 10, 700 << 10} { // in the bad block
+		for _, at := range []int{0, 4 << 10, 700 << 10} { // places in the bad block
 			for _, side := range []string{"prefill", "decode"} {
 				if side == "prefill" && c.reads {
 					continue

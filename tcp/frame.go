@@ -34,11 +34,11 @@ func newToken() (k token) {
 	return k
 }
 
-// maxFrame is the most bytes of one frame. A frame that belongs to no transfer is read
-// away, and a peer must not keep a stream at that for ever.
+// maxFrame is the most bytes of one frame. D reads a frame that belongs to no transfer
+// away, and a peer must not keep a stream busy with that for ever.
 const maxFrame = 1 << 30
 
-// numberBits bound the number of a stream, and with it what one ticket opens.
+// numberBits bound the number of a stream, and so how many streams one ticket opens.
 const numberBits = 6
 
 // maxPeerStreams is the most streams between two agents.
@@ -47,9 +47,9 @@ const maxPeerStreams = 1 << numberBits
 // hello is the first frame of D's stream number: key is the name of the ticket that P gave
 // D. attempt rises with each stream that D opens, so that the newest of a number counts.
 // received is how much D has read of this number's frames, headers included, in all its
-// streams to this P: bytes beyond it are lost. A proof follows that only who has the ticket
-// can make: the ticket itself is never sent, and a hello that is overheard serves nobody
-// else, since its attempt is over.
+// streams to this P: bytes beyond it are lost. A proof follows, which only an agent that
+// has the ticket can make: the ticket itself is never sent. A hello that is overheard is of
+// no use to anybody else, since its attempt is over.
 func hello(ticket token, number int, attempt, received uint64) []byte {
 	var b [headerSize]byte
 	(&header{kind: frameHello, key: ticket.name(), position: received, length: attempt<<numberBits | uint64(number)}).encode(&b)
@@ -57,7 +57,7 @@ func hello(ticket token, number int, attempt, received uint64) []byte {
 	return append(b[:], proof[:]...)
 }
 
-// name is what a ticket is known by, and tells nothing of it.
+// name identifies a ticket, and reveals nothing of it.
 func (k token) name() token { return k.derive("name", nil) }
 
 // proof shows the knowledge of a ticket for one hello.

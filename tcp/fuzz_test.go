@@ -38,7 +38,7 @@ func FuzzHeader(f *testing.F) {
 }
 
 // FuzzReceiver: whatever P says, D's other memory stays as it is, the transfer ends once,
-// and ends well only with each byte.
+// and it ends well only when each byte has come.
 func FuzzReceiver(f *testing.F) {
 	half := make([]byte, fuzzBlock)
 	first, second := marked(header{kind: frameData, length: fuzzBlock}), marked(header{kind: frameData, position: fuzzBlock, length: fuzzBlock})
@@ -73,7 +73,7 @@ func FuzzReceiver(f *testing.F) {
 }
 
 // FuzzSender: whatever D says, before its ticket (greeted false) or after, P's write ends
-// once, and ends well only when each byte was sent.
+// once, and it ends well only when each byte was sent.
 func FuzzSender(f *testing.F) {
 	f.Add(true, marked(header{kind: frameAck, length: 2 * fuzzBlock}))
 	f.Add(true, bytes.Join([][]byte{marked(header{kind: frameNack}), marked(header{kind: frameAck, length: 2 * fuzzBlock})}, nil))

@@ -19,7 +19,7 @@ type given struct {
 type stretch struct {
 	position, end uint64
 	runs          []run
-	// next is the run at the position begins. Bytes that are read in order need no search.
+	// next is the index of the run at position begins. Bytes that are read in order need no search.
 	next   int
 	begins uint64
 }

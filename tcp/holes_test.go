@@ -76,7 +76,7 @@ func TestAcknowledgedBeforeAllWasGiven(t *testing.T) {
 	for _, length := range []uint64{8 * 64, 16 * 64} {
 		c.say(frameBytes(header{kind: frameAck, key: grant, length: length}))
 	}
-	c.say(frameBytes(header{kind: frameNack, key: mark})) // its end says that the others were read
+	c.say(frameBytes(header{kind: frameNack, key: mark})) // the end of this transfer says that the other frames were read
 	p.sink.Wait("written", "mark", 1)
 	if told := p.sink.All("written", "t"); len(told) != 0 {
 		t.Fatalf("told %+v", told)
@@ -92,8 +92,8 @@ func TestAcknowledgedBeforeAllWasGiven(t *testing.T) {
 	}
 }
 
-// TestManyHoles: small frames may come in any order; how many ranges D keeps of them
-// is bounded all the same.
+// TestManyHoles: small frames may come in any order; the number of ranges that D keeps
+// of them is bounded all the same.
 func TestManyHoles(t *testing.T) {
 	leaktest.Check(t)
 	const piece, n = 4096, 4096
@@ -148,7 +148,7 @@ func TestHolesOfManyRegions(t *testing.T) {
 }
 
 // TestEmptyFrameBehindTheLast: an empty frame was under way on another stream when the
-// last bytes landed. It is no frame of a transfer that was revoked.
+// last bytes landed. D must not take it for a frame of a revoked transfer.
 func TestEmptyFrameBehindTheLast(t *testing.T) {
 	leaktest.Check(t)
 	const n = 4

@@ -31,7 +31,7 @@ func TestHostileSender(t *testing.T) {
 			c := fakeSender(t, d, "p")
 			grant := d.expect(t, "t", "p", allBlocks(2))
 			c.say(words(grant))
-			if name == "half a header" { // for all that D knows the connection broke: it is dialled again
+			if name == "half a header" { // for D the connection just broke: D dials again
 				_ = c.Conn.(*net.TCPConn).CloseWrite()
 			} else if o := d.sink.Wait("received", "t", 1); o.Err == nil {
 				t.Error("it ended well")
@@ -71,7 +71,7 @@ func TestGrantOfAnotherPeer(t *testing.T) {
 	}
 }
 
-// TestFramesAfterRevoke: the rest of a frame that had begun, and whole ones.
+// TestFramesAfterRevoke: after a revoke come the rest of a frame that had begun, and whole frames.
 func TestFramesAfterRevoke(t *testing.T) {
 	leaktest.Check(t)
 	d := newAgent(t, Config{Streams: 1})

@@ -57,7 +57,7 @@ func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
 	}
 	move(t, p, d, "t")
 	var unlogged int
-	until(t, "the decode agent's two streams are there", func() bool { // the transfer needed but one
+	until(t, "the decode agent's two streams are there", func() bool { // the transfer needed only one of them
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
 		unlogged = p.sender.strangers.silent
@@ -86,7 +86,7 @@ func TestMalformedFrames(t *testing.T) {
 			for i, h := range frames {
 				h.key = grant
 				c.say(frameBytes(h))
-				if i < len(frames)-1 { // the last one is refused by its header
+				if i < len(frames)-1 { // the last frame is refused by its header
 					c.say(make([]byte, h.length))
 				}
 			}
@@ -336,8 +336,7 @@ func TestLyingDecoder(t *testing.T) {
 	}
 }
 
-// TestStreamsOfOnePeer: one ticket opens one stream of each number, whatever else
-// the numbers are.
+// TestStreamsOfOnePeer: one ticket opens one stream of each number.
 func TestStreamsOfOnePeer(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{MaxStreams: 4 * maxPeerStreams}), newAgent(t, Config{})
@@ -352,8 +351,8 @@ func TestStreamsOfOnePeer(t *testing.T) {
 	})
 }
 
-// TestPeerThatNeverReads: its write ends when it has stalled. Writes to others do not wait
-// for that.
+// TestPeerThatNeverReads: the write to this peer ends when it has stalled. Writes to other
+// peers do not wait for that.
 func TestPeerThatNeverReads(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{StallTimeout: time.Second}), newAgent(t, Config{})

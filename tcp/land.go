@@ -22,7 +22,7 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, _ *inbound, err 
 	return got, in, err
 }
 
-// readAll is payload, but for the copies that may still be under way.
+// readAll does what payload does, except that copies may still be under way when it returns.
 func (s *inStream) readAll(in *inbound, h *header) (got uint64, _ *inbound, err error) {
 	var cur cursor
 	if in != nil && h.length > 0 {

@@ -28,7 +28,7 @@ type Slot interface {
 	Memory() []byte
 
 	// Copy queues the slot's one copy, between its bytes from the first on and runs of the
-	// device's memory, one after the other. Runs may be changed when it has returned.
+	// device's memory, one after the other. The caller may change runs when Copy has returned.
 	Copy(runs []Run)
 
 	// Wait returns when the copy reads and writes no more; it may be called again. An error
@@ -108,8 +108,8 @@ func (d *devices) of(address uintptr) int {
 	return d.ranges[i].device
 }
 
-// alike is how many entries from the first on lie in the same memory, with at most limit
-// bytes in them; the last one may be too long for that.
+// alike counts the entries, from the first on, that lie in one memory. It stops when
+// they have limit bytes; the last of them may be longer than is needed.
 func (d *devices) alike(vec []iovec, limit uint64) (device, entries int, bytes uint64) {
 	device = d.of(vec[0].base)
 	for i := range vec {

@@ -34,7 +34,7 @@ func (a *agent) paint() {
 	}
 }
 
-// got is how many bytes of a transfer have landed.
+// got is the number of a transfer's bytes that have landed.
 func (a *agent) got(id core.TransferID) uint64 {
 	a.receiver.mu.Lock()
 	defer a.receiver.mu.Unlock()
@@ -44,8 +44,8 @@ func (a *agent) got(id core.TransferID) uint64 {
 	return 0
 }
 
-// heard says whether P has said something since all streams were broken and each was
-// opened again since so many attempts.
+// heard says whether P has said something since all streams were broken, and whether
+// each was opened again after so many attempts.
 func (a *agent) heard(peer core.AgentID, attempts uint64) bool {
 	a.receiver.mu.Lock()
 	defer a.receiver.mu.Unlock()
@@ -194,8 +194,8 @@ func TestNobodyComesBackAtRest(t *testing.T) {
 	}
 }
 
-// TestBrokenBeforeAnythingWasGiven: D has no bytes that would make it hurry, and P
-// does not expect that it does.
+// TestBrokenBeforeAnythingWasGiven: D has no bytes that would make it hurry, and P does
+// not expect D to hurry.
 func TestBrokenBeforeAnythingWasGiven(t *testing.T) {
 	leaktest.Check(t)
 	patient := Config{DialTimeout: bound, StallTimeout: time.Hour}

@@ -86,7 +86,7 @@ func TestOneStreamThatIsNotRead(t *testing.T) {
 			break
 		}
 		received += h.length
-		// Another transfer keeps it moving for as long as that takes.
+		// Another transfer keeps the good stream moving for as long as that takes.
 		b := make([]byte, 64<<10)
 		for left := h.length; left > 0; time.Sleep(time.Millisecond) {
 			n, err := good.Read(b[:min(left, uint64(len(b)))])
@@ -102,7 +102,7 @@ func TestOneStreamThatIsNotRead(t *testing.T) {
 	if told := p.sink.All("down", ""); len(told) != 0 {
 		t.Errorf("told %+v", told)
 	}
-	// That frame counts as any other when the stream breaks.
+	// When the stream breaks, that frame counts as any other.
 	cut := good.next()
 	good = dial(t, p)
 	good.say(p.hello(t, "d", 5, 9, received+headerSize+100))

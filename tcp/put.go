@@ -50,7 +50,7 @@ type frameWriter struct {
 	st   *outStream
 	out  *outbound
 	idle stall
-	over time.Time // since when the transfer is given up
+	over time.Time // when the transfer was given up
 }
 
 // write writes a part; each step must make progress within the bound. Each step looks

@@ -53,7 +53,7 @@ type inbound struct {
 
 // mostSpans bounds the spans that are kept of a transfer's frames. A sender needs about
 // one span for each of its streams and for each place where a partial offer gives more,
-// which may be each region. While a stream is late it needs more if frames are small: one
+// which may be each region. If a stream is late and frames are small, it needs more: one
 // for each second frame of 2 KiB. That is 1/256 of the transfer's own memory.
 func (in *inbound) mostSpans() int {
 	return int(min(max(minSpans, in.total>>12, uint64(len(in.runs))), maxSpans))
@@ -234,7 +234,7 @@ func (s *inStream) frame() error {
 	var fault string
 	if in != nil {
 		s.peer.moved = true
-	} else { // what was told of it may be lost
+	} else { // an answer that was sent before may be lost
 		answer, fault = s.r.done.answer(h.key)
 	}
 	s.r.mu.Unlock()

@@ -45,8 +45,8 @@ func (s *sender) resume(out *outbound, number int, received uint64) {
 	}
 }
 
-// lose has the bytes sent again that D has not received of a number's frames. If D has all
-// bytes, and only its acknowledgement was lost, D is asked.
+// lose arranges that the bytes of a number's frames which D has not received are sent
+// again. If D has all bytes, and only its acknowledgement was lost, D is asked.
 func (out *outbound) lose(number int, received uint64) {
 	touched := false
 	kept := out.sent[:0]
@@ -68,7 +68,7 @@ func (out *outbound) lose(number int, received uint64) {
 // other, whether they were given at once or not.
 func (out *outbound) cut(v []iovec, limit uint64) (_ []iovec, position, n uint64) {
 	if out.left == 0 {
-		return v, out.total, 0 // it asks
+		return v, out.total, 0 // the frame asks D
 	}
 	next := out.todo[0]
 	v, n = out.given.fill(v, next.from, min(limit, next.to-next.from))
@@ -88,9 +88,9 @@ func (out *outbound) enqueue(queued bool) {
 	}
 }
 
-// rests: all that was given is sent, and more is to come, in minutes perhaps. D gives up a
-// transfer whose connections bring nothing. So if D's connections break meanwhile, a frame
-// without bytes on each new one says that the transfer lives.
+// rests says whether all that was given is sent and more is to come, in minutes perhaps. D
+// gives up a transfer whose connections bring nothing. So if D's connections break
+// meanwhile, a frame without bytes on each new one says that the transfer lives.
 func (out *outbound) rests() bool {
 	return out.err == nil && out.left == 0 && out.given.bytes > 0 && out.given.bytes < out.total
 }
@@ -157,7 +157,7 @@ func (s *sender) await(out *outbound, bound time.Duration, cause error) {
 	})
 }
 
-// stopWaiting: a transfer can go on, or has ended; s.mu is held.
+// stopWaiting is called when a transfer can go on, or has ended; s.mu is held.
 func (s *sender) stopWaiting(out *outbound) {
 	if out.wait != nil && out.wait.timer.Stop() {
 		s.t.wg.Done()

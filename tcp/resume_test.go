@@ -62,7 +62,7 @@ func TestStreamsThatOnlyDLost(t *testing.T) {
 	}
 }
 
-// TestBrokenInTheMiddle: the same where both sides see the break.
+// TestBrokenInTheMiddle: connections break in the middle of transfers, and both sides see it.
 func TestBrokenInTheMiddle(t *testing.T) {
 	leaktest.Check(t)
 	patient := Config{DialTimeout: bound, StallTimeout: time.Hour} // a slow machine's D is as good
@@ -208,7 +208,7 @@ func (a *agent) open(peer core.AgentID) uint64 {
 	return 0
 }
 
-// TestBrokenFrameGoesOn: D says how far it has come and takes the rest once. If it is
+// TestBrokenFrameGoesOn: D says how far it has come and takes the rest once. If D is
 // asked again, it confirms the transfer that has ended.
 func TestBrokenFrameGoesOn(t *testing.T) {
 	leaktest.Check(t)

@@ -37,7 +37,7 @@ type outPeer struct {
 	ticket  token
 	slots   [maxPeerStreams]outSlot // by number
 	open    int                     // streams in them
-	stuck   *outStream              // D is to open it anew; another one says so
+	stuck   *outStream              // D is to open it anew; another stream tells D
 	queue   []*outbound             // that have a frame to send; served in turn
 	byGrant map[token]*outbound
 	wake    *sync.Cond // on sender.mu: the queue has more, or a stream ended
@@ -59,7 +59,7 @@ type outStream struct {
 	dead   bool
 	acked  uint64  // bytes that D's kernel had acknowledged at the last look
 	still  int     // looks since without any
-	rested []token // transfers that rested when it was opened: it is to say of each that it lives
+	rested []token // transfers that rested when it was opened: the stream is to say of each that it lives
 	// vec[0] is the frame's header in hdr.
 	vec    []iovec
 	hdr    [headerSize]byte
@@ -203,7 +203,7 @@ func (s *sender) acked(p *outPeer, h *header) {
 	s.mu.Lock()
 	out := p.byGrant[h.key]
 	tell := false
-	// Only if every byte of the transfer was given and sent is it the truth.
+	// The acknowledgement is true only if every byte of the transfer was given and sent.
 	if out != nil && out.err == nil && !out.due() && out.given.bytes == out.total && h.length == out.total {
 		out.acked = true
 		tell = s.settle(out)
@@ -222,7 +222,7 @@ func (s *sender) nacked(p *outPeer, h *header) {
 }
 
 // returnGrace is how long transfers wait for a D whose streams have all broken:
-// one that lives dials again at once, and a dead one's blocks must come back.
+// a D that lives dials again at once; if D is dead, the blocks must come back.
 const returnGrace = 500 * time.Millisecond
 
 // streamEnded has the transfers that may have lost bytes wait until D has opened the
@@ -304,7 +304,7 @@ func (s *sender) run(st *outStream) {
 }
 
 // take waits for a transfer with bytes to send and cuts a frame off it into the stream's
-// vector. The frame may also be of no transfer. It returns the number of bytes, 0 when the
+// vector. The frame may also belong to no transfer. It returns the number of bytes, 0 when the
 // stream ends.
 func (s *sender) take(st *outStream) (*outbound, uint64) {
 	s.mu.Lock()

@@ -57,7 +57,7 @@ func (s *spans) remove(from, to uint64) {
 	}
 }
 
-// drop takes n bytes from the front, which the first of them has.
+// drop takes n bytes from the front, all of which the first span has.
 func (s *spans) drop(n uint64) {
 	list := *s
 	if list[0].from += n; list[0].from == list[0].to {

@@ -12,8 +12,8 @@ import (
 )
 
 // landing is what a stream has read for device memory: slots whose bytes are being copied to
-// their blocks, the oldest first. While a stream waits for its peer, or for a slot, it has
-// none: so Revoke waits for copies only, and a slow peer holds no slot.
+// their blocks, the oldest first. While a stream waits for its peer, or for a slot, it
+// holds no slot. So Revoke waits for copies only, and a slow peer holds no slot.
 type landing struct {
 	slots []Slot
 	runs  []Run

@@ -10,8 +10,8 @@ import (
 // has none, so that streams never wait for each other.
 const window = 4
 
-// source is where the bytes of a frame come from: a stream's goroutine takes it apart, and has
-// what lies in device memory copied into slots, ahead of the part that is written. A slow peer
+// source is where the bytes of a frame come from. A stream's goroutine takes the frame apart.
+// Parts in device memory are copied into slots, ahead of the part that is written. A slow peer
 // keeps these slots while its socket takes bytes.
 type source struct {
 	t      *Transport
@@ -67,8 +67,9 @@ func (c *source) next() (*sourcePart, error) {
 	return p, nil
 }
 
-// begin takes a part off the frame; nil if that has to wait for a slot and need not. The first
-// slot is there before the frame's header is written, so that a frame without one is taken back.
+// begin takes a part off the frame; nil if the part has no slot and parts before it come first.
+// The first slot is there before the frame's header is written, so that a frame that gets no
+// slot is taken back.
 func (c *source) begin() (*sourcePart, error) {
 	d := &c.t.devices
 	device, n, bytes := d.alike(c.rest, ^uint64(0))

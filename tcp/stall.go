@@ -7,7 +7,7 @@ import (
 )
 
 // step is the length of the steps of longer waits. If this process itself was stopped,
-// that time then counts as one step, and not as its peer's.
+// that time counts as one step, and not as its peer's.
 const step = 250 * time.Millisecond
 
 // stall bounds a time without progress.

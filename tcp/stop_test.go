@@ -12,8 +12,8 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// TestStopOfAStuckFrame: a peer that takes no bytes does not keep the blocks of a
-// write that was stopped, nor lose the other one.
+// TestStopOfAStuckFrame: a peer that takes no bytes does not keep the blocks of a write
+// that was stopped. The peer's other write is not lost.
 func TestStopOfAStuckFrame(t *testing.T) {
 	leaktest.Check(t)
 	p := newAgent(t, Config{FrameBytes: 16 << 20, StallTimeout: time.Hour, DialTimeout: bound})
@@ -58,7 +58,7 @@ func TestStopOfAStuckFrame(t *testing.T) {
 	}
 }
 
-// TestStopOfASlowFrame: a peer that takes a few bytes now and then does not keep them either.
+// TestStopOfASlowFrame: a peer that takes a few bytes now and then does not keep the blocks either.
 func TestStopOfASlowFrame(t *testing.T) {
 	leaktest.Check(t)
 	p := newAgent(t, Config{FrameBytes: testBlocks * testBlock, StallTimeout: time.Hour})

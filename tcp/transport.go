@@ -32,7 +32,7 @@ type Config struct {
 	StallTimeout  time.Duration // no progress for so long ends a stream; 10 s
 	DialTimeout   time.Duration // 3 s
 	MaxStreams    int           // accepted at a time; 4096, and a quarter of the process's descriptors
-	MaxGreeting   int           // more, that have not shown their ticket yet; 256
+	MaxGreeting   int           // besides these, that have not shown their ticket yet; 256
 	// Guard, if set, can refuse the IP address and port of a peer's resolved endpoint, each
 	// time before it is dialled.
 	Guard func(endpoint, address string) error

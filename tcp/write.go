@@ -22,7 +22,7 @@ type outbound struct {
 	sent    []sentFrame // on the newest stream of each number
 	frames  int         // taken by a stream and not yet written whole
 	started time.Time   // when the first bytes were given
-	wait    *wait       // for a stream of D's, if the transfer cannot go on without
+	wait    *wait       // for a stream of D's, if the transfer cannot go on without one
 	err     error       // ends the transfer when frames is 0
 	over    atomic.Bool // err is set
 	acked   bool        // D has said that all bytes are in: this ends the transfer too

@@ -115,7 +115,7 @@ static void bad_calls(kvconn_agent p, kvconn_agent d, const char *address) {
   EXPECT(kvconn_offer_partial(p, &part, 1, NULL, 0, &taken) == KVCONN_ERR_INVALID && error_says("being computed"));
   volatile uint8_t *written = kvconn_written_address(p);
   EXPECT(written != NULL && written[0] == 0);
-  written[0] = 1; /* no step runs: it says nothing */
+  written[0] = 1; /* no step runs: the mark says nothing */
   uint64_t moment = 1;
   EXPECT(kvconn_moment(p, 0, NULL, &moment) == KVCONN_ERR_INVALID && moment == 0 && error_says("device memory"));
   EXPECT(kvconn_moment(p, 0, NULL, NULL) == KVCONN_ERR_INVALID && error_says("moment is NULL"));

@@ -117,7 +117,7 @@ static void unequal_blocks(void) {
       for (uint32_t h = 0; h < HEADS; h++)
         for (uint32_t w = 0; w < ITEM; w++) EXPECT(d_cache[b][t][h][w] == (b == 4 && t < P_TOKENS ? item(D_TOKENS + t, h) : 0));
 
-  /* what the offer has not is refused by name */
+  /* a part that the offer does not have is refused by name */
   o.transfer_id = l.transfer_id = "too early";
   to.first = 0;
   EXPECT(kvconn_offer(p, &o, 1, NULL) == KVCONN_OK);

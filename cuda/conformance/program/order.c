@@ -1,4 +1,5 @@
-/* Streams and events: what is in order, what is not, and who waits. A gate keeps a stream busy as long as a fact needs. */
+/* Streams and events: what is in order, what is not, and which side waits. A gate keeps a stream busy as long as a fact
+   needs. */
 #include "groups.h"
 
 #include <pthread.h>

@@ -111,7 +111,8 @@ func Open(ordinal, moments int) (*Device, error) {
 	return d, nil
 }
 
-// Close gives the handle back. Busy: an Await has not ended, nothing was given back and no new Await begins.
+// Close gives the handle back. If busy is true, an Await has not ended, nothing was given back and no
+// new Await begins.
 func (d *Device) Close() (busy bool, err error) {
 	err = failed(C.kvg_close(d.c), "closing CUDA device %d", d.ordinal)
 	return err == errBusy, err

@@ -28,7 +28,8 @@ enum {
 const char *kvg_call(uint32_t call); /* "" of none */
 void kvg_describe(uint32_t code, const char **name, const char **text);
 
-/* Opens the library and fills the table of its functions. Not 0: why is in reason. */
+/* Opens the library and fills the table of its functions. If the result is not 0,
+   reason says why. */
 int kvg_load(const char *name, char *reason, int size);
 int kvg_in_process(const char *name); /* somebody has opened it; does not open it */
 int kvg_has_batch(void);
@@ -70,7 +71,7 @@ kvg_status kvg_flush(struct kvg_device *d);
 uint64_t kvg_number(struct kvg_device *d); /* of the handle: the first byte of its moments */
 kvg_status kvg_moment(struct kvg_device *d, uintptr_t stream, uint64_t *moment);
 void *kvg_moment_entry(void); /* kvg_status (*)(void *device, uintptr_t stream, uint64_t *moment) */
-kvg_status kvg_passed(struct kvg_device *d, uint64_t moment); /* CUDA_ERROR_NOT_READY while it has not */
+kvg_status kvg_passed(struct kvg_device *d, uint64_t moment); /* CUDA_ERROR_NOT_READY while it has not passed */
 kvg_status kvg_await(struct kvg_device *d, uint64_t moment);
 
 kvg_status kvg_ring(struct kvg_device *d, uint64_t bytes, void **ring);

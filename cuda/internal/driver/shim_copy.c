@@ -50,7 +50,8 @@ kvg_status kvg_queue_open(struct kvg_device *d, int to_device, struct kvg_queue 
   q->device = d, q->to_device = to_device;
   kvg_status s = kvg_enter(d->context, &e);
   if (s.code == 0) {
-    /* Else it would wait for the engine's work on the legacy stream, and that for it. */
+    /* Else our stream would wait for the engine's work on the legacy stream, and that
+       work for our stream. */
     s = KVG_TRY(stream_create, &q->stream, KV_STREAM_NON_BLOCKING);
     for (int i = 0; i < KVG_MOST_BATCHES && s.code == 0; i++)
       s = KVG_TRY(event_create, &q->events[i], KV_EVENT_BLOCKING_SYNC | KV_EVENT_DISABLE_TIMING);

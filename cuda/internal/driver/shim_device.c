@@ -43,7 +43,7 @@ kvg_status kvg_inform(int ordinal, struct kvg_info *out) {
   return s;
 }
 
-/* Takes part in a primary context that is active. Retaining one that is not would make it: half a gigabyte on the device. */
+/* Takes part in a primary context that is active. To retain an inactive one would make it: half a gigabyte on the device. */
 static kvg_status take_primary(int ordinal, kv_device *d, kv_context *context) {
   unsigned flags;
   int active = 0;
@@ -65,7 +65,7 @@ static kvg_status leave_primary(kv_device d) {
   return s;
 }
 
-/* The numbers of handles are not given twice at a time; what they have of moments is never given twice. */
+/* No two open handles have the same number. The numbers of their moments are never given twice. */
 static pthread_mutex_t numbers_lock = PTHREAD_MUTEX_INITIALIZER;
 static char numbers[256];
 static int take_number(void) {
@@ -152,7 +152,7 @@ static kvg_status locate_there(uint64_t addr, kv_context primary, struct kvg_mem
   return KVG_DONE;
 }
 
-/* In any context: whose the address is. */
+/* Says whose the address is, asked in any context. */
 static kvg_status locate_any(uint64_t addr, kv_context any, struct kvg_memory *out) {
   (void)any;
   unsigned type = 0, managed = 0;

@@ -27,7 +27,8 @@ void kvg_moments_close(struct kvg_device *d) {
   pthread_mutex_destroy(&d->lock);
 }
 
-/* All of a stream's moments up to number have passed. Their events are spare, but those that somebody waits for. */
+/* All of a stream's moments up to number have passed. Their events become spare, except those that a thread waits
+   for. */
 static void pass(struct kvg_device *d, struct kvg_stream *s, uint64_t number) {
   if (number > s->passed) s->passed = number;
   while (s->first != NULL && s->first->number <= number) {
@@ -96,8 +97,8 @@ static kvg_status spare_event(struct kvg_device *d, struct kvg_moment **out) {
 }
 
 /*
- * Nobody may ever ask for a moment. So each LOOK_EVERY-th one of a stream looks, with one call, whether
- * the first LOOK_AT of it have passed, which is so if the last of these has.
+ * Perhaps nobody ever asks whether a moment has passed. So each LOOK_EVERY-th moment of a stream looks,
+ * with one call, whether the stream's first LOOK_AT have passed, which is so if the last of these has.
  */
 enum { LOOK_EVERY = 16, LOOK_AT = 32 };
 static kvg_status look(struct kvg_device *d, struct kvg_stream *s) {

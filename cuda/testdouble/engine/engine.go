@@ -117,7 +117,7 @@ func (e *Engine) Call(name string, given ...uintptr) int {
 	return int(int32(C.call_in(C.uint64_t(e.context), symbol(e.tb, name), &a[0])))
 }
 
-// Must is Call, and the test ends if that fails.
+// Must is Call, and if the call fails the test ends.
 func (e *Engine) Must(name string, given ...uintptr) {
 	e.tb.Helper()
 	e.must(name, e.Call(name, given...))

@@ -64,7 +64,8 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice dev) {
   return leave(CUDA_SUCCESS);
 }
 
-/* With a context end its streams, events and memory, whoever made them: one release too many takes them from the engine. */
+/* When a context ends, its streams, events and memory end too, whoever made them. So one release too many takes them
+   from the engine. */
 static void end_context(CUcontext c) {
   (void)await_context(c);
   c->alive = false;

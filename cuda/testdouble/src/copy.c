@@ -35,7 +35,7 @@ CUresult host_end(const void *p, size_t n, struct end *e) {
   return CUDA_SUCCESS;
 }
 
-/* Of a call that takes any address: what was device memory and is no more is not taken for the host's. */
+/* For calls that take any address: an address that was device memory is not taken for host memory. */
 CUresult any_end(CUdeviceptr p, size_t n, bool write, struct end *e) {
   return find_memory(p) || find_pin((void *)p) || was_device_memory(p) ? device_end(p, n, write, e) : host_end((void *)p, n, e);
 }

@@ -115,7 +115,7 @@ struct mem {
   bool rdma, readable, writable;
   uint64_t handle_types;
   unsigned in_flight;  /* operations that use it */
-  struct late *late;   /* what a card has written and nobody has flushed */
+  struct late *late;   /* what a card has written and no flush has carried over */
   CUmemGenericAllocationHandle handle; /* of a mapped one */
   struct mem *next;
 };

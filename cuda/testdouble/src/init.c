@@ -96,7 +96,8 @@ static bool is_hidden(const char *name) {
   return false;
 }
 
-/* The newest form of a function that a version has. Since which version: only where it matters to who asks. */
+/* The newest form of a function that a version has. The table says since which version only where that
+   matters to callers. */
 static const struct {
   const char *name, *symbol;
   int since;

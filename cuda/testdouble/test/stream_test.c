@@ -52,7 +52,7 @@ void test_order(void) {
   FAILS(CUDA_ERROR_NOT_READY, cuEventQuery(x.e));
   FAILS(CUDA_ERROR_NOT_READY, cuStreamQuery(x.engine));
   OK(cuStreamWaitEvent(x.ours, x.e, 0));
-  OK(cuEventRecord(x.e, x.ours)); /* a new record: who waits, waits for the old one */
+  OK(cuEventRecord(x.e, x.ours)); /* a new record: a stream that waits already waits for the old one */
   OK(cuMemcpyDtoHAsync_v2(x.host, x.p, N, x.ours));
   OK(kvgpu_release(x.engine));
   OK(cuEventSynchronize(x.e));

@@ -34,7 +34,7 @@ type CQ struct {
 
 	file  *os.File // a duplicate of the channel's descriptor, in the netpoller
 	raw   syscall.RawConn
-	take  func(uintptr) bool // made once: Wait allocates nothing
+	take  func(uintptr) bool // made once, so that Wait allocates nothing
 	taken C.int              // by take
 }
 
@@ -99,8 +99,8 @@ func (q *CQ) Poll(into []Completion) (int, error) {
 	return int(n), nil
 }
 
-// Arm asks for one event at the next completion. Those that came before make
-// none: poll once more before Wait.
+// Arm asks for one event at the next completion. Completions that came before make no
+// event: poll once more before Wait.
 func (q *CQ) Arm() error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -113,10 +113,10 @@ func (q *CQ) Arm() error {
 	return nil
 }
 
-// Wait waits for the event of an Arm, without a thread and without CPU. The
-// zero deadline is none; another ends it with os.ErrDeadlineExceeded. Close and
-// Interrupt end it with ErrClosed. An event may be of a completion that was
-// polled already.
+// Wait waits for the event of an Arm, without a thread and without CPU. A zero deadline
+// means none. Any other deadline ends the wait with os.ErrDeadlineExceeded. Close and
+// Interrupt end it with ErrClosed. The event may be of a completion that was polled
+// already.
 func (q *CQ) Wait(deadline time.Time) error {
 	err := q.file.SetReadDeadline(deadline)
 	if err == nil {
@@ -141,8 +141,8 @@ func (q *CQ) Wait(deadline time.Time) error {
 // until Close.
 func (q *CQ) Interrupt() { _ = q.file.Close() }
 
-// Close ends Wait and gives the queue back. While queue pairs use it, it fails
-// with EBUSY and only Wait has ended. A second call does nothing.
+// Close ends Wait and gives the queue back. While queue pairs use the queue, Close
+// fails with EBUSY and only Wait has ended. A second call does nothing.
 func (q *CQ) Close() error {
 	_ = q.file.Close() // returns when nobody is in Wait
 	q.mu.Lock()

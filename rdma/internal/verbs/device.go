@@ -52,8 +52,8 @@ type DeviceInfo struct {
 
 const sysClass = "/sys/class/infiniband"
 
-// Devices lists the devices of this machine, also those with a Problem. None is
-// no error; an *UnavailableError says that the kernel has no verbs.
+// Devices lists the devices of this machine, also those with a Problem. A machine
+// without devices is no error; an *UnavailableError says that the kernel has no verbs.
 func (l *Library) Devices() ([]DeviceInfo, error) {
 	var list *C.struct_vb_device
 	var n C.int
@@ -131,7 +131,7 @@ type Attr struct {
 	Ports           int // numbered from 1
 	Vectors         int // completion vectors (interrupts)
 	Firmware        string
-	RelaxedOrdering bool // it may be asked for; a kernel or device without it ignores the wish
+	RelaxedOrdering bool // Register may ask for it; a kernel or device without it ignores the wish
 }
 
 // Open opens a device by name. The error names the device file and the remedy,
@@ -213,8 +213,8 @@ func (d *Device) Counts() Counts {
 	return Counts{PDs: int(d.pds.Load()), MRs: int(d.mrs.Load()), CQs: int(d.cqs.Load()), QPs: int(d.qps.Load())}
 }
 
-// Close ends NextEvent and gives the device back. While objects of it are open
-// it refuses, with their counts, and nothing changes. A second call does nothing.
+// Close ends NextEvent and gives the device back. While objects of the device are open,
+// Close refuses, with their counts, and nothing changes. A second call does nothing.
 func (d *Device) Close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()

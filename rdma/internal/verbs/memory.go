@@ -75,7 +75,7 @@ const (
 )
 
 // MR is registered memory. Its pages stay where they are until Close. Its owner must not
-// unmap it before.
+// unmap them before.
 type MR struct {
 	Addr   uint64
 	Length uint64
@@ -94,7 +94,7 @@ type RegisterError struct {
 	Length  uint64 // bytes
 	MaxSize uint64 // bytes of one region of the device
 	MaxMR   int    // regions of the device
-	Open    int    // of them by this process, through this Device
+	Open    int    // regions that are open by this process, through this Device
 	Memlock uint64 // RLIMIT_MEMLOCK in bytes; NoMemlockLimit: unlimited
 	Err     error  // an errno
 }

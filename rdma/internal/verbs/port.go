@@ -171,7 +171,7 @@ func (d *Device) GIDs(port int) ([]GID, error) {
 		return d.gidsBySysfs(p)
 	}
 	total := 0
-	for n := 1; n <= d.attr.Ports; n++ { // the table is of all ports at once
+	for n := 1; n <= d.attr.Ports; n++ { // the table has all ports at once
 		q, err := d.Port(n)
 		if err != nil {
 			return nil, err

@@ -183,12 +183,12 @@ func (q *QP) modify(to State, p *Route) error {
 	return nil
 }
 
-// Init lets receives be posted.
+// After Init, receives can be posted.
 func (q *QP) Init(p *Route) error { return q.modify(Initialized, p) }
 
 // ReadyToReceive connects the queue pair to its peer, whose writes may land from now on.
-// Only on Ethernet it finds out whether a route to the peer exists. Only a write shows
-// whether the peer answers.
+// On Ethernet, and only there, it finds out whether a route to the peer exists. Only a
+// write shows whether the peer answers.
 func (q *QP) ReadyToReceive(p *Route) error {
 	if mtuCode(p.MTU) == 0 {
 		return fmt.Errorf("bring queue pair %d of RDMA device %s to %v: MTU is %d bytes, it can be 256 to 4096: %w", q.number, q.dev.info.Name, ReadyToReceive, p.MTU, syscall.EINVAL)
@@ -202,7 +202,7 @@ func (q *QP) ReadyToReceive(p *Route) error {
 	return nil
 }
 
-// ReadyToSend lets writes be posted.
+// After ReadyToSend, writes can be posted.
 func (q *QP) ReadyToSend(p *Route) error { return q.modify(ReadyToSend, p) }
 
 // ToError stops the queue pair. Posted requests complete as Flushed. When it returns, no
@@ -234,10 +234,10 @@ func (q *QP) closed() error {
 	return fmt.Errorf("queue pair %d of RDMA device %s: %w", q.number, q.dev.info.Name, ErrClosed)
 }
 
-// Post posts writes behind one doorbell, in order. It returns how many are posted: all, or
-// with an error those before the write that was refused. First and Pieces of the writes
-// name entries of pieces. Post keeps neither slice and allocates nothing. ENOMEM says that
-// the send queue is full.
+// Post posts writes behind one doorbell, in order. It returns how many are posted: all of
+// them or, with an error, those before the write that was refused. First and Pieces of the
+// writes name entries of pieces. Post keeps neither slice and allocates nothing. ENOMEM
+// says that the send queue is full.
 func (q *QP) Post(writes []Write, pieces []SGE) (int, error) {
 	if len(writes) > q.caps.SendDepth {
 		return 0, fmt.Errorf("post %d writes on a queue pair of %d: %w", len(writes), q.caps.SendDepth, syscall.EINVAL)

@@ -40,7 +40,8 @@ struct vb_completion {
   uint32_t vendor;
 };
 
-/* Opens the library and fills the table of its functions. Not 0: why is in reason. */
+/* Opens the library and fills the table of its functions. If the result is not 0,
+   reason says why. */
 int vb_load(const char *name, char *reason, int size);
 int vb_has_relaxed_ordering(void); /* ibv_reg_mr_iova2 is there */
 int vb_has_gid_table(void);
@@ -100,9 +101,9 @@ int vb_destroy_cq(struct vb_cq *q);
 int vb_cq_fd(struct vb_cq *q);
 int vb_cq_depth(struct vb_cq *q);
 int vb_arm(struct vb_cq *q);
-/* Takes the events that wait in the channel; how many, or a negative errno. */
+/* Takes the events that wait in the channel. Returns how many, or a negative errno. */
 int vb_take_events(struct vb_cq *q);
-/* Fills out; how many, or a negative errno. */
+/* Fills the array out. Returns how many, or a negative errno. */
 int vb_poll(struct vb_cq *q, struct vb_completion *out, int max);
 
 struct vb_caps {

@@ -136,7 +136,7 @@ int vb_next_event(struct kv_ibv_context *ctx, struct vb_event *e) {
   case KV_IBV_EVENT_PATH_MIG:
   case KV_IBV_EVENT_PATH_MIG_ERR:
   case KV_IBV_EVENT_QP_LAST_WQE_REACHED:
-    e->qp = a.element.qp->qp_num; /* there until the event is acknowledged: ibv_destroy_qp waits for that */
+    e->qp = a.element.qp->qp_num; /* the queue pair is there until the event is acknowledged: ibv_destroy_qp waits for that */
     break;
   case KV_IBV_EVENT_PORT_ACTIVE:
   case KV_IBV_EVENT_PORT_ERR:
