@@ -15,7 +15,7 @@ from typing import Any
 from asking import HOST, ServerError, ask
 from servers import RUN_VARIABLE, Progress, Server, free_ports, leftovers, stop_all, wait_ready
 
-# vLLM's processes import it anew, for 15 to 20 s each on two cores, where they are spawned (its default) and not forked.
+# If vLLM's processes are spawned (its default) and not forked, each imports vLLM anew, in 15 to 20 s on two cores.
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 
 
@@ -131,7 +131,7 @@ class Pair:
         return Server(name, [*argv, "--port", str(port)], self._env(), self.workdir / f"{name}.log", f"http://{HOST}:{port}")
 
     def turned(self) -> Pair:
-        """The same engines, which are both, the other way round, with a router that is still to be started."""
+        """The same engines (kv_both) with their roles exchanged, and a router that is still to be started."""
         other = copy.copy(self)
         other.prefill, other.decode = self.decode, self.prefill
         other.bootstrap_port, other._decode_bootstrap_port = self._decode_bootstrap_port, self.bootstrap_port

@@ -32,7 +32,7 @@ TABLE = _table()
 
 
 class WatchedRecords(Records):
-    """Holds whatever becomes of a request against the table."""
+    """Compares each change of a request's state with the table."""
 
     allowed = {(State[state], State[after]) for state, row in TABLE.items() for after in row.values() if after != "-"}
 
@@ -96,7 +96,7 @@ def decode_side(groups: Sequence[Group] = (Group(0, BLOCK),)) -> SchedulerSide:
 
 
 def finish(side: SchedulerSide, req: Any, block_ids: list[list[int]]) -> bool:
-    """Whether the blocks are kept; never for the client of a decode engine to hear of."""
+    """Whether the blocks are kept. The client of a decode engine must never hear of it."""
     kept, answer = side.request_finished(req, block_ids)
     assert answer is None or not kept or answer["do_remote_prefill"]
     return kept
@@ -113,7 +113,7 @@ class Refused(RuntimeError):
 
 
 class Marks:
-    """Of regions that are written."""
+    """The bytes of regions that are written."""
 
     def __init__(self, agent: FakeAgent) -> None:
         self._agent = agent
