@@ -23,9 +23,9 @@ const benchLayers = 8
 
 type benchConfig struct {
 	blockList string
-	blocks    []int // of it
+	blocks    []int // of the transfer
 	totalSize string
-	total     int // of it
+	total     int // of the transfer
 	order     string
 	rounds    int
 	streams   int

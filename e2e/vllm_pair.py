@@ -56,9 +56,9 @@ class Pair:
         self._failure_policy, self._max_model_len = failure_policy, max_model_len
         self._extra_args, self._extra_env = list(extra_args), dict(extra_env or {})
         if executor == "uni":
-            # The worker in the engine's own process, as vLLM does it with one GPU. With its default on CPU ("mp") both
-            # wait for each other in sched_yield loops; on two cores the four loops of a pair take the processor from
-            # the forward pass now and then, for up to a second, and time to first token measures little else.
+            # The worker runs in the engine's own process, as vLLM does it with one GPU. With vLLM's default on CPU ("mp")
+            # engine and worker wait for each other in sched_yield loops. On two cores the four loops of a pair now and then
+            # take the processor from the forward pass for up to a second: time to first token would measure little else.
             self._extra_args += ["--distributed-executor-backend", "uni"]
             self._extra_env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self._progress = progress

@@ -93,7 +93,7 @@ def test_layers_of_a_step_move_as_they_are_written(prefill: Side, decode: Side, 
 
 
 def test_long_prompt_of_blocks_of_one_token() -> None:
-    """As many blocks as a transfer may have, and no two of them side by side."""
+    """Blocks in random order, and as many as a transfer may have."""
     count, width = 1 << 18, 16
     order = np.random.default_rng(3).permutation(count)
     caches = {role: np.zeros((2, count, width), np.uint8) for role in ("prefill", "decode")}

@@ -78,7 +78,7 @@ def test_prefill_beside_another_connector(make: Any) -> None:
 
 
 def nothing_of_ours_is_left(engine: Engine, request: Request) -> None:
-    """Looks at our connector only: the other connector's stores would never end, for it has no worker here."""
+    """Looks at our connector only: no worker here ends the stores of the other one."""
     assert request.request_id not in engine.scheduler.requests and engine.blocks_free() == engine.free
     assert engine.ours._sched.in_flight() == (0, 0) and not engine.ours._sched.has_unsaid()
 

@@ -96,7 +96,7 @@ def decode_side(groups: Sequence[Group] = (Group(0, BLOCK),)) -> SchedulerSide:
 
 
 def finish(side: SchedulerSide, req: Any, block_ids: list[list[int]]) -> bool:
-    """Whether the blocks are kept. The client of a decode engine must never hear of it."""
+    """Whether the blocks are kept; never for the client of a decode engine to hear of."""
     kept, answer = side.request_finished(req, block_ids)
     assert answer is None or not kept or answer["do_remote_prefill"]
     return kept
