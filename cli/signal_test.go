@@ -240,8 +240,8 @@ func TestSecondSignalEndsTheRouterAtOnce(t *testing.T) {
 		t.Run(fmt.Sprint(s), func(t *testing.T) {
 			r := startRouter(t, "--drain-timeout", "600")
 			r.drain(s)
-			// The signal is sent again and again: if it comes in the very moment of the first,
-			// it may be one with it.
+			// The signal is sent again and again: a signal in the very moment of the first may
+			// be one with it.
 			r.eventually("the router ends", func() bool {
 				_ = r.cmd.Process.Signal(s) // an error when it has ended
 				return !r.alive()

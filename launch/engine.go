@@ -29,7 +29,8 @@ const (
 type engine interface {
 	// find returns the program that serves and benchmarks.
 	find(ctx context.Context, c *Config) (program []string, err error)
-	// taken are the server arguments that Run sets, each with the option to use instead.
+	// taken are the names of the server arguments that Run sets; instead says where to look in
+	// their place.
 	taken() (names []string, instead string)
 	// serve is the command line of a server, without Args, and its environment.
 	serve(c *Config, program []string, role string, port, bootstrap int) (command, env []string, err error)

@@ -53,7 +53,7 @@ func parseFields(body []byte) (fields, error) {
 	return f, nil
 }
 
-// errNotJSON is wrapped by the errors of bodies that are none.
+// errNotJSON is wrapped by the errors of bodies that are not JSON.
 var errNotJSON = errors.New("the body is not valid JSON")
 
 func checkJSON(body []byte) error {

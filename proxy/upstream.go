@@ -197,7 +197,7 @@ func (p *Proxy) checkBegin(a *attempt, d *answer) *failure {
 	}
 	raw, ok := d.errorEvent()
 	switch {
-	case !ok && d.err != nil && d.err != io.EOF: // D may have read on
+	case !ok && d.err != nil && d.err != io.EOF: // errorEvent may have read on
 		return a.decode.failed(d.brokeOff())
 	case !ok:
 		return nil
