@@ -109,7 +109,7 @@ func passHeader(to, from http.Header) {
 	}
 	for _, list := range from["Connection"] {
 		for name := range strings.SplitSeq(list, ",") {
-			if name = http.CanonicalHeaderKey(strings.TrimSpace(name)); !strings.HasPrefix(name, "Content-") { // Content-… say how the body is read, for requests and answers alike
+			if name = http.CanonicalHeaderKey(strings.TrimSpace(name)); !strings.HasPrefix(name, "Content-") { // these headers say how the body is read, on either side
 				delete(to, name)
 			}
 		}
