@@ -23,9 +23,9 @@ const benchLayers = 8
 
 type benchConfig struct {
 	blockList string
-	blocks    []int // of it
+	blocks    []int // blockList, parsed
 	totalSize string
-	total     int // of it
+	total     int // totalSize, parsed
 	order     string
 	rounds    int
 	streams   int

@@ -59,7 +59,7 @@ func TestDoctorSaysWhatItFinds(t *testing.T) {
 	}
 }
 
-// TestDoctorOnThisMachine: whatever this machine has, the answer is whole.
+// TestDoctorOnThisMachine: the answer is whole, whatever transports this machine has.
 func TestDoctorOnThisMachine(t *testing.T) {
 	var out bytes.Buffer
 	if err := runDoctor(t.Context(), []string{"--json"}, &out); err != nil {

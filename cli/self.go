@@ -20,7 +20,7 @@ func selfCommand() ([]string, error) {
 		return nil, err
 	}
 	parts := bytes.Split(bytes.TrimSuffix(b, []byte{0}), []byte{0})
-	for i := 1; i < len(parts); i++ { // behind the program; arguments may have such names too
+	for i := 1; i < len(parts); i++ { // from behind the program; its arguments may have such names too
 		switch string(parts[i]) {
 		case "demo", "bench", "launch":
 			out := make([]string, i)

@@ -57,8 +57,8 @@ type router struct {
 	cmd   *exec.Cmd
 	addr  string
 	log   string
-	ended chan struct{} // closed when it has; cmd.ProcessState says how
-	// answer is what the client reads, of which it has first; want is all of it.
+	ended chan struct{} // closed when the program has ended; cmd.ProcessState says how
+	// answer is the client's answer, of which it has read first; want is the whole answer.
 	answer io.Reader
 	first  string
 	want   string
@@ -156,7 +156,7 @@ func (r *router) eventually(what string, cond func() bool) {
 	}
 }
 
-// drain sends the first signal and waits until nobody is let in any more.
+// drain sends the first signal and waits until the router takes no connection any more.
 func (r *router) drain(s syscall.Signal) {
 	r.t.Helper()
 	if err := r.cmd.Process.Signal(s); err != nil {
@@ -220,8 +220,8 @@ func TestSignalDrainsTheRouter(t *testing.T) {
 	}
 }
 
-// The drain is bounded, and its end is no failure of the program: the sender of the signal
-// knows how long it may take.
+// The drain is bounded. Its end is no failure of the program: the sender of the signal knows
+// how long the drain may take.
 func TestDrainOfTheRouterIsBounded(t *testing.T) {
 	r := startRouter(t, "--drain-timeout", "2")
 	r.drain(syscall.SIGTERM)
@@ -234,14 +234,14 @@ func TestDrainOfTheRouterIsBounded(t *testing.T) {
 	}
 }
 
-// The second signal does what it does to any program.
+// The second signal ends the router as it would end any program.
 func TestSecondSignalEndsTheRouterAtOnce(t *testing.T) {
 	for _, s := range endings {
 		t.Run(fmt.Sprint(s), func(t *testing.T) {
 			r := startRouter(t, "--drain-timeout", "600")
 			r.drain(s)
-			// The signal is sent again and again: if it comes in the very moment of the first,
-			// it may be one with it.
+			// The signal is sent again and again: a signal in the very moment of the first may
+			// be one with it.
 			r.eventually("the router ends", func() bool {
 				_ = r.cmd.Process.Signal(s) // an error when it has ended
 				return !r.alive()

@@ -67,7 +67,7 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def ask(url: str, body: dict[str, Any], timeout_s: float = 120, chat: bool = False) -> Answer:
-    """One completion (or chat completion), streamed if the body says so. Never raises for what the server answers."""
+    """One completion (or chat completion), streamed if the body says so. No answer of the server makes it raise."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
     answer = Answer()
     connection, _ = _connect(url, timeout_s)
@@ -105,7 +105,7 @@ def ask(url: str, body: dict[str, Any], timeout_s: float = 120, chat: bool = Fal
 
 @contextlib.contextmanager
 def open_stream(url: str, body: dict[str, Any], timeout_s: float = 60) -> Iterator[http.client.HTTPConnection]:
-    """Sends a request and leaves it to the caller when to hang up."""
+    """Sends a request. The caller decides when to hang up."""
     connection, _ = _connect(url, timeout_s)
     try:
         data = json.dumps({**body, "stream": True}).encode()
@@ -119,7 +119,7 @@ def open_stream(url: str, body: dict[str, Any], timeout_s: float = 60) -> Iterat
 
 
 def metric(url: str, name: str, absent: float | None = None, **labels: str) -> float:
-    """The sum of a metric over the labels that are not named; a counter with labels of its own may not be there yet."""
+    """The sum of a metric over the labels that are not named. A counter with labels may not be there yet: absent stands for it."""
     status, body = request("GET", url + "/metrics", timeout_s=10)
     if status != 200:
         raise ServerError(f"{url}/metrics answers {status}")

@@ -1,9 +1,9 @@
 """The connector's own time on the engines' steps while a hundred requests are on their way through a real pair.
 
 It is read from what an operator sees: vllm:kvconn_step_time_seconds and vllm:kvconn_transfers_in_flight on /metrics.
-They wait for prefill and their loads are in flight on decode, or, with --held, decode takes four at a time and prefill
-holds their offers. The engine on which they are in flight streams answers of its own meanwhile, so that its steps are
-those of an engine at work.
+The requests wait for prefill, and their loads are in flight on decode. With --held decode takes four requests at a time, and
+prefill holds the offers of the others. The engine on which the requests are in flight streams answers of its own meanwhile,
+so that its steps are those of an engine at work.
 """
 
 from __future__ import annotations

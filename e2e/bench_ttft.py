@@ -1,8 +1,8 @@
-"""Time to first token through a real pair, beside the single engine's and with nothing sent before its time.
+"""Time to first token through a real pair, beside a single engine's and a pair's that sends nothing early.
 
-Each prompt goes, in turn, to the decode server alone, through a pair whose prefill sends layer by layer, and through one
-that sends when the prompt is computed. Then sixteen prompts at once through the pair, beside the prefill server alone with
-the same. The cache has 32 KiB a token (bfloat16).
+Each prompt goes, in turn, to the decode server alone, through a pair whose prefill sends layer by layer, and through a pair
+whose prefill sends when the prompt is computed. Then sixteen prompts go through the pair at once, and the same sixteen to the
+prefill server alone. The cache has 32 KiB a token (bfloat16).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def sglang_workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sglang_model(sglang_workdir: Path) -> Path:
-    """The small one: SGLang computes attention on the CPU slowly."""
+    """The small model: SGLang computes attention on the CPU slowly."""
     import tiny_model
 
     return tiny_model.make(sglang_workdir / "model")
@@ -26,7 +26,7 @@ def sglang_model(sglang_workdir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def alone(sglang_model: Path, sglang_workdir: Path) -> Iterator[Any]:
-    """An SGLang server that does it all, which says what the pairs' texts must be. It is ready when a pair is."""
+    """An SGLang server that prefills and decodes: a pair's text must be this server's. It is ready when a pair is."""
     from sglang_servers import Alone
 
     server = Alone(sglang_model, sglang_workdir / "logs")
@@ -58,7 +58,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         executor=os.environ.get("KVCONN_E2E_EXECUTOR", "uni"),
         prefill_config={"lease_s": LEASE_S},
         prefill_args=["--max-num-batched-tokens", str(CHUNK)],
-        extra_env={"VLLM_SERVER_DEV_MODE": "1"},  # has a call that preempts all that runs
+        extra_env={"VLLM_SERVER_DEV_MODE": "1"},  # the server then has a call that preempts all running requests
         progress=progress,
         router_argv=router.split() if router else None,
     )
@@ -68,7 +68,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def servers_live(pair: Any) -> Iterator[None]:
-    """Whatever a test did: the engines live on, serve, and hold no block of a request that is over."""
+    """Checks after each test that the engines live, serve, and hold no block of a request that is over."""
     from pair_tests import idle
 
     yield
@@ -79,7 +79,7 @@ def servers_live(pair: Any) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def narrow(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Another decode engine, that takes one request at a time."""
+    """A second decode engine, which takes one request at a time."""
     from pair_tests import progress
     from servers import wait_ready
     from vllm_pair import FORKED, Pair

@@ -62,7 +62,7 @@ def one_line(text: str, width: int = 60) -> str:
 
 
 def ask_both(pair: Pair, number: int, tokens: int, max_tokens: int) -> tuple[Answer, Answer, dict[str, Any]]:
-    """The same prompt to one server alone, and to the pair; and what the transfer was."""
+    """Sends one prompt to one server alone and to the pair. Returns both answers, and the log's words on the transfer."""
     body = {
         "model": pair.served,
         "prompt": prompt_text(number, tokens),

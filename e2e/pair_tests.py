@@ -58,7 +58,7 @@ def body(pair: Pair, prompt: str, max_tokens: int = 16, **more: Any) -> dict[str
 
 
 def alone(pair: Pair, request: dict[str, Any], chat: bool = False) -> Answer:
-    """The same, from one engine, without a transfer."""
+    """The answer of one engine to this request, without a transfer."""
     answer = ask(pair.decode.url, {**request, "cache_salt": f"alone-{next(numbers)}"}, chat=chat)
     assert answer.ok, answer
     return answer
@@ -72,7 +72,7 @@ def new_loads(pair: Pair, position: int, count: int, bound_s: float = 10) -> lis
 
 
 def from_prefill(pair: Pair, transfer: str) -> dict[str, Any]:
-    """A router's parameters for a decode engine, of a request that the prefill engine has or will have."""
+    """A router's parameters for a decode engine, for a request that the prefill engine has or will have."""
     address = f"http://127.0.0.1:{pair.bootstrap_port}"
     status, answer = http_request("GET", address + "/query")
     assert status == 200
@@ -111,5 +111,5 @@ def without(key: str) -> dict[str, Any]:
 
 
 def reasons(pair: Pair, position: int, said: str) -> str:
-    """The decode server's log lines about failed loads, of which one must be there."""
+    """The decode server's log lines about failed loads. At least one must be there."""
     return "\n".join(line for line in pair.decode.log_since(position).splitlines() if said in line)

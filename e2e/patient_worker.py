@@ -1,8 +1,8 @@
 """A vLLM worker on a CPU that sleeps while it waits: `vllm serve --worker-cls patient_worker.PatientWorker`.
 
 vLLM's workers wait for each other in loops: in shared memory for each sum over the tensor parallel ranks, and for a second
-after each of the engine's messages. Where there are fewer cores than workers, one that waits takes the processor from the
-one that it waits for.
+after each of the engine's messages. Where there are fewer cores than workers, a worker that waits takes the processor from
+the worker that it waits for.
 """
 
 from __future__ import annotations

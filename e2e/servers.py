@@ -1,8 +1,8 @@
 """Starts and stops the servers of the demo and the tests.
 
-Every server runs under a guard, a small process of its own (this file, started with --guard). The guard hears of our
-end, however it comes, by the end of the pipe that is its standard input; it adopts whatever its server leaves behind;
-and it ends only when nothing of that is alive any more. So there is one thing to wait for, and nothing to forget.
+Every server runs under a guard, a small process of its own (this file, started with --guard). The guard's standard input is
+a pipe: when this process ends in any way, the pipe ends, and the guard knows. The guard adopts the processes that its server
+leaves behind, and ends only when none of them is alive. So to wait for the guard is to wait for all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from asking import HOST, ServerError, request
 
 HERE = Path(__file__).resolve()
-RUN_VARIABLE = "KVCONN_E2E_RUN"  # marks every process of a run, so that one that is left behind can be found
+RUN_VARIABLE = "KVCONN_E2E_RUN"  # marks every process of a run, so that a process that is left behind can be found
 
 START_S = 300.0  # two engines on two cores, cold disk
 STOP_S = 8.0
@@ -110,7 +110,7 @@ def _guard(argv: list[str], stop_s: float) -> int:
                 if pid == child.pid and child.returncode is None:
                     child.returncode = os.waitstatus_to_exitcode(status)
                 pid, status = os.waitpid(-1, os.WNOHANG)
-        time.sleep(0.01)  # those just killed need a moment, and one of them may have forked meanwhile
+        time.sleep(0.01)  # a process just killed needs a moment, and may have forked before
     code = child.returncode if child.returncode is not None else 1
     return code if code >= 0 else 128 - code
 
@@ -119,9 +119,9 @@ def _guard(argv: list[str], stop_s: float) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now; all are held until the last is found, so that no two are equal.
+    """Ports that no process has now. All are held until the last is found, so that no two are equal.
 
-    They are below those that the kernel gives to outgoing connections, one of which could take a port before its server does.
+    The kernel gives higher ports to outgoing connections: such a connection could take a port before its server does.
     """
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports: list[int] = []
@@ -159,7 +159,7 @@ class Server:
         with open(self.log_path, "ab") as log:
             log.write(f"\n=== {' '.join(self.argv)}\n".encode())
             log.flush()
-            # A session of its own: a Ctrl-C at the terminal reaches us, and the guard by what we do then.
+            # The guard has a session of its own: a Ctrl-C at the terminal reaches this process, which then stops the guard.
             self._guard = subprocess.Popen(
                 argv,
                 stdin=subprocess.PIPE,
@@ -206,14 +206,14 @@ class Server:
             raise ServerError(f"{self.name} has ended (exit code {code})\n{self.log_tail()}")
 
     def kill(self) -> None:
-        """SIGKILL for all of it, at once, as when the machine takes it away; returns when nothing is left."""
+        """Sends SIGKILL to all of it at once, as when the machine dies; returns when nothing is left."""
         if self._guard is None:
             return
         _signal_all(_descendants(self._guard.pid), signal.SIGKILL)
         self._end(5)
 
     def kill_one(self, title: str) -> None:
-        """SIGKILL for the one of its processes whose title is this."""
+        """Sends SIGKILL to the server's process with this title."""
         assert self._guard is not None
         found = []
         for pid in _descendants(self._guard.pid):
@@ -226,7 +226,7 @@ class Server:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """SIGSTOP for all of it, as of a machine that hangs; it goes on afterwards."""
+        """Sends SIGSTOP to all of it, as when a machine hangs; it goes on afterwards."""
         assert self._guard is not None
         pids = _descendants(self._guard.pid)
         _signal_all(pids, signal.SIGSTOP)
@@ -236,7 +236,7 @@ class Server:
             _signal_all(pids, signal.SIGCONT)
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL after a while; returns when nothing is left."""
+        """Sends SIGTERM, and SIGKILL after a while; returns when nothing is left."""
         if self._guard is None:
             return
         self._end(STOP_S + 10)
@@ -263,7 +263,7 @@ class Server:
 
 
 def wait_ready(servers: Sequence[Server], bound_s: float = START_S, progress: Progress | None = None) -> None:
-    """Until /health of all of them says so."""
+    """Waits until /health of every server says that it is ready."""
     waiting = list(servers)
     begin = said = time.monotonic()
     while waiting:
@@ -314,7 +314,7 @@ def leftovers(run: str) -> list[str]:
 
 @contextlib.contextmanager
 def leaving_nothing(servers: Any) -> Iterator[None]:
-    """Starts and stops them; a process that is left behind then is a failure."""
+    """Starts the servers and stops them. A process that is left behind then is a failure."""
     with servers:
         yield
     left = servers.leftovers()

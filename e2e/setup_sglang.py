@@ -31,7 +31,7 @@ common.engine = "SGLang"
 SGLANG = "0.5.23"
 # Raise it when the steps below change, so that an environment made by older steps is gone through again.
 RECIPE = 1
-# That of vLLM's torch; SGLang's own pin is of another.
+# The version that goes with vLLM's torch; SGLang's own pin is for another torch.
 TORCHVISION = "torchvision==0.28.0"
 ROUTER = "sglang-router==0.3.2"
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"  # the other builds want CUDA's libraries
@@ -88,7 +88,7 @@ def make(venv: Path, sglang: str) -> str:
     steps.environment("1/4", lambda: base)
     site = steps.site_packages()
     steps.pip(f"2/4 sglang {sglang}", "--no-deps", f"sglang=={sglang}")
-    # Behind this environment's own packages, which differ where SGLang wants others than vLLM.
+    # vLLM's packages come behind this environment's own, which are others where SGLang wants other versions.
     (site / "zz-shared.pth").write_text(f"{shared}\n", encoding="utf-8")
     steps.pip("3/4 SGLang's small requirements", "--no-deps", *BESIDE_VLLM, TORCHVISION, ROUTER)
     say("4/4 the stand-in for its kernels, and importing it")
@@ -119,7 +119,7 @@ def main() -> None:
             common.install_wheel(python, args.wheel)
         if args.mooncake and subprocess.run([python, "-c", IMPORT_MOONCAKE], capture_output=True, check=False).returncode != 0:
             Steps(venv).pip("Mooncake's transfer engine", "--no-deps", MOONCAKE)
-            # It wants libibverbs.so.1 of the system, whatever it moves bytes with.
+            # Mooncake wants the system's libibverbs.so.1, whatever it moves bytes with.
             Steps(venv).run("  import mooncake", [python, "-c", IMPORT_MOONCAKE])
     print(python)
 

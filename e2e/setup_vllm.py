@@ -48,7 +48,7 @@ LEFT_OUT = {
     "setuptools",
 }
 
-# Parts of what pip prints when the network or the index failed, and not the package.
+# Parts of pip's output that show that the network or the index failed, and not the package.
 DOWNLOAD_TROUBLE = re.compile(
     r"Retrying \(|Connection (?:to|refused|reset|aborted)|ConnectionError|NewConnectionError|ProxyError|SSLError|"
     r"[Tt]imed out|ReadTimeout|ConnectTimeout|name resolution|Max retries exceeded|IncompleteRead|ProtocolError|"
@@ -61,7 +61,7 @@ engine = "vLLM"  # for people; e2e/setup_sglang.py sets up another one by the sa
 
 
 class Stamp:
-    """Says of an environment that all of these steps have made it. Written last, and whole or not at all."""
+    """A file which says that all of these steps have made the environment. It is written last, and whole or not at all."""
 
     def __init__(self, venv: Path, **key: object) -> None:
         self._file, self._python, self._key = venv / "kvconn-e2e.stamp", venv / "bin" / "python", key
@@ -91,7 +91,7 @@ def stop(code: int, text: str) -> NoReturn:
 
 
 class Steps:
-    """Runs the commands of one environment, with a line now and then so that nobody takes it for dead."""
+    """Runs the commands of one environment. It prints a line now and then, so that a user does not take it for dead."""
 
     def __init__(self, venv: Path) -> None:
         self.venv = venv
@@ -148,7 +148,7 @@ class Steps:
         self.run(what, [*argv, "--progress-bar", "off", *args])
 
     def environment(self, step: str, base: Callable[[], str]) -> bool:
-        """Makes it, with the Python that base names. True if an interrupted run has left one that can be gone on with."""
+        """Makes the environment with the Python that base names. True if an interrupted run has left one that this run continues."""
         pip = [str(self.python), "-m", "pip", "--version"]
         if self.python.exists() and subprocess.run(pip, capture_output=True, check=False).returncode == 0:
             say(f"{step} continuing with {self.venv}")
@@ -191,7 +191,7 @@ def works(python: str) -> str | None:
 
 
 def active_pythons() -> list[str]:
-    """The Pythons of the active environment: what `python` means in this shell, then the one that runs us."""
+    """The Pythons of the active environment: `python` in this shell, then the Python that runs this script."""
     found: list[str] = []
     for name in ("python", "python3"):
         path = shutil.which(name)
@@ -339,7 +339,7 @@ def lock(venv: Path) -> Iterator[None]:
 
 
 def install_wheel(python: str, wheel: Path) -> None:
-    """The wheel under test (its version may be the same with other contents), and pytest where it is missing."""
+    """Installs the wheel under test, whose version may be that of other contents, and pytest where it is missing."""
     steps = Steps(Path(python).parent.parent)
     steps.python = Path(python)
     steps.pip(f"installing {wheel.name}", "--no-deps", "--force-reinstall", str(wheel))
@@ -369,7 +369,7 @@ def main() -> None:
                 python = candidate
                 break
     elif not args.fresh and os.environ.get("VIRTUAL_ENV") and Path(os.environ["VIRTUAL_ENV"]).absolute() != venv:
-        # Somebody has activated an environment of their own: if it has vLLM, that is the one they mean.
+        # A user may have activated an environment of their own: if it has vLLM, it is meant.
         active = str(Path(os.environ["VIRTUAL_ENV"]) / "bin" / "python")
         version = works(active)
         if version:

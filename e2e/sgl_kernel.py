@@ -1,8 +1,8 @@
 """A stand-in for SGLang's compiled kernels on machines without a GPU, for the test environment only.
 
-SGLang imports `sgl_kernel` whenever the device is the CPU, and PyPI has no build for it. One of its functions is needed
-by what serves text with native PyTorch; every other name raises when it is called. `torch.ops.sgl_kernel` stays empty, by
-which SGLang knows that there are no compiled CPU kernels.
+SGLang imports `sgl_kernel` whenever the device is the CPU, and PyPI has no build for it. To serve text with native PyTorch
+SGLang needs one of its functions; every other name raises when it is called. `torch.ops.sgl_kernel` stays empty: by that
+SGLang knows that there are no compiled CPU kernels.
 """
 
 from __future__ import annotations

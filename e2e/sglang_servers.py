@@ -117,7 +117,7 @@ class Engines:
             "OMP_NUM_THREADS": "1",
             # SGLang wants a NUMA node for each rank of a CPU, or to be told its cores: all of them, for up to four ranks.
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(4 * [",".join(map(str, sorted(os.sched_getaffinity(0))))]),
-            # Its ranks would talk by NCCL where that is installed. Without it they do by gloo, which sleeps while it waits.
+            # Ranks would talk by NCCL where NCCL is installed. Without NCCL they talk by gloo, which sleeps while it waits.
             "SGLANG_NCCL_SO_PATH": "none",
             # Compiling what ranks do with their part of the vocabulary takes the first request half a minute.
             "TORCHDYNAMO_DISABLE": "1",
@@ -167,7 +167,7 @@ def progress(name: str, seconds: float, text: str) -> None:
 
 
 class Alone(Engines):
-    """One server that does it all."""
+    """One server that prefills and decodes."""
 
     def __init__(self, model: Path, workdir: Path, *args: str, **more: Any) -> None:
         super().__init__(model, workdir, **more)
@@ -204,11 +204,11 @@ class SGLangPair(Engines):
         self.become(self.decode, *decode_args)
 
     def become(self, server: Server, *args: str) -> None:
-        """Its next start is with other arguments of its own, at the same ports."""
+        """Sets other arguments for the server's next start, at the same ports."""
         server.argv = [*self._alike[server.name], *args]
 
     def up(self, prefill: str, decode: str, *others: Server) -> None:
-        """Servers with these arguments of their own: those that are there if they have them."""
+        """Has servers with these arguments up. A server that is up with them already stays."""
         for server, args in ((self.prefill, prefill), (self.decode, decode)):
             was = server.argv
             self.become(server, *args.split())

@@ -104,8 +104,8 @@ def asked(pair: Pair, tokens: int) -> tuple[dict[str, Any], str]:
 
 def tries(pair: Pair) -> int:
     """How many prompts a text may take to equal a single engine's. vLLM's MLA on CPU caches other values for a prompt of
-    n tokens than for its first n - 1 (in float32, by up to their own size), so that one text in some twenty is another one,
-    each time the same. With a wrong cache all of them are."""
+    n tokens than for its first n - 1 (in float32, by up to their own size). So one text in some twenty differs, each time in
+    the same way. With a wrong cache every text differs."""
     return 3 if "mla" in pair.model else 1
 
 
@@ -161,7 +161,7 @@ def test_many_at_once(pair: Pair) -> None:
         assert [answer.text for answer in answers] == list(expected)
 
 
-# -- the contract of NIXL's routers: first prefill, then decode with what prefill has answered, word for word ---------------
+# -- the contract of NIXL's routers: first prefill, then decode with prefill's answer, word for word ------------------------
 
 
 @pytest.mark.parametrize("known", [None, ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")])

@@ -55,7 +55,7 @@ class Launch:
         argv += ["--prefill-ports", str(prefill), "--decode-ports", str(decode), "--bootstrap-ports", str(bootstrap)]
         argv += ["--port", str(router), "--timeout", f"{START_S:.0f}s", "--failure-policy", "fail", *options]
         argv += ["--", "--served-model-name", pair.served, "--enforce-eager", "--max-model-len", "4096", "--dtype", "float32"]
-        # No guard of ours: it would end what the launcher leaves behind, which is to be seen.
+        # No guard of ours: it would end processes that the launcher leaves behind, and the test must see those.
         with open(self.said, "wb") as out:
             self.process = subprocess.Popen(
                 [*argv, *pair._extra_args], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=pair._env(), start_new_session=True
@@ -234,7 +234,7 @@ def test_second_signal_ends_proxy_at_once(tmp_path: Path, number: signal.Signals
         drain(program, url, number)
 
         def ended() -> bool:
-            # Again and again: one that comes in the very moment of the first may be one with it.
+            # Again and again: a signal that comes in the very moment of the first may be one with it.
             program.send_signal(number)
             return program.poll() is not None
 

@@ -214,7 +214,7 @@ def test_load_from_elsewhere(pair: Pair, elsewhere: dict[str, Any], said: str) -
 
 @pytest.mark.parametrize("theirs", ["shorter", "another"])
 def test_prompts_that_differ(pair: Pair, theirs: str) -> None:
-    """Of one transfer id the prefill engine has a shorter prompt, or another of that length: a reason, and no wrong text."""
+    """Under one transfer id the prefill engine has a shorter prompt, or another of that length: a reason, and no wrong text."""
     transfer, text = f"{theirs}-{next(numbers)}", words(1200)
     params = from_prefill(pair, transfer)
     to_offer = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}

@@ -83,7 +83,7 @@ def test_client_disconnects_during_prefill(pair: Pair) -> None:
         raise AssertionError("no client left during prefill in 10 attempts")
     idle(pair)
     assert metric(pair.decode.url, GENERATED) - made < 200  # it did not end by itself,
-    assert metric(pair.prefill.url, EXPIRED) == expired  # nor what was for it
+    assert metric(pair.prefill.url, EXPIRED) == expired  # nor did an offer for it expire
     serves(pair)
 
 
@@ -137,7 +137,7 @@ def test_offer_whose_decode_request_never_comes(pair: Pair) -> None:
 
 
 def test_prefill_killed_during_loads_and_restarted(pair: Pair) -> None:
-    """Requests under way end by the policy, and how soon is printed; the decode engine serves on and finds the new prefill engine."""
+    """Requests under way end by the policy (the test prints how soon); the decode engine serves on and finds the new prefill engine."""
     answers: list[Answer] = []
     requests = [body(pair, words(2200), max_tokens=64, stream=True) for _ in range(4)]
     threads = [
@@ -153,7 +153,7 @@ def test_prefill_killed_during_loads_and_restarted(pair: Pair) -> None:
         assert not thread.is_alive()
     progress("prefill killed", time.monotonic() - killed, "all requests under way have ended")
     assert any(not answer.ok for answer in answers), answers
-    # The decode engine serves what needs no prefill engine, and holds nothing of the rest.
+    # The decode engine serves requests that need no prefill engine, and holds no block of the others.
     assert alone(pair, body(pair, words(200))).ok
     wait_until("no block in use", lambda: metric(pair.decode.url, USAGE) == 0, 5)
 
@@ -163,7 +163,7 @@ def test_prefill_killed_during_loads_and_restarted(pair: Pair) -> None:
 
 @contextlib.contextmanager
 def traffic(pair: Pair, tokens: int = 24) -> Iterator[list[Answer]]:
-    """Requests that need no prefill engine, streamed one after the other until the end; those that have ended so far."""
+    """Streams requests that need no prefill engine, one after the other until the end. Gives the answers that have ended so far."""
     answers: list[Answer] = []
     over = threading.Event()
 
@@ -196,7 +196,7 @@ def test_prefill_stopped(pair: Pair) -> None:
             waits = pool.submit(ask, pair.decode.url, lost, 30)
             wait_until("the load waits", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") > 0 or waits.done(), 20, every_s=0.02)
             assert not waits.done(), waits.result()
-            held = time.monotonic()  # not from the question on: a step that waited would only make that longer
+            held = time.monotonic()  # not from the question on: a step that waited would make that time longer
             steps = {part: metric(pair.decode.url, STEPS, part=part) for part in ("worker", "scheduler")}
             assert not waits.result(60).ok
             ended = time.monotonic()
@@ -226,7 +226,7 @@ def test_prefill_stopped(pair: Pair) -> None:
 
 
 def test_decode_killed_during_loads_and_restarted(pair: Pair) -> None:
-    """The prefill engine frees what was for it, long before the lease ends, and serves the next decode engine."""
+    """The prefill engine frees the blocks that were for it, long before the lease ends, and serves the next decode engine."""
     requests = [body(pair, words(2200), max_tokens=64) for _ in range(4)]
     with ThreadPoolExecutor(len(requests)) as pool:
         answers = [pool.submit(ask, pair.router.url, request, 60) for request in requests]

@@ -109,8 +109,8 @@ def servers_live(pair: Pair) -> Iterator[None]:
     for server in (pair.prefill, pair.decode):
         server.check_alive()
     if "--data-parallel-size" in pair.prefill.argv:
-        # Each rank's last step tells one of two front ends how many blocks are in use, and the page shows what either was
-        # told: one more step each, when all is over, and it is what is true.
+        # Each rank's last step tells one of two front ends how many blocks are in use, and the page shows what either front
+        # end was told last. One more step of each rank, when all is over, makes the page true.
         for rank in range(2):
             http_request(
                 "POST", pair.prefill.url + "/v1/completions", body(pair, f"rank {rank}", 1), headers={"X-data-parallel-rank": str(rank)}
@@ -199,7 +199,7 @@ def test_many_at_once(pair: Pair) -> None:
 
 
 def test_abort_and_failure_are_reported_by_every_rank(pair: Pair) -> None:
-    """A load of what nobody prefills: it fails on all ranks, and the engine lives."""
+    """A load of a transfer that no engine prefills fails on all ranks, and the engine lives."""
     request, expected = asked(pair, 300)
     params = {
         "do_remote_prefill": True,

@@ -75,7 +75,7 @@ def test_prefix_that_prefill_has_cached(pair: SGLangPair, alone: Alone) -> None:
 
 
 def test_pages_are_given_back(pair: SGLangPair, alone: Alone) -> None:
-    """Each side has pages for two of these only, and the next ones wait for them."""
+    """Each side has pages for two of these requests only; the others wait until pages are given back."""
     prompts = [prompt(1900, f"pool {n}") for n in range(3)]
     assert 2 * 1900 < POOL < 3 * 1900
     answers = pair.ask_many(prompts, max_tokens=2)

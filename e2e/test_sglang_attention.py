@@ -18,9 +18,9 @@ import tiny_model
 from sglang_servers import Alone, SGLangPair, plugin
 from test_sglang_ranks import CHUNK, ONE, TWO, aborts, texts
 
-# The last: otherwise ranks with batches of one size exchange their logits by an operation that SGLang has for GPUs only.
+# Without the last option, ranks with batches of one size exchange their logits by an operation that SGLang has for GPUs only.
 ATTENTION = f"{TWO} --attn-dp-size 2 --enable-dp-lm-head"
-# A rank without a request pads its batch with this, which SGLang's attention for the CPU lacks without compiled kernels.
+# A rank without a request pads its batch with this value. Without compiled kernels SGLang's attention for the CPU lacks it.
 ON_CPU = """
 def register():
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend

@@ -51,7 +51,7 @@ def tell(server: Server, path: str, body: dict[str, object]) -> None:
 
 
 def test_retracted_requests_go_on(pair: SGLangPair, alone: Alone) -> None:
-    """Twice: what was decoded before is a part of the prompt then, and the text is as if nothing had been."""
+    """Retracted twice: the tokens decoded before are then a part of the prompt, and the text is that of an undisturbed request."""
     prompts = [prompt(tokens, "retracted") for tokens in (20, 160, 333)]
     expected = [alone.ask(ids, 400) for ids in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:

@@ -62,7 +62,7 @@ def test_eight_at_once(pair: SGLangPair, alone: Alone) -> None:
 
 @pytest.mark.parametrize("more", [0, 1, 60])
 def test_prefix_that_decode_has(pair: SGLangPair, alone: Alone, more: int) -> None:
-    """Only what the decode server lacks is sent; of the whole prompt, the first token."""
+    """Only the pages that the decode server lacks are sent; if it has the whole prompt, only the first token is sent."""
     ids = prompt(250, f"prefix {more}")
     same(pair, alone, ids)
     same(pair, alone, ids + prompt(more, "more") if more else ids)
@@ -72,7 +72,7 @@ def test_prefix_that_decode_has(pair: SGLangPair, alone: Alone, more: int) -> No
 
 
 def fails(reply: Reply, *says: str) -> None:
-    """With the reason, and not because nobody answers."""
+    """The request fails with the reason, and not for want of an answer."""
     assert not reply.ok and "timed out" not in reply.error, reply
     assert all(text in reply.error for text in says), reply
 

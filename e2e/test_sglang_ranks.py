@@ -1,5 +1,5 @@
 """Real SGLang servers of several ranks: tensor parallel ones, pipeline stages, data parallel ones. Texts must equal the single
-server's, and what goes wrong on one rank goes wrong for the request on all of them.
+server's. A request that fails on one rank fails on all ranks.
 
 Run with the Python of an environment that has SGLang, kvconn and pytest. Two servers are up at a time: each test says which
 ranks it needs on either side, and a server that has others is replaced at its ports.
@@ -28,7 +28,7 @@ CHUNK = 256
 
 @pytest.fixture(scope="module")
 def pair(sglang_model: Path, sglang_workdir: Path) -> Iterator[SGLangPair]:
-    """Not started: each test says what it needs."""
+    """The pair is not started: each test says what it needs."""
     args = ("--page-size", "16", "--chunked-prefill-size", str(CHUNK))
     the_pair = SGLangPair(sglang_model, sglang_workdir / "logs" / "ranks", *args)
     try:
@@ -146,6 +146,6 @@ def test_a_rank_of_prefill_killed(pair: SGLangPair, alone: Alone, up: Up) -> Non
 
 
 def test_data_parallel_ranks(pair: SGLangPair, alone: Alone, up: Up) -> None:
-    """SGLang deals the requests out by their rooms. At this port the decode server has known prefill servers of one such rank."""
+    """SGLang deals the requests out by their rooms. Before, the decode server has met servers of one such rank at this port."""
     up(DATA_PARALLEL, ONE)
     texts(pair, alone, "data parallel")

@@ -1,5 +1,5 @@
 """Real SGLang servers whose pipelines have stages, on either side. Each stage has a cache for its own layers: texts must equal the
-single server's. And what a server knows to be wrong stops its start.
+single server's. A setting that a server knows to be wrong stops its start.
 
 Run with the Python of an environment that has SGLang, kvconn and pytest.
 """

@@ -15,7 +15,7 @@ from typing import Any
 from asking import HOST, ServerError, ask
 from servers import RUN_VARIABLE, Progress, Server, free_ports, leftovers, stop_all, wait_ready
 
-# vLLM's processes import it anew, for 15 to 20 s each on two cores, where they are spawned (its default) and not forked.
+# If vLLM's processes are spawned (its default) and not forked, each imports vLLM anew, in 15 to 20 s on two cores.
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 
 
@@ -56,9 +56,9 @@ class Pair:
         self._failure_policy, self._max_model_len = failure_policy, max_model_len
         self._extra_args, self._extra_env = list(extra_args), dict(extra_env or {})
         if executor == "uni":
-            # The worker in the engine's own process, as vLLM does it with one GPU. With its default on CPU ("mp") both
-            # wait for each other in sched_yield loops; on two cores the four loops of a pair take the processor from
-            # the forward pass now and then, for up to a second, and time to first token measures little else.
+            # The worker runs in the engine's own process, as vLLM does it with one GPU. With vLLM's default on CPU ("mp")
+            # engine and worker wait for each other in sched_yield loops. On two cores the four loops of a pair now and then
+            # take the processor from the forward pass for up to a second: time to first token would measure little else.
             self._extra_args += ["--distributed-executor-backend", "uni"]
             self._extra_env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self._progress = progress
@@ -131,7 +131,7 @@ class Pair:
         return Server(name, [*argv, "--port", str(port)], self._env(), self.workdir / f"{name}.log", f"http://{HOST}:{port}")
 
     def turned(self) -> Pair:
-        """The same engines, which are both, the other way round, with a router that is still to be started."""
+        """The same engines (kv_both) with their roles exchanged, and a router that is still to be started."""
         other = copy.copy(self)
         other.prefill, other.decode = self.decode, self.prefill
         other.bootstrap_port, other._decode_bootstrap_port = self._decode_bootstrap_port, self.bootstrap_port

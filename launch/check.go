@@ -17,7 +17,7 @@ import (
 // cudaDevices is the only device variable whose devices are looked up.
 const cudaDevices = "CUDA_VISIBLE_DEVICES"
 
-// checkPorts finds ports that are taken, and those named twice.
+// checkPorts finds ports that are taken, and ports that are named twice.
 func (c Config) checkPorts() error {
 	type use struct {
 		host, flag, who string
@@ -74,7 +74,7 @@ func (c *Config) giveDevices(ctx context.Context) error {
 		for i := range ours {
 			ours[i] = strconv.Itoa(i)
 		}
-		if visible, ok := os.LookupEnv(cudaDevices); ok { // the other devices may be somebody else's
+		if visible, ok := os.LookupEnv(cudaDevices); ok { // the other devices may be another user's
 			ours, where = strings.FieldsFunc(visible, func(r rune) bool { return r == ',' || r == ' ' }), cudaDevices+"="+visible+" names"
 			if end := slices.IndexFunc(ours, func(d string) bool { return strings.HasPrefix(d, "-") }); end >= 0 {
 				ours = ours[:end] // CUDA sees no device from there on

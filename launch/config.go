@@ -34,26 +34,26 @@ const localhost = "127.0.0.1"
 type Config struct {
 	// Engine is VLLM or SGLang: VLLM.
 	Engine string
-	// Contract is how the router tells the servers of each other: one that the engine
-	// speaks; Mooncake for VLLM.
+	// Contract is how the router tells the servers of each other. The engine must speak
+	// it. For VLLM it is Mooncake by default.
 	Contract proxy.Contract
 	// Model is the model that the servers are given.
 	Model string
 	// Prefill and Decode are how many servers there are of each.
 	Prefill, Decode int
-	// PrefillDevices and DecodeDevices are a server's devices each, as the device variable
-	// takes them ("0", "0,1", a UUID). Empty: a device each if there is an NVIDIA driver,
-	// else none.
+	// PrefillDevices and DecodeDevices have an entry for each server: its devices, as the
+	// device variable takes them ("0", "0,1", a UUID). Empty: one device for each server if
+	// there is an NVIDIA driver, else none.
 	PrefillDevices, DecodeDevices []string
 	// DeviceVariable is the variable that names devices: CUDA_VISIBLE_DEVICES.
 	DeviceVariable string
-	// PrefillPorts, BootstrapPorts and DecodePorts are a server's each. If one is named for
-	// several servers, the next ones follow it.
+	// PrefillPorts, BootstrapPorts and DecodePorts have a port for each server. If one port
+	// is named for several servers, the others get the ports that follow it.
 	PrefillPorts, BootstrapPorts, DecodePorts []int
-	// Host and Port are the router's.
+	// Host and Port are where the router listens.
 	Host string
 	Port int
-	// ConnectorConfig is what kvconn's configuration has besides the keys that Run sets:
+	// ConnectorConfig has the keys of kvconn's configuration besides those that Run sets:
 	// kv_connector_extra_config, for SGLang KVCONN_SGLANG_CONFIG.
 	ConnectorConfig map[string]any
 	// FailurePolicy is the decode servers' kv_load_failure_policy: recompute. SGLang

@@ -29,14 +29,15 @@ const (
 type engine interface {
 	// find returns the program that serves and benchmarks.
 	find(ctx context.Context, c *Config) (program []string, err error)
-	// taken are the server arguments that Run sets, and where to look instead.
+	// taken are the names of the server arguments that Run sets; instead says where to look in
+	// their place.
 	taken() (names []string, instead string)
 	// serve is the command line of a server, without Args, and its environment.
 	serve(c *Config, program []string, role string, port, bootstrap int) (command, env []string, err error)
-	// bench is the benchmark's command line without the arguments that BenchArgs
-	// may have in their place, which come by name and value.
+	// bench is the benchmark's command line, without the arguments for which BenchArgs
+	// may have other values: these come as name and value.
 	bench(c *Config, program []string) (name string, command []string, defaults [][2]string)
-	// alone: a server answers a request by itself.
+	// alone: a server can answer a request by itself, without the router.
 	alone() bool
 	contracts() []proxy.Contract
 }
@@ -79,7 +80,7 @@ func (vllmEngine) serve(c *Config, program []string, role string, port, bootstra
 }
 
 func (vllmEngine) bench(c *Config, program []string) (string, []string, [][2]string) {
-	// Those of vLLM's launch script for Mooncake.
+	// The arguments are those of vLLM's launch script for Mooncake.
 	return "vllm bench serve", append(slices.Clone(program), "bench", "serve"), [][2]string{{"--backend", "vllm"}, {"--host", c.Host}, {"--port", strconv.Itoa(c.Port)}, {"--model", c.Model},
 		{"--served-model-name", c.servedName()}, {"--seed", strconv.FormatInt(time.Now().Unix(), 10)}, {"--dataset-name", "random"},
 		{"--random-input-len", "7500"}, {"--random-output-len", "200"}, {"--num-prompts", "200"}, {"--burstiness", "100"}, {"--request-rate", "2"}}

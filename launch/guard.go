@@ -53,7 +53,7 @@ func Guard(in io.Reader, command []string, grace time.Duration) (int, error) {
 	// A death signal is sent at the end of the thread that started the process.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	// Not exec.Cmd, whose Wait and the one for adopted processes would take each
+	// Not exec.Cmd: its Wait and the wait for adopted processes would take each
 	// other's children.
 	p, err := os.StartProcess(command[0], command, &os.ProcAttr{
 		Files: []*os.File{nil, os.Stdout, os.Stderr},

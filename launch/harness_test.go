@@ -19,7 +19,7 @@ import (
 // patience bounds every wait; none takes nearly as long unless it fails.
 const patience = 20 * time.Second
 
-// output is what Run tells.
+// output collects the progress that Run tells.
 type output struct {
 	mu  sync.Mutex
 	buf bytes.Buffer
@@ -76,7 +76,7 @@ func eventually(t *testing.T, what string, cond func() bool) {
 	}
 }
 
-// stubs are what the stub engines have said, by port.
+// stubs are the words of the stub engines on themselves, by port.
 func stubs(t *testing.T) map[int]started {
 	t.Helper()
 	all := map[int]started{}

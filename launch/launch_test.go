@@ -128,7 +128,7 @@ func TestGuardKilled(t *testing.T) {
 		t.Errorf("error %v", err)
 	}
 	eventually(t, "the server has ended", func() bool { return !slices.Contains(alive(t), d.Pids[0]) })
-	for _, pid := range d.Pids[2:] { // of vLLM's own, which this stub's core does not do
+	for _, pid := range d.Pids[2:] { // vLLM's own processes would end by themselves; this stub's core does not
 		_ = syscall.Kill(pid, syscall.SIGKILL)
 	}
 }
@@ -166,7 +166,7 @@ func TestBench(t *testing.T) {
 	}
 }
 
-// The end before anything is ready is no error either, and leaves nothing.
+// If the context ends before anything is ready, that is no error either, and leaves nothing.
 func TestEndWhileStarting(t *testing.T) {
 	leaktest.Check(t)
 	c, _ := setUp(t, 1, 1)

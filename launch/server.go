@@ -34,8 +34,8 @@ func (c Config) start(name, logPath string, command, env []string, out io.Writer
 	p.cmd = exec.Command(argv[0], argv[1:]...)
 	p.cmd.Stdout, p.cmd.Stderr = out, out
 	p.cmd.Env = append(os.Environ(), env...)
-	// The process has a session of its own: a Ctrl-C at the terminal reaches us, and the
-	// guard only by what we do then.
+	// The process has a session of its own: a Ctrl-C at the terminal reaches only the
+	// launcher, which then stops the guard.
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	var err error
 	if p.in, err = p.cmd.StdinPipe(); err != nil {
@@ -116,7 +116,7 @@ func (p *process) lastWords() string {
 	return last
 }
 
-// server is an engine's.
+// server is the process of an engine's server.
 type server struct {
 	*process
 	url   string

@@ -202,7 +202,7 @@ func TestNIXL(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer resp.Body.Close()
-	// Only by this contract an answer of P without parameters is counted.
+	// Only by this contract does the router count an answer of P without parameters.
 	if after, err := io.ReadAll(resp.Body); err != nil || !bytes.Contains(after, []byte("without_params_total 1")) {
 		t.Errorf("%s, %v", after, err)
 	}

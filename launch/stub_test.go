@@ -22,7 +22,7 @@ import (
 
 // How the stub engines of a test behave, by the environment.
 const (
-	stubDir    = "STUB_DIR"    // where they say what they were started as
+	stubDir    = "STUB_DIR"    // where each says what it was started as
 	stubMode   = "STUB_MODE"   // dies, hangs, refuses; of decode servers
 	stubGrace  = "STUB_GRACE"  // of guards
 	stubLaunch = "STUB_LAUNCH" // the JSON of a Config: be the launcher

@@ -123,9 +123,9 @@ var ErrHelp = flag.ErrHelp
 // arg is an option as it stands on the command line, with its values.
 type arg struct {
 	name      string
-	inline    string // behind =
+	inline    string // the value behind =
 	hasInline bool
-	rest      []string // of the command line
+	rest      []string // the arguments that follow
 }
 
 func (a *arg) value(want string) (string, error) {

@@ -26,8 +26,8 @@ type server struct {
 	seen   bool // has been up once
 	up     bool
 	reason string // why it is not up
-	ranks  []rank // the last ones known; a server without a table of ranks has one
-	port   int    // its bootstrap port as it says itself, 0 if it does not
+	ranks  []rank // the last ranks known; a server without a table of ranks has one rank
+	port   int    // the bootstrap port that the server names itself, 0 if it names none
 }
 
 // bootstrapAt is the configured bootstrap port, else the one that was found; 0 if there is
@@ -86,9 +86,8 @@ func (s *server) state() (seen, up bool, reason string, ranks []rank) {
 	return s.seen, s.up, s.reason, s.ranks
 }
 
-// setUp notes that the server is up with these ranks, and reports whether it
-// was, and whether the ranks are others than before. A rank that stays keeps
-// its load.
+// setUp notes that the server is up with these ranks. It reports whether the server was up,
+// and whether the ranks are others than before. A rank that stays keeps its load.
 func (s *server) setUp(ranks []rank) (wasUp, changed bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -106,7 +105,7 @@ func (s *server) setUp(ranks []rank) (wasUp, changed bool) {
 	return wasUp, changed
 }
 
-// setDown notes why the server is not up, and reports whether it was.
+// setDown notes why the server is not up, and reports whether it was up.
 func (s *server) setDown(reason string) (wasUp bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -10,7 +10,7 @@ type Balance string
 
 // The ways to choose.
 const (
-	// LeastLoaded takes the rank with the least under way, in turn where equal.
+	// LeastLoaded takes the rank with the least work under way, and equal ranks in turn.
 	LeastLoaded Balance = "least-loaded"
 	// RoundRobin takes one rank after the other.
 	RoundRobin Balance = "round-robin"
@@ -38,7 +38,7 @@ type side struct {
 }
 
 // pick returns where a request goes, or false if there is nothing to choose from. A target
-// that refuse names is not taken at all; one that avoid names only if nothing else is
+// that refuse names is never taken. A target that avoid names is taken only if no other is
 // left. Servers that are down are passed over. If all are down, one is tried nevertheless:
 // it may be back before the next probe, and its failure is a better answer than a guess.
 func (s *side) pick(policy Balance, refuse, avoid func(target) bool) (target, bool) {

@@ -7,9 +7,9 @@ import (
 	"sync/atomic"
 )
 
-// maxBodies bounds the bytes of all bodies that are held at a time. When they are over it,
-// a request whose own body is over modestBody is refused, so that large ones do not take
-// the room of others.
+// maxBodies bounds the bytes of all bodies that are held at a time. When the bodies exceed
+// it, a request whose own body exceeds modestBody is refused, so that large bodies do not
+// take the room of others.
 const (
 	maxBodies  = 1 << 30
 	modestBody = 1 << 20

@@ -35,7 +35,7 @@ func parseFields(body []byte) (fields, error) {
 		return nil, fmt.Errorf("the body must be a JSON object, not %s", kind)
 	}
 	f := make(fields, 0, 16)
-	// The text is valid, so that each step has something to find.
+	// The text is valid JSON, so each step finds what it looks for.
 	for at = skipSpace(body, at+1); body[at] != '}'; {
 		begin, end := at, endOfString(body, at)
 		name, err := memberName(body[begin:end])
@@ -53,7 +53,7 @@ func parseFields(body []byte) (fields, error) {
 	return f, nil
 }
 
-// errNotJSON is wrapped by the errors of bodies that are none.
+// errNotJSON is wrapped by the errors of bodies that are not JSON.
 var errNotJSON = errors.New("the body is not valid JSON")
 
 func checkJSON(body []byte) error {
@@ -101,7 +101,7 @@ func skipSpace(b []byte, at int) int {
 func endOfString(b []byte, at int) int {
 	quote := at
 	for at++; ; at += 2 { // from behind the quote, and behind each escaped byte
-		if quote < at { // or each escape would look through all that follows
+		if quote < at { // else each escape would search all the text that follows
 			quote = at + bytes.IndexByte(b[at:], '"')
 		}
 		escape := bytes.IndexByte(b[at:quote], '\\')

@@ -17,8 +17,8 @@ func TestEndOfString(t *testing.T) {
 	}
 }
 
-// TestManyEscapes: the time for a body is in proportion to its length. It was the
-// length's square before: minutes for this body.
+// TestManyEscapes: the time for a body is in proportion to its length. It once grew with the
+// length's square: minutes for this body.
 func TestManyEscapes(t *testing.T) {
 	leaktest.Check(t)
 	body := []byte(`{"prompt":"` + strings.Repeat(`\u4e2d`, 4<<20) + `","kv_transfer_params":1}`)

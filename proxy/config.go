@@ -24,8 +24,8 @@ func DefaultConfig() Config {
 	}
 }
 
-// maxRetries bounds Config.Retries: a request that kills its engines must not kill all of
-// them.
+// maxRetries bounds Config.Retries: a request that kills its engines must not reach every
+// engine.
 const maxRetries = 9
 
 // Config says which servers to route to. Empty strings, zero durations and zero sizes
@@ -61,7 +61,7 @@ type Config struct {
 	BodyTimeout time.Duration
 	// MaxRequests bounds the requests in flight, further ones get a 503.
 	MaxRequests int
-	// RetryInterval is how soon a server that is not up is asked again.
+	// RetryInterval is the time until a server that is not up is asked again.
 	RetryInterval time.Duration
 	// RefreshInterval is how often a server that is up is asked again whether it is up, and
 	// for its engine ids.
@@ -104,7 +104,7 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// validate names the first value that cannot work, and a better one.
+// validate names the first value that cannot work, and a value that would.
 func (c Config) validate() error {
 	if len(c.Prefill) == 0 {
 		return fmt.Errorf("proxy: no prefill server: give at least one, as --prefill http://host:8010 8998")
@@ -161,7 +161,7 @@ func (c Config) validate() error {
 	return nil
 }
 
-// onlyOnce: a server is counted, and measured, as one.
+// onlyOnce refuses a server that is named twice: a server is counted and measured as one.
 func onlyOnce(given map[string]bool, role string, base *url.URL) error {
 	key := role + " server " + base.String()
 	if given[key] {

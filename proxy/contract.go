@@ -70,7 +70,7 @@ func (c Contract) prefillBody(a *attempt) []byte {
 		return a.fields.oneToken([]member{{paramsName, json.RawMessage(`{"do_remote_decode":true,"do_remote_prefill":false,` +
 			`"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}`)}})
 	case SGLang:
-		return a.fields.with(append(a.room(), a.dpRank(prefillRole)...), paramsName) // P knows by its mode what it is to do
+		return a.fields.with(append(a.room(), a.dpRank(prefillRole)...), paramsName) // P knows by its mode that it prefills
 	default:
 		return a.fields.oneToken([]member{{paramsName, rawParams(struct {
 			DoRemoteDecode  bool   `json:"do_remote_decode"`

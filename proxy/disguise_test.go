@@ -11,8 +11,8 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// TestDisguisedParameters: a client named a bootstrap host in a body that said to be text,
-// and had the router take the type away, so that some engines read the body as JSON.
+// TestDisguisedParameters: a client once named a bootstrap host in a body of type text, and
+// had the router drop the type. Some engines then read the body as JSON.
 func TestDisguisedParameters(t *testing.T) {
 	leaktest.Check(t)
 	seen := make(chan http.Header, 100)
@@ -84,7 +84,7 @@ func TestDisguisedParameters(t *testing.T) {
 	if _, status, err := readPrefillAnswer([]byte(deep)); status != 0 || err != nil {
 		t.Errorf("a deep answer: %d, %v", status, err)
 	}
-	// The largest of many bodies makes room.
+	// When many bodies are held, the largest gives way.
 	b := &bodies{}
 	b.bytes.Store(maxBodies)
 	large, small := b.begin(), b.begin()

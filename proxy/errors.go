@@ -28,9 +28,9 @@ const (
 type failure struct {
 	role   string // of the server that failed
 	url    string
-	at     *target // nil when it may have been either engine's fault
+	at     *target // nil when either engine may be at fault
 	err    error
-	answer *engineAnswer // nil when there was none
+	answer *engineAnswer // nil when no engine answered
 }
 
 // engineAnswer is an engine's own error.
@@ -70,7 +70,7 @@ func (p *Proxy) answerFailure(w http.ResponseWriter, client context.Context, r *
 	case f.answer != nil && f.answer.status >= 400 && (f.role == decodeRole || f.answer.status < 500):
 		r.outcome = strconv.Itoa(f.answer.status)
 		passHeader(w.Header(), f.answer.header)
-		w.Header().Del("Content-Length") // of a body that may have been cut
+		w.Header().Del("Content-Length") // it is of a body that may have been cut
 		w.Header().Set("X-Request-Id", r.id)
 		kind := ""
 		if f.answer.header == nil {

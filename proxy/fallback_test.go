@@ -23,7 +23,7 @@ func withFallback(t *testing.T, contract Contract, retries int, p, d http.Handle
 	return r, pe, de, logged
 }
 
-// alone checks that the decode server got a request as the client has sent it.
+// alone checks that the decode server got a request just as the client sent it.
 func alone(t *testing.T, c call) {
 	t.Helper()
 	if raw, found := c.body[paramsName]; found {
@@ -113,7 +113,7 @@ func TestFallbackAfterTheRetries(t *testing.T) {
 	}
 }
 
-// D may have failed because P did: alone it is asked again, but not for ever.
+// D may have failed because P did. So D is asked again, alone, but not for ever.
 func TestFallbackAfterDecodeFailed(t *testing.T) {
 	leaktest.Check(t)
 	r, _, de, _ := withFallback(t, Mooncake, 0, ok, status(500, "the load failed"))

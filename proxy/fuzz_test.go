@@ -79,9 +79,8 @@ func fuzzProxy(t *testing.T, f *fakeEngines) *Proxy {
 
 // FuzzHandler gives the router any request that net/http can read. The answer is D's, P's
 // refusal, or an error in OpenAI's shape. It is 5xx only if an engine or the router is at
-// fault. Completions reach P, and both halves are the client's request, with our
-// parameters and no others. All other requests reach D only, as they are, and without
-// parameters.
+// fault. Completions reach P. Both halves are the client's request, with our parameters and
+// no others. All other requests reach D only, unchanged, and without parameters.
 func FuzzHandler(f *testing.F) {
 	add := func(raw string) {
 		f.Add([]byte(raw), uint16(200), uint16(200))

@@ -27,7 +27,7 @@ func (p *Proxy) Handler() http.Handler {
 	completions := p.cfg.Contract.endpoints()
 	metrics := promhttp.HandlerFor(p.metrics.registry, promhttp.HandlerOpts{})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		boundWrite(w)             // in place of the bound that the last request left on the connection
+		boundWrite(w)             // replaces the bound that the last request left on the connection
 		if r.ContentLength != 0 { // it ends with the body: net/http then reads on, without one, to see the client go
 			_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(p.cfg.BodyTimeout))
 		}

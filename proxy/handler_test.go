@@ -182,8 +182,8 @@ func TestBodyIsAwaitedInBounds(t *testing.T) {
 	eventually(t, "the places are free", func() bool { return len(r.Proxy.places) == 0 })
 }
 
-// TestHostsThatVanish: the router notices a host that takes no bytes any more, and not
-// only one that says nothing.
+// TestHostsThatVanish: the router notices a host that takes no bytes any more, as well as a
+// host that says nothing.
 func TestHostsThatVanish(t *testing.T) {
 	leaktest.Check(t)
 	e := newEngine(t, ok)

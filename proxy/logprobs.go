@@ -27,7 +27,7 @@ type prompt struct {
 	text []byte        // nil after a failure
 }
 
-// wantsPrompt: D's answer lacks something that the client asked for.
+// wantsPrompt reports whether the client asked for something that D's answer lacks.
 func (c Contract) wantsPrompt(r *request) bool {
 	return c == SGLang && r.endpoint == "/generate" && bytes.Contains(r.fields.last("return_logprob"), []byte("true"))
 }
@@ -71,7 +71,7 @@ func orObject(raw []byte) []byte {
 	return raw
 }
 
-// elements are those of an array, or the text itself.
+// elements are the elements of an array, or the text itself if it is none.
 func elements(text []byte) []json.RawMessage {
 	var list []json.RawMessage
 	if json.Unmarshal(text, &list) != nil {

@@ -12,8 +12,8 @@ import (
 	"go.uber.org/zap"
 )
 
-// prefillTail is how long P may go on after D has answered all: P's own answer
-// is due at any moment, and cutting it off would make P abort for nothing.
+// prefillTail is how long P may go on after D's whole answer. P's own answer is due at any
+// moment: to cut it off would make P abort for nothing.
 const prefillTail = 10 * time.Second
 
 // try makes an attempt and returns nil if the client has its answer, or has gone while the

@@ -238,7 +238,7 @@ func TestDecodeRefusesConnections(t *testing.T) {
 	}
 }
 
-// Once D has begun to answer it has what it needs of P.
+// Once D has begun to answer, it has all that it needs from P.
 func TestPrefillFailsAfterDecodeHasBegun(t *testing.T) {
 	leaktest.Check(t)
 	begun, failed, answered := make(chan struct{}), make(chan struct{}), make(chan struct{})
@@ -261,7 +261,7 @@ func TestPrefillFailsAfterDecodeHasBegun(t *testing.T) {
 	defer resp.Body.Close()
 	close(begun) // the client has D's headers, so that the router has its first bytes
 	recv(t, answered, "P's answer")
-	// The router's end of P's half is not visible from outside but here.
+	// Only here is it visible from outside that the router ends P's half.
 	eventually(t, "P's half has ended", func() bool { return r.balancer.prefill.servers[0].inFlight() == 0 })
 	close(failed)
 	if body, err := io.ReadAll(resp.Body); string(body) != "first last" || err != nil {

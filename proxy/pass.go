@@ -37,7 +37,7 @@ func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
 	err := p.passTo(w, r, d)
 	var unread *bodyError
 	ended := r.Context().Err() != nil
-	if ended && !errors.As(err, &unread) { // if a body does not come, the context ends too, and its client listens
+	if ended && !errors.As(err, &unread) { // if a body does not come, the context ends too, but its client still listens
 		unread = &bodyError{os.ErrDeadlineExceeded}
 	}
 	switch {
@@ -74,7 +74,7 @@ func (p *Proxy) passTo(w http.ResponseWriter, r *http.Request, d target) error {
 	}
 	req.Header = make(http.Header, len(r.Header))
 	passHeader(req.Header, r.Header)
-	for name := range req.Header { // by these SGLang's engines would be told where to fetch from
+	for name := range req.Header { // these headers would tell SGLang's engines where to fetch from
 		if strings.HasPrefix(name, "X-Override-") {
 			delete(req.Header, name)
 		}

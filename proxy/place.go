@@ -31,7 +31,7 @@ func (p *Proxy) begin() (_ *place, reason string) {
 	return pl, ""
 }
 
-// add is for a further part, while another part holds the place.
+// add counts a further part of the request, while another part holds the place.
 func (l *place) add() { l.parts.Add(1) }
 
 func (l *place) done() {

@@ -77,13 +77,13 @@ func New(cfg Config) (*Proxy, error) {
 	return p, nil
 }
 
-// hostGone is the silence after which a host counts as gone: one that has vanished, or
-// that takes no byte of a request. Answers have no time limit.
+// hostGone is the silence after which a host counts as gone: it has vanished, or it takes no
+// byte of a request. Answers have no time limit.
 const hostGone = 20 * time.Second
 
-// dialer makes connections that end with their host. While nothing is under way,
-// keep-alives tell. While bytes are unacknowledged the system sends none, and the user
-// time-out tells.
+// dialer makes connections that end with their host. While nothing is under way, keep-alives
+// show that the host is gone. While bytes are unacknowledged the system sends no
+// keep-alives, and the user time-out shows it.
 var dialer = &net.Dialer{
 	Timeout:         5 * time.Second,
 	KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 5 * time.Second, Count: 3},
@@ -102,7 +102,7 @@ var dialer = &net.Dialer{
 func newClient(trust *tls.Config) *http.Client {
 	return &http.Client{
 		Transport: &http.Transport{
-			// No Proxy: engines are near, and not behind the environment's.
+			// No Proxy: engines are near, and not behind the environment's proxy.
 			DialContext:         dialer.DialContext,
 			TLSHandshakeTimeout: 5 * time.Second,
 			TLSClientConfig:     trust,

@@ -54,8 +54,8 @@ func twoOfEach(t *testing.T, retries int, p, d http.HandlerFunc) (r router, p1, 
 	return r, p1, p2, d1, d2
 }
 
-// If another engine can mend a failure, it does, with a transfer id and a request id of
-// its own, and the client sees only its answer.
+// If another engine can mend a failure, it gets the request with a new transfer id and
+// request id, and the client sees only its answer.
 func TestRetries(t *testing.T) {
 	leaktest.Check(t)
 	for name, engines := range map[string]struct{ p, d http.HandlerFunc }{
@@ -206,8 +206,8 @@ func TestRetryWithARestartedEngine(t *testing.T) {
 	}
 }
 
-// If a D answers an error, it may lack the bytes of a P that failed. Even with the only D
-// there is, another P is worth the attempt.
+// If a D answers an error, it may lack the bytes of a P that failed. So another P is worth
+// the attempt, even with the same and only D.
 func TestRetryWithTheSameDecoder(t *testing.T) {
 	leaktest.Check(t)
 	for name, refusal := range map[string]http.HandlerFunc{

@@ -40,8 +40,9 @@ type attempt struct {
 	refusal         atomic.Pointer[string]
 }
 
-// refused is P's failure in the place of D's answer, if D failed because P had nothing to
-// load and said so. D was asked nevertheless: it may be set to compute the prompt itself.
+// refused is P's failure, which takes the place of D's answer if P said that there is nothing
+// to load and D failed because of that. D was asked nevertheless: it may be set to compute
+// the prompt itself.
 func (a *attempt) refused(f *failure) *failure {
 	reason := a.refusal.Load()
 	if reason == nil || f.answer == nil || f.answer.status != http.StatusInternalServerError {
@@ -64,7 +65,7 @@ func (a *attempt) engineRequestID() string {
 	return a.id + "-retry" + strconv.Itoa(a.number)
 }
 
-// history is what the former attempts have shown.
+// history keeps what the former attempts have shown.
 type history struct {
 	pairs   [][2]target
 	refused []func(target) bool

@@ -38,7 +38,7 @@ func Run(ctx context.Context, cfg Config, logger *zap.Logger) error {
 	srv := httpserve.New(p.Handler(), httpserve.Options{
 		Name:              "proxy",
 		PortSetting:       "--port",
-		ReadHeaderTimeout: time.Minute, // a host that stands still for seconds loses nobody's request
+		ReadHeaderTimeout: time.Minute, // a host that stands still for some seconds loses no request
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    16 << 10,
 		MaxConns:          connsPerRequest * p.cfg.MaxRequests,

@@ -79,7 +79,7 @@ func TestRunShutsDownGracefully(t *testing.T) {
 	}
 }
 
-// TestIPv6: every address on the way, the one among them that D is told.
+// TestIPv6: every address on the way is one of IPv6, the address that D is told among them.
 func TestIPv6(t *testing.T) {
 	leaktest.Check(t)
 	serve := func(h http.Handler) *httptest.Server {

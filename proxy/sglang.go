@@ -62,8 +62,8 @@ func (p *Proxy) probeSGLang(ctx context.Context, s *server) ([]rank, error) {
 	return ranks, nil
 }
 
-// answers: a server lives too if it refuses the question, for instance because it asks for
-// a key.
+// answers: a server that refuses the question lives too, for instance because it asks for a
+// key.
 func (p *Proxy) answers(ctx context.Context, url string) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
@@ -83,7 +83,8 @@ func (p *Proxy) answers(ctx context.Context, url string) error {
 // rankMembers are the members by which a client may choose dp ranks itself.
 var rankMembers = []string{"routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"}
 
-// ranked: the router has chosen one of several dp ranks of P, and the client none.
+// ranked reports whether the router has chosen one of several dp ranks of P, and the client
+// none.
 func (a *attempt) ranked() bool {
 	if a.prefill.dp == unranked {
 		return false
@@ -108,8 +109,8 @@ func (a *attempt) dpRank(role string) (ours []member) {
 	return append(ours, member{"disagg_prefill_dp_rank", k})
 }
 
-// settleRoom takes a room that leads to the chosen rank also at engines without a member
-// for ranks: they go by the room's number.
+// settleRoom takes a room that leads to the chosen rank. Engines without a member for ranks
+// go by the room's number.
 func (a *attempt) settleRoom() {
 	_, _, _, ranks := a.prefill.server.state()
 	room, err := strconv.ParseInt(a.transferID, 10, 64)

@@ -167,7 +167,7 @@ func TestSGLangBusyServer(t *testing.T) {
 	r.waitAllUp(t)
 }
 
-// /generate with return_logprob: the prompt's are P's, the answer's D's.
+// /generate with return_logprob: the prompt's logprobs are P's, the answer's logprobs D's.
 func TestSGLangLogprobs(t *testing.T) {
 	leaktest.Check(t)
 	one := func(text, prompt string) string {

@@ -28,7 +28,7 @@ type answer struct {
 	resp  *http.Response
 	buf   *[32 << 10]byte
 	first []byte
-	err   error  // io.EOF when first is the whole answer
+	err   error  // the error behind first: io.EOF when first is the whole answer
 	end   func() // may be nil
 }
 
@@ -41,7 +41,7 @@ func readFirst(resp *http.Response) answer {
 	return a
 }
 
-// streams: it is one of events.
+// streams reports whether the answer is a stream of events.
 func (a *answer) streams() bool {
 	return strings.HasPrefix(a.resp.Header.Get("Content-Type"), "text/event-stream")
 }
@@ -109,7 +109,7 @@ func passHeader(to, from http.Header) {
 	}
 	for _, list := range from["Connection"] {
 		for name := range strings.SplitSeq(list, ",") {
-			if name = http.CanonicalHeaderKey(strings.TrimSpace(name)); !strings.HasPrefix(name, "Content-") { // these say how the body is read, here and there alike
+			if name = http.CanonicalHeaderKey(strings.TrimSpace(name)); !strings.HasPrefix(name, "Content-") { // these headers say how the body is read, on either side
 				delete(to, name)
 			}
 		}

@@ -51,7 +51,7 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	}
 	if p.cfg.Contract != NIXL && !bytes.Contains(text, []byte("error")) && !bytes.Contains(text, []byte("abort")) {
 		p.metrics.prefill.Observe(time.Since(began).Seconds())
-		return nil, nil // it has nothing that readPrefillAnswer looks for
+		return nil, nil // the answer has nothing that readPrefillAnswer looks for
 	}
 	params, status, err := readPrefillAnswer(text)
 	if err != nil {
@@ -197,7 +197,7 @@ func (p *Proxy) checkBegin(a *attempt, d *answer) *failure {
 	}
 	raw, ok := d.errorEvent()
 	switch {
-	case !ok && d.err != nil && d.err != io.EOF: // it may have read on
+	case !ok && d.err != nil && d.err != io.EOF: // errorEvent may have read on
 		return a.decode.failed(d.brokeOff())
 	case !ok:
 		return nil

@@ -19,9 +19,9 @@ const (
 	maxQuery     = 32 << 20
 )
 
-// watch keeps what the router knows of one server fresh until ctx ends. A restarted
-// prefill server has a new engine id, so the server is asked again and again, and not only
-// until it is up.
+// watch keeps the router's knowledge of one server fresh until ctx ends. A restarted prefill
+// server has a new engine id, so the server is asked again and again, and not only until it
+// is up.
 func (p *Proxy) watch(ctx context.Context, s *server) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()

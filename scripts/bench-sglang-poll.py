@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What it costs SGLang's scheduler to poll 100 rooms that have no news, and to collect the news of 100.
+"""Measures how long SGLang's scheduler takes to poll 100 rooms that have no news, and to collect the news of 100.
 
     .venv-sglang/bin/python scripts/bench-sglang-poll.py [ROOMS]
 

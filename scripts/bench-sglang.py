@@ -4,12 +4,12 @@
     scripts/bench-sglang.sh [--requests 20] [--fat] [--backends kvconn,mooncake_tcp] [--alone] [--apart]
                             [--page-size 16] [--tokens 300,1900] [--dtype float32|bfloat16]
 
-With --alone a single server that does it all takes its turns too: what a pair takes longer is the way between its two.
-All are up all the time and take turns every few requests, since a machine is never the same twice: idle ones poll, so that
-each is measured beside the other's loops (it is not stopped meanwhile, of which Mooncake's connections die). On a few cores
-that weighs more than the transfer. With --apart one of them is up at a time, for half of its requests and later for the
-other half, so that nobody else polls; their starts take a minute each. Prints a line for each length: medians, and the
-first backend's part of the other.
+With --alone a single server that prefills and decodes takes turns too: a pair takes longer by the way between its servers.
+All backends are up all the time and take turns every few requests, since a machine is never the same twice. Idle servers
+poll, so each backend is measured beside the other's loops. It is not stopped meanwhile, since Mooncake's connections would
+die. On a few cores the loops weigh more than the transfer. With --apart one backend is up at a time, for half of its requests
+and later for the other half, so that no other server polls; each start takes a minute. Prints a line for each length:
+medians, and the first backend's part of the other.
 """
 
 from __future__ import annotations

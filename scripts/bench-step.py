@@ -3,15 +3,14 @@
 Run it with the Python of an environment that has vLLM and kvconn (e2e/setup_vllm.py prints one):
     PYTHON scripts/bench-step.py [--in-flight 100] [--steps 2000] [--asleep] [--own-core]
 
-The decode engine's two sides of the connector and a real agent are here, the prefill engine's agent is in a process of
-its own. What is said is what the connector measures itself (vllm:kvconn_step_time_seconds), for steps in which nothing
-happens and for those in which one request comes and one load ends. Before each step the engine's thread works through
-32 MB, as a forward pass does, and then for a millisecond in Python, as vLLM's scheduler does before it asks its connector:
-the connector finds none of its own code and data in a near cache, but an interpreter that is. With --asleep the thread
-sleeps instead until a load has ended, as an engine with nothing to compute does: everything is slow for a while then, most
-of all in a virtual machine whose processor the host has given to another. With --own-core nothing else runs on the core of
-the engine's thread, as where there are more cores than work. The last line says what any Python that has not run for a
-step costs there.
+The decode engine's two sides of the connector and a real agent are in this process. The prefill engine's agent is in a
+process of its own. The figures are the connector's own (vllm:kvconn_step_time_seconds), for steps in which nothing happens
+and for steps in which one request comes and one load ends. Before each step the engine's thread works through 32 MB, as a
+forward pass does, and then for a millisecond in Python, as vLLM's scheduler does before it asks its connector. So the
+connector's own code and data are in no near cache, but the interpreter's are. With --asleep the thread sleeps instead until
+a load has ended, as an engine with nothing to compute does. Everything is slow for a while then, most of all in a virtual
+machine whose processor the host has given to another. With --own-core nothing else runs on the core of the engine's thread,
+as where there are more cores than work. The last line is the cost, on that core, of any Python that has not run for a step.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class Decode:
 
 
 def forward(scratch: np.ndarray[Any, Any], until: Any) -> None:
-    """A step's other work: once at least, until something has happened, for a second at most."""
+    """A step's other work. It runs once at least, until something has happened, and for a second at most."""
     began = time.monotonic()
     while True:
         scratch += 1
@@ -136,7 +135,7 @@ def forward(scratch: np.ndarray[Any, Any], until: Any) -> None:
 
 
 def plain(number: int) -> float:
-    """How long some of the standard library's Python takes that, like the connector's, runs straight on."""
+    """The time of some Python of the standard library that runs straight on, as the connector's does."""
     began = time.perf_counter()
     ipaddress.ip_address(f"10.1.2.{number % 200}")
     fractions.Fraction(number + 1, 12) + fractions.Fraction(3, 7)
@@ -147,7 +146,7 @@ def plain(number: int) -> float:
 
 
 def keep_a_core(child: int) -> None:
-    """For this thread; all others, those of the prefill engine too, get the rest."""
+    """Keeps a core for this thread. All other threads, those of the prefill engine too, get the other cores."""
     first, *rest = sorted(os.sched_getaffinity(0))
     tasks = [int(tid) for pid in ("self", child) for tid in os.listdir(f"/proc/{pid}/task")]
     for tid in tasks:

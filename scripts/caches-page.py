@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def table(engine: str) -> list[str]:
-    """By the file, since the package may need the library."""
+    """Loads the module by its file, since the package may need the library."""
     spec = importlib.util.spec_from_file_location(f"{engine}_kinds", ROOT / "python" / "kvconn" / engine / "kinds.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 OURS = "the kvconn authors"
-LICENCE = "LICENSE"  # the text under which kvconn itself is
+LICENCE = "LICENSE"  # the licence of kvconn itself
 NOTICES = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (

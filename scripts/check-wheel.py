@@ -11,7 +11,7 @@ from pathlib import Path
 MAX_MB = 15
 NEWEST_GLIBC = (2, 34)  # Debian 12, Ubuntu 22.04, RHEL 9
 
-# Between these a Go program says of which modules it was made (Go's runtime/debug and cmd/go know them as such).
+# Between these marks a Go program names the modules that it was made of (Go's runtime/debug and cmd/go know the marks).
 MODULES_BEGIN, MODULES_END = bytes.fromhex("3077af0c9274080241e1c107e6d618e6"), bytes.fromhex("f932433186182072008242104116d8f2")
 
 

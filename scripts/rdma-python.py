@@ -119,7 +119,7 @@ class Pair:
         return json.loads(self.process.stdout.readline())
 
     def idle(self) -> int:
-        """Measures both agents while nothing is under way; how many lanes are up."""
+        """Measures both agents while nothing is under way. Returns how many lanes are up."""
         self.ask("idle", 0)
         ours, theirs = idle(self.side), float(self.answer())
         lanes: int = self.side.agent.stats()["transports"]["rdma"]["counters"]["lanes"]
@@ -128,7 +128,7 @@ class Pair:
         return lanes
 
     def load(self, transfer_id: str, count: int) -> tuple[kvconn.Completion, dict[str, Any]]:
-        """Moves so many blocks and compares every byte; what prefill's transports have done by then."""
+        """Moves so many blocks and compares every byte. Returns the completion, and the counters of prefill's transports."""
         side, nothing = self.side, bytes(BLOCK)
         self.ask(transfer_id, count)
         ids = blocks_of(transfer_id, "decode", count)

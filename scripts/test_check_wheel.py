@@ -16,7 +16,7 @@ LIBRARY = "kvconn/libkvconn.so"
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, bytes]:
-    """Of the wheel the licences, and of the library what names its modules."""
+    """The wheel's licences, and the part of its library that names the modules."""
     (wheel,) = (HERE.parent / "dist").glob("kvconn-*.whl")
     with zipfile.ZipFile(wheel) as whole:
         found = {name: whole.read(name) for name in whole.namelist() if "/licenses/" in name}

@@ -1,4 +1,4 @@
-"""Shared by both connectors: a rank's place in it, and how addresses are written."""
+"""Shared by both connectors: a rank's place in its engine, and how addresses are written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rank:
-    """A worker's place in its engine; that of the only one, unless it says otherwise."""
+    """A worker's place in its engine. The defaults are the place of an engine's only worker."""
 
     tp_rank: int = 0
     tp_size: int = 1

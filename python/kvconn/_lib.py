@@ -17,9 +17,9 @@ ABI_VERSION = 1
 class Library:
     """One loaded libkvconn.so.
 
-    Calls that return at once go through ``PyDLL``, which keeps the GIL: to give it
-    up and take it back would cost more than the call, and milliseconds beside a
-    busy thread. Calls that wait go through ``CDLL``. The calls of an engine's step
+    Calls that return at once go through ``PyDLL``, which keeps the GIL. To give the
+    GIL up and take it back would cost more than the call. Beside a busy thread it
+    would cost milliseconds. Calls that wait go through ``CDLL``. The calls of an engine's step
     take addresses of arrays that :mod:`kvconn._pack` has filled.
     """
 

@@ -153,7 +153,7 @@ class Agent:
         return self._written
 
     def moment(self, region: int = 0, stream: int = 0) -> int:
-        """Marks what a CUDA stream has been given up to now; offers and loads wait for it by ``after``.
+        """Marks the work that a CUDA stream has been given up to now. Offers and loads wait for that work by ``after``.
 
         ``region`` is the index, in :meth:`register_kv_caches`, of a region on the stream's
         GPU. ``stream`` is the stream's handle: ``torch.cuda.current_stream().cuda_stream``;
@@ -167,8 +167,8 @@ class Agent:
     def written_after(self, regions: Sequence[int], moment: int) -> None:
         """Prefill: says of regions in device memory what a byte of :attr:`written` says.
 
-        The step has queued all that writes the regions, and what it computes of the
-        transfers is ready in them when ``moment`` has passed.
+        The step has queued all work that writes the regions. The blocks that the step
+        computes are ready in these regions when ``moment`` has passed.
         """
         of = _pack.uint32s("regions", regions)
         self._check(self._lib.written_after(self._handle, of.buffer_info()[0], len(of), _number(moment, "moment", 64)))
@@ -181,7 +181,7 @@ class Agent:
         writes that are under way, a second or two at most if a peer takes no bytes.
         If it raises with :attr:`Status.SYSTEM`, the blocks must not be used again.
         When the transfer is given to :meth:`offer_partial` again, or offered, decode loads it
-        anew. An unknown id is no error; the id of an offer is one.
+        anew. An unknown id is no error. The id of an offer is an error.
         """
         ids = list(transfer_ids)
         if ids:

@@ -22,8 +22,8 @@ _PER_TENSOR = 16  # pages, at most
 _HEADER_MAX = 100 << 20  # the safetensors library's own limit
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth")
 
-# They say where a configuration came from or how it was written, and not what the model computes. The type of the weights
-# stands in the weights' files.
+# These keys say where a configuration came from or how it was written, and not what the model computes. The type of the
+# weights stands in the weights' files.
 _IRRELEVANT = {
     "_name_or_path",
     "_commit_hash",
@@ -139,7 +139,7 @@ def _weights(place: Path) -> str:
 
 
 def _files(place: Path) -> list[Path]:
-    """The files that hold the weights: those that an engine prefers, if they are there in several formats."""
+    """The files that hold the weights. If the weights are there in several formats, these are the files that an engine prefers."""
     if place.is_file():
         return [place]
     for suffix in (".safetensors", ".gguf", ".bin", ".pt", ".pth"):
@@ -178,7 +178,7 @@ def _of_tensors(files: list[Path]) -> str:
     digest = sha256()
     for t in tensors:
         digest.update(f"{t.name}\0{t.dtype}\0{t.shape}\0{t.size}\n".encode())
-    # Most tensors of a model with experts are theirs; the others say more of what is cached, so they come first.
+    # Most tensors of a model with experts are the experts'. The other tensors say more of what is cached, so they come first.
     order = sorted(tensors, key=lambda t: ("expert" in t.name, sha256(t.name.encode()).digest(), t.file))[:_SAMPLES]
     pages = min(_PER_TENSOR, _SAMPLES // max(1, len(order)))
     found: dict[tuple[int, int], bytes] = {}
@@ -192,7 +192,7 @@ def _of_tensors(files: list[Path]) -> str:
 
 
 def _of_files(files: list[Path]) -> str:
-    """Of files of any other format: their sizes, and pages of each."""
+    """The part of the fingerprint for files of any other format: their sizes, and pages of each file."""
     pages = max(4, _SAMPLES // len(files))
     each = []
     for file in files:
@@ -203,7 +203,7 @@ def _of_files(files: list[Path]) -> str:
 
 
 def _sample(fd: int, start: int, size: int, pages: int, name: str) -> bytes:
-    """So many pages of a range, evenly spread; all of a small one. Of a single page the name says where it lies."""
+    """So many pages of a range, evenly spread; all pages of a small range. If it is a single page, the name says where it lies."""
     if size <= pages * _SAMPLE:
         return os.pread(fd, size, start)
     room = size - _SAMPLE

@@ -28,7 +28,7 @@ def fingerprint(token_ids: Sequence[int]) -> int:
 
 
 def _signed(token_ids: Sequence[int]) -> array[int]:
-    """For numbers below 0, which some engines put in the place of images; three times slower."""
+    """The same for token ids below 0, which some engines put in the place of images. It is three times slower."""
     try:
         len(token_ids)  # refuses an iterator, which has lost its first tokens by now
         return array("q", token_ids)

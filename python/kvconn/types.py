@@ -108,7 +108,7 @@ class PartialOffer(NamedTuple):
     the first blocks of a group. ``ready[g]`` is how many blocks of the prompt, from
     its start, are ready in group ``g``. ``prompt`` is as in :class:`Offer`; say it
     in each partial offer, so that no block goes to a decode engine that asks for
-    another prompt. To say another one later is an error. ``computing[g]`` counts as
+    another prompt. To say another number later is an error. ``computing[g]`` counts as
     ``ready[g]`` does: so many blocks will be ready in a region when
     :attr:`Agent.written` says that the region is written. ``after`` is as in
     :class:`Offer`, of the blocks that are ready.
@@ -153,7 +153,7 @@ class Load(NamedTuple):
     ``prompt`` is as in :class:`Offer`, of the prompt whose cache is to be loaded;
     0: whatever prefill has under this id. ``after`` is a moment of :meth:`Agent.moment`
     before which nothing is written into the blocks: kernels that run may still read or
-    write what they held before. 0: nothing does.
+    write what the blocks held before. 0: no kernel does.
     """
 
     transfer_id: str

@@ -78,7 +78,7 @@ def transfer_id() -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As much of one as vLLM's configuration needs."""
+    """As much of a model as vLLM's configuration needs."""
     where = tmp_path_factory.mktemp("model")
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -1,7 +1,7 @@
 """Stand-ins for objects of vLLM, held against the installed vLLM's own classes.
 
-The tests that need no vLLM use them, and those to which an engine's whole object would be in the way. Where vLLM is installed,
-a stand-in with a field that the class does not have is an error: so no test can play an engine that does not exist.
+Tests that need no vLLM use them, and tests to which an engine's whole object would be in the way. Where vLLM is installed, a
+stand-in with a field that the class does not have is an error: so no test can play an engine that does not exist.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def like(path: str, **values: Any) -> Any:
 
 
 def older(**values: Any) -> Any:
-    """A stand-in for what only an older vLLM has, which cannot be held against the installed one: `make e2e-versions` runs those."""
+    """A stand-in for an object of older vLLMs only. The installed vLLM cannot check it: `make e2e-versions` runs the older ones."""
     return SimpleNamespace(**values)
 
 

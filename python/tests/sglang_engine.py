@@ -1,6 +1,6 @@
 """Ranks of SGLang as SGLang itself starts them: its own classes for pools, settings and queues make our manager.
 
-Nothing but the scheduler stands in: the few attributes of it that SGLang's own method reads, which fails where one is missing.
+Only the scheduler is a stand-in. It has the few attributes that SGLang's own method reads; the method fails if one is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE, HEADS, DIM, ROWS = 4, 2, 8, 16
 
 
 class Group:
-    """A pipeline's ranks, each of which says which layers it has, or all ranks, of which the first says its port."""
+    """A pipeline's ranks, of which each says its layers, or all ranks, of which the first says its port."""
 
     def __init__(self, stages: list[list[int]], port: int = 0) -> None:
         self.stages, self.port = stages, port
@@ -89,7 +89,7 @@ def start(
     world: Group | None = None,
     **more: Any,
 ) -> Rank:
-    """Runs the method by which SGLang's queue makes its manager. make gives the pool, in the settings of the process."""
+    """Runs the method by which SGLang's queue makes its manager. make gives the pool, under the settings of the process."""
     with settings(role, tp=tp, pp=pp, **more) as server_args, contextlib.ExitStack() as stack:
         if stages is not None:
             stack.enter_context(get_parallel().override(pp_group=Group(stages)))
@@ -128,7 +128,7 @@ def mha(first: int, end: int, *, heads: int = HEADS, size: int = 64) -> Any:
 
 @contextlib.contextmanager
 def engine(port: int) -> Iterator[list[Rank]]:
-    """The ranks that a test puts into the list are closed, and the bootstrap port of the prefill engine is there."""
+    """Opens the prefill engine's bootstrap port, and closes the ranks that a test puts into the list."""
     server = KVConnBootstrapServer("127.0.0.1", port)
     ranks: list[Rank] = []
     try:
@@ -154,7 +154,7 @@ def send(ps: list[Rank], ds: list[Rank], port: int, given: Any, taken: Any, numb
         d.rooms.load(room, address, "sglang-dp0", blocks, d.layout.first(blocks, 0))
     for p, room in zip(ps, at_p):
         deadline = time.monotonic() + 30
-        while room.state == 1 and any(each.state != 0 for each in at_d):  # decode may refuse what prefill never hears of
+        while room.state == 1 and any(each.state != 0 for each in at_d):  # decode may refuse a request of which prefill never hears
             for rank in (*ps, *ds):
                 rank.rooms.tick()
             assert time.monotonic() < deadline, (room.reason, [each.state for each in at_d])

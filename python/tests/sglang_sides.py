@@ -16,7 +16,7 @@ from kvconn.sglang.route import Engine
 
 
 class Side(SimpleNamespace):
-    """What senders and receivers use of their manager, over a rank of sglang_rank."""
+    """The part of a manager that senders and receivers use, over a rank of sglang_rank."""
 
     is_abort_release_safe = Manager.is_abort_release_safe
     open_room = Manager.open_room

@@ -64,7 +64,7 @@ def test_a_partial_offer_moves_at_once(prefill: Side, decode: Side, transfer_id:
     for layer in regions:
         arrives(decode, layer, 0, data[layer, 1])
     assert not decode.cache[1, 0].any() and not decode.agent.get_finished()
-    # Preempted: other blocks, other data in them, and all of it comes.
+    # The request was preempted: it has other blocks with other data, and all of it comes.
     prefill.agent.withdraw([transfer_id])
     prefill.cache[:, [3, 9, 4]] = 0
     prefill.cache[:, [10, 11, 12]] = data
@@ -93,7 +93,7 @@ def test_layers_of_a_step_move_as_they_are_written(prefill: Side, decode: Side, 
 
 
 def test_long_prompt_of_blocks_of_one_token() -> None:
-    """Blocks anywhere, which no run joins, and as many as a transfer may have."""
+    """Blocks in random order, and as many as a transfer may have."""
     count, width = 1 << 18, 16
     order = np.random.default_rng(3).permutation(count)
     caches = {role: np.zeros((2, count, width), np.uint8) for role in ("prefill", "decode")}
@@ -156,7 +156,7 @@ def test_the_same_prompt(prefill: Side, decode: Side, transfer_id: str) -> None:
 
 
 def test_fingerprint() -> None:
-    """Of one prompt on all machines and all releases."""
+    """A prompt has one fingerprint, on all machines and in all releases."""
     assert kvconn.fingerprint([1, 2, 3]) == 0x689DE1E73A03E2E2
     assert kvconn.fingerprint([]) == 0x141CFC9842C4B0E3
     for same in ((1, 2, 3), array("q", [1, 2, 3]), array("Q", [1, 2, 3]), array("I", [1, 2, 3]), np.array([1, 2, 3])):

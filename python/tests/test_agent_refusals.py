@@ -145,7 +145,7 @@ def test_bad_regions(regions: list[kvconn.Region], says: str) -> None:
 
 @pytest.mark.parametrize("role", ["decode", "both", "prefill"])
 def test_memory_that_cannot_be_written(role: str, tmp_path: Path) -> None:
-    """Only an agent that never loads takes it. numpy's mark counts also where the pages could be written."""
+    """Only an agent that never loads takes such memory. numpy's mark counts even if the pages could be written."""
     path = tmp_path / "kv"
     np.zeros((8, 4096), np.uint8).tofile(path)
     cache = np.memmap(path, np.uint8, "r", shape=(8, 4096))

@@ -1,4 +1,4 @@
-"""The fingerprint of a model: what is the same has one, wherever it lies; what differs has another."""
+"""The fingerprint of a model: equal models have the same one, wherever they lie; unequal models have different ones."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_other_formats(tmp_path: Path, name: str) -> None:
 
 
 def test_downloaded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is the one that huggingface_hub has; nothing is fetched."""
+    """The model's folder is the one that huggingface_hub has; nothing is fetched."""
     folder, asked = checkpoint(tmp_path / "snapshots" / "abc"), []
 
     def snapshot_download(name: str, **how: Any) -> str:
@@ -145,7 +145,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_reads_little_of_a_big_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounded by count, whatever the size: the files here are holes."""
+    """The number of pages that are read has a bound, whatever the files' size. The files here are holes."""
     import os
 
     big = tmp_path / "big"

@@ -84,7 +84,7 @@ def test_scheduler_without_a_batch_waits_for_news(sides: tuple[Side, Side], monk
 
 
 def test_answer_from_before_is_not_a_new_request_s(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill server was asked while it was gone, for a request that failed meanwhile; nothing was polled until it was back."""
+    """A prefill server was asked while it was gone, for a request that failed then; no poll came before the server was back."""
     p, d = sides
     d.router = Router(d.rooms.inbox)
     monkeypatch.setattr("kvconn.sglang.route._GONE_S", 0.0)
@@ -144,7 +144,7 @@ def test_request_that_waits_for_pages_fails(sides: tuple[Side, Side]) -> None:
 
 
 def test_prompts_that_differ(sides: tuple[Side, Side]) -> None:
-    """The request that is coming says what the room is for."""
+    """The room takes its prompt from the request that SGLang is about to make a sender or receiver for."""
     p, d = sides
     for room, (ours, theirs) in enumerate([([1, 2], [1, 3]), ([1, 2], [1, 2])]):
         p.coming, d.coming = (Req("r", "", array("q", prompt), SamplingParams(), bootstrap_room=room) for prompt in (ours, theirs))
@@ -165,7 +165,7 @@ def test_prompts_that_differ(sides: tuple[Side, Side]) -> None:
 
 
 def test_another_rank_failed(sides: tuple[Side, Side]) -> None:
-    """The scheduler takes the least of all ranks' states: this one's pages are held until nothing can land in them."""
+    """The scheduler takes the least of all ranks' states: this rank's pages are held until nothing can land in them."""
     p, d = sides
     receiver = KVConnReceiver(d, p.address, 7)
     receiver.init(0)
@@ -186,7 +186,7 @@ def test_another_rank_failed(sides: tuple[Side, Side]) -> None:
 
 
 def test_another_rank_of_prefill_failed(sides: tuple[Side, Side]) -> None:
-    """Its scheduler gives the pages to others right after it has asked for the reason."""
+    """The prefill scheduler gives the pages to other requests right after it has asked for the reason."""
     p, d = sides
     sender, receiver = KVConnSender(p, p.address, 7), KVConnReceiver(d, p.address, 7)
     receiver.init(0)
@@ -204,7 +204,7 @@ def test_another_rank_of_prefill_failed(sides: tuple[Side, Side]) -> None:
 
 
 def test_rank_that_does_not_answer_keeps_a_failure_back(sides: tuple[Side, Side]) -> None:
-    """The rank that answers finds the reason meanwhile; should it fail first, this one's reason is known all the same."""
+    """The rank that answers finds the reason meanwhile. If it fails first, this rank's reason is known all the same."""
     p, d = sides
     d.rooms.tell_s = 3600
     halves = []
@@ -227,7 +227,7 @@ def test_rank_that_does_not_answer_keeps_a_failure_back(sides: tuple[Side, Side]
 
 
 def test_prefix_that_is_longer_than_the_prompt(sides: tuple[Side, Side]) -> None:
-    """The scheduler would neither send it nor end it: the two got different prompts."""
+    """The scheduler would neither send the request nor end it: the two engines got different prompts."""
     p, d = sides
     sender, receiver = KVConnSender(p, p.address, 7), KVConnReceiver(d, p.address, 7)
     receiver.init(0)

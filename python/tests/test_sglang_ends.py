@@ -47,7 +47,7 @@ def test_abort_between_chunks(ranks: Any, by: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_pages_that_are_still_read_end_the_engine(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang would write into them, and decode have the wrong bytes."""
+    """SGLang would write into these pages, and decode would have the wrong bytes."""
     p, d = ranks("prefill"), ranks("decode")
     at_p, at_d = both(p, d, 9)
     d.load(at_d, p.address, [5, 6], 3)
@@ -66,7 +66,7 @@ def test_pages_that_are_still_read_end_the_engine(ranks: Any, monkeypatch: pytes
 
 
 def test_one_of_several_ranks_ends_a_request_that_waits(ranks: Any) -> None:
-    """It is told once; the other ranks of the prefill engine hear of it."""
+    """The end is told once; the other ranks of the prefill engine hear of it."""
     host = kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
     try:
         ps = [ranks("prefill", tp=(rank, 2), bootstrap_join=host.bootstrap_address) for rank in range(2)]
@@ -111,7 +111,7 @@ def test_abort_in_each_state(ranks: Any, by: str, when: str) -> None:
         if when == "wanted" and by == "decode":
             p.offer(at_p, [1, 2], 1)  # its prefill was under way
         other_side.until(other, FAILED, *([SUCCESS] if when == "offered" else []))
-        # Of what is being written prefill may hear by its connection first.
+        # If a write is under way, prefill may hear of the end by its connection first.
         reasons = ["the client went", *(["does not expect"] if when == "offered" and by == "decode" else [])]
         assert other.state == SUCCESS or any(reason in other.reason for reason in reasons), other.reason
     for each_side, each in ((p, at_p), (d, at_d)):
@@ -181,7 +181,7 @@ def test_prefill_is_gone(ranks: Any) -> None:
 
 @pytest.mark.parametrize("by", ["abort", "close"])
 def test_request_that_waits_for_pages_fails_with_its_prefill(ranks: Any, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode has no pages for it, and hears of its end all the same; who is not concerned is loaded when there are some."""
+    """Decode has no pages for the request, and hears of its end all the same. Other requests are loaded when there are pages."""
     p, other, d = ranks("prefill"), ranks("prefill"), ranks("decode")
     fill(other)
     waiting = [(p.rooms.open(number), d.rooms.open(number)) for number in range(3)]
@@ -193,7 +193,7 @@ def test_request_that_waits_for_pages_fails_with_its_prefill(ranks: Any, by: str
     for at_p, _ in waiting:
         p.rooms.announce(at_p)
     at_other, lives = both(other, d, 3)
-    with monkeypatch.context() as patch:  # nothing has happened yet, so that nothing is asked
+    with monkeypatch.context() as patch:  # nothing has happened yet, so decode asks nothing
         patch.setattr(d.agent, "_lib", None)
         d.rooms.tick()
     if by == "abort":
@@ -243,7 +243,7 @@ def test_end_of_an_earlier_request_in_the_room(ranks: Any) -> None:
 
 
 def test_lost_request_that_is_kept_back_gets_no_pages(ranks: Any) -> None:
-    """A pipeline's stages give pages to what all of them say is ready, and cannot agree any more when one fails alone after that."""
+    """A pipeline's stages give pages to a request that all of them call ready. If one stage failed alone later, they could not agree."""
     p, d = ranks("prefill"), ranks("decode")
     d.rooms.tell_s = 3600
     at_p, at_d = both(p, d, 1)

@@ -55,7 +55,7 @@ if importlib.util.find_spec("sglang") is not None:
         assert {each.value for each in StateType} == set(kinds.STATES)
 
     def test_pools_of_the_installed_engine() -> None:
-        """Those that are carried exist. Their subclasses are not taken for them."""
+        """The pools that are carried exist. A subclass is not taken for one of them."""
         from sglang.srt.mem_cache import swa_memory_pool
 
         for name in kinds.POOLS:
@@ -70,7 +70,7 @@ if importlib.util.find_spec("sglang") is not None:
     @pytest.mark.parametrize("role", ["prefill", "decode"])
     @pytest.mark.parametrize("state", list(StateType), ids=lambda each: each.value)
     def test_state_that_is_not_carried_stops_the_start(role: str, state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As SGLang itself would register it."""
+        """The state is registered as SGLang itself would register it."""
         kind = kinds.STATES[state.value]
         if not kind.refused:
             monkeypatch.delitem(kinds.STATES, state.value)

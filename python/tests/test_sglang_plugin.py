@@ -86,7 +86,7 @@ def test_scheduler_without_a_batch_waits_for_news() -> None:
 
 
 def test_registered_in_each_process_once() -> None:
-    """Twice in one process changes nothing, and an import of SGLang first, as its command does, either."""
+    """To register twice in one process changes nothing. An import of SGLang before, as its command does it, changes nothing either."""
     code = (
         "import sglang.launch_server; from sglang.srt.plugins import load_plugins; load_plugins(); load_plugins()\n"
         "from sglang.srt.disaggregation import utils, prefill\n"

@@ -172,7 +172,7 @@ def test_room_that_is_used_twice(ranks: Any) -> None:
 
 
 def test_requests_that_cross_in_a_room(ranks: Any) -> None:
-    """Two requests of one room came in different order: prefill's is not decode's."""
+    """Two requests of one room came in different order: prefill has another request than decode."""
     p, d = ranks("prefill"), ranks("decode")
     fill(p)
     for chunks in (1, 2):
@@ -248,7 +248,7 @@ def test_rank_without_anything_to_send() -> None:
 
 
 def test_rank_that_answers() -> None:
-    """One of each data parallel rank."""
+    """One rank answers for each data parallel rank."""
 
     def answers(tp: int = 0, pp: int = 0, cp: int = 0, dp: int = 0) -> bool:
         return Parallel(RankOf(tp, 2, pp, 2, dp, 2), cp, 2, "127.0.0.1", 8998, None, None, "").answers

@@ -1,4 +1,4 @@
-"""How bootstrap ports are asked: by whom, with TLS and tokens, and whatever they answer."""
+"""How bootstrap ports are asked: which hosts, with TLS and tokens, and whatever they answer."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def server(serve: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 def test_answer_that_comes_in_pieces() -> None:
-    """A proxy between, or a slow network: TCP knows no messages."""
+    """A proxy between the two, or a slow network, cuts an answer up: TCP knows no messages."""
     text = json.dumps({"dp_size": 2, "page_size": 16}).encode()
     first = threading.Event()
 
@@ -201,7 +201,7 @@ def test_burst_of_rooms_is_a_few_questions() -> None:
 
 @pytest.mark.parametrize(("status", "says"), [("200 OK", ""), ("401 Unauthorized", "it answers 401: no key")])
 def test_prefill_again(status: str, says: str) -> None:
-    """A prefill server is asked by its own API, once, and what is wrong with that is said."""
+    """A prefill server is asked by its own API, once. If that fails, the error says why."""
     heard: list[bytes] = []
 
     def serve(connection: socket.socket) -> None:

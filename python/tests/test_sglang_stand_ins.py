@@ -1,4 +1,4 @@
-"""What stands in for SGLang in tests that run without it, compared with SGLang's own; in the environment of `make e2e-sglang`."""
+"""The stand-ins of tests that run without SGLang are compared with SGLang's own objects; in the environment of `make e2e-sglang`."""
 
 from __future__ import annotations
 

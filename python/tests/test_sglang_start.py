@@ -1,4 +1,4 @@
-"""What stops the start of a rank, and what is refused when two engines meet; in the environment of `make e2e-sglang`."""
+"""Reasons for which a rank does not start, and for which two engines refuse each other; in the environment of `make e2e-sglang`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_pages_that_would_be_given_back_too_early(port: int) -> None:
         with pytest.raises(ValueError, match="DEFERRED_DECODE_KV_RELEASE is off: with several ranks"):
             start("decode", lambda: mha(0, 2), pp=(0, 2))
         with engine(port) as ranks:
-            ranks.append(start("decode", lambda: mha(0, 2)))  # of a single rank nobody else's load is under way
+            ranks.append(start("decode", lambda: mha(0, 2)))  # with a single rank there is no other rank whose load could be under way
 
 
 def test_context_parallel_decode() -> None:
@@ -68,7 +68,7 @@ def test_context_parallel_decode() -> None:
 
 
 def test_manager_without_its_queue() -> None:
-    """Another SGLang makes it in another way: nothing would tell the layers."""
+    """Another SGLang may make the manager in another way: then nothing would tell the layers."""
     with settings("decode") as server_args, pytest.raises(ValueError, match="has not called _init_kv_manager"):
         args = KVArgs()
         args.engine_rank = args.pp_rank = args.system_dp_rank = 0
@@ -117,7 +117,7 @@ def model(where: Path, weight: float) -> str:
 
 
 def refused(port: int, p: dict[str, Any], d: dict[str, Any], states: Any = ((), ())) -> str:
-    """Why a request of two such engines fails; both live, and serve one of an engine like them."""
+    """The reason for which a request of two such engines fails. Both live, and each serves a request with an engine like itself."""
     with engine(port) as ranks:
         ps = start("prefill", p.pop("make", lambda: mha(0, 2)), disaggregation_bootstrap_port=port, **p)
         ranks.append(ps)
@@ -155,7 +155,7 @@ def test_engines_that_have_not_enough_in_common(port: int) -> None:
 
 
 def test_states_of_unequal_ranks(port: int) -> None:
-    """Each rank has a part of a Mamba state, which cannot be cut: both values are said."""
+    """Each rank has a part of a Mamba state, and the part cannot be cut. The reason has both values."""
     with engine(port) as ranks:
         ranks.append(start("prefill", lambda: mamba([0, 1]), disaggregation_bootstrap_port=port))
         ranks += [start("decode", lambda: mamba([0, 1], tp=2), tp=(n, 2)) for n in range(2)]

@@ -32,7 +32,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 
 def test_retracted_request_is_prefilled_again(sides: tuple[Side, Side]) -> None:
-    """Under the same room, with what was decoded before in its prompt; prefill hears of it by a request of SGLang's own making."""
+    """The room stays, and the prompt has the tokens decoded before. Prefill hears of the turn by a request of SGLang's own making."""
     p, d = sides
     d.router.engine = lambda _address, then: then(Engine(prefill_http_port=30000))
     posted: list[Any] = []
@@ -78,7 +78,7 @@ def test_retracted_request_is_prefilled_again(sides: tuple[Side, Side]) -> None:
 
 @pytest.mark.parametrize(("size", "asked", "room", "engine"), [(1, 0, 9, "sglang-dp0"), (4, 3, 9, "sglang-dp3"), (2, 0, 9, "sglang-dp1")])
 def test_data_parallel_rank(size: int, asked: int, room: int, engine: str) -> None:
-    """As asked for; else where the prefill engine says that it is."""
+    """Decode takes the rank that is asked for, else the rank that the prefill engine names."""
     d = Side("decode", Engine(dp_size=size))
     try:
         receiver = KVConnReceiver(d, "127.0.0.1:1", room)
@@ -92,7 +92,7 @@ def test_data_parallel_rank(size: int, asked: int, room: int, engine: str) -> No
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_rank_that_does_not_follow_from_the_room(loaded: bool) -> None:
-    """Claimed at once where the room says; the answer says another rank, before decode has pages for the request or later."""
+    """Decode claims at the room's rank at once. The answer names another rank, before decode has pages for the request or later."""
     host = kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
     more = {"bootstrap_join": host.bootstrap_address, "dp_size": 2}
     ps = [Rank("prefill", dp_rank=rank, engine_id=f"sglang-dp{rank}", **more) for rank in range(2)]

@@ -147,7 +147,7 @@ def test_idle_wait_of_a_wrong_kind(value: Any) -> None:
     ],
 )
 def test_ranks_that_compute_together_do_not_wait(parallel: dict[str, Any], waits: bool) -> None:
-    """The others would stand still as long, in the batch that they all take part in."""
+    """If such a rank waited, the other ranks would stand still as long, in the batch that they all take part in."""
     assert bool(params.idle_wait_s({"idle_wait_ms": 5}, parallel_config(**parallel))) is waits
 
 
@@ -157,6 +157,6 @@ def test_importing_kvconn_vllm_imports_no_vllm() -> None:
 
 
 def test_port_of_the_first_rank_is_the_agents_default() -> None:
-    """The other ranks are told of it before any agent is open."""
+    """The other ranks are told the port before any agent is open."""
     with pytest.raises(kvconn.ConfigError, match=rf"like http://host:{params._DEFAULT_PORT}\b"):
         kvconn.Agent({"engine_id": "e", "role": "prefill", "tp_rank": 1, "tp_size": 2})

@@ -1,4 +1,4 @@
-"""Workers' connectors as vLLM makes them of its own configuration, with real agents: what is set up otherwise does not fit."""
+"""Workers' connectors as vLLM makes them of its own configuration, with real agents: engines that are set up differently do not fit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Worker:
         self.connector.register_kv_caches({"layer.0": self.cache})
 
     def step(self, meta: KVConnMetadata, forward: Callable[[], None] = lambda: None) -> tuple[set[str], set[str], set[int]]:
-        """Who is sent, who is received, and the blocks of failed loads."""
+        """The requests reported as sent and as received, and the blocks of failed loads."""
         self.connector.bind_connector_metadata(meta)
         try:  # as vLLM's runner
             forward()
@@ -155,7 +155,7 @@ def make(model: Path) -> Iterator[Callable[..., Worker]]:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the connector says: to vLLM's handlers only, once it has found those."""
+    """The connector's log. It goes to vLLM's handlers only, once the connector has found those."""
     ours = logging.getLogger("kvconn.vllm")
     ours.addHandler(caplog.handler)
     yield caplog
@@ -204,7 +204,7 @@ def test_engines_that_do_not_fit(
 @pytest.mark.parametrize(("p", "d"), [(64, 128), (128, 64), (128, 128)])
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_blocks_of_other_sizes_and_orders(make: Callable[..., Worker], p: int, d: int, tokens_first: bool) -> None:
-    """Of a backend in whose blocks each token of each head is an item of its own."""
+    """The backend is one in whose blocks each token of each head is an item of its own."""
     prefill = make("kv_producer", backend="FLASH_ATTN", block_size=p, tokens_first=tokens_first)
     decode = make("kv_consumer", backend="FLASH_ATTN", block_size=d)
     theirs, ours = [3, 1, 6, 5][: 256 // p], [7, 0, 2, 4][: 256 // d]
@@ -225,7 +225,7 @@ def test_engines_that_are_both_carry_both_ways(make: Callable[..., Worker]) -> N
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_pass_that_fails_has_computed_nothing(make: Callable[..., Worker], fails: bool) -> None:
-    """Its blocks hold another request's cache, and must not be sent though the engine may live on."""
+    """The blocks still hold another request's cache, and must not be sent although the engine may live on."""
     prefill, decode = make("kv_producer"), make("kv_consumer")
     data = torch.randn(2, *prefill.cache.shape[1:])
 
@@ -251,7 +251,7 @@ def test_pass_that_fails_has_computed_nothing(make: Callable[..., Worker], fails
 
 
 def test_index_out_of_range(make: Callable[..., Worker], log: pytest.LogCaptureFixture) -> None:
-    """On either side: that request ends with both values in the log, and the engines go on with others."""
+    """On either side the request ends with both values in the log, and the engines go on with others."""
     prefill, decode = make("kv_producer"), make("kv_consumer")
     sent, _, _ = prefill.step(KVConnMetadata(offers=[OfferWork("out", "out", [[1, BLOCKS + 91]], [0])]))
     assert sent == {"out"}
@@ -266,6 +266,6 @@ def test_index_out_of_range(make: Callable[..., Worker], log: pytest.LogCaptureF
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_unknown_setting_ends_the_start(make: Callable[..., Worker], role: str) -> None:
-    """Better than an engine that does other than it was told: the error names the key."""
+    """The error names the key. An engine that ignored the key would do other than it was told."""
     with pytest.raises(kvconn.ConfigError, match='"peer_timeout"'):
         make(role, {"peer_timeout": 3})

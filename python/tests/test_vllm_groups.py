@@ -60,7 +60,7 @@ def test_groups_agree_with_vllms_managers_about_what_is_gone() -> None:
 
 
 def test_window_that_is_a_ring_of_one_block_is_refused() -> None:
-    """Some vLLMs call it a window. It is written to over and over: what an earlier step has filled does not stay."""
+    """Some vLLMs call such a ring a window. Its block is written to over and over: an earlier step's tokens do not stay."""
     kind = getattr(specs, "KpoolTailSpec", None) or type("KpoolTailSpec", (specs.SlidingWindowSpec,), {})
     ring = kind(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=BLOCK)
     with pytest.raises(ValueError, match="a KV cache of KpoolTailSpec is not supported"):

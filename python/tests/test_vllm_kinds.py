@@ -56,7 +56,7 @@ def test_every_class_is_in_the_table() -> None:
 
 
 def test_class_that_is_in_no_table_stops_the_start(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
-    """By name, and a subclass of a kind that is carried too: it may mean something else by the same fields."""
+    """Classes are known by name. A subclass of a carried kind stops the start too: it may mean something else by the same fields."""
 
     class NewSpec(specs.FullAttentionSpec):
         pass
@@ -94,7 +94,7 @@ def test_what_is_refused_says_why(one: Any, said: str) -> None:
 
 
 def test_field_that_is_not_known_must_have_its_default() -> None:
-    """Of a class that is carried. A field that a new release brings fails this test: does its meaning change what a block holds?"""
+    """If a new release gives a carried class a new field, this test fails: does the field change what a block holds?"""
     looked_at = {"tokens_per_state", "alignment", "model_version", "cache_role", "is_index_group_leader", "non_causal_multi_token_decode"}
     looked_at.add("topk_buffer_width")  # from 0.33 on
     for name, kind in KINDS.items():
@@ -129,7 +129,7 @@ def test_tests_that_the_table_names_are_there() -> None:
 
 
 def test_page_has_the_table() -> None:
-    """Written by scripts/caches-page.py."""
+    """scripts/caches-page.py writes the table."""
     page = REPOSITORY / "docs" / "caches.md"
     if not page.exists():
         pytest.skip("the tests run without the repository")

@@ -112,7 +112,7 @@ def test_blocks_that_are_not_tokens_by_heads_stay_opaque() -> None:
 
 
 def test_quantisation_is_a_part_of_the_name() -> None:
-    """Blocks of the same length, in which numbers of four bits lie among their scales in ways of their own."""
+    """Blocks of the same length, in which numbers of four bits lie among their scales in different ways."""
     cache = torch.zeros(8, 3, BLOCK, 16, dtype=torch.uint8)
 
     def made(mode: str) -> Any:
@@ -130,7 +130,7 @@ def test_quantisation_is_a_part_of_the_name() -> None:
     ]
     # Only where a number is an element of the tensor can a block be cut.
     assert [regions[0].tokens for regions in found.values()] == [BLOCK, BLOCK, 0, 0, 0]
-    # A mode that is not known here is one of those that cannot.
+    # A block of a mode that is not known here cannot be cut.
     plain = {specs.KVQuantMode[name] for name in layout._PLAIN_QUANTISATION if name}
     assert plain == {specs.KVQuantMode.NONE, specs.KVQuantMode.FP8_PER_TENSOR}
 
@@ -145,7 +145,7 @@ def test_quantized_cache_is_copied_as_it_is() -> None:
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_backend_with_an_order_of_its_own_moves_whole_blocks_of_heads(name: str) -> None:
-    """On CPU a head's tokens are packed within a block: heads can be dealt to ranks, but no block be cut."""
+    """On CPU a head's tokens are packed within a block: heads can be dealt to ranks, but no block can be cut."""
     order, sizes = ORDERS[name], (2, 8, 3, BLOCK, 10)
     memory = torch.zeros([sizes[axis] for axis in order], dtype=torch.int32)
     layer = memory.permute([order.index(axis) for axis in range(5)])[0]
@@ -165,7 +165,7 @@ def test_backend_with_an_order_of_its_own_moves_whole_blocks_of_heads(name: str)
 
 
 def test_order_within_a_block_is_a_part_of_the_name() -> None:
-    """Of two hosts, one with a matrix unit: blocks of the same size and shape, in which the bytes lie otherwise."""
+    """One of two hosts has a matrix unit: its blocks have the same size and shape, but another order of bytes."""
     config = cache_config(layers=["a"])
     config.kv_cache_groups[0].kv_cache_spec = heads(3)
 
@@ -201,7 +201,7 @@ def test_shared_tensor_is_taken_once_and_strangers_are_left_out() -> None:
 
 
 def test_cache_that_is_not_what_its_spec_says_is_refused() -> None:
-    """With both sizes; a number of blocks that does not fit too."""
+    """The error names both sizes. A number of blocks that does not fit is refused too."""
     for shape, said in {
         (8, 3, BLOCK, 12): "which is 2304 bytes for each of 8 blocks, but its FullAttentionSpec says 1920 bytes",
         (8, 2, BLOCK, 10): "which is 1280 bytes for each of 8 blocks, but its FullAttentionSpec says 1920 bytes",

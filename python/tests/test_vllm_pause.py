@@ -40,7 +40,7 @@ def test_pause_waits_until_nothing_is_read(make: Any, async_scheduling: bool, be
 
 
 def test_steps_that_wait_for_a_batch_take_nothing_back(make: Any) -> None:
-    """A step ahead of the last chunk has no tokens; the request has its blocks."""
+    """A step that is scheduled while the last chunk runs has no tokens, but the request still has its blocks."""
     engine = make("kv_producer", async_scheduling=True)
     request = engine.add(60, prefill_kv(), max_tokens=1)
     last = engine.schedule()
@@ -56,7 +56,7 @@ def test_steps_that_wait_for_a_batch_take_nothing_back(make: Any) -> None:
 
 @pytest.mark.parametrize(("async_scheduling", "told"), [(False, [True, True, True]), (True, [False, True, True])])
 def test_worker_waits_only_when_no_batch_is_under_way(make: Any, async_scheduling: bool, told: list[bool]) -> None:
-    """A step without tokens waits for completions in the worker, and the batch after it would find the worker busy."""
+    """A step without tokens waits for completions in the worker. A batch after it would find the worker busy."""
     engine = make("kv_producer", async_scheduling=async_scheduling)
     request = engine.add(60, prefill_kv(), max_tokens=1)
     engine.run(lambda: request.request_id in engine.sending)

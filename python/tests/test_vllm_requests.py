@@ -1,4 +1,4 @@
-"""Whose a request is, and what its cache is of, by ids and requests that vLLM's own code makes."""
+"""Which client a request belongs to, and what its cache is of, by ids and requests that vLLM's own code makes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvconn.vllm.requests import Prompts, siblings
 
 
 def engine_request(name: str) -> EngineCoreRequest:
-    """As the front end makes it, with the id that the engine then knows it by."""
+    """A request as the front end makes it, with the id by which the engine then knows it."""
     made = EngineCoreRequest(
         request_id=name,
         prompt_token_ids=[1, 2],
@@ -82,7 +82,7 @@ def an_adapter(where: Path, seed: int) -> str:
 
 
 def test_adapters_make_other_caches(tmp_path: Path) -> None:
-    """Compared by their weights: one name, and one path, may be two adapters on two hosts."""
+    """Adapters are compared by their weights: one name, or one path, may stand for two adapters on two hosts."""
     prompts, first = Prompts(), an_adapter(tmp_path / "a/x", 0)
     plain = prompts.fingerprint(a_request())
     assert plain == fingerprint([1, 2, 3])
@@ -114,7 +114,7 @@ def test_adapter_that_cannot_be_read_is_refused(tmp_path: Path, caplog: pytest.L
 
 
 def test_stand_ins_of_requests_are_vllms() -> None:
-    """Those of vllm_sides: its ways to end, and, by like, its fields."""
+    """The requests of vllm_sides end in the ways of vLLM's, and (by like) have no other fields."""
     assert {status.name for status in Status} <= {status.name for status in RequestStatus}
     real: Any = a_request()
     for name in vars(request(3, {})):
@@ -135,7 +135,7 @@ def test_second_sample_with_a_transfer_id_is_computed(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_transfer_id_that_is_used_again_is_refused(caplog: pytest.LogCaptureFixture, ended: bool) -> None:
-    """By a router that counts, or that retries under one id: with both requests' names, on either side, at once or later."""
+    """A router may count, or retry under one id. The refusal names both requests, on either side, at once or later."""
     side, one, two = decode_side(), request(40, decode_params()), request(40, decode_params())
     side.on_new_request(one)
     if ended:

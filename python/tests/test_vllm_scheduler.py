@@ -54,7 +54,7 @@ def test_reset_cache_says_what_is_under_way(make: Any, caplog: pytest.LogCapture
 
 
 def test_beside_another_connector(make: Any) -> None:
-    """The first that has the tokens loads them; the other hears of the blocks and must not load as well."""
+    """The first connector that has the tokens loads them. The other hears of the blocks and must not load as well."""
     engine = make("kv_consumer", beside=[OFFLOADING])
     request = engine.add(100, decode_kv())
     engine.step()
@@ -78,7 +78,7 @@ def test_prefill_beside_another_connector(make: Any) -> None:
 
 
 def nothing_of_ours_is_left(engine: Engine, request: Request) -> None:
-    """What the other one stores has no worker here that ends it."""
+    """Looks at our connector only: no worker here ends the stores of the other one."""
     assert request.request_id not in engine.scheduler.requests and engine.blocks_free() == engine.free
     assert engine.ours._sched.in_flight() == (0, 0) and not engine.ours._sched.has_unsaid()
 
@@ -86,7 +86,7 @@ def nothing_of_ours_is_left(engine: Engine, request: Request) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("windows", [(0, WINDOW), (0, -3 * BLOCK)], ids=["window", "chunks"])
 def test_a_step_ahead(make: Any, windows: tuple[int, ...], seed: int) -> None:
-    """vLLM schedules a step before the one before it has ended: also then no block of a partial offer is another request's."""
+    """vLLM schedules a step before the former step has ended. Then too no block of a partial offer may be another request's."""
     dice = random.Random(seed)
     engine = make("kv_producer", windows=windows, blocks=40, seqs=6, async_scheduling=True)
     requests: list[Request] = []

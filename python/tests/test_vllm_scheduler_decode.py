@@ -207,7 +207,7 @@ def test_params_without_sense_end_by_the_policy(make: Any, policy: str, hybrid: 
 
 
 def test_worker_aggregation_reports_each_request_once() -> None:
-    """Every rank's worker reports each request; vLLM counts to the number of workers, which is what None stands for."""
+    """Every rank's worker reports each request. vLLM counts up to the number of workers; None stands for that number."""
     aggregate = KVOutputAggregator(2).aggregate
 
     def said(received: set[str], failed: set[str]) -> Any:

@@ -25,7 +25,7 @@ def test_chunked_prefill_is_offered_whole(make: Any, tokens: int, hybrid: bool) 
     kv = prefill_kv()
     request = engine.add(tokens, kv, max_tokens=1)
     engine.run(lambda: engine.finished(request))
-    # All was sent while it was computed; of the window, what is kept of it until the prompt's end.
+    # The whole prompt was sent while it was computed; of the window only the blocks that are kept until the prompt's end.
     total = -(-tokens // BLOCK)
     assert engine.ready[kv["transfer_id"]] == [total] * (1 + hybrid)
     assert engine.first[kv["transfer_id"]] == [0, max(0, tokens - WINDOW) // BLOCK][: 1 + hybrid]
@@ -47,7 +47,7 @@ def test_chunked_prefill_is_offered_whole(make: Any, tokens: int, hybrid: bool) 
 
 
 def test_window_whose_far_end_would_be_lost(make: Any) -> None:
-    """The last token of such a prompt is what would cost a block that the decode engine needs."""
+    """The last token of such a prompt would cost a block that the decode engine needs."""
     engine = make("kv_producer", hybrid=True)
     tokens = WINDOW - 1 + 5 * BLOCK
     request = engine.add(tokens, prefill_kv(), max_tokens=1)
@@ -62,7 +62,7 @@ def test_window_whose_far_end_would_be_lost(make: Any) -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_window_of_a_prompt_that_cannot_be_cut(make: Any, mixed: bool) -> None:
-    """Embeddings: its last token costs a block that the decode engine needs, which must not be sent while that is computed."""
+    """A prompt of embeddings: its last token costs a block that decode needs. While that token is computed the block must not go."""
     engine = make("kv_producer", hybrid=True)
     tokens, kv = WINDOW - 1 + 5 * BLOCK, prefill_kv()
     request = engine.add(tokens, kv, max_tokens=1, embeds=torch.zeros(tokens, 32), mixed=mixed)
@@ -124,7 +124,7 @@ def test_prefix_that_the_same_step_computes_is_not_there_before_it(make: Any, as
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_prompt_is_said_of_each_half(make: Any, hybrid: bool) -> None:
-    """The same number by P, which may cut the prompt, and by D; by P also when it begins anew with other blocks."""
+    """P, which may cut the prompt, and D say the same number. P says it also when it begins anew with other blocks."""
     engine, other = make("kv_producer", hybrid=hybrid), make("kv_consumer", hybrid=hybrid)
     for tokens in (WINDOW + BLOCK, MAX_BATCHED * 2 + 1, WINDOW + 2 * BLOCK - 1):
         prompt = [random.randrange(500) for _ in range(tokens)]
@@ -172,7 +172,7 @@ def test_prompt_of_which_tokens_do_not_say_what_it_is(make: Any) -> None:
 
 
 def test_session_has_no_partial_offers(make: Any) -> None:
-    """Its prompt is what has come of it so far: the last block of that is filled up later."""
+    """A session's prompt is what has come so far: the next part fills its last block up."""
     engine = make("kv_producer")
     request = engine.add(BLOCK + 1, prefill_kv(), max_tokens=1, resumable=True)
     engine.step()
@@ -182,7 +182,7 @@ def test_session_has_no_partial_offers(make: Any) -> None:
 
 
 def test_prefix_that_another_connector_loaded_badly_is_taken_back(make: Any) -> None:
-    """It told so when the blocks were being sent already; vLLM computes them in place."""
+    """The other connector reports the failure when the blocks are being sent already. vLLM computes them in place."""
     engine = make("kv_producer", policy="recompute")
     request = engine.add(200, prefill_kv(), max_tokens=1)
     engine.step()

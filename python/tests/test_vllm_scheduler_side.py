@@ -55,7 +55,7 @@ def test_prefill_without_on_new_request_announces_at_allocation() -> None:
 
 @pytest.mark.parametrize("kept", [3, 6])
 def test_partial_offer_of_a_window_begins_where_it_is_kept(kept: int) -> None:
-    """And the offer begins where the partial offers did, though vLLM may have kept more of it until then."""
+    """The offer too begins where the partial offers did, though vLLM may have kept more of the window until then."""
     side, req = prefill_side([Group(0, BLOCK), Group(1, BLOCK, window=33)], partial_offers=True), request(140, prefill_params())
     req.max_tokens = 1
     side.on_new_request(req)
@@ -69,7 +69,7 @@ def test_partial_offer_of_a_window_begins_where_it_is_kept(kept: int) -> None:
 
 
 def test_hit_that_has_less_of_the_window_than_is_to_be_sent_has_no_partial_offer() -> None:
-    """What vLLM keeps beside the window it does not look for in its cache: there is no block in its place."""
+    """vLLM does not look in its cache for the tokens that it keeps beside the window: no block is in their place."""
     side, req = (
         prefill_side([Group(0, BLOCK), Group(1, BLOCK, window=33, retained=16)], partial_offers=True),
         request(140, prefill_params()),

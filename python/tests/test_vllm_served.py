@@ -1,4 +1,4 @@
-"""What an engine serves, as its worker says it of vLLM's own configuration: the fingerprint, and what is refused at start."""
+"""What an engine serves, as its worker reads it from vLLM's own configuration: the fingerprint, and options refused at start."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_same_name_other_weights(model: Path, tmp_path: Path) -> None:
 
 
 def test_how_it_is_loaded(model: Path, tmp_path: Path) -> None:
-    """What changes what is computed counts; what changes how fast does not."""
+    """An option that changes what is computed changes the fingerprint. An option that changes only the speed does not."""
     one = checkpoint(tmp_path / "tiny", model)
     plain = fingerprint(one)
     same = [{"dtype": "float32"}, {"load_format": "safetensors"}, {"seed": 3}, {"max_model_len": 512}, {"block_size": 32}]
@@ -64,7 +64,7 @@ def test_how_it_is_loaded(model: Path, tmp_path: Path) -> None:
 
 
 def test_overrides_by_a_function_are_named(model: Path, tmp_path: Path) -> None:
-    """As vLLM's own for speculative models."""
+    """Such as the function that vLLM sets for speculative models."""
     from vllm.config.speculative import SpeculativeConfig
 
     one = made(checkpoint(tmp_path / "tiny", model))
@@ -80,7 +80,7 @@ def test_overrides_by_a_function_are_named(model: Path, tmp_path: Path) -> None:
 
 
 def test_users_name_stands_in_the_place_of_the_weights(model: Path) -> None:
-    """Of a folder without weights: then nothing is read."""
+    """The folder has no weights: with a name by the user nothing is read."""
     assert fingerprint(model, {"model": "mine"}) is None
     assert fingerprint(model, {"model_fingerprint": "v7"}) is None
     with pytest.raises(ValueError, match=r'holds no weights.*set "model" in kv_connector_extra_config of both engines'):
@@ -134,7 +134,7 @@ def speculative(method: str | None, draft: Path | None, model: Path) -> Any:
 
 
 def test_speculative_models_are_compared(model: Path, tmp_path: Path) -> None:
-    """Those that have caches; a draft by another model of one name is another one."""
+    """Speculative models that have caches are compared. If two drafts have one name and different models, they differ."""
     one = checkpoint(tmp_path / "tiny", model)
     draft, copy, other = (
         checkpoint(tmp_path / "a/d", model, 2),
@@ -150,7 +150,7 @@ def test_speculative_models_are_compared(model: Path, tmp_path: Path) -> None:
 
 
 def test_methods_without_a_cache_are_vllms() -> None:
-    """But for those that a release has dropped. A method that is not among them is taken for one with a cache."""
+    """Releases may have dropped some of the methods. A method that is not in the list is taken for one with a cache."""
     from typing import get_args
 
     from vllm.config.speculative import SpeculativeMethod
@@ -185,7 +185,7 @@ def test_options_that_would_go_wrong_later(model: Path, place: str, value: Any, 
 
 
 def test_options_that_are_refused_are_the_installed_vllms() -> None:
-    """But for the scales, which releases before 0.32 computed."""
+    """All but the option for scales, which releases before 0.32 computed."""
     assert "enable_return_routed_experts" in vllm.fields_of(vllm.AUX_CONFIG)
     assert "enable_elastic_ep" in vllm.fields_of(vllm.PARALLEL_CONFIG)
     assert "num_prefill_lookahead_tokens" in vllm.fields_of(vllm.VLLM_CONFIG)
@@ -208,7 +208,7 @@ def test_mtp_of_several_modules(ahead: int, refused: bool) -> None:
 
 
 def test_layout_that_is_asked_for(model: Path) -> None:
-    """By vLLM's own way of asking; of a latent none is asked for."""
+    """The layout is asked for in vLLM's own way; for a latent no layout is asked for."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
 
     transfer = KVTransferConfig(kv_connector="KVConnConnector", kv_connector_module_path="kvconn.vllm", kv_role="kv_both")
@@ -217,7 +217,7 @@ def test_layout_that_is_asked_for(model: Path) -> None:
 
 
 def test_adapters_of_modalities(model: Path, tmp_path: Path) -> None:
-    """They are set for the whole engine."""
+    """Such adapters are set for the whole engine."""
     one = checkpoint(tmp_path / "tiny", model)
 
     def adapter(name: str, seed: int) -> str:

@@ -46,7 +46,7 @@ def told() -> KVConnStats:
 
 
 def over_the_wire(stats: KVConnStats) -> dict[str, Any]:
-    """As vLLM sends them from the engine's process to the front end's."""
+    """Sends statistics as vLLM does, from the engine's process to the front end's."""
     stats = pickle.loads(pickle.dumps(stats))
     return msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
 

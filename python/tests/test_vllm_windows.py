@@ -1,6 +1,6 @@
 """A sliding window's end is sent while the prompt is computed: vLLM's own scheduler says which blocks, agents carry the bytes.
 
-What is not a request's is overwritten in each step, so that a byte of a block that vLLM has given to others would be seen.
+Each step overwrites all blocks that are no request's: if a block that vLLM has given away were sent, the bytes would show it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Prefill:
         self.engine.update(self.output, sent=reports.sent)
 
     def run(self, request: Any) -> int:
-        """Up to the last step of its prompt, which has not ended; how many there were."""
+        """Runs up to the last step of the request's prompt, which has not ended. Returns how many steps there were."""
         for steps in range(1, 100):
             self.begin()
             if request.num_computed_tokens >= request.num_prompt_tokens:
@@ -127,7 +127,7 @@ def pair(model: Path, windows: tuple[int, ...]) -> Iterator[tuple[Prefill, Memor
 
 
 class Load:
-    """What a decode engine asks for of a prompt: of a window its end only."""
+    """The part of a prompt that a decode engine asks for: of a window only its end."""
 
     def __init__(self, p: Prefill, d: Memory, kv: dict[str, Any], prompt: list[int], windows: tuple[int, ...]) -> None:
         self.d, self.prompt = d, prompt
@@ -201,7 +201,7 @@ def test_prefix_that_prefill_has_cached(pair: tuple[Prefill, Memory], windows: t
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_preempted_between_chunks(pair: tuple[Prefill, Memory], windows: tuple[int, ...], steps: int) -> None:
-    """Its blocks are another's in the next step, and it comes back in others."""
+    """In the next step its blocks are another request's, and it comes back in other blocks."""
     p, d = pair
     prompt, kv = text(200), prefill_kv()
     load = Load(p, d, kv, prompt, windows)
@@ -241,7 +241,7 @@ def test_aborted_between_chunks(pair: tuple[Prefill, Memory], windows: tuple[int
 
 @pytest.mark.parametrize("max_tokens", [2, 60])
 def test_request_that_goes_on_after_its_prompt(pair: tuple[Prefill, Memory], windows: tuple[int, ...], max_tokens: int) -> None:
-    """What follows may cost blocks of the window: it comes with the offer, or not at all if they are gone by then."""
+    """Later tokens may cost blocks of the window. So the window comes with the offer, or not at all if its blocks are gone by then."""
     p, d = pair
     prompt, kv = text(100), prefill_kv()
     load = Load(p, d, kv, prompt, windows)

@@ -62,7 +62,7 @@ def test_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("kind", ["claim", "demand"])
 def test_what_is_no_end_of_a_load_frees_none_of_its_blocks(kind: str) -> None:
-    """Settings of the agent that are not the connector's bring such reports, of a claim also that of an earlier request."""
+    """The agent reports such things if a user sets them in its configuration. A report of a claim may be an earlier request's."""
     side, agent = worker()
     (req_id,) = loading(side, "t")
     agent.ends("t", kind, code=22)
@@ -148,7 +148,7 @@ def test_partial_offer_that_the_agent_refuses_does_not_end_the_step() -> None:
 
 
 def test_what_was_begun_by_several_calls_is_told_at_the_step_s_end() -> None:
-    """The agent follows what the last of them computes."""
+    """The agent follows only the blocks that the last of the calls named as computing."""
     for all_ids, refused, nameless in ("abc", "b", False), ("abc", "bc", False), ("ab", "", True):
         side, agent = worker(by_layers=True)
         side.follow_layers({"layer.0": [0]})
@@ -187,7 +187,7 @@ def test_layer_that_tells_twice_does_not_tell_for_another() -> None:
 
 
 def test_no_partial_offer_follows_one_that_was_refused() -> None:
-    """Blocks say what they follow: they would stand where the missing ones should."""
+    """Blocks follow the ones before: the next blocks would stand where the refused ones should."""
     side, agent = worker()
     agent.refused = {"a"}
     step(side, partial("a"))
@@ -227,7 +227,7 @@ def test_engine_ends_rather_than_use_blocks_that_are_still_read() -> None:
 
 
 def test_metadata_stays_as_it_is_and_each_phase_comes_once() -> None:
-    """vLLM may call any of these again in a step; what has been said of it is not said twice."""
+    """vLLM may call any of these again in a step. The worker tells the agent each thing once."""
     side, agent = worker()
     meta = KVConnMetadata(
         announces=["a"],

@@ -46,7 +46,7 @@ OFFLOADING = {
 
 
 def _spec(window: int, **spec: Any) -> Any:
-    """Of a group: a window of so many tokens, attention in chunks of as many if less than none, all if 0."""
+    """The spec of a group: above 0 a window of so many tokens, below 0 attention in chunks of as many, 0 full attention."""
     if window < 0:
         return ChunkedLocalAttentionSpec(**spec, attention_chunk_size=-window)
     return SlidingWindowSpec(**spec, sliding_window=window) if window else FullAttentionSpec(**spec)
@@ -159,7 +159,7 @@ class Engine:
         self.scheduler.finish_requests([r.request_id for r in requests], RequestStatus.FINISHED_ABORTED)
 
     def preempt(self) -> None:
-        """The youngest one, as for want of blocks."""
+        """Preempts the youngest request, as vLLM does for want of blocks."""
         request = self.scheduler.running.pop()
         self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self.scheduler._preempt_request(request, 0.0, drop_stale_output=True)
@@ -181,7 +181,7 @@ class Engine:
         return output
 
     def _give(self, output: Any, meta: KVConnMetadata) -> None:
-        """As the agent does, with all that it relies on looked at."""
+        """Takes partial offers as the agent does, and checks all that the agent relies on."""
         for transfer_id in meta.withdrawals:
             del self.given[transfer_id], self.ready[transfer_id], self.first[transfer_id]
             self.withdrawn.append(transfer_id)

@@ -32,7 +32,7 @@ TABLE = _table()
 
 
 class WatchedRecords(Records):
-    """Holds whatever becomes of a request against the table."""
+    """Compares each change of a request's state with the table."""
 
     allowed = {(State[state], State[after]) for state, row in TABLE.items() for after in row.values() if after != "-"}
 
@@ -113,7 +113,7 @@ class Refused(RuntimeError):
 
 
 class Marks:
-    """Of regions that are written."""
+    """The bytes of regions that are written."""
 
     def __init__(self, agent: FakeAgent) -> None:
         self._agent = agent

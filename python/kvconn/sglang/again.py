@@ -28,7 +28,7 @@ def prompt_and_turn(request: Any) -> tuple[int, int]:
 
 
 def marked(payload: dict[str, Any], turn: int) -> dict[str, Any]:
-    """The body of the request to prefill, whose id begins with the first one's: so an abort of that finds it too."""
+    """The body of the request to prefill. Its id begins with the first request's id, so that an abort of the first finds it too."""
     return {**payload, "rid": f"{payload['rid']}.kvconn-{turn}"}
 
 

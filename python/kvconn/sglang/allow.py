@@ -1,7 +1,7 @@
 """Which hosts may be asked: a bootstrap address comes from a client's request.
 
-The rules are those by which the agent decides what it contacts itself. The entries are those of ``bootstrap_allow``. The
-agent has read them before, and has refused a wrong one.
+The agent decides by the same rules which hosts it contacts itself. The entries are those of ``bootstrap_allow``. The agent
+has read the entries before, and has refused wrong ones.
 """
 
 from __future__ import annotations

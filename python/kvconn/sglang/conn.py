@@ -137,7 +137,7 @@ class KVConnManager(_Manager):
         return self.rooms.open(bootstrap_room, *again.prompt_and_turn(request))
 
     def register_to_bootstrap(self) -> None:
-        return  # the agent did it when it registered the caches
+        return  # the agent registered itself when it registered the caches
 
     def tell_dp_rank(self, bootstrap_room: int) -> None:
         if self._bootstrap is not None:
@@ -160,7 +160,7 @@ class KVConnManager(_Manager):
         logger.error("room %s: %s", bootstrap_room, failure_reason)
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
-        """Has the prefill engine compute a retracted request again. All ranks are asked to; its client's rank does it."""
+        """Has the prefill engine compute a retracted request again. All ranks get this call; only the rank that answers asks."""
         if self.parallel.answers:
             again.prefill(kv_receiver, payload, self.waiting_timeout)
 
@@ -290,8 +290,8 @@ class KVConnReceiver(_Half, _Receiver):
         self.bootstrap_room = bootstrap_room
         self.abort_notified = False
         self._engine = ""
-        self._blocks: tuple[Any, ...] = ()  # that are loaded
-        self.http_port: int | None = None  # of the prefill server's own API
+        self._blocks: tuple[Any, ...] = ()  # the blocks that are loaded
+        self.http_port: int | None = None  # the port of the prefill server's own API
         self.room = mgr.open_room(bootstrap_room)
 
     @property
@@ -325,7 +325,7 @@ class KVConnReceiver(_Half, _Receiver):
             else:
                 self._claim(asked)
         else:
-            # The prefill engine's scheduler knows the rank: a router may choose one that does not follow from the room.
+            # Only the prefill engine's scheduler knows the rank: a router may choose a rank that does not follow from the room.
             if engine.follow_bootstrap_room and not setting("SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK", 0):
                 self._claim(self.bootstrap_room % engine.dp_size)
             mgr.router.dp_rank(self.bootstrap_addr, self.bootstrap_room, self._rank_found)

@@ -19,7 +19,7 @@ class Kind:
     index: str = ""  # what an index names: a page, the slot or the row of a request, an entry of a request's ring
     to_the_end: bool = False  # the indices end with the prompt; they begin where a side does not have the cache yet
     sharded: bool = False  # each tensor parallel rank has a part of its own
-    test: str = ""  # that carries it
+    test: str = ""  # the test that carries it
     refused: str = ""  # why it is not carried
 
 

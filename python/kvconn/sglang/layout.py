@@ -51,7 +51,7 @@ class Layout:
     """The regions, and the block ids of a request by group."""
 
     def __init__(self, args: Any, pool: Any, draft: Any, heads: Heads, stages: int = 1) -> None:
-        """stages: how many the engine's pipeline has."""
+        """stages: the number of stages of the engine's pipeline."""
         self.page_size = args.page_size
         self.state_types = [getattr(kind, "value", str(kind)) for kind in args.state_types]
         self._kinds = [kinds.state(kind) for kind in self.state_types]
@@ -108,7 +108,7 @@ class Layout:
                 raise ValueError(f"kvconn: rows of {item} bytes are no rings of {entries} entries, or of {self._ring} as others have")
             self._ring, item = entries, item // entries
         elif not geometry and owner.part != "index" and self._heads.tp_size > 1:
-            # Each rank has another part of it, and nothing but the name can tell which.
+            # Each rank has another part of this cache, and only the region's name can tell which part.
             label += f" of rank {self._heads.tp_rank}/{self._heads.tp_size}"
         if owner.shape:
             label += f" {owner.shape}"
@@ -121,7 +121,7 @@ class Layout:
         return IndexKind.SLOT if kind == "slot" else IndexKind.BLOCK
 
     def _geometry(self, item: int, owner: pools.Owner) -> dict[str, int]:
-        """Of a page with token after token, and in a token head after head; empty if the page is not so."""
+        """The geometry of a page that has token after token and, in a token, head after head; empty for any other page."""
         tokens, heads = self.page_size, self._heads
         token = item // tokens
         if item % tokens or owner.part not in _PAGES:
@@ -159,7 +159,7 @@ class Layout:
 
     @property
     def one_part_each(self) -> list[str]:
-        """The types of states of which each tensor parallel rank has a part that cannot be cut: both engines need as many ranks."""
+        """The types of states of which each tensor parallel rank has a part that cannot be cut: both need equally many."""
         return [name for name, kind in zip(self.state_types, self._kinds) if kind.sharded]
 
     def blocks(self, pages: Any, states: Sequence[Any] | None, row: int | None) -> list[Any]:

@@ -32,7 +32,7 @@ class Parallel:
         return self.rank.tp_rank == self.rank.pp_rank == self.cp_rank == 0
 
     def route_info(self, layout: str | None) -> dict[str, Any]:
-        """What SGLang's ranks say of themselves beside their numbers, to those who ask the bootstrap port by SGLang's protocol."""
+        """What a rank says of itself beside its numbers when the bootstrap port is asked by SGLang's protocol."""
         info = {
             "follow_bootstrap_room": self.load_balance_method == "follow_bootstrap_room",
             "prefill_http_port": self.http_port,
@@ -133,7 +133,7 @@ def heads_of(parallel: Parallel, pool: Any, model_config: Any) -> Heads:
 
 
 def bootstrap_port(parallel: Parallel) -> int:
-    """The port of the engine's first rank, which has the bootstrap server: each host may have reserved another for itself."""
+    """The port of the engine's first rank, which has the bootstrap server: each host may have reserved another port for itself."""
     if parallel.first_node is None:
         return parallel.bootstrap_port
     world = getattr(_context("get_parallel"), "world_group", None)

@@ -107,6 +107,6 @@ def agent_config(
     else:
         config["report_claims"] = True
     config.update(extra)
-    if "model" in extra and "model_fingerprint" not in extra:  # who names the model vouches for it
+    if "model" in extra and "model_fingerprint" not in extra:  # a user who names the model vouches for it
         config.pop("model_fingerprint", None)
     return config

@@ -77,7 +77,7 @@ def _add_classes() -> None:
 
 
 def _starting(queue: Any, *_: Any, **__: Any) -> None:
-    """Before SGLang's methods that make a queue's manager: the manager needs to know the pools that the queue has."""
+    """Runs before SGLang's methods that make a queue's manager: the manager needs to know the queue's pools."""
     if getattr(queue.transfer_backend, "value", None) == NAME:
         from . import start
 
@@ -85,20 +85,20 @@ def _starting(queue: Any, *_: Any, **__: Any) -> None:
 
 
 def _coming(queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """Before SGLang's methods that make a sender or receiver for a request."""
+    """Runs before SGLang's methods that make a sender or receiver for a request."""
     if hasattr(queue.kv_manager, "coming"):
         queue.kv_manager.coming = req
 
 
 def _idle(scheduler: Any, *_: Any, **__: Any) -> None:
-    """Before SGLang's method for a step without a batch."""
+    """Runs before SGLang's method for a step without a batch."""
     queue = getattr(scheduler, "disagg_decode_prealloc_queue", None) or getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     if wait := getattr(getattr(queue, "kv_manager", None), "wait_for_news", None):
         wait()
 
 
 def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
-    """Around SGLang's function of this name."""
+    """Runs around SGLang's function of this name."""
     if getattr(transfer_backend, "value", None) != NAME or class_type.value == "kvargs":
         return original(transfer_backend, class_type)
     from . import conn

@@ -1,7 +1,7 @@
-"""Whose memory each of SGLang's buffers is: a layer of the model, and a part of its cache.
+"""Which layer of the model each of SGLang's buffers belongs to, and which part of the layer's cache it holds.
 
-SGLang hands its backends bare addresses. Where a stage of a pipeline has some of the layers, their order does not tell which.
-The pool knows it: by its lists the attention of a layer finds its cache.
+SGLang hands its backends bare addresses. If a stage of a pipeline has only some of the layers, the order of the addresses does
+not tell which layers. The pool knows the layers: by the pool's lists the attention of a layer finds its cache.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from . import kinds
 
 
 class Owner(NamedTuple):
-    """Whose a buffer is."""
+    """The layer and the part of its cache that a buffer belongs to."""
 
     layer: int
     part: str
     shape: str  # what an item holds, where the part does not say it
-    pool: Any  # that holds the buffer
+    pool: Any  # the pool that holds the buffer
 
 
 def owners(pool: Any) -> dict[int, Owner]:
@@ -35,7 +35,7 @@ def owners(pool: Any) -> dict[int, Owner]:
 
 
 def _children(pool: Any) -> list[tuple[Any, Sequence[int]]]:
-    """The pools that hold buffers, with the layers that these are of."""
+    """The pools that hold buffers, each with the layers of its buffers."""
     name = type(pool).__name__
     if name == "SWAKVPool":
         mapping = pool.layers_mapping.items()  # layer: place, whether it has a window

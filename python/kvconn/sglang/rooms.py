@@ -78,9 +78,9 @@ class Room:
         # The agent knows the request and owes no completion: it needs a cancel if the request ends before its transfer begins.
         self.known = False
         self.partial = False  # partial offers were made: their pages may be read
-        self.moved: Callable[[], None] | None = None  # loads it from another rank, when the load that is under way has ended
+        self.moved: Callable[[], None] | None = None  # loads the request from another rank, once the load that is under way has ended
         self.prefix_pages = 0  # pages that the decode engine has already
-        self.token = 0  # of the room's claim: tells it from the claim of an earlier request in the same room
+        self.token = 0  # marks the room's claim: tells it from the claim of an earlier request in the same room
         self.deadline = float("inf")
         self.completion: Any = None
 
@@ -325,7 +325,7 @@ class Rooms:
         return room is not None and room.owed in ("offer", "load")
 
     def forget(self, room: Room) -> None:
-        """Ends the record of a room whose request has ended, well or not. If a transfer is under way, its completion does it."""
+        """Ends the record of a room whose request has ended, well or not. If a transfer is under way, its completion ends the record."""
         self.abort(room, "the request has ended")
         if not room.owed and isinstance(room.number, int) and self._used.get(room.number) is room:
             del self._used[room.number]

@@ -18,7 +18,7 @@ from .parallel import leaf
 
 logger = logging.getLogger("kvconn.sglang")
 
-_queue: Any = None  # that makes its manager now
+_queue: Any = None  # the queue that makes its manager now
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Start:
 
 
 def show(queue: Any) -> None:
-    """Before SGLang's method that makes a queue's manager."""
+    """Called before SGLang's method that makes a queue's manager."""
     global _queue
     _queue = queue
 
 
 def take(server_args: Any) -> Start:
-    """The queue that was shown last. A manager has one of its own."""
+    """What follows from the queue that was shown last. Each manager has a queue of its own."""
     global _queue
     queue, _queue = _queue, None
     if queue is None:

@@ -60,7 +60,7 @@ def _show_logs() -> None:
     ours.propagate = False
 
 
-# Without this field a preempted request's blocks may be another's before its partial offers can be withdrawn.
+# Without this field a preempted request's blocks may be another request's before its partial offers can be withdrawn.
 _TELLS_PREEMPTIONS = "preempted_req_ids" in getattr(_SchedulerOutput, "__dataclass_fields__", {})
 
 # MultiConnector finds its members' statistics only in this register, by the name of their class.
@@ -257,7 +257,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         self._work.step_written(failed=sys.exc_info()[0] is not None)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Before anything of the step may touch the blocks that vLLM has taken back."""
+        """Called before anything of the step may touch the blocks that vLLM has taken back."""
         if isinstance(kv_connector_metadata, KVConnMetadata):
             self._work.withdraw(kv_connector_metadata)
 

@@ -15,8 +15,8 @@ _STATE = "a state, not tokens"
 
 @dataclass(frozen=True)
 class Carried:
-    test: str  # the file of the test that shows it
-    which: str = ""  # of it
+    test: str  # the file of the test that shows that it is carried
+    which: str = ""  # the case of that test
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _meaning(vllm_config: Any, layer_name: str, spec: Any, backend: str) -> str:
     """What a block's bytes mean beside their geometry: the attention backend, the order that the backend has chosen for a
     block (on CPU it depends on the processor), and the mode of quantisation.
 
-    It becomes a part of the region's name, so that a region moves only between engines with the same.
+    It becomes a part of the region's name, so that a region moves only between engines in which its bytes mean the same.
     """
     layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
     order = getattr(layers.get(layer_name), "isa", None) if backend not in _BACKENDS_OF_ITEMS else None

@@ -43,7 +43,7 @@ class PartialWork:
 class LoadWork:
     """Decode: load the prompt's blocks from first_block on into block_ids, as far as num_tokens tokens of the prompt go.
 
-    A load without block ids is silent: the prefill engine hears that this one needs nothing, and frees its blocks; vLLM
+    A load without block ids is silent: the prefill engine hears that decode needs nothing, and frees its blocks; vLLM
     gets no report of it.
     """
 

@@ -78,7 +78,7 @@ def parse(params: Any) -> PrefillParams | DecodeParams | None:
     """
     if params is None:
         return None
-    if type(params) is not dict and not isinstance(params, Mapping):  # the latter is slow
+    if type(params) is not dict and not isinstance(params, Mapping):  # a check for Mapping is slow
         raise BadParams(f"kv_transfer_params is {params!r}: an object was expected, not {type(params).__name__}")
     prefill, decode = _flag(params, "do_remote_decode"), _flag(params, "do_remote_prefill")
     if prefill and decode:
@@ -137,7 +137,7 @@ def answer(
 
 
 def refusal(reason: str) -> dict[str, Any]:
-    """The prefill engine's answer if there is nothing to load: the decode engine fails the request with this reason."""
+    """The prefill engine's answer if there is nothing to load. The decode engine then fails the request with this reason."""
     return {"do_remote_prefill": True, "do_remote_decode": False, ERROR: reason}
 
 

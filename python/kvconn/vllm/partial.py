@@ -41,7 +41,7 @@ class HasPartial(Protocol):
 
 
 class _Unknown:
-    """In the place of a record that is not there."""
+    """Stands in the place of a record that is not there."""
 
     partial = None
 
@@ -116,7 +116,7 @@ class PartialOffers:
                 self._take_back(record.partial, meta)
 
     def _take_back(self, partial: Partial, meta: KVConnMetadata) -> None:
-        """Of a request that keeps its blocks."""
+        """Takes back the partial offers of a request that keeps its blocks."""
         held = partial.block_ids
         self._withdraw(partial, meta)
         self._replace(partial, ())

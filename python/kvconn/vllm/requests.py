@@ -10,7 +10,7 @@ from ..checkpoint import NoFingerprint, adapter_fingerprint
 from ..prompt import fingerprint
 from .params import BadParams
 
-_ADAPTERS = 1024  # whose fingerprints are kept
+_ADAPTERS = 1024  # the adapters whose fingerprints are kept
 
 # vLLM makes the ids of one client's request from one id: "1_cmpl-x-0-1a2b3c4d" is a sample, "cmpl-x-1-5e6f7a8b" another prompt of it.
 _ID = re.compile(r"(?:(?P<sample>\d+)_)?(?P<whole>(?P<base>.+?)(?:-(?P<prompt>\d{1,7}))?(?:-[0-9a-f]{8})?)")
@@ -39,7 +39,7 @@ class Prompts:
         self._adapter(request)
 
     def fingerprint(self, request: Any) -> int:
-        """Of a prompt that its tokens describe; 0 for embeddings, and for a session, whose prompt goes on."""
+        """The fingerprint of a prompt that its tokens describe; 0 for embeddings, and for a session, whose prompt goes on."""
         tokens = request.prompt_token_ids
         if tokens is None or getattr(request, "prompt_embeds", None) is not None or getattr(request, "resumable", False):
             return 0
@@ -52,7 +52,7 @@ class Prompts:
         if lora is None:
             return ""
         path = lora.lora_path
-        if getattr(lora, "load_inplace", False):  # other weights at the place of those before
+        if getattr(lora, "load_inplace", False):  # other weights may have taken the place of the former ones
             self._adapters.pop(path, None)
         known = self._adapters.get(path)
         if known is None:

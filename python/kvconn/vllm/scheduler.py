@@ -72,7 +72,7 @@ class SchedulerSide:
         self._groups = groups
         self._loses_blocks = any(group.loses_blocks for group in groups)
         self._engine_id, self._sizes = engine_id, dict(sizes or {})
-        self._bootstrap_addr = ""  # where decode engines find this one; the workers tell
+        self._bootstrap_addr = ""  # where decode engines find this engine; the workers tell it
         self._next = KVConnMetadata()
         self._partials = PartialOffers(groups) if partial_offers else None
         self._batches, self._empty_steps = batches, 0  # that vLLM has under way at once; steps without tokens, one after the other
@@ -260,7 +260,7 @@ class SchedulerSide:
         if state is OFFERED:
             return True, None
         if state is LOADING:
-            # Its blocks stay vLLM's until the worker reports it, which it does when no byte can land any more.
+            # Its blocks stay vLLM's until the worker reports the request: then no byte can land any more.
             self._next.cancels.append(CancelWork(params.transfer_id, f"decode: {status}", of_load=True))
             self._requests.move(record, ENDING)
         elif state is FAILING:
@@ -312,7 +312,7 @@ class SchedulerSide:
         return _params.answer(params.transfer_id, self._engine_id, self._bootstrap_addr, block_ids, self._sizes, tokens)
 
     def worker_reported(self, sent: Any, received: Any) -> None:
-        """Both may name requests of another connector beside this one."""
+        """Both arguments may also name requests of another connector that runs beside this one."""
         for req_id in sent or ():
             record = self._requests.get(req_id)
             if record is not None and record.state is OFFERED:

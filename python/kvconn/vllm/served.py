@@ -58,13 +58,13 @@ def _fingerprint(vllm_config: Any, model: Any, load: Any) -> str:
 
 
 def _name(function: Any) -> str:
-    """Of the code that overrides a configuration. vLLM sets such a function for speculative models."""
-    function = getattr(function, "func", function)  # of functools.partial
+    """The name of the code that overrides a configuration. vLLM sets such a function for speculative models."""
+    function = getattr(function, "func", function)  # the function within a functools.partial
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def _long_rope(model: Any) -> bool | None:
-    """Whether positions are scaled for long prompts, which depends on --max-model-len; None of a model that has one scale."""
+    """Whether positions are scaled for long prompts, which depends on --max-model-len; None for a model that has one scale."""
     config = getattr(model, "hf_text_config", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):

@@ -16,7 +16,7 @@ from ..errors import Status
 
 # The times of steps are told with other news, or once a second: to tell each one would cost more than the step.
 _EVERY_S = 1.0
-# How many of the steps since then are told: the first ones.
+# Of the steps since the last news, so many are told: the first ones.
 _STEPS = 512
 
 _SIDES = ("load", "offer")

@@ -47,14 +47,14 @@ class WorkerSide:
         self._loads: dict[str, _Loading] = {}  # by transfer id
         self._offers: dict[str, OfferWork] = {}
         self._by_layers = by_layers
-        self._regions_of: dict[str, tuple[int, ...]] = {}  # by layer that writes any: their indices
+        self._regions_of: dict[str, tuple[int, ...]] = {}  # the indices of the regions that a layer writes
         self._written = memoryview(b"")  # by region: 1 when the step has written it
         self._step: Step | None = None  # the step that runs, unless its metadata says nothing
         # Transfers of which a partial offer was refused: the blocks of the next one would stand in its place.
         self._broken: set[str] = set()
         self._reports = Reports()
         self._recorder = Recorder("worker")
-        self._spent_s = 0.0  # by the connector on this step
+        self._spent_s = 0.0  # the connector's own time on this step
         self._lines = Lines()
         self._closed = False
 
@@ -96,7 +96,7 @@ class WorkerSide:
         return self._step
 
     def withdraw(self, meta: KVConnMetadata) -> None:
-        """Before the step writes to blocks that other requests had: nothing may read them any more."""
+        """Called before the step writes to blocks that other requests had: nothing may read these any more."""
         if not meta.withdrawals:
             return
         step = self._step_of(meta)
@@ -108,7 +108,7 @@ class WorkerSide:
         logger.info("withdrew what was offered of %s: the engine has given their blocks to others", ", ".join(meta.withdrawals))
 
     def begin(self, meta: KVConnMetadata) -> None:
-        """Before the forward pass, so that a long one does not delay what the peer waits for.
+        """Called before the forward pass, so that a long pass does not delay what the peer waits for.
 
         Nothing here reads what the pass writes: an offer's blocks belong to a request that has ended, and a partial offer
         names as ready only blocks that earlier steps have filled.
@@ -140,7 +140,7 @@ class WorkerSide:
             self._offer_partial(meta.partials, step)
 
     def load(self, meta: KVConnMetadata) -> None:
-        """Where vLLM wants loads to start: after it has queued its own work on these blocks."""
+        """Called where vLLM wants loads to start: vLLM has queued its own work on these blocks."""
         step = self._step
         if step is None or step.meta is not meta or not step.enter(LOADED):
             return
@@ -185,7 +185,7 @@ class WorkerSide:
         try:
             self._agent.withdraw(transfer_ids)
             self._broken.difference_update(transfer_ids)
-        except InvalidError as error:  # an id that is none, or an earlier request's: this request has given nothing under it
+        except InvalidError as error:  # no valid id, or an earlier request's: this request has given nothing under it
             logger.error("withdraw %s: %s", ", ".join(transfer_ids), error)
             for transfer_id in transfer_ids if len(transfer_ids) > 1 else ():  # one bad id must not hide the others
                 self._withdraw([transfer_id])
@@ -298,8 +298,8 @@ class WorkerSide:
             self._report_failed(work)
 
     def _cancel(self, work: CancelWork) -> None:
-        # A load that has ended in the meantime needs no cancel. A prefill request that was never offered does: the decode
-        # engine must be told.
+        # A load that has ended in the meantime needs no cancel. A prefill request that was never offered needs one: the
+        # decode engine must be told.
         if work.of_load:
             loading = self._loads.get(work.transfer_id)
             if loading is None:
@@ -317,7 +317,7 @@ class WorkerSide:
         """What has ended since the last step.
 
         A step without tokens runs only to ask this, and the next step follows at once. So this waits a moment: the
-        processor is free for those who move the bytes meanwhile, and a completion ends the wait.
+        processor is free for the threads that move the bytes meanwhile, and a completion ends the wait.
         """
         began = time.perf_counter()
         completions = self._completions()
