@@ -27,7 +27,7 @@ tools: ## checks the compiler, Go and Python; installs a missing compiler where 
 
 # --- builds -------------------------------------------------------------------
 
-lib: $(BUILD)/libkvconn.so ## build/libkvconn.so
+lib: $(BUILD)/libkvconn.so licenses/go/LICENSE ## build/libkvconn.so, and licenses/
 $(BUILD)/libkvconn.so: $(GOFILES) | tools
 	@mkdir -p $(BUILD)
 	$(GO) build -trimpath -buildvcs=false -buildmode=c-shared -ldflags '$(LDFLAGS)' -o $@ ./capi
@@ -55,15 +55,15 @@ $(BUILD)/wheel.stamp: $(BUILD)/libkvconn.so licenses/go/LICENSE $(PYFILES) | $(V
 	@touch $@
 
 # The environment that builds and checks; tests of the wheel get a clean one.
-$(VENV)/stamp: scripts/requirements-dev.txt | tools
+$(VENV)/stamp: scripts/requirements-dev.txt scripts/requirements-test.txt | tools
 	$(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r scripts/requirements-dev.txt
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r scripts/requirements-dev.txt
 	@touch $@
 
 generate: ## the MessagePack code of wire/
 	$(GO) generate ./...
 
-install: ## after `make lib`; PREFIX=/usr/local: library, header and kvconn.pc
+install: ## after `make lib`; PREFIX=/usr/local: library, header, kvconn.pc and licences
 	@PREFIX=$${PREFIX:-/usr/local} scripts/install.sh
 
 # --- the main job -------------------------------------------------------------
@@ -71,8 +71,10 @@ install: ## after `make lib`; PREFIX=/usr/local: library, header and kvconn.pc
 demo: wheel ## two real vLLM servers, KV caches carried between them, texts compared
 	@scripts/vllm-demo.sh $(VENV_VLLM)
 
-bench: cmd ## kvconn bench, beside iperf3 where it is installed
-	$(BUILD)/kvconn bench
+bench: cmd ## kvconn bench: tcp beside iperf3 where it is installed, local beside the kernel's own copies
+	$(BUILD)/kvconn bench --transport tcp
+	$(BUILD)/kvconn bench --transport local
+	$(BUILD)/kvconn bench --transport local --memory shared
 
 # --- the pages ----------------------------------------------------------------
 
@@ -84,23 +86,34 @@ docs: | tools ## the pages as a site, build/_site, with their links checked
 
 test: lint gpu-double test-go attack test-c test-wheel ## all tests that need no vLLM
 
-test-go: | tools ## Go, with the race detector and the invariants on
-	$(GO) test -race -tags invariants -timeout 8m ./...
+# What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
+# so that the benchmarks have a run of their own.
+LONGEST := ./tcp ./node ./cuda/conformance ./internal/devices ./natsbus
+test-go: | tools ## Go, with the race detector and the invariants on; each benchmark once, so that none rots
+	$(GO) test -race -tags invariants -timeout 20m $(LONGEST) ./...
+	$(GO) test -race -tags invariants -run '^$$' -bench . -benchtime 1x -timeout 20m $(sort $(dir $(shell grep -l '^func Benchmark' $(filter %_test.go,$(GOFILES)))))
 
-test-c: $(BUILD)/libkvconn.so ## the C program, as C and as C++, and the library's symbols
+test-c: $(BUILD)/libkvconn.so licenses/go/LICENSE ## the C program, as C and as C++, and the library's symbols
 	scripts/test-c.sh
 
 test-wheel: wheel ## Python tests on the wheel, in a clean environment
 	scripts/test-wheel.sh $(PYTHON)
 
+referee: cmd ## the router before engines of real FastAPI releases; a part of attack. REFEREE='--seed 2 --chance 9000 --seconds 90' for options
+	scripts/referee.sh $(PYTHON) $(BUILD)/kvconn $(REFEREE)
+
 gpu-double: | tools ## build/gpu-double/, the tests' own CUDA driver, and its tests under both sanitizers
 	@scripts/gpu-double.sh --test || { status=$$?; ((status == 75)) || exit $$status; }
 
 gpu-kit: | tools ## build/kvconn-gpu-kit.tar.gz: what a machine with a GPU is to confirm, in one command
-	@scripts/gpu-kit.sh
+	@GO=$(GO) scripts/gpu-kit.sh
 
-attack: | tools ## attacks on real agents in processes of their own: each must get nothing
-	$(GO) test ./internal/attack -count=1 -timeout 300s
+attack: cmd | tools ## attacks on real agents in processes of their own: what each got once, and gets now; what the defence costs a load
+	@rm -f $(BUILD)/disguises.txt
+	scripts/referee.sh $(PYTHON) $(BUILD)/kvconn --row $(BUILD)/disguises.txt
+	$(GO) test ./internal/attack -count=1 -timeout 600s -args -table $(CURDIR)/$(BUILD)/attacks.txt -disguises $(CURDIR)/$(BUILD)/disguises.txt
+	@cat $(BUILD)/attacks.txt
+	$(GO) test ./node -count=1 -run '^TestLoadAllocates$$'
 
 TIME ?= 5m
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
@@ -118,6 +131,9 @@ rdma-test: | tools ## rdma/ on real queue pairs, in a small virtual machine; STA
 
 e2e: wheel rig ## faults on agents in processes of their own, rdma-test, then the real vLLM and SGLang pairs, also with failures
 	$(BUILD)/kvconn-rig chaos --short
+	$(BUILD)/kvconn-rig chaos --short --parts faults --faults 30 --transport local
+	@scripts/gpu-double.sh; status=$$?; ((status == 75)) || { ((status == 0)) && set -x && $(BUILD)/kvconn-rig chaos --short --parts faults --faults 30 --memory double && \
+	  $(BUILD)/kvconn-rig chaos --short --parts faults --faults 30 --memory double --transport local; }
 	@GO=$(GO) scripts/e2e.sh $(VENV_VLLM) $(VENV_SGLANG)
 
 e2e-sglang: wheel ## the real SGLang pair, also with failures and with several ranks; a part of e2e, but for the ranks
@@ -135,4 +151,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel gpu-double gpu-kit soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos
+.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel referee gpu-double gpu-kit soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos

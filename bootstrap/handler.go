@@ -27,12 +27,14 @@ func NewHandler(t *Table, access *Access, extra map[string]http.Handler) http.Ha
 	mux := http.NewServeMux()
 	mux.Handle("/register", access.Wrap(route(func(w http.ResponseWriter, r *http.Request) { register(t, w, r) }, http.MethodPost)))
 	mux.Handle("/query", route(func(w http.ResponseWriter, _ *http.Request) {
-		text, err := t.answer()
+		c := http.NewResponseController(w)
+		a, err := t.tell(c)
 		if err != nil { // engines are strings and ints
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 			return
 		}
-		write(w, http.StatusOK, text)
+		defer t.leave(a, c)
+		write(w, http.StatusOK, a.text)
 	}, http.MethodGet, http.MethodHead))
 	mux.Handle("/health", route(func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, http.StatusOK, statusOK)

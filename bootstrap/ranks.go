@@ -97,7 +97,7 @@ func (t *Routes) put(r Rank) error {
 
 func (r Rank) sameSizes(other Rank) error {
 	if r.Sizes != other.Sizes {
-		return &ConflictError{fmt.Sprintf("rank %v is of an engine of %v ranks, rank %v, which is here, of one of %v", r.Place, r.Sizes, other.Place, other.Sizes)}
+		return &ConflictError{fmt.Sprintf("rank %v is of an engine of %v ranks, but rank %v, which is registered here, is of an engine of %v", r.Place, r.Sizes, other.Place, other.Sizes)}
 	}
 	return nil
 }
@@ -138,7 +138,7 @@ type NotFoundError struct {
 func (e *NotFoundError) Error() string { return "bootstrap: " + e.detail() }
 
 func (e *NotFoundError) detail() string {
-	return fmt.Sprintf("the prefill engine has no rank %v: it has %v of them", e.Place, e.Sizes)
+	return fmt.Sprintf("the prefill engine has no rank %v: its sizes are %v", e.Place, e.Sizes)
 }
 
 // String is p as an error wants it.

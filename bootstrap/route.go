@@ -12,8 +12,9 @@ import (
 // The routes of SGLang's bootstrap server as of SGLang 0.5.23: /route,
 // /register_dp_rank, /query_dp_ranks.
 
-// MaxQuery is the largest body of POST /query_dp_ranks.
-const MaxQuery = 256 << 10
+// MaxQuery is the largest body of POST /query_dp_ranks: 1,024 rooms of 19 digits, and half as
+// much again. Strangers may ask, so all connections together hold 32 MiB of such bodies.
+const MaxQuery = 32 << 10
 
 // decodeRank reads the body of PUT /route.
 func decodeRank(body []byte) (r Rank, err error) {

@@ -174,7 +174,7 @@ func TestRouteRefusals(t *testing.T) {
 		"room by GET":           {"GET", "/register_dp_rank", "", 405, "Not Allowed"},
 		"no rooms":              {"POST", "/query_dp_ranks", `{}`, 422, "Field required"},
 		"rooms of text":         {"POST", "/query_dp_ranks", `{"bootstrap_rooms":["1"]}`, 422, "list of integers"},
-		"many rooms":            {"POST", "/query_dp_ranks", `{"bootstrap_rooms":[` + strings.Repeat("1,", MaxQuery/2) + `1]}`, 413, "262144"},
+		"many rooms":            {"POST", "/query_dp_ranks", `{"bootstrap_rooms":[` + strings.Repeat("1,", MaxQuery/2) + `1]}`, 413, "32768"},
 		"query by GET":          {"GET", "/query_dp_ranks", "", 405, "Not Allowed"},
 	} {
 		t.Run(name, func(t *testing.T) {

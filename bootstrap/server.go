@@ -27,6 +27,7 @@ func NewServer(h http.Handler, secure *tls.Config, logger *zap.Logger) *httpserv
 		IdleTimeout:       time.Minute,
 		MaxHeaderBytes:    16 << 10,
 		MaxConns:          maxConns,
+		Brief:             true,
 		TLS:               secure,
 		Logger:            logger,
 	})

@@ -1,7 +1,6 @@
 package bootstrap
 
 import (
-	"encoding/json"
 	"fmt"
 	"sync"
 )
@@ -42,8 +41,8 @@ type Table struct {
 	mu      sync.Mutex
 	engines map[int]Engine
 	entries int
-	limit   int    // 0 stands for MaxEntries; tests set less
-	text    []byte // the answer of GET /query; nil when it is to be made anew
+	limit   int // 0 stands for MaxEntries; tests set less
+	answers answers
 	routes  Routes
 }
 
@@ -92,7 +91,7 @@ func (t *Table) Register(r Registration) error {
 	}
 	engine.WorkerAddr[r.TPRank][r.PPRank] = r.Addr
 	t.entries++
-	t.text = nil
+	t.answers.changed()
 	return nil
 }
 
@@ -109,7 +108,7 @@ func (t *Table) Unregister(r Registration) bool {
 		return false
 	}
 	t.entries--
-	t.text = nil
+	t.answers.changed()
 	delete(engine.WorkerAddr[r.TPRank], r.PPRank)
 	if len(engine.WorkerAddr[r.TPRank]) == 0 {
 		delete(engine.WorkerAddr, r.TPRank)
@@ -118,24 +117,6 @@ func (t *Table) Unregister(r Registration) bool {
 		delete(t.engines, r.DPRank)
 	}
 	return true
-}
-
-// answer is what Query marshals to. It is made once for each change of the table, however
-// many clients read it slowly.
-func (t *Table) answer() ([]byte, error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.text == nil {
-		text, err := json.Marshal(t.engines)
-		if err != nil {
-			return nil, err
-		}
-		if t.engines == nil {
-			text = []byte("{}")
-		}
-		t.text = text
-	}
-	return t.text, nil
 }
 
 // Query returns a copy of the table by dp rank. It belongs to the caller and

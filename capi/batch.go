@@ -57,7 +57,7 @@ func structs[S, T any](array string, first *S, n C.size_t, convert func(*S) (T, 
 			return nil, fmt.Errorf("%w: %s[%d]: struct_size is %d, that of %s[0] is %d", core.ErrInvalid, array, i, sizeOf(e), array, size)
 		}
 		if slices.ContainsFunc(unsafe.Slice((*byte)(e), size)[known:], func(b byte) bool { return b != 0 }) {
-			return nil, fmt.Errorf("%w: %s[%d]: a field behind the first %d bytes is not 0: this library is older than the caller's header and does not know it", core.ErrInvalid, array, i, known)
+			return nil, fmt.Errorf("%w: %s[%d]: a field after the first %d bytes is not 0, and this library does not know that field: it is older than the caller's header", core.ErrInvalid, array, i, known)
 		}
 		v, err := convert((*S)(e))
 		if err != nil {

@@ -32,6 +32,7 @@ const procs = 4
 
 func init() {
 	runtime.GOMAXPROCS(procs)
+	runtime.MemProfileRate = 0 // nobody reads the profile, which takes 1.4 MiB
 	safe.SetHandler(poison)
 }
 

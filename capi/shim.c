@@ -123,6 +123,21 @@ PUBLIC int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region
   return done(status, text);
 }
 
+PUBLIC int32_t kvconn_alloc(uint64_t bytes, void **address) {
+  ENTER();
+  NEED(address != NULL, "address is NULL");
+  *address = NULL;
+  int32_t status = go_alloc(bytes, address, &text);
+  return done(status, text);
+}
+
+PUBLIC int32_t kvconn_free(void *address) {
+  ENTER();
+  if (address == NULL) return KVCONN_OK;
+  int32_t status = go_free(address, &text);
+  return done(status, text);
+}
+
 PUBLIC int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, size_t count, size_t *accepted) {
   ENTER();
   NEED((transfer_ids != NULL || count == 0) && count <= MAX_BATCH, "transfer_ids is NULL, or count is over 1048576");
@@ -231,6 +246,14 @@ PUBLIC int32_t kvconn_written_after(kvconn_agent agent, const uint32_t *regions,
     case -1: return fail_handle();
   }
   return fail(KVCONN_ERR_INVALID, "a region is not in device memory: mark it at kvconn_written_address");
+}
+
+PUBLIC int32_t kvconn_written_on(kvconn_agent agent, const uint32_t *regions, size_t num_regions, void *stream) {
+  if (in_fork()) return fail_forked();
+  NEED(regions != NULL && num_regions > 0, "regions is NULL, or num_regions is 0");
+  uint64_t moment;
+  int32_t status = kvconn_moment(agent, regions[0], stream, &moment);
+  return status != KVCONN_OK ? status : kvconn_written_after(agent, regions, num_regions, moment);
 }
 
 PUBLIC int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *completions, size_t completion_size, size_t capacity, size_t *count) {

@@ -31,7 +31,9 @@ type benchConfig struct {
 	streams   int
 	json      bool
 	iperf     bool
+	encrypt   bool
 
+	memory    string // of the prefill process
 	transport string // as in the configuration
 	qps       int    // rdma_qps
 	depth     int    // rdma_send_depth
@@ -39,6 +41,9 @@ type benchConfig struct {
 
 // adjacent: blocks lie one after the other on both sides.
 func (c *benchConfig) adjacent() bool { return c.order == "adjacent" }
+
+// shared: the prefill process's memory can be mapped.
+func (c *benchConfig) shared() bool { return c.memory == "shared" }
 
 // benchResult is one row; rates are 10⁹ bytes a second.
 type benchResult struct {
@@ -49,6 +54,14 @@ type benchResult struct {
 	Median     float64  `json:"median_gb_per_s"`
 	Best       float64  `json:"best_gb_per_s"`
 	Iperf3     *float64 `json:"iperf3_gb_per_s"`
+	Encrypted  *float64 `json:"encrypted_median_gb_per_s,omitempty"`
+
+	// By local: how, and of the same blocks in the same run a plain loop of process_vm_readv, and memcpy within
+	// this process, all by one thread.
+	How          string   `json:"how,omitempty"`
+	Loop         *float64 `json:"process_vm_readv_gb_per_s,omitempty"`
+	Memcpy       *float64 `json:"memcpy_gb_per_s,omitempty"`
+	MemcpyShared *float64 `json:"memcpy_of_shared_memory_gb_per_s,omitempty"`
 
 	// Of all rounds by rdma: writes for each doorbell, and for each completion asked for.
 	PerDoorbell float64 `json:"writes_per_doorbell,omitempty"`
@@ -60,6 +73,7 @@ func (c *benchConfig) flags() *flag.FlagSet {
 	fs.StringVar(&c.blockList, "block", "4K,16K,64K,1M", "block sizes, separated by commas")
 	fs.StringVar(&c.totalSize, "total", "256M", "bytes of a transfer")
 	transportFlag(fs, &c.transport)
+	fs.StringVar(&c.memory, "memory", "ordinary", "of the prefill process: ordinary, or shared (kvconn_alloc's), which local maps")
 	fs.StringVar(&c.order, "order", "scattered", "how blocks lie on both sides: scattered, or adjacent, so that they are merged")
 	fs.IntVar(&c.qps, "rdma-qps", r.QueuePairs, "queue pairs for each pair of ports")
 	fs.IntVar(&c.depth, "rdma-send-depth", r.SendDepth, "requests under way on a queue pair")
@@ -67,6 +81,7 @@ func (c *benchConfig) flags() *flag.FlagSet {
 	fs.IntVar(&c.streams, "streams", node.DefaultConfig().TCPStreams, "TCP connections")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
 	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, where it is installed")
+	fs.BoolVar(&c.encrypt, "encrypt", false, "measure each block size with encrypted streams too, in turn with plain ones; auto is tcp then")
 	return fs
 }
 
@@ -80,6 +95,15 @@ func parseBench(args []string) (benchConfig, error) {
 	}
 	if !c.adjacent() && c.order != "scattered" {
 		return c, fmt.Errorf("%w: order %q: want scattered or adjacent", errUsage, c.order)
+	}
+	if !c.shared() && c.memory != "ordinary" {
+		return c, fmt.Errorf("%w: memory %q: want ordinary or shared", errUsage, c.memory)
+	}
+	if c.encrypt && c.transport == "auto" {
+		c.transport = "tcp"
+	}
+	if c.encrypt && c.transport != "tcp" {
+		return c, fmt.Errorf("%w: --encrypt with --transport %s, which does not encrypt", errUsage, c.transport)
 	}
 	if c.rounds < 2 || c.streams < 1 {
 		return c, fmt.Errorf("%w: want at least 2 rounds and 1 stream", errUsage)
@@ -118,7 +142,7 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 		fmt.Fprintf(out, "%-9s %8s %8s %14s %12s %14s %7s\n", "transport", "block", "total", "median GB/s", "best GB/s", "iperf3 GB/s", "ratio")
 	}
 	for _, block := range c.blocks {
-		r, err := benchOne(ctx, c, peer, block)
+		r, err := benchBoth(ctx, c, peer, block)
 		if err != nil {
 			return fmt.Errorf("blocks of %s: %w", formatSize(block), err)
 		}
@@ -129,6 +153,12 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 				iperf, ratio = fmt.Sprintf("%.2f", *r.Iperf3), fmt.Sprintf("%.2f", r.Median / *r.Iperf3)
 			}
 			fmt.Fprintf(out, "%-9s %8s %8s %14.2f %12.2f %14s %7s\n", r.Transport, formatSize(block), formatSize(c.total), r.Median, r.Best, iperf, ratio)
+			if r.Encrypted != nil {
+				fmt.Fprintf(out, "%27s encrypted: median %.2f GB/s, %.2f of plain\n", "", *r.Encrypted, *r.Encrypted/r.Median)
+			}
+			if r.Loop != nil {
+				printBeside(out, &r)
+			}
 			if r.PerSignal > 0 {
 				fmt.Fprintf(out, "%27s %.1f writes for each doorbell, %.1f for each completion\n", "", r.PerDoorbell, r.PerSignal)
 			}
@@ -146,7 +176,35 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 	return nil
 }
 
-func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block int) (benchResult, error) {
+// encryptTurns is how often plain and encrypted streams take turns.
+const encryptTurns = 3
+
+// benchBoth measures one block size, with --encrypt in both ways by turns.
+func benchBoth(ctx context.Context, c benchConfig, peer *synthetic.Process, block int) (benchResult, error) {
+	if !c.encrypt {
+		return benchOne(ctx, c, peer, block, false)
+	}
+	var r benchResult
+	var plain, encrypted []float64
+	for range encryptTurns {
+		one, err := benchOne(ctx, c, peer, block, false)
+		if err != nil {
+			return r, err
+		}
+		other, err := benchOne(ctx, c, peer, block, true)
+		if err != nil {
+			return r, err
+		}
+		plain, encrypted = append(plain, one.Median), append(encrypted, other.Median)
+		one.Best = max(one.Best, r.Best)
+		r = one
+	}
+	m := median(encrypted)
+	r.Median, r.Encrypted, r.Rounds = median(plain), &m, encryptTurns*r.Rounds
+	return r, nil
+}
+
+func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block int, encrypt bool) (benchResult, error) {
 	r := benchResult{BlockBytes: block, TotalBytes: c.total, Rounds: c.rounds - 1}
 	count := c.total / block / benchLayers
 	local, err := synthetic.NewPool(benchLayers, 2*count, block)
@@ -154,19 +212,21 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		return r, err
 	}
 	defer local.Free()
-	opened, err := peer.Ask(synthetic.Order{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Transport: c.transport, QPs: c.qps, Depth: c.depth})
+	opened, err := peer.Ask(synthetic.Order{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Transport: c.transport, QPs: c.qps, Depth: c.depth, Encrypt: encrypt, Shared: c.shared()})
 	if err != nil {
 		return r, err
 	}
-	agent, err := synthetic.OpenDecode(local, synthetic.Order{Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth}, newLogger(zap.WarnLevel))
+	agent, err := synthetic.OpenDecode(local, synthetic.Order{Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth, Encrypt: encrypt}, newLogger(zap.WarnLevel))
 	if err != nil {
 		return r, err
 	}
 	defer agent.Close()
 	var rates, iperf []float64
+	beside := besideLocal{shared: c.shared()}
+	defer beside.free()
 	for round := range c.rounds {
-		if c.iperf && c.transport != "rdma" {
-			if v, ok := runIperf(ctx); ok && round > 0 {
+		if c.iperf && r.Transport == "tcp" { // which the first round says
+			if v, ok := runIperf(ctx); ok {
 				iperf = append(iperf, v)
 			}
 		}
@@ -189,7 +249,7 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 			return r, fmt.Errorf("transfer failed (%s): %s", rep.Code, rep.Reason)
 		}
 		if round > 0 && rep.Transport != r.Transport {
-			return r, fmt.Errorf("round %d went by %s, those before by %s: no figure of one transport", round+1, rep.Transport, r.Transport)
+			return r, fmt.Errorf("round %d used transport %s, the rounds before used %s, so they have no common result: name one with --transport", round+1, rep.Transport, r.Transport)
 		}
 		r.Transport = rep.Transport
 		if err := local.Check(round+1, 0, dst); err != nil {
@@ -201,6 +261,15 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		if round > 0 {
 			rates = append(rates, float64(c.total)/took.Seconds()/1e9)
 		}
+		if r.Transport == "local" {
+			if err := beside.measure(local, opened, local.Choose(count, int64(round+1), c.adjacent()), dst, round > 0); err != nil {
+				return r, err
+			}
+		}
+	}
+	beside.medians(&r)
+	if pairs := agent.Stats().Pairs; len(pairs) == 1 {
+		r.How = pairs[0].How
 	}
 	if r.Transport == "rdma" {
 		a, err := peer.Ask(synthetic.Order{Op: "counters"})

@@ -14,6 +14,8 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/kvconn/kvconn/internal/gpuhost"
+	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/node"
 	"github.com/kvconn/kvconn/rdma"
 )
@@ -23,6 +25,9 @@ type diagnosis struct {
 	OK   bool        `json:"ok"` // a transport works
 	TCP  tcpReport   `json:"tcp"`
 	RDMA rdma.Report `json:"rdma"`
+	// Local is for two engines on this host.
+	Local local.Report   `json:"local"`
+	GPU   gpuhost.Report `json:"gpu"`
 	// Auto is the transport that auto chooses here.
 	Auto string `json:"auto"`
 }
@@ -38,18 +43,21 @@ var errNoTransport = errors.New("no transport works on this machine, see above")
 
 type doctorOptions struct {
 	json bool
+	gpu  bool
 	file string // with a configuration
 }
 
 func (o *doctorOptions) flags() *flag.FlagSet {
 	fs := newFlags("doctor")
 	fs.BoolVar(&o.json, "json", false, "print JSON")
+	fs.BoolVar(&o.gpu, "gpu", false, "ask the CUDA driver even where the kernel has none of its modules; as root that makes /dev/nvidiactl")
 	fs.StringVar(&o.file, "config", "", "a file with an agent's configuration, a JSON object; without one the defaults count")
 	return fs
 }
 
-// runDoctor says which transports work here. It fails when none does.
-func runDoctor(_ context.Context, args []string, out io.Writer) error {
+// runDoctor says which transports work here, and what there is for GPU memory. It fails when no
+// transport works.
+func runDoctor(ctx context.Context, args []string, out io.Writer) error {
 	var o doctorOptions
 	if err := parseOnlyFlags(o.flags(), args); err != nil {
 		return err
@@ -64,7 +72,8 @@ func runDoctor(_ context.Context, args []string, out io.Writer) error {
 			return fmt.Errorf("%w: --config %s: %w", errUsage, o.file, err)
 		}
 	}
-	d := examine(cfg, rdma.Inspect)
+	d := examine(cfg, rdma.Inspect, func() local.Report { return examineLocal(ctx, tryLocal) })
+	d.GPU = examineGPUs(o.gpu, d.RDMA)
 	if o.json {
 		enc := json.NewEncoder(out)
 		enc.SetIndent("", "  ")
@@ -80,9 +89,9 @@ func runDoctor(_ context.Context, args []string, out io.Writer) error {
 	return nil
 }
 
-func examine(cfg node.Config, inspect func(rdma.Config) rdma.Report) diagnosis {
-	d := diagnosis{TCP: examineTCP(cfg), RDMA: inspect(cfg.RDMA())}
-	d.OK = d.TCP.Available || d.RDMA.Available
+func examine(cfg node.Config, inspect func(rdma.Config) rdma.Report, near func() local.Report) diagnosis {
+	d := diagnosis{TCP: examineTCP(cfg), RDMA: inspect(cfg.RDMA()), Local: near()}
+	d.OK = d.TCP.Available || d.RDMA.Available || cfg.Transport == "local" && d.Local.Available
 	switch {
 	case d.RDMA.Available && d.TCP.Available:
 		d.Auto = "rdma with peers that have it and are reached by it, else tcp"
@@ -94,6 +103,16 @@ func examine(cfg node.Config, inspect func(rdma.Config) rdma.Report) diagnosis {
 		d.Auto = "tcp"
 	default:
 		d.Auto = "fails"
+	}
+	switch {
+	case !d.TCP.Available:
+	case d.Local.Available:
+		d.Auto = "local with engines of this host, " + d.Auto + " with others"
+	default:
+		d.Auto += "; not local, with engines of this host either: " + d.Local.Problem
+		if d.Local.Mapped {
+			d.Auto += "; local where all of a prefill engine's caches are shared memory (kvconn_alloc)"
+		}
 	}
 	return d
 }
@@ -137,6 +156,20 @@ func (d *diagnosis) print(out io.Writer) {
 	} else {
 		line(0, "tcp   NOT available: %s", d.TCP.Problem)
 	}
+	if l := d.Local; l.Available {
+		line(0, "local available, for two engines on this host (boot id %s, network namespace %s, process namespace %s, user %d)", l.BootID, l.Network, l.Processes, l.User)
+		if l.Tried {
+			line(1, "two processes have exchanged a block by process_vm_readv")
+		}
+		line(1, "a prefill engine's memory may be read by %s", l.Who)
+	} else {
+		line(0, "local NOT available: %s", l.Problem)
+	}
+	if d.Local.Mapped {
+		line(1, "two processes have exchanged a block of shared memory (kvconn_alloc) by a mapping")
+	} else if d.Local.MappingProblem != "" {
+		line(1, "shared memory (kvconn_alloc) is NOT mapped: %s", d.Local.MappingProblem)
+	}
 	r := d.RDMA
 	if r.Available {
 		line(0, "rdma  available")
@@ -166,6 +199,7 @@ func (d *diagnosis) print(out io.Writer) {
 		}
 	}
 	line(0, "transport auto: %s", d.Auto)
+	printGPUs(&d.GPU, line)
 }
 
 func describeDevice(d rdma.DeviceReport) string {
@@ -184,7 +218,11 @@ func describeDevice(d rdma.DeviceReport) string {
 	if d.MaxMRSize < math.MaxInt64 {
 		size = "regions of at most " + formatSize(int(d.MaxMRSize))
 	}
-	text := fmt.Sprintf("%s, %s, firmware %s, %s, %s", d.File, node, orDash(d.Firmware), size, ordering)
+	buffers := "registers no dma-buf"
+	if d.DMABuf {
+		buffers = "registers dma-bufs"
+	}
+	text := fmt.Sprintf("%s, %s, firmware %s, %s, %s, %s", d.File, node, orDash(d.Firmware), size, ordering, buffers)
 	if d.Problem != "" {
 		text += "; cannot be used: " + d.Problem
 	}

@@ -34,7 +34,7 @@ func commands() []command {
 	return []command{
 		{"demo", "two processes with synthetic paged caches: a first look in seconds", runDemo, demoFlags(new(string))},
 		{"bench", "how fast paged blocks move between two processes, bytes verified", runBench, new(benchConfig).flags()},
-		{"doctor", "which transports work on this machine, and the remedy for the others", runDoctor, new(doctorOptions).flags()},
+		{"doctor", "which transports work on this machine, what it has for GPU memory, and the remedy for what is missing", runDoctor, new(doctorOptions).flags()},
 		{"proxy", "the router: sends each request to a prefill and a decode server", runProxy, nil},
 		{"launch", "vLLM or SGLang servers for prefill and decode on this machine, and the router", runLaunch, new(launchOptions).flags()},
 	}

@@ -6,7 +6,6 @@ import (
 	"flag"
 	"fmt"
 	"os"
-	"slices"
 
 	"github.com/kvconn/kvconn/internal/synthetic"
 	"github.com/kvconn/kvconn/node"
@@ -22,7 +21,7 @@ func selfCommand() ([]string, error) {
 	parts := bytes.Split(bytes.TrimSuffix(b, []byte{0}), []byte{0})
 	for i := 1; i < len(parts); i++ { // from behind the program; its arguments may have such names too
 		switch string(parts[i]) {
-		case "demo", "bench", "launch":
+		case "demo", "bench", "doctor", "launch":
 			out := make([]string, i)
 			for k := range out {
 				out[k] = string(parts[k])
@@ -44,12 +43,12 @@ func startPrefill(ctx context.Context) (*synthetic.Process, error) {
 
 // transportFlag adds --transport.
 func transportFlag(fs *flag.FlagSet, name *string) {
-	fs.StringVar(name, "transport", node.DefaultConfig().Transport, "auto (rdma where it works, else tcp), rdma or tcp: an error where it does not work")
+	fs.StringVar(name, "transport", node.DefaultConfig().Transport, "auto (the first of local, rdma and tcp that works), or those that may be taken, with commas, as rdma,tcp: an error where none works")
 }
 
 func checkTransport(name string) error {
-	if !slices.Contains([]string{"auto", "rdma", "tcp"}, name) {
-		return fmt.Errorf("%w: transport %q: want auto, rdma or tcp", errUsage, name)
+	if _, err := node.Transports(name); err != nil {
+		return fmt.Errorf("%w: %w", errUsage, err)
 	}
 	return nil
 }

@@ -18,7 +18,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	}
 	m.event("LoadArrived")
 	defer m.settle(now)
-	if t, gone := m.ended.byID[l.ID]; gone {
+	if t, gone := m.ended.get(l.ID); gone {
 		return t.answer(&l)
 	}
 	if reason := m.tooMuch(&l); reason != "" {
@@ -27,7 +27,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	if l.Lease <= 0 || l.Lease > time.Hour {
 		l.Lease = m.opt.Lease
 	}
-	if code, reason := m.fanOut(now, l.ID); code != OK {
+	if code, reason := m.fanOut(now, l.Peer, l.ID); code != OK {
 		return code, reason
 	}
 	of := m.offers[l.ID]
@@ -46,7 +46,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 	} else {
 		m.extend(now, of)
 	}
-	if t, gone := m.ended.byID[l.ID]; gone {
+	if t, gone := m.ended.get(l.ID); gone {
 		return t.code, t.reason // the halves do not fit
 	}
 	return OK, ""
@@ -56,7 +56,7 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 func (t *tombstone) answer(l *LoadMessage) (Code, string) {
 	switch {
 	case t.nacked == l.Peer && t.nacked != "":
-		return Failed, fmt.Sprintf("transfer %q was begun for an earlier load, which was cancelled or whose answer was lost: %s", string(l.ID), t.reason)
+		return Failed, fmt.Sprintf("transfer %q was begun for an earlier load, and that load was cancelled or its answer was lost: %s", string(l.ID), t.reason)
 	case t.code == OK || t.code == PeerCancelled:
 		return Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(l.ID), t.code)
 	}
@@ -81,45 +81,6 @@ func (of *offer) knows(l *LoadMessage) (known bool, code Code, reason string) {
 	return false, OK, ""
 }
 
-// loadEarly keeps a load whose request P's engine has not named.
-func (m *Machine) loadEarly(now time.Time, of *offer, l *LoadMessage) (Code, string) {
-	more := l.Count()
-	if of == nil && m.early >= m.opt.MaxTransfers || m.earlyBlocks+more > maxEarlyBlocks {
-		return Refused, fmt.Sprintf("%d claims and loads of %d blocks already wait for requests that the prefill engine does not know", m.early, m.earlyBlocks)
-	}
-	if of == nil {
-		of = m.addEarly(now, l.ID, l.Peer)
-	}
-	m.earlyBlocks += more - of.loadBlocks()
-	of.load, of.peer = l, l.Peer
-	return OK, ""
-}
-
-// loadBlocks is how many block ids its load holds.
-func (of *offer) loadBlocks() int {
-	if of.load == nil {
-		return 0
-	}
-	return of.load.Count()
-}
-
-// addEarly keeps a D's claim or load whose request P's engine has not named yet.
-func (m *Machine) addEarly(now time.Time, id TransferID, peer AgentID) *offer {
-	m.begin(now)
-	of := &offer{id: id, peer: peer, deadline: now.Add(fault.Pick("no-reap", m.opt.EarlyLoad, 1000*m.opt.EarlyLoad))}
-	m.offerTo(of, offerEarly)
-	m.early++
-	return of
-}
-
-func (m *Machine) leaveEarly(of *offer) {
-	m.early--
-	m.earlyBlocks -= of.loadBlocks()
-}
-
-// maxEarlyBlocks bounds the block ids that early loads hold: 16 MiB.
-const maxEarlyBlocks = 1 << 22
-
 // tooMuch says why a load can fit no offer of this agent.
 func (m *Machine) tooMuch(l *LoadMessage) string {
 	if len(l.Blocks) > len(m.layout.Groups) {
@@ -140,6 +101,10 @@ func (m *Machine) tooMuch(l *LoadMessage) string {
 	}
 	return ""
 }
+
+// MaxLocked is how many transfers of a peer's message a user with a lock should give at a
+// time, so that the engine's calls get in between.
+const MaxLocked = 8
 
 // RenewArrived takes D's renewal of its loads and claims, and answers for each
 // of them in this order.
@@ -163,7 +128,7 @@ func (m *Machine) RenewArrived(now time.Time, from AgentID, loads, claims []Tran
 func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool) Answer {
 	of := m.offers[id]
 	if of == nil {
-		t, gone := m.ended.byID[id]
+		t, gone := m.ended.get(id)
 		switch {
 		case gone && t.code == OK:
 			return Answer{Status: StatusSent}
@@ -171,10 +136,10 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 			return Answer{Status: StatusSending}
 		case gone:
 			return Answer{StatusEnded, peerCode(t.code), t.reason}
-		case !claim || m.closed || checkWireID(id) != nil || m.early >= m.opt.MaxTransfers:
+		case !claim || m.closed || checkWireID(id) != nil:
 			return Answer{Status: StatusUnknown}
 		}
-		switch code, reason := m.fanOut(now, id); code {
+		switch code, reason := m.fanOut(now, from, id); code {
 		case OK:
 		case Refused, Closed:
 			return Answer{Status: StatusUnknown}
@@ -182,6 +147,9 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 			return Answer{StatusEnded, code, reason}
 		}
 		if of = m.offers[id]; of == nil {
+			if !m.roomForEarly(now, from, 1, 0) {
+				return Answer{Status: StatusUnknown}
+			}
 			of = m.addEarly(now, id, from)
 		}
 	}
@@ -227,6 +195,7 @@ func (m *Machine) FinishArrived(now time.Time, from AgentID, id TransferID, code
 		if code != OK { // only the bytes themselves say that a load went well
 			m.endLoad(now, ld, ending{peerCode(code), reason}, false)
 		}
+	case (c != nil || ld != nil) && m.offers[id] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended
 	default:
 		m.finishOffer(now, from, id, peerCode(code), reason)
 	}
@@ -243,15 +212,15 @@ func (m *Machine) RestartArrived(from AgentID, id TransferID, digest string) {
 
 // finishOffer takes D's word that its half has ended.
 func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code Code, reason string) {
-	_, gone := m.ended.byID[id]
+	_, gone := m.ended.get(id)
 	of := m.offers[id]
-	if of == nil && !gone && isPart(id) {
-		m.fanOut(now, id) // the other parts are waited for
+	if of == nil && !gone {
+		m.fanOut(now, from, id) // if it is a part, the others are waited for
 		of = m.offers[id]
 	}
 	switch {
 	case of == nil && !gone:
-		m.ended.add(id, tombstone{code: code, reason: reason}) // the word overtook the load, or came before the engine's request
+		m.ended.addWord(from, id, tombstone{code: code, reason: reason}) // the word overtook the load, or came before the engine's request
 	case of == nil, of.peer != "" && of.peer != from && !fault.On("anybodys-finish"): // the transfer is another agent's
 	case code == OK && of.state.sending():
 		if fault.On("finish-before-written") {

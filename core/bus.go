@@ -16,7 +16,7 @@ var (
 	ErrAbsent = errors.New("agent is gone")
 	// ErrAway, beside ErrAbsent: the peer may be moving from a server that died to another,
 	// or back to a server that is not its own. Only time tells.
-	ErrAway = errors.New("it may come back")
+	ErrAway = errors.New("the agent may come back")
 	// ErrTooLarge: the message is over the servers' limit.
 	ErrTooLarge = errors.New("message is too large")
 	// ErrUnreachable: the bootstrap address or cluster cannot be reached.

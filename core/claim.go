@@ -66,15 +66,15 @@ type ending struct {
 func (a *agents) replaced(by AgentID, younger bool) string {
 	switch {
 	case a.keeper != "" && a.keeper != by:
-		return fmt.Sprintf("prefill agent %s, which had the request, was replaced by %s", a.keeper, by)
+		return fmt.Sprintf("prefill agent %s was replaced by agent %s, and only %s had the request: send the request again", a.keeper, by, a.keeper)
 	case a.former != "" && a.former != by && younger && !fault.On("to-the-successor"):
-		return fmt.Sprintf("prefill agent %s, which the request was for, was replaced by %s", a.former, by)
+		return fmt.Sprintf("prefill agent %s was replaced by agent %s, which was opened after the request was made: send the request again", a.former, by)
 	}
 	return ""
 }
 
 func (a *agents) noSuccessor() string {
-	return fmt.Sprintf("no agent was found in the place of prefill agent %s, which the request was for", a.former)
+	return fmt.Sprintf("prefill agent %s is gone, and no agent was found in its place: send the request again when its engine is up", a.former)
 }
 
 // Claim asks P to keep a transfer until the engine has blocks for it. A claim ends by

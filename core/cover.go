@@ -57,7 +57,7 @@ func Cover(mine []Shape, sources []Source) ([][]uint32, error) {
 			case gives == known: // other sources give all of it
 				continue
 			case known > 0:
-				return nil, fmt.Errorf("region %q of group %d: prefill rank %s has %d heads that are wanted here, of which %d are with other ranks too: heads must be dealt out evenly, or all of them held twice",
+				return nil, fmt.Errorf("region %q of group %d: this rank needs %[4]d heads of prefill rank %[3]s, but other prefill ranks have %[5]d of these too: no two ranks may share only a part of their heads",
 					mine[r].Name, mine[r].Group, sources[i].Name, gives, known)
 			}
 			for _, s := range theirs {
@@ -82,9 +82,32 @@ func uncovered(s *Shape, head uint32, sources []Source) error {
 	for i := range sources {
 		names[i] = sources[i].Name
 	}
-	what := fmt.Sprintf("region %q of group %d", s.Name, s.Group)
+	missing := fmt.Sprintf("region %q of group %d", s.Name, s.Group)
 	if first, end := s.heads(); end-first > 1 {
-		what += fmt.Sprintf(", head %d", head)
+		missing = fmt.Sprintf("head %d of %s", head, missing)
 	}
-	return fmt.Errorf("%s: no rank of the prefill engine has it, asked were %s", what, strings.Join(names, ", "))
+	if name := nearest(s, sources); name != "" {
+		missing += fmt.Sprintf(", but %q", name)
+	}
+	return fmt.Errorf("no rank of the prefill engine has %s; its ranks that this rank loads from are %s", missing, strings.Join(names, ", "))
+}
+
+// nearest is a name of the prefill engine that is most like that of a region that it lacks:
+// the engine may mean the same layer, and have it in another way. It is empty if no name is
+// like it in the first half.
+func nearest(s *Shape, sources []Source) string {
+	found, most := "", len(s.Name)/2
+	for i := range sources {
+		for j := range sources[i].Shapes {
+			other := &sources[i].Shapes[j]
+			n := 0
+			for n < len(s.Name) && n < len(other.Name) && s.Name[n] == other.Name[n] {
+				n++
+			}
+			if other.Group == s.Group && other.Name != s.Name && n > most {
+				found, most = other.Name, n
+			}
+		}
+	}
+	return found
 }

@@ -52,6 +52,12 @@
 // With moment 0, which has passed, nothing of this happens: there is no state, action or
 // memory more.
 //
+// # Memory that is another
+//
+// The user asks [Machine.Given] whose blocks may be read or written. If an engine has other memory at
+// their addresses, because it has slept, the user calls [Machine.Remapped] for each of them, and gives the
+// new memory to the transports when Given names none any more.
+//
 // # The states
 //
 // Each half is in one of the states below, which claim.go, load.go and offer.go explain.
@@ -124,22 +130,24 @@
 //	resolving         Resolved                            awaiting
 //	resolving         MomentFailed                        -                 Report?
 //	resolving         Resolved ResolvedParts              -                 Report? SendFinish?
-//	resolving         Cancel Close                        -                 Report
+//	resolving         Cancel Close Remapped               -                 Report
 //	relocating        Resolved                            expecting         Expect
 //	relocating        Resolved                            awaiting
 //	relocating        MomentFailed                        -                 Report?
 //	relocating        Resolved ResolvedParts              -                 Report? SendFinish?
 //	relocating        Cancel Close Tick PartFails         -                 Report?
+//	relocating        Remapped                            -                 Report?
 //	awaiting          MomentPassed                        expecting         Expect
 //	awaiting          PeerGone                            relocating        Resolve
 //	awaiting          PeerGone RenewReplied               -                 Report? SendFinish?
 //	awaiting          FinishArrived                       -                 Report?
-//	awaiting          MomentFailed PartFails              -                 Report? SendFinish
-//	awaiting          Cancel Close                        -                 Report? SendFinish
+//	awaiting          MomentFailed PartFails Remapped     -                 Report? SendFinish
+//	awaiting          Cancel Close Tick                   -                 Report? SendFinish
 //	expecting         Expecting                           requesting        SendLoad
 //	expecting         Expecting                           moving            Revoke
 //	expecting         Expecting FinishArrived             ending            Revoke SendFinish?
-//	expecting         Cancel Close PartFails              ending            Revoke SendFinish
+//	expecting         Cancel Close PartFails Tick         ending            Revoke SendFinish
+//	expecting         Remapped                            ending            Revoke SendFinish
 //	expecting         Received                            -                 Report? SendFinish
 //	expecting         Received                            ending            Revoke SendFinish
 //	requesting        LoadAnswered                        waiting
@@ -148,18 +156,20 @@
 //	requesting        RestartArrived                      restarting        Revoke
 //	requesting        Received                            -                 Report? SendFinish
 //	requesting        Received                            ending            Revoke SendFinish
-//	requesting        Cancel Close PartFails              ending            Revoke SendFinish
+//	requesting        Cancel Close PartFails Tick         ending            Revoke SendFinish
+//	requesting        Remapped                            ending            Revoke SendFinish
 //	waiting           Received                            -                 Report? SendFinish
 //	waiting           Received                            ending            Revoke SendFinish
 //	waiting           FinishArrived RenewReplied          ending            Revoke SendFinish?
 //	waiting           RestartArrived RenewReplied         restarting        Revoke
 //	waiting           PeerGone                            ending            Revoke SendFinish?
-//	waiting           Cancel Close PartFails              ending            Revoke SendFinish
+//	waiting           Cancel Close PartFails Tick         ending            Revoke SendFinish
+//	waiting           Remapped                            ending            Revoke SendFinish
 //	moving            Revoked                             relocating        Resolve
 //	moving            Cancel Close FinishArrived          ending
-//	moving            PartFails                           ending
+//	moving            PartFails Remapped                  ending
 //	restarting        Revoked                             expecting         Expect
-//	restarting        Cancel Close PartFails              ending            SendFinish
+//	restarting        Cancel Close PartFails Remapped     ending            SendFinish
 //	restarting        FinishArrived                       ending
 //	ending            Revoked                             -                 Report?
 //
@@ -180,7 +190,9 @@
 //	early             Offer                               sending           Write
 //	early             Offer OfferPartial                  -                 Report? SendFinish
 //	early             Cancel Close Tick                   -                 SendFinish?
-//	early             FinishArrived ProbeReplied          -
+//	early             LoadArrived RenewArrived            -                 SendFinish?
+//	early             FinishArrived                       -                 SendFinish?
+//	early             ProbeReplied                        -
 //	prefill           LoadArrived OfferPartial            partial           Write
 //	prefill           Offer                               ready
 //	prefill           Offer                               awaiting
@@ -190,13 +202,14 @@
 //	prefill           Offer                               sending           Write
 //	prefill           Offer                               -                 Report? SendFinish
 //	prefill           LoadArrived OfferPartial            -                 Report? SendFinish
-//	prefill           Cancel Close Tick                   -                 Report? SendFinish?
+//	prefill           Cancel Close Remapped Tick          -                 Report? SendFinish?
 //	prefill           FanOut FinishArrived ProbeReplied   -                 Report?
 //	awaiting          MomentPassed                        ready
 //	awaiting          MomentPassed                        sending           Write
 //	awaiting          MomentPassed LoadArrived            finishing         Write
 //	awaiting          MomentPassed LoadArrived            -                 Report? SendFinish
 //	awaiting          MomentFailed Cancel Close Tick      -                 Report? SendFinish?
+//	awaiting          Remapped                            -                 Report? SendFinish?
 //	awaiting          FanOut FinishArrived ProbeReplied   -                 Report?
 //	partial           Offer                               sending           Write
 //	partial           Offer                               finishing
@@ -205,25 +218,28 @@
 //	partial           Withdraw                            withdrawing       StopWrite
 //	partial           Withdraw                            ending-withdrawn  StopWrite
 //	partial           Written                             -                 Report? SendFinish?
-//	partial           Cancel Close Tick                   ending            SendFinish StopWrite
+//	partial           Written                             prefill           SendRestart
+//	partial           Cancel Close Remapped Tick          ending            SendFinish StopWrite
 //	partial           FinishArrived ProbeReplied          ending            StopWrite
 //	finishing         MomentPassed                        sending           Write
 //	finishing         MomentPassed MomentFailed           ending            SendFinish StopWrite
 //	finishing         Written                             -                 Report? SendFinish?
-//	finishing         Cancel Close Tick                   ending            SendFinish StopWrite
+//	finishing         Written                             awaiting          SendRestart
+//	finishing         Cancel Close Remapped Tick          ending            SendFinish StopWrite
 //	finishing         FinishArrived ProbeReplied          ending            StopWrite
 //	ready             LoadArrived                         sending           Write
 //	ready             LoadArrived                         -                 Report? SendFinish
-//	ready             Cancel Close Tick                   -                 Report? SendFinish?
+//	ready             Cancel Close Remapped Tick          -                 Report? SendFinish?
 //	ready             FanOut FinishArrived ProbeReplied   -                 Report?
 //	sending           Written                             -                 Report? SendFinish?
-//	sending           Cancel Close Tick                   ending            SendFinish StopWrite
+//	sending           Written                             ready             SendRestart
+//	sending           Cancel Close Remapped Tick          ending            SendFinish StopWrite
 //	sending           FinishArrived ProbeReplied          ending            StopWrite
 //	withdrawing       Written                             prefill           SendRestart
 //	withdrawing       Written                             ready             SendRestart
 //	withdrawing       Written                             awaiting          SendRestart
 //	withdrawing       MomentFailed                        ending-withdrawn  SendFinish
-//	withdrawing       Cancel Close                        ending-withdrawn  SendFinish
+//	withdrawing       Cancel Close Remapped               ending-withdrawn  SendFinish
 //	withdrawing       FinishArrived ProbeReplied          ending-withdrawn
 //	ending            Withdraw                            ending-withdrawn
 //	ending            Written                             -                 Report?

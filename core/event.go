@@ -184,6 +184,7 @@ type (
 	SendRenew struct {
 		Peer          AgentID
 		Loads, Claims []TransferID
+		More          bool // of a part of the answer: others of the same renewal follow
 	}
 	// SendProbe: ask a D whose connections broke whether it lives; answer with
 	// ProbeReplied.

@@ -94,7 +94,7 @@ func (m *Machine) fanInClaim(now time.Time, c *claim, found []FoundPart) {
 	f := &claimFanIn{parts: newParts(c.id, c.from, found)}
 	was := c.state
 	m.claimTo(c, claimNone)
-	m.claimFanIns[f.id] = f
+	m.fans.claims[f.id] = f
 	for i := range found {
 		m.seq++
 		part := *c // what was tried before
@@ -109,7 +109,7 @@ func (m *Machine) fanInLoad(now time.Time, ld *load, found []FoundPart) {
 	was, after := ld.state, ld.after
 	ld.after = 0 // its moment is awaited until the parts await it
 	m.loadTo(ld, loadNone)
-	m.loadFanIns[f.id] = f
+	m.fans.loads[f.id] = f
 	for i := range found {
 		m.seq++
 		part := *ld // what was claimed or tried before
@@ -124,7 +124,7 @@ func (m *Machine) fanInLoad(now time.Time, ld *load, found []FoundPart) {
 // loadClaimedParts begins a load of a transfer whose claim has parts, and says whether it
 // did. A claim of another engine ends.
 func (m *Machine) loadClaimedParts(now time.Time, r LoadRequest) bool {
-	c := m.claimFanIns[r.ID]
+	c := m.fans.claims[r.ID]
 	if c == nil {
 		return false
 	}
@@ -133,8 +133,8 @@ func (m *Machine) loadClaimedParts(now time.Time, r LoadRequest) bool {
 		return false
 	}
 	f := &loadFanIn{parts: newParts(r.ID, c.from, c.found), token: r.Token, started: now, blocks: r.Count()}
-	delete(m.claimFanIns, r.ID)
-	m.loadFanIns[r.ID] = f
+	delete(m.fans.claims, r.ID)
+	m.fans.loads[r.ID] = f
 	for i := range f.found {
 		m.beginLoad(now, &load{id: f.ids[i], from: f.found[i].From, Selection: r.cut(m.layout, f.found[i].Regions), prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), after: fault.Pick("parts-at-once", r.After, 0)})
 	}
@@ -163,7 +163,7 @@ func (m *Machine) endLoadFanIn(now time.Time, f *loadFanIn, end ending) {
 }
 
 func (m *Machine) dropClaimFanIn(f *claimFanIn, end ending) {
-	delete(m.claimFanIns, f.id)
+	delete(m.fans.claims, f.id)
 	for _, id := range f.ids {
 		if c := m.claims.get(id); c != nil {
 			m.dropClaim(c, end)
@@ -182,7 +182,7 @@ func (m *Machine) loadEnded(now time.Time, ld *load, over bool) {
 		}
 		return
 	}
-	f := m.loadFanIns[nameOf(r.ID)]
+	f := m.fans.loads[nameOf(r.ID)]
 	if f == nil {
 		return // the engine has its Report
 	}
@@ -198,7 +198,7 @@ func (m *Machine) loadEnded(now time.Time, ld *load, over bool) {
 	if f.left--; f.left > fault.Pick("first-source-ends", 0, len(f.ids)-1) {
 		return
 	}
-	delete(m.loadFanIns, f.id)
+	delete(m.fans.loads, f.id)
 	elapsed, s := now.Sub(f.started), &f.sum
 	m.act(Report{ID: f.id, Parts: f.ids, Side: SideLoad, Token: f.token, Code: s.code, Reason: s.reason, Blocks: f.blocks,
 		Wait: max(elapsed-time.Duration(s.stats.Nanos), 0), Elapsed: elapsed, State: s.state, Peer: s.peer, From: s.from, Stats: s.stats})
@@ -209,7 +209,7 @@ func (m *Machine) loadEnded(now time.Time, ld *load, over bool) {
 // when the first fails.
 func (m *Machine) claimEnded(now time.Time, c *claim, over bool) {
 	r, whole := c.report(now), !isPart(c.id)
-	f := m.claimFanIns[nameOf(c.id)] // nil: all parts have been dropped already
+	f := m.fans.claims[nameOf(c.id)] // nil: all parts have been dropped already
 	switch {
 	case whole && over, !whole && f == nil:
 		return
@@ -217,7 +217,7 @@ func (m *Machine) claimEnded(now time.Time, c *claim, over bool) {
 		m.dropClaim(c, ending{Cancelled, r.Reason})
 	case over:
 		if f.left--; f.left == 0 {
-			delete(m.claimFanIns, f.id)
+			delete(m.fans.claims, f.id)
 		}
 		return
 	default:

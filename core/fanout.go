@@ -26,21 +26,21 @@ type fanOut struct {
 // fanOut makes sure that a part that a peer names is one of this transfer's. The first
 // part to come says how many there are. The code is the answer to the peer. If the id is
 // no part's, there is nothing to do.
-func (m *Machine) fanOut(now time.Time, part TransferID) (Code, string) {
+func (m *Machine) fanOut(now time.Time, from AgentID, part TransferID) (Code, string) {
 	id, share, ok := splitPart(part)
 	if !ok {
-		if f := m.fanOuts[part]; f != nil {
+		if f := m.fans.offers[part]; f != nil {
 			return Refused, fmt.Sprintf("transfer %q is being loaded in %d shares already", string(part), f.of)
 		}
 		return OK, ""
 	}
-	if f := m.fanOuts[id]; f != nil {
+	if f := m.fans.offers[id]; f != nil {
 		if f.of != share.Of || f.source != share.Source {
 			return Refused, fmt.Sprintf("transfer %q is being loaded in %d shares from source %d already, not in %d from %d", string(id), f.of, f.source, share.Of, share.Source)
 		}
 		return m.partThere(part)
 	}
-	if t, gone := m.ended.byID[id]; gone {
+	if t, gone := m.ended.get(id); gone {
 		if t.code == OK || t.code == PeerCancelled {
 			return Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(id), t.code)
 		}
@@ -52,24 +52,25 @@ func (m *Machine) fanOut(now time.Time, part TransferID) (Code, string) {
 		return Closed, "the prefill agent is closing"
 	case base != nil && base.peer != "":
 		return Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(id), base.peer)
-	case base == nil && m.early+share.Of > m.opt.MaxTransfers, base != nil && len(m.offers)-m.early+share.Of-1 > m.opt.MaxTransfers:
+	case base == nil && !m.roomForEarly(now, from, share.Of, 0), base != nil && len(m.offers)-m.early+share.Of-1 > m.opt.MaxTransfers:
 		return Refused, fmt.Sprintf("%d shares of transfer %q do not fit beside %d others", share.Of, string(id), len(m.offers))
 	}
 	defer m.because("FanOut")()
 	m.begin(now)
 	f := &fanOut{id: id, of: share.Of, source: share.Source, left: share.Of}
-	m.fanOuts[id] = f
+	m.fans.offers[id] = f
 	state := offerEarly
 	if base != nil {
 		f.offered, f.token, f.blocks = base.offered, base.token, base.held.Count()
 		state = base.state
-	} else {
-		m.early += share.Of
 	}
 	for k := range share.Of {
 		of := base.part(Share{k, share.Of, share.Source}.Part(id), now.Add(m.opt.EarlyLoad))
 		f.parts = append(f.parts, of.id)
 		m.offerTo(of, state)
+		if state == offerEarly {
+			m.cameEarly(of, from)
+		}
 		for i := range of.growths {
 			if after := of.growths[i].after; after != 0 {
 				m.await(now, after, SideOffer, of.id)
@@ -80,7 +81,7 @@ func (m *Machine) fanOut(now time.Time, part TransferID) (Code, string) {
 		m.offerTo(base, offerNone)
 	}
 	for _, p := range f.parts { // D's word that it needs no more may have come before
-		if t, gone := m.ended.byID[p]; gone {
+		if t, gone := m.ended.get(p); gone {
 			of := m.offers[p]
 			of.end = ending{t.code, t.reason}
 			m.reportOffer(now, of, TransferStats{})
@@ -111,7 +112,7 @@ func (of *offer) part(id TransferID, deadline time.Time) *offer {
 
 // halfOf is P's half of a transfer, or the parts of it that have not ended.
 func (m *Machine) halfOf(id TransferID) (out []*offer) {
-	if f := m.fanOuts[id]; f != nil {
+	if f := m.fans.offers[id]; f != nil {
 		for _, part := range f.parts {
 			if of := m.offers[part]; of != nil {
 				out = append(out, of)
@@ -125,9 +126,10 @@ func (m *Machine) halfOf(id TransferID) (out []*offer) {
 	return nil
 }
 
-// offeredWhole notes the engine's offer for the one report of the parts.
-func (m *Machine) offeredWhole(now time.Time, r *OfferRequest) {
-	if f := m.fanOuts[r.ID]; f != nil {
+// noteOfferOfParts notes, if several ranks load the transfer, when and what the engine has
+// offered: all parts have one report.
+func (m *Machine) noteOfferOfParts(now time.Time, r *OfferRequest) {
+	if f := m.fans.offers[r.ID]; f != nil {
 		f.offered, f.token, f.blocks = now, r.Token, r.Count()
 	}
 }
@@ -145,15 +147,20 @@ func (m *Machine) offerEnded(now time.Time, of *offer) {
 		m.act(r)
 		return
 	}
-	f := m.fanOuts[nameOf(of.id)]
+	f := m.fans.offers[nameOf(of.id)]
 	f.add(&r)
 	if f.left--; f.left > 0 && !(fault.On("first-share-ends") && f.left >= f.of-1) {
 		m.demanded(f.id)
 		return
 	}
-	delete(m.fanOuts, f.id)
+	delete(m.fans.offers, f.id)
 	m.reportDemand(f.id, f.code, f.reason, 0)
-	m.ended.add(f.id, tombstone{code: f.code, reason: f.reason, offered: !f.offered.IsZero(), stats: f.stats})
+	end := tombstone{code: f.code, reason: f.reason, offered: !f.offered.IsZero(), stats: f.stats}
+	if of.endedIn == offerEarly && f.offered.IsZero() && f.code != Cancelled {
+		m.ended.addWord(of.broughtBy, f.id, end)
+	} else {
+		m.ended.add(f.id, end)
+	}
 	if !f.offered.IsZero() {
 		m.act(Report{ID: f.id, Parts: f.parts, Side: SideOffer, Token: f.token, Code: f.code, Reason: f.reason, Blocks: f.blocks,
 			Wait: f.wait, Elapsed: now.Sub(f.offered), State: f.state, Peer: f.peer, Stats: f.stats})

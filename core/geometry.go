@@ -69,7 +69,7 @@ func (s *Shape) complete() {
 func (s *Shape) checkGeometry() error {
 	if s.Tokens == 0 {
 		if s.Heads != 0 || s.TokenStride != 0 || s.HeadStride != 0 || s.FirstHead != 0 || s.TotalHeads != 0 {
-			return fmt.Errorf("%v: blocks of 0 tokens with %d heads, strides %d and %d, head %d of %d: an opaque block has only zeros, any other at least a token",
+			return fmt.Errorf("%v: its blocks have 0 tokens, but %d heads, strides %d and %d, head %d of %d: set all of these to 0 for an opaque block, or set tokens",
 				s, s.Heads, s.TokenStride, s.HeadStride, s.FirstHead, s.TotalHeads)
 		}
 		return nil
@@ -81,13 +81,13 @@ func (s *Shape) checkGeometry() error {
 	case s.BlockBytes == 0 || s.BlockBytes%items != 0 || s.BlockBytes/items%RegionAlign != 0:
 		return fmt.Errorf("%v: a block of %d bytes cannot hold %d tokens of %d heads in items of a multiple of %d bytes", s, s.BlockBytes, s.Tokens, s.Heads, RegionAlign)
 	case s.TotalHeads > MaxHeads || uint64(s.FirstHead)+uint64(s.Heads) > uint64(s.TotalHeads):
-		return fmt.Errorf("%v: %d heads from %d on are not among %d in all (at most %d)", s, s.Heads, s.FirstHead, s.TotalHeads, MaxHeads)
+		return fmt.Errorf("%v: it has %d heads from head %d on, but there are %d heads in all (at most %d)", s, s.Heads, s.FirstHead, s.TotalHeads, MaxHeads)
 	}
 	item := s.BlockBytes / items
 	nhd := s.TokenStride == uint64(s.Heads)*item && s.HeadStride == item
 	hnd := s.TokenStride == item && s.HeadStride == uint64(s.Tokens)*item
 	if !nhd && !hnd {
-		return fmt.Errorf("%v: strides of %d bytes a token and %d a head: items of %d bytes lie densely with %d and %d (NHD) or %d and %d (HND)",
+		return fmt.Errorf("%v: a token's stride is %d bytes and a head's %d, but items of %d bytes need %d and %d (NHD) or %d and %d (HND)",
 			s, s.TokenStride, s.HeadStride, item, uint64(s.Heads)*item, item, item, uint64(s.Tokens)*item)
 	}
 	return nil

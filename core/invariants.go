@@ -16,15 +16,16 @@ func (m *Machine) checkInvariants() {
 	m.checkOffers(must)
 	m.checkClaims(must)
 	m.checkLoads(must)
-	m.checkFanIns(must)
-	m.checkFanOuts(must)
+	m.checkFans(must)
 	m.checkDemands(must)
 	m.checkMoments(must)
 	m.checkLost(must)
 	must(m.namedClaims() <= m.opt.MaxTransfers, "%d claims, over the limit", m.namedClaims())
 	must(len(m.claims.byID)+len(m.loads.byID)+len(m.farewells.byID) > 0 || len(m.peers) == 0, "%d peers are watched for no load", len(m.peers))
 	must(len(m.offers) > 0 || len(m.probes) == 0, "%d peers are asked for no offer", len(m.probes))
-	must(len(m.ended.order) == len(m.ended.byID) && len(m.ended.byID) <= m.ended.limit, "%d tombstones, %d in order", len(m.ended.byID), len(m.ended.order))
+	own := &m.ended.own
+	must(len(own.order) == len(own.byID) && len(own.byID) <= own.limit, "%d tombstones, %d in order", len(own.byID), len(own.order))
+	m.checkEarly(must)
 	must(len(m.lost.order) == len(m.lost.byID) && len(m.lost.byID) <= m.lost.limit, "%d lost claims, %d in order", len(m.lost.byID), len(m.lost.order))
 }
 
@@ -32,7 +33,7 @@ func (m *Machine) checkOffers(must mustFunc) {
 	early, earlyBlocks := 0, 0
 	for id, of := range m.offers {
 		loaded, timed := of.load != nil, !of.deadline.IsZero()
-		_, gone := m.ended.byID[id]
+		_, gone := m.ended.get(id)
 		must(!loaded || of.load.Peer == of.peer, "offer %q is loaded by another agent than %q, for which it is kept", id, of.peer)
 		must(of.id == id, "offer %q is kept as %q", of.id, id)
 		must(!gone, "offer %q has ended and is under way", id)
@@ -75,7 +76,7 @@ func (m *Machine) checkClaims(must mustFunc) {
 }
 
 func (m *Machine) checkLoads(must mustFunc) {
-	busy := len(m.loadFanIns)
+	busy := m.fans.busyLoads()
 	for id, ld := range m.loads.byID {
 		must(ld.id == id && ld.state <= loadEnding, "load %q is kept as %q in state %v", ld.id, id, ld.state)
 		must(m.farewells.get(id) == nil, "load %q has another half beside it", id)
@@ -88,51 +89,36 @@ func (m *Machine) checkLoads(must mustFunc) {
 			busy++
 		}
 	}
-	for _, f := range m.loadFanIns {
-		if f.blocks == 0 {
-			busy--
-		}
-	}
 	must(busy <= m.opt.MaxTransfers, "%d loads, over the limit", busy)
 }
 
-func (m *Machine) checkFanIns(must mustFunc) {
-	left := map[TransferID]int{}
-	for id := range m.claims.byID {
-		if isPart(id) {
-			left[nameOf(id)]++
-			must(m.claimFanIns[nameOf(id)] != nil, "claim %q is a part of none", id)
+// checkEarly: what only peers have named is counted for each of them.
+func (m *Machine) checkEarly(must mustFunc) {
+	places, blocks, words := 0, 0, 0
+	for peer, h := range m.earlyOf.byPeer {
+		for _, id := range h.ids {
+			of := m.offers[id]
+			must(of != nil && of.state == offerEarly && of.broughtBy == peer, "early offer %q is counted for %q and is none of its", id, peer)
 		}
+		must(len(h.ids) > 0 && h.weight == len(h.ids), "%q has %d early offers, weight %d", peer, len(h.ids), h.weight)
+		must(h.weight <= m.earlyOf.most().weight, "%q has more than the greediest", peer)
+		places += len(h.ids)
 	}
-	for id := range m.loads.byID {
-		if isPart(id) {
-			left[nameOf(id)]++
-			must(m.loadFanIns[nameOf(id)] != nil, "load %q is a part of none", id)
+	for peer, h := range m.earlyLoads.byPeer {
+		held := 0
+		for _, id := range h.ids {
+			of := m.offers[id]
+			must(of != nil && of.state == offerEarly && of.broughtBy == peer && of.load != nil, "early load %q is counted for %q and is none of its", id, peer)
+			held += of.loadBlocks()
 		}
+		must(len(h.ids) > 0 && h.weight == held, "early loads of %q have %d blocks, weight %d", peer, held, h.weight)
+		must(h.weight <= m.earlyLoads.most().weight, "%q has more than the greediest", peer)
+		blocks += held
 	}
-	check := func(id TransferID, p *parts) {
-		must(p.id == id && p.left == left[id] && p.left > 0, "load %q has %d of %d parts, counted %d", id, left[id], len(p.ids), p.left)
-		must(m.claims.get(id) == nil && m.loads.get(id) == nil, "load %q is whole and in parts", id)
+	must(places == m.early && blocks == m.earlyBlocks, "%d early offers of %d blocks, counted %d of %d", places, blocks, m.early, m.earlyBlocks)
+	for peer, h := range m.ended.words.of.byPeer {
+		must(len(h.ids) > 0 && h.weight == len(h.ids), "%q has %d words, weight %d", peer, len(h.ids), h.weight)
+		words += len(h.ids)
 	}
-	for id, f := range m.claimFanIns {
-		check(id, &f.parts)
-		must(m.loadFanIns[id] == nil, "transfer %q is claimed and loaded", id)
-	}
-	for id, f := range m.loadFanIns {
-		check(id, &f.parts)
-	}
-}
-
-func (m *Machine) checkFanOuts(must mustFunc) {
-	for id, f := range m.fanOuts {
-		live := m.halfOf(id)
-		must(f.id == id && len(live) == f.left && f.left > 0 && len(f.parts) == f.of, "offer %q has %d of %d parts, counted %d", id, len(live), f.of, f.left)
-		must(m.offers[id] == nil, "offer %q is whole and in parts", id)
-		for _, of := range live {
-			must(of.offered.Equal(f.offered), "part %q of offer %q in state %v", of.id, id, of.state)
-		}
-	}
-	for id := range m.offers {
-		must(!isPart(id) || m.fanOuts[nameOf(id)] != nil, "offer %q is a part of none", id)
-	}
+	must(words == len(m.ended.words.byID) && words <= m.ended.words.limit, "%d words, counted %d", len(m.ended.words.byID), words)
 }

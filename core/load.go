@@ -1,7 +1,9 @@
 package core
 
 import (
+	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/kvconn/kvconn/internal/fault"
@@ -48,6 +50,7 @@ type load struct {
 	after  Moment // of LoadRequest; 0 when it has passed
 	agents
 	started time.Time
+	endBy   time.Time // whatever P says
 	since   time.Time // the engine's first word of it: its claim, if there was one
 	begun   time.Time // when P's agent became known: it is asked for the load since then
 	until   time.Time // in loadRelocating, and in loadMoving: when another agent must have been found
@@ -107,7 +110,7 @@ func (m *Machine) beginLoad(now time.Time, ld *load) {
 	}
 	m.begin(now)
 	m.seq++ // a cancelled half of the id is void: P hears of the id by this load
-	ld.seq, ld.started, ld.since = m.seq, now, now
+	ld.seq, ld.started, ld.since, ld.endBy = m.seq, now, now, now.Add(m.opt.Load)
 	m.loadAfter(now, ld, ld.after)
 	c := m.claims.get(ld.id)
 	switch {
@@ -188,7 +191,7 @@ func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err erro
 	m.event("Expecting")
 	defer m.settle(now)
 	switch {
-	case err != nil && ld.former == "":
+	case err != nil && ld.former == "" && !errors.Is(err, ErrMemory):
 		m.move(ld, now.Add(m.patience()), false) // what is remembered of P is out of date, most likely
 		return
 	case err != nil:
@@ -238,6 +241,24 @@ func (m *Machine) move(ld *load, until time.Time, gone bool) {
 		return
 	}
 	m.fence(ld, loadMoving)
+}
+
+// tickLoads ends loads that have kept the engine's blocks for too long. A P that lives, says
+// that it works, and sends a byte now and then must not keep them for ever.
+func (m *Machine) tickLoads(now time.Time) {
+	var late []TransferID
+	for id, ld := range m.loads.byID {
+		if (ld.state == loadAwaiting || ld.state.armed()) && !now.Before(ld.endBy) && !fault.On("waits-for-slow") {
+			late = append(late, id)
+		}
+	}
+	slices.Sort(late)
+	for _, id := range late {
+		if ld := m.loads.get(id); ld != nil { // another part of the same fan-in may have taken it along
+			m.endLoad(now, ld, ending{Failed, fmt.Sprintf("prefill agent %s has not sent it within %v (load_timeout_s); the load is %s", ld.peer, m.opt.Load, ld.state)}, true)
+			m.settle(now)
+		}
+	}
 }
 
 // restartLoad takes P's word that it has withdrawn the blocks of the load whose grant has
@@ -298,7 +319,7 @@ func (m *Machine) loadRenewed(now time.Time, ld *load, a Answer) {
 	switch a.Status {
 	case StatusEarly:
 		if !ld.nameBy.IsZero() && !now.Before(ld.nameBy) { // the agent took the place of the one that had the request
-			m.endLoad(now, ld, ending{NotOffered, fmt.Sprintf("the engine of prefill agent %s, which was opened after this load was made, has not named transfer %q", ld.peer, string(ld.id))}, true)
+			m.endLoad(now, ld, ending{NotOffered, fmt.Sprintf("prefill agent %s was opened after this load was made, and its engine has not named transfer %q", ld.peer, string(ld.id))}, true)
 		}
 	case StatusUnknown:
 		m.endLoad(now, ld, ending{PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", ld.peer, string(ld.id))}, false)

@@ -7,33 +7,6 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// halves are all halves of one kind, by their ids; parts of a fan-in count apart.
-type halves[T any] struct {
-	byID  map[TransferID]T
-	parts int
-}
-
-func newHalves[T any]() halves[T] { return halves[T]{byID: map[TransferID]T{}} }
-
-func (h *halves[T]) get(id TransferID) T { return h.byID[id] }
-
-func (h *halves[T]) put(id TransferID, v T) {
-	if _, there := h.byID[id]; !there && isPart(id) {
-		h.parts++
-	}
-	h.byID[id] = v
-}
-
-func (h *halves[T]) drop(id TransferID) {
-	if _, there := h.byID[id]; there && isPart(id) {
-		h.parts--
-	}
-	delete(h.byID, id)
-}
-
-// named is how many of them the engine has named itself.
-func (h *halves[T]) named() int { return len(h.byID) - h.parts }
-
 // farewell is an end of which P must still be told: the engine has cancelled the claim or
 // load while P's agent was being looked up. It is kept until P is found. A new claim or load
 // of the id voids it: P then hears of the id by the new one.
@@ -105,25 +78,4 @@ func (m *Machine) checkLoad(id TransferID, from Target) error {
 		return fmt.Errorf("%w: load %q names neither a bootstrap address nor an engine_id", ErrInvalid, string(id))
 	}
 	return nil
-}
-
-// claimed and loading say whether the engine has claimed a transfer, or loads it.
-func (m *Machine) claimed(id TransferID) bool {
-	return m.claims.get(id) != nil || m.claimFanIns[id] != nil
-}
-
-func (m *Machine) loading(id TransferID) bool {
-	return m.loads.get(id) != nil || m.loadFanIns[id] != nil
-}
-
-func (m *Machine) namedClaims() int { return m.claims.named() + len(m.claimFanIns) }
-
-// namedLoads is how many loads the engine has named, besides one of this id. A cancelled
-// load of which P must still hear counts too.
-func (m *Machine) namedLoads(id TransferID) int {
-	n := m.loads.named() + len(m.loadFanIns) + m.farewells.named()
-	if m.farewells.get(id) != nil {
-		n--
-	}
-	return n
 }

@@ -9,8 +9,6 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/invariants"
-
-	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // Errors of a Machine's calls; they are wrapped with the value and the remedy.
@@ -26,7 +24,7 @@ const TickInterval = 100 * time.Millisecond
 
 // Defaults are the Options of an agent that sets none, and the only place of these
 // numbers.
-var Defaults = Options{Lease: 30 * time.Second, PeerTimeout: 3 * time.Second, EarlyLoad: 30 * time.Second, Claim: time.Hour, MomentTimeout: DefaultStallTimeout, MaxTransfers: 4096}
+var Defaults = Options{Lease: 30 * time.Second, PeerTimeout: 3 * time.Second, EarlyLoad: 30 * time.Second, Claim: time.Hour, Load: time.Hour, MomentTimeout: time.Minute, MaxTransfers: 4096}
 
 // Options bound a Machine's waits and queues. Zero values get the Defaults.
 type Options struct {
@@ -34,6 +32,7 @@ type Options struct {
 	PeerTimeout   time.Duration // silence after which a peer counts as gone
 	EarlyLoad     time.Duration // P keeps a claim or load whose request its engine has not named
 	Claim         time.Duration // D keeps a claim that no load follows
+	Load          time.Duration // D waits for a load's bytes, whatever P says
 	MomentTimeout time.Duration // a moment that has not passed by then fails
 	MaxTransfers  int           // claims, loads, offers, and early ones of both, each
 	ReportDemands bool          // P: Report when an announced transfer is demanded
@@ -53,6 +52,7 @@ func (o Options) withDefaults() Options {
 	def(&o.PeerTimeout, Defaults.PeerTimeout)
 	def(&o.EarlyLoad, Defaults.EarlyLoad)
 	def(&o.Claim, Defaults.Claim)
+	def(&o.Load, Defaults.Load)
 	def(&o.MomentTimeout, Defaults.MomentTimeout)
 	if o.MaxTransfers <= 0 {
 		o.MaxTransfers = Defaults.MaxTransfers
@@ -70,21 +70,22 @@ type Machine struct {
 	count  Counters
 	awake  time.Time // last time that this process is known to have run
 
-	// D's half. Halves know one peer each; the fan-ins are above them.
-	claims      halves[*claim]
-	loads       halves[*load]
-	farewells   halves[*farewell]
-	claimFanIns map[TransferID]*claimFanIn
-	loadFanIns  map[TransferID]*loadFanIn
-	peers       map[AgentID]*peer  // the P agents that claims and loads wait for
-	lost        remembered[Report] // claims of which the engine was told that they could not succeed any more
+	fans fans // above the halves, which know one peer each
 
-	// P's half, and the fan-outs above it.
+	// D's half.
+	claims    halves[*claim]
+	loads     halves[*load]
+	farewells halves[*farewell]
+	peers     map[AgentID]*peer  // the P agents that claims and loads wait for
+	lost      remembered[Report] // claims of which the engine was told that they could not succeed any more
+
+	// P's half.
 	offers      map[TransferID]*offer
-	fanOuts     map[TransferID]*fanOut
 	demands     map[TransferID]bool // announced, and no load is here
 	early       int                 // offers that no call of the engine backs yet
 	earlyBlocks int                 // block ids that they hold
+	earlyOf     greedy              // the D agents that have brought them
+	earlyLoads  greedy              // those of their loads, each with the weight of its block ids
 	probes      map[AgentID]*probe  // the D agents that P asks whether they live
 	ended       tombstones
 
@@ -102,9 +103,9 @@ func New(layout *Layout, opt Options) *Machine {
 	return &Machine{
 		opt: opt, layout: layout, taken: observer{tell: opt.OnTransition},
 		claims: newHalves[*claim](), loads: newHalves[*load](), farewells: newHalves[*farewell](),
-		claimFanIns: map[TransferID]*claimFanIn{}, loadFanIns: map[TransferID]*loadFanIn{}, peers: map[AgentID]*peer{},
-		offers: map[TransferID]*offer{}, fanOuts: map[TransferID]*fanOut{}, demands: map[TransferID]bool{}, moments: map[Moment]*awaited{}, probes: map[AgentID]*probe{},
-		ended: tombstones{remember[tombstone](opt.MaxTransfers)}, lost: remember[Report](opt.MaxTransfers),
+		fans: newFans(), peers: map[AgentID]*peer{},
+		offers: map[TransferID]*offer{}, demands: map[TransferID]bool{}, moments: map[Moment]*awaited{}, earlyOf: newGreedy(), earlyLoads: newGreedy(), probes: map[AgentID]*probe{},
+		ended: newTombstones(opt.MaxTransfers), lost: remember[Report](opt.MaxTransfers),
 	}
 }
 
@@ -144,6 +145,7 @@ func (m *Machine) Tick(now time.Time) {
 	m.tickOffers(now)
 	m.tickProbes(now)
 	m.tickLookups(now)
+	m.tickLoads(now)
 	m.tickPeers(now)
 }
 
@@ -168,13 +170,8 @@ func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 		decodes = true
 		m.endLoad(now, ld, end, true)
 	}
-	if f := m.claimFanIns[id]; f != nil {
+	if m.cancelParts(now, id, end) {
 		decodes = true
-		m.dropClaimFanIn(f, end)
-	}
-	if f := m.loadFanIns[id]; f != nil {
-		decodes = true
-		m.endLoadFanIn(now, f, end)
 	}
 	m.settle(now)
 	if !decodes || m.halfOf(id) != nil {
@@ -216,7 +213,7 @@ func (m *Machine) Abandon(now time.Time) {
 	for _, id := range sortedKeys(m.claims.byID) {
 		m.claimTo(m.claims.get(id), claimNone)
 	}
-	clear(m.claimFanIns)
+	clear(m.fans.claims)
 	for _, id := range sortedKeys(m.loads.byID) {
 		if ld := m.loads.get(id); ld != nil {
 			m.reportLoad(ld)
@@ -243,10 +240,6 @@ func checkID(id TransferID) error {
 	return nil
 }
 
-// tombstones remember, within a bound, how transfers ended. So a late or doubled message
-// is answered by the truth and not by a new wait.
-type tombstones struct{ remembered[tombstone] }
-
 // remembered are values of the newest transfers, as many as limit.
 type remembered[T any] struct {
 	limit int
@@ -267,23 +260,6 @@ func (r *remembered[T]) put(id TransferID, v T) {
 		r.order = append(r.order, id)
 	}
 	r.byID[id] = v
-}
-
-type tombstone struct {
-	code    Code
-	reason  string
-	offered bool          // the engine has had its report
-	nacked  AgentID       // the D whose transport did not expect it any more
-	stats   TransferStats // of the write that had ended before the engine offered
-}
-
-func (t *tombstones) add(id TransferID, end tombstone) {
-	if fault.On("no-tombstones") {
-		delete(t.byID, id)
-		t.order = nil
-		return
-	}
-	t.put(id, end)
 }
 
 // sortedKeys gives maps one order, so that a run can be repeated.

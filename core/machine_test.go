@@ -123,7 +123,7 @@ func (s *script) open(c *coretest.Command) *core.Machine {
 	l := s.layout(c, s.list(c, "size"))
 	s.layouts[c.Word(0)] = l
 	return core.New(l, core.Options{Lease: s.duration(c, "lease", 0), PeerTimeout: s.duration(c, "timeout", 0),
-		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), MomentTimeout: s.duration(c, "moment", 0), MaxTransfers: int(s.number(c, "max", 0)), ReportClaims: c.Value("report", "") == "claims", OnTransition: func(change core.Transition) { s.table.check(s.t, change) }})
+		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), Load: s.duration(c, "load", 0), MomentTimeout: s.duration(c, "moment", 0), MaxTransfers: int(s.number(c, "max", 0)), ReportClaims: c.Value("report", "") == "claims", OnTransition: func(change core.Transition) { s.table.check(s.t, change) }})
 }
 
 func (s *script) event(m *scripted, what string, c *coretest.Command) (said string, err error) {
@@ -163,10 +163,19 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		}
 	case "reading":
 		said = fmt.Sprint(m.Reading(id))
+	case "given":
+		given := m.Given()
+		slices.Sort(given)
+		said = fmt.Sprint(slices.Compact(given))
+		if m.AnyGiven() != (len(given) > 0) {
+			said += " and not"
+		}
 	case "cancel":
 		if err = m.Cancel(s.now, id, c.Value("why", "")); err == nil {
 			delete(m.ledger.claims, id)
 		}
+	case "remapped":
+		m.Remapped(s.now, id, c.Value("why", ""))
 	case "resolved":
 		m.Resolved(s.now, id, s.number(c, "seq", 1), peer, s.instant(c, "opened"), s.code(c), c.Value("why", ""))
 	case "found":
@@ -215,7 +224,7 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 				a.Code, a.Reason = s.codeNamed(c, f[1]), f[2]
 			}
 		}
-		m.RenewReplied(s.now, core.SendRenew{Peer: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims")}, answers, absent, failure)
+		m.RenewReplied(s.now, core.SendRenew{Peer: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims"), More: c.Value("more", "") == "yes"}, answers, absent, failure)
 	case "claim":
 		r := core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}, Token: s.number(c, "token", 0)}
 		err = m.ledger.claim(m.Machine, s.now, r)

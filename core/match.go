@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"unsafe"
 
 	"github.com/kvconn/kvconn/internal/fault"
 )
@@ -145,6 +146,7 @@ func NewMatch(src, dst []Shape) (*Match, error) {
 	if diffs != nil {
 		return nil, fmt.Errorf("layouts differ: %s", strings.Join(diffs, "; "))
 	}
+	m.mappings = slices.Clone(m.mappings) // without room for more
 	m.whole = unmatched(src, dst, used, held)
 	return m, nil
 }
@@ -206,17 +208,33 @@ func groupRatio(src, dst uint32) ratio {
 	return ratio{unit: uint64(unit), src: uint64(src / unit), dst: uint64(dst / unit)}
 }
 
-// unmatched names what only one side has.
+// unmatched names what only one side has, in turn: what stands in a name differs on both.
+// Regions of a name that the other side lacks are told without their geometry, so that both
+// names stand in what a reason has room for.
 func unmatched(src, dst []Shape, used []bool, held []uint32) error {
-	var diffs []string
+	var sides [2][]string
 	for j := range src {
-		if !used[j] && len(diffs) < maxDiffs {
-			diffs = append(diffs, fmt.Sprintf("%v (%s) is only at the prefill engine", &src[j], src[j].geometry()))
+		if !used[j] && len(sides[0]) < maxDiffs {
+			sides[0] = append(sides[0], fmt.Sprintf("%v is only at the prefill engine", &src[j]))
 		}
 	}
 	for i := range dst {
-		if first, end := dst[i].heads(); held[i] < end-first && len(diffs) < maxDiffs {
-			diffs = append(diffs, fmt.Sprintf("%v (%s) has %d of %d heads at the prefill engine", &dst[i], dst[i].geometry(), held[i], end-first))
+		first, end := dst[i].heads()
+		if held[i] == end-first || len(sides[1]) == maxDiffs {
+			continue
+		}
+		geometry := ""
+		if slices.ContainsFunc(src, func(s Shape) bool { return compareNames(&s, &dst[i]) == 0 }) {
+			geometry = fmt.Sprintf(" (%s)", dst[i].geometry())
+		}
+		sides[1] = append(sides[1], fmt.Sprintf("%v%s has %d of %d heads at the prefill engine", &dst[i], geometry, held[i], end-first))
+	}
+	var diffs []string
+	for n := range maxDiffs {
+		for _, side := range sides {
+			if n < len(side) && len(diffs) < maxDiffs {
+				diffs = append(diffs, side[n])
+			}
 		}
 	}
 	if diffs == nil {
@@ -228,6 +246,15 @@ func unmatched(src, dst []Shape, used []bool, held []uint32) error {
 // Whole names the regions that only one side has. Where each engine has one rank, that is
 // an error.
 func (m *Match) Whole() error { return m.whole }
+
+// Kept is how many bytes of memory it takes.
+func (m *Match) Kept() int {
+	n := int(unsafe.Sizeof(*m)) + len(m.mappings)*int(unsafe.Sizeof(mapping{}))
+	if m.whole != nil {
+		n += len(m.whole.Error())
+	}
+	return n
+}
 
 // Commons lists what both hold, in the order of D's regions and then of heads.
 func (m *Match) Commons() []Common {
@@ -324,7 +351,7 @@ func (m *Match) checkRegions(regions []uint32) error { return checkRegions(regio
 
 func checkRegions(regions []uint32, n int) error {
 	if regions != nil && len(regions) == 0 {
-		return errors.New("no region: leave the list out for all")
+		return errors.New("the list of regions is empty: to mean all regions, leave it out")
 	}
 	for i, r := range regions {
 		if int(r) >= n || i > 0 && r <= regions[i-1] {

@@ -50,6 +50,7 @@ func checkMatch(t testing.TB, m *Match, src, dst []Shape, from, to Selection) {
 		t.Fatalf("P sends in another order, or another number of bytes, than D expects: %d cells, %d", len(order), len(want))
 	}
 	checkPairsBetween(t, m, src, pairs, from, to)
+	checkWindows(t, m, from, to, pairs, segments)
 	eachCell(dst, to.Blocks, to.First, func(c cell, l label) {
 		got, written := lands[c]
 		delete(lands, c)
@@ -80,7 +81,7 @@ func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, from, 
 		t.Fatalf("the load has %d bytes, its plan %d", n, len(want)*RegionAlign)
 	}
 	rnd := rand.New(rand.NewPCG(uint64(len(want)), uint64(len(src))))
-	got := make([]move, len(want))
+	got, cut := make([]move, len(want)), make([]move, len(want))
 	var begin []uint32
 	for done := false; !done; {
 		end := make([]uint32, len(src))
@@ -93,6 +94,22 @@ func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, from, 
 		part, extents, err := m.PairsBetween(from, to, begin, end)
 		if err != nil {
 			t.Fatalf("no plan of %v to %v: %v", begin, end, err)
+		}
+		plan, err := m.Plan(from, to, begin, end)
+		if err != nil {
+			t.Fatalf("no plan of %v to %v: %v", begin, end, err)
+		}
+		for _, e := range plan.Extents() {
+			for position := e.Position; position < e.Position+e.Bytes; {
+				for _, p := range plan.Pairs(make([]Pair, 0, 3), position, ^uint64(0)) {
+					for o := uint64(0); o < p.Length; o, position = o+RegionAlign, position+RegionAlign {
+						if cut[position/RegionAlign] != (move{}) || position >= e.Position+e.Bytes {
+							t.Fatalf("a plan gives the byte at %d twice, or gives it unasked", position)
+						}
+						cut[position/RegionAlign] = move{cell{p.SrcRegion, p.SrcOffset + o}, cell{p.DstRegion, p.DstOffset + o}}
+					}
+				}
+			}
 		}
 		begin = end
 		for _, p := range part {
@@ -120,8 +137,8 @@ func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, from, 
 			t.Fatalf("%d pairs are of no extent", len(part))
 		}
 	}
-	if !slices.Equal(got, want) {
-		t.Fatalf("bit by bit %v, at once %v", got, want)
+	if !slices.Equal(got, want) || !slices.Equal(cut, want) {
+		t.Fatalf("bit by bit %v, as plans %v, at once %v", got, cut, want)
 	}
 }
 

@@ -95,13 +95,13 @@ func TestNewMatchRefuses(t *testing.T) {
 			return s
 		}, []string{`"k"`, "16 tokens", "opaque blocks of 1024 bytes"}},
 		{"opaque bytes", func(s []Shape) []Shape { s[1].BlockBytes = 36; return s }, []string{`"s"`, "32 bytes", "36 bytes"}},
-		{"strides", func(s []Shape) []Shape { s[0].TokenStride = 32; return s }, []string{"at the decode engine", `"k"`, "32 bytes a token", "64 and 16 (NHD)", "16 and 256 (HND)"}},
-		{"heads beyond", func(s []Shape) []Shape { s[0].FirstHead = 5; return s }, []string{"at the decode engine", "4 heads from 5 on", "8 in all"}},
-		{"heads that wrap", func(s []Shape) []Shape { s[0].FirstHead = ^uint32(0); return s }, []string{"from 4294967295 on"}},
+		{"strides", func(s []Shape) []Shape { s[0].TokenStride = 32; return s }, []string{"at the decode engine", `"k"`, "stride is 32 bytes", "64 and 16 (NHD)", "16 and 256 (HND)"}},
+		{"heads beyond", func(s []Shape) []Shape { s[0].FirstHead = 5; return s }, []string{"at the decode engine", "4 heads from head 5 on", "8 heads in all"}},
+		{"heads that wrap", func(s []Shape) []Shape { s[0].FirstHead = ^uint32(0); return s }, []string{"from head 4294967295 on"}},
 		{"many heads", func(s []Shape) []Shape { s[0].Heads = 1 << 31; return s }, []string{"2147483648 heads"}},
 		{"many tokens", func(s []Shape) []Shape { s[0].Tokens = 1 << 31; return s }, []string{"2147483648 tokens"}},
 		{"no heads", func(s []Shape) []Shape { s[0].Heads = 0; return s }, []string{"0 heads"}},
-		{"heads without tokens", func(s []Shape) []Shape { s[1].Heads = 2; return s }, []string{`"s"`, "0 tokens with 2 heads"}},
+		{"heads without tokens", func(s []Shape) []Shape { s[1].Heads = 2; return s }, []string{`"s"`, "0 tokens, but 2 heads"}},
 		{"no bytes", func(s []Shape) []Shape { s[0].BlockBytes = 0; return s }, []string{`"k"`, "0 bytes"}},
 		{"items that do not fit", func(s []Shape) []Shape { s[0].BlockBytes = 1020; return s }, []string{"1020 bytes", "16 tokens of 4 heads"}},
 		{"group", func(s []Shape) []Shape { s[1].Group = 16; return s }, []string{`"s"`, "below 16"}},
@@ -174,6 +174,30 @@ func TestMatchWhole(t *testing.T) {
 	}
 }
 
+// TestBothNamesAreTold: where all layers of two engines are named for another attention
+// backend, the reason has room for one name of each.
+func TestBothNamesAreTold(t *testing.T) {
+	shapes := func(backend string) []Shape {
+		var out []Region
+		for n := range 32 {
+			name := fmt.Sprintf("model.layers.%d.self_attn.attn[%s]", n, backend)
+			out = append(out, shaped(region(name, 0, uint64(1+n)<<20, 1024, 1024, 4), "HND", 16, 0, 4, 4))
+		}
+		return mustLayout(t, out...).Shapes()
+	}
+	m, err := NewMatch(shapes("FLASH_ATTN,FP8_PER_TENSOR"), shapes("TRITON_ATTN,FP8_PER_TENSOR"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	const room = 256 // of what a reason is carried in, less what stands before it
+	said := m.Whole().Error()
+	for _, name := range []string{"FLASH_ATTN", "TRITON_ATTN"} {
+		if at := strings.Index(said, name); at < 0 || at+len(name) > room {
+			t.Errorf("%s stands at %d of %q", name, at, said)
+		}
+	}
+}
+
 // TestMatchArguments: values that do not fit are refused, and the error names both.
 func TestMatchArguments(t *testing.T) {
 	p := mustLayout(t, shaped(region("k", 0, 1<<20, 1024, 1024, 9), "NHD", 16, 0, 4, 4))
@@ -198,7 +222,7 @@ func TestMatchArguments(t *testing.T) {
 		{"behind the prompt", nil, nil, nil, [][]BlockID{{5}}, []uint32{1}, []uint32{20}, []string{"1 at the decode engine"}, 0},
 		{"nothing of the prompt", nil, [][]BlockID{{}}, nil, [][]BlockID{{5}}, []uint32{1}, []uint32{20}, nil, 0},
 		{"no such region", []uint32{1}, [][]BlockID{{1, 2}}, nil, [][]BlockID{{5}}, nil, nil, []string{"region 1", "below 1"}, 0},
-		{"no region", []uint32{}, [][]BlockID{{1, 2}}, nil, [][]BlockID{{5}}, nil, nil, []string{"no region"}, 0},
+		{"no region", []uint32{}, [][]BlockID{{1, 2}}, nil, [][]BlockID{{5}}, nil, nil, []string{"the list of regions is empty"}, 0},
 		{"many groups", nil, make([][]BlockID, 17), nil, make([][]BlockID, 17), nil, nil, []string{"17 groups"}, 0},
 		{"the largest position", nil, [][]BlockID{{1, 2}}, nil, [][]BlockID{{5}}, []uint32{^uint32(0)}, nil, []string{"blocks 8589934590 to 8589934592"}, 0},
 	} {

@@ -89,9 +89,9 @@ func (m *Machine) momentFails(now time.Time, at Moment, how string) {
 		of, ld := m.offers[w.id], m.loads.get(w.id)
 		switch {
 		case w.side == SideOffer && of != nil && of.awaits(at):
-			m.endOffer(now, of, ending{Failed, fmt.Sprintf("moment %d of the prefill engine, after which the blocks of transfer %q hold it, %s", at, string(nameOf(of.id)), how)}, true)
+			m.endOffer(now, of, ending{Failed, fmt.Sprintf("transfer %q waited for moment %d of the prefill engine, and that moment %s", string(nameOf(of.id)), at, how)}, true)
 		case w.side == SideLoad && ld != nil && ld.after == at:
-			m.endLoad(now, ld, ending{Failed, fmt.Sprintf("moment %d of the decode engine, after which the blocks of transfer %q may be written, %s", at, string(nameOf(ld.id)), how)}, true)
+			m.endLoad(now, ld, ending{Failed, fmt.Sprintf("transfer %q waited for moment %d of the decode engine, and that moment %s", string(nameOf(ld.id)), at, how)}, true)
 		}
 		m.settle(now)
 	}

@@ -60,13 +60,16 @@ type offer struct {
 	sendAt   time.Time // when the Write began
 	deadline time.Time // end of the lease, or of the wait for the engine
 	peer     AgentID   // the D agent that claims or loads it
-	load     *LoadMessage
-	landed   bool     // D has all bytes
-	nacked   bool     // D's transport expects it no more
-	voided   []string // the latest loads that D was told to make anew, by their grants' digests
-	end      ending   // while it ends
-	endedIn  offerState
-	stats    TransferStats
+	// broughtBy is the D agent that has named an early one first.
+	broughtBy AgentID
+	load      *LoadMessage
+	landed    bool     // D has all bytes
+	nacked    bool     // D's transport expects it no more
+	elsewhere int      // writes whose way was not there
+	voided    []string // the latest loads that D was told to make anew, by their grants' digests
+	end       ending   // while it ends
+	endedIn   offerState
+	stats     TransferStats
 }
 
 // lease is how long D may be silent.
@@ -101,7 +104,7 @@ func (m *Machine) Announce(now time.Time, id TransferID) error {
 	if m.closed {
 		return ErrClosed
 	}
-	if t, gone := m.ended.byID[id]; gone {
+	if t, gone := m.ended.get(id); gone {
 		m.demandGone(id, t)
 		return nil // D gave up first; Offer will say so
 	}
@@ -180,7 +183,7 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 	}
 	m.event("Offer")
 	m.reportDemand(r.ID, OK, "", 0) // the engine did not wait for it
-	if t, gone := m.ended.byID[r.ID]; gone && half == nil {
+	if t, gone := m.ended.get(r.ID); gone && half == nil {
 		if t.offered {
 			return fmt.Errorf("%w: transfer %q was offered before and has ended (%s); give each request a transfer_id of its own", ErrDuplicate, string(r.ID), t.code)
 		}
@@ -193,7 +196,7 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 		return err
 	}
 	m.count.Offered++
-	m.offeredWhole(now, &r)
+	m.noteOfferOfParts(now, &r)
 	if half == nil {
 		m.begin(now)
 		of := &offer{id: r.ID}

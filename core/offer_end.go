@@ -9,6 +9,9 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
+// maxElsewhere is how often a transfer goes another way before it fails. D may take the same way again.
+const maxElsewhere = 4
+
 // Written takes the transport's outcome of a Write.
 func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err error) {
 	of := m.offers[id]
@@ -24,6 +27,11 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 	case of.state.ends():
 	case !of.state.sending():
 		return
+	case errors.Is(err, ErrOtherWay) && !of.landed && of.elsewhere < fault.Pick("elsewhere-for-ever", maxElsewhere, 1<<30):
+		of.elsewhere++
+		of.sent = nil
+		m.startOver(now, of)
+		return
 	case err != nil && !of.landed:
 		of.nacked = errors.Is(err, ErrNotExpected)
 		of.end = ending{transportCode(err), "sending to decode agent " + string(of.load.Peer) + ": " + err.Error()}
@@ -35,7 +43,7 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 // cancelOffer ends P's half. If the half is not here yet, its end is remembered.
 func (m *Machine) cancelOffer(now time.Time, id TransferID, reason string) {
 	half := m.halfOf(id)
-	if _, gone := m.ended.byID[id]; half == nil && !gone {
+	if _, gone := m.ended.get(id); half == nil && !gone {
 		m.ended.add(id, tombstone{code: Cancelled, reason: reason})
 	}
 	for i, of := range half {
@@ -83,7 +91,11 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 	if of.nacked {
 		end.nacked = of.peer
 	}
-	m.ended.add(of.id, end)
+	if of.endedIn == offerEarly && of.end.code != Cancelled {
+		m.ended.addWord(of.broughtBy, of.id, end)
+	} else {
+		m.ended.add(of.id, end)
+	}
 	of.stats = s
 	m.outcomes = append(m.outcomes, outcome{offer: of, over: true})
 }

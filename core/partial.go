@@ -38,13 +38,13 @@ func (m *Machine) OfferPartial(now time.Time, r PartialOffer) error {
 	if m.closed {
 		return ErrClosed
 	}
-	if _, gone := m.ended.byID[r.ID]; gone {
+	if _, gone := m.ended.get(r.ID); gone {
 		return nil
 	}
 	var before *offer // all parts of a transfer are given the same
 	for _, of := range m.halfOf(r.ID) {
 		if !of.offered.IsZero() {
-			return fmt.Errorf("%w: transfer %q is offered already, nothing can be added", ErrDuplicate, string(r.ID))
+			return fmt.Errorf("%w: transfer %q is offered already, so no partial offer can add to it", ErrDuplicate, string(r.ID))
 		}
 		if len(of.growths) >= maxGrowths {
 			return fmt.Errorf("%w: %d partial offers of transfer %q wait for their moments", ErrOverload, len(of.growths), string(r.ID))
@@ -61,6 +61,9 @@ func (m *Machine) OfferPartial(now time.Time, r PartialOffer) error {
 	m.reportDemand(r.ID, OK, "", 0) // the engine did not wait for it
 	for _, of := range m.halfOf(r.ID) {
 		of.add(m.layout, &r)
+		if of.state.ends() {
+			continue // nothing of it is sent any more, whenever it is ready
+		}
 		if g := (growth{after: r.After, ready: r.Ready, regions: r.Regions}); m.grows(now, of, g) {
 			of.grow(m.layout, &g)
 			m.extend(now, of)
@@ -81,7 +84,7 @@ func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
 		}
 	}
 	if max(len(r.Ready), len(r.Computing)) > groups || len(r.First) > groups {
-		return fmt.Errorf("%d groups are ready, %d are being computed, first blocks are of %d: %d groups are registered", len(r.Ready), len(r.Computing), len(r.First), groups)
+		return fmt.Errorf("ready has %d groups, computing %d and first_block %d, but %d groups are registered", len(r.Ready), len(r.Computing), len(r.First), groups)
 	}
 	if err := checkRegions(r.Regions, len(m.layout.Regions)); err != nil {
 		return err
@@ -100,7 +103,7 @@ func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
 			have += len(r.Blocks[g])
 		}
 		if n := uint64(max(at(r.Ready, g), at(r.Computing, g))); n > first+uint64(have) {
-			return fmt.Errorf("blocks up to %d of group %d are ready or being computed, those up to %d are given", n, g, first+uint64(have))
+			return fmt.Errorf("blocks up to %d of group %d are said to be ready or being computed, but block ids are given up to %d only", n, g, first+uint64(have))
 		}
 		if have > MaxBlocks {
 			return fmt.Errorf("%d blocks of group %d, at most %d are supported", have, g, MaxBlocks)
@@ -112,7 +115,7 @@ func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
 // checkPrompt refuses a second prompt of one transfer.
 func (of *offer) checkPrompt(prompt uint64) error {
 	if prompt != 0 && of.prompt != 0 && prompt != of.prompt {
-		return fmt.Errorf("its prompt has the fingerprint %016x, and had %016x before; give each request a transfer_id of its own", prompt, of.prompt)
+		return fmt.Errorf("its prompt has the fingerprint %016x, but its earlier offers had %016x: give each request a transfer_id of its own", prompt, of.prompt)
 	}
 	return nil
 }
@@ -128,7 +131,7 @@ func (of *offer) checkPartial(r *OfferRequest) error {
 			continue
 		}
 		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) && !fault.On("other-blocks") || at(r.First, g) != of.held.First[g] {
-			return fmt.Errorf("its first %d blocks of group %d are not those that were offered before; withdraw them first", len(ids), g)
+			return fmt.Errorf("its first %d blocks of group %d differ from the blocks that were offered before: withdraw the transfer first", len(ids), g)
 		}
 	}
 	return nil

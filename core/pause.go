@@ -40,6 +40,7 @@ func (m *Machine) noticePause(now time.Time) {
 	for _, ld := range m.loads.byID {
 		move(&ld.nameBy, m.patience())
 		move(&ld.until, m.patience())
+		move(&ld.endBy, m.opt.Load)
 	}
 	for _, of := range m.offers {
 		most := m.lease(of)

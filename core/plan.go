@@ -73,8 +73,8 @@ func (m *Match) PairsBetween(src, dst Selection, begin, end []uint32) (pairs []P
 
 func (m *Match) pairs(src Selection, wanted *progress, extents *[]Extent) ([]Pair, error) {
 	dst := &wanted.dst
-	if len(dst.Blocks) > len(src.Blocks) {
-		return nil, fmt.Errorf("plan: %d groups at the prefill engine, %d at the decode engine", len(src.Blocks), len(dst.Blocks))
+	if err := wanted.checkGroups(&src); err != nil {
+		return nil, err
 	}
 	bound, err := wanted.bound(func(k *mapping) uint64 { return k.pair.perUnit() })
 	if err != nil {
@@ -91,9 +91,8 @@ func (m *Match) pairs(src Selection, wanted *progress, extents *[]Extent) ([]Pai
 		if from == to {
 			continue
 		}
-		n := max(r.src, 1)
-		if low, high := from/n, (to+n-1)/n; low < has || high > has+uint64(len(src.Blocks[g])) {
-			return nil, fmt.Errorf("plan: blocks %d to %d of group %d are wanted, there are %d to %d", low, high, g, has, has+uint64(len(src.Blocks[g])))
+		if err := wanted.checkHeld(&src, k, from, to); err != nil {
+			return nil, err
 		}
 		skip := (from - first) / r.dst // blocks of D
 		if k.whole == 0 {
@@ -102,7 +101,7 @@ func (m *Match) pairs(src Selection, wanted *progress, extents *[]Extent) ([]Pai
 			out = k.copyWhole(out, src.Blocks[g][from-has:to-has], dst.Blocks[g][skip:skip+to-from])
 		}
 		if extents != nil {
-			*extents = append(*extents, Extent{start, len(out) - before})
+			*extents = append(*extents, Extent{Position: start, Pairs: len(out) - before})
 		}
 	}
 	return out, nil
@@ -324,7 +323,7 @@ func (m *Match) checkHas(regions []uint32) error {
 			k++
 		}
 		if k == len(m.mappings) || m.mappings[k].Dst != r {
-			return fmt.Errorf("region %d of the decode engine is wanted, of which the prefill engine has nothing", r)
+			return fmt.Errorf("the load asks for region %d of the decode engine, but the prefill engine has no part of that region: register the same layers on both", r)
 		}
 	}
 	return nil

@@ -333,6 +333,7 @@ func checkPlan(t *testing.T, l *Layout, m *Match, first []uint32, src [][]BlockI
 	if err != nil {
 		t.Fatalf("no segments of %v: %v", load.Blocks, err)
 	}
+	checkWindows(t, m, Selection{First: first, Blocks: src}, load.Selection, pairs, segments)
 	at, rest := 0, Segment{}
 	for _, p := range pairs {
 		r := &l.Regions[p.SrcRegion]

@@ -197,8 +197,9 @@ func TestCover(t *testing.T) {
 		{shape("a", "b", "c"), [][]Shape{shape("c"), shape("a", "b")}, "[[2] [0 1]]"},
 		{shape("a", "b"), [][]Shape{shape("a", "b"), shape("a", "b")}, "[[0 1] []]"},
 		{shape("a", "b"), [][]Shape{shape("x"), shape("a"), shape("a", "b")}, "[[] [0] [1]]"},
-		{shape("a", "b"), [][]Shape{shape("a"), shape("x")}, `region "b" of group 0: no rank of the prefill engine has it, asked were r0, r1`},
-		{append(shape("a"), Shape{Name: "a", Group: 1}), [][]Shape{shape("a")}, `region "a" of group 1: no rank of the prefill engine has it, asked were r0`},
+		{shape("a", "b"), [][]Shape{shape("a"), shape("x")}, `no rank of the prefill engine has region "b" of group 0; its ranks that this rank loads from are r0, r1`},
+		{shape("layer.1[X]"), [][]Shape{shape("layer.0[Y]", "layer.1[Y]", "layer.11[Y]")}, `no rank of the prefill engine has region "layer.1[X]" of group 0, but "layer.1[Y]"; its ranks that this rank loads from are r0`},
+		{append(shape("a"), Shape{Name: "a", Group: 1}), [][]Shape{shape("a")}, `no rank of the prefill engine has region "a" of group 1; its ranks that this rank loads from are r0`},
 	} {
 		var sources []Source
 		for i, s := range c.from {

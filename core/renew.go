@@ -2,6 +2,7 @@ package core
 
 import (
 	"fmt"
+	"iter"
 	"slices"
 	"time"
 
@@ -113,6 +114,28 @@ func (m *Machine) tickPeers(now time.Time) {
 	}
 }
 
+// Parts cuts the answers to a renewal up, for a user with a lock: see MaxLocked. Answers that
+// are not as many as the transfers stay whole, for RenewReplied to refuse.
+func (r SendRenew) Parts(answers []Answer) iter.Seq2[SendRenew, []Answer] {
+	return func(yield func(SendRenew, []Answer) bool) {
+		if len(answers) != len(r.Loads)+len(r.Claims) {
+			yield(r, answers)
+			return
+		}
+		for rest := r; ; {
+			part := SendRenew{Peer: r.Peer, Loads: rest.Loads[:min(MaxLocked, len(rest.Loads))]}
+			part.Claims = rest.Claims[:min(MaxLocked-len(part.Loads), len(rest.Claims))]
+			rest.Loads, rest.Claims = rest.Loads[len(part.Loads):], rest.Claims[len(part.Claims):]
+			part.More = len(rest.Loads)+len(rest.Claims) > 0
+			n := len(part.Loads) + len(part.Claims)
+			if !yield(part, answers[:n]) || !part.More {
+				return
+			}
+			answers = answers[n:]
+		}
+	}
+}
+
 // RenewReplied answers SendRenew. absent says that nobody listens at the peer's
 // address; err that no answer came.
 func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, absent bool, err error) {
@@ -121,7 +144,7 @@ func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, abs
 		return
 	}
 	m.event("RenewReplied")
-	p.asking = false
+	p.asking = r.More
 	m.noticePause(now)
 	if err == nil && !absent && len(answers) != len(r.Loads)+len(r.Claims) {
 		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(answers), len(r.Loads)+len(r.Claims))
@@ -151,7 +174,7 @@ func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, abs
 			m.settle(now)
 		}
 	}
-	if p.fresh || p.due(now) { // they came while this was under way
+	if !r.More && (p.fresh || p.due(now)) { // they came while this was under way
 		m.tickPeers(now)
 	}
 }

@@ -13,7 +13,7 @@ import (
 
 // transportError wraps the error of package core that a text begins with, if there is one.
 func transportError(text string) error {
-	for _, known := range []error{core.ErrConnectionLost, core.ErrNotExpected} {
+	for _, known := range []error{core.ErrConnectionLost, core.ErrNotExpected, core.ErrMemory, core.ErrOtherWay} {
 		if rest, ok := strings.CutPrefix(text, known.Error()); ok {
 			return fmt.Errorf("%w%s", known, rest)
 		}

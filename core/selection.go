@@ -41,7 +41,7 @@ func (s *Selection) check(l *Layout) error {
 		return err
 	}
 	if s.First != nil && len(s.First) != len(s.Blocks) {
-		return fmt.Errorf("first blocks of %d groups, block ids of %d", len(s.First), len(s.Blocks))
+		return fmt.Errorf("first_block has %d groups, block_ids have %d", len(s.First), len(s.Blocks))
 	}
 	for g, ids := range s.Blocks {
 		if err := l.checkEntries(g, nil, uint64(at(s.First, g)), ids); err != nil {
@@ -60,7 +60,7 @@ func (s *Selection) checkLoad(l *Layout) error {
 		return err
 	}
 	if s.Tokens != nil && len(s.Tokens) != len(s.Blocks) {
-		return fmt.Errorf("tokens of %d groups, block ids of %d", len(s.Tokens), len(s.Blocks))
+		return fmt.Errorf("tokens has %d groups, block_ids have %d", len(s.Tokens), len(s.Blocks))
 	}
 	for g, n := range s.Tokens {
 		// Whatever P's blocks are like, there is then something to copy.

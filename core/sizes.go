@@ -28,7 +28,8 @@ type Sizes struct {
 	Offers  int // P's halves, early ones among them
 	Early   int // claims and loads that P's engine has not named
 	Probes  int // D agents that are asked whether they live
-	Joined  int // halves that have several parts
+	FanIns  int // claims and loads of several parts
+	FanOuts int // offers of several parts
 	Moments int // moments that halves wait for
 	Ended   int // transfers whose end is remembered, lost claims among them
 }
@@ -37,8 +38,8 @@ type Sizes struct {
 func (m *Machine) Sizes() Sizes {
 	s := Sizes{
 		Loads: len(m.loads.byID) + len(m.claims.byID) + len(m.farewells.byID), Claims: len(m.claims.byID), Peers: len(m.peers),
-		Offers: len(m.offers), Early: m.early, Probes: len(m.probes), Joined: len(m.claimFanIns) + len(m.loadFanIns) + len(m.fanOuts),
-		Moments: len(m.moments), Ended: len(m.ended.byID) + len(m.lost.byID),
+		Offers: len(m.offers), Early: m.early, Probes: len(m.probes),
+		FanIns: m.fans.in(), FanOuts: len(m.fans.offers), Moments: len(m.moments), Ended: m.ended.len() + len(m.lost.byID),
 	}
 	for _, c := range m.claims.byID {
 		if c.state == claimKept {
@@ -68,6 +69,24 @@ func (m *Machine) OldestWait(now time.Time) time.Duration {
 		}
 	}
 	return now.Sub(oldest)
+}
+
+// PeerOf is the agent at the other end of a half, or of a part of one; "" if there is no such
+// half, or if the agent is not known.
+func (m *Machine) PeerOf(s Side, id TransferID) AgentID {
+	if s == SideOffer {
+		if of := m.offers[id]; of != nil {
+			return of.peer
+		}
+		return ""
+	}
+	if ld := m.loads.get(id); ld != nil {
+		return ld.peer
+	}
+	if c := m.claims.get(id); c != nil {
+		return c.peer
+	}
+	return ""
 }
 
 // StateOf names the state of a half, or of a part of one; "-" if there is none.

@@ -21,6 +21,19 @@ var ErrTransportClosed = errors.New("transport is closed")
 // does not expect the transfer, or no more.
 var ErrNotExpected = errors.New("the decode agent does not expect the transfer")
 
+// ErrOtherWay is wrapped by a sender's error if this way is not there just now, and all is well with the
+// transfer. The receiver's transport was told that it is not there: so D, which is to load the transfer anew,
+// takes another one. If D has not heard it, D may take this way again.
+var ErrOtherWay = errors.New("this way is not there now")
+
+// ErrElsewhere is wrapped by an error of Connect if the transport is for agents of one host, and the
+// peer is on another: to go another way is no fallback then.
+var ErrElsewhere = errors.New("it is on another host")
+
+// ErrMemory is wrapped by an error of Expect if the agent's own memory cannot be used, so that
+// no other P would help.
+var ErrMemory = errors.New("device memory cannot be used")
+
 func transportCode(err error) Code {
 	switch {
 	case errors.Is(err, ErrConnectionLost):
@@ -49,7 +62,7 @@ const (
 //
 // coretest.TransportSuite is the contract as a test; every Transport passes it.
 type Transport interface {
-	// Name is "tcp", "rdma", "shm" …, as in configuration and statistics.
+	// Name is "tcp", "rdma", "local" …, as in configuration and statistics.
 	Name() string
 
 	// Endpoint is what a peer needs to reach this agent, for the registry. An
@@ -110,22 +123,51 @@ type Transport interface {
 	Close() error
 }
 
-// Signaller is a Transport whose two ends must agree before bytes move, and again to end
-// that: in RDMA on queue pairs and keys. Its messages go over the control plane, which has
-// authenticated both agents; their content is the transport's own. It is given a Signal
-// when it is made.
-type Signaller interface {
+// Cutter is a Transport that takes Plans: in WriteOp.Plan, and in place of the segments of
+// Expect.
+type Cutter interface {
 	Transport
+	ExpectPlan(id TransferID, peer AgentID, dst Plan) (grant []byte, err error)
+}
 
-	// Signalled handles a message of a peer's transport of the same name and
-	// returns the answer; an error is told to the peer as text. It does not wait
-	// for the network. Messages may be lost, doubled and reordered.
-	Signalled(from AgentID, msg []byte) (answer []byte, err error)
+// Plan is where the bytes of a transfer lie, or some of them. It cuts them into pieces where
+// it is asked. So it takes no more memory for a million pieces than for one. It may be asked
+// from any goroutine. Of D's only the destination half counts.
+type Plan interface {
+	// Extents are the runs of bytes that the plan has, by position; their Bytes count.
+	Extents() []Extent
+
+	// Pairs appends the pieces from a position on that the plan has: as many as out has room
+	// for, to the end of the extent at most, and at least one. It may stop when they have
+	// limit bytes.
+	Pairs(out []Pair, position, limit uint64) []Pair
+
+	// Pieces is the most pieces that the plan may be cut into.
+	Pieces() int
+}
+
+// Settler is a Transport that finds out after Connect whether bytes can move. Only it knows what
+// its Endpoint means.
+type Settler interface {
+	Transport
 
 	// Usable says whether new transfers with a peer can go this way; the error says why they
 	// cannot. While the transport is finding that out Usable waits. If ctx ends first, its
 	// error is the cause.
 	Usable(ctx context.Context, peer AgentID) error
+}
+
+// Signaller is a Settler whose two ends must agree before bytes move, and again to end
+// that: in RDMA on queue pairs and keys. Its messages go over the control plane, which has
+// authenticated both agents; their content is the transport's own. It is given a Signal
+// when it is made.
+type Signaller interface {
+	Settler
+
+	// Signalled handles a message of a peer's transport of the same name and
+	// returns the answer; an error is told to the peer as text. It does not wait
+	// for the network. Messages may be lost, doubled and reordered.
+	Signalled(from AgentID, msg []byte) (answer []byte, err error)
 }
 
 // Signal sends a message to a peer's transport of the same name and waits for
@@ -142,6 +184,8 @@ type WriteOp struct {
 	Bytes uint64
 	// At says where in the linear order Pairs lie; nil: from its begin on, without gaps.
 	At []Extent
+	// Plan stands in place of Pairs and At; for a Cutter.
+	Plan Plan
 }
 
 // Extent is a run of pairs whose bytes follow each other in a transfer's linear
@@ -149,12 +193,13 @@ type WriteOp struct {
 type Extent struct {
 	Position uint64 // of the first byte
 	Pairs    int
+	Bytes    uint64 // of a Plan's
 }
 
 // Extents is At, also where it was left out.
 func (op *WriteOp) Extents() []Extent {
 	if op.At == nil && len(op.Pairs) > 0 {
-		return []Extent{{0, len(op.Pairs)}}
+		return []Extent{{Pairs: len(op.Pairs)}}
 	}
 	return op.At
 }
@@ -167,10 +212,21 @@ func (op *WriteOp) Total() uint64 {
 	return op.Given()
 }
 
-// Given is the number of bytes of Pairs.
+// Given is the number of bytes of Pairs, or of Plan.
 func (op *WriteOp) Given() (n uint64) {
+	if op.Plan != nil {
+		return PlanBytes(op.Plan)
+	}
 	for i := range op.Pairs {
 		n += op.Pairs[i].Length
+	}
+	return n
+}
+
+// PlanBytes is the number of bytes that a plan has.
+func PlanBytes(p Plan) (n uint64) {
+	for _, e := range p.Extents() {
+		n += e.Bytes
 	}
 	return n
 }

@@ -22,7 +22,7 @@ func (m *Machine) Withdraw(now time.Time, id TransferID) error {
 			break
 		}
 		if !of.offered.IsZero() {
-			return fmt.Errorf("%w: transfer %q is offered: its blocks are free with its report, which a cancel brings about", ErrInvalid, string(id))
+			return fmt.Errorf("%w: transfer %q is offered already, and an offer cannot be withdrawn: cancel the transfer; its blocks are free when its report has come", ErrInvalid, string(id))
 		}
 		of.held, of.ready, of.sent = Selection{}, nil, nil
 		if !fault.On("withdrawn-grow") {
@@ -64,7 +64,7 @@ func (m *Machine) Reading(id TransferID) bool {
 // maxVoided is more loads than D may repeat in the time that it insists.
 const maxVoided = 64
 
-// startOver has D load anew: nobody reads a withdrawn write's blocks any more.
+// startOver has D load anew: nobody reads the blocks for the write any more.
 func (m *Machine) startOver(now time.Time, of *offer) {
 	void := digest(of.load.Grant)
 	of.voided = append(of.voided[max(0, len(of.voided)-maxVoided+1):], void)

@@ -8,16 +8,24 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda/internal/driver"
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
+// Defaults of the ring, also those of the keys device_ring_bytes and device_slot_bytes.
+const (
+	DefaultRingBytes = 64 << 20
+	DefaultSlotBytes = 512 << 10 // less in a ring that has not leastSlots of them
+)
+
 // Options of a Device; zero values are the defaults.
 type Options struct {
-	RingBytes    int           // pinned host memory for copies: 64 MiB
-	SlotBytes    int           // of each slot in the ring: 2 MiB
+	RingBytes    int           // pinned host memory for copies: DefaultRingBytes
+	SlotBytes    int           // of each slot in the ring: DefaultSlotBytes
 	Moments      int           // that have not passed, at a time: 4,096
-	StallTimeout time.Duration // until a device that does not end a copy counts as failed: 10 s
+	StallTimeout time.Duration // until a device that does not end a copy counts as failed: core.DefaultStallTimeout
+	CloseTimeout time.Duration // bounds Close, from Closing on: StallTimeout
 }
 
 func (o *Options) complete() error {
@@ -26,19 +34,22 @@ func (o *Options) complete() error {
 			*v = d
 		}
 	}
-	def(&o.RingBytes, 64<<20)
-	def(&o.SlotBytes, min(2<<20, o.RingBytes/leastSlots))
+	def(&o.RingBytes, DefaultRingBytes)
+	def(&o.SlotBytes, min(DefaultSlotBytes, o.RingBytes/leastSlots))
 	def(&o.Moments, 4096)
 	if o.StallTimeout == 0 {
-		o.StallTimeout = 10 * time.Second
+		o.StallTimeout = core.DefaultStallTimeout
+	}
+	if o.CloseTimeout == 0 {
+		o.CloseTimeout = o.StallTimeout
 	}
 	switch {
 	case o.SlotBytes < 1 || o.RingBytes/o.SlotBytes < leastSlots:
-		return fmt.Errorf("a ring of %d bytes has less than %d slots of %d bytes: make it larger, or the slots smaller", o.RingBytes, leastSlots, o.SlotBytes)
+		return fmt.Errorf("a ring of %d bytes has less than %d slots of %d bytes: make the ring larger, or the slots smaller", o.RingBytes, leastSlots, o.SlotBytes)
 	case o.Moments < 1 || o.Moments > 1<<20:
 		return fmt.Errorf("%d moments, want 1 to %d", o.Moments, 1<<20)
-	case o.StallTimeout < 0:
-		return fmt.Errorf("a stall timeout of %s, want more than none", o.StallTimeout)
+	case min(o.StallTimeout, o.CloseTimeout) < 0:
+		return fmt.Errorf("a stall timeout of %s and a close timeout of %s: want more than 0 s", o.StallTimeout, o.CloseTimeout)
 	}
 	return nil
 }
@@ -55,17 +66,28 @@ type Device struct {
 	failure atomic.Pointer[error] // for good
 	stuck   chan struct{}         // closed when the failure is that copies do not end: they may yet land
 	stalled sync.Once
+	closing sync.Once
+	until   time.Time   // of Close, once it is closing
+	hurry   *time.Timer // see Closing
 
 	mu      sync.Mutex
 	waits   map[uint8]*streamWaits
 	regions []*Region
 	known   atomic.Pointer[[]mapping] // what lies under the regions
+	pieces  []driver.Piece            // of known, for Check
+	sample  []driver.Piece            // of pieces, for Moved
+	epoch   uint64                    // grows with each change of these
 
 	prepare    sync.Once
 	prepareErr error
 	memory     unsafe.Pointer // of the ring
 	ring       ring
-	queues     [2]*queue // by Direction; nil before Prepare
+	queues     [directions]*queue // by Direction; nil before Prepare and preparePeers
+
+	preparePeer    sync.Once
+	preparePeerErr error
+	peers          []*Peer                   // that have something opened; mu guards it
+	foreign        atomic.Pointer[[]mapping] // what they have opened
 }
 
 // Open gives a handle on the device of that number (CUDA_VISIBLE_DEVICES changes the numbers).
@@ -90,6 +112,7 @@ func Open(ordinal int, o Options) (*Device, error) {
 	}
 	d := &Device{drv: drv, info: info, o: o, waits: map[uint8]*streamWaits{}, stuck: make(chan struct{})}
 	d.known.Store(&[]mapping{})
+	d.foreign.Store(&[]mapping{})
 	return d, nil
 }
 
@@ -148,14 +171,23 @@ func (d *Device) fail(err error) {
 
 // fails keeps the first cause.
 func (d *Device) fails(err error) bool {
-	err = fmt.Errorf("%s (%s, CUDA device %d) has failed: %w", d.info.Name, d.info.UUID, d.info.Ordinal, err)
+	var e *Error
+	if errors.As(err, &e) && e.Sticky() {
+		err = e.Brief()
+	}
+	err = fmt.Errorf("%s (%s) has failed: %w", d.info.Name, d.info.UUID, err)
 	return d.failure.CompareAndSwap(nil, &err)
 }
 
-// stall fails a device of which nobody knows whether its copies have ended.
+// stall fails a device of which nobody knows whether its copies have ended. It may have failed
+// before: that its copies may yet land must be known all the same.
 func (d *Device) stall(cause error) {
 	d.stalled.Do(func() {
-		d.fails(fmt.Errorf("%w: %w", cause, ErrStuck)) // before Fence hears of it
+		why := fmt.Errorf("%w: %w", cause, ErrStuck)
+		if !d.fails(why) { // before Fence hears of it
+			why = fmt.Errorf("%w; %w", d.Err(), why)
+			d.failure.Store(&why)
+		}
 		close(d.stuck)
 		d.goRun(func() { d.endAll(d.Err()) })
 	})
@@ -178,14 +210,23 @@ func (d *Device) endAll(err error) {
 	}
 }
 
-// made are the queues, none before Prepare.
-func (d *Device) made() []*queue {
+// made are the queues that there are.
+func (d *Device) made() (all []*queue) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.queues[0] == nil {
-		return nil
+	for _, q := range d.queues {
+		if q != nil {
+			all = append(all, q)
+		}
 	}
-	return d.queues[:]
+	return all
+}
+
+// queue is a direction's, or nil before the first copy.
+func (d *Device) queue(dir Direction) *queue {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.queues[dir]
 }
 
 // goRun starts a goroutine that Close waits for.
@@ -229,7 +270,7 @@ func (d *Device) makeRing() error {
 		q.start()
 	}
 	d.mu.Lock()
-	d.memory, d.queues = memory, made
+	d.memory, d.queues[FromDevice], d.queues[ToDevice] = memory, made[FromDevice], made[ToDevice]
 	d.mu.Unlock()
 	if err := d.over(); err != nil { // meanwhile
 		d.endAll(err)
@@ -237,18 +278,50 @@ func (d *Device) makeRing() error {
 	return nil
 }
 
-// Close ends all copies and awaited moments, and waits, at most StallTimeout, until none is
-// under way and all slots were released. Then it gives back all that the device has. If
-// something does not end, the error says so and nothing is given back: the driver may still use it.
+// Closing begins the time that Close has, once; Close does so too. Whoever closes a transport
+// first calls it before: a copy that has not ended in half of that time never will, as it seems,
+// and the transport waits for it no longer.
+func (d *Device) Closing() {
+	d.closing.Do(func() {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.until = time.Now().Add(d.o.CloseTimeout)
+		d.hurry = time.AfterFunc(d.o.CloseTimeout/2, func() {
+			defer safe.Recover("cuda closing")
+			if n := d.busy(); n > 0 {
+				d.stall(fmt.Errorf("%d copies have not ended within %s of a close", n, d.o.CloseTimeout/2))
+			}
+		})
+	})
+}
+
+// busy is how many copies the driver has.
+func (d *Device) busy() (n int) {
+	for _, q := range d.made() {
+		q.mu.Lock()
+		n += q.copies + len(q.lost)
+		q.mu.Unlock()
+	}
+	return n
+}
+
+// Close ends all copies and awaited moments, and waits, at most CloseTimeout from Closing on,
+// until none is under way and all slots were released. Then it gives back all that the device
+// has. If something does not end, the error says so and nothing is given back: the driver may
+// still use it.
 func (d *Device) Close() error {
+	d.Closing()
 	d.calls.Lock() // short calls have ended
 	was := d.closed.Swap(true)
 	d.calls.Unlock()
 	if was {
 		return nil
 	}
+	defer d.hurry.Stop()
 	d.prepare.Do(func() { d.prepareErr = d.over() })
-	deadline := time.NewTimer(d.o.StallTimeout)
+	d.preparePeer.Do(func() { d.preparePeerErr = d.over() })
+	// The transports may have used all the time, though no copy is under way.
+	deadline := time.NewTimer(max(time.Until(d.until), min(d.o.CloseTimeout/4, 250*time.Millisecond)))
 	defer deadline.Stop()
 	closed := fmt.Errorf("CUDA device %d: %w", d.info.Ordinal, ErrClosed)
 	d.endAll(closed)
@@ -264,14 +337,17 @@ func (d *Device) Close() error {
 	select {
 	case <-ended:
 	case <-deadline.C:
-		return fmt.Errorf("closing CUDA device %d: after %s a copy, a wait in the driver or a slot has not ended; its pinned memory stays", d.info.Ordinal, d.o.StallTimeout)
-	}
-	var err error
-	if made := d.made(); made != nil {
-		for _, q := range made {
-			q.drv.Close()
+		if n := d.busy(); n > 0 { // what began after Closing looked: a Fence would wait for it for ever
+			d.stall(fmt.Errorf("%d copies have not ended at the end of a close", n))
 		}
-		err = d.drv.FreeRing(d.memory)
+		return fmt.Errorf("closing CUDA device %d: after %s a copy, a wait in the driver or a slot has not ended; its pinned memory stays", d.info.Ordinal, d.o.CloseTimeout)
+	}
+	for _, q := range d.made() {
+		q.drv.Close()
+	}
+	err := d.closePeers()
+	if d.memory != nil {
+		err = errors.Join(err, d.drv.FreeRing(d.memory))
 	}
 	_, closeErr := d.drv.Close()
 	if d.Err() != nil {

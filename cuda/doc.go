@@ -14,13 +14,18 @@
 //	cuda.Open(ordinal, Options) (*Device, error)       an agent's handle on one device: moments, ring, streams
 //	device.Register(name, addr, bytes) (*Region, error)
 //	region.Check() error                               is it still the same memory? Before a transfer is armed
+//	device.Check() error                               the same of all regions, each mapping once
+//	device.Moved() bool                                a quick look whether Check would say no
+//	device.Renew() error                               takes what an engine has mapped anew; between transfers only
 //	region.Export() (*os.File, offset, error)          as a dma-buf, for RDMA
 //	device.Flush() error                               after a card has written, before that is told; Flushable
 //	region.Close()
 //
 // Register keeps the allocations under a region with their buffer ids, which CUDA never gives
 // twice. Memory that was freed, or mapped anew (an engine that slept), has another id: Check
-// names the region. A device copies from and to registered memory only.
+// names the region. A device copies from and to registered memory only. A copy that was begun in other memory
+// than lies there now ends with a ChangedError: it is looked for before the device gets the copy, and again
+// when the copy has ended, since the memory may go meanwhile.
 //
 // # Moments
 //
@@ -78,10 +83,41 @@
 // Options.StallTimeout, the device counts as failed, and the copies and Fence end with ErrStuck: then
 // nobody knows whether a copy still lands, and the blocks must not be given back.
 //
+// # Memory of another process
+//
+// Two processes of one host need no network between their devices: D opens P's memory and copies it.
+//
+//	at P: device.Share() (*Shared, error)              the allocations, each with a handle, or with a shared.File for the peer's socket
+//	      shared.Check() error                         is it still that memory? After D has read, before D counts it
+//	at D: device.Peer(name, process) *Peer             opens nothing yet; P tells its ThisProcess()
+//	      peer.Open(Allocation, file) error            for reading; what is open already stays so. A *RefusedError has the reason
+//	      peer.Close() error                           closes all; the next Open begins anew
+//	      Copy{Peer, Runs, To, After, Done}            to the device, in a Transfer FromPeer: needs no pinned memory
+//	      Copy{Peer, Runs, Slot, At, After, Done}      to a slot, in a Transfer FromDevice, for blocks in host memory
+//
+// Runs are told by P's addresses; what P has not opened to D is refused. Nobody writes to a peer's memory. One Copy has best some
+// hundred runs. D's Fence waits for D's own copies, and P's process may stand still meanwhile.
+//
+// A load goes like this. P waits for the moment of its blocks, and only then tells D where they are: so no event is shared between processes. D
+// copies after its own moment. When the copies have ended D asks P, and P looks whether it still holds the offer and whether Shared.Check
+// is nil. D counts what it has read after P's yes, and throws it away after a no, or when P does not answer.
+//
+// P's engine may free its memory, or sleep, at any time: CUDA tells nobody. Of memory that cudaMalloc gave CUDA leaves undefined what
+// D reads then. Memory that was mapped by handles lives on, with its old bytes, as long as D has it open, so a sleeping engine's GPU
+// gets nothing back. Both are harmless to what D counts: an ID is never given twice, so if P finds the IDs of Share again when D's copies have ended,
+// the memory was that one all the time. That D keeps nothing for long is P's word: an agent looks each second whether Check is still nil,
+// else tells its peers to Close, and they Open what the next Share has. Before an agent ends it has its peers Close, and waits for them in
+// bounded time; only then its engine may free what was shared. D also closes when P's process has ended: what it reads from then on nobody says
+// yes to.
+//
+// P's memory may lie on another GPU than D's blocks, if CUDA lets D's GPU reach it. That is tried by opening it, not looked up, since a process does
+// not see the GPUs that are hidden from it.
+//
 // # Errors
 //
 // *driver.Error has the call, its CUresult, what it was about, and the remedy. After a sticky
 // one (an illegal address, a lost device, a destroyed context) the device has failed for good: all copies
 // and awaited moments end with that reason, new ones get it, and Device.Err tells it. The
-// host process lives on. Close may be called while copies run.
+// host process lives on. Close may be called while copies run: from Closing on it is bounded by
+// Options.CloseTimeout, and a copy that has not ended in half of that time counts as stuck.
 package cuda

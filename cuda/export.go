@@ -1,11 +1,14 @@
 package cuda
 
 import (
+	"errors"
 	"fmt"
 	"os"
 
 	"github.com/kvconn/kvconn/internal/fault"
 )
+
+const noMemory = 2 // CUDA_ERROR_OUT_OF_MEMORY
 
 // Export gives the region as a dma-buf: whole pages, the region's first byte at offset. The
 // caller closes the file; a card that has registered the memory does not need the file any more.
@@ -14,6 +17,7 @@ func (r *Region) Export() (file *os.File, offset uint64, err error) {
 		return nil, 0, r.d.over()
 	}
 	defer r.d.leave()
+	pieces, _ := r.now()
 	page := uint64(os.Getpagesize())
 	from, end := r.addr/page*page, (r.addr+r.bytes+page-1)/page*page
 	switch {
@@ -21,7 +25,7 @@ func (r *Region) Export() (file *os.File, offset uint64, err error) {
 		err = fmt.Errorf("%s (%s) cannot export memory as a dma-buf: that needs NVIDIA's open kernel modules", r.d.info.Name, r.d.info.UUID)
 	case !r.RDMA():
 		err = fmt.Errorf("its memory was not allocated for GPUDirect RDMA: an allocator that maps handles must ask for it (gpuDirectRDMACapable)")
-	case from < r.pieces[0].Base || end > r.pieces[len(r.pieces)-1].Base+r.pieces[len(r.pieces)-1].Size:
+	case from < pieces[0].Base || end > pieces[len(pieces)-1].Base+pieces[len(pieces)-1].Size:
 		err = fmt.Errorf("%d bytes at %#x are in pages of %d bytes that are not all of the same allocation", r.bytes, r.addr, page)
 	}
 	if err != nil {
@@ -30,7 +34,11 @@ func (r *Region) Export() (file *os.File, offset uint64, err error) {
 	fd, err := r.d.drv.Export(from, end-from)
 	if err != nil {
 		r.d.suspect(err)
-		return nil, 0, fmt.Errorf("region %s: %w", r.name, err)
+		var e *Error
+		if errors.As(err, &e) && e.Code == noMemory {
+			err = fmt.Errorf("%w; is the GPU's BAR1 large enough (nvidia-smi -q -d MEMORY)?", e.Brief())
+		}
+		return nil, 0, fmt.Errorf("region %s: %d bytes as a dma-buf: %w", r.name, end-from, err)
 	}
 	return os.NewFile(uintptr(fd), "dma-buf of "+r.name), r.addr - from, nil
 }

@@ -32,6 +32,10 @@ func TestExport(t *testing.T) {
 	if _, _, err := slept.Export(); err == nil || !strings.Contains(err.Error(), "region slept: its memory was not allocated for GPUDirect RDMA") {
 		t.Error(err)
 	}
+	e.Fail("cuMemGetHandleForAddressRange", 1, noMemory)
+	if _, _, err := r.Export(); err == nil || !strings.Contains(err.Error(), "region cache: 2101248 bytes") || !strings.Contains(err.Error(), "BAR1 large enough") {
+		t.Error(err)
+	}
 	d.info.DMABuf = false // as with the closed kernel modules
 	if _, _, err := r.Export(); err == nil || !strings.Contains(err.Error(), "open kernel modules") {
 		t.Error(err)

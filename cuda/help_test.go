@@ -17,10 +17,13 @@ const patience = 20 * time.Second
 func open(tb testing.TB, o Options) (*engine.Engine, *Device) {
 	tb.Helper()
 	e := engine.New(tb, 0)
-	kinds := []string{"streams", "events", "pinned", "violations"}
+	kinds := []string{"streams", "events", "pinned", "handles", "mapped", "reserved", "ipc", "violations"}
 	before := make([]uint64, len(kinds))
 	for i, k := range kinds {
 		before[i] = e.Count(k)
+	}
+	if o.RingBytes == 0 && o.SlotBytes == 0 { // tests copy whole pieces of memory at once
+		o.SlotBytes = grain
 	}
 	d, err := Open(0, o)
 	if err != nil {

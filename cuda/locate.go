@@ -116,7 +116,7 @@ const mostMappings = 1 << 17
 func mappings(addr uintptr, bytes uint64) ([]driver.Memory, error) {
 	from, end := uint64(addr), uint64(addr)+bytes
 	if bytes == 0 || end < from {
-		return nil, fmt.Errorf("%d bytes at %#x are no memory", bytes, addr)
+		return nil, fmt.Errorf("%d bytes at %#x: want at least 1 byte, and an end within the address space", bytes, addr)
 	}
 	var all []driver.Memory
 	for at := from; at < end; {
@@ -135,11 +135,11 @@ func mappings(addr uintptr, bytes uint64) ([]driver.Memory, error) {
 			}
 			return nil, &KindError{uintptr(at), m.Kind}
 		case m.Base > at || m.Base+m.Size <= at:
-			return nil, fmt.Errorf("the driver says that %#x lies in %d bytes at %#x, which is not so", at, m.Size, m.Base)
+			return nil, fmt.Errorf("the driver says that %#x lies in an allocation of %d bytes at %#x, but that allocation does not contain it", at, m.Size, m.Base)
 		case m.Device != first.Device:
-			return nil, fmt.Errorf("%d bytes at %#x lie on CUDA device %d, and from %#x on on device %d: a region is of one device", bytes, addr, first.Device, at, m.Device)
+			return nil, fmt.Errorf("%d bytes at %#x begin on CUDA device %d, but from %#x they lie on device %d: a region lies on one device", bytes, addr, first.Device, at, m.Device)
 		case len(all) > 0 && (m.Kind != driver.VMM || first.Kind != driver.VMM):
-			return nil, fmt.Errorf("%d bytes at %#x go over the end of an allocation, which is at %#x: a region is of one allocation", bytes, addr, at)
+			return nil, fmt.Errorf("%d bytes at %#x reach beyond their allocation, which ends at %#x: a region lies in one allocation", bytes, addr, at)
 		case len(all) == mostMappings:
 			return nil, fmt.Errorf("%d bytes at %#x have more than %d mappings", bytes, addr, mostMappings)
 		}

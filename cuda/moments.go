@@ -32,6 +32,10 @@ const mostAwaited = 1 << 16
 // streamOf is the place of a moment's stream among the handle's streams.
 func streamOf(moment uint64) uint8 { return uint8(moment >> 48) }
 
+// Order is a moment's place among all moments of the process, in the order in which they were
+// recorded.
+func Order(moment uint64) uint64 { return moment & (1<<48 - 1) }
+
 // Moment records what the stream has been given up to now.
 func (d *Device) Moment(stream uintptr) (uint64, error) {
 	if !d.enter() {

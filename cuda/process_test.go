@@ -34,7 +34,7 @@ func TestBuilds(t *testing.T) {
 		return
 	}
 	for _, kind := range []testdouble.Kind{testdouble.CUDA12, testdouble.Old} {
-		out := again(t, "^(TestReadsAfterMoment|TestLocate|TestCheck|TestCopies|TestMoments|TestSticky|TestExport)$",
+		out := again(t, "^(TestReadsAfterMoment|TestLocate|TestCheck|TestCopies|TestMoments|TestSticky|TestExport|TestPeer)$",
 			"KVCONN_LIBCUDA="+testdouble.Library(t, kind), inside+"=1")
 		if none := strings.Contains(out, "this driver has no batches"); none != (kind == testdouble.Old) {
 			t.Errorf("%s: without batches is %v", kind, none)
@@ -56,13 +56,22 @@ func TestUnavailable(t *testing.T) {
 		return
 	}
 	double := engine.Library(t)
-	empty := filepath.Join(t.TempDir(), "libempty.so")
-	if out, err := exec.Command("cc", "-shared", "-x", "c", "/dev/null", "-o", empty).CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
+	folder := t.TempDir()
+	library := func(name, source string) string {
+		file := filepath.Join(folder, name)
+		c := exec.Command("cc", "-shared", "-fPIC", "-x", "c", "-", "-o", file)
+		c.Stdin = strings.NewReader(source)
+		if out, err := c.CombinedOutput(); err != nil {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		return file
 	}
+	empty := library("libempty.so", "")
+	part := library("libpart.so", "int cuInit(unsigned flags) { return flags != 0; } int cuDriverGetVersion(int *version) { *version = 12020; return 0; }")
 	for _, c := range [][]string{
 		{"install NVIDIA's driver", "KVCONN_LIBCUDA=/nonexistent/libcuda.so.1"},
 		{"has no cuInit; install a driver of CUDA 12.2", "KVCONN_LIBCUDA=" + empty},
+		{"libpart.so has no cuGetErrorName; install a driver of CUDA 12.2", "KVCONN_LIBCUDA=" + part},
 		{"is of CUDA 11.4, and CUDA 12.2 or newer is needed", "KVCONN_LIBCUDA=" + double, "KVGPU_DRIVER=11040"},
 		{"CUDA_ERROR_NO_DEVICE (100)", "KVCONN_LIBCUDA=" + double, "KVGPU_DEVICES=0"},
 		{"CUDA_ERROR_UNKNOWN (999)", "KVCONN_LIBCUDA=" + double, "KVGPU_FAIL=cuInit:1:999"},
@@ -111,10 +120,10 @@ func TestNoContext(t *testing.T) {
 		t.Errorf("in the process: %v, version %d", InProcess(), DriverVersion())
 	}
 	if _, err := Open(0, Options{}); !errors.Is(err, ErrInactive) {
-		t.Error(err)
+		t.Errorf("nobody makes a context, and Open said %v", err)
 	}
 	if _, err := Locate(4096, 1); !errors.Is(err, ErrInactive) {
-		t.Error(err)
+		t.Errorf("nobody makes a context, and Locate said %v", err)
 	}
 	if _, err := Open(len(all), Options{}); err == nil {
 		t.Error("a device that is not there was opened")

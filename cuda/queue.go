@@ -40,8 +40,12 @@ type queue struct {
 
 	told    []*job // that have ended and whose Done is to be called
 	telling sync.Cond
+	silent  bool // tell has ended
 
-	runs [driver.MostRuns]Run // of the batch that is being made
+	drains []drain // what waits for batches to end
+
+	runs  [driver.MostRuns]Run // of the batch that is being made
+	pairs []driver.Pair        // the same FromPeer
 }
 
 // batch is what the driver got in one call, with an event behind it.
@@ -100,15 +104,15 @@ func (q *queue) end(err error) {
 	}
 	q.pending = nil
 	if q.d.isStuck() {
+		err = q.d.Err() // whatever ends the device besides
 		left := slices.Clone(q.lost)
 		for _, b := range q.batches {
 			left = append(left, b.j)
 		}
 		for _, j := range left {
 			if !j.ended {
-				j.ended, j.err = true, err
-				q.told = append(q.told, j)
-				q.telling.Signal()
+				j.err = err
+				q.report(j)
 			}
 		}
 	}
@@ -139,10 +143,14 @@ func (q *queue) push(j *job) {
 func (q *queue) submit() {
 	for len(q.pending) > 0 && len(q.batches) < driver.MostBatches && q.copies < mostQueued {
 		j := q.pending[0]
+		if err := q.d.same(j); err != nil && !fault.On("gpu-copies-anew") {
+			q.d.suspect(err)
+			j.err, j.next = cmp.Or(j.err, err), len(j.Runs)
+		}
 		from := j.at
 		n := q.cut(j, min(driver.MostRuns, mostQueued-q.copies))
 		if n > 0 {
-			queued, err := q.drv.Copy(q.number, unsafe.Pointer(unsafe.SliceData(j.Slot.bytes[from:])), q.runs[:n])
+			queued, err := q.give(j, from, n)
 			if queued {
 				if len(q.batches) == 0 {
 					q.seen, q.still = q.ended, 0
@@ -172,10 +180,21 @@ func (q *queue) submit() {
 	}
 }
 
+// give gives the driver n copies that were cut; from is where they begin in the slot.
+func (q *queue) give(j *job, from, n int) (queued bool, err error) {
+	if j.Slot == nil {
+		return q.drv.CopyPairs(q.number, q.pairs[:n])
+	}
+	return q.drv.Copy(q.number, unsafe.Pointer(unsafe.SliceData(j.Slot.bytes[from:])), q.runs[:n])
+}
+
 // cut puts the job's next runs into q.runs, at most so many, and says how many: neighbours in one
 // mapping become one run, and a run that crosses mappings becomes several.
 func (q *queue) cut(j *job, most int) (n int) {
-	known := *q.d.known.Load()
+	if j.Slot == nil {
+		return q.cutPairs(j, most)
+	}
+	known := q.d.sources(j)
 	var in mapping
 	for j.next < len(j.Runs) {
 		r := j.Runs[j.next]
@@ -187,7 +206,7 @@ func (q *queue) cut(j *job, most int) (n int) {
 		if addr < in.base || addr >= in.end {
 			var ok bool
 			if in, ok = find(known, addr); !ok { // its region was closed since
-				j.err, j.next = cmp.Or(j.err, fmt.Errorf("what lies at %#x is not registered any more", addr)), len(j.Runs)
+				j.err, j.next = cmp.Or(j.err, j.gone(addr)), len(j.Runs)
 				break
 			}
 		}
@@ -221,29 +240,11 @@ func find(known []mapping, addr uint64) (mapping, bool) {
 	return known[i], true
 }
 
-// outside is the first address of a run that lies in no mapping, or 0.
-func outside(known []mapping, addr, bytes uint64) uint64 {
-	end := addr + bytes
-	if end < addr {
-		return addr
-	}
-	for addr < end {
-		m, ok := find(known, addr)
-		if !ok {
-			return addr
-		}
-		addr = m.end
-	}
-	return 0
-}
-
 // settle ends a job of which the driver has nothing more; mu is held.
 func (q *queue) settle(j *job) {
 	if !j.queued || j.out > 0 {
-		if fault.On("gpu-report-early") && j.queued && !j.ended {
-			j.ended = true
-			q.told = append(q.told, j)
-			q.telling.Signal()
+		if fault.On("gpu-report-early") && j.queued {
+			q.report(j)
 		}
 		return
 	}
@@ -253,12 +254,24 @@ func (q *queue) settle(j *job) {
 		close(t.idle)
 		t.idle = nil
 	}
-	j.Slot.drop()
-	if !j.ended {
-		j.ended = true
+	if j.Slot != nil {
+		j.Slot.drop()
+	}
+	q.report(j)
+}
+
+// report has a job's Done called, once; mu is held.
+func (q *queue) report(j *job) {
+	switch {
+	case j.ended:
+		return
+	case q.silent: // a job whose moment passed while the device was closed
+		safe.Go("cuda done", j.tell)
+	default:
 		q.told = append(q.told, j)
 		q.telling.Signal()
 	}
+	j.ended = true
 }
 
 // wait waits for the batches' events, in the order of the stream.
@@ -283,10 +296,16 @@ func (q *queue) wait() {
 				return
 			}
 		}
+		if err == nil && !fault.On("gpu-read-anew") { // memory may have gone while it was copied
+			if err = q.d.same(b.j); err != nil {
+				q.d.suspect(err)
+			}
+		}
 		q.mu.Lock()
 		q.batches = slices.Delete(q.batches, 0, 1)
 		q.copies -= b.copies
 		q.ended++
+		q.drained()
 		if len(q.batches) == 0 {
 			q.watch.Stop()
 		}
@@ -312,6 +331,7 @@ func (q *queue) tell() {
 	for {
 		for len(q.told) == 0 {
 			if q.stopped && len(q.batches) == 0 {
+				q.silent = true
 				return
 			}
 			q.telling.Wait()

@@ -11,16 +11,18 @@ import (
 
 // Region is device memory that was registered.
 type Region struct {
-	d      *Device
-	name   string
-	addr   uint64
-	bytes  uint64
+	d     *Device
+	name  string
+	addr  uint64
+	bytes uint64
+
+	// Guarded by the device's mu; a Renewal replaces both.
 	pieces []driver.Memory
 	was    []driver.Piece // what Check asks for: an address of each piece, and what lay there
 }
 
 // mapping is a piece of device memory that copies may not leave.
-type mapping struct{ base, end, id uint64 }
+type mapping struct{ base, end, id, block uint64 }
 
 // Register makes memory of the device known to it. The name is for errors.
 func (d *Device) Register(name string, addr uintptr, bytes uint64) (*Region, error) {
@@ -35,19 +37,33 @@ func (d *Device) Register(name string, addr uintptr, bytes uint64) (*Region, err
 	if pieces[0].Device != d.info.Ordinal {
 		return nil, fmt.Errorf("region %s: %#x lies on CUDA device %d and not on %d", name, addr, pieces[0].Device, d.info.Ordinal)
 	}
-	r := &Region{d: d, name: name, addr: uint64(addr), bytes: bytes, pieces: pieces}
-	for _, p := range pieces {
-		r.was = append(r.was, driver.Piece{Addr: max(p.Base, r.addr), ID: p.ID, Block: p.Block})
-	}
+	r := &Region{d: d, name: name, addr: uint64(addr), bytes: bytes}
+	r.lies(pieces)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	known, err := d.union(append(slices.Clone(d.regions), r))
+	regions := append(slices.Clone(d.regions), r)
+	u, err := lies(regions, piecesOf(regions))
 	if err != nil {
 		return nil, fmt.Errorf("region %s: %w", name, err)
 	}
-	d.regions = append(d.regions, r)
-	d.known.Store(&known)
+	d.regions = regions
+	d.knows(u)
 	return r, nil
+}
+
+// lies takes what lies under the region.
+func (r *Region) lies(pieces []driver.Memory) {
+	r.pieces, r.was = pieces, make([]driver.Piece, len(pieces)) // anew: a check may read the last ones
+	for i, p := range pieces {
+		r.was[i] = r.piece(p)
+	}
+}
+
+// now is what lies under the region, as Register or the last Renewal found it.
+func (r *Region) now() ([]driver.Memory, []driver.Piece) {
+	r.d.mu.Lock()
+	defer r.d.mu.Unlock()
+	return r.pieces, r.was
 }
 
 // Close forgets the region: the device copies from and to it no more, unless another region
@@ -58,60 +74,137 @@ func (r *Region) Close() {
 	defer d.mu.Unlock()
 	if i := slices.Index(d.regions, r); i >= 0 {
 		d.regions = slices.Delete(d.regions, i, i+1)
-		known, _ := d.union(d.regions) // fewer regions overlap no more than before
-		d.known.Store(&known)
+		u, _ := lies(d.regions, piecesOf(d.regions)) // fewer regions overlap no more than before
+		d.knows(u)
 	}
 }
 
-// union is what lies under the regions, sorted.
-func (d *Device) union(regions []*Region) ([]mapping, error) {
-	var all []mapping
-	for _, r := range regions {
-		for _, p := range r.pieces {
-			all = append(all, mapping{p.Base, p.Base + p.Size, p.ID})
+// union is what lies under some regions: each mapping once, however many regions lie in it.
+type union struct {
+	known  []mapping
+	pieces []driver.Piece // of known, for Check
+	sample []driver.Piece // of pieces, for Moved
+}
+
+// lies finds what lies under regions, of which each has its pieces.
+func lies(regions []*Region, of [][]driver.Memory) (u union, err error) {
+	for _, pieces := range of {
+		for _, p := range pieces {
+			u.known = append(u.known, mapping{p.Base, p.Base + p.Size, p.ID, p.Block})
 		}
 	}
-	slices.SortFunc(all, func(a, b mapping) int {
+	slices.SortFunc(u.known, func(a, b mapping) int {
 		return cmp.Or(cmp.Compare(a.base, b.base), cmp.Compare(a.id, b.id))
 	})
-	all = slices.Compact(all)
-	for i := 1; i < len(all); i++ {
-		if all[i].base < all[i-1].end {
-			return nil, fmt.Errorf("the memory at %#x was mapped anew since another region there was registered: close that one first", all[i].base)
+	u.known = slices.Compact(u.known)
+	for i := 1; i < len(u.known); i++ {
+		if u.known[i].base < u.known[i-1].end {
+			return union{}, fmt.Errorf("the memory at %#x was mapped anew after another region there was registered: close the older region first", u.known[i].base)
 		}
 	}
-	return all, nil
+	u.pieces = make([]driver.Piece, len(u.known))
+	for k, r := range regions {
+		for _, p := range of[k] {
+			at, _ := slices.BinarySearchFunc(u.known, p.Base, func(m mapping, base uint64) int { return cmp.Compare(m.base, base) })
+			if u.pieces[at].Addr == 0 {
+				u.pieces[at] = r.piece(p)
+			}
+		}
+	}
+	for i := range min(len(u.pieces), mostSampled) {
+		u.sample = append(u.sample, u.pieces[i*len(u.pieces)/min(len(u.pieces), mostSampled)])
+	}
+	return u, nil
+}
+
+// piece is what a check asks for: an address of a mapping within the region, and what lies there.
+func (r *Region) piece(p driver.Memory) driver.Piece {
+	return driver.Piece{Addr: max(p.Base, r.addr), ID: p.ID, Block: p.Block}
+}
+
+// knows takes what lies under all regions; mu is held.
+func (d *Device) knows(u union) {
+	d.epoch++
+	d.known.Store(&u.known)
+	d.pieces, d.sample = u.pieces, u.sample
+}
+
+// piecesOf are those of each region; the device's mu is held.
+func piecesOf(regions []*Region) (of [][]driver.Memory) {
+	for _, r := range regions {
+		of = append(of, r.pieces)
+	}
+	return of
 }
 
 // Device is where the region lies.
 func (r *Region) Device() *Device { return r.d }
 
 // Kind is how the region's memory was allocated.
-func (r *Region) Kind() Kind { return r.pieces[0].Kind }
+func (r *Region) Kind() Kind {
+	pieces, _ := r.now()
+	return pieces[0].Kind
+}
 
 // RDMA says whether GPUDirect RDMA may be used on the whole region.
 func (r *Region) RDMA() bool {
-	return !slices.ContainsFunc(r.pieces, func(p driver.Memory) bool { return !p.RDMA })
+	pieces, _ := r.now()
+	return !slices.ContainsFunc(pieces, func(p driver.Memory) bool { return !p.RDMA })
 }
 
 // Check says whether the region's memory is the same as when it was registered. It costs
 // some 0.2 µs for each mapping.
 func (r *Region) Check() error {
-	if !r.d.enter() {
-		return r.d.over()
+	_, was := r.now()
+	return r.d.check(was, func(uint64) string { return r.name })
+}
+
+// Check is Region.Check of all regions, but asks for each mapping once.
+func (d *Device) Check() error {
+	d.mu.Lock()
+	pieces := d.pieces
+	d.mu.Unlock()
+	return d.check(pieces, d.regionAt)
+}
+
+// regionAt names the region that an address lies in.
+func (d *Device) regionAt(addr uint64) string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, r := range d.regions {
+		if addr >= r.addr && addr < r.addr+r.bytes {
+			return r.name
+		}
 	}
-	defer r.d.leave()
-	if fault.On("gpu-buffer-id") {
-		return nil
+	return "unknown" // it was closed meanwhile
+}
+
+// check says of which region's memory one of the pieces is not the same any more.
+func (d *Device) check(pieces []driver.Piece, regionAt func(addr uint64) string) error {
+	if !d.enter() {
+		return d.over()
 	}
-	same, err := r.d.drv.Same(r.was)
+	defer d.leave()
+	return d.unchanged(pieces, regionAt)
+}
+
+// unchanged is check for callers that have entered.
+func (d *Device) unchanged(pieces []driver.Piece, regionAt func(addr uint64) string) error {
+	same, err := d.still(pieces)
 	if err != nil {
-		r.d.suspect(err)
-		return fmt.Errorf("region %s: %w", r.name, err)
+		d.suspect(err)
+		return fmt.Errorf("region %s: %w", regionAt(pieces[same].Addr), err)
 	}
-	if same < len(r.was) {
-		return fmt.Errorf("region %s: its memory at %#x was freed or mapped anew since it was registered (an engine that slept or reallocated its cache): "+
-			"register the cache again", r.name, r.was[same].Addr)
+	if same < len(pieces) {
+		return &ChangedError{Region: regionAt(pieces[same].Addr), Addr: pieces[same].Addr}
 	}
 	return nil
+}
+
+// still is how many of the pieces are the same memory as they were, from the first on.
+func (d *Device) still(pieces []driver.Piece) (int, error) {
+	if fault.On("gpu-buffer-id") {
+		return len(pieces), nil
+	}
+	return d.drv.Same(pieces)
 }

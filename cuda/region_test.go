@@ -2,6 +2,7 @@ package cuda
 
 import (
 	"errors"
+	"fmt"
 	"runtime"
 	"strings"
 	"testing"
@@ -157,6 +158,43 @@ func TestCheck(t *testing.T) {
 	awake.Close()
 }
 
+// TestCheckOfAll: regions that share mappings have them asked for once, and the error names a
+// region that has lost its memory.
+func TestCheckOfAll(t *testing.T) {
+	e, d := open(t, Options{})
+	at := reserve(t, e, 2*grain)
+	mapAt(t, e, at, 1)
+	second := mapAt(t, e, at+grain, 1)
+	var regions []*Region
+	for i := range 16 {
+		r, err := d.Register(fmt.Sprint("layer", i), at+uintptr(i)*grain/8, grain/8)
+		if err != nil {
+			t.Fatal(err)
+		}
+		regions = append(regions, r)
+	}
+	before := e.Count("cuPointerGetAttribute")
+	if err := d.Check(); err != nil {
+		t.Error(err)
+	}
+	if n := e.Count("cuPointerGetAttribute") - before; n > 4 { // two ids of two mappings
+		t.Errorf("%d questions about two mappings", n)
+	}
+	second.unmap()
+	if err := d.Check(); err == nil || !strings.Contains(err.Error(), "region layer8") {
+		t.Errorf("the memory of layers 8 to 15 is gone: %v", err)
+	}
+	for _, r := range regions[8:] {
+		r.Close()
+	}
+	if err := d.Check(); err != nil {
+		t.Errorf("their regions were closed: %v", err)
+	}
+	for _, r := range regions[:8] {
+		r.Close()
+	}
+}
+
 // TestCapture: while an engine captures a graph, what we do on other threads does not break it; a
 // capturing stream has no moments.
 func TestCapture(t *testing.T) {
@@ -211,11 +249,16 @@ type mapped struct {
 	gone   bool
 }
 
-// mapAt maps new memory of one grain.
+// mapAt maps new memory of one grain, which can be given away as a file descriptor.
 func mapAt(t *testing.T, e *engine.Engine, at uintptr, rdma byte) *mapped {
 	t.Helper()
-	var prop [32]byte // CUmemAllocationProp: pinned, a file descriptor, on device 0
-	prop[0], prop[4], prop[8] = 1, 1, 1
+	return mapWith(t, e, at, rdma, 1)
+}
+
+func mapWith(t *testing.T, e *engine.Engine, at uintptr, rdma, files byte) *mapped {
+	t.Helper()
+	var prop [32]byte // CUmemAllocationProp: pinned, on device 0
+	prop[0], prop[4], prop[8] = 1, files, 1
 	prop[25] = rdma
 	var access [12]byte // CUmemAccessDesc: device 0, read and write
 	access[0], access[8] = 1, 3

@@ -2,6 +2,7 @@ package cuda
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -16,11 +17,16 @@ type Direction int
 const (
 	FromDevice Direction = iota // P reads the device's memory
 	ToDevice                    // D writes it
+	FromPeer                    // D reads another process's memory, and writes the device's
+	directions
 )
 
 func (d Direction) String() string {
-	if d == ToDevice {
+	switch d {
+	case ToDevice:
 		return "to the device"
+	case FromPeer:
+		return "from a peer's memory to the device"
 	}
 	return "from the device"
 }
@@ -73,7 +79,7 @@ func (r *ring) take(dir Direction) *Slot {
 
 // Slot waits for a slot of a direction, until ctx ends.
 func (d *Device) Slot(ctx context.Context, dir Direction) (*Slot, error) {
-	if err := d.Prepare(); err != nil {
+	if err := d.slots(dir); err != nil {
 		return nil, err
 	}
 	r := &d.ring
@@ -114,9 +120,17 @@ func (d *Device) Slot(ctx context.Context, dir Direction) (*Slot, error) {
 	return nil, context.Cause(ctx)
 }
 
+// slots prepares the ring for a direction.
+func (d *Device) slots(dir Direction) error {
+	if dir == FromPeer {
+		return errors.New("copies from a peer's memory to the device have no slot")
+	}
+	return d.Prepare()
+}
+
 // TrySlot gives a slot if there is one for the direction, else nil.
 func (d *Device) TrySlot(dir Direction) (*Slot, error) {
-	if err := d.Prepare(); err != nil {
+	if err := d.slots(dir); err != nil {
 		return nil, err
 	}
 	r := &d.ring

@@ -20,11 +20,13 @@ var ErrStuck = errors.New("a copy has not ended, and may yet read or land: the b
 // Run is a piece of the device's memory.
 type Run = driver.Run
 
-// Copy is an order to copy between device memory and a slot.
+// Copy is an order to copy between device memory and a slot, or from a peer's memory to the device's.
 type Copy struct {
-	Slot  *Slot
+	Slot  *Slot       // none for FromPeer
 	At    int         // the first byte in the slot
 	Runs  []Run       // in the device's memory; in the slot their bytes follow each other
+	Peer  *Peer       // FromPeer and FromDevice: the runs are of this peer's memory, by its addresses
+	To    []Run       // FromPeer: where in the device's memory the runs' bytes go, in the same order
 	After uint64      // a moment that has passed before the device gets the copy; 0: none
 	Done  func(error) // called once, see the package's page
 }
@@ -51,11 +53,15 @@ func (d *Device) Transfer(name string, dir Direction) *Transfer {
 type job struct {
 	Copy
 	t      *Transfer
-	next   int    // run to queue
-	off    uint64 // bytes of it that are queued
-	at     int    // of the slot
-	out    int    // batches in the driver
-	queued bool   // all has been given to the driver, or never will be
+	under  []driver.Piece // the memory that it was begun in
+	own    int            // of under, those that are not the peer's
+	next   int            // run to queue
+	off    uint64         // bytes of it that are queued
+	at     int            // of the slot
+	nextTo int            // as next and off, of To
+	offTo  uint64
+	out    int  // batches in the driver
+	queued bool // all has been given to the driver, or never will be
 	ended  bool
 	err    error
 }
@@ -63,16 +69,18 @@ type job struct {
 // Start gives a copy to the device, at once or after its moment.
 func (t *Transfer) Start(c Copy) {
 	j := &job{Copy: c, t: t, at: c.At}
-	err := t.check(&c)
+	err := t.check(j)
 	if err == nil {
-		err = t.d.Prepare()
+		err = t.prepare()
 	}
 	if err != nil {
 		safe.Go("cuda", func() { c.Done(t.wrap(err)) })
 		return
 	}
-	c.Slot.users.Add(1)
-	q := t.d.queues[t.dir]
+	if c.Slot != nil {
+		c.Slot.users.Add(1)
+	}
+	q := t.d.queue(t.dir)
 	wait := c.After != 0 && !fault.On("gpu-wait")
 	if wait {
 		if passed, err := t.d.Passed(c.After); err == nil && passed {
@@ -119,7 +127,24 @@ func (t *Transfer) wrap(err error) error {
 	return fmt.Errorf("transfer %q, copies %s: %w", t.name, t.dir, err)
 }
 
-func (t *Transfer) check(c *Copy) error {
+func (t *Transfer) prepare() error {
+	if t.dir == FromPeer {
+		return t.d.preparePeers()
+	}
+	return t.d.Prepare()
+}
+
+func (t *Transfer) check(j *job) error {
+	if t.dir == FromPeer {
+		return t.checkPairs(j)
+	}
+	c := &j.Copy
+	switch {
+	case c.Slot == nil:
+		return errors.New("it has no slot")
+	case c.To != nil || c.Peer != nil && t.dir != FromDevice:
+		return errors.New("a peer's memory is only read")
+	}
 	if c.Slot.released.Load() {
 		return errors.New("the slot was released")
 	}
@@ -127,18 +152,17 @@ func (t *Transfer) check(c *Copy) error {
 	if c.At >= 0 && c.At <= len(c.Slot.bytes) {
 		room = uint64(len(c.Slot.bytes) - c.At)
 	}
-	known := *t.d.known.Load()
 	for _, r := range c.Runs {
 		bytes += r.Len
 		if r.Len > room || bytes > room {
-			return fmt.Errorf("%d bytes or more from byte %d on of a slot of %d", bytes, c.At, len(c.Slot.bytes))
-		}
-		if missing := outside(known, uint64(r.Addr), r.Len); missing != 0 {
-			return fmt.Errorf("%d bytes at %#x: what lies at %#x was not registered", r.Len, r.Addr, missing)
+			return fmt.Errorf("a copy of %d bytes or more from byte %d on does not fit into a slot of %d bytes", bytes, c.At, len(c.Slot.bytes))
 		}
 	}
+	if err := t.lies(j, bytes); err != nil {
+		return err
+	}
 	if c.Slot.dir != t.dir {
-		return fmt.Errorf("a slot for copies %s", c.Slot.dir)
+		return fmt.Errorf("the slot is for copies %s", c.Slot.dir)
 	}
 	return nil
 }
@@ -146,11 +170,10 @@ func (t *Transfer) check(c *Copy) error {
 // Fence ends the transfer: when it has returned nil, no copy of it reads or lands any more.
 // Copies that the device does not have yet end with ErrFenced.
 func (t *Transfer) Fence() error {
-	made := t.d.made()
-	if made == nil {
+	q := t.d.queue(t.dir)
+	if q == nil {
 		return nil // nothing was ever copied
 	}
-	q := made[t.dir]
 	q.mu.Lock()
 	t.fenced = true
 	for _, j := range slices.Clone(t.copies) {

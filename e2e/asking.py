@@ -141,3 +141,9 @@ def wait_until(what: str, check: Callable[[], bool], bound_s: float, every_s: fl
             raise TimeoutError(f"{what}: not so after {bound_s:.0f} s")
         time.sleep(every_s)
     return time.monotonic() - begin
+
+
+def wait_idle(name: str, url: str, bound_s: float) -> None:
+    """Waits until a vLLM server has no request, and no block of its cache in use."""
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    wait_until(f"{name}: no request and no block in use", lambda: all(metric(url, f"vllm:{gauge}") == 0 for gauge in gauges), bound_s)

@@ -1,8 +1,8 @@
 """Time to first token through a real pair, beside a single engine's and a pair's that sends nothing early.
 
 Each prompt goes, in turn, to the decode server alone, through a pair whose prefill sends layer by layer, and through a pair
-whose prefill sends when the prompt is computed. Then sixteen prompts go through the pair at once, and the same sixteen to the
-prefill server alone. The cache has 32 KiB a token (bfloat16).
+whose prefill sends when the prompt is computed, or through one that differs by its transport alone (--beside). Then sixteen
+prompts go through the pair at once, and the same sixteen to the prefill server alone. The cache has 32 KiB a token (bfloat16).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def wall_s(urls: list[tuple[Pair, str]], tokens: int, max_tokens: int) -> float:
         return time.monotonic() - began
 
 
-def measure(early: Pair, late: Pair, prompts: int) -> None:
+def measure(early: Pair, late: Pair, what: str, prompts: int) -> None:
     ways: list[tuple[str, Pair, Callable[[Pair], str]]] = [
         ("single engine", early, lambda pair: pair.decode.url),
         ("pair, layer by layer", early, lambda pair: pair.router.url),
-        ("pair, when it is computed", late, lambda pair: pair.router.url),
+        (what, late, lambda pair: pair.router.url),
     ]
     for tokens in (900, 3000):
         for _, pair, url in ways:
@@ -65,6 +65,8 @@ def measure(early: Pair, late: Pair, prompts: int) -> None:
         print(f"\n{tokens} tokens, medians of {prompts} prompts, one at a time")
         for (name, _, _), median in zip(ways, medians):
             print(f"  {name:28} {median:8.1f} ms  {median / medians[0]:5.2f}")
+        each = [row[1] / row[2] for row in rows]
+        print(f"  the first pair to the second, median of the ratios: {statistics.median(each):.3f} ({min(each):.2f} to {max(each):.2f})")
     # As many tokens are computed on either way: a loaded prompt's last one is decode's.
     for _ in range(2):
         alone = wall_s([(early, early.prefill.url)] * AT_ONCE, 900, 1)
@@ -77,14 +79,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prompts", type=int, default=20, metavar="N")
     parser.add_argument("--dtype", choices=tiny_model.FAT_LAYERS, default="float32", help="(default float32)")
+    parser.add_argument("--transport", default="auto", help="of all engines (default auto, which is local here)")
+    parser.add_argument("--beside", default="", metavar="TRANSPORT", help="of a further pair, in place of the one that sends late")
     args = parser.parse_args()
     workdir = Path(tempfile.mkdtemp(prefix="kvconn-ttft-"))
     model = tiny_model.make_32k(workdir / "model-fat", args.dtype)
-    early = Pair(model, workdir / "early", dtype=args.dtype)
-    late = Pair(model, workdir / "late", dtype=args.dtype, prefill_config={"send_early": "off"})
+    way = {"transport": args.transport}
+    early = Pair(model, workdir / "early", dtype=args.dtype, prefill_config=way, decode_config=way)
+    other: dict[str, str] = {"transport": args.beside} if args.beside else way
+    config = other if args.beside else {"send_early": "off", **way}
+    late = Pair(model, workdir / "late", dtype=args.dtype, prefill_config=config, decode_config=other)
+    what = f"pair, by {args.beside}" if args.beside else "pair, when it is computed"
     try:
         with early, late:
-            measure(early, late, args.prompts)
+            measure(early, late, what, args.prompts)
     finally:
         left = [*early.leftovers(), *late.leftovers()]
     if left:

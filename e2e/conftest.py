@@ -79,7 +79,7 @@ def servers_live(pair: Any) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def narrow(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A second decode engine, which takes one request at a time."""
+    """A second decode engine, which takes one request at a time, and all caches by tcp."""
     from pair_tests import progress
     from servers import wait_ready
     from vllm_pair import FORKED, Pair
@@ -89,7 +89,7 @@ def narrow(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
         tmp_path_factory.mktemp("narrow"),
         failure_policy="recompute",
         decode_args=["--max-num-seqs", "1"],
-        decode_config={"bootstrap_allow": ["127.0.0.1"]},
+        decode_config={"bootstrap_allow": ["127.0.0.1"], "transport": "tcp"},
         extra_env=FORKED,
         progress=progress,
     )

@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
 """Two real vLLM servers, one prefilling, one decoding, and kvconn carrying the KV cache between them.
 
-    python e2e/demo.py [--prompts N] [--fat] [--workdir DIR]
+    python e2e/demo.py [--prompts N] [--fat] [--transport NAME] [--workdir DIR]
 
 Run it with the Python of an environment that has vLLM and kvconn (setup_vllm.py prints one; `make demo` does it all).
 Every prompt goes through the router, and once straight to one server without any transfer: the texts must be equal.
-Exit code 0: all equal. 1: a text differs or a server failed. 130: interrupted. No process is left behind in any case.
+Both servers are on this host, so each transfer goes by local, and must if --transport is local. Where auto takes another one, the
+demo says so with decode's reason: a container may forbid what local needs.
+Exit code 0: all as it must be. 1: a text differs, a transfer went by another transport, or a server failed. 130: interrupted.
+No process is left behind in any case.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import re
 import signal
 import statistics
 import sys
@@ -110,6 +115,17 @@ def show(number: int, single: Answer, through: Answer, load: dict[str, Any]) -> 
     return equal
 
 
+def went_by(rows: list[tuple[Answer, Answer, dict[str, Any]]], asked: str, log: str) -> tuple[str, bool]:
+    """Says by which transports the transfers of rows went, and whether they may. log: the decode server's, which has the reason."""
+    by = collections.Counter(row[2]["transport"] for row in rows if row[2])
+    text = "transfers went by " + (", ".join(f"{name}: {by[name]}" for name in sorted(by)) or "no transport: there were none")
+    if asked not in ("auto", "local") or set(by) == {"local"}:
+        return text, True
+    why = [found for found in re.findall(r"pair goes (?:on )?over [^:\s]+: (.*?)(?: peer=|$)", log, re.MULTILINE) if found]
+    said = f"decode says: {why[-1]}" if why else "decode's log has no reason"
+    return f"NOT BY LOCAL: {text}, though both servers are on this host ({said})", asked == "auto" and bool(by)
+
+
 def run(args: argparse.Namespace, workdir: Path) -> int:
     import tiny_model
 
@@ -118,8 +134,18 @@ def run(args: argparse.Namespace, workdir: Path) -> int:
     model = tiny_model.make(workdir / ("model-fat" if args.fat else "model"), args.fat)
     say(f"  {model}")
     say("servers (prefill, decode, router)")
-    pair = Pair(model, workdir / "logs", executor=args.executor, dtype=args.dtype, progress=progress, router_argv=args.router)
-    different = 0
+    config = {"transport": args.transport}
+    pair = Pair(
+        model,
+        workdir / "logs",
+        executor=args.executor,
+        dtype=args.dtype,
+        progress=progress,
+        router_argv=args.router,
+        prefill_config=config,
+        decode_config=config,
+    )
+    different, right = 0, False
     try:
         with pair:
             say(f"  all ready after {time.monotonic() - begin:.0f} s; logs in {workdir / 'logs'}")
@@ -136,6 +162,8 @@ def run(args: argparse.Namespace, workdir: Path) -> int:
                 different += not show(number, *row)
             say()
             summary(rows, args.tokens)
+            by, right = went_by(rows, args.transport, pair.decode.log_since(0))
+            say(by)
     finally:
         left = pair.leftovers()
         if left:
@@ -143,6 +171,9 @@ def run(args: argparse.Namespace, workdir: Path) -> int:
             different += 1
     if different:
         say(f"\nFAILED: {different} of {args.prompts} prompts differ; logs in {workdir / 'logs'}")
+        return 1
+    if not right:
+        say(f"\nFAILED: transfers went by another transport than local; logs in {workdir / 'logs'}")
         return 1
     say(f"\nall {args.prompts} texts equal the single engine's; {time.monotonic() - begin:.0f} s in all")
     return 0
@@ -173,6 +204,7 @@ def main() -> int:
     parser.add_argument(
         "--executor", choices=("uni", "mp"), default="uni", help="vLLM's worker in the engine's process, or in one of its own"
     )
+    parser.add_argument("--transport", default="auto", help="of both agents: auto, local, rdma or tcp, or several with commas")
     parser.add_argument("--dtype", default="float32", help="in bfloat16 texts may differ by rounding, also from one engine")
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="model and logs go there (default: a new one)")
     parser.add_argument("--router", nargs="+", metavar="ARG", help="another router's command")

@@ -11,7 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from asking import Answer, ask, metric, wait_until
+from asking import Answer, ask, metric, wait_idle, wait_until
 from asking import request as http_request
 from servers import Server
 from vllm_pair import Pair
@@ -36,11 +36,18 @@ def progress(name: str, seconds: float, text: str) -> None:
 
 def idle(pair: Pair, bound_s: float = 15) -> None:
     for server in (pair.prefill, pair.decode):
-        wait_until(
-            f"{server.name}: no request and no block in use",
-            lambda server=server: all(metric(server.url, name) == 0 for name in (RUNNING, WAITING, USAGE)),
-            bound_s,
-        )
+        wait_idle(server.name, server.url, bound_s)
+
+
+def sent(pair: Pair, transport: str) -> float:
+    """Bytes that the prefill agent has sent by a transport, as it counts them."""
+    return metric(f"http://127.0.0.1:{pair.bootstrap_port}", "kvconn_bytes_total", direction="out", transport=transport)
+
+
+def went_by(pair: Pair, load: dict[str, Any], transport: str, before: float) -> None:
+    """Both engines have counted a load's bytes for a transport."""
+    assert load["transport"] == transport, load
+    wait_until(f"prefill has sent by {transport}", lambda: sent(pair, transport) == before + load["bytes"], 10)
 
 
 def failures(server: Server, **labels: str) -> float:

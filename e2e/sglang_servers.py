@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -242,6 +243,10 @@ class SGLangPair(Engines):
     def ask_many(self, prompts: Sequence[list[int]], max_tokens: int = 12, at_once: int = 8) -> list[Reply]:
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(lambda ids: self.ask(ids, max_tokens), prompts))
+
+    def ways(self) -> set[str]:
+        """The transports by which the decode server's agent says that its pairs go."""
+        return set(re.findall(r"pair (?:goes over|goes on over|is back on) (\w+)", self.decode.log_since(0)))
 
     def check_decode(self) -> None:
         self.check([self.decode])

@@ -21,7 +21,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from asking import HOST, Answer, ask, metric, wait_until
+from asking import HOST, Answer, ask, metric, wait_idle, wait_until
 from asking import request as http_request
 from servers import Server, free_ports, leaving_nothing, stop_all
 from vllm_pair import FORKED, Pair
@@ -65,13 +65,7 @@ def servers_live(pair: Pair) -> Iterator[None]:
     yield
     for server in (pair.prefill, pair.decode):
         server.check_alive()
-        wait_until(
-            f"{server.name}: no request and no block in use",
-            lambda server=server: all(
-                metric(server.url, f"vllm:{name}") == 0 for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-            ),
-            15,
-        )
+        wait_idle(server.name, server.url, 15)
 
 
 def words(tokens: int) -> str:

@@ -31,7 +31,9 @@ from pair_tests import (
     numbers,
     progress,
     reasons,
+    sent,
     serves,
+    went_by,
     without,
     words,
 )
@@ -46,12 +48,13 @@ pytestmark = pytest.mark.usefixtures("servers_live")
 def test_completion_equals_single_engine(pair: Pair, tokens: int, stream: bool) -> None:
     request = body(pair, words(tokens), stream=stream)
     expected = alone(pair, request)
-    position = pair.decode.log_size()
+    position, before = pair.decode.log_size(), sent(pair, "local")
     answer = ask(pair.router.url, request)
     assert answer.ok, answer
     assert (answer.text, answer.finish_reason) == (expected.text, expected.finish_reason)
     assert len(answer.text) == 16
     (load,) = new_loads(pair, position, 1)
+    went_by(pair, load, "local", before)
     assert load["blocks"] == -(-tokens // BLOCK)
     assert load["bytes"] == load["blocks"] * BLOCK * TOKEN_BYTES
     assert load["first_block"] == [0]

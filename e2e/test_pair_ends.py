@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from asking import Answer, ask, metric, open_stream, wait_until
 from pair_tests import (
+    BLOCK,
     EXPIRED,
     GENERATED,
     GOOD,
@@ -28,6 +29,7 @@ from pair_tests import (
     LEASE_S,
     RUNNING,
     STEPS,
+    TOKEN_BYTES,
     USAGE,
     WAITING,
     alone,
@@ -38,8 +40,10 @@ from pair_tests import (
     new_loads,
     numbers,
     progress,
+    sent,
     served_again,
     serves,
+    went_by,
     without,
     words,
 )
@@ -272,6 +276,24 @@ def test_recompute_policy(pair: Pair, narrow: Pair, params: dict[str, Any], said
     assert answer.ok, answer
     assert answer.text == alone(pair, request).text
     wait_until(f"{said!r} in the log", lambda: said in narrow.decode.log_since(position), 5)
+    wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0, 5)
+
+
+@pytest.mark.parametrize("tokens", [2, BLOCK, 900, 2200])
+def test_completion_by_tcp(pair: Pair, narrow: Pair, tokens: int) -> None:
+    """The pair's main test with tcp forced, where auto takes local."""
+    request = body(pair, words(tokens))
+    expected = alone(pair, request)
+    to_load = from_prefill(pair, f"tcp-{next(numbers)}")
+    to_offer = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": to_load["transfer_id"]}
+    position, before = narrow.decode.log_size(), sent(pair, "tcp")
+    assert ask(pair.prefill.url, {**request, "max_tokens": 1, "kv_transfer_params": to_offer}).ok
+    answer = ask(narrow.decode.url, {**request, "kv_transfer_params": to_load})
+    assert answer.ok, answer
+    assert (answer.text, answer.finish_reason) == (expected.text, expected.finish_reason)
+    (load,) = new_loads(narrow, position, 1)
+    assert load["bytes"] == -(-tokens // BLOCK) * BLOCK * TOKEN_BYTES
+    went_by(pair, load, "tcp", before)
     wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0, 5)
 
 

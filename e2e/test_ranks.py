@@ -23,7 +23,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
-from asking import Answer, ask, metric, wait_until
+from asking import Answer, ask, wait_idle, wait_until
 from asking import request as http_request
 from servers import leaving_nothing, wait_ready
 from vllm_pair import FORKED, Pair
@@ -39,6 +39,7 @@ PAIRS: dict[str, tuple[str, list[str], list[str]]] = {
     "1to2": ("llama", [], TWO),
     "2to2": ("window", TWO, TWO),
     "mla2to1": ("mla", TWO, []),
+    "states2to2": ("granite", [*TWO, "--no-enable-prefix-caching"], [*TWO, "--no-enable-prefix-caching"]),
     "dp2": ("llama", DP, []),
 }
 # The engines of another pair, which are both (kv_both), the other way round.
@@ -116,13 +117,7 @@ def servers_live(pair: Pair) -> Iterator[None]:
                 "POST", pair.prefill.url + "/v1/completions", body(pair, f"rank {rank}", 1), headers={"X-data-parallel-rank": str(rank)}
             )
     for server in (pair.prefill, pair.decode):
-        wait_until(
-            f"{server.name}: no request and no block in use",
-            lambda server=server: all(
-                metric(server.url, f"vllm:{name}") == 0 for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-            ),
-            40,
-        )
+        wait_idle(server.name, server.url, 40)
 
 
 def words(tokens: int) -> str:

@@ -51,6 +51,7 @@ def same(pair: SGLangPair, alone: Alone, ids: list[int]) -> None:
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, CHUNK - 1, CHUNK, CHUNK + 1, 900, 1900])
 def test_text_equals_single_server(pair: SGLangPair, alone: Alone, tokens: int) -> None:
     same(pair, alone, prompt(tokens, "text"))
+    assert pair.ways() == {"local"}
 
 
 def test_eight_at_once(pair: SGLangPair, alone: Alone) -> None:

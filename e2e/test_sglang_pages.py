@@ -1,4 +1,4 @@
-"""A real pair of SGLang servers with pages of one token, whose decode server keeps prefixes, and bad input.
+"""A real pair of SGLang servers with pages of one token, whose decode server keeps prefixes, and bad input. All caches go by tcp.
 
 Run with the Python of an environment that has SGLang, kvconn and pytest.
 """
@@ -34,7 +34,7 @@ def pair(sglang_model: Path, sglang_workdir: Path, alone: Alone) -> Iterator[SGL
         "--page-size",
         "1",
         decode_args=["--disaggregation-decode-enable-radix-cache"],
-        config={"early_load_s": 2},
+        config={"early_load_s": 2, "transport": "tcp"},
     )
     with leaving_nothing(the_pair):
         wait_ready(alone.servers)
@@ -50,6 +50,7 @@ def servers_live(pair: SGLangPair) -> Iterator[None]:
 @pytest.mark.parametrize("tokens", [1, 2, 300, 1900])
 def test_text_equals_single_server(pair: SGLangPair, alone: Alone, tokens: int) -> None:
     same(pair, alone, prompt(tokens, "pages of one"))
+    assert pair.ways() == {"tcp"}
 
 
 def test_eight_at_once(pair: SGLangPair, alone: Alone) -> None:

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Makes a tiny model with random weights, and a tokenizer that gives one token a byte. No download.
 
-    python e2e/tiny_model.py DIR [--kind llama|mla|window|qwen] [--fat] [--layers N] [--seed N]
+    python e2e/tiny_model.py DIR [--kind KIND] [--fat] [--layers N] [--seed N]
 
 A Llama (grouped queries), a DeepSeek (MLA: one latent vector a token), or a Gemma 3 (five layers of six attend to a
 window of 128 tokens, which makes a KV cache group of its own), or a Qwen 3 (as the Llama, but SGLang can give it attention
-data parallel ranks). The weights come from a fixed seed, so that every machine
-gets the same model. With --fat the Llama's cache weighs something: 8 layers of 8 KV heads of 128 are 32 KiB a token in
-bfloat16, and twice that in float32.
+data parallel ranks). With states: a Granite 4 and a Falcon-H1 (Mamba 2 layers beside attention, in other layers or in the same
+ones), a Mamba 2 (no attention), an LFM2 (short convolutions), a Qwen3-Next (gated delta nets). The weights come from a fixed
+seed, so that every machine gets the same model. With --fat the Llama's cache weighs something: 8 layers of 8 KV heads of
+128 are 32 KiB a token in bfloat16, and twice that in float32.
 A directory that holds the same model already is left as it is.
 """
 
@@ -19,12 +20,14 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 # Raise it when the model changes, so that a directory with the older one is made again.
 RECIPE = 5
 # Of the fat Llama: with so many its cache has 32 KiB a token. A processor without bfloat16 computes it some fifty times slower.
 FAT_LAYERS = {"float32": 4, "bfloat16": 8}
-KINDS = ("llama", "mla", "window", "qwen")
+STATES = ("granite", "falcon", "mamba2", "lfm2", "delta")
+KINDS = ("llama", "mla", "window", "qwen", *STATES)
 WINDOW = 128
 
 CHAT_TEMPLATE = (
@@ -33,7 +36,61 @@ CHAT_TEMPLATE = (
 )
 
 
-def shape(kind: str, fat: bool) -> dict[str, int]:
+_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1}
+_OF_STATES: dict[str, dict[str, Any]] = {
+    "granite": {
+        **_SMALL,
+        **_MAMBA,
+        "num_hidden_layers": 6,
+        "shared_intermediate_size": 256,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["mamba", "mamba", "attention"] * 2,  # two groups of states beside that of attention
+        "mamba_expand": 2,
+        "attention_multiplier": 0.1767,
+        "position_embedding_type": "rope",
+    },
+    "falcon": {**_SMALL, **_MAMBA, "num_hidden_layers": 4, "head_dim": 32, "mamba_d_ssm": 256},
+    "mamba2": {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "state_size": 32,
+        "num_heads": 8,
+        "head_dim": 32,
+        "n_groups": 1,
+        "chunk_size": 64,
+    },
+    "lfm2": {
+        **_SMALL,
+        "num_hidden_layers": 4,
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "block_auto_adjust_ff_dim": False,
+        "conv_dim": 128,
+        "block_dim": 128,
+    },
+    "delta": {
+        **_SMALL,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+}
+
+
+def shape(kind: str, fat: bool) -> dict[str, Any]:
+    if kind in _OF_STATES:
+        return _OF_STATES[kind]
     if kind == "mla":
         return {
             "hidden_size": 256,
@@ -102,11 +159,14 @@ def make_tokenizer(target: Path) -> tuple[int, list[int]]:
     return len(vocabulary), printable
 
 
-def make_model(target: Path, kind: str, shape: dict[str, int], seed: int, vocabulary: int, printable: list[int]) -> None:
+def make_model(target: Path, kind: str, shape: dict[str, Any], seed: int, vocabulary: int, printable: list[int]) -> None:
     import torch
     import transformers
 
-    family = {"llama": "Llama", "mla": "DeepseekV2", "window": "Gemma3", "qwen": "Qwen3"}[kind]
+    family = {
+        **{"llama": "Llama", "mla": "DeepseekV2", "window": "Gemma3", "qwen": "Qwen3"},
+        **{"granite": "GraniteMoeHybrid", "falcon": "FalconH1", "mamba2": "Mamba2", "lfm2": "Lfm2", "delta": "Qwen3Next"},
+    }[kind]
     make_config = getattr(transformers, f"{family}TextConfig" if kind == "window" else f"{family}Config")
     config = make_config(
         vocab_size=-(-vocabulary // 64) * 64,
@@ -114,14 +174,22 @@ def make_model(target: Path, kind: str, shape: dict[str, int], seed: int, vocabu
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
-        tie_word_embeddings=kind == "window",  # vLLM has no other Gemma
+        tie_word_embeddings=kind in ("window", "lfm2"),  # vLLM has no other Gemma, and no other LFM2
         # Wide enough that attention, and with it the cache, decides the next token: with the usual 0.02 a model of
         # this size answers nearly the same whatever stands in the cache, and a test of the cache would prove little.
         initializer_range=0.08,
         **shape,
     )
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    if kind in STATES:
+        # What decides how long a state remembers stays as its model has it at first. The rest is wide enough that the whole
+        # prompt decides the next token.
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() > 1 and not any(part in name for part in ("A_log", "conv", ".norm")):
+                    weight.normal_(0, 0.12)
+    model = model.to(torch.bfloat16)
     # A row of zeros gives a logit of 0, which never is the largest of some ninety: only what can be printed is answered,
     # and a text ends by its length (or by a logit_bias).
     with torch.no_grad():

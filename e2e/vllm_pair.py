@@ -44,10 +44,11 @@ class Pair:
         both: bool = False,
         decode_model: Path | None = None,
         connector: str = "kvconn.vllm",
+        transfer: dict[str, Any] | None = None,
     ) -> None:
         self._beside = beside  # another connector, with which ours shares a MultiConnector
         self.model, self.workdir, self.python = str(model), workdir, python
-        self._decode_model, self._connector = str(decode_model or model), connector
+        self._decode_model, self._connector, self._transfer = str(decode_model or model), connector, dict(transfer or {})
         self.served = "tiny"
         self.run = uuid.uuid4().hex
         # In bfloat16 the tiny model's logits tie so often that one engine alone contradicts itself: of 50 prompts, 9 get
@@ -100,6 +101,7 @@ class Pair:
             "kv_role": role,
             "kv_load_failure_policy": self._failure_policy,
             "kv_connector_extra_config": {"advertise_host": HOST, "bootstrap_host": HOST, **config},
+            **self._transfer,
         }
         if self._beside is not None:
             members = [{key: transfer[key] for key in transfer if key != "kv_load_failure_policy"}, self._beside]

@@ -15,29 +15,24 @@
  * Rules that hold for every call:
  *
  * - Threads: every function may be called from any thread.
- * - Waiting: only kvconn_open, kvconn_register_kv_caches, kvconn_withdraw and kvconn_close
- *   wait, each at most as long as its comment says. kvconn_main runs until its command has
- *   ended. All other functions take a lock for microseconds. kvconn_pending and an empty
- *   kvconn_get_finished do not enter the library's Go part.
- * - Memory: strings, arrays and structs belong to the caller. The library copies them before
- *   the call returns. The registered KV memory must stay mapped until kvconn_close has
- *   returned. The library frees only its own memory. An address that it returns
- *   (kvconn_pending_address, kvconn_written_address) can be used until kvconn_close, and not in
- *   a forked child. After kvconn_close it stays mapped, but may be another agent's, or nobody's.
- * - Results: a call returns KVCONN_OK (0) or a code of enum kvconn_status. kvconn_last_error
- *   then gives a text that names the value and the remedy.
- * - Handles are numbers. Every call with a handle that was closed, or never opened, returns
- *   KVCONN_ERR_HANDLE.
- * - fork: if a process has loaded the library and forks, every call in the child returns
- *   KVCONN_ERR_FORKED. Load the library after the fork.
- * - Signals and output: the library installs no handler for SIGINT, SIGTERM or SIGCHLD and
- *   writes nothing to stdout or stderr. Its own panics do not reach the host: the call returns
- *   KVCONN_ERR_INTERNAL.
- * - Growth: the caller says the size of each struct (struct_size, or completion_size), at least
- *   as large as here. A later header may add fields at a struct's end; a caller built with it
- *   works with this library if it leaves them 0, and gets KVCONN_ERR_INVALID if it does not.
- *   kvconn_blocks never changes. No function is ever removed or changed within one
- *   KVCONN_ABI_VERSION. Fields that are named reserved must be 0.
+ * - Waiting: only kvconn_open, kvconn_register_kv_caches, kvconn_alloc, kvconn_free, kvconn_withdraw and kvconn_close
+ *   wait, each at most as long as its comment says. kvconn_main runs until its command has ended. All other functions
+ *   take a lock for microseconds. kvconn_pending and an empty kvconn_get_finished do not enter the library's Go part.
+ * - Memory: strings, arrays and structs belong to the caller. The library copies them before the call returns. The
+ *   registered KV memory must stay mapped until kvconn_close has returned. The library frees only its own memory. An
+ *   address that it returns (kvconn_pending_address, kvconn_written_address) can be used until kvconn_close, and not
+ *   in a forked child. After kvconn_close it stays mapped, but may be another agent's, or nobody's.
+ * - Results: a call returns KVCONN_OK (0) or a code of enum kvconn_status. kvconn_last_error then gives a text that
+ *   names the value and the remedy.
+ * - Handles are numbers. Every call with a handle that was closed, or never opened, returns KVCONN_ERR_HANDLE.
+ * - fork: if a process has loaded the library and forks, every call in the child returns KVCONN_ERR_FORKED. Load the
+ *   library after the fork.
+ * - Signals and output: the library installs no handler for SIGINT, SIGTERM or SIGCHLD and writes nothing to stdout
+ *   or stderr. Its own panics do not reach the host: the call returns KVCONN_ERR_INTERNAL.
+ * - Growth: the caller says the size of each struct (struct_size, or completion_size), at least as large as here. A
+ *   later header may add fields at a struct's end; a caller built with it works with this library if it leaves them
+ *   0, and gets KVCONN_ERR_INVALID if it does not. kvconn_blocks never changes. No function is ever removed or
+ *   changed within one KVCONN_ABI_VERSION. Fields that are named reserved must be 0.
  */
 #ifndef KVCONN_H
 #define KVCONN_H
@@ -75,7 +70,7 @@ enum kvconn_status {
   KVCONN_EXPIRED = 24,        /* nobody loaded the offer in lease_s */
   KVCONN_REFUSED = 25,        /* layouts or prompts differ, a second load, a limit */
   KVCONN_UNREACHABLE = 26,    /* bootstrap address or registry entry not found, or no bytes get through */
-  KVCONN_FAILED = 27,         /* the bytes could not be moved */
+  KVCONN_FAILED = 27,         /* the bytes could not be moved, or their memory became another: see kvconn_offer */
   KVCONN_AGENT_CLOSED = 28    /* kvconn_close on either side */
 };
 
@@ -221,8 +216,8 @@ typedef struct kvconn_completion {
   uint64_t wait_ns;     /* from the call to the first byte */
   uint64_t transfer_ns; /* from the first byte to the last */
   uint32_t blocks;
-  uint32_t segments; /* contiguous runs in this side's memory */
-  char transport[8]; /* the one that moved the bytes, "rdma" or "tcp"; empty if none was chosen */
+  uint32_t segments; /* contiguous runs in this side's memory; of large plans the parts that they were cut into */
+  char transport[8]; /* the one that moved the bytes, "local", "rdma" or "tcp"; empty if none was chosen */
   char transfer_id[KVCONN_TRANSFER_ID_MAX + 8]; /* NUL-terminated */
   char reason[320];                             /* NUL-terminated; empty if OK */
 } kvconn_completion;
@@ -234,163 +229,167 @@ const char *kvconn_version(void);
 const char *kvconn_status_name(int32_t status);
 
 /*
- * Opens an agent. At most 64 are open at a time. config_json is a JSON object with the keys of
- * docs/configuration.md. role is required, and so is engine_id unless role is bootstrap. An
- * unknown key is an error. On a prefill engine the bootstrap port is served when the call
- * returns. The call waits at most twice connect_timeout_s, and up to ten seconds more for the
- * embedded server to start; with bootstrap_join it waits at most join_timeout_s for the first
+ * Opens an agent. At most 64 are open at a time. config_json is a JSON object with the keys of docs/configuration.md.
+ * role is required, and so is engine_id unless role is bootstrap. An unknown key is an error. On a prefill engine the
+ * bootstrap port is served when the call returns. The call waits at most twice connect_timeout_s, and up to ten
+ * seconds more for the embedded server to start; with bootstrap_join it waits at most join_timeout_s for the first
  * rank. On failure *agent is 0.
  */
 int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
 
 /*
- * Gives the agent the engine's paged KV memory, once, before any transfer. When the call
- * returns, decode engines find a prefill agent. The call waits for the registry at most
- * connect_timeout_s, with bootstrap_join at most join_timeout_s. Memory that is not mapped or
- * not readable is refused. For the roles decode and both, memory that is not writable is
- * refused too. If the configuration says "transport": "rdma" and this machine has no usable
- * rdma, the call returns KVCONN_ERR_SYSTEM with the reason; kvconn doctor tells more.
+ * Gives the agent the engine's paged KV memory, once, before any transfer. When the call returns, decode engines find
+ * a prefill agent. The call waits for the registry at most connect_timeout_s, with bootstrap_join at most
+ * join_timeout_s. Memory that is not mapped or not readable is refused. For the roles decode and both, memory that is
+ * not writable is refused too. If the configuration says "transport": "rdma" and this machine has no usable rdma, the
+ * call returns KVCONN_ERR_SYSTEM with the reason; kvconn doctor tells more.
  */
 int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
 
 /*
- * Marks what a CUDA stream has been given up to now: *moment passes when the GPU has done it.
- * region is any one on the stream's GPU; stream is a CUstream or cudaStream_t, NULL for the
- * default one. The call waits for nothing. If 4096 moments of a GPU have not passed the result
- * is KVCONN_ERR_OVERLOAD; while the stream is captured into a graph, KVCONN_ERR_INVALID.
+ * Memory for KV caches in host memory, which decode engines of the same host map: the fastest way between two
+ * processes. It is good for anything else too. It is zeroed, all of it is there, and it begins at a multiple of a page,
+ * of 2 MiB if it has so much. The call takes as long as the kernel needs to clear it. 1024 may be allocated at a time,
+ * else the result is KVCONN_ERR_OVERLOAD; if the host or the process's cgroup has not got the bytes,
+ * KVCONN_ERR_SYSTEM. On failure *address is NULL. The memory belongs to the process and to no agent, until
+ * kvconn_free of its address, once; NULL is ignored. If an agent has it registered then, it stays until kvconn_close of
+ * that agent has returned, and no agent registers it anew. A child of fork that touches it gets SIGSEGV.
  */
+int32_t kvconn_alloc(uint64_t bytes, void **address);
+int32_t kvconn_free(void *address);
+
+/* Marks what a CUDA stream has been given up to now: *moment passes when the GPU has done it. region is any one on
+   the stream's GPU; stream is a CUstream or cudaStream_t, NULL for the default one. The call waits for nothing. If
+   4096 moments of a GPU have not passed the result is KVCONN_ERR_OVERLOAD; while the stream is captured into a graph,
+   KVCONN_ERR_INVALID. */
 int32_t kvconn_moment(kvconn_agent agent, uint32_t region, void *stream, uint64_t *moment);
 
 /*
- * Prefill: the engine knows these requests and works on them, so that decode engines which load
- * them wait as long as it takes. An announcement ends by an offer or a cancel; with
- * report_demands also by a KVCONN_SIDE_DEMAND with an error.
+ * Prefill: the engine knows these requests and works on them, so that decode engines which load them wait as long as
+ * it takes. An announcement ends by an offer or a cancel; with report_demands also by a KVCONN_SIDE_DEMAND with an
+ * error.
  *
- * This call and all below that have *accepted take the batch in order, up to the first element
- * that is refused. *accepted (may be NULL) is the number of elements that were taken.
+ * This call and all below that have *accepted take the batch in order, up to the first element that is refused.
+ * *accepted (may be NULL) is the number of elements that were taken.
  */
 int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, size_t count, size_t *accepted);
 
-/* Prefill: these blocks hold these transfers. The blocks must stay unchanged until the
-   completion. It comes when a decode engine has loaded the transfer, when the transfer was
-   cancelled or failed, or when no decode engine has claimed or loaded it within lease_s. */
+/* Prefill: these blocks hold these transfers. The blocks must stay unchanged until the completion. It comes when a
+   decode engine has loaded the transfer, when the transfer was cancelled or failed, or when no decode engine has
+   claimed or loaded it within lease_s. After GPU memory was mapped anew offers and loads of before fail, and so do
+   calls until these have ended: repeat them. */
 int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, size_t count, size_t *accepted);
 
 /*
- * Prefill: blocks of these transfers are ready while the engine still works on the requests.
- * The call announces them too. More calls may follow, and then the offer with all blocks. Ready
- * blocks that a decode engine has asked for move at once, so that chunks or layers of a prompt
- * are sent while the next are computed. With regions (num_regions ascending indices of
- * kvconn_register_kv_caches) the blocks are ready in these regions only. They must stay
- * unchanged until kvconn_withdraw has returned or, after the offer, until its completion. If a
- * transfer has ended meanwhile, this call succeeds; the offer's completion says so.
+ * Prefill: blocks of these transfers are ready while the engine still works on the requests. The call announces them
+ * too. More calls may follow, and then the offer with all blocks. Ready blocks that a decode engine has asked for
+ * move at once, so that chunks or layers of a prompt are sent while the next are computed. With regions (num_regions
+ * ascending indices of kvconn_register_kv_caches) the blocks are ready in these regions only. They must stay
+ * unchanged until kvconn_withdraw has returned or, after the offer, until its completion. If a transfer has ended
+ * meanwhile, this call succeeds; the offer's completion says so.
  */
 int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *parts, size_t count,
                              const uint32_t *regions, size_t num_regions, size_t *accepted);
 
 /*
- * Prefill: the address of one byte for each region, in the order of kvconn_register_kv_caches.
- * With these bytes a step says which regions it has written, without a call for each layer: the
- * engine sets a region's byte to 1 when the blocks that the last kvconn_offer_partial called
- * computing are ready there. C, C++ and Go store it atomically with release order, after all
- * threads that write the region have been joined; an interpreter's plain store will do.
+ * Prefill: the address of one byte for each region, in the order of kvconn_register_kv_caches. With these bytes a
+ * step says which regions it has written, without a call for each layer: the engine sets a region's byte to 1 when
+ * the blocks that the last kvconn_offer_partial called computing are ready there. C, C++ and Go store it atomically
+ * with release order, after all threads that write the region have been joined; an interpreter's plain store will do.
  *
- * The agent reads the bytes soon after and sets them to 0. The agent's next
- * kvconn_offer_partial, kvconn_offer, kvconn_withdraw or kvconn_cancel ends the step: it reads
- * them a last time. Outside of steps, and beyond the registered regions, they mean nothing.
+ * The agent reads the bytes soon after and sets them to 0. The agent's next kvconn_offer_partial, kvconn_offer,
+ * kvconn_withdraw or kvconn_cancel ends the step: it reads them a last time. Outside of steps, and beyond the
+ * registered regions, they mean nothing.
  *
- * The result is NULL, with a reason for kvconn_last_error, when the handle is not open, or when
- * the kernel refuses membarrier(2), which the agent needs to read the cache as it was stored.
- * The engine then calls kvconn_offer_partial for each layer.
+ * The result is NULL, with a reason for kvconn_last_error, when the handle is not open, or when the kernel refuses
+ * membarrier(2), which the agent needs to read the cache as it was stored. The engine then calls kvconn_offer_partial
+ * for each layer.
  */
 volatile uint8_t *kvconn_written_address(kvconn_agent agent);
 
-/* Prefill: marks regions in device memory, as a byte at kvconn_written_address does: the
-   step has queued all that writes them, and the moment passes when that is done. */
+/* Prefill: marks regions in device memory, as a byte at kvconn_written_address does: the step has queued all that
+   writes them, and the moment passes when that is done. kvconn_written_on takes the moment itself, of a stream of the
+   first region's GPU. */
 int32_t kvconn_written_after(kvconn_agent agent, const uint32_t *regions, size_t num_regions, uint64_t moment);
+int32_t kvconn_written_on(kvconn_agent agent, const uint32_t *regions, size_t num_regions, void *stream);
 
 /*
- * Prefill: takes back what kvconn_offer_partial gave, of requests that the engine preempts or
- * gives up. Unless the transfer is cancelled too, decode engines load it anew when it, or a
- * part of it, is offered again. The call waits until nothing reads the blocks any more: a
- * second or two at most when a peer takes no bytes. If it returns KVCONN_ERR_SYSTEM after
- * timeout_ms, the blocks must not be used again while the agent is open. An unknown id is no
+ * Prefill: takes back what kvconn_offer_partial gave, of requests that the engine preempts or gives up. Unless the
+ * transfer is cancelled too, decode engines load it anew when it, or a part of it, is offered again. The call waits
+ * until nothing reads the blocks any more: a second or two at most when a peer takes no bytes. If it returns
+ * KVCONN_ERR_SYSTEM after timeout_ms, the blocks must not be used again while the agent is open. An unknown id is no
  * error. An offered id is KVCONN_ERR_INVALID, and the others are taken back nevertheless.
  */
 int32_t kvconn_withdraw(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms);
 
 /*
- * Decode: the engine will load these transfers as soon as it has blocks for them. Until then
- * the prefill engine keeps them, within claim_s. A claim has num_groups 0 and no completion of
- * its own. It ends by kvconn_start_load or kvconn_cancel of the id. If its prefill engine goes
- * meanwhile, the load fails at once. A claim of what is claimed or loaded already is no error.
+ * Decode: the engine will load these transfers as soon as it has blocks for them. Until then the prefill engine keeps
+ * them, within claim_s. A claim has num_groups 0 and no completion of its own. It ends by kvconn_start_load or
+ * kvconn_cancel of the id. If its prefill engine goes meanwhile, the load fails at once. A claim of what is claimed
+ * or loaded already is no error.
  *
- * With report_claims a claim also ends by a KVCONN_SIDE_CLAIM, which has the claim's token.
- * After it a cancel changes nothing, a load fails with the same code and reason, and a new
- * claim is one of another request.
+ * With report_claims a claim also ends by a KVCONN_SIDE_CLAIM, which has the claim's token. After it a cancel changes
+ * nothing, a load fails with the same code and reason, and a new claim is one of another request.
  */
 int32_t kvconn_claim(kvconn_agent agent, const kvconn_load_request *claims, size_t count, size_t *accepted);
 
-/* Decode: loads these transfers. The blocks belong to the transfer until its completion. After
-   the completion no byte of the transfer can land in them. The prefill engine need not know the
-   request yet. */
+/* Decode: loads these transfers. The blocks belong to the transfer until its completion. After the completion no byte
+   of the transfer can land in them. The prefill engine need not know the request yet. */
 int32_t kvconn_start_load(kvconn_agent agent, const kvconn_load_request *loads, size_t count, size_t *accepted);
 
-/* Ends this agent's halves of transfers early, and tells the other side. Each half still gets
-   its completion, with KVCONN_CANCELLED unless it had ended. The prefill side remembers an id
-   that it does not know: it refuses a later load of it, and ends an offer of it at once. */
+/* Ends this agent's halves of transfers early, and tells the other side. Each half still gets its completion, with
+   KVCONN_CANCELLED unless it had ended. The prefill side remembers an id that it does not know: it refuses a later
+   load of it, and ends an offer of it at once. */
 int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_t count, const char *reason,
                       size_t *accepted);
 
 /* The number of completions that wait to be collected, or a negated status. */
 int32_t kvconn_pending(kvconn_agent agent);
 
-/* The address of the number that kvconn_pending returns, for a caller that cannot afford even
-   a call: 32 bits that change atomically. They are not 0 either when kvconn_pending has an
-   error to tell. The result is NULL when the handle is not open. */
+/* The address of the number that kvconn_pending returns, for a caller that cannot afford even a call: 32 bits that
+   change atomically. They are not 0 either when kvconn_pending has an error to tell. The result is NULL when the
+   handle is not open. */
 const volatile uint32_t *kvconn_pending_address(kvconn_agent agent);
 
-/* Moves up to capacity completions out, and their number to *count. Never waits.
-   completion_size is the caller's sizeof(struct kvconn_completion). */
+/* Moves up to capacity completions out, and their number to *count. Never waits. completion_size is the caller's
+   sizeof(struct kvconn_completion). */
 int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *completions, size_t completion_size,
                             size_t capacity, size_t *count);
 
-/* A file descriptor for poll, select or epoll that is readable while completions wait, or a
-   negated status. Do not read from it. kvconn_close closes it. */
+/* A file descriptor for poll, select or epoll that is readable while completions wait, or a negated status. Do not
+   read from it. kvconn_close closes it. */
 int32_t kvconn_event_fd(kvconn_agent agent);
 
-/* The agent's counters as a JSON object, NUL-terminated. *length (may be NULL) is its length,
-   also when KVCONN_ERR_BUFFER says that capacity is too small. */
+/* The agent's counters as a JSON object, NUL-terminated. *length (may be NULL) is its length, also when
+   KVCONN_ERR_BUFFER says that capacity is too small. */
 int32_t kvconn_stats(kvconn_agent agent, char *buffer, size_t capacity, size_t *length);
 
-/* The text of this thread's last failed call, which names the wrong value and the remedy. It
-   ends with a NUL and is cut off at capacity or after 1023 bytes. Like errno it only has a
-   meaning after a call of the same thread has failed. */
+/* The text of this thread's last failed call, which names the wrong value and the remedy. It ends with a NUL and is
+   cut off at capacity or after 1023 bytes. Like errno it only has a meaning after a call of the same thread has
+   failed. */
 int32_t kvconn_last_error(char *buffer, size_t capacity);
 
 /* The "http://host:port" that this agent serves or has joined; else empty. */
 int32_t kvconn_bootstrap_address(kvconn_agent agent, char *buffer, size_t capacity);
 
 /*
- * Log records wait in a bounded ring of the library, which drops and counts the oldest.
- * kvconn_next_log takes one record as a JSON object and returns its length, 0 if there is none.
- * The members level, time, logger and msg are in each record; others may follow. kvconn_log_fd
- * is readable while records wait.
+ * Log records wait in a bounded ring of the library, which drops and counts the oldest. kvconn_next_log takes one
+ * record as a JSON object and returns its length, 0 if there is none. The members level, time, logger and msg are in
+ * each record; others may follow. kvconn_log_fd is readable while records wait.
  */
 int32_t kvconn_log_fd(void);
 int32_t kvconn_next_log(char *buffer, size_t capacity);
 
 /*
- * Ends every transfer with the code KVCONN_AGENT_CLOSED, waits until no byte can land any more,
- * and frees the agent. Completions that are not collected are lost with the handle. The call
- * takes at most close_timeout_s, and ten seconds more if the embedded server does not stop.
- * At its end the event fd becomes readable once more and is closed; the handle is stale.
+ * Ends every transfer with the code KVCONN_AGENT_CLOSED, waits until no byte can land any more, and frees the agent.
+ * Completions that are not collected are lost with the handle. The call takes at most close_timeout_s, and ten
+ * seconds more if the embedded server does not stop. At its end the event fd becomes readable once more and is
+ * closed; the handle is stale.
  */
 int32_t kvconn_close(kvconn_agent agent);
 
-/* Runs the kvconn command (demo, bench, proxy …) as main() would, for wheels whose only binary
-   is this library, and returns its exit status. The command takes SIGINT and SIGTERM, and may
-   write to stdout and stderr. */
+/* Runs the kvconn command (demo, bench, proxy …) as main() would, for wheels whose only binary is this library, and
+   returns its exit status. The command takes SIGINT and SIGTERM, and may write to stdout and stderr. */
 int32_t kvconn_main(int32_t argc, const char *const *argv);
 
 #ifdef __cplusplus

@@ -63,7 +63,7 @@ func (c *Config) giveDevices(ctx context.Context) error {
 	known, err := nvidiaDevices(ctx)
 	if err != nil {
 		if named {
-			return fmt.Errorf("launch: the devices %s cannot be looked up: %w; leave --prefill-devices and --decode-devices out where there are none",
+			return fmt.Errorf("launch: the devices %s cannot be looked up: %w; on a host without GPUs, leave --prefill-devices and --decode-devices out",
 				strings.Join(append(slices.Clone(c.PrefillDevices), c.DecodeDevices...), " "), err)
 		}
 		return nil // a machine without a GPU
@@ -84,7 +84,7 @@ func (c *Config) giveDevices(ctx context.Context) error {
 			return nil
 		}
 		if need := c.Prefill + c.Decode; len(ours) < need {
-			return fmt.Errorf("launch: %d servers, but %s %d devices: name those to share with --prefill-devices and --decode-devices", need, where, len(ours))
+			return fmt.Errorf("launch: there are %d servers, but %s %d devices: to let servers share devices, name each server's with --prefill-devices and --decode-devices", need, where, len(ours))
 		}
 		c.PrefillDevices, c.DecodeDevices = ours[:c.Prefill:c.Prefill], ours[c.Prefill:c.Prefill+c.Decode]
 		return nil

@@ -31,7 +31,7 @@ func TestRefusals(t *testing.T) {
 		want   []string
 	}{
 		"no model":            {func(_ *testing.T, c *Config) { c.Model = "" }, []string{"no model"}},
-		"no vllm":             {func(_ *testing.T, c *Config) { c.VLLM = "vllm-of-nobody" }, []string{"vLLM is not installed", "pip install vllm", "--vllm"}},
+		"no vllm":             {func(_ *testing.T, c *Config) { c.VLLM = "vllm-of-nobody" }, []string{"the program vllm was not found", "pip install vllm", "--vllm"}},
 		"prefill port taken":  {func(_ *testing.T, c *Config) { c.PrefillPorts = []int{taken} }, []string{strconv.Itoa(taken), "prefill server 1", "is taken", "--prefill-ports"}},
 		"bootstrap taken":     {func(_ *testing.T, c *Config) { c.BootstrapPorts = []int{taken} }, []string{strconv.Itoa(taken), "--bootstrap-ports"}},
 		"router's port taken": {func(_ *testing.T, c *Config) { c.Port = taken }, []string{strconv.Itoa(taken), "the router", "--port"}},

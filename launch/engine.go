@@ -57,8 +57,8 @@ func (vllmEngine) taken() ([]string, string) {
 func (vllmEngine) find(_ context.Context, c *Config) ([]string, error) {
 	path, err := exec.LookPath(c.VLLM)
 	if err != nil {
-		return nil, fmt.Errorf("launch: vLLM is not installed, or not in this environment (%w): activate the one that has it, "+
-			"install it with pip install vllm, or name the program with --vllm", err)
+		return nil, fmt.Errorf("launch: the program vllm was not found (%w): activate the environment that has vLLM, "+
+			"install vLLM with pip install vllm, or name its program with --vllm", err)
 	}
 	return []string{path}, nil
 }
@@ -104,7 +104,7 @@ const sglangVariable = "KVCONN_SGLANG_CONFIG"
 func (sglangEngine) find(ctx context.Context, c *Config) ([]string, error) {
 	python, err := exec.LookPath(c.Python)
 	if err != nil {
-		return nil, fmt.Errorf("launch: no Python (%w): name the one that has SGLang with --python", err)
+		return nil, fmt.Errorf("launch: no Python was found (%w): name the Python that has SGLang with --python", err)
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -118,7 +118,7 @@ func (sglangEngine) find(ctx context.Context, c *Config) ([]string, error) {
 	case err != nil:
 		return nil, fmt.Errorf("launch: %s cannot say whether it has SGLang: %w", python, err)
 	case slices.Contains(missing, "sglang"):
-		return nil, fmt.Errorf("launch: SGLang is not installed for %s: activate the environment that has it, install it with pip install sglang, or name its Python with --python", python)
+		return nil, fmt.Errorf("launch: SGLang is not installed for %s: activate the environment that has SGLang, install it with pip install sglang, or name its Python with --python", python)
 	case len(missing) > 0:
 		return nil, fmt.Errorf("launch: kvconn is not installed for %s, where SGLang is: pip install kvconn there", python)
 	}

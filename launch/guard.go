@@ -110,7 +110,7 @@ func Guard(in io.Reader, command []string, grace time.Duration) (int, error) {
 			return code, nil
 		}
 	}
-	return guardLeft, fmt.Errorf("launch: %w: of %s %v, %v after SIGKILL", ErrLeft, command[0], descendants(os.Getpid()), reapLimit)
+	return guardLeft, fmt.Errorf("launch: %w: %s has the processes %v, which still run %v after SIGKILL", ErrLeft, command[0], descendants(os.Getpid()), reapLimit)
 }
 
 // descendants are the processes below one, as /proc has them now.

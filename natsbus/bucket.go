@@ -157,7 +157,7 @@ func (l *link) readOnce(ctx context.Context, key string) (record, error) {
 // stream yet: to find it, the link needs the leader. If the result has no agent, the
 // leader must be asked.
 func (l *link) readAny(ctx context.Context, key string) (record, error) {
-	m, err := l.nc.RequestWithContext(ctx, "$JS.API.DIRECT.GET."+stream+"."+key, nil)
+	m, err := l.nc.RequestWithContext(ctx, l.bus.opt.JSPrefix+".DIRECT.GET."+stream+"."+key, nil)
 	if errors.Is(err, nats.ErrNoResponders) {
 		return record{}, nil
 	}
@@ -182,6 +182,30 @@ func (l *link) registry(ctx context.Context) (jetstream.Stream, error) {
 	}
 	l.ranks.Store(&st)
 	return st, nil
+}
+
+// checkRegistry refuses a stream that does more than to keep the registry. Whoever may create the
+// stream could have it keep what agents say to each other, or say it again elsewhere.
+func (l *link) checkRegistry(ctx context.Context) error {
+	st, err := l.js.Stream(ctx, stream)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	c, wrong := st.CachedInfo().Config, ""
+	switch {
+	case len(c.Subjects) != 1 || c.Subjects[0] != subtree+">":
+		wrong = fmt.Sprintf("has the subjects %.300q, want only %q", c.Subjects, subtree+">")
+	case c.RePublish != nil:
+		wrong = fmt.Sprintf("publishes what it keeps again, at %.300q", c.RePublish.Destination)
+	case c.SubjectTransform != nil:
+		wrong = fmt.Sprintf("keeps %.300q as %.300q", c.SubjectTransform.Source, c.SubjectTransform.Destination)
+	default:
+		return nil
+	}
+	return fmt.Errorf("stream %s %s: no kvconn agent made it so; delete it, and let nobody create it whom you do not trust", stream, wrong)
 }
 
 func readKey(ctx context.Context, st jetstream.Stream, key string) (record, error) {

@@ -16,6 +16,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/nats-io/nats.go"
+
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
 )
@@ -23,6 +25,9 @@ import (
 // Bounds of a Bus.
 const (
 	maxHandlers = 64          // requests that are answered at one time; more wait
+	maxLong     = 1           // long ones among them that came from prefill engines' hosts: the other processors stay free
+	longMessage = 64 << 10    // a longer request is long: decoded it may take ten times its bytes
+	handlerIdle = time.Second // a handler that gets no request for so long ends
 	maxArrival  = time.Second // a request that has waited so long is refused; only a fault makes it wait so long
 	maxLinks    = 1024        // bootstrap addresses in use at one time
 	maxReason   = 1024        // bytes of a Reply's reason
@@ -35,6 +40,8 @@ type Bus struct {
 	cancel   context.CancelFunc
 	openHome func() (*link, error)
 	slots    chan struct{} // one for each request that is being answered
+	long     chan struct{} // one for each long one of a portLink
+	asked    chan asked    // to handlers that wait for one
 
 	mu     sync.Mutex
 	down   bool           // no goroutine or handler starts any more
@@ -45,6 +52,14 @@ type Bus struct {
 	kick   chan struct{} // renew now
 	closed chan struct{}
 	err    error
+}
+
+// asked is a request that has its places.
+type asked struct {
+	link *link
+	from core.AgentID
+	m    *nats.Msg
+	long bool
 }
 
 // entry is a link that is there or being made.

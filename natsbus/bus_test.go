@@ -224,7 +224,7 @@ func TestGarbage(t *testing.T) {
 	_, prefill, decode, via := pair(t)
 	nc := prefill.homeLink().nc
 	for _, garbage := range []string{"", "garbage", "\x81", "\xff\xff\xff\xff", "\xdd\xff\xff\xff\xff", string(make([]byte, 1<<20))} {
-		m, err := nc.RequestWithContext(ctxOf(t, within), subject(named("P").ID(), "x"), []byte(garbage))
+		m, err := nc.RequestWithContext(ctxOf(t, within), subject(named("P").ID(), named("P").ID()), []byte(garbage))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -232,7 +232,7 @@ func TestGarbage(t *testing.T) {
 		if err := wire.Decode(m.Data, &r); err != nil || r.Code != int(core.Refused) || r.Reason == "" {
 			t.Errorf("%.10q: %+v, %v", garbage, r, err)
 		}
-		if err := nc.Publish(subject(named("P").ID(), "x"), []byte(garbage)); err != nil { // nobody to answer
+		if err := nc.Publish(subject(named("P").ID(), named("P").ID()), []byte(garbage)); err != nil { // nobody to answer
 			t.Fatal(err)
 		}
 	}
@@ -290,7 +290,7 @@ func BenchmarkRequest(b *testing.B) {
 		bus *Bus
 		via core.Via
 		to  core.AgentID
-	}{"decode-to-prefill": {decode, via, "P"}, "prefill-to-decode": {prefill, "", "D"}} {
+	}{"decode-to-prefill": {decode, via, reach(decode, "P")}, "prefill-to-decode": {prefill, "", reach(prefill, "D")}} {
 		req := &wire.Request{Kind: wire.KindFinish, From: "D", Finishes: []wire.Finish{{TransferID: "t"}}}
 		b.Run(name, func(b *testing.B) {
 			b.ReportAllocs()

@@ -88,7 +88,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	}
 	// Between the servers that stay nothing is lost. Towards the other server the bound
 	// is short, so that a lost request does not hide the requests after it.
-	onSurvivors := newPump(t, decode, "P", nettest.ElectionBound)
+	onSurvivors, before := newPump(t, decode, "P", nettest.ElectionBound), sessions(prefill, decode)
 	onKilled, toKilled := newPump(t, kept, "P", 500*time.Millisecond), newPump(t, decode, "K", 500*time.Millisecond)
 
 	killed := time.Now()
@@ -127,7 +127,8 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	}
 	onSurvivors.end()
 	if good, errs := onSurvivors.counts(); good == 0 || len(errs) != 0 {
-		t.Errorf("between the servers that stayed: %d requests, errors %v", good, errs)
+		t.Errorf("between the servers that stayed: %d requests, errors %v; P's and D's sessions began at %v before the kill, and now at %v",
+			good, errs, before, sessions(prefill, decode))
 	}
 	// An agent of the killed server is unreachable for a moment, never gone.
 	ask(t, kept, "", "P", "P via : hello K")
@@ -241,44 +242,6 @@ func TestClusterByTLSAndNKey(t *testing.T) {
 	}
 }
 
-// The permissions that docs/security.md names for a cluster's users are enough.
-func TestClusterUsersWithLeastPermissions(t *testing.T) {
-	leaktest.Check(t)
-	pSeed, pKey := newNKey(t)
-	dSeed, dKey := newNKey(t)
-	const all = `"kvconn.v1.agent.*.*", "$JS.API.STREAM.INFO.KV_kvconn_ranks", "$JS.API.STREAM.MSG.GET.KV_kvconn_ranks", "$JS.API.DIRECT.GET.KV_kvconn_ranks.>"`
-	const prefills = all + `, "$KV.kvconn_ranks.>", "$JS.API.INFO", "$JS.API.STREAM.CREATE.KV_kvconn_ranks"`
-	user := func(key, publish string) string {
-		return fmt.Sprintf("{ nkey: %s, permissions: { publish: [%s], subscribe: [\"kvconn.v1.agent.*.*\", \"_INBOX.>\"], allow_responses: true } }\n", key, publish)
-	}
-	conf := filepath.Join(t.TempDir(), "nats.conf")
-	if err := os.WriteFile(conf, []byte("authorization { users: [\n"+user(pKey, prefills)+user(dKey, all)+"] }\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	c := nettest.NewNATS(t, "-c", conf)
-	log, logs := observed()
-	prefill := newBus(t, Options{Identity: named("P"), ClusterURL: c.URL(), Seed: pSeed, Logger: log})
-	serve(prefill)
-	register(t, prefill, "e")
-	decode := newBus(t, Options{Identity: named("D"), ClusterURL: c.URL(), Seed: dSeed, Logger: log})
-	serve(decode)
-	for _, engine := range []string{"e", ""} {
-		if _, _, err := decode.Lookup(ctxOf(t, within), core.Target{EngineID: engine}); err != nil {
-			t.Error(err)
-		}
-	}
-	ask(t, decode, "", "P", "P via : hello D")
-	ask(t, prefill, "", "D", "D via : hello P")
-	_, err := Open(Options{Identity: named("X"), ClusterURL: c.URL()})
-	mustBe(t, err, core.ErrUnreachable)
-	closeBus(t, prefill)
-	_, _, err = decode.Lookup(ctxOf(t, within), core.Target{EngineID: "e"})
-	mustBe(t, err, core.ErrNotRegistered)
-	if n := logs.FilterMessageSnippet("ermissions").Len(); n != 0 {
-		t.Errorf("permissions are missing: %v", logs.All())
-	}
-}
-
 // A newcomer finds an engine by any replica of the registry: it asks nothing that
 // only a leader answers, which it may not here.
 func TestNewcomerAsksNoLeader(t *testing.T) {
@@ -306,6 +269,17 @@ func TestNewcomerAsksNoLeader(t *testing.T) {
 	closeBus(t, prefill)
 	_, _, err = decode.Lookup(ctxOf(t, 500*time.Millisecond), target) // whether an entry has ended, only the leader can tell
 	mustBe(t, err, core.ErrUnreachable)
+}
+
+// sessions says when the agents' connections to their servers began.
+func sessions(agents ...*Bus) (began []time.Time) {
+	for _, b := range agents {
+		l := b.homeLink()
+		l.mu.Lock()
+		began = append(began, l.since)
+		l.mu.Unlock()
+	}
+	return began
 }
 
 // proven: the error says that an agent is gone for good.

@@ -31,6 +31,7 @@ func connect(bus *common, to endpoint) (*link, error) {
 		}
 		l.id = to.entrance.id()
 	}
+	l.answers = newAnswers(inboxOf(l.id))
 	opts := []nats.Option{
 		nats.Name(clientName + string(l.id)), nats.CustomInboxPrefix(inboxOf(l.id) + "." + randomName()),
 		nats.SetCustomDialer(l.dial), nats.SkipHostLookup(), nats.Timeout(opt.ConnectTimeout),
@@ -65,7 +66,10 @@ func connect(bus *common, to endpoint) (*link, error) {
 		return nil, unreachable(to.name, either(l.dial.failure(), explain(err)))
 	}
 	l.nc = nc
-	if l.js, err = jetstream.New(nc); err == nil {
+	if l.js, err = jetstream.NewWithAPIPrefix(nc, opt.JSPrefix); err == nil {
+		err = l.answers.listen(nc)
+	}
+	if err == nil {
 		err = l.subscribe()
 	}
 	if err != nil {

@@ -3,9 +3,13 @@ package natsbus
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"net"
 	"sync"
+	"sync/atomic"
+
+	"github.com/nats-io/nats.go"
 
 	"github.com/kvconn/kvconn/core"
 )
@@ -15,6 +19,8 @@ type entrance struct {
 	self    *Identity
 	secrets secrets
 	right   right
+	temp    string                            // the folder of local secrets
+	heard   atomic.Pointer[nats.Subscription] // what the server's agents ask this one
 
 	mu sync.Mutex
 	as *Identity    // shown at this server and at its successors, once it is chosen
@@ -58,33 +64,19 @@ func (e *entrance) show(server core.AgentID) *Identity {
 
 // enter makes an upgraded connection one between two agents that have proved themselves.
 func (e *entrance) enter(ctx context.Context, conn net.Conn) (net.Conn, error) {
-	t := tls.Client(conn, clientTLS(e.show))
+	asked := false
+	t := tls.Client(conn, clientTLS(func(server core.AgentID) *Identity {
+		asked = true
+		return e.show(server)
+	}))
 	if err := t.HandshakeContext(ctx); err != nil {
 		return nil, fmt.Errorf("the agents' handshake: %w", err)
 	}
-	if err := e.secrets.greet(t, t.ConnectionState(), e.right, localSecret); err != nil {
+	if !asked { // else the link would count as one to the server before
+		return nil, errors.New("the agents' handshake: it does not ask for this agent's identity, as each kvconn agent does")
+	}
+	if err := e.secrets.greet(t, t.ConnectionState(), e.right, func(server core.AgentID) string { return localSecret(e.temp, server) }); err != nil {
 		return nil, err
 	}
-	return &guardedConn{Conn: t}, nil
-}
-
-// guardedConn's guard sees all bytes before the caller does.
-type guardedConn struct {
-	net.Conn
-	guard   guard
-	refused error
-}
-
-// Close ends the connection at once.
-func (c *guardedConn) Close() error { return hangUp(c.Conn) }
-
-func (c *guardedConn) Read(b []byte) (int, error) {
-	if c.refused != nil {
-		return 0, c.refused
-	}
-	n, err := c.Conn.Read(b)
-	if c.refused = c.guard.check(b[:n]); c.refused != nil {
-		return 0, c.refused
-	}
-	return n, err
+	return newGuarded(newPaced(t), &e.heard), nil
 }

@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -115,7 +116,7 @@ func FuzzServer(f *testing.F) {
 		h := &hostile{text: append([]byte("INFO {\"max_payload\":1048576,\"headers\":true}\r\nPONG\r\n"), text...)}
 		closed := make(chan struct{})
 		alloctest.Bound(t, 2*maxPayload, func() {
-			nc, err := nats.Connect("nats://h:1", nats.SetCustomDialer(dialTo{&guardedConn{Conn: h}}), nats.SkipHostLookup(), nats.NoReconnect(),
+			nc, err := nats.Connect("nats://h:1", nats.SetCustomDialer(dialTo{newGuarded(h, new(atomic.Pointer[nats.Subscription]))}), nats.SkipHostLookup(), nats.NoReconnect(),
 				nats.IgnoreDiscoveredServers(), nats.ClosedHandler(func(*nats.Conn) { close(closed) }), nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) {}))
 			if err != nil {
 				return
@@ -264,7 +265,7 @@ func FuzzRecord(f *testing.F) {
 			return
 		}
 		a := r.agent
-		if op != "" || rankKey(a.EngineID, a.TPRank, a.PPRank) != key || !legalID.MatchString(a.ID) || strings.ContainsAny(a.ID, ".*> \r\n") {
+		if op != "" || rankKey(a.EngineID, a.TPRank, a.PPRank) != key || !legalID(a.ID) || strings.ContainsAny(a.ID, ".*> \r\n") {
 			t.Errorf("%q with %q is read as %+v", key, op, a)
 		}
 		if r.since > 0 && strings.TrimLeft(since, "+0") == "" {
@@ -302,7 +303,7 @@ func FuzzRequest(f *testing.F) {
 			bound = 9 << 20
 		}
 		var rep *wire.Reply
-		alloctest.Bound(t, bound, func() { rep = b.handle(&link{}, &nats.Msg{Subject: subject("A", "B"), Data: data}) })
+		alloctest.Bound(t, bound, func() { rep = b.handle(&link{}, "B", &nats.Msg{Subject: subject("A", "B"), Data: data}) })
 		req := new(wire.Request)
 		if valid := wire.Decode(data, req) == nil && req.Kind != wire.KindJoin; called != valid || rep == nil || !valid && rep.Code != int(core.Refused) {
 			t.Fatalf("%x: handler called %v, reply %+v", data, called, rep)
@@ -326,9 +327,9 @@ func FuzzInlet(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text []byte) {
 		var out bytes.Buffer
 		share := &share{of: newBudget(1 << 30), end: func() {}}
-		w := newWindow(share)
+		w := newWindow(share, newQuestions())
 		w.close()
-		w.gone = false
+		w.gone, w.over = false, make(chan struct{})
 		w.left = 0 // nothing waits
 		in := &inlet{from: bufio.NewReaderSize(bytes.NewReader(append([]byte("CONNECT {\"x\":1}\r\n"), text...)), maxCommand), to: bufio.NewWriter(&out), connect: "CONNECT {}\r\n", inbox: "_INBOX.A", window: w}
 		if err := in.run(); err == nil {

@@ -11,6 +11,7 @@ import (
 	"github.com/nats-io/nkeys"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // homeUser is the user by which this process enters its own server; the password is
@@ -89,9 +90,18 @@ func clientPermissions(c client) *server.Permissions {
 	if c.right == rightJoin {
 		publish = append(publish, subject(hostID, c.id))
 	}
+	hear := []string{subject(c.id, "*"), inboxOf(c.id) + ".>"}
+	switch {
+	case fault.On("bus-speaks-for-others"):
+		publish = append(publish, subject("*", "*"))
+	case fault.On("bus-hears-others"):
+		hear = append(hear, ">")
+	case fault.On("bus-answers-for-others"):
+		publish = append(publish, inboxRoot+">")
+	}
 	return &server.Permissions{
 		Publish:   &server.SubjectPermission{Allow: publish},
-		Subscribe: &server.SubjectPermission{Allow: []string{subject(c.id, "*"), inboxOf(c.id) + ".>"}},
+		Subscribe: &server.SubjectPermission{Allow: hear},
 		Response:  &server.ResponsePermission{MaxMsgs: 1, Expires: replyWithin},
 	}
 }

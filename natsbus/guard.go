@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"fmt"
 	"strconv"
-	"strings"
 
 	"github.com/kvconn/kvconn/wire"
 )
@@ -50,7 +49,7 @@ func (g *guard) check(p []byte) error {
 		if end < 0 {
 			return nil
 		}
-		if err := g.message(string(g.line)); err != nil {
+		if err := g.message(g.line); err != nil {
 			return err
 		}
 		g.line = g.line[:0]
@@ -58,31 +57,22 @@ func (g *guard) check(p []byte) error {
 	return nil
 }
 
-// payload is the length of what follows a line of the server's.
-func payload(line string) (n int, ok bool) {
-	if verb, _, _ := strings.Cut(line, " "); verb != "MSG" && verb != "HMSG" {
-		return 0, false
-	}
-	n, err := strconv.Atoi(line[strings.LastIndexByte(line, ' ')+1:])
-	return n, err == nil && n >= 0
-}
-
 // message looks whether a line announces a payload.
-func (g *guard) message(line string) error {
-	verb := strings.ToUpper(line[:min(len(line), 4)])
+func (g *guard) message(line []byte) error {
+	verb := line[:min(len(line), 4)]
 	switch {
-	case strings.HasPrefix(verb, "MSG"), verb == "HMSG":
-	case (verb == "INFO" || verb == "-ERR") && strings.TrimSpace(line[4:]) == "":
+	case bytes.EqualFold(verb[:min(len(verb), 3)], []byte("MSG")), bytes.EqualFold(verb, []byte("HMSG")):
+	case (bytes.EqualFold(verb, []byte("INFO")) || bytes.EqualFold(verb, []byte("-ERR"))) && len(bytes.TrimSpace(line[4:])) == 0:
 		return fmt.Errorf("the server sends an empty %s", verb) // nats.go would take the next line for its text
 	default:
 		return nil
 	}
 	// nats.go takes other line ends too, and then reads another number than this.
-	args, ended := strings.CutSuffix(line, "\r")
-	fields := strings.FieldsFunc(args, func(r rune) bool { return r == ' ' || r == '\t' })
-	last := fields[len(fields)-1]
-	size, err := strconv.ParseUint(last, 10, 31)
-	if err != nil || !ended || strings.Contains(args, "\r") || size > maxPayload {
+	args, ended := bytes.CutSuffix(line, []byte("\r"))
+	words := bytes.TrimRight(args, " \t")
+	last := words[bytes.LastIndexAny(words, " \t")+1:]
+	size, err := strconv.ParseUint(string(last), 10, 31)
+	if err != nil || !ended || bytes.IndexByte(args, '\r') >= 0 || size > maxPayload {
 		return fmt.Errorf("the server announces a message as %.60q: want a size of at most %d bytes", line, maxPayload)
 	}
 	g.skip, g.tail = int(size)+1, true

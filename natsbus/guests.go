@@ -53,7 +53,7 @@ func (b *Bus) guest(a *wire.Agent, since int64) (*link, *registration, error) {
 	case err != nil:
 	case l == nil || l.kind != homeLink:
 		err = errors.New("this agent has no server of its own")
-	case !legalID.MatchString(a.ID):
+	case !legalID(a.ID):
 		err = fmt.Errorf("agent id %.100q is not 1 to 64 letters, digits, - and _", a.ID)
 	}
 	return l, reg, err

@@ -47,7 +47,19 @@ func digest(public ed25519.PublicKey) core.AgentID {
 	return core.AgentID(base32.StdEncoding.EncodeToString(sum[:20]))
 }
 
-// ID is the digest of the public key.
+// NewKeyedIdentity is for an agent that has an nkey in a cluster. Its id begins with the
+// public nkey, so that the cluster's permissions can hold the agent to its own ids.
+func NewKeyedIdentity(seed string) (*Identity, error) {
+	_, public, err := seedKey(seed)
+	if err != nil {
+		return nil, err
+	}
+	i := NewIdentity()
+	i.id = core.AgentID(public+keyMark) + i.id[:maxAgentID-len(public)-len(keyMark)]
+	return i, nil
+}
+
+// ID is the digest of the public key, or the nkey with a part of the digest.
 func (i *Identity) ID() core.AgentID { return i.id }
 
 // At is the identity that the agent shows to one server: to each server another one, so

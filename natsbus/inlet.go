@@ -7,8 +7,8 @@ import (
 	"fmt"
 	"io"
 	"strconv"
-	"strings"
 
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -31,6 +31,7 @@ type inlet struct {
 	window  *window
 
 	greeted bool
+	args    [4][]byte // of the command that is being read; another word is one too many
 }
 
 // run passes commands on until the client or the server ends, or a command is not allowed.
@@ -51,9 +52,6 @@ func (in *inlet) run() error {
 	}
 }
 
-// errProtocol ends a client that sends what no agent sends.
-var errProtocol = errors.New("it sends what no kvconn agent sends")
-
 func (in *inlet) line() ([]byte, error) {
 	line, err := in.from.ReadSlice('\n')
 	if errors.Is(err, bufio.ErrBufferFull) {
@@ -69,53 +67,79 @@ func (in *inlet) command(line []byte) error {
 			return fmt.Errorf("%w: %.60q", errProtocol, line)
 		}
 	}
-	verb, rest, _ := strings.Cut(string(text), " ")
+	verb, rest, _ := bytes.Cut(text, space)
 	if !in.greeted {
-		if verb != "CONNECT" {
+		if string(verb) != "CONNECT" {
 			return fmt.Errorf("%w: %.60q in place of CONNECT", errProtocol, line)
 		}
 		in.greeted = true
 		_, err := in.to.WriteString(in.connect)
 		return err
 	}
-	args := strings.Fields(rest)
-	switch {
-	case (verb == "PING" || verb == "PONG") && len(args) == 0,
-		verb == "SUB" && (len(args) == 2 || len(args) == 3),
-		verb == "UNSUB" && (len(args) == 1 || len(args) == 2):
-		_, err := in.to.WriteString(strings.Join(append([]string{verb}, args...), " ") + "\r\n")
+	args := appendFields(in.args[:0], rest)
+	switch v := string(verb); {
+	case (v == "PING" || v == "PONG") && len(args) == 0,
+		v == "SUB" && (len(args) == 2 || len(args) == 3),
+		v == "UNSUB" && (len(args) == 1 || len(args) == 2):
+		_, err := fmt.Fprintf(in.to, "%s\r\n", bytes.Join(append([][]byte{verb}, args...), space))
 		return err
-	case verb == "PUB" && (len(args) == 2 || len(args) == 3):
+	case v == "PUB" && (len(args) == 2 || len(args) == 3):
 		return in.publish(args)
 	}
 	return fmt.Errorf("%w: %.60q", errProtocol, line) // HPUB too: headers steer the server
 }
 
 // publish passes a message on. Only an answer may go without a subject for answers.
-func (in *inlet) publish(args []string) error {
+func (in *inlet) publish(args [][]byte) error {
 	subj, reply := args[0], ""
 	if len(args) == 3 {
-		reply = args[1]
+		reply = string(args[1])
 	}
-	size, err := strconv.ParseUint(args[len(args)-1], 10, 31)
+	size, err := strconv.ParseUint(string(args[len(args)-1]), 10, 31)
 	if err != nil || size > wire.MaxMessage {
 		return fmt.Errorf("%w: a message of %.20q bytes, at most %d are carried", errProtocol, args[len(args)-1], wire.MaxMessage)
 	}
-	switch answers := strings.HasPrefix(subj, inboxRoot); {
+	switch answers := begins(subj, inboxRoot); {
 	case !literal(subj), answers && reply != "":
 		return fmt.Errorf("%w: a message to %.80q", errProtocol, subj)
-	case !answers && (!strings.HasPrefix(reply, in.inbox+".") || !literal(reply) || len(reply) > maxReplySubject):
+	case fault.On("bus-reply-free"):
+	case !answers && (after(reply, in.inbox, ".") == reply || !literal(args[1]) || len(reply) > maxReplySubject):
 		return fmt.Errorf("%w: a request to %.80q wants its answer at %.80q", errProtocol, subj, reply)
 	}
 	if err := in.to.Flush(); err != nil { // answers to earlier requests may make room
 		return err
 	}
-	done, err := in.window.open(reply, int64(size))
+	question := begins(subj, "$JS.")
+	if question && size > maxQuestion {
+		return fmt.Errorf("%w: a question of %d bytes to the registry, at most %d are carried", errProtocol, size, maxQuestion)
+	}
+	done, err := in.window.open(reply, int64(size), question)
 	if err != nil {
 		return err
 	}
 	defer done()
-	if _, err := fmt.Fprintf(in.to, "PUB %s %d\r\n", strings.TrimSuffix(subj+" "+reply, " "), size); err != nil {
+	// An error of the buffer shows at the next write too.
+	_, _ = in.to.WriteString("PUB ")
+	_, _ = in.to.Write(subj)
+	if reply != "" {
+		_ = in.to.WriteByte(' ')
+		_, _ = in.to.WriteString(reply)
+	}
+	_ = in.to.WriteByte(' ')
+	_, _ = in.to.Write(strconv.AppendUint(in.to.AvailableBuffer(), size, 10))
+	_, _ = in.to.WriteString("\r\n")
+	if whole := int(size) + len(lineEnd); whole <= in.from.Size() {
+		message, err := in.from.Peek(whole)
+		if err != nil {
+			return err
+		}
+		if string(message[size:]) != lineEnd {
+			return errLonger
+		}
+		if _, err := in.to.Write(message); err != nil {
+			return err
+		}
+		_, err = in.from.Discard(whole)
 		return err
 	}
 	if _, err := io.CopyN(in.to, in.from, int64(size)); err != nil {
@@ -125,12 +149,33 @@ func (in *inlet) publish(args []string) error {
 	if _, err := io.ReadFull(in.from, end[:]); err != nil {
 		return err
 	}
-	if string(end[:]) != "\r\n" {
-		return fmt.Errorf("%w: a message longer than it says", errProtocol)
+	if string(end[:]) != lineEnd {
+		return errLonger
 	}
 	_, err = in.to.Write(end[:])
 	return err
 }
 
+const lineEnd = "\r\n"
+
+var errLonger = fmt.Errorf("%w: a message is longer than its announced size", errProtocol)
+
 // literal says whether a subject has no wildcards.
-func literal(subj string) bool { return !strings.ContainsAny(subj, "*>") }
+func literal(subj []byte) bool { return !bytes.ContainsAny(subj, "*>") }
+
+func begins(text []byte, with string) bool {
+	return len(text) >= len(with) && string(text[:len(with)]) == with
+}
+
+// appendFields appends the words of a text to out.
+func appendFields(out [][]byte, text []byte) [][]byte {
+	for {
+		text = bytes.TrimLeft(text, " ")
+		if len(text) == 0 {
+			return out
+		}
+		var word []byte
+		word, text, _ = bytes.Cut(text, space)
+		out = append(out, word)
+	}
+}

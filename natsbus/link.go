@@ -27,6 +27,9 @@ const (
 	// server that has gone do not all come back at once.
 	steadyLink = time.Second
 	firstWait  = 50 * time.Millisecond
+	// What waits of a prefill engine's host for a handler.
+	maxHeard      = 8192
+	maxHeardBytes = 16 << 20
 	// farewell is how long an open connection may take to send what it holds.
 	farewell = time.Second
 )
@@ -35,6 +38,7 @@ const (
 type common struct {
 	opt     Options
 	log     *zap.Logger
+	temp    string          // TMPDIR when the bus was opened: later a host's threads may change the environment
 	ctx     context.Context // ends at Close
 	handler atomic.Pointer[core.Handler]
 	events  linkEvents
@@ -69,8 +73,10 @@ type link struct {
 	id   core.AgentID // by which this agent is known at the server
 	made time.Time
 	nc   *nats.Conn
-	js   jetstream.JetStream
-	gone chan struct{} // closed when nats.go has closed the connection for good
+	// answers are to this agent's requests.
+	answers *answers
+	js      jetstream.JetStream
+	gone    chan struct{} // closed when nats.go has closed the connection for good
 	// ranks is the registry's stream, kept so that a read needs no answer from the
 	// stream's leader.
 	ranks atomic.Pointer[jetstream.Stream]
@@ -104,7 +110,7 @@ func (l *link) subscribe() error {
 	if l.bus.handler.Load() == nil {
 		return nil
 	}
-	sub, err := l.nc.QueueSubscribe(subject(l.id, "*"), "agent", func(m *nats.Msg) { l.bus.events.arrived(l, m) })
+	sub, err := l.nc.QueueSubscribe(l.heardBy(), "agent", func(m *nats.Msg) { l.bus.events.arrived(l, m) })
 	if err != nil {
 		return err
 	}
@@ -112,6 +118,12 @@ func (l *link) subscribe() error {
 		if _, err := l.nc.Subscribe(subject(hostID, "*"), func(m *nats.Msg) { l.bus.events.arrived(l, m) }); err != nil {
 			return err
 		}
+	}
+	if l.kind == portLink { // a client's request may have named the host: beyond this its messages are lost
+		if err := sub.SetPendingLimits(maxHeard, maxHeardBytes); err != nil {
+			return err
+		}
+		l.entrance.heard.Store(sub) // long before it is not read
 	}
 	deaf := make(chan struct{})
 	sub.SetClosedHandler(func(string) { close(deaf) })
@@ -123,6 +135,14 @@ func (l *link) subscribe() error {
 		return err
 	}
 	return nil
+}
+
+// heardBy is the subject at which an agent hears all others.
+func (l *link) heardBy() string {
+	if l.kind == clusterLink { // others' ids may be two tokens
+		return subject(l.id, ">")
+	}
+	return subject(l.id, "*")
 }
 
 // quit ends the subscription and waits until all requests that came are with their

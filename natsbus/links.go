@@ -44,7 +44,7 @@ func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
 		}
 		if len(b.links) >= maxLinks {
 			b.mu.Unlock()
-			return nil, fmt.Errorf("%w: bootstrap address %s: %d others are in use, the most there can be", core.ErrUnreachable, via, maxLinks)
+			return nil, fmt.Errorf("%w: bootstrap address %s: this agent uses %d other bootstrap addresses, its limit", core.ErrUnreachable, via, maxLinks)
 		}
 		e = &entry{ready: make(chan struct{})}
 		b.links[via] = e
@@ -105,7 +105,7 @@ func (b *Bus) connectPort(kind linkKind, via core.Via, at Address, control Contr
 			secure = &tls.Config{}
 		}
 	}
-	in := &entrance{self: b.opt.Identity, secrets: secrets{b.opt.Token, b.opt.JoinToken, b.opt.Seed}, right: rightAsk}
+	in := &entrance{self: b.opt.Identity, secrets: secrets{b.opt.Token, b.opt.JoinToken, b.opt.Seed}, right: rightAsk, temp: b.temp}
 	if kind == joinLink {
 		in.right = rightJoin
 	}

@@ -135,11 +135,12 @@ func rankOf(t core.Target) string {
 	return fmt.Sprintf("rank dp %d tp %d pp %d", t.DPRank, t.TPRank, t.PPRank)
 }
 
-// readChecked reads an entry whose agent must be of the rank in the key.
+// readChecked reads an entry whose agent must be of the rank in the key. One of another rank is
+// as unreadable as one that cannot be decoded.
 func (l *link) readChecked(ctx context.Context, key string) (record, error) {
 	r, err := l.read(ctx, key)
-	if a := r.agent; err == nil && a != nil && (rankKey(a.EngineID, a.TPRank, a.PPRank) != key || !legalID.MatchString(a.ID)) {
-		return record{}, fmt.Errorf("the entry of %s is of agent %q, %s", keyName(key), a.ID, nameOf(a))
+	if a := r.agent; err == nil && a != nil && (rankKey(a.EngineID, a.TPRank, a.PPRank) != key || !legalID(a.ID)) {
+		return record{seq: r.seq}, &unreadableError{fmt.Errorf("the registry's entry of %s describes agent %q, %s", keyName(key), a.ID, nameOf(a))}
 	}
 	return r, err
 }

@@ -5,7 +5,6 @@ import (
 	"encoding/base32"
 	"encoding/base64"
 	"fmt"
-	"regexp"
 	"strconv"
 	"strings"
 
@@ -19,8 +18,19 @@ const (
 	subtree = "$KV." + bucket + "."
 )
 
-// An AgentID is a part of a NATS subject.
-var legalID = regexp.MustCompile(`^[A-Za-z0-9_-]{1,64}$`)
+// legalID says whether an id may be a part of a NATS subject: 1 to 64 letters, digits, _ and -.
+// Each message is looked at.
+func legalID(id string) bool {
+	for i := range len(id) {
+		c := id[i]
+		if (c < 'A' || c > 'Z') && (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '_' && c != '-' {
+			return false
+		}
+	}
+	return len(id) >= 1 && len(id) <= maxAgentID
+}
+
+const maxAgentID = 64
 
 // subject is where an agent hears another. It names both: a client may send only to
 // subjects that end with the id that it has proved.
@@ -28,8 +38,15 @@ func subject(to, from core.AgentID) string {
 	if to == hostID {
 		return joinRoot + string(from)
 	}
-	return agentRoot + string(to) + "." + string(from)
+	return agentRoot + tokens(to) + "." + tokens(from)
 }
+
+// tokens writes an id into a subject. The id of an agent that has an nkey in a cluster is
+// two tokens: the key, to which the cluster's permissions can hold it, and the agent.
+func tokens(id core.AgentID) string { return strings.Replace(string(id), keyMark, ".", 1) }
+
+// keyMark stands between the two.
+const keyMark = "-"
 
 const (
 	agentRoot = "kvconn.v1.agent."
@@ -37,10 +54,48 @@ const (
 	inboxRoot = "_INBOX."
 )
 
-// senderOf is the agent that a subject was sent from.
-func senderOf(subj string) core.AgentID {
-	return core.AgentID(subj[strings.LastIndexByte(subj, '.')+1:])
+// senderOf is the agent that sent to a subject of agent to.
+func senderOf(subj string, to core.AgentID) (core.AgentID, error) {
+	from, joins := strings.CutPrefix(subj, joinRoot)
+	if !joins {
+		from = after(subj, agentRoot, tokens(to), ".")
+	}
+	if key, instance, two := strings.Cut(from, "."); two && !strings.Contains(from, keyMark) {
+		from = key + keyMark + instance
+	} else if strings.Contains(from, keyMark) { // the permissions of no key hold it
+		return "", fmt.Errorf("subject %.200q names no sender", subj)
+	}
+	if !legalID(from) {
+		return "", fmt.Errorf("subject %.200q names no sender", subj)
+	}
+	return core.AgentID(from), nil
 }
+
+// ownInbox says whether the subject that a message names for its answer is one at which
+// its sender hears. An agent may write what others may not, so it must not be led to
+// answer elsewhere.
+func ownInbox(reply string, from core.AgentID) bool {
+	if strings.HasPrefix(reply, importedReply) { // a cluster's server has put it in the place of the sender's
+		return true
+	}
+	return after(reply, inboxRoot, tokens(from), ".") != reply
+}
+
+// after is what follows some parts in a text; the text itself, if they are not there.
+func after(text string, parts ...string) string {
+	rest := text
+	for _, p := range parts {
+		var ok bool
+		if rest, ok = strings.CutPrefix(rest, p); !ok {
+			return text
+		}
+	}
+	return rest
+}
+
+// importedReply begins the subjects by which nats-server brings answers from one account
+// to another. They are random, and lead to the sender's own account.
+const importedReply = "_R_."
 
 // hostID is the id under which a rank that joins asks the server's agent for its
 // registration: the rank knows that agent's address only.
@@ -50,7 +105,7 @@ const hostID core.AgentID = "bootstrap"
 const clientName = "kvconn "
 
 // inboxOf is what the subjects of the answers to an agent begin with.
-func inboxOf(id core.AgentID) string { return inboxRoot + string(id) }
+func inboxOf(id core.AgentID) string { return inboxRoot + tokens(id) }
 
 func randomName() string {
 	var b [20]byte

@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/hostenv"
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
@@ -17,8 +18,9 @@ func Open(opt Options) (*Bus, error) {
 	if err := opt.complete(); err != nil {
 		return nil, fmt.Errorf("natsbus: %w", err)
 	}
-	b := &Bus{slots: make(chan struct{}, maxHandlers), links: map[core.Via]*entry{}, kick: make(chan struct{}, 1)}
-	b.common = common{opt: opt, log: opt.Logger, events: b}
+	b := &Bus{slots: make(chan struct{}, maxHandlers), long: make(chan struct{}, maxLong), links: map[core.Via]*entry{}, asked: make(chan asked),
+		kick: make(chan struct{}, 1)}
+	b.common = common{opt: opt, log: opt.Logger, events: b, temp: hostenv.TempDir()}
 	b.ctx, b.cancel = context.WithCancel(context.Background())
 	switch {
 	case opt.ClusterURL != "":

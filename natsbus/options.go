@@ -5,16 +5,18 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
+	"regexp"
 	"strings"
 	"time"
 
+	"github.com/nats-io/nats.go/jetstream"
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
 )
 
 // defaultIdle is how long a broken link is kept without use.
-const defaultIdle = time.Minute
+const defaultIdle = 30 * time.Second
 
 // Options sets up a Bus.
 type Options struct {
@@ -51,6 +53,9 @@ type Options struct {
 	// seconds; 0 means 6 s, with a cluster 30 s: an entry must outlive the
 	// election of a leader. 1 s is the least.
 	TTL time.Duration
+	// JSPrefix begins the subjects of JetStream's API where the account of this agent's user
+	// imports the registry from another; "" is JetStream's own.
+	JSPrefix string
 	// Replicas is how many servers of the cluster hold the registry; 0 means 3, or 1
 	// in a smaller cluster. A registry that exists is used as it is.
 	Replicas int
@@ -81,10 +86,20 @@ func CheckCluster(urls string) (name string, err error) {
 	return "NATS cluster " + strings.Join(names, ","), nil
 }
 
+var legalPrefix = regexp.MustCompile(`^[$A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$`)
+
+// CheckJSPrefix checks the first tokens of subjects.
+func CheckJSPrefix(prefix string) error {
+	if len(prefix) > 128 || !legalPrefix.MatchString(prefix) {
+		return fmt.Errorf("%.130q is not like kvconn.v1.registry: at most 128 letters, digits, - and _, with dots between", prefix)
+	}
+	return nil
+}
+
 // complete checks the options and sets the defaults.
 func (o *Options) complete() error {
 	if o.Identity == nil {
-		return errors.New("an agent without an identity")
+		return errors.New("the agent has no identity")
 	}
 	if o.TTL == 0 {
 		o.TTL = 6 * time.Second
@@ -101,7 +116,10 @@ func (o *Options) complete() error {
 		o.ConnectTimeout = core.DefaultConnectTimeout
 	}
 	if o.ConnectTimeout < 0 {
-		return fmt.Errorf("a connect time-out of %v", o.ConnectTimeout)
+		return fmt.Errorf("a connect time-out of %v: want 0 or more", o.ConnectTimeout)
+	}
+	if o.JSPrefix == "" {
+		o.JSPrefix = jetstream.DefaultAPIPrefix[:len(jetstream.DefaultAPIPrefix)-1]
 	}
 	if o.Logger == nil {
 		o.Logger = zap.NewNop()

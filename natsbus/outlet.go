@@ -1,10 +1,11 @@
 package natsbus
 
 import (
+	"bytes"
 	"errors"
 	"io"
 	"net"
-	"strings"
+	"strconv"
 	"sync"
 	"time"
 
@@ -15,8 +16,13 @@ const (
 	// maxUnread bounds what is kept for a client that does not read, besides one long
 	// message.
 	maxUnread = 1 << 20
-	// pieceSize is how much is read from the server at a time.
-	pieceSize = 32 << 10
+	// readSize is how much is read from the server at a time, for each client; pieceSize how
+	// much is sent.
+	readSize, pieceSize = 8 << 10, 32 << 10
+	// spareSize is what most answers fit in: a client that reads needs no other memory.
+	spareSize = 2 << 10
+	// maxList is the longest list of pieces that is used again.
+	maxList = 16
 )
 
 // outlet passes the server's side of the protocol on to a client. It reads all at once, so
@@ -28,7 +34,8 @@ type outlet struct {
 	share  *share // of the bytes that are kept
 
 	mu     sync.Mutex
-	kept   [][]byte
+	kept   [][]byte // all are full but the last
+	spare  []byte   // of spareSize, while it is neither kept nor being sent
 	bytes  int64
 	long   int64         // of the longest message since the client had last read all
 	ended  bool          // nothing follows
@@ -43,14 +50,14 @@ func newOutlet(from io.Reader, to net.Conn, w *window, s *share) *outlet {
 }
 
 // errUnread ends a client that does not read.
-var errUnread = errors.New("it does not read what it asked for")
+var errUnread = errors.New("the client does not read the answers to its requests")
 
 // run passes bytes on until the server or the client ends. It waits for its own goroutine.
 func (o *outlet) run() (err error) {
 	written := make(chan error, 1)
 	safe.Go("natsbus.outlet", func() { written <- o.write() })
+	piece := make([]byte, readSize) // keep copies what is read
 	for err == nil {
-		piece := make([]byte, pieceSize)
 		var n int
 		if n, err = o.from.Read(piece); n > 0 {
 			o.reader.take(piece[:n])
@@ -71,10 +78,10 @@ func (o *outlet) run() (err error) {
 }
 
 // line learns which requests are answered.
-func (o *outlet) line(line string) {
-	verb, rest, _ := strings.Cut(line, " ")
-	if verb == "MSG" || verb == "HMSG" {
-		subj, _, _ := strings.Cut(rest, " ")
+func (o *outlet) line(line []byte) {
+	verb, rest, _ := bytes.Cut(line, space)
+	if announces(verb) {
+		subj, _, _ := bytes.Cut(rest, space)
 		o.window.answered(subj)
 	}
 }
@@ -86,11 +93,7 @@ func (o *outlet) keep(piece []byte) error {
 	}
 	o.long = max(o.long, int64(o.reader.skip))
 	full := o.bytes > maxUnread+o.long
-	if last := len(o.kept) - 1; last >= 0 && len(o.kept[last])+len(piece) <= pieceSize && cap(o.kept[last]) >= len(o.kept[last])+len(piece) {
-		o.kept[last] = append(o.kept[last], piece...)
-	} else {
-		o.kept = append(o.kept, append(make([]byte, 0, max(len(piece), 512)), piece...))
-	}
+	o.store(piece)
 	o.bytes += int64(len(piece))
 	o.mu.Unlock()
 	o.share.add(int64(len(piece)))
@@ -99,6 +102,30 @@ func (o *outlet) keep(piece []byte) error {
 		return errUnread
 	}
 	return nil
+}
+
+// store copies what is kept; mu is held.
+func (o *outlet) store(piece []byte) {
+	for len(piece) > 0 {
+		last := len(o.kept) - 1
+		if last < 0 || len(o.kept[last]) == cap(o.kept[last]) {
+			next := o.spare[:0]
+			o.spare = nil
+			if cap(next) == 0 {
+				size := pieceSize
+				if last < 0 { // a client that reads never has more
+					size = max(len(piece), spareSize)
+				}
+				next = make([]byte, 0, size)
+			}
+			o.kept = append(o.kept, next)
+			last++
+		}
+		to := o.kept[last]
+		n := min(len(piece), cap(to)-len(to))
+		o.kept[last] = append(to, piece[:n]...)
+		piece = piece[n:]
+	}
 }
 
 func (o *outlet) stir() {
@@ -110,16 +137,20 @@ func (o *outlet) stir() {
 
 // write sends what is kept. A client has writeWait to take each piece.
 func (o *outlet) write() error {
+	var list [][]byte // the next pieces' list: one is filled while the other is sent
 	for {
 		o.mu.Lock()
 		pieces, ended := o.kept, o.ended
-		o.kept = nil
+		o.kept = list
 		o.mu.Unlock()
 		for _, p := range pieces {
 			_ = o.to.SetWriteDeadline(time.Now().Add(writeWait))
 			_, err := o.to.Write(p)
 			o.mu.Lock()
 			o.bytes -= int64(len(p))
+			if cap(p) == spareSize {
+				o.spare = p[:0]
+			}
 			o.mu.Unlock()
 			o.share.add(-int64(len(p)))
 			if err != nil {
@@ -133,14 +164,18 @@ func (o *outlet) write() error {
 		if len(pieces) == 0 {
 			<-o.wake
 		}
+		clear(pieces)
+		if list = pieces[:0]; cap(list) > maxList {
+			list = nil
+		}
 	}
 }
 
 // lineReader finds the lines of the server's side of the protocol between the payloads.
 type lineReader struct {
-	line func(string)
-	head []byte
-	skip int // bytes of a payload and its end that are still to come
+	line func([]byte) // it keeps nothing of a line
+	head []byte       // of a line whose end is to come
+	skip int          // bytes of a payload and its end that are still to come
 }
 
 func (r *lineReader) take(p []byte) {
@@ -150,17 +185,35 @@ func (r *lineReader) take(p []byte) {
 			r.skip, p = r.skip-n, p[n:]
 			continue
 		}
-		c := p[0]
-		p = p[1:]
-		if c != '\n' {
-			r.head = append(r.head, c)
-			continue
+		end := bytes.IndexByte(p, '\n')
+		if end < 0 {
+			r.head = append(r.head, p...)
+			return
 		}
-		line := strings.TrimSuffix(string(r.head), "\r")
-		r.head = r.head[:0]
+		line := p[:end]
+		if len(r.head) > 0 {
+			r.head = append(r.head, line...)
+			line, r.head = r.head, r.head[:0]
+		}
+		p = p[end+1:]
+		line = bytes.TrimSuffix(line, []byte("\r"))
 		if n, ok := payload(line); ok {
 			r.skip = n + 2
 		}
 		r.line(line)
 	}
+}
+
+var space = []byte(" ")
+
+// announces says whether a verb of the server's announces a payload.
+func announces(verb []byte) bool { return string(verb) == "MSG" || string(verb) == "HMSG" }
+
+// payload is the length of what follows a line of the server's.
+func payload(line []byte) (n int, ok bool) {
+	if verb, _, _ := bytes.Cut(line, space); !announces(verb) {
+		return 0, false
+	}
+	n, err := strconv.Atoi(string(line[bytes.LastIndexByte(line, ' ')+1:]))
+	return n, err == nil && n >= 0
 }

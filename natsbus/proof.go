@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // After the TLS handshake between two agents each proves what it knows. The server says
@@ -47,6 +48,9 @@ func binding(s tls.ConnectionState) ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("the connection cannot be bound: %w", err)
 	}
+	if fault.On("bus-proof-unbound") {
+		clear(b)
+	}
 	return b, nil
 }
 
@@ -54,6 +58,9 @@ func binding(s tls.ConnectionState) ([]byte, error) {
 func knows(secret, side string, r right, bound []byte) string {
 	if secret == "" {
 		return nothing
+	}
+	if fault.On("bus-proof-of-either-side") {
+		side = ""
 	}
 	mac := hmac.New(sha256.New, []byte(secret))
 	fmt.Fprintf(mac, "kvconn %s %s ", side, r)

@@ -3,6 +3,7 @@ package natsbus
 import (
 	"bufio"
 	"crypto/tls"
+	"errors"
 	"net"
 	"strings"
 	"time"
@@ -12,6 +13,9 @@ import (
 const Path = "/nats"
 
 const protocol = "nats"
+
+// errProtocol ends a client that sends what no agent sends.
+var errProtocol = errors.New("the client sends a command that no kvconn agent sends")
 
 // writeWait bounds one write to a connection whose peer does not read.
 const writeWait = 5 * time.Second
@@ -54,6 +58,8 @@ func hangUp(c net.Conn) error {
 		case *tls.Conn:
 			c = inner.NetConn()
 		case *headConn:
+			c = inner.Conn
+		case *pacedConn:
 			c = inner.Conn
 		default:
 			return c.Close()

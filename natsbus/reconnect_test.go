@@ -3,6 +3,7 @@ package natsbus
 import (
 	"context"
 	"errors"
+	"net"
 	"slices"
 	"testing"
 	"time"
@@ -74,6 +75,35 @@ func TestDelay(t *testing.T) {
 	}
 }
 
+// BenchmarkHandshake measures what identity and proof add to the upgrade of a connection.
+func BenchmarkHandshake(b *testing.B) {
+	p := newPort(b, "127.0.0.1:0", ServerOptions{Token: "right"})
+	d := named("D")
+	for name, dial := range map[string]func() (net.Conn, error){
+		"upgrade": func() (net.Conn, error) {
+			conn, err := net.Dial("tcp", p.addr)
+			if err != nil {
+				return nil, err
+			}
+			return clientUpgrade(conn, p.addr)
+		},
+		"proved": func() (net.Conn, error) {
+			e := &entrance{self: d, secrets: secrets{token: "right"}, right: rightAsk}
+			return dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, nil, e)(context.Background())
+		},
+	} {
+		b.Run(name, func(b *testing.B) {
+			for b.Loop() {
+				conn, err := dial()
+				if err != nil {
+					b.Fatal(err)
+				}
+				_ = hangUp(conn)
+			}
+		})
+	}
+}
+
 // BenchmarkReconnect measures how long a D whose link broke cannot be asked.
 func BenchmarkReconnect(b *testing.B) {
 	f, prefill := behindForwarder(b)
@@ -96,4 +126,32 @@ func BenchmarkReconnect(b *testing.B) {
 	slices.Sort(all)
 	b.ReportMetric(float64(all[len(all)/2].Milliseconds()), "ms-median")
 	b.ReportMetric(float64(all[len(all)-1].Milliseconds()), "ms-most")
+}
+
+// BenchmarkMeet measures all that a new decode agent does until prefill has answered its hello: the
+// connection, the look-up, one request. An older commit takes it too, with the Options of its time.
+func BenchmarkMeet(b *testing.B) {
+	p := newPort(b, "127.0.0.1:0", ServerOptions{Token: "right"})
+	prefill := newBus(b, Options{Identity: named("P"), Server: p.Server, Token: "right"})
+	serve(prefill)
+	register(b, prefill, "e")
+	least := time.Hour
+	for range b.N {
+		b.StopTimer()
+		d := newBus(b, Options{Identity: NewIdentity(), Token: "right"})
+		b.StartTimer()
+		began := time.Now()
+		_, via, err := d.Lookup(ctxOf(b, within), core.Target{Bootstrap: p.url(), EngineID: "e"})
+		if err == nil {
+			_, err = d.Request(ctxOf(b, within), via, named("P").ID(), hello("D"))
+		}
+		if err != nil {
+			b.Fatal(err)
+		}
+		least = min(least, time.Since(began))
+		b.StopTimer()
+		closeBus(b, d)
+		b.StartTimer()
+	}
+	b.ReportMetric(float64(least.Microseconds())/1000, "least-ms")
 }

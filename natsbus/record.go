@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
+	"time"
 
 	"github.com/nats-io/nats.go"
 
@@ -20,6 +21,9 @@ const (
 	markerHeader = "Nats-Marker-Reason"
 )
 
+// mostAhead is more than one host's clock is ahead of another's.
+const mostAhead = 365 * 24 * time.Hour
+
 // record is the registry's entry under a key. If agent is nil, the entry has ended or
 // never existed.
 type record struct {
@@ -33,8 +37,11 @@ func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, 
 	if header.Get(opHeader) != "" || header.Get(markerHeader) != "" {
 		return r, nil
 	}
-	// An unreadable time counts as older than any other.
+	// An unreadable time counts as older than any other, and so does one that no clock shows: nobody could be newer.
 	r.since, _ = strconv.ParseInt(header.Get(sinceHeader), 10, 64)
+	if r.since > time.Now().Add(mostAhead).UnixNano() {
+		r.since = 0
+	}
 	r.agent = new(wire.Agent)
 	if err := wire.Decode(data, r.agent); err != nil {
 		return record{seq: r.seq}, &unreadableError{fmt.Errorf("the entry of %s: %w", keyName(key), err)}

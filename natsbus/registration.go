@@ -21,7 +21,7 @@ func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
 	name := nameOf(a)
 	reg, err := registrationOf(a)
 	if err == nil && a.ID != string(b.opt.Identity.ID()) {
-		err = fmt.Errorf("it is of agent %q, this is %s", a.ID, b.opt.Identity.ID())
+		err = fmt.Errorf("the registration names agent %q, but this is agent %s", a.ID, b.opt.Identity.ID())
 	}
 	if err != nil {
 		return fmt.Errorf("register %s: %w", name, err)
@@ -128,12 +128,17 @@ func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) e
 	var err error
 	for range 5 {
 		if look {
+			if l.kind == clusterLink {
+				if err := l.checkRegistry(ctx); err != nil {
+					return l.failure(session, err)
+				}
+			}
 			var old record
-			if old, err = l.read(ctx, reg.key); err != nil && !unreadable(err) {
+			if old, err = l.readChecked(ctx, reg.key); err != nil && !unreadable(err) {
 				return l.failure(session, err)
 			}
 			if a := old.agent; a != nil && a.DPRank != reg.dp {
-				return fmt.Errorf("engine_id %q is that of dp rank %d (agent %s) already: each dp rank is an engine with an engine_id of its own", a.EngineID, a.DPRank, a.ID)
+				return fmt.Errorf("dp rank %d (agent %s) has engine_id %q already: give each dp rank an engine_id of its own", a.DPRank, a.ID, a.EngineID)
 			}
 			if !b.mayTake(reg, old, isNew) {
 				return nil

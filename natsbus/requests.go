@@ -11,6 +11,7 @@ import (
 	"github.com/nats-io/nats.go"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -31,30 +32,86 @@ func (b *Bus) Serve(h core.Handler) {
 // arrived takes a request from nats.go's goroutine. Handlers return at once, so that
 // a burst waits here and in nats.go's bounded queue.
 func (b *Bus) arrived(l *link, m *nats.Msg) {
-	if m.Reply == "" {
-		return // not a request
+	from, err := senderOf(m.Subject, l.id) // no other agent may send there
+	if err != nil || !ownInbox(m.Reply, from) && !fault.On("bus-answers-elsewhere") {
+		b.log.Sugar().Debugf("natsbus: no answer over %s to a message at %.200q that wants it at %.200q", l.name, m.Subject, m.Reply)
+		return
 	}
+	long := l.kind == portLink && len(m.Data) > longMessage
+	if why := b.places(long); why != "" {
+		b.answer(l, m, refuse("agent %s %s", l.id, why))
+		return
+	}
+	v := asked{l, from, m, long}
 	select {
-	case b.slots <- struct{}{}:
+	case b.asked <- v: // a handler that has nothing to do
+		return
 	default:
-		full := time.NewTimer(maxArrival)
-		defer full.Stop()
+	}
+	if !b.spawn("natsbus.handler", func() { b.serve(v) }) {
+		b.leave(long)
+		b.answer(l, m, refuse("agent %s is closing", l.id))
+	}
+}
+
+// serve answers a request, and others that come soon: a new goroutine's stack would grow anew for
+// each.
+func (b *Bus) serve(v asked) {
+	idle := time.NewTimer(handlerIdle)
+	defer idle.Stop()
+	for {
+		func() {
+			defer b.leave(v.long)
+			b.answer(v.link, v.m, b.handle(v.link, v.from, v.m))
+		}()
+		idle.Reset(handlerIdle)
 		select {
-		case b.slots <- struct{}{}:
-		case <-b.ctx.Done():
-			b.answer(l, m, refuse("agent %s is closing", l.id))
+		case v = <-b.asked:
+		case <-idle.C:
 			return
-		case <-full.C:
-			b.answer(l, m, refuse("overloaded: %d requests are being answered", maxHandlers))
+		case <-b.ctx.Done():
 			return
 		}
 	}
-	if !b.spawn("natsbus.handler", func() {
-		defer func() { <-b.slots }()
-		b.answer(l, m, b.handle(l, m))
-	}) {
-		<-b.slots
-		b.answer(l, m, refuse("agent %s is closing", l.id))
+}
+
+// places waits for what a request needs to be answered. A long one waits for others of its kind
+// without a place of the short ones.
+func (b *Bus) places(long bool) (why string) {
+	if long {
+		if why := b.place(b.long); why != "" {
+			return why
+		}
+	}
+	if why = b.place(b.slots); why != "" && long {
+		<-b.long
+	}
+	return why
+}
+
+func (b *Bus) leave(long bool) {
+	if long {
+		<-b.long
+	}
+	<-b.slots
+}
+
+// place waits for one of a kind of handlers. It says why there is none.
+func (b *Bus) place(s chan struct{}) (why string) {
+	select {
+	case s <- struct{}{}:
+		return ""
+	default:
+	}
+	full := time.NewTimer(maxArrival)
+	defer full.Stop()
+	select {
+	case s <- struct{}{}:
+		return ""
+	case <-b.ctx.Done():
+		return "is closing"
+	case <-full.C:
+		return fmt.Sprintf("is overloaded: %d requests are being answered", cap(s))
 	}
 }
 
@@ -62,15 +119,18 @@ func refuse(format string, args ...any) *wire.Reply {
 	return &wire.Reply{Code: int(core.Refused), Reason: fmt.Sprintf(format, args...)}
 }
 
-// handle answers a request. The subject names its sender: no other agent may send there.
-func (b *Bus) handle(l *link, m *nats.Msg) (reply *wire.Reply) {
+// handle answers a request of an agent.
+func (b *Bus) handle(l *link, from core.AgentID, m *nats.Msg) (reply *wire.Reply) {
 	req := new(wire.Request)
 	if err := wire.Decode(m.Data, req); err != nil {
 		return refuse("%v", err)
 	}
-	req.From = string(senderOf(m.Subject))
-	if joins := strings.HasPrefix(m.Subject, joinRoot); joins != (req.Kind == wire.KindJoin) {
-		return refuse("a request of kind %d does not belong here", req.Kind)
+	req.From = string(from)
+	if req.Kind == wire.KindHello && fault.On("bus-from-believed") {
+		req.From = req.Hello.ID
+	}
+	if joins := strings.HasPrefix(m.Subject, joinRoot); joins != (req.Kind == wire.KindJoin) && !fault.On("bus-joins-as-asker") {
+		return refuse("a request of kind %d came on a subject for other kinds", req.Kind)
 	}
 	defer func() {
 		if p := recover(); p != nil {
@@ -90,7 +150,10 @@ func (b *Bus) answer(l *link, m *nats.Msg, r *wire.Reply) {
 		short.Reason = strings.ToValidUTF8(r.Reason[:maxReason], "")
 		r = &short
 	}
-	data, err := r.MarshalMsg(nil)
+	room := takeRoom()
+	defer room.give()
+	data, err := r.MarshalMsg(room.bytes)
+	room.bytes = data
 	if err != nil {
 		b.log.Sugar().Errorf("natsbus: a reply cannot be encoded: %v", err)
 		return
@@ -112,10 +175,13 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 	if err != nil {
 		return nil, err
 	}
-	if !legalID.MatchString(string(to)) {
+	if !legalID(string(to)) {
 		return nil, fmt.Errorf("request over %s: agent id %q is not 1 to 64 letters, digits, - and _", l.name, string(to))
 	}
-	data, err := req.MarshalMsg(nil)
+	room := takeRoom()
+	defer room.give()
+	data, err := req.MarshalMsg(room.bytes)
+	room.bytes = data
 	if err != nil {
 		return nil, fmt.Errorf("request to agent %s over %s: %w", to, l.name, err)
 	}
@@ -131,17 +197,15 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 		return nil, fmt.Errorf("request to agent %s over %s: %w: %d bytes, at most %d are carried (max_payload of the NATS servers)",
 			to, l.name, core.ErrTooLarge, len(data), limit)
 	}
-	both, cancel := during(ctx, session)
-	defer cancel()
-	m, err := l.nc.RequestWithContext(both, subject(to, l.id), data)
+	m, err := l.ask(ctx, session, subject(to, l.id), data)
 	switch {
-	case err == nil:
-	case errors.Is(err, nats.ErrNoResponders):
+	case err == nil && noResponders(m):
 		err = core.ErrAbsent
 		if l.kind == clusterLink {
 			err = fmt.Errorf("%w: %w", core.ErrAbsent, core.ErrAway)
 		}
-		return nil, fmt.Errorf("%w: nobody listens as agent %s at %s", err, to, l.name)
+		return nil, fmt.Errorf("%w: agent %s does not listen at %s", err, to, l.name)
+	case err == nil:
 	case ctx.Err() != nil:
 		return nil, fmt.Errorf("request to agent %s over %s: no reply: %w", to, l.name, ctx.Err())
 	case session.Err() != nil, broken(err):
@@ -154,4 +218,24 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 		return nil, fmt.Errorf("reply of agent %s over %s: %w", to, l.name, err)
 	}
 	return reply, nil
+}
+
+// ask sends a request and waits for its answer, until ctx ends or the session breaks.
+func (l *link) ask(ctx, session context.Context, subj string, data []byte) (*nats.Msg, error) {
+	if err := either(ctx.Err(), session.Err()); err != nil {
+		return nil, err
+	}
+	reply, answer := l.answers.expect()
+	defer l.answers.forget(reply, answer)
+	if err := l.nc.PublishRequest(subj, reply, data); err != nil {
+		return nil, err
+	}
+	select {
+	case m := <-answer:
+		return m, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	case <-session.Done():
+		return nil, session.Err()
+	}
 }

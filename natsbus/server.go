@@ -74,6 +74,7 @@ type Server struct {
 	tls   *tls.Config // of the connections inside upgraded ones
 
 	unanswered, unread *budget
+	questions          *questions
 
 	clients *clients
 
@@ -114,7 +115,7 @@ func StartServer(opt ServerOptions) (*Server, error) {
 		return nil, errors.Join(err, st.remove())
 	}
 	s := &Server{opt: opt, log: opt.Logger, store: st, gate: gate, tls: secure,
-		unanswered: newBudget(maxUnansweredBytes), unread: newBudget(maxUnreadBytes),
+		unanswered: newBudget(maxUnansweredBytes), unread: newBudget(maxUnreadBytes), questions: newQuestions(),
 		clients: &clients{max: opt.MaxConns, conns: map[*upgraded]struct{}{}}}
 	log := &serverLogger{log: opt.Logger.Sugar()}
 	s.nats, err = server.NewServer(&server.Options{
@@ -128,6 +129,7 @@ func StartServer(opt ServerOptions) (*Server, error) {
 		MaxPayload:                 wire.MaxMessage,
 		MaxConn:                    opt.MaxConns + maxHandshakes + 16, // and the in-process ones
 		MaxSubs:                    maxSubs,
+		MaxClosedClients:           1, // nobody asks who has gone
 		MaxPending:                 maxPending,
 		AuthTimeout:                proofWithin.Seconds(),
 		CustomClientAuthentication: gate,
@@ -187,7 +189,8 @@ func (s *Server) dial() (net.Conn, error) {
 // serverLogger gives the server's log to zap. A fatal line would end the process;
 // here it ends the start.
 type serverLogger struct {
-	log *zap.SugaredLogger
+	log     *zap.SugaredLogger
+	clients ratelog.Limit // lines that a client can cause: one for each of its messages
 
 	mu    sync.Mutex
 	fatal string
@@ -211,7 +214,18 @@ func (l *serverLogger) Fatalf(format string, v ...any) {
 
 func (l *serverLogger) Noticef(format string, v ...any) { l.log.Debugf("nats: "+format, v...) }
 
-func (l *serverLogger) Warnf(format string, v ...any) { l.log.Warnf("nats: "+format, v...) }
+func (l *serverLogger) Warnf(format string, v ...any) {
+	l.line(l.log.Warn, fmt.Sprintf("nats: "+format, v...))
+}
+
+// line writes a line. The lines of a connection, which name its number, are bounded.
+func (l *serverLogger) line(write func(...any), text string) {
+	if !strings.Contains(text, "cid:") {
+		write(text)
+		return
+	}
+	l.clients.Do(func(note string) { write(text + note) })
+}
 
 // Errorf does not log refused clients: the upgrade does, with their addresses.
 func (l *serverLogger) Errorf(format string, v ...any) {
@@ -220,7 +234,7 @@ func (l *serverLogger) Errorf(format string, v ...any) {
 		l.log.Debug(text)
 		return
 	}
-	l.log.Error(text)
+	l.line(l.log.Error, text)
 }
 
 func (l *serverLogger) Debugf(string, ...any) {}

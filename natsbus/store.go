@@ -2,18 +2,23 @@ package natsbus
 
 import (
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/hostenv"
 )
 
 const (
 	storePrefix = "kvconn-nats-"
+	storeNew    = ".new" // the end of its name until it is locked
 	storeLock   = "lock"
 	storeJoin   = "join" // the file with the secret of local ranks, see localSecret
 )
@@ -25,24 +30,23 @@ type store struct {
 }
 
 // newStore makes a folder for the server of an agent, and removes the folders of processes
-// that were killed.
+// that were killed. It has its name when it is locked: else another process might take it for a killed one's.
 func newStore(owner core.AgentID) (*store, error) {
-	sweepStores(os.TempDir())
-	var failure error
-	for range 3 { // another process may sweep a folder between its making and its locking
-		dir := filepath.Join(os.TempDir(), storePrefix+string(owner))
-		err := os.Mkdir(dir, 0o700)
-		if err != nil {
-			return nil, fmt.Errorf("embedded nats server: no folder for its state, set TMPDIR to one that can be written: %w", err)
-		}
-		lock, err := lockStore(dir, os.O_CREATE)
-		if err == nil {
+	sweepStores(hostenv.TempDir())
+	dir := filepath.Join(hostenv.TempDir(), storePrefix+string(owner))
+	unnamed := dir + storeNew
+	if err := os.Mkdir(unnamed, 0o700); err != nil {
+		return nil, fmt.Errorf("embedded nats server: no folder for its state, set TMPDIR to one that can be written: %w", err)
+	}
+	lock, err := lockStore(unnamed, os.O_CREATE)
+	if err == nil {
+		if err = os.Rename(unnamed, dir); err == nil {
 			return &store{dir, lock}, nil
 		}
-		_ = os.RemoveAll(dir)
-		failure = err
+		lock.Close()
 	}
-	return nil, fmt.Errorf("embedded nats server: its folder cannot be locked: %w", failure)
+	_ = os.RemoveAll(unnamed)
+	return nil, fmt.Errorf("embedded nats server: no locked folder for its state: %w", err)
 }
 
 // secret makes the secret of local ranks.
@@ -61,7 +65,7 @@ func (s *store) remove() error {
 }
 
 func lockStore(dir string, flag int) (*os.File, error) {
-	f, err := os.OpenFile(filepath.Join(dir, storeLock), os.O_RDWR|unix.O_NOFOLLOW|flag, 0o600)
+	f, err := openPlain(filepath.Join(dir, storeLock), os.O_RDWR|flag)
 	if err != nil {
 		return nil, err
 	}
@@ -72,13 +76,43 @@ func lockStore(dir string, flag int) (*os.File, error) {
 	return f, nil
 }
 
+// openPlain opens a file. It follows no link and waits for no other end of a pipe.
+func openPlain(path string, flag int) (*os.File, error) {
+	follow := unix.O_NOFOLLOW
+	if fault.On("bus-store-follows") {
+		follow = 0
+	}
+	f, err := os.OpenFile(path, flag|follow|unix.O_NONBLOCK, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	st, err := f.Stat()
+	if err == nil && !st.Mode().IsRegular() && !fault.On("bus-store-pipe") {
+		err = fmt.Errorf("%s is no regular file: its mode is %v", path, st.Mode())
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
+// newFor is how long a folder may lack its name before it counts as a killed process's.
+const newFor = time.Hour
+
 // sweepStores removes the folders whose lock no process holds. A folder without a lock
-// file stays: another process is making it, or it is not ours.
+// file stays: it is not ours.
 func sweepStores(tmp string) {
 	dirs, _ := filepath.Glob(filepath.Join(tmp, storePrefix+"*"))
 	for _, dir := range dirs {
 		if !ours(dir) {
 			continue
+		}
+		if strings.HasSuffix(dir, storeNew) {
+			if st, err := os.Lstat(dir); err == nil && time.Since(st.ModTime()) > newFor {
+				_ = os.RemoveAll(dir)
+			}
+			continue // else another process is making it
 		}
 		if lock, err := lockStore(dir, 0); err == nil {
 			_ = os.RemoveAll(dir)
@@ -89,24 +123,33 @@ func sweepStores(tmp string) {
 
 // localSecret reads the secret that a server on this host keeps for the ranks of its
 // engine: processes of the same user. The folder's name names the server.
-func localSecret(server core.AgentID) string {
-	dir := filepath.Join(os.TempDir(), storePrefix+string(server))
+func localSecret(temp string, server core.AgentID) string {
+	dir := filepath.Join(temp, storePrefix+string(server))
 	if !ours(dir) {
 		return ""
 	}
-	b, err := os.ReadFile(filepath.Join(dir, storeJoin))
+	f, err := openPlain(filepath.Join(dir, storeJoin), os.O_RDONLY)
 	if err != nil {
 		return ""
 	}
-	return strings.TrimSpace(string(b))
+	defer f.Close()
+	secret, err := io.ReadAll(io.LimitReader(f, maxGreeting)) // which is longer than any
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(secret))
 }
 
 // ours says whether a folder is this user's, and nobody else may enter it.
 func ours(dir string) bool {
-	st, err := os.Lstat(dir)
-	if err != nil || !st.IsDir() || st.Mode().Perm()&0o077 != 0 {
+	stat := os.Lstat
+	if fault.On("bus-store-link") {
+		stat = os.Stat
+	}
+	st, err := stat(dir)
+	if err != nil || !st.IsDir() || st.Mode().Perm()&0o077 != 0 && !fault.On("bus-store-open") {
 		return false
 	}
 	sys, ok := st.Sys().(*syscall.Stat_t)
-	return ok && int(sys.Uid) == os.Geteuid()
+	return ok && (int(sys.Uid) == os.Geteuid() || fault.On("bus-store-anybodys"))
 }

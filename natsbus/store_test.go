@@ -1,10 +1,14 @@
 package natsbus
 
 import (
+	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
@@ -27,11 +31,21 @@ func TestStoresOfKilledProcessesAreRemoved(t *testing.T) {
 	if err := os.Mkdir(strange, 0o700); err != nil {
 		t.Fatal(err)
 	}
+	making, begun := filepath.Join(tmp, storePrefix+"MAKING"+storeNew), filepath.Join(tmp, storePrefix+"BEGUN"+storeNew)
+	for _, dir := range []string{making, begun} {
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	long := time.Now().Add(-2 * newFor)
+	if err := os.Chtimes(begun, long, long); err != nil {
+		t.Fatal(err)
+	}
 	next, err := newStore("NEXT")
 	if err != nil {
 		t.Fatal(err)
 	}
-	for dir, want := range map[string]bool{living.dir: true, killed.dir: false, strange: true, next.dir: true} {
+	for dir, want := range map[string]bool{living.dir: true, killed.dir: false, strange: true, making: true, begun: false, next.dir: true} {
 		if _, err := os.Stat(dir); (err == nil) != want {
 			t.Errorf("%s: there %v, want %v", dir, err == nil, want)
 		}
@@ -41,4 +55,37 @@ func TestStoresOfKilledProcessesAreRemoved(t *testing.T) {
 			t.Error(err)
 		}
 	}
+}
+
+// TestStoreInTheMaking: a process that removes the folders of killed ones takes none that another process is making.
+func TestStoreInTheMaking(t *testing.T) {
+	leaktest.Check(t)
+	tmp := t.TempDir()
+	t.Setenv("TMPDIR", tmp)
+	done, swept := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(swept)
+		for {
+			select {
+			case <-done:
+				return
+			default:
+				sweepStores(tmp)
+			}
+		}
+	}()
+	for i := range 500 {
+		s, err := newStore(core.AgentID(fmt.Sprint("A", i)))
+		if err != nil {
+			t.Error(err)
+			break
+		}
+		_, err = s.secret()
+		if err := errors.Join(err, s.remove()); err != nil {
+			t.Error(err)
+			break
+		}
+	}
+	close(done)
+	<-swept
 }

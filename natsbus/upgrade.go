@@ -121,7 +121,7 @@ func (s *Server) carry(u *upgraded, peer net.Conn, conn *tls.Conn, who client) e
 	asked, kept := &share{of: s.unanswered, end: u.close}, &share{of: s.unread, end: u.close}
 	defer asked.leave()
 	defer kept.leave()
-	w := newWindow(asked)
+	w := newWindow(asked, s.questions)
 	out := newOutlet(inside, conn, w, kept)
 	both := make(chan error, 1)
 	safe.Go("natsbus.upgrade", func() {
@@ -131,7 +131,7 @@ func (s *Server) carry(u *upgraded, peer net.Conn, conn *tls.Conn, who client) e
 		_ = inside.Close()
 		both <- err
 	})
-	in := &inlet{from: bufio.NewReaderSize(conn, maxCommand), to: bufio.NewWriter(inside), connect: connect, inbox: inboxOf(who.id), window: w}
+	in := &inlet{from: bufio.NewReaderSize(newPaced(conn), maxCommand), to: bufio.NewWriter(inside), connect: connect, inbox: inboxOf(who.id), window: w}
 	err = in.run()
 	_ = inside.Close()
 	if errors.Is(err, errProtocol) {

@@ -2,6 +2,7 @@ package natsbus
 
 import (
 	"errors"
+	"fmt"
 	"sync"
 	"time"
 )
@@ -9,19 +10,23 @@ import (
 // window bounds the requests of a client that are not answered yet. While a client has
 // too many, nothing is read from it.
 type window struct {
-	most  int
-	share *share // of the bytes of the requests
-	left  time.Duration
+	most      int
+	share     *share // of the bytes of the requests
+	questions *questions
+	left      time.Duration
 
 	mu      sync.Mutex
 	pending map[string]pendingRequest // by the subject of its answer
-	freed   chan struct{}             // closed when some are answered, or the client has gone
+	freed   chan struct{}             // closed when some are answered, or the client has gone; nil: nobody waits
 	gone    bool
+	over    chan struct{} // closed when the client has gone
 }
 
 type pendingRequest struct {
-	bytes int64
-	since time.Time
+	subj     string // of its answer
+	bytes    int64
+	since    time.Time
+	answered func() // of a question to the registry; else nil
 }
 
 const (
@@ -31,47 +36,90 @@ const (
 	answerWithin  = 5 * time.Second
 	// perRequest is what a request costs beside its bytes.
 	perRequest = 1 << 10
+	// maxQuestions bounds the questions of all clients for which JetStream has a queue. The
+	// queue keeps what was in it once, with the 64 KiB in which the question was read, and when
+	// it is long it drops everybody's. A client that does not listen hides the answer: after
+	// questionWithin its question does not count any more.
+	maxQuestions   = 4
+	questionWithin = 100 * time.Millisecond
+	// maxQuestion bounds the bytes of one.
+	maxQuestion = 8 << 10
 )
 
-func newWindow(s *share) *window {
-	return &window{most: maxUnanswered, left: answerWithin, share: s, pending: map[string]pendingRequest{}, freed: make(chan struct{})}
+// questions are places for the questions of all clients to the registry.
+type questions struct {
+	places chan struct{} // holds a value for each that is taken
+	within time.Duration
+}
+
+func newQuestions() *questions {
+	return &questions{make(chan struct{}, maxQuestions), questionWithin}
+}
+
+func newWindow(s *share, q *questions) *window {
+	return &window{most: maxUnanswered, left: answerWithin, share: s, questions: q, pending: map[string]pendingRequest{},
+		over: make(chan struct{})}
+}
+
+// ask waits for a place for a question to the registry. Who waits longest is next.
+func (w *window) ask() (answered func(), err error) {
+	select {
+	case w.questions.places <- struct{}{}:
+	case <-w.over:
+		return nil, errGone
+	}
+	answered = sync.OnceFunc(func() { <-w.questions.places })
+	time.AfterFunc(w.questions.within, answered)
+	return answered, nil
 }
 
 var errGone = errors.New("the client has gone")
 
 // open waits for a place for a message, and counts its bytes: a request's until it is
-// answered, an answer's until done is called.
-func (w *window) open(reply string, size int64) (done func(), err error) {
+// answered, an answer's until done is called. Agents name another subject for each answer:
+// requests with one subject would count as one. A question is one to the registry.
+func (w *window) open(reply string, size int64, question bool) (done func(), err error) {
 	size += perRequest
 	if reply == "" {
 		w.share.add(size)
 		return func() { w.share.add(-size) }, nil
 	}
+	var answered func()
 	for {
 		w.mu.Lock()
 		if w.gone {
 			w.mu.Unlock()
 			return nil, errGone
 		}
+		if _, again := w.pending[reply]; again {
+			w.mu.Unlock()
+			return nil, fmt.Errorf("%w: a second request that wants its answer at %.80q, and the first is not answered", errProtocol, reply)
+		}
 		now := time.Now()
 		oldest := now
 		if len(w.pending) >= w.most {
-			for subj, p := range w.pending {
+			for _, p := range w.pending {
 				if now.Sub(p.since) >= w.left {
-					w.forget(subj, p)
+					w.forget(p)
 				} else if p.since.Before(oldest) {
 					oldest = p.since
 				}
 			}
 		}
-		if len(w.pending) < w.most {
-			if old, again := w.pending[reply]; again {
-				w.share.add(-old.bytes)
+		if room := len(w.pending) < w.most; room && question && answered == nil {
+			w.mu.Unlock()
+			if answered, err = w.ask(); err != nil {
+				return nil, err
 			}
-			w.pending[reply] = pendingRequest{size, now}
+			continue
+		} else if room {
+			w.pending[reply] = pendingRequest{reply, size, now, answered}
 			w.mu.Unlock()
 			w.share.add(size)
 			return func() {}, nil
+		}
+		if w.freed == nil {
+			w.freed = make(chan struct{})
 		}
 		freed := w.freed
 		w.mu.Unlock()
@@ -85,20 +133,30 @@ func (w *window) open(reply string, size int64) (done func(), err error) {
 }
 
 // answered takes a request out whose answer is on its way to the client.
-func (w *window) answered(subj string) {
+func (w *window) answered(subj []byte) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if p, ok := w.pending[subj]; ok {
-		w.forget(subj, p)
+	if p, ok := w.pending[string(subj)]; ok {
+		w.forget(p)
+		w.stir()
+	}
+}
+
+// stir ends the wait for a place; w.mu is held.
+func (w *window) stir() {
+	if w.freed != nil {
 		close(w.freed)
-		w.freed = make(chan struct{})
+		w.freed = nil
 	}
 }
 
 // forget takes a request out; w.mu is held.
-func (w *window) forget(subj string, p pendingRequest) {
-	delete(w.pending, subj)
+func (w *window) forget(p pendingRequest) {
+	delete(w.pending, p.subj)
 	w.share.add(-p.bytes)
+	if p.answered != nil {
+		p.answered()
+	}
 }
 
 // close ends a wait.
@@ -107,6 +165,7 @@ func (w *window) close() {
 	defer w.mu.Unlock()
 	if !w.gone {
 		w.gone = true
-		close(w.freed)
+		w.stir()
+		close(w.over)
 	}
 }

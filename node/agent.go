@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/internal/giveback"
 	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/natsbus"
@@ -24,17 +26,21 @@ type Options struct {
 	Reports Reports
 	Clock   core.Clock
 
-	rdma openRDMA // tests only
+	rdma      openRDMA // tests only, as the next two
+	near      openLocal
+	firstWait time.Duration
 }
 
 // Agent is one open kvconn instance. It makes its parts and gives each part the
 // other parts that it needs. No part knows the agent.
 type Agent struct {
-	id       core.AgentID
-	identity *natsbus.Identity
-	cfg      Config
-	log      *zap.Logger
-	openRDMA openRDMA
+	id        core.AgentID
+	identity  *natsbus.Identity
+	cfg       Config
+	log       *zap.Logger
+	openRDMA  openRDMA
+	openNear  openLocal
+	firstWait time.Duration
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -60,28 +66,38 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 	if err := cfg.Check(); err != nil {
 		return nil, err
 	}
-	a := newAgent(cfg, opt)
-	plane, err := openControlPlane(a.identity, &a.cfg, a.log, a.endings.metrics)
+	if opt.Logger == nil {
+		opt.Logger = zap.NewNop()
+	}
+	sec, err := openSecurity(&cfg, opt.Logger)
+	if err != nil {
+		return nil, err
+	}
+	a := newAgent(cfg, opt, sec.identity)
+	plane, err := openControlPlane(a.identity, &a.cfg, sec, a.log, a.endings.metrics)
 	if err != nil {
 		a.cancel()
 		return nil, err
 	}
 	a.usePlane(plane)
 	a.goRun("agent", func() { run(a.ctx, a.halves, a.perform) })
+	a.goRun("memory", func() { giveback.Run(a.ctx) })
 	a.log.Info("agent open", zap.String("agent", string(a.id)), zap.String("engine_id", cfg.EngineID),
 		zap.String("role", cfg.Role), zap.String("bootstrap", a.BootstrapAddress()))
 	return a, nil
 }
 
 // newAgent makes the parts that need no network.
-func newAgent(cfg Config, opt Options) *Agent {
-	identity := natsbus.NewIdentity()
-	a := &Agent{id: identity.ID(), identity: identity, cfg: cfg, log: opt.Logger, openRDMA: opt.rdma, closed: make(chan struct{}), peers: newPeerTable()}
+func newAgent(cfg Config, opt Options, identity *natsbus.Identity) *Agent {
+	a := &Agent{id: identity.ID(), identity: identity, cfg: cfg, log: opt.Logger, openRDMA: opt.rdma, openNear: opt.near, firstWait: cmp.Or(opt.firstWait, firstWait), closed: make(chan struct{}), peers: newPeerTable()}
 	if a.log == nil {
 		a.log = zap.NewNop()
 	}
 	if a.openRDMA == nil {
 		a.openRDMA = newRDMA
+	}
+	if a.openNear == nil {
+		a.openNear = newLocal
 	}
 	a.ctx, a.cancel = context.WithCancel(context.Background())
 	a.halves = &halves{clock: opt.Clock, reports: opt.Reports, wake: make(chan struct{}, 1)}
@@ -163,7 +179,12 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 		return fmt.Errorf("register_kv_caches: %w", err)
 	}
 	t := a.newTransports(devs)
-	o := opener{id: a.id, cfg: &a.cfg, log: a.log, allow: a.plane.sec.allow, advertised: a.plane.advertised, signal: a.signals.of, rdma: a.openRDMA, devices: devs}
+	if t.held, err = hold(layout); err != nil {
+		_ = t.Close()
+		_ = a.halves.move(stateRegistering, stateOpen, nil)
+		return fmt.Errorf("%w: register_kv_caches: %w", core.ErrInvalid, err)
+	}
+	o := opener{id: a.id, cfg: &a.cfg, log: a.log, allow: a.plane.sec.allow, advertised: a.plane.advertised, signal: a.signals.of, rdma: a.openRDMA, near: a.openNear, devices: devs}
 	if err := o.openAll(t, layout); err != nil {
 		_ = a.halves.move(stateRegistering, stateOpen, nil)
 		return fmt.Errorf("register_kv_caches: %w", err)
@@ -215,7 +236,7 @@ type caches struct {
 
 func (a *Agent) newTransports(devs *devices.Devices) *transports {
 	t := newTransports(a.id, &a.cfg, a.log, a.plane.sec.allow, a.halves, a.peers.suspect)
-	t.devices = devs
+	t.devices, t.firstWait = devs, a.firstWait
 	return t
 }
 
@@ -234,7 +255,7 @@ func (a *Agent) use(layout *core.Layout, t *transports) error {
 	return a.halves.move(stateRegistering, stateRegistering, func() {
 		a.caches.Store(c)
 		a.halves.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
-			EarlyLoad: time.Duration(a.cfg.EarlyLoad), MomentTimeout: time.Duration(a.cfg.MomentTimeout), Claim: time.Duration(a.cfg.Claim), MaxTransfers: a.cfg.MaxTransfers, ReportDemands: a.cfg.ReportDemands, ReportClaims: a.cfg.ReportClaims})
+			EarlyLoad: time.Duration(a.cfg.EarlyLoad), MomentTimeout: time.Duration(a.cfg.MomentTimeout), Claim: time.Duration(a.cfg.Claim), Load: time.Duration(a.cfg.Load), MaxTransfers: a.cfg.MaxTransfers, ReportDemands: a.cfg.ReportDemands, ReportClaims: a.cfg.ReportClaims})
 	})
 }
 
@@ -257,7 +278,7 @@ func (a *Agent) publish() error {
 	defer cancel()
 	self := a.caches.Load().self
 	if err := a.bus.Register(ctx, self); err != nil {
-		return fmt.Errorf("%w: the registry does not take the agent: %w", core.ErrUnreachable, err)
+		return fmt.Errorf("%w: the registry does not accept this agent: %w", core.ErrUnreachable, err)
 	}
 	if a.plane.board == nil {
 		return nil
@@ -295,7 +316,11 @@ func (a *Agent) Close() error {
 	defer close(a.closed)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.cfg.CloseTimeout))
 	defer cancel()
-	draining, stop := context.WithTimeout(ctx, max(time.Duration(a.cfg.CloseTimeout)-goodbye, time.Duration(a.cfg.CloseTimeout)/2))
+	patience := max(time.Duration(a.cfg.CloseTimeout)-goodbye, time.Duration(a.cfg.CloseTimeout)/2)
+	if c := a.caches.Load(); c != nil && c.transports.devices != nil {
+		patience -= a.cfg.deviceGoodbye()
+	}
+	draining, stop := context.WithTimeout(ctx, patience)
 	defer stop()
 	drained := a.drain(draining)
 	var errs []error

@@ -13,9 +13,21 @@ import (
 	"github.com/kvconn/kvconn/internal/nettest"
 )
 
-func TestTransferInEachOrder(t *testing.T) {
-	leaktest.Check(t)
-	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
+// byEach runs a test where auto is set, which means local between two agents of one host, and
+// where tcp is forced.
+func byEach(t *testing.T, test func(t *testing.T, transport, by string)) {
+	for transport, by := range map[string]string{viaAuto: viaLocal, viaTCP: viaTCP} {
+		t.Run(transport, func(t *testing.T) {
+			leaktest.Check(t)
+			test(t, transport, by)
+		})
+	}
+}
+
+func TestTransferInEachOrder(t *testing.T) { byEach(t, eachOrder) }
+
+func eachOrder(t *testing.T, transport, by string) {
+	p, d := open(t, forced(RolePrefill, transport)), open(t, forced(RoleDecode, transport))
 	src, dst := []core.BlockID{5, 6, 7, 1, 30}, []core.BlockID{0, 9, 10, 11, 31}
 	orders := map[string]func(id core.TransferID){
 		"prefill first": func(id core.TransferID) { p.offer(id, src...); d.load(id, p.BootstrapAddress(), dst...) },
@@ -39,8 +51,8 @@ func TestTransferInEachOrder(t *testing.T) {
 		id := core.TransferID(name)
 		order(id)
 		r := d.want(id, core.OK)
-		if want := uint64(layers * len(src) * blockBytes); r.Stats.Bytes != want || r.Blocks != len(src) || r.Transport != "tcp" {
-			t.Fatalf("%s: %+v, want %d bytes in %d blocks by tcp", name, r, want, len(src))
+		if want := uint64(layers * len(src) * blockBytes); r.Stats.Bytes != want || r.Blocks != len(src) || r.Transport != by {
+			t.Fatalf("%s: %+v, want %d bytes in %d blocks by %s", name, r, want, len(src), by)
 		}
 		p.want(id, core.OK)
 		same(t, p, src, d, dst)
@@ -128,7 +140,7 @@ func TestBurstFromManyDecoders(t *testing.T) {
 	var ds []*side
 	for range decoders {
 		cfg := testConfig(RoleDecode)
-		cfg.PeerTimeout = Seconds(bound)
+		cfg.PeerTimeout, cfg.ConnectTimeout = Seconds(bound), Seconds(bound) // a loaded machine is no dead peer
 		ds = append(ds, open(t, cfg))
 	}
 	id := func(d, i int) core.TransferID { return core.TransferID(fmt.Sprint("d", d, "-", i)) }
@@ -210,24 +222,5 @@ func TestRolesAndOrderOfCalls(t *testing.T) {
 	}
 	if _, err := a.Offer(nil); err == nil || !strings.Contains(err.Error(), RoleDecode) {
 		t.Fatalf("offer on a decode agent: %v", err)
-	}
-}
-
-// BenchmarkLoadToFirstByte is D's load of one small block that P has ready, from
-// the call to the report. Compare it with natsbus's BenchmarkRequest.
-func BenchmarkLoadToFirstByte(b *testing.B) {
-	p, d := open(b, testConfig(RolePrefill)), open(b, testConfig(RoleDecode))
-	id := func(i int) core.TransferID { return core.TransferID(fmt.Sprint("t", i)) }
-	for i := range b.N {
-		if i%1000 == 0 {
-			b.StopTimer()
-			for k := i; k < min(i+1000, b.N); k++ {
-				p.offer(id(k), 1)
-			}
-			p.GetFinished()
-			b.StartTimer()
-		}
-		d.load(id(i), p.BootstrapAddress(), 2)
-		d.want(id(i), core.OK)
 	}
 }

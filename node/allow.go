@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -35,13 +36,15 @@ func prefixes(list ...string) []netip.Prefix {
 	return out
 }
 
+const linkLocal = "link-local"
+
 // The narrow classes come first: an entry for all of link-local does not open a
 // cloud's metadata.
 var refusedClasses = []addressClass{
 	{"a cloud's metadata address", prefixes("169.254.169.254/32", "169.254.170.2/32", "169.254.170.23/32", "100.100.100.200/32",
 		"168.63.129.16/32", "192.0.0.192/32", "fd00:ec2::254/128", "fd00:ec2::23/128", "fd20:ce::254/128")},
 	{"the broadcast address", prefixes("255.255.255.255/32")},
-	{"link-local", prefixes("169.254.0.0/16", "fe80::/10")},
+	{linkLocal, prefixes("169.254.0.0/16", "fe80::/10")},
 	{"multicast", prefixes("224.0.0.0/4", "ff00::/8")},
 	{"unspecified", prefixes("0.0.0.0/8", "::/128")},
 	{"reserved", prefixes("240.0.0.0/4")},
@@ -64,10 +67,10 @@ func parseAllow(entries []string) (*allowList, error) {
 	for _, entry := range entries {
 		if p, err := netip.ParsePrefix(entry); err == nil {
 			if p != p.Masked() {
-				return nil, fmt.Errorf("%q has bits behind its length: write %s", entry, p.Masked())
+				return nil, fmt.Errorf("%q has bits set beyond its prefix length: write %s", entry, p.Masked())
 			}
 			if p.Addr().Is4In6() {
-				return nil, fmt.Errorf("%q: write the IPv4 range as such", entry)
+				return nil, fmt.Errorf("%q is an IPv4 range in IPv6 form: write it in IPv4 form", entry)
 			}
 			l.nets = append(l.nets, p)
 			continue
@@ -163,21 +166,36 @@ func (l *allowList) named(name string) bool {
 
 // address decides about one IP address; named says that its name is allowed.
 func (l *allowList) address(host string, ip netip.Addr, named bool) error {
-	ip = ip.Unmap().WithZone("")
+	if why := l.wrong(ip.Unmap().WithZone(""), named); why != "" {
+		return l.refuse(host, why)
+	}
+	return nil
+}
+
+// wrong says why an IP address is refused; "" if it is not.
+func (l *allowList) wrong(ip netip.Addr, named bool) string {
 	for _, inner := range append(carried(ip), ip) {
 		if class := l.class(inner); class != "" {
-			return l.refuse(host, fmt.Sprintf("%s is %s", ip, class))
+			return fmt.Sprintf("%s is %s", ip, class)
 		}
 	}
-	if l.any || named {
+	if l.any || named || slices.ContainsFunc(l.nets, func(p netip.Prefix) bool { return p.Contains(ip) }) {
+		return ""
+	}
+	return fmt.Sprintf("%s is not in the list", ip)
+}
+
+// checkGID decides about the address of a peer's RoCE port. It has no name. Without a list it may
+// be link-local: a port without an IP address has no other, and its packets do not leave the link.
+func (l *allowList) checkGID(ip netip.Addr) error {
+	ip = ip.Unmap()
+	if l.any && l.class(ip) == linkLocal {
 		return nil
 	}
-	for _, p := range l.nets {
-		if p.Contains(ip) {
-			return nil
-		}
+	if why := l.wrong(ip, false); why != "" {
+		return &refusedError{fmt.Sprintf("RoCE address %s is refused: %s; bootstrap_allow says which hosts may be contacted: it wants the cards' addresses or their network's range, since names are not of cards", ip, why)}
 	}
-	return l.refuse(host, fmt.Sprintf("%s is not in the list", ip))
+	return nil
 }
 
 // class names the refused class of an address, unless an entry within that

@@ -3,6 +3,7 @@ package node
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -36,6 +37,14 @@ func (a *Agent) Announce(ids []core.TransferID) (int, error) {
 	return each(a.halves, ids, reports, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Announce(now, id) })
 }
 
+// renew comes before each call that gives blocks.
+func (a *Agent) renew() error {
+	if c := a.caches.Load(); c != nil {
+		return c.transports.renew(a.halves)
+	}
+	return nil
+}
+
 // Offer tells that blocks hold transfers. The blocks belong to the transfer
 // until its report. Offer returns how many it accepted.
 func (a *Agent) Offer(offers []core.OfferRequest) (int, error) {
@@ -43,6 +52,9 @@ func (a *Agent) Offer(offers []core.OfferRequest) (int, error) {
 		return 0, err
 	}
 	a.steps.end(nil)
+	if err := a.renew(); err != nil {
+		return 0, err
+	}
 	return each(a.halves, offers, 1, func(m *core.Machine, now time.Time, o core.OfferRequest) error { return m.Offer(now, o) })
 }
 
@@ -71,6 +83,11 @@ func (a *Agent) StartLoad(loads []core.LoadRequest) (int, error) {
 	if err := a.may(a.cfg.decodes(), "start_load"); err != nil {
 		return 0, err
 	}
+	if slices.ContainsFunc(loads, func(l core.LoadRequest) bool { return l.Count() > 0 }) { // a load without blocks touches no memory
+		if err := a.renew(); err != nil {
+			return 0, err
+		}
+	}
 	return each(a.halves, loads, 1, func(m *core.Machine, now time.Time, l core.LoadRequest) error { return m.Load(now, l) })
 }
 
@@ -91,6 +108,9 @@ func (a *Agent) OfferPartial(parts []core.PartialOffer) (int, error) {
 		return 0, err
 	}
 	a.steps.end(nil)
+	if err := a.renew(); err != nil {
+		return 0, err
+	}
 	return a.halves.OfferPartial(parts)
 }
 
@@ -103,6 +123,10 @@ func (a *Agent) OfferPartial(parts []core.PartialOffer) (int, error) {
 // on the goroutine of such a call or on one of the agent's.
 func (a *Agent) OfferPartialStep(parts []core.PartialOffer, written func() []Written) (int, error) {
 	if err := a.may(a.cfg.prefills(), "offer_partial"); err != nil {
+		return 0, err
+	}
+	a.steps.end(nil)
+	if err := a.renew(); err != nil {
 		return 0, err
 	}
 	return a.steps.begin(parts, written)

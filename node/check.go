@@ -73,8 +73,6 @@ func (c *Config) Check() error {
 		return bad("model_fingerprint", fmt.Sprintf("%.40q…", c.Fingerprint), "at most 64 bytes")
 	case len(c.DType) > 64:
 		return bad("dtype", fmt.Sprintf("%.40q…", c.DType), "at most 64 bytes")
-	case !slices.Contains([]string{viaAuto, viaRDMA, viaTCP}, c.Transport):
-		return bad("transport", fmt.Sprintf("%q", c.Transport), "auto, rdma or tcp")
 	case c.TCPStreams < 1 || c.TCPStreams > 64:
 		return bad("tcp_streams", c.TCPStreams, "1 to 64")
 	case c.MaxTransfers < 1 || c.MaxTransfers > 1<<16:
@@ -85,6 +83,9 @@ func (c *Config) Check() error {
 		return bad("dp_size", c.DPSize, fmt.Sprintf("1 to %d", maxDPSize))
 	case c.DPRank < 0 || c.DPRank >= c.DPSize:
 		return bad("dp_rank", c.DPRank, fmt.Sprintf("0 to %d, which is below dp_size", c.DPSize-1))
+	}
+	if _, err := Transports(c.Transport); err != nil {
+		return bad("transport", fmt.Sprintf("%.100q", c.Transport), transportWords)
 	}
 	if err := c.ranks().Check(c.rank()); err != nil {
 		return fmt.Errorf("%w: config keys \"tp_rank\", \"tp_size\", \"pp_rank\", \"pp_size\": %w", core.ErrInvalid, err)
@@ -103,7 +104,7 @@ func (c *Config) Check() error {
 			return bad(key, port, "0 to 65535")
 		}
 	}
-	for key, s := range map[string]Seconds{"lease_s": c.Lease, "peer_timeout_s": c.PeerTimeout, "early_load_s": c.EarlyLoad, "claim_s": c.Claim,
+	for key, s := range map[string]Seconds{"lease_s": c.Lease, "peer_timeout_s": c.PeerTimeout, "early_load_s": c.EarlyLoad, "claim_s": c.Claim, "load_timeout_s": c.Load,
 		"join_timeout_s": c.JoinTimeout, "connect_timeout_s": c.ConnectTimeout, "stall_timeout_s": c.StallTimeout, "close_timeout_s": c.CloseTimeout, "moment_timeout_s": c.MomentTimeout} {
 		// A shorter bound would have no room for its three renewals.
 		if d := time.Duration(s); d < minBound || d > time.Hour {
@@ -116,6 +117,9 @@ func (c *Config) Check() error {
 		}
 	}
 	if err := c.checkSecurity(); err != nil {
+		return err
+	}
+	if err := c.checkEncryption(); err != nil {
 		return err
 	}
 	forRDMA := c.RDMA()
@@ -142,17 +146,17 @@ func (c *Config) checkJoin() error {
 	first := c.rank() == core.Rank{}
 	switch {
 	case c.Role == RoleBootstrap && (c.ranks() != core.One || c.DPSize != 1):
-		return fmt.Errorf("%w: config keys \"tp_size\", \"pp_size\", \"dp_size\" are set with role %q, which has no rank: the ranks that join say them, take them away", core.ErrInvalid, c.Role)
+		return fmt.Errorf("%w: config keys \"tp_size\", \"pp_size\", \"dp_size\" are set, but an agent of role %q has no rank: remove the keys, the ranks that join bring their own", core.ErrInvalid, c.Role)
 	case c.Role == RoleBootstrap && c.NATSURL != "":
-		return fmt.Errorf("%w: config key \"nats_url\" is set with role %q: in a cluster the ranks register themselves, and need none to join", core.ErrInvalid, c.Role)
+		return fmt.Errorf("%w: config key \"nats_url\" is set, but the role is %q: in a cluster the ranks register themselves, so run no agent of this role there", core.ErrInvalid, c.Role)
 	case c.BootstrapJoin == "" && c.prefills() && !first && c.NATSURL == "":
 		return bad("is missing: rank %v of a prefill engine has no bootstrap port of its own; set it to the port of the engine's first rank, like http://host:%d, or set nats_url", c.rank(), DefaultConfig().BootstrapPort)
 	case c.BootstrapJoin == "":
 		return nil
 	case !c.prefills():
-		return bad("is %q, but only ranks of a prefill engine join: take it away", c.BootstrapJoin)
+		return bad("is %q, but the role is %q, and only ranks of a prefill engine join: remove the key", c.BootstrapJoin, c.Role)
 	case c.NATSURL != "":
-		return bad("is %q, but nats_url is set too: in a cluster each rank registers itself; take one away", c.BootstrapJoin)
+		return bad("is %q, but nats_url is set too: in a cluster each rank registers itself; remove one of the two keys", c.BootstrapJoin)
 	}
 	if _, err := natsbus.ParseAddress(c.BootstrapJoin); err != nil {
 		return bad("is wrong: %v", err)
@@ -169,19 +173,25 @@ func (c *Config) checkSecurity() error {
 	case c.NATSReplicas < 0 || c.NATSReplicas > 5:
 		return bad("nats_replicas", "is %d, want 0 to 5", c.NATSReplicas)
 	case c.NATSReplicas > 1 && c.NATSURL == "":
-		return bad("nats_replicas", "is %d, but there is no cluster: set nats_url", c.NATSReplicas)
+		return bad("nats_replicas", "is %d, but nats_url is not set, so there is no cluster: set nats_url, or remove this key", c.NATSReplicas)
+	case c.NATSJSPrefix != DefaultConfig().NATSJSPrefix && c.NATSURL == "":
+		return bad("nats_js_prefix", "is %q, but nats_url is not set, so there is no cluster: set nats_url, or remove this key", c.NATSJSPrefix)
+	case natsbus.CheckJSPrefix(c.NATSJSPrefix) != nil:
+		return bad("nats_js_prefix", "%v", natsbus.CheckJSPrefix(c.NATSJSPrefix))
 	case c.NATSToken != "" && c.NATSTokenFile != "":
 		return bad("nats_token_file", "and nats_token are both set: give one")
 	case c.JoinToken != "" && c.JoinTokenFile != "":
 		return bad("join_token_file", "and join_token are both set: give one")
 	case c.Role == RoleDecode && (c.JoinToken != "" || c.JoinTokenFile != ""):
-		return bad("join_token", "is the secret of a prefill engine's ranks: a decode engine must not have it")
+		return bad("join_token", "is set, but the role is decode, and only ranks of a prefill engine may have that secret: remove the key")
 	case c.NATSNKeySeedFile != "" && (c.NATSToken != "" || c.NATSTokenFile != "") && !c.servesNATS():
-		return bad("nats_nkey_seed_file", "and a token are both set: an agent proves itself with one of them")
+		return bad("nats_nkey_seed_file", "and a token are both set, but an agent proves itself with one of them: remove the other")
+	case c.NATSNKeySeedFile != "" && c.decodes() && c.NATSURL == "" && c.TLSCAFile == "" && len(c.BootstrapAllow) == 0:
+		return bad("nats_nkey_seed_file", "proves this agent to a prefill engine, and no prefill engine to this agent: set tls_ca_file, or bootstrap_allow to the prefill engines' hosts")
 	case len(c.NATSNKeys) > 0 && !c.servesNATS():
-		return bad("nats_nkeys", "is for the embedded server of a prefill engine: a cluster has its own list")
+		return bad("nats_nkeys", "is set, but only the embedded server of a prefill engine reads it: remove the key; a cluster's servers have a list of their own")
 	case (c.TLSCertFile == "") != (c.TLSKeyFile == ""):
-		return bad("tls_cert_file", "and tls_key_file belong together: %q, %q", c.TLSCertFile, c.TLSKeyFile)
+		return bad("tls_cert_file", "is %q, and tls_key_file is %q: set both or neither", c.TLSCertFile, c.TLSKeyFile)
 	case len(c.NATSNKeys) > maxListed || len(c.BootstrapAllow) > maxListed:
 		return bad("nats_nkeys, bootstrap_allow", "have %d and %d entries, at most %d are read", len(c.NATSNKeys), len(c.BootstrapAllow), maxListed)
 	}

@@ -28,7 +28,9 @@ func TestClaimsOutliveTheLease(t *testing.T) {
 	leaktest.Check(t)
 	pc := testConfig(RolePrefill)
 	pc.Lease = Seconds(time.Second)
-	p, d := open(t, pc), open(t, testConfig(RoleDecode))
+	dc := testConfig(RoleDecode)
+	soon(&dc)
+	p, d := open(t, pc), open(t, dc)
 	d.claim(p.BootstrapAddress(), "early", "late", "dropped")
 	p.knows(3)
 	p.fill(1, 1)
@@ -79,7 +81,9 @@ func (s *side) sizes() core.Sizes {
 // TestDecodeKilled: P's blocks come back at once, not with the lease.
 func TestDecodeKilled(t *testing.T) {
 	leaktest.Check(t)
-	p := open(t, testConfig(RolePrefill))
+	pc := testConfig(RolePrefill)
+	soon(&pc)
+	p := open(t, pc)
 	to := decodeProcess(t, p.BootstrapAddress())
 	p.knows(2) // claimed and loaded
 	p.offer("claimed", 1)

@@ -89,7 +89,7 @@ func outliveLeader(t *testing.T, at [3]int) {
 	leader, others := registryLeader(t, c)
 	servers := []*nettest.NATSServer{leader, others[0], others[1]}
 	pc := trioConfig(RolePrefill, "")
-	pc.AdvertiseHost = "127.0.0.2" // the data path leads over a way that can be held
+	pc.AdvertiseHost, pc.Transport = "127.0.0.2", viaTCP // the data path leads over a way that can be held
 	p := atServer(t, c, pc, servers[at[0]])
 	_, port, err := net.SplitHostPort(p.caches.Load().transports.named(viaTCP).Endpoint())
 	if err != nil {
@@ -231,14 +231,16 @@ func TestAgentsMeetDuringAnElection(t *testing.T) {
 // the transfers of the old instance fail and say so, none of their bytes come from the
 // new one, and the next load finds the new one.
 func TestPrefillReplacedByANewInstance(t *testing.T) {
-	t.Run("on its own server", func(t *testing.T) { replaced(t, "") })
-	t.Run("on a cluster", func(t *testing.T) { replaced(t, nettest.NewNATSTrio(t).URLs()) })
+	t.Run("on its own server", func(t *testing.T) { replaced(t, "", viaTCP) })
+	t.Run("on its own server and host", func(t *testing.T) { replaced(t, "", viaAuto) })
+	t.Run("on a cluster", func(t *testing.T) { replaced(t, nettest.NewNATSTrio(t).URLs(), viaTCP) })
 }
 
-func replaced(t *testing.T, urls string) {
+func replaced(t *testing.T, urls, transport string) {
 	leaktest.Check(t)
+	t.Setenv("KVCONN_TEST_TRANSPORT", transport)
 	cfg := func(role string) Config {
-		cfg := testConfig(role)
+		cfg := forced(role, transport)
 		cfg.ConnectTimeout, cfg.PeerTimeout, cfg.CloseTimeout = Seconds(bound), Seconds(5*time.Second), Seconds(10*time.Second)
 		cfg.NATSURL = urls
 		return cfg

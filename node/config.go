@@ -2,6 +2,9 @@ package node
 
 import (
 	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
 	"time"
 
 	"go.uber.org/zap"
@@ -13,9 +16,10 @@ import (
 
 // The transports, as configuration, registry and statistics name them.
 const (
-	viaAuto = "auto" // the first transport below that both sides have and that works
-	viaRDMA = "rdma"
-	viaTCP  = "tcp"
+	viaAuto  = "auto" // the first of local, rdma and tcp that both sides have and that works
+	viaLocal = "local"
+	viaRDMA  = "rdma"
+	viaTCP   = "tcp"
 )
 
 // The roles of an agent.
@@ -54,6 +58,7 @@ type Config struct {
 	RouteInfo     json.RawMessage `json:"route_info"`
 	NATSURL       string          `json:"nats_url"`
 	NATSReplicas  int             `json:"nats_replicas"`
+	NATSJSPrefix  string          `json:"nats_js_prefix"`
 
 	// Open reads the files, once.
 	NATSToken        string   `json:"nats_token"`
@@ -71,6 +76,8 @@ type Config struct {
 	TCPListenHost string `json:"tcp_listen_host"`
 	TCPPort       int    `json:"tcp_port"`
 	TCPStreams    int    `json:"tcp_streams"`
+	TCPEncrypt    string `json:"tcp_encrypt"`
+	Encryption    bool   `json:"require_encryption"`
 
 	// See cuda.Options.
 	DeviceRing int `json:"device_ring_bytes"`
@@ -97,6 +104,7 @@ type Config struct {
 	PeerTimeout    Seconds `json:"peer_timeout_s"`
 	EarlyLoad      Seconds `json:"early_load_s"`
 	Claim          Seconds `json:"claim_s"`
+	Load           Seconds `json:"load_timeout_s"`
 	ConnectTimeout Seconds `json:"connect_timeout_s"`
 	StallTimeout   Seconds `json:"stall_timeout_s"`
 	MomentTimeout  Seconds `json:"moment_timeout_s"`
@@ -146,17 +154,40 @@ func (c *Config) rank() core.Rank { return core.Rank{TP: c.TPRank, PP: c.PPRank}
 
 // transports are the names of the transports that may be used, the preferred one first.
 func (c *Config) transports() []string {
-	if c.Transport == viaAuto {
-		return []string{viaRDMA, viaTCP}
+	names, _ := Transports(c.Transport) // Check has looked at it
+	return names
+}
+
+// fallsBack: if one transport is not there, another may be.
+func (c *Config) fallsBack() bool { return len(c.transports()) > 1 }
+
+const transportWords = "auto, local, rdma or tcp, or several of the last three with commas, each once"
+
+// Transports reads a value of the key transport: the names that it stands for, the preferred one
+// first.
+func Transports(value string) (names []string, err error) {
+	if value == viaAuto {
+		return []string{viaLocal, viaRDMA, viaTCP}, nil
 	}
-	return []string{c.Transport}
+	for name := range strings.SplitSeq(value, ",") {
+		if !slices.Contains([]string{viaLocal, viaRDMA, viaTCP}, name) || slices.Contains(names, name) {
+			return nil, fmt.Errorf("transport %.100q: want %s", value, transportWords)
+		}
+		names = append(names, name)
+	}
+	return names, nil
 }
 
 // RDMA is read from the keys that begin with rdma_.
 func (c *Config) RDMA() rdma.Config { return c.rdmaConfig(nil) }
 
+// deviceGoodbye is the part of close_timeout_s that is kept for devices that do not answer.
+func (c *Config) deviceGoodbye() time.Duration {
+	return min(2*time.Second, time.Duration(c.CloseTimeout)/4)
+}
+
 func (c *Config) deviceOptions() cuda.Options {
-	return cuda.Options{RingBytes: c.DeviceRing, SlotBytes: c.DeviceSlot, StallTimeout: time.Duration(c.StallTimeout)}
+	return cuda.Options{RingBytes: c.DeviceRing, SlotBytes: c.DeviceSlot, StallTimeout: time.Duration(c.StallTimeout), CloseTimeout: c.deviceGoodbye()}
 }
 
 func (c *Config) rdmaConfig(log *zap.Logger) rdma.Config {
@@ -164,7 +195,7 @@ func (c *Config) rdmaConfig(log *zap.Logger) rdma.Config {
 		Devices: c.RDMADevices, Deny: c.RDMADeny, GIDIndex: c.RDMAGIDIndex, QueuePairs: c.RDMAQPs, SendDepth: c.RDMASendDepth,
 		MTU: c.RDMAMTU, Timeout: c.RDMATimeout, Retry: c.RDMARetry, RNRRetry: c.RDMARNRRetry, MinRNRTimer: c.RDMAMinRNRTimer,
 		TrafficClass: c.RDMATrafficClass, ServiceLevel: c.RDMAServiceLevel, PKeyIndex: c.RDMAPKeyIndex,
-		Idle: time.Duration(c.RDMAIdle), RelaxedOrdering: c.RDMARelaxedOrdering, Fallback: c.Transport == viaAuto,
+		Idle: time.Duration(c.RDMAIdle), RelaxedOrdering: c.RDMARelaxedOrdering, Fallback: c.fallsBack(),
 		MaxTransfers: c.MaxTransfers, ConnectTimeout: time.Duration(c.ConnectTimeout), StallTimeout: time.Duration(c.StallTimeout), Logger: log,
 	}
 }

@@ -7,9 +7,10 @@ import (
 	"net"
 	"net/url"
 	"slices"
-	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -18,10 +19,22 @@ import (
 func (t *transports) admit(peer core.AgentID, h *wire.Agent) (tickets []wire.Ticket, err error) {
 	var errs []error
 	for _, w := range t.list {
-		if !slices.ContainsFunc(h.Endpoints, func(e wire.Endpoint) bool { return e.Transport == w.Name() }) {
+		i := slices.IndexFunc(h.Endpoints, func(e wire.Endpoint) bool { return e.Transport == w.Name() })
+		if i < 0 {
 			continue
 		}
-		ticket, err := w.Admit(peer)
+		admit := w.Admit
+		if s, ok := w.(encrypting); ok {
+			seals, err := t.cfg.encrypts(h.Endpoints[i], "prefill", t.cfg.EngineID, "decode", h.EngineID)
+			if err != nil {
+				errs = append(errs, err)
+				continue
+			}
+			if seals {
+				admit = s.AdmitSealed
+			}
+		}
+		ticket, err := admit(peer)
 		if err != nil {
 			errs = append(errs, err)
 			continue
@@ -42,22 +55,34 @@ func (t *transports) admit(peer core.AgentID, h *wire.Agent) (tickets []wire.Tic
 
 // ways are the transports that a prefill agent has too, with their addresses
 // checked, and why it lacks the others.
-func (t *transports) ways(ctx context.Context, info *wire.Agent, bootstrap string) (list []way, absent map[string]string, err error) {
-	absent = map[string]string{}
+func (t *transports) ways(ctx context.Context, info *wire.Agent, bootstrap string) (list []way, absent map[string]error, err error) {
+	absent = map[string]error{}
+	var refused error
 	for _, w := range t.list {
 		i := slices.IndexFunc(info.Endpoints, func(e wire.Endpoint) bool { return e.Transport == w.Name() })
 		if i < 0 {
-			absent[w.Name()] = fmt.Sprintf("prefill agent %s of engine %q has none", info.ID, info.EngineID)
+			why := fmt.Sprintf("prefill agent %s of engine %q has none", info.ID, info.EngineID)
 			for _, l := range info.Lacks {
 				if l.Transport == w.Name() {
-					absent[w.Name()] += ": " + shorten(l.Reason)
+					why += ": " + shorten(l.Reason)
 				}
+			}
+			absent[w.Name()] = errors.New(why)
+			if w.Name() == viaLocal && !t.sameHost(info) {
+				absent[viaLocal] = fmt.Errorf("%w, or of a version that does not tell its host: %s", core.ErrElsewhere, why)
 			}
 			continue
 		}
 		endpoint := info.Endpoints[i].Address
-		// Only the Signaller knows what its address means; this agent does not dial it.
-		if _, signals := w.(core.Signaller); !signals {
+		seals := false
+		if _, ok := w.(encrypting); ok {
+			if seals, refused = t.cfg.encrypts(info.Endpoints[i], "decode", t.cfg.EngineID, "prefill", info.EngineID); refused != nil {
+				absent[w.Name()] = refused
+				continue
+			}
+		}
+		// Only the Settler knows what its address means; no network's address is dialled for it.
+		if _, settles := w.(core.Settler); !settles {
 			if endpoint, err = fullEndpoint(info, info.Endpoints[i], bootstrap); err != nil {
 				return nil, nil, &refusedError{err.Error()}
 			}
@@ -65,13 +90,22 @@ func (t *transports) ways(ctx context.Context, info *wire.Agent, bootstrap strin
 				return nil, nil, err
 			}
 		}
-		list = append(list, way{via: w, endpoint: endpoint})
+		list = append(list, way{via: w, endpoint: endpoint, encrypted: seals})
+	}
+	if len(list) == 0 && refused != nil {
+		return nil, nil, &refusedError{refused.Error()}
 	}
 	if len(list) == 0 {
 		return nil, nil, &refusedError{fmt.Sprintf("no transport in common: decode engine %q has %s, prefill agent %s of engine %q has %s",
 			t.cfg.EngineID, t.have(nil), info.ID, info.EngineID, t.have(info))}
 	}
 	return list, absent, nil
+}
+
+// sameHost: a prefill agent says that it is on this host. That decides only whether it is a fallback
+// to go without a transport that the prefill agent lacks.
+func (t *transports) sameHost(info *wire.Agent) bool {
+	return info.Host != "" && info.Host == local.Host()
 }
 
 // fullEndpoint is a transport's address as it is dialled. If the address names no host, the
@@ -93,7 +127,7 @@ func fullEndpoint(info *wire.Agent, e wire.Endpoint, bootstrap string) (string, 
 
 // connect makes the ways usable with the tickets of a hello's answer. It
 // returns at once.
-func (t *transports) connect(peer core.AgentID, engine string, ways []way, absent map[string]string, rep *wire.Reply) error {
+func (t *transports) connect(peer core.AgentID, engine string, ways []way, absent map[string]error, rep *wire.Reply) error {
 	var errs []error
 	connected := map[string]bool{}
 	t.mu.Lock()
@@ -103,13 +137,13 @@ func (t *transports) connect(peer core.AgentID, engine string, ways []way, absen
 		name := w.via.Name()
 		ticket := ticketOf(rep, name)
 		err := error(nil)
-		if len(ticket) == 0 {
+		if len(ticket) == 0 && !fault.On("node-no-ticket") {
 			err = fmt.Errorf("prefill agent %s of engine %q gives no ticket for %s", peer, engine, name)
 		} else {
 			err = w.via.Connect(peer, w.endpoint, ticket)
 		}
 		if err != nil {
-			absent[name] = err.Error()
+			absent[name] = err
 			errs = append(errs, err)
 			continue
 		}
@@ -135,12 +169,8 @@ func ticketOf(rep *wire.Reply, transport string) []byte {
 	return nil
 }
 
-// firstWait is how long a pair that has just met waits at most for its preferred
-// transport while there is another.
-const firstWait = 2 * time.Second
-
 // settle waits until a pair that has just been connected can move bytes. It waits
-// once for the preferred transport, and until ctx ends for the last one.
+// once for the better transports, which connect at the same time, and until ctx ends for the last one.
 func (t *transports) settle(ctx context.Context, peer core.AgentID) error {
 	t.mu.Lock()
 	p := t.pair(peer)
@@ -152,22 +182,22 @@ func (t *transports) settle(ctx context.Context, peer core.AgentID) error {
 		if p.connected[w.Name()] {
 			list = append(list, w)
 		} else {
-			passed = append(passed, passedOver{w.Name(), errors.New(p.absent[w.Name()])})
+			passed = append(passed, passedOver{w.Name(), p.lacks(w.Name())})
 		}
 	}
 	t.mu.Unlock()
+	first, cancel := context.WithTimeout(ctx, min(t.firstWait, t.cfg.helloBound()))
+	defer cancel()
 	for i, w := range list {
 		err := error(nil)
-		switch s, signals := w.(core.Signaller); {
-		case !signals:
+		switch s, settles := w.(core.Settler); {
+		case !settles:
 		case i == len(list)-1:
 			err = s.Usable(ctx, peer)
 		case again:
 			err = usableNow(w, peer)
 		default:
-			first, cancel := context.WithTimeout(ctx, min(firstWait, t.cfg.helloBound()))
 			err = s.Usable(first, peer)
-			cancel()
 		}
 		if err == nil {
 			t.chosen(peer, core.SideLoad, w.Name(), passed, false)

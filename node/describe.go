@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -16,20 +17,20 @@ func describe(c *Config, id core.AgentID, l *core.Layout, endpoints []wire.Endpo
 		Version: wire.Version, ID: string(id), EngineID: c.EngineID,
 		DPRank: c.DPRank, TPRank: c.TPRank, PPRank: c.PPRank, TPSize: c.TPSize, PPSize: c.PPSize, DPSize: c.DPSize, Joined: c.BootstrapJoin != "",
 		Model: c.Model, Fingerprint: c.Fingerprint, DType: c.DType, BlockTokens: c.BlockTokens, MustMatch: c.facts(),
-		Endpoints: endpoints, Lacks: lacks, RouteInfo: c.RouteInfo,
+		Endpoints: endpoints, Lacks: lacks, RouteInfo: c.RouteInfo, Host: local.Host(),
 	}
 	describeShapes(d, l.Shapes())
 	return d
 }
 
 // compatible matches the caches of two agents, or says why they cannot exchange
-// blocks, with both values.
-func compatible(p, d *wire.Agent) (*core.Match, error) {
+// blocks, with both values. m is what is known of how their regions fit; nil: nothing.
+func compatible(p, d *wire.Agent, m *core.Match) (*core.Match, error) {
 	switch {
 	case p.Version != d.Version:
 		return nil, fmt.Errorf("wire version %d at the prefill engine, %d at the decode engine: run the same kvconn on both", p.Version, d.Version)
 	case p.DType != "" && d.DType != "" && p.DType != d.DType:
-		return nil, fmt.Errorf("dtype %q at the prefill engine, %q at the decode engine", p.DType, d.DType)
+		return nil, fmt.Errorf("dtype %q at the prefill engine, %q at the decode engine: start both with the same", p.DType, d.DType)
 	}
 	if err := cmp.Or(sameModel(p, d), sameFacts(p, d)); err != nil {
 		return nil, err
@@ -37,17 +38,20 @@ func compatible(p, d *wire.Agent) (*core.Match, error) {
 	if err := errors.Join(ranksOf(p).Check(rankOf(p)), ranksOf(d).Check(rankOf(d))); err != nil {
 		return nil, err
 	}
-	m, err := core.NewMatch(shapes(p), shapes(d))
+	var err error
+	if m == nil {
+		m, err = core.NewMatch(shapes(p), shapes(d))
+	}
 	if err == nil && ranksOf(p) == core.One && ranksOf(d) == core.One {
 		err = m.Whole() // with more ranks D looks whether all ranks together have what it needs
 	}
 	if p.BlockTokens != 0 && d.BlockTokens != 0 && p.BlockTokens != d.BlockTokens {
-		unequal := fmt.Sprintf("blocks of %d tokens at the prefill engine, of %d at the decode engine", p.BlockTokens, d.BlockTokens)
+		unequal := fmt.Sprintf("a block has %d tokens at the prefill engine, %d at the decode engine", p.BlockTokens, d.BlockTokens)
 		switch {
 		case err != nil: // first what an operator has set, then what follows from it
 			err = fmt.Errorf("%s: %w", unequal, err)
 		case m.Opaque():
-			err = fmt.Errorf("%s: register the caches with their tokens and heads, then unequal blocks fit", unequal)
+			err = fmt.Errorf("%s: give both engines the same block size, or register the caches with their tokens and heads", unequal)
 		}
 	}
 	if err != nil {

@@ -56,6 +56,6 @@ func Example() {
 	}
 	fmt.Println(bytes.Equal(prefillCache[5*blockBytes:6*blockBytes], decodeCache[2*blockBytes:3*blockBytes]))
 	// Output:
-	// xfer-1 ok 12288 bytes by tcp
+	// xfer-1 ok 12288 bytes by local
 	// true
 }

@@ -168,11 +168,11 @@ func TestUnequalBlocksAreNamed(t *testing.T) {
 			TokenStride: 2 * item, HeadStride: item}})
 		return a
 	}
-	if _, err := compatible(packed(128), packed(128)); err != nil {
+	if _, err := compatible(packed(128), packed(128), nil); err != nil {
 		t.Fatal(err)
 	}
-	_, err := compatible(packed(128), packed(96))
-	if err == nil || !strings.HasPrefix(err.Error(), "blocks of 128 tokens at the prefill engine, of 96 at the decode engine: layouts differ: ") {
+	_, err := compatible(packed(128), packed(96), nil)
+	if err == nil || !strings.HasPrefix(err.Error(), "a block has 128 tokens at the prefill engine, 96 at the decode engine: layouts differ: ") {
 		t.Error(err)
 	}
 }
@@ -195,10 +195,10 @@ func TestSettingsThatDoNotFitAreNamed(t *testing.T) {
 		{agent("llama", "bfloat16"), ""},
 		{agent("", ""), ""},
 		{agent("qwen", "bfloat16"), `model "llama" at the prefill engine, "qwen" at the decode engine`},
-		{agent("llama", "float8_e4m3fn"), `dtype "bfloat16" at the prefill engine, "float8_e4m3fn" at the decode engine`},
+		{agent("llama", "float8_e4m3fn"), `dtype "bfloat16" at the prefill engine, "float8_e4m3fn" at the decode engine: start both with the same`},
 		{older, fmt.Sprintf("wire version %d at the prefill engine, %d at the decode engine: run the same kvconn on both", wire.Version, wire.Version-1)},
 	} {
-		_, err := compatible(agent("llama", "bfloat16"), c.d)
+		_, err := compatible(agent("llama", "bfloat16"), c.d, nil)
 		if got := fmt.Sprint(err); c.says == "" && err != nil || c.says != "" && got != c.says {
 			t.Errorf("%q, %q, version %d: %s, want %q", c.d.Model, c.d.DType, c.d.Version, got, c.says)
 		}
@@ -214,11 +214,11 @@ func TestIndexIsCompared(t *testing.T) {
 		return a
 	}
 	for _, x := range []core.IndexKind{core.IndexBlock, core.IndexSlot, core.Ring(6)} {
-		if _, err := compatible(of(x), of(x)); err != nil {
+		if _, err := compatible(of(x), of(x), nil); err != nil {
 			t.Error(err)
 		}
 	}
-	_, err := compatible(of(core.Ring(6)), of(core.IndexSlot))
+	_, err := compatible(of(core.Ring(6)), of(core.IndexSlot), nil)
 	if err == nil || !strings.Contains(err.Error(), `region "tail" of group 0 has opaque entries of rings of 6 of 64 bytes at the prefill engine, opaque slots of 64 bytes at the decode engine`) {
 		t.Error(err)
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/ratelog"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -25,6 +26,7 @@ type guests struct {
 	mu     sync.Mutex // held while a rank comes or goes, so that registry and table agree
 	ranks  map[guestRank]*guest
 	closed bool
+	joined ratelog.Limit // of lines: where all may join, a stranger may come and go
 }
 
 // host is the registry of this agent's server; natsbus.Bus.
@@ -62,7 +64,7 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	old := g.ranks[at]
 	known := old != nil && old.agent.ID == j.Agent.ID
 	if old != nil && !known && g.lives(ctx, old) {
-		return 0, fmt.Errorf("%s is agent %s, which lives: nobody takes its place before it is gone", rankText(j.Agent), old.agent.ID)
+		return 0, fmt.Errorf("the place of %s is taken: agent %s has it and still answers; stop that agent first, or give this rank a place of its own", rankText(j.Agent), old.agent.ID)
 	}
 	var route bootstrap.Rank
 	var err error
@@ -93,7 +95,9 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	n.end = time.AfterFunc(ttl, func() { g.expire(at, n) })
 	g.ranks[at] = n
 	g.board.table.Routes().Join(route)
-	g.log.Info("rank joined", zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
+	g.joined.Do(func(note string) {
+		g.log.Info("rank joined"+note, zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
+	})
 	return since, nil
 }
 
@@ -121,7 +125,7 @@ func (g *guests) admit(a *wire.Agent) error {
 		}
 	}
 	if dps > maxDPSize || a.DPRank < 0 || a.DPRank >= dps {
-		return fmt.Errorf("%s with dp_size %d: want 1 to %d, and a dp_rank below it", rankText(a), dps, maxDPSize)
+		return fmt.Errorf("%s has dp_size %d: want a dp_size of 1 to %d, and a dp_rank below dp_size", rankText(a), dps, maxDPSize)
 	}
 	if err := size.Check(rankOf(a)); err != nil {
 		return fmt.Errorf("%s: %w", rankText(a), err)
@@ -129,7 +133,7 @@ func (g *guests) admit(a *wire.Agent) error {
 	for at, other := range g.ranks {
 		switch b := other.agent; {
 		case (at.dp == a.DPRank) != (b.EngineID == a.EngineID):
-			return fmt.Errorf("%s, but %s is here: each dp rank has an engine_id of its own, and all its ranks have the same", rankText(a), rankText(b))
+			return fmt.Errorf("%s does not go with %s, which has joined: each dp rank has an engine_id of its own, and all ranks of a dp rank have the same", rankText(a), rankText(b))
 		case g.cfg.Role == RoleBootstrap && dpSizeOf(b) != dps: // an agent with a rank knows its dp_size
 			return fmt.Errorf("%s has dp_size %d, %s has %d", rankText(a), dps, rankText(b), dpSizeOf(b))
 		case at.dp == a.DPRank && ranksOf(b) != size:
@@ -144,17 +148,17 @@ func (g *guests) beside(a *wire.Agent) error {
 	c := g.cfg
 	switch {
 	case c.DPSize*c.TPSize*c.PPSize == 1:
-		return fmt.Errorf("it has one rank only (dp_size, tp_size and pp_size are 1), %s has no place beside it", rankText(a))
+		return fmt.Errorf("this agent's engine has one rank only (its dp_size, tp_size and pp_size are 1), so %s cannot join it: set the engine's sizes on all ranks", rankText(a))
 	case a.DPRank < 0 || a.DPRank >= c.DPSize:
-		return fmt.Errorf("%s: dp_size is %d here", rankText(a), c.DPSize)
+		return fmt.Errorf("%s has a dp_rank outside of this engine, whose dp_size is %d", rankText(a), c.DPSize)
 	case (a.DPRank == c.DPRank) != (a.EngineID == c.EngineID):
-		return fmt.Errorf("%s, but dp rank %d is engine %q: each dp rank has an engine_id of its own, and all its ranks have the same", rankText(a), c.DPRank, c.EngineID)
+		return fmt.Errorf("%s does not go with dp rank %d, which is engine %q: each dp rank has an engine_id of its own, and all ranks of a dp rank have the same", rankText(a), c.DPRank, c.EngineID)
 	case a.EngineID != c.EngineID:
 		return nil
 	case ranksOf(a) != c.ranks():
-		return fmt.Errorf("%s has tp_size and pp_size for %v, here they are for %v", rankText(a), ranksOf(a), c.ranks())
+		return fmt.Errorf("%s has tp_size and pp_size for %v, this rank of the same engine has them for %v", rankText(a), ranksOf(a), c.ranks())
 	case rankOf(a) == c.rank():
-		return fmt.Errorf("%s is this agent itself: give each rank a tp_rank and pp_rank of its own", rankText(a))
+		return fmt.Errorf("%s has the place of this agent: give each rank a tp_rank and pp_rank of its own", rankText(a))
 	}
 	for key, v := range map[string][2]string{"model": {a.Model, c.Model}, "model_fingerprint": {a.Fingerprint, c.Fingerprint}, "dtype": {a.DType, c.DType}} {
 		if v[0] != "" && v[1] != "" && v[0] != v[1] {

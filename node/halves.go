@@ -151,7 +151,7 @@ func (h *halves) OfferPartial(parts []core.PartialOffer) (int, error) {
 func (h *halves) fits(n int) error {
 	busy, unread := h.outstanding+h.machine.Untold(), h.reports.Unread()
 	if busy+unread+n > h.reports.Capacity() {
-		return fmt.Errorf("%w: %d under way and %d finished ones not collected, %d more do not fit (max_transfers)", core.ErrOverload, busy, unread, n)
+		return fmt.Errorf("%w: %d transfers are under way and %d finished ones are not collected, so %d more do not fit (max_transfers)", core.ErrOverload, busy, unread, n)
 	}
 	return nil
 }
@@ -277,7 +277,9 @@ func (h *halves) LoadAnswered(v core.SendLoad, answer core.LoadAnswer, code core
 	h.event(func(m *core.Machine, now time.Time) { m.LoadAnswered(now, v.ID, v.Seq, answer, code, reason) })
 }
 func (h *halves) RenewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error) {
-	h.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) })
+	for part, some := range v.Parts(answers) {
+		h.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, part, some, absent, err) })
+	}
 }
 func (h *halves) ProbeReplied(peer core.AgentID, absent, away bool, err error) {
 	h.event(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, peer, absent, away, err) })

@@ -208,6 +208,7 @@ func TestHostLosesARank(t *testing.T) {
 	address := openHost(t, 0).BootstrapAddress()
 	cfg := rankConfig(RolePrefill, two, core.Rank{}, "")
 	cfg.BootstrapJoin = address
+	soon(&cfg)
 	text, err := json.Marshal(cfg)
 	if err != nil {
 		t.Fatal(err)
@@ -215,7 +216,7 @@ func TestHostLosesARank(t *testing.T) {
 	t.Setenv("KVCONN_TEST_CONFIG", string(text))
 	_, first := process(t, "rank", "", "")
 	second := m.open(t, rankConfig(RolePrefill, two, core.Rank{TP: 1}, address))
-	ds, _ := m.engine(t, RoleDecode, core.One, nil)
+	ds, _ := m.engine(t, RoleDecode, core.One, soon)
 	at := from(address, "engine-prefill")
 	announce(t, second.side, "a")
 	ds[0].loadFrom("a", at, 1)
@@ -246,7 +247,7 @@ func TestHostConfig(t *testing.T) {
 		`{"dp_size":2}`:                   `"dp_size"`,
 		`{"tp_rank":1}`:                   "rank tp 1",
 		`{"nats_url":"nats://h:1"}`:       "cluster",
-		`{"bootstrap_join":"http://h:1"}`: "take it away",
+		`{"bootstrap_join":"http://h:1"}`: "remove the key",
 	} {
 		if _, err := ParseConfig([]byte(`{"role":"bootstrap",` + text[1:])); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("%s: %v, want %q", text, err, says)

@@ -6,6 +6,7 @@ import (
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/tcp"
 )
@@ -58,13 +59,14 @@ func Keys() []KeyGroup {
 		{"A NATS cluster", []Key{
 			{Name: "nats_url", Without: "the embedded server", Meaning: "A NATS cluster (2.11 or newer, with JetStream) in place of the embedded server, on both sides. Several URLs are separated by commas."},
 			{Name: "nats_replicas", Default: 0, Unit: "servers", Meaning: "How many servers of the cluster hold the registry (at most 5); 0 is 3, or 1 in a smaller cluster. A registry that is there is used as it is."},
+			{Name: "nats_js_prefix", Default: "$JS.API", Meaning: "The prefix of JetStream's API: another one where the account of this agent's user imports the registry, see [security](security.md#an-external-cluster)."},
 		}},
 		{"Who gets in", []Key{
-			{Name: "nats_token", Without: "none", Meaning: "The secret of a deployment."},
-			{Name: "nats_token_file", Without: "none", Meaning: "A file with that secret, in the place of `nats_token`."},
+			{Name: "nats_token", Without: "none", Meaning: "The secret of a deployment: all of its agents have the same one."},
+			{Name: "nats_token_file", Without: "none", Meaning: "A file with the secret of `nats_token`. Set one of the two keys."},
 			{Name: "join_token", Without: "ranks join from the same host and user only, if there is a token or `nats_nkeys`", Meaning: "Prefill: the secret by which the ranks of one engine join its first rank. No decode engine has it."},
-			{Name: "join_token_file", Without: "none", Meaning: "Prefill: a file with that secret, in the place of `join_token`."},
-			{Name: "nats_nkey_seed_file", Without: "none", Meaning: "A file with this agent's own nkey seed (`SU…`), in the token's place."},
+			{Name: "join_token_file", Without: "none", Meaning: "Prefill: a file with the secret of `join_token`. Set one of the two keys."},
+			{Name: "nats_nkey_seed_file", Without: "none", Meaning: "A file with this agent's own nkey seed (`SU…`). The agent proves itself with it and needs no token."},
 			{Name: "nats_nkeys", Without: "none", Meaning: "Prefill: public nkeys (`U…`) that the embedded server admits beside the token."},
 			{Name: "tls_cert_file", Without: "none", Meaning: "Prefill: the bootstrap port speaks https with this certificate. It is also shown to a cluster."},
 			{Name: "tls_key_file", Without: "none", Meaning: "The certificate's key."},
@@ -72,12 +74,14 @@ func Keys() []KeyGroup {
 			{Name: "bootstrap_allow", Without: "all but the refused addresses", Meaning: "Hosts, `*.domains` and CIDR ranges that this agent may contact, see [security](security.md)."},
 		}},
 		{"Transports", []Key{
-			{Name: "transport", Default: viaAuto, Meaning: "`auto`: rdma where both sides have it and reach each other, else tcp. `rdma` or `tcp`: that transport, or an error with the reason."},
+			{Name: "transport", Default: viaAuto, Meaning: "`auto`: the first of local (both engines on one host), rdma and tcp that both sides have and that goes between them. `local`, `rdma` or `tcp`: that transport, or an error with the reason. Several with commas, as `rdma,tcp`: the first of them that works."},
 			{Name: "tcp_listen_host", Without: "all addresses", Meaning: "Prefill: the address at which decode engines open their streams."},
 			{Name: "tcp_port", Default: 0, Meaning: "Prefill: the port of those streams; 0 is any free one. A fixed port is for one rank on a host, see [ports](sizing-and-network.md#ports)."},
 			{Name: "tcp_streams", Default: tcp.DefaultStreams, Unit: "connections", Meaning: "Connections to a peer (1 to 64)."},
-			{Name: "device_ring_bytes", Default: 64 << 20, Unit: "bytes", Meaning: "Pinned host memory for each GPU that holds regions, through which tcp moves them. An agent without device memory has none."},
-			{Name: "device_slot_bytes", Default: 512 << 10, Unit: "bytes", Meaning: "A slot of that memory: what is copied to or from a GPU at a time. There must be eight slots at least."},
+			{Name: "tcp_encrypt", Default: encryptAuto, Meaning: "Whether tcp's streams are encrypted, see [security](security.md#encryption). `always`; `never`; `auto`: with a token, nkeys, `tls_cert_file`, `tls_ca_file` or a `tls://` cluster, and where the peer must. If one side must and the other never does, tcp does not go between them."},
+			{Name: "require_encryption", Default: false, Meaning: "No KV data leaves the host in the clear: tcp encrypts always, and rdma, which cannot, is not used. local is: its bytes stay in the host's memory."},
+			{Name: "device_ring_bytes", Default: cuda.DefaultRingBytes, Unit: "bytes", Meaning: "Pinned host memory for each GPU that holds regions, through which tcp moves them. An agent without device memory has none."},
+			{Name: "device_slot_bytes", Default: cuda.DefaultSlotBytes, Unit: "bytes", Meaning: "A slot of that memory: what is copied to or from a GPU at a time. There must be eight slots at least."},
 			{Name: "rdma_devices", Without: "all", Meaning: "RDMA devices that may be used: `mlx5_0`, one port of it `mlx5_0:1`, `mlx5_*`."},
 			{Name: "rdma_deny", Without: "none", Meaning: "RDMA devices that may not be used, named in the same way."},
 			{Name: "rdma_gid_index", Default: r.GIDIndex, Meaning: "The GID of each RoCE port. -1 takes the best: RoCE v2, then routable before private before link-local."},
@@ -99,9 +103,10 @@ func Keys() []KeyGroup {
 			{Name: "peer_timeout_s", Default: Seconds(core.Defaults.PeerTimeout), Unit: "s", Meaning: "A peer that is silent for so long counts as gone."},
 			{Name: "early_load_s", Default: Seconds(core.Defaults.EarlyLoad), Unit: "s", Meaning: "How long prefill keeps a claim or load whose request its engine has not named."},
 			{Name: "claim_s", Default: Seconds(core.Defaults.Claim), Unit: "s", Meaning: "How long decode keeps a claim that no load follows."},
+			{Name: "load_timeout_s", Default: Seconds(core.Defaults.Load), Unit: "s", Meaning: "How long a load may hold decode's blocks, prefill included: then it fails, whatever prefill says and however it sends."},
 			{Name: "connect_timeout_s", Default: Seconds(core.DefaultConnectTimeout), Unit: "s", Meaning: "Bounds the finding and meeting of a peer, and the return of one of several streams that broke."},
 			{Name: "stall_timeout_s", Default: Seconds(core.DefaultStallTimeout), Unit: "s", Meaning: "A stream without progress for so long ends."},
-			{Name: "moment_timeout_s", Default: 60, Unit: "s", Meaning: "A moment of a GPU's stream that has not passed after so long ends the transfers that wait for it."},
+			{Name: "moment_timeout_s", Default: Seconds(core.Defaults.MomentTimeout), Unit: "s", Meaning: "A moment of a GPU's stream that has not passed after so long ends the transfers that wait for it."},
 			{Name: "close_timeout_s", Default: 5, Unit: "s", Meaning: "Bounds `kvconn_close`."},
 		}},
 		{"Further completions", []Key{

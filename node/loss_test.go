@@ -49,18 +49,32 @@ func TestPeerThatForgotUsIsMetAgain(t *testing.T) {
 }
 
 func TestPrefillKilledDuringLoads(t *testing.T) {
-	leaktest.Check(t)
+	byEach(t, func(t *testing.T, transport, by string) {
+		why := []string{"is gone"}
+		if by == viaLocal {
+			why = append(why, "connection lost") // whichever is seen first
+		}
+		prefillKilled(t, transport, by, why)
+	})
+}
+
+func prefillKilled(t *testing.T, transport, by string, why []string) {
+	t.Setenv("KVCONN_TEST_TRANSPORT", transport)
 	address, to := prefillProcess(t, 0, "")
-	d := open(t, testConfig(RoleDecode))
+	d := open(t, forced(RoleDecode, transport))
 	d.load("announced", address, 1)
 	d.load("offered", address, 2, 3)
-	d.want("offered", core.OK)
+	if r := d.want("offered", core.OK); r.Transport != by {
+		t.Errorf("%+v went by another transport", r)
+	}
 	if b := d.block(0, 2); b[0] != 7 || b[blockBytes-1] != 7 {
 		t.Fatal("the loaded block has wrong bytes")
 	}
 	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
 	to.kill()
-	d.want("announced", core.PeerLost, "is gone")
+	if r := d.want("announced", core.PeerLost); !says(r.Reason, why...) {
+		t.Errorf("the load that waited: %s", r.Reason)
+	}
 
 	// The engine comes back on its port: the next request works.
 	again, _ := prefillProcess(t, portOf(t, address), "")
@@ -69,7 +83,9 @@ func TestPrefillKilledDuringLoads(t *testing.T) {
 	}
 	d.seen = map[core.TransferID]core.Report{}
 	d.load("offered", address, 4, 5)
-	d.want("offered", core.OK)
+	if r := d.want("offered", core.OK); r.Transport != by {
+		t.Errorf("%+v went by another transport", r)
+	}
 	if b := d.block(0, 4); b[0] != 7 {
 		t.Fatal("the block loaded after the restart has wrong bytes")
 	}
@@ -108,6 +124,7 @@ func TestStoppedPrefillIsNoticedThroughManyLoads(t *testing.T) {
 	const loads = 200
 	cfg := testConfig(RoleDecode)
 	cfg.NATSURL = nettest.NewNATS(t).URL() // the bus lives on when P stops
+	soon(&cfg)
 	address, to := prefillProcess(t, 0, cfg.NATSURL)
 	d := open(t, cfg)
 	d.load("announced", address, 1)

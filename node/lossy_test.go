@@ -53,6 +53,7 @@ func TestSilentPrefillIsLookedUpAgain(t *testing.T) {
 	cfg := func(role string) Config {
 		cfg := testConfig(role)
 		cfg.NATSURL, cfg.AdvertiseHost = urls, "127.0.0.1"
+		soon(&cfg)
 		return cfg
 	}
 	old, d := open(t, cfg(RolePrefill)), open(t, cfg(RoleDecode))

@@ -2,9 +2,9 @@ package node
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 
@@ -41,8 +41,8 @@ type directory interface {
 // ways is the part of the transports that a finder needs.
 type ways interface {
 	dismisser
-	ways(ctx context.Context, info *wire.Agent, bootstrap string) (list []way, absent map[string]string, err error)
-	connect(peer core.AgentID, engine string, ways []way, absent map[string]string, rep *wire.Reply) error
+	ways(ctx context.Context, info *wire.Agent, bootstrap string) (list []way, absent map[string]error, err error)
+	connect(peer core.AgentID, engine string, ways []way, absent map[string]error, rep *wire.Reply) error
 	settle(ctx context.Context, peer core.AgentID) error
 }
 
@@ -124,16 +124,10 @@ func (f *finder) findRank(target core.Target) ([]core.FoundPart, error) {
 	if err != nil {
 		return nil, err
 	}
-	if held := f.peers.heldBy(target); held != nil && !slices.EqualFunc(held, shapes(info), sameRegion) {
-		return nil, &resizedError{fmt.Sprintf("%s was restarted with other KV caches than the load was for", rankText(info))}
+	if sum, held := f.peers.heldBy(target); held && sum != sumOf(info.Shapes, true) {
+		return nil, &resizedError{fmt.Sprintf("%s was restarted, and its KV caches differ from those that the load was planned for", rankText(info))}
 	}
 	return []core.FoundPart{{From: target, Peer: p.id, Opened: p.opened}}, nil
-}
-
-// sameRegion compares two regions, but not their numbers of blocks.
-func sameRegion(x, y core.Shape) bool {
-	x.NumBlocks, x.BlockStride = y.NumBlocks, y.BlockStride
-	return x == y
 }
 
 // findEngine finds the ranks of a prefill engine that this agent loads from, meets
@@ -169,7 +163,7 @@ func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.Fou
 		return nil, refuse(err)
 	}
 	found, sources := make([]core.FoundPart, len(meetings)), make([]core.Source, len(meetings))
-	errs := make([]error, len(meetings))
+	sums, errs := make([][sha256.Size]byte, len(meetings)), make([]error, len(meetings))
 	var wg sync.WaitGroup
 	for i, m := range meetings {
 		to := target
@@ -187,6 +181,7 @@ func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.Fou
 			}
 			found[i] = core.FoundPart{From: to, Share: m.Share, Peer: p.id, Opened: p.opened}
 			sources[i] = core.Source{Name: m.Rank.String(), Shapes: shapes(info)}
+			sums[i] = sumOf(info.Shapes, true)
 		})
 	}
 	wg.Wait()
@@ -202,7 +197,7 @@ func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.Fou
 	for i := range found {
 		found[i].Regions = regions[i]
 	}
-	f.peers.dealt(found, sources)
+	f.peers.dealt(found, sums)
 	return found, nil
 }
 
@@ -240,9 +235,12 @@ func (f *finder) meet(ctx context.Context, target core.Target, met *entry) (*pee
 	}
 	info, via := met.agent, met.via
 	if n := ranksOf(info); target.Engine != (core.Ranks{}) && n != target.Engine {
-		return nil, nil, &resizedError{fmt.Sprintf("%s is now of an engine of %v, which was restarted; the load was for one of %v", rankText(info), n, target.Engine)}
+		return nil, nil, &resizedError{fmt.Sprintf("%s was restarted in an engine of %v, but the load was planned for an engine of %v", rankText(info), n, target.Engine)}
 	}
-	match, err := compatible(info, f.self)
+	match, err := f.peers.fit(f.self, info, false)
+	if errors.Is(err, errBusy) {
+		return nil, nil, &unansweredError{err}
+	}
 	if err != nil {
 		return nil, nil, &refusedError{fmt.Sprintf("decode engine %q refuses prefill engine %q: %v", f.cfg.EngineID, info.EngineID, err)}
 	}
@@ -259,9 +257,11 @@ func (f *finder) meet(ctx context.Context, target core.Target, met *entry) (*pee
 		}
 		return nil, nil, err
 	}
-	switch core.Code(rep.Code) {
-	case core.OK:
-	case core.Closed:
+	switch code := core.Code(rep.Code); {
+	case code == core.OK:
+	case rep.Again == wire.AgainLater:
+		return nil, nil, &unansweredError{fmt.Errorf("hello to prefill agent %s of %s: %s", id, rankText(info), rep.Reason)}
+	case code == core.Closed:
 		return nil, nil, &unansweredError{fmt.Errorf("hello to prefill agent %s of %s: %w: %s", id, rankText(info), core.ErrAbsent, rep.Reason)}
 	default:
 		return nil, nil, &refusedError{rep.Reason}

@@ -70,21 +70,32 @@ func TestMemoryThatGoes(t *testing.T) {
 	leaktest.Check(t)
 	t.Setenv("KVCONN_TEST_SPOIL", "1")
 	t.Run("the prefill engine's", func(t *testing.T) {
-		address, _ := prefillProcess(t, 0, "")
-		d := open(t, testConfig(RoleDecode))
-		d.load("offered", address, 3, 4)
-		d.want("offered", core.Failed, `region "layer.0" cannot be read`, "not readable")
+		byEach(t, func(t *testing.T, transport, by string) {
+			t.Setenv("KVCONN_TEST_TRANSPORT", transport)
+			address, _ := prefillProcess(t, 0, "")
+			d := open(t, forced(RoleDecode, transport))
+			d.load("offered", address, 3, 4)
+			d.want("offered", core.Failed, map[string][]string{
+				viaTCP:   {`region "layer.0" cannot be read`, "not readable"},
+				viaLocal: {`region "layer.0" of prefill agent`, "cannot be read", "not mapped any more"},
+			}[by]...)
+		})
 	})
 	t.Run("the decode engine's", func(t *testing.T) {
-		p := open(t, testConfig(RolePrefill))
-		p.offer("loaded", 3)
-		p.offer("good", 3, 4)
-		decodeProcess(t, p.BootstrapAddress())
-		p.want("loaded", core.Failed, `region "layer.0" cannot be written`)
-		d := open(t, testConfig(RoleDecode))
-		d.load("good", p.BootstrapAddress(), 7, 8)
-		d.want("good", core.OK)
-		p.want("good", core.OK)
-		same(t, p, []core.BlockID{3, 4}, d, []core.BlockID{7, 8})
+		byEach(t, func(t *testing.T, transport, by string) {
+			t.Setenv("KVCONN_TEST_TRANSPORT", transport)
+			p := open(t, forced(RolePrefill, transport))
+			p.offer("loaded", 3)
+			p.offer("good", 3, 4)
+			decodeProcess(t, p.BootstrapAddress())
+			if r := p.want("loaded", core.Failed, `region "layer.0" cannot be written`); r.Transport != by {
+				t.Errorf("%+v went by another transport", r)
+			}
+			d := open(t, forced(RoleDecode, transport))
+			d.load("good", p.BootstrapAddress(), 7, 8)
+			d.want("good", core.OK)
+			p.want("good", core.OK)
+			same(t, p, []core.BlockID{3, 4}, d, []core.BlockID{7, 8})
+		})
 	})
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/natsbus"
 )
 
 func scrape(t *testing.T, a *side) []byte {
@@ -48,7 +49,9 @@ func TestMetrics(t *testing.T) {
 		"kvconn_offers_total{" + rank + `result="ok",tp_rank="0"} 1`,
 		"kvconn_offers_total{" + rank + `result="cancelled",tp_rank="0"} 1`,
 		`kvconn_calls_total{call="offer",` + rank + `tp_rank="0"} 2`,
-		`kvconn_bytes_total{direction="out",` + rank + fmt.Sprintf(`tp_rank="0",transport="tcp"} %d`, 2*layers*blockBytes),
+		`kvconn_bytes_total{direction="out",` + rank + fmt.Sprintf(`tp_rank="0",transport="local"} %d`, 2*layers*blockBytes),
+		`kvconn_bytes_total{direction="out",` + rank + `tp_rank="0",transport="tcp"} 0`,
+		`kvconn_transport_available{` + rank + `tp_rank="0",transport="local"} 1`,
 		`kvconn_transport_available{` + rank + `tp_rank="0",transport="tcp"} 1`,
 		"kvconn_transfer_seconds_count{" + rank + `side="offer",tp_rank="0"} 1`,
 		`kvconn_under_way{` + rank + `side="offer",state="known",tp_rank="0"} 0`,
@@ -66,7 +69,7 @@ func TestMetrics(t *testing.T) {
 // The page may be asked for before there is anything, and an agent may have none.
 func TestMetricsOfNothing(t *testing.T) {
 	leaktest.Check(t)
-	m := newAgent(testConfig(RolePrefill), Options{}).endings.metrics
+	m := newAgent(testConfig(RolePrefill), Options{}, natsbus.NewIdentity()).endings.metrics
 	if _, err := m.registry.Gather(); err != nil {
 		t.Errorf("before memory is registered: %v", err)
 	}

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"errors"
 	"strings"
 	"time"
 
@@ -11,7 +12,7 @@ import (
 type pair struct {
 	engine    string
 	connected map[string]bool      // D: transports that were told to connect
-	absent    map[string]string    // D: why each other transport was not
+	absent    map[string]error     // D: why each other transport was not
 	down      map[string]bool      // D: transports whose connections broke since
 	settled   bool                 // D has waited once for the preferred transport
 	now       map[core.Side]string // the transport of the last transfer, from and to the peer
@@ -21,13 +22,30 @@ type pair struct {
 	fallbacks map[string]uint64 // loads that did not go by the preferred transport, by reason
 }
 
+// errNotConnected: a transport was not told to connect with a peer, or not yet.
+var errNotConnected = errors.New("it is not connected with that peer")
+
+// lacks says why a transport was not told to connect.
+func (p *pair) lacks(name string) error {
+	if why := p.absent[name]; why != nil {
+		return why
+	}
+	return errNotConnected
+}
+
 // passedOver is a transport that a transfer did not take.
 type passedOver struct {
 	name string
 	why  error
 }
 
-func (o passedOver) String() string { return o.name + ": " + o.why.Error() }
+// silent says whether nobody need hear of it: the peer is on another host, where such a transport never
+// goes.
+func (o passedOver) silent() bool { return errors.Is(o.why, core.ErrElsewhere) }
+
+func (o passedOver) String() string {
+	return o.name + ": " + strings.TrimPrefix(o.why.Error(), o.name+": ")
+}
 
 func joined(passed []passedOver) string {
 	list := make([]string, len(passed))
@@ -39,11 +57,17 @@ func joined(passed []passedOver) string {
 
 // way is one transport of a prefill agent, and its address.
 type way struct {
-	via      core.Transport
-	endpoint string
+	via       core.Transport
+	endpoint  string
+	encrypted bool
 }
 
-func (w way) String() string { return w.via.Name() + " " + w.endpoint }
+func (w way) String() string {
+	if w.encrypted {
+		return w.via.Name() + " " + w.endpoint + " (encrypted)"
+	}
+	return w.via.Name() + " " + w.endpoint
+}
 
 // maxReasons bounds the reasons that are counted apart: some hold numbers.
 const maxReasons = 16
@@ -60,3 +84,8 @@ func count(by map[string]uint64, why string) {
 
 // counting is a transport with counters of its own.
 type counting interface{ Counters() map[string]uint64 }
+
+// explaining is a transport that has several ways to a peer.
+type explaining interface {
+	How(peer core.AgentID) string
+}

@@ -2,6 +2,7 @@ package node
 
 import (
 	"container/list"
+	"crypto/sha256"
 	"fmt"
 	"maps"
 	"slices"
@@ -23,8 +24,8 @@ type peer struct {
 	via    core.Via
 	rank   string        // the peer's engine and rank; "" on P
 	joined bool          // the peer uses the server of another process
-	in     *core.Match   // the peer's caches with this agent's, for loads from it; nil: it was not looked up
-	out    *core.Match   // this agent's caches with the peer's, for its loads; nil: it has not said hello
+	in     *matched      // the peer's caches with this agent's, for loads from it; nil: it was not looked up
+	out    *matched      // this agent's caches with the peer's, for its loads; nil: it has not said hello
 	opened time.Time     // the peer was not open before; zero: unknown
 	gone   bool          // the peer was found gone; guarded by the table
 	heard  time.Time     // when the peer answered a load last
@@ -43,10 +44,12 @@ type lookup struct {
 type peerTable struct {
 	mu      sync.Mutex
 	byID    map[core.AgentID]*peer
-	order   *list.List                   // of *peer, by their last use
-	known   map[lookup][]core.FoundPart  // the agents of a target that was looked up
-	looking map[lookup][]core.Resolve    // the loads and claims that wait for a look-up under way
-	held    map[core.Target][]core.Shape // the regions that a rank had when this agent's were dealt out to its engine
+	order   *list.List                        // of *peer, by their last use
+	known   map[lookup][]core.FoundPart       // the agents of a target that was looked up
+	looking map[lookup][]core.Resolve         // the loads and claims that wait for a look-up under way
+	held    map[core.Target][sha256.Size]byte // sumOf the regions that a rank had when this agent's were dealt out to its engine
+	matches matchStore
+	long    chan struct{} // holds a value while a peer with many regions is looked at
 
 	// meeting is held while a peer is added and another is dismissed for it, so that
 	// the transports admit exactly the peers of the table.
@@ -54,7 +57,8 @@ type peerTable struct {
 }
 
 func newPeerTable() *peerTable {
-	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), known: map[lookup][]core.FoundPart{}, looking: map[lookup][]core.Resolve{}, held: map[core.Target][]core.Shape{}}
+	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), known: map[lookup][]core.FoundPart{}, looking: map[lookup][]core.Resolve{}, held: map[core.Target][sha256.Size]byte{},
+		matches: matchStore{by: map[cachesKey]*matched{}}, long: make(chan struct{}, 1)}
 }
 
 func (t *peerTable) get(id core.AgentID) *peer {
@@ -93,14 +97,26 @@ type dismisser interface {
 const keptFor = 10 * time.Second
 
 // errManyPeers: all peers in the table were used a moment ago.
-var errManyPeers = fmt.Errorf("%d agents were met and are in use, the most that are remembered", maxPeers)
+var errManyPeers = fmt.Errorf("this agent works with %d peers, its limit, and has used each within the last %v: try again later", maxPeers, keptFor)
 
-// add remembers a peer, and dismisses the peer that makes room for it; t.meeting is held.
+// add remembers a peer, and dismisses the peers that make room for it; t.meeting is held.
 func (t *peerTable) add(p *peer, transports dismisser) error {
-	var oldest core.AgentID
 	t.mu.Lock()
+	gone, err := t.put(p)
+	t.mu.Unlock()
+	for _, id := range gone {
+		transports.Dismiss(id) // it may call the sink
+	}
+	return err
+}
+
+// put is add, and returns the peers that it has forgotten for this one; t.mu is held.
+func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 	p.used = time.Now()
-	if old := t.byID[p.id]; old != nil {
+	old := t.byID[p.id]
+	if old != nil {
+		old.used = p.used // it makes no room for itself
+		t.order.MoveToBack(old.place)
 		if p.in == nil { // an agent's caches do not change
 			p.in = old.in
 		}
@@ -110,23 +126,64 @@ func (t *peerTable) add(p *peer, transports dismisser) error {
 		if p.rank == "" {
 			p.rank, p.joined = old.rank, old.joined
 		}
-		t.order.Remove(old.place)
 	} else if t.order.Len() >= maxPeers {
 		first := t.order.Front().Value.(*peer)
 		if p.used.Sub(first.used) < keptFor {
-			t.mu.Unlock()
-			return errManyPeers
+			return nil, errManyPeers
 		}
-		oldest = first.id
+		gone = append(gone, first.id)
 		t.drop(first)
+	}
+	more, err := t.makeRoom(t.matches.adds(p.in, p.out))
+	if gone = append(gone, more...); err != nil {
+		if old != nil { // what it was known by is not what it says now
+			gone = append(gone, p.id)
+			t.drop(old)
+		}
+		return gone, err
+	}
+	p.in, p.out = t.matches.hold(p.in), t.matches.hold(p.out)
+	if old != nil {
+		t.remove(old)
 	}
 	p.place = t.order.PushBack(p)
 	t.byID[p.id] = p // met anew, so it is not gone
-	t.mu.Unlock()
-	if oldest != "" {
-		transports.Dismiss(oldest) // it may call the sink
+	return gone, nil
+}
+
+// errManyMatches: the peers whose caches take the most were used a moment ago.
+var errManyMatches = fmt.Errorf("what this agent keeps of how its peers' KV caches fit its own would take more than %d bytes, and it has used each peer within the last %v: try again later, or give all decode engines the same KV caches",
+	maxMatched, keptFor)
+
+// makeRoom forgets peers that were not used for keptFor, until so many bytes more may be kept:
+// first those that take the most. A peer whose caches another one has too stays. t.mu is held.
+func (t *peerTable) makeRoom(bytes int) (gone []core.AgentID, err error) {
+	if t.matches.bytes+bytes <= maxMatched {
+		return nil, nil
 	}
-	return nil
+	var idle []*peer
+	now := time.Now()
+	for e := t.order.Front(); e != nil; e = e.Next() {
+		p := e.Value.(*peer)
+		if now.Sub(p.used) < keptFor {
+			break
+		}
+		if alone(p.in, p.out) > 0 {
+			idle = append(idle, p)
+		}
+	}
+	slices.SortStableFunc(idle, func(a, b *peer) int { return alone(b.in, b.out) - alone(a.in, a.out) })
+	for _, p := range idle {
+		if t.matches.bytes+bytes <= maxMatched {
+			break
+		}
+		gone = append(gone, p.id)
+		t.drop(p)
+	}
+	if t.matches.bytes+bytes > maxMatched {
+		return gone, errManyMatches
+	}
+	return gone, nil
 }
 
 // admit lets a peer that has said hello connect, and remembers it. The transports' admit
@@ -153,11 +210,18 @@ func (t *peerTable) connect(p *peer, transports dismisser, connect func() error)
 	return connect()
 }
 
-// drop removes a peer; t.mu is held.
+// drop forgets a peer; t.mu is held.
 func (t *peerTable) drop(p *peer) {
+	t.remove(p)
+	t.unmap(p.id)
+}
+
+// remove takes a peer's record out; t.mu is held.
+func (t *peerTable) remove(p *peer) {
 	delete(t.byID, p.id)
 	t.order.Remove(p.place)
-	t.unmap(p.id)
+	t.matches.release(p.in)
+	t.matches.release(p.out)
 }
 
 // lose marks a peer that was found gone, and makes the next load look the target
@@ -183,11 +247,11 @@ func (t *peerTable) answered(id core.AgentID) {
 	t.with(id, func(p *peer) { p.heard, p.mute = time.Now(), time.Time{} })
 }
 
-// silent notes that a peer gave no answer to a load that began then. For the pause the
-// loads that wait behind that load fail at once, not one after the other.
+// silent notes that a peer gave no answer to a load that began then. Unless the peer has answered another one
+// since, or within the pause, the loads that wait behind fail at once for the pause, not one after the other.
 func (t *peerTable) silent(id core.AgentID, began time.Time, pause time.Duration) {
 	t.with(id, func(p *peer) {
-		if p.heard.Before(began) {
+		if p.heard.Before(began) || time.Since(p.heard) >= pause {
 			p.mute = time.Now().Add(pause)
 		}
 	})
@@ -252,22 +316,23 @@ func (t *peerTable) remember(key lookup, found []core.FoundPart) {
 
 // dealt remembers the ranks of an engine to which this agent's regions were dealt
 // out, and the regions that each rank had.
-func (t *peerTable) dealt(found []core.FoundPart, sources []core.Source) {
+func (t *peerTable) dealt(found []core.FoundPart, sums [][sha256.Size]byte) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.held) >= 4*maxPeers {
 		clear(t.held)
 	}
 	for i := range found {
-		t.held[found[i].From] = sources[i].Shapes
+		t.held[found[i].From] = sums[i]
 		t.remember(lookup{found[i].From, true}, found[i:i+1])
 	}
 }
 
-// heldBy returns the regions that a rank had when this agent's were dealt out; nil
-// if they were not.
-func (t *peerTable) heldBy(target core.Target) []core.Shape {
+// heldBy is the digest of the regions that a rank had when this agent's were dealt out; ok is
+// false if they were not.
+func (t *peerTable) heldBy(target core.Target) (sum [sha256.Size]byte, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.held[target]
+	sum, ok = t.held[target]
+	return sum, ok
 }

@@ -67,3 +67,26 @@ func TestForgottenPeersAreDismissed(t *testing.T) {
 		t.Fatalf("%d pairs are remembered, of %d peers", len(all.pairs), maxPeers)
 	}
 }
+
+// TestSilentPeer: loads that wait behind one without an answer fail at once, unless the peer has answered another load
+// since, and lately.
+func TestSilentPeer(t *testing.T) {
+	const pause = time.Hour
+	now := time.Now()
+	for what, c := range map[string]struct {
+		heard, began time.Time
+		deaf         bool
+	}{
+		"never heard":           {time.Time{}, now.Add(-2 * pause), true},
+		"heard before it began": {now.Add(-pause / 2), now.Add(-pause / 4), true},
+		"heard lately":          {now.Add(-pause / 2), now.Add(-3 * pause), false},
+		"heard, but long ago":   {now.Add(-2 * pause), now.Add(-3 * pause), true},
+	} {
+		table := newPeerTable()
+		table.byID["p"] = &peer{id: "p", heard: c.heard}
+		table.silent("p", c.began, pause)
+		if deaf := table.deaf("p", time.Now()); deaf != c.deaf {
+			t.Errorf("%s: deaf %v, want %v", what, deaf, c.deaf)
+		}
+	}
+}

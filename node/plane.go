@@ -31,11 +31,8 @@ type controlPlane struct {
 }
 
 // openControlPlane's metrics are nil where no port is served.
-func openControlPlane(identity *natsbus.Identity, c *Config, log *zap.Logger, metrics *metrics) (_ *controlPlane, err error) {
-	p := &controlPlane{cfg: c}
-	if p.sec, err = openSecurity(c, log); err != nil {
-		return nil, err
-	}
+func openControlPlane(identity *natsbus.Identity, c *Config, sec *security, log *zap.Logger, metrics *metrics) (_ *controlPlane, err error) {
+	p := &controlPlane{cfg: c, sec: sec}
 	defer func() {
 		if err != nil {
 			ctx, cancel := context.WithTimeout(context.Background(), time.Duration(c.CloseTimeout))
@@ -68,7 +65,7 @@ func openControlPlane(identity *natsbus.Identity, c *Config, log *zap.Logger, me
 		})
 	}
 	p.bus, err = natsbus.Open(natsbus.Options{Identity: identity, Server: p.nats, ClusterURL: c.NATSURL, Join: c.BootstrapJoin, JoinTimeout: time.Duration(c.JoinTimeout),
-		Replicas: c.NATSReplicas, Token: p.sec.token, JoinToken: p.sec.join, Seed: p.sec.seed, TLS: p.sec.client, OnlyTLS: c.TLSCAFile != "", Allow: p.sec.allow.enter,
+		Replicas: c.NATSReplicas, JSPrefix: c.NATSJSPrefix, Token: p.sec.token, JoinToken: p.sec.join, Seed: p.sec.seed, TLS: p.sec.client, OnlyTLS: c.TLSCAFile != "", Allow: p.sec.allow.enter,
 		ConnectTimeout: time.Duration(c.ConnectTimeout), Logger: log.Named("bus")})
 	if err != nil {
 		return nil, err
@@ -114,7 +111,7 @@ func (p *controlPlane) advertised() (string, error) {
 	}
 	c, err := net.Dial("udp", at.Host) // sends nothing
 	if err != nil {
-		return "", fmt.Errorf("the address from which %s is reached: %w: set advertise_host", p.cfg.BootstrapJoin, err)
+		return "", fmt.Errorf("the address by which this host reaches %s is not known: %w: set advertise_host", p.cfg.BootstrapJoin, err)
 	}
 	defer c.Close()
 	from, to := c.LocalAddr().(*net.UDPAddr).IP, c.RemoteAddr().(*net.UDPAddr).IP

@@ -2,6 +2,7 @@ package node
 
 import (
 	"bufio"
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -15,6 +16,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/nettest"
+	"github.com/kvconn/kvconn/internal/shmem"
 )
 
 // TestMain is also the agent in a process of its own that tests kill and stop.
@@ -37,11 +39,15 @@ func TestMain(m *testing.M) {
 // one offered, a decode agent that claims one and loads one, or a rank of a prefill
 // engine. It prints its address, or that it has begun.
 func runRole(role, address string) (string, error) {
-	if role == "rank" {
+	switch role {
+	case "rank":
 		return runRank()
+	case "barred":
+		return runBarred(address)
 	}
 	cfg := testConfig(role)
 	cfg.NATSURL, cfg.AdvertiseHost = os.Getenv("KVCONN_TEST_NATS"), "127.0.0.1"
+	cfg.Transport = cmp.Or(os.Getenv("KVCONN_TEST_TRANSPORT"), cfg.Transport)
 	if role == RolePrefill {
 		fmt.Sscan(address, &cfg.BootstrapPort)
 		fmt.Sscan(os.Getenv("KVCONN_TEST_TCP_PORT"), &cfg.TCPPort)
@@ -51,6 +57,12 @@ func runRole(role, address string) (string, error) {
 		return "", err
 	}
 	cache, err := mapped()
+	if os.Getenv("KVCONN_TEST_SHARED") != "" {
+		var m *shmem.Memory
+		if m, err = shmem.Alloc(layers * numBlocks * blockBytes); err == nil {
+			cache = m.Bytes()
+		}
+	}
 	if err != nil {
 		return "", err
 	}
@@ -81,6 +93,7 @@ func runRole(role, address string) (string, error) {
 // signals are what tests do to a process.
 type signals struct {
 	kill, stop func()
+	pid        int
 }
 
 // process starts an agent in a process of its own and returns what it says.
@@ -104,6 +117,7 @@ func process(t *testing.T, role, address, cluster string) (said string, to signa
 		_ = cmd.Wait()
 		in.Close()
 	}
+	to.pid = cmd.Process.Pid
 	to.stop = func() { _ = cmd.Process.Signal(syscall.SIGSTOP) }
 	t.Cleanup(to.kill)
 	line, err := bufio.NewReader(out).ReadString('\n')

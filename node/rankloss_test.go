@@ -21,8 +21,8 @@ import (
 func TestFirstRankRestarted(t *testing.T) {
 	leaktest.Check(t)
 	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 2}
-	ps, address := m.engine(t, RolePrefill, two, nil)
-	ds, _ := m.engine(t, RoleDecode, core.Ranks{TP: 2, PP: 1}, nil)
+	ps, address := m.engine(t, RolePrefill, two, soon)
+	ds, _ := m.engine(t, RoleDecode, core.Ranks{TP: 2, PP: 1}, soon)
 	at := from(address, ps[0].cfg.EngineID)
 	carry(t, "a", 1, ps, ds, at)
 	for _, d := range ds {
@@ -46,6 +46,7 @@ func TestFirstRankRestarted(t *testing.T) {
 	ds[1].want("lost", core.Cancelled)
 	cfg := rankConfig(RolePrefill, two, core.Rank{}, "")
 	cfg.BootstrapPort = portOf(t, address)
+	soon(&cfg)
 	ps[0] = m.open(t, cfg)
 	until(t, "all ranks are back", func() bool { return shown(t, address)["0 engine-prefill"] == 4 })
 	carry(t, "b", 2, ps, ds, at)
@@ -57,12 +58,12 @@ func TestFirstRankRestarted(t *testing.T) {
 func TestEngineRestartedWithOtherRanks(t *testing.T) {
 	leaktest.Check(t)
 	m := model{2, 4, false}
-	ds, _ := m.engine(t, RoleDecode, core.Ranks{TP: 2, PP: 1}, func(c *Config) { c.ConnectTimeout = Seconds(bound) })
+	ds, _ := m.engine(t, RoleDecode, core.Ranks{TP: 2, PP: 1}, func(c *Config) { soon(c); c.ConnectTimeout = Seconds(bound) })
 	port := freePort(t)
 	address := fmt.Sprint("http://127.0.0.1:", port)
 	at := from(address, "engine-prefill")
 	for i, n := range []core.Ranks{{TP: 2, PP: 1}, {TP: 1, PP: 1}, {TP: 4, PP: 1}, {TP: 1, PP: 2}, {TP: 2, PP: 1}} {
-		ps, _ := m.engine(t, RolePrefill, n, func(c *Config) { c.BootstrapPort = port; c.JoinTimeout = Seconds(bound) })
+		ps, _ := m.engine(t, RolePrefill, n, func(c *Config) { soon(c); c.BootstrapPort = port; c.JoinTimeout = Seconds(bound) })
 		for _, p := range ps {
 			if p.BootstrapAddress() != address {
 				t.Fatalf("it is at %s, want %s", p.BootstrapAddress(), address)
@@ -93,7 +94,9 @@ func TestEngineRestartedWithOtherRanks(t *testing.T) {
 func TestRankKilled(t *testing.T) {
 	leaktest.Check(t)
 	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
-	first := m.open(t, rankConfig(RolePrefill, two, core.Rank{}, ""))
+	pc := rankConfig(RolePrefill, two, core.Rank{}, "")
+	soon(&pc)
+	first := m.open(t, pc)
 	address := first.BootstrapAddress()
 	text, err := json.Marshal(rankConfig(RolePrefill, two, core.Rank{TP: 1}, address))
 	if err != nil {
@@ -101,7 +104,7 @@ func TestRankKilled(t *testing.T) {
 	}
 	t.Setenv("KVCONN_TEST_CONFIG", string(text))
 	_, second := process(t, "rank", "", "")
-	ds, _ := m.engine(t, RoleDecode, core.One, nil)
+	ds, _ := m.engine(t, RoleDecode, core.One, soon)
 	at := from(address, "engine-prefill")
 	ids := []core.TransferID{"a", "b", "c"}
 	for i, id := range ids {

@@ -39,12 +39,18 @@ func regions(cache []byte) []core.Region {
 	return out
 }
 
+// testConfig's peers are never silent for too long, since a test on a loaded machine may be: see soon.
 func testConfig(role string) Config {
 	c := DefaultConfig()
 	c.EngineID, c.Role = "engine-"+role, role
 	c.BootstrapHost, c.BootstrapPort, c.TCPListenHost = "127.0.0.1", 0, "127.0.0.1"
-	c.PeerTimeout = Seconds(1500 * time.Millisecond)
+	c.PeerTimeout, c.ConnectTimeout = Seconds(20*time.Second), Seconds(20*time.Second)
 	return c
+}
+
+// soon is for tests of peers that are silent.
+func soon(c *Config) {
+	c.PeerTimeout, c.ConnectTimeout = Seconds(1500*time.Millisecond), Seconds(core.DefaultConnectTimeout)
 }
 
 func open(t testing.TB, cfg Config) *side {

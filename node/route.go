@@ -24,14 +24,14 @@ func checkRouteInfo(text []byte) (map[string]json.RawMessage, error) {
 		return nil, nil
 	}
 	if len(text) > wire.MaxRouteInfo {
-		return nil, fmt.Errorf("it has %d bytes, at most %d are carried", len(text), wire.MaxRouteInfo)
+		return nil, fmt.Errorf("it has %d bytes, the limit is %d: make it shorter", len(text), wire.MaxRouteInfo)
 	}
 	if err := json.Unmarshal(text, &info); err != nil {
 		return nil, fmt.Errorf("%.100q is no JSON object: %w", text, err)
 	}
 	for _, key := range sizeKeys {
 		if info[key] != nil {
-			return nil, fmt.Errorf("it says %q, which comes from tp_size, dp_size and pp_size: take it away", key)
+			return nil, fmt.Errorf("its member %q is not allowed, since tp_size, dp_size and pp_size say it: remove the member", key)
 		}
 	}
 	return info, nil

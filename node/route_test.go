@@ -73,7 +73,7 @@ func TestRouteOfAgents(t *testing.T) {
 				t.Fatalf("topology: %d %s, want %s", code, body, want)
 			}
 			for i, p := range ps {
-				_, port, err := net.SplitHostPort(p.caches.Load().self.Endpoints[0].Address)
+				_, port, err := net.SplitHostPort(p.caches.Load().transports.named(viaTCP).Endpoint())
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -14,7 +15,10 @@ import (
 // run performs the machine's actions in their order, and keeps its time while
 // it waits for something.
 func run(ctx context.Context, h *halves, perform func(core.Action)) {
-	var stopTicker func()
+	var (
+		stopTicker func()
+		ticked     atomic.Bool
+	)
 	defer func() {
 		if stopTicker != nil {
 			stopTicker()
@@ -33,8 +37,8 @@ func run(ctx context.Context, h *halves, perform func(core.Action)) {
 		h.performed()
 		switch {
 		case busy && stopTicker == nil:
-			stopTicker = h.clock.NewTicker(core.TickInterval, func(time.Time) { h.Tick() })
-		case !busy && stopTicker != nil:
+			stopTicker = h.clock.NewTicker(core.TickInterval, func(time.Time) { ticked.Store(true); h.Tick() })
+		case !busy && stopTicker != nil && ticked.Swap(false): // short transfers share a ticker
 			stopTicker()
 			stopTicker = nil
 		}
@@ -101,11 +105,11 @@ func (p *performer) expect(v core.Expect) (grant []byte, err error) {
 	if from == nil || from.in == nil {
 		return nil, fmt.Errorf("prefill agent %s is not known any more", v.Peer)
 	}
-	segments, err := from.in.Segments(v.Selection)
+	to, err := newLanding(from.in.match, v.Selection)
 	if err != nil {
 		return nil, fmt.Errorf("the load from prefill agent %s cannot be planned: %w", v.Peer, err)
 	}
-	return p.transports.Expect(v.ID, v.Peer, segments)
+	return p.transports.Expect(v.ID, v.Peer, to)
 }
 
 // write performs Write: a whole one, the first part of one, or more of it.
@@ -123,13 +127,7 @@ func (p *performer) write(v core.Write) {
 		return
 	}
 	op := core.WriteOp{ID: v.ID, Peer: v.Peer, Grant: v.Grant}
-	var err error
-	if !v.Extends && v.End == nil {
-		op.Pairs, err = v.Match.Pairs(v.Src, v.Dst)
-	} else {
-		op.Bytes = v.Match.Bytes(v.Dst)
-		op.Pairs, op.At, err = v.Match.PairsBetween(v.Src, v.Dst, v.Begin, v.End)
-	}
+	err := p.transports.plan(&op, &v)
 	if v.End != nil && err == nil {
 		p.partial(op.Given())
 	}
@@ -138,7 +136,7 @@ func (p *performer) write(v core.Write) {
 		fail(err)
 	case !v.Extends:
 		p.transports.Write(op)
-	case len(op.Pairs) > 0:
+	case op.Given() > 0:
 		p.transports.Extend(op)
 	}
 }

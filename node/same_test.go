@@ -34,7 +34,7 @@ func TestModelsAreComparedByFingerprint(t *testing.T) {
 		{agent("llama", "", nil), agent("llama", "", map[string]string{"backend": "B"}), `backend "none" at the prefill engine, "B" at the decode engine`},
 		{agent("llama", "", map[string]string{"backend": "none"}), agent("llama", "", nil), ""},
 	} {
-		_, err := compatible(c.p, c.d)
+		_, err := compatible(c.p, c.d, nil)
 		if got := fmt.Sprint(err); c.says == "" && err != nil || c.says != "" && got != c.says {
 			t.Errorf("%s, want %s", got, c.says)
 		}

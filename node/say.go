@@ -9,6 +9,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -107,7 +108,7 @@ func (s *speaker) renewPart(peer core.AgentID, part []core.TransferID, claims bo
 		req = &wire.Renew{Claims: ids}
 	}
 	rep, err := accepted(s.ask.within(s.ask.peerTimeout/3, peer, &wire.Request{Kind: wire.KindRenew, Renew: req}))
-	if err == nil && len(rep.Statuses) != len(ids) {
+	if err == nil && len(rep.Statuses) != len(ids) && !fault.On("node-answers-of-others") {
 		err = fmt.Errorf("prefill agent %s answers for %d transfers, it was asked for %d", peer, len(rep.Statuses), len(ids))
 	}
 	if err != nil {

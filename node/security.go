@@ -27,6 +27,7 @@ const (
 // security is read from a Config's keys and files: who gets in, and whom this agent
 // trusts and contacts.
 type security struct {
+	identity    *natsbus.Identity // of this agent
 	token, seed string
 	join        string      // the secret of the ranks of this prefill engine
 	server      *tls.Config // of the bootstrap port; nil for plain HTTP
@@ -40,7 +41,7 @@ func checkToken(token string) error {
 	}
 	for _, r := range token {
 		if r <= ' ' || r >= 0x7f {
-			return fmt.Errorf("has a character that is not printable ASCII, or a space")
+			return fmt.Errorf("has a space, or a character outside of printable ASCII")
 		}
 	}
 	return nil
@@ -71,13 +72,19 @@ func openSecurity(c *Config, log *zap.Logger) (*security, error) {
 		}
 	}
 	if s.join != "" && s.join == s.token {
-		return nil, fmt.Errorf("%w: config key \"join_token\": it is also the nats_token, which decode engines have: take another secret", core.ErrInvalid)
+		return nil, fmt.Errorf("%w: config key \"join_token\": it equals nats_token, which decode engines have too: choose another secret", core.ErrInvalid)
 	}
 	if c.NATSNKeySeedFile != "" {
 		if s.seed, err = readSecret("nats_nkey_seed_file", c.NATSNKeySeedFile, log); err == nil {
 			err = natsbus.CheckSeed(s.seed)
 		}
 		if err != nil {
+			return nil, bad("nats_nkey_seed_file", c.NATSNKeySeedFile, err)
+		}
+	}
+	s.identity = natsbus.NewIdentity()
+	if s.seed != "" && c.NATSURL != "" {
+		if s.identity, err = natsbus.NewKeyedIdentity(s.seed); err != nil {
 			return nil, bad("nats_nkey_seed_file", c.NATSNKeySeedFile, err)
 		}
 	}

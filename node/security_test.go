@@ -144,7 +144,7 @@ func TestSecurityKeys(t *testing.T) {
 	ca := nettest.NewAuthority(t)
 	cert, key := ca.Issue(time.Now().Add(time.Hour), "h")
 	empty, long := secretFile(t, "\n", 0o600), secretFile(t, strings.Repeat("x", maxToken+1), 0o600)
-	two := secretFile(t, "one\ntwo\n", 0o600)
+	one, two := secretFile(t, "one\n", 0o600), secretFile(t, "one\ntwo\n", 0o600)
 	for what, c := range map[string]struct {
 		role string
 		set  func(*Config)
@@ -164,7 +164,8 @@ func TestSecurityKeys(t *testing.T) {
 		"long token":        {RolePrefill, func(c *Config) { c.NATSTokenFile = long }, "1025 bytes"},
 		"two lines":         {RolePrefill, func(c *Config) { c.NATSTokenFile = two }, "nats_token_file"},
 		"token is a folder": {RolePrefill, func(c *Config) { c.NATSTokenFile = t.TempDir() }, "nats_token_file"},
-		"seed is no seed":   {RoleDecode, func(c *Config) { c.NATSNKeySeedFile = two }, "begins with SU"},
+		"seed is no seed":   {RoleDecode, func(c *Config) { c.NATSNKeySeedFile, c.BootstrapAllow = two, []string{"127.0.0.1"} }, "begins with SU"},
+		"a seed alone":      {RoleDecode, func(c *Config) { c.NATSNKeySeedFile = one }, "no prefill engine to this agent"},
 		"key of another":    {RolePrefill, func(c *Config) { c.TLSCertFile, c.TLSKeyFile = ca.File, key }, "tls_cert_file"},
 		"missing cert":      {RolePrefill, func(c *Config) { c.TLSCertFile, c.TLSKeyFile = "/nowhere/c", key }, "/nowhere/c"},
 		"missing CA":        {RoleDecode, func(c *Config) { c.TLSCAFile = "/nowhere/ca" }, "/nowhere/ca"},

@@ -10,6 +10,8 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/ratelog"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -23,8 +25,9 @@ type server struct {
 	peers    *peerTable
 	machine  arrivals
 	signals  *signalling
-	guests   *guests         // nil where no other rank can join
-	lifetime context.Context // ends with the agent
+	guests   *guests                               // nil where no other rank can join
+	lifetime context.Context                       // ends with the agent
+	lines    struct{ hellos, joins ratelog.Limit } // about those that are refused: each may ask as often as it likes
 }
 
 // arrivals takes peers' requests that the machine answers; the agent's halves.
@@ -44,10 +47,13 @@ func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
 }
 
 // anAgent is what natsbus makes agents' ids look like.
-var anAgent = regexp.MustCompile(`\b[A-Z2-7]{32}\b`)
+var anAgent = regexp.MustCompile(`\b([A-Z2-7]{32}|U[A-Z2-7]{55}-[A-Z2-7]{7})\b`)
 
 // forPeer takes other agents' ids out of a text that is told to a peer.
 func (s *server) forPeer(text, peer string) string {
+	if text == "" {
+		return "" // as of nearly all answers
+	}
 	return anAgent.ReplaceAllStringFunc(text, func(id string) string {
 		if id == peer || id == string(s.id) {
 			return id
@@ -72,7 +78,7 @@ func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
 		if s.peers.get(from) == nil {
 			return sayHello() // nothing of it is under way here
 		}
-		for part := range slices.Chunk(req.Finishes, maxLocked) {
+		for part := range slices.Chunk(req.Finishes, core.MaxLocked) {
 			s.machine.FinishArrived(from, part)
 		}
 		return &wire.Reply{}
@@ -94,14 +100,22 @@ func sayHello() *wire.Reply {
 
 // hello checks once for each peer that its blocks can be copied from ours.
 func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Reply {
+	if fault.On("node-from-believed") {
+		from = core.AgentID(h.ID)
+	}
 	h.ID = string(from)
 	self, t := s.caches()
 	if self == nil || !s.cfg.prefills() {
 		return refuse("agent %s has no KV caches to offer", s.id)
 	}
-	match, err := compatible(self, h)
+	match, err := s.peers.fit(self, h, true)
+	if errors.Is(err, errBusy) {
+		return &wire.Reply{Code: int(core.Failed), Again: wire.AgainLater, Reason: err.Error()}
+	}
 	if err != nil {
-		s.log.Warn("decode agent refused", zap.String("peer", h.ID), zap.String("engine_id", h.EngineID), zap.Error(err))
+		s.lines.hellos.Do(func(note string) {
+			s.log.Warn("decode agent refused"+note, zap.String("peer", h.ID), zap.String("engine_id", h.EngineID), zap.Error(err))
+		})
 		return refuse("prefill engine %q refuses decode engine %q: %v", self.EngineID, h.EngineID, err)
 	}
 	tickets, err := s.peers.admit(&peer{id: from, via: via, out: match}, t, func() ([]wire.Ticket, error) { return t.admit(from, h) })
@@ -121,12 +135,12 @@ func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
 		return sayHello()
 	}
 	if t.named(l.Transport) == nil {
-		return refuse("transport %q: prefill agent %s of engine %q has %s", l.Transport, s.id, s.cfg.EngineID, t.have(nil))
+		return refuse("a load came for transport %q, but prefill agent %s of engine %q has %s", l.Transport, s.id, s.cfg.EngineID, t.have(nil))
 	}
 	if len(l.Regions) == 0 {
 		l.Regions = nil // all
 	}
-	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: mark(l.Transport, l.Grant), Selection: core.Selection{Tokens: l.Tokens, Regions: l.Regions}, Prompt: l.Prompt, Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out}
+	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: mark(l.Transport, l.Grant), Selection: core.Selection{Tokens: l.Tokens, Regions: l.Regions}, Prompt: l.Prompt, Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out.match}
 	for _, g := range l.Groups {
 		msg.First = append(msg.First, g.First)
 		msg.Blocks = append(msg.Blocks, g.IDs)
@@ -135,20 +149,16 @@ func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
 	return &wire.Reply{Code: int(code), Reason: reason}
 }
 
-// maxLocked is how many transfers of a peer's message are looked up under the agent's lock
-// at a time, so that the engine's calls get in between.
-const maxLocked = 64
-
 func (s *server) renew(from core.AgentID, r *wire.Renew) *wire.Reply {
 	rep := &wire.Reply{Statuses: make([]uint8, 0, len(r.Loads)+len(r.Claims))}
 	// Only a peer that has said hello has transfers here. Other peers learn that this agent
 	// lives.
 	if p := s.peers.get(from); p != nil && p.out != nil {
 		s.machine.RenewArrived(from, nil, nil) // it lives
-		for part := range slices.Chunk(r.Loads, maxLocked) {
+		for part := range slices.Chunk(r.Loads, core.MaxLocked) {
 			addAnswers(rep, s.machine.RenewArrived(from, transferIDs(part), nil))
 		}
-		for part := range slices.Chunk(r.Claims, maxLocked) {
+		for part := range slices.Chunk(r.Claims, core.MaxLocked) {
 			addAnswers(rep, s.machine.RenewArrived(from, nil, transferIDs(part)))
 		}
 	}
@@ -173,8 +183,8 @@ func (s *server) join(from core.AgentID, j *wire.Join) *wire.Reply {
 	switch {
 	case s.guests == nil:
 		return refuse("agent %s of engine %q has no server that others could join", s.id, s.cfg.EngineID)
-	case j.Agent.ID != string(from):
-		return refuse("agent %s asks for a registration of %s", from, j.Agent.ID)
+	case j.Agent.ID != string(from) && !fault.On("node-joins-others"):
+		return refuse("agent %s asks to register agent %s: an agent registers only itself", from, j.Agent.ID)
 	}
 	ctx, cancel := context.WithTimeout(s.lifetime, time.Duration(s.cfg.ConnectTimeout))
 	defer cancel()
@@ -184,7 +194,9 @@ func (s *server) join(from core.AgentID, j *wire.Join) *wire.Reply {
 	}
 	since, err := s.guests.join(ctx, j)
 	if err != nil {
-		s.log.Warn("rank not registered", zap.String("agent", j.Agent.ID), zap.String("engine_id", j.Agent.EngineID), zap.Error(err))
+		s.lines.joins.Do(func(note string) {
+			s.log.Warn("rank not registered"+note, zap.String("agent", j.Agent.ID), zap.String("engine_id", j.Agent.EngineID), zap.Error(err))
+		})
 		if s.cfg.EngineID == "" {
 			return refuse("agent %s, which has the bootstrap port: %v", s.id, err)
 		}

@@ -34,7 +34,7 @@ type signalling struct {
 func (s *signalling) serve(t *transports, from core.AgentID, msg *wire.Signal) *wire.Reply {
 	w, ok := t.named(msg.Transport).(core.Signaller)
 	if !ok {
-		return refuse("a signal for transport %q: agent %s of engine %q has %s", msg.Transport, s.id, s.engineID, t.have(nil))
+		return refuse("a signal came for transport %q, but agent %s of engine %q has %s", msg.Transport, s.id, s.engineID, t.have(nil))
 	}
 	if !s.gate.enter(from) {
 		return &wire.Reply{Code: int(core.Failed), Again: wire.AgainLater, Reason: "other signals are being handled"}
@@ -77,7 +77,7 @@ func (s *signalling) of(transport string) core.Signal {
 				return nil, errors.New(rep.Reason)
 			}
 			if err := sleep.For(ctx, busyPause); err != nil {
-				return nil, fmt.Errorf("signal to agent %s: it was busy: %w", to, err)
+				return nil, fmt.Errorf("signal to agent %s: the agent was busy: %w", to, err)
 			}
 		}
 	}

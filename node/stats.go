@@ -92,7 +92,7 @@ type TransportStats struct {
 	Reason    string `json:"reason,omitempty"` // why it is not
 	Counts
 	Fallbacks map[string]uint64 `json:"fallbacks,omitempty"` // loads that another took in its place, by reason
-	Counters  map[string]uint64 `json:"counters,omitempty"`  // of the transport itself: rdma.Transport.Counters
+	Counters  map[string]uint64 `json:"counters,omitempty"`  // of the transport itself: Counters of rdma.Transport, local.Transport
 }
 
 // PairStats count an agent's transfers with one peer.
@@ -100,6 +100,7 @@ type PairStats struct {
 	Agent     string            `json:"agent"`
 	EngineID  string            `json:"engine_id"`
 	Transport string            `json:"transport"`           // by which new transfers go
+	How       string            `json:"how,omitempty"`       // local: mapping, process_vm_readv, device, or several
 	Reason    string            `json:"reason,omitempty"`    // why not by a better one
 	Transfers map[string]uint64 `json:"transfers"`           // that ended well, by transport
 	Fallbacks map[string]uint64 `json:"fallbacks,omitempty"` // loads that did not take the best one, by reason

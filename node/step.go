@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -10,6 +11,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/devices"
 )
 
 // A step is asked for news again after a part of the time since its last news. So a step of
@@ -135,8 +137,12 @@ func (c *steps) look(s *step) (more bool, err error) {
 	return more, err
 }
 
+// offerWritten offers what the step has written, in the order of its moments: a growth counts
+// only when those before it do.
 func (c *steps) offerWritten(s *step) (more bool, err error) {
-	for _, w := range s.written() {
+	list := s.written()
+	slices.SortStableFunc(list, func(a, b Written) int { return cmp.Compare(devices.Order(a.After), devices.Order(b.After)) })
+	for _, w := range list {
 		for i := range s.parts {
 			s.parts[i].Regions, s.parts[i].After = w.Regions, w.After
 		}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -247,5 +248,25 @@ func TestFollowerEndsAStepThatIsRefused(t *testing.T) {
 	p.offer("t", 4)
 	if _, late := forward.get(); late != "" {
 		t.Errorf("after %s the step was asked for more", late)
+	}
+}
+
+// TestLayersInTheOrderOfMoments: a layer does not wait for a moment that was taken after its own,
+// wherever its regions lie among the registered ones.
+func TestLayersInTheOrderOfMoments(t *testing.T) {
+	var order []core.Moment
+	c := &steps{offer: func(parts []core.PartialOffer) (int, error) {
+		order = append(order, parts[0].After)
+		return 1, nil
+	}}
+	const stream = 1 << 48 // of another stream, which was not taken later for that
+	s := &step{parts: make([]core.PartialOffer, 1), written: func() []Written {
+		return []Written{{Regions: []uint32{0}, After: 9}, {Regions: []uint32{1}, After: 7 | stream}, {Regions: []uint32{2}}, {Regions: []uint32{3}, After: 8}}
+	}}
+	if more, err := c.offerWritten(s); !more || err != nil {
+		t.Fatal(more, err)
+	}
+	if want := []core.Moment{0, 7 | stream, 8, 9}; !slices.Equal(order, want) {
+		t.Errorf("offered in the order %x, want %x", order, want)
 	}
 }

@@ -54,7 +54,7 @@ func TestLoadIsNotForTheSuccessor(t *testing.T) {
 	cancel()
 	_ = p.plane.close(gone)
 	next := open(t, cfg)
-	r := d.want("second", core.PeerLost, string(p.ID()), "was replaced by "+string(next.ID()))
+	r := d.want("second", core.PeerLost, string(p.ID()), "was replaced by agent "+string(next.ID()))
 	goOn()
 	if n := next.Stats().OffersUnderWay; n != 0 || r.Blocks != 1 {
 		t.Errorf("%d transfers at the successor after %+v", n, r)

@@ -1,29 +1,20 @@
 package node
 
 import (
-	"bytes"
 	"cmp"
+	"errors"
 	"fmt"
 	"slices"
 
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/cuda"
 )
 
-// mark puts a transport's name before its grant.
-func mark(name string, grant []byte) []byte {
-	return append(append(make([]byte, 0, len(name)+1+len(grant)), name+"\x00"...), grant...)
-}
-
-func unmark(marked []byte) (name string, grant []byte) {
-	before, grant, _ := bytes.Cut(marked, []byte{0})
-	return string(before), grant
-}
-
 // Expect arms the first transport that is usable with the peer now.
-func (t *transports) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
-	if err := t.devices.Check(); err != nil {
+func (t *transports) Expect(id core.TransferID, peer core.AgentID, to *landing) ([]byte, error) {
+	if err := t.sound(t.devices.Check()); err != nil {
 		return nil, err
 	}
 	var passed []passedOver
@@ -32,7 +23,7 @@ func (t *transports) Expect(id core.TransferID, peer core.AgentID, dst []core.Se
 		if err == nil {
 			t.begin(half{id, core.SideLoad}, peer, w) // it may be received before Expect returns
 			var grant []byte
-			if grant, err = w.Expect(id, peer, dst); err == nil {
+			if grant, err = to.expect(w, id, peer); err == nil {
 				t.chosen(peer, core.SideLoad, w.Name(), passed, true)
 				return mark(w.Name(), grant), nil
 			}
@@ -40,6 +31,28 @@ func (t *transports) Expect(id core.TransferID, peer core.AgentID, dst []core.Se
 		passed = append(passed, passedOver{w.Name(), err})
 	}
 	return nil, t.noWay(peer, passed)
+}
+
+// sound hands on what a check of regions has found. If one's memory has changed, a transport that
+// has registered it with cards gives it up, unless the agent has taken the new memory since.
+func (t *transports) sound(changed error) error {
+	if changed == nil || t.devices.Check() == nil {
+		return changed
+	}
+	if isChange(changed) {
+		t.changed.Store(true)
+	}
+	for _, w := range t.list {
+		if r, ok := w.(registering); ok {
+			r.Forget(changed)
+		}
+	}
+	return changed
+}
+
+func isChange(err error) bool {
+	var changed *cuda.ChangedError
+	return errors.As(err, &changed)
 }
 
 // Revoke may wait, but holds up its caller only: see core.Transport.
@@ -54,10 +67,10 @@ func (t *transports) Write(op core.WriteOp) {
 	name, grant := unmark(op.Grant)
 	w := t.named(name)
 	if w == nil {
-		t.sink(name).Written(op.ID, core.TransferStats{}, fmt.Errorf("transfer %q is to go over %q: this agent has %s", string(op.ID), name, t))
+		t.sink(name).Written(op.ID, core.TransferStats{}, fmt.Errorf("the grant of transfer %q is for transport %q, but this agent has %s", string(op.ID), name, t))
 		return
 	}
-	if err := t.devices.Check(); err != nil {
+	if err := t.sound(t.checkSource(&op)); err != nil {
 		t.sink(name).Written(op.ID, core.TransferStats{}, err)
 		return
 	}
@@ -69,10 +82,27 @@ func (t *transports) Write(op core.WriteOp) {
 
 // Extend gives more of a write.
 func (t *transports) Extend(op core.WriteOp) {
-	if w := t.of(half{op.ID, core.SideOffer}); w != nil {
-		_, op.Grant = unmark(op.Grant)
-		w.Extend(op)
+	w := t.of(half{op.ID, core.SideOffer})
+	if w == nil {
+		return
 	}
+	if err := t.sound(t.checkSource(&op)); err != nil {
+		t.mu.Lock()
+		t.spoiled[op.ID] = err
+		t.mu.Unlock()
+		w.Stop(op.ID)
+		return
+	}
+	_, op.Grant = unmark(op.Grant)
+	w.Extend(op)
+}
+
+// checkSource says whether the regions that a write reads are what was registered.
+func (t *transports) checkSource(op *core.WriteOp) error {
+	if op.Plan != nil {
+		return t.devices.Check()
+	}
+	return t.devices.CheckPairs(op.Pairs)
 }
 
 // Stop ends a write early.
@@ -85,6 +115,9 @@ func (t *transports) Stop(id core.TransferID) {
 func (t *transports) begin(h half, peer core.AgentID, w core.Transport) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	if h.side == core.SideOffer {
+		delete(t.spoiled, h.id) // of a write of the same id that ended by itself
+	}
 	t.going[h] = carrier{peer, w}
 }
 
@@ -117,16 +150,21 @@ func (t *transports) ended(r core.Report) string {
 	return name
 }
 
-// written takes the end of an offer's write. The offer's report may come long after,
-// or never, if the engine has not offered the transfer yet.
-func (t *transports) written(id core.TransferID, name string, err error) {
+// written takes the end of an offer's write, and says what it was. The offer's report may come
+// long after, or never, if the engine has not offered the transfer yet.
+func (t *transports) written(id core.TransferID, name string, err error) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	if err != nil {
+		err = cmp.Or(t.spoiled[id], err)
+	}
+	delete(t.spoiled, id)
 	h := half{id, core.SideOffer}
 	if p := t.pairs[t.going[h].peer]; p != nil && err == nil {
 		p.transfers[name]++
 	}
 	delete(t.going, h)
+	return err
 }
 
 // sink feeds one transport's outcomes to the machine.
@@ -144,7 +182,7 @@ func (s sink) Received(id core.TransferID, st core.TransferStats, err error) {
 
 // Written implements core.Sink.
 func (s sink) Written(id core.TransferID, st core.TransferStats, err error) {
-	s.t.written(id, s.name, err)
+	err = s.t.written(id, s.name, err)
 	st.Via = s.name
 	s.t.machine.Written(id, st, err)
 }

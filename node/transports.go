@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -33,9 +34,14 @@ type transports struct {
 	machine core.Sink  // takes the outcomes
 	suspect func(core.AgentID)
 
+	firstWait time.Duration
+
 	list    []core.Transport
 	lacks   []wire.Lack      // transports that are not available here
 	devices *devices.Devices // on which some of the memory lies; nil: none
+	held    ownMemory
+	changed atomic.Bool               // some of that memory is not what was registered any more; see renew
+	spoiled map[core.TransferID]error // writes that were stopped because their memory is another; guarded by mu
 
 	mu    sync.Mutex
 	pairs map[core.AgentID]*pair // as many as the peer table has, at most
@@ -58,8 +64,8 @@ type carrier struct {
 // newTransports' machine takes the outcomes; suspect is told of each peer to which
 // no way is left.
 func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList, machine core.Sink, suspect func(core.AgentID)) *transports {
-	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect,
-		pairs: map[core.AgentID]*pair{}, going: map[half]carrier{}, moved: map[string]*TransportStats{}}
+	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect, firstWait: firstWait,
+		pairs: map[core.AgentID]*pair{}, going: map[half]carrier{}, spoiled: map[core.TransferID]error{}, moved: map[string]*TransportStats{}}
 }
 
 // add and lack are called before t is in use.
@@ -96,7 +102,11 @@ func (t *transports) String() string { return strings.Join(t.names(), ",") }
 
 func (t *transports) endpoints() (list []wire.Endpoint) {
 	for _, w := range t.list {
-		list = append(list, wire.Endpoint{Transport: w.Name(), Address: w.Endpoint()})
+		e := wire.Endpoint{Transport: w.Name(), Address: w.Endpoint()}
+		if _, ok := w.(encrypting); ok {
+			e.Encrypt = t.cfg.encryptWord()
+		}
+		list = append(list, e)
 	}
 	return list
 }
@@ -133,6 +143,7 @@ func (t *transports) Dismiss(peer core.AgentID) {
 
 // Close closes all at once: each may take a few seconds.
 func (t *transports) Close() error {
+	t.devices.Closing()
 	errs := make([]error, len(t.list))
 	var wg sync.WaitGroup
 	for i, w := range t.list {
@@ -143,11 +154,18 @@ func (t *transports) Close() error {
 		})
 	}
 	wg.Wait()
-	return errors.Join(append(errs, t.devices.Close())...) // no transport copies any more
+	errs = append(errs, t.devices.Close())
+	t.held.release() // no transport copies any more
+	t.held = nil
+	return errors.Join(errs...)
 }
 
+// firstWait is how long a pair that has just met waits at most for better transports
+// while there is another.
+const firstWait = 2 * time.Second
+
 // errPending: a transfer does not wait until a transport is set up.
-var errPending = errors.New("it is still being set up with that peer")
+var errPending = errors.New("its setup with that peer has not ended")
 
 var expired = func() context.Context {
 	ctx, cancel := context.WithCancelCause(context.Background())
@@ -158,20 +176,20 @@ var expired = func() context.Context {
 // usable says why a transport cannot take new transfers of a peer now.
 func (t *transports) usable(w core.Transport, peer core.AgentID) error {
 	t.mu.Lock()
-	p, why := t.pairs[peer], "it is not connected with that peer"
+	p, why := t.pairs[peer], errNotConnected
 	if p != nil && !p.connected[w.Name()] {
-		why = p.absent[w.Name()]
+		why = p.lacks(w.Name())
 	}
 	ok := p != nil && p.connected[w.Name()]
 	t.mu.Unlock()
 	if !ok {
-		return errors.New(why)
+		return why
 	}
 	return usableNow(w, peer)
 }
 
 func usableNow(w core.Transport, peer core.AgentID) error {
-	s, ok := w.(core.Signaller)
+	s, ok := w.(core.Settler)
 	if !ok {
 		return nil
 	}
@@ -194,13 +212,16 @@ func (t *transports) fell(peer core.AgentID, name string) (all bool) {
 	p.down[name] = true
 	var others []core.Transport
 	for _, w := range t.list {
-		_, asked := w.(core.Signaller)
+		_, asked := w.(core.Settler)
 		if w.Name() != name && p.connected[w.Name()] && (asked || !p.down[w.Name()]) {
 			others = append(others, w)
 		}
 	}
 	t.mu.Unlock()
-	return !slices.ContainsFunc(others, func(w core.Transport) bool { return usableNow(w, peer) == nil })
+	return !slices.ContainsFunc(others, func(w core.Transport) bool {
+		err := usableNow(w, peer)
+		return err == nil || errors.Is(err, errPending) // which is told on its own, if it fails
+	})
 }
 
 // pair returns a peer's record, and makes it if there is none; t.mu is held.
@@ -228,6 +249,7 @@ func (t *transports) noWay(peer core.AgentID, passed []passedOver) error {
 // chosen notes the transport of a pair's transfer, and logs a change. If counted is
 // true it counts the transports that the transfer has passed over.
 func (t *transports) chosen(peer core.AgentID, side core.Side, name string, passed []passedOver, counted bool) {
+	passed = slices.DeleteFunc(slices.Clone(passed), passedOver.silent)
 	why := joined(passed)
 	t.mu.Lock()
 	p := t.pairs[peer]
@@ -265,8 +287,20 @@ func (t *transports) chosen(peer core.AgentID, side core.Side, name string, pass
 		text += ": " + why
 	}
 	t.lines.Do(func(note string) {
-		t.log.Info(text+note, zap.String("peer", string(peer)), zap.String("engine_id", engine), zap.Stringer("side", side), zap.String("transport", name))
+		fields := []zap.Field{zap.String("peer", string(peer)), zap.String("engine_id", engine), zap.Stringer("side", side), zap.String("transport", name)}
+		if how := t.how(name, peer); how != "" {
+			fields = append(fields, zap.String("how", how))
+		}
+		t.log.Info(text+note, fields...)
 	})
+}
+
+// how says by which way of a transport bytes go with a peer; "" if there is only one.
+func (t *transports) how(name string, peer core.AgentID) string {
+	if w, ok := t.named(name).(explaining); ok {
+		return w.How(peer)
+	}
+	return ""
 }
 
 func (t *transports) rank(name string) int { return slices.Index(t.names(), name) }
@@ -276,18 +310,37 @@ const maxPairStats = 64
 
 // stats returns copies.
 func (t *transports) stats() (by map[string]TransportStats, pairs []PairStats) {
-	own := map[string]map[string]uint64{}
+	own, lacking := map[string]map[string]uint64{}, map[string]error{}
 	for _, w := range t.list {
 		if c, ok := w.(counting); ok {
 			own[w.Name()] = c.Counters()
 		}
+		if r, ok := w.(registering); ok {
+			if why, _ := r.Lacks(); why != nil {
+				lacking[w.Name()] = why
+			}
+		}
 	}
+	by, pairs = t.counted(own, lacking)
+	for i := range pairs {
+		pairs[i].How = t.how(pairs[i].Transport, core.AgentID(pairs[i].Agent))
+	}
+	return by, pairs
+}
+
+// counted is what t itself knows, beside what its transports have said.
+func (t *transports) counted(own map[string]map[string]uint64, lacking map[string]error) (by map[string]TransportStats, pairs []PairStats) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	by = map[string]TransportStats{}
 	for name, s := range t.moved {
 		c := *s
 		c.Fallbacks = maps.Clone(s.Fallbacks)
+		by[name] = c
+	}
+	for name, why := range lacking {
+		c := by[name]
+		c.Available, c.Reason = false, shorten(why.Error())
 		by[name] = c
 	}
 	for name, counters := range own {

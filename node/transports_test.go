@@ -124,9 +124,15 @@ func TestForcedTransportThatIsNotThere(t *testing.T) {
 
 // A pair that loses all its paths goes on over tcp at once, and comes back.
 func TestFallbackAndReturn(t *testing.T) {
+	for _, better := range []string{viaLocal, viaRDMA} {
+		t.Run(better, func(t *testing.T) { fallbackAndReturn(t, better) })
+	}
+}
+
+func fallbackAndReturn(t *testing.T, better string) {
 	leaktest.Check(t)
-	n := coretest.NewNetwork()
-	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
+	n, both := coretest.NewNetwork(), better+","+viaTCP
+	p, d := openTwinned(t, n, forced(RolePrefill, both), nil), openTwinned(t, n, forced(RoleDecode, both), nil)
 	var hellos atomic.Int32
 	setBus(d.Agent, &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
 		if req.Kind == wire.KindHello {
@@ -134,7 +140,7 @@ func TestFallbackAndReturn(t *testing.T) {
 		}
 		return false
 	}})
-	goesBy(t, p, d, "first", viaRDMA)
+	goesBy(t, p, d, "first", better)
 	why := errors.New("both paths are down")
 	var once sync.Once
 	n.Gate(func(id core.TransferID, _ int) {
@@ -147,7 +153,7 @@ func TestFallbackAndReturn(t *testing.T) {
 	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
 	p.offer("under way", 3)
 	d.load("under way", p.BootstrapAddress(), 3)
-	if r := d.want("under way", core.PeerLost, "both paths are down"); r.Transport != viaRDMA {
+	if r := d.want("under way", core.PeerLost, "both paths are down"); r.Transport != better {
 		t.Errorf("%+v", r)
 	}
 	goesBy(t, p, d, "second", viaTCP)
@@ -162,22 +168,22 @@ func TestFallbackAndReturn(t *testing.T) {
 	if err := d.twin.Signaller.Usable(ctx, p.ID()); err != nil {
 		t.Fatal(err)
 	}
-	goesBy(t, p, d, "fourth", viaRDMA)
-	for line, want := range map[string]int{"pair goes over rdma": 1, "pair goes on over tcp: rdma: both paths are down": 1, "pair is back on rdma": 1} {
+	goesBy(t, p, d, "fourth", better)
+	for line, want := range map[string]int{"pair goes over " + better: 1, "pair goes on over tcp: " + better + ": both paths are down": 1, "pair is back on " + better: 1} {
 		if got := d.said(line); got != want {
 			t.Errorf("%q was said %d times, want %d: %v", line, got, want, d.logs.All())
 		}
 	}
 	s := d.Stats()
-	if s.Pairs[0].Fallbacks["rdma: both paths are down"] != 2 || s.Transports[viaRDMA].Fallbacks["both paths are down"] != 2 || s.Pairs[0].Transfers[viaTCP] != 2 || s.Pairs[0].Transfers[viaRDMA] != 2 || s.Transports[viaRDMA].LoadsFailed != 2 {
+	if s.Pairs[0].Fallbacks[better+": both paths are down"] != 2 || s.Transports[better].Fallbacks["both paths are down"] != 2 || s.Pairs[0].Transfers[viaTCP] != 2 || s.Pairs[0].Transfers[better] != 2 || s.Transports[better].LoadsFailed != 2 {
 		t.Errorf("decode counts %+v %+v", s.Pairs, s.Transports)
 	}
 	// A transport that breaks beside another that stands is no reason to look P up.
 	if got := hellos.Load(); got != 1 {
-		t.Errorf("hello was said %d times", got)
+		t.Errorf("hello was said %d times: decode said %v", got, d.logs.All())
 	}
 	if got := d.twin.waits.Load(); got != 1 {
-		t.Errorf("rdma was waited for %d times", got)
+		t.Errorf("%s was waited for %d times", better, got)
 	}
 }
 
@@ -187,7 +193,9 @@ func TestFirstContactWaits(t *testing.T) {
 	n := coretest.NewNetwork()
 	hold := make(chan struct{})
 	n.Hold(hold)
-	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
+	cfg := testConfig(RoleDecode)
+	cfg.ConnectTimeout-- // as long as everywhere
+	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, cfg, nil)
 	goesBy(t, p, d, "first", viaTCP)
 	d.peers.suspect(p.ID()) // it is met again
 	goesBy(t, p, d, "second", viaTCP)

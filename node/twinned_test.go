@@ -2,6 +2,7 @@ package node
 
 import (
 	"context"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -24,6 +26,9 @@ type spy struct {
 	answerer atomic.Pointer[func(from core.AgentID, msg []byte) ([]byte, error)]
 	signal   core.Signal
 	names    *twinNames
+	sink     core.Sink
+	refuse   atomic.Pointer[func(peer core.AgentID) error] // of each write, by the peer's own id
+	far      error                                         // of each Connect
 }
 
 // twinNames are the ids by which an agent knows its peers, and the peers' own ids, by which
@@ -73,11 +78,22 @@ type renaming struct {
 
 func (r renaming) PeerDown(peer core.AgentID, err error) { r.Sink.PeerDown(r.names.here(peer), err) }
 
+func (s *spy) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
+	if s.far != nil {
+		return s.far
+	}
+	return s.Signaller.Connect(peer, endpoint, ticket)
+}
+
 func (s *spy) Admit(peer core.AgentID) ([]byte, error) { return s.Signaller.Admit(s.names.own(peer)) }
 func (s *spy) Dismiss(peer core.AgentID)               { s.Signaller.Dismiss(s.names.own(peer)) }
 
 func (s *spy) Write(op core.WriteOp) {
 	op.Peer = s.names.own(op.Peer)
+	if f := s.refuse.Load(); f != nil {
+		s.sink.Written(op.ID, core.TransferStats{}, (*f)(op.Peer))
+		return
+	}
 	s.Signaller.Write(op)
 }
 
@@ -101,14 +117,17 @@ func (s *spy) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
 	return s.Signaller.Signalled(s.names.own(from), msg)
 }
 
-// twinned is an agent with a twin in the place of rdma.
+// twinned is an agent with a twin in the place of rdma, or of local where its configuration names that.
 type twinned struct {
 	*side
 	twin *spy
 	logs *observer.ObservedLogs
 }
 
-// openTwinned opens an agent; lack says why it has no rdma.
+// twinAndTCP are what auto stands for here: local itself would be taken before the twin of rdma.
+const twinAndTCP = viaRDMA + "," + viaTCP
+
+// openTwinned opens an agent; lack says why it has no twin.
 func openTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) *twinned {
 	t.Helper()
 	r, err := tryTwinned(t, n, cfg, lack)
@@ -122,7 +141,15 @@ func tryTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) (*twi
 	t.Helper()
 	seen, logs := observer.New(zap.InfoLevel)
 	r := &twinned{logs: logs}
-	opt := Options{Logger: zap.New(seen), rdma: func(_ rdma.Config, id core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+	if cfg.Transport == viaAuto {
+		cfg.Transport = twinAndTCP
+	}
+	patience := firstWait
+	if cfg.ConnectTimeout == testConfig(cfg.Role).ConnectTimeout { // nothing here is late, however slow the machine is
+		cfg.ConnectTimeout, patience = Seconds(3*bound), bound
+	}
+	name := strings.Split(cfg.Transport, ",")[0]
+	twin := func(id core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
 		if lack != nil {
 			return nil, lack
 		}
@@ -130,9 +157,18 @@ func tryTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) (*twi
 		toPeer := func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
 			return signal(ctx, names.here(to), msg)
 		}
-		r.twin = &spy{Signaller: n.NewSignaller(viaRDMA, id, l, renaming{s, names}, toPeer), signal: toPeer, names: names}
+		r.twin = &spy{Signaller: n.NewSignaller(name, id, l, renaming{s, names}, toPeer), signal: toPeer, names: names, sink: s}
 		return r.twin, nil
-	}}
+	}
+	opt := Options{
+		Logger: zap.New(seen), firstWait: patience,
+		rdma: func(_ rdma.Config, id core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+			return twin(id, l, s, signal)
+		},
+		near: func(_ local.Config, id core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Transport, error) {
+			return twin(id, l, s, signal)
+		},
+	}
 	a, err := Open(cfg, opt)
 	if err != nil {
 		t.Fatal(err)
@@ -142,6 +178,11 @@ func tryTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) (*twi
 	railedAgents.Lock()
 	railedAgents.list = append(railedAgents.list, r.side)
 	railedAgents.Unlock()
+	t.Cleanup(func() { // each look-up asks for the name of each agent to each other
+		railedAgents.Lock()
+		defer railedAgents.Unlock()
+		railedAgents.list = slices.DeleteFunc(railedAgents.list, func(s *side) bool { return s == r.side })
+	})
 	return r, a.RegisterKVCaches(regions(r.cache))
 }
 

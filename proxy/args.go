@@ -79,6 +79,8 @@ func Options() []Option {
 			func(c *Config, a *arg) error { return a.number(1, 1<<20, func(n int64) { c.MaxRequests = int(n) }) }},
 		{"--max-body", "BYTES", strconv.FormatInt(d.MaxBody, 10), "The longest body of a request; a longer one gets a 413.",
 			func(c *Config, a *arg) error { return a.number(1, 1<<40, func(n int64) { c.MaxBody = n }) }},
+		{"--body-memory", "BYTES", strconv.FormatInt(d.BodyMemory, 10), "The memory for all bodies until decode answers. Answers that are held whole may take a quarter as much beside it. A request for which there is no room gets a 503, large ones first. At least `--max-body` and 524288 more.",
+			func(c *Config, a *arg) error { return a.number(1<<20, 1<<41, func(n int64) { c.BodyMemory = n }) }},
 		{"--drain-timeout", "SECONDS", count(int(d.ShutdownTimeout / time.Second)), "How long requests may go on after SIGTERM.",
 			func(c *Config, a *arg) error {
 				return a.number(1, 24*3600, func(n int64) { c.ShutdownTimeout = time.Duration(n) * time.Second })
@@ -182,7 +184,7 @@ func ParseArgs(args []string) (Config, error) {
 		}
 		i := slices.IndexFunc(options, func(o Option) bool { return o.Name == a.name })
 		if i < 0 {
-			return Config{}, fmt.Errorf("proxy: unknown argument %q: --help lists those there are", a.name)
+			return Config{}, fmt.Errorf("proxy: unknown argument %q: --help lists all arguments", a.name)
 		}
 		if err := options[i].set(&cfg, a); err != nil {
 			return Config{}, err
@@ -201,7 +203,7 @@ func bootstrapPort(url, s string) (int, error) {
 	}
 	n, err := parsePort("--prefill "+url+": bootstrap port", s, 1)
 	if err != nil {
-		return 0, fmt.Errorf("%w, or none for %d", err, bootstrap.DefaultPort)
+		return 0, fmt.Errorf("%w, or the word none for %d", err, bootstrap.DefaultPort)
 	}
 	return n, nil
 }

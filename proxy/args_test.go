@@ -56,7 +56,7 @@ func TestParseArgsErrors(t *testing.T) {
 		p + d + "--port -1":           `--port "-1"`,
 		p + d + "--port 65536":        `--port "65536"`,
 		d + "--prefill http://p:1 0":  `bootstrap port "0"`,
-		d + "--prefill http://p:1 x":  "or none for 8998",
+		d + "--prefill http://p:1 x":  "or the word none for 8998",
 		p + d + "--contract http":     `contract "http"`,
 		p + d + "--balance":           "--balance needs",
 		p + d + "--balance x":         `balance "x"`,

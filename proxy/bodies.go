@@ -1,49 +1,314 @@
 package proxy
 
 import (
+	"cmp"
+	"container/list"
 	"errors"
 	"fmt"
-	"io"
+	"net/http"
+	"net/netip"
+	"slices"
+	"sync"
 	"sync/atomic"
+	"time"
 )
 
-// maxBodies bounds the bytes of all bodies that are held at a time. When the bodies exceed
-// it, a request whose own body exceeds modestBody is refused, so that large bodies do not
-// take the room of others.
+// A body is small, medium or large by what it holds. The last part of the memory is for small and medium ones, the last
+// half of that for small ones: they are served beside large ones that fill the rest.
 const (
-	maxBodies  = 1 << 30
-	modestBody = 1 << 20
+	smallBody  = 64 << 10
+	mediumBody = 1 << 20
 )
 
-var errBodies = errors.New("the bodies of other requests take all room")
+// A client whose bodies arrive takes too much if it holds so many times as much as the one that finds no room. Its bodies give
+// way at once.
+const tooMuch = 4
 
-// bodies counts the bytes of bodies that are held.
-type bodies struct{ bytes atomic.Int64 }
+// leastReserve is how much more memory there must be for bodies than one body may have.
+const leastReserve = 512 << 10
 
-// heldBody is one request's body.
+// slowBody is for how long a body may arrive until it gives way when memory is short.
+const slowBody = 10 * time.Second
+
+// errBodies is a body for which there is no memory.
+var errBodies = errors.New("other requests fill the memory for bodies")
+
+// errSlowBody and errTooMuch are bodies that had to give way.
+var (
+	errSlowBody = fmt.Errorf("the body came too slowly, and gave way to others: %w", errBodies)
+	errTooMuch  = fmt.Errorf("this client's bodies hold the most, and gave way to another client's: %w", errBodies)
+)
+
+// errAnswers is an answer for which there is no memory.
+var errAnswers = errors.New("other answers fill the memory for those that are held whole")
+
+// bodies counts the memory of clients' bodies, and apart from them that of answers that are held whole. What finds no room is
+// refused. No body that is whole is let go for others: an engine may be at work on it.
+type bodies struct {
+	most    int64
+	answers int64 // the most that answers may take, but for small ones
+	longest int64 // body
+	reserve int64 // of most, for bodies that are not large
+	now     func() time.Time
+	refused atomic.Int64
+	joining sync.Mutex // of large texts: one is held twice at a time
+
+	mu       sync.Mutex
+	bytes    int64            // of bodies
+	answered int64            // of answers
+	arriving list.List        // of *heldBody that take more than firstChunk, in the order in which they came there
+	clients  map[string]int64 // what those of a client hold
+}
+
+func (b *bodies) init(cfg Config) {
+	b.most, b.longest, b.now = cfg.BodyMemory, cfg.MaxBody, time.Now
+	b.answers, b.clients = b.most/4, map[string]int64{}
+	b.reserve = min(b.most/4, b.most-b.longest)
+}
+
+// heldBody is one request's body, or an answer.
 type heldBody struct {
-	of    *bodies
+	of     *bodies
+	client http.ResponseWriter // of a body; nil of an answer
+	from   string              // the client
+	text   gathered            // while it comes
+	// mu of bodies is for these.
 	bytes int64
+	refs  int           // nothing is counted at 0
+	since time.Time     // it arrives since then
+	at    *list.Element // among those that arrive
+	gone  error         // why it gave way
 }
 
-func (b *bodies) begin() *heldBody { return &heldBody{of: b} }
-
-func (h *heldBody) end() { h.of.bytes.Add(-h.bytes) }
-
-// count makes a reader whose bytes are counted.
-func (h *heldBody) count(r io.Reader) io.Reader { return countedBody{r, h} }
-
-type countedBody struct {
-	io.Reader
-	held *heldBody
+// begin begins a body of a client at an address.
+func (b *bodies) begin(client http.ResponseWriter, address string) *heldBody {
+	return &heldBody{of: b, client: client, from: clientOf(address), refs: 1}
 }
 
-func (c countedBody) Read(p []byte) (int, error) {
-	n, err := c.Reader.Read(p)
-	c.held.bytes += int64(n)
-	all := c.held.of.bytes.Add(int64(n))
-	if err == nil && (all > maxBodies && c.held.bytes > modestBody || all > 2*maxBodies) {
-		err = &bodyError{fmt.Errorf("%w: %d MiB", errBodies, all>>20)}
+// clientOf is whom an address counts for: a host, or by IPv6 its network, of which one host may have all addresses.
+func clientOf(address string) string {
+	at, err := netip.ParseAddrPort(address)
+	if err != nil {
+		return address
 	}
-	return n, err
+	addr := at.Addr().Unmap().WithZone("")
+	bits := addr.BitLen()
+	if addr.Is6() {
+		bits = 64
+	}
+	net, err := addr.Prefix(bits)
+	if err != nil {
+		return address
+	}
+	return net.String()
+}
+
+// beginAnswer begins an answer.
+func (b *bodies) beginAnswer() *heldBody { return &heldBody{of: b, refs: 1} }
+
+// limit is what all may take when a body of a size takes more.
+func (b *bodies) limit(size int64) int64 {
+	switch {
+	case size > mediumBody:
+		return b.most - b.reserve
+	case size > smallBody:
+		return b.most - b.reserve/2
+	}
+	return b.most
+}
+
+// expect refuses a body of a known length before it is read.
+func (h *heldBody) expect(length int64) error {
+	if h.client == nil || length <= smallBody {
+		return nil
+	}
+	if longest := h.of.longest; length > longest {
+		return &bodyError{&http.MaxBytesError{Limit: longest}}
+	}
+	h.of.mu.Lock()
+	defer h.of.mu.Unlock()
+	return h.room(length, length)
+}
+
+// take counts further bytes of a body that arrives.
+func (h *heldBody) take(n int64) error {
+	b := h.of
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	switch {
+	case h.client == nil && h.bytes+n > smallBody && b.answered+n > b.answers:
+		b.refused.Add(1)
+		return fmt.Errorf("%w: they may take a quarter of --body-memory, %d bytes: try again later, or raise it", errAnswers, b.answers)
+	case h.client == nil:
+		h.count(n)
+		return nil
+	case h.gone != nil:
+		return b.full(h.gone)
+	}
+	if err := h.room(n, h.bytes+n); err != nil {
+		return err
+	}
+	h.count(n)
+	if h.bytes > firstChunk && h.at == nil {
+		h.since, h.at = b.now(), b.arriving.PushBack(h)
+		b.clients[h.from] += h.bytes
+	}
+	return nil
+}
+
+// room has bodies give way that are slow, or of clients that take too much, until n bytes more find room in the limit for a
+// size. mu is held.
+func (h *heldBody) room(n, size int64) error {
+	b, most := h.of, h.of.limit(size)
+	if b.bytes+n <= most {
+		return nil
+	}
+	yielding, yields := b.yielding(h, n)
+	if b.bytes-yields+n > most { // nobody would gain
+		b.refused.Add(1)
+		return b.full(errBodies)
+	}
+	slices.SortFunc(yielding, func(x, y yield) int { return cmp.Compare(y.body.bytes, x.body.bytes) })
+	for i := 0; b.bytes+n > most; i++ {
+		yielding[i].body.giveWay(yielding[i].why)
+	}
+	return nil
+}
+
+// yield is a body that may give way.
+type yield struct {
+	body *heldBody
+	why  error
+}
+
+// yielding are the bodies that may give way to another that takes n bytes more, and what they hold. mu is held.
+func (b *bodies) yielding(to *heldBody, n int64) (all []yield, bytes int64) {
+	late, own := b.now().Add(-slowBody), b.clients[to.from]+n
+	if to.at == nil {
+		own += to.bytes
+	}
+	for e := b.arriving.Front(); e != nil; e = e.Next() {
+		h := e.Value.(*heldBody)
+		switch {
+		case h == to:
+			continue
+		case !h.since.After(late):
+			all = append(all, yield{h, errSlowBody})
+		case h.from != to.from && b.clients[h.from]/tooMuch > own:
+			all = append(all, yield{h, errTooMuch})
+		default:
+			continue
+		}
+		bytes += h.bytes
+	}
+	return all, bytes
+}
+
+// giveWay ends a body that arrives. mu is held.
+func (h *heldBody) giveWay(why error) {
+	h.of.refused.Add(1)
+	h.count(-h.bytes)
+	h.arrived()
+	h.gone = why
+	cutBody(h.client)
+}
+
+// cutBody ends the reading of a client's body.
+func cutBody(w http.ResponseWriter) { _ = http.NewResponseController(w).SetReadDeadline(time.Now()) }
+
+func (b *bodies) full(err error) error {
+	return &bodyError{fmt.Errorf("%w: --body-memory is %d bytes: try again later, or raise it", err, b.most)}
+}
+
+// gaveWay reports whether it has given way to others.
+func (h *heldBody) gaveWay() bool {
+	h.of.mu.Lock()
+	defer h.of.mu.Unlock()
+	return h.gone != nil
+}
+
+// whole says that all has come, and holds so many bytes. From then on it does not give way.
+func (h *heldBody) whole(bytes int64) error {
+	h.of.mu.Lock()
+	defer h.of.mu.Unlock()
+	if h.gone != nil {
+		return h.of.full(h.gone)
+	}
+	h.arrived()
+	h.count(bytes - h.bytes)
+	return nil
+}
+
+// holds says that an answer now holds so many bytes.
+func (h *heldBody) holds(bytes int64) error {
+	if more := bytes - h.bytes; more > 0 {
+		return h.take(more)
+	}
+	h.add(bytes - h.bytes)
+	return nil
+}
+
+// add counts bytes that are refused no more.
+func (h *heldBody) add(n int64) {
+	h.of.mu.Lock()
+	defer h.of.mu.Unlock()
+	h.count(n)
+}
+
+// keep has it counted until a further end, and so many bytes beside it.
+func (h *heldBody) keep(own int64) {
+	h.of.mu.Lock()
+	defer h.of.mu.Unlock()
+	h.refs++
+	h.count(own)
+}
+
+// end is when one of its holders has let go, and of so many bytes beside it.
+func (h *heldBody) end(own int64) {
+	h.of.mu.Lock()
+	defer h.of.mu.Unlock()
+	h.count(-own)
+	if h.refs--; h.refs == 0 {
+		h.arrived()
+		*h.sum() -= h.bytes
+		h.bytes = 0
+	}
+}
+
+// count changes what it holds. mu is held.
+func (h *heldBody) count(n int64) {
+	if h.refs == 0 {
+		return
+	}
+	h.bytes += n
+	*h.sum() += n
+	if h.at != nil {
+		h.of.clients[h.from] += n
+	}
+}
+
+// sum is what it counts for: all bodies, or all answers. mu is held.
+func (h *heldBody) sum() *int64 {
+	if h.client == nil {
+		return &h.of.answered
+	}
+	return &h.of.bytes
+}
+
+// arrived takes it out of those that arrive. mu is held.
+func (h *heldBody) arrived() {
+	if h.at != nil {
+		h.of.arriving.Remove(h.at)
+		h.at = nil
+		if h.of.clients[h.from] -= h.bytes; h.of.clients[h.from] == 0 {
+			delete(h.of.clients, h.from)
+		}
+	}
+}
+
+// held is what all hold.
+func (b *bodies) held() int64 {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.bytes + b.answered
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 )
@@ -20,6 +21,10 @@ type field struct {
 // fields are a request's members in the client's order. If several members have one name
 // the last counts, as in the engines' parsers.
 type fields []field
+
+// maxMembers bounds the members of a request's object: each takes 64 bytes beside its text, which may have 5. Engines
+// know about a hundred.
+const maxMembers = 4096
 
 // parseFields reads a client's body, which the fields go on to use.
 func parseFields(body []byte) (fields, error) {
@@ -37,6 +42,9 @@ func parseFields(body []byte) (fields, error) {
 	f := make(fields, 0, 16)
 	// The text is valid JSON, so each step finds what it looks for.
 	for at = skipSpace(body, at+1); body[at] != '}'; {
+		if len(f) == maxMembers {
+			return nil, fmt.Errorf("the body has more than %d members: the router reads no more of an object", maxMembers)
+		}
 		begin, end := at, endOfString(body, at)
 		name, err := memberName(body[begin:end])
 		if err != nil {
@@ -137,8 +145,14 @@ func endOfValue(b []byte, at int) int {
 	}
 }
 
-// memberName is the text of a JSON string.
+// longestName is more than any name takes that the router looks for, with each letter escaped.
+const longestName = 256
+
+// memberName is the text of a JSON string, or "" of one that is too long to be looked for: it is not copied.
 func memberName(text []byte) (string, error) {
+	if len(text) > longestName {
+		return "", nil
+	}
 	if !bytes.ContainsRune(text, '\\') {
 		return string(text[1 : len(text)-1]), nil
 	}
@@ -161,7 +175,7 @@ func (f fields) last(name string) []byte {
 
 // oneToken is the request to P: compute the prompt, keep its KV for the transfer, and
 // answer one token, which nobody reads.
-func (f fields) oneToken(ours []member) []byte {
+func (f fields) oneToken(ours []member) pieces {
 	one := json.RawMessage("1")
 	ours = append(ours, member{"stream", json.RawMessage("false")}, member{"max_tokens", one})
 	if f.last("max_completion_tokens") != nil {
@@ -188,11 +202,32 @@ type member struct {
 }
 
 // with writes the object with our members in the place of the client's of these names, and
-// without the members of the other names.
-func (f fields) with(ours []member, without ...string) []byte {
-	size := 2
+// without the members of the other names. Long members are the client's own bytes, unless the text is short.
+func (f fields) with(ours []member, without ...string) pieces {
+	all := 2
 	for _, m := range f {
-		size += len(m.text) + 1
+		all += len(m.text) + 1
+	}
+	for _, m := range ours {
+		all += len(m.name) + len(m.value) + 4
+	}
+	longest := ownPiece
+	if all <= shortText {
+		longest = all
+	}
+	return f.write(longest, ours, without)
+}
+
+// flat is with as one text of its own.
+func (f fields) flat(ours []member) []byte { return f.write(math.MaxInt, ours, nil).last }
+
+// write is with; members up to a length are copied.
+func (f fields) write(longest int, ours []member, without []string) (p pieces) {
+	size := 2 + len(f)
+	for _, m := range f {
+		if len(m.text) <= longest {
+			size += len(m.text)
+		}
 	}
 	for _, m := range ours {
 		size += len(m.name) + len(m.value) + 4
@@ -202,15 +237,22 @@ func (f fields) with(ours []member, without ...string) []byte {
 		if slices.Contains(without, m.name) || slices.ContainsFunc(ours, func(o member) bool { return o.name == m.name }) {
 			continue
 		}
-		out = append(append(out, m.text...), ',')
+		if len(m.text) <= longest {
+			out = append(append(out, m.text...), ',')
+			continue
+		}
+		p.before, p.own = append(p.before, out, m.text), p.own+int64(len(out))
+		out = append(out[len(out):], ',')
 	}
 	for _, m := range ours {
 		out = append(append(append(append(out, '"'), m.name...), `":`...), m.value...)
 		out = append(out, ',')
 	}
-	if len(out) == 1 {
-		return append(out, '}')
+	if last := len(out) - 1; out[last] == ',' {
+		out[last] = '}'
+	} else {
+		out = append(out, '}')
 	}
-	out[len(out)-1] = '}'
-	return out
+	p.last, p.own = out, p.own+int64(len(out))
+	return p
 }

@@ -19,7 +19,7 @@ func DefaultConfig() Config {
 	return Config{
 		Host: "127.0.0.1", Port: 8000,
 		Contract: Mooncake, Balance: LeastLoaded, Retries: 2, AccessLog: true,
-		MaxBody: 64 << 20, BodyTimeout: time.Minute, MaxRequests: 4096,
+		MaxBody: 64 << 20, BodyMemory: 1 << 30, BodyTimeout: time.Minute, MaxRequests: 4096,
 		RetryInterval: 500 * time.Millisecond, RefreshInterval: time.Second, ShutdownTimeout: 30 * time.Second,
 	}
 }
@@ -57,6 +57,9 @@ type Config struct {
 
 	// MaxBody bounds a request's body.
 	MaxBody int64
+	// BodyMemory bounds the memory of all bodies that decode has not begun to answer. Answers that are held whole may take a
+	// quarter as much beside it.
+	BodyMemory int64
 	// BodyTimeout is how long a client may take for its body.
 	BodyTimeout time.Duration
 	// MaxRequests bounds the requests in flight, further ones get a 503.
@@ -93,6 +96,7 @@ func (c Config) withDefaults() Config {
 	c.Contract = cmp.Or(c.Contract, d.Contract)
 	c.Balance = cmp.Or(c.Balance, d.Balance)
 	c.MaxBody = cmp.Or(c.MaxBody, d.MaxBody)
+	c.BodyMemory = cmp.Or(c.BodyMemory, d.BodyMemory)
 	c.BodyTimeout = cmp.Or(c.BodyTimeout, d.BodyTimeout)
 	c.MaxRequests = cmp.Or(c.MaxRequests, d.MaxRequests)
 	c.RetryInterval = cmp.Or(c.RetryInterval, d.RetryInterval)
@@ -129,11 +133,15 @@ func (c Config) validate() error {
 		return fmt.Errorf("proxy: %d retries: give 0 to %d", c.Retries, maxRetries)
 	}
 	if c.FallbackDecode && c.Contract == SGLang {
-		return fmt.Errorf("proxy: fallback to decode by the contract sglang: its decode servers compute no prompts, leave --fallback-decode out")
+		return fmt.Errorf("proxy: --fallback-decode is set, but the contract is sglang, whose decode servers compute no prompts: leave --fallback-decode out")
 	}
-	if c.MaxBody < 0 || c.BodyTimeout < 0 || c.MaxRequests < 0 || c.RetryInterval < 0 || c.RefreshInterval < 0 || c.ShutdownTimeout < 0 {
-		return fmt.Errorf("proxy: negative limit among MaxBody %d, BodyTimeout %v, MaxRequests %d, RetryInterval %v, RefreshInterval %v, ShutdownTimeout %v: 0 gives the default",
-			c.MaxBody, c.BodyTimeout, c.MaxRequests, c.RetryInterval, c.RefreshInterval, c.ShutdownTimeout)
+	if c.MaxBody < 0 || c.BodyMemory < 0 || c.BodyTimeout < 0 || c.MaxRequests < 0 || c.RetryInterval < 0 || c.RefreshInterval < 0 || c.ShutdownTimeout < 0 {
+		return fmt.Errorf("proxy: negative limit among MaxBody %d, BodyMemory %d, BodyTimeout %v, MaxRequests %d, RetryInterval %v, RefreshInterval %v, ShutdownTimeout %v: 0 gives the default",
+			c.MaxBody, c.BodyMemory, c.BodyTimeout, c.MaxRequests, c.RetryInterval, c.RefreshInterval, c.ShutdownTimeout)
+	}
+	if d := c.withDefaults(); d.BodyMemory < d.MaxBody+leastReserve {
+		return fmt.Errorf("proxy: --body-memory %d has no room for a body of --max-body %d and %d beside it: raise --body-memory to %d, or lower --max-body",
+			d.BodyMemory, d.MaxBody, leastReserve, d.MaxBody+leastReserve)
 	}
 	given := map[string]bool{}
 	for _, p := range c.Prefill {
@@ -145,7 +153,7 @@ func (c Config) validate() error {
 			return err
 		}
 		if p.BootstrapPort < 0 || p.BootstrapPort > 65535 {
-			return fmt.Errorf("proxy: prefill server %s: bootstrap port %d: give one from 1 to 65535, or none for %d",
+			return fmt.Errorf("proxy: prefill server %s: bootstrap port %d: give one from 1 to 65535, or leave it out for %d",
 				p.URL, p.BootstrapPort, bootstrap.DefaultPort)
 		}
 	}

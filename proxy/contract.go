@@ -34,11 +34,14 @@ func parseContract(s string) (Contract, error) {
 // paramsName is the member that tells vLLM's engines of a transfer.
 const paramsName = "kv_transfer_params"
 
+// pairKeyName is a member beside SGLang's bootstrap_host. Routers other than ours set it.
+const pairKeyName = "bootstrap_pair_key"
+
 // reserved are the members that only the router may set: they choose the address that D
 // connects to.
 func (c Contract) reserved() []string {
 	if c == SGLang {
-		return []string{paramsName, "bootstrap_host", "bootstrap_port", "bootstrap_room"}
+		return []string{paramsName, "bootstrap_host", "bootstrap_port", "bootstrap_room", pairKeyName}
 	}
 	return []string{paramsName}
 }
@@ -64,13 +67,13 @@ func (c Contract) newTransferID() string {
 }
 
 // prefillBody is P's request.
-func (c Contract) prefillBody(a *attempt) []byte {
+func (c Contract) prefillBody(a *attempt) pieces {
 	switch c {
 	case NIXL:
 		return a.fields.oneToken([]member{{paramsName, json.RawMessage(`{"do_remote_decode":true,"do_remote_prefill":false,` +
 			`"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}`)}})
 	case SGLang:
-		return a.fields.with(append(a.room(), a.dpRank(prefillRole)...), paramsName) // P knows by its mode that it prefills
+		return a.fields.with(append(a.room(), a.dpRank(prefillRole)...), paramsName, pairKeyName) // P knows by its mode that it prefills
 	default:
 		return a.fields.oneToken([]member{{paramsName, rawParams(struct {
 			DoRemoteDecode  bool   `json:"do_remote_decode"`
@@ -82,7 +85,7 @@ func (c Contract) prefillBody(a *attempt) []byte {
 
 // decodeBody is D's request; params are P's by the NIXL contract, nil if P gave
 // none.
-func (c Contract) decodeBody(a *attempt, params json.RawMessage) []byte {
+func (c Contract) decodeBody(a *attempt, params json.RawMessage) pieces {
 	if a.alone() {
 		return a.fields.with(nil, paramsName)
 	}
@@ -93,7 +96,7 @@ func (c Contract) decodeBody(a *attempt, params json.RawMessage) []byte {
 		}
 		return a.fields.with([]member{{paramsName, params}})
 	case SGLang:
-		return a.fields.with(append(a.room(), a.dpRank(decodeRole)...), paramsName)
+		return a.fields.with(append(a.room(), a.dpRank(decodeRole)...), paramsName, pairKeyName)
 	default:
 		return a.fields.with([]member{{paramsName, rawParams(struct {
 			DoRemoteDecode      bool   `json:"do_remote_decode"`

@@ -5,9 +5,13 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
+	"slices"
 	"strings"
 	"testing"
+	"testing/iotest"
 
+	"github.com/kvconn/kvconn/internal/alloctest"
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
@@ -49,7 +53,13 @@ func TestDisguisedParameters(t *testing.T) {
 		"text that is text":     {"text/plain", "Content-Type", "hello", true},
 		"octets":                {"application/octet-stream", "", "{", true},
 		"JSON without harm":     {"text/plain", "Content-Type", `{"a":1}`, true},
-		"a multipart, any text": {"multipart/form-data; boundary=x", "Content-Type", evil, true},
+		"octets that are JSON":  {"application/octet-stream", "", evil, false},
+		"octets with NaN":       {"application/octet-stream", "", `[NaN,` + evil + "]", false},
+		"octets, escaped":       {"application/octet-stream", "", strings.ReplaceAll(evil, "kv_", `\u006B\u0076_`), false},
+		"octets without harm":   {"application/octet-stream", "", `{"a":NaN}`, true},
+		"a multipart of JSON":   {"multipart/form-data; boundary=x", "Content-Type", strings.Repeat(" ", 9000) + evil, false},
+		"a multipart, UTF-16":   {"multipart/form-data; boundary=x", "", "\xff\xfe" + utf16(" "+strings.ReplaceAll(evil, "_", `\u005f`)), false},
+		"a multipart, any text": {"multipart/form-data; boundary=x", "Content-Type", "--x\r\n\r\n" + evil + "\r\n--x--\r\n", true},
 	} {
 		req, err := http.NewRequest(http.MethodPost, r.URL+"/invocations", strings.NewReader(c.body))
 		if err != nil {
@@ -84,19 +94,94 @@ func TestDisguisedParameters(t *testing.T) {
 	if _, status, err := readPrefillAnswer([]byte(deep)); status != 0 || err != nil {
 		t.Errorf("a deep answer: %d, %v", status, err)
 	}
-	// When many bodies are held, the largest gives way.
-	b := &bodies{}
-	b.bytes.Store(maxBodies)
-	large, small := b.begin(), b.begin()
-	if _, err := io.ReadAll(large.count(bytes.NewReader(make([]byte, modestBody+1<<20)))); err == nil {
-		t.Error("a large body has found room")
+}
+
+// TestNamesBesideOurs: the members by which an engine takes the router's parameters from
+// elsewhere in a completion request.
+func TestNamesBesideOurs(t *testing.T) {
+	leaktest.Check(t)
+	for body, refused := range map[string]bool{
+		`{"vllm_xargs":{"kv_transfer_params":["x"]}}`:               true,
+		`{"vllm_xargs":{"\u006bv_transfer_params":"x"}}`:            true,
+		`{"vllm_xargs":{"kv_transfer_params":"x"},"vllm_xargs":{}}`: true,
+		`{"vllm_xargs":{"a":"x"},"prompt":"kv_transfer_params"}`:    false,
+		`{"messages":[{"content":"{\"kv_transfer_params\":1}"}]}`:   false,
+	} {
+		e := &fakeEngines{prefill: http.StatusOK, decode: http.StatusOK, seen: map[string]sentRequest{}}
+		p, w := fuzzProxy(t, e), httptest.NewRecorder()
+		p.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/completions", strings.NewReader(body)))
+		p.wg.Wait()
+		if (w.Code == http.StatusBadRequest) != refused || (len(e.seen) == 0) != refused {
+			t.Errorf("%s: status %d %s, %d engines have it", body, w.Code, w.Body, len(e.seen))
+		}
 	}
-	if _, err := io.ReadAll(small.count(strings.NewReader("small"))); err != nil {
-		t.Error(err)
+	// A path that is a completion's to an engine only.
+	for _, path := range []string{"/v1/completions%0a", "/v1/chat/completions%00", "/v1/%7Fcompletions", "//v1/completions"} {
+		e := &fakeEngines{prefill: http.StatusOK, decode: http.StatusOK, seen: map[string]sentRequest{}}
+		p, w := fuzzProxy(t, e), httptest.NewRecorder()
+		p.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodPost, "http://router"+path, strings.NewReader("{}")))
+		if w.Code != http.StatusNotFound || len(e.seen) != 0 {
+			t.Errorf("%s: status %d %s, %d engines have it", path, w.Code, w.Body, len(e.seen))
+		}
 	}
-	large.end()
-	small.end()
-	if n := b.bytes.Load(); n != maxBodies {
-		t.Errorf("%d bytes are counted", n-maxBodies)
+	a := &attempt{request: &request{fields: fields{{pairKeyName, []byte(`"bootstrap_pair_key":"x"`), []byte(`"x"`)}}}, transferID: "7",
+		prefill: target{server: &server{base: &url.URL{Host: "p:1"}}, rank: rank{dp: unranked}}}
+	for _, body := range []pieces{SGLang.prefillBody(a), SGLang.decodeBody(a, nil)} {
+		if bytes.Contains(body.whole(), []byte(pairKeyName)) {
+			t.Errorf("an engine gets %s", body.whole())
+		}
 	}
+}
+
+// FuzzSpelled: a name that is a member's in JSON is found, with any escapes, also where the
+// characters are wide.
+func FuzzSpelled(f *testing.F) {
+	for _, s := range []string{`{"kv_transfer_params":1}`, `{"a":[{"\u006bv_transfer_params":1}]}`, `{"\\\u006bv_transfer_params":1}`, `{"kv_transfer_params\u0000":1}`, `{"\\u006bv_transfer_params":"`, "\\u", `{"b":"\ud834\udd1ekv"}`} {
+		f.Add(s, uint8(0))
+		f.Add(s, uint8(3))
+	}
+	f.Fuzz(func(t *testing.T, text string, zeros uint8) {
+		names := SGLang.reserved()
+		name, err := memberAmong([]byte(text), names)
+		var wide []byte
+		for _, c := range []byte(text) {
+			wide = append(append(wide, c), make([]byte, zeros%4)...)
+		}
+		if found := spelled(wide, names); err == nil && name != "" && found == "" {
+			t.Errorf("%q is a member of %q, and is not found with %d zeros", name, text, zeros%4)
+		}
+		b := &bodies{}
+		b.init(DefaultConfig())
+		g := b.beginAnswer().gather(-1)
+		isJSON, err := g.readBegin(iotest.OneByteReader(bytes.NewReader(wide)))
+		if begin := slices.Concat(append(g.full, g.last)...); err == nil {
+			first := begin[len(begin)-1]
+			if isJSON != (first == '{' || first == '[') || !bytes.HasPrefix(wide, begin) {
+				t.Errorf("%q begins with %q, JSON: %v", text, begin, isJSON)
+			}
+		} else if len(begin) != len(wide) || len(bytes.Trim(wide, beforeJSON)) != 0 {
+			t.Errorf("of %q is read %q: %v", text, begin, err)
+		}
+	})
+}
+
+// TestSpelledInPieces: a name is found wherever it stands in a long text, and the text is not held
+// a second time for that.
+func TestSpelledInPieces(t *testing.T) {
+	names := []string{"bootstrap_host", "kv"}
+	for _, name := range []string{"bootstrap_host", `\u0062ootstrap_hos\u0074`, "b\x00o\x00o\x00t\x00s\x00t\x00r\x00a\x00p\x00_\x00h\x00o\x00s\x00t\x00"} {
+		for at := spelledPiece - 40; at < spelledPiece+4; at++ {
+			text := append(bytes.Repeat([]byte("x"), at), name...)
+			text = append(text, bytes.Repeat([]byte("y"), 2*spelledPiece)...)
+			if got := spelled(text, names); got != "bootstrap_host" {
+				t.Fatalf("%q at %d: %q", name, at, got)
+			}
+		}
+	}
+	text := bytes.Repeat([]byte("x"), 8<<20)
+	alloctest.Bound(t, 1<<20, func() {
+		if got := spelled(text, names); got != "" {
+			t.Errorf("%q is found", got)
+		}
+	})
 }

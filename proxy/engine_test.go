@@ -178,7 +178,9 @@ type router struct {
 // newRouter starts a router. It is not necessarily ready.
 func newRouter(t *testing.T, cfg Config) router {
 	t.Helper()
-	cfg.RetryInterval = 5 * time.Millisecond
+	if cfg.RetryInterval == 0 {
+		cfg.RetryInterval = 5 * time.Millisecond
+	}
 	if cfg.RefreshInterval == 0 {
 		cfg.RefreshInterval = 10 * time.Millisecond
 	}

@@ -3,6 +3,7 @@ package proxy
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"net/http"
 	"strconv"
 
@@ -47,6 +48,9 @@ func (f *failure) Unwrap() error { return f.err }
 // mayRetry reports whether another engine might do better. If the request itself is at
 // fault, every engine refuses it.
 func (f *failure) mayRetry() bool {
+	if errors.Is(f.err, errAnswers) { // the router has no memory for another's answer either
+		return false
+	}
 	if f.answer == nil {
 		return true
 	}
@@ -114,6 +118,7 @@ func writeBody(w http.ResponseWriter, status int, contentType string, body []byt
 	if contentType != "" {
 		w.Header().Set("Content-Type", contentType)
 	}
+	w.Header().Set("Content-Length", strconv.Itoa(len(body))) // whole also when the handler goes on
 	w.WriteHeader(status)
 	_, _ = w.Write(body) // an error means that the client has gone
 }

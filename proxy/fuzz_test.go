@@ -59,6 +59,7 @@ func (f *fakeEngines) RoundTrip(r *http.Request) (*http.Response, error) {
 func fuzzProxy(t *testing.T, f *fakeEngines) *Proxy {
 	cfg := Config{Prefill: []Prefill{{"http://p:1", 0}}, Decode: []string{"http://d:1"}, MaxBody: 1 << 16}.withDefaults()
 	p := &Proxy{cfg: cfg, log: cfg.Logger, client: &http.Client{Transport: f, CheckRedirect: newClient(nil).CheckRedirect}, places: make(chan struct{}, 2), ctx: t.Context()}
+	p.bodies.init(cfg)
 	p.metrics = newMetrics(p)
 	for _, s := range []*server{{role: prefillRole, url: "http://p:1"}, {role: decodeRole, url: "http://d:1"}} {
 		base, err := baseURL(s.url)
@@ -294,7 +295,7 @@ func FuzzArgs(f *testing.F) {
 			t.Fatalf("%q is accepted: %v", line, err)
 		}
 		again := []string{"--host=" + cfg.Host, "--port", strconv.Itoa(cfg.Port), "--bootstrap-ca=" + cfg.BootstrapCA, "--retries", strconv.Itoa(cfg.Retries)}
-		for name, v := range map[string]int64{"--max-requests": int64(cfg.MaxRequests), "--max-body": cfg.MaxBody, "--drain-timeout": int64(cfg.ShutdownTimeout / time.Second)} {
+		for name, v := range map[string]int64{"--max-requests": int64(cfg.MaxRequests), "--max-body": cfg.MaxBody, "--body-memory": cfg.BodyMemory, "--drain-timeout": int64(cfg.ShutdownTimeout / time.Second)} {
 			if v != 0 {
 				again = append(again, name, strconv.FormatInt(v, 10))
 			}

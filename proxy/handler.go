@@ -1,7 +1,6 @@
 package proxy
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -12,6 +11,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/internal/httpserve"
 )
 
 // Outcomes of a request beside HTTP statuses.
@@ -20,6 +21,17 @@ const (
 	brokenOff  = "broken_off"
 )
 
+// maxHeaderFields bounds what the header of a request under way takes: a field takes some hundred bytes beside its text,
+// which may have four.
+const maxHeaderFields = 200
+
+func countFields(h http.Header) (n int) {
+	for _, values := range h {
+		n += len(values)
+	}
+	return n
+}
+
 // Handler serves completions by a prefill and a decode server: /v1/completions,
 // /v1/chat/completions and, by the SGLang contract, /generate. It serves /health and
 // /metrics itself, and all else by a decode server.
@@ -27,7 +39,12 @@ func (p *Proxy) Handler() http.Handler {
 	completions := p.cfg.Contract.endpoints()
 	metrics := promhttp.HandlerFor(p.metrics.registry, promhttp.HandlerOpts{})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		boundWrite(w)             // replaces the bound that the last request left on the connection
+		boundWrite(w) // replaces the bound that the last request left on the connection
+		if n := countFields(r.Header); n > maxHeaderFields {
+			w.Header().Set("Connection", "close")
+			writeError(w, http.StatusRequestHeaderFieldsTooLarge, badRequest, fmt.Sprintf("the request has %d header fields: the router takes %d", n, maxHeaderFields))
+			return
+		}
 		if r.ContentLength != 0 { // it ends with the body: net/http then reads on, without one, to see the client go
 			_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(p.cfg.BodyTimeout))
 		}
@@ -67,6 +84,16 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request) {
 	}
 	w.Header().Set("X-Request-Id", req.id)
 	defer p.finish(req)
+	if err := checkPacked(r.Header); err != nil {
+		req.fail(w, http.StatusUnsupportedMediaType, badRequest, err.Error())
+		return
+	}
+	req.held = p.bodies.begin(w, r.RemoteAddr)
+	defer req.end()
+	body, ok := p.readBody(w, r, req)
+	if !ok {
+		return
+	}
 	place, reason := p.begin()
 	if place == nil {
 		w.Header().Set("Retry-After", "1")
@@ -75,14 +102,12 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request) {
 	}
 	defer place.done()
 	req.place = place
-	held := p.bodies.begin()
-	defer held.end()
-	body, ok := p.readBody(w, r, req, held)
-	if !ok {
-		return
-	}
 	var err error
 	if req.fields, err = parseFields(body); err != nil {
+		req.fail(w, http.StatusBadRequest, badRequest, err.Error())
+		return
+	}
+	if err = req.fields.checkXargs(p.cfg.Contract); err != nil {
 		req.fail(w, http.StatusBadRequest, badRequest, err.Error())
 		return
 	}
@@ -110,20 +135,22 @@ func (p *Proxy) finish(r *request) {
 	p.log.Info("request", f...)
 }
 
-func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, req *request, held *heldBody) ([]byte, bool) {
-	var body bytes.Buffer
-	body.Grow(int(min(max(r.ContentLength, 0), 1<<20)) + bytes.MinRead)
-	if _, err := body.ReadFrom(held.count(p.bodyOf(w, r))); err != nil {
-		status, reason := p.unread(w, err)
-		req.fail(w, status, badRequest, reason)
+func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, req *request) ([]byte, bool) {
+	defer httpserve.Awaiting(r.Context())()
+	body, err := req.held.readAll(p.bodyOf(w, r), r.ContentLength)
+	if err != nil {
+		status, kind, reason := p.unread(w, err)
+		req.fail(w, status, kind, reason)
+		p.linger(w, r, err)
 		return nil, false
 	}
-	return body.Bytes(), true
+	return body, true
 }
 
 // bodyOf is a client's body within its bounds.
 func (p *Proxy) bodyOf(w http.ResponseWriter, r *http.Request) io.Reader {
-	return bodyReader{http.MaxBytesReader(w, r.Body, p.cfg.MaxBody)}
+	r.Body = http.MaxBytesReader(w, r.Body, p.cfg.MaxBody)
+	return bodyReader{r.Body}
 }
 
 // bodyReader marks the errors of a client's body, which are not an engine's.
@@ -145,19 +172,37 @@ func (e *bodyError) Error() string { return "the body cannot be read: " + e.err.
 func (e *bodyError) Unwrap() error { return e.err }
 
 // unread is the answer to a client whose body could not be read.
-func (p *Proxy) unread(w http.ResponseWriter, err error) (status int, reason string) {
+func (p *Proxy) unread(w http.ResponseWriter, err error) (status int, kind, reason string) {
 	var tooLarge *http.MaxBytesError
 	switch {
 	case errors.As(err, &tooLarge):
-		return http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit)
+		_ = http.NewResponseController(w).EnableFullDuplex() // for linger
+		return http.StatusRequestEntityTooLarge, badRequest, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit)
 	case errors.Is(err, errBodies):
 		w.Header().Set("Retry-After", "1")
-		return http.StatusServiceUnavailable, err.Error()
+		w.Header().Set("Connection", "close")
+		_ = http.NewResponseController(w).EnableFullDuplex()
+		return http.StatusServiceUnavailable, unavailable, err.Error()
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		w.Header().Set("Connection", "close")
-		return http.StatusRequestTimeout, fmt.Sprintf("the body did not arrive within %v", p.cfg.BodyTimeout)
+		return http.StatusRequestTimeout, badRequest, fmt.Sprintf("the body did not arrive within %v", p.cfg.BodyTimeout)
 	}
-	return http.StatusBadRequest, err.Error()
+	return http.StatusBadRequest, badRequest, err.Error()
+}
+
+// linger reads on what a client sends of a body that was refused, and holds nothing of it: if the connection were closed
+// meanwhile, the client might not see the answer. It ends at --max-body, or when the body's time is over.
+func (p *Proxy) linger(w http.ResponseWriter, r *http.Request, err error) {
+	var tooLarge *http.MaxBytesError
+	if refused := errors.As(err, &tooLarge) || errors.Is(err, errBodies) && !errors.Is(err, errSlowBody); !refused || r.Header.Get("Expect") != "" {
+		return
+	}
+	defer httpserve.Awaiting(r.Context())()
+	_ = http.NewResponseController(w).Flush()
+	buf := make([]byte, 8<<10)
+	for err = nil; err == nil; {
+		_, err = r.Body.Read(buf)
+	}
 }
 
 // health is 200 while a prefill and a decode server are up; with FallbackDecode

@@ -117,7 +117,7 @@ func TestPassedOn(t *testing.T) {
 		{"POST", "/v1/embeddings", "", `[]`},
 		{"GET", "/v1/models", "", ""},
 		{"DELETE", "/a%2Fb/", "", ""},
-		{"POST", "/v1/audio/transcriptions", "multipart/form-data; boundary=x", `{"kv_transfer_params":1}`},
+		{"POST", "/v1/audio/transcriptions", "multipart/form-data; boundary=x", "--x\r\n\r\n" + `{"kv_transfer_params":1}` + "\r\n--x--\r\n"},
 	} {
 		req, err := http.NewRequest(tt.method, r.Server.URL+tt.path, strings.NewReader(tt.body))
 		if err != nil {

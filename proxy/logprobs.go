@@ -25,6 +25,7 @@ var promptLogs = []string{"input_token_logprobs", "input_top_logprobs", "input_t
 type prompt struct {
 	done chan struct{} // closed when text is there
 	text []byte        // nil after a failure
+	of   *bodies
 }
 
 // wantsPrompt reports whether the client asked for something that D's answer lacks.
@@ -103,7 +104,7 @@ func merged(d []byte, at int, prompts map[int]fields) []byte {
 			ours = append(ours, member{name, joined(raw, own.last(name))})
 		}
 	}
-	return f.with([]member{{"meta_info", own.with(ours)}})
+	return f.flat([]member{{"meta_info", own.flat(ours)}})
 }
 
 func isArray(raw []byte) bool { return len(raw) > 1 && raw[0] == '[' }
@@ -131,7 +132,8 @@ func (a *answer) relayMerged(w http.ResponseWriter, ctx context.Context, p *prom
 	if p.text == nil || a.resp.StatusCode != http.StatusOK {
 		return a.relay(w)
 	}
-	prompts := p.byIndex()
+	prompts, held := p.byIndex(), p.of.beginAnswer()
+	defer held.end(0)
 	body := io.Reader(bytes.NewReader(a.first))
 	if a.err == nil {
 		body = io.MultiReader(body, a.resp.Body)
@@ -144,7 +146,7 @@ func (a *answer) relayMerged(w http.ResponseWriter, ctx context.Context, p *prom
 		return err
 	}
 	if !a.streams() {
-		text, err := io.ReadAll(io.LimitReader(body, maxLogprobs+1))
+		text, err := held.readAll(io.LimitReader(body, maxLogprobs+1), -1)
 		if err == nil && len(text) > maxLogprobs {
 			err = fmt.Errorf("the decode server's answer has more than %d bytes", maxLogprobs)
 		}
@@ -161,13 +163,14 @@ func (a *answer) relayMerged(w http.ResponseWriter, ctx context.Context, p *prom
 		} else {
 			text = merged(text, 0, prompts)
 		}
+		held.add(int64(len(text))) // D's own lives on beside it
 		w.WriteHeader(a.resp.StatusCode)
 		return write(text)
 	}
 	w.WriteHeader(a.resp.StatusCode)
 	c := http.NewResponseController(w)
 	for lines := bufio.NewReaderSize(body, 64<<10); ; {
-		line, err := readLine(lines)
+		line, err := readLine(lines, held)
 		if data, ok := bytes.CutPrefix(line, []byte("data:")); ok && err == nil {
 			line = append(append([]byte("data: "), merged(bytes.TrimSpace(data), 0, prompts)...), '\n')
 		}
@@ -191,10 +194,14 @@ func (a *answer) relayMerged(w http.ResponseWriter, ctx context.Context, p *prom
 }
 
 // readLine reads up to and with the next newline.
-func readLine(r *bufio.Reader) (line []byte, err error) {
+func readLine(r *bufio.Reader, held *heldBody) (line []byte, err error) {
 	for {
 		part, err := r.ReadSlice('\n')
-		line = append(line, part...)
+		if line = append(line, part...); len(line) > smallBody || held.bytes > 0 {
+			if err := held.holds(int64(cap(line))); err != nil { // the line before it counts no more
+				return nil, err
+			}
+		}
 		switch {
 		case len(line) > maxLogprobs:
 			return nil, fmt.Errorf("an event of the decode server has more than %d bytes", maxLogprobs)

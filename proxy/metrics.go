@@ -32,7 +32,7 @@ func newMetrics(p *Proxy) *metrics {
 		prefill: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "kvconn_proxy_prefill_seconds", Buckets: buckets,
 			Help: "Time from a request to a prefill server until its answer."}),
 		retries: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvconn_proxy_retries_total",
-			Help: "Attempts that another engine made good or was to, by the role of the one that failed."}, []string{"role"}),
+			Help: "Failed attempts that the router repeated with another engine, by the role of the engine that failed."}, []string{"role"}),
 		noParams: prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_prefills_without_params_total",
 			Help: "Prefills whose answer had no kv_transfer_params, so that the decode server computed the prompt itself (nixl contract)."}),
 		refusals: prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_prefill_refusals_total",
@@ -43,6 +43,10 @@ func newMetrics(p *Proxy) *metrics {
 	m.registry.MustRegister(m.requests, m.seconds, m.firstByte, m.prefill, m.retries, m.noParams, m.refusals, m.fallbacks,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_requests_in_flight",
 			Help: "Completion requests under way."}, func() float64 { return float64(len(p.places)) }),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_body_bytes",
+			Help: "Memory that bodies hold until decode answers, and answers that are held whole: see --body-memory."}, func() float64 { return float64(p.bodies.held()) }),
+		prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvconn_proxy_bodies_refused_total",
+			Help: "Bodies that were refused or had to give way, and answers that were refused, since there was no room for them in --body-memory."}, func() float64 { return float64(p.bodies.refused.Load()) }),
 		serverCollector{&p.balancer})
 	return m
 }

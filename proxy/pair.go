@@ -53,6 +53,7 @@ func (p *Proxy) tryAtOnce(w http.ResponseWriter, dctx context.Context, cancelD c
 	var first atomic.Int32
 	var failed *failure // written before first becomes prefillFailed
 	a.place.add()
+	a.toPrefill.send(p.cfg.Contract.prefillBody(a), a.held)
 	p.wg.Go(func() {
 		defer a.place.done()
 		defer cancelP()
@@ -88,9 +89,11 @@ func (p *Proxy) tryInTurn(w http.ResponseWriter, ctx context.Context, a *attempt
 	var params json.RawMessage
 	if !a.alone() {
 		var f *failure
+		a.toPrefill.send(p.cfg.Contract.prefillBody(a), a.held)
 		if params, f = p.prefill(ctx, a); f != nil {
 			return f
 		}
+		a.held.add(int64(len(params)))
 	}
 	d, f := p.decode(ctx, a, params)
 	if f != nil {
@@ -103,6 +106,8 @@ func (p *Proxy) tryInTurn(w http.ResponseWriter, ctx context.Context, a *attempt
 // relay gives the client D's whole answer before it returns.
 func (p *Proxy) relay(w http.ResponseWriter, ctx context.Context, a *attempt, d answer) {
 	defer d.close()
+	a.letGo() // D has begun, so that nobody is asked anew
+	a.toPrefill.letGo()
 	p.metrics.firstByte.Observe(time.Since(a.began).Seconds())
 	a.outcome = strconv.Itoa(d.resp.StatusCode)
 	d.resp.Header.Set("X-Request-Id", a.id)

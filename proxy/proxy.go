@@ -14,6 +14,8 @@ import (
 
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/internal/giveback"
 )
 
 // Proxy routes completion requests. New makes one, Close ends it.
@@ -28,6 +30,7 @@ type Proxy struct {
 	metrics    *metrics
 	draining   atomic.Bool
 	bodies     bodies
+	uploads    uploads
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -50,6 +53,8 @@ func New(cfg Config) (*Proxy, error) {
 		return nil, err
 	}
 	p := &Proxy{cfg: cfg, log: cfg.Logger, client: newClient(nil), bootstraps: newClient(trust), places: make(chan struct{}, cfg.MaxRequests)}
+	p.bodies.init(cfg)
+	p.uploads.most = max(1, cfg.MaxRequests/4)
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	p.balancer.policy, p.balancer.fallback = cfg.Balance, cfg.FallbackDecode
 	for _, c := range cfg.Prefill {
@@ -71,6 +76,7 @@ func New(cfg Config) (*Proxy, error) {
 		p.balancer.decode.servers = append(p.balancer.decode.servers, &server{role: decodeRole, url: c, base: base, reason: "not asked yet"})
 	}
 	p.metrics = newMetrics(p)
+	p.wg.Go(func() { giveback.Run(p.ctx) })
 	for _, s := range p.balancer.servers() {
 		p.wg.Go(func() { p.watch(p.ctx, s) })
 	}

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -18,6 +19,7 @@ type request struct {
 	endpoint string
 	id       string      // the client's X-Request-Id, or one of ours
 	header   http.Header // the client's
+	held     *heldBody   // the body, of which the fields are; nil when it is not sent again
 	fields   fields
 	size     int // of the body
 	began    time.Time
@@ -27,6 +29,40 @@ type request struct {
 	last    *attempt
 	outcome string
 	err     error
+
+	mu      sync.Mutex
+	answers []*heldBody // engines', which are counted until the end
+	ended   bool
+}
+
+// letGo forgets the body, which is sent to no further engine.
+func (r *request) letGo() {
+	if r.held != nil {
+		r.held.end(0)
+		r.held, r.fields = nil, nil
+	}
+}
+
+// keep has an answer counted until the request ends. P's may come after that.
+func (r *request) keep(answer *heldBody) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.ended {
+		return
+	}
+	answer.keep(0)
+	r.answers = append(r.answers, answer)
+}
+
+// end is when the client has its answer.
+func (r *request) end() {
+	r.letGo()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, one := range r.answers {
+		one.end(0)
+	}
+	r.answers, r.ended = nil, true
 }
 
 // attempt is a request on its way to a prefill and a decode server. A second
@@ -36,8 +72,10 @@ type attempt struct {
 	number          int // from 0
 	transferID      string
 	prefill, decode target
-	prompt          *prompt // P's answer, if D's lacks something of it
-	refusal         atomic.Pointer[string]
+	// What each of them is sent.
+	toPrefill, toDecode sent
+	prompt              *prompt // P's answer, if D's lacks something of it
+	refusal             atomic.Pointer[string]
 }
 
 // refused is P's failure, which takes the place of D's answer if P said that there is nothing
@@ -125,7 +163,7 @@ func (p *Proxy) route(w http.ResponseWriter, client context.Context, r *request)
 			a.settleRoom()
 		}
 		if p.cfg.Contract.wantsPrompt(r) {
-			a.prompt = &prompt{done: make(chan struct{})}
+			a.prompt = &prompt{done: make(chan struct{}), of: &p.bodies}
 		}
 		if last = p.try(w, client, a); last == nil {
 			return

@@ -3,7 +3,9 @@ package proxy
 import (
 	"context"
 	"errors"
+	"math"
 	"net"
+	"runtime/debug"
 	"strconv"
 	"time"
 
@@ -17,7 +19,28 @@ const closeTimeout = 5 * time.Second
 
 // connsPerRequest is how many connections there may be for each of MaxRequests,
 // most of them idle.
-const connsPerRequest = 4
+const connsPerRequest = 2
+
+// maxLongHeads bounds the bytes of headers that have not come whole.
+const maxLongHeads = 2 << 20
+
+// What the router's memory may be beside bodies: of each request under way, and of the rest.
+const (
+	requestMemory = 128 << 10
+	otherMemory   = 64 << 20
+)
+
+// boundHeap has Go collect what was let go before there is more of it than of what is held: by itself Go lets a heap
+// double. undo is for the end. A bound that was set already stays, as by GOMEMLIMIT.
+func boundHeap(cfg Config) (undo func()) {
+	// A text of which the chunks become one is held twice, one at a time.
+	most := cfg.BodyMemory + cfg.BodyMemory/4 + cfg.MaxBody + int64(cfg.MaxRequests)*requestMemory + otherMemory
+	if debug.SetMemoryLimit(-1) != math.MaxInt64 {
+		return func() {}
+	}
+	debug.SetMemoryLimit(most)
+	return func() { debug.SetMemoryLimit(math.MaxInt64) }
+}
 
 // Run serves until ctx ends, lets running requests go on for ShutdownTimeout,
 // ends them, and returns when nothing is left. The logger may be nil.
@@ -29,6 +52,7 @@ func Run(ctx context.Context, cfg Config, logger *zap.Logger) error {
 	if err != nil {
 		return err
 	}
+	defer boundHeap(p.cfg)()
 	// Closing has a bound of its own: ctx has ended by then.
 	closeProxy := func() error {
 		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
@@ -42,6 +66,7 @@ func Run(ctx context.Context, cfg Config, logger *zap.Logger) error {
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    16 << 10,
 		MaxConns:          connsPerRequest * p.cfg.MaxRequests,
+		MaxLongHeads:      maxLongHeads,
 		Grace:             p.cfg.ShutdownTimeout,
 		Logger:            p.log,
 	})

@@ -113,7 +113,7 @@ func TestSGLangRoomOfIPv6(t *testing.T) {
 		t.Fatal(err)
 	}
 	a := &attempt{transferID: "7", prefill: target{server: &server{base: base}}}
-	got := string(fields(nil).with(a.room()))
+	got := string(fields(nil).flat(a.room()))
 	if want := `{"bootstrap_host":"[fd00::1]","bootstrap_port":null,"bootstrap_room":7}`; got != want {
 		t.Errorf("got %s, want %s", got, want)
 	}

@@ -30,6 +30,7 @@ type answer struct {
 	first []byte
 	err   error  // the error behind first: io.EOF when first is the whole answer
 	end   func() // may be nil
+	sent  *sent  // what is answered; may be nil
 }
 
 // readFirst waits for the first bytes of the body.
@@ -68,6 +69,9 @@ func (a *answer) close() {
 		return
 	}
 	_ = a.resp.Body.Close()
+	if a.sent != nil {
+		a.sent.end()
+	}
 	if a.end != nil {
 		a.end()
 	}

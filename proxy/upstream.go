@@ -24,8 +24,8 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	// P's work increases with the prompt.
 	defer a.prefill.begin(1 + int64(a.size)>>10)()
 	began := time.Now()
-	body := p.cfg.Contract.prefillBody(a)
-	resp, f := p.send(ctx, a, a.prefill, body)
+	defer a.toPrefill.end()
+	resp, f := p.send(ctx, a, a.prefill, &a.toPrefill)
 	if f != nil {
 		return nil, f
 	}
@@ -35,10 +35,16 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	if a.prompt != nil {
 		most = maxLogprobs
 	}
-	text, err := io.ReadAll(io.LimitReader(resp.Body, most+1))
+	text, held, err := p.readAnswer(resp, most+1)
+	defer held.end(0)
 	switch {
 	case resp.StatusCode < 200 || resp.StatusCode > 299: // the status says enough if the body breaks off
+		a.keep(held)
 		return nil, a.prefill.answered(resp, text)
+	case errors.Is(err, errAnswers) && (p.cfg.Contract == NIXL || a.prompt != nil):
+		return nil, a.prefill.failed(err)
+	case errors.Is(err, errAnswers):
+		return nil, nil // it is large, see below
 	case err != nil:
 		return nil, a.prefill.failed(fmt.Errorf("its answer broke off: %w", err))
 	case int64(len(text)) > most && (p.cfg.Contract == NIXL || a.prompt != nil):
@@ -48,6 +54,7 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	}
 	if a.prompt != nil {
 		a.prompt.text = text
+		a.keep(held)
 	}
 	if p.cfg.Contract != NIXL && !bytes.Contains(text, []byte("error")) && !bytes.Contains(text, []byte("abort")) {
 		p.metrics.prefill.Observe(time.Since(began).Seconds())
@@ -57,6 +64,7 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	if err != nil {
 		f := a.prefill.failed(err)
 		f.answer = &engineAnswer{status: status, body: text}
+		a.keep(held)
 		return nil, f
 	}
 	if reason := refusal(params); reason != "" {
@@ -70,6 +78,13 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	}
 	p.metrics.prefill.Observe(time.Since(began).Seconds())
 	return params, nil
+}
+
+// readAnswer reads what there is of an engine's answer, at most so much.
+func (p *Proxy) readAnswer(resp *http.Response, most int64) ([]byte, *heldBody, error) {
+	held := p.bodies.beginAnswer()
+	text, err := held.readAll(io.LimitReader(resp.Body, most), min(resp.ContentLength, most))
+	return text, held, err
 }
 
 // readPrefillAnswer reads P's answer with a good status. An error in it means that no KV
@@ -165,14 +180,15 @@ func readError(raw json.RawMessage) (status int, reason string) {
 // after them is still one that another engine may mend.
 func (p *Proxy) decode(ctx context.Context, a *attempt, params json.RawMessage) (answer, *failure) {
 	end := a.decode.begin(1)
-	body := p.cfg.Contract.decodeBody(a, params)
-	resp, f := p.send(ctx, a, a.decode, body)
+	a.toDecode.send(p.cfg.Contract.decodeBody(a, params), a.held)
+	resp, f := p.send(ctx, a, a.decode, &a.toDecode)
 	if f != nil {
+		a.toDecode.end()
 		end()
 		return answer{}, f
 	}
 	d := readFirst(resp)
-	d.end = end
+	d.end, d.sent = end, &a.toDecode
 	if f := p.checkBegin(a, &d); f != nil {
 		d.close()
 		return answer{}, f
@@ -184,7 +200,9 @@ func (p *Proxy) decode(ctx context.Context, a *attempt, params json.RawMessage) 
 func (p *Proxy) checkBegin(a *attempt, d *answer) *failure {
 	switch {
 	case d.resp.StatusCode >= 400:
-		rest, _ := io.ReadAll(io.LimitReader(d.resp.Body, maxSmallAnswer)) // the status says enough if it breaks off
+		rest, held, _ := p.readAnswer(d.resp, maxSmallAnswer) // the status says enough if it breaks off
+		defer held.end(0)
+		a.keep(held)
 		f := a.decode.answered(d.resp, append(bytes.Clone(d.first), rest...))
 		f.at = nil // it may have failed because P did
 		return f
@@ -216,11 +234,12 @@ func (p *Proxy) checkBegin(a *attempt, d *answer) *failure {
 }
 
 // send posts one half of a request.
-func (p *Proxy) send(ctx context.Context, a *attempt, t target, body []byte) (*http.Response, *failure) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, t.server.path(a.endpoint), bytes.NewReader(body))
+func (p *Proxy) send(ctx context.Context, a *attempt, t target, body *sent) (*http.Response, *failure) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, t.server.path(a.endpoint), nil)
 	if err != nil {
 		return nil, t.failed(err)
 	}
+	body.sendIn(req)
 	for _, name := range []string{"Authorization", "Traceparent", "Tracestate"} {
 		if v, ok := a.header[name]; ok {
 			req.Header[name] = v
@@ -232,6 +251,7 @@ func (p *Proxy) send(ctx context.Context, a *attempt, t target, body []byte) (*h
 		req.Header["X-Data-Parallel-Rank"] = []string{strconv.Itoa(t.dp)}
 	}
 	resp, err := p.client.Do(req)
+	body.letGo()
 	if err != nil {
 		if ctx.Err() == nil {
 			p.noteDown(t.server, err)

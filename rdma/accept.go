@@ -9,6 +9,7 @@ import (
 
 	"go.uber.org/zap"
 
+	defect "github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -30,9 +31,11 @@ func (t *Transport) accept(src *source, offers []laneOffer, known []bool) []acce
 		switch n := offers[i].Port; {
 		case known[i]:
 		case n < 0 || n >= len(t.ports):
-			out[i].err = fmt.Errorf("port %d of %d", n, len(t.ports))
+			out[i].err = fmt.Errorf("the peer asks for port %d, but this agent has %d ports", n, len(t.ports))
 		default:
-			byPort[n] = append(byPort[n], i)
+			if out[i].err = t.admits(t.ports[n], &offers[i]); out[i].err == nil {
+				byPort[n] = append(byPort[n], i)
+			}
 		}
 	}
 	var wg sync.WaitGroup
@@ -41,6 +44,21 @@ func (t *Transport) accept(src *source, offers []laneOffer, known []bool) []acce
 	}
 	wg.Wait()
 	return out
+}
+
+// admits says whether a lane's end at a port may send to the end that P offers, which may be
+// anywhere: acknowledgements and pings go there.
+func (t *Transport) admits(p *localPort, o *laneOffer) error {
+	if p.state.Load().address.Link != verbs.LinkEthernet {
+		return nil
+	}
+	if !o.GRH {
+		return fmt.Errorf("port %s is a RoCE port, and the peer names no GID", p.name)
+	}
+	if err := t.cfg.guard(&gid{Raw: o.GID}); err != nil && !defect.On("rdma-unguarded-offer") {
+		return fmt.Errorf("decode agent %s may not send to the peer's port: %w", t.id, err)
+	}
+	return nil
 }
 
 // acceptAt makes the ends at one port. After the first end that fails it makes no more.
@@ -74,6 +92,12 @@ func (t *Transport) acceptOne(b *bundle, p *localPort, o *laneOffer) (*lane, err
 		return nil, err
 	}
 	l.offer = *o
+	if o.Trial {
+		if l.place, err = t.memory.places.take(); err != nil {
+			l.drop(func() {})
+			return nil, err
+		}
+	}
 	if err := l.ready(t.verbsRoute(p, way, min(o.MTU, state.mtu), o.QPN, o.PSN, l.psn)); err != nil {
 		l.drop(func() {})
 		return nil, err

@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"bytes"
 	"crypto/subtle"
 	"fmt"
 	"math"
@@ -9,6 +10,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	defect "github.com/kvconn/kvconn/internal/fault"
 )
 
 // How D answers P's signals.
@@ -23,6 +25,8 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 		return src.dismissed(s)
 	case signalConnect:
 		return src.connect(s)
+	case signalProbed:
+		return src.probed(s)
 	}
 	src.mu.Lock()
 	defer src.mu.Unlock()
@@ -31,11 +35,27 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 	}
 	switch s.Kind {
 	case signalPorts:
+		if r.t.cfg.GPUs != nil && !s.Tries {
+			return nil, refusef("decode agent %s has its blocks on GPUs, which the prefill agent's version does not know: use the same version", r.t.id)
+		}
 		rep := r.t.describe()
 		rep.Secret = src.secret
+		src.vain = false
+		if err := r.t.forgotten(); err != nil {
+			rep.Ports, rep.Devices, rep.Lacks = nil, nil, shorten(err.Error())
+			src.vain = true
+		}
 		return rep, nil
 	case signalConnected:
-		src.connected(s)
+		err := src.current(s)
+		switch {
+		case err == nil:
+			src.connected(s)
+		case len(s.Lanes) == 0 && s.Reason != "": // P found no way to the memory of before
+			src.again()
+		default:
+			return nil, err
+		}
 		return &reply{}, nil
 	case signalLost:
 		return src.lost(s), nil
@@ -54,6 +74,14 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 func (src *source) knows(s *signal) error {
 	if src.gone || subtle.ConstantTimeCompare(src.ticket, s.Ticket) != 1 {
 		return refusef("agent %s has no ticket of agent %s, or another one", src.r.t.id, src.peer)
+	}
+	return nil
+}
+
+// current refuses what P says of lanes that it makes with keys of before; src.mu is held.
+func (src *source) current(s *signal) error {
+	if src.renewed && !bytes.Equal(s.Secret, src.secret) && !(s.Reason != "" && len(s.Secret) == 0) && !defect.On("rdma-old-keys") {
+		return refusef("decode agent %s has registered other memory since: ask for its keys anew", src.r.t.id)
 	}
 	return nil
 }
@@ -99,6 +127,9 @@ func (src *source) connect(s *signal) (*reply, error) {
 	defer t.wg.Done()
 	src.mu.Lock()
 	err := src.knows(s)
+	if err == nil {
+		err = src.current(s)
+	}
 	if n := len(src.lanes) + len(src.dying) + src.connecting; err == nil && n+len(s.Offers) > maxLanes {
 		err = refusef("%d lanes are open and %d more wanted, at most %d are allowed", n, len(s.Offers), maxLanes)
 	}
@@ -117,14 +148,16 @@ func (src *source) connect(s *signal) (*reply, error) {
 	defer src.mu.Unlock()
 	src.connecting -= len(s.Offers)
 	rep := &reply{Lanes: make([]laneAnswer, len(s.Offers))}
-	err = src.knows(s) // P may have been dismissed meanwhile
+	if err = src.knows(s); err == nil { // P may have been dismissed meanwhile
+		err = src.current(s)
+	}
 	for i := range made {
 		m, o, out := &made[i], &s.Offers[i], &rep.Lanes[i]
 		l := src.open(o)
 		switch {
 		case err != nil || m.err != nil:
 		case l == nil && (src.lanes[o.Lane] != nil || src.dying[o.Lane] != nil || m.lane == nil):
-			m.err = fmt.Errorf("lane %d is open already, or was", o.Lane)
+			m.err = fmt.Errorf("lane %d is open or was open before: each lane needs a number of its own", o.Lane)
 		case l == nil:
 			l, m.lane = m.lane, nil
 			src.lanes[o.Lane] = l
@@ -136,7 +169,7 @@ func (src *source) connect(s *signal) (*reply, error) {
 			out.Error = shorten(m.err.Error())
 			t.log.Info("rdma lane refused", zap.String("peer", string(src.peer)), zap.Uint32("lane", o.Lane), zap.Error(m.err))
 		} else if l != nil {
-			out.QPN, out.PSN = l.qp.Number(), l.psn
+			out.QPN, out.PSN, out.Place = l.qp.Number(), l.psn, t.memory.places.of(l)
 		}
 	}
 	if err != nil {
@@ -172,8 +205,10 @@ func (src *source) connected(s *signal) {
 		src.watch()
 	case s.Reason == "": // P closed its lanes because it had nothing to write; it opens others when it has something
 		src.settle(nil)
+	case src.vain && src.r.t.forgotten() == nil: // the memory was registered after P had looked
+		src.again()
 	default: // P gives up what it was writing
-		tell := src.losing(fmt.Errorf("rdma: prefill agent %s reaches none of this agent's ports: %s", src.peer, s.Reason))
+		tell := src.losing(fmt.Errorf("%w: rdma: prefill agent %s reaches none of this agent's ports: %s", core.ErrConnectionLost, src.peer, s.Reason))
 		src.r.t.goRun("rdma no path", tell)
 	}
 }

@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"fmt"
+	"net/netip"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -41,6 +42,12 @@ type Config struct {
 	// Fallback says that another transport takes what this one cannot. New makes do with the
 	// devices that take the memory, and where no port is active it waits for one.
 	Fallback bool
+
+	// Guard, if set, can refuse the address of a peer's RoCE port. InfiniBand's are none of IP.
+	Guard func(netip.Addr) error
+
+	GPUs      GPUs // nil: all regions lie in the host's memory
+	SendsOnly bool // the agent is no decode agent: nobody writes its memory
 
 	MaxTransfers   int           // max_transfers: expected at a time
 	ConnectTimeout time.Duration // connect_timeout_s: the handshake with a peer, its probes included
@@ -112,6 +119,14 @@ func (c *Config) Check() error {
 		}
 	}
 	return nil
+}
+
+// guard says whether packets may go to a peer's RoCE port.
+func (c *Config) guard(g *gid) error {
+	if c.Guard == nil {
+		return nil
+	}
+	return c.Guard(g.addr())
 }
 
 // splitPort takes an entry of a list apart: port 0 means every port.

@@ -17,15 +17,20 @@ import (
 // depth.
 func opener(pairs, depth int) coretest.RemoteOpener {
 	return func(id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) (core.Transport, error) {
-		cfg := rdma.DefaultConfig()
-		cfg.QueuePairs, cfg.SendDepth = pairs, depth
-		cfg.MaxTransfers = 256
+		cfg := config(pairs, depth)
 		if os.Getenv("KVCONN_TEST_LOG") != "" {
 			cfg.Logger, _ = zap.NewDevelopment()
 			cfg.Logger = cfg.Logger.Named(string(id))
 		}
 		return rdma.New(cfg, id, l, sink, signal)
 	}
+}
+
+func config(pairs, depth int) rdma.Config {
+	cfg := rdma.DefaultConfig()
+	cfg.QueuePairs, cfg.SendDepth = pairs, depth
+	cfg.MaxTransfers = 256
+	return cfg
 }
 
 func fixture(open coretest.RemoteOpener) coretest.Fixture {
@@ -42,7 +47,7 @@ func fixture(open coretest.RemoteOpener) coretest.Fixture {
 
 func TestMain(m *testing.M) {
 	serveNobody()
-	coretest.ServeRemote(map[string]coretest.RemoteKind{"2": {Open: opener(2, 16)}})
+	coretest.ServeRemote(map[string]coretest.RemoteKind{"2": {Open: opener(2, 16)}, "device": onGPUs})
 	os.Exit(m.Run())
 }
 
@@ -71,6 +76,13 @@ func TestConformance(t *testing.T) {
 			coretest.TransportSuite(t, fixture(opener(pairs, 512)))
 		})
 	}
+	t.Run("plans", func(t *testing.T) {
+		suite := coretest.TransportSuite
+		if testing.Short() {
+			suite = coretest.PlanSuite
+		}
+		suite(t, fixture(coretest.Planning(opener(2, 512))))
+	})
 }
 
 // TestProcesses holds rdma to the same between processes.

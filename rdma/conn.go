@@ -44,9 +44,10 @@ type conn struct {
 	outcomes []*write
 	fell     error
 
-	// Scratch of pump.
+	// Scratch of pump. Of all plans that are written to D no more pieces are held than window has.
 	chain  [maxChain]verbs.Write
 	pieces [maxChain * 4]verbs.SGE
+	window [maxChain]core.Pair
 }
 
 // pathKey names a pair of ports, by their place in each side's list.
@@ -91,7 +92,7 @@ func (cn *conn) greeted(broken []uint32, up []int) {
 	for _, id := range broken {
 		for _, l := range cn.lanes {
 			if l.id == id {
-				cn.breakLane(l, errors.New("rdma: it broke at the peer"))
+				cn.breakLane(l, errors.New("rdma: the lane broke at the peer"))
 				break
 			}
 		}

@@ -7,6 +7,8 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	defect "github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
 // How P makes lanes.
@@ -16,17 +18,20 @@ var errNoPath = errors.New("no port here reaches a port there")
 // connect asks D for its ports and makes lanes to them, until each port has some or no
 // path is left to try.
 func (cn *conn) connect() error {
+	if err := cn.t.registered(cn.t.cfg.ConnectTimeout / 3); err != nil {
+		return cn.absent(err)
+	}
 	cn.mu.Lock()
 	due := cn.due()
 	cn.mu.Unlock()
-	rep, err := cn.t.ask(cn.peer, &signal{Kind: signalPorts, Ticket: cn.ticket}, cn.t.cfg.ConnectTimeout/3)
+	rep, err := cn.t.ask(cn.peer, &signal{Kind: signalPorts, Ticket: cn.ticket, Tries: true}, cn.t.cfg.ConnectTimeout/3)
 	if err != nil {
 		return err
 	}
 	cn.mu.Lock()
 	cn.tasks &^= makeLanes
 	cn.mu.Unlock()
-	there, why := newFar(rep)
+	there, why := cn.t.cfg.newFar(rep)
 	if why == nil {
 		if why, err = cn.connectTo(there, due); err != nil {
 			cn.mu.Lock()
@@ -35,12 +40,13 @@ func (cn *conn) connect() error {
 			return err
 		}
 	}
-	return cn.sayConnected(why)
+	return cn.sayConnected(rep.Secret, why)
 }
 
-// sayConnected tells D which lanes P keeps. If there are none, the error says why.
-func (cn *conn) sayConnected(why error) error {
-	s := &signal{Kind: signalConnected, Ticket: cn.ticket}
+// sayConnected tells D which lanes P keeps, made with the keys that D has told with this secret. If there are none, the
+// error says why.
+func (cn *conn) sayConnected(secret []byte, why error) error {
+	s := &signal{Kind: signalConnected, Ticket: cn.ticket, Secret: secret}
 	cn.mu.Lock()
 	s.Last = cn.lastID
 	for _, l := range cn.lanes {
@@ -54,7 +60,7 @@ func (cn *conn) sayConnected(why error) error {
 			}
 		}
 		if why == nil {
-			why = errors.New("all that were made broke at once")
+			why = errors.New("all lanes broke right after they were made")
 		}
 		why = fmt.Errorf("%w: %w", errNoPath, why)
 		s.Reason = shorten(why.Error())
@@ -92,10 +98,10 @@ func (cn *conn) connectTo(there *far, due map[pathKey]bool) (why, err error) {
 			return allOf(causes...), nil
 		}
 		if round > 0 && cn.hasLanes() { // D can use these now; the other paths may take long
-			_ = cn.sayConnected(nil)
+			_ = cn.sayConnected(there.secret, nil)
 		}
 		made, unmade := cn.make(there, plan)
-		if err := cn.exchange(made); err != nil {
+		if err := cn.exchange(there, made); err != nil {
 			return nil, err
 		}
 		cn.probe(there, made)
@@ -118,14 +124,26 @@ type far struct {
 	ports   map[int]*portInfo
 	tables  map[int]*keyTable // by D's port, as scratch is
 	scratch map[int]keyInfo
+	areas   map[int][]keyInfo
+	refused map[int]error // why a GID of a port is not in it
+	gpus    int
 }
 
-// newFar checks the ports and keys that D tells.
-func newFar(rep *reply) (*far, error) {
+// epoch names D's keys in P's words about lanes: D's secret, which is another when the keys are.
+func (f *far) epoch() []byte {
+	if f == nil {
+		return nil
+	}
+	return f.secret
+}
+
+// newFar checks the ports and keys that D tells. It leaves out addresses that this agent may not
+// send to.
+func (c *Config) newFar(rep *reply) (*far, error) {
 	if len(rep.Secret) != secretSize {
 		return nil, fmt.Errorf("a secret of %d bytes, want %d", len(rep.Secret), secretSize)
 	}
-	f := &far{secret: rep.Secret, ports: map[int]*portInfo{}, tables: map[int]*keyTable{}, scratch: map[int]keyInfo{}}
+	f := &far{secret: rep.Secret, ports: map[int]*portInfo{}, tables: map[int]*keyTable{}, scratch: map[int]keyInfo{}, areas: map[int][]keyInfo{}, refused: map[int]error{}, gpus: rep.GPUs}
 	regions := make([]memRange, len(rep.Regions))
 	for i, r := range rep.Regions {
 		regions[i] = memRange(r)
@@ -139,6 +157,11 @@ func newFar(rep *reply) (*far, error) {
 		if d.Scratch.Length < scratchBytes {
 			return nil, fmt.Errorf("device %d of the peer has %d bytes for probes, want %d", i, d.Scratch.Length, scratchBytes)
 		}
+		for k, a := range d.Areas {
+			if a.Length < areaBytes {
+				return nil, fmt.Errorf("device %d of the peer has %d bytes for trials in area %d, want %d", i, a.Length, k, areaBytes)
+			}
+		}
 		var err error
 		if tables[i], err = newKeyTable("at the peer", regions, keys); err != nil {
 			return nil, err
@@ -150,9 +173,29 @@ func newFar(rep *reply) (*far, error) {
 			return nil, fmt.Errorf("port %q is of device %d of %d, or listed twice", p.Name, p.Device, len(tables))
 		}
 		f.ports[p.Index], f.tables[p.Index], f.scratch[p.Index] = p, tables[p.Device], rep.Devices[p.Device].Scratch
+		f.areas[p.Index] = rep.Devices[p.Device].Areas
+		if verbs.LinkLayer(p.Link) == verbs.LinkEthernet {
+			p.GIDs, f.refused[p.Index] = c.guarded(p.GIDs)
+		}
+	}
+	if len(f.ports) == 0 && rep.Lacks != "" {
+		return nil, errors.New(rep.Lacks)
 	}
 	if len(f.ports) == 0 {
 		return nil, errors.New("no port of the peer is active")
 	}
 	return f, nil
+}
+
+// guarded is the GIDs of a port that this agent may send to. If some are left out, the error says
+// why the first one is.
+func (c *Config) guarded(list []gidInfo) (kept []gidInfo, refused error) {
+	for _, g := range list {
+		if err := c.guard(&gid{Raw: g.Raw}); err == nil || defect.On("rdma-unguarded-port") {
+			kept = append(kept, g)
+		} else if refused == nil {
+			refused = err
+		}
+	}
+	return kept, refused
 }

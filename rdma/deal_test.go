@@ -4,6 +4,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -16,6 +18,7 @@ func TestDealRandom(t *testing.T) {
 		table := chunkTable(t, n)
 		w := &write{bytes: uint64(n) * chunk}
 		jobs := 1 + rnd.IntN(6)
+		var window [4]core.Pair        // of all stripes
 		written := make([][]int, jobs) // of each stripe: how often each page
 		marked := make([]bool, jobs)
 		for i := range jobs {
@@ -25,7 +28,7 @@ func TestDealRandom(t *testing.T) {
 		fill := func(i int) {
 			c := &w.jobs[i].cursor
 			writes, pieces := make([]verbs.Write, 1+rnd.IntN(maxChain)), make([]verbs.SGE, 64)
-			nw, np, _, done, err := c.fill(writes, pieces, table, table, writeLimits{4, maxWrite, 1 + uint64(rnd.IntN(4<<20))})
+			nw, np, _, done, err := c.fill(writes, pieces, window[:1+rnd.IntN(len(window))], table, table, writeLimits{4, maxWrite, 1 + uint64(rnd.IntN(4<<20))})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -59,7 +62,11 @@ func TestDealRandom(t *testing.T) {
 					weights[k] = float64(rnd.IntN(3))
 				}
 				w.given += uint64(to-given) * chunk
-				w.deal(chunks(given, to, n), weights)
+				g := gift{pairs: chunks(given, to, n)}
+				if rnd.IntN(2) == 0 {
+					g.plan = coretest.Planned(core.WriteOp{Pairs: g.pairs, At: []core.Extent{{Position: uint64(given) * chunk, Pairs: to - given}}}).Plan
+				}
+				w.deal(g.split(weights))
 				given = to
 			case 2:
 				w.jobs[i].cursor.rewind()

@@ -112,11 +112,11 @@ func TestPretouchNamesTheRegion(t *testing.T) {
 	}
 	touch := func(says string) {
 		t.Helper()
-		r, err := newRegistry(layout)
-		if err != nil {
+		var r registry
+		if err := r.init(layout, nil); err != nil {
 			t.Fatal(err)
 		}
-		defer func() { _ = unix.Munmap(r.scratch) }()
+		defer func() { _ = r.close() }()
 		if err := r.touch(); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("%v, want %q", err, says)
 		}

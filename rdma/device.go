@@ -8,7 +8,6 @@ import (
 	"sync/atomic"
 
 	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
@@ -25,6 +24,8 @@ type device struct {
 	mu     sync.Mutex // held while the memory is registered, and by close
 	closed bool
 	memory atomic.Pointer[memory] // nil: not registered
+	lame   atomic.Bool            // it lacks the GPUs' memory
+	keeps  bool                   // memory of before cannot be deregistered
 }
 
 // localPort is a port that the configuration selects.
@@ -33,12 +34,16 @@ type localPort struct {
 	index int // in the transport's list
 	num   int // of the device, from 1
 	name  string
-	near  distance // to the registered memory
-	state atomic.Pointer[portState]
+	near  distance // to the registered host memory
+
+	nearGPU []distance
+	state   atomic.Pointer[portState]
 }
 
 // usable says whether lanes can be made at the port now.
-func (p *localPort) usable() bool { return p.state.Load().up && p.dev.memory.Load() != nil }
+func (p *localPort) usable() bool {
+	return p.state.Load().up && p.dev.memory.Load() != nil && !p.dev.lame.Load()
+}
 
 // inactive says why the port cannot be used, and the remedy; nil if it is active.
 func (p *localPort) inactive() error {
@@ -76,6 +81,17 @@ type portState struct {
 	speed   uint64 // bytes a second
 	address portAddress
 }
+
+// maxMR is the most bytes of one registration.
+func (d *device) maxMR() uint64 {
+	if most := d.verbs.Attr().MaxMRSize; mrLimit == 0 || most < mrLimit {
+		return most
+	}
+	return mrLimit
+}
+
+// mrLimit is set by tests; 0: none.
+var mrLimit uint64
 
 // maxWrite is the most bytes of one write. Larger writes gain nothing; smaller ones let
 // lanes share a port fairly, and one completion stand for many.
@@ -115,18 +131,23 @@ func (t *Transport) open() error {
 	}
 	if missing := t.cfg.Missing(names); len(missing) > 0 { // the configuration counts on these devices
 		t.closeDevices()
-		return fmt.Errorf("%w: config key \"rdma_devices\" has %q, which no device fits: this machine has %s", core.ErrInvalid, missing, strings.Join(names, ", "))
+		return fmt.Errorf("%w: config key \"rdma_devices\" has %q, but no device matches: this machine has %s", core.ErrInvalid, missing, strings.Join(names, ", "))
 	}
 	if len(t.devices) == 0 {
 		if len(problems) == 0 {
-			problems = append(problems, fmt.Errorf("rdma_devices %v and rdma_deny %v leave none of %v", t.cfg.Devices, t.cfg.Deny, names))
+			problems = append(problems, fmt.Errorf("rdma_devices %v and rdma_deny %v leave no device to use: this machine has %v", t.cfg.Devices, t.cfg.Deny, names))
 		}
 		return fmt.Errorf("rdma: %w", allOf(problems...))
 	}
 	for _, err := range problems {
 		t.log.Warn("rdma device or port is not used", zap.Error(err))
 	}
-	t.memory, err = newRegistry(t.layout)
+	if err = t.memory.init(t.layout, t.cfg.GPUs); err == nil {
+		err = t.checkGPUs()
+	}
+	if err == nil {
+		err = t.openAreas()
+	}
 	if err == nil {
 		err = t.register()
 	}
@@ -215,11 +236,11 @@ func (t *Transport) look(p *localPort) error {
 
 // describe names the ports, regions and keys that P needs to write to this agent.
 func (t *Transport) describe() *reply {
-	rep := &reply{}
+	rep := &reply{GPUs: t.gpuCount()}
 	indexes := map[*device]int{}
 	for _, p := range t.ports {
 		s, m := p.state.Load(), p.dev.memory.Load()
-		if !s.up || m == nil {
+		if !s.up || m == nil || p.dev.lame.Load() {
 			continue
 		}
 		index, listed := indexes[p.dev]
@@ -227,6 +248,9 @@ func (t *Transport) describe() *reply {
 			index = len(rep.Devices)
 			indexes[p.dev] = index
 			keys := deviceKeys{Scratch: keyInfo{m.scratch.Addr, m.scratch.Length, m.scratch.RKey}}
+			for _, a := range m.areas {
+				keys.Areas = append(keys.Areas, keyInfo{a.Addr, a.Length, a.RKey})
+			}
 			for _, k := range m.keys {
 				keys.Keys = append(keys.Keys, keyInfo{k.Base, k.Length, k.Key})
 			}
@@ -311,8 +335,8 @@ func (t *Transport) closeDevices() error {
 		errs = append(errs, d.close())
 	}
 	err := errors.Join(errs...)
-	if err == nil && t.memory.scratch != nil { // otherwise the scratch memory may still be registered
-		err = unix.Munmap(t.memory.scratch)
+	if err == nil { // otherwise the memory may still be registered
+		err = t.memory.close()
 	}
 	return err
 }

@@ -40,3 +40,26 @@ func (t *Transport) BreakReceiving(n int) (broken int, err error) {
 	}
 	return broken, err
 }
+
+// LimitMR has devices take at most so many bytes in one registration, until the function that it
+// returns is called.
+func LimitMR(bytes uint64) (restore func()) {
+	was := mrLimit
+	mrLimit = bytes
+	return func() { mrLimit = was }
+}
+
+// Modules names a folder in place of /sys/module.
+func Modules(folder string) (restore func()) {
+	was := modulesFolder
+	modulesFolder = folder
+	return func() { modulesFolder = was }
+}
+
+// Registrations counts those of all devices.
+func (t *Transport) Registrations() (n int) {
+	for _, d := range t.devices {
+		n += d.verbs.Counts().MRs
+	}
+	return n
+}

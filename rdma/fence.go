@@ -31,6 +31,7 @@ func (r *receiver) revoke(id core.TransferID) {
 	if e != nil {
 		e.src.revoke(e)
 		<-e.fenced
+		r.t.flushEnded(e.gpus)
 	}
 	if told != nil {
 		<-told.told
@@ -125,7 +126,8 @@ func (src *source) await(list []*expect) {
 			src.cutOff(list)
 			return
 		case <-src.r.t.ctx.Done():
-			return // Close cuts all lanes
+			src.cutOff(list) // Close cuts no lanes of a source that was dismissed
+			return
 		}
 	}
 }
@@ -190,6 +192,7 @@ func (r *receiver) close() {
 	for _, src := range all {
 		src.leave("it was closed")
 	}
+	var gpus gpuSet
 	for _, src := range all {
 		src.mu.Lock()
 		dying := src.cut()
@@ -197,6 +200,7 @@ func (r *receiver) close() {
 		await(dying)
 		src.mu.Lock()
 		for _, e := range src.live {
+			gpus |= e.gpus
 			if !e.ended {
 				e.ended = true
 				close(e.told)
@@ -204,5 +208,8 @@ func (r *receiver) close() {
 			src.fenced(e)
 		}
 		src.mu.Unlock()
+	}
+	if gpus != 0 {
+		r.t.flushEnded(gpus)
 	}
 }

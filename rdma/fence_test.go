@@ -51,3 +51,40 @@ func TestDrainPatience(t *testing.T) {
 		<-e.fenced
 	}
 }
+
+// TestCloseEndsADismissedRevoke: a revoke waits for a P that was dismissed since. When the transport
+// closes, the wait ends with it: Close does not know that P any more.
+func TestCloseEndsADismissedRevoke(t *testing.T) {
+	tr := newTestConn(t, 0).t
+	r := &tr.receiver
+	r.init(tr, 4)
+	src := &source{r: r, peer: "p", lanes: map[uint32]*lane{}, dying: map[uint32]*lane{}, live: map[uint64]*expect{}}
+	r.sources["p"] = src
+	if _, err := r.expect("t", "p", nil); err != nil {
+		t.Fatal(err)
+	}
+	e := r.expected["t"]
+	src.mu.Lock()
+	e.ended, e.patience = true, time.Now().Add(time.Hour) // as revoke has it, and P has said that bytes are on their way
+	src.mu.Unlock()
+	awaited := make(chan struct{})
+	go func() {
+		defer close(awaited)
+		src.await([]*expect{e})
+	}()
+	r.dismiss("p")
+	select {
+	case <-e.fenced:
+		t.Fatal("the dismissal has fenced it: this test is of no use")
+	default:
+	}
+	r.close()
+	tr.cancel()
+	for _, c := range []<-chan struct{}{awaited, e.fenced} {
+		select {
+		case <-c:
+		case <-time.After(30 * time.Second):
+			t.Fatal("the revoke waits after Close")
+		}
+	}
+}

@@ -11,15 +11,29 @@ import (
 
 // How D asks P to connect.
 
-// greet asks P to connect, in the background; src.mu is held.
+// greet asks P to connect, in the background. A goroutine that has the outcome of an earlier greeting, and has not ended
+// yet, greets again. src.mu is held.
 func (src *source) greet() {
-	if src.greets || src.gone {
+	if src.gone {
 		return
 	}
-	src.greets = src.r.t.goRun("rdma greet", src.greeting)
+	if !src.greets {
+		src.greets = src.r.t.goRun("rdma greet", src.greeting)
+	}
 	if src.greets && len(src.lanes) == 0 && src.cause != errUnsettled {
 		src.cause, src.settled = errUnsettled, make(chan struct{})
 	}
+}
+
+// again greets P once more, since P looked for the memory before it was there: once for each look. Those who wait go on
+// waiting; src.mu is held.
+func (src *source) again() {
+	src.vain = false
+	if src.cause == errUnsettled {
+		close(src.settled)
+		src.settled = make(chan struct{})
+	}
+	src.greet()
 }
 
 // The most that one greeting names.
@@ -44,6 +58,7 @@ func (src *source) greeting() {
 	began := time.Now()
 	for {
 		src.mu.Lock()
+		outcome := src.settled // of what P hears now, or of an earlier greeting
 		s := &signal{Kind: signalGreet, Ticket: src.ticket, Lanes: src.broken[:min(len(src.broken), maxBroken)], Up: slices.Clone(src.up[:min(len(src.up), maxUp)])}
 		src.mu.Unlock()
 		_, err := t.ask(src.peer, s, t.cfg.ConnectTimeout/3)
@@ -59,7 +74,7 @@ func (src *source) greeting() {
 			src.up = src.up[min(len(s.Up), len(src.up)):]
 			src.greets = src.toTell() && !src.gone
 			if len(src.broken)+len(src.up) == 0 {
-				settled = src.settled
+				settled = outcome
 			}
 		default:
 			lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || t.ctx.Err() != nil

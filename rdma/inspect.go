@@ -38,6 +38,8 @@ type DeviceReport struct {
 	Firmware        string       `json:"firmware,omitempty"`
 	MaxMRSize       uint64       `json:"max_mr_size,omitempty"` // bytes
 	RelaxedOrdering bool         `json:"relaxed_ordering"`
+	DMABuf          bool         `json:"dma_buf"`              // the card and the kernel register GPU memory that is exported as a dma-buf
+	NoDMABuf        string       `json:"no_dma_buf,omitempty"` // why not
 	Ports           []PortReport `json:"ports,omitempty"`
 }
 
@@ -105,7 +107,7 @@ func Inspect(cfg Config) Report {
 	}
 	if missing := cfg.Missing(names); len(missing) > 0 {
 		r.Available, r.Later = false, false // an agent with this configuration does not start
-		r.Problem = fmt.Sprintf("rdma_devices has %q, which no device fits: there are %s", missing, strings.Join(names, ", "))
+		r.Problem = fmt.Sprintf("rdma_devices has %q, but no device matches: this machine has %s", missing, strings.Join(names, ", "))
 	} else if !r.Available {
 		r.Problem = "no port can be used: " + strings.Join(problems, "; ")
 	}
@@ -130,6 +132,11 @@ func inspectDevice(cfg *Config, lib *verbs.Library, info verbs.DeviceInfo) Devic
 	defer dev.Close()
 	a := dev.Attr()
 	r.Firmware, r.MaxMRSize, r.RelaxedOrdering = a.Firmware, a.MaxMRSize, a.RelaxedOrdering
+	if err := takesDMABufs(dev); err != nil {
+		r.NoDMABuf = err.Error()
+	} else {
+		r.DMABuf = true
+	}
 	if info.Transport != verbs.TransportIB {
 		r.Problem = fmt.Sprintf("%v devices are not supported: use one of InfiniBand or RoCE", info.Transport)
 	}
@@ -150,6 +157,15 @@ func inspectDevice(cfg *Config, lib *verbs.Library, info verbs.DeviceInfo) Devic
 		r.Ports = append(r.Ports, p)
 	}
 	return r
+}
+
+func takesDMABufs(dev *verbs.Device) (err error) {
+	pd, err := dev.NewPD()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, pd.Close()) }()
+	return pd.TakesDMABufs()
 }
 
 // inspectPort judges a port by what the device says of it.

@@ -60,7 +60,7 @@ func newKeyTable(where string, regions []memRange, keys []keyRange) (*keyTable, 
 			return nil, fmt.Errorf("key %d %s: %v is empty or leaves the address space", i, where, k.memRange)
 		}
 		if k.Base < end {
-			return nil, fmt.Errorf("key %d %s: %v begins before the end of the one before, %#x", i, where, k.memRange, end)
+			return nil, fmt.Errorf("key %d %s: %v begins before %#x, where the key before it ends", i, where, k.memRange, end)
 		}
 		end = k.Base + k.Length
 	}

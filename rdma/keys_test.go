@@ -36,7 +36,7 @@ func TestKeyTableRefuses(t *testing.T) {
 		{"a region of everything", []memRange{{0x1000, top}}, []keyRange{key(0x1000, 64, 1)}, "leaves the address space"},
 		{"an empty key", []memRange{{0x1000, 8}}, []keyRange{key(0x1000, 64, 1), key(0x1040, 0, 1)}, "key 1 at the peer: 0x1040+0 is empty"},
 		{"a key that wraps", []memRange{{0x1000, 8}}, []keyRange{key(0x1000, top-0x1000+1, 1)}, "leaves the address space"},
-		{"keys out of order", []memRange{{0x1000, 8}}, []keyRange{key(0x2000, 8, 1), key(0x1000, 8, 1)}, "key 1 at the peer: 0x1000+8 begins before the end of the one before, 0x2008"},
+		{"keys out of order", []memRange{{0x1000, 8}}, []keyRange{key(0x2000, 8, 1), key(0x1000, 8, 1)}, "key 1 at the peer: 0x1000+8 begins before 0x2008, where the key before it ends"},
 		{"keys that overlap", []memRange{{0x1000, 8}}, []keyRange{key(0x1000, 8, 1), key(0x1007, 8, 1)}, "begins before"},
 		{"too many regions", make([]memRange, core.MaxRegions+1), nil, "65537 regions at the peer, at most 65536"},
 	} {

@@ -27,12 +27,15 @@ type lane struct {
 	once   sync.Once
 
 	// D's end, guarded by its source.
-	offer   laneOffer
-	posted  int // receives
-	spent   int // receives that were used up since the last refill
-	pinging bool
-	retired bool
-	still   chan struct{} // closed when the lane is retired and all receives are back: no byte of it lands any more
+	offer    laneOffer
+	place    int // on trial: where P writes, guarded by the places
+	posted   int // receives
+	spent    int // receives that were used up since the last refill
+	pinging  bool
+	retired  bool
+	verified bool // the trial was looked at; guarded by the source's verifying
+	verdict  error
+	still    chan struct{} // closed when the lane is retired and all receives are back: no byte of it lands any more
 
 	// P's end, guarded by its connection.
 	conn    *conn
@@ -42,7 +45,9 @@ type lane struct {
 	keys    *keyTable      // D's memory by its port
 	probe   chan error     // the result of the probe
 	reached bool           // the probe without bytes has arrived
-	proven  bool           // both probes have arrived
+	large   bool           // the probe of a large packet has arrived
+	tried   bool           // a trial follows it
+	proven  bool           // all probes have arrived
 	broken  bool           // the lane is out of the connection's list
 	looks   int            // in a row at which requests were under way and none had completed since the look before
 	reads   map[*write]int // of a broken lane: requests that may still read a write's blocks
@@ -57,6 +62,7 @@ const (
 	pingID     = 1 << 62
 	probeID    = 1 << 61
 	bigProbeID = 1 << 60
+	trialID    = 1 << 59
 )
 
 // bundle is a completion queue and the lanes that were made with it, at one time
@@ -131,6 +137,7 @@ func (l *lane) end() {
 	}
 	close(l.dead)
 	b := l.b
+	b.t.memory.places.drop(l)
 	b.mu.Lock()
 	b.open--
 	last := b.whole && b.open == 0

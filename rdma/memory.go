@@ -27,6 +27,9 @@ type memory struct {
 	keys    []keyRange // remote keys, for peers
 	local   *keyTable
 	scratch *verbs.MR
+	gpu     []*verbs.MR // of mrs, those in memory of GPUs
+	by      string      // how the last of them was registered
+	areas   []*verbs.MR // for trials, as the registry has them
 }
 
 // scratchBytes is the size of the memory that probes read and write on either side: one
@@ -36,14 +39,38 @@ const scratchBytes = 4096
 // registry is the agent's memory, whichever device registers it.
 type registry struct {
 	regions []memRange
-	whole   []memRange // merged
+	host    []memRange // those in the host's memory
+	whole   []memRange // the same, merged
+	gpus    GPUs       // nil: no region lies on one
+	gpu     []gpuRange
+	gpuAt   []place
+	number  []int // of each GPU among the host's
 	touch   func() error
 	scratch []byte
+
+	areas  []*area
+	seed   uint64 // of P's streams in them
+	places places
 }
 
-func newRegistry(l *core.Layout) (r registry, err error) {
+func (r *registry) init(l *core.Layout, gpus GPUs) (err error) {
 	r.regions = regionRanges(l)
-	r.whole = mergeRanges(r.regions, 0)
+	for i, at := range r.regions {
+		if l.Regions[i].Memory == core.HostMemory {
+			r.host = append(r.host, at)
+		}
+	}
+	r.gpus, r.gpu = gpus, gpuRanges(l)
+	r.whole = mergeRanges(r.host, 0)
+	if gpus != nil {
+		for gpu := range gpus.Count() {
+			at, number := gpuPlace(os.DirFS("/sys"), gpus.PCI(gpu))
+			r.gpuAt, r.number = append(r.gpuAt, at), append(r.number, number)
+		}
+	}
+	if len(r.gpu) > 0 && gpus == nil {
+		return fmt.Errorf("region %q lies in device memory, and no device was given", r.gpu[0].name)
+	}
 	r.touch = sync.OnceValue(func() error {
 		err := pretouch(r.whole, touching)
 		var at *touchError
@@ -55,7 +82,20 @@ func newRegistry(l *core.Layout) (r registry, err error) {
 	if r.scratch, err = unix.Mmap(-1, 0, scratchBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE); err != nil {
 		err = fmt.Errorf("%d bytes for probes: %w", scratchBytes, err)
 	}
-	return r, err
+	return err
+}
+
+// close gives back what is the registry's own, once no card has it registered.
+func (r *registry) close() error {
+	var errs []error
+	if r.scratch != nil {
+		errs = append(errs, unix.Munmap(r.scratch))
+	}
+	for _, a := range r.areas {
+		errs = append(errs, a.close())
+	}
+	r.scratch, r.areas = nil, nil
+	return errors.Join(errs...)
 }
 
 // check says whether so many more devices may lock the memory.
@@ -102,11 +142,13 @@ func (t *Transport) register() error {
 		return err
 	}
 	touched := time.Now()
+	exports := t.memory.exports()
+	defer closeExports(exports)
 	errs := make([]error, len(list))
 	var wg sync.WaitGroup
 	for i, d := range list {
 		if errs[i] = t.memory.check(i + 1); errs[i] == nil {
-			wg.Go(func() { errs[i] = t.registerWith(d) })
+			wg.Go(func() { errs[i] = t.registerWith(d, exports) })
 		}
 	}
 	wg.Wait()
@@ -121,7 +163,7 @@ func (t *Transport) register() error {
 	if took < len(list) && !t.cfg.Fallback || took == 0 {
 		return allOf(errs...)
 	}
-	t.log.Info("rdma memory registered", zap.Uint64("bytes", rangeBytes(t.memory.whole)), zap.Int("devices", took),
+	t.log.Info("rdma memory registered", zap.Uint64("bytes", rangeBytes(t.memory.whole)), zap.Int("gpu_ranges", len(t.memory.gpu)), zap.Int("devices", took),
 		zap.Duration("touching", touched.Sub(began)), zap.Duration("registering", time.Since(touched)))
 	return nil
 }
@@ -131,12 +173,25 @@ func (t *Transport) registerLate(d *device) error {
 	if d.memory.Load() != nil {
 		return nil
 	}
+	t.renewal.turn.Lock()
+	defer t.renewal.turn.Unlock()
+	if d.memory.Load() != nil { // a renewal has registered it meanwhile
+		return nil
+	}
 	err := t.memory.check(1)
 	if err == nil {
 		err = t.memory.touch()
 	}
 	if err == nil {
-		err = t.registerWith(d)
+		err = t.checkMemory()
+	}
+	if err == nil {
+		exports := t.memory.exports()
+		defer closeExports(exports)
+		err = t.registerWith(d, exports)
+	}
+	if err == nil {
+		err = t.checkMemory() // else the device forgets it
 	}
 	return err
 }
@@ -147,16 +202,19 @@ const (
 )
 
 // registerWith registers the memory with one device, whose ports can be used then.
-func (t *Transport) registerWith(d *device) error {
+func (t *Transport) registerWith(d *device, exports []*export) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.closed {
 		return errClosed
 	}
 	t.place(d)
-	m, err := d.register(t.ctx, &t.memory, t.cfg.RelaxedOrdering)
+	m, err := d.register(t.ctx, &t.memory, exports, t.cfg.RelaxedOrdering)
 	if err != nil {
 		return errors.Join(err, m.close())
+	}
+	if m.by != "" {
+		t.log.Info("rdma device reaches the GPUs' memory", zap.String("device", d.name), zap.String("by", m.by), zap.Int("registrations", len(m.gpu)))
 	}
 	d.memory.Store(m)
 	return nil
@@ -172,13 +230,23 @@ func (t *Transport) place(d *device) {
 		near = at.distanceTo(memory)
 		t.log.Info("rdma device and memory", zap.String("device", d.name), zap.Stringer("at", at), zap.Stringer("memory", memory), zap.Stringer("distance", near))
 	}
+	at, err := devicePlace(os.DirFS("/sys"), d.name)
+	nearGPU := make([]distance, t.gpuCount())
+	for gpu, where := range t.memory.gpuAt {
+		nearGPU[gpu] = farUnknown
+		if err == nil {
+			nearGPU[gpu] = at.distanceTo(where)
+		}
+		t.log.Info("rdma device and GPU", zap.String("device", d.name), zap.Stringer("at", at), zap.String("gpu", t.cfg.GPUs.Name(gpu)),
+			zap.Stringer("gpu_at", where), zap.Stringer("distance", nearGPU[gpu]))
+	}
 	for _, p := range d.ports {
-		p.near = near
+		p.near, p.nearGPU = near, nearGPU
 	}
 }
 
 // register registers all ranges. With an error it also returns what it has registered.
-func (d *device) register(ctx context.Context, r *registry, order string) (*memory, error) {
+func (d *device) register(ctx context.Context, r *registry, exports []*export, order string) (*memory, error) {
 	m := &memory{}
 	access := verbs.LocalWrite | verbs.RemoteWrite
 	switch {
@@ -187,7 +255,7 @@ func (d *device) register(ctx context.Context, r *registry, order string) (*memo
 	case order != OrderStrict:
 		access |= verbs.RelaxedOrdering
 	}
-	ranges := mergeRanges(r.regions, d.verbs.Attr().MaxMRSize)
+	ranges := mergeRanges(r.host, d.maxMR())
 	mrs, errs := make([][]*verbs.MR, len(ranges)), make([]error, len(ranges))
 	var wg sync.WaitGroup
 	var next atomic.Int64
@@ -195,7 +263,7 @@ func (d *device) register(ctx context.Context, r *registry, order string) (*memo
 		wg.Go(func() {
 			for i := int(next.Add(1)) - 1; i < len(ranges); i = int(next.Add(1)) - 1 {
 				if errs[i] = ctx.Err(); errs[i] == nil {
-					mrs[i], errs[i] = d.registerRange(ranges[i], access)
+					mrs[i], errs[i] = registerRange(ranges[i], func(part memRange) (*verbs.MR, error) { return d.pd.Register(uintptr(part.Base), part.Length, access) })
 				}
 				if errs[i] != nil {
 					next.Store(int64(len(ranges))) // the other ranges would fail too
@@ -204,20 +272,65 @@ func (d *device) register(ctx context.Context, r *registry, order string) (*memo
 		})
 	}
 	wg.Wait()
-	var local []keyRange
-	for _, mr := range slices.Concat(mrs...) {
-		at := memRange{mr.Addr, mr.Length}
-		m.mrs = append(m.mrs, mr)
-		local, m.keys = append(local, keyRange{at, mr.LKey}), append(m.keys, keyRange{at, mr.RKey})
-	}
+	m.mrs = slices.Concat(mrs...)
 	err := allOf(errs...)
 	if err == nil {
-		m.local, err = newKeyTable("here", r.regions, local)
+		err = d.registerExports(m, r, exports)
+	}
+	if err == nil {
+		err = m.index(r)
 	}
 	if err == nil {
 		m.scratch, err = d.pd.Register(uintptr(unsafe.Pointer(&r.scratch[0])), scratchBytes, access)
 	}
+	for _, a := range r.areas {
+		if err == nil {
+			err = d.registerArea(m, r, a, access)
+		}
+	}
 	return m, err
+}
+
+// registerExports registers the GPUs' memory. With an error m also has what was registered before it.
+func (d *device) registerExports(m *memory, r *registry, exports []*export) error {
+	for _, x := range exports {
+		parts, by, err := d.registerExport(x, r.gpus)
+		m.mrs, m.gpu, m.by = append(slices.Clip(m.mrs), parts...), append(m.gpu, parts...), by
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// index finds the keys of what was registered.
+func (m *memory) index(r *registry) (err error) {
+	slices.SortFunc(m.mrs, func(a, b *verbs.MR) int { return cmp.Compare(a.Addr, b.Addr) })
+	var local []keyRange
+	m.keys = nil
+	for _, mr := range m.mrs {
+		at := memRange{mr.Addr, mr.Length}
+		local, m.keys = append(local, keyRange{at, mr.LKey}), append(m.keys, keyRange{at, mr.RKey})
+	}
+	m.local, err = newKeyTable("here", r.regions, local)
+	return err
+}
+
+// registerArea registers memory for trials in the way in which regions there are registered.
+func (d *device) registerArea(m *memory, r *registry, a *area, access verbs.Access) error {
+	if a.gpu < 0 {
+		mr, err := d.pd.Register(uintptr(a.Base), a.Length, access)
+		if err == nil {
+			m.areas = append(m.areas, mr)
+		}
+		return err
+	}
+	x := &export{gpuRange: gpuRange{a.memRange, a.gpu, "for probes"}}
+	x.file, x.offset, x.err = r.gpus.Export(x.gpu, x.name, x.Base, x.Length)
+	defer closeExports([]*export{x})
+	mrs, _, err := d.registerExport(x, r.gpus)
+	m.areas = append(m.areas, mrs...)
+	return err
 }
 
 // leastSplit is the size below which a range that cannot be registered is not cut.
@@ -225,8 +338,8 @@ const leastSplit = 256 << 20
 
 // registerRange registers a range. If the driver takes less at once than the device says,
 // registerRange registers halves.
-func (d *device) registerRange(r memRange, access verbs.Access) ([]*verbs.MR, error) {
-	mr, err := d.pd.Register(uintptr(r.Base), r.Length, access)
+func registerRange(r memRange, register func(memRange) (*verbs.MR, error)) ([]*verbs.MR, error) {
+	mr, err := register(r)
 	if err == nil {
 		return []*verbs.MR{mr}, nil
 	}
@@ -234,10 +347,10 @@ func (d *device) registerRange(r memRange, access verbs.Access) ([]*verbs.MR, er
 		return nil, err
 	}
 	half := r.Length / 2 &^ (2<<20 - 1)
-	mrs, err := d.registerRange(memRange{r.Base, half}, access)
+	mrs, err := registerRange(memRange{r.Base, half}, register)
 	if err == nil {
 		var rest []*verbs.MR
-		rest, err = d.registerRange(memRange{r.Base + half, r.Length - half}, access)
+		rest, err = registerRange(memRange{r.Base + half, r.Length - half}, register)
 		mrs = append(mrs, rest...)
 	}
 	return mrs, err // also with an error: the caller closes them
@@ -245,10 +358,7 @@ func (d *device) registerRange(r memRange, access verbs.Access) ([]*verbs.MR, er
 
 // close makes the device forget the memory.
 func (m *memory) close() error {
-	var errs []error
-	for _, mr := range m.mrs {
-		errs = append(errs, mr.Close())
-	}
+	errs := []error{closeAll(m.mrs), closeAll(m.areas)}
 	if m.scratch != nil {
 		errs = append(errs, m.scratch.Close())
 	}

@@ -67,7 +67,7 @@ func (cn *conn) mend() {
 		case giveUp.IsZero():
 			giveUp = time.Now().Add(cn.t.cfg.ConnectTimeout)
 		}
-		lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || errors.Is(err, errNoPath)
+		lasting := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) || errors.Is(err, errNoPath) || errors.Is(err, core.ErrOtherWay)
 		if lasting || time.Now().After(giveUp) || !cn.t.pause(100*time.Millisecond) {
 			cn.update(func(cn *conn) { cn.giveUp(err) })
 			return
@@ -79,7 +79,16 @@ func (cn *conn) mend() {
 func (cn *conn) giveUp(err error) {
 	absent := errors.Is(err, core.ErrAbsent) || errors.Is(err, errRefused) && !errors.Is(err, errNoPath)
 	cause := fmt.Errorf("rdma: no way to decode agent %s: %w: %w", cn.peer, err, core.ErrConnectionLost)
-	cn.tasks, cn.mends = 0, false
+	tasks := cn.tasks & makeLanes
+	asked := errors.Is(err, errNoPath)                                  // D may have asked again, since it was told
+	back := errors.Is(err, core.ErrOtherWay) && cn.t.forgotten() == nil // the memory is: returned may have come while D was told that it is not
+	if !asked && !back {
+		tasks = 0
+	}
+	if errors.Is(err, core.ErrOtherWay) {
+		cause = err
+	}
+	cn.tasks, cn.mends = tasks, false
 	if len(cn.lanes) > 0 && !absent {
 		// The lanes work, and only D's answer is missing: writes on their way go on.
 		for w := range cn.writes {
@@ -90,6 +99,7 @@ func (cn *conn) giveUp(err error) {
 		return
 	}
 	cn.lose(cause)
+	cn.tasks |= tasks
 	if absent {
 		cn.confirmed(cn.lost) // D is gone or has forgotten this agent, so it has cut all lanes
 	}
@@ -164,7 +174,7 @@ func (cn *conn) watchRest() {
 func (cn *conn) goToRest() error {
 	cn.mu.Lock()
 	cn.tasks &^= restLanes
-	idle, last := len(cn.writes) == 0, cn.lastID
+	idle, last, epoch := len(cn.writes) == 0, cn.lastID, cn.there.epoch()
 	if idle {
 		for _, l := range append([]*lane(nil), cn.lanes...) {
 			cn.remove(l)
@@ -174,6 +184,6 @@ func (cn *conn) goToRest() error {
 	if !idle {
 		return nil
 	}
-	_, err := cn.t.ask(cn.peer, &signal{Kind: signalConnected, Ticket: cn.ticket, Last: last}, cn.t.cfg.ConnectTimeout/3)
+	_, err := cn.t.ask(cn.peer, &signal{Kind: signalConnected, Ticket: cn.ticket, Last: last, Secret: epoch}, cn.t.cfg.ConnectTimeout/3)
 	return err
 }

@@ -13,6 +13,7 @@ type partialWrite struct {
 	p, d  *agent
 	op    core.WriteOp
 	given int // blocks
+	how   form
 }
 
 // beginPartial begins a write of the first n blocks to the same of d, with none of them.
@@ -29,7 +30,7 @@ func (part *partialWrite) give(n int) {
 		op.Pairs = append(op.Pairs, core.Pair{SrcOffset: uint64(i) * blockBytes, DstOffset: uint64(i) * blockBytes, Length: blockBytes})
 	}
 	part.given += n
-	part.p.tr.Extend(op)
+	part.p.tr.Extend(part.how.given(op))
 }
 
 // rests waits until nothing is under way. D has all that was given, and no mark.
@@ -85,13 +86,16 @@ func TestPartialLanes(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		long bool
+		how  form
 		cut  func(p, d *agent) (int, error)
 	}{
-		{"one at the sender", false, sending(1)},
-		{"all at the sender", true, sending(100)},
-		{"one at the receiver", true, receiving(1)},
-		{"all at the receiver", false, receiving(100)},
-		{"all at both ends", true, func(p, d *agent) (int, error) {
+		{"one at the sender", false, byLists, sending(1)},
+		{"all at the sender", true, byLists, sending(100)},
+		{"one at the receiver", true, byLists, receiving(1)},
+		{"all at the receiver", false, byLists, receiving(100)},
+		{"one at the sender, by plans", false, byPlans, sending(1)},
+		{"all at the receiver, by plans", false, byPlans, receiving(100)},
+		{"all at both ends", true, byLists, func(p, d *agent) (int, error) {
 			p.breakAll()
 			d.breakAll()
 			return 1, nil
@@ -110,6 +114,7 @@ func TestPartialLanes(t *testing.T) {
 				usable(t, d, p)
 				p.paint(1, 0, n)
 				part := p.beginPartial("t", d, n)
+				part.how = c.how
 				part.give(n / 2)
 				if rests {
 					part.rests()

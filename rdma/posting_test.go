@@ -31,7 +31,7 @@ func BenchmarkPosting(b *testing.B) {
 			for done := false; !done; {
 				room, bytes := queue.room()
 				limit.maxBytes = bytes
-				n, k, _, end, err := c.fill(chain[:min(room, maxChain)], pieces[:], local, remote, limit)
+				n, k, _, end, err := c.fill(chain[:min(room, maxChain)], pieces[:], nil, local, remote, limit)
 				if err != nil {
 					b.Fatal(err)
 				}

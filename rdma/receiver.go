@@ -37,6 +37,7 @@ type expect struct {
 	src      *source
 	grant    grant
 	segments int
+	gpus     gpuSet // on which some of its blocks lie
 
 	patience time.Time // until when a revoke waits for P
 	stripes  uint64    // bit i: stripe i has landed
@@ -73,9 +74,9 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	}
 	src := r.sources[peer]
 	if src == nil {
-		src = &source{r: r, peer: peer, secret: make([]byte, secretSize), lanes: map[uint32]*lane{}, dying: map[uint32]*lane{},
+		src = &source{r: r, peer: peer, lanes: map[uint32]*lane{}, dying: map[uint32]*lane{},
 			live: map[uint64]*expect{}, cause: errUnsettled, settled: make(chan struct{})}
-		rand.Read(src.secret)
+		src.newSecret()
 		r.sources[peer] = src
 	}
 	r.mu.Unlock()
@@ -91,12 +92,30 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	return nil
 }
 
+// newSecret makes all grants of before void; mu is held, or nobody else knows the source.
+func (src *source) newSecret() {
+	src.secret = make([]byte, secretSize)
+	rand.Read(src.secret)
+}
+
 // expect implements core.Transport.
 func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
-	e := &expect{id: id, segments: len(dst), fenced: make(chan struct{}), told: make(chan struct{})}
 	var total uint64
 	for _, s := range dst {
 		total += s.Length
+	}
+	return r.arm(id, peer, total, len(dst), r.t.gpusOf(dst))
+}
+
+// arm lets P write so many bytes. Where they land P says, within the regions whose keys it has.
+func (r *receiver) arm(id core.TransferID, peer core.AgentID, total uint64, segments int, gpus gpuSet) ([]byte, error) {
+	e := &expect{id: id, segments: segments, gpus: gpus, fenced: make(chan struct{}), told: make(chan struct{})}
+	err := r.t.forgotten()
+	if e.gpus != 0 {
+		err = r.t.checkMemory()
+	}
+	if err != nil {
+		return nil, fmt.Errorf("transfer %q: %w", string(id), err)
 	}
 	src := r.source(peer)
 	if src == nil {

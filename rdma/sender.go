@@ -32,6 +32,7 @@ type sender struct {
 // write is a transfer that is being written. Guarded by its connection.
 type write struct {
 	op    core.WriteOp // Pairs are those that were given before the write began
+	plans []core.Plan  // the same
 	conn  *conn
 	bytes uint64 // in all
 	given uint64 // bytes that were given so far
@@ -48,6 +49,7 @@ type write struct {
 	cause   error  // why it fails; nil: it goes on
 	over    bool   // it has ended, and is in no list
 	drained bool   // D waits to hear that no byte is on its way
+	waits   bool   // it came when the memory was not registered: it is of the memory of after
 }
 
 // job is a stripe of a write on its lane.
@@ -106,11 +108,15 @@ func (s *sender) dismiss(peer core.AgentID) {
 
 // write implements core.Transport.
 func (s *sender) write(op core.WriteOp) {
-	w := &write{op: op, bytes: op.Total(), given: op.Given(), runs: sourceRuns(op.Pairs)}
+	g := giftOf(&op)
+	w := &write{op: op, bytes: op.Total(), given: g.bytes, runs: g.runs}
 	w.op.Pairs = slices.Clip(op.Pairs) // more may follow
+	if op.Plan != nil {
+		w.plans = []core.Plan{op.Plan}
+	}
+	var err error
 	s.mu.Lock()
 	l := s.conns[op.Peer]
-	var err error
 	switch {
 	case s.closed:
 		err = errClosed
@@ -141,8 +147,15 @@ func (s *sender) extend(op core.WriteOp) {
 	if w == nil {
 		return
 	}
-	bytes, runs := op.Given(), sourceRuns(op.Pairs)
-	w.conn.update(func(cn *conn) { cn.give(w, op.Pairs, bytes, runs) })
+	g := giftOf(&op)
+	err := s.t.forgotten()
+	w.conn.update(func(cn *conn) {
+		if err != nil && !w.waits {
+			cn.fail(w, err)
+			return
+		}
+		cn.give(w, &g)
+	})
 }
 
 func errTooMuch(w *write, given uint64) error {
@@ -179,7 +192,7 @@ func (s *sender) allTold() {
 		select {
 		case <-s.told:
 		case <-late.C:
-			s.t.log.Error("rdma: writes have no outcome", zap.Int("writes", n))
+			s.t.log.Error("rdma: the transport closes, and writes have not told their outcome", zap.Int("writes", n))
 			return
 		}
 	}
@@ -331,7 +344,10 @@ func (cn *conn) took(l *lane, list []verbs.Completion, now time.Time) {
 		c := &list[i]
 		if c.Status != verbs.Success && !l.broken {
 			err := l.failure(c)
-			if l.reached && !l.proven {
+			switch {
+			case l.large && !l.proven:
+				err = fmt.Errorf("bytes get into host memory and not from a GPU's memory to one: %w", err)
+			case l.reached && !l.proven:
 				err = fmt.Errorf("packets without bytes get through and %d bytes do not: is the MTU the same on the whole path (rdma_mtu)? %w", scratchBytes, err)
 			}
 			l.probed(err)
@@ -351,6 +367,12 @@ func (cn *conn) took(l *lane, list []verbs.Completion, now time.Time) {
 			l.reached = true
 			continue
 		case c.ID == bigProbeID:
+			l.large = true
+			if !l.tried {
+				l.probed(nil)
+			}
+			continue
+		case c.ID == trialID:
 			l.probed(nil)
 			continue
 		}

@@ -26,6 +26,8 @@ const (
 
 	signalBye       signalKind = 8 // D → P: this agent is closed, or wants nothing of P any more
 	signalDismissed signalKind = 9 // P → D: this agent is closed, or has dismissed D
+
+	signalProbed signalKind = 10 // P → D: these lanes have written their trials; are the bytes right?
 )
 
 // signal is a message between two transports. Each shows the ticket that P has given D,
@@ -38,9 +40,11 @@ type signal struct {
 	Below  uint64      `msg:"b,omitempty"` // grants below it are dead
 	Offers []laneOffer `msg:"o,omitempty,limit=256"`
 	Last   uint32      `msg:"z,omitempty"`          // of signalConnected: it speaks of the lanes up to this one
-	Secret []byte      `msg:"x,omitempty,limit=64"` // of signalBye: if D has begun anew, tells P which D has ended
+	Secret []byte      `msg:"x,omitempty,limit=64"` // of signalBye: if D has begun anew, tells P which D has ended; of P's words on lanes: of which keys they are
 	Reason string      `msg:"r,omitempty,limit=1024"`
 	Up     []int       `msg:"u,omitempty,limit=64"` // of signalGreet: ports of D that have become active
+	Tries  bool        `msg:"y,omitempty"`          // of signalPorts: P puts lanes on trial where a side has GPUs
+	Seed   uint64      `msg:"e,omitempty"`          // of signalProbed: of the bytes
 }
 
 // laneOffer is P's end of a lane, and the port of D that it is for.
@@ -54,12 +58,14 @@ type laneOffer struct {
 	GID   [16]byte `msg:"g"` // P's, with GRH
 	Index int      `msg:"i"` // in D's GID table, of the address that P's packets go to
 	LID   uint16   `msg:"d"` // P's
+	Trial bool     `msg:"t,omitempty"`
 }
 
 // laneAnswer is D's end; Error says why there is none.
 type laneAnswer struct {
 	QPN   uint32 `msg:"q"`
 	PSN   uint32 `msg:"s"`
+	Place int    `msg:"p,omitempty"` // of a lane on trial, from 1 on
 	Error string `msg:"e,omitempty,limit=512"`
 }
 
@@ -102,7 +108,8 @@ type span struct{ Base, Length uint64 }
 // deviceKeys are the keys of one device of D.
 type deviceKeys struct {
 	Keys    []keyInfo `msg:"k,limit=65536"`
-	Scratch keyInfo   `msg:"s"` // where probes may write
+	Scratch keyInfo   `msg:"s"`                    // where probes may write
+	Areas   []keyInfo `msg:"a,omitempty,limit=64"` // where trials may write: all are tried
 }
 
 // reply answers a signal.
@@ -113,7 +120,9 @@ type reply struct {
 	Ports   []portInfo   `msg:"p,omitempty,limit=64"`
 	Devices []deviceKeys `msg:"d,omitempty,limit=64"`
 	Regions []span       `msg:"g,omitempty,limit=65536"`
-	Secret  []byte       `msg:"x,omitempty,limit=64"` // signs D's grants for this P; new with each D
+	Secret  []byte       `msg:"x,omitempty,limit=64"`   // signs D's grants for this P; new with each D
+	GPUs    int          `msg:"u,omitempty"`            // on which regions of D lie
+	Lacks   string       `msg:"k,omitempty,limit=1024"` // if there are no Ports: why
 	// of signalConnect and signalLost: a grant is dead if it is below Next and not live
 	Next uint64   `msg:"n,omitempty"`
 	Live []uint64 `msg:"v,omitempty,limit=65536"`

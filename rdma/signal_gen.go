@@ -15,24 +15,49 @@ const (
 // MarshalMsg implements msgp.Marshaler
 func (z *deviceKeys) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 2
-	// string "k"
-	o = append(o, 0x82, 0xa1, 0x6b)
-	o = msgp.AppendArrayHeader(o, uint32(len(z.Keys)))
-	for za0001 := range z.Keys {
+	// check for omitted fields
+	zb0001Len := uint32(3)
+	var zb0001Mask uint8 /* 3 bits */
+	_ = zb0001Mask
+	if z.Areas == nil {
+		zb0001Len--
+		zb0001Mask |= 0x4
+	}
+	// variable map header, size zb0001Len
+	o = append(o, 0x80|uint8(zb0001Len))
+
+	// skip if no fields are to be emitted
+	if zb0001Len != 0 {
+		// string "k"
+		o = append(o, 0xa1, 0x6b)
+		o = msgp.AppendArrayHeader(o, uint32(len(z.Keys)))
+		for za0001 := range z.Keys {
+			// array header, size 3
+			o = append(o, 0x93)
+			o = msgp.AppendUint64(o, z.Keys[za0001].Base)
+			o = msgp.AppendUint64(o, z.Keys[za0001].Length)
+			o = msgp.AppendUint32(o, z.Keys[za0001].Key)
+		}
+		// string "s"
+		o = append(o, 0xa1, 0x73)
 		// array header, size 3
 		o = append(o, 0x93)
-		o = msgp.AppendUint64(o, z.Keys[za0001].Base)
-		o = msgp.AppendUint64(o, z.Keys[za0001].Length)
-		o = msgp.AppendUint32(o, z.Keys[za0001].Key)
+		o = msgp.AppendUint64(o, z.Scratch.Base)
+		o = msgp.AppendUint64(o, z.Scratch.Length)
+		o = msgp.AppendUint32(o, z.Scratch.Key)
+		if (zb0001Mask & 0x4) == 0 { // if not omitted
+			// string "a"
+			o = append(o, 0xa1, 0x61)
+			o = msgp.AppendArrayHeader(o, uint32(len(z.Areas)))
+			for za0002 := range z.Areas {
+				// array header, size 3
+				o = append(o, 0x93)
+				o = msgp.AppendUint64(o, z.Areas[za0002].Base)
+				o = msgp.AppendUint64(o, z.Areas[za0002].Length)
+				o = msgp.AppendUint32(o, z.Areas[za0002].Key)
+			}
+		}
 	}
-	// string "s"
-	o = append(o, 0xa1, 0x73)
-	// array header, size 3
-	o = append(o, 0x93)
-	o = msgp.AppendUint64(o, z.Scratch.Base)
-	o = msgp.AppendUint64(o, z.Scratch.Length)
-	o = msgp.AppendUint32(o, z.Scratch.Key)
 	return
 }
 
@@ -127,6 +152,49 @@ func (z *deviceKeys) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Scratch", "Key")
 				return
 			}
+		case "a":
+			var zb0005 uint32
+			zb0005, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Areas")
+				return
+			}
+			if zb0005 > 64 {
+				err = msgp.ErrLimitExceeded
+				return
+			}
+			if cap(z.Areas) >= int(zb0005) {
+				z.Areas = (z.Areas)[:zb0005]
+			} else {
+				z.Areas = make([]keyInfo, zb0005)
+			}
+			for za0002 := range z.Areas {
+				var zb0006 uint32
+				zb0006, bts, err = msgp.ReadArrayHeaderBytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Areas", za0002)
+					return
+				}
+				if zb0006 != 3 {
+					err = msgp.ArrayError{Wanted: 3, Got: zb0006}
+					return
+				}
+				z.Areas[za0002].Base, bts, err = msgp.ReadUint64Bytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Areas", za0002, "Base")
+					return
+				}
+				z.Areas[za0002].Length, bts, err = msgp.ReadUint64Bytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Areas", za0002, "Length")
+					return
+				}
+				z.Areas[za0002].Key, bts, err = msgp.ReadUint32Bytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Areas", za0002, "Key")
+					return
+				}
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -141,7 +209,7 @@ func (z *deviceKeys) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *deviceKeys) Msgsize() (s int) {
-	s = 1 + 2 + msgp.ArrayHeaderSize + (len(z.Keys) * (17 + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size)) + 2 + 1 + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size
+	s = 1 + 2 + msgp.ArrayHeaderSize + (len(z.Keys) * (17 + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size)) + 2 + 1 + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size + 2 + msgp.ArrayHeaderSize + (len(z.Areas) * (17 + msgp.Uint64Size + msgp.Uint64Size + msgp.Uint32Size))
 	return
 }
 
@@ -242,15 +310,19 @@ func (z keyInfo) Msgsize() (s int) {
 }
 
 // MarshalMsg implements msgp.Marshaler
-func (z laneAnswer) MarshalMsg(b []byte) (o []byte, err error) {
+func (z *laneAnswer) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(3)
-	var zb0001Mask uint8 /* 3 bits */
+	zb0001Len := uint32(4)
+	var zb0001Mask uint8 /* 4 bits */
 	_ = zb0001Mask
-	if z.Error == "" {
+	if z.Place == 0 {
 		zb0001Len--
 		zb0001Mask |= 0x4
+	}
+	if z.Error == "" {
+		zb0001Len--
+		zb0001Mask |= 0x8
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -264,6 +336,11 @@ func (z laneAnswer) MarshalMsg(b []byte) (o []byte, err error) {
 		o = append(o, 0xa1, 0x73)
 		o = msgp.AppendUint32(o, z.PSN)
 		if (zb0001Mask & 0x4) == 0 { // if not omitted
+			// string "p"
+			o = append(o, 0xa1, 0x70)
+			o = msgp.AppendInt(o, z.Place)
+		}
+		if (zb0001Mask & 0x8) == 0 { // if not omitted
 			// string "e"
 			o = append(o, 0xa1, 0x65)
 			o = msgp.AppendString(o, z.Error)
@@ -306,6 +383,12 @@ func (z *laneAnswer) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "PSN")
 				return
 			}
+		case "p":
+			z.Place, bts, err = msgp.ReadIntBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Place")
+				return
+			}
 		case "e":
 			z.Error, bts, err = msgp.ReadStringBytes(bts)
 			if err != nil {
@@ -325,42 +408,60 @@ func (z *laneAnswer) UnmarshalMsg(bts []byte) (o []byte, err error) {
 }
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
-func (z laneAnswer) Msgsize() (s int) {
-	s = 1 + 2 + msgp.Uint32Size + 2 + msgp.Uint32Size + 2 + msgp.StringPrefixSize + len(z.Error)
+func (z *laneAnswer) Msgsize() (s int) {
+	s = 1 + 2 + msgp.Uint32Size + 2 + msgp.Uint32Size + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Error)
 	return
 }
 
 // MarshalMsg implements msgp.Marshaler
 func (z *laneOffer) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 9
-	// string "l"
-	o = append(o, 0x89, 0xa1, 0x6c)
-	o = msgp.AppendUint32(o, z.Lane)
-	// string "p"
-	o = append(o, 0xa1, 0x70)
-	o = msgp.AppendInt(o, z.Port)
-	// string "q"
-	o = append(o, 0xa1, 0x71)
-	o = msgp.AppendUint32(o, z.QPN)
-	// string "s"
-	o = append(o, 0xa1, 0x73)
-	o = msgp.AppendUint32(o, z.PSN)
-	// string "m"
-	o = append(o, 0xa1, 0x6d)
-	o = msgp.AppendInt(o, z.MTU)
-	// string "h"
-	o = append(o, 0xa1, 0x68)
-	o = msgp.AppendBool(o, z.GRH)
-	// string "g"
-	o = append(o, 0xa1, 0x67)
-	o = msgp.AppendBytes(o, (z.GID)[:])
-	// string "i"
-	o = append(o, 0xa1, 0x69)
-	o = msgp.AppendInt(o, z.Index)
-	// string "d"
-	o = append(o, 0xa1, 0x64)
-	o = msgp.AppendUint16(o, z.LID)
+	// check for omitted fields
+	zb0001Len := uint32(10)
+	var zb0001Mask uint16 /* 10 bits */
+	_ = zb0001Mask
+	if z.Trial == false {
+		zb0001Len--
+		zb0001Mask |= 0x200
+	}
+	// variable map header, size zb0001Len
+	o = append(o, 0x80|uint8(zb0001Len))
+
+	// skip if no fields are to be emitted
+	if zb0001Len != 0 {
+		// string "l"
+		o = append(o, 0xa1, 0x6c)
+		o = msgp.AppendUint32(o, z.Lane)
+		// string "p"
+		o = append(o, 0xa1, 0x70)
+		o = msgp.AppendInt(o, z.Port)
+		// string "q"
+		o = append(o, 0xa1, 0x71)
+		o = msgp.AppendUint32(o, z.QPN)
+		// string "s"
+		o = append(o, 0xa1, 0x73)
+		o = msgp.AppendUint32(o, z.PSN)
+		// string "m"
+		o = append(o, 0xa1, 0x6d)
+		o = msgp.AppendInt(o, z.MTU)
+		// string "h"
+		o = append(o, 0xa1, 0x68)
+		o = msgp.AppendBool(o, z.GRH)
+		// string "g"
+		o = append(o, 0xa1, 0x67)
+		o = msgp.AppendBytes(o, (z.GID)[:])
+		// string "i"
+		o = append(o, 0xa1, 0x69)
+		o = msgp.AppendInt(o, z.Index)
+		// string "d"
+		o = append(o, 0xa1, 0x64)
+		o = msgp.AppendUint16(o, z.LID)
+		if (zb0001Mask & 0x200) == 0 { // if not omitted
+			// string "t"
+			o = append(o, 0xa1, 0x74)
+			o = msgp.AppendBool(o, z.Trial)
+		}
+	}
 	return
 }
 
@@ -440,6 +541,12 @@ func (z *laneOffer) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "LID")
 				return
 			}
+		case "t":
+			z.Trial, bts, err = msgp.ReadBoolBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Trial")
+				return
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -454,7 +561,7 @@ func (z *laneOffer) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *laneOffer) Msgsize() (s int) {
-	s = 1 + 2 + msgp.Uint32Size + 2 + msgp.IntSize + 2 + msgp.Uint32Size + 2 + msgp.Uint32Size + 2 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.ArrayHeaderSize + (16 * (msgp.ByteSize)) + 2 + msgp.IntSize + 2 + msgp.Uint16Size
+	s = 1 + 2 + msgp.Uint32Size + 2 + msgp.IntSize + 2 + msgp.Uint32Size + 2 + msgp.Uint32Size + 2 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.ArrayHeaderSize + (16 * (msgp.ByteSize)) + 2 + msgp.IntSize + 2 + msgp.Uint16Size + 2 + msgp.BoolSize
 	return
 }
 
@@ -626,8 +733,8 @@ func (z *portInfo) Msgsize() (s int) {
 func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(11)
-	var zb0001Mask uint16 /* 11 bits */
+	zb0001Len := uint32(13)
+	var zb0001Mask uint16 /* 13 bits */
 	_ = zb0001Mask
 	if z.Refused == "" {
 		zb0001Len--
@@ -649,29 +756,37 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 		zb0001Len--
 		zb0001Mask |= 0x10
 	}
-	if z.Next == 0 {
+	if z.GPUs == 0 {
 		zb0001Len--
 		zb0001Mask |= 0x20
 	}
-	if z.Live == nil {
+	if z.Lacks == "" {
 		zb0001Len--
 		zb0001Mask |= 0x40
 	}
-	if z.Lanes == nil {
+	if z.Next == 0 {
 		zb0001Len--
 		zb0001Mask |= 0x80
 	}
-	if z.Arrived == nil {
+	if z.Live == nil {
 		zb0001Len--
 		zb0001Mask |= 0x100
 	}
-	if z.Busy == false {
+	if z.Lanes == nil {
 		zb0001Len--
 		zb0001Mask |= 0x200
 	}
-	if z.Pending == nil {
+	if z.Arrived == nil {
 		zb0001Len--
 		zb0001Mask |= 0x400
+	}
+	if z.Busy == false {
+		zb0001Len--
+		zb0001Mask |= 0x800
+	}
+	if z.Pending == nil {
+		zb0001Len--
+		zb0001Mask |= 0x1000
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -724,11 +839,21 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 			o = msgp.AppendBytes(o, z.Secret)
 		}
 		if (zb0001Mask & 0x20) == 0 { // if not omitted
+			// string "u"
+			o = append(o, 0xa1, 0x75)
+			o = msgp.AppendInt(o, z.GPUs)
+		}
+		if (zb0001Mask & 0x40) == 0 { // if not omitted
+			// string "k"
+			o = append(o, 0xa1, 0x6b)
+			o = msgp.AppendString(o, z.Lacks)
+		}
+		if (zb0001Mask & 0x80) == 0 { // if not omitted
 			// string "n"
 			o = append(o, 0xa1, 0x6e)
 			o = msgp.AppendUint64(o, z.Next)
 		}
-		if (zb0001Mask & 0x40) == 0 { // if not omitted
+		if (zb0001Mask & 0x100) == 0 { // if not omitted
 			// string "v"
 			o = append(o, 0xa1, 0x76)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Live)))
@@ -736,39 +861,19 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendUint64(o, z.Live[za0004])
 			}
 		}
-		if (zb0001Mask & 0x80) == 0 { // if not omitted
+		if (zb0001Mask & 0x200) == 0 { // if not omitted
 			// string "l"
 			o = append(o, 0xa1, 0x6c)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Lanes)))
 			for za0005 := range z.Lanes {
-				// check for omitted fields
-				zb0002Len := uint32(3)
-				var zb0002Mask uint8 /* 3 bits */
-				_ = zb0002Mask
-				if z.Lanes[za0005].Error == "" {
-					zb0002Len--
-					zb0002Mask |= 0x4
-				}
-				// variable map header, size zb0002Len
-				o = append(o, 0x80|uint8(zb0002Len))
-
-				// skip if no fields are to be emitted
-				if zb0002Len != 0 {
-					// string "q"
-					o = append(o, 0xa1, 0x71)
-					o = msgp.AppendUint32(o, z.Lanes[za0005].QPN)
-					// string "s"
-					o = append(o, 0xa1, 0x73)
-					o = msgp.AppendUint32(o, z.Lanes[za0005].PSN)
-					if (zb0002Mask & 0x4) == 0 { // if not omitted
-						// string "e"
-						o = append(o, 0xa1, 0x65)
-						o = msgp.AppendString(o, z.Lanes[za0005].Error)
-					}
+				o, err = z.Lanes[za0005].MarshalMsg(o)
+				if err != nil {
+					err = msgp.WrapError(err, "Lanes", za0005)
+					return
 				}
 			}
 		}
-		if (zb0001Mask & 0x100) == 0 { // if not omitted
+		if (zb0001Mask & 0x400) == 0 { // if not omitted
 			// string "a"
 			o = append(o, 0xa1, 0x61)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Arrived)))
@@ -776,12 +881,12 @@ func (z *reply) MarshalMsg(b []byte) (o []byte, err error) {
 				o = msgp.AppendUint64(o, z.Arrived[za0006])
 			}
 		}
-		if (zb0001Mask & 0x200) == 0 { // if not omitted
+		if (zb0001Mask & 0x800) == 0 { // if not omitted
 			// string "b"
 			o = append(o, 0xa1, 0x62)
 			o = msgp.AppendBool(o, z.Busy)
 		}
-		if (zb0001Mask & 0x400) == 0 { // if not omitted
+		if (zb0001Mask & 0x1000) == 0 { // if not omitted
 			// string "w"
 			o = append(o, 0xa1, 0x77)
 			o = msgp.AppendArrayHeader(o, uint32(len(z.Pending)))
@@ -927,6 +1032,18 @@ func (z *reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			}
 			copy(z.Secret, bts[:zb0006])
 			bts = bts[zb0006:]
+		case "u":
+			z.GPUs, bts, err = msgp.ReadIntBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "GPUs")
+				return
+			}
+		case "k":
+			z.Lacks, bts, err = msgp.ReadStringBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Lacks")
+				return
+			}
 		case "n":
 			z.Next, bts, err = msgp.ReadUint64Bytes(bts)
 			if err != nil {
@@ -973,66 +1090,27 @@ func (z *reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				z.Lanes = make([]laneAnswer, zb0008)
 			}
 			for za0005 := range z.Lanes {
-				var zb0009 uint32
-				zb0009, bts, err = msgp.ReadMapHeaderBytes(bts)
+				bts, err = z.Lanes[za0005].UnmarshalMsg(bts)
 				if err != nil {
 					err = msgp.WrapError(err, "Lanes", za0005)
 					return
 				}
-				if zb0009 > 256 {
-					err = msgp.ErrLimitExceeded
-					return
-				}
-				for zb0009 > 0 {
-					zb0009--
-					field, bts, err = msgp.ReadMapKeyZC(bts)
-					if err != nil {
-						err = msgp.WrapError(err, "Lanes", za0005)
-						return
-					}
-					switch msgp.UnsafeString(field) {
-					case "q":
-						z.Lanes[za0005].QPN, bts, err = msgp.ReadUint32Bytes(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Lanes", za0005, "QPN")
-							return
-						}
-					case "s":
-						z.Lanes[za0005].PSN, bts, err = msgp.ReadUint32Bytes(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Lanes", za0005, "PSN")
-							return
-						}
-					case "e":
-						z.Lanes[za0005].Error, bts, err = msgp.ReadStringBytes(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Lanes", za0005, "Error")
-							return
-						}
-					default:
-						bts, err = msgp.Skip(bts)
-						if err != nil {
-							err = msgp.WrapError(err, "Lanes", za0005)
-							return
-						}
-					}
-				}
 			}
 		case "a":
-			var zb0010 uint32
-			zb0010, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0009 uint32
+			zb0009, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Arrived")
 				return
 			}
-			if zb0010 > 65536 {
+			if zb0009 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Arrived) >= int(zb0010) {
-				z.Arrived = (z.Arrived)[:zb0010]
+			if cap(z.Arrived) >= int(zb0009) {
+				z.Arrived = (z.Arrived)[:zb0009]
 			} else {
-				z.Arrived = make([]uint64, zb0010)
+				z.Arrived = make([]uint64, zb0009)
 			}
 			for za0006 := range z.Arrived {
 				z.Arrived[za0006], bts, err = msgp.ReadUint64Bytes(bts)
@@ -1048,20 +1126,20 @@ func (z *reply) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				return
 			}
 		case "w":
-			var zb0011 uint32
-			zb0011, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			var zb0010 uint32
+			zb0010, bts, err = msgp.ReadArrayHeaderBytes(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Pending")
 				return
 			}
-			if zb0011 > 65536 {
+			if zb0010 > 65536 {
 				err = msgp.ErrLimitExceeded
 				return
 			}
-			if cap(z.Pending) >= int(zb0011) {
-				z.Pending = (z.Pending)[:zb0011]
+			if cap(z.Pending) >= int(zb0010) {
+				z.Pending = (z.Pending)[:zb0010]
 			} else {
-				z.Pending = make([]uint64, zb0011)
+				z.Pending = make([]uint64, zb0010)
 			}
 			for za0007 := range z.Pending {
 				z.Pending[za0007], bts, err = msgp.ReadUint64Bytes(bts)
@@ -1092,9 +1170,9 @@ func (z *reply) Msgsize() (s int) {
 	for za0002 := range z.Devices {
 		s += z.Devices[za0002].Msgsize()
 	}
-	s += 2 + msgp.ArrayHeaderSize + (len(z.Regions) * (13 + msgp.Uint64Size + msgp.Uint64Size)) + 2 + msgp.BytesPrefixSize + len(z.Secret) + 2 + msgp.Uint64Size + 2 + msgp.ArrayHeaderSize + (len(z.Live) * (msgp.Uint64Size)) + 2 + msgp.ArrayHeaderSize
+	s += 2 + msgp.ArrayHeaderSize + (len(z.Regions) * (13 + msgp.Uint64Size + msgp.Uint64Size)) + 2 + msgp.BytesPrefixSize + len(z.Secret) + 2 + msgp.IntSize + 2 + msgp.StringPrefixSize + len(z.Lacks) + 2 + msgp.Uint64Size + 2 + msgp.ArrayHeaderSize + (len(z.Live) * (msgp.Uint64Size)) + 2 + msgp.ArrayHeaderSize
 	for za0005 := range z.Lanes {
-		s += 1 + 2 + msgp.Uint32Size + 2 + msgp.Uint32Size + 2 + msgp.StringPrefixSize + len(z.Lanes[za0005].Error)
+		s += z.Lanes[za0005].Msgsize()
 	}
 	s += 2 + msgp.ArrayHeaderSize + (len(z.Arrived) * (msgp.Uint64Size)) + 2 + msgp.BoolSize + 2 + msgp.ArrayHeaderSize + (len(z.Pending) * (msgp.Uint64Size))
 	return
@@ -1104,8 +1182,8 @@ func (z *reply) Msgsize() (s int) {
 func (z *signal) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(10)
-	var zb0001Mask uint16 /* 10 bits */
+	zb0001Len := uint32(12)
+	var zb0001Mask uint16 /* 12 bits */
 	_ = zb0001Mask
 	if z.Lanes == nil {
 		zb0001Len--
@@ -1138,6 +1216,14 @@ func (z *signal) MarshalMsg(b []byte) (o []byte, err error) {
 	if z.Up == nil {
 		zb0001Len--
 		zb0001Mask |= 0x200
+	}
+	if z.Tries == false {
+		zb0001Len--
+		zb0001Mask |= 0x400
+	}
+	if z.Seed == 0 {
+		zb0001Len--
+		zb0001Mask |= 0x800
 	}
 	// variable map header, size zb0001Len
 	o = append(o, 0x80|uint8(zb0001Len))
@@ -1205,6 +1291,16 @@ func (z *signal) MarshalMsg(b []byte) (o []byte, err error) {
 			for za0004 := range z.Up {
 				o = msgp.AppendInt(o, z.Up[za0004])
 			}
+		}
+		if (zb0001Mask & 0x400) == 0 { // if not omitted
+			// string "y"
+			o = append(o, 0xa1, 0x79)
+			o = msgp.AppendBool(o, z.Tries)
+		}
+		if (zb0001Mask & 0x800) == 0 { // if not omitted
+			// string "e"
+			o = append(o, 0xa1, 0x65)
+			o = msgp.AppendUint64(o, z.Seed)
 		}
 	}
 	return
@@ -1396,6 +1492,18 @@ func (z *signal) UnmarshalMsg(bts []byte) (o []byte, err error) {
 					return
 				}
 			}
+		case "y":
+			z.Tries, bts, err = msgp.ReadBoolBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Tries")
+				return
+			}
+		case "e":
+			z.Seed, bts, err = msgp.ReadUint64Bytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Seed")
+				return
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1414,7 +1522,7 @@ func (z *signal) Msgsize() (s int) {
 	for za0003 := range z.Offers {
 		s += z.Offers[za0003].Msgsize()
 	}
-	s += 2 + msgp.Uint32Size + 2 + msgp.BytesPrefixSize + len(z.Secret) + 2 + msgp.StringPrefixSize + len(z.Reason) + 2 + msgp.ArrayHeaderSize + (len(z.Up) * (msgp.IntSize))
+	s += 2 + msgp.Uint32Size + 2 + msgp.BytesPrefixSize + len(z.Secret) + 2 + msgp.StringPrefixSize + len(z.Reason) + 2 + msgp.ArrayHeaderSize + (len(z.Up) * (msgp.IntSize)) + 2 + msgp.BoolSize + 2 + msgp.Uint64Size
 	return
 }
 

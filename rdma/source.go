@@ -18,10 +18,13 @@ type source struct {
 	r    *receiver
 	peer core.AgentID
 
+	verifying sync.Mutex // held while trials are looked at; taken before mu
+
 	mu         sync.Mutex
 	gone       bool // dismissed
 	ticket     []byte
 	secret     []byte // signs the grants for this P
+	renewed    bool   // it is not the first one, since the memory is another
 	lanes      map[uint32]*lane
 	dying      map[uint32]*lane   // in error, until their last completions were counted
 	connecting int                // lanes that are being made
@@ -34,6 +37,7 @@ type source struct {
 	settled    chan struct{}      // closed when cause says something
 	owed       bool               // if P becomes unreachable the sink must be told, since P was reached or is asked for
 	greets     bool               // a goroutine greets P
+	vain       bool               // when P last asked for keys, the memory was not registered
 	greetAt    time.Time          // after P could not be reached, no greeting before this time
 	backoff    time.Duration
 
@@ -73,7 +77,7 @@ func (src *source) usable() (settled <-chan struct{}, cause error) {
 // still come when P connects again.
 func (src *source) lose(cause error) {
 	src.mu.Lock()
-	tell := src.losing(cause)
+	tell := src.losing(fmt.Errorf("%w: %w", core.ErrConnectionLost, cause))
 	src.mu.Unlock()
 	tell()
 }
@@ -81,7 +85,6 @@ func (src *source) lose(cause error) {
 // losing is the part of lose that holds src.mu. tell does the rest without it: it waits
 // for the lanes and tells the sink.
 func (src *source) losing(cause error) (tell func()) {
-	cause = fmt.Errorf("%w: %w", core.ErrConnectionLost, cause)
 	var ended []*expect
 	for _, e := range src.live {
 		if !e.begun.IsZero() && src.r.take(e) {
@@ -95,6 +98,11 @@ func (src *source) losing(cause error) (tell func()) {
 	src.owed = false
 	return func() {
 		await(dying)
+		var gpus gpuSet
+		for _, e := range ended {
+			gpus |= e.gpus
+		}
+		src.r.t.flushEnded(gpus)
 		for _, e := range ended {
 			src.fence(e)
 			e.tell(cause)
@@ -179,13 +187,18 @@ func (src *source) laid(l *lane) {
 // loseAll does what lose does, and also ends the transfers that have not begun.
 func (src *source) loseAll(cause error) {
 	src.mu.Lock()
+	src.beginAll()
+	src.mu.Unlock()
+	src.lose(cause)
+}
+
+// beginAll has all transfers count as begun; src.mu is held.
+func (src *source) beginAll() {
 	for _, e := range src.live {
 		if e.begun.IsZero() {
 			e.begun = time.Now()
 		}
 	}
-	src.mu.Unlock()
-	src.lose(cause)
 }
 
 // How often D pings P's ends: while it expects transfers, and while it does not. A queue
@@ -228,8 +241,18 @@ func (src *source) look() {
 
 // received handles the completions of a lane's receives and pings.
 func (src *source) received(l *lane, list []verbs.Completion) {
-	for _, e := range src.count(l, list) {
-		e.tell(nil)
+	done := src.count(l, list)
+	var gpus gpuSet
+	for _, e := range done {
+		gpus |= e.gpus
+	}
+	err := src.r.t.landed(gpus)
+	for _, e := range done {
+		if e.gpus == 0 {
+			e.tell(nil)
+		} else {
+			e.tell(err)
+		}
 	}
 }
 

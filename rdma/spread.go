@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -13,6 +14,9 @@ import (
 // begin cuts a write into as many stripes as suit its size and gives them to lanes. It
 // waits for the write's first bytes, since there may be more lanes by then.
 func (cn *conn) begin(w *write) {
+	if cn.t.forgotten() != nil {
+		return // it waits for lanes of after
+	}
 	if !w.known {
 		g, err := checkGrant(w.op.Grant, cn.there.secret, w.op.ID)
 		switch {
@@ -22,7 +26,7 @@ func (cn *conn) begin(w *write) {
 		case !cn.grants.alive(g.seq):
 			err = errRevoked(w)
 		case cn.bySeq[g.seq] != nil:
-			err = fmt.Errorf("rdma: transfer %q has the grant of one that is being written", string(w.op.ID))
+			err = fmt.Errorf("rdma: transfer %q has the grant of a transfer that is being written", string(w.op.ID))
 		}
 		if err != nil {
 			cn.fail(w, err)
@@ -34,7 +38,11 @@ func (cn *conn) begin(w *write) {
 	if w.given == 0 && w.bytes > 0 {
 		return
 	}
-	stripes := share(cn.choose(cn.lanes, w.bytes, time.Now()), w.bytes, minStripe)
+	first := gift{pairs: w.op.Pairs}
+	if len(w.plans) > 0 {
+		first.plan = w.plans[0]
+	}
+	stripes := share(cn.choose(cn.lanes, w.bytes, cn.memoryOf(&first), time.Now()), w.bytes, minStripe)
 	w.left = len(stripes)
 	w.jobs = make([]*job, len(stripes))
 	shares := make([]float64, len(stripes))
@@ -43,23 +51,50 @@ func (cn *conn) begin(w *write) {
 		w.jobs[i] = &job{w: w, index: i, cursor: cursor{imm: m.encode()}, lane: cn.lanes[p.index]}
 		shares[i] = p.weight
 	}
-	cn.deal(w, w.op.Pairs, shares)
+	list := split(w.op.Pairs, shares, minStripe)
+	for _, p := range w.plans {
+		list = append(list, splitPlan(p, shares, minStripe)...)
+	}
+	w.plans = nil
+	cn.deal(w, list)
+}
+
+// gift is what a write is given at a time: pairs, or a plan in their place.
+type gift struct {
+	pairs []core.Pair
+	plan  core.Plan
+	bytes uint64
+	runs  int // on this side; of a plan, at most
+}
+
+func giftOf(op *core.WriteOp) gift {
+	if op.Plan != nil {
+		return gift{plan: op.Plan, bytes: op.Given(), runs: op.Plan.Pieces()}
+	}
+	return gift{pairs: op.Pairs, bytes: op.Given(), runs: sourceRuns(op.Pairs)}
+}
+
+func (g *gift) split(weights []float64) []stretch {
+	if g.plan != nil {
+		return splitPlan(g.plan, weights, minStripe)
+	}
+	return split(g.pairs, weights, minStripe)
 }
 
 // give takes more bytes of a write. It spreads them over the write's stripes, as a
 // transfer of that size is spread over the stripes' lanes.
-func (cn *conn) give(w *write, pairs []core.Pair, bytes uint64, runs int) {
+func (cn *conn) give(w *write, g *gift) {
 	switch {
-	case w.over || w.cause != nil || bytes == 0:
+	case w.over || w.cause != nil || g.bytes == 0:
 		return
-	case bytes > w.bytes-w.given:
-		cn.fail(w, errTooMuch(w, w.given+bytes))
+	case g.bytes > w.bytes-w.given:
+		cn.fail(w, errTooMuch(w, w.given+g.bytes))
 		return
 	}
-	w.given += bytes
-	w.runs += runs
+	w.given += g.bytes
+	w.runs += g.runs
 	if w.jobs == nil {
-		w.op.Pairs = append(w.op.Pairs, pairs...)
+		w.keep(g)
 		if len(cn.lanes) > 0 {
 			cn.begin(w)
 		}
@@ -69,12 +104,20 @@ func (cn *conn) give(w *write, pairs []core.Pair, bytes uint64, runs int) {
 	for i, j := range w.jobs {
 		lanes[i] = j.lane
 	}
-	cn.deal(w, pairs, cn.choose(lanes, bytes, time.Now()))
+	cn.deal(w, g.split(cn.choose(lanes, g.bytes, cn.memoryOf(g), time.Now())))
 }
 
-// deal spreads pairs over a write's stripes, by weight, and posts them.
-func (cn *conn) deal(w *write, pairs []core.Pair, weights []float64) {
-	w.deal(pairs, weights)
+// keep holds what is given before the write begins.
+func (w *write) keep(g *gift) {
+	w.op.Pairs = append(w.op.Pairs, g.pairs...)
+	if g.plan != nil {
+		w.plans = append(w.plans, g.plan)
+	}
+}
+
+// deal gives stretches to a write's stripes, and posts them.
+func (cn *conn) deal(w *write, list []stretch) {
+	w.deal(list)
 	for _, j := range w.jobs {
 		j.enqueue()
 	}
@@ -85,8 +128,8 @@ func (cn *conn) deal(w *write, pairs []core.Pair, weights []float64) {
 	}
 }
 
-func (w *write) deal(pairs []core.Pair, weights []float64) {
-	for _, s := range split(pairs, weights, minStripe) {
+func (w *write) deal(list []stretch) {
+	for _, s := range list {
 		if c := &w.jobs[s.stripe].cursor; s.length > 0 {
 			c.given = append(c.given, s)
 		}
@@ -105,7 +148,7 @@ var stripeFrom = stripeSizes{near: 2 * minStripe, far: 16 << 20}
 // choose returns the weight of each lane for so many bytes: by the speed of its path,
 // and on each path evenly. A small transfer takes the lane that carries least. A nil lane
 // is one that broke; it gets 0.
-func (cn *conn) choose(lanes []*lane, bytes uint64, now time.Time) (weights []float64) {
+func (cn *conn) choose(lanes []*lane, bytes uint64, memory core.Memory, now time.Time) (weights []float64) {
 	var paths []candidate
 	index := map[*path]int{}
 	count := map[*path]int{}
@@ -115,11 +158,22 @@ func (cn *conn) choose(lanes []*lane, bytes uint64, now time.Time) (weights []fl
 		}
 		if _, seen := index[l.path]; !seen {
 			index[l.path] = len(paths)
-			paths = append(paths, candidate{path: l.path, near: l.port.near})
+			paths = append(paths, candidate{path: l.path, near: l.port.nearTo(memory)})
 		}
 		count[l.path]++
 	}
-	byPath := choosePaths(paths, bytes, stripeFrom, now)
+	sizes := stripeFrom
+	gpu, onGPU := memory.Device()
+	if onGPU {
+		sizes.far = math.MaxUint64
+	}
+	byPath := choosePaths(paths, bytes, sizes, now)
+	if onGPU && bytes < sizes.near {
+		if i := turn(paths, cn.t.memory.number[gpu], bytes, now); i >= 0 {
+			clear(byPath)
+			byPath[i] = 1
+		}
+	}
 	if byPath == nil { // all paths are paused, and yet lanes are open: all paths count the same
 		byPath = make([]float64, len(paths))
 		for i := range byPath {
@@ -149,7 +203,7 @@ func (l *lane) load() int { return l.queue.requests + len(l.jobs)*maxChain }
 // add begins a write. Without a lane the write waits for one.
 func (cn *conn) add(w *write) {
 	cn.update(func(cn *conn) {
-		w.began = time.Now()
+		w.began, w.waits = time.Now(), cn.t.forgotten() != nil
 		cn.used = w.began
 		cn.writes[w] = struct{}{}
 		if cn.state == stateEnded {
@@ -199,7 +253,7 @@ func (cn *conn) pump(l *lane) {
 		}
 		limit := l.port.dev.limit
 		limit.maxBytes = bytes
-		k, pieces, carried, done, err := j.cursor.fill(cn.chain[n:min(room, maxChain)], cn.pieces[:], l.port.dev.memory.Load().local, l.keys, limit)
+		k, pieces, carried, done, err := j.cursor.fill(cn.chain[n:min(room, maxChain)], cn.pieces[:], cn.window[:], l.port.dev.memory.Load().local, l.keys, limit)
 		if err != nil {
 			cn.fail(j.w, fmt.Errorf("rdma: transfer %q: %w", string(j.w.op.ID), err))
 			continue

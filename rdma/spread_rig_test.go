@@ -18,14 +18,37 @@ type spreadWrite struct {
 	op    core.WriteOp
 	n     int // chunks in all
 	given int // of them
+	how   form
 	way   *path
 	rec   *coretest.Recorder
 }
 
+// form is how a write is given its bytes.
+type form bool
+
+const (
+	byLists form = false
+	byPlans form = true
+)
+
+// inBothForms runs a test by lists and by plans.
+func inBothForms(t *testing.T, f func(t *testing.T, how form)) {
+	t.Run("by lists", func(t *testing.T) { f(t, byLists) })
+	t.Run("by plans", func(t *testing.T) { f(t, byPlans) })
+}
+
+// given is a gift in this form.
+func (how form) given(op core.WriteOp) core.WriteOp {
+	if how == byPlans {
+		return coretest.Planned(op)
+	}
+	return op
+}
+
 // beginSpread begins a write of so many chunks with none of them.
-func beginSpread(t *testing.T, lanes, n int) *spreadWrite {
+func beginSpread(t *testing.T, how form, lanes, n int) *spreadWrite {
 	t.Helper()
-	sp := &spreadWrite{conn: newTestConn(t, 0), t: t, n: n, way: newPath(1e9)}
+	sp := &spreadWrite{conn: newTestConn(t, 0), t: t, how: how, n: n, way: newPath(1e9)}
 	sp.rec = sp.conn.t.sink.(*coretest.Recorder)
 	secret := make([]byte, secretSize)
 	sp.mends, sp.tells, sp.there = true, true, &far{secret: secret}
@@ -85,27 +108,32 @@ func (sp *spreadWrite) give(n int) {
 	op.Pairs = chunks(sp.given, sp.given+n, sp.n)
 	op.At = []core.Extent{{Position: uint64(sp.given) * chunk, Pairs: n}}
 	sp.given += n
-	sp.conn.t.sender.extend(op)
+	sp.conn.t.sender.extend(sp.how.given(op))
 }
 
 // complete lets all requests arrive of which a completion will tell.
 func (sp *spreadWrite) complete() {
+	for sp.step() {
+	}
+}
+
+// step is complete for what is under way now. It says whether a completion has told of any.
+func (sp *spreadWrite) step() (any bool) {
 	sp.update(func(cn *conn) {
 		for _, l := range slices.Clone(cn.lanes) {
-			for {
-				last := uint64(0)
-				for i := range l.queue.n {
-					if b := &l.queue.ring[(l.queue.head+i)%len(l.queue.ring)]; b.signaled {
-						last = b.last
-					}
+			last := uint64(0)
+			for i := range l.queue.n {
+				if b := &l.queue.ring[(l.queue.head+i)%len(l.queue.ring)]; b.signaled {
+					last = b.last
 				}
-				if last == 0 {
-					break
-				}
+			}
+			if last > 0 {
 				cn.took(l, []verbs.Completion{{ID: last}}, time.Now())
+				any = true
 			}
 		}
 	})
+	return any
 }
 
 // lose breaks a lane. It reads until the test closes dead.

@@ -31,8 +31,10 @@ func chunkTable(t *testing.T, n int) *keyTable {
 // TestPartialWrite: lanes that come before the first bytes take part. Many chunks that are
 // given at once are spread over all lanes, few go to one lane. The marks come with the
 // last bytes.
-func TestPartialWrite(t *testing.T) {
-	sp := beginSpread(t, 0, 100)
+func TestPartialWrite(t *testing.T) { inBothForms(t, partialWriteIn) }
+
+func partialWriteIn(t *testing.T, how form) {
+	sp := beginSpread(t, how, 0, 100)
 	sp.give(0)
 	sp.another()
 	sp.another()
@@ -65,8 +67,10 @@ func TestPartialWrite(t *testing.T) {
 }
 
 // TestGivenBeforeLanes: chunks that are given while there is no lane are not lost.
-func TestGivenBeforeLanes(t *testing.T) {
-	sp := beginSpread(t, 0, 40)
+func TestGivenBeforeLanes(t *testing.T) { inBothForms(t, givenBeforeLanesIn) }
+
+func givenBeforeLanesIn(t *testing.T, how form) {
+	sp := beginSpread(t, how, 0, 40)
 	sp.give(10)
 	sp.give(20)
 	sp.another()
@@ -80,7 +84,9 @@ func TestGivenBeforeLanes(t *testing.T) {
 }
 
 // TestRestEnds: a write that rests ends at once, whatever ends it.
-func TestRestEnds(t *testing.T) {
+func TestRestEnds(t *testing.T) { inBothForms(t, restEndsIn) }
+
+func restEndsIn(t *testing.T, how form) {
 	for _, c := range []struct {
 		name string
 		end  func(sp *spreadWrite)
@@ -102,7 +108,7 @@ func TestRestEnds(t *testing.T) {
 	} {
 		for _, given := range []int{0, 40} {
 			t.Run(fmt.Sprint(c.name, " after ", given), func(t *testing.T) {
-				sp := beginSpread(t, 2, 100)
+				sp := beginSpread(t, how, 2, 100)
 				if given > 0 {
 					sp.give(given)
 				}
@@ -123,12 +129,14 @@ func TestRestEnds(t *testing.T) {
 
 // TestTooMuch: a write that is given more than it has ends with an error, when what is
 // under way has come back.
-func TestTooMuch(t *testing.T) {
-	sp := beginSpread(t, 2, 40)
+func TestTooMuch(t *testing.T) { inBothForms(t, tooMuchIn) }
+
+func tooMuchIn(t *testing.T, how form) {
+	sp := beginSpread(t, how, 2, 40)
 	sp.give(30)
 	op := sp.op
 	op.Pairs = chunks(0, 11, 40)
-	sp.conn.t.sender.extend(op)
+	sp.conn.t.sender.extend(how.given(op))
 	if sp.write() == nil {
 		t.Error("it has ended while its requests read")
 	}
@@ -137,7 +145,7 @@ func TestTooMuch(t *testing.T) {
 		t.Errorf("it ended with %v", o.Err)
 	}
 	op.ID, op.Pairs, op.Bytes = "at once", chunks(0, 11, 40), 10*chunk
-	sp.conn.t.sender.write(op)
+	sp.conn.t.sender.write(how.given(op))
 	if o := sp.rec.Wait("written", op.ID, 1); o.Err == nil || o.Err.Error() != `rdma: transfer "at once" has 655360 bytes, 720896 were given to write` {
 		t.Errorf("a write that begins with more than it has ended with %v", o.Err)
 	}
@@ -145,10 +153,12 @@ func TestTooMuch(t *testing.T) {
 
 // TestPartialByOtherLanes: a lane breaks while the write rests, and in the middle of a
 // gift. All of that stripe goes by another lane, and the write goes on.
-func TestPartialByOtherLanes(t *testing.T) {
+func TestPartialByOtherLanes(t *testing.T) { inBothForms(t, partialByOtherLanesIn) }
+
+func partialByOtherLanesIn(t *testing.T, how form) {
 	for _, rests := range []bool{true, false} {
 		t.Run(fmt.Sprint("at rest: ", rests), func(t *testing.T) {
-			sp := beginSpread(t, 2, 100)
+			sp := beginSpread(t, how, 2, 100)
 			sp.give(40)
 			if rests {
 				sp.rests()
@@ -180,7 +190,7 @@ func TestPartialByOtherLanes(t *testing.T) {
 // TestPostThatFailed: if a post fails, the mark in it may have arrived all the same. D
 // has the stripe then, and may have ended its transfer: nothing of it is written again.
 func TestPostThatFailed(t *testing.T) {
-	sp := beginSpread(t, 1, 10)
+	sp := beginSpread(t, byLists, 1, 10)
 	sp.lanes[0].qp.DestroyNull()
 	sp.give(10)
 	if sp.write() == nil {
@@ -193,7 +203,7 @@ func TestPostThatFailed(t *testing.T) {
 // TestArrivedTooEarly: if D says that a stripe has arrived whose mark was not sent, the
 // write does not end.
 func TestArrivedTooEarly(t *testing.T) {
-	sp := beginSpread(t, 2, 100)
+	sp := beginSpread(t, byLists, 2, 100)
 	sp.give(40)
 	sp.rests()
 	sp.lose(0)
@@ -210,8 +220,10 @@ func TestArrivedTooEarly(t *testing.T) {
 
 // TestQueuedOnce: chunks that are given while their lane is full wait there once, also
 // when that lane breaks.
-func TestQueuedOnce(t *testing.T) {
-	sp := beginSpread(t, 1, 300)
+func TestQueuedOnce(t *testing.T) { inBothForms(t, queuedOnceIn) }
+
+func queuedOnceIn(t *testing.T, how form) {
+	sp := beginSpread(t, how, 1, 300)
 	sp.give(200) // more than its lane takes at a time
 	sp.give(20)
 	if n := len(sp.lanes[0].jobs); n != 1 {
@@ -236,10 +248,12 @@ func TestQueuedOnce(t *testing.T) {
 
 // TestBreaksAtRest: lanes that break one after the other end a write only if they carry
 // nothing in between.
-func TestBreaksAtRest(t *testing.T) {
+func TestBreaksAtRest(t *testing.T) { inBothForms(t, breaksAtRestIn) }
+
+func breaksAtRestIn(t *testing.T, how form) {
 	for _, rests := range []bool{true, false} {
 		t.Run(fmt.Sprint("at rest: ", rests), func(t *testing.T) {
-			sp := beginSpread(t, 1, 100)
+			sp := beginSpread(t, how, 1, 100)
 			sp.give(40)
 			for range maxBreaks + 1 {
 				if rests {
@@ -264,7 +278,7 @@ func TestBreaksAtRest(t *testing.T) {
 // TestRestIsNoStall: while a write rests nobody looks whether its lanes complete
 // something.
 func TestRestIsNoStall(t *testing.T) {
-	sp := beginSpread(t, 2, 100)
+	sp := beginSpread(t, byLists, 2, 100)
 	sp.give(40)
 	look := func() {
 		sp.update(func(cn *conn) {
@@ -291,8 +305,10 @@ func TestRestIsNoStall(t *testing.T) {
 }
 
 // TestDealsByLoad: a few chunks go by the lane that has least to do.
-func TestDealsByLoad(t *testing.T) {
-	sp := beginSpread(t, 4, 100+1)
+func TestDealsByLoad(t *testing.T) { inBothForms(t, dealsByLoadIn) }
+
+func dealsByLoadIn(t *testing.T, how form) {
+	sp := beginSpread(t, how, 4, 100+1)
 	sp.give(40)
 	sp.rests()
 	for range 4 {

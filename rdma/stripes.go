@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/kvconn/kvconn/core"
+	defect "github.com/kvconn/kvconn/internal/fault"
 )
 
 // maxStripes is the most stripes of a transfer: an immediate has 6 bits for the index.
@@ -15,14 +16,16 @@ const maxStripes = 64
 // stay whole.
 const cutAlign = 4096
 
-// stretch is a contiguous range of the pairs that a write is given at a time, for one of
-// its stripes.
+// stretch is a contiguous range of what a write is given at a time, for one of its
+// stripes: of pairs, or of a plan.
 type stretch struct {
-	pairs  []core.Pair // all pairs that were given together, shared by their stretches
-	first  int         // the pair that holds the stretch's first byte
-	skip   uint64      // bytes of that pair before it
-	length uint64
-	stripe int // index of the weight that it was cut for
+	pairs    []core.Pair // all pairs that were given together, shared by their stretches
+	first    int         // the pair that holds the stretch's first byte
+	skip     uint64      // bytes of that pair before it
+	plan     core.Plan   // in place of the pairs
+	position uint64      // of the stretch's first byte in the plan
+	length   uint64
+	stripe   int // index of the weight that it was cut for
 }
 
 // pairBytes is what a plan carries. Pairs of real memory do not add up to 2^64.
@@ -73,6 +76,24 @@ func split(pairs []core.Pair, weights []float64, least uint64) []stretch {
 		if from-start == pairs[pair].Length {
 			start = from
 			pair++
+		}
+	}
+	return out
+}
+
+// splitPlan is split of a plan. A stretch that goes over a gap of the plan is one on each
+// side of it. No piece is asked for: what it costs goes by the plan's extents.
+func splitPlan(p core.Plan, weights []float64, least uint64) (out []stretch) {
+	extents := p.Extents()
+	runs := make([]core.Pair, len(extents))
+	for i := range extents {
+		runs[i].Length = extents[i].Bytes
+	}
+	for _, s := range split(runs, weights, least) {
+		for i, skip := s.first, s.skip; s.length > 0; i, skip = i+1, 0 {
+			n := min(extents[i].Bytes-skip, s.length)
+			out = append(out, stretch{plan: p, position: extents[i].Position + defect.Pick("rdma-plan-skip", skip, 0), length: n, stripe: s.stripe})
+			s.length -= n
 		}
 	}
 	return out

@@ -29,6 +29,9 @@ type Transport struct {
 	devices []*device
 	ports   []*localPort // of all devices
 
+	stale   atomic.Pointer[error] // why the GPUs' memory is not registered
+	renewal renewal
+
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
 	wg     sync.WaitGroup // goroutines of the transport, and calls of the sink
@@ -45,7 +48,10 @@ type Transport struct {
 	requests, doorbells, signals atomic.Uint64
 }
 
-var _ core.Signaller = (*Transport)(nil)
+var (
+	_ core.Signaller = (*Transport)(nil)
+	_ core.Cutter    = (*Transport)(nil)
+)
 
 var (
 	errClosed    = fmt.Errorf("rdma %w", core.ErrTransportClosed)
@@ -70,6 +76,7 @@ func New(cfg Config, id core.AgentID, layout *core.Layout, sink core.Sink, signa
 		t.log = zap.NewNop()
 	}
 	t.ctx, t.cancel = context.WithCancel(context.Background())
+	t.renewal.held = true
 	t.receiver.init(t, min(max(cfg.MaxTransfers, 1), maxSlots))
 	t.sender.init(t)
 	if err := t.open(); err != nil {
@@ -112,6 +119,12 @@ func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Seg
 	return t.receiver.expect(id, peer, dst)
 }
 
+// ExpectPlan implements core.Cutter. Nothing is kept of the plan: P has the keys of the regions, and
+// marks count stripes.
+func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst core.Plan) ([]byte, error) {
+	return t.receiver.arm(id, peer, core.PlanBytes(dst), dst.Pieces(), t.allGPUs())
+}
+
 // Revoke implements core.Transport.
 func (t *Transport) Revoke(id core.TransferID) { t.receiver.revoke(id) }
 
@@ -132,6 +145,21 @@ func (t *Transport) Usable(ctx context.Context, peer core.AgentID) error {
 		return fmt.Errorf("rdma: agent %s is not connected", peer)
 	}
 	for {
+		busy := t.renewal.waits() // first: when it is closed, forgotten knows the outcome, and the peers have been asked
+		err := t.forgotten()
+		if busy != nil {
+			select {
+			case <-busy:
+				continue
+			case <-ctx.Done():
+				return fmt.Errorf("rdma: the GPUs' memory is being registered again: %w", allOf(err, ctx.Err()))
+			case <-t.ctx.Done():
+				return errClosed
+			}
+		}
+		if err != nil {
+			return err
+		}
 		if err := t.unusable(); err != nil {
 			return err
 		}

@@ -53,6 +53,9 @@ func (cn *conn) plan(there *far, tried, due map[pathKey]bool) (plan []*planned, 
 			}
 			way, err := chooseRoute(&state.address, q.address())
 			if err != nil {
+				if why := there.refused[q.Index]; why != nil {
+					err = fmt.Errorf("prefill agent %s may not send to port %s of the peer: %w; else %w", cn.t.id, q.Name, why, err)
+				}
 				tried[key] = true
 				causes = append(causes, err)
 				continue
@@ -113,7 +116,7 @@ func (cn *conn) make(there *far, plan []*planned) (made []*trial, unmade []error
 			}
 			state := c.local.state.Load()
 			made = append(made, &trial{of: c, lane: l, offer: laneOffer{Lane: l.id, Port: c.far.Index, QPN: l.qp.Number(), PSN: l.psn,
-				MTU: min(state.mtu, c.far.MTU), GRH: c.route.GRH, GID: c.route.Local.Raw, Index: c.route.Remote.Index, LID: state.address.LID}})
+				MTU: min(state.mtu, c.far.MTU), Trial: cn.tries(there), GRH: c.route.GRH, GID: c.route.Local.Raw, Index: c.route.Remote.Index, LID: state.address.LID}})
 		}
 	}
 	return made, unmade
@@ -121,11 +124,11 @@ func (cn *conn) make(there *far, plan []*planned) (made []*trial, unmade []error
 
 // exchange makes D open its ends. A trial that D refuses has failed. If D could not be
 // asked, all lanes are dropped and the error says why; that says nothing of D's ports.
-func (cn *conn) exchange(made []*trial) error {
+func (cn *conn) exchange(there *far, made []*trial) error {
 	if len(made) == 0 {
 		return nil
 	}
-	s := &signal{Kind: signalConnect, Ticket: cn.ticket}
+	s := &signal{Kind: signalConnect, Ticket: cn.ticket, Secret: there.secret}
 	for _, tr := range made {
 		s.Offers = append(s.Offers, tr.offer)
 	}
@@ -162,7 +165,7 @@ func (cn *conn) probe(there *far, answered []*trial) {
 		if l := tr.lane; tr.failed == nil {
 			err := l.ready(t.verbsRoute(l.port, tr.of.route, tr.offer.MTU, tr.answer.QPN, tr.answer.PSN, l.psn))
 			if err == nil {
-				err = l.postProbe(there.scratch[l.remote])
+				err = cn.postProbe(l, there, tr.answer.Place)
 			}
 			if err != nil {
 				cn.failed(tr, err)
@@ -171,6 +174,7 @@ func (cn *conn) probe(there *far, answered []*trial) {
 	}
 	late := time.NewTimer(t.cfg.ConnectTimeout)
 	defer late.Stop()
+	var written []*trial
 	for _, tr := range answered {
 		if tr.failed != nil {
 			continue
@@ -188,15 +192,20 @@ func (cn *conn) probe(there *far, answered []*trial) {
 			cn.failed(tr, err)
 			continue
 		}
-		cn.update(func(cn *conn) { cn.use(tr, there) })
+		if cn.tries(there) {
+			written = append(written, tr)
+		} else {
+			cn.update(func(cn *conn) { cn.use(tr, there) })
+		}
 	}
+	cn.verify(there, written)
 }
 
-// use adds a lane that was probed, unless D has ended the connection meanwhile; cn.mu
-// is held.
+// use adds a lane that was probed, unless D has ended the connection meanwhile, or the memory
+// became another, which its card may not have taken; cn.mu is held.
 func (cn *conn) use(tr *trial, there *far) {
 	l, c := tr.lane, tr.of
-	if cn.there != there {
+	if cn.there != there || cn.t.forgotten() != nil || !c.local.usable() {
 		l.drop(func() {})
 		return
 	}
@@ -245,6 +254,7 @@ func (cn *conn) newLane(b *bundle, there *far, c *planned) (*lane, error) {
 	defer cn.mu.Unlock()
 	cn.lastID++
 	l.id, l.conn, l.path, l.keys = cn.lastID, cn, cn.path(c), there.tables[c.far.Index]
+	l.tried = cn.tries(there)
 	l.queue = newSendQueue[*job](depth, maxFlight, signalEvery)
 	return l, nil
 }
@@ -258,12 +268,38 @@ const (
 )
 
 // postProbe posts a write without bytes and one of the largest packet's size, to D's
-// scratch memory. So a path that swallows large packets is found before a transfer uses it.
-func (l *lane) postProbe(to keyInfo) error {
-	from := l.port.dev.memory.Load().scratch
-	_, err := l.qp.Post([]verbs.Write{
+// scratch memory. So a path that swallows large packets is found before a transfer uses it. On
+// trial the lane then writes out of each area here, and into each of D's.
+func (cn *conn) postProbe(l *lane, there *far, place int) error {
+	m, to := l.port.dev.memory.Load(), there.scratch[l.remote]
+	writes := []verbs.Write{
 		{ID: probeID, Flags: verbs.Signaled},
 		{ID: bigProbeID, RemoteAddr: to.Base, RemoteKey: to.Key, Pieces: 1, Flags: verbs.Signaled},
-	}, []verbs.SGE{{Addr: from.Addr, Length: scratchBytes, Key: from.LKey}})
+	}
+	pieces := []verbs.SGE{{Addr: m.scratch.Addr, Length: scratchBytes, Key: m.scratch.LKey}}
+	if cn.tries(there) {
+		areas := there.areas[l.remote]
+		if len(areas) == 0 {
+			return errors.New("the peer's version does not know regions on GPUs: use the same version")
+		}
+		// Each area here writes a part of its own: no other area's bytes may cover it.
+		parts := (max(len(m.areas), len(areas)) + len(areas) - 1) / len(areas)
+		n := parts * len(areas)
+		switch {
+		case place < 1 || place > trialPlaces:
+			return fmt.Errorf("the peer gives place %d of %d for a trial", place, trialPlaces)
+		case len(writes)+n > l.b.depth:
+			return fmt.Errorf("a lane of %d requests cannot try %d GPUs: raise rdma_send_depth", l.b.depth, n)
+		}
+		for i := range n {
+			from, to := m.areas[i%len(m.areas)], areas[i%len(areas)]
+			part := i / len(areas)
+			at, end := part*trialBytes/parts, (part+1)*trialBytes/parts
+			writes = append(writes, verbs.Write{ID: trialID, RemoteAddr: to.Base + uint64(place-1)*trialBytes + uint64(at), RemoteKey: to.Key, First: uint32(len(pieces)), Pieces: 1})
+			pieces = append(pieces, verbs.SGE{Addr: from.Addr + trialStream + streamAt(l.id) + uint64(at), Length: uint32(end - at), Key: from.LKey})
+		}
+		writes[len(writes)-1].Flags = verbs.Signaled
+	}
+	_, err := l.qp.Post(writes, pieces)
 	return err
 }

@@ -5,6 +5,7 @@ import (
 	"math"
 
 	"github.com/kvconn/kvconn/core"
+	defect "github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -27,10 +28,12 @@ type cursor struct {
 	imm   uint32    // the mark of the last write
 	next  int       // the stretch after the one that is being written
 	pairs []core.Pair
-	pair  int    // the pair that holds the next byte
-	skip  uint64 // bytes of that pair that are done
-	left  uint64 // bytes of the stretch that are left
-	done  bool   // the write with the immediate was filled
+	pair  int       // the pair that holds the next byte
+	skip  uint64    // bytes of that pair that are done
+	plan  core.Plan // of the stretch: pairs are what a fill has cut off it so far, and of use to that fill only
+	end   uint64    // of the stretch in its plan
+	left  uint64    // bytes of the stretch that are left
+	done  bool      // the write with the immediate was filled
 }
 
 // ready says whether fill has something to do.
@@ -48,17 +51,26 @@ func (c *cursor) advance() bool {
 		s := &c.given[c.next]
 		c.next++
 		c.pairs, c.pair, c.skip, c.left = s.pairs, s.first, s.skip, s.length
+		c.plan, c.end = s.plan, s.position+s.length
 	}
 	return true
 }
 
-// fill makes the stripe's next writes in writes and pieces, whose lengths bound it. It
-// returns how many of each it made and how many bytes they carry. First of a write counts
+// cut takes the next pieces off the stretch's plan, as many as window has room for.
+func (c *cursor) cut(window []core.Pair) {
+	if defect.On("rdma-lists-plans") {
+		window = make([]core.Pair, 0, c.plan.Pieces())
+	}
+	c.pairs, c.pair, c.skip = c.plan.Pairs(window[:0], c.end-c.left, c.left), 0, 0
+}
+
+// fill makes the stripe's next writes in writes and pieces, whose lengths bound it. Of a
+// plan it cuts what these writes need, in window, a few pieces at a time. It returns how many of each it made and how many bytes they carry. First of a write counts
 // from the front of pieces. done says that the last write ends the stripe. Pairs that are
 // adjacent at the peer under one key share a write, also if they were given one after the
 // other. IDs and signals are left to the sendQueue. An error names a pair outside of its
 // region: then no write of this call may be posted, and the cursor must be rewound.
-func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, local, remote *keyTable, lim writeLimits) (nWrites, nPieces int, bytes uint64, done bool, err error) {
+func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, window []core.Pair, local, remote *keyTable, lim writeLimits) (nWrites, nPieces int, bytes uint64, done bool, err error) {
 	if len(writes) == 0 || c.done {
 		return 0, 0, 0, c.done, nil
 	}
@@ -70,7 +82,14 @@ func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, local, remote *k
 		endsAt   uint64 // where the open write ends at the peer
 		endsHere uint64 // where its last piece ends here
 	)
+	if c.plan != nil && !defect.On("rdma-window-kept") { // others have had the window since
+		c.pairs, c.pair, c.skip = nil, 0, 0
+	}
 	for c.left > 0 || c.advance() {
+		if c.pair == len(c.pairs) {
+			room := min(len(window), max(len(writes)-nWrites, 1))
+			c.cut(window[:room:room])
+		}
 		p := &c.pairs[c.pair]
 		length := min(p.Length-c.skip, c.left)
 		if length == 0 {
@@ -137,5 +156,8 @@ func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, local, remote *k
 }
 
 func (c *cursor) wrong(p *core.Pair, which string, err error) error {
+	if c.plan != nil {
+		return fmt.Errorf("the piece with byte %d (%d bytes), its %s: %w", c.end-c.left, p.Length, which, err)
+	}
 	return fmt.Errorf("pair %d (%d bytes), its %s: %w", c.pair, p.Length, which, err)
 }

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -154,8 +155,12 @@ func checkWrites(t *testing.T, in []byte) {
 	least := uint64(n.byte())
 	stripes := split(pairs, weights, least)
 	checkStripes(t, stripes, pairs, weights, least)
+	if n.byte()%2 == 1 {
+		stripes = stripesOfPlan(t, pairs, weights, least)
+	}
 
 	writes, pieces := make([]verbs.Write, 1+n.byte()%8), make([]verbs.SGE, 1+n.byte()%8)
+	window := make([]core.Pair, 1+n.byte()%4)
 	lim := writeLimits{maxPieces: int(n.byte() % 6), maxWrite: n.two() % 1000, maxBytes: n.two()}
 	for i, p := range stripes {
 		c := cursor{imm: uint32(i)}
@@ -170,7 +175,7 @@ func checkWrites(t *testing.T, in []byte) {
 		if n.byte()%2 == 1 { // a lane that failed
 			for range n.byte() % 4 {
 				give()
-				c.fill(writes, pieces, local.table, remote.table, lim)
+				c.fill(writes, pieces, window, local.table, remote.table, lim)
 			}
 			c.rewind()
 		}
@@ -181,7 +186,7 @@ func checkWrites(t *testing.T, in []byte) {
 			}
 			var nw, np int
 			var carried uint64
-			nw, np, carried, done, err = c.fill(writes, pieces, local.table, remote.table, lim)
+			nw, np, carried, done, err = c.fill(writes, pieces, window, local.table, remote.table, lim)
 			if err != nil {
 				if inside {
 					t.Fatalf("%+v are all inside: %v", pairs, err)
@@ -210,6 +215,25 @@ func checkWrites(t *testing.T, in []byte) {
 	}
 }
 
+// stripesOfPlan is splitPlan of a plan of all pairs. What it gives is what split gives of the list.
+func stripesOfPlan(t *testing.T, pairs []core.Pair, weights []float64, least uint64) []stretch {
+	plan := coretest.Planned(core.WriteOp{Pairs: pairs}).Plan
+	stripes, at := splitPlan(plan, weights, least), uint64(0)
+	for _, s := range stripes {
+		if s.position != at || s.length == 0 {
+			t.Fatalf("%d bytes from %d on, want some from %d on: %+v", s.length, s.position, at, stripes)
+		}
+		at += s.length
+	}
+	if at != pairBytes(pairs) {
+		t.Fatalf("the stripes end at %d of %d bytes", at, pairBytes(pairs))
+	}
+	if len(stripes) == 0 {
+		stripes = []stretch{{}} // a stripe of nothing has a mark
+	}
+	return stripes
+}
+
 // bits is a stretch as it may be given, one bit after the other.
 func (s stretch) bits(n *numbers) (out []stretch) {
 	for most := n.byte() % 4; s.length > 0; {
@@ -219,6 +243,10 @@ func (s stretch) bits(n *numbers) (out []stretch) {
 		}
 		out = append(out, bit)
 		s.length -= bit.length
+		if s.plan != nil {
+			s.position += bit.length
+			continue
+		}
 		for s.skip += bit.length; s.first < len(s.pairs) && s.skip >= max(s.pairs[s.first].Length, 1); s.first++ {
 			s.skip -= s.pairs[s.first].Length
 		}

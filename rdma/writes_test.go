@@ -80,14 +80,14 @@ func TestFill(t *testing.T) {
 			cur := cursor{given: split(c.pairs, []float64{1}, 1), whole: true, imm: 5}
 			writes, pieces := make([]verbs.Write, 8), make([]verbs.SGE, 8)
 			for range 2 { // again after a rewind
-				nw, np, bytes, done, err := cur.fill(writes, pieces, local, remote, lim)
+				nw, np, bytes, done, err := cur.fill(writes, pieces, nil, local, remote, lim)
 				if !done || err != nil || bytes != pairBytes(c.pairs) {
 					t.Fatalf("%d bytes, done %v, %v", bytes, done, err)
 				}
 				if !reflect.DeepEqual(writes[:nw], c.writes) || !reflect.DeepEqual(pieces[:np], c.pieces) {
 					t.Errorf("got  %+v %x\nwant %+v %x", writes[:nw], pieces[:np], c.writes, c.pieces)
 				}
-				if nw, np, bytes, done, err = cur.fill(writes, pieces, local, remote, lim); nw+np != 0 || bytes != 0 || !done || err != nil {
+				if nw, np, bytes, done, err = cur.fill(writes, pieces, nil, local, remote, lim); nw+np != 0 || bytes != 0 || !done || err != nil {
 					t.Errorf("after its end: %d writes, %d pieces, %d bytes, done %v, %v", nw, np, bytes, done, err)
 				}
 				cur.rewind()
@@ -111,7 +111,7 @@ func TestFillRefuses(t *testing.T) {
 	} {
 		pairs := []core.Pair{{Length: 64}, c.pair}
 		cur := cursor{given: split(pairs, nil, 1), whole: true}
-		nw, np, n, done, err := cur.fill(make([]verbs.Write, 8), make([]verbs.SGE, 8), local, remote, writeLimits{4, 1 << 20, 1 << 40})
+		nw, np, n, done, err := cur.fill(make([]verbs.Write, 8), make([]verbs.SGE, 8), nil, local, remote, writeLimits{4, 1 << 20, 1 << 40})
 		if err == nil || !strings.Contains(err.Error(), c.want) || nw+np != 0 || n != 0 || done {
 			t.Errorf("%+v: %d writes, %d pieces, done %v, %v; want %q", c.pair, nw, np, done, err, c.want)
 		}
@@ -135,7 +135,7 @@ func TestFillBounds(t *testing.T) {
 		cur := cursor{given: split(pairs, nil, 1), whole: true}
 		fill := func(cur *cursor) (int, []verbs.Write) {
 			writes := make([]verbs.Write, c.writes)
-			nw, np, n, done, err := cur.fill(writes, make([]verbs.SGE, c.pieces), local, local, writeLimits{8, 1 << 20, c.maxBytes})
+			nw, np, n, done, err := cur.fill(writes, make([]verbs.SGE, c.pieces), nil, local, local, writeLimits{8, 1 << 20, c.maxBytes})
 			if nw != np || n != uint64(nw)*4096 || done || err != nil {
 				t.Fatalf("%+v: %d writes, %d pieces, %d bytes, done %v, %v", c, nw, np, n, done, err)
 			}
@@ -185,7 +185,7 @@ func BenchmarkFill(b *testing.B) {
 			c := cursor{given: stripes[i : i+1], whole: true, imm: uint32(i)}
 			for done := false; !done; {
 				var err error
-				if _, _, _, done, err = c.fill(writes, pieces, local, remote, lim); err != nil {
+				if _, _, _, done, err = c.fill(writes, pieces, nil, local, remote, lim); err != nil {
 					b.Fatal(err)
 				}
 			}
@@ -201,7 +201,7 @@ func TestFillAllocatesNothing(t *testing.T) {
 	if n := testing.AllocsPerRun(10, func() {
 		c.rewind()
 		for done := false; !done; {
-			_, _, _, done, _ = c.fill(writes, pieces, local, remote, writeLimits{16, 1 << 20, 1 << 20})
+			_, _, _, done, _ = c.fill(writes, pieces, nil, local, remote, writeLimits{16, 1 << 20, 1 << 20})
 		}
 	}); n != 0 {
 		t.Errorf("%v allocations for 2000 pairs", n)

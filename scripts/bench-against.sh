@@ -14,7 +14,7 @@ for ((i = 0; i < rounds; i++)); do
   order=(before after)
   ((i % 2)) && order=(after before)
   for which in "${order[@]}"; do
-    "$dir/$which" bench --json --iperf3=false --block "$block" --rounds 9 2>/dev/null >"$dir/$which.json"
+    "$dir/$which" bench --transport tcp --json --iperf3=false --block "$block" --rounds 9 2>/dev/null >"$dir/$which.json"
     echo "$which $(python3 -c 'import json,sys; r=json.load(open(sys.argv[1]))["results"][0]; print(r["median_gb_per_s"], r["best_gb_per_s"])' "$dir/$which.json")"
   done
 done | tee "$dir/log" | sed 's/^/  /'

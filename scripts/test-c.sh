@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The C contract: the header alone compiles as C and C++, the example moves
-# blocks between two processes, the library exports kvconn_* and nothing else
-# and needs libc only; calls in a forked child and with bad arguments fail with
-# a code, and no panic reaches the host.
+# blocks between two processes, the library exports kvconn_* and nothing else,
+# needs libc only and has no fault point; calls in a forked child and with bad arguments fail with
+# a code, and no panic reaches the host; what is installed has its licences with it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/test-c
@@ -29,9 +29,18 @@ panics() {
     -ldflags '-s -w -extldflags "-Wl,--version-script='"$PWD"'/capi/exports.map -Wl,-soname,libkvconn.so.0"' ./capi
   LD_LIBRARY_PATH=$out/panic $out/test_panic
 }
+installs() {
+  local to=$PWD/$out/installed doc=$PWD/$out/installed/usr/share/doc/kvconn
+  mkdir -p "$doc/licenses/example.org/gone" && touch "$doc/licenses/example.org/gone/LICENSE"
+  DESTDIR=$to PREFIX=/usr scripts/install.sh || return 1
+  [[ -n $(find licenses -type f) ]] || { echo "licenses/ is empty"; return 1; }
+  cmp LICENSE "$doc/LICENSE" && diff -r licenses "$doc/licenses" && cmp include/kvconn.h "$to/usr/include/kvconn.h" || return 1
+  cc -std=gnu99 "${warn[@]}" examples/c/move_blocks.c -I "$to/usr/include" -L "$to/usr/lib" -lkvconn -o $out/move_blocks_installed
+}
 
 case_ "exports are those of kvconn.h" exports
 case_ "needs libc only" needs
+case_ "has no fault point" "${PYTHON:-python3}" scripts/check-faults.py $lib
 case_ "has its soname" soname
 case_ "example compiles as C" cc -std=gnu99 "${warn[@]}" examples/c/move_blocks.c "${link[@]}" -o $out/move_blocks
 case_ "example compiles as C++" c++ -std=c++17 "${warn[@]}" -x c++ examples/c/move_blocks.c "${link[@]}" -o $out/move_blocks_cpp
@@ -41,7 +50,10 @@ case_ "contract test compiles" cc -std=gnu11 "${warn[@]}" capi/test/contract.c "
 case_ "contract" timeout 120 $out/contract
 case_ "geometry test compiles" cc -std=gnu11 "${warn[@]}" capi/test/geometry.c "${link[@]}" -o $out/geometry
 case_ "geometry" timeout 120 $out/geometry
+case_ "memory test compiles" cc -std=gnu11 "${warn[@]}" capi/test/memory.c "${link[@]}" -o $out/memory
+case_ "memory" timeout 120 $out/memory
 case_ "panic test compiles" cc -std=gnu11 "${warn[@]}" capi/test/panic.c -I include -L $out -lkvconn -o $out/test_panic
 case_ "no panic reaches the host" panics
+case_ "is installed with its licences" installs
 echo "$passed passed, $failed failed"
 [[ $failed == 0 ]]

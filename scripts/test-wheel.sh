@@ -9,7 +9,8 @@ wheel=$(ls dist/kvconn-*.whl)
 .venv/bin/python scripts/check-wheel.py "$wheel"
 .venv/bin/python -m pytest -q -p no:cacheprovider scripts/test_check_wheel.py
 rm -rf $clean && "$python" -m venv $clean
-$clean/bin/pip install --quiet --disable-pip-version-check "$wheel" pytest==8.4.2 'numpy<3'
+$clean/bin/pip install --quiet --disable-pip-version-check --require-hashes -r scripts/requirements-test.txt
+$clean/bin/pip install --quiet --disable-pip-version-check --no-index "$wheel" # it needs no other package
 rm -rf $clean/tests && cp -r python/tests $clean/tests
 double=$PWD/build/gpu-double/libkvgpu-double.so # without it the tests of device memory are not run, and say so
 (cd $clean && env -u PYTHONPATH KVCONN_LIBCUDA="$double" PATH="$PWD/bin:$PATH" bin/python -m pytest tests -p no:cacheprovider "${PYTEST_ARGS[@]:--q}")
@@ -19,7 +20,7 @@ tried=0
 for other in python3.9 "$versions"/3.9.*/bin/python python3.10 python3.13 "$versions"/3.13.*/bin/python python3.14; do
   if command -v "$other" >/dev/null && "$other" -c 'import venv, ensurepip' 2>/dev/null; then
     rm -rf build/test-other && "$other" -m venv build/test-other
-    build/test-other/bin/pip install --quiet --disable-pip-version-check "$wheel"
+    build/test-other/bin/pip install --quiet --disable-pip-version-check --no-index "$wheel"
     (cd build/test-other && bin/python -c 'import kvconn; a = kvconn.Agent({"engine_id": "other", "role": "decode"}); a.close()' && bin/kvconn demo >/dev/null)
     echo "the same wheel works on $("$other" -V)"
     tried=$((tried + 1))

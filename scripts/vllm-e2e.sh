@@ -8,4 +8,6 @@ if [[ $vllm_not_run ]]; then
   printf '%s\n' "############" "## make e2e: NOT RUN: $vllm_not_run" "############" >&2
   exit 0
 fi
-"$vllm_python" -m pytest python/tests/test_vllm_*.py e2e -p no:cacheprovider -v "${@:2}"
+# The tests of device memory run on the CUDA driver double. Where it cannot be built, they are not run and say so.
+scripts/gpu-double.sh || { status=$?; ((status == 75)) || exit $status; }
+KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so "$vllm_python" -m pytest python/tests/test_vllm_*.py e2e -p no:cacheprovider -v "${@:2}"

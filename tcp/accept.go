@@ -12,6 +12,8 @@ import (
 
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // strangers are the accepted connections that have shown no ticket yet. Anyone may open
@@ -112,23 +114,30 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 	case s.closed:
 		return nil, errClosed
 	case err != nil:
-		return nil, fmt.Errorf("no hello within %v, or until its place was needed (%d): %w", s.t.cfg.DialTimeout, s.t.cfg.MaxGreeting, err)
-	case h.kind != frameHello:
+		return nil, fmt.Errorf("no hello came within %v, or before a newer stream needed the place (%d may wait for their hello): %w", s.t.cfg.DialTimeout, s.t.cfg.MaxGreeting, err)
+	case h.kind != frameHello && h.kind != frameSealedHello:
 		return nil, fmt.Errorf("it begins with a frame of kind %d, want a hello", h.kind)
 	case p == nil:
-		return nil, fmt.Errorf("%w: its ticket is none of this agent's: the peer must say hello", errUnwanted)
-	case !proof.shows(p.ticket):
-		return nil, errors.New("it knows the name of a ticket, and not the ticket")
+		return nil, fmt.Errorf("%w: this agent does not know the stream's ticket: the peer must say hello first", errUnwanted)
+	case !proof.shows(p.ticket, p.secret) && !fault.On("stream-unproved"):
+		return nil, errors.New("it names a ticket of this agent, but does not prove that it has the ticket")
+	case proof.sealed != p.secret.sealed() && !fault.On("stream-in-the-clear"):
+		return nil, errors.New("its hello is of another kind than its ticket: a stream must be encrypted on both sides, or on none")
 	case rawErr != nil:
 		return nil, rawErr
 	case left(raw):
 		return nil, errors.New("the peer has closed it already")
-	case attempt <= p.slots[number].attempt:
-		return nil, fmt.Errorf("stream %d of decode agent %s comes late: attempt %d, after %d", number, p.id, attempt, p.slots[number].attempt)
-	case s.streams >= s.t.cfg.MaxStreams && p.slots[number].stream == nil:
+	case attempt <= p.slots[number].attempt && !fault.On("stream-attempt-again"):
+		return nil, fmt.Errorf("attempt %[3]d to open stream %[1]d of decode agent %[2]s comes late: attempt %[4]d was accepted before", number, p.id, attempt, p.slots[number].attempt)
+	case s.streams >= s.t.cfg.MaxStreams && p.slots[number].stream == nil && !s.makeRoom(p):
 		return nil, fmt.Errorf("%w: %d streams are open, the most that this process's limit of descriptors allows", errUnwanted, s.streams)
 	}
 	st := &outStream{conn: conn, raw: raw, peer: p, number: number, offset: h.position, vec: make([]iovec, 0, maxVector)}
+	if proof.sealed {
+		if err := st.welcome(&proof); err != nil {
+			return nil, err
+		}
+	}
 	s.enlist(st, attempt)
 	return st, nil
 }
@@ -173,13 +182,22 @@ func (s *sender) enlist(st *outStream, attempt uint64) {
 
 // helloProof is what follows a hello.
 type helloProof struct {
-	of  [headerSize]byte
-	got token
+	of     [headerSize]byte
+	sealed bool
+	salt   random // of a sealed stream's hello
+	got    random
 }
 
-func (p *helloProof) shows(ticket token) bool {
-	want := ticket.proof(&p.of)
+func (p *helloProof) shows(ticket random, key secret) bool {
+	want := p.want(ticket, key)
 	return hmac.Equal(p.got[:], want[:])
+}
+
+func (p *helloProof) want(ticket random, key secret) random {
+	if p.sealed {
+		return random(key).derive("sealed hello", slices.Concat(p.of[:], p.salt[:], ticket[:]))
+	}
+	return ticket.proof(&p.of)
 }
 
 // readHello reads a first frame, and its proof if it is a hello.
@@ -187,7 +205,11 @@ func readHello(conn net.Conn) (h header, p helloProof, err error) {
 	if _, err = io.ReadFull(conn, p.of[:]); err == nil {
 		err = h.decode(&p.of)
 	}
-	if err == nil && h.kind == frameHello {
+	p.sealed = h.kind == frameSealedHello
+	if err == nil && p.sealed {
+		_, err = io.ReadFull(conn, p.salt[:])
+	}
+	if err == nil && (p.sealed || h.kind == frameHello) {
 		_, err = io.ReadFull(conn, p.got[:])
 	}
 	return h, p, err

@@ -14,9 +14,14 @@ import (
 // opener opens transports with so many streams to a peer, and frames of at most so
 // many bytes.
 func opener(streams int, frame uint64, stall time.Duration) coretest.RemoteOpener {
+	return encrypting(streams, frame, stall, tcp.EncryptMay)
+}
+
+// encrypting is the same with streams that are encrypted or not.
+func encrypting(streams int, frame uint64, stall time.Duration, encrypt tcp.Encryption) coretest.RemoteOpener {
 	return func(_ core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
 		return tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: streams,
-			FrameBytes: frame, StallTimeout: stall}, l, sink)
+			FrameBytes: frame, StallTimeout: stall, Encrypt: encrypt}, l, sink)
 	}
 }
 
@@ -38,7 +43,8 @@ const stall = time.Hour
 const largeFrame = 512 << 20
 
 // processes are the openers of TestProcesses.
-var processes = map[string]coretest.RemoteKind{"1 stream": {Open: opener(1, largeFrame, stall)}, "3 streams": {Open: opener(3, 0, stall)}}
+var processes = map[string]coretest.RemoteKind{"1 stream": {Open: opener(1, largeFrame, stall)}, "3 streams": {Open: opener(3, 0, stall)},
+	"device": onDevice, "encrypted": {Open: encrypting(3, 0, stall, tcp.EncryptMust)}}
 
 func TestMain(m *testing.M) {
 	coretest.ServeRemote(processes)
@@ -52,6 +58,15 @@ func TestConformance(t *testing.T) {
 			coretest.TransportSuite(t, fixture(opener(streams, 0, 0)))
 		})
 	}
+	t.Run("plans", func(t *testing.T) {
+		coretest.TransportSuite(t, fixture(coretest.Planning(opener(3, 0, 0))))
+	})
+	t.Run("encrypted plans", func(t *testing.T) {
+		coretest.TransportSuite(t, fixture(coretest.Planning(encrypting(3, 0, 0, tcp.EncryptMust))))
+	})
+	t.Run("encrypted", func(t *testing.T) {
+		coretest.TransportSuite(t, fixture(encrypting(3, 0, 0, tcp.EncryptMust)))
+	})
 }
 
 // TestProcesses holds tcp to the promises between processes.
@@ -60,6 +75,10 @@ func TestProcesses(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			f := fixture(kind.Open)
 			f.Remote = name
+			if f.Device = kind.Device; f.Device != nil {
+				g := newGPU(t, 0)
+				f.Device = &coretest.Device{Expose: g.expose, Hide: g.hide}
+			}
 			coretest.ProcessSuite(t, f)
 		})
 	}

@@ -88,7 +88,7 @@ func outOfDescriptorsAtAccept(t *testing.T) {
 		return lines.FilterMessage("accept").Len() > 0
 	})
 	release()
-	grant := newToken()
+	grant := newRandom()
 	p.Write(core.WriteOp{ID: "t", Peer: "early", Grant: grant[:], Pairs: p.pairs(t, allBlocks(1))})
 	tv := unix.NsecToTimeval(bound.Nanoseconds())
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {

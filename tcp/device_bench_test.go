@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 	"testing"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -16,12 +17,18 @@ import (
 	"github.com/kvconn/kvconn/tcp"
 )
 
+const slotBytes = cuda.DefaultSlotBytes
+
 // BenchmarkDevice is transfers between two agents of one process, from host to host memory and
 // from device to device memory of the driver double, whose copies are memcpy here, without
-// delays. So each byte is copied twice more, by the processor: the pipeline's own cost shows.
+// delays. So each byte is copied twice more, by the processor: the pipeline's own cost shows. The
+// two copies alone, through a slot, are there for comparison. cpu-ms/op is the time of all
+// processors: where they are all that is short, the floor of the ratio of device to host is
+// host's time divided by the sum of host's and the copies'.
 func BenchmarkDevice(b *testing.B) {
 	const total = 64 << 20
 	for _, block := range []uint64{64 << 10, 1 << 20} {
+		b.Run(fmt.Sprint(block>>10, " KiB copies"), func(b *testing.B) { benchCopies(b, total, int(block)) })
 		for _, memory := range []string{"host", "device"} {
 			b.Run(fmt.Sprint(block>>10, " KiB ", memory), func(b *testing.B) {
 				n := uint32(total / block)
@@ -42,6 +49,7 @@ func BenchmarkDevice(b *testing.B) {
 				}
 				slices.Reverse(pairs) // no two of them are adjacent
 				b.SetBytes(total)
+				defer processors(b)()
 				for i := 0; b.Loop(); i++ {
 					id := core.TransferID(fmt.Sprint(i))
 					grant, err := d.Expect(id, "p", segments)
@@ -54,6 +62,35 @@ func BenchmarkDevice(b *testing.B) {
 					}
 				}
 			})
+		}
+	}
+}
+
+// processors reports the time of all processors from now on to the call of its result.
+func processors(b *testing.B) func() {
+	used := func() time.Duration {
+		var u unix.Rusage
+		if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+			b.Fatal(err)
+		}
+		return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+	}
+	before := used()
+	return func() { b.ReportMetric(float64((used()-before).Microseconds())/1000/float64(b.N), "cpu-ms/op") }
+}
+
+// benchCopies copies what a transfer of so many bytes copies between devices and slots.
+func benchCopies(b *testing.B, total, block int) {
+	from, slot, to := make([]byte, total), make([]byte, slotBytes), make([]byte, total)
+	copy(from, to)
+	b.SetBytes(int64(total))
+	defer processors(b)()
+	for b.Loop() {
+		for off := 0; off < total; off += slotBytes {
+			for i := 0; i < slotBytes; i += min(block, slotBytes) {
+				copy(slot[i:], from[off+i:off+i+min(block, slotBytes)])
+			}
+			copy(to[off:], slot)
 		}
 	}
 }
@@ -79,7 +116,7 @@ func benchAgent(b *testing.B, memory string, blocks uint32, block uint64) (*tcp.
 	if err != nil {
 		b.Fatal(err)
 	}
-	d, err := devices.Open(l.Regions, cuda.Options{SlotBytes: 512 << 10})
+	d, err := devices.Open(l.Regions, cuda.Options{SlotBytes: slotBytes})
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -1,61 +1,106 @@
 package tcp_test
 
 import (
+	"errors"
 	"os"
+	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/cuda/testdouble"
 	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/tcp"
 )
 
+// suiteDelay is the double's longest delay of an operation, in microseconds: with more, the
+// larger cases take minutes.
+const suiteDelay = 20
+
 // gpu is an engine of the driver double whose memory a transport finds as a device's.
 type gpu struct{ *engine.Engine }
+
+func newGPU(tb testdouble.Test, device int) gpu {
+	g := gpu{engine.New(tb, device)}
+	g.Delay(suiteDelay)
+	return g
+}
 
 func (g gpu) expose(file *os.File, size int) (uint64, error) {
 	return uint64(g.Expose(file, size)), nil
 }
 
-// open opens transports over layouts in device memory, with a small ring, so that slots are
-// scarce.
-func (g gpu) open(t *testing.T, holds func(region int) bool) coretest.RemoteOpener {
-	return func(_ core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
+func (g gpu) hide(address uint64) { g.Hide(uintptr(address)) }
+
+// onDevices is a transport and the devices of its memory.
+type onDevices struct {
+	*tcp.Transport
+	devices *devices.Devices
+}
+
+func (o onDevices) Close() error { return errors.Join(o.Transport.Close(), o.devices.Close()) }
+
+// openOnDevice opens transports over layouts in device memory, with a small ring, so that slots
+// are scarce: 3 streams may hold all that P may have.
+func openOnDevice(holds func(agent core.AgentID, region int) bool, stall time.Duration, encrypt tcp.Encryption) coretest.RemoteOpener {
+	return func(id core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
 		for i := range l.Regions {
-			if holds == nil || holds(i) {
-				l.Regions[i].Memory = core.DeviceMemory(0)
+			if holds == nil || holds(id, i) {
+				l.Regions[i].Memory = core.DeviceMemory(0) // Open finds which
 			}
 		}
 		d, err := devices.Open(l.Regions, cuda.Options{RingBytes: 1 << 20, SlotBytes: 64 << 10})
 		if err != nil {
 			return nil, err
 		}
-		t.Cleanup(func() {
-			if err := d.Close(); err != nil {
-				t.Error(err)
-			}
-		})
-		return tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: 3, Mover: d}, l, sink)
+		tr, err := tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: 3, StallTimeout: stall, Mover: d, Encrypt: encrypt}, l, sink)
+		if err != nil {
+			return nil, errors.Join(err, d.Close())
+		}
+		return onDevices{tr, d}, nil
 	}
 }
 
-// TestDeviceMemory holds tcp to what every Transport promises, with all regions in device
-// memory, and with some.
+// remoteGPU is the double's device in a process of ProcessSuite, in which no test runs.
+var remoteGPU = sync.OnceValue(func() gpu { return newGPU(testdouble.Program{}, 0) })
+
+// onDevice is the RemoteKind of device memory.
+var onDevice = coretest.RemoteKind{Open: openOnDevice(nil, stall, tcp.EncryptMay), Device: &coretest.Device{
+	Expose: func(file *os.File, size int) (uint64, error) { return remoteGPU().expose(file, size) },
+}}
+
+// TestDeviceMemory holds tcp to what every Transport promises, with device memory on one side, with
+// some regions on two devices and some in host memory, and with memory that was mapped by handles,
+// over encrypted streams.
 func TestDeviceMemory(t *testing.T) {
-	g := gpu{engine.New(t, 0)}
-	g.Delay(20) // of each operation, or the larger cases take minutes
-	for name, holds := range map[string]func(int) bool{"device": nil, "mixed": func(i int) bool { return i%2 == 0 }} {
-		t.Run(name, func(t *testing.T) {
-			f := coretest.Fixture{Device: &coretest.Device{Expose: g.expose, Holds: holds}}
-			f.Open = func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) core.Transport {
-				tr, err := g.open(t, holds)(id, l, sink, signal)
-				if err != nil {
-					t.Fatal(err)
-				}
-				return tr
-			}
+	first, second := newGPU(t, 0), newGPU(t, 1)
+	sends := func(id core.AgentID) bool { return !strings.HasPrefix(string(id), "receiver") }
+	receives := func(id core.AgentID) bool { return !sends(id) }
+	for _, c := range []struct {
+		name    string
+		device  coretest.Device
+		on      func(core.AgentID) bool
+		encrypt tcp.Encryption
+	}{
+		{"device to host", coretest.Device{}, sends, tcp.EncryptMay},
+		{"host to device", coretest.Device{}, receives, tcp.EncryptMay},
+		{"mixed", coretest.Device{Second: second.expose, Holds: func(region int) bool { return region%3 < 2 }}, nil, tcp.EncryptMay},
+		{"mapped", coretest.Device{Alloc: func(t *testing.T, size int) ([]byte, uint64) {
+			e := engine.New(t, 0)
+			at := e.Map(size).At
+			return e.Alias(at, size), uint64(at)
+		}}, nil, tcp.EncryptMust},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			c.device.Expose, c.device.Hide = first.expose, first.hide
+			f := fixture(openOnDevice(func(id core.AgentID, region int) bool {
+				return (c.on == nil || c.on(id)) && (c.device.Holds == nil || c.device.Holds(region))
+			}, 0, c.encrypt))
+			f.Device, f.OnDevice = &c.device, c.on
 			coretest.TransportSuite(t, f)
 		})
 	}

@@ -18,7 +18,8 @@ import (
 type inPeer struct {
 	id       core.AgentID
 	endpoint string
-	ticket   token
+	ticket   random
+	secret   secret   // beside the ticket: the streams are sealed
 	met      bool     // a stream has got through to P
 	tries    int      // streams that have not got through, while none has
 	up       bool     // a stream is open, or its end was not told yet
@@ -80,8 +81,9 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	if err != nil || host == "" || port == "" {
 		return fmt.Errorf("tcp: prefill agent %s has the endpoint %q, want host:port", peer, endpoint)
 	}
-	if len(ticket) != len(token{}) {
-		return fmt.Errorf("tcp: prefill agent %s gave a ticket of %d bytes, want %d: run the same kvconn on both", peer, len(ticket), len(token{}))
+	shown, key, err := t.readTicket(ticket)
+	if err != nil {
+		return fmt.Errorf("tcp: prefill agent %s gave %w", peer, err)
 	}
 	r := &t.receiver
 	r.mu.Lock()
@@ -94,8 +96,8 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 		p = &inPeer{id: peer, slots: make([]inSlot, t.cfg.Streams)}
 		r.peers[peer] = p
 	}
-	if p.endpoint != endpoint || p.ticket != token(ticket) {
-		p.endpoint, p.ticket = endpoint, token(ticket)
+	if p.endpoint != endpoint || p.ticket != shown || p.secret != key {
+		p.endpoint, p.ticket, p.secret = endpoint, shown, key
 		for i := range p.slots {
 			p.slots[i].retryAt = time.Time{} // a failure of the former endpoint or ticket says nothing of the new ones
 		}
@@ -140,15 +142,18 @@ func (r *receiver) stream(p *inPeer, n int, pause time.Duration) {
 	for r.t.pause(pause) {
 		began := time.Now()
 		r.mu.Lock()
-		endpoint, ticket, dismissed := p.endpoint, p.ticket, r.peers[p.id] != p
+		to, dismissed := *p, r.peers[p.id] != p
 		r.mu.Unlock()
 		cause, received := errDismissed, uint64(0)
 		if !dismissed {
-			received, cause = r.runStream(p, n, endpoint, ticket)
+			received, cause = r.runStream(p, n, to.endpoint, to.ticket, to.secret)
 		}
-		err := fmt.Errorf("tcp stream to %s: %w: %w", endpoint, core.ErrConnectionLost, cause)
+		err := fmt.Errorf("tcp stream to %s: %w: %w", to.endpoint, core.ErrConnectionLost, cause)
 		if errors.Is(cause, syscall.EMFILE) || errors.Is(cause, syscall.ENFILE) {
-			err = fmt.Errorf("tcp stream to %s: this process has no descriptor left (ulimit -n): %w", endpoint, cause)
+			err = fmt.Errorf("tcp stream to %s: this process has no descriptor left (ulimit -n): %w", to.endpoint, cause)
+		}
+		if errors.Is(cause, errForged) {
+			r.forged(p, err)
 		}
 		again, down, lost := r.streamEnded(p, n, !broken(cause))
 		r.t.cfg.Logger.Debug("stream ended", zap.String("peer", string(p.id)), zap.Bool("again", again), zap.Error(err))
@@ -227,7 +232,7 @@ func (r *receiver) streamEnded(p *inPeer, n int, hostile bool) (again, down bool
 }
 
 // runStream is one connection. It returns how many bytes of frames came.
-func (r *receiver) runStream(p *inPeer, n int, endpoint string, ticket token) (received uint64, _ error) {
+func (r *receiver) runStream(p *inPeer, n int, endpoint string, ticket random, key secret) (received uint64, _ error) {
 	d := net.Dialer{Timeout: r.t.cfg.DialTimeout, Control: r.t.cfg.guard(endpoint)}
 	conn, err := d.DialContext(r.t.ctx, "tcp", endpoint)
 	if err != nil {
@@ -243,7 +248,7 @@ func (r *receiver) runStream(p *inPeer, n int, endpoint string, ticket token) (r
 	r.attempts++
 	slot.conn, slot.attempt, slot.wanted = conn, r.attempts, false
 	p.met, p.up = true, true
-	greeting := hello(ticket, n, slot.attempt, slot.received)
+	attempt, before := slot.attempt, slot.received
 	r.mu.Unlock()
 	c := conn.(*net.TCPConn)
 	r.t.tune(c)
@@ -252,8 +257,13 @@ func (r *receiver) runStream(p *inPeer, n int, endpoint string, ticket token) (r
 		return 0, err
 	}
 	s := &inStream{r: r, conn: c, raw: raw, peer: p, vec: make([]iovec, 0, maxVector)}
+	defer s.rest()
 	conn.SetWriteDeadline(time.Now().Add(r.t.cfg.StallTimeout))
-	_, err = conn.Write(greeting)
+	if key.sealed() {
+		err = s.greetSealed(ticket, key, n, attempt, before)
+	} else {
+		_, err = conn.Write(hello(ticket, n, attempt, before))
+	}
 	for err == nil {
 		err = s.frame()
 	}
@@ -264,7 +274,7 @@ func (r *receiver) runStream(p *inPeer, n int, endpoint string, ticket token) (r
 }
 
 // errTicket ends a stream that P did not accept.
-var errTicket = errors.New("the prefill agent does not know our ticket (any more), or has too many streams; its log says which")
+var errTicket = errors.New("the prefill agent refused this stream: it does not know the stream's ticket any more, or it has too many streams; its log says which of the two")
 
 // errDismissed ends a stream whose peer was dismissed.
 var errDismissed = errors.New("the prefill agent was dismissed, or the transport is closed")

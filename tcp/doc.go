@@ -20,6 +20,9 @@
 // buffer. When all bytes are in, D answers with an acknowledgement on the stream, and P's
 // blocks are free.
 //
+// If one side must encrypt, the streams between the two are sealed: frames go in records, of
+// which the receiver believes nothing before it has checked their tags (seal.go).
+//
 // If the kernel cannot read or write a transfer's memory, that transfer fails on its side
 // with the region's name. D reads the rest of the frame away and tells P the reason on the
 // stream. P ends the stream in the middle of the frame, and D opens it anew.

@@ -9,7 +9,7 @@ type doneList struct {
 }
 
 type doneTransfer struct {
-	grant token
+	grant random
 	total uint64
 	fault string // why the transfer has failed; "": it has not
 }
@@ -26,7 +26,7 @@ func (d *doneList) add(t doneTransfer) {
 }
 
 // answer is what P is told of a grant that is not expected, or not any more.
-func (d *doneList) answer(grant token) (h header, fault string) {
+func (d *doneList) answer(grant random) (h header, fault string) {
 	h = header{kind: frameNack, key: grant}
 	for i := range d.list {
 		if t := &d.list[i]; t.grant == grant {

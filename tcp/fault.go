@@ -3,8 +3,6 @@ package tcp
 import (
 	"errors"
 	"fmt"
-	"io"
-	"net"
 	"strings"
 	"syscall"
 	"time"
@@ -42,7 +40,7 @@ func (r *receiver) failed(in *inbound, err error) {
 }
 
 // answered tells P how a transfer has ended that is not expected any more.
-func (s *inStream) answered(grant token) error {
+func (s *inStream) answered(grant random) error {
 	s.r.mu.Lock()
 	h, fault := s.r.done.answer(grant)
 	s.r.mu.Unlock()
@@ -52,20 +50,28 @@ func (s *inStream) answered(grant token) error {
 func (s *inStream) answer(h *header, text string) error {
 	b := make([]byte, headerSize, headerSize+len(text))
 	h.encode((*[headerSize]byte)(b))
+	b = append(b, text...)
+	if s.sealed != nil {
+		var err error
+		if b, err = s.sealed.answers.sealFrame(b[:headerSize], b[headerSize:]); err != nil {
+			return err
+		}
+	}
 	s.conn.SetWriteDeadline(time.Now().Add(s.r.t.cfg.StallTimeout))
-	_, err := s.conn.Write(append(b, text...))
+	_, err := s.conn.Write(b)
 	return err
 }
 
 // faulted reads D's reason for which a transfer has failed there, and ends it.
-func (s *sender) faulted(p *outPeer, conn net.Conn, h *header) error {
+func (s *sender) faulted(st *outStream, h *header) error {
 	if h.length > maxFault {
 		return fmt.Errorf("a reason of %d bytes, at most %d are read", h.length, maxFault)
 	}
 	text := make([]byte, h.length)
-	if _, err := io.ReadFull(conn, text); err != nil {
+	if err := st.readText(text); err != nil {
 		return err
 	}
+	p := st.peer
 	s.mu.Lock()
 	out := p.byGrant[h.key]
 	s.mu.Unlock()

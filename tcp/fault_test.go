@@ -73,67 +73,69 @@ func TestMemoryThatIsNotThere(t *testing.T) {
 				if side == "prefill" && c.reads {
 					continue
 				}
-				t.Run(fmt.Sprintf("%s at %d of the %s engine's block", how, at, side), func(t *testing.T) {
-					leaktest.Check(t)
-					const bad, n = 7, 24
-					cfg := Config{Streams: 1, StallTimeout: time.Hour}
-					if at == 4<<10 { // a frame of it is on each stream
-						cfg.Streams, cfg.FrameBytes = 3, testBlock/8
-					}
-					p, d := newSizedAgent(t, cfg, n, testBlock), newSizedAgent(t, cfg, n, testBlock)
-					p.paint()
-					of := d
-					if side == "prefill" {
-						of = p
-					}
-					spoiled := of.mem[bad*testBlock+at : (bad+1)*testBlock]
-					c.spoil(t, spoiled)
-					before := d.attempts()
-					mustBe(t, d.Connect("p", p.Endpoint(), p.admit(t, "d")))
-					name := func(i int) core.TransferID { return core.TransferID(fmt.Sprint("t", i)) }
-					grants := make([]token, n)
-					for i := range n {
-						grants[i] = d.expect(t, name(i), "p", oneBlock(i))
-					}
-					for i := range n {
-						p.Write(core.WriteOp{ID: name(i), Peer: "d", Grant: grants[i][:], Pairs: p.pairs(t, oneBlock(i))})
-					}
-					for i := range n {
-						if i != bad {
-							for _, o := range []coretest.Outcome{d.sink.Wait("received", name(i), 1), p.sink.Wait("written", name(i), 1)} {
-								if o.Err != nil || o.Stats.Bytes != testBlock {
-									t.Errorf("transfer %d: %s: %+v", i, o.Kind, o)
+				for _, encrypt := range []Encryption{EncryptMay, EncryptMust} {
+					t.Run(fmt.Sprintf("%s at %d of the %s engine's block, encryption %d", how, at, side, encrypt), func(t *testing.T) {
+						leaktest.Check(t)
+						const bad, n = 7, 24
+						cfg := Config{Streams: 1, StallTimeout: time.Hour, Encrypt: encrypt}
+						if at == 4<<10 { // a frame of it is on each stream
+							cfg.Streams, cfg.FrameBytes = 3, testBlock/8
+						}
+						p, d := newSizedAgent(t, cfg, n, testBlock), newSizedAgent(t, cfg, n, testBlock)
+						p.paint()
+						of := d
+						if side == "prefill" {
+							of = p
+						}
+						spoiled := of.mem[bad*testBlock+at : (bad+1)*testBlock]
+						c.spoil(t, spoiled)
+						before := d.attempts()
+						mustBe(t, d.Connect("p", p.Endpoint(), p.admit(t, "d")))
+						name := func(i int) core.TransferID { return core.TransferID(fmt.Sprint("t", i)) }
+						grants := make([]random, n)
+						for i := range n {
+							grants[i] = d.expect(t, name(i), "p", oneBlock(i))
+						}
+						for i := range n {
+							p.Write(core.WriteOp{ID: name(i), Peer: "d", Grant: grants[i][:], Pairs: p.pairs(t, oneBlock(i))})
+						}
+						for i := range n {
+							if i != bad {
+								for _, o := range []coretest.Outcome{d.sink.Wait("received", name(i), 1), p.sink.Wait("written", name(i), 1)} {
+									if o.Err != nil || o.Stats.Bytes != testBlock {
+										t.Errorf("transfer %d: %s: %+v", i, o.Kind, o)
+									}
 								}
 							}
 						}
-					}
-					sent := p.sink.Wait("written", name(bad), 1).Err
-					if side == "prefill" {
-						wantNamed(t, sent, `tcp: region "r" cannot be read`, c.why)
-						if all := d.sink.All("received", name(bad)); len(all) > 0 {
-							t.Errorf("D was told %v: it has to wait for P's word", all)
+						sent := p.sink.Wait("written", name(bad), 1).Err
+						if side == "prefill" {
+							wantNamed(t, sent, `tcp: region "r" cannot be read`, c.why)
+							if all := d.sink.All("received", name(bad)); len(all) > 0 {
+								t.Errorf("D was told %v: it has to wait for P's word", all)
+							}
+							d.Revoke(name(bad))
+						} else {
+							wantNamed(t, sent, `tcp: decode agent d: tcp: region "r" cannot be written`)
+							wantNamed(t, d.sink.Wait("received", name(bad), 1).Err, `tcp: region "r" cannot be written`)
+							if how != "closed" {
+								wantNamed(t, sent, c.why)
+							}
 						}
-						d.Revoke(name(bad))
-					} else {
-						wantNamed(t, sent, `tcp: decode agent d: tcp: region "r" cannot be written`)
-						wantNamed(t, d.sink.Wait("received", name(bad), 1).Err, `tcp: region "r" cannot be written`)
-						if how != "closed" {
-							wantNamed(t, sent, c.why)
+						most := uint64(cfg.Streams)
+						if side == "prefill" && at > 0 {
+							most += most // of frames that could not be ended
 						}
-					}
-					most := uint64(cfg.Streams)
-					if side == "prefill" && at > 0 {
-						most += most // of frames that could not be ended
-					}
-					if opened := d.attempts() - before; opened > most {
-						t.Errorf("%d streams were opened, want at most %d", opened, most)
-					}
-					for i := range n {
-						if i != bad && !slices.Equal(d.mem[i*testBlock:(i+1)*testBlock], p.mem[i*testBlock:(i+1)*testBlock]) {
-							t.Errorf("block %d has other bytes", i)
+						if opened := d.attempts() - before; opened > most {
+							t.Errorf("%d streams were opened, want at most %d", opened, most)
 						}
-					}
-				})
+						for i := range n {
+							if i != bad && !slices.Equal(d.mem[i*testBlock:(i+1)*testBlock], p.mem[i*testBlock:(i+1)*testBlock]) {
+								t.Errorf("block %d has other bytes", i)
+							}
+						}
+					})
+				}
 			}
 		}
 	}
@@ -144,10 +146,10 @@ func TestMemoryThatIsNotThere(t *testing.T) {
 func TestReasonOfAnotherPeer(t *testing.T) {
 	leaktest.Check(t)
 	p := newAgent(t, Config{})
-	grants := map[core.AgentID]token{}
+	grants := map[core.AgentID]random{}
 	conns := map[core.AgentID]*rawConn{}
 	for _, peer := range []core.AgentID{"d", "evil"} {
-		c, grant := dial(t, p), newToken()
+		c, grant := dial(t, p), newRandom()
 		c.say(p.hello(t, peer, 0, 1, 0))
 		p.Write(core.WriteOp{ID: core.TransferID(peer), Peer: peer, Grant: grant[:], Pairs: p.pairs(t, oneBlock(0))})
 		if h := c.next(); h.kind != frameData || h.key != grant {

@@ -24,12 +24,15 @@ const (
 	frameLeave frameKind = 5 // P → D, the last: P knows no such ticket
 	frameAgain frameKind = 6 // P → D: see again
 	frameFault frameKind = 7 // D → P: the transfer has failed at D; length bytes of text say why
+
+	frameSealedHello frameKind = 8 // D → P, in hello's place: the stream is to be encrypted
+	frameWelcome     frameKind = 9 // P → D: the answer to it, and the last header in the clear
 )
 
-// token is 128 random bits: a peer's ticket, or a transfer's grant.
-type token [16]byte
+// random is 128 random bits: a peer's ticket, or a transfer's grant.
+type random [16]byte
 
-func newToken() (k token) {
+func newRandom() (k random) {
 	rand.Read(k[:]) // never fails: crypto/rand ends the program instead
 	return k
 }
@@ -50,7 +53,7 @@ const maxPeerStreams = 1 << numberBits
 // streams to this P: bytes beyond it are lost. A proof follows, which only an agent that
 // has the ticket can make: the ticket itself is never sent. A hello that is overheard is of
 // no use to anybody else, since its attempt is over.
-func hello(ticket token, number int, attempt, received uint64) []byte {
+func hello(ticket random, number int, attempt, received uint64) []byte {
 	var b [headerSize]byte
 	(&header{kind: frameHello, key: ticket.name(), position: received, length: attempt<<numberBits | uint64(number)}).encode(&b)
 	proof := ticket.proof(&b)
@@ -58,16 +61,16 @@ func hello(ticket token, number int, attempt, received uint64) []byte {
 }
 
 // name identifies a ticket, and reveals nothing of it.
-func (k token) name() token { return k.derive("name", nil) }
+func (k random) name() random { return k.derive("name", nil) }
 
 // proof shows the knowledge of a ticket for one hello.
-func (k token) proof(hello *[headerSize]byte) token { return k.derive("hello", hello[:]) }
+func (k random) proof(hello *[headerSize]byte) random { return k.derive("hello", hello[:]) }
 
-func (k token) derive(what string, of []byte) token {
+func (k random) derive(what string, of []byte) random {
 	mac := hmac.New(sha256.New, k[:])
 	mac.Write([]byte("kvconn tcp " + what))
 	mac.Write(of)
-	return token(mac.Sum(nil)[:len(k)])
+	return random(mac.Sum(nil)[:len(k)])
 }
 
 // again asks D to open a stream anew, because P's bytes do not get through it.
@@ -83,7 +86,7 @@ func (h *header) stream() (number int, attempt uint64) {
 // header is a frame's header, big-endian on the wire.
 type header struct {
 	kind     frameKind
-	key      token  // the ticket's name (hello) or the transfer's grant
+	key      random // the ticket's name (hello) or the transfer's grant
 	position uint64 // first byte, in the transfer's linear order
 	length   uint64
 }

@@ -10,7 +10,7 @@ import (
 )
 
 // grantMark stands for the transfer's grant in an input.
-var grantMark = bytes.Repeat([]byte{'g'}, len(token{}))
+var grantMark = bytes.Repeat([]byte{'g'}, len(random{}))
 
 const (
 	fuzzBlock  = 64
@@ -20,10 +20,10 @@ const (
 // fuzzDst are the blocks of the transfer; block 0 and 3 are beside it.
 var fuzzDst = [][]core.BlockID{{2, 1}}
 
-func marked(h header) []byte { h.key = token(grantMark); return frameBytes(h) }
+func marked(h header) []byte { h.key = random(grantMark); return frameBytes(h) }
 
 func FuzzHeader(f *testing.F) {
-	f.Add(frameBytes(header{kind: frameData, key: newToken(), position: 7, length: 1 << 40}))
+	f.Add(frameBytes(header{kind: frameData, key: newRandom(), position: 7, length: 1 << 40}))
 	f.Add(make([]byte, headerSize))
 	f.Fuzz(func(t *testing.T, in []byte) {
 		if len(in) < headerSize {
@@ -78,7 +78,7 @@ func FuzzSender(f *testing.F) {
 	f.Add(true, marked(header{kind: frameAck, length: 2 * fuzzBlock}))
 	f.Add(true, bytes.Join([][]byte{marked(header{kind: frameNack}), marked(header{kind: frameAck, length: 2 * fuzzBlock})}, nil))
 	f.Add(true, marked(header{kind: frameAck, length: 1})[:headerSize-1])
-	f.Add(false, frameBytes(header{kind: frameHello, key: newToken()}))
+	f.Add(false, frameBytes(header{kind: frameHello, key: newRandom()}))
 	f.Add(false, []byte("GET / HTTP/1.1\r\n\r\n"))
 	f.Fuzz(func(t *testing.T, greeted bool, in []byte) {
 		p := newSizedAgent(t, Config{StallTimeout: time.Hour}, fuzzBlocks, fuzzBlock)
@@ -93,7 +93,7 @@ func FuzzSender(f *testing.F) {
 			}
 			return
 		}
-		grant := newToken()
+		grant := newRandom()
 		d.say(p.hello(t, "d", 0, 1, 0))
 		p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, fuzzDst)})
 		if h := d.next(); h.key != grant {

@@ -13,12 +13,15 @@ type given struct {
 	one       [1]stretch
 	bytes     uint64
 	runs      int
+	layout    *core.Layout
+	window    stretch // the runs of its plan that are sent now
 }
 
 // stretch is a part without gaps. The next one may begin where it ends.
 type stretch struct {
 	position, end uint64
 	runs          []run
+	plan          core.Plan // in place of the runs
 	// next is the index of the run at position begins. Bytes that are read in order need no search.
 	next   int
 	begins uint64
@@ -26,6 +29,12 @@ type stretch struct {
 
 // stretchesOf appends the sender's half of a plan to out.
 func stretchesOf(out []stretch, l *core.Layout, op *core.WriteOp) []stretch {
+	if op.Plan != nil {
+		for _, e := range op.Plan.Extents() {
+			out = append(out, stretch{position: e.Position, end: e.Position + e.Bytes, plan: op.Plan})
+		}
+		return out
+	}
 	runs, pairs := make([]run, 0, len(op.Pairs)), op.Pairs
 	whole := [1]core.Extent{{Pairs: len(pairs)}}
 	at := op.At
@@ -62,7 +71,7 @@ func (g *given) add(s *stretch) bool {
 	}
 	g.bytes += s.end - s.position
 	g.runs += len(s.runs)
-	if i > 0 && g.stretches[i-1].end == s.position {
+	if i > 0 && g.stretches[i-1].end == s.position && g.stretches[i-1].plan == nil && s.plan == nil {
 		left := &g.stretches[i-1]
 		left.end, left.runs = s.end, append(left.runs, s.runs...)
 		return true
@@ -86,13 +95,40 @@ func (g *given) find(position uint64) (i int, found bool) {
 // many they are. All of them have been given.
 func (g *given) fill(v []iovec, position, limit uint64) (_ []iovec, total uint64) {
 	i, _ := g.find(position)
-	for ; total < limit && len(v) < cap(v); i++ {
-		cur := g.stretches[i].seek(position + total)
+	for total < limit && len(v) < cap(v) {
+		s := &g.stretches[i]
+		at := position + total
+		if at == s.end {
+			i++
+			continue
+		}
+		if s.plan != nil {
+			s = g.cut(s.plan, at)
+		}
+		cur := s.seek(at)
 		var n uint64
 		v, n = cur.fill(v, limit-total)
 		total += n
 	}
 	return v, total
+}
+
+// cut is the window of a plan that has the byte at a position.
+func (g *given) cut(plan core.Plan, at uint64) *stretch {
+	w := &g.window
+	if w.plan == plan && at >= w.position && at < w.end {
+		return w
+	}
+	pieces := takePieces()
+	defer pieces.give()
+	pairs := plan.Pairs(pieces.pairs[:0], at, ^uint64(0))
+	if w.runs == nil {
+		w.runs = make([]run, 0, min(plan.Pieces(), maxVector))
+	}
+	runs, bytes := sourceRuns(w.runs[:0], 0, g.layout, pairs)
+	*w = stretch{position: at, end: at + bytes, runs: runs, plan: plan, begins: at}
+	g.runs += len(runs)
+	return w
 }
 
 // seek is the cursor at a position before the end.

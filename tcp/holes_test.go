@@ -20,7 +20,7 @@ func TestSmallPiecesGoTogether(t *testing.T) {
 	p := newSizedAgent(t, Config{FrameBytes: 64 << 10, DialTimeout: bound, StallTimeout: time.Hour}, n, size)
 	p.paint()
 	p.admit(t, "d")
-	grant := newToken()
+	grant := newRandom()
 	p.Write(p.part("t", grant, n))
 	for _, i := range rand.New(rand.NewPCG(3, 0)).Perm(n) { // D is still to come
 		if i != gap {
@@ -64,7 +64,7 @@ func TestAcknowledgedBeforeAllWasGiven(t *testing.T) {
 	p := newSizedAgent(t, Config{StallTimeout: time.Hour}, 16, 64)
 	c := dial(t, p)
 	c.say(p.hello(t, "d", 0, 1, 0))
-	grant, mark := newToken(), newToken()
+	grant, mark := newRandom(), newRandom()
 	p.Write(p.part("t", grant, 16, [2]int{0, 8}))
 	if h := c.next(); h.key != grant || h.length != 8*64 {
 		t.Fatalf("begins with %+v", h)
@@ -81,7 +81,7 @@ func TestAcknowledgedBeforeAllWasGiven(t *testing.T) {
 	if told := p.sink.All("written", "t"); len(told) != 0 {
 		t.Fatalf("told %+v", told)
 	}
-	p.Extend(p.part("t", newToken(), 16, [2]int{8, 8})) // of a former write with this id
+	p.Extend(p.part("t", newRandom(), 16, [2]int{8, 8})) // of a former write with this id
 	p.Extend(p.part("t", grant, 16, [2]int{12, 4}))
 	if h := c.skip(64); h.key != grant || h.position != 12*64 || h.length != 4*64 {
 		t.Fatalf("goes on with %+v", h)

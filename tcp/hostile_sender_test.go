@@ -14,15 +14,15 @@ import (
 // that waited for it, and no byte of it lands.
 func TestHostileSender(t *testing.T) {
 	leaktest.Check(t)
-	for name, words := range map[string]func(grant token) []byte{
-		"garbage":                     func(token) []byte { return bytes.Repeat([]byte{0xff}, 400) },
-		"half a header":               func(g token) []byte { return frameBytes(header{kind: frameData, key: g, length: 8})[:30] },
-		"hello":                       func(g token) []byte { return frameBytes(header{kind: frameHello, key: g}) },
-		"acknowledgement":             func(g token) []byte { return frameBytes(header{kind: frameAck, key: g}) },
-		"leave":                       func(g token) []byte { return frameBytes(header{kind: frameLeave}) },
-		"enormous":                    func(g token) []byte { return frameBytes(header{kind: frameData, key: g, length: 1 << 62}) },
-		"enormous, of an unknown one": func(g token) []byte { return frameBytes(header{kind: frameData, length: 1 << 62}) },
-		"length as large as a position": func(g token) []byte {
+	for name, words := range map[string]func(grant random) []byte{
+		"garbage":                     func(random) []byte { return bytes.Repeat([]byte{0xff}, 400) },
+		"half a header":               func(g random) []byte { return frameBytes(header{kind: frameData, key: g, length: 8})[:30] },
+		"hello":                       func(g random) []byte { return frameBytes(header{kind: frameHello, key: g}) },
+		"acknowledgement":             func(g random) []byte { return frameBytes(header{kind: frameAck, key: g}) },
+		"leave":                       func(g random) []byte { return frameBytes(header{kind: frameLeave}) },
+		"enormous":                    func(g random) []byte { return frameBytes(header{kind: frameData, key: g, length: 1 << 62}) },
+		"enormous, of an unknown one": func(g random) []byte { return frameBytes(header{kind: frameData, length: 1 << 62}) },
+		"length as large as a position": func(g random) []byte {
 			return frameBytes(header{kind: frameData, key: g, position: 1 << 63, length: 1 << 63})
 		},
 	} {
@@ -56,7 +56,7 @@ func TestGrantOfAnotherPeer(t *testing.T) {
 		t.Fatalf("answered by %+v", h)
 	}
 	// Its end would need the whole frame read; the next nack says that it was.
-	thief.say(frameBytes(header{kind: frameData, key: token{}}))
+	thief.say(frameBytes(header{kind: frameData, key: random{}}))
 	thief.next()
 	d.full(t, 0)
 	p.say(frameBytes(header{kind: frameData, key: grant, length: testBlock}), ones)
@@ -87,7 +87,7 @@ func TestFramesAfterRevoke(t *testing.T) {
 	p.say(ones[testBlock/2:])
 	p.say(frameBytes(header{kind: frameData, key: grant, position: testBlock, length: testBlock}), ones)
 	p.say(frameBytes(header{kind: frameData, key: grant, length: 1 << 20}), ones) // was there before
-	p.say(frameBytes(header{kind: frameData, key: token{}}))                      // its nack says that all was read
+	p.say(frameBytes(header{kind: frameData, key: random{}}))                     // its nack says that all was read
 	for i := range 4 {
 		if h := p.next(); h.kind != frameNack || (h.key != grant) != (i == 3) {
 			t.Fatalf("answer %d is %+v", i, h)

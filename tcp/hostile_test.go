@@ -40,7 +40,7 @@ func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
 			silent = append(silent, c)
 			continue
 		}
-		_, _ = c.Write(hello(newToken(), 0, 1, 0)) // may be refused already
+		_, _ = c.Write(hello(newRandom(), 0, 1, 0)) // may be refused already
 		c.SetReadDeadline(time.Now().Add(bound))
 		if rest, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Fatalf("a stranger is let be, after %d bytes", len(rest))
@@ -119,7 +119,7 @@ func dial(t *testing.T, a *agent) *rawConn {
 // hello is the bytes with which peer opens a stream to a.
 func (a *agent) hello(t *testing.T, peer core.AgentID, number int, attempt, received uint64) []byte {
 	t.Helper()
-	return hello(token(a.admit(t, peer)), number, attempt, received)
+	return hello(random(a.admit(t, peer)), number, attempt, received)
 }
 
 func frameBytes(h header) []byte {
@@ -153,7 +153,7 @@ func (c *rawConn) ends() {
 type fakeP struct {
 	net.Listener
 	t      *testing.T
-	ticket token
+	ticket random
 }
 
 func newFakeP(t *testing.T, d *agent, peer core.AgentID) *fakeP {
@@ -163,7 +163,7 @@ func newFakeP(t *testing.T, d *agent, peer core.AgentID) *fakeP {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { l.Close() })
-	p := &fakeP{l, t, newToken()}
+	p := &fakeP{l, t, newRandom()}
 	if err := d.Connect(peer, l.Addr().String(), p.ticket[:]); err != nil {
 		t.Fatal(err)
 	}
@@ -182,7 +182,7 @@ func (p *fakeP) stream() (*rawConn, header) {
 	conn.SetReadDeadline(time.Now().Add(bound))
 	c := &rawConn{conn, p.t}
 	h, proof, err := readHello(c)
-	if err != nil || h.kind != frameHello || h.key != p.ticket.name() || !proof.shows(p.ticket) {
+	if err != nil || h.kind != frameHello || h.key != p.ticket.name() || !proof.shows(p.ticket, secret{}) {
 		p.t.Fatalf("the stream begins with %+v, %v, want a hello with the ticket", h, err)
 	}
 	return c, h
@@ -197,13 +197,13 @@ func fakeSender(t *testing.T, d *agent, peer core.AgentID) *rawConn {
 	return c
 }
 
-func (a *agent) expect(t testing.TB, id core.TransferID, peer core.AgentID, blocks [][]core.BlockID) token {
+func (a *agent) expect(t testing.TB, id core.TransferID, peer core.AgentID, blocks [][]core.BlockID) random {
 	t.Helper()
 	grant, err := a.Expect(id, peer, a.layout.Segments(blocks))
 	if err != nil {
 		t.Fatal(err)
 	}
-	return token(grant)
+	return random(grant)
 }
 
 // full checks that an agent's memory holds one value throughout.
@@ -220,7 +220,7 @@ func (a *agent) full(t *testing.T, v byte) {
 // bound, and disturbs nobody.
 func TestHostileHello(t *testing.T) {
 	leaktest.Check(t)
-	greeting := hello(newToken(), 0, 1, 0)
+	greeting := hello(newRandom(), 0, 1, 0)
 	other := bytes.Clone(greeting)
 	other[3]++ // the version
 	p, d := newAgent(t, Config{DialTimeout: time.Second}), newAgent(t, Config{})
@@ -276,7 +276,7 @@ func TestHostileDecoder(t *testing.T) {
 			attempt++
 			evil.say(p.hello(t, "evil", 0, attempt, 0))
 			id, down := core.TransferID(name), len(p.sink.All("down", ""))
-			grant := newToken()
+			grant := newRandom()
 			p.Write(core.WriteOp{ID: id, Peer: "evil", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 			if h := evil.next(); h.kind != frameData || h.key != grant {
 				t.Fatalf("begins with %+v", h)
@@ -300,7 +300,7 @@ func TestLyingDecoder(t *testing.T) {
 	good, evil := dial(t, p), dial(t, p)
 	good.say(p.hello(t, "good", 0, 1, 0))
 	evil.say(p.hello(t, "evil", 0, 1, 0))
-	grant, ends := newToken(), newToken()
+	grant, ends := newRandom(), newRandom()
 	p.Write(core.WriteOp{ID: "t", Peer: "good", Grant: grant[:], Pairs: p.pairs(t, allBlocks(1))})
 	if h := good.next(); h.key != grant || h.length != testBlock {
 		t.Fatalf("begins with %+v", h)
@@ -358,7 +358,7 @@ func TestPeerThatNeverReads(t *testing.T) {
 	p, d := newAgent(t, Config{StallTimeout: time.Second}), newAgent(t, Config{})
 	deaf := dial(t, p)
 	deaf.say(p.hello(t, "deaf", 0, 1, 0))
-	grant := newToken()
+	grant := newRandom()
 	p.Write(core.WriteOp{ID: "t", Peer: "deaf", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	for i := range 20 {
 		move(t, p, d, core.TransferID(fmt.Sprint("beside", i)))

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"slices"
 	"syscall"
 )
 
@@ -25,15 +24,7 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, _ *inbound, err 
 // readAll does what payload does, except that copies may still be under way when it returns.
 func (s *inStream) readAll(in *inbound, h *header) (got uint64, _ *inbound, err error) {
 	var cur cursor
-	if in != nil && h.length > 0 {
-		i, _ := slices.BinarySearchFunc(in.ends, h.position, func(end, p uint64) int {
-			if end <= p {
-				return -1
-			}
-			return 1
-		})
-		cur = cursor{runs: in.runs[i:], off: h.position - (in.ends[i] - in.runs[i].len)}
-	}
+	s.cuts = 0
 	// fails ends the transfer for its memory's fault, when none of its copies is under way.
 	fails := func(err error) error {
 		if e := s.landStarted(in, 0); errors.Is(e, ErrMayCopy) { // another error is no news
@@ -46,13 +37,11 @@ func (s *inStream) readAll(in *inbound, h *header) (got uint64, _ *inbound, err 
 	idle := stall{bound: s.r.t.cfg.StallTimeout}
 	for got < h.length {
 		left := h.length - got
+		if in != nil && len(cur.runs) == 0 {
+			cur = s.cursor(in, h.position+got, left)
+		}
 		s.conn.SetReadDeadline(idle.deadline())
-		var n uintptr
-		var errno syscall.Errno
-		err := s.raw.Read(func(fd uintptr) bool {
-			n, errno = s.read(fd, in, &cur, left)
-			return errno != syscall.EAGAIN || s.landing.busy()
-		})
+		n, errno, err := s.some(in, &cur, left, &idle)
 		if err == nil && errno == syscall.EAGAIN { // copies are waited for here: in Read, a close of the connection would wait too
 			if err := s.landSome(in); err != nil {
 				if err := fails(err); err != nil {

@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // Mover copies between registered device memory, which sockets cannot read or write, and
@@ -76,7 +77,7 @@ func devicesOf(mover Mover, l *core.Layout) (d devices) {
 	}
 	for i := range l.Regions {
 		r := &l.Regions[i]
-		if on := mover.Of(uint32(i)); on >= 0 {
+		if on := mover.Of(uint32(i)); on >= 0 && !fault.On("tcp-host-pointer") {
 			d.mover = mover
 			d.ranges = append(d.ranges, deviceRange{uintptr(r.Base), uintptr(r.Base + r.Extent()), on})
 		}

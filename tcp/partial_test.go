@@ -17,7 +17,7 @@ import (
 
 // part is a write of some blocks, from one on, of a transfer of so many in all. Its blocks
 // lie in their order on both sides.
-func (a *agent) part(id core.TransferID, grant token, total int, extents ...[2]int) core.WriteOp {
+func (a *agent) part(id core.TransferID, grant random, total int, extents ...[2]int) core.WriteOp {
 	size := a.layout.Regions[0].BlockBytes
 	op := core.WriteOp{ID: id, Peer: "d", Grant: grant[:], Bytes: uint64(total) * size, At: []core.Extent{}}
 	for _, e := range extents {
@@ -124,11 +124,11 @@ func TestRestIsTold(t *testing.T) {
 	leaktest.Check(t)
 	p := newSizedAgent(t, Config{StallTimeout: time.Hour, DialTimeout: bound}, 16, 64)
 	p.sender.grace = bound
-	rests, begins, ended := newToken(), newToken(), newToken()
+	rests, begins, ended := newRandom(), newRandom(), newRandom()
 	c := dial(t, p)
 	c.say(p.hello(t, "d", 3, 1, 0))
 	p.Write(p.part("begins", begins, 4))
-	for id, grant := range map[core.TransferID]token{"rests": rests, "ended": ended} {
+	for id, grant := range map[core.TransferID]random{"rests": rests, "ended": ended} {
 		p.Write(p.part(id, grant, 4, [2]int{1, 2}))
 		if h := c.next(); h.key != grant || h.position != 64 || h.length != 128 {
 			t.Fatalf("begins with %+v", h)
@@ -174,8 +174,8 @@ func TestNobodyComesBackAtRest(t *testing.T) {
 	p := newSizedAgent(t, Config{StallTimeout: time.Hour, DialTimeout: time.Hour}, 16, 64)
 	c := dial(t, p)
 	c.say(p.hello(t, "d", 0, 1, 0))
-	gone, refused := newToken(), newToken()
-	for id, grant := range map[core.TransferID]token{"gone": gone, "refused": refused} {
+	gone, refused := newRandom(), newRandom()
+	for id, grant := range map[core.TransferID]random{"gone": gone, "refused": refused} {
 		p.Write(p.part(id, grant, 4, [2]int{0, 1}))
 		if h := c.next(); h.key != grant {
 			t.Fatalf("begins with %+v", h)
@@ -355,7 +355,7 @@ func BenchmarkWrite(b *testing.B) {
 			for i := range n {
 				each = append(each, [2]int{i, 1})
 			}
-			pairs := p.part("", token{}, n, each...).Pairs
+			pairs := p.part("", random{}, n, each...).Pairs
 			slices.Reverse(pairs)
 			b.SetBytes(n * size)
 			b.ReportAllocs()

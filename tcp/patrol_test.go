@@ -69,7 +69,7 @@ func TestOneStreamThatIsNotRead(t *testing.T) {
 	p := newAgent(t, Config{FrameBytes: 16 << 20, StallTimeout: time.Hour})
 	deaf, good := dial(t, p), dial(t, p)
 	deaf.say(p.hello(t, "d", 4, 7, 0))
-	grant := newToken()
+	grant := newRandom()
 	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	if h := deaf.next(); h.kind != frameData || h.key != grant {
 		t.Fatalf("begins with %+v", h)
@@ -96,7 +96,7 @@ func TestOneStreamThatIsNotRead(t *testing.T) {
 			left -= uint64(n)
 		}
 		good.say(frameBytes(header{kind: frameAck, key: h.key, length: testBlock}))
-		more := newToken()
+		more := newRandom()
 		p.Write(core.WriteOp{ID: core.TransferID(more[:]), Peer: "d", Grant: more[:], Pairs: p.pairs(t, allBlocks(1))})
 	}
 	if told := p.sink.All("down", ""); len(told) != 0 {

@@ -21,27 +21,14 @@ var errStuck = errors.New("a transfer was given up, and the decode agent does no
 // write sends a frame whole. With an error it says how many bytes were written.
 func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64, err error) {
 	w := frameWriter{s: s, st: st, out: out, idle: stall{bound: s.t.cfg.StallTimeout}}
+	defer func() { sent = w.sealed(sent) }()
+	if err := w.seal(length); err != nil {
+		return 0, err
+	}
 	if s.t.devices.mover == nil || out == nil {
-		return w.write(st.vec, length)
+		return w.write(st.vec, length, 0)
 	}
-	st.source.begins(s.t, func() bool { return out.over.Load() }, st.vec)
-	defer func() {
-		if !st.source.end() {
-			err = fmt.Errorf("%w: %w", ErrMayCopy, err)
-		}
-	}()
-	for {
-		p, err := st.source.next()
-		if p == nil || err != nil {
-			return sent, err
-		}
-		n, err := w.write(p.vec, p.bytes)
-		sent += n
-		if err != nil {
-			return sent, err
-		}
-		st.source.written()
-	}
+	return w.writeStaged(&st.source)
 }
 
 // frameWriter writes parts of a frame to its stream.
@@ -51,43 +38,71 @@ type frameWriter struct {
 	out  *outbound
 	idle stall
 	over time.Time // when the transfer was given up
+
+	sealing *sealing // nil: the stream is plain
 }
 
-// write writes a part; each step must make progress within the bound. Each step looks
-// whether the transfer was given up meanwhile.
-func (w *frameWriter) write(vec []iovec, length uint64) (sent uint64, _ error) {
-	s, st, out, left := w.s, w.st, w.out, length
+// errSlow: the peer has taken no bytes for as long as the caller wants to wait.
+var errSlow = errors.New("the decode agent is slow")
+
+// send writes bytes; each step must make progress within the bound. Each step looks
+// whether the transfer was given up meanwhile. With patience, bytes without progress for so
+// long are given back: errSlow.
+func (w *frameWriter) send(vec []iovec, length uint64, patience time.Duration) (sent uint64, _ error) {
+	left := length
 	for left > 0 {
-		st.conn.SetWriteDeadline(w.idle.deadline())
-		var n uintptr
-		var errno syscall.Errno
-		err := st.raw.Write(func(fd uintptr) bool {
-			n, errno = st.put(fd, vec)
-			return errno != syscall.EAGAIN
-		})
+		n, errno, err := w.attempt(func(fd uintptr) (uintptr, syscall.Errno) { return w.st.put(fd, vec) })
 		switch {
-		case err != nil && w.idle.goesOn(err):
 		case err != nil:
 			return length - left, err
 		case errno == syscall.EFAULT:
-			return length - left, s.t.fault(vec, false)
-		case errno != 0:
+			return length - left, w.s.t.fault(vec, false)
+		case errno != 0 && errno != syscall.EAGAIN:
 			return length - left, fmt.Errorf("writev: %w", errno)
-		default:
+		case errno == 0:
 			w.idle.since = 0
 			vec = drop(vec, n)
 			left -= uint64(n)
 		}
-		if left > 0 && out != nil && out.over.Load() {
-			if w.over.IsZero() {
-				w.over = time.Now()
-			}
-			if w.idle.since >= stopGrace || time.Since(w.over) >= stopBound {
-				return length - left, fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded)
-			}
+		if left == 0 {
+			break
+		}
+		if err := w.givenUp(); err != nil {
+			return length - left, err
+		}
+		if patience > 0 && w.idle.since >= patience {
+			return length - left, errSlow
 		}
 	}
 	return length, nil
+}
+
+// attempt makes a system call until it need not wait, for one step of the bound: then the
+// answer is EAGAIN.
+func (w *frameWriter) attempt(call func(fd uintptr) (uintptr, syscall.Errno)) (n uintptr, errno syscall.Errno, err error) {
+	w.st.conn.SetWriteDeadline(w.idle.deadline())
+	err = w.st.raw.Write(func(fd uintptr) bool {
+		n, errno = call(fd)
+		return errno != syscall.EAGAIN
+	})
+	if err != nil && w.idle.goesOn(err) {
+		return 0, syscall.EAGAIN, nil
+	}
+	return n, errno, err
+}
+
+// givenUp says whether the frame must end because its transfer was given up.
+func (w *frameWriter) givenUp() error {
+	if w.out == nil || !w.out.over.Load() {
+		return nil
+	}
+	if w.over.IsZero() {
+		w.over = time.Now()
+	}
+	if w.idle.since >= stopGrace || time.Since(w.over) >= stopBound {
+		return fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded)
+	}
+	return nil
 }
 
 // put is one writev out of the transfer's blocks, without a wait. On D, land is its

@@ -4,12 +4,15 @@ import (
 	"bytes"
 	"fmt"
 	"io"
+	"maps"
 	"net"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/spans"
 )
 
 // receiver is D's half: the P agents that it was told to connect to, and the transfers that they fill.
@@ -18,7 +21,7 @@ type receiver struct {
 	mu sync.Mutex
 	// inbound by transfer, and by grant for the streams.
 	byID    map[core.TransferID]*inbound
-	byGrant map[token]*inbound
+	byGrant map[random]*inbound
 	// telling holds the transfers whose outcome the sink is being told.
 	telling map[core.TransferID]chan struct{}
 	peers   map[core.AgentID]*inPeer
@@ -33,10 +36,9 @@ type receiver struct {
 // inbound is one transfer that is expected.
 type inbound struct {
 	id    core.TransferID
-	grant token
+	grant random
 	peer  *inPeer
-	runs  []run
-	ends  []uint64 // ends[i]: position after runs[i]
+	places
 	total uint64
 
 	// fence is held for reading while bytes are copied into the runs, and for
@@ -46,8 +48,9 @@ type inbound struct {
 	copies  copies // into the runs, out of slots; none begins when revoked is set
 
 	// Guarded by receiver.mu.
-	spans spans // positions that frames have claimed
+	spans spans.List // positions that frames have claimed
 	got   uint64
+	cuts  int // runs that streams have cut off its plan
 	first time.Time
 }
 
@@ -56,7 +59,7 @@ type inbound struct {
 // which may be each region. If a stream is late and frames are small, it needs more: one
 // for each second frame of 2 KiB. That is 1/256 of the transfer's own memory.
 func (in *inbound) mostSpans() int {
-	return int(min(max(minSpans, in.total>>12, uint64(len(in.runs))), maxSpans))
+	return int(min(max(minSpans, in.total>>12, uint64(in.pieces())), maxSpans))
 }
 
 const minSpans, maxSpans = 1 << 10, 1 << 16
@@ -64,19 +67,23 @@ const minSpans, maxSpans = 1 << 10, 1 << 16
 func (r *receiver) init(t *Transport) {
 	r.t, r.attempts, r.redial = t, uint64(time.Now().UnixMicro()), redialAfter
 	r.byID = map[core.TransferID]*inbound{}
-	r.byGrant = map[token]*inbound{}
+	r.byGrant = map[random]*inbound{}
 	r.telling = map[core.TransferID]chan struct{}{}
 	r.peers = map[core.AgentID]*inPeer{}
 }
 
 // Expect implements core.Transport.
 func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
-	in := &inbound{id: id, grant: newToken(), runs: runsOf(t.layout, dst), copies: copies{over: t.ctx.Done()}}
-	in.ends = make([]uint64, len(in.runs))
-	for i, r := range in.runs {
-		in.total += r.len
-		in.ends[i] = in.total
-	}
+	return t.expect(id, peer, listed(runsOf(t.layout, dst)))
+}
+
+// ExpectPlan implements core.Cutter.
+func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst core.Plan) ([]byte, error) {
+	return t.expect(id, peer, places{plan: dst})
+}
+
+func (t *Transport) expect(id core.TransferID, peer core.AgentID, dst places) ([]byte, error) {
+	in := &inbound{id: id, grant: newRandom(), places: dst, total: dst.bytes(), copies: copies{late: t.late}}
 	r := &t.receiver
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -129,13 +136,16 @@ func (r *receiver) forget(in *inbound) bool {
 
 func (r *receiver) close() {
 	r.mu.Lock()
-	defer r.mu.Unlock()
 	r.closed = true
 	for _, p := range r.peers {
 		p.closeAll()
 	}
-	for _, in := range r.byID {
+	left := slices.Collect(maps.Values(r.byID))
+	for _, in := range left {
 		r.forget(in)
+	}
+	r.mu.Unlock()
+	for _, in := range left {
 		in.revoke()
 	}
 }
@@ -182,28 +192,33 @@ type inStream struct {
 	buf      [headerSize]byte
 	scratch  []byte // bytes that belong to no transfer are read into it
 	landing  landing
+	window   []run     // of the plan of the transfer whose frame is read
+	cuts     int       // runs of it since the frame began
+	sealed   *unsealer // nil: the stream is plain
 }
 
-func (s *inStream) send(h *header) error {
-	var b [headerSize]byte
-	h.encode(&b)
-	s.conn.SetWriteDeadline(time.Now().Add(s.r.t.cfg.StallTimeout))
-	_, err := s.conn.Write(b[:])
-	return err
+func (s *inStream) send(h *header) error { return s.answer(h, "") }
+
+// header reads a frame's header.
+func (s *inStream) header() (h header, err error) {
+	if s.sealed != nil {
+		return s.sealed.data.readHeader(s.conn)
+	}
+	if _, err = io.ReadFull(s.conn, s.buf[:]); err != nil {
+		return h, err
+	}
+	return h, h.decode(&s.buf)
 }
 
 // frame reads one frame. Between frames a stream may be idle for as long as the
 // connection lives; within one it must not stall.
 func (s *inStream) frame() error {
 	s.conn.SetReadDeadline(time.Time{})
-	if _, err := io.ReadFull(s.conn, s.buf[:]); err != nil {
+	h, err := s.header()
+	if err != nil {
 		return err
 	}
-	var h header
 	s.received += headerSize
-	if err := h.decode(&s.buf); err != nil {
-		return err
-	}
 	switch h.kind {
 	case frameData:
 	case frameLeave:
@@ -224,7 +239,7 @@ func (s *inStream) frame() error {
 	if in != nil {
 		if in.peer != s.peer {
 			in = nil // another peer's grant
-		} else if err := in.claim(h.position, h.length); err != nil {
+		} else if err := in.admit(h.position, h.length); err != nil {
 			s.r.mu.Unlock()
 			s.r.fail(in, err)
 			return err
@@ -248,7 +263,7 @@ func (s *inStream) frame() error {
 	if err != nil {
 		if in != nil {
 			s.r.mu.Lock()
-			in.spans.remove(h.position+n, h.position+h.length) // P may send these bytes again
+			in.spans.Remove(h.position+n, h.position+h.length) // P may send these bytes again
 			in.got += n
 			s.r.mu.Unlock()
 		}
@@ -260,9 +275,9 @@ func (s *inStream) frame() error {
 	return nil
 }
 
-// claim checks a frame's place; receiver.mu is held. If bytes could be claimed twice they
+// admit checks a frame's place; receiver.mu is held. If bytes could be claimed twice they
 // would count twice, and a hole would go unseen.
-func (in *inbound) claim(pos, length uint64) error {
+func (in *inbound) admit(pos, length uint64) error {
 	end := pos + length
 	if end < pos || end > in.total {
 		return fmt.Errorf("transfer %q: frame of bytes %d to %d, but it has %d", string(in.id), pos, end, in.total)
@@ -270,7 +285,7 @@ func (in *inbound) claim(pos, length uint64) error {
 	if in.first.IsZero() {
 		in.first = time.Now()
 	}
-	if !in.spans.add(pos, end) {
+	if !in.spans.Add(pos, end) {
 		return fmt.Errorf("transfer %q: bytes %d to %d came twice", string(in.id), pos, end)
 	}
 	if len(in.spans) > in.mostSpans() {
@@ -283,6 +298,7 @@ func (in *inbound) claim(pos, length uint64) error {
 func (s *inStream) landed(in *inbound, n uint64) error {
 	s.r.mu.Lock()
 	in.got += n
+	in.cuts, s.cuts = in.cuts+s.cuts, 0
 	gone := s.r.byID[in.id] != in
 	var told chan struct{}
 	if in.got == in.total {
@@ -290,7 +306,7 @@ func (s *inStream) landed(in *inbound, n uint64) error {
 			s.r.done.add(doneTransfer{grant: in.grant, total: in.total})
 		}
 	}
-	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs), Nanos: time.Since(in.first).Nanoseconds()}
+	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs) + in.cuts, Nanos: time.Since(in.first).Nanoseconds()}
 	s.r.mu.Unlock()
 	switch {
 	case gone: // another stream's frame was the last, or the transfer has failed, or was revoked and the sender may stop

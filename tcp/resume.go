@@ -57,7 +57,7 @@ func (out *outbound) lose(number int, received uint64) {
 		}
 		touched = true
 		lost := f.rest(received)
-		out.todo.add(lost.position, lost.position+lost.length)
+		out.todo.Add(lost.position, lost.position+lost.length)
 		out.left += lost.length
 	}
 	out.sent = kept
@@ -71,10 +71,10 @@ func (out *outbound) cut(v []iovec, limit uint64) (_ []iovec, position, n uint64
 		return v, out.total, 0 // the frame asks D
 	}
 	next := out.todo[0]
-	v, n = out.given.fill(v, next.from, min(limit, next.to-next.from))
-	out.todo.drop(n)
+	v, n = out.given.fill(v, next.From, min(limit, next.To-next.From))
+	out.todo.Drop(n)
 	out.left -= n
-	return v, next.from, n
+	return v, next.From, n
 }
 
 // due says whether there is a frame to send, that is, whether it is in the queue.

@@ -113,7 +113,7 @@ func TestLostFramesAreSentAgain(t *testing.T) {
 	}
 	for _, seen := range []bool{false, true} { // by P, before D comes again
 		for k := range 2*frame + 1 {
-			id, grant := core.TransferID(fmt.Sprint(seen, k)), newToken()
+			id, grant := core.TransferID(fmt.Sprint(seen, k)), newRandom()
 			old := open()
 			p.Write(core.WriteOp{ID: id, Peer: "d", Grant: grant[:], Pairs: p.pairs(t, fuzzDst)})
 			if _, err := io.CopyN(io.Discard, old, 2*frame); err != nil {
@@ -171,17 +171,15 @@ func TestLateHello(t *testing.T) {
 	old.ends()
 	for name, hello := range map[string][]byte{
 		"older": p.hello(t, "d", 1, 6, 0), "the same": p.hello(t, "d", 1, 7, 0), "none": p.hello(t, "d", 1, 0, 0),
-		"no ticket": hello(newToken(), 1, 99, 0),
+		"no ticket": hello(newRandom(), 1, 99, 0),
 		// what a host on the way has seen of the stream that is open, with its attempt raised
-		"no proof": append(frameBytes(header{kind: frameHello, key: token(p.admit(t, "d")).name(), length: 99<<numberBits | 1}), p.hello(t, "d", 1, 7, 0)[headerSize:]...),
+		"no proof": append(frameBytes(header{kind: frameHello, key: random(p.admit(t, "d")).name(), length: 99<<numberBits | 1}), p.hello(t, "d", 1, 7, 0)[headerSize:]...),
 	} {
-		late := dial(t, p)
-		late.say(hello)
-		if b, _ := io.ReadAll(late); (len(b) == 0) == (name == "no ticket") {
-			t.Errorf("%s: answered by %d bytes", name, len(b))
+		if n := p.refuses(t, "d", hello); (n == 0) == (name == "no ticket") {
+			t.Errorf("%s: answered by %d bytes", name, n)
 		}
 	}
-	grant := newToken()
+	grant := newRandom()
 	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, fuzzDst)})
 	if h := now.next(); h.key != grant {
 		t.Errorf("begins with %+v", h)

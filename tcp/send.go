@@ -1,7 +1,6 @@
 package tcp
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"maps"
@@ -15,6 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // sender is P's half: the admitted D agents, and the transfers that go to them.
@@ -22,7 +22,7 @@ type sender struct {
 	t         *Transport
 	mu        sync.Mutex
 	peers     map[core.AgentID]*outPeer // of the admitted peers
-	byTicket  map[token]*outPeer        // the same, by the names of tickets
+	byTicket  map[random]*outPeer       // the same, by the names of tickets
 	byID      map[core.TransferID]*outbound
 	streams   int         // of all peers
 	patrol    *time.Timer // while there are transfers; see look
@@ -34,12 +34,13 @@ type sender struct {
 // outPeer is an admitted D agent, and the streams that it has opened.
 type outPeer struct {
 	id      core.AgentID
-	ticket  token
+	ticket  random
+	secret  secret                  // beside the ticket, if its streams are sealed
 	slots   [maxPeerStreams]outSlot // by number
 	open    int                     // streams in them
 	stuck   *outStream              // D is to open it anew; another stream tells D
 	queue   []*outbound             // that have a frame to send; served in turn
-	byGrant map[token]*outbound
+	byGrant map[random]*outbound
 	wake    *sync.Cond // on sender.mu: the queue has more, or a stream ended
 }
 
@@ -57,25 +58,31 @@ type outStream struct {
 	number int
 	offset uint64 // of the next frame, as D counts received bytes
 	dead   bool
-	acked  uint64  // bytes that D's kernel had acknowledged at the last look
-	still  int     // looks since without any
-	rested []token // transfers that rested when it was opened: the stream is to say of each that it lives
+	acked  uint64   // bytes that D's kernel had acknowledged at the last look
+	still  int      // looks since without any
+	rested []random // transfers that rested when it was opened: the stream is to say of each that it lives
 	// vec[0] is the frame's header in hdr.
-	vec    []iovec
-	hdr    [headerSize]byte
-	source source
+	vec     []iovec
+	hdr     [headerSize]byte
+	source  source
+	sealed  *seals           // nil: the stream is plain
+	sealing sealing          // of the frame that is written
+	first   [headerSize]byte // of a sealed stream: P's welcome
 }
 
 func (s *sender) init(t *Transport) {
 	s.t, s.grace = t, returnGrace
 	s.peers = map[core.AgentID]*outPeer{}
-	s.byTicket = map[token]*outPeer{}
+	s.byTicket = map[random]*outPeer{}
 	s.byID = map[core.TransferID]*outbound{}
 }
 
 // Admit implements core.Transport.
 func (t *Transport) Admit(peer core.AgentID) ([]byte, error) {
-	s := &t.sender
+	return t.sender.admit(peer, t.cfg.Encrypt == EncryptMust)
+}
+
+func (s *sender) admit(peer core.AgentID, sealed bool) ([]byte, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
@@ -83,10 +90,16 @@ func (t *Transport) Admit(peer core.AgentID) ([]byte, error) {
 	}
 	p := s.peers[peer]
 	if p == nil {
-		p = &outPeer{id: peer, ticket: newToken(), byGrant: map[token]*outbound{}, wake: sync.NewCond(&s.mu)}
+		p = &outPeer{id: peer, ticket: newRandom(), byGrant: map[random]*outbound{}, wake: sync.NewCond(&s.mu)}
+		if sealed {
+			p.secret = secret(newRandom())
+		}
+		if fault.On("stream-ticket-shared") {
+			p.ticket = random{1}
+		}
 		s.peers[peer], s.byTicket[p.ticket.name()] = p, p
 	}
-	return bytes.Clone(p.ticket[:]), nil
+	return p.showTicket(sealed)
 }
 
 // dismiss forgets a D agent: its streams are closed, its writes end.
@@ -129,7 +142,7 @@ func (st *outStream) drop() {
 // settle forgets a transfer that has ended, once no frame of it is under way; s.mu is
 // held. The caller that gets true must tell the sink.
 func (s *sender) settle(out *outbound) bool {
-	if out.err == nil && !out.acked || out.frames > 0 || s.byID[out.id] != out {
+	if out.err == nil && !out.acked || out.frames > 0 && !fault.On("tcp-stop-at-once") || s.byID[out.id] != out {
 		return false
 	}
 	s.forget(out)
@@ -180,7 +193,7 @@ func (s *sender) close() {
 func (s *sender) serve(st *outStream) {
 	s.t.goRun("tcp send", func() { s.run(st) })
 	for {
-		h, err := readHeader(st.conn)
+		h, err := st.answer()
 		switch {
 		case err != nil:
 		case h.kind == frameAck:
@@ -188,7 +201,7 @@ func (s *sender) serve(st *outStream) {
 		case h.kind == frameNack:
 			s.nacked(st.peer, &h)
 		case h.kind == frameFault:
-			err = s.faulted(st.peer, st.conn, &h)
+			err = s.faulted(st, &h)
 		default:
 			err = fmt.Errorf("frame of kind %d, want an acknowledgement", h.kind)
 		}
@@ -272,6 +285,10 @@ func (s *sender) streamEnded(st *outStream, err error) {
 
 // run writes frames to one stream until it ends.
 func (s *sender) run(st *outStream) {
+	if err := s.welcome(st); err != nil {
+		s.streamEnded(st, err)
+		return
+	}
 	for {
 		out, left := s.take(st)
 		if left == 0 {

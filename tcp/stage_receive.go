@@ -5,10 +5,11 @@ import (
 	"errors"
 	"sync"
 	"syscall"
-	"time"
 
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // landing is what a stream has read for device memory: slots whose bytes are being copied to
@@ -28,7 +29,7 @@ func (l *landing) busy() bool { return len(l.slots) > 0 || l.ready != nil || l.w
 // device. EAGAIN: the peer has sent nothing, or landSome is to be called.
 func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64, device int) (uintptr, syscall.Errno) {
 	d, l := &s.r.t.devices, &s.landing
-	if !readable(fd) {
+	if !polled(fd, unix.POLLIN) {
 		return 0, syscall.EAGAIN
 	}
 	if l.ready == nil && len(l.slots) < window {
@@ -111,7 +112,10 @@ func (s *inStream) landStarted(in *inbound, most int) (err error) {
 	for len(s.landing.slots) > most {
 		slot := s.landing.slots[0]
 		s.landing.slots = append(s.landing.slots[:0], s.landing.slots[1:]...)
-		e := slot.Wait()
+		var e error
+		if !fault.On("tcp-report-early") {
+			e = slot.Wait()
+		}
 		if e != nil && (err == nil || errors.Is(e, ErrMayCopy)) {
 			err, most = &copyError{"copy into device memory", e}, 0
 		}
@@ -124,9 +128,9 @@ func (s *inStream) landStarted(in *inbound, most int) (err error) {
 	return err
 }
 
-// readable says whether a read would not wait.
-func readable(fd uintptr) bool {
-	list := [1]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+// polled says whether a read (POLLIN), or a write (POLLOUT), would not wait.
+func polled(fd uintptr, events int16) bool {
+	list := [1]unix.PollFd{{Fd: int32(fd), Events: events}}
 	for {
 		n, err := unix.Poll(list[:], 0)
 		if err != unix.EINTR {
@@ -155,7 +159,7 @@ type copies struct {
 	mu   sync.Mutex
 	n    int
 	idle chan struct{}   // closed when n is 0 again; nil while nobody waits
-	over <-chan struct{} // closed when the transport closes
+	late <-chan struct{} // closed CloseGrace after the transport's Close has begun
 }
 
 func (c *copies) add() {
@@ -173,13 +177,10 @@ func (c *copies) done() {
 	}
 }
 
-// copyGrace is how long Close waits for copies.
-const copyGrace = 2 * time.Second
-
-// wait returns when nothing is copied, or copyGrace after Close has begun.
+// wait returns when nothing is copied, or when Close waits no longer.
 func (c *copies) wait() {
 	c.mu.Lock()
-	if c.n == 0 {
+	if c.n == 0 || fault.On("tcp-revoke-at-once") {
 		c.mu.Unlock()
 		return
 	}
@@ -190,13 +191,6 @@ func (c *copies) wait() {
 	c.mu.Unlock()
 	select {
 	case <-idle:
-		return
-	case <-c.over:
-	}
-	late := time.NewTimer(copyGrace)
-	defer late.Stop()
-	select {
-	case <-idle:
-	case <-late.C:
+	case <-c.late:
 	}
 }

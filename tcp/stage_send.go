@@ -3,24 +3,43 @@ package tcp
 import (
 	"context"
 	"errors"
+	"fmt"
+	"slices"
+	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // window is the most slots that one stream has at a time. It waits for a slot only while it
 // has none, so that streams never wait for each other.
 const window = 4
 
+// A stream keeps its slots for tenure while its peer takes no bytes. Then it gives them back,
+// so that a slow peer does not starve the others. The bytes are copied again when the peer
+// takes some. Until a frame has gone without that, the stream has one slot at a time, with
+// slowPart bytes at most, and takes it when its socket has room.
+const (
+	tenure   = 100 * time.Millisecond
+	slowPart = 64 << 10
+)
+
 // source is where the bytes of a frame come from. A stream's goroutine takes the frame apart.
-// Parts in device memory are copied into slots, ahead of the part that is written. A slow peer
-// keeps these slots while its socket takes bytes.
+// Parts in device memory are copied into slots, ahead of the part that is written.
 type source struct {
-	t      *Transport
-	given  func() bool // the transfer was given up
-	rest   []iovec     // of the frame, not begun
-	ahead  []sourcePart
-	staged int // slots in ahead
-	sent   bool
-	runs   []Run
+	w       *frameWriter
+	frame   []iovec // as it was cut
+	store   []iovec
+	rest    []iovec // of the frame, not begun; in store
+	ahead   []sourcePart
+	staged  int    // slots in ahead
+	done    uint64 // bytes of the frame that are written
+	slow    bool   // the peer is; see tenure
+	yielded bool   // slots were given back in this frame
+	mayCopy bool   // a slot's copy may read for ever
+	runs    []Run
 }
 
 // sourcePart is a part of a frame in memory that a socket can read once its copy has passed.
@@ -37,8 +56,57 @@ var noWait = func() context.Context {
 	return ctx
 }()
 
-func (c *source) begins(t *Transport, given func() bool, frame []iovec) {
-	c.t, c.given, c.rest, c.staged, c.sent = t, given, frame, 0, false
+// writeStaged writes a stream's frame, of which some bytes may lie in device memory.
+func (w *frameWriter) writeStaged(c *source) (sent uint64, err error) {
+	w.idle.each = tenure
+	c.begins(w)
+	defer func() {
+		c.end()
+		if c.mayCopy {
+			err = fmt.Errorf("%w: %w", ErrMayCopy, err)
+		}
+	}()
+	for {
+		p, err := c.next()
+		if err != nil {
+			return c.done, err
+		}
+		if p == nil {
+			return c.done, w.finish()
+		}
+		patience := time.Duration(0)
+		if c.staged > 0 && !fault.On("tcp-slot-kept") {
+			patience = tenure
+		}
+		n, err := w.write(p.vec, p.bytes, patience)
+		c.done += n
+		switch {
+		case err == nil:
+			c.written()
+		case !errors.Is(err, errSlow) || !c.yield():
+			return c.done, err
+		}
+	}
+}
+
+func (c *source) begins(w *frameWriter) {
+	c.w, c.frame, c.done = w, w.st.vec, 0
+	c.slow, c.yielded = c.yielded, false
+	c.rewind()
+}
+
+// rewind begins with the bytes that are not written.
+func (c *source) rewind() {
+	c.store = append(c.store[:0], c.frame...)
+	c.rest = drop(c.store, uintptr(c.done))
+}
+
+// yield gives all slots back.
+func (c *source) yield() bool {
+	c.slow, c.yielded = true, true
+	ended := c.end()
+	c.rewind()
+	return ended
 }
 
 // next is the next part, nil at the frame's end. It begins to copy the parts behind it.
@@ -58,8 +126,10 @@ func (c *source) next() (*sourcePart, error) {
 	}
 	p := &c.ahead[0]
 	if p.slot != nil {
-		if err := p.slot.Wait(); err != nil {
-			return nil, &copyError{"copy out of device memory", err}
+		if !fault.On("tcp-send-early") {
+			if err := p.slot.Wait(); err != nil {
+				return nil, &copyError{"copy out of device memory", err}
+			}
 		}
 		p.one[0] = entry(p.slot, p.bytes)
 		p.vec = p.one[:]
@@ -71,23 +141,22 @@ func (c *source) next() (*sourcePart, error) {
 // The first slot is there before the frame's header is written, so that a frame that gets no
 // slot is taken back.
 func (c *source) begin() (*sourcePart, error) {
-	d := &c.t.devices
+	d := &c.w.s.t.devices
 	device, n, bytes := d.alike(c.rest, ^uint64(0))
 	if device < 0 {
 		p := &sourcePart{vec: c.rest[:n], bytes: bytes}
 		c.rest = c.rest[n:]
 		return p, nil
 	}
-	slot, err := d.mover.Slot(noWait, device, FromDevice)
-	if err != nil && c.staged > 0 {
-		return nil, nil // the parts before it come first
+	slot, err := c.slot(device)
+	if slot == nil || err != nil {
+		return nil, err
 	}
-	if err != nil {
-		if slot, err = c.wait(device); err != nil {
-			return nil, err
-		}
+	room := uint64(len(slot.Memory()))
+	if c.slow {
+		room = min(room, slowPart)
 	}
-	_, _, bytes = d.alike(c.rest, uint64(len(slot.Memory())))
+	_, _, bytes = d.alike(c.rest, room)
 	c.runs = runs(c.runs[:0], c.rest, bytes)
 	slot.Copy(c.runs)
 	c.rest = drop(c.rest, uintptr(bytes))
@@ -95,22 +164,70 @@ func (c *source) begin() (*sourcePart, error) {
 	return &sourcePart{slot: slot, bytes: bytes}, nil
 }
 
+// slot takes a slot. It waits for one only if the stream has none, else it may return nil.
+func (c *source) slot(device int) (Slot, error) {
+	if c.slow && c.staged > 0 {
+		return nil, nil
+	}
+	if c.slow {
+		if err := c.w.ready(c.done > 0); err != nil {
+			return nil, err
+		}
+	}
+	slot, err := c.w.s.t.devices.mover.Slot(noWait, device, FromDevice)
+	if err == nil {
+		return slot, nil
+	}
+	if c.staged > 0 {
+		return nil, nil // the parts before it come first
+	}
+	return c.wait(device)
+}
+
 // wait waits for a slot, for less time than D waits within a frame. It ends when the transfer
 // is given up and nothing of the frame is written.
 func (c *source) wait(device int) (slot Slot, err error) {
-	for end := time.Now().Add(c.t.cfg.StallTimeout / 2); ; {
-		ctx, cancel := context.WithTimeout(c.t.ctx, min(step, c.t.cfg.StallTimeout/8))
-		slot, err = c.t.devices.mover.Slot(ctx, device, FromDevice)
+	t := c.w.s.t
+	for end := time.Now().Add(t.cfg.StallTimeout / 2); ; {
+		ctx, cancel := context.WithTimeout(t.ctx, min(step, t.cfg.StallTimeout/8))
+		slot, err = t.devices.mover.Slot(ctx, device, FromDevice)
 		timedOut := ctx.Err() != nil
 		cancel()
-		if err == nil || !timedOut || c.t.ctx.Err() != nil || time.Now().After(end) || c.given() && !c.sent {
+		if err != nil && timedOut && c.done > 0 {
+			if over := c.w.givenUp(); over != nil {
+				return nil, over
+			}
+		}
+		if err == nil || !timedOut || t.ctx.Err() != nil || time.Now().After(end) || c.w.out.over.Load() && c.done == 0 {
 			break
 		}
 	}
 	if err != nil {
-		return nil, c.t.noSlot(err)
+		return nil, t.noSlot(err)
 	}
 	return slot, nil
+}
+
+// ready waits until the socket has room. It ends when the transfer is given up and nothing of
+// the frame is written (begun: something is).
+func (w *frameWriter) ready(begun bool) error {
+	for {
+		_, errno, err := w.attempt(func(fd uintptr) (uintptr, syscall.Errno) {
+			if !polled(fd, unix.POLLOUT) {
+				return 0, syscall.EAGAIN
+			}
+			return 0, 0
+		})
+		if err != nil || errno == 0 {
+			return err
+		}
+		if !begun && w.out.over.Load() {
+			return &copyError{"wait for the decode agent", errors.New("the transfer was given up")}
+		}
+		if err := w.givenUp(); err != nil {
+			return err
+		}
+	}
 }
 
 // written ends the part that next has returned.
@@ -119,25 +236,27 @@ func (c *source) written() {
 		slot.Release()
 		c.staged--
 	}
-	c.sent = true
-	c.ahead = append(c.ahead[:0], c.ahead[1:]...)
+	c.ahead = slices.Delete(c.ahead, 0, 1)
 }
 
 // end returns when nothing is copied out of the frame's memory any more; false if that is
 // not known.
-func (c *source) end() (ended bool) {
-	ended = true
+func (c *source) end() bool {
 	for i := range c.ahead {
 		slot := c.ahead[i].slot
 		if slot == nil {
 			continue
 		}
+		if fault.On("tcp-end-at-once") {
+			slot.Release()
+			continue
+		}
 		if err := slot.Wait(); errors.Is(err, ErrMayCopy) { // another error is of no account: nobody will read the slot
-			ended = false
+			c.mayCopy = true
 			continue
 		}
 		slot.Release()
 	}
-	c.ahead, c.rest = c.ahead[:0], nil
-	return ended
+	c.ahead, c.staged, c.rest = c.ahead[:0], 0, nil
+	return !c.mayCopy
 }

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"cmp"
 	"errors"
 	"os"
 	"time"
@@ -14,16 +15,19 @@ const step = 250 * time.Millisecond
 type stall struct {
 	bound time.Duration
 	since time.Duration // the last progress
+	each  time.Duration // the length of the steps; 0: step
 }
 
 // deadline is when to look again.
-func (s *stall) deadline() time.Time { return time.Now().Add(min(step, s.bound-s.since)) }
+func (s *stall) deadline() time.Time { return time.Now().Add(s.next()) }
+
+func (s *stall) next() time.Duration { return min(cmp.Or(s.each, step), s.bound-s.since) }
 
 // goesOn counts a step's time-out, and says whether the wait goes on after an error.
 func (s *stall) goesOn(err error) bool {
 	if !errors.Is(err, os.ErrDeadlineExceeded) {
 		return false
 	}
-	s.since += min(step, s.bound-s.since)
+	s.since += s.next()
 	return s.since < s.bound
 }

@@ -22,7 +22,7 @@ func TestStopOfAStuckFrame(t *testing.T) {
 	}
 	deaf := dial(t, p)
 	deaf.say(p.hello(t, "d", 0, 1, 0))
-	stopped, other := newToken(), newToken()
+	stopped, other := newRandom(), newRandom()
 	p.Write(core.WriteOp{ID: "stopped", Peer: "d", Grant: stopped[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	if h := deaf.next(); h.key != stopped {
 		t.Fatalf("begins with %+v", h)
@@ -65,7 +65,7 @@ func TestStopOfASlowFrame(t *testing.T) {
 	slow := dial(t, p)
 	_ = slow.Conn.(*net.TCPConn).SetReadBuffer(64 << 10)
 	slow.say(p.hello(t, "d", 0, 1, 0))
-	grant := newToken()
+	grant := newRandom()
 	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	slow.next()
 	p.Stop("t")

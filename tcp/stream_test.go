@@ -135,7 +135,7 @@ func TestEarlyAcknowledgement(t *testing.T) {
 	leaktest.Check(t)
 	p := newAgent(t, Config{FrameBytes: testBlocks * testBlock})
 	c := dial(t, p)
-	grant := newToken()
+	grant := newRandom()
 	c.say(p.hello(t, "d", 0, 1, 0))
 	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	c.next()
@@ -166,7 +166,7 @@ func TestRevokeWaitsForTheCopy(t *testing.T) {
 	}
 	defer unix.Close(pipe[0])
 	defer unix.Close(pipe[1])
-	in := &inbound{id: "t", runs: runsOf(d.layout, d.layout.Segments(allBlocks(1)))}
+	in := &inbound{id: "t", places: listed(runsOf(d.layout, d.layout.Segments(allBlocks(1))))}
 	s := &inStream{r: &d.receiver, vec: make([]iovec, 0, maxVector)}
 	cur := cursor{runs: in.runs}
 	copied, revoked := make(chan struct{}), make(chan struct{})
@@ -258,7 +258,7 @@ func TestDismissedBetweenTwoDials(t *testing.T) {
 	addr := l.Addr().String()
 	l.Close()
 	d := newAgent(t, Config{Streams: 1})
-	if err := d.Connect("p", addr, make([]byte, len(token{}))); err != nil {
+	if err := d.Connect("p", addr, make([]byte, len(random{}))); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := d.Expect("t", "p", d.layout.Segments(allBlocks(2))); err != nil {

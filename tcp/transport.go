@@ -27,18 +27,22 @@ type Config struct {
 	// AdvertiseHost is the host that peers are told; empty means the one at
 	// which they found the registry.
 	AdvertiseHost string
-	Streams       int           // connections to a peer; 2, at most 64
+	Streams       int           // connections to a peer; DefaultStreams, at most 64
 	FrameBytes    uint64        // most bytes of a frame; 2 MiB
-	StallTimeout  time.Duration // no progress for so long ends a stream; 10 s
-	DialTimeout   time.Duration // 3 s
+	StallTimeout  time.Duration // no progress for so long ends a stream; core.DefaultStallTimeout
+	DialTimeout   time.Duration // core.DefaultConnectTimeout
 	MaxStreams    int           // accepted at a time; 4096, and a quarter of the process's descriptors
 	MaxGreeting   int           // besides these, that have not shown their ticket yet; 256
 	// Guard, if set, can refuse the IP address and port of a peer's resolved endpoint, each
 	// time before it is dialled.
 	Guard func(endpoint, address string) error
+	// Encrypt says whether streams are encrypted. A peer learns it by its ticket.
+	Encrypt Encryption
 	// Mover, if set, copies what lies in device memory.
-	Mover  Mover
-	Logger *zap.Logger
+	Mover Mover
+	// CloseGrace is how long Close waits for the copies of a device that does not answer; 2 s.
+	CloseGrace time.Duration
+	Logger     *zap.Logger
 }
 
 // DefaultStreams is the number of connections to a peer.
@@ -69,6 +73,9 @@ func (c Config) withDefaults() Config {
 	if c.MaxGreeting <= 0 {
 		c.MaxGreeting = min(256, c.MaxStreams/2)
 	}
+	if c.CloseGrace <= 0 {
+		c.CloseGrace = 2 * time.Second
+	}
 	if c.Logger == nil {
 		c.Logger = zap.NewNop()
 	}
@@ -84,15 +91,18 @@ type Transport struct {
 	ln      net.Listener
 	port    int
 
-	ctx    context.Context // ends with Close
-	cancel context.CancelFunc
-	wg     sync.WaitGroup // every goroutine of the transport
+	ctx      context.Context // ends with Close
+	cancel   context.CancelFunc
+	late     chan struct{} // closed CloseGrace after Close has begun, or when it ends
+	lateOnce sync.Once
+	wg       sync.WaitGroup // every goroutine of the transport
 
 	receiver receiver
 	sender   sender
+	slates   slates // for the records of sealed streams
 }
 
-var _ core.Transport = (*Transport)(nil)
+var _ core.Cutter = (*Transport)(nil)
 
 // errClosed ends what is under way at Close.
 var errClosed = fmt.Errorf("tcp %w", core.ErrTransportClosed)
@@ -100,7 +110,7 @@ var errClosed = fmt.Errorf("tcp %w", core.ErrTransportClosed)
 // New opens a Transport over the registered memory of layout. Outcomes go to
 // sink until Close returns.
 func New(cfg Config, layout *core.Layout, sink core.Sink) (*Transport, error) {
-	t := &Transport{cfg: cfg.withDefaults(), layout: layout, devices: devicesOf(cfg.Mover, layout), sink: sink}
+	t := &Transport{cfg: cfg.withDefaults(), layout: layout, devices: devicesOf(cfg.Mover, layout), sink: sink, late: make(chan struct{})}
 	t.ctx, t.cancel = context.WithCancel(context.Background())
 	t.receiver.init(t)
 	t.sender.init(t)
@@ -149,12 +159,16 @@ func (t *Transport) Endpoint() string {
 // Close implements core.Transport.
 func (t *Transport) Close() error {
 	t.cancel()
+	late := func() { t.lateOnce.Do(func() { close(t.late) }) }
+	defer late() // for a Revoke that waits for a copy of a device that does not answer
+	defer time.AfterFunc(t.cfg.CloseGrace, late).Stop()
 	if t.ln != nil {
 		t.ln.Close()
 	}
 	t.receiver.close()
 	t.sender.close()
 	t.wg.Wait()
+	t.slates.close()
 	return nil
 }
 

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"sync"
 	"syscall"
 	"unsafe"
 
@@ -48,6 +49,15 @@ func sourceRuns(out []run, first int, l *core.Layout, pairs []core.Pair) (_ []ru
 	}
 	return out, bytes
 }
+
+// pieces is room for what a plan is cut into at a time.
+type pieces struct{ pairs [maxVector]core.Pair }
+
+var allPieces = sync.Pool{New: func() any { return new(pieces) }}
+
+func takePieces() *pieces { return allPieces.Get().(*pieces) }
+
+func (p *pieces) give() { allPieces.Put(p) }
 
 // cursor walks over runs from one byte on.
 type cursor struct {

@@ -8,15 +8,16 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/spans"
 )
 
 // outbound is one transfer that is sent. Its fields are guarded by sender.mu.
 type outbound struct {
 	id      core.TransferID
-	grant   token
+	grant   random
 	peer    *outPeer
 	given   given
-	todo    spans       // to send: bytes that no frame has had, and bytes that were lost with a stream
+	todo    spans.List  // to send: bytes that no frame has had, and bytes that were lost with a stream
 	left    uint64      // bytes of it
 	total   uint64      // also of the bytes that are not given yet
 	sent    []sentFrame // on the newest stream of each number
@@ -32,11 +33,11 @@ type outbound struct {
 // Write implements core.Transport.
 func (t *Transport) Write(op core.WriteOp) {
 	s := &t.sender
-	if len(op.Grant) != len(token{}) {
-		t.sink.Written(op.ID, core.TransferStats{}, fmt.Errorf("tcp: grant of %d bytes, want %d", len(op.Grant), len(token{})))
+	if len(op.Grant) != len(random{}) {
+		t.sink.Written(op.ID, core.TransferStats{}, fmt.Errorf("tcp: grant of %d bytes, want %d", len(op.Grant), len(random{})))
 		return
 	}
-	out := &outbound{id: op.ID, grant: token(op.Grant), total: op.Total()}
+	out := &outbound{id: op.ID, grant: random(op.Grant), total: op.Total(), given: given{layout: t.layout}}
 	err := out.give(stretchesOf(make([]stretch, 0, 1), t.layout, &op))
 	out.ask = out.total == 0
 	out.sent = make([]sentFrame, 0, 1+out.total/t.cfg.FrameBytes)
@@ -99,9 +100,9 @@ func (out *outbound) give(part []stretch) error {
 	for i := range part {
 		p := &part[i]
 		if p.end > out.total || !out.given.add(p) {
-			return fmt.Errorf("tcp: transfer %q of %d bytes was given bytes %d to %d, of which it has none, or has been given some before", string(out.id), out.total, p.position, p.end)
+			return fmt.Errorf("tcp: transfer %q of %d bytes was given bytes %d to %d: they lie outside of it, or some were given before", string(out.id), out.total, p.position, p.end)
 		}
-		out.todo.add(p.position, p.end)
+		out.todo.Add(p.position, p.end)
 		out.left += p.end - p.position
 	}
 	return nil
@@ -119,7 +120,7 @@ func (t *Transport) Stop(id core.TransferID) {
 	t.wg.Add(1) // Close waits for the outcome that is told below
 	defer t.wg.Done()
 	s.mu.Unlock()
-	s.end(out, errors.New("tcp: stopped"))
+	s.end(out, errors.New("tcp: the write was stopped"))
 }
 
 // fail gives a transfer up; sender.mu is held. The first cause is told.

@@ -78,7 +78,7 @@ func (r *Request) check() error {
 
 func (a *Agent) check() error {
 	err := first(short("agent id", a.ID, 64), short("engine_id", a.EngineID, 256),
-		short("model", a.Model, 512), short("model_fingerprint", a.Fingerprint, 64), short("dtype", a.DType, 64))
+		short("model", a.Model, 512), short("model_fingerprint", a.Fingerprint, 64), short("dtype", a.DType, 64), short("host", a.Host, 64))
 	for _, f := range a.MustMatch {
 		err = first(err, short("must_match", f.Name, 64), short(f.Name, f.Value, 256))
 	}
@@ -101,7 +101,7 @@ func (l *Load) check() error {
 func (r *Reply) check() error {
 	for _, e := range r.Ends {
 		if int(e.Index) >= len(r.Statuses) {
-			return fmt.Errorf("the end of transfer %d, of %d", e.Index, len(r.Statuses))
+			return fmt.Errorf("the reply has the end of transfer number %d, but the statuses of only %d", e.Index, len(r.Statuses))
 		}
 		if err := short("reason", e.Reason, 1024); err != nil {
 			return err

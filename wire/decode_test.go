@@ -33,11 +33,11 @@ func TestDecode(t *testing.T) {
 func TestDecodeAtTheLimits(t *testing.T) {
 	n := func(n int) string { return strings.Repeat("x", n) }
 	a := &Agent{ID: n(64), EngineID: n(256), Model: n(512), Fingerprint: n(64), DType: n(64), Endpoints: make([]Endpoint, 16), Shapes: make([]Shape, 65536)}
-	a.Endpoints[15] = Endpoint{n(16), n(512)}
+	a.Endpoints[15] = Endpoint{n(16), n(512), n(8)}
 	a.Shapes[65535].Name = n(256)
 	a.Lacks = make([]Lack, 16)
 	a.Lacks[15] = Lack{n(16), n(512)}
-	a.RouteInfo, a.DPSize, a.TPSize, a.PPSize, a.Joined = make([]byte, MaxRouteInfo), 1, 1, 1, true // as many keys as there are
+	a.RouteInfo, a.DPSize, a.TPSize, a.PPSize, a.Joined, a.Host = make([]byte, MaxRouteInfo), 1, 1, 1, true, strings.Repeat("h", 64) // as many keys as there are
 	a.MustMatch = make([]Fact, 16)
 	a.MustMatch[15] = Fact{n(64), n(256)}
 	tickets := make([]Ticket, 16)
@@ -96,6 +96,7 @@ func TestDecodeRefuses(t *testing.T) {
 		"address":           {hello(func(a *Agent) { a.Endpoints[1].Address = n(513) }), "address"},
 		"region name":       {hello(func(a *Agent) { a.Shapes[1].Name = n(257) }), "region name"},
 		"route info":        {hello(func(a *Agent) { a.RouteInfo = make([]byte, MaxRouteInfo+1) }), limit},
+		"host":              {hello(func(a *Agent) { a.Host = strings.Repeat("h", 65) }), "host of 65 bytes"},
 		"endpoints":         {hello(func(a *Agent) { a.Endpoints = make([]Endpoint, 17) }), limit},
 		"tokens":            {load(func(l *Load) { l.Tokens = make([]uint32, 17) }), limit},
 		"shapes":            {hello(func(a *Agent) { a.Shapes = make([]Shape, 65537) }), limit},
@@ -113,7 +114,7 @@ func TestDecodeRefuses(t *testing.T) {
 		"reply's reason":    {&Reply{Reason: n(1025)}, "reason"},
 		"statuses":          {&Reply{Statuses: make([]uint8, 131073)}, limit},
 		"finishes":          {&Request{Kind: KindFinish, Finishes: make([]Finish, 4097)}, limit},
-		"end of none":       {&Reply{Statuses: make([]uint8, 2), Ends: []End{{Index: 2}}}, "the end of transfer 2, of 2"},
+		"end of none":       {&Reply{Statuses: make([]uint8, 2), Ends: []End{{Index: 2}}}, "the end of transfer number 2, but the statuses of only 2"},
 		"end's reason":      {&Reply{Statuses: make([]uint8, 2), Ends: []End{{1, 2, n(1025)}}}, "reason"},
 		"lacks":             {hello(func(a *Agent) { a.Lacks = make([]Lack, 17) }), limit},
 		"lack's reason":     {hello(func(a *Agent) { a.Lacks[0].Reason = n(513) }), "reason"},

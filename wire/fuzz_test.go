@@ -95,10 +95,10 @@ func add(f *testing.F, ms ...msgp.Marshaler) {
 
 func anAgent() *Agent {
 	return &Agent{Version: Version, ID: "3f2a", EngineID: "engine-0", DPRank: 1, TPRank: 2, PPRank: 3, Model: "m", DType: "bfloat16", BlockTokens: 16,
-		Endpoints: []Endpoint{{"tcp", "10.0.0.1:7000"}, {"rdma", "x"}},
+		Endpoints: []Endpoint{{"tcp", "10.0.0.1:7000", EncryptMust}, {"rdma", "x", ""}},
 		Shapes: []Shape{{"layers.0.k", 8192, 4096, 1000, 0, 16, 8, 8, 16, 2048, 256, 3 | 6<<8},
 			{Name: "layers.0.v", BlockStride: 8192, BlockBytes: 4096, NumBlocks: 1000, Group: 1, Tokens: 16, Heads: 1, TotalHeads: 1, TokenStride: 256, HeadStride: 256}},
-		Lacks: []Lack{{"shm", "another host"}}, DPSize: 2, RouteInfo: []byte(`{"a":1}`),
+		Lacks: []Lack{{"shm", "another host"}}, DPSize: 2, RouteInfo: []byte(`{"a":1}`), Host: "h",
 		Fingerprint: "1:ab", MustMatch: []Fact{{"speculative", "eagle"}}}
 }
 

@@ -79,6 +79,7 @@ type Agent struct {
 	Lacks       []Lack     `msg:"lk,omitempty,limit=16"`
 	MustMatch   []Fact     `msg:"mm,omitempty,limit=16"`
 	RouteInfo   []byte     `msg:"ri,omitempty,limit=4096"` // a JSON object, see MaxRouteInfo
+	Host        string     `msg:"ho,omitempty,limit=64"`   // the host's boot id, which nobody proves: it decides what is worth a word in the log
 }
 
 // MaxRouteInfo is the longest RouteInfo of an Agent, in bytes. GET /route of the
@@ -98,7 +99,15 @@ type Fact struct {
 type Endpoint struct {
 	Transport string `msg:"t,limit=16"`
 	Address   string `msg:"a,limit=512"`
+	Encrypt   string `msg:"e,omitempty,limit=8"` // whether what goes this way is encrypted: one of the words below; "" of an agent that knows none
 }
+
+// The words of an Endpoint's Encrypt. If one side must, the other may not say never.
+const (
+	EncryptMay   = "may"
+	EncryptMust  = "must"
+	EncryptNever = "never"
+)
 
 // Lack says why an agent has not got a transport, for the log and the errors of
 // peers that would take it.

@@ -44,8 +44,8 @@ func (z Again) Msgsize() (s int) {
 func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
 	// check for omitted fields
-	zb0001Len := uint32(19)
-	var zb0001Mask uint32 /* 19 bits */
+	zb0001Len := uint32(20)
+	var zb0001Mask uint32 /* 20 bits */
 	_ = zb0001Mask
 	if z.TPSize == 0 {
 		zb0001Len--
@@ -78,6 +78,10 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 	if z.RouteInfo == nil {
 		zb0001Len--
 		zb0001Mask |= 0x40000
+	}
+	if z.Host == "" {
+		zb0001Len--
+		zb0001Mask |= 0x80000
 	}
 	// variable map header, size zb0001Len
 	o = msgp.AppendMapHeader(o, zb0001Len)
@@ -140,13 +144,31 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 		o = append(o, 0xa2, 0x65, 0x70)
 		o = msgp.AppendArrayHeader(o, uint32(len(z.Endpoints)))
 		for za0001 := range z.Endpoints {
-			// map header, size 2
-			// string "t"
-			o = append(o, 0x82, 0xa1, 0x74)
-			o = msgp.AppendString(o, z.Endpoints[za0001].Transport)
-			// string "a"
-			o = append(o, 0xa1, 0x61)
-			o = msgp.AppendString(o, z.Endpoints[za0001].Address)
+			// check for omitted fields
+			zb0002Len := uint32(3)
+			var zb0002Mask uint8 /* 3 bits */
+			_ = zb0002Mask
+			if z.Endpoints[za0001].Encrypt == "" {
+				zb0002Len--
+				zb0002Mask |= 0x4
+			}
+			// variable map header, size zb0002Len
+			o = append(o, 0x80|uint8(zb0002Len))
+
+			// skip if no fields are to be emitted
+			if zb0002Len != 0 {
+				// string "t"
+				o = append(o, 0xa1, 0x74)
+				o = msgp.AppendString(o, z.Endpoints[za0001].Transport)
+				// string "a"
+				o = append(o, 0xa1, 0x61)
+				o = msgp.AppendString(o, z.Endpoints[za0001].Address)
+				if (zb0002Mask & 0x4) == 0 { // if not omitted
+					// string "e"
+					o = append(o, 0xa1, 0x65)
+					o = msgp.AppendString(o, z.Endpoints[za0001].Encrypt)
+				}
+			}
 		}
 		// string "s"
 		o = append(o, 0xa1, 0x73)
@@ -187,6 +209,11 @@ func (z *Agent) MarshalMsg(b []byte) (o []byte, err error) {
 			// string "ri"
 			o = append(o, 0xa2, 0x72, 0x69)
 			o = msgp.AppendBytes(o, z.RouteInfo)
+		}
+		if (zb0001Mask & 0x80000) == 0 { // if not omitted
+			// string "ho"
+			o = append(o, 0xa2, 0x68, 0x6f)
+			o = msgp.AppendString(o, z.Host)
 		}
 	}
 	return
@@ -345,6 +372,12 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 							err = msgp.WrapError(err, "Endpoints", za0001, "Address")
 							return
 						}
+					case "e":
+						z.Endpoints[za0001].Encrypt, bts, err = msgp.ReadStringBytes(bts)
+						if err != nil {
+							err = msgp.WrapError(err, "Endpoints", za0001, "Encrypt")
+							return
+						}
 					default:
 						bts, err = msgp.Skip(bts)
 						if err != nil {
@@ -493,6 +526,12 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			}
 			copy(z.RouteInfo, bts[:zb0009])
 			bts = bts[zb0009:]
+		case "ho":
+			z.Host, bts, err = msgp.ReadStringBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Host")
+				return
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -509,7 +548,7 @@ func (z *Agent) UnmarshalMsg(bts []byte) (o []byte, err error) {
 func (z *Agent) Msgsize() (s int) {
 	s = 3 + 2 + msgp.IntSize + 3 + msgp.StringPrefixSize + len(z.ID) + 2 + msgp.StringPrefixSize + len(z.EngineID) + 3 + msgp.IntSize + 3 + msgp.IntSize + 3 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 4 + msgp.IntSize + 2 + msgp.BoolSize + 2 + msgp.StringPrefixSize + len(z.Model) + 3 + msgp.StringPrefixSize + len(z.Fingerprint) + 3 + msgp.StringPrefixSize + len(z.DType) + 3 + msgp.IntSize + 3 + msgp.ArrayHeaderSize
 	for za0001 := range z.Endpoints {
-		s += 1 + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Transport) + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Address)
+		s += 1 + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Transport) + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Address) + 2 + msgp.StringPrefixSize + len(z.Endpoints[za0001].Encrypt)
 	}
 	s += 2 + msgp.ArrayHeaderSize
 	for za0002 := range z.Shapes {
@@ -523,7 +562,7 @@ func (z *Agent) Msgsize() (s int) {
 	for za0004 := range z.MustMatch {
 		s += 1 + msgp.StringPrefixSize + len(z.MustMatch[za0004].Name) + msgp.StringPrefixSize + len(z.MustMatch[za0004].Value)
 	}
-	s += 3 + msgp.BytesPrefixSize + len(z.RouteInfo)
+	s += 3 + msgp.BytesPrefixSize + len(z.RouteInfo) + 3 + msgp.StringPrefixSize + len(z.Host)
 	return
 }
 
@@ -624,13 +663,31 @@ func (z End) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z Endpoint) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// map header, size 2
-	// string "t"
-	o = append(o, 0x82, 0xa1, 0x74)
-	o = msgp.AppendString(o, z.Transport)
-	// string "a"
-	o = append(o, 0xa1, 0x61)
-	o = msgp.AppendString(o, z.Address)
+	// check for omitted fields
+	zb0001Len := uint32(3)
+	var zb0001Mask uint8 /* 3 bits */
+	_ = zb0001Mask
+	if z.Encrypt == "" {
+		zb0001Len--
+		zb0001Mask |= 0x4
+	}
+	// variable map header, size zb0001Len
+	o = append(o, 0x80|uint8(zb0001Len))
+
+	// skip if no fields are to be emitted
+	if zb0001Len != 0 {
+		// string "t"
+		o = append(o, 0xa1, 0x74)
+		o = msgp.AppendString(o, z.Transport)
+		// string "a"
+		o = append(o, 0xa1, 0x61)
+		o = msgp.AppendString(o, z.Address)
+		if (zb0001Mask & 0x4) == 0 { // if not omitted
+			// string "e"
+			o = append(o, 0xa1, 0x65)
+			o = msgp.AppendString(o, z.Encrypt)
+		}
+	}
 	return
 }
 
@@ -668,6 +725,12 @@ func (z *Endpoint) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				err = msgp.WrapError(err, "Address")
 				return
 			}
+		case "e":
+			z.Encrypt, bts, err = msgp.ReadStringBytes(bts)
+			if err != nil {
+				err = msgp.WrapError(err, "Encrypt")
+				return
+			}
 		default:
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -682,7 +745,7 @@ func (z *Endpoint) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z Endpoint) Msgsize() (s int) {
-	s = 1 + 2 + msgp.StringPrefixSize + len(z.Transport) + 2 + msgp.StringPrefixSize + len(z.Address)
+	s = 1 + 2 + msgp.StringPrefixSize + len(z.Transport) + 2 + msgp.StringPrefixSize + len(z.Address) + 2 + msgp.StringPrefixSize + len(z.Encrypt)
 	return
 }
 

@@ -67,6 +67,8 @@ static void stale_handles(void) {
     EXPECT(kvconn_written_address(bad[i]) == NULL && error_says("handle"));
     EXPECT(kvconn_moment(bad[i], 0, NULL, &moment) == KVCONN_ERR_HANDLE && moment == 0);
     EXPECT(kvconn_written_after(bad[i], &region, 1, 1) == KVCONN_ERR_HANDLE);
+    EXPECT(kvconn_written_on(bad[i], &region, 1, NULL) == KVCONN_ERR_HANDLE);
+    EXPECT(kvconn_written_on(bad[i], &region, 0, NULL) == KVCONN_ERR_INVALID);
     EXPECT(kvconn_close(bad[i]) == KVCONN_ERR_HANDLE);
   }
 }

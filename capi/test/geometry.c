@@ -74,11 +74,11 @@ static void unequal_blocks(void) {
   open_pair(&p, &d, address, sizeof address);
   kvconn_region r = region_of(p_cache, P_TOKENS, ITEM * 4, P_TOKENS * ITEM * 4);
   r.head_stride = 12;
-  EXPECT(kvconn_register_kv_caches(p, &r, 1) == KVCONN_ERR_INVALID && error_says("12 a head") && error_says("8 and 128 (HND)"));
+  EXPECT(kvconn_register_kv_caches(p, &r, 1) == KVCONN_ERR_INVALID && error_says("a head's 12") && error_says("8 and 128 (HND)"));
   r.head_stride = P_TOKENS * ITEM * 4;
   r.first_head = 1;
   r.total_heads = 2;
-  EXPECT(kvconn_register_kv_caches(p, &r, 1) == KVCONN_ERR_INVALID && error_says("2 heads from 1 on"));
+  EXPECT(kvconn_register_kv_caches(p, &r, 1) == KVCONN_ERR_INVALID && error_says("2 heads from head 1 on"));
   r.first_head = 0;
   EXPECT(kvconn_register_kv_caches(p, &r, 1) == KVCONN_OK);
   r = region_of(d_cache, D_TOKENS, HEADS * ITEM * 4, ITEM * 4);

@@ -14,8 +14,11 @@ extern char **environ;
 static int32_t call(const char *name, kvconn_agent a) {
   char buf[4096];
   const char *id = "x";
+  void *memory = NULL;
   if (strcmp(name, "kvconn_open") == 0) return kvconn_open("{}", &a);
   if (strcmp(name, "kvconn_register_kv_caches") == 0) return kvconn_register_kv_caches(a, NULL, 0);
+  if (strcmp(name, "kvconn_alloc") == 0) return kvconn_alloc(4096, &memory);
+  if (strcmp(name, "kvconn_free") == 0) return kvconn_free(buf);
   if (strcmp(name, "kvconn_announce") == 0) return kvconn_announce(a, &id, 1, NULL);
   if (strcmp(name, "kvconn_offer") == 0) return kvconn_offer(a, NULL, 0, NULL);
   if (strcmp(name, "kvconn_offer_partial") == 0) return kvconn_offer_partial(a, NULL, 0, NULL, 0, NULL);
@@ -39,6 +42,8 @@ static int panicking(const char *name) {
   static const char config[] = "{\"engine_id\":\"e\",\"role\":\"decode\"}";
   int failures = 0, is_open = strcmp(name, "kvconn_open") == 0, is_close = strcmp(name, "kvconn_close") == 0;
   kvconn_agent a = 1, other;
+  void *before = NULL, *after = &before;
+  if (strcmp(name, "kvconn_alloc") != 0 && kvconn_alloc(4096, &before) != KVCONN_OK) return 3;
   if (!is_open && kvconn_open(config, &a) != KVCONN_OK) return 3;
   int fd = is_open ? -1 : kvconn_event_fd(a);
   const volatile uint32_t *shown = is_open ? NULL : kvconn_pending_address(a);
@@ -48,6 +53,8 @@ static int panicking(const char *name) {
   kvconn_last_error(text, sizeof text);
   failures += expect(status == KVCONN_ERR_INTERNAL && strstr(text, name) != NULL, text, name);
   failures += expect(kvconn_open(config, &other) == KVCONN_ERR_INTERNAL, "open fails afterwards", name);
+  failures += expect(kvconn_alloc(4096, &after) == KVCONN_ERR_INTERNAL && after == NULL, "alloc fails afterwards", name);
+  failures += expect(strcmp(name, "kvconn_free") == 0 || kvconn_free(before) == KVCONN_OK, "memory of before is freed", name);
   if (!is_open) {
     kvconn_completion c;
     size_t n;
@@ -66,7 +73,7 @@ static int panicking(const char *name) {
 
 int main(int argc, char **argv) {
   if (argc > 1) return panicking(argv[1]);
-  static const char *const names[] = {"kvconn_open",  "kvconn_register_kv_caches", "kvconn_announce", "kvconn_offer", "kvconn_offer_partial", "kvconn_withdraw",
+  static const char *const names[] = {"kvconn_open",  "kvconn_register_kv_caches", "kvconn_alloc", "kvconn_free", "kvconn_announce", "kvconn_offer", "kvconn_offer_partial", "kvconn_withdraw",
                                       "kvconn_claim", "kvconn_start_load", "kvconn_cancel", "kvconn_stats", "kvconn_bootstrap_address", "kvconn_close"};
   int failures = 0;
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) {

@@ -165,7 +165,7 @@ func dismiss(t *testing.T, f Fixture) {
 	p.paint(1, blocks)
 	old := p.admit(d.id)
 	moves(t, p, d, "before", blocks)
-	fill(d.mem, guardByte)
+	d.wipe()
 	grant := d.expect("t", p, blocks)
 	p.tr.Dismiss(d.id)
 	p.tr.Dismiss(d.id)

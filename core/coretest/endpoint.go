@@ -25,10 +25,11 @@ type endpoint struct {
 func open(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {
 	t.Helper()
 	var file *os.File
-	if f.Device != nil {
+	device := f.deviceOf(id)
+	if device != nil && len(device.Far) == 0 {
 		file = newMemory(t)
 	}
-	return openOn(t, f, id, newArena(t, specs, file, f.Device), func(a *arena, sink *Recorder) core.Transport {
+	return openOn(t, f, id, newArena(t, specs, file, device), func(a *arena, sink *Recorder) core.Transport {
 		return f.Open(t, id, a.layout, sink, f.board.from(id))
 	})
 }

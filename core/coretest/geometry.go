@@ -89,6 +89,7 @@ func unequal(t *testing.T, f Fixture) {
 				paintItem(b, name, token, head)
 				has[place{name, token, head}] = true
 			})
+			p.push()
 			want, bytes := make([]byte, len(d.mem)), uint64(0)
 			fill(want, guardByte)
 			unit := min(c.src[0].tokens, c.dst[0].tokens)
@@ -114,11 +115,11 @@ func unequal(t *testing.T, f Fixture) {
 			p.wrote["t"]++
 			p.tr.Write(core.WriteOp{ID: "t", Peer: d.id, Grant: grant, Pairs: pairs})
 			well(t, "t", p, d, bytes)
-			if i := differ(d.mem, want); i >= 0 || bytes == 0 {
+			if i := d.changed(want); i >= 0 || bytes == 0 {
 				where, _ := d.place(max(i, 0))
 				t.Errorf("memory differs at byte %d, %s: %#x, want %#x (%d bytes in all)", i, where, d.mem[max(i, 0)], want[max(i, 0)], bytes)
 			}
-			if differ(p.mem, before) >= 0 {
+			if p.changed(before) >= 0 {
 				t.Error("the sender's memory has changed")
 			}
 		})

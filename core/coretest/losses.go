@@ -53,7 +53,7 @@ func receiverGone(t *testing.T, f Fixture) {
 			if o.Err == nil && len(d.sink.All("received", "t")) == 0 {
 				t.Errorf("written without an error, but the receiver was closed before the end")
 			}
-			if i := differ(frozen, d.mem); i >= 0 {
+			if i := d.changed(frozen); i >= 0 {
 				t.Errorf("byte %d changed after Close had returned", i)
 			}
 		})

@@ -3,6 +3,7 @@ package coretest
 import (
 	"encoding/binary"
 	"fmt"
+	"math"
 	"os"
 	"testing"
 	"unsafe"
@@ -31,37 +32,69 @@ type regionSpec struct {
 type arena struct {
 	mem    []byte   // as the suite sees it
 	starts []uint64 // of the regions in mem
+	far    []Far    // by region, for those of which mem is a copy; nil: none is
 	layout *core.Layout
 }
 
-// Device gives a second address to bytes of a file, at which a transport finds them as
-// device memory. The address is valid until the process ends.
+// Device says how a transport finds a suite's memory as device memory.
 type Device struct {
-	// Expose makes the address. The file has size bytes.
+	// Expose gives bytes of a file a second address. The file has size bytes.
 	Expose func(file *os.File, size int) (address uint64, err error)
+	// Hide, if set, takes an address of Expose back, when no transport uses it any more.
+	Hide func(address uint64)
+	// Second, if set, is Expose of another device, on which every second region lies.
+	Second func(file *os.File, size int) (address uint64, err error)
+	// Alloc, if set, is used in place of Expose for agents of this process: memory as the suite
+	// sees it, and its address, until the test ends.
+	Alloc func(t *testing.T, size int) (mem []byte, address uint64)
+	// Far, if set, is used in place of all of these: memory of which the suite sees copies. Regions
+	// are dealt out to its entries in turn.
+	Far []func(t *testing.T, size int) Far
 	// Holds says which regions lie in device memory; the others lie in host memory. If it
 	// is nil, all regions lie in device memory.
 	Holds func(region int) bool
 }
 
 // place gives regions their bases in the memory that they lie in. Before, the bases count
-// from the memory's start.
-func (d *Device) place(regions []core.Region, mem []byte, file *os.File) (err error) {
+// from the memory's start. hide undoes it.
+func (d *Device) place(regions []core.Region, mem []byte, file *os.File) (hide func(), err error) {
 	host := uint64(uintptr(unsafe.Pointer(&mem[0])))
-	device := host
-	if d != nil {
-		if device, err = d.Expose(file, len(mem)); err != nil {
-			return err
-		}
+	if d == nil {
+		put(regions, func(int) uint64 { return host })
+		return func() {}, nil
 	}
+	var addresses []uint64
+	for _, expose := range []func(*os.File, int) (uint64, error){d.Expose, d.Second} {
+		if expose == nil {
+			continue
+		}
+		address, err := expose(file, len(mem))
+		if err != nil {
+			return nil, err
+		}
+		addresses = append(addresses, address)
+	}
+	put(regions, func(i int) uint64 { return d.at(i, host, addresses) })
+	return func() {
+		for _, a := range addresses {
+			if d.Hide != nil {
+				d.Hide(a)
+			}
+		}
+	}, nil
+}
+
+func (d *Device) at(region int, host uint64, addresses []uint64) uint64 {
+	if d.Holds != nil && !d.Holds(region) {
+		return host
+	}
+	return addresses[region%len(addresses)]
+}
+
+func put(regions []core.Region, at func(region int) uint64) {
 	for i := range regions {
-		if d != nil && (d.Holds == nil || d.Holds(i)) {
-			regions[i].Base += device
-		} else {
-			regions[i].Base += host
-		}
+		regions[i].Base += at(i)
 	}
-	return nil
 }
 
 // newMemory is a file without a name.
@@ -92,6 +125,31 @@ func newArena(t *testing.T, specs []regionSpec, file *os.File, device *Device) *
 		r.Base, starts[i] = size, size
 		size += (r.Extent()+guardBytes-1)/4096*4096 + guardBytes
 	}
+	a := &arena{starts: starts}
+	if device != nil && len(device.Far) > 0 {
+		mem := mapMemory(t, nil, size)
+		a.goFar(t, mem, regions, device)
+		return a.over(t, mem, regions).push()
+	}
+	if device != nil && device.Alloc != nil {
+		mem, address := device.Alloc(t, int(size))
+		fill(mem, guardByte)
+		host := uint64(uintptr(unsafe.Pointer(&mem[0])))
+		put(regions, func(i int) uint64 { return device.at(i, host, []uint64{address}) })
+		return a.over(t, mem, regions)
+	}
+	mem := mapMemory(t, file, size)
+	hide, err := device.place(regions, mem, file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(hide)
+	return a.over(t, mem, regions)
+}
+
+// mapMemory maps a file of that size, or memory of no file, until the test ends. It is full of guards.
+func mapMemory(t *testing.T, file *os.File, size uint64) []byte {
+	t.Helper()
 	fd, flags := -1, unix.MAP_ANON|unix.MAP_PRIVATE
 	if file != nil {
 		fd, flags = int(file.Fd()), unix.MAP_SHARED
@@ -109,14 +167,17 @@ func newArena(t *testing.T, specs []regionSpec, file *os.File, device *Device) *
 		}
 	})
 	fill(mem, guardByte)
-	if err := device.place(regions, mem, file); err != nil {
-		t.Fatal(err)
-	}
+	return mem
+}
+
+func (a *arena) over(t *testing.T, mem []byte, regions []core.Region) *arena {
+	t.Helper()
 	l, err := core.NewLayout(regions)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &arena{mem, starts, l}
+	a.mem, a.layout = mem, l
+	return a
 }
 
 func fill(b []byte, v byte) {
@@ -168,7 +229,7 @@ func paint(b []byte, transfer, region, pos int) {
 
 // paint fills blocks with the pattern of a transfer.
 func (a *arena) paint(transfer int, blocks [][]core.BlockID) {
-	a.each(blocks, func(region, pos int, b []byte) { paint(b, transfer, region, pos) })
+	a.paintFrom(transfer, blocks, 0, math.MaxInt)
 }
 
 // paintFrom is paint of the blocks at the positions from begin to end.
@@ -178,6 +239,7 @@ func (a *arena) paintFrom(transfer int, blocks [][]core.BlockID, begin, end int)
 			paint(b, transfer, region, pos)
 		}
 	})
+	a.pushBlocks(blocks, begin, end)
 }
 
 // delivery is what some blocks should hold.
@@ -185,11 +247,13 @@ type delivery struct {
 	transfer int
 	blocks   [][]core.BlockID
 	part     bool // bytes may be untouched still
+	later    int  // of a part: bytes may be those of this transfer, which the sender's blocks had afterwards; 0: none
 }
 
 // check compares the whole arena, guards and gaps too.
 func (a *arena) check(t *testing.T, want ...delivery) {
 	t.Helper()
+	a.pull()
 	expected := make([]byte, len(a.mem))
 	fill(expected, guardByte)
 	base := uintptr(unsafe.Pointer(&a.mem[0]))
@@ -200,6 +264,11 @@ func (a *arena) check(t *testing.T, want ...delivery) {
 			paint(e, d.transfer, region, pos)
 			if d.part {
 				leaveUntouched(e, b)
+			}
+			if d.part && d.later != 0 {
+				later := make([]byte, len(e))
+				paint(later, d.later, region, pos)
+				takeOver(e, b, later)
 			}
 		})
 	}
@@ -216,6 +285,17 @@ func leaveUntouched(expected, b []byte) {
 	for i := range b {
 		if b[i] == guardByte {
 			expected[i] = guardByte
+		}
+	}
+}
+
+// takeOver expects what b has where that is another transfer's.
+//
+//go:norace
+func takeOver(expected, b, later []byte) {
+	for i := range b {
+		if b[i] == later[i] {
+			expected[i] = later[i]
 		}
 	}
 }
@@ -264,7 +344,9 @@ func (a *arena) touched(blocks [][]core.BlockID) bool {
 	for i, r := range a.layout.Regions {
 		if int(r.Group) < len(blocks) {
 			for _, id := range blocks[r.Group] {
-				if a.mem[a.starts[i]+uint64(id)*r.BlockStride] != guardByte {
+				at := a.starts[i] + uint64(id)*r.BlockStride
+				a.pullBytes(i, at, at+1)
+				if a.mem[at] != guardByte {
 					return true
 				}
 			}
@@ -277,6 +359,7 @@ func (a *arena) touched(blocks [][]core.BlockID) bool {
 //
 //go:norace
 func (a *arena) snapshot() []byte {
+	a.pull()
 	out := make([]byte, len(a.mem))
 	copy(out, a.mem)
 	return out

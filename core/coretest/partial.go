@@ -169,7 +169,7 @@ func partialRevoked(t *testing.T, f Fixture) {
 		if o := w.p.sink.Wait("written", "t", 1); o.Err == nil && !f.OneSided {
 			t.Errorf("a write to a revoked grant ended well: %+v", o)
 		}
-		if i := differ(frozen, w.d.mem); i >= 0 {
+		if i := w.d.changed(frozen); i >= 0 {
 			t.Errorf("byte %d changed after Revoke had returned", i)
 		}
 		noReceived(t, w.d, "t", 0)
@@ -218,7 +218,7 @@ func partialReceiverGone(t *testing.T, f Fixture) {
 		if o := w.p.sink.Wait("written", "t", 1); o.Err == nil {
 			t.Errorf("written without an error, but the receiver was closed before the end")
 		}
-		if i := differ(frozen, w.d.mem); i >= 0 {
+		if i := w.d.changed(frozen); i >= 0 {
 			t.Errorf("byte %d changed after Close had returned", i)
 		}
 	})

@@ -76,7 +76,7 @@ func refused(t *testing.T, f Fixture, o Outcome) {
 // unchanged checks that every byte is as it was.
 func (e *endpoint) unchanged(frozen []byte, since string) {
 	e.t.Helper()
-	if i := differ(frozen, e.mem); i >= 0 {
+	if i := e.changed(frozen); i >= 0 {
 		place, _ := e.place(i)
 		e.t.Errorf("%s: a byte changed after %s: %d, %s", e.id, since, i, place)
 	}
@@ -167,7 +167,11 @@ func receiverStopped(t *testing.T, f Fixture) {
 		inMidstOf(t, f, open, openRemote,
 			func(p, d *endpoint) { d.freeze() },
 			func(p, d *endpoint, dst [][]core.BlockID) {
-				fast := open(d.t, f, "fast", dense(p.layout.Regions[0].BlockBytes, 8))
+				opens := open
+				if f.Apart {
+					opens = openRemote
+				}
+				fast := opens(d.t, f, "fast", dense(p.layout.Regions[0].BlockBytes, 8))
 				connect(d.t, fast, p)
 				few := [][]core.BlockID{sequence(0, 8)}
 				for i := range 8 {
@@ -184,7 +188,7 @@ func receiverStopped(t *testing.T, f Fixture) {
 				d.thaw()
 				p.close()
 				d.down(p.id, 1)
-				d.check(d.t, delivery{transfer: 1, blocks: dst, part: o.Err != nil})
+				d.check(d.t, delivery{transfer: 1, blocks: dst, part: o.Err != nil, later: f.late(2)})
 			})
 		if beside || t.Failed() {
 			return
@@ -226,7 +230,7 @@ func oneOfTwoStopped(t *testing.T, f Fixture) {
 	}
 	p.close()
 	d.down(p.id, 1)
-	d.check(t, delivery{transfer: 1, blocks: one, part: first.Err != nil}, delivery{transfer: 2, blocks: two, part: o.Err != nil})
+	d.check(t, delivery{transfer: 1, blocks: one, part: first.Err != nil, later: f.late(3)}, delivery{transfer: 2, blocks: two, part: o.Err != nil})
 }
 
 func receiverStoppedClose(t *testing.T, f Fixture) {
@@ -238,6 +242,6 @@ func receiverStoppedClose(t *testing.T, f Fixture) {
 			p.paint(2, [][]core.BlockID{sequence(0, len(dst[0]))})
 			d.thaw()
 			d.down(p.id, 1)
-			d.check(d.t, delivery{transfer: 1, blocks: dst, part: !ended})
+			d.check(d.t, delivery{transfer: 1, blocks: dst, part: !ended, later: f.late(2)})
 		})
 }

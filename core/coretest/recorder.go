@@ -22,8 +22,7 @@ type Outcome struct {
 	Err   error
 }
 
-// Recorder is a core.Sink that keeps all outcomes and checks that none is told
-// twice, or after Shut.
+// Recorder is a core.Sink that keeps all outcomes and checks that none is told after Shut.
 type Recorder struct {
 	t    testing.TB
 	name string

@@ -172,7 +172,7 @@ func serveRemote(kind RemoteKind, in io.Reader, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if err := kind.Device.place(first.Regions, mem, os.NewFile(remoteMemory, "memory")); err != nil {
+	if _, err := kind.Device.place(first.Regions, mem, os.NewFile(remoteMemory, "memory")); err != nil {
 		return err
 	}
 	l, err := core.NewLayout(first.Regions)

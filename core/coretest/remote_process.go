@@ -42,7 +42,7 @@ var _ core.Transport = (*remote)(nil)
 func openRemote(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {
 	t.Helper()
 	file := newMemory(t)
-	return openOn(t, f, id, newArena(t, specs, file, f.Device), func(a *arena, sink *Recorder) core.Transport {
+	return openOn(t, f, id, newArena(t, specs, file, nil), func(a *arena, sink *Recorder) core.Transport {
 		r := &remote{t: t, cmd: exec.Command(os.Args[0]), sink: sink, signal: f.board.from(id), ended: make(chan struct{}), waiting: map[int]chan answer{}}
 		// At the exit the race detector would wait a second for late reports.
 		r.cmd.Env = append(os.Environ(), remoteEnv+"="+f.Remote, "GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0")

@@ -39,7 +39,7 @@ func revokeDuring(t *testing.T, f Fixture) {
 				t.Errorf("written without an error after %d bytes", o.Stats.Bytes)
 			}
 			p.close()
-			if i := differ(frozen, d.mem); i >= 0 {
+			if i := d.changed(frozen); i >= 0 {
 				place, _ := d.place(i)
 				t.Errorf("a byte changed after Revoke had returned: %d, %s", i, place)
 			}
@@ -70,7 +70,7 @@ func revokeRaces(t *testing.T, f Fixture) {
 	const rounds = 400
 	for i := range rounds {
 		id := core.TransferID(fmt.Sprint("t", i))
-		fill(d.mem, guardByte)
+		d.wipe()
 		grant := d.expect(id, p, dst)
 		start := time.Now()
 		p.write(id, d, grant, src, dst)
@@ -85,7 +85,7 @@ func revokeRaces(t *testing.T, f Fixture) {
 		frozen := d.snapshot()
 		p.sink.Wait("written", id, 1)
 		noReceived(t, d, id, n)
-		if i := differ(frozen, d.mem); i >= 0 {
+		if i := d.changed(frozen); i >= 0 {
 			t.Fatalf("byte %d changed after Revoke had returned", i)
 		}
 		if n == 1 {

@@ -1,6 +1,7 @@
 package coretest
 
 import (
+	"slices"
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
@@ -27,10 +28,40 @@ type Fixture struct {
 	// although its receiver has given it up, or is stopped and has not heard of it.
 	OneSided bool
 
-	// Device, if set, is where the regions of all endpoints lie.
-	Device *Device
+	// LateReads: the receiver copies out of the sender's memory, and the sender cannot end a copy of
+	// a receiver that is stopped. So the blocks of a transfer that the receiver never reports may get
+	// what the sender's blocks hold later.
+	LateReads bool
+
+	// Apart: agents of one process do not reach each other, so ProcessSuite has no two of them in it.
+	Apart bool
+
+	// Device, if set, is where the regions of endpoints lie: of those that OnDevice names, or of
+	// all.
+	Device   *Device
+	OnDevice func(id core.AgentID) bool
+	// DeviceOf, if set, is used in place of both.
+	DeviceOf func(id core.AgentID) *Device
 
 	board *board // of one case
+}
+
+func (f Fixture) deviceOf(id core.AgentID) *Device {
+	if f.DeviceOf != nil {
+		return f.DeviceOf(id)
+	}
+	if f.OnDevice != nil && !f.OnDevice(id) {
+		return nil
+	}
+	return f.Device
+}
+
+// late is the transfer of which there may be bytes in the blocks of one that was given up.
+func (f Fixture) late(transfer int) int {
+	if f.LateReads {
+		return transfer
+	}
+	return 0
 }
 
 func (f Fixture) withDefaults() Fixture {
@@ -41,8 +72,27 @@ func (f Fixture) withDefaults() Fixture {
 }
 
 // TransportSuite is the contract of core.Transport as a test.
-func TransportSuite(t *testing.T, f Fixture) {
-	runCases(t, f.withDefaults(), []suiteCase{
+func TransportSuite(t *testing.T, f Fixture) { runCases(t, f.withDefaults(), transportCases()) }
+
+// PlanSuite is those of its cases that move many pieces, or end in the middle of them: the
+// others do not see whether a Cutter is given lists or plans.
+func PlanSuite(t *testing.T, f Fixture) {
+	of := []string{"ordered", "scattered", "ten thousand segments", "strides and groups", "unequal blocks and heads", "many at once",
+		"bit by bit", "many bit by bit", "stop at rest", "revoke at rest", "more than there is", "revoke during write", "stop during write", "loss and return"}
+	var cases []suiteCase
+	for _, c := range transportCases() {
+		if slices.Contains(of, c.name) {
+			cases = append(cases, c)
+		}
+	}
+	if len(cases) != len(of) {
+		t.Fatalf("%d cases of %q", len(cases), of)
+	}
+	runCases(t, f.withDefaults(), cases)
+}
+
+func transportCases() []suiteCase {
+	return []suiteCase{
 		{"ordered", ordered},
 		{"scattered", scattered},
 		{"odd sizes", oddSizes},
@@ -84,7 +134,7 @@ func TransportSuite(t *testing.T, f Fixture) {
 		{"dismiss during write", dismissDuring},
 		{"loss and return", lossAndReturn},
 		{"close", closed},
-	})
+	}
 }
 
 type suiteCase struct {

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -15,10 +14,6 @@ import (
 
 	"github.com/kvconn/kvconn/cuda/testdouble"
 )
-
-var rewrite = flag.Bool("rewrite", false, "write the table of docs/gpu.md anew")
-
-const page = "../../docs/gpu.md"
 
 type said struct {
 	Fact                         int
@@ -33,6 +28,9 @@ type run struct {
 	Device  string
 	Lacks   []string
 	Facts   []said
+
+	transfers *transfers // of the kit, as is suite
+	suite     *suite
 }
 
 // check runs the program against a library. With an environment that makes the library lie, it must notice.
@@ -102,35 +100,6 @@ func TestDifference(t *testing.T) {
 	}
 }
 
-// TestPage holds the table of docs/gpu.md to what the programs say.
-func TestPage(t *testing.T) {
-	double, err := check(t, testdouble.Library(t, testdouble.Newest))
-	if err != nil {
-		t.Fatal(err)
-	}
-	runs := realRuns(t)
-	text, err := os.ReadFile(page)
-	if err != nil {
-		t.Fatal(err)
-	}
-	const begin, end = "<!-- facts: written by go test ./cuda/conformance -rewrite -->\n", "<!-- end of facts -->\n"
-	head, rest, found := strings.Cut(string(text), begin)
-	_, tail, closed := strings.Cut(rest, end)
-	if !found || !closed {
-		t.Fatalf("%s has no place for the facts", page)
-	}
-	want := head + begin + table(double, runs) + end + tail
-	if want == string(text) {
-		return
-	}
-	if !*rewrite {
-		t.Fatalf("the facts of %s are not what the program says: go test ./cuda/conformance -run TestPage -rewrite", page)
-	}
-	if err := os.WriteFile(page, []byte(want), 0o666); err != nil {
-		t.Fatal(err)
-	}
-}
-
 // TestRealDriver checks on a real driver, on a machine without a GPU, what can be checked there, and that the old double lacks the same calls.
 func TestRealDriver(t *testing.T) {
 	script := exec.CommandContext(t.Context(), "../../scripts/gpu-real-driver.sh")
@@ -169,82 +138,9 @@ func TestKit(t *testing.T) {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	out, err := exec.CommandContext(t.Context(), "tar", "-tzf", "../../build/kvconn-gpu-kit.tar.gz").Output()
-	for _, file := range []string{"run", "README", "kvgpu-facts", "commit"} {
+	for _, file := range []string{"run", "README", "needs", "licenses/go/LICENSE", "kvconn", "kvgpu-facts", "kvgpu-suite", "transfers.py", "caches.py", "python/kvconn/__init__.py", "python/kvconn/libkvconn.so", "commit"} {
 		if err != nil || !strings.Contains(string(out), "kvconn-gpu-kit/"+file+"\n") {
 			t.Errorf("%v, no %s in the kit:\n%s", err, file, out)
 		}
 	}
-}
-
-func realRuns(t *testing.T) []run {
-	t.Helper()
-	files, err := filepath.Glob("real/*.json")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var runs []run
-	for _, file := range files {
-		text, err := os.ReadFile(file)
-		if err != nil {
-			t.Fatal(err)
-		}
-		var r run
-		if err := json.Unmarshal(text, &r); err != nil || r.Double || len(r.Facts) == 0 {
-			t.Fatalf("%s is no run against a real driver: %v", file, err)
-		}
-		runs = append(runs, r)
-	}
-	return runs
-}
-
-func cell(f said) string {
-	switch f.Verdict {
-	case "holds":
-		return "holds"
-	case "told":
-		return f.Got
-	case "not applicable":
-		return "not applicable: " + f.Got
-	}
-	return "**" + f.Got + "**, not " + f.Expected
-}
-
-func (r run) hasDevice() bool { return !strings.HasPrefix(r.Device, "none") }
-
-func where(r run) string {
-	if r.hasDevice() {
-		return r.Device
-	}
-	return "a driver without a GPU"
-}
-
-// table has a line a fact. A fact that no real driver was asked about says so.
-func table(double run, runs []run) string {
-	var out strings.Builder
-	confirmed := 0
-	var rows strings.Builder
-	for _, f := range double.Facts {
-		var real []string
-		holds := false
-		for _, r := range runs {
-			for _, other := range r.Facts {
-				if other.Fact == f.Fact {
-					if other.Verdict == "not applicable" {
-						continue
-					}
-					real = append(real, fmt.Sprintf("%s (%s, CUDA %d.%d, %s)", cell(other), where(r), r.Driver/1000, r.Driver%1000/10, r.Date))
-					holds = holds || r.hasDevice() && (other.Verdict == "holds" || other.Verdict == "told")
-				}
-			}
-		}
-		if len(real) == 0 {
-			real = []string{"not yet"}
-		}
-		if holds {
-			confirmed++
-		}
-		fmt.Fprintf(&rows, "| %d | %s | %s | %s | %s |\n", f.Fact, f.Says, f.Expected, cell(f), strings.Join(real, "; "))
-	}
-	fmt.Fprintf(&out, "\n%d facts; %d of them were confirmed on real hardware.\n\n| | fact | answer | double | real driver |\n|---|---|---|---|---|\n%s\n", len(double.Facts), confirmed, rows.String())
-	return out.String()
 }

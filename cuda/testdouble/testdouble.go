@@ -4,13 +4,36 @@ package testdouble
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
 	"sync"
-	"testing"
 )
+
+// Test is what the double needs of a test: a testing.TB, or a Program.
+type Test interface {
+	Helper()
+	Fatalf(format string, args ...any)
+	Skipf(format string, args ...any)
+	Cleanup(func())
+}
+
+// Program is the Test of a process that a test has started. It keeps all that it has until it ends.
+type Program struct{}
+
+// Helper does nothing.
+func (Program) Helper() {}
+
+// Cleanup does nothing.
+func (Program) Cleanup(func()) {}
+
+// Fatalf panics.
+func (Program) Fatalf(format string, args ...any) { panic(fmt.Errorf(format, args...)) }
+
+// Skipf panics: the program was started for the double.
+func (p Program) Skipf(format string, args ...any) { p.Fatalf(format, args...) }
 
 // Kind is one build of the double.
 type Kind string
@@ -37,7 +60,7 @@ var build = sync.OnceValues(func() (string, error) {
 
 // Library is the path of a build, which is made first if a source is newer. Where cuda.h cannot be had, the test is not run, and says so:
 // `make gpu-double` tells loudly why.
-func Library(tb testing.TB, kind Kind) string {
+func Library(tb Test, kind Kind) string {
 	tb.Helper()
 	if dir := os.Getenv("KVGPU_DOUBLES"); dir != "" {
 		return filepath.Join(dir, string(kind))

@@ -59,8 +59,15 @@ type session struct {
 	n    int
 }
 
-// enter proves to a bootstrap port what a secret proves; right is "ask" or "join".
-func (a *attacker) enter(boot, right, secret string) (*session, error) {
+// greeted is a connection to a bootstrap port that has said its greeting.
+type greeted struct {
+	conn     net.Conn
+	br       *bufio.Reader
+	bind     []byte
+	greeting string
+}
+
+func (a *attacker) greeted(boot string) (*greeted, error) {
 	raw, err := net.DialTimeout("tcp", strings.TrimPrefix(boot, "http://"), bound)
 	if err != nil {
 		return nil, err
@@ -79,14 +86,20 @@ func (a *attacker) enter(boot, right, secret string) (*session, error) {
 		return nil, err
 	}
 	state := conn.ConnectionState()
-	bind, err := state.ExportKeyingMaterial("EXPORTER-kvconn-proof", nil, 32)
+	g := &greeted{conn: conn, br: bufio.NewReader(conn)}
+	if g.bind, err = state.ExportKeyingMaterial("EXPORTER-kvconn-proof", nil, 32); err == nil {
+		g.greeting, err = g.br.ReadString('\n')
+	}
+	return g, err
+}
+
+// enter proves to a bootstrap port what a secret proves; right is "ask" or "join".
+func (a *attacker) enter(boot, right, secret string) (*session, error) {
+	g, err := a.greeted(boot)
 	if err != nil {
 		return nil, err
 	}
-	br := bufio.NewReader(conn)
-	if _, err := br.ReadString('\n'); err != nil {
-		return nil, err
-	}
+	conn, br, bind := g.conn, g.br, g.bind
 	method, proof := "open", "-"
 	if secret != "" {
 		mac := hmac.New(sha256.New, []byte(secret))
@@ -106,7 +119,7 @@ func (a *attacker) enter(boot, right, secret string) (*session, error) {
 			return nil, err
 		}
 		if strings.HasPrefix(line, "PONG") {
-			_ = raw.SetDeadline(time.Time{})
+			_ = conn.SetDeadline(time.Time{})
 			return s, nil
 		}
 	}
@@ -157,6 +170,7 @@ func (s *session) request(subject string, data []byte) ([]byte, error) {
 				return nil, err
 			}
 			if f[1] == in { // not a late answer to an earlier request
+				fmt.Fprintf(s.conn, "UNSUB %d\r\n", s.n)
 				return b[head:n], nil
 			}
 		}
@@ -178,7 +192,7 @@ func (s *session) ask(to, from string, req *wire.Request) (*wire.Reply, error) {
 }
 
 func aHello() *wire.Request {
-	h := &wire.Agent{Version: wire.Version, EngineID: "evil", Endpoints: []wire.Endpoint{{Transport: "tcp", Address: ":1"}}}
+	h := &wire.Agent{Version: wire.Version, EngineID: "evil", Endpoints: []wire.Endpoint{{Transport: "tcp", Address: ":1", Encrypt: wire.EncryptMay}}}
 	for i := range layers {
 		h.Shapes = append(h.Shapes, wire.Shape{Name: fmt.Sprintf("layer.%d", i), BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks})
 	}

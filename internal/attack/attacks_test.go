@@ -96,6 +96,7 @@ func TestHostThatAClientNames(t *testing.T) {
 			t.Errorf("the decode engine has %v", got)
 		}
 	}
+	got(t, "another client's 32,768 bytes, in plain text", "0 bytes, and no id with a token")
 }
 
 // TestRankOfTheAttacker: an agent with the token of decode engines listened as a joined
@@ -146,6 +147,7 @@ func TestRankOfTheAttacker(t *testing.T) {
 			t.Errorf("the registry has %+v, %v", rank, err)
 		}
 	}
+	got(t, "32,768 of its bytes taken for good, 2 to 3 of 6 loads", "0 bytes, 0 loads: it is no rank and hears nothing")
 }
 
 // TestAnswersThatWrite: one message whose subject for answers was a key of the registry
@@ -178,6 +180,7 @@ func TestAnswersThatWrite(t *testing.T) {
 	if l := transfer(t, p, d, "after"); l.Code != "ok" {
 		t.Errorf("a new decode engine: %+v", l)
 	}
+	got(t, "new decode engines failed until prefill's restart", "its connection ends, a new decode engine loads")
 }
 
 // TestHostThatRenews: a host to which a decode agent was sent flooded the agent with
@@ -186,9 +189,8 @@ func TestAnswersThatWrite(t *testing.T) {
 // at a time.
 func TestHostThatRenews(t *testing.T) {
 	p := start(t, map[string]any{"role": "prefill"})
-	d := start(t, map[string]any{"role": "decode"})
-	transfer(t, p, d, "before")
-	before := d.mib()
+	d := start(t, map[string]any{"role": "decode", "peer_timeout_s": 10}) // the attacker and others use this machine too
+	calm := before(t, p, d)
 	many := &wire.Renew{}
 	for i := range 1024 {
 		many.Loads, many.Claims = append(many.Loads, fmt.Sprint("a", i)), append(many.Claims, fmt.Sprint("b", i))
@@ -215,7 +217,7 @@ func TestHostThatRenews(t *testing.T) {
 					close(flooding)
 					go func() {
 						for {
-							if _, err := fmt.Fprintf(s.conn, "MSG %s %s _INBOX.x %d\r\n%s\r\n", strings.Replace(f[1], "*", s.id, 1), f[len(f)-1], len(renew), renew); err != nil {
+							if _, err := fmt.Fprintf(s.conn, "MSG %s %s _INBOX.%s.x %d\r\n%s\r\n", strings.Replace(f[1], "*", s.id, 1), f[len(f)-1], s.id, len(renew), renew); err != nil {
 								return
 							}
 						}
@@ -227,19 +229,15 @@ func TestHostThatRenews(t *testing.T) {
 	})
 	d.say("load mine 10 2 %s", address)
 	<-flooding
-	worst := 0.0
-	for i := range 20 {
-		id := fmt.Sprint("honest", i)
-		p.say("offer %s 4 4", id)
-		worst = max(worst, d.say("load %s 20 4 %s", id, p.boot).MS)
-		if l := d.report(id); l.Code != "ok" {
-			t.Errorf("an honest load beside it: %+v", l)
-		}
+	h := &honest{}
+	for i := range 100 {
+		h.load(t, p, d, fmt.Sprint("honest", i))
 	}
-	t.Logf("the longest start_load took %.2f ms; memory grew by %.0f MiB", worst, d.mib()-before)
-	if worst > 1000 || d.mib()-before > 256 {
-		t.Errorf("the longest start_load took %.1f ms, memory grew by %.0f MiB", worst, d.mib()-before)
+	got(t, "start_load 14.8 s, 6 of 8 honest loads failed, 870 MiB", "start_load at most %.2f ms, %s, %s", d.slowest, h.beside(t, calm), d.growth(t))
+	if d.slowest > 1000 {
+		t.Errorf("the longest start_load took %.1f ms", d.slowest)
 	}
+	settle(t, p, d)
 }
 
 // TestAnswersThatNobodyReads: 400 connections asked and did not read; 25 MB sent made
@@ -247,10 +245,8 @@ func TestHostThatRenews(t *testing.T) {
 // Now all clients together have a budget, and the greediest connection is ended.
 func TestAnswersThatNobodyReads(t *testing.T) {
 	p := start(t, map[string]any{"role": "prefill"})
-	d := start(t, map[string]any{"role": "decode"})
-	transfer(t, p, d, "before")
-	before := p.mib()
-	peak := before
+	d := start(t, map[string]any{"role": "decode", "peer_timeout_s": 10}) // the attacker and others use this machine too
+	calm := before(t, p, d)
 	many := &wire.Renew{}
 	for i := range 1024 {
 		many.Loads = append(many.Loads, fmt.Sprint("a", i))
@@ -260,8 +256,8 @@ func TestAnswersThatNobodyReads(t *testing.T) {
 		t.Fatal(err)
 	}
 	a := newAttacker(t)
-	done := make(chan struct{})
 	const conns = 64
+	done := make(chan struct{}, conns)
 	for range conns {
 		s, err := a.enter(p.boot, "ask", "")
 		if err != nil {
@@ -280,20 +276,15 @@ func TestAnswersThatNobodyReads(t *testing.T) {
 			_, _ = fmt.Fprintf(s.conn, "PUB kvconn.v1.agent.%s.%s %s.z 8388608\r\nxx", p.id, s.id, in)
 		}()
 	}
-	for left := conns; left > 0; {
+	h := &honest{}
+	for left := conns; left > 0 || h.all < loadsBefore; {
 		select {
 		case <-done:
 			left--
-		case <-time.After(100 * time.Millisecond):
+		default:
+			h.load(t, p, d, fmt.Sprint("beside", h.all))
 		}
-		peak = max(peak, p.mib())
 	}
-	id := "beside"
-	if l := transfer(t, p, d, id); l.Code != "ok" {
-		t.Errorf("an honest load beside it: %+v", l)
-	}
-	t.Logf("prefill's memory grew from %.0f to %.0f MiB", before, peak)
-	if peak-before > 256 && !raced {
-		t.Errorf("prefill's memory grew from %.0f to %.0f MiB", before, peak)
-	}
+	got(t, "5.4 GiB held after 25 MB sent", "%s, %s", p.growth(t), h.beside(t, calm))
+	settle(t, p, d)
 }

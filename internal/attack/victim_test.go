@@ -5,10 +5,13 @@ package attack
 import (
 	"bufio"
 	"encoding/json"
+	"flag"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
+	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -18,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/nettest"
 	"github.com/kvconn/kvconn/node"
 )
 
@@ -29,14 +33,62 @@ const (
 	bound = 15 * time.Second
 )
 
-const victimVariable = "KVCONN_ATTACK_VICTIM"
+const (
+	victimVariable = "KVCONN_ATTACK_VICTIM"
+	orderVariable  = "KVCONN_ATTACK_ORDER"
+	routerVariable = "KVCONN_ATTACK_ROUTER"
+)
+
+// The items of a block whose region says its order: the smallest that there are.
+const (
+	tokens = 16
+	heads  = blockBytes / tokens / core.RegionAlign
+)
+
+// ordered gives a region's blocks tokens and heads, in an order: "NHD" or "HND". "heads" makes
+// a region of each head. "" leaves the blocks opaque.
+func ordered(r core.Region, order string) (list []core.Region) {
+	r.Tokens, r.Heads, r.TotalHeads = tokens, heads, heads
+	switch order {
+	case "NHD":
+		r.TokenStride, r.HeadStride = heads*core.RegionAlign, core.RegionAlign
+	case "HND":
+		r.TokenStride, r.HeadStride = core.RegionAlign, tokens*core.RegionAlign
+	case "heads":
+		r.BlockBytes, r.BlockStride, r.Heads = blockBytes/heads, blockBytes/heads, 1
+		r.TokenStride, r.HeadStride = core.RegionAlign, core.RegionAlign
+		for h := range uint32(heads) {
+			r.FirstHead = h
+			list = append(list, r)
+			r.Base += numBlocks * r.BlockStride
+		}
+		return list
+	default:
+		r.Tokens, r.Heads, r.TotalHeads = 0, 0, 0
+	}
+	return []core.Region{r}
+}
 
 func TestMain(m *testing.M) {
 	if cfg := os.Getenv(victimVariable); cfg != "" {
+		runtime.MemProfileRate = 0 // as the library does
 		beVictim(cfg)
 		return
 	}
-	os.Exit(m.Run())
+	if args := os.Getenv(routerVariable); args != "" {
+		beRouter(strings.Fields(args))
+		return
+	}
+	flag.Parse()
+	code := nettest.Main(m)
+	for _, v := range settling {
+		v.end()
+	}
+	if err := writeTable(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = 1
+	}
+	os.Exit(code)
 }
 
 // said is a line of a victim.
@@ -64,8 +116,8 @@ func beVictim(text string) {
 	die(err)
 	var regions []core.Region
 	for i := range layers {
-		regions = append(regions, core.Region{Name: fmt.Sprintf("layer.%d", i+layers*cfg.PPRank), Base: uint64(uintptr(unsafe.Pointer(&memory[i*numBlocks*blockBytes]))),
-			BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks})
+		regions = append(regions, ordered(core.Region{Name: fmt.Sprintf("layer.%d", i+layers*cfg.PPRank), Base: uint64(uintptr(unsafe.Pointer(&memory[i*numBlocks*blockBytes]))),
+			BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}, os.Getenv(orderVariable))...)
 	}
 	a, err := node.Open(cfg, node.Options{})
 	die(err)
@@ -108,10 +160,18 @@ func beVictim(text string) {
 			_, err = a.Offer([]core.OfferRequest{{ID: core.TransferID(f[1]), Selection: core.Selection{Blocks: blocks(f[2], f[3])}}})
 		case "load":
 			_, err = a.StartLoad([]core.LoadRequest{{ID: core.TransferID(f[1]), From: core.Target{Bootstrap: f[4], EngineID: "p0", DPRank: -1}, Selection: core.Selection{Blocks: blocks(f[2], f[3])}}})
-		case "bytes":
+		case "cancel":
+			_, err = a.Cancel([]core.TransferID{core.TransferID(f[1])}, "the engine's wish")
+		case "bytes": // of all blocks, or of some
+			f = append(f, "0", strconv.Itoa(numBlocks))
+			first, _ := strconv.Atoi(f[1])
+			n, _ := strconv.Atoi(f[2])
 			count := map[string]int{}
-			for _, b := range memory {
-				count[strconv.Itoa(int(b))]++
+			for layer := range layers {
+				at := (layer*numBlocks + first) * blockBytes
+				for _, b := range memory[at : at+n*blockBytes] {
+					count[strconv.Itoa(int(b))]++
+				}
 			}
 			lines <- said{Call: "bytes", Bytes: count}
 			continue
@@ -131,11 +191,23 @@ type victim struct {
 	cmd   *exec.Cmd
 	in    io.Writer
 	lines chan said
+	kept  []said
 	boot  string
 	id    string
+
+	slowest    float64   // of its start_loads, in ms
+	calm, peak float64   // its memory before the attack, and at the most; in MiB
+	attack     string    // the test of the attack that it lives on after; "": none
+	over       time.Time // when the attack ended
 }
 
 func start(t testing.TB, cfg map[string]any) *victim {
+	t.Helper()
+	return startOrdered(t, "", cfg)
+}
+
+// startOrdered starts a victim whose blocks have tokens and heads; see ordered.
+func startOrdered(t testing.TB, order string, cfg map[string]any) *victim {
 	t.Helper()
 	full := map[string]any{"engine_id": "p0", "transport": "tcp", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "tcp_listen_host": "127.0.0.1"}
 	if cfg["role"] == "decode" {
@@ -149,20 +221,30 @@ func start(t testing.TB, cfg map[string]any) *victim {
 		t.Fatal(err)
 	}
 	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), victimVariable+"="+string(text))
+	cmd.Env = append(os.Environ(), victimVariable+"="+string(text), orderVariable+"="+order)
+	v := &victim{t: t}
+	v.run(cmd)
+	ready := v.until(func(l said) bool { return l.Ready })
+	v.boot, v.id = ready.Bootstrap, ready.Agent
+	return v
+}
+
+// run starts the victim's process.
+func (v *victim) run(cmd *exec.Cmd) {
+	v.t.Helper()
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()
 	if err != nil {
-		t.Fatal(err)
+		v.t.Fatal(err)
 	}
 	out, err := cmd.StdoutPipe()
 	if err != nil {
-		t.Fatal(err)
+		v.t.Fatal(err)
 	}
 	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
+		v.t.Fatal(err)
 	}
-	v := &victim{t: t, cmd: cmd, in: in, lines: make(chan said, 1024)}
+	v.cmd, v.in, v.lines = cmd, in, make(chan said, 1024)
 	go func() {
 		defer close(v.lines)
 		s := bufio.NewScanner(out)
@@ -173,18 +255,26 @@ func start(t testing.TB, cfg map[string]any) *victim {
 			}
 		}
 	}()
-	t.Cleanup(func() {
-		_ = cmd.Process.Kill()
-		_ = cmd.Wait()
+	v.t.Cleanup(func() {
+		if v.attack == "" {
+			v.end()
+		}
 	})
-	ready := v.until(func(l said) bool { return l.Ready })
-	v.boot, v.id = ready.Bootstrap, ready.Agent
-	return v
 }
 
-// until waits for a line.
+func (v *victim) end() {
+	_ = v.cmd.Process.Kill()
+	_ = v.cmd.Wait()
+}
+
+// until waits for a line. Reports that nobody has waited for yet are kept.
 func (v *victim) until(f func(said) bool) said {
 	v.t.Helper()
+	if i := slices.IndexFunc(v.kept, f); i >= 0 {
+		l := v.kept[i]
+		v.kept = slices.Delete(v.kept, i, i+1)
+		return l
+	}
 	timeout := time.After(bound)
 	for {
 		select {
@@ -194,6 +284,9 @@ func (v *victim) until(f func(said) bool) said {
 			}
 			if f(l) {
 				return l
+			}
+			if l.Report != "" {
+				v.kept = append(v.kept, l)
 			}
 		case <-timeout:
 			v.t.Fatalf("the victim has not said it within %v", bound)
@@ -209,7 +302,11 @@ func (v *victim) say(format string, args ...any) said {
 		v.t.Fatal(err)
 	}
 	call, _, _ := strings.Cut(line, " ")
-	return v.until(func(l said) bool { return l.Call == call })
+	l := v.until(func(l said) bool { return l.Call == call })
+	if call == "load" {
+		v.slowest = max(v.slowest, l.MS)
+	}
+	return l
 }
 
 func (v *victim) report(id string) said {
@@ -217,18 +314,26 @@ func (v *victim) report(id string) said {
 	return v.until(func(l said) bool { return l.Report == id })
 }
 
-// mib is a process's resident memory.
-func (v *victim) mib() float64 {
+// mib is a process's memory: VmRSS is what is resident, VmHWM what was at the most.
+func (v *victim) mib(what string) float64 {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", v.cmd.Process.Pid))
 	if err != nil {
 		v.t.Fatal(err)
 	}
-	_, rest, _ := strings.Cut(string(text), "VmRSS:")
+	_, rest, _ := strings.Cut(string(text), what+":")
 	kib, err := strconv.Atoi(strings.Fields(rest)[0])
 	if err != nil {
 		v.t.Fatal(err)
 	}
 	return float64(kib) / 1024
+}
+
+// watch notes how much memory it has now.
+func (v *victim) watch() {
+	v.peak = max(v.peak, v.mib("VmRSS"))
+	if v.calm == 0 {
+		v.calm = v.peak
+	}
 }
 
 // transfer moves four blocks that p has filled with a byte to d.

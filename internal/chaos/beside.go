@@ -133,7 +133,11 @@ func runDeaf(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		}
 		// Idle clients of the prefill engine's ports never say or read anything.
 		idle := 0
-		for _, port := range []int{f.P[0].open.BootstrapPort, f.P[0].open.TCPPort} {
+		ports := []int{f.P[0].open.BootstrapPort, f.P[0].open.TCPPort}
+		if f.memory.Transport == "local" { // which listens at no port
+			ports = ports[:1]
+		}
+		for _, port := range ports {
 			for range 64 {
 				c, err := net.Dial("tcp", at(prefillHost, port))
 				if err != nil {

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	double "github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
@@ -62,6 +63,22 @@ func TestFewFaults(t *testing.T) {
 	var b strings.Builder
 	if err := res.Print(&b); err != nil || !strings.Contains(b.String(), "OK: nothing was lost") {
 		t.Errorf("the report: %v\n%s", err, b.String())
+	}
+}
+
+// The same with the agents' memory on devices of the driver double: bytes are read and written
+// after their moments, through slots of which there are few.
+func TestFewFaultsOnDevices(t *testing.T) {
+	double.Library(t)
+	res := run(t, Options{Faults: 8, Seed: 7, Parts: []string{"faults"}, Kinds: []string{"SIGKILL", "SIGSTOP"}, Memory: memoryDouble})
+	if len(res.Faults) != 4 || slices.ContainsFunc(res.Faults, func(f faultRow) bool { return !strings.HasPrefix(f.Kind, "SIG") || f.N != 2 }) {
+		t.Errorf("%d faults: %v", res.Injected, res.Faults)
+	}
+	if !res.OK {
+		t.Errorf("problems: %s", strings.Join(res.Problems, "\n"))
+	}
+	if res.Ends["load ok"] == 0 || res.Ends["offer ok"] == 0 {
+		t.Errorf("nothing was carried: %v", res.Ends)
 	}
 }
 
@@ -245,7 +262,7 @@ func TestFigures(t *testing.T) {
 }
 
 func TestMemory(t *testing.T) {
-	m, err := newMemory(2, 4, 64)
+	m, err := newMemory(memoryHost, 2, 4, 64)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -119,8 +119,11 @@ func (e *engine) open(o *opening) error {
 		log = zap.New(zapcore.NewCore(zapcore.NewConsoleEncoder(enc), zapcore.Lock(os.Stderr), zap.InfoLevel)).Named(o.EngineID)
 	}
 	var err error
-	if e.mem, err = newMemory(o.Regions, o.Blocks, o.BlockBytes); err != nil {
+	if e.mem, err = newMemory(o.Memory, o.Regions, o.Blocks, o.BlockBytes); err != nil {
 		return err
+	}
+	if e.mem.gpu != nil {
+		cfg.DeviceRing, cfg.DeviceSlot = gpuRing, gpuSlot
 	}
 	agent, err := node.Open(cfg, node.Options{Logger: log})
 	if err != nil {
@@ -237,11 +240,21 @@ func (e *engine) offer(it item) event {
 		ev.Error, ev.Exhausted = "no free blocks", true
 		return ev
 	}
-	for i, id := range ids {
-		e.mem.fill(id, it.Tag, i)
-	}
 	ev = e.call(ev, half{core.SideOffer, it.ID}, &held{blocks: ids}, func() error {
-		_, err := e.agent.Offer([]core.OfferRequest{{ID: it.ID, Selection: core.Selection{Blocks: [][]core.BlockID{ids}}}})
+		w, err := e.mem.gpu.begin(e.agent)
+		if err != nil {
+			return err
+		}
+		fill := func() {
+			for i, id := range ids {
+				e.mem.fill(id, it.Tag, i)
+			}
+		}
+		if w.g == nil {
+			fill()
+		}
+		_, err = e.agent.Offer([]core.OfferRequest{{ID: it.ID, Selection: core.Selection{Blocks: [][]core.BlockID{ids}}, After: w.moment}})
+		w.runs(fill)
 		return err
 	})
 	if ev.Overload { // an announced transfer must end all the same
@@ -257,7 +270,13 @@ func (e *engine) load(it item) event {
 	ids := e.take(it)
 	ev.Exhausted = ids == nil // it lets go of the transfer by a load of nothing
 	return e.call(ev, half{core.SideLoad, it.ID}, &held{blocks: ids, tag: it.Tag, first: it.First}, func() error {
-		_, err := e.agent.StartLoad([]core.LoadRequest{{ID: it.ID, From: *it.From, Selection: core.Selection{First: []uint32{uint32(it.First)}, Blocks: [][]core.BlockID{ids}}}})
+		w, err := e.mem.gpu.begin(e.agent)
+		if err != nil {
+			return err
+		}
+		_, err = e.agent.StartLoad([]core.LoadRequest{{ID: it.ID, From: *it.From, After: w.moment,
+			Selection: core.Selection{First: []uint32{uint32(it.First)}, Blocks: [][]core.BlockID{ids}}}})
+		w.runs(func() { e.unwritten(it.ID, ids) })
 		return err
 	})
 }

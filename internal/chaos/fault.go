@@ -6,6 +6,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -47,6 +48,13 @@ type weighted struct {
 	weight int
 }
 
+func (k faultKind) isOf(begin string) bool { return strings.HasPrefix(string(k), begin) }
+
+// IsKind says whether the name of a kind of fault begins so, of one that needs no paths.
+func IsKind(begin string) bool {
+	return begin != "" && slices.ContainsFunc(mixture, func(m weighted) bool { return m.kind.isOf(begin) })
+}
+
 var mixture = []weighted{
 	{killP, 20}, {killD, 8}, {stopP, 10}, {stopD, 8}, {cutReset, 10}, {cutEnd, 8}, {halfClose, 10},
 	{delay, 6}, {throttle, 6}, {hole, 8}, {shut, 4}, {diskFull, 3}, {noFiles, 4},
@@ -73,6 +81,7 @@ type injector struct {
 	r       *rand.Rand
 	longest time.Duration // of a fault
 	mixture []weighted
+	inTurn  bool // of mixture, whatever the weights
 
 	mu     sync.Mutex
 	busy   map[string]bool
@@ -89,12 +98,31 @@ const (
 	restartWait = 1500 * time.Millisecond
 )
 
-func newInjector(f *fleet, seed uint64, longest time.Duration) *injector {
+func newInjector(f *fleet, opt *Options, longest time.Duration) *injector {
 	mix := slices.Clone(mixture)
 	if f.paths.n > 0 {
 		mix = append(mix, pathMixture...)
 	}
-	return &injector{mixture: mix, f: f, r: rand.New(rand.NewPCG(seed, 0xFA17)), longest: longest, busy: map[string]bool{}, notRun: map[faultKind]string{}, startErrors: map[string]int{}}
+	in := &injector{mixture: mix, f: f, r: rand.New(rand.NewPCG(opt.Seed, 0xFA17)), longest: longest, busy: map[string]bool{}, notRun: map[faultKind]string{}, startErrors: map[string]int{}}
+	if len(opt.Kinds) > 0 {
+		in.choose(opt.Kinds)
+	}
+	return in
+}
+
+// choose leaves the kinds whose names begin so, and has them drawn in turn. One that cannot be run would never have its turn over.
+func (in *injector) choose(kinds []string) {
+	in.inTurn = true
+	in.mixture = slices.DeleteFunc(in.mixture, func(m weighted) bool {
+		if !slices.ContainsFunc(kinds, m.kind.isOf) {
+			return true
+		}
+		if m.kind == diskFull && in.f.disk.reason != "" {
+			in.skip(m.kind, in.f.disk.reason)
+			return true
+		}
+		return false
+	})
 }
 
 // run injects n faults, and returns when the last one has ended.
@@ -102,13 +130,13 @@ func (in *injector) run(ctx context.Context, n int) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	places := make(chan struct{}, atOnce)
-	for range n {
+	for i := range n {
 		select {
 		case <-ctx.Done():
 			return
 		case places <- struct{}{}:
 		}
-		inject, target := in.draw(ctx)
+		inject, target := in.draw(ctx, i)
 		if inject == nil {
 			return
 		}
@@ -123,20 +151,28 @@ func (in *injector) run(ctx context.Context, n int) {
 	}
 }
 
-// draw picks a fault whose target is free; nil when ctx ends first.
-func (in *injector) draw(ctx context.Context) (inject func(), target string) {
+// kind picks that of the nth fault.
+func (in *injector) kind(n int) faultKind {
+	if in.inTurn {
+		return in.mixture[n%len(in.mixture)].kind
+	}
 	total := 0
 	for _, m := range in.mixture {
 		total += m.weight
 	}
-	for ctx.Err() == nil {
-		n, kind := in.r.IntN(total), faultKind("")
-		for _, m := range in.mixture {
-			if n -= m.weight; n < 0 {
-				kind = m.kind
-				break
-			}
+	at := in.r.IntN(total)
+	for _, m := range in.mixture {
+		if at -= m.weight; at < 0 {
+			return m.kind
 		}
+	}
+	return ""
+}
+
+// draw picks the nth fault, whose target is free; nil when ctx ends first, or no kind can be run.
+func (in *injector) draw(ctx context.Context, nth int) (inject func(), target string) {
+	for ctx.Err() == nil && len(in.mixture) > 0 {
+		kind := in.kind(nth)
 		p, d := in.r.IntN(len(in.f.P)), in.r.IntN(len(in.f.D))
 		// Long ones are rare: half of all are shorter than some 0.6 s.
 		long := time.Duration(float64(shortest) * math.Pow(float64(in.longest)/float64(shortest), in.r.Float64()))
@@ -203,7 +239,7 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 	offersToD := func(e *entry) bool { return e.side == core.SideOffer && e.decode == d }
 	w := f.ways[p][d]
 	ways := [][]*faultnet.Way{{w.boot}, {w.data}, {w.data}, w.each()}[pick%4]
-	if f.memory.Transport == "rdma" { // no byte goes over a way of data
+	if slices.Contains([]string{"rdma", "local", "auto"}, f.memory.Transport) { // no byte goes over a way of data: auto takes local here
 		ways = []*faultnet.Way{w.boot}
 	}
 	trouble := func(t faultnet.Trouble) func() {

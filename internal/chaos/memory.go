@@ -15,6 +15,8 @@ import (
 // pattern: its transfer's or, if no transfer has it, nobody's.
 type memory struct {
 	mem        []byte
+	gpu        *gpu   // nil: it is host memory
+	base       uint64 // where the agent finds it
 	regions    int
 	blocks     int // of a region
 	blockBytes int
@@ -23,13 +25,27 @@ type memory struct {
 	given      uint64
 }
 
-func newMemory(regions, blocks, blockBytes int) (*memory, error) {
+// The kinds of memory.
+const (
+	memoryHost   = "host"
+	memoryDouble = "double"
+)
+
+func newMemory(kind string, regions, blocks, blockBytes int) (*memory, error) {
 	size := regions * blocks * blockBytes
-	mem, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	var mem []byte
+	var on *gpu
+	var base uint64
+	var err error
+	if kind == memoryDouble {
+		on, mem, base, err = newGPU(size)
+	} else if mem, err = unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE); err == nil {
+		base = uint64(uintptr(unsafe.Pointer(&mem[0])))
+	}
 	if err != nil {
 		return nil, fmt.Errorf("%d bytes of memory: %w", size, err)
 	}
-	m := &memory{mem: mem, regions: regions, blocks: blocks, blockBytes: blockBytes, paint: make([]uint64, blocks)}
+	m := &memory{mem: mem, gpu: on, base: base, regions: regions, blocks: blocks, blockBytes: blockBytes, paint: make([]uint64, blocks)}
 	ids := make([]core.BlockID, blocks)
 	for i := range ids {
 		ids[i] = core.BlockID(i)
@@ -44,8 +60,11 @@ func (m *memory) layout() []core.Region {
 	out := make([]core.Region, m.regions)
 	for r := range out {
 		out[r] = core.Region{
-			Name: fmt.Sprintf("layer.%d", r), Base: uint64(uintptr(unsafe.Pointer(&m.mem[r*m.blocks*m.blockBytes]))),
+			Name: fmt.Sprintf("layer.%d", r), Base: m.base + uint64(r*m.blocks*m.blockBytes),
 			BlockStride: uint64(m.blockBytes), BlockBytes: uint64(m.blockBytes), NumBlocks: uint32(m.blocks),
+		}
+		if m.gpu != nil {
+			out[r].Memory = core.DeviceMemory(0)
 		}
 	}
 	return out

@@ -44,6 +44,7 @@ type opening struct {
 	Blocks        int     `json:"blocks"`
 	BlockBytes    int     `json:"block_bytes"`
 	Transport     string  `json:"transport,omitempty"` // as in the configuration; empty for tcp
+	Memory        string  `json:"memory,omitempty"`    // as in Options
 	Log           bool    `json:"log,omitempty"`       // the agent's warnings go to standard error
 }
 

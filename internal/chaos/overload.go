@@ -29,7 +29,7 @@ func bigBlocks() opening {
 
 // with starts a fleet, does f, drains it and closes it.
 func with(ctx context.Context, opt *Options, led *ledger, s shape, do func(*fleet) (string, error)) (partRow, error) {
-	s.memory.Transport = opt.Transport
+	s.memory.Transport, s.memory.Memory = opt.Transport, opt.Memory
 	f, err := startFleet(ctx, opt.Self, s, led)
 	if err != nil {
 		return partRow{}, err

@@ -18,9 +18,13 @@ type Options struct {
 	Short  bool     // smaller overload parts and shorter faults
 	Strict bool     // a goal that was missed is a failure too: a late notice of P's death …
 	Parts  []string // of the run; all if empty
+	Kinds  []string // of faults, by how their names begin, in turn; by chance from all if empty
 
 	Transport string // of the agents, as in their configuration; empty for tcp
-	Paths     int    // RDMA paths that may be taken off
+	// Memory is "double" if all regions lie in memory of the CUDA driver double, which
+	// KVCONN_LIBCUDA names; else "host" or empty.
+	Memory string
+	Paths  int // RDMA paths that may be taken off
 	// PathCommand takes a path's number and "off", "mute" (its packets vanish and
 	// nobody is told), "on", or "sent", which prints its packets.
 	PathCommand string
@@ -57,7 +61,7 @@ const dataRate = 4 << 20
 // again at once.
 func mainShape(opt *Options) shape {
 	s := shape{name: "f", prefills: 3, decodes: 2, rate: dataRate, paths: opt.paths(), memory: opening{
-		Lease: leaseSeconds, EarlyLoad: earlySeconds, MaxTransfers: 4096, Regions: 4, Blocks: 384, BlockBytes: 8 << 10, Transport: opt.Transport,
+		Lease: leaseSeconds, EarlyLoad: earlySeconds, MaxTransfers: 4096, Regions: 4, Blocks: 384, BlockBytes: 8 << 10, Transport: opt.Transport, Memory: opt.Memory,
 	}}
 	if opt.Paths > 0 { // nothing slows their bytes down, so there are more of them, and fewer transfers
 		s.prefills, s.rate, s.perPair, s.memory.BlockBytes = 2, 0, 4, 16<<10
@@ -161,7 +165,7 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) erro
 	case opt.Short:
 		longest = 4 * time.Second
 	}
-	in := newInjector(f, opt.Seed, longest)
+	in := newInjector(f, opt, longest)
 	every := 10 * time.Second
 	if opt.quick {
 		every = time.Second

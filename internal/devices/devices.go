@@ -7,15 +7,17 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
 // ErrDevice is wrapped by errors of the driver, or of the device.
-var ErrDevice = errors.New("device memory cannot be used")
+var ErrDevice = core.ErrMemory
 
 // Devices of one agent, from its registration on. Its methods may be called from any
 // goroutine. The nil value has no device.
@@ -29,6 +31,9 @@ type Devices struct {
 // host memory; nothing of CUDA's is asked then.
 func Open(regions []core.Region, o cuda.Options) (*Devices, error) {
 	if !slices.ContainsFunc(regions, func(r core.Region) bool { return r.Memory != core.HostMemory }) {
+		if fault.On("driver-unasked") {
+			_, _ = cuda.Devices()
+		}
 		return nil, nil
 	}
 	d := &Devices{regions: make([]*cuda.Region, len(regions))}
@@ -80,17 +85,34 @@ func refused(r *core.Region, err error) error {
 	return fmt.Errorf("%w: %v is registered as device memory: %w", ErrDevice, r, err)
 }
 
+// Closing begins the time that Close has. It is called before the transports are closed, which
+// wait for copies.
+func (d *Devices) Closing() {
+	if d == nil {
+		return
+	}
+	for _, dev := range d.list {
+		dev.Closing()
+	}
+}
+
 // Close ends all copies. The transports that use them are closed before.
 func (d *Devices) Close() error {
 	if d == nil {
 		return nil
 	}
-	var errs []error
-	for _, dev := range d.list {
-		if err := dev.Close(); err != nil {
-			errs = append(errs, fmt.Errorf("%w: %w", ErrDevice, err))
-		}
+	errs := make([]error, len(d.list))
+	var wg sync.WaitGroup
+	for i, dev := range d.list { // side by side: each may take its whole time
+		wg.Add(1)
+		safe.Go("close device", func() {
+			defer wg.Done()
+			if err := dev.Close(); err != nil {
+				errs[i] = fmt.Errorf("%w: %w", ErrDevice, err)
+			}
+		})
 	}
+	wg.Wait()
 	return errors.Join(errs...)
 }
 
@@ -108,11 +130,82 @@ func (d *Devices) Check() error {
 	if d == nil {
 		return nil
 	}
-	for _, r := range d.regions {
-		if r != nil {
-			if err := r.Check(); err != nil {
-				return err
-			}
+	for _, dev := range d.list {
+		if err := dev.Check(); err != nil {
+			return fmt.Errorf("%w: %w", ErrDevice, err)
+		}
+	}
+	return nil
+}
+
+// Moved says whether some of the regions' memory is not what was registered any more. It is cheap
+// enough for each call of an engine, but no proof: Check is.
+func (d *Devices) Moved() bool {
+	return d != nil && slices.ContainsFunc(d.list, (*cuda.Device).Moved)
+}
+
+// Epoch grows whenever other memory is taken for what was registered.
+func (d *Devices) Epoch() (n uint64) {
+	for _, dev := range d.list {
+		n += dev.Epoch()
+	}
+	return n
+}
+
+// Renewal is memory that lies under the regions in the place of what was registered.
+type Renewal []*cuda.Renewal
+
+// Look finds the memory that lies under the regions now, which takes milliseconds.
+func (d *Devices) Look() (Renewal, error) {
+	var all Renewal
+	for _, dev := range d.list {
+		n, err := dev.Look()
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrDevice, err)
+		}
+		all = append(all, n)
+	}
+	return all, nil
+}
+
+// Take takes the memory for what was registered, and says whether it did: another may have taken some since
+// Look. It takes no time. No transfer is under way.
+func (r Renewal) Take() bool {
+	for _, n := range r {
+		if !n.Current() {
+			return false
+		}
+	}
+	for _, n := range r {
+		n.Take()
+	}
+	return true
+}
+
+// fewRegions is so few that each region's mappings are asked for, and not those of all.
+const fewRegions = 4
+
+// CheckPairs is Check of the regions that a write reads.
+func (d *Devices) CheckPairs(pairs []core.Pair) error {
+	if d == nil {
+		return nil
+	}
+	var few []uint32
+	for i := range pairs {
+		r := pairs[i].SrcRegion
+		if n := len(few); n > 0 && few[n-1] == r || slices.Contains(few, r) {
+			continue
+		}
+		if few = append(few, r); len(few) > fewRegions {
+			return d.Check()
+		}
+	}
+	for _, r := range few {
+		if d.regions[r] == nil {
+			continue
+		}
+		if err := d.regions[r].Check(); err != nil {
+			return fmt.Errorf("%w: %w", ErrDevice, err)
 		}
 	}
 	return nil
@@ -137,6 +230,9 @@ func (d *Devices) MomentEntries() (byRegion []uint8, entries []Entry) {
 
 // Entry is cuda.Device's MomentEntry.
 type Entry struct{ Function, Argument unsafe.Pointer }
+
+// Order is a moment's place in the order in which an engine has taken them; 0 is the first.
+func Order(m core.Moment) uint64 { return cuda.Order(uint64(m)) }
 
 // Moment is what a stream of a region's device has been given up to now.
 func (d *Devices) Moment(region uint32, stream uintptr) (core.Moment, error) {

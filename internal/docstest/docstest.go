@@ -35,6 +35,6 @@ func Hold(t *testing.T, path, name, text string) {
 			t.Fatal(err)
 		}
 	} else if held != page {
-		t.Errorf("%s is not what the code says; the command in its mark writes it: %s", path, mark)
+		t.Errorf("%s: the part %q differs from what the code generates; to write it anew, run the command in its first line: %s", path, name, mark)
 	}
 }

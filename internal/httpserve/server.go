@@ -3,6 +3,7 @@
 package httpserve
 
 import (
+	"container/list"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -41,9 +42,15 @@ type Options struct {
 	ReadHeaderTimeout, IdleTimeout time.Duration
 	// MaxHeaderBytes is that of http.Server.
 	MaxHeaderBytes int
-	// MaxConns bounds the connections that are not hijacked; a new one ends one
-	// that waits. 0 means no bound.
+	// MaxConns bounds the connections that are not hijacked; a new one ends the one that has
+	// waited for its client the longest. 0 means no bound.
 	MaxConns int
+	// MaxLongHeads bounds the bytes of headers that have not come whole, of those of more than
+	// smallHead bytes. Beyond it the one that began first ends. 0 means no bound. Not with TLS.
+	MaxLongHeads int
+	// Brief says that all requests are brief. If each connection has one under way, a new
+	// connection ends the one whose request has taken the longest. Else the new one ends.
+	Brief bool
 	// TLS makes the server speak https.
 	TLS *tls.Config
 	// Grace is how long Close lets running requests go on before it ends their
@@ -64,8 +71,16 @@ type Server struct {
 	listener net.Listener
 	served   chan struct{} // made by Serve, closed when it returns
 	closed   bool
-	conns    map[net.Conn]http.ConnState
+	conns    map[net.Conn]*conn
+	ending   int           // of conns: those that were dropped
+	left     chan struct{} // holds a value when a connection has ended
 	empty    chan struct{} // made by a waiting Close, closed with the last conn
+
+	// Connections in the order in which they came there.
+	waiting   list.List // for their client
+	busy      list.List // with a request that is not
+	longHeads list.List // for the rest of a long header; these wait too
+	longBytes int       // of those headers
 }
 
 // New returns a server for h, not yet listening.
@@ -74,14 +89,17 @@ func New(h http.Handler, opt Options) *Server {
 		opt.Logger = zap.NewNop()
 	}
 	base, cancel := context.WithCancel(context.Background())
-	s := &Server{opt: opt, cancel: cancel, conns: map[net.Conn]http.ConnState{}}
+	s := &Server{opt: opt, cancel: cancel, conns: map[net.Conn]*conn{}, left: make(chan struct{}, 1)}
 	s.http = &http.Server{
-		Handler:           h,
+		Handler:           s.answering(h),
 		ReadHeaderTimeout: opt.ReadHeaderTimeout,
 		IdleTimeout:       opt.IdleTimeout,
 		MaxHeaderBytes:    opt.MaxHeaderBytes,
 		BaseContext:       func(net.Listener) context.Context { return base },
-		ConnState:         s.track,
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			return context.WithValue(ctx, connKey{}, connOf{s, c})
+		},
+		ConnState: s.track,
 	}
 	// net/http writes to the host program's standard log unless told otherwise.
 	s.http.ErrorLog = log.New(&errorLog{opt: &s.opt}, "", 0)
@@ -141,7 +159,11 @@ func (s *Server) Serve() error {
 	s.mu.Unlock()
 
 	defer close(served)
-	if s.opt.TLS != nil {
+	l = patientListener{l, s}
+	switch {
+	case s.opt.TLS == nil && s.opt.MaxLongHeads > 0:
+		l = headListener{l, s}
+	case s.opt.TLS != nil:
 		l = tls.NewListener(l, s.opt.TLS)
 	}
 	if err := s.http.Serve(l); err != nil && !errors.Is(err, http.ErrServerClosed) {
@@ -201,44 +223,13 @@ func (s *Server) shutdown(ctx context.Context, limit time.Duration) {
 	// http.Server.Shutdown would give a connection that has sent nothing yet
 	// five seconds to do so.
 	s.mu.Lock()
-	for c, state := range s.conns {
-		if state == http.StateNew {
+	for c, is := range s.conns {
+		if is.ConnState == http.StateNew {
 			hangUp(c)
 		}
 	}
 	s.mu.Unlock()
 	_ = s.http.Shutdown(ctx) // its only error is that of ctx: the next step is harsher
-}
-
-// track follows each connection until its goroutine ends or gives it away.
-func (s *Server) track(c net.Conn, state http.ConnState) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if state != http.StateClosed && state != http.StateHijacked {
-		if state == http.StateNew && s.opt.MaxConns > 0 && len(s.conns) >= s.opt.MaxConns {
-			s.evict(c)
-		}
-		s.conns[c] = state
-		return
-	}
-	delete(s.conns, c)
-	if len(s.conns) == 0 && s.empty != nil {
-		close(s.empty)
-		s.empty = nil
-	}
-}
-
-// evict makes room for a connection: strangers that hold all places must not keep others
-// out. If every connection has a request under way, c ends. mu is held.
-func (s *Server) evict(c net.Conn) {
-	for other, state := range s.conns {
-		if state == http.StateIdle || state == http.StateNew {
-			c = other
-			s.conns[c] = http.StateClosed // its goroutine is about to end
-			break
-		}
-	}
-	hangUp(c)
 }
 
 // hangUp closes a connection without TLS's farewell, which may wait.
@@ -258,31 +249,10 @@ type errorLog struct {
 
 func (e *errorLog) Write(p []byte) (int, error) {
 	text := strings.TrimSpace(string(p))
-	if !strings.Contains(text, "TLS handshake error") || strings.HasSuffix(text, ": EOF") || strings.Contains(text, "connection reset") {
+	if !strings.Contains(text, "TLS handshake error") || strings.HasSuffix(text, ": EOF") || strings.Contains(text, "connection reset") || strings.HasSuffix(text, ": context canceled") { // the client, or this server, has gone
 		e.opt.Logger.Debug(text)
 		return len(p), nil
 	}
 	e.refused.Do(func(note string) { e.opt.Logger.Warn(e.opt.Name + ": " + text + note) })
 	return len(p), nil
-}
-
-// drained returns a channel that is closed when no connection is left.
-func (s *Server) drained() <-chan struct{} {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.empty == nil {
-		s.empty = make(chan struct{})
-	}
-	done := s.empty
-	if len(s.conns) == 0 {
-		close(s.empty)
-		s.empty = nil
-	}
-	return done
-}
-
-func (s *Server) open() int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return len(s.conns)
 }

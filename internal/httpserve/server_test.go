@@ -92,7 +92,7 @@ func TestMaxConnsEvictsWhoWaits(t *testing.T) {
 	s.mu.Lock()
 	open := 0
 	for _, state := range s.conns {
-		if state != http.StateClosed {
+		if state.ConnState != http.StateClosed {
 			open++
 		}
 	}

@@ -132,16 +132,16 @@ type NATSTrio struct {
 	Servers [3]*NATSServer // s0 to s2
 }
 
-// NewNATSTrio starts three servers; they end with the test. It returns when they
-// are a cluster.
-func NewNATSTrio(t testing.TB) *NATSTrio {
+// NewNATSTrio starts three servers, with more arguments; they end with the test. It returns
+// when they are a cluster.
+func NewNATSTrio(t testing.TB, args ...string) *NATSTrio {
 	t.Helper()
 	c := &NATSTrio{t: t}
 	addrs := freeAddrs(t, 9)
 	routes := []string{"nats://" + addrs[6], "nats://" + addrs[7], "nats://" + addrs[8]}
 	for i := range c.Servers {
-		s := &NATSServer{t: t, bin: binary(t), addr: addrs[i], monitor: addrs[3+i], args: []string{
-			"-n", fmt.Sprint("s", i), "--cluster_name", "trio", "--cluster", routes[i], "--routes", strings.Join(routes, ",")}}
+		s := &NATSServer{t: t, bin: binary(t), addr: addrs[i], monitor: addrs[3+i], args: append([]string{
+			"-n", fmt.Sprint("s", i), "--cluster_name", "trio", "--cluster", routes[i], "--routes", strings.Join(routes, ",")}, args...)}
 		c.Servers[i] = s
 		t.Cleanup(s.Kill)
 		s.launch()

@@ -8,11 +8,13 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/kvconn/kvconn/internal/chaos"
+	"github.com/kvconn/kvconn/node"
 )
 
 const (
@@ -32,10 +34,12 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	fs.SetOutput(os.Stderr)
 	fs.IntVar(&opt.Faults, "faults", 0, "how many faults to inject; 500, with --short 40")
 	parts := fs.String("parts", "", "only these parts, separated by commas: "+strings.Join(chaos.PartNames(), ", "))
+	kinds := fs.String("kinds", "", "only faults whose names begin so, in turn, separated by commas: SIGKILL,SIGSTOP")
 	fs.Uint64Var(&opt.Seed, "seed", uint64(time.Now().UnixNano()), "the seed of faults and transfers")
 	fs.BoolVar(&opt.Short, "short", false, "a run of a minute")
 	fs.BoolVar(&opt.Strict, "strict", false, "fail also for missed goals: a load reported later than 3 s after its P was killed, a transfer that failed for no fault")
-	fs.StringVar(&opt.Transport, "transport", "tcp", "of the agents: auto, rdma or tcp")
+	fs.StringVar(&opt.Transport, "transport", "tcp", "of the agents: auto, local, rdma or tcp, or several with commas, the preferred one first")
+	fs.StringVar(&opt.Memory, "memory", "host", "of the agents: host, or double: devices of the tests' own CUDA driver (KVCONN_LIBCUDA, else that of make gpu-double)")
 	fs.IntVar(&opt.Paths, "paths", 0, "how many RDMA paths of this machine --path-command may take off, from 0 on")
 	fs.StringVar(&opt.PathCommand, "path-command", "", "a command that takes a path's number and off, mute (packets vanish), thin (large packets vanish), on, or sent, which prints its packets")
 	fs.StringVar(&opt.Host, "host", "", "part paths: an address of this machine at which P listens, without faulty ways between")
@@ -50,8 +54,11 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	if fs.NArg() > 0 || opt.Faults < 0 {
 		return fmt.Errorf("%w: chaos takes no argument, and no negative number of faults", errUsage)
 	}
-	if !slices.Contains([]string{"auto", "rdma", "tcp"}, opt.Transport) {
-		return fmt.Errorf("%w: transport %q: want auto, rdma or tcp", errUsage, opt.Transport)
+	if _, err := node.Transports(opt.Transport); err != nil {
+		return fmt.Errorf("%w: %w", errUsage, err)
+	}
+	if !slices.Contains([]string{"host", "double"}, opt.Memory) {
+		return fmt.Errorf("%w: memory %q: want host or double", errUsage, opt.Memory)
 	}
 	if opt.Paths < 0 || opt.Paths > 64 || (opt.Paths > 0) != (opt.PathCommand != "") {
 		return fmt.Errorf("%w: --paths takes 1 to 64, and --path-command with it", errUsage)
@@ -73,11 +80,26 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 			}
 		}
 	}
+	if *kinds != "" {
+		opt.Kinds = strings.Split(*kinds, ",")
+		for _, k := range opt.Kinds {
+			if !chaos.IsKind(k) {
+				return fmt.Errorf("%w: chaos has no fault %q", errUsage, k)
+			}
+		}
+	}
 	self, err := os.Executable()
 	if err != nil {
 		return err
 	}
 	opt.Self = []string{self, engineCommand}
+	if opt.Memory == "double" && os.Getenv("KVCONN_LIBCUDA") == "" {
+		library := filepath.Join(filepath.Dir(self), "gpu-double", "libkvgpu-double.so")
+		if _, err := os.Stat(library); err != nil {
+			return fmt.Errorf("memory double: %w: make gpu-double builds it", err)
+		}
+		os.Setenv("KVCONN_LIBCUDA", library)
+	}
 	if *decode != "" {
 		opt.Decode = []string{self, relayCommand, *decode}
 	}

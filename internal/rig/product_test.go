@@ -12,7 +12,7 @@ func TestProductHasNoTestRig(t *testing.T) {
 	const module = "github.com/kvconn/kvconn/"
 	// The rig itself is made of these. If one is renamed, the check that the rig links it
 	// fails.
-	parts := []string{"internal/chaos", "internal/faultnet", "internal/rig", "internal/stubengine"}
+	parts := []string{"cuda/testdouble", "cuda/testdouble/engine", "internal/chaos", "internal/faultnet", "internal/rig", "internal/stubengine"}
 	// These serve tests only, so that neither program has them.
 	helpers := []string{"core/coretest", "core/coretest/sim", "internal/alloctest", "internal/leaktest", "internal/nettest"}
 	rig := dependencies(t, module+"cmd/kvconn-rig")

@@ -8,12 +8,14 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/shmem"
 )
 
 // Pool is a paged KV cache without an engine: some layers of blocks, more blocks
 // than a transfer takes, outside Go's heap as an engine's memory is.
 type Pool struct {
 	mem    []byte
+	shared *shmem.Memory // that mem is of; nil: ordinary memory
 	layers int
 	blocks int // of a layer
 	block  int // bytes
@@ -31,8 +33,26 @@ func NewPool(layers, blocks, block int) (*Pool, error) {
 	return &Pool{mem: mem, layers: layers, blocks: blocks, block: block}, nil
 }
 
+// New is NewPool, if shared is true in memory that other processes can map.
+func New(shared bool, layers, blocks, block int) (*Pool, error) {
+	if !shared {
+		return NewPool(layers, blocks, block)
+	}
+	m, err := shmem.Alloc(uint64(layers * blocks * block))
+	if err != nil {
+		return nil, err
+	}
+	return &Pool{mem: m.Bytes(), shared: m, layers: layers, blocks: blocks, block: block}, nil
+}
+
 // Free gives the memory back.
-func (p *Pool) Free() { _ = unix.Munmap(p.mem) }
+func (p *Pool) Free() {
+	if p.shared != nil {
+		_ = shmem.Free(p.shared.Base())
+		return
+	}
+	_ = unix.Munmap(p.mem)
+}
 
 // Regions are what an agent registers, one a layer.
 func (p *Pool) Regions() []core.Region {
@@ -75,7 +95,7 @@ const idle = 0x5A5A5A5A5A5A5A5A
 
 // Clear fills the whole pool with the value of blocks outside every transfer.
 func (p *Pool) Clear() {
-	w := unsafe.Slice((*uint64)(unsafe.Pointer(&p.mem[0])), len(p.mem)/8)
+	w := unsafe.Slice((*uint64)(unsafe.Pointer(&p.mem[0])), p.layers*p.blocks*p.block/8)
 	for i := range w {
 		w[i] = idle
 	}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"strconv"
 	"time"
 
@@ -31,6 +32,8 @@ type Order struct {
 	Adjacent  bool   `json:"adjacent,omitempty"` // they lie one after the other
 	QPs       int    `json:"qps,omitempty"`      // rdma_qps
 	Depth     int    `json:"depth,omitempty"`    // rdma_send_depth
+	Encrypt   bool   `json:"encrypt,omitempty"`  // tcp_encrypt is always
+	Shared    bool   `json:"shared,omitempty"`   // the pool is in memory that other processes can map
 	// Bootstrap is where open is to listen again; any free port without it.
 	Bootstrap string `json:"bootstrap,omitempty"`
 }
@@ -44,6 +47,10 @@ type Answer struct {
 	Reason    string `json:"reason,omitempty"`
 
 	Counters map[string]uint64 `json:"counters,omitempty"` // of rdma
+
+	// Of open: where the process and its pool's memory are.
+	PID  int    `json:"pid,omitempty"`
+	Base uint64 `json:"base,omitempty"`
 }
 
 // Serve is the second process: it obeys orders until its input ends.
@@ -115,7 +122,7 @@ func (p *prefill) open(o Order) (Answer, error) {
 		}
 	}
 	var err error
-	if p.pool, err = NewPool(o.Layers, o.Blocks, o.Block); err != nil {
+	if p.pool, err = New(o.Shared, o.Layers, o.Blocks, o.Block); err != nil {
 		return Answer{}, err
 	}
 	if p.agent, err = node.Open(cfg, node.Options{Logger: p.log}); err != nil {
@@ -124,13 +131,16 @@ func (p *prefill) open(o Order) (Answer, error) {
 	if err := p.agent.RegisterKVCaches(p.pool.Regions()); err != nil {
 		return Answer{}, err
 	}
-	return Answer{Bootstrap: p.agent.BootstrapAddress(), EngineID: cfg.EngineID}, nil
+	return Answer{Bootstrap: p.agent.BootstrapAddress(), EngineID: cfg.EngineID, PID: os.Getpid(), Base: p.pool.Regions()[0].Base}, nil
 }
 
-// transport sets the order's transport.
+// transport sets the order's transport, and whether it encrypts.
 func (o *Order) transport(cfg *node.Config) {
 	if o.Transport != "" {
 		cfg.Transport = o.Transport
+	}
+	if o.Encrypt {
+		cfg.TCPEncrypt = "always"
 	}
 	if o.QPs > 0 {
 		cfg.RDMAQPs, cfg.RDMASendDepth = o.QPs, o.Depth

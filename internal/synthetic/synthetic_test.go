@@ -3,6 +3,7 @@ package synthetic
 import (
 	"bytes"
 	"encoding/json"
+	"os"
 	"strings"
 	"testing"
 
@@ -76,5 +77,34 @@ func TestServeObeys(t *testing.T) {
 		if (says == "") != (a.Error == "") || !strings.Contains(a.Error, says) {
 			t.Errorf("answer %d is %+v, want an error with %q", i, a, says)
 		}
+	}
+}
+
+// TestReadLoop: what local is held against copies just the blocks of a transfer.
+func TestReadLoop(t *testing.T) {
+	var pools [3]*Pool
+	for i := range pools {
+		p, err := NewPool(3, 200, 4096)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer p.Free()
+		p.Clear()
+		pools[i] = p
+	}
+	src, dst := pools[0].Scatter(100, 1), pools[0].Scatter(100, 2)
+	pools[0].Fill(7, src)
+	n, err := pools[1].ReadLoop(os.Getpid(), pools[0].Regions()[0].Base, src, dst)
+	if err != nil || n != 3*100*4096 {
+		t.Fatal(n, err)
+	}
+	pools[2].CopyFrom(pools[0], src, dst)
+	for _, p := range pools[1:] {
+		if err := p.Check(7, 0, dst); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, err := pools[1].ReadLoop(os.Getpid(), 8, src, dst); err == nil {
+		t.Error("memory that is not there was read")
 	}
 }

@@ -33,6 +33,7 @@ _EXPORTS = {
     "Memory": "types",
     "Offer": "types",
     "Region": "types",
+    "alloc": "memory",
     "fingerprint": "prompt",
     "regions_from_tensor": "regions",
     "AddressError": "errors",
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from .errors import (
         TransferError as TransferError,
     )
+    from .memory import alloc as alloc
     from .prompt import fingerprint as fingerprint
     from .regions import regions_from_tensor as regions_from_tensor
     from .types import Claim as Claim

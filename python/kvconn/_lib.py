@@ -40,12 +40,19 @@ class Library:
         self.last_error = declare(short, "kvconn_last_error", i32, text, size)
         self.open = declare(waiting, "kvconn_open", i32, text, c.POINTER(handle))
         self.register = declare(waiting, "kvconn_register_kv_caches", i32, handle, c.POINTER(_structs.Region), size)
+        self.alloc = declare(waiting, "kvconn_alloc", i32, c.c_uint64, c.POINTER(c.c_void_p))
+        self.free = declare(waiting, "kvconn_free", i32, c.c_void_p)
         self.announce = declare(short, "kvconn_announce", i32, handle, address, size, address)
         self.offer = declare(short, "kvconn_offer", i32, handle, address, size, address)
         self.offer_partial = declare(short, "kvconn_offer_partial", i32, handle, address, size, address, size, address)
         self.written_address = declare(short, "kvconn_written_address", c.c_void_p, handle)
         self.moment = declare(short, "kvconn_moment", i32, handle, c.c_uint32, address, address)
         self.written_after = declare(short, "kvconn_written_after", i32, handle, address, size, c.c_uint64)
+        self.written_on = declare(short, "kvconn_written_on", i32, handle, address, size, address)
+        # The three again, for callers whose arguments are ctypes objects of these types: see kvconn._moments.
+        self.unconverted = tuple(short[name] for name in ("kvconn_moment", "kvconn_written_after", "kvconn_written_on"))
+        for f in self.unconverted:
+            f.restype = i32
         self.withdraw = declare(waiting, "kvconn_withdraw", i32, handle, address, size, c.c_uint32)
         self.claim = declare(short, "kvconn_claim", i32, handle, address, size, address)
         self.start_load = declare(short, "kvconn_start_load", i32, handle, address, size, address)

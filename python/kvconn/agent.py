@@ -10,6 +10,7 @@ import weakref
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
 from . import _lib, _pack, _structs
+from ._moments import _CLOSED, DeviceCalls, number
 from .errors import ClosedError, ConfigError, InvalidError, Status, error_for
 from .logs import start_logging
 from .types import Claim, Completion, Load, Offer, PartialOffer, Region
@@ -29,7 +30,7 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class Agent:
+class Agent(DeviceCalls):
     """One open kvconn instance.
 
     ``config`` is a mapping with the keys of docs/configuration.md. ``engine_id``
@@ -61,6 +62,7 @@ class Agent:
             raise ConfigError(self._lib.error_text(), code=code)
         self._check(code)
         self._handle = handle.value
+        self._begin_moments(self._lib, handle)
         # Read by get_finished without a call; see kvconn_pending_address.
         self._count = c.c_uint32.from_address(self._lib.pending_address(handle))
         self._event_fd = self._lib.event_fd(handle)
@@ -87,14 +89,14 @@ class Agent:
         for row, r in zip(rows, regions):
             row.struct_size = c.sizeof(_structs.Region)
             row.name = _pack.text(r.name, "region name")
-            row.group = _number(r.group, "group", 32)
-            row.address = _number(r.address, "address", 64)
-            row.block_stride = _number(r.block_stride, "block_stride", 64)
-            row.block_bytes = _number(r.block_bytes, "block_bytes", 64)
+            row.group = number(r.group, "group", 32)
+            row.address = number(r.address, "address", 64)
+            row.block_stride = number(r.block_stride, "block_stride", 64)
+            row.block_bytes = number(r.block_bytes, "block_bytes", 64)
             for field in ("num_blocks", "index_kind", "tokens", "heads", "first_head", "total_heads", "memory"):
-                setattr(row, field, _number(getattr(r, field), field, 32))
-            row.token_stride = _number(r.token_stride, "token_stride", 64)
-            row.head_stride = _number(r.head_stride, "head_stride", 64)
+                setattr(row, field, number(getattr(r, field), field, 32))
+            row.token_stride = number(r.token_stride, "token_stride", 64)
+            row.head_stride = number(r.head_stride, "head_stride", 64)
         self._check(self._lib.register(self._handle, rows, len(regions)))
         if address := self._lib.written_address(self._handle):
             self._written = memoryview((c.c_uint8 * len(regions)).from_address(address)).cast("B")
@@ -131,7 +133,7 @@ class Agent:
         raises nothing; the completion of the transfer's offer tells.
         """
         if regions is not None and not len(regions):
-            raise InvalidError("regions is empty: leave it out for all")
+            raise InvalidError("regions is empty: to mean all regions, leave it out")
         parts = list(parts)
         if parts:
             of = _pack.uint32s("regions", regions or ())
@@ -152,27 +154,6 @@ class Agent:
         """
         return self._written
 
-    def moment(self, region: int = 0, stream: int = 0) -> int:
-        """Marks the work that a CUDA stream has been given up to now. Offers and loads wait for that work by ``after``.
-
-        ``region`` is the index, in :meth:`register_kv_caches`, of a region on the stream's
-        GPU. ``stream`` is the stream's handle: ``torch.cuda.current_stream().cuda_stream``;
-        0 is the default stream. The call takes a microsecond or two, waits for nothing and
-        may come from any thread. While the stream is captured into a graph it raises.
-        """
-        out = c.c_uint64()
-        self._check(self._lib.moment(self._handle, _number(region, "region", 32), stream, c.byref(out)))
-        return out.value
-
-    def written_after(self, regions: Sequence[int], moment: int) -> None:
-        """Prefill: says of regions in device memory what a byte of :attr:`written` says.
-
-        The step has queued all work that writes the regions. The blocks that the step
-        computes are ready in these regions when ``moment`` has passed.
-        """
-        of = _pack.uint32s("regions", regions)
-        self._check(self._lib.written_after(self._handle, of.buffer_info()[0], len(of), _number(moment, "moment", 64)))
-
     def withdraw(self, transfer_ids: Iterable[str], timeout_s: float = 10.0) -> None:
         """Prefill: takes back the blocks that :meth:`offer_partial` gave, when their requests
         are preempted or given up.
@@ -186,7 +167,7 @@ class Agent:
         ids = list(transfer_ids)
         if ids:
             rows = _pack.Strings(ids)
-            self._check(self._lib.withdraw(self._handle, rows.address, len(ids), _number(int(timeout_s * 1000), "timeout_s", 32)))
+            self._check(self._lib.withdraw(self._handle, rows.address, len(ids), number(int(timeout_s * 1000), "timeout_s", 32)))
 
     def claim(self, claims: Iterable[Claim]) -> None:
         """Decode: this engine will load these transfers as soon as it has blocks.
@@ -284,7 +265,7 @@ class Agent:
 
         Completions that were not collected are lost. Closing twice is fine.
         """
-        handle, self._handle = self._handle, 0
+        handle, self._handle, self._agent = self._handle, 0, _CLOSED
         self._count, self._written = _ASK, _NO_BYTES
         if handle and self._finalizer.detach() and self._pid == os.getpid():
             self._check(self._lib.close(handle))
@@ -302,10 +283,3 @@ class Agent:
 def _close_forgotten(lib: Any, handle: int, pid: int) -> None:
     if pid == os.getpid():
         lib.close(handle)
-
-
-def _number(n: int, what: str, bits: int) -> int:
-    n = n.__index__()
-    if not 0 <= n < 1 << bits:
-        raise InvalidError(f"{what} is {n}, want 0 to {(1 << bits) - 1}")
-    return n

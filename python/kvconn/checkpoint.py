@@ -56,19 +56,23 @@ def model_fingerprint(
     revision: str | None = None,
     cache_dir: str | None = None,
     subfolder: str = "",
+    config: str | None = None,
+    config_revision: str | None = None,
     dummy: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> str:
     """The fingerprint of a checkpoint, or :class:`NoFingerprint`.
 
     ``model`` is a folder, a file, or the name of a model that huggingface_hub has
-    downloaded, with its ``revision`` and ``cache_dir``. ``dummy``: the weights are
+    downloaded, with its ``revision`` and ``cache_dir``. ``config``: where its
+    configuration is, if that is another folder or name, with its ``config_revision``. ``dummy``: the weights are
     made up, so that the configuration alone counts. ``facts`` are what else the
     cache depends on, such as overrides of the configuration; JSON must hold them.
     """
     place = find(model, revision, cache_dir)
     place = place / subfolder if subfolder else place
-    parts = [_text(_configuration(place)), "dummy" if dummy else _weights(place), _text(_plain(dict(facts or {})))]
+    configured = find(config, config_revision) if config else place  # engines keep configurations in the default cache
+    parts = [_text(_configuration(configured)), "dummy" if dummy else _weights(place), _text(_plain(dict(facts or {})))]
     return _MARK + sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -91,7 +95,9 @@ def find(model: str, revision: str | None = None, cache_dir: str | None = None) 
 
         return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except Exception as error:  # not installed, no valid name, not there, …
-        raise NoFingerprint(f"model {model!r} is no path here, and its download was not found: {error}") from error
+        if found := getattr(error, "snapshot_path", None):  # an engine downloads the files that it reads, not all
+            return Path(found)
+        raise NoFingerprint(f"model {model!r} is no path on this host, and its download was not found: {error}") from error
 
 
 def _text(value: Any) -> str:

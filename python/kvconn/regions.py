@@ -9,7 +9,7 @@ from .errors import InvalidError
 from .types import Memory, Region
 
 
-def _memory(tensor: Any) -> Memory:
+def memory_of(tensor: Any) -> Memory:
     """Where anything array-like lies."""
     device = getattr(getattr(tensor, "device", None), "type", "cpu") if hasattr(tensor, "data_ptr") else "cpu"
     if device not in ("cpu", "cuda"):
@@ -85,7 +85,8 @@ def _joined(dims: list[int], shape: tuple[int, ...], strides: tuple[int, ...], a
     return count, stride
 
 
-def regions_from_tensor(
+# A caller names what a tensor has, in a call of its own for each: a record would be made for one call and only hold keywords.
+def regions_from_tensor(  # noqa: PLR0913
     name: str,
     tensor: Any,
     block_dim: int,
@@ -122,14 +123,14 @@ def regions_from_tensor(
 
     def dim(i: int, what: str) -> int:
         if not -dims <= i < dims:
-            raise InvalidError(f"{what} is {i}, the tensor has the shape {shape}")
+            raise InvalidError(f"{what} is {i}, but the tensor has the shape {shape}")
         return i % dims
 
     block_dim = dim(block_dim, "block_dim")
     token_dims = [dim(i, "token_dim") for i in ([] if token_dim is None else [token_dim] if isinstance(token_dim, int) else token_dim)]
     head_dims = [] if head_dim is None else [dim(head_dim, "head_dim")]
     if head_dims and not token_dims:
-        raise InvalidError(f"head_dim is {head_dim} and token_dim None: give both")
+        raise InvalidError(f"head_dim is {head_dim}, but token_dim is missing: give both, or neither")
     named = [block_dim, *token_dims, *head_dims]
     if len(set(named)) != len(named):
         raise InvalidError(f"block_dim {block_dim}, token_dim {token_dim} and head_dim {head_dim} name one dimension twice")
@@ -139,7 +140,7 @@ def regions_from_tensor(
         raise InvalidError(f"tensor {name!r} has negative strides {strides}")
 
     blocks = shape[block_dim]
-    about: dict[str, Any] = {"index_kind": index_kind, "read_only": read_only, "memory": _memory(tensor)}
+    about: dict[str, Any] = {"index_kind": index_kind, "read_only": read_only, "memory": memory_of(tensor)}
 
     def pieces(outer: list[int], length: int, begin: int = 0, **geometry: int) -> list[Region]:
         stride = strides[block_dim] if blocks > 1 else max(length, strides[block_dim])

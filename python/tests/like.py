@@ -1,6 +1,6 @@
-"""Stand-ins for objects of vLLM, held against the installed vLLM's own classes.
+"""Stand-ins for objects of vLLM and SGLang, held against the installed engine's own classes.
 
-Tests that need no vLLM use them, and tests to which an engine's whole object would be in the way. Where vLLM is installed, a
+Tests that need no engine use them, and tests to which an engine's whole object would be in the way. Where the engine is installed, a
 stand-in with a field that the class does not have is an error: so no test can play an engine that does not exist.
 """
 
@@ -15,7 +15,10 @@ import textwrap
 from types import SimpleNamespace
 from typing import Any
 
-HAVE_VLLM = importlib.util.find_spec("vllm") is not None
+
+@functools.cache
+def installed(engine: str) -> bool:
+    return importlib.util.find_spec(engine) is not None
 
 
 @functools.cache
@@ -46,12 +49,13 @@ def set_by(module: str, target: str) -> frozenset[str]:
 
 def like(path: str, **values: Any) -> Any:
     """A stand-in for an object of the class at "module:Class", with these fields and no other."""
-    if HAVE_VLLM:
+    engine = path.partition(".")[0]
+    if installed(engine):
         known = fields_of(path)
         if path == LAYER:  # the CPU's attention backend says on the layer which order it has chosen
             known |= set_by("vllm.v1.attention.backends.cpu_attn", "layer")
         strangers = sorted(set(values) - known)
-        assert not strangers, f"{path} of the installed vLLM has no {', '.join(strangers)}"
+        assert not strangers, f"{path} of the installed {engine} has no {', '.join(strangers)}"
     return SimpleNamespace(**values)
 
 
@@ -68,7 +72,10 @@ PARALLEL_CONFIG = "vllm.config:ParallelConfig"
 TRANSFER_CONFIG = "vllm.config:KVTransferConfig"
 SPECULATIVE_CONFIG = "vllm.config:SpeculativeConfig"
 LORA_CONFIG = "vllm.config:LoRAConfig"
-AUX_CONFIG = "vllm.config.aux_output:AuxOutputConfig"
+# Releases before 0.31 have these options in the model's configuration.
+_OF_MODEL = installed("vllm") and importlib.util.find_spec("vllm.config.aux_output") is None
+AUX = "model_config" if _OF_MODEL else "aux_output_config"
+AUX_CONFIG = MODEL_CONFIG if _OF_MODEL else "vllm.config.aux_output:AuxOutputConfig"
 COMPILATION_CONFIG = "vllm.config:CompilationConfig"
 CACHES = "vllm.v1.kv_cache_interface:KVCacheConfig"
 GROUP = "vllm.v1.kv_cache_interface:KVCacheGroupSpec"
@@ -80,3 +87,14 @@ NEW_REQUEST = "vllm.v1.core.sched.output:NewRequestData"
 CACHED_REQUESTS = "vllm.v1.core.sched.output:CachedRequestData"
 BACKEND = "vllm.v1.attention.backend:AttentionBackend"
 LAYER = "vllm.model_executor.layers.attention.attention:Attention"
+
+SGLANG_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+SGLANG_WORKER = "sglang.srt.managers.tp_worker:TpModelWorker"
+SGLANG_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+SGLANG_LORA_MANAGER = "sglang.srt.lora.lora_manager:LoRAManager"
+SGLANG_MODEL_CONFIG = "sglang.srt.configs.model_config:ModelConfig"
+SGLANG_QUEUE = "sglang.srt.disaggregation.decode:DecodePreallocQueue"
+SGLANG_REQUEST = "sglang.srt.managers.schedule_batch:Req"
+SGLANG_ALLOCATOR = "sglang.srt.mem_cache.allocator.base:BaseTokenToKVPoolAllocator"
+SGLANG_REQUESTS = "sglang.srt.mem_cache.memory_pool:ReqToTokenPool"
+SGLANG_TRANSFERS = "sglang.srt.disaggregation.decode:DecodeTransferQueue"

@@ -1,16 +1,20 @@
 """Ranks of SGLang as SGLang itself starts them: its own classes for pools, settings and queues make our manager.
 
-Only the scheduler is a stand-in. It has the few attributes that SGLang's own method reads; the method fails if one is missing.
+Only the scheduler is a stand-in. It has the few attributes that SGLang's own method reads; the method fails if one is missing, and
+like.py refuses one that SGLang's class has not got.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterator
 
+import like as sglang
 import torch
+from like import like
 from sglang.srt.disaggregation import decode, prefill, utils
 from sglang.srt.disaggregation.utils import MetadataBuffers, TransferBackend
 from sglang.srt.mem_cache import memory_pool
@@ -18,7 +22,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_device, get_parallel
 
-from kvconn.sglang.conn import KVConnBootstrapServer
+from kvconn.sglang.server import KVConnBootstrapServer
 
 load_plugins()
 HookRegistry.apply_hooks()
@@ -44,8 +48,9 @@ class Group:
 class Rank:
     """One rank: its manager is made by SGLang's own queue, and works."""
 
-    def __init__(self, manager: Any, pool: Any, metadata: Any) -> None:
-        self.manager, self.pool, self.metadata = manager, pool, metadata
+    def __init__(self, manager: Any, queue: Any) -> None:
+        self.manager, self.queue = manager, queue
+        self.pool, self.metadata = queue.token_to_kv_pool, queue.metadata_buffers
         self.rooms, self.layout = manager.rooms, manager.layout
 
     def until(self, room: Any, *states: int) -> int:
@@ -65,6 +70,8 @@ def settings(role: str, *, tp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (
         "page_size": page,
         "host": "127.0.0.1",
         "attention_backend": "torch_native",
+        "model_path": str(Path(__file__).resolve().parent),  # a folder that is there; dummy weights need no more
+        "load_format": "dummy",
         "tp_size": tp[1],
         "pp_size": pp[1],
     }
@@ -87,9 +94,13 @@ def start(
     draft: Callable[[], Any] | None = None,
     requests: Any = None,
     world: Group | None = None,
+    scheduler: Any = None,
     **more: Any,
 ) -> Rank:
-    """Runs the method by which SGLang's queue makes its manager. make gives the pool, under the settings of the process."""
+    """Runs the method by which SGLang's queue makes its manager. make gives the pool, under the settings of the process.
+
+    scheduler: an object with what a test needs of the scheduler beside.
+    """
     with settings(role, tp=tp, pp=pp, **more) as server_args, contextlib.ExitStack() as stack:
         if stages is not None:
             stack.enter_context(get_parallel().override(pp_group=Group(stages)))
@@ -99,26 +110,35 @@ def start(
         metadata = MetadataBuffers(ROWS, 8, torch.float32, 0)
         kind = prefill.PrefillBootstrapQueue if role == "prefill" else decode.DecodePreallocQueue
         queue = object.__new__(kind)
-        model_config = SimpleNamespace(
-            num_hidden_layers=4, get_total_num_kv_heads=lambda: total_heads, hf_text_config=SimpleNamespace(full_attention_layer_ids=[1, 3])
+        text_config = SimpleNamespace(full_attention_layer_ids=[1, 3])  # of a model, and no class of SGLang's
+        model_config = like(
+            sglang.SGLANG_MODEL_CONFIG, num_hidden_layers=4, get_total_num_kv_heads=lambda: total_heads, hf_text_config=text_config
         )
-        scheduler = SimpleNamespace(
+        known = like(
+            sglang.SGLANG_SCHEDULER,
             rust_server=None,
             enable_hisparse=False,
-            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(kv_cache_dtype_str="float32")),
+            tp_worker=like(sglang.SGLANG_WORKER, model_runner=like(sglang.SGLANG_RUNNER, kv_cache_dtype_str="float32")),
             model_config=model_config,
             req_to_token_pool=requests,
             server_args=server_args,
         )
+        if scheduler is None:
+            scheduler = known
+        vars(scheduler).update(vars(known))
         values = {
             "token_to_kv_pool": pool,
             "draft_token_to_kv_pool": draft() if draft else None,
             "is_mla_backend": utils.is_mla_backend(pool),
         }
-        values |= {"metadata_buffers": metadata, "tp_rank": tp[0], "pp_rank": pp[0], "scheduler": scheduler, "enable_staging": False}
-        values |= {"transfer_backend": TransferBackend("kvconn"), "req_to_token_pool": requests}
+        values |= {"metadata_buffers": metadata, "tp_rank": tp[0], "pp_rank": pp[0], "scheduler": scheduler}
+        values |= {"transfer_backend": TransferBackend("kvconn")}
+        if role == "decode":
+            values |= {"enable_staging": False, "req_to_token_pool": requests}
+        strangers = sorted(set(values) - sglang.fields_of(f"{kind.__module__}:{kind.__name__}"))
+        assert not strangers, f"a {kind.__name__} of the installed SGLang has no {', '.join(strangers)}"
         vars(queue).update(values)
-        return Rank(queue._init_kv_manager(), pool, metadata)
+        return Rank(queue._init_kv_manager(), queue)
 
 
 def mha(first: int, end: int, *, heads: int = HEADS, size: int = 64) -> Any:

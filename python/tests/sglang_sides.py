@@ -12,6 +12,7 @@ from typing import Any
 from sglang_rank import Rank
 
 from kvconn.sglang.conn import KVConnManager as Manager
+from kvconn.sglang.moments import HostMoments
 from kvconn.sglang.route import Engine
 
 
@@ -31,6 +32,7 @@ class Side(SimpleNamespace):
             _agent=rank.agent,
             rooms=rank.rooms,
             layout=rank.layout,
+            moments=HostMoments(),
             kv_args=SimpleNamespace(page_size=rank.layout.page_size),
             kv_cache_dtype_str="bfloat16",
             kv_layout=None,

@@ -7,10 +7,11 @@ import select
 import threading
 import time
 from array import array
+from contextlib import closing
 
 import numpy as np
 import pytest
-from conftest import BLOCK, BLOCKS, LAYERS, Side
+from side import BLOCK, BLOCKS, LAYERS, Side
 
 import kvconn
 
@@ -35,7 +36,7 @@ def test_blocks_move(prefill: Side, decode: Side, transfer_id: str, first: str) 
         prefill.agent.offer([offer])
     done = decode.finished(transfer_id)
     assert (done.kind, done.code, done.reason, done.blocks, done.token) == ("load", 0, "", 3, 2**60)
-    assert done.ok and done.transport == "tcp" and done.bytes == LAYERS * 3 * BLOCK and done.segments > 0
+    assert done.ok and done.transport == "local" and done.bytes == LAYERS * 3 * BLOCK and done.segments > 0
     assert done.wait_s >= 0 and done.transfer_s > 0
     sent = prefill.finished(transfer_id)
     assert (sent.kind, sent.code, sent.token, sent.bytes) == ("offer", 0, 5, done.bytes)
@@ -43,6 +44,26 @@ def test_blocks_move(prefill: Side, decode: Side, transfer_id: str, first: str) 
     others = [b for b in range(BLOCKS) if b not in (1, 0, 7)]
     assert not decode.cache[:, others].any()
     assert not decode.agent.get_finished() and not prefill.agent.get_finished()
+
+
+@pytest.mark.parametrize(
+    ("prefills", "decodes", "by"),
+    [("tcp", "auto", "tcp"), ("auto", "tcp", "tcp"), ("local", "auto", "local"), ("tcp,local", "tcp,local", "tcp")],
+)
+def test_transports_that_are_named(transfer_id: str, prefills: str, decodes: str, by: str) -> None:
+    with (
+        closing(Side("prefill", transport=prefills).register().agent) as p,
+        closing(Side("decode", transport=decodes).register().agent) as d,
+    ):
+        p.offer([kvconn.Offer(transfer_id, [[3]])])
+        d.start_load([kvconn.Load(transfer_id, p.bootstrap_address, "engine-prefill", [[1]])])
+        done: list[kvconn.Completion] = []
+        while not done:
+            assert d.wait(30), d.stats()
+            done = d.get_finished()
+        stats = d.stats()
+        assert done[0].ok and done[0].transport == by and stats["transports"][by]["loads"] == 1, (done, stats)
+        assert [pair["transport"] for pair in stats["pairs"]] == [by], stats
 
 
 def arrives(side: Side, layer: int, block: int, data: np.ndarray) -> None:
@@ -72,7 +93,7 @@ def test_a_partial_offer_moves_at_once(prefill: Side, decode: Side, transfer_id:
     prefill.agent.offer([kvconn.Offer(transfer_id, [[10, 11, 12]], token=3)])
     assert decode.finished(transfer_id).ok
     sent = prefill.finished(transfer_id)
-    assert sent.ok and (sent.token, sent.transport) == (3, "tcp")
+    assert sent.ok and (sent.token, sent.transport) == (3, "local")
     assert np.array_equal(decode.cache[:, [1, 0, 7]], data)
 
 

@@ -139,7 +139,24 @@ def test_command_line() -> None:
     (row,) = json.loads(r.stdout)["results"]
     assert row["block_bytes"] == 16384 and row["total_bytes"] == 8 << 20 and row["median_gb_per_s"] > 0
     assert set(row) >= {"transport", "best_gb_per_s", "iperf3_gb_per_s"}
+    assert row["transport"] == "local" and row["process_vm_readv_gb_per_s"] > 0, row
+    r = subprocess.run([*command, "doctor", "--json"], capture_output=True, text=True, timeout=120)
+    found = json.loads(r.stdout)
+    assert found["local"]["available"] and found["local"]["tried"] and found["auto"].startswith("local with engines of this host"), found
     for args, says in (([], "Usage"), (["cook"], "cook"), (["bench", "--block", "3"], "block"), (["proxy"], "--prefill")):
         r = subprocess.run([*command, *args], capture_output=True, text=True, timeout=60)
         assert r.returncode == 2 or (args == ["proxy"] and r.returncode != 0), (args, r)
         assert says in r.stderr, (args, r.stderr)
+
+
+def test_environment_is_the_one_of_now(tmp_path: Path) -> None:
+    """Go's copy of the environment is of the process's beginning, and engines overwrite it with a title (setproctitle)."""
+    code = """
+import os, pathlib, sys
+os.environ["TMPDIR"] = sys.argv[1]
+import kvconn
+with kvconn.Agent({"engine_id": "p", "role": "prefill", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0}):
+    assert list(pathlib.Path(sys.argv[1]).glob("kvconn-nats-*")), os.listdir(sys.argv[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

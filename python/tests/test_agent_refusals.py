@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BLOCK, BLOCKS, LAYERS, Side
+from side import BLOCK, BLOCKS, LAYERS, Side
 
 import kvconn
 
 
 def test_partial_offers_that_are_refused(prefill: Side, decode: Side, transfer_id: str) -> None:
-    with pytest.raises(kvconn.InvalidError, match="blocks up to 2 of group 0 are ready or being computed, those up to 1 are given"):
+    with pytest.raises(
+        kvconn.InvalidError, match="blocks up to 2 of group 0 are said to be ready or being computed, but block ids are given up to 1 only"
+    ):
         prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [2])])
     with pytest.raises(kvconn.InvalidError, match="region 99"):
         prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [1])], [99])
@@ -28,7 +30,7 @@ def test_partial_offers_that_are_refused(prefill: Side, decode: Side, transfer_i
     with pytest.raises(kvconn.InvalidError, match="role"):
         decode.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [1])])
     prefill.agent.offer_partial([kvconn.PartialOffer(transfer_id, [[1]], [1])])
-    with pytest.raises(kvconn.InvalidError, match="withdraw them first"):
+    with pytest.raises(kvconn.InvalidError, match="withdraw the transfer first"):
         prefill.agent.offer([kvconn.Offer(transfer_id, [[2]])])
     prefill.agent.withdraw([transfer_id, "nobody's"])
     prefill.agent.offer([kvconn.Offer(transfer_id, [[2]])])

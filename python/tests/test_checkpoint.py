@@ -130,7 +130,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(NoFingerprint, match="'s3://bucket/x' is not in the file system"):
         model_fingerprint("s3://bucket/x")
-    with pytest.raises(NoFingerprint, match="'org/absent' is no path here"):
+    with pytest.raises(NoFingerprint, match="'org/absent' is no path on this host"):
         model_fingerprint("org/absent")
     for damage in (b"", struct.pack("<Q", 1 << 60) + b"{}", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b'{"a": {}}'):
         where = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes as c
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Side
+from side import Side
 
 import kvconn
 
@@ -145,6 +147,58 @@ def test_layers_wait_for_their_moments(gpu: Gpu, sides: tuple[DeviceSide, Device
     assert [gpu.wrong(d.device.block(layer, 9), 50 + layer) for layer in range(LAYERS)] == [0] * LAYERS
 
 
+def test_layers_are_marked_on_their_stream(gpu: Gpu, sides: tuple[DeviceSide, DeviceSide]) -> None:
+    """One call a layer: its moment is of the work that the stream has then."""
+    p, d = sides
+    stream = gpu.stream()
+    load(p, d, [9])
+    p.agent.offer_partial([kvconn.PartialOffer("t", [[4]], ready=[0], computing=[1])])
+    for layer, regions in enumerate(([0], (1,))):
+        gpu.kernel(stream, p.device.block(layer, 4), 70 + layer)
+        p.agent.written_on(regions, stream)
+    p.agent.offer([kvconn.Offer("t", [[4]], after=p.agent.moment(0, stream))])
+    assert d.finished("t").ok and p.finished("t").ok
+    assert [gpu.wrong(d.device.block(layer, 9), 70 + layer) for layer in range(LAYERS)] == [0] * LAYERS
+
+
+def test_moments_that_cannot_be(gpu: Gpu, sides: tuple[DeviceSide, DeviceSide]) -> None:
+    """Each refusal has the value, and the call that it comes from."""
+    p, _ = sides
+    stream = gpu.stream()
+    first, again = p.agent.moment(0, stream), p.agent.moment(1, stream)
+    assert 0 < first < again
+    gpu.call("cuStreamBeginCapture_v2", c.c_void_p(stream), 2)
+    for refused in (lambda: p.agent.moment(0, stream), lambda: p.agent.written_on((0,), stream)):
+        with pytest.raises(kvconn.InvalidError, match="captured into a CUDA graph"):
+            refused()
+    gpu.call("cuStreamEndCapture", c.c_void_p(stream), c.byref(c.c_void_p()))
+    with pytest.raises(kvconn.InvalidError, match=f"region {LAYERS} "):
+        p.agent.moment(LAYERS, stream)
+    with pytest.raises(kvconn.InvalidError, match="region 4294967295 "):
+        p.agent.moment(2**32 - 1, stream)
+    with pytest.raises(kvconn.InvalidError, match="region is 4294967296"):
+        p.agent.moment(2**32, stream)
+    with pytest.raises(kvconn.InvalidError, match="stream is -1"):
+        p.agent.moment(0, -1)
+    with pytest.raises(kvconn.InvalidError, match="moment is -1"):
+        p.agent.written_after([0], -1)
+    for regions in ([0, LAYERS], (0, LAYERS), range(LAYERS + 1)):
+        with pytest.raises(kvconn.InvalidError, match="not in device memory"):
+            p.agent.written_after(regions, again)
+        with pytest.raises(kvconn.InvalidError, match="not in device memory"):
+            p.agent.written_on(regions, stream)
+    with pytest.raises(kvconn.InvalidError, match="num_regions is 0"):
+        p.agent.written_on((), stream)
+    gone = gpu.stream()
+    gpu.call("cuStreamDestroy_v2", c.c_void_p(gone))
+    with pytest.raises(kvconn.KvconnError, match=f"stream {gone:#x}.*INVALID_HANDLE"):
+        p.agent.moment(0, gone)
+    p.agent.close()
+    for refused in (lambda: p.agent.moment(0, stream), lambda: p.agent.written_on((0,), stream), lambda: p.agent.written_after((0,), 1)):
+        with pytest.raises(kvconn.KvconnError, match="handle is not open"):
+            refused()
+
+
 def test_host_memory_is_not_a_device(gpu: Gpu) -> None:
     p = Side("prefill")
     try:
@@ -156,3 +210,12 @@ def test_host_memory_is_not_a_device(gpu: Gpu) -> None:
             p.agent.moment(0, 0)
     finally:
         p.agent.close()
+
+
+def test_library_is_named_by_the_environment_that_is() -> None:
+    """Go's copy of the environment is of the process's beginning, and engines overwrite it with a title (setproctitle)."""
+    code = "import os, sys, pytest; os.environ['KVCONN_LIBCUDA'] = sys.argv[1]; sys.exit(pytest.main(sys.argv[2:]))"
+    argv = [str(DOUBLE), "-q", "-p", "no:cacheprovider", f"{__file__}::test_an_offer_waits_for_its_moment"]
+    env = {name: value for name, value in os.environ.items() if name != "KVCONN_LIBCUDA"}
+    done = subprocess.run([sys.executable, "-c", code, *argv], env=env, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

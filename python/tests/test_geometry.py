@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import numpy as np
 import pytest
-from conftest import Side
+from side import Side
 
 import kvconn
 

@@ -290,3 +290,34 @@ def test_unequal_ranks(port: int, kind: str, theirs: int, ours: int) -> None:
                     continue
                 for head in range(tensor.shape[1]):
                     assert (tensor[tokens([4]), head] == 1 + 10 * each + n * HEADS // ours + head).all(), (each, head)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (2, 2)])
+def test_draft_of_unequal_ranks(port: int, theirs: int, ours: int) -> None:
+    """The heads of a draft model that has as many as the model are cut and gathered like the model's."""
+    drafts: dict[tuple[str, int], Any] = {}
+
+    def start_all(role: str, size: int) -> list[Rank]:
+        def draft(n: int) -> Any:
+            drafts[role, n] = mha(0, 1, heads=HEADS // size)
+            return drafts[role, n]
+
+        def make() -> Any:
+            return mha(0, 2, heads=HEADS // size)
+
+        more = {"disaggregation_bootstrap_port": port, "speculative_algorithm": "EAGLE"}
+        return [start(role, make, tp=(n, size), draft=lambda n=n: draft(n), **more) for n in range(size)]
+
+    with engine(port) as ranks:
+        ps = start_all("prefill", theirs)
+        ranks += ps
+        ds = start_all("decode", ours)
+        ranks += ds
+        for n in range(theirs):
+            for head in range(HEADS // theirs):
+                drafts["prefill", n].get_key_buffer(0)[:, head] = 100 + n * HEADS // theirs + head
+        ends, rooms = send(ps, ds, port, ([1, 2], [], 0), ([4, 5], [], 1))
+        assert ends == [SUCCESS] * ours, [room.reason for room in rooms]
+        for n in range(ours):
+            for head in range(HEADS // ours):
+                assert (drafts["decode", n].get_key_buffer(0)[tokens([4, 5]), head] == 100 + n * HEADS // ours + head).all()

@@ -270,7 +270,7 @@ def test_what_is_sent_out_of_order_ends_the_request(sides: tuple[Side, Side]) ->
     p, d = sides
     sender = KVConnSender(p, p.address, 10)
     sender.send([1])
-    assert sender.poll() == KVPoll.Failed and "before init" in sender.room.reason
+    assert sender.poll() == KVPoll.Failed and "before it called init" in sender.room.reason
     receiver = KVConnReceiver(d, p.address, 10)
     receiver.init(0)
     receiver.send_metadata([1], 1, None, decode_prefix_len=p.layout.page_size + 1)

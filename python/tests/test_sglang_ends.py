@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,14 @@ import kvconn
 from kvconn.sglang.layout import ids
 from kvconn.sglang.partial import Chunks
 from kvconn.sglang.rooms import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, Holder
+
+
+def soon(holds: Callable[[], bool], *sides: Any) -> None:
+    """Waits for something of which Python sees no event."""
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, [side.agent.stats() for side in sides]
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("by", ["prefill", "decode"])
@@ -35,12 +44,19 @@ def test_abort_between_chunks(ranks: Any, by: str, monkeypatch: pytest.MonkeyPat
         d.until(at_d, FAILED)
         assert "the client went" in at_d.reason
     else:
+        finished, ends = p.rooms._get_finished, list[Any]()
+        monkeypatch.setattr(p.rooms, "_get_finished", lambda: (done := finished(), ends.extend(done))[0])
+        soon(lambda: np.array_equal(d.kv[:, 5], p.kv[:, 1]), p, d)  # the first chunk is there
         d.rooms.abort(at_d, "the client went")
         d.until(at_d, FAILED)
+        soon(lambda: p.agent.stats()["offers_under_way"] == 0, p, d)  # prefill has heard it; SGLang hears it with the next chunk
         chunks.add(ids([2], "pages"))
         p.rooms.offer(at_p, *chunks.offer(None, 1))
         p.until(at_p, FAILED)
-        assert "the client went" in at_p.reason
+        # Decode tells it in its own words, and by the way of the bytes. Prefill reports what it heard first.
+        assert [one.code for one in ends] == [kvconn.Status.PEER_CANCELLED]
+        assert "the client went" in at_p.reason or "the decode agent does not expect the transfer" in at_p.reason
+        assert not d.kv[:, 6].any(), "a chunk went to a request that had ended"
     p.rooms.forget(at_p)
     d.rooms.forget(at_d)
     empty(p, d)

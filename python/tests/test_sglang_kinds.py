@@ -5,12 +5,16 @@ python python/tests/test_sglang_kinds.py     writes the tables into docs/caches.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvconn
 from kvconn.sglang import kinds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +52,7 @@ if importlib.util.find_spec("sglang") is not None:
     from sglang.srt.disaggregation import utils
     from sglang.srt.disaggregation.base.conn import StateType
     from sglang.srt.mem_cache import memory_pool
-    from sglang_engine import DIM, HEADS, mha, start
+    from sglang_engine import DIM, HEADS, engine, mha, start
     from sglang_engine import PAGE as TOKENS
 
     def test_states_of_the_installed_engine() -> None:
@@ -92,8 +96,37 @@ if importlib.util.find_spec("sglang") is not None:
 
     def test_state_of_memory_that_the_pool_does_not_know_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
         add(monkeypatch, StateType.SWA, torch.zeros(16, 64))
-        with pytest.raises(ValueError, match="a buffer of 'swa' is of no layer of the MHATokenToKVPool"):
+        with pytest.raises(ValueError, match="a buffer of 'swa' that no layer of its MHATokenToKVPool has"):
             start("decode", lambda: mha(0, 2))
+
+    @pytest.mark.parametrize("role", ["prefill", "decode"])
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda values: values[:-1], "SGLang has not handed over kv of layer 1 of its MLATokenToKVPool"),
+            (lambda values: [*values, values[-1]], r'region "layer\.1\.kv" of group 0 is registered twice'),
+        ],
+    )
+    def test_buffers_that_are_not_each_there_once_stop_the_start(
+        role: str, change: Any, says: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given = memory_pool.MLATokenToKVPool.get_contiguous_buf_infos
+
+        def infos(pool: Any) -> Any:
+            return tuple(change(values) for values in given(pool))
+
+        monkeypatch.setattr(memory_pool.MLATokenToKVPool, "get_contiguous_buf_infos", infos)
+        with at_port(role) as more, pytest.raises((ValueError, kvconn.InvalidError), match=says):
+            start(role, lambda: memory_pool.MLATokenToKVPool(64, TOKENS, torch.float32, 8, 4, 2, "cpu", False), **more)
+
+    @contextlib.contextmanager
+    def at_port(role: str) -> Iterator[dict[str, int]]:
+        """The settings of a rank that joins a bootstrap port."""
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        with engine(port):
+            yield {"disaggregation_bootstrap_port": port} if role == "prefill" else {}
 
     def add(monkeypatch: pytest.MonkeyPatch, state: Any, buffer: Any) -> None:
         for module in ("prefill", "decode"):

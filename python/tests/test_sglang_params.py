@@ -9,7 +9,8 @@ import pytest
 
 from kvconn._engine import Rank as RankOf
 from kvconn.sglang.layout import ids
-from kvconn.sglang.params import agent_config, bootstrap_address, from_environment, server_config
+from kvconn.sglang.params import Prefill, agent_config, bootstrap_address, from_environment, prefill_api_key, server_config
+from kvconn.sglang.served import _adapters
 
 
 def test_ids() -> None:
@@ -37,28 +38,47 @@ def test_settings_from_the_environment(tmp_path: Any) -> None:
         "bootstrap_port": 8998,
         "nats_token": "t",
     }
-    config = agent_config(
-        "prefill",
-        {"model": "tiny", "model_fingerprint": "1:a"},
-        "float32",
-        16,
-        RankOf(1, 2),
-        "127.0.0.1:8998",
-        {"kv_layout": "x"},
-        300,
-        extra,
-    )
+    tiny = {"model": "tiny", "model_fingerprint": "1:a"}
+    port = Prefill("127.0.0.1:8998", {"kv_layout": "x"}, 300)
+    config = agent_config(RankOf(1, 2), tiny, "float32", 16, extra, port)
+    assert (config["role"], config["early_load_s"], config["route_info"]) == ("prefill", 300, {"kv_layout": "x"})
     assert (config["model"], config["model_fingerprint"]) == ("tiny", "1:a")
     assert config["dtype"] == "float32" and config["tcp_port"] == 9000 and config["tp_rank"] == 1
-    named = agent_config("decode", {"model": "tiny", "model_fingerprint": "1:a"}, "f", 1, RankOf(), None, {}, 300, {"model": "mine"})
+    named = agent_config(RankOf(), tiny, "f", 1, {"model": "mine"})
+    assert named["role"] == "decode" and named["report_claims"] and "bootstrap_join" not in named
     assert named["model"] == "mine" and "model_fingerprint" not in named, "who names the model vouches for it"
-    secure = agent_config("prefill", {}, "f", 1, RankOf(), "127.0.0.1:8998", {}, 300, {"tls_cert_file": "c", "tls_key_file": "k"})
+    secure = agent_config(RankOf(), {}, "f", 1, {"tls_cert_file": "c", "tls_key_file": "k"}, port)
     assert secure["bootstrap_join"] == "https://127.0.0.1:8998"
     for key, value in (("engine_id", "mine"), ("bootstrap_port", 1), ("tp_size", 2), ("must_match", {})):
         with pytest.raises(ValueError, match=f"KVCONN_SGLANG_CONFIG sets {key}"):
-            agent_config("decode", {}, "f", 1, RankOf(), None, {}, 300, {key: value})
+            agent_config(RankOf(), {}, "f", 1, {key: value})
     file.write_text("[1]")
     with pytest.raises(ValueError, match="an object was expected"):
         from_environment({"KVCONN_SGLANG_CONFIG": str(file)})
     with pytest.raises(ValueError, match="KVCONN_SGLANG_CONFIG"):
         from_environment({"KVCONN_SGLANG_CONFIG": "{"})
+
+
+def test_prefill_key_goes_to_named_hosts_only(tmp_path: Any) -> None:
+    file = tmp_path / "key"
+    environ = {"KVCONN_SGLANG_PREFILL_API_KEY_FILE": str(file)}
+    allowed = {"bootstrap_allow": ["10.0.0.0/8"]}
+    assert prefill_api_key({}, {}) == ""
+    with pytest.raises(ValueError, match="has no bootstrap_allow"):
+        prefill_api_key({}, environ)
+    with pytest.raises(FileNotFoundError):
+        prefill_api_key(allowed, environ)
+    for text, fine in (("secret\n", True), ("", False), ("one\ntwo", False)):
+        file.write_text(text)
+        if fine:
+            assert prefill_api_key(allowed, environ) == "secret"
+        else:
+            with pytest.raises(ValueError, match="a key of one line was expected"):
+                prefill_api_key(allowed, environ)
+
+
+def test_adapters_of_options() -> None:
+    """A path may have the sign that stands behind a name, as SGLang takes it."""
+    words = ["mine=/adapters/rank=8", "/adapters/plain", "other=/adapters/other"]
+    assert _adapters(words) == [("/adapters/plain", "/adapters/plain"), ("mine", "/adapters/rank=8"), ("other", "/adapters/other")]
+    assert _adapters({"mine": "/a=b"}) == [("mine", "/a=b")] and _adapters(None) == []

@@ -16,6 +16,8 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed here: these run in the environment of `make e2e-sglang`", allow_module_level=True)
 
+import like as sglang
+from like import like
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base import conn as base
 from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
@@ -24,7 +26,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 import kvconn
-from kvconn.sglang import conn, plugin
+from kvconn.sglang import conn, plugin, server
 from kvconn.sglang.allow import RouteError
 from kvconn.sglang.rooms import NoAgent, Rooms
 from kvconn.sglang.route import Engine
@@ -35,7 +37,7 @@ CLASSES = {
     KVClassType.MANAGER: conn.KVConnManager,
     KVClassType.SENDER: conn.KVConnSender,
     KVClassType.RECEIVER: conn.KVConnReceiver,
-    KVClassType.BOOTSTRAP_SERVER: conn.KVConnBootstrapServer,
+    KVClassType.BOOTSTRAP_SERVER: server.KVConnBootstrapServer,
 }
 
 
@@ -63,7 +65,7 @@ def test_request_is_known_before_its_sender_and_receiver() -> None:
         manager = SimpleNamespace(coming=None)
         request = Req("r", "", array("q", [7, 8]), SamplingParams(), bootstrap_room=3)
         with pytest.raises(Exception):  # noqa: B017  # of SGLang, which finds nothing else of what it needs here
-            queue.add(SimpleNamespace(kv_manager=manager), request, 1)
+            queue.add(like(sglang.SGLANG_QUEUE, kv_manager=manager), request, 1)
         assert manager.coming is request
         manager.rooms = Rooms(NoAgent(), "", 1, 1)
         assert conn.KVConnManager.open_room(manager, 4).prompt == 0 and manager.coming is None
@@ -77,11 +79,13 @@ def test_scheduler_without_a_batch_waits_for_news() -> None:
     names = ("disagg_decode_prealloc_queue", "disagg_prefill_bootstrap_queue")
     waits: list[str] = []
     for name in names:
-        queue = SimpleNamespace(kv_manager=SimpleNamespace(wait_for_news=lambda name=name: waits.append(name)))
+        queue = like(sglang.SGLANG_QUEUE, kv_manager=SimpleNamespace(wait_for_news=lambda name=name: waits.append(name)))
         with pytest.raises(AttributeError):  # of SGLang, which finds nothing else of what it needs here
-            Scheduler.on_idle(SimpleNamespace(**{**dict.fromkeys(names), name: queue}))
+            Scheduler.on_idle(like(sglang.SGLANG_SCHEDULER, **{**dict.fromkeys(names), name: queue}))
         with pytest.raises(AttributeError):  # another backend's manager
-            Scheduler.on_idle(SimpleNamespace(**{**dict.fromkeys(names), name: SimpleNamespace(kv_manager=object())}))
+            Scheduler.on_idle(
+                like(sglang.SGLANG_SCHEDULER, **{**dict.fromkeys(names), name: like(sglang.SGLANG_QUEUE, kv_manager=object())})
+            )
     assert waits == list(names)
 
 

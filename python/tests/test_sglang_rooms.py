@@ -68,7 +68,7 @@ def test_chunks_move_while_prefill_goes_on(ranks: Any) -> None:
     p.until(at_p, SUCCESS)
     assert (d.kv[:, 8] == p.kv[:, 12]).all() and (d.rows[1][3] == p.rows[1][4]).all()
     assert (d.states["mamba"][:, 1] == p.states["mamba"][:, 2]).all()
-    with pytest.raises(ValueError, match="5 pages were sent, 4"):
+    with pytest.raises(ValueError, match="has sent 5 pages, but announced 4"):
         chunks.add(ids([13], "pages"))
 
 

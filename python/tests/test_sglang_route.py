@@ -19,13 +19,13 @@ if importlib.util.find_spec("aiohttp") is None:
 
 import kvconn
 from kvconn.sglang.rooms import Inbox
-from kvconn.sglang.route import Access, Engine, RouteError, Router
+from kvconn.sglang.route import _BATCH, Access, Engine, RouteError, Router
 
 
 class Asker:
-    def __init__(self, access: Access | None = None) -> None:
+    def __init__(self, access: Access | None = None, prefill_key: str = "") -> None:
         self.inbox = Inbox()
-        self.router = Router(self.inbox, access)
+        self.router = Router(self.inbox, access, prefill_key)
         self.answers: list[Any] = []
 
     def answer(self) -> Any:
@@ -199,8 +199,24 @@ def test_burst_of_rooms_is_a_few_questions() -> None:
     assert "does not say which" in str(d.answer()) and not d.router._asking.get(address)
 
 
-@pytest.mark.parametrize(("status", "says"), [("200 OK", ""), ("401 Unauthorized", "it answers 401: no key")])
-def test_prefill_again(status: str, says: str) -> None:
+def test_longest_question_is_read() -> None:
+    host = kvconn.Agent({"role": "bootstrap", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0})
+    try:
+        asker = Asker()
+        asked = asker.router._request(
+            "POST", host.bootstrap_address.removeprefix("http://"), "/query_dp_ranks", {"bootstrap_rooms": [2**63 - 1] * _BATCH}
+        )
+        asker.router._start(asked, asker.answers.append)
+        assert asker.answer() == (200, {})
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize("key", ["", "secret"])
+@pytest.mark.parametrize(
+    ("status", "says"), [("200 OK", ""), ("401 Unauthorized", "it answers 401: no key (KVCONN_SGLANG_PREFILL_API_KEY")]
+)
+def test_prefill_again(status: str, says: str, key: str) -> None:
     """A prefill server is asked by its own API, once. If that fails, the error says why."""
     heard: list[bytes] = []
 
@@ -211,12 +227,13 @@ def test_prefill_again(status: str, says: str) -> None:
         heard.append(said)
         connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: 6\r\n\r\nno key".encode())
 
-    asker = Asker()
+    asker = Asker(prefill_key=key)
     with server(serve) as address:
         asker.router.prefill_again(address, {"rid": "r"}, 20, asker.answers.append)
         answer = asker.answer()
     assert says in str(answer) if says else answer is None, answer
     assert len(heard) == 1 and heard[0].startswith(b"POST /generate ") and heard[0].endswith(b'{"rid": "r"}')
+    assert (b"Authorization: Bearer secret" in heard[0]) == bool(key) and "secret" not in str(answer)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed here: these run in the environment of `make e2e-sglang`", allow_module_level=True)
 
+import like as sglang
 import numpy as np
 import sglang_rank
 import torch
+from like import like
 from sglang.srt.mem_cache import memory_pool, swa_memory_pool
 from sglang_engine import start
 from sglang_rank import HEADS, ITEM, PAGES, TOKENS
@@ -82,7 +86,7 @@ servers: list[Any] = []
 def at_its_own_port() -> dict[str, Any]:
     import socket
 
-    from kvconn.sglang.conn import KVConnBootstrapServer
+    from kvconn.sglang.server import KVConnBootstrapServer
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -117,6 +121,28 @@ def test_pools_have_the_names_and_fields_of_sglang_s() -> None:
         assert conv[:3] == real[:3], "a slot is described in the same words"
     finally:
         with_states.manager.teardown()
+
+
+def test_stand_in_with_a_field_that_sglang_does_not_have_is_an_error() -> None:
+    like(sglang.SGLANG_SCHEDULER, rust_server=None)
+    with pytest.raises(AssertionError, match="of the installed sglang has no rust_servers"):
+        like(sglang.SGLANG_SCHEDULER, rust_servers=None)
+
+
+# These make objects of kvconn's own, objects that a test of this file compares, or objects that only SGLang's code reads, which
+# fails where a field is missing.
+OF_NO_ENGINE = {
+    "like.py": 2, "sglang_rank.py": 2, "sglang_engine.py": 1, "sglang_sides.py": 4,
+    "test_sglang_caches.py": 5, "test_sglang_conn.py": 1, "test_sglang_plugin.py": 2,
+}  # fmt: skip
+
+
+def test_no_test_has_a_stand_in_of_another_make() -> None:
+    """A new one must be compared with SGLang's class, by like.py or in this file, and named in docs/design/testing.md."""
+    here = Path(__file__).parent
+    for file in [*here.glob("test_sglang_*.py"), *here.glob("sglang_*.py"), here / "like.py"]:
+        made = len(re.findall(r"\b(?:SimpleNamespace|\w*Mock)\(", file.read_text(encoding="utf-8")))
+        assert made == OF_NO_ENGINE.get(file.name, 0) or file == Path(__file__), file
 
 
 def test_senders_and_receivers_get_the_fields_of_the_manager() -> None:

@@ -14,33 +14,39 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed here: these run in the environment of `make e2e-sglang`", allow_module_level=True)
 
+import sglang_engine
 import torch
-from safetensors.torch import save_file
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 from sglang_engine import Group, engine, mha, send, settings, start
 from test_sglang_caches import SPLITS, dsa, mamba
 
+from kvconn import IndexKind
 from kvconn.sglang.conn import KVConnManager
+from kvconn.sglang.params import for_gpu
 
 FAILED, SUCCESS = 0, 4
 
 
-@pytest.fixture
-def port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
 
 
 @pytest.mark.parametrize(
     ("option", "says"),
     [
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2 is not supported by kvconn: .* load no plugins"),
-        ({"device": "cuda"}, "--device is cuda: only caches in host memory"),
+        ({"device": "xpu"}, "--device is xpu: only cpu and cuda are supported"),
         ({"enable_kv_cache_sharding": True}, "enable_kv_cache_sharding is not supported"),
         ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete is not supported"),
     ],
@@ -79,7 +85,8 @@ def test_manager_without_its_queue() -> None:
     ("stages", "says"),
     [
         ([[0, 1], [1, 2, 3]], "2 stages of the pipeline have layer 1: stage 0 has layers 0 to 1, stage 1 has layers 1 to 3"),
-        ([[0], [2, 3]], "no stage of the pipeline has layer 1: stage 0 has layers 0 to 0, stage 1 has layers 2 to 3"),
+        ([[0], [2, 3]], "no stage of the pipeline has layer 1 of 4: stage 0 has layers 0 to 0, stage 1 has layers 2 to 3"),
+        ([[0, 1], [2]], "no stage of the pipeline has layer 3 of 4: stage 0 has layers 0 to 1, stage 1 has layers 2 to 2"),
     ],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -90,7 +97,9 @@ def test_stages_that_have_a_layer_twice_or_not_at_all(role: str, stages: list[li
 
 
 def test_stage_without_a_state(port: int) -> None:
-    with pytest.raises(ValueError, match="this rank has no memory for the state 'mamba': each stage of a pipeline needs a layer with one"):
+    with pytest.raises(
+        ValueError, match="no layer of this rank has the state 'mamba': set --pp-size so that each stage has a layer with it"
+    ):
         start("decode", lambda: mamba([0]), pp=(0, 2), stages=SPLITS["uneven"])
 
 
@@ -109,49 +118,29 @@ def test_port_of_the_first_host(port: int) -> None:
         assert send([ranks[0]], [ranks[1]], port, ([1], [], 0), ([4], [], 1))[0] == [SUCCESS]
 
 
-def model(where: Path, weight: float) -> str:
-    where.mkdir(parents=True)
-    (where / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
-    save_file({"weight": torch.full((8, 8), weight)}, where / "model.safetensors")
-    return str(where)
+def refused(port: int, p: dict[str, Any], d: dict[str, Any], states: Any = ((), ()), good: Any = None) -> str:
+    """The reason for which a request of two such engines fails. Both live, and each serves a request with an engine like itself.
 
+    good: states that fit, where those of the request do not.
+    """
+    beside = free_port()
+    fits = good or states
 
-def refused(port: int, p: dict[str, Any], d: dict[str, Any], states: Any = ((), ())) -> str:
-    """The reason for which a request of two such engines fails. Both live, and each serves a request with an engine like itself."""
-    with engine(port) as ranks:
-        ps = start("prefill", p.pop("make", lambda: mha(0, 2)), disaggregation_bootstrap_port=port, **p)
-        ranks.append(ps)
-        ds = start("decode", d.pop("make", lambda: mha(0, 2)), **d)
-        ranks.append(ds)
-        ends, rooms = send([ps], [ds], port, ([1], states[0], 0), ([4], states[1], 1))
+    def one(role: str, like: dict[str, Any], at: int) -> Any:
+        more = {name: value for name, value in like.items() if name != "make"}
+        if role == "prefill":
+            more["disaggregation_bootstrap_port"] = at
+        return start(role, like.get("make", lambda: mha(0, 2)), **more)
+
+    with engine(port) as ranks, engine(beside) as others:
+        ranks += [one("prefill", p, port), one("decode", d, port)]
+        ends, rooms = send(ranks[:1], ranks[1:], port, ([1], states[0], 0), ([4], states[1], 1))
         assert ends == [FAILED]
+        ranks.append(one("decode", p, port))
+        assert send(ranks[:1], ranks[2:], port, ([1], fits[0], 0), ([4], fits[0], 1), 7)[0] == [SUCCESS]
+        others.append(one("prefill", d, beside))
+        assert send(others, ranks[1:2], beside, ([1], fits[1], 0), ([4], fits[1], 1), 8)[0] == [SUCCESS]
         return rooms[0].reason
-
-
-def test_same_name_other_weights(port: int, tmp_path: Path) -> None:
-    one, other = model(tmp_path / "a" / "tiny", 1), model(tmp_path / "b" / "tiny", 2)
-    reason = refused(port, {"model_path": one}, {"model_path": other})
-    assert 'model "tiny" with fingerprint 1:' in reason and "their weights or configurations differ" in reason
-
-
-def test_other_name_same_weights(port: int, tmp_path: Path) -> None:
-    one, other = model(tmp_path / "a" / "tiny", 1), model(tmp_path / "b" / "copy", 1)
-    with engine(port) as ranks:
-        ranks.append(start("prefill", lambda: mha(0, 2), disaggregation_bootstrap_port=port, model_path=one))
-        ranks.append(start("decode", lambda: mha(0, 2), model_path=other))
-        assert send(ranks[:1], ranks[1:], port, ([1], [], 0), ([4], [], 1))[0] == [SUCCESS]
-
-
-def test_engines_that_have_not_enough_in_common(port: int) -> None:
-    for theirs, says in (
-        ({"attention_backend": "intel_amx"}, 'attention_backend "intel_amx" at the prefill engine, "torch_native" at the decode engine'),
-        ({"quantization": "w8a8_int8"}, 'quantization "w8a8_int8" at the prefill engine, "none" at the decode engine'),
-        (
-            {"draft": lambda: mha(0, 1), "speculative_algorithm": "EAGLE"},
-            'speculative "EAGLE, dummy, MHATokenToKVPool nhd" at the prefill engine, "none" at the decode engine',
-        ),
-    ):
-        assert says in refused(port, theirs, {})
 
 
 def test_states_of_unequal_ranks(port: int) -> None:
@@ -164,6 +153,8 @@ def test_states_of_unequal_ranks(port: int) -> None:
         for room in rooms:
             said = 'state conv0 "16x3 by 3x1 float32" at the prefill engine, "8x3 by 3x1 float32" at the decode engine'
             assert said in room.reason, room.reason
+        ranks.append(start("decode", lambda: mamba([0, 1])))
+        assert send(ranks[:1], ranks[3:], port, ([1], [[3]], 0), ([4], [[5]], 1), 7)[0] == [SUCCESS]
 
 
 def test_state_of_another_type_of_numbers(port: int) -> None:
@@ -201,14 +192,28 @@ def test_ring_s_entries_that_are_none(port: int, six: list[int], says: str) -> N
 
 def test_rings_of_unequal_length(port: int) -> None:
     p, d = ({"make": lambda extra=extra: dsa([0, 1], kpool=4, extra=extra), "page": 256} for extra in (2, 3))
-    reason = refused(port, p, d, ([[1], []], [[4], []]))
+    reason = refused(port, p, d, ([[1], []], [[4], []]), ([[1], [1, 0, 2, 0, 0, 6]], [[4], [4, 0, 2, 0, 0, 7]]))
     assert "entries of rings of 6 of 256 bytes at the prefill engine, opaque entries of rings of 7" in reason, reason
+
+
+def test_what_ids_name() -> None:
+    """Both engines compare it: a slot is no page, though it may be as long."""
+    tail = {"page": 256}
+    for make, more, kinds in (
+        (lambda: mamba([0, 1]), {}, [IndexKind.BLOCK, IndexKind.SLOT, IndexKind.ROW]),
+        (lambda: dsa([0, 1], kpool=4, extra=2), tail, [IndexKind.BLOCK, IndexKind.BLOCK, IndexKind.ring(6), IndexKind.ROW]),
+    ):
+        rank = start("decode", make, **more)
+        try:
+            assert {(region.group, int(region.index_kind)) for region in rank.layout.regions} == set(enumerate(map(int, kinds)))
+        finally:
+            rank.manager.teardown()
 
 
 def test_two_slots_for_one_request() -> None:
     rank = start("decode", lambda: mamba([0, 1]))
     try:
-        with pytest.raises(ValueError, match="2 slots of the state 'mamba' for one request"):
+        with pytest.raises(ValueError, match="SGLang names 2 slots of the state 'mamba' for a request"):
             rank.layout.blocks([1], [[3, 4]], 0)
     finally:
         rank.manager.teardown()
@@ -217,3 +222,48 @@ def test_two_slots_for_one_request() -> None:
 def test_draft_model_with_stages() -> None:
     with pytest.raises(ValueError, match="a draft model is not carried with --pp-size 2"):
         start("decode", lambda: mha(0, 2), pp=(0, 2), stages=SPLITS["two"], draft=lambda: mha(0, 1))
+
+
+def test_rows_that_are_not_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang puts them on the GPU for one of Mooncake's transports."""
+
+    class Buffers(MetadataBuffers):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.bootstrap_room = self.bootstrap_room.to("meta")
+
+    monkeypatch.setattr(sglang_engine, "MetadataBuffers", Buffers)
+    with pytest.raises(ValueError, match="metadata rows on meta: unset SGLANG_MOONCAKE_CUSTOM_MEM_POOL"):
+        start("decode", lambda: mha(0, 2))
+
+
+MAPPING = '{"0": "mlx5_0", "1": "mlx5_2, mlx5_3"}'
+
+
+@pytest.mark.parametrize(
+    ("option", "gpu", "devices"),
+    [("mlx5_0", 3, ["mlx5_0"]), ("mlx5_0,mlx5_1", 0, ["mlx5_0", "mlx5_1"]), (MAPPING, 1, ["mlx5_2", "mlx5_3"])],
+)
+def test_devices_of_a_gpu(option: str, gpu: int, devices: list[str], tmp_path: Path) -> None:
+    assert for_gpu({}, option, gpu) == {"rdma_devices": devices}
+    assert for_gpu({"transport": "rdma", "rdma_devices": devices}, option, gpu) == {"transport": "rdma", "rdma_devices": devices}
+    file = tmp_path / "devices.json"
+    file.write_text(MAPPING)
+    assert for_gpu({}, str(file), 0) == {"rdma_devices": ["mlx5_0"]}
+    assert for_gpu({"lease_s": 5}, None, 0) == {"lease_s": 5}
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ('{"1": "mlx5_0"}', "No IB devices configured for GPU 0"),
+        ('{"0": " "}', "names no device for GPU 0"),
+        ("{", "Invalid JSON mapping"),
+        ("none.json", "none.json does not exist"),
+        ("mlx5_0", r"has \['mlx5_0'\] for GPU 0, KVCONN_SGLANG_CONFIG has rdma_devices \['mlx5_9'\]"),
+    ],
+)
+def test_devices_that_are_not_right(option: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCONN_SGLANG_CONFIG", '{"rdma_devices": ["mlx5_9"]}')
+    with pytest.raises(ValueError, match=says):
+        start("decode", lambda: mha(0, 2), disaggregation_ib_device=option)

@@ -57,6 +57,8 @@ class Worker:
         backend: str = "CPU_ATTN",
         isa: str = "vec",
         tokens_first: bool = False,
+        place: Callable[[torch.Tensor], Any] = lambda cache: cache,
+        kv_buffer_device: str = "cpu",
         **args: Any,
     ) -> None:
         self.engine_id = f"{role}-{next(numbers)}"
@@ -66,6 +68,7 @@ class Worker:
             kv_connector_module_path="kvconn.vllm",
             kv_role=role,
             engine_id=self.engine_id,
+            kv_buffer_device=kv_buffer_device,
             kv_connector_extra_config={**here, **(config or {})},
         )
         made = EngineArgs(
@@ -90,7 +93,8 @@ class Worker:
             self.cache = torch.zeros(BLOCKS, tokens, 2, 2 * 16, dtype=dtype).transpose(1, 2)
         else:
             self.cache = torch.zeros(BLOCKS, 2, tokens, 2 * 16, dtype=dtype)
-        self.connector.register_kv_caches({"layer.0": self.cache})
+        self.placed = place(self.cache)
+        self.connector.register_kv_caches({"layer.0": self.placed})
 
     def step(self, meta: KVConnMetadata, forward: Callable[[], None] = lambda: None) -> tuple[set[str], set[str], set[int]]:
         """The requests reported as sent and as received, and the blocks of failed loads."""
@@ -111,9 +115,15 @@ class Worker:
         self.step(KVConnMetadata(offers=[OfferWork(name, name, [blocks], [0])]))
 
     def is_sent(self, name: str) -> bool:
+        return self._hears_of(name, 0)
+
+    def is_received(self, name: str) -> bool:
+        return self._hears_of(name, 1)
+
+    def _hears_of(self, name: str, where: int) -> bool:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
-            if name in self.step(KVConnMetadata(empty_step=True))[0]:
+            if name in self.step(KVConnMetadata(empty_step=True))[where]:
                 return True
         return False
 
@@ -166,7 +176,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     ("setting", "said"),
     [
         ({"dtype": "bfloat16"}, 'dtype "float32" at the prefill engine, "bfloat16" at the decode engine'),
-        ({"block_size": 96}, "blocks of 128 tokens at the prefill engine, of 96 at the decode engine"),
+        ({"block_size": 96}, "a block has 128 tokens at the prefill engine, 96 at the decode engine"),
         (
             {"isa": "amx"},
             'region "layer.0[CPU_ATTN,vec]" of group 0 … is only at the prefill engine; region "layer.0[CPU_ATTN,amx]"',
@@ -184,20 +194,23 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
             '"{0}" with fingerprint 1: … "{0}" with fingerprint 1: … their weights or configurations differ',
         ),
         ({"config": {"must_match": {"speculative": "eagle"}}}, 'speculative "none" at the prefill engine, "eagle" at the decode engine'),
+        ({"both": {"dtype": "bfloat16"}, "quantization": "fp8"}, 'quantization "none" at the prefill engine, "fp8" at the decode engine'),
     ],
-    ids=["dtype", "block size", "order within a block", "attention backend", "model", "overrides", "speculative"],
+    ids=["dtype", "block size", "order within a block", "attention backend", "model", "overrides", "speculative", "quantization"],
 )
 def test_engines_that_do_not_fit(
     make: Callable[..., Worker], model: Path, log: pytest.LogCaptureFixture, setting: dict[str, Any], said: str
 ) -> None:
     """The load fails with both values in the log, and both engines go on with others."""
-    prefill, other = make("kv_producer"), make("kv_consumer", **setting)
+    both = setting.get("both", {})
+    setting = {**both, **{name: value for name, value in setting.items() if name != "both"}}
+    prefill, other = make("kv_producer", **both), make("kv_consumer", **setting)
     prefill.offer("unfit", [1, 2])
     assert other.load("unfit", prefill, [5, 6]) == {5, 6}
     assert "unfit: its cache was not loaded" in log.text
     assert re.search(".*".join(re.escape(part) for part in said.format(model.name).split(" … ")), log.text)
     assert not other.cache.any()
-    for p, d in ((prefill, make("kv_consumer")), (make("kv_producer", **setting), other)):
+    for p, d in ((prefill, make("kv_consumer", **both)), (make("kv_producer", **setting), other)):
         carry(p, d)
 
 

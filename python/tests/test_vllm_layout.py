@@ -43,7 +43,12 @@ def regions(caches: dict[str, Any], config: Any) -> list[tuple[Any, ...]]:
 def backend(name: str, layers: Sequence[str]) -> Any:
     asked = like(vllm.LAYER, get_attn_backend=lambda: like(vllm.BACKEND, get_name=lambda: name))
     context = like(vllm.COMPILATION_CONFIG, static_forward_context={each: asked for each in layers})
-    return like(vllm.VLLM_CONFIG, compilation_config=context)
+    return like(
+        vllm.VLLM_CONFIG,
+        compilation_config=context,
+        cache_config=like(vllm.CACHE_CONFIG, cache_dtype="auto"),
+        model_config=like(vllm.MODEL_CONFIG, dtype=torch.bfloat16),
+    )
 
 
 # The orders that vLLM names, as memory order of the logical axes L, B, H, N, C.
@@ -133,6 +138,23 @@ def test_quantisation_is_a_part_of_the_name() -> None:
     # A block of a mode that is not known here cannot be cut.
     plain = {specs.KVQuantMode[name] for name in layout._PLAIN_QUANTISATION if name}
     assert plain == {specs.KVQuantMode.NONE, specs.KVQuantMode.FP8_PER_TENSOR}
+
+
+@pytest.mark.parametrize(("engine", "named"), [("auto", ["float16", "float32"]), ("fp8", ["bfloat16", "float16", "float32"])])
+def test_type_of_numbers_of_a_layer_is_a_part_of_the_name(engine: str, named: list[str]) -> None:
+    """With --kv-cache-dtype-skip-layers some layers have the model's type, which the engine's own does not say."""
+
+    def name(dtype: str) -> str:
+        kind = getattr(torch, dtype)
+        config, context = cache_config(layers=["a"]), backend("TRITON_ATTN", "a")
+        context.cache_config.cache_dtype = engine
+        config.kv_cache_groups[0].kv_cache_spec = heads(3, dtype=kind)
+        cache = torch.zeros(8, 3, BLOCK, 10, dtype=kind)
+        (region,) = layout.make_regions({"a": cache}, context, config, kvconn.regions_from_tensor, ALL_HEADS)
+        return region.name
+
+    for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"):
+        assert name(dtype) == (f"a[TRITON_ATTN,{dtype}]" if dtype in named else "a[TRITON_ATTN]")
 
 
 def test_quantized_cache_is_copied_as_it_is() -> None:

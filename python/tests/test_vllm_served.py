@@ -15,11 +15,12 @@ if importlib.util.find_spec("vllm") is None:
 
 import like as vllm
 import numpy as np
-from like import like
+from like import like, older
 from test_checkpoint import tensors, write
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from kvconn.checkpoint import model_fingerprint
 from kvconn.vllm import served
 from kvconn.vllm.connector import KVConnConnector
 from kvconn.vllm.served import check_engine, model_keys, must_match
@@ -61,6 +62,29 @@ def test_how_it_is_loaded(model: Path, tmp_path: Path) -> None:
     assert {fingerprint(one, **args) for args in same} == {plain}
     others = [{"hf_overrides": {"rope_theta": 1.0}}, {"load_format": "dummy"}, {"load_format": "dummy", "seed": 3}]
     assert len({plain, *(fingerprint(one, **args) for args in others)}) == 4
+
+
+def test_configuration_from_another_folder(model: Path, tmp_path: Path) -> None:
+    """--hf-config-path: the configuration that counts is the one that vLLM reads, wherever it is."""
+    one, other = checkpoint(tmp_path / "tiny", model), checkpoint(tmp_path / "other", model)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 1.0}))
+    by_other = fingerprint(one, hf_config_path=str(other))
+    assert fingerprint(one) == fingerprint(one, hf_config_path=str(one)) != by_other
+    (one / "config.json").write_text((other / "config.json").read_text())
+    assert fingerprint(one) == by_other
+
+
+def test_model_of_which_the_engine_has_downloaded_a_part(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines download the files that they read. huggingface_hub keeps the list of all and calls such a folder incomplete."""
+    from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
+
+    commit, hub = "a" * 40, tmp_path / "hub" / "models--org--tiny"
+    folder = checkpoint(hub / "snapshots" / commit, model)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text(commit)
+    write_tree_cache(str(hub), commit, {name: TreeCacheEntry(1, "b" * 40) for name in ("README.md", "config.json", "model.safetensors")})
+    assert model_fingerprint("org/tiny", revision="main", cache_dir=str(tmp_path / "hub")) == model_fingerprint(str(folder))
 
 
 def test_overrides_by_a_function_are_named(model: Path, tmp_path: Path) -> None:
@@ -123,6 +147,23 @@ def test_long_rope_depends_on_the_longest_prompt(model: Path, tmp_path: Path) ->
     assert served._long_rope(made(checkpoint(tmp_path / "short", model)).model_config) is None
 
 
+def test_quantization_while_loading_is_compared(model: Path, tmp_path: Path) -> None:
+    """If a checkpoint's weights are quantised, its fingerprint says so."""
+    one = checkpoint(tmp_path / "tiny", model)
+    plain, quantised = made(one), made(one, quantization="fp8")
+    assert must_match(plain, {}) == {} and must_match(quantised, {}) == {"quantization": "fp8"}
+    assert model_keys(plain, {}) == model_keys(quantised, {}), "only the mode tells the two apart"
+    quantised.model_config.hf_config.quantization_config = {"quant_method": "fp8"}
+    assert must_match(quantised, {}) == {}
+
+
+def test_quantization_of_each_layer_s_own_is_compared(model: Path, tmp_path: Path) -> None:
+    one = checkpoint(tmp_path / "tiny", model)
+    configs = [made(one, quantization=name) for name in ("fp8_per_tensor", "fp8_per_block")]
+    said = [must_match(config, {})["quantization"] for config in configs]
+    assert said[0] != said[1] and all(len(each) <= 80 and each.startswith("fp8_per_") for each in said)
+
+
 def speculative(method: str | None, draft: Path | None, model: Path) -> Any:
     config = made(model)
     if method:
@@ -141,12 +182,20 @@ def test_speculative_models_are_compared(model: Path, tmp_path: Path) -> None:
         checkpoint(tmp_path / "b/d", model, 2),
         checkpoint(tmp_path / "c/d", model, 3),
     )
-    assert must_match(speculative(None, None, one)) == must_match(speculative("ngram", None, one)) == {}
-    eagle = must_match(speculative("eagle3", draft, one))
+    assert must_match(speculative(None, None, one), {}) == must_match(speculative("ngram", None, one), {}) == {}
+    eagle = must_match(speculative("eagle3", draft, one), {})
     assert eagle["speculative"].startswith("eagle3 by d 1:")
-    assert eagle == must_match(speculative("eagle3", copy, one))
-    assert eagle != must_match(speculative("eagle3", other, one)) and eagle != must_match(speculative("eagle", draft, one))
-    assert must_match(speculative("mtp", None, one)) == {"speculative": "mtp"}
+    assert eagle == must_match(speculative("eagle3", copy, one), {})
+    assert eagle != must_match(speculative("eagle3", other, one), {}) and eagle != must_match(speculative("eagle", draft, one), {})
+    assert must_match(speculative("mtp", None, one), {}) == {"speculative": "mtp"}
+
+
+def test_draft_model_that_the_user_vouches_for(model: Path, tmp_path: Path) -> None:
+    one, draft = checkpoint(tmp_path / "tiny", model), tmp_path / "draft"
+    draft.mkdir()
+    with pytest.raises(ValueError, match=r'draft holds no weights.*set "model" in kv_connector_extra_config of both engines'):
+        must_match(speculative("eagle3", draft, one), {})
+    assert must_match(speculative("eagle3", draft, one), {"model": "mine"}) == {"speculative": "eagle3 by draft"}
 
 
 def test_methods_without_a_cache_are_vllms() -> None:
@@ -164,7 +213,7 @@ def test_methods_without_a_cache_are_vllms() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        ("aux_output_config.enable_return_routed_experts", True, "--enable-return-routed-experts is not supported"),
+        (f"{vllm.AUX}.enable_return_routed_experts", True, "--enable-return-routed-experts is not supported"),
         ("parallel_config.enable_elastic_ep", True, "--enable-elastic-ep is not supported"),
         ("cache_config.calculate_kv_scales", True, "--calculate-kv-scales is not supported"),
     ],
@@ -188,18 +237,19 @@ def test_options_that_are_refused_are_the_installed_vllms() -> None:
     """All but the option for scales, which releases before 0.32 computed."""
     assert "enable_return_routed_experts" in vllm.fields_of(vllm.AUX_CONFIG)
     assert "enable_elastic_ep" in vllm.fields_of(vllm.PARALLEL_CONFIG)
-    assert "num_prefill_lookahead_tokens" in vllm.fields_of(vllm.VLLM_CONFIG)
+    if vllm.AUX != "model_config":  # 0.30 has no such MTP
+        assert "num_prefill_lookahead_tokens" in vllm.fields_of(vllm.VLLM_CONFIG)
 
 
 @pytest.mark.parametrize(("ahead", "refused"), [(0, False), (1, False), (3, True)])
 def test_mtp_of_several_modules(ahead: int, refused: bool) -> None:
-    config = like(
-        vllm.VLLM_CONFIG,
-        aux_output_config=like(vllm.AUX_CONFIG, enable_return_routed_experts=False),
+    values = dict(
+        **{vllm.AUX: like(vllm.AUX_CONFIG, enable_return_routed_experts=False)},
         parallel_config=like(vllm.PARALLEL_CONFIG),
         cache_config=like(vllm.CACHE_CONFIG),
         num_prefill_lookahead_tokens=ahead,
     )
+    config = older(**values) if vllm.AUX == "model_config" else like(vllm.VLLM_CONFIG, **values)  # 0.30 has no such MTP
     if refused:
         with pytest.raises(ValueError, match=r"MTP of several modules \(they look 3 tokens ahead\) is not supported"):
             check_engine(config)
@@ -235,3 +285,24 @@ def test_adapters_of_modalities(model: Path, tmp_path: Path) -> None:
     first, same, other = adapter("x", 0), adapter("y", 0), adapter("z", 1)
     assert said(first) == said(same) != said(other)
     assert np.unique([said(first), fingerprint(one), said(other)]).size == 3
+
+
+def test_modules_that_adapters_are_applied_to(model: Path, tmp_path: Path) -> None:
+    """Two engines may apply one adapter to different modules: then it computes another cache."""
+    one = checkpoint(tmp_path / "tiny", model)
+    assert must_match(made(one, enable_lora=True), {}) == {}
+    if "target_modules" in vllm.fields_of(vllm.LORA_CONFIG):  # some releases apply an adapter to all modules that it has
+        for names in (["q_proj", "v_proj"], ["v_proj", "q_proj"]):
+            some = made(one, enable_lora=True, lora_target_modules=names)
+            assert must_match(some, {}) == {"lora_target_modules": '["q_proj", "v_proj"]'}
+
+
+def test_what_becomes_of_images(model: Path, tmp_path: Path) -> None:
+    """Options that change what an image is to the model, and not how many tokens it has."""
+    from vllm.config import MultiModalConfig
+
+    config = made(checkpoint(tmp_path / "tiny", model))
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_kwargs={"size": 8}, video_pruning_rate=0.5)
+    assert must_match(config, {}) == {"mm_processor_kwargs": '{"size": 8}', "video_pruning_rate": "0.5"}
+    config.model_config.multimodal_config = MultiModalConfig()
+    assert must_match(config, {}) == {}

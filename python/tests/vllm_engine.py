@@ -16,7 +16,8 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -25,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -67,7 +69,10 @@ class Engine:
         beside: list[dict[str, Any]] | None = None,
         seqs: int = 16,
         async_scheduling: bool = False,
+        layers: dict[str, Any] | None = None,
+        prefixes: bool = True,
     ) -> None:
+        """layers: of the model, with their specs; vLLM then makes the groups and the tensors."""
         one = {**OURS, "kv_role": role, "engine_id": f"engine-{role}"}
         if beside is None:
             transfer = KVTransferConfig(**one, kv_load_failure_policy=policy)
@@ -87,7 +92,7 @@ class Engine:
             max_num_batched_tokens=MAX_BATCHED,
             max_num_seqs=seqs,
             block_size=BLOCK,
-            enable_prefix_caching=True,
+            enable_prefix_caching=prefixes,
             kv_transfer_config=transfer,
             async_scheduling=async_scheduling,
             # As the engine finds by itself when the connector is one that supports it.
@@ -95,22 +100,28 @@ class Engine:
         )
         config = args.create_engine_config()
         config.scheduler_config.async_scheduling = async_scheduling  # which the CPU's platform turns off
-        spec: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
-        groups = [KVCacheGroupSpec([f"layer.{n}"], _spec(window, **spec)) for n, window in enumerate(windows or (0, WINDOW)[: 1 + hybrid])]
-        page = groups[0].kv_cache_spec.page_size_bytes
-        config.cache_config.num_gpu_blocks = blocks
-        tensor = KVCacheTensor(size=page * blocks, layers=[f"layer.{n}" for n in range(len(groups))], layer_stride=0, block_stride=page)
-        caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups, kv_cache_layout="LBHNC")
-        caches.hash_block_size = BLOCK
-        caches.cache_hit_alignment_tokens = BLOCK
+        if layers is None:
+            caches = self._caches(config, blocks, windows or (0, WINDOW)[: 1 + hybrid])
+        else:
+            if any(isinstance(spec, MambaSpec) for spec in layers.values()):
+                config.cache_config.mamba_cache_mode = "align" if prefixes else "none"
+            config.cache_config.num_gpu_blocks_override, config.cache_config.kv_cache_layout = blocks, "LBHNC"
+            caches = self._planned(config, layers)
+            config.cache_config.num_gpu_blocks = blocks
+            config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in caches.kv_cache_groups)
+        whole, hashed = resolve_kv_cache_block_sizes(caches, config) if layers else (BLOCK, BLOCK)
+        caches.hash_block_size = hashed
+        aligned = getattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens", None)  # from 0.32 on
+        caches.cache_hit_alignment_tokens = aligned(caches, config, whole, hashed) if layers and aligned else BLOCK
+        self.config, self.caches = config, caches
         init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.hasher = get_request_block_hasher(hashed, sha256)
         self.scheduler = (AsyncScheduler if async_scheduling else Scheduler)(
             config,
             caches,
             StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
+            block_size=whole,
+            hash_block_size=hashed,
             log_stats=True,
         )
         self.connector = self.scheduler.get_kv_connector()
@@ -131,6 +142,25 @@ class Engine:
         self.withdrawn: list[str] = []
         self.outputs: dict[str, Any] = {}  # the last of each request
         self.texts: dict[str, list[int]] = {}
+
+    @staticmethod
+    def _planned(config: Any, layers: dict[str, Any]) -> KVCacheConfig:
+        try:  # from 0.33 on the groups are planned first
+            from vllm.v1.core import kv_cache_planning as planning
+
+            more = [planning.get_global_kv_cache_groups(config, [layers])]
+        except ImportError:
+            planning, more = kv_cache_utils, []
+        return planning.get_kv_cache_configs(config, [layers], [1 << 30], *more)[0]
+
+    @staticmethod
+    def _caches(config: Any, blocks: int, windows: Sequence[int]) -> KVCacheConfig:
+        spec: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
+        groups = [KVCacheGroupSpec([f"layer.{n}"], _spec(window, **spec)) for n, window in enumerate(windows)]
+        page = groups[0].kv_cache_spec.page_size_bytes
+        config.cache_config.num_gpu_blocks = blocks
+        tensor = KVCacheTensor(size=page * blocks, layers=[f"layer.{n}" for n in range(len(groups))], layer_stride=0, block_stride=page)
+        return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups, kv_cache_layout="LBHNC")
 
     def blocks_free(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

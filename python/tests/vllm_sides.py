@@ -127,6 +127,7 @@ class Marks:
 
 
 class FakeAgent:
+    streams: dict[int, int] = {}  # how many works each has been given
     nameless = False  # refuses batches without saying for which id
 
     def __init__(self) -> None:
@@ -137,8 +138,21 @@ class FakeAgent:
         self.malformed: set[str] = set()  # nor these
         self.prompts: list[int] = []  # that are said, of each call
         self.computing: list[str] = []  # that the last call has named
+        self.after: dict[str, int] = {}  # by transfer: the moment that was said last
+        self.no_moments = False
         self.waits = 0
         self.written = Marks(self)
+
+    def moment(self, region: int, stream: int) -> int:
+        """The number of works that the stream has been given, if there is a stand-in for it; else the stream."""
+        if self.no_moments:
+            raise RuntimeError("4096 moments have not passed")
+        assert region == 0
+        return self.streams.get(stream, stream)
+
+    def written_on(self, regions: tuple[int, ...], stream: int) -> None:
+        assert list(regions) == sorted(regions)
+        self.calls.append(("written_on", list(self.computing), list(regions), self.moment(0, stream)))
 
     def _take(self, kind: str, works: Sequence[Any]) -> None:
         if self.nameless and len(works) > 1:
@@ -148,6 +162,7 @@ class FakeAgent:
                 raise Refused(work.transfer_id)
             self.calls.append((kind, work.transfer_id))
             self.prompts.append(getattr(work, "prompt", 0))
+            self.after[work.transfer_id] = getattr(work, "after", 0)
 
     def announce(self, transfer_ids: Sequence[str]) -> None:
         self.calls += [("announce", each) for each in transfer_ids]
@@ -162,6 +177,7 @@ class FakeAgent:
             self.computing = [part.transfer_id for part in parts if part.computing]
         else:
             self.calls.append(("step", [part.transfer_id for part in parts]))
+            self.after |= {part.transfer_id: part.after for part in parts}
 
     def withdraw(self, transfer_ids: Sequence[str], timeout_s: float = 10.0) -> None:
         if set(transfer_ids) & self.malformed:

@@ -25,6 +25,9 @@ func (w *world) patience() time.Duration {
 	if w.plan.slow > 0 {
 		d += 6 * time.Second // answers that were sent still come, and each step may be late
 	}
+	if w.plan.pulls {
+		d += slowCopy // before the fence is told
+	}
 	return d
 }
 
@@ -88,10 +91,18 @@ func (w *world) expectEnds(p *agent, waiting func(d *agent) map[partOf]core.Agen
 			if h == nil {
 				continue // begun by one that was refused
 			}
-			w.after(w.patience(), func() {
+			look := func() {
 				if _, awaited := waiting(d)[of]; awaited && d.loads[of.token] == h && still(d, h) && !d.dead && !d.host.stopped && d.host.disturbed <= since {
 					w.fault(h.id, "%s: %v after %s has gone, the load of %q still waits for it", d.id, w.now-since, p.id, h.id)
 				}
+			}
+			w.after(w.patience(), func() {
+				// P's last word may have been that D must ask anew. D heard it just after P had gone.
+				if late := d.askedAt[of] - since; late > 0 && late <= core.TickInterval && waiting(d)[of] == p.id {
+					w.after(late+core.TickInterval, look)
+					return
+				}
+				look()
 			})
 		}
 	}

@@ -36,10 +36,11 @@ func (w *world) engine(dl *deal) core.Target {
 // loads from it: all of one that it alone is, or what all hold; else each has its own.
 func (w *world) regionsOf(dl *deal, k int) [][]uint32 {
 	out := make([][]uint32, len(dl.ps))
-	for r := range uint32(regions) {
+	for region, layer := range dl.ds[k].layers {
+		r := uint32(region)
 		if w.plan.stages {
 			for i, p := range dl.ps {
-				if slices.Contains(p.layers, int(r)) {
+				if slices.Contains(p.layers, layer) {
 					out[i] = append(out[i], r)
 				}
 			}
@@ -67,6 +68,12 @@ func (w *world) found(dl *deal, k int) (list []core.FoundPart) {
 	of := w.regionsOf(dl, k)
 	if w.plan.stages {
 		of = w.cover(dl, k)
+	}
+	if w.plan.decodeStages && len(dl.ds) > 1 {
+		w.faults["decode-stages"]++
+		if w.plan.stages && slices.ContainsFunc(of, func(regions []uint32) bool { return len(regions) == 0 }) {
+			w.faults["stage-without"]++ // a prefill rank with no layer of this decode rank
+		}
 	}
 	for i, p := range dl.ps {
 		list = append(list, core.FoundPart{From: p.target, Share: dl.share(k, p), Regions: of[i]})

@@ -21,6 +21,8 @@ type engine struct {
 	loading   map[core.TransferID]uint64       // token of the newest load
 	offering  map[core.TransferID]uint64       // token of the newest offer
 	towards   map[partOf]core.AgentID          // the P agent that this is to be asked of
+	elsewhere map[partOf]int                   // how often the way of a write was not there
+	askedAt   map[partOf]time.Duration         // when it last began to be asked
 	promises  map[partOf]core.AgentID          // P has said that it has this
 	complete  map[uint64]int                   // of how many parts the transport has said that all bytes are there
 	given     map[core.TransferID]bool         // P has said that it has given this claim up
@@ -28,10 +30,14 @@ type engine struct {
 	aborted   map[core.TransferID]bool
 	dropped   map[core.TransferID]uint64      // cancelled, and neither claimed nor loaded since: the look-up that was under way
 	lost      map[core.TransferID]core.Report // of claims, and nothing was claimed since
+	reported  int                             // halves
 	waiting   []*want                         // for blocks, in order
 	computing map[core.TransferID]*computation
 	readers   []reader
-	owners    []uint64 // tokens of the offers that the Writes in the node's queue are of
+	asleep    bool                     // what was begun before has not ended: no block is given
+	cancelled map[core.TransferID]bool // by this side, ever
+	remapped  map[uint64]bool          // by token: it was told that the memory is another
+	owners    []uint64                 // tokens of the offers that the Writes in the node's queue are of
 }
 
 // partOf is a load, or a part of it.
@@ -43,10 +49,10 @@ type partOf struct {
 type half struct {
 	id       core.TransferID
 	blocks   []core.BlockID
-	source   func(region int, head uint64) int // the number of the prefill rank that a block's item is from
-	upTo     int                               // of the prompt's positions; blocks beyond are not loaded; 0: all of the blocks
-	parts    int                               // that have blocks
-	needsAll bool                              // there are no others: each prefill rank is needed
+	source   func(layer int, head uint64) int // the number of the prefill rank that a block's item is from
+	upTo     int                              // of the prompt's positions; blocks beyond are not loaded; 0: all of the blocks
+	parts    int                              // that have blocks
+	needsAll bool                             // there are no others: each prefill rank is needed
 	first    int
 	began    time.Duration
 	dropped  bool        // this side has cancelled it
@@ -66,17 +72,22 @@ type want struct {
 func (e *engine) init() {
 	e.loads, e.offers = map[uint64]*half{}, map[uint64]*half{}
 	e.loading, e.offering = map[core.TransferID]uint64{}, map[core.TransferID]uint64{}
-	e.towards = map[partOf]core.AgentID{}
+	e.elsewhere = map[partOf]int{}
+	e.towards, e.askedAt = map[partOf]core.AgentID{}, map[partOf]time.Duration{}
 	e.promises, e.aborted = map[partOf]core.AgentID{}, map[core.TransferID]bool{}
 	e.computing = map[core.TransferID]*computation{}
 	e.complete, e.given = map[uint64]int{}, map[core.TransferID]bool{}
 	e.claims, e.dropped = map[core.TransferID]core.AgentID{}, map[core.TransferID]uint64{}
 	e.lost = map[core.TransferID]core.Report{}
+	e.cancelled, e.remapped = map[core.TransferID]bool{}, map[uint64]bool{}
 }
 
 // take finds free blocks for the engine, or nil if there are not enough. They are for the
 // prompt's blocks from first on.
 func (h *host) take(first, n int) []core.BlockID {
+	if h.agent.asleep {
+		return nil
+	}
 	if ring := ringOf(h.index); ring > 0 {
 		return h.takeRing(ring, first, n)
 	}
@@ -153,7 +164,8 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 			h.parts++
 		}
 	}
-	h.source = func(region int, head uint64) int {
+	h.source = func(layer int, head uint64) int {
+		region := slices.Index(a.host.layers, layer)
 		i := slices.IndexFunc(dl.ps, func(p *host) bool { return p.has(head) && slices.Contains(of[slices.Index(dl.ps, p)], uint32(region)) })
 		return dl.ps[i].number
 	}
@@ -254,6 +266,7 @@ func (a *agent) announce(id core.TransferID) error {
 func (a *agent) cancel(id core.TransferID) {
 	a.w.acted(a.w.now)
 	a.expectAbort(id)
+	a.cancelled[id] = true
 	if state := a.m.StateOf(core.SideLoad, id); state == "resolving" || state == "relocating" {
 		a.dropped[id] = a.asked[id]
 	}
@@ -264,10 +277,12 @@ func (a *agent) cancel(id core.TransferID) {
 // report gives the blocks back to the engine.
 func (a *agent) report(r core.Report) {
 	w := a.w
+	a.reported++
 	how := r.Side.String() + " " + r.Code.String()
 	w.codes[how]++
 	w.states[how+" "+r.State]++
 	a.checkReason(r)
+	a.checkRemapped(r)
 	if r.Side == core.SideClaim {
 		a.hearLost(r)
 		return
@@ -278,6 +293,7 @@ func (a *agent) report(r core.Report) {
 		a.checkLost(h, r)
 		maps.DeleteFunc(a.promises, func(k partOf, _ core.AgentID) bool { return k.token == r.Token })
 		maps.DeleteFunc(a.towards, func(k partOf, _ core.AgentID) bool { return k.token == r.Token })
+		maps.DeleteFunc(a.askedAt, func(k partOf, _ time.Duration) bool { return k.token == r.Token })
 		for _, e := range a.armed {
 			if e.token == r.Token {
 				w.fault(r.ID, "%s: the load of %q is reported while the transport is armed", a.id, r.ID)
@@ -302,6 +318,7 @@ func (a *agent) report(r core.Report) {
 	}
 	if a.offers[r.Token] != nil {
 		delete(a.offers, r.Token)
+		maps.DeleteFunc(a.elsewhere, func(k partOf, _ int) bool { return k.token == r.Token })
 		for _, wr := range a.writes {
 			if wr.token == r.Token {
 				w.fault(r.ID, "%s: the offer of %q is reported while the transport reads its blocks", a.id, r.ID)

@@ -93,6 +93,9 @@ func (h *host) open() *agent {
 	if o.ReportClaims {
 		report = " report=claims"
 	}
+	if o.Load > 0 {
+		report += fmt.Sprintf(" load=%v", o.Load)
+	}
 	if w.plan.devices {
 		report += fmt.Sprintf(" moment=%v", o.MomentTimeout)
 	}
@@ -169,7 +172,8 @@ func (a *agent) collect(actions []core.Action) {
 		case core.Resolve:
 			a.asked[v.ID] = v.Seq
 		case core.Expect:
-			a.towards[partOf{a.loading[base(v.ID)], v.ID}] = v.Peer
+			of := partOf{a.loading[base(v.ID)], v.ID}
+			a.towards[of], a.askedAt[of] = v.Peer, a.w.now
 			a.checkNotGiven(v.ID)
 		case core.Write:
 			a.owners = append(a.owners, a.offering[base(v.ID)])

@@ -7,7 +7,7 @@ import (
 )
 
 // What ids name: blocks, slots, or entries of rings. Of a ring the engine must take the
-// entries where the positions lie. And stages: prefill ranks with layers of their own.
+// entries where the positions lie. And stages: ranks of either engine with layers of their own.
 
 const ringEntries = 5 // a prompt has 4 blocks
 
@@ -29,6 +29,7 @@ func (w *world) chooseIndex(p *plan) {
 	switch w.rnd.IntN(4) {
 	case 0:
 		p.index = core.IndexSlot
+		w.faults["slots"]++
 	case 1: // a prompt of which earlier blocks are overwritten
 		p.index, p.begin = core.Ring(ringEntries), 20+w.rnd.IntN(ringEntries)
 		p.pool = 30
@@ -95,8 +96,12 @@ func (a *agent) misplaced(id core.TransferID, blocks []core.BlockID) {
 
 // layersOf are those of a rank.
 func (w *world) layersOf(rank, ranks int, prefill bool) (layers []int) {
+	staged := w.plan.decodeStages
+	if prefill {
+		staged = w.plan.stages
+	}
 	for layer := range regions {
-		if !w.plan.stages || !prefill || layer%ranks == rank {
+		if !staged || layer%ranks == rank {
 			layers = append(layers, layer)
 		}
 	}

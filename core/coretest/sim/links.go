@@ -73,8 +73,8 @@ func (a *agent) linkBroke(l *link) {
 	}
 	again := false
 	for _, e := range a.arms(l.peer) {
-		if e.got > 0 {
-			a.received(e, errReset)
+		if e.got > 0 || e.flying > 0 {
+			a.loses(e)
 		} else {
 			again = true
 		}
@@ -89,9 +89,17 @@ func (a *agent) linkBroke(l *link) {
 func (a *agent) linkGone(l *link) {
 	delete(a.out, l.peer)
 	for _, e := range a.arms(l.peer) {
-		a.received(e, errReset)
+		a.loses(e)
 	}
 	a.peerDown(l.peer)
+}
+
+// loses ends what is expected over a link that is gone.
+func (a *agent) loses(e *arm) {
+	if !e.gone {
+		e.gone = true
+		a.when(e, func() { a.received(e, errReset) })
+	}
 }
 
 func (a *agent) peerDown(id core.AgentID) {

@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"errors"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -91,3 +92,9 @@ func (w *world) partition(k way, d time.Duration) {
 		}
 	})
 }
+
+var (
+	errAbsent   = errors.New("agent is gone")
+	errDeadline = errors.New("deadline exceeded")
+	errUnknown  = errors.New("agent is not known any more")
+)

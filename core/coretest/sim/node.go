@@ -89,9 +89,10 @@ func (a *agent) perform(act core.Action) {
 		}
 		a.unmap(v.Peer)
 	case core.Revoke:
-		a.revoke(v.ID)
-		a.ledger.disarmed(v.ID)
-		a.event(func(m *core.Machine, now time.Time) { m.Revoked(now, v.ID) }, "revoked %s", v.ID)
+		a.fence(v.ID, func() {
+			a.ledger.disarmed(v.ID)
+			a.event(func(m *core.Machine, now time.Time) { m.Revoked(now, v.ID) }, "revoked %s", v.ID)
+		})
 	case core.Write:
 		owner := a.owners[0]
 		a.owners = a.owners[1:]
@@ -202,8 +203,8 @@ func (a *agent) sendLoad(v core.SendLoad, done func()) {
 		return func() { answer, code, why = ans, c, reason }
 	}, func(absent bool, err error) {
 		if err != nil {
-			if p.heard < began {
-				p.mute = a.w.now + a.w.plan.opt.PeerTimeout/3
+			if pause := a.w.plan.opt.PeerTimeout / 3; p.heard < began || a.w.now-p.heard >= pause {
+				p.mute = a.w.now + pause
 			}
 			answer = core.LoadRefused
 			if absent {
@@ -298,7 +299,11 @@ func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, er
 			}
 		}
 	}
-	a.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, v, answers, absent, err) },
+	a.event(func(m *core.Machine, now time.Time) {
+		for part, some := range v.Parts(answers) {
+			m.RenewReplied(now, part, some, absent, err)
+		}
+	},
 		"renewed peer=%s%s%s%s%s%s%s", v.Peer, optional("ids", list(v.Loads)), optional("claims", list(v.Claims)),
 		optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), absence(absent), failure(err))
 	done()
@@ -392,9 +397,3 @@ func (a *agent) postNext(to core.AgentID) {
 		return func() {}
 	}, func(bool, error) { a.postNext(to) })
 }
-
-var (
-	errAbsent   = errors.New("agent is gone")
-	errDeadline = errors.New("deadline exceeded")
-	errUnknown  = errors.New("agent is not known any more")
-)

@@ -15,6 +15,7 @@ type plan struct {
 	ranks    int  // how transfers lie between engines of several ranks
 	latent   bool // the first prefill rank of a deal has all that its decode ranks need
 	oneSided bool // bytes land without the receiver's process, as by RDMA
+	pulls    bool // the receiver copies out of the sender's memory
 	prefills int  // ranks of the prefill engine
 	decodes  []int
 	devices  bool // the engines work on devices: moments are awaited
@@ -24,13 +25,15 @@ type plan struct {
 	tokens   int  // of a prompt, then
 	// blockTokens of the prefill engine and of each decode engine.
 	blockTokens []int
-	pool        int            // blocks of a rank
-	stages      bool           // each prefill rank has some of the layers
-	index       core.IndexKind // what ids name
-	begin       int            // position of the first block that prefill has of a prompt
-	stranger    int            // the decode engine, from 1 on, whose ids name something else
-	other       core.IndexKind // there
-	perPeer     int            // requests to one peer at a time, as in node
+	pool        int  // blocks of a rank
+	stages      bool // each prefill rank has some of the layers
+	// decodeStages: each rank of a decode engine has some of the layers, and perhaps a prefill rank has none of them.
+	decodeStages bool
+	index        core.IndexKind // what ids name
+	begin        int            // position of the first block that prefill has of a prompt
+	stranger     int            // the decode engine, from 1 on, whose ids name something else
+	other        core.IndexKind // there
+	perPeer      int            // requests to one peer at a time, as in node
 
 	loss, double, slow float64 // of each message
 	hang               float64 // of each renewal that gets no answer: for long not even its time-out is told
@@ -41,8 +44,13 @@ type plan struct {
 	cancels            float64
 	lost               float64 // of each moment: it fails, or does not pass for long
 	faults             int
-	jumps              int  // of clocks, in worlds where else nothing is in the way
-	silentDeath        bool // nothing happens but the death of one of two decode ranks, whose shares are claimed
+	sleeps             int     // of engines: other memory lies at the addresses of their blocks
+	elsewhere          float64 // of each write: its way is not there just now
+	hostile            bool    // a peer says what it likes
+	drips              float64 // of each write: after its first frame P sends no more, and says that it does
+	slowCopies         float64 // of each last copy of D's, and of a few others: it takes longer than P waits for it
+	jumps              int     // of clocks, in worlds where else nothing is in the way
+	silentDeath        bool    // nothing happens but the death of one of two decode ranks, whose shares are claimed
 }
 
 // How a transfer lies between engines of several ranks.
@@ -120,14 +128,25 @@ func (w *world) newPlan() plan {
 		}
 	}
 	p.stages = p.ranks == allWithAll && p.prefills > 1 && !p.latent && w.chance(0.6)
+	p.decodeStages = p.ranks == allWithAll && !p.latent && w.seed%5 < 2
 	if !p.kind && !p.calm && !p.silentDeath && !p.cut && w.chance(0.3) {
 		p.stranger, p.other = 1+w.rnd.IntN(len(p.decodes)), otherThan(p.index)
+	}
+	if p.hostile = w.seed%3 == 1; p.hostile && !p.kind && !p.calm && !p.silentDeath {
+		p.drips, p.opt.Load = 0.05, 25*time.Second
+	}
+	if !p.kind && !p.calm && !p.silentDeath && w.seed%4 == 1 {
+		p.sleeps, p.elsewhere = 2, []float64{0.3, 1}[w.seed/4%2]
 	}
 	if p.devices = w.seed%3 == 2; p.devices {
 		p.opt.MomentTimeout = 10 * time.Second
 		if !p.kind && !p.calm {
 			p.opt.MomentTimeout, p.lost = latest+reach, 0.02
 		}
+	}
+	p.pulls = !p.oneSided && w.pulling.Float64() < 0.5
+	if p.pulls && !p.kind && !p.calm && !p.silentDeath && w.pulling.Float64() < 0.7 {
+		p.slowCopies, p.mute = 0.3, 0.8 // and D hears late why P has stopped
 	}
 	return p
 }
@@ -144,5 +163,5 @@ func (p *plan) absence() time.Duration {
 // quiet is how long after the last call of an engine and the last fault all must
 // have ended: leases, then the time-outs of what they make the agents say.
 func (p *plan) quiet() time.Duration {
-	return p.opt.Claim + p.opt.Lease + max(p.opt.Lease, p.opt.EarlyLoad) + p.opt.MomentTimeout + 4*p.opt.PeerTimeout + 2*connectTimeout + 2*stallTimeout + closeTimeout + 8*time.Second
+	return p.opt.Load + p.opt.Claim + p.opt.Lease + max(p.opt.Lease, p.opt.EarlyLoad) + p.opt.MomentTimeout + 4*p.opt.PeerTimeout + 2*connectTimeout + 2*stallTimeout + closeTimeout + 8*time.Second
 }

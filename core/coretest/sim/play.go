@@ -78,8 +78,14 @@ func (w *world) play() {
 		h := w.hosts[w.rnd.IntN(len(w.hosts))]
 		w.after(w.upTo(2*act), func() { h.jump(time.Second + w.upTo(15*time.Second)) })
 	}
+	if w.plan.hostile {
+		w.admitHostile()
+	}
 	if w.plan.silentDeath {
 		w.silentDeath(prefills[0], decodes[0])
+	}
+	for range w.plan.sleeps {
+		w.planSleep()
 	}
 	for range w.plan.faults {
 		if w.chance(0.2) {

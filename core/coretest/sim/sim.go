@@ -11,9 +11,14 @@
 // In half of the worlds each rank's blocks have as many tokens and heads as it likes,
 // in either order, and plans cut and gather them.
 //
+// In a third of them a hostile peer says of others' transfers what it likes (hostile.go).
+//
 // In a third of them the engines work on devices (moment.go): what a block holds is written
 // late, and what it held is read for a while, until moments that pass in no order, fail, or
 // never pass.
+//
+// In some of them engines sleep, so that other memory lies under their blocks, and ways are not there for a
+// while (sleep.go).
 //
 // Each check is made at the step that it is about. An item lands only in a block that
 // belongs to its own transfer at its own position. If the router has given the transfer's
@@ -127,6 +132,10 @@ type world struct {
 	prompting    *rand.Rand // what engines say of prompts; the rest of a seed's run does not hang on it
 	hearing      *rand.Rand // what they do when a claim is reported
 	timing       *rand.Rand // of devices
+	hostility    *rand.Rand // of the hostile peer
+	cutting      *rand.Rand // of plans into windows
+	sleeping     *rand.Rand // of engines that sleep, and of ways that are not there
+	pulling      *rand.Rand // which worlds pull
 	cancelledAtP map[core.TransferID]time.Duration
 	cancelledAtD map[core.TransferID]time.Duration // after P's answer
 
@@ -164,7 +173,7 @@ func (q *eventQueue) Pop() any {
 }
 
 func newWorld(seed uint64, words *Words) *world {
-	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)), prompting: rand.New(rand.NewPCG(seed, 3)), hearing: rand.New(rand.NewPCG(seed, 4)), timing: rand.New(rand.NewPCG(seed, 5)), prompts: map[core.TransferID]prompts{},
+	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)), prompting: rand.New(rand.NewPCG(seed, 3)), hearing: rand.New(rand.NewPCG(seed, 4)), timing: rand.New(rand.NewPCG(seed, 5)), hostility: rand.New(rand.NewPCG(seed, 6)), cutting: rand.New(rand.NewPCG(seed, 7)), sleeping: rand.New(rand.NewPCG(seed, 8)), pulling: rand.New(rand.NewPCG(seed, 9)), prompts: map[core.TransferID]prompts{},
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
 		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, states: map[string]int{}, faults: map[string]int{},
 		matches: map[way]*core.Match{}, changes: map[core.Transition]int{},

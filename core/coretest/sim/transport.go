@@ -10,12 +10,11 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// transport is a model of tcp and rdma. D dials links to P's host with the ticket that P's
+// transport is a model of tcp and rdma, and with pull.go of local. D dials links to P's host with the ticket that P's
 // agent gave it. P cuts a transfer into as many frames as D has blocks. A stream takes a
 // frame and reads its bytes when the socket has room. The bytes land some time later, in
 // whatever process has the address then: only the grant says whether that process wants
 // them.
-// whether it wants them.
 type transport struct {
 	shut    bool
 	out     map[core.AgentID]*link // D: to P agents
@@ -37,6 +36,7 @@ type arm struct {
 	token  uint64  // of the half that owns dst
 	landed int     // of them, in memory
 	got    int     // of them, those that the process has heard of
+	pulling
 }
 
 // link is D's way to P: streams that break together.
@@ -76,6 +76,9 @@ type write struct {
 	frames int     // taken, and not read whole
 	err    error
 	acked  bool
+	drips  bool
+	by     *agent
+	pulled
 }
 
 type frame struct {
@@ -106,8 +109,12 @@ func (t *transport) init() {
 
 // admit gives a D agent that says hello the ticket for its streams.
 func (a *agent) admit(d *agent) string {
-	a.tickets[d.id] = string(a.id) + "/" + string(d.id)
+	a.tickets[d.id] = a.ticketFor(d.id)
 	return a.tickets[d.id]
+}
+
+func (a *agent) ticketFor(d core.AgentID) string {
+	return fault.Pick("ticket-shared", string(a.id)+"/"+string(d), string(a.id))
 }
 
 func (a *agent) connect(peer core.AgentID, ticket string) {
@@ -162,7 +169,7 @@ func (a *agent) expect(v core.Expect) (string, error) {
 		return "", errors.New("cannot be registered")
 	}
 	e := &arm{id: id, peer: peer, grant: a.newGrant(), token: a.loading[base(id)]}
-	segments, err := a.w.match(a.w.byID[peer].host, a.host).Segments(v.Selection)
+	segments, err := a.landing(a.w.match(a.w.byID[peer].host, a.host), v.Selection)
 	for _, s := range segments {
 		e.dst = places(e.dst, s.Region, s.Offset, s.Length)
 	}
@@ -226,6 +233,8 @@ func (f *frame) arrive() {
 	d := l.d.host.agent // who is there now
 	switch {
 	case d == nil:
+	case w.plan.pulls:
+		d.run(func() { d.pull(f) })
 	case w.plan.oneSided: // the card does it, whether the process runs or not
 		e := d.land(f)
 		if e != nil && e.landed == len(e.dst) {

@@ -9,6 +9,9 @@ import (
 func (a *agent) write(v core.Write, token uint64) {
 	if v.Extends {
 		if wr := a.writes[v.ID]; wr != nil && wr.err == nil && !a.shut {
+			if len(wr.given) == 0 { // a second request may have the id, and its offer end a partial one that had no blocks
+				wr.token = token
+			}
 			a.give(wr, v)
 		}
 		return
@@ -21,13 +24,17 @@ func (a *agent) write(v core.Write, token uint64) {
 		a.w.fault(v.ID, "%s: the transport is asked to write %q twice", a.id, v.ID)
 		return
 	}
-	wr := &write{v: v, token: token}
+	wr := &write{v: v, token: token, by: a, drips: a.w.hostility.Float64() < a.w.plan.drips}
+	if wr.drips {
+		a.w.faults["drip"]++
+	}
 	n := v.Match.Bytes(v.Dst) / cellBytes
 	if wr.src, wr.dst = make([]place, n), make([]place, n); n == 0 {
 		a.w.fault(v.ID, "%s: %q is planned into no places", a.id, v.ID)
 	}
 	a.writes[v.ID] = wr
 	a.give(wr, v)
+	a.notThere(wr)
 	if l := a.in[v.Peer]; l != nil && l.p == a {
 		a.begin(wr, l)
 		return
@@ -41,7 +48,7 @@ func (a *agent) write(v core.Write, token uint64) {
 
 // give adds what has become ready to a write.
 func (a *agent) give(wr *write, v core.Write) {
-	pairs, extents, err := v.Match.PairsBetween(v.Src, v.Dst, v.Begin, v.End)
+	pairs, extents, err := a.planned(v)
 	if err != nil {
 		a.w.fault(v.ID, "%s: %q is not planned: %v", a.id, v.ID, err)
 		return
@@ -95,7 +102,7 @@ func (l *link) pump() {
 		for !s.busy && len(l.queue) > 0 {
 			wr := l.queue[0]
 			l.queue, wr.queued = l.queue[1:], false
-			if wr.err != nil {
+			if wr.err != nil || wr.drips && wr.next > 0 {
 				continue
 			}
 			blocks := len(wr.v.Dst.Blocks[0])
@@ -130,6 +137,9 @@ func (a *agent) leave(f *frame) {
 		return
 	}
 	for _, pos := range f.at {
+		if a.w.plan.pulls {
+			break
+		}
 		at := wr.src[pos]
 		a.checkRead(wr, at)
 		if b := &a.host.mem[a.host.block(at)]; b.owner != wr.token {
@@ -176,6 +186,10 @@ func (a *agent) stopWrite(id core.TransferID) {
 
 // endWrite gives a transfer up; it is told when no stream reads its blocks.
 func (a *agent) endWrite(wr *write, err error) {
+	if a.w.plan.pulls {
+		a.halt(wr, err)
+		return
+	}
 	if wr.err == nil {
 		wr.err = err
 	}
@@ -183,7 +197,7 @@ func (a *agent) endWrite(wr *write, err error) {
 }
 
 func (a *agent) settle(wr *write) {
-	if wr.err == nil && !wr.acked || wr.frames > 0 || a.writes[wr.v.ID] != wr {
+	if wr.err == nil && !wr.acked || wr.frames > 0 || a.writes[wr.v.ID] != wr || a.w.plan.pulls && !wr.quiet {
 		return
 	}
 	delete(a.writes, wr.v.ID)

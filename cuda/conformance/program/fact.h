@@ -69,7 +69,13 @@ struct group {
 };
 extern const struct group groups[];
 extern const size_t group_count;
+/* A process that a group starts ends by itself after so long: else this program would wait for what it still might print. */
+#define PEER_SECONDS 30
 /* The second half of a group that needs another process: `--peer NAME ARGUMENT`. */
 int run_peer(const char *name, const char *argument);
+int run_owned(const char *name, const char *argument); /* peers.c's; -1: none of that name */
 const char *own_path(void);
 int run_speed(void);
+/* Another process opens the allocation at p, and prints what copies between the two cost: objects of JSON, with commas. Not 0: it could not. */
+int ask_peer_for_speed(CUdeviceptr p);
+int measure_ipc(CUipcMemHandle h); /* that process */

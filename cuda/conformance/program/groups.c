@@ -9,5 +9,6 @@ const struct group groups[] = {
     {"two-contexts", two_contexts, false}, {"copies", copies, false},            {"batches", batches, false},
     {"captures", captures, false},        {"mapped", mapped, false},             {"exports", exports, false},
     {"pools", pools, false},              {"same-host", same_host, false},
+    {"opened-elsewhere", opened_elsewhere, false}, {"mapped-elsewhere", mapped_elsewhere, false},
 };
 const size_t group_count = sizeof groups / sizeof *groups;

@@ -21,3 +21,5 @@ void mapped(void);
 void exports(void);
 void pools(void);
 void same_host(void);
+void opened_elsewhere(void);
+void mapped_elsewhere(void);

@@ -20,6 +20,7 @@ FUNCTIONS(DEFINE)
 bool is_double;
 int driver_version, no_device;
 static bool differs;
+static char not_ended[2000]; /* groups, as strings of JSON */
 
 const char *own_path(void) { return "/proc/self/exe"; }
 
@@ -73,7 +74,12 @@ static bool run_group(const struct group *g, bool *first) {
   if (in) fclose(in);
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
-  if (status) fprintf(stderr, "kvgpu-facts: the group %s did not end: wait status %#x\n", g->name, status);
+  if (status) {
+    size_t n = strlen(not_ended);
+    const char *how = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "it could not begin";
+    fprintf(stderr, "kvgpu-facts: the group %s did not end: %s\n", g->name, how);
+    snprintf(not_ended + n, sizeof not_ended - n, "%s\"%s: %s\"", n ? ", " : "", g->name, how);
+  }
   return !status;
 }
 
@@ -101,6 +107,7 @@ static void print_device(void) {
   fflush(stdout);
   pid_t child = fork();
   if (!child) {
+    alarm(GROUP_SECONDS);
     char name[100] = "";
     int error = (int)CU(cuInit)(0);
     if (!error) error = (int)CU(cuDeviceGetName)(name, sizeof name, 0);
@@ -112,6 +119,7 @@ static void print_device(void) {
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
   no_device = status;
+  if (WIFSIGNALED(status)) printf("  \"device\": \"none: cuInit ended with the signal %s\",\n", strsignal(WTERMSIG(status)));
 }
 
 int main(int argc, char **argv) {
@@ -130,6 +138,6 @@ int main(int argc, char **argv) {
     if (no_device && !groups[i].without_device) continue;
     if (!only || !strcmp(only, groups[i].name)) ended &= run_group(&groups[i], &first);
   }
-  printf("\n  ]\n}\n");
+  printf("\n  ],\n  \"not_ended\": [%s]\n}\n", not_ended);
   return differs || !ended;
 }

@@ -1,5 +1,5 @@
-/* kvgpu-facts --speed: what copies through pinned memory cost on this machine: one large, each piece by a call, or in batches. As JSON. Pieces
- * lie apart on the device, as the blocks of a cache do, and side by side in pinned memory. */
+/* kvgpu-facts --speed: what copies through pinned memory cost on this machine: one large, each piece by a call, or in batches; and copies
+ * between two processes. As JSON. Pieces lie apart on the device, as the blocks of a cache do, and side by side in pinned memory. */
 #include "fact.h"
 
 #include <stdio.h>
@@ -99,6 +99,9 @@ int run_speed(void) {
       if (CU(cuMemcpyBatchAsync)) ok &= measure(BATCH, to_device, piece, ",");
     }
   }
+  printf("\n  ],\n  \"two_processes\": [");
+  CUdeviceptr shared = device_memory(total);
+  if (ask_peer_for_speed(shared)) fprintf(stderr, "kvgpu-facts: another process could not copy from and to this one's memory\n"); /* a container may forbid it: no failure */
   printf("\n  ]\n}\n");
   return !ok;
 }

@@ -47,6 +47,17 @@ struct kv_memory_properties {
   unsigned char gap2[4];
 };
 
+/* Which device may use mapped memory, and how. */
+struct kv_access {
+  struct kv_location location;
+  unsigned flags;
+};
+
+/* Names an allocation to other processes. */
+struct kv_ipc_handle {
+  char bytes[64];
+};
+
 enum {
   KV_SUCCESS = 0,
   KV_INVALID_VALUE = 1,
@@ -58,6 +69,7 @@ enum {
   KV_INVALID_DEVICE = 101,
   KV_INVALID_CONTEXT = 201,
   KV_ECC_UNCORRECTABLE = 214,
+  KV_PEER_ACCESS_UNSUPPORTED = 217,
   KV_NVLINK_UNCORRECTABLE = 220,
   KV_CONTAINED = 226,
   KV_INVALID_HANDLE = 400,
@@ -67,6 +79,7 @@ enum {
   KV_LAUNCH_TIMEOUT = 702,
   KV_CONTEXT_IS_DESTROYED = 709,
   KV_ASSERT = 710,
+  KV_TOO_MANY_PEERS = 711,
   KV_HARDWARE_STACK_ERROR = 714,
   KV_ILLEGAL_INSTRUCTION = 715,
   KV_MISALIGNED_ADDRESS = 716,
@@ -112,6 +125,9 @@ enum { KV_EVENT_BLOCKING_SYNC = 1, KV_EVENT_DISABLE_TIMING = 2 };
 enum { KV_HOST_PORTABLE = 1 };
 enum { KV_SOURCE_ORDER_STREAM = 1 };
 enum { KV_RANGE_DMA_BUF = 1 };
+enum { KV_HANDLE_FILE = 1 }; /* a POSIX file descriptor */
+enum { KV_ACCESS_READ_WRITE = 3 };
+enum { KV_IPC_PEER_ACCESS = 1 };
 enum { KV_FLUSH_CURRENT_CONTEXT = 0, KV_FLUSH_TO_OWNER = 100, KV_FLUSH_OPTION_HOST = 1, KV_ORDERED_FOR_OWNER = 100 };
 
 /*
@@ -142,6 +158,8 @@ enum { KV_FLUSH_CURRENT_CONTEXT = 0, KV_FLUSH_TO_OWNER = 100, KV_FLUSH_OPTION_HO
   X(memory_retain, cuMemRetainAllocationHandle, (kv_handle *, void *))                            \
   X(memory_release, cuMemRelease, (kv_handle))                                                    \
   X(memory_properties, cuMemGetAllocationPropertiesFromHandle, (struct kv_memory_properties *, kv_handle)) \
+  X(memory_alloc, cuMemAlloc_v2, (kv_ptr *, size_t))                                              \
+  X(memory_free, cuMemFree_v2, (kv_ptr))                                                          \
   X(host_alloc, cuMemHostAlloc, (void **, size_t, unsigned))                                      \
   X(host_free, cuMemFreeHost, (void *))                                                           \
   X(stream_create, cuStreamCreate, (kv_stream *, unsigned))                                       \
@@ -156,11 +174,22 @@ enum { KV_FLUSH_CURRENT_CONTEXT = 0, KV_FLUSH_TO_OWNER = 100, KV_FLUSH_OPTION_HO
   X(copy_to_host, cuMemcpyDtoHAsync_v2, (void *, kv_ptr, size_t, kv_stream))                      \
   X(copy_to_device, cuMemcpyHtoDAsync_v2, (kv_ptr, const void *, size_t, kv_stream))
 
-/* copy_batch is the form of driver 12.8, with the number of the failed copy; 13 calls its own form cuMemcpyBatchAsync_v2. */
+/* What follows flush_writes is for memory of other processes. copy_batch is the form of driver 12.8, with the number of the failed copy; 13 calls its own form cuMemcpyBatchAsync_v2. */
 #define KV_GPU_OPTIONAL(X)                                                                        \
   X(copy_batch, cuMemcpyBatchAsync,                                                               \
     (kv_ptr *, kv_ptr *, size_t *, size_t, struct kv_copy_attributes *, size_t *, size_t, size_t *, kv_stream)) \
   X(memory_export, cuMemGetHandleForAddressRange, (void *, kv_ptr, size_t, unsigned, unsigned long long)) \
-  X(flush_writes, cuFlushGPUDirectRDMAWrites, (unsigned, unsigned))
+  X(flush_writes, cuFlushGPUDirectRDMAWrites, (unsigned, unsigned))                               \
+  X(ipc_get, cuIpcGetMemHandle, (struct kv_ipc_handle *, kv_ptr))                                 \
+  X(ipc_open, cuIpcOpenMemHandle_v2, (kv_ptr *, struct kv_ipc_handle, unsigned))                  \
+  X(ipc_close, cuIpcCloseMemHandle, (kv_ptr))                                                     \
+  X(handle_export, cuMemExportToShareableHandle, (void *, kv_handle, unsigned, unsigned long long)) \
+  X(handle_import, cuMemImportFromShareableHandle, (kv_handle *, void *, unsigned))               \
+  X(address_reserve, cuMemAddressReserve, (kv_ptr *, size_t, size_t, kv_ptr, unsigned long long)) \
+  X(address_free, cuMemAddressFree, (kv_ptr, size_t))                                             \
+  X(memory_map, cuMemMap, (kv_ptr, size_t, size_t, kv_handle, unsigned long long))                \
+  X(memory_unmap, cuMemUnmap, (kv_ptr, size_t))                                                   \
+  X(memory_access, cuMemSetAccess, (kv_ptr, size_t, const struct kv_access *, size_t))            \
+  X(copy_on_device, cuMemcpyDtoDAsync_v2, (kv_ptr, kv_ptr, size_t, kv_stream))
 
 #endif

@@ -64,6 +64,8 @@ func TestABI(t *testing.T) {
 			{"struct kv_location source, destination;", "struct kv_location source;", "CUmemcpyAttributes: size"},
 			{"unsigned char rdma;", "unsigned char gap3, rdma;", "gpuDirectRDMACapable"},
 			{"KV_POINTER_BUFFER_ID = 7", "KV_POINTER_BUFFER_ID = 6", "CU_POINTER_ATTRIBUTE_BUFFER_ID"},
+			{"  char bytes[64];", "  char bytes[63];", "CUipcMemHandle: size"},
+			{"(kv_ptr *, struct kv_ipc_handle, unsigned)", "(kv_ptr *, struct kv_ipc_handle *, unsigned)", "X(ipc_open,"},
 			{"size_t, size_t *, kv_stream))", "size_t, kv_stream))", "X(copy_batch,"},
 		} {
 			wrong := strings.Replace(string(abi), change[0], change[1], 1)

@@ -83,15 +83,16 @@ type Memory struct {
 	Kind       Kind
 	Device     int
 	RDMA       bool // GPUDirect RDMA may be used on it
+	Files      bool // it was mapped by a handle that may be given to another process as a descriptor
 }
 
 // Locate says what lies at an address. Host memory has no base and no size.
 func Locate(addr uint64) (Memory, error) {
 	var c C.struct_kvg_memory
-	if err := failed(C.kvg_locate(C.uint64_t(addr), &c), "asking what lies at %#x", addr); err != nil {
+	if err := failed(C.kvg_locate(C.uint64_t(addr), &c), "asking which memory lies at %#x", addr); err != nil {
 		return Memory{}, err
 	}
-	return Memory{Base: uint64(c.base), Size: uint64(c.size), ID: uint64(c.id), Block: uint64(c.block), Kind: Kind(c.kind), Device: int(c.device), RDMA: c.rdma != 0}, nil
+	return Memory{Base: uint64(c.base), Size: uint64(c.size), ID: uint64(c.id), Block: uint64(c.block), Kind: Kind(c.kind), Device: int(c.device), RDMA: c.rdma != 0, Files: c.files != 0}, nil
 }
 
 // Device is a handle on a device, with a share in its primary context.
@@ -170,7 +171,7 @@ func (d *Device) Same(pieces []Piece) (int, error) {
 	var n C.int
 	s := C.kvg_same(d.c, (*C.struct_kvg_piece)(unsafe.Pointer(&pieces[0])), C.int(len(pieces)), &n)
 	if s.code != 0 {
-		return int(n), failed(s, "asking what lies at %#x of CUDA device %d", pieces[n].Addr, d.ordinal)
+		return int(n), failed(s, "asking which memory lies at %#x of CUDA device %d", pieces[n].Addr, d.ordinal)
 	}
 	return int(n), nil
 }
@@ -185,6 +186,18 @@ func (d *Device) Export(addr, bytes uint64) (fd int, err error) {
 // Flush returns when what a NIC has written to the device before is in its memory.
 func (d *Device) Flush() error {
 	return failed(C.kvg_flush(d.c), "flushing what was written to CUDA device %d", d.ordinal)
+}
+
+// Alloc gives memory of the device.
+func (d *Device) Alloc(bytes uint64) (addr uint64, err error) {
+	var c C.uint64_t
+	err = failed(C.kvg_alloc(d.c, C.uint64_t(bytes), &c), "allocating %d bytes of CUDA device %d", bytes, d.ordinal)
+	return uint64(c), err
+}
+
+// Free gives it back.
+func (d *Device) Free(addr uint64) error {
+	return failed(C.kvg_free(d.c, C.uint64_t(addr)), "freeing %#x of CUDA device %d", addr, d.ordinal)
 }
 
 // MomentEntry is the C function behind Moment and its first argument, for callers in C that

@@ -16,10 +16,11 @@ import "C"
 
 import (
 	"fmt"
-	"os"
 	"sync"
 	"syscall"
 	"unsafe"
+
+	"github.com/kvconn/kvconn/internal/hostenv"
 )
 
 // The library and the variable that names another one.
@@ -45,7 +46,7 @@ func Load() error {
 }
 
 func library() string {
-	if name := os.Getenv(libraryVariable); name != "" {
+	if name := hostenv.Get(libraryVariable); name != "" {
 		return name
 	}
 	return libraryName

@@ -26,7 +26,7 @@ var (
 	// ErrMoment: the number is none of this device's moments.
 	ErrMoment = errors.New("no such moment: it was taken on another device, or by an agent that is closed")
 	// ErrAbsent: the driver lacks the call.
-	ErrAbsent = errors.New("this driver does not have the call: a newer driver has")
+	ErrAbsent = errors.New("the installed driver does not have this call: install a newer driver")
 	errBusy   = errors.New("a wait in the driver has not ended")
 	errMemory = errors.New("no memory")
 )
@@ -58,8 +58,11 @@ type Error struct {
 }
 
 func (e *Error) Error() string {
-	text := fmt.Sprintf("%s: %s: %s (%d)", e.About, e.Call, e.Name, e.Code)
-	if e.Text != "" {
+	text := fmt.Sprintf("%s: %s (%d)", e.Call, e.Name, e.Code)
+	if e.About != "" {
+		text = e.About + ": " + text
+	}
+	if e.Text != "" && !e.Sticky() { // its name says the same, and a completion has little room
 		text += ": " + e.Text
 	}
 	if r := remedies[e.Code]; r != "" {
@@ -70,7 +73,19 @@ func (e *Error) Error() string {
 	return text
 }
 
-const restart = "the device has failed for this process: see the kernel's log for NVRM Xid, and restart the engine"
+const restart = "see the kernel's log for NVRM Xid, and restart the engine"
+
+// Brief is the error without what was being done and the driver's words: a completion, which has
+// little room, then still has the remedy.
+func (e *Error) Brief() error { return &brief{e} }
+
+type brief struct{ of *Error }
+
+func (b *brief) Error() string {
+	return (&Error{Call: b.of.Call, Code: b.of.Code, Name: b.of.Name}).Error()
+}
+
+func (b *brief) Unwrap() error { return b.of }
 
 // By CUresult.
 var remedies = map[int]string{
@@ -113,6 +128,15 @@ var sticky = map[int]string{
 	911: "EXTERNAL_DEVICE",
 	999: "UNKNOWN",
 }
+
+// What a driver answers about memory of another process, as CUresult.
+const (
+	InvalidValue   = 1
+	InvalidDevice  = 101
+	InvalidContext = 201
+	NoPeerAccess   = 217
+	TooManyPeers   = 711
+)
 
 // notReady is cuEventQuery's answer while an event has not passed.
 const notReady = 600

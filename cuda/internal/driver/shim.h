@@ -52,6 +52,7 @@ struct kvg_memory {
   uint64_t base, size;
   uint64_t id, block; /* of the allocation, and of the physical memory: 0 where the driver does not tell */
   int32_t kind, device, rdma;
+  int32_t files; /* mapped by a handle that another process may have as a file descriptor */
 };
 kvg_status kvg_locate(uint64_t addr, struct kvg_memory *out);
 
@@ -67,6 +68,22 @@ struct kvg_piece { /* twin of Piece */
 kvg_status kvg_same(struct kvg_device *d, const struct kvg_piece *pieces, int n, int *same);
 kvg_status kvg_export(struct kvg_device *d, uint64_t addr, uint64_t bytes, int *fd);
 kvg_status kvg_flush(struct kvg_device *d);
+/* Memory of the device that is ours, and gives it back. */
+kvg_status kvg_alloc(struct kvg_device *d, uint64_t bytes, uint64_t *addr);
+kvg_status kvg_free(struct kvg_device *d, uint64_t addr);
+
+/*
+ * Memory of another process of this host. Its owner exports an allocation by a handle of KVG_IPC_BYTES, a mapping by
+ * a descriptor; another process opens it on its device. Of out, base, size, id and block are filled. Nothing uses
+ * what is closed.
+ */
+enum { KVG_IPC_BYTES = 64 };
+kvg_status kvg_ipc_get(struct kvg_device *d, uint64_t base, void *handle);
+kvg_status kvg_ipc_open(struct kvg_device *d, const void *handle, struct kvg_memory *out);
+kvg_status kvg_ipc_close(struct kvg_device *d, uint64_t base);
+kvg_status kvg_file_get(struct kvg_device *d, uint64_t addr, int *fd);
+kvg_status kvg_file_open(struct kvg_device *d, int fd, uint64_t bytes, struct kvg_memory *out);
+kvg_status kvg_file_close(struct kvg_device *d, uint64_t base, uint64_t bytes);
 
 uint64_t kvg_number(struct kvg_device *d); /* of the handle: the first byte of its moments */
 kvg_status kvg_moment(struct kvg_device *d, uintptr_t stream, uint64_t *moment);
@@ -90,6 +107,11 @@ uintptr_t kvg_queue_stream(struct kvg_queue *q);
  * stands behind whatever was queued, also after an error.
  */
 kvg_status kvg_copy(struct kvg_queue *q, int batch, uintptr_t host, const struct kvg_run *runs, int n, int *queued);
+struct kvg_pair { /* twin of Pair */
+  uint64_t from, to, len;
+};
+/* The same between places that the device reaches. */
+kvg_status kvg_copy_pairs(struct kvg_queue *q, int batch, const struct kvg_pair *pairs, int n, int *queued);
 kvg_status kvg_copied(struct kvg_queue *q, int batch); /* waits */
 
 #endif

@@ -51,6 +51,9 @@ static kvg_status take_primary(int ordinal, kv_device *d, kv_context *context) {
   kvg_relax(&e);
   kvg_status s = KVG_TRY(device_get, d, ordinal);
   if (s.code == 0) s = KVG_TRY(primary_state, *d, &flags, &active);
+#ifdef KVCONN_FAULTS
+  if (kvg_fault("gpu-context-made")) active = 1;
+#endif
   if (s.code == 0 && !active) s = KVG_OWN(KVG_INACTIVE);
   if (s.code == 0) s = KVG_TRY(primary_retain, context, *d);
   kvg_restore(&e);
@@ -136,6 +139,7 @@ static kvg_status locate_there(uint64_t addr, kv_context primary, struct kvg_mem
       s = kvg_first(s, KVG_TRY(memory_release, handle));
       if (s.code != 0) return s;
       out->kind = p.location.type == KV_LOCATION_DEVICE ? KVG_VMM : KVG_ELSEWHERE;
+      out->files = (p.handle_types & KV_HANDLE_FILE) != 0;
     } else if (kvg_lib.pointer_attribute(&pool, KV_POINTER_POOL, addr) == KV_SUCCESS && pool != NULL) {
       out->kind = KVG_POOL;
     } else {
@@ -237,6 +241,26 @@ kvg_status kvg_flush(struct kvg_device *d) {
   kvg_status s = kvg_enter(d->context, &e);
   if (s.code != 0) return s;
   s = KVG_TRY(flush_writes, KV_FLUSH_CURRENT_CONTEXT, KV_FLUSH_TO_OWNER);
+  kvg_leave(&e);
+  return s;
+}
+
+kvg_status kvg_alloc(struct kvg_device *d, uint64_t bytes, uint64_t *addr) {
+  struct kvg_entry e;
+  kv_ptr p = 0;
+  kvg_status s = kvg_enter(d->context, &e);
+  if (s.code != 0) return s;
+  s = KVG_TRY(memory_alloc, &p, bytes);
+  *addr = p;
+  kvg_leave(&e);
+  return s;
+}
+
+kvg_status kvg_free(struct kvg_device *d, uint64_t addr) {
+  struct kvg_entry e;
+  kvg_status s = kvg_enter(d->context, &e);
+  if (s.code != 0) return s;
+  s = KVG_TRY(memory_free, addr);
   kvg_leave(&e);
   return s;
 }

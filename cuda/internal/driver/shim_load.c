@@ -79,6 +79,9 @@ void kvg_restore(struct kvg_entry *e) { kvg_lib.capture_mode(&e->mode); }
 
 kvg_status kvg_enter(kv_context context, struct kvg_entry *e) {
   kvg_relax(e);
+#ifdef KVCONN_FAULTS
+  if (kvg_fault("gpu-push")) return KVG_DONE;
+#endif
   kvg_status s = KVG_TRY(context_push, context);
   if (s.code != 0) kvg_restore(e);
   return s;
@@ -86,6 +89,12 @@ kvg_status kvg_enter(kv_context context, struct kvg_entry *e) {
 
 void kvg_leave(struct kvg_entry *e) {
   kv_context ours;
+#ifdef KVCONN_FAULTS
+  if (kvg_fault("gpu-push") || kvg_fault("gpu-pop")) {
+    kvg_restore(e);
+    return;
+  }
+#endif
   kvg_lib.context_pop(&ours);
   kvg_restore(e);
 }

@@ -29,9 +29,9 @@ import "C"
 
 import (
 	"os"
+	"runtime"
 	"slices"
 	"sync"
-	"testing"
 	"unsafe"
 
 	"github.com/kvconn/kvconn/cuda/testdouble"
@@ -44,7 +44,7 @@ var (
 
 // Engine is an engine on one device.
 type Engine struct {
-	tb      testing.TB
+	tb      testdouble.Test
 	Device  int
 	context uintptr
 
@@ -54,7 +54,7 @@ type Engine struct {
 }
 
 // Library has KVCONN_LIBCUDA name the driver double, unless it names a library already.
-func Library(tb testing.TB) string {
+func Library(tb testdouble.Test) string {
 	tb.Helper()
 	if os.Getenv("KVCONN_LIBCUDA") == "" {
 		os.Setenv("KVCONN_LIBCUDA", testdouble.Library(tb, testdouble.Newest))
@@ -63,7 +63,7 @@ func Library(tb testing.TB) string {
 }
 
 // New starts the driver and makes the device's primary context, until the test ends.
-func New(tb testing.TB, device int) *Engine {
+func New(tb testdouble.Test, device int) *Engine {
 	tb.Helper()
 	path := Library(tb)
 	load.Do(func() {
@@ -82,10 +82,35 @@ func New(tb testing.TB, device int) *Engine {
 	return e
 }
 
+// rdmaOfMapped is the device attribute that says whether mapped memory can be for RDMA.
+const rdmaOfMapped = 110
+
+// Attribute is a number of the device's: CU_DEVICE_ATTRIBUTE_…
+func (e *Engine) Attribute(number int) int {
+	e.tb.Helper()
+	return int(int32(e.Out("cuDeviceGetAttribute", uintptr(number), uintptr(e.Device))))
+}
+
+// Name is the device's.
+func (e *Engine) Name() string {
+	e.tb.Helper()
+	text := (*[100]C.char)(C.calloc(1, 100))
+	defer C.free(unsafe.Pointer(text))
+	e.Must("cuDeviceGetName", uintptr(unsafe.Pointer(text)), 100, uintptr(e.Device))
+	return C.GoString(&text[0])
+}
+
+// Double says whether the driver is the tests' own. Any other lacks all that is named kvgpu_ here.
+func (e *Engine) Double() bool {
+	c := C.CString("kvgpu_seed")
+	defer C.free(unsafe.Pointer(c))
+	return C.dlsym(library, c) != nil
+}
+
 // Context is the device's primary context.
 func (e *Engine) Context() uintptr { return e.context }
 
-func symbol(tb testing.TB, name string) unsafe.Pointer {
+func symbol(tb testdouble.Test, name string) unsafe.Pointer {
 	tb.Helper()
 	c := C.CString(name)
 	defer C.free(unsafe.Pointer(c))
@@ -162,6 +187,61 @@ func (e *Engine) Alloc(bytes int) uintptr {
 	return p
 }
 
+// grain is the size of a mapping.
+const grain = 2 << 20
+
+// Mapping is device memory that was mapped by handles, as engines that sleep have it: many
+// mappings side by side.
+type Mapping struct {
+	e       *Engine
+	At      uintptr
+	handles []uintptr // of the mappings; 0: it is not mapped
+}
+
+// Map gives mapped memory until the test ends.
+func (e *Engine) Map(bytes int) *Mapping {
+	e.tb.Helper()
+	n := (bytes + grain - 1) / grain
+	m := &Mapping{e: e, At: e.Out("cuMemAddressReserve", uintptr(n*grain), 0, 0, 0), handles: make([]uintptr, n)}
+	e.tb.Cleanup(func() {
+		m.Sleep()
+		e.Call("cuMemAddressFree", m.At, uintptr(n*grain))
+	})
+	m.Wake()
+	return m
+}
+
+// Wake maps new memory at the same addresses.
+func (m *Mapping) Wake() {
+	m.e.tb.Helper()
+	var properties [32]byte // CUmemAllocationProp: pinned, a file descriptor, on the device, for RDMA where it can be
+	properties[0], properties[4], properties[8], properties[12], properties[25] = 1, 1, 1, byte(m.e.Device), byte(m.e.Attribute(rdmaOfMapped))
+	var access [12]byte // CUmemAccessDesc: the device reads and writes
+	access[0], access[4], access[8] = 1, byte(m.e.Device), 3
+	var pinned runtime.Pinner
+	pinned.Pin(&properties)
+	pinned.Pin(&access)
+	defer pinned.Unpin()
+	for i := range m.handles {
+		at := m.At + uintptr(i*grain)
+		m.handles[i] = m.e.Out("cuMemCreate", grain, uintptr(unsafe.Pointer(&properties)), 0)
+		m.e.Must("cuMemMap", at, grain, 0, m.handles[i], 0)
+		m.e.Must("cuMemSetAccess", at, grain, uintptr(unsafe.Pointer(&access)), 1)
+	}
+}
+
+// Sleep gives the memory back; the addresses stay.
+func (m *Mapping) Sleep() {
+	m.e.tb.Helper()
+	for i, h := range m.handles {
+		if h != 0 {
+			m.e.Must("cuMemUnmap", m.At+uintptr(i*grain), grain)
+			m.e.Must("cuMemRelease", h)
+			m.handles[i] = 0
+		}
+	}
+}
+
 // Stream gives a non-blocking stream until the test ends.
 func (e *Engine) Stream() uintptr {
 	e.tb.Helper()
@@ -225,14 +305,14 @@ func (e *Engine) Card(fd int) []byte {
 		return 0
 	})
 	if e.card == 0 {
-		e.tb.Fatal("the descriptor is no dma-buf")
+		e.tb.Fatalf("the descriptor is no dma-buf")
 	}
 	card := unsafe.Slice(*(**byte)(unsafe.Pointer(&e.card)), size)
 	e.tb.Cleanup(func() { C.munmap(unsafe.Pointer(unsafe.SliceData(card)), C.size_t(len(card))) })
 	return card
 }
 
-// Expose gives a file's memory a second address, as device memory, until the process ends.
+// Expose gives a file's memory a second address, as device memory, until Hide or the process's end.
 func (e *Engine) Expose(file *os.File, bytes int) uintptr {
 	e.tb.Helper()
 	a := arguments([]uintptr{uintptr(e.Device), file.Fd(), 0, uintptr(bytes)})
@@ -241,6 +321,12 @@ func (e *Engine) Expose(file *os.File, bytes int) uintptr {
 		e.tb.Fatalf("%d bytes of %s cannot be device memory", bytes, file.Name())
 	}
 	return p
+}
+
+// Hide takes an address of Expose back, when nothing uses it any more.
+func (e *Engine) Hide(addr uintptr) {
+	e.tb.Helper()
+	e.must("kvgpu_hide", e.Bare("kvgpu_hide", addr))
 }
 
 // Hold lets a stream begin nothing, until Release.
@@ -258,6 +344,15 @@ func (e *Engine) Fail(function string, nth, code int) {
 	c := C.CString(function)
 	defer C.free(unsafe.Pointer(c))
 	e.must("kvgpu_fail", e.Bare("kvgpu_fail", uintptr(unsafe.Pointer(c)), uintptr(nth), uintptr(code)))
+}
+
+// Halt lets the device do nothing, until it is false.
+func (e *Engine) Halt(on bool) {
+	var flag uintptr
+	if on {
+		flag = 1
+	}
+	e.Bare("kvgpu_halt", uintptr(e.Device), flag)
 }
 
 // Stick lets all calls on the device fail, until the code is 0.

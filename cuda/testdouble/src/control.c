@@ -31,10 +31,13 @@ static uint64_t count(const char *what) {
   if (!strcmp(what, "pinned")) return count_pins();
   if (!strcmp(what, "contexts")) return living_contexts();
   if (!strcmp(what, "handles")) return living_handles();
+  if (!strcmp(what, "mapped")) return living_mappings();
+  if (!strcmp(what, "reserved")) return living_reservations();
   if (!strcmp(what, "ipc")) return open_imports();
   if (!strcmp(what, "dmabufs")) return open_exports();
   if (!strcmp(what, "captures")) return open_captures();
   if (!strcmp(what, "queued")) return queued_operations();
+  if (!strcmp(what, "stuck")) return stuck_operations();
   if (!strcmp(what, "violations")) return violations;
   return calls_of(strcmp(what, "calls") ? what : NULL);
 }
@@ -64,10 +67,23 @@ EXPORT uint64_t kvgpu_expose(int device, int fd, int64_t offset, size_t size) {
   return m ? m->at : 0;
 }
 
+EXPORT int kvgpu_hide(uint64_t address) {
+  pthread_mutex_lock(&world);
+  struct mem *m = find_memory(address);
+  bool is_exposed = m && m->kind == EXPOSED && m->at == address;
+  if (is_exposed) {
+    await_memory(m);
+    let_shared(m);
+    drop_memory(m);
+  }
+  pthread_mutex_unlock(&world);
+  return is_exposed ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
 /* What is left, on stderr, with the seed: KVGPU_LEAKS=report, or =exit to end with status 86. The last destructor to run. */
 __attribute__((destructor(101))) static void report(void) {
   const char *how = getenv("KVGPU_LEAKS");
-  static const char *const kinds[] = {"streams", "events", "allocations", "pinned", "handles", "ipc", "dmabufs", "captures", "violations"};
+  static const char *const kinds[] = {"streams", "events", "allocations", "pinned", "handles", "mapped", "reserved", "ipc", "dmabufs", "captures", "violations"};
   char text[300] = "";
   for (size_t i = 0; how && i < sizeof kinds / sizeof *kinds; i++) {
     uint64_t n = kvgpu_count(kinds[i]);

@@ -3,9 +3,15 @@
 
 #include <stdlib.h>
 
+/* The device of the calling thread may use the memory. A test that looks has no context, and may always. */
+static bool may_use(const struct mem *m, bool write) {
+  CUcontext ctx = current_context();
+  return !ctx || (write ? m->writers : m->readers) >> ctx->dev & 1;
+}
+
 /* Whether the range lies in one allocation, or in mappings side by side of one reservation and device. */
 static bool is_covered(const struct mem *m, CUdeviceptr p, size_t n, bool write) {
-  for (CUdeviceptr end = p + n; m && (write ? m->writable : m->readable);) {
+  for (CUdeviceptr end = p + n; m && may_use(m, write);) {
     if (end <= m->at + m->len) return end >= p;
     const struct mem *next = m->kind == MAPPED ? find_memory(m->at + m->len) : NULL;
     if (!next || next->kind != MAPPED || next->dev != m->dev || next->alias != m->alias + m->len) return false;

@@ -114,6 +114,13 @@ EXPORT void kvgpu_stick(int device, int code) {
   pthread_mutex_unlock(&world);
 }
 
+EXPORT void kvgpu_halt(int device, int on) {
+  pthread_mutex_lock(&world);
+  if (is_device(device)) devices[device].halted = on;
+  pthread_cond_broadcast(&progress);
+  pthread_mutex_unlock(&world);
+}
+
 EXPORT CUresult cuDeviceGetCount(int *count) {
   BEGIN(0);
   REQUIRE(count, CUDA_ERROR_INVALID_VALUE);
@@ -204,6 +211,6 @@ EXPORT CUresult cuDeviceCanAccessPeer(int *can, CUdevice dev, CUdevice peer) {
   BEGIN(0);
   REQUIRE(can, CUDA_ERROR_INVALID_VALUE);
   REQUIRE(is_device(dev) && is_device(peer), CUDA_ERROR_INVALID_DEVICE);
-  *can = dev != peer;
+  *can = dev != peer && !has_ipc_mode("apart");
   return leave(CUDA_SUCCESS);
 }

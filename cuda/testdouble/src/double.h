@@ -25,6 +25,7 @@
 
 extern pthread_mutex_t world;
 extern pthread_cond_t progress; /* something has ended: an operation, a hold, the world */
+extern pthread_cond_t recorded; /* an event has passed, or the world has ended: of many operations, its waiters need not hear */
 extern bool gone;               /* the library is being unloaded: calls answer DEINITIALIZED */
 
 /* ---- entry.c: what each call passes first */
@@ -72,6 +73,7 @@ extern int device_count;
 struct device {
   int physical; /* its number when nothing is hidden by CUDA_VISIBLE_DEVICES */
   CUresult sticky;
+  bool halted; /* its streams begin nothing */
   uint64_t operations_left; /* until one of its operations fails; 0: none will */
   CUresult failure;
   int attributes[ATTRIBUTES_MAX];
@@ -112,11 +114,14 @@ struct mem {
   enum kind kind;
   CUcontext ctx;       /* NULL: of no context */
   uint64_t id;
-  bool rdma, readable, writable;
+  bool rdma;
+  unsigned readers, writers; /* devices, a bit each */
   uint64_t handle_types;
   unsigned in_flight;  /* operations that use it */
   struct late *late;   /* what a card has written and no flush has carried over */
   CUmemGenericAllocationHandle handle; /* of a mapped one */
+  uint64_t inode; /* of an imported one's file */
+  unsigned opens;
   struct mem *next;
 };
 extern uint64_t next_id;
@@ -128,6 +133,7 @@ struct mem *next_overlap(struct mem *m, CUdeviceptr p, size_t n); /* after m, or
 void drop_memory(struct mem *m);   /* its range stays untouchable */
 void await_memory(struct mem *m);  /* until no operation uses it */
 char *reserve(size_t len);         /* of addresses, at GRAIN, untouchable */
+CUdeviceptr take_retired(size_t len); /* addresses of memory that is gone, if they are to be given out again; else 0 */
 bool was_device_memory(CUdeviceptr p);
 void check_canary(const struct mem *m);
 void free_memories(void);
@@ -212,6 +218,7 @@ CUresult put_op(CUstream s, const struct op *op);                   /* takes ove
 CUresult await_stream(CUstream s);
 CUresult await_context(CUcontext ctx);
 uint64_t queued_operations(void);
+uint64_t stuck_operations(void); /* those queued on devices that kvgpu_halt has halted */
 void stop_streams(void);
 void free_streams(void);
 void perform(CUstream s, struct op *op);
@@ -273,6 +280,10 @@ extern bool late_pcie;
 
 /* ---- vmm.c, ipc.c, export.c */
 unsigned living_handles(void);
+unsigned living_mappings(void);
+unsigned living_reservations(void);
+void let_shared(struct mem *m); /* its owner frees it */
+bool has_ipc_mode(const char *mode);
 CUresult reservation_of(CUdeviceptr p, CUdeviceptr *at, size_t *size); /* the reserved range that p lies in */
 void free_exports(void);
 unsigned open_exports(void); /* descriptors of this process */

@@ -3,14 +3,13 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 pthread_mutex_t world = PTHREAD_MUTEX_INITIALIZER;
-pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
+pthread_cond_t progress = PTHREAD_COND_INITIALIZER, recorded = PTHREAD_COND_INITIALIZER;
 bool gone;
 __thread bool in_host_function;
 
-static pid_t initialized_in; /* a fork's child has no driver */
+static bool initialized; /* a fork's child has no driver */
 static struct site *sites;
 
 struct fault {
@@ -21,8 +20,15 @@ struct fault {
 };
 static struct fault *faults;
 
-bool is_initialized(void) { return initialized_in == getpid(); }
-void set_initialized(void) { initialized_in = getpid(); }
+static void forget_in_child(void) { initialized = false; }
+static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_in_child); }
+
+bool is_initialized(void) { return initialized; }
+void set_initialized(void) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, watch_forks);
+  initialized = true;
+}
 
 static CUresult injected(const char *function) {
   for (struct fault **f = &faults; *f; f = &(*f)->next) {

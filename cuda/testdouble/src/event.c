@@ -141,7 +141,7 @@ EXPORT CUresult cuEventSynchronize(CUevent e) {
   struct record *record = e->last;
   if (!record) return leave(CUDA_SUCCESS);
   record->references++;
-  while (!record->done && !gone) pthread_cond_wait(&progress, &world);
+  while (!record->done && !gone) pthread_cond_wait(&recorded, &world);
   CUresult r = record->done ? record->result : CUDA_ERROR_DEINITIALIZED;
   let_record(record);
   return leave(r);

@@ -16,6 +16,7 @@ struct segment {
 };
 struct exported { /* keeps the pages, also when the memory is unmapped or freed: then they are stale, and no fault */
   ino_t inode;
+  dev_t filesystem;
   size_t size, count;
   struct segment *segments;
   struct exported *next;
@@ -51,7 +52,7 @@ static int add_export(CUdeviceptr p, size_t n, size_t count) {
   struct stat told;
   if (fd < 0 || ftruncate(fd, (off_t)n) || fstat(fd, &told)) return -1;
   struct exported *e = calloc(1, sizeof *e);
-  *e = (struct exported){.inode = told.st_ino, .size = n, .segments = calloc(count, sizeof *e->segments), .next = exports};
+  *e = (struct exported){.inode = told.st_ino, .filesystem = told.st_dev, .size = n, .segments = calloc(count, sizeof *e->segments), .next = exports};
   for (size_t done = 0; done < n;) {
     struct mem *m = find_memory(p + done);
     size_t within = (size_t)(p + done - m->at), left = m->room - within;
@@ -83,7 +84,7 @@ static struct exported *find_export(int fd) {
   struct stat told;
   if (fstat(fd, &told)) return NULL;
   for (struct exported *e = exports; e; e = e->next) {
-    if (e->inode == told.st_ino) return e;
+    if (e->inode == told.st_ino && e->filesystem == told.st_dev) return e;
   }
   return NULL;
 }

@@ -12,7 +12,8 @@
  *   KVGPU_FAIL=NAME:NTH:CODE,...    as kvgpu_fail
  *   KVGPU_FAIL_OPERATION=DEVICE:NTH:CODE   as kvgpu_fail_operation
  *   KVGPU_LATE_PCIE=1               as kvgpu_late_pcie
- *   KVGPU_IPC=foreign, hidden       the peer is in another PID namespace; its device is not visible here
+ *   KVGPU_IPC=foreign, hidden, apart   the peer is in another PID namespace; its device is not visible here; devices have no way to
+ *                                   each other
  *   KVGPU_LEAKS=report, exit        what is left at unload is told on stderr; the process ends with status 86
  *   KVGPU_ABORT=1                   a violation ends the process */
 #pragma once
@@ -37,7 +38,9 @@ int kvgpu_fill(uint64_t device_address, size_t size, uint64_t pattern, uint64_t 
 size_t kvgpu_wrong(uint64_t device_address, size_t size, uint64_t pattern, uint64_t from);
 /* Memory of a file that somebody else also maps becomes device memory: an untouchable second address of it. 0 if it cannot be. */
 uint64_t kvgpu_expose(int device, int fd, int64_t offset, size_t size);
-/* From now on cuMemAlloc gives addresses of freed memory out again, as real drivers do. */
+/* Ends that, when nothing uses the memory any more. */
+int kvgpu_hide(uint64_t device_address);
+/* From now on cuMemAlloc and cuIpcOpenMemHandle give addresses of memory that is gone out again, as real drivers do. */
 void kvgpu_reuse_addresses(int on);
 
 /* ---- an engine's kernels: they run on the stream, slowly, as all that is on it */
@@ -59,6 +62,8 @@ int kvgpu_release(void *stream);
 int kvgpu_fail(const char *function, unsigned nth, int code);
 /* From now on each call and each operation of the device fails with this code, as after an illegal address or a lost device; 0 ends it. */
 void kvgpu_stick(int device, int code);
+/* All streams of a halted device are as if held: it answers calls, and does nothing. */
+void kvgpu_halt(int device, int on);
 /* The nth operation of a device's streams from now on fails with this code, which then sticks: as a kernel's illegal address does. */
 int kvgpu_fail_operation(int device, uint64_t nth, int code);
 /* Overrides a device attribute (CU_DEVICE_ATTRIBUTE_...). */
@@ -69,7 +74,9 @@ void kvgpu_late_pcie(int on);
 /* A mapping of what an exported dma-buf's descriptor stands for, for a double of libibverbs; the caller unmaps it. NULL if it is none. */
 void *kvgpu_map_dmabuf(int fd, size_t *size);
 
-/* ---- what there is: "streams", "events", "allocations", "pinned", "contexts", "handles", "ipc", "captures", "queued", "violations",
+/* ---- what there is: "streams", "events", "allocations", "pinned", "contexts", "handles", "mapped" and "reserved" (of cuMemMap and
+ * cuMemAddressReserve), "ipc" (opened allocations of other processes), "captures", "violations",
+ * "queued" (operations that have not ended), "stuck" (those of them on a device that is halted),
  * "dmabufs" (descriptors that are open),
  * "calls" or the name of a function, for how often it was called. UINT64_MAX for any other word. */
 uint64_t kvgpu_count(const char *what);

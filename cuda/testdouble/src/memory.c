@@ -56,7 +56,8 @@ char *reserve(size_t len) {
   return at;
 }
 
-static CUdeviceptr take_retired(size_t room) {
+CUdeviceptr take_retired(size_t len) {
+  size_t room = round_up(len, GRAIN);
   for (struct retired **r = &retired; reuse && *r; r = &(*r)->next) {
     if ((*r)->room != room) continue;
     struct retired *hit = *r;
@@ -82,7 +83,8 @@ struct mem *map_file(int dev, CUcontext ctx, int fd, int64_t offset, size_t len,
   struct mem *m = calloc(1, sizeof *m);
   *m = (struct mem){.at = at, .len = len, .room = room, .alias = alias, .fd = fd, .fd_offset = offset, .dev = dev, .kind = kind, .ctx = ctx};
   m->id = next_id++;
-  m->rdma = m->readable = m->writable = true;
+  m->rdma = true;
+  m->readers = m->writers = UINT32_MAX;
   m->next = memories;
   memories = m;
   return m;
@@ -92,7 +94,7 @@ struct mem *new_memory(int dev, CUcontext ctx, size_t len, enum kind kind) {
   size_t room = round_up(len, GRAIN);
   int fd = memfd_create("kvgpu", MFD_CLOEXEC);
   if (fd < 0) return NULL;
-  struct mem *m = ftruncate(fd, (off_t)room) ? NULL : map_file(dev, ctx, fd, 0, len, kind, kind == LINEAR ? take_retired(room) : 0, NULL);
+  struct mem *m = ftruncate(fd, (off_t)room) ? NULL : map_file(dev, ctx, fd, 0, len, kind, kind == LINEAR ? take_retired(len) : 0, NULL);
   if (!m) {
     close(fd);
     return NULL;
@@ -147,6 +149,7 @@ static struct mem *memory_of(CUcontext ctx) {
 void end_memories(CUcontext ctx) {
   for (struct mem *m; (m = memory_of(ctx));) {
     await_memory(m);
+    let_shared(m);
     drop_memory(m);
   }
 }
@@ -192,6 +195,7 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr p) {
   struct mem *m = find_memory(p);
   REQUIRE(m && m->at == p && (m->kind == LINEAR || m->kind == MANAGED || m->kind == POOLED), CUDA_ERROR_INVALID_VALUE);
   await_memory(m);
+  let_shared(m);
   drop_memory(m);
   return leave(CUDA_SUCCESS);
 }

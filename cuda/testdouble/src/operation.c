@@ -115,6 +115,7 @@ void perform(CUstream s, struct op *op) {
   }
   if (op->what == RECORD) {
     op->record->done = true;
+    pthread_cond_broadcast(&recorded);
     op->record->result = s->sick;
     op->record->nanoseconds = now();
     tell_others(op->record);

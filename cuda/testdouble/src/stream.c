@@ -56,7 +56,7 @@ static bool is_passed(const struct stamp *stamp) { return stamp->stream->got >= 
 
 /* Whether the operation may begin: not held, and all that it waits for has passed. */
 static bool may_begin(CUstream s, const struct op *op) {
-  if (s->held) return false;
+  if (s->held || devices[s->ctx->dev].halted) return false;
   for (size_t i = 0; i < op->afters; i++) {
     if (!is_passed(&op->after[i])) return false;
   }
@@ -182,11 +182,19 @@ uint64_t queued_operations(void) {
   return n;
 }
 
+uint64_t stuck_operations(void) {
+  uint64_t n = 0;
+  for (CUstream s = streams; s; s = s->next)
+    if (devices[s->ctx->dev].halted) n += s->put - s->got;
+  return n;
+}
+
 /* At unload. Threads that are performing end their operation first. */
 void stop_streams(void) {
   pthread_mutex_lock(&world);
   for (CUstream s = streams; s; s = s->next) pthread_cond_broadcast(&s->work);
   pthread_cond_broadcast(&progress);
+  pthread_cond_broadcast(&recorded);
   pthread_mutex_unlock(&world);
   if (!is_initialized()) return; /* a fork's child has no threads */
   for (CUstream s = streams; s; s = s->next) {

@@ -2,10 +2,13 @@
 #include "double.h"
 
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
+
+#define VMM_FILE "kvgpu-vmm-%d-%u" /* the device's number when none is hidden, and whether it is for RDMA */
 
 struct handle {
   CUmemGenericAllocationHandle number;
@@ -55,6 +58,18 @@ static void let_handle(struct handle *h) {
 unsigned living_handles(void) {
   unsigned n = 0;
   for (const struct handle *h = handles; h; h = h->next) n += h->owned;
+  return n;
+}
+
+unsigned living_mappings(void) {
+  unsigned n = 0;
+  for (const struct mem *m = memories; m; m = m->next) n += m->kind == MAPPED;
+  return n;
+}
+
+unsigned living_reservations(void) {
+  unsigned n = 0;
+  for (const struct reservation *r = reservations; r; r = r->next) n++;
   return n;
 }
 
@@ -129,7 +144,9 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t size, cons
   BEGIN(UNSAFE);
   REQUIRE(out && size && size % GRAIN == 0 && !flags && is_usable(properties), CUDA_ERROR_INVALID_VALUE);
   REQUIRE(!(properties->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR), CUDA_ERROR_NOT_SUPPORTED);
-  int fd = memfd_create("kvgpu-vmm", MFD_CLOEXEC);
+  char name[40];
+  snprintf(name, sizeof name, VMM_FILE, devices[properties->location.id].physical, properties->allocFlags.gpuDirectRDMACapable);
+  int fd = memfd_create(name, MFD_CLOEXEC);
   char *bytes = fd < 0 || ftruncate(fd, (off_t)size) ? MAP_FAILED : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (bytes == MAP_FAILED && fd >= 0) close(fd);
   REQUIRE(bytes != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
@@ -158,7 +175,7 @@ EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUmemGeneri
   int fd = fcntl(h->fd, F_DUPFD_CLOEXEC, 3);
   struct mem *m = fd < 0 ? NULL : map_file(h->properties.location.id, NULL, fd, 0, size, MAPPED, at, r->alias + (at - r->at));
   REQUIRE(m, CUDA_ERROR_OUT_OF_MEMORY);
-  m->readable = m->writable = false; /* until cuMemSetAccess */
+  m->readers = m->writers = 0; /* until cuMemSetAccess */
   m->rdma = h->properties.allocFlags.gpuDirectRDMACapable;
   m->handle_types = h->properties.requestedHandleTypes;
   m->handle = number;
@@ -202,9 +219,12 @@ EXPORT CUresult cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDes
     if (m->kind != MAPPED || m->at < at || m->at + m->len > at + size) continue;
     covered += m->len;
     for (size_t i = 0; i < count; i++) {
-      if (access[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE || access[i].location.id != m->dev) continue;
-      m->readable = access[i].flags & CU_MEM_ACCESS_FLAGS_PROT_READ;
-      m->writable = access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+      int dev = access[i].location.id;
+      if (access[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE) continue;
+      REQUIRE(dev >= 0 && dev < device_count && (dev == m->dev || !has_ipc_mode("apart")), CUDA_ERROR_INVALID_DEVICE);
+      unsigned bit = 1u << dev;
+      m->readers = (m->readers & ~bit) | (access[i].flags & CU_MEM_ACCESS_FLAGS_PROT_READ ? bit : 0);
+      m->writers = (m->writers & ~bit) | (access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? bit : 0);
     }
   }
   return leave(covered == size ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
@@ -240,15 +260,31 @@ EXPORT CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHa
   return leave(CUDA_SUCCESS);
 }
 
-/* The device is not in the file: the double takes the current context's, or the first. */
+/* Which device a file's memory lies on, by its name: -1 if it is none of cuMemCreate's, -2 if the device is not visible here. */
+static int device_of_file(int fd, unsigned *rdma) {
+  char link[40], name[80] = "";
+  int physical;
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  if (readlink(link, name, sizeof name - 1) < 0 || sscanf(name, "/memfd:" VMM_FILE, &physical, rdma) != 2) return -1;
+  for (int i = 0; i < device_count && !has_ipc_mode("hidden"); i++) {
+    if (devices[i].physical == physical) return i;
+  }
+  return -2;
+}
+
 EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *shared, CUmemAllocationHandleType type) {
   BEGIN(UNSAFE);
   REQUIRE(out && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_INVALID_VALUE);
+  unsigned rdma = 0;
+  int dev = device_of_file((int)(intptr_t)shared, &rdma);
+  REQUIRE(dev != -1, CUDA_ERROR_INVALID_VALUE);
+  REQUIRE(dev >= 0, CUDA_ERROR_NOT_SUPPORTED);
   int fd = fcntl((int)(intptr_t)shared, F_DUPFD_CLOEXEC, 3);
   off_t size = fd < 0 ? -1 : lseek(fd, 0, SEEK_END);
   if (fd >= 0 && size <= 0) close(fd);
   REQUIRE(size > 0, CUDA_ERROR_INVALID_VALUE);
-  CUmemAllocationProp p = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = ctx ? ctx->dev : 0}};
+  CUmemAllocationProp p = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = dev}};
+  p.allocFlags.gpuDirectRDMACapable = (unsigned char)rdma;
   *out = add_handle(&p, (size_t)size, fd)->number;
   return leave(CUDA_SUCCESS);
 }

@@ -132,6 +132,51 @@ void test_mapped(void) {
   leave_device(0);
 }
 
+static void allow_on(int device, CUdeviceptr at, unsigned flags) {
+  CUmemAccessDesc access = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}, .flags = flags};
+  OK(cuMemSetAccess(at, GRAIN, &access, 1));
+}
+
+/* A handle's descriptor, mapped a second time: on its own device, for the devices that were allowed to, as long as somebody has it. */
+void test_imported(void) {
+  CUdeviceptr at, second;
+  CUmemGenericAllocationHandle again;
+  CUmemAllocationProp is;
+  int fd, stranger = memfd_create("stranger", MFD_CLOEXEC);
+  unsigned char byte = 0;
+  enter_device(0);
+  OK(cuMemAddressReserve(&at, GRAIN, 0, 0, 0));
+  OK(cuMemAddressReserve(&second, 2 * GRAIN, 0, 0, 0));
+  CUmemGenericAllocationHandle h = map(at);
+  allow(at, GRAIN);
+  OK(cuMemsetD8_v2(at + 7, 5, 1));
+  OK(cuMemExportToShareableHandle(&fd, h, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+  EXPECT(!ftruncate(stranger, (off_t)GRAIN));
+  FAILS(CUDA_ERROR_INVALID_VALUE, cuMemImportFromShareableHandle(&again, (void *)(intptr_t)stranger, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+  leave_device(0);
+  enter_device(1);
+  OK(cuMemImportFromShareableHandle(&again, (void *)(intptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+  close(fd);
+  OK(cuMemGetAllocationPropertiesFromHandle(&is, again));
+  EXPECT(is.location.id == 0 && is.allocFlags.gpuDirectRDMACapable == 1);
+  FAILS(CUDA_ERROR_INVALID_VALUE, cuMemMap(second, 2 * GRAIN, 0, again, 0));
+  OK(cuMemMap(second, GRAIN, 0, again, 0));
+  OK(cuMemRelease(again));
+  allow_on(0, second, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+  FAILS(CUDA_ERROR_INVALID_VALUE, cuMemcpyDtoH_v2(&byte, second + 7, 1)); /* device 1 may not */
+  allow_on(1, second, CU_MEM_ACCESS_FLAGS_PROT_READ);
+  FAILS(CUDA_ERROR_INVALID_VALUE, cuMemsetD8_v2(second + 7, 6, 1));
+  OK(cuMemUnmap(at, GRAIN));
+  OK(cuMemRelease(h));
+  OK(cuMemcpyDtoH_v2(&byte, second + 7, 1));
+  EXPECT(byte == 5);
+  OK(cuMemUnmap(second, GRAIN));
+  OK(cuMemAddressFree(at, GRAIN));
+  OK(cuMemAddressFree(second, 2 * GRAIN));
+  close(stranger);
+  leave_device(1);
+}
+
 /* Two mappings exported as one, from within the first into the second; then with late writes of the card. */
 void test_export(void) {
   CUdeviceptr at;

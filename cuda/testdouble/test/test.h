@@ -36,6 +36,7 @@ static inline void leave_device(int device) {
 void test_memory(void);
 void test_pointers(void);
 void test_mapped(void);
+void test_imported(void);
 void test_export(void);
 void test_order(void);
 void test_races(void);

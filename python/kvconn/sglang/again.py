@@ -11,6 +11,7 @@ from typing import Any
 
 from ..prompt import fingerprint
 from .allow import RouteError
+from .params import KEY_VARIABLE
 
 _AT_ONCE = 256  # requests that a prefill server is asked for
 _SAID = 1 << 20  # bytes of an answer
@@ -50,8 +51,10 @@ def prefill(receiver: Any, payload: dict[str, Any], bound_s: float) -> None:
 class Prefills:
     """Asks prefill servers by their own API. Answers come when a request is computed, so questions have other connections."""
 
-    def __init__(self, access: Any) -> None:
+    def __init__(self, access: Any, key: str) -> None:
+        """key: the servers' API key; empty: they have none."""
         self._access = access
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: Any = None
 
     async def ask(self, address: str, payload: dict[str, Any], bound_s: float) -> None:
@@ -63,9 +66,11 @@ class Prefills:
             self._session = self._access.session(_AT_ONCE)
         try:
             bound = aiohttp.ClientTimeout(total=bound_s)
-            async with self._session.post(f"http://{address}/generate", json=payload, timeout=bound, allow_redirects=False) as answer:
+            about = {"headers": self._headers, "timeout": bound, "allow_redirects": False}
+            async with self._session.post(f"http://{address}/generate", json=payload, **about) as answer:
                 said = await answer.content.read(_SAID)
         except Exception as error:
             raise RouteError(f"{where}: {str(error) or repr(error)}") from error
         if answer.status != 200:
-            raise RouteError(f"{where}: it answers {answer.status}: {said[:200].decode('utf-8', 'replace')}")
+            remedy = f" ({KEY_VARIABLE} names a file with its API key)" if answer.status in (401, 403) else ""
+            raise RouteError(f"{where}: it answers {answer.status}: {said[:200].decode('utf-8', 'replace')}{remedy}")

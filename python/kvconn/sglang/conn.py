@@ -1,4 +1,4 @@
-"""SGLang's four classes: what the scheduler calls, passed on to the rooms.
+"""SGLang's manager, sender and receiver: what the scheduler calls, passed on to the rooms.
 
 SGLang's base classes change from release to release. This module looks once for what an older release lacks, and never asks
 for a version. Our classes inherit from SGLang's because the scheduler uses more of them than the calls below. SGLang's
@@ -24,11 +24,13 @@ from . import again
 from . import rooms as _rooms
 from . import start as begin
 from .layout import Layout, ids
-from .parallel import bootstrap_port, heads_of, parallel_of, refuse_unsupported, stages_group
-from .params import agent_config, bootstrap_address, engine_name, from_environment, server_config, setting
+from .moments import HostMoments, moments_of
+from .parallel import bootstrap_port, heads_of, leaf, parallel_of, refuse_unsupported, stages_group
+from .params import Prefill, agent_config, bootstrap_address, engine_name, for_gpu, from_environment, prefill_api_key, setting
 from .partial import Chunks
 from .rooms import Holder, NoAgent, Rooms
 from .route import Access, Engine, EveryEngine, RouteError, Router
+from .served import Adapters, vouched
 
 logger = logging.getLogger("kvconn.sglang")
 
@@ -42,7 +44,7 @@ _DEVICE: Any = getattr(getattr(_base, "KVTransferDestination", None), "DEVICE", 
 
 for _state in ("Failed", "Bootstrapping", "Transferring", "Success"):
     if getattr(_base.KVPoll, _state) != getattr(_rooms, _state.upper()):
-        raise ImportError(f"kvconn: SGLang's KVPoll.{_state} is {getattr(_base.KVPoll, _state)}")
+        raise ImportError(f"kvconn: SGLang's KVPoll.{_state} is {getattr(_base.KVPoll, _state)}, want {getattr(_rooms, _state.upper())}")
 
 
 _NEWS_S = 0.001  # a request that arrives during the wait waits at most this long
@@ -64,7 +66,9 @@ class KVConnManager(_Manager):
         prefill = disaggregation_mode.value == "prefill"
         self.parallel = parallel = parallel_of(args, server_args)
         refuse_unsupported(server_args, parallel)
-        start = begin.take(server_args)
+        extra = from_environment()
+        start = begin.take(server_args, extra)
+        self.adapters = Adapters(start.scheduler, leaf("download_dir", server_args), vouched(extra))
         self.is_dummy_cp_rank = prefill and parallel.cp_rank != 0
         self.enable_all_cp_ranks_for_transfer = False
         self.attn_cp_rank, self.attn_cp_size = parallel.cp_rank, parallel.cp_size
@@ -80,38 +84,34 @@ class KVConnManager(_Manager):
         self.kv_layout = getattr(args, "kv_layout", None)
         self.layout = Layout(args, start.pool, start.draft, heads_of(parallel, start.pool, start.model_config), parallel.rank.pp_size)
         if parallel.rank.pp_size > 1:
-            begin.check_stages(self.layout.layers, self.layout.plain, stages_group())
+            begin.check_stages(self.layout.layers, self.layout.plain, start.model_config.num_hidden_layers, stages_group())
         self._bootstrap = None
         if self.is_dummy_cp_rank:
             self._agent: Any = NoAgent()
+            self.moments: Any = HostMoments()
             self.rooms = Rooms(self._agent, "prefill, a rank with nothing to send", self.bootstrap_timeout, self.waiting_timeout)
             return
+        port = None
         if prefill:
             self._bootstrap = bootstrap_address(parallel.host, bootstrap_port(parallel), parallel.first_node)
-        config = agent_config(
-            "prefill" if prefill else "decode",
-            start.common,
-            self.kv_cache_dtype_str,
-            args.page_size,
-            parallel.rank,
-            self._bootstrap,
-            parallel.route_info(self.kv_layout),
-            self.bootstrap_timeout,
-            from_environment(),
-        )
+            port = Prefill(self._bootstrap, parallel.route_info(self.kv_layout), self.bootstrap_timeout)
+        extra = for_gpu(extra, getattr(args, "ib_device", None), args.gpu_id)
+        config = agent_config(parallel.rank, start.common, self.kv_cache_dtype_str, args.page_size, extra, port)
         self._agent = Agent(config)
         side = f"{config['role']} dp{parallel.rank.dp_rank} tp{parallel.rank.tp_rank} pp{parallel.rank.pp_rank}"
         self.rooms = Rooms(self._agent, side, self.bootstrap_timeout, self.waiting_timeout, 0.0 if parallel.answers else _rooms.TELL_S)
-        self.router = Router(self.rooms.inbox, Access(config, own=prefill))
+        self.router = Router(self.rooms.inbox, Access(config, own=prefill), "" if prefill else prefill_api_key(config))
         self._agent.register_kv_caches(self.layout.regions)
+        self.moments = moments_of(self._agent, self.layout.regions, start.scheduler, prefill)
         logger.info(
-            "kvconn %s: engine %s, %d pages of %d tokens and %d bytes, %d regions, states %s",
+            "kvconn %s: engine %s, %d pages of %d tokens and %d bytes, %d regions in %s memory, states %s",
             side,
             config["engine_id"],
             self.layout.pages,
             args.page_size,
             self.layout.page_bytes,
             len(self.layout.regions),
+            "host" if isinstance(self.moments, HostMoments) else f"GPU {args.gpu_id}'s",
             self.layout.state_types,
         )
 
@@ -134,7 +134,11 @@ class KVConnManager(_Manager):
         request, self.coming = self.coming, None
         if request is None or request.bootstrap_room != bootstrap_room:
             return self.rooms.open(bootstrap_room)
-        return self.rooms.open(bootstrap_room, *again.prompt_and_turn(request))
+        prompt, turn = again.prompt_and_turn(request)
+        why = ""
+        if getattr(request, "lora_id", None) is not None:
+            prompt, why = self.adapters.of_prompt(request, prompt)
+        return self.rooms.open(bootstrap_room, prompt, turn, why)
 
     def register_to_bootstrap(self) -> None:
         return  # the agent registered itself when it registered the caches
@@ -216,6 +220,7 @@ class KVConnSender(_Half, _Sender):
         self.bootstrap_room = bootstrap_room
         self.aux_index: int | None = None
         self._chunks: Chunks | None = None
+        self._early_send_wait_event: Any = None
         self._prefix_pages = 0
         self.room = mgr.open_room(bootstrap_room)
         # The scheduler spends memory on a request when the room is in WaitingForInput. The room comes to this state when the
@@ -249,17 +254,19 @@ class KVConnSender(_Half, _Sender):
 
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, **_: Any) -> None:
         room, rooms = self.room, self.kv_mgr.rooms
+        # SGLang's event of pages that it sends before their pass's result: of this chunk only.
+        event, self._early_send_wait_event = self._early_send_wait_event, None
         if room.state == _rooms.FAILED:
             return
         try:
             if self._chunks is None:
-                raise RuntimeError("pages were sent before init")
+                raise RuntimeError("SGLang has sent pages before it called init")
             pages = ids(kv_indices, "pages")
             if self._chunks.add(pages):
-                rooms.offer(room, *self._chunks.offer(state_indices, self.aux_index))
+                rooms.offer(room, *self._chunks.offer(state_indices, self.aux_index), after=self.kv_mgr.moments.computed(event))
                 self._chunks = None
             elif pages:
-                rooms.offer_partial(room, *self._chunks.partial_offer(pages))
+                rooms.offer_partial(room, *self._chunks.partial_offer(pages), after=self.kv_mgr.moments.computed(event))
         except Exception as error:
             rooms.abort(room, str(error) or repr(error))
 
@@ -290,7 +297,7 @@ class KVConnReceiver(_Half, _Receiver):
         self.bootstrap_room = bootstrap_room
         self.abort_notified = False
         self._engine = ""
-        self._blocks: tuple[Any, ...] = ()  # the blocks that are loaded
+        self._blocks: tuple[Any, ...] = ()  # the blocks that are loaded, and the moment after which
         self.http_port: int | None = None  # the port of the prefill server's own API
         self.room = mgr.open_room(bootstrap_room)
 
@@ -362,7 +369,8 @@ class KVConnReceiver(_Half, _Receiver):
             if prefix % page:
                 raise ValueError(f"decode_prefix_len is {prefix}: a multiple of the page size {page} was expected")
             blocks = mgr.layout.blocks(kv_indices, state_indices, aux_index)
-            self._blocks = blocks, mgr.layout.first(blocks, prefix // page)
+            # A pass that is under way may still use the pages for the request that had them before.
+            self._blocks = blocks, mgr.layout.first(blocks, prefix // page), mgr.moments.now()
             mgr.rooms.load(room, self._address, self._engine, *self._blocks)
         except Exception as error:
             mgr.rooms.abort(room, str(error) or repr(error))
@@ -379,20 +387,3 @@ class KVConnReceiver(_Half, _Receiver):
         """Another rank of this engine failed. This rank's pages must be held while its own load is under way."""
         self.kv_mgr.rooms.abort(self.room, "failed on another rank")
         self.abort_notified = self.kv_mgr.rooms.under_way(self.bootstrap_room)
-
-
-class KVConnBootstrapServer(_base.BaseKVBootstrapServer):
-    """The bootstrap port of a prefill engine, in the process that starts its schedulers."""
-
-    def __init__(self, host: str, port: int) -> None:
-        from kvconn import Agent
-
-        self.host, self.port = host, port
-        self._agent = Agent(server_config(host, port, from_environment()))
-        logger.info("kvconn: bootstrap port %s", self._agent.bootstrap_address)
-
-    def close(self) -> None:
-        self._agent.close()
-
-    def poll(self) -> Any:
-        return None

@@ -62,7 +62,9 @@ class Layout:
         self._owners = pools.owners(pool)
         self._drafts = pools.owners(draft) if draft is not None else {}
         if self._drafts and stages > 1:
-            raise ValueError(f"kvconn: a draft model is not carried with --pp-size {stages}: each stage has a cache for all of its layers")
+            raise ValueError(
+                f"kvconn: a draft model is not carried with --pp-size {stages}: each stage would have a cache of all of its layers"
+            )
         self._ring = 0  # entries of a request's ring
         missing = dict(self._owners)
         for number, (what, group) in enumerate(self._buffers(args)):
@@ -71,13 +73,13 @@ class Layout:
                     self._add(number, what, address, length, item)
                     missing.pop(address, None)
         if missing:
-            layer, part = next(iter(missing.values()))
-            raise ValueError(f"kvconn: SGLang has not handed over {part} of layer {layer} of its {type(pool).__name__}")
+            owner = next(iter(missing.values()))
+            raise ValueError(f"kvconn: SGLang has not handed over {owner.part} of layer {owner.layer} of its {type(pool).__name__}")
         self._rows(args)
         groups = {region.group for region in self.regions}
         for group, what in enumerate(("the KV cache", *(f"the state {kind!r}" for kind in self.state_types), "auxiliary rows")):
             if group not in groups:
-                raise ValueError(f"kvconn: this rank has no memory for {what}: each stage of a pipeline needs a layer with one")
+                raise ValueError(f"kvconn: no layer of this rank has {what}: set --pp-size so that each stage has a layer with it")
         self.pages = min(region.num_blocks for region in self.regions if region.group == 0)
         self.page_bytes = sum(region.block_bytes for region in self.regions if region.group == 0)
 
@@ -94,10 +96,10 @@ class Layout:
         draft = address not in self._owners
         owner = (self._drafts if draft else self._owners).get(address)
         if owner is None:
-            raise ValueError(f"kvconn: a buffer of {what!r} is of no layer of the {name}")
+            raise ValueError(f"kvconn: SGLang hands over a buffer of {what!r} that no layer of its {name} has")
         if owner.part.rstrip("0123456789") not in (_PAGES if group == 0 else _PARTS[what]):
             raise ValueError(
-                f"kvconn: a buffer of {what!r} has {owner.part} of layer {owner.layer} of the {name}, which is of another kind"
+                f"kvconn: SGLang hands over {owner.part} of layer {owner.layer} of its {name} as {what!r}, which has no such part"
             )
         label = f"{what}.{'draft ' if draft else ''}{owner.layer}.{owner.part}"
         pages = group == 0 or self._kinds[group - 1].index == "page"
@@ -105,14 +107,16 @@ class Layout:
         if what == "dsa_tail":
             entries = owner.pool.index_kpool + owner.pool.tail_extra_slots
             if item % entries or self._ring not in (0, entries):
-                raise ValueError(f"kvconn: rows of {item} bytes are no rings of {entries} entries, or of {self._ring} as others have")
+                raise ValueError(f"kvconn: a row of {item} bytes is no ring of {entries} entries (other layers: {self._ring or entries})")
             self._ring, item = entries, item // entries
         elif not geometry and owner.part != "index" and self._heads.tp_size > 1:
             # Each rank has another part of this cache, and only the region's name can tell which part.
             label += f" of rank {self._heads.tp_rank}/{self._heads.tp_size}"
         if owner.shape:
             label += f" {owner.shape}"
-        self.regions.append(Region(label, address, item, item, length // item, group, index_kind=self._index_kind(group), **geometry))
+        self.regions.append(
+            Region(label, address, item, item, length // item, group, index_kind=self._index_kind(group), memory=owner.memory, **geometry)
+        )
 
     def _index_kind(self, group: int) -> int:
         kind = self._kinds[group - 1].index if group else "page"
@@ -166,7 +170,7 @@ class Layout:
         """The block ids of a request, per group."""
         given = list(states or [])
         if len(given) > len(self.state_types):
-            raise ValueError(f"{len(given)} state components, {len(self.state_types)} are registered")
+            raise ValueError(f"SGLang names {len(given)} states of a request, but {len(self.state_types)} are registered")
         out = [ids(pages, "pages")]
         for number, (name, kind) in enumerate(zip(self.state_types, self._kinds)):
             indices = given[number] if number < len(given) and given[number] is not None else ()
@@ -174,7 +178,7 @@ class Layout:
                 indices = self._entries(name, [int(each) for each in indices])
             block = ids(indices, f"indices of the state {name!r}")
             if kind.index == "slot" and len(block) > 1:
-                raise ValueError(f"{len(block)} slots of the state {name!r} for one request: {list(block)[:8]}")
+                raise ValueError(f"SGLang names {len(block)} slots of the state {name!r} for a request, want at most 1: {list(block)[:8]}")
             out.append(block)
         return [*out, ids(() if row is None else (row,), "auxiliary rows")]
 
@@ -209,7 +213,8 @@ def ids(values: Any, what: str) -> Any:
 
     import numpy as np
 
-    flat = np.asarray(values).reshape(-1)
+    # SGLang has some indices on its GPU: it waits here until they are copied.
+    flat = np.asarray(values.cpu() if hasattr(values, "cpu") else values).reshape(-1)
     if flat.size == 0:
         return array("I")
     if flat.dtype.kind not in "iu":

@@ -100,8 +100,8 @@ def refuse_unsupported(server_args: Any, parallel: Parallel) -> None:
         return leaf(name, server_args, default) if value is None else value
 
     device = str(option("device", "cuda"))
-    if device != "cpu":
-        raise ValueError(f"--disaggregation-transfer-backend kvconn: --device is {device}: only caches in host memory are supported yet")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--disaggregation-transfer-backend kvconn: --device is {device}: only cpu and cuda are supported")
     for flag in ("enable_dsa_cache_layer_split", "enable_kv_cache_sharding", "enable_cp_tp_group_sharing", "enable_pd_role_switch"):
         if option(flag, False) is True:
             raise ValueError(f"--disaggregation-transfer-backend kvconn: {flag} is not supported")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .._engine import Rank, host_port
 
 # Keys of the agent's configuration, as a JSON object, or the path of a file that holds one.
 CONFIG_VARIABLE = "KVCONN_SGLANG_CONFIG"
+
+# The path of a file with the API key of the prefill servers. Decode asks them by it to compute a retracted request again.
+KEY_VARIABLE = "KVCONN_SGLANG_PREFILL_API_KEY_FILE"
 
 # The agent knows all requests that SGLang queues.
 MAX_TRANSFERS = 1 << 15
@@ -55,6 +59,52 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     return config
 
 
+def for_gpu(extra: Mapping[str, Any], ib_device: str | None, gpu: int) -> dict[str, Any]:
+    """The user's keys, with the RDMA devices that --disaggregation-ib-device has for this rank's GPU.
+
+    The option's value is a list for all GPUs, a mapping, or the path of a file with a mapping, as SGLang itself reads it.
+    """
+    if not ib_device:
+        return dict(extra)
+    try:
+        from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_ib_devices_for_gpu
+    except ImportError as error:
+        raise ValueError(
+            f"--disaggregation-ib-device is {ib_device}, and kvconn cannot read it with this SGLang ({error}): "
+            f"name the devices in rdma_devices of {CONFIG_VARIABLE}"
+        ) from error
+    try:
+        found = [name.strip() for name in (get_ib_devices_for_gpu(ib_device, gpu) or "").split(",")]
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"--disaggregation-ib-device is {ib_device}: {error}") from error
+    devices = list(dict.fromkeys(name for name in found if name))
+    if not devices:
+        raise ValueError(f"--disaggregation-ib-device is {ib_device}: it names no device for GPU {gpu}")
+    given = extra.get("rdma_devices", devices)
+    if given != devices:
+        raise ValueError(
+            f"--disaggregation-ib-device has {devices} for GPU {gpu}, {CONFIG_VARIABLE} has rdma_devices {given}: give one of the two"
+        )
+    return {**extra, "rdma_devices": devices}
+
+
+def prefill_api_key(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> str:
+    """The key that the operator has for the prefill servers; empty: none."""
+    path = environ.get(KEY_VARIABLE, "").strip()
+    if not path:
+        return ""
+    if not extra.get("bootstrap_allow"):
+        raise ValueError(
+            f"{KEY_VARIABLE} is set, and {CONFIG_VARIABLE} has no bootstrap_allow: a client's request names the prefill host, "
+            "so any host could be sent the key; name the prefill hosts there"
+        )
+    with open(path, encoding="utf-8") as file:
+        key = file.read().strip()
+    if not key or not key.isprintable():
+        raise ValueError(f"{KEY_VARIABLE}, file {path}: a key of one line was expected")
+    return key
+
+
 def bootstrap_address(host: str, port: int, first_node: str | None) -> str:
     """The address at which the engine's ranks find its own bootstrap server."""
     host = first_node or host
@@ -73,24 +123,25 @@ def server_config(host: str, port: int, extra: Mapping[str, Any]) -> dict[str, A
     return config
 
 
+@dataclass(frozen=True)
+class Prefill:
+    """What the agent of a prefill rank has besides."""
+
+    bootstrap: str  # the address of its engine's bootstrap port
+    route_info: Mapping[str, Any]
+    patience_s: float  # how long a decode engine may wait for a request that SGLang does not know yet
+
+
 def agent_config(
-    role: str,
-    common: Mapping[str, Any],
-    dtype: str,
-    page_size: int,
-    rank: Rank,
-    bootstrap: str | None,
-    route_info: Mapping[str, Any],
-    bootstrap_timeout_s: float,
-    extra: Mapping[str, Any],
+    rank: Rank, common: Mapping[str, Any], dtype: str, page_size: int, extra: Mapping[str, Any], prefill: Prefill | None = None
 ) -> dict[str, Any]:
-    """The agent's configuration: what SGLang knows, then what the user says."""
+    """The agent's configuration: what SGLang knows, then what the user says. prefill is None for decode."""
     ours = sorted(key for key in extra if key in _OURS)
     if ours:
         raise ValueError(f"{CONFIG_VARIABLE} sets {', '.join(ours)}: SGLang's own options set these keys, so take them away")
     config: dict[str, Any] = {
         "engine_id": engine_name(rank.dp_rank),
-        "role": role,
+        "role": "prefill" if prefill else "decode",
         **common,
         "dtype": dtype,
         "block_tokens": page_size,
@@ -99,11 +150,11 @@ def agent_config(
         "max_transfers": MAX_TRANSFERS,
         **vars(rank),
     }
-    if role == "prefill":
+    if prefill:
         config["report_demands"] = True
-        config["early_load_s"] = min(max(bootstrap_timeout_s, 1.0), 3600.0)  # the range that the agent takes
-        config["route_info"] = dict(route_info)
-        config["bootstrap_join"] = f"{'https' if extra.get('tls_cert_file') else 'http'}://{bootstrap}"
+        config["early_load_s"] = min(max(prefill.patience_s, 1.0), 3600.0)  # the range that the agent takes
+        config["route_info"] = dict(prefill.route_info)
+        config["bootstrap_join"] = f"{'https' if extra.get('tls_cert_file') else 'http'}://{prefill.bootstrap}"
     else:
         config["report_claims"] = True
     config.update(extra)

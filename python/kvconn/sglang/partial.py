@@ -24,7 +24,7 @@ class Chunks:
         """Whether this chunk is the last one."""
         self._pages.extend(pages)
         if len(self._pages) > self._total:
-            raise ValueError(f"{len(self._pages)} pages were sent, {self._total} were announced")
+            raise ValueError(f"SGLang has sent {len(self._pages)} pages, but announced {self._total}")
         return len(self._pages) == self._total
 
     def partial_offer(self, pages: Sequence[int]) -> tuple[list[Any], list[int], list[int]]:

@@ -101,13 +101,13 @@ def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     """Runs around SGLang's function of this name."""
     if getattr(transfer_backend, "value", None) != NAME or class_type.value == "kvargs":
         return original(transfer_backend, class_type)
-    from . import conn
+    from . import conn, server
 
     return {
         "manager": conn.KVConnManager,
         "sender": conn.KVConnSender,
         "receiver": conn.KVConnReceiver,
-        "bootstrap_server": conn.KVConnBootstrapServer,
+        "bootstrap_server": server.KVConnBootstrapServer,
     }[class_type.value]
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from kvconn import Memory
+
+from ..regions import memory_of
 from . import kinds
 
 
@@ -19,6 +22,7 @@ class Owner(NamedTuple):
     part: str
     shape: str  # what an item holds, where the part does not say it
     pool: Any  # the pool that holds the buffer
+    memory: Memory = Memory.HOST
 
 
 def owners(pool: Any) -> dict[int, Owner]:
@@ -29,7 +33,7 @@ def owners(pool: Any) -> dict[int, Owner]:
         for address, owner in _of(child, layers):
             if other := out.get(address):
                 both = f"{other.part} of layer {other.layer} and {owner.part} of layer {owner.layer}"
-                raise ValueError(f"kvconn: a {type(pool).__name__} keeps {both} in one place")
+                raise ValueError(f"kvconn: SGLang's {type(pool).__name__} has one address for {both}")
             out[address] = owner
     return out
 
@@ -62,7 +66,7 @@ def _of(pool: Any, layers: Sequence[int]) -> Iterator[tuple[int, Owner]]:
             raise ValueError(f"kvconn: a {type(pool).__name__} has {len(buffers)} buffers of {part} for {len(layers)} layers")
         for layer, buffer in zip(layers, buffers):
             if buffer.nbytes:
-                yield buffer.data_ptr(), Owner(layer, part, shape, pool)
+                yield buffer.data_ptr(), Owner(layer, part, shape, pool, memory_of(buffer))
 
 
 def _shape(tensor: Any) -> str:
@@ -76,10 +80,12 @@ def _shape(tensor: Any) -> str:
 
 
 def described(pool: Any) -> str:
-    """The classes of a pool, and in which order it holds items. Two engines must have the same."""
-    order = getattr(pool, "kv_cache_layout", None)
+    """The classes of a pool, in which order they hold items, and of which type of numbers. Two engines must have the same."""
     inner = [described(child) for child, _ in _children(pool) if child is not pool]
-    return type(pool).__name__ + (f" {order}" if order else "") + (f" ({', '.join(inner)})" if inner else "")
+    if inner:
+        return f"{type(pool).__name__} ({', '.join(inner)})"
+    said = [getattr(pool, "kv_cache_layout", None), str(getattr(pool, "dtype", "")).removeprefix("torch.")]
+    return " ".join([type(pool).__name__, *filter(None, said)])
 
 
 def shapes(pool: Any) -> dict[str, str]:

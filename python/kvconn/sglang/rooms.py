@@ -182,8 +182,9 @@ class Rooms:
     def __len__(self) -> int:
         return len(self._used)
 
-    def open(self, number: Any, prompt: int = 0, again: int = 0) -> Room:
+    def open(self, number: Any, prompt: int = 0, again: int = 0, why: str = "") -> Room:
         """A room for a new request. prompt is the fingerprint of its prompt; 0: not known. again: how often it was prefilled before.
+        why: the reason for which it cannot be carried.
 
         A room that cannot be used is in the state FAILED.
         """
@@ -192,6 +193,8 @@ class Rooms:
             self.fail(room, f"bootstrap_room is {number!r}: a whole number from 0 to 2^63 - 1 was expected")
         elif number in self._used:
             self.fail(room, "the room is in use by another request: each request needs one of its own")
+        elif why:
+            self.fail(room, why)
         else:
             self._used[number] = room
         return room
@@ -217,18 +220,18 @@ class Rooms:
         if room.state == BOOTSTRAPPING and self._try(room, lambda: self._agent.announce([room.id])):
             self._owe(room, "demand", self._bootstrap_timeout_s)
 
-    def offer_partial(self, room: Room, blocks: Sequence[Any], ready: Sequence[int], first: Sequence[int]) -> None:
-        """Offers a chunk; more chunks will follow."""
+    def offer_partial(self, room: Room, blocks: Sequence[Any], ready: Sequence[int], first: Sequence[int], after: int = 0) -> None:
+        """Offers a chunk; more chunks will follow. after: the moment after which the chunk's pages are computed."""
         if room.state == FAILED:
             return
         room.partial = True
-        if not self._try(room, lambda: self._agent.offer_partial([PartialOffer(room.id, blocks, ready, first, room.prompt)])):
+        if not self._try(room, lambda: self._agent.offer_partial([PartialOffer(room.id, blocks, ready, first, room.prompt, after=after)])):
             self._let_go(room, room.reason or "")
 
-    def offer(self, room: Room, blocks: Sequence[Any], first: Sequence[int]) -> None:
+    def offer(self, room: Room, blocks: Sequence[Any], first: Sequence[int], after: int = 0) -> None:
         if room.state == FAILED:
             return
-        if self._try(room, lambda: self._agent.offer([Offer(room.id, blocks, first_block=first, prompt=room.prompt)])):
+        if self._try(room, lambda: self._agent.offer([Offer(room.id, blocks, first_block=first, prompt=room.prompt, after=after)])):
             room.state, room.partial = TRANSFERRING, False
             self._owe(room, "offer", float("inf"))
         else:
@@ -246,10 +249,12 @@ class Rooms:
         if room.state == BOOTSTRAPPING and self._try(room, lambda: self._agent.claim([Claim(room.id, address, engine, room.token)])):
             room.state, room.known = WAITING, True
 
-    def load(self, room: Room, address: str, engine: str, blocks: Sequence[Any], first: Sequence[int]) -> None:
+    def load(self, room: Room, address: str, engine: str, blocks: Sequence[Any], first: Sequence[int], after: int = 0) -> None:
+        """after: the moment after which the pages may be written."""
         if room.state == FAILED:
             return
-        if self._try(room, lambda: self._agent.start_load([Load(room.id, address, engine, blocks, first, prompt=room.prompt)])):
+        load = Load(room.id, address, engine, blocks, first, prompt=room.prompt, after=after)
+        if self._try(room, lambda: self._agent.start_load([load])):
             room.state = TRANSFERRING
             self._owe(room, "load", self._waiting_timeout_s)
         else:
@@ -298,7 +303,7 @@ class Rooms:
             except KvconnError as error:
                 if error.code == Status.SYSTEM:
                     _end(str(error))
-                logger.error("withdraw %s: %s", room.id, error)
+                logger.error("transfer %s cannot be withdrawn: %s", room.id, error)
 
     def settle(self, room: Room) -> None:
         """Waits until nothing of a cancelled offer is read any more.
@@ -317,7 +322,7 @@ class Rooms:
         try:
             self._agent.cancel([transfer_id], why)
         except Exception as error:  # the transfer ends with its lease
-            logger.error("cancel %s: %s", transfer_id, error)
+            logger.error("transfer %s cannot be cancelled: %s", transfer_id, error)
 
     def under_way(self, number: Any) -> bool:
         """Whether bytes may still land in its pages, or be read from them."""
@@ -341,7 +346,7 @@ class Rooms:
                 try:
                     call(self)
                 except Exception:
-                    logger.exception("a call from another thread")
+                    logger.exception("a call from another thread has failed")
         now = time.monotonic()
         if now >= self._look_at:
             self._look(now)

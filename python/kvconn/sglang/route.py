@@ -35,7 +35,7 @@ _KNOWN_S = 5.0  # for an answer to be believed: an engine needs longer to come b
 _LIMIT = 1024  # remembered addresses
 _LIMITS = {"questions": 1024, "prefills": MAX_TRANSFERS}  # questions and prefills that are under way
 _ROOMS = MAX_TRANSFERS  # rooms that one address is asked for, or told of, at a time
-_BATCH = 4096  # rooms in one question
+_BATCH = 1024  # rooms in one question: 19 digits each go into the 32 KiB that the port reads
 _AT_ONCE = 32  # rooms that the bootstrap port is told of at once
 _BYTES = 1 << 20  # of an answer
 
@@ -79,7 +79,7 @@ class Engine:
             if theirs is not None and theirs != ours:
                 return f"{key} is {theirs} at the prefill engine, {ours} at this one: give both the same {flag}"
         if self.kv_layout is not None and layout is not None and self.kv_layout != layout:
-            return f"kv_layout is {self.kv_layout} at the prefill engine, {layout} at this one: the attention backends must be alike"
+            return f"kv_layout is {self.kv_layout} at the prefill engine, {layout} at this one: give both the same --attention-backend"
         return None
 
 
@@ -166,7 +166,7 @@ def _is_loopback(host: str) -> bool:
 class Router:
     """Asks bootstrap addresses in a thread of its own. Answers come by the inbox, so they run in the scheduler's thread."""
 
-    def __init__(self, inbox: Any, access: Access | None = None) -> None:
+    def __init__(self, inbox: Any, access: Access | None = None, prefill_key: str = "") -> None:
         self._inbox = inbox
         self._access = access or Access({}, own=False)
         self._known: dict[str, tuple[Engine, float]] = {}  # with the time until which the answer is believed
@@ -177,7 +177,7 @@ class Router:
         self._under_way: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Any = None
-        self._prefills = Prefills(self._access)
+        self._prefills = Prefills(self._access, prefill_key)
 
     # -- the scheduler's thread -------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Router:
         with self._lock:
             if queues.get(address) is queue:
                 del queues[address]
-        error = result if isinstance(result, RouteError) else RouteError(f"nobody answers for {address}")
+        error = result if isinstance(result, RouteError) else RouteError(f"prefill engine at {address} does not answer for this request")
         for item in queue.values():
             _callback(item)(error)
 

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput as _SchedulerOutput
 from .groups import make_groups, transfer_groups
 from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
-from .params import IDLE_WAIT_MS, LAYERS, OFF, advertised, agent_config, check_parallel, idle_wait_s, rank_of, send_early, sizes
+from .params import IDLE_WAIT_MS, LAYERS, OFF, SEND_EARLY, advertised, agent_config, check_parallel, idle_wait_s, rank_of, send_early, sizes
 from .scheduler import SchedulerSide
 from .served import check_engine
 from .stats import KVConnPromMetrics, KVConnStats, Recorder
@@ -138,6 +138,15 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         model = getattr(vllm_config, "model_config", None)
         return None if _Layout is None or model is None or model.use_mla or not hasattr(_Layout, "LBHNC") else "LBHNC"
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether vLLM must not put whole steps into CUDA graphs, which call no layer.
+
+        Such a step is sent when it has ended: later, but right. vLLM's default has full graphs for steps that only decode, and
+        those compute nothing that is sent. So they stay, with all that decode gains by them, unless somebody asks for layers.
+        """
+        return (extra_config or {}).get(SEND_EARLY) == LAYERS
+
     # -- scheduler side ---------------------------------------------------------------------------------------------
 
     @property
@@ -196,7 +205,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         """Nothing is cached here. But transfers under way carry what was computed before the reset, for use after it."""
         loads, offers = self._sched.in_flight()
         if loads or offers:
-            logger.warning("reset_cache: %d loads and %d offers are under way with the cache from before", loads, offers)
+            logger.warning("reset_cache: %d loads and %d offers that carry the former cache are under way", loads, offers)
         return not loads and not offers
 
     # -- statistics -------------------------------------------------------------------------------------------------
@@ -249,7 +258,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        # Caches are in host memory: what the layer wrote is there when vLLM makes this call.
+        # What the layer writes into its cache is there, or is queued on the current stream, when vLLM makes this call.
         self._work.layer_written(layer_name)
 
     def wait_for_save(self) -> None:

@@ -1,15 +1,17 @@
 """KV cache groups: which blocks of a request each of them keeps.
 
 A group of full attention keeps every block. A group of a sliding window, or of attention in chunks, gives back the blocks
-that no later token attends to. vLLM puts the null block in their place, so the positions of the others stay.
+that no later token attends to. vLLM puts the null block in their place, so the positions of the others stay. A group of
+states needs one block, the last one (states.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from . import states
 from .kinds import refusal
 
 NULL_BLOCK = 0
@@ -22,6 +24,7 @@ class Group:
     window: int = 0  # tokens that a token attends to, itself among them; 0: all
     retained: int = 0  # tokens that are kept beside the window
     chunk: int = 0  # attention in chunks of so many tokens
+    state: bool = False  # a block holds the state of all tokens up to its last one
 
     @property
     def loses_blocks(self) -> bool:
@@ -36,6 +39,11 @@ class Group:
             tokens = computed // self.chunk * self.chunk
         return tokens // self.block_size
 
+    def of_state(self, block_ids: Sequence[int], tokens: int) -> list[int]:
+        """The block with the state of so many tokens; none if it is not there."""
+        place = (tokens - 1) // self.block_size
+        return [block for block in block_ids[place : place + 1] if block != NULL_BLOCK]
+
 
 def first_kept(block_ids: Sequence[int]) -> int:
     """The position of the first block that is there."""
@@ -47,6 +55,15 @@ def transfer_groups(kv_cache_config: Any) -> list[int]:
     return [number for number, group in enumerate(kv_cache_config.kv_cache_groups) if getattr(group, "enable_kv_transfer", True)]
 
 
+def layer_specs(kv_cache_config: Any) -> Iterator[tuple[str, int, Any]]:
+    """Each layer that takes part, with its group's place among those that do, and its spec."""
+    for place, number in enumerate(transfer_groups(kv_cache_config)):
+        group = kv_cache_config.kv_cache_groups[number]
+        for name in group.layer_names:
+            spec = group.kv_cache_spec
+            yield name, place, getattr(spec, "kv_cache_specs", {}).get(name, spec)
+
+
 def make_groups(kv_cache_config: Any) -> list[Group]:
     """The groups that take part; an error names a kind of cache that is not supported."""
     made = []
@@ -56,7 +73,7 @@ def make_groups(kv_cache_config: Any) -> list[Group]:
         kind = ""
         for layer, spec in (getattr(whole, "kv_cache_specs", None) or {next(iter(group.layer_names), "none"): whole}).items():
             kind = type(spec).__name__
-            why = refusal(spec) or (refusal(whole) if whole is not spec else "")
+            why = refusal(spec) or (refusal(whole) if whole is not spec else "") or (states.refusal(spec) if states.is_state(spec) else "")
             if getattr(group, "host_resident", False):
                 why = f"a KV cache of {kind} in a pool of the host is not supported"
             if why:
@@ -69,6 +86,7 @@ def make_groups(kv_cache_config: Any) -> list[Group]:
                 window=spec.sliding_window if kind == "SlidingWindowSpec" else 0,
                 retained=getattr(spec, "extra_retained_tokens", 0) if kind == "SlidingWindowSpec" else 0,
                 chunk=spec.attention_chunk_size if kind == "ChunkedLocalAttentionSpec" else 0,
+                state=states.is_state(spec),
             )
         )
     return made

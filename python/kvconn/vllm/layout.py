@@ -7,11 +7,13 @@ before tokens, one storage for all layers, …). This module finds out which dim
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .groups import transfer_groups
+from . import states
+from .groups import layer_specs
+from .served import cache_dtype
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -78,20 +80,33 @@ def _backend(vllm_config: Any, layer_name: str) -> str:
 _PLAIN_QUANTISATION = ("", "NONE", "FP8_PER_TENSOR")
 
 
+# Types of numbers that are not quantised. Two of them are as long as each other.
+_PLAIN_TYPES = ("bfloat16", "float16", "float32")
+
+
 def _quantisation(spec: Any) -> str:
     """How the numbers in the blocks are packed, as vLLM names it."""
     return str(getattr(getattr(spec, "kv_quant_mode", None), "name", ""))
 
 
+def _other_dtype(vllm_config: Any, spec: Any) -> str:
+    """The type of a layer's numbers where it is not that of the engine's caches, as with --kv-cache-dtype-skip-layers.
+
+    Of a quantised cache vLLM names bytes as the type, and the engine's own type says the rest.
+    """
+    dtype = str(getattr(spec, "dtype", "")).removeprefix("torch.")
+    return dtype if dtype in _PLAIN_TYPES and dtype != cache_dtype(vllm_config) else ""
+
+
 def _meaning(vllm_config: Any, layer_name: str, spec: Any, backend: str) -> str:
     """What a block's bytes mean beside their geometry: the attention backend, the order that the backend has chosen for a
-    block (on CPU it depends on the processor), and the mode of quantisation.
+    block (on CPU it depends on the processor), the mode of quantisation, and a type of numbers that is not the engine's.
 
     It becomes a part of the region's name, so that a region moves only between engines in which its bytes mean the same.
     """
     layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
     order = getattr(layers.get(layer_name), "isa", None) if backend not in _BACKENDS_OF_ITEMS else None
-    said = [backend, order if isinstance(order, str) else "", _quantisation(spec).replace("NONE", "")]
+    said = [backend, order if isinstance(order, str) else "", _quantisation(spec).replace("NONE", ""), _other_dtype(vllm_config, spec)]
     return f"[{','.join(filter(None, said))}]" if any(said) else ""
 
 
@@ -162,12 +177,7 @@ def make_regions(
     heads: Heads,
 ) -> list[Any]:
     """One region or more per layer, in the order of the layers; a tensor shared by layers is taken once."""
-    group_of: dict[str, tuple[int, Any]] = {}
-    for place, number in enumerate(transfer_groups(kv_cache_config)):
-        group = kv_cache_config.kv_cache_groups[number]
-        for name in group.layer_names:
-            spec = group.kv_cache_spec
-            group_of[name] = (place, getattr(spec, "kv_cache_specs", {}).get(name, spec))
+    group_of = {name: (place, spec) for name, place, spec in layer_specs(kv_cache_config)}
     regions: list[Any] = []
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in kv_caches.items():
@@ -179,15 +189,15 @@ def make_regions(
                 f"KVConnConnector: the cache of layer {name} is a {type(tensor).__name__}, not a tensor: "
                 "this kind of cache is not supported yet"
             )
-        if tensor.device.type != "cpu":
-            raise ValueError(
-                f"KVConnConnector: the cache of layer {name} lies on {tensor.device}: only caches in host memory are supported yet"
-            )
         place, spec = group_of[name]
         key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), place)
         if key in seen:
             continue
         seen.add(key)
+        if states.is_state(spec):
+            rank, device = (heads.tp_rank, heads.tp_size), tensor.device.type
+            regions += states.make_regions(name, tensor, spec, place, kv_cache_config.num_blocks, rank, device, regions_from_tensor)
+            continue
         dims = find_dims(vllm_config, kv_cache_config, name, spec, tensor.shape)
         _check_size(tensor, dims, spec, kv_cache_config, name)
         backend = _backend(vllm_config, name)
@@ -200,3 +210,8 @@ def make_regions(
     if not regions:
         raise ValueError(f"KVConnConnector: none of {len(kv_caches)} caches can be transferred")
     return regions
+
+
+def regions_by_layer(layers: Iterable[str], regions: Sequence[Any]) -> dict[str, list[int]]:
+    """The indices of each layer's regions."""
+    return {name: [n for n, region in enumerate(regions) if region.name == name or region.name.startswith(f"{name}[")] for name in layers}

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from .._engine import Rank, host_port
 from ..types import Claim
-from .served import model_keys, must_match
+from . import states
+from .served import cache_dtype, model_keys, must_match
 
 # Settings of the connector itself. Every other key of kv_connector_extra_config goes to the agent, which refuses unknown ones.
 IDLE_WAIT_MS = "idle_wait_ms"
@@ -100,7 +101,7 @@ def _transfer_id(params: Mapping[str, Any]) -> str:
     if nixl is None or nixl == mooncake:
         return _text(params, "transfer_id")
     if mooncake is not None:
-        raise BadParams(f"transfer_id is {mooncake!r}, but remote_request_id is {nixl!r}")
+        raise BadParams(f"transfer_id is {mooncake!r}, but remote_request_id is {nixl!r}: both name the transfer, so give one")
     return _text(params, "remote_request_id")
 
 
@@ -247,21 +248,18 @@ def _port_from_environment() -> int | None:
     return None
 
 
-_SAME_DTYPE = {"fp8": "fp8_e4m3"}  # vLLM has two names for one type
-
-
 def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> dict[str, Any]:
     """The agent's configuration: first what vLLM knows, over it what the user says in kv_connector_extra_config."""
     transfer = vllm_config.kv_transfer_config
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    dtype = str(getattr(cache, "cache_dtype", "auto"))
-    dtype = str(model.dtype) if dtype == "auto" else _SAME_DTYPE.get(dtype, dtype)
-    group_blocks = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    cache = vllm_config.cache_config
+    groups = kv_cache_config.kv_cache_groups
+    # The number of tokens of a state's block says nothing of its bytes.
+    group_blocks = {group.kv_cache_spec.block_size for group in groups if not states.of(group.kv_cache_spec)}
     config: dict[str, Any] = {
         "engine_id": transfer.engine_id,
         "role": _ROLES[transfer.kv_role],
-        "dtype": dtype.replace("torch.", ""),
-        "block_tokens": min(group_blocks) if group_blocks else cache.block_size,
+        "dtype": cache_dtype(vllm_config),
+        "block_tokens": min(group_blocks) if group_blocks else 0 if groups else cache.block_size,
     }
     port = _port_from_environment()
     if port is not None and config["role"] != "decode":
@@ -269,7 +267,7 @@ def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> dict[str
     extra = transfer.kv_connector_extra_config or {}
     config.update(model_keys(vllm_config, extra))
     config.update(asdict(rank))
-    if facts := must_match(vllm_config):
+    if facts := {**must_match(vllm_config, extra), **states.facts(vllm_config, kv_cache_config, rank.tp_size)}:
         config["must_match"] = facts
     config.update({key: value for key, value in extra.items() if key not in _OWN_KEYS})
     if config["role"] != "decode" and not config.get("nats_url") and "bootstrap_join" not in config:

@@ -63,13 +63,18 @@ class PartialOffers:
         """
         first = [group.gone(loaded) for group in self._groups]
         ends = [
-            -(-prompt // group.block_size) if not group.loses_blocks or (ends_there and group.gone(prompt) <= begin) else 0
+            -(-prompt // group.block_size) if not group.state and self._stays(group, prompt, begin, ends_there) else 0
             for group, begin in zip(self._groups, first)
         ]
         if not any(ends):
             return None
         self.count += 1
         return Partial(transfer_id, prompt, fingerprint, first, ends)
+
+    @staticmethod
+    def _stays(group: Group, prompt: int, begin: int, ends_there: bool) -> bool:
+        """Whether a request keeps the group's blocks from begin on until it has ended."""
+        return not group.loses_blocks or (ends_there and group.gone(prompt) <= begin)
 
     def end(self, partial: Partial | None) -> dict[int, int]:
         """The groups of which the worker knows blocks, each with the position of the first one."""
@@ -124,7 +129,8 @@ class PartialOffers:
 
     def _replace(self, partial: Partial, block_ids: Any) -> None:
         partial.block_ids = [list(block_ids[group.number]) if block_ids else [] for group in self._groups]
-        if any(ids[begin : begin + 1] == [NULL_BLOCK] for ids, begin in zip(partial.block_ids, partial.first)):
+        attended = [(ids, begin) for group, ids, begin in zip(self._groups, partial.block_ids, partial.first) if not group.state]
+        if any(ids[begin : begin + 1] == [NULL_BLOCK] for ids, begin in attended):
             partial.block_ids = []  # the cache hit has less of the window than is to be sent: the offer says so
         self.given -= any(partial.given)
         partial.given = [0] * len(self._groups)

@@ -70,7 +70,8 @@ class SchedulerSide:
         self._can_decode = kv_role in ("kv_consumer", "kv_both")
         self._kv_role = kv_role
         self._groups = groups
-        self._loses_blocks = any(group.loses_blocks for group in groups)
+        self._states = any(group.state for group in groups)
+        self._leaves_last = self._states or any(group.loses_blocks for group in groups)
         self._engine_id, self._sizes = engine_id, dict(sizes or {})
         self._bootstrap_addr = ""  # where decode engines find this engine; the workers tell it
         self._next = KVConnMetadata()
@@ -100,6 +101,8 @@ class SchedulerSide:
             params = self._accept(req_id, parse(asked))
             if params is not None:
                 self._prompts.check(request)
+            if self._states and isinstance(params, DecodeParams) and not self._prompts.fingerprint(request):
+                raise BadParams("a prompt of embeddings, or of a session, is not carried for a model with states: its end is not known")
         except _Taken as taken:  # an ordinary case
             logger.info("request %s takes no part in a transfer: %s", req_id, taken)
             return None, ASIDE
@@ -137,7 +140,7 @@ class SchedulerSide:
         record = self._learn(request)
         if record.state is TO_PREFILL:
             record.prompt = self._prompts.fingerprint(request)  # of the prompt before it is cut
-            self._keep_window(record, request)
+            self._cut_last(record, request)
             self._announce(record, request)
         elif record.state is TO_LOAD:
             self._requests.move(record, CLAIMED)
@@ -157,14 +160,16 @@ class SchedulerSide:
         """How much of a prompt the decode engine loads.
 
         The decode engine computes the last token itself. A window that ends after that token may lack the block at the
-        window's far end that this token attends to; a window that ends before the token has it.
+        window's far end that this token attends to; a window that ends before the token has it. A state must be that before
+        the token.
         """
-        return prompt - 1 if self._loses_blocks and prompt > 1 else prompt
+        return prompt - 1 if self._leaves_last and prompt > 1 else prompt
 
-    def _keep_window(self, record: Record, request: Any) -> None:
-        """Prefill: cuts the prompt's last token off if that token would cost a block that the decode engine needs."""
+    def _cut_last(self, record: Record, request: Any) -> None:
+        """Prefill: cuts the prompt's last token off if that token would cost what the decode engine needs: a block, or a state."""
         prompt = int(request.num_prompt_tokens)
-        if all(group.gone(prompt) == group.gone(self._loaded_tokens(prompt)) for group in self._groups):
+        loaded = self._loaded_tokens(prompt)
+        if prompt == loaded or (not self._states and all(group.gone(prompt) == group.gone(loaded) for group in self._groups)):
             return
         # Embeddings would be longer than the tokens beside them. A session goes on behind its prompt. A request that reads
         # no cache is computed on the decode engine.
@@ -186,6 +191,8 @@ class SchedulerSide:
         state = record.state
         if not (state is CLAIMED or state is TO_LOAD or (state is REFUSED and record.params.loads)):
             return 0, False
+        if self._states and getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False  # prefill has not cut such a prompt; before 0.31 vLLM would load it
         prompt = int(request.num_prompt_tokens)
         missing = self._loaded_tokens(prompt) - num_computed_tokens
         # The last token is computed here whatever is loaded, because its logits are needed.
@@ -226,22 +233,18 @@ class SchedulerSide:
             start = cached // group.block_size
             if group.loses_blocks:
                 start = max(start, first_kept(ids))
-            first.append(start)
-            wanted.append(list(ids[start:]))
-        params = record.params
-        self._next.loads.append(
-            LoadWork(
-                record.req_id,
-                params.transfer_id,
-                params.bootstrap_addr,
-                params.engine_id,
-                wanted,
-                first,
-                tokens,
-                self._prompts.fingerprint(request),
-            )
-        )
+            first.append(0 if group.state else start)
+            wanted.append(group.of_state(ids, tokens) if group.state else list(ids[start:]))
+        params, prompt = record.params, self._prompts.fingerprint(request)
+        work = LoadWork(record.req_id, params.transfer_id, params.bootstrap_addr, params.engine_id, wanted, first, tokens, prompt)
         self._requests.move(record, LOADING)
+        if all(ids for group, ids in zip(self._groups, wanted) if group.state):
+            self._next.loads.append(work)
+            return
+        # Without its state the request would go on from another one's.
+        logger.error("request %s: vLLM has given no block for the state of %d tokens: %s", record.req_id, tokens, block_ids)
+        self._next.refusals.append(RefusedWork(record.req_id, wanted))
+        self._need_nothing(record)
 
     def _need_nothing(self, record: Record) -> None:
         """Tells the prefill engine that it may free the request's blocks."""
@@ -289,7 +292,10 @@ class SchedulerSide:
                 ids = block_ids[group.number][: _cdiv(prompt, group.block_size)]
                 kept = first_kept(ids) if group.loses_blocks else 0
                 first.append(given.get(n, kept))  # as the partial offers said
-                held.append(list(ids[first[-1] :]))
+                held.append(group.of_state(ids, prompt) if group.state else list(ids[first[-1] :]))
+                if group.state and (computed != tokens or not held[-1]):
+                    reason = f"prefill: the state is of {computed} tokens of the prompt, decode needs that of {tokens} of {whole}"
+                    break
                 if kept > group.gone(tokens):
                     reason = f"prefill: the window has left the prompt's end: {computed} tokens are computed of a prompt of {whole}"
                     break

@@ -1,9 +1,13 @@
-"""What an engine serves, as far as two engines must have it in common: the model's fingerprint and the speculative model."""
+"""What an engine serves, as far as two engines must have it in common: the model's fingerprint, how weights are quantised, the
+speculative model.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 from ..checkpoint import NoFingerprint, adapter_fingerprint, model_fingerprint
@@ -22,9 +26,14 @@ def model_keys(vllm_config: Any, extra: Mapping[str, Any]) -> dict[str, str]:
     model = vllm_config.model_config
     # The last part of the path: it stands in messages beside the fingerprint.
     keys = {"model": os.path.basename(str(model.model).rstrip("/"))}
-    if "model" not in extra and "model_fingerprint" not in extra:
+    if not named(extra):
         keys["model_fingerprint"] = _fingerprint(vllm_config, model, vllm_config.load_config)
     return keys
+
+
+def named(extra: Mapping[str, Any]) -> bool:
+    """Whether the user says which model it is: then weights are not compared."""
+    return "model" in extra or "model_fingerprint" in extra
 
 
 def _fingerprint(vllm_config: Any, model: Any, load: Any) -> str:
@@ -47,6 +56,8 @@ def _fingerprint(vllm_config: Any, model: Any, load: Any) -> str:
             str(model.model),
             revision=getattr(model, "revision", None),
             cache_dir=load.download_dir,
+            config=getattr(model, "hf_config_path", None),
+            config_revision=getattr(model, "_hf_config_revision", None) or getattr(model, "revision", None),
             dummy=form == "dummy" or "weights" in facts,
             facts={**facts, "seed": model.seed} if form == "dummy" else facts,
         )
@@ -73,8 +84,38 @@ def _long_rope(model: Any) -> bool | None:
     return int(model.max_model_len) > int(original or 0)
 
 
-def must_match(vllm_config: Any) -> dict[str, str]:
+def must_match(vllm_config: Any, extra: Mapping[str, Any]) -> dict[str, str]:
     """What else both engines must have in common. What lies in a cache's blocks stands in the regions' names."""
+    return {**_quantized(vllm_config.model_config), **_speculative(vllm_config, extra), **_inputs(vllm_config)}
+
+
+def short(said: str) -> str:
+    """A value that a refusal says in full."""
+    return said if len(said) <= 80 else f"{said[:60]}… {sha256(said.encode()).hexdigest()[:16]}"
+
+
+def _inputs(vllm_config: Any) -> dict[str, str]:
+    """How images and the like become a part of the prompt, and to which modules adapters are applied."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    said = {name: getattr(multimodal, name, None) for name in ("mm_processor_kwargs", "video_pruning_rate")}
+    if isinstance(given := said["mm_processor_kwargs"], Mapping):  # the device says where it is computed, not what
+        said["mm_processor_kwargs"] = {name: value for name, value in given.items() if name != "device"}
+    said["lora_target_modules"] = sorted(getattr(getattr(vllm_config, "lora_config", None), "target_modules", None) or ())
+    return {name: short(json.dumps(value, sort_keys=True, default=str)) for name, value in said.items() if value}
+
+
+def _quantized(model: Any) -> dict[str, str]:
+    """How weights are quantised while they are loaded. How a checkpoint's own weights are stands in its fingerprint."""
+    quantization, configs = getattr(model, "quantization", None), [getattr(model, name, None) for name in ("hf_config", "hf_text_config")]
+    stored = [getattr(config, name, None) for config in configs for name in ("quantization_config", "compression_config")]
+    if not quantization or any(stored):
+        return {}
+    more = getattr(model, "quantization_config", None)
+    said = f"{quantization} {more}" if more else str(quantization)
+    return {"quantization": short(said)}
+
+
+def _speculative(vllm_config: Any, extra: Mapping[str, Any]) -> dict[str, str]:
     speculative = getattr(vllm_config, "speculative_config", None)
     method = getattr(speculative, "method", None)
     if not method or method in _WITHOUT_CACHE:
@@ -84,8 +125,20 @@ def must_match(vllm_config: Any) -> dict[str, str]:
         said += ", parallel"
     if draft is not None and draft.model != vllm_config.model_config.model:
         load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-        said += f" by {os.path.basename(str(draft.model).rstrip('/'))[:80]} {_fingerprint(vllm_config, draft, load)}"
+        said += f" by {os.path.basename(str(draft.model).rstrip('/'))[:80]}"
+        if not named(extra):
+            said += f" {_fingerprint(vllm_config, draft, load)}"
     return {"speculative": said}
+
+
+_SAME_DTYPE = {"fp8": "fp8_e4m3"}  # vLLM has two names for one type
+
+
+def cache_dtype(vllm_config: Any) -> str:
+    """The type of the numbers in the engine's caches. A layer may have another one: its regions' names say that."""
+    dtype = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+    dtype = str(vllm_config.model_config.dtype) if dtype == "auto" else _SAME_DTYPE.get(dtype, dtype)
+    return dtype.removeprefix("torch.")
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -106,6 +159,6 @@ def check_engine(vllm_config: Any) -> None:
     ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
     if ahead > 1:
         raise ValueError(
-            f"KVConnConnector: MTP of several modules (they look {ahead} tokens ahead) is not supported: drafts that nobody has "
-            "verified would stay in the decode engine's cache"
+            f"KVConnConnector: MTP of several modules (they look {ahead} tokens ahead) is not supported: unverified drafts would "
+            "stay in the decode engine's cache"
         )

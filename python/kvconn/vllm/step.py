@@ -13,6 +13,7 @@ those that nobody has asked for.
 
 from __future__ import annotations
 
+from array import array
 from enum import IntEnum
 
 from .metadata import CancelWork, KVConnMetadata, PartialWork
@@ -30,18 +31,28 @@ class Phase(IntEnum):
 BOUND, WITHDRAWN, BEGUN, LOADED, WRITTEN = Phase
 
 
+# What early sending loses, said once: how many layers, of how many, one of them.
+UNCALLED = (
+    "%d of %d layers, such as %s, were not called in a step that computes a prompt: a full CUDA graph calls none, and vLLM has no call "
+    'for some kinds. Such a step is sent when it has ended, not layer by layer. If send_early is set to "layers", vLLM takes piecewise '
+    "graphs, which call layers"
+)
+
+
 class Step:
     """A step whose metadata says something."""
 
-    __slots__ = ("computing", "meta", "partial_calls", "phase", "unwritten")
+    __slots__ = ("by_layers", "computing", "meta", "partial_calls", "phase", "queued", "unwritten")
 
-    def __init__(self, meta: KVConnMetadata) -> None:
+    def __init__(self, meta: KVConnMetadata, by_layers: bool = False) -> None:
         self.meta = meta
+        self.by_layers = by_layers  # layers tell the agent that they are written
         self.phase = BOUND
         self.computing: list[PartialWork] = []  # the partial offers that the agent has accepted
         # The agent follows what the last call of offer_partial has named, until a cancel ends that.
         self.partial_calls = 0
-        self.unwritten: set[str] = set()  # layers that the step has still to write
+        self.unwritten: dict[str, array[int]] = {}  # layers that are still to tell, with their regions
+        self.queued = array("I")  # regions that a GPU will write, of which the agent is told with the next ones
 
     def enter(self, phase: Phase) -> bool:
         """Whether the step comes to this phase now; False if it has been there."""

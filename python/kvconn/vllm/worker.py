@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InvalidError
 from ..types import Claim, Load, Offer, PartialOffer
-from .layout import Heads, make_regions
+from .hand_over import hand_over
+from .layout import Heads, make_regions, regions_by_layer
 from .lines import Lines
 from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, PartialWork, RefusedWork
+from .moments import DeviceMoments, HostMoments, device_of, moments_of
 from .stats import KVConnStats, Recorder, reason_of
-from .step import BEGUN, LOADED, WITHDRAWN, WRITTEN, Step
+from .step import BEGUN, LOADED, UNCALLED, WITHDRAWN, WRITTEN, Step
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -47,8 +50,10 @@ class WorkerSide:
         self._loads: dict[str, _Loading] = {}  # by transfer id
         self._offers: dict[str, OfferWork] = {}
         self._by_layers = by_layers
-        self._regions_of: dict[str, tuple[int, ...]] = {}  # the indices of the regions that a layer writes
-        self._written = memoryview(b"")  # by region: 1 when the step has written it
+        self._regions_of: dict[str, array[int]] = {}  # the indices of the regions that a layer writes
+        self._moments: HostMoments | DeviceMoments = HostMoments(self._agent)
+        self._marks = self._moments.marks
+        self._uncalled_told = False  # that vLLM does not call all layers
         self._step: Step | None = None  # the step that runs, unless its metadata says nothing
         # Transfers of which a partial offer was refused: the blocks of the next one would stand in its place.
         self._broken: set[str] = set()
@@ -65,34 +70,33 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, Any], vllm_config: Any, kv_cache_config: Any, heads: Heads) -> None:
         from kvconn import regions_from_tensor
 
+        device = device_of(kv_caches.items(), vllm_config.kv_transfer_config.kv_buffer_device)
         regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor, heads)
         self._agent.register_kv_caches(regions)
-        written = {}
-        for name in kv_caches:
-            written[name] = [n for n, region in enumerate(regions) if region.name == name or region.name.startswith(f"{name}[")]
-        self.follow_layers(written)
-        total = sum(region.block_bytes for region in regions)
+        self.follow_layers(regions_by_layer(kv_caches, regions), device)
         logger.info(
-            "registered %d regions of %d layers: %d blocks of %d bytes",
+            "registered %d regions of %d layers on %s: %d blocks of %d bytes",
             len(regions),
             len(kv_caches),
+            device,
             kv_cache_config.num_blocks,
-            total,
+            sum(region.block_bytes for region in regions),
         )
 
-    def follow_layers(self, regions_of: Mapping[str, Sequence[int]]) -> None:
-        """Which regions each layer writes."""
-        self._regions_of = {name: tuple(regions) for name, regions in regions_of.items() if regions}
-        self._written = self._agent.written
-        if self._by_layers and not len(self._written):
+    def follow_layers(self, regions_of: Mapping[str, Sequence[int]], device: Any = None) -> None:
+        """Which regions each layer writes, and the device on which they lie."""
+        self._regions_of = {name: array("I", regions) for name, regions in regions_of.items() if regions}
+        self._moments = moments_of(self._agent, device, len(self._regions_of))
+        self._marks = self._moments.marks
+        if self._by_layers and self._moments.refusal:
             self._by_layers = False
-            logger.warning("layers are sent when the step has ended, not when they are written: this system refuses membarrier(2)")
+            logger.warning("layers are sent when the step has ended, not when they are written: %s", self._moments.refusal)
 
     # -- the step's work --------------------------------------------------------------------------------------------
 
     def _step_of(self, meta: KVConnMetadata) -> Step:
         if self._step is None or self._step.meta is not meta:
-            self._step = Step(meta)
+            self._step = Step(meta, self._by_layers)
         return self._step
 
     def withdraw(self, meta: KVConnMetadata) -> None:
@@ -105,13 +109,15 @@ class WorkerSide:
         for work in step.cancels() if meta.cancels else ():
             self._cancel(work)
         self._withdraw(meta.withdrawals)
-        logger.info("withdrew what was offered of %s: the engine has given their blocks to others", ", ".join(meta.withdrawals))
+        logger.info("the engine gave blocks of partial offers to other requests: withdrew the transfers %s", ", ".join(meta.withdrawals))
 
     def begin(self, meta: KVConnMetadata) -> None:
         """Called before the forward pass, so that a long pass does not delay what the peer waits for.
 
         Nothing here reads what the pass writes: an offer's blocks belong to a request that has ended, and a partial offer
-        names as ready only blocks that earlier steps have filled.
+        names as ready only blocks that earlier steps fill. On a GPU these steps may still run. All their work is queued by
+        now, that of a drafter too, which a runner starts after the output of which the scheduler took the request's end: a
+        worker does one step after the other. So a moment is taken here, on each rank, and not when a step ends.
         """
         if not meta.says_something:
             self._step = None
@@ -128,7 +134,7 @@ class WorkerSide:
             for transfer_id in meta.announces:  # one bad id must not hide the others
                 self._try(lambda one=transfer_id: self._agent.announce([one]), f"announce {transfer_id!r}")
         if meta.offers:
-            self._each(meta.offers, self._offer_all, self._offer_refused)
+            hand_over(meta.offers, self._offer_all, self._accepted, self._offer_refused)
         if meta.claims:
             self._claim(meta.claims)
         for refused in meta.refusals:
@@ -140,28 +146,34 @@ class WorkerSide:
             self._offer_partial(meta.partials, step)
 
     def load(self, meta: KVConnMetadata) -> None:
-        """Called where vLLM wants loads to start: vLLM has queued its own work on these blocks."""
+        """Called where vLLM wants loads to start: its work on these blocks, for requests that had them before, is queued."""
         step = self._step
         if step is None or step.meta is not meta or not step.enter(LOADED):
             return
         began = time.perf_counter()
         if meta.loads:
-            self._each(meta.loads, self._load_all, self._load_refused)
+            hand_over(meta.loads, self._load_all, self._accepted, self._load_refused)
         for work in step.cancels() if meta.cancels else ():
             self._cancel(work)
         self._spent_s += time.perf_counter() - began
 
     def layer_written(self, name: str) -> None:
-        """Stores a byte for each region of the layer; the agent looks for these bytes."""
+        """Says that what this step writes into the layer's regions is there, or is queued on the GPU."""
         step = self._step
-        if step is None or not step.computing or not self._by_layers:
+        if step is None or not step.unwritten:
             return
         began = time.perf_counter()
-        if regions := self._regions_of.get(name):
-            for region in regions:
-                self._written[region] = 1
-            step.unwritten.discard(name)
+        if regions := step.unwritten.pop(name, None):
+            if self._marks is not None:
+                for region in regions:
+                    self._marks[region] = 1
+            else:
+                self._layer_queued(name, regions, step)
         self._spent_s += time.perf_counter() - began
+
+    def _layer_queued(self, name: str, regions: array[int], step: Step) -> None:
+        if self._try(lambda: self._moments.written(regions, step), f"layer {name} is not sent when it is written"):
+            step.by_layers, step.unwritten = False, {}  # the step's end tells
 
     def step_written(self, failed: bool = False) -> None:
         """Tells the agent what its bytes have not told.
@@ -171,13 +183,16 @@ class WorkerSide:
         step = self._step
         if step is None or not step.enter(WRITTEN):
             return
-        told = self._by_layers and step.partial_calls == 1 and not step.unwritten
+        told = step.by_layers and step.partial_calls == 1 and not step.unwritten
         if step.computing and not told and not failed:
             began = time.perf_counter()
             works = [PartialWork(work.transfer_id, [()] * len(work.after), work.after, [], work.prompt) for work in step.computing]
-            self._each(works, self._partial_all, self._partial_refused)
+            hand_over(works, self._partial_all, self._accepted, self._partial_refused)
             self._spent_s += time.perf_counter() - began
-        step.computing = []
+        if step.unwritten and not failed and not self._uncalled_told:
+            self._uncalled_told = True
+            logger.info(UNCALLED, len(step.unwritten), len(self._regions_of), min(step.unwritten))
+        step.computing, step.unwritten = [], {}
 
     # -- calls of the agent -----------------------------------------------------------------------------------------
 
@@ -186,34 +201,37 @@ class WorkerSide:
             self._agent.withdraw(transfer_ids)
             self._broken.difference_update(transfer_ids)
         except InvalidError as error:  # no valid id, or an earlier request's: this request has given nothing under it
-            logger.error("withdraw %s: %s", ", ".join(transfer_ids), error)
+            logger.error("transfers %s cannot be withdrawn: %s", ", ".join(transfer_ids), error)
             for transfer_id in transfer_ids if len(transfer_ids) > 1 else ():  # one bad id must not hide the others
                 self._withdraw([transfer_id])
         except Exception as error:
-            logger.critical("withdraw %s: %s", ", ".join(transfer_ids), error)
+            logger.critical("transfers %s cannot be withdrawn, so this engine ends: %s", ", ".join(transfer_ids), error)
             raise  # decode would read another request's bytes from these blocks: the engine has to end instead
 
     def _offer_partial(self, works: Sequence[PartialWork], step: Step) -> None:
         """Blocks that were there before the step go now; blocks that the step computes go when they are written."""
-        step.partial_calls, step.unwritten = 0, set(self._regions_of)
-        self._each([work for work in works if work.transfer_id not in self._broken], self._partial_all, self._partial_refused)
+        step.partial_calls = 0
+        works = [work for work in works if work.transfer_id not in self._broken]
+        hand_over(works, self._partial_all, self._accepted, self._partial_refused)
+        step.unwritten = self._regions_of.copy() if step.by_layers and step.computing else {}
 
     def _partial_all(self, works: Sequence[PartialWork]) -> None:
         assert self._step is not None
         self._step.partial_calls += 1
+        by_layers, now = self._by_layers, self._moments.now()
         self._agent.offer_partial(
             [
                 PartialOffer(
-                    work.transfer_id, work.block_ids, work.before, work.first_block, work.prompt, work.after if self._by_layers else ()
+                    each.transfer_id, each.block_ids, each.before, each.first_block, each.prompt, each.after if by_layers else (), now
                 )
-                for work in works
+                for each in works
             ]
         )
         for work in works:
             self._accepted(work)
 
     def _partial_refused(self, work: PartialWork, error: Exception) -> None:
-        logger.error("partial offer of %r: %s", work.transfer_id, error)  # the offer will say what is wrong
+        logger.error("the partial offer of %r was refused: %s", work.transfer_id, error)  # the offer will say what is wrong
         self._broken.add(work.transfer_id)
 
     def _claim(self, claims: Sequence[Claim]) -> None:
@@ -230,27 +248,6 @@ class WorkerSide:
             return error
         return None
 
-    def _each(self, works: Sequence[Any], accept: Callable[[Sequence[Any]], None], refuse: Callable[[Any, Exception], None]) -> None:
-        """Hands all works over in one call. The agent takes them in order up to the first that it refuses; its error names it."""
-        works = list(works)
-        while works:
-            try:
-                accept(works)
-                return
-            except Exception as error:
-                named = getattr(error, "transfer_id", None)
-                place = next((n for n, work in enumerate(works) if work.transfer_id == named), None)
-                if place is None and len(works) > 1:
-                    # The error names none of them: find out one by one which the agent refuses.
-                    for work in works:
-                        self._each([work], accept, refuse)
-                    return
-                place = place or 0
-                for work in works[:place]:
-                    self._accepted(work)
-                refuse(works[place], error)
-                works = works[place + 1 :]
-
     def _accepted(self, work: OfferWork | LoadWork | PartialWork) -> None:
         if isinstance(work, OfferWork):
             self._offers[work.transfer_id] = work
@@ -262,7 +259,10 @@ class WorkerSide:
 
     def _offer_all(self, works: Sequence[OfferWork]) -> None:
         self._broken.difference_update(work.transfer_id for work in works)
-        self._agent.offer([Offer(work.transfer_id, work.block_ids, first_block=work.first_block, prompt=work.prompt) for work in works])
+        now = self._moments.now()
+        self._agent.offer(
+            [Offer(work.transfer_id, work.block_ids, first_block=work.first_block, prompt=work.prompt, after=now) for work in works]
+        )
         for work in works:
             self._accepted(work)
 
@@ -274,6 +274,7 @@ class WorkerSide:
         self._withdraw([work.transfer_id])
 
     def _load_all(self, works: Sequence[LoadWork]) -> None:
+        now = self._moments.now()
         self._agent.start_load(
             [
                 Load(
@@ -284,6 +285,7 @@ class WorkerSide:
                     work.first_block,
                     tokens=[work.num_tokens] * len(work.block_ids),
                     prompt=work.prompt,
+                    after=now,
                 )
                 for work in works
             ]
@@ -346,7 +348,7 @@ class WorkerSide:
                 return ()
             # Bytes may still land in these blocks, or be read from them, and nobody can tell any more. If the blocks were
             # given back, tokens could be wrong: so the engine has to end.
-            logger.critical("get_finished: %s: %d loads and %d offers have no end", error, len(self._loads), len(self._offers))
+            logger.critical("the agent tells no end any more (%s) of %d loads and %d offers", error, len(self._loads), len(self._offers))
             raise
 
     def _ended(self, completion: Any) -> None:
@@ -393,6 +395,6 @@ class WorkerSide:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._step, self._written = None, memoryview(b"")  # the memory may be another agent's next
+            self._step, self._marks = None, None  # the marks' memory may be another agent's next
             self._try(self._agent.close, "close")
             self._lines.close()

@@ -330,6 +330,8 @@ struct kv_ibv_extension {
 /* Newer libraries have these; kvconn can do without. */
 #define KV_IBV_OPTIONAL(X)                                                                                                     \
   X(reg_mr_iova2, ibv_reg_mr_iova2, "IBVERBS_1.8", struct kv_ibv_mr *, (struct kv_ibv_pd *, void *, size_t, uint64_t, unsigned)) \
+  X(reg_dmabuf_mr, ibv_reg_dmabuf_mr, "IBVERBS_1.12", struct kv_ibv_mr *,                                                      \
+    (struct kv_ibv_pd *, uint64_t, size_t, uint64_t, int, int))                                                                \
   X(query_gid_table, _ibv_query_gid_table, "IBVERBS_1.11", ssize_t,                                                            \
     (struct kv_ibv_context *, struct kv_ibv_gid_entry *, size_t, uint32_t, size_t))
 

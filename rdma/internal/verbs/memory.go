@@ -96,6 +96,7 @@ type RegisterError struct {
 	MaxMR   int    // regions of the device
 	Open    int    // regions that are open by this process, through this Device
 	Memlock uint64 // RLIMIT_MEMLOCK in bytes; NoMemlockLimit: unlimited
+	DMABuf  bool   // the memory is a dma-buf's
 	Err     error  // an errno
 }
 
@@ -109,6 +110,14 @@ func (e *RegisterError) Error() string {
 	switch {
 	case e.Length > e.MaxSize:
 		return s + fmt.Sprintf(": a region of this device has at most %d bytes; split it", e.MaxSize)
+	case e.DMABuf && errors.Is(e.Err, syscall.ENOSYS):
+		return s + ": libibverbs is older than 34 and knows no dma-buf; install a newer rdma-core"
+	case e.DMABuf && NoDMABuf(e.Err):
+		return s + ": this card's driver, or this kernel, registers no dma-buf (mlx5 does from Linux 5.12 on)"
+	case e.DMABuf && (errors.Is(e.Err, syscall.EINVAL) || errors.Is(e.Err, syscall.EBADF)):
+		return s
+	case e.DMABuf:
+		return s + ": it is a dma-buf of a GPU's memory; is the GPU's BAR1 large enough (nvidia-smi -q -d MEMORY)?"
 	case errors.Is(e.Err, syscall.ENOMEM) && e.Memlock != NoMemlockLimit:
 		return s + fmt.Sprintf(": this needs %d bytes more of locked memory and RLIMIT_MEMLOCK is %d in all; raise it (ulimit -l unlimited; "+
 			"docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in a systemd unit; /etc/security/limits.conf) or give the process CAP_IPC_LOCK", e.Length, e.Memlock)
@@ -133,9 +142,47 @@ func memlockText(n uint64) string {
 // Close; it takes time in proportion to the pages, and several may run at once.
 // The error is a *RegisterError.
 func (p *PD) Register(addr uintptr, length uint64, access Access) (*MR, error) {
+	return p.register(uint64(addr), length, false, func() (*C.struct_kv_ibv_mr, error) {
+		if !p.dev.attr.RelaxedOrdering {
+			access &^= RelaxedOrdering
+		}
+		mr, err := C.vb_register(p.c, C.uintptr_t(addr), C.uint64_t(length), C.uint32_t(access))
+		return mr, err
+	})
+}
+
+// RegisterDMABuf registers length bytes of a dma-buf from offset on. Requests name them by
+// iova, which must lie as offset does within a page. The file may be closed afterwards. Writes
+// are ordered strictly. The error is a *RegisterError.
+func (p *PD) RegisterDMABuf(fd int, offset, length, iova uint64, access Access) (*MR, error) {
+	return p.register(iova, length, true, func() (*C.struct_kv_ibv_mr, error) {
+		mr, err := C.vb_register_dmabuf(p.c, C.int(fd), C.uint64_t(offset), C.uint64_t(length), C.uint64_t(iova), C.uint32_t(access))
+		return mr, err
+	})
+}
+
+// NoDMABuf says whether an error of RegisterDMABuf is about any dma-buf, not about this one.
+func NoDMABuf(err error) bool {
+	return errors.Is(err, syscall.EOPNOTSUPP) || errors.Is(err, syscall.EPROTONOSUPPORT) || errors.Is(err, syscall.ENOSYS)
+}
+
+// TakesDMABufs says why the device registers no dma-buf; nil: it does. It tries one that there is
+// not, since the kernel looks for the driver's function first.
+func (p *PD) TakesDMABufs() error {
+	mr, err := p.RegisterDMABuf(-1, 0, 4096, 0, LocalWrite|RemoteWrite)
+	if err == nil {
+		return mr.Close()
+	}
+	if NoDMABuf(err) {
+		return err
+	}
+	return nil
+}
+
+func (p *PD) register(addr, length uint64, dmabuf bool, do func() (*C.struct_kv_ibv_mr, error)) (*MR, error) {
 	d := p.dev
 	fail := func(err error) error {
-		e := &RegisterError{Device: d.info.Name, Addr: uint64(addr), Length: length, MaxSize: d.attr.MaxMRSize,
+		e := &RegisterError{Device: d.info.Name, Addr: addr, Length: length, MaxSize: d.attr.MaxMRSize, DMABuf: dmabuf,
 			MaxMR: d.attr.MaxMR, Open: int(d.mrs.Load()), Memlock: NoMemlockLimit, Err: err}
 		const rlimitMemlock = 8
 		var r syscall.Rlimit
@@ -144,16 +191,13 @@ func (p *PD) Register(addr uintptr, length uint64, access Access) (*MR, error) {
 		}
 		return e
 	}
-	if addr == 0 || length == 0 || length > d.attr.MaxMRSize || uint64(addr)+length < length {
+	if addr == 0 && !dmabuf || length == 0 || length > d.attr.MaxMRSize || addr+length < length {
 		return nil, fail(syscall.EINVAL)
 	}
-	if !d.attr.RelaxedOrdering {
-		access &^= RelaxedOrdering
-	}
-	mr := &MR{Addr: uint64(addr), Length: length, dev: d}
+	mr := &MR{Addr: addr, Length: length, dev: d}
 	err := p.use(func() error {
 		var err error
-		if mr.c, err = C.vb_register(p.c, C.uintptr_t(addr), C.uint64_t(length), C.uint32_t(access)); mr.c == nil {
+		if mr.c, err = do(); mr.c == nil {
 			return fail(cause(err))
 		}
 		d.mrs.Add(1)

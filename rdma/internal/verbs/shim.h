@@ -92,6 +92,8 @@ struct kv_ibv_pd *vb_alloc_pd(struct kv_ibv_context *ctx);
 int vb_dealloc_pd(struct kv_ibv_pd *pd);
 
 struct kv_ibv_mr *vb_register(struct kv_ibv_pd *pd, uintptr_t addr, uint64_t length, uint32_t access);
+/* length bytes of a dma-buf from offset on, named by iova. ENOSYS: the library is too old. */
+struct kv_ibv_mr *vb_register_dmabuf(struct kv_ibv_pd *pd, int fd, uint64_t offset, uint64_t length, uint64_t iova, uint32_t access);
 int vb_deregister(struct kv_ibv_mr *mr);
 void vb_keys(struct kv_ibv_mr *mr, uint32_t *lkey, uint32_t *rkey);
 

@@ -164,6 +164,10 @@ struct kv_ibv_mr *vb_register(struct kv_ibv_pd *pd, uintptr_t addr, uint64_t len
   if (access & KV_IBV_ACCESS_OPTIONAL_RANGE) return vb_lib.reg_mr_iova2(pd, (void *)addr, length, addr, access);
   return vb_lib.reg_mr(pd, (void *)addr, length, (int)access);
 }
+struct kv_ibv_mr *vb_register_dmabuf(struct kv_ibv_pd *pd, int fd, uint64_t offset, uint64_t length, uint64_t iova, uint32_t access) {
+  if (vb_lib.reg_dmabuf_mr == NULL) return errno = ENOSYS, NULL;
+  return vb_lib.reg_dmabuf_mr(pd, offset, length, iova, fd, (int)(access & ~(uint32_t)KV_IBV_ACCESS_OPTIONAL_RANGE));
+}
 int vb_deregister(struct kv_ibv_mr *mr) { return vb_gone(vb_lib.dereg_mr(mr)); }
 void vb_keys(struct kv_ibv_mr *mr, uint32_t *lkey, uint32_t *rkey) {
   *lkey = mr->lkey;

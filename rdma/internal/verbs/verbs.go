@@ -29,6 +29,8 @@ import (
 	"sync"
 	"syscall"
 	"unsafe"
+
+	"github.com/kvconn/kvconn/internal/hostenv"
 )
 
 // ErrClosed is wrapped by the errors of a closed object, and ends waits.
@@ -64,7 +66,7 @@ var (
 // of the process. The error is an *UnavailableError, the same at each call.
 func Load() (*Library, error) {
 	loadOnce.Do(func() {
-		name := os.Getenv(libraryVariable)
+		name := hostenv.Get(libraryVariable)
 		if name == "" {
 			name = libraryName
 		}

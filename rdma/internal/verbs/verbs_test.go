@@ -185,4 +185,14 @@ func TestRegisterErrors(t *testing.T) {
 	if s := e.Error(); !strings.Contains(s, "mapped") || !errors.Is(e, syscall.EFAULT) {
 		t.Error(s)
 	}
+	const bar1 = "is the GPU's BAR1 large enough"
+	for cause, want := range map[syscall.Errno]string{syscall.ENOMEM: bar1, syscall.EIO: bar1, syscall.ENOSYS: "install a newer rdma-core", syscall.EOPNOTSUPP: "registers no dma-buf"} {
+		e = &RegisterError{Device: "mlx5_0", MaxSize: 1 << 40, Length: 1 << 30, Memlock: 8 << 20, DMABuf: true, Err: cause}
+		if s := e.Error(); !strings.Contains(s, want) || !strings.Contains(s, "mlx5_0") || strings.Contains(s, "memlock") {
+			t.Errorf("%v: %s, want %q", cause, s, want)
+		}
+	}
+	if e.Err = syscall.EINVAL; strings.Contains(e.Error(), bar1) {
+		t.Error(e)
+	}
 }

@@ -1,0 +1,223 @@
+package sim
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// hostile is a peer that every agent has let in: it has an identity of its own, has said
+// hello to all, and knows the ids of all transfers. It says of others' transfers what it
+// likes, in others' names too. None of it may move a machine that knows whose the transfer
+// is.
+//
+// What holds it off is package natsbus, whose rules are here as far as they decide: a
+// message is from whom its connection has proved, a proof is good on one connection, a
+// ticket is of one D, and nobody may answer for another.
+type hostile struct {
+	w      *world
+	id     core.AgentID
+	named  int     // transfers of its own
+	proofs []proof // that decode agents gave to its host, to which a client had sent them
+}
+
+// proof is a decode agent's, over the connection to one server.
+type proof struct{ of, to core.AgentID }
+
+// attacks is how often it strikes in a run.
+const attacks = 60
+
+func (w *world) admitHostile() {
+	h := &hostile{w: w, id: "evil"}
+	for range attacks {
+		w.after(time.Duration(h.w.hostility.Int64N(int64(2*act))), h.strike)
+	}
+}
+
+// strike attacks one agent, about one transfer of the agent's.
+func (h *hostile) strike() {
+	w := h.w
+	a := w.hosts[h.w.hostility.IntN(len(w.hosts))].agent
+	if a == nil {
+		return
+	}
+	what := h.w.hostility.IntN(7)
+	a.run(func() {
+		if what == 6 && a.host.prefill && !a.closing && !a.shut {
+			h.crowd(a)
+			return
+		}
+		halves := a.known()
+		if len(halves) == 0 || a.closing || a.shut {
+			return
+		}
+		x := halves[h.w.hostility.IntN(len(halves))]
+		switch {
+		case what == 0:
+			h.steal(a)
+		case what == 1 && !a.host.prefill:
+			h.answer(a, x)
+		case what == 2 && a.host.prefill:
+			h.relay(a, x)
+		default:
+			h.say(a, x, fault.Pick("from-believed", h.id, x.peer))
+		}
+	})
+}
+
+// knownHalf is a half of which an agent knows the other side.
+type knownHalf struct {
+	side core.Side
+	id   core.TransferID
+	peer core.AgentID
+}
+
+// known lists them, in one order.
+func (a *agent) known() (list []knownHalf) {
+	ids := map[core.TransferID]bool{}
+	for _, d := range a.w.all {
+		for of := range d.towards {
+			ids[of.id] = true
+		}
+		for id := range d.claims {
+			ids[id] = true
+		}
+	}
+	for _, id := range slices.SortedFunc(maps.Keys(ids), compare) {
+		for _, side := range []core.Side{core.SideLoad, core.SideOffer} {
+			if peer := a.m.PeerOf(side, id); peer != "" {
+				list = append(list, knownHalf{side, id, peer})
+			}
+		}
+	}
+	return list
+}
+
+// say sends one message about another's transfer.
+func (h *hostile) say(a *agent, x knownHalf, from core.AgentID) {
+	w := h.w
+	w.faults["hostile-message"]++
+	defer h.unmoved(a, x, "a message of "+string(h.id))()
+	switch h.w.hostility.IntN(4) {
+	case 0:
+		code := []core.Code{core.OK, core.Cancelled, core.Failed}[h.w.hostility.IntN(3)]
+		a.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, from, x.id, code, "evil") },
+			"finish %s peer=%s code=%v why=[evil]", x.id, from, code)
+	case 1:
+		a.event(func(m *core.Machine, _ time.Time) { m.RestartArrived(from, x.id, "evil") }, "restart %s peer=%s digest=evil", x.id, from)
+	case 2:
+		var got []core.Answer
+		loads, claims := []core.TransferID{x.id}, []core.TransferID{x.id}
+		if !a.host.prefill {
+			claims = nil // package node answers for those of agents only that have said hello to a prefill engine
+		}
+		_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+			got = m.RenewArrived(now, from, loads, claims)
+			said := "answer"
+			for _, ans := range got {
+				said += " " + statusNames[ans.Status]
+			}
+			return said, nil
+		}, "renew peer=%s%s%s", from, optional("ids", list(loads)), optional("claims", list(claims)))
+		for _, ans := range got {
+			if x.side == core.SideOffer && ans.Status != core.StatusUnknown {
+				w.fault(x.id, "%s: %s is told that %q, which is kept for %s, is %s", a.id, h.id, x.id, x.peer, statusNames[ans.Status])
+			}
+		}
+	default:
+		if !a.host.prefill {
+			return
+		}
+		block := []core.BlockID{0}
+		_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+			code, why := m.LoadArrived(now, core.LoadMessage{ID: x.id, Peer: from, Grant: []byte("evil"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{block}}, Lease: w.plan.opt.Lease})
+			if code == core.OK {
+				w.fault(x.id, "%s: %s may load %q, which is kept for %s", a.id, h.id, x.id, x.peer)
+			}
+			return "answer " + code.String() + " " + why, nil
+		}, "loaded %s peer=%s grant=evil first=[0] blocks=[0] lease=%v", x.id, from, w.plan.opt.Lease)
+	}
+}
+
+// crowd claims transfers that nobody knows, more than there is room for, and tells of the
+// ends of others.
+func (h *hostile) crowd(a *agent) {
+	w := h.w
+	w.faults["hostile-crowd"]++
+	claims := make([]core.TransferID, 2*w.plan.opt.MaxTransfers)
+	for i := range claims {
+		h.named++
+		claims[i] = core.TransferID(fmt.Sprint("evil", h.named))
+	}
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		said := "answer"
+		for _, ans := range m.RenewArrived(now, h.id, nil, claims) {
+			said += " " + statusNames[ans.Status]
+		}
+		return said, nil
+	}, "renew peer=%s claims=[%s]", h.id, list(claims))
+	for range w.plan.opt.MaxTransfers {
+		h.named++
+		id := core.TransferID(fmt.Sprint("evil", h.named))
+		a.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, h.id, id, core.Failed, "evil") },
+			"finish %s peer=%s code=%v why=[evil]", id, h.id, core.Failed)
+	}
+}
+
+// relay shows P the proof that a decode agent gave to the hostile host, and goes on in that
+// agent's name.
+func (h *hostile) relay(a *agent, x knownHalf) {
+	if x.side != core.SideOffer {
+		return
+	}
+	h.w.faults["hostile-relay"]++
+	h.proofs = append(h.proofs, proof{of: x.peer, to: h.id}) // a client has sent that agent here
+	shown := h.proofs[len(h.proofs)-1]
+	if shown.to == a.id || fault.On("proof-not-bound") {
+		h.say(a, x, shown.of)
+	}
+}
+
+// answer tells D in P's place how a load stands, at the subject where D awaits P's answer.
+func (h *hostile) answer(a *agent, x knownHalf) {
+	h.w.faults["hostile-answer"]++
+	if x.side != core.SideLoad || !fault.On("reply-subject-free") {
+		return
+	}
+	defer h.unmoved(a, x, "an answer of "+string(h.id))()
+	seq := a.asked[x.id]
+	a.event(func(m *core.Machine, now time.Time) {
+		m.LoadAnswered(now, x.id, seq, core.LoadRefused, core.Failed, "evil")
+	},
+		"answered %s seq=%d answer=refused code=failed why=[evil]", x.id, seq)
+}
+
+// steal opens a stream to P with the ticket that the hostile peer's own hello was given.
+func (h *hostile) steal(a *agent) {
+	h.w.faults["hostile-stream"]++
+	mine := a.ticketFor(h.id)
+	for _, d := range slices.Sorted(maps.Keys(a.tickets)) {
+		if a.tickets[d] == mine {
+			h.w.fault("", "%s: a stream of %s is taken for one of %s, whose bytes it gets", a.id, h.id, d)
+		}
+	}
+}
+
+// unmoved returns a check that a machine is as it was.
+func (h *hostile) unmoved(a *agent, x knownHalf, what string) func() {
+	stand := func() string {
+		sizes := a.m.Sizes()
+		sizes.Ended = 0
+		return fmt.Sprintf("%+v, %d actions, %d reports, %q %s with %s", sizes, len(a.queue), a.reported, x.id, a.m.StateOf(x.side, x.id), a.m.PeerOf(x.side, x.id))
+	}
+	before := stand()
+	return func() {
+		if after := stand(); after != before {
+			h.w.fault(x.id, "%s: %s about %q moved the machine: it had %s, and has %s", a.id, what, x.id, before, after)
+		}
+	}
+}

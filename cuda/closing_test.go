@@ -1,0 +1,167 @@
+package cuda
+
+import (
+	"context"
+	"errors"
+	"runtime"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+)
+
+// TestClosingBounds: a copy that does not end counts as stuck in half of the time that a close has,
+// however long a device may stall otherwise. Close ends in that time, and gives nothing back.
+func TestClosingBounds(t *testing.T) {
+	e := engine.New(t, 0)
+	d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: 200 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, tr, s := memory(t, e, d, grain), d.Transfer("a", ToDevice), slot(t, d, ToDevice)
+	e.Hold(d.made()[ToDevice].drv.Stream())
+	done := make(chan error, 1)
+	tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) { done <- err }})
+	d.Closing()
+	if err := answer(t, done); !errors.Is(err, ErrStuck) {
+		t.Errorf("the copy was told with: %v", err)
+	}
+	pinned, closed := e.Count("pinned"), make(chan error, 1)
+	go func() { closed <- d.Close() }()
+	if err := answer(t, closed); err == nil || e.Count("pinned") != pinned {
+		t.Errorf("closed, and the copy may use the ring: %v", err)
+	}
+	e.Release(d.made()[ToDevice].drv.Stream())
+	d.settled(t)
+}
+
+// TestCloseEndsFences: a copy that begins after Closing has looked, and does not end, counts as stuck
+// when Close ends. Nothing looks at the device any more, and its Fence would wait for ever.
+func TestCloseEndsFences(t *testing.T) {
+	e := engine.New(t, 0)
+	d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: 200 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, tr, s := memory(t, e, d, grain), d.Transfer("a", ToDevice), slot(t, d, ToDevice)
+	d.Closing()
+	d.hurry.Stop() // as if it had found nothing
+	stream := d.made()[ToDevice].drv.Stream()
+	e.Hold(stream)
+	release := sync.OnceFunc(func() { e.Release(stream) })
+	t.Cleanup(release) // else a failure here would hang in the double's end
+	done, fenced, closed := make(chan error, 1), make(chan error, 1), make(chan error, 1)
+	tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) { done <- err }})
+	go func() { fenced <- tr.Fence() }()
+	go func() { closed <- d.Close() }()
+	if err := answer(t, closed); err == nil {
+		t.Error("closed, and the copy may use the ring")
+	}
+	if err := answer(t, fenced); !errors.Is(err, ErrStuck) {
+		t.Errorf("the fence: %v", err)
+	}
+	if err := answer(t, done); !errors.Is(err, ErrStuck) {
+		t.Errorf("the copy was told with: %v", err)
+	}
+	release()
+	d.settled(t)
+}
+
+// TestMomentPassesInClose: Done is called for a copy whose moment passes when Close has ended the
+// goroutine that calls it.
+func TestMomentPassesInClose(t *testing.T) {
+	e, d := open(t, Options{CloseTimeout: patience})
+	p, stream, tr := memory(t, e, d, grain), e.Stream(), d.Transfer("a", ToDevice)
+	e.Hold(stream)
+	late := moment(t, d, stream)
+	passed, goOn := make(chan error), make(chan struct{})
+	d.Await(late, func(err error) { // before the copy hears of it
+		passed <- err
+		<-goOn
+	})
+	done, s := make(chan error, 1), slot(t, d, ToDevice)
+	tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, After: late, Done: func(err error) {
+		s.Release()
+		done <- err
+	}})
+	e.Release(stream)
+	if err := answer(t, passed); err != nil {
+		t.Fatal(err)
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- d.Close() }()
+	q := d.queue(ToDevice)
+	for silent := false; !silent; runtime.Gosched() {
+		q.mu.Lock()
+		silent = q.silent
+		q.mu.Unlock()
+	}
+	close(goOn)
+	if err := answer(t, done); !errors.Is(err, ErrClosed) {
+		t.Errorf("the copy was told with: %v", err)
+	}
+	if err := answer(t, closed); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestCloseWhileCopying: all that was begun is told once, and nothing is left. A caller that waits for a
+// slot or a moment hears of the close.
+func TestCloseWhileCopying(t *testing.T) {
+	e, d := open(t, Options{RingBytes: 16 * 4096, SlotBytes: 4096})
+	p, stream := e.Alloc(grain), e.Stream()
+	if _, err := d.Register("cache", p, grain); err != nil {
+		t.Fatal(err)
+	}
+	e.Hold(stream)
+	late := moment(t, d, stream)
+	tr := d.Transfer("a", FromDevice)
+	done := make(chan error, 20)
+	for i := range 10 {
+		s := slot(t, d, FromDevice)
+		c := Copy{Slot: s, Runs: []Run{{Addr: p, Len: 4096}}, Done: func(err error) { s.Release(); done <- err }}
+		if i%2 == 1 {
+			c.After = late
+		}
+		tr.Start(c)
+	}
+	d.Await(late, func(err error) { done <- err })
+	go func() {
+		for {
+			s, err := d.Slot(context.Background(), FromDevice)
+			if err != nil {
+				done <- err
+				return
+			}
+			defer s.Release()
+		}
+	}()
+	e.Release(stream) // the driver's wait ends; whether the copies are given to it is open
+	closed := make(chan error, 1)
+	go func() { closed <- d.Close() }()
+	for range 12 {
+		answer(t, done)
+	}
+	if err := answer(t, closed); err != nil {
+		t.Error(err)
+	}
+	if _, err := d.Moment(stream); !errors.Is(err, ErrClosed) {
+		t.Errorf("a moment of a closed device: %v", err)
+	}
+}
+
+// TestCloseBound: a slot that is not released keeps the pinned memory, and Close says so in bounded time.
+func TestCloseBound(t *testing.T) {
+	e := engine.New(t, 0)
+	d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: 50 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pinned := e.Count("pinned")
+	s := slot(t, d, ToDevice)
+	if err := d.Close(); err == nil || e.Count("pinned") != pinned+1 {
+		t.Errorf("%v, and %d rings are left", err, e.Count("pinned")-pinned)
+	}
+	s.Bytes()[0] = 1 // it is still there
+}

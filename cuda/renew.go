@@ -1,0 +1,145 @@
+package cuda
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/kvconn/kvconn/cuda/internal/driver"
+)
+
+// ChangedError says that a region's memory is not what was registered any more.
+type ChangedError struct {
+	Region string
+	Addr   uint64
+}
+
+func (e *ChangedError) Error() string {
+	return fmt.Sprintf("region %s: its memory at %#x was freed or mapped anew since it was registered (an engine that slept or reallocated its cache): "+
+		"repeat the request when the engine is awake; register a cache that was allocated anew with another agent", e.Region, e.Addr)
+}
+
+// mostSampled bounds what Moved asks for.
+const mostSampled = 8
+
+// Moved says whether some of the regions' memory is not what was registered any more. It asks
+// for a few mappings only and so is cheap enough for each call of an engine: Check is what
+// transfers rely on. If the driver fails it says no.
+func (d *Device) Moved() bool {
+	d.mu.Lock()
+	sample := d.sample
+	d.mu.Unlock()
+	if !d.enter() {
+		return false
+	}
+	defer d.leave()
+	same, err := d.still(sample)
+	return err == nil && same < len(sample)
+}
+
+// Renewal is memory that lies under a device's regions in the place of what was registered.
+type Renewal struct {
+	d     *Device
+	epoch uint64 // of the device, when the memory was looked at
+	found [][]driver.Memory
+	union
+}
+
+// Look finds the memory that lies under the regions now: an engine that has slept has other memory at the
+// same addresses. It asks the driver for each mapping, which takes milliseconds. Memory that was not mapped
+// by handles, or is mapped in other pieces, is refused: at its address may lie something else than a cache.
+func (d *Device) Look() (*Renewal, error) {
+	if !d.enter() {
+		return nil, d.over()
+	}
+	defer d.leave()
+	d.mu.Lock()
+	regions, was, epoch := slices.Clone(d.regions), make([][]driver.Memory, len(d.regions)), d.epoch
+	for i, r := range regions {
+		was[i] = r.pieces
+	}
+	d.mu.Unlock()
+	n := &Renewal{d: d, epoch: epoch, found: make([][]driver.Memory, len(regions))}
+	for i, r := range regions {
+		pieces, err := mappings(uintptr(r.addr), r.bytes)
+		if err != nil {
+			return nil, fmt.Errorf("region %s: %w", r.name, err)
+		}
+		if !slices.EqualFunc(pieces, was[i], follows) {
+			return nil, fmt.Errorf("region %s: what lies at %#x now was not mapped by handles at the places of the cache that was registered: register it with another agent", r.name, r.addr)
+		}
+		n.found[i] = pieces
+	}
+	var err error
+	n.union, err = lies(regions, n.found) // fails if the engine maps memory just now
+	return n, err
+}
+
+// Epoch grows when the regions are others, or what lies under them.
+func (d *Device) Epoch() uint64 {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.epoch
+}
+
+// Current says whether the regions are as they were when Look was called.
+func (n *Renewal) Current() bool {
+	n.d.mu.Lock()
+	defer n.d.mu.Unlock()
+	return n.d.epoch == n.epoch
+}
+
+// Take takes the memory for what was registered, if it is Current. It asks the driver for nothing. The caller
+// knows that no transfer of before is under way. If the memory has become another since Look, a check will
+// say so.
+func (n *Renewal) Take() {
+	d := n.d
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.epoch != n.epoch {
+		return
+	}
+	for i, r := range d.regions {
+		r.lies(n.found[i])
+	}
+	d.knows(n.union)
+}
+
+// follows says whether memory may stand in the place of what lay there.
+func follows(now, was driver.Memory) bool {
+	same := now.ID == was.ID && now.Block == was.Block
+	return now.Base == was.Base && now.Size == was.Size && now.Device == was.Device && now.Kind == was.Kind && now.RDMA == was.RDMA && (same || now.Kind == driver.VMM)
+}
+
+// under are the mappings that runs lie in, or the first address that lies in none.
+func under(known []mapping, runs []Run) (pieces []driver.Piece, missing uint64) {
+	for _, r := range runs {
+		addr, end := uint64(r.Addr), uint64(r.Addr)+r.Len
+		if end < addr {
+			return nil, addr
+		}
+		for addr < end {
+			m, ok := find(known, addr)
+			if !ok {
+				return nil, addr
+			}
+			if n := len(pieces); n == 0 || pieces[n-1].ID != m.id || pieces[n-1].Block != m.block {
+				pieces = append(pieces, driver.Piece{Addr: addr, ID: m.id, Block: m.block})
+			}
+			addr = m.end
+		}
+	}
+	return pieces, 0
+}
+
+// same says why a copy must not read or write what lies under it now: a transfer that was begun
+// in other memory has no business there.
+func (d *Device) same(j *job) error {
+	same, err := d.still(j.under)
+	if err == nil && same >= j.own && same < len(j.under) {
+		return j.Peer.closed()
+	}
+	if err == nil && same < len(j.under) {
+		err = &ChangedError{Region: d.regionAt(j.under[same].Addr), Addr: j.under[same].Addr}
+	}
+	return err
+}

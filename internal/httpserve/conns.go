@@ -1,0 +1,262 @@
+package httpserve
+
+import (
+	"container/list"
+	"context"
+	"net"
+	"net/http"
+	"sync/atomic"
+	"time"
+)
+
+// smallHead is how much of a header any connection may have sent and leave unfinished. What net/http makes of a hostile one
+// takes some twenty times its length.
+const smallHead = 512
+
+// withEnding bounds the connections whose goroutines have not ended, with those that were dropped: so many times MaxConns.
+// While there are as many a new one waits in the kernel's queue, for forEnding at most.
+const (
+	withEnding = 4
+	forEnding  = time.Second
+)
+
+// conn is a connection's state, and its place among the others.
+type conn struct {
+	http.ConnState
+	c    net.Conn
+	list *list.List // waiting, busy, or nil
+	at   *list.Element
+	head int           // bytes of a header that has not come whole
+	long *list.Element // of such headers
+}
+
+// connKey is under which a request's context has its connOf.
+type connKey struct{}
+
+type connOf struct {
+	s *Server
+	c net.Conn
+}
+
+// Awaiting says that a request waits for its client until done is called. Meanwhile its connection may give way to a new
+// one, as one that is idle.
+func Awaiting(ctx context.Context) (done func()) {
+	of, ok := ctx.Value(connKey{}).(connOf)
+	if !ok {
+		return func() {}
+	}
+	of.move(&of.s.waiting)
+	return func() { of.move(&of.s.busy) }
+}
+
+// answering is h, for which a connection is busy. Before that it waits.
+func (s *Server) answering(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if of, ok := r.Context().Value(connKey{}).(connOf); ok {
+			of.move(&s.busy)
+		}
+		h.ServeHTTP(w, r)
+	})
+}
+
+// move puts the connection of a request into a list.
+func (of connOf) move(l *list.List) {
+	of.s.mu.Lock()
+	defer of.s.mu.Unlock()
+	if k := of.s.conns[of.c]; k != nil && k.ConnState == http.StateActive {
+		k.move(l)
+	}
+}
+
+// track follows each connection until its goroutine ends or gives it away.
+func (s *Server) track(c net.Conn, state http.ConnState) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	k := s.conns[c]
+	if state == http.StateClosed || state == http.StateHijacked {
+		if k != nil {
+			s.leave(k)
+			if k.ConnState == http.StateClosed {
+				s.ending--
+			}
+		}
+		delete(s.conns, c)
+		select {
+		case s.left <- struct{}{}:
+		default:
+		}
+		if len(s.conns) == 0 && s.empty != nil {
+			close(s.empty)
+			s.empty = nil
+		}
+		return
+	}
+	if k == nil {
+		k = &conn{c: c}
+		// One that was dropped has given its place back, though its goroutine may take half a second to end. Else a burst
+		// of strangers, each dropped for the next one, would hold all places with what is about to end.
+		if s.opt.MaxConns > 0 && (len(s.conns) >= withEnding*s.opt.MaxConns || len(s.conns)-s.ending >= s.opt.MaxConns && !s.evict()) {
+			s.drop(k)
+		}
+		s.conns[c] = k
+	}
+	if k.ConnState == http.StateClosed { // its goroutine is about to end
+		return
+	}
+	k.ConnState = state
+	h, _ := c.(*headConn)
+	if state == http.StateActive {
+		s.endHead(k) // answering moves it; a header that is refused is active too, and half a second long
+	} else {
+		k.move(&s.waiting)
+	}
+	if h != nil {
+		h.inHead.Store(state != http.StateActive)
+	}
+}
+
+// evict makes room for a connection: strangers that hold all places must not keep others
+// out. mu is held.
+func (s *Server) evict() bool {
+	l := &s.waiting
+	if l.Len() == 0 && s.opt.Brief {
+		l = &s.busy
+	}
+	if l.Len() == 0 {
+		return false
+	}
+	s.drop(l.Front().Value.(*conn))
+	return true
+}
+
+// drop ends a connection. mu is held.
+func (s *Server) drop(k *conn) {
+	s.leave(k)
+	k.ConnState = http.StateClosed
+	s.ending++
+	hangUp(k.c)
+}
+
+// leave takes a connection out of all lists. mu is held.
+func (s *Server) leave(k *conn) {
+	s.endHead(k)
+	k.move(nil)
+}
+
+// move puts a connection behind all others of a list. mu is held.
+func (k *conn) move(to *list.List) {
+	if k.list != nil {
+		k.list.Remove(k.at)
+	}
+	if k.list = to; to != nil {
+		k.at = to.PushBack(k)
+	}
+}
+
+// endHead forgets a header. mu is held.
+func (s *Server) endHead(k *conn) {
+	if k.long != nil {
+		s.longHeads.Remove(k.long)
+		s.longBytes -= k.head
+	}
+	k.head, k.long = 0, nil
+}
+
+// readHead counts bytes of a header.
+func (s *Server) readHead(c net.Conn, n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	k := s.conns[c]
+	if k == nil || k.ConnState != http.StateNew && k.ConnState != http.StateIdle {
+		return
+	}
+	k.head += n
+	switch {
+	case k.long != nil:
+		s.longBytes += n
+	case k.head > smallHead:
+		k.long = s.longHeads.PushBack(k)
+		s.longBytes += k.head
+	}
+	for s.longBytes > s.opt.MaxLongHeads && s.longHeads.Len() > 1 {
+		s.drop(s.longHeads.Front().Value.(*conn))
+	}
+}
+
+// patientListener takes no connection while too many that were dropped have not ended.
+type patientListener struct {
+	net.Listener
+	s *Server
+}
+
+func (l patientListener) Accept() (net.Conn, error) {
+	if most := withEnding * l.s.opt.MaxConns; most > 0 && l.s.open() >= most {
+		wait := time.NewTimer(forEnding)
+		defer wait.Stop()
+		for waiting := true; waiting && l.s.open() >= most; {
+			select {
+			case <-l.s.left:
+			case <-wait.C:
+				waiting = false
+			}
+		}
+	}
+	return l.Listener.Accept()
+}
+
+// headListener's connections count the bytes of headers.
+type headListener struct {
+	net.Listener
+	s *Server
+}
+
+func (l headListener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	if t, ok := c.(*net.TCPConn); ok {
+		return &headConn{TCPConn: t, s: l.s}, nil
+	}
+	return c, nil
+}
+
+type headConn struct {
+	*net.TCPConn
+	s      *Server
+	inHead atomic.Bool
+	before int // bytes of a header that the last Read brought
+}
+
+func (c *headConn) Read(p []byte) (int, error) {
+	if c.before > 0 && c.inHead.Load() { // that was not all: a header that comes whole counts for nothing
+		c.s.readHead(c, c.before)
+	}
+	c.before = 0
+	n, err := c.TCPConn.Read(p)
+	if c.inHead.Load() {
+		c.before = n
+	}
+	return n, err
+}
+
+// drained returns a channel that is closed when no connection is left.
+func (s *Server) drained() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.empty == nil {
+		s.empty = make(chan struct{})
+	}
+	done := s.empty
+	if len(s.conns) == 0 {
+		close(s.empty)
+		s.empty = nil
+	}
+	return done
+}
+
+func (s *Server) open() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.conns)
+}

@@ -1,0 +1,41 @@
+//go:build !faults
+
+package local
+
+import (
+	"testing"
+
+	"github.com/kvconn/kvconn/internal/faulttest"
+)
+
+// defects are the places of internal/fault in this package, each with the test that finds it.
+var defects = []faulttest.Defect{
+	{"local-unasked", "TestNotKept"},
+	{"local-unlooked", "TestReadTooLate"},
+	{"local-late-link", "TestLinkAtTheLastMoment"},
+	{"local-unwatched-look", "TestHungClose"},
+	{"local-anywhere", "TestBadRuns"},
+	{"local-unsealed", "TestBadFiles"},
+	{"local-always-kept", "TestStoppedBeforeDone"},
+	{"local-device-early", "TestDeviceFence"},
+	{"local-all-stuck", "TestDeviceNeverHad"},
+	{"local-none-stuck", "TestDeviceStuck"},
+	{"local-uncounted", "TestYama"},
+	{"local-anew-always", "TestAlwaysAnew"},
+	{"local-proved-stranger", "TestProvedAmongStrangers"},
+	{"local-shared-before", "TestDeviceRemapped"},
+	{"local-any-taken", "TestTakenUnasked"},
+	{"local-open-gate", "TestSilentDecode"},
+	{"local-gate", "TestClosedGate"},
+	{"local-patient", "TestMuteDecode"},
+	{"local-unproved-decode", "TestStrangers"},
+	{"local-unproved-prefill", "TestImpostor"},
+	{"local-unread", "TestStrangers"},
+	{"local-unfenced", "TestFence"},
+	{"local-buried-alive", "TestStoppedInRevoke"},
+}
+
+// TestDefects: each defect is found by its test, and the list has all places.
+func TestDefects(t *testing.T) {
+	faulttest.Run(t, defects, nil)
+}

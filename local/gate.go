@@ -1,0 +1,156 @@
+package local
+
+import (
+	"encoding/binary"
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// A gate is a page of P's for each write. While P keeps the blocks the page's first word is a number
+// that no other write has had. D reads the word behind the blocks: last in each call of process_vm_readv, which
+// reads in order, or by a call of its own after a copy out of a mapping. If D finds the number, P had the blocks when D
+// read them, and D need not ask. If it is another, or cannot be read, D throws away what it has copied.
+//
+// D also reads a byte of the page first in each call that copies blocks, and the kernel stops a call at the first byte
+// that it may not read. So when P has closed the gate, mostly no such call of D's that begins copies anything, even if D has
+// not heard of it. That only spares work: the kernel may lack a mapping for a closed page, and a mapped copy has no such byte.
+type gate struct {
+	address uint64
+	area    *gateArea
+	closed  bool
+}
+
+// word is where a gate's number is.
+func (one *gate) word() *uint64 { return (*uint64)(unsafe.Pointer(&one.area.mem[one.offset()])) }
+
+func (one *gate) offset() int {
+	return int(one.address - uint64(uintptr(unsafe.Pointer(&one.area.mem[0]))))
+}
+
+// gateArea is some gates' memory.
+type gateArea struct {
+	mem  []byte
+	lost bool // a gate of it stays closed for ever: D may still try to read there
+}
+
+// gates keeps those that no write uses.
+type gates struct {
+	mu    sync.Mutex
+	areas []*gateArea
+	free  []*gate
+	lost  int
+	freed bool   // Close has given all back: no gate's page is there any more
+	last  uint64 // number that was given, from a random one on: another process with P's process number has none of them
+}
+
+const (
+	gatesAtOnce = 64                 // of an area
+	mostLost    = 1024               // of all D agents; each closed one is a mapping of the process, which may have some 65,000
+	numbers     = 0x9e3779b97f4a7c15 // from one number to the next: odd, so that none comes again, and every byte changes
+)
+
+// take gives a gate that is open, and its number, which is not 0.
+func (g *gates) take() (*gate, uint64, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.freed {
+		return nil, 0, errClosed
+	}
+	if len(g.free) == 0 {
+		page := os.Getpagesize()
+		mem, err := unix.Mmap(-1, 0, gatesAtOnce*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+		if err != nil {
+			return nil, 0, fmt.Errorf("local: %d pages for the gates of writes: %w", gatesAtOnce, err)
+		}
+		_ = unix.Madvise(mem, unix.MADV_DONTFORK) // a child's copy of the blocks is no proof
+		if g.last == 0 {
+			t := newRandom()
+			g.last = binary.NativeEndian.Uint64(t[:])
+		}
+		area := &gateArea{mem: mem}
+		g.areas = append(g.areas, area)
+		for i := range gatesAtOnce {
+			g.free = append(g.free, &gate{address: uint64(uintptr(unsafe.Pointer(&mem[i*page]))), area: area})
+		}
+	}
+	last := len(g.free) - 1
+	one := g.free[last]
+	g.free = g.free[:last]
+	if g.last += numbers; g.last == 0 {
+		g.last += numbers
+	}
+	atomic.StoreUint64(one.word(), g.last)
+	return one, g.last, nil
+}
+
+// close takes the number away, and has the kernel refuse each call that begins with this gate.
+func (g *gates) close(one *gate) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if one.closed || g.freed {
+		return
+	}
+	atomic.StoreUint64(one.word(), 0)
+	one.closed = one.protect(unix.PROT_NONE) == nil // else the kernel has no room for one more mapping
+}
+
+func (one *gate) protect(prot int) error {
+	from := one.offset()
+	return unix.Mprotect(one.area.mem[from:from+os.Getpagesize()], prot)
+}
+
+// give takes a gate back that D reads no more.
+func (g *gates) give(one *gate) {
+	if one == nil {
+		return
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.freed {
+		return
+	}
+	if one.closed && one.protect(unix.PROT_READ|unix.PROT_WRITE) != nil {
+		one.area.lost = true
+		return
+	}
+	one.closed = false
+	atomic.StoreUint64(one.word(), 0)
+	g.free = append(g.free, one)
+}
+
+// lose leaves a gate closed, since D has not said that it reads no more. If too many are lost, the
+// gate is given back nevertheless: D throws away a copy that it begins late, since the number is
+// another then, and since P does not call it kept.
+func (g *gates) lose(one *gate) {
+	if one == nil {
+		return
+	}
+	g.close(one)
+	g.mu.Lock()
+	spent := g.lost >= mostLost
+	if !spent {
+		g.lost++
+		one.area.lost = true
+	}
+	g.mu.Unlock()
+	if spent {
+		g.give(one)
+	}
+}
+
+// freeAll gives the memory back. What follows at the addresses of a lost gate could be read.
+func (g *gates) freeAll() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, a := range g.areas {
+		if !a.lost {
+			_ = unix.Munmap(a.mem)
+		}
+	}
+	g.areas, g.free, g.freed = nil, nil, true
+}

@@ -1,0 +1,191 @@
+package local
+
+import (
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"fmt"
+	"net"
+	"slices"
+	"syscall"
+)
+
+// How two agents meet on a fresh socket:
+//
+//	D: hello    the name of the ticket that P gave D, and a random value
+//	P: welcome  a random value, an address, and a proof that P has the ticket
+//	D: claim    what D has read at that address of P's process, and a proof that D has the ticket
+//	P: verdict  D has proved itself, or why not
+//	P: memories those that other processes may open (memory.go)
+//	D: answer   which of them D has opened, and why not the others
+//	P: verdict  the socket is D's, or what D has opened will not do
+//
+// The proofs are of all that was said on the socket, so none is worth anything on another one.
+// Somebody who listens at a dead agent's name has no proof, and hears none before it gives one. If
+// the kernel does not let D read, D claims that instead; P may then let this one process read, and
+// D tries once more. If all of P's regions are in memories that D may open, D need not read P's process.
+
+// random is 128 random bits: a ticket, a grant, a nonce.
+type random [16]byte
+
+func newRandom() (k random) {
+	rand.Read(k[:]) // never fails: crypto/rand ends the program instead
+	return k
+}
+
+func (k random) derive(what string, of ...[]byte) random {
+	mac := hmac.New(sha256.New, k[:])
+	mac.Write([]byte("kvconn local " + what))
+	mac.Write(slices.Concat(of...))
+	return random(mac.Sum(nil)[:len(k)])
+}
+
+// name identifies a ticket, and reveals nothing of it.
+func (k random) name() random { return k.derive("name") }
+
+func (k random) equals(other random) bool { return hmac.Equal(k[:], other[:]) }
+
+// magic begins each side's first words: "KL" and the version of the protocol.
+const magic = uint32('K')<<24 | uint32('L')<<16 | 2
+
+const (
+	helloSize   = 4 + 2*16
+	welcomeSize = 4 + 4 + 16 + 8 + 16
+	claimSize   = 4 + 4 + 16 + 16
+	verdictSize = 4 + 4
+)
+
+// refusal is why P does not welcome a socket; 0: it does.
+type refusal uint32
+
+const (
+	refusedTicket refusal = 1 // P does not know it, or not any more
+	refusedUser   refusal = 2 // D's process is another user's
+	refusedFull   refusal = 3
+)
+
+func (r refusal) Error() string {
+	switch r {
+	case refusedTicket:
+		return "the prefill agent does not know the ticket any more: the two must say hello again"
+	case refusedUser:
+		return "the prefill agent's process is another user's: run both as one user"
+	case refusedFull:
+		return "the prefill agent has as many connections as its limit of descriptors allows"
+	}
+	return fmt.Sprintf("the prefill agent refuses with the code %d, which this version does not know", uint32(r))
+}
+
+// claim is D's word on what it has read.
+type claim uint32
+
+const (
+	claimRead   claim = 1 // the value that P has put there
+	claimBarred claim = 2 // nothing: the kernel's errno says why. May P let this process read?
+	claimGiveUp claim = 3 // nothing, and P can do nothing for it
+)
+
+// verdict is P's answer to a claim.
+type verdict uint32
+
+const (
+	verdictReady  verdict = 1 // to a D that has read nothing: all of P's regions are in memory that D may open
+	verdictWrong  verdict = 2 // the claim or its proof is wrong
+	verdictAgain  verdict = 3 // P has let D's process read: try again
+	verdictBarred verdict = 4 // P cannot: its errno, or of whom else it lets read
+	verdictTaken  verdict = 5 // P lets another process read, and the kernel has room for one; the value is its id
+)
+
+// hello is D's first words.
+type hello struct{ name, salt random }
+
+func (h hello) bytes() []byte {
+	b := binary.BigEndian.AppendUint32(make([]byte, 0, helloSize), magic)
+	return append(append(b, h.name[:]...), h.salt[:]...)
+}
+
+func parseHello(b []byte) (h hello, err error) {
+	if m := binary.BigEndian.Uint32(b); m != magic {
+		return h, fmt.Errorf("it begins with %#08x, want %#08x: it is no kvconn agent, or of another version", m, magic)
+	}
+	return hello{random(b[4:20]), random(b[20:36])}, nil
+}
+
+// welcome is P's answer.
+type welcome struct {
+	refused refusal
+	salt    random
+	address uint64 // of a random value in P's memory, which no socket shows before D does
+	proof   random
+}
+
+func (w *welcome) prove(ticket random, h hello) {
+	w.proof = w.proofOf(ticket, h)
+}
+
+func (w *welcome) proofOf(ticket random, h hello) random {
+	return ticket.derive("welcome", h.bytes(), w.bytes()[:welcomeSize-16])
+}
+
+func (w *welcome) bytes() []byte {
+	b := binary.BigEndian.AppendUint32(make([]byte, 0, welcomeSize), magic)
+	b = binary.BigEndian.AppendUint32(b, uint32(w.refused))
+	b = append(b, w.salt[:]...)
+	b = binary.BigEndian.AppendUint64(b, w.address)
+	return append(b, w.proof[:]...)
+}
+
+func parseWelcome(b []byte) (w welcome, err error) {
+	if m := binary.BigEndian.Uint32(b); m != magic {
+		return w, fmt.Errorf("the answer begins with %#08x, want %#08x: it is no kvconn agent, or of another version", m, magic)
+	}
+	return welcome{refusal(binary.BigEndian.Uint32(b[4:])), random(b[8:24]), binary.BigEndian.Uint64(b[24:]), random(b[32:48])}, nil
+}
+
+// claimed is D's claim with its proof.
+type claimed struct {
+	claim claim
+	errno syscall.Errno
+	read  random
+	proof random
+}
+
+func (c *claimed) prove(ticket random, h hello, w *welcome) { c.proof = c.proofOf(ticket, h, w) }
+
+func (c *claimed) proofOf(ticket random, h hello, w *welcome) random {
+	return ticket.derive("claim", h.bytes(), w.bytes(), c.bytes()[:claimSize-16])
+}
+
+func (c *claimed) bytes() []byte {
+	b := binary.BigEndian.AppendUint32(make([]byte, 0, claimSize), uint32(c.claim))
+	b = binary.BigEndian.AppendUint32(b, uint32(c.errno))
+	b = append(b, c.read[:]...)
+	return append(b, c.proof[:]...)
+}
+
+func parseClaim(b []byte) claimed {
+	return claimed{claim(binary.BigEndian.Uint32(b)), syscall.Errno(binary.BigEndian.Uint32(b[4:])), random(b[8:24]), random(b[24:40])}
+}
+
+func (v verdict) bytes(value uint32) []byte {
+	b := binary.BigEndian.AppendUint32(make([]byte, 0, verdictSize), uint32(v))
+	return binary.BigEndian.AppendUint32(b, value)
+}
+
+func parseVerdict(b []byte) (verdict, uint32) {
+	return verdict(binary.BigEndian.Uint32(b)), binary.BigEndian.Uint32(b[4:])
+}
+
+// read reads just so many bytes.
+func read(conn *net.UnixConn, n int) ([]byte, error) {
+	b := make([]byte, n)
+	for got := 0; got < n; {
+		k, err := conn.Read(b[got:])
+		if err != nil {
+			return nil, err
+		}
+		got += k
+	}
+	return b, nil
+}

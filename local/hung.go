@@ -1,0 +1,207 @@
+package local
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"syscall"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// The kernel may not end a copy out of P's process: before it can read a page of P's, another program may have to bring it (a
+// file system in user space, a network's, userfaultfd), and that program may stand. Such a copy may land for ever, so nobody hears
+// of an end of its transfer until the kernel ends it. But everything else goes on: other transfers, the end of the link, and Close.
+// The same holds for a look at the gate that P has named (look in copy.go).
+
+var errHung = errors.New("the kernel has not ended a copy out of its memory: what brings that memory, a file system perhaps, does not answer")
+
+// stint is the time in which a goroutine copies a batch. Its fields are guarded by receiver.mu.
+type stint struct {
+	lasts  time.Duration
+	hung   bool    // given up
+	reader *source // of which the reader copies; nil: a worker does
+	leave  func()  // Close waits no longer for the goroutine
+}
+
+// watch notes a copy out of P's process that begins; r.mu is held.
+func (r *receiver) watch(b *batch) {
+	r.copies[b] = struct{}{}
+	if r.patrol == nil {
+		r.armed = time.Now()
+		r.patrol = r.t.after(step, "local patrol", r.look)
+	}
+}
+
+// unwatch notes its end; r.mu is held.
+func (r *receiver) unwatch(b *batch) {
+	delete(r.copies, b)
+	r.rest()
+}
+
+// rest lets Close not wait for the next look; r.mu is held.
+func (r *receiver) rest() {
+	if r.closed && len(r.copies) == 0 {
+		r.patrol.stop()
+		r.patrol = nil
+	}
+}
+
+// look gives up the copies that last too long. A look that comes late does not count, since this process was stopped.
+func (r *receiver) look() {
+	r.mu.Lock()
+	var hung []*batch
+	limit, onTime := r.t.cfg.StallTimeout, time.Since(r.armed) < 2*step
+	if r.closed {
+		limit = r.t.cfg.CloseGrace
+	}
+	if r.t.places.any() {
+		limit *= 4 // of which a device may take some, which is bounded
+	}
+	r.patrol = nil
+	for b := range r.copies {
+		if onTime {
+			b.on.lasts += step
+		}
+		if b.on.lasts >= limit {
+			hung = append(hung, b)
+		}
+	}
+	for _, b := range hung {
+		r.giveUp(b)
+	}
+	if len(r.copies) > 0 {
+		r.armed = time.Now()
+		r.patrol = r.t.after(step, "local patrol", r.look)
+	}
+	r.mu.Unlock()
+	for _, b := range hung {
+		src := b.in.source
+		src.link.say((&ending{cause: overFailed, text: errHung.Error()}).bytes(b.in.grant))
+		src.link.flush()
+		r.t.cfg.Logger.Error("the blocks of a transfer may be written until the kernel ends a copy", zap.String("transfer_id", string(b.in.id)), zap.Error(errHung))
+		src.leave(errHung)
+		if b.on.reader != nil { // which copies, and hears nothing
+			b.on.reader.leave(errHung)
+			r.t.goRun("local hung", func() { r.linkEnded(b.on.reader, b.on.reader.lost(errHung)) })
+		}
+		b.on.leave()
+	}
+}
+
+// giveUp takes a copy for one that does not end; r.mu is held.
+func (r *receiver) giveUp(b *batch) {
+	delete(r.copies, b)
+	b.on.hung = true
+	in, src := b.in, b.in.source
+	in.hung++
+	r.hung[src.id]++
+	src.flying--
+	src.owe(b.finished)
+	for _, other := range r.byID {
+		if other.source == src { // lost with the link, and no worker is to try
+			r.halt(other)
+		}
+	}
+	r.halt(in)
+	src.calm()
+	if b.on.reader == nil {
+		r.workers--
+		r.crew(0)
+	}
+}
+
+// wasHung takes the end of a copy that was given up. The goroutine that has copied has nothing to do any more.
+func (r *receiver) wasHung(b *batch, err error) bool {
+	r.mu.Lock()
+	if !b.on.hung {
+		r.mu.Unlock()
+		return false
+	}
+	in := b.in
+	if in.hung--; errors.Is(err, errMayLand) {
+		in.stuck = true
+	} else {
+		in.flying--
+	}
+	r.unhang(in.source.id)
+	r.bury(in)
+	var told chan struct{}
+	if in.flying == 0 {
+		if in.quiet != nil {
+			close(in.quiet)
+			in.quiet = nil
+		}
+		if told = in.untold; told == nil {
+			told = r.ends(in)
+		}
+		in.untold = nil
+	}
+	closed := r.closed
+	if told != nil && !closed {
+		r.t.wg.Add(1) // Close waits for the outcome that is told below
+		defer r.t.wg.Done()
+	}
+	r.mu.Unlock()
+	switch {
+	case told != nil && closed:
+		close(told)
+	case told != nil:
+		r.tell(in, told, core.TransferStats{}, in.source.lost(errHung))
+	}
+	return true
+}
+
+// unhang notes that one copy less hangs; r.mu is held.
+func (r *receiver) unhang(peer core.AgentID) {
+	if r.hung[peer]--; r.hung[peer] == 0 {
+		delete(r.hung, peer)
+	}
+}
+
+// after is what Close has to say of copies that hang.
+func (r *receiver) after() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for peer := range r.hung {
+		return fmt.Errorf("local: closed, but this process's memory may be written yet: prefill agent %s: %w", peer, errHung)
+	}
+	return nil
+}
+
+// readRandom reads what P has put there, on a goroutine of its own.
+func (src *source) readRandom(ctx context.Context, pid int, address uint64) (read random, errno syscall.Errno) {
+	r, ended := src.r, make(chan struct{})
+	got := new(struct {
+		read  random
+		errno syscall.Errno
+	})
+	safe.Go("local random", func() {
+		defer close(ended)
+		got.read, got.errno = readRandom(r.t.kernel, pid, address)
+	})
+	select {
+	case <-ended:
+		return got.read, got.errno
+	case <-ctx.Done():
+	}
+	r.mu.Lock()
+	r.hung[src.id]++
+	r.mu.Unlock()
+	safe.Go("local random", func() {
+		<-ended
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.unhang(src.id)
+	})
+	return read, syscall.ETIMEDOUT
+}
+
+// lost says of which agent's link an error is.
+func (src *source) lost(err error) error {
+	return fmt.Errorf("local: prefill agent %s: %w: %w", src.id, core.ErrConnectionLost, err)
+}

@@ -1,0 +1,162 @@
+package local
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime/debug"
+	"strings"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// idleEnv tells a test binary that it is a process of BenchmarkIdle, with so many links: the prefill agent ("p 256"), or the decode agent.
+const idleEnv = "KVCONN_BENCH_IDLE"
+
+// work is what the kernel counts of a process: its time on a processor, how often a thread of it has gone to sleep, its memory.
+type work struct {
+	ns, sleeps, rss uint64
+}
+
+func workOf(pid int) (w work) {
+	tasks, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*", pid))
+	for _, task := range tasks {
+		var ns uint64
+		stat, _ := os.ReadFile(task + "/schedstat") // a thread that has ended meanwhile counts as none
+		fmt.Sscan(string(stat), &ns)
+		w.ns += ns
+		w.sleeps += statusOf(task, "voluntary_ctxt_switches:")
+	}
+	w.rss = statusOf(fmt.Sprintf("/proc/%d", pid), "VmRSS:") // KiB
+	return w
+}
+
+func statusOf(dir, field string) (n uint64) {
+	status, _ := os.ReadFile(dir + "/status")
+	for line := range strings.Lines(string(status)) {
+		if value, is := strings.CutPrefix(line, field); is {
+			fmt.Sscan(value, &n)
+		}
+	}
+	return n
+}
+
+func idleTransport(listen bool) *Transport {
+	mem, err := unix.Mmap(-1, 0, whole, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	if err != nil {
+		panic(err)
+	}
+	l, err := twoRegions(uint64(uintptr(unsafe.Pointer(&mem[0]))))
+	if err != nil {
+		panic(err)
+	}
+	tr, err := New(Config{Listen: listen}, l, deafSink{})
+	if err != nil {
+		panic(err)
+	}
+	return tr
+}
+
+// idling is such a process. P's gives a ticket for each link. Then it does what it is told.
+func idling() {
+	var role string
+	var n int
+	if _, err := fmt.Sscan(os.Getenv(idleEnv), &role, &n); err != nil {
+		return
+	}
+	tr := idleTransport(role == "p")
+	in := bufio.NewScanner(os.Stdin)
+	if role == "p" {
+		fmt.Println(tr.Endpoint())
+		for i := range n {
+			ticket, _ := tr.Admit(core.AgentID(fmt.Sprint("d", i)))
+			fmt.Printf("%x\n", ticket)
+		}
+	}
+	for in.Scan() {
+		switch f := strings.Fields(in.Text()); f[0] {
+		case "connect": // n peers, which are one process's
+			in.Scan()
+			endpoint := in.Text()
+			for i := range n {
+				var ticket []byte
+				in.Scan()
+				fmt.Sscanf(in.Text(), "%x", &ticket)
+				if err := tr.Connect(core.AgentID(fmt.Sprint("p", i)), endpoint, ticket); err != nil {
+					panic(err)
+				}
+			}
+			for i := range n {
+				if err := tr.Usable(context.Background(), core.AgentID(fmt.Sprint("p", i))); err != nil {
+					panic(err)
+				}
+			}
+		case "tidy":
+			debug.FreeOSMemory()
+		}
+		fmt.Println("done")
+	}
+	os.Exit(0)
+}
+
+// idler is such a process, as the benchmark sees it.
+type idler struct{ *child }
+
+func startIdler(b *testing.B, role string, links int) idler {
+	b.Helper()
+	p := startChild(b, fmt.Sprint(idleEnv, "=", role, " ", links))
+	b.Cleanup(p.quit)
+	return idler{p}
+}
+
+func (p idler) does(what ...string) {
+	p.told(what...)
+	p.line()
+}
+
+// BenchmarkIdle has two processes that do nothing, without a link and with many. Each operation is five seconds of that. What it says
+// of P and of D: processor time, how often a thread went to sleep, and the memory of each link beyond that of none.
+func BenchmarkIdle(b *testing.B) {
+	for _, links := range []int{0, 1, 256} {
+		b.Run(fmt.Sprint(links, " links"), func(b *testing.B) {
+			all := [2]idler{startIdler(b, "p", links), startIdler(b, "d", links)}
+			says := []string{"connect"}
+			for range 1 + links {
+				says = append(says, all[0].line())
+			}
+			both := func(tidy bool) (w [2]work) {
+				for i, p := range all {
+					if tidy {
+						p.does("tidy")
+					}
+					w[i] = workOf(p.pid)
+				}
+				return w
+			}
+			none := both(true)
+			all[1].does(says...)
+			some := both(true)
+			time.Sleep(3 * time.Second) // what the runtime has begun ends
+			began, before := time.Now(), both(false)
+			for b.Loop() {
+				time.Sleep(5 * time.Second)
+			}
+			after, seconds := both(false), time.Since(began).Seconds()
+			b.ReportMetric(0, "ns/op")
+			for i, name := range []string{"P", "D"} {
+				b.ReportMetric(float64(after[i].ns-before[i].ns)/seconds/1000, name+"-µs/s")
+				b.ReportMetric(float64(after[i].sleeps-before[i].sleeps)/seconds, name+"-sleeps/s")
+				if links > 1 {
+					b.ReportMetric(float64(int64(some[i].rss)-int64(none[i].rss))/float64(links), name+"-KiB/link")
+				}
+			}
+		})
+	}
+}

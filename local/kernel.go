@@ -1,0 +1,125 @@
+package local
+
+import (
+	"fmt"
+	"os"
+	"runtime"
+	"strings"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// iovec is the kernel's struct iovec. The memory belongs to the host process or to a peer, not
+// to Go's heap, so its address is kept as a number.
+type iovec struct {
+	base uintptr
+	len  uintptr
+}
+
+// kernel is what this package asks of the operating system about other processes' memory.
+type kernel interface {
+	// readv copies from the memory of a process into this one's, in the order of the vectors. It
+	// says how many bytes came.
+	readv(pid int, into, from []iovec) (uint64, syscall.Errno)
+	// letRead lets a process read this one's memory where Yama demands that; 0: nobody.
+	letRead(pid int) syscall.Errno
+	// yama is the mode of /proc/sys/kernel/yama/ptrace_scope, "" if there is none.
+	yama() string
+	// user is whose this process is.
+	user() int
+}
+
+type linux struct{}
+
+func (linux) readv(pid int, into, from []iovec) (uint64, syscall.Errno) {
+	for {
+		n, _, errno := syscall.Syscall6(unix.SYS_PROCESS_VM_READV, uintptr(pid), uintptr(unsafe.Pointer(&into[0])), uintptr(len(into)),
+			uintptr(unsafe.Pointer(&from[0])), uintptr(len(from)), 0)
+		if errno != syscall.EINTR {
+			return uint64(n), errno
+		}
+	}
+}
+
+func (linux) letRead(pid int) syscall.Errno {
+	_, _, errno := syscall.Syscall6(unix.SYS_PRCTL, unix.PR_SET_PTRACER, uintptr(pid), 0, 0, 0, 0)
+	return errno
+}
+
+func (linux) yama() string {
+	b, err := os.ReadFile("/proc/sys/kernel/yama/ptrace_scope")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(b))
+}
+
+func (linux) user() int { return os.Geteuid() }
+
+// held keeps what the kernel is given the address of as a number where it is until release is called. Else it may lie
+// on a goroutine's stack, which moves.
+func held(p any) (release func()) {
+	pin := new(runtime.Pinner)
+	pin.Pin(p)
+	return pin.Unpin
+}
+
+// readRandom reads a random value out of a process.
+func readRandom(k kernel, pid int, address uint64) (t random, errno syscall.Errno) {
+	p := new(random)
+	defer held(p)()
+	n, errno := k.readv(pid, []iovec{{uintptr(unsafe.Pointer(p)), uintptr(len(p))}}, []iovec{{uintptr(address), uintptr(len(p))}})
+	if errno == 0 && n != uint64(len(p)) {
+		errno = syscall.EFAULT
+	}
+	return *p, errno
+}
+
+// mayRead says whether this process may call process_vm_readv at all: on itself it always may,
+// unless a filter of system calls is in its way.
+func mayRead(k kernel) syscall.Errno {
+	own := newRandom()
+	at := new(random)
+	*at = own
+	defer held(at)()
+	got, errno := readRandom(k, os.Getpid(), uint64(uintptr(unsafe.Pointer(at))))
+	if errno == 0 && got != own {
+		errno = syscall.EFAULT
+	}
+	return errno
+}
+
+// readable says which region no other process could read: the kernel does not copy memory that is a driver's pages, as
+// pinned memory of some is, though this process reads it like any other. Then each transfer would fail.
+func (t *Transport) readable() error {
+	if t.blind != nil {
+		return nil // the reason is told where it counts
+	}
+	for i := range t.layout.Regions {
+		r := &t.layout.Regions[i]
+		if r.Memory != core.HostMemory {
+			continue
+		}
+		for _, at := range []uint64{r.Base, r.Base + r.Extent() - 1} {
+			if space, _ := t.all.at(at); space != processMemory {
+				continue
+			}
+			if errno := readByte(t.kernel, at); errno != 0 {
+				return fmt.Errorf("region %q cannot be read out of this process (process_vm_readv at %#x: %w): its memory is a driver's, or is not mapped; take tcp, or memory that kvconn has allocated", r.Name, at, errno)
+			}
+		}
+	}
+	return nil
+}
+
+// readByte reads a byte of this process as others do.
+func readByte(k kernel, address uint64) syscall.Errno {
+	into := new([1]byte)
+	defer held(into)()
+	_, errno := k.readv(os.Getpid(), []iovec{{uintptr(unsafe.Pointer(into)), 1}}, []iovec{{uintptr(address), 1}})
+	return errno
+}

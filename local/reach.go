@@ -1,0 +1,204 @@
+package local
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"slices"
+	"strings"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// reach is D's way to one space of a P's memories. It belongs to one link.
+type reach interface {
+	// open opens one memory more of the space. The caller closes the file, if there is one.
+	open(m *memory, file *os.File) error
+	// copy copies a batch whose runs lie in memories that are open, and says how many bytes it did
+	// before an error. Several workers copy at once.
+	copy(c *copier, b *batch) (done uint64, err error)
+	// close gives all back, when no copy is under way and none begins any more.
+	close()
+}
+
+// prefill is what the kernel says of P, and where P says that it is.
+type prefill struct {
+	id   core.AgentID
+	pid  int
+	pids string // its process namespace
+}
+
+// reachOf makes the way to a space whose memories are of a kind.
+func (t *Transport) reachOf(kind memoryKind, of prefill) (reach, error) {
+	switch kind {
+	case memoryFile:
+		return &views{t: t}, nil
+	case memoryDevice, memoryDeviceFile:
+		return t.opens(of)
+	case memoryLacking:
+		return lacks{}, nil
+	}
+	return nil, fmt.Errorf("it is of kind %d, which this version does not know: run the same kvconn on both", kind)
+}
+
+// reaches are what a D has opened of a P.
+type reaches struct {
+	spaces  spaces
+	bySpace map[uint32]reach
+	process bool // D may read P's process too
+	of      prefill
+}
+
+// to is the way to a space; nil: P's process is read.
+func (r *reaches) to(space uint32) reach { return r.bySpace[space] }
+
+// close gives all back.
+func (r *reaches) close() {
+	for _, way := range r.bySpace {
+		way.close()
+	}
+	r.bySpace, r.spaces = nil, nil
+}
+
+// check refuses runs that leave the space that they are said to lie in.
+func (r *reaches) check(f *spoken) error {
+	if f.space == processMemory {
+		if !r.process {
+			return errors.New("runs of the prefill agent's process, which this one does not read")
+		}
+		return nil
+	}
+	for _, one := range f.runs {
+		if space, end := r.spaces.at(one.base); (space != f.space || one.len > end-one.base) && !fault.On("local-anywhere") {
+			return fmt.Errorf("a run of %d bytes at %#x, which leaves the memory of space %d", one.len, one.base, f.space)
+		}
+	}
+	return nil
+}
+
+// open takes P's list, opens what it can, and answers. Then P decides whether that will do.
+func (r *reaches) open(t *Transport, conn *net.UnixConn) error {
+	kinds, reasons := map[uint32]memoryKind{}, []string{}
+	var opened []memory
+	var refused error
+	r.bySpace = map[uint32]reach{}
+	err := hearMemories(conn, func(m *memory, file *os.File) error {
+		if k, known := kinds[m.space]; known && k != m.kind {
+			return fmt.Errorf("%v is of kind %d, others of its space are of kind %d", m, m.kind, k)
+		}
+		kinds[m.space] = m.kind
+		why, err := "", r.add(t, m, file)
+		if err == nil {
+			opened = append(opened, *m)
+		} else if why = err.Error(); refused == nil {
+			refused = fmt.Errorf("%v: %w", m, err)
+		}
+		reasons = append(reasons, why)
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("the list of its memories: %w", clearer(err))
+	}
+	if r.spaces, err = spacesOf(opened); err != nil {
+		return fmt.Errorf("the list of its memories: %w", err)
+	}
+	if err := sayAnswer(conn, reasons); err != nil {
+		return clearer(err)
+	}
+	b, err := read(conn, verdictSize)
+	if err != nil {
+		return errors.Join(refused, clearer(err))
+	}
+	if v, _ := parseVerdict(b); v != verdictReady {
+		if refused == nil {
+			refused = errors.New("it says that its list has not all of its memory")
+		}
+		return fmt.Errorf("memory of the prefill agent cannot be opened: %w", refused)
+	}
+	if refused != nil {
+		t.cfg.Logger.Info("memory of the prefill agent is read out of its process, which is slower", zap.Error(refused))
+	}
+	return nil
+}
+
+func (r *reaches) add(t *Transport, m *memory, file *os.File) error {
+	way := r.bySpace[m.space]
+	if way == nil {
+		var err error
+		if way, err = t.reachOf(m.kind, r.of); err != nil {
+			return err
+		}
+		r.bySpace[m.space] = way
+	}
+	if m.kind.described() != (file != nil) {
+		return errors.New("a descriptor must come with a file, and with nothing else")
+	}
+	return way.open(m, file)
+}
+
+// offerMemories lists P's memories to D, and finds out whether those that D opens will do.
+func (s *sender) offerMemories(ol *outLink, process bool) error {
+	conn, list := ol.conn, s.t.memories
+	shared, err := s.t.share()
+	switch {
+	case err != nil:
+		list = slices.Concat(list, []memory{*lacking(err)})
+	case shared != nil:
+		list = slices.Concat(list, shared.list)
+	}
+	if err := sayMemories(conn, list); err != nil {
+		return fmt.Errorf("process %d has not taken the list of memories: %w", ol.pid, clearer(err))
+	}
+	reasons, err := hearAnswer(conn, len(list))
+	if err != nil {
+		return fmt.Errorf("process %d has not answered the list of memories: %w", ol.pid, clearer(err))
+	}
+	var used []memory
+	var refused error
+	for i, why := range reasons {
+		if why == "" {
+			used = append(used, list[i])
+		} else if refused == nil {
+			refused = fmt.Errorf("%v: %s", &list[i], strings.ToValidUTF8(why, ""))
+		}
+	}
+	if ol.spaces, err = spacesOf(used); err != nil {
+		return err
+	}
+	if beyond := ol.spaces.lacks(s.t.layout, process); beyond != nil {
+		_, _ = conn.Write(verdictBarred.bytes(0)) // if this fails, D hears of it by the end of the socket
+		return fmt.Errorf("decode agent %s cannot reach %v: %w", ol.taker.id, beyond, refused)
+	}
+	ol.shared = shared
+	if refused != nil {
+		s.t.cfg.Logger.Info("a decode agent reads memory out of this process, which is slower", zap.String("peer", string(ol.taker.id)), zap.Error(refused))
+	}
+	ways := s.t.waysTo(ol.spaces)
+	s.mu.Lock()
+	ol.taker.ways = ways // before D hears that it may begin
+	s.mu.Unlock()
+	_, err = conn.Write(verdictReady.bytes(0))
+	return err
+}
+
+// lacks is a region that a D does not reach which has opened these memories.
+func (all spaces) lacks(l *core.Layout, process bool) *core.Region {
+	for i := range l.Regions {
+		r := &l.Regions[i]
+		if r.Memory == core.HostMemory && process {
+			continue
+		}
+		for at := r.Base; at < r.Base+r.Extent(); {
+			space, end := all.at(at)
+			if space == processMemory {
+				return r
+			}
+			at = end
+		}
+	}
+	return nil
+}

@@ -1,0 +1,88 @@
+package local
+
+import (
+	"fmt"
+	"sync"
+	"syscall"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// Where Yama runs in mode 1, a process is read only by its ancestors, or by one process that it
+// has named. P names D's process when D, which has proved itself, asks. The name is the whole
+// process's, so all agents of this process share it.
+var tracer struct {
+	mu    sync.Mutex
+	pid   int
+	links int // that count on it
+}
+
+// letRead has the kernel let a peer's process read this one. If another one may already, it is
+// returned. undo is called when the link has ended. The kernel is told also if it was told before: another
+// part of this process may have named somebody else meanwhile.
+func letRead(k kernel, pid int) (other int, errno syscall.Errno, undo func()) {
+	tracer.mu.Lock()
+	defer tracer.mu.Unlock()
+	if tracer.links > 0 && tracer.pid != pid {
+		return tracer.pid, syscall.EBUSY, nil
+	}
+	if errno := k.letRead(pid); errno != 0 {
+		return 0, errno, nil
+	}
+	return 0, 0, counted(k, pid)
+}
+
+// alsoReads counts a link whose peer may read this process, if it may since another link has asked for it.
+func alsoReads(k kernel, pid int) (undo func()) {
+	tracer.mu.Lock()
+	defer tracer.mu.Unlock()
+	if tracer.links == 0 || tracer.pid != pid || fault.On("local-uncounted") {
+		return nil
+	}
+	return counted(k, pid)
+}
+
+// counted adds a link; tracer.mu is held.
+func counted(k kernel, pid int) (undo func()) {
+	tracer.pid = pid
+	tracer.links++
+	return sync.OnceFunc(func() {
+		tracer.mu.Lock()
+		defer tracer.mu.Unlock()
+		if tracer.links--; tracer.links == 0 {
+			tracer.pid = 0
+			_ = k.letRead(0)
+		}
+	})
+}
+
+// refusedRead explains why the kernel does not let D read P's memory, and what helps.
+func refusedRead(k kernel, pid int, errno syscall.Errno, p place, own place) error {
+	if pid == 0 {
+		return fmt.Errorf("the prefill agent's process is in a process namespace that this one does not see (%s, this process's is %s): run both containers in one, as with --pid host or shareProcessNamespace", p.pids, own.pids)
+	}
+	switch mode := k.yama(); {
+	case errno == syscall.ESRCH:
+		return fmt.Errorf("there is no process %d here, which the prefill agent's socket names: %w", pid, errno)
+	case errno == syscall.ENOSYS:
+		return fmt.Errorf("the kernel has no process_vm_readv: %w", errno)
+	case errno != syscall.EPERM && errno != syscall.EACCES:
+		return fmt.Errorf("process %d has not got what the prefill agent has put there: %w", pid, errno)
+	case mode == "3":
+		return fmt.Errorf("this host's kernel forbids it to all (%w): set kernel.yama.ptrace_scope to 1 or less and start the host anew", errno)
+	case mode == "2":
+		return fmt.Errorf("this host's kernel lets only administrators read process %d (%w): set kernel.yama.ptrace_scope to 1 or less, or give this process CAP_SYS_PTRACE", pid, errno)
+	}
+	return fmt.Errorf("the kernel does not let this process read process %d (%w): both need the same user, user namespace and capabilities (or this one CAP_SYS_PTRACE), and process %d must be dumpable, which a program with file capabilities is not", pid, errno, pid)
+}
+
+// barred explains P's verdict on a claim that D is barred.
+func barred(v verdict, value uint32, pid int, cause error) error {
+	switch v {
+	case verdictTaken:
+		return fmt.Errorf("kernel.yama.ptrace_scope is 1, and the prefill agent's process %d lets process %d read its memory already; the kernel lets it name only one: set kernel.yama.ptrace_scope to 0: %w", pid, value, cause)
+	case verdictBarred:
+		return fmt.Errorf("%w (the prefill agent asked the kernel to allow it, in vain: %w)", cause, syscall.Errno(value))
+	}
+	return cause
+}

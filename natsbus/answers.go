@@ -1,0 +1,87 @@
+package natsbus
+
+import (
+	"crypto/rand"
+	"encoding/base32"
+	mathrand "math/rand/v2"
+	"strings"
+	"sync"
+
+	"github.com/nats-io/nats.go"
+)
+
+// answers hands the answers that come over a link to the requests that wait for them. nats.go's
+// own requests need a context for each that ends with the link too.
+type answers struct {
+	root string    // subjects of answers begin with it
+	idle sync.Pool // channels that nobody waits at
+
+	mu      sync.Mutex
+	words   *mathrand.ChaCha8         // nobody can tell the next word from others
+	waiting map[string]chan *nats.Msg // by the rest of the subject
+}
+
+// Bounds of the answers that wait for their requests: each is taken at once.
+const maxUnheard, maxUnheardBytes = 8192, 16 << 20
+
+func newAnswers(inbox string) *answers {
+	var seed [32]byte
+	rand.Read(seed[:])
+	return &answers{words: mathrand.NewChaCha8(seed), root: inbox + "." + randomName() + ".", waiting: map[string]chan *nats.Msg{}}
+}
+
+// listen hears answers until the connection is closed.
+func (a *answers) listen(nc *nats.Conn) error {
+	sub, err := nc.Subscribe(a.root+"*", a.came)
+	if err != nil {
+		return err
+	}
+	return sub.SetPendingLimits(maxUnheard, maxUnheardBytes)
+}
+
+// expect makes a subject for one answer. Nobody can guess it who has not got the request.
+// Nothing comes out of the channel after forget.
+func (a *answers) expect() (subj string, answer chan *nats.Msg) {
+	answer, _ = a.idle.Get().(chan *nats.Msg)
+	if answer == nil {
+		answer = make(chan *nats.Msg, 1)
+	}
+	var word [20]byte
+	a.mu.Lock()
+	_, _ = a.words.Read(word[:])
+	subj = string(base32.StdEncoding.AppendEncode(append(make([]byte, 0, 128), a.root...), word[:]))
+	a.waiting[subj[len(a.root):]] = answer
+	a.mu.Unlock()
+	return subj, answer
+}
+
+// forget ends the wait for an answer.
+func (a *answers) forget(subj string, answer chan *nats.Msg) {
+	a.mu.Lock()
+	delete(a.waiting, subj[len(a.root):])
+	a.mu.Unlock()
+	select {
+	case <-answer: // it came too late
+	default:
+	}
+	a.idle.Put(answer)
+}
+
+// came gives a message to the request that it answers, once.
+func (a *answers) came(m *nats.Msg) {
+	word, ok := strings.CutPrefix(m.Subject, a.root)
+	if !ok {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if answer := a.waiting[word]; answer != nil {
+		delete(a.waiting, word)
+		answer <- m // it has a place, which is the request's alone
+	}
+}
+
+// noResponders says whether a server answers in the place of an agent that does not listen.
+func noResponders(m *nats.Msg) bool {
+	return len(m.Data) == 0 && m.Header.Get("Status") == "503"
+}

@@ -1,0 +1,296 @@
+package natsbus
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// TestBudget: over the limit the connection that holds the most is ended, once, whoever asked for
+// more. What a connection gives back counts no more, nor what one held that has left.
+func TestBudget(t *testing.T) {
+	b := newBudget(100)
+	var ended []string
+	of := func(name string) *share { return &share{of: b, end: func() { ended = append(ended, name) }} }
+	greedy, second, third := of("greedy"), of("second"), of("third")
+	want := func(what string, total int64, names ...string) {
+		t.Helper()
+		if b.total != total || !slices.Equal(ended, names) {
+			t.Fatalf("%s: %d bytes are held, ended are %v; want %d and %v", what, b.total, ended, total, names)
+		}
+	}
+	greedy.add(60)
+	second.add(30)
+	third.add(10)
+	want("up to the limit", 100)
+	third.add(1)
+	want("over it", 101, "greedy")
+	third.add(-5)
+	want("what is given back ends nobody", 96, "greedy")
+	third.add(5)
+	want("the next", 101, "greedy", "second")
+	third.add(1)
+	want("then who asks", 102, "greedy", "second", "third")
+	third.add(1)
+	want("nobody is left", 103, "greedy", "second", "third")
+	greedy.leave()
+	greedy.leave()
+	second.leave()
+	want("they have left", 13, "greedy", "second", "third")
+	late := of("late")
+	late.add(88)
+	want("others have room", 101, "greedy", "second", "third", "late") // the third is over already, though it is still there
+	third.leave()
+	late.leave()
+	want("all have left", 0, "greedy", "second", "third", "late")
+	if len(b.shares) != 0 {
+		t.Errorf("%d connections are still counted", len(b.shares))
+	}
+}
+
+// TestWindow: a client has so many requests without an answer; the next waits for an answer, or
+// until the oldest has waited too long, or until the client is gone. Each counts with its bytes
+// and what it costs beside them, an answer of the client's until it is passed on.
+func TestWindow(t *testing.T) {
+	s := &share{of: newBudget(1 << 30), end: func() { t.Error("its connection is ended") }}
+	w := newWindow(s, newQuestions())
+	w.left = time.Hour
+	open := func(reply string) error {
+		_, err := w.open(reply, 100, false)
+		return err
+	}
+	waits := func(reply string) chan error {
+		t.Helper()
+		opened := make(chan error, 1)
+		go func() { opened <- open(reply) }()
+		eventually(t, "one more waits", func() error {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			if w.freed == nil {
+				return fmt.Errorf("%d requests are pending", len(w.pending))
+			}
+			return nil
+		})
+		return opened
+	}
+	held := func(what string, requests int) {
+		t.Helper()
+		w.mu.Lock()
+		n := len(w.pending)
+		w.mu.Unlock()
+		s.of.mu.Lock()
+		defer s.of.mu.Unlock()
+		if n != requests || s.bytes != int64(requests)*(100+perRequest) {
+			t.Errorf("%s: %d requests of %d bytes are held, want %d", what, n, s.bytes, requests)
+		}
+	}
+	for i := range maxUnanswered {
+		if err := open(fmt.Sprint("a", i)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	held("as many as may be", maxUnanswered)
+	if err := open("a7"); !errors.Is(err, errProtocol) {
+		t.Errorf("a second request with one subject for its answer: %v", err)
+	}
+	next := waits("next")
+	w.answered([]byte("unknown"))
+	w.answered([]byte("a3"))
+	if err := <-next; err != nil {
+		t.Errorf("after an answer: %v", err)
+	}
+	held("one for another", maxUnanswered)
+	done, err := w.open("", 100, false) // an answer goes by them
+	if err != nil || s.bytes != (maxUnanswered+1)*(100+perRequest) {
+		t.Errorf("with an answer %d bytes are held, %v", s.bytes, err)
+	}
+	done()
+	held("the answer is passed on", maxUnanswered)
+	last := waits("last")
+	w.close()
+	w.close()
+	if err := <-last; !errors.Is(err, errGone) {
+		t.Errorf("who has gone: %v", err)
+	}
+	if err := open("later"); !errors.Is(err, errGone) {
+		t.Errorf("after its end: %v", err)
+	}
+
+	late := newWindow(&share{of: newBudget(1 << 30), end: func() {}}, newQuestions())
+	late.left = time.Millisecond
+	for i := range 2*maxUnanswered + 1 { // none is answered
+		if _, err := late.open(fmt.Sprint("a", i), 0, false); err != nil {
+			t.Fatal(err)
+		}
+		if n := len(late.pending); n > maxUnanswered {
+			t.Fatalf("%d requests are held", n)
+		}
+	}
+	if left := newWindow(s, nil).left; left != answerWithin {
+		t.Errorf("an answer has %v", left)
+	}
+}
+
+// TestUnreadAnswers: what is kept for a client that does not read is bounded, beside one long
+// message. Then its connection ends, and what was kept is counted for nobody.
+func TestUnreadAnswers(t *testing.T) {
+	for what, head := range map[string]string{"short ones": "MSG a 1 0\r\n\r\n", "a long one first": fmt.Sprintf("MSG a 1 %d\r\n", 4<<20)} {
+		budget := newBudget(1 << 30)
+		kept := &share{of: budget, end: func() {}}
+		client, to := net.Pipe() // nobody reads
+		long := 0
+		if strings.HasSuffix(head, "4194304\r\n") {
+			long = 4 << 20
+		}
+		from := &hostile{text: []byte(head + strings.Repeat("x", long) + "\r\n")}
+		flood := &hostile{text: []byte("MSG a 1 5\r\nhello\r\n"), endless: true}
+		o := newOutlet(io.MultiReader(from, flood), to, newWindow(kept, newQuestions()), kept)
+		if err := o.run(); !errors.Is(err, errUnread) {
+			t.Errorf("%s: %v", what, err)
+		}
+		if read, most := from.read+flood.read, maxUnread+long+len(head)+2*readSize; read > most || read < maxUnread+long-readSize {
+			t.Errorf("%s: %d bytes were kept, at most %d may", what, read, most)
+		}
+		kept.leave()
+		if budget.total != 0 {
+			t.Errorf("%s: %d bytes are still counted", what, budget.total)
+		}
+		_ = client.Close()
+	}
+}
+
+// TestPlacesOfClients: who has not proved itself takes no client's place; of several that prove
+// themselves for the last place one gets it; what is left is free again.
+func TestPlacesOfClients(t *testing.T) {
+	c := &clients{max: 2, conns: map[*upgraded]struct{}{}}
+	var all []*upgraded
+	for range maxHandshakes {
+		u := &upgraded{}
+		if err := c.admit(u); err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, u)
+	}
+	if err := c.admit(&upgraded{}); err == nil || !strings.Contains(err.Error(), "not proved themselves") {
+		t.Errorf("one more stranger: %v", err)
+	}
+	for i, u := range all[:3] {
+		if in := c.letIn(u); in != (i < 2) {
+			t.Errorf("number %d of 2 is let in: %v", i, in)
+		}
+	}
+	c.dismiss(all[2])
+	if err := c.admit(&upgraded{}); err == nil || !strings.Contains(err.Error(), "the most that this agent takes") {
+		t.Errorf("with all places taken: %v", err)
+	}
+	for _, u := range append(slices.Clone(all[:2]), all[3:]...) {
+		c.dismiss(u)
+	}
+	u := &upgraded{}
+	if err := c.admit(u); err != nil || c.in != 0 || len(c.conns) != 1 {
+		t.Errorf("after all have gone: %v, %d in, %d connections", err, c.in, len(c.conns))
+	}
+	c.close()
+	if err := c.admit(&upgraded{}); !errors.Is(err, errServerClosed) {
+		t.Errorf("after the end: %v", err)
+	}
+	c.dismiss(u)
+	c.wg.Wait()
+}
+
+// TestPacedPiece: one read takes no more than a piece, whatever its caller has room for: its wait
+// stays short.
+func TestPacedPiece(t *testing.T) {
+	c := newPaced(&hostile{text: make([]byte, 1<<20), endless: true})
+	if n, err := c.Read(make([]byte, 1<<20)); n != pacePiece || err != nil {
+		t.Errorf("%d bytes, %v", n, err)
+	}
+}
+
+// TestLongRoomIsNotKept: after a long message its memory is free.
+func TestLongRoomIsNotKept(t *testing.T) {
+	for range 100 { // the pool forgets some of what it is given
+		r := takeRoom()
+		r.bytes = append(r.bytes[:0], make([]byte, maxRoom+1)...)
+		r.give()
+		r = takeRoom()
+		if cap(r.bytes) > maxRoom {
+			t.Fatalf("%d bytes are kept", cap(r.bytes))
+		}
+		r.bytes = append(r.bytes, 1)
+		r.give()
+		if r = takeRoom(); len(r.bytes) != 0 {
+			t.Fatalf("%d bytes of the message before are there", len(r.bytes))
+		}
+	}
+}
+
+// TestShortRequestsWait: of very many short requests that no handler has taken a host is read no
+// further, too; see TestHostThatAsksMuch for long ones.
+func TestShortRequestsWait(t *testing.T) {
+	leaktest.Check(t)
+	p := newPort(t, "127.0.0.1:0", ServerOptions{})
+	nc := newBus(t, Options{Identity: named("P"), Server: p.Server}).homeLink().nc
+	sub, err := nc.SubscribeSync("x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var heard atomic.Pointer[nats.Subscription]
+	c := newGuarded(&hostile{text: []byte("PING\r\n"), endless: true}, &heard)
+	if c.full() {
+		t.Error("before it listens it is full")
+	}
+	heard.Store(sub)
+	pending := func(n int) {
+		t.Helper()
+		eventually(t, fmt.Sprint(n, " wait"), func() error {
+			if count, _, err := sub.Pending(); err != nil || count != n {
+				return fmt.Errorf("%d wait, %w", count, err)
+			}
+			return nil
+		})
+	}
+	for range maxWaitingCount {
+		if err := nc.Publish("x", nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	pending(maxWaitingCount)
+	if c.full() {
+		t.Errorf("%d short requests are too many", maxWaitingCount)
+	}
+	if err := nc.Publish("x", nil); err != nil {
+		t.Fatal(err)
+	}
+	pending(maxWaitingCount + 1)
+	if !c.full() {
+		t.Errorf("more than %d short requests may wait", maxWaitingCount)
+	}
+	read := make(chan error, 1)
+	go func() {
+		_, err := c.Read(make([]byte, 10))
+		read <- err
+	}()
+	if err := c.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := <-read; !errors.Is(err, net.ErrClosed) {
+		t.Errorf("its end while it waits: %v", err)
+	}
+	if _, err := sub.NextMsg(within); err != nil {
+		t.Fatal(err)
+	}
+	if c.full() {
+		t.Error("after one was taken it is still full")
+	}
+}

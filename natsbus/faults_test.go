@@ -1,0 +1,43 @@
+//go:build !faults
+
+package natsbus
+
+import (
+	"os"
+	"slices"
+	"testing"
+
+	"github.com/kvconn/kvconn/internal/faulttest"
+)
+
+// defects are the places of internal/fault in this package, each with the test that finds it.
+var defects = []faulttest.Defect{
+	// A message's sender is what its connection has proved.
+	{"bus-from-believed", "TestSeedsOfFuzzUpgraded"},
+	{"bus-speaks-for-others", "TestPermissions"},
+	{"bus-hears-others", "TestNobodyListensAsAnother"},
+	{"bus-joins-as-asker", "TestSeedsOfFuzzUpgraded"},
+	// A proof is good on one connection and from one side.
+	{"bus-proof-unbound", "TestForgedProofs"},
+	{"bus-proof-unbound", "TestRelayedProof"},
+	{"bus-proof-of-either-side", "TestForgedProofs"},
+	// Nobody answers in another's place, or has a message answered where it may not write.
+	{"bus-answers-for-others", "TestPermissions"},
+	{"bus-reply-free", "TestPermissions"},
+	{"bus-answers-elsewhere", "TestAnswersElsewhere"},
+	// What lies in the temporary folder is this user's.
+	{"bus-store-follows", "TestPlantedInTheTempFolder"},
+	{"bus-store-pipe", "TestPlantedInTheTempFolder"},
+	{"bus-store-link", "TestPlantedInTheTempFolder"},
+	{"bus-store-open", "TestPlantedInTheTempFolder"},
+	{"bus-store-anybodys", "TestPlantedInTheTempFolder"},
+}
+
+// TestDefects: each defect is found by its test, and the list has all places.
+func TestDefects(t *testing.T) {
+	list := defects
+	if os.Geteuid() != 0 { // only root can make a folder of another user
+		list = slices.DeleteFunc(slices.Clone(list), func(d faulttest.Defect) bool { return d.Name == "bus-store-anybodys" })
+	}
+	faulttest.Run(t, list, func(name string) bool { return name == "bus-store-anybodys" })
+}

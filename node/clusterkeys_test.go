@@ -1,0 +1,85 @@
+package node
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nkeys"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/internal/nettest"
+)
+
+// nkeyFile writes the seed of a new nkey.
+func nkeyFile(t *testing.T) (file, public string) {
+	t.Helper()
+	key, err := nkeys.CreateUser()
+	if err != nil {
+		t.Fatal(err)
+	}
+	seed, _ := key.Seed()
+	public, _ = key.PublicKey()
+	file = filepath.Join(t.TempDir(), "seed")
+	if err := os.WriteFile(file, seed, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return file, public
+}
+
+// TestClusterWithKeys: agents whose rights are those of examples/nats/kvconn.conf transfer,
+// also after one of a user's agents was replaced, and hear when the other is gone.
+func TestClusterWithKeys(t *testing.T) {
+	leaktest.Check(t)
+	ps, pk := nkeyFile(t)
+	ds, dk := nkeyFile(t)
+	es, ek := nkeyFile(t)
+	c := nettest.NewNATS(t, "-c", nettest.ClusterUsers(t, pk, dk, ek))
+	config := func(role, seed string) Config {
+		cfg := testConfig(role)
+		cfg.NATSURL, cfg.NATSNKeySeedFile, cfg.ConnectTimeout = c.URL(), seed, Seconds(10*time.Second)
+		if role == RolePrefill {
+			cfg.AdvertiseHost = "127.0.0.1"
+		} else {
+			cfg.NATSJSPrefix = "kvconn.v1.registry"
+		}
+		return cfg
+	}
+	p := open(t, config(RolePrefill, ps))
+	from := p.BootstrapAddress()
+	d, e := open(t, config(RoleDecode, ds)), open(t, config(RoleDecode, es))
+	for key, a := range map[string]*side{pk: p, dk: d, ek: e} {
+		if !strings.HasPrefix(string(a.ID()), key+"-") {
+			t.Errorf("an agent with the key %s is called %s", key, a.ID())
+		}
+	}
+	transfer(t, p, d, "first", from)
+	transfer(t, p, e, "second", from)
+	// Nobody is told another's id.
+	p.Announce([]core.TransferID{"third"})
+	d.load("third", from, 1)
+	until(t, "prefill has the load", func() bool { return d.Stats().LoadsWaiting == 1 })
+	e.load("third", from, 1)
+	if r := e.report("third"); r.Code != core.Refused || strings.Contains(r.Reason, dk) {
+		t.Errorf("another's transfer: %v, %s", r.Code, r.Reason)
+	}
+	again := open(t, config(RoleDecode, ds)) // of the same user
+	if again.ID() == d.ID() {
+		t.Error("two agents of one user have one id")
+	}
+	transfer(t, p, again, "fourth", from)
+	p.fill(3, 5)
+	p.offer("third", 5)
+	d.want("third", core.OK)
+	p.want("third", core.OK)
+	if err := p.Close(); err != nil {
+		t.Fatal(err)
+	}
+	d.load("fifth", from, 1)
+	if r := d.report("fifth"); r.Code == core.OK {
+		t.Errorf("a load from an agent that has closed: %+v", r)
+	}
+}

@@ -1,0 +1,27 @@
+//go:build !faults
+
+package node
+
+import (
+	"slices"
+	"testing"
+
+	"github.com/kvconn/kvconn/internal/faulttest"
+)
+
+// defects are the places of internal/fault in what peers say, each with the test that finds it;
+// and two of core, which the fuzz of a hostile prefill engine's answers must find too.
+var defects = []faulttest.Defect{
+	{"node-from-believed", "TestSeedsOfFuzzServe"},
+	{"node-joins-others", "TestSeedsOfFuzzJoin"},
+	{"node-answers-of-others", "TestSeedsOfFuzzAnswers"},
+	{"node-no-ticket", "TestSeedsOfFuzzAnswers"},
+	{"waits-for-slow", "TestSeedsOfFuzzAnswers"},
+	{"no-fence", "TestSeedsOfFuzzAnswers"},
+}
+
+// TestDefects: each defect is found by its test, and the list has all places.
+func TestDefects(t *testing.T) {
+	ofOthers := []string{"renewed-in-use", "waits-for-slow", "no-fence"} // of the list of internal/devices, and of core
+	faulttest.Run(t, defects, func(name string) bool { return slices.Contains(ofOthers, name) })
+}

@@ -1,0 +1,109 @@
+package node
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// Bounds of what is kept of how this agent's caches fit those of its peers. Who describes
+// caches of its own takes the most: a region of each head that this agent has.
+const (
+	maxMatched  = 64 << 20 // bytes, for all peers; peers with equal caches share them
+	maxMatch    = 20 << 20 // bytes, for one peer; 65,536 regions on both sides take 16 MiB
+	manyRegions = 1024     // who has more is looked at while no other such peer is
+)
+
+// matched is how this agent's caches fit those of peers that all have the same.
+type matched struct {
+	of    cachesKey
+	match *core.Match
+	peers int // that the table has; guarded by it
+}
+
+// cachesKey names the caches of a peer, beside those of this agent. A Match depends on
+// nothing else.
+type cachesKey struct {
+	self     *wire.Agent
+	prefills bool // this agent is the prefill agent
+	sum      [sha256.Size]byte
+}
+
+// sumOf is a digest of regions. Peers differ in the number of blocks, which says nothing of
+// how a block fits, but for rings. alike leaves out the strides of blocks too.
+func sumOf(shapes []wire.Shape, alike bool) (sum [sha256.Size]byte) {
+	h := sha256.New()
+	var b []byte
+	for i := range shapes {
+		s := shapes[i]
+		if alike || core.IndexKind(s.IndexKind) <= core.IndexSlot {
+			s.NumBlocks = 0
+		}
+		if alike {
+			s.BlockStride = 0
+		}
+		b = binary.AppendUvarint(b[:0], uint64(len(s.Name)))
+		b = append(b, s.Name...)
+		for _, n := range [...]uint64{s.BlockStride, s.BlockBytes, uint64(s.NumBlocks), uint64(s.Group), uint64(s.Tokens), uint64(s.Heads),
+			uint64(s.FirstHead), uint64(s.TotalHeads), s.TokenStride, s.HeadStride, uint64(s.IndexKind)} {
+			b = binary.AppendUvarint(b, n)
+		}
+		_, _ = h.Write(b)
+	}
+	h.Sum(sum[:0])
+	return sum
+}
+
+// matchStore has what a peerTable keeps of them; the table's lock guards it.
+type matchStore struct {
+	by    map[cachesKey]*matched
+	bytes int
+}
+
+// hold counts a peer that has such caches, and returns what is kept of them.
+func (s *matchStore) hold(m *matched) *matched {
+	if m == nil {
+		return nil
+	}
+	if known := s.by[m.of]; known != nil {
+		m = known
+	} else {
+		s.by[m.of] = m
+		s.bytes += m.match.Kept()
+	}
+	m.peers++
+	return m
+}
+
+// release is the reverse of hold.
+func (s *matchStore) release(m *matched) {
+	if m == nil {
+		return
+	}
+	if m.peers--; m.peers == 0 {
+		delete(s.by, m.of)
+		s.bytes -= m.match.Kept()
+	}
+}
+
+// adds is how many bytes a peer would add that has such caches.
+func (s *matchStore) adds(list ...*matched) (n int) {
+	for _, m := range list {
+		if m != nil && s.by[m.of] == nil {
+			n += m.match.Kept()
+		}
+	}
+	return n
+}
+
+// alone is how many bytes a single peer has, who has such caches.
+func alone(list ...*matched) (n int) {
+	for _, m := range list {
+		if m != nil && m.peers == 1 {
+			n += m.match.Kept()
+		}
+	}
+	return n
+}

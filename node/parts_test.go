@@ -1,0 +1,136 @@
+package node
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// partsTaken is a machine that notes how many transfers it is given at a time.
+type partsTaken struct {
+	arrivals
+	sizes []int
+	seen  map[core.TransferID]int
+}
+
+func (p *partsTaken) take(ids ...core.TransferID) {
+	p.sizes = append(p.sizes, len(ids))
+	for _, id := range ids {
+		p.seen[id]++
+	}
+}
+
+func (p *partsTaken) RenewArrived(_ core.AgentID, loads, claims []core.TransferID) []core.Answer {
+	p.take(slices.Concat(loads, claims)...)
+	return make([]core.Answer, len(loads)+len(claims))
+}
+
+func (p *partsTaken) FinishArrived(_ core.AgentID, list []wire.Finish) {
+	ids := make([]core.TransferID, len(list))
+	for i, f := range list {
+		ids[i] = core.TransferID(f.TransferID)
+	}
+	p.take(ids...)
+}
+
+// TestMessagesOfManyTransfers: of the longest messages a few transfers are looked up at a time,
+// each once. One transfer more is not read, and a peer that was not met has none looked up.
+func TestMessagesOfManyTransfers(t *testing.T) {
+	names := func(form string, n int) []string {
+		list := make([]string, n)
+		for i := range list {
+			list[i] = fmt.Sprintf(form, i)
+		}
+		return list
+	}
+	renew := func(loads, claims int) *wire.Request {
+		return &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{Loads: names("load-%d", loads), Claims: names("claim-%d", claims)}}
+	}
+	finish := func(n int) *wire.Request {
+		req := &wire.Request{Kind: wire.KindFinish}
+		for _, id := range names("finish-%d", n) {
+			req.Finishes = append(req.Finishes, wire.Finish{TransferID: id})
+		}
+		return req
+	}
+	for _, c := range []struct {
+		message *wire.Request
+		from    string
+		named   int // -1: the message is not read
+	}{
+		{renew(1024, 1024), "m", 2048}, {renew(1025, 0), "m", -1}, {renew(0, 1025), "m", -1},
+		{finish(4096), "m", 4096}, {finish(4097), "m", -1},
+		{renew(1024, 1024), "d", 0}, {finish(4096), "d", 0},
+	} {
+		b, err := c.message.MarshalMsg(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		what := fmt.Sprintf("kind %d of %d bytes from %q", c.message.Kind, len(b), c.from)
+		req := new(wire.Request)
+		if err := wire.Decode(b, req); (err != nil) != (c.named < 0) {
+			t.Errorf("%s: %v", what, err)
+		}
+		if c.named < 0 {
+			continue
+		}
+		a, _ := deafAgent(t)
+		met := helloOf(nil)
+		met.From = "m"
+		if rep := a.server.serve("via", met); rep.Code != 0 {
+			t.Fatalf("a hello that fits is refused: %+v", rep)
+		}
+		taken := &partsTaken{seen: map[core.TransferID]int{}}
+		a.server.machine = taken
+		req.From = c.from
+		rep := a.server.serve("via", req)
+		if req.Kind == wire.KindRenew && len(rep.Statuses) != 2048 {
+			t.Errorf("%s: %d statuses", what, len(rep.Statuses))
+		}
+		for _, n := range taken.sizes {
+			if n > core.MaxLocked || n > 64 {
+				t.Errorf("%s: %d are looked up at a time", what, n)
+			}
+		}
+		for id, n := range taken.seen {
+			if n != 1 {
+				t.Errorf("%s: %q is looked up %d times", what, id, n)
+			}
+		}
+		if len(taken.seen) != c.named {
+			t.Errorf("%s: %d are looked up, %d should be", what, len(taken.seen), c.named)
+		}
+	}
+}
+
+// countedClock counts how often the time is asked for: once for each event of the machine,
+// which takes the lock.
+type countedClock struct {
+	core.Clock
+	asked int
+}
+
+func (c *countedClock) Now() time.Time {
+	c.asked++
+	return c.Clock.Now()
+}
+
+// TestAnswerOfManyTransfers: the agent's lock comes free between the parts of a long answer.
+func TestAnswerOfManyTransfers(t *testing.T) {
+	a, _ := deafAgent(t)
+	clock := &countedClock{Clock: a.halves.clock}
+	a.halves.clock = clock
+	renewal := core.SendRenew{Peer: "p", Loads: make([]core.TransferID, 4096)}
+	a.halves.RenewReplied(renewal, make([]core.Answer, 4096), false, nil)
+	if clock.asked != 4096/core.MaxLocked {
+		t.Errorf("4096 answers are %d events", clock.asked)
+	}
+	clock.asked = 0
+	if a.halves.RenewReplied(renewal, nil, false, core.ErrAbsent); clock.asked != 1 {
+		t.Errorf("no answer is %d events", clock.asked)
+	}
+}

@@ -1,0 +1,64 @@
+package node
+
+import "github.com/kvconn/kvconn/core"
+
+// mostListed is the most pieces of a transfer that a core.Cutter is given as a list. It cuts
+// larger plans itself, a window at a time. So what a peer makes of a transfer, by the blocks
+// that it names and the order of heads and tokens that it says it has, takes little memory on
+// either side: a list of all pieces could take half a gigabyte. Nothing is refused for it.
+const mostListed = 2048
+
+// plan gives a write its pieces, in the form that suits its transport and its size.
+func (t *transports) plan(op *core.WriteOp, v *core.Write) (err error) {
+	whole := !v.Extends && v.End == nil
+	if !whole {
+		op.Bytes = v.Match.Bytes(v.Dst)
+	}
+	name, _ := unmark(v.Grant)
+	if _, cuts := t.named(name).(core.Cutter); cuts {
+		n, err := v.Match.Pieces(v.Dst, false) // of all of it: each part is given in one form
+		if err != nil {
+			return err
+		}
+		if n > mostListed {
+			op.Plan, err = v.Match.Plan(v.Src, v.Dst, v.Begin, v.End)
+			return err
+		}
+	}
+	if whole {
+		op.Pairs, err = v.Match.Pairs(v.Src, v.Dst)
+		return err
+	}
+	op.Pairs, op.At, err = v.Match.PairsBetween(v.Src, v.Dst, v.Begin, v.End)
+	return err
+}
+
+// landing is where a load's bytes are to land.
+type landing struct {
+	match    *core.Match
+	to       core.Selection
+	pieces   int
+	segments []core.Segment // nil until a transport has wanted them
+}
+
+func newLanding(m *core.Match, to core.Selection) (*landing, error) {
+	n, err := m.Pieces(to, true)
+	return &landing{match: m, to: to, pieces: n}, err
+}
+
+// expect arms a transport.
+func (l *landing) expect(w core.Transport, id core.TransferID, peer core.AgentID) (grant []byte, err error) {
+	if c, cuts := w.(core.Cutter); cuts && l.pieces > mostListed {
+		plan, err := l.match.Landing(l.to)
+		if err != nil {
+			return nil, err
+		}
+		return c.ExpectPlan(id, peer, plan)
+	}
+	if l.segments == nil {
+		if l.segments, err = l.match.Segments(l.to); err != nil {
+			return nil, err
+		}
+	}
+	return w.Expect(id, peer, l.segments)
+}

@@ -1,0 +1,7 @@
+//go:build !race
+
+package node
+
+// raced says that the race detector's memory is in the figures, some five to ten times the
+// program's own. `make attack` runs without it, as a part of `make test`.
+const raced = false

@@ -1,0 +1,136 @@
+package node
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// registering is a transport that has registered device memory with cards.
+type registering interface {
+	// Forget gives the memory up: it is not what was registered any more. Transfers that are under way end
+	// with the cause.
+	Forget(cause error)
+	// Renew has the memory of now registered again, in the background.
+	Renew()
+	// Lacks says why the transport does not have the memory, or nil. again says that Renew should be called.
+	Lacks() (why error, again bool)
+}
+
+// endedAtOnce is how many transfers end in one hold of the agent's lock.
+const endedAtOnce = 64
+
+// renew comes before each call that gives blocks to transfers. If an engine has slept, other memory
+// lies at the addresses of its caches. What was begun before was for the memory of then: it ends,
+// and must have ended before anything begins in the new memory. So the call is refused as long as
+// something is left. If there is nothing to renew, the transfers that the call begins tell what is
+// wrong with the memory. Questions to the driver may take milliseconds, so none is asked under the lock.
+func (t *transports) renew(h *halves) error {
+	if t.devices == nil || !t.devices.Moved() && !t.changed.Load() && !t.unregistered() {
+		return nil
+	}
+	epoch := t.devices.Epoch()
+	changed := t.sound(t.devices.Check())
+	if changed == nil { // another call has renewed it
+		t.changed.Store(false)
+		t.registerAgain()
+		return nil
+	}
+	if !isChange(changed) {
+		return nil
+	}
+	if err := t.endGiven(h, epoch, changed); err != nil {
+		return err
+	}
+	renewal, err := t.devices.Look()
+	if err != nil {
+		t.lines.Do(func(note string) { t.log.Warn("the KV caches' memory is not there"+note, zap.Error(err)) })
+	}
+	return h.call(func(m *core.Machine, _ time.Time) error {
+		if t.devices.Epoch() != epoch { // another thread's call has renewed it, and may have begun in the new memory
+			return nil
+		}
+		if err := inUse(m, changed); err != nil {
+			return err
+		}
+		if err != nil || !renewal.Take() {
+			return nil
+		}
+		t.changed.Store(false)
+		t.registerAgain()
+		t.log.Info("the engine has mapped memory anew under its KV caches: transfers use it from now on", zap.NamedError("was", changed))
+		return nil
+	})
+}
+
+// inUse refuses a call while something of before is left.
+func inUse(m *core.Machine, changed error) error {
+	if !m.AnyGiven() || fault.On("renewed-in-use") {
+		return nil
+	}
+	return fmt.Errorf("%w: %d transfers of before have not ended yet: call again in a moment", changed, len(unique(m.Given())))
+}
+
+// endGiven ends what was begun in the memory of before.
+func (t *transports) endGiven(h *halves, epoch uint64, changed error) error {
+	var given []core.TransferID
+	err := h.call(func(m *core.Machine, _ time.Time) error {
+		if t.devices.Epoch() == epoch {
+			given = m.Given()
+		}
+		return nil
+	})
+	if given = unique(given); len(given) > 0 {
+		t.lines.Do(func(note string) {
+			t.log.Warn("transfers end, since the engine has mapped memory anew under its KV caches"+note, zap.Int("transfers", len(given)), zap.Error(changed))
+		})
+	}
+	for some := range slices.Chunk(given, endedAtOnce) {
+		if err != nil {
+			return err
+		}
+		err = h.call(func(m *core.Machine, now time.Time) error {
+			for _, id := range some {
+				if t.devices.Epoch() == epoch { // else the id may be in use again, in the new memory
+					m.Remapped(now, id, changed.Error())
+				}
+			}
+			if some[len(some)-1] == given[len(given)-1] && t.devices.Epoch() == epoch {
+				return inUse(m, changed)
+			}
+			return nil
+		})
+	}
+	return err
+}
+
+func unique(ids []core.TransferID) []core.TransferID {
+	slices.Sort(ids)
+	return slices.Compact(ids)
+}
+
+// registerAgain has transports that lack the memory of now register it.
+func (t *transports) registerAgain() {
+	for _, w := range t.list {
+		if r, ok := w.(registering); ok {
+			r.Renew()
+		}
+	}
+}
+
+// unregistered says whether one lacks the memory, and should try to register it now.
+func (t *transports) unregistered() bool {
+	return slices.ContainsFunc(t.list, func(w core.Transport) bool {
+		r, ok := w.(registering)
+		if !ok {
+			return false
+		}
+		_, again := r.Lacks()
+		return again
+	})
+}

@@ -1,0 +1,128 @@
+package proxy
+
+import (
+	"errors"
+	"io"
+	"slices"
+)
+
+// A text comes in chunks, of which each at most doubles what it holds. So a client that says that much will come, or
+// sends without a length, takes what it has sent.
+const (
+	firstChunk = 16 << 10
+	maxChunk   = 1 << 20
+)
+
+// gathered is a text that comes. Its memory is counted by held. Of the first chunk only what has come counts: a
+// connection without a body takes as much.
+type gathered struct {
+	held   *heldBody
+	full   [][]byte // chunks before the last
+	some   [8][]byte
+	last   []byte
+	bytes  int64 // of full
+	length int64 // of all, as it was said; -1 if it was not
+}
+
+// gather begins a text that is said to have so many bytes, or -1.
+func (h *heldBody) gather(length int64) *gathered {
+	size := int64(firstChunk) / 4
+	if length >= 0 {
+		size = min(length, firstChunk) + 1 // then the end comes without a further chunk
+	}
+	h.text = gathered{held: h, length: length, last: make([]byte, 0, size)}
+	return &h.text
+}
+
+// read reads on, and returns what has come.
+func (g *gathered) read(r io.Reader) ([]byte, error) {
+	if len(g.last) == cap(g.last) {
+		if err := g.grow(); err != nil {
+			return nil, err
+		}
+	}
+	at := len(g.last)
+	n, err := r.Read(g.last[at:cap(g.last)])
+	g.last = g.last[:at+n]
+	if err != nil && err != io.EOF && g.held.gaveWay() {
+		err = g.held.take(0) // says so
+	}
+	return g.last[at:], err
+}
+
+// grow begins a further chunk.
+func (g *gathered) grow() error {
+	if g.full == nil {
+		if err := g.held.take(int64(cap(g.last))); err != nil {
+			return err
+		}
+	}
+	have := g.bytes + int64(len(g.last))
+	size := min(max(have, firstChunk), maxChunk)
+	if g.length >= have {
+		size = min(size, g.length-have+1)
+	}
+	if err := g.held.take(size); err != nil {
+		return err
+	}
+	if g.full == nil {
+		g.full = g.some[:0]
+	}
+	g.full, g.bytes, g.last = append(g.full, g.last), have, make([]byte, 0, size)
+	return nil
+}
+
+// text is all that has come, as one. The chunks are let go.
+func (g *gathered) text() ([]byte, error) {
+	if g.full == nil {
+		if err := g.held.take(min(int64(cap(g.last)), firstChunk)); err != nil {
+			return nil, err
+		}
+		text := g.last
+		g.last = nil
+		return text, nil
+	}
+	all, size := append(g.full, g.last), g.bytes+int64(len(g.last))
+	g.full, g.last = nil, nil
+	defer clear(all)
+	if size > mediumBody {
+		g.held.of.joining.Lock()
+		defer g.held.of.joining.Unlock()
+	}
+	text := slices.Concat(all...)
+	return text, g.held.whole(int64(cap(text)))
+}
+
+// stop is all that has come, when the rest is not gathered.
+func (g *gathered) stop() ([][]byte, error) {
+	held := cap(g.last)
+	for _, one := range g.full {
+		held += cap(one)
+	}
+	all := append(g.full, g.last)
+	g.full, g.last = nil, nil
+	return all, g.held.whole(int64(held))
+}
+
+// readAll reads all of a text. Of an answer that breaks off it returns what has come.
+func (h *heldBody) readAll(r io.Reader, length int64) ([]byte, error) {
+	if err := h.expect(length); err != nil {
+		return nil, err
+	}
+	return h.gather(length).readAll(r)
+}
+
+func (g *gathered) readAll(r io.Reader) ([]byte, error) {
+	for {
+		switch _, err := g.read(r); {
+		case err == io.EOF:
+			return g.text()
+		case err != nil && g.held.client == nil && !errors.Is(err, errAnswers):
+			text, _ := g.text() // its begin may say enough
+			return text, err
+		case err != nil:
+			g.full, g.last = nil, nil
+			return nil, err
+		}
+	}
+}

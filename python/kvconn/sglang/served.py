@@ -1,0 +1,200 @@
+"""What an engine serves, as far as two engines must have it in common: weights, adapters, quantisation, draft model, layout.
+
+What cannot be compared ends the start, or the request. Only a user who names the model vouches for it: then names are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import NoFingerprint, adapter_fingerprint, model_fingerprint
+from . import pools
+from .parallel import leaf
+from .params import CONFIG_VARIABLE
+
+_ADAPTERS = 1024  # the adapters whose fingerprints are kept
+
+# Formats in which SGLang loads the weights from the files of the model's folder.
+FROM_FILES = (
+    *("auto", "pt", "safetensors", "instanttensor", "npcache", "sharded_state", "gguf", "bitsandbytes", "mistral", "layered"),
+    *("flash_rl", "fastsafetensors", "runai_streamer"),
+)
+# Options by which the configuration or the weights come from elsewhere than the model's folder, with the values that do not mean it.
+ELSEWHERE = {"decrypted_config_file": (), "checkpoint_engine_wait_weights_before_ready": (), "weight_cache_mode": ("off", "daemon")}
+# How weights are quantised while they are loaded. How a checkpoint's own weights are stands in its fingerprint.
+QUANTISATION = ("quantization", "modelopt_quant")
+# The other options that are read here.
+READ = (
+    *("model_path", "revision", "download_dir", "load_format", "json_model_override_args", "lora_paths", "quantization_param_path"),
+    *("speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format"),
+    *("mm_process_config", "rl_quant_profile"),
+)
+
+
+def common_ground(server_args: Any, pool: Any, draft: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What both engines must have in common, as keys of the agent's configuration. extra: the user's keys."""
+    from sglang.srt.runtime_context import attention_backends
+
+    prefill, decode = attention_backends()
+    named = vouched(extra)
+    return {
+        **_model(server_args, named),
+        "must_match": {
+            # Of a pool as a test has seen it: whether two backends use one in the same way is not known.
+            "attention_backend": str(prefill) if prefill == decode else f"{prefill} for prefill, {decode} for decode",
+            "quantization": _short(" ".join(str(each) for name in QUANTISATION if (each := leaf(name, server_args))) or "none"),
+            "quantization_profile": _digest(_file("rl_quant_profile", server_args)),
+            "kv_cache_scales": _scales(server_args),
+            "mm_process_config": _short(_text(leaf("mm_process_config", server_args)) or "none"),
+            "speculative": _draft(server_args, draft, named),
+            "state_layout": _short(pools.described(pool)),
+            **{f"state {part}": _short(shape) for part, shape in pools.shapes(pool).items()},
+        },
+    }
+
+
+def vouched(extra: Mapping[str, Any]) -> bool:
+    """Whether the user vouches for what has one name."""
+    return "model" in extra or "model_fingerprint" in extra
+
+
+def _short(text: str) -> str:
+    """A value that a refusal says in full."""
+    return text if len(text) <= 80 else f"{text[:60]}… {sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str) if value else ""
+
+
+def _scales(server_args: Any) -> str:
+    """The factors by which the numbers of a cache of type fp8 are scaled, where a file has them."""
+    said = _file("quantization_param_path", server_args)
+    try:
+        return _digest(_text(json.loads(said)).encode()) if said else "none"
+    except ValueError as error:
+        raise ValueError(f"kvconn: --quantization-param-path is {leaf('quantization_param_path', server_args)}: {error}") from error
+
+
+def _file(option: str, server_args: Any) -> bytes:
+    """What the file that an option names says."""
+    if not (path := leaf(option, server_args)):
+        return b""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"kvconn: --{option.replace('_', '-')} is {path}: {error}") from error
+
+
+def _digest(said: bytes) -> str:
+    return sha256(said).hexdigest()[:16] if said else "none"
+
+
+def _name(path: Any) -> str:
+    """The last part of the path: it stands in messages beside the fingerprint."""
+    return str(path).rstrip("/").rpartition("/")[2][:128]
+
+
+def _model(server_args: Any, named: bool) -> dict[str, str]:
+    path, form = leaf("model_path", server_args), str(leaf("load_format", server_args, "auto"))
+    if named:
+        return {"model": _name(path)}
+    try:
+        for option, harmless in ELSEWHERE.items():
+            if (value := leaf(option, server_args)) and value not in harmless:
+                raise NoFingerprint(f"with --{option.replace('_', '-')} {value} the model is not that of the folder {path}")
+        _check_format("--load-format", form)
+        cache_dir = leaf("download_dir", server_args)
+        adapters = {name: adapter_fingerprint(where, cache_dir=cache_dir) for name, where in _adapters(leaf("lora_paths", server_args))}
+        fingerprint = model_fingerprint(
+            path,
+            revision=leaf("revision", server_args),
+            cache_dir=cache_dir,
+            dummy=form == "dummy",
+            facts={"adapters": adapters, "overrides": leaf("json_model_override_args", server_args)},
+        )
+    except NoFingerprint as error:
+        raise _cannot(error) from error
+    return {"model": _name(path), "model_fingerprint": fingerprint}
+
+
+def _check_format(option: str, form: str) -> None:
+    if form not in (*FROM_FILES, "dummy"):
+        raise NoFingerprint(f"{option} {form} does not say from which files the weights come")
+
+
+def _cannot(error: NoFingerprint) -> ValueError:
+    return ValueError(
+        f'kvconn: {error}. Two engines compare their weights. To compare a name in their place, set "model" in {CONFIG_VARIABLE} '
+        "of both engines"
+    )
+
+
+def _draft(server_args: Any, pool: Any, named: bool) -> str:
+    if pool is None:
+        return "none"
+    path = leaf("speculative_draft_model_path", server_args) or leaf("model_path", server_args)
+    if named:
+        weights = _name(path)
+    else:
+        form = str(leaf("speculative_draft_load_format", server_args) or leaf("load_format", server_args, "auto"))
+        try:
+            _check_format("--speculative-draft-load-format", form)
+            weights = model_fingerprint(
+                path,
+                revision=leaf("speculative_draft_model_revision", server_args),
+                cache_dir=leaf("download_dir", server_args),
+                dummy=form == "dummy",
+            )
+        except NoFingerprint as error:
+            raise _cannot(error) from error
+    return _short(f"{leaf('speculative_algorithm', server_args)}, {weights}, {pools.described(pool)}")
+
+
+def _adapters(given: Any) -> list[tuple[str, str]]:
+    """SGLang keeps them as a mapping, as words "name=path", as paths, or as objects."""
+    out = []
+    for one in given.items() if isinstance(given, dict) else given or ():
+        if isinstance(one, tuple):
+            name, path = one
+        elif isinstance(one, str):
+            name, path = one.split("=", 1) if "=" in one else ("", one)  # as SGLang: a path may have the sign too
+        else:
+            name, path = one.lora_name, one.lora_path
+        out.append((name or path, path))
+    return sorted(out)
+
+
+class Adapters:
+    """The adapters of requests. SGLang loads adapters while it runs, so two engines may have different ones of one name."""
+
+    def __init__(self, scheduler: Any, cache_dir: str | None = None, named: bool = False) -> None:
+        self._scheduler = scheduler
+        self._cache_dir = cache_dir
+        self._named = named  # the user vouches for what has one name
+        self._known: OrderedDict[str, str] = OrderedDict()  # by SGLang's id, which a later adapter of the name does not have
+
+    def of_prompt(self, request: Any, prompt: int) -> tuple[int, str]:
+        """The fingerprint of a prompt whose cache the request's adapter computes; or why the adapter cannot be compared."""
+        number = request.lora_id
+        known = self._known.get(number)
+        if known is None:
+            refs = getattr(self._scheduler.tp_worker.model_runner.lora_manager, "lora_refs", {})
+            if number not in refs:
+                return 0, f"SGLang does not tell where the request's adapter {number} comes from"
+            try:
+                if self._named:
+                    known = sha256(refs[number].lora_name.encode()).hexdigest()
+                else:
+                    known = adapter_fingerprint(refs[number].lora_path, cache_dir=self._cache_dir)
+            except NoFingerprint as error:
+                return 0, f"the adapter {refs[number].lora_name!r} cannot be compared: {error}"
+            self._known[number] = known
+            while len(self._known) > _ADAPTERS:
+                self._known.popitem(last=False)
+        return ((prompt ^ int(known[2:18], 16)) or 1 if prompt else 0), ""

@@ -1,0 +1,117 @@
+"""When the blocks that vLLM speaks of may be read and written.
+
+vLLM speaks of blocks when it has queued the work that writes or reads them: "this layer is written", "this request has ended",
+"load into these blocks". In host memory the work is done by then. A GPU does it later, in the order of the stream: the steps
+before may still run, and under async scheduling they do. So the worker marks the stream with each word that it passes on, and
+the agent acts on the word when the GPU has come to the mark. The agent calls a mark a moment, and 0 says that there is nothing
+to wait for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from .step import Step
+
+# How often a step says that layers are written. To say it costs some microseconds, and a sixteenth of a step is as good as a layer.
+_MOST = 16
+
+
+class HostMoments:
+    """Of caches in host memory."""
+
+    def __init__(self, agent: Any) -> None:
+        self.marks = agent.written  # a byte for each region, by which a layer says that it has written it
+        self.refusal = "" if len(self.marks) else "this system refuses membarrier(2)"  # why layers cannot say so
+
+    def now(self) -> int:
+        return 0
+
+
+class DeviceMoments:
+    """Of caches on one GPU, whose work vLLM queues on the stream that is current where it calls the connector.
+
+    What a layer has on another stream is waited for by this one before the layer's attention, and what a step has, before the
+    step ends. A model may run two layers beside each other: then each is called with a stream of its own.
+    """
+
+    marks = None
+    refusal = ""
+
+    def __init__(self, agent: Any, device: Any, layers: int) -> None:
+        self._agent, self._stream = agent, current_stream(device)
+        self._every = -(-layers // _MOST)
+        self._queued_on = 0  # the stream of the layers of which the agent is to be told with the next ones
+
+    def now(self) -> int:
+        """Passes when the GPU has done all that vLLM has queued up to now."""
+        return self._moment(self._stream())
+
+    def _moment(self, stream: int) -> int:
+        moment: int = self._agent.moment(0, stream)  # all regions are on this GPU
+        return moment
+
+    def written(self, regions: array[int], step: Step) -> None:
+        """The work of a layer of the step on these regions is queued. The agent is told of several layers at once."""
+        stream = self._stream()
+        if self._every == 1:
+            self._agent.written_on(tuple(regions), stream)
+            return
+        if step.queued and stream != self._queued_on:
+            self._say(step)
+        self._queued_on = stream
+        step.queued.extend(regions)
+        if len(step.unwritten) % self._every == 0:
+            self._say(step)
+
+    def _say(self, step: Step) -> None:
+        told, step.queued = step.queued, array("I")
+        self._agent.written_on(tuple(sorted(told)), self._queued_on)  # the agent keeps what it makes of a tuple
+
+
+def moments_of(agent: Any, device: Any, layers: int) -> HostMoments | DeviceMoments:
+    return HostMoments(agent) if device is None or device.type == "cpu" else DeviceMoments(agent, device, layers)
+
+
+def current_stream(device: Any) -> Callable[[], int]:
+    """What gives the handle of the stream that is current in this thread: 0 is the default stream."""
+    import torch
+
+    # torch.cuda.current_stream makes an object for each call, which costs a layer more than the moment does.
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if raw is not None:
+        return partial(raw, device.index)
+    return lambda: int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def device_of(layers: Iterable[tuple[str, Any]], kv_buffer_device: str) -> Any:
+    """The device of the layers' caches; ValueError if it is another than vLLM was told, or not one device."""
+    found: Any = None
+    for name, cache in layers:
+        device = getattr(cache, "device", None)
+        if device is None:
+            continue  # no tensor: make_regions refuses it
+        if device.type != kv_buffer_device:
+            raise ValueError(
+                f"KVConnConnector: the cache of layer {name} lies on {device}, but kv_buffer_device is {kv_buffer_device!r}: "
+                "caches are sent from where they lie. Leave kv_buffer_device out, or name the caches' device"
+            )
+        if found is not None and device != found[1]:
+            raise ValueError(
+                f"KVConnConnector: the cache of layer {found[0]} lies on {found[1]}, that of layer {name} on {device}: "
+                "the caches of a worker must lie on one device"
+            )
+        found = name, device
+    if found is None:
+        return None
+    if found[1].type == "cuda":
+        import torch
+
+        if torch.version.hip:
+            raise ValueError(
+                f"KVConnConnector: the cache of layer {found[0]} lies on a GPU of ROCm {torch.version.hip}: only CUDA's are supported yet"
+            )
+    return found[1]

@@ -1,0 +1,96 @@
+package rdma
+
+import (
+	"io/fs"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// Which cards a GPU's blocks go by: the nearest ones. Cards that are far from a GPU reach it by way
+// of the processor, at a fraction of their speed, so a transfer of a GPU's memory never takes both.
+
+// gpuPlace is where a GPU is, and its number among the host's GPUs. Ranks of one host have each a GPU
+// of their own and do not know each other: if several cards are equally near, the number keeps
+// them from taking the same.
+func gpuPlace(sys fs.FS, pci string) (at place, number int) {
+	at, err := placeOf(sys, "bus/pci/devices/"+pci)
+	if err != nil {
+		at = place{Node: noNode}
+	}
+	all, _ := fs.ReadDir(sys, "bus/pci/devices")
+	var gpus []string
+	for _, e := range all {
+		if readWord(sys, e.Name(), "vendor") == "0x10de" && strings.HasPrefix(readWord(sys, e.Name(), "class"), "0x03") {
+			gpus = append(gpus, e.Name())
+		}
+	}
+	slices.Sort(gpus)
+	return at, max(slices.Index(gpus, pci), 0)
+}
+
+func readWord(sys fs.FS, pci, file string) string {
+	b, _ := fs.ReadFile(sys, "bus/pci/devices/"+pci+"/"+file)
+	return strings.TrimSpace(string(b))
+}
+
+// memoryOf is the memory in which the source of what a write is given lies. Where it lies in several,
+// that of the first piece counts.
+func (cn *conn) memoryOf(g *gift) core.Memory {
+	if cn.t.cfg.GPUs == nil {
+		return core.HostMemory
+	}
+	pairs := g.pairs
+	if g.plan != nil {
+		pairs = nil
+		if at := g.plan.Extents(); len(at) > 0 {
+			pairs = g.plan.Pairs(cn.window[:0:1], at[0].Position, 1)
+		}
+	}
+	if len(pairs) == 0 {
+		return core.HostMemory
+	}
+	return cn.t.layout.Regions[pairs[0].SrcRegion].Memory
+}
+
+// nearTo is how near the port is to a memory of the agent's.
+func (p *localPort) nearTo(m core.Memory) distance {
+	if gpu, ok := m.Device(); ok {
+		return p.nearGPU[gpu]
+	}
+	return p.near
+}
+
+// turnWaits is how much sooner another path must be done than the one whose turn it is.
+const turnWaits = 2
+
+// turn is the path that a small write of a GPU's memory takes: of the nearest ones another for
+// each GPU of a host. It is -1 if that one has too much to do, or if there is but one.
+func turn(paths []candidate, number int, bytes uint64, now time.Time) int {
+	var nearest []int
+	for i, c := range paths {
+		switch {
+		case !c.path.usable():
+		case len(nearest) == 0 || c.near < paths[nearest[0]].near:
+			nearest = []int{i}
+		case c.near == paths[nearest[0]].near:
+			nearest = append(nearest, i)
+		}
+	}
+	if len(nearest) < 2 {
+		return -1
+	}
+	done := func(i int) float64 {
+		p := paths[i].path
+		return (float64(p.inFlight) + float64(bytes)) / p.rate(now)
+	}
+	mine := nearest[number%len(nearest)]
+	for _, i := range nearest {
+		if done(mine) > turnWaits*done(i) {
+			return -1
+		}
+	}
+	return mine
+}

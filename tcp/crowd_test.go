@@ -1,0 +1,52 @@
+package tcp
+
+import (
+	"testing"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// TestStreamsOfGreedyPeers: a decode agent that holds all places for streams, and uses none,
+// makes room for an agent that has fewer.
+func TestStreamsOfGreedyPeers(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{MaxStreams: 8, MaxGreeting: 16}), newAgent(t, Config{})
+	for i := range 8 {
+		dial(t, p).say(p.hello(t, "greedy", i, uint64(1+i), ^uint64(0)))
+	}
+	until(t, "all places are taken", func() bool { return p.streams() == 8 })
+	move(t, p, d, "beside")
+	if n := p.streams(); n > 8 {
+		t.Errorf("%d streams are open", n)
+	}
+}
+
+// TestStreamsInUseStay: the streams that carry a transfer make no room, and neither do those of
+// an agent that has as few as the one that comes.
+func TestStreamsInUseStay(t *testing.T) {
+	leaktest.Check(t)
+	p := newAgent(t, Config{MaxStreams: 4, MaxGreeting: 16})
+	var used []*rawConn
+	for i := range 3 {
+		used = append(used, dial(t, p))
+		used[i].say(p.hello(t, "busy", i, uint64(1+i), 0))
+	}
+	single := dial(t, p)
+	single.say(p.hello(t, "single", 0, 1, 0))
+	until(t, "all places are taken", func() bool { return p.streams() == 4 })
+	grant := newRandom()
+	p.Write(core.WriteOp{ID: "t", Peer: "busy", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	for _, c := range used { // each has a frame, and the rest waits
+		c.next()
+	}
+	late := dial(t, p)
+	late.say(p.hello(t, "late", 0, 1, 0))
+	if h := late.next(); h.kind != frameLeave {
+		t.Errorf("a stream in use made room: %+v", h)
+	}
+	late.ends()
+	if n := p.streams(); n != 4 {
+		t.Errorf("%d streams are open", n)
+	}
+}

@@ -1,0 +1,31 @@
+//go:build !faults
+
+package tcp
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/kvconn/kvconn/internal/faulttest"
+)
+
+// sealDefects are the places of internal/fault in the records of sealed streams, and where P finds
+// out whose a stream is, each with the test that finds it.
+var sealDefects = []faulttest.Defect{
+	{"seal-tag", "TestHostOnTheWay"},
+	{"seal-nonce", "TestKeysOfStreams"},
+	{"seal-nonce", "TestHostOnTheWay"},
+	{"seal-direction", "TestKeysOfStreams"},
+	{"seal-in-the-clear", "TestHelloHeldBack"},
+	{"stream-ticket-shared", "TestTicketOfOneAgent"},
+	{"stream-unproved", "TestLateHello"},
+	{"stream-attempt-again", "TestPlainHelloAgain"},
+	{"stream-attempt-again", "TestHelloAgain"},
+	{"stream-in-the-clear", "TestHelloAgain"},
+}
+
+// TestSealDefects: each defect is found by its test, and the list has all places.
+func TestSealDefects(t *testing.T) {
+	ofDevices := func(name string) bool { return strings.HasPrefix(name, "tcp-") } // internal/devices has their list
+	faulttest.Run(t, sealDefects, ofDevices)
+}

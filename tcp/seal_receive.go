@@ -1,0 +1,115 @@
+package tcp
+
+import (
+	"fmt"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// unsealer opens the records that D reads. A record's bytes lie in a slate until its tag is
+// known to be right. Then they are read from there, as from a plain stream, into the blocks.
+type unsealer struct {
+	*seals
+	slate *slate // nil between frames
+	have  int    // bytes of a record that have come
+	plain int    // bytes of an opened record that are not read yet
+}
+
+// some reads some of a frame's bytes into the blocks, or away. It may wait for the peer.
+// EAGAIN: landSome is to be called first.
+func (s *inStream) some(in *inbound, cur *cursor, left uint64, idle *stall) (n uintptr, errno syscall.Errno, err error) {
+	if s.sealed == nil {
+		err = s.raw.Read(func(fd uintptr) bool {
+			n, errno = s.read(fd, in, cur, left)
+			return errno != syscall.EAGAIN || s.landing.busy()
+		})
+		return n, errno, err
+	}
+	u := s.sealed
+	for u.plain == 0 {
+		if n, errno, err = s.record(left, idle); err != nil || errno != 0 || n == 0 {
+			return n, errno, err
+		}
+	}
+	n, errno = s.read(uintptr(u.slate.fd), in, cur, min(left, uint64(u.plain)))
+	if errno == 0 {
+		u.plain -= int(n)
+		if uint64(n) == left {
+			s.rest()
+		}
+	}
+	return n, errno, nil
+}
+
+// record reads more of the next record, and opens it when it is whole.
+func (s *inStream) record(left uint64, idle *stall) (n uintptr, errno syscall.Errno, err error) {
+	u := s.sealed
+	if u.slate == nil {
+		if u.slate, err = s.r.t.slates.take(); err != nil {
+			return 0, 0, err
+		}
+	}
+	size := int(min(left, recordBytes))
+	whole := u.slate.box[:size+tagBytes]
+	err = s.raw.Read(func(fd uintptr) bool {
+		n, errno = receive(fd, whole[u.have:])
+		return errno != syscall.EAGAIN || s.landing.busy()
+	})
+	if err != nil || errno != 0 || n == 0 {
+		return n, errno, err
+	}
+	idle.since = 0
+	s.conn.SetReadDeadline(idle.deadline())
+	if u.have += int(n); u.have < len(whole) {
+		return n, 0, nil
+	}
+	u.have = 0
+	// The bytes end where the file ends, so that nothing reads beyond them.
+	begin := recordBytes - size
+	if _, err := u.data.open(u.slate.mem[begin:begin:recordBytes], whole); err != nil {
+		return 0, 0, err
+	}
+	if _, err := unix.Seek(u.slate.fd, int64(begin), unix.SEEK_SET); err != nil {
+		return 0, 0, fmt.Errorf("lseek: %w", err)
+	}
+	u.plain = size
+	return n, 0, nil
+}
+
+// rest gives the slate back until the next frame.
+func (s *inStream) rest() {
+	if u := s.sealed; u != nil && u.slate != nil {
+		s.r.t.slates.give(u.slate)
+		u.slate = nil
+	}
+}
+
+// receive reads from a stream, without a wait.
+func receive(fd uintptr, b []byte) (uintptr, syscall.Errno) {
+	for {
+		n, err := syscall.Read(int(fd), b)
+		if err == nil {
+			return uintptr(n), 0
+		}
+		if errno, ok := err.(syscall.Errno); ok && errno != syscall.EINTR {
+			return 0, errno
+		}
+	}
+}
+
+// forged ends the transfers with a peer of which a stream has brought a forged record.
+// Which of them the record was of is not known: nothing of it can be believed.
+func (r *receiver) forged(p *inPeer, err error) {
+	r.mu.Lock()
+	var lost []*inbound
+	for _, in := range r.byID {
+		if in.peer == p {
+			lost = append(lost, in)
+		}
+	}
+	r.mu.Unlock()
+	for _, in := range lost {
+		r.fail(in, err)
+	}
+}

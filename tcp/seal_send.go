@@ -1,0 +1,159 @@
+package tcp
+
+import (
+	"fmt"
+	"syscall"
+	"time"
+	"unsafe"
+)
+
+// sealing cuts one frame into records. It gathers a record's bytes from the blocks, or from
+// slots, before it seals any of them. So a block that cannot be read leaves no trace in the
+// stream.
+type sealing struct {
+	w     *frameWriter
+	box   *box
+	slate *slate
+	left  uint64 // bytes of the frame that are not gathered
+	head  uint64 // bytes of the header that are not gathered
+	have  int    // bytes that are gathered and not sent
+	sent  uint64 // bytes of the frame that are sent, header included
+	part  []iovec
+
+	pending []byte // of a record that is sealed and not sent whole
+	holds   uint64 // bytes of the frame in that record
+	one     [1]iovec
+	begun   bool // a record is sealed: its number is used, and the stream is spoilt if it does not follow
+}
+
+// seal has the writer's frame sent as records, on a sealed stream.
+func (w *frameWriter) seal(length uint64) error {
+	if w.st.sealed == nil {
+		return nil
+	}
+	slate, err := w.s.t.slates.take()
+	if err != nil {
+		return &copyError{"encrypt", err}
+	}
+	f := &w.st.sealing
+	*f = sealing{w: w, box: w.st.sealed.data, slate: slate, left: length - headerSize, head: headerSize, part: f.part[:0]}
+	w.sealing = f
+	return nil
+}
+
+// sealed says how many bytes of the frame are in the stream; sent is the answer of a plain one.
+func (w *frameWriter) sealed(sent uint64) uint64 {
+	f := w.sealing
+	if f == nil {
+		return sent
+	}
+	w.s.t.slates.give(f.slate)
+	if f.begun {
+		return max(f.sent, 1)
+	}
+	return f.sent
+}
+
+// write writes a part of the frame. With patience, a part whose bytes the peer does not take for
+// so long is given back: errSlow.
+func (w *frameWriter) write(vec []iovec, length uint64, patience time.Duration) (uint64, error) {
+	if w.sealing != nil {
+		return w.sealing.write(vec, patience)
+	}
+	return w.send(vec, length, patience)
+}
+
+// finish sends what a part that was given back has left.
+func (w *frameWriter) finish() error {
+	if w.sealing == nil {
+		return nil
+	}
+	return w.sealing.flush(0)
+}
+
+// write takes the next bytes of the frame. With each record that is full, and with the last
+// one, it sends. It says how many bytes it has taken.
+func (f *sealing) write(vec []iovec, patience time.Duration) (taken uint64, err error) {
+	if err := f.flush(patience); err != nil {
+		return 0, err
+	}
+	if f.head > 0 { // the frame begins with its header, which has a record of its own
+		vec = drop(vec, uintptr(f.head))
+		taken, f.head = f.head, 0
+		if f.left == 0 {
+			return taken, f.send(patience)
+		}
+	}
+	for len(vec) > 0 {
+		f.part = front(f.part[:0], vec, min(recordBytes-uint64(f.have), f.left))
+		n, errno := gather(f.slate, f.have, f.part)
+		switch {
+		case errno == syscall.EFAULT:
+			return taken, f.w.s.t.fault(f.part, false)
+		case errno != 0:
+			return taken, fmt.Errorf("pwritev: %w", errno)
+		}
+		vec = drop(vec, n)
+		taken += uint64(n)
+		f.have += int(n)
+		f.left -= uint64(n)
+		if f.have == recordBytes || f.left == 0 {
+			if err := f.send(patience); err != nil {
+				return taken, err
+			}
+		}
+	}
+	return taken, nil
+}
+
+// front appends the first bytes of a vector to out.
+func front(out, vec []iovec, bytes uint64) []iovec {
+	for i := 0; bytes > 0 && i < len(vec); i++ {
+		n := min(uint64(vec[i].len), bytes)
+		out = append(out, iovec{vec[i].base, uintptr(n)})
+		bytes -= n
+	}
+	return out
+}
+
+// gather copies a vector's bytes into a slate. The kernel does it, see slate.
+func gather(s *slate, at int, v []iovec) (uintptr, syscall.Errno) {
+	for {
+		n, _, errno := syscall.Syscall6(syscall.SYS_PWRITEV, uintptr(s.fd), uintptr(unsafe.Pointer(&v[0])), uintptr(len(v)), uintptr(at), 0, 0)
+		if errno != syscall.EINTR {
+			return n, errno
+		}
+	}
+}
+
+// send seals what is gathered, and sends it; the first time behind the header's record.
+func (f *sealing) send(patience time.Duration) (err error) {
+	out, bytes := f.slate.box, uint64(f.have)
+	if f.sent == 0 {
+		bytes += headerSize
+		out, err = f.box.seal(out, f.w.st.hdr[:])
+	}
+	if err == nil && f.have > 0 {
+		out, err = f.box.seal(out, f.slate.mem[:f.have])
+	}
+	if err != nil {
+		return err
+	}
+	f.pending, f.holds, f.have, f.begun = out, bytes, 0, true
+	return f.flush(patience)
+}
+
+// flush sends what is sealed. Another record is sealed only when all of it is sent.
+func (f *sealing) flush(patience time.Duration) error {
+	if len(f.pending) == 0 {
+		return nil
+	}
+	f.one = [1]iovec{{uintptr(unsafe.Pointer(&f.pending[0])), uintptr(len(f.pending))}}
+	n, err := f.w.send(f.one[:], uint64(len(f.pending)), patience)
+	f.pending = f.pending[n:]
+	if err != nil {
+		return err
+	}
+	f.sent, f.holds = f.sent+f.holds, 0
+	return nil
+}

@@ -1,0 +1,213 @@
+package tcp
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"io"
+	"net"
+	"sync/atomic"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// fewSlots is a Mover whose device is host memory, with so few slots that streams starve each
+// other if they may.
+type fewSlots struct {
+	free  chan []byte
+	taken atomic.Int64 // in all
+	early atomic.Int64 // given back before their copies were waited for
+}
+
+func newFewSlots(slots, bytes int) *fewSlots {
+	m := &fewSlots{free: make(chan []byte, slots)}
+	for range slots {
+		m.free <- make([]byte, bytes)
+	}
+	return m
+}
+
+func (m *fewSlots) Of(uint32) int { return 0 }
+
+func (m *fewSlots) Slot(ctx context.Context, _ int, to Direction) (Slot, error) {
+	select {
+	case b := <-m.free:
+		m.taken.Add(1)
+		return &fewSlot{m: m, b: b, to: to}, nil
+	default:
+	}
+	select {
+	case b := <-m.free:
+		m.taken.Add(1)
+		return &fewSlot{m: m, b: b, to: to}, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+type fewSlot struct {
+	m       *fewSlots
+	b       []byte
+	to      Direction
+	copying bool // for all that its user knows
+}
+
+func (s *fewSlot) Memory() []byte { return s.b }
+
+func (s *fewSlot) Copy(runs []Run) {
+	s.copying = true
+	at := 0
+	for _, r := range runs {
+		device := unsafe.Slice(*(**byte)(unsafe.Pointer(&r.Addr)), r.Len)
+		if slot := s.b[at : at+int(r.Len)]; s.to == FromDevice {
+			copy(slot, device)
+		} else {
+			copy(device, slot)
+		}
+		at += int(r.Len)
+	}
+}
+
+func (s *fewSlot) Wait() error {
+	s.copying = false
+	return nil
+}
+
+func (s *fewSlot) Release() {
+	if s.copying {
+		s.m.early.Add(1)
+	}
+	s.m.free <- s.b
+}
+
+// stuckSlots is a Mover whose device does not end a copy.
+type stuckSlots struct{ *fewSlots }
+
+type stuckSlot struct{ Slot }
+
+func (m stuckSlots) Slot(ctx context.Context, device int, to Direction) (Slot, error) {
+	s, err := m.fewSlots.Slot(ctx, device, to)
+	if err != nil {
+		return nil, err
+	}
+	return stuckSlot{s}, nil
+}
+
+func (stuckSlot) Wait() error { return fmt.Errorf("a test: %w", ErrMayCopy) }
+
+// TestCloseFreesARevoke: Close ends the wait of a Revoke for a copy that never ends, also where
+// the transport's last stream ends before CloseGrace is over.
+func TestCloseFreesARevoke(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{}), newAgent(t, Config{Mover: stuckSlots{newFewSlots(4, 64<<10)}, CloseGrace: time.Hour})
+	if err := d.Connect("p", p.Endpoint(), p.admit(t, "d")); err != nil {
+		t.Fatal(err)
+	}
+	grant := d.expect(t, "t", "p", allBlocks(testBlocks))
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	until(t, "D has given the transfer up", func() bool {
+		d.receiver.mu.Lock()
+		defer d.receiver.mu.Unlock()
+		return d.receiver.byGrant[grant] == nil
+	})
+	revoked := make(chan struct{})
+	go func() {
+		defer close(revoked)
+		d.Revoke("t")
+	}()
+	until(t, "the revoke has begun", func() bool {
+		d.receiver.mu.Lock()
+		defer d.receiver.mu.Unlock()
+		return d.receiver.byID["t"] == nil
+	})
+	select {
+	case <-revoked:
+		t.Fatal("Revoke returned while a copy may land")
+	default:
+	}
+	if err := d.Close(); err != nil {
+		t.Error(err)
+	}
+	select {
+	case <-revoked:
+	case <-time.After(10 * time.Second):
+		t.Fatal("the revoke still waits after Close")
+	}
+}
+
+// TestEndOfAFrameWaits: a frame that breaks off gives its slots back when their copies have ended, and
+// the write is told after that: the blocks are free then.
+func TestEndOfAFrameWaits(t *testing.T) {
+	leaktest.Check(t)
+	slots := newFewSlots(8, 64<<10)
+	p := newAgent(t, Config{FrameBytes: testBlocks * testBlock, StallTimeout: time.Hour, Mover: slots})
+	c := dial(t, p)
+	_ = c.Conn.(*net.TCPConn).SetReadBuffer(64 << 10)
+	c.say(p.hello(t, "d", 0, 1, 0))
+	grant := newRandom()
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	c.next()
+	c.Close()
+	p.Stop("t")
+	if o := p.sink.Wait("written", "t", 1); o.Err == nil {
+		t.Error("it ended well")
+	}
+	if n := slots.early.Load(); n > 0 {
+		t.Errorf("%d slots were given back while a copy used them", n)
+	}
+	if len(slots.free) < cap(slots.free) {
+		t.Error("the write was told while a slot was held")
+	}
+}
+
+// paintWords has each word of the memory name its place.
+func (a *agent) paintWords() {
+	for i := 0; i < len(a.mem); i += 8 {
+		binary.LittleEndian.PutUint64(a.mem[i:], uint64(i)*0x9E3779B97F4A7C15)
+	}
+}
+
+// TestSlowPeersStarveNobody: peers that take no bytes hold all slots for a moment only, and then
+// none. Whoever takes bytes gets them.
+func TestSlowPeersStarveNobody(t *testing.T) {
+	leaktest.Check(t)
+	slots := newFewSlots(8, 64<<10)
+	p := newAgent(t, Config{StallTimeout: time.Hour, Mover: slots})
+	p.paintWords()
+	var deaf []*rawConn
+	for i := range 6 { // two of them have all slots
+		id := core.AgentID(fmt.Sprint("deaf", i))
+		c := dial(t, p)
+		_ = c.Conn.(*net.TCPConn).SetReadBuffer(64 << 10)
+		c.say(p.hello(t, id, 0, 1, 0))
+		grant := newRandom()
+		p.Write(core.WriteOp{ID: core.TransferID(id), Peer: id, Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+		deaf = append(deaf, c)
+	}
+	until(t, "slots were taken", func() bool { return slots.taken.Load() > 8 })
+	d := newAgent(t, Config{})
+	for i := range 8 {
+		move(t, p, d, core.TransferID(fmt.Sprint("t", i)))
+	}
+	until(t, "nobody holds a slot", func() bool { return len(slots.free) == cap(slots.free) })
+	// One of them takes its bytes at last, with pauses: the bytes that were copied again are right.
+	c := deaf[0]
+	for read := uint64(0); read < 8<<20; {
+		h := c.next()
+		b := make([]byte, h.length)
+		if _, err := io.ReadFull(c, b); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(tenure * 3 / 2) // a slow peer
+		for i := 0; i < len(b); i += 8 {
+			if got, want := binary.LittleEndian.Uint64(b[i:]), (h.position+uint64(i))*0x9E3779B97F4A7C15; got != want {
+				t.Fatalf("byte %d is %#x, want %#x", h.position+uint64(i), got, want)
+			}
+		}
+		read += h.length
+	}
+}
