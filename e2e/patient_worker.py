@@ -22,4 +22,7 @@ class PatientWorker(CPUWorker):
         shared.make_group_name = staticmethod(lambda communicator: f"{named(communicator)}-{os.getpid()}")
         # The seconds that a reader stays busy before it waits for the socket.
         shm_broadcast.SpinCondition.__init__.__defaults__ = (0,)
+        # A word that comes between the reader's look into the ring and its wait for the socket is lost. The reader looks into
+        # the ring again after this time, which is 5 s by default.
+        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 20
         super().__init__(*args, **kwargs)

@@ -4,6 +4,7 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -36,7 +37,8 @@ func TestPlantedInTheTempFolder(t *testing.T) {
 		put(filepath.Join(path, storeJoin))
 		return path
 	}
-	// pipe is one with a writer: who reads it gets the text, or waits.
+	// pipe is one with a writer: who reads it gets the text, and then waits for more.
+	var writers []*os.File
 	pipe := func(path string) {
 		t.Helper()
 		_ = os.Remove(path)
@@ -44,6 +46,7 @@ func TestPlantedInTheTempFolder(t *testing.T) {
 		f, err := os.OpenFile(path, os.O_RDWR, 0)
 		must(err)
 		t.Cleanup(func() { f.Close() })
+		writers = append(writers, f)
 		_, err = f.WriteString("planted")
 		must(err)
 	}
@@ -94,6 +97,24 @@ func TestPlantedInTheTempFolder(t *testing.T) {
 			t.Errorf("%s, whose server lives, is removed: %v", id, err)
 		}
 	}
+	// Whoever has read a pipe's text is let go, and would wait for more for as long as a writer is there.
+	read, asked := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(read)
+		for {
+			select {
+			case <-asked:
+				return
+			case <-time.After(time.Millisecond):
+			}
+			for _, f := range writers {
+				if empty(f) {
+					f.Close()
+				}
+			}
+		}
+	}()
+	defer func() { close(asked); <-read }()
 	for _, id := range []core.AgentID{"LINK", "PIPE", "FILE", "OPEN", "ANYBODY'S", "LEADS", "PIPES", "NOTHING", "NOWHERE"} {
 		if secret := localSecret(tmp, id); secret != "" {
 			t.Errorf("%s gives the secret %q", id, secret)
@@ -117,4 +138,19 @@ func TestPlantedInTheTempFolder(t *testing.T) {
 	if _, err := newStore("LINK"); err == nil { // whoever planted it is not to be the server's
 		t.Error("a folder that was there is taken for a new one")
 	}
+}
+
+// empty says whether a pipe holds no byte.
+func empty(pipe *os.File) bool {
+	conn, err := pipe.SyscallConn()
+	if err != nil {
+		return false
+	}
+	n := 1
+	_ = conn.Control(func(fd uintptr) {
+		if held, err := unix.IoctlGetInt(int(fd), unix.TIOCINQ); err == nil {
+			n = held
+		}
+	})
+	return n == 0
 }
