@@ -11,5 +11,5 @@ fi
 # The tests of device memory run on the CUDA driver double. Where it cannot be built, they are not run and say so.
 scripts/gpu-double.sh || { status=$?; ((status == 75)) || exit $status; }
 # Of the Python tests those that need SGLang's packages; `make test` has the others.
-KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so "$sglang_python" -m pytest \
-  python/tests/test_sglang_{caches,conn,device,kinds,plugin,route,served,stand_ins,start,turns}.py e2e/test_sglang*.py -p no:cacheprovider -v "${@:2}"
+KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so scripts/pytest-twice.sh sglang "$sglang_python" \
+  python/tests/test_sglang_{caches,conn,device,kinds,plugin,route,served,stand_ins,start,turns}.py e2e/test_sglang*.py -v "${@:2}"

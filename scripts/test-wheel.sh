@@ -4,7 +4,7 @@
 # other Python that is at hand.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${1:?} clean=build/test-wheel
+python=${1:?} clean=build/test-wheel top=$PWD
 wheel=$(ls dist/kvconn-*.whl)
 .venv/bin/python scripts/check-wheel.py "$wheel"
 .venv/bin/python -m pytest -q -p no:cacheprovider scripts/test_check_wheel.py
@@ -13,7 +13,7 @@ $clean/bin/pip install --quiet --disable-pip-version-check --require-hashes -r s
 $clean/bin/pip install --quiet --disable-pip-version-check --no-index "$wheel" # it needs no other package
 rm -rf $clean/tests && cp -r python/tests $clean/tests
 double=$PWD/build/gpu-double/libkvgpu-double.so # without it the tests of device memory are not run, and say so
-(cd $clean && env -u PYTHONPATH KVCONN_LIBCUDA="$double" PATH="$PWD/bin:$PATH" bin/python -m pytest tests -p no:cacheprovider "${PYTEST_ARGS[@]:--q}")
+(cd $clean && env -u PYTHONPATH KVCONN_LIBCUDA="$double" PATH="$PWD/bin:$PATH" "$top/scripts/pytest-twice.sh" wheel bin/python tests "${PYTEST_ARGS[@]:--q}")
 # One wheel serves every CPython: the oldest and the newest that are at hand.
 versions=${PYENV_ROOT:-$HOME/.pyenv}/versions
 tried=0

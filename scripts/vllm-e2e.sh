@@ -10,4 +10,4 @@ if [[ $vllm_not_run ]]; then
 fi
 # The tests of device memory run on the CUDA driver double. Where it cannot be built, they are not run and say so.
 scripts/gpu-double.sh || { status=$?; ((status == 75)) || exit $status; }
-KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so "$vllm_python" -m pytest python/tests/test_vllm_*.py e2e -p no:cacheprovider -v "${@:2}"
+KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so scripts/pytest-twice.sh vllm "$vllm_python" python/tests/test_vllm_*.py e2e -v "${@:2}"

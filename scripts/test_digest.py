@@ -1,0 +1,138 @@
+"""The digest of checks that really failed: by Go's tests under gotestsum, by pytest, and by a command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import digest
+
+SCRIPTS = Path(__file__).resolve().parent
+
+GO = """package sample
+
+import (
+	"os"
+	"testing"
+)
+
+func TestGood(t *testing.T) {}
+
+func TestBad(t *testing.T) {
+	t.Run("inner", func(t *testing.T) { t.Errorf("two is %d", 3) })
+}
+
+func TestOnce(t *testing.T) {
+	if _, err := os.Stat("ran"); err != nil {
+		os.WriteFile("ran", nil, 0o600)
+		t.Error("the first time")
+	}
+}
+"""
+
+RACE = """package racy
+
+import "testing"
+
+func TestRace(t *testing.T) {
+	n, done := 0, make(chan bool)
+	go func() { n++; close(done) }()
+	n++
+	<-done
+}
+"""
+
+PY = """
+import pathlib, pytest
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_bad(n):
+    assert n == 1
+
+def test_once():
+    ran = pathlib.Path(__file__).with_name("ran")
+    if not ran.exists():
+        ran.touch()
+        assert 0, "the first time"
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "check"
+    folder.mkdir()
+    monkeypatch.setenv("KVCONN_CHECK", str(folder))
+    return folder
+
+
+def stage(name: str, *command: str, cwd: Path | None = None) -> int:
+    return subprocess.run([sys.executable, SCRIPTS / "stage.py", name, *command], cwd=cwd, stdout=subprocess.DEVNULL).returncode
+
+
+def test_go(check: Path, tmp_path: Path) -> None:
+    """The flags are those of test-go.sh."""
+    flags = (SCRIPTS / "test-go.sh").read_text(encoding="utf-8").split("tool gotestsum ")[1].split("--packages")[0].replace("\\\n", " ").split()
+    assert "--rerun-fails=1" in flags
+    gotestsum = tmp_path / "gotestsum"
+    subprocess.run(["go", "build", "-o", gotestsum, "gotest.tools/gotestsum"], cwd=SCRIPTS, check=True)
+    for name, text in {"sample": GO, "racy": RACE}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "go.mod").write_text(f"module {name}\n\ngo 1.26\n", encoding="utf-8")
+        (tmp_path / name / "x_test.go").write_text(text, encoding="utf-8")
+    run = [str(gotestsum), *flags, "--packages", "./...", "--jsonfile"]
+    assert stage("go", *run, str(check / "go.json"), "--", cwd=tmp_path / "sample") == 1
+    assert stage("race", *run, str(check / "race.json"), "--", "-race", cwd=tmp_path / "racy") == 3  # it is not tried again
+    lines, good = digest.digest(check)
+    text = "\n".join(lines)
+    assert not good and len(lines) <= digest.MOST_LINES
+    assert "FAILED go: sample TestBad/inner\n    x_test.go:11: two is 3" in text
+    assert "FLAKY go: sample TestOnce\n    x_test.go:17: the first time" in text
+    assert "TestGood" not in text
+    assert "FAILED race: data race in racy TestRace\n    Read at" in text or "FAILED race: data race in racy TestRace\n    Write at" in text
+
+
+def test_pytest(check: Path, tmp_path: Path) -> None:
+    tests = tmp_path / "test_sample.py"
+    tests.write_text(PY, encoding="utf-8")
+    run = [str(SCRIPTS / "pytest-twice.sh"), "digest", sys.executable, str(tests), "-q"]
+    assert stage("red", *run) == 1
+    lines, good = digest.digest(check)
+    text = "\n".join(lines)
+    assert not good
+    assert "test_sample.py::test_bad[2]\n    E assert 2 == 1" in text and "FAILED red: " in text
+    assert "FLAKY red: " in text and "test_once\n    E AssertionError: the first time" in text
+    (tmp_path / "ran").unlink()
+    (check / "stages").unlink()
+    assert stage("flaky", *run, "-k", "not bad") == 0
+    lines, good = digest.digest(check)
+    assert good and "green, 1 flaky" in lines[0]
+
+
+def test_command(check: Path) -> None:
+    assert stage("fine", "true") == 0
+    assert stage("broken", "sh", "-c", "echo before; echo 'error: no such thing' >&2; exit 7") == 7
+    assert stage("killed", "sh", "-c", "kill -9 $$") == 137
+    lines, good = digest.digest(check)
+    text = "\n".join(lines)
+    assert not good
+    assert "RED broken: exit status 7: " in text and "error: no such thing" in text
+    assert "RED killed: exit status 137" in text
+    assert lines[1].startswith("ok") and lines[1].endswith("fine")
+
+
+def test_nothing_ran(check: Path) -> None:
+    lines, good = digest.digest(check)
+    assert not good and "RED: no stage ran" in lines
+
+
+def test_many(check: Path) -> None:
+    """A hundred failures are counted, and no stage's time is lost."""
+    assert stage("many", "sh", "-c", "for i in $(seq 2000); do echo FAILED x::$i; done; exit 1") == 1
+    for i in range(12):
+        stage(f"stage{i}", "true")
+    lines, _ = digest.digest(check)
+    assert len(lines) <= digest.MOST_LINES and sum(line.startswith("ok") for line in lines) == 12
+    assert any(line.endswith("more") for line in lines)
