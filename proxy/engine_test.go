@@ -188,6 +188,7 @@ func newRouter(t *testing.T, cfg Config) router {
 	if err != nil {
 		t.Fatal(err)
 	}
+	p.askTimeout = patience
 	r := router{p, httptest.NewServer(p.Handler())}
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), patience)

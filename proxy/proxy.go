@@ -31,6 +31,7 @@ type Proxy struct {
 	draining   atomic.Bool
 	bodies     bodies
 	uploads    uploads
+	askTimeout time.Duration // the constant, but in tests
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -52,7 +53,7 @@ func New(cfg Config) (*Proxy, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &Proxy{cfg: cfg, log: cfg.Logger, client: newClient(nil), bootstraps: newClient(trust), places: make(chan struct{}, cfg.MaxRequests)}
+	p := &Proxy{cfg: cfg, log: cfg.Logger, client: newClient(nil), bootstraps: newClient(trust), places: make(chan struct{}, cfg.MaxRequests), askTimeout: askTimeout}
 	p.bodies.init(cfg)
 	p.uploads.most = max(1, cfg.MaxRequests/4)
 	p.ctx, p.cancel = context.WithCancel(context.Background())

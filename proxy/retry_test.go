@@ -195,8 +195,7 @@ func TestRetryWithARestartedEngine(t *testing.T) {
 	var ids []any
 	d := newEngine(t, nil)
 	d.Config.Handler = decoderThatKnows(t, "new", d.Config.Handler, &ids, stream(`{"error":{"message":"Internal server error","code":500}}`))
-	// When the router asks P again, P has RetryInterval to answer: newRouter's 5 ms are too short for a loaded machine.
-	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, RefreshInterval: time.Hour, RetryInterval: patience, Retries: 2})
+	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, RefreshInterval: time.Hour, Retries: 2})
 	r.waitReady(t)
 	p.register(t, "new")
 	if resp, body := r.post(t, `{}`); resp.StatusCode != 200 {

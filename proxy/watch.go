@@ -17,6 +17,8 @@ import (
 const (
 	probeTimeout = 5 * time.Second
 	maxQuery     = 32 << 20
+	// askTimeout is how long a request waits for a server that is asked because of it.
+	askTimeout = 500 * time.Millisecond
 )
 
 // watch keeps the router's knowledge of one server fresh until ctx ends. A restarted prefill
@@ -48,9 +50,9 @@ func (p *Proxy) watch(ctx context.Context, s *server) {
 	}
 }
 
-// askAgain asks a server between its probes, and reports whether it is up.
+// askAgain asks a server between its probes, for a request that waits, and reports whether it is up.
 func (p *Proxy) askAgain(ctx context.Context, s *server) bool {
-	ctx, cancel := context.WithTimeout(ctx, p.cfg.RetryInterval)
+	ctx, cancel := context.WithTimeout(ctx, p.askTimeout)
 	defer cancel()
 	ranks, err := p.probe(ctx, s)
 	if err == nil {
