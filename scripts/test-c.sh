@@ -35,7 +35,13 @@ installs() {
   DESTDIR=$to PREFIX=/usr scripts/install.sh || return 1
   [[ -n $(find licenses -type f) ]] || { echo "licenses/ is empty"; return 1; }
   cmp LICENSE "$doc/LICENSE" && diff -r licenses "$doc/licenses" && cmp include/kvconn.h "$to/usr/include/kvconn.h" || return 1
-  cc -std=gnu99 "${warn[@]}" examples/c/move_blocks.c -I "$to/usr/include" -L "$to/usr/lib" -lkvconn -o $out/move_blocks_installed
+}
+# As docs/quickstart-c.md says, with what was installed and nothing of this tree but the example.
+builds_installed() {
+  local flags
+  flags=$(PKG_CONFIG_PATH=$PWD/$out/installed/usr/lib/pkgconfig pkg-config --cflags --libs "kvconn = $(sed -n 's/^#define KVCONN_VERSION "\([^"]*\)".*/\1/p' include/kvconn.h)") || return 1
+  cc -std=gnu99 "${warn[@]}" examples/c/move_blocks.c $flags -o $out/move_blocks_installed || return 1
+  LD_LIBRARY_PATH=$out/installed/usr/lib timeout 60 $out/move_blocks_installed
 }
 
 case_ "exports are those of kvconn.h" exports
@@ -55,5 +61,10 @@ case_ "memory" timeout 120 $out/memory
 case_ "panic test compiles" cc -std=gnu11 "${warn[@]}" capi/test/panic.c -I include -L $out -lkvconn -o $out/test_panic
 case_ "no panic reaches the host" panics
 case_ "is installed with its licences" installs
+if command -v pkg-config >/dev/null; then
+  case_ "a program builds by pkg-config with what is installed, and runs" builds_installed
+else
+  printf '%s\n' "############" "## a program that builds by pkg-config: NOT RUN: there is no pkg-config" "############" >&2
+fi
 echo "$passed passed, $failed failed"
 [[ $failed == 0 ]]

@@ -34,7 +34,7 @@ func Run(t *testing.T, defects []Defect, elsewhere func(name string) bool) {
 		if has[d.Name] == "" && (elsewhere == nil || !elsewhere(d.Name)) {
 			t.Errorf("%s is in the list and has no place", d.Name)
 		}
-		c := exec.Command(program, "-test.run", "^"+d.Test+"$", "-test.timeout", "60s")
+		c := exec.Command(program, "-test.run", "^"+d.Test+"$", "-test.timeout", "240s")
 		c.Env = append(os.Environ(), "KVCONN_FAULT="+d.Name)
 		if out, err := c.CombinedOutput(); err == nil || !strings.Contains(string(out), "--- FAIL: "+d.Test) {
 			t.Errorf("%s does not find %s: %v\n%s", d.Test, d.Name, err, out)
