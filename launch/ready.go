@@ -2,6 +2,7 @@ package launch
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"strings"
@@ -72,12 +73,13 @@ func (c Config) waitReady(ctx context.Context, servers []*server) error {
 
 // notReady is the error if servers take too long.
 func (c Config) notReady(servers []*server) error {
+	var late []string
 	for _, s := range servers {
 		if s.ready == 0 {
-			return fmt.Errorf("launch: %s is not ready after %v (--timeout); the end of its log %s:\n%s", s.name, c.Ready, s.logPath, s.logTail(20))
+			late = append(late, fmt.Sprintf("%s is not ready after %v (--timeout); the end of its log %s:\n%s", s.name, c.Ready, s.logPath, s.logTail(20)))
 		}
 	}
-	return nil
+	return errors.New("launch: " + strings.Join(late, "\n"))
 }
 
 // status is one line about all servers.

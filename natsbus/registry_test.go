@@ -47,7 +47,7 @@ func TestNewestAgentWins(t *testing.T) {
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
 	log, logs := observed()
 	oldBus := newBus(t, Options{Identity: named("old"), Server: p.Server, TTL: time.Second, Logger: log})
-	newer := newBus(t, Options{Identity: named("new"), Server: p.Server, TTL: time.Second, Logger: log})
+	newer := newBus(t, Options{Identity: named("new"), Server: p.Server, TTL: time.Minute, Logger: log}) // which a starved machine renews in time
 	register(t, oldBus, "e")
 	register(t, newer, "e")
 	who := func() string {

@@ -10,10 +10,13 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/freeport"
 )
 
 // ElectionBound is how long a cluster may be without a leader on a slow machine:
@@ -70,8 +73,9 @@ type NATSServer struct {
 // the test. It returns when the server listens.
 func NewNATS(t testing.TB, args ...string) *NATSServer {
 	t.Helper()
+	bin := binary(t) // which may take a while to build: the ports are free now
 	addrs := freeAddrs(t, 2)
-	s := &NATSServer{t: t, bin: binary(t), addr: addrs[0], monitor: addrs[1], args: args}
+	s := &NATSServer{t: t, bin: bin, addr: addrs[0], monitor: addrs[1], args: args}
 	t.Cleanup(s.Kill)
 	s.Start()
 	return s
@@ -137,10 +141,11 @@ type NATSTrio struct {
 func NewNATSTrio(t testing.TB, args ...string) *NATSTrio {
 	t.Helper()
 	c := &NATSTrio{t: t}
+	bin := binary(t)
 	addrs := freeAddrs(t, 9)
 	routes := []string{"nats://" + addrs[6], "nats://" + addrs[7], "nats://" + addrs[8]}
 	for i := range c.Servers {
-		s := &NATSServer{t: t, bin: binary(t), addr: addrs[i], monitor: addrs[3+i], args: append([]string{
+		s := &NATSServer{t: t, bin: bin, addr: addrs[i], monitor: addrs[3+i], args: append([]string{
 			"-n", fmt.Sprint("s", i), "--cluster_name", "trio", "--cluster", routes[i], "--routes", strings.Join(routes, ",")}, args...)}
 		c.Servers[i] = s
 		t.Cleanup(s.Kill)
@@ -152,14 +157,13 @@ func NewNATSTrio(t testing.TB, args ...string) *NATSTrio {
 
 func freeAddrs(t testing.TB, n int) []string {
 	t.Helper()
+	ports, err := freeport.Take(n)
+	if err != nil {
+		t.Fatal(err)
+	}
 	var addrs []string
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer l.Close() // all at the end, so that none is given twice
-		addrs = append(addrs, l.Addr().String())
+	for _, port := range ports {
+		addrs = append(addrs, net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
 	}
 	return addrs
 }
