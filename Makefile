@@ -121,7 +121,10 @@ attack: cmd | tools ## attacks on real agents in processes of their own: what ea
 	@$(STAGE) allocations $(GO) test ./node -count=1 -run '^TestLoadAllocates$$'
 
 TIME ?= 5m
+# Their seed is fixed elsewhere.
+RANDOM_TESTS := ^(TestChoosePathsRandom|TestDealRandom|TestMatchAgainstNaive|TestMergeRangesRandom|TestNewLayoutAgainstNaive|TestOrderAgainstNaive|TestSendQueueRandom|TestSplitShares|TestWritesRandom)$$
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
+	KVCONN_SEED=random $(GO) test -tags invariants -count=20 -run '$(RANDOM_TESTS)' ./core ./rdma
 	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core -sim.soak $(TIME)
 
 # TIME's default is the soak's; unless it is given, a target gets a minute.

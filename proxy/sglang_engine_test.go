@@ -158,8 +158,9 @@ func TestSGLangBusyServer(t *testing.T) {
 	r.waitAllUp(t)
 	before := lives.Load()
 	eventually(t, "both are asked again", func() bool { return lives.Load() > before+10 })
-	if n := asked.Load(); n != 2 {
-		t.Errorf("/health of the two was asked %d times", n)
+	// On a starved machine a probe may fail, and /health is asked again.
+	if n := asked.Load(); n < 2 || n > lives.Load()/4 {
+		t.Errorf("/health of the two was asked %d times, /model_info %d times", n, lives.Load())
 	}
 	p.ready.Store(false)
 	eventually(t, "P is down", func() bool { code, _ := r.get(t, "/health"); return code == 503 })
