@@ -110,8 +110,9 @@ def log_failures(text: str) -> list[Failure]:
     if not starts:
         return [Failure("its last lines", lines[-12:])]
     found: list[Failure] = []
+    last = -8
     for start in starts:
-        if not found or start >= last + 8:
+        if start >= last + 8:
             last = start
             found.append(Failure(f"line {start + 1}", lines[start : start + 8]))
     return found

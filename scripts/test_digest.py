@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import digest
+import pytest
 
 SCRIPTS = Path(__file__).resolve().parent
 
@@ -74,7 +73,8 @@ def stage(name: str, *command: str, cwd: Path | None = None) -> int:
 
 def test_go(check: Path, tmp_path: Path) -> None:
     """The flags are those of test-go.sh."""
-    flags = (SCRIPTS / "test-go.sh").read_text(encoding="utf-8").split("tool gotestsum ")[1].split("--packages")[0].replace("\\\n", " ").split()
+    script = (SCRIPTS / "test-go.sh").read_text(encoding="utf-8")
+    flags = script.split("tool gotestsum ")[1].split("--packages")[0].replace("\\\n", " ").split()
     assert "--rerun-fails=1" in flags
     gotestsum = tmp_path / "gotestsum"
     subprocess.run(["go", "build", "-o", gotestsum, "gotest.tools/gotestsum"], cwd=SCRIPTS, check=True)
