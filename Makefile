@@ -95,7 +95,7 @@ LONGEST := ./tcp ./node ./cuda/conformance ./internal/devices ./natsbus
 # tests of node, natsbus and tcp have the same code under the race detector.
 # Up to three tests that fail without a race or a panic run once more, alone, at the end, and are told as flaky if they pass.
 test-go: | tools ## Go, with the race detector and the invariants on; each benchmark once, so that none rots
-	@$(STAGE) go scripts/test-go.sh $(GO) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v /internal/attack$$)
+	@$(STAGE) go scripts/test-go.sh go $(GO) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v /internal/attack$$)
 	@$(STAGE) benchmarks $(GO) test -race -tags invariants -run '^$$' -bench . -benchtime 1x -timeout 20m $(sort $(dir $(shell grep -l '^func Benchmark' $(filter %_test.go,$(GOFILES)))))
 
 test-c: $(BUILD)/libkvconn.so licenses/go/LICENSE ## the C program, as C and as C++, and the library's symbols
@@ -114,9 +114,9 @@ gpu-kit: | tools ## build/kvconn-gpu-kit.tar.gz: what a machine with a GPU is to
 	@GO=$(GO) scripts/gpu-kit.sh
 
 attack: cmd | tools ## attacks on real agents in processes of their own: what each got once, and gets now; what the defence costs a load
-	@rm -f $(BUILD)/disguises.txt
+	@rm -f $(BUILD)/disguises.txt $(BUILD)/attacks.txt
 	@$(STAGE) referee scripts/referee.sh $(PYTHON) $(BUILD)/kvconn --row $(BUILD)/disguises.txt
-	@$(STAGE) attack $(GO) test ./internal/attack -count=1 -timeout 600s -args -table $(CURDIR)/$(BUILD)/attacks.txt -disguises $(CURDIR)/$(BUILD)/disguises.txt
+	@$(STAGE) attack scripts/test-go.sh attack $(GO) -count=1 -timeout 900s -- ./internal/attack -args -table $(CURDIR)/$(BUILD)/attacks.txt -disguises $(CURDIR)/$(BUILD)/disguises.txt
 	@cat $(BUILD)/attacks.txt
 	@$(STAGE) allocations $(GO) test ./node -count=1 -run '^TestLoadAllocates$$'
 

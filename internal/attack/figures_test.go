@@ -47,7 +47,7 @@ func writeTable() error {
 		}
 		table = append(table, row{"RouterDisguises", "FastAPI 0.121 read a client's bootstrap_host; X-Override-* reached decode", string(now), ""})
 	}
-	f, err := os.Create(*tableFile)
+	f, err := os.OpenFile(*tableFile, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644) // an attack that is made again has a table of its own below
 	if err != nil {
 		return err
 	}
