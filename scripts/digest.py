@@ -2,8 +2,8 @@
 """The end of a check: `scripts/digest.py FOLDER`, where FOLDER is what KVCONN_CHECK named for scripts/stage.py.
 
 Prints at most 60 lines: each failed test with its own lines, each data race's first stack, each failed command, the tests that
-failed once and then passed alone (FLAKY), and how long each stage took. The exit status is 1 if a stage has failed, or if more than
-three tests were flaky.
+failed once and then passed alone (FLAKY), what was not run, and how long each stage took. The exit status is 1 if a stage has failed,
+or if more than three tests were flaky.
 """
 
 from __future__ import annotations
@@ -118,6 +118,14 @@ def log_failures(text: str) -> list[Failure]:
     return found
 
 
+def not_run(folder: Path, stage: Stage) -> list[str]:
+    """What a stage says that it did not run, each once."""
+    log = folder / (stage.name + ".log")
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    said = [line.strip("# ") for line in text.splitlines() if line.startswith("## ") and "NOT RUN" in line]
+    return [f"NOT RUN {stage.name}: {line}" for line in dict.fromkeys(said)]
+
+
 def results(folder: Path, stage: Stage) -> tuple[list[Failure], list[Failure]]:
     log = folder / (stage.name + ".log")
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
@@ -155,6 +163,7 @@ def digest(folder: Path) -> tuple[list[str], bool]:
     flaky = sum(len(f) for _, _, f in found)
     bad = [s for s in ran if s.status]
     lines = [f"RED {s.name}: exit status {s.status}: {s.command}" for s in bad]
+    lines += [line for stage in ran for line in not_run(folder, stage)][:8]
     room = MOST_LINES - len(times) - len(lines) - 3
     parts = sum(bool(f) for _, failed, fl in found for f in (failed, fl)) or 1
     for stage, failed, fl in found:

@@ -115,9 +115,11 @@ def test_command(check: Path) -> None:
     assert stage("fine", "true") == 0
     assert stage("broken", "sh", "-c", "echo before; echo 'error: no such thing' >&2; exit 7") == 7
     assert stage("killed", "sh", "-c", "kill -9 $$") == 137
+    assert stage("skipped", "sh", "-c", "for i in 1 2; do echo '## pairs: NOT RUN: no index'; done") == 0
     lines, good = digest.digest(check)
     text = "\n".join(lines)
     assert not good
+    assert text.count("NOT RUN skipped: pairs: NOT RUN: no index") == 1
     assert "RED broken: exit status 7: " in text and "error: no such thing" in text
     assert "RED killed: exit status 137" in text
     assert lines[1].startswith("ok") and lines[1].endswith("fine")
