@@ -247,6 +247,8 @@ type Sink interface {
 	// PeerDown says that the way to a peer broke. On D: it cannot connect, or is not
 	// connected any more. On P, once per loss: an admitted peer that was connected is so no
 	// more; it may come back with the same ticket. If the transport knows which transfers
-	// that hit, they end by a Received or Written of their own.
+	// that hit, they end by a Received or Written of their own. P's half of a transport whose
+	// bytes only the cards move may not see that a peer has died until it has a Write to it:
+	// liveness is the business of leases and renewals.
 	PeerDown(peer AgentID, err error)
 }
