@@ -31,6 +31,11 @@ func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
 		return code, reason
 	}
 	of := m.offers[l.ID]
+	if of != nil && of.state == offerRefused && of.peer == l.Peer { // D begins anew
+		m.reportOffer(now, of, of.stats)
+		t, _ := m.ended.get(l.ID)
+		return t.answer(&l)
+	}
 	if of != nil {
 		if known, code, reason := of.knows(&l); known {
 			return code, reason
@@ -227,6 +232,9 @@ func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code C
 			m.reportOffer(now, of, TransferStats{})
 		}
 		of.landed = true // the transport's own word, with its figures, is about to come
+	case of.state == offerRefused:
+		of.end = ending{code, reason}
+		m.reportOffer(now, of, of.stats)
 	default:
 		m.endOffer(now, of, ending{code, reason}, false)
 	}

@@ -219,12 +219,14 @@
 //	partial           Withdraw                            ending-withdrawn  StopWrite
 //	partial           Written                             -                 Report? SendFinish?
 //	partial           Written                             prefill           SendRestart
+//	partial           Written                             refused           SendFinish
 //	partial           Cancel Close Remapped Tick          ending            SendFinish StopWrite
 //	partial           FinishArrived ProbeReplied          ending            StopWrite
 //	finishing         MomentPassed                        sending           Write
 //	finishing         MomentPassed MomentFailed           ending            SendFinish StopWrite
 //	finishing         Written                             -                 Report? SendFinish?
 //	finishing         Written                             awaiting          SendRestart
+//	finishing         Written                             refused           SendFinish
 //	finishing         Cancel Close Remapped Tick          ending            SendFinish StopWrite
 //	finishing         FinishArrived ProbeReplied          ending            StopWrite
 //	ready             LoadArrived                         sending           Write
@@ -233,6 +235,7 @@
 //	ready             FanOut FinishArrived ProbeReplied   -                 Report?
 //	sending           Written                             -                 Report? SendFinish?
 //	sending           Written                             ready             SendRestart
+//	sending           Written                             refused           SendFinish
 //	sending           Cancel Close Remapped Tick          ending            SendFinish StopWrite
 //	sending           FinishArrived ProbeReplied          ending            StopWrite
 //	withdrawing       Written                             prefill           SendRestart
@@ -244,6 +247,8 @@
 //	ending            Withdraw                            ending-withdrawn
 //	ending            Written                             -                 Report?
 //	ending-withdrawn  Written                             -                 Report?
+//	refused           FinishArrived LoadArrived Tick      -                 Report?
+//	refused           Cancel Close Remapped ProbeReplied  -                 Report?
 //
 // Layouts ([Layout], [Region]), matches of two layouts ([Match]) and plans
 // ([Match.Pairs] of the sender, [Match.Segments] of the receiver) are values

@@ -53,7 +53,7 @@ func (m *Machine) checkOffers(must mustFunc) {
 			must(loaded && timed && of.offered.IsZero() && of.sent != nil, "partial offer %q: load %v, deadline %v", id, loaded, timed)
 		case offerReady:
 			must(!loaded && timed, "ready offer %q: load %v, deadline %v", id, loaded, timed)
-		case offerSending, offerWithdrawing, offerEnding, offerEndingWithdrawn:
+		case offerSending, offerWithdrawing, offerEnding, offerEndingWithdrawn, offerRefused:
 			must(loaded && timed && !of.sendAt.IsZero(), "sending offer %q: load %v, deadline %v, sent at %v", id, loaded, timed, of.sendAt)
 		default:
 			must(false, "offer %q in state %v", id, of.state)

@@ -24,10 +24,11 @@ const (
 	offerWithdrawing                       // the engine has withdrawn its blocks; when the transport reads no more, D starts over
 	offerEnding                            // it ends; the transport may still read
 	offerEndingWithdrawn                   // likewise, and the engine has withdrawn its blocks
+	offerRefused                           // D's transport expects it no more, nothing is read; D's word, which says why, is on its way
 )
 
 func (s offerState) String() string {
-	return [...]string{"-", "early", "prefill", "awaiting", "partial", "finishing", "ready", "sending", "withdrawing", "ending", "ending-withdrawn"}[s]
+	return [...]string{"-", "early", "prefill", "awaiting", "partial", "finishing", "ready", "sending", "withdrawing", "ending", "ending-withdrawn", "refused"}[s]
 }
 
 // sending says whether a Write is under way that nobody has stopped.
@@ -41,7 +42,9 @@ func (s offerState) growing() bool {
 }
 
 // ends says whether the half's end is under way.
-func (s offerState) ends() bool { return s == offerEnding || s == offerEndingWithdrawn }
+func (s offerState) ends() bool {
+	return s == offerEnding || s == offerEndingWithdrawn || s == offerRefused
+}
 
 // stopping says whether a Write is under way that was stopped.
 func (s offerState) stopping() bool { return s == offerWithdrawing || s.ends() }

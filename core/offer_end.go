@@ -12,6 +12,10 @@ import (
 // maxElsewhere is how often a transfer goes another way before it fails. D may take the same way again.
 const maxElsewhere = 4
 
+// wordWithin is how long P waits for D's word about a transfer that D's transport expects no more. D says it when it
+// revokes the transfer, by another way than the bytes.
+const wordWithin = time.Second
+
 // Written takes the transport's outcome of a Write.
 func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err error) {
 	of := m.offers[id]
@@ -24,7 +28,7 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 	case of.state == offerWithdrawing:
 		m.startOver(now, of)
 		return
-	case of.state.ends():
+	case of.state == offerEnding, of.state == offerEndingWithdrawn:
 	case !of.state.sending():
 		return
 	case errors.Is(err, ErrOtherWay) && !of.landed && of.elsewhere < fault.Pick("elsewhere-for-ever", maxElsewhere, 1<<30):
@@ -36,6 +40,11 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 		of.nacked = errors.Is(err, ErrNotExpected)
 		of.end = ending{transportCode(err), "sending to decode agent " + string(of.load.Peer) + ": " + err.Error()}
 		m.act(SendFinish{Peer: of.load.Peer, ID: id, Code: peerCode(of.end.code), Reason: of.end.reason})
+		if of.nacked {
+			of.stats, of.deadline = s, now.Add(wordWithin)
+			m.offerTo(of, offerRefused)
+			return
+		}
 	}
 	m.reportOffer(now, of, s)
 }
@@ -57,6 +66,10 @@ func (m *Machine) cancelOffer(now time.Time, id TransferID, reason string) {
 // endOffer brings P's half to its end; tell says whether D must be told. An offer that is
 // ending already keeps its first end.
 func (m *Machine) endOffer(now time.Time, of *offer, end ending, tell bool) {
+	if of.state == offerRefused {
+		m.reportOffer(now, of, of.stats)
+		return
+	}
 	if of.state.ends() {
 		return
 	}
@@ -149,6 +162,8 @@ func (m *Machine) offerLate(now time.Time, of *offer) {
 			reason = fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, m.opt.Lease)
 		}
 		m.endOffer(now, of, ending{Expired, reason}, true)
+	case offerRefused:
+		m.reportOffer(now, of, of.stats) // D's word was lost
 	case offerPartial, offerFinishing, offerSending:
 		m.endOffer(now, of, ending{PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease)}, true)
 	}

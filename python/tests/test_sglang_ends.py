@@ -53,9 +53,9 @@ def test_abort_between_chunks(ranks: Any, by: str, monkeypatch: pytest.MonkeyPat
         chunks.add(ids([2], "pages"))
         p.rooms.offer(at_p, *chunks.offer(None, 1))
         p.until(at_p, FAILED)
-        # Decode tells it in its own words, and by the way of the bytes. Prefill reports what it heard first.
+        # Prefill may hear first, by the way of the bytes, that decode does not expect the transfer. It waits for the reason.
         assert [one.code for one in ends] == [kvconn.Status.PEER_CANCELLED]
-        assert "the client went" in at_p.reason or "the decode agent does not expect the transfer" in at_p.reason
+        assert "the client went" in at_p.reason
         assert not d.kv[:, 6].any(), "a chunk went to a request that had ended"
     p.rooms.forget(at_p)
     d.rooms.forget(at_d)
