@@ -9,7 +9,7 @@ func StateNames() map[string][]string {
 	for s := loadResolving; s <= loadEnding; s++ {
 		out["load"] = append(out["load"], s.String())
 	}
-	for s := offerEarly; s <= offerEndingWithdrawn; s++ {
+	for s := offerEarly; s <= offerRefused; s++ {
 		out["offer"] = append(out["offer"], s.String())
 	}
 	return out
