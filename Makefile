@@ -86,7 +86,7 @@ docs: | tools ## the pages as a site, build/_site, with their links checked
 
 # --- tests --------------------------------------------------------------------
 
-test: lint gpu-double test-go attack test-c test-wheel ## all tests that need no vLLM
+test: lint gpu-double test-go bench-once attack test-c test-wheel ## all tests that need no vLLM
 
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
@@ -94,8 +94,10 @@ LONGEST := ./tcp ./node ./cuda/conformance ./internal/devices ./natsbus
 # internal/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
 # tests of node, natsbus and tcp have the same code under the race detector.
 # Up to three tests that fail without a race or a panic run once more, alone, at the end, and are told as flaky if they pass.
-test-go: | tools ## Go, with the race detector and the invariants on; each benchmark once, so that none rots
+test-go: | tools ## Go, with the race detector and the invariants on
 	@$(STAGE) go scripts/test-go.sh go $(GO) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v /internal/attack$$)
+
+bench-once: | tools ## each benchmark of Go once, under the race detector, so that none rots
 	@$(STAGE) benchmarks $(GO) test -race -tags invariants -run '^$$' -bench . -benchtime 1x -timeout 20m $(sort $(dir $(shell grep -l '^func Benchmark' $(filter %_test.go,$(GOFILES)))))
 
 test-c: $(BUILD)/libkvconn.so licenses/go/LICENSE ## the C program, as C and as C++, and the library's symbols
@@ -155,4 +157,4 @@ lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up 
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go test-c test-wheel referee gpu-double gpu-kit soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos
+.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go bench-once test-c test-wheel referee gpu-double gpu-kit soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos
