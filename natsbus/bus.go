@@ -29,6 +29,7 @@ const (
 	longMessage = 64 << 10    // a longer request is long: decoded it may take ten times its bytes
 	handlerIdle = time.Second // a handler that gets no request for so long ends
 	maxArrival  = time.Second // a request that has waited so long is refused; only a fault makes it wait so long
+	arrivalStep = 50 * time.Millisecond
 	maxLinks    = 1024        // bootstrap addresses in use at one time
 	maxReason   = 1024        // bytes of a Reply's reason
 	goodbyeWait = time.Second // for what a closing bus tells others

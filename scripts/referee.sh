@@ -10,7 +10,7 @@ for release in old middle new; do
   venv=$PWD/build/referee/$release wanted=scripts/requirements-fastapi-$release.txt
   if [[ ! -e $venv/stamp || $wanted -nt $venv/stamp ]]; then
     mkdir -p build/referee && "$python" -m venv --clear "$venv"
-    if ! { "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --require-hashes -r "$wanted" &&
+    if ! { scripts/thrice.sh "what $wanted names" "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --require-hashes -r "$wanted" &&
       "$venv/bin/python" -W ignore -c 'import fastapi, uvicorn'; } >"build/referee/$release.log" 2>&1; then
       cat "build/referee/$release.log" >&2
       lacking+=("$release")

@@ -9,7 +9,7 @@ wheel=$(ls dist/kvconn-*.whl)
 .venv/bin/python scripts/check-wheel.py "$wheel"
 .venv/bin/python -m pytest -q -p no:cacheprovider scripts/test_check_wheel.py
 rm -rf $clean && "$python" -m venv $clean
-$clean/bin/pip install --quiet --disable-pip-version-check --require-hashes -r scripts/requirements-test.txt
+scripts/thrice.sh 'what scripts/requirements-test.txt names' $clean/bin/pip install --quiet --disable-pip-version-check --require-hashes -r scripts/requirements-test.txt
 $clean/bin/pip install --quiet --disable-pip-version-check --no-index "$wheel" # it needs no other package
 rm -rf $clean/tests && cp -r python/tests $clean/tests
 double=$PWD/build/gpu-double/libkvgpu-double.so # without it the tests of device memory are not run, and say so

@@ -7,9 +7,9 @@ func TestTake(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	seen := map[int]bool{}
+	seen, room := map[int]bool{}, ephemeral()-lowest >= 50 // else they are any
 	for _, p := range ports {
-		if seen[p] || p < lowest || p >= ephemeral() {
+		if seen[p] || room && (p < lowest || p >= ephemeral()) {
 			t.Errorf("port %d of %v: twice, or not from %d below %d", p, ports, lowest, ephemeral())
 		}
 		seen[p] = true

@@ -20,7 +20,7 @@ def prefill() -> Iterator[Side]:
 
 @pytest.fixture
 def decode() -> Iterator[Side]:
-    side = Side("decode", peer_timeout_s=1.5).register()
+    side = Side("decode", peer_timeout_s=15).register()
     yield side
     side.agent.close()
 

@@ -125,7 +125,7 @@ class Rank:
             if "bootstrap_join" not in config:
                 base |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0}
         else:
-            base |= {"peer_timeout_s": 1.5, "report_claims": True}
+            base |= {"peer_timeout_s": 15, "report_claims": True}
         self.agent = kvconn.Agent({**base, **config})
         self.agent.register_kv_caches(self.layout.regions)
         self.rooms = Rooms(self.agent, role, *timeouts)

@@ -85,9 +85,12 @@ void test_races(void) {
   struct pair x = make_pair();
   int without = 0, with = 0, rounds = 60;
   for (int i = 0; i < rounds; i++) {
+    int held = i % 4 == 0; /* the kernel is late for certain */
+    if (held) OK(kvgpu_hold(x.engine));
     OK(kvgpu_kernel_fill(x.engine, x.p, N, 1000u + (unsigned)i, 0));
     OK(cuMemcpyDtoHAsync_v2(x.host, x.p, N, x.ours));
     OK(cuStreamSynchronize(x.ours));
+    if (held) OK(kvgpu_release(x.engine));
     without += !holds(&x, 1000u + (unsigned)i);
     OK(cuStreamSynchronize(x.engine));
     OK(kvgpu_kernel_fill(x.engine, x.p, N, 2000u + (unsigned)i, 0));
@@ -98,7 +101,7 @@ void test_races(void) {
     with += !holds(&x, 2000u + (unsigned)i);
   }
   printf("a copy without the event: %d of %d wrong; with it: %d\n", without, rounds, with);
-  EXPECT(without > rounds / 4 && !with);
+  EXPECT(without >= rounds / 4 && !with);
   end_pair(&x);
 }
 
