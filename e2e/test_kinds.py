@@ -43,7 +43,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         tiny_model.make(workdir / f"model-{kind}", kind=kind),
         workdir / "logs",
         progress=progress,
-        extra_env=FORKED,
+        extra_env=FORKED if kind != "window" else {**FORKED, "KVCONN_SERVES": "MooncakeConnector"},
+        written_for={"mla": "NixlConnector", "window": "MooncakeConnector"}.get(kind),
+        both=kind == "mla",  # as NIXL's pages have it
         beside=storage(workdir / "storage") if kind == "llama" else None,
         # That connector knows no chunked prefill (test_pair has prompts in chunks).
         extra_args=["--max-num-batched-tokens", "4096"] if kind == "llama" else [],
@@ -110,6 +112,22 @@ def through(pair: Pair, request: dict[str, Any]) -> tuple[Answer, dict[str, Any]
     wait_until("the load's line in the decode server's log", lambda: bool(pair.loads(position)), 10)
     (load,) = pair.loads(position)
     return answer, load
+
+
+def test_log_says_under_which_name_it_serves(pair: Pair) -> None:
+    """And what became of the other connector's words, once in each engine."""
+    says = {
+        "mla": [
+            "serves as NixlConnector",
+            "backends (of NIXL's connector) is not used",
+            "kv_lease_duration (of NIXL's connector) is taken as lease_s = 30",
+        ],
+        "window": ["serves as MooncakeConnector", "mooncake_protocol (of Mooncake's connector) is taken as transport = 'tcp'"],
+    }
+    for server in (pair.prefill, pair.decode):
+        log = server.log_since(0)
+        for kind, parts in says.items():
+            assert [log.count(part) for part in parts] == [int(kind in pair.model)] * len(parts), kind
 
 
 # 895 and 1023: the last token's window begins on a block's boundary, where vLLM keeps one token too little of it.

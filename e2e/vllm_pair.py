@@ -18,6 +18,21 @@ from servers import RUN_VARIABLE, Progress, Server, free_ports, leftovers, stop_
 # If vLLM's processes are spawned (its default) and not forked, each imports vLLM anew, in 15 to 20 s on two cores.
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 
+# What a configuration says that was made for another connector, with the one key by which kvconn serves in its place. For
+# MooncakeConnector it is the variable KVCONN_SERVES, so that nothing is added.
+THEIRS: dict[str, dict[str, Any]] = {
+    "NixlConnector": {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "kvconn.vllm",
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"backends": ["UCX"], "num_threads": 4, "kv_lease_duration": 30},
+    },
+    "MooncakeConnector": {
+        "kv_connector": "MooncakeConnector",
+        "kv_connector_extra_config": {"mooncake_protocol": "tcp", "num_workers": 10},
+    },
+}
+
 
 class Pair:
     """A prefill server, a decode server and the router before them."""
@@ -43,9 +58,11 @@ class Pair:
         beside: dict[str, Any] | None = None,
         both: bool = False,
         decode_model: Path | None = None,
-        connector: str = "kvconn.vllm",
+        connector: str | None = None,
         transfer: dict[str, Any] | None = None,
+        written_for: str | None = None,
     ) -> None:
+        self._written_for = written_for  # a connector of THEIRS: the servers are configured as its documentation has it
         self._beside = beside  # another connector, with which ours shares a MultiConnector
         self.model, self.workdir, self.python = str(model), workdir, python
         self._decode_model, self._connector, self._transfer = str(decode_model or model), connector, dict(transfer or {})
@@ -94,7 +111,7 @@ class Pair:
         env.update(self._extra_env)
         return env
 
-    def _engine(self, name: str, port: int, role: str, config: dict[str, Any], more: Sequence[str] = ()) -> Server:
+    def _engine(self, name: str, served_at: int, role: str, config: dict[str, Any], more: Sequence[str] = ()) -> Server:
         transfer = {
             "kv_connector": "KVConnConnector",
             "kv_connector_module_path": self._connector,
@@ -103,6 +120,14 @@ class Pair:
             "kv_connector_extra_config": {"advertise_host": HOST, "bootstrap_host": HOST, **config},
             **self._transfer,
         }
+        if self._connector is None:
+            del transfer["kv_connector_module_path"]  # vLLM knows the name by kvconn's entry point
+        env = self._env()
+        if self._written_for:
+            extra, transfer = transfer["kv_connector_extra_config"], {**THEIRS[self._written_for], "kv_role": role, **self._transfer}
+            env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
+            if port := extra.get("bootstrap_port"):
+                env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = env["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(port)
         if self._beside is not None:
             members = [{key: transfer[key] for key in transfer if key != "kv_load_failure_policy"}, self._beside]
             transfer = {
@@ -121,11 +146,11 @@ class Pair:
             "--host",
             HOST,
             "--port",
-            str(port),
+            str(served_at),
         ]
         argv += ["--enforce-eager", "--max-model-len", str(self._max_model_len), "--dtype", self._dtype]
         argv += ["--kv-transfer-config", json.dumps(transfer), *self._extra_args, *more]
-        return Server(name, argv, self._env(), self.workdir / f"{name}.log", f"http://{HOST}:{port}")
+        return Server(name, argv, env, self.workdir / f"{name}.log", f"http://{HOST}:{served_at}")
 
     def _router(self, name: str) -> Server:
         port = self._router_ports.pop()

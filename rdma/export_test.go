@@ -19,6 +19,18 @@ func (t *Transport) BreakSending(n int) (broken int, err error) {
 	return broken, err
 }
 
+// Sending are the lanes by which t writes, each as its pointer.
+func (t *Transport) Sending() (lanes []any) {
+	for _, cn := range t.sender.all() {
+		cn.mu.Lock()
+		for _, l := range cn.lanes {
+			lanes = append(lanes, l)
+		}
+		cn.mu.Unlock()
+	}
+	return lanes
+}
+
 // BreakReceiving does the same to the queue pairs by which t is written to.
 func (t *Transport) BreakReceiving(n int) (broken int, err error) {
 	r := &t.receiver

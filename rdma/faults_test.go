@@ -2,6 +2,7 @@ package rdma_test
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -260,9 +261,13 @@ func TestQueuePairReplaced(t *testing.T) {
 		}
 	}
 	await("all are made", func() bool { return lanes() == want })
+	before := p.tr.Sending()
 	if k, err := p.tr.BreakSending(1); err != nil || k != 1 {
 		t.Fatalf("%d queue pairs broken: %v", k, err)
 	}
-	await("one breaks", func() bool { return lanes() < want })
-	await("it is replaced", func() bool { return lanes() == want })
+	// That one is missing for a moment is not looked for: on a slow machine it is replaced before anybody looks.
+	await("it is replaced", func() bool {
+		there := slices.DeleteFunc(p.tr.Sending(), func(lane any) bool { return !slices.Contains(before, lane) })
+		return lanes() == want && len(there) == len(before)-1
+	})
 }

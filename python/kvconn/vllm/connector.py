@@ -6,7 +6,6 @@ for a version.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -15,14 +14,29 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector import factory as _factory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.v1.core.sched.output import SchedulerOutput as _SchedulerOutput
 
 from .groups import make_groups, transfer_groups
 from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
-from .params import IDLE_WAIT_MS, LAYERS, OFF, SEND_EARLY, advertised, agent_config, check_parallel, idle_wait_s, rank_of, send_early, sizes
+from .names import OWN, called
+from .names import register as _register
+from .others import understood
+from .params import (
+    IDLE_WAIT_MS,
+    LAYERS,
+    OFF,
+    SEND_EARLY,
+    advertised,
+    agent_config,
+    check_parallel,
+    idle_wait_s,
+    rank_of,
+    role_of,
+    send_early,
+    sizes,
+)
 from .scheduler import SchedulerSide
 from .served import check_engine
 from .stats import KVConnPromMetrics, KVConnStats, Recorder
@@ -63,9 +77,19 @@ def _show_logs() -> None:
 # Without this field a preempted request's blocks may be another request's before its partial offers can be withdrawn.
 _TELLS_PREEMPTIONS = "preempted_req_ids" in getattr(_SchedulerOutput, "__dataclass_fields__", {})
 
-# MultiConnector finds its members' statistics only in this register, by the name of their class.
-with contextlib.suppress(ValueError):  # this module is imported again, under another name
-    _factory.KVConnectorFactory.register_connector("KVConnConnector", "kvconn.vllm.connector", "KVConnConnector")
+_register()  # MultiConnector finds its members' statistics only in vLLM's register, by the name of their class
+
+
+def _open(config: dict[str, Any], name: str) -> Any:
+    from kvconn import Agent, ConfigError
+
+    try:
+        return Agent(config)
+    except ConfigError as error:
+        if name == OWN:
+            raise
+        raise ConfigError(f"{called(name)}: {error}") from error
+
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -86,6 +110,8 @@ def _timed(method: _Method) -> _Method:
 
 class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
     """Carries the KV cache of a request from the engine that prefilled it to the engine that decodes it."""
+
+    _name = OWN  # under which vLLM knows it
 
     if _Source is not None and hasattr(_Source, "P2P"):
         _cache_hit_source = _Source.P2P
@@ -109,6 +135,8 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         self._spent_s = 0.0  # by the scheduler's side on this step
         if role == _base.KVConnectorRole.SCHEDULER:
             partial = early != OFF and _TELLS_PREEMPTIONS
+            for remark in understood(self._name, extra, role_of(transfer)).remarks:
+                logger.info(remark)
             self._scheduler = SchedulerSide(
                 transfer.kv_role,
                 groups,
@@ -119,11 +147,9 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
                 cache_dir=vllm_config.load_config.download_dir,
             )
         else:
-            from kvconn import Agent
-
             self._rank = rank_of(vllm_config.parallel_config, transfer.engine_id)
-            self._config = config = agent_config(vllm_config, kv_cache_config, self._rank)
-            self._worker = WorkerSide(lambda: Agent(config), wait, early == LAYERS)
+            self._config = config = agent_config(vllm_config, kv_cache_config, self._rank, self._name)
+            self._worker = WorkerSide(lambda: _open(config, self._name), wait, early == LAYERS)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
             logger.info("model %s, fingerprint %s", config["model"], config.get("model_fingerprint", "none"))
             if not wait and extra.get(IDLE_WAIT_MS):
@@ -294,3 +320,30 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+
+# In the place of another connector: what vLLM and others grant or refuse by its name holds for this one.
+
+
+class NixlConnector(KVConnConnector):
+    """kvconn under the name of vLLM's connector for NIXL."""
+
+    _name = "NixlConnector"
+
+
+class NixlPullConnector(KVConnConnector):
+    """kvconn under the name of vLLM's connector for NIXL that pulls."""
+
+    _name = "NixlPullConnector"
+
+
+class NixlPushConnector(KVConnConnector):
+    """kvconn under the name of vLLM's connector for NIXL that pushes."""
+
+    _name = "NixlPushConnector"
+
+
+class MooncakeConnector(KVConnConnector):
+    """kvconn under the name of vLLM's connector for Mooncake."""
+
+    _name = "MooncakeConnector"

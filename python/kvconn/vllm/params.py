@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,6 +11,8 @@ from urllib.parse import urlsplit
 from .._engine import Rank, host_port
 from ..types import Claim
 from . import states
+from .names import OWN
+from .others import understood
 from .served import cache_dtype, model_keys, must_match
 
 # Settings of the connector itself. Every other key of kv_connector_extra_config goes to the agent, which refuses unknown ones.
@@ -22,7 +23,6 @@ _DEFAULT_IDLE_WAIT_MS = 2.0
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 ERROR = "kvconn_error"  # in a prefill engine's answer: why there is nothing to load
-_PORT_VARIABLES = ("KVCONN_BOOTSTRAP_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 
 
 class BadParams(ValueError):
@@ -237,19 +237,16 @@ def send_early(extra: Mapping[str, Any], parallel_config: Any) -> str:
     return str(value)
 
 
-def _port_from_environment() -> int | None:
-    for name in _PORT_VARIABLES:
-        text = os.environ.get(name, "")
-        if not text:
-            continue
-        if not text.isdigit() or not 0 < int(text) < 65536:
-            raise ValueError(f"{name} is {text!r}: a port from 1 to 65535 was expected")
-        return int(text)
-    return None
+def role_of(transfer: Any) -> str:
+    """The agent's role."""
+    return _ROLES[transfer.kv_role]
 
 
-def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> dict[str, Any]:
-    """The agent's configuration: first what vLLM knows, over it what the user says in kv_connector_extra_config."""
+def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank, name: str = OWN) -> dict[str, Any]:
+    """The agent's configuration: first what vLLM knows, over it what the user says in kv_connector_extra_config.
+
+    name: that under which vLLM knows the connector.
+    """
     transfer = vllm_config.kv_transfer_config
     cache = vllm_config.cache_config
     groups = kv_cache_config.kv_cache_groups
@@ -257,14 +254,11 @@ def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> dict[str
     group_blocks = {group.kv_cache_spec.block_size for group in groups if not states.of(group.kv_cache_spec)}
     config: dict[str, Any] = {
         "engine_id": transfer.engine_id,
-        "role": _ROLES[transfer.kv_role],
+        "role": role_of(transfer),
         "dtype": cache_dtype(vllm_config),
         "block_tokens": min(group_blocks) if group_blocks else 0 if groups else cache.block_size,
     }
-    port = _port_from_environment()
-    if port is not None and config["role"] != "decode":
-        config["bootstrap_port"] = port
-    extra = transfer.kv_connector_extra_config or {}
+    extra = understood(name, transfer.kv_connector_extra_config or {}, config["role"]).settings
     config.update(model_keys(vllm_config, extra))
     config.update(asdict(rank))
     if facts := {**must_match(vllm_config, extra), **states.facts(vllm_config, kv_cache_config, rank.tp_size)}:
