@@ -58,7 +58,6 @@ def test_right_pages_are_copied_with_what_they_link_to(tree: Path) -> None:
         ("docs/lonely.md", "# Lonely", "no way leads from README.md to docs/lonely.md"),
         ("docs/lonely.md", "# Lonely", "mkdocs.yml has no place for docs/lonely.md"),
         ("README.md", "line\n" * 120, "at most 120 are wanted"),
-        ("ARCHITECTURE.md", "x" * 10240, "at most 10240 are wanted"),
     ],
 )
 def test_a_mistake_is_named(tree: Path, file: str, more: str, said: str) -> None:
