@@ -82,7 +82,7 @@ def narrow(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
     """A second decode engine, which takes one request at a time, and all caches by tcp."""
     from pair_tests import progress
     from servers import wait_ready
-    from vllm_pair import FORKED, Pair
+    from vllm_pair import Pair
 
     other = Pair(
         Path(pair.model),
@@ -90,7 +90,7 @@ def narrow(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
         failure_policy="recompute",
         decode_args=["--max-num-seqs", "1"],
         decode_config={"bootstrap_allow": ["127.0.0.1"], "transport": "tcp"},
-        extra_env=FORKED,
+        forked=True,
         progress=progress,
     )
     try:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import tiny_model
 from asking import HOST, ask, open_stream, request, wait_until
 from servers import START_S, free_ports, leftovers
-from vllm_pair import FORKED, Pair
+from vllm_pair import Pair
 
 KVCONN = [sys.executable, "-m", "kvconn"]
 PROMPTS = 6
@@ -47,7 +47,7 @@ class Launch:
 
     def __init__(self, model: Path, workdir: Path, *options: str) -> None:
         # Never started: it says what the tiny model's servers need on two cores, and marks what is started.
-        pair = Pair(model, workdir, extra_env=FORKED)
+        pair = Pair(model, workdir)
         prefill, decode, bootstrap, router = free_ports(4)
         self.run, self.served, self.url = pair.run, pair.served, f"http://{HOST}:{router}"
         self.logs, self.said = workdir / "logs", workdir / "said"

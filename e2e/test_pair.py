@@ -38,7 +38,7 @@ from pair_tests import (
     words,
 )
 from servers import wait_ready
-from vllm_pair import FORKED, Pair
+from vllm_pair import Pair
 
 pytestmark = pytest.mark.usefixtures("servers_live")
 
@@ -275,7 +275,7 @@ def test_preempted_after_partial_offers(pair: Pair) -> None:
 def test_engine_that_does_not_fit(pair: Pair, tmp_path: Path) -> None:
     """The request fails with both values in the log, and both engines live. (What else need not fit, and what ends a start:
     python/tests/test_vllm_connector.py.)"""
-    other = Pair(Path(pair.model), tmp_path, dtype="bfloat16", extra_env=FORKED, progress=progress)
+    other = Pair(Path(pair.model), tmp_path, dtype="bfloat16", forked=True, progress=progress)
     try:
         other.decode.start()
         wait_ready([other.decode], progress=progress)

@@ -26,7 +26,7 @@ import tiny_model
 from asking import Answer, ask, wait_idle, wait_until
 from asking import request as http_request
 from servers import leaving_nothing, wait_ready
-from vllm_pair import FORKED, Pair
+from vllm_pair import Pair
 
 TWO = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
 # With as many workers as cores, which wait for each other in loops, others did not run for seconds, and counted as gone.
@@ -93,8 +93,8 @@ def make(name: str, workdir: Path) -> Pair:
         workdir / "logs",
         prefill_args=prefill_args,
         decode_args=decode_args,
+        forked=True,
         extra_env={
-            **FORKED,
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         },
         prefill_config=config,

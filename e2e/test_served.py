@@ -17,7 +17,7 @@ import tiny_model
 from asking import ask, metric, wait_until
 from pair_tests import USAGE, body, from_prefill, numbers, progress, reasons, serves, words
 from servers import leaving_nothing, wait_ready
-from vllm_pair import FORKED, Pair
+from vllm_pair import Pair
 
 FINGERPRINT = re.compile(r'model \\?"(\w+)\\?" with fingerprint (1:[0-9a-f]{32})')
 
@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pair(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     the_pair = Pair(
-        models / "one" / "tiny", tmp_path_factory.mktemp("served"), decode_model=models / "copy", extra_env=FORKED, progress=progress
+        models / "one" / "tiny", tmp_path_factory.mktemp("served"), decode_model=models / "copy", forked=True, progress=progress
     )
     with leaving_nothing(the_pair):
         yield the_pair
@@ -47,7 +47,7 @@ def test_copy_under_another_name_loads(pair: Pair) -> None:
 
 def test_other_weights_under_one_name_are_refused(pair: Pair, models: Path, tmp_path: Path) -> None:
     """With both fingerprints, on a server that lives on; the pair goes on too."""
-    other = Pair(models / "two" / "tiny", tmp_path, extra_env=FORKED, progress=progress)
+    other = Pair(models / "two" / "tiny", tmp_path, forked=True, progress=progress)
     try:
         other.decode.start()
         wait_ready([other.decode], progress=progress)
@@ -70,7 +70,7 @@ def test_other_weights_under_one_name_are_refused(pair: Pair, models: Path, tmp_
 def test_kind_that_is_not_known_ends_the_start(models: Path, tmp_path: Path) -> None:
     here = str(Path(__file__).resolve().parent)
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
-    other = Pair(models / "copy", tmp_path, connector="without_kind", extra_env={**FORKED, "PYTHONPATH": path}, progress=progress)
+    other = Pair(models / "copy", tmp_path, connector="without_kind", forked=True, extra_env={"PYTHONPATH": path}, progress=progress)
     try:
         other.prefill.start()
         wait_until("the server ends", lambda: not other.prefill.alive(), 180)

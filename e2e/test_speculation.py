@@ -21,7 +21,7 @@ import tiny_model
 from asking import ask, metric
 from pair_tests import alone, body, idle, new_loads, progress, reasons, words
 from servers import leaving_nothing
-from vllm_pair import FORKED, Pair
+from vllm_pair import Pair
 
 LAYERS, RANK = 4, 8  # layers of the model, and of its draft; rank of the adapters
 LAYER_BYTES = 128 * 4 * 32 * 2 * 4  # of a block: tokens, KV heads, head size, K and V, float32
@@ -66,7 +66,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         one, two = adapter(where / "one", 1), adapter(where / "two", 2)
         lora = ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2", "--lora-modules", f"one={one}"]
         p, d = [*p, *lora, f"mixed={one}"], [*d, *lora, f"mixed={two}"]
-    the_pair = Pair(model, where / "logs", prefill_args=p, decode_args=d, extra_env=FORKED, progress=progress)
+    the_pair = Pair(model, where / "logs", prefill_args=p, decode_args=d, forked=True, progress=progress)
     with leaving_nothing(the_pair):
         yield the_pair
 

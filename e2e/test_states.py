@@ -21,7 +21,7 @@ import tiny_model
 from asking import ask, metric, open_stream, wait_idle, wait_until
 from servers import leaving_nothing
 from test_kinds import BLOCK, alone, body, progress, through, words
-from vllm_pair import FORKED, Pair
+from vllm_pair import Pair
 
 KINDS = os.environ.get("KVCONN_E2E_STATES", "granite mamba2").split()
 # vLLM's Mamba 2 on CPU has no states at the borders of blocks within a step, so with prefix caching a step must be one block.
@@ -44,7 +44,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         progress=progress,
         dtype="bfloat16" if kind == "delta" else "float32",
         failure_policy="recompute" if kind == "mamba2" else "fail",
-        extra_env=FORKED,
+        forked=True,
         extra_args=ARGS.get(kind, []),
         prefill_args=[] if kind == "granite" else STEP,
     )

@@ -15,8 +15,7 @@ from typing import Any
 from asking import HOST, ServerError, ask
 from servers import RUN_VARIABLE, Progress, Server, free_ports, leftovers, stop_all, wait_ready
 
-# If vLLM's processes are spawned (its default) and not forked, each imports vLLM anew, in 15 to 20 s on two cores.
-FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+HERE = Path(__file__).resolve().parent
 
 # What a configuration says that was made for another connector, with the one key by which kvconn serves in its place. For
 # MooncakeConnector it is the variable KVCONN_SERVES, so that nothing is added.
@@ -61,7 +60,9 @@ class Pair:
         connector: str | None = None,
         transfer: dict[str, Any] | None = None,
         written_for: str | None = None,
+        forked: bool = False,
     ) -> None:
+        self._forked = forked  # see forked_vllm.py
         self._written_for = written_for  # a connector of THEIRS: the servers are configured as its documentation has it
         self._beside = beside  # another connector, with which ours shares a MultiConnector
         self.model, self.workdir, self.python = str(model), workdir, python
@@ -136,7 +137,7 @@ class Pair:
                 "kv_load_failure_policy": self._failure_policy,
                 "kv_connector_extra_config": {"connectors": members},
             }
-        command = Path(self.python).parent / "vllm"
+        command = HERE / "forked_vllm.py" if self._forked else Path(self.python).parent / "vllm"
         argv = [self.python, str(command)] if command.exists() else [self.python, "-m", "vllm.entrypoints.cli.main"]
         argv += [
             "serve",

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 
 import kvconn
-from kvconn.vllm.connector import KVConnConnector
+from kvconn.vllm.connector import KVConnConnector, NixlConnector, NixlPullConnector, NixlPushConnector
 from kvconn.vllm.stats import KVConnStats, Recorder
 
 
@@ -135,6 +135,61 @@ def test_metrics(multi: bool) -> None:
     assert (value("transfers_in_flight", side="load"), value("transfers_in_flight", side="offer")) == (2, 5)
     assert value("step_time_seconds_count", part="worker") == 1
     assert registry.get_sample_value("vllm:kvconn_expired_offers_total", {"model_name": "m", "engine": "0"}) == 0
+
+
+def described(build: Any) -> tuple[dict[str, tuple[Any, ...]], Any]:
+    """The names, labels and buckets of what build makes, and the registry that has it."""
+    registry, found = CollectorRegistry(), {}
+
+    def kind(cls: Any) -> Any:
+        def make(**given: Any) -> Any:
+            found[given["name"]] = (cls, tuple(given["labelnames"]), tuple(given.get("buckets", ())))
+            return cls(**{key: value for key, value in given.items() if key != "multiprocess_mode"}, registry=registry)
+
+        return make
+
+    kinds = {each: kind(each) for each in (Gauge, Counter, Histogram)}
+    config = like(VLLM_CONFIG, kv_transfer_config=None)
+    return found, (build(config, kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}), registry)
+
+
+def test_nixls_metrics_are_those_of_vllms_connector() -> None:
+    nixl = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats")
+    theirs, _ = described(nixl.NixlPromMetrics)
+    ours, _ = described(NixlConnector.build_prom_metrics)
+    assert {name: ours.get(name) for name in theirs if name != "vllm:nixl_post_time_seconds"} == {
+        name: made for name, made in theirs.items() if name != "vllm:nixl_post_time_seconds"
+    }
+    own, _ = described(KVConnConnector.build_prom_metrics)  # beside a real NIXL in a MultiConnector the names must be free
+    assert not own.keys() & theirs.keys() and ours.keys() == own.keys() | (theirs.keys() - {"vllm:nixl_post_time_seconds"})
+
+
+@pytest.mark.parametrize(
+    ("connector", "size", "failed"), [(NixlConnector, 4096, 1), (NixlPullConnector, 4096, 1), (NixlPushConnector, 100, 1)]
+)
+def test_nixls_metrics(connector: Any, size: int, failed: int) -> None:
+    _, (prom, registry) = described(connector.build_prom_metrics)
+    recorder = Recorder("worker")
+    recorder.moved(completion())
+    recorder.moved(completion("offer", bytes=100, transport="rdma"))
+    for side, reason in (
+        ("load", "peer_lost"),
+        ("load", "cancelled"),
+        ("offer", "expired"),
+        ("offer", "expired"),
+        ("offer", "unreachable"),
+    ):
+        recorder.failed(side, reason)
+    prom.observe(over_the_wire(recorder.take(0, 0)), 1)
+
+    def value(name: str, engine: str = "1") -> float | None:
+        return registry.get_sample_value(f"vllm:nixl_{name}", {"model_name": "m", "engine": engine})
+
+    assert (value("bytes_transferred_sum"), value("bytes_transferred_count")) == (size, 1)
+    assert (value("xfer_time_seconds_sum"), value("num_descriptors_sum")) == (0.002, 3)
+    assert (value("num_failed_transfers_total"), value("num_kv_expired_reqs_total")) == (failed, 2)
+    for name in ("num_failed_transfers_total", "num_failed_notifications_total", "num_notifications_after_expiry_total"):
+        assert value(name, "0") == 0
 
 
 def test_dashboard_asks_for_metrics_that_there_are() -> None:

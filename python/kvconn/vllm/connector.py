@@ -22,6 +22,7 @@ from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
 from .names import OWN, called
 from .names import register as _register
+from .nixl_metrics import NixlPromMetrics, NixlPushPromMetrics
 from .others import understood
 from .params import (
     IDLE_WAIT_MS,
@@ -112,6 +113,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
     """Carries the KV cache of a request from the engine that prefilled it to the engine that decodes it."""
 
     _name = OWN  # under which vLLM knows it
+    _prom_metrics = KVConnPromMetrics
 
     if _Source is not None and hasattr(_Source, "P2P"):
         _cache_hit_source = _Source.P2P
@@ -249,7 +251,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> KVConnPromMetrics:
-        return KVConnPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return cls._prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- worker side ------------------------------------------------------------------------------------------------
 
@@ -329,18 +331,21 @@ class NixlConnector(KVConnConnector):
     """kvconn under the name of vLLM's connector for NIXL."""
 
     _name = "NixlConnector"
+    _prom_metrics = NixlPromMetrics
 
 
 class NixlPullConnector(KVConnConnector):
     """kvconn under the name of vLLM's connector for NIXL that pulls."""
 
     _name = "NixlPullConnector"
+    _prom_metrics = NixlPromMetrics
 
 
 class NixlPushConnector(KVConnConnector):
     """kvconn under the name of vLLM's connector for NIXL that pushes."""
 
     _name = "NixlPushConnector"
+    _prom_metrics = NixlPushPromMetrics
 
 
 class MooncakeConnector(KVConnConnector):
