@@ -24,7 +24,7 @@ DOWNLOAD_TROUBLE = re.compile(
     r"Retrying \(|Connection (?:to|refused|reset|aborted)|ConnectionError|NewConnectionError|ProxyError|SSLError|"
     r"[Tt]imed out|ReadTimeout|ConnectTimeout|name resolution|Max retries exceeded|IncompleteRead|ProtocolError|"
     r"Could not fetch URL|HTTP error \d|\d{3} (?:Client|Server) Error|THESE PACKAGES DO NOT MATCH THE HASHES|"
-    r"No matching distribution found|Network is unreachable"
+    r"from versions: none\)|Network is unreachable"
 )
 
 started = time.monotonic()

@@ -31,7 +31,7 @@ environment.engine = "SGLang"
 
 SGLANG = "0.5.23"
 # Raise it when the steps below change, so that an environment made by older steps is gone through again.
-RECIPE = 1
+RECIPE = 2
 # The version that goes with vLLM's torch; SGLang's own pin is for another torch.
 TORCHVISION = "torchvision==0.28.0"
 ROUTER = "sglang-router==0.3.2"

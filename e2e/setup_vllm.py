@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import os
 import re
 import shutil
@@ -171,13 +172,13 @@ def name_as_vllm(site: Path, vllm: str) -> None:
     (target / "METADATA").write_text(text, encoding="utf-8")
 
 
-def stamp_of(venv: Path, vllm: str) -> Stamp:
-    return Stamp(venv, recipe=RECIPE, vllm=vllm)
+def stamp_of(venv: Path, vllm: str, newest: bool = False) -> Stamp:
+    return Stamp(venv, recipe=RECIPE, vllm=vllm, constraints="" if newest else hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest())
 
 
 def make(venv: Path, vllm: str, newest: bool = False) -> str:
     steps = Steps(venv)
-    stamp = stamp_of(venv, vllm)
+    stamp = stamp_of(venv, vllm, newest)
     if stamp.is_there():
         say(f"using {venv} (vLLM {vllm})")
         return str(steps.python)
@@ -220,7 +221,7 @@ def main() -> None:
 
     venv: Path = args.venv.absolute()
     python = None
-    if not args.fresh and not stamp_of(venv, args.vllm).is_there():
+    if not args.fresh and not stamp_of(venv, args.vllm, args.newest).is_there():
         for candidate in active_pythons():
             version = works(candidate)
             if version:

@@ -40,7 +40,7 @@ func TestLostHelloIsSaidAgain(t *testing.T) {
 		return req.Kind == wire.KindHello && hellos.Add(1) == 1
 	}})
 	transfer(t, p, d, "t", p.BootstrapAddress())
-	if n := hellos.Load(); n < 2 { // more on a machine that stops for as long as an answer may take
+	if n := hellos.Load(); n < 2 || n > 4 { // more on a machine that stops for as long as an answer may take
 		t.Fatalf("hello was said %d times", n)
 	}
 }

@@ -48,11 +48,12 @@ fi
 
 # All of Go's modules first, so that no build waits for a proxy later. A machine without a network may have those that it needs.
 stamp=build/modules.stamp
-if [[ ! $stamp -nt go.mod || ! $stamp -nt go.sum ]]; then
+if [[ (! $stamp -nt go.mod || ! $stamp -nt go.sum) && -z $(find build/modules.lacking -mmin -10 2>/dev/null) ]]; then
   mkdir -p build
   if scripts/thrice.sh "what go.mod names" "$go" mod download; then
     touch $stamp
   else
+    touch build/modules.lacking # not tried again for ten minutes
     echo "going on with the modules that this machine has" >&2
   fi
 fi

@@ -29,6 +29,8 @@ sys.exit(tried < failures)
         ("Read timed out.", 2, 3, None),
         ("Read timed out.", 9, 3, EXIT_DOWNLOAD),
         ("no space left on device", 9, 1, 1),
+        ("ERROR: No matching distribution found for gguf==9 (from versions: 0.1, 0.2)", 9, 1, 1),  # a wrong pin
+        ("ERROR: Could not find a version that satisfies the requirement gguf (from versions: none)", 9, 3, EXIT_DOWNLOAD),
     ],
 )
 def test_a_download_is_tried_again(

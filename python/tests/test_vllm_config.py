@@ -105,6 +105,22 @@ def test_ranks_join_the_first_one(rank: Any, extra: dict[str, Any], parallel: di
     assert "bootstrap_join" not in params.agent_config(vllm_config(decode, "kv_consumer", **parallel), CACHES, rank)
 
 
+def test_servers_of_one_host_under_nixls_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each data parallel rank is a server: NIXL's connector listens at its port and the rank's number."""
+
+    def port(name: str, extra: dict[str, Any] | None = None) -> Any:
+        apart = {"data_parallel_external_lb": True, "data_parallel_index": 3, "local_engines_only": True, "data_parallel_rank_local": 0}
+        return params.agent_config(vllm_config(extra or {}, **apart), CACHES, params.Rank(dp_rank=3, dp_size=4), name).get("bootstrap_port")
+
+    for variable in ("KVCONN_BOOTSTRAP_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT", "VLLM_NIXL_SIDE_CHANNEL_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    assert (port("NixlConnector"), port("NixlConnector", {"bootstrap_port": 9000}), port("KVConnConnector")) == (5603, 9000, None)
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "6000")
+    assert port("NixlConnector") == 6003
+    monkeypatch.setenv("KVCONN_BOOTSTRAP_PORT", "7000")
+    assert port("NixlConnector") == 7000
+
+
 def test_independent_ranks_of_a_dense_model() -> None:
     assert params.dp_of(parallel_config(), "e") == (0, 1)
     assert params.dp_of(parallel_config(data_parallel_size=4, data_parallel_index=2), "e_dp2") == (2, 4)
@@ -123,6 +139,12 @@ def test_address_for_others() -> None:
     assert params.advertised("https://127.0.0.1:8998", {"advertise_host": "fd00::1"}) == "https://[fd00::1]:8998"
     assert params.advertised("http://127.0.0.1:8998", {}) == "http://127.0.0.1:8998"
     assert params.advertised(None, {"advertise_host": "p"}) is None
+    # A rank on another host than the first: its own address leads to no port.
+    far = {"advertise_host": "10.0.0.2", "bootstrap_join": "http://10.0.0.1:5600"}
+    assert params.advertised("http://10.0.0.1:5600", far) == "http://10.0.0.1:5600"
+    near = {"advertise_host": "p", "bootstrap_join": "http://10.0.0.1:8998", "bootstrap_host": "10.0.0.1"}
+    assert params.advertised("http://10.0.0.1:8998", near) == "http://p:8998"
+    assert params.advertised("http://127.0.0.1:8998", {**far, "bootstrap_join": "http://127.0.0.1:8998"}) == "http://10.0.0.2:8998"
 
 
 def test_unknown_key_is_named() -> None:

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector import factory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 
@@ -32,6 +32,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     entries = {name: loader for name, loader in Factory._registry.items() if names._module_of(loader).startswith("vllm.")}
     monkeypatch.setattr(Factory, "_registry", entries)
     monkeypatch.delenv("KVCONN_SERVES", raising=False)
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")
     yield entries
 
 
@@ -42,15 +43,19 @@ def module_of(name: str) -> str:
 def test_vllm_finds_it_by_its_name_alone() -> None:
     """As vLLM's processes do: by the entry point of the installed package. The connector itself is not imported by that."""
     code = """
-import sys
+import os, sys
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-assert "kvconn.vllm.connector" not in sys.modules
+assert not {"kvconn.vllm.connector", "vllm.distributed.kv_transfer.kv_connector.factory"} & sys.modules.keys()
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 assert KVConnectorFactory.get_connector_class_by_name("KVConnConnector").__module__ == "kvconn.vllm.connector"
 assert KVConnectorFactory.get_connector_class_by_name("NixlConnector").__module__ == "kvconn.vllm.connector"
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+stats = MultiConnector.build_kv_connector_stats({"NixlConnector": {"failed": {"load peer_lost": 1}}})
+assert stats["NixlConnector"].reduce()["loads failed"] == 1
+assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == "OTHER,KVCONN_SERVES"
 """
-    env = {**os.environ, "KVCONN_SERVES": "NixlConnector", "VLLM_LOGGING_LEVEL": "ERROR"}
+    env = {**os.environ, "KVCONN_SERVES": "NixlConnector", "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": "OTHER", "VLLM_LOGGING_LEVEL": "ERROR"}
     env.pop("VLLM_PLUGINS", None)
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=300)
 
@@ -66,7 +71,7 @@ def test_others_stay_vllms(register: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", names.OTHERS)
 def test_in_the_place_of_another(name: str, register: dict[str, Any]) -> None:
     """By one key. MultiConnector finds statistics by the class's name."""
-    found = Factory.get_connector_class(SimpleNamespace(kv_connector=name, kv_connector_module_path="kvconn.vllm"))
+    found = Factory.get_connector_class(KVTransferConfig(kv_connector=name, kv_connector_module_path="kvconn.vllm", kv_role="kv_both"))
     assert found.__name__ == name and found.__module__ == "kvconn.vllm.connector" and supports_hma(found)
     assert Factory.get_connector_class_by_name(name) is found and type(found.build_kv_connector_stats()) is KVConnStats
 

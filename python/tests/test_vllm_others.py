@@ -11,7 +11,7 @@ from kvconn.vllm.others import understood
 
 OWN = "KVConnConnector"
 VARIABLES = (
-    *("KVCONN_BOOTSTRAP_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"),
+    *("KVCONN_BOOTSTRAP_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "VLLM_MOONCAKE_CONNECTOR_TIMEOUT"),
     *("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"),
 )
 
@@ -27,6 +27,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"kv_lease_duration": 30}, {"lease_s": 30}),
         ({"kv_lease_duration": 30, "lease_s": 5}, {"lease_s": 5}),
+        ({"kv_lease_duration": 86400}, {"lease_s": 3600}),
         ({"mooncake_protocol": "tcp"}, {"transport": "tcp"}),
         ({"mooncake_protocol": "rdma"}, {}),
         ({"device_name": "mlx5_0, mlx5_1"}, {"rdma_devices": ["mlx5_0", "mlx5_1"]}),
@@ -62,6 +63,7 @@ def test_decode_has_no_port() -> None:
         ({"device_name": ["mlx5_0"]}, "names of RDMA devices"),
         ({"bootstrap_server_address": "10.0.0.1"}, "host:port"),
         ({"bootstrap_server_address": 8998}, "host:port"),
+        ({"bootstrap_server_address": "fd00::1:8998"}, "in brackets"),
     ],
 )
 def test_wrong_values_are_named(extra: dict[str, Any], says: str) -> None:
@@ -78,13 +80,18 @@ def test_variables_follow_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert settings(OWN) == settings("MooncakeConnector") == {}
     assert settings("NixlConnector") == {"bootstrap_port": 5600}  # where that one listens
-    assert settings("NixlPushConnector", "both") == {"bootstrap_port": 5600} and settings("NixlConnector", "decode") == {}
+    assert settings("NixlPullConnector", "both") == {"bootstrap_port": 5600} and settings("NixlConnector", "decode") == {}
 
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5601")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.7")
     monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", "9001")
     monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "99")
     assert settings("NixlPullConnector") == {"bootstrap_port": 5601, "advertise_host": "10.0.0.7"}
+    assert understood("NixlConnector", {}, "prefill").remarks == [
+        "kvconn serves as NixlConnector",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT is taken as bootstrap_port = 5601",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST is taken as advertise_host = '10.0.0.7'",
+    ]
     assert settings("NixlPullConnector", "decode") == {"advertise_host": "10.0.0.7"}
     assert settings("MooncakeConnector") == {"bootstrap_port": 9001, "lease_s": 99}
     assert settings("MooncakeConnector", "decode", lease_s=3) == {"lease_s": 3}

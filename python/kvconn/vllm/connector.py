@@ -22,7 +22,7 @@ from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
 from .names import OWN, called
 from .names import register as _register
-from .nixl_metrics import NixlPromMetrics, NixlPushPromMetrics
+from .nixl_metrics import NixlPromMetrics
 from .others import understood
 from .params import (
     IDLE_WAIT_MS,
@@ -335,17 +335,10 @@ class NixlConnector(KVConnConnector):
 
 
 class NixlPullConnector(KVConnConnector):
-    """kvconn under the name of vLLM's connector for NIXL that pulls."""
+    """kvconn under the longer name of the same connector."""
 
     _name = "NixlPullConnector"
     _prom_metrics = NixlPromMetrics
-
-
-class NixlPushConnector(KVConnConnector):
-    """kvconn under the name of vLLM's connector for NIXL that pushes."""
-
-    _name = "NixlPushConnector"
-    _prom_metrics = NixlPushPromMetrics
 
 
 class MooncakeConnector(KVConnConnector):

@@ -5,18 +5,27 @@ vLLM, routers and charts decide by such a name who may take part in what. See do
 
 from __future__ import annotations
 
+import contextlib
+import importlib.abc
+import importlib.util
 import logging
 import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
 
 logger = logging.getLogger("kvconn.vllm")
 
 OWN = "KVConnConnector"
-NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+NIXL = ("NixlConnector", "NixlPullConnector")  # not NixlPushConnector, whose routers join the two requests by another id
 MOONCAKE = ("MooncakeConnector",)
 OTHERS = (*NIXL, *MOONCAKE)
 SERVES = "KVCONN_SERVES"  # names of OTHERS, with commas between: vLLM then gets kvconn under them without kv_connector_module_path
 
 _MODULE = "kvconn.vllm"
+_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def called(name: str) -> str:
@@ -25,25 +34,43 @@ def called(name: str) -> str:
 
 
 def register() -> None:
-    """The entry point in the group vllm.general_plugins. vLLM calls it in each of its processes, and again in some."""
+    """The entry point in the group vllm.general_plugins. vLLM calls it in each of its processes, and again in some.
+
+    vLLM does so also where nobody uses kvconn. There it must cost nothing and break nothing: the register is entered when vLLM
+    imports it.
+    """
     names = [part.strip() for part in os.environ.get(SERVES, "").split(",") if part.strip()]
-    try:
-        _enter(OWN)
-    except (ImportError, AttributeError) as error:
-        # vLLM calls this also where nobody uses kvconn: such a vLLM must start.
-        if names:
-            raise RuntimeError(f"{SERVES}: this vLLM has no register of connectors that kvconn knows ({error})") from error
-        logger.debug("%s is not in vLLM's register: %s", OWN, error)
-        return
     for name in names:
-        take_place(name)
+        _known(name)
+    if names and SERVES not in os.environ.get(_RAY, "").split(","):  # Ray's workers get no other variable of ours
+        os.environ[_RAY] = ",".join(filter(None, [os.environ.get(_RAY), SERVES]))
+    if _FACTORY in sys.modules:
+        _enter_all(names)
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported(_FACTORY, lambda: _enter_all(names)))
 
 
 def take_place(name: str) -> None:
     """Has vLLM's register give kvconn's class under another connector's name."""
+    _known(name)
+    _enter(name)
+
+
+def _known(name: str) -> None:
     if name not in OTHERS:
         raise ValueError(f"{SERVES} names {name!r}: kvconn serves in the place of {', '.join(OTHERS)}")
-    _enter(name)
+
+
+def _enter_all(names: Sequence[str]) -> None:
+    try:
+        _enter(OWN)
+    except (AttributeError, ValueError) as error:
+        logger.debug("%s is not in vLLM's register: %s", OWN, error)
+    for name in names:
+        try:
+            _enter(name)
+        except AttributeError as error:
+            raise RuntimeError(f"{SERVES}: this vLLM has no register of connectors that kvconn knows ({error})") from error
 
 
 def _enter(name: str) -> None:
@@ -69,3 +96,27 @@ def _module_of(loader: object) -> str:
     variables = getattr(getattr(loader, "__code__", None), "co_freevars", ())
     cells = getattr(loader, "__closure__", None) or ()
     return str(dict(zip(variables, (cell.cell_contents for cell in cells))).get("module_path", ""))
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Calls a function once a module has been imported."""
+
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self._module, self._then = module, then
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._module:
+            return None
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_then(module: Any) -> None:
+            run(module)
+            self._then()
+
+        spec.loader.exec_module = run_then  # type: ignore[method-assign]
+        return spec

@@ -24,16 +24,12 @@ _COUNTERS = {
     "num_failed_notifications": "Always 0: what a transfer's end is told by is a part of it.",
     "num_notifications_after_expiry": "Always 0: no byte moves after the prefill engine's blocks are free.",
 }
+_SIDE = "load"
 _GIVEN_UP = ("cancelled", "peer_cancelled", "expired", "agent_closed")
 
 
 class NixlPromMetrics(KVConnPromMetrics):
-    """kvconn's metrics and NIXL's.
-
-    NIXL counts a transfer where it is posted: on decode, which pulls. Its connector that pushes counts on prefill.
-    """
-
-    side = "load"
+    """kvconn's metrics and NIXL's, which counts a transfer where it is posted: on decode."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -54,18 +50,12 @@ class NixlPromMetrics(KVConnPromMetrics):
         super().observe(transfer_stats_data, engine_idx)
         metrics = self._nixl[engine_idx]
         for row in transfer_stats_data["moved"]:
-            if row[0] == self.side:
+            if row[0] == _SIDE:
                 for name, (_, place) in _HISTOGRAMS.items():
                     metrics[name].observe(row[place])
         for key, count in transfer_stats_data["failed"].items():
             side, _, reason = key.partition(" ")
             if (side, reason) == ("offer", "expired"):
                 metrics["num_kv_expired_reqs"].inc(count)
-            elif side == self.side and reason not in _GIVEN_UP:
+            elif side == _SIDE and reason not in _GIVEN_UP:
                 metrics["num_failed_transfers"].inc(count)
-
-
-class NixlPushPromMetrics(NixlPromMetrics):
-    """The same where prefill counts."""
-
-    side = "offer"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from .names import MOONCAKE, NIXL, OWN, called
 
 _ANY_HOST = ("", "0.0.0.0", "::")
+_LEASE_MOST = 3600  # seconds: the agent's bound
 _NIXL_PORT = 5600  # where vLLM's NIXL connector listens by default, and what firewalls of its deployments let through
 
 
@@ -33,7 +34,7 @@ class _Word(NamedTuple):
 def _lease(value: Any) -> dict[str, Any]:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ValueError("a number of seconds was expected")
-    return {"lease_s": value}
+    return {"lease_s": min(value, _LEASE_MOST)}
 
 
 def _protocol(value: Any) -> dict[str, Any]:
@@ -51,8 +52,9 @@ def _devices(value: Any) -> dict[str, Any]:
 
 def _server(value: Any) -> dict[str, Any]:
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError("host:port was expected")
+    bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not host or bare or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError("host:port was expected, and an IPv6 address in brackets")
     return {"bootstrap_join": f"http://{value}"}
 
 
@@ -98,28 +100,38 @@ def understood(name: str, extra: Mapping[str, Any], role: str) -> Understood:
             remarks.append(f"{what} is not used: {', '.join(settings)} is given")
         else:
             remarks.append(f"{what} is not used: {word.why or 'a decode engine has no such port'}")
+    theirs = {**_environment(name, role, remarks), **theirs}
     own = {key: value for key, value in extra.items() if key not in _WORDS}
-    return Understood({**_environment(name, role, remarks), **theirs, **own}, remarks)
+    return Understood({**theirs, **own}, remarks)
 
 
 def _environment(name: str, role: str, remarks: list[str]) -> dict[str, Any]:
-    """The variables for ports and hosts. Those of another connector count under its name; Mooncake's port also under our own."""
+    """The variables for ports, hosts and times. Those of another connector count under its name; Mooncake's port also under our own."""
     found: dict[str, Any] = {}
-    nixl = name in NIXL
+
+    def take(variable: str, key: str, value: Any) -> None:
+        found[key] = value
+        if not variable.startswith("KVCONN_"):
+            remarks.append(f"{variable} is taken as {key} = {value!r}")
+
+    nixl, mooncake = name in NIXL, name in MOONCAKE
     if role != "decode":
-        port = _port("KVCONN_BOOTSTRAP_PORT") or _port("VLLM_NIXL_SIDE_CHANNEL_PORT" if nixl else "VLLM_MOONCAKE_BOOTSTRAP_PORT")
-        if port or nixl:
-            found["bootstrap_port"] = port or _NIXL_PORT
-    host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") if nixl else None
-    if host in _ANY_HOST:
-        remarks.append(f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}, which is no address to tell peers: kvconn finds one")
-    elif host:
-        found["advertise_host"] = host
-    wait = os.environ.get("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT") if name in MOONCAKE else None
-    if wait:
+        if nixl:
+            found["bootstrap_port"] = _NIXL_PORT
+        for variable in ("VLLM_NIXL_SIDE_CHANNEL_PORT" if nixl else "VLLM_MOONCAKE_BOOTSTRAP_PORT", "KVCONN_BOOTSTRAP_PORT"):
+            if port := _port(variable):
+                take(variable, "bootstrap_port", port)
+    if nixl and (host := os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST")) is not None:
+        if host in _ANY_HOST:
+            remarks.append(f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}, which is no address to tell peers: kvconn finds one")
+        else:
+            take("VLLM_NIXL_SIDE_CHANNEL_HOST", "advertise_host", host)
+    if mooncake and (wait := os.environ.get("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT")):
         if not wait.isdigit() or not int(wait):
             raise ValueError(f"{called(name)}: VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT is {wait!r}: a number of seconds was expected")
-        found["lease_s"] = int(wait)
+        take("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "lease_s", min(int(wait), _LEASE_MOST))
+    if mooncake and os.environ.get("VLLM_MOONCAKE_CONNECTOR_TIMEOUT"):
+        remarks.append("VLLM_MOONCAKE_CONNECTOR_TIMEOUT is not used: see connect_timeout_s and peer_timeout_s")
     return found
 
 

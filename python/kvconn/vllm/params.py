@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from urllib.parse import urlsplit
 from .._engine import Rank, host_port
 from ..types import Claim
 from . import states
-from .names import OWN
+from .names import NIXL, OWN
 from .others import understood
 from .served import cache_dtype, model_keys, must_match
 
@@ -206,11 +207,16 @@ def _join(parallel_config: Any, rank: Rank, config: Mapping[str, Any]) -> str | 
 
 
 def advertised(address: str | None, config: Mapping[str, Any]) -> str | None:
-    """The bootstrap address that other engines are told; a rank on the first rank's host knows it by the loopback only."""
+    """The bootstrap address that other engines are told; a rank on the first rank's host may know it by a local name only.
+
+    A rank on another host knows the address by which that host is reached. Its own advertise_host is another one.
+    """
     host = config.get("advertise_host")
     if not address or not host:
         return address
     parts = urlsplit(address)
+    if "bootstrap_join" in config and parts.hostname not in ("127.0.0.1", "localhost", "::1", config.get("bootstrap_host")):
+        return address
     return f"{parts.scheme}://{host_port(host, parts.port)}"
 
 
@@ -264,6 +270,11 @@ def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank, name: str =
     if facts := {**must_match(vllm_config, extra), **states.facts(vllm_config, kv_cache_config, rank.tp_size)}:
         config["must_match"] = facts
     config.update({key: value for key, value in extra.items() if key not in _OWN_KEYS})
+    ours = "bootstrap_port" in (transfer.kv_connector_extra_config or {}) or os.environ.get("KVCONN_BOOTSTRAP_PORT")
+    apart = getattr(vllm_config.parallel_config, "data_parallel_external_lb", False)
+    if name in NIXL and apart and not ours and "bootstrap_port" in config:
+        # Each such rank is a server of its own, with others on its host. NIXL's configurations name one port for all of them.
+        config["bootstrap_port"] += getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0
     if config["role"] != "decode" and not config.get("nats_url") and "bootstrap_join" not in config:
         join = _join(vllm_config.parallel_config, rank, config)
         if join:
