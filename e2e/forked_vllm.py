@@ -8,6 +8,9 @@ from __future__ import annotations
 import multiprocessing
 import sys
 
+if __name__ == "__main__":
+    del sys.path[0]  # this folder
+
 from vllm.utils import system_utils
 
 # Before any other module of vLLM takes the function by its name.

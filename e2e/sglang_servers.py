@@ -103,7 +103,10 @@ def plugin(where: Path, code: str) -> dict[str, str]:
 class Engines:
     """Some servers of one model."""
 
-    def __init__(self, model: Path, workdir: Path, *, dtype: str = "float32", extra_env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, model: Path, workdir: Path, *, dtype: str = "float32", extra_env: dict[str, str] | None = None, forked: bool = True
+    ) -> None:
+        self._program = [str(Path(__file__).with_name("forked_sglang.py"))] if forked else ["-m", "sglang.launch_server"]
         self.model, self.workdir = str(model), workdir
         self.run = uuid.uuid4().hex
         self.dtype = dtype
@@ -131,7 +134,7 @@ class Engines:
         }
 
     def engine(self, name: str, port: int, *args: str) -> Server:
-        argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.model, "--host", HOST, "--port", str(port)]
+        argv = [sys.executable, *self._program, "--model-path", self.model, "--host", HOST, "--port", str(port)]
         argv += [*_ON_CPU, "--dtype", self.dtype, *args]
         server = Server(name, argv, self.environment, self.workdir / f"{name}.log", f"http://{HOST}:{port}")
         self.servers.append(server)

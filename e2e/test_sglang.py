@@ -28,7 +28,12 @@ STORM = 500
 @pytest.fixture(scope="module")
 def pair(sglang_model: Path, sglang_workdir: Path, alone: Alone) -> Iterator[SGLangPair]:
     the_pair = SGLangPair(
-        sglang_model, sglang_workdir / "logs" / "pages16", "--page-size", "16", prefill_args=["--chunked-prefill-size", str(CHUNK)]
+        sglang_model,
+        sglang_workdir / "logs" / "pages16",
+        "--page-size",
+        "16",
+        prefill_args=["--chunked-prefill-size", str(CHUNK)],
+        forked=False,
     )
     with leaving_nothing(the_pair):
         wait_ready(alone.servers)
