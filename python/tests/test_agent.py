@@ -251,7 +251,7 @@ def test_load_that_nobody_offers(decode: Side, transfer_id: str) -> None:
 
 
 def test_claim_outlives_the_lease(transfer_id: str) -> None:
-    prefill, decode = Side("prefill", lease_s=1).register(), Side("decode", peer_timeout_s=6).register()
+    prefill, decode = Side("prefill", lease_s=4).register(), Side("decode", peer_timeout_s=3).register()  # which renews each second
     address = prefill.agent.bootstrap_address
     claim = kvconn.Claim(transfer_id, address, "engine-prefill")
     decode.agent.claim([claim])
