@@ -90,7 +90,7 @@ test: lint gpu-double test-go bench-once attack test-c test-wheel ## all tests t
 
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
-LONGEST := ./tcp ./node ./cuda/conformance ./internal/devices ./natsbus
+LONGEST := ./tcp ./node ./local ./cuda/conformance ./internal/devices ./natsbus
 # internal/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
 # tests of node, natsbus and tcp have the same code under the race detector.
 # Up to three tests that fail without a race or a panic run once more, alone, at the end, and are told as flaky if they pass.
