@@ -22,6 +22,7 @@ from vllm_sides import FakeAgent, Status
 from kvconn import Agent
 from kvconn.vllm import scheduler
 from kvconn.vllm.connector import KVConnConnector
+from kvconn.vllm.interface import LEFT, unknown
 
 
 def parameters(function: object) -> list[str]:
@@ -69,6 +70,16 @@ def test_connector_takes_what_vllm_gives() -> None:
         assert taken == given or set(given) - set(taken) <= {"args", "kwargs"}, (name, given, taken)
     abstract = {name for name, value in theirs.items() if getattr(value, "__isabstractmethod__", False)}
     assert abstract <= ours | {"request_finished_all_groups"}
+
+
+def test_what_of_the_interface_is_left_to_vllm() -> None:
+    """Each name of the interface is ours, or is in the table with a reason. None is in both, and none is there for nothing."""
+    assert unknown(base.KVConnectorBase_V1, KVConnConnector) == []
+    newer = type("Newer", (), {**vars(base.KVConnectorBase_V1), "carry_by_pigeon": lambda self: None})
+    assert unknown(newer, KVConnConnector) == ["carry_by_pigeon"]
+    assert not set(LEFT) & set(vars(KVConnConnector))
+    older = tuple(int(part) for part in importlib.metadata.version("vllm").split(".")[:2]) < (0, 32)
+    assert older or set(LEFT) <= set(vars(base.KVConnectorBase_V1))
 
 
 def test_fake_agent_is_like_the_agent() -> None:

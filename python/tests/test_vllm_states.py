@@ -143,6 +143,39 @@ def test_prefix_that_each_engine_has(make_pair: Any) -> None:
     assert all(len(work.block_ids[place]) == 1 and work.first_block[place] == 0 for work in loads for place in states)
 
 
+def test_prefix_of_which_decode_has_no_state(make_pair: Any) -> None:
+    """What came by a load has its state at the prompt's end only. The next prompt with that prefix loads what follows, and a state."""
+    pair = make_pair()
+    assert pair.d.engine.ours.supports_divergent_local_hybrid_hits
+    states = [place for place, spec in pair.d.layers.values() if "Mamba" in type(spec).__name__]
+    (attention,) = set(range(3)) - set(states)
+    prefix = text(5 * BLOCK)
+    for more, first in ((40, 0), (3, 5), (2 * BLOCK + 1, 5), (100, 5)):
+        _, ours = pair.add(prefix + text(more))
+        pair.run()
+        assert pair.d.engine.texts[ours.request_id] == [7] * 20 and not pair.d.failures
+        (load,) = [work for meta in pair.d.engine.metas for work in meta.loads if work.req_id == ours.request_id]
+        assert load.first_block[attention] == first
+        assert all(len(load.block_ids[place]) == 1 and load.first_block[place] == 0 for place in states)
+    # Without a transfer such a prefix is computed again: there is no state to go on from.
+    alone = pair.d.engine.add(prefix + text(30), None, max_tokens=2)
+    pair.run()
+    assert pair.d.engine.texts[alone.request_id] == [7] * 2
+
+
+def test_load_that_fails_behind_such_a_prefix(make_pair: Any) -> None:
+    """Decode computes the prompt from its begin: its state is of no use."""
+    pair = make_pair(policy="recompute")
+    prefix = text(5 * BLOCK)
+    pair.add(prefix + text(40))
+    pair.run()
+    theirs, ours = pair.add(prefix + text(20))
+    pair.d.step()
+    pair.p.engine.abort(theirs)
+    pair.run()
+    assert pair.d.engine.texts[ours.request_id] == [7] * 20 and pair.d.failures == [ours.request_id]
+
+
 def test_prompt_that_decode_has_whole(make_pair: Any) -> None:
     """Its state came by a load, and vLLM has kept it: decode goes on from it, and loads nothing."""
     pair = make_pair()

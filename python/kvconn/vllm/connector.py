@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.v1.core.sched.output import SchedulerOutput as _SchedulerOutput
 
 from .groups import make_groups, transfer_groups
+from .interface import unknown
 from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
 from .names import OWN, called
@@ -139,6 +140,8 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             partial = early != OFF and _TELLS_PREEMPTIONS
             for remark in understood(self._name, extra, role_of(transfer)).remarks:
                 logger.info(remark)
+            if new := unknown(_base.KVConnectorBase_V1, KVConnConnector):
+                logger.warning("this vLLM asks a connector for %s, which kvconn does not know: vLLM's defaults hold", ", ".join(new))
             self._scheduler = SchedulerSide(
                 transfer.kv_role,
                 groups,
@@ -190,6 +193,15 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         self.set_xfer_handshake_metadata(metadata)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether vLLM may count a prefix as cached of which it has the attention, but not the states.
+
+        A load brings a state whole, so such a prefix need not be carried again. If the load fails, vLLM computes the whole prompt. A
+        window that lags would have a gap between its blocks and the load's.
+        """
+        return self._sched.loads_states and _HAS_FAILED
 
     @_timed
     def on_new_request(self, request: Any) -> None:

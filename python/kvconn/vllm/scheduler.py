@@ -82,6 +82,11 @@ class SchedulerSide:
         self._new_claims: list[Record] = []  # CLAIMED since the last step, unless they have gone on since
         self._owners: OrderedDict[str, str] = OrderedDict()  # by transfer: the request that has it, or had it
 
+    @property
+    def loads_states(self) -> bool:
+        """Whether requests come with states, and no group of another kind lacks a part of its prefix."""
+        return self._can_decode and self._states and not any(group.loses_blocks for group in self._groups)
+
     def found_at(self, bootstrap_addr: str) -> None:
         self._bootstrap_addr = bootstrap_addr
 
