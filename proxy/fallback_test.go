@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 
 	"go.uber.org/zap"
 	"go.uber.org/zap/zaptest/observer"
@@ -65,13 +66,22 @@ func TestFallbackWhilePrefillIsDown(t *testing.T) {
 			!strings.Contains(e[0].ContextMap()["reason"].(string), "prefill server "+pe.URL) || e[0].ContextMap()["decode"] != de.URL {
 			t.Errorf("logged %+v", logged.All())
 		}
+		began := time.Now()
+		for range 30 { // each is counted; the log has a burst, and then a line each second
+			r.post(t, `{"max_tokens":7}`)
+			de.next(t)
+		}
+		fallbacks(t, r, "31")
+		if lines, most := logged.FilterMessageSnippet("a decode server computes the prompt itself").Len(), 11+int(time.Since(began).Seconds()); lines > most {
+			t.Errorf("%d lines of the log, want at most %d", lines, most)
+		}
 		pe.ready.Store(true)
 		r.waitAllUp(t)
 		if resp, body := r.post(t, `{"max_tokens":7}`); resp.StatusCode != 200 {
 			t.Fatalf("%s %s", resp.Status, body)
 		}
 		pe.next(t)
-		fallbacks(t, r, "1")
+		fallbacks(t, r, "31")
 	}
 }
 

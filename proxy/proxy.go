@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/internal/giveback"
+	"github.com/kvconn/kvconn/internal/ratelog"
 )
 
 // Proxy routes completion requests. New makes one, Close ends it.
@@ -29,6 +30,7 @@ type Proxy struct {
 	places     chan struct{} // one for each request in flight
 	metrics    *metrics
 	draining   atomic.Bool
+	lines      struct{ alone, refused, noParams ratelog.Limit } // of the log, about prompts that no prefill server computes
 	bodies     bodies
 	uploads    uploads
 	askTimeout time.Duration // the constant, but in tests

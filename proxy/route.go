@@ -214,7 +214,9 @@ func (p *Proxy) chooseAlone(a *attempt, h *history, last *failure) (ok bool) {
 		why = last.Error()
 	}
 	p.metrics.fallbacks.Inc()
-	p.log.Warn("a decode server computes the prompt itself", a.logFields(zap.String("reason", why))...)
+	p.lines.alone.Do(func(note string) {
+		p.log.Warn("a decode server computes the prompt itself"+note, a.logFields(zap.String("reason", why))...)
+	})
 	return true
 }
 

@@ -70,11 +70,16 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	if reason := refusal(params); reason != "" {
 		a.refusal.Store(&reason)
 		p.metrics.refusals.Inc()
-		p.log.Warn("the prefill server has nothing to load", a.logFields(zap.String("reason", reason))...)
+		p.lines.refused.Do(func(note string) {
+			p.log.Warn("the prefill server has nothing to load"+note, a.logFields(zap.String("reason", reason))...)
+		})
 	}
 	if p.cfg.Contract == NIXL && params == nil {
 		// D must compute the prompt, as it does for one without a whole block.
 		p.metrics.noParams.Inc()
+		p.lines.noParams.Do(func(note string) {
+			p.log.Info("the prefill server answers no kv_transfer_params, so the decode server computes the prompt itself"+note, a.logFields()...)
+		})
 	}
 	p.metrics.prefill.Observe(time.Since(began).Seconds())
 	return params, nil

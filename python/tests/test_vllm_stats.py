@@ -40,7 +40,7 @@ def told() -> KVConnStats:
     recorder.failed("offer", "expired")
     recorder.failed("offer", "expired")
     recorder.step(30e-6)
-    stats = recorder.take(2, 5)
+    stats = recorder.take(2, 5, {"failed_load": [1, 100]})
     assert stats is not None and recorder.take(2, 5) is None
     return stats
 
@@ -71,6 +71,7 @@ def test_two_workers_and_the_scheduler_add_up() -> None:
     assert len(stats.data["moved"]) == 4
     assert stats.data["failed"] == {"load peer_lost": 2, "offer expired": 4}
     assert stats.data["in_flight"] == [7, 1]
+    assert stats.data["computed"] == {"failed_load": [2, 200]}
     assert stats.data["steps"] == {"worker": [30e-6, 30e-6], "scheduler": [10e-6]}
     again = KVConnConnector.build_kv_connector_stats(over_the_wire(stats))
     assert again.data == stats.data
@@ -89,7 +90,7 @@ def test_line_of_the_log() -> None:
     logging.observe(over_the_wire(told()))
     logging.observe(over_the_wire(told()))
     logging.log(lambda text, *values: lines.append(text % values))
-    assert "loads=2" in lines[0] and "offers failed=4" in lines[0]
+    assert "loads=2" in lines[0] and "offers failed=4" in lines[0] and "tokens computed here=200" in lines[0]
 
 
 ONE = {"kv_connector": "KVConnConnector", "kv_connector_module_path": "kvconn.vllm", "kv_role": "kv_consumer"}
@@ -134,6 +135,8 @@ def test_metrics(multi: bool) -> None:
     assert value("expired_offers_total") == 2
     assert (value("transfers_in_flight", side="load"), value("transfers_in_flight", side="offer")) == (2, 5)
     assert value("step_time_seconds_count", part="worker") == 1
+    assert (value("computed_prompts_total", reason="failed_load"), value("computed_tokens_total", reason="failed_load")) == (1, 100)
+    assert value("computed_tokens_total", reason="no_transfer") == 0
     assert registry.get_sample_value("vllm:kvconn_expired_offers_total", {"model_name": "m", "engine": "0"}) == 0
 
 

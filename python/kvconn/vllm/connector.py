@@ -227,7 +227,8 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
 
     @_timed
     def update_connector_output(self, connector_output: Any) -> None:
-        self._sched.worker_reported(connector_output.finished_sending, connector_output.finished_recving)
+        failed = getattr(connector_output, "failed_recving", ())
+        self._sched.worker_reported(connector_output.finished_sending, connector_output.finished_recving, failed)
 
     @_timed
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -252,7 +253,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnStats | None:
         if self._scheduler is not None:
-            return self._recorder.take(*self._scheduler.in_flight())
+            return self._recorder.take(*self._scheduler.in_flight(), computed=self._scheduler.computed.take())
         return self._work.stats()
 
     @classmethod

@@ -61,12 +61,16 @@ _LOADS = [state in (LOADING, FAILING, ENDING) for state in State]
 class Record:
     """What the scheduler side knows of one request."""
 
-    __slots__ = ("cut", "params", "partial", "prompt", "req_id", "state")
+    __slots__ = ("cut", "failed", "params", "partial", "preempted", "prompt", "req_id", "sibling", "state", "tokens")
 
-    def __init__(self, req_id: str, params: Any, state: State) -> None:
+    def __init__(self, req_id: str, params: Any, state: State, tokens: int = 0, sibling: bool = False) -> None:
         self.req_id = req_id
         self.params = params  # PrefillParams, DecodeParams, Refused; None: ASIDE
         self.state = state
+        self.tokens = tokens  # of the prompt that the request came with
+        self.sibling = sibling  # another sample of the same request has its transfer
+        self.failed = False  # decode: its load has failed
+        self.preempted = False  # since it was last in a step
         self.cut = False  # prefill: the prompt ends one token early
         self.prompt = 0  # prefill: the fingerprint of the prompt that the request came with
         self.partial: Partial | None = None  # prefill: what of the prompt is offered while it is computed

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Optional, Union
 
 from . import params as _params
+from .computed import Computed
 from .groups import Group, first_kept
 from .metadata import BlockIds, CancelWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
 from .params import BadParams, DecodeParams, PrefillParams, Refused, parse
@@ -79,6 +80,7 @@ class SchedulerSide:
         self._batches, self._empty_steps = batches, 0  # that vLLM has under way at once; steps without tokens, one after the other
         self._prompts = Prompts(cache_dir)
         self._requests = Records()
+        self.computed = Computed(kv_role)
         self._new_claims: list[Record] = []  # CLAIMED since the last step, unless they have gone on since
         self._owners: OrderedDict[str, str] = OrderedDict()  # by transfer: the request that has it, or had it
 
@@ -96,11 +98,13 @@ class SchedulerSide:
         req_id = request.request_id
         record = self._requests.get(req_id)
         if record is None:
-            record = Record(req_id, *self._judge(req_id, request))
+            params, state, sibling = self._judge(req_id, request)
+            record = Record(req_id, params, state, int(request.num_prompt_tokens), sibling)
             self._requests.add(record)
         return record
 
-    def _judge(self, req_id: str, request: Any) -> tuple[Params, State]:
+    def _judge(self, req_id: str, request: Any) -> tuple[Params, State, bool]:
+        """What a request asks for, the state in which it begins, and whether another sample of the same request has its transfer."""
         asked = request.kv_transfer_params
         try:
             params = self._accept(req_id, parse(asked))
@@ -110,13 +114,13 @@ class SchedulerSide:
                 raise BadParams("a prompt of embeddings, or of a session, is not carried for a model with states: its end is not known")
         except _Taken as taken:  # an ordinary case
             logger.info("request %s takes no part in a transfer: %s", req_id, taken)
-            return None, ASIDE
+            return None, ASIDE, True
         except BadParams as error:
             logger.warning("request %s: kv_transfer_params: %s", req_id, error)
-            return Refused(str(error), loads=_params.asks_for_load(asked)), REFUSED
+            return Refused(str(error), loads=_params.asks_for_load(asked)), REFUSED, False
         if params is None:
-            return None, ASIDE
-        return params, TO_PREFILL if isinstance(params, PrefillParams) else TO_LOAD
+            return None, ASIDE, False
+        return params, TO_PREFILL if isinstance(params, PrefillParams) else TO_LOAD, False
 
     def _accept(self, req_id: str, params: PrefillParams | DecodeParams | None) -> PrefillParams | DecodeParams | None:
         if params is None:
@@ -322,8 +326,11 @@ class SchedulerSide:
             return None  # a router that speaks Mooncake's contract knows the address by itself
         return _params.answer(params.transfer_id, self._engine_id, self._bootstrap_addr, block_ids, self._sizes, tokens)
 
-    def worker_reported(self, sent: Any, received: Any) -> None:
-        """Both arguments may also name requests of another connector that runs beside this one."""
+    def worker_reported(self, sent: Any, received: Any, failed: Any = ()) -> None:
+        """Each argument may also name requests of another connector that runs beside this one.
+
+        failed: those of received whose load has failed.
+        """
         for req_id in sent or ():
             record = self._requests.get(req_id)
             if record is not None and record.state is OFFERED:
@@ -335,6 +342,7 @@ class SchedulerSide:
             if record.state is ENDING:
                 self._requests.forget(record)
             elif record.state in (LOADING, FAILING):
+                record.failed = record.state is FAILING or (failed is not None and req_id in failed)
                 self._requests.move(record, SETTLED)
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -349,6 +357,8 @@ class SchedulerSide:
         self._empty_steps = 0 if num_scheduled_tokens else self._empty_steps + 1
         # While a batch is under way, the next one must find the worker ready.
         meta.empty_step = self._empty_steps >= self._batches
+        if output is not None:
+            self.computed.step(output, self._requests)
         if self._partials is not None and output is not None:
             self._partials.step(output, self._requests, meta)
             if self._empty_steps > self._batches:

@@ -13,6 +13,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as _metrics
 
 from ..errors import Status
+from .computed import REASONS
 
 # The times of steps are told with other news, or once a second: to tell each one would cost more than the step.
 _EVERY_S = 1.0
@@ -23,7 +24,7 @@ _SIDES = ("load", "offer")
 
 
 def _empty() -> dict[str, Any]:
-    return {"moved": [], "failed": {}, "in_flight": [], "steps": {}}
+    return {"moved": [], "failed": {}, "in_flight": [], "steps": {}, "computed": {}}
 
 
 class KVConnStats(_metrics.KVConnectorStats):
@@ -33,6 +34,7 @@ class KVConnStats(_metrics.KVConnectorStats):
     failed: how many transfers ended badly, by "side reason".
     in_flight: [loads, offers].
     steps: the seconds of each step, by part of the connector.
+    computed: [prompts, tokens] that this engine computed though the pair's other engine was to, by reason (computed.py).
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -54,6 +56,9 @@ class KVConnStats(_metrics.KVConnectorStats):
         self.data["in_flight"] = theirs["in_flight"] or self.data["in_flight"]
         for part, steps in theirs["steps"].items():
             self.data["steps"].setdefault(part, []).extend(steps)
+        for reason, counts in theirs["computed"].items():
+            before = self.data["computed"].get(reason, (0, 0))
+            self.data["computed"][reason] = [mine + more for mine, more in zip(before, counts)]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -73,6 +78,9 @@ class KVConnStats(_metrics.KVConnectorStats):
                 out[f"{side}s: MB/s"] = round(size / 1e6 / seconds, 1) if seconds > 0 else 0.0
                 out[f"{side}s: avg wait ms"] = round(sum(row[4] for row in rows) / len(rows) * 1e3, 3)
                 out[f"{side}s: avg descriptors"] = round(sum(row[5] for row in rows) / len(rows), 1)
+        if computed := self.data["computed"].values():
+            out["prompts computed here"] = sum(prompts for prompts, _ in computed)
+            out["tokens computed here"] = sum(tokens for _, tokens in computed)
         steps = sorted(second for part in self.data["steps"].values() for second in part)
         if steps:
             out["step median us"] = round(steps[len(steps) // 2] * 1e6, 1)
@@ -109,11 +117,13 @@ class Recorder:
         if len(self._steps) < _STEPS:
             self._steps.append(seconds)
 
-    def take(self, loads: int = 0, offers: int = 0) -> KVConnStats | None:
+    def take(self, loads: int = 0, offers: int = 0, computed: dict[str, list[int]] | None = None) -> KVConnStats | None:
         """The statistics since the last call; None if there is nothing new, which is nearly always."""
         in_flight, now, stats = [loads, offers], time.monotonic(), self._stats
         if in_flight != self._in_flight:
             self._in_flight = stats.data["in_flight"] = in_flight
+        if computed:
+            stats.data["computed"] = computed
         if stats.is_empty() and not (self._steps and now - self._told >= _EVERY_S):
             return None
         if self._steps:
@@ -171,6 +181,16 @@ class KVConnPromMetrics(_metrics.KVConnectorPromMetrics):
             documentation="Prefilled requests that no decode engine asked for in time.",
             labelnames=labelnames,
         )
+        self._computed_prompts = counter(
+            name="vllm:kvconn_computed_prompts",
+            documentation="Prompts that this engine computed though the other engine of the pair was to compute or to load them.",
+            labelnames=[*labelnames, "reason"],
+        )
+        self._computed_tokens = counter(
+            name="vllm:kvconn_computed_tokens",
+            documentation="The tokens of these prompts that were computed.",
+            labelnames=[*labelnames, "reason"],
+        )
         self._in_flight = gauge(
             name="vllm:kvconn_transfers_in_flight",
             documentation="Requests whose transfer is under way.",
@@ -185,6 +205,9 @@ class KVConnPromMetrics(_metrics.KVConnectorPromMetrics):
         )
         for labels in per_engine_labelvalues.values():  # so that a counter which is 0 can be seen
             self._expired.labels(*labels)
+            for reason in REASONS:
+                self._computed_prompts.labels(*labels, reason)
+                self._computed_tokens.labels(*labels, reason)
             for side in _SIDES:
                 self._in_flight.labels(*labels, side).set(0)
 
@@ -202,6 +225,9 @@ class KVConnPromMetrics(_metrics.KVConnectorPromMetrics):
             self._failed.labels(*labels, side, reason).inc(count)
             if side == "offer" and reason == "expired":
                 self._expired.labels(*labels).inc(count)
+        for reason, (prompts, tokens) in transfer_stats_data["computed"].items():
+            self._computed_prompts.labels(*labels, reason).inc(prompts)
+            self._computed_tokens.labels(*labels, reason).inc(tokens)
         for side, count in zip(_SIDES, transfer_stats_data["in_flight"]):
             self._in_flight.labels(*labels, side).set(count)
         for part, steps in transfer_stats_data["steps"].items():

@@ -1,0 +1,109 @@
+"""Prompts that an engine computed though another engine was to: counted, and said in the log.
+
+A pair whose requests name no transfer, or whose loads all fail, gives right answers. It only does its work twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .params import Refused
+from .records import ASIDE, REFUSED, SETTLED, Record
+
+logger = logging.getLogger("kvconn.vllm")
+
+# Why a prompt was computed here. The words are labels of a metric.
+FAILED = "failed_load"
+NO_TRANSFER = "no_transfer"
+BAD_PARAMS = "bad_params"
+NOT_TAKEN = "not_taken"
+PREEMPTED = "preempted"
+SIBLING = "sibling"
+REASONS = {
+    FAILED: "their loads failed",
+    NO_TRANSFER: "they named no transfer: the router, or the client, sent no kv_transfer_params",
+    BAD_PARAMS: "their kv_transfer_params were refused",
+    NOT_TAKEN: "vLLM took no load for them, as for one that asks for prompt_logprobs",
+    PREEMPTED: "vLLM preempted them, and their loads were gone with their blocks",
+    SIBLING: "another sample of the same request had the transfer",
+}
+# A load leaves the last token to be computed.
+_LEFT = 1
+_EVERY_S = 30.0
+
+
+class Computed:
+    def __init__(self, kv_role: str, clock: Callable[[], float] = time.monotonic) -> None:
+        # An engine of both roles serves prompts of its own too.
+        self._one_role = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(kv_role)
+        self._clock = clock
+        self._new: dict[str, list[int]] = {}  # by reason: prompts and tokens since they were last taken
+        self._unsaid: dict[str, list[int]] = {}  # the same, since the last line of the log
+        self._loaded = 0  # prompts, since the last line
+        self._said = -_EVERY_S
+
+    def step(self, output: Any, records: Mapping[str, Record]) -> None:
+        """Looks at the requests that come into the batch with a step. output is vLLM's SchedulerOutput."""
+        for req_id in getattr(output, "preempted_req_ids", None) or ():
+            if (record := records.get(req_id)) is not None:
+                record.preempted = True
+        for new in output.scheduled_new_reqs:
+            if (record := records.get(new.req_id)) is not None:
+                self._begins(record, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for req_id in cached.resumed_req_ids:
+            if (record := records.get(req_id)) is not None:
+                self._begins(record, cached.num_computed_tokens[cached.req_ids.index(req_id)])
+
+    def _begins(self, record: Record, there: int) -> None:
+        reason = self._reason(record)
+        record.preempted = False
+        if not reason:
+            return
+        tokens = record.tokens - there
+        if tokens > _LEFT:
+            self._add(reason, tokens, record.req_id)
+        elif record.state is SETTLED:
+            self._loaded += 1
+
+    def _reason(self, record: Record) -> str:
+        """Why a request's prompt would be computed here, if it is; none where that is this engine's part."""
+        state = record.state
+        if state is SETTLED:
+            if record.preempted:
+                return PREEMPTED
+            if isinstance(record.params, Refused):
+                return BAD_PARAMS
+            return FAILED if record.failed else NOT_TAKEN
+        if state is ASIDE and self._one_role and not record.preempted:
+            return SIBLING if record.sibling else NO_TRANSFER
+        if state is REFUSED and isinstance(record.params, Refused):
+            return BAD_PARAMS
+        return ""
+
+    def _add(self, reason: str, tokens: int, req_id: str) -> None:
+        for counts in (self._new, self._unsaid):
+            count = counts.setdefault(reason, [0, 0])
+            count[0] += 1
+            count[1] += tokens
+        now = self._clock()
+        if now - self._said < _EVERY_S:
+            return
+        self._said = now
+        why = "; ".join(f"{REASONS[reason]} ({count} prompts, {tokens} tokens)" for reason, (count, tokens) in sorted(self._unsaid.items()))
+        logger.warning(
+            "this engine computed prompts that the other engine of the pair was to compute or to load: %s; the last one is request %s. "
+            "In the same time %d prompts were loaded",
+            why,
+            req_id,
+            self._loaded,
+        )
+        self._unsaid, self._loaded = {}, 0
+
+    def take(self) -> dict[str, list[int]]:
+        """Prompts and tokens by reason since the last call."""
+        new, self._new = self._new, {}
+        return new

@@ -1,0 +1,205 @@
+"""Prompts that an engine computed though the other engine of its pair was to, as vLLM's real scheduler has them come."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
+
+from vllm_engine import BLOCK, OFFLOADING, Engine, decode_kv, prefill_kv
+from vllm_sides import BLOCK as SIDES_BLOCK
+from vllm_sides import first_step, ids
+from vllm_sides import request as made_request
+
+from kvconn.vllm.computed import REASONS, Computed
+from kvconn.vllm.records import Record, State
+from kvconn.vllm.stats import KVConnStats
+
+
+@pytest.fixture
+def make(make: Any) -> Any:
+    """Makes engines that keep what vLLM takes of them as statistics, in each step."""
+
+    def watched(role: str, **more: Any) -> Engine:
+        engine = make(role, **more)
+        engine.told = KVConnStats()
+        engine.take = engine.ours.get_kv_connector_stats
+
+        def taken() -> KVConnStats | None:
+            if (stats := engine.take()) is not None:
+                engine.told.aggregate(stats)
+            return stats
+
+        engine.ours.get_kv_connector_stats = taken
+        return engine
+
+    return watched
+
+
+def counted(engine: Engine) -> dict[str, list[int]]:
+    """Prompts and tokens by reason, since the last call."""
+    engine.ours.get_kv_connector_stats()
+    counts, engine.told = engine.told.data["computed"], KVConnStats()
+    return counts
+
+
+def ends(engine: Engine, request: Any) -> None:
+    engine.run(lambda: engine.finished(request))
+    engine.nothing_is_left()
+
+
+@pytest.mark.parametrize("tokens", [2, BLOCK, BLOCK + 1, 100])
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
+def test_what_was_loaded_is_not_counted(make: Any, tokens: int, hybrid: bool) -> None:
+    engine = make("kv_consumer", hybrid=hybrid)
+    request = engine.add(tokens, decode_kv())
+    engine.step()
+    engine.step(received={request.request_id})
+    ends(engine, request)
+    assert counted(engine) == {}
+
+
+def test_prefix_that_decode_has_is_not_counted(make: Any) -> None:
+    engine = make("kv_consumer")
+    prompt = list(range(100))
+    first = engine.add(prompt, None, max_tokens=1)
+    ends(engine, first)
+    assert counted(engine) == {"no_transfer": [1, 100]}
+    again = engine.add(prompt, decode_kv())
+    engine.step()
+    engine.step(received={again.request_id})
+    ends(engine, again)
+    assert counted(engine) == {}
+
+
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [("kv_consumer", {"no_transfer": [1, 150]}), ("kv_producer", {"no_transfer": [1, 150]}), ("kv_both", {})],
+)
+def test_request_that_names_no_transfer(make: Any, role: str, expected: Any) -> None:
+    """In chunks too: it is counted when it begins. An engine of both roles serves requests of its own."""
+    engine = make(role)
+    ends(engine, engine.add(150, None))
+    assert counted(engine) == expected and counted(engine) == {}
+
+
+def test_prompts_that_prefill_is_there_for_are_not_counted(make: Any) -> None:
+    engine = make("kv_producer")
+    request = engine.add(150, prefill_kv(), max_tokens=1)
+    engine.run(lambda: engine.finished(request))
+    engine.step()
+    engine.step(sent={request.request_id})
+    engine.nothing_is_left()
+    assert counted(engine) == {}
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_load_that_failed(make: Any, policy: str, hybrid: bool) -> None:
+    """A request that fails is not computed."""
+    engine = make("kv_consumer", policy=policy, hybrid=hybrid)
+    request = engine.add(100, decode_kv())
+    engine.step()
+    engine.step(received={request.request_id}, failed={request.request_id})
+    ends(engine, request)
+    assert counted(engine) == ({} if policy == "fail" else {"failed_load": [1, 100]})
+
+
+def test_params_that_were_refused(make: Any) -> None:
+    engine = make("kv_consumer", policy="recompute")
+    load = engine.add(100, {"do_remote_prefill": True})
+    engine.step()
+    engine.step(received={load.request_id}, failed={load.request_id})
+    ends(engine, load)
+    ends(engine, engine.add(30, prefill_kv()))  # at the wrong engine
+    assert counted(engine) == {"bad_params": [2, 130]}
+
+
+def test_request_that_vllm_loads_nothing_for(make: Any) -> None:
+    engine = make("kv_consumer")
+    request = engine.add(100, decode_kv(), skip_reading_prefix_cache=True)
+    engine.step()
+    if engine.loading:
+        pytest.skip("this vLLM, older than 0.31, loads it")
+    ends(engine, request)
+    assert counted(engine) == {"not_taken": [1, 100]}
+
+
+def test_preempted(make: Any) -> None:
+    engine = make("kv_consumer")
+    request = engine.add(100, decode_kv(), max_tokens=8)
+    engine.step()
+    engine.step(received={request.request_id})
+    engine.step()
+    assert counted(engine) == {}
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    ends(engine, request)
+    assert counted(engine) == {"preempted": [1, 100]}
+
+
+def test_second_sample_of_a_request(make: Any) -> None:
+    engine = make("kv_consumer")
+    kv = decode_kv()
+    one, other = engine.add(100, dict(kv)), engine.add(60, dict(kv))
+    records = engine.ours._sched._requests
+    assert records[one.request_id].state is State.CLAIMED
+    records[other.request_id].state, records[other.request_id].params, records[other.request_id].sibling = State.ASIDE, None, True
+    engine.step()
+    engine.step(received={one.request_id})
+    engine.run(lambda: engine.finished(one) and engine.finished(other))
+    assert counted(engine) == {"sibling": [1, 60]}
+
+
+def test_what_another_connector_loaded_is_not_counted(make: Any) -> None:
+    engine = make("kv_consumer", beside=[OFFLOADING])
+    request = engine.add(100, None)
+    output = engine.schedule()
+    (new,) = output.scheduled_new_reqs
+    assert counted(engine) == {"no_transfer": [1, 100]}  # the other one had nothing yet
+    new.num_computed_tokens = 96
+    engine.ours._sched.computed.step(output, engine.ours._sched._requests)
+    assert counted(engine) == {"no_transfer": [1, 4]}
+    engine.abort(request)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_log_says_it_at_once_and_then_each_half_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    computed = Computed("kv_consumer", clock)
+
+    def comes(state: State, tokens: int = 50, there: int = 0) -> str:
+        request = made_request(tokens, None)
+        record = Record(request.request_id, None, state, tokens)
+        computed.step(first_step(request, ids(-(-tokens // SIDES_BLOCK)), there, tokens - there), {record.req_id: record})
+        return record.req_id
+
+    first = comes(State.ASIDE)
+    (line,) = caplog.messages
+    assert f"{REASONS['no_transfer']} (1 prompts, 50 tokens); the last one is request {first}." in line
+    assert line.endswith("0 prompts were loaded")
+    caplog.clear()
+    for _ in range(1000):
+        comes(State.ASIDE)
+    comes(State.SETTLED)
+    comes(State.SETTLED, there=49)
+    clock.now += 29.9
+    comes(State.ASIDE)
+    assert not caplog.messages
+    clock.now += 0.1
+    comes(State.ASIDE)
+    (line,) = caplog.messages
+    assert "(1002 prompts, 50100 tokens)" in line and f"{REASONS['not_taken']} (1 prompts, 50 tokens)" in line
+    assert line.endswith("1 prompts were loaded")
+    assert caplog.records[0].levelno == logging.WARNING
+    assert computed.take() == {"no_transfer": [1003, 50150], "not_taken": [1, 50]}
