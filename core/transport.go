@@ -234,9 +234,12 @@ func PlanBytes(p Plan) (n uint64) {
 // TransferStats is what a transport measured of one transfer.
 type TransferStats struct {
 	Bytes    uint64
-	Segments int    // contiguous runs on this side
-	Nanos    int64  // from first byte to last
-	Via      string // the transport's name; set by the user of the Machine
+	Segments int // contiguous runs on this side
+	// Nanos is how long bytes were under way. In a write that is given bit by bit this leaves out the time in which all
+	// that was given had arrived, where a side can know it: D by tcp and local, and P by tcp. Else it is from the first
+	// byte to the last.
+	Nanos int64
+	Via   string // the transport's name; set by the user of the Machine
 }
 
 // Sink takes a transport's outcomes. Its methods return at once and may be

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from asking import Answer, ServerError, ask, wait_until
+from asking import Answer, ServerError, ask, metric, wait_until
 from vllm_pair import Pair
 
 SUBJECTS = (
@@ -78,6 +78,7 @@ def ask_both(pair: Pair, number: int, tokens: int, max_tokens: int) -> tuple[Ans
     # Different salts: neither way finds the other's prefix in a cache and looks faster than it is.
     single = ask(pair.decode.url, {**body, "cache_salt": f"single-{number}"})
     position = pair.decode.log_size()
+    before = hand_overs(pair)
     through = ask(pair.router.url, {**body, "cache_salt": f"pair-{number}"})
     loads: list[dict[str, Any]] = []
 
@@ -90,7 +91,24 @@ def ask_both(pair: Pair, number: int, tokens: int, max_tokens: int) -> tuple[Ans
             wait_until("the load's line in the decode server's log", logged, 5)
         except TimeoutError:
             through.error = "the text came without a transfer: the decode server computed the prompt itself"
-    return single, through, loads[-1] if loads else {}
+    if not loads:
+        return single, through, {}
+    if before is not None:
+        try:  # the router may read prefill's answer after decode's first token
+            wait_until("the router's count of hand-overs", lambda: hand_overs(pair)[0] > before[0], 5)
+            loads[-1]["hand_over_ms"] = (hand_overs(pair)[1] - before[1]) * 1e3
+        except TimeoutError as error:
+            through.error = str(error)
+    return single, through, loads[-1]
+
+
+def hand_overs(pair: Pair) -> tuple[float, float] | None:
+    """How many hand-overs the router has seen, and their seconds; None: another router, which does not say."""
+    name = "kvconn_proxy_hand_over_seconds"
+    try:
+        return metric(pair.router.url, f"{name}_count"), metric(pair.router.url, f"{name}_sum")
+    except ServerError:
+        return None
 
 
 def show(number: int, single: Answer, through: Answer, load: dict[str, Any]) -> bool:
@@ -109,9 +127,11 @@ def show(number: int, single: Answer, through: Answer, load: dict[str, Any]) -> 
     )
     if load:
         say(
-            f"           carried {load['bytes']:,} bytes in {load['blocks']} blocks by {load['transport']}:"
-            f" {load['ms']:.2f} ms, {load['gb_per_s']:.2f} GB/s (before that {load['wait_ms']:.1f} ms for the prefill)"
+            f"           carried {load['bytes']:,} bytes in {load['blocks']} blocks by {load['transport']}: {load['ms']:.2f} ms under way,"
+            f" {load['gb_per_s']:.2f} GB/s; the other {load['wait_ms']:.1f} ms it waited for the prefill"
         )
+    if (took := load.get("hand_over_ms")) is not None:
+        say(f"           hand-over {took:.1f} ms, from prefill's first token to decode's")
     return equal
 
 
@@ -190,9 +210,12 @@ def summary(rows: list[tuple[Answer, Answer, dict[str, Any]]], tokens: int) -> N
     if loads:
         say(
             f"transfers: {sum(load['bytes'] for load in loads):,} bytes in {len(loads)} loads, median "
-            f"{statistics.median(load['ms'] for load in loads):.2f} ms, "
+            f"{statistics.median(load['ms'] for load in loads):.2f} ms under way, "
             f"{statistics.median(load['gb_per_s'] for load in loads):.2f} GB/s"
         )
+    handed = [load["hand_over_ms"] for load in loads if "hand_over_ms" in load]
+    if handed:
+        say(f"hand-over, from prefill's first token to decode's: median {statistics.median(handed):.1f} ms")
 
 
 def main() -> int:

@@ -74,6 +74,10 @@ func TestConformance(t *testing.T) {
 	})
 }
 
+func TestTimeAtRest(t *testing.T) {
+	coretest.TimeAtRest(t, fixture(opener(suiteConfig)), "received")
+}
+
 // TestProcesses holds local to the promises between processes.
 func TestProcesses(t *testing.T) {
 	for name, kind := range processes {

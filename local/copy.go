@@ -305,6 +305,7 @@ func (r *receiver) copied(b *batch, n uint64, err error) {
 	default:
 		told = r.takes(in)
 	}
+	in.paces()
 	if err != nil {
 		r.halt(in)
 	}
@@ -374,5 +375,5 @@ func (r *receiver) broken(in *inbound, err error) {
 
 // stats are those of a transfer that has arrived.
 func (in *inbound) stats() core.TransferStats {
-	return core.TransferStats{Bytes: in.copied, Segments: in.into.pieces(), Nanos: time.Since(in.first).Nanoseconds()}
+	return core.TransferStats{Bytes: in.copied, Segments: in.into.pieces(), Nanos: in.moves.Sum(time.Now()).Nanoseconds()}
 }

@@ -33,6 +33,7 @@ var defects = []faulttest.Defect{
 	{"local-unread", "TestStrangers"},
 	{"local-unfenced", "TestFence"},
 	{"local-buried-alive", "TestStoppedInRevoke"},
+	{"local-rest-counts", "TestTimeAtRest"},
 }
 
 // TestDefects: each defect is found by its test, and the list has all places.

@@ -87,6 +87,7 @@ func (r *receiver) heardRuns(src *source, grant random, f *spoken) error {
 	inline := false
 	if len(f.runs) > 0 {
 		in.todo = append(in.todo, f.piece)
+		in.paces()
 		r.enqueue(in)
 		// A small transfer is copied at once: to wake a worker takes longer. A device may take its time.
 		if inline = n <= copyAtOnce && r.workers == 0 && !r.t.places.any(); !inline {

@@ -13,6 +13,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/spans"
+	"github.com/kvconn/kvconn/internal/stopwatch"
 )
 
 // receiver is D's half: the P agents that it was told to connect to, and the transfers that it
@@ -52,7 +53,8 @@ type inbound struct {
 	proof   uint64    // what is in the gate while P keeps the blocks; 0: P is to be asked
 	first   time.Time // when P said anything of it
 	copied  uint64
-	flying  int           // copies under way
+	flying  int // copies under way
+	moves   stopwatch.Watch
 	hung    int           // of them, those that were given up
 	untold  chan struct{} // of ends, if the end is told when these have ended
 	quiet   chan struct{} // closed when none is; nil: nobody waits
@@ -63,6 +65,12 @@ type inbound struct {
 	stopped bool          // as P asked; D says when no copy is under way
 	asks    bool          // a copy did not prove by itself that P has kept the blocks
 	done    bool          // P was asked whether it has
+}
+
+// paces says whether there is anything that P has said and that is not copied, or whether P is asked if it has kept its blocks;
+// receiver.mu is held.
+func (in *inbound) paces() {
+	in.moves.Run(len(in.todo) > 0 || in.flying > 0 || in.done || fault.On("local-rest-counts"), time.Now())
 }
 
 // mostSpans bounds the spans that are kept of what P says, which leaves holes only where its blocks

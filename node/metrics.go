@@ -36,8 +36,8 @@ func newMetrics(c *Config, stats func() Stats) *metrics {
 		m.registry.MustRegister(h)
 		return h
 	}
-	m.wait = histogram("kvconn_wait_seconds", "From the engine's call to the first byte, of halves that ended well.")
-	m.transfer = histogram("kvconn_transfer_seconds", "From the first byte to the last, of halves that ended well.")
+	m.wait = histogram("kvconn_wait_seconds", "From the engine's call to the end, without the transfer, of halves that ended well.")
+	m.transfer = histogram("kvconn_transfer_seconds", "How long bytes were under way, of halves that ended well.")
 	for _, d := range described {
 		m.described[d.name] = prometheus.NewDesc(d.name, d.help, d.labels, rank)
 	}

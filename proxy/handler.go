@@ -127,7 +127,11 @@ func (p *Proxy) finish(r *request) {
 	if r.last == nil {
 		f = append(f, zap.String("request_id", r.id))
 	} else {
-		f = r.last.logFields(append(f, zap.Int("attempts", r.last.number+1))...)
+		f = append(f, zap.Int("attempts", r.last.number+1))
+		if took, both := r.last.handOver.both(); both {
+			f = append(f, zap.Duration("hand_over", took))
+		}
+		f = r.last.logFields(f...)
 	}
 	if r.err != nil {
 		f = append(f, zap.Error(r.err))

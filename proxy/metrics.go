@@ -11,6 +11,7 @@ type metrics struct {
 	seconds   *prometheus.HistogramVec
 	firstByte prometheus.Histogram
 	prefill   prometheus.Histogram
+	handOver  prometheus.Histogram
 	retries   *prometheus.CounterVec
 	noParams  prometheus.Counter
 	refusals  prometheus.Counter
@@ -31,6 +32,8 @@ func newMetrics(p *Proxy) *metrics {
 			Help: "From a completion request's arrival to the first bytes of the decode server's answer, retries included."}),
 		prefill: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "kvconn_proxy_prefill_seconds", Buckets: buckets,
 			Help: "Time from a request to a prefill server until its answer."}),
+		handOver: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "kvconn_proxy_hand_over_seconds", Buckets: buckets,
+			Help: "From a prefill server's answer, which has the first token, to the decode server's first token, of requests that stream."}),
 		retries: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvconn_proxy_retries_total",
 			Help: "Failed attempts that the router repeated with another engine, by the role of the engine that failed."}, []string{"role"}),
 		noParams: prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_prefills_without_params_total",
@@ -40,7 +43,7 @@ func newMetrics(p *Proxy) *metrics {
 		fallbacks: prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_fallbacks_total",
 			Help: "Attempts in which a decode server got a request alone, since no prefill server could serve it (--fallback-decode)."}),
 	}
-	m.registry.MustRegister(m.requests, m.seconds, m.firstByte, m.prefill, m.retries, m.noParams, m.refusals, m.fallbacks,
+	m.registry.MustRegister(m.requests, m.seconds, m.firstByte, m.prefill, m.handOver, m.retries, m.noParams, m.refusals, m.fallbacks,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_requests_in_flight",
 			Help: "Completion requests under way."}, func() float64 { return float64(len(p.places)) }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_body_bytes",

@@ -58,6 +58,9 @@ func (p *Proxy) tryAtOnce(w http.ResponseWriter, dctx context.Context, cancelD c
 		defer a.place.done()
 		defer cancelP()
 		_, f := p.prefill(pctx, a)
+		if f == nil {
+			p.observeHandOver(a.handOver.prefilled(time.Since(a.began)))
+		}
 		if a.prompt != nil {
 			close(a.prompt.done)
 		}
@@ -93,6 +96,7 @@ func (p *Proxy) tryInTurn(w http.ResponseWriter, ctx context.Context, a *attempt
 		if params, f = p.prefill(ctx, a); f != nil {
 			return f
 		}
+		p.observeHandOver(a.handOver.prefilled(time.Since(a.began)))
 		a.held.add(int64(len(params)))
 	}
 	d, f := p.decode(ctx, a, params)
@@ -109,6 +113,9 @@ func (p *Proxy) relay(w http.ResponseWriter, ctx context.Context, a *attempt, d 
 	a.letGo() // D has begun, so that nobody is asked anew
 	a.toPrefill.letGo()
 	p.metrics.firstByte.Observe(time.Since(a.began).Seconds())
+	if d.streams() && !a.alone() { // else D's first byte comes with its last token
+		p.observeHandOver(a.handOver.streams(time.Since(a.began)))
+	}
 	a.outcome = strconv.Itoa(d.resp.StatusCode)
 	d.resp.Header.Set("X-Request-Id", a.id)
 	var err error

@@ -76,6 +76,7 @@ type attempt struct {
 	toPrefill, toDecode sent
 	prompt              *prompt // P's answer, if D's lacks something of it
 	refusal             atomic.Pointer[string]
+	handOver            handOver
 }
 
 // refused is P's failure, which takes the place of D's answer if P said that there is nothing

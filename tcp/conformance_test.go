@@ -69,6 +69,10 @@ func TestConformance(t *testing.T) {
 	})
 }
 
+func TestTimeAtRest(t *testing.T) {
+	coretest.TimeAtRest(t, fixture(opener(3, 0, 0)), "received", "written")
+}
+
 // TestProcesses holds tcp to the promises between processes.
 func TestProcesses(t *testing.T) {
 	for name, kind := range processes {

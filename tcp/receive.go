@@ -12,7 +12,9 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/spans"
+	"github.com/kvconn/kvconn/internal/stopwatch"
 )
 
 // receiver is D's half: the P agents that it was told to connect to, and the transfers that they fill.
@@ -52,6 +54,14 @@ type inbound struct {
 	got   uint64
 	cuts  int // runs that streams have cut off its plan
 	first time.Time
+	open  int // frames that streams are reading
+	moves stopwatch.Watch
+}
+
+// reads counts the frames that are being read; receiver.mu is held.
+func (in *inbound) reads(frames int) {
+	in.open += frames
+	in.moves.Run(in.open > 0 || fault.On("stream-rest-counts"), time.Now())
 }
 
 // mostSpans bounds the spans that are kept of a transfer's frames. A sender needs about
@@ -263,6 +273,7 @@ func (s *inStream) frame() error {
 	if err != nil {
 		if in != nil {
 			s.r.mu.Lock()
+			in.reads(-1)
 			in.spans.Remove(h.position+n, h.position+h.length) // P may send these bytes again
 			in.got += n
 			s.r.mu.Unlock()
@@ -291,6 +302,7 @@ func (in *inbound) admit(pos, length uint64) error {
 	if len(in.spans) > in.mostSpans() {
 		return fmt.Errorf("transfer %q: its frames leave more than %d holes", string(in.id), in.mostSpans())
 	}
+	in.reads(1)
 	return nil
 }
 
@@ -298,6 +310,7 @@ func (in *inbound) admit(pos, length uint64) error {
 func (s *inStream) landed(in *inbound, n uint64) error {
 	s.r.mu.Lock()
 	in.got += n
+	in.reads(-1)
 	in.cuts, s.cuts = in.cuts+s.cuts, 0
 	gone := s.r.byID[in.id] != in
 	var told chan struct{}
@@ -306,7 +319,7 @@ func (s *inStream) landed(in *inbound, n uint64) error {
 			s.r.done.add(doneTransfer{grant: in.grant, total: in.total})
 		}
 	}
-	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs) + in.cuts, Nanos: time.Since(in.first).Nanoseconds()}
+	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs) + in.cuts, Nanos: in.moves.Sum(time.Now()).Nanoseconds()}
 	s.r.mu.Unlock()
 	switch {
 	case gone: // another stream's frame was the last, or the transfer has failed, or was revoked and the sender may stop

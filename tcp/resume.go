@@ -61,6 +61,7 @@ func (out *outbound) lose(number int, received uint64) {
 		out.left += lost.length
 	}
 	out.sent = kept
+	out.paces()
 	out.ask = out.ask || touched && out.left == 0 && out.given.bytes == out.total
 }
 

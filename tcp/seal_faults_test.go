@@ -9,8 +9,8 @@ import (
 	"github.com/kvconn/kvconn/internal/faulttest"
 )
 
-// sealDefects are the places of internal/fault in the records of sealed streams, and where P finds
-// out whose a stream is, each with the test that finds it.
+// sealDefects are the places of internal/fault in the records of sealed streams, where P finds out whose a stream is, and where the
+// time of a transfer is taken, each with the test that finds it.
 var sealDefects = []faulttest.Defect{
 	{"seal-tag", "TestHostOnTheWay"},
 	{"seal-nonce", "TestKeysOfStreams"},
@@ -22,6 +22,7 @@ var sealDefects = []faulttest.Defect{
 	{"stream-attempt-again", "TestPlainHelloAgain"},
 	{"stream-attempt-again", "TestHelloAgain"},
 	{"stream-in-the-clear", "TestHelloAgain"},
+	{"stream-rest-counts", "TestTimeAtRest"},
 }
 
 // TestSealDefects: each defect is found by its test, and the list has all places.

@@ -161,7 +161,7 @@ func (s *sender) tell(out *outbound, really bool) {
 	}
 	stats := core.TransferStats{Segments: out.given.runs}
 	if out.err == nil {
-		stats.Bytes, stats.Nanos = out.total, time.Since(out.started).Nanoseconds()
+		stats.Bytes, stats.Nanos = out.total, out.moves.Sum(time.Now()).Nanoseconds()
 	}
 	s.t.sink.Written(out.id, stats, out.err)
 }
@@ -308,6 +308,7 @@ func (s *sender) run(st *outStream) {
 		case out != nil:
 			s.mu.Lock()
 			out.frames--
+			out.paces()
 			tell := s.settle(out)
 			s.mu.Unlock()
 			s.tell(out, tell)

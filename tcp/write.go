@@ -8,26 +8,28 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/spans"
+	"github.com/kvconn/kvconn/internal/stopwatch"
 )
 
 // outbound is one transfer that is sent. Its fields are guarded by sender.mu.
 type outbound struct {
-	id      core.TransferID
-	grant   random
-	peer    *outPeer
-	given   given
-	todo    spans.List  // to send: bytes that no frame has had, and bytes that were lost with a stream
-	left    uint64      // bytes of it
-	total   uint64      // also of the bytes that are not given yet
-	sent    []sentFrame // on the newest stream of each number
-	frames  int         // taken by a stream and not yet written whole
-	started time.Time   // when the first bytes were given
-	wait    *wait       // for a stream of D's, if the transfer cannot go on without one
-	err     error       // ends the transfer when frames is 0
-	over    atomic.Bool // err is set
-	acked   bool        // D has said that all bytes are in: this ends the transfer too
-	ask     bool        // a frame without bytes is to be sent: the transfer has none, or D has all of them
+	id     core.TransferID
+	grant  random
+	peer   *outPeer
+	given  given
+	todo   spans.List  // to send: bytes that no frame has had, and bytes that were lost with a stream
+	left   uint64      // bytes of it
+	total  uint64      // also of the bytes that are not given yet
+	sent   []sentFrame // on the newest stream of each number
+	frames int         // taken by a stream and not yet written whole
+	moves  stopwatch.Watch
+	wait   *wait       // for a stream of D's, if the transfer cannot go on without one
+	err    error       // ends the transfer when frames is 0
+	over   atomic.Bool // err is set
+	acked  bool        // D has said that all bytes are in: this ends the transfer too
+	ask    bool        // a frame without bytes is to be sent: the transfer has none, or D has all of them
 }
 
 // Write implements core.Transport.
@@ -94,9 +96,6 @@ func (t *Transport) Extend(op core.WriteOp) {
 
 // give takes more bytes of a write.
 func (out *outbound) give(part []stretch) error {
-	if out.given.bytes == 0 {
-		out.started = time.Now()
-	}
 	for i := range part {
 		p := &part[i]
 		if p.end > out.total || !out.given.add(p) {
@@ -105,7 +104,13 @@ func (out *outbound) give(part []stretch) error {
 		out.todo.Add(p.position, p.end)
 		out.left += p.end - p.position
 	}
+	out.paces()
 	return nil
+}
+
+// paces says whether bytes are under way; sender.mu is held. When all is given P waits for D's answer, and cannot tell it from them.
+func (out *outbound) paces() {
+	out.moves.Run(out.given.bytes > 0 && (out.frames > 0 || !out.rests() || fault.On("stream-rest-counts")), time.Now())
 }
 
 // Stop implements core.Transport.

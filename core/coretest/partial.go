@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/kvconn/kvconn/core"
 )
@@ -84,6 +85,40 @@ func bitByBit(t *testing.T, f Fixture) {
 	well(t, "t", p, d, d.layout.Bytes(to))
 	d.check(t, delivery{transfer: 1, blocks: to})
 	noReceived(t, d, "t", 1)
+}
+
+// TimeAtRest tests that the time of a transfer, as "received" or "written" tell it, leaves out that in which there was nothing to move.
+// On a slow machine the rest has to be longer until it is more than all else. A side that counts it never gets there.
+func TimeAtRest(t *testing.T, f Fixture, kinds ...string) {
+	f = f.withDefaults()
+	const n, tries = 8, 6
+	spec := []regionSpec{{bytes: 4096, blocks: n * tries}}
+	p, d := pair(t, f, spec, spec)
+	src := [][]core.BlockID{sequence(0, n)}
+	p.paint(1, src)
+	next := 0
+	for _, kind := range kinds {
+		for rest := 200 * time.Millisecond; ; rest *= 5 {
+			id := core.TransferID(fmt.Sprint(kind, " ", rest))
+			dst := [][]core.BlockID{sequence(next, n)}
+			next += n
+			w := beginPartial(p, d, id, src, dst)
+			w.upTo(w.each(n / 2))
+			d.landed([][]core.BlockID{dst[0][n/2-1 : n/2]})
+			time.Sleep(rest)
+			w.upTo(nil)
+			well(t, id, p, d, d.layout.Bytes(dst))
+			o := d.sink.All("received", id)
+			if kind == "written" {
+				o = p.sink.All(kind, id)
+			}
+			if took := time.Duration(o[0].Stats.Nanos); took > 0 && took < rest {
+				break
+			} else if rest > 4*time.Second {
+				t.Fatalf("%s: a transfer that rested for %v took %v", kind, rest, took)
+			}
+		}
+	}
 }
 
 // partialAtOnce has many partial writes under way, in random steps, beside whole writes.

@@ -17,7 +17,7 @@ var place = regexp.MustCompile(`fault\.(?:On|Pick)\("([^"]+)"`)
 
 // Run builds the tests of the package in the working directory with the tag "faults". Each defect must fail its test.
 // Each place in the package must be in the list, and each of the list must have a place, unless elsewhere
-// says that another package has the place or the list. A nil elsewhere says so of none.
+// says that another package has the place or the list. A nil elsewhere says so of none. As many run at once as go test lets run.
 func Run(t *testing.T, defects []Defect, elsewhere func(name string) bool) {
 	t.Helper()
 	dir, err := os.Getwd()
@@ -34,11 +34,14 @@ func Run(t *testing.T, defects []Defect, elsewhere func(name string) bool) {
 		if has[d.Name] == "" && (elsewhere == nil || !elsewhere(d.Name)) {
 			t.Errorf("%s is in the list and has no place", d.Name)
 		}
-		c := exec.Command(program, "-test.run", "^"+d.Test+"$", "-test.timeout", "240s")
-		c.Env = append(os.Environ(), "KVCONN_FAULT="+d.Name)
-		if out, err := c.CombinedOutput(); err == nil || !strings.Contains(string(out), "--- FAIL: "+d.Test) {
-			t.Errorf("%s does not find %s: %v\n%s", d.Test, d.Name, err, out)
-		}
+		t.Run(d.Name+" "+d.Test, func(t *testing.T) {
+			t.Parallel()
+			c := exec.Command(program, "-test.run", "^"+d.Test+"$", "-test.timeout", "240s")
+			c.Env = append(os.Environ(), "KVCONN_FAULT="+d.Name)
+			if out, err := c.CombinedOutput(); err == nil || !strings.Contains(string(out), "--- FAIL: "+d.Test) {
+				t.Errorf("%s does not find %s: %v\n%s", d.Test, d.Name, err, out)
+			}
+		})
 	}
 	for name, file := range has {
 		if !listed[name] && (elsewhere == nil || !elsewhere(name)) {

@@ -180,8 +180,10 @@ class Completion(NamedTuple):
       only fail. ``code`` says why, and is never 0.
 
     ``code`` is 0 or a :class:`~kvconn.Status`; ``reason`` says why in words.
-    ``wait_s`` runs from the call to the first byte, ``transfer_s`` from the first
-    byte to the last.
+    ``transfer_s`` is how long bytes were under way, ``wait_s`` the rest of the time
+    since the call. Of a load by tcp or local, and an offer by tcp, ``transfer_s``
+    leaves out the time in which decode had all that prefill had computed; else it
+    runs from the first byte to the last.
     """
 
     transfer_id: str

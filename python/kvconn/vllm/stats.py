@@ -155,13 +155,13 @@ class KVConnPromMetrics(_metrics.KVConnectorPromMetrics):
         self._bytes = counter(name="vllm:kvconn_bytes", documentation="Bytes of KV cache that were moved.", labelnames=moved)
         self._seconds = histogram(
             name="vllm:kvconn_transfer_time_seconds",
-            documentation="From the first byte of a transfer to its last.",
+            documentation="How long bytes of a transfer were under way.",
             buckets=seconds,
             labelnames=moved,
         )
         self._wait = histogram(
             name="vllm:kvconn_wait_time_seconds",
-            documentation="From the call to the first byte: on the decode side the wait for the prefill engine.",
+            documentation="From the call to the end, without the transfer: on the decode side the wait for the prefill engine.",
             buckets=[*seconds, 1e-4 * 4**10],
             labelnames=moved,
         )
