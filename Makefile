@@ -91,11 +91,13 @@ test: lint gpu-double test-go bench-once attack test-c test-wheel ## all tests t
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
 LONGEST := ./tcp ./node ./local ./cuda/conformance ./internal/devices ./natsbus
+# Packages at once: many tests wait, so one more than there are cores.
+AT_ONCE := $(shell echo $$(($$(nproc) + 1)))
 # internal/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
 # tests of node, natsbus and tcp have the same code under the race detector.
 # Up to three tests that fail without a race or a panic run once more, alone, at the end, and are told as flaky if they pass.
 test-go: | tools ## Go, with the race detector and the invariants on
-	@$(STAGE) go scripts/test-go.sh go $(GO) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v /internal/attack$$)
+	@$(STAGE) go scripts/test-go.sh go $(GO) -p $(AT_ONCE) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v /internal/attack$$)
 
 bench-once: | tools ## each benchmark of Go once, under the race detector, so that none rots
 	@$(STAGE) benchmarks $(GO) test -race -tags invariants -run '^$$' -bench . -benchtime 1x -timeout 20m $(sort $(dir $(shell grep -l '^func Benchmark' $(filter %_test.go,$(GOFILES)))))
