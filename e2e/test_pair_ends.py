@@ -259,6 +259,20 @@ def test_two_hundred_requests_aborted_at_once(pair: Pair) -> None:
     serves(pair)
 
 
+def computed(pair: Pair, reason: str) -> float:
+    """Tokens of prompts that the decode engine was to load and has computed."""
+    return metric(pair.decode.url, "vllm:kvconn_computed_tokens_total", reason=reason)
+
+
+def test_prompts_that_name_no_transfer_are_counted(pair: Pair, narrow: Pair) -> None:
+    """A router that knows of no pair: each answer is right, and nothing moves. The log says it at once, or within half a minute."""
+    before = computed(narrow, "no_transfer")
+    for tokens in (300, 20):
+        assert ask(narrow.decode.url, body(pair, words(tokens))).ok
+    wait_until("both prompts are counted", lambda: computed(narrow, "no_transfer") == before + 320, 10)
+    assert "they named no transfer: the router, or the client, sent no kv_transfer_params" in narrow.decode.log_since(0)
+
+
 @pytest.mark.parametrize(
     ("params", "said"),
     [
@@ -271,10 +285,12 @@ def test_two_hundred_requests_aborted_at_once(pair: Pair) -> None:
 def test_recompute_policy(pair: Pair, narrow: Pair, params: dict[str, Any], said: str) -> None:
     """With kv_load_failure_policy recompute a failed load costs time, and no text."""
     request = body(pair, words(300))
-    position = narrow.decode.log_size()
+    position, reason = narrow.decode.log_size(), "bad_params" if said.endswith("missing") else "failed_load"
+    before = computed(narrow, reason)
     answer = ask(narrow.decode.url, {**request, "kv_transfer_params": params})
     assert answer.ok, answer
     assert answer.text == alone(pair, request).text
+    wait_until("the prompt is counted as computed by decode", lambda: computed(narrow, reason) == before + 300, 10)
     wait_until(f"{said!r} in the log", lambda: said in narrow.decode.log_since(position), 5)
     wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0, 5)
 

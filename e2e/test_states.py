@@ -108,6 +108,18 @@ def test_cached_prefix(pair: Pair) -> None:
         assert max(load["first_block"]) == 5 and min(load["first_block"]) == 0
 
 
+def test_prefix_that_came_by_a_load(pair: Pair) -> None:
+    """Decode has the prefix's attention, but no state of its end. It loads what follows, and the state."""
+    if "granite" not in pair.model:
+        pytest.skip("of the pair that has prefix caching")
+    prefix = words(5 * BLOCK)
+    for more, first in ((words(200), 0), (words(210), 5), (words(2 * BLOCK + 1), 5)):
+        request = body(pair, prefix + more)
+        answer, load = through(pair, request)
+        assert answer.text == alone(pair, request).text
+        assert max(load["first_block"]) == first and min(load["first_block"]) == 0
+
+
 def test_many_at_once(pair: Pair) -> None:
     requests, expected = zip(*(asked(pair, 100 + 170 * n) for n in range(8)))
     with ThreadPoolExecutor(len(requests)) as pool:
