@@ -242,7 +242,7 @@ type (
 		Code      Code
 		Reason    string
 		Blocks    int           // of all groups; of a demand: the first block of group 0 that is demanded
-		Wait      time.Duration // since the engine's call, without Stats.Nanos
+		Wait      time.Duration // of a load: Elapsed without Stats.Nanos; of an offer: until the sending begins
 		Elapsed   time.Duration // from the engine's call to this report
 		State     string        // in which the half ended: "waiting", "sending" …
 		Peer      AgentID       // the other side's agent, if it was known

@@ -236,8 +236,8 @@ type TransferStats struct {
 	Bytes    uint64
 	Segments int // contiguous runs on this side
 	// Nanos is how long bytes were under way. In a write that is given bit by bit this leaves out the time in which all
-	// that was given had arrived, where a side can know it: D by tcp and local, and P by tcp. Else it is from the first
-	// byte to the last.
+	// that was given had arrived, where a side can know it: D by tcp, which counts bytes of the peer's other transfers, and
+	// by local, and P by tcp. Else it is from the first byte to the last.
 	Nanos int64
 	Via   string // the transport's name; set by the user of the Machine
 }

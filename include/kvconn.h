@@ -213,9 +213,10 @@ typedef struct kvconn_completion {
   int32_t code;         /* KVCONN_OK, or a code from 20 on */
   int32_t side;         /* enum kvconn_side */
   uint64_t bytes;       /* moved */
-  uint64_t wait_ns;     /* since the call, without transfer_ns */
-  uint64_t transfer_ns; /* how long bytes were under way. Of a load by tcp or local, and an offer by tcp, this leaves out the time in
-                         * which decode had all that prefill had computed; else it runs from the first byte to the last */
+  uint64_t wait_ns;     /* of a load: the rest of the time since the call; of an offer: until the sending begins */
+  uint64_t transfer_ns; /* how long bytes were under way, and of a load by tcp those of others from the same agent. Loads by tcp and
+                         * local, and offers by tcp, leave out time in which decode had all that was computed; else it runs from the
+                         * first byte to the last */
   uint32_t blocks;
   uint32_t segments; /* contiguous runs in this side's memory; of large plans the parts that they were cut into */
   char transport[8]; /* the one that moved the bytes, "local", "rdma" or "tcp"; empty if none was chosen */

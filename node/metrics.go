@@ -36,7 +36,7 @@ func newMetrics(c *Config, stats func() Stats) *metrics {
 		m.registry.MustRegister(h)
 		return h
 	}
-	m.wait = histogram("kvconn_wait_seconds", "From the engine's call to the end, without the transfer, of halves that ended well.")
+	m.wait = histogram("kvconn_wait_seconds", "Of halves that ended well: of a load the rest of its time, without the transfer, of an offer until the sending begins.")
 	m.transfer = histogram("kvconn_transfer_seconds", "How long bytes were under way, of halves that ended well.")
 	for _, d := range described {
 		m.described[d.name] = prometheus.NewDesc(d.name, d.help, d.labels, rank)

@@ -37,11 +37,11 @@ func TestHandOver(t *testing.T) {
 	for _, contract := range []Contract{Mooncake, NIXL} {
 		t.Run(string(contract), func(t *testing.T) {
 			leaktest.Check(t)
-			answered := make(chan struct{}, 1)
+			answered, answer := make(chan struct{}, 1), `{"kv_transfer_params":{"do_remote_prefill":true}}`
 			p := func(w http.ResponseWriter, _ *http.Request) {
 				time.Sleep(prefill)
 				w.Header().Set("Content-Type", "application/json")
-				io.WriteString(w, `{"kv_transfer_params":{"do_remote_prefill":true}}`)
+				io.WriteString(w, answer)
 				w.(http.Flusher).Flush()
 				answered <- struct{}{}
 			}
@@ -68,6 +68,11 @@ func TestHandOver(t *testing.T) {
 			}
 			if _, sum := handOvers(t, r); sum < least || sum > (took-prefill).Seconds() {
 				t.Errorf("%v s, of a request that took %v", sum, took)
+			}
+			answer = `{"kv_transfer_params":{"kvconn_error":"no blocks"}}`
+			r.post(t, `{"stream":true}`)
+			if count, _ := handOvers(t, r); count != 1 {
+				t.Error("a prompt that D computes is counted")
 			}
 			kind = "application/json"
 			r.post(t, `{}`)

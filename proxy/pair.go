@@ -58,7 +58,7 @@ func (p *Proxy) tryAtOnce(w http.ResponseWriter, dctx context.Context, cancelD c
 		defer a.place.done()
 		defer cancelP()
 		_, f := p.prefill(pctx, a)
-		if f == nil {
+		if f == nil && p.cfg.Contract != SGLang && a.refusal.Load() == nil { // SGLang's prefill answers when the cache has been carried
 			p.observeHandOver(a.handOver.prefilled(time.Since(a.began)))
 		}
 		if a.prompt != nil {
@@ -96,7 +96,9 @@ func (p *Proxy) tryInTurn(w http.ResponseWriter, ctx context.Context, a *attempt
 		if params, f = p.prefill(ctx, a); f != nil {
 			return f
 		}
-		p.observeHandOver(a.handOver.prefilled(time.Since(a.began)))
+		if params != nil && a.refusal.Load() == nil { // else D computes the prompt
+			p.observeHandOver(a.handOver.prefilled(time.Since(a.began)))
+		}
 		a.held.add(int64(len(params)))
 	}
 	d, f := p.decode(ctx, a, params)

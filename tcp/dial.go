@@ -12,6 +12,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/stopwatch"
 )
 
 // inPeer is a P agent, and D's streams to it.
@@ -19,11 +20,13 @@ type inPeer struct {
 	id       core.AgentID
 	endpoint string
 	ticket   random
-	secret   secret   // beside the ticket: the streams are sealed
-	met      bool     // a stream has got through to P
-	tries    int      // streams that have not got through, while none has
-	up       bool     // a stream is open, or its end was not told yet
-	moved    bool     // bytes came since all streams were broken
+	secret   secret // beside the ticket: the streams are sealed
+	met      bool   // a stream has got through to P
+	tries    int    // streams that have not got through, while none has
+	up       bool   // a stream is open, or its end was not told yet
+	moved    bool   // bytes came since all streams were broken
+	reading  int    // frames of transfers, by all streams
+	moves    stopwatch.Watch
 	slots    []inSlot // by number
 }
 

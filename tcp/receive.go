@@ -14,7 +14,6 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/spans"
-	"github.com/kvconn/kvconn/internal/stopwatch"
 )
 
 // receiver is D's half: the P agents that it was told to connect to, and the transfers that they fill.
@@ -54,15 +53,18 @@ type inbound struct {
 	got   uint64
 	cuts  int // runs that streams have cut off its plan
 	first time.Time
-	open  int // frames that streams are reading
-	moves stopwatch.Watch
+	since time.Duration // the peer's time under way then
 }
 
-// reads counts the frames that are being read; receiver.mu is held.
-func (in *inbound) reads(frames int) {
-	in.open += frames
-	in.moves.Run(in.open > 0 || fault.On("stream-rest-counts"), time.Now())
+// reads counts the frames of transfers that are being read from a peer; receiver.mu is held.
+func (p *inPeer) reads(frames int, now time.Time) {
+	p.reading += frames
+	p.moves.Run(p.reading > 0 || fault.On("stream-rest-counts"), now)
 }
+
+// took is how long bytes came from the peer since the transfer's first one. Those of other transfers count: this one may have been in
+// turn behind them. receiver.mu is held.
+func (in *inbound) took() time.Duration { return in.peer.moves.Sum(time.Now()) - in.since }
 
 // mostSpans bounds the spans that are kept of a transfer's frames. A sender needs about
 // one span for each of its streams and for each place where a partial offer gives more,
@@ -259,6 +261,12 @@ func (s *inStream) frame() error {
 	var fault string
 	if in != nil {
 		s.peer.moved = true
+		s.peer.reads(1, time.Now())
+		defer func() {
+			s.r.mu.Lock()
+			defer s.r.mu.Unlock()
+			s.peer.reads(-1, time.Now())
+		}()
 	} else { // an answer that was sent before may be lost
 		answer, fault = s.r.done.answer(h.key)
 	}
@@ -273,7 +281,6 @@ func (s *inStream) frame() error {
 	if err != nil {
 		if in != nil {
 			s.r.mu.Lock()
-			in.reads(-1)
 			in.spans.Remove(h.position+n, h.position+h.length) // P may send these bytes again
 			in.got += n
 			s.r.mu.Unlock()
@@ -295,6 +302,7 @@ func (in *inbound) admit(pos, length uint64) error {
 	}
 	if in.first.IsZero() {
 		in.first = time.Now()
+		in.since = in.peer.moves.Sum(in.first)
 	}
 	if !in.spans.Add(pos, end) {
 		return fmt.Errorf("transfer %q: bytes %d to %d came twice", string(in.id), pos, end)
@@ -302,7 +310,6 @@ func (in *inbound) admit(pos, length uint64) error {
 	if len(in.spans) > in.mostSpans() {
 		return fmt.Errorf("transfer %q: its frames leave more than %d holes", string(in.id), in.mostSpans())
 	}
-	in.reads(1)
 	return nil
 }
 
@@ -310,7 +317,6 @@ func (in *inbound) admit(pos, length uint64) error {
 func (s *inStream) landed(in *inbound, n uint64) error {
 	s.r.mu.Lock()
 	in.got += n
-	in.reads(-1)
 	in.cuts, s.cuts = in.cuts+s.cuts, 0
 	gone := s.r.byID[in.id] != in
 	var told chan struct{}
@@ -319,7 +325,7 @@ func (s *inStream) landed(in *inbound, n uint64) error {
 			s.r.done.add(doneTransfer{grant: in.grant, total: in.total})
 		}
 	}
-	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs) + in.cuts, Nanos: in.moves.Sum(time.Now()).Nanoseconds()}
+	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs) + in.cuts, Nanos: in.took().Nanoseconds()}
 	s.r.mu.Unlock()
 	switch {
 	case gone: // another stream's frame was the last, or the transfer has failed, or was revoked and the sender may stop

@@ -23,6 +23,7 @@ var sealDefects = []faulttest.Defect{
 	{"stream-attempt-again", "TestHelloAgain"},
 	{"stream-in-the-clear", "TestHelloAgain"},
 	{"stream-rest-counts", "TestTimeAtRest"},
+	{"stream-rest-sent", "TestTimeAtRestOfP"},
 }
 
 // TestSealDefects: each defect is found by its test, and the list has all places.

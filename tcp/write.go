@@ -110,7 +110,7 @@ func (out *outbound) give(part []stretch) error {
 
 // paces says whether bytes are under way; sender.mu is held. When all is given P waits for D's answer, and cannot tell it from them.
 func (out *outbound) paces() {
-	out.moves.Run(out.given.bytes > 0 && (out.frames > 0 || !out.rests() || fault.On("stream-rest-counts")), time.Now())
+	out.moves.Run(out.given.bytes > 0 && (out.frames > 0 || !out.rests() || fault.On("stream-rest-sent")), time.Now())
 }
 
 // Stop implements core.Transport.

@@ -180,10 +180,11 @@ class Completion(NamedTuple):
       only fail. ``code`` says why, and is never 0.
 
     ``code`` is 0 or a :class:`~kvconn.Status`; ``reason`` says why in words.
-    ``transfer_s`` is how long bytes were under way, ``wait_s`` the rest of the time
-    since the call. Of a load by tcp or local, and an offer by tcp, ``transfer_s``
-    leaves out the time in which decode had all that prefill had computed; else it
-    runs from the first byte to the last.
+    ``transfer_s`` is how long bytes were under way, and of a load by tcp those of
+    others from the same agent. Loads by tcp and local, and offers by tcp, leave out
+    time in which decode had all that was computed; else it runs from the first byte
+    to the last. ``wait_s`` is the rest of a load's time since the call; of an offer
+    it runs until the sending begins.
     """
 
     transfer_id: str

@@ -130,6 +130,31 @@ def test_request_that_vllm_loads_nothing_for(make: Any) -> None:
     assert counted(engine) == {"not_taken": [1, 100]}
 
 
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
+def test_prompt_below_the_threshold(make: Any, hybrid: bool) -> None:
+    """What decode lacks counts, not the prompt. Prefill hears that it may free. A request with bad params fails as such."""
+    engine = make("kv_consumer", policy="recompute", hybrid=hybrid)
+    engine.ours._sched._recompute_below = 64
+    prompt, kv = list(range(63 + hybrid)), decode_kv()
+    ends(engine, engine.add(prompt, kv))
+    assert engine.released == [kv["transfer_id"]] and counted(engine) == {"below_threshold": [1, len(prompt)]}
+    long = engine.add([*range(400, 464), *([5] * hybrid)], decode_kv())
+    engine.step()
+    engine.step(received={long.request_id})
+    ends(engine, long)
+    assert counted(engine) == {}
+    kv = decode_kv()
+    ends(engine, engine.add([*prompt, *range(300, 320)], kv))  # it has the first 48 or 64 tokens
+    assert engine.released[1:] == [kv["transfer_id"]]
+    ((reason, (prompts, tokens)),) = counted(engine).items()
+    assert reason == "below_threshold" and prompts == 1 and tokens < 64
+    bad = engine.add(30, {"do_remote_prefill": True})
+    engine.step()
+    engine.step(received={bad.request_id}, failed={bad.request_id})
+    ends(engine, bad)
+    assert counted(engine) == {"bad_params": [1, 30]}
+
+
 def test_preempted(make: Any) -> None:
     engine = make("kv_consumer")
     request = engine.add(100, decode_kv(), max_tokens=8)
@@ -140,6 +165,19 @@ def test_preempted(make: Any) -> None:
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     ends(engine, request)
     assert counted(engine) == {"preempted": [1, 100]}
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_preempted_without_a_load(make: Any, failed: bool) -> None:
+    """It was counted when it came."""
+    engine = make("kv_consumer", policy="recompute")
+    request = engine.add(100, decode_kv() if failed else {"do_remote_prefill": True}, max_tokens=8)
+    engine.step()
+    engine.step(received={request.request_id}, failed={request.request_id})
+    engine.run(lambda: request.num_output_tokens > 0)
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    ends(engine, request)
+    assert counted(engine) == {"failed_load" if failed else "bad_params": [1, 100]}
 
 
 def test_second_sample_of_a_request(make: Any) -> None:

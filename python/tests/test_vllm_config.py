@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,16 @@ def test_unknown_key_is_named() -> None:
     config = params.agent_config(vllm_config({"bootstrap_prot": 8998}), CACHES, ONE)
     with pytest.raises(kvconn.ConfigError, match="bootstrap_prot"):
         kvconn.Agent(config)
+
+
+@pytest.mark.parametrize("value", [-1, True, "64", 1.5, None, 1 << 31])
+def test_threshold_of_a_wrong_kind(value: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"kv_recompute_threshold is {value!r}: a number of tokens was expected")):
+        params.recompute_below({"kv_recompute_threshold": value})
+
+
+def test_threshold() -> None:
+    assert params.recompute_below({}) == 0 and params.recompute_below({"kv_recompute_threshold": 64}) == 64
 
 
 @pytest.mark.parametrize("value", ["2", True, -1, 1000])

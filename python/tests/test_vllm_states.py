@@ -163,6 +163,18 @@ def test_prefix_of_which_decode_has_no_state(make_pair: Any) -> None:
     assert pair.d.engine.texts[alone.request_id] == [7] * 2
 
 
+def test_prefix_that_lacks_only_its_state(make_pair: Any) -> None:
+    """There is no token to load but the last, so vLLM goes back to the last state that decode has. Prefill hears that it may free."""
+    pair = make_pair()
+    prefix = text(5 * BLOCK)
+    pair.add(prefix + text(40))
+    pair.run()
+    _, ours = pair.add(prefix + text(1))
+    pair.run()
+    assert pair.d.engine.texts[ours.request_id] == [7] * 20 and not pair.d.failures
+    assert [work.silent for meta in pair.d.engine.metas for work in meta.loads if work.req_id == ours.request_id] == [True]
+
+
 def test_load_that_fails_behind_such_a_prefix(make_pair: Any) -> None:
     """Decode computes the prompt from its begin: its state is of no use."""
     pair = make_pair(policy="recompute")

@@ -20,16 +20,20 @@ FAILED = "failed_load"
 NO_TRANSFER = "no_transfer"
 BAD_PARAMS = "bad_params"
 NOT_TAKEN = "not_taken"
+SHORT = "below_threshold"
 PREEMPTED = "preempted"
 SIBLING = "sibling"
 REASONS = {
     FAILED: "their loads failed",
     NO_TRANSFER: "they named no transfer: the router, or the client, sent no kv_transfer_params",
     BAD_PARAMS: "their kv_transfer_params were refused",
-    NOT_TAKEN: "vLLM took no load for them, as for one that asks for prompt_logprobs",
+    NOT_TAKEN: "there was nothing to load for them in vLLM's view: they ask for prompt_logprobs, or lack no more than a state",
+    SHORT: "they lacked fewer tokens than kv_recompute_threshold",
     PREEMPTED: "vLLM preempted them, and their loads were gone with their blocks",
     SIBLING: "another sample of the same request had the transfer",
 }
+# What is as it should be is counted and not said.
+_SILENT = (SHORT, SIBLING, PREEMPTED)
 # A load leaves the last token to be computed.
 _LEFT = 1
 _EVERY_S = 30.0
@@ -74,21 +78,25 @@ class Computed:
         state = record.state
         if state is SETTLED:
             if record.preempted:
-                return PREEMPTED
+                return PREEMPTED if record.loaded else ""  # else it was counted when it came
             if isinstance(record.params, Refused):
                 return BAD_PARAMS
-            return FAILED if record.failed else NOT_TAKEN
+            return FAILED if record.failed else SHORT if record.short else NOT_TAKEN
         if state is ASIDE and self._one_role and not record.preempted:
-            return SIBLING if record.sibling else NO_TRANSFER
+            if not record.sibling:
+                return NO_TRANSFER
+            return SIBLING if self._one_role == "decode" else ""
         if state is REFUSED and isinstance(record.params, Refused):
             return BAD_PARAMS
         return ""
 
     def _add(self, reason: str, tokens: int, req_id: str) -> None:
-        for counts in (self._new, self._unsaid):
+        for counts in (self._new, self._unsaid) if reason not in _SILENT else (self._new,):
             count = counts.setdefault(reason, [0, 0])
             count[0] += 1
             count[1] += tokens
+        if reason in _SILENT:
+            return
         now = self._clock()
         if now - self._said < _EVERY_S:
             return

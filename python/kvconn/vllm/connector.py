@@ -35,6 +35,7 @@ from .params import (
     check_parallel,
     idle_wait_s,
     rank_of,
+    recompute_below,
     role_of,
     send_early,
     sizes,
@@ -150,6 +151,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
                 partial,
                 batches=getattr(vllm_config, "max_concurrent_batches", 1),
                 cache_dir=vllm_config.load_config.download_dir,
+                recompute_below=recompute_below(extra),
             )
         else:
             self._rank = rank_of(vllm_config.parallel_config, transfer.engine_id)

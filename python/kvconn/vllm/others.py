@@ -63,7 +63,6 @@ _WORDS = {
     "backends": _Word("NIXL", None, "kvconn has transports of its own, see transport"),
     "num_threads": _Word("NIXL", None, "kvconn finds the number of its threads"),
     "enforce_handshake_compat": _Word("NIXL", None, "two engines always compare what they serve"),
-    "kv_recompute_threshold": _Word("NIXL", None, "kvconn loads whatever the prefill engine has"),
     "bidirectional_kv_xfer": _Word("NIXL", None, "kvconn carries caches from prefill to decode only"),
     "decoder_kv_blocks_ttl": _Word("NIXL", None, "kvconn carries caches from prefill to decode only"),
     "engine_ttl": _Word("NIXL", None, "an engine is forgotten when it ends"),

@@ -19,7 +19,8 @@ from .served import cache_dtype, model_keys, must_match
 # Settings of the connector itself. Every other key of kv_connector_extra_config goes to the agent, which refuses unknown ones.
 IDLE_WAIT_MS = "idle_wait_ms"
 SEND_EARLY = "send_early"
-_OWN_KEYS = (IDLE_WAIT_MS, SEND_EARLY)
+RECOMPUTE_BELOW = "kv_recompute_threshold"  # as NIXL's connector calls it
+_OWN_KEYS = (IDLE_WAIT_MS, SEND_EARLY, RECOMPUTE_BELOW)
 _DEFAULT_IDLE_WAIT_MS = 2.0
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
@@ -228,6 +229,14 @@ def idle_wait_s(extra: Mapping[str, Any], parallel_config: Any) -> float:
     if getattr(parallel_config, "data_parallel_size", 1) > 1 and getattr(parallel_config, "is_moe_model", None) is not False:
         return 0.0  # such ranks compute together: the ranks that decode would wait for this one
     return float(value) / 1000
+
+
+def recompute_below(extra: Mapping[str, Any]) -> int:
+    """Decode computes what it lacks of a prompt itself if that is fewer tokens than this; 0: it loads any number."""
+    value = extra.get(RECOMPUTE_BELOW, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+        raise ValueError(f"kv_connector_extra_config: {RECOMPUTE_BELOW} is {value!r}: a number of tokens was expected, or 0 for none")
+    return value
 
 
 LAYERS, CHUNKS, OFF = "layers", "chunks", "off"

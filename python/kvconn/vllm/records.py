@@ -61,7 +61,7 @@ _LOADS = [state in (LOADING, FAILING, ENDING) for state in State]
 class Record:
     """What the scheduler side knows of one request."""
 
-    __slots__ = ("cut", "failed", "params", "partial", "preempted", "prompt", "req_id", "sibling", "state", "tokens")
+    __slots__ = ("cut", "failed", "loaded", "params", "partial", "preempted", "prompt", "req_id", "short", "sibling", "state", "tokens")
 
     def __init__(self, req_id: str, params: Any, state: State, tokens: int = 0, sibling: bool = False) -> None:
         self.req_id = req_id
@@ -69,7 +69,9 @@ class Record:
         self.state = state
         self.tokens = tokens  # of the prompt that the request came with
         self.sibling = sibling  # another sample of the same request has its transfer
+        self.short = False  # decode: what is missing of its prompt is computed, since it is so little
         self.failed = False  # decode: its load has failed
+        self.loaded = False  # decode: its load has ended well
         self.preempted = False  # since it was last in a step
         self.cut = False  # prefill: the prompt ends one token early
         self.prompt = 0  # prefill: the fingerprint of the prompt that the request came with

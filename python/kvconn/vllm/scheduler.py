@@ -66,6 +66,7 @@ class SchedulerSide:
         partial_offers: bool = False,
         batches: int = 1,
         cache_dir: str | None = None,
+        recompute_below: int = 0,
     ) -> None:
         self._can_prefill = kv_role in ("kv_producer", "kv_both")
         self._can_decode = kv_role in ("kv_consumer", "kv_both")
@@ -73,6 +74,7 @@ class SchedulerSide:
         self._groups = groups
         self._states = any(group.state for group in groups)
         self._leaves_last = self._states or any(group.loses_blocks for group in groups)
+        self._recompute_below = recompute_below  # tokens
         self._engine_id, self._sizes = engine_id, dict(sizes or {})
         self._bootstrap_addr = ""  # where decode engines find this engine; the workers tell it
         self._next = KVConnMetadata()
@@ -87,7 +89,8 @@ class SchedulerSide:
     @property
     def loads_states(self) -> bool:
         """Whether requests come with states, and no group of another kind lacks a part of its prefix."""
-        return self._can_decode and self._states and not any(group.loses_blocks for group in self._groups)
+        others = [group for group in self._groups if not group.state]
+        return self._can_decode and self._states and len(others) <= 1 and not any(group.loses_blocks for group in others)
 
     def found_at(self, bootstrap_addr: str) -> None:
         self._bootstrap_addr = bootstrap_addr
@@ -204,6 +207,9 @@ class SchedulerSide:
             return 0, False  # prefill has not cut such a prompt; before 0.31 vLLM would load it
         prompt = int(request.num_prompt_tokens)
         missing = self._loaded_tokens(prompt) - num_computed_tokens
+        record.short = missing < self._recompute_below and state is not REFUSED
+        if record.short:
+            return 0, False
         # The last token is computed here whatever is loaded, because its logits are needed.
         return (missing, True) if missing > 0 and prompt - num_computed_tokens > 1 else (0, False)
 
@@ -343,6 +349,7 @@ class SchedulerSide:
                 self._requests.forget(record)
             elif record.state in (LOADING, FAILING):
                 record.failed = record.state is FAILING or (failed is not None and req_id in failed)
+                record.loaded = not record.failed
                 self._requests.move(record, SETTLED)
 
     # -- steps ------------------------------------------------------------------------------------------------------

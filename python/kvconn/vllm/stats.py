@@ -161,7 +161,7 @@ class KVConnPromMetrics(_metrics.KVConnectorPromMetrics):
         )
         self._wait = histogram(
             name="vllm:kvconn_wait_time_seconds",
-            documentation="From the call to the end, without the transfer: on the decode side the wait for the prefill engine.",
+            documentation="The rest of a load's time: the wait for the prefill engine. Of an offer: until the sending begins.",
             buckets=[*seconds, 1e-4 * 4**10],
             labelnames=moved,
         )
