@@ -53,18 +53,18 @@ type inbound struct {
 	proof   uint64    // what is in the gate while P keeps the blocks; 0: P is to be asked
 	first   time.Time // when P said anything of it
 	copied  uint64
-	flying  int // copies under way
-	moves   stopwatch.Watch
-	hung    int           // of them, those that were given up
-	untold  chan struct{} // of ends, if the end is told when these have ended
-	quiet   chan struct{} // closed when none is; nil: nobody waits
-	over    bool          // no copy begins any more
-	ended   atomic.Bool   // the same, for copies that have several parts
-	stuck   bool          // a device does not end a copy: it may land for ever, and so nobody hears of an end
-	gone    bool          // it is not expected any more: its grant is known while a copy is under way
-	stopped bool          // as P asked; D says when no copy is under way
-	asks    bool          // a copy did not prove by itself that P has kept the blocks
-	done    bool          // P was asked whether it has
+	flying  int             // copies under way
+	hung    int             // of them, those that were given up
+	moves   stopwatch.Watch // while anything is to be copied
+	untold  chan struct{}   // of ends, if the end is told when these have ended
+	quiet   chan struct{}   // closed when none is; nil: nobody waits
+	over    bool            // no copy begins any more
+	ended   atomic.Bool     // the same, for copies that have several parts
+	stuck   bool            // a device does not end a copy: it may land for ever, and so nobody hears of an end
+	gone    bool            // it is not expected any more: its grant is known while a copy is under way
+	stopped bool            // as P asked; D says when no copy is under way
+	asks    bool            // a copy did not prove by itself that P has kept the blocks
+	done    bool            // P was asked whether it has
 }
 
 // paces says whether there is anything that P has said and that is not copied, or whether P is asked if it has kept its blocks;

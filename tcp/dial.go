@@ -20,14 +20,14 @@ type inPeer struct {
 	id       core.AgentID
 	endpoint string
 	ticket   random
-	secret   secret // beside the ticket: the streams are sealed
-	met      bool   // a stream has got through to P
-	tries    int    // streams that have not got through, while none has
-	up       bool   // a stream is open, or its end was not told yet
-	moved    bool   // bytes came since all streams were broken
-	reading  int    // frames of transfers, by all streams
-	moves    stopwatch.Watch
-	slots    []inSlot // by number
+	secret   secret          // beside the ticket: the streams are sealed
+	met      bool            // a stream has got through to P
+	tries    int             // streams that have not got through, while none has
+	up       bool            // a stream is open, or its end was not told yet
+	moved    bool            // bytes came since all streams were broken
+	reading  int             // frames of transfers, by all streams
+	moves    stopwatch.Watch // while there are any
+	slots    []inSlot        // by number
 }
 
 // inSlot is D's stream of one number, and what is known of the former ones.

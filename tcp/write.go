@@ -19,17 +19,17 @@ type outbound struct {
 	grant  random
 	peer   *outPeer
 	given  given
-	todo   spans.List  // to send: bytes that no frame has had, and bytes that were lost with a stream
-	left   uint64      // bytes of it
-	total  uint64      // also of the bytes that are not given yet
-	sent   []sentFrame // on the newest stream of each number
-	frames int         // taken by a stream and not yet written whole
-	moves  stopwatch.Watch
-	wait   *wait       // for a stream of D's, if the transfer cannot go on without one
-	err    error       // ends the transfer when frames is 0
-	over   atomic.Bool // err is set
-	acked  bool        // D has said that all bytes are in: this ends the transfer too
-	ask    bool        // a frame without bytes is to be sent: the transfer has none, or D has all of them
+	todo   spans.List      // to send: bytes that no frame has had, and bytes that were lost with a stream
+	left   uint64          // bytes of it
+	total  uint64          // also of the bytes that are not given yet
+	sent   []sentFrame     // on the newest stream of each number
+	frames int             // taken by a stream and not yet written whole
+	moves  stopwatch.Watch // while bytes are under way
+	wait   *wait           // for a stream of D's, if the transfer cannot go on without one
+	err    error           // ends the transfer when frames is 0
+	over   atomic.Bool     // err is set
+	acked  bool            // D has said that all bytes are in: this ends the transfer too
+	ask    bool            // a frame without bytes is to be sent: the transfer has none, or D has all of them
 }
 
 // Write implements core.Transport.

@@ -173,6 +173,7 @@ class Engine:
         resumable: bool = False,
         embeds: Any = None,
         mixed: bool = False,
+        req_id: str = "",
         **more: Any,
     ) -> Request:
         prompt = tokens if isinstance(tokens, list) else [random.randrange(500) for _ in range(tokens)]
@@ -181,7 +182,7 @@ class Engine:
         if mixed:
             embeds["prompt_is_token_ids"] = [n % 2 == 0 for n in range(len(prompt))]
         ids = None if embeds and not mixed else prompt
-        request = Request(f"r{next(numbers)}", ids, sampling, None, block_hasher=self.hasher, resumable=resumable, **embeds)
+        request = Request(req_id or f"r{next(numbers)}", ids, sampling, None, block_hasher=self.hasher, resumable=resumable, **embeds)
         self.scheduler.add_request(request)
         return request
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .params import Refused
-from .records import ASIDE, REFUSED, SETTLED, Record
+from .records import ASIDE, SETTLED, Record
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -63,14 +63,12 @@ class Computed:
                 self._begins(record, cached.num_computed_tokens[cached.req_ids.index(req_id)])
 
     def _begins(self, record: Record, there: int) -> None:
-        reason = self._reason(record)
+        reason, again = self._reason(record), record.preempted
         record.preempted = False
-        if not reason:
-            return
         tokens = record.tokens - there
-        if tokens > _LEFT:
+        if reason and tokens > _LEFT:
             self._add(reason, tokens, record.req_id)
-        elif record.state is SETTLED:
+        elif record.loaded and not again:
             self._loaded += 1
 
     def _reason(self, record: Record) -> str:
@@ -86,8 +84,6 @@ class Computed:
             if not record.sibling:
                 return NO_TRANSFER
             return SIBLING if self._one_role == "decode" else ""
-        if state is REFUSED and isinstance(record.params, Refused):
-            return BAD_PARAMS
         return ""
 
     def _add(self, reason: str, tokens: int, req_id: str) -> None:
