@@ -75,6 +75,8 @@ func Options() []Option {
 			func(c *Config, a *arg) error { return a.number(0, maxRetries, func(n int64) { c.Retries = int(n) }) }},
 		{"--fallback-decode", "", "", "A decode server gets the request alone and computes the prompt itself when no prefill server is up, or the retries are spent. Not with `sglang`.",
 			func(c *Config, a *arg) error { c.FallbackDecode = true; return a.alone() }},
+		{"--decode-below", "BYTES", "", "A request whose body is smaller goes to a decode server alone, which computes the prompt itself. Not with `sglang`.",
+			func(c *Config, a *arg) error { return a.number(1, 1<<40, func(n int64) { c.DecodeBelow = n }) }},
 		{"--max-requests", "N", count(d.MaxRequests), "Requests in flight; further ones get a 503.",
 			func(c *Config, a *arg) error { return a.number(1, 1<<20, func(n int64) { c.MaxRequests = int(n) }) }},
 		{"--max-body", "BYTES", strconv.FormatInt(d.MaxBody, 10), "The longest body of a request; a longer one gets a 413.",

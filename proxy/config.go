@@ -52,6 +52,9 @@ type Config struct {
 	// up, or if the retries are spent. By the SGLang contract it is refused: decode servers
 	// cannot compute prompts.
 	FallbackDecode bool
+	// DecodeBelow is the size of a body in bytes below which a decode server gets a request alone and computes the prompt itself; 0:
+	// none does. By the SGLang contract it is refused.
+	DecodeBelow int64
 	// AccessLog logs a line for each completion request.
 	AccessLog bool
 
@@ -135,9 +138,12 @@ func (c Config) validate() error {
 	if c.FallbackDecode && c.Contract == SGLang {
 		return fmt.Errorf("proxy: --fallback-decode is set, but the contract is sglang, whose decode servers compute no prompts: leave --fallback-decode out")
 	}
-	if c.MaxBody < 0 || c.BodyMemory < 0 || c.BodyTimeout < 0 || c.MaxRequests < 0 || c.RetryInterval < 0 || c.RefreshInterval < 0 || c.ShutdownTimeout < 0 {
-		return fmt.Errorf("proxy: negative limit among MaxBody %d, BodyMemory %d, BodyTimeout %v, MaxRequests %d, RetryInterval %v, RefreshInterval %v, ShutdownTimeout %v: 0 gives the default",
-			c.MaxBody, c.BodyMemory, c.BodyTimeout, c.MaxRequests, c.RetryInterval, c.RefreshInterval, c.ShutdownTimeout)
+	if c.DecodeBelow != 0 && c.Contract == SGLang {
+		return fmt.Errorf("proxy: --decode-below is set, but the contract is sglang, whose decode servers compute no prompts: leave --decode-below out")
+	}
+	if c.DecodeBelow < 0 || c.MaxBody < 0 || c.BodyMemory < 0 || c.BodyTimeout < 0 || c.MaxRequests < 0 || c.RetryInterval < 0 || c.RefreshInterval < 0 || c.ShutdownTimeout < 0 {
+		return fmt.Errorf("proxy: negative limit among DecodeBelow %d, MaxBody %d, BodyMemory %d, BodyTimeout %v, MaxRequests %d, RetryInterval %v, RefreshInterval %v, ShutdownTimeout %v: 0 gives the default",
+			c.DecodeBelow, c.MaxBody, c.BodyMemory, c.BodyTimeout, c.MaxRequests, c.RetryInterval, c.RefreshInterval, c.ShutdownTimeout)
 	}
 	if d := c.withDefaults(); d.BodyMemory < d.MaxBody+leastReserve {
 		return fmt.Errorf("proxy: --body-memory %d has no room for a body of --max-body %d and %d beside it: raise --body-memory to %d, or lower --max-body",

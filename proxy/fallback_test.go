@@ -85,6 +85,52 @@ func TestFallbackWhilePrefillIsDown(t *testing.T) {
 	}
 }
 
+// A small request goes to D alone, whatever P does. If D fails it, it goes to a pair.
+func TestDecodeBelow(t *testing.T) {
+	leaktest.Check(t)
+	const body = `{"max_tokens":7,"prompt":"hello"}`
+	for _, contract := range []Contract{Mooncake, NIXL} {
+		broken := true
+		once := func(w http.ResponseWriter, r *http.Request) {
+			if broken = !broken; broken {
+				status(500, `{"error":{"message":"no"}}`)(w, r)
+				return
+			}
+			ok(w, r)
+		}
+		pe, de := newPrefill(t, ok, "engine-0"), newEngine(t, once)
+		r := newRouter(t, Config{Prefill: []Prefill{pe.prefill(t)}, Decode: []string{de.URL}, Contract: contract, Retries: 2, DecodeBelow: int64(len(body)) + 1})
+		r.waitAllUp(t)
+		short := func(want string) {
+			t.Helper()
+			if _, text := r.get(t, "/metrics"); !strings.Contains(text, "kvconn_proxy_short_requests_total "+want+"\n") {
+				t.Errorf("want %s short requests: %s", want, text)
+			}
+		}
+		if resp, got := r.post(t, body); resp.StatusCode != 200 || got != `{"text":"ok"}` {
+			t.Fatalf("%s %s", resp.Status, got)
+		}
+		if c := de.next(t); string(c.body[paramsName]) != `{"kvconn_alone":true}` || string(c.body["max_tokens"]) != "7" {
+			t.Errorf("D gets %s", c.body)
+		}
+		if len(pe.calls) != 0 {
+			t.Error("P was asked")
+		}
+		short("1")
+		if resp, got := r.post(t, body); resp.StatusCode != 200 { // D fails it once
+			t.Fatalf("%s %s", resp.Status, got)
+		}
+		pe.next(t)
+		short("2")
+		if resp, got := r.post(t, body+" "); resp.StatusCode != 500 && resp.StatusCode != 200 { // as long as the threshold
+			t.Fatalf("%s %s", resp.Status, got)
+		}
+		pe.next(t)
+		short("2")
+		fallbacks(t, r, "0")
+	}
+}
+
 // A prefill server whose ranks were never heard of counts as down.
 func TestFallbackBeforePrefillIsSeen(t *testing.T) {
 	leaktest.Check(t)

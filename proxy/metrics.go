@@ -16,6 +16,7 @@ type metrics struct {
 	noParams  prometheus.Counter
 	refusals  prometheus.Counter
 	fallbacks prometheus.Counter
+	short     prometheus.Counter
 }
 
 // buckets in seconds: from a router without engines' time to long generations.
@@ -43,7 +44,9 @@ func newMetrics(p *Proxy) *metrics {
 		fallbacks: prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_fallbacks_total",
 			Help: "Attempts in which a decode server got a request alone, since no prefill server could serve it (--fallback-decode)."}),
 	}
-	m.registry.MustRegister(m.requests, m.seconds, m.firstByte, m.prefill, m.handOver, m.retries, m.noParams, m.refusals, m.fallbacks,
+	m.short = prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_short_requests_total",
+		Help: "Requests that a decode server got alone, since they are smaller than --decode-below."})
+	m.registry.MustRegister(m.short, m.requests, m.seconds, m.firstByte, m.prefill, m.handOver, m.retries, m.noParams, m.refusals, m.fallbacks,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_requests_in_flight",
 			Help: "Completion requests under way."}, func() float64 { return float64(len(p.places)) }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_body_bytes",

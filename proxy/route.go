@@ -74,6 +74,7 @@ type attempt struct {
 	prefill, decode target
 	// What each of them is sent.
 	toPrefill, toDecode sent
+	short               bool    // D gets it alone, since it is so small
 	prompt              *prompt // P's answer, if D's lacks something of it
 	refusal             atomic.Pointer[string]
 	handOver            handOver
@@ -147,8 +148,8 @@ func (p *Proxy) route(w http.ResponseWriter, client context.Context, r *request)
 	fallback := false
 	for n := 0; ; n++ {
 		a := &attempt{request: r, number: n, transferID: p.cfg.Contract.newTransferID()} // not from the client's id, which may come twice
-		ok := !fallback && p.choose(client, a, &h)
-		if p.cfg.FallbackDecode && (!ok || !p.balancer.prefill.anyUp()) {
+		ok := n == 0 && p.chooseShort(a) || !fallback && p.choose(client, a, &h)
+		if p.cfg.FallbackDecode && !a.short && (!ok || !p.balancer.prefill.anyUp()) {
 			ok, fallback = p.chooseAlone(a, &h, last), true
 		}
 		if !ok {
@@ -200,6 +201,18 @@ func (p *Proxy) choose(client context.Context, a *attempt, h *history) bool {
 		ok = pick()
 	}
 	return ok
+}
+
+// chooseShort says which D gets the first attempt of a small request, without a P. The next attempts go to pairs.
+func (p *Proxy) chooseShort(a *attempt) bool {
+	if int64(a.size) >= p.cfg.DecodeBelow {
+		return false
+	}
+	var h history
+	if a.decode, a.short = p.balancer.decode.pick(p.balancer.policy, h.refuse, h.avoid); a.short {
+		p.metrics.short.Inc()
+	}
+	return a.short
 }
 
 // chooseAlone says which D gets an attempt without a P. last is the reason; it is nil if

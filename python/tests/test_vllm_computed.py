@@ -88,6 +88,12 @@ def test_request_that_names_no_transfer(make: Any, role: str, expected: Any) -> 
     assert counted(engine) == expected and counted(engine) == {}
 
 
+def test_request_that_the_router_gives_to_decode_alone(make: Any) -> None:
+    engine = make("kv_consumer")
+    ends(engine, engine.add(30, {"kvconn_alone": True}))
+    assert counted(engine) == {"below_threshold": [1, 30]}
+
+
 def test_prompts_that_prefill_is_there_for_are_not_counted(make: Any) -> None:
     engine = make("kv_producer")
     request = engine.add(150, prefill_kv(), max_tokens=1)

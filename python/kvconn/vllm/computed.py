@@ -28,7 +28,7 @@ REASONS = {
     NO_TRANSFER: "they named no transfer: the router, or the client, sent no kv_transfer_params",
     BAD_PARAMS: "their kv_transfer_params were refused",
     NOT_TAKEN: "there was nothing to load for them in vLLM's view: they ask for prompt_logprobs, or lack no more than a state",
-    SHORT: "they lacked fewer tokens than kv_recompute_threshold",
+    SHORT: "they were short: kv_recompute_threshold, or the router's --decode-below",
     PREEMPTED: "vLLM preempted them, and their loads were gone with their blocks",
     SIBLING: "another sample of the same request had the transfer",
 }
@@ -82,7 +82,7 @@ class Computed:
             return FAILED if record.failed else SHORT if record.short else NOT_TAKEN
         if state is ASIDE and self._one_role and not record.preempted:
             if not record.sibling:
-                return NO_TRANSFER
+                return SHORT if record.short else NO_TRANSFER
             return SIBLING if self._one_role == "decode" else ""
         return ""
 

@@ -73,6 +73,9 @@ def asks_for_load(params: Any) -> bool:
     return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
 
 
+ALONE = "kvconn_alone"  # kvconn's router gives the request to this engine alone, on purpose
+
+
 def parse(params: Any) -> PrefillParams | DecodeParams | None:
     """What a request's kv_transfer_params ask for; None when they ask for nothing; BadParams when they make no sense.
 

@@ -103,6 +103,8 @@ class SchedulerSide:
         if record is None:
             params, state, sibling = self._judge(req_id, request)
             record = Record(req_id, params, state, int(request.num_prompt_tokens), sibling)
+            asked = request.kv_transfer_params
+            record.short = state is ASIDE and isinstance(asked, Mapping) and asked.get(_params.ALONE) is True
             self._requests.add(record)
         return record
 
