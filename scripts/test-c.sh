@@ -48,6 +48,8 @@ case_ "exports are those of kvconn.h" exports
 case_ "needs libc only" needs
 case_ "has no fault point" "${PYTHON:-python3}" scripts/check-faults.py $lib
 case_ "has its soname" soname
+case_ "docs/quickstart-c.md, as it stands" "${PYTHON:-python3}" scripts/run-page.py docs/quickstart-c.md 'Build and run the example' --says '5 blocks, 327680 bytes by local in .* ms, every byte verified'
+case_ "docs/quickstart-go.md, as it stands" "${PYTHON:-python3}" scripts/run-page.py docs/quickstart-go.md '' --says '--- PASS: Example'
 case_ "example compiles as C" cc -std=gnu99 "${warn[@]}" examples/c/move_blocks.c "${link[@]}" -o $out/move_blocks
 case_ "example compiles as C++" c++ -std=c++17 "${warn[@]}" -x c++ examples/c/move_blocks.c "${link[@]}" -o $out/move_blocks_cpp
 case_ "example moves blocks (C)" timeout 60 $out/move_blocks

@@ -14,6 +14,9 @@ $clean/bin/pip install --quiet --disable-pip-version-check --no-index "$wheel" #
 rm -rf $clean/tests && cp -r python/tests $clean/tests
 double=$PWD/build/gpu-double/libkvgpu-double.so # without it the tests of device memory are not run, and say so
 (cd $clean && env -u PYTHONPATH KVCONN_LIBCUDA="$double" PATH="$PWD/bin:$PATH" "$top/scripts/pytest-twice.sh" wheel bin/python tests "${PYTEST_ARGS[@]:--q}")
+# docs/quickstart-python.md, as it stands, but for the environment that it makes.
+rm -rf build/test-page && mkdir build/test-page && ln -s ../test-wheel build/test-page/kv
+(cd build/test-page && "$python" "$top/scripts/run-page.py" "$top/docs/quickstart-python.md" Run --within 60 --says 'every byte is there' --says "(?s)code=0.*code=0")
 # One wheel serves every CPython: the oldest and the newest that are at hand.
 versions=${PYENV_ROOT:-$HOME/.pyenv}/versions
 tried=0
