@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from test_checkpoint import tensors, write
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request, RequestStatus
@@ -131,6 +133,38 @@ def test_second_sample_with_a_transfer_id_is_computed(caplog: pytest.LogCaptureF
     assert side.matched_tokens(one, 0) == (40, True)
     assert side.matched_tokens(two, 0) == (0, False)
     assert "belongs to request 0_cmpl-x-0-1a2b3c4d already" in caplog.text and "WARNING" not in caplog.text
+
+
+class Server:
+    """The half of vLLM's server that adds requests: what it sends to the engine is kept."""
+
+    def __init__(self) -> None:
+        self.engine_core = self
+        self.sent: list[EngineCoreRequest] = []
+
+    async def add_request_async(self, one: EngineCoreRequest) -> None:
+        self.sent.append(one)
+
+    def rejects(self, request_id: str, params: dict[str, Any]) -> Request:
+        asyncio.run(AsyncLLM.notify_kv_transfer_request_rejected(cast(AsyncLLM, self), request_id, params))
+        return Request.from_engine_core_request(self.sent.pop(), None)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_request_that_the_server_rejects_or_has_failed(caplog: pytest.LogCaptureFixture, known: bool) -> None:
+    """The server's own request frees what P keeps for one that the engine never got, and leaves alone one that it got."""
+    caplog.set_level("INFO", "kvconn.vllm")
+    side, one = decode_side(), request(40, decode_params())
+    if known:
+        side.on_new_request(one)
+    rejected = Server().rejects("cmpl-x", decode_params())
+    side.on_new_request(rejected)
+    rejected.status = RequestStatus.FINISHED_ABORTED
+    side.request_finished(rejected, [[]])
+    released = [load.transfer_id for load in side.build_meta(0).loads]  # loads of no block
+    assert released == ([] if known else ["t"]) and "WARNING" not in caplog.text
+    if known:
+        assert side.matched_tokens(one, 0) == (40, True)
 
 
 @pytest.mark.parametrize("ended", [False, True])

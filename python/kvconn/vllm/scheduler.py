@@ -49,7 +49,7 @@ Params = Optional[Union[PrefillParams, DecodeParams, Refused]]
 
 
 class _Taken(BadParams):
-    """Another request of the same client has the transfer."""
+    """Another request has the transfer, rightly."""
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -112,7 +112,7 @@ class SchedulerSide:
         """What a request asks for, the state in which it begins, and whether another sample of the same request has its transfer."""
         asked = request.kv_transfer_params
         try:
-            params = self._accept(req_id, parse(asked))
+            params = self._accept(request, parse(asked))
             if params is not None:
                 self._prompts.check(request)
             if self._states and isinstance(params, DecodeParams) and not self._prompts.fingerprint(request):
@@ -127,7 +127,7 @@ class SchedulerSide:
             return None, ASIDE, False
         return params, TO_PREFILL if isinstance(params, PrefillParams) else TO_LOAD, False
 
-    def _accept(self, req_id: str, params: PrefillParams | DecodeParams | None) -> PrefillParams | DecodeParams | None:
+    def _accept(self, request: Any, params: PrefillParams | DecodeParams | None) -> PrefillParams | DecodeParams | None:
         if params is None:
             return None
         if isinstance(params, PrefillParams) and not self._can_prefill:
@@ -138,10 +138,12 @@ class SchedulerSide:
         # them has it. An agent carries a transfer once, so any other request with the id would wait for nothing.
         # An engine of both roles may be P and D of one transfer, so the key names the half.
         key = f"{'P' if isinstance(params, PrefillParams) else 'D'}:{params.transfer_id}"
+        req_id = request.request_id
         owner = self._owners.setdefault(key, req_id)
         if owner != req_id:
             said = f"transfer_id {params.transfer_id!r} belongs to request {owner} already"
-            if siblings(owner, req_id):
+            # vLLM's server adds a request that is aborted at once when one of its own has failed, in case this one was not added.
+            if siblings(owner, req_id) or getattr(request, "abort_immediately", False):
                 raise _Taken(said)
             raise BadParams(f"{said}, so it cannot be request {req_id}'s: each request, and each retry, needs a transfer_id of its own")
         while len(self._owners) > _REMEMBERED:
