@@ -201,6 +201,7 @@ class SGLangPair(Engines):
         shared = ["--disaggregation-transfer-backend", backend, "--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         # Retraction to pinned memory wants CUDA.
         shared += ["--disaggregation-decode-retraction-backup", "cpu_tensor", *args]
+        self.shared = shared
         self.prefill = self.engine("prefill", prefill, "--disaggregation-mode", "prefill", *shared)
         self.decode = self.engine("decode", decode, "--disaggregation-mode", "decode", *shared)
         self._alike = {server.name: server.argv for server in self.servers}

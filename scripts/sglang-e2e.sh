@@ -12,4 +12,4 @@ fi
 scripts/gpu-double.sh || { status=$?; ((status == 75)) || exit $status; }
 # Of the Python tests those that need SGLang's packages; `make test` has the others.
 KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so scripts/pytest-twice.sh sglang "$sglang_python" \
-  python/tests/test_sglang_{caches,conn,device,kinds,plugin,route,served,stand_ins,start,turns}.py e2e/test_sglang*.py -v "${@:2}"
+  python/tests/test_sglang_{caches,conn,device,kinds,plugin,route,served,stand_ins,start,switch,turns}.py e2e/test_sglang*.py -v "${@:2}"

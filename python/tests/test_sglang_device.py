@@ -117,6 +117,15 @@ def test_regions_are_where_the_pool_is(pair: Pair) -> None:
         assert isinstance(rank.manager.moments, DeviceMoments)
 
 
+def test_scheduler_that_goes_on_to_decode_has_its_methods_back(pair: Pair) -> None:
+    scheduler = pair.scheduler
+    watched = scheduler.run_batch, scheduler.process_batch_result_disagg_prefill
+    pair.p.manager.teardown()
+    own = scheduler.run_batch, scheduler.process_batch_result_disagg_prefill
+    assert own == (Scheduler.run_batch.__get__(scheduler), scheduler._process)
+    assert all(now != then for now, then in zip(own, watched))
+
+
 @pytest.mark.parametrize("another_result", [False, True])
 def test_pages_are_sent_after_their_pass_and_not_after_the_next(pair: Pair, another_result: bool) -> None:
     """SGLang processes a result when the next pass is queued already. With several stages, the result comes from another one."""

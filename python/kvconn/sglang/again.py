@@ -55,19 +55,19 @@ class Prefills:
         """key: the servers' API key; empty: they have none."""
         self._access = access
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._session: Any = None
+        self.session: Any = None
 
     async def ask(self, address: str, payload: dict[str, Any], bound_s: float) -> None:
         import aiohttp
 
         where = f"prefill server at {address}, asked to compute a retracted request again"
         self._access.url(address, "")  # whether the host may be asked
-        if self._session is None:
-            self._session = self._access.session(_AT_ONCE)
+        if self.session is None:
+            self.session = self._access.session(_AT_ONCE)
         try:
             bound = aiohttp.ClientTimeout(total=bound_s)
             about = {"headers": self._headers, "timeout": bound, "allow_redirects": False}
-            async with self._session.post(f"http://{address}/generate", json=payload, **about) as answer:
+            async with self.session.post(f"http://{address}/generate", json=payload, **about) as answer:
                 said = await answer.content.read(_SAID)
         except Exception as error:
             raise RouteError(f"{where}: {str(error) or repr(error)}") from error

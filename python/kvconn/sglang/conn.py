@@ -54,6 +54,7 @@ class KVConnManager(_Manager):
     """One rank's agent, in the process of its scheduler."""
 
     supports_deferred_decode_kv_release = True
+    supports_role_switch = True
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False, **_: Any) -> None:
         from kvconn import Agent
@@ -86,6 +87,7 @@ class KVConnManager(_Manager):
         if parallel.rank.pp_size > 1:
             begin.check_stages(self.layout.layers, self.layout.plain, start.model_config.num_hidden_layers, stages_group())
         self._bootstrap = None
+        self.router: Any = None  # a rank with nothing to send asks nobody
         if self.is_dummy_cp_rank:
             self._agent: Any = NoAgent()
             self.moments: Any = HostMoments()
@@ -169,6 +171,13 @@ class KVConnManager(_Manager):
             again.prefill(kv_receiver, payload, self.waiting_timeout)
 
     def teardown(self) -> None:
+        """Ends the manager: SGLang makes another one for the engine's other role. SGLang calls this when no request is left.
+
+        When this returns, no byte of a request lands any more, and the caches are not registered.
+        """
+        if self.router is not None:
+            self.router.close()
+        self.moments.close()
         self._agent.close()
 
 

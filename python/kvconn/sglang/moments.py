@@ -22,6 +22,7 @@ class DeviceMoments:
         self._agent = agent
         self._region = region
         self._scheduler = scheduler
+        self._watched: dict[str, Any] = {}  # what the scheduler had in the place of ours
         self._computed = 0  # the moment of the pass whose result SGLang processes; 0: none, or its moment is not known
         if not hasattr(scheduler, "forward_stream"):
             raise ValueError("kvconn: SGLang's scheduler has no forward_stream: without it caches on a GPU are not carried")
@@ -77,6 +78,13 @@ class DeviceMoments:
                 self._computed = 0
 
         scheduler.run_batch, scheduler.process_batch_result_disagg_prefill = run_batch, process_result
+        self._watched = {"run_batch": run, "process_batch_result_disagg_prefill": process}
+
+    def close(self) -> None:
+        """Ends watch: the scheduler goes on to decode."""
+        for name, method in self._watched.items():
+            setattr(self._scheduler, name, method)
+        self._watched = {}
 
 
 class HostMoments:
@@ -86,6 +94,9 @@ class HostMoments:
         return 0
 
     computed = now
+
+    def close(self) -> None:
+        return
 
 
 def moments_of(agent: Any, regions: list[Region], scheduler: Any, prefill: bool) -> DeviceMoments | HostMoments:

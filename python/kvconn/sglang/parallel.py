@@ -102,7 +102,7 @@ def refuse_unsupported(server_args: Any, parallel: Parallel) -> None:
     device = str(option("device", "cuda"))
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--disaggregation-transfer-backend kvconn: --device is {device}: only cpu and cuda are supported")
-    for flag in ("enable_dsa_cache_layer_split", "enable_kv_cache_sharding", "enable_cp_tp_group_sharing", "enable_pd_role_switch"):
+    for flag in ("enable_dsa_cache_layer_split", "enable_kv_cache_sharding", "enable_cp_tp_group_sharing"):
         if option(flag, False) is True:
             raise ValueError(f"--disaggregation-transfer-backend kvconn: {flag} is not supported")
     if (option("attn_dcp_size", 1) or 1) != 1:

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import logging
-import socket
-import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from .access import Access
 from .again import Prefills
-from .allow import Allow, RefusedError, RouteError
+from .allow import RefusedError, RouteError
 from .params import MAX_TRANSFERS
 
 logger = logging.getLogger("kvconn.sglang")
 
-_ASK_S = 2.0  # for one answer
 _GONE_S = 2.5  # while nobody listens
 _READY_S = 15.0  # while the engine answers that its ranks are not all there
 _RANK_S = 30.0  # for the prefill engine to name a request's data parallel rank
@@ -36,6 +33,7 @@ _LIMIT = 1024  # remembered addresses
 _LIMITS = {"questions": 1024, "prefills": MAX_TRANSFERS}  # questions and prefills that are under way
 _ROOMS = MAX_TRANSFERS  # rooms that one address is asked for, or told of, at a time
 _BATCH = 1024  # rooms in one question: 19 digits each go into the 32 KiB that the port reads
+_CLOSE_S = 5.0  # for the thread to end
 _AT_ONCE = 32  # rooms that the bootstrap port is told of at once
 _BYTES = 1 << 20  # of an answer
 
@@ -110,59 +108,6 @@ class EveryEngine(dict):  # type: ignore[type-arg]
         return self._known
 
 
-class Access:
-    """How bootstrap ports are asked, by the agent's own settings: which hosts, by TLS or not, and with which token."""
-
-    def __init__(self, config: Mapping[str, Any], *, own: bool) -> None:
-        """own: for the engine's own bootstrap port only, which the operator has named."""
-        self.allow = None if own else Allow(config.get("bootstrap_allow") or ())
-        # With tls_ca_file the agent speaks TLS to an http:// address too.
-        self.tls = bool(config.get("tls_ca_file") or (own and config.get("tls_cert_file")))
-        self._ca = config.get("tls_ca_file") or None
-        self._token = config.get("nats_token") or ""
-        if own and config.get("nats_token_file"):
-            with open(config["nats_token_file"], encoding="utf-8") as file:
-                self._token = file.read().strip()
-
-    def url(self, address: str, path: str) -> str:
-        """Raises RefusedError where the host may not be asked."""
-        host, _, port = address.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if self.allow is not None:
-            self.allow.host(host)
-        return f"{'https' if self.tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}{path}"
-
-    def headers(self, address: str) -> dict[str, str]:
-        """The token, for the engine's own port only, and never where others could read it."""
-        if self.allow is not None or not self._token or not (self.tls or _is_loopback(address.rpartition(":")[0])):
-            return {}
-        return {"Authorization": f"Bearer {self._token}"}
-
-    def session(self, connections: int = 100) -> Any:
-        import aiohttp  # SGLang depends on it: its own bootstrap server uses it
-        from aiohttp.resolver import ThreadedResolver
-
-        allow = self.allow
-
-        class Resolver(ThreadedResolver):
-            async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> Any:
-                found = await super().resolve(host, port, family)
-                if allow is not None:  # aiohttp dials the addresses that are found here
-                    allow.found(host, [one["host"] for one in found])
-                return found
-
-        context = ssl.create_default_context(cafile=self._ca) if self.tls else True
-        connector = aiohttp.TCPConnector(resolver=Resolver(), ssl=context, limit=connections)
-        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_ASK_S))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class Router:
     """Asks bootstrap addresses in a thread of its own. Answers come by the inbox, so they run in the scheduler's thread."""
 
@@ -176,6 +121,7 @@ class Router:
         self._lock = threading.Lock()  # guards the queues in _asking and _telling
         self._under_way: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._session: Any = None
         self._prefills = Prefills(self._access, prefill_key)
 
@@ -205,6 +151,17 @@ class Router:
             self._known[address] = result, time.monotonic() + _KNOWN_S
         for then in self._asked.pop(address, []):
             then(result)
+
+    def close(self) -> None:
+        """Ends the thread. Questions under way get no answer any more."""
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
+            return
+        self._loop = self._thread = None
+        asyncio.run_coroutine_threadsafe(self._end(), loop)
+        thread.join(_CLOSE_S)
+        if thread.is_alive():
+            logger.error("the thread that asks bootstrap addresses has not ended within %g s", _CLOSE_S)
 
     def forget(self, address: str) -> None:
         """Forgets an engine, which may have been restarted with other options."""
@@ -256,7 +213,8 @@ class Router:
         try:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
-                threading.Thread(target=loop.run_forever, name="kvconn-route", daemon=True).start()
+                self._thread = threading.Thread(target=_serve, args=(loop,), name="kvconn-route", daemon=True)
+                self._thread.start()
                 self._loop = loop
             asyncio.run_coroutine_threadsafe(self._run(work, then, what), self._loop)
         except Exception as error:  # without a thread this request ends, and the scheduler goes on
@@ -264,6 +222,18 @@ class Router:
             then(RouteError(repr(error)))
             return
         self._under_way[what] += 1
+
+    async def _end(self) -> None:
+        try:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for session in (self._session, self._prefills.session):
+                if session is not None:
+                    await session.close()
+        finally:
+            asyncio.get_running_loop().stop()
 
     async def _run(self, work: Coroutine[Any, Any, Any], then: Callable[[Any], None], what: str) -> None:
         try:
@@ -373,6 +343,13 @@ class Router:
                 return
             await asyncio.sleep(_AGAIN_S * (attempt + 1))
         raise RouteError(f"http://{address}{path}: {status} {said}")
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _callback(item: tuple[Any, Any]) -> Callable[[Any], None]:
