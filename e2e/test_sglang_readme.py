@@ -11,5 +11,5 @@ from readme import as_it_stands
 
 
 def test_pair_of_sglang_by_hand() -> None:
-    said = as_it_stands("A pair of SGLang by hand", ".venv-sglang")
+    said = as_it_stands("A pair of SGLang by hand", ".venv-sglang", (8000, 8998, 30000, 30001))
     assert said.count('"text":') == 1 and '"error"' not in said, said

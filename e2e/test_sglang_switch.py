@@ -1,4 +1,4 @@
-"""A third SGLang server beside a pair: it changes its role while the pair serves (SGLang's --enable-pd-role-switch).
+"""SGLang servers that change their roles while they run (--enable-pd-role-switch): a pair, and a third server beside it.
 
 Run with the Python of an environment that has SGLang, kvconn and pytest.
 """
@@ -30,49 +30,66 @@ from sglang_servers import Alone, Reply, SGLangPair, post, prompt
 class Three:
     pair: SGLangPair
     third: Server
-    port: int  # of the third server's bootstrap
+    ports: dict[str, int]  # of each server's bootstrap, by its name
 
     def ask(self, prefill: Server, decode: Server, ids: list[int], max_tokens: int = 12) -> Reply:
-        body = self.pair.body(ids, max_tokens, bootstrap_port=self.port if prefill is self.third else self.pair.bootstrap_port)
+        body = self.pair.body(ids, max_tokens, bootstrap_port=self.ports[prefill.name])
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(post, prefill.url, body)
             reply = post(decode.url, body)
             first.result()
         return reply
 
-    def turn(self, role: str) -> tuple[int, dict[str, Any]]:
-        """Asks the third server for another role: the status and SGLang's answer."""
-        # SGLang wants to be told what its CUDA graphs would take, also where there are none.
-        said = json.dumps({"new_role": role, "decode_cuda_graph_memory_gb": 0.0}).encode()
-        request = urllib.request.Request(f"{self.third.url}/pd_role_switch", said, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
+
+def asked_to_turn(server: Server, role: str) -> tuple[int, dict[str, Any]]:
+    """The status and SGLang's answer."""
+    # SGLang wants to be told what its CUDA graphs would take, also where there are none.
+    said = json.dumps({"new_role": role, "decode_cuda_graph_memory_gb": 0.0}).encode()
+    request = urllib.request.Request(f"{server.url}/pd_role_switch", said, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def turn(server: Server, role: str) -> None:
+    """A server that has answered its last request may not count as idle yet."""
+    answers: list[Any] = []
+
+    def idle() -> bool:
+        answers.append(asked_to_turn(server, role))
+        return "not idle" not in answers[-1][1]["message"]
+
+    wait_until(f"{server.name} is idle", idle, 30)
+    status, said = answers[-1]
+    assert status == 200 and said["success"], said
 
 
 @pytest.fixture(scope="module")
 def three(sglang_model: Path, sglang_workdir: Path, alone: Alone) -> Iterator[Three]:
-    pair = SGLangPair(sglang_model, sglang_workdir / "logs" / "switch", "--page-size", "16")
-    api, port = free_ports(2)
-    mode = ["--disaggregation-mode", "prefill", *pair.shared, "--disaggregation-bootstrap-port", str(port), "--enable-pd-role-switch"]
-    third = pair.engine("third", api, *mode)
+    api, *ports = free_ports(3)
+    pair = SGLangPair(
+        sglang_model,
+        sglang_workdir / "logs" / "switch",
+        *("--page-size", "16", "--enable-pd-role-switch"),
+        decode_args=["--disaggregation-bootstrap-port", str(ports[0])],
+    )
+    third = pair.engine("third", api, "--disaggregation-mode", "prefill", *pair.shared, "--disaggregation-bootstrap-port", str(ports[1]))
     with leaving_nothing(pair):
         wait_ready(alone.servers)
-        yield Three(pair, third, port)
+        yield Three(pair, third, {"prefill": pair.bootstrap_port, "decode": ports[0], "third": ports[1]})
 
 
 @contextlib.contextmanager
-def busy(three: Three, expected: dict[int, list[int]]) -> Iterator[list[Reply]]:
-    """The pair answers one request after the other, by the seed of its prompt."""
+def busy(three: Three, prompts: int) -> Iterator[list[Reply]]:
+    """The pair answers one request after the other."""
     replies: list[Reply] = []
     over = threading.Event()
 
     def ask() -> None:
         while not over.is_set():
-            seed = len(replies) % len(expected)
-            replies.append(three.ask(three.pair.prefill, three.pair.decode, prompt(150, seed)))
+            replies.append(three.ask(three.pair.prefill, three.pair.decode, prompt(150, len(replies) % prompts)))
 
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask)
@@ -83,19 +100,21 @@ def busy(three: Three, expected: dict[int, list[int]]) -> Iterator[list[Reply]]:
             asking.result()
 
 
+def same(three: Three, alone: Alone, prefill: Server, decode: Server, ids: list[int]) -> None:
+    answer = three.ask(prefill, decode, ids)
+    assert answer.ok, (answer, prefill.log_tail(), decode.log_tail())
+    assert answer.ids == alone.ask(ids).ids
+
+
 def test_role_changes_while_the_pair_serves(three: Three, alone: Alone) -> None:
     pair, third = three.pair, three.third
-    expected = {seed: alone.ask(prompt(150, seed)).ids for seed in range(4)}
-    with busy(three, expected) as replies:
-        for turn, role in enumerate(("prefill", "decode", "prefill", "decode", "prefill")):
-            if turn:
-                status, said = three.turn(role)
-                assert status == 200 and said["success"], said
-            ids = prompt(300, f"turn {turn}")
+    expected = [alone.ask(prompt(150, seed)).ids for seed in range(4)]
+    with busy(three, len(expected)) as replies:
+        for number, role in enumerate(("prefill", "decode", "prefill", "decode", "prefill")):
+            if number:
+                turn(third, role)
             prefill, decode = (third, pair.decode) if role == "prefill" else (pair.prefill, third)
-            answer = three.ask(prefill, decode, ids)
-            assert answer.ok, (turn, answer, third.log_tail())
-            assert answer.ids == alone.ask(ids).ids, turn
+            same(three, alone, prefill, decode, prompt(300, f"turn {number}"))
             served = len(replies)
             wait_until("the pair serves on", lambda served=served: len(replies) > served, 60)
     for n, reply in enumerate(replies):
@@ -103,19 +122,29 @@ def test_role_changes_while_the_pair_serves(three: Three, alone: Alone) -> None:
     pair.check()
 
 
+def test_pair_changes_its_roles(three: Three, alone: Alone) -> None:
+    pair = three.pair
+    for roles in (("decode", "prefill"), ("prefill", "decode")):
+        for server, role in zip((pair.prefill, pair.decode), roles):
+            turn(server, role)
+        prefill, decode = (pair.prefill, pair.decode) if roles[0] == "prefill" else (pair.decode, pair.prefill)
+        same(three, alone, prefill, decode, prompt(300, roles))
+    pair.check()
+
+
 def test_role_does_not_change_under_a_request(three: Three, alone: Alone) -> None:
     """SGLang refuses, and the request goes on."""
     pair, third = three.pair, three.third
-    assert three.turn("decode")[0] == 200
+    turn(third, "decode")
     ids = prompt(100, "long")
     expected = alone.ask(ids, 600)
     with ThreadPoolExecutor(1) as pool:
         position = third.log_size()
         asked = pool.submit(three.ask, pair.prefill, third, ids, 600)
         wait_until("the third server decodes", lambda: "#running-req: 1" in third.log_since(position), 60)
-        status, said = three.turn("prefill")
+        status, said = asked_to_turn(third, "prefill")
         answer = asked.result()
     assert status == 400 and "not idle" in said["message"], said
     assert answer.ok and answer.ids == expected.ids, answer
-    assert three.turn("prefill")[0] == 200
+    turn(third, "prefill")
     pair.check()

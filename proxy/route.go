@@ -170,7 +170,7 @@ func (p *Proxy) route(w http.ResponseWriter, client context.Context, r *request)
 		if last = p.try(w, client, a); last == nil {
 			return
 		}
-		spent := n >= p.cfg.Retries
+		spent := n >= p.cfg.Retries && !a.short // a pair has its attempt in any case
 		if spent && (fallback || !p.cfg.FallbackDecode) || !last.mayRetry() || p.ending(client) {
 			p.answerFailure(w, client, r, last)
 			return

@@ -10,13 +10,13 @@ must have each of the patterns. Whatever they have started ends with them.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
@@ -40,6 +40,27 @@ def blocks(text: str) -> tuple[list[str], dict[str, str]]:
     return [code for kind, _, code in found if kind == "bash"], {title: code for _, title, code in found if title}
 
 
+def _end(bash: subprocess.Popen[bytes]) -> None:
+    """Ends what is left in the commands' session: asks first."""
+    for number, bound_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 0.0)):
+        try:
+            os.killpg(bash.pid, number)
+        except ProcessLookupError:
+            return
+        until = time.monotonic() + bound_s
+        while time.monotonic() < until and _lives(bash):
+            time.sleep(0.05)
+
+
+def _lives(bash: subprocess.Popen[bytes]) -> bool:
+    bash.poll()  # a process that nobody has waited for is a part of its session still
+    try:
+        os.killpg(bash.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("page", type=Path)
@@ -56,6 +77,7 @@ def main() -> int:
             raise SystemExit(f"{args.page}: the title {name!r} is no name of a file")
         Path(name).write_text(code, encoding="utf-8")
     where = f"{args.page} {args.heading}".strip()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{where}: asked to end"))
     with tempfile.TemporaryFile("w+", errors="replace") as output:  # a pipe would be open as long as what the commands start lives
         command = ["bash", "-e", "-o", "pipefail", "-c", "\n".join(commands)]
         bash = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -65,8 +87,7 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(bash.pid, signal.SIGKILL)
+            _end(bash)
         output.seek(0)
         said = output.read()
     print(said)

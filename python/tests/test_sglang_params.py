@@ -9,7 +9,7 @@ import pytest
 
 from kvconn._engine import Rank as RankOf
 from kvconn.sglang.layout import ids
-from kvconn.sglang.params import Prefill, agent_config, bootstrap_address, from_environment, prefill_api_key, server_config
+from kvconn.sglang.params import Prefill, agent_config, bootstrap_address, from_environment, of_rank, prefill_api_key, server_config
 from kvconn.sglang.served import _adapters
 
 
@@ -75,6 +75,21 @@ def test_prefill_key_goes_to_named_hosts_only(tmp_path: Any) -> None:
         else:
             with pytest.raises(ValueError, match="a key of one line was expected"):
                 prefill_api_key(allowed, environ)
+
+
+def test_keys_of_a_server_that_changes_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang ends a server whose other role does not start, so the keys are looked at for both."""
+    given = {"join_token": "secret", "lease_s": 5}
+    assert of_rank(given, None, 0, True, True) == of_rank(given, None, 0, False, False) == given
+    assert of_rank(given, None, 0, False, True) == {"lease_s": 5}
+    for prefill in (True, False):
+        with pytest.raises(ValueError, match="tls_ca_file without tls_cert_file"):
+            of_rank({"tls_ca_file": "/ca.pem"}, None, 0, prefill, True)
+        with monkeypatch.context() as patch:
+            patch.setenv("KVCONN_SGLANG_PREFILL_API_KEY_FILE", "/key")
+            assert of_rank(given, None, 0, prefill, False) == given
+            with pytest.raises(ValueError, match="has no bootstrap_allow"):
+                of_rank(given, None, 0, prefill, True)
 
 
 def test_adapters_of_options() -> None:

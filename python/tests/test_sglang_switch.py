@@ -12,12 +12,17 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed here: these run in the environment of `make e2e-sglang`", allow_module_level=True)
 
-from sglang_engine import engine, mha, start
+import like as sglang
+from like import like
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_parallel
+from sglang_engine import engine, mha, settings, start
 from sglang_sides import until
 from test_sglang_start import free_port
 
 import kvconn
-from kvconn.sglang.conn import KVConnReceiver, KVConnSender
+from kvconn.sglang.conn import KVConnManager, KVConnReceiver, KVConnSender
 
 FAILED, WAITING, SUCCESS = 0, 2, 4
 
@@ -64,6 +69,29 @@ def test_engines_change_their_roles() -> None:
             assert asking() == before
             with pytest.raises(kvconn.ClosedError):
                 p.manager.rooms.tick()
+
+
+def test_what_two_engines_compare_is_that_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of the model may be others by the time of the change. The weights in memory are those of the start."""
+    made: list[Any] = []
+    monkeypatch.setattr("kvconn.sglang.start.common_ground", lambda *given: made.append(given) or {"model": f"model {len(made)}"})
+    port, scheduler = free_port(), like(sglang.SGLANG_SCHEDULER)
+    with engine(port) as ranks:
+        for role in ("prefill", "decode", "prefill"):
+            ranks[:] = [start(role, lambda: mha(0, 2), scheduler=scheduler, disaggregation_bootstrap_port=port, enable_pd_role_switch=True)]
+            ranks[0].manager.teardown()
+        assert len(made) == 1
+        ranks[:] = [start("decode", lambda: mha(0, 2))]
+        assert len(made) == 2, "another engine"
+
+
+def test_context_parallel_engine_does_not_change_its_role() -> None:
+    args = KVArgs()
+    args.engine_rank = args.pp_rank = args.system_dp_rank = 0
+    refused = pytest.raises(ValueError, match="--enable-pd-role-switch is not supported by kvconn with --attn-cp-size above 1")
+    ranks = {"attn_tp_size": 1, "attn_cp_size": 2}
+    with settings("prefill", tp=(0, 2), enable_pd_role_switch=True) as server_args, get_parallel().override(**ranks), refused:
+        KVConnManager(args, DisaggregationMode.PREFILL, server_args)
 
 
 def test_engine_that_is_not_a_prefill_engine_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ from . import rooms as _rooms
 from . import start as begin
 from .layout import Layout, ids
 from .moments import HostMoments, moments_of
-from .parallel import bootstrap_port, heads_of, leaf, parallel_of, refuse_unsupported, stages_group
-from .params import Prefill, agent_config, bootstrap_address, engine_name, for_gpu, from_environment, prefill_api_key, setting
+from .parallel import bootstrap_port, heads_of, leaf, parallel_of, refuse_unsupported, stages_group, turns
+from .params import Prefill, agent_config, bootstrap_address, engine_name, from_environment, of_rank, prefill_api_key, setting
 from .partial import Chunks
 from .rooms import Holder, NoAgent, Rooms
 from .route import Access, Engine, EveryEngine, RouteError, Router
@@ -97,7 +97,7 @@ class KVConnManager(_Manager):
         if prefill:
             self._bootstrap = bootstrap_address(parallel.host, bootstrap_port(parallel), parallel.first_node)
             port = Prefill(self._bootstrap, parallel.route_info(self.kv_layout), self.bootstrap_timeout)
-        extra = for_gpu(extra, getattr(args, "ib_device", None), args.gpu_id)
+        extra = of_rank(extra, getattr(args, "ib_device", None), args.gpu_id, prefill, turns(server_args))
         config = agent_config(parallel.rank, start.common, self.kv_cache_dtype_str, args.page_size, extra, port)
         self._agent = Agent(config)
         side = f"{config['role']} dp{parallel.rank.dp_rank} tp{parallel.rank.tp_rank} pp{parallel.rank.pp_rank}"

@@ -22,7 +22,7 @@ class DeviceMoments:
         self._agent = agent
         self._region = region
         self._scheduler = scheduler
-        self._watched: dict[str, Any] = {}  # what the scheduler had in the place of ours
+        self._watched: dict[str, tuple[Any, Any]] = {}  # our methods, and what the scheduler had in their place
         self._computed = 0  # the moment of the pass whose result SGLang processes; 0: none, or its moment is not known
         if not hasattr(scheduler, "forward_stream"):
             raise ValueError("kvconn: SGLang's scheduler has no forward_stream: without it caches on a GPU are not carried")
@@ -78,12 +78,13 @@ class DeviceMoments:
                 self._computed = 0
 
         scheduler.run_batch, scheduler.process_batch_result_disagg_prefill = run_batch, process_result
-        self._watched = {"run_batch": run, "process_batch_result_disagg_prefill": process}
+        self._watched = {"run_batch": (run_batch, run), "process_batch_result_disagg_prefill": (process_result, process)}
 
     def close(self) -> None:
         """Ends watch: the scheduler goes on to decode."""
-        for name, method in self._watched.items():
-            setattr(self._scheduler, name, method)
+        for name, (ours, before) in self._watched.items():
+            if getattr(self._scheduler, name) is ours:  # else another plugin has put its own around it
+                setattr(self._scheduler, name, before)
         self._watched = {}
 
 

@@ -91,6 +91,11 @@ def parallel_of(args: Any, server_args: Any) -> Parallel:
     )
 
 
+def turns(server_args: Any) -> bool:
+    """Whether the engine may go on in the other role (--enable-pd-role-switch)."""
+    return leaf("enable_pd_role_switch", server_args, False) is True
+
+
 def refuse_unsupported(server_args: Any, parallel: Parallel) -> None:
     """Refuses options that would later lead to wrong tokens or to failures."""
     view = _context("get_parallel")
@@ -107,6 +112,8 @@ def refuse_unsupported(server_args: Any, parallel: Parallel) -> None:
             raise ValueError(f"--disaggregation-transfer-backend kvconn: {flag} is not supported")
     if (option("attn_dcp_size", 1) or 1) != 1:
         raise ValueError("--disaggregation-transfer-backend kvconn: decode context parallel engines are not supported")
+    if turns(server_args) and parallel.cp_size > 1:
+        raise ValueError("--enable-pd-role-switch is not supported by kvconn with --attn-cp-size above 1: no such rank decodes")
     policy = option("disaggregation_decode_allocation_policy", "early")
     if policy != "early":
         raise ValueError(f"--disaggregation-decode-allocation-policy {policy} is not supported by kvconn: the default, early, is")

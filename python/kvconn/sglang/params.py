@@ -105,6 +105,25 @@ def prefill_api_key(extra: Mapping[str, Any], environ: Mapping[str, str] = os.en
     return key
 
 
+def of_rank(extra: Mapping[str, Any], ib_device: str | None, gpu: int, prefill: bool, turns: bool) -> dict[str, Any]:
+    """The user's keys for one rank. turns: the server may have the other role next."""
+    return for_gpu(for_both_roles(extra, prefill) if turns else extra, ib_device, gpu)
+
+
+def for_both_roles(extra: Mapping[str, Any], prefill: bool) -> dict[str, Any]:
+    """The user's keys as they are for this role, on a server that may have the other one next.
+
+    SGLang ends a server whose other role does not start. So what would keep that role from its start is refused here.
+    """
+    if extra.get("tls_ca_file") and not extra.get("tls_cert_file"):
+        raise ValueError(
+            f"{CONFIG_VARIABLE} has tls_ca_file without tls_cert_file: with --enable-pd-role-switch this server has a bootstrap port, "
+            "which its ranks would ask over TLS; give it a certificate"
+        )
+    prefill_api_key(extra)
+    return dict(extra) if prefill else {key: value for key, value in extra.items() if not key.startswith("join_token")}
+
+
 def bootstrap_address(host: str, port: int, first_node: str | None) -> str:
     """The address at which the engine's ranks find its own bootstrap server."""
     host = first_node or host

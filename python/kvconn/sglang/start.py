@@ -49,7 +49,10 @@ def take(server_args: Any, extra: Mapping[str, Any]) -> Start:
     if rows.type != "cpu":  # SGLang writes them on its current stream, for one transport of Mooncake's
         raise ValueError(f"kvconn: SGLang keeps its metadata rows on {rows}: unset SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
     pool, draft = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
-    return Start(pool, draft, scheduler.model_config, common_ground(server_args, pool, draft, extra), scheduler)
+    # The model's files may be others when the engine goes on in its other role. Its weights are those that it started with.
+    if not hasattr(scheduler, "kvconn_common"):
+        scheduler.kvconn_common = common_ground(server_args, pool, draft, extra)
+    return Start(pool, draft, scheduler.model_config, scheduler.kvconn_common, scheduler)
 
 
 def check_stages(mine: Iterable[int], plain: bool, layers: int, group: Any) -> None:
