@@ -8,9 +8,10 @@ from typing import Any
 
 from ..checkpoint import NoFingerprint, adapter_fingerprint
 from ..prompt import fingerprint
-from .params import BadParams
+from .params import BadParams, DecodeParams, PrefillParams
 
 _ADAPTERS = 1024  # the adapters whose fingerprints are kept
+_REMEMBERED = 16384  # transfer ids, so that a second request with one of them is noticed
 
 # vLLM makes the ids of one client's request from one id: "1_cmpl-x-0-1a2b3c4d" is a sample, "cmpl-x-1-5e6f7a8b" another prompt of it.
 _ID = re.compile(r"(?:(?P<sample>\d+)_)?(?P<whole>(?P<base>.+?)(?:-(?P<prompt>\d{1,7}))?(?:-[0-9a-f]{8})?)")
@@ -25,6 +26,41 @@ def siblings(a: str, b: str) -> bool:
         return one["sample"] != two["sample"]
     listed = one["base"].startswith("cmpl-")  # only such a request has a list of prompts
     return listed and one["base"] == two["base"] and one["prompt"] != two["prompt"]
+
+
+class Taken(BadParams):
+    """Another request has the transfer, rightly."""
+
+
+class Used(BadParams):
+    """Another request has the transfer, or had it. The name of that request, which may be another client's, is for the log."""
+
+    def __init__(self, transfer_id: str, owner: str, req_id: str) -> None:
+        super().__init__(f"transfer_id {transfer_id!r} was used before: each request, and each retry, needs a transfer_id of its own")
+        self.for_the_log = f"{self}; it belongs to request {owner} already, so it cannot be request {req_id}'s"
+
+
+class Owners:
+    """Which request has each transfer, or had it: an agent carries a transfer once, so another one would wait for nothing."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[str, str] = OrderedDict()
+
+    def take(self, params: PrefillParams | DecodeParams, request: Any) -> None:
+        """Raises Taken or Used if the transfer is another request's.
+
+        Several samples of one prompt (n > 1), or several prompts, are several requests with one transfer id: the first of them
+        has it. vLLM's server adds a request that is aborted at once when one of its own has failed, in case that was not added.
+        """
+        # An engine of both roles may be P and D of one transfer, so the key names the half.
+        key, req_id = f"{'P' if isinstance(params, PrefillParams) else 'D'}:{params.transfer_id}", request.request_id
+        owner = self._owners.setdefault(key, req_id)
+        if owner != req_id:
+            if siblings(owner, req_id) or getattr(request, "abort_immediately", False):
+                raise Taken(f"transfer_id {params.transfer_id!r} belongs to request {owner} already")
+            raise Used(params.transfer_id, owner, req_id)
+        while len(self._owners) > _REMEMBERED:
+            self._owners.popitem(last=False)
 
 
 class Prompts:

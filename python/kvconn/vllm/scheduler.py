@@ -7,7 +7,6 @@ the next step (KVConnMetadata).
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Optional, Union
 
@@ -33,7 +32,7 @@ from .records import (
     Records,
     State,
 )
-from .requests import Prompts, siblings
+from .requests import Owners, Prompts, Taken
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -42,14 +41,7 @@ logger = logging.getLogger("kvconn.vllm")
 # same.
 _PROMPT_IS_THERE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "FINISHED_REPETITION")
 
-# How many transfer ids are remembered, so that a second request with one of them is noticed.
-_REMEMBERED = 16384
-
 Params = Optional[Union[PrefillParams, DecodeParams, Refused]]
-
-
-class _Taken(BadParams):
-    """Another request has the transfer, rightly."""
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -84,7 +76,7 @@ class SchedulerSide:
         self._requests = Records()
         self.computed = Computed(kv_role)
         self._new_claims: list[Record] = []  # CLAIMED since the last step, unless they have gone on since
-        self._owners: OrderedDict[str, str] = OrderedDict()  # by transfer: the request that has it, or had it
+        self._owners = Owners()
 
     @property
     def loads_states(self) -> bool:
@@ -117,11 +109,11 @@ class SchedulerSide:
                 self._prompts.check(request)
             if self._states and isinstance(params, DecodeParams) and not self._prompts.fingerprint(request):
                 raise BadParams("a prompt of embeddings, or of a session, is not carried for a model with states: its end is not known")
-        except _Taken as taken:  # an ordinary case
+        except Taken as taken:  # an ordinary case
             logger.info("request %s takes no part in a transfer: %s", req_id, taken)
             return None, ASIDE, True
         except BadParams as error:
-            logger.warning("request %s: kv_transfer_params: %s", req_id, error)
+            logger.warning("request %s: kv_transfer_params: %s", req_id, getattr(error, "for_the_log", error))
             return Refused(str(error), loads=_params.asks_for_load(asked)), REFUSED, False
         if params is None:
             return None, ASIDE, False
@@ -134,20 +126,7 @@ class SchedulerSide:
             raise BadParams(f"do_remote_decode is true, but this engine's kv_role is {self._kv_role}")
         if isinstance(params, DecodeParams) and not self._can_decode:
             raise BadParams(f"do_remote_prefill is true, but this engine's kv_role is {self._kv_role}")
-        # Several samples of one prompt (n > 1), or several prompts, are several requests with one transfer id: the first of
-        # them has it. An agent carries a transfer once, so any other request with the id would wait for nothing.
-        # An engine of both roles may be P and D of one transfer, so the key names the half.
-        key = f"{'P' if isinstance(params, PrefillParams) else 'D'}:{params.transfer_id}"
-        req_id = request.request_id
-        owner = self._owners.setdefault(key, req_id)
-        if owner != req_id:
-            said = f"transfer_id {params.transfer_id!r} belongs to request {owner} already"
-            # vLLM's server adds a request that is aborted at once when one of its own has failed, in case this one was not added.
-            if siblings(owner, req_id) or getattr(request, "abort_immediately", False):
-                raise _Taken(said)
-            raise BadParams(f"{said}, so it cannot be request {req_id}'s: each request, and each retry, needs a transfer_id of its own")
-        while len(self._owners) > _REMEMBERED:
-            self._owners.popitem(last=False)
+        self._owners.take(params, request)
         return params
 
     # -- requests ---------------------------------------------------------------------------------------------------
