@@ -90,16 +90,16 @@ func TestDecodeBelow(t *testing.T) {
 	leaktest.Check(t)
 	const body = `{"max_tokens":7,"prompt":"hello"}`
 	for _, contract := range []Contract{Mooncake, NIXL} {
-		broken := true
-		once := func(w http.ResponseWriter, r *http.Request) {
-			if broken = !broken; broken {
+		calls := 0
+		once := func(w http.ResponseWriter, r *http.Request) { // fails the second
+			if calls++; calls == 2 {
 				status(500, `{"error":{"message":"no"}}`)(w, r)
 				return
 			}
 			ok(w, r)
 		}
 		pe, de := newPrefill(t, ok, "engine-0"), newEngine(t, once)
-		r := newRouter(t, Config{Prefill: []Prefill{pe.prefill(t)}, Decode: []string{de.URL}, Contract: contract, Retries: 2, DecodeBelow: int64(len(body)) + 1})
+		r := newRouter(t, Config{Prefill: []Prefill{pe.prefill(t)}, Decode: []string{de.URL}, Contract: contract, DecodeBelow: int64(len(body)) + 1})
 		r.waitAllUp(t)
 		short := func(want string) {
 			t.Helper()
