@@ -29,6 +29,9 @@ utils.sched_yield = lambda: time.sleep(0.0005)
 
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
 
+if shm_broadcast.sched_yield is not utils.sched_yield:
+    raise ImportError("vLLM's shm_broadcast does not wait by utils.sched_yield any more: find what it waits by, and have that sleep")
+
 # A word that comes between the reader's look into the ring and its wait for the socket is lost. The reader looks into the ring
 # again after this time, which is 5 s by default.
 shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 20
