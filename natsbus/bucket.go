@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
-	"strconv"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -129,61 +127,6 @@ func (l *link) createBucket(ctx context.Context) error {
 // clusterReplicas is how many servers hold the registry of a cluster that has as many.
 const clusterReplicas = 3
 
-func (l *link) read(ctx context.Context, key string) (record, error) {
-	r, err := l.readOnce(ctx, key)
-	if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) && !unreadable(err) && ctx.Err() == nil && l.ranks.Swap(nil) != nil {
-		r, err = l.readOnce(ctx, key) // the stream may have been replaced
-	}
-	if errors.Is(err, jetstream.ErrStreamNotFound) || errors.Is(err, jetstream.ErrMsgNotFound) {
-		return record{}, nil
-	}
-	return r, err
-}
-
-func (l *link) readOnce(ctx context.Context, key string) (record, error) {
-	if l.kind == clusterLink && l.ranks.Load() == nil {
-		if r, err := l.readAny(ctx, key); err != nil || r.agent != nil {
-			return r, err
-		}
-	}
-	st, err := l.registry(ctx)
-	if err != nil {
-		return record{}, err
-	}
-	return readKey(ctx, st, key)
-}
-
-// readAny reads an entry from any replica. It is for a link that has not found the
-// stream yet: to find it, the link needs the leader. If the result has no agent, the
-// leader must be asked.
-func (l *link) readAny(ctx context.Context, key string) (record, error) {
-	m, err := l.nc.RequestWithContext(ctx, l.bus.opt.JSPrefix+".DIRECT.GET."+stream+"."+key, nil)
-	if errors.Is(err, nats.ErrNoResponders) {
-		return record{}, nil
-	}
-	if err != nil {
-		return record{}, err
-	}
-	seq, err := strconv.ParseUint(m.Header.Get(jetstream.SequenceHeader), 10, 64)
-	if err != nil { // a status, like "not found"
-		return record{}, nil
-	}
-	return recordOf(seq, m.Header, m.Data, key)
-}
-
-// registry finds the stream, once.
-func (l *link) registry(ctx context.Context) (jetstream.Stream, error) {
-	if st := l.ranks.Load(); st != nil {
-		return *st, nil
-	}
-	st, err := l.js.Stream(ctx, stream)
-	if err != nil {
-		return nil, err
-	}
-	l.ranks.Store(&st)
-	return st, nil
-}
-
 // checkRegistry refuses a stream that does more than to keep the registry. Whoever may create the
 // stream could have it keep what agents say to each other, or say it again elsewhere.
 func (l *link) checkRegistry(ctx context.Context) error {
@@ -206,35 +149,4 @@ func (l *link) checkRegistry(ctx context.Context) error {
 		return nil
 	}
 	return fmt.Errorf("stream %s %s: no kvconn agent made it so; delete it, and let nobody create it whom you do not trust", stream, wrong)
-}
-
-func readKey(ctx context.Context, st jetstream.Stream, key string) (record, error) {
-	m, err := st.GetLastMsgForSubject(ctx, key)
-	if err != nil {
-		return record{}, err
-	}
-	return recordOf(m.Sequence, m.Header, m.Data, key)
-}
-
-// list asks the stream's leader for the keys under a filter. Keys whose entries have
-// just ended are among them.
-func (l *link) list(ctx context.Context, filter string) ([]string, error) {
-	st, err := l.registry(ctx)
-	var info *jetstream.StreamInfo
-	if err == nil {
-		info, err = st.Info(ctx, jetstream.WithSubjectFilter(filter))
-	}
-	if errors.Is(err, jetstream.ErrStreamNotFound) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	subjects := info.State.Subjects
-	keys := make([]string, 0, len(subjects))
-	for key := range subjects {
-		keys = append(keys, key)
-	}
-	slices.Sort(keys)
-	return keys, nil
 }

@@ -3,7 +3,6 @@ package natsbus
 import (
 	"bufio"
 	"bytes"
-	"context"
 	"io"
 	"net"
 	"net/http"
@@ -204,24 +203,6 @@ func FuzzUpgradeRequest(f *testing.F) {
 	})
 }
 
-// oneRecord is a registry that holds one message, whatever is asked for.
-type oneRecord struct {
-	jetstream.Stream
-	msg *jetstream.RawStreamMsg
-}
-
-func (o *oneRecord) GetLastMsgForSubject(context.Context, string) (*jetstream.RawStreamMsg, error) {
-	return o.msg, nil
-}
-
-// registryOf is a JetStream whose one stream is the record's.
-type registryOf struct {
-	jetstream.JetStream
-	st jetstream.Stream
-}
-
-func (r registryOf) Stream(context.Context, string) (jetstream.Stream, error) { return r.st, nil }
-
 // FuzzRecord: a registry that strangers write holds any key, headers and value.
 // Reading an entry gives the key's own rank with an agent id that a subject may
 // hold, or nothing. A short value allocates little.
@@ -245,19 +226,21 @@ func FuzzRecord(f *testing.F) {
 	f.Add(subtree+"e!.0.0.0", value, "", "")
 	f.Add("", msgp.AppendArrayHeader([]byte("\x81\xa1s"), 65536), "", "")
 	f.Fuzz(func(t *testing.T, key string, value []byte, since, op string) {
-		st := &oneRecord{msg: &jetstream.RawStreamMsg{Subject: key, Sequence: 5, Data: value, Header: nats.Header{}}}
-		st.msg.Header.Set(sinceHeader, since)
+		m := &nats.Msg{Data: value, Header: nats.Header{jetstream.SequenceHeader: {"5"}}}
+		m.Header.Set(sinceHeader, since)
 		if op != "" {
-			st.msg.Header.Set(opHeader, op)
+			m.Header.Set(opHeader, op)
 		}
-		l := &link{js: registryOf{st: st}}
 		bound := uint64(64 << 20)
 		if len(value) < 1024 {
-			bound = 17 << 20 // it is read twice
+			bound = 17 << 20
 		}
 		var r record
 		var err error
-		alloctest.Bound(t, bound, func() { r, err = l.readChecked(t.Context(), key) })
+		alloctest.Bound(t, bound, func() {
+			r, err = directRecord(m, key)
+			r, err = checked(key, r, err)
+		})
 		if name := keyName(key); strings.ContainsAny(name, "\r\n") {
 			t.Errorf("%q is written as %q", key, name)
 		}
@@ -270,6 +253,27 @@ func FuzzRecord(f *testing.F) {
 		}
 		if r.since > 0 && strings.TrimLeft(since, "+0") == "" {
 			t.Errorf("%q is the time %d", since, r.since)
+		}
+	})
+}
+
+// FuzzStreamInfo: what a host says about its registry's stream makes an agent keep no more keys than it wants,
+// and allocate little beside what was sent.
+func FuzzStreamInfo(f *testing.F) {
+	f.Add([]byte(`{"config":{"allow_direct":true},"state":{"subjects":{"a":1,"b":2,"c":3,"d":4}}}`))
+	f.Add([]byte(`{"state":{"subjects":{"a":1}},"state":{"subjects":{"b":1,"b":1,"b":1,"b":1}}}`))
+	f.Add([]byte(`{"state":{"subjects":null},"config":null,"error":null}`))
+	f.Add([]byte(`{"state":{"subjects":["a",1]}}`))
+	f.Add([]byte(`{"state":{"subjects":{"a":{},"b":-1}}}`))
+	f.Add([]byte(`{"error":{"code":404,"err_code":10059,"description":"stream not found"}}`))
+	f.Add([]byte(`{"error":{"err_code":"x"}}`))
+	f.Fuzz(func(t *testing.T, answer []byte) {
+		const most = 3
+		var info *streamInfo
+		var err error
+		alloctest.Bound(t, 1<<20+8*uint64(len(answer)), func() { info, err = streamInfoOf(answer, most) })
+		if err == nil && len(info.State.Subjects.keys) > most {
+			t.Errorf("%q: %q are kept", answer, info.State.Subjects.keys)
 		}
 	})
 }

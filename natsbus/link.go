@@ -77,9 +77,6 @@ type link struct {
 	answers *answers
 	js      jetstream.JetStream
 	gone    chan struct{} // closed when nats.go has closed the connection for good
-	// ranks is the registry's stream, kept so that a read needs no answer from the
-	// stream's leader.
-	ranks atomic.Pointer[jetstream.Stream]
 
 	mu      sync.Mutex
 	up      chan struct{}      // closed while connected

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 
 	"github.com/kvconn/kvconn/core"
@@ -15,6 +14,7 @@ import (
 const (
 	staleReads = 10
 	maxListed  = 16  // engines named in an error
+	maxNamed   = 64  // keys that are looked at to name them: some have just ended
 	maxEngines = 256 // engines of one registry that a Lookup without EngineID reads
 )
 
@@ -65,42 +65,41 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 	keys := []string{rankKey(t.EngineID, t.TPRank, t.PPRank)}
 	if t.EngineID == "" {
 		var err error
-		if keys, err = l.list(ctx, subtree+"*"+rankSuffix(t.TPRank, t.PPRank)); err != nil {
+		if keys, err = l.list(ctx, subtree+"*"+rankSuffix(t.TPRank, t.PPRank), maxEngines+1); err != nil {
 			return nil, err
 		}
 		if len(keys) > maxEngines {
-			return nil, fmt.Errorf("%w at %s: %d; name one by its engine_id", ErrAmbiguous, l.name, len(keys))
+			return nil, fmt.Errorf("%w at %s: more than %d; name one by its engine_id", ErrAmbiguous, l.name, maxEngines)
 		}
 	}
-	var found []*wire.Agent
+	var found *wire.Agent // the first: a host may have many, with descriptions of megabytes
+	var names []string
 	for _, key := range keys {
 		r, err := l.readChecked(ctx, key)
 		if err != nil && !(t.EngineID == "" && unreadable(err)) { // one engine's unreadable entry does not hide others
 			return nil, err
 		}
 		if r.agent != nil && isRank(r.agent, t) {
-			found = append(found, r.agent)
+			if found == nil {
+				found = r.agent
+			}
+			if len(names) < maxListed {
+				names = append(names, fmt.Sprintf("%.300q (agent %s)", r.agent.EngineID, r.agent.ID))
+			}
 		}
 	}
-	switch len(found) {
+	switch len(names) {
 	case 1:
-		return found[0], nil
+		return found, nil
 	case 0:
-		all, err := l.list(ctx, subtree+">")
+		if t.EngineID != "" {
+			if a, err := l.findLagging(ctx, t, keys[0]); a != nil || err != nil {
+				return a, err
+			}
+		}
+		all, err := l.list(ctx, subtree+">", maxNamed)
 		if err != nil {
 			return nil, err
-		}
-		if t.EngineID != "" && slices.Contains(all, keys[0]) {
-			// The leader knows the rank. A replica that lags behind may not yet.
-			for range staleReads {
-				r, err := l.readChecked(ctx, keys[0])
-				if err != nil || r.agent != nil && isRank(r.agent, t) {
-					return r.agent, err
-				}
-				if r.seq != 0 || pause(ctx, absentAgain) != nil {
-					break
-				}
-			}
 		}
 		var live []string
 		for _, key := range all {
@@ -116,14 +115,32 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 				live = append(live, fmt.Sprintf("%.300s", nameOf(r.agent)))
 			}
 		}
+		if len(all) == maxNamed && len(live) <= maxListed {
+			live = append(live, "and perhaps more")
+		}
 		return nil, l.missing(t, live)
-	}
-	var names []string
-	for _, a := range found[:min(len(found), maxListed)] {
-		names = append(names, fmt.Sprintf("%q (agent %s)", a.EngineID, a.ID))
 	}
 	return nil, fmt.Errorf("%w at %s with %s: %s; name one by its engine_id",
 		ErrAmbiguous, l.name, rankOf(t), strings.Join(names, ", "))
+}
+
+// findLagging finds a rank that the stream's leader knows, and the replica that was asked does not know yet. It
+// returns nil if there is none.
+func (l *link) findLagging(ctx context.Context, t core.Target, key string) (*wire.Agent, error) {
+	known, err := l.list(ctx, key, 1)
+	if err != nil || len(known) == 0 {
+		return nil, err
+	}
+	for range staleReads {
+		r, err := l.readChecked(ctx, key)
+		if err != nil || r.agent != nil && isRank(r.agent, t) {
+			return r.agent, err
+		}
+		if r.seq != 0 || pause(ctx, absentAgain) != nil {
+			break
+		}
+	}
+	return nil, nil
 }
 
 func isRank(a *wire.Agent, t core.Target) bool { return t.DPRank < 0 || a.DPRank == t.DPRank }
@@ -135,10 +152,14 @@ func rankOf(t core.Target) string {
 	return fmt.Sprintf("rank dp %d tp %d pp %d", t.DPRank, t.TPRank, t.PPRank)
 }
 
-// readChecked reads an entry whose agent must be of the rank in the key. One of another rank is
-// as unreadable as one that cannot be decoded.
 func (l *link) readChecked(ctx context.Context, key string) (record, error) {
 	r, err := l.read(ctx, key)
+	return checked(key, r, err)
+}
+
+// checked wants the agent of an entry to be of the rank in its key. One of another rank is as unreadable as one
+// that cannot be decoded.
+func checked(key string, r record, err error) (record, error) {
 	if a := r.agent; err == nil && a != nil && (rankKey(a.EngineID, a.TPRank, a.PPRank) != key || !legalID(a.ID)) {
 		return record{seq: r.seq}, &unreadableError{fmt.Errorf("the registry's entry of %s describes agent %q, %s", keyName(key), a.ID, nameOf(a))}
 	}

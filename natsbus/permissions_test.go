@@ -183,7 +183,7 @@ func TestAttacksOnACluster(t *testing.T) {
 	if after := entryOf(t, prefill, entry); after != before {
 		t.Errorf("the registry's entry was %s, and is %s", before, after)
 	}
-	keys, err := prefill.homeLink().list(ctxOf(t, within), subtree+">")
+	keys, err := prefill.homeLink().list(ctxOf(t, within), subtree+">", 2)
 	if err != nil || !slices.Equal(keys, []string{entry}) {
 		t.Errorf("the registry has %v, %v", keys, err)
 	}

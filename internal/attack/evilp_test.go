@@ -28,6 +28,8 @@ type evil struct {
 	met      chan *evilLink   // each time that an agent has said hello
 	// answer, if it is set, answers in a way of its own, or returns false.
 	answer func(l *evilLink, reply string, req *wire.Request) bool
+	// registry, if it is set, answers a question to the registry in a way of its own, or returns false.
+	registry func(l *evilLink, subject, reply string) bool
 }
 
 func newEvil(t testing.TB) *evil {
@@ -148,6 +150,7 @@ func (e *evil) came(l *evilLink, subject, reply string, data []byte) {
 		}
 		l.answered.Add(1)
 		put(l.heard, struct{}{})
+	case e.registry != nil && strings.HasPrefix(subject, "$JS.API.") && e.registry(l, subject, reply):
 	case strings.Contains(subject, ".STREAM.INFO."):
 		l.send(reply, "", []byte(`{"type":"io.nats.jetstream.api.v1.stream_info_response","config":{"name":"KV_kvconn_ranks","subjects":["$KV.kvconn_ranks.>"],"allow_direct":true},"state":{"messages":1}}`))
 	case strings.Contains(subject, ".DIRECT.GET."):

@@ -37,7 +37,7 @@ func namedTests(t *testing.T, file string, each bool) (named int) {
 		t.Fatal(err)
 	}
 	there := map[string]bool{} // "package Test"
-	defect := regexp.MustCompile(`\{"[\w-]+", "Test\w+"`)
+	defect := regexp.MustCompile(`\{"[\w-]+", "(?:Test|Fuzz)\w+"`)
 	decl := regexp.MustCompile(`(?m)^func ((?:Test|Fuzz)\w+)`)
 	err = filepath.WalkDir("../..", func(path string, d fs.DirEntry, err error) error {
 		if err != nil || !strings.HasSuffix(path, "_test.go") {

@@ -158,8 +158,9 @@ func beVictim(text string) {
 			}
 		case "offer":
 			_, err = a.Offer([]core.OfferRequest{{ID: core.TransferID(f[1]), Selection: core.Selection{Blocks: blocks(f[2], f[3])}}})
-		case "load":
-			_, err = a.StartLoad([]core.LoadRequest{{ID: core.TransferID(f[1]), From: core.Target{Bootstrap: f[4], EngineID: "p0", DPRank: -1}, Selection: core.Selection{Blocks: blocks(f[2], f[3])}}})
+		case "load": // of engine p0, or of another
+			f = append(f, "p0")
+			_, err = a.StartLoad([]core.LoadRequest{{ID: core.TransferID(f[1]), From: core.Target{Bootstrap: f[4], EngineID: f[5], DPRank: -1}, Selection: core.Selection{Blocks: blocks(f[2], f[3])}}})
 		case "cancel":
 			_, err = a.Cancel([]core.TransferID{core.TransferID(f[1])}, "the engine's wish")
 		case "bytes": // of all blocks, or of some
