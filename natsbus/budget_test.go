@@ -169,45 +169,6 @@ func TestUnreadAnswers(t *testing.T) {
 	}
 }
 
-// TestPlacesOfClients: who has not proved itself takes no client's place; of several that prove
-// themselves for the last place one gets it; what is left is free again.
-func TestPlacesOfClients(t *testing.T) {
-	c := &clients{max: 2, conns: map[*upgraded]struct{}{}}
-	var all []*upgraded
-	for range maxHandshakes {
-		u := &upgraded{}
-		if err := c.admit(u); err != nil {
-			t.Fatal(err)
-		}
-		all = append(all, u)
-	}
-	if err := c.admit(&upgraded{}); err == nil || !strings.Contains(err.Error(), "not proved themselves") {
-		t.Errorf("one more stranger: %v", err)
-	}
-	for i, u := range all[:3] {
-		if in := c.letIn(u); in != (i < 2) {
-			t.Errorf("number %d of 2 is let in: %v", i, in)
-		}
-	}
-	c.dismiss(all[2])
-	if err := c.admit(&upgraded{}); err == nil || !strings.Contains(err.Error(), "the most that this agent takes") {
-		t.Errorf("with all places taken: %v", err)
-	}
-	for _, u := range append(slices.Clone(all[:2]), all[3:]...) {
-		c.dismiss(u)
-	}
-	u := &upgraded{}
-	if err := c.admit(u); err != nil || c.in != 0 || len(c.conns) != 1 {
-		t.Errorf("after all have gone: %v, %d in, %d connections", err, c.in, len(c.conns))
-	}
-	c.close()
-	if err := c.admit(&upgraded{}); !errors.Is(err, errServerClosed) {
-		t.Errorf("after the end: %v", err)
-	}
-	c.dismiss(u)
-	c.wg.Wait()
-}
-
 // TestPacedPiece: one read takes no more than a piece, whatever its caller has room for: its wait
 // stays short.
 func TestPacedPiece(t *testing.T) {

@@ -25,6 +25,9 @@ var defects = []faulttest.Defect{
 	{"bus-answers-for-others", "TestPermissions"},
 	{"bus-reply-free", "TestPermissions"},
 	{"bus-answers-elsewhere", "TestAnswersElsewhere"},
+	// Who floods from one address has no place that others need.
+	{"bus-places-kept", "TestPlacesOfClients"},
+	{"bus-strangers-stay", "TestPlacesOfStrangers"},
 	// A host that lists without an end takes no memory.
 	{"bus-keeps-all-keys", "FuzzStreamInfo"},
 	// What lies in the temporary folder is this user's.

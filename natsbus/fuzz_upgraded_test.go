@@ -85,6 +85,14 @@ func (u *upgradedRig) handle(at string) core.Handler {
 	}
 }
 
+// connections are the server's, with the honest agent's.
+func (u *upgradedRig) connections() int {
+	c := u.port.clients
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.conns)
+}
+
 // enter carries text to the server as one that has proved itself, and says no more when it has so
 // many answers. It returns what the server has said, when the server has let go of the connection.
 func (u *upgradedRig) enter(t testing.TB, r right, text []byte, answers int) (said []byte) {
@@ -98,12 +106,15 @@ func (u *upgradedRig) enter(t testing.TB, r right, text []byte, answers int) (sa
 	server, client := net.Pipe()
 	_ = client.SetDeadline(time.Now().Add(3 * within)) // a hang ends here, and is told below
 	let := make(chan struct{})
+	began := time.Now()
 	go func() {
 		defer close(let)
+		defer server.Close()
 		u.port.upgrade(&hijacked{ResponseRecorder: httptest.NewRecorder(), conn: server}, head)
-		_ = server.Close()
+		for u.connections() > 1 && time.Since(began) < 3*within { // the handler is over before the connection is
+			time.Sleep(50 * time.Microsecond)
+		}
 	}()
-	began := time.Now()
 	br := bufio.NewReader(client)
 	if resp, err := http.ReadResponse(br, nil); err != nil || resp.StatusCode != http.StatusSwitchingProtocols {
 		t.Fatalf("no upgrade: %+v, %v", resp, err)

@@ -14,7 +14,11 @@ import (
 
 // maxCommand bounds a line of a client's side of the NATS protocol: its CONNECT is the
 // longest.
-const maxCommand = 8 << 10
+const maxCommand = 2 << 10
+
+// writeSize is how much of a client's is passed on to the server at a time. These buffers are small since each of some
+// thousand clients has one.
+const writeSize = 1 << 10
 
 // maxReplySubject bounds the subject of an answer: two ids and what nats.go adds.
 const maxReplySubject = 256

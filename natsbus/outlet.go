@@ -18,7 +18,7 @@ const (
 	maxUnread = 1 << 20
 	// readSize is how much is read from the server at a time, for each client; pieceSize how
 	// much is sent.
-	readSize, pieceSize = 8 << 10, 32 << 10
+	readSize, pieceSize = 2 << 10, 32 << 10
 	// spareSize is what most answers fit in: a client that reads needs no other memory.
 	spareSize = 2 << 10
 	// maxList is the longest list of pieces that is used again.

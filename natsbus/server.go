@@ -22,7 +22,7 @@ import (
 // Limits of the embedded server, unless ServerOptions say otherwise.
 const (
 	defaultMaxMemory = 64 << 20
-	defaultMaxConns  = 4096
+	defaultMaxConns  = 2048
 
 	// maxSubs bounds what one client makes the server keep: an agent listens at its own
 	// subject and for answers.
@@ -56,7 +56,7 @@ type ServerOptions struct {
 	// NKeys are public user nkeys whose owners are let in too. With neither a token nor
 	// keys all clients are let in.
 	NKeys []string
-	// MaxConns bounds the upgraded connections at one time; 0 means 4096.
+	// MaxConns bounds the upgraded connections at one time; 0 means 2048.
 	MaxConns int
 	// MaxMemory bounds the registry's memory in bytes; 0 means 64 MiB.
 	MaxMemory int64
@@ -116,7 +116,7 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	}
 	s := &Server{opt: opt, log: opt.Logger, store: st, gate: gate, tls: secure,
 		unanswered: newBudget(maxUnansweredBytes), unread: newBudget(maxUnreadBytes), questions: newQuestions(),
-		clients: &clients{max: opt.MaxConns, conns: map[*upgraded]struct{}{}}}
+		clients: newClients(opt.MaxConns)}
 	log := &serverLogger{log: opt.Logger.Sugar()}
 	s.nats, err = server.NewServer(&server.Options{
 		ServerName:                 filepath.Base(st.dir),

@@ -8,10 +8,12 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/netip"
 	"os"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/quota"
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
@@ -35,40 +37,62 @@ func (s *Server) upgrade(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	u := &upgraded{}
-	if err := s.clients.admit(u); err != nil {
+	from, _ := netip.ParseAddrPort(r.RemoteAddr) // what has no address counts under none
+	if err := s.clients.admit(u, quota.Of(from.Addr())); err != nil {
 		w.Header().Set("Retry-After", "1")
 		http.Error(w, err.Error(), http.StatusServiceUnavailable)
 		return
 	}
-	defer s.clients.dismiss(u)
+	carried := false
+	defer func() {
+		if !carried {
+			s.clients.dismiss(u)
+		}
+	}()
 	peer, rw, err := http.NewResponseController(w).Hijack()
 	if err != nil { // HTTP/2, or a wrapped ResponseWriter
 		http.Error(w, "this connection cannot be upgraded: "+err.Error(), http.StatusHTTPVersionNotSupported)
 		return
 	}
-	defer func() { _ = hangUp(peer) }()
-	if !s.clients.connected(u, peer, noConn) {
+	conn, who, err := s.meet(u, peer, rw.Reader)
+	if err != nil {
+		s.refuse(peer, err)
+		_ = hangUp(peer)
 		return
+	}
+	// The HTTP server keeps buffers of some KiB, and a stack that the handshake has made large, until this handler returns.
+	carried = true
+	safe.Go("natsbus.carry", func() {
+		defer s.clients.dismiss(u)
+		defer func() { _ = hangUp(peer) }()
+		if err := s.carry(u, peer, conn, who); err != nil && !s.clients.isClosed() {
+			s.refuse(peer, err)
+		}
+	})
+}
+
+// meet makes a connection one of the control plane, and lets the client prove what it is.
+func (s *Server) meet(u *upgraded, peer net.Conn, head *bufio.Reader) (*tls.Conn, client, error) {
+	if !s.clients.connected(u, peer, noConn) {
+		return nil, client{}, errPlaceLost
 	}
 	// This replaces the HTTP server's deadlines, which stay on a hijacked connection.
 	if err := peer.SetDeadline(time.Now().Add(proofWithin)); err != nil {
-		return // closed already
+		return nil, client{}, fmt.Errorf("%w: %w", io.EOF, err) // closed already
 	}
 	if _, err := io.WriteString(peer, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: "+protocol+"\r\n\r\n"); err != nil {
-		return // the client has gone
+		return nil, client{}, fmt.Errorf("%w: %w", io.EOF, err)
 	}
-	conn := tls.Server(&headConn{Conn: peer, r: rw.Reader}, s.tls)
+	conn := tls.Server(&headConn{Conn: peer, r: head}, s.tls)
 	who, err := s.prove(conn)
-	if errors.Is(err, os.ErrDeadlineExceeded) {
+	switch {
+	case err == nil:
+	case s.clients.lost(u):
+		err = errPlaceLost
+	case errors.Is(err, os.ErrDeadlineExceeded):
 		err = fmt.Errorf("it did not prove itself within %v", proofWithin)
 	}
-	if err != nil {
-		s.refuse(peer, err)
-		return
-	}
-	if err := s.carry(u, peer, conn, who); err != nil && !s.clients.isClosed() {
-		s.refuse(peer, err)
-	}
+	return conn, who, err
 }
 
 // prove lets a client prove its identity and what it may do.
@@ -115,8 +139,17 @@ func (s *Server) carry(u *upgraded, peer net.Conn, conn *tls.Conn, who client) e
 		return nil
 	}
 	defer func() { _ = inside.Close() }()
-	if !s.clients.connected(u, peer, inside) || peer.SetDeadline(time.Time{}) != nil || !s.clients.letIn(u) {
+	if !s.clients.connected(u, peer, inside) || peer.SetDeadline(time.Time{}) != nil {
 		return nil
+	}
+	gave, err := s.clients.letIn(u, who.id, who.right == rightJoin && s.gate.closed()) // else anybody may say that it joins
+	if err != nil {
+		return &clientError{who.id, err}
+	}
+	if gave != nil {
+		s.refused.Do(func(note string) {
+			s.log.Sugar().Warnf("natsbus: all %d control connections were taken: agent %s gave its one up, since %v has the most%s", s.clients.max, gave.id, gave.from, note)
+		})
 	}
 	asked, kept := &share{of: s.unanswered, end: u.close}, &share{of: s.unread, end: u.close}
 	defer asked.leave()
@@ -131,7 +164,7 @@ func (s *Server) carry(u *upgraded, peer net.Conn, conn *tls.Conn, who client) e
 		_ = inside.Close()
 		both <- err
 	})
-	in := &inlet{from: bufio.NewReaderSize(newPaced(conn), maxCommand), to: bufio.NewWriter(inside), connect: connect, inbox: inboxOf(who.id), window: w}
+	in := &inlet{from: bufio.NewReaderSize(newPaced(conn), maxCommand), to: bufio.NewWriterSize(inside, writeSize), connect: connect, inbox: inboxOf(who.id), window: w}
 	err = in.run()
 	_ = inside.Close()
 	if errors.Is(err, errProtocol) {

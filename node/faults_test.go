@@ -13,6 +13,7 @@ import (
 // and two of core, which the fuzz of a hostile prefill engine's answers must find too.
 var defects = []faulttest.Defect{
 	{"node-from-believed", "TestSeedsOfFuzzServe"},
+	{"node-hello-is-use", "TestHellosMakeRoom"},
 	{"node-joins-others", "TestSeedsOfFuzzJoin"},
 	{"node-answers-of-others", "TestSeedsOfFuzzAnswers"},
 	{"node-no-ticket", "TestSeedsOfFuzzAnswers"},

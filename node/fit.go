@@ -1,15 +1,14 @@
 package node
 
 import (
-	"errors"
 	"fmt"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/wire"
 )
 
-// errBusy: what a peer asks for is to be asked for again.
-var errBusy = errors.New("another engine with many regions is being looked at")
+// errManyRegions: one peer with many regions is looked at at a time.
+var errManyRegions = fmt.Errorf("%w: another engine with many regions is being looked at", errBusy)
 
 // fit says how the caches of this agent and of a peer fit, of which one is the prefill agent.
 // It does not keep that: add does.
@@ -26,7 +25,7 @@ func (t *peerTable) fit(self, other *wire.Agent, prefills bool) (*matched, error
 		case t.long <- struct{}{}:
 			defer func() { <-t.long }()
 		default:
-			return nil, errBusy
+			return nil, errManyRegions
 		}
 	}
 	p, d := self, other

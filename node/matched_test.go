@@ -96,6 +96,7 @@ func TestMatchesHaveABudget(t *testing.T) {
 		defer table.mu.Unlock()
 		for _, p := range table.byID {
 			p.used = time.Now().Add(-ago)
+			p.works.Store(true)
 		}
 	}
 	shared, n := table.matches.bytes, 0

@@ -3,19 +3,22 @@ package node
 import (
 	"container/list"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/wire"
 )
 
 // maxPeers is how many peers are remembered. The peer that was unused for longest is
 // forgotten first. If it comes back, it says hello again. A peer in use is never forgotten
-// for another.
+// for another; one that has only said hello is not in use.
 const maxPeers = 4096
 
 // peer is this agent's record of another.
@@ -31,6 +34,7 @@ type peer struct {
 	heard  time.Time     // when the peer answered a load last
 	mute   time.Time     // until then loads are not tried, since the peer has not answered others
 	used   time.Time     // when it was used last; guarded by the table
+	works  atomic.Bool   // it has or had a transfer with this agent; until then it makes room for others at once
 	place  *list.Element // in the table's order
 }
 
@@ -96,8 +100,16 @@ type dismisser interface {
 // peer with transfers under way is used once a second.
 const keptFor = 10 * time.Second
 
+// busy says that a peer must be remembered; t.mu is held.
+func (p *peer) busy(now time.Time) bool {
+	return now.Sub(p.used) < keptFor && (p.works.Load() || fault.On("node-hello-is-use"))
+}
+
+// errBusy: what a peer asks for is to be asked for again.
+var errBusy = errors.New("there is too much to do at this moment")
+
 // errManyPeers: all peers in the table were used a moment ago.
-var errManyPeers = fmt.Errorf("this agent works with %d peers, its limit, and has used each within the last %v: try again later", maxPeers, keptFor)
+var errManyPeers = fmt.Errorf("%w: this agent works with %d peers, its limit, and has used each within the last %v", errBusy, maxPeers, keptFor)
 
 // add remembers a peer, and dismisses the peers that make room for it; t.meeting is held.
 func (t *peerTable) add(p *peer, transports dismisser) error {
@@ -126,9 +138,12 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 		if p.rank == "" {
 			p.rank, p.joined = old.rank, old.joined
 		}
+		if old.works.Load() {
+			p.works.Store(true)
+		}
 	} else if t.order.Len() >= maxPeers {
-		first := t.order.Front().Value.(*peer)
-		if p.used.Sub(first.used) < keptFor {
+		first := t.idlest(p.used)
+		if first == nil {
 			return nil, errManyPeers
 		}
 		gone = append(gone, first.id)
@@ -151,11 +166,21 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 	return gone, nil
 }
 
-// errManyMatches: the peers whose caches take the most were used a moment ago.
-var errManyMatches = fmt.Errorf("what this agent keeps of how its peers' KV caches fit its own would take more than %d bytes, and it has used each peer within the last %v: try again later, or give all decode engines the same KV caches",
-	maxMatched, keptFor)
+// idlest is the peer that was unused for longest of those that are not in use; nil if there is none. t.mu is held.
+func (t *peerTable) idlest(now time.Time) *peer {
+	for e := t.order.Front(); e != nil; e = e.Next() {
+		if p := e.Value.(*peer); !p.busy(now) {
+			return p
+		}
+	}
+	return nil
+}
 
-// makeRoom forgets peers that were not used for keptFor, until so many bytes more may be kept:
+// errManyMatches: the peers whose caches take the most were used a moment ago.
+var errManyMatches = fmt.Errorf("%w: what this agent keeps of how its peers' KV caches fit its own would take more than %d bytes, and it has used each peer within the last %v; give all decode engines the same KV caches",
+	errBusy, maxMatched, keptFor)
+
+// makeRoom forgets peers that are not in use, until so many bytes more may be kept:
 // first those that take the most. A peer whose caches another one has too stays. t.mu is held.
 func (t *peerTable) makeRoom(bytes int) (gone []core.AgentID, err error) {
 	if t.matches.bytes+bytes <= maxMatched {
@@ -165,10 +190,7 @@ func (t *peerTable) makeRoom(bytes int) (gone []core.AgentID, err error) {
 	now := time.Now()
 	for e := t.order.Front(); e != nil; e = e.Next() {
 		p := e.Value.(*peer)
-		if now.Sub(p.used) < keptFor {
-			break
-		}
-		if alone(p.in, p.out) > 0 {
+		if !p.busy(now) && alone(p.in, p.out) > 0 {
 			idle = append(idle, p)
 		}
 	}
@@ -204,6 +226,7 @@ func (t *peerTable) admit(p *peer, transports dismisser, admit func() ([]wire.Ti
 func (t *peerTable) connect(p *peer, transports dismisser, connect func() error) error {
 	t.meeting.Lock()
 	defer t.meeting.Unlock()
+	p.works.Store(true) // this agent has looked for it
 	if err := t.add(p, transports); err != nil {
 		return err
 	}

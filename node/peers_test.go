@@ -42,6 +42,9 @@ func TestForgottenPeersAreDismissed(t *testing.T) {
 		id := core.AgentID(fmt.Sprint(i))
 		admit := func() ([]wire.Ticket, error) { return all.admit(id, hello) }
 		if i >= maxPeers { // nobody in use makes room
+			for _, p := range table.byID {
+				p.works.Store(true)
+			}
 			if _, err := table.admit(&peer{id: id}, all, admit); !errors.Is(err, errManyPeers) || transport.tickets[id] != nil {
 				t.Fatalf("peer %d: %v, admitted %v", i, err, transport.tickets[id] != nil)
 			}
@@ -65,6 +68,39 @@ func TestForgottenPeersAreDismissed(t *testing.T) {
 	}
 	if len(all.pairs) != maxPeers {
 		t.Fatalf("%d pairs are remembered, of %d peers", len(all.pairs), maxPeers)
+	}
+}
+
+// TestHellosMakeRoom: peers that have only said hello, however lately, make room for one another, the oldest first. A peer
+// that has a transfer here stays, and so does one that says hello again.
+func TestHellosMakeRoom(t *testing.T) {
+	table, transport := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}
+	admit := func(id core.AgentID) {
+		t.Helper()
+		if _, err := table.admit(&peer{id: id}, transport, func() ([]wire.Ticket, error) { return nil, nil }); err != nil {
+			t.Fatalf("%s: %v", id, err)
+		}
+	}
+	admit("works")
+	table.get("works").works.Store(true)
+	admit("works") // it has lost its connection, say
+	admit("newcomer")
+	for i := range maxPeers - 3 {
+		admit(core.AgentID(fmt.Sprint(i)))
+	}
+	admit("newcomer")
+	for i := range maxPeers - 2 { // each takes the place of one of those before it
+		admit(core.AgentID(fmt.Sprint("more", i)))
+	}
+	for id, stays := range map[core.AgentID]bool{"works": true, "newcomer": true, "0": false} {
+		known := false
+		table.with(id, func(*peer) { known = true })
+		if known != stays {
+			t.Errorf("%s is known: %v", id, known)
+		}
+	}
+	if len(table.byID) != maxPeers || table.order.Len() != maxPeers {
+		t.Errorf("%d peers, %d in order", len(table.byID), table.order.Len())
 	}
 }
 

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"fmt"
 	"regexp"
 	"slices"
 	"time"
@@ -110,7 +111,7 @@ func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Rep
 	}
 	match, err := s.peers.fit(self, h, true)
 	if errors.Is(err, errBusy) {
-		return &wire.Reply{Code: int(core.Failed), Again: wire.AgainLater, Reason: err.Error()}
+		return s.later(err)
 	}
 	if err != nil {
 		s.lines.hellos.Do(func(note string) {
@@ -122,10 +123,17 @@ func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Rep
 	switch {
 	case errors.Is(err, core.ErrTransportClosed): // the agent that comes in its place may take the request
 		return &wire.Reply{Code: int(core.Closed), Reason: "the prefill agent is closing"}
+	case errors.Is(err, errBusy):
+		return s.later(err)
 	case err != nil: // nothing in common
 		return refuse("agent %s: %v", s.id, err)
 	}
 	return &wire.Reply{Tickets: tickets, AgeMS: 1 + s.age().Milliseconds()}
+}
+
+// later refuses what may be asked for again, within the asker's connect_timeout_s.
+func (s *server) later(why error) *wire.Reply {
+	return &wire.Reply{Code: int(core.Failed), Again: wire.AgainLater, Reason: fmt.Sprintf("prefill engine %q: %v", s.cfg.EngineID, why)}
 }
 
 func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
@@ -146,6 +154,9 @@ func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
 		msg.Blocks = append(msg.Blocks, g.IDs)
 	}
 	code, reason := s.machine.LoadArrived(msg)
+	if code == core.OK {
+		p.works.Store(true)
+	}
 	return &wire.Reply{Code: int(code), Reason: reason}
 }
 
@@ -153,7 +164,8 @@ func (s *server) renew(from core.AgentID, r *wire.Renew) *wire.Reply {
 	rep := &wire.Reply{Statuses: make([]uint8, 0, len(r.Loads)+len(r.Claims))}
 	// Only a peer that has said hello has transfers here. Other peers learn that this agent
 	// lives.
-	if p := s.peers.get(from); p != nil && p.out != nil {
+	p := s.peers.get(from)
+	if p != nil && p.out != nil {
 		s.machine.RenewArrived(from, nil, nil) // it lives
 		for part := range slices.Chunk(r.Loads, core.MaxLocked) {
 			addAnswers(rep, s.machine.RenewArrived(from, transferIDs(part), nil))
@@ -161,6 +173,9 @@ func (s *server) renew(from core.AgentID, r *wire.Renew) *wire.Reply {
 		for part := range slices.Chunk(r.Claims, core.MaxLocked) {
 			addAnswers(rep, s.machine.RenewArrived(from, nil, transferIDs(part)))
 		}
+	}
+	if p != nil && slices.ContainsFunc(rep.Statuses, func(st uint8) bool { return st != uint8(core.StatusUnknown) }) {
+		p.works.Store(true)
 	}
 	for len(rep.Statuses) < len(r.Loads)+len(r.Claims) {
 		rep.Statuses = append(rep.Statuses, uint8(core.StatusUnknown))

@@ -28,6 +28,7 @@ type attacker struct {
 	t      testing.TB
 	public ed25519.PublicKey
 	tls    *tls.Config
+	at     string // the address that it comes from; "": any
 }
 
 func newAttacker(t testing.TB) *attacker {
@@ -67,14 +68,25 @@ type greeted struct {
 	greeting string
 }
 
-func (a *attacker) greeted(boot string) (*greeted, error) {
-	raw, err := net.DialTimeout("tcp", strings.TrimPrefix(boot, "http://"), bound)
+// knock opens a connection to a bootstrap port, and asks for the control plane.
+func (a *attacker) knock(boot string) (net.Conn, error) {
+	d := net.Dialer{Timeout: bound}
+	if a.at != "" {
+		d.LocalAddr = &net.TCPAddr{IP: net.ParseIP(a.at)}
+	}
+	raw, err := d.Dial("tcp", strings.TrimPrefix(boot, "http://"))
 	if err != nil {
 		return nil, err
 	}
 	a.t.Cleanup(func() { _ = raw.Close() })
 	_ = raw.SetDeadline(time.Now().Add(bound))
-	if _, err := io.WriteString(raw, "GET /nats HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: nats\r\n\r\n"); err != nil {
+	_, err = io.WriteString(raw, "GET /nats HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: nats\r\n\r\n")
+	return raw, err
+}
+
+func (a *attacker) greeted(boot string) (*greeted, error) {
+	raw, err := a.knock(boot)
+	if err != nil {
 		return nil, err
 	}
 	head := bufio.NewReader(raw)

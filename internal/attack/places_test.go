@@ -1,0 +1,172 @@
+package attack
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// elsewhere is an address of this host that no honest engine of these tests has.
+const elsewhere = "127.0.0.2"
+
+// newcomers are decode agents that come while the attack goes on, and load.
+func newcomers(t *testing.T, p *victim, when string, n int) *honest {
+	t.Helper()
+	h := &honest{}
+	for i := range n {
+		d := start(t, map[string]any{"role": "decode", "engine_id": fmt.Sprint("new", i)})
+		h.load(t, p, d, fmt.Sprint(when, i))
+		d.end()
+	}
+	return h
+}
+
+// TestSilentStrangers: sockets of strangers that ask for the control plane and say nothing had all places of those
+// who are about to prove themselves: a newcomer was sent away. Now of their address one gives its place up for each that comes.
+func TestSilentStrangers(t *testing.T) {
+	p := start(t, map[string]any{"role": "prefill"})
+	calm := newcomers(t, p, "early", 5)
+	a := newAttacker(t)
+	a.at = elsewhere
+	over := make(chan struct{})
+	var opened atomic.Int64
+	const places = 256 // of those who have not proved themselves
+	const sockets = 600
+	for range sockets { // each comes again when it is sent away
+		go func() {
+			for {
+				conn, err := a.knock(p.boot)
+				if err == nil {
+					if resp, err := http.ReadResponse(bufio.NewReader(conn), nil); err == nil && resp.StatusCode == http.StatusSwitchingProtocols {
+						opened.Add(1)
+						_, _ = io.Copy(io.Discard, conn)
+					}
+					_ = conn.Close()
+				}
+				select {
+				case <-over:
+					return
+				case <-time.After(150 * time.Millisecond): // the attack's own pace
+				}
+			}
+		}()
+	}
+	for deadline := time.Now().Add(bound); opened.Load() < places && time.Now().Before(deadline); {
+		time.Sleep(time.Millisecond)
+	}
+	h := newcomers(t, p, "new", 10)
+	close(over)
+	if n := opened.Load(); n < places {
+		t.Errorf("%d sockets of %d were opened: the attack itself has failed", n, sockets)
+	}
+	got(t, "5 of 10 first loads of newcomers failed (at 1a5364a)", "%s, %s", h.beside(t, calm), p.growth(t))
+	settle(t, p)
+}
+
+// TestControlConnections: who has the token takes all places of the control plane, and does nothing but to answer pings. New
+// decode engines were sent away, and one that was there before lost its place. Now newcomers from other addresses get in.
+func TestControlConnections(t *testing.T) {
+	p := start(t, map[string]any{"role": "prefill"})
+	d := start(t, map[string]any{"role": "decode"})
+	before(t, p, d)
+	calm := newcomers(t, p, "early", 5)
+	clients := 2200 // more than there are places
+	if raced {
+		clients = 100 // no figures are held to anything
+	}
+	var in, ended atomic.Int64
+	crowd(clients, func(a *attacker) {
+		s, err := a.enter(p.boot, "ask", "")
+		if err != nil {
+			return // it has all the places that it can have
+		}
+		in.Add(1)
+		go func() {
+			defer ended.Add(1)
+			pong(s.conn, s.br)
+		}()
+	}, t)
+	p.watch()
+	h := newcomers(t, p, "new", 6)
+	h.load(t, p, d, "idle")
+	if n := in.Load(); n < int64(clients)-200 {
+		t.Errorf("%d clients of %d got in: the attack itself has failed", n, clients)
+	}
+	if ended.Load() == 0 && !raced {
+		t.Error("no place was given up")
+	}
+	got(t, "6 of 6 new decode engines out, an idle one too, 28 to 1,006 MiB (at 1a5364a)", "%s, %d connections, %s", h.beside(t, calm), in.Load(), p.growth(t))
+	settle(t, p)
+}
+
+// crowd is so many attackers from elsewhere, each with a key of its own.
+func crowd(n int, attack func(a *attacker), t *testing.T) {
+	var wg sync.WaitGroup
+	var next atomic.Int64
+	for range 8 {
+		wg.Go(func() {
+			for next.Add(1) <= int64(n) {
+				a := newAttacker(t)
+				a.at = elsewhere
+				attack(a)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// TestManyHellos: who has the token says hello under as many ids as prefill remembers decode engines. All others were refused
+// for as long as it went on. Now an engine that has only said hello makes room for the next.
+func TestManyHellos(t *testing.T) {
+	p := start(t, map[string]any{"role": "prefill"})
+	d := start(t, map[string]any{"role": "decode"})
+	before(t, p, d)
+	calm := newcomers(t, p, "early", 5)
+	ids := 4200 // more than are remembered
+	if raced {
+		ids = 100
+	}
+	var said atomic.Int64
+	crowd(ids, func(a *attacker) {
+		s, err := a.enter(p.boot, "ask", "")
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer s.conn.Close()
+		if rep, err := s.ask(p.id, s.id, aHello()); err == nil && core.Code(rep.Code) == core.OK {
+			said.Add(1)
+		}
+	}, t)
+	h := newcomers(t, p, "new", 6)
+	h.load(t, p, d, "idle")
+	if n := said.Load(); n < int64(ids)*9/10 {
+		t.Errorf("prefill has answered %d hellos of %d: the attack itself has failed", n, ids)
+	}
+	got(t, "6 of 6 new decode engines refused (at 1a5364a)", "%s, %d hellos, %s", h.beside(t, calm), said.Load(), p.growth(t))
+	settle(t, p)
+}
+
+// pong answers pings until the connection ends.
+func pong(conn net.Conn, br *bufio.Reader) {
+	for {
+		line, err := br.ReadString('\n')
+		if err != nil {
+			return
+		}
+		if strings.HasPrefix(line, "PING") {
+			if _, err := io.WriteString(conn, "PONG\r\n"); err != nil {
+				return
+			}
+		}
+	}
+}

@@ -1,0 +1,57 @@
+// Package quota says who gives up a place when all are taken. It is not who comes last, but who has the most.
+package quota
+
+import (
+	"net"
+	"net/netip"
+)
+
+// Counts are how many places each address has. Identities cost nothing to make, addresses do.
+type Counts map[netip.Prefix]int
+
+// Add counts n places more, or fewer.
+func (c Counts) Add(of netip.Prefix, n int) {
+	if c[of] += n; c[of] == 0 {
+		delete(c, of)
+	}
+}
+
+// Greediest is the address that has the most places. If several have as many, it is the lowest of them.
+func (c Counts) Greediest() (most netip.Prefix) {
+	for of, n := range c {
+		if n > c[most] || n == c[most] && of.Addr().Less(most.Addr()) {
+			most = of
+		}
+	}
+	return most
+}
+
+// Over is the address that has the most places, if it has at least two more than another: then it is no
+// worse off when it gives one to the other.
+func (c Counts) Over(than netip.Prefix) (netip.Prefix, bool) {
+	most := c.Greediest()
+	return most, c[most] > c[than]+1
+}
+
+// AddressOf is what a connection's other end counts under; see Of.
+func AddressOf(a net.Addr) netip.Prefix {
+	if tcp, ok := a.(*net.TCPAddr); ok {
+		return Of(tcp.AddrPort().Addr())
+	}
+	return netip.Prefix{}
+}
+
+// Of is what an IP address counts under: an IPv4 address itself, or the /64 network of an IPv6 address, which is
+// one host's or one customer's. It is the zero Prefix for an address that is not valid.
+func Of(ip netip.Addr) netip.Prefix {
+	ip = ip.Unmap().WithZone("")
+	bits := 64
+	if ip.Is4() {
+		bits = 32
+	}
+	p, err := ip.Prefix(bits)
+	if err != nil { // not valid
+		return netip.Prefix{}
+	}
+	return p
+}
