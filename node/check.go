@@ -195,10 +195,10 @@ func (c *Config) checkSecurity() error {
 	case len(c.NATSNKeys) > maxListed || len(c.BootstrapAllow) > maxListed:
 		return bad("nats_nkeys, bootstrap_allow", "have %d and %d entries, at most %d are read", len(c.NATSNKeys), len(c.BootstrapAllow), maxListed)
 	}
-	if err := checkToken(c.NATSToken); err != nil {
+	if err := c.checkNATSToken(c.NATSToken); err != nil {
 		return bad("nats_token", "%v", err)
 	}
-	if err := checkToken(c.JoinToken); err != nil {
+	if err := checkSecret(c.JoinToken); err != nil {
 		return bad("join_token", "%v", err)
 	}
 	for _, key := range c.NATSNKeys {

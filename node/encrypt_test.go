@@ -37,7 +37,7 @@ func TestEncryptionKeys(t *testing.T) {
 		word string
 	}{
 		"as it comes":        {func(*Config) {}, wire.EncryptMay},
-		"token":              {func(c *Config) { c.NATSToken = "x" }, wire.EncryptMust},
+		"token":              {func(c *Config) { c.NATSToken = theToken }, wire.EncryptMust},
 		"token in a file":    {func(c *Config) { c.NATSTokenFile = "x" }, wire.EncryptMust},
 		"nkey":               {func(c *Config) { c.NATSNKeySeedFile = "x" }, wire.EncryptMust},
 		"nkeys":              {func(c *Config) { c.NATSNKeys = []string{"x"} }, wire.EncryptMust},
@@ -45,7 +45,7 @@ func TestEncryptionKeys(t *testing.T) {
 		"authority":          {func(c *Config) { c.TLSCAFile = "x" }, wire.EncryptMust},
 		"cluster":            {func(c *Config) { c.NATSURL = "nats://h:1" }, wire.EncryptMay},
 		"cluster by tls":     {func(c *Config) { c.NATSURL = "tls://h:1, tls://i:1" }, wire.EncryptMust},
-		"token, never":       {func(c *Config) { c.NATSToken, c.TCPEncrypt = "x", encryptNever }, wire.EncryptNever},
+		"token, never":       {func(c *Config) { c.NATSToken, c.TCPEncrypt = theToken, encryptNever }, wire.EncryptNever},
 		"always":             {func(c *Config) { c.TCPEncrypt = encryptAlways }, wire.EncryptMust},
 		"required":           {func(c *Config) { c.Encryption = true }, wire.EncryptMust},
 		"required, by a tls": {func(c *Config) { c.Encryption, c.NATSURL = true, "tls://h:1" }, wire.EncryptMust},
@@ -89,15 +89,15 @@ func TestEncryptionOfPairs(t *testing.T) {
 		says        []string // of the refusal
 	}{
 		{p: encryptAuto, d: encryptAuto},
-		{p: encryptAuto, d: encryptAuto, token: "x", encrypted: true},
+		{p: encryptAuto, d: encryptAuto, token: theToken, encrypted: true},
 		{p: encryptAlways, d: encryptAuto, encrypted: true},
 		{p: encryptAuto, d: encryptAlways, encrypted: true},
 		{p: encryptNever, d: encryptAuto},
 		{p: encryptAuto, d: encryptNever},
-		{p: encryptNever, d: encryptNever, token: "x"},
+		{p: encryptNever, d: encryptNever, token: theToken},
 		{p: encryptNever, d: encryptAlways, says: []string{`prefill engine "engine-prefill" says "never" (tcp_encrypt "never"`, `decode engine "engine-decode" says "must"`}},
 		{p: encryptAlways, d: encryptNever, says: []string{`prefill engine "engine-prefill" says "must" (tcp_encrypt "always"`, `decode engine "engine-decode" says "never"`}},
-		{p: encryptNever, d: encryptAuto, token: "x", says: []string{`says "never" (tcp_encrypt "never"`, `says "must"`}},
+		{p: encryptNever, d: encryptAuto, token: theToken, says: []string{`says "never" (tcp_encrypt "never"`, `says "must"`}},
 	} {
 		t.Run(fmt.Sprintf("%s %s %s", c.p, c.d, c.token), func(t *testing.T) {
 			leaktest.Check(t)
@@ -169,7 +169,7 @@ func TestEncryptionOnOneHost(t *testing.T) {
 		t.Run(c.p+" "+c.d, func(t *testing.T) {
 			leaktest.Check(t)
 			pc, dc := forced(RolePrefill, c.p), forced(RoleDecode, c.d)
-			pc.NATSToken, dc.NATSToken = "x", "x"
+			pc.NATSToken, dc.NATSToken = theToken, theToken
 			pc.TCPEncrypt, dc.Encryption = encryptNever, true
 			p, _ := openLogged(t, pc)
 			d, _ := openLogged(t, dc)

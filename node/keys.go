@@ -62,9 +62,9 @@ func Keys() []KeyGroup {
 			{Name: "nats_js_prefix", Default: "$JS.API", Meaning: "The prefix of JetStream's API: another one where the account of this agent's user imports the registry, see [security](security.md#an-external-cluster)."},
 		}},
 		{"Who gets in", []Key{
-			{Name: "nats_token", Without: "none", Meaning: "The secret of a deployment: all of its agents have the same one."},
+			{Name: "nats_token", Without: "none", Meaning: "The secret of a deployment: all of its agents have the same one, of 16 characters or more unless it is a cluster's (`nats_url`)."},
 			{Name: "nats_token_file", Without: "none", Meaning: "A file with the secret of `nats_token`. Set one of the two keys."},
-			{Name: "join_token", Without: "ranks join from the same host and user only, if there is a token or `nats_nkeys`", Meaning: "Prefill: the secret by which the ranks of one engine join its first rank. No decode engine has it."},
+			{Name: "join_token", Without: "ranks join from the same host and user only, if there is a token or `nats_nkeys`", Meaning: "Prefill: the secret by which the ranks of one engine join its first rank. No decode engine has it. At least 16 characters."},
 			{Name: "join_token_file", Without: "none", Meaning: "Prefill: a file with the secret of `join_token`. Set one of the two keys."},
 			{Name: "nats_nkey_seed_file", Without: "none", Meaning: "A file with this agent's own nkey seed (`SU…`). The agent proves itself with it and needs no token."},
 			{Name: "nats_nkeys", Without: "none", Meaning: "Prefill: public nkeys (`U…`) that the embedded server admits beside the token."},

@@ -97,7 +97,7 @@ func TestRouteOfAgents(t *testing.T) {
 func TestRouteToken(t *testing.T) {
 	leaktest.Check(t)
 	cfg := hostConfig(0)
-	cfg.NATSToken = "secret"
+	cfg.NATSToken = theToken
 	h, err := Open(cfg, Options{})
 	if err != nil {
 		t.Fatal(err)
@@ -121,8 +121,8 @@ func TestRouteToken(t *testing.T) {
 		t.Fatalf("%d %s", code, body)
 	}
 	m := model{2, 2, false}
-	m.engine(t, RolePrefill, core.One, joins(address, func(c *Config) { c.NATSToken = "secret" }))
-	if code, body := ask(t, "PUT", address+"/route", row, "secret"); code != 200 { // with the token
+	m.engine(t, RolePrefill, core.One, joins(address, func(c *Config) { c.NATSToken = theToken }))
+	if code, body := ask(t, "PUT", address+"/route", row, theToken); code != 200 { // with the token
 		t.Fatalf("%d %s", code, body)
 	}
 	if code, body := ask(t, "GET", address+"/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0", "", ""); code != 200 || !strings.Contains(body, "127.0.0.1") {

@@ -21,6 +21,7 @@ import (
 const (
 	maxSecretFile = 64 << 10
 	maxToken      = 1024
+	minSecret     = 16
 	maxListed     = 4096 // entries of nats_nkeys and of bootstrap_allow
 )
 
@@ -47,6 +48,23 @@ func checkToken(token string) error {
 	return nil
 }
 
+// checkSecret is checkToken of a secret that agents prove to each other. A proof lets whoever hears it try secrets for as
+// long as it likes. 16 characters that nobody has thought up are too many to try.
+func checkSecret(secret string) error {
+	if err := checkToken(secret); err != nil || secret == "" || len(secret) >= minSecret {
+		return err
+	}
+	return fmt.Errorf("has %d characters, at least %d are wanted: who meets an agent can find a shorter one by trying; make one by \"head -c 32 /dev/urandom | base64\"", len(secret), minSecret)
+}
+
+// checkNATSToken lets a cluster have any token: agents prove that one to its servers, which the operator has set up.
+func (c *Config) checkNATSToken(token string) error {
+	if c.NATSURL != "" {
+		return checkToken(token)
+	}
+	return checkSecret(token)
+}
+
 // openSecurity reads the files, and logs settings that are dangerous but allowed.
 func openSecurity(c *Config, log *zap.Logger) (*security, error) {
 	s := &security{token: c.NATSToken}
@@ -56,7 +74,7 @@ func openSecurity(c *Config, log *zap.Logger) (*security, error) {
 	var err error
 	if c.NATSTokenFile != "" {
 		if s.token, err = readSecret("nats_token_file", c.NATSTokenFile, log); err == nil {
-			err = checkToken(s.token)
+			err = c.checkNATSToken(s.token)
 		}
 		if err != nil {
 			return nil, bad("nats_token_file", c.NATSTokenFile, err)
@@ -65,7 +83,7 @@ func openSecurity(c *Config, log *zap.Logger) (*security, error) {
 	s.join = c.JoinToken
 	if c.JoinTokenFile != "" {
 		if s.join, err = readSecret("join_token_file", c.JoinTokenFile, log); err == nil {
-			err = checkToken(s.join)
+			err = checkSecret(s.join)
 		}
 		if err != nil {
 			return nil, bad("join_token_file", c.JoinTokenFile, err)

@@ -20,6 +20,9 @@ import (
 	"github.com/kvconn/kvconn/internal/nettest"
 )
 
+// theToken is as long as a secret must be.
+const theToken = "the-token-0123456789"
+
 func secretFile(t testing.TB, text string, mode os.FileMode) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "secret")
@@ -56,7 +59,7 @@ func TestSecuredPair(t *testing.T) {
 	public, _ := key.PublicKey()
 
 	pc := testConfig(RolePrefill)
-	pc.NATSTokenFile = secretFile(t, "the-token\n", 0o600)
+	pc.NATSTokenFile = secretFile(t, theToken+"\n", 0o600)
 	pc.NATSNKeys = []string{public}
 	pc.TLSCertFile, pc.TLSKeyFile = ca.Issue(time.Now().Add(time.Hour), "127.0.0.1")
 	p := open(t, pc)
@@ -67,7 +70,7 @@ func TestSecuredPair(t *testing.T) {
 	http := strings.Replace(from, "https://", "http://", 1)
 
 	byToken := testConfig(RoleDecode)
-	byToken.NATSToken, byToken.TLSCAFile = "the-token", ca.File
+	byToken.NATSToken, byToken.TLSCAFile = theToken, ca.File
 	byKey := testConfig(RoleDecode)
 	byKey.NATSNKeySeedFile, byKey.TLSCAFile = secretFile(t, string(seed)+"\r\n", 0o600), ca.File
 	d, d2 := open(t, byToken), open(t, byKey)
@@ -80,11 +83,11 @@ func TestSecuredPair(t *testing.T) {
 		from string
 		says string
 	}{
-		"wrong token":       {func(c *Config) { c.NATSToken, c.TLSCAFile = "another", ca.File }, from, "nats_token"},
+		"wrong token":       {func(c *Config) { c.NATSToken, c.TLSCAFile = "another-of-16-chars", ca.File }, from, "nats_token"},
 		"no token":          {func(c *Config) { c.TLSCAFile = ca.File }, from, "nats_token"},
-		"unknown authority": {func(c *Config) { c.NATSToken, c.TLSCAFile = "the-token", stranger.File }, from, "tls_ca_file"},
-		"plain":             {func(c *Config) { c.NATSToken = "the-token" }, http, "https"},
-		"system's roots":    {func(c *Config) { c.NATSToken = "the-token" }, from, "tls_ca_file"},
+		"unknown authority": {func(c *Config) { c.NATSToken, c.TLSCAFile = theToken, stranger.File }, from, "tls_ca_file"},
+		"plain":             {func(c *Config) { c.NATSToken = theToken }, http, "https"},
+		"system's roots":    {func(c *Config) { c.NATSToken = theToken }, from, "tls_ca_file"},
 	} {
 		cfg := testConfig(RoleDecode)
 		c.set(&cfg)
@@ -92,7 +95,7 @@ func TestSecuredPair(t *testing.T) {
 		id := core.TransferID(what)
 		stranger.load(id, c.from, 1)
 		r := stranger.want(id, core.Unreachable, c.says, strings.TrimPrefix(from, "https://"))
-		if strings.Contains(r.Reason, "the-token") || strings.Contains(r.Reason, "another host") {
+		if strings.Contains(r.Reason, theToken) || strings.Contains(r.Reason, "another host") {
 			t.Errorf("%s: %s", what, r.Reason)
 		}
 	}
@@ -104,7 +107,7 @@ func TestHTTPRoutesOfASecuredPort(t *testing.T) {
 	leaktest.Check(t)
 	ca := nettest.NewAuthority(t)
 	cfg := testConfig(RolePrefill)
-	cfg.NATSToken = "the-token"
+	cfg.NATSToken = theToken
 	cfg.TLSCertFile, cfg.TLSKeyFile = ca.Issue(time.Now().Add(time.Hour), "127.0.0.1")
 	p := open(t, cfg)
 	client := &http.Client{Timeout: bound, Transport: &http.Transport{TLSClientConfig: ca.Client()}}
@@ -131,7 +134,7 @@ func TestHTTPRoutesOfASecuredPort(t *testing.T) {
 		want                int
 	}{
 		{"GET", "/health", "", 200}, {"GET", "/query", "", 200},
-		{"POST", "/register", "", 401}, {"POST", "/register", "wrong", 401}, {"POST", "/register", "the-token", 200},
+		{"POST", "/register", "", 401}, {"POST", "/register", "wrong", 401}, {"POST", "/register", theToken, 200},
 	} {
 		if got := ask(c.method, c.path, c.token); got != c.want {
 			t.Errorf("%s %s with %q: %d, want %d", c.method, c.path, c.token, got, c.want)
@@ -162,6 +165,10 @@ func TestSecurityKeys(t *testing.T) {
 		"missing token":     {RolePrefill, func(c *Config) { c.NATSTokenFile = "/nowhere/token" }, "/nowhere/token"},
 		"empty token":       {RolePrefill, func(c *Config) { c.NATSTokenFile = empty }, "the file is empty"},
 		"long token":        {RolePrefill, func(c *Config) { c.NATSTokenFile = long }, "1025 bytes"},
+		"short token":       {RolePrefill, func(c *Config) { c.NATSToken = "fifteen-letters" }, "15 characters, at least 16"},
+		"short in a file":   {RoleDecode, func(c *Config) { c.NATSTokenFile = one }, "3 characters, at least 16"},
+		"short join token":  {RolePrefill, func(c *Config) { c.JoinToken = "abc" }, "join_token"},
+		"short join file":   {RolePrefill, func(c *Config) { c.JoinTokenFile = one }, "/dev/urandom"},
 		"two lines":         {RolePrefill, func(c *Config) { c.NATSTokenFile = two }, "nats_token_file"},
 		"token is a folder": {RolePrefill, func(c *Config) { c.NATSTokenFile = t.TempDir() }, "nats_token_file"},
 		"seed is no seed":   {RoleDecode, func(c *Config) { c.NATSNKeySeedFile, c.BootstrapAllow = two, []string{"127.0.0.1"} }, "begins with SU"},
@@ -195,9 +202,9 @@ func TestSecurityWarnings(t *testing.T) {
 	}{
 		"loopback":        {func(*Config) {}, ""},
 		"open to all":     {func(c *Config) { c.BootstrapHost = "0.0.0.0" }, "every client that reaches the bootstrap port"},
-		"with a token":    {func(c *Config) { c.BootstrapHost, c.NATSToken = "0.0.0.0", "x" }, ""},
-		"readable token":  {func(c *Config) { c.NATSTokenFile = secretFile(t, "x", 0o644) }, "all users of this host"},
-		"guarded token":   {func(c *Config) { c.NATSTokenFile = secretFile(t, "x", 0o640) }, ""},
+		"with a token":    {func(c *Config) { c.BootstrapHost, c.NATSToken = "0.0.0.0", theToken }, ""},
+		"readable token":  {func(c *Config) { c.NATSTokenFile = secretFile(t, theToken, 0o644) }, "all users of this host"},
+		"guarded token":   {func(c *Config) { c.NATSTokenFile = secretFile(t, theToken, 0o640) }, ""},
 		"guarded TLS key": {func(c *Config) { c.TLSCertFile, c.TLSKeyFile = cert, key }, ""},
 		"expired":         {func(c *Config) { c.TLSCertFile, c.TLSKeyFile = oldCert, oldKey }, "has expired"},
 		"readable TLS key": {func(c *Config) {

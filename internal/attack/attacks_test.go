@@ -61,7 +61,7 @@ func (a *attacker) host(greeting string, then func(d *session)) (address string,
 // nothing. An agent without one tells it an id that is known nowhere else. The attacker may
 // ask in its own name only.
 func TestHostThatAClientNames(t *testing.T) {
-	for _, token := range []string{"", "a-token"} {
+	for _, token := range []string{"", "a-token-0123456789"} {
 		p := start(t, map[string]any{"role": "prefill", "nats_token": token})
 		d := start(t, map[string]any{"role": "decode", "nats_token": token})
 		p.say("fill 170")
@@ -104,7 +104,7 @@ func TestHostThatAClientNames(t *testing.T) {
 // reported ok with 32,768 bytes of the attacker's. Now the token does not let it join, and
 // where all may join nobody takes the place of a rank that lives.
 func TestRankOfTheAttacker(t *testing.T) {
-	for _, token := range []string{"", "a-token"} {
+	for _, token := range []string{"", "a-token-0123456789"} {
 		p0 := start(t, map[string]any{"role": "prefill", "nats_token": token, "pp_size": 2})
 		p1 := start(t, map[string]any{"role": "prefill", "nats_token": token, "pp_size": 2, "pp_rank": 1, "bootstrap_join": p0.boot})
 		p0.say("fill 1")

@@ -42,7 +42,7 @@ func streamHello(ticket []byte, attempt, n uint64) []byte {
 // has, with the ticket that it has got and with the newest attempt that there is, while decode loads.
 // Such streams took the place of decode's. Now they are the host's own, and get nothing of decode's.
 func TestHostBetween(t *testing.T) {
-	for _, token := range []string{"", "a-token"} {
+	for _, token := range []string{"", "a-token-0123456789"} {
 		p := start(t, map[string]any{"role": "prefill", "nats_token": token})
 		d := start(t, map[string]any{"role": "decode", "nats_token": token})
 		p.say("fill 170")

@@ -71,7 +71,7 @@ func (h *onTheWay) serve(t *testing.T, at, to string) {
 // cache, what it changes ends the load with the reason, and no byte of that is in a block.
 func TestHostOnTheWay(t *testing.T) {
 	cache, other := bytes.Repeat([]byte{170}, 64), bytes.Repeat([]byte{171}, 64)
-	for _, token := range []string{"", "a-token"} {
+	for _, token := range []string{"", "a-token-0123456789"} {
 		ports, err := freeport.Take(1)
 		if err != nil {
 			t.Fatal(err)
