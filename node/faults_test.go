@@ -15,6 +15,7 @@ var defects = []faulttest.Defect{
 	{"node-from-believed", "TestSeedsOfFuzzServe"},
 	{"node-hello-is-use", "TestHellosMakeRoom"},
 	{"node-joins-others", "TestSeedsOfFuzzJoin"},
+	{"node-guests-unbounded", "TestGuestsLeaveRoom"},
 	{"node-answers-of-others", "TestSeedsOfFuzzAnswers"},
 	{"node-no-ticket", "TestSeedsOfFuzzAnswers"},
 	{"waits-for-slow", "TestSeedsOfFuzzAnswers"},

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/ratelog"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
@@ -42,10 +43,18 @@ type guestRank struct{ dp, tp, pp int }
 
 type guest struct {
 	agent *wire.Agent
+	bytes int // of its entry in the registry
 	entry bootstrap.Registration
 	until time.Time // end of its lease
 	end   *time.Timer
 }
+
+// Bounds of what guests put into the registry, which has room for 64 MiB: this agent's own entry, and its renewal, must find
+// room beside them. An engine with a thousand regions has an entry of some 60 KiB.
+const (
+	maxGuestBytes  = 2 << 20
+	maxGuestsBytes = 32 << 20
+)
 
 func newGuests(c *Config, log *zap.Logger, b *board, h host) *guests {
 	return &guests{cfg: c, log: log, board: b, host: h, ranks: map[guestRank]*guest{}}
@@ -66,8 +75,11 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	if old != nil && !known && g.lives(ctx, old) {
 		return 0, fmt.Errorf("the place of %s is taken: agent %s has it and still answers; stop that agent first, or give this rank a place of its own", rankText(j.Agent), old.agent.ID)
 	}
+	bytes, err := g.room(j.Agent, at)
+	if err != nil {
+		return 0, err
+	}
 	var route bootstrap.Rank
-	var err error
 	if !known {
 		if route, err = g.board.routeOf(j.Agent); err != nil {
 			return 0, err
@@ -79,6 +91,7 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	}
 	ttl := g.host.TTL()
 	if known {
+		old.bytes = bytes
 		old.until = time.Now().Add(ttl)
 		old.end.Reset(ttl)
 		return since, nil
@@ -91,7 +104,7 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 		_ = g.host.Unhost(ctx, j.Agent)
 		return 0, err
 	}
-	n := &guest{agent: j.Agent, entry: e, until: time.Now().Add(ttl)}
+	n := &guest{agent: j.Agent, bytes: bytes, entry: e, until: time.Now().Add(ttl)}
 	n.end = time.AfterFunc(ttl, func() { g.expire(at, n) })
 	g.ranks[at] = n
 	g.board.table.Routes().Join(route)
@@ -99,6 +112,27 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 		g.log.Info("rank joined"+note, zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
 	})
 	return since, nil
+}
+
+// room is how many bytes a rank's entry takes, if there is room for it; g.mu is held.
+func (g *guests) room(a *wire.Agent, at guestRank) (int, error) {
+	entry, err := a.MarshalMsg(nil)
+	if err != nil {
+		return 0, err
+	}
+	if len(entry) > maxGuestBytes {
+		return 0, fmt.Errorf("the description of %s with its %d regions takes %d bytes, at most %d are taken of a rank that joins: register fewer regions, with more heads in each", rankText(a), len(a.Shapes), len(entry), maxGuestBytes)
+	}
+	sum := len(entry)
+	for other, n := range g.ranks {
+		if other != at {
+			sum += n.bytes
+		}
+	}
+	if sum > maxGuestsBytes && !fault.On("node-guests-unbounded") {
+		return 0, fmt.Errorf("the %d ranks that have joined leave no room for the %d bytes of %s: their descriptions may take %d bytes in all", len(g.ranks), len(entry), rankText(a), maxGuestsBytes)
+	}
+	return len(entry), nil
 }
 
 // livesWithin bounds the question whether a rank is still connected.
