@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 )
 
 // strangers are the accepted connections that have shown no ticket yet. Anyone may open
@@ -129,10 +130,10 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 		return nil, errors.New("the peer has closed it already")
 	case attempt <= p.slots[number].attempt && !fault.On("stream-attempt-again"):
 		return nil, fmt.Errorf("attempt %[3]d to open stream %[1]d of decode agent %[2]s comes late: attempt %[4]d was accepted before", number, p.id, attempt, p.slots[number].attempt)
-	case s.streams >= s.t.cfg.MaxStreams && p.slots[number].stream == nil && !s.makeRoom(p):
+	case s.streams >= s.t.cfg.MaxStreams && p.slots[number].stream == nil && !s.makeRoom(p, quota.AddressOf(conn.RemoteAddr())):
 		return nil, fmt.Errorf("%w: %d streams are open, the most that this process's limit of descriptors allows", errUnwanted, s.streams)
 	}
-	st := &outStream{conn: conn, raw: raw, peer: p, number: number, offset: h.position, vec: make([]iovec, 0, maxVector)}
+	st := &outStream{conn: conn, raw: raw, peer: p, from: quota.AddressOf(conn.RemoteAddr()), number: number, offset: h.position, vec: make([]iovec, 0, maxVector)}
 	if proof.sealed {
 		if err := st.welcome(&proof); err != nil {
 			return nil, err
@@ -165,11 +166,10 @@ func (s *sender) enlist(st *outStream, attempt uint64) {
 	if old := slot.stream; old != nil {
 		old.dead = true
 		old.drop()
+		s.discount(old)
 		s.t.cfg.Logger.Debug("stream replaced", zap.String("peer", string(p.id)), zap.Int("number", st.number))
-	} else {
-		p.open++
-		s.streams++
 	}
+	s.count(st)
 	slot.attempt, slot.stream = attempt, st
 	for _, out := range p.byGrant {
 		s.resume(out, st.number, st.offset)

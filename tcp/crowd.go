@@ -1,40 +1,71 @@
 package tcp
 
-import "go.uber.org/zap"
+import (
+	"net/netip"
 
-// makeRoom ends a stream of the decode agent that has the most streams, for one that has at
-// least two fewer: one agent, or a few, must not keep all others out. A stream with frames of a
-// transfer is left alone, since the transfer would wait for the stream of that number. false: there
-// is no such stream. s.mu is held.
-func (s *sender) makeRoom(p *outPeer) bool {
-	var gives *outStream
-	most := p.open + 1
-	for _, other := range s.peers {
-		if other.open > most {
-			if st := other.idle(); st != nil {
-				gives, most = st, other.open
-			}
-		}
+	"go.uber.org/zap"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// makeRoom ends a stream for one of a decode agent at an address: one agent or host, or a few, must not keep all others out. It is a
+// stream of the address that has the most, if that has at least two more; else of the agent that has the most, if that has
+// at least two more. A stream with frames of a transfer is left alone, since the transfer would wait for the stream of that
+// number. false: there is no such stream. s.mu is held.
+func (s *sender) makeRoom(p *outPeer, from netip.Prefix) bool {
+	gives := s.crowded(from)
+	if gives == nil {
+		gives = s.greedy(p)
 	}
 	if gives == nil {
 		return false
 	}
-	from := gives.peer
 	gives.dead = true
 	gives.drop()
-	from.slots[gives.number].stream = nil
-	from.open--
-	s.streams--
-	from.wake.Broadcast()
-	s.t.cfg.Logger.Debug("stream ended to make room for an agent with fewer", zap.String("peer", string(from.id)), zap.Int("number", gives.number))
+	gives.peer.slots[gives.number].stream = nil
+	s.discount(gives)
+	gives.peer.wake.Broadcast()
+	s.t.cfg.Logger.Debug("stream ended to make room for an agent with fewer", zap.String("peer", string(gives.peer.id)), zap.Int("number", gives.number), zap.Stringer("of", gives.from))
 	return true
 }
 
-// idle is a stream of which no transfer has frames; nil if there is none.
-func (p *outPeer) idle() *outStream {
+// crowded is a stream that the address with the most can do without, if it has at least two more than another address; nil if
+// there is none. Of its agents it is the one that has the most. s.mu is held.
+func (s *sender) crowded(than netip.Prefix) (gives *outStream) {
+	address, over := s.from.Over(than)
+	if !over || fault.On("stream-addresses-alike") {
+		return nil
+	}
+	most := 0
+	for _, other := range s.peers {
+		if other.open > most && (other.open > 1 || len(other.byGrant) == 0) { // the last stream of an agent with transfers stays
+			if st := other.idle(&address); st != nil {
+				gives, most = st, other.open
+			}
+		}
+	}
+	return gives
+}
+
+// greedy is a stream of the agent that has the most, if it has at least two more than another agent; nil if there is none. s.mu
+// is held.
+func (s *sender) greedy(than *outPeer) (gives *outStream) {
+	most := than.open + 1
+	for _, other := range s.peers {
+		if other.open > most {
+			if st := other.idle(nil); st != nil {
+				gives, most = st, other.open
+			}
+		}
+	}
+	return gives
+}
+
+// idle is a stream of which no transfer has frames, and that comes from an address if one is given; nil if there is none.
+func (p *outPeer) idle(from *netip.Prefix) *outStream {
 	for n := range p.slots {
 		st := p.slots[n].stream
-		busy := st == nil
+		busy := st == nil || from != nil && st.from != *from
 		for _, out := range p.byGrant {
 			busy = busy || out.sentOn(n)
 		}

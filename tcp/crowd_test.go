@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"fmt"
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
@@ -19,6 +20,43 @@ func TestStreamsOfGreedyPeers(t *testing.T) {
 	move(t, p, d, "beside")
 	if n := p.streams(); n > 8 {
 		t.Errorf("%d streams are open", n)
+	}
+}
+
+// TestStreamsOfACrowd: identities cost nothing, so a host may have as many decode agents as there are places for streams, each
+// with one. An agent of another address gets a place of that address, and one that has a stream there keeps it.
+func TestStreamsOfACrowd(t *testing.T) {
+	leaktest.Check(t)
+	p := newAgent(t, Config{MaxStreams: 4, MaxGreeting: 16})
+	honest := dial(t, p)
+	honest.say(p.hello(t, "honest", 0, 1, 0))
+	crowd := []*rawConn{}
+	for i := range 3 {
+		crowd = append(crowd, dialFrom(t, p, "127.0.0.2"))
+		crowd[i].say(p.hello(t, core.AgentID(fmt.Sprint("crowd", i)), 0, 1, 0))
+	}
+	until(t, "all places are taken", func() bool { return p.streams() == 4 })
+	late := dial(t, p)
+	late.say(p.hello(t, "late", 0, 1, 0))
+	grant := newRandom()
+	for _, d := range []struct {
+		of   core.AgentID
+		conn *rawConn
+	}{{"honest", honest}, {"late", late}} {
+		p.Write(core.WriteOp{ID: core.TransferID(d.of), Peer: d.of, Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+		if h := d.conn.next(); h.kind != frameData {
+			t.Errorf("%s is told %+v", d.of, h)
+		}
+	}
+	more := dialFrom(t, p, "127.0.0.2")
+	more.say(p.hello(t, "more", 0, 1, 0))
+	if h := more.next(); h.kind != frameLeave {
+		t.Errorf("one more of the crowd is told %+v", h)
+	}
+	p.sender.mu.Lock()
+	defer p.sender.mu.Unlock()
+	if n := p.sender.streams; n != 4 || len(p.sender.from) != 2 {
+		t.Errorf("%d streams, %v", n, p.sender.from)
 	}
 }
 

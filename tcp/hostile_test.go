@@ -107,7 +107,14 @@ type rawConn struct {
 
 func dial(t *testing.T, a *agent) *rawConn {
 	t.Helper()
-	c, err := net.Dial("tcp", a.Endpoint())
+	return dialFrom(t, a, "127.0.0.1")
+}
+
+// dialFrom is dial from another address of this host.
+func dialFrom(t *testing.T, a *agent, ip string) *rawConn {
+	t.Helper()
+	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(ip)}}
+	c, err := d.Dial("tcp", a.Endpoint())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -18,6 +18,7 @@ var sealDefects = []faulttest.Defect{
 	{"seal-direction", "TestKeysOfStreams"},
 	{"seal-in-the-clear", "TestHelloHeldBack"},
 	{"stream-ticket-shared", "TestTicketOfOneAgent"},
+	{"stream-addresses-alike", "TestStreamsOfACrowd"},
 	{"stream-unproved", "TestLateHello"},
 	{"stream-attempt-again", "TestPlainHelloAgain"},
 	{"stream-attempt-again", "TestHelloAgain"},

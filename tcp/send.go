@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"net"
+	"net/netip"
 	"slices"
 	"sync"
 	"syscall"
@@ -15,6 +16,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 )
 
 // sender is P's half: the admitted D agents, and the transfers that go to them.
@@ -24,8 +26,9 @@ type sender struct {
 	peers     map[core.AgentID]*outPeer // of the admitted peers
 	byTicket  map[random]*outPeer       // the same, by the names of tickets
 	byID      map[core.TransferID]*outbound
-	streams   int         // of all peers
-	patrol    *time.Timer // while there are transfers; see look
+	streams   int          // of all peers
+	from      quota.Counts // the same, by the addresses that they come from
+	patrol    *time.Timer  // while there are transfers; see look
 	strangers strangers
 	grace     time.Duration // see returnGrace
 	closed    bool
@@ -55,6 +58,7 @@ type outStream struct {
 	conn   *net.TCPConn
 	raw    syscall.RawConn
 	peer   *outPeer
+	from   netip.Prefix // the address that it counts under
 	number int
 	offset uint64 // of the next frame, as D counts received bytes
 	dead   bool
@@ -75,6 +79,7 @@ func (s *sender) init(t *Transport) {
 	s.peers = map[core.AgentID]*outPeer{}
 	s.byTicket = map[random]*outPeer{}
 	s.byID = map[core.TransferID]*outbound{}
+	s.from = quota.Counts{}
 }
 
 // Admit implements core.Transport.
@@ -234,6 +239,20 @@ func (s *sender) nacked(p *outPeer, h *header) {
 	}
 }
 
+// count gives a stream its place; s.mu is held.
+func (s *sender) count(st *outStream) {
+	st.peer.open++
+	s.streams++
+	s.from.Add(st.from, 1)
+}
+
+// discount takes a stream's place back; s.mu is held.
+func (s *sender) discount(st *outStream) {
+	st.peer.open--
+	s.streams--
+	s.from.Add(st.from, -1)
+}
+
 // returnGrace is how long transfers wait for a D whose streams have all broken:
 // a D that lives dials again at once; if D is dead, the blocks must come back.
 const returnGrace = 500 * time.Millisecond
@@ -253,8 +272,7 @@ func (s *sender) streamEnded(st *outStream, err error) {
 	st.conn.Close() // not before: the stream's other goroutine would take this for the cause
 	p := st.peer
 	p.slots[st.number].stream = nil
-	p.open--
-	s.streams--
+	s.discount(st)
 	bound := s.t.cfg.DialTimeout
 	if p.open == 0 && !errors.Is(err, errStuck) {
 		bound = s.grace
