@@ -6,14 +6,19 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"time"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/quota"
 )
 
-// maxHandshakes bounds the connections that have not proved themselves yet.
-const maxHandshakes = 256
+// maxHandshakes bounds the connections that have not proved themselves yet. Each has patience before it gives its place to
+// another: an agent takes some milliseconds.
+const (
+	maxHandshakes = 256
+	patience      = 500 * time.Millisecond
+)
 
 var (
 	errServerClosed = errors.New("the embedded nats server is closed")
@@ -22,8 +27,9 @@ var (
 
 // upgraded is one HTTP connection that has become a NATS connection.
 type upgraded struct {
-	from netip.Prefix // the address that it counts under
-	n    uint64       // in the order in which they came
+	from  netip.Prefix // the address that it counts under
+	n     uint64       // in the order in which they came
+	since time.Time
 
 	// Guarded by clients.mu, peer and server until both are there.
 	peer, server net.Conn
@@ -40,7 +46,7 @@ func (u *upgraded) close() {
 }
 
 // clients are the upgraded connections of a server. Those that have not proved themselves have places of their
-// own. If all places are taken, a newcomer gets one of the address that has the most.
+// own. If all places are taken, a newcomer gets one of an address that has the most, if that has at least two more than its own.
 type clients struct {
 	max int // clients at one time
 
@@ -52,14 +58,15 @@ type clients struct {
 	held    quota.Counts   // the places of those, by address
 	waiting quota.Counts   // of the others
 	wg      sync.WaitGroup // of all that were admitted
+	now     func() time.Time
 }
 
 func newClients(most int) *clients {
-	return &clients{max: most, conns: map[*upgraded]struct{}{}, held: quota.Counts{}, waiting: quota.Counts{}}
+	return &clients{max: most, conns: map[*upgraded]struct{}{}, held: quota.Counts{}, waiting: quota.Counts{}, now: time.Now}
 }
 
-// admit reserves a place for a connection from an address. If strangers have them all, the oldest of the address that has the
-// most loses its place: an agent proves itself at once.
+// admit reserves a place for a connection from an address. If strangers have them all, the oldest of an address that has the
+// most loses its place to one of another address: an agent proves itself at once.
 func (c *clients) admit(u *upgraded, from netip.Prefix) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -69,28 +76,39 @@ func (c *clients) admit(u *upgraded, from netip.Prefix) error {
 	if c.in >= c.max && c.gives(from) == nil { // it need not prove itself for that
 		return c.full()
 	}
-	if len(c.conns)-c.in >= maxHandshakes {
-		most, gives := c.waiting.Greediest(), (*upgraded)(nil)
-		for other := range c.conns {
-			if !other.in && other.from == most && (gives == nil || other.n < gives.n) {
-				gives = other
-			}
-		}
-		if fault.On("bus-strangers-stay") {
-			return errPlaceLost
+	if waiting := len(c.conns) - c.in; waiting >= maxHandshakes {
+		gives := c.tardy(from)
+		if gives == nil {
+			return fmt.Errorf("%d control connections have not proved themselves yet, the most at a time", waiting)
 		}
 		c.end(gives)
 	}
 	c.n++
-	u.peer, u.server, u.from, u.n = noConn, noConn, from, c.n
+	u.peer, u.server, u.from, u.n, u.since = noConn, noConn, from, c.n, c.now()
 	c.conns[u] = struct{}{}
 	c.waiting.Add(from, 1)
 	c.wg.Add(1)
 	return nil
 }
 
+// tardy is the connection that gives its place to one from an address before it has proved itself: the oldest of an address that
+// has the most, if that has at least two more and the connection has had patience. So a burst of agents does not cut itself off. nil:
+// there is none. c.mu is held.
+func (c *clients) tardy(to netip.Prefix) (gives *upgraded) {
+	most, over := c.waiting.Over(to)
+	if !over || fault.On("bus-strangers-stay") {
+		return nil
+	}
+	for u := range c.conns {
+		if !u.in && c.waiting[u.from] == most && c.now().Sub(u.since) >= patience && (gives == nil || u.n < gives.n) {
+			gives = u
+		}
+	}
+	return gives
+}
+
 func (c *clients) full() error {
-	return fmt.Errorf("%d control connections are open, the most that this agent takes, and no address has more of them than this one", c.in)
+	return fmt.Errorf("%d control connections are open, the most that this agent takes, and no address has so many more than this one that it gives one up", c.in)
 }
 
 // connected makes the connection one that close closes. false: it has ended meanwhile.
@@ -116,13 +134,15 @@ func (c *clients) letIn(u *upgraded, id core.AgentID, keeps bool) (gave *upgrade
 		c.end(gave)
 	}
 	c.waiting.Add(u.from, -1)
-	c.held.Add(u.from, 1)
 	u.id, u.in, u.keeps = id, true, keeps
 	c.in++
+	if !keeps {
+		c.held.Add(u.from, 1)
+	}
 	return gave, nil
 }
 
-// gives is the client that gives its place to one from an address: the newest of the address that has the most, if that has at
+// gives is the client that gives its place to one from an address: the newest of an address that has the most, if that has at
 // least two more. So those who were there before a flood stay. nil: there is none. c.mu is held.
 func (c *clients) gives(to netip.Prefix) (gives *upgraded) {
 	most, over := c.held.Over(to)
@@ -130,7 +150,7 @@ func (c *clients) gives(to netip.Prefix) (gives *upgraded) {
 		return nil
 	}
 	for u := range c.conns {
-		if u.in && !u.keeps && u.from == most && (gives == nil || u.n > gives.n) {
+		if u.in && !u.keeps && c.held[u.from] == most && (gives == nil || u.n > gives.n) {
 			gives = u
 		}
 	}
@@ -150,11 +170,13 @@ func (c *clients) remove(u *upgraded) {
 	}
 	u.out = true
 	delete(c.conns, u)
-	if u.in {
-		c.held.Add(u.from, -1)
-		c.in--
-	} else {
+	if !u.in {
 		c.waiting.Add(u.from, -1)
+		return
+	}
+	c.in--
+	if !u.keeps {
+		c.held.Add(u.from, -1)
 	}
 }
 

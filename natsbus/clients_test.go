@@ -1,13 +1,22 @@
 package natsbus
 
 import (
+	"bufio"
 	"errors"
+	"fmt"
+	"io"
 	"net"
 	"net/netip"
+	"os"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
 // tally is a connection that says whether it was closed.
@@ -39,49 +48,71 @@ func newcomer(t *testing.T, c *clients, of netip.Prefix) (u *upgraded, conn *tal
 	return u, conn
 }
 
-// TestPlacesOfStrangers: of those who have not proved themselves the address that has the most gives a place up, its oldest first.
+// TestPlacesOfStrangers: of those who have not proved themselves for a while, one of an address that has the most gives its place to
+// another address, the oldest first. Nobody else does: a burst of agents from one address, or from many, is let in one after
+// another.
 func TestPlacesOfStrangers(t *testing.T) {
+	now := time.Now()
 	c := newClients(2)
+	c.now = func() time.Time { return now }
 	mine, kept := newcomer(t, c, from(1))
 	var silent []*tally
-	for range 3 * maxHandshakes {
+	for range maxHandshakes - 1 {
 		_, conn := newcomer(t, c, from(2))
 		silent = append(silent, conn)
 	}
-	if kept.closed {
-		t.Error("a flood from another address takes the place of one that is about to prove itself")
-	}
-	for i, conn := range silent {
-		if ended := i < len(silent)-(maxHandshakes-1); conn.closed != ended {
-			t.Fatalf("connection %d of %d is closed: %v", i, len(silent), conn.closed)
+	for what, of := range map[string]netip.Prefix{"of the crowd's address": from(2), "of another, at once": from(1)} {
+		if err := c.admit(&upgraded{}, of); err == nil || !strings.Contains(err.Error(), "not proved themselves") {
+			t.Errorf("one more %s: %v", what, err)
 		}
 	}
-	if len(c.conns) != maxHandshakes || c.waiting[from(2)] != maxHandshakes-1 {
-		t.Errorf("%d connections, %v", len(c.conns), c.waiting)
+	now = now.Add(patience)
+	if err := c.admit(&upgraded{}, from(2)); err == nil {
+		t.Error("one more of the crowd's address has a place of its own people")
 	}
 	late := &upgraded{}
-	if err := c.admit(late, from(2)); err != nil {
+	if err := c.admit(late, from(1)); err != nil {
 		t.Fatal(err)
 	}
-	for range maxHandshakes { // it loses its place before its connection is there
-		newcomer(t, c, from(2))
+	for i, conn := range append(silent, kept) {
+		if conn.closed != (i == 0) {
+			t.Errorf("connection %d is closed: %v", i, conn.closed)
+		}
 	}
-	if c.connected(late, noConn, noConn) || !c.lost(late) {
+	if len(c.conns) != maxHandshakes || c.waiting[from(2)] != maxHandshakes-2 || c.waiting[from(1)] != 2 {
+		t.Errorf("%d connections, %v", len(c.conns), c.waiting)
+	}
+	now = now.Add(patience)
+	for range maxHandshakes { // others come until each address has as many, or one more
+		_ = c.admit(&upgraded{}, from(3))
+	}
+	if a, b := c.waiting[from(2)], c.waiting[from(3)]; c.waiting[from(1)] != 2 || a-b > 1 || b-a > 1 {
+		t.Errorf("%v", c.waiting)
+	}
+	gone := &upgraded{}
+	if err := c.admit(gone, from(4)); err != nil {
+		t.Fatal(err)
+	}
+	c.mu.Lock()
+	c.end(gone) // before its connection is there
+	c.mu.Unlock()
+	if c.connected(gone, noConn, noConn) || !c.lost(gone) {
 		t.Error("a connection goes on without a place")
 	}
-	if _, err := c.letIn(late, "L", false); !errors.Is(err, errPlaceLost) {
+	if _, err := c.letIn(gone, "G", false); !errors.Is(err, errPlaceLost) {
 		t.Errorf("it is let in: %v", err)
 	}
-	c.dismiss(late)
-	if gave, err := c.letIn(mine, "M", false); gave != nil || err != nil || c.waiting[from(1)] != 0 || c.held[from(1)] != 1 {
+	c.dismiss(gone)
+	if gave, err := c.letIn(mine, "M", false); gave != nil || err != nil || c.waiting[from(1)] != 1 || c.held[from(1)] != 1 {
 		t.Errorf("%v, %v; %v, %v", gave, err, c.waiting, c.held)
 	}
 }
 
-// TestPlacesOfClients: if all places of clients are taken, the newest client of the address that has the most loses its
-// place to a newcomer, of an address that has at least two fewer. A rank that has proved a secret keeps its place.
+// TestPlacesOfClients: if all places of clients are taken, the newest client of an address that has the most loses its
+// place to a newcomer, of an address that has at least two fewer. A rank that has proved a secret keeps its place, and does not
+// count.
 func TestPlacesOfClients(t *testing.T) {
-	c := newClients(4)
+	c := newClients(5)
 	enter := func(of netip.Prefix, id core.AgentID, keeps bool) (u *upgraded, conn *tally, gave *upgraded) {
 		t.Helper()
 		u, conn = newcomer(t, c, of)
@@ -93,34 +124,24 @@ func TestPlacesOfClients(t *testing.T) {
 	}
 	_, first, _ := enter(from(1), "A1", false)
 	second, ended, _ := enter(from(1), "A2", false)
-	_, rank, _ := enter(from(1), "R", true)
+	_, rank, _ := enter(from(2), "R1", true)
+	enter(from(2), "R2", true)
 	_, other, gave := enter(from(2), "B1", false)
 	if gave != nil {
 		t.Fatalf("%v gave up a place though one was free", gave.id)
 	}
-	for _, full := range []byte{1, 2} { // 3 to 3, and 3 to 1: the second has at least two fewer
-		err := c.admit(&upgraded{}, from(full))
-		if full == 1 && (err == nil || !strings.Contains(err.Error(), "4 control connections")) {
-			t.Errorf("one more of the address that has the most: %v", err)
-		}
-		if full == 2 && err != nil {
-			t.Error(err)
+	for _, of := range []byte{1, 2} { // 2 and 1
+		if err := c.admit(&upgraded{}, from(of)); err == nil || !strings.Contains(err.Error(), "5 control connections") {
+			t.Errorf("one more of %v: %v", from(of), err)
 		}
 	}
 	_, _, gave = enter(from(3), "C1", false)
 	if gave != second || !ended.closed || first.closed || rank.closed || other.closed {
 		t.Errorf("%+v gave its place up", gave)
 	}
-	if err := c.admit(&upgraded{}, from(2)); err == nil {
-		t.Error("2, 1 and 1: one more of the second has a place")
-	}
-	two, _ := newcomer(t, c, from(4)) // and of those that are on their way to one place, one gets it
-	three, _ := newcomer(t, c, from(4))
-	if gave, err := c.letIn(two, "D1", false); err != nil || gave == nil || gave.id != "A1" {
-		t.Errorf("%v, %v", gave, err)
-	}
-	if gave, err := c.letIn(three, "D2", false); err == nil {
-		t.Errorf("1, 1, 1 and 1: %v gave its place up", gave.id)
+	u := &upgraded{}
+	if err := c.admit(u, from(4)); err == nil {
+		t.Error("1, 1 and 1: one more has a place")
 	}
 	for u := range c.conns {
 		c.remove(u)
@@ -128,8 +149,76 @@ func TestPlacesOfClients(t *testing.T) {
 	if c.in != 0 || len(c.held) != 0 || len(c.waiting) != 0 {
 		t.Errorf("after all have gone: %d in, %v, %v", c.in, c.held, c.waiting)
 	}
+	two, _ := newcomer(t, c, from(4)) // two that are on their way to the last place
+	three, _ := newcomer(t, c, from(5))
+	for i := range 4 {
+		enter(from(byte(6+i)), "X", false)
+	}
+	if gave, err := c.letIn(two, "D1", false); err != nil || gave != nil {
+		t.Errorf("%v, %v", gave, err)
+	}
+	if gave, err := c.letIn(three, "D2", false); err == nil {
+		t.Errorf("1 each: %v gave its place up", gave)
+	}
 	c.close()
 	if err := c.admit(&upgraded{}, from(1)); !errors.Is(err, errServerClosed) {
 		t.Errorf("after the end: %v", err)
+	}
+}
+
+// TestPlaceIsGivenUp: with real connections. Clients at one address have all places. One at another address gets in, an agent
+// that was there before goes on, and the client that has lost its place is gone.
+func TestPlaceIsGivenUp(t *testing.T) {
+	leaktest.Check(t)
+	log, logs := observed()
+	p := newPort(t, "127.0.0.1:0", ServerOptions{MaxConns: 3, Logger: log})
+	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server})
+	serve(prefill)
+	register(t, prefill, "e")
+	d := newBus(t, Options{Identity: named("D")})
+	_, via, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := func(host byte) Control { // a dialer's address
+		return func(_, _ string, raw syscall.RawConn) (err error) {
+			cerr := raw.Control(func(fd uintptr) { err = unix.Bind(int(fd), &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, host}}) })
+			return errors.Join(err, cerr)
+		}
+	}
+	var crowd []net.Conn
+	for i := range 2 {
+		e := &entrance{self: named(fmt.Sprint("E", i)), right: rightAsk}
+		conn, err := dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, at(2), e)(ctxOf(t, within))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		_ = conn.SetDeadline(time.Now().Add(within))
+		if _, err := fmt.Fprint(conn, "CONNECT {}\r\nPING\r\n"); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := told(bufio.NewReader(conn), "PONG"); err != nil { // it is in
+			t.Fatal(err)
+		}
+		crowd = append(crowd, conn)
+	}
+	c := &entrance{self: named("C"), right: rightAsk}
+	late, err := dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, at(3), c)(ctxOf(t, within))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer late.Close()
+	_ = late.SetDeadline(time.Now().Add(within))
+	_, _ = fmt.Fprint(late, "CONNECT {}\r\nPING\r\n")
+	if _, err := told(bufio.NewReader(late), "PONG"); err != nil {
+		t.Errorf("the newcomer is not in: %v", err)
+	}
+	if _, err := io.Copy(io.Discard, crowd[1]); errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Error("the newest of the crowd is still connected")
+	}
+	ask(t, d, via, "P", "P via : hello D")
+	if logs.FilterMessageSnippet("gave its one up").Len() != 1 {
+		t.Errorf("the log: %v", logs.All())
 	}
 }

@@ -12,10 +12,11 @@ import (
 
 // Bounds of a Lookup.
 const (
-	staleReads = 10
-	maxListed  = 16  // engines named in an error
-	maxNamed   = 64  // keys that are looked at to name them: some have just ended
-	maxEngines = 256 // engines of one registry that a Lookup without EngineID reads
+	staleReads  = 10
+	maxListed   = 16  // engines named in an error
+	maxNamed    = 64  // keys that are looked at to name them: some have just ended
+	maxEngineID = 256 // bytes; node refuses longer ones
+	maxEngines  = 256 // engines of one registry that a Lookup without EngineID reads
 )
 
 // ErrAmbiguous: a Lookup named no engine, and several engines have the rank.
@@ -62,6 +63,9 @@ func (l *link) find(ctx, session context.Context, t core.Target) (*wire.Agent, e
 }
 
 func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
+	if len(t.EngineID) > maxEngineID {
+		return nil, fmt.Errorf("%w at %s: an engine_id of %d bytes, and no engine has one of more than %d", core.ErrNotRegistered, l.name, len(t.EngineID), maxEngineID)
+	}
 	keys := []string{rankKey(t.EngineID, t.TPRank, t.PPRank)}
 	if t.EngineID == "" {
 		var err error
@@ -83,8 +87,8 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 			if found == nil {
 				found = r.agent
 			}
-			if len(names) < maxListed {
-				names = append(names, fmt.Sprintf("%.300q (agent %s)", r.agent.EngineID, r.agent.ID))
+			if names = append(names, fmt.Sprintf("%.300q (agent %s)", r.agent.EngineID, r.agent.ID)); len(names) == maxListed {
+				break // they are enough for an error
 			}
 		}
 	}

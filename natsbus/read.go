@@ -127,9 +127,14 @@ func streamInfoOf(answer []byte, most int) (*streamInfo, error) {
 type firstKeys struct {
 	most int
 	keys []string
+	read bool
 }
 
 func (f *firstKeys) UnmarshalJSON(b []byte) error {
+	if f.read {
+		return errors.New("it has two lists of subjects")
+	}
+	f.read = true
 	d := json.NewDecoder(bytes.NewReader(b))
 	if open, err := d.Token(); err != nil || open != json.Delim('{') { // null: nothing is under the filter
 		return err

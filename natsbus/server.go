@@ -79,6 +79,7 @@ type Server struct {
 	clients *clients
 
 	refused ratelog.Limit
+	gaveUp  ratelog.Limit
 
 	once sync.Once
 	err  error

@@ -142,12 +142,12 @@ func (s *Server) carry(u *upgraded, peer net.Conn, conn *tls.Conn, who client) e
 	if !s.clients.connected(u, peer, inside) || peer.SetDeadline(time.Time{}) != nil {
 		return nil
 	}
-	gave, err := s.clients.letIn(u, who.id, who.right == rightJoin && s.gate.closed()) // else anybody may say that it joins
+	gave, err := s.clients.letIn(u, who.id, who.right == rightJoin && s.gate.provesRanks())
 	if err != nil {
 		return &clientError{who.id, err}
 	}
 	if gave != nil {
-		s.refused.Do(func(note string) {
+		s.gaveUp.Do(func(note string) {
 			s.log.Sugar().Warnf("natsbus: all %d control connections were taken: agent %s gave its one up, since %v has the most%s", s.clients.max, gave.id, gave.from, note)
 		})
 	}

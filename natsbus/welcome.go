@@ -64,6 +64,9 @@ func (g *gate) admits(r right, method, public, proof string, bound []byte) error
 // closed says whether some clients are not let in.
 func (g *gate) closed() bool { return g.secrets.token != "" || len(g.keys) > 0 }
 
+// provesRanks says whether a rank that joins has proved a secret: else anybody may say that it joins.
+func (g *gate) provesRanks() bool { return g.closed() || g.secrets.join != "" }
+
 func (g *gate) signed(r right, public, proof string, bound []byte) bool {
 	if !g.keys[public] {
 		return false

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -141,6 +142,55 @@ func TestMatchesHaveABudget(t *testing.T) {
 		}
 	}
 }
+
+// TestHelloWithOtherCaches: a peer that has only said hello makes room for others, and not for itself. What is counted stays right, and
+// nobody is dismissed who was just told that it is admitted.
+func TestHelloWithOtherCaches(t *testing.T) {
+	table, d := newPeerTable(), &dismissals{}
+	self := headed(200, 128, false, 0)
+	if err := meets(table, self, headed(200, 128, true, 4000), "0", d); err != nil { // it takes the most, so it would be the first to go
+		t.Fatal(err)
+	}
+	n := 1
+	for ; table.matches.bytes+(6<<20) < maxMatched; n++ { // and no more fits
+		if err := meets(table, self, headed(160, 128, true, uint64(4*n)), fmt.Sprint(n), d); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range n { // for each another one goes
+		id := fmt.Sprint(i)
+		d.gone = nil
+		err := meets(table, self, headed(200, 128, true, uint64(4*(n+i))), id, d)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if slices.Contains(d.gone, core.AgentID(id)) || table.byID[core.AgentID(id)] == nil {
+			t.Errorf("hello of %s with other caches: %v are dismissed, it is there: %v", id, d.gone, table.byID[core.AgentID(id)] != nil)
+		}
+		kept := 0
+		for of, m := range table.matches.by {
+			if kept += m.match.Kept(); m.peers < 1 {
+				t.Errorf("caches of %d peers are kept: %v", m.peers, of.sum[:4])
+			}
+		}
+		if kept != table.matches.bytes || kept > maxMatched {
+			t.Fatalf("%d bytes are counted, %d are there", table.matches.bytes, kept)
+		}
+	}
+	table.mu.Lock()
+	for _, p := range table.byID {
+		table.drop(p)
+	}
+	table.mu.Unlock()
+	if table.matches.bytes != 0 || len(table.matches.by) != 0 {
+		t.Errorf("without peers there are %d bytes of %d matches", table.matches.bytes, len(table.matches.by))
+	}
+}
+
+// dismissals are the peers that a table has dismissed.
+type dismissals struct{ gone []core.AgentID }
+
+func (d *dismissals) Dismiss(peer core.AgentID) { d.gone = append(d.gone, peer) }
 
 // TestSumOfRegions: the digest of regions tells all apart by which blocks fit in another way. A rank that was restarted with
 // another number of blocks, and so with other strides, has the same regions as before.

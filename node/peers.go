@@ -100,6 +100,17 @@ type dismisser interface {
 // peer with transfers under way is used once a second.
 const keptFor = 10 * time.Second
 
+// notes keeps that a peer has a transfer that this agent's engine works on. A claim or load that the engine has not named may be of
+// anything.
+func (p *peer) notes(answers []core.Answer) []core.Answer {
+	if !p.works.Load() && slices.ContainsFunc(answers, func(a core.Answer) bool {
+		return a.Status == core.StatusPrefill || a.Status == core.StatusOffered || a.Status == core.StatusSending
+	}) {
+		p.works.Store(true)
+	}
+	return answers
+}
+
 // busy says that a peer must be remembered; t.mu is held.
 func (p *peer) busy(now time.Time) bool {
 	return now.Sub(p.used) < keptFor && (p.works.Load() || fault.On("node-hello-is-use"))
@@ -149,7 +160,7 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 		gone = append(gone, first.id)
 		t.drop(first)
 	}
-	more, err := t.makeRoom(t.matches.adds(p.in, p.out))
+	more, err := t.makeRoom(t.matches.adds(p.in, p.out), old)
 	if gone = append(gone, more...); err != nil {
 		if old != nil { // what it was known by is not what it says now
 			gone = append(gone, p.id)
@@ -181,8 +192,9 @@ var errManyMatches = fmt.Errorf("%w: what this agent keeps of how its peers' KV 
 	errBusy, maxMatched, keptFor)
 
 // makeRoom forgets peers that are not in use, until so many bytes more may be kept:
-// first those that take the most. A peer whose caches another one has too stays. t.mu is held.
-func (t *peerTable) makeRoom(bytes int) (gone []core.AgentID, err error) {
+// first those that take the most. A peer whose caches another one has too stays, and so does one that says hello again, which
+// put deals with. t.mu is held.
+func (t *peerTable) makeRoom(bytes int, but *peer) (gone []core.AgentID, err error) {
 	if t.matches.bytes+bytes <= maxMatched {
 		return nil, nil
 	}
@@ -190,7 +202,7 @@ func (t *peerTable) makeRoom(bytes int) (gone []core.AgentID, err error) {
 	now := time.Now()
 	for e := t.order.Front(); e != nil; e = e.Next() {
 		p := e.Value.(*peer)
-		if !p.busy(now) && alone(p.in, p.out) > 0 {
+		if p != but && !p.busy(now) && alone(p.in, p.out) > 0 {
 			idle = append(idle, p)
 		}
 	}

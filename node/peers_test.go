@@ -104,6 +104,18 @@ func TestHellosMakeRoom(t *testing.T) {
 	}
 }
 
+// TestWhoWorks: a peer is in use once this agent's engine works on a transfer of its own. What it has claimed on the off chance, or what
+// has ended, counts for nothing.
+func TestWhoWorks(t *testing.T) {
+	for status, works := range map[core.Status]bool{core.StatusUnknown: false, core.StatusEarly: false, core.StatusPrefill: true, core.StatusOffered: true,
+		core.StatusSending: true, core.StatusSent: false, core.StatusEnded: false, core.StatusRestart: false} {
+		p := &peer{}
+		if p.notes([]core.Answer{{Status: core.StatusUnknown}, {Status: status}}); p.works.Load() != works {
+			t.Errorf("with a transfer of status %d it works: %v", status, p.works.Load())
+		}
+	}
+}
+
 // TestSilentPeer: loads that wait behind one without an answer fail at once, unless the peer has answered another load
 // since, and lately.
 func TestSilentPeer(t *testing.T) {

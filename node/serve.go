@@ -154,8 +154,8 @@ func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
 		msg.Blocks = append(msg.Blocks, g.IDs)
 	}
 	code, reason := s.machine.LoadArrived(msg)
-	if code == core.OK {
-		p.works.Store(true)
+	if code == core.OK && !p.works.Load() {
+		p.notes(s.machine.RenewArrived(from, []core.TransferID{msg.ID}, nil))
 	}
 	return &wire.Reply{Code: int(code), Reason: reason}
 }
@@ -164,18 +164,14 @@ func (s *server) renew(from core.AgentID, r *wire.Renew) *wire.Reply {
 	rep := &wire.Reply{Statuses: make([]uint8, 0, len(r.Loads)+len(r.Claims))}
 	// Only a peer that has said hello has transfers here. Other peers learn that this agent
 	// lives.
-	p := s.peers.get(from)
-	if p != nil && p.out != nil {
+	if p := s.peers.get(from); p != nil && p.out != nil {
 		s.machine.RenewArrived(from, nil, nil) // it lives
 		for part := range slices.Chunk(r.Loads, core.MaxLocked) {
-			addAnswers(rep, s.machine.RenewArrived(from, transferIDs(part), nil))
+			addAnswers(rep, p.notes(s.machine.RenewArrived(from, transferIDs(part), nil)))
 		}
 		for part := range slices.Chunk(r.Claims, core.MaxLocked) {
-			addAnswers(rep, s.machine.RenewArrived(from, nil, transferIDs(part)))
+			addAnswers(rep, p.notes(s.machine.RenewArrived(from, nil, transferIDs(part))))
 		}
-	}
-	if p != nil && slices.ContainsFunc(rep.Statuses, func(st uint8) bool { return st != uint8(core.StatusUnknown) }) {
-		p.works.Store(true)
 	}
 	for len(rep.Statuses) < len(r.Loads)+len(r.Claims) {
 		rep.Statuses = append(rep.Statuses, uint8(core.StatusUnknown))

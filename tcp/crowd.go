@@ -8,6 +8,20 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
+// count gives a stream its place; s.mu is held.
+func (s *sender) count(st *outStream) {
+	st.peer.open++
+	s.streams++
+	s.from.Add(st.from, 1)
+}
+
+// discount takes a stream's place back; s.mu is held.
+func (s *sender) discount(st *outStream) {
+	st.peer.open--
+	s.streams--
+	s.from.Add(st.from, -1)
+}
+
 // makeRoom ends a stream for one of a decode agent at an address: one agent or host, or a few, must not keep all others out. It is a
 // stream of the address that has the most, if that has at least two more; else of the agent that has the most, if that has
 // at least two more. A stream with frames of a transfer is left alone, since the transfer would wait for the stream of that
@@ -29,17 +43,17 @@ func (s *sender) makeRoom(p *outPeer, from netip.Prefix) bool {
 	return true
 }
 
-// crowded is a stream that the address with the most can do without, if it has at least two more than another address; nil if
+// crowded is a stream that an address with the most can do without, if it has at least two more than another address; nil if
 // there is none. Of its agents it is the one that has the most. s.mu is held.
 func (s *sender) crowded(than netip.Prefix) (gives *outStream) {
-	address, over := s.from.Over(than)
+	places, over := s.from.Over(than)
 	if !over || fault.On("stream-addresses-alike") {
 		return nil
 	}
 	most := 0
 	for _, other := range s.peers {
 		if other.open > most && (other.open > 1 || len(other.byGrant) == 0) { // the last stream of an agent with transfers stays
-			if st := other.idle(&address); st != nil {
+			if st := other.idle(func(st *outStream) bool { return s.from[st.from] == places }); st != nil {
 				gives, most = st, other.open
 			}
 		}
@@ -53,7 +67,7 @@ func (s *sender) greedy(than *outPeer) (gives *outStream) {
 	most := than.open + 1
 	for _, other := range s.peers {
 		if other.open > most {
-			if st := other.idle(nil); st != nil {
+			if st := other.idle(func(*outStream) bool { return true }); st != nil {
 				gives, most = st, other.open
 			}
 		}
@@ -61,11 +75,11 @@ func (s *sender) greedy(than *outPeer) (gives *outStream) {
 	return gives
 }
 
-// idle is a stream of which no transfer has frames, and that comes from an address if one is given; nil if there is none.
-func (p *outPeer) idle(from *netip.Prefix) *outStream {
+// idle is a stream of which no transfer has frames, of those that may be chosen; nil if there is none.
+func (p *outPeer) idle(may func(*outStream) bool) *outStream {
 	for n := range p.slots {
 		st := p.slots[n].stream
-		busy := st == nil || from != nil && st.from != *from
+		busy := st == nil || !may(st)
 		for _, out := range p.byGrant {
 			busy = busy || out.sentOn(n)
 		}

@@ -239,20 +239,6 @@ func (s *sender) nacked(p *outPeer, h *header) {
 	}
 }
 
-// count gives a stream its place; s.mu is held.
-func (s *sender) count(st *outStream) {
-	st.peer.open++
-	s.streams++
-	s.from.Add(st.from, 1)
-}
-
-// discount takes a stream's place back; s.mu is held.
-func (s *sender) discount(st *outStream) {
-	st.peer.open--
-	s.streams--
-	s.from.Add(st.from, -1)
-}
-
 // returnGrace is how long transfers wait for a D whose streams have all broken:
 // a D that lives dials again at once; if D is dead, the blocks must come back.
 const returnGrace = 500 * time.Millisecond

@@ -68,7 +68,7 @@ type greeted struct {
 	greeting string
 }
 
-// knock opens a connection to a bootstrap port, and asks for the control plane.
+// knock opens a connection to a bootstrap port, and asks for the control plane. The caller closes it.
 func (a *attacker) knock(boot string) (net.Conn, error) {
 	d := net.Dialer{Timeout: bound}
 	if a.at != "" {
@@ -78,7 +78,6 @@ func (a *attacker) knock(boot string) (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	a.t.Cleanup(func() { _ = raw.Close() })
 	_ = raw.SetDeadline(time.Now().Add(bound))
 	_, err = io.WriteString(raw, "GET /nats HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: nats\r\n\r\n")
 	return raw, err
@@ -89,6 +88,7 @@ func (a *attacker) greeted(boot string) (*greeted, error) {
 	if err != nil {
 		return nil, err
 	}
+	a.t.Cleanup(func() { _ = raw.Close() })
 	head := bufio.NewReader(raw)
 	if resp, err := http.ReadResponse(head, nil); err != nil || resp.StatusCode != http.StatusSwitchingProtocols {
 		return nil, fmt.Errorf("no upgrade: %v, %w", resp, err)

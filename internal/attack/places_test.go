@@ -2,6 +2,7 @@ package attack
 
 import (
 	"bufio"
+	"context"
 	"fmt"
 	"io"
 	"net"
@@ -37,34 +38,37 @@ func TestSilentStrangers(t *testing.T) {
 	calm := newcomers(t, p, "early", 5)
 	a := newAttacker(t)
 	a.at = elsewhere
-	over := make(chan struct{})
+	over, end := context.WithCancel(t.Context())
 	var opened atomic.Int64
+	var wg sync.WaitGroup
 	const places = 256 // of those who have not proved themselves
 	const sockets = 600
 	for range sockets { // each comes again when it is sent away
-		go func() {
+		wg.Go(func() {
 			for {
-				conn, err := a.knock(p.boot)
-				if err == nil {
+				if conn, err := a.knock(p.boot); err == nil {
+					stop := context.AfterFunc(over, func() { _ = conn.Close() })
 					if resp, err := http.ReadResponse(bufio.NewReader(conn), nil); err == nil && resp.StatusCode == http.StatusSwitchingProtocols {
 						opened.Add(1)
 						_, _ = io.Copy(io.Discard, conn)
 					}
+					stop()
 					_ = conn.Close()
 				}
 				select {
-				case <-over:
+				case <-over.Done():
 					return
-				case <-time.After(150 * time.Millisecond): // the attack's own pace
+				case <-time.After(200 * time.Millisecond): // the attack's own pace
 				}
 			}
-		}()
+		})
 	}
 	for deadline := time.Now().Add(bound); opened.Load() < places && time.Now().Before(deadline); {
 		time.Sleep(time.Millisecond)
 	}
 	h := newcomers(t, p, "new", 10)
-	close(over)
+	end()
+	wg.Wait()
 	if n := opened.Load(); n < places {
 		t.Errorf("%d sockets of %d were opened: the attack itself has failed", n, sockets)
 	}

@@ -16,21 +16,13 @@ func (c Counts) Add(of netip.Prefix, n int) {
 	}
 }
 
-// Greediest is the address that has the most places. If several have as many, it is the lowest of them.
-func (c Counts) Greediest() (most netip.Prefix) {
-	for of, n := range c {
-		if n > c[most] || n == c[most] && of.Addr().Less(most.Addr()) {
-			most = of
-		}
+// Over is how many places the addresses have that have the most, and whether that is at least two more than another has: then
+// they are no worse off when one of them gives one to the other.
+func (c Counts) Over(than netip.Prefix) (most int, over bool) {
+	for _, n := range c {
+		most = max(most, n)
 	}
-	return most
-}
-
-// Over is the address that has the most places, if it has at least two more than another: then it is no
-// worse off when it gives one to the other.
-func (c Counts) Over(than netip.Prefix) (netip.Prefix, bool) {
-	most := c.Greediest()
-	return most, c[most] > c[than]+1
+	return most, most > c[than]+1
 }
 
 // AddressOf is what a connection's other end counts under; see Of.

@@ -42,12 +42,12 @@ func TestOver(t *testing.T) {
 	}
 	n.Add(b, 1)
 	n.Add(c, 2)
-	if most, ok := n.Over(a); !ok || most != b {
-		t.Errorf("%v, %v gives a place up", most, ok)
+	if most, ok := n.Over(a); !ok || most != 2 {
+		t.Errorf("%v, %v", most, ok)
 	}
 	n.Add(c, 1)
-	if most, ok := n.Over(a); !ok || most != c {
-		t.Errorf("%v, %v gives a place up", most, ok)
+	if most, ok := n.Over(a); !ok || most != 3 {
+		t.Errorf("%v, %v", most, ok)
 	}
 	if _, ok := n.Over(b); ok {
 		t.Error("3 to 2 is no reason")
