@@ -24,7 +24,7 @@ const TickInterval = 100 * time.Millisecond
 
 // Defaults are the Options of an agent that sets none, and the only place of these
 // numbers.
-var Defaults = Options{Lease: 30 * time.Second, PeerTimeout: 3 * time.Second, EarlyLoad: 30 * time.Second, Claim: time.Hour, Load: time.Hour, MomentTimeout: time.Minute, MaxTransfers: 4096}
+var Defaults = Options{Lease: 30 * time.Second, PeerTimeout: 3 * time.Second, EarlyLoad: 30 * time.Second, Claim: time.Hour, Load: time.Hour, Offer: time.Hour, MomentTimeout: time.Minute, MaxTransfers: 4096}
 
 // Options bound a Machine's waits and queues. Zero values get the Defaults.
 type Options struct {
@@ -33,6 +33,7 @@ type Options struct {
 	EarlyLoad     time.Duration // P keeps a claim or load whose request its engine has not named
 	Claim         time.Duration // D keeps a claim that no load follows
 	Load          time.Duration // D waits for a load's bytes, whatever P says
+	Offer         time.Duration // P keeps an offer, whatever D says
 	MomentTimeout time.Duration // a moment that has not passed by then fails
 	MaxTransfers  int           // claims, loads, offers, and early ones of both, each
 	ReportDemands bool          // P: Report when an announced transfer is demanded
@@ -53,6 +54,7 @@ func (o Options) withDefaults() Options {
 	def(&o.EarlyLoad, Defaults.EarlyLoad)
 	def(&o.Claim, Defaults.Claim)
 	def(&o.Load, Defaults.Load)
+	def(&o.Offer, Defaults.Offer)
 	def(&o.MomentTimeout, Defaults.MomentTimeout)
 	if o.MaxTransfers <= 0 {
 		o.MaxTransfers = Defaults.MaxTransfers

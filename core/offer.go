@@ -62,6 +62,7 @@ type offer struct {
 	offered  time.Time // zero: the engine has not offered all of it
 	sendAt   time.Time // when the Write began
 	deadline time.Time // end of the lease, or of the wait for the engine
+	endBy    time.Time // whatever D says; zero: the engine has not offered all of it
 	peer     AgentID   // the D agent that claims or loads it
 	// broughtBy is the D agent that has named an early one first.
 	broughtBy AgentID
@@ -215,7 +216,7 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 
 // ready takes all blocks of an offer.
 func (m *Machine) ready(now time.Time, of *offer, r *OfferRequest) {
-	of.token, of.held, of.offered = r.Token, Selection{First: r.First, Blocks: r.Blocks}, now
+	of.token, of.held, of.offered, of.endBy = r.Token, Selection{First: r.First, Blocks: r.Blocks}, now, now.Add(m.opt.Offer)
 	of.prompt = cmp.Or(of.prompt, r.Prompt)
 	if of.state.ends() {
 		return

@@ -129,11 +129,17 @@ func (of *offer) report(now time.Time) Report {
 		Blocks: of.held.Count(), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: of.stats}
 }
 
+// overdue says whether an offer has kept the engine's blocks for too long. A D that lives, and claims or loads it in words only,
+// must not keep them for ever.
+func (m *Machine) overdue(now time.Time, of *offer) bool {
+	return !of.endBy.IsZero() && !now.Before(of.endBy) && !of.state.stopping() && !fault.On("waits-for-decode")
+}
+
 // tickOffers ends offers that have waited too long for D or for the engine.
 func (m *Machine) tickOffers(now time.Time) {
 	var late []TransferID
 	for id, of := range m.offers {
-		if !of.deadline.IsZero() && !now.Before(of.deadline) {
+		if !of.deadline.IsZero() && !now.Before(of.deadline) || m.overdue(now, of) {
 			late = append(late, id)
 		}
 	}
@@ -146,6 +152,14 @@ func (m *Machine) tickOffers(now time.Time) {
 
 // offerLate ends an offer that has waited too long.
 func (m *Machine) offerLate(now time.Time, of *offer) {
+	if m.overdue(now, of) {
+		reason := fmt.Sprintf("no decode agent has loaded it within %v (offer_timeout_s)", m.opt.Offer)
+		if of.peer != "" {
+			reason = fmt.Sprintf("decode agent %s has not loaded it within %v (offer_timeout_s); the offer is %s", of.peer, m.opt.Offer, of.state)
+		}
+		m.endOffer(now, of, ending{Expired, reason}, true)
+		return
+	}
 	switch of.state {
 	case offerEarly:
 		m.count.ExpiredEarly++

@@ -48,6 +48,7 @@ func (m *Machine) noticePause(now time.Time) {
 			most = m.opt.EarlyLoad
 		}
 		move(&of.deadline, most)
+		move(&of.endBy, m.opt.Offer)
 	}
 }
 

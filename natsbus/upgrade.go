@@ -54,10 +54,14 @@ func (s *Server) upgrade(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "this connection cannot be upgraded: "+err.Error(), http.StatusHTTPVersionNotSupported)
 		return
 	}
+	defer func() {
+		if !carried {
+			_ = hangUp(peer)
+		}
+	}()
 	conn, who, err := s.meet(u, peer, rw.Reader)
 	if err != nil {
 		s.refuse(peer, err)
-		_ = hangUp(peer)
 		return
 	}
 	// The HTTP server keeps buffers of some KiB, and a stack that the handshake has made large, until this handler returns.

@@ -255,7 +255,7 @@ func (a *Agent) use(layout *core.Layout, t *transports) error {
 	return a.halves.move(stateRegistering, stateRegistering, func() {
 		a.caches.Store(c)
 		a.halves.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
-			EarlyLoad: time.Duration(a.cfg.EarlyLoad), MomentTimeout: time.Duration(a.cfg.MomentTimeout), Claim: time.Duration(a.cfg.Claim), Load: time.Duration(a.cfg.Load), MaxTransfers: a.cfg.MaxTransfers, ReportDemands: a.cfg.ReportDemands, ReportClaims: a.cfg.ReportClaims})
+			EarlyLoad: time.Duration(a.cfg.EarlyLoad), MomentTimeout: time.Duration(a.cfg.MomentTimeout), Claim: time.Duration(a.cfg.Claim), Load: time.Duration(a.cfg.Load), Offer: time.Duration(a.cfg.Offer), MaxTransfers: a.cfg.MaxTransfers, ReportDemands: a.cfg.ReportDemands, ReportClaims: a.cfg.ReportClaims})
 	})
 }
 

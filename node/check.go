@@ -104,7 +104,7 @@ func (c *Config) Check() error {
 			return bad(key, port, "0 to 65535")
 		}
 	}
-	for key, s := range map[string]Seconds{"lease_s": c.Lease, "peer_timeout_s": c.PeerTimeout, "early_load_s": c.EarlyLoad, "claim_s": c.Claim, "load_timeout_s": c.Load,
+	for key, s := range map[string]Seconds{"lease_s": c.Lease, "peer_timeout_s": c.PeerTimeout, "early_load_s": c.EarlyLoad, "claim_s": c.Claim, "load_timeout_s": c.Load, "offer_timeout_s": c.Offer,
 		"join_timeout_s": c.JoinTimeout, "connect_timeout_s": c.ConnectTimeout, "stall_timeout_s": c.StallTimeout, "close_timeout_s": c.CloseTimeout, "moment_timeout_s": c.MomentTimeout} {
 		// A shorter bound would have no room for its three renewals.
 		if d := time.Duration(s); d < minBound || d > time.Hour {

@@ -105,6 +105,7 @@ type Config struct {
 	EarlyLoad      Seconds `json:"early_load_s"`
 	Claim          Seconds `json:"claim_s"`
 	Load           Seconds `json:"load_timeout_s"`
+	Offer          Seconds `json:"offer_timeout_s"`
 	ConnectTimeout Seconds `json:"connect_timeout_s"`
 	StallTimeout   Seconds `json:"stall_timeout_s"`
 	MomentTimeout  Seconds `json:"moment_timeout_s"`

@@ -104,6 +104,7 @@ func Keys() []KeyGroup {
 			{Name: "early_load_s", Default: Seconds(core.Defaults.EarlyLoad), Unit: "s", Meaning: "How long prefill keeps a claim or load whose request its engine has not named."},
 			{Name: "claim_s", Default: Seconds(core.Defaults.Claim), Unit: "s", Meaning: "How long decode keeps a claim that no load follows."},
 			{Name: "load_timeout_s", Default: Seconds(core.Defaults.Load), Unit: "s", Meaning: "How long a load may hold decode's blocks, prefill included: then it fails, whatever prefill says and however it sends."},
+			{Name: "offer_timeout_s", Default: Seconds(core.Defaults.Offer), Unit: "s", Meaning: "How long an offer may hold prefill's blocks: then it ends as `expired`, whatever decode says and however it loads."},
 			{Name: "connect_timeout_s", Default: Seconds(core.DefaultConnectTimeout), Unit: "s", Meaning: "Bounds the finding and meeting of a peer, and the return of one of several streams that broke."},
 			{Name: "stall_timeout_s", Default: Seconds(core.DefaultStallTimeout), Unit: "s", Meaning: "A stream without progress for so long ends."},
 			{Name: "moment_timeout_s", Default: Seconds(core.Defaults.MomentTimeout), Unit: "s", Meaning: "A moment of a GPU's stream that has not passed after so long ends the transfers that wait for it."},

@@ -55,6 +55,7 @@ var mutants = []mutant{
 	{"ticket-shared", "one ticket is for the streams of all"},
 	{"reply-subject-free", "anybody may answer in a peer's place"},
 	{"waits-for-slow", "a load whose P is slow and says that it works never ends"},
+	{"waits-for-decode", "an offer whose D keeps saying that it wants it never ends"},
 	{"early-for-the-first", "who has filled the places for early claims keeps them all"},
 	{"words-push-out", "what peers alone have named pushes the ends of the engine's transfers out"},
 	{"unknown-is-sending", "P answers for transfers that it does not know"},

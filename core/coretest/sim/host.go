@@ -96,6 +96,9 @@ func (h *host) open() *agent {
 	if o.Load > 0 {
 		report += fmt.Sprintf(" load=%v", o.Load)
 	}
+	if o.Offer > 0 {
+		report += fmt.Sprintf(" offer=%v", o.Offer)
+	}
 	if w.plan.devices {
 		report += fmt.Sprintf(" moment=%v", o.MomentTimeout)
 	}

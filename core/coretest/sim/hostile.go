@@ -36,6 +36,40 @@ func (w *world) admitHostile() {
 	for range attacks {
 		w.after(time.Duration(h.w.hostility.Int64N(int64(2*act))), h.strike)
 	}
+	if w.plan.hoards {
+		w.after(time.Duration(w.hostility.Int64N(int64(act))), h.hoard)
+	}
+}
+
+// hoard has an engine offer what the hostile peer has asked for, by a client of its own. The peer never loads it.
+func (h *hostile) hoard() {
+	w := h.w
+	p := w.hosts[0] // a prefill rank
+	p.run(func(a *agent) {
+		dl := &deal{id: "hoard", ps: []*host{p}}
+		w.deals[dl.id] = dl
+		a.wait(&want{id: dl.id, n: w.plan.blocks, until: w.now + time.Second, none: func() {}, got: func(blocks []core.BlockID) error {
+			err := a.offer(dl.id, blocks)
+			if err == nil {
+				w.faults["hostile-hoard"]++
+				h.keep(a, dl.id)
+			}
+			return err
+		}})
+	})
+}
+
+// keep renews a claim until P has ended the transfer.
+func (h *hostile) keep(a *agent, id core.TransferID) {
+	kept := false
+	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
+		ans := m.RenewArrived(now, h.id, nil, []core.TransferID{id})[0]
+		kept = ans.Status == core.StatusOffered
+		return "answer " + statusNames[ans.Status], nil
+	}, "renew peer=%s claims=[%s]", h.id, id)
+	if kept {
+		a.after(h.w.plan.opt.Lease/3, func() { h.keep(a, id) })
+	}
 }
 
 // strike attacks one agent, about one transfer of the agent's.

@@ -48,6 +48,7 @@ type plan struct {
 	elsewhere          float64 // of each write: its way is not there just now
 	hostile            bool    // a peer says what it likes
 	drips              float64 // of each write: after its first frame P sends no more, and says that it does
+	hoards             bool    // the hostile peer claims an offer of its own, and renews that for ever
 	slowCopies         float64 // of each last copy of D's, and of a few others: it takes longer than P waits for it
 	jumps              int     // of clocks, in worlds where else nothing is in the way
 	silentDeath        bool    // nothing happens but the death of one of two decode ranks, whose shares are claimed
@@ -133,7 +134,11 @@ func (w *world) newPlan() plan {
 		p.stranger, p.other = 1+w.rnd.IntN(len(p.decodes)), otherThan(p.index)
 	}
 	if p.hostile = w.seed%3 == 1; p.hostile && !p.kind && !p.calm && !p.silentDeath {
-		p.drips, p.opt.Load = 0.05, 25*time.Second
+		if w.seed/3%4 != 0 {
+			p.drips, p.opt.Load = 0.05, 25*time.Second
+		} else { // else P's own bound would end what drips
+			p.hoards, p.opt.Offer = true, 25*time.Second
+		}
 	}
 	if !p.kind && !p.calm && !p.silentDeath && w.seed%4 == 1 {
 		p.sleeps, p.elsewhere = 2, []float64{0.3, 1}[w.seed/4%2]
@@ -163,5 +168,5 @@ func (p *plan) absence() time.Duration {
 // quiet is how long after the last call of an engine and the last fault all must
 // have ended: leases, then the time-outs of what they make the agents say.
 func (p *plan) quiet() time.Duration {
-	return p.opt.Load + p.opt.Claim + p.opt.Lease + max(p.opt.Lease, p.opt.EarlyLoad) + p.opt.MomentTimeout + 4*p.opt.PeerTimeout + 2*connectTimeout + 2*stallTimeout + closeTimeout + 8*time.Second
+	return p.opt.Load + p.opt.Offer + p.opt.Claim + p.opt.Lease + max(p.opt.Lease, p.opt.EarlyLoad) + p.opt.MomentTimeout + 4*p.opt.PeerTimeout + 2*connectTimeout + 2*stallTimeout + closeTimeout + 8*time.Second
 }
