@@ -65,7 +65,7 @@ func (h *hostile) keep(a *agent, id core.TransferID) {
 	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
 		ans := m.RenewArrived(now, h.id, nil, []core.TransferID{id})[0]
 		kept = ans.Status == core.StatusOffered
-		return "answer " + statusNames[ans.Status], nil
+		return "answer" + answerText(ans), nil
 	}, "renew peer=%s claims=[%s]", h.id, id)
 	if kept {
 		a.after(h.w.plan.opt.Lease/3, func() { h.keep(a, id) })

@@ -325,10 +325,7 @@ func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer 
 		out = m.RenewArrived(now, from, v.Loads, claims)
 		said := "answer"
 		for _, ans := range out {
-			said += " " + statusNames[ans.Status]
-			if ans.Status >= core.StatusEnded {
-				said += fmt.Sprintf("(%v %s)", ans.Code, ans.Reason)
-			}
+			said += answerText(ans)
 		}
 		return said, nil
 	}, "renew peer=%s%s%s", from, optional("ids", list(v.Loads)), optional("claims", list(claims)))

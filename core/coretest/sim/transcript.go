@@ -117,3 +117,12 @@ func absence(absent bool) string {
 	}
 	return ""
 }
+
+// answerText is an answer to a renewal in a transcript.
+func answerText(ans core.Answer) string {
+	said := " " + statusNames[ans.Status]
+	if ans.Status >= core.StatusEnded {
+		said += fmt.Sprintf("(%v %s)", ans.Code, ans.Reason)
+	}
+	return said
+}
