@@ -134,7 +134,7 @@ func (w *world) newPlan() plan {
 		p.stranger, p.other = 1+w.rnd.IntN(len(p.decodes)), otherThan(p.index)
 	}
 	if p.hostile = w.seed%3 == 1; p.hostile && !p.kind && !p.calm && !p.silentDeath {
-		if w.seed/3%4 != 0 {
+		if w.seed/3%4 != 2 {
 			p.drips, p.opt.Load = 0.05, 25*time.Second
 		} else { // else P's own bound would end what drips
 			p.hoards, p.opt.Offer = true, 25*time.Second
