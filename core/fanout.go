@@ -107,7 +107,7 @@ func (of *offer) part(id TransferID, deadline time.Time) *offer {
 	for g := range held.Blocks {
 		held.Blocks[g] = slices.Clip(held.Blocks[g]) // each part's list is extended apart
 	}
-	return &offer{id: id, token: of.token, held: held, offered: of.offered, deadline: of.deadline, ready: slices.Clone(of.ready), growths: fault.Pick("shares-forget-moments", slices.Clone(of.growths), nil), prompt: fault.Pick("shares-of-any-prompt", of.prompt, 0)}
+	return &offer{id: id, token: of.token, held: held, offered: of.offered, deadline: of.deadline, endBy: of.endBy, ready: slices.Clone(of.ready), growths: fault.Pick("shares-forget-moments", slices.Clone(of.growths), nil), prompt: fault.Pick("shares-of-any-prompt", of.prompt, 0)}
 }
 
 // halfOf is P's half of a transfer, or the parts of it that have not ended.

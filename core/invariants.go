@@ -37,6 +37,7 @@ func (m *Machine) checkOffers(must mustFunc) {
 		must(!loaded || of.load.Peer == of.peer, "offer %q is loaded by another agent than %q, for which it is kept", id, of.peer)
 		must(of.id == id, "offer %q is kept as %q", of.id, id)
 		must(!gone, "offer %q has ended and is under way", id)
+		must(of.endBy.IsZero() == of.offered.IsZero(), "offer %q: offered %v, to end by %v", id, of.offered, of.endBy)
 		must(of.sent == nil || of.state.sending() || of.state.ends(), "offer %q in state %v has sent a part", id, of.state)
 		switch of.state {
 		case offerEarly:

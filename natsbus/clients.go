@@ -13,8 +13,8 @@ import (
 	"github.com/kvconn/kvconn/internal/quota"
 )
 
-// maxHandshakes bounds the connections that have not proved themselves yet. Each has patience before it gives its place to
-// another: an agent takes some milliseconds.
+// maxHandshakes bounds the connections that have not proved themselves yet. An agent does so within some milliseconds: after
+// patience any gives its place to another.
 const (
 	maxHandshakes = 256
 	patience      = 500 * time.Millisecond
@@ -65,8 +65,7 @@ func newClients(most int) *clients {
 	return &clients{max: most, conns: map[*upgraded]struct{}{}, held: quota.Counts{}, waiting: quota.Counts{}, now: time.Now}
 }
 
-// admit reserves a place for a connection from an address. If strangers have them all, the oldest of an address that has the
-// most loses its place to one of another address: an agent proves itself at once.
+// admit reserves a place for a connection from an address. If strangers have them all, one of theirs may be given up.
 func (c *clients) admit(u *upgraded, from netip.Prefix) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -92,15 +91,15 @@ func (c *clients) admit(u *upgraded, from netip.Prefix) error {
 }
 
 // tardy is the connection that gives its place to one from an address before it has proved itself: the oldest of an address that
-// has the most, if that has at least two more and the connection has had patience. So a burst of agents does not cut itself off. nil:
-// there is none. c.mu is held.
+// has the most. If that has fewer than two more than the other, the connection keeps its place for as long as its patience: so a
+// burst of agents does not cut itself off. nil: there is none. c.mu is held.
 func (c *clients) tardy(to netip.Prefix) (gives *upgraded) {
-	most, over := c.waiting.Over(to)
-	if !over || fault.On("bus-strangers-stay") {
+	if fault.On("bus-strangers-stay") {
 		return nil
 	}
+	most, over := c.waiting.Over(to)
 	for u := range c.conns {
-		if !u.in && c.waiting[u.from] == most && c.now().Sub(u.since) >= patience && (gives == nil || u.n < gives.n) {
+		if !u.in && c.waiting[u.from] == most && (over || c.now().Sub(u.since) >= patience) && (gives == nil || u.n < gives.n) {
 			gives = u
 		}
 	}

@@ -155,7 +155,11 @@ func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
 	}
 	code, reason := s.machine.LoadArrived(msg)
 	if code == core.OK && !p.works.Load() {
-		p.notes(s.machine.RenewArrived(from, []core.TransferID{msg.ID}, nil))
+		for _, ans := range s.machine.RenewArrived(from, []core.TransferID{msg.ID}, nil) {
+			if ans.Status != core.StatusUnknown && ans.Status != core.StatusEarly { // the engine has named it; it may have ended already
+				p.works.Store(true)
+			}
+		}
 	}
 	return &wire.Reply{Code: int(code), Reason: reason}
 }
