@@ -132,6 +132,12 @@ func (v *victim) growth(t testing.TB) string {
 // settling are victims that live on, to show that their memory comes back.
 var settling []*victim
 
+// settleKeeping is settle of a victim with which so many MiB may stay.
+func settleKeeping(t testing.TB, keeps float64, v *victim) {
+	v.keeps = keeps
+	settle(t, v)
+}
+
 // settle lets victims live on after the attack's test.
 func settle(t testing.TB, victims ...*victim) {
 	for _, v := range victims {

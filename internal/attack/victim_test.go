@@ -200,6 +200,7 @@ type victim struct {
 	calm, peak float64   // its memory before the attack, and at the most; in MiB
 	attack     string    // the test of the attack that it lives on after; "": none
 	over       time.Time // when the attack ended
+	keeps      float64   // MiB that may stay with it, for a reason that its attack's test says
 }
 
 func start(t testing.TB, cfg map[string]any) *victim {
