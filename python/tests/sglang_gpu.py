@@ -104,7 +104,8 @@ class Scheduler(SchedulerDisaggregationPrefillMixin):
         rank.queue.kv_manager = rank.manager
         self.disagg_metadata_buffers = rank.metadata
         rank.metadata.set_buf = lambda _request: None
-        like(sglang.SGLANG_SCHEDULER, **vars(self))
+        ours = {"kvconn_common"}  # which kvconn.sglang.start sets
+        like(sglang.SGLANG_SCHEDULER, **{name: value for name, value in vars(self).items() if name not in ours})
 
     def run_batch(self, batch: Pass) -> Any:
         """A forward pass: its kernels are queued, and not done."""
