@@ -132,7 +132,7 @@ func TestFactsOfTheKit(t *testing.T) {
 		if got := [3]string{carried(runs), held(runs, "tcp"), held(runs, "rdma")}; got != want {
 			t.Errorf("%s: %q, want %q", text, got, want)
 		}
-		head := "| the driver's behaviour: a | all | x |\n| tcp: all that a transport promises, b | yes | x |\n| rdma: the same c | yes | x |\n| caches between two processes d | no | x |\n"
+		head := "| the driver's behaviour: a | all | x |\n| tcp: all that a transport promises, b | yes | x |\n| rdma: the same c | yes | x |\n| local: the same with memory | yes | x |\n| caches between two processes d | no | x |\n"
 		if got, told := confirmed(t, head, 2, runs), "| the driver's behaviour: a | all | 1 of 2"+on+") |\n"; !strings.Contains(got, told) || !strings.Contains(got, "promises, b | yes | "+want[1]+" |\n") {
 			t.Errorf("%s: %s", text, got)
 		}
@@ -252,6 +252,7 @@ func confirmed(t *testing.T, head string, facts int, runs []run) string {
 	for begin, cell := range map[string]string{
 		"| the driver's behaviour: ":             orNotYet(byFact),
 		"| tcp: all that a transport promises, ": held(runs, "tcp"),
+		"| local: the same with memory ":         held(runs, "local"),
 		"| rdma: the same ":                      held(runs, "rdma"),
 		"| caches between two processes ":        carried(runs),
 	} {

@@ -30,6 +30,12 @@ class Driver:
         if code:
             raise OSError(f"{name}: CUresult {code}")
 
+    def free(self) -> int:
+        """Bytes of the device's memory that no process has."""
+        free, total = c.c_size_t(), c.c_size_t()
+        self.call("cuMemGetInfo_v2", c.byref(free), c.byref(total))
+        return free.value
+
     def number(self, name: str, *args: Any) -> int:
         out = c.c_int()
         self.call(name, c.byref(out), *args)
@@ -96,11 +102,11 @@ class Host(Cache):
 
 
 class Device(Cache):
-    """Memory of the driver's: of cuMemAlloc, of a pool, or mapped by two handles."""
+    """Memory of the driver's: of cuMemAlloc, or of a pool."""
 
     def __init__(self, driver: Driver, kind: str, blocks: int, size: int) -> None:
         super().__init__(blocks, size)
-        self.driver = driver
+        self.driver, self.kind = driver, kind
         self.bytes = LAYERS * blocks * size
         stream, scratch = c.c_void_p(), c.c_uint64()
         driver.call("cuStreamCreate", c.byref(stream), 1)
@@ -108,7 +114,7 @@ class Device(Cache):
         self.scratch_bytes = 1 << 20 if driver.double else BIG
         driver.call("cuMemAlloc_v2", c.byref(scratch), c.c_size_t(self.scratch_bytes))
         self.scratch = scratch.value
-        self.address = {"cuMemAlloc": self._alloc, "pool": self._pool, "mapped by handles": self._mapped}[kind]()
+        self.address = self._pool() if kind == "pool" else self._alloc()
         self.pinned: list[c.c_void_p] = []
 
     def _alloc(self) -> int:
@@ -121,35 +127,6 @@ class Device(Cache):
         self.driver.call("cuMemAllocAsync", c.byref(p), c.c_size_t(self.bytes), c.c_void_p(self.stream))
         self.settle()
         return p.value
-
-    def _mapped(self) -> int:
-        class Properties(c.Structure):  # CUmemAllocationProp: pinned memory of a device
-            _fields_ = [
-                ("type", c.c_int),
-                ("handles", c.c_int),
-                ("place", c.c_int),
-                ("id", c.c_int),
-                ("more", c.c_uint64),
-                ("flags", c.c_ubyte * 8),
-            ]
-
-        class Access(c.Structure):
-            _fields_ = [("place", c.c_int), ("id", c.c_int), ("flags", c.c_int)]
-
-        of = Properties(1, 0, 1, self.driver.device)
-        of.flags[1] = 1  # reached by cards, too
-        step = c.c_size_t()
-        self.driver.call("cuMemGetAllocationGranularity", c.byref(step), c.byref(of), 0)
-        half = (self.bytes // 2 + step.value - 1) // step.value * step.value
-        base = c.c_uint64()
-        self.driver.call("cuMemAddressReserve", c.byref(base), c.c_size_t(2 * half), c.c_size_t(0), c.c_uint64(0), c.c_uint64(0))
-        for k in range(2):
-            handle = c.c_uint64()
-            self.driver.call("cuMemCreate", c.byref(handle), c.c_size_t(half), c.byref(of), c.c_uint64(0))
-            self.driver.call("cuMemMap", c.c_uint64(base.value + k * half), c.c_size_t(half), c.c_size_t(0), handle, c.c_uint64(0))
-        access = Access(1, self.driver.device, 3)
-        self.driver.call("cuMemSetAccess", base, c.c_size_t(2 * half), c.byref(access), c.c_size_t(1))
-        return base.value
 
     def settle(self) -> None:
         self.driver.call("cuStreamSynchronize", c.c_void_p(self.stream))
@@ -187,6 +164,53 @@ class Device(Cache):
         data = c.create_string_buffer(self.size)
         self.driver.call("cuMemcpyDtoH_v2", data, c.c_uint64(self.at(layer, block)), c.c_size_t(self.size))
         return data.raw
+
+
+class MappedProperties(c.Structure):  # CUmemAllocationProp: pinned memory of a device
+    _fields_ = [
+        ("type", c.c_int),
+        ("handles", c.c_int),
+        ("place", c.c_int),
+        ("id", c.c_int),
+        ("more", c.c_uint64),
+        ("flags", c.c_ubyte * 8),
+    ]
+
+
+class Access(c.Structure):  # CUmemAccessDesc
+    _fields_ = [("place", c.c_int), ("id", c.c_int), ("flags", c.c_int)]
+
+
+class Mapped(Device):
+    """Memory that was mapped by two handles. Those to be exported become files' descriptors."""
+
+    def _alloc(self) -> int:
+        self.place = MappedProperties(1, 1 if "exported" in self.kind else 0, 1, self.driver.device)
+        self.place.flags[1] = 1  # reached by cards, too
+        step = c.c_size_t()
+        self.driver.call("cuMemGetAllocationGranularity", c.byref(step), c.byref(self.place), 0)
+        self.half = (self.bytes // 2 + step.value - 1) // step.value * step.value
+        base = c.c_uint64()
+        self.driver.call("cuMemAddressReserve", c.byref(base), c.c_size_t(2 * self.half), c.c_size_t(0), c.c_uint64(0), c.c_uint64(0))
+        self.address = base.value
+        self.wake()
+        return self.address
+
+    def wake(self) -> None:
+        """Maps new memory."""
+        base = self.address
+        for k in range(2):
+            handle = c.c_uint64()
+            self.driver.call("cuMemCreate", c.byref(handle), c.c_size_t(self.half), c.byref(self.place), c.c_uint64(0))
+            self.driver.call("cuMemMap", c.c_uint64(base + k * self.half), c.c_size_t(self.half), c.c_size_t(0), handle, c.c_uint64(0))
+            self.driver.call("cuMemRelease", handle)  # the mapping keeps it
+        access = Access(1, self.driver.device, 3)
+        self.driver.call("cuMemSetAccess", c.c_uint64(base), c.c_size_t(2 * self.half), c.byref(access), c.c_size_t(1))
+
+    def sleep(self) -> None:
+        """Gives the memory back, and keeps its addresses."""
+        self.settle()
+        self.driver.call("cuMemUnmap", c.c_uint64(self.address), c.c_size_t(2 * self.half))
 
 
 class Torch(Cache):
@@ -235,4 +259,4 @@ def cache_of(kind: str, device: int, blocks: int, size: int) -> Cache:
         return Host(blocks, size)
     if kind == "torch":
         return Torch(device, blocks, size)
-    return Device(Driver(device), kind, blocks, size)
+    return (Mapped if kind.startswith("mapped") else Device)(Driver(device), kind, blocks, size)

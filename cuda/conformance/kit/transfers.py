@@ -1,7 +1,7 @@
 """KV caches in GPU memory, carried by kvconn between two processes of this machine, with every byte compared. Prints JSON.
 
-    transfers.py                                          all cases; the status is 1 if one fails
-    transfers.py prefill KIND DEVICE BLOCKS BYTES FOLDER  the other process of a case
+    transfers.py [TEXT]                                   all cases, or those whose name has the text; the status is 1 if one fails
+    transfers.py prefill KIND DEVICE BLOCKS BYTES BY      the other process of a case
 
 Blocks are written by work that is still queued on a stream when kvconn is told of them, and decode's blocks are still being overwritten
 when it asks for them. So a build that does not wait for its moments brings wrong bytes here.
@@ -20,13 +20,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
-from caches import LAYERS, Cache, Device, Driver, cache_of
+from caches import LAYERS, Cache, Device, Driver, Mapped, cache_of
 
 import kvconn
 
 SECONDS = 60
+AGAIN_SECONDS = 10  # after which two engines that slept meet as before
+FREE_SECONDS = 3  # after which a prefill engine's memory is free, if it dies or sleeps, whoever has it open
 WAYS = {"layers": "layer by layer", "queued": "whole, before it is computed", "ready": "into blocks that are still in use"}
 POISON, OLD, LATE = 0xEE, 0x11, 0x55  # prefill's blocks before they are computed; decode's; what decode's stream still writes
 
@@ -36,8 +38,9 @@ def data_of(layer: int, block: int, size: int) -> bytes:
 
 
 @contextlib.contextmanager
-def agent_of(role: str, cache: Cache) -> Iterator[kvconn.Agent]:
-    config: dict[str, object] = {"engine_id": f"kit-{role}", "role": role, "transport": "tcp"}
+def agent_of(role: str, cache: Cache, by: str = "tcp") -> Iterator[kvconn.Agent]:
+    """An agent that goes by tcp alone, or by what it chooses itself, which must be what `by` names."""
+    config: dict[str, object] = {"engine_id": f"kit-{role}", "role": role, "transport": "tcp" if by == "tcp" else "auto"}
     if role == "prefill":
         config |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "tcp_listen_host": "127.0.0.1"}
     agent = kvconn.Agent(config)
@@ -57,42 +60,60 @@ def finished(agent: kvconn.Agent) -> kvconn.Completion:
     raise TimeoutError(f"no completion within {SECONDS} s")
 
 
-def prefill(kind: str, device: int, blocks: int, size: int) -> None:
-    """Offers the blocks from 0 on: layer by layer, each as soon as it is queued, or all of them, when they are queued or written."""
+def prefill(kind: str, device: int, blocks: int, size: int, by: str) -> None:
+    """Offers, sleeps and wakes as it is told, a line of JSON a word."""
     cache = cache_of(kind, device, blocks, size)
     cache.fill(POISON)
-    with agent_of("prefill", cache) as agent:
-        print(json.dumps({"address": agent.bootstrap_address}), flush=True)
-        asked = json.loads(sys.stdin.readline())
-        ids, layers = list(range(asked["count"])), asked["way"] == "layers"
-        if layers:
-            agent.offer_partial([kvconn.PartialOffer("t", [ids], ready=[0], computing=[len(ids)])])
-        for layer in range(LAYERS):
-            cache.busy(0 if asked["way"] == "ready" else 1)
-            for block in ids:
-                cache.write(layer, block, data_of(layer, block, size))
-            if layers and cache.on_device:
-                agent.written_on([layer], cache.stream)
-            elif layers:
-                agent.written[layer] = 1
-        if asked["way"] == "ready":
-            cache.settle()
-        after = agent.moment(0, cache.stream) if cache.on_device else 0
-        agent.offer([kvconn.Offer("t", [ids], after=after)])
-        print(json.dumps({"offered": True}), flush=True)
-        done = finished(agent)
-        print(json.dumps({"ok": done.ok, "reason": done.reason}), flush=True)
-        sys.stdin.readline()
+    with agent_of("prefill", cache, by) as agent:
+        say(address=agent.bootstrap_address)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            if asked["do"] == "offer":
+                offer(agent, cache, asked["id"], asked["count"], asked["way"])
+                say(offered=True)
+                done = finished(agent)
+                say(ok=done.ok, reason=done.reason)
+            elif asked["do"] == "end":
+                break
+            else:
+                assert isinstance(cache, Mapped)
+                cache.sleep() if asked["do"] == "sleep" else cache.wake()
+                say(done=True)
+
+
+def say(**words: object) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def offer(agent: kvconn.Agent, cache: Cache, transfer_id: str, count: int, way: str) -> None:
+    """Offers the blocks from 0 on: layer by layer, each as soon as it is queued, or all of them, when they are queued or written."""
+    ids = list(range(count))
+    if way == "layers":
+        agent.offer_partial([kvconn.PartialOffer(transfer_id, [ids], ready=[0], computing=[count])])
+    for layer in range(LAYERS):
+        cache.busy(0 if way == "ready" else 1)
+        for block in ids:
+            cache.write(layer, block, data_of(layer, block, cache.size))
+        if way == "layers" and cache.on_device:
+            agent.written_on([layer], cache.stream)
+        elif way == "layers":
+            agent.written[layer] = 1
+    if way == "ready":
+        cache.settle()
+    after = agent.moment(0, cache.stream) if cache.on_device else 0
+    agent.offer([kvconn.Offer(transfer_id, [ids], after=after)])
 
 
 @contextlib.contextmanager
-def other_process(kind: str, device: int, blocks: int, size: int, visible: Optional[str]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, __file__, "prefill", kind, str(device), str(blocks), str(size)]
+def other_process(
+    kind: str, device: int, blocks: int, size: int, visible: Optional[str], by: str = "tcp"
+) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, __file__, "prefill", kind, str(device), str(blocks), str(size), by]
     environment = os.environ | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         yield child
-        child.communicate("end\n", timeout=SECONDS)
+        child.communicate(json.dumps({"do": "end"}) + "\n", timeout=SECONDS)
     finally:
         child.kill()
         child.wait()
@@ -106,31 +127,42 @@ def said(child: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(line)
 
 
-def ask(child: subprocess.Popen[str], count: int, way: str) -> None:
+def ask(child: subprocess.Popen[str], do: str, **words: object) -> None:
     assert child.stdin
-    child.stdin.write(json.dumps({"count": count, "way": way}) + "\n")
+    child.stdin.write(json.dumps({"do": do, **words}) + "\n")
     child.stdin.flush()
 
 
+def wrong_blocks(cache: Cache, ids: list[int], others: bytes) -> int:
+    """Of decode's blocks `ids` must hold what prefill computed, and the others what they held."""
+    cache.settle()  # what was written too early is overwritten now
+    wrong = sum(cache.read(layer, block) != data_of(layer, i, cache.size) for layer in range(LAYERS) for i, block in enumerate(ids))
+    return wrong + sum(cache.read(layer, block) != others for layer in range(LAYERS) for block in set(range(cache.blocks)) - set(ids))
+
+
+class Size(NamedTuple):
+    """How many blocks of how many bytes each layer of a cache has, and how many of them are transferred."""
+
+    blocks: int
+    bytes: int
+    count: int
+
+
+SMALL, LARGE = Size(16, 64 << 10, 6), Size(64, 1 << 20, 32)
+
+
 def transfer(
-    source: str,
-    target: str,
-    to: int = 0,
-    *,
-    count: int = 6,
-    blocks: int = 16,
-    size: int = 64 << 10,
-    way: str = "layers",
-    visible: Optional[str] = None,
+    source: str, target: str, to: int = 0, *, of: Size = SMALL, way: str = "layers", visible: Optional[str] = None, by: str = "tcp"
 ) -> dict[str, Any]:
     """One transfer, into every second block from the end of decode's cache on, which decode's stream still writes."""
+    blocks, size, count = of
     cache = cache_of(target, to, blocks, size)
     cache.fill(OLD)
     ids = [blocks - 1 - 2 * i for i in range(count)]
-    with other_process(source, 0, blocks, size, visible) as child, agent_of("decode", cache) as agent:
+    with other_process(source, 0, blocks, size, visible, by) as child, agent_of("decode", cache, by) as agent:
         address = said(child)["address"]
         if way == "ready":  # decode's stream is what is waited for
-            ask(child, count, way)
+            ask(child, "offer", id="t", count=count, way=way)
             said(child)
             cache.busy(20)
         for block in ids:
@@ -138,17 +170,20 @@ def transfer(
         after = agent.moment(0, cache.stream) if cache.on_device else 0
         agent.start_load([kvconn.Load("t", address, "kit-prefill", [ids], after=after)])
         if way != "ready":
-            ask(child, count, way)
+            ask(child, "offer", id="t", count=count, way=way)
             said(child)
         done, theirs = finished(agent), said(child)
-        cache.settle()  # what was written too early is overwritten now
-        wrong = sum(cache.read(layer, block) != data_of(layer, i, size) for layer in range(LAYERS) for i, block in enumerate(ids))
-        kept = {bytes([OLD]) * size}
-        wrong += sum(cache.read(layer, block) not in kept for layer in range(LAYERS) for block in set(range(blocks)) - set(ids))
-    ok = done.ok and theirs["ok"] and not wrong
+        wrong = wrong_blocks(cache, ids, bytes([OLD]) * size)
     rate = round(done.bytes / done.transfer_s / 1e9, 2) if done.transfer_s else 0
+    how = {"transport": done.transport, "bytes": done.bytes, "GB_s": rate}
+    return {**verdict(done, theirs, wrong, by), "wrong_blocks": wrong, **how}
+
+
+def verdict(done: kvconn.Completion, theirs: dict[str, Any], wrong: int, by: str) -> dict[str, Any]:
     reason = done.reason or theirs["reason"] or (f"{wrong} blocks have wrong bytes" if wrong else "")
-    return {"ok": ok, "wrong_blocks": wrong, "reason": reason, "transport": done.transport, "bytes": done.bytes, "GB_s": rate}
+    if not reason and done.transport != by:
+        reason = f"it went by {done.transport}, not by {by}"
+    return {"ok": done.ok and theirs["ok"] and not reason, "reason": reason}
 
 
 def freed() -> dict[str, Any]:
@@ -159,9 +194,82 @@ def freed() -> dict[str, Any]:
         address = said(child)["address"]
         cache.free()
         agent.start_load([kvconn.Load("t", address, "kit-prefill", [[1]])])
-        ask(child, 1, "ready")
+        ask(child, "offer", id="t", count=1, way="ready")
         done = finished(agent)
     return {"ok": not done.ok and "freed or mapped anew" in done.reason and "layer.0" in done.reason, "reason": done.reason}
+
+
+def free_again(driver: Driver, bytes_free: int) -> Optional[float]:
+    """Within how many seconds so much of the GPU's memory is free; None: not within 10. The double counts a process's own memory alone."""
+    begin = time.monotonic()
+    while not driver.double and driver.free() < bytes_free:
+        if time.monotonic() > begin + 10:
+            return None
+        time.sleep(0.01)
+    return round(time.monotonic() - begin, 2)
+
+
+def in_time(seconds: Optional[float], of: str) -> dict[str, Any]:
+    """Whether the memory of a prefill engine that is gone was free soon, although decode's process had opened it."""
+    ok = seconds is not None and seconds <= FREE_SECONDS
+    return {"ok": ok, "reason": "" if ok else f"{of} memory is not free within {FREE_SECONDS} s: {seconds}", "free_after_s": seconds}
+
+
+def slept(by: str) -> dict[str, Any]:
+    """Between two transfers both engines sleep, and wake with other memory at the same addresses."""
+    kind, blocks, size, ids = "mapped by handles, to be exported", 64, 256 << 10, [60, 50, 40, 30]
+    cache = cache_of(kind, 0, blocks, size)
+    assert isinstance(cache, Mapped)
+    cache.fill(OLD)
+    with other_process(kind, 0, blocks, size, None, by) as child, agent_of("decode", cache, by) as agent:
+        address = said(child)["address"]
+
+        def once(transfer_id: str, others: int) -> dict[str, Any]:
+            agent.start_load([kvconn.Load(transfer_id, address, "kit-prefill", [ids], after=agent.moment(0, cache.stream))])
+            ask(child, "offer", id=transfer_id, count=len(ids), way="layers")
+            said(child)
+            done, theirs = finished(agent), said(child)
+            wrong = wrong_blocks(cache, ids, bytes([others]) * size)
+            return {**verdict(done, theirs, wrong, done.transport), "transport": done.transport}
+
+        results = [once("before", OLD)]
+        awake = cache.driver.free()
+        ask(child, "sleep")
+        said(child)
+        seconds = free_again(cache.driver, awake + cache.bytes)
+        cache.sleep()
+        cache.wake()
+        ask(child, "wake")
+        said(child)
+        begin = time.monotonic()
+        while True:  # auto may go by tcp until the two have told each other of their new memory
+            cache.fill(LATE)
+            results.append(once(f"after {len(results)}", LATE))
+            again = round(time.monotonic() - begin, 2)
+            if not results[-1]["ok"] or results[-1]["transport"] == by or again > AGAIN_SECONDS:
+                break
+            time.sleep(0.1)
+    went = [results[0]["transport"], results[-1]["transport"]]
+    how = {"ok": went == [by, by], "reason": f"it went by {went[0]}, and by {went[1]} after {again} s" if went != [by, by] else ""}
+    of = {"free_after_s": seconds, "again_after_s": again}
+    return next((r for r in (*results, in_time(seconds, "a sleeping engine's"), how) if not r["ok"]), how) | of
+
+
+def killed() -> dict[str, Any]:
+    """The prefill process is killed while decode's process has its memory open."""
+    blocks, size = 64, 1 << 20
+    cache = cache_of("cuMemAlloc", 0, blocks, size)
+    assert isinstance(cache, Device)
+    before = cache.driver.free()
+    with other_process("cuMemAlloc", 0, blocks, size, None, "local") as child, agent_of("decode", cache, "local") as agent:
+        agent.start_load([kvconn.Load("t", said(child)["address"], "kit-prefill", [[1, 2]])])
+        ask(child, "offer", id="t", count=2, way="ready")
+        said(child)
+        first = verdict(finished(agent), said(child), 0, "local")
+        child.kill()
+        child.wait()
+        seconds = free_again(cache.driver, before - cache.bytes // 2)
+    return {**in_time(seconds, "a killed engine's"), **({} if first["ok"] else first)}
 
 
 def moment_us() -> float:
@@ -186,30 +294,42 @@ def torch_version() -> Optional[str]:
     return f"{torch.__version__}, CUDA {torch.version.cuda}" if torch.cuda.is_available() else None
 
 
-def main() -> int:
+def main(only: str = "") -> int:
     driver = Driver(0)
     devices, torch = driver.number("cuDeviceGetCount"), torch_version()
     of_driver = ["cuMemAlloc", "pool", "mapped by handles"]
     cases: dict[str, Any] = {
         f"{kind} to {kind}, {WAYS[way]}": lambda kind=kind, way=way: transfer(kind, kind, way=way) for kind in of_driver for way in WAYS
     }
+    shared = ["cuMemAlloc", "mapped by handles, to be exported"]
+    cases |= {
+        f"{kind} to {kind}, by local, {WAYS[way]}": lambda kind=kind, way=way: transfer(kind, kind, way=way, by="local")
+        for kind in shared
+        for way in WAYS
+    }
     cases["host to cuMemAlloc"] = lambda: transfer("host", "cuMemAlloc")
     cases["cuMemAlloc to host"] = lambda: transfer("cuMemAlloc", "host")
     cases["memory that was freed"] = freed
+    cases |= {f"both engines sleep and wake, by {by}": lambda by=by: slept(by) for by in ("tcp", "local")}
+    cases["prefill is killed, by local"] = killed
     if devices > 1:
         cases["to another GPU"] = lambda: transfer("cuMemAlloc", "cuMemAlloc", 1)
         if "CUDA_VISIBLE_DEVICES" not in os.environ:
             cases["other CUDA_VISIBLE_DEVICES in each process"] = lambda: transfer("cuMemAlloc", "cuMemAlloc", visible=str(devices - 1))
     if not driver.double:  # each of 128 MiB, offered whole: the rates are of this machine's loopback
-        large: dict[str, Any] = {"count": 32, "blocks": 64, "size": 1 << 20, "way": "ready"}
         cases |= {
-            f"128 MiB, {a} to {b}": lambda a=a, b=b: transfer(a, b, **large) for a, b in (("host", "host"), ("cuMemAlloc", "cuMemAlloc"))
+            f"128 MiB, {a} to {b}, by {by}": lambda a=a, b=b, by=by: transfer(a, b, of=LARGE, way="ready", by=by)
+            for by in ("tcp", "local")
+            for a, b in (("host", "host"), ("cuMemAlloc", "cuMemAlloc"))
         }
     if torch:
         cases |= {f"torch to torch, {WAYS[way]}": lambda way=way: transfer("torch", "torch", way=way) for way in WAYS}
+        cases |= {f"torch to torch, by local, {WAYS[way]}": lambda way=way: transfer("torch", "torch", way=way, by="local") for way in WAYS}
         cases |= {"host to torch": lambda: transfer("host", "torch"), "torch to host": lambda: transfer("torch", "host")}
     results = []
     for name, case in cases.items():
+        if only not in name:
+            continue
         try:
             result = case()
         except Exception as e:
@@ -226,6 +346,6 @@ def main() -> int:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.CRITICAL)  # reasons stand in the results
     if sys.argv[1:2] == ["prefill"]:
-        prefill(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+        prefill(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), sys.argv[6])
     else:
-        sys.exit(main())
+        sys.exit(main(*sys.argv[1:]))

@@ -119,8 +119,8 @@ void batches(void) {
   attributes[0].srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_INVALID;
   fact(208, "a source order that is none", CUDA_ERROR_INVALID_VALUE, BATCH(PIECES, 1, s));
   attributes[0].srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
-  from[5] = p + PIECES * PIECE;
-  fact(209, "a batch with one copy beyond the end of its allocation", CUDA_ERROR_INVALID_VALUE, BATCH(PIECES, 1, s));
+  from[5] = p + PIECES * PIECE - PIECE / 2;
+  fact(209, "a batch with one copy that goes beyond the end of its allocation", CUDA_ERROR_INVALID_VALUE, BATCH(PIECES, 1, s));
   told(210, "the copy that failIdx names then (the fault was in 5)", (long long)bad);
   from[5] = p, sizes[5] = 0;
   told(211, "a batch with one copy of nothing answers", BATCH(PIECES, 1, s));

@@ -16,6 +16,7 @@ void waits(void);
 void two_contexts(void);
 void copies(void);
 void batches(void);
+void batches_astray(void);
 void captures(void);
 void mapped(void);
 void exports(void);

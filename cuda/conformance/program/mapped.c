@@ -68,7 +68,7 @@ void mapped(void) {
   CUdeviceptr linear = device_memory(4096);
   fact(267, "cuMemRetainAllocationHandle of cuMemAlloc's memory", CUDA_ERROR_INVALID_VALUE, (int)CU(cuMemRetainAllocationHandle)(&again, (void *)linear));
   unsigned on = 1;
-  fact(268, "SYNC_MEMOPS cannot be set for mapped memory", CUDA_ERROR_INVALID_VALUE, (int)CU(cuPointerSetAttribute)(&on, CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, at));
+  strict(268, "SYNC_MEMOPS cannot be set for mapped memory", CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED, (int)CU(cuPointerSetAttribute)(&on, CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, at));
   unsigned long long before = id_of(at), block = block_of(at);
   truth(279, "MEMORY_BLOCK_ID tells two handles apart", block && block != block_of(at + grain));
   fact(269, "cuMemUnmap of one mapping", 0, (int)CU(cuMemUnmap)(at, grain));

@@ -152,6 +152,41 @@ static void owner_dies(void) {
   told(357, "and closes it", (int)CU(cuIpcCloseMemHandle)(p));
 }
 
+/* A batch of which one copy begins where no allocation is. */
+static int astray(const char *where) {
+  open_device();
+  CUdeviceptr p = device_memory(MIB), gone = p + MIB, to[2], from[2];
+  if (!strcmp(where, "freed")) {
+    gone = device_memory(64 * MIB);
+    CU(cuMemFree_v2)(gone);
+  } else if (!strcmp(where, "unmapped")) {
+    CUmemAllocationProp of = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}};
+    CUmemGenericAllocationHandle h = 0;
+    if (CU(cuMemAddressReserve)(&gone, 2 * MIB, 0, 0, 0) || CU(cuMemCreate)(&h, 2 * MIB, &of, 0) || CU(cuMemMap)(gone, 2 * MIB, 0, h, 0) || CU(cuMemUnmap)(gone, 2 * MIB)) return 1;
+  }
+  char *pinned = pinned_memory(2 * SPOT);
+  size_t sizes[2] = {SPOT, SPOT}, first = 0, bad = 0;
+  for (size_t i = 0; i < 2; i++) to[i] = (CUdeviceptr)pinned + i * SPOT, from[i] = i ? gone : p;
+  CUmemcpyAttributes in_order = {.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM};
+  return 100 + (int)CU(cuMemcpyBatchAsync)(to, from, sizes, 2, &in_order, &first, 1, &bad, new_stream());
+}
+
+static void goes_astray(int number, const char *sentence, const char *where) {
+  struct peer other = start_peer("astray", where);
+  number_fact(number, sentence, 1000 + SIGSEGV, end_of(&other));
+}
+
+/* A batch takes an address that is no allocation's for host memory. Each process ends by it: the number is 1000 and the signal. */
+void batches_astray(void) {
+  if (!CU(cuMemcpyBatchAsync)) {
+    not_here(358, "a batch with one copy from freed memory ends the process", "the driver is older than CUDA 12.8");
+    return;
+  }
+  goes_astray(358, "a batch with one copy from freed memory ends the process", "freed");
+  goes_astray(359, "so does one from where nothing is mapped any more", "unmapped");
+  goes_astray(360, "so does one that begins behind an allocation", "beyond");
+}
+
 static size_t grain;
 static CUmemAllocationProp wanted = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}};
 static void find_grain(void) { CU(cuMemGetAllocationGranularity)(&grain, &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM); }
@@ -178,7 +213,7 @@ static int imported(int fd, int socket) {
   CU(cuMemGetAllocationPropertiesFromHandle)(&is, h);
   truth(345, "and is told the device", is.location.type == CU_MEM_LOCATION_TYPE_DEVICE && is.location.id == 0);
   CU(cuMemAddressReserve)(&at, 2 * grain, 0, 0, 0);
-  fact(346, "it cannot map more than the handle has", CUDA_ERROR_INVALID_VALUE, (int)CU(cuMemMap)(at, 2 * grain, 0, h, 0));
+  strict(346, "it cannot map more than the handle has", CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED, (int)CU(cuMemMap)(at, 2 * grain, 0, h, 0));
   fact(347, "it maps what the handle has, and lets its device read and write", 0, (int)CU(cuMemMap)(at, grain, 0, h, 0) + allow(at, CU_MEM_ACCESS_FLAGS_PROT_READWRITE));
   fact(348, "the handle is not needed any more", 0, (int)CU(cuMemRelease)(h));
   number_fact(349, "it reads the byte", BYTE, look(at));
@@ -209,6 +244,7 @@ int run_owned(const char *name, const char *argument) {
   if (!strcmp(name, "freed-while-open")) return freed_while_open(rest, socket);
   if (!strcmp(name, "freed-before")) return freed_before(rest);
   if (!strcmp(name, "owner")) return owner(socket);
+  if (!strcmp(name, "astray")) return astray(rest);
   if (!strcmp(name, "imported")) return imported(fd, socket);
   return strcmp(name, "without-access") ? -1 : without_access(fd);
 }
@@ -258,7 +294,7 @@ void mapped_elsewhere(void) {
   wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   CU(cuMemAddressReserve)(&at, grain, 0, 0, 0);
   CU(cuMemCreate)(&plain, 2 * grain, &wanted, 0);
-  fact(340, "cuMemMap of a part of a handle that does not begin at 0", CUDA_ERROR_INVALID_VALUE, (int)CU(cuMemMap)(at, grain, grain, plain, 0));
+  strict(340, "cuMemMap of a part of a handle that does not begin at 0", CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED, (int)CU(cuMemMap)(at, grain, grain, plain, 0));
   CU(cuMemRelease)(plain);
   CU(cuMemCreate)(&h, grain, &wanted, 0);
   CU(cuMemMap)(at, grain, 0, h, 0);

@@ -140,7 +140,7 @@ void contexts(void) {
   fact(53, "cuCtxPushCurrent makes it current", 0, (int)CU(cuCtxPushCurrent_v2)(a));
   CU(cuCtxGetCurrent)(&c);
   truth(54, "as cuCtxGetCurrent says", c == a);
-  fact(55, "cuCtxPushCurrent of NULL", CUDA_ERROR_INVALID_CONTEXT, (int)CU(cuCtxPushCurrent_v2)(NULL));
+  strict(55, "cuCtxPushCurrent of NULL", CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_VALUE, (int)CU(cuCtxPushCurrent_v2)(NULL));
   CU(cuStreamCreate)(&s, CU_STREAM_NON_BLOCKING);
   CU(cuEventCreate)(&e, CU_EVENT_DISABLE_TIMING);
   CU(cuDevicePrimaryCtxRelease_v2)(0);

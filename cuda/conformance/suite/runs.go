@@ -6,6 +6,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/core/coretest"
@@ -13,6 +14,7 @@ import (
 	"github.com/kvconn/kvconn/cuda/testdouble"
 	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/tcp"
 )
@@ -64,9 +66,11 @@ func far(device int) func(*testing.T, int) coretest.Far {
 	}
 }
 
-func mapped(t *testing.T, size int) coretest.Far {
-	gpus[0]()
-	return engine.New(t, 0).FarMapped(size)
+func mapped(device int) func(*testing.T, int) coretest.Far {
+	return func(t *testing.T, size int) coretest.Far {
+		gpus[device]()
+		return engine.New(t, device).FarMapped(size)
+	}
 }
 
 func kinds() []kind {
@@ -79,7 +83,7 @@ func kinds() []kind {
 		{memory: "device to device", device: on(first)},
 		{memory: "host to device", device: on(first), on: receives},
 		{memory: "device to host", device: on(first), on: sends},
-		{memory: "mapped by handles", device: on(mapped), encrypt: tcp.EncryptMust},
+		{memory: "mapped by handles", device: on(mapped(0)), encrypt: tcp.EncryptMust},
 		{memory: "device and host memory in each agent", device: mixed},
 		{memory: "two devices", gpus: 2, device: on(first, second), second: &other},
 	}
@@ -90,7 +94,23 @@ func kinds() []kind {
 			out = append(out, k)
 		}
 	}
-	return out
+	return append(out, localKinds()...)
+}
+
+// localKinds are with memory that was mapped by handles: a process does not open its own memory by CUDA's other handles, which transfers.py
+// has between two processes. An agent with host memory alone has no device that could reach another's.
+func localKinds() []kind {
+	first, second := mapped(0), mapped(1)
+	on := func(list ...func(*testing.T, int) coretest.Far) coretest.Device { return coretest.Device{Far: list} }
+	mixed := on(first)
+	mixed.Holds = func(region int) bool { return region%2 == 0 }
+	other := on(second)
+	return []kind{
+		{transport: "local", memory: "mapped by handles", device: on(first)},
+		{transport: "local", memory: "host to mapped", device: on(first), on: receives},
+		{transport: "local", memory: "mapped and host memory in each agent", device: mixed},
+		{transport: "local", memory: "two devices", gpus: 2, device: on(first), second: &other},
+	}
 }
 
 // deviceOf is where the regions of an agent lie.
@@ -142,8 +162,19 @@ func (k kind) open(id core.AgentID, l *core.Layout, sink core.Sink, signal core.
 	if err != nil {
 		return nil, err
 	}
-	if k.transport == "tcp" {
+	switch k.transport {
+	case "tcp":
 		tr, err := tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: 3, Mover: d, Encrypt: k.encrypt}, l, sink)
+		if err != nil {
+			return nil, errors.Join(err, d.Close())
+		}
+		return onDevices{tr, d}, nil
+	case "local":
+		cfg := local.Config{Listen: true, Workers: 3, BatchBytes: 50_000, StopGrace: 10 * time.Second}
+		if d != nil {
+			cfg.Devices = d
+		}
+		tr, err := local.New(cfg, l, sink)
 		if err != nil {
 			return nil, errors.Join(err, d.Close())
 		}

@@ -48,7 +48,7 @@ func TestKinds(t *testing.T) {
 		}
 		seen[k.name()] = true
 	}
-	if len(seen) != 12 {
+	if len(seen) != 16 {
 		t.Errorf("%d runs", len(seen))
 	}
 }

@@ -4,10 +4,17 @@
 #include <stdlib.h>
 
 #ifndef KVGPU_OLD
+/* A driver takes an address that is no allocation's for host memory, also where an allocation was: its own access there ends the process. */
+static void look_as_host(CUdeviceptr p) {
+  if (!find_memory(p) && !find_pin((void *)p) && was_device_memory(p)) (void)*(const volatile char *)p;
+}
+
 static CUresult resolve(CUdeviceptr *to, CUdeviceptr *from, size_t *sizes, size_t count, struct piece *pieces, size_t *bad) {
   for (size_t i = 0; i < count; i++) {
     *bad = i;
     pieces[i].n = sizes[i];
+    look_as_host(to[i]);
+    look_as_host(from[i]);
     CUresult r = sizes[i] ? any_end(to[i], sizes[i], true, &pieces[i].to) : CUDA_ERROR_INVALID_VALUE;
     if (!r) r = any_end(from[i], sizes[i], false, &pieces[i].from);
     if (r) return r;

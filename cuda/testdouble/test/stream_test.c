@@ -118,7 +118,7 @@ void test_queue(void) {
   OK(cuMemcpyBatchAsync(to, from, sizes, 64, &stream_order, &first, 1, &bad, x.ours));
   OK(cuStreamSynchronize(x.ours));
   for (size_t i = 0; i < N; i++) EXPECT(((unsigned char *)x.host)[i] == kvgpu_byte(5, (63 - i / 1024) * 1024 + i % 1024));
-  from[9] = x.p + N;
+  from[9] = x.p + N - 512;
   FAILS(CUDA_ERROR_INVALID_VALUE, cuMemcpyBatchAsync(to, from, sizes, 64, &stream_order, &first, 1, &bad, x.ours));
   EXPECT(bad == 9);
   FAILS(CUDA_ERROR_INVALID_VALUE, cuMemcpyBatchAsync(to, from, sizes, 64, &stream_order, &first, 1, &bad, NULL));
