@@ -2,6 +2,7 @@ package conformance
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -200,8 +201,8 @@ func held(runs []run, transport string) string {
 				continue
 			}
 			if s.Verdict == "not run" {
-				missing = inCell(s.Reason)
-				more += fmt.Sprintf("; not run: %s (%s)", s.Memory, missing)
+				more += fmt.Sprintf("; not run: %s (%s)", s.Memory, inCell(s.Reason))
+				missing = cmp.Or(missing, inCell(s.Reason))
 			} else if s.Verdict != "passed" {
 				more += fmt.Sprintf("; **%s**: %s", s.Memory, inCell(s.Reason))
 			}
@@ -214,7 +215,7 @@ func held(runs []run, transport string) string {
 				}
 			}
 		}
-		if all == 0 && missing != "" { // for one reason
+		if all == 0 && missing != "" { // the first run's reason is that of all, if not of those with two GPUs
 			told = append(told, fmt.Sprintf("not run (%s): %s", r.on(), missing))
 		} else {
 			told = append(told, fmt.Sprintf("%d of %d cases (%s)%s", ok, all, r.on(), more))

@@ -175,6 +175,9 @@ void two_contexts(void) {
   fact(173, "until it has passed", 0, (int)CU(cuStreamSynchronize)(b));
   strict(174, "cuEventRecord on a stream of a context that is not current", CUDA_ERROR_INVALID_HANDLE, 0, (int)CU(cuEventRecord)(e, a));
   strict(175, "cuMemcpyDtoHAsync on a stream of a context that is not current", CUDA_ERROR_INVALID_HANDLE, 0, (int)CU(cuMemcpyDtoHAsync_v2)(host, p, 64, a));
+  CU(cuCtxPushCurrent_v2)(first);
+  CU(cuStreamSynchronize)(a);
+  CU(cuCtxPopCurrent_v2)(&first);
   strict(176, "cuStreamQuery of a stream of a context that is not current", CUDA_ERROR_INVALID_HANDLE, 0, (int)CU(cuStreamQuery)(a));
   fact(177, "memory of another context of the device can be copied", 0, (int)CU(cuMemAlloc_v2)(&q, 4096) + (int)CU(cuMemcpyDtoDAsync_v2)(q, p, 4096, b) + (int)CU(cuStreamSynchronize)(b));
   CU(cuCtxDestroy_v2)(second);
