@@ -24,6 +24,7 @@ type Options struct {
 	RingBytes    int           // pinned host memory for copies: DefaultRingBytes
 	SlotBytes    int           // of each slot in the ring: DefaultSlotBytes
 	Moments      int           // that have not passed, at a time: 4,096
+	NoKernel     bool          // the driver's own copies do all
 	StallTimeout time.Duration // until a device that does not end a copy counts as failed: core.DefaultStallTimeout
 	CloseTimeout time.Duration // bounds Close, from Closing on: StallTimeout
 }
@@ -106,7 +107,7 @@ func Open(ordinal int, o Options) (*Device, error) {
 	if !info.Unified {
 		return nil, fmt.Errorf("CUDA device %d (%s) does not share an address space with the host: kvconn needs unified addressing", ordinal, info.Name)
 	}
-	drv, err := driver.Open(ordinal, o.Moments)
+	drv, err := driver.Open(ordinal, o.Moments, !o.NoKernel)
 	if err != nil {
 		return nil, err
 	}
@@ -114,6 +115,14 @@ func Open(ordinal int, o Options) (*Device, error) {
 	d.known.Store(&[]mapping{})
 	d.foreign.Store(&[]mapping{})
 	return d, nil
+}
+
+// NoKernel is why copies of many pieces go without the copy kernel, or nil. Options.NoKernel is no reason.
+func (d *Device) NoKernel() error {
+	if d.o.NoKernel {
+		return nil
+	}
+	return d.drv.NoKernel()
 }
 
 // Info is what the device is.

@@ -17,7 +17,7 @@ const patience = 20 * time.Second
 func open(tb testing.TB, o Options) (*engine.Engine, *Device) {
 	tb.Helper()
 	e := engine.New(tb, 0)
-	kinds := []string{"streams", "events", "pinned", "handles", "mapped", "reserved", "ipc", "violations"}
+	kinds := []string{"streams", "events", "modules", "pinned", "handles", "mapped", "reserved", "ipc", "violations"}
 	before := make([]uint64, len(kinds))
 	for i, k := range kinds {
 		before[i] = e.Count(k)

@@ -3,7 +3,6 @@ package cuda
 import (
 	"context"
 	"errors"
-	"fmt"
 	"math/rand/v2"
 	"sync"
 	"testing"
@@ -11,17 +10,32 @@ import (
 	"github.com/kvconn/kvconn/cuda/internal/driver"
 )
 
-// TestCopies: bytes go where they should, in many copies at once, of few and of many runs, by batch
-// and one by one.
+// ways are those in which the driver gets many copies.
+var ways = []struct {
+	name          string
+	kernel, batch bool
+	call          string // that must have been made
+}{
+	{"by the kernel", true, true, "cuLaunchKernel"},
+	{"in batches", false, true, "cuMemcpyBatchAsync"},
+	{"one by one", false, false, ""},
+}
+
+// TestCopies: bytes go where they should, in many copies at once, of few and of many runs, in each way.
 func TestCopies(t *testing.T) {
-	for _, batch := range []bool{true, false} {
-		t.Run(fmt.Sprintf("batch=%v", batch), func(t *testing.T) {
+	for _, way := range ways {
+		t.Run(way.name, func(t *testing.T) {
 			e, d := open(t, Options{RingBytes: 4 << 20, SlotBytes: 128 << 10})
-			if batch && !driver.HasBatch() {
+			if way.batch && !driver.HasBatch() {
 				t.Log("this driver has no batches")
 			}
-			driver.UseBatch(batch)
-			t.Cleanup(func() { driver.UseBatch(true) })
+			driver.UseKernel(way.kernel)
+			driver.UseBatch(way.batch)
+			t.Cleanup(func() { driver.UseKernel(true); driver.UseBatch(true) })
+			calls := map[string]uint64{}
+			for _, call := range []string{"cuLaunchKernel", "cuMemcpyBatchAsync"} {
+				calls[call] = e.Count(call)
+			}
 			const n = 4 << 20
 			// Half of it is mapped by handles, so runs cross mappings.
 			at := reserve(t, e, 2*grain)
@@ -45,8 +59,11 @@ func TestCopies(t *testing.T) {
 			if wrong := e.Wrong(at, n, 2); wrong > 0 {
 				t.Errorf("%d bytes have not landed", wrong)
 			}
-			if batch != (e.Count("cuMemcpyBatchAsync") > 0) && batch && driver.HasBatch() {
-				t.Error("no batch was copied")
+			for call, before := range calls {
+				made := e.Count(call) != before
+				if want := call == way.call && (way.kernel || driver.HasBatch()); made != want {
+					t.Errorf("%s was called: %v, want %v", call, made, want)
+				}
 			}
 		})
 	}

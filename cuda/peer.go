@@ -96,7 +96,7 @@ func (p *Peer) Open(a Allocation, file *os.File) error {
 	if err != nil {
 		return p.refused(a, err)
 	}
-	o := opened{a, mapping{m.Base, m.Base + a.Bytes, m.ID, m.Block}}
+	o := opened{a, mapping{m.Base, m.Base + a.Bytes, m.ID, m.Block, a.Device != d.info.UUID || m.Device != d.info.Ordinal}}
 	if m.Size < a.Bytes {
 		err = fmt.Errorf("memory of %s: it says that %d bytes lie at %#x, but only %d do", p.name, a.Bytes, a.Addr, m.Size)
 		return errors.Join(err, p.giveBack(o))

@@ -46,6 +46,7 @@ type queue struct {
 
 	runs  [driver.MostRuns]Run // of the batch that is being made
 	pairs []driver.Pair        // the same FromPeer
+	far   bool                 // some of it is memory of another GPU
 }
 
 // batch is what the driver got in one call, with an event behind it.
@@ -183,9 +184,9 @@ func (q *queue) submit() {
 // give gives the driver n copies that were cut; from is where they begin in the slot.
 func (q *queue) give(j *job, from, n int) (queued bool, err error) {
 	if j.Slot == nil {
-		return q.drv.CopyPairs(q.number, q.pairs[:n])
+		return q.drv.CopyPairs(q.number, q.pairs[:n], !q.far)
 	}
-	return q.drv.Copy(q.number, unsafe.Pointer(unsafe.SliceData(j.Slot.bytes[from:])), q.runs[:n])
+	return q.drv.Copy(q.number, unsafe.Pointer(unsafe.SliceData(j.Slot.bytes[from:])), q.runs[:n], !q.far)
 }
 
 // cut puts the job's next runs into q.runs, at most so many, and says how many: neighbours in one
@@ -196,6 +197,7 @@ func (q *queue) cut(j *job, most int) (n int) {
 	}
 	known := q.d.sources(j)
 	var in mapping
+	q.far = false
 	for j.next < len(j.Runs) {
 		r := j.Runs[j.next]
 		addr, left := uint64(r.Addr)+j.off, r.Len-j.off
@@ -217,6 +219,7 @@ func (q *queue) cut(j *job, most int) (n int) {
 			if n == most {
 				break
 			}
+			q.far = q.far || in.far
 			q.runs[n] = Run{Addr: uintptr(addr), Len: take}
 			n++
 		}

@@ -22,7 +22,10 @@ type Region struct {
 }
 
 // mapping is a piece of device memory that copies may not leave.
-type mapping struct{ base, end, id, block uint64 }
+type mapping struct {
+	base, end, id, block uint64
+	far                  bool // a peer's, of another GPU
+}
 
 // Register makes memory of the device known to it. The name is for errors.
 func (d *Device) Register(name string, addr uintptr, bytes uint64) (*Region, error) {
@@ -90,7 +93,7 @@ type union struct {
 func lies(regions []*Region, of [][]driver.Memory) (u union, err error) {
 	for _, pieces := range of {
 		for _, p := range pieces {
-			u.known = append(u.known, mapping{p.Base, p.Base + p.Size, p.ID, p.Block})
+			u.known = append(u.known, mapping{base: p.Base, end: p.Base + p.Size, id: p.ID, block: p.Block})
 		}
 	}
 	slices.SortFunc(u.known, func(a, b mapping) int {

@@ -178,6 +178,9 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 		_ = a.halves.move(stateRegistering, stateOpen, nil)
 		return fmt.Errorf("register_kv_caches: %w", err)
 	}
+	if err := devs.NoKernel(); err != nil {
+		a.log.Warn("many small pieces of GPU memory are copied slowly: there is no copy kernel", zap.Error(err))
+	}
 	t := a.newTransports(devs)
 	if t.held, err = hold(layout); err != nil {
 		_ = t.Close()

@@ -80,8 +80,9 @@ type Config struct {
 	Encryption    bool   `json:"require_encryption"`
 
 	// See cuda.Options.
-	DeviceRing int `json:"device_ring_bytes"`
-	DeviceSlot int `json:"device_slot_bytes"`
+	DeviceRing int  `json:"device_ring_bytes"`
+	DeviceSlot int  `json:"device_slot_bytes"`
+	CopyKernel bool `json:"device_copy_kernel"`
 
 	// See rdma.Config.
 	RDMADevices         []string `json:"rdma_devices"`
@@ -188,7 +189,7 @@ func (c *Config) deviceGoodbye() time.Duration {
 }
 
 func (c *Config) deviceOptions() cuda.Options {
-	return cuda.Options{RingBytes: c.DeviceRing, SlotBytes: c.DeviceSlot, StallTimeout: time.Duration(c.StallTimeout), CloseTimeout: c.deviceGoodbye()}
+	return cuda.Options{RingBytes: c.DeviceRing, SlotBytes: c.DeviceSlot, NoKernel: !c.CopyKernel, StallTimeout: time.Duration(c.StallTimeout), CloseTimeout: c.deviceGoodbye()}
 }
 
 func (c *Config) rdmaConfig(log *zap.Logger) rdma.Config {

@@ -82,6 +82,7 @@ func Keys() []KeyGroup {
 			{Name: "require_encryption", Default: false, Meaning: "No KV data leaves the host in the clear: tcp encrypts always, and rdma, which cannot, is not used. local is: its bytes stay in the host's memory."},
 			{Name: "device_ring_bytes", Default: cuda.DefaultRingBytes, Unit: "bytes", Meaning: "Pinned host memory for each GPU that holds regions, through which tcp moves them. An agent without device memory has none."},
 			{Name: "device_slot_bytes", Default: cuda.DefaultSlotBytes, Unit: "bytes", Meaning: "A slot of that memory: what is copied to or from a GPU at a time. There must be eight slots at least."},
+			{Name: "device_copy_kernel", Default: true, Meaning: "Many small pieces of a GPU's memory are copied by a kernel on it, see [GPU memory](gpu.md#how-it-works). Without it the driver's own copies do all."},
 			{Name: "rdma_devices", Without: "all", Meaning: "RDMA devices that may be used: `mlx5_0`, one port of it `mlx5_0:1`, `mlx5_*`."},
 			{Name: "rdma_deny", Without: "none", Meaning: "RDMA devices that may not be used, named in the same way."},
 			{Name: "rdma_gid_index", Default: r.GIDIndex, Meaning: "The GID of each RoCE port. -1 takes the best: RoCE v2, then routable before private before link-local."},

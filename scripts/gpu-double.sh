@@ -16,7 +16,7 @@ build() { # NAME MAJOR FLAG…: to a name of its own first, since a process may 
   "${CC:-cc}" "${flags[@]}" -O2 -fPIC -shared -fvisibility=hidden -Wl,-soname,libkvgpu-double.so -isystem "$headers/$2" "${@:3}" "$src"/*.c -o "$out/$1.new"
   mv "$out/$1.new" "$out/$1"
 }
-if [[ ! -e $out/stamp || -n $(find cuda/testdouble "$facts" scripts/gpu-double.sh "$headers/stamp" ! -name '*.go' -type f -newer "$out/stamp" -print -quit) ]]; then
+if [[ ! -e $out/stamp || -n $(find cuda/testdouble "$facts" cuda/internal/driver/copy.ptx scripts/gpu-double.sh "$headers/stamp" ! -name '*.go' -type f -newer "$out/stamp" -print -quit) ]]; then
   build libkvgpu-double-12.so 12
   build libkvgpu-double-old.so 12 -DKVGPU_OLD
   build libkvgpu-double.so 13

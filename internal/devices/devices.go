@@ -85,6 +85,18 @@ func refused(r *core.Region, err error) error {
 	return fmt.Errorf("%w: %v is registered as device memory: %w", ErrDevice, r, err)
 }
 
+// NoKernel is why copies of many pieces go without the copy kernel, or nil.
+func (d *Devices) NoKernel() error {
+	if d == nil {
+		return nil
+	}
+	var all []error
+	for _, dev := range d.list {
+		all = append(all, dev.NoKernel())
+	}
+	return errors.Join(all...)
+}
+
 // Closing begins the time that Close has. It is called before the transports are closed, which
 // wait for copies.
 func (d *Devices) Closing() {

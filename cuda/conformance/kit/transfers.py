@@ -34,13 +34,14 @@ POISON, OLD, LATE = 0xEE, 0x11, 0x55  # prefill's blocks before they are compute
 
 
 def data_of(layer: int, block: int, size: int) -> bytes:
-    return random.Random(1000 * layer + block).randbytes(size)
+    return random.Random((layer << 20) + block).randbytes(size)
 
 
 @contextlib.contextmanager
-def agent_of(role: str, cache: Cache, by: str = "tcp") -> Iterator[kvconn.Agent]:
-    """An agent that goes by tcp alone, or by what it chooses itself, which must be what `by` names."""
+def agent_of(role: str, cache: Cache, by: str = "tcp", kernel: bool = True) -> Iterator[kvconn.Agent]:
+    """An agent that goes by tcp alone, or by what it chooses itself, which must be what `by` names; with or without the copy kernel."""
     config: dict[str, object] = {"engine_id": f"kit-{role}", "role": role, "transport": "tcp" if by == "tcp" else "auto"}
+    config["device_copy_kernel"] = kernel
     if role == "prefill":
         config |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "tcp_listen_host": "127.0.0.1"}
     agent = kvconn.Agent(config)
@@ -140,6 +141,13 @@ def wrong_blocks(cache: Cache, ids: list[int], others: bytes) -> int:
     return wrong + sum(cache.read(layer, block) != others for layer in range(LAYERS) for block in set(range(cache.blocks)) - set(ids))
 
 
+class Other(NamedTuple):
+    """Decode's device, if it is not prefill's, or what CUDA_VISIBLE_DEVICES is for prefill."""
+
+    device: int = 0
+    visible: Optional[str] = None
+
+
 class Size(NamedTuple):
     """How many blocks of how many bytes each layer of a cache has, and how many of them are transferred."""
 
@@ -148,18 +156,25 @@ class Size(NamedTuple):
     count: int
 
 
-SMALL, LARGE = Size(16, 64 << 10, 6), Size(64, 1 << 20, 32)
+SMALL = Size(16, 64 << 10, 6)
+
+
+def large(block: int) -> Size:
+    """128 MiB, every second block of a cache."""
+    count = (128 << 20) // LAYERS // block
+    return Size(2 * count, block, count)
 
 
 def transfer(
-    source: str, target: str, to: int = 0, *, of: Size = SMALL, way: str = "layers", visible: Optional[str] = None, by: str = "tcp"
+    source: str, target: str, *, of: Size = SMALL, way: str = "layers", by: str = "tcp", kernel: bool = True, other: Optional[Other] = None
 ) -> dict[str, Any]:
     """One transfer, into every second block from the end of decode's cache on, which decode's stream still writes."""
     blocks, size, count = of
-    cache = cache_of(target, to, blocks, size)
+    cache = cache_of(target, other.device if other else 0, blocks, size)
     cache.fill(OLD)
     ids = [blocks - 1 - 2 * i for i in range(count)]
-    with other_process(source, 0, blocks, size, visible, by) as child, agent_of("decode", cache, by) as agent:
+    visible = other.visible if other else None
+    with other_process(source, 0, blocks, size, visible, by) as child, agent_of("decode", cache, by, kernel) as agent:
         address = said(child)["address"]
         if way == "ready":  # decode's stream is what is waited for
             ask(child, "offer", id="t", count=count, way=way)
@@ -272,6 +287,18 @@ def killed() -> dict[str, Any]:
     return {**in_time(seconds, "a killed engine's"), **({} if first["ok"] else first)}
 
 
+def rates() -> dict[str, Any]:
+    """128 MiB, in blocks that are as large as a layer's of some models, and in smaller ones with and without the copy kernel."""
+    pairs = [(1 << 20, kind, by, True) for kind in ("host", "cuMemAlloc") for by in ("tcp", "local")]
+    pairs += [(block, "cuMemAlloc", by, kernel) for block in (64 << 10, 16 << 10) for by in ("tcp", "local") for kernel in (True, False)]
+    return {
+        f"128 MiB in blocks of {block >> 10} KiB, {kind} to {kind}, by {by}{'' if kernel else ', without the copy kernel'}": (
+            lambda block=block, kind=kind, by=by, kernel=kernel: transfer(kind, kind, of=large(block), way="ready", by=by, kernel=kernel)
+        )
+        for block, kind, by, kernel in pairs
+    }
+
+
 def moment_us() -> float:
     """What a moment costs the engine's thread: the median of steps of 80."""
     cache = cache_of("cuMemAlloc", 0, 16, 4096)
@@ -313,15 +340,13 @@ def main(only: str = "") -> int:
     cases |= {f"both engines sleep and wake, by {by}": lambda by=by: slept(by) for by in ("tcp", "local")}
     cases["prefill is killed, by local"] = killed
     if devices > 1:
-        cases["to another GPU"] = lambda: transfer("cuMemAlloc", "cuMemAlloc", 1)
+        cases["to another GPU"] = lambda: transfer("cuMemAlloc", "cuMemAlloc", other=Other(1))
         if "CUDA_VISIBLE_DEVICES" not in os.environ:
-            cases["other CUDA_VISIBLE_DEVICES in each process"] = lambda: transfer("cuMemAlloc", "cuMemAlloc", visible=str(devices - 1))
-    if not driver.double:  # each of 128 MiB, offered whole: the rates are of this machine's loopback
-        cases |= {
-            f"128 MiB, {a} to {b}, by {by}": lambda a=a, b=b, by=by: transfer(a, b, of=LARGE, way="ready", by=by)
-            for by in ("tcp", "local")
-            for a, b in (("host", "host"), ("cuMemAlloc", "cuMemAlloc"))
-        }
+            cases["other CUDA_VISIBLE_DEVICES in each process"] = lambda: transfer(
+                "cuMemAlloc", "cuMemAlloc", other=Other(0, str(devices - 1))
+            )
+    if not driver.double:  # offered whole: the rates are of this machine's loopback
+        cases |= rates()
     if torch:
         cases |= {f"torch to torch, {WAYS[way]}": lambda way=way: transfer("torch", "torch", way=way) for way in WAYS}
         cases |= {f"torch to torch, by local, {WAYS[way]}": lambda way=way: transfer("torch", "torch", way=way, by="local") for way in WAYS}

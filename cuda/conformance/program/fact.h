@@ -21,7 +21,7 @@
   F(cuMemHostUnregister) F(cuMemHostGetDevicePointer_v2) F(cuMemAllocManaged) F(cuPointerGetAttribute) F(cuPointerGetAttributes)                    \
   F(cuPointerSetAttribute) F(cuStreamCreate) F(cuStreamDestroy_v2) F(cuStreamQuery) F(cuStreamSynchronize) F(cuStreamWaitEvent) F(cuStreamGetCtx) F(cuStreamGetId)   \
   F(cuStreamGetFlags) F(cuStreamIsCapturing) F(cuStreamBeginCapture_v2) F(cuStreamEndCapture) F(cuThreadExchangeStreamCaptureMode) F(cuGraphDestroy) F(cuGraphInstantiateWithFlags) F(cuGraphLaunch) F(cuGraphExecDestroy) \
-  F(cuLaunchHostFunc) F(cuEventCreate) F(cuEventDestroy_v2) F(cuEventRecord) F(cuEventQuery) F(cuEventSynchronize) F(cuEventElapsedTime)            \
+  F(cuLaunchHostFunc) F(cuModuleLoadData) F(cuModuleUnload) F(cuModuleGetFunction) F(cuLaunchKernel) F(cuEventCreate) F(cuEventDestroy_v2) F(cuEventRecord) F(cuEventQuery) F(cuEventSynchronize) F(cuEventElapsedTime)            \
   F(cuMemcpyDtoHAsync_v2) F(cuMemcpyHtoDAsync_v2) F(cuMemcpyDtoDAsync_v2) F(cuMemcpyAsync) F(cuMemcpyDtoH_v2) F(cuMemcpyHtoD_v2) F(cuMemcpy2DAsync_v2) \
   F(cuMemcpyBatchAsync) F(cuMemsetD8Async) F(cuMemsetD32Async) F(cuMemsetD8_v2) F(cuMemAddressReserve) F(cuMemAddressFree) F(cuMemCreate)           \
   F(cuMemRelease) F(cuMemMap) F(cuMemUnmap) F(cuMemSetAccess) F(cuMemGetAllocationGranularity) F(cuMemRetainAllocationHandle)                       \

@@ -8,6 +8,7 @@ const struct group groups[] = {
     {"pointers", pointers, false},        {"streams", streams, false},           {"waits", waits, false},
     {"two-contexts", two_contexts, false}, {"copies", copies, false},            {"batches", batches, false},
     {"batches-astray", batches_astray, false},
+    {"kernels", kernels, false},          {"kernels-astray", kernels_astray, false},
     {"captures", captures, false},        {"mapped", mapped, false},             {"exports", exports, false},
     {"pools", pools, false},              {"same-host", same_host, false},
     {"opened-elsewhere", opened_elsewhere, false}, {"mapped-elsewhere", mapped_elsewhere, false},

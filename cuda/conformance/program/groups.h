@@ -18,6 +18,8 @@ void copies(void);
 void batches(void);
 void batches_astray(void);
 void captures(void);
+void kernels(void);
+void kernels_astray(void);
 void mapped(void);
 void exports(void);
 void pools(void);

@@ -19,6 +19,8 @@ typedef unsigned long long kv_handle; /* of an allocation */
 typedef struct CUctx_st *kv_context;
 typedef struct CUstream_st *kv_stream;
 typedef struct CUevent_st *kv_event;
+typedef struct CUmod_st *kv_module;
+typedef struct CUfunc_st *kv_function;
 
 struct kv_uuid {
   char bytes[16];
@@ -174,7 +176,7 @@ enum { KV_FLUSH_CURRENT_CONTEXT = 0, KV_FLUSH_TO_OWNER = 100, KV_FLUSH_OPTION_HO
   X(copy_to_host, cuMemcpyDtoHAsync_v2, (void *, kv_ptr, size_t, kv_stream))                      \
   X(copy_to_device, cuMemcpyHtoDAsync_v2, (kv_ptr, const void *, size_t, kv_stream))
 
-/* What follows flush_writes is for memory of other processes. copy_batch is the form of driver 12.8, with the number of the failed copy; 13 calls its own form cuMemcpyBatchAsync_v2. */
+/* What follows flush_writes is for memory of other processes, and what follows copy_on_device for the copy kernel. copy_batch is the form of driver 12.8, with the number of the failed copy; 13 calls its own form cuMemcpyBatchAsync_v2. */
 #define KV_GPU_OPTIONAL(X)                                                                        \
   X(copy_batch, cuMemcpyBatchAsync,                                                               \
     (kv_ptr *, kv_ptr *, size_t *, size_t, struct kv_copy_attributes *, size_t *, size_t, size_t *, kv_stream)) \
@@ -190,6 +192,11 @@ enum { KV_FLUSH_CURRENT_CONTEXT = 0, KV_FLUSH_TO_OWNER = 100, KV_FLUSH_OPTION_HO
   X(memory_map, cuMemMap, (kv_ptr, size_t, size_t, kv_handle, unsigned long long))                \
   X(memory_unmap, cuMemUnmap, (kv_ptr, size_t))                                                   \
   X(memory_access, cuMemSetAccess, (kv_ptr, size_t, const struct kv_access *, size_t))            \
-  X(copy_on_device, cuMemcpyDtoDAsync_v2, (kv_ptr, kv_ptr, size_t, kv_stream))
+  X(copy_on_device, cuMemcpyDtoDAsync_v2, (kv_ptr, kv_ptr, size_t, kv_stream))                    \
+  X(module_load, cuModuleLoadData, (kv_module *, const void *))                                   \
+  X(module_unload, cuModuleUnload, (kv_module))                                                   \
+  X(module_function, cuModuleGetFunction, (kv_function *, kv_module, const char *))               \
+  X(launch, cuLaunchKernel,                                                                       \
+    (kv_function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, kv_stream, void **, void **))
 
 #endif

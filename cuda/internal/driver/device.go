@@ -102,10 +102,10 @@ type Device struct {
 	number  uint64 // of the handle, in its moments
 }
 
-// Open gives a handle that has at most so many moments.
-func Open(ordinal, moments int) (*Device, error) {
+// Open gives a handle that has at most so many moments, and the copy kernel if that is wanted and the driver takes it.
+func Open(ordinal, moments int, kernel bool) (*Device, error) {
 	d := &Device{ordinal: ordinal}
-	if err := failed(C.kvg_open(C.int(ordinal), C.int(moments), &d.c), "opening CUDA device %d", ordinal); err != nil {
+	if err := failed(C.kvg_open(C.int(ordinal), C.int(moments), flag(kernel), &d.c), "opening CUDA device %d", ordinal); err != nil {
 		return nil, err
 	}
 	d.number = uint64(C.kvg_number(d.c))

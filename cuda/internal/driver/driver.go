@@ -76,6 +76,7 @@ func load(name string) error {
 			Remedy: "install a newer driver",
 		}
 	}
+	C.kvg_kernel_text(C.CString(copyKernel)) // for as long as the process lives
 	if err := failed(C.kvg_start(), "starting the driver %s", name); err != nil {
 		return &UnavailableError{Reason: err.Error(), Err: err}
 	}
@@ -98,10 +99,4 @@ func versionText(v int) string { return fmt.Sprintf("%d.%d", v/1000, v%1000/10) 
 func HasBatch() bool { return C.kvg_has_batch() != 0 }
 
 // UseBatch lets a test do without the call that HasBatch asks for.
-func UseBatch(on bool) {
-	n := C.int(0)
-	if on {
-		n = 1
-	}
-	C.kvg_use_batch(n)
-}
+func UseBatch(on bool) { C.kvg_use_batch(flag(on)) }

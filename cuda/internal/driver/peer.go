@@ -30,10 +30,10 @@ func (d *Device) File(addr uint64) (fd int, err error) {
 }
 
 func opened(c *C.struct_kvg_memory) Memory {
-	return Memory{Base: uint64(c.base), Size: uint64(c.size), ID: uint64(c.id), Block: uint64(c.block)}
+	return Memory{Base: uint64(c.base), Size: uint64(c.size), ID: uint64(c.id), Block: uint64(c.block), Device: int(c.device)}
 }
 
-// OpenIPC opens an allocation of another process. Of the Memory, Base, Size, ID and Block are told.
+// OpenIPC opens an allocation of another process. Of the Memory, Base, Size, ID, Block and Device are told.
 func (d *Device) OpenIPC(handle []byte) (Memory, error) {
 	if len(handle) != IPCBytes {
 		return Memory{}, fmt.Errorf("a handle of %d bytes, want %d", len(handle), IPCBytes)
@@ -72,10 +72,10 @@ var (
 	_ = [1]struct{}{}[unsafe.Offsetof(Pair{}.Len)-unsafe.Offsetof(C.struct_kvg_pair{}.len)]
 )
 
-// CopyPairs is Copy between places that the device reaches. The pairs are at most MostRuns.
-func (q *Queue) CopyPairs(batch int, pairs []Pair) (queued bool, err error) {
+// CopyPairs is Copy between places that the device reaches; near: all of them are in its own memory. The pairs are at most MostRuns.
+func (q *Queue) CopyPairs(batch int, pairs []Pair, near bool) (queued bool, err error) {
 	var c C.int
-	s := C.kvg_copy_pairs(q.c, C.int(batch), (*C.struct_kvg_pair)(unsafe.Pointer(&pairs[0])), C.int(len(pairs)), &c)
+	s := C.kvg_copy_pairs(q.c, C.int(batch), (*C.struct_kvg_pair)(unsafe.Pointer(&pairs[0])), C.int(len(pairs)), flag(near), &c)
 	if s.code != 0 {
 		bytes := uint64(0)
 		for _, p := range pairs {

@@ -50,11 +50,7 @@ type Queue struct {
 // OpenQueue makes one.
 func (d *Device) OpenQueue(toDevice bool) (*Queue, error) {
 	q := &Queue{ordinal: d.ordinal, toDevice: toDevice}
-	to := C.int(0)
-	if toDevice {
-		to = 1
-	}
-	if err := failed(C.kvg_queue_open(d.c, to, &q.c), "making a stream on CUDA device %d", d.ordinal); err != nil {
+	if err := failed(C.kvg_queue_open(d.c, flag(toDevice), &q.c), "making a stream on CUDA device %d", d.ordinal); err != nil {
 		return nil, err
 	}
 	return q, nil
@@ -69,10 +65,10 @@ func (q *Queue) Close() { C.kvg_queue_close(q.c) }
 // Copy queues the copies between the runs and the host memory, which has their bytes one after
 // the other, and behind them the event of the batch, a number below MostBatches. If the event is
 // queued, Copied says when all is over that was queued, also after an error. The runs are at
-// most MostRuns.
-func (q *Queue) Copy(batch int, host unsafe.Pointer, runs []Run) (queued bool, err error) {
+// most MostRuns; near: they are all in the device's own memory.
+func (q *Queue) Copy(batch int, host unsafe.Pointer, runs []Run, near bool) (queued bool, err error) {
 	var c C.int
-	s := C.kvg_copy(q.c, C.int(batch), C.uintptr_t(uintptr(host)), (*C.struct_kvg_run)(unsafe.Pointer(&runs[0])), C.int(len(runs)), &c)
+	s := C.kvg_copy(q.c, C.int(batch), C.uintptr_t(uintptr(host)), (*C.struct_kvg_run)(unsafe.Pointer(&runs[0])), C.int(len(runs)), flag(near), &c)
 	if s.code != 0 {
 		bytes := uint64(0)
 		for _, r := range runs {

@@ -34,6 +34,8 @@ int kvg_load(const char *name, char *reason, int size);
 int kvg_in_process(const char *name); /* somebody has opened it; does not open it */
 int kvg_has_batch(void);
 void kvg_use_batch(int on); /* of tests */
+void kvg_kernel_text(const char *ptx); /* is kept; before the first device is opened */
+void kvg_use_kernel(int on);           /* of tests */
 int kvg_version(int *version);
 kvg_status kvg_start(void); /* cuInit */
 
@@ -57,9 +59,10 @@ struct kvg_memory {
 kvg_status kvg_locate(uint64_t addr, struct kvg_memory *out);
 
 struct kvg_device; /* an agent's handle on a device */
-kvg_status kvg_open(int ordinal, int moments, struct kvg_device **out);
+kvg_status kvg_open(int ordinal, int moments, int kernel, struct kvg_device **out);
 /* KVG_BUSY while somebody waits. It gives back all that the device has but its ring and its queues, which were given back before. */
 kvg_status kvg_close(struct kvg_device *d);
+kvg_status kvg_no_kernel(struct kvg_device *d); /* why the device has no copy kernel; 0: it has one */
 
 struct kvg_piece { /* twin of Piece */
   uint64_t addr, id, block;
@@ -104,14 +107,15 @@ void kvg_queue_close(struct kvg_queue *q);
 uintptr_t kvg_queue_stream(struct kvg_queue *q);
 /*
  * Queues the copies between the runs and host, and then batch's event. *queued: the event
- * stands behind whatever was queued, also after an error.
+ * stands behind whatever was queued, also after an error. near: the runs are all in the
+ * device's own memory.
  */
-kvg_status kvg_copy(struct kvg_queue *q, int batch, uintptr_t host, const struct kvg_run *runs, int n, int *queued);
+kvg_status kvg_copy(struct kvg_queue *q, int batch, uintptr_t host, const struct kvg_run *runs, int n, int near, int *queued);
 struct kvg_pair { /* twin of Pair */
   uint64_t from, to, len;
 };
-/* The same between places that the device reaches. */
-kvg_status kvg_copy_pairs(struct kvg_queue *q, int batch, const struct kvg_pair *pairs, int n, int *queued);
+/* The same between places that the device reaches; near: all of them are in its own memory. */
+kvg_status kvg_copy_pairs(struct kvg_queue *q, int batch, const struct kvg_pair *pairs, int n, int near, int *queued);
 kvg_status kvg_copied(struct kvg_queue *q, int batch); /* waits */
 
 #endif

@@ -66,24 +66,13 @@ kvg_status kvg_queue_open(struct kvg_device *d, int to_device, struct kvg_queue 
 }
 
 /*
- * One call for all runs. In stream order the sources are read when the stream gets there; in
- * any other order the driver might read them at once.
+ * Copies from, to and sizes in one call. In stream order the sources are read when the stream gets
+ * there; in any other order the driver might read them at once.
  */
-/* Copies from, to and sizes in one call. */
 static kvg_status copy_batch(struct kvg_queue *q, int n) {
   struct kv_copy_attributes order = {.source_order = KV_SOURCE_ORDER_STREAM};
   size_t first = 0, failed = 0;
   return KVG_TRY(copy_batch, q->to, q->from, q->sizes, (size_t)n, &order, &first, 1, &failed, q->stream);
-}
-
-static kvg_status copy_runs(struct kvg_queue *q, uintptr_t host, const struct kvg_run *runs, int n) {
-  for (int i = 0; i < n; i++) {
-    q->from[i] = q->to_device ? host : runs[i].addr;
-    q->to[i] = q->to_device ? runs[i].addr : host;
-    q->sizes[i] = runs[i].len;
-    host += runs[i].len;
-  }
-  return copy_batch(q, n);
 }
 
 static kvg_status copy_each(struct kvg_queue *q, uintptr_t host, const struct kvg_run *runs, int n) {
@@ -96,12 +85,24 @@ static kvg_status copy_each(struct kvg_queue *q, uintptr_t host, const struct kv
   return s;
 }
 
-static kvg_status copy_pairs(struct kvg_queue *q, const struct kvg_pair *pairs, int n) {
-  kvg_status s = KVG_DONE;
-  if (n > 1 && kvg_has_batch()) {
-    for (int i = 0; i < n; i++) q->from[i] = pairs[i].from, q->to[i] = pairs[i].to, q->sizes[i] = pairs[i].len;
-    return copy_batch(q, n);
+/* Memory of another device goes by the driver's own copies, which find the way there. */
+static kvg_status copy_runs(struct kvg_queue *q, uintptr_t host, const struct kvg_run *runs, int n, int near) {
+  uintptr_t at = host;
+  for (int i = 0; i < n; i++) {
+    q->from[i] = q->to_device ? at : runs[i].addr;
+    q->to[i] = q->to_device ? runs[i].addr : at;
+    q->sizes[i] = runs[i].len;
+    at += runs[i].len;
   }
+  if (near && kvg_kernel_suits(q->device, q->sizes, n, 1)) return kvg_kernel_copy(q->device, q->stream, q->from, q->to, q->sizes, n);
+  return n > 1 && kvg_has_batch() ? copy_batch(q, n) : copy_each(q, host, runs, n);
+}
+
+static kvg_status copy_pairs(struct kvg_queue *q, const struct kvg_pair *pairs, int n, int near) {
+  kvg_status s = KVG_DONE;
+  for (int i = 0; i < n; i++) q->from[i] = pairs[i].from, q->to[i] = pairs[i].to, q->sizes[i] = pairs[i].len;
+  if (near && kvg_kernel_suits(q->device, q->sizes, n, 0)) return kvg_kernel_copy(q->device, q->stream, q->from, q->to, q->sizes, n);
+  if (n > 1 && kvg_has_batch()) return copy_batch(q, n);
   if (kvg_lib.copy_on_device == NULL) return (kvg_status){KVG_ABSENT, KVG_CALL_copy_on_device};
   for (int i = 0; i < n && s.code == 0; i++) s = KVG_TRY(copy_on_device, pairs[i].to, pairs[i].from, pairs[i].len, q->stream);
   return s;
@@ -115,21 +116,20 @@ static kvg_status end_batch(struct kvg_queue *q, int batch, kvg_status s, int *q
   return kvg_first(s, r);
 }
 
-kvg_status kvg_copy(struct kvg_queue *q, int batch, uintptr_t host, const struct kvg_run *runs, int n, int *queued) {
+kvg_status kvg_copy(struct kvg_queue *q, int batch, uintptr_t host, const struct kvg_run *runs, int n, int near, int *queued) {
   struct kvg_entry e;
   *queued = 0;
   kvg_status s = kvg_enter(q->device->context, &e);
   if (s.code != 0) return s;
-  s = n > 1 && kvg_has_batch() ? copy_runs(q, host, runs, n) : copy_each(q, host, runs, n);
-  return end_batch(q, batch, s, queued, &e);
+  return end_batch(q, batch, copy_runs(q, host, runs, n, near), queued, &e);
 }
 
-kvg_status kvg_copy_pairs(struct kvg_queue *q, int batch, const struct kvg_pair *pairs, int n, int *queued) {
+kvg_status kvg_copy_pairs(struct kvg_queue *q, int batch, const struct kvg_pair *pairs, int n, int near, int *queued) {
   struct kvg_entry e;
   *queued = 0;
   kvg_status s = kvg_enter(q->device->context, &e);
   if (s.code != 0) return s;
-  return end_batch(q, batch, copy_pairs(q, pairs, n), queued, &e);
+  return end_batch(q, batch, copy_pairs(q, pairs, n, near), queued, &e);
 }
 
 kvg_status kvg_copied(struct kvg_queue *q, int batch) {

@@ -85,7 +85,7 @@ static void give_number(int n) {
   pthread_mutex_unlock(&numbers_lock);
 }
 
-kvg_status kvg_open(int ordinal, int moments, struct kvg_device **out) {
+kvg_status kvg_open(int ordinal, int moments, int kernel, struct kvg_device **out) {
   struct kvg_device *d = calloc(1, sizeof *d);
   if (d == NULL) return KVG_OWN(KVG_NO_MEMORY);
   kvg_status s = take_primary(ordinal, &d->ordinal, &d->context);
@@ -100,6 +100,12 @@ kvg_status kvg_open(int ordinal, int moments, struct kvg_device **out) {
     free(d);
     return KVG_OWN(KVG_NO_MEMORY);
   }
+  struct kvg_entry e;
+  if (kernel) d->no_kernel = kvg_enter(d->context, &e);
+  if (kernel && d->no_kernel.code == 0) {
+    kvg_kernel_open(d);
+    kvg_leave(&e);
+  }
   *out = d;
   return KVG_DONE;
 }
@@ -112,6 +118,7 @@ kvg_status kvg_close(struct kvg_device *d) {
   if (waiters > 0) return KVG_OWN(KVG_BUSY);
   struct kvg_entry e;
   kvg_status s = kvg_enter(d->context, &e);
+  kvg_kernel_close(d);
   kvg_moments_close(d); /* after a sticky error the calls fail, and the context's end frees all */
   if (s.code == 0) kvg_leave(&e);
   kvg_status r = leave_primary(d->ordinal);

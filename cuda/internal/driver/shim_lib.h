@@ -70,6 +70,9 @@ struct kvg_device {
   kv_context context;
   int number;    /* of the handle, 1 to 255 */
   uint64_t born; /* moments up to this one are of earlier handles */
+  kv_module module;
+  kv_function kernel; /* NULL: no_kernel says why */
+  kvg_status no_kernel;
 
   pthread_mutex_t lock; /* what follows */
   int closed;
@@ -78,6 +81,11 @@ struct kvg_device {
   struct kvg_moment *all, *spare;
   struct kvg_stream streams[KVG_MOST_STREAMS];
 };
+/* The copy kernel, in the device's context. suits: these copies go by it; host: of pinned memory. */
+void kvg_kernel_open(struct kvg_device *d);
+void kvg_kernel_close(struct kvg_device *d);
+int kvg_kernel_suits(const struct kvg_device *d, const size_t *sizes, int n, int host);
+kvg_status kvg_kernel_copy(struct kvg_device *d, kv_stream stream, const kv_ptr *from, const kv_ptr *to, const size_t *sizes, int n);
 /* Makes the device's part for moments, and gives it back. */
 int kvg_moments_open(struct kvg_device *d, int most);
 void kvg_moments_close(struct kvg_device *d);

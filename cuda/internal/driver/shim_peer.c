@@ -29,6 +29,7 @@ static kvg_status describe(uint64_t addr, int mapped, struct kvg_memory *out) {
   kvg_status s = KVG_TRY(memory_range, &base, &size, addr);
   if (s.code == 0) s = KVG_TRY(pointer_attribute, &out->id, KV_POINTER_BUFFER_ID, addr);
   if (s.code == 0 && mapped && kvg_lib.pointer_attribute(&out->block, KV_POINTER_BLOCK_ID, addr) != KV_SUCCESS) out->block = 0;
+  if (s.code == 0 && kvg_lib.pointer_attribute(&out->device, KV_POINTER_DEVICE, addr) != KV_SUCCESS) out->device = -1;
   if (s.code == 0) out->base = addr, out->size = base + size - addr;
   return s;
 }

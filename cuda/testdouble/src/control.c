@@ -27,6 +27,7 @@ static uint64_t count_pins(void) {
 static uint64_t count(const char *what) {
   if (!strcmp(what, "streams")) return living_streams();
   if (!strcmp(what, "events")) return living_events;
+  if (!strcmp(what, "modules")) return living_modules();
   if (!strcmp(what, "allocations")) return count_memories();
   if (!strcmp(what, "pinned")) return count_pins();
   if (!strcmp(what, "contexts")) return living_contexts();
@@ -83,7 +84,7 @@ EXPORT int kvgpu_hide(uint64_t address) {
 /* What is left, on stderr, with the seed: KVGPU_LEAKS=report, or =exit to end with status 86. The last destructor to run. */
 __attribute__((destructor(101))) static void report(void) {
   const char *how = getenv("KVGPU_LEAKS");
-  static const char *const kinds[] = {"streams", "events", "allocations", "pinned", "handles", "mapped", "reserved", "ipc", "dmabufs", "captures", "violations"};
+  static const char *const kinds[] = {"streams", "events", "modules", "allocations", "pinned", "handles", "mapped", "reserved", "ipc", "dmabufs", "captures", "violations"};
   char text[300] = "";
   for (size_t i = 0; how && i < sizeof kinds / sizeof *kinds; i++) {
     uint64_t n = kvgpu_count(kinds[i]);
@@ -93,6 +94,7 @@ __attribute__((destructor(101))) static void report(void) {
   if (*text) fprintf(stderr, "kvgpu: left behind: %s (KVGPU_SEED=%llu)\n", text, (unsigned long long)kvgpu_seed());
   free_captures();
   free_graphs();
+  free_modules();
   free_streams();
   free_events();
   free_contexts();

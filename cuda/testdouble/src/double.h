@@ -257,6 +257,10 @@ CUgraph new_graph(struct op *head); /* takes the operations over */
 void free_nodes(struct op *op);
 void free_graphs(void);
 
+/* ---- kernel.c */
+unsigned living_modules(void);
+void free_modules(void);
+
 /* ---- capture.c */
 struct capture {
   CUstreamCaptureMode mode;

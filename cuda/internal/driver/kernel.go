@@ -1,0 +1,31 @@
+package driver
+
+/*
+#include <stdlib.h>
+#include "shim.h"
+*/
+import "C"
+
+import (
+	_ "embed"
+)
+
+// copyKernel is the copy kernel's code, which the driver compiles for its device.
+//
+//go:embed copy.ptx
+var copyKernel string
+
+// NoKernel says why the device has no copy kernel: then the driver's own copies do all. It is nil if the device has one.
+func (d *Device) NoKernel() error {
+	return failed(C.kvg_no_kernel(d.c), "loading the copy kernel on CUDA device %d", d.ordinal)
+}
+
+// UseKernel lets a test do without the copy kernel.
+func UseKernel(on bool) { C.kvg_use_kernel(flag(on)) }
+
+func flag(on bool) C.int {
+	if on {
+		return 1
+	}
+	return 0
+}
