@@ -49,6 +49,9 @@
 //
 // # The mover
 //
+// Many small copies go in one launch of a kernel (internal/driver/copy.ptx), which the driver compiles when the device is opened; others,
+// and all where it does not take the kernel (device.NoKernel says why), in batches or one by one.
+//
 // Copies go between device runs and slots: pieces of a ring of pinned memory that is allocated
 // once (Options.RingBytes, Options.SlotBytes). Each direction may hold three quarters of the
 // slots, so one cannot starve the other.
