@@ -351,6 +351,9 @@ func (d *Device) Close() error {
 		}
 		return fmt.Errorf("closing CUDA device %d: after %s a copy, a wait in the driver or a slot has not ended; its pinned memory stays", d.info.Ordinal, d.o.CloseTimeout)
 	}
+	if n := d.busy(); n > 0 { // without a slot: of a peer's memory
+		return fmt.Errorf("closing CUDA device %d: nobody knows whether %d copies have ended; what they may use stays", d.info.Ordinal, n)
+	}
 	for _, q := range d.made() {
 		q.drv.Close()
 	}

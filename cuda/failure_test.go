@@ -114,6 +114,31 @@ func TestLostEvent(t *testing.T) {
 	e.Must("cuCtxSynchronize")
 }
 
+// TestLostEventOfAPeer: the same of a copy that needs no slot: the peer's memory and the kernel stay, since the copy may use them.
+func TestLostEventOfAPeer(t *testing.T) {
+	if os.Getenv(inside) == "" { // what stays would be in the way of other tests
+		again(t, "^TestLostEventOfAPeer$", inside+"=1")
+		return
+	}
+	e := engine.New(t, 0)
+	d, err := Open(0, Options{StallTimeout: 100 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := start(t, 0)
+	at, to := o.memory("allocate", grain, 1), memory(t, e, d, grain)
+	p := o.openAll(d)
+	e.Fail("cuEventRecord", 1, 2)
+	if err := run(t, d.Transfer("a", FromPeer), Copy{Peer: p, Runs: apart(at, 9, 1024), To: apart(to, 9, 1024)}); !errors.Is(err, ErrStuck) {
+		t.Errorf("the copy was told with: %v", err)
+	}
+	opened, modules := e.Count("ipc"), e.Count("modules")
+	if err := d.Close(); err == nil || e.Count("ipc") != opened || e.Count("modules") != modules || opened == 0 {
+		t.Errorf("closed, and the copy may use the peer's memory: %v", err)
+	}
+	e.Must("cuCtxSynchronize")
+}
+
 // TestStuckAfterAFailure: a device that fails first, and then does not end a copy: that the copy
 // may yet land is not hidden by the first failure, nor by a close.
 func TestStuckAfterAFailure(t *testing.T) {

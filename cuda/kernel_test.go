@@ -1,8 +1,11 @@
 package cuda
 
 import (
+	"errors"
+	"os"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 )
@@ -36,7 +39,10 @@ func TestKernelBounds(t *testing.T) {
 	for _, c := range []struct {
 		pieces, bytes int
 		launches      uint64
-	}{{1, 100, 0}, {2, 100, 1}, {2, 64<<10 - 16, 1}, {2, 64 << 10, 0}, {128, 5000, 1}, {129, 5000, 2}, {200, 4096, 2}} {
+	}{
+		{1, 64, 0}, {2, 64, 1}, {2, 64 << 10, 1}, {2, 64<<10 + 16, 0}, {128, 4992, 1}, {129, 4992, 2}, {200, 4096, 2},
+		{20, 2047, 1}, {20, 2050, 0}, {2, 5001, 0}, // no multiples of 16
+	} {
 		e.Fill(at, n, 1)
 		s := slot(t, d, FromDevice)
 		launches := callsIn(e, "cuLaunchKernel", func() {
@@ -59,7 +65,7 @@ func TestKernelBounds(t *testing.T) {
 
 // TestKernelOfPeers: a peer's memory on this GPU is read by the kernel, in pieces of 64 KiB; on another GPU the driver's own copies find the way.
 func TestKernelOfPeers(t *testing.T) {
-	const n, bytes = 4 << 20, 300<<10 + 5
+	const n, bytes = 4 << 20, 300<<10 + 16
 	for device, launched := range map[int]bool{0: true, 1: false} {
 		for _, kind := range []string{"allocate", "map"} {
 			e, d := open(t, Options{})
@@ -81,6 +87,16 @@ func TestKernelOfPeers(t *testing.T) {
 					t.Fatalf("memory of device %d (%s): byte %d is wrong", device, kind, i)
 				}
 			}
+			s := slot(t, d, FromDevice) // for blocks in host memory
+			launches = callsIn(e, "cuLaunchKernel", func() {
+				if err := run(t, d.Transfer("to a slot", FromDevice), Copy{Slot: s, Peer: p, Runs: apart(at, 9, 1024)}); err != nil {
+					t.Fatal(err)
+				}
+			})
+			if (launches > 0) != launched || string(s.Bytes()[8<<10:9<<10]) != string(want[16<<10:17<<10]) {
+				t.Errorf("memory of device %d (%s) to a slot: %d launches, or wrong bytes", device, kind, launches)
+			}
+			s.Release()
 			if err := p.Close(); err != nil {
 				t.Error(err)
 			}
@@ -123,5 +139,58 @@ func TestNoKernel(t *testing.T) {
 	})
 	if loads != 0 {
 		t.Error("a kernel was loaded that nobody wants")
+	}
+}
+
+// TestKernelFails: of a copy that needs two launches the second one is refused: the copy ends with that, when the first one has ended.
+func TestKernelFails(t *testing.T) {
+	e, d := open(t, Options{})
+	const n = 4 << 20
+	at := memory(t, e, d, n)
+	for nth, name := range map[int]string{1: "the first", 2: "the second"} {
+		e.Fail("cuLaunchKernel", nth, 1)
+		s := slot(t, d, ToDevice)
+		err := run(t, d.Transfer("to", ToDevice), Copy{Slot: s, Runs: apart(at, 200, 1024)})
+		var refused *Error
+		if !errors.As(err, &refused) || refused.Call != "cuLaunchKernel" {
+			t.Errorf("%s launch was refused, and the copy ended with %v", name, err)
+		}
+		s.Release()
+	}
+	e.Fill(at, n, 6)
+	s := slot(t, d, FromDevice)
+	if err := run(t, d.Transfer("from", FromDevice), Copy{Slot: s, Runs: apart(at, 200, 1024)}); err != nil || string(s.Bytes()[:1024]) != string(e.Pattern(1024, 6)) {
+		t.Errorf("after it: %v, or wrong bytes", err)
+	}
+	s.Release()
+}
+
+// TestKernelGoesAstray: a kernel that reads what is not there ends the device, by name, and no copy is told as done.
+func TestKernelGoesAstray(t *testing.T) {
+	if os.Getenv(inside) == "" { // the context is lost
+		again(t, "^TestKernelGoesAstray$", inside+"=1")
+		return
+	}
+	e := engine.New(t, 0)
+	d, err := Open(0, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := memory(t, e, d, grain)
+	s := slot(t, d, FromDevice)
+	if err := d.Prepare(); err != nil {
+		t.Fatal(err)
+	}
+	_, err = d.queue(FromDevice).drv.Copy(0, unsafe.Pointer(unsafe.SliceData(s.Bytes())), []Run{{Addr: at, Len: 64}, {Addr: 4096, Len: 64}}, true)
+	if err != nil {
+		t.Errorf("the launch said %v", err)
+	}
+	if err = d.queue(FromDevice).drv.Copied(0); !isSticky(err) || !strings.Contains(err.Error(), "ILLEGAL_ADDRESS") {
+		t.Errorf("the copy ended with %v", err)
+	}
+	d.suspect(err)
+	s.Release()
+	if err := d.Close(); err != nil || d.Err() == nil {
+		t.Errorf("closed: %v; the device's end: %v", err, d.Err())
 	}
 }

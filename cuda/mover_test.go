@@ -61,7 +61,8 @@ func TestCopies(t *testing.T) {
 			}
 			for call, before := range calls {
 				made := e.Count(call) != before
-				if want := call == way.call && (way.kernel || driver.HasBatch()); made != want {
+				want := call == way.call && (way.kernel || driver.HasBatch())
+				if made != want && !(way.kernel && call == "cuMemcpyBatchAsync") { // of odd pieces that are not tiny
 					t.Errorf("%s was called: %v, want %v", call, made, want)
 				}
 			}

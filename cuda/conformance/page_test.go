@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -30,12 +31,14 @@ type transfers struct {
 
 // suite is what came of kvgpu-suite.
 type suite struct {
-	Runs []struct {
-		Transport, Memory, Verdict, Reason string
-		Cases                              []struct {
-			Case, Reason string
-			OK           bool
-		}
+	Runs []suiteRun
+}
+
+type suiteRun struct {
+	Transport, Memory, Verdict, Reason string
+	Cases                              []struct {
+		Case, Reason string
+		OK           bool
 	}
 }
 
@@ -193,6 +196,9 @@ func held(runs []run, transport string) string {
 	var told []string
 	for _, r := range runs {
 		if r.suite == nil || !r.hasDevice() {
+			continue
+		}
+		if !slices.ContainsFunc(r.suite.Runs, func(s suiteRun) bool { return s.Transport == transport }) {
 			continue
 		}
 		ok, all, more, missing := 0, 0, "", ""

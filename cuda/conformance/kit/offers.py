@@ -12,7 +12,7 @@ from transfers import agent_of, large
 
 import kvconn
 
-AHEAD, BYTE = 400, 7  # offers; what the blocks hold
+AHEAD, BYTE = 800, 7  # offers; what the blocks hold
 
 
 def main(kind: str, block: int, by: str) -> None:

@@ -19,7 +19,8 @@ from transfers import SECONDS, Size, agent_of, large
 
 import kvconn
 
-AT_ONCE = 4  # loads that are under way
+AT_ONCE, GRAPHS, KEPT = 4, 10, 300  # loads that are under way; graphs that are captured beside loads; loads that are kept for that
+LEAST_FREE = 14 << 30  # bytes of the GPU's memory
 ALONE, BESIDE = 600, 2.5  # steps; seconds
 
 
@@ -92,17 +93,17 @@ def steps(step: Step, between: Any, more: Any) -> list[float]:
 
 def captured(step: Step, loads: Loads) -> dict[str, int]:
     """Graphs that were captured and replayed while loads went on."""
-    good = tried = 0
-    while tried < 10 and loads.done < AHEAD - AT_ONCE:
+    good = beside = 0
+    for _ in range(GRAPHS):
         loads.go_on()
-        tried += 1
+        beside += loads.started > loads.done
         try:
             step.capture().replay()
             torch.cuda.synchronize()
             good += 1
         except RuntimeError as e:
             print(e, file=sys.stderr)
-    return {"captured": good, "tried": tried}
+    return {"captured": good, "beside_loads": beside, "tried": GRAPHS}
 
 
 def drain(loads: Loads) -> None:
@@ -131,11 +132,11 @@ def row(step: Step, source: str, target: str, block: int, by: str, kernel: bool)
             loads = Loads(agent, address, of)
             alone = quantiles(steps(step, agent.get_finished, lambda n: n < ALONE))
             begin = time.perf_counter()
-            beside = steps(step, loads.go_on, lambda _: time.perf_counter() < begin + BESIDE and loads.done < AHEAD)
+            beside = steps(step, loads.go_on, lambda _: time.perf_counter() < begin + BESIDE and loads.done < AHEAD - KEPT)
             rate = loads.bytes / (time.perf_counter() - begin) / 1e9
             graphs = captured(step, loads)
             drain(loads)
-            ok = not loads.reasons and graphs["captured"] == graphs["tried"] and right(cache, loads) and loads.by == {by}
+            ok = not loads.reasons and set(graphs.values()) == {GRAPHS} and right(cache, loads) and loads.by == {by}
     finally:
         child.kill()
         child.wait()
@@ -145,6 +146,10 @@ def row(step: Step, source: str, target: str, block: int, by: str, kernel: bool)
 
 
 def main() -> int:
+    free, _ = torch.cuda.mem_get_info()
+    if free < LEAST_FREE:
+        print(json.dumps({"not_run": f"{free >> 20} MiB of the GPU's memory are free, and {LEAST_FREE >> 20} are needed"}))
+        return 0
     step = Step()
     rows = []
     for source, target, block, by, kernel in (

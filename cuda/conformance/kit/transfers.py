@@ -1,7 +1,7 @@
 """KV caches in GPU memory, carried by kvconn between two processes of this machine, with every byte compared. Prints JSON.
 
     transfers.py [TEXT]                                   all cases, or those whose name has the text; the status is 1 if one fails
-    transfers.py prefill KIND DEVICE BLOCKS BYTES BY      the other process of a case
+    transfers.py prefill KIND DEVICE BLOCKS BYTES BY 0|1  the other process of a case; 1: with the copy kernel
 
 Blocks are written by work that is still queued on a stream when kvconn is told of them, and decode's blocks are still being overwritten
 when it asks for them. So a build that does not wait for its moments brings wrong bytes here.
@@ -33,6 +33,23 @@ WAYS = {"layers": "layer by layer", "queued": "whole, before it is computed", "r
 POISON, OLD, LATE = 0xEE, 0x11, 0x55  # prefill's blocks before they are computed; decode's; what decode's stream still writes
 
 
+class Size(NamedTuple):
+    """How many blocks of how many bytes each layer of a cache has, and how many of them are transferred."""
+
+    blocks: int
+    bytes: int
+    count: int
+
+
+SMALL = Size(16, 64 << 10, 6)
+
+
+def large(block: int) -> Size:
+    """128 MiB, every second block of a cache."""
+    count = (128 << 20) // LAYERS // block
+    return Size(2 * count, block, count)
+
+
 def data_of(layer: int, block: int, size: int) -> bytes:
     return random.Random((layer << 20) + block).randbytes(size)
 
@@ -61,11 +78,11 @@ def finished(agent: kvconn.Agent) -> kvconn.Completion:
     raise TimeoutError(f"no completion within {SECONDS} s")
 
 
-def prefill(kind: str, device: int, blocks: int, size: int, by: str) -> None:
+def prefill(kind: str, device: int, blocks: int, size: int, by: str, kernel: bool) -> None:
     """Offers, sleeps and wakes as it is told, a line of JSON a word."""
     cache = cache_of(kind, device, blocks, size)
     cache.fill(POISON)
-    with agent_of("prefill", cache, by) as agent:
+    with agent_of("prefill", cache, by, kernel) as agent:
         say(address=agent.bootstrap_address)
         for line in sys.stdin:
             asked = json.loads(line)
@@ -107,9 +124,9 @@ def offer(agent: kvconn.Agent, cache: Cache, transfer_id: str, count: int, way: 
 
 @contextlib.contextmanager
 def other_process(
-    kind: str, device: int, blocks: int, size: int, visible: Optional[str], by: str = "tcp"
+    kind: str, of: Size, by: str = "tcp", *, visible: Optional[str] = None, kernel: bool = True
 ) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, __file__, "prefill", kind, str(device), str(blocks), str(size), by]
+    command = [sys.executable, __file__, "prefill", kind, "0", str(of.blocks), str(of.bytes), by, str(int(kernel))]
     environment = os.environ | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
@@ -148,23 +165,6 @@ class Other(NamedTuple):
     visible: Optional[str] = None
 
 
-class Size(NamedTuple):
-    """How many blocks of how many bytes each layer of a cache has, and how many of them are transferred."""
-
-    blocks: int
-    bytes: int
-    count: int
-
-
-SMALL = Size(16, 64 << 10, 6)
-
-
-def large(block: int) -> Size:
-    """128 MiB, every second block of a cache."""
-    count = (128 << 20) // LAYERS // block
-    return Size(2 * count, block, count)
-
-
 def transfer(
     source: str, target: str, *, of: Size = SMALL, way: str = "layers", by: str = "tcp", kernel: bool = True, other: Optional[Other] = None
 ) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def transfer(
     cache.fill(OLD)
     ids = [blocks - 1 - 2 * i for i in range(count)]
     visible = other.visible if other else None
-    with other_process(source, 0, blocks, size, visible, by) as child, agent_of("decode", cache, by, kernel) as agent:
+    with other_process(source, of, by, visible=visible, kernel=kernel) as child, agent_of("decode", cache, by, kernel) as agent:
         address = said(child)["address"]
         if way == "ready":  # decode's stream is what is waited for
             ask(child, "offer", id="t", count=count, way=way)
@@ -205,7 +205,7 @@ def freed() -> dict[str, Any]:
     """Decode frees its memory after it was registered: the load fails by the region's name."""
     cache = cache_of("cuMemAlloc", 0, 16, 64 << 10)
     assert isinstance(cache, Device)
-    with other_process("host", 0, 16, 64 << 10, None) as child, agent_of("decode", cache) as agent:
+    with other_process("host", SMALL) as child, agent_of("decode", cache) as agent:
         address = said(child)["address"]
         cache.free()
         agent.start_load([kvconn.Load("t", address, "kit-prefill", [[1]])])
@@ -235,7 +235,7 @@ def slept(by: str) -> dict[str, Any]:
     cache = cache_of(kind, 0, blocks, size)
     assert isinstance(cache, Mapped)
     cache.fill(OLD)
-    with other_process(kind, 0, blocks, size, None, by) as child, agent_of("decode", cache, by) as agent:
+    with other_process(kind, Size(blocks, size, len(ids)), by) as child, agent_of("decode", cache, by) as agent:
         address = said(child)["address"]
 
         def once(transfer_id: str, others: int) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def killed() -> dict[str, Any]:
     cache = cache_of("cuMemAlloc", 0, blocks, size)
     assert isinstance(cache, Device)
     before = cache.driver.free()
-    with other_process("cuMemAlloc", 0, blocks, size, None, "local") as child, agent_of("decode", cache, "local") as agent:
+    with other_process("cuMemAlloc", Size(blocks, size, 2), "local") as child, agent_of("decode", cache, "local") as agent:
         agent.start_load([kvconn.Load("t", said(child)["address"], "kit-prefill", [[1, 2]])])
         ask(child, "offer", id="t", count=2, way="ready")
         said(child)
@@ -371,6 +371,6 @@ def main(only: str = "") -> int:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.CRITICAL)  # reasons stand in the results
     if sys.argv[1:2] == ["prefill"]:
-        prefill(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), sys.argv[6])
+        prefill(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), sys.argv[6], sys.argv[7] == "1")
     else:
         sys.exit(main(*sys.argv[1:]))

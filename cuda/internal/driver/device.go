@@ -100,6 +100,8 @@ type Device struct {
 	c       *C.struct_kvg_device
 	ordinal int
 	number  uint64 // of the handle, in its moments
+
+	noKernel error
 }
 
 // Open gives a handle that has at most so many moments, and the copy kernel if that is wanted and the driver takes it.
@@ -109,6 +111,7 @@ func Open(ordinal, moments int, kernel bool) (*Device, error) {
 		return nil, err
 	}
 	d.number = uint64(C.kvg_number(d.c))
+	d.noKernel = failed(C.kvg_no_kernel(d.c), "loading the copy kernel on CUDA device %d", ordinal)
 	return d, nil
 }
 

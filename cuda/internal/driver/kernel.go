@@ -16,9 +16,7 @@ import (
 var copyKernel string
 
 // NoKernel says why the device has no copy kernel: then the driver's own copies do all. It is nil if the device has one.
-func (d *Device) NoKernel() error {
-	return failed(C.kvg_no_kernel(d.c), "loading the copy kernel on CUDA device %d", d.ordinal)
-}
+func (d *Device) NoKernel() error { return d.noKernel }
 
 // UseKernel lets a test do without the copy kernel.
 func UseKernel(on bool) { C.kvg_use_kernel(flag(on)) }

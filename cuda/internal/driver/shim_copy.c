@@ -94,14 +94,14 @@ static kvg_status copy_runs(struct kvg_queue *q, uintptr_t host, const struct kv
     q->sizes[i] = runs[i].len;
     at += runs[i].len;
   }
-  if (near && kvg_kernel_suits(q->device, q->sizes, n, 1)) return kvg_kernel_copy(q->device, q->stream, q->from, q->to, q->sizes, n);
+  if (near && kvg_kernel_suits(q->device, q->from, q->to, q->sizes, n, 1)) return kvg_kernel_copy(q->device, q->stream, q->from, q->to, q->sizes, n);
   return n > 1 && kvg_has_batch() ? copy_batch(q, n) : copy_each(q, host, runs, n);
 }
 
 static kvg_status copy_pairs(struct kvg_queue *q, const struct kvg_pair *pairs, int n, int near) {
   kvg_status s = KVG_DONE;
   for (int i = 0; i < n; i++) q->from[i] = pairs[i].from, q->to[i] = pairs[i].to, q->sizes[i] = pairs[i].len;
-  if (near && kvg_kernel_suits(q->device, q->sizes, n, 0)) return kvg_kernel_copy(q->device, q->stream, q->from, q->to, q->sizes, n);
+  if (near && kvg_kernel_suits(q->device, q->from, q->to, q->sizes, n, 0)) return kvg_kernel_copy(q->device, q->stream, q->from, q->to, q->sizes, n);
   if (n > 1 && kvg_has_batch()) return copy_batch(q, n);
   if (kvg_lib.copy_on_device == NULL) return (kvg_status){KVG_ABSENT, KVG_CALL_copy_on_device};
   for (int i = 0; i < n && s.code == 0; i++) s = KVG_TRY(copy_on_device, pairs[i].to, pairs[i].from, pairs[i].len, q->stream);

@@ -118,7 +118,7 @@ kvg_status kvg_close(struct kvg_device *d) {
   if (waiters > 0) return KVG_OWN(KVG_BUSY);
   struct kvg_entry e;
   kvg_status s = kvg_enter(d->context, &e);
-  kvg_kernel_close(d);
+  if (s.code == 0) kvg_kernel_close(d);
   kvg_moments_close(d); /* after a sticky error the calls fail, and the context's end frees all */
   if (s.code == 0) kvg_leave(&e);
   kvg_status r = leave_primary(d->ordinal);

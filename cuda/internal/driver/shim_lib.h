@@ -84,7 +84,7 @@ struct kvg_device {
 /* The copy kernel, in the device's context. suits: these copies go by it; host: of pinned memory. */
 void kvg_kernel_open(struct kvg_device *d);
 void kvg_kernel_close(struct kvg_device *d);
-int kvg_kernel_suits(const struct kvg_device *d, const size_t *sizes, int n, int host);
+int kvg_kernel_suits(const struct kvg_device *d, const kv_ptr *from, const kv_ptr *to, const size_t *sizes, int n, int host);
 kvg_status kvg_kernel_copy(struct kvg_device *d, kv_stream stream, const kv_ptr *from, const kv_ptr *to, const size_t *sizes, int n);
 /* Makes the device's part for moments, and gives it back. */
 int kvg_moments_open(struct kvg_device *d, int most);

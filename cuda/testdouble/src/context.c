@@ -73,6 +73,7 @@ static void end_context(CUcontext c) {
   end_events(c);
   end_memories(c);
   end_pins(c);
+  end_modules(c);
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev) {

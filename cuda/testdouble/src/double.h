@@ -101,6 +101,7 @@ void end_streams(CUcontext ctx);
 void end_events(CUcontext ctx);
 void end_memories(CUcontext ctx);
 void end_pins(CUcontext ctx);
+void end_modules(CUcontext ctx);
 
 /* ---- memory.c */
 enum kind { LINEAR, POOLED, MAPPED, IMPORTED, MANAGED, EXPOSED };
@@ -192,6 +193,7 @@ struct op {
   uint64_t number;
   CUhostFn call;
   void *argument;
+  CUresult fails; /* it ends with this, and the context with it */
   struct stamp *after;          /* implied by the legacy stream */
   size_t afters;
   struct op *next;

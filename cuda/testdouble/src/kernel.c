@@ -43,6 +43,12 @@ static bool is_module(CUcontext ctx, CUmodule module) {
   return false;
 }
 
+void end_modules(CUcontext ctx) {
+  for (CUmodule m = modules; m; m = m->next) {
+    if (m->ctx == ctx && m->magic == MODULE_ALIVE) m->magic = 0, alive--;
+  }
+}
+
 EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   BEGIN(CONTEXT | UNSAFE);
   REQUIRE(module && image, CUDA_ERROR_INVALID_VALUE);
@@ -78,7 +84,10 @@ static bool is_function(CUcontext ctx, CUfunction f) {
   return false;
 }
 
-/* A kernel's addresses are looked at by the device alone: a bad one is the end of the context, and the call does not say so. */
+static void nothing(void *argument) { (void)argument; }
+
+/* A kernel's addresses are looked at by the device alone: a bad one is the end of the context when the stream gets there, and the call does
+ * not say so. */
 static CUresult copy_pieces(CUstream s, const struct table *t) {
   struct piece pieces[PIECES];
   size_t n = 0;
@@ -86,8 +95,7 @@ static CUresult copy_pieces(CUstream s, const struct table *t) {
     if (!t->bytes[i]) continue;
     pieces[n].n = t->bytes[i];
     if (device_end(t->to[i], t->bytes[i], true, &pieces[n].to) || device_end(t->from[i], t->bytes[i], false, &pieces[n].from)) {
-      devices[s->ctx->dev].sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
-      return CUDA_SUCCESS;
+      return put_op(s, &(struct op){.what = CALL, .call = nothing, .fails = CUDA_ERROR_ILLEGAL_ADDRESS});
     }
     n++;
   }

@@ -105,6 +105,7 @@ static void *run(void *argument) {
     if (gone) break;
     CUresult sticky = devices[s->ctx->dev].sticky;
     if (!sticky && op->what != RECORD && op->what != WAIT) sticky = failing_operation(s->ctx->dev);
+    if (!sticky && op->fails) sticky = devices[s->ctx->dev].sticky = op->fails;
     if (!s->sick) s->sick = sticky ? sticky : op->what == WAIT && op->record ? op->record->result : CUDA_SUCCESS;
     perform(s, op);
     finish(s, op);
