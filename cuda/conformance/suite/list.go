@@ -19,7 +19,7 @@ var onTheDouble = []doubleOnly{
 	{"cuda/race_test.go", "streams that are held and late as a seed says", []string{
 		"TestReadsAfterMoment", "TestWritesAfterMoment", "TestDoneAfterEvent", "TestFenceWaits", "TestSlotAfterCopy"}},
 	{"cuda/failure_test.go", "calls and operations that fail as they are told", []string{
-		"TestFenceTakesBack", "TestFenceInDone", "TestFenceBound", "TestLostEvent", "TestStuckAfterAFailure", "TestPauseIsNoStall",
+		"TestFenceTakesBack", "TestFenceInDone", "TestFenceBound", "TestLostEvent", "TestLostEventOfAPeer", "TestStuckAfterAFailure", "TestPauseIsNoStall",
 		"TestSticky", "TestLateFailure", "TestFailedCopy"}},
 	{"cuda/closing_test.go", "streams and operations that are held until the test lets them go", []string{
 		"TestClosingBounds", "TestCloseEndsFences", "TestMomentPassesInClose", "TestCloseWhileCopying", "TestCloseBound"}},

@@ -22,6 +22,9 @@ import (
 // doubleDelay is the double's longest delay of an operation, in microseconds: with more, the larger cases take minutes.
 const doubleDelay = 20
 
+// patience is what a copy may take on a machine where all runs are at once.
+const patience = 10 * time.Second
+
 // gpus are the engine's side of the first two GPUs. A context stays until the process ends: to make one takes longer than most cases.
 var gpus = []func() *engine.Engine{of(0), of(1)}
 
@@ -170,7 +173,7 @@ func (k kind) open(id core.AgentID, l *core.Layout, sink core.Sink, signal core.
 		}
 		return onDevices{tr, d}, nil
 	case "local":
-		cfg := local.Config{Listen: true, Workers: 3, BatchBytes: 50_000, StopGrace: 10 * time.Second}
+		cfg := local.Config{Listen: true, Workers: 3, BatchBytes: 50_000, StopGrace: patience, CloseGrace: patience}
 		if d != nil {
 			cfg.Devices = d
 		}
