@@ -129,7 +129,7 @@ func TestCloseWhileCopying(t *testing.T) {
 	d.Await(late, func(err error) { done <- err })
 	go func() {
 		for {
-			s, err := d.Slot(context.Background(), FromDevice)
+			s, err := d.Slot(context.Background(), FromDevice, "test")
 			if err != nil {
 				done <- err
 				return

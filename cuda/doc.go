@@ -56,7 +56,7 @@
 // once (Options.RingBytes, Options.SlotBytes). Each direction may hold three quarters of the
 // slots, so one cannot starve the other.
 //
-//	device.Slot(ctx, direction) (*Slot, error)   waits for a slot; TrySlot does not
+//	device.Slot(ctx, direction, owner) (*Slot, error)   waits for a slot; TrySlot does not
 //	slot.Bytes() []byte                          pinned, for readv and writev by address
 //	slot.Release()                               at any time: if a copy uses it, it is free when that has ended
 //

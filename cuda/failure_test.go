@@ -80,11 +80,11 @@ func testStuck(t *testing.T, fence bool) {
 	if err := idle.Fence(); err != nil {
 		t.Errorf("a transfer without copies: %v", err)
 	}
-	if _, err := d.Slot(t.Context(), ToDevice); err == nil {
+	if _, err := d.Slot(t.Context(), ToDevice, "test"); err == nil {
 		t.Error("a failed device gives slots")
 	}
 	s.Release()
-	if free, err := d.TrySlot(ToDevice); free != nil || err == nil {
+	if free, err := d.TrySlot(ToDevice, "test"); free != nil || err == nil {
 		t.Error("a slot that a copy may use was given")
 	}
 	e.Release(ours) // now it ends, and Close finds nothing under way
@@ -211,7 +211,7 @@ func TestSticky(t *testing.T) {
 	if _, err := d.Moment(stream); err == nil {
 		t.Error("a failed device gives moments")
 	}
-	if _, err := d.TrySlot(FromDevice); err == nil {
+	if _, err := d.TrySlot(FromDevice, "test"); err == nil {
 		t.Error("a failed device gives slots")
 	}
 	if _, err := d.Register("k", p, grain); err == nil {
@@ -237,7 +237,7 @@ func TestLateFailure(t *testing.T) {
 		if i%2 == 1 {
 			tr = to
 		}
-		s, err := d.Slot(t.Context(), tr.dir)
+		s, err := d.Slot(t.Context(), tr.dir, "test")
 		if err != nil {
 			done <- err // it has failed already
 			continue

@@ -22,6 +22,7 @@ var defects = []struct{ name, test, says string }{
 	{"gpu-report-early", "TestDoneAfterEvent", "reads were wrong"},
 	{"gpu-fence", "TestFenceWaits", "reads were wrong"},
 	{"gpu-slot-early", "TestSlotAfterCopy", "reads were wrong"},
+	{"gpu-slot-turns", "TestSlotTurns", "turns were"},
 	{"gpu-buffer-id", "TestCheck", "was not noticed"},
 	{"gpu-copies-anew", "TestCopiesStayInTheirMemory", "of a copy that was begun before"},
 	{"gpu-copies-anew", "TestPeerReopened", "other memory was read"},

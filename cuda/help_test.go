@@ -58,7 +58,7 @@ func slot(t *testing.T, d *Device, dir Direction) *Slot {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	s, err := d.Slot(ctx, dir)
+	s, err := d.Slot(ctx, dir, "test")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"runtime"
+	"slices"
 	"sync"
 	"testing"
 
@@ -108,7 +110,7 @@ func cuts(random *rand.Rand, at uintptr, n int) (all []piece) {
 func copyAll(t *testing.T, d *Device, tr *Transfer, pieces []piece, whole []byte, wg *sync.WaitGroup) {
 	t.Helper()
 	for i, p := range pieces {
-		s, err := d.Slot(t.Context(), tr.dir)
+		s, err := d.Slot(t.Context(), tr.dir, "test")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -184,7 +186,7 @@ func TestSlots(t *testing.T) {
 	for range 12 {
 		held = append(held, slot(t, d, FromDevice))
 	}
-	if s, err := d.TrySlot(FromDevice); s != nil || err != nil {
+	if s, err := d.TrySlot(FromDevice, "test"); s != nil || err != nil {
 		t.Errorf("a 13th slot of 16: %v, %v", s, err)
 	}
 	for range 4 {
@@ -193,7 +195,7 @@ func TestSlots(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		_, err := d.Slot(ctx, FromDevice)
+		_, err := d.Slot(ctx, FromDevice, "test")
 		ended <- err
 	}()
 	cancel()
@@ -202,7 +204,7 @@ func TestSlots(t *testing.T) {
 	}
 	got := make(chan *Slot, 1)
 	go func() {
-		s, err := d.Slot(t.Context(), ToDevice)
+		s, err := d.Slot(t.Context(), ToDevice, "test")
 		if err != nil {
 			t.Error(err)
 		}
@@ -211,6 +213,59 @@ func TestSlots(t *testing.T) {
 	held[0].Release()
 	held[0].Release() // a second release does nothing
 	(<-got).Release()
+}
+
+// TestSlotTurns: among those that wait for a slot the one that has the fewest is the next, and an owner that keeps many does not keep
+// others from theirs.
+func TestSlotTurns(t *testing.T) {
+	_, d := open(t, Options{RingBytes: 16 * 4096, SlotBytes: 4096})
+	var held []*Slot
+	for range 12 {
+		s, err := d.Slot(t.Context(), FromDevice, "greedy")
+		if err != nil {
+			t.Fatal(err)
+		}
+		held = append(held, s)
+	}
+	got := make(chan *Slot)
+	wait := func(owner string) {
+		before := d.waiting(FromDevice)
+		go func() {
+			s, err := d.Slot(t.Context(), FromDevice, owner)
+			if err != nil {
+				t.Error(err)
+			}
+			got <- s
+		}()
+		for d.waiting(FromDevice) == before {
+			runtime.Gosched()
+		}
+	}
+	for _, owner := range []string{"greedy", "greedy", "modest", "modest", "new"} {
+		wait(owner)
+	}
+	var order []string
+	for range 5 {
+		held[0].Release()
+		held = held[1:]
+		s := <-got
+		order = append(order, s.owner)
+		defer s.Release()
+	}
+	// "modest" waits longer than "new", and has a slot then.
+	if want := []string{"modest", "new", "modest", "greedy", "greedy"}; !slices.Equal(order, want) {
+		t.Errorf("turns were %q, want %q", order, want)
+	}
+	for _, s := range held {
+		s.Release()
+	}
+}
+
+// waiting counts the callers that wait for a slot.
+func (d *Device) waiting(dir Direction) int {
+	d.ring.mu.Lock()
+	defer d.ring.mu.Unlock()
+	return len(d.ring.waiting[dir])
 }
 
 // BenchmarkMover: copies of 64 KiB runs, slots of 2 MiB, four in flight, beside plain copies of the same bytes.
@@ -237,7 +292,7 @@ func BenchmarkMover(b *testing.B) {
 						runs = append(runs, Run{Addr: p + uintptr(at), Len: runBytes})
 					}
 					flying <- struct{}{}
-					s, err := d.Slot(b.Context(), dir)
+					s, err := d.Slot(b.Context(), dir, "test")
 					if err != nil {
 						b.Fatal(err)
 					}

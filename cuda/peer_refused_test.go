@@ -186,7 +186,7 @@ func TestPeerCopiesRefused(t *testing.T) {
 	if err := pull(t, second, p, at, to, 100, 0); err == nil || !strings.Contains(err.Error(), "another handle") {
 		t.Errorf("another handle's peer: %v", err)
 	}
-	if _, err := d.Slot(t.Context(), FromPeer); err == nil {
+	if _, err := d.Slot(t.Context(), FromPeer, "test"); err == nil {
 		t.Error("there is a slot for copies that need none")
 	}
 	if n := o.ask(order{Do: "wrong", Addr: at, Bytes: grain, Pattern: 1}).N; n > 0 {

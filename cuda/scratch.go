@@ -65,7 +65,7 @@ func (s *Scratch) move(ctx context.Context, dir Direction, offset uint64, b []by
 }
 
 func (s *Scratch) moveSome(ctx context.Context, dir Direction, offset uint64, b []byte) error {
-	slot, err := s.d.Slot(ctx, dir)
+	slot, err := s.d.Slot(ctx, dir, "probe")
 	if err != nil {
 		return fmt.Errorf("a slot of pinned memory: %w", err)
 	}

@@ -3,6 +3,7 @@ package cuda
 import (
 	"context"
 	"errors"
+	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -35,21 +36,30 @@ func (d Direction) String() string {
 const leastSlots = 8
 
 // ring is the pinned memory, in slots. A direction gets three quarters of them at most: if P's
-// copies held all while D's peer waits for this very agent, both would stand.
+// copies held all while D's peer waits for this very agent, both would stand. Owners that wait
+// share a direction: the one that has the fewest of its slots is the next.
 type ring struct {
 	mu      sync.Mutex
 	slots   int
 	free    [][]byte
 	held    [2]int
-	waiting [2][]chan *Slot
+	shares  [2]map[string]int // held, by owner
+	waiting [2][]waiter       // the longest wait first
 	over    error
 	all     chan struct{} // closed when all slots are free; nil unless somebody waits for that
+}
+
+// waiter is a call of Slot that waits.
+type waiter struct {
+	owner string
+	comes chan *Slot
 }
 
 // Slot is a piece of pinned host memory.
 type Slot struct {
 	ring     *ring
 	dir      Direction
+	owner    string
 	bytes    []byte
 	users    atomic.Int32 // its owner, and the copies that use it
 	released atomic.Bool
@@ -58,7 +68,7 @@ type Slot struct {
 func (r *ring) init(memory []byte, slots int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.slots = slots
+	r.slots, r.shares = slots, [2]map[string]int{{}, {}}
 	n := len(memory) / slots
 	for i := slots - 1; i >= 0; i-- {
 		r.free = append(r.free, memory[i*n:(i+1)*n:(i+1)*n])
@@ -66,19 +76,36 @@ func (r *ring) init(memory []byte, slots int) {
 }
 
 // take gives a slot that dir may have; mu is held.
-func (r *ring) take(dir Direction) *Slot {
+func (r *ring) take(dir Direction, owner string) *Slot {
 	if len(r.free) == 0 || r.held[dir] >= r.slots-r.slots/4 {
 		return nil
 	}
-	s := &Slot{ring: r, dir: dir, bytes: r.free[len(r.free)-1]} // anew: a former owner has no part in it
+	s := &Slot{ring: r, dir: dir, owner: owner, bytes: r.free[len(r.free)-1]} // anew: a former owner has no part in it
 	s.users.Store(1)
 	r.free = r.free[:len(r.free)-1]
 	r.held[dir]++
+	r.shares[dir][owner]++
 	return s
 }
 
-// Slot waits for a slot of a direction, until ctx ends.
-func (d *Device) Slot(ctx context.Context, dir Direction) (*Slot, error) {
+// next is the place of the waiter whose turn it is. Somebody waits, and mu is held.
+func (r *ring) next(dir Direction) (turn int) {
+	if fault.On("gpu-slot-turns") {
+		return 0
+	}
+	fewest := math.MaxInt
+	for i := range r.waiting[dir] {
+		if n := r.shares[dir][r.waiting[dir][i].owner]; n < fewest {
+			turn, fewest = i, n
+		}
+	}
+	return turn
+}
+
+// Slot waits for a slot of a direction, until ctx ends. The owner is whose bytes go through it:
+// among those that wait, the owner with the fewest slots is the next, and among the calls of
+// one owner the one that waits longest.
+func (d *Device) Slot(ctx context.Context, dir Direction, owner string) (*Slot, error) {
 	if err := d.slots(dir); err != nil {
 		return nil, err
 	}
@@ -89,13 +116,13 @@ func (d *Device) Slot(ctx context.Context, dir Direction) (*Slot, error) {
 		return nil, r.over
 	}
 	if len(r.waiting[dir]) == 0 {
-		if s := r.take(dir); s != nil {
+		if s := r.take(dir, owner); s != nil {
 			r.mu.Unlock()
 			return s, nil
 		}
 	}
 	comes := make(chan *Slot, 1)
-	r.waiting[dir] = append(r.waiting[dir], comes)
+	r.waiting[dir] = append(r.waiting[dir], waiter{owner, comes})
 	r.mu.Unlock()
 	select {
 	case s, ok := <-comes:
@@ -106,7 +133,7 @@ func (d *Device) Slot(ctx context.Context, dir Direction) (*Slot, error) {
 	case <-ctx.Done():
 	}
 	r.mu.Lock()
-	if i := slices.Index(r.waiting[dir], comes); i >= 0 {
+	if i := slices.IndexFunc(r.waiting[dir], func(w waiter) bool { return w.comes == comes }); i >= 0 {
 		r.waiting[dir] = slices.Delete(r.waiting[dir], i, i+1)
 	}
 	r.mu.Unlock()
@@ -128,8 +155,8 @@ func (d *Device) slots(dir Direction) error {
 	return d.Prepare()
 }
 
-// TrySlot gives a slot if there is one for the direction, else nil.
-func (d *Device) TrySlot(dir Direction) (*Slot, error) {
+// TrySlot gives a slot if there is one for the direction and nobody waits for one, else nil.
+func (d *Device) TrySlot(dir Direction, owner string) (*Slot, error) {
 	if err := d.slots(dir); err != nil {
 		return nil, err
 	}
@@ -139,7 +166,7 @@ func (d *Device) TrySlot(dir Direction) (*Slot, error) {
 	if r.over != nil || len(r.waiting[dir]) > 0 {
 		return nil, r.over
 	}
-	return r.take(dir), nil
+	return r.take(dir, owner), nil
 }
 
 // SlotBytes is the size of each slot.
@@ -166,21 +193,25 @@ func (s *Slot) drop() {
 	}
 }
 
-// put takes a slot back, and gives it to the caller that waits longest in a direction that may
-// have it.
+// put takes a slot back, and gives it to the caller whose turn it is in a direction that may have
+// it.
 func (r *ring) put(s *Slot) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.held[s.dir]--
+	if r.shares[s.dir][s.owner]--; r.shares[s.dir][s.owner] == 0 {
+		delete(r.shares[s.dir], s.owner)
+	}
 	r.free = append(r.free, s.bytes)
 	for _, dir := range [2]Direction{s.dir, 1 - s.dir} {
 		for len(r.waiting[dir]) > 0 {
-			next := r.take(dir)
-			if next == nil {
+			turn := r.next(dir)
+			slot := r.take(dir, r.waiting[dir][turn].owner)
+			if slot == nil {
 				break
 			}
-			r.waiting[dir][0] <- next
-			r.waiting[dir] = slices.Delete(r.waiting[dir], 0, 1)
+			r.waiting[dir][turn].comes <- slot
+			r.waiting[dir] = slices.Delete(r.waiting[dir], turn, turn+1)
 		}
 	}
 	if r.all != nil && len(r.free) == r.slots {
@@ -197,8 +228,8 @@ func (r *ring) end(err error) {
 		r.over = err
 	}
 	for dir := range r.waiting {
-		for _, c := range r.waiting[dir] {
-			close(c)
+		for _, w := range r.waiting[dir] {
+			close(w.comes)
 		}
 		r.waiting[dir] = nil
 	}

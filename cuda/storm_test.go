@@ -80,7 +80,7 @@ func (s *storm) run(read bool, m uint64) (fenced bool) {
 		if i == fence {
 			break
 		}
-		slot, err := s.d.Slot(s.t.Context(), dir)
+		slot, err := s.d.Slot(s.t.Context(), dir, "test")
 		if err != nil {
 			s.t.Error(err)
 			return false

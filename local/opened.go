@@ -106,7 +106,7 @@ func (o *opened) toDevice(c *copier, device int, b *batch, from *cursor, n uint6
 
 // toHost copies the next bytes, as many as a slot takes, to blocks in host memory.
 func (o *opened) toHost(c *copier, b *batch, from *cursor, n uint64) (uint64, error) {
-	slot, err := o.t.slot(0, cuda.FromDevice)
+	slot, err := o.t.slot(0, cuda.FromDevice, b.in)
 	if err != nil {
 		return 0, err
 	}
@@ -121,10 +121,10 @@ func (o *opened) toHost(c *copier, b *batch, from *cursor, n uint64) (uint64, er
 }
 
 // slot waits for pinned memory of a device.
-func (t *Transport) slot(device int, to cuda.Direction) (*cuda.Slot, error) {
+func (t *Transport) slot(device int, to cuda.Direction, in *inbound) (*cuda.Slot, error) {
 	ctx, cancel := context.WithTimeout(t.ctx, t.cfg.StallTimeout)
 	defer cancel()
-	slot, err := t.places.devices[device].Slot(ctx, to)
+	slot, err := t.places.devices[device].Slot(ctx, to, string(in.source.id))
 	switch {
 	case err != nil && t.ctx.Err() != nil:
 		return nil, errClosed
@@ -212,7 +212,7 @@ func (c *copier) stage(b *batch) (done uint64, err error) {
 
 // toDevice copies the next bytes of a batch, as many as a slot takes, to blocks on a device.
 func (c *copier) toDevice(device int, part *batch, position, n uint64) (uint64, error) {
-	slot, err := c.t.slot(device, cuda.ToDevice)
+	slot, err := c.t.slot(device, cuda.ToDevice, part.in)
 	if err != nil {
 		return 0, err
 	}

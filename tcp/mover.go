@@ -19,8 +19,9 @@ type Mover interface {
 	Of(region uint32) int
 
 	// Slot takes a slot for copies of a device in one direction. While none is free it
-	// waits, until ctx ends. With an ended ctx it does not wait.
-	Slot(ctx context.Context, device int, to Direction) (Slot, error)
+	// waits, until ctx ends. With an ended ctx it does not wait. The peer is whom the bytes
+	// go to or come from: peers that wait share the slots.
+	Slot(ctx context.Context, device int, to Direction, peer core.AgentID) (Slot, error)
 }
 
 // Slot is a piece of pinned host memory. One goroutine uses it at a time.

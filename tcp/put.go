@@ -13,8 +13,10 @@ import (
 // for that. So stopBound bounds the whole for a D that takes a few bytes now and then.
 const (
 	stopGrace = 500 * time.Millisecond
-	stopBound = 2 * time.Second
+	stopBound = time.Second
 )
+
+var errGivenUp = errors.New("the transfer was given up")
 
 var errStuck = errors.New("a transfer was given up, and the decode agent does not take the rest of its frame")
 
@@ -26,7 +28,7 @@ func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64
 		return 0, err
 	}
 	if s.t.devices.mover == nil || out == nil {
-		return w.write(st.vec, length, 0)
+		return w.write(st.vec, length, time.Time{})
 	}
 	return w.writeStaged(&st.source)
 }
@@ -42,16 +44,17 @@ type frameWriter struct {
 	sealing *sealing // nil: the stream is plain
 }
 
-// errSlow: the peer has taken no bytes for as long as the caller wants to wait.
+// errSlow: the peer has not taken all bytes in time.
 var errSlow = errors.New("the decode agent is slow")
 
 // send writes bytes; each step must make progress within the bound. Each step looks
-// whether the transfer was given up meanwhile. With patience, bytes without progress for so
-// long are given back: errSlow.
-func (w *frameWriter) send(vec []iovec, length uint64, patience time.Duration) (sent uint64, _ error) {
+// whether the transfer was given up meanwhile. What the peer has not taken until then is given
+// back: errSlow. One system call is made in any case. The zero time is never.
+func (w *frameWriter) send(vec []iovec, length uint64, until time.Time) (sent uint64, _ error) {
 	left := length
 	for left > 0 {
-		n, errno, err := w.attempt(func(fd uintptr) (uintptr, syscall.Errno) { return w.st.put(fd, vec) })
+		waits := until.IsZero() || time.Now().Before(until)
+		n, errno, err := w.attempt(waits, func(fd uintptr) (uintptr, syscall.Errno) { return w.st.put(fd, vec) })
 		switch {
 		case err != nil:
 			return length - left, err
@@ -70,7 +73,7 @@ func (w *frameWriter) send(vec []iovec, length uint64, patience time.Duration) (
 		if err := w.givenUp(); err != nil {
 			return length - left, err
 		}
-		if patience > 0 && w.idle.since >= patience {
+		if !waits {
 			return length - left, errSlow
 		}
 	}
@@ -78,12 +81,12 @@ func (w *frameWriter) send(vec []iovec, length uint64, patience time.Duration) (
 }
 
 // attempt makes a system call until it need not wait, for one step of the bound: then the
-// answer is EAGAIN.
-func (w *frameWriter) attempt(call func(fd uintptr) (uintptr, syscall.Errno)) (n uintptr, errno syscall.Errno, err error) {
+// answer is EAGAIN. Unless it waits, the call is made once.
+func (w *frameWriter) attempt(waits bool, call func(fd uintptr) (uintptr, syscall.Errno)) (n uintptr, errno syscall.Errno, err error) {
 	w.st.conn.SetWriteDeadline(w.idle.deadline())
 	err = w.st.raw.Write(func(fd uintptr) bool {
 		n, errno = call(fd)
-		return errno != syscall.EAGAIN
+		return errno != syscall.EAGAIN || !waits
 	})
 	if err != nil && w.idle.goesOn(err) {
 		return 0, syscall.EAGAIN, nil

@@ -54,13 +54,13 @@ func (w *frameWriter) sealed(sent uint64) uint64 {
 	return f.sent
 }
 
-// write writes a part of the frame. With patience, a part whose bytes the peer does not take for
-// so long is given back: errSlow.
-func (w *frameWriter) write(vec []iovec, length uint64, patience time.Duration) (uint64, error) {
+// write writes a part of the frame. What the peer has not taken until then is given back, as send
+// says.
+func (w *frameWriter) write(vec []iovec, length uint64, until time.Time) (uint64, error) {
 	if w.sealing != nil {
-		return w.sealing.write(vec, patience)
+		return w.sealing.write(vec, until)
 	}
-	return w.send(vec, length, patience)
+	return w.send(vec, length, until)
 }
 
 // finish sends what a part that was given back has left.
@@ -68,20 +68,20 @@ func (w *frameWriter) finish() error {
 	if w.sealing == nil {
 		return nil
 	}
-	return w.sealing.flush(0)
+	return w.sealing.flush(time.Time{})
 }
 
 // write takes the next bytes of the frame. With each record that is full, and with the last
 // one, it sends. It says how many bytes it has taken.
-func (f *sealing) write(vec []iovec, patience time.Duration) (taken uint64, err error) {
-	if err := f.flush(patience); err != nil {
+func (f *sealing) write(vec []iovec, until time.Time) (taken uint64, err error) {
+	if err := f.flush(until); err != nil {
 		return 0, err
 	}
 	if f.head > 0 { // the frame begins with its header, which has a record of its own
 		vec = drop(vec, uintptr(f.head))
 		taken, f.head = f.head, 0
 		if f.left == 0 {
-			return taken, f.send(patience)
+			return taken, f.send(until)
 		}
 	}
 	for len(vec) > 0 {
@@ -98,7 +98,7 @@ func (f *sealing) write(vec []iovec, patience time.Duration) (taken uint64, err 
 		f.have += int(n)
 		f.left -= uint64(n)
 		if f.have == recordBytes || f.left == 0 {
-			if err := f.send(patience); err != nil {
+			if err := f.send(until); err != nil {
 				return taken, err
 			}
 		}
@@ -127,7 +127,7 @@ func gather(s *slate, at int, v []iovec) (uintptr, syscall.Errno) {
 }
 
 // send seals what is gathered, and sends it; the first time behind the header's record.
-func (f *sealing) send(patience time.Duration) (err error) {
+func (f *sealing) send(until time.Time) (err error) {
 	out, bytes := f.slate.box, uint64(f.have)
 	if f.sent == 0 {
 		bytes += headerSize
@@ -140,16 +140,16 @@ func (f *sealing) send(patience time.Duration) (err error) {
 		return err
 	}
 	f.pending, f.holds, f.have, f.begun = out, bytes, 0, true
-	return f.flush(patience)
+	return f.flush(until)
 }
 
 // flush sends what is sealed. Another record is sealed only when all of it is sent.
-func (f *sealing) flush(patience time.Duration) error {
+func (f *sealing) flush(until time.Time) error {
 	if len(f.pending) == 0 {
 		return nil
 	}
 	f.one = [1]iovec{{uintptr(unsafe.Pointer(&f.pending[0])), uintptr(len(f.pending))}}
-	n, err := f.w.send(f.one[:], uint64(len(f.pending)), patience)
+	n, err := f.w.send(f.one[:], uint64(len(f.pending)), until)
 	f.pending = f.pending[n:]
 	if err != nil {
 		return err

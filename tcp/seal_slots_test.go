@@ -70,7 +70,7 @@ func TestSealedAndNotSent(t *testing.T) {
 		if err := w.seal(headerSize + 8); err != nil {
 			t.Fatal(err)
 		}
-		_, err := w.write(st.vec, headerSize+8, tenure)
+		_, err := w.write(st.vec, headerSize+8, time.Now().Add(tenure))
 		sent := w.sealed(0)
 		if err == nil {
 			continue

@@ -33,7 +33,7 @@ func newFewSlots(slots, bytes int) *fewSlots {
 
 func (m *fewSlots) Of(uint32) int { return 0 }
 
-func (m *fewSlots) Slot(ctx context.Context, _ int, to Direction) (Slot, error) {
+func (m *fewSlots) Slot(ctx context.Context, _ int, to Direction, _ core.AgentID) (Slot, error) {
 	select {
 	case b := <-m.free:
 		m.taken.Add(1)
@@ -89,8 +89,8 @@ type stuckSlots struct{ *fewSlots }
 
 type stuckSlot struct{ Slot }
 
-func (m stuckSlots) Slot(ctx context.Context, device int, to Direction) (Slot, error) {
-	s, err := m.fewSlots.Slot(ctx, device, to)
+func (m stuckSlots) Slot(ctx context.Context, device int, to Direction, peer core.AgentID) (Slot, error) {
+	s, err := m.fewSlots.Slot(ctx, device, to, peer)
 	if err != nil {
 		return nil, err
 	}

@@ -33,7 +33,7 @@ func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64,
 		return 0, syscall.EAGAIN
 	}
 	if l.ready == nil && len(l.slots) < window {
-		l.ready, _ = d.mover.Slot(noWait, device, ToDevice)
+		l.ready, _ = d.mover.Slot(noWait, device, ToDevice, s.peer.id)
 	}
 	if l.ready == nil {
 		l.wants = device + 1
@@ -88,7 +88,7 @@ func (s *inStream) landSome(in *inbound) error {
 	ctx, cancel := context.WithTimeout(s.r.t.ctx, s.r.t.cfg.StallTimeout)
 	defer cancel()
 	var err error
-	if l.ready, err = s.r.t.devices.mover.Slot(ctx, device, ToDevice); err != nil {
+	if l.ready, err = s.r.t.devices.mover.Slot(ctx, device, ToDevice, s.peer.id); err != nil {
 		l.ready = nil
 		return s.r.t.noSlot(err)
 	}

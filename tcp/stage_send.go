@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"syscall"
 	"time"
@@ -17,10 +18,10 @@ import (
 // has none, so that streams never wait for each other.
 const window = 4
 
-// A stream keeps its slots for tenure while its peer takes no bytes. Then it gives them back,
-// so that a slow peer does not starve the others. The bytes are copied again when the peer
-// takes some. Until a frame has gone without that, the stream has one slot at a time, with
-// slowPart bytes at most, and takes it when its socket has room.
+// A stream gives its slots back when its peer has not taken a slot's bytes within tenure, so that
+// a peer that takes none, or few, does not starve the others. The bytes are copied again when the
+// peer takes some. Until a frame has gone without that, the stream has one slot at a time, with
+// slowPart bytes at most. It takes it when its socket has room, and keeps it for one writev.
 const (
 	tenure   = 100 * time.Millisecond
 	slowPart = 64 << 10
@@ -74,11 +75,7 @@ func (w *frameWriter) writeStaged(c *source) (sent uint64, err error) {
 		if p == nil {
 			return c.done, w.finish()
 		}
-		patience := time.Duration(0)
-		if c.staged > 0 && !fault.On("tcp-slot-kept") {
-			patience = tenure
-		}
-		n, err := w.write(p.vec, p.bytes, patience)
+		n, err := w.write(p.vec, p.bytes, c.until())
 		c.done += n
 		switch {
 		case err == nil:
@@ -87,6 +84,18 @@ func (w *frameWriter) writeStaged(c *source) (sent uint64, err error) {
 			return c.done, err
 		}
 	}
+}
+
+// until is when the peer must have taken the next part. The zero time: it may take as long as it
+// takes some bytes.
+func (c *source) until() time.Time {
+	switch {
+	case c.staged == 0 || fault.On("tcp-slot-kept"):
+		return time.Time{}
+	case c.slow:
+		return time.Now()
+	}
+	return time.Now().Add(tenure)
 }
 
 func (c *source) begins(w *frameWriter) {
@@ -174,7 +183,7 @@ func (c *source) slot(device int) (Slot, error) {
 			return nil, err
 		}
 	}
-	slot, err := c.w.s.t.devices.mover.Slot(noWait, device, FromDevice)
+	slot, err := c.w.s.t.devices.mover.Slot(noWait, device, FromDevice, c.w.st.peer.id)
 	if err == nil {
 		return slot, nil
 	}
@@ -184,35 +193,41 @@ func (c *source) slot(device int) (Slot, error) {
 	return c.wait(device)
 }
 
-// wait waits for a slot, for less time than D waits within a frame. It ends when the transfer
-// is given up and nothing of the frame is written.
-func (c *source) wait(device int) (slot Slot, err error) {
+// wait waits for a slot, in one place of the queue. A frame of which nothing is written waits as
+// long as its transfer lives. Within a frame D waits too: for StallTimeout, and for stopGrace
+// when the transfer was given up.
+func (c *source) wait(device int) (Slot, error) {
 	t := c.w.s.t
-	for end := time.Now().Add(t.cfg.StallTimeout / 2); ; {
-		ctx, cancel := context.WithTimeout(t.ctx, min(step, t.cfg.StallTimeout/8))
-		slot, err = t.devices.mover.Slot(ctx, device, FromDevice)
-		timedOut := ctx.Err() != nil
-		cancel()
-		if err != nil && timedOut && c.done > 0 {
-			if over := c.w.givenUp(); over != nil {
-				return nil, over
-			}
-		}
-		if err == nil || !timedOut || t.ctx.Err() != nil || time.Now().After(end) || c.w.out.over.Load() && c.done == 0 {
-			break
-		}
+	ctx, cancel := context.WithCancelCause(t.ctx)
+	defer cancel(nil)
+	over, grace := errGivenUp, time.Duration(0)
+	if c.done > 0 {
+		over, grace = fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded), stopGrace
+		late := time.AfterFunc(t.cfg.StallTimeout/2, func() { cancel(context.DeadlineExceeded) })
+		defer late.Stop()
 	}
-	if err != nil {
-		return nil, t.noSlot(err)
+	defer context.AfterFunc(c.w.s.lifeOf(c.w.out), func() {
+		select {
+		case <-time.After(grace):
+			cancel(over)
+		case <-ctx.Done():
+		}
+	})()
+	slot, err := t.devices.mover.Slot(ctx, device, FromDevice, c.w.st.peer.id)
+	switch {
+	case err == nil:
+		return slot, nil
+	case c.done > 0 && context.Cause(ctx) == over:
+		return nil, over
 	}
-	return slot, nil
+	return nil, t.noSlot(err)
 }
 
 // ready waits until the socket has room. It ends when the transfer is given up and nothing of
 // the frame is written (begun: something is).
 func (w *frameWriter) ready(begun bool) error {
 	for {
-		_, errno, err := w.attempt(func(fd uintptr) (uintptr, syscall.Errno) {
+		_, errno, err := w.attempt(true, func(fd uintptr) (uintptr, syscall.Errno) {
 			if !polled(fd, unix.POLLOUT) {
 				return 0, syscall.EAGAIN
 			}
@@ -222,7 +237,7 @@ func (w *frameWriter) ready(begun bool) error {
 			return err
 		}
 		if !begun && w.out.over.Load() {
-			return &copyError{"wait for the decode agent", errors.New("the transfer was given up")}
+			return &copyError{"wait for the decode agent", errGivenUp}
 		}
 		if err := w.givenUp(); err != nil {
 			return err

@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"sync/atomic"
@@ -15,21 +16,23 @@ import (
 
 // outbound is one transfer that is sent. Its fields are guarded by sender.mu.
 type outbound struct {
-	id     core.TransferID
-	grant  random
-	peer   *outPeer
-	given  given
-	todo   spans.List      // to send: bytes that no frame has had, and bytes that were lost with a stream
-	left   uint64          // bytes of it
-	total  uint64          // also of the bytes that are not given yet
-	sent   []sentFrame     // on the newest stream of each number
-	frames int             // taken by a stream and not yet written whole
-	moves  stopwatch.Watch // while bytes are under way
-	wait   *wait           // for a stream of D's, if the transfer cannot go on without one
-	err    error           // ends the transfer when frames is 0
-	over   atomic.Bool     // err is set
-	acked  bool            // D has said that all bytes are in: this ends the transfer too
-	ask    bool            // a frame without bytes is to be sent: the transfer has none, or D has all of them
+	id      core.TransferID
+	grant   random
+	peer    *outPeer
+	given   given
+	todo    spans.List      // to send: bytes that no frame has had, and bytes that were lost with a stream
+	left    uint64          // bytes of it
+	total   uint64          // also of the bytes that are not given yet
+	sent    []sentFrame     // on the newest stream of each number
+	frames  int             // taken by a stream and not yet written whole
+	moves   stopwatch.Watch // while bytes are under way
+	wait    *wait           // for a stream of D's, if the transfer cannot go on without one
+	err     error           // ends the transfer when frames is 0
+	over    atomic.Bool     // err is set
+	life    context.Context // ends when err is set; nil unless somebody waits for that
+	endLife func()          // ends it
+	acked   bool // D has said that all bytes are in: this ends the transfer too
+	ask     bool // a frame without bytes is to be sent: the transfer has none, or D has all of them
 }
 
 // Write implements core.Transport.
@@ -134,7 +137,23 @@ func (out *outbound) fail(err error) {
 		out.err = err
 	}
 	out.over.Store(true)
+	if out.endLife != nil {
+		out.endLife()
+	}
 	out.left, out.todo, out.ask = 0, nil, false
+}
+
+// lifeOf ends when the transfer is given up.
+func (s *sender) lifeOf(out *outbound) context.Context {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if out.life == nil {
+		out.life, out.endLife = context.WithCancel(context.Background())
+	}
+	if out.err != nil {
+		out.endLife()
+	}
+	return out.life
 }
 
 // end gives a transfer up with err. The outcome is told when no stream reads its blocks.

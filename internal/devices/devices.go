@@ -279,11 +279,11 @@ func (d *Devices) Await(m core.Moment, tell func(error)) {
 	})
 }
 
-func slot(ctx context.Context, dev *cuda.Device, dir cuda.Direction) (*cuda.Slot, error) {
+func slot(ctx context.Context, dev *cuda.Device, dir cuda.Direction, owner core.AgentID) (*cuda.Slot, error) {
 	if ctx.Err() == nil {
-		return dev.Slot(ctx, dir)
+		return dev.Slot(ctx, dir, string(owner))
 	}
-	s, err := dev.TrySlot(dir)
+	s, err := dev.TrySlot(dir, string(owner))
 	if s == nil && err == nil {
 		err = ctx.Err()
 	}

@@ -241,7 +241,7 @@ func TestDevicesCloseSideBySide(t *testing.T) {
 			}
 			engines[stuck].Halt(true)
 			t.Cleanup(func() { engines[stuck].Halt(false) })
-			slot, err := all.Slot(t.Context(), stuck, tcp.FromDevice)
+			slot, err := all.Slot(t.Context(), stuck, tcp.FromDevice, "d")
 			if err != nil {
 				t.Fatal(err)
 			}

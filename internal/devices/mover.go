@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/tcp"
 )
@@ -12,12 +13,12 @@ import (
 var _ tcp.Mover = (*Devices)(nil)
 
 // Slot implements tcp.Mover.
-func (d *Devices) Slot(ctx context.Context, device int, to tcp.Direction) (tcp.Slot, error) {
+func (d *Devices) Slot(ctx context.Context, device int, to tcp.Direction, peer core.AgentID) (tcp.Slot, error) {
 	dir := cuda.FromDevice
 	if to == tcp.ToDevice {
 		dir = cuda.ToDevice
 	}
-	s, err := slot(ctx, d.list[device], dir)
+	s, err := slot(ctx, d.list[device], dir, peer)
 	if err != nil {
 		return nil, err
 	}
