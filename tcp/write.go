@@ -31,8 +31,8 @@ type outbound struct {
 	over    atomic.Bool     // err is set
 	life    context.Context // ends when err is set; nil unless somebody waits for that
 	endLife func()          // ends it
-	acked   bool // D has said that all bytes are in: this ends the transfer too
-	ask     bool // a frame without bytes is to be sent: the transfer has none, or D has all of them
+	acked   bool            // D has said that all bytes are in: this ends the transfer too
+	ask     bool            // a frame without bytes is to be sent: the transfer has none, or D has all of them
 }
 
 // Write implements core.Transport.
