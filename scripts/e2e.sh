@@ -16,6 +16,7 @@ scripts/gpu-double.sh || double=$?
 if ((double == 0)); then
   stage chaos-gpu "${chaos[@]}" --parts faults --faults 30 --memory double
   stage chaos-gpu-local "${chaos[@]}" --parts faults --faults 30 --memory double --transport local
+  stage chaos-gpu-slow "${chaos[@]}" --parts slow,deaf --memory double --strict
 elif ((double != 75)); then # 75: cuda.h cannot be had, and it says so
   failed=1
 fi

@@ -6,7 +6,6 @@ import (
 	"math/rand/v2"
 	"net"
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -68,40 +67,6 @@ func (f *fleet) steady(ctx context.Context, window time.Duration, ds []int) pace
 	}
 	wg.Wait()
 	return pace{figuresOf(times), float64(blocks*f.memory.Regions*f.memory.BlockBytes) / time.Since(begin).Seconds()}
-}
-
-// runSlow: a D that takes its bytes slowly, and then not at all, beside fast
-// ones of the same P.
-func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
-	memory := bigBlocks()
-	memory.Lease = 30 // a slow transfer is to end by itself
-	return with(ctx, opt, led, shape{name: "slow", prefills: 1, decodes: 3, memory: memory}, func(f *fleet) (string, error) {
-		opt.Progress("a slow D beside fast ones")
-		fast := []int{1, 2}
-		alone := f.steady(ctx, opt.window(), fast)
-		f.ways[0][0].data.Set(faultnet.Trouble{Rate: 64 << 10})
-		items := f.items("slow", 8, 0, 0)
-		for i := range items {
-			items[i].Blocks = 4
-		}
-		offers, err := f.offers(0, 0, items)
-		if err != nil {
-			return "", err
-		}
-		loads, err := f.loads(0, 0, items)
-		if err != nil {
-			return "", err
-		}
-		start := now()
-		throttled := f.steady(ctx, opt.window(), fast)
-		f.D[0].signal(syscall.SIGSTOP)
-		stopped := f.steady(ctx, opt.window(), fast)
-		f.D[0].signal(syscall.SIGCONT)
-		f.calm(f.ways[0][0].data)
-		await(ctx, append(loads, offers...), opt.drain)
-		return fmt.Sprintf("fast D's: %.0f MB/s alone, %.2f of it beside a throttled D, %.2f beside a stopped one; the slow one's: %s", alone.bytes/1e6,
-			throttled.bytes/alone.bytes, stopped.bytes/alone.bytes, led.tell(append(loads, offers...), start)), nil
-	})
 }
 
 // deafFor is how long nobody reads: longer than the transport waits for
@@ -176,6 +141,7 @@ func runDeaf(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		}
 		await(ctx, append(stuck, unreachable...), opt.drain)
 		led.require("deaf", unreachable, "load unreachable")
+		led.slower("peers that never read", before, during)
 		return fmt.Sprintf("mute bootstrap port: %s; mute data port and deaf D: %s; others' transfers: %s before, %s during",
 			led.tell(unreachable, start), led.tell(stuck, start), before, during), nil
 	})

@@ -104,6 +104,9 @@ func (e *engine) open(o *opening) error {
 	cfg := node.DefaultConfig()
 	cfg.EngineID, cfg.Role = o.EngineID, o.Role
 	cfg.BootstrapHost, cfg.BootstrapPort, cfg.TCPListenHost, cfg.TCPPort = o.Host, o.BootstrapPort, o.Host, o.TCPPort
+	if o.Streams > 0 {
+		cfg.TCPStreams = o.Streams
+	}
 	cfg.Lease, cfg.EarlyLoad = seconds(o.Lease), seconds(o.EarlyLoad)
 	cfg.MaxTransfers = o.MaxTransfers
 	if o.PeerTimeout > 0 {

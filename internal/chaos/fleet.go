@@ -1,6 +1,7 @@
 package chaos
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -25,6 +26,7 @@ type shape struct {
 	prefills int
 	decodes  int
 	memory   opening // of each engine: the fields that do not say who it is
+	many     int     // blocks of a P's regions; 0: as many as a D's have
 	rate     int     // bytes a second of each data connection; 0 = any
 	perPair  int     // transfers at a time under load; 0 = perPair
 	paths    paths
@@ -99,6 +101,7 @@ func startFleet(ctx context.Context, self []string, s shape, led *ledger) (_ *fl
 		c := &child{name: fmt.Sprintf("%s/p%d", s.name, i), index: i, self: self, open: s.memory, on: on}
 		c.open.EngineID, c.open.Role, c.open.Host = fmt.Sprintf("p%d", i), node.RolePrefill, s.prefillHost()
 		c.open.BootstrapPort, c.open.TCPPort = ports[0], ports[1]
+		c.open.Blocks = cmp.Or(s.many, c.open.Blocks)
 		tmp, err := f.disk.folder(c.open.EngineID)
 		if err != nil {
 			return nil, err

@@ -36,6 +36,7 @@ type opening struct {
 	Host          string  `json:"host,omitempty"` // where a prefill engine listens
 	BootstrapPort int     `json:"bootstrap_port,omitempty"`
 	TCPPort       int     `json:"tcp_port,omitempty"`
+	Streams       int     `json:"tcp_streams,omitempty"` // 0: the default
 	Lease         float64 `json:"lease_s"`
 	EarlyLoad     float64 `json:"early_load_s"`
 	PeerTimeout   float64 `json:"peer_timeout_s,omitempty"` // 0: the default

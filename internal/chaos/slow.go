@@ -1,0 +1,95 @@
+package chaos
+
+import (
+	"context"
+	"fmt"
+	"syscall"
+
+	"github.com/kvconn/kvconn/internal/faultnet"
+)
+
+// slowPeers is how many D's of one P are slow at a time.
+func (o *Options) slowPeers() int {
+	if o.Short {
+		return 12
+	}
+	return 40
+}
+
+// slowRate is how fast they take their bytes, in bytes a second of each connection.
+const slowRate = 64 << 10
+
+// besideBound is how much longer a load may take beside slow D's.
+const besideBound = 2
+
+// runSlow: many D's that take their bytes slowly, and then not at all, beside fast ones of the same P.
+func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	memory := bigBlocks()
+	memory.Lease = 60  // a slow transfer is to end by itself
+	memory.Streams = 1 // several would have room for all its bytes in the kernel
+	memory.Blocks = 128
+	many := opt.slowPeers()
+	return with(ctx, opt, led, shape{name: "slow", prefills: 1, decodes: many + 2, memory: memory, many: 48 * (many + 2)}, func(f *fleet) (string, error) {
+		opt.Progress("%d slow D's beside fast ones", many)
+		fast := []int{many, many + 1}
+		alone := f.steady(ctx, opt.window(), fast)
+		var under []*entry
+		for d := range many {
+			f.ways[0][d].data.Set(faultnet.Trouble{Rate: slowRate})
+			items := f.items(fmt.Sprint("slow", d), 8, 0, d)
+			for i := range items {
+				items[i].Blocks = 4
+			}
+			offers, err := f.offers(0, d, items)
+			if err != nil {
+				return "", err
+			}
+			loads, err := f.loads(0, d, items)
+			if err != nil {
+				return "", err
+			}
+			under = append(append(under, loads...), offers...)
+		}
+		start := now()
+		throttled := f.beside(ctx, opt, fast, alone)
+		for d := range many {
+			f.D[d].signal(syscall.SIGSTOP)
+		}
+		stopped := f.beside(ctx, opt, fast, alone)
+		for d := range many {
+			f.D[d].signal(syscall.SIGCONT)
+			f.calm(f.ways[0][d].data)
+		}
+		await(ctx, under, opt.drain)
+		led.slower(fmt.Sprintf("%d throttled D's", many), alone, throttled)
+		led.slower(fmt.Sprintf("%d stopped D's", many), alone, stopped)
+		return fmt.Sprintf("fast D's: %.0f MB/s alone, %.2f of it beside %d throttled D's, %.2f beside as many stopped ones; a load takes %.2f and %.2f times as long; the slow ones': %s",
+			alone.bytes/1e6, throttled.bytes/alone.bytes, many, stopped.bytes/alone.bytes,
+			float64(throttled.Median)/float64(alone.Median), float64(stopped.Median)/float64(alone.Median), led.tell(under, start)), nil
+	})
+}
+
+// slower writes down that loads took too long beside others.
+func (l *ledger) slower(beside string, alone, p pace) {
+	if p.Median <= besideBound*alone.Median {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.miss("beside %s a load takes %.1f times as long as alone, %d times are the bound", beside, float64(p.Median)/float64(alone.Median), besideBound)
+}
+
+// beside is the pace of the fast D's beside slow ones. A machine that was busy with something else for a moment is measured again,
+// twice at most.
+func (f *fleet) beside(ctx context.Context, opt *Options, fast []int, alone pace) (best pace) {
+	for range 3 {
+		p := f.steady(ctx, opt.window(), fast)
+		if best.N == 0 || p.Median < best.Median {
+			best = p
+		}
+		if best.Median <= besideBound*alone.Median {
+			break
+		}
+	}
+	return best
+}
