@@ -56,6 +56,13 @@ type benchResult struct {
 	Iperf3     *float64 `json:"iperf3_gb_per_s"`
 	Encrypted  *float64 `json:"encrypted_median_gb_per_s,omitempty"`
 
+	// By tcp: a bare loop of writev and readv over the same blocks in the same run, on as many connections; the median of
+	// the rounds' ratios to it; processor seconds of both sides for 10⁹ bytes.
+	Bare     *float64 `json:"bare_loop_gb_per_s,omitempty"`
+	BarePart *float64 `json:"ratio_to_bare_loop,omitempty"`
+	Used     *float64 `json:"processor_s_per_gb,omitempty"`
+	BareUsed *float64 `json:"bare_loop_processor_s_per_gb,omitempty"`
+
 	// By local: how, and of the same blocks in the same run a plain loop of process_vm_readv, and memcpy within
 	// this process, all by one thread.
 	How          string   `json:"how,omitempty"`
@@ -159,6 +166,9 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 			if r.Loop != nil {
 				printBeside(out, &r)
 			}
+			if r.Bare != nil {
+				printBare(out, &r)
+			}
 			if r.PerSignal > 0 {
 				fmt.Fprintf(out, "%27s %.1f writes for each doorbell, %.1f for each completion\n", "", r.PerDoorbell, r.PerSignal)
 			}
@@ -222,6 +232,7 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 	}
 	defer agent.Close()
 	var rates, iperf []float64
+	var bare besideTCP
 	beside := besideLocal{shared: c.shared()}
 	defer beside.free()
 	for round := range c.rounds {
@@ -236,12 +247,17 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 			return r, err
 		}
 		dst := local.Choose(count, int64(1000+round), c.adjacent())
-		start := time.Now()
-		if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Selection: core.Selection{Blocks: [][]core.BlockID{dst}}, From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
-			return r, err
-		}
-		rep, err := synthetic.WaitReport(ctx, agent, core.TransferID(id))
-		took := time.Since(start)
+		var took time.Duration
+		var rep core.Report
+		err := bare.uses(peer, ofKvconn, c.total, round > 0, func() (err error) {
+			start := time.Now()
+			if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Selection: core.Selection{Blocks: [][]core.BlockID{dst}}, From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
+				return err
+			}
+			rep, err = synthetic.WaitReport(ctx, agent, core.TransferID(id))
+			took = time.Since(start)
+			return err
+		})
 		if err != nil {
 			return r, err
 		}
@@ -261,6 +277,11 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		if round > 0 {
 			rates = append(rates, float64(c.total)/took.Seconds()/1e9)
 		}
+		if r.Transport == "tcp" && !encrypt {
+			if err := bare.measure(&c, peer, local, round, count, dst); err != nil {
+				return r, err
+			}
+		}
 		if r.Transport == "local" {
 			if err := beside.measure(local, opened, local.Choose(count, int64(round+1), c.adjacent()), dst, round > 0); err != nil {
 				return r, err
@@ -268,6 +289,7 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		}
 	}
 	beside.medians(&r)
+	bare.medians(&r, rates)
 	if pairs := agent.Stats().Pairs; len(pairs) == 1 {
 		r.How = pairs[0].How
 	}

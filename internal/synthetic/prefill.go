@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"strconv"
+	"sync"
 	"time"
 
 	"go.uber.org/zap"
@@ -20,7 +21,7 @@ import (
 
 // Order is the first process's word to the second one, the prefill side.
 type Order struct {
-	Op        string `json:"op"` // open, announce, offer, wait, counters, close
+	Op        string `json:"op"` // open, announce, offer, wait, counters, bare, processor, close
 	Layers    int    `json:"layers,omitempty"`
 	Blocks    int    `json:"blocks,omitempty"` // of the pool
 	Block     int    `json:"block,omitempty"`  // bytes
@@ -51,6 +52,9 @@ type Answer struct {
 	// Of open: where the process and its pool's memory are.
 	PID  int    `json:"pid,omitempty"`
 	Base uint64 `json:"base,omitempty"`
+
+	Port      int           `json:"port,omitempty"`         // of bare
+	Processor time.Duration `json:"processor_ns,omitempty"` // of processor: its time so far
 }
 
 // Serve is the second process: it obeys orders until its input ends.
@@ -79,6 +83,7 @@ type prefill struct {
 	log   *zap.Logger
 	agent *node.Agent
 	pool  *Pool
+	loops sync.WaitGroup // bare loops, which read the pool
 }
 
 func (p *prefill) obey(ctx context.Context, o Order) (Answer, error) {
@@ -99,6 +104,11 @@ func (p *prefill) obey(ctx context.Context, o Order) (Answer, error) {
 		return Answer{Code: int(r.Code), Reason: r.Reason}, err
 	case "counters":
 		return Answer{Counters: p.agent.Stats().Transports["rdma"].Counters}, nil
+	case "bare":
+		return p.bare(o)
+	case "processor":
+		used, err := ProcessorTime()
+		return Answer{Processor: used}, err
 	case "close":
 		p.close()
 		return Answer{}, nil
@@ -151,6 +161,7 @@ func (p *prefill) close() {
 	if p.agent != nil {
 		_ = p.agent.Close()
 	}
+	p.loops.Wait()
 	if p.pool != nil {
 		p.pool.Free()
 	}

@@ -1,0 +1,79 @@
+package cli
+
+import (
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/synthetic"
+)
+
+// besideTCP measures what tcp is held against: a bare loop of writev and readv over the blocks of each round, on as many
+// connections; and the processor time of both, on both sides.
+type besideTCP struct {
+	rates []float64
+	used  [2][]float64 // processor seconds for 10⁹ bytes: kvconn's, the loop's
+}
+
+// The columns of used.
+const (
+	ofKvconn = iota
+	ofLoop
+)
+
+// processors is the processor time of both processes so far.
+func processors(peer *synthetic.Process) (time.Duration, error) {
+	far, err := peer.ProcessorTime()
+	if err != nil {
+		return 0, err
+	}
+	here, err := synthetic.ProcessorTime()
+	return far + here, err
+}
+
+// uses measures the processor time of a move of so many bytes.
+func (b *besideTCP) uses(peer *synthetic.Process, column, bytes int, counts bool, move func() error) error {
+	before, err := processors(peer)
+	if err != nil {
+		return err
+	}
+	if err := move(); err != nil {
+		return err
+	}
+	after, err := processors(peer)
+	if err == nil && counts {
+		b.used[column] = append(b.used[column], (after-before).Seconds()/float64(bytes)*1e9)
+	}
+	return err
+}
+
+// measure moves the blocks of a round once more.
+func (b *besideTCP) measure(c *benchConfig, peer *synthetic.Process, pool *synthetic.Pool, round, count int, dst []core.BlockID) error {
+	return b.uses(peer, ofLoop, c.total, round > 0, func() error {
+		took, err := pool.ReceiveBare(peer, synthetic.Order{Transfer: round + 1, Count: count, Adjacent: c.adjacent(), Streams: c.streams}, dst)
+		if err == nil && round > 0 {
+			b.rates = append(b.rates, float64(c.total)/took.Seconds()/1e9)
+		}
+		return err
+	})
+}
+
+// medians go into a result. The part is that of rounds in turn.
+func (b *besideTCP) medians(r *benchResult, rates []float64) {
+	if len(b.rates) == 0 {
+		return
+	}
+	parts := make([]float64, len(rates))
+	for i := range rates {
+		parts[i] = rates[i] / b.rates[i]
+	}
+	bare, part, used, loop := median(b.rates), median(parts), median(b.used[ofKvconn]), median(b.used[ofLoop])
+	r.Bare, r.BarePart, r.Used, r.BareUsed = &bare, &part, &used, &loop
+}
+
+// printBare is the line below a row of tcp's.
+func printBare(out io.Writer, r *benchResult) {
+	fmt.Fprintf(out, "%27s of the same blocks on as many connections: writev and readv in a bare loop %.2f GB/s (ratio %.2f); processor seconds for 1 GB %.3f, the loop's %.3f (ratio %.2f)\n",
+		"", *r.Bare, *r.BarePart, *r.Used, *r.BareUsed, *r.Used / *r.BareUsed)
+}
