@@ -236,18 +236,23 @@ volatile uint8_t *slot_written_address(kvconn_agent agent) {
   return s == NULL || !can_order_stores() ? NULL : (volatile uint8_t *)s->written;
 }
 
+static int in_device_memory(const struct slot *s, uint32_t region) { return s->device_of != NULL && s->device_of[region] != 0; }
+
 size_t slot_take_written(kvconn_agent agent, uint32_t *regions, uint64_t *moments, size_t capacity) {
   struct slot *s = acquire(agent);
   if (s == NULL) return 0;
-  size_t found = 0;
-  for (uint32_t i = 0; i < s->num_regions && found < capacity; i++)
-    if (atomic_load_explicit(&s->written[i], memory_order_relaxed) != 0 && atomic_exchange(&s->written[i], 0) != 0) {
-      moments[found] = s->after == NULL ? 0 : s->after[i];
-      regions[found++] = i;
-      if (s->after != NULL) s->after[i] = 0;
-    }
+  size_t found = 0, ordered = 0; /* those in device memory come first: their moments order them, and no barrier does */
+  for (int device = 1; device >= 0; device--) {
+    for (uint32_t i = 0; i < s->num_regions && found < capacity; i++)
+      if (in_device_memory(s, i) == device && atomic_load_explicit(&s->written[i], memory_order_relaxed) != 0 && atomic_exchange(&s->written[i], 0) != 0) {
+        moments[found] = s->after == NULL ? 0 : s->after[i];
+        regions[found++] = i;
+        if (s->after != NULL) s->after[i] = 0;
+      }
+    if (device) ordered = found;
+  }
   pthread_mutex_unlock(&s->lock);
-  return found > 0 && order_stores() ? found : 0; /* what cannot be read yet goes with the offer */
+  return found == ordered || order_stores() ? found : ordered; /* what cannot be read yet goes with the offer */
 }
 
 int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t num_regions, uint64_t moment) {

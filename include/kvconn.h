@@ -386,7 +386,9 @@ int32_t kvconn_next_log(char *buffer, size_t capacity);
  * Ends every transfer with the code KVCONN_AGENT_CLOSED, waits until no byte can land any more, and frees the agent.
  * Completions that are not collected are lost with the handle. The call takes at most close_timeout_s, and ten
  * seconds more if the embedded server does not stop. At its end the event fd becomes readable once more and is
- * closed; the handle is stale.
+ * closed; the handle is stale. A GPU that does nothing may never end a copy that it was given: then the call fails
+ * within its time with KVCONN_ERR_SYSTEM and the device in its message. The copy may still land, so the registered
+ * memory must stay as it is until the process ends.
  */
 int32_t kvconn_close(kvconn_agent agent);
 
