@@ -28,6 +28,7 @@ import kvconn
 
 SECONDS = 60
 AGAIN_SECONDS = 10  # after which two engines that slept meet as before
+SLACK = 16 << 20  # of free memory, for what else the driver takes meanwhile; one mapping that stays open is more
 FREE_SECONDS = 3  # after which a prefill engine's memory is free, if it dies or sleeps, whoever has it open
 WAYS = {"layers": "layer by layer", "queued": "whole, before it is computed", "ready": "into blocks that are still in use"}
 POISON, OLD, LATE = 0xEE, 0x11, 0x55  # prefill's blocks before they are computed; decode's; what decode's stream still writes
@@ -250,7 +251,7 @@ def slept(by: str) -> dict[str, Any]:
         awake, begin = cache.driver.free(), time.monotonic()
         ask(child, "sleep")
         said(child)
-        seconds = free_again(cache.driver, awake + cache.bytes // 2, begin)
+        seconds = free_again(cache.driver, awake + cache.bytes - SLACK, begin)
         cache.sleep()
         cache.wake()
         ask(child, "wake")
@@ -283,7 +284,7 @@ def killed() -> dict[str, Any]:
         begin = time.monotonic()
         child.kill()
         child.wait()
-        seconds = free_again(cache.driver, before - cache.bytes // 2, begin)
+        seconds = free_again(cache.driver, before - SLACK, begin)
     return {**in_time(seconds, "a killed engine's"), **({} if first["ok"] else first)}
 
 
