@@ -24,6 +24,6 @@ var defects = []faulttest.Defect{
 
 // TestDefects: each defect is found by its test, and the list has all places.
 func TestDefects(t *testing.T) {
-	ofOthers := []string{"renewed-in-use", "waits-for-slow", "no-fence"} // of the list of internal/devices, and of core
+	ofOthers := []string{"renewed-in-use", "node-load-unlooked", "node-write-unlooked", "node-more-unlooked", "waits-for-slow", "no-fence"} // of the list of internal/devices, and of core
 	faulttest.Run(t, defects, func(name string) bool { return slices.Contains(ofOthers, name) })
 }
