@@ -195,7 +195,8 @@ def refuse_membarrier() -> None:
 def test_layers_need_no_membarrier() -> None:
     """A layer in device memory has a moment, which orders its bytes: its mark counts where membarrier(2) is refused."""
     one = f"{__file__}::test_layers_move_before_the_last_offer"
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", one], preexec_fn=refuse_membarrier, capture_output=True, text=True, timeout=120)
+    pytest_of_one = [sys.executable, "-m", "pytest", "-q", one]
+    run = subprocess.run(pytest_of_one, preexec_fn=refuse_membarrier, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout + run.stderr
 
 
