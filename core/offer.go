@@ -280,12 +280,13 @@ func (m *Machine) joinHalves(of *offer) (src Selection, err error) {
 
 // samePrompt: an id alone does not say that both halves are of one request. If the prompts
 // of two requests had as many blocks, decode would take one request's cache for the
-// other's.
+// other's. An engine that has replaced its weights says another fingerprint than before,
+// because then its caches are other ones.
 func (of *offer) samePrompt() error {
 	if of.prompt == 0 || of.load.Prompt == 0 || of.prompt == of.load.Prompt || fault.On("any-prompt") {
 		return nil
 	}
-	return fmt.Errorf("transfer %q: decode asks for another prompt than prefill has (fingerprints %016x and %016x): a router must send both the same request, and each request needs a transfer_id of its own",
+	return fmt.Errorf("transfer %q: decode asks for another prompt than prefill has (fingerprints %016x and %016x): both need the same request, under a transfer_id of its own, and weights replaced as often",
 		string(nameOf(of.id)), of.load.Prompt, of.prompt)
 }
 

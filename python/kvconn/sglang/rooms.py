@@ -7,6 +7,7 @@ thread, except those of Inbox.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import weakref
@@ -16,10 +17,9 @@ from typing import Any, NoReturn
 
 from kvconn import Claim, Completion, KvconnError, Load, Offer, PartialOffer, Status
 
-logger = logging.getLogger("kvconn.sglang")
+from .room import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, Room
 
-# SGLang's KVPoll.
-FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
+logger = logging.getLogger("kvconn.sglang")
 
 # How long a failure is kept back by the ranks whose schedulers do not answer clients. When one rank fails, all ranks of the
 # engine fail the request. The rank that answers needs the reason itself, and may take this long to notice that a peer is
@@ -34,65 +34,6 @@ def _end(why: str) -> NoReturn:
     """Ends the scheduler: it would use pages again that are still read, and a wrong text is worse."""
     logger.critical("%s: this engine ends, to send no wrong bytes", why)
     raise SystemExit(f"kvconn: {why}")  # SGLang swallows every Exception
-
-
-class Room:
-    """One request, on one side."""
-
-    __slots__ = (
-        "__weakref__",
-        "again",
-        "before",
-        "completion",
-        "deadline",
-        "id",
-        "known",
-        "moved",
-        "number",
-        "owed",
-        "partial",
-        "prefix_pages",
-        "prompt",
-        "reason",
-        "rooms",
-        "state",
-        "tell_at",
-        "token",
-        "why",
-    )
-
-    def __init__(self, rooms: Rooms, number: Any, prompt: int, again: int) -> None:
-        self.rooms = rooms
-        self.number = number
-        # A request that is prefilled again under its room has another transfer: the first one has ended for good.
-        self.id = f"sglang-{number}.{again}" if again else f"sglang-{number}"
-        self.again = again
-        # Two requests may use one room, and reach prefill and decode in different order. The fingerprint tells them apart:
-        # by the room alone, each would get the other's cache.
-        self.prompt = prompt
-        self.state = self.before = BOOTSTRAPPING  # before: the state that it failed in
-        self.tell_at = 0.0  # when the scheduler may hear of the failure
-        self.reason: str | None = None  # why the room failed
-        self.why: str | None = None  # why this side ends it
-        self.owed = ""  # the kind of completion that the agent owes: "demand", "offer", "load"
-        # The agent knows the request and owes no completion: it needs a cancel if the request ends before its transfer begins.
-        self.known = False
-        self.partial = False  # partial offers were made: their pages may be read
-        self.moved: Callable[[], None] | None = None  # loads the request from another rank, once the load that is under way has ended
-        self.prefix_pages = 0  # pages that the decode engine has already
-        self.token = 0  # marks the room's claim: tells it from the claim of an earlier request in the same room
-        self.deadline = float("inf")
-        self.completion: Any = None
-
-    def fail(self, reason: str) -> None:
-        """Takes the first reason: it is the cause of the others."""
-        if self.state not in (FAILED, SUCCESS):
-            self.before, self.state, self.reason = self.state, FAILED, reason
-            self.tell_at = time.monotonic() + self.rooms.tell_s
-
-    def told(self) -> int:
-        """The state that the scheduler hears."""
-        return self.state if self.state != FAILED or time.monotonic() >= self.tell_at else self.before
 
 
 class Holder:
@@ -225,13 +166,13 @@ class Rooms:
         if room.state == FAILED:
             return
         room.partial = True
-        if not self._try(room, lambda: self._agent.offer_partial([PartialOffer(room.id, blocks, ready, first, room.prompt, after=after)])):
+        if not self._try(room, lambda: self._agent.offer_partial([PartialOffer(room.id, blocks, ready, first, room.mark(), after=after)])):
             self._let_go(room, room.reason or "")
 
     def offer(self, room: Room, blocks: Sequence[Any], first: Sequence[int], after: int = 0) -> None:
         if room.state == FAILED:
             return
-        if self._try(room, lambda: self._agent.offer([Offer(room.id, blocks, first_block=first, prompt=room.prompt, after=after)])):
+        if self._try(room, lambda: self._agent.offer([Offer(room.id, blocks, first_block=first, prompt=room.mark(), after=after)])):
             room.state, room.partial = TRANSFERRING, False
             self._owe(room, "offer", float("inf"))
         else:
@@ -253,8 +194,8 @@ class Rooms:
         """after: the moment after which the pages may be written."""
         if room.state == FAILED:
             return
-        load = Load(room.id, address, engine, blocks, first, prompt=room.prompt, after=after)
-        if self._try(room, lambda: self._agent.start_load([load])):
+        load = functools.partial(Load, room.id, address, engine, blocks, first, after=after)
+        if self._try(room, lambda: self._agent.start_load([load(prompt=room.mark())])):
             room.state = TRANSFERRING
             self._owe(room, "load", self._waiting_timeout_s)
         else:

@@ -5,6 +5,7 @@ What cannot be compared ends the start, or the request. Only a user who names th
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from .. import weights
 from ..checkpoint import NoFingerprint, adapter_fingerprint, model_fingerprint
 from . import pools
 from .parallel import leaf
@@ -198,3 +200,43 @@ class Adapters:
             while len(self._known) > _ADAPTERS:
                 self._known.popitem(last=False)
         return ((prompt ^ int(known[2:18], 16)) or 1 if prompt else 0), ""
+
+
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"  # of one model; a draft model has its own
+
+
+def count_replacements() -> None:
+    """Counts from now on how often this process replaces its weights. Each of SGLang's requests for it reaches all ranks of a server."""
+    module, _, name = _UPDATER.rpartition(".")
+    ways = {
+        "update_weights_from_disk": _from_disk,
+        "update_weights_from_tensor": _replace,
+        "update_weights_from_ipc": _replace,
+        "load_weights_from_distributed": _replace,
+        "receive_weights_from_distributed": lambda call, *_, **__: weights.engine.part(call),
+        "begin_weight_update": lambda call, updater, *_, **__: weights.engine.open(id(updater), call),
+        "end_weight_update": lambda call, updater, *_, **__: weights.engine.close(id(updater), call),
+    }
+    try:
+        updater = getattr(importlib.import_module(module), name)
+        missing = [name for name, how in ways.items() if not weights.follow(updater, name, how)]
+    except (AttributeError, ImportError) as error:
+        raise _uncounted(str(error)) from error
+    if missing:
+        raise _uncounted(f"it has no {', '.join(missing)}")
+
+
+def _uncounted(why: str) -> ValueError:
+    return ValueError(
+        f"kvconn: SGLang's {_UPDATER} is not as kvconn knows it ({why}), so kvconn could not tell when the server replaces its "
+        "weights: it does not work with this SGLang"
+    )
+
+
+def _replace(call: Any, updater: Any, *_: Any, **__: Any) -> Any:
+    return weights.engine.replace(id(updater), call)
+
+
+def _from_disk(call: Any, updater: Any, path: Any, form: Any, name_filter: Any = None, **more: Any) -> Any:
+    # SGLang's own balance of experts reads again what a rank lacks: the weights stay the model's.
+    return call() if more.get("weight_name_filter", name_filter) is not None else _replace(call, updater)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .served import common_ground
+from .served import common_ground, count_replacements
 
 _queue: Any = None  # the queue that makes its manager now
 
@@ -51,6 +51,7 @@ def take(server_args: Any, extra: Mapping[str, Any]) -> Start:
     pool, draft = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
     # The model's files may be others when the engine goes on in its other role. Its weights are those that it started with.
     if not hasattr(scheduler, "kvconn_common"):
+        count_replacements()
         scheduler.kvconn_common = common_ground(server_args, pool, draft, extra)
     return Start(pool, draft, scheduler.model_config, scheduler.kvconn_common, scheduler)
 

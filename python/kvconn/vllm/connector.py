@@ -41,7 +41,7 @@ from .params import (
     sizes,
 )
 from .scheduler import SchedulerSide
-from .served import check_engine
+from .served import check_engine, count_replacements
 from .stats import KVConnPromMetrics, KVConnStats, Recorder
 from .worker import Reports, WorkerSide
 
@@ -156,6 +156,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         else:
             self._rank = rank_of(vllm_config.parallel_config, transfer.engine_id)
             self._config = config = agent_config(vllm_config, kv_cache_config, self._rank, self._name)
+            count_replacements(vllm_config)
             self._worker = WorkerSide(lambda: _open(config, self._name), wait, early == LAYERS)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
             logger.info("model %s, fingerprint %s", config["model"], config.get("model_fingerprint", "none"))

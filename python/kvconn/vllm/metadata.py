@@ -7,13 +7,24 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 
-from ..types import Claim
+from .. import weights
+from ..types import Claim, Load
 
 BlockIds = list[list[int]]  # one list per KV cache group, in the order of the prompt
 
 
+class OfPrompt:
+    """Work about the cache of a prompt. The scheduler side knows the prompt, the worker which weights it has."""
+
+    prompt: int
+
+    def mark(self) -> int:
+        """What the agent is told of the prompt. Raises TransferError if the weights are not to be compared with another engine's."""
+        return weights.engine.of_prompt(self.prompt)
+
+
 @dataclass
-class OfferWork:
+class OfferWork(OfPrompt):
     """Prefill: the request has ended, and these blocks, from first_block on, hold its prompt."""
 
     req_id: str
@@ -24,7 +35,7 @@ class OfferWork:
 
 
 @dataclass
-class PartialWork:
+class PartialWork(OfPrompt):
     """Prefill: a partial offer of a request whose prompt is being computed.
 
     block_ids are the blocks that the worker does not know yet; a group's first ones begin at first_block. before and after
@@ -40,7 +51,7 @@ class PartialWork:
 
 
 @dataclass
-class LoadWork:
+class LoadWork(OfPrompt):
     """Decode: load the prompt's blocks from first_block on into block_ids, as far as num_tokens tokens of the prompt go.
 
     A load without block ids is silent: the prefill engine hears that decode needs nothing, and frees its blocks; vLLM
@@ -59,6 +70,23 @@ class LoadWork:
     @property
     def silent(self) -> bool:
         return not any(self.block_ids)
+
+    def nothing(self) -> LoadWork:
+        """The silent load in the place of one that cannot be made."""
+        return LoadWork(self.req_id, self.transfer_id, self.bootstrap_addr, self.engine_id, [], [])
+
+    def load(self, after: int) -> Load:
+        """What the agent is told. after: the moment after which the blocks may be written."""
+        return Load(
+            self.transfer_id,
+            self.bootstrap_addr,
+            self.engine_id,
+            self.block_ids,
+            self.first_block,
+            tokens=[self.num_tokens] * len(self.block_ids),
+            prompt=0 if self.silent else self.mark(),
+            after=after,
+        )
 
 
 @dataclass

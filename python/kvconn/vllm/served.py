@@ -4,12 +4,15 @@ speculative model.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
+from .. import weights
 from ..checkpoint import NoFingerprint, adapter_fingerprint, model_fingerprint
 
 # Formats in which vLLM loads the weights from the files of the model's folder.
@@ -162,3 +165,71 @@ def check_engine(vllm_config: Any) -> None:
             f"KVConnConnector: MTP of several modules (they look {ahead} tokens ahead) is not supported: unverified drafts would "
             "stay in the decode engine's cache"
         )
+
+
+# The methods by which vLLM's worker replaces weights: in one call each, or between a first and a last one. Not each release has all.
+_RELOAD, _UPDATE, _CLOSE = ("reload_weights",), ("update_weights",), ("finish_weight_update",)
+_OPEN = ("start_weight_update", "start_draft_weight_update")
+_LOSE = ("reset_weights",)  # sets them to zero
+_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+
+
+def count_replacements(vllm_config: Any) -> None:
+    """Counts from now on how often this worker replaces its weights. Each of vLLM's calls reaches all workers of an engine."""
+    place = str(vllm_config.parallel_config.worker_cls)
+    worker = _worker(place)
+    ways = ((_RELOAD, _replace), (_UPDATE, _update), (_OPEN, _open), (_CLOSE, _close), (_LOSE, _lose))
+    found = {name for names, how in ways for name in names if weights.follow(worker, name, how)}
+    if not found.intersection(_RELOAD):
+        raise ValueError(
+            f"KVConnConnector: the worker {place} has no method {_RELOAD[0]}, so kvconn could not tell when it replaces its weights: "
+            "it does not work with this worker"
+        )
+    # What a worker's extension replaces (--worker-extension-cls) it does by the runner or the model.
+    for module in filter(None, map(sys.modules.get, _RUNNERS)):
+        weights.follow(module.GPUModelRunner, "reload_weights", _replace)
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    model, name = get_model_architecture(vllm_config.model_config)
+    if not weights.follow(model, "load_weights", _replace):
+        raise ValueError(
+            f"KVConnConnector: the model {name} has no method load_weights, so kvconn could not tell when its weights are replaced"
+        )
+    weights.started()
+
+
+def _worker(place: str) -> type:
+    module, _, name = place.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ValueError(f"KVConnConnector: the class of vLLM's worker, {place}, is not found: {error}") from error
+
+
+_MODEL = "model"  # a worker has one session at a time, of its model or of its draft model
+
+
+def _replace(call: Any, *_: Any, **__: Any) -> Any:
+    return weights.engine.replace(_MODEL, call)
+
+
+def _update(call: Any, worker: Any, *_: Any, **__: Any) -> Any:
+    return weights.engine.replace(_MODEL, call) if _has_source(worker) else call()
+
+
+def _open(call: Any, worker: Any, *_: Any, **__: Any) -> Any:
+    return weights.engine.open(_MODEL, call) if _has_source(worker) else call()
+
+
+def _has_source(worker: Any) -> bool:
+    """Whether there is somebody to send weights. If not, vLLM refuses the call and nothing changes."""
+    return getattr(worker, "weight_transfer_engine", worker) is not None
+
+
+def _close(call: Any, *_: Any, **__: Any) -> Any:
+    return weights.engine.close(_MODEL, call)
+
+
+def _lose(call: Any, *_: Any, **__: Any) -> Any:
+    weights.engine.lose(_MODEL)
+    return call()

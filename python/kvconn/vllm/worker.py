@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InvalidError
-from ..types import Claim, Load, Offer, PartialOffer
+from ..errors import InvalidError, TransferError
+from ..types import Claim, Offer, PartialOffer
 from .hand_over import hand_over
 from .layout import Heads, make_regions, regions_by_layer
 from .lines import Lines
@@ -222,7 +222,7 @@ class WorkerSide:
         self._agent.offer_partial(
             [
                 PartialOffer(
-                    each.transfer_id, each.block_ids, each.before, each.first_block, each.prompt, each.after if by_layers else (), now
+                    each.transfer_id, each.block_ids, each.before, each.first_block, each.mark(), each.after if by_layers else (), now
                 )
                 for each in works
             ]
@@ -261,7 +261,7 @@ class WorkerSide:
         self._broken.difference_update(work.transfer_id for work in works)
         now = self._moments.now()
         self._agent.offer(
-            [Offer(work.transfer_id, work.block_ids, first_block=work.first_block, prompt=work.prompt, after=now) for work in works]
+            [Offer(work.transfer_id, work.block_ids, first_block=work.first_block, prompt=work.mark(), after=now) for work in works]
         )
         for work in works:
             self._accepted(work)
@@ -275,21 +275,7 @@ class WorkerSide:
 
     def _load_all(self, works: Sequence[LoadWork]) -> None:
         now = self._moments.now()
-        self._agent.start_load(
-            [
-                Load(
-                    work.transfer_id,
-                    work.bootstrap_addr,
-                    work.engine_id,
-                    work.block_ids,
-                    work.first_block,
-                    tokens=[work.num_tokens] * len(work.block_ids),
-                    prompt=work.prompt,
-                    after=now,
-                )
-                for work in works
-            ]
-        )
+        self._agent.start_load([work.load(now) for work in works])
         for work in works:
             self._accepted(work)
 
@@ -298,6 +284,8 @@ class WorkerSide:
         if not work.silent:
             self._recorder.failed("load", reason_of(error))
             self._report_failed(work)
+        if isinstance(error, TransferError):  # of the engine's weights; the prefill engine waits for a load
+            hand_over([work.nothing()], self._load_all, self._accepted, self._load_refused)
 
     def _cancel(self, work: CancelWork) -> None:
         # A load that has ended in the meantime needs no cancel. A prefill request that was never offered needs one: the

@@ -1,0 +1,139 @@
+"""How often the engine of this process has replaced its weights while it ran: a part of each prompt's fingerprint.
+
+When two engines meet, they compare the weights with which they started. What each has replaced since then is not compared
+with the other's. It is counted: an engine that has replaced its weights exchanges caches only with engines that have
+replaced theirs as often. Each replacement reaches all ranks of an engine, so all ranks count the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+from .errors import Status, TransferError
+
+logger = logging.getLogger("kvconn.weights")
+
+
+class Weights:
+    """What has become of an engine's weights since its start. All calls come from the thread that runs the model."""
+
+    def __init__(self) -> None:
+        self.replaced = 0  # replacements that were begun
+        self._sessions: dict[Any, bool] = {}  # models of which parts are replaced one by one, and whether a part has failed
+        self._unsure: set[Any] = set()  # models of which a replacement has begun and has not ended well
+        self._inside = False
+
+    def of_prompt(self, prompt: int) -> int:
+        """A prompt's fingerprint with what became of the weights. If the engine has replaced none, it is that of the prompt itself.
+
+        Raises TransferError if no other engine can be known to have the same weights.
+        """
+        if self._unsure:
+            raise _refused(
+                "this engine's weights are being replaced, or their last replacement has failed: it exchanges no KV cache until one has "
+                "ended well"
+            )
+        if not self.replaced:
+            return prompt
+        if not prompt:  # 0 is equal to each fingerprint
+            raise _refused(
+                f"this engine has replaced its weights {self.replaced} times, and the prompt has no fingerprint (embeddings, or a session) "
+                "by which the other engine could compare that: restart both engines to exchange such caches"
+            )
+        return (prompt ^ int.from_bytes(sha256(b"weights %d" % self.replaced).digest()[:8], "little")) or 1
+
+    def begin(self, model: Any) -> None:
+        """Before anything is replaced: a replacement that fails midway is one too, and leaves weights that no other engine has."""
+        self.replaced += 1
+        self._unsure.add(model)
+        logger.info(
+            "this engine replaces its weights, for the %d. time: from now on it exchanges KV caches only with engines that have replaced "
+            "theirs as often",
+            self.replaced,
+        )
+
+    def lose(self, model: Any) -> None:
+        """The weights are gone until they are replaced."""
+        self._unsure.add(model)
+
+    def end(self, model: Any) -> None:
+        self._unsure.discard(model)
+
+    def replace(self, model: Any, call: Callable[[], Any]) -> Any:
+        """Makes a call that replaces a model's weights, or a part of them: then the session counts."""
+        if self._inside:  # a call of another one that counts already
+            return call()
+        session = model in self._sessions
+        if not session:
+            self.begin(model)
+        self._inside, well = True, False
+        try:
+            result = call()
+            well = not (isinstance(result, tuple) and result and result[0] is False)  # SGLang's form: whether it went well, and a message
+        finally:
+            self._inside = False
+            if session and not well:
+                self._sessions[model] = True
+        if well and not session:
+            self.end(model)
+        return result
+
+    def part(self, call: Callable[[], Any]) -> Any:
+        """Makes a call that brings weights for the models that are replaced in parts."""
+        try:
+            return call()
+        except BaseException:
+            self._sessions = dict.fromkeys(self._sessions, True)
+            raise
+
+    def open(self, model: Any, call: Callable[[], Any]) -> Any:
+        """Makes a call after which a model's weights are replaced in parts."""
+        if self._sessions.get(model) is not False:  # a session that is open already, and has not failed, goes on
+            self.begin(model)
+            self._sessions[model] = True
+        result = call()
+        self._sessions[model] = False
+        return result
+
+    def close(self, model: Any, call: Callable[[], Any]) -> Any:
+        """Makes a call after which all parts are there."""
+        result = call()
+        if not self._sessions.pop(model, True):
+            self.end(model)
+        return result
+
+
+def _refused(reason: str) -> TransferError:
+    return TransferError(reason, code=Status.REFUSED)
+
+
+engine = Weights()  # of this process
+
+
+def started() -> None:
+    """The engine has the weights of its start."""
+    global engine
+    engine = Weights()
+
+
+def follow(cls: type, name: str, how: Callable[..., Any]) -> bool:
+    """Has how(call, self, *args, **kwargs) run around a method of an engine's class. Says whether the class has the method.
+
+    The method is changed once in a process, whatever is made of it there, and for classes that inherit it too.
+    """
+    method = getattr(cls, name, None)
+    if method is None:
+        return False
+    if not hasattr(method, "kvconn_follows"):
+
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return how(lambda: method(self, *args, **kwargs), self, *args, **kwargs)
+
+        run.kvconn_follows = True  # type: ignore[attr-defined]
+        setattr(cls, name, run)
+    return True
