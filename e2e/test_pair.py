@@ -37,7 +37,7 @@ from pair_tests import (
     without,
     words,
 )
-from servers import wait_ready
+from servers import Server, wait_ready
 from vllm_pair import Pair
 
 pytestmark = pytest.mark.usefixtures("servers_live")
@@ -291,3 +291,21 @@ def test_engine_that_does_not_fit(pair: Pair, tmp_path: Path) -> None:
     finally:
         other.stop()
     assert not other.leftovers()
+
+
+def test_weights_that_are_replaced(pair: Pair) -> None:
+    """While one engine has replaced them, a load ends by the policy (fail), with the reason in the log. When both have, it goes well."""
+
+    def replace(server: Server) -> None:
+        status, answer = http_request("POST", server.url + "/collective_rpc", {"method": "reload_weights"}, timeout_s=120)
+        assert status == 200, answer
+
+    for first, second in ((pair.decode, pair.prefill), (pair.prefill, pair.decode)):
+        replace(first)
+        position = pair.decode.log_size()
+        answer = ask(pair.router.url, body(pair, words(300)), timeout_s=30)
+        assert not answer.ok and pair.loads(position) == [], answer
+        wait_until("the reason in the log", lambda at=position: "weights replaced as often" in reasons(pair, at, "was not loaded"), 5)
+        assert alone(pair, body(pair, words(200))).ok
+        replace(second)
+        serves(pair)

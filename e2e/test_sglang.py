@@ -6,6 +6,7 @@ idle, and ends when a page or a request's slot is missing: so a server that live
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import threading
@@ -17,8 +18,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from asking import wait_until
-from servers import leaving_nothing, wait_ready
+from asking import request, wait_until
+from servers import Server, leaving_nothing, wait_ready
 from sglang_servers import POOL, Alone, Reply, SGLangPair, post, prompt
 
 CHUNK = 256
@@ -194,3 +195,18 @@ def test_unwanted_request_at_prefill_only(pair: SGLangPair, alone: Alone) -> Non
     answers = [post(pair.prefill.url, pair.body(prompt(1900, f"unwanted {n}")), hang_up_s=0.5) for n in range(4)]
     assert not any(answer.ok for answer in answers)
     same(pair, alone, prompt(300, "after the unwanted"))
+
+
+def test_weights_that_are_replaced(pair: SGLangPair, alone: Alone) -> None:
+    """While one server has replaced them, a request fails with the reason. When both have, the text is the single server's again."""
+
+    def replace(server: Server) -> None:
+        status, answer = request("POST", server.url + "/update_weights_from_disk", {"model_path": pair.model}, timeout_s=120)
+        assert status == 200 and json.loads(answer)["success"], answer
+
+    for first, second in ((pair.decode, pair.prefill), (pair.prefill, pair.decode)):
+        replace(first)
+        reply = pair.ask(prompt(300, f"only {first.name}"))
+        assert not reply.ok and "and weights replaced as often" in reply.error, reply
+        replace(second)
+        same(pair, alone, prompt(300, f"{second.name} too"))

@@ -87,6 +87,7 @@ NEW_REQUEST = "vllm.v1.core.sched.output:NewRequestData"
 CACHED_REQUESTS = "vllm.v1.core.sched.output:CachedRequestData"
 BACKEND = "vllm.v1.attention.backend:AttentionBackend"
 LAYER = "vllm.model_executor.layers.attention.attention:Attention"
+RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 SGLANG_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 SGLANG_WORKER = "sglang.srt.managers.tp_worker:TpModelWorker"

@@ -7,24 +7,27 @@ import inspect
 import re
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 import pytest
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed here: these run in the environment of `make e2e-sglang`", allow_module_level=True)
 
+import like as sglang
 import sglang_engine
 import torch
+from like import like
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.environ import envs
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_parallel
 from sglang_engine import Group, engine, mha, send, settings, start
 from test_sglang_caches import SPLITS, dsa, mamba
 
-from kvconn import IndexKind
+from kvconn import IndexKind, TransferError, weights
 from kvconn.sglang.conn import KVConnManager
 from kvconn.sglang.params import for_gpu
 
@@ -267,3 +270,92 @@ def test_devices_that_are_not_right(option: str, says: str, monkeypatch: pytest.
     monkeypatch.setenv("KVCONN_SGLANG_CONFIG", '{"rdma_devices": ["mlx5_9"]}')
     with pytest.raises(ValueError, match=says):
         start("decode", lambda: mha(0, 2), disaggregation_ib_device=option)
+
+
+class Model(torch.nn.Module):
+    """A model whose weights may be bad."""
+
+    def load_weights(self, tensors: Any) -> None:
+        if any(name == "bad" for name, _ in tensors):
+            raise RuntimeError("no such tensor")
+
+
+def updater(**more: Any) -> WeightUpdater:
+    """SGLang's own, of a model on the CPU."""
+    model = Model()
+    fields = {"tp_rank": 0, "device": "cpu", "gpu_id": 0, "custom_weight_loaders": {}, "get_model": lambda: model, **more}
+    config = like(sglang.SGLANG_MODEL_CONFIG, model_path="", dtype=torch.float32, hf_config=None, revision=None)
+    fields |= dict.fromkeys(("update_model_fields", "recapture_cuda_graph", "get_model_runner"), lambda *_, **__: None)
+    return WeightUpdater(**fields, model_config=config)
+
+
+def replaced() -> int:
+    """How often weights were replaced, all to the end."""
+    weights.engine.of_prompt(7)
+    return weights.engine.replaced
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A rank that SGLang's queue has started: the process counts from then on."""
+    monkeypatch.setattr(weights, "engine", weights.Weights())
+    rank = start("decode", lambda: mha(0, 2))
+    with settings("decode"):
+        yield rank
+    rank.manager.teardown()
+
+
+GOOD, BAD = [("good", torch.zeros(1))], [("bad", torch.zeros(1))]
+
+
+def test_weights_that_are_sent(counts: Any) -> None:
+    """In parts, between a first and a last request. SGLang ends them as if all parts were there."""
+    one = updater()
+    for session, parts in enumerate(([GOOD, GOOD], [GOOD, BAD, GOOD], [GOOD]), 1):
+        one.begin_weight_update()
+        for number, part in enumerate(parts):
+            if part is BAD:
+                assert not one.load_weights_from_distributed(part)[0]
+            else:
+                assert (one.load_weights_from_distributed if number else one.update_weights_from_tensor)(part)[0]
+            with pytest.raises(TransferError):
+                replaced()
+        one.end_weight_update(run_post_load=False)
+        if BAD in parts:
+            with pytest.raises(TransferError, match="their last replacement has failed"):
+                replaced()
+        else:
+            assert replaced() == session
+    one.begin_weight_update()
+    with pytest.raises(AssertionError, match="Group none not in"):
+        one.receive_weights_from_distributed(names=[], dtypes=[], shapes=[], group_name="none")
+    one.end_weight_update(run_post_load=False)
+    with pytest.raises(TransferError):
+        replaced()
+
+
+def test_weights_from_disk(counts: Any, tmp_path: Path) -> None:
+    """Some experts, which a rank lacks, are those that the engine had. (SGLang refuses weights of this format.)"""
+    one = updater()
+    assert not one.update_weights_from_disk(str(tmp_path), "dummy", weight_name_filter=lambda _: True)[0]
+    assert replaced() == 0
+    assert not one.update_weights_from_disk(str(tmp_path), "dummy")[0]
+    with pytest.raises(TransferError, match="their last replacement has failed"):
+        replaced()
+    assert weights.engine.replaced == 1
+
+
+def test_count_outlives_a_change_of_role(counts: Any, port: int) -> None:
+    one = updater()
+    one.begin_weight_update()
+    one.end_weight_update(run_post_load=False)
+    with engine(port) as ranks:
+        ranks.append(start("prefill", lambda: mha(0, 2), scheduler=counts.queue.scheduler, disaggregation_bootstrap_port=port))
+        assert replaced() == 1
+
+
+@pytest.mark.parametrize("name", ["update_weights_from_disk", "begin_weight_update"])
+def test_sglang_of_which_nobody_could_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(WeightUpdater, name)
+    with pytest.raises(ValueError, match=rf"WeightUpdater is not as kvconn knows it \(it has no {name}\)"):
+        start("decode", lambda: mha(0, 2))

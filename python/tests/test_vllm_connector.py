@@ -25,9 +25,11 @@ from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 import kvconn
+from kvconn import weights
 from kvconn.vllm.metadata import KVConnMetadata, LoadWork, OfferWork, PartialWork
 
 BLOCKS = 8
@@ -282,3 +284,29 @@ def test_unknown_setting_ends_the_start(make: Callable[..., Worker], role: str) 
     """The error names the key. An engine that ignored the key would do other than it was told."""
     with pytest.raises(kvconn.ConfigError, match='"peer_timeout"'):
         make(role, {"peer_timeout": 3})
+
+
+def test_engine_that_has_replaced_its_weights(make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own call. It refuses a prompt without a fingerprint, and the other engine hears of it."""
+    monkeypatch.setattr(weights, "engine", weights.Weights())
+    p, d = make("kv_producer"), make("kv_consumer")
+    carry(p, d)
+    made = d.connector._vllm_config
+    one = object.__new__(resolve_obj_by_qualname(made.parallel_config.worker_cls))
+    one.vllm_config, one.model_runner = made, like(vllm.RUNNER, reload_weights=lambda: None)
+    former = weights.engine
+    weights.started()
+    one.reload_weights()
+    replaced = weights.engine
+    assert replaced.replaced == 1
+    weights.engine = former
+    p.offer("decode", [3, 4])
+    weights.engine = replaced
+    assert d.load("decode", p, [7, 0]) == {7, 0}
+    weights.engine = former
+    assert p.is_sent("decode")
+    weights.engine = replaced
+    assert p.step(KVConnMetadata(offers=[OfferWork("prefill", "prefill", [[3, 4]], [0])]))[0] == {"prefill"}
+    weights.engine = former
+    assert d.load("prefill", p, [7, 0]) == {7, 0}
+    carry(p, d)

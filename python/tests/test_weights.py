@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Callable
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_fingerprints_that_cannot_be_compared_are_not_said() -> None:
     """0 is equal to each fingerprint."""
     engine = Weights()
     replace(engine)
-    with pytest.raises(TransferError, match=r"replaced its weights 1 times, and the prompt has no fingerprint \(embeddings"):
+    with pytest.raises(TransferError, match=r"replaced its weights since its start, and the prompt has no fingerprint \(embeddings"):
         engine.of_prompt(0)
 
 
@@ -70,13 +71,13 @@ def fails() -> None:
 def test_replacement_that_fails_fits_no_other_engine(failure: Callable[[], Any]) -> None:
     """Until the next one ends well."""
     engine, other = Weights(), Weights()
-    for call in (failure, lambda: (True, "")):
-        try:
-            engine.replace("model", call)
-        except RuntimeError:
-            with pytest.raises(TransferError):
-                engine.of_prompt(PROMPT)
-        replace(other)
+    with contextlib.suppress(RuntimeError):
+        engine.replace("model", failure)
+    with pytest.raises(TransferError, match="their last replacement has failed"):
+        engine.of_prompt(PROMPT)
+    replace(engine, (True, ""))
+    replace(other)
+    replace(other)
     assert engine.of_prompt(PROMPT) == other.of_prompt(PROMPT), "each call counts, so that all ranks count the same"
 
 
@@ -236,20 +237,27 @@ def test_rooms_of_engines_that_replace_their_weights(engines: Engines) -> None:
     empty(p, d)
 
 
-def test_weights_that_are_replaced_between_a_prompt_s_chunks(engines: Engines) -> None:
+@pytest.mark.parametrize("between", [True, False])
+def test_weights_that_are_replaced_between_a_prompt_s_chunks(engines: Engines, between: bool) -> None:
     """The first chunk's pages are of other weights than the rest."""
     p, d = engines.p, engines.d
+
+    def replace_all(now: bool) -> None:
+        for each in engines.weights.values() if now else ():
+            replace(each)
+
+    replace_all(not between)
     at_p, at_d = both(p, d, 1, (7, 7))
     engines.of(d).load(at_d, p.address, [1, 2], 1)
     p.until(at_p, WAITING)
     chunks = Chunks(p.layout, 2, 0)
     chunks.add(ids([4], "pages"))
     engines.of(p).rooms.offer_partial(at_p, *chunks.partial_offer(ids([4], "pages")))
-    for each in engines.weights.values():
-        replace(each)
+    replace_all(between)
     chunks.add(ids([5], "pages"))
     p.rooms.offer(at_p, *chunks.offer([], 1))
-    assert engines.ended(at_p, at_d)[0] == FAILED
+    state, reason = engines.ended(at_p, at_d)
+    assert state == (FAILED if between else SUCCESS), reason
     empty(p, d)
 
 
