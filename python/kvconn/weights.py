@@ -41,8 +41,8 @@ class Weights:
             return prompt
         if not prompt:  # 0 is equal to each fingerprint
             raise _refused(
-                "this engine has replaced its weights since its start, and the prompt has no fingerprint (embeddings, or a session) that could "
-                "tell the other engine: restart both engines to exchange such caches"
+                "this engine has replaced its weights since its start, and the prompt has no fingerprint (embeddings, or a session) that "
+                "could tell the other engine: restart both engines to exchange such caches"
             )
         return (prompt ^ int.from_bytes(sha256(b"weights %d" % self.replaced).digest()[:8], "little")) or 1
 
