@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"context"
 	"crypto/hmac"
 	"errors"
 	"fmt"
@@ -164,11 +165,12 @@ func (s *sender) enlist(st *outStream, attempt uint64) {
 	p := st.peer
 	slot := &p.slots[st.number]
 	if old := slot.stream; old != nil {
-		old.dead = true
+		old.die()
 		old.drop()
 		s.discount(old)
 		s.t.cfg.Logger.Debug("stream replaced", zap.String("peer", string(p.id)), zap.Int("number", st.number))
 	}
+	st.life, st.end = context.WithCancel(s.t.ctx)
 	s.count(st)
 	slot.attempt, slot.stream = attempt, st
 	for _, out := range p.byGrant {

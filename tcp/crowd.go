@@ -34,7 +34,7 @@ func (s *sender) makeRoom(p *outPeer, from netip.Prefix) bool {
 	if gives == nil {
 		return false
 	}
-	gives.dead = true
+	gives.die()
 	gives.drop()
 	gives.peer.slots[gives.number].stream = nil
 	s.discount(gives)

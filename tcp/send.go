@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -62,9 +63,11 @@ type outStream struct {
 	number int
 	offset uint64 // of the next frame, as D counts received bytes
 	dead   bool
-	acked  uint64   // bytes that D's kernel had acknowledged at the last look
-	still  int      // looks since without any
-	rested []random // transfers that rested when it was opened: the stream is to say of each that it lives
+	life   context.Context // ends when dead is set
+	end    func()          // ends it
+	acked  uint64          // bytes that D's kernel had acknowledged at the last look
+	still  int             // looks since without any
+	rested []random        // transfers that rested when it was opened: the stream is to say of each that it lives
 	// vec[0] is the frame's header in hdr.
 	vec     []iovec
 	hdr     [headerSize]byte
@@ -136,6 +139,12 @@ func (p *outPeer) closeAll() {
 			st.conn.Close()
 		}
 	}
+}
+
+// die says that the stream is over; sender.mu is held.
+func (st *outStream) die() {
+	st.dead = true
+	st.end()
 }
 
 // drop ends a connection that has nothing worth sending any more.
@@ -254,7 +263,7 @@ func (s *sender) streamEnded(st *outStream, err error) {
 		s.mu.Unlock()
 		return
 	}
-	st.dead = true
+	st.die()
 	st.conn.Close() // not before: the stream's other goroutine would take this for the cause
 	p := st.peer
 	p.slots[st.number].stream = nil

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/internal/nettest"
 )
 
 // stream is P's stream of number 0 to a peer, once it is there.
@@ -120,5 +121,30 @@ func TestStopEndsTheWaitForASlot(t *testing.T) {
 	move(t, p, d, "u")
 	if p.stream(t, "d") != st {
 		t.Error("the stream was opened anew")
+	}
+}
+
+// TestStreamEndsTheWaitForASlot: a frame that waits for a slot leaves the queue when its stream ends. Its bytes go by the stream that
+// D opens anew.
+func TestStreamEndsTheWaitForASlot(t *testing.T) {
+	leaktest.Check(t)
+	p, m, back := noSlots(t, Config{DialTimeout: bound, StallTimeout: time.Hour})
+	d := newAgent(t, Config{Streams: 1, DialTimeout: bound, StallTimeout: time.Hour})
+	p.sender.grace = bound
+	way := nettest.Forward(t, p.Endpoint())
+	start(t, p, d, way.Addr(), "t", allBlocks(1))
+	until(t, "the frame waits", func() bool { return m.waits.Load() == 1 })
+	way.Cut()
+	until(t, "the frame waits on another stream, and on none before", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		return m.waits.Load() == 2 && p.sender.byID["t"].frames == 1
+	})
+	back()
+	if o := d.sink.Wait("received", "t", 1); o.Err != nil {
+		t.Error(o.Err)
+	}
+	if o := p.sink.Wait("written", "t", 1); o.Err != nil {
+		t.Error(o.Err)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"slices"
 	"syscall"
@@ -194,11 +195,11 @@ func (c *source) slot(device int) (Slot, error) {
 }
 
 // wait waits for a slot, in one place of the queue. A frame of which nothing is written waits as
-// long as its transfer lives. Within a frame D waits too: for StallTimeout, and for stopGrace
-// when the transfer was given up.
+// long as its transfer and its stream live. Within a frame D waits too: for StallTimeout, and for
+// stopGrace when the transfer was given up.
 func (c *source) wait(device int) (Slot, error) {
 	t := c.w.s.t
-	ctx, cancel := context.WithCancelCause(t.ctx)
+	ctx, cancel := context.WithCancelCause(c.w.st.life)
 	defer cancel(nil)
 	over, grace := errGivenUp, time.Duration(0)
 	if c.done > 0 {
@@ -219,6 +220,8 @@ func (c *source) wait(device int) (Slot, error) {
 		return slot, nil
 	case c.done > 0 && context.Cause(ctx) == over:
 		return nil, over
+	case c.w.st.life.Err() != nil && t.ctx.Err() == nil: // the bytes go by D's next stream
+		return nil, net.ErrClosed
 	}
 	return nil, t.noSlot(err)
 }
