@@ -30,6 +30,7 @@ type hostileP struct {
 	t       *testing.T
 	answers [2][3][]byte // to hello, load and renew
 	arrives bool         // the bytes of a load that P has accepted land
+	looks   sync.RWMutex // held while the machine's actions are begun: loads and claims that begin together share a look-up
 
 	mu     sync.Mutex
 	asked  map[wire.Kind]int
@@ -41,6 +42,8 @@ type hostileP struct {
 const hostileID = "HOSTILE"
 
 func (p *hostileP) Lookup(context.Context, core.Target) (*wire.Agent, core.Via, error) {
+	p.looks.RLock()
+	defer p.looks.RUnlock()
 	h := helloOf(func(h *wire.Agent) { h.ID, h.EngineID, h.Endpoints[0].Address = hostileID, "p", "127.0.0.1:1" }).Hello
 	h.Shapes[1].BlockStride, h.Shapes[1].NumBlocks = 8, 99
 	return h, "via", nil
@@ -198,9 +201,11 @@ func answerMessages(t *testing.T, arrives bool, answers [2][3][]byte) answered {
 	perform := func() {
 		for range 1000 {
 			list, _ := a.halves.take()
+			p.looks.Lock()
 			for _, act := range list {
 				a.perform(act)
 			}
+			p.looks.Unlock()
 			a.halves.performed()
 			a.wg.Wait()
 			if a.halves.mu.Lock(); len(a.halves.actions) == 0 {
