@@ -9,8 +9,8 @@ import (
 	"github.com/kvconn/kvconn/internal/faulttest"
 )
 
-// defects are the places of internal/fault in what peers say, each with the test that finds it;
-// and two of core, which the fuzz of a hostile prefill engine's answers must find too.
+// defects are the places of internal/fault in what peers say, and where an agent looks at its own memory, each with the test that
+// finds it; and two of core, which the fuzz of a hostile prefill engine's answers must find too.
 var defects = []faulttest.Defect{
 	{"node-from-believed", "TestSeedsOfFuzzServe"},
 	{"node-hello-is-use", "TestHellosMakeRoom"},
@@ -18,6 +18,9 @@ var defects = []faulttest.Defect{
 	{"node-guests-unbounded", "TestGuestsLeaveRoom"},
 	{"node-answers-of-others", "TestSeedsOfFuzzAnswers"},
 	{"node-no-ticket", "TestSeedsOfFuzzAnswers"},
+	{"node-load-unlooked", "TestMemoryIsLookedAt"},
+	{"node-write-unlooked", "TestMemoryIsLookedAt"},
+	{"node-more-unlooked", "TestMemoryIsLookedAt"},
 	{"waits-for-slow", "TestSeedsOfFuzzAnswers"},
 	{"no-fence", "TestSeedsOfFuzzAnswers"},
 }
