@@ -43,6 +43,7 @@ func TestMain(m *testing.M) {
 	withOrphan()
 	reusing()
 	sharing()
+	doomed()
 	underYama()
 	os.Exit(m.Run())
 }
