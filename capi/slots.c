@@ -236,18 +236,32 @@ volatile uint8_t *slot_written_address(kvconn_agent agent) {
   return s == NULL || !can_order_stores() ? NULL : (volatile uint8_t *)s->written;
 }
 
+/* Of a region in slot_take_written's list: what its mark counts for is a device's work. */
+static const uint32_t ON_DEVICE = 1u << 31;
+_Static_assert(KVCONN_MAX_REGIONS <= 1u << 31, "a region's number leaves room for ON_DEVICE");
+
 size_t slot_take_written(kvconn_agent agent, uint32_t *regions, uint64_t *moments, size_t capacity) {
   struct slot *s = acquire(agent);
   if (s == NULL) return 0;
-  size_t found = 0;
+  size_t found = 0, stored = 0;
   for (uint32_t i = 0; i < s->num_regions && found < capacity; i++)
     if (atomic_load_explicit(&s->written[i], memory_order_relaxed) != 0 && atomic_exchange(&s->written[i], 0) != 0) {
+      int on_device = s->device_of != NULL && s->device_of[i] > 0;
+      stored += !on_device;
       moments[found] = s->after == NULL ? 0 : s->after[i];
-      regions[found++] = i;
+      regions[found++] = i | (on_device ? ON_DEVICE : 0);
       if (s->after != NULL) s->after[i] = 0;
     }
   pthread_mutex_unlock(&s->lock);
-  return found > 0 && order_stores() ? found : 0; /* what cannot be read yet goes with the offer */
+  /* No store of the host's wrote device memory, and its moment orders what did. */
+  int ordered = stored == 0 || order_stores();
+  size_t kept = 0;
+  for (size_t k = 0; k < found; k++)
+    if (ordered || regions[k] & ON_DEVICE) { /* what cannot be read yet goes with the offer */
+      moments[kept] = moments[k];
+      regions[kept++] = regions[k] & ~ON_DEVICE;
+    }
+  return kept;
 }
 
 int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t num_regions, uint64_t moment) {

@@ -6,6 +6,7 @@ import ctypes as c
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import kvconn
 
 LAYERS, BLOCKS, BLOCK = 2, 16, 64 << 10
 DOUBLE = Path(os.environ.get("KVCONN_LIBCUDA", ""))  # the library reads the environment that its process began with
+REFUSED = "KVCONN_TEST_NO_MEMBARRIER"  # names what the process may not call
 
 pytestmark = pytest.mark.skipif(not DOUBLE.is_file(), reason="NOT RUN: the driver double is not built, see `make gpu-double`")
 
@@ -159,6 +161,52 @@ def test_layers_are_marked_on_their_stream(gpu: Gpu, sides: tuple[DeviceSide, De
     p.agent.offer([kvconn.Offer("t", [[4]], after=p.agent.moment(0, stream))])
     assert d.finished("t").ok and p.finished("t").ok
     assert [gpu.wrong(d.device.block(layer, 9), 70 + layer) for layer in range(LAYERS)] == [0] * LAYERS
+
+
+def test_layers_go_before_their_offer(gpu: Gpu, sides: tuple[DeviceSide, DeviceSide]) -> None:
+    """What a layer's mark says is ready moves while the step runs, and no other call comes."""
+    p, d = sides
+    stream = gpu.stream()
+    load(p, d, [9])
+    p.until("offers_under_way", 1)  # from then on what is ready moves at once
+    p.agent.offer_partial([kvconn.PartialOffer("t", [[4]], ready=[0], computing=[1])])
+    for layer in range(LAYERS):
+        gpu.kernel(stream, p.device.block(layer, 4), 90 + layer)
+        p.agent.written_on((layer,), stream)
+        deadline = time.monotonic() + 30
+        while gpu.wrong(d.device.block(layer, 9), 90 + layer):
+            assert time.monotonic() < deadline, (layer, p.agent.stats())
+            time.sleep(0.001)
+    p.agent.offer([kvconn.Offer("t", [[4]], after=p.agent.moment(0, stream))])
+    assert d.finished("t").ok and p.finished("t").ok
+
+
+# Refuses membarrier(2) to a process, as the filters of some containers do.
+NO_MEMBARRIER = """
+import ctypes as c, errno, os, platform, struct, sys
+number = {"x86_64": 324, "aarch64": 283}[platform.machine()]
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | errno.EPERM), (0x06, 0, 0, 0x7FFF0000)]
+rules = c.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in code))
+program = c.create_string_buffer(struct.pack("HxxxxxxP", len(code), c.addressof(rules)))
+libc = c.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(c.get_errno())
+assert libc.syscall(c.c_long(number), 0, 0, 0) == -1 and c.get_errno() == errno.EPERM
+"""
+
+
+def test_layers_need_no_membarrier() -> None:
+    """What a host's stores need to be seen in order is nothing that a device's work needs."""
+    code = NO_MEMBARRIER + "import pytest\nsys.exit(pytest.main(sys.argv[1:]))"
+    tests = [f"{__file__}::{test.__name__}" for test in (test_no_marks_of_stores, test_layers_go_before_their_offer)]
+    argv = [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(argv, env={**os.environ, REFUSED: "1"}, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_no_marks_of_stores(sides: tuple[DeviceSide, DeviceSide]) -> None:
+    """Where membarrier(2) is refused there are no bytes to store marks at, and only there."""
+    p, _ = sides
+    assert len(p.agent.written) == (0 if REFUSED in os.environ else LAYERS)
 
 
 def test_moments_that_cannot_be(gpu: Gpu, sides: tuple[DeviceSide, DeviceSide]) -> None:
