@@ -18,9 +18,6 @@ var copyKernel string
 // NoKernel says why the device has no copy kernel: then the driver's own copies do all. It is nil if the device has one.
 func (d *Device) NoKernel() error { return d.noKernel }
 
-// UseKernel lets a test do without the copy kernel.
-func UseKernel(on bool) { C.kvg_use_kernel(flag(on)) }
-
 func flag(on bool) C.int {
 	if on {
 		return 1

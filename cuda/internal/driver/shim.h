@@ -35,7 +35,6 @@ int kvg_in_process(const char *name); /* somebody has opened it; does not open i
 int kvg_has_batch(void);
 void kvg_use_batch(int on); /* of tests */
 void kvg_kernel_text(const char *ptx); /* is kept; before the first device is opened */
-void kvg_use_kernel(int on);           /* of tests */
 int kvg_version(int *version);
 kvg_status kvg_start(void); /* cuInit */
 

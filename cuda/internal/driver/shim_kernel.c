@@ -24,10 +24,8 @@ enum { PIECE_BYTES = 64 << 10 };
 enum { HOST_MEAN = 64 << 10, DEVICE_MEAN = 2 << 20, ODD_MEAN = 2 << 10 };
 
 static const char *text; /* copy.ptx */
-static int unused;
 
 void kvg_kernel_text(const char *ptx) { text = ptx; }
-void kvg_use_kernel(int on) { unused = !on; }
 
 /* The driver compiles it for the device, and keeps what it made in the user's cache. Without it the driver's own copies do all. */
 void kvg_kernel_open(struct kvg_device *d) {
@@ -51,7 +49,7 @@ kvg_status kvg_no_kernel(struct kvg_device *d) { return d->no_kernel; }
 int kvg_kernel_suits(const struct kvg_device *d, const kv_ptr *from, const kv_ptr *to, const size_t *sizes, int n, int host) {
   size_t bytes = 0;
   kv_ptr bits = 0;
-  if (d->kernel == NULL || unused || n < 2) return 0;
+  if (d->kernel == NULL || n < 2) return 0;
   for (int i = 0; i < n; i++) bytes += sizes[i], bits |= from[i] | to[i] | sizes[i];
   size_t most = bits & 15 ? ODD_MEAN : host ? HOST_MEAN : DEVICE_MEAN;
   return bytes <= most * (size_t)n;
