@@ -236,23 +236,32 @@ volatile uint8_t *slot_written_address(kvconn_agent agent) {
   return s == NULL || !can_order_stores() ? NULL : (volatile uint8_t *)s->written;
 }
 
-static int in_device_memory(const struct slot *s, uint32_t region) { return s->device_of != NULL && s->device_of[region] != 0; }
+/* Of a region in slot_take_written's list: its mark has a moment. */
+static const uint32_t HAS_MOMENT = 1u << 31;
+_Static_assert(KVCONN_MAX_REGIONS <= 1u << 31, "a region's number leaves room for HAS_MOMENT");
 
 size_t slot_take_written(kvconn_agent agent, uint32_t *regions, uint64_t *moments, size_t capacity) {
   struct slot *s = acquire(agent);
   if (s == NULL) return 0;
-  size_t found = 0, ordered = 0; /* those in device memory come first: their moments order them, and no barrier does */
-  for (int device = 1; device >= 0; device--) {
-    for (uint32_t i = 0; i < s->num_regions && found < capacity; i++)
-      if (in_device_memory(s, i) == device && atomic_load_explicit(&s->written[i], memory_order_relaxed) != 0 && atomic_exchange(&s->written[i], 0) != 0) {
-        moments[found] = s->after == NULL ? 0 : s->after[i];
-        regions[found++] = i;
-        if (s->after != NULL) s->after[i] = 0;
-      }
-    if (device) ordered = found;
-  }
+  size_t found = 0, stored = 0;
+  for (uint32_t i = 0; i < s->num_regions && found < capacity; i++)
+    if (atomic_load_explicit(&s->written[i], memory_order_relaxed) != 0 && atomic_exchange(&s->written[i], 0) != 0) {
+      moments[found] = s->after == NULL ? 0 : s->after[i];
+      stored += moments[found] == 0;
+      regions[found] = i | (moments[found] == 0 ? 0 : HAS_MOMENT);
+      found++;
+      if (s->after != NULL) s->after[i] = 0;
+    }
   pthread_mutex_unlock(&s->lock);
-  return found == ordered || order_stores() ? found : ordered; /* what cannot be read yet goes with the offer */
+  /* A moment orders a device's work, and no store of the host's needs to be seen. */
+  int ordered = stored == 0 || order_stores();
+  size_t kept = 0;
+  for (size_t k = 0; k < found; k++)
+    if (ordered || regions[k] & HAS_MOMENT) { /* what cannot be read yet goes with the offer */
+      moments[kept] = moments[k];
+      regions[kept++] = regions[k] & ~HAS_MOMENT;
+    }
+  return kept;
 }
 
 int slot_mark_written(kvconn_agent agent, const uint32_t *regions, size_t num_regions, uint64_t moment) {

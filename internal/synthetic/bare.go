@@ -45,6 +45,9 @@ func (p *Pool) share(ids []core.BlockID, stream, streams int) []piece {
 
 // move is the loop of one end of one connection.
 func move(trap uintptr, fd int, list []piece) error {
+	if len(list) == 0 { // more connections than blocks
+		return nil
+	}
 	per := max(1, min(bareVector, bareBytes/int(list[0].len)))
 	for len(list) > 0 {
 		v := list[:min(per, len(list))]

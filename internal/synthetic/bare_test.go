@@ -30,7 +30,7 @@ func TestBareLoop(t *testing.T) {
 	if _, err := peer.Ask(Order{Op: "offer", ID: "t", Transfer: 5, Count: count}); err != nil {
 		t.Fatal(err)
 	}
-	for _, streams := range []int{1, 2, 5} {
+	for _, streams := range []int{1, 2, 5, 3 * layers * count} {
 		pool, err := NewPool(layers, blocks, block)
 		if err != nil {
 			t.Fatal(err)
