@@ -33,7 +33,8 @@ uint32_t slot_regions(kvconn_agent agent);
 volatile uint8_t *slot_written_address(kvconn_agent agent);
 
 /* Clears the marks and gives their regions, in ascending order, and the moments from which on they count, at most
-   capacity; returns how many they are. What the host stored before a mark is seen after it. */
+   capacity; returns how many they are. What the host stored before a mark is seen after it: where nothing here orders a
+   host's stores, the marks of regions in host memory are lost, and those of regions in device memory are not. */
 size_t slot_take_written(kvconn_agent agent, uint32_t *regions, uint64_t *moments, size_t capacity);
 
 /* Marks regions that count from a moment on. 0, or -1 when the handle is stale, -2 when a region is not in device memory. */

@@ -63,6 +63,28 @@ func TestKernelBounds(t *testing.T) {
 	}
 }
 
+// TestKernelBoundWithinADevice: pieces that stay on the device may be of 2 MiB in the mean.
+func TestKernelBoundWithinADevice(t *testing.T) {
+	const n, most = 8 << 20, 2 << 20
+	e, d := open(t, Options{})
+	o := start(t, 0)
+	at, to := o.memory("allocate", n, 3), memory(t, e, d, n)
+	p := o.openAll(d)
+	for bytes, launches := range map[int]uint64{most: 1, most + 16: 0} {
+		got := callsIn(e, "cuLaunchKernel", func() {
+			if err := run(t, d.Transfer("a", FromPeer), Copy{Peer: p, Runs: apart(at, 2, bytes), To: apart(to, 2, bytes)}); err != nil {
+				t.Fatal(err)
+			}
+		})
+		if got != launches {
+			t.Errorf("2 pieces of %d bytes: %d launches, want %d", bytes, got, launches)
+		}
+	}
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestKernelOfPeers: a peer's memory on this GPU is read by the kernel, in pieces of 64 KiB; on another GPU the driver's own copies find the way.
 func TestKernelOfPeers(t *testing.T) {
 	const n, bytes = 4 << 20, 300<<10 + 16

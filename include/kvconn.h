@@ -304,8 +304,8 @@ int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *par
  * registered regions, they mean nothing.
  *
  * The result is NULL, with a reason for kvconn_last_error, when the handle is not open, or when the kernel refuses
- * membarrier(2), which the agent needs to read the cache as it was stored. The engine then calls kvconn_offer_partial
- * for each layer.
+ * membarrier(2), which the agent needs to read a cache in host memory as it was stored. The engine then calls
+ * kvconn_offer_partial for each layer. kvconn_written_after and kvconn_written_on need no membarrier(2).
  */
 volatile uint8_t *kvconn_written_address(kvconn_agent agent);
 
@@ -386,9 +386,12 @@ int32_t kvconn_next_log(char *buffer, size_t capacity);
  * Ends every transfer with the code KVCONN_AGENT_CLOSED, waits until no byte can land any more, and frees the agent.
  * Completions that are not collected are lost with the handle. The call takes at most close_timeout_s, and ten
  * seconds more if the embedded server does not stop. At its end the event fd becomes readable once more and is
- * closed; the handle is stale. A GPU that does nothing may never end a copy that it was given: then the call fails
- * within its time with KVCONN_ERR_SYSTEM and the device in its message. The copy may still land, so the registered
- * memory must stay as it is until the process ends.
+ * closed; the handle is stale.
+ *
+ * If a GPU does not answer, the call cannot promise that no byte lands. It returns within the same time, with
+ * KVCONN_ERR_SYSTEM and the device's number in the reason, and the handle is stale all the same. That GPU may still
+ * read and write the registered memory that lies on it. So that memory must be neither freed nor used again while the
+ * process lives. The library keeps its own pinned memory, which the GPU may use too.
  */
 int32_t kvconn_close(kvconn_agent agent);
 

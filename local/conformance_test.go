@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 	withOrphan()
 	reusing()
 	sharing()
-	deviceSharing()
+	doomed()
 	underYama()
 	os.Exit(m.Run())
 }

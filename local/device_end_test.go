@@ -39,8 +39,12 @@ func startGPU(t *testing.T, id core.AgentID, device int, cfg Config, o cuda.Opti
 	return a
 }
 
+func (a *onGPU) layout() (*core.Layout, error) {
+	return core.NewLayout([]core.Region{{Name: "cache of " + string(a.id), Base: uint64(a.at), BlockStride: deviceBytes / 4, BlockBytes: deviceBytes / 4, NumBlocks: 4, Memory: core.DeviceMemory(0)}})
+}
+
 func (a *onGPU) open(cfg Config, o cuda.Options) error {
-	l, err := core.NewLayout([]core.Region{{Name: "cache of " + string(a.id), Base: uint64(a.at), BlockStride: deviceBytes / 4, BlockBytes: deviceBytes / 4, NumBlocks: 4, Memory: core.DeviceMemory(0)}})
+	l, err := a.layout()
 	if err != nil {
 		return err
 	}

@@ -7,44 +7,45 @@ import (
 	"fmt"
 	"os"
 	"testing"
+	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/cuda/testdouble"
+	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 )
 
-// deviceSharingEnv tells a test binary to be a prefill agent over device memory of a kind.
-const deviceSharingEnv = "KVCONN_TEST_DEVICE_SHARING"
+// doomedEnv tells a test binary to be a prefill agent over device memory that is allocated or mapped.
+const doomedEnv = "KVCONN_TEST_DOOMED"
 
-// The kinds of device memory, by how another process opens it.
-const (
-	byHandle     = "allocated" // by an IPC handle
-	byDescriptor = "mapped"    // by an exported handle
-)
+// doomedPattern is what lies in its memory.
+const doomedPattern = 7
 
-// deviceSharing is that process. It says its endpoint and a ticket, and writes all its memory under each grant that it is told.
-func deviceSharing() {
-	kind := os.Getenv(deviceSharingEnv)
+// doomed is that process. It says its endpoint and a ticket, and writes all of its region under each grant that it is told.
+func doomed() {
+	kind := os.Getenv(doomedEnv)
 	if kind == "" {
 		return
 	}
-	g := newGPU(testdouble.Program{}, 0)
-	var at uintptr
-	if kind == byHandle {
-		at = g.Alloc(deviceBytes)
+	e := engine.New(testdouble.Program{}, 0)
+	at := uintptr(0)
+	if kind == "mapped" {
+		at = e.Map(deviceBytes).At
 	} else {
-		at = g.Map(deviceBytes).At
+		at = e.Alloc(deviceBytes)
 	}
-	g.Fill(at, deviceBytes, 1)
-	l, err := core.NewLayout([]core.Region{{Name: "cache of p", Base: uint64(at), BlockStride: deviceBytes / 4, BlockBytes: deviceBytes / 4, NumBlocks: 4, Memory: core.DeviceMemory(0)}})
+	e.Fill(at, deviceBytes, doomedPattern)
+	p := &onGPU{agent: &agent{id: "p"}, gpu: gpu{e}, at: at}
+	l, err := p.layout()
 	if err != nil {
 		panic(err)
 	}
-	d, err := openDevices(l, false, cuda.Options{RingBytes: 1 << 20, SlotBytes: 64 << 10})
+	devices, err := openDevices(l, false, cuda.Options{RingBytes: 1 << 20, SlotBytes: 64 << 10})
 	if err != nil {
 		panic(err)
 	}
-	tr, err := New(Config{Listen: true, Devices: d}, l, deafSink{})
+	tr, err := New(Config{Listen: true, Devices: devices}, l, deafSink{})
 	if err != nil {
 		panic(err)
 	}
@@ -60,50 +61,109 @@ func deviceSharing() {
 	os.Exit(0)
 }
 
-// TestDeviceMemoryOfTheDead: when a prefill engine's process is killed, D closes what it had open of its device memory, and nobody has
-// asked it to: until then the GPU keeps that memory, and the engine's successor may find too little. So it does when a copy out of that
-// memory was under way.
+// endsSink notes what the double has open whenever D's engine is told an end.
+type endsSink struct {
+	*coretest.Recorder
+	d      *onGPU
+	before uint64
+}
+
+func (s endsSink) look(what string) {
+	if n := s.d.opens(); n != s.before {
+		s.d.t.Errorf("%s is told while %d mappings of the dead process are open", what, n-s.before)
+	}
+}
+
+func (s endsSink) Received(id core.TransferID, st core.TransferStats, err error) {
+	if err != nil {
+		s.look("the end of transfer " + string(id))
+	}
+	s.Recorder.Received(id, st, err)
+}
+
+func (s endsSink) PeerDown(peer core.AgentID, err error) {
+	s.look("the loss of " + string(peer))
+	s.Recorder.PeerDown(peer, err)
+}
+
+// TestDeviceMemoryOfTheDead: a prefill engine's process is killed whose device memory D has open: by an IPC handle, or by handles that were exported. D closes all
+// of it and is asked for nothing meanwhile: at once where nothing moves, else as soon as its device has ended the copy, and not before. D's engine hears of the loss after that.
+// The next prefill engine's memory is opened and read.
 func TestDeviceMemoryOfTheDead(t *testing.T) {
-	for _, kind := range []string{byHandle, byDescriptor} {
-		for _, when := range []string{"idle", "in the middle of a copy"} {
-			t.Run(kind+", "+when, func(t *testing.T) {
-				d := startGPU(t, "d", 1, Config{}, cuda.Options{})
-				before := d.opens()
-				p := startChild(t, deviceSharingEnv+"="+kind)
-				endpoint, ticket := p.met()
-				if err := d.tr.Connect("p", endpoint, ticket); err != nil {
-					t.Fatal(err)
-				}
-				expect := func(id core.TransferID) string {
-					grant, err := d.tr.Expect(id, "p", []core.Segment{{Length: deviceBytes}})
-					if err != nil {
-						t.Fatal(err)
-					}
-					return hex.EncodeToString(grant)
-				}
-				p.told(expect("first"))
-				if o := d.sink.Wait("received", "first", 1); o.Err != nil {
-					t.Fatal(o.Err)
-				}
-				if wrong := d.Wrong(d.at, deviceBytes, 1); wrong > 0 {
-					t.Errorf("%d bytes are wrong", wrong)
-				}
-				if d.opens() == before {
-					t.Fatal("D has nothing of P's memory open")
-				}
-				grant := expect("t")
-				if when != "idle" {
-					d.Halt(true)
-					p.told(grant)
-					comes(t, "a copy is under way", func() bool { return d.copying("t") })
-				}
-				p.kill()
-				d.Halt(false)
-				comes(t, "D has closed the memory of a process that is gone", func() bool { return d.opens() == before })
-				if o := d.sink.Wait("received", "t", 1); o.Err == nil || when == "idle" && !errors.Is(o.Err, core.ErrConnectionLost) {
-					t.Errorf("a load from a process that was killed: %v", o.Err)
-				}
-			})
+	for kind, pieces := range map[string]uint64{"allocated": 1, "mapped": 2} {
+		for _, while := range []string{"idle", "copying"} {
+			t.Run(kind+", "+while, func(t *testing.T) { deviceMemoryOfTheDead(t, kind, pieces, while == "copying") })
 		}
+	}
+}
+
+func deviceMemoryOfTheDead(t *testing.T, kind string, pieces uint64, copying bool) {
+	d := startGPU(t, "d", 1, Config{}, cuda.Options{StallTimeout: time.Hour}) // a device that is halted is not stuck
+	before, violations := d.opens(), d.Count("violations")
+	d.tr.sink = endsSink{d.sink, d, before}
+	meet := func() *child {
+		t.Helper()
+		p := startChild(t, doomedEnv+"="+kind)
+		endpoint, ticket := p.met()
+		if err := d.tr.Connect("p", endpoint, ticket); err != nil {
+			t.Fatal(err)
+		}
+		if err := d.tr.Usable(t.Context(), "p"); err != nil {
+			t.Fatal(err)
+		}
+		if n := d.opens() - before; n != pieces {
+			t.Fatalf("D has %d mappings of P's open, want %d", n, pieces)
+		}
+		return p
+	}
+	begin := func(p *child, id core.TransferID) {
+		t.Helper()
+		grant, err := d.tr.Expect(id, "p", []core.Segment{{Length: deviceBytes}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.told(hex.EncodeToString(grant))
+	}
+	loads := func(p *child, id core.TransferID) {
+		t.Helper()
+		d.Fill(d.at, deviceBytes, 1)
+		begin(p, id)
+		if o := d.sink.Wait("received", id, 1); o.Err != nil || d.Wrong(d.at, deviceBytes, doomedPattern) > 0 {
+			t.Errorf("%q: %v, %d bytes are wrong", id, o.Err, d.Wrong(d.at, deviceBytes, doomedPattern))
+		}
+	}
+
+	p := meet()
+	loads(p, "first")
+	if copying {
+		d.Halt(true)
+		defer d.Halt(false)
+		begin(p, "cut")
+		comes(t, "a copy is under way", func() bool { return d.copying("cut") })
+	}
+	p.kill()
+	if copying {
+		comes(t, "D knows that P is dead, and waits for the copy", func() bool {
+			r := &d.tr.receiver
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			src := r.sources["p"]
+			return src.state == sourceDown && src.quiet != nil || d.opens() == before
+		})
+		if n := d.opens() - before; n != pieces {
+			t.Errorf("D has %d mappings of P's open while it copies, want %d", n, pieces)
+		}
+		d.Halt(false)
+	}
+	comes(t, "D has closed what it had of the dead process", func() bool { return d.opens() == before })
+	if copying {
+		if o := d.sink.Wait("received", "cut", 1); !errors.Is(o.Err, core.ErrConnectionLost) {
+			t.Errorf("the transfer that was cut: %v", o.Err)
+		}
+	}
+	d.down("")
+	loads(meet(), "next")
+	if n := d.Count("violations") - violations; n > 0 {
+		t.Errorf("%d violations", n)
 	}
 }

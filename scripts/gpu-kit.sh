@@ -29,7 +29,7 @@ for tool in bash cat cp dirname env getconf grep mktemp rm timeout uname; do ln 
 python=$("${PYTHON:-python3}" -c 'import sys; print(sys.executable)')
 try() { env -i PATH="$PWD/$kit.tried/bin" PYTHON="$python" KVCONN_LIBCUDA="$1" "${@:2}" "$tried/run" >"$log" 2>&1; }
 try "$double" || { cat "$log" >&2; exit 1; }
-"$python" - "$tried/kvconn-gpu.json" <<'PY'
+"$python" - "$tried/kvconn-gpu.json" "$log" <<'PY'
 import json, sys
 
 said = json.load(open(sys.argv[1]))
@@ -43,6 +43,12 @@ for run in runs["tcp"] + runs["local"]:
     assert run["verdict"] == "passed" and len(run["cases"]) > 40 and all(case["ok"] for case in run["cases"]), run
 for run in runs["rdma"]:
     assert run["verdict"] == "passed" or run["verdict"] == "not run" and run["reason"], run
+# What was not run is said, and once more at the end.
+skipped = [f"{name}: {reason}" for name, reason in said["transfers"]["not_run"].items()]
+skipped += [f"a decode step beside loads: {said['steps']['not_run']}"] if "not_run" in said["steps"] else []
+skipped += [f"{run['transport']}, {run['memory']}: {run['reason'].splitlines()[0]}" for run in runs["rdma"] if run["verdict"] == "not run"]
+log = open(sys.argv[2]).read()
+assert skipped and all(log.count(f"NOT RUN: {of}\n") == 2 for of in skipped), (skipped, log)
 PY
 # Bytes that are sent and told before they were copied are found, and the other cases and runs go on.
 suite -tags faults -o "$kit.tried/suite-faults"

@@ -96,16 +96,24 @@ func (w *frameWriter) attempt(waits bool, call func(fd uintptr) (uintptr, syscal
 
 // givenUp says whether the frame must end because its transfer was given up.
 func (w *frameWriter) givenUp() error {
-	if w.out == nil || !w.out.over.Load() {
-		return nil
+	if w.idle.since >= stopGrace && w.stops() || w.rest() <= 0 {
+		return fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded)
+	}
+	return nil
+}
+
+// stops says whether the transfer was given up.
+func (w *frameWriter) stops() bool { return w.out != nil && w.out.over.Load() }
+
+// rest is how much longer a frame that has begun may take if its transfer is given up now, or was.
+func (w *frameWriter) rest() time.Duration {
+	if !w.stops() {
+		return stopBound
 	}
 	if w.over.IsZero() {
 		w.over = time.Now()
 	}
-	if w.idle.since >= stopGrace || time.Since(w.over) >= stopBound {
-		return fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded)
-	}
-	return nil
+	return stopBound - time.Since(w.over)
 }
 
 // put is one writev out of the transfer's blocks, without a wait. On D, land is its

@@ -204,6 +204,7 @@ type inStream struct {
 	buf      [headerSize]byte
 	scratch  []byte // bytes that belong to no transfer are read into it
 	landing  landing
+	least    int       // bytes that make the socket readable; 0 is 1
 	window   []run     // of the plan of the transfer whose frame is read
 	cuts     int       // runs of it since the frame began
 	sealed   *unsealer // nil: the stream is plain
@@ -226,6 +227,9 @@ func (s *inStream) header() (h header, err error) {
 // connection lives; within one it must not stall.
 func (s *inStream) frame() error {
 	s.conn.SetReadDeadline(time.Time{})
+	if s.least > 1 {
+		_ = s.raw.Control(func(fd uintptr) { s.waitsFor(fd, 1) })
+	}
 	h, err := s.header()
 	if err != nil {
 		return err

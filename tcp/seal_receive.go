@@ -22,7 +22,11 @@ func (s *inStream) some(in *inbound, cur *cursor, left uint64, idle *stall) (n u
 	if s.sealed == nil {
 		err = s.raw.Read(func(fd uintptr) bool {
 			n, errno = s.read(fd, in, cur, left)
-			return errno != syscall.EAGAIN || s.landing.busy()
+			if errno != syscall.EAGAIN || s.landing.busy() {
+				return true
+			}
+			s.waitsFor(fd, left)
+			return false
 		})
 		return n, errno, err
 	}

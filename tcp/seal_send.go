@@ -63,12 +63,12 @@ func (w *frameWriter) write(vec []iovec, length uint64, until time.Time) (uint64
 	return w.send(vec, length, until)
 }
 
-// finish sends what a part that was given back has left.
-func (w *frameWriter) finish() error {
+// flush sends what a part that was given back has left, as send says.
+func (w *frameWriter) flush(until time.Time) error {
 	if w.sealing == nil {
 		return nil
 	}
-	return w.sealing.flush(time.Time{})
+	return w.sealing.flush(until)
 }
 
 // write takes the next bytes of the frame. With each record that is full, and with the last

@@ -69,12 +69,17 @@ func (w *frameWriter) writeStaged(c *source) (sent uint64, err error) {
 		}
 	}()
 	for {
+		if c.done > 0 { // a part that is taken at once asks nobody
+			if err := w.givenUp(); err != nil {
+				return c.done, err
+			}
+		}
 		p, err := c.next()
 		if err != nil {
 			return c.done, err
 		}
 		if p == nil {
-			return c.done, w.finish()
+			return c.done, w.flush(time.Time{})
 		}
 		n, err := w.write(p.vec, p.bytes, c.until())
 		c.done += n
@@ -179,8 +184,12 @@ func (c *source) slot(device int) (Slot, error) {
 	if c.slow && c.staged > 0 {
 		return nil, nil
 	}
-	if c.slow {
+	for unsent := c.slow; unsent; {
 		if err := c.w.ready(c.done > 0); err != nil {
+			return nil, err
+		}
+		err := c.w.flush(time.Now()) // what a record has left needs no slot
+		if unsent = errors.Is(err, errSlow); err != nil && !unsent {
 			return nil, err
 		}
 	}
@@ -203,7 +212,7 @@ func (c *source) wait(device int) (Slot, error) {
 	defer cancel(nil)
 	over, grace := errGivenUp, time.Duration(0)
 	if c.done > 0 {
-		over, grace = fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded), stopGrace
+		over, grace = fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded), min(stopGrace, c.w.rest())
 		late := time.AfterFunc(t.cfg.StallTimeout/2, func() { cancel(context.DeadlineExceeded) })
 		defer late.Stop()
 	}

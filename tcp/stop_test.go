@@ -60,21 +60,31 @@ func TestStopOfAStuckFrame(t *testing.T) {
 
 // TestStopOfASlowFrame: a peer that takes a few bytes now and then does not keep the blocks either.
 func TestStopOfASlowFrame(t *testing.T) {
+	t.Run("of host memory", func(t *testing.T) { stopOfASlowFrame(t, nil) })
+	t.Run("of slots", func(t *testing.T) { stopOfASlowFrame(t, newFewSlots(8, 64<<10)) })
+}
+
+func stopOfASlowFrame(t *testing.T, mover Mover) {
 	leaktest.Check(t)
-	p := newAgent(t, Config{FrameBytes: testBlocks * testBlock, StallTimeout: time.Hour})
+	p := newAgent(t, Config{FrameBytes: testBlocks * testBlock, StallTimeout: time.Hour, Mover: mover})
 	slow := dial(t, p)
 	_ = slow.Conn.(*net.TCPConn).SetReadBuffer(64 << 10)
 	slow.say(p.hello(t, "d", 0, 1, 0))
+	_ = p.stream(t, "d").conn.SetWriteBuffer(64 << 10) // each few bytes make room then
 	grant := newRandom()
 	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	slow.next()
 	p.Stop("t")
-	for b, began := make([]byte, 64<<10), time.Now(); len(p.sink.All("written", "t")) == 0; time.Sleep(50 * time.Millisecond) {
-		if time.Since(began) > bound/2 { // 64 MiB at this rate take a minute
+	taken := 0
+	for b, began := make([]byte, 16<<10), time.Now(); len(p.sink.All("written", "t")) == 0; time.Sleep(10 * time.Millisecond) {
+		if time.Since(began) > bound/2 {
 			t.Fatal("the write is not told")
 		}
 		_ = slow.SetReadDeadline(time.Now().Add(time.Millisecond))
-		_, _ = slow.Read(b)
+		n, _ := slow.Read(b)
+		if taken += n; taken >= (testBlocks-4)*testBlock {
+			t.Fatal("the peer gets the whole frame")
+		}
 	}
 	if o := p.sink.Wait("written", "t", 1); o.Err == nil {
 		t.Error("it ended well")

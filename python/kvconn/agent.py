@@ -263,7 +263,9 @@ class Agent(DeviceCalls):
     def close(self) -> None:
         """Ends every transfer and waits until no byte can land any more.
 
-        Completions that were not collected are lost. Closing twice is fine.
+        Completions that were not collected are lost. Closing twice is fine. If a GPU
+        does not answer, it raises with :attr:`Status.SYSTEM`: that GPU may still read
+        and write the registered memory, which must not be freed or used again.
         """
         handle, self._handle, self._agent = self._handle, 0, _CLOSED
         self._count, self._written = _ASK, _NO_BYTES

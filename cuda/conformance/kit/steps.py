@@ -148,7 +148,9 @@ def row(step: Step, source: str, target: str, block: int, by: str, kernel: bool)
 def main() -> int:
     free, _ = torch.cuda.mem_get_info()
     if free < LEAST_FREE:
-        print(json.dumps({"not_run": f"{free >> 20} MiB of the GPU's memory are free, and {LEAST_FREE >> 20} are needed"}))
+        reason = f"{free >> 20} MiB of the GPU's memory are free, and {LEAST_FREE >> 20} are needed"
+        print(f"NOT RUN: a decode step beside loads: {reason}", file=sys.stderr)
+        print(json.dumps({"not_run": reason}))
         return 0
     step = Step()
     rows = []

@@ -28,8 +28,9 @@ import kvconn
 
 SECONDS = 60
 AGAIN_SECONDS = 10  # after which two engines that slept meet as before
-SLACK = 16 << 20  # of free memory, for what else the driver takes meanwhile; one mapping that stays open is more
 FREE_SECONDS = 3  # after which a prefill engine's memory is free, if it dies or sleeps, whoever has it open
+SLACK = 16 << 20  # of that memory, which the driver and others may take meanwhile
+NO_TORCH = "the Python has no PyTorch with CUDA"
 WAYS = {"layers": "layer by layer", "queued": "whole, before it is computed", "ready": "into blocks that are still in use"}
 POISON, OLD, LATE = 0xEE, 0x11, 0x55  # prefill's blocks before they are computed; decode's; what decode's stream still writes
 
@@ -275,16 +276,17 @@ def killed() -> dict[str, Any]:
     blocks, size = 64, 1 << 20
     cache = cache_of("cuMemAlloc", 0, blocks, size)
     assert isinstance(cache, Device)
-    before = cache.driver.free()
-    with other_process("cuMemAlloc", Size(blocks, size, 2), "local") as child, agent_of("decode", cache, "local") as agent:
-        agent.start_load([kvconn.Load("t", said(child)["address"], "kit-prefill", [[1, 2]])])
-        ask(child, "offer", id="t", count=2, way="ready")
-        said(child)
-        first = verdict(finished(agent), said(child), 0, "local")
-        begin = time.monotonic()
-        child.kill()
-        child.wait()
-        seconds = free_again(cache.driver, before - SLACK, begin)
+    with agent_of("decode", cache, "local") as agent:
+        before = cache.driver.free()
+        with other_process("cuMemAlloc", Size(blocks, size, 2), "local") as child:
+            agent.start_load([kvconn.Load("t", said(child)["address"], "kit-prefill", [[1, 2]])])
+            ask(child, "offer", id="t", count=2, way="ready")
+            said(child)
+            first = verdict(finished(agent), said(child), 0, "local")
+            begin = time.monotonic()
+            child.kill()
+            child.wait()
+            seconds = free_again(cache.driver, before - SLACK, begin)
     return {**in_time(seconds, "a killed engine's"), **({} if first["ok"] else first)}
 
 
@@ -340,18 +342,27 @@ def main(only: str = "") -> int:
     cases["memory that was freed"] = freed
     cases |= {f"both engines sleep and wake, by {by}": lambda by=by: slept(by) for by in ("tcp", "local")}
     cases["prefill is killed, by local"] = killed
+    not_run: dict[str, str] = {}
     if devices > 1:
         cases["to another GPU"] = lambda: transfer("cuMemAlloc", "cuMemAlloc", other=Other(1))
         if "CUDA_VISIBLE_DEVICES" not in os.environ:
             cases["other CUDA_VISIBLE_DEVICES in each process"] = lambda: transfer(
                 "cuMemAlloc", "cuMemAlloc", other=Other(0, str(devices - 1))
             )
-    if not driver.double:  # offered whole: the rates are of this machine's loopback
+        else:
+            not_run["other CUDA_VISIBLE_DEVICES in each process"] = "CUDA_VISIBLE_DEVICES is set"
+    else:
+        not_run["transfers between two GPUs"] = "there is one GPU"
+    if driver.double:
+        not_run["the rates of 128 MiB"] = "the driver double has no speed"
+    else:  # offered whole: the rates are of this machine's loopback
         cases |= rates()
     if torch:
         cases |= {f"torch to torch, {WAYS[way]}": lambda way=way: transfer("torch", "torch", way=way) for way in WAYS}
         cases |= {f"torch to torch, by local, {WAYS[way]}": lambda way=way: transfer("torch", "torch", way=way, by="local") for way in WAYS}
         cases |= {"host to torch": lambda: transfer("host", "torch"), "torch to host": lambda: transfer("torch", "host")}
+    else:
+        not_run["PyTorch's tensors"] = NO_TORCH
     results = []
     for name, case in cases.items():
         if only not in name:
@@ -362,10 +373,12 @@ def main(only: str = "") -> int:
             result = {"ok": False, "reason": f"{type(e).__name__}: {e}"}
         results.append({"case": name, **result})
         print(f"{'ok    ' if result['ok'] else 'FAILED'} {name}: {result['reason'] or 'every byte is right'}", file=sys.stderr)
+    for name, reason in not_run.items():
+        print(f"NOT RUN: {name}: {reason}", file=sys.stderr)
     head = {"device": driver.name(), "devices": devices, "double": driver.double, "driver": driver.number("cuDriverGetVersion")}
     head |= {"kvconn": kvconn.__version__, "python": platform.python_version(), "torch": torch or "not here, or without a GPU"}
     head |= {"moment_us": moment_us()}
-    print(json.dumps({**head, "cases": results}, indent=2))
+    print(json.dumps({**head, "not_run": not_run, "cases": results}, indent=2))
     return not results or not all(r["ok"] for r in results)
 
 

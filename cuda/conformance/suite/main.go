@@ -51,10 +51,16 @@ func main() {
 	only := flag.String("only", "", "the runs whose name has this")
 	cases := flag.String("cases", "", "the cases whose name matches this")
 	one := flag.String("run", "", "this run, in this process")
-	folder := flag.String("join", "", "prints one JSON of the files in this folder that the arguments name; kvconn's commit comes by stdin")
+	folder := flag.String("join", "", "prints one JSON of the files in this folder that the arguments name; kvconn's commit comes by stdin; tells by stderr what they say was not run")
 	flag.Parse()
 	if *folder != "" {
-		out, err := join(*folder, flag.Args(), os.Stdin)
+		out, missed, err := join(*folder, flag.Args(), os.Stdin)
+		if len(missed) > 0 {
+			fmt.Fprintln(os.Stderr, "What this machine could not run, which is no failure:")
+		}
+		for _, m := range missed {
+			fmt.Fprintln(os.Stderr, "NOT RUN: "+m)
+		}
 		if err == nil {
 			_, err = os.Stdout.Write(out)
 		}

@@ -52,7 +52,7 @@ type outcome struct {
 func (r result) line() string {
 	text := fmt.Sprintf("%-7s %s, %s: %d cases, %.1f s", r.Verdict, r.Transport, r.Memory, len(r.Cases), r.Seconds)
 	if r.Verdict == verdictNotRun {
-		text = fmt.Sprintf("%-7s %s, %s", r.Verdict, r.Transport, r.Memory)
+		text = fmt.Sprintf("NOT RUN: %s, %s", r.Transport, r.Memory)
 	}
 	if r.Reason != "" {
 		text += ": " + r.Reason

@@ -112,13 +112,29 @@ func TestJoin(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	out, err := join(dir, []string{"whole", "cut", "empty", "missing"}, strings.NewReader("abc\n"))
+	out, missed, err := join(dir, []string{"whole", "cut", "empty", "missing"}, strings.NewReader("abc\n"))
 	var said map[string]any
-	if err != nil || json.Unmarshal(out, &said) != nil {
+	if err != nil || missed != nil || json.Unmarshal(out, &said) != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	again, _ := json.Marshal(said)
 	if want := `{"cut":"{\"a\": \"b","empty":null,"kvconn":"abc","missing":null,"whole":{"a":[1]}}`; string(again) != want {
 		t.Errorf("%s, want %s", again, want)
+	}
+}
+
+// What was not run is listed, whichever part says it.
+func TestMissedIn(t *testing.T) {
+	for part, want := range map[string][]string{
+		`null`:                      nil,
+		`"cut off"`:                 nil,
+		`{"rows": []}`:              nil,
+		`{"not_run": "no PyTorch"}`: {"a decode step beside loads: no PyTorch"},
+		`{"not_run": {"two": "one GPU", "rates": "no speed"}, "cases": [{"case": "a", "ok": true}]}`:                                                            {"rates: no speed", "two: one GPU"},
+		`{"runs": [{"transport": "tcp", "memory": "a", "verdict": "passed"}, {"transport": "rdma", "memory": "b", "verdict": "not run", "reason": "no card"}]}`: {"rdma, b: no card"},
+	} {
+		if got := missedIn([]byte(part)); !slices.Equal(got, want) {
+			t.Errorf("%s: %q, want %q", part, got, want)
+		}
 	}
 }
