@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"io"
 	"math/rand/v2"
-	"net"
 	"testing"
 	"time"
 
@@ -167,23 +166,9 @@ func TestEmptyFrameBehindTheLast(t *testing.T) {
 			d.sink.Wait("received", "t", 1)
 			want = header{kind: frameAck, key: grant, length: n * 64}
 		}
-		mine, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer mine.Close()
-		raw, err := net.Dial("tcp", mine.Addr().String())
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer raw.Close()
-		p, err := mine.Accept()
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer p.Close()
+		here, p := connected(t)
 		_ = p.SetReadDeadline(time.Now().Add(bound))
-		if err := (&inStream{r: &d.receiver, conn: raw.(*net.TCPConn)}).landed(in, 0); err != nil {
+		if err := (&inStream{r: &d.receiver, conn: here}).landed(in, 0); err != nil {
 			t.Fatal(err)
 		}
 		if got := (&rawConn{p, t}).next(); got != want {

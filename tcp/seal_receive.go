@@ -25,7 +25,7 @@ func (s *inStream) some(in *inbound, cur *cursor, left uint64, idle *stall) (n u
 			if errno != syscall.EAGAIN || s.landing.busy() {
 				return true
 			}
-			s.waitsFor(fd, left)
+			s.waitsForMore(fd, left, idle)
 			return false
 		})
 		return n, errno, err

@@ -23,6 +23,9 @@ func (s *stall) deadline() time.Time { return time.Now().Add(s.next()) }
 
 func (s *stall) next() time.Duration { return min(cmp.Or(s.each, step), s.bound-s.since) }
 
+// last says whether the wait ends with the step that begins now.
+func (s *stall) last() bool { return s.since+s.next() >= s.bound }
+
 // goesOn counts a step's time-out, and says whether the wait goes on after an error.
 func (s *stall) goesOn(err error) bool {
 	if !errors.Is(err, os.ErrDeadlineExceeded) {
