@@ -227,8 +227,8 @@ func (s *inStream) header() (h header, err error) {
 // connection lives; within one it must not stall.
 func (s *inStream) frame() error {
 	s.conn.SetReadDeadline(time.Time{})
-	if s.least > 1 {
-		_ = s.raw.Control(func(fd uintptr) { s.waitsFor(fd, 1) })
+	if err := s.waitsForAny(); err != nil {
+		return err
 	}
 	h, err := s.header()
 	if err != nil {

@@ -62,9 +62,7 @@ func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 			f.calm(f.ways[0][d].data)
 		}
 		await(ctx, under, opt.drain)
-		if again := f.steady(ctx, opt.window(), fast); again.Median > alone.Median { // the machine is busier than it was
-			alone = again
-		}
+		alone = f.again(ctx, opt, fast, alone)
 		led.slower(fmt.Sprintf("%d throttled D's", many), alone, throttled)
 		led.slower(fmt.Sprintf("%d stopped D's", many), alone, stopped)
 		return fmt.Sprintf("fast D's: %.0f MB/s alone, %.2f of it beside %d throttled D's, %.2f beside as many stopped ones; a load takes %.2f and %.2f times as long; the slow ones': %s",
@@ -73,10 +71,23 @@ func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 	})
 }
 
-// fair says whether loads beside others took about as long as alone. Loads of a few milliseconds may take noise more.
+// noise is what loads of a few milliseconds may take more on a busy machine.
+const noise = 20 * time.Millisecond
+
+// fair says whether loads beside others took about as long as alone.
 func (p pace) fair(alone pace) bool {
-	const noise = 20 * time.Millisecond
-	return p.N > 0 && p.Median <= besideBound*alone.Median+noise
+	return p.N > 0 && alone.N > 0 && p.Median <= besideBound*alone.Median+noise
+}
+
+// again is the pace alone when the slow ones have gone. If the machine is busier than it was, it is what the others are judged by. What
+// stays much slower has been harmed for good.
+func (f *fleet) again(ctx context.Context, opt *Options, fast []int, before pace) pace {
+	after := f.beside(ctx, opt, fast, before)
+	f.led.slower("nobody, after them,", before, after)
+	if after.Median > before.Median {
+		return after
+	}
+	return before
 }
 
 // slower writes down that loads took too long beside others.
@@ -86,7 +97,7 @@ func (l *ledger) slower(beside string, alone, p pace) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.miss("beside %s %d loads take %.1f times as long as alone, %d times are the bound", beside, p.N, float64(p.Median)/float64(alone.Median), besideBound)
+	l.miss("beside %s %d loads take %v, and %d alone %v: %d times that and %v are the bound", beside, p.N, p.Median, alone.N, alone.Median, besideBound, noise)
 }
 
 // beside is the pace of the fast D's beside slow ones. A machine that was busy with something else for a moment is measured again,
