@@ -1,6 +1,7 @@
 package natsbus
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -8,6 +9,7 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
@@ -120,5 +122,47 @@ func TestNarrowRights(t *testing.T) {
 	}
 	if err := nc.Publish(others, nil); err != nil || !refused(t, nc) {
 		t.Errorf("it writes the entry of another engine: %v", err)
+	}
+}
+
+// TestRegistryChangedLater: somebody changes the registry's stream below engines that are registered there, so that it
+// keeps what agents say. They say so, and renew their entries when it is right again.
+func TestRegistryChangedLater(t *testing.T) {
+	leaktest.Check(t)
+	operator, up := newUser(t), newUser(t)
+	file := nettest.ClusterUsers(t, up.key)
+	operated(t, file, operator)
+	c := nettest.NewNATS(t, "-c", file)
+	log, logs := observed()
+	prefill := newBus(t, Options{Identity: up.named(t, "LP"), ClusterURL: c.URL(), Seed: up.seed, TTL: 2 * time.Second, Logger: log})
+	register(t, prefill, "e")
+	js, err := jetstream.New(intruder(t, c.URL(), operator))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := js.Stream(ctxOf(t, within), stream)
+	if err != nil {
+		t.Fatal(err)
+	}
+	right := s.CachedInfo().Config
+	wrong := right
+	wrong.Subjects = []string{subtree + ">", "kvconn.v1.agent.>"}
+	said := func(what string) {
+		t.Helper()
+		eventually(t, what, func() error {
+			if logs.FilterMessageSnippet(what).Len() == 0 {
+				return errors.New("it is not said")
+			}
+			return nil
+		})
+	}
+	for _, st := range []struct {
+		config jetstream.StreamConfig
+		says   string
+	}{{wrong, "kvconn.v1.agent.>"}, {right, "is renewed again"}} {
+		if _, err := js.UpdateStream(ctxOf(t, within), st.config); err != nil {
+			t.Fatal(err)
+		}
+		said(st.says)
 	}
 }
