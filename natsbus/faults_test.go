@@ -25,6 +25,8 @@ var defects = []faulttest.Defect{
 	{"bus-answers-for-others", "TestPermissions"},
 	{"bus-reply-free", "TestPermissions"},
 	{"bus-answers-elsewhere", "TestAnswersElsewhere"},
+	// A registry that is changed later is found out as one that was made so.
+	{"bus-registry-unwatched", "TestRegistryChangedLater"},
 	// Who floods from one address has no place that others need.
 	{"bus-places-kept", "TestPlacesOfClients"},
 	{"bus-strangers-stay", "TestPlacesOfStrangers"},
