@@ -1,7 +1,6 @@
 package natsbus
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -105,7 +104,7 @@ func TestCloseWhileTheServerIsSilent(t *testing.T) {
 	decode := newBus(t, Options{Identity: named("D"), ConnectTimeout: time.Hour})
 	failed := make(chan error, 1)
 	go func() {
-		_, _, err := decode.Lookup(context.Background(), core.Target{Bootstrap: "http://" + px.Addr().String()})
+		_, _, err := decode.Lookup(ctxOf(t, 3*within), core.Target{Bootstrap: "http://" + px.Addr().String()})
 		failed <- err
 	}()
 	eventually(t, "dial", func() error {
