@@ -96,7 +96,9 @@ AT_ONCE := $(shell echo $$(($$(nproc) + 1)))
 # internal/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
 # tests of node, natsbus and tcp have the same code under the race detector.
 # Up to three tests that fail without a race or a panic run once more, alone, at the end, and are told as flaky if they pass.
+# First all is compiled: the compiler would be the busy neighbour of the tests that run first.
 test-go: | tools ## Go, with the race detector and the invariants on
+	@$(STAGE) go-compile bash -c '$(GO) list -race -tags invariants -test -deps -export ./... >/dev/null' || :
 	@$(STAGE) go scripts/test-go.sh go $(GO) -p $(AT_ONCE) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v /internal/attack$$)
 
 bench-once: | tools ## each benchmark of Go once, under the race detector, so that none rots

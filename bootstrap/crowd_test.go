@@ -43,7 +43,7 @@ func TestBodiesThatHoldAllPlaces(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	client := &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	client := &http.Client{Timeout: 30 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
 	resp, err := client.Get("http://" + s.Addr().String() + "/health")
 	if err != nil {
 		t.Fatal(err)

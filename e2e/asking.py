@@ -133,8 +133,8 @@ def metric(url: str, name: str, absent: float | None = None, **labels: str) -> f
     return sum(values)
 
 
-def wait_until(what: str, check: Callable[[], bool], bound_s: float, every_s: float = 0.1) -> float:
-    """Polls check until it holds; returns how long that took."""
+def wait_until(what: str, check: Callable[[], bool], bound_s: float = 60, every_s: float = 0.1) -> float:
+    """Polls check until it holds; returns how long that took. The bound only ends a hang."""
     begin = time.monotonic()
     while not check():
         if time.monotonic() - begin > bound_s:

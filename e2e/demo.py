@@ -88,14 +88,14 @@ def ask_both(pair: Pair, number: int, tokens: int, max_tokens: int) -> tuple[Ans
 
     if through.ok:
         try:
-            wait_until("the load's line in the decode server's log", logged, 5)
+            wait_until("the load's line in the decode server's log", logged)
         except TimeoutError:
             through.error = "the text came without a transfer: the decode server computed the prompt itself"
     if not loads:
         return single, through, {}
     if before is not None:
         try:  # the router may read prefill's answer after decode's first token
-            wait_until("the router's count of hand-overs", lambda: hand_overs(pair)[0] > before[0], 5)
+            wait_until("the router's count of hand-overs", lambda: hand_overs(pair)[0] > before[0])
             loads[-1]["hand_over_ms"] = (hand_overs(pair)[1] - before[1]) * 1e3
         except TimeoutError as error:
             through.error = str(error)

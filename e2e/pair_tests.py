@@ -47,7 +47,7 @@ def sent(pair: Pair, transport: str) -> float:
 def went_by(pair: Pair, load: dict[str, Any], transport: str, before: float) -> None:
     """Both engines have counted a load's bytes for a transport."""
     assert load["transport"] == transport, load
-    wait_until(f"prefill has sent by {transport}", lambda: sent(pair, transport) == before + load["bytes"], 10)
+    wait_until(f"prefill has sent by {transport}", lambda: sent(pair, transport) == before + load["bytes"])
 
 
 def failures(server: Server, **labels: str) -> float:
@@ -90,7 +90,7 @@ def from_prefill(pair: Pair, transfer: str) -> dict[str, Any]:
 def served_again(pair: Pair) -> None:
     """The router may need a moment to see that an engine is back."""
     request = body(pair, words(20), max_tokens=1)
-    wait_until("the router serves again", lambda: ask(pair.router.url, request, timeout_s=20).ok, 20, every_s=0.2)
+    wait_until("the router serves again", lambda: ask(pair.router.url, request, timeout_s=20).ok, every_s=0.2)
     serves(pair)
 
 

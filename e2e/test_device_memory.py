@@ -116,5 +116,5 @@ def test_each_moment_is_needed(pair: Pair, faults: Faults, place: str) -> None:
 
 def test_the_agents_used_the_device(pair: Pair) -> None:
     """No load went another way."""
-    wait_until("the loads' lines", lambda: len(pair.loads()) > 10, 5)
+    wait_until("the loads' lines", lambda: len(pair.loads()) > 10)
     assert {load["transport"] for load in pair.loads()} == {"tcp"}

@@ -110,7 +110,7 @@ def through(pair: Pair, request: dict[str, Any]) -> tuple[Answer, dict[str, Any]
     position = pair.decode.log_size()
     answer = ask(pair.router.url, request)
     assert answer.ok, (answer, pair.decode.log_tail())
-    wait_until("the load's line in the decode server's log", lambda: bool(pair.loads(position)), 10)
+    wait_until("the load's line in the decode server's log", lambda: bool(pair.loads(position)))
     (load,) = pair.loads(position)
     return answer, load
 
@@ -236,7 +236,7 @@ def test_other_routers(pair: Pair, name: str) -> None:
             position = pair.decode.log_size()
             answer = when_ready(url, request)
             assert answer.ok, (answer, router.log_tail(), pair.decode.log_tail())
-            wait_until("the load's line in the decode server's log", lambda position=position: bool(pair.loads(position)), 10)
+            wait_until("the load's line in the decode server's log", lambda position=position: bool(pair.loads(position)))
             if answer.text == expected:
                 break
         assert answer.text == expected
@@ -281,7 +281,7 @@ def by_nixl(pair: Pair, request: dict[str, Any], known: tuple[str, ...] | None) 
     position = pair.decode.log_size()
     answer = ask(pair.decode.url, {**request, "kv_transfer_params": answered})
     assert answer.ok, (answer, pair.decode.log_tail())
-    wait_until("the load's line in the decode server's log", lambda: bool(pair.loads(position)), 10)
+    wait_until("the load's line in the decode server's log", lambda: bool(pair.loads(position)))
     return answer
 
 
@@ -297,10 +297,10 @@ def test_metrics(pair: Pair) -> None:
     before = [counts(server.url) for server in (pair.prefill, pair.decode)]
     _, load = through(pair, body(pair, words(700)))
     for server, then in zip((pair.prefill, pair.decode), before):
-        wait_until(f"{server.name} counts", lambda server=server, then=then: counts(server.url)[0] == then[0] + 1, 10)
+        wait_until(f"{server.name} counts", lambda server=server, then=then: counts(server.url)[0] == then[0] + 1)
         moved = [now - was for now, was in zip(counts(server.url), then)]
         assert moved == [1, load["bytes"], 1, 1, 1]
-        wait_until("nothing in flight", lambda server=server: metric(server.url, "vllm:kvconn_transfers_in_flight") == 0, 5)
+        wait_until("nothing in flight", lambda server=server: metric(server.url, "vllm:kvconn_transfers_in_flight") == 0)
         assert metric(server.url, "vllm:kvconn_step_time_seconds_count") > 0
         assert metric(server.url, "vllm:kvconn_failed_transfers_total", absent=0) == 0
     # NIXL's, of an engine that serves in its place; decode counts them.

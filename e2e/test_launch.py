@@ -123,7 +123,7 @@ def test_sigterm(model: Path, tmp_path: Path) -> None:
         answer = ask(it.url, body)
         assert answer.ok, (answer, it.output())
         assert len(answer.text) == 16
-        wait_until("the load's line in the decode server's log", lambda: bool(it.loads()), 10)
+        wait_until("the load's line in the decode server's log", lambda: bool(it.loads()))
         with open_stream(it.url, {**body, "max_tokens": 3500}) as connection:
             response = connection.getresponse()
             assert response.status == 200

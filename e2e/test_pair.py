@@ -157,8 +157,8 @@ def test_bad_params_end_by_the_policy(pair: Pair, params: dict[str, Any], said: 
     """By the policy (fail) the request ends at once, with the reason in the log; by the other see test_recompute_policy."""
     position = pair.decode.log_size()
     answer = ask(pair.decode.url, {**body(pair, words(200)), "kv_transfer_params": params})
-    assert not answer.ok and answer.total_s < 8, answer
-    wait_until(f"{said!r} in the log", lambda: said in pair.decode.log_since(position), 5)
+    assert not answer.ok and answer.total_s < 30, answer  # it waits for nobody
+    wait_until(f"{said!r} in the log", lambda: said in pair.decode.log_since(position))
     assert pair.loads(position) == []
     assert alone(pair, body(pair, words(200))).ok
 
@@ -184,7 +184,7 @@ def test_bad_params_at_the_prefill_engine(pair: Pair) -> None:
     # A router hands it to the decode engine, whose log then has the reason.
     position = pair.decode.log_size()
     assert not ask(pair.decode.url, {**request, "kv_transfer_params": relayed}).ok
-    wait_until("the reason in the log", lambda: "the prefill engine says: transfer_id is 7" in pair.decode.log_since(position), 5)
+    wait_until("the reason in the log", lambda: "the prefill engine says: transfer_id is 7" in pair.decode.log_since(position))
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "nonsense", "http://", "http://[::1", "ftp://127.0.0.1:1"])
@@ -193,7 +193,7 @@ def test_unreachable_prefill_engine(pair: Pair, address: str) -> None:
     params = {**GOOD, "transfer_id": f"unreachable-{next(numbers)}", "remote_bootstrap_addr": address}
     answer = ask(pair.decode.url, {**body(pair, words(200)), "kv_transfer_params": params}, timeout_s=30)
     assert not answer.ok
-    assert answer.total_s < 8, answer
+    assert answer.total_s < 25, answer
     serves(pair)
 
 
@@ -211,7 +211,7 @@ def test_load_from_elsewhere(pair: Pair, elsewhere: dict[str, Any], said: str) -
     params = {**from_prefill(pair, f"elsewhere-{next(numbers)}"), **elsewhere}
     answer = ask(pair.decode.url, {**body(pair, words(200)), "kv_transfer_params": params}, timeout_s=30)
     assert not answer.ok, answer
-    wait_until(f"{said!r} in the log", lambda: "was not loaded" in reasons(pair, position, said), 5)
+    wait_until(f"{said!r} in the log", lambda: "was not loaded" in reasons(pair, position, said))
     serves(pair)
 
 
@@ -226,7 +226,7 @@ def test_prompts_that_differ(pair: Pair, theirs: str) -> None:
     position = pair.decode.log_size()
     answer = ask(pair.decode.url, {**body(pair, text), "kv_transfer_params": params}, timeout_s=30)
     assert not answer.ok, answer
-    wait_until("the reason in the log", lambda: "was not loaded" in reasons(pair, position, "another prompt"), 5)
+    wait_until("the reason in the log", lambda: "was not loaded" in reasons(pair, position, "another prompt"))
     serves(pair)
 
 
@@ -285,9 +285,9 @@ def test_engine_that_does_not_fit(pair: Pair, tmp_path: Path) -> None:
         answer = ask(other.decode.url, {**body(pair, words(300)), "kv_transfer_params": params}, timeout_s=30)
         assert not answer.ok, answer
         both = ("float32", "bfloat16")
-        wait_until("both values in the log", lambda: all(value in reasons(other, position, "was not loaded") for value in both), 5)
+        wait_until("both values in the log", lambda: all(value in reasons(other, position, "was not loaded") for value in both))
         assert ask(other.decode.url, body(pair, words(200))).ok
-        wait_until("no block in use", lambda: metric(other.decode.url, USAGE) == 0, 5)
+        wait_until("no block in use", lambda: metric(other.decode.url, USAGE) == 0)
     finally:
         other.stop()
     assert not other.leftovers()
@@ -305,7 +305,7 @@ def test_weights_that_are_replaced(pair: Pair) -> None:
         position = pair.decode.log_size()
         answer = ask(pair.router.url, body(pair, words(300)), timeout_s=30)
         assert not answer.ok and pair.loads(position) == [], answer
-        wait_until("the reason in the log", lambda at=position: "weights replaced as often" in reasons(pair, at, "was not loaded"), 5)
+        wait_until("the reason in the log", lambda at=position: "weights replaced as often" in reasons(pair, at, "was not loaded"))
         assert alone(pair, body(pair, words(200))).ok
         replace(second)
         serves(pair)

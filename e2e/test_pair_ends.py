@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import select
-import statistics
 import sys
 import threading
 import time
@@ -122,8 +121,8 @@ def test_decode_request_that_nobody_prefills(pair: Pair) -> None:
     """Its client gives up: the load is cancelled and its blocks come back, long before the load would end by itself."""
     whole = {**body(pair, words(600)), "kv_transfer_params": from_prefill(pair, f"nobody-{next(numbers)}")}
     with open_stream(pair.decode.url, whole):
-        wait_until("the load holds its blocks", lambda: metric(pair.decode.url, USAGE) > 0, 5, every_s=0.02)
-    idle(pair, bound_s=5)
+        wait_until("the load holds its blocks", lambda: metric(pair.decode.url, USAGE) > 0, every_s=0.02)
+    idle(pair)
     serves(pair)
 
 
@@ -135,7 +134,7 @@ def test_offer_whose_decode_request_never_comes(pair: Pair) -> None:
     assert ask(pair.prefill.url, request).ok
     assert metric(pair.prefill.url, USAGE) > 0
     idle(pair, bound_s=LEASE_S + 10)
-    wait_until("it is counted", lambda: metric(pair.prefill.url, EXPIRED) > expired, 5)
+    wait_until("it is counted", lambda: metric(pair.prefill.url, EXPIRED) > expired)
     assert metric(pair.prefill.url, EXPIRED) == expired + 1
     assert failures(pair.prefill, side="offer", reason="expired") == failed + 1
 
@@ -149,7 +148,7 @@ def test_prefill_killed_during_loads_and_restarted(pair: Pair) -> None:
     ]
     for thread in threads:
         thread.start()
-    wait_until("the decode engine waits", lambda: metric(pair.decode.url, USAGE) > 0, 10, every_s=0.01)
+    wait_until("the decode engine waits", lambda: metric(pair.decode.url, USAGE) > 0, every_s=0.01)
     killed = time.monotonic()
     pair.kill_prefill()
     for thread in threads:
@@ -159,7 +158,7 @@ def test_prefill_killed_during_loads_and_restarted(pair: Pair) -> None:
     assert any(not answer.ok for answer in answers), answers
     # The decode engine serves requests that need no prefill engine, and holds no block of the others.
     assert alone(pair, body(pair, words(200))).ok
-    wait_until("no block in use", lambda: metric(pair.decode.url, USAGE) == 0, 5)
+    wait_until("no block in use", lambda: metric(pair.decode.url, USAGE) == 0)
 
     pair.restart_prefill()
     serves(pair)
@@ -192,13 +191,13 @@ def test_prefill_stopped(pair: Pair) -> None:
     serves(pair)  # the engines know each other: it is this connection that is lost
     lost = {**body(pair, words(600)), "kv_transfer_params": from_prefill(pair, f"stopped-{next(numbers)}")}
     failed, of_lost = failures(pair.decode), failures(pair.decode, side="load", reason="peer_lost")
-    wait_until("no load", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") == 0, 5)
+    wait_until("no load", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") == 0)
     with traffic(pair) as others, ThreadPoolExecutor(1) as pool:
         wait_until("others are measured", lambda: len(others) >= 6, 120)
         with pair.prefill.stopped():
             stopped = time.monotonic()
             waits = pool.submit(ask, pair.decode.url, lost, 30)
-            wait_until("the load waits", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") > 0 or waits.done(), 20, every_s=0.02)
+            wait_until("the load waits", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") > 0 or waits.done(), every_s=0.02)
             assert not waits.done(), waits.result()
             held = time.monotonic()  # not from the question on: a step that waited would make that time longer
             steps = {part: metric(pair.decode.url, STEPS, part=part) for part in ("worker", "scheduler")}
@@ -209,22 +208,17 @@ def test_prefill_stopped(pair: Pair) -> None:
             wait_until(
                 "the steps of both are told",
                 lambda: all(metric(pair.decode.url, STEPS, part=part) > told for part, told in steps.items()),
-                10,
             )
-    # A step that waits for the stopped engine is one long gap between two tokens of others, or makes all of them longer.
+    # A step that waited for the stopped engine would end when its request does: others would have two tokens at most until then, of
+    # the step before it. How much longer a step takes, scripts/bench-step-pair.sh says.
     came = [at for answer in others for at in answer.came]
-    gaps = list(zip(came, came[1:]))
-    before = [end - begin for begin, end in gaps if end <= stopped]
-    during = [end - begin for begin, end in gaps if end > stopped and begin < ended]
-    usual, then, longest = statistics.median(before), statistics.median(during), max(during)
-    said = f"others' tokens every {then * 1e3:.0f} ms, before {usual * 1e3:.0f}; the longest gap was {longest:.2f} s, {max(before):.2f}"
-    progress("prefill stopped", ended - stopped, f"its request has ended; {said}")
-    assert then <= 3 * usual + 0.02, said
-    assert longest < (ended - held) / 2, said
-    wait_until("its failure is counted", lambda: failures(pair.decode, side="load", reason="peer_lost") > of_lost, 5)
+    meanwhile = sum(held < at < ended for at in came)
+    progress("prefill stopped", ended - stopped, f"its request has ended; others had {meanwhile} tokens in {ended - held:.1f} s")
+    assert meanwhile > 3, came
+    wait_until("its failure is counted", lambda: failures(pair.decode, side="load", reason="peer_lost") > of_lost)
     assert failures(pair.decode) == failed + 1
-    wait_until("no load is under way", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") == 0, 5)
-    wait_until("the prefill engine answers again", pair.prefill.healthy, 10)
+    wait_until("no load is under way", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") == 0)
+    wait_until("the prefill engine answers again", pair.prefill.healthy)
     idle(pair)
     served_again(pair)
 
@@ -234,14 +228,13 @@ def test_decode_killed_during_loads_and_restarted(pair: Pair) -> None:
     requests = [body(pair, words(2200), max_tokens=64) for _ in range(4)]
     with ThreadPoolExecutor(len(requests)) as pool:
         answers = [pool.submit(ask, pair.router.url, request, 60) for request in requests]
-        wait_until("the decode engine waits", lambda: metric(pair.decode.url, USAGE) > 0, 10, every_s=0.01)
+        wait_until("the decode engine waits", lambda: metric(pair.decode.url, USAGE) > 0, every_s=0.01)
         killed = time.monotonic()
         pair.decode.kill()
         assert not any(answer.result().ok for answer in answers)
     wait_until(
         "the prefill engine has freed",
         lambda: all(metric(pair.prefill.url, name) == 0 for name in (RUNNING, WAITING, USAGE)),
-        20,
     )
     progress("decode killed", time.monotonic() - killed, "the prefill engine holds nothing")
     pair.decode.start()
@@ -269,7 +262,7 @@ def test_prompts_that_name_no_transfer_are_counted(pair: Pair, narrow: Pair) -> 
     before = computed(narrow, "no_transfer")
     for tokens in (300, 20):
         assert ask(narrow.decode.url, body(pair, words(tokens))).ok
-    wait_until("both prompts are counted", lambda: computed(narrow, "no_transfer") == before + 320, 10)
+    wait_until("both prompts are counted", lambda: computed(narrow, "no_transfer") == before + 320)
     assert "they named no transfer: the router, or the client, sent no kv_transfer_params" in narrow.decode.log_since(0)
 
 
@@ -290,9 +283,9 @@ def test_recompute_policy(pair: Pair, narrow: Pair, params: dict[str, Any], said
     answer = ask(narrow.decode.url, {**request, "kv_transfer_params": params})
     assert answer.ok, answer
     assert answer.text == alone(pair, request).text
-    wait_until("the prompt is counted as computed by decode", lambda: computed(narrow, reason) == before + 300, 10)
-    wait_until(f"{said!r} in the log", lambda: said in narrow.decode.log_since(position), 5)
-    wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0, 5)
+    wait_until("the prompt is counted as computed by decode", lambda: computed(narrow, reason) == before + 300)
+    wait_until(f"{said!r} in the log", lambda: said in narrow.decode.log_since(position))
+    wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0)
 
 
 @pytest.mark.parametrize("tokens", [2, BLOCK, 900, 2200])
@@ -310,7 +303,7 @@ def test_completion_by_tcp(pair: Pair, narrow: Pair, tokens: int) -> None:
     (load,) = new_loads(narrow, position, 1)
     assert load["bytes"] == -(-tokens // BLOCK) * BLOCK * TOKEN_BYTES
     went_by(pair, load, "tcp", before)
-    wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0, 5)
+    wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0)
 
 
 def test_recompute_when_prefill_stops(pair: Pair, narrow: Pair) -> None:
@@ -321,7 +314,7 @@ def test_recompute_when_prefill_stops(pair: Pair, narrow: Pair) -> None:
         answer = ask(narrow.decode.url, {**request, "kv_transfer_params": params}, timeout_s=30)
     assert answer.ok, answer
     assert answer.text == expected.text
-    wait_until("the prefill engine answers again", pair.prefill.healthy, 10)
+    wait_until("the prefill engine answers again", pair.prefill.healthy)
     served_again(pair)
 
 
@@ -343,7 +336,7 @@ def test_two_decode_engines_ask_for_one_transfer(pair: Pair, narrow: Pair) -> No
         assert recomputes.ok and recomputes.text == expected
         assert fails.ok == bool(loads[0])
         assert not fails.ok or fails.text == expected
-    wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0, 5)
+    wait_until("no block in use", lambda: metric(narrow.decode.url, USAGE) == 0)
 
 
 def test_queue_longer_than_the_lease(pair: Pair, narrow: Pair) -> None:
@@ -356,9 +349,9 @@ def test_queue_longer_than_the_lease(pair: Pair, narrow: Pair) -> None:
     answers: list[Answer] = []
     queued = threading.Thread(target=lambda: answers.append(ask(narrow.decode.url, {**request, "kv_transfer_params": to_load})))
     with open_stream(narrow.decode.url, body(pair, words(20), max_tokens=4000, ignore_eos=True)):
-        wait_until("decode works", lambda: metric(narrow.decode.url, RUNNING) == 1, 10, every_s=0.02)
+        wait_until("decode works", lambda: metric(narrow.decode.url, RUNNING) == 1, every_s=0.02)
         queued.start()
-        wait_until("one queues", lambda: metric(narrow.decode.url, WAITING) == 1, 10, every_s=0.02)
+        wait_until("one queues", lambda: metric(narrow.decode.url, WAITING) == 1, every_s=0.02)
         for name in (transfer, f"unloved-{next(numbers)}"):
             to_offer = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
             assert ask(pair.prefill.url, {**request, "max_tokens": 1, "cache_salt": name, "kv_transfer_params": to_offer}).ok

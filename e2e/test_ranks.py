@@ -168,7 +168,7 @@ def test_text_equals_a_single_engines(pair: Pair, tokens: int) -> None:
     answer = ask(pair.router.url, request)
     assert answer.ok, (answer, pair.decode.log_tail(), pair.prefill.log_tail())
     assert answer.text == expected
-    wait_until("every rank has loaded", lambda: loaded(pair, position), 10)
+    wait_until("every rank has loaded", lambda: loaded(pair, position))
     if "mla" in pair.model:  # every byte once, from whichever rank: 3 layers of 576 float32 a token, in blocks of 16
         assert [load["bytes"] for load in pair.loads(position)] == [-(-tokens // 16) * 16 * 3 * 576 * 4]
 
@@ -181,7 +181,7 @@ def test_every_data_parallel_rank(pair: Pair) -> None:
         answer = by_nixl(pair, request, {"X-data-parallel-rank": str(rank)})
         assert answer.ok, (answer, pair.decode.log_tail(), pair.prefill.log_tail())
         assert answer.text == expected
-        wait_until("every rank has loaded", lambda position=position: loaded(pair, position), 10)
+        wait_until("every rank has loaded", lambda position=position: loaded(pair, position))
 
 
 def test_many_at_once(pair: Pair) -> None:

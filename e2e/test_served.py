@@ -56,11 +56,11 @@ def test_other_weights_under_one_name_are_refused(pair: Pair, models: Path, tmp_
         params = from_prefill(pair, f"weights-{next(numbers)}")
         answer = ask(other.decode.url, {**body(pair, words(300)), "kv_transfer_params": params}, timeout_s=30)
         assert not answer.ok, answer
-        wait_until("the reason in the log", lambda: "their weights or configurations differ" in other.decode.log_since(position), 5)
+        wait_until("the reason in the log", lambda: "their weights or configurations differ" in other.decode.log_since(position))
         said = FINGERPRINT.findall(reasons(other, position, "was not loaded"))
         assert [name for name, _ in said] == ["tiny", "tiny"] and said[0][1] != said[1][1], said
         assert ask(other.decode.url, body(pair, words(200))).ok
-        wait_until("no block in use", lambda: metric(other.decode.url, USAGE) == 0, 5)
+        wait_until("no block in use", lambda: metric(other.decode.url, USAGE) == 0)
     finally:
         other.stop()
     assert not other.leftovers()

@@ -34,7 +34,6 @@ func TestDeadServerAndItsSuccessor(t *testing.T) {
 		failed <- err
 	}()
 	<-asked
-	begin := time.Now()
 	p.stop()
 	mustBe(t, <-failed, core.ErrUnreachable)
 	_, err = decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D"))
@@ -43,9 +42,6 @@ func TestDeadServerAndItsSuccessor(t *testing.T) {
 	mustBe(t, err, core.ErrUnreachable)
 	if !strings.Contains(err.Error(), p.addr) {
 		t.Errorf("error %q does not name %s", err, p.addr)
-	}
-	if d := time.Since(begin); d >= within {
-		t.Errorf("it took %v to know that the server is dead", d)
 	}
 	close(hold)
 	closeBus(t, prefill)
@@ -73,35 +69,27 @@ func TestSilentServer(t *testing.T) {
 	serve(prefill)
 	register(t, prefill, "e")
 	px := newProxy(t, p.addr)
-	decode := newBus(t, Options{Identity: named("D"), ConnectTimeout: time.Second})
+	decode := newBus(t, Options{Identity: named("D"), ConnectTimeout: time.Hour, linkPing: time.Second})
 	target := core.Target{Bootstrap: "http://" + px.Addr().String(), EngineID: "e"}
 	_, via, err := decode.Lookup(ctxOf(t, within), target)
 	if err != nil {
 		t.Fatal(err)
 	}
+	before := px.accepted()
 	px.frozen.Store(true)
-	begin := time.Now()
+	_, err = decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D"))
+	mustBe(t, err, core.ErrUnreachable) // by the link's pings: else it is the context's error
+	eventually(t, "a dial", func() error {
+		if px.accepted() == before {
+			return errors.New("no connection")
+		}
+		return nil
+	})
+	// That dial takes ConnectTimeout, and nothing waits for it.
 	_, err = decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D"))
 	mustBe(t, err, core.ErrUnreachable)
-	if d := time.Since(begin); d >= within {
-		t.Errorf("it took %v to know that the server is silent", d)
-	}
-	// Nothing waits for the dials that nats.go makes meanwhile. One that waits does so for most of ConnectTimeout, and almost
-	// all would: so a few may be late because the machine is.
-	late := 0
-	for range 20 {
-		begin = time.Now()
-		_, err = decode.Request(ctxOf(t, within), via, reach(decode, "P"), hello("D"))
-		mustBe(t, err, core.ErrUnreachable)
-		if time.Since(begin) > 200*time.Millisecond {
-			late++
-		}
-		time.Sleep(20 * time.Millisecond) // spread over the dials
-	}
-	if late > 5 {
-		t.Errorf("%d of 20 requests on a broken link waited", late)
-	}
 	px.frozen.Store(false)
+	px.cut()
 	if _, _, err = decode.Lookup(ctxOf(t, within), target); err != nil {
 		t.Fatal(err)
 	}
@@ -113,38 +101,27 @@ func TestCloseWhileTheServerIsSilent(t *testing.T) {
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
 	px := newProxy(t, p.addr)
 	px.frozen.Store(true)
-	decode := newBus(t, Options{Identity: named("D"), ConnectTimeout: within})
+	decode := newBus(t, Options{Identity: named("D"), ConnectTimeout: time.Hour})
 	failed := make(chan error, 1)
 	go func() {
-		_, _, err := decode.Lookup(ctxOf(t, within), core.Target{Bootstrap: "http://" + px.Addr().String()})
+		_, _, err := decode.Lookup(ctxOf(t, 3*within), core.Target{Bootstrap: "http://" + px.Addr().String()})
 		failed <- err
 	}()
 	eventually(t, "dial", func() error {
-		px.mu.Lock()
-		defer px.mu.Unlock()
-		if len(px.conns) == 0 {
+		if px.accepted() == 0 {
 			return errors.New("no connection")
 		}
 		return nil
 	})
-	begin := time.Now()
-	closeBus(t, decode)
+	closeBus(t, decode) // it waits for no dial
 	if err := <-failed; err == nil {
 		t.Error("a Lookup succeeded at a server that does not answer")
-	}
-	if d := time.Since(begin); d >= within { // the dial's own time
-		t.Errorf("Close took %v", d)
 	}
 }
 
 func TestUnreachableAddresses(t *testing.T) {
 	leaktest.Check(t)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	closed := "http://" + l.Addr().String()
-	_ = l.Close()
+	closed := "http://" + freeAddr(t)
 	other := &http.Server{Handler: http.NotFoundHandler()}
 	ol, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -172,7 +149,7 @@ func TestUnreachableAddresses(t *testing.T) {
 		"%":                                "%",
 		"http://" + strings.Repeat("h", 600) + ":1": "600", // with its port and scheme 609
 	} {
-		begin, d := time.Now(), patient
+		d := patient
 		if addr == "http://"+silent.Addr().String() {
 			d = hasty
 		}
@@ -183,9 +160,6 @@ func TestUnreachableAddresses(t *testing.T) {
 		}
 		if len(addr) < 512 && (!strings.Contains(err.Error(), strings.TrimPrefix(addr, "http://")) || !strings.Contains(err.Error(), want)) {
 			t.Errorf("%s: error %q, want %q in it", addr, err, want)
-		}
-		if took := time.Since(begin); took >= within {
-			t.Errorf("%s: it took %v", addr, took)
 		}
 	}
 	eventually(t, "no link is kept", func() error {

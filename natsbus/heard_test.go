@@ -1,6 +1,7 @@
 package natsbus
 
 import (
+	"context"
 	"fmt"
 	"net"
 	"strings"
@@ -41,7 +42,10 @@ func TestHostThatAsksMuch(t *testing.T) {
 	}
 	d := newBus(t, Options{Identity: named("D")})
 	var now, most, waits, done atomic.Int64
+	ctx, heard := context.WithCancel(ctxOf(t, within)) // until D is asked
+	defer heard()
 	d.Serve(func(via core.Via, _ *wire.Request) *wire.Reply {
+		heard()
 		raise(&most, now.Add(1))
 		defer now.Add(-1)
 		if l, err := d.known(via); err == nil {
@@ -52,7 +56,7 @@ func TestHostThatAsksMuch(t *testing.T) {
 		done.Add(1)
 		return &wire.Reply{}
 	})
-	if _, _, err := d.Lookup(ctxOf(t, time.Second), core.Target{Bootstrap: "http://" + h.Addr().String(), EngineID: "e"}); err == nil || !strings.Contains(err.Error(), "e") {
+	if _, _, err := d.Lookup(ctx, core.Target{Bootstrap: "http://" + h.Addr().String(), EngineID: "e"}); err == nil || !strings.Contains(err.Error(), "e") {
 		t.Fatal("a host that answers nothing is an engine")
 	}
 	eventually(t, "all is answered", func() error {

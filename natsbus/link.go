@@ -20,7 +20,6 @@ import (
 
 // Bounds of a link.
 const (
-	linkPing      = time.Second // two unanswered pings end the connection
 	reconnectWait = 200 * time.Millisecond
 	// When a link breaks that has stood for steadyLink, it is dialled again within
 	// firstWait, since the agent is missed. The wait is random, so that the links of a

@@ -1,6 +1,7 @@
 package natsbus
 
 import (
+	"cmp"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -15,8 +16,10 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// defaultIdle is how long a broken link is kept without use.
-const defaultIdle = 30 * time.Second
+const (
+	defaultIdle = 30 * time.Second // how long a broken link is kept without use
+	defaultPing = time.Second      // two unanswered pings end a connection
+)
 
 // Options sets up a Bus.
 type Options struct {
@@ -63,7 +66,7 @@ type Options struct {
 	ConnectTimeout time.Duration
 	Logger         *zap.Logger
 
-	linkIdle time.Duration // tests only
+	linkIdle, linkPing time.Duration // tests only
 }
 
 // CheckCluster checks the URLs of a cluster, separated by commas, and returns a
@@ -127,5 +130,6 @@ func (o *Options) complete() error {
 	if o.linkIdle == 0 {
 		o.linkIdle = defaultIdle
 	}
+	o.linkPing = cmp.Or(o.linkPing, defaultPing)
 	return nil
 }

@@ -31,8 +31,8 @@ func hasToken(values []string, want string) bool {
 	return false
 }
 
-// proofWithin is how long a client may take to prove itself.
-const proofWithin = 2 * time.Second
+// defaultProof is how long a client may take to prove itself.
+const defaultProof = 2 * time.Second
 
 // headConn first reads the bytes that came in one packet with an HTTP head.
 type headConn struct {

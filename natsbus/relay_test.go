@@ -127,7 +127,7 @@ func TestHostThatRelaysFirst(t *testing.T) {
 				secure.VerifyConnection = nil
 			}
 			h := newRelay(t, p.addr, secure)
-			d := newBus(t, Options{Identity: named("D"), ConnectTimeout: time.Second})
+			d := newBus(t, Options{Identity: named("D")})
 			_, via, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: "http://" + h.Addr().String(), EngineID: "e"})
 			if err != nil {
 				t.Fatal(err)

@@ -1,6 +1,7 @@
 package natsbus
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -35,9 +36,9 @@ const (
 	// clients can send it. For clients it keeps next to nothing, see outlet.
 	maxPending = 2*maxUnansweredBytes + 2*wire.MaxMessage
 
-	// serverPing finds a peer that vanished without closing its connection:
+	// defaultServerPing finds a peer that vanished without closing its connection:
 	// two unanswered pings end it.
-	serverPing = 2 * time.Second
+	defaultServerPing = 2 * time.Second
 	// serverStop bounds Close.
 	serverStop = 10 * time.Second
 )
@@ -61,6 +62,8 @@ type ServerOptions struct {
 	// MaxMemory bounds the registry's memory in bytes; 0 means 64 MiB.
 	MaxMemory int64
 	Logger    *zap.Logger
+
+	proofWithin, ping time.Duration // tests only
 }
 
 // Server is a NATS server inside this process without a port of its own: peers
@@ -96,6 +99,7 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	if opt.MaxMemory == 0 {
 		opt.MaxMemory = defaultMaxMemory
 	}
+	opt.proofWithin, opt.ping = cmp.Or(opt.proofWithin, defaultProof), cmp.Or(opt.ping, defaultServerPing)
 	if opt.Identity == nil {
 		opt.Identity = NewIdentity()
 	}
@@ -132,9 +136,9 @@ func StartServer(opt ServerOptions) (*Server, error) {
 		MaxSubs:                    maxSubs,
 		MaxClosedClients:           1, // nobody asks who has gone
 		MaxPending:                 maxPending,
-		AuthTimeout:                proofWithin.Seconds(),
+		AuthTimeout:                opt.proofWithin.Seconds(),
 		CustomClientAuthentication: gate,
-		PingInterval:               serverPing,
+		PingInterval:               opt.ping,
 		MaxPingsOut:                2,
 		WriteDeadline:              writeWait,
 	})

@@ -76,11 +76,7 @@ func TestTLSLinkComesBack(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	px.mu.Lock()
-	for _, c := range px.conns {
-		_ = c.Close()
-	}
-	px.mu.Unlock()
+	px.cut()
 	eventually(t, "the way back", func() error {
 		_, err := d.Request(ctxOf(t, time.Second), via, reach(d, "P"), hello("D"))
 		return err

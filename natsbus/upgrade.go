@@ -81,7 +81,7 @@ func (s *Server) meet(u *upgraded, peer net.Conn, head *bufio.Reader) (*tls.Conn
 		return nil, client{}, errPlaceLost
 	}
 	// This replaces the HTTP server's deadlines, which stay on a hijacked connection.
-	if err := peer.SetDeadline(time.Now().Add(proofWithin)); err != nil {
+	if err := peer.SetDeadline(time.Now().Add(s.opt.proofWithin)); err != nil {
 		return nil, client{}, fmt.Errorf("%w: %w", io.EOF, err) // closed already
 	}
 	if _, err := io.WriteString(peer, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: "+protocol+"\r\n\r\n"); err != nil {
@@ -94,7 +94,7 @@ func (s *Server) meet(u *upgraded, peer net.Conn, head *bufio.Reader) (*tls.Conn
 	case s.clients.lost(u):
 		err = errPlaceLost
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		err = fmt.Errorf("it did not prove itself within %v", proofWithin)
+		err = fmt.Errorf("it did not prove itself within %v", s.opt.proofWithin)
 	}
 	return conn, who, err
 }

@@ -61,7 +61,7 @@ func TestClaimsOutliveTheLease(t *testing.T) {
 // new instance by mistake.
 func TestClaimOfAKilledPrefill(t *testing.T) {
 	leaktest.Check(t)
-	address, to := prefillProcess(t, 0, "")
+	address, to := prefillProcess(t, freePort(t), "")
 	d := open(t, testConfig(RoleDecode))
 	d.claim(address, "announced")
 	until(t, "prefill has answered the claim", func() bool { return d.sizes().Kept == 1 })

@@ -247,7 +247,7 @@ func replaced(t *testing.T, urls, transport string) {
 	}
 	data := freePort(t)
 	t.Setenv("KVCONN_TEST_TCP_PORT", fmt.Sprint(data))
-	address, to := prefillProcess(t, 0, urls)
+	address, to := prefillProcess(t, freePort(t), urls)
 	d := open(t, cfg(RoleDecode))
 	d.load("offered", address, 0, 1)
 	d.want("offered", core.OK)

@@ -14,9 +14,9 @@ import (
 func TestPrefillRestartedOnItsPort(t *testing.T) {
 	leaktest.Check(t)
 	cfg := testConfig(RolePrefill)
+	cfg.BootstrapPort = freePort(t)
 	p, d := open(t, cfg), open(t, testConfig(RoleDecode))
 	address := p.BootstrapAddress()
-	cfg.BootstrapPort = portOf(t, address)
 	for round := range 3 {
 		id := core.TransferID(fmt.Sprint("round-", round))
 		p.fill(byte(round), 1)
@@ -60,7 +60,7 @@ func TestPrefillKilledDuringLoads(t *testing.T) {
 
 func prefillKilled(t *testing.T, transport, by string, why []string) {
 	t.Setenv("KVCONN_TEST_TRANSPORT", transport)
-	address, to := prefillProcess(t, 0, "")
+	address, to := prefillProcess(t, freePort(t), "")
 	d := open(t, forced(RoleDecode, transport))
 	d.load("announced", address, 1)
 	d.load("offered", address, 2, 3)

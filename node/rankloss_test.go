@@ -21,7 +21,12 @@ import (
 func TestFirstRankRestarted(t *testing.T) {
 	leaktest.Check(t)
 	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 2}
-	ps, address := m.engine(t, RolePrefill, two, soon)
+	port := freePort(t)
+	ps, address := m.engine(t, RolePrefill, two, func(c *Config) {
+		if soon(c); c.BootstrapJoin == "" {
+			c.BootstrapPort = port
+		}
+	})
 	ds, _ := m.engine(t, RoleDecode, core.Ranks{TP: 2, PP: 1}, soon)
 	at := from(address, ps[0].cfg.EngineID)
 	carry(t, "a", 1, ps, ds, at)
@@ -45,7 +50,7 @@ func TestFirstRankRestarted(t *testing.T) {
 	}
 	ds[1].want("lost", core.Cancelled)
 	cfg := rankConfig(RolePrefill, two, core.Rank{}, "")
-	cfg.BootstrapPort = portOf(t, address)
+	cfg.BootstrapPort = port
 	soon(&cfg)
 	ps[0] = m.open(t, cfg)
 	until(t, "all ranks are back", func() bool { return shown(t, address)["0 engine-prefill"] == 4 })

@@ -25,9 +25,9 @@ func (c *skewedClock) Now() time.Time { return c.systemClock.Now().Add(time.Dura
 func TestLoadIsNotForTheSuccessor(t *testing.T) {
 	leaktest.Check(t)
 	cfg := testConfig(RolePrefill)
+	cfg.BootstrapPort = freePort(t)
 	p := open(t, cfg)
 	address := p.BootstrapAddress()
-	cfg.BootstrapPort = portOf(t, address)
 	clock := &skewedClock{}
 	patient := testConfig(RoleDecode)
 	patient.PeerTimeout, patient.ConnectTimeout = Seconds(bound), Seconds(bound)

@@ -236,8 +236,8 @@ func TestRestartedPeersMeetAgain(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
 	cfg := testConfig(RolePrefill)
+	cfg.BootstrapPort = freePort(t)
 	p, d := openTwinned(t, n, cfg, nil), openTwinned(t, n, testConfig(RoleDecode), nil)
-	cfg.BootstrapPort = portOf(t, p.BootstrapAddress())
 	goesBy(t, p, d, "first", viaRDMA)
 	if err := p.Close(); err != nil {
 		t.Fatal(err)

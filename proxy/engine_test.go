@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
@@ -16,10 +15,11 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/bootstrap"
+	"github.com/kvconn/kvconn/internal/freeport"
 )
 
 // patience bounds every wait; none takes nearly as long unless it fails.
-const patience = 10 * time.Second
+const patience = 30 * time.Second
 
 // call is one request as an engine saw it.
 type call struct {
@@ -275,13 +275,12 @@ func (r router) post(t *testing.T, body string, header ...string) (*http.Respons
 	return resp, string(raw)
 }
 
-// freeAddr is the address of a port where nobody listens.
+// freeAddr is the address of a port where nobody listens, and that no outgoing connection gets.
 func freeAddr(t *testing.T) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	ports, err := freeport.Take(1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
-	return l.Addr().String()
+	return fmt.Sprint("127.0.0.1:", ports[0])
 }

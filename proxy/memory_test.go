@@ -3,6 +3,7 @@ package proxy
 import (
 	"runtime"
 	"testing"
+	"time"
 
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
@@ -12,7 +13,7 @@ import (
 func TestMemoryIsFlat(t *testing.T) {
 	leaktest.Check(t)
 	r, p1, p2, d1, d2 := twoOfEach(t, 2, status(500, "dead"), stream(`{"choices":[]}`, `{"choices":[]}`, "[DONE]"))
-	heap := func(requests int) uint64 {
+	serve := func(requests int) {
 		for i := range requests {
 			body := `{"prompt":"x","stream":true}`
 			if i%8 == 0 {
@@ -26,6 +27,8 @@ func TestMemoryIsFlat(t *testing.T) {
 			}
 		}
 		eventually(t, "no request is under way", func() bool { return len(r.Proxy.places) == 0 })
+	}
+	heap := func() uint64 {
 		r.Server.Client().CloseIdleConnections()
 		r.Proxy.client.CloseIdleConnections()
 		runtime.GC()
@@ -34,8 +37,17 @@ func TestMemoryIsFlat(t *testing.T) {
 		runtime.ReadMemStats(&m)
 		return m.HeapAlloc
 	}
-	before := heap(300)
-	if after := heap(1500); after > before+1<<20 {
-		t.Errorf("the heap has %d bytes after 300 requests and %d after 1500 more", before, after)
+	serve(300)
+	before := heap()
+	serve(1500)
+	// Connections that are closing have their memory a moment longer. What the router keeps of 700 bytes a request stays.
+	var after uint64
+	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
+		if after = heap(); after <= before+1<<20 {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("the heap has %d bytes after 300 requests and %d after 1500 more", before, after)
+		}
 	}
 }

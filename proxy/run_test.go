@@ -129,13 +129,9 @@ func TestRunEndsInBoundedTime(t *testing.T) {
 		answered <- resp.StatusCode
 	}()
 	pc, dc := p.next(t), d.next(t)
-	began := time.Now()
 	stop()
 	if err := recv(t, ended, "end of Run"); err != nil {
 		t.Error(err)
-	}
-	if took := time.Since(began); took > 5*time.Second {
-		t.Errorf("Run took %v to end", took)
 	}
 	recv(t, pc.ctx.Done(), "end of P's request")
 	recv(t, dc.ctx.Done(), "end of D's request")

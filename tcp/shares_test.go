@@ -50,9 +50,10 @@ func TestDrippingPeerStarvesNobody(t *testing.T) {
 	}()
 	until(t, "slots were taken", func() bool { return slots.taken.Load() >= 4 })
 	until(t, "nobody holds a slot", func() bool { return len(slots.free) == cap(slots.free) })
+	n := had.Load()
 	d := newAgent(t, Config{})
-	move(t, p, d, "t")
-	if n := had.Load(); n >= testBlocks*testBlock {
+	move(t, p, d, "t") // for as long as a slow machine takes the peer goes on
+	if n >= testBlocks*testBlock {
 		t.Errorf("the slots were free when the peer had taken all its %d bytes", n)
 	}
 }

