@@ -16,6 +16,7 @@ type plan struct {
 	latent   bool // the first prefill rank of a deal has all that its decode ranks need
 	oneSided bool // bytes land without the receiver's process, as by RDMA
 	pulls    bool // the receiver copies out of the sender's memory
+	proves   bool // and finds at a gate, behind each copy, that the sender had the blocks
 	prefills int  // ranks of the prefill engine
 	decodes  []int
 	devices  bool // the engines work on devices: moments are awaited
@@ -150,6 +151,7 @@ func (w *world) newPlan() plan {
 		}
 	}
 	p.pulls = !p.oneSided && w.pulling.Float64() < 0.5
+	p.proves = w.seed/2%2 == 1
 	if p.pulls && !p.kind && !p.calm && !p.silentDeath && w.pulling.Float64() < 0.7 {
 		p.slowCopies, p.mute = 0.3, 0.8 // and D hears late why P has stopped
 	}

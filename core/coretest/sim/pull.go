@@ -11,7 +11,9 @@ import (
 // In some worlds bytes go as in package local. P's frames say where they lie, and D copies them out of
 // P's memory, which takes a while and goes on when either process is stopped. When D has copied
 // all, it asks P whether P has kept the blocks. P closes the gate of a write that it gives up: no
-// copy begins then. P's half ends when D says that no copy is under way, or after stopGrace.
+// copy begins then. P's half ends when D says that no copy is under way, or after stopGrace. In half of
+// these worlds D reads the gate behind each copy. If it was closed, D throws the copy away, and waits for what P
+// says. If it was open behind all copies, D reports the transfer without asking P.
 
 // stopGrace is how long P waits for D's word on a write that it has given up, slowCopy how long a copy
 // is under way at most.
@@ -95,7 +97,7 @@ func (a *agent) copyTakes(wr *write, last bool) time.Duration {
 	return takes
 }
 
-// copy reads and writes, whether the processes run or not.
+// copy reads and writes, and looks at the gate, whether the processes run or not.
 func (a *agent) copy(p *agent, f *frame) {
 	wr := f.wr
 	for _, pos := range f.at {
@@ -113,12 +115,14 @@ func (a *agent) copy(p *agent, f *frame) {
 		f.holds = append(f.holds, holds)
 	}
 	a.land(f)
+	f.proved = a.w.plan.proves && !wr.closed || fault.On("pull-unlooked")
 }
 
 // copied takes the end of a copy.
 func (a *agent) copied(f *frame, e *arm) {
 	a.room(f)
-	if !e.over {
+	proves := a.w.plan.proves
+	if !e.over && (f.proved || !proves) {
 		e.got += len(f.at)
 	}
 	if e.got == len(e.dst) && f.wr.late {
@@ -130,15 +134,19 @@ func (a *agent) copied(f *frame, e *arm) {
 		e.then = nil
 		then()
 	case e.over || a.armed[e.id] != e:
+	case proves && f.proved && e.got == len(e.dst): // P may have stopped, or ended, since
+		a.received(e, nil)
+		l.back(f.gen, func(p *agent) { p.taken(f.wr) })
+	case proves && !f.proved && !f.wr.by.dead && !f.wr.by.shut:
 	case f.wr.by.dead || f.wr.by.shut:
 		l.breaks()
 	case a.w.chance(a.w.plan.errors):
 		a.when(e, func() { a.received(e, errBroken) })
 		l.back(f.gen, func(p *agent) { p.nacked(f.wr) })
-	case e.got == len(e.dst) && fault.On("pull-unasked"):
+	case e.got == len(e.dst) && !proves && fault.On("pull-unasked"):
 		a.received(e, nil)
 		l.back(f.gen, func(p *agent) { p.keeps(f, e); p.taken(f.wr) })
-	case e.got == len(e.dst):
+	case e.got == len(e.dst) && !proves:
 		l.back(f.gen, func(p *agent) { p.keeps(f, e) })
 	}
 }
@@ -189,9 +197,10 @@ func (a *agent) keeps(f *frame, e *arm) {
 	})
 }
 
-// taken: D has reported the transfer.
+// taken: D has reported the transfer. Its word may cross P's stop. A D that has read the gate is believed if P had told it of all.
 func (a *agent) taken(wr *write) {
-	if wr.kept {
+	told := wr.next == len(wr.given) && len(wr.given) == len(wr.src)
+	if wr.kept || a.w.plan.proves && told {
 		wr.err, wr.acked, wr.quiet = nil, true, true
 		a.settle(wr)
 	}

@@ -82,14 +82,15 @@ type write struct {
 }
 
 type frame struct {
-	wr    *write
-	link  *link
-	gen   int
-	n     int   // stream
-	at    []int // of the transfer's places
-	grant string
-	holds []content
-	late  time.Duration // how long a cut has held it up
+	wr     *write
+	link   *link
+	gen    int
+	n      int   // stream
+	at     []int // of the transfer's places
+	grant  string
+	holds  []content
+	proved bool          // the gate was open when all was copied
+	late   time.Duration // how long a cut has held it up
 }
 
 var (
