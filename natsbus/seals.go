@@ -1,0 +1,16 @@
+package natsbus
+
+import "sync/atomic"
+
+// seals are what an agent of a cluster seals and opens messages with.
+type seals struct {
+	self   *Identity
+	served *served
+	opened *opened
+	// What came and was not taken, by the reason.
+	plain, foreign, repeated, forged, unknown, strange atomic.Int64
+}
+
+func newSeals(self *Identity) *seals {
+	return &seals{self: self, served: newServed(), opened: newOpened()}
+}
