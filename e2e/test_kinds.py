@@ -45,7 +45,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         progress=progress,
         forked=True,
         extra_env={"KVCONN_SERVES": "MooncakeConnector"} if kind == "window" else {},
-        written_for={"mla": "NixlConnector", "window": "MooncakeConnector"}.get(kind),
+        written_for={"mla": "NixlPushConnector", "window": "MooncakeConnector"}.get(kind),
         both=kind == "mla",  # as NIXL's pages have it
         beside=storage(workdir / "storage") if kind == "llama" else None,
         # That connector knows no chunked prefill (test_pair has prompts in chunks).
@@ -119,9 +119,8 @@ def test_log_says_under_which_name_it_serves(pair: Pair) -> None:
     """And what became of the other connector's words, once in each engine."""
     says = {
         "mla": [
-            "serves as NixlConnector",
-            "backends (of NIXL's connector) is not used",
-            "kv_lease_duration (of NIXL's connector) is taken as lease_s = 30",
+            "serves as NixlPushConnector",
+            "push_registration_timeout (of NIXL's connector) is not used",
         ],
         "window": ["serves as MooncakeConnector", "mooncake_protocol (of Mooncake's connector) is taken as transport = 'tcp'"],
     }
@@ -187,31 +186,48 @@ def test_nixl_contract(pair: Pair, known: tuple[str, ...] | None) -> None:
     assert answer.text == expected
 
 
-def example_router() -> list[str]:
-    """vLLM's example, out of its source distribution."""
+def example_router(name: str) -> str:
+    """An example of vLLM's, out of its source distribution."""
     script = Path(__file__).resolve().parent.parent / "scripts" / "vllm-example-router.py"
-    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    found = subprocess.run([sys.executable, str(script), name], capture_output=True, text=True, check=False)
     if found.returncode == 75:
         pytest.skip(f"NOT RUN: {found.stderr.strip()}")
     assert found.returncode == 0, found.stderr
-    return [found.stdout.strip()]
+    return found.stdout.strip()
+
+
+def by_urls(pair: Pair) -> list[str]:
+    return ["--prefill", pair.prefill.url, str(pair.bootstrap_port), "--decode", pair.decode.url]
+
+
+def push_router(pair: Pair) -> list[str]:
+    """Asks both engines at once, and knows of prefill what its command says."""
+    if pair._written_for != "NixlPushConnector":
+        pytest.skip("of the pair that serves as NixlPushConnector")
+    status, text = http_request("GET", f"http://{HOST}:{pair.bootstrap_port}/query")
+    assert status == 200, text
+    prefill, decode = (server.url.removeprefix("http://") for server in (pair.prefill, pair.decode))
+    its = ["--prefill-engine-id", json.loads(text)["0"]["engine_id"], "--prefill-kv-host", HOST]
+    its += ["--prefill-side-channel-port", str(pair.bootstrap_port)]
+    return [example_router("push"), "--model", pair.served, "--prefill", prefill, "--decode", decode, *its]
 
 
 # Each router's answer when it is up, and its command.
-ROUTERS: dict[str, tuple[str, Callable[[], list[str]]]] = {
-    "vllm-example-mooncake": ("/openapi.json", example_router),
-    "nixl": ("/health", lambda: ["-m", "kvconn", "proxy", "--contract", "nixl"]),
+ROUTERS: dict[str, tuple[str, Callable[[Pair], list[str]]]] = {
+    "vllm-example-mooncake": ("/openapi.json", lambda pair: [example_router("mooncake"), *by_urls(pair)]),
+    "vllm-example-push": ("/status", push_router),
+    "nixl": ("/health", lambda pair: ["-m", "kvconn", "proxy", "--contract", "nixl", *by_urls(pair)]),
 }
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_other_routers(pair: Pair, name: str) -> None:
-    """vLLM's own example as it is, and ours by the other contract."""
+    """vLLM's own examples as they are, and ours by the other contract."""
     at, command = ROUTERS[name]
     (port,) = free_ports(1)
     url = f"http://{HOST}:{port}"
-    argv = [pair.python, *command(), "--prefill", pair.prefill.url, str(pair.bootstrap_port), "--decode", pair.decode.url]
-    router = Server(name, [*argv, "--port", str(port)], pair._env(), pair.workdir / f"{name}.log", url)
+    argv = [pair.python, *command(pair), "--port", str(port)]
+    router = Server(name, argv, pair._env(), pair.workdir / f"{name}.log", url)
     router.start()
     try:
         wait_until(f"{name} is up", lambda: answers(url + at), 60)

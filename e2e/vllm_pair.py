@@ -26,6 +26,12 @@ THEIRS: dict[str, dict[str, Any]] = {
         "kv_buffer_device": "cpu",
         "kv_connector_extra_config": {"backends": ["UCX"], "num_threads": 4, "kv_lease_duration": 30},
     },
+    "NixlPushConnector": {
+        "kv_connector": "NixlPushConnector",
+        "kv_connector_module_path": "kvconn.vllm",
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"push_registration_timeout": 60},
+    },
     "MooncakeConnector": {
         "kv_connector": "MooncakeConnector",
         "kv_connector_extra_config": {"mooncake_protocol": "tcp", "num_workers": 10},

@@ -127,8 +127,8 @@ func (l *link) createBucket(ctx context.Context) error {
 // clusterReplicas is how many servers hold the registry of a cluster that has as many.
 const clusterReplicas = 3
 
-// checkRegistry refuses a stream that does more than to keep the registry. Whoever may create the
-// stream could have it keep what agents say to each other, or say it again elsewhere.
+// checkRegistry refuses a stream that does more than to keep the registry. Whoever may create or change
+// the stream could have it keep what agents say to each other, or say it again elsewhere.
 func (l *link) checkRegistry(ctx context.Context) error {
 	st, err := l.js.Stream(ctx, stream)
 	if errors.Is(err, jetstream.ErrStreamNotFound) {

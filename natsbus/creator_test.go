@@ -1,14 +1,17 @@
 package natsbus
 
 import (
+	"errors"
 	"fmt"
-	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/internal/nettest"
 )
@@ -41,40 +44,125 @@ func TestRegistryOfAnIntruder(t *testing.T) {
 	}
 }
 
+// TestRegistryHearsNoAgents: a prefill engine's user creates the registry's stream so that it would keep whatever is said.
+// Agents that talk beside it are not heard: the stream's account is not theirs.
+func TestRegistryHearsNoAgents(t *testing.T) {
+	leaktest.Check(t)
+	up, evil, ud := newUser(t), newUser(t), newUser(t)
+	c := nettest.NewNATS(t, "-c", nettest.ClusterOf(t, []string{up.key, evil.key}, []string{ud.key}))
+	nc := intruder(t, c.URL(), evil)
+	m, err := nc.RequestWithContext(ctxOf(t, within), "$JS.API.STREAM.CREATE."+stream, fmt.Appendf(nil,
+		`{"name":%q,"storage":"memory","allow_direct":true,"num_replicas":1,"no_ack":true,"subjects":["$KV.kvconn_ranks.>","kvconn.v1.>","_INBOX.>","_R_.>"]}`, stream))
+	if err != nil || strings.Contains(string(m.Data), `"error"`) {
+		t.Fatalf("%+v, %v", m, err)
+	}
+	prefill := newBus(t, Options{Identity: up.named(t, "HP"), ClusterURL: c.URL(), Seed: up.seed})
+	pair := []*Bus{prefill, newBus(t, Options{Identity: ud.named(t, "HD"), ClusterURL: c.URL(), Seed: ud.seed})}
+	for _, b := range pair {
+		serve(b)
+	}
+	for i, b := range pair {
+		self, other := nick(b.opt.Identity.ID()), nick(pair[1-i].opt.Identity.ID())
+		ask(t, b, "", core.AgentID(other), other+" via : hello "+self)
+	}
+	if err := nc.Publish(rankKey("marker", 0, 0), nil); err != nil || refused(t, nc) {
+		t.Fatal(err, nc.LastError())
+	}
+	marker := func(key string) bool { return strings.HasPrefix(key, subtree) }
+	// What the stream keeps of JetStream's own answers begins with _R_, in its own account, and is said to its asker.
+	eventually(t, "the stream keeps what is written behind them", func() error {
+		keys, err := prefill.homeLink().list(ctxOf(t, within), ">", 1000)
+		if err != nil || !slices.ContainsFunc(keys, marker) {
+			return fmt.Errorf("%v, %w", keys, err)
+		}
+		for _, key := range keys {
+			if strings.HasPrefix(key, "kvconn.") || strings.HasPrefix(key, inboxRoot) {
+				t.Errorf("the registry's stream keeps %s", key)
+			}
+		}
+		return nil
+	})
+}
+
 // TestNarrowRights: a prefill engine whose key may write its own entries only, and create nothing,
 // registers in a stream that the operator has made. It cannot take another engine's place.
 func TestNarrowRights(t *testing.T) {
 	leaktest.Check(t)
-	up, operator := newUser(t), newUser(t)
-	file := nettest.ClusterUsers(t, up.key)
-	text, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	conf := strings.NewReplacer(`"$KV.kvconn_ranks.>", "$JS.API.INFO", "$JS.API.STREAM.CREATE.KV_kvconn_ranks",`, `"$KV.kvconn_ranks.eZQ.>", "$JS.API.INFO",`,
-		"    users: [\n      { nkey: "+up.key, "    users: [\n      { nkey: "+operator.key+" }\n      { nkey: "+up.key).Replace(string(text))
-	if strings.Contains(conf, `"$JS.API.STREAM.CREATE`) || !strings.Contains(conf, operator.key) {
-		t.Fatalf("the configuration is another one: %s", conf)
-	}
-	if err := os.WriteFile(file, []byte(conf), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	up, other, third, operator := newUser(t), newUser(t), newUser(t), newUser(t)
+	file := nettest.ClusterOf(t, []string{up.key, other.key, third.key}, nil)
+	operated(t, file, operator)
+	narrowed(t, file, up, "e")
+	narrowed(t, file, other, "f")
+	narrowed(t, file, third, "g")
 	c := nettest.NewNATS(t, "-c", file)
-	if _, err := intruder(t, c.URL(), up).Request("$JS.API.STREAM.CREATE."+stream, []byte("{}"), 200*time.Millisecond); err == nil {
-		t.Fatal("a prefill engine creates the stream")
+	nc := intruder(t, c.URL(), up)
+	if err := nc.Publish("$JS.API.STREAM.CREATE."+stream, nil); err != nil || !refused(t, nc) {
+		t.Fatalf("a prefill engine creates the stream: %v", err)
 	}
+	rankStream(t, intruder(t, c.URL(), operator))
+	for name, u := range map[string]user{"NE": up, "NF": other} {
+		b := newBus(t, Options{Identity: u.named(t, name), ClusterURL: c.URL(), Seed: u.seed, TTL: time.Hour})
+		register(t, b, map[string]string{"NE": "e", "NF": "f"}[name])
+		defer func() {
+			if got := entryOf(t, b, rankKey("f", 0, 0)); !strings.HasPrefix(got, "NF as ") {
+				t.Errorf("the other engine's entry is %s", got)
+			}
+		}()
+	}
+	own, others := rankKey("e", 0, 0), rankKey("f", 0, 0)
+	for _, to := range []user{up, third} {
+		primes(t, c.URL(), up, to, others)
+	}
+	nc = intruder(t, c.URL(), up)
+	// A roll-up of all would end others' entries. The operator's stream takes none.
+	m := nats.NewMsg(own)
+	m.Header.Set("Nats-Rollup", "all")
+	if ack, err := nc.RequestMsgWithContext(ctxOf(t, within), m); err != nil || !strings.Contains(string(ack.Data), `"error"`) {
+		t.Errorf("it ends the entries of all: %+v, %v", ack, err)
+	}
+	if err := nc.Publish(others, nil); err != nil || !refused(t, nc) {
+		t.Errorf("it writes the entry of another engine: %v", err)
+	}
+}
+
+// TestRegistryChangedLater: somebody changes the registry's stream below engines that are registered there, so that it
+// keeps what agents say. They say so, and renew their entries when it is right again.
+func TestRegistryChangedLater(t *testing.T) {
+	leaktest.Check(t)
+	operator, up := newUser(t), newUser(t)
+	file := nettest.ClusterUsers(t, up.key)
+	operated(t, file, operator)
+	c := nettest.NewNATS(t, "-c", file)
+	log, logs := observed()
+	prefill := newBus(t, Options{Identity: up.named(t, "LP"), ClusterURL: c.URL(), Seed: up.seed, TTL: 2 * time.Second, Logger: log})
+	register(t, prefill, "e")
 	js, err := jetstream.New(intruder(t, c.URL(), operator))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := js.CreateStream(ctxOf(t, within), jetstream.StreamConfig{Name: stream, Subjects: []string{subtree + ">"}, MaxMsgsPerSubject: 1,
-		AllowDirect: true, AllowMsgTTL: true, AllowRollup: true, SubjectDeleteMarkerTTL: markerTTL}); err != nil {
+	s, err := js.Stream(ctxOf(t, within), stream)
+	if err != nil {
 		t.Fatal(err)
 	}
-	prefill := newBus(t, Options{Identity: up.named(t, "CP"), ClusterURL: c.URL(), Seed: up.seed, TTL: within})
-	register(t, prefill, "e")
-	nc := intruder(t, c.URL(), up)
-	if err := nc.Publish(rankKey("f", 0, 0), nil); err != nil || !refused(t, nc) {
-		t.Errorf("it writes the entry of another engine: %v", err)
+	right := s.CachedInfo().Config
+	wrong := right
+	wrong.Subjects = []string{subtree + ">", "kvconn.v1.agent.>"}
+	said := func(what string) {
+		t.Helper()
+		eventually(t, what, func() error {
+			if logs.FilterMessageSnippet(what).Len() == 0 {
+				return errors.New("it is not said")
+			}
+			return nil
+		})
+	}
+	for _, st := range []struct {
+		config jetstream.StreamConfig
+		says   string
+	}{{wrong, "kvconn.v1.agent.>"}, {right, "is renewed again"}} {
+		if _, err := js.UpdateStream(ctxOf(t, within), st.config); err != nil {
+			t.Fatal(err)
+		}
+		said(st.says)
 	}
 }

@@ -153,6 +153,9 @@ func TestAttacksOnACluster(t *testing.T) {
 		}
 		nc.Close()
 	}
+	for _, at := range publish { // nor does it get there by a message that wants its answer there
+		primes(t, urls, ue, ue, at, secure)
+	}
 	nc := intruder(t, urls, ue, secure)
 	for _, subj := range forwarded {
 		if _, err := nc.RequestWithContext(ctxOf(t, within), subj, []byte("{}")); !errors.Is(err, nats.ErrNoResponders) {

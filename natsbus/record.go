@@ -70,8 +70,10 @@ type registration struct {
 	seq   uint64       // sequence of the last known message under the key
 	taken core.AgentID // the agent that has taken the rank over
 	guest bool         // another process's agent, which logs changes itself
-	stop  context.CancelFunc
-	done  chan struct{}
+	// unchecked counts the writes since the stream's settings were looked at and found right.
+	unchecked int
+	stop      context.CancelFunc
+	done      chan struct{}
 }
 
 func registrationOf(a *wire.Agent) (*registration, error) {

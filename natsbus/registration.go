@@ -11,6 +11,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -105,6 +106,10 @@ func (b *Bus) renew(ctx context.Context, reg *registration) {
 	}
 }
 
+// checkEvery is how many writes of an entry have one look at the stream's settings. A change of them changes no
+// entry, so that nothing else leads there.
+const checkEvery = 3
+
 // put writes the entry with a new lease. An entry of another agent is
 // overwritten when it is older, or in any case when this agent is new.
 func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) error {
@@ -127,12 +132,13 @@ func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) e
 	look := isNew || reg.seq == 0 || reg.taken != ""
 	var err error
 	for range 5 {
-		if look {
-			if l.kind == clusterLink {
-				if err := l.checkRegistry(ctx); err != nil {
-					return l.failure(session, err)
-				}
+		if reg.unchecked++; l.kind == clusterLink && (look || reg.unchecked >= checkEvery && !fault.On("bus-registry-unwatched")) {
+			if err := l.checkRegistry(ctx); err != nil {
+				return l.failure(session, err)
 			}
+			reg.unchecked = 0
+		}
+		if look {
 			var old record
 			if old, err = l.readChecked(ctx, reg.key); err != nil && !unreadable(err) {
 				return l.failure(session, err)

@@ -6,7 +6,7 @@ import "sync/atomic"
 type seals struct {
 	self   *Identity
 	served *served
-	opened *opened
+	opened *openSessions
 	// What came and was not taken, by the reason.
 	plain, foreign, repeated, forged, unknown, strange atomic.Int64
 }

@@ -139,8 +139,8 @@ func (s *served) makeRoom() {
 	s.drop(first)
 }
 
-// opened are the sessions that this agent has opened to ask others, one for each.
-type opened struct {
+// openSessions are the sessions that this agent has opened to ask others, one for each.
+type openSessions struct {
 	mu    sync.Mutex
 	by    map[core.AgentID]*asking
 	order *list.List // of *asking, by their last use
@@ -163,13 +163,13 @@ type attempt struct {
 	err     error
 }
 
-func newOpened() *opened {
-	return &opened{by: map[core.AgentID]*asking{}, order: list.New()}
+func newOpened() *openSessions {
+	return &openSessions{by: map[core.AgentID]*asking{}, order: list.New()}
 }
 
 // get returns the session with an agent; stale is one which the agent does not know. Else it returns the attempt to open
 // one. If first is true, the caller must make it, and call ended.
-func (o *opened) get(peer core.AgentID, stale *sealSession, now time.Time) (s *sealSession, a *attempt, first bool) {
+func (o *openSessions) get(peer core.AgentID, stale *sealSession, now time.Time) (s *sealSession, a *attempt, first bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	with := o.by[peer]
@@ -187,7 +187,7 @@ func (o *opened) get(peer core.AgentID, stale *sealSession, now time.Time) (s *s
 }
 
 // ended takes the end of an attempt.
-func (o *opened) ended(peer core.AgentID, a *attempt, s *sealSession, err error) {
+func (o *openSessions) ended(peer core.AgentID, a *attempt, s *sealSession, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	a.session, a.err = s, err
@@ -201,7 +201,7 @@ func (o *opened) ended(peer core.AgentID, a *attempt, s *sealSession, err error)
 }
 
 // add makes a place for an agent; mu is held. Who was not asked for longest makes room.
-func (o *opened) add(peer core.AgentID) *asking {
+func (o *openSessions) add(peer core.AgentID) *asking {
 	for e := o.order.Front(); e != nil && len(o.by) >= maxSessions; {
 		a := e.Value.(*asking)
 		if e = e.Next(); a.attempt == nil {
@@ -214,7 +214,7 @@ func (o *opened) add(peer core.AgentID) *asking {
 	return a
 }
 
-func (o *opened) drop(a *asking) {
+func (o *openSessions) drop(a *asking) {
 	delete(o.by, a.peer)
 	o.order.Remove(a.place)
 }

@@ -83,3 +83,30 @@ func TestClusterWithKeys(t *testing.T) {
 		t.Errorf("a load from an agent that has closed: %+v", r)
 	}
 }
+
+// TestClusterOfBothRoles: engines of role "both" have the account of a prefill engine in examples/nats/kvconn.conf, each
+// with a line for the other. They load from each other.
+func TestClusterOfBothRoles(t *testing.T) {
+	leaktest.Check(t)
+	as, ak := nkeyFile(t)
+	bs, bk := nkeyFile(t)
+	keys := []string{ak, bk}
+	c := nettest.NewNATS(t, "-c", nettest.ClusterOf(t, keys, keys))
+	engine := func(seed, id string) *side {
+		cfg := testConfig(RoleBoth)
+		cfg.EngineID, cfg.NATSURL, cfg.NATSNKeySeedFile, cfg.ConnectTimeout, cfg.AdvertiseHost = id, c.URL(), seed, Seconds(10*time.Second), "127.0.0.1"
+		return open(t, cfg)
+	}
+	a, b := engine(as, "one"), engine(bs, "two")
+	for id, pair := range map[core.TransferID][2]*side{"there": {a, b}, "back": {b, a}} {
+		p, d := pair[0], pair[1]
+		p.fill(byte(len(id)), 3)
+		p.offer(id, 3)
+		if _, err := d.StartLoad([]core.LoadRequest{{ID: id, From: from("", p.cfg.EngineID), Selection: core.Selection{Blocks: [][]core.BlockID{{4}}}}}); err != nil {
+			t.Fatal(err)
+		}
+		d.want(id, core.OK)
+		p.want(id, core.OK)
+		same(t, p, []core.BlockID{3}, d, []core.BlockID{4})
+	}
+}

@@ -59,6 +59,8 @@ case_ "geometry test compiles" cc -std=gnu11 "${warn[@]}" capi/test/geometry.c "
 case_ "geometry" timeout 120 $out/geometry
 case_ "memory test compiles" cc -std=gnu11 "${warn[@]}" capi/test/memory.c "${link[@]}" -o $out/memory
 case_ "memory" timeout 120 $out/memory
+case_ "marks test compiles" cc -std=gnu11 "${warn[@]}" -I include capi/test/slots.c capi/slots.c -lpthread -o $out/slots
+case_ "marks" timeout 60 $out/slots
 case_ "panic test compiles" cc -std=gnu11 "${warn[@]}" capi/test/panic.c -I include -L $out -lkvconn -o $out/test_panic
 case_ "no panic reaches the host" panics
 case_ "is installed with its licences" installs

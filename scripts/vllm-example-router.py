@@ -1,4 +1,6 @@
-"""Finds vLLM's example router, which a benchmark and a test compare with, and prints its path.
+"""Finds an example router of vLLM's, which a benchmark and tests compare with, and prints its path.
+
+    scripts/vllm-example-router.py [mooncake | push]
 
 It comes out of vLLM's source distribution, which is downloaded once, by pip's own configuration (index, proxy, certificates),
 into .cache/. pip itself would build the package to read its metadata, so its parts are asked directly.
@@ -17,7 +19,11 @@ from typing import IO, NoReturn
 
 VERSION = "0.32.0"
 SHA256 = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"  # of the whole source distribution
-MEMBER = f"vllm-{VERSION}/examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py"
+EXAMPLES = f"vllm-{VERSION}/examples/disaggregated/"
+MEMBERS = {
+    "mooncake": EXAMPLES + "mooncake_connector/mooncake_connector_proxy.py",
+    "push": EXAMPLES + "disaggregated_serving/disagg_proxy_pushconnector_demo.py",
+}
 EXIT_DOWNLOAD = 75
 
 cache = Path(__file__).resolve().parent.parent / ".cache" / f"vllm-{VERSION}-{SHA256[:12]}"
@@ -52,7 +58,10 @@ def download(into: IO[bytes]) -> str:
 
 
 def main() -> None:
-    router = cache / Path(MEMBER).name
+    names = sys.argv[1:] or ["mooncake"]
+    if len(names) != 1 or names[0] not in MEMBERS:
+        stop(2, __doc__ or "")
+    router = cache / Path(MEMBERS[names[0]]).name
     if not router.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as place:
@@ -65,12 +74,12 @@ def main() -> None:
             if digest != SHA256:
                 stop(1, f"the source distribution of vllm {VERSION} has SHA-256 {digest}, not {SHA256}")
             with tarfile.open(archive) as tar:
-                member = tar.extractfile(MEMBER)
-                assert member is not None, MEMBER
-                text = member.read()
-            whole = Path(place) / router.name
-            whole.write_bytes(text)
-            whole.replace(router)
+                for each in MEMBERS.values():
+                    member = tar.extractfile(each)
+                    assert member is not None, each
+                    whole = Path(place) / Path(each).name
+                    whole.write_bytes(member.read())
+                    whole.replace(cache / whole.name)
     print(router)
 
 

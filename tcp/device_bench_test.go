@@ -24,16 +24,17 @@ const slotBytes = cuda.DefaultSlotBytes
 // delays. So each byte is copied twice more, by the processor: the pipeline's own cost shows. The
 // two copies alone, through a slot, are there for comparison. cpu-ms/op is the time of all
 // processors: where they are all that is short, the floor of the ratio of device to host is
-// host's time divided by the sum of host's and the copies'.
+// host's time divided by the sum of host's and the copies'. calls/block is how many calls of the driver both
+// sides together make for a block.
 func BenchmarkDevice(b *testing.B) {
 	const total = 64 << 20
-	for _, block := range []uint64{64 << 10, 1 << 20} {
+	for _, block := range []uint64{16 << 10, 64 << 10, 1 << 20} {
 		b.Run(fmt.Sprint(block>>10, " KiB copies"), func(b *testing.B) { benchCopies(b, total, int(block)) })
 		for _, memory := range []string{"host", "device"} {
 			b.Run(fmt.Sprint(block>>10, " KiB ", memory), func(b *testing.B) {
 				n := uint32(total / block)
-				p, sent := benchAgent(b, memory, n, block)
-				d, _ := benchAgent(b, memory, n, block)
+				p, sent, _ := benchAgent(b, memory, n, block)
+				d, _, gpu := benchAgent(b, memory, n, block)
 				ticket, err := p.Admit("d")
 				if err != nil {
 					b.Fatal(err)
@@ -50,6 +51,10 @@ func BenchmarkDevice(b *testing.B) {
 				slices.Reverse(pairs) // no two of them are adjacent
 				b.SetBytes(total)
 				defer processors(b)()
+				if gpu != nil {
+					before := gpu.Count("calls")
+					defer func() { b.ReportMetric(float64(gpu.Count("calls")-before)/float64(n)/float64(b.N), "calls/block") }()
+				}
 				for i := 0; b.Loop(); i++ {
 					id := core.TransferID(fmt.Sprint(i))
 					grant, err := d.Expect(id, "p", segments)
@@ -95,13 +100,14 @@ func benchCopies(b *testing.B, total, block int) {
 	}
 }
 
-// benchAgent is a transport over one region.
-func benchAgent(b *testing.B, memory string, blocks uint32, block uint64) (*tcp.Transport, *coretest.Recorder) {
+// benchAgent is a transport over one region, what it is told, and its GPU.
+func benchAgent(b *testing.B, memory string, blocks uint32, block uint64) (*tcp.Transport, *coretest.Recorder, *engine.Engine) {
 	b.Helper()
 	r := core.Region{Name: "r", BlockStride: block, BlockBytes: block, NumBlocks: blocks}
 	cfg := tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1"}
+	var e *engine.Engine
 	if memory == "device" {
-		e := engine.New(b, 0)
+		e = engine.New(b, 0)
 		e.Delay(0)
 		r.Base, r.Memory = uint64(e.Alloc(int(uint64(blocks)*block))), core.DeviceMemory(0)
 	} else {
@@ -130,5 +136,5 @@ func benchAgent(b *testing.B, memory string, blocks uint32, block uint64) (*tcp.
 		b.Fatal(err)
 	}
 	b.Cleanup(func() { _ = t.Close() })
-	return t, sink
+	return t, sink, e
 }

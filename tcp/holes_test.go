@@ -176,3 +176,27 @@ func TestEmptyFrameBehindTheLast(t *testing.T) {
 		}
 	}
 }
+
+// TestHolesHoldUpNobody: while it is looked at which bytes of a transfer have come, others begin and end. A hostile
+// P's frames can make that slow.
+func TestHolesHoldUpNobody(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{}), newAgent(t, Config{Streams: 1})
+	slow := fakeSender(t, d, "slow")
+	grant := d.expect(t, "slow", "slow", allBlocks(1))
+	d.receiver.mu.Lock()
+	in := d.receiver.byID["slow"]
+	d.receiver.mu.Unlock()
+	in.claimed.mu.Lock()
+	slow.say(frameBytes(header{kind: frameData, key: grant, length: testBlock}), make([]byte, testBlock))
+	until(t, "its frame is looked at", func() bool {
+		d.receiver.mu.Lock()
+		defer d.receiver.mu.Unlock()
+		return in.peer.reading == 1
+	})
+	move(t, p, d, "other")
+	in.claimed.mu.Unlock()
+	if o := d.sink.Wait("received", "slow", 1); o.Err != nil {
+		t.Error(o.Err)
+	}
+}

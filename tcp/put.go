@@ -30,7 +30,7 @@ func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64
 	if s.t.devices.mover == nil || out == nil {
 		return w.write(st.vec, length, time.Time{})
 	}
-	return w.writeStaged(&st.source)
+	return w.writeStaged(&st.source, length)
 }
 
 // frameWriter writes parts of a frame to its stream.
@@ -39,7 +39,9 @@ type frameWriter struct {
 	st   *outStream
 	out  *outbound
 	idle stall
-	over time.Time // when the transfer was given up
+	// A socket that poll(2) calls writable has refused all bytes, as it may where the host is short of
+	// memory for sockets.
+	refused bool
 
 	sealing *sealing // nil: the stream is plain
 }
@@ -62,8 +64,10 @@ func (w *frameWriter) send(vec []iovec, length uint64, until time.Time) (sent ui
 			return length - left, w.s.t.fault(vec, false)
 		case errno != 0 && errno != syscall.EAGAIN:
 			return length - left, fmt.Errorf("writev: %w", errno)
+		case errno == syscall.EAGAIN:
+			w.refused = !waits
 		case errno == 0:
-			w.idle.since = 0
+			w.idle.since, w.refused = 0, false
 			vec = drop(vec, n)
 			left -= uint64(n)
 		}
@@ -83,7 +87,7 @@ func (w *frameWriter) send(vec []iovec, length uint64, until time.Time) (sent ui
 // attempt makes a system call until it need not wait, for one step of the bound: then the
 // answer is EAGAIN. Unless it waits, the call is made once.
 func (w *frameWriter) attempt(waits bool, call func(fd uintptr) (uintptr, syscall.Errno)) (n uintptr, errno syscall.Errno, err error) {
-	w.st.conn.SetWriteDeadline(w.idle.deadline())
+	w.st.conn.SetWriteDeadline(time.Now().Add(min(w.idle.next(), w.rest())))
 	err = w.st.raw.Write(func(fd uintptr) bool {
 		n, errno = call(fd)
 		return errno != syscall.EAGAIN || !waits
@@ -110,10 +114,7 @@ func (w *frameWriter) rest() time.Duration {
 	if !w.stops() {
 		return stopBound
 	}
-	if w.over.IsZero() {
-		w.over = time.Now()
-	}
-	return stopBound - time.Since(w.over)
+	return stopBound - time.Since(w.out.ended)
 }
 
 // put is one writev out of the transfer's blocks, without a wait. On D, land is its

@@ -47,13 +47,20 @@ type inbound struct {
 	fence   sync.RWMutex
 	revoked bool
 	copies  copies // into the runs, out of slots; none begins when revoked is set
+	claimed claims
 
 	// Guarded by receiver.mu.
-	spans spans.List // positions that frames have claimed
 	got   uint64
 	cuts  int // runs that streams have cut off its plan
 	first time.Time
 	since time.Duration // the peer's time under way then
+}
+
+// claims are the positions that a transfer's frames have claimed. A hostile P's frames may leave very many holes, which
+// costs time. So they have a lock of their own, for which no other transfer waits. It is taken without receiver.mu.
+type claims struct {
+	mu    sync.Mutex
+	spans spans.List
 }
 
 // reads counts the frames of transfers that are being read from a peer; receiver.mu is held.
@@ -227,8 +234,8 @@ func (s *inStream) header() (h header, err error) {
 // connection lives; within one it must not stall.
 func (s *inStream) frame() error {
 	s.conn.SetReadDeadline(time.Time{})
-	if s.least > 1 {
-		_ = s.raw.Control(func(fd uintptr) { s.waitsFor(fd, 1) })
+	if err := s.waitsForAny(); err != nil {
+		return err
 	}
 	h, err := s.header()
 	if err != nil {
@@ -255,16 +262,16 @@ func (s *inStream) frame() error {
 	if in != nil {
 		if in.peer != s.peer {
 			in = nil // another peer's grant
-		} else if err := in.admit(h.position, h.length); err != nil {
-			s.r.mu.Unlock()
-			s.r.fail(in, err)
-			return err
 		}
 	}
 	var answer header
 	var fault string
 	if in != nil {
 		s.peer.moved = true
+		if in.first.IsZero() {
+			in.first = time.Now()
+			in.since = in.peer.moves.Sum(in.first)
+		}
 		s.peer.reads(1, time.Now())
 		defer func() {
 			s.r.mu.Lock()
@@ -279,13 +286,18 @@ func (s *inStream) frame() error {
 		if err := s.answer(&answer, fault); err != nil {
 			return err
 		}
+	} else if err := in.admit(h.position, h.length); err != nil {
+		s.r.fail(in, err)
+		return err
 	}
 	n, in, err := s.payload(in, &h)
 	s.received += n
 	if err != nil {
 		if in != nil {
+			in.claimed.mu.Lock()
+			in.claimed.spans.Remove(h.position+n, h.position+h.length) // P may send these bytes again
+			in.claimed.mu.Unlock()
 			s.r.mu.Lock()
-			in.spans.Remove(h.position+n, h.position+h.length) // P may send these bytes again
 			in.got += n
 			s.r.mu.Unlock()
 		}
@@ -297,21 +309,19 @@ func (s *inStream) frame() error {
 	return nil
 }
 
-// admit checks a frame's place; receiver.mu is held. If bytes could be claimed twice they
-// would count twice, and a hole would go unseen.
+// admit checks a frame's place. If bytes could be claimed twice they would count twice, and a
+// hole would go unseen.
 func (in *inbound) admit(pos, length uint64) error {
 	end := pos + length
 	if end < pos || end > in.total {
 		return fmt.Errorf("transfer %q: frame of bytes %d to %d, but it has %d", string(in.id), pos, end, in.total)
 	}
-	if in.first.IsZero() {
-		in.first = time.Now()
-		in.since = in.peer.moves.Sum(in.first)
-	}
-	if !in.spans.Add(pos, end) {
+	in.claimed.mu.Lock()
+	defer in.claimed.mu.Unlock()
+	if !in.claimed.spans.Add(pos, end) {
 		return fmt.Errorf("transfer %q: bytes %d to %d came twice", string(in.id), pos, end)
 	}
-	if len(in.spans) > in.mostSpans() {
+	if len(in.claimed.spans) > in.mostSpans() {
 		return fmt.Errorf("transfer %q: its frames leave more than %d holes", string(in.id), in.mostSpans())
 	}
 	return nil

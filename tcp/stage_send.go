@@ -59,7 +59,7 @@ var noWait = func() context.Context {
 }()
 
 // writeStaged writes a stream's frame, of which some bytes may lie in device memory.
-func (w *frameWriter) writeStaged(c *source) (sent uint64, err error) {
+func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err error) {
 	w.idle.each = tenure
 	c.begins(w)
 	defer func() {
@@ -69,7 +69,7 @@ func (w *frameWriter) writeStaged(c *source) (sent uint64, err error) {
 		}
 	}()
 	for {
-		if c.done > 0 { // a part that is taken at once asks nobody
+		if c.done > 0 && c.done < length { // a part that is taken at once asks nobody
 			if err := w.givenUp(); err != nil {
 				return c.done, err
 			}
@@ -235,12 +235,14 @@ func (c *source) wait(device int) (Slot, error) {
 	return nil, t.noSlot(err)
 }
 
-// ready waits until the socket has room. It ends when the transfer is given up and nothing of
+// ready waits until the socket has room. If the socket had room and took no bytes, that is looked at
+// again only after an event, or a step that counts as one without progress. It ends when the transfer is given up and nothing of
 // the frame is written (begun: something is).
 func (w *frameWriter) ready(begun bool) error {
 	for {
 		_, errno, err := w.attempt(true, func(fd uintptr) (uintptr, syscall.Errno) {
-			if !polled(fd, unix.POLLOUT) {
+			if w.refused || !polled(fd, unix.POLLOUT) {
+				w.refused = false
 				return 0, syscall.EAGAIN
 			}
 			return 0, 0

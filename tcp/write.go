@@ -29,6 +29,7 @@ type outbound struct {
 	wait    *wait           // for a stream of D's, if the transfer cannot go on without one
 	err     error           // ends the transfer when frames is 0
 	over    atomic.Bool     // err is set
+	ended   time.Time       // when it was; not guarded, and set before over is
 	life    context.Context // ends when err is set; nil unless somebody waits for that
 	endLife func()          // ends it
 	acked   bool            // D has said that all bytes are in: this ends the transfer too
@@ -134,9 +135,9 @@ func (t *Transport) Stop(id core.TransferID) {
 // fail gives a transfer up; sender.mu is held. The first cause is told.
 func (out *outbound) fail(err error) {
 	if out.err == nil {
-		out.err = err
+		out.err, out.ended = err, time.Now()
+		out.over.Store(true)
 	}
-	out.over.Store(true)
 	if out.endLife != nil {
 		out.endLife()
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -158,6 +159,22 @@ func TestStrangerAtANATSServer(t *testing.T) {
 		}
 		if says++; !barred(t, nc) {
 			t.Errorf("it says something at %s", subject)
+		}
+		beside()
+	}
+	// Who hears a message may answer it: it has one sent to itself that wants its answer at others' subjects.
+	for _, subject := range publish {
+		nc := enter()
+		if _, err := nc.SubscribeSync("kvconn.v1.agent." + ue.public + ".*.>"); err != nil {
+			t.Fatal(err)
+		}
+		for _, say := range [][2]string{{"kvconn.v1.agent." + mine + "." + mine, subject}, {subject, box + ".x"}} {
+			if err := nc.PublishRequest(say[0], say[1], data); err != nil {
+				t.Fatal(err)
+			}
+			if says++; !barred(t, nc) || !strings.Contains(nc.LastError().Error(), strconv.Quote(say[0])) {
+				t.Errorf("it says something at %s, and wants the answer at %s", say[0], say[1])
+			}
 		}
 		beside()
 	}

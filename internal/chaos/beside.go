@@ -141,11 +141,7 @@ func runDeaf(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		}
 		await(ctx, append(stuck, unreachable...), opt.drain)
 		led.require("deaf", unreachable, "load unreachable")
-		after := f.steady(ctx, opt.window(), good)
-		if after.Median > before.Median { // the machine is busier than it was
-			before = after
-		}
-		led.slower("peers that never read", before, during)
+		led.slower("peers that never read", f.again(ctx, opt, good, before), during)
 		return fmt.Sprintf("mute bootstrap port: %s; mute data port and deaf D: %s; others' transfers: %s before, %s during",
 			led.tell(unreachable, start), led.tell(stuck, start), before, during), nil
 	})

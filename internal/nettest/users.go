@@ -3,6 +3,7 @@ package nettest
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -11,6 +12,12 @@ import (
 // decode engines. A test runs in its package's folder, one or two below the repository's root.
 func ClusterUsers(t testing.TB, prefill string, decodes ...string) (file string) {
 	t.Helper()
+	return ClusterOf(t, []string{prefill}, decodes)
+}
+
+// ClusterOf writes that file for several prefill engines. An engine that is among both has the role "both".
+func ClusterOf(t testing.TB, prefills, decodes []string) (file string) {
+	t.Helper()
 	text, err := os.ReadFile("../examples/nats/kvconn.conf")
 	if os.IsNotExist(err) {
 		text, err = os.ReadFile("../../examples/nats/kvconn.conf")
@@ -18,16 +25,22 @@ func ClusterUsers(t testing.TB, prefill string, decodes ...string) (file string)
 	if err != nil {
 		t.Fatal(err)
 	}
-	conf := strings.ReplaceAll(string(text), "PREFILL_KEY", prefill)
-	// A line or user that names a decode engine stands there once for each of them.
+	const p, d = "PREFILL_KEY", "DECODE_KEY"
 	var out strings.Builder
-	for block := range blocksOf(conf) {
-		if !strings.Contains(block, "DECODE_KEY") {
+	for block := range accountsOf(string(text)) {
+		switch own := strings.Fields(block)[0]; {
+		case strings.HasPrefix(block, "  ") && strings.HasSuffix(own, p):
+			for _, key := range prefills {
+				out.WriteString(linesFor(block, p, key, d, decodes))
+			}
+		case strings.HasPrefix(block, "  ") && strings.HasSuffix(own, d):
+			for _, key := range decodes {
+				if !slices.Contains(prefills, key) { // else it has its account already
+					out.WriteString(linesFor(block, d, key, p, prefills))
+				}
+			}
+		default:
 			out.WriteString(block)
-			continue
-		}
-		for _, d := range decodes {
-			out.WriteString(strings.ReplaceAll(block, "DECODE_KEY", d))
 		}
 	}
 	name := filepath.Join(t.TempDir(), "nats.conf")
@@ -37,12 +50,29 @@ func ClusterUsers(t testing.TB, prefill string, decodes ...string) (file string)
 	return name
 }
 
-// blocksOf are the lines of a configuration; those of a user are one block.
-func blocksOf(conf string) func(yield func(string) bool) {
+// linesFor is an engine's account. A line that names another engine stands there once for each of the others.
+func linesFor(block, own, key, other string, others []string) string {
+	var out strings.Builder
+	for line := range strings.Lines(block) {
+		if !strings.Contains(line, other) {
+			out.WriteString(strings.ReplaceAll(line, own, key))
+			continue
+		}
+		for _, o := range others {
+			if o != key {
+				out.WriteString(strings.NewReplacer(own, key, other, o).Replace(line))
+			}
+		}
+	}
+	return out.String()
+}
+
+// accountsOf are the parts of the configuration: each account is one, and so is what stands around them.
+func accountsOf(conf string) func(yield func(string) bool) {
 	return func(yield func(string) bool) {
 		block := ""
 		for line := range strings.Lines(conf) {
-			if block += line; strings.HasPrefix(strings.TrimSpace(block), "{ nkey:") && !strings.Contains(line, "} }") {
+			if block += line; strings.HasPrefix(block, "  ") && line != "  }\n" || strings.TrimSpace(block) == "" {
 				continue
 			}
 			if !yield(block) {

@@ -98,6 +98,7 @@ class Agent(DeviceCalls):
             row.token_stride = number(r.token_stride, "token_stride", 64)
             row.head_stride = number(r.head_stride, "head_stride", 64)
         self._check(self._lib.register(self._handle, rows, len(regions)))
+        self._place(regions)
         if address := self._lib.written_address(self._handle):
             self._written = memoryview((c.c_uint8 * len(regions)).from_address(address)).cast("B")
 

@@ -141,6 +141,9 @@ def regions_from_tensor(  # noqa: PLR0913
 
     blocks = shape[block_dim]
     about: dict[str, Any] = {"index_kind": index_kind, "read_only": read_only, "memory": memory_of(tensor)}
+    index = getattr(getattr(tensor, "device", None), "index", None)
+    if about["memory"] is Memory.DEVICE and index is not None:
+        about["device"] = index
 
     def pieces(outer: list[int], length: int, begin: int = 0, **geometry: int) -> list[Region]:
         stride = strides[block_dim] if blocks > 1 else max(length, strides[block_dim])

@@ -59,7 +59,8 @@ class Region(NamedTuple):
 
     ``read_only`` says that nobody may write the memory, such as an array that numpy
     made read-only. An agent that loads refuses it.
-    ``memory`` says where the region lies: a member of :class:`Memory`.
+    ``memory`` says where the region lies: a member of :class:`Memory`. ``device`` is torch's
+    index of the GPU, by which :meth:`Agent.moment` finds torch's current stream; -1: not known.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Region(NamedTuple):
     index_kind: int = IndexKind.BLOCK
     read_only: bool = False
     memory: int = Memory.HOST
+    device: int = -1
 
 
 class Offer(NamedTuple):

@@ -220,12 +220,16 @@ def test_moments_that_cannot_be(gpu: Gpu, sides: tuple[DeviceSide, DeviceSide]) 
         with pytest.raises(kvconn.InvalidError, match="captured into a CUDA graph"):
             refused()
     gpu.call("cuStreamEndCapture", c.c_void_p(stream), c.byref(c.c_void_p()))
-    with pytest.raises(kvconn.InvalidError, match=f"region {LAYERS} "):
-        p.agent.moment(LAYERS, stream)
+    for nowhere in (lambda: p.agent.moment(LAYERS, stream), lambda: p.agent.moment(LAYERS)):
+        with pytest.raises(kvconn.InvalidError, match=f"region {LAYERS} "):
+            nowhere()
     with pytest.raises(kvconn.InvalidError, match="region 4294967295 "):
         p.agent.moment(2**32 - 1, stream)
     with pytest.raises(kvconn.InvalidError, match="region is 4294967296"):
         p.agent.moment(2**32, stream)
+    for unnamed in (lambda: p.agent.moment(), lambda: p.agent.written_on([1, 0])):  # torch does not know these arrays
+        with pytest.raises(kvconn.InvalidError, match=r"stream is missing: region [01] was not made of a torch tensor"):
+            unnamed()
     with pytest.raises(kvconn.InvalidError, match="stream is -1"):
         p.agent.moment(0, -1)
     with pytest.raises(kvconn.InvalidError, match="moment is -1"):
@@ -256,6 +260,8 @@ def test_host_memory_is_not_a_device(gpu: Gpu) -> None:
         p.register()
         with pytest.raises(kvconn.KvconnError, match="device memory"):
             p.agent.moment(0, 0)
+        with pytest.raises(kvconn.KvconnError, match="device memory"):
+            p.agent.moment()
     finally:
         p.agent.close()
 

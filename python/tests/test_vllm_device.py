@@ -22,9 +22,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "e2e"))
 
 import torch
 from device_engine import DeviceTensor
+from side import Side
 from sleeper import Sleeper
 from test_vllm_connector import Worker, groups
 
+import kvconn
 from kvconn.vllm import moments
 from kvconn.vllm.metadata import KVConnMetadata, LoadWork, OfferWork, PartialWork
 
@@ -113,6 +115,35 @@ def test_a_load_is_written_after_what_is_queued(pair: tuple[Engine, Engine]) -> 
     d.write(3, 8, times=3 * LATE)
     assert not d.worker.load("t", p.worker, [3])
     assert d.wrong(3, 7) == 0
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_a_moment_is_of_torch_s_current_stream(layer_by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's tensors, and calls that name no stream: the stream that is current on the regions' GPU is marked."""
+    gpu, asked = Gpu(), []
+    stream = gpu.stream()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: asked.append(index) or stream, raising=False)
+    block, cache = 64 << 10, gpu.tensor(torch.zeros(4, 64 << 10, dtype=torch.uint8))
+    ring: dict[str, object] = {"device_ring_bytes": 4 << 20, "device_slot_bytes": 128 << 10}
+    p, d = (Side(role, **ring) for role in ("prefill", "decode"))
+    try:
+        for side in p, d:
+            side.agent.register_kv_caches(kvconn.regions_from_tensor("layer.0", cache, block_dim=0))
+        d.agent.start_load([kvconn.Load("t", p.agent.bootstrap_address, "engine-prefill", [[3]])])
+        at = cache.data_ptr() + block
+        for n in range(LATE):
+            kind = c.c_uint64(7 if n == LATE - 1 else 99)
+            gpu.call("kvgpu_kernel_fill", c.c_void_p(stream), c.c_uint64(at), c.c_size_t(block), kind, c.c_uint64(0))
+        if layer_by_layer:
+            p.agent.offer_partial([kvconn.PartialOffer("t", [[1]], ready=[0], computing=[1])])
+            p.agent.written_on((0,))
+        p.agent.offer([kvconn.Offer("t", [[1]], after=p.agent.moment())])
+        assert d.finished("t").ok
+        assert gpu.lib.kvgpu_wrong(c.c_uint64(at + 2 * block), c.c_size_t(block), c.c_uint64(7), c.c_uint64(0)) == 0
+        assert set(asked) == {0}
+    finally:
+        d.agent.close()
+        p.agent.close()
 
 
 @pytest.mark.parametrize("called", [True, False])

@@ -36,8 +36,8 @@ class Stream:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    def current_stream(device: torch.device) -> Any:
-        assert device == GPU
+    def current_stream(device: int) -> Any:
+        assert device == GPU.index
         return lambda: 7
 
     monkeypatch.setattr(moments, "current_stream", current_stream)
@@ -172,14 +172,14 @@ def test_the_stream_is_torch_s_current_one(monkeypatch: pytest.MonkeyPatch) -> N
     """Both ways to ask torch for it, as torch declares them."""
     asked: list[Any] = []
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: asked.append(index) or 77, raising=False)
-    assert moments.current_stream(torch.device("cuda", 3))() == 77 and asked == [3]
+    assert moments.current_stream(3)() == 77 and asked == [3]
     monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
 
     class Current:
         cuda_stream = 78
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.append(device) or Current())
-    assert moments.current_stream(torch.device("cuda", 3))() == 78 and asked[-1] == torch.device("cuda", 3)
+    assert moments.current_stream(3)() == 78 and asked[-1] == 3
 
 
 class Cache:

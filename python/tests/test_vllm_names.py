@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector import factory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+from vllm.utils import random_uuid
 
 import kvconn.vllm
 from kvconn.vllm import connector, names, others, params
@@ -129,6 +130,16 @@ def test_each_key_of_theirs_is_known(of: str, where: str) -> None:
     keys -= set(params._OWN_KEYS)  # which kvconn calls the same
     assert keys and keys <= others._WORDS.keys()
     assert {others._WORDS[key].of for key in keys} == {of}
+
+
+def test_ids_that_one_x_request_id_gives_are_vllms() -> None:
+    """NixlPushConnector joins two requests by the same part of their ids."""
+    utils = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils")
+    if not hasattr(utils, "get_base_request_id"):
+        pytest.skip("this vLLM has no NixlPushConnector")
+    for text in ("cmpl-9f-0", "chatcmpl-9f", "1_cmpl-9f-0", "cmpl-12345678", "cmpl-12345678-0", "", "-12345678"):
+        for request_id in (text, f"{text}-{random_uuid():.8}"):
+            assert params.base_of(request_id) == utils.get_base_request_id(request_id), request_id
 
 
 def test_names_are_vllms(register: dict[str, Any]) -> None:

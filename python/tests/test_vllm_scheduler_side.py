@@ -285,6 +285,21 @@ def test_router_without_a_transfer_id_gets_one() -> None:
     assert params.parse(one) == params.DecodeParams(one["transfer_id"], "http://[fd00::1]:8998", "engine-p")
 
 
+def test_one_x_request_id_names_the_transfer_at_both_engines() -> None:
+    """Under the name NixlPushConnector. The prefill engine tells what it has early: the decode engine has the name already."""
+    p, d = prefill_side(partial_offers=True), decode_side()
+    p.joined_by_request = d.joined_by_request = True
+    asks: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+    loads = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine-p", "remote_host": "p", "remote_port": 5600}
+    prefill, decode = request(40, asks), request(40, {**loads, "remote_request_id": "9f"}, computed=0)
+    prefill.request_id, decode.request_id = "cmpl-9f-0-12345678", "cmpl-9f-0-87654321"
+    p.on_new_request(prefill)
+    assert p.build_meta(0).announces == ["cmpl-9f-0"]
+    d.on_new_request(decode)
+    (claim,) = d.build_meta(0).claims
+    assert claim.transfer_id == "cmpl-9f-0"
+
+
 def test_no_answer_while_nobody_knows_the_address() -> None:
     side, req = prefill_side(), request(40, prefill_params())
     assert side.request_finished(req, ids(3)) == (True, None)

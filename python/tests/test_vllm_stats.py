@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 
 import kvconn
-from kvconn.vllm.connector import KVConnConnector, NixlConnector, NixlPullConnector
+from kvconn.vllm.connector import KVConnConnector, NixlConnector, NixlPullConnector, NixlPushConnector
 from kvconn.vllm.stats import KVConnStats, Recorder
 
 
@@ -167,7 +167,7 @@ def test_nixls_metrics_are_those_of_vllms_connector() -> None:
     assert not own.keys() & theirs.keys() and ours.keys() == own.keys() | (theirs.keys() - {"vllm:nixl_post_time_seconds"})
 
 
-@pytest.mark.parametrize("connector", [NixlConnector, NixlPullConnector])
+@pytest.mark.parametrize("connector", [NixlConnector, NixlPullConnector, NixlPushConnector])
 def test_nixls_metrics(connector: Any) -> None:
     _, (prom, registry) = described(connector.build_prom_metrics)
     recorder = Recorder("worker")

@@ -3,8 +3,8 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVConnConnector", "kv_role": "kv_producer"}'
 
 With `"kv_connector_module_path": "kvconn.vllm"` kvconn also serves in the place of another connector, by that one's name:
-NixlConnector, NixlPullConnector or MooncakeConnector. The environment variable KVCONN_SERVES does the same for configurations that
-cannot be changed.
+NixlConnector, NixlPullConnector, NixlPushConnector or MooncakeConnector. The environment variable KVCONN_SERVES does the same
+for configurations that cannot be changed.
 
 vLLM is imported when a class is asked for, not when this package is.
 """
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from .names import OTHERS, OWN, register, take_place
 
 if TYPE_CHECKING:
-    from .connector import KVConnConnector, MooncakeConnector, NixlConnector, NixlPullConnector
+    from .connector import KVConnConnector, MooncakeConnector, NixlConnector, NixlPullConnector, NixlPushConnector
 
-__all__ = ["KVConnConnector", "MooncakeConnector", "NixlConnector", "NixlPullConnector", "register"]
+__all__ = ["KVConnConnector", "MooncakeConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector", "register"]
 
 
 def __getattr__(name: str) -> Any:

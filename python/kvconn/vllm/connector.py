@@ -21,7 +21,7 @@ from .groups import make_groups, transfer_groups
 from .interface import unknown
 from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
-from .names import OWN, called
+from .names import OWN, PUSH, called
 from .names import register as _register
 from .nixl_metrics import NixlPromMetrics
 from .others import understood
@@ -153,6 +153,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
                 cache_dir=vllm_config.load_config.download_dir,
                 recompute_below=recompute_below(extra),
             )
+            self._scheduler.joined_by_request = self._name == PUSH
         else:
             self._rank = rank_of(vllm_config.parallel_config, transfer.engine_id)
             self._config = config = agent_config(vllm_config, kv_cache_config, self._rank, self._name)
@@ -354,6 +355,13 @@ class NixlPullConnector(KVConnConnector):
     """kvconn under the longer name of the same connector."""
 
     _name = "NixlPullConnector"
+    _prom_metrics = NixlPromMetrics
+
+
+class NixlPushConnector(KVConnConnector):
+    """kvconn under the name of vLLM's connector for NIXL that writes instead of reading. kvconn's prefill engine always writes."""
+
+    _name = PUSH
     _prom_metrics = NixlPromMetrics
 
 

@@ -10,10 +10,10 @@ to wait for.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
+from .._moments import current_stream
 from .step import Step
 
 # How often a step says that layers are written. To say it costs some microseconds, and a sixteenth of a step is as good as a layer.
@@ -42,7 +42,7 @@ class DeviceMoments:
     refusal = ""
 
     def __init__(self, agent: Any, device: Any, layers: int) -> None:
-        self._agent, self._stream = agent, current_stream(device)
+        self._agent, self._stream = agent, current_stream(device.index)
         self._every = -(-layers // _MOST)
         self._queued_on = 0  # the stream of the layers of which the agent is to be told with the next ones
 
@@ -74,17 +74,6 @@ class DeviceMoments:
 
 def moments_of(agent: Any, device: Any, layers: int) -> HostMoments | DeviceMoments:
     return HostMoments(agent) if device is None or device.type == "cpu" else DeviceMoments(agent, device, layers)
-
-
-def current_stream(device: Any) -> Callable[[], int]:
-    """What gives the handle of the stream that is current in this thread: 0 is the default stream."""
-    import torch
-
-    # torch.cuda.current_stream makes an object for each call, which costs a layer more than the moment does.
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw is not None:
-        return partial(raw, device.index)
-    return lambda: int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def device_of(layers: Iterable[tuple[str, Any]], kv_buffer_device: str) -> Any:

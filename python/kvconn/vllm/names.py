@@ -18,7 +18,8 @@ from typing import Any
 logger = logging.getLogger("kvconn.vllm")
 
 OWN = "KVConnConnector"
-NIXL = ("NixlConnector", "NixlPullConnector")  # not NixlPushConnector, whose routers join the two requests by another id
+PUSH = "NixlPushConnector"  # whose routers join the two requests by their X-Request-Id
+NIXL = ("NixlConnector", "NixlPullConnector", PUSH)
 MOONCAKE = ("MooncakeConnector",)
 OTHERS = (*NIXL, *MOONCAKE)
 SERVES = "KVCONN_SERVES"  # names of OTHERS, with commas between: vLLM then gets kvconn under them without kv_connector_module_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -76,11 +77,22 @@ def asks_for_load(params: Any) -> bool:
 ALONE = "kvconn_alone"  # kvconn's router gives the request to this engine alone, on purpose
 
 
-def parse(params: Any) -> PrefillParams | DecodeParams | None:
+_RANDOM = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)  # which vLLM puts behind each request's id
+
+
+def base_of(request_id: str) -> str:
+    """What the ids have in common of two engines' requests that came with one X-Request-Id."""
+    return _RANDOM.sub("", request_id)
+
+
+def parse(params: Any, base: str = "") -> PrefillParams | DecodeParams | None:
     """What a request's kv_transfer_params ask for; None when they ask for nothing; BadParams when they make no sense.
 
     A decode request comes with Mooncake's keys, which the router has made, or with those of the prefill engine's answer
     (see answer). The answer has Mooncake's keys and NIXL's; a router may have dropped either.
+
+    base is given where routers ask both engines at once, with one X-Request-Id, and tell the decode engine that id as
+    remote_request_id and the prefill engine none: it is base_of the request's own id, and names the transfer.
     """
     if params is None:
         return None
@@ -93,16 +105,20 @@ def parse(params: Any) -> PrefillParams | DecodeParams | None:
         # A router that leaves the id to us hands our answer on, and the answer has the id.
         if params.get("transfer_id") is not None:
             return PrefillParams(_text(params, "transfer_id"), True)
+        if base:
+            return PrefillParams(base, True)
         return PrefillParams(f"kvconn-{uuid.uuid4().hex}")
     if decode:
         if params.get(ERROR) is not None:
             raise BadParams(f"the prefill engine says: {params[ERROR]}")
-        return DecodeParams(_transfer_id(params), _bootstrap_addr(params), _text(params, "remote_engine_id"))
+        return DecodeParams(_transfer_id(params, base), _bootstrap_addr(params), _text(params, "remote_engine_id"))
     return None
 
 
-def _transfer_id(params: Mapping[str, Any]) -> str:
+def _transfer_id(params: Mapping[str, Any], base: str) -> str:
     mooncake, nixl = params.get("transfer_id"), params.get("remote_request_id")
+    if base and mooncake is None and isinstance(nixl, str) and nixl and nixl in base:
+        return base  # another id is of a prefill engine's answer
     if nixl is None or nixl == mooncake:
         return _text(params, "transfer_id")
     if mooncake is not None:

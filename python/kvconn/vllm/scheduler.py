@@ -67,6 +67,7 @@ class SchedulerSide:
         self._states = any(group.state for group in groups)
         self._leaves_last = self._states or any(group.loses_blocks for group in groups)
         self._recompute_below = recompute_below  # tokens
+        self.joined_by_request = False  # see params.parse
         self._engine_id, self._sizes = engine_id, dict(sizes or {})
         self._bootstrap_addr = ""  # where decode engines find this engine; the workers tell it
         self._next = KVConnMetadata()
@@ -104,7 +105,7 @@ class SchedulerSide:
         """What a request asks for, the state in which it begins, and whether another sample of the same request has its transfer."""
         asked = request.kv_transfer_params
         try:
-            params = self._accept(request, parse(asked))
+            params = self._accept(request, parse(asked, _params.base_of(req_id) if self.joined_by_request else ""))
             if params is not None:
                 self._prompts.check(request)
             if self._states and isinstance(params, DecodeParams) and not self._prompts.fingerprint(request):

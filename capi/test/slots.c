@@ -1,0 +1,95 @@
+/* What slots.h says of the marks of written regions, of an agent that has regions in host memory and on a device. */
+#include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+
+#include "../slots.h"
+
+enum { REGIONS = 6, CAPACITY = 16 };
+
+static int failures;
+
+#define EXPECT(condition)                                                                  \
+  do {                                                                                     \
+    if (!(condition)) {                                                                    \
+      fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition);        \
+      failures++;                                                                          \
+    }                                                                                      \
+  } while (0)
+
+static struct slot_status record(void *argument, uintptr_t stream, uint64_t *moment) {
+  *moment = (uintptr_t)argument + stream;
+  return (struct slot_status){0, 0};
+}
+
+/* Whether just these marks are there, in this order, and are gone then. */
+static int taken(kvconn_agent agent, size_t count, const uint32_t *regions, const uint64_t *moments) {
+  uint32_t r[CAPACITY];
+  uint64_t m[CAPACITY];
+  return slot_take_written(agent, r, m, CAPACITY) == count && memcmp(r, regions, count * sizeof *r) == 0 &&
+         memcmp(m, moments, count * sizeof *m) == 0 && slot_take_written(agent, r, m, CAPACITY) == 0;
+}
+
+/* Refuses membarrier(2) from now on, as the filters of some containers do. */
+static int refuse_membarrier(void) {
+  struct sock_filter code[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_membarrier, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  struct sock_fprog program = {sizeof code / sizeof *code, code};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+int main(void) {
+  const uint8_t of_region[REGIONS] = {0, 1, 0, 1, 0, 1};
+  const struct slot_device device = {record, NULL};
+  kvconn_agent agent = slot_open(CAPACITY);
+  EXPECT(agent != 0);
+  slot_set_regions(agent, REGIONS);
+  EXPECT(slot_set_devices(agent, of_region, &device, 1) == 0);
+  volatile uint8_t *written = slot_written_address(agent);
+  if (written == NULL) {
+    fputs("## marks of host memory: NOT RUN: membarrier(2) is refused here\n", stderr);
+    return failures != 0;
+  }
+
+  uint64_t moment = 0;
+  EXPECT(slot_moment(agent, 1, 7, &moment) && moment == 7);
+  EXPECT(!slot_moment(agent, 0, 7, &moment) && !slot_moment(agent, REGIONS, 7, &moment));
+
+  /* The order is that of the regions, whatever their memory, and not that in which they were marked. */
+  EXPECT(slot_mark_written(agent, (const uint32_t[]){5}, 1, 9) == 0);
+  EXPECT(slot_mark_written(agent, (const uint32_t[]){3, 1}, 2, 8) == 0);
+  written[4] = 1;
+  written[0] = 1;
+  EXPECT(taken(agent, 5, (const uint32_t[]){0, 1, 3, 4, 5}, (const uint64_t[]){0, 8, 8, 0, 9}));
+
+  /* What is marked again counts from its newest moment. A list with one region in host memory marks nothing. */
+  EXPECT(slot_mark_written(agent, (const uint32_t[]){1}, 1, 10) == 0);
+  EXPECT(slot_mark_written(agent, (const uint32_t[]){1}, 1, 11) == 0);
+  EXPECT(slot_mark_written(agent, (const uint32_t[]){3, 2}, 2, 12) == -2);
+  EXPECT(slot_mark_written(agent, (const uint32_t[]){3, REGIONS}, 2, 12) == -2);
+  EXPECT(taken(agent, 1, (const uint32_t[]){1}, (const uint64_t[]){11}));
+
+  /* A store's mark of device memory has no moment, also where one before it had. */
+  written[1] = 1;
+  EXPECT(taken(agent, 1, (const uint32_t[]){1}, (const uint64_t[]){0}));
+
+  /* Where nothing orders a host's stores its marks are lost, and the others keep their order. */
+  EXPECT(refuse_membarrier());
+  EXPECT(slot_written_address(agent) == NULL);
+  EXPECT(slot_mark_written(agent, (const uint32_t[]){5, 1}, 2, 13) == 0);
+  written[0] = written[4] = 1;
+  EXPECT(taken(agent, 2, (const uint32_t[]){1, 5}, (const uint64_t[]){13, 13}));
+
+  slot_close(agent);
+  EXPECT(slot_mark_written(agent, (const uint32_t[]){1}, 1, 14) == -1 && slot_written_address(agent) == NULL);
+  return failures != 0;
+}
