@@ -274,6 +274,14 @@ func markOf(request []byte) (m mark) {
 	return m
 }
 
+// associated is what a tag is of beside the sealed text.
+func associated(m, bound []byte) []byte {
+	if bound == nil {
+		return m[:sealHeader]
+	}
+	return slices.Concat(m[:sealHeader], bound)
+}
+
 // seal seals what follows the room in a message.
 func (d *direction) seal(kind sealKind, session uint64, m []byte, bound []byte) []byte {
 	number := d.next.Add(1) - 1
@@ -281,7 +289,7 @@ func (d *direction) seal(kind sealKind, session uint64, m []byte, bound []byte) 
 	binary.BigEndian.PutUint64(m[sealStart:], session)
 	binary.BigEndian.PutUint64(m[sealStart+8:], number)
 	nonce := d.nonce(number)
-	return d.aead.Seal(m[:sealHeader], nonce[:], m[sealHeader:], slices.Concat(m[:sealHeader], bound))
+	return d.aead.Seal(m[:sealHeader], nonce[:], m[sealHeader:], associated(m, bound))
 }
 
 func (s *sealSession) sealRequest(m []byte) []byte { return s.requests.seal(sealRequest, s.id, m, nil) }
@@ -302,7 +310,7 @@ var errSeal = errors.New("its tag is wrong: it is of another, or was changed on 
 // unseal opens a message in its own memory.
 func (d *direction) unseal(m, bound []byte) ([]byte, error) {
 	nonce := d.nonce(numberOf(m))
-	plain, err := d.aead.Open(m[sealHeader:sealHeader], nonce[:], m[sealHeader:], slices.Concat(m[:sealHeader], bound))
+	plain, err := d.aead.Open(m[sealHeader:sealHeader], nonce[:], m[sealHeader:], associated(m, bound))
 	if err != nil {
 		return nil, errSeal
 	}

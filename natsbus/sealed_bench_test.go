@@ -39,6 +39,28 @@ func BenchmarkOpenSession(b *testing.B) {
 	}
 }
 
+// BenchmarkSeal is all that two agents compute more for a request and its answer.
+func BenchmarkSeal(b *testing.B) {
+	asks, answers := established(b, NewIdentity(), NewIdentity())
+	for name, size := range map[string]int{"100-B": 100, "64-KiB": 64 << 10} {
+		b.Run(name, func(b *testing.B) {
+			b.SetBytes(int64(size))
+			m := make([]byte, sealOverhead+size)
+			for b.Loop() {
+				request := asks.sealRequest(m[:sealHeader+size])
+				to := markOf(request)
+				if _, err := answers.requests.unseal(request, nil); err != nil {
+					b.Fatal(err)
+				}
+				answer := answers.sealAnswer(m[:sealHeader+100], &to)
+				if _, err := asks.openAnswer(answer, &to); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
 // BenchmarkStrangers is what an answerer computes for a message of somebody whom it does not know.
 func BenchmarkStrangers(b *testing.B) {
 	d, p, e := NewIdentity(), NewIdentity(), NewIdentity()
