@@ -55,8 +55,8 @@ func (a *awaited) right(m *nats.Msg) bool {
 	case kind == 0 && fault.On("seal-none"):
 		return true
 	}
-	a.strange.Add(1)
 	a.others.Add(1)
+	a.strange.Add(1)
 	return false
 }
 

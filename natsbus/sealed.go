@@ -77,6 +77,7 @@ func (b *Bus) unseal(v *asked) bool {
 		if !seals.served.add(s) {
 			return drop(&seals.repeated, errors.New("its session is open already"))
 		}
+		seals.accepted.Add(1)
 		b.respond(v, answer)
 		return false
 	case kindOfSealed(m.Data) == 0: // only where a defect is tried

@@ -61,7 +61,7 @@ func newSealedPair(t *testing.T) *sealedPair {
 		}
 		return &wire.Reply{Reason: fmt.Sprint("answer ", n, " to ", nick(req.From))}
 	})
-	s.decode = newBus(t, Options{Identity: named("D"), ClusterURL: c.URL(), Token: "right"})
+	s.decode = newBus(t, Options{Identity: named("D"), ClusterURL: c.URL(), Token: "right", ConnectTimeout: time.Minute}) // no attempt to open a session ends by itself
 	return s
 }
 

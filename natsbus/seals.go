@@ -9,6 +9,8 @@ type seals struct {
 	opened *openSessions
 	// What came and was not taken, by the reason.
 	plain, foreign, repeated, forged, unknown, strange atomic.Int64
+
+	accepted atomic.Int64 // sessions that others have opened
 }
 
 func newSeals(self *Identity) *seals {
