@@ -17,8 +17,16 @@ type answers struct {
 	idle sync.Pool // channels that nobody waits at
 
 	mu      sync.Mutex
-	words   *mathrand.ChaCha8         // nobody can tell the next word from others
-	waiting map[string]chan *nats.Msg // by the rest of the subject
+	words   *mathrand.ChaCha8 // nobody can tell the next word from others
+	waiting map[string]waiter // by the rest of the subject
+}
+
+// waiter is a request that waits for its answer.
+type waiter struct {
+	answer chan *nats.Msg
+	// right says whether a message is the answer, and opens it. Others may send to the subject where agents seal
+	// what they say: the request waits on. It is nil where nobody else can.
+	right func(m *nats.Msg) bool
 }
 
 // Bounds of the answers that wait for their requests: each is taken at once.
@@ -27,7 +35,7 @@ const maxUnheard, maxUnheardBytes = 8192, 16 << 20
 func newAnswers(inbox string) *answers {
 	var seed [32]byte
 	rand.Read(seed[:])
-	return &answers{words: mathrand.NewChaCha8(seed), root: inbox + "." + randomName() + ".", waiting: map[string]chan *nats.Msg{}}
+	return &answers{words: mathrand.NewChaCha8(seed), root: inbox + "." + randomName() + ".", waiting: map[string]waiter{}}
 }
 
 // listen hears answers until the connection is closed.
@@ -41,7 +49,7 @@ func (a *answers) listen(nc *nats.Conn) error {
 
 // expect makes a subject for one answer. Nobody can guess it who has not got the request.
 // Nothing comes out of the channel after forget.
-func (a *answers) expect() (subj string, answer chan *nats.Msg) {
+func (a *answers) expect(right func(m *nats.Msg) bool) (subj string, answer chan *nats.Msg) {
 	answer, _ = a.idle.Get().(chan *nats.Msg)
 	if answer == nil {
 		answer = make(chan *nats.Msg, 1)
@@ -50,7 +58,7 @@ func (a *answers) expect() (subj string, answer chan *nats.Msg) {
 	a.mu.Lock()
 	_, _ = a.words.Read(word[:])
 	subj = string(base32.StdEncoding.AppendEncode(append(make([]byte, 0, 128), a.root...), word[:]))
-	a.waiting[subj[len(a.root):]] = answer
+	a.waiting[subj[len(a.root):]] = waiter{answer, right}
 	a.mu.Unlock()
 	return subj, answer
 }
@@ -75,9 +83,18 @@ func (a *answers) came(m *nats.Msg) {
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if answer := a.waiting[word]; answer != nil {
+	w := a.waiting[word]
+	if w.right != nil {
+		a.mu.Unlock()
+		right := w.right(m) // it may take a while
+		a.mu.Lock()
+		if w = a.waiting[word]; !right {
+			return
+		}
+	}
+	if w.answer != nil {
 		delete(a.waiting, word)
-		answer <- m // it has a place, which is the request's alone
+		w.answer <- m // it has a place, which is the request's alone
 	}
 }
 

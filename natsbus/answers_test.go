@@ -28,8 +28,8 @@ func TestAnswerBelongsToItsRequest(t *testing.T) {
 			return ""
 		}
 	}
-	first, one := a.expect()
-	second, two := a.expect()
+	first, one := a.expect(nil)
+	second, two := a.expect(nil)
 	if first == second || !ownInbox(first, "A") || len(first) > maxReplySubject {
 		t.Fatalf("subjects %q and %q", first, second)
 	}
@@ -45,7 +45,7 @@ func TestAnswerBelongsToItsRequest(t *testing.T) {
 	a.forget(first, one)
 	a.forget(second, two)
 	for range 10 {
-		subj, c := a.expect()
+		subj, c := a.expect(nil)
 		say(first, "late")
 		say(second, "late")
 		if x := got(c); x != "" {
@@ -87,7 +87,7 @@ func TestRequestEndsWithItsSession(t *testing.T) {
 		ctx, session, end := of()
 		over := make(chan error, 1)
 		go func() {
-			_, err := l.ask(ctx, session, subject(named("P").ID(), l.id), data)
+			_, err := l.ask(ctx, session, subject(named("P").ID(), l.id), data, nil)
 			over <- err
 		}()
 		<-asked
@@ -95,7 +95,7 @@ func TestRequestEndsWithItsSession(t *testing.T) {
 		if err := <-over; err == nil {
 			t.Fatalf("the end of %s did not end the request", what)
 		}
-		if _, err := l.ask(ctx, session, subject(named("P").ID(), l.id), data); err == nil {
+		if _, err := l.ask(ctx, session, subject(named("P").ID(), l.id), data, nil); err == nil {
 			t.Fatalf("a request went on after the end of %s", what)
 		}
 	}

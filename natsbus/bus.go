@@ -31,7 +31,6 @@ const (
 	maxArrival  = time.Second // a request that has waited so long is refused; only a fault makes it wait so long
 	arrivalStep = 50 * time.Millisecond
 	maxLinks    = 1024        // bootstrap addresses in use at one time
-	maxReason   = 1024        // bytes of a Reply's reason
 	goodbyeWait = time.Second // for what a closing bus tells others
 )
 
@@ -61,6 +60,9 @@ type asked struct {
 	from core.AgentID
 	m    *nats.Msg
 	long bool
+	// Of a sealed one: its session, nil if it has none here, and what its answer is bound to.
+	session *sealSession
+	mark    mark
 }
 
 // entry is a link that is there or being made.

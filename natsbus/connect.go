@@ -17,6 +17,9 @@ func connect(bus *common, to endpoint) (*link, error) {
 	l := &link{bus: bus, endpoint: to, dial: newDialer(opt.ConnectTimeout, to.open),
 		gone: make(chan struct{}), up: make(chan struct{}), used: time.Now(), made: time.Now()}
 	l.dial.bare = to.kind != clusterLink
+	if to.kind == clusterLink {
+		l.seals = bus.seals
+	}
 	l.session, l.broke = context.WithCancel(context.Background())
 	l.since = time.Now()
 	close(l.up)
@@ -95,7 +98,7 @@ func (o *Options) credentials(kind linkKind) ([]nats.Option, error) {
 		if err != nil {
 			return nil, err
 		}
-		return []nats.Option{nats.Nkey(public, key.Sign)}, nil
+		return []nats.Option{nats.Nkey(public, func(nonce []byte) ([]byte, error) { return signNonce(key, nonce) })}, nil
 	case o.Token == "":
 		return nil, nil
 	}

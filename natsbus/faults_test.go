@@ -25,6 +25,15 @@ var defects = []faulttest.Defect{
 	{"bus-answers-for-others", "TestPermissions"},
 	{"bus-reply-free", "TestPermissions"},
 	{"bus-answers-elsewhere", "TestAnswersElsewhere"},
+	// In a cluster what agents say is sealed: to the peer, by the sender, once, an answer to its request.
+	{"seal-none", "TestPlainInACluster"},
+	{"seal-any-key", "TestAnotherKey"},
+	{"seal-any-key", "TestForgedOpen"},
+	{"seal-replayed", "TestReplayedRequests"},
+	{"seal-ids-free", "TestSessionOfAnother"},
+	{"seal-answer-free", "TestAnswerOfAnotherRequest"},
+	{"seal-answer-free", "TestSeal"},
+	{"seal-signs-all", "TestServersNonce"},
 	// A registry that is changed later is found out as one that was made so.
 	{"bus-registry-unwatched", "TestRegistryChangedLater"},
 	// Who floods from one address has no place that others need.

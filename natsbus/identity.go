@@ -11,8 +11,11 @@ import (
 	"errors"
 	"fmt"
 	"math/big"
+	"strings"
 	"sync"
 	"time"
+
+	"github.com/nats-io/nkeys"
 
 	"github.com/kvconn/kvconn/core"
 )
@@ -20,9 +23,10 @@ import (
 // Identity is the key pair of one open agent. The agent's id is the digest of the public
 // key, so that nobody else can prove to be it.
 type Identity struct {
-	seed [ed25519.SeedSize]byte
-	key  ed25519.PrivateKey
-	id   core.AgentID
+	seed   [ed25519.SeedSize]byte
+	key    ed25519.PrivateKey
+	id     core.AgentID
+	signer ed25519.PrivateKey // of the key that the id is of: the nkey's in a cluster, else key
 
 	once sync.Once
 	cert tls.Certificate
@@ -38,7 +42,7 @@ func NewIdentity() *Identity {
 
 func identityOf(seed [ed25519.SeedSize]byte) *Identity {
 	key := ed25519.NewKeyFromSeed(seed[:])
-	return &Identity{seed: seed, key: key, id: digest(key.Public().(ed25519.PublicKey))}
+	return &Identity{seed: seed, key: key, signer: key, id: digest(key.Public().(ed25519.PublicKey))}
 }
 
 // digest is the id of the agent that has a public key.
@@ -54,13 +58,30 @@ func NewKeyedIdentity(seed string) (*Identity, error) {
 	if err != nil {
 		return nil, err
 	}
+	_, raw, err := nkeys.DecodeSeed([]byte(seed))
+	if err != nil {
+		return nil, errors.New("not an nkey seed, which begins with SU")
+	}
 	i := NewIdentity()
+	i.signer = ed25519.NewKeyFromSeed(raw)
 	i.id = core.AgentID(public+keyMark) + i.id[:maxAgentID-len(public)-len(keyMark)]
 	return i, nil
 }
 
 // ID is the digest of the public key, or the nkey with a part of the digest.
 func (i *Identity) ID() core.AgentID { return i.id }
+
+// public is the key that the id is of.
+func (i *Identity) public() ed25519.PublicKey { return i.signer.Public().(ed25519.PublicKey) }
+
+// owns says whether an id is of that public key. Of an nkey's id the rest is the owner's to choose.
+func owns(public ed25519.PublicKey, id core.AgentID) bool {
+	if key, _, keyed := strings.Cut(string(id), keyMark); keyed {
+		text, err := nkeys.Encode(nkeys.PrefixByteUser, public)
+		return err == nil && string(text) == key
+	}
+	return digest(public) == id
+}
 
 // At is the identity that the agent shows to one server: to each server another one, so
 // that none learns under which id the agent is known elsewhere.

@@ -41,6 +41,7 @@ type common struct {
 	ctx     context.Context // ends at Close
 	handler atomic.Pointer[core.Handler]
 	events  linkEvents
+	seals   *seals // nil without a cluster
 }
 
 // linkEvents is what a link tells its bus.
@@ -74,6 +75,7 @@ type link struct {
 	nc   *nats.Conn
 	// answers are to this agent's requests.
 	answers *answers
+	seals   *seals // of a link to a cluster
 	js      jetstream.JetStream
 	gone    chan struct{} // closed when nats.go has closed the connection for good
 

@@ -1,9 +1,14 @@
 package natsbus
 
 import (
+	"bytes"
 	"errors"
+	"fmt"
+	"unicode/utf8"
 
 	"github.com/nats-io/nkeys"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // CheckSeed checks the seed of a user nkey. Its error does not contain the seed.
@@ -18,6 +23,16 @@ func CheckNKey(public string) error {
 		return errors.New("not a public user nkey, which begins with U")
 	}
 	return nil
+}
+
+// signNonce signs what a NATS server sends to an agent that enters by its nkey. The key also signs
+// what agents believe, so that a hostile server must not choose such a text: signText's is no UTF-8,
+// nkeyText's begins with the word.
+func signNonce(key nkeys.KeyPair, nonce []byte) ([]byte, error) {
+	if (!utf8.Valid(nonce) || bytes.HasPrefix(nonce, []byte("kvconn "))) && !fault.On("seal-signs-all") {
+		return nil, fmt.Errorf("the NATS server wants %.60q signed, as no NATS server does: it may be hostile, see nats_url", nonce)
+	}
+	return key.Sign(nonce)
 }
 
 func seedKey(seed string) (nkeys.KeyPair, string, error) {

@@ -29,6 +29,7 @@ func Open(opt Options) (*Bus, error) {
 			b.cancel()
 			return nil, err
 		}
+		b.seals = newSeals(opt.Identity)
 		b.openHome = func() (*link, error) {
 			return connect(&b.common, endpoint{clusterLink, "", name, opt.ClusterURL, dialTCP, nil})
 		}

@@ -37,20 +37,22 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 		b.log.Sugar().Debugf("natsbus: no answer over %s to a message at %.200q that wants it at %.200q", l.name, m.Subject, m.Reply)
 		return
 	}
-	long := l.kind == portLink && len(m.Data) > longMessage
-	if why := b.places(long); why != "" {
-		b.answer(l, m, refuse("agent %s %s", l.id, why))
+	v := asked{link: l, from: from, m: m, long: l.kind == portLink && len(m.Data) > longMessage}
+	if l.seals != nil && !b.admit(&v) {
 		return
 	}
-	v := asked{l, from, m, long}
+	if why := b.places(v.long); why != "" {
+		b.answer(&v, refuse("agent %s %s", l.id, why))
+		return
+	}
 	select {
 	case b.asked <- v: // a handler that has nothing to do
 		return
 	default:
 	}
 	if !b.spawn("natsbus.handler", func() { b.serve(v) }) {
-		b.leave(long)
-		b.answer(l, m, refuse("agent %s is closing", l.id))
+		b.leave(v.long)
+		b.answer(&v, refuse("agent %s is closing", l.id))
 	}
 }
 
@@ -62,7 +64,10 @@ func (b *Bus) serve(v asked) {
 	for {
 		func() {
 			defer b.leave(v.long)
-			b.answer(v.link, v.m, b.handle(v.link, v.from, v.m))
+			if v.link.seals != nil && !b.unseal(&v) {
+				return
+			}
+			b.answer(&v, b.handle(v.link, v.from, v.m))
 		}()
 		idle.Reset(handlerIdle)
 		select {
@@ -118,10 +123,6 @@ func (b *Bus) place(s chan struct{}) (why string) {
 	return fmt.Sprintf("is overloaded: %d requests are being answered", cap(s))
 }
 
-func refuse(format string, args ...any) *wire.Reply {
-	return &wire.Reply{Code: int(core.Refused), Reason: fmt.Sprintf(format, args...)}
-}
-
 // handle answers a request of an agent.
 func (b *Bus) handle(l *link, from core.AgentID, m *nats.Msg) (reply *wire.Reply) {
 	req := new(wire.Request)
@@ -147,7 +148,8 @@ func (b *Bus) handle(l *link, from core.AgentID, m *nats.Msg) (reply *wire.Reply
 	return reply
 }
 
-func (b *Bus) answer(l *link, m *nats.Msg, r *wire.Reply) {
+func (b *Bus) answer(v *asked, r *wire.Reply) {
+	l := v.link
 	if len(r.Reason) > maxReason {
 		short := *r
 		short.Reason = strings.ToValidUTF8(r.Reason[:maxReason], "")
@@ -155,7 +157,11 @@ func (b *Bus) answer(l *link, m *nats.Msg, r *wire.Reply) {
 	}
 	room := takeRoom()
 	defer room.give()
-	data, err := r.MarshalMsg(room.bytes)
+	start, added := room.bytes[:0], 0
+	if v.session != nil {
+		start, added = sealRoom(start), sealTag
+	}
+	data, err := r.MarshalMsg(start)
 	room.bytes = data
 	if err != nil {
 		b.log.Sugar().Errorf("natsbus: a reply cannot be encoded: %v", err)
@@ -164,12 +170,17 @@ func (b *Bus) answer(l *link, m *nats.Msg, r *wire.Reply) {
 	if _, ok := l.current(); !ok {
 		return // the broken connection has told the peer
 	}
-	if limit := l.nc.MaxPayload(); int64(len(data)) > limit {
-		data, _ = refuse("the reply has %d bytes, the server takes %d", len(data), limit).MarshalMsg(nil)
+	if limit := l.nc.MaxPayload(); int64(len(data)+added) > limit {
+		data, _ = refuse("the reply has %d bytes, the server takes %d", len(data)+added, limit).MarshalMsg(start)
 	}
-	if err := m.Respond(data); err != nil {
-		b.log.Sugar().Debugf("natsbus: a reply over %s is lost: %v", l.name, err)
+	switch {
+	case v.session != nil:
+		data = v.session.sealAnswer(data, &v.mark)
+		room.bytes = data
+	case l.seals != nil && kindOfSealed(v.m.Data) != 0: // it has no session here, so it is refused
+		data = l.seals.self.notice(v.from, &v.mark, noticeRefused, r.Reason)
 	}
+	b.respond(v, data)
 }
 
 // Request implements core.Bus.
@@ -181,13 +192,6 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 	if !legalID(string(to)) {
 		return nil, fmt.Errorf("request over %s: agent id %q is not 1 to 64 letters, digits, - and _", l.name, string(to))
 	}
-	room := takeRoom()
-	defer room.give()
-	data, err := req.MarshalMsg(room.bytes)
-	room.bytes = data
-	if err != nil {
-		return nil, fmt.Errorf("request to agent %s over %s: %w", to, l.name, err)
-	}
 	session, ok := l.current()
 	if !ok {
 		err := unreachable(l.name, l.why())
@@ -196,11 +200,7 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 		}
 		return nil, fmt.Errorf("request to agent %s: %w", to, err)
 	}
-	if limit := min(l.nc.MaxPayload(), wire.MaxMessage); int64(len(data)) > limit {
-		return nil, fmt.Errorf("request to agent %s over %s: %w: %d bytes, at most %d are carried (max_payload of the NATS servers)",
-			to, l.name, core.ErrTooLarge, len(data), limit)
-	}
-	m, err := l.ask(ctx, session, subject(to, l.id), data)
+	m, err := b.send(ctx, session, l, to, req)
 	switch {
 	case err == nil && noResponders(m):
 		err = core.ErrAbsent
@@ -210,7 +210,10 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 		return nil, fmt.Errorf("%w: agent %s does not listen at %s", err, to, l.name)
 	case err == nil:
 	case ctx.Err() != nil:
-		return nil, fmt.Errorf("request to agent %s over %s: no reply: %w", to, l.name, ctx.Err())
+		if !errors.Is(err, ctx.Err()) {
+			err = ctx.Err()
+		}
+		return nil, fmt.Errorf("request to agent %s over %s: no reply: %w", to, l.name, err)
 	case session.Err() != nil, broken(err):
 		return nil, fmt.Errorf("request to agent %s: %w", to, unreachable(l.name, either(l.why(), err)))
 	default:
@@ -223,22 +226,16 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 	return reply, nil
 }
 
-// ask sends a request and waits for its answer, until ctx ends or the session breaks.
-func (l *link) ask(ctx, session context.Context, subj string, data []byte) (*nats.Msg, error) {
-	if err := either(ctx.Err(), session.Err()); err != nil {
+// send encodes a request and asks it.
+func (b *Bus) send(ctx, session context.Context, l *link, to core.AgentID, req *wire.Request) (*nats.Msg, error) {
+	room := takeRoom()
+	defer room.give()
+	if l.seals != nil {
+		return b.askSealed(ctx, session, l, to, req, room)
+	}
+	data, err := l.encode(req, room, room.bytes, 0)
+	if err != nil {
 		return nil, err
 	}
-	reply, answer := l.answers.expect()
-	defer l.answers.forget(reply, answer)
-	if err := l.nc.PublishRequest(subj, reply, data); err != nil {
-		return nil, err
-	}
-	select {
-	case m := <-answer:
-		return m, nil
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	case <-session.Done():
-		return nil, session.Err()
-	}
+	return l.ask(ctx, session, subject(to, l.id), data, nil)
 }

@@ -77,7 +77,7 @@ func (c *Config) checkEncryption() error {
 	case c.Transport == viaRDMA:
 		return fmt.Errorf("%w: config key \"require_encryption\" is true, and transport is %q, which does not encrypt: take tcp or auto", core.ErrInvalid, c.Transport)
 	case c.NATSURL != "" && !c.clusterTLS():
-		return fmt.Errorf("%w: config key \"require_encryption\" is true, and nats_url has a server without tls://: the keys of tcp's streams would pass it in the clear", core.ErrInvalid)
+		return fmt.Errorf("%w: config key \"require_encryption\" is true, and nats_url has a server without tls://: a host on the way could write its registry, and be asked as a prefill engine", core.ErrInvalid)
 	}
 	return nil
 }

@@ -192,12 +192,10 @@ func TestStrangerAtANATSServer(t *testing.T) {
 		}
 		beside()
 	}
-	m, err := nc.Request("kvconn.v1.agent."+spoken(p.id)+"."+mine, data, bound)
-	rep := new(wire.Reply)
-	if err == nil {
-		err = wire.Decode(m.Data, rep)
+	if m, err := nc.Request("kvconn.v1.agent."+spoken(p.id)+"."+mine, data, bound); err != nil || wire.Decode(m.Data, new(wire.Reply)) != nil || !strings.Contains(string(m.Data), "sealed messages only") {
+		t.Errorf("its own hello, plain: %+v, %v", m, err)
 	}
-	if err != nil || rep.Code != 0 || len(rep.Tickets) != 1 {
+	if rep, err := sealedHello(t, c, ue, p.id); err != nil || rep.Code != 0 || len(rep.Tickets) != 1 {
 		t.Errorf("its own hello: %+v, %v", rep, err)
 	}
 	if barred(t, nc) {

@@ -1,0 +1,43 @@
+package natsbus
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/nats-io/nats.go"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// encode writes a request behind what is there, so that it and what is added to it are not too long for the servers.
+func (l *link) encode(req *wire.Request, room *room, start []byte, added int) ([]byte, error) {
+	data, err := req.MarshalMsg(start)
+	if room.bytes = data; err != nil {
+		return nil, err
+	}
+	if n, limit := int64(len(data)-len(start)), l.nc.MaxPayload(); n > wire.MaxMessage || int64(len(data)+added) > limit {
+		return nil, fmt.Errorf("%w: %d bytes, at most %d are carried (max_payload of the NATS servers)", core.ErrTooLarge, n, min(limit-int64(len(start)+added), wire.MaxMessage))
+	}
+	return data, nil
+}
+
+// ask sends a request and waits for its answer, until ctx ends or the session breaks. right, if it is not nil, knows the answer.
+func (l *link) ask(ctx, session context.Context, subj string, data []byte, right func(*nats.Msg) bool) (*nats.Msg, error) {
+	if err := either(ctx.Err(), session.Err()); err != nil {
+		return nil, err
+	}
+	reply, answer := l.answers.expect(right)
+	defer l.answers.forget(reply, answer)
+	if err := l.nc.PublishRequest(subj, reply, data); err != nil {
+		return nil, err
+	}
+	select {
+	case m := <-answer:
+		return m, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	case <-session.Done():
+		return nil, session.Err()
+	}
+}

@@ -1,0 +1,69 @@
+package natsbus
+
+import (
+	"fmt"
+	"sync/atomic"
+
+	"github.com/nats-io/nats.go"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// awaited is what an asker waits for: the answer to a request of a session, or to an open.
+type awaited struct {
+	self    *Identity
+	strange *atomic.Int64 // counts messages that are no answer
+	to      core.AgentID
+	mark    mark
+	session *sealSession
+	opening *opening
+
+	opened *sealSession // what came of the opening
+	again  bool         // the answerer does not know the session
+	others atomic.Int32 // messages that were no answer
+}
+
+// right says whether a message is the answer, and opens it.
+func (a *awaited) right(m *nats.Msg) bool {
+	if noResponders(m) { // a server's word, which anybody could say: it is no proof that the agent is gone
+		return true
+	}
+	switch kind := kindOfSealed(m.Data); {
+	case kind == sealAnswer && a.session != nil:
+		if plain, err := a.session.openAnswer(m.Data, &a.mark); err == nil {
+			m.Data = plain
+			return true
+		}
+	case kind == sealOpened && a.opening != nil:
+		if s, err := a.opening.finish(m.Data); err == nil {
+			a.opened = s
+			return true
+		}
+	case kind == sealNotice:
+		code, reason, err := a.self.readNotice(m.Data, a.to, &a.mark)
+		if err != nil {
+			break
+		}
+		if code == noticeAgain && a.session != nil {
+			a.again = true
+			return true
+		}
+		if m.Data, err = refuse("%s", reason).MarshalMsg(nil); err == nil {
+			return true
+		}
+	case kind == 0 && fault.On("seal-none"):
+		return true
+	}
+	a.others.Add(1)
+	a.strange.Add(1)
+	return false
+}
+
+// failed adds to an error what came in the answer's place.
+func (a *awaited) failed(err error) error {
+	if n := a.others.Load(); n > 0 {
+		return fmt.Errorf("%w (%d messages that it has not sealed came in the answer's place: its release of kvconn is another one, or a user of the NATS cluster answers for it)", err, n)
+	}
+	return err
+}

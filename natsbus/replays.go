@@ -1,0 +1,48 @@
+package natsbus
+
+// replays remembers which numbers of a session's requests have come: the way of RFC 6479, a ring
+// of words of which the oldest is used anew. Requests overtake each other by as many as an agent
+// asks at a time, far fewer than the window has.
+type replays struct {
+	top  uint64 // the newest number's word
+	seen [replayWords]uint64
+}
+
+const replayWords = 1 + 1024/64 // of the oldest word only a part may be within the last 1024
+
+// arrival is what a request's number says of it.
+type arrival int
+
+const (
+	arrivalNew arrival = iota
+	arrivalSeen
+	arrivalOld // before all that is remembered: it may have been seen
+)
+
+func (r *replays) look(number uint64) arrival {
+	word := number / 64
+	switch {
+	case word > r.top:
+		return arrivalNew
+	case r.top-word >= replayWords:
+		return arrivalOld
+	case r.seen[word%replayWords]&(1<<(number%64)) != 0:
+		return arrivalSeen
+	}
+	return arrivalNew
+}
+
+// take is look, and remembers the number.
+func (r *replays) take(number uint64) arrival {
+	a := r.look(number)
+	if a != arrivalNew {
+		return a
+	}
+	word := number / 64
+	for n := r.top + 1; n <= word && n <= r.top+replayWords; n++ {
+		r.seen[n%replayWords] = 0
+	}
+	r.top = max(r.top, word)
+	r.seen[word%replayWords] |= 1 << (number % 64)
+	return arrivalNew
+}

@@ -1,0 +1,191 @@
+package natsbus
+
+import (
+	"context"
+	"errors"
+	"sync/atomic"
+	"time"
+
+	"github.com/nats-io/nats.go"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// admit looks at what came over a link to a cluster before it takes a place. It is false of what
+// gets nothing more.
+func (b *Bus) admit(v *asked) bool {
+	seals, m := v.link.seals, v.m
+	drop := func(n *atomic.Int64, why string) bool {
+		n.Add(1)
+		b.log.Sugar().Debugf("natsbus: no answer over %s to a message of %s: %s", v.link.name, v.from, why)
+		return false
+	}
+	switch kindOfSealed(m.Data) {
+	case sealOpen:
+		v.mark = markOf(m.Data)
+		if seals.served.repeated(m.Data) {
+			return drop(&seals.repeated, "its session is open already")
+		}
+	case sealRequest:
+		v.mark = markOf(m.Data)
+		s, number := seals.served.find(sessionOf(m.Data), numberOf(m.Data), time.Now())
+		switch {
+		case s != nil && s.peer != v.from && !fault.On("seal-ids-free"):
+			return drop(&seals.foreign, "its session is another's")
+		case number == arrivalSeen:
+			return drop(&seals.repeated, "it has come before")
+		case number == arrivalNew:
+			v.session = s
+		}
+	default:
+		if len(m.Data) > 0 && m.Data[0] == sealMark {
+			return drop(&seals.strange, "it is of another release, or no request")
+		}
+		if fault.On("seal-none") {
+			return true
+		}
+		refusal, err := refuse("agent %s takes sealed messages only, and this one is plain: agents of one NATS cluster need the same release of kvconn", v.link.id).MarshalMsg(nil)
+		if err == nil {
+			b.respond(v, refusal)
+		}
+		return drop(&seals.plain, "it is not sealed")
+	}
+	return true
+}
+
+// unseal opens a request in its place. It is false if that was all to do.
+func (b *Bus) unseal(v *asked) bool {
+	seals, m := v.link.seals, v.m
+	drop := func(n *atomic.Int64, why error) bool {
+		n.Add(1)
+		b.log.Sugar().Debugf("natsbus: no answer over %s to a message of %s: %v", v.link.name, v.from, why)
+		return false
+	}
+	unknown := func() bool {
+		seals.unknown.Add(1)
+		b.respond(v, seals.self.notice(v.from, &v.mark, noticeAgain, ""))
+		return false
+	}
+	switch {
+	case kindOfSealed(m.Data) == sealOpen:
+		s, answer, err := seals.self.accept(v.from, m.Data, seals.served.number())
+		if err != nil {
+			return drop(&seals.forged, err)
+		}
+		if !seals.served.add(s) {
+			return drop(&seals.repeated, errors.New("its session is open already"))
+		}
+		seals.accepted.Add(1)
+		b.respond(v, answer)
+		return false
+	case kindOfSealed(m.Data) == 0: // only where a defect is tried
+		return true
+	case v.session == nil:
+		return unknown()
+	}
+	number := numberOf(m.Data)
+	plain, err := v.session.requests.unseal(m.Data, nil)
+	if err != nil {
+		return drop(&seals.forged, err)
+	}
+	switch seals.served.use(v.session, number) {
+	case arrivalSeen:
+		return drop(&seals.repeated, errors.New("it has come before"))
+	case arrivalOld:
+		return unknown()
+	}
+	m.Data = plain
+	return true
+}
+
+// respond sends the answer to a request.
+func (b *Bus) respond(v *asked, data []byte) {
+	if err := v.m.Respond(data); err != nil {
+		b.log.Sugar().Debugf("natsbus: a reply over %s is lost: %v", v.link.name, err)
+	}
+}
+
+// unopened is a message that came in the place of an open's answer: a refusal, or that nobody listens.
+type unopened struct{ m *nats.Msg }
+
+func (*unopened) Error() string { return "no session was opened" }
+
+// sessionWith returns the session to ask an agent, and opens one if there is none, or only stale.
+func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.AgentID, stale *sealSession) (*sealSession, error) {
+	for {
+		s, a, first := l.seals.opened.get(to, stale, time.Now())
+		if s != nil {
+			return s, nil
+		}
+		if first && !b.spawn("natsbus.seal", func() { b.openSession(connected, l, to, a) }) {
+			l.seals.opened.ended(to, a, nil, errClosed)
+		}
+		select {
+		case <-a.done:
+		case <-ctx.Done():
+			return nil, a.failed(ctx.Err())
+		}
+		if !errors.Is(a.err, context.DeadlineExceeded) || ctx.Err() != nil {
+			return a.session, a.err
+		}
+	}
+}
+
+// openSession makes an attempt to open a session.
+func (b *Bus) openSession(connected context.Context, l *link, to core.AgentID, a *attempt) {
+	s, err := (*sealSession)(nil), errors.New("a fault while opening a session, see the log")
+	defer func() { l.seals.opened.ended(to, a, s, err) }() // also after a panic
+	o, failed := l.seals.self.open(to)
+	if failed != nil {
+		err = failed
+		return
+	}
+	a.self, a.strange, a.to, a.mark, a.opening = l.seals.self, &l.seals.strange, to, markOf(o.message), o
+	ctx, cancel := context.WithTimeout(b.ctx, b.opt.ConnectTimeout)
+	defer cancel()
+	m, failed := l.ask(ctx, connected, subject(to, l.id), o.message, a.right)
+	switch {
+	case failed != nil:
+		err = a.failed(failed)
+	case a.opened == nil:
+		err = &unopened{m}
+	default:
+		s, err = a.opened, nil
+	}
+}
+
+// errForgetful: the agent forgets sessions as soon as they are open, since it has too many. Asking again may help.
+var errForgetful = errors.New("it does not know the session that it has opened a moment ago")
+
+// askSealed is ask over a link to a cluster.
+func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID, req *wire.Request, room *room) (*nats.Msg, error) {
+	var stale *sealSession
+	for range 2 {
+		s, err := b.sessionWith(ctx, connected, l, to, stale)
+		if err != nil {
+			var u *unopened
+			if errors.As(err, &u) {
+				return u.m, nil
+			}
+			return nil, err
+		}
+		data, err := l.encode(req, room, sealRoom(room.bytes[:0]), sealTag)
+		if err != nil {
+			return nil, err
+		}
+		data = s.sealRequest(data)
+		room.bytes = data
+		a := &awaited{self: l.seals.self, strange: &l.seals.strange, to: to, mark: markOf(data), session: s}
+		m, err := l.ask(ctx, connected, subject(to, l.id), data, a.right)
+		if err != nil {
+			return nil, a.failed(err)
+		}
+		if !a.again {
+			return m, nil
+		}
+		stale = s
+	}
+	return nil, errForgetful
+}
