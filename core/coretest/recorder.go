@@ -2,6 +2,7 @@ package coretest
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -110,7 +111,7 @@ func (r *Recorder) waitFor(what string, f func() (Outcome, bool)) Outcome {
 		r.mu.Lock()
 		o, ok := f()
 		changed := r.changed
-		all := len(r.list)
+		all := slices.Clone(r.list)
 		r.mu.Unlock()
 		if ok {
 			return o
@@ -118,7 +119,7 @@ func (r *Recorder) waitFor(what string, f func() (Outcome, bool)) Outcome {
 		select {
 		case <-changed:
 		case <-late.C:
-			r.t.Fatalf("%s: no %s within %v (%d outcomes of all kinds)", r.name, what, patience, all)
+			r.t.Fatalf("%s: no %s within %v; there are %+v", r.name, what, patience, all)
 		}
 	}
 }

@@ -3,6 +3,7 @@ package coretest
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"sync"
@@ -29,6 +30,7 @@ var _ core.Signaller = (*Signaller)(nil)
 
 type twinWay struct {
 	ticket  []byte
+	mark    string        // P's word on it has the mark, and no word on a former agent of this id has it
 	settled chan struct{} // closed when it is up, or err is set
 	err     error
 }
@@ -87,7 +89,7 @@ func (s *Signaller) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	if endpoint != "mem:"+string(peer) {
 		return fmt.Errorf("mem: agent %s has the endpoint %q", peer, endpoint)
 	}
-	w := &twinWay{ticket: bytes.Clone(ticket), settled: make(chan struct{})}
+	w := &twinWay{ticket: bytes.Clone(ticket), mark: rand.Text(), settled: make(chan struct{})}
 	s.state.Lock()
 	s.ways[peer] = w
 	s.state.Unlock()
@@ -104,16 +106,16 @@ func (s *Signaller) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 func (s *Signaller) greet(peer core.AgentID, w *twinWay) {
 	ctx, cancel := context.WithTimeout(s.ctx, twinPatience)
 	defer cancel()
-	if _, err := s.signal(ctx, peer, append([]byte("greet "), w.ticket...)); err != nil {
-		s.settle(peer, err)
+	if _, err := s.signal(ctx, peer, append([]byte("greet "+w.mark+" "), w.ticket...)); err != nil {
+		s.settle(peer, w.mark, err)
 	}
 }
 
-// settle ends the waiting for a way; an error is told.
-func (s *Signaller) settle(peer core.AgentID, err error) {
+// settle ends the waiting for the way with a mark; an error is told.
+func (s *Signaller) settle(peer core.AgentID, mark string, err error) {
 	s.state.Lock()
 	w := s.ways[peer]
-	if w == nil {
+	if w == nil || w.mark != mark {
 		s.state.Unlock()
 		return
 	}
@@ -142,10 +144,11 @@ func (s *Signaller) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
 		if err := s.cutOff(from); err != nil {
 			return nil, err
 		}
-		if !s.admits(from, rest) {
+		mark, ticket, _ := bytes.Cut(rest, []byte(" "))
+		if !s.admits(from, ticket) {
 			return nil, fmt.Errorf("mem: agent %s does not know the ticket", s.id)
 		}
-		if !s.spawn(func() { s.welcome(from) }) {
+		if !s.spawn(func() { s.welcome(from, string(mark)) }) {
 			return nil, errTwinClosed
 		}
 		return nil, nil
@@ -158,33 +161,33 @@ func (s *Signaller) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
 		}
 		return w.ticket, nil
 	case "up":
-		s.settle(from, nil)
+		s.settle(from, string(rest), nil)
 		return nil, nil
 	case "no":
-		s.settle(from, errors.New(string(rest)))
+		mark, why, _ := bytes.Cut(rest, []byte(" "))
+		s.settle(from, string(mark), errors.New(string(why)))
 		return nil, nil
 	}
 	return nil, fmt.Errorf("mem: a signal of unknown kind %.20q", kind)
 }
 
 // welcome makes the link that D has asked for, and tells D the outcome.
-func (s *Signaller) welcome(peer core.AgentID) {
+func (s *Signaller) welcome(peer core.AgentID, mark string) {
 	ctx, cancel := context.WithTimeout(s.ctx, twinPatience)
 	defer cancel()
-	word := "up"
+	word := "up " + mark
 	if err := s.link(ctx, peer); err != nil {
-		word = "no " + err.Error()
+		word = "no " + mark + " " + err.Error()
 	}
 	_, _ = s.signal(ctx, peer, []byte(word))
 }
 
-// join makes P's end of the link, once at a time.
-func (s *Signaller) join(peer core.AgentID) *twinJoin {
+// join makes P's end of the link, once at a time; ours if this call has begun it.
+func (s *Signaller) join(peer core.AgentID) (j *twinJoin, ours bool) {
 	s.state.Lock()
 	defer s.state.Unlock()
-	j := s.joins[peer]
-	if j != nil {
-		return j
+	if j = s.joins[peer]; j != nil {
+		return j, false
 	}
 	j = &twinJoin{done: make(chan struct{})}
 	end := func(err error) {
@@ -200,7 +203,7 @@ func (s *Signaller) join(peer core.AgentID) *twinJoin {
 		j.err = errTwinClosed
 		close(j.done)
 	}
-	return j
+	return j, true
 }
 
 func (s *Signaller) agree(peer core.AgentID) error {
@@ -237,7 +240,7 @@ func (s *Signaller) agree(peer core.AgentID) error {
 
 // link makes the link to a peer that was admitted, unless it is there.
 func (s *Signaller) link(ctx context.Context, peer core.AgentID) error {
-	for range 3 { // a link that was made may be that of the last agent with this id
+	for range 3 { // a link that was made, or was not, may be that of the last agent with this id
 		s.mu.Lock()
 		admitted := s.admitted[peer] != nil
 		s.mu.Unlock()
@@ -247,10 +250,10 @@ func (s *Signaller) link(ctx context.Context, peer core.AgentID) error {
 		if err := s.cutOff(peer); err != nil {
 			return fmt.Errorf("mem: %w: %w", core.ErrConnectionLost, err)
 		}
-		j := s.join(peer)
+		j, ours := s.join(peer)
 		select {
 		case <-j.done:
-			if j.err != nil {
+			if j.err != nil && ours {
 				return j.err
 			}
 		case <-ctx.Done():
