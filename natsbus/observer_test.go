@@ -229,7 +229,8 @@ func overhear(t *testing.T, p, d *Bus, conns ...*nats.Conn) {
 	s.serve(d, p, ofD)
 	eventually(t, "P and D hear each other", func() error {
 		for _, to := range [][2]*Bus{{p, d}, {d, p}} {
-			if _, err := to[0].Request(ctxOf(t, within), "", to[1].opt.Identity.ID(), &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}}); err != nil {
+			// The servers may not know yet that the agent listens. The observer does, so nobody says that the request is lost.
+			if _, err := to[0].Request(ctxOf(t, time.Second), "", to[1].opt.Identity.ID(), &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}}); err != nil {
 				return err
 			}
 		}
