@@ -1,37 +1,69 @@
-"""Runs what the README has below a heading."""
+"""Runs what a page has below a heading."""
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from asking import HOST
+from asking import HOST, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
-BOUND_S = 300  # ends a hang: servers that do not become ready are waited for without end
+BOUND_S = 600  # ends a hang: servers that do not become ready are waited for without end
+LOGS = tuple(Path("/tmp") / f"{name}.log" for name in ("prefill", "decode", "router"))  # where the pages' servers write
 
 
 def as_it_stands(heading: str, environment: str, ports: Sequence[int]) -> str:
-    """What the commands print. They are of an environment by this name, and of these ports."""
+    """What the README's commands print. They are of an environment by this name, and of these ports."""
+    _can_run(environment, ports)
+    done = subprocess.run(_command("README.md", heading), cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S + 60)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}{_ends()}"
+    return done.stdout
+
+
+@contextlib.contextmanager
+def between_its_blocks(page: str, heading: str, environment: str, ports: Sequence[int], where: Path) -> Iterator[Path]:
+    """Runs the first of two blocks of commands, then what the caller does, then the second block. Gives the file of their output."""
+    _can_run(environment, ports)
+    up, on, output = where / "up", where / "on", where / "output"
+    pause = f": >{shlex.quote(str(up))}; until [[ -e {shlex.quote(str(on))} ]]; do sleep 0.1; done"
+    with output.open("w") as file:
+        child = subprocess.Popen(_command(page, heading, "--between", pause), cwd=ROOT, stdout=file, stderr=file)
+    try:
+        wait_until("the first block has run", lambda: up.exists() or child.poll() is not None, BOUND_S + 60)
+        if child.poll() is None:
+            yield output
+            on.touch()
+        status = child.wait(BOUND_S + 60)
+        assert status == 0, output.read_text(errors="replace")
+    except BaseException:
+        print(_ends())
+        raise
+    finally:
+        child.terminate()  # it then ends what the commands have started
+        child.wait(60)
+
+
+def _command(page: str, heading: str, *more: str) -> list[str]:
+    return [sys.executable, "scripts/run-page.py", page, heading, "--within", str(BOUND_S), *more]
+
+
+def _can_run(environment: str, ports: Sequence[int]) -> None:
     if Path(sys.prefix).resolve() != (ROOT / environment).resolve():
-        pytest.skip(f"NOT RUN: these tests run in {sys.prefix}, and the README's commands in {environment}")
+        pytest.skip(f"NOT RUN: these tests run in {sys.prefix}, and the page's commands in {environment}")
     for port in ports:
         with socket.socket() as each:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 each.bind((HOST, port))
             except OSError as error:
-                pytest.skip(f"NOT RUN: port {port} of the README's commands: {error}")
-    command = [sys.executable, "scripts/run-page.py", "README.md", heading, "--within", str(BOUND_S)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S + 60)
-    logs = "" if done.returncode == 0 else "".join(_end(Path("/tmp") / f"{name}.log") for name in ("prefill", "decode", "router"))
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs}"
-    return done.stdout
+                pytest.skip(f"NOT RUN: port {port} of the page's commands: {error}")
 
 
-def _end(log: Path) -> str:
-    return f"\n== {log}\n{log.read_text(errors='replace')[-4000:]}" if log.exists() else ""
+def _ends() -> str:
+    return "".join(f"\n== {log}\n{log.read_text(errors='replace')[-4000:]}" for log in LOGS if log.exists())

@@ -39,6 +39,22 @@ THEIRS: dict[str, dict[str, Any]] = {
 }
 
 
+def environment(run: str) -> dict[str, str]:
+    """What a server of vLLM on a CPU gets, with the mark of a run."""
+    return {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
+        RUN_VARIABLE: run,
+    }
+
+
 class Pair:
     """A prefill server, a decode server and the router before them."""
 
@@ -102,21 +118,7 @@ class Pair:
         return [self.router, self.prefill, self.decode]
 
     def _env(self) -> dict[str, str]:
-        env = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "NO_PROXY": "127.0.0.1,localhost",
-            "no_proxy": "127.0.0.1,localhost",
-            RUN_VARIABLE: self.run,
-        }
-        env.update(self._extra_env)
-        return env
+        return {**environment(self.run), "OMP_NUM_THREADS": "1", **self._extra_env}
 
     def _engine(self, name: str, served_at: int, role: str, config: dict[str, Any], more: Sequence[str] = ()) -> Server:
         transfer = {

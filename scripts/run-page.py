@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Runs the commands of a page as they stand: all blocks of bash below a heading, in one bash, in the current directory.
 
-    scripts/run-page.py PAGE HEADING [--within SECONDS] [--says PATTERN]...
+    scripts/run-page.py PAGE HEADING [--within SECONDS] [--between COMMAND] [--says PATTERN]...
 
 Blocks of Python with a title are first written to files of that name. The commands fail as in `bash -e -o pipefail`. What they print
-must have each of the patterns. Whatever they have started ends with them.
+must have each of the patterns. Whatever they have started ends with them. --between runs a command of the caller's between two blocks.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def main() -> int:
     parser.add_argument("page", type=Path)
     parser.add_argument("heading", help="'' for the whole page")
     parser.add_argument("--within", type=float, default=300, metavar="SECONDS", help="ends a hang")
+    parser.add_argument("--between", default="", metavar="COMMAND", help="for bash, between each block and the next")
     parser.add_argument("--says", action="append", default=[], metavar="PATTERN", help="a regular expression that the output must have")
     args = parser.parse_args()
     text = args.page.read_text(encoding="utf-8")
@@ -79,7 +80,7 @@ def main() -> int:
     where = f"{args.page} {args.heading}".strip()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{where}: asked to end"))
     with tempfile.TemporaryFile("w+", errors="replace") as output:  # a pipe would be open as long as what the commands start lives
-        command = ["bash", "-e", "-o", "pipefail", "-c", "\n".join(commands)]
+        command = ["bash", "-e", "-o", "pipefail", "-c", f"\n{args.between}\n".join(commands)]
         bash = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         late = False
         try:

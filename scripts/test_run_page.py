@@ -69,6 +69,11 @@ def test_all_below_a_heading_runs_and_leaves_nothing(tmp_path: Path) -> None:
     raise AssertionError("what the commands have started lives on")
 
 
+def test_a_command_between_two_blocks(tmp_path: Path) -> None:
+    status, said = run(tmp_path, "Run", "--between", "echo between >>between")
+    assert status == 0 and (tmp_path / "between").read_text() == "between\n", said
+
+
 @pytest.mark.parametrize(
     ("heading", "more", "says"),
     [
