@@ -32,8 +32,8 @@ type verdict struct {
 
 // runBarred is that agent, in a process of its own. It loads two transfers, one after the other, and ends.
 func runBarred(address string) (string, error) {
-	if os.Getenv("KVCONN_TEST_FILTER") != "" {
-		if err := callfilter.Deny(unix.SYS_PROCESS_VM_READV); err != nil {
+	if action := os.Getenv("KVCONN_TEST_FILTER"); action != "" {
+		if err := callfilter.Install(callfilter.Actions[action], unix.SYS_PROCESS_VM_READV); err != nil {
 			return "", err
 		}
 	}
@@ -92,7 +92,9 @@ func TestBarred(t *testing.T) {
 		root   bool // only root can start such a process
 		says   []string
 	}{
-		"a filter of system calls":  {filter: "1", says: []string{"a filter of system calls forbids it"}},
+		"a filter of system calls":  {filter: "refuse", says: []string{"operation not permitted", "a filter of system calls forbids it"}},
+		"a filter that traps":       {filter: "trap", says: []string{"SIGSYS", "a filter of system calls forbids it"}},
+		"a filter that ends":        {filter: "kill", says: []string{"SIGSYS", "a filter of system calls forbids it"}},
 		"another user":              {how: syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}, root: true, says: []string{"user id 0", "65534", "run both as one user"}},
 		"another process namespace": {how: syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID}, root: true, says: []string{"in a process namespace that this one does not see", "--pid host"}},
 		"another user namespace":    {how: syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWUSER, UidMappings: root, GidMappings: []syscall.SysProcIDMap{{ContainerID: os.Getegid(), HostID: os.Getegid(), Size: 1}}}, says: []string{"operation not permitted", "user namespace"}},
