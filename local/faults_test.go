@@ -31,6 +31,8 @@ var defects = []faulttest.Defect{
 	{"local-unproved-decode", "TestStrangers"},
 	{"local-unproved-prefill", "TestImpostor"},
 	{"local-unread", "TestStrangers"},
+	{"local-unprobed", "TestFilter"},
+	{"local-unprobed-pidfd", "TestFilter"},
 	{"local-unfenced", "TestFence"},
 	{"local-buried-alive", "TestStoppedInRevoke"},
 	{"local-rest-counts", "TestTimeAtRest"},

@@ -1,6 +1,7 @@
 package local
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"runtime"
@@ -11,6 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/callprobe"
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // iovec is the kernel's struct iovec. The memory belongs to the host process or to a peer, not
@@ -31,6 +34,8 @@ type kernel interface {
 	yama() string
 	// user is whose this process is.
 	user() int
+	// survives says whether a filter of system calls lets this process live if it makes a call: nil, or why not, or why that is not known.
+	survives(call uintptr) error
 }
 
 type linux struct{}
@@ -60,6 +65,13 @@ func (linux) yama() string {
 
 func (linux) user() int { return os.Geteuid() }
 
+func (linux) survives(call uintptr) error { return callprobe.Check(call) }
+
+// unreading is the kernel of a process that must not call process_vm_readv: it refuses in the kernel's place.
+type unreading struct{ kernel }
+
+func (unreading) readv(int, []iovec, []iovec) (uint64, syscall.Errno) { return 0, syscall.EPERM }
+
 // held keeps what the kernel is given the address of as a number where it is until release is called. Else it may lie
 // on a goroutine's stack, which moves.
 func held(p any) (release func()) {
@@ -79,8 +91,24 @@ func readRandom(k kernel, pid int, address uint64) (t random, errno syscall.Errn
 	return *p, errno
 }
 
-// mayRead says whether this process may call process_vm_readv at all: on itself it always may,
-// unless a filter of system calls is in its way.
+// reading says whether this process may call process_vm_readv at all, and gives the kernel that it is to ask. The call is tried only
+// where it does not end the process.
+func reading(k kernel) (kernel, error) {
+	err := k.survives(unix.SYS_PROCESS_VM_READV)
+	switch {
+	case err == nil || fault.On("local-unprobed"):
+	case errors.Is(err, callprobe.ErrEnds):
+		return unreading{k}, blinded(err)
+	default:
+		return unreading{k}, fmt.Errorf("local: this process is under a filter of system calls, and does not call process_vm_readv: %w", err)
+	}
+	if errno := mayRead(k); errno != 0 {
+		return k, blinded(errno)
+	}
+	return k, nil
+}
+
+// mayRead reads this process: on itself it always may, unless a filter of system calls is in its way.
 func mayRead(k kernel) syscall.Errno {
 	own := newRandom()
 	at := new(random)

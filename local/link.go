@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
@@ -23,7 +24,7 @@ type link struct {
 	conn *net.UnixConn
 	raw  syscall.RawConn
 	pid  int      // of the peer, as the kernel says; 0: it is in a process namespace that this one does not see
-	life *os.File // becomes readable when the peer's process ends; nil: the kernel has no such thing
+	life *os.File // becomes readable when the peer's process ends; nil: the kernel has no such thing, or does not let this process have it
 	in   *bufio.Reader
 	// more, if set, appends frames that are made only when they are written.
 	more func(b []byte) []byte
@@ -72,7 +73,7 @@ func (t *Transport) newLink(conn *net.UnixConn) (*link, error) {
 		return nil, fmt.Errorf("the kernel does not say whose the socket is: %w", err)
 	}
 	if l.pid = int(cred.Pid); pidfd < 0 && l.pid > 0 {
-		p, e := unix.PidfdOpen(l.pid, 0)
+		p, e := openPidfd(t.kernel, l.pid)
 		if e == unix.ESRCH {
 			return nil, fmt.Errorf("%w (process %d)", errDead, l.pid)
 		}
@@ -95,6 +96,14 @@ func (t *Transport) newLink(conn *net.UnixConn) (*link, error) {
 		return nil, fmt.Errorf("%w: it has user id %d, this process %d", refusedUser, cred.Uid, t.here.uid)
 	}
 	return l, nil
+}
+
+// openPidfd is for kernels before 6.5, whose sockets have none.
+func openPidfd(k kernel, pid int) (int, error) {
+	if err := k.survives(unix.SYS_PIDFD_OPEN); err != nil && !fault.On("local-unprobed-pidfd") {
+		return -1, err
+	}
+	return unix.PidfdOpen(pid, 0)
 }
 
 // watch waits for the end of the peer's process: a child that it has forked may hold the socket

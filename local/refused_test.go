@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -17,6 +18,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/callfilter"
 	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/internal/shmem"
 )
 
 // stern is a kernel that, when it is shut, lets only him read whom Yama was told of. It is sterner
@@ -182,29 +184,34 @@ func TestRefusedLater(t *testing.T) {
 	}
 }
 
-// filterEnv tells a test binary to live under a filter of system calls.
+// filterEnv tells a test binary to live under a filter of system calls, and what that does.
 const filterEnv = "KVCONN_TEST_FILTER"
 
-// TestFilter: where a filter forbids process_vm_readv, D gets only what P's memories have, and says so.
+// TestFilter: where a filter forbids process_vm_readv, D gets only what P's memories have, and says so. Also a filter that would
+// end the process does not.
 func TestFilter(t *testing.T) {
-	c := exec.Command(os.Args[0])
-	c.Env = append(os.Environ(), filterEnv+"=1")
-	if out, err := c.CombinedOutput(); err != nil {
-		t.Errorf("%v\n%s", err, out)
+	for name := range callfilter.Actions {
+		t.Run(name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second) // a process that has lost a thread may stand
+			defer cancel()
+			c := exec.CommandContext(ctx, "/proc/self/exe")
+			c.Env = append(os.Environ(), filterEnv+"="+name)
+			if out, err := c.CombinedOutput(); err != nil {
+				t.Errorf("%v\n%s", err, out)
+			}
+		})
 	}
 }
 
 // underFilter is TestFilter's process.
 func underFilter() {
-	if os.Getenv(filterEnv) == "" {
+	action := os.Getenv(filterEnv)
+	if action == "" {
 		return
 	}
 	fail := func(args ...any) {
 		fmt.Println(args...)
 		os.Exit(1)
-	}
-	if err := callfilter.Deny(unix.SYS_PROCESS_VM_READV); err != nil {
-		fail(err)
 	}
 	fd, err := unix.MemfdCreate("kvconn-test", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
@@ -219,6 +226,18 @@ func underFilter() {
 	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 4096, BlockStride: 4096, BlockBytes: 4096, NumBlocks: 1}})
 	if err != nil {
 		fail(err)
+	}
+	if err := callfilter.NoPeerPidfd(); err != nil {
+		fail(err)
+	}
+	if err := callfilter.Install(callfilter.Actions[action], unix.SYS_PROCESS_VM_READV, unix.SYS_PIDFD_OPEN, unix.SYS_MEMFD_CREATE); err != nil {
+		fail(err)
+	}
+	if r := Inspect(); r.Available || !strings.Contains(r.Problem, "a filter of system calls forbids it") {
+		fail("inspected:", r)
+	}
+	if _, err := shmem.Alloc(4096); err == nil || !strings.Contains(err.Error(), "memfd_create") {
+		fail("memory is allocated:", err)
 	}
 	d, err := New(Config{}, l, deafSink{})
 	if err != nil {
@@ -246,7 +265,7 @@ func underFilter() {
 		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 		defer cancel()
 		err = d.Usable(ctx, id)
-		if list == nil && (err == nil || !contains(err, "a filter of system calls forbids it")) || list != nil && err != nil {
+		if list == nil && (err == nil || !contains(err, "a filter of system calls forbids it") || contains(err, "SIGSYS") == (action == "refuse")) || list != nil && err != nil {
 			fail(id, "is read:", err)
 		}
 	}

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net"
 	"sync"
-	"syscall"
 	"time"
 
 	"go.uber.org/zap"
@@ -122,14 +121,12 @@ func open(cfg Config, layout *core.Layout, sink core.Sink, k kernel) (*Transport
 			return nil, fmt.Errorf("local: %v lies in device memory, and no devices were given: take rdma or tcp", r)
 		}
 	}
-	t := &Transport{cfg: cfg.withDefaults(), layout: layout, places: placesOf(cfg.Devices, layout), sink: sink, kernel: k, late: make(chan struct{})}
+	t := &Transport{cfg: cfg.withDefaults(), layout: layout, places: placesOf(cfg.Devices, layout), sink: sink, late: make(chan struct{})}
 	var err error
 	if t.here, err = here(k); err != nil {
 		return nil, fmt.Errorf("local: %w", err)
 	}
-	if errno := mayRead(k); errno != 0 {
-		t.blind = blinded(errno)
-	}
+	t.kernel, t.blind = reading(k)
 	if t.memories, t.release, err = files(layout); err != nil {
 		return nil, fmt.Errorf("local: %w", err)
 	}
@@ -158,9 +155,9 @@ func open(cfg Config, layout *core.Layout, sink core.Sink, k kernel) (*Transport
 	return t, nil
 }
 
-// blinded explains why the kernel refuses process_vm_readv even on this process itself.
-func blinded(errno syscall.Errno) error {
-	return fmt.Errorf("local: this process may not call process_vm_readv (%w): a filter of system calls forbids it, that of its container perhaps; allow the call there (docker: a seccomp profile, or --cap-add SYS_PTRACE)", errno)
+// blinded explains why process_vm_readv is refused even on this process itself, or must not be called.
+func blinded(why error) error {
+	return fmt.Errorf("local: this process may not call process_vm_readv (%w): a filter of system calls forbids it, that of its container perhaps; allow the call there (docker: a seccomp profile, or --cap-add SYS_PTRACE; systemd: SystemCallFilter=process_vm_readv)", why)
 }
 
 // goRun starts a goroutine that Close waits for.

@@ -32,8 +32,8 @@ type verdict struct {
 
 // runBarred is that agent, in a process of its own. It loads two transfers, one after the other, and ends.
 func runBarred(address string) (string, error) {
-	if os.Getenv("KVCONN_TEST_FILTER") != "" {
-		if err := callfilter.Deny(unix.SYS_PROCESS_VM_READV); err != nil {
+	if action := os.Getenv("KVCONN_TEST_FILTER"); action != "" {
+		if err := callfilter.Install(callfilter.Actions[action], unix.SYS_PROCESS_VM_READV); err != nil {
 			return "", err
 		}
 	}
@@ -90,10 +90,14 @@ func TestBarred(t *testing.T) {
 		how    syscall.SysProcAttr
 		filter string
 		root   bool // only root can start such a process
+		apart  bool // it has a network of its own
 		says   []string
 	}{
-		"a filter of system calls":  {filter: "1", says: []string{"a filter of system calls forbids it"}},
+		"a filter of system calls":  {filter: "refuse", says: []string{"operation not permitted", "a filter of system calls forbids it"}},
+		"a filter that traps":       {filter: "trap", says: []string{"SIGSYS", "a filter of system calls forbids it"}},
+		"a filter that ends":        {filter: "kill", says: []string{"SIGSYS", "a filter of system calls forbids it"}},
 		"another user":              {how: syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}, root: true, says: []string{"user id 0", "65534", "run both as one user"}},
+		"another network namespace": {apart: true, root: true, says: []string{"it is on this host in another network namespace", "--network host"}},
 		"another process namespace": {how: syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID}, root: true, says: []string{"in a process namespace that this one does not see", "--pid host"}},
 		"another user namespace":    {how: syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWUSER, UidMappings: root, GidMappings: []syscall.SysProcIDMap{{ContainerID: os.Getegid(), HostID: os.Getegid(), Size: 1}}}, says: []string{"operation not permitted", "user namespace"}},
 	} {
@@ -102,7 +106,13 @@ func TestBarred(t *testing.T) {
 				t.Skipf("NOT RUN: only root can start a process in %s", name)
 			}
 			leaktest.Check(t)
-			p, logs := openLogged(t, testConfig(RolePrefill))
+			cfg, starts := testConfig(RolePrefill), func(f func()) { f() }
+			if c.apart {
+				n := newNetwork(t)
+				starts = n.do
+				cfg.BootstrapHost, cfg.TCPListenHost = n.Near, n.Near
+			}
+			p, logs := openLogged(t, cfg)
 			p.fill(5, 1, 2)
 			for _, id := range []core.TransferID{"first", "second"} {
 				p.offer(id, 1, 2)
@@ -116,7 +126,9 @@ func TestBarred(t *testing.T) {
 				"GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0") // else the race detector waits a second for late reports
 			var complains bytes.Buffer
 			cmd.Stderr = &complains
-			out, err := cmd.Output()
+			var out []byte
+			var err error
+			starts(func() { out, err = cmd.Output() })
 			if err != nil && cmd.Process == nil && forbidden(err) {
 				t.Skipf("NOT RUN: this machine lets nobody start a process in %s: %v", name, err)
 			}

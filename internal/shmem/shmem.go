@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/callprobe"
 )
 
 const (
@@ -111,6 +112,9 @@ func (m *Memory) make() error {
 }
 
 func create() (fd int, err error) {
+	if err := callprobe.Check(unix.SYS_MEMFD_CREATE); err != nil {
+		return -1, fmt.Errorf("a filter of system calls forbids it, that of its container perhaps: %w", err)
+	}
 	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	if fd, err = unix.MemfdCreate("kvconn", flags|unix.MFD_NOEXEC_SEAL); err == unix.EINVAL { // a kernel before 6.3
 		fd, err = unix.MemfdCreate("kvconn", flags)

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/callprobe"
 )
 
 // Another is a pool of the same shape, filled, in ordinary memory or in such as other processes can map.
@@ -31,6 +32,9 @@ func (p *Pool) ReadLoop(pid int, base uint64, src, dst []core.BlockID) (bytes in
 	type vector struct{ base, len uintptr }
 	per := max(1, min(loopVector, loopBytes/p.block))
 	var into, from [loopVector]vector
+	if err := callprobe.Check(unix.SYS_PROCESS_VM_READV); err != nil {
+		return 0, fmt.Errorf("process_vm_readv: %w", err)
+	}
 	own, size := uintptr(unsafe.Pointer(&p.mem[0])), uintptr(p.block)
 	for l := range p.layers {
 		for at := 0; at < len(src); at += per {
