@@ -19,9 +19,10 @@ type awaited struct {
 	session *sealSession
 	opening *opening
 
-	opened *sealSession // what came of the opening
-	again  bool         // the answerer does not know the session
-	others atomic.Int32 // messages that were no answer
+	opened *sealSession  // what came of the opening
+	again  bool          // the answerer does not know the session
+	others atomic.Int32  // messages that were no answer
+	counts *atomic.Int32 // nil, or where they are counted too
 }
 
 // right says whether a message is the answer, and opens it.
@@ -56,6 +57,9 @@ func (a *awaited) right(m *nats.Msg) bool {
 		return true
 	}
 	a.others.Add(1)
+	if a.counts != nil {
+		a.counts.Add(1)
+	}
 	a.strange.Add(1)
 	return false
 }

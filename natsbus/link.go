@@ -103,12 +103,18 @@ const (
 )
 
 // subscribe makes this agent reachable over the link, if it serves. The queue
-// group keeps a request from coming twice when two links lead to one server.
+// group keeps a request from coming twice when two links lead to one server. To a cluster there is one
+// link, and a user there who may hear others could join the group and take their requests.
 func (l *link) subscribe() error {
 	if l.bus.handler.Load() == nil {
 		return nil
 	}
-	sub, err := l.nc.QueueSubscribe(l.heardBy(), "agent", func(m *nats.Msg) { l.bus.events.arrived(l, m) })
+	arrived := func(m *nats.Msg) { l.bus.events.arrived(l, m) }
+	hear := func() (*nats.Subscription, error) { return l.nc.QueueSubscribe(l.heardBy(), "agent", arrived) }
+	if l.kind == clusterLink {
+		hear = func() (*nats.Subscription, error) { return l.nc.Subscribe(l.heardBy(), arrived) }
+	}
+	sub, err := hear()
 	if err != nil {
 		return err
 	}

@@ -74,7 +74,7 @@ const (
 	maxReason    = 1024                                                          // of a notice and of a Reply
 )
 
-// Bounds of a session at the agent that asks: it opens another one then.
+// Bounds of a session at the agent that asks: it opens another one then, while it uses this one.
 const (
 	sessionRequests = 1 << 20 // AES-GCM has no bound to respect before that
 	sessionLife     = time.Hour
@@ -128,7 +128,7 @@ type sealSession struct {
 // incoming is what an answerer keeps beside a session's keys.
 type incoming struct {
 	key  [ed25519.PublicKeySize]byte // of the asker
-	open [dhBytes]byte               // the asker's key for this session: it is as good as the name of its open
+	open [sha256.Size]byte           // the digest of the asker's open
 
 	replays replays // guarded by served.mu, as all that follows is
 	proved  bool    // a request has come that only the asker can make
@@ -229,7 +229,7 @@ func (i *Identity) accept(from core.AgentID, open []byte, number uint64) (*sealS
 	if err != nil {
 		return nil, nil, err
 	}
-	s.peer, s.in.key, s.in.open = from, [ed25519.PublicKeySize]byte(public), [dhBytes]byte(dh)
+	s.peer, s.in.key, s.in.open = from, [ed25519.PublicKeySize]byte(public), sha256.Sum256(open)
 	return s, opened, nil
 }
 
@@ -256,7 +256,12 @@ func (o *opening) finish(opened []byte) (*sealSession, error) {
 	return s, nil
 }
 
-// worn says that the asker is to open another session.
+// spent says that the asker may not use the session any more. The answerer keeps it for longer.
+func (s *sealSession) spent(now time.Time) bool {
+	return s.requests.next.Load() >= 2*sessionRequests || now.Sub(s.began) >= sessionLife*3/2
+}
+
+// worn says that the asker is to open another session, and may use this one until it has.
 func (s *sealSession) worn(now time.Time) bool {
 	return s.requests.next.Load() >= sessionRequests || now.Sub(s.began) >= sessionLife
 }

@@ -116,11 +116,11 @@ func (*unopened) Error() string { return "no session was opened" }
 func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.AgentID, stale *sealSession) (*sealSession, error) {
 	for {
 		s, a, first := l.seals.opened.get(to, stale, time.Now())
-		if s != nil {
-			return s, nil
-		}
 		if first && !b.spawn("natsbus.seal", func() { b.openSession(connected, l, to, a) }) {
 			l.seals.opened.ended(to, a, nil, errClosed)
+		}
+		if s != nil {
+			return s, nil
 		}
 		select {
 		case <-a.done:
@@ -133,27 +133,66 @@ func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.Agent
 	}
 }
 
-// openSession makes an attempt to open a session.
+var errFault = errors.New("a fault while opening a session, see the log")
+
+// openAgain is after how long another open is sent: the first, or its answer, may be lost.
+const openAgain = time.Second
+
+// openSession makes an attempt to open a session. It sends one open after the other, and takes the answer to any of them.
 func (b *Bus) openSession(connected context.Context, l *link, to core.AgentID, a *attempt) {
-	s, err := (*sealSession)(nil), errors.New("a fault while opening a session, see the log")
+	s, err := (*sealSession)(nil), errFault
 	defer func() { l.seals.opened.ended(to, a, s, err) }() // also after a panic
-	o, failed := l.seals.self.open(to)
-	if failed != nil {
-		err = failed
-		return
-	}
-	a.self, a.strange, a.to, a.mark, a.opening = l.seals.self, &l.seals.strange, to, markOf(o.message), o
 	ctx, cancel := context.WithTimeout(b.ctx, b.opt.ConnectTimeout)
 	defer cancel()
-	m, failed := l.ask(ctx, connected, subject(to, l.id), o.message, a.right)
-	switch {
-	case failed != nil:
-		err = a.failed(failed)
-	case a.opened == nil:
-		err = &unopened{m}
-	default:
-		s, err = a.opened, nil
+	type outcome struct {
+		session *sealSession
+		err     error
 	}
+	came := make(chan outcome, 1)
+	send := func() {
+		o := outcome{err: errFault}
+		defer func() {
+			select {
+			case came <- o:
+			case <-ctx.Done():
+			}
+		}()
+		o.session, o.err = b.openOnce(ctx, connected, l, to, &a.others)
+	}
+	again := time.NewTicker(openAgain)
+	defer again.Stop()
+	for {
+		if !b.spawn("natsbus.open", send) {
+			err = errClosed
+			return
+		}
+		select {
+		case o := <-came:
+			s, err = o.session, o.err
+			return
+		case <-ctx.Done():
+			err = a.failed(ctx.Err())
+			return
+		case <-again.C:
+		}
+	}
+}
+
+// openOnce sends an open and waits for its answer.
+func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID, others *atomic.Int32) (*sealSession, error) {
+	o, err := l.seals.self.open(to)
+	if err != nil {
+		return nil, err
+	}
+	a := &awaited{self: l.seals.self, strange: &l.seals.strange, to: to, mark: markOf(o.message), opening: o, counts: others}
+	m, err := l.ask(ctx, connected, subject(to, l.id), o.message, a.right)
+	switch {
+	case err != nil:
+		return nil, a.failed(err)
+	case a.opened == nil:
+		return nil, &unopened{m}
+	}
+	return a.opened, nil
 }
 
 // errForgetful: the agent forgets sessions as soon as they are open, since it has too many. Asking again may help.

@@ -4,6 +4,7 @@ import (
 	"container/list"
 	"crypto/ed25519"
 	"crypto/rand"
+	"crypto/sha256"
 	"encoding/binary"
 	"sync"
 	"time"
@@ -29,22 +30,22 @@ const (
 type served struct {
 	mu     sync.Mutex
 	by     map[uint64]*sealSession
-	opens  map[[dhBytes]byte]bool              // of the sessions that there are
+	opens  map[[sha256.Size]byte]bool          // of the sessions that there are
 	unused *list.List                          // of *sealSession, the oldest first
 	used   *list.List                          // by their last use
 	each   map[[ed25519.PublicKeySize]byte]int // of those in use
 }
 
 func newServed() *served {
-	return &served{by: map[uint64]*sealSession{}, opens: map[[dhBytes]byte]bool{}, unused: list.New(), used: list.New(), each: map[[ed25519.PublicKeySize]byte]int{}}
+	return &served{by: map[uint64]*sealSession{}, opens: map[[sha256.Size]byte]bool{}, unused: list.New(), used: list.New(), each: map[[ed25519.PublicKeySize]byte]int{}}
 }
 
 // repeated says that there is a session for an open already.
 func (s *served) repeated(open []byte) bool {
-	_, dh, _ := keysOf(open)
+	name := sha256.Sum256(open)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.opens[[dhBytes]byte(dh)]
+	return s.opens[name]
 }
 
 // number is one for the next session.
@@ -154,7 +155,7 @@ type asking struct {
 	place   *list.Element
 }
 
-// attempt opens a session. All requests that need it wait for it. It is bounded by a time of its own: a request's may
+// attempt opens a session. All requests that have none wait for it. It is bounded by a time of its own: a request's may
 // be short, and the next would begin from the beginning.
 type attempt struct {
 	awaited
@@ -167,8 +168,8 @@ func newOpened() *openSessions {
 	return &openSessions{by: map[core.AgentID]*asking{}, order: list.New()}
 }
 
-// get returns the session with an agent; stale is one which the agent does not know. Else it returns the attempt to open
-// one. If first is true, the caller must make it, and call ended.
+// get returns the session with an agent; stale is one which the agent does not know. If there is none, or it is worn, get
+// returns the attempt to open one. If first is true, the caller must make it, and call ended.
 func (o *openSessions) get(peer core.AgentID, stale *sealSession, now time.Time) (s *sealSession, a *attempt, first bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -177,13 +178,16 @@ func (o *openSessions) get(peer core.AgentID, stale *sealSession, now time.Time)
 		with = o.add(peer)
 	}
 	o.order.MoveToBack(with.place)
-	if s := with.session; s != nil && s != stale && !s.worn(now) {
+	if s = with.session; s == stale || s != nil && s.spent(now) {
+		s = nil
+	}
+	if s != nil && !s.worn(now) {
 		return s, nil, false
 	}
 	if first = with.attempt == nil; first {
 		with.attempt = &attempt{done: make(chan struct{})}
 	}
-	return nil, with.attempt, first
+	return s, with.attempt, first
 }
 
 // ended takes the end of an attempt.

@@ -193,14 +193,25 @@ func TestOpenedSessions(t *testing.T) {
 			t.Error("a session is opened for each request that had the former one")
 		}
 		time.Sleep(sessionLife)
-		if got, _, first := get("P", nil); got != nil || !first {
-			t.Errorf("a session is used after %v", sessionLife)
+		if got, _, first := get("P", nil); got != next || !first {
+			t.Errorf("a session of %v is not used while another is opened", sessionLife)
+		}
+		if got, _, first := get("P", nil); got != next || first {
+			t.Error("two others are opened")
+		}
+		time.Sleep(sessionLife / 2)
+		if got, _, _ := get("P", nil); got != nil {
+			t.Errorf("a session is used after %v", sessionLife*3/2)
 		}
 		_, a, _ = get("Q", nil)
 		s = end("Q", a, nil)
 		s.requests.next.Store(sessionRequests)
-		if got, _, first := get("Q", nil); got != nil || !first {
-			t.Errorf("a session is used after %d requests", sessionRequests)
+		if got, _, first := get("Q", nil); got != s || !first {
+			t.Errorf("a session of %d requests is not used while another is opened", sessionRequests)
+		}
+		s.requests.next.Store(2 * sessionRequests)
+		if got, _, first := get("Q", nil); got != nil || first {
+			t.Errorf("a session is used after %d requests", 2*sessionRequests)
 		}
 		for i := range maxSessions + 5 {
 			peer := core.AgentID(fmt.Sprint(i))

@@ -40,7 +40,7 @@ def test_every_layout(dims: tuple[int, ...], block_dim: int) -> None:
 
 def test_contiguous_block_is_one_region() -> None:
     (r,) = kvconn.regions_from_tensor("k", np.zeros((7, 2, 3, 8), np.float32), 0, group=2)
-    assert r[0] == "k" and r[2:] == (192, 192, 7, 2, 0, 0, 0, 0, 0, 0, kvconn.IndexKind.BLOCK, False, kvconn.Memory.HOST)
+    assert r[0] == "k" and r[2:] == (192, 192, 7, 2, 0, 0, 0, 0, 0, 0, kvconn.IndexKind.BLOCK, False, kvconn.Memory.HOST, -1)
 
 
 def test_fused_kv_outside_blocks_is_two_regions() -> None:
