@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -116,6 +117,28 @@ func (s *NATSServer) await() {
 		}
 		if time.Since(begin) > start {
 			s.t.Fatalf("nats-server does not listen within %v: %v", start, err)
+		}
+	}
+}
+
+// Reload has the server read its configuration again, as "nats-server --signal reload" does, and waits until it has.
+func (s *NATSServer) Reload() {
+	s.t.Helper()
+	loaded := func() (at struct {
+		Time time.Time `json:"config_load_time"`
+	}) {
+		if err := fetchJSON("http://"+s.monitor+"/varz", &at); err != nil {
+			s.t.Fatal(err)
+		}
+		return at
+	}
+	before := loaded()
+	if err := s.cmd.Process.Signal(syscall.SIGHUP); err != nil {
+		s.t.Fatal(err)
+	}
+	for begin := time.Now(); !loaded().Time.After(before.Time); time.Sleep(5 * time.Millisecond) {
+		if time.Since(begin) > start {
+			s.t.Fatalf("nats-server does not reload its configuration within %v", start)
 		}
 	}
 }
