@@ -86,6 +86,9 @@ func (m *moving) arrivals() (n int) {
 func (m *moving) part(percent int) bool {
 	m.p.t.Helper()
 	for deadline := time.Now().Add(patience); m.arrivals()*100 < percent*len(m.dst); pause(time.Millisecond) {
+		if m.over() {
+			return false
+		}
 		if time.Now().After(deadline) {
 			m.p.t.Fatalf("%d of %d blocks have begun to land after %v", m.arrivals(), len(m.dst), patience)
 		}
