@@ -12,27 +12,6 @@ import (
 	"github.com/kvconn/kvconn/internal/leaktest"
 )
 
-// connected is a connection's two ends.
-func connected(t *testing.T) (here, there *net.TCPConn) {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	dialed, err := net.Dial("tcp", l.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { dialed.Close() })
-	taken, err := l.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { taken.Close() })
-	return dialed.(*net.TCPConn), taken.(*net.TCPConn)
-}
-
 // lowMark is how many bytes make a connection readable.
 func lowMark(t *testing.T, c syscall.Conn) (n int) {
 	t.Helper()
@@ -116,7 +95,7 @@ func TestLastStepWaitsForAnyByte(t *testing.T) {
 		{stall{bound: time.Hour, since: time.Hour - step}, 1},
 		{stall{bound: step}, 1},
 	} {
-		here, there := connected(t)
+		here, there := tcpPair(t)
 		raw, err := here.SyscallConn()
 		if err != nil {
 			t.Fatal(err)

@@ -166,7 +166,7 @@ func TestEmptyFrameBehindTheLast(t *testing.T) {
 			d.sink.Wait("received", "t", 1)
 			want = header{kind: frameAck, key: grant, length: n * 64}
 		}
-		here, p := connected(t)
+		here, p := tcpPair(t)
 		_ = p.SetReadDeadline(time.Now().Add(bound))
 		if err := (&inStream{r: &d.receiver, conn: here}).landed(in, 0); err != nil {
 			t.Fatal(err)

@@ -177,7 +177,7 @@ func (p *process) give(o order) error {
 	}
 	select {
 	case <-p.ended:
-		return errDown
+		return fmt.Errorf("%w: %s", errDown, p.err)
 	case p.in <- append(line, '\n'):
 		return nil
 	default:
