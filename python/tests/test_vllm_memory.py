@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -66,3 +70,80 @@ def test_an_agent_keeps_a_tensors_memory() -> None:
     assert mapped() == before + 1
     agent.close()
     assert mapped() == before
+
+
+LAYERS, BLOCKS, ROWS, HEADS = 2, 16, 16, 128
+
+
+def cache() -> torch.Tensor:
+    return memory.empty((LAYERS, BLOCKS, ROWS, HEADS), torch.bfloat16)
+
+
+def pattern() -> torch.Tensor:
+    """Bit patterns of any kind, NaN too: bytes are compared."""
+    n = LAYERS * BLOCKS * ROWS * HEADS
+    return ((torch.arange(n, dtype=torch.int64) * 2654435761) >> 13).to(torch.int16).view(torch.bfloat16).view(LAYERS, BLOCKS, ROWS, HEADS)
+
+
+def opened(role: str, tensor: torch.Tensor) -> kvconn.Agent:
+    config: dict[str, object] = {"engine_id": f"torch-{role}", "role": role, "transport": "local"}
+    if role == "prefill":
+        config |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "tcp_listen_host": "127.0.0.1"}
+    agent = kvconn.Agent(config)
+    agent.register_kv_caches([r for i in range(LAYERS) for r in kvconn.regions_from_tensor(f"layer.{i}", tensor[i], block_dim=0)])
+    return agent
+
+
+def end_of(agent: kvconn.Agent, transfer: str) -> kvconn.Completion:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for done in agent.get_finished():
+            assert done.transfer_id == transfer, done
+            return done
+        agent.wait(1)
+    raise AssertionError(f"no completion within 60 s: {agent.stats()}")
+
+
+PREFILL = """
+import sys
+import kvconn, test_vllm_memory as here
+tensor = here.cache()
+agent = here.opened("prefill", tensor)
+tensor.copy_(here.pattern())
+agent.offer([kvconn.Offer("t", [list(range(here.BLOCKS))])])
+print(agent.bootstrap_address, flush=True)
+done = here.end_of(agent, "t")
+print(done.ok, agent.stats()["pairs"][0]["how"], flush=True)
+sys.stdin.read()
+agent.close()
+"""
+
+
+def test_two_processes() -> None:
+    """The tensor of one process is mapped by the other one, whose tensor gets its bytes."""
+    where = os.pathsep.join([str(Path(__file__).parent), *(p for p in sys.path if p)])
+    run = [sys.executable, "-c", PREFILL]
+    with subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": where}) as peer:
+        assert peer.stdin is not None and peer.stdout is not None
+        address = peer.stdout.readline().strip()
+        before = mapped()
+        tensor = cache()
+        agent = opened("decode", tensor)
+        try:
+            blocks = [(b * 7 + 3) % BLOCKS for b in range(BLOCKS)]
+            agent.start_load([kvconn.Load("t", address, "torch-prefill", [blocks])])
+            done = end_of(agent, "t")
+            assert (done.ok, done.transport) == (True, "local"), done
+            assert torch.equal(tensor[:, blocks].view(torch.int16), pattern().view(torch.int16))
+            stats = agent.stats()
+            assert stats["pairs"][0]["how"] == "mapping"
+            assert stats["transports"]["local"]["counters"]["bytes_by_mapping"] == done.bytes == tensor.nbytes
+            assert mapped() == before + 2  # its own, and prefill's
+            assert peer.stdout.readline().split() == ["True", "mapping"]
+        finally:
+            agent.close()
+            peer.stdin.close()
+        assert mapped() == before + 1
+        del tensor
+        assert mapped() == before
+    assert peer.returncode == 0
