@@ -35,6 +35,8 @@ var defects = []faulttest.Defect{
 	{"local-unprobed-pidfd", "TestFilter"},
 	{"local-unfenced", "TestFence"},
 	{"local-buried-alive", "TestStoppedInRevoke"},
+	{"local-restless-prefill", "TestIdle"},
+	{"local-restless-decode", "TestIdle"},
 	{"local-rest-counts", "TestTimeAtRest"},
 }
 

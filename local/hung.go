@@ -10,6 +10,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
@@ -74,7 +75,7 @@ func (r *receiver) look() {
 	for _, b := range hung {
 		r.giveUp(b)
 	}
-	if len(r.copies) > 0 {
+	if len(r.copies) > 0 || fault.On("local-restless-decode") {
 		r.armed = time.Now()
 		r.patrol = r.t.after(step, "local patrol", r.look)
 	}

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
@@ -148,7 +149,7 @@ func open(cfg Config, layout *core.Layout, sink core.Sink, k kernel) (*Transport
 			return nil, fmt.Errorf("local: cannot listen on a unix socket: %w", err)
 		}
 		t.goRun("local accept", t.sender.accept)
-		if t.places.any() {
+		if t.places.any() || fault.On("local-restless-prefill") {
 			t.goRun("local look", t.sender.lookOut)
 		}
 	}
