@@ -170,7 +170,7 @@ func two(t *testing.T) (engines [2]*engine.Engine, both []core.Region) {
 }
 
 // TestCloseOfTwoStuckDevices: an agent's caches lie on two devices, and neither does anything any more. Close
-// has one close_timeout_s for both, and names both.
+// names both. TestDevicesCloseSideBySide shows that one close_timeout_s is for both.
 func TestCloseOfTwoStuckDevices(t *testing.T) {
 	engines, ours := two(t)
 	c := config(node.RolePrefill)
@@ -209,11 +209,8 @@ func TestCloseOfTwoStuckDevices(t *testing.T) {
 	}
 	const both = 4 * 2 // copies and events behind them that a stream has on one device: it has four slots
 	eventually(t, "copies are queued on both devices", func() bool { return p.Count("stuck") > both })
-	others, began := closing(to), time.Now()
+	others := closing(to)
 	err = ends(t, closing(p))
-	if took := time.Since(began); took > 2*time.Duration(c.CloseTimeout) {
-		t.Errorf("Close took %v, and close_timeout_s is %v", took, time.Duration(c.CloseTimeout))
-	}
 	for _, of := range []string{"CUDA device 0", "CUDA device 1"} {
 		if err == nil || !strings.Contains(err.Error(), of) {
 			t.Errorf("closed with %v, which does not name %s", err, of)
